@@ -46,14 +46,26 @@ const OPTIONS: &[(&[&str], &str, &str)] = &[
     (&["desc-act"], "act-order", "--act-order static-groups keeps groups in order, which engines prefer"),
     (&["damp-percent", "percdamp", "dampening-frac"], "damping", "--damping 0.01"),
     (&["targets"], "override", "--ignore leaves linears out, --override gives them another scheme"),
-    (&["dataset", "data", "file"], "text", "--text takes a file, or the name of a set such as builtin-heldout"),
+    (
+        &["dataset", "data", "file"],
+        "text",
+        "--text takes a file, or the name of a set such as builtin-heldout",
+    ),
     (
         &["tasks", "task"],
         "text",
         "tasks run in lm-evaluation-harness, which loads the checkpoint: lm_eval run --model fewbits",
     ),
-    (&["ctx-size", "ctx", "context", "stride", "max-length"], "window", "--window sets the tokens per window"),
-    (&["base", "base-model", "original", "kl-divergence-base"], "reference", "--reference compares with another model"),
+    (
+        &["ctx-size", "ctx", "context", "stride", "max-length"],
+        "window",
+        "--window sets the tokens per window",
+    ),
+    (
+        &["base", "base-model", "original", "kl-divergence-base"],
+        "reference",
+        "--reference compares with another model",
+    ),
 ];
 
 /// Commands of other tools, and how this one does the same.
@@ -70,11 +82,11 @@ const COMMANDS: &[(&[&str], &str)] = &[
         &["perplexity", "ppl", "evaluate", "evaluation", "measure", "kl", "test"],
         "to measure: quant eval MODEL --text builtin-heldout",
     ),
+    (&["diff", "versus", "vs", "leaderboard"], "to compare results of eval: quant compare RESULT RESULT"),
     (
-        &["compare", "diff"],
-        "to compare results: quant eval MODEL --text TEXT --compare RESULT; to judge them: quant gate",
+        &["imatrix"],
+        "to compute an importance matrix: quant quantize MODEL -o OUT --format gguf --save-imatrix FILE",
     ),
-    (&["imatrix"], "to compute an importance matrix: quant quantize MODEL -o OUT --format gguf --save-imatrix FILE"),
     (&["benchmark", "speed", "perf"], "to measure speed: quant bench MODEL"),
     (&["run", "complete", "completion", "prompt"], "to generate text: quant generate MODEL --prompt TEXT"),
     (&["serve", "server"], "engines serve checkpoints: vllm serve OUT"),
@@ -86,8 +98,8 @@ const COMMANDS: &[(&[&str], &str)] = &[
 /// Adds a tip to an error of the argument parser that is about an option or a command of another tool.
 pub fn explained(mut error: clap::Error, arguments: &[OsString]) -> clap::Error {
     let Some(tip) = tip(&error, arguments) else { return error };
-    // These would be guesses by spelling, or advice to pass the option as a value.
-    for kind in [ContextKind::SuggestedArg, ContextKind::SuggestedSubcommand, ContextKind::SuggestedTrailingArg] {
+    // These would be guesses by spelling.
+    for kind in [ContextKind::SuggestedArg, ContextKind::SuggestedSubcommand] {
         error.remove(kind);
     }
     error.insert(ContextKind::Suggested, ContextValue::StyledStrs(vec![StyledStr::from(tip)]));
@@ -104,7 +116,8 @@ fn tip(error: &clap::Error, arguments: &[OsString]) -> Option<&'static str> {
             let option = named(ContextKind::InvalidArg)?.trim_start_matches('-');
             let option = option.split('=').next().unwrap_or_default().replace('_', "-").to_ascii_lowercase();
             let cli = Cli::command();
-            let verb = cli.get_subcommands().find(|verb| arguments.iter().any(|word| word == verb.get_name()))?;
+            let verb =
+                cli.get_subcommands().find(|verb| arguments.iter().any(|word| word == verb.get_name()))?;
             let known = OPTIONS.iter().filter(|(names, ..)| names.contains(&&*option));
             known.filter(|(_, here, _)| has_option(verb, here)).map(|(.., tip)| *tip).next()
         }

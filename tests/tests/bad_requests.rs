@@ -213,7 +213,10 @@ fn recipe_files() {
     for (text, expected) in [
         (
             format!("{head}ignore = [\n  \"o_proj\",\n  \"down_prj\",\n]\n"),
-            &["mine.toml: line 5: ignore `down_prj` matches no linear of the model", "did you mean down_proj?"][..],
+            &[
+                "mine.toml: line 5: ignore `down_prj` matches no linear of the model",
+                "did you mean down_proj?",
+            ][..],
         ),
         (
             format!("{head}[[quantize.override]]\npattern = \"mlp.downproj\"\nscheme = \"w8a16\"\n"),
@@ -267,8 +270,14 @@ fn arguments() {
         (args!["quantize", m, "-o", "x", "--dataset", "c4"], "tip: --calibration takes a file of text"),
         (args!["eval", m, "--dataset", "c4"], "tip: --text takes a file, or the name of a set"),
         (args!["quantize", m, "--output_dir", "x"], "tip: --output (-o) names the directory"),
-        (args!["convert", m], "tip: to convert a quantized checkpoint: quant quantize CHECKPOINT -o OUT --format awq"),
-        (args!["export", m], "tip: to convert a quantized checkpoint: quant quantize CHECKPOINT -o OUT --format awq"),
+        (
+            args!["convert", m],
+            "tip: to convert a quantized checkpoint: quant quantize CHECKPOINT -o OUT --format awq",
+        ),
+        (
+            args!["export", m],
+            "tip: to convert a quantized checkpoint: quant quantize CHECKPOINT -o OUT --format awq",
+        ),
         (args!["perplexity", m], "tip: to measure: quant eval MODEL --text builtin-heldout"),
         (args!["plan", m, "--symmetric", "--asymmetric"], "cannot be used with"),
         (args!["plan", m, "--threads", "0"], "expected a number from 1 to 1024"),

@@ -102,7 +102,9 @@ fn reports_show_what_was_measured() {
     assert!(!page.contains("<script") && !page.contains("http://") && !page.contains("https://"));
 
     let page = std::fs::read_to_string(at("rounded.html")).unwrap();
-    assert!(page.contains("model.layers.0.self_attn.q_proj.weight") && page.contains("Bit map"));
+    assert!(
+        page.contains("model.layers.0.self_attn.q_proj.weight") && page.contains("Precision of every linear")
+    );
 
     // The gate's page contains the checks, and says which failed.
     let result = at("result.json");

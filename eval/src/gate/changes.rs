@@ -3,8 +3,8 @@
 use serde::Serialize;
 
 use super::{Baseline, Metric, decision};
-use crate::report::{bytes, nats};
-use crate::{Evaluation, ModelIdentity};
+use crate::Evaluation;
+use crate::report::{bytes, nats, schemes};
 
 /// One property of a result, now and in the baseline.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
@@ -111,24 +111,6 @@ fn of_result(name: &str, before: Option<&Evaluation>, now: &Evaluation, level: f
         }));
     }
     rows
-}
-
-/// The schemes of a model's linears, the most frequent first.
-pub(crate) fn schemes(model: &ModelIdentity) -> String {
-    let mut shares: Vec<_> = model.schemes.iter().collect();
-    shares.sort_by(|a, b| b.linears.cmp(&a.linears).then_with(|| a.scheme.cmp(&b.scheme)));
-    let text = match &shares[..] {
-        [] => "unknown".to_owned(),
-        [one] => one.scheme.clone(),
-        several => {
-            let parts: Vec<_> = several.iter().map(|s| format!("{} ({} linears)", s.scheme, s.linears)).collect();
-            parts.join(", ")
-        }
-    };
-    match model.kv_cache {
-        Some(kv) => format!("{text}, KV cache {kv}"),
-        None => text,
-    }
 }
 
 fn text_of(metric: Metric, value: f64) -> String {

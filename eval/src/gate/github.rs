@@ -6,7 +6,9 @@ use super::{Outcome, Verdict};
 /// The outcome as Markdown.
 pub fn summary(outcome: &Outcome) -> String {
     let mut text = format!("### quant gate: {}\n\n", outcome.verdict.name());
-    text.push_str("| | result | check | measured | allowed | windows |\n| --- | --- | --- | --- | --- | ---: |\n");
+    text.push_str(
+        "| | result | check | measured | allowed | windows |\n| --- | --- | --- | --- | --- | ---: |\n",
+    );
     for check in &outcome.checks {
         let sign = match check.verdict {
             Verdict::Pass => "✅",
@@ -69,11 +71,13 @@ pub fn annotations(outcome: &Outcome) -> Vec<String> {
                 property(&outcome.policy),
                 check.line,
                 property(&format!("quant gate: {} {}", check.result, check.verdict.name())),
-                escaped(&[Some(check.message.clone()), cause(&outcome.changes, &check.result)]
-                    .into_iter()
-                    .flatten()
-                    .collect::<Vec<_>>()
-                    .join("; since the baseline, "))
+                escaped(
+                    &[Some(check.message.clone()), cause(&outcome.changes, &check.result)]
+                        .into_iter()
+                        .flatten()
+                        .collect::<Vec<_>>()
+                        .join("; since the baseline, ")
+                )
             )
         })
         .collect()

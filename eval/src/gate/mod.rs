@@ -20,6 +20,7 @@ mod github;
 mod junit;
 mod metric;
 mod policy;
+mod suggest;
 
 use std::collections::BTreeSet;
 
@@ -27,13 +28,13 @@ use quant_core::{Error, Result};
 use serde::Serialize;
 
 pub use self::baseline::Baseline;
-pub(crate) use self::changes::schemes;
 pub use self::changes::{Change, Trend};
 pub use self::decision::Verdict;
 pub use self::github::{annotations, summary};
 pub use self::junit::junit;
 pub use self::metric::Metric;
 pub use self::policy::{Against, Cap, NonInferiority, OnInconclusive, Policy};
+pub use self::suggest::suggest;
 use crate::{Evaluation, ModelIdentity};
 
 /// The schema version of outcomes.
@@ -394,7 +395,9 @@ fn non_inferiority(
     };
     let message = match identical {
         true => format!("{} is bit-identical to that of the {against}", check.metric.name()),
-        false => format!("{} against the {against}: {measured}, {allowed} allowed{need}", check.metric.name()),
+        false => {
+            format!("{} against the {against}: {measured}, {allowed} allowed{need}", check.metric.name())
+        }
     };
     let check = Check {
         result: name.to_owned(),
