@@ -28,6 +28,12 @@ const OPTIONS: &[(&[&str], &str, &str)] = &[
         "output",
         "--output (-o) names the directory for the checkpoint",
     ),
+    // Before --calibration, which eval has for its ablation.
+    (
+        &["dataset", "data", "file"],
+        "text",
+        "--text takes a file, or the name of a set such as builtin-heldout",
+    ),
     (
         &["dataset", "calib-data", "calib-dataset", "calibration-data", "calibration-dataset"],
         "calibration",
@@ -46,11 +52,6 @@ const OPTIONS: &[(&[&str], &str, &str)] = &[
     (&["desc-act"], "act-order", "--act-order static-groups keeps groups in order, which engines prefer"),
     (&["damp-percent", "percdamp", "dampening-frac"], "damping", "--damping 0.01"),
     (&["targets"], "override", "--ignore leaves linears out, --override gives them another scheme"),
-    (
-        &["dataset", "data", "file"],
-        "text",
-        "--text takes a file, or the name of a set such as builtin-heldout",
-    ),
     (
         &["tasks", "task"],
         "text",

@@ -215,12 +215,12 @@ fn recipe_files() {
             format!("{head}ignore = [\n  \"o_proj\",\n  \"down_prj\",\n]\n"),
             &[
                 "mine.toml: line 5: ignore `down_prj` matches no linear of the model",
-                "did you mean down_proj?",
+                "did you mean down_proj",
             ][..],
         ),
         (
             format!("{head}[[quantize.override]]\npattern = \"mlp.downproj\"\nscheme = \"w8a16\"\n"),
-            &["mine.toml: line 4: override `mlp.downproj` matches no linear", "did you mean mlp.down_proj?"],
+            &["mine.toml: line 4: override `mlp.downproj` matches no linear", "did you mean mlp.down_proj"],
         ),
         (
             format!("{head}{down}{down}"),

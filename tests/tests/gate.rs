@@ -224,7 +224,7 @@ fn ci_systems_are_notified() {
     assert!(markdown.starts_with("### quant gate: fail\n") && markdown.contains("| held |"), "{markdown}");
     // The same form as on the terminal, and what has changed.
     let values: Vec<&str> = checks.iter().map(|c| c["measured"].as_str().unwrap()).collect();
-    assert!(values[0].contains(" % (between +"), "{values:?}");
+    assert!(values[0].contains(" % (between "), "{values:?}");
     for part in [
         values[0],
         "| at most +0.500 % |",

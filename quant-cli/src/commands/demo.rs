@@ -161,8 +161,13 @@ fn save(directory: &Path) -> Result<()> {
 }
 
 fn unpack(directory: &Path) -> Result<()> {
+    let files = demo_model().ok_or_else(|| Error::Unavailable {
+        what: "the demo model".into(),
+        reason: "a published crate has no room for it".into(),
+        remedy: "build quant from its source repository, or use a model of your own".into(),
+    })?;
     std::fs::create_dir(directory).map_err(|e| Error::io("create", directory, e))?;
-    for file in demo_model() {
+    for file in files {
         let path = directory.join(file.name);
         std::fs::write(&path, file.bytes).map_err(|e| Error::io("write", &path, e))?;
     }
