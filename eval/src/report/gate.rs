@@ -26,7 +26,7 @@ pub fn gate_page(outcome: &Outcome, results: &[(String, Evaluation)], baseline: 
         }
         h2 { "Checks" }
         div.wide { table.cards {
-            tr { th { "result" } th { "" } th.text { "check" } th.text { "measured" } th.text { "allowed" } th { "windows" } }
+            tr { th { "result" } th { "" } th.text { "check" } th.text { "measured" } th.text { "allowed" } th { "" } }
             @for check in &outcome.checks {
                 tr {
                     td.text { (check.result) }
@@ -35,7 +35,7 @@ pub fn gate_page(outcome: &Outcome, results: &[(String, Evaluation)], baseline: 
                     td.text { (check.measured) }
                     td.text { (check.allowed) }
                     td {
-                        (check.windows)
+                        (check.windows) " windows"
                         @if let Some(needed) = check.windows_needed { "; about " (needed) " would decide" }
                     }
                 }
@@ -80,19 +80,22 @@ fn changed(outcome: &Outcome, compares: bool) -> Markup {
     html! {
         div.wide { table.cards {
             tr {
-                th { "result" } th.text { "" }
-                @if compares { th.text { "baseline" } }
-                th.text { "now" }
-                @if compares { th.text { "change" } }
+                th { "result" } th.name { "" }
+                th.text { @if compares { "baseline → now" } @else { "now" } }
+                @if compares { th.name { "change" } }
             }
             @for change in &outcome.changes {
                 tr {
                     td { (change.result) }
-                    td.text { (change.name) }
-                    @if compares { td.text { (change.before.as_deref().unwrap_or("–")) } }
-                    td.text { (change.now) }
+                    td.name { (change.name) }
+                    td.text {
+                        @match &change.before {
+                            Some(before) if *before != change.now => { (before) " → " (change.now) }
+                            _ => { (change.now) }
+                        }
+                    }
                     @if compares {
-                        td class=(match change.trend { Some(t) if t.name() == "better" => "text pass", Some(_) => "text fail", None => "text" }) {
+                        td class=(match change.trend { Some(t) if t.name() == "better" => "name pass", Some(_) => "name fail", None => "name" }) {
                             (change.described())
                         }
                     }

@@ -97,18 +97,18 @@ fn pareto(results: &[(String, &Evaluation)]) -> Markup {
     html! {
         (svg::points("Divergence by size", "Horizontal: MB of weight files. Vertical: KL in nats per token.", &points))
         div.wide { table {
-            tr { th { "" } th.text { "result" } th.text { "scheme" } th { "bits" } th { "size" } th { "perplexity" } th { "mean KL" } th { "same top token" } th { "" } }
+            tr { th { "" } th.name { "result" } th.name { "scheme" } th { "bits" } th { "size" } th { "perplexity" } th { "mean KL" } th { "same top token" } th { "" } }
             @for (number, ((name, e, c), point)) in compared.iter().zip(&points).enumerate() {
                 tr {
                     td { (number + 1) }
-                    td.text { (name) }
-                    td.text { (schemes(&e.model)) }
+                    td.name { (name) }
+                    td.name { (schemes(&e.model)) }
                     td { (bits(&e.model)) }
                     td { (bytes(e.model.size_bytes)) }
                     td { (format!("{:.3}", e.scores.perplexity)) }
                     td { (nats_of(c.kl)) }
                     td { (format!("{:.4}", c.top1_agreement)) }
-                    td.text { @if point.marked && points.len() > 1 { "Pareto-optimal" } }
+                    td.name { @if point.marked && points.len() > 1 { "Pareto-optimal" } }
                 }
             }
         } }
