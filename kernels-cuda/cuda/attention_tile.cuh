@@ -361,7 +361,8 @@ INLINE void sum_values(State& state, const u32 (&weights)[HEAD_TILES][2], const 
 #endif
 }
 
-// The number of tokens up to the last one that columns 2 t and 2 t + 1 of each eight see.
+// The end (exclusive) of the tokens that this lane's two columns, 2 * place.t and 2 * place.t + 1, of each group of eight
+// see.
 struct Limits {
     int seen[HEAD_TILES][2];
 };

@@ -19,8 +19,8 @@ use crate::compile::{self, Architecture, Form, Image, Variant};
 /// The environment variable that names the directory; empty for no directory.
 pub const CACHE_DIRECTORY: &str = "QUANT_CUDA_CACHE";
 
-/// If a directory contains a file of this name, its images are used whichever compiler made them, in preference to
-/// compiling: shipped images are then the ones that were tested.
+/// If the cache directory contains a file with this name, cached images are used whichever compiler version produced
+/// them, instead of compiling again. The images that run are then those that were shipped and tested.
 pub const ANY_COMPILER: &str = "any-compiler";
 
 /// The beginning of each file, which identifies its format.

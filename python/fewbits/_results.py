@@ -290,7 +290,7 @@ class Evaluation(Result):
 
     @property
     def profile(self) -> str:
-        """The rule of scoring."""
+        """The scoring rule."""
         return str(self._fields["profile"])
 
     @property

@@ -102,10 +102,10 @@ def test_schemes_of_oneshot_exist(model: Path) -> None:
     [
         (lambda: QuantizationModifier(config_groups={}), "QuantizationModifier does not support `config_groups`"),
         (lambda: GPTQModifier(scheme="W4A16", offload_hessians=True), "`offload_hessians`"),
-        (lambda: GPTQModifier(scheme="W4A16", actorder="group"), "actorder='group' is not known"),
+        (lambda: GPTQModifier(scheme="W4A16", actorder="group"), "unknown actorder='group'"),
         (lambda: AWQModifier(mappings=[]), "`mappings`"),
         (lambda: SmoothQuantModifier(num_calibration_steps=3), "`num_calibration_steps`"),
-        (lambda: QuantizationModifier(scheme="W3A5"), "scheme='W3A5' is not known"),
+        (lambda: QuantizationModifier(scheme="W3A5"), "unknown scheme='W3A5'"),
         (lambda: QuantizationModifier(scheme="W4A16", targets=["re:.*mlp.*"]), "targets="),
         (lambda: shot(pipeline="basic"), "oneshot does not support `pipeline`"),
         (lambda: shot(model=3), "model= is a int"),

@@ -73,5 +73,5 @@ pub fn evaluation_text_help() -> String {
 }
 
 fn sets() -> Result<Vec<quant_calibration_data::PublicSet>> {
-    public_sets().map_err(|e| Error::Internal(format!("the manifest of sets: {e}")))
+    public_sets().map_err(|e| Error::Internal(format!("the built-in manifest of text sets is invalid: {e}")))
 }

@@ -106,7 +106,8 @@ fn no_threads(error: &dyn std::error::Error) -> Error {
     Error::Unavailable {
         what: "a thread".into(),
         reason: error.to_string(),
-        remedy: "request fewer (‹threads›), or raise the limits on processes and memory (ulimit -u and -v)"
+        remedy: "request fewer threads (‹threads›), or raise the limits on processes and memory (ulimit -u \
+            and -v)"
             .into(),
     }
 }
@@ -133,7 +134,9 @@ pub fn threads(asked: Option<usize>) -> quant_core::Result<usize> {
     // An unavailable kernel path is reported before anything is computed on a different one.
     quant_kernels_cpu::Isa::detect_checked().map_err(|error| Error::Usage {
         message: error.to_string(),
-        remedy: "set QUANT_ISA to one of these names, or unset it to use the widest".into(),
+        remedy: "set QUANT_ISA to one of these names, or unset it to use the widest instruction set of this \
+            processor"
+            .into(),
     })?;
     let all = || std::thread::available_parallelism().map_or(1, usize::from);
     let threads = asked.unwrap_or_else(all);

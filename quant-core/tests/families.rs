@@ -80,8 +80,8 @@ impl Bench {
     }
 
     fn output(&self, block: &Block) -> Vec<f32> {
-        // The residual stream would hide an error of the branches, so it is subtracted. The values that travel with it
-        // stay.
+        // The residual stream would hide an error of the branches, so it is subtracted. Side values, which follow it,
+        // remain.
         let y = block.forward(&self.x, 0, None, &mut NoTap).unwrap();
         let hidden = self.model.architecture().hidden;
         let part = |t: &Tensor, first: usize, width: usize| t.narrow(2, first, width).unwrap();
@@ -354,7 +354,7 @@ fn a_cache_gives_what_whole_windows_give() {
                 let distance = relative_difference(&step, expected);
                 assert!(distance <= bound, "{} after {at} tokens: {distance:e}", case.name);
             }
-            // Rounded keys and values route some tokens to other experts, which causes outliers.
+            // With rounded keys and values, some tokens are routed to different experts, which causes outliers.
             if let [found, expected] = &seen
                 && !found.is_empty()
             {
@@ -583,7 +583,7 @@ fn what_is_not_computed_is_refused_by_its_field() {
     ] {
         let case = cases.iter().find(|case| case.name == name).unwrap();
         let mut config = case.config.clone();
-        // A key of an object is rejected inside it.
+        // This field is nested in an object.
         let key = if field == "llama_4_scaling_beta" { "rope_parameters" } else { field };
         config.insert(key.into(), value.clone());
         let fields = ConfigFields::new(Path::new("config.json"), &config);

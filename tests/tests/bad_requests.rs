@@ -23,14 +23,14 @@ fn model() -> TempDir {
 fn recipes() {
     let model = model();
     let cases: &[(&[&str], &[&str])] = &[
-        (&["--scheme", "w9a16"], &["scheme `w9a16`", "w2, w3, w4, w5, w6, w7 or w8, then a16 or a8"]),
-        (&["--scheme", "w8a8-static-asym-sym"], &["`sym` is not understood", "-static or -static-asym"]),
+        (&["--scheme", "w9a16"], &["scheme `w9a16`", "w2, w3, w4, w5, w6, w7 or w8; a16 or a8"]),
+        (&["--scheme", "w8a8-static-asym-sym"], &["unknown part `sym`", "-static or -static-asym"]),
         (
             &["--method", "smoothquant", "--scheme", "w4a16-g32"],
             &["all activations stay float", "such as w8a8"],
         ),
         (&["--scheme", "w4a8-g32-static"], &["only with w8a8-channel-sym"]),
-        (&["--format", "awq", "--scheme", "w4a8-g32-static"], &["cannot describe activations"]),
+        (&["--format", "awq", "--scheme", "w4a8-g32-static"], &["cannot describe quantized activations"]),
         (&["--method", "smoothquant", "--alpha", "1.5"], &["alpha is 1.5; it must be from 0 to 1"]),
         (&["--method", "smoothquant", "--alpha", "best"], &["alpha `best`", "or auto"]),
         (&["--method", "smoothquant", "--smooth-producers", "some"], &["producers `some`", "norms, all"]),
@@ -38,7 +38,7 @@ fn recipes() {
         (&["--skip", "rotate"], &["`rotate` is not a step of method `awq`", "its steps are awq"]),
         (
             &["--method", "rtn", "--skip", "rotate"],
-            &["not a step of method `rtn`", "none of its steps can be skipped"],
+            &["not a step of method `rtn`", "no steps that can be skipped"],
         ),
         (
             &["--method", "qoq", "--skip", "rotat"],
@@ -55,8 +55,8 @@ fn recipes() {
         (&["--method", "qoq", "--output-alpha", "2"], &["alpha is 2; it must be from 0 to 1"]),
         (&["--scheme", "w4a8kv5"], &["unknown cache `kv5`", "kv4, kv8, kvf8 or kv16"]),
         (&["--override", "down_proj=w4a8kv4"], &["`w4a8kv4`"]),
-        (&["--scheme", "w4a8-channel-progressive"], &["one scale per row cannot be progressive"]),
-        (&["--scheme", "w8a8-progressive"], &["`progressive` is not understood"]),
+        (&["--scheme", "w4a8-channel-progressive"], &["progressive scales require groups"]),
+        (&["--scheme", "w8a8-progressive"], &["unknown part `progressive`"]),
         (&["--method", "smoothquant", "--search", "fast"], &["--search has no effect"]),
         (&["--scheme", "w4a16-g32-maybe"], &["`maybe`", "-sym or -asym"]),
         (&["--scheme", "w4a16-g0"], &["`g0`"]),
@@ -81,7 +81,7 @@ fn recipes() {
         (&["--group-size", "many"], &["group size `many`"]),
         (
             &["--scheme", "w4a16-g32", "--group-size", "64"],
-            &["--scheme w4a16-g32 contradicts", "set it only once"],
+            &["--scheme w4a16-g32 contradicts", "specify group size and symmetry only once"],
         ),
         (&["--scheme", "w4a16-g32-sym", "--asymmetric"], &["--scheme w4a16-g32-sym contradicts"]),
         (&["--scheme", "w4a16-g32-asym", "--symmetric"], &["--scheme w4a16-g32-asym contradicts"]),
@@ -106,7 +106,7 @@ fn recipes() {
         (
             &["--format", "awq", "--scheme", "w3a16-g32"],
             &[
-                "`model.layers.0.self_attn.q_proj.weight`: the awq format packs 4 bits, not 3",
+                "`model.layers.0.self_attn.q_proj.weight`: the awq format supports 4-bit weights only, not 3",
                 "--format compressed-tensors",
             ],
         ),
@@ -116,17 +116,14 @@ fn recipes() {
         ),
         (&["--search", "deep"], &["unknown search `deep`", "fast, reference"]),
         (&["--method", "rtn", "--seed", "0"], &["--seed has no effect"]),
-        (&["--method", "clip,reorder"], &["`clip` narrows the ranges", "put `clip` last"]),
+        (&["--method", "clip,reorder"], &["`clip` clips the ranges", "put `clip` last"]),
         (&["--method", "reorder,rotate"], &["modifies the whole model", "put `rotate` first"]),
-        (
-            &["--method", "rotate,magic"],
-            &["step `magic` is not known", "the steps are awq, clip, fold-norms"],
-        ),
+        (&["--method", "rotate,magic"], &["unknown step `magic`", "the steps are awq, clip, fold-norms"]),
         (&["--packing", "bfd"], &["unknown packing `bfd`", "auto, stream, documents"]),
         (&["--mask", "users"], &["unknown mask `users`", "none, prompts"]),
         (&["--method", "rtn", "--packing", "documents"], &["--packing has no effect"]),
         (&["--method", "rtn", "--mask", "prompts"], &["--mask has no effect"]),
-        (&["--group-size", "32", "--ignore", "re:("], &["pattern `re:(`", "re: and a regular expression"]),
+        (&["--group-size", "32", "--ignore", "re:("], &["pattern `re:(`", "a regular expression after re:"]),
         (&["--group-size", "32", "--ignore", ""], &["pattern ``", "is empty"]),
         (&["--group-size", "32", "--ignore", "*"], &["nothing is left to quantize"]),
         (&["--group-size", "32", "--override", "down_proj"], &["`down_proj` has no `=`", "PATTERN=SCHEME"]),
@@ -299,8 +296,8 @@ fn arguments() {
         (args!["eval", m, "--text", "builtin-heldout", "--profile", "best"], "unknown profile `best`"),
         (args!["bench", m, "--prefill", "0"], "nothing to measure"),
         (args!["bench", m, "--decode", "99999999999"], "are too many"),
-        (args!["bench", m, "--only", "w8a8"], "--only is for `bench kernels`"),
-        (args!["bench", "kernels", "--only", "w9a9"], "no measured kernel has `w9a9` in its name"),
+        (args!["bench", m, "--only", "w8a8"], "--only has no effect without `bench kernels`"),
+        (args!["bench", "kernels", "--only", "w9a9"], "no kernel has `w9a9` in its name"),
     ];
     for (arguments, expected) in cases {
         check_message(expected, &quant(arguments), 2, &[expected]);
@@ -371,7 +368,7 @@ fn texts() {
     let cases: &[(&str, &[&str])] = &[
         ("empty.txt", &["empty.txt: holds no text"]),
         ("blank.txt", &["blank.txt: holds no text"]),
-        ("short.txt", &["short.txt: has 26 tokens, enough for 0 windows of 50; 1 are needed"]),
+        ("short.txt", &["short.txt: has 26 tokens, enough for only 0 windows of 50; 1 are needed"]),
         ("latin.txt", &["latin.txt: is not UTF-8 at byte 3"]),
         ("no-text.jsonl", &["no-text.jsonl:3: has no string field `text`"]),
         ("number.jsonl", &["number.jsonl:1: has no string field `text`"]),
@@ -381,7 +378,10 @@ fn texts() {
         (".", &["is not a regular file"]),
         (
             "nowhere.txt",
-            &["nowhere.txt is neither a file nor a known text set", "one of builtin, builtin-heldout, "],
+            &[
+                "nowhere.txt is neither an existing file nor a known text set",
+                "one of these sets: builtin, builtin-heldout, ",
+            ],
         ),
     ];
     for (name, expected) in cases {
@@ -402,7 +402,7 @@ fn texts() {
         model.path(),
         &options,
         5,
-        &["`c4`", "allenai/c4", "give that file's path"],
+        &["`c4`", "allenai/c4", "give the path of that file"],
     );
 }
 
@@ -473,7 +473,7 @@ fn outputs() {
         ("models/tiny", false, 2, &["overlaps the input"]),
         ("models/tiny", true, 2, &["overlaps the input"]),
         ("models/../models/./tiny/", true, 2, &["overlaps the input"]),
-        ("models/tiny/out", true, 2, &["overlaps the input", "a separate directory"]),
+        ("models/tiny/out", true, 2, &["overlaps the input", "outside the model directory"]),
         ("models", true, 2, &["overlaps the input"]),
         ("link", true, 2, &["overlaps the input"]),
         ("link/out", true, 2, &["overlaps the input"]),
@@ -484,7 +484,7 @@ fn outputs() {
         ("file/out", true, 5, &["file/out", "Not a directory"]),
         ("home", true, 2, &["was not written by quant", "--force does not replace it"]),
         ("models/other", true, 2, &["was not written by quant", "--force does not replace it"]),
-        ("visited", true, 2, &["visited holds `notes.txt`, which quant did not write"]),
+        ("visited", true, 2, &["visited contains `notes.txt`, which quant did not write"]),
         ("dangling", true, 2, &["dangling", "a broken symbolic link"]),
         ("taken", true, 2, &["taken.job", "thesis.tex"]),
     ];
@@ -496,7 +496,7 @@ fn outputs() {
         assert_eq!(snapshot(scratch.path()), before, "{output}: something has changed");
     }
     let run = quant(args!["quantize", &model, "-o", "/", "--method", "rtn", "--group-size", "32"]);
-    check_message("/", &run, 2, &["/ cannot be an output directory"]);
+    check_message("/", &run, 2, &["/ cannot be the output"]);
     let run = quant(args!["inspect", &model, format!("--json={}", at("nowhere/x.json").display())]);
     check_message("a report nowhere", &run, 5, &["nowhere/x.json"]);
     // Reported before the evaluation, not after it.

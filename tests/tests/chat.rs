@@ -186,9 +186,9 @@ fn templates_that_cannot_be_used() {
         "answers that cannot be distinguished",
         &["--mask", "prompts"],
         4,
-        &["does not separate prompts from answers", "--mask none"],
+        &["does not allow separating prompts from answers", "--mask none"],
     );
-    with(config, "{").refuses("settings that are no JSON", &[], 4, &[config, "not acceptable JSON"]);
+    with(config, "{").refuses("settings that are no JSON", &[], 4, &[config, "not valid JSON"]);
     with(config, r#"{"eos_token": 3}"#).refuses("a token that is none", &[], 4, &[config, "`eos_token`"]);
     let bench = with(config, r#"{"chat_template": [{"name": "rag", "template": "x"}]}"#);
     std::fs::remove_file(bench.at("model/chat_template.jinja")).unwrap();
@@ -205,7 +205,7 @@ fn conversations_that_cannot_be_used() {
     let good = json!({ "messages": [{ "role": "user", "content": "x ".repeat(60) }] }).to_string();
     for (case, line, phrase) in [
         ("a text among them", json!({ "text": "x" }), "no field `messages`"),
-        ("no messages", json!({ "messages": [] }), "not a non-empty list"),
+        ("no messages", json!({ "messages": [] }), "empty or not a list"),
         ("no role", json!({ "messages": [{ "content": "x" }] }), "`role` in message 1"),
         ("no content", json!({ "messages": [{ "role": "user" }] }), "fails on it"),
     ] {

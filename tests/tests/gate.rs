@@ -345,16 +345,16 @@ fn nothing_that_is_missing_or_broken_passes() {
     std::fs::write(at("edited.json"), text.replacen(&value, "0.5", 1)).unwrap();
     judge("no baseline", &good, &at("absent.json"), 4, &["absent.json: does not exist", "--update"]);
     judge("an empty baseline", &good, &at("empty.json"), 4, &["is empty", "--update"]);
-    judge("a baseline of nothing", &good, &at("no-results.json"), 4, &["holds no result"]);
+    judge("a baseline of nothing", &good, &at("no-results.json"), 4, &["contains no results"]);
     judge("half a baseline", &good, &at("cut.json"), 4, &["is not a baseline"]);
     judge("a newer baseline", &good, &at("newer.json"), 4, &["quant-gate-baseline/9"]);
-    judge("an edited baseline", &good, &at("edited.json"), 4, &["was changed since it was created"]);
+    judge("an edited baseline", &good, &at("edited.json"), 4, &["was modified after it was created"]);
     quant(args!["gate", &good, "--policy", &policy, "--baseline", at("spaced.json")]).succeeded();
     check_message(
         "a policy without its baseline",
         &quant(args!["gate", &good, "--policy", &policy]),
         4,
-        &["gate.toml: compares with a baseline", "--baseline"],
+        &["gate.toml: has tests against a baseline", "--baseline"],
     );
 
     // Broken results. Each keeps its name, which links it to the baseline.
@@ -379,14 +379,18 @@ fn nothing_that_is_missing_or_broken_passes() {
     // JSON has no NaN: writers use null or a string instead.
     broken("an invalid number", &set("/nll/mean", Value::Null), &["is not an evaluation result"]);
     broken("an invalid window", &set("/window_nll/3", Value::Null), &["is not an evaluation result"]);
-    broken("positions not finite", &set("/non_finite", json!(2)), &["2 positions that are not finite"]);
-    broken("no windows", &set("/windows", json!(0)), &["no windows"]);
+    broken(
+        "positions not finite",
+        &set("/non_finite", json!(2)),
+        &["2 positions with a NaN or infinite score"],
+    );
+    broken("no windows", &set("/windows", json!(0)), &["no scored windows"]);
     broken("a better number than its windows", &set("/nll/mean", json!(3.0)), &["windows give"]);
     broken("a better KL", &set("/comparison/kl/mean", json!(0.0)), &["windows give"]);
     broken("windows that were dropped", &set("/window_nll", json!([1.0])), &["24 windows"]);
-    broken("no comparison", &set("/comparison", Value::Null), &["without a comparison"]);
-    broken("a likelihood above one", &set("/window_nll/3", json!(-5.0)), &["not a valid number"]);
-    broken("a divergence below zero", &set("/comparison/window_kl/3", json!(-5.0)), &["not a valid number"]);
+    broken("no comparison", &set("/comparison", Value::Null), &["only one of `reference` and `comparison`"]);
+    broken("a likelihood above one", &set("/window_nll/3", json!(-5.0)), &["has an invalid"]);
+    broken("a divergence below zero", &set("/comparison/window_kl/3", json!(-5.0)), &["has an invalid"]);
     broken("numbers beyond all bounds", &|r| r["window_nll"] = json!(vec![1e305; 24]), &["held.json"]);
     broken("a negative rate", &set("/bits_per_byte/mean", json!(-5.0)), &["bits_per_byte"]);
     broken("a rate of other bytes", &set("/bits_per_byte/mean", json!(0.5)), &["but the text has"]);
@@ -412,11 +416,11 @@ fn nothing_that_is_missing_or_broken_passes() {
         },
         &["kl_quantiles"],
     );
-    broken("a tool of no bytes", &set("/tool/sha256", json!("x")), &["invalid SHA-256"]);
+    broken("a tool of no bytes", &set("/tool/sha256", json!("x")), &["as a SHA-256"]);
     let shout = |r: &mut Value| {
         r["reference"]["sha256"] = json!(r["reference"]["sha256"].as_str().unwrap().to_uppercase())
     };
-    broken("a hash in capitals", &shout, &["invalid SHA-256"]);
+    broken("a hash in capitals", &shout, &["as a SHA-256"]);
     // Accidental edits that contradict no other number.
     for (path, value) in [
         ("/comparison/kl_quantiles/p99/value", json!(0.05)),
@@ -438,7 +442,7 @@ fn nothing_that_is_missing_or_broken_passes() {
         r["comparison"] = Value::Null;
         r["reference"] = Value::Null;
     };
-    broken("measured alone", &alone, &["a different reference, or without one"]);
+    broken("measured alone", &alone, &["a different reference than in the baseline"]);
     broken(
         "an unknown field deep inside",
         &|r| r["comparison"]["kl"]["x"] = json!(1),
@@ -452,7 +456,7 @@ fn nothing_that_is_missing_or_broken_passes() {
     broken(
         "no buckets",
         &set("/comparison/kl_by_confidence", json!([])),
-        &["do not add up to the scored ones"],
+        &["do not add up to `tokens_scored`"],
     );
     let text = std::fs::read_to_string(&good).unwrap();
     for (case, length) in [("half a result", text.len() / 2), ("an empty result", 0)] {
@@ -474,12 +478,12 @@ fn nothing_that_is_missing_or_broken_passes() {
     }
     judge("no result", &at("absent.json"), &baseline, 4, &["absent.json: does not exist"]);
     let twice = args!["gate", &good, bench.result("3"), "--policy", &policy, "--baseline", &baseline];
-    check_message("one name twice", &quant(twice), 2, &["two results are called `held`"]);
+    check_message("one name twice", &quant(twice), 2, &["two results have the name `held`"]);
     let twice = args!["gate", &good, bench.result("3"), "--baseline", at("new.json"), "--update"];
-    check_message("one name twice in a baseline", &quant(twice), 2, &["two results are called `held`"]);
+    check_message("one name twice in a baseline", &quant(twice), 2, &["two results have the name `held`"]);
     assert!(!at("new.json").exists());
     let both = args!["gate", &good, at("other.json"), "--policy", &policy, "--baseline", &baseline];
-    check_message("more than the baseline has", &quant(both), 4, &["holds no result `other`"]);
+    check_message("more than the baseline has", &quant(both), 4, &["does not contain the result `other`"]);
 
     // A broken result cannot become the baseline, and the old one stays.
     std::fs::write(at("held.json"), &text[..100]).unwrap();
@@ -489,7 +493,7 @@ fn nothing_that_is_missing_or_broken_passes() {
     assert_eq!(std::fs::read(at("kept.json")).unwrap(), std::fs::read(&baseline).unwrap());
     std::fs::write(at("notes.md"), "my notes").unwrap();
     let update = args!["gate", &good, "--baseline", at("notes.md"), "--update"];
-    check_message("what is no baseline", &quant(update), 4, &["notes.md", "only a baseline is replaced"]);
+    check_message("what is no baseline", &quant(update), 4, &["notes.md", "only a baseline can be replaced"]);
     assert_eq!(std::fs::read(at("notes.md")).unwrap(), b"my notes");
 
     // A model compared with itself is never far from its reference; without a baseline nothing else would detect this.
@@ -509,7 +513,7 @@ fn nothing_that_is_missing_or_broken_passes() {
     own.extend(TEXT.map(Into::into));
     quant(own).succeeded();
     let run = quant(args!["gate", at("own.json"), "--policy", at("caps.toml")]);
-    check_message("compared with itself", &run, 4, &["caps.toml:3", "compared with itself"]);
+    check_message("compared with itself", &run, 4, &["caps.toml:3", "the model itself"]);
     quant(args!["gate", &good, "--policy", at("caps.toml")]).succeeded();
     // The report of an earlier run is removed if this run has no outcome.
     std::fs::write(at("old.xml"), "<old/>").unwrap();
@@ -560,7 +564,12 @@ fn a_stopped_evaluation_resumes() {
     assert!(lines() > 4);
 
     // A different evaluation does not reuse these measurements.
-    check_message("another evaluation", &quant(arguments("8")), 2, &["a different evaluation", "remove it"]);
+    check_message(
+        "another evaluation",
+        &quant(arguments("8")),
+        2,
+        &["a different evaluation", "remove the file"],
+    );
     let resumed = quant(arguments("24")).succeeded();
     assert!(resumed.stderr.contains("of 24 windows have already been measured"), "{resumed}");
     assert!(!journal.exists());
@@ -645,7 +654,7 @@ fn an_unchecked_result_does_not_pass() {
     }
     let some = POLICY.replace("metric =", "results = [\"held\"]\nmetric =");
     let run = judge(&some);
-    check_message("a result without a check", &run, 4, &["has no check for the result"]);
+    check_message("a result without a check", &run, 4, &["has no check that applies to the result"]);
 
     // A baseline behind a symbolic link is written to the link's target.
     std::os::unix::fs::symlink(at("b.json"), at("link.json")).unwrap();

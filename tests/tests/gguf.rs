@@ -70,7 +70,7 @@ fn a_quantized_file_is_rounded_again_only_where_that_is_asked_for() {
     write_cut_demo_model(&model, 1);
     quant(quantize(&model, &at("q4.gguf"), &["--scheme", "q4_k_m"])).succeeded();
     quant(quantize(&model, &at("bf16.gguf"), &["--scheme", "bf16"])).succeeded();
-    let expected = ["is already quantized: it holds Q6_K, Q4_K blocks", "--requantize"];
+    let expected = ["is already quantized: it contains Q6_K, Q4_K blocks", "--requantize"];
     let run = quant(quantize(&at("q4.gguf"), &at("no.gguf"), &["--scheme", "q8_0"]));
     check_message("into GGUF", &run, 2, &expected);
     // A float mixture with one tensor in a block type would round that tensor again.
@@ -179,14 +179,14 @@ fn requests_that_cannot_be_met() {
     let out = scratch.path().join("out.gguf");
     let demo = demo_model();
     for (options, expected) in [
-        (&["--scheme", "q4_k_x"][..], "not a GGUF quantization type or mixture"),
-        (&["--scheme", "w4a16"], "not a GGUF quantization type or mixture"),
-        (&["--override", "ffn_down=q9"], "not a tensor type"),
+        (&["--scheme", "q4_k_x"][..], "unknown GGUF quantization type or mixture"),
+        (&["--scheme", "w4a16"], "unknown GGUF quantization type or mixture"),
+        (&["--override", "ffn_down=q9"], "unknown GGUF tensor type"),
         (&["--override", "ffn_sideways=q8_0"], "matches no linear"),
         (&["--ignore", "nothing"], "matches no linear"),
         (&["--method", "gptq"], "--calibration is missing"),
-        (&["--method", "awq"], "method `awq` cannot write GGUF files"),
-        (&["--method", "gptq", "--reference-search"], "contradict each other"),
+        (&["--method", "awq"], "method `awq` is not supported for GGUF files"),
+        (&["--method", "gptq", "--reference-search"], "cannot be combined"),
         (&["--damping", "0.1"], "--damping has no effect"),
         (&["--samples", "4"], "--samples has no effect"),
         (&["--scheme", "q2_k_s"], "needs an importance matrix"),
@@ -208,7 +208,7 @@ fn rows_that_do_not_fit_are_refused_or_listed() {
     let at = |name: &str| scratch.path().join(name);
     let model = data.join("models/stories260k");
     let run = quant(quantize(&model, &at("out.gguf"), &["--scheme", "q4_k_m"]));
-    check_message("narrow rows", &run, 2, &["do not fit", "blk.0.attn_q.weight", "rows of 64"]);
+    check_message("narrow rows", &run, 2, &["do not suit", "blk.0.attn_q.weight", "row width 64"]);
     assert!(!at("out.gguf").exists());
     let options = ["--scheme", "q4_k_m", "--allow-fallback", "--json"];
     let summary = quant(quantize(&model, &at("out.gguf"), &options)).json();
@@ -295,7 +295,7 @@ fn damaged_files_are_bad_input() {
     let arch = find(b"general.architecture") + "general.architecture".len() + 4 + 8;
     let name = find(b"blk.0.attn_q.weight");
     let cases: [(&str, Vec<u8>, &[&str]); 7] = [
-        ("cut", good[..good.len() / 2].to_vec(), &["the file has"]),
+        ("cut", good[..good.len() / 2].to_vec(), &["the file has only"]),
         ("head", good[..40].to_vec(), &["at byte"]),
         ("version", with(4, &[9]), &["`version` at byte 4 is 9"]),
         ("tensors", with(8, &[255; 8]), &["`tensor_count` at byte 8"]),

@@ -230,7 +230,7 @@ fn a_job_that_was_damaged_meanwhile() {
     assert_ne!(damaged, notes);
     std::fs::write(&journal, damaged).unwrap();
     let run = bench.resume(&out, &AWQ).succeeded();
-    assert!(run.stderr.contains("did not match the journal and are written again"), "{run}");
+    assert!(run.stderr.contains("did not match the journal and will be written again"), "{run}");
     assert_eq!(&hashes(&out), undisturbed());
 }
 

@@ -95,8 +95,9 @@ mod tests {
         let package =
             |id: &str| json!({ "id": id, "name": id, "version": "1.0.0", "license": "MIT/Apache-2.0" });
         let dependency = |id: &str, kind: Value| json!({ "pkg": id, "dep_kinds": [{ "kind": kind }] });
+        let packages = ["program", "a", "b", "build", "test", "other"].map(package);
         let metadata = json!({
-            "packages": ["program", "a", "b", "build", "test", "other"].map(package),
+            "packages": packages,
             "resolve": { "nodes": [
                 { "id": "program", "deps": [
                     dependency("a", Value::Null), dependency("build", json!("build")), dependency("test", json!("dev")),

@@ -154,15 +154,14 @@ pub fn judge(
         return Err(Error::InputFile {
             path: policy.path.clone(),
             line: None,
-            reason: "compares with a baseline, but none was given".into(),
-            remedy: "give it with ‹baseline=FILE›; ‹update› creates one from good results".into(),
+            reason: "has tests against a baseline, but no baseline was given".into(),
+            remedy: "set ‹baseline=FILE›; ‹update› creates a baseline from accepted results".into(),
         });
     }
     let mut notes = Vec::new();
     if baseline.is_none() {
         notes.push(
-            "without a baseline, it is not checked which text and reference these results were measured with"
-                .to_owned(),
+            "without a baseline, the gate does not check the text and reference of these results".to_owned(),
         );
     }
     if let Some((baseline, path)) = baseline {
@@ -183,7 +182,9 @@ pub fn judge(
         if check.verdict == Verdict::Fail && !fails {
             doubted = true;
             check.verdict = Verdict::Inconclusive;
-            check.message.push_str("; with this many tests, the failure may be due to chance");
+            check
+                .message
+                .push_str("; this may be due to chance, because several tests were run (Holm's correction)");
         }
         checks.push(check);
     }
@@ -196,8 +197,8 @@ pub fn judge(
         return Err(Error::InputFile {
             path: policy.path.clone(),
             line: None,
-            reason: format!("has no check for the result `{}`", name.escape_default()),
-            remedy: "add a check for it, or omit the result: an unchecked result does not pass".into(),
+            reason: format!("has no check that applies to the result `{}`", name.escape_default()),
+            remedy: "add a check for this result, or omit it; every result must be checked".into(),
         });
     }
     let any = |v| checks.iter().any(|c| c.verdict == v);
@@ -228,13 +229,16 @@ pub fn judge(
 /// [`Error::Usage`].
 pub fn check_given(names: &[&str]) -> Result<()> {
     if names.is_empty() {
-        return Err(Error::usage("no result was given", "give the files that ‹eval(json=FILE)› wrote"));
+        return Err(Error::usage(
+            "no results were given",
+            "give the JSON files written by ‹eval(json=FILE)›",
+        ));
     }
     let mut seen = BTreeSet::new();
     match names.iter().find(|n| !seen.insert(**n)) {
         Some(twice) => Err(Error::usage(
-            format!("two results are called `{}`", twice.escape_default()),
-            "give their files different names: results are identified by file name",
+            format!("two results have the name `{}`", twice.escape_default()),
+            "rename one of the files: a result is named after its file",
         )),
         None => Ok(()),
     }
@@ -254,12 +258,15 @@ fn against_others(policy: &Policy, results: &[(String, Evaluation)]) -> Result<(
             e.reference.as_ref().is_some_and(same)
         };
         if let Some((name, _)) = chosen(results, names).find(|(_, e)| itself(e)) {
-            let reason = format!("checks `{}`, which was compared with itself", name.escape_default());
+            let reason = format!(
+                "checks `{}` against its reference, but the reference is the model itself",
+                name.escape_default()
+            );
             return Err(Error::InputFile {
                 path: policy.path.clone(),
                 line: Some(line),
                 reason,
-                remedy: "measure it with ‹reference› set to the model that it was made from".into(),
+                remedy: "set ‹reference› to the model that it was quantized from, and measure again".into(),
             });
         }
     }
@@ -286,26 +293,29 @@ fn bind(
         reason,
         remedy: remedy.into(),
     };
-    let update = "measure with the same settings as the baseline, or create a new one with ‹update›";
+    let update = "measure with the settings of the baseline, or create a new baseline with ‹update›";
     if let Some(missing) = baseline.results.keys().find(|k| results.iter().all(|(n, _)| n != *k)) {
-        let reason = format!("holds the result `{}`, which was not given", missing.escape_default());
-        return Err(fault(reason, "give all results of the baseline, or create a new one with ‹update›"));
+        let reason = format!("contains the result `{}`, which was not given", missing.escape_default());
+        return Err(fault(
+            reason,
+            "give all results of the baseline, or create a new baseline with ‹update›",
+        ));
     }
     for (name, result) in results {
         let Some(before) = baseline.results.get(name) else {
-            let reason = format!("holds no result `{}`", name.escape_default());
-            return Err(fault(reason, "create a new baseline of all results with ‹update›"));
+            let reason = format!("does not contain the result `{}`", name.escape_default());
+            return Err(fault(reason, "create a new baseline from all results with ‹update›"));
         };
         let reference = |e: &Evaluation| e.reference.as_ref().map(|r| r.sha256.clone()).unwrap_or_default();
         for (what, now, then) in [
             ("profile", &result.profile, &before.profile),
             ("text", &result.text.sha256, &before.text.sha256),
             ("tokenizer", &result.tokenizer_sha256, &before.tokenizer_sha256),
-            ("tokens", &result.tokens_sha256, &before.tokens_sha256),
+            ("tokenization", &result.tokens_sha256, &before.tokens_sha256),
         ] {
             if now != then {
                 let reason = format!(
-                    "`{}` differs in its {what}: {then} in the baseline, {now} now",
+                    "the {what} of `{}` differs: {then} in the baseline, {now} now",
                     name.escape_default()
                 );
                 return Err(fault(reason, update));
@@ -327,20 +337,20 @@ fn bind(
         }
         if result.window_tokens != before.window_tokens {
             return Err(fault(
-                format!("the windows of `{}` differ from the baseline", name.escape_default()),
+                format!("the windows of `{}` differ from those in the baseline", name.escape_default()),
                 update,
             ));
         }
         if reference(result) != reference(before) {
             let reason = format!(
-                "`{}` was measured against a different reference, or without one",
+                "`{}` was measured with a different reference than in the baseline, or without one",
                 name.escape_default()
             );
             return Err(fault(reason, update));
         }
         if result.tool.version != before.tool.version || result.tool.isa != before.tool.isa {
             notes.push(format!(
-                "{name}: measured by version {} on {}, the baseline by {} on {}",
+                "{name}: measured by version {} with {}; the baseline by version {} with {}",
                 result.tool.version, result.tool.isa, before.tool.version, before.tool.isa
             ));
         }
@@ -357,14 +367,14 @@ fn non_inferiority(
     before: Option<&Evaluation>,
 ) -> Result<(Check, f64)> {
     let missing = |what: &str| lacks(policy, check.line, name, what);
-    let now = check.metric.windows(result).ok_or_else(|| missing("a comparison with a reference"))?;
+    let now = check.metric.windows(result).ok_or_else(|| missing("comparison with a reference"))?;
     let then = match check.against {
         Against::Baseline => before.and_then(|b| check.metric.windows(b)),
         Against::Reference => result.comparison.as_ref().map(|c| c.reference.window_nll.as_slice()),
     };
     let then = then.ok_or_else(|| match check.against {
-        Against::Baseline => missing("a baseline with the same numbers"),
-        Against::Reference => missing("a comparison with a reference"),
+        Against::Baseline => missing("baseline with this metric"),
+        Against::Reference => missing("comparison with a reference"),
     })?;
     let differences: Vec<f64> = now.iter().zip(then).map(|(n, t)| n - t).collect();
     // A relative increase of the perplexity is the difference of its logarithms, in nats.
@@ -381,7 +391,7 @@ fn non_inferiority(
     };
     let range = match low.zip(high) {
         Some((l, u)) => format!("between {} and {}", unit(l), unit(u)),
-        None => "from a single window, which gives no interval".into(),
+        None => "no interval, because there is only one window".into(),
     };
     let need = match test.windows_needed {
         Some(n) => format!("; about {n} windows would decide it with 80 % probability"),
@@ -394,7 +404,7 @@ fn non_inferiority(
         false => format!("{} ({range})", unit(value)),
     };
     let message = match identical {
-        true => format!("{} is bit-identical to that of the {against}", check.metric.name()),
+        true => format!("{} is bit-identical to the {against} in every window", check.metric.name()),
         false => {
             format!("{} against the {against}: {measured}, {allowed} allowed{need}", check.metric.name())
         }
@@ -467,7 +477,7 @@ fn lacks(policy: &Policy, line: usize, name: &str, what: &str) -> Error {
     Error::InputFile {
         path: policy.path.clone(),
         line: Some(line),
-        reason: format!("checks `{}`, which was measured without {what}", name.escape_default()),
-        remedy: "measure with ‹reference=MODEL›, and create the baseline from such results".into(),
+        reason: format!("checks `{}`, which has no {what}", name.escape_default()),
+        remedy: "measure again with ‹reference=MODEL›, also the results in the baseline".into(),
     }
 }

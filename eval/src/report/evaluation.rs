@@ -69,7 +69,7 @@ impl EvaluationReport<'_> {
                 (divergence(comparison))
             }
             @if let Some(anatomy) = self.anatomy {
-                h2 { "Through the blocks" }
+                h2 { "Error by block" }
                 (through_blocks(anatomy))
             }
             @if !self.linears.is_empty() {
@@ -128,7 +128,7 @@ impl EvaluationReport<'_> {
                     th { "window" }
                     @if kl.is_some() { th { "KL" } }
                     th { "nats per token" }
-                    th.text { "begins with" }
+                    th.text { "beginning" }
                 }
                 @for worst in self.worst {
                     tr {
@@ -179,7 +179,7 @@ fn tiles(r: &Evaluation) -> Markup {
                 (estimate_tile("perplexity ratio", c.perplexity_ratio, 4, &format!("reference {:.3}", c.reference.perplexity)))
                 @let floor = c.noise_floor.as_ref().map(|f| format!("noise floor {}", nats_of(f.kl))).unwrap_or_default();
                 (tile("mean KL, nats", &nats_of(c.kl), &floor))
-                (estimate_tile("same top token", c.top1_agreement, 4, "share of positions"))
+                (estimate_tile("same top token", c.top1_agreement, 4, "fraction of positions"))
             }
             @if let Some(bits) = scores.bits_per_byte {
                 (estimate_tile("bits per byte", bits, 4, "across tokenizers"))
@@ -197,7 +197,7 @@ fn divergence(c: &Divergence) -> Markup {
     };
     let mut series = vec![Series { name: "the model", class: "model", values: share(&c.kl_histogram) }];
     if let Some(floor) = &c.noise_floor {
-        let name = "noise floor: the reference against a perturbed copy of itself";
+        let name = "noise floor: the reference and a perturbed copy of itself";
         series.push(Series { name, class: "other", values: share(&floor.kl_histogram) });
     }
     let h = &c.kl_histogram;
@@ -215,9 +215,9 @@ fn divergence(c: &Divergence) -> Markup {
         } }
     };
     html! {
-        (svg::bars("Positions by their divergence", "Horizontal: KL in nats. Vertical: percent of positions.", &edges, &series))
+        (svg::bars("Positions by divergence", "Horizontal: KL in nats. Vertical: percent of positions.", &edges, &series))
         @if c.at_noise_floor == Some(true) {
-            p { "The mean is below three times the noise floor: this text shows no difference between the models." }
+            p { "The mean is below three times the noise floor: this text does not distinguish the models." }
         }
         @if let Some(floor) = &c.noise_floor {
             p.soft { "Noise floor: " (nats_of(floor.kl)) " nats, on " (floor.windows) " windows. \
@@ -232,7 +232,7 @@ fn divergence(c: &Divergence) -> Markup {
             } }
             div.wide { table {
                 caption { "By confidence of the reference" }
-                tr { th { "its largest probability" } th { "positions" } th { "mean KL" } }
+                tr { th { "largest probability" } th { "positions" } th { "mean KL" } }
                 @for bucket in &c.kl_by_confidence {
                     tr {
                         td { (format!("{:.2} – {:.2}", bucket.from, bucket.to)) }
@@ -263,15 +263,16 @@ fn through_blocks(anatomy: &Anatomy) -> Markup {
     }
     let error = Series { name: "the model", class: "model", values: anatomy.block_errors.clone() };
     html! {
-        p { "Relative error of each block's output, on " (anatomy.windows) " windows." }
+        p { "Relative error of each block's output, measured on " (anatomy.windows) " windows." }
         @if anatomy.block_errors.iter().all(|e| *e == 0.0) {
             p { "No difference: the outputs of all blocks are bit-identical." }
         } @else {
-            (svg::lines("Hidden-state error by depth", "block", true, &[error]))
+            (svg::lines("Relative error of hidden states by block", "block", true, &[error]))
         }
-        h2 { "Outliers in the inputs of linears" }
-        p { "Ratio of the largest channel's maximum magnitude to the median channel's: the range that a grid \
-            with one scale must cover. Transforms that move scales from activations into weights lower it." }
+        h2 { "Outliers in the inputs of linear layers" }
+        p { "Maximum magnitude of the largest channel divided by that of the median channel. A grid with a \
+            single scale must cover this range; transforms that move scales from activations into weights \
+            reduce it." }
         div.two {
             @for (name, [reference, model]) in drawn {
                 figure {
@@ -289,8 +290,8 @@ fn through_blocks(anatomy: &Anatomy) -> Markup {
 fn beginning(bos: &BosPolicy) -> String {
     let token = bos.token.map(|t| format!("token {t} ")).unwrap_or_default();
     match bos.policy {
-        Bos::None => "nothing is added".to_owned(),
-        Bos::Text => format!("{token}before the text, as the tokenizer adds it"),
+        Bos::None => "no token is added".to_owned(),
+        Bos::Text => format!("{token}before the text, added by the tokenizer"),
         Bos::Windows => format!("{token}replaces the first token of every window"),
         Bos::Documents => format!("{token}before every document, not scored"),
     }
@@ -298,8 +299,8 @@ fn beginning(bos: &BosPolicy) -> String {
 
 fn cache(model: &ModelIdentity) -> String {
     let grid = |kv| match kv {
-        KvScheme::Kvf8 => format!("{kv}, one scale each for the keys and values of a layer"),
-        _ => format!("{kv}, a scale and a zero point per token and head"),
+        KvScheme::Kvf8 => format!("{kv}, with one scale for the keys and one for the values of a layer"),
+        _ => format!("{kv}, with a scale and a zero point per token and head"),
     };
     model.kv_cache.map_or_else(|| "floats".to_owned(), grid)
 }

@@ -8,7 +8,8 @@ use crate::gate::{Baseline, Outcome};
 
 /// Renders the page of a gate's decision on these results, which were compared with this baseline.
 pub fn gate_page(outcome: &Outcome, results: &[(String, Evaluation)], baseline: Option<&Baseline>) -> String {
-    let subtitle = html! { "By " (outcome.policy) ", at a one-sided level of " (outcome.level) "." };
+    let subtitle =
+        html! { "Policy " (outcome.policy) ", with a one-sided significance level of " (outcome.level) "." };
     let count = |name: &str| outcome.checks.iter().filter(|c| c.verdict.name() == name).count().to_string();
     let verdict = outcome.verdict.name();
     let mut shown: Vec<(String, &Evaluation)> = results.iter().map(|(n, e)| (n.clone(), e)).collect();
@@ -22,7 +23,7 @@ pub fn gate_page(outcome: &Outcome, results: &[(String, Evaluation)], baseline: 
             div class=(format!("tile verdict {verdict}")) { small { "verdict" } b { (verdict) } small { (reason(outcome)) } }
             (tile("checks that pass", &count("pass"), ""))
             (tile("checks that fail", &count("fail"), ""))
-            (tile("inconclusive checks", &count("inconclusive"), "too few windows to tell"))
+            (tile("inconclusive checks", &count("inconclusive"), "too few windows to decide"))
         }
         h2 { "Checks" }
         div.wide { table.cards {
@@ -51,7 +52,7 @@ pub fn gate_page(outcome: &Outcome, results: &[(String, Evaluation)], baseline: 
         h2 { "Provenance" }
         div.wide { table {
             (row("policy, SHA-256", &outcome.policy_sha256))
-            (row("baseline, SHA-256", outcome.baseline_sha256.as_deref().unwrap_or("none given")))
+            (row("baseline, SHA-256", outcome.baseline_sha256.as_deref().unwrap_or("none")))
             @for judged in &outcome.results {
                 (row(&format!("{}, SHA-256", judged.name), &judged.sha256))
                 (row("its tool", &tool(&judged.tool)))

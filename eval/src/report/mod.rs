@@ -56,7 +56,7 @@ fn row(name: &str, value: &str) -> Markup {
 }
 
 fn tool(tool: &Tool) -> String {
-    let sha256 = tool.sha256.as_deref().unwrap_or("of unknown bytes");
+    let sha256 = tool.sha256.as_deref().unwrap_or("SHA-256 unknown");
     format!("{} {} ({}), {sha256}", tool.name, tool.version, tool.isa)
 }
 
@@ -95,7 +95,7 @@ fn pareto(results: &[(String, &Evaluation)]) -> Markup {
         })
         .collect();
     html! {
-        (svg::points("Divergence by size", "Horizontal: MB of weight files. Vertical: KL in nats per token.", &points))
+        (svg::points("Divergence and size", "Horizontal: MB of weight files. Vertical: KL in nats per token.", &points))
         div.wide { table {
             tr { th { "" } th.name { "result" } th.name { "scheme" } th { "bits" } th { "size" } th { "perplexity" } th { "mean KL" } th { "same top token" } th { "" } }
             @for (number, ((name, e, c), point)) in compared.iter().zip(&points).enumerate() {

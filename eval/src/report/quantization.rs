@@ -74,8 +74,8 @@ pub(super) fn tensor_errors(report: &QuantReport, shown: usize) -> Markup {
     let searched = quantized.iter().any(|t| t.scale_search.is_some());
     let gptq = quantized.iter().any(|t| t.gptq.is_some());
     html! {
-        p { "Root mean square of the rounding error relative to that of the weight, in percent; tensors are \
-            in model order." }
+        p { "RMS of the rounding error divided by the RMS of the weight, in percent. Tensors are in model \
+            order." }
         @if gptq {
             p { "GPTQ minimizes the error of a linear's output, not that of its weight: the mean squared error over \
                 outputs and calibration tokens is shown beside it." }
@@ -86,7 +86,7 @@ pub(super) fn tensor_errors(report: &QuantReport, shown: usize) -> Markup {
             tr {
                 th { "tensor" } th { "scheme" } th { "error, %" } th { "SQNR, dB" }
                 @if scaled { th { "exponent of scales" } }
-                @if searched { th { "search: error before → after" } }
+                @if searched { th { "error before and after the search" } }
                 @if gptq { th { "GPTQ: output error" } }
             }
             @for t in worst.iter().take(shown) {
@@ -122,15 +122,15 @@ fn outliers(report: &QuantReport) -> Vec<Markup> {
     let smoothed = smoothed.map(|s| (&s.producer, &s.consumers, s.outlier));
     let charts = [
         outlier_charts(
-            "Outliers in the inputs of linears",
-            "Ratio of the largest channel's mean magnitude to the median channel's, on the calibration text, \
-            without scales and with the chosen ones.",
+            "Outliers in the inputs of linear layers",
+            "Mean magnitude of the largest channel divided by that of the median channel, on the \
+            calibration text, without scales and with the chosen scales.",
             searched,
         ),
         outlier_charts(
-            "Outliers that SmoothQuant moved",
-            "Ratio of the largest channel's maximum magnitude to the median channel's, on the calibration \
-            text, before and after smoothing.",
+            "Outliers before and after SmoothQuant",
+            "Maximum magnitude of the largest channel divided by that of the median channel, on the \
+            calibration text, before and after smoothing.",
             smoothed,
         ),
     ];
@@ -200,7 +200,8 @@ pub fn quantization_page(title: &str, report: &QuantReport, linears: &[LinearCel
         div.tiles {
             (tile("tensors before", &bytes(report.bytes_before), ""))
             (tile("tensors now", &bytes(report.bytes_after), &format!("{:.1} % of before", 100.0 * report.bytes_after as f64 / report.bytes_before.max(1) as f64)))
-            (tile("bits per quantized weight", &format!("{:.3}", report.bits_per_quantized_weight), "scales and zeros included"))
+            (tile("bits per quantized weight", &format!("{:.3}", report.bits_per_quantized_weight), "including \
+                scales and zero points"))
             (tile("quantized tensors", &quantized.to_string(), &format!("of {}", report.tensors.len())))
             @if let Some(c) = &report.calibration {
                 (tile("calibration", &format!("{} × {}", c.samples, c.length), &format!("{} tokens counted", c.tokens_counted)))

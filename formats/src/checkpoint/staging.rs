@@ -129,13 +129,16 @@ pub(crate) fn refuse_differences(job: &Path, was: &Value, is: &Value) -> Result<
     // A run by a different program cannot be resumed, whatever its settings.
     if program {
         return Err(Error::usage(
-            format!("{} was started with a different build or instruction set:{list}", job.display()),
+            format!(
+                "the interrupted run in {} used a different build or instruction set:{list}",
+                job.display()
+            ),
             "resume with the executable, processor and QUANT_ISA of the interrupted run, or run without ‹resume› to \
              start over",
         ));
     }
     Err(Error::usage(
-        format!("{} was started with different inputs or settings:{list}", job.display()),
+        format!("the interrupted run in {} used different inputs or settings:{list}", job.display()),
         "run with the settings of the interrupted run, or without ‹resume› to start over",
     ))
 }

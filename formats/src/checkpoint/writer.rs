@@ -221,7 +221,7 @@ impl CheckpointWriter {
         ));
         if !lost.is_empty() {
             writer.notes.push(format!(
-                "{} tensor(s) did not match the journal and are written again: {}",
+                "{} tensor(s) did not match the journal and will be written again: {}",
                 lost.len(),
                 listed(lost.iter().map(String::as_str), 8)
             ));

@@ -50,7 +50,7 @@ pub(super) struct Mxfp4;
 
 impl Mxfp4 {
     fn none<T>(weight: &str) -> Result<T> {
-        Err(Error::Internal(format!("`{weight}` is read as floats")))
+        Err(Error::Internal(format!("`{weight}` was requested packed, but is read as floats")))
     }
 }
 

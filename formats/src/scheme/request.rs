@@ -163,8 +163,8 @@ impl SchemeRequest {
         match self.weight {
             WeightRequest::Int { two_level: true, .. } if self.granularity == Granularity::Channel => {
                 Err(Error::usage(
-                    format!("scheme `{self}`: one scale per row cannot be progressive"),
-                    "omit -progressive (as the preset qoq-w4a8kv4-channel does), or choose groups, such as \
+                    format!("scheme `{self}`: progressive scales require groups, not one scale per row"),
+                    "omit -progressive (as in the preset qoq-w4a8kv4-channel), or choose groups, such as \
                     -g128-progressive",
                 ))
             }
@@ -172,8 +172,8 @@ impl SchemeRequest {
             WeightRequest::Int { .. } if self.activations.is_float() && !self.is_w4afp8() => {
                 Err(Error::usage(
                     format!(
-                        "scheme `{self}`: FP8 activations need integer weights of 4 bits in symmetric \
-                         groups of 128, and one scale per token"
+                        "scheme `{self}`: with integer weights, FP8 activations require one scale per token \
+                        and symmetric 4-bit weights in groups of 128"
                     ),
                     "choose w4af8-g128-sym, a16 or a8, or floating-point weights, such as wf8af8-channel",
                 ))
@@ -220,7 +220,7 @@ impl SchemeRequest {
             WeightRequest::Float(_) => {
                 return Err(Error::usage(
                     format!("scheme `{self}`: floating-point weights are always symmetric"),
-                    "omit ‹asymmetric›, or choose integers, such as w8a16",
+                    "omit ‹asymmetric›, or choose integer weights, such as w8a16",
                 ));
             }
         }
@@ -295,7 +295,7 @@ fn is_gguf_type(text: &str) -> bool {
 }
 
 fn not_understood(text: &str, part: &str) -> Error {
-    let message = format!("scheme `{text}`: `{part}` is not understood");
+    let message = format!("scheme `{text}`: unknown part `{part}`");
     if is_gguf_type(text) {
         let name = text.to_ascii_uppercase();
         return Error::usage(message, format!("{name} is a GGUF quantization type: add ‹format=gguf›"));
@@ -317,9 +317,10 @@ fn not_understood(text: &str, part: &str) -> Error {
     Error::usage(
         message,
         format!(
-            "a scheme is {integers}, then a16 or a8 (and kv4, kv8 or kvf8 for the whole model's cache), then optionally -g32, -g64, -g128 … or -channel, \
-         then -sym or -asym, then -progressive for w4 in groups, and after a8 -static or -static-asym; for \
-         example w4a16-g64-asym, w8a8, w4a8-g128-progressive; or one of {}",
+            "a scheme consists of {integers}; a16 or a8; optionally kv4, kv8 or kvf8 (for the cache \
+            of the whole model); optionally -channel or a group size (-g32, -g64, -g128 …); optionally -sym \
+            or -asym; optionally -progressive (w4 in groups) and -static or -static-asym (a8). Examples: \
+            w4a16-g64-asym, w8a8, w4a8-g128-progressive. Other schemes: {}",
             FLOAT_SCHEMES.join(", ")
         ),
     )

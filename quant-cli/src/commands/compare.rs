@@ -76,7 +76,7 @@ pub fn check(first: &Evaluation, others: &[(String, Evaluation)]) -> Result<()> 
                 "`{}` was measured {differs}, so it cannot be shown next to this result",
                 name.escape_default()
             ),
-            "compare results of one text, profile and reference",
+            "give only results that were measured on the same text with the same profile and reference",
         ));
     }
     Ok(())

@@ -29,7 +29,7 @@ const SAMPLES: usize = 16;
 /// How long the demo may take.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// Use fewer windows: a check that everything works rather than a measurement
+    /// Use fewer windows, to check that everything works rather than to measure
     #[arg(long)]
     pub quick: bool,
     /// Write the built-in model to DIR and stop: a checkpoint to try the other commands on
@@ -276,8 +276,8 @@ fn show(report: &Report) -> String {
         text.push_str(&format!("{scheme}: {method} is closest to float (lowest KL){doubt}\n"));
     }
     text.push_str(&format!(
-        "\nScored {} tokens of the built-in held-out text ({}); differences to float are paired window by \
-        window. KL noise floor, from f32 rounding alone: {}. Total time: {}.\n",
+        "\nScored {} tokens of the built-in held-out text ({}); differences from the float model are paired \
+        window by window. KL noise floor (the KL that f32 rounding alone causes): {}. Total time: {}.\n",
         report.tokens_scored,
         report.profile,
         noise,

@@ -26,7 +26,7 @@ pub struct Args {
     /// Baseline to compare with
     #[arg(long, value_name = "FILE", required_if_eq("update", "true"))]
     baseline: Option<PathBuf>,
-    /// Make these results the baseline, and show what changes
+    /// Make these results the new baseline, and show what changes
     #[arg(long, conflicts_with_all = ["policy", "junit", "json"])]
     update: bool,
     /// Print a policy that these results pass, with room for later ones: a start, to be edited
@@ -191,8 +191,9 @@ fn not_replaced(path: &Path, error: Error) -> Error {
             path: path.to_owned(),
             line: None,
             reason,
-            remedy: "only a baseline is replaced: remove this file, or name a different one with ‹baseline›"
-                .into(),
+            remedy:
+                "only a baseline can be replaced; remove this file, or name a different one with ‹baseline›"
+                    .into(),
         },
         other => other,
     }

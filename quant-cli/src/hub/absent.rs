@@ -17,8 +17,8 @@ pub fn model(id: &HubId, _session: &Session) -> Result<Cow<'static, Path>> {
         what: format!("the model {id}"),
         reason: "there is no such directory, and this build does not download models".into(),
         remedy: format!(
-            "check the path; or fetch the model with `hf download {}{revision}` and give the directory that \
-            it prints; or build quant with `--features hub`",
+            "check the path, or download the model with `hf download {}{revision}` and give the directory \
+            that it prints, or build quant with `--features hub`",
             id.repository()
         ),
     })
@@ -30,8 +30,8 @@ pub fn documents(set: &PublicSet, _session: &Session) -> Result<Vec<String>> {
         what: format!("the text set `{}`", set.name),
         reason: "this build does not download texts".into(),
         remedy: format!(
-            "use the built-in text ({HELDOUT_NAME} for an evaluation, {BUILTIN} for calibration); or fetch {} of the \
-             data set {}, unpack it to plain text or .jsonl, and give that file's path (licence: {}); or build quant \
+            "use the built-in text ({HELDOUT_NAME} for an evaluation, {BUILTIN} for calibration); or download {} from \
+             the data set {}, unpack it to plain text or .jsonl, and give the path of that file (licence: {}); or build quant \
              with `--features hub`",
             set.file, set.hub_id, set.licence
         ),

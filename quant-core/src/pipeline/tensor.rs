@@ -33,8 +33,8 @@ impl Finished {
     }
 }
 
-/// Applies the decisions to a tensor, and rounds it if it is to be quantized and not yet rounded. `amax` is the largest
-/// magnitude over all linears that share a scale with it.
+/// Applies the decisions to a tensor, and rounds it if it will be quantized and is not rounded yet. `amax` is the
+/// largest magnitude over all linears that share a scale with it.
 pub(super) fn apply_rewrite(
     job: &Job<'_>,
     entry: &PlanEntry,
@@ -221,7 +221,7 @@ struct Linear<'a> {
     scale_dtype: Dtype,
     /// The calibrated scale of its input.
     input: Option<StaticScale>,
-    /// What its scales depend on besides the weight.
+    /// The context in which its scales are chosen.
     context: ScaleContext,
 }
 
@@ -309,7 +309,7 @@ impl Linear<'_> {
     ) -> Searched {
         let is_it = |module: &String| module == self.module;
         let seen = self.node.and_then(|node| rewrite.tokens.get(&node)).copied();
-        // From the pass that counted the tokens.
+        // Both numbers of tokens must come from the same pass.
         let routed = match seen {
             Some(_) => self.node.and_then(|node| routed.get(&node)).copied(),
             None => rounded.and_then(|rounded| rounded.routed),

@@ -34,7 +34,7 @@ impl Plan {
             let values = cached_values(graph).ok_or_else(|| {
                 Error::usage(
                     format!(
-                        "keys and values of block {layer} cannot be cached in FP8: engines cache a \
+                        "keys and values of block {layer} cannot be cached in FP8, because engines cache a \
                         latent vector instead"
                     ),
                     "remove kvf8 from the scheme",
@@ -74,7 +74,7 @@ impl Plan {
         self.container.cache_scale(linear, part).ok_or_else(|| {
             let format = self.container.name();
             Error::usage(
-                format!("the {format} format cannot store the scales of keys and values in FP8"),
+                format!("the {format} format cannot store the scales of an FP8 cache"),
                 "remove kvf8 from the scheme, or write ‹format=compressed-tensors›",
             )
         })

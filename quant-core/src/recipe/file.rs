@@ -5,7 +5,7 @@
 //!
 //! [[transform]]
 //! kind = "smoothquant"
-//! alpha = 0.85                # or "auto"; the family's without it
+//! alpha = 0.85                # or "auto"; the default depends on the family
 //! producers = "norms"
 //!
 //! [[transform]]
@@ -122,7 +122,7 @@ impl TransformEntry {
         if let Some((key, _)) = given.keys().into_iter().find(|(key, given)| *given && !takes.contains(key)) {
             return Err(Error::usage(
                 format!(
-                    "transform.{key} has no effect: it belongs to kind `{}`, but this is `{kind}`",
+                    "transform.{key} has no effect on kind `{kind}`: it applies to `{}`",
                     transforms_with(key).join("`, `"),
                 ),
                 "remove it",
@@ -422,8 +422,11 @@ impl RecipeFile {
             Some(name) => Rounding::ALL.into_iter().find(|r| r.name() == name).ok_or_else(|| {
                 let names: Vec<_> = Rounding::ALL.iter().map(|r| r.name()).collect();
                 Error::usage(
-                    format!("quantize.method `{name}` is not known"),
-                    format!("it must be {}; earlier steps are [[transform]] entries", names.join(" or ")),
+                    format!("unknown quantize.method `{name}`"),
+                    format!(
+                        "quantize.method must be {}; steps before rounding are [[transform]] entries",
+                        names.join(" or ")
+                    ),
                 )
             })?,
         };
@@ -549,7 +552,7 @@ mod tests {
                 "[quantize]\nscheme = \"w4a16\"\nmethod = \"gptq\"\n[quantize.gptq]\nact_order = \"desc\"",
                 "line 5: unknown variant `desc`",
             ),
-            ("[[transform]]\nkind = \"magic\"\n[quantize]\nscheme = \"w4a16\"", "step `magic` is not known"),
+            ("[[transform]]\nkind = \"magic\"\n[quantize]\nscheme = \"w4a16\"", "unknown step `magic`"),
             ("[[transform]]\nkind = \"awq\"\nsearch = \"deep\"\n[quantize]\nscheme = \"w4a16\"", "line 3"),
             ("[quantize]\nscheme = \"w4a16\"\n[calibration]\nsamples = 4", "[calibration] has no effect"),
             ("format = []\n[quantize]\nscheme = \"w4a16\"", "no format"),
@@ -570,7 +573,7 @@ mod tests {
             ),
             (
                 "[[transform]]\nkind = \"awq\"\n[[transform]]\nkind = \"smoothquant\"\n[quantize]\nscheme = \"w8a8\"",
-                "`awq` narrows the ranges",
+                "`awq` clips the ranges",
             ),
             (
                 "[[transform]]\nkind = \"awq\"\nalpha = 0.5\n[quantize]\nscheme = \"w8a8\"",

@@ -39,7 +39,7 @@ impl Pattern {
         let fault = |reason: String| {
             Error::usage(
                 format!("pattern `{text}`: {reason}"),
-                "a pattern is a name (down_proj), a glob (*.layers.3.*), or re: and a regular expression",
+                "use a name (down_proj), a glob (*.layers.3.*), or a regular expression after re:",
             )
         };
         let expression = match text.strip_prefix("re:") {
@@ -87,7 +87,7 @@ impl Pattern {
     pub(super) fn has_no_effect(&self, option: &'static str) -> Error {
         self.fault(
             option,
-            "has no effect: other patterns take precedence for everything that it matches".into(),
+            "has no effect: other patterns take precedence for all linears that it matches".into(),
             "remove it; ‹ignore› takes precedence over ‹override›, and a later ‹override› over an earlier one".into(),
         )
     }

@@ -71,7 +71,7 @@ pub struct PlanEntry {
     pub info: TensorInfo,
     /// Whether the preparation has modified the tensor.
     pub modified: bool,
-    /// Whether it is written as `[in, out]`, as stored in the input, which is the transpose of its shape here.
+    /// Whether the tensor is stored and written as `[in, out]`, the transpose of its shape in `info`.
     pub by_columns: bool,
     /// The action for the tensor.
     pub action: Action,
@@ -210,7 +210,7 @@ impl Draft {
 /// assert_eq!(plan.float_modules, ["lm_head"]);
 /// assert!(Plan::peak_memory(&[plan], &model) > 0);
 ///
-/// // What does not fit is refused before anything is read: 96 inputs are no multiple of 128.
+/// // Unsupported shapes are found before any weight is read: 96 inputs are not a multiple of 128.
 /// let wide = Recipe { scheme: "w4a16-g128".parse()?, ..recipe };
 /// assert!(Plan::new(&model, &wide, wide.containers[0]).is_err());
 /// # Ok::<(), quant_core::Error>(())
@@ -287,7 +287,7 @@ impl Plan {
         }
 
         if recipe.method.preparation != model.preparation() {
-            return Err(Error::Internal("the model is not the one that the recipe prepared".into()));
+            return Err(Error::Internal("the model was not prepared as the recipe requires".into()));
         }
         for scheme in std::iter::once(&recipe.scheme).chain(recipe.overrides.iter().map(|(_, scheme)| scheme))
         {
@@ -316,10 +316,10 @@ impl Plan {
         let embedding_scheme = selection.outside(&embedding);
         if shared && embedding_scheme.is_some() {
             return Err(Error::usage(
+                format!("`{embedding}` cannot be quantized alone: its weight is tied to the head `{head}`"),
                 format!(
-                    "`{embedding}` cannot be quantized: the model shares its weight with the head `{head}`"
+                    "also quantize the head, for example with ‹override={head}=w8a16›, which unties them"
                 ),
-                format!("quantize the head too, for example with ‹override={head}=w8a16›, which unties them"),
             ));
         }
         let embedding = outer(embedding, stored.clone(), name, embedding_scheme);
@@ -499,7 +499,7 @@ impl Plan {
                 return Err(Error::Config {
                     path: model.path().to_owned(),
                     field: "num_hidden_layers".into(),
-                    reason: format!("is {}, but the checkpoint holds `{name}`", architecture.layers),
+                    reason: format!("is {}, but the checkpoint contains `{name}`", architecture.layers),
                 });
             }
             let (tensor, stored) = (name.to_owned(), name.to_owned());

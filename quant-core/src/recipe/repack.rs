@@ -15,7 +15,7 @@ use crate::{Error, Result};
 /// The method in reports of a repacking run, whose codes and scales come from the input.
 pub static REPACK: Method = Method {
     name: Cow::Borrowed("repack"),
-    summary: "the same numbers in a different checkpoint format",
+    summary: "writes the same numbers in a different checkpoint format",
     preparation: None,
     transforms: Cow::Borrowed(&[]),
     rounding: Rounding::Nearest,
@@ -35,7 +35,7 @@ impl Plan {
         if model.quant_method().is_none() {
             return Err(Error::usage(
                 format!("{} is not quantized, so there is nothing to repack", model.path().display()),
-                "quantize it",
+                "choose a ‹method› or ‹preset› to quantize it",
             ));
         }
         let mut entries = Vec::new();
@@ -58,7 +58,7 @@ impl Plan {
             // The product of two levels of scales needs more precision than either.
             let flattens = from.is_progressive() && !scheme.is_progressive();
             let stored = if flattens { Dtype::F32 } else { stored_dtype };
-            // Scales whose dtype does not follow that of weights keep it.
+            // Floating-point formats with the same kind of scales keep the dtype of their scales.
             let scale_dtype = match scheme.float_format() {
                 Some(_) if scheme.fixed_scales() == from.fixed_scales() => stored_dtype,
                 _ => container.scale_dtype(scheme, stored),
@@ -117,7 +117,7 @@ fn unfit(error: Error) -> Error {
     }
 }
 
-/// Whether there are stored zero points, and all of them are those that a symmetric grid implies.
+/// Returns whether there are stored zero points, and all of them are the midpoint, as a symmetric grid implies.
 fn has_only_default_zero_points(model: &Model) -> Result<bool> {
     let mut any = false;
     for (_, module, shape) in model.weight_modules() {

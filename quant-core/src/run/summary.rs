@@ -78,7 +78,7 @@ pub struct Calibration {
     pub tokens: u64,
     /// Tokens that were counted.
     pub tokens_counted: u64,
-    /// Positions that stayed empty.
+    /// Padding: positions that no document fills.
     pub padding: u64,
     /// Linears of experts that saw few of these tokens.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -115,7 +115,7 @@ pub struct UndersampledLinears {
     pub least: u64,
 }
 
-/// The number of tokens below which an expert is reported: so few tokens say little about its weights.
+/// The number of tokens below which an expert is reported, because its calibration is unreliable.
 pub const MIN_EXPERT_TOKENS: u64 = 128;
 
 impl UndersampledLinears {
@@ -243,7 +243,8 @@ impl Output {
 fn calibration(report: &QuantReport) -> Option<Calibration> {
     let batch = report.calibration.as_ref()?;
     let (tokens, padding) = (batch.tokens, batch.padding);
-    // All linears see the same tokens, except in experts, which see fewer. A run that found everything done saw none.
+    // All linears outside experts see the same tokens, and linears of experts see fewer. If an earlier run did all the
+    // work, no tokens were counted.
     let seen = report.tensors.iter().filter_map(|t| t.calibration_tokens).max();
     let tokens_counted = seen.unwrap_or(batch.tokens_counted);
     let few = UndersampledLinears::of(report.tensors.iter().filter_map(|t| t.calibration_tokens));

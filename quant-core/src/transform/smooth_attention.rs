@@ -61,7 +61,7 @@ impl Transform for SmoothAttention {
     }
 
     fn summary(&self) -> &'static str {
-        "moves outliers of keys into queries, for a 4-bit KV cache"
+        "moves outliers from keys into queries, for a 4-bit KV cache"
     }
 
     fn folded_nodes(&self, graph: &BlockGraph, _settings: &TransformSettings) -> Vec<NodeId> {
@@ -97,8 +97,8 @@ impl Transform for SmoothAttention {
             return Ok(());
         }
         Err(Error::usage(
-            "`smooth-attention` helps only integer caches: in FP8, step sizes grow with the values, and all \
-            channels of keys share one scale",
+            "`smooth-attention` only improves integer caches: an FP8 cache has one scale for all channels, \
+            and step sizes that grow with the values",
             "remove the step, for example with ‹skip=smooth-attention›",
         ))
     }
@@ -143,7 +143,7 @@ fn smoothed(task: &BlockTask<'_>, seen: &[QueryKeyStatistics]) -> Result<Rewrite
     for seen in seen {
         let keys = task.module(seen.pair.producers[1]);
         if !seen.maxima.iter().all(|m| m.is_finite()) {
-            return Err(Error::Calibration { tensor: keys, what: "its keys".into() });
+            return Err(Error::Calibration { tensor: keys, what: "a key".into() });
         }
         let (alpha, tried) = match task.settings.attention {
             Some(Alpha::Fixed(alpha)) => (alpha, Vec::new()),

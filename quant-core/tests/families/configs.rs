@@ -33,9 +33,9 @@ pub struct Case {
 }
 
 const LLAMA: [&str; 4] = ["input_layernorm", "self_attn.v_proj", "post_attention_layernorm", "mlp.up_proj"];
-const NORMED: &str = "are separated from the residual sum by norms";
+const NORMED: &str = "norms with weights, which do not commute";
 const UNNORMED: &str = "without a norm";
-const EXPERTS: &str = "other than linears read its normalized hidden states";
+const EXPERTS: &str = "other than linears read the normalized hidden states";
 const MEAN: &str = "subtract the mean";
 
 impl Case {
@@ -604,7 +604,8 @@ pub fn cases() -> Vec<Case> {
             producers: around("linear_attn.norm"),
             other_producers: vec![around("self_attn.v_proj")],
             has_pairs: false,
-            // Queries and keys are divided by their norms, and a state accumulates errors.
+            // The bound is large because queries and keys are divided by their norms, and errors accumulate in the
+            // state.
             rounding: 1.0,
             ..Case::new("qwen3_next", "Qwen3NextForCausalLM", hybrid.clone())
         },

@@ -1,4 +1,4 @@
-//! The families, one entry each. Fields that are not given are those of Llama or [`PLAIN`].
+//! The families, one entry each. An entry takes the remaining fields from Llama's entry or from [`PLAIN`].
 
 use super::{GgufFamily, How, Multipliers, RoutingKeys};
 use crate::model::Activation;

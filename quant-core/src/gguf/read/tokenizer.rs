@@ -70,13 +70,13 @@ fn vocabulary<'a>(about: &About<'a>) -> Result<Vocabulary<'a>> {
     let tokens = tokens.ok_or_else(|| broken(about, TOKENS, "is missing or not a list of strings"))?;
     let types = match about.global(TYPES) {
         Some(types) => {
-            types.as_integers().ok_or_else(|| broken(about, TYPES, "is not a list of integers"))?
+            types.as_integers().ok_or_else(|| broken(about, TYPES, "must be a list of integers"))?
         }
         None => vec![i64::from(kinds::NORMAL); tokens.len()],
     };
     match types.len() == tokens.len() {
         true => Ok(Vocabulary { tokens, types }),
-        false => Err(broken(about, TYPES, "differs in length from the list of tokens")),
+        false => Err(broken(about, TYPES, "must have one entry per token")),
     }
 }
 
@@ -99,7 +99,7 @@ impl Vocabulary<'_> {
                     "normalized": false, "special": special,
                 }));
             }
-            // Added tokens keep their IDs only if the vocabulary contains them, too.
+            // The tokenizers crate keeps the IDs of added tokens only if the vocabulary contains them.
             vocab.insert(token.clone(), json!(id));
         }
         (vocab, added)
@@ -156,7 +156,9 @@ fn byte_level(about: &About<'_>, vocabulary: &Vocabulary<'_>, steps: Json, whole
         // The first space after the first character separates the two parts.
         let from = merge.chars().next().map_or(0, char::len_utf8);
         let at = merge[from..].find(' ').map(|at| from + at);
-        let at = at.ok_or_else(|| broken(about, MERGES, "contains a merge without a space"))?;
+        let at = at.ok_or_else(|| {
+            broken(about, MERGES, "contains a merge that is not two tokens separated by a space")
+        })?;
         Ok(json!([&merge[..at], &merge[at + 1..]]))
     };
     let merges = merges.iter().map(pair).collect::<Result<Vec<Json>>>()?;
@@ -177,10 +179,14 @@ fn sentencepiece(about: &About<'_>, vocabulary: &Vocabulary<'_>) -> Result<Json>
     let (vocab, added) = vocabulary.parts();
     let scores = about.global(SCORES).and_then(Value::as_f32s);
     let scores = scores.filter(|scores| scores.len() == vocabulary.tokens.len());
-    let scores = scores
-        .ok_or_else(|| broken(about, SCORES, "is missing or differs in length from the list of tokens"))?;
+    let scores =
+        scores.ok_or_else(|| broken(about, SCORES, "must be present and have one entry per token"))?;
     if let Some(id) = scores.iter().position(|score| !score.is_finite()) {
-        return Err(broken(about, SCORES, &format!("is {} for token {id}", scores[id])));
+        return Err(broken(
+            about,
+            SCORES,
+            &format!("is {} for token {id}; scores must be finite", scores[id]),
+        ));
     }
     let adds_space = about.flag("tokenizer.ggml.add_space_prefix")?.unwrap_or(true);
     let replace = json!({ "type": "Replace", "pattern": { "String": " " }, "content": "▁" });
@@ -228,7 +234,11 @@ fn merges(about: &About<'_>, vocabulary: &Vocabulary<'_>, scores: &[f32]) -> Res
             }
         }
         if merges.len() > max {
-            return Err(broken(about, TOKENS, &format!("has over {max} pairs that merge into a token")));
+            return Err(broken(
+                about,
+                TOKENS,
+                &format!("has more than {max} pairs that merge into a token, which is not supported"),
+            ));
         }
     }
     merges.sort_by(|a, b| b.0.total_cmp(&a.0).then_with(|| (a.1, a.2, a.3).cmp(&(b.1, b.2, b.3))));

@@ -22,7 +22,7 @@ impl Kind {
         let named = model.get("type").and_then(Json::as_str);
         let kind = named.unwrap_or(if model.get("merges").is_some() { "BPE" } else { "unknown" });
         if kind != "BPE" {
-            return Err(format!("`model.type` is {kind}; GGUF output supports only BPE"));
+            return Err(format!("`model.type` is {kind}; only BPE can be written as GGUF"));
         }
         if model.get("byte_fallback").and_then(Json::as_bool) == Some(true) {
             return Ok(Self::SentencePiece);
@@ -31,7 +31,9 @@ impl Kind {
         match is_byte_level("pre_tokenizer") || is_byte_level("decoder") {
             true => Ok(Self::ByteLevel),
             false => {
-                Err("is a BPE that cannot encode all bytes: neither byte-level nor with byte fallback".into())
+                Err("is a BPE tokenizer that is neither byte-level nor has byte fallback, so it cannot \
+                    encode all bytes"
+                    .into())
             }
         }
     }
@@ -43,7 +45,7 @@ pub(super) fn read(json: &Json, rows: usize, pre: (String, String)) -> Result<Vo
     vocabulary.pre = Some(pre);
     let model = json.get("model").and_then(|model| model.get("vocab")).and_then(Json::as_object);
     for (text, id) in model.ok_or("`model.vocab` is missing or malformed")? {
-        let id = id.as_u64().ok_or_else(|| format!("`model.vocab` has no ID for `{text}`"))?;
+        let id = id.as_u64().ok_or_else(|| format!("`model.vocab` has an invalid ID for `{text}`"))?;
         vocabulary.set(id, text, kinds::NORMAL)?;
     }
     for token in added(json)? {

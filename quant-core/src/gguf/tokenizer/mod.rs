@@ -26,7 +26,7 @@ use crate::{Error, Result};
 /// The largest file that is read, in bytes.
 const MAX_FILE_BYTES: u64 = 256 << 20;
 const JSON: &str = "tokenizer.json";
-/// Given instead of the name of a pre-tokenizer, if the file should have no vocabulary.
+/// The value of the pre-tokenizer setting for a file without a vocabulary.
 const NO_VOCABULARY: &str = "none";
 
 /// Token types.
@@ -74,7 +74,8 @@ pub(super) fn metadata(
             return Err(Error::usage("‹pre› has no effect: the model has no tokenizer.json", "omit it"));
         }
         notes.push(
-            "the model has no tokenizer.json: the file has no vocabulary and accepts token IDs only".into(),
+            "the model has no tokenizer.json, so the file will have no vocabulary and accept token IDs only"
+                .into(),
         );
         return Ok(TokenizerMetadata { entries: vec![without_vocabulary()], notes });
     };
@@ -84,12 +85,12 @@ pub(super) fn metadata(
     let path = sidecar.path.clone();
     let fault = |reason: String| Error::Tokenizer { path: path.clone(), reason };
     let bytes = sidecar.read(MAX_FILE_BYTES)?.map_err(fault)?;
-    let json = parse_strictly(&bytes).map_err(|reason| fault(format!("is not acceptable JSON: {reason}")))?;
+    let json = parse_strictly(&bytes).map_err(|reason| fault(format!("is not valid JSON: {reason}")))?;
     let tokenizer = TextTokenizer::load(directory.text_workers(), &path, bytes)?;
     let mut vocabulary = match bpe::Kind::of(&json).map_err(fault)? {
         bpe::Kind::ByteLevel => {
             let named = match pre {
-                Some(name) => (name.to_owned(), "as named".into()),
+                Some(name) => (name.to_owned(), "as requested".into()),
                 None => pre::find(&json, &tokenizer.encode(pre::PROBE)?)
                     .ok_or_else(|| pre::unrecognized(&path))?,
             };
@@ -98,7 +99,7 @@ pub(super) fn metadata(
         bpe::Kind::SentencePiece => {
             if pre.is_some() {
                 return Err(Error::usage(
-                    "‹pre› has no effect: SentencePiece has no such pre-tokenizer",
+                    "‹pre› has no effect: SentencePiece tokenizers have no pre-tokenizer",
                     "omit it",
                 ));
             }
@@ -146,7 +147,7 @@ impl Vocabulary {
     fn set(&mut self, id: u64, text: &str, kind: i32) -> Result<(), String> {
         let rows = self.tokens.len();
         let place = usize::try_from(id).ok().filter(|id| *id < rows);
-        let place = place.ok_or_else(|| format!("has token {id}, but the embedding has {rows} rows"))?;
+        let place = place.ok_or_else(|| format!("has token {id}, but the embedding has only {rows} rows"))?;
         self.tokens[place] = text.to_owned();
         self.types[place] = kind;
         Ok(())
@@ -173,6 +174,6 @@ fn list<'a>(json: &'a Json, key: &str) -> Result<&'a [Json], String> {
     match json.get(key) {
         None | Some(Json::Null) => Ok(&[]),
         Some(Json::Array(items)) => Ok(items),
-        Some(_) => Err(format!("`{key}` is not a list")),
+        Some(_) => Err(format!("`{key}` must be a list")),
     }
 }

@@ -179,7 +179,7 @@ pub(super) fn find(json: &Json, probe: &[u32]) -> Option<(String, String)> {
     let whole = json.get("model").and_then(|m| m.get("ignore_merges")).and_then(Json::as_bool) == Some(true);
     let found = json.get("pre_tokenizer").and_then(steps).and_then(|steps| by_steps(&steps, whole));
     let name = found.filter(|_| leaves_text(json))?;
-    Some((name.to_owned(), "recognized by its steps".into()))
+    Some((name.to_owned(), "recognized by its pre-tokenization steps".into()))
 }
 
 /// The error for a pre-tokenizer that is not recognized.
@@ -187,9 +187,9 @@ pub(super) fn unrecognized(path: &Path) -> Error {
     Error::InputFile {
         path: path.to_owned(),
         line: None,
-        reason: "has an unknown pre-tokenizer".into(),
-        remedy: "add ‹pre=NAME›, with llama.cpp's name of the equivalent pre-tokenizer, or ‹pre=none› for a \
-            file without a vocabulary"
+        reason: "has a pre-tokenizer that is not recognized".into(),
+        remedy: "set ‹pre=NAME› to llama.cpp's name of the equivalent pre-tokenizer, or ‹pre=none› to write \
+            a file without a vocabulary"
             .into(),
     }
 }

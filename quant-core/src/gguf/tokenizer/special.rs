@@ -71,11 +71,11 @@ fn ends(tokenizer: &TextTokenizer) -> Result<(Option<u32>, Option<u32>)> {
     let without: Vec<u32> = tokenizer.encode_rendered(TEXT)?.into_iter().map(|(id, _)| id).collect();
     let place = (0..=with.len().saturating_sub(without.len())).find(|&at| with[at..].starts_with(&without));
     let fault = |reason: &str| Error::Tokenizer { path: tokenizer.path().to_owned(), reason: reason.into() };
-    let place = place.ok_or_else(|| fault("adds tokens within texts, which GGUF cannot express"))?;
+    let place = place.ok_or_else(|| fault("adds tokens within a text, which GGUF cannot express"))?;
     let (before, after) = (&with[..place], &with[place + without.len()..]);
     match (before, after) {
         ([] | [_], [] | [_]) => Ok((before.first().copied(), after.first().copied())),
-        _ => Err(fault("adds several tokens before or after texts, but GGUF can store only one of each")),
+        _ => Err(fault("adds more than one token before or after a text, which GGUF cannot express")),
     }
 }
 
@@ -104,7 +104,7 @@ pub(super) fn chat_templates(directory: &ModelDirectory) -> Result<Vec<(String, 
     };
     let fault = || Error::Tokenizer {
         path: path.clone(),
-        reason: "`chat_template` is neither a string nor a list of named templates".into(),
+        reason: "`chat_template` must be a string or a list of named templates".into(),
     };
     const KEY: &str = "tokenizer.chat_template";
     match &template {

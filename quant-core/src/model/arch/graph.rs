@@ -56,8 +56,9 @@ pub struct FoldGroup {
     pub repeat: usize,
     /// Number of adjacent channels that are repeated together: the head width if [`repeat`](Self::repeat) is not 1.
     pub run: usize,
-    /// Scales apply to the consumers' columns. The producer's channels are divided by the `exponent`-th root of the
-    /// scale, because a square between the two squares the scale.
+    /// The exponent with which a scale of the producer reaches the consumers: 2 if a squared ReLU is in between, else
+    /// 1. The consumers' columns are multiplied by the scale itself, and the producer's channels are divided by its
+    /// `exponent`-th root.
     pub exponent: u32,
 }
 
@@ -203,8 +204,9 @@ impl BlockGraph {
         self.nodes[id].inputs.first().and_then(|&input| self.rows[input])
     }
 
-    /// Returns the sizes in bytes per token of what is kept while the experts of a block run one after the other: the sum of
-    /// their outputs, and the token's experts with their weights. Both are 0 without experts.
+    /// Returns the sizes, in bytes per token, of the two buffers that are kept while the experts of a block are
+    /// evaluated in sequence: the sum of their outputs, and the indices and weights of the token's experts. Both are 0
+    /// for blocks without experts.
     pub fn expert_sum_bytes(&self) -> (usize, usize) {
         let of = |(id, node): (NodeId, &Node)| {
             let share = node.inputs[1..].first().map_or(0.0, |&output| self.share_of_tokens(output));
@@ -223,7 +225,7 @@ impl BlockGraph {
         }
     }
 
-    /// Returns the node whose value has the same channels as that of `id`, and all rows.
+    /// Returns the node whose value has a row for every token and the same channels as the value of `id`.
     pub fn all_rows_of(&self, id: NodeId) -> NodeId {
         match self.nodes[id].op.rows() {
             Rows::Selected { port, .. } => self.nodes[id].inputs[port],
@@ -326,8 +328,8 @@ impl BlockGraph {
         })
     }
 
-    /// Returns the number of rows of a linear per head of the attention that it feeds: those of a query or key, or of a
-    /// key and its value if the linear computes both.
+    /// Returns the number of rows of a linear per head of the attention that it feeds: the width of a query or key
+    /// head, or, if the linear computes keys and values but no queries, of a key head and a value head together.
     pub fn head_width(&self, id: NodeId, shape: AttentionShape) -> usize {
         let makes_both = self.feeds(id, &|input| input == AttentionInput::Keys)
             && self.feeds(id, &|input| input == AttentionInput::Values)
@@ -393,7 +395,8 @@ impl BlockGraph {
         norm.map_or(1, |(_, width, _)| self.widths[producer] / width.max(1))
     }
 
-    /// The fold group of a range of a producer's channels, which are the value of the node `value`.
+    /// Returns the fold group of the producer channels `rows`. `value` is the node whose value consists of exactly
+    /// these channels.
     fn fold_group(&self, producer: NodeId, value: NodeId, rows: Range<usize>) -> Option<FoldGroup> {
         let mut walk = Walk::default();
         let heads = self.heads_of(producer);
@@ -426,7 +429,8 @@ impl BlockGraph {
         Some(group)
     }
 
-    /// Collects the linears that alone compute a value's channels, channel by channel.
+    /// Collects the linears whose rows produce the channels of `value`. Returns `None` if the channels cannot be
+    /// permuted because their order is fixed or another node reads them.
     fn trace(&self, value: NodeId, group: &mut OrderGroup) -> Option<()> {
         let node = &self.nodes[value];
         let inputs = match node.op.channel_order() {
@@ -448,7 +452,7 @@ impl BlockGraph {
         Some(())
     }
 
-    /// Returns every attention whose queries and keys can be scaled against each other.
+    /// Returns the attentions in which query channels can be multiplied by a scale and key channels divided by it.
     pub fn query_keys(&self) -> Vec<QueryKey> {
         let of = |(attention, node): (NodeId, &Node)| {
             let Op::Attention(AttentionShape { repeat, head_dim, .. }) = node.op else { return None };
@@ -476,7 +480,8 @@ impl BlockGraph {
         }
         match &self.nodes[value].op {
             Op::Rope(rope) => self.made_by(self.nodes[value].inputs[0]).map(|(id, _)| (id, Some(rope))),
-            // This multiplies all channels of a token by the same factor.
+            // A position scale multiplies all channels of a token by the same factor, so it commutes with channel
+            // scales.
             Op::PositionScale(_) => self.made_by(self.nodes[value].inputs[0]),
             Op::Linear { .. } => Some((value, None)),
             op if op.stored_norm().is_some() => Some((value, None)),

@@ -96,7 +96,7 @@ impl Model {
         Ok(Linear::new(Arc::new(weight), bias))
     }
 
-    /// Returns the embedding norm and its parameters, if there is one.
+    /// Returns the norm before the head and its parameters, if there is one.
     ///
     /// # Errors
     /// When they cannot be read or are not finite.
