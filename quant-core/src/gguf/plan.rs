@@ -366,11 +366,7 @@ impl<'a> Types<'a> {
             if !weights.iter().any(|draft| selects(pattern, draft)) {
                 let names: BTreeSet<&str> = weights.iter().map(|d| d.module.as_str()).collect();
                 let names: Vec<&str> = names.into_iter().collect();
-                return Err(Error::PatternMatchesNothing {
-                    option,
-                    pattern: pattern.text().to_owned(),
-                    nearest: pattern.nearest(&names),
-                });
+                return Err(pattern.matches_nothing(option, &names));
             }
         }
         Ok(())
