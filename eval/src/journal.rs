@@ -65,7 +65,7 @@ impl<T: Measured> Journal<T> {
             Err(TryLockError::WouldBlock) => {
                 return Err(Error::Locked {
                     path: path.to_owned(),
-                    holder: "it has locked the journal".into(),
+                    holder: "which holds a lock on the journal".into(),
                 });
             }
             Err(TryLockError::Error(e)) => return Err(fault(e)),
@@ -118,7 +118,7 @@ fn checksum(window: usize, line: &str) -> String {
 fn other(path: &Path, what: &str) -> Error {
     Error::usage(
         format!("{} is {what}", path.display()),
-        "use the options it was created with, remove it, or name a different file with ‹journal›",
+        "run with the options that it was created with, remove the file, or set ‹journal› to a different file",
     )
 }
 
@@ -157,7 +157,7 @@ fn read<T: Measured>(
             }
             end = read as u64;
         } else {
-            let damaged = || other("damaged: a line does not contain a window");
+            let damaged = || other("damaged: a line is not a valid window record");
             let text = std::str::from_utf8(&line).map_err(|_| damaged())?.trim_end();
             let (sum, text) = text.split_once(' ').ok_or_else(damaged)?;
             if sum != checksum(known.len(), text) {

@@ -31,9 +31,8 @@ pub fn log_likelihoods(
     for (number, window) in windows.iter().enumerate() {
         check(decoder, window).map_err(|reason| {
             Error::usage(
-                format!("request {number} {reason}"),
-                "shorten the request, or add a context before \
-                it",
+                format!("request {number}: {reason}"),
+                "shorten the request, or add context before it",
             )
         })?;
     }
@@ -63,14 +62,16 @@ pub fn log_likelihoods(
 
 fn check(decoder: &Decoder, window: &Window) -> std::result::Result<(), String> {
     if window.first == 0 || window.first >= window.tokens.len() {
-        return Err("has no tokens to score, or no context before them".into());
+        return Err("there must be at least one token of context and one token to score".into());
     }
     let (length, positions) = (window.input().len(), decoder.positions());
     if length > positions {
-        return Err(format!("reads {length} tokens, but the model was loaded for {positions}"));
+        return Err(format!(
+            "the request has {length} tokens, but the model was loaded for at most {positions}"
+        ));
     }
     match window.tokens.iter().find(|&&token| token as usize >= decoder.vocab()) {
-        Some(token) => Err(format!("has token {token}, but the vocabulary has {} tokens", decoder.vocab())),
+        Some(token) => Err(format!("token {token} is not in the vocabulary of {} tokens", decoder.vocab())),
         None => Ok(()),
     }
 }

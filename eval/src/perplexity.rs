@@ -44,7 +44,10 @@ impl Scores {
         let perplexity = estimate.exp();
         if !perplexity.mean.is_finite() {
             return Err(Error::Logits {
-                reason: format!("{:.1} nats per token: the perplexity overflows", estimate.mean),
+                reason: format!(
+                    "the mean loss is {:.1} nats per token, so the perplexity overflows",
+                    estimate.mean
+                ),
             });
         }
         let tokens = counts.iter().sum::<usize>() as f64;

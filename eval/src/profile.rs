@@ -60,8 +60,8 @@ pub enum Profile {
 }
 
 /// The syntax of rule names.
-const KNOWN: &str = "known profiles: wt2-gptq-2048 and gptq-L, wt2-llamacpp-512 and llamacpp-L, \
-    hf-stride-L-S, lmeval-rolling-L, with windows of L tokens (and a stride of S)";
+const KNOWN: &str = "known profiles: wt2-gptq-2048, wt2-llamacpp-512, gptq-L, llamacpp-L, hf-stride-L-S and \
+    lmeval-rolling-L, where L is the window in tokens and S the stride";
 
 /// A rule, and whether it was requested for the text of WikiText-2.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -142,7 +142,7 @@ impl Profile {
         if self.window() < min {
             return Err(Error::usage(
                 format!(
-                    "windows of {} tokens are too short to score any token with this rule",
+                    "windows of {} tokens are too short: this profile would score no token",
                     self.window()
                 ),
                 format!("choose ‹window={min}› or more; 512 and 2048 are common choices"),
@@ -150,14 +150,14 @@ impl Profile {
         }
         if self.window() > MAX_WINDOW {
             return Err(Error::usage(
-                format!("windows of {} tokens are too long; the limit is {MAX_WINDOW}", self.window()),
+                format!("windows of {} tokens are too long: the limit is {MAX_WINDOW}", self.window()),
                 "choose a shorter ‹window›; 512 and 2048 are common choices",
             ));
         }
         match self {
             Self::HfStride { window, stride } if stride == 0 || stride > window => Err(Error::usage(
-                format!("a stride of {stride} does not cover a text with windows of {window} tokens"),
-                "choose a stride from 1 to the window, such as hf-stride-2048-512",
+                format!("the stride is {stride}; it must be from 1 to the window, which is {window}"),
+                "choose a valid stride, such as hf-stride-2048-512",
             )),
             _ => Ok(self),
         }

@@ -191,14 +191,14 @@ impl Evaluation {
     /// Checks that the parts of a result are consistent; the error names the inconsistent part.
     fn check(&self) -> Result<(), String> {
         if self.windows == 0 || self.tokens_scored == 0 {
-            return Err("scores nothing: it has no windows".into());
+            return Err("has no scored windows".into());
         }
         if self.non_finite > 0 {
-            return Err(format!("has {} positions that are not finite", self.non_finite));
+            return Err(format!("has {} positions with a NaN or infinite score", self.non_finite));
         }
         if self.window_tokens.len() != self.windows || self.window_tokens.contains(&0) {
             return Err(format!(
-                "has {} windows, but `window_tokens` of {}",
+                "has {} windows, but {} entries in `window_tokens`, all of which must be positive",
                 self.windows,
                 self.window_tokens.len()
             ));
@@ -206,7 +206,7 @@ impl Evaluation {
         if self.window_tokens.iter().try_fold(0_usize, |sum, n| sum.checked_add(*n))
             != Some(self.tokens_scored)
         {
-            return Err("has `window_tokens` whose sum is not `tokens_scored`".into());
+            return Err("has `window_tokens` that do not add up to `tokens_scored`".into());
         }
         for digest in [
             Some(&self.model.sha256),
@@ -221,22 +221,25 @@ impl Evaluation {
         {
             let digit = |b: u8| b.is_ascii_digit() || (b'a'..=b'f').contains(&b);
             if digest.len() != 64 || !digest.bytes().all(digit) {
-                return Err(format!("has an invalid SHA-256: `{}`", digest.escape_default()));
+                return Err(format!(
+                    "has `{}` as a SHA-256, which must be 64 lowercase hexadecimal digits",
+                    digest.escape_default()
+                ));
             }
         }
         if self.reference.is_some() != self.comparison.is_some() {
-            return Err("has a reference without a comparison, or a comparison without a reference".into());
+            return Err("has only one of `reference` and `comparison`".into());
         }
         self.scores.check("", &self.window_tokens, self.text.bytes)?;
         if ![self.seconds, self.tokens_per_second].iter().all(|t| t.is_finite() && *t >= 0.0) {
-            return Err("has an invalid time".into());
+            return Err("has a negative or non-finite `seconds` or `tokens_per_second`".into());
         }
         if let Some(comparison) = &self.comparison {
             comparison.reference.check("comparison.reference.", &self.window_tokens, self.text.bytes)?;
             comparison.check(&self.scores, &self.window_tokens)?;
         }
         if self.sha256 != self.digest() {
-            return Err("was changed since it was measured: the SHA-256 of its fields differs".into());
+            return Err("was modified after the measurement: its fields do not match their SHA-256".into());
         }
         Ok(())
     }
@@ -272,7 +275,7 @@ pub(crate) fn read_json(path: &Path, what: &str) -> Result<Value> {
 pub(crate) fn check_schema(value: &Value, schema: &str, path: &Path) -> Result<()> {
     let reason = match value.get("schema").and_then(Value::as_str) {
         Some(found) if found == schema => return Ok(()),
-        Some(found) => format!("has the schema `{}`, not `{schema}`", found.escape_default()),
+        Some(found) => format!("has the schema `{}`; this version reads `{schema}`", found.escape_default()),
         None => format!("has no field `schema`; this version reads `{schema}`"),
     };
     Err(fault(path, reason))
@@ -299,7 +302,9 @@ impl Scores {
             // The number of bytes that these nats and bits per byte imply.
             let bytes = nats / (bits.mean * std::f64::consts::LN_2);
             if nats > 0.0 && !(whole(bytes) && bytes <= text_bytes as f64 + 0.5) {
-                return Err(format!("has {bytes} bytes in `{name}`, but the text has {text_bytes}"));
+                return Err(format!(
+                    "has a `{name}` that implies {bytes} bytes, but the text has {text_bytes}"
+                ));
             }
             if let Some(byte) = self.byte_perplexity {
                 same(&format!("{place}byte_perplexity"), byte, bits.scaled(std::f64::consts::LN_2).exp())?;
@@ -313,7 +318,7 @@ impl Scores {
             }
         }
         if self.token_standard_error.is_some_and(|e| !(e.is_finite() && e >= 0.0)) {
-            return Err(format!("has an invalid `{place}token_standard_error`"));
+            return Err(format!("has a negative or non-finite `{place}token_standard_error`"));
         }
         Ok(())
     }
@@ -330,7 +335,9 @@ impl Divergence {
         let q = &self.kl_quantiles;
         let rising = [q.median, q.p90, q.p99, q.p999, q.max].map(|q| q.value);
         if !rising.iter().all(|v| v.is_finite() && *v >= 0.0) || !rising.is_sorted() {
-            return Err("has `comparison.kl_quantiles` that are not increasing".into());
+            return Err(
+                "has `comparison.kl_quantiles` that are not finite, nonnegative and increasing".into()
+            );
         }
         let ordered = |q: &Quantile| match (q.low, q.high) {
             (Some(low), Some(high)) => 0.0 <= low && low <= high && high.is_finite(),
@@ -353,19 +360,19 @@ impl Divergence {
             |(share, value): (f64, f64)| value * (1.0 - share) > self.kl.mean * (1.0 + TOLERANCE) + slack;
         let window_over = self.window_kl.iter().any(|w| *w > rising[4] * (1.0 + TOLERANCE));
         if self.kl.mean > max + slack || min.into_iter().any(too_large) || window_over {
-            return Err("has `comparison.kl_quantiles` that contradict its mean".into());
+            return Err("has `comparison.kl_quantiles` that contradict the mean `comparison.kl`".into());
         }
         let positions = self.kl_by_confidence.iter().map(|b| b.positions);
         if positions.fold(0_usize, usize::saturating_add) != tokens.iter().sum::<usize>() {
             return Err(
-                "has a `comparison.kl_by_confidence` whose positions do not add up to the scored ones".into(),
+                "has `comparison.kl_by_confidence` positions that do not add up to `tokens_scored`".into()
             );
         }
         let parts = self.kl_by_confidence.iter().filter_map(|b| Some(b.kl?.mean * b.positions as f64));
         near("comparison.kl_by_confidence", parts.sum::<f64>() / count, self.kl.mean)?;
         let at_floor = self.noise_floor.as_ref().map(|f| self.kl.mean < AT_FLOOR * f.kl.mean);
         if self.at_noise_floor != at_floor {
-            return Err("has a `comparison.at_noise_floor` that contradicts its noise floor".into());
+            return Err("has a `comparison.at_noise_floor` that contradicts `comparison.noise_floor`".into());
         }
         if !whole(self.top1_agreement.mean * count) {
             return Err(
@@ -373,18 +380,16 @@ impl Divergence {
             );
         }
         if self.kl_histogram.total() != tokens.iter().sum::<usize>() as u64 {
-            return Err(
-                "has a `comparison.kl_histogram` whose positions do not add up to the scored ones".into()
-            );
+            return Err("has `comparison.kl_histogram` counts that do not add up to `tokens_scored`".into());
         }
         if self.minimum_detectable_increase.is_some_and(|m| !(m.is_finite() && m >= 0.0)) {
-            return Err("has an invalid `comparison.minimum_detectable_increase`".into());
+            return Err("has a negative or non-finite `comparison.minimum_detectable_increase`".into());
         }
         for (name, estimate) in [("top1_agreement", self.top1_agreement), ("top5_overlap", self.top5_overlap)]
         {
             check_estimate(&format!("comparison.{name}"), estimate, 0.0)?;
             if estimate.mean > 1.0 {
-                return Err(format!("has `comparison.{name}` above 1"));
+                return Err(format!("has a `comparison.{name}` above 1"));
             }
         }
         check_estimate("comparison.rms_delta_p", self.rms_delta_p, 0.0)
@@ -397,10 +402,7 @@ fn check_estimate(name: &str, estimate: Estimate, min: f64) -> Result<(), String
     if estimate.mean.is_finite() && estimate.mean >= min && error_fits {
         return Ok(());
     }
-    Err(format!(
-        "has a `{name}` that is not a valid number: {} ± {:?}",
-        estimate.mean, estimate.standard_error
-    ))
+    Err(format!("has an invalid `{name}`: {} ± {:?}", estimate.mean, estimate.standard_error))
 }
 
 /// Whether a number is a count, except for rounding.
@@ -415,17 +417,17 @@ fn same(name: &str, found: Estimate, expected: Estimate) -> Result<(), String> {
     match (found.standard_error, expected.standard_error) {
         (None, None) => Ok(()),
         (Some(a), Some(b)) => near(&format!("{name}.standard_error"), a, b),
-        _ => Err(format!("has a standard error of `{name}` that does not follow from its windows")),
+        _ => Err(format!("has a standard error of `{name}` that contradicts the values of its windows")),
     }
 }
 
 /// Checks that an estimate agrees with the windows' means, each of which must be at least `min`.
 fn agree(name: &str, estimate: Estimate, means: &[f64], tokens: &[usize], min: f64) -> Result<(), String> {
     if means.len() != tokens.len() {
-        return Err(format!("has {} windows, but `{name}` of {}", tokens.len(), means.len()));
+        return Err(format!("has {} windows, but `{name}` for {}", tokens.len(), means.len()));
     }
     if means.iter().any(|m| !(m.is_finite() && *m >= min)) {
-        return Err(format!("has a `{name}` of a window that is not a valid number"));
+        return Err(format!("has an invalid `{name}` for a window"));
     }
     check_estimate(name, estimate, min)?;
     let totals: Vec<f64> = means.iter().zip(tokens).map(|(m, &n)| m * n as f64).collect();
@@ -435,7 +437,7 @@ fn agree(name: &str, estimate: Estimate, means: &[f64], tokens: &[usize], min: f
         (None, None) => Ok(()),
         // The standard error may be pure rounding when windows hardly differ.
         (Some(a), Some(b)) if (a - b).abs() <= 1e-6 * b + 1e-12 => Ok(()),
-        _ => Err(format!("has a standard error of `{name}` that does not follow from its windows")),
+        _ => Err(format!("has a standard error of `{name}` that contradicts the values of its windows")),
     }
 }
 
@@ -443,5 +445,5 @@ fn near(name: &str, found: f64, expected: f64) -> Result<(), String> {
     if expected.is_finite() && (found - expected).abs() <= TOLERANCE * (1.0 + expected.abs()) {
         return Ok(());
     }
-    Err(format!("has {found} as `{name}`, but its windows give {expected}"))
+    Err(format!("has a `{name}` of {found}, but its windows give {expected}"))
 }

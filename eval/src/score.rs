@@ -43,7 +43,7 @@ impl<'a> Origin<'a> {
             Self::Model(decoder) | Self::Noisy(decoder, _) => Ok(Output::Head(decoder.head()?)),
             Self::Stored(stored) => Ok(Output::Head(stored.head()?)),
             Self::Engine(engine) => match engine.vocab() {
-                0 => Err(Error::Logits { reason: "the engine's vocabulary is empty".into() }),
+                0 => Err(Error::Logits { reason: "the engine reports a vocabulary of 0 tokens".into() }),
                 vocab => Ok(Output::Logits(vocab)),
             },
         }
@@ -70,7 +70,7 @@ impl<'a> Origin<'a> {
         }
         match output {
             Output::Head(head) => head.inputs(scored),
-            Output::Logits(_) => Err(Error::Internal("a decoder without a head".into())),
+            Output::Logits(_) => Err(Error::Internal("the decoder has no head".into())),
         }
     }
 }
@@ -92,7 +92,7 @@ fn engine_logits(
         let (got, wanted) = (all.len().checked_sub(before), window.scored().checked_mul(vocab));
         if got != wanted {
             return Err(failed(format!(
-                "the engine returned {} numbers for {} positions and a vocabulary of {vocab}",
+                "the engine returned {} logits for {} positions and a vocabulary of {vocab}",
                 all.len().saturating_sub(before),
                 window.scored()
             )));
@@ -127,7 +127,7 @@ impl<'a> Panel<'a> {
                     format!(
                         "the reference has a vocabulary of {reference} tokens, but the model has {model}"
                     ),
-                    "compare a model with the checkpoint it was made from",
+                    "compare a model with the checkpoint that it was quantized from",
                 ));
             }
         }
@@ -283,6 +283,6 @@ pub(crate) fn require_finite(values: impl Iterator<Item = f64>) -> Result<()> {
         return Ok(());
     }
     Err(Error::Logits {
-        reason: format!("{bad} scored position(s) are NaN or infinite: the model's activations overflow"),
+        reason: format!("{bad} scored position(s) are NaN or infinite, because activations overflow"),
     })
 }

@@ -88,12 +88,12 @@ impl StoredReference {
         let mut file = File::open(path).map_err(io)?;
         let metadata = file.metadata().map_err(io)?;
         if !metadata.is_file() || metadata.len() < PRELUDE {
-            return Err(fault("is not a stored reference: it is too short".into()));
+            return Err(fault("is not a stored reference: it is not a regular file, or is too short".into()));
         }
         let mut prelude = [0; PRELUDE as usize];
         file.read_exact(&mut prelude).map_err(io)?;
         if prelude[..8] != MAGIC {
-            return Err(fault("is not a stored reference: its first bytes are wrong".into()));
+            return Err(fault("is not a stored reference: it does not begin with the expected bytes".into()));
         }
         let [offset, length] = [8, 16].map(|at| u64_at(&prelude, at));
         if length > MAX_HEADER_BYTES {
@@ -102,34 +102,39 @@ impl StoredReference {
             )));
         }
         if offset < PRELUDE || offset.checked_add(length) != Some(metadata.len()) {
-            return Err(fault("is truncated: its header does not end where the file does".into()));
+            return Err(fault("is truncated: the header does not end at the end of the file".into()));
         }
         let mut bytes = vec![0; length as usize];
         system::read_exact_at(&file, &mut bytes, offset).map_err(io)?;
         let digest = blake3::hash(&bytes);
         if digest.as_bytes()[..] != prelude[24..] {
-            return Err(fault("was changed: the BLAKE3 hash of its header differs".into()));
+            return Err(fault("is damaged: the header does not match its BLAKE3 hash".into()));
         }
         let header =
-            parse_strictly(&bytes).map_err(|e| fault(format!("has a header that is not JSON: {e}")))?;
+            parse_strictly(&bytes).map_err(|e| fault(format!("has a header that is not valid JSON: {e}")))?;
         match header.get("schema").and_then(serde_json::Value::as_str) {
             Some(SCHEMA) => {}
             Some(other) => {
-                return Err(fault(format!("has the schema `{}`, not `{SCHEMA}`", other.escape_default())));
+                return Err(fault(format!(
+                    "has the schema `{}`; this version reads `{SCHEMA}`",
+                    other.escape_default()
+                )));
             }
-            None => return Err(fault("has a header without a schema".into())),
+            None => return Err(fault("has no field `schema` in its header".into())),
         }
         let header: Header =
             serde_json::from_value(header).map_err(|e| fault(format!("has an invalid header: {e}")))?;
-        let sizes =
-            Sizes::of(&header).ok_or_else(|| fault("has sizes that are impossible for a model".into()))?;
+        let sizes = Sizes::of(&header).ok_or_else(|| fault("has invalid sizes in its header".into()))?;
         if sizes.end != offset {
-            return Err(fault(format!("has {} bytes before its header, but declares {}", offset, sizes.end)));
+            return Err(fault(format!(
+                "has {} bytes before its header, but the header implies {}",
+                offset, sizes.end
+            )));
         }
         let mut part = vec![0; sizes.weight + sizes.bias];
         system::read_exact_at(&file, &mut part, PRELUDE).map_err(io)?;
         if blake3::hash(&part).to_hex().as_str() != header.head_blake3 {
-            return Err(fault("was changed: the BLAKE3 hash of its head differs".into()));
+            return Err(fault("is damaged: the head does not match its BLAKE3 hash".into()));
         }
         let bias = part.split_off(sizes.weight);
         let head = HeadParts {
@@ -175,13 +180,13 @@ impl StoredReference {
         } else if h.tokens_sha256 != text.tokens_sha256
             || !h.window_tokens.iter().copied().eq(text.windows.iter().map(crate::Window::scored))
         {
-            "on different tokens".to_owned()
+            "with different tokens".to_owned()
         } else {
             return Ok(());
         };
         Err(Error::usage(
-            format!("the stored reference {} was made {differs}", self.path.display()),
-            "use the options it was created with, or create it again: ‹eval(MODEL, text=TEXT, \
+            format!("the stored reference {} was created {differs}", self.path.display()),
+            "use the settings that it was created with, or create it again: ‹eval(MODEL, text=TEXT, \
             save_reference=FILE)›",
         ))
     }
@@ -201,10 +206,7 @@ impl StoredReference {
             if blake3::hash(&bytes).to_hex().as_str() != self.header.window_blake3[window] {
                 return Err(fault(
                     &self.path,
-                    format!(
-                        "was changed: the BLAKE3 hash of window {window} \
-                    differs"
-                    ),
+                    format!("is damaged: window {window} does not match its BLAKE3 hash"),
                 ));
             }
             all.extend(floats(&bytes));
@@ -288,7 +290,7 @@ pub fn store_reference(
     let nll: Vec<Vec<f64>> = positions.iter().map(|w| w.iter().map(|(nll, _)| *nll).collect()).collect();
     let scores = Scores::new(text, &nll)?;
     let noise_floor = NoiseFloor::of(&positions, |(_, floor)| *floor)
-        .ok_or_else(|| Error::Internal("a reference without a noise floor".into()))?;
+        .ok_or_else(|| Error::Internal("the reference has no noise floor".into()))?;
     let header = Header {
         schema: SCHEMA.into(),
         tool: tool.clone(),

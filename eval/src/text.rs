@@ -122,10 +122,10 @@ impl EvaluationText {
             true => wikitext::as_scored(&joined, profile).ok_or_else(|| {
                 Error::usage(
                     format!(
-                        "{} is not WikiText-2's raw test split, which wt2 profiles require",
+                        "{} is not the raw test split of WikiText-2, which wt2 profiles require",
                         origin.display()
                     ),
-                    format!("for the same rule on any text, use ‹profile={}›", profile.name()),
+                    format!("use ‹profile={}›, which applies the same rule to any text", profile.name()),
                 )
             })?,
             false => joined.into(),
@@ -140,13 +140,13 @@ impl EvaluationText {
         if all.len() < wanted {
             let (have, window) = (all.len(), profile.window());
             let needed = match profile {
-                Profile::LlamaCpp { .. } if wanted < 2 => "llama.cpp needs at least 2".into(),
+                Profile::LlamaCpp { .. } if wanted < 2 => "llama.cpp profiles need at least 2".into(),
                 _ => format!("{wanted} are needed"),
             };
             return Err(Error::Text {
                 path: origin.to_owned(),
                 line: None,
-                reason: format!("has {tokens} tokens, enough for {have} windows of {window}; {needed}"),
+                reason: format!("has {tokens} tokens, enough for only {have} windows of {window}; {needed}"),
             });
         }
         let whole = all.len() == wanted;
@@ -249,7 +249,8 @@ fn of_stream(
     origin: &Path,
 ) -> Result<Cut> {
     let tokenized = Tokens::of_each(tokenization.tokenizer, &[text])?.into_iter().next();
-    let tokens = tokenized.ok_or_else(|| Error::Internal("a text was not tokenized".into()))?;
+    let tokens =
+        tokenized.ok_or_else(|| Error::Internal("the tokenizer returned no tokens for a text".into()))?;
     let count = tokens.ids.len();
     let bos = tokens.begins_with_special.then(|| tokens.ids[0]);
     let mut warnings = Vec::new();
@@ -262,7 +263,7 @@ fn of_stream(
     }
     if bos.is_some() && tokens.ids.get(1) == bos.as_ref() {
         warnings.push(
-            "the text begins with the token that the tokenizer adds at its start, so it occurs twice"
+            "the text begins with the token that the tokenizer adds before it, so this token occurs twice"
                 .to_owned(),
         );
     }
@@ -297,8 +298,8 @@ fn of_stream(
                     path: origin.to_owned(),
                     line: None,
                     reason: format!(
-                        "has {count} tokens: windows of {window} with a stride of {stride} would read \
-                        {tokens_read} tokens; the limit is {MAX_READ}"
+                        "has {count} tokens, of which windows of {window} with a stride of {stride} would \
+                        read {tokens_read} in total; the limit is {MAX_READ}"
                     ),
                 });
             }
@@ -338,8 +339,8 @@ fn rolling(tokenization: &Tokenization<'_>, documents: &[String], window: usize)
             count += tokens.ids.len();
             if tokens.begins_with_special && tokens.ids[0] == prefix && warnings.is_empty() {
                 warnings.push(
-                    "the tokenizer adds the prefix itself: as in lm-evaluation-harness, it occurs twice, and \
-                    the second occurrence is scored"
+                    "the tokenizer adds the prefix token, too, so it occurs twice, and the second \
+                    occurrence is scored, as in lm-evaluation-harness"
                         .to_owned(),
                 );
             }
@@ -397,23 +398,25 @@ fn prefix(tokenization: &Tokenization<'_>) -> Result<u32> {
         path: tokenization.settings.path().to_owned(),
         line: None,
         reason,
-        remedy: "put the model's tokenizer_config.json next to it, with a `bos_token` or `eos_token` of its \
-            vocabulary, or choose a different ‹profile›"
+        remedy: "add a tokenizer_config.json with a `bos_token` or `eos_token` of the vocabulary to the \
+            model directory, or choose a different ‹profile›"
             .into(),
     };
     if tokenization.settings.fields().is_empty() {
-        return Err(fault("is missing: it names the token that lmeval-rolling puts before documents".into()));
+        return Err(fault(
+            "is missing, but lmeval-rolling needs the `bos_token` or `eos_token` in it".into(),
+        ));
     }
     let (name, token) = named.ok_or_else(|| {
         fault(
-            "names neither `bos_token` nor `eos_token`, one of which lmeval-rolling puts before documents"
+            "has neither `bos_token` nor `eos_token`, one of which lmeval-rolling puts before documents"
                 .into(),
         )
     })?;
     tokenization
         .tokenizer
         .token_id(token)?
-        .ok_or_else(|| fault(format!("names a `{name}` that tokenizer.json does not have")))
+        .ok_or_else(|| fault(format!("has a `{name}` that is not in the vocabulary of tokenizer.json")))
 }
 
 #[cfg(test)]

@@ -97,7 +97,7 @@ pub enum Error {
     },
 
     /// The directory holds no safetensors checkpoint.
-    #[error("{} contains no checkpoint: {reason}", path.display())]
+    #[error("{} does not contain a checkpoint: {reason}", path.display())]
     NoCheckpoint {
         /// The directory that was searched.
         path: PathBuf,
@@ -105,7 +105,7 @@ pub enum Error {
         reason: String,
     },
     /// The directory holds only pickle files, which execute code when they are read.
-    #[error("{} contains weights only as pickle ({})", path.display(), files.join(", "))]
+    #[error("{} contains only pickle weights ({}), which are not read", path.display(), files.join(", "))]
     PickleOnly {
         /// The model directory.
         path: PathBuf,
@@ -137,7 +137,7 @@ pub enum Error {
         tensor: String,
     },
     /// A tensor's shape is inconsistent with the configuration.
-    #[error("{}: tensor `{tensor}` has shape {got:?}, config.json implies {expected:?}", path.display())]
+    #[error("{}: tensor `{tensor}` has shape {got:?}, but config.json implies {expected:?}", path.display())]
     TensorShape {
         /// The shard.
         path: PathBuf,
@@ -149,7 +149,7 @@ pub enum Error {
         got: Vec<usize>,
     },
     /// A tensor has an unsupported dtype.
-    #[error("{}: tensor `{tensor}` is {got}, expected {expected}", path.display())]
+    #[error("{}: tensor `{tensor}` has type {got}, expected {expected}", path.display())]
     TensorDtype {
         /// The shard.
         path: PathBuf,
@@ -185,7 +185,7 @@ pub enum Error {
         known: Vec<&'static str>,
     },
     /// A checkpoint uses the tensor names of two layouts.
-    #[error("{}: contains both `{one}` and `{other}`, which are the same part of the model in two layouts", path.display())]
+    #[error("{}: `{one}` and `{other}` are two layouts of the same weights, and only one of them may be present", path.display())]
     AmbiguousNames {
         /// The model directory.
         path: PathBuf,
@@ -272,7 +272,7 @@ pub enum Error {
         remedy: String,
     },
     /// Memory allocation failed.
-    #[error("there is too little memory for {what}{}", bytes.map(|b| format!(": {b} bytes")).unwrap_or_default())]
+    #[error("not enough memory for {what}{}", bytes.map(|b| format!(": {b} bytes")).unwrap_or_default())]
     Memory {
         /// The purpose of the memory.
         what: String,
@@ -290,7 +290,7 @@ pub enum Error {
         available: Option<u64>,
     },
     /// An input tensor has the same name as an output tensor of a different linear.
-    #[error("{}: tensor `{tensor}` has the same name as a tensor written for `{module}`", path.display())]
+    #[error("{}: tensor `{tensor}` already has the name of an output tensor of `{module}`", path.display())]
     NameTaken {
         /// The shard that holds it.
         path: PathBuf,
@@ -310,7 +310,7 @@ pub enum Error {
         remedy: String,
     },
     /// The named text is neither a file nor a known set.
-    #[error("{name} is neither a file nor a known text set")]
+    #[error("{name} is neither an existing file nor a known text set")]
     UnknownText {
         /// The name.
         name: String,
@@ -345,7 +345,7 @@ pub enum Error {
     },
 
     /// A weight holds NaN or infinity.
-    #[error("{}: tensor `{tensor}` holds {count} non-finite value(s), the first at index {first_index}", path.display())]
+    #[error("{}: tensor `{tensor}` contains {count} non-finite value(s), the first at index {first_index}", path.display())]
     NonFinite {
         /// The shard.
         path: PathBuf,
@@ -366,7 +366,7 @@ pub enum Error {
     },
 
     /// The float model itself overflows on the calibration text.
-    #[error("tensor `{tensor}`: the calibration text drives {what} to NaN or infinity")]
+    #[error("tensor `{tensor}`: {what} becomes NaN or infinite on the calibration text")]
     Calibration {
         /// The affected tensor or module.
         tensor: String,
@@ -375,7 +375,7 @@ pub enum Error {
     },
 
     /// A model's output for a text is not finite.
-    #[error("the model does not compute usable logits: {reason}")]
+    #[error("the model does not produce valid logits: {reason}")]
     Logits {
         /// A description of the failure.
         reason: String,
@@ -418,7 +418,7 @@ fn list_indivisible(offenders: &[Indivisible]) -> String {
 fn list_differences(nearest: &Option<&'static str>, differences: &[String]) -> String {
     let near = nearest.map(|name| format!("; the nearest supported one is `{name}`")).unwrap_or_default();
     let lines: String = differences.iter().map(|line| format!("\n  {line}")).collect();
-    let colon = if differences.is_empty() { "" } else { "; differences that are not supported:" };
+    let colon = if differences.is_empty() { "" } else { "; unsupported differences:" };
     format!("{near}{colon}{lines}")
 }
 
@@ -489,8 +489,8 @@ impl Error {
 /// What limits the memory of a run, for its message.
 fn memory_limit(budget: Option<u64>, available: Option<u64>) -> String {
     match (budget, available) {
-        (Some(budget), _) => format!("its budget is {} MiB", budget >> 20),
+        (Some(budget), _) => format!("the budget is {} MiB", budget >> 20),
         (None, Some(available)) => format!("only {} MiB are available", available >> 20),
-        (None, None) => "less is available".to_owned(),
+        (None, None) => "less memory is available".to_owned(),
     }
 }

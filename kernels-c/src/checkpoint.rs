@@ -54,7 +54,7 @@ fields!(qz1_linear, scheme);
 /// It must end with a zero byte, and must not change during the call.
 unsafe fn text<'a>(at: *const c_char, what: &'static str) -> Result<&'a CStr, Fault> {
     if at.is_null() {
-        return Err(Fault::part(qz1_status::Null, what, "is null"));
+        return Err(Fault::part(qz1_status::Null, what, "null pointer"));
     }
     // SAFETY: not null, checked above; by the pointer contract it ends with a zero byte.
     Ok(unsafe { CStr::from_ptr(at) })
@@ -68,13 +68,16 @@ fn path(text: &CStr) -> Result<&Path, Fault> {
 
 #[cfg(not(unix))]
 fn path(text: &CStr) -> Result<&Path, Fault> {
-    let text = text.to_str().map_err(|_| Fault::new(qz1_status::Checkpoint, "the path is not UTF-8"))?;
+    let text =
+        text.to_str().map_err(|_| Fault::new(qz1_status::Checkpoint, "the path is not valid UTF-8"))?;
     Ok(Path::new(OsStr::new(text)))
 }
 
 fn linear(checkpoint: &qz1_checkpoint, index: usize) -> Result<&QuantizedLinear, Fault> {
     let linear = checkpoint.opened.linears().get(index);
-    linear.ok_or_else(|| Fault::new(qz1_status::Checkpoint, "the checkpoint has fewer quantized linears"))
+    linear.ok_or_else(|| {
+        Fault::new(qz1_status::Checkpoint, "the index is not less than the number of quantized linears")
+    })
 }
 
 /// Opens a checkpoint: a directory with `config.json` and safetensors files, in one of the formats AWQ, GPTQ,
@@ -147,7 +150,8 @@ pub unsafe extern "C" fn qz1_checkpoint_find(
         let out = scope.value(out, "the number")?;
         let name = text(name, "the name")?.to_bytes();
         let found = checkpoint.opened.linears().binary_search_by(|linear| linear.name.as_bytes().cmp(name));
-        let missing = |_| Fault::new(qz1_status::Checkpoint, "no quantized linear has this name");
+        let missing =
+            |_| Fault::new(qz1_status::Checkpoint, "the checkpoint has no quantized linear of this name");
         out.put(found.map_err(missing)?);
         Ok(())
     })
@@ -204,7 +208,7 @@ pub unsafe extern "C" fn qz1_checkpoint_read(
             if bias.as_ref().is_some_and(|bias| bias.len() != linear.shape[0]) {
                 return Err(Fault::new(
                     qz1_status::Checkpoint,
-                    "the length of the bias differs from the number of rows of the weight",
+                    "the length of the bias differs from the number of rows in the weight",
                 ));
             }
             let scale_codes = tensor.global.and_then(|_| tensor.scale_codes());
@@ -275,7 +279,10 @@ fn weights(of: &qz1_tensor) -> Result<qz1_weights, Fault> {
             Some(FloatFormat::E4m3) => QZ1_CODES_E4M3,
             Some(FloatFormat::E2m1) => QZ1_CODES_E2M1,
             Some(_) => {
-                return Err(Fault::new(qz1_status::Scheme, "codes that this interface cannot represent"));
+                return Err(Fault::new(
+                    qz1_status::Scheme,
+                    "this interface does not support the code format of the tensor",
+                ));
             }
         },
         reserved: 0,

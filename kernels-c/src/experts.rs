@@ -159,13 +159,23 @@ fn plan_of<E: Element>(experts: &Experts<'_>, of: &qz1_experts_config) -> Result
     let rows = match of.rows {
         QZ1_EXPERT_ROWS_INT8 => ExpertRows::Int8,
         QZ1_EXPERT_ROWS_FLOAT => ExpertRows::Float(Bf16Parts::default()),
-        _ => return Err(Fault::new(qz1_status::Scheme, "expert rows of an unknown kind")),
+        _ => {
+            return Err(Fault::new(
+                qz1_status::Scheme,
+                "unknown kind of expert rows (expected a QZ1_EXPERT_ROWS_ constant)",
+            ));
+        }
     };
     let gate = match of.gate {
         QZ1_GATE_SILU => ExpertGate::Silu,
         QZ1_GATE_GELU_TANH => ExpertGate::GeluTanh,
         QZ1_GATE_CLAMPED => ExpertGate::Clamped { alpha: of.alpha, limit: of.limit },
-        _ => return Err(Fault::new(qz1_status::Scheme, "a gate of an unknown kind")),
+        _ => {
+            return Err(Fault::new(
+                qz1_status::Scheme,
+                "unknown kind of gate (expected a QZ1_GATE_ constant)",
+            ));
+        }
     };
     Ok(ExpertsPlan::new::<E>(experts, token(of.isa)?, rows, gate, of.tokens, of.top_k)?)
 }
@@ -240,8 +250,8 @@ pub unsafe extern "C" fn qz1_experts_run(
         let handle = scope.handle(handle, "the handle")?;
         let out = scope.output(out, out_len, "the output")?;
         let (x, routing) = (scope.read(x, "the activations")?, scope.read(routing, "the routing")?);
-        let numbers = scope.slice(routing.experts, routing.experts_len, "the numbers of experts")?;
-        let weights = scope.slice(routing.weights, routing.weights_len, "the weights of experts")?;
+        let numbers = scope.slice(routing.experts, routing.experts_len, "the expert numbers")?;
+        let weights = scope.slice(routing.weights, routing.weights_len, "the expert weights")?;
         let routing = Routing { top_k: routing.top_k, experts: numbers, weights };
         let threads = Threads::new(scope, parallel)?;
         let experts = self::experts(scope, experts, count)?;

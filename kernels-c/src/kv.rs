@@ -98,7 +98,7 @@ pub(crate) fn kind(kind: u32) -> Result<KvType, Fault> {
         QZ1_KV_4BIT => Ok(KvType::Kv4),
         QZ1_KV_8BIT => Ok(KvType::Kv8),
         QZ1_KV_F16 => Ok(KvType::F16),
-        _ => Err(Fault::new(qz1_status::Scheme, "a cache of an unknown type")),
+        _ => Err(Fault::new(qz1_status::Scheme, "unknown type of cache (expected a QZ1_KV_ constant)")),
     }
 }
 
@@ -138,7 +138,7 @@ unsafe fn with_lists<R>(
     body: impl FnOnce(&[PageList<'_>]) -> Result<R, Fault>,
 ) -> Result<R, Fault> {
     if count > MAX_HEADS {
-        return Err(Fault::new(qz1_status::TooLarge, "the number of page lists"));
+        return Err(Fault::new(qz1_status::TooLarge, "the number of page lists is too large"));
     }
     let mut few = [PageList::all(&[], 0); FEW];
     let mut many;
@@ -366,8 +366,8 @@ pub unsafe extern "C" fn qz1_attend_merge(
     // SAFETY: the caller upholds the pointer contract; what is written overlaps neither itself nor what is read
     // (`Scope`).
     call(message, |scope| unsafe {
-        let other = scope.slice(other, other_len, "the other output")?;
-        let other_lse = scope.slice(other_lse, other_lse_len, "the other log-sum-exps")?;
+        let other = scope.slice(other, other_len, "the second output")?;
+        let other_lse = scope.slice(other_lse, other_lse_len, "the second log-sum-exps")?;
         let out = scope.output(out, out_len, "the output")?;
         let lse = scope.output(lse, lse_len, "the log-sum-exps")?;
         Ok(merge(head_dim, out.slice(), lse.slice(), other, other_lse)?)

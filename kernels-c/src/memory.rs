@@ -70,7 +70,7 @@ pub(crate) struct Scope {
 
 fn usable<T>(at: *const T, what: &'static str) -> Result<(), Fault> {
     if at.is_null() {
-        return Err(Fault::part(qz1_status::Null, what, "is null"));
+        return Err(Fault::part(qz1_status::Null, what, "null pointer"));
     }
     if !at.is_aligned() {
         return Err(Fault::misaligned(what, align_of::<T>()));
@@ -96,15 +96,15 @@ unsafe fn size_at<T: Fields>(at: *const T, what: &'static str) -> Result<usize, 
     let size = unsafe { at.cast::<u32>().read() } as usize;
     let refuse = |why| Err(Fault::part(qz1_status::StructSize, what, why));
     if size < T::FIRST_SIZE {
-        return refuse("has a smaller size than its first version");
+        return refuse("struct_size is smaller than in the first version of the structure");
     }
     if size > LARGEST || !size.is_multiple_of(align_of::<T>()) {
-        return refuse("has a size that matches no version");
+        return refuse("struct_size does not match any version of the structure");
     }
     for i in size_of::<T>()..size {
         // SAFETY: the pointer contract covers as many bytes as the structure says.
         if unsafe { at.cast::<u8>().add(i).read() } != 0 {
-            return refuse("has fields that are unknown to this library");
+            return refuse("a field of a later version of the structure is not 0");
         }
     }
     Ok(size)
@@ -123,7 +123,7 @@ unsafe fn copy<T: Fields>(at: *const T, size: usize, what: &'static str) -> Resu
     };
     match of.reserved() {
         0 => Ok(of),
-        _ => Err(Fault::part(qz1_status::StructSize, what, "has a reserved field that is not 0")),
+        _ => Err(Fault::part(qz1_status::StructSize, what, "a reserved field is not 0")),
     }
 }
 
@@ -150,7 +150,11 @@ impl Scope {
                 if i == 0 && old.written {
                     self.text_is_apart.set(false);
                 }
-                return Err(Fault::part(qz1_status::Overlap, what, "overlaps other memory of the call"));
+                return Err(Fault::part(
+                    qz1_status::Overlap,
+                    what,
+                    "overlaps the memory of another argument",
+                ));
             }
         }
         Ok(new)
@@ -165,7 +169,7 @@ impl Scope {
         let mut parts = self.parts.borrow_mut();
         let count = parts.1;
         let room = parts.0.get_mut(count);
-        *room.ok_or_else(|| Fault::new(qz1_status::Internal, "a call of too many parts"))? = new;
+        *room.ok_or_else(|| Fault::new(qz1_status::Internal, "too many memory regions in one call"))? = new;
         parts.1 += 1;
         Ok(())
     }
@@ -220,7 +224,7 @@ impl Scope {
             unsafe {
                 let at = at.byte_add(i * size);
                 if size_at(at, what)? != size {
-                    let why = "differs in size from the first";
+                    let why = "struct_size differs from that of the first element";
                     return Err(Fault::part(qz1_status::StructSize, what, why));
                 }
                 body(i, copy(at, size, what)?)?;
@@ -496,7 +500,7 @@ pub(crate) fn room<T>(len: usize, what: &'static str) -> Result<Vec<T>, Fault> {
     let mut room = Vec::new();
     match room.try_reserve_exact(len) {
         Ok(()) => Ok(room),
-        Err(_) => Err(Fault::part(qz1_status::Memory, what, "do not fit in memory")),
+        Err(_) => Err(Fault::part(qz1_status::Memory, what, "not enough memory")),
     }
 }
 

@@ -56,7 +56,7 @@ impl Threads {
     /// Fails if any `for_each` did not call each number exactly once.
     pub(crate) fn finish(&self) -> Result<(), Fault> {
         if self.panicked.load(Ordering::Relaxed) {
-            return Err(Fault::new(qz1_status::Internal, "a piece of work failed"));
+            return Err(Fault::new(qz1_status::Internal, "a piece of work panicked"));
         }
         if self.broken.load(Ordering::Relaxed) {
             return Err(Fault::new(qz1_status::ForEach, "for_each did not call every index exactly once"));

@@ -32,7 +32,10 @@ pub unsafe extern "C" fn qz1_pool_new(
     call(message, |scope| unsafe {
         memory::make(scope, out, || {
             if !(1..=MAX_THREADS).contains(&threads) {
-                return Err(Fault::new(qz1_status::Scheme, "a pool must have 1 to 1024 threads"));
+                return Err(Fault::new(
+                    qz1_status::Scheme,
+                    "the number of threads in a pool must be from 1 to 1024",
+                ));
             }
             let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build();
             let pool = pool.map_err(|_| Fault::new(qz1_status::Memory, "cannot start a thread"))?;

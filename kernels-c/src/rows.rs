@@ -159,7 +159,10 @@ macro_rules! by_kind {
             QZ1_TYPE_F32 => $body::<f32>($($arg),*),
             QZ1_TYPE_F16 => $body::<f16>($($arg),*),
             QZ1_TYPE_BF16 => $body::<bf16>($($arg),*),
-            _ => Err(Fault::new(qz1_status::Scheme, "activations of an unknown type")),
+            _ => Err(Fault::new(
+                qz1_status::Scheme,
+                "unknown type of activations (expected QZ1_TYPE_F32, QZ1_TYPE_F16 or QZ1_TYPE_BF16)",
+            )),
         }
     };
 }
@@ -199,7 +202,7 @@ unsafe fn make_of<E: Element>(
     let layout = RowLayout::of(layout);
     let same = |kind: u32| match kind == x.kind {
         true => Ok(()),
-        false => Err(Fault::new(qz1_status::Mismatch, "activations of different types")),
+        false => Err(Fault::new(qz1_status::Mismatch, "the activations of one call must have the same type")),
     };
     // SAFETY: the caller upholds the pointer contract.
     let from = unsafe {
@@ -208,7 +211,7 @@ unsafe fn make_of<E: Element>(
             Made::Plain => Source::Plain(data),
             Made::Norm(norm, residual) => {
                 let norm = scope.read(norm, "the norm")?;
-                let weight = scope.slice(norm.weight, norm.weight_len, "the weight of the norm")?;
+                let weight = scope.slice(norm.weight, norm.weight_len, "the norm weight")?;
                 let residual = match scope.read_optional(residual, "the residual")? {
                     Some(r) => {
                         same(r.kind)?;
@@ -247,7 +250,9 @@ unsafe fn int8(
         let rows = scope.handle(rows, "the handle")?;
         let by = scope.read_optional(by, "the static scale")?.map(|by| {
             let zero = i8::try_from(by.zero);
-            let zero = zero.map_err(|_| Fault::new(qz1_status::Scheme, "a zero beyond 8 bits"))?;
+            let zero = zero.map_err(|_| {
+                Fault::new(qz1_status::Scheme, "the activation zero point must be from -128 to 127")
+            })?;
             Ok::<_, Fault>(StaticScale { scale: by.scale, zero })
         });
         Ok(Int8(&mut rows.rows, by.transpose()?))

@@ -100,9 +100,9 @@ impl Display for Reason {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Text(text) => f.write_str(text),
-            Self::Part(what, why) => write!(f, "{what} {why}"),
-            Self::Misaligned(what, to) => write!(f, "{what} is not aligned to {to} bytes"),
-            Self::Elements(what, len) => write!(f, "{what} of {len} elements"),
+            Self::Part(what, why) => write!(f, "{what}: {why}"),
+            Self::Misaligned(what, to) => write!(f, "{what}: not aligned to {to} bytes"),
+            Self::Elements(what, len) => write!(f, "{what}: {len} elements exceed the address space"),
             Self::Isa(isa) => write!(f, "unknown instruction set {isa}"),
             Self::Kernel(error) => error.fmt(f),
             Self::View(error) => error.fmt(f),
@@ -113,7 +113,7 @@ impl Display for Reason {
             Self::Panic(with) => {
                 let text = with.downcast_ref::<&str>().copied();
                 let text = text.or_else(|| with.downcast_ref::<String>().map(String::as_str));
-                write!(f, "the library failed: {}", text.unwrap_or("a panic"))
+                write!(f, "internal error: {}", text.unwrap_or("the library panicked"))
             }
         }
     }
@@ -292,10 +292,10 @@ mod tests {
         assert_eq!(with_message(&mut to, |_| Ok(())), qz1_status::Ok);
         assert_eq!(to[..2], [0, 0xff]);
         assert_eq!(with_message(&mut to, |_| panic!("on purpose")), qz1_status::Internal);
-        assert_eq!(&to[..31], b"the library failed: on purpose\0");
+        assert_eq!(&to[..27], b"internal error: on purpose\0");
         let what = 7;
         assert_eq!(with_message(&mut to, |_| panic!("of {what}")), qz1_status::Internal);
-        assert_eq!(&to[..25], b"the library failed: of 7\0");
+        assert_eq!(&to[..21], b"internal error: of 7\0");
         assert_eq!(call(core::ptr::null(), |_| panic!("on purpose")), qz1_status::Internal);
     }
 }

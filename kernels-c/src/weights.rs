@@ -148,25 +148,22 @@ pub(crate) unsafe fn view(scope: &Scope, weights: *const qz1_weights) -> Result<
         let w = scope.read(weights, "the weights")?;
         let codes = scope.slice(w.codes, w.codes_len, "the codes")?;
         let scales = scope.slice(w.scales, w.scales_len, "the scales")?;
-        let groups = scope.slice_optional(w.group_scales, w.group_scales_len, "the scales of groups")?;
+        let groups = scope.slice_optional(w.group_scales, w.group_scales_len, "the group scales")?;
         let zeros = scope.slice_optional(w.zeros, w.zeros_len, "the zeros")?;
-        if let Some(format) =
-            format(w.format).ok_or_else(|| Fault::new(qz1_status::Scheme, "codes of an unknown format"))?
-        {
+        if let Some(format) = format(w.format).ok_or_else(|| {
+            Fault::new(qz1_status::Scheme, "unknown code format (expected a QZ1_CODES_ constant)")
+        })? {
             let scales = match (groups, scales) {
                 (Some(groups), &[global]) => Scales::E4m3 { groups, global },
                 (Some(_), _) => {
-                    return Err(Fault::new(
-                        qz1_status::Length,
-                        "expected exactly one global scale for the group scales",
-                    ));
+                    return Err(Fault::new(qz1_status::Length, "group scales need exactly one global scale"));
                 }
                 (None, scales) => Scales::Float(scales),
             };
             if w.bits != u32::from(format.bits()) || zeros.is_some() {
                 return Err(Fault::new(
                     qz1_status::Scheme,
-                    "bits or zero points that the format does not support",
+                    "`bits` does not match the code format, or zero points are given for floating-point codes",
                 ));
             }
             return Ok(WeightView::float_with_scales([w.n, w.k], format, w.group_size, codes, scales)?);
@@ -335,7 +332,9 @@ pub unsafe extern "C" fn qz1_pack(
         let threads = Threads::new(scope, parallel)?;
         let out = scope.output(out, out_len, "the packed weights")?;
         let end = first_panel.checked_add(panels).filter(|&end| end <= layout.panels());
-        let end = end.ok_or_else(|| Fault::new(qz1_status::Mismatch, "panels beyond the last"))?;
+        let end = end.ok_or_else(|| {
+            Fault::new(qz1_status::Mismatch, "the panels extend beyond the end of the matrix")
+        })?;
         pack(&view, &layout, first_panel..end, out.slice(), &threads)
     })
 }
@@ -354,7 +353,7 @@ fn pack(
         return Ok(layout.pack(view, panels, out)?);
     }
     // Each piece takes its part of the output once.
-    let mut parts = memory::room(panels.len().div_ceil(each), "the parts of threads")?;
+    let mut parts = memory::room(panels.len().div_ceil(each), "the work of the threads")?;
     parts.extend(out.chunks_mut(each * layout.panel_bytes()).map(|part| Mutex::new(Some(part))));
     let refused = Mutex::new(None);
     threads.for_each(parts.len(), &|i| {
@@ -446,7 +445,9 @@ pub unsafe extern "C" fn qz1_dequantize_rows(
         let view = self::packed(scope, layout, packed, packed_len)?;
         let out = scope.output(out, out_len, "the output")?;
         let end = first_row.checked_add(rows).filter(|&end| end <= view.layout().n());
-        let end = end.ok_or_else(|| Fault::new(qz1_status::Mismatch, "rows beyond the last"))?;
+        let end = end.ok_or_else(|| {
+            Fault::new(qz1_status::Mismatch, "the rows extend beyond the end of the matrix")
+        })?;
         Ok(view.dequantize_rows(first_row..end, out.slice())?)
     })
 }

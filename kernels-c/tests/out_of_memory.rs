@@ -77,10 +77,10 @@ fn texts_need_none() {
     unsafe {
         let (status, text) = with_message(|m| qz1_kv_layout_of(QZ1_KV_4BIT, 33, &mut layout, m));
         assert_eq!(status, qz1_status::Scheme);
-        assert!(text.starts_with("not supported: a head_dim that is not a multiple of 16"), "{text}");
+        assert!(text.starts_with("head_dim must be a multiple of 16"), "{text}");
         let odd = (&raw mut layout).wrapping_byte_add(1);
         let (status, text) = with_message(|m| qz1_kv_layout_of(QZ1_KV_4BIT, 32, odd, m));
-        assert_eq!((status, &text[..]), (qz1_status::Misaligned, "the layout is not aligned to 8 bytes"));
+        assert_eq!((status, &text[..]), (qz1_status::Misaligned, "the layout: not aligned to 8 bytes"));
         let (status, text) = with_message(|m| qz1_int8_rows_new(99, &mut null_mut(), m));
         assert_eq!((status, &text[..]), (qz1_status::Isa, "unknown instruction set 99"));
     }
@@ -118,7 +118,7 @@ fn what_grows_with_the_call() {
         // SAFETY: this test upholds the pointer contract of the C interface.
         unsafe { qz1_kv_append(&layout, to, to_len, lists, HEADS, at, len, at, len, null(), m) }
     });
-    assert_eq!(got, refused("the page lists do not fit in memory"));
+    assert_eq!(got, refused("the page lists: not enough memory"));
 
     const N: usize = 64;
     let (codes, scales) = (vec![1_u8; N * 16], vec![1.0_f32; N]);
@@ -154,7 +154,7 @@ fn what_grows_with_the_call() {
     };
     // SAFETY: this test upholds the pointer contract of the C interface.
     let got = with_message(|m| unsafe { qz1_pack(&weights, &layout, 0, panels, to, len, &parallel, m) });
-    assert_eq!(got, refused("the parts of threads do not fit in memory"));
+    assert_eq!(got, refused("the work of the threads: not enough memory"));
     assert!(packed.iter().all(|b| *b == 0x55));
 
     // If there are more pieces than can be tracked without allocation, they run on one thread.

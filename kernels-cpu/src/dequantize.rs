@@ -18,7 +18,11 @@ pub fn dequantize_rows(
     out: &mut [f32],
 ) -> Result<(), KernelError> {
     if rows.start > rows.end || rows.end > weight.n() {
-        return Err(KernelError::Mismatch { what: "rows", expected: weight.n(), got: rows.end });
+        return Err(KernelError::Mismatch {
+            what: "rows must end at or before row",
+            expected: weight.n(),
+            got: rows.end,
+        });
     }
     KernelError::length("output", rows.len() * weight.k(), out.len())?;
     // Goes over the groups of all rows, so that the scale and the zero point are read once per group, and the inner

@@ -5,7 +5,7 @@
 #[non_exhaustive]
 pub enum KernelError {
     /// The length of a slice differs from what its shape requires.
-    #[error("{what} has {got} elements, {expected} expected")]
+    #[error("{what}: expected {expected} elements, got {got}")]
     Length {
         /// Which slice.
         what: &'static str,
@@ -17,13 +17,13 @@ pub enum KernelError {
     /// A shape whose size overflows `usize`, or whose sums overflow 32 bits.
     #[error("{0} is too large")]
     TooLarge(&'static str),
-    /// The kernel does not support the scheme.
-    #[error("not supported: {0}")]
+    /// An argument that the kernel does not support; the text is the whole message.
+    #[error("{0}")]
     Scheme(&'static str),
     /// Two operands that do not match.
-    #[error("{what}: {got} does not fit {expected}")]
+    #[error("{what} {expected}, got {got}")]
     Mismatch {
-        /// The property in which they differ.
+        /// The requirement, up to the expected value that ends it.
         what: &'static str,
         /// The expected value.
         expected: usize,
@@ -31,7 +31,7 @@ pub enum KernelError {
         got: usize,
     },
     /// Packed bytes of a different layout, or of a different version of this layout.
-    #[error("packed weights have layout {got:#018x}, {expected:#018x} expected")]
+    #[error("packed weights: expected layout id {expected:#018x}, got {got:#018x}")]
     LayoutId {
         /// The id of the requested layout.
         expected: u64,
@@ -43,7 +43,8 @@ pub enum KernelError {
     Isa(&'static str),
     /// `QUANT_ISA` names an unknown path, or one that this processor lacks.
     #[error(
-        "QUANT_ISA is {value:?}; this processor supports {known}; f32 is the widest that does not round floats to bf16"
+        "QUANT_ISA is {value:?}, but this processor supports {known} (f32 is the widest that does not round \
+        floats to bf16)"
     )]
     IsaName {
         /// The value of the variable.

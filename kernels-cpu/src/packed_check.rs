@@ -26,12 +26,12 @@ fn check(layout: &Layout, panel: &[u8]) -> Result<(), KernelError> {
     let scales = &panel[layout.scales_at()..layout.zeros_at()];
     // Padding bytes are 0, a valid code.
     if layout.float_format() == Some(FloatFormat::E4m3) && codes.iter().any(|code| code & 0x7f == E4M3_NAN) {
-        return Err(KernelError::Scheme("a code that is NaN"));
+        return Err(KernelError::Scheme("a code is NaN"));
     }
     match layout.scales() {
         ScaleType::E4m3 => {
             if scales.iter().any(|&scale| scale >= E4M3_NAN) {
-                return Err(KernelError::Scheme("a group scale that is negative or NaN"));
+                return Err(KernelError::Scheme("a group scale is negative or NaN"));
             }
             let number = |at: usize| {
                 let at = layout.channels_at() + 4 * at;
@@ -43,12 +43,12 @@ fn check(layout: &Layout, panel: &[u8]) -> Result<(), KernelError> {
                 let is_filler = by == 0.0 && global == 0.0;
                 let fits = global > 0.0 && global.is_finite() && by.is_normal() && by == factor(global);
                 if !is_filler && !fits {
-                    return Err(KernelError::Scheme("a global scale that is not positive and finite"));
+                    return Err(KernelError::Scheme("a global scale is not positive and finite"));
                 }
             }
         }
         ScaleType::E8m0 if scales.contains(&u8::MAX) => {
-            return Err(KernelError::Scheme("a group scale that is NaN"));
+            return Err(KernelError::Scheme("a group scale is NaN"));
         }
         ScaleType::Progressive => {
             for row in 0..PANEL_ROWS {
@@ -57,7 +57,7 @@ fn check(layout: &Layout, panel: &[u8]) -> Result<(), KernelError> {
                         i32::from(layout.code(panel, row, k)) - i32::from(layout.zero(panel, row, group));
                     let scale = i32::from(scales[group * PANEL_ROWS + row]);
                     if (code * scale).abs() > PROGRESSIVE_MAX {
-                        return Err(KernelError::Scheme("a progressive weight that exceeds 8 bits"));
+                        return Err(KernelError::Scheme("a progressive weight exceeds 8 bits"));
                     }
                 }
             }

@@ -9,13 +9,13 @@ use crate::{FloatFormat, KernelError};
 #[allow(missing_docs)]
 #[non_exhaustive]
 pub enum ViewError {
-    #[error("bits must be 2 to 8, got {0}")]
+    #[error("bits must be from 2 to 8, got {0}")]
     Bits(u8),
-    #[error("group size {group_size} does not divide the {k} input features")]
+    #[error("the group size must divide the number of input features, {k}, got {group_size}")]
     GroupSize { group_size: usize, k: usize },
-    #[error("these scales cannot be combined with the codes")]
+    #[error("progressive scales require integer codes, and E4M3 scales require floating-point codes")]
     Scales,
-    #[error("{what} has {got} elements, {expected} expected")]
+    #[error("{what}: expected {expected} elements, got {got}")]
     Length { what: &'static str, expected: usize, got: usize },
 }
 
@@ -169,10 +169,10 @@ impl<'a> WeightView<'a> {
         match scales {
             Scales::Float(scales) => length("scales", groups, scales.len())?,
             Scales::Progressive { groups: scales, channels } => {
-                length("scales of groups", groups, scales.len())?;
-                length("scales of channels", Some(n), channels.len())?;
+                length("group scales", groups, scales.len())?;
+                length("row scales", Some(n), channels.len())?;
             }
-            Scales::E4m3 { groups: scales, .. } => length("scales of groups", groups, scales.len())?,
+            Scales::E4m3 { groups: scales, .. } => length("group scales", groups, scales.len())?,
         }
         if let Some(zeros) = zeros {
             length("zeros", groups, zeros.len())?;
@@ -207,8 +207,12 @@ impl<'a> WeightView<'a> {
     pub fn require_integers(&self) -> Result<(), KernelError> {
         match self.float {
             None => Ok(()),
-            Some(FloatFormat::E4m3) => Err(KernelError::Scheme("a matrix of FP8 (E4M3) weights")),
-            Some(FloatFormat::E2m1) => Err(KernelError::Scheme("a matrix of FP4 (E2M1) weights")),
+            Some(FloatFormat::E4m3) => {
+                Err(KernelError::Scheme("this kernel supports integer weights only, not FP8 (E4M3)"))
+            }
+            Some(FloatFormat::E2m1) => {
+                Err(KernelError::Scheme("this kernel supports integer weights only, not FP4 (E2M1)"))
+            }
         }
     }
 
@@ -330,8 +334,8 @@ mod tests {
         let Scales::Progressive { groups: g, channels: c } = view.scales(1..3) else { panic!() };
         assert_eq!((g, c), (&groups[2..], &channels[1..]));
         let length = |what, expected, got| ViewError::Length { what, expected, got };
-        assert_eq!(new(&[1; 5], &channels).unwrap_err(), length("scales of groups", 6, 5));
-        assert_eq!(new(&[1; 6], &channels[..2]).unwrap_err(), length("scales of channels", 3, 2));
+        assert_eq!(new(&[1; 5], &channels).unwrap_err(), length("group scales", 6, 5));
+        assert_eq!(new(&[1; 6], &channels[..2]).unwrap_err(), length("row scales", 3, 2));
     }
 
     #[test]

@@ -21,7 +21,7 @@ fn accepts(width: usize, bits: u8, sums: bool, progressive: bool) -> bool {
     let scales = if progressive { ScaleType::Progressive } else { ScaleType::F32 };
     let result = Layout::from_parts([1, width], bits.into(), width, scales, None, sums);
     if let Err(error) = &result {
-        assert_eq!(*error, KernelError::TooLarge("the width of a group"));
+        assert_eq!(*error, KernelError::TooLarge("the group size"));
     }
     result.is_ok()
 }

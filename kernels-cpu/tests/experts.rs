@@ -187,7 +187,7 @@ fn a_call_equals_a_loop_of_single_products() {
     }
 }
 
-/// Widths that do not fill a panel, and enough rows for several blocks of strips and tiles.
+/// Widths that are not a multiple of the panel width, and enough rows for several blocks of strips or tiles.
 #[test]
 fn many_rows_of_ragged_widths() {
     let owned = owned(3, 21);
@@ -374,7 +374,10 @@ fn what_does_not_fit_is_refused() {
     wrong[2] = Expert { up: experts[1].up, ..experts[2] };
     assert!(matches!(
         Experts::new(&wrong).unwrap_err(),
-        KernelError::Mismatch { what: "groups of gate and up", .. }
+        KernelError::Mismatch {
+            what: "gate and up projections must have the same groups: expected size",
+            ..
+        }
     ));
     wrong[2] = Expert { down: experts[2].gate, ..experts[2] };
     assert_eq!(Experts::new(&wrong).unwrap_err().code(), 4);
@@ -428,7 +431,7 @@ fn what_does_not_fit_is_refused() {
     let mut out = vec![0.0; 3 * HIDDEN];
     let error = all.run(&plan, &x, &routed.view(), &mut workspace, &mut out, &Serial).unwrap_err();
     let (expected, got) = (plan.workspace_bytes(), small.workspace_bytes());
-    assert_eq!(error, KernelError::Length { what: "the workspace", expected, got });
+    assert_eq!(error, KernelError::Length { what: "workspace", expected, got });
     let wide = [experts[1]; 4];
     let wide = Experts::new(&wide).unwrap();
     let plan = ExpertsPlan::new::<f32>(&wide, token, ExpertRows::Int8, gate, 3, 2).unwrap();

@@ -389,11 +389,11 @@ fn values_beyond_their_bits_are_refused() {
     let one = Scales::Float(&[1.0]);
     for (bits, codes, zero) in [(4, [8; 8], 16), (4, [16; 8], 0), (3, [8; 8], 0), (7, [1; 8], 128)] {
         let error = pack(bits, &codes, one, Some(&[zero])).unwrap_err();
-        assert_eq!(error, KernelError::Scheme("a code or zero point that exceeds its bits"));
+        assert_eq!(error, KernelError::Scheme("a code or zero point exceeds the bits of the weight"));
     }
     assert!(pack(4, &[15; 8], one, Some(&[15])).is_ok());
     let levels = |group: &'static [u8]| Scales::Progressive { groups: group, channels: &[1.0] };
     assert!(pack(4, &[15; 8], levels(&[8]), Some(&[0])).is_ok());
     let error = pack(4, &[15; 8], levels(&[9]), Some(&[0])).unwrap_err();
-    assert_eq!(error, KernelError::Scheme("a progressive weight that exceeds 8 bits"));
+    assert_eq!(error, KernelError::Scheme("a progressive weight exceeds 8 bits"));
 }

@@ -112,26 +112,28 @@ impl ActivationShape {
     /// When a length, stride or group is invalid or too large.
     pub fn plan(&self) -> Result<ActivationPlan, KernelError> {
         if self.k == 0 {
-            return Err(KernelError::Scheme("rows without values"));
+            return Err(KernelError::Scheme("the row width must be at least 1, got 0"));
         }
         if self.k > MAX_WIDTH || self.m > i32::MAX as usize {
-            return Err(KernelError::TooLarge("the activations"));
+            return Err(KernelError::TooLarge("the activation buffer"));
         }
         if self.group.is_some_and(|g| g == 0 || !g.is_multiple_of(32) || g > MAX_WIDTH) {
-            return Err(KernelError::Scheme("a group size that is not a multiple of 32"));
+            return Err(KernelError::Scheme("the group size must be a positive multiple of 32"));
         }
         if self.code_stride < self.k || !self.code_stride.is_multiple_of(16) {
             return Err(KernelError::Scheme(
-                "a row stride of codes that is less than the row or not a multiple of 16",
+                "the row stride of codes must be a multiple of 16 and at least the row width",
             ));
         }
         for stride in self.float_strides() {
             if stride < self.k {
-                return Err(KernelError::Scheme("rows of activations that overlap"));
+                return Err(KernelError::Scheme(
+                    "the row stride of activations must be at least the row width",
+                ));
             }
             if self.aligned && !stride.saturating_mul(self.element.bytes()).is_multiple_of(16) {
                 return Err(KernelError::Scheme(
-                    "a row stride of activations that is not a multiple of 16 bytes",
+                    "the row stride of activations must be a multiple of 16 bytes",
                 ));
             }
         }
@@ -251,36 +253,36 @@ impl ActivationPlan {
         let floats = if self.shape.aligned { 16 } else { element.bytes() };
         let matrix = |stride: usize, bytes: usize| -> Result<usize, KernelError> {
             let last = m.saturating_sub(1).checked_mul(stride).and_then(|n| n.checked_add(k.min(m * k)));
-            last.and_then(|n| n.checked_mul(bytes)).ok_or(KernelError::TooLarge("the activations"))
+            last.and_then(|n| n.checked_mul(bytes)).ok_or(KernelError::TooLarge("the activation buffer"))
         };
         at.x.require("activations", matrix(self.shape.x_stride, element.bytes())?, floats)?;
         at.codes.require("codes", matrix(self.shape.code_stride, 1)?, 16)?;
         at.scales.require("scales", m * 4, 4)?;
         if at.row_sums != Region::NONE {
-            at.row_sums.require("sums of rows", m * 4, 4)?;
+            at.row_sums.require("row sums", m * 4, 4)?;
         }
         if let Some(group) = self.shape.group {
-            at.group_sums.require("sums of groups", m * k.div_ceil(group) * 4, 4)?;
+            at.group_sums.require("group sums", m * k.div_ceil(group) * 4, 4)?;
         }
         match rows {
             Rows::Plain => {}
             Rows::SiluMul => at.up.require("up", matrix(self.shape.up_stride, element.bytes())?, floats)?,
             Rows::RmsNorm { weight, residual } => {
                 let align = if self.shape.aligned { 16 } else { weight.bytes() };
-                at.weight.require("the weight of the norm", k * weight.bytes(), align)?;
+                at.weight.require("norm weight", k * weight.bytes(), align)?;
                 if residual {
                     let bytes = matrix(self.shape.residual_stride, element.bytes())?;
-                    at.residual.require("the residual", bytes, floats)?;
+                    at.residual.require("residual", bytes, floats)?;
                 }
                 if !(at.eps > 0.0 && at.eps.is_finite()) {
-                    return Err(KernelError::Scheme("an epsilon that is not positive"));
+                    return Err(KernelError::Scheme("the epsilon of the norm must be positive and finite"));
                 }
             }
         }
         let fixed = match (self.shape.fixed, at.fixed) {
             (false, _) => FixedScale { scale: 1.0, zero: 0 },
             (true, Some(by)) if by.is_valid() => by,
-            (true, _) => return Err(KernelError::Scheme("an activation scale that is not positive")),
+            (true, _) => return Err(KernelError::Scheme("the activation scale must be positive and finite")),
         };
         Ok([
             Argument::U64(at.x.address),

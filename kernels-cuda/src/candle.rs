@@ -75,7 +75,7 @@ impl PackedLinear {
         let mut bytes = Vec::new();
         bytes
             .try_reserve_exact(layout.bytes())
-            .map_err(|_| Error::wrap(KernelError::Memory("the packed weights")))?;
+            .map_err(|_| Error::wrap(KernelError::Memory("the packed matrix")))?;
         bytes.resize(layout.bytes(), 0);
         layout.pack(view, &mut bytes).map_err(Error::wrap)?;
         Self::from_packed(layout, &bytes, bias, device)
@@ -231,7 +231,7 @@ impl QuantizedLinear {
         runner: &Runner,
     ) -> std::result::Result<Self, KernelError> {
         if !weight.device.same_device(&runner.device) {
-            return Err(KernelError::Scheme("weights on a different device from the runner"));
+            return Err(KernelError::Scheme("the weights must be on the device of the runner"));
         }
         let linear = Self { weight, activations, runner: runner.clone() };
         // Planning a call with zero rows reports every error that does not depend on the input.
@@ -266,7 +266,7 @@ impl QuantizedLinear {
             Activations::Static(by) => (Order::Int8, Some(FixedScale { scale: by.scale, zero: by.zero })),
         };
         if order != layout.order() {
-            return Err(KernelError::Scheme("weights packed for different activations"));
+            return Err(KernelError::Scheme("the weights are packed for different activations"));
         }
         let shape = CallShape { fixed, ..CallShape::new(element, m, layout.k()) };
         LinearCall::new(layout, &shape, &self.runner.limits)

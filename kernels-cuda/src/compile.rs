@@ -253,7 +253,7 @@ impl Program {
                 name_pointers.as_ptr(),
             )
         };
-        checked(nvrtc, "read a program", result)?;
+        checked(nvrtc, "create a program", result)?;
         Ok(Self { nvrtc, handle })
     }
 
@@ -268,12 +268,14 @@ impl Program {
     unsafe fn bytes(&self, size_of: SizeOf, bytes_of: BytesOf) -> Result<Vec<u8>> {
         let mut size = 0;
         // SAFETY: the program is alive.
-        checked(self.nvrtc, "get the size of a result", unsafe { size_of(self.handle, &mut size) })?;
+        checked(self.nvrtc, "get the size of the compiler output", unsafe {
+            size_of(self.handle, &mut size)
+        })?;
         let mut bytes = vec![0_u8; size];
         if size > 0 {
             // SAFETY: the program is alive, and there is room for the size that it returned.
             let result = unsafe { bytes_of(self.handle, bytes.as_mut_ptr().cast()) };
-            checked(self.nvrtc, "get a result", result)?;
+            checked(self.nvrtc, "get the compiler output", result)?;
         }
         Ok(bytes)
     }
@@ -297,7 +299,7 @@ fn until_zero(mut bytes: Vec<u8>) -> Vec<u8> {
 }
 
 fn too_much() -> Error {
-    Error::Nvrtc { action: "read a program", reason: "its source or an option contains a NUL byte".into() }
+    Error::Nvrtc { action: "create a program", reason: "the source or an option contains a NUL byte".into() }
 }
 
 const SUCCESS: c_int = 0;

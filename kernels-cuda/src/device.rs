@@ -116,13 +116,13 @@ impl Kernel {
         let found = unsafe { sys::cuModuleGetFunction(&mut kernel.function, module, name.as_ptr()) };
         checked("find a kernel", found)?;
         let bytes = c_int::try_from(shared_bytes).map_err(|_| Error::Driver {
-            action: "request shared memory",
-            reason: "the size is too large".into(),
+            action: "reserve shared memory",
+            reason: "the size exceeds 2 GiB".into(),
         })?;
         let attribute = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
         // SAFETY: the function belongs to the module.
         let allowed = unsafe { sys::cuFuncSetAttribute(kernel.function, attribute, bytes) };
-        checked("request shared memory", allowed)?;
+        checked("reserve shared memory", allowed)?;
         Ok(kernel)
     }
 }

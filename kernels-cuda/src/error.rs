@@ -14,7 +14,7 @@ pub enum Error {
     #[error("CUDA driver library not found (libcuda.so, nvcuda.dll): install the NVIDIA driver")]
     DriverMissing,
     /// A library with the expected name was loaded, but lacks a function that every version has.
-    #[error("{library} lacks the function `{function}`: it is damaged, or a stub")]
+    #[error("{library} has no function `{function}`: the library is damaged or a stub")]
     FunctionMissing {
         /// The library.
         library: &'static str,
@@ -30,7 +30,9 @@ pub enum Error {
         reason: String,
     },
     /// There is a driver, but no GPU that is visible to this process.
-    #[error("no CUDA device: none is present, or CUDA_VISIBLE_DEVICES hides it")]
+    #[error(
+        "no CUDA device is visible: check that a GPU is present and that CUDA_VISIBLE_DEVICES does not hide it"
+    )]
     NoDevice,
     /// No context is current on the calling thread.
     #[error("no CUDA context is current on this thread: make one current before requesting kernels")]
@@ -59,8 +61,8 @@ pub enum Error {
     },
     /// The run-time compiler rejected a kernel.
     #[error(
-        "cannot compile {variant} for {architecture}: {log}\nOlder compilers do not support newer devices: \
-        use CUDA 13.0 or later; otherwise please report this"
+        "cannot compile {variant} for {architecture}: {log}\nA compiler that is older than the device may \
+        not support it: use CUDA 13.0 or later. If it still fails, please report this"
     )]
     Compile {
         /// The kernel.
@@ -86,8 +88,9 @@ pub enum Error {
     },
     /// The driver rejected an image.
     #[error(
-        "the CUDA driver cannot load {variant} for {architecture}: {reason}\nA driver that is older than the \
-        compiler may not support its images: update the driver, or set QUANT_NVRTC to an older compiler"
+        "the CUDA driver cannot load {variant} for {architecture}: {reason}\nA driver that is older than \
+        the compiler may not support its images: update the driver, or set QUANT_NVRTC to an older NVRTC \
+        library"
     )]
     Load {
         /// The kernel.

@@ -19,8 +19,8 @@ use crate::compile::{self, Architecture, Form, Image, Variant};
 /// The environment variable that names the directory. If it is empty, nothing is cached.
 pub const CACHE_DIRECTORY: &str = "QUANT_CUDA_CACHE";
 
-/// If a directory contains a file of this name, its images are used without compiling, whichever compiler made them. So
-/// programs run exactly the images that were shipped and tested.
+/// If the cache directory contains a file with this name, cached images are used whichever compiler version produced
+/// them, instead of compiling again. The images that run are then those that were shipped and tested.
 pub const ANY_COMPILER: &str = "any-compiler";
 
 /// The beginning of each file, which identifies its format.

@@ -57,10 +57,10 @@ impl Region {
             return Err(KernelError::Length { what, expected: bytes, got: there });
         }
         if self.address.checked_add(bytes as u64).is_none() {
-            return Err(KernelError::TooLarge("the end of a memory region"));
+            return Err(KernelError::TooLarge("a memory region"));
         }
         if bytes > 0 && (self.address == 0 || !self.address.is_multiple_of(align as u64)) {
-            return Err(KernelError::Scheme("a null or misaligned address"));
+            return Err(KernelError::Scheme("an address is null or misaligned"));
         }
         Ok(())
     }
@@ -92,7 +92,7 @@ impl Argument {
 /// The addresses of the arguments, as the driver expects them.
 fn pointers(arguments: &[Argument]) -> Result<[*mut c_void; MAX_ARGUMENTS]> {
     let mut out = [ptr::null_mut(); MAX_ARGUMENTS];
-    let some = out.get_mut(..arguments.len()).ok_or(Error::Launch("it has too many arguments"))?;
+    let some = out.get_mut(..arguments.len()).ok_or(Error::Launch("too many arguments"))?;
     some.iter_mut().zip(arguments).for_each(|(to, argument)| *to = argument.value());
     Ok(out)
 }
@@ -102,15 +102,13 @@ impl LaunchShape {
     fn check(&self, shared_of_kernel: u32) -> Result<()> {
         let [x, y, z] = self.grid;
         if x > i32::MAX as u32 || y > 65_535 || z > 65_535 {
-            return Err(Error::Launch("it has too many blocks"));
+            return Err(Error::Launch("the grid is too large"));
         }
         if self.block == 0 || self.block > 1024 {
-            return Err(Error::Launch("its blocks have no threads, or more than 1024"));
+            return Err(Error::Launch("blocks must have 1 to 1024 threads"));
         }
         if self.shared_bytes > shared_of_kernel {
-            return Err(Error::Launch(
-                "its blocks request more shared memory than the kernel was loaded with",
-            ));
+            return Err(Error::Launch("blocks request more shared memory than the kernel was loaded with"));
         }
         Ok(())
     }

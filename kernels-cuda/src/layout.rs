@@ -162,10 +162,10 @@ impl WeightLayout {
         Layout::from_parts([n, k], code_bits, group_size, scales, zero_point, sums)?;
         let progressive = scales == ScaleType::Progressive;
         if sums && order == Order::Float {
-            return Err(KernelError::Scheme("sums of weights for float activations"));
+            return Err(KernelError::Scheme("sums are supported with int8 activations only"));
         }
         if progressive && (code_bits != 4 || order == Order::Float) {
-            return Err(KernelError::Scheme("progressive weights but w4a8"));
+            return Err(KernelError::Scheme("progressive weights need 4-bit codes and int8 activations"));
         }
         Self { n, k, code_bits, group_size, scales, zero_point, float: None, order, sums, sections: [0; 6] }
             .checked()
@@ -194,7 +194,7 @@ impl WeightLayout {
         // With a larger zero point, `code − zero_point` does not fit in signed integers of this width.
         if layout.signed() && zero_point.is_some_and(|zero_point| zero_point > 1 << (code_bits - 1)) {
             return Err(KernelError::Scheme(
-                "a symmetric grid of integers whose zero point exceeds the middle code",
+                "the zero point of a symmetric integer grid must not exceed the middle code",
             ));
         }
         let tile_groups = matches!(group_size, 32 | 64 | 128);
@@ -202,12 +202,12 @@ impl WeightLayout {
         let tile_groups = tile_groups || (self.float.is_some() && group_size == 16);
         let repeated = group_size.is_multiple_of(TILE_K) && (order == Order::Float || progressive);
         if !(tile_groups || repeated || layout.row_is_group()) {
-            return Err(KernelError::Scheme("a group size other than 32, 64, 128 or a whole row"));
+            return Err(KernelError::Scheme("the group size must be 32, 64, 128 or the row width"));
         }
         if layout.row_is_group() && layout.signed() && code_bits == 4 {
             let activation = if sums { 255 } else { 128 };
             if k > i32::MAX as usize / (16 * 8 * activation) {
-                return Err(KernelError::TooLarge("the width of a row"));
+                return Err(KernelError::TooLarge("the row width"));
             }
         }
         self.sections = self.find_sections().ok_or(KernelError::TooLarge("the packed matrix"))?;
@@ -428,7 +428,7 @@ mod tests {
             WeightLayout::from_parts(shape, bits, group, scales, zero_point, order, sums).unwrap_err()
         };
         let (float, int8) = (Order::Float, Order::Int8);
-        let group = KernelError::Scheme("a group size other than 32, 64, 128 or a whole row");
+        let group = KernelError::Scheme("the group size must be 32, 64, 128 or the row width");
         assert_eq!(of([16, 256], 4, 16, ScaleType::F16, Some(8), float, false), group);
         let floats =
             |size, scales| WeightLayout::from_float_parts([16, 256], FloatFormat::E2m1, size, scales);

@@ -215,7 +215,12 @@ fn nvrtc_library(named: Option<&OsStr>) -> Result<Library> {
         let found = sibling(path, |name| {
             name.starts_with("libnvrtc.so") || name.starts_with("nvrtc64_") && name.ends_with("_0.dll")
         });
-        (path, found.ok_or_else(|| failed("it does not contain libnvrtc.so or nvrtc64_*.dll".into()))?)
+        (
+            path,
+            found.ok_or_else(|| {
+                failed("the directory does not contain libnvrtc.so or nvrtc64_*.dll".into())
+            })?,
+        )
     } else {
         (path.parent().unwrap_or(path), path.to_owned())
     };

@@ -120,8 +120,8 @@ fn misfits_are_reported() {
     assert!(whole.contains("expected f32, f16 or bf16, got u8"), "{whole}");
     let runner = Runner::new(&device).unwrap();
     let other = QuantizedLinear::new(linear.weight().clone(), Activations::Float, &runner).unwrap_err();
-    assert_eq!(other, KernelError::Scheme("weights packed for different activations"));
+    assert_eq!(other, KernelError::Scheme("the weights are packed for different activations"));
     let another = Runner::new(&Device::new_cuda(0).unwrap()).unwrap();
     let far = QuantizedLinear::new(linear.weight().clone(), Activations::PerToken, &another).unwrap_err();
-    assert_eq!(far, KernelError::Scheme("weights on a different device from the runner"));
+    assert_eq!(far, KernelError::Scheme("the weights must be on the device of the runner"));
 }

@@ -265,7 +265,7 @@ fn invalid_images_are_refused() {
     assert!(matches!(missing, Error::Driver { action: "find a kernel", .. }), "{missing}");
     // SAFETY: the image comes from this crate, and the context is never released.
     let much = unsafe { Kernel::load(&image, plan.variant.kernel, limits.shared_of_block + 1) }.unwrap_err();
-    assert!(matches!(much, Error::Driver { action: "request shared memory", .. }), "{much}");
+    assert!(matches!(much, Error::Driver { action: "reserve shared memory", .. }), "{much}");
     // SAFETY: the image comes from this crate, and the context is never released.
     let kernel = unsafe { Kernel::load(&image, plan.variant.kernel, 1024) }.unwrap();
     let shape = LaunchShape { shared_bytes: 1025, ..plan.launch };

@@ -170,7 +170,7 @@ fn misfits_are_reported() {
             0 => case.codes[77] = 16,
             _ => case.zeros.as_mut().unwrap()[5] = 16,
         }
-        let refused = Err(KernelError::Scheme("a code or zero point that exceeds its bits"));
+        let refused = Err(KernelError::Scheme("a code or zero point exceeds the bits of the weight"));
         assert_eq!(layout.pack(&case.view(), &mut packed), refused);
     }
     // 128 does not fit a signed byte: `128 + (q − z) s` in the kernels would be 256.
@@ -181,7 +181,7 @@ fn misfits_are_reported() {
     case.codes[..128].fill(14);
     assert!(layout.pack(&case.view(), &mut packed).is_ok());
     case.codes[9] = 15;
-    let refused = Err(KernelError::Scheme("a progressive weight that exceeds 8 bits"));
+    let refused = Err(KernelError::Scheme("a progressive weight exceeds 8 bits"));
     assert_eq!(layout.pack(&case.view(), &mut packed), refused);
 }
 

@@ -42,7 +42,7 @@ def _check_count(name: str, count: int | None) -> None:
     if not isinstance(count, int):
         raise TypeError(f"{name}= must be an integer, not {type(count).__name__}")
     if count < 0:
-        raise UsageError(f"{name}={count} is negative", "use 0 or a positive number")
+        raise UsageError(f"{name}={count} is negative", "use zero or a positive number")
 
 
 def _settings(

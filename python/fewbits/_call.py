@@ -54,7 +54,7 @@ def run(
         )
     except KeyboardInterrupt as stopped:
         if resume_with is not None and sys.version_info >= (3, 11):
-            stopped.add_note(f"finished work is kept: repeat the call with {resume_with} to continue")
+            stopped.add_note(f"finished work is kept; repeat the call with {resume_with} to continue")
         raise
     finally:
         listener.close()

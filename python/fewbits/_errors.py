@@ -49,14 +49,14 @@ class UsageError(QuantError, ValueError):
 
 
 class InputError(QuantError, ValueError):
-    """An input file or dataset is broken, hostile or unsupported."""
+    """An input file or dataset is broken, malicious or unsupported."""
 
     category = "input"
     exit_code = 4
 
 
 class EnvironmentFailure(QuantError, OSError):
-    """Disk, memory, permission or network."""
+    """A problem with the disk, memory, permissions or network."""
 
     category = "environment"
     exit_code = 5

@@ -49,7 +49,7 @@ class Model:
     ) -> None:
         check_threads(threads)
         if max_length is not None and max_length < 1:
-            raise UsageError(f"max_length={max_length} is not a valid number of tokens", "give at least 1")
+            raise UsageError(f"max_length={max_length} is not a valid number of tokens", "use at least 1")
         self.path = path(model)
         self._threads = threads
         request = {"model": self.path, "execution": execution, "kv": str(kv), "max_length": max_length}
@@ -137,7 +137,7 @@ class Model:
         texts = self.encode(prompt for prompt in asked if isinstance(prompt, str))
         encoded = iter(texts)
         if max_new_tokens < 1:
-            raise UsageError(f"max_new_tokens={max_new_tokens} generates no text", "give at least 1")
+            raise UsageError(f"max_new_tokens={max_new_tokens} generates no text", "use at least 1")
         request = {
             "prompts": [next(encoded) if isinstance(prompt, str) else list(prompt) for prompt in asked],
             "stop": list(stop),

@@ -32,9 +32,11 @@ def _linear(
         raise ValueError(f"input of width {x.shape[-1]} for a linear of [{n}, {k}], or invalid packed weights")
     kind = _kernels.TYPES.get(str(x.dtype).removeprefix("torch."))
     if kind is None:
-        raise TypeError(f"activations of type {x.dtype} are not supported by packed weights")
+        raise TypeError(f"packed weights do not support activations of type {x.dtype}")
     if bias is not None and (bias.dtype != torch.float32 or bias.numel() != n or not bias.is_contiguous()):
-        raise ValueError(f"bias of {tuple(bias.shape)} {bias.dtype}; it must be {n} contiguous float32 values")
+        raise ValueError(
+            f"bias must have {n} contiguous float32 values, got shape {tuple(bias.shape)} and dtype {bias.dtype}"
+        )
     x = x.contiguous()
     out = torch.empty((*x.shape[:-1], n), dtype=torch.float32)
     if out.numel():
@@ -91,7 +93,7 @@ class PackedLinear(torch.nn.Module):  # type: ignore[misc,unused-ignore]
         codes, scales = codes.contiguous(), scales.to(torch.float32).contiguous()
         groups = scales.shape[1]
         if codes.dtype != torch.uint8 or scales.shape[0] != codes.shape[0] or codes.shape[1] % groups:
-            raise ValueError(f"codes {tuple(codes.shape)} and scales {tuple(scales.shape)} do not fit each other")
+            raise ValueError(f"codes {tuple(codes.shape)} and scales {tuple(scales.shape)} have incompatible shapes")
         has_zero = static is not None and static[1] != 0
         weights, layout = _kernels.layout_of(
             bits,

@@ -74,7 +74,7 @@ class _Scheme:
                 'use targets="Linear", and list what stays float in ignore=',
             )
         if scheme is not None and not (isinstance(scheme, str) and scheme.upper() in SCHEMES):
-            raise UsageError(f"{name}: scheme={scheme!r} is not known", f"choose one of {', '.join(SCHEMES)}")
+            raise UsageError(f"{name}: unknown scheme={scheme!r}", f"choose one of {', '.join(SCHEMES)}")
         self.scheme = None if scheme is None else SCHEMES[scheme.upper()]
         self.ignore = [ignore] if isinstance(ignore, str) else list(ignore)
 
@@ -109,7 +109,7 @@ class GPTQModifier(_Scheme):
         order = getattr(actorder, "value", actorder)
         if not isinstance(order, (str, bool, type(None))) or order not in ACT_ORDERS:
             raise UsageError(
-                f"GPTQModifier: actorder={order!r} is not known", 'choose "static", "weight", or None'
+                f"GPTQModifier: unknown actorder={order!r}", 'choose "static", "weight", or None'
             )
         self.settings = {
             "block_size": block_size,
@@ -152,7 +152,7 @@ def _settings(recipe: _Modifier | Sequence[_Modifier]) -> dict[str, Any]:
         if not isinstance(modifier, kinds):
             names = ", ".join(kind.__name__ for kind in kinds)
             raise UsageError(
-                f"`{type(modifier).__name__}` is not a modifier of fewbits.llmcompressor", f"it has {names}"
+                f"`{type(modifier).__name__}` is not a modifier of fewbits.llmcompressor", f"its modifiers are {names}"
             )
     order = [type(modifier) for modifier in modifiers]
     methods: dict[tuple[type, ...], str] = {
@@ -168,7 +168,7 @@ def _settings(recipe: _Modifier | Sequence[_Modifier]) -> dict[str, Any]:
     if method is None:
         names = " then ".join(kind.__name__ for kind in order) or "nothing"
         known = "; ".join(" then ".join(kind.__name__ for kind in kinds) for kinds in methods)
-        raise UsageError(f"unknown recipe {names}", f"known recipes: {known}")
+        raise UsageError(f"{names} is not a supported recipe", f"use one of these: {known}")
     settings: dict[str, Any] = {"method": method}
     ignore: list[str] = []
     schemes = set()
@@ -182,7 +182,10 @@ def _settings(recipe: _Modifier | Sequence[_Modifier]) -> dict[str, Any]:
         if isinstance(modifier, GPTQModifier):
             settings.update(modifier.settings)
     if len(schemes) != 1:
-        raise UsageError(f"the recipe names {len(schemes)} schemes", "set scheme= in one of its modifiers")
+        raise UsageError(
+            f"the recipe has {len(schemes)} different schemes, but must have one",
+            "set the same scheme= in its modifiers, or set it in only one of them",
+        )
     # The head stays float even if it is not listed.
     settings["ignore"] = [name for name in ignore if name not in ("lm_head", "re:.*lm_head")]
     settings["scheme"] = schemes.pop()
@@ -198,7 +201,8 @@ def _rows(dataset: Texts, column: str) -> Texts:
         if isinstance(row, Mapping) and "messages" not in row:
             if column not in row and "input_ids" in row:
                 raise UsageError(
-                    "the dataset contains tokens (`input_ids`)", "pass its texts or messages; they are tokenized here"
+                    "the dataset contains tokens (`input_ids`)",
+                    "pass the texts or messages instead; this function tokenizes them",
                 )
             return {"text": row.get(column)}
         return row
@@ -235,11 +239,11 @@ def oneshot(
     _refuse("oneshot", unknown, (*known, "save_compressed", "resume", "force", "threads", "on_event", "progress"))
     if not isinstance(model, (str, PathLike)):
         raise UsageError(
-            f"model= is a {type(model).__name__}, but models must be given as a directory here",
-            "pass the directory that it was loaded from",
+            f"model= is a {type(model).__name__}, but it must be the path of a model directory",
+            "pass the directory that the model was loaded from",
         )
     if not save_compressed:
-        raise UsageError("save_compressed=False is not supported: the output is always packed", "leave it out")
+        raise UsageError("save_compressed=False is not supported: the output is always packed", "omit it")
     settings = _settings(recipe)
     if settings["method"] != "rtn":
         settings.update(samples=num_calibration_samples, seq_len=max_seq_length)

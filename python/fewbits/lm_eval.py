@@ -55,7 +55,7 @@ class FewbitsLM(TemplateLM):  # type: ignore[misc,unused-ignore]
     ) -> None:
         super().__init__()
         if device not in (None, "cpu"):
-            raise ValueError(f"device={device!r}: this model runs on the CPU; leave out device")
+            raise ValueError(f"device={device!r}: this model runs only on the CPU; omit device")
         self.model = Model(
             pretrained,
             execution=execution,  # type: ignore[arg-type]
@@ -195,7 +195,9 @@ class FewbitsLM(TemplateLM):  # type: ignore[misc,unused-ignore]
                 sample = sample and temperature is None
             room = self.max_length - length
             if room <= 0:
-                raise ValueError(f"{length} new tokens leave no room in a context of {self.max_length}")
+                raise ValueError(
+                    f"{length} new tokens leave no room for a prompt in a context of {self.max_length} tokens"
+                )
             prompts = [tokens[-room:] for tokens in self._encode([requests[n].args[0] for n in numbers])]
             written = self.model.generate(
                 prompts,
@@ -213,7 +215,7 @@ class FewbitsLM(TemplateLM):  # type: ignore[misc,unused-ignore]
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         if not add_generation_prompt:
-            raise ValueError("prefilled answers are not supported here")
+            raise ValueError("continuing a prefilled answer is not supported")
         return self.model.chat_prompt(chat_history)
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:

@@ -65,7 +65,7 @@ impl Model {
         });
         let about = job::run(py, work, on_event, Place { code, python }, threads, false)?;
         let loaded = loaded.lock().unwrap_or_else(PoisonError::into_inner).take();
-        let loaded = loaded.ok_or_else(|| PyValueError::new_err("the model was not loaded"))?;
+        let loaded = loaded.ok_or_else(|| PyValueError::new_err("the model is not loaded"))?;
         Ok(Self { loaded, about })
     }
 
@@ -127,7 +127,7 @@ fn load(request: &str, session: &Session) -> Result<(Loaded, Value)> {
     let positions = asked.max_length.unwrap_or(max);
     if !(1..=max).contains(&positions) {
         return Err(Error::usage(
-            format!("‹max_length={positions}› does not fit the model, which has {max} positions"),
+            format!("‹max_length={positions}› is not possible: the model has {max} positions"),
             format!("use ‹max_length› from 1 to {max}"),
         ));
     }

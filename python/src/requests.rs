@@ -24,7 +24,10 @@ use crate::wording::Keywords;
 /// Parses a request built by the Python part.
 pub fn parse<T: DeserializeOwned>(request: &str) -> Result<T> {
     serde_json::from_str(request).map_err(|e| {
-        Error::usage(format!("the request is invalid: {e}"), "see the signature of the function")
+        Error::usage(
+            format!("the request is invalid: {e}"),
+            "check the arguments against the signature of the function",
+        )
     })
 }
 
@@ -41,7 +44,7 @@ fn text(name: Option<String>, rows: Option<Vec<String>>, called: &str) -> Result
             path: origin.to_owned(),
             line: Some(line),
             reason: format!("is not valid Unicode text: {e}"),
-            remedy: "leave out this row, or replace its invalid characters".into(),
+            remedy: "remove this row, or replace its invalid characters".into(),
         })
     });
     let values = values.collect::<Result<Vec<Value>>>()?;
@@ -115,10 +118,10 @@ struct Evaluate {
 pub fn evaluate(request: &str, rows: Option<Vec<String>>, session: &Session) -> Result<String> {
     let asked: Evaluate = parse(request)?;
     let Some(text) = text(asked.text, rows, "text")? else {
-        return Err(Error::usage("no evaluation text is given", "give ‹text›"));
+        return Err(Error::usage("no evaluation text was given", "give ‹text›"));
     };
     if asked.windows == Some(0) {
-        return Err(Error::usage("no windows would be evaluated", "use ‹windows› of at least 1"));
+        return Err(Error::usage("no windows would be evaluated", "use a ‹windows› of at least 1"));
     }
     let args = eval::Args {
         model: asked.model,
@@ -151,7 +154,7 @@ pub fn choice<T: ValueEnum>(setting: &str, given: &str) -> Result<T> {
         let known = T::value_variants().iter().filter_map(ValueEnum::to_possible_value);
         let known: Vec<String> = known.map(|value| format!("{:?}", value.get_name())).collect();
         Error::usage(
-            format!("‹{setting}={given}› is not understood"),
+            format!("‹{setting}={given}› is not a valid value"),
             format!("choose one of {}", known.join(", ")),
         )
     })

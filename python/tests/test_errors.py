@@ -37,12 +37,12 @@ def test_one_hierarchy() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message", "remedy"),
     [
-        ({"group_size": 100}, "does not divide", "choose a group_size= that divides them"),
+        ({"group_size": 100}, "does not divide", "choose a group_size= that divides these widths"),
         ({"ignore": "dwon_proj"}, "ignore= `dwon_proj` matches no linear", "did you mean down_proj"),
-        ({"method": "rtn", "samples": 4}, "samples= has no effect: method `rtn`", "choose another method="),
+        ({"method": "rtn", "samples": 4}, "samples= has no effect: method `rtn`", "choose a different method="),
         ({"method": "rtn", "calibration": "builtin"}, 'calibration="builtin" has no effect', "leave it out"),
-        ({"scheme": "w4a16-g64", "group_size": 128}, 'scheme="w4a16-g64" contradicts group_size=', "set it only once"),
-        ({"preset": "awq-w4a16", "recipe": "x.toml"}, "preset= and recipe= cannot be combined", "leave one of them out"),
+        ({"scheme": "w4a16-g64", "group_size": 128}, 'scheme="w4a16-g64" contradicts group_size=', "specify group size and symmetry only once"),
+        ({"preset": "awq-w4a16", "recipe": "x.toml"}, "preset= and recipe= cannot be combined", "omit one of them"),
         ({"scheme": "q4_k_m"}, "", 'add format="gguf"'),
         ({"format": "gguf", "alpha": 0.5}, 'alpha= has no effect with format="gguf"', "leave it out"),
         ({"pre": "qwen2"}, "pre= has no effect", 'add format="gguf"'),
@@ -74,7 +74,7 @@ def test_input(model: Path, tmp_path: Path) -> None:
     with pytest.raises(fewbits.InputError) as caught:
         fewbits.inspect(tmp_path)
     assert caught.value.path is not None and str(tmp_path) in caught.value.message
-    with pytest.raises(fewbits.InputError, match="neither a file nor a known text set"):
+    with pytest.raises(fewbits.InputError, match="neither an existing file nor a known text set"):
         fewbits.quantize(model, tmp_path / "out", calibration="no-such-set")
     with pytest.raises(fewbits.InputError, match=r"calibration:2: .*no string field `text`"):
         fewbits.quantize(model, tmp_path / "out", calibration=[{"text": "a"}, {"tokens": [1]}])

@@ -51,15 +51,15 @@ def test_texts(model: Path, tmp_path: Path) -> None:
     by_file = fewbits.evaluate(model, text=file, **SHORT)
     by_rows = fewbits.evaluate(model, text=[{"text": text} for text in documents], **SHORT)
     assert by_file.perplexity == by_rows.perplexity
-    with pytest.raises(fewbits.InputError, match="holds conversations"):
+    with pytest.raises(fewbits.InputError, match="contains conversations"):
         fewbits.evaluate(model, text=[[{"role": "user", "content": "a"}]], **SHORT)
 
 
 def test_what_cannot_be_asked_for(model: Path, tmp_path: Path) -> None:
     for arguments, message in [
-        ({"execution": "fast"}, 'execution="fast" is not understood'),
-        ({"kv": 3}, "kv=3 is not understood"),
-        ({"device": "cuda"}, 'device="cuda" requires kernels'),
+        ({"execution": "fast"}, 'execution="fast" is not a valid value'),
+        ({"kv": 3}, "kv=3 is not a valid value"),
+        ({"device": "cuda"}, 'device="cuda" requires execution="kernels"'),
         ({"windows": 0}, "no windows"),
         ({"save_reference": "a", "journal": tmp_path / "b"}, "journal= and save_reference= cannot be combined"),
         ({"profile": "x"}, "x"),

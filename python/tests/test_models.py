@@ -97,14 +97,14 @@ def test_conversations_are_rendered_by_the_model_s_template(rtn: Path, tmp_path:
 @pytest.mark.parametrize(
     ("ask", "error", "message"),
     [
-        (lambda m: m.log_likelihoods([([1], [])]), fewbits.UsageError, "request 0 has no tokens to score"),
-        (lambda m: m.log_likelihoods([([1], [2]), ([], [1])]), fewbits.UsageError, "request 1 has no token"),
-        (lambda m: m.log_likelihoods([([1] * 512, [1, 1])]), fewbits.UsageError, "reads 513 tokens"),
-        (lambda m: m.log_likelihoods([([1], [m.vocab_size])]), fewbits.UsageError, "has token 4096"),
+        (lambda m: m.log_likelihoods([([1], [])]), fewbits.UsageError, "request 0: there must be at least one token"),
+        (lambda m: m.log_likelihoods([([1], [2]), ([], [1])]), fewbits.UsageError, "request 1: there must be at least one token"),
+        (lambda m: m.log_likelihoods([([1] * 512, [1, 1])]), fewbits.UsageError, "has 513 tokens"),
+        (lambda m: m.log_likelihoods([([1], [m.vocab_size])]), fewbits.UsageError, "token 4096 is not in"),
         (lambda m: m.generate(["a"], max_new_tokens=0), fewbits.UsageError, "max_new_tokens=0"),
         (lambda m: m.generate(["a"], do_sample=True, top_p=2.0), fewbits.UsageError, "top_p"),
         (lambda m: m.generate([[m.vocab_size]]), fewbits.QuantError, "4096"),
-        (lambda m: m.generate([[]]), fewbits.UsageError, "has no tokens"),
+        (lambda m: m.generate([[]]), fewbits.UsageError, "the prompt is empty"),
     ],
 )
 def test_what_cannot_be_is_refused(packed: fewbits.Model, ask: Any, error: Any, message: str) -> None:

@@ -102,10 +102,10 @@ def test_schemes_of_oneshot_exist(model: Path) -> None:
     [
         (lambda: QuantizationModifier(config_groups={}), "QuantizationModifier does not support `config_groups`"),
         (lambda: GPTQModifier(scheme="W4A16", offload_hessians=True), "`offload_hessians`"),
-        (lambda: GPTQModifier(scheme="W4A16", actorder="group"), "actorder='group' is not known"),
+        (lambda: GPTQModifier(scheme="W4A16", actorder="group"), "unknown actorder='group'"),
         (lambda: AWQModifier(mappings=[]), "`mappings`"),
         (lambda: SmoothQuantModifier(num_calibration_steps=3), "`num_calibration_steps`"),
-        (lambda: QuantizationModifier(scheme="W3A5"), "scheme='W3A5' is not known"),
+        (lambda: QuantizationModifier(scheme="W3A5"), "unknown scheme='W3A5'"),
         (lambda: QuantizationModifier(scheme="W4A16", targets=["re:.*mlp.*"]), "targets="),
         (lambda: shot(pipeline="basic"), "oneshot does not support `pipeline`"),
         (lambda: shot(model=3), "model= is a int"),
@@ -156,6 +156,24 @@ def test_the_code_of_the_guide_runs(model: Path, tmp_path: Path, monkeypatch: py
     for block in blocks:
         exec(compile(block, "docs/guide/python.md", "exec"), names)
     assert (tmp_path / "OUT").is_dir()
+
+
+@pytest.mark.parametrize("page", ["README.md", "python/README.md"])
+def test_the_code_of_the_readmes_runs(page: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs the example as it is printed, with fewer windows."""
+    text = (Path(os.environ["FEWBITS_ROOT"]) / page).read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE)
+    assert blocks
+    (tmp_path / "MODEL").symlink_to(model)
+    monkeypatch.chdir(tmp_path)
+    quantize, evaluate = fewbits.quantize, fewbits.evaluate
+    monkeypatch.setattr(fewbits, "quantize", lambda *p, **a: quantize(*p, **{**a, **QUICK}))
+    monkeypatch.setattr(fewbits, "evaluate", lambda *p, **a: evaluate(*p, **{**a, "window": 128, "windows": 4}))
+    printed: list[Any] = []
+    for block in blocks:
+        exec(compile(block, page, "exec"), {"__name__": "readme", "print": printed.append})
+    assert (tmp_path / "OUT/config.json").is_file()
+    assert printed and all(0 < kl < 1 for kl in printed)
 
 
 def test_the_page_lists_every_function() -> None:

@@ -63,9 +63,10 @@ fn end(size: usize) -> ! {
         // A message that does not fit is truncated.
         let _ = write!(
             text,
-            "error: out of memory: an allocation of {size} bytes failed\n  free some memory, raise the limit (ulimit -v, \
-             or the container's), or use smaller settings; `quant plan` predicts the memory of a run, and \
-             `quant quantize --resume` continues an interrupted one\n"
+            "error: out of memory: an allocation of {size} bytes failed\n  free some memory, raise the \
+            memory limit (ulimit -v, or that of the container), or use smaller settings; `quant plan` \
+            predicts how much memory a run needs, and `quant quantize --resume` continues an interrupted \
+            run\n"
         );
         // Write errors are ignored: stderr may be closed.
         let _ = rustix::io::write(std::io::stderr().as_fd(), &text.bytes[..text.len]);

@@ -4,18 +4,20 @@ use std::ffi::OsString;
 
 use clap::{Parser, Subcommand};
 
-use crate::commands::{bench, chat, completions, demo, eval, gate, generate, inspect, plan, quantize};
+use crate::commands::{
+    bench, chat, compare, completions, demo, eval, gate, generate, inspect, plan, quantize,
+};
 
 const EXIT_CODES: &str = "Exit codes:
   0   done and verified; the gate passes
   1   the gate fails
-  2   usage: the request cannot be carried out
-  3   the gate is inconclusive: too few windows to tell
-  4   bad input: a file that was given is broken, hostile or unsupported
-  5   environment: disk, memory, permission, network
-  6   numeric: NaN or infinity, degenerate statistics
+  2   usage: the request is invalid or cannot be carried out
+  3   the gate is inconclusive: too few windows to decide
+  4   bad input: an input file is broken, malicious or unsupported
+  5   environment: disk, memory, permissions or network
+  6   numeric: NaN, infinity or degenerate statistics
   70  a bug in quant
-  75  interrupted; run again with --resume to continue";
+  75  interrupted; the message says how to resume the run, if that is possible";
 
 /// Quantize Hugging Face language models into checkpoints that other engines load, and measure the
 /// accuracy loss.
@@ -25,7 +27,7 @@ pub struct Cli {
     /// Number of threads [default: all cores]; results do not depend on it
     #[arg(long, global = true, value_parser = threads)]
     pub threads: Option<usize>,
-    /// Print no progress and no notes
+    /// Suppress progress and notes
     #[arg(long, short, global = true)]
     pub quiet: bool,
     /// What to do
@@ -38,21 +40,23 @@ pub struct Cli {
 pub enum Command {
     /// Quantize the built-in model with each method and compare the results
     Demo(demo::Args),
-    /// Show what quantizing would do to every tensor, without computing anything
+    /// Show what quantization would do to each tensor, without computing anything
     Plan(plan::Args),
     /// Quantize a model
     Quantize(quantize::Args),
-    /// Measure perplexity, and the divergence from another model
+    /// Measure perplexity, and the divergence from a reference model
     Eval(eval::Args),
-    /// Check by a policy whether a model has become worse
+    /// Show results of eval next to each other, and which model is closest to the reference
+    Compare(compare::Args),
+    /// Check with a policy whether a model has become worse
     Gate(gate::Args),
     /// Show the contents of a checkpoint
     Inspect(inspect::Args),
-    /// Generate text after a prompt
+    /// Generate text from a prompt
     Generate(generate::Args),
-    /// Talk to a chat model
+    /// Chat with a model
     Chat(chat::Args),
-    /// Measure tokens per second of prefill and generation
+    /// Measure the tokens per second of prefill and generation
     Bench(bench::Args),
     /// Print a completion script for a shell
     Completions(completions::Args),

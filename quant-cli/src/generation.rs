@@ -27,28 +27,28 @@ pub struct DecodingOptions {
     /// Always take the most probable token
     #[arg(long, conflicts_with_all = ["temperature", "top_k", "top_p", "min_p", "seed"])]
     greedy: bool,
-    /// Sample with logits divided by T; 0 means --greedy
+    /// Divide the logits by T before sampling; 0 is the same as --greedy
     #[arg(long, value_name = "T", allow_negative_numbers = true)]
     temperature: Option<f32>,
     /// Sample from the K most probable tokens; 0 means all
     #[arg(long, value_name = "K")]
     top_k: Option<usize>,
-    /// Sample from the fewest tokens whose probabilities add up to P
+    /// Sample from the smallest set of tokens whose probabilities add up to at least P
     #[arg(long, value_name = "P", allow_negative_numbers = true)]
     top_p: Option<f32>,
-    /// Leave out tokens with less than P times the probability of the most probable one
+    /// Exclude tokens whose probability is less than P times that of the most probable token
     #[arg(long, value_name = "P", allow_negative_numbers = true)]
     min_p: Option<f32>,
-    /// Seed of sampling: the same seed gives the same text [default: 0]
+    /// Seed for sampling; the same seed gives the same text [default: 0]
     #[arg(long, value_name = "N")]
     seed: Option<u64>,
-    /// Divide positive logits of tokens that have occurred by X, and multiply negative ones by it
+    /// Make tokens that have already occurred less likely: divide their logits by X if positive, multiply them if negative
     #[arg(long, value_name = "X", allow_negative_numbers = true)]
     repetition_penalty: Option<f32>,
-    /// Stop before TEXT; can be repeated
+    /// Stop before TEXT, which is not printed; can be repeated
     #[arg(long, value_name = "TEXT", value_parser = NonEmptyStringValueParser::new())]
     stop: Vec<String>,
-    /// Continue after end-of-text tokens
+    /// Do not stop at end-of-text tokens
     #[arg(long)]
     ignore_eos: bool,
     /// Precision of the KV cache: auto (as in config.json), 16 (floats), 8, 4 or fp8
@@ -94,7 +94,7 @@ impl DecodingOptions {
         settings.check()?;
         if settings.max_new_tokens == 0 {
             return Err(Error::usage(
-                "--max-new-tokens is 0: there is nothing to generate",
+                "--max-new-tokens is 0, so there is nothing to generate",
                 "give at least 1",
             ));
         }
@@ -130,7 +130,7 @@ impl DecodingOptions {
         .with_half_cache();
         if let KvCaching::Simulated(kv) = decoder.caching() {
             let reason = opened.model.kernels_refuse(kv).unwrap_or_default();
-            session.progress.note(&format!("note: the KV cache is simulated: {reason}"));
+            session.progress.note(&format!("the KV cache is simulated: {reason}"));
         }
         Ok(decoder)
     }

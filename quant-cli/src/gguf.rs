@@ -7,22 +7,22 @@ use quant_core::run::GgufSettings;
 /// Options that only apply to GGUF files.
 #[derive(Debug, Clone, Default, clap::Args)]
 pub struct GgufOptions {
-    /// llama.cpp's name of the pre-tokenizer, if it is not recognized; none writes a file without vocabulary
+    /// Pre-tokenizer by its name in llama.cpp, if it is not recognized; none writes a file without a vocabulary
     #[arg(long, value_name = "NAME", help_heading = "GGUF")]
     pub pre: Option<String>,
-    /// Give tensors whose rows do not fit their type the fallback type of llama-quantize; the report lists them
+    /// If the row width of a tensor does not suit its type, use the fallback type of llama-quantize; the report lists such tensors
     #[arg(long, help_heading = "GGUF")]
     pub allow_fallback: bool,
-    /// Find scales exactly as llama-quantize does, instead of by the search that leaves less error
+    /// Choose scales exactly as llama-quantize does, instead of with the search that gives a smaller error
     #[arg(long, help_heading = "GGUF")]
     pub reference_search: bool,
-    /// Weight errors by the importance matrix in FILE (GGUF or .dat); --calibration computes one instead
+    /// Weight errors with the importance matrix in FILE (GGUF or .dat); with --calibration, one is computed instead
     #[arg(long, value_name = "FILE", help_heading = "GGUF")]
     pub imatrix: Option<PathBuf>,
-    /// Write the computed importance matrix to FILE: .dat selects the older file format, otherwise GGUF
+    /// Write the computed importance matrix to FILE, as GGUF or, if its name ends in .dat, in the older format
     #[arg(long, value_name = "FILE", help_heading = "GGUF")]
     pub save_imatrix: Option<PathBuf>,
-    /// Write several files into the directory OUT if one would have more than SIZE of tensors, such as 500M or 4G
+    /// Split the output into several files in the directory OUT, each with at most SIZE of tensors, such as 500M or 4G
     #[arg(long, value_name = "SIZE", value_parser = size, help_heading = "GGUF")]
     pub split_max_size: Option<u64>,
 }

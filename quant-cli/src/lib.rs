@@ -7,6 +7,7 @@ mod cli;
 mod colors;
 pub mod commands;
 pub mod device;
+mod foreign;
 pub mod generation;
 mod gguf;
 mod hub;
@@ -67,7 +68,7 @@ pub fn main(arguments: Vec<OsString>, embedding: Option<Embedding>) -> u8 {
 fn begin(arguments: &[OsString], embedding: Option<Embedding>) -> u8 {
     let cli = match cli::Cli::try_parse_from(arguments) {
         Ok(cli) => cli,
-        Err(error) => return output::refused_arguments(&error),
+        Err(error) => return output::refused_arguments(&foreign::explained(error, arguments)),
     };
     // hf-hub's log is disabled: the program reports those errors itself, with a remedy.
     let filter = tracing_subscriber::EnvFilter::try_from_env("QUANT_LOG")
@@ -105,7 +106,8 @@ fn no_threads(error: &dyn std::error::Error) -> Error {
     Error::Unavailable {
         what: "a thread".into(),
         reason: error.to_string(),
-        remedy: "request fewer (‹threads›), or raise the limits on processes and memory (ulimit -u and -v)"
+        remedy: "request fewer threads (‹threads›), or raise the limits on processes and memory (ulimit -u \
+            and -v)"
             .into(),
     }
 }
@@ -132,7 +134,9 @@ pub fn threads(asked: Option<usize>) -> quant_core::Result<usize> {
     // An unavailable kernel path is reported before anything is computed on a different one.
     quant_kernels_cpu::Isa::detect_checked().map_err(|error| Error::Usage {
         message: error.to_string(),
-        remedy: "set QUANT_ISA to one of these names, or unset it to use the widest".into(),
+        remedy: "set QUANT_ISA to one of these names, or unset it to use the widest instruction set of this \
+            processor"
+            .into(),
     })?;
     let all = || std::thread::available_parallelism().map_or(1, usize::from);
     let threads = asked.unwrap_or_else(all);

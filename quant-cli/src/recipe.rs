@@ -32,19 +32,19 @@ pub struct RecipeOptions {
     /// Checkpoint format [default: compressed-tensors]; repeat the option to write several into OUT/FORMAT
     #[arg(long, help_heading = "Recipe", long_help = format_help())]
     pub format: Vec<String>,
-    /// Weights of a row that share a scale, or `channel` for one scale per row
+    /// Number of consecutive weights of a row that share a scale, or `channel` for one scale per row
     #[arg(long, value_name = "SIZE", help_heading = "Recipe")]
     pub group_size: Option<String>,
     /// Symmetric grids [default: what the format's engines expect]
     #[arg(long, hide_short_help = true, conflicts_with = "asymmetric", help_heading = "Recipe")]
     pub symmetric: bool,
-    /// Grids with a zero point
+    /// Asymmetric grids, with a zero point
     #[arg(long, hide_short_help = true, help_heading = "Recipe")]
     pub asymmetric: bool,
     /// Linears that stay float: a name (down_proj), a glob (*.layers.0.*) or re:REGEX
     #[arg(long, value_name = "PATTERN", help_heading = "Recipe")]
     pub ignore: Vec<String>,
-    /// Linears with their own scheme (down_proj=w8a16)
+    /// Linears with a different scheme (down_proj=w8a16)
     ///
     /// The last pattern that matches wins. lm_head=SCHEME quantizes the head.
     #[arg(long = "override", value_name = "PATTERN=SCHEME", help_heading = "Recipe")]
@@ -60,14 +60,14 @@ pub struct RecipeOptions {
         help_heading = "Recipe"
     )]
     pub alpha: Option<String>,
-    /// SmoothQuant: what is divided by the scales: norms, or all (also linears that feed a linear channel by channel)
+    /// SmoothQuant: where the scales are folded in: norms, or all (also linears that feed a linear channel by channel)
     /// [default: norms]
     #[arg(long, hide_short_help = true, value_name = "norms|all", help_heading = "Recipe")]
     pub smooth_producers: Option<String>,
-    /// SmoothQuant: read channel maxima from FILE (of --save-channel-maxima) instead of calibrating
+    /// SmoothQuant: read channel maxima from FILE (written by --save-channel-maxima) instead of calibrating
     #[arg(long, hide_short_help = true, value_name = "FILE", help_heading = "Recipe")]
     pub channel_maxima: Option<PathBuf>,
-    /// QoQ: leave out a step, or several separated by commas; `quant plan` lists the steps
+    /// QoQ: skip a step, or several separated by commas; `quant plan` lists the steps
     #[arg(long, hide_short_help = true, value_name = "STEP", value_delimiter = ',', help_heading = "Recipe")]
     pub skip: Vec<String>,
     /// QoQ: smoothing exponent of the inputs of o_proj and down_proj, 0 to 1, or auto [default: 0.3, or 0.1 with one
@@ -89,13 +89,13 @@ pub struct RecipeOptions {
         help_heading = "Recipe"
     )]
     pub attention_alpha: Option<String>,
-    /// AWQ: compare candidate scales on growing shares of the batch (fast) or on all of it (reference) [default: fast]
+    /// AWQ: compare candidate scales on increasing parts of the batch (fast) or on all of it (reference) [default: fast]
     #[arg(long, hide_short_help = true, value_name = "fast|reference", help_heading = "Recipe")]
     pub search: Option<String>,
-    /// GPTQ: damping added to the diagonal of the Hessian, as a share of its mean [default: 0.01]
+    /// GPTQ: damping added to the diagonal of the Hessian, as a fraction of the diagonal's mean [default: 0.01]
     #[arg(long, hide_short_help = true, value_name = "SHARE", help_heading = "Recipe")]
     pub damping: Option<f64>,
-    /// GPTQ: columns per block of lazy updates; changes the speed, and results by rounding only [default: 128]
+    /// GPTQ: columns per block of lazy updates; affects speed, and results only by rounding [default: 128]
     #[arg(long, hide_short_help = true, value_name = "COLUMNS", help_heading = "Recipe")]
     pub block_size: Option<usize>,
     /// GPTQ: order of columns: none, static-groups (largest inputs first, grids fixed before) or group-aware (largest
@@ -115,7 +115,7 @@ pub struct RecipeOptions {
     /// sweep]
     #[arg(long, hide_short_help = true, value_name = "amax|four-over-six|sweep", help_heading = "Recipe")]
     pub scale_search: Option<String>,
-    /// Quantize a model that is already quantized from its dequantized weights; accuracy is lost twice
+    /// Quantize a model again that is already quantized, from its dequantized weights; this loses more accuracy
     #[arg(long, hide_short_help = true, help_heading = "Recipe")]
     pub requantize: bool,
     /// Calibration windows [default: 64]
@@ -127,11 +127,11 @@ pub struct RecipeOptions {
     /// Seed for selecting windows [default: 0]
     #[arg(long, hide_short_help = true, value_name = "S", help_heading = "Calibration")]
     pub seed: Option<u64>,
-    /// How documents become windows: stream (joined and cut), documents (whole and separate) or auto (documents for
-    /// conversations, stream for text) [default: auto]
+    /// How windows are made from documents: stream (joined, then cut), documents (whole, one or more to a window) or auto (documents
+    /// for conversations, stream for text) [default: auto]
     #[arg(long, hide_short_help = true, value_name = "auto|stream|documents", help_heading = "Calibration")]
     pub packing: Option<String>,
-    /// Tokens to leave out: none, or prompts (only what the assistant wrote counts) [default: none]
+    /// Tokens that do not count: none, or prompts (only the assistant's answers count) [default: none]
     #[arg(long, hide_short_help = true, value_name = "none|prompts", help_heading = "Calibration")]
     pub mask: Option<String>,
     /// Calibrate experts on the tokens routed to them, or on all [default: routed]
@@ -200,7 +200,7 @@ fn method_help() -> String {
     );
     let steps: Vec<_> = steps().into_iter().map(|(name, what)| (name, what.to_owned())).collect();
     let own = listed(
-        "Or custom steps, separated by commas; gptq or rtn (the default) comes last",
+        "Or your own steps, separated by commas; the last is gptq or rtn (default: rtn)",
         steps.into_iter(),
     );
     format!("{named}\n\n{own}")

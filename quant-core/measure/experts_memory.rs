@@ -239,7 +239,7 @@ impl TensorSource for Generated {
         let seed = name
             .bytes()
             .fold(0xcbf2_9ce4_8422_2325, |h: u64, b| (h ^ u64::from(b)).wrapping_mul(0x0000_0100_0000_01b3));
-        // Ranges begin and end between two-byte values.
+        // Ranges are aligned to two-byte values.
         let first = offset / 2;
         for (i, bytes) in buffer.chunks_exact_mut(2).enumerate() {
             let bits = Random(seed ^ (first + i as u64).wrapping_mul(0x2545_f491_4f6c_dd1d)).next();

@@ -7,8 +7,8 @@
 //! Defaults: one thread, a weight of 4096 × 4096, 16384 tokens. The solver is compared with faer's Cholesky chain
 //! (factor, inverse, factor of the inverse, all in `f32`) plus the blocked update at 60 % of the rate of faer's largest
 //! product; the Hessian is compared with faer's triangular product of all tokens at once. All measurements alternate.
-//! faer runs on one thread, so the ratios are only meaningful with one thread; with more they show how the work is
-//! shared.
+//! faer always runs on one thread, so ratios compare the two only if THREADS is 1. With more threads, the ratios show
+//! how GPTQ scales.
 
 use std::process::ExitCode;
 use std::time::Instant;
@@ -73,7 +73,7 @@ fn measure(
     side: usize,
     tokens: usize,
 ) -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
-    // faer's own threads are a feature that this crate does not enable.
+    // This crate does not enable the feature for faer's own threads.
     let par = Par::Seq;
     let x = values(tokens * side, 1);
     let rows = MatRef::from_row_major_slice(&x, tokens, side);

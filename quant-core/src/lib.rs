@@ -28,7 +28,7 @@
 //!
 //! let model = Model::open(&ModelDirectory::open(path)?)?;
 //! let recipe = Recipe::parse("[quantize]\nmethod = \"rtn\"\nscheme = \"w4a16-g32\"")?;
-//! let plan = Plan::new(&model, &recipe, recipe.containers[0])?; // every tensor, settled before any is read
+//! let plan = Plan::new(&model, &recipe, recipe.containers[0])?; // the action for every tensor, determined before any is read
 //!
 //! let cancel = CancelToken::new();
 //! let job = Job { model: &model, plan: &plan, windows: None, maxima: None, observer: &Silent, cancel: &cancel };

@@ -21,8 +21,8 @@ fn tiny() -> Tiny {
     Tiny { hidden: 128, intermediate: 256, head_dim: 32, vocab: 128, ..Tiny::default() }
 }
 
-/// A random model in which some norm channels are 32 times as large, and the columns that read them as much smaller.
-/// The float model is the same, but it is hard to quantize.
+/// A random model in which some norm channels are multiplied by 32 and the columns that read them are divided by 32.
+/// The float model is unchanged, but it is hard to quantize.
 fn planted(tiny: &Tiny, seed: u64) -> Checkpoint {
     let mut checkpoint = tiny.random(seed);
     for layer in 0..tiny.layers {
@@ -177,8 +177,9 @@ fn assert_near(found: f64, exact: f64, tolerance: f64, what: &str) {
 
 #[test]
 fn recorded_errors_are_those_of_the_definition_by_every_route() {
-    // Below 256 tokens the down projection's input is kept as rows, above as its Gram matrix. 2100 tokens form two
-    // chunks. Clipping uses every token only up to 1023. The fast search uses all of a small batch.
+    // The input of the down projection is kept as rows for fewer than 256 tokens, and otherwise as its Gram matrix.
+    // 2100 tokens form two chunks. For up to 1023 tokens, clipping uses all of them. The fast search uses all of a
+    // small batch.
     for (mode, scheme, count, length) in [
         (SearchMode::Fast, "w4a16-g32", 4, 30),
         (SearchMode::Fast, "w4a16-channel", 7, 40),
@@ -216,8 +217,8 @@ fn errors_from_differences_are_those_of_the_definition() {
     records_are_right(&Search::by(SearchMode::Fast, &planted(&wide, 3), "w4a16-g64", &masked), "masked");
 }
 
-/// With masked prompts and packed documents, only counted tokens matter, for every route, and the fast and the
-/// reference search find the same scales.
+/// With masked prompts and packed documents, only counted tokens affect the search, however candidates are compared,
+/// and the fast and the reference search find the same scales.
 #[test]
 fn masked_and_packed_batches_are_judged_by_what_counts() {
     for (family, scheme, count, length) in [
@@ -269,8 +270,8 @@ fn records_are_right(search: &Search, scheme: &str) {
         assert_eq!(record.inspected, module(group.inspected));
         let ones = vec![1.0; search.block.linear(group.consumers[0]).weight().shape()[1]];
         assert_near(record.error_before, search.group_error(group, &ones), 1e-3, &what);
-        // Norms are in f32 here, so the folded values equal the searched ones up to the last bit, which occasionally
-        // decides a rounding tie.
+        // Norms are in f32 here, so folded values differ from the searched ones in the last bit at most. Occasionally,
+        // this decides a rounding tie.
         let scales = search.rewrite.columns.get(&group.consumers[0]).unwrap_or(&ones);
         assert_eq!(record.ratio.is_some(), *scales != ones, "{what}");
         assert_near(record.error_after, search.group_error(group, scales), 5e-3, &what);
@@ -359,7 +360,8 @@ fn searches_never_end_worse_and_change_what_is_written() {
                 clips += 1;
             }
         }
-        // With grouped queries, the values and the linear that reads them are left alone: 6 of 7.
+        // With grouped queries, the value projection and the linear that reads it are not scaled, so 6 of 7 linears
+        // are.
         assert_eq!((folds, clips), (2 * 6, 2 * 5), "{scheme}");
         let mut changed = 0;
         for tensor in awq.report.tensors.iter().filter(|t| t.action == "quantized") {

@@ -123,5 +123,8 @@ fn what_would_be_done_twice_is_refused() {
     recipe.settings.smooth.producers = Producers::All;
     let error = Plan::new(&model, &recipe, recipe.containers[0]).unwrap_err();
     assert_eq!(error.category(), Category::Usage);
-    assert!(error.to_string().contains("`smooth-outputs` repeats"), "{error}");
+    assert!(
+        error.to_string().contains("`smooth-outputs` and SmoothQuant with all producers cannot be combined"),
+        "{error}"
+    );
 }

@@ -115,7 +115,7 @@ fn what_a_container_cannot_hold_is_refused() {
             }
         }
     };
-    assert!(refused(&recipe("rtn", "w3a16-g32")).to_string().contains("packs 4 bits, not 3"));
+    assert!(refused(&recipe("rtn", "w3a16-g32")).to_string().contains("4-bit weights only, not 3"));
     // F32 scales have more digits than F16 can hold.
     let error = refused(&recipe("rtn", "w4a16-g32"));
     assert!(matches!(error, Error::NotRepackable { .. }), "{error}");
@@ -225,7 +225,7 @@ fn a_shared_head_is_parted_from_the_embedding() {
     let checkpoint = tiny.random(9);
     let error = Plan::new(&checkpoint.model(), &asked(&["embed_tokens"]), named("compressed-tensors"));
     let error = error.unwrap_err().to_string();
-    assert!(error.contains("shares its weight with the head"), "{error}");
+    assert!(error.contains("is tied to the head"), "{error}");
     let float_head = run(&checkpoint.model(), &tiny.config(), &asked(&[]), None);
     for renamed in [false, true] {
         let mut checkpoint = checkpoint.clone();

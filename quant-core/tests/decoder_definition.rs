@@ -1,4 +1,4 @@
-//! The model stage against its definition in double precision, for models that the other available decoders do not run:
+//! The model stage against its definition in double precision, for models that no other available decoder supports:
 //! biases, heads that do not add up to the hidden size, linear position interpolation, OPT.
 
 mod common;

@@ -42,7 +42,7 @@ fn rounding_a_4096_wide_layer() {
 
 #[test]
 fn awq_on_layers_that_are_split() {
-    // Inputs kept as rows; weights, outputs and clip searches split into several tasks each.
+    // Inputs are kept as rows. Weights, outputs and clip searches are each split into several tasks.
     let tiny = Tiny {
         hidden: 512,
         intermediate: 1024,

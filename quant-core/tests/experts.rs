@@ -324,11 +324,11 @@ fn expert_tokens_without_experts_are_refused() {
         plan.err().map(|error| error.to_string())
     };
     let message = refused(Kind::Llama, ExpertTokens::All, 0).unwrap();
-    assert!(message.contains("no layer of the model has experts"), "{message}");
+    assert!(message.contains("the model has no experts"), "{message}");
     assert!(refused(Kind::Llama, ExpertTokens::Routed, 1).is_some());
     assert_eq!(refused(Kind::Llama, ExpertTokens::Routed, 0), None);
     let message = refused(Kind::Mixtral, ExpertTokens::All, 64).unwrap();
-    assert!(message.contains("a floor of 64 tokens for each expert has no effect"), "{message}");
+    assert!(message.contains("the floor of 64 tokens per expert has no effect"), "{message}");
     assert_eq!(refused(Kind::Mixtral, ExpertTokens::Routed, 64), None);
 }
 

@@ -214,7 +214,7 @@ fn every_reader_of_a_folded_channel_is_in_the_balance_list() {
             assert_eq!(group.input, norm, "{name}");
             assert!(group.consumers.iter().all(|&c| matches!(nodes[c].op, Op::Linear { .. })), "{name}");
         }
-        // For any producer, only the consumers may read their common input.
+        // Only the consumers of a group may read the value that they have in common.
         for group in &groups {
             assert_eq!(group.consumers, readers(nodes, group.input), "{name}");
         }
@@ -231,8 +231,8 @@ fn norms_in_a_narrow_type_are_folded_to_values_of_that_type() {
         for (node, weight) in &rewrite.norms {
             assert!(weight.iter().all(|&w| dtype.round(w) == w), "{dtype} {}", bench.graph().name(*node));
         }
-        // If consumers were multiplied by the requested scale instead of the one that the rounded norm amounts to, the
-        // output would be off by the rounding of the type.
+        // If consumers were multiplied by the requested scale instead of the scale by which the rounded norm was
+        // actually divided, the output would be off by the rounding of the type.
         let norm = &groups[0];
         let scales = random_scales(tiny.hidden, 70);
         let mut naive = Rewrite::default();

@@ -12,7 +12,7 @@ use configs::cases;
 use quant_core::checkpoint::Dtype;
 use quant_core::model::{Decoder, NodeId, Tap, TokenRows};
 
-/// Observes linears, so that they run individually, and counts them.
+/// A tap that counts the linears it observes. Because of the tap, linears run individually.
 struct Watch(usize);
 
 impl Tap for Watch {

@@ -152,7 +152,7 @@ fn qwen2_vl_with_its_fields_at_the_top_level() {
         config.insert("rope_scaling".into(), json!({ "type": "mrope", "mrope_section": [2, 3, 3] }));
         let model = open(class.source(&checkpoint, PLAIN), &config).unwrap();
         assert_eq!(logits(&model, &windows), logits(&checkpoint.model(), &windows));
-        // 8 frequencies in a head of 16.
+        // A head of width 16 has 8 frequencies.
         for sections in [json!([2, 3, 4]), json!([2, 3]), json!("8"), json!([-1, 9]), json!([u64::MAX, 9])] {
             config.insert("rope_scaling".into(), json!({ "type": "mrope", "mrope_section": sections }));
             let message = refusal(class.source(&checkpoint, PLAIN), &config);
@@ -322,8 +322,8 @@ fn nested_configurations_that_are_refused() {
         (with(&|c| drop(c.insert("text_config".into(), json!("llama")))), "`text_config` is the text"),
         (with(&|c| drop(c.shift_remove("text_config"))), "`text_config` is missing"),
         (with(&|c| drop(c.insert("text_config".into(), Value::Null))), "`text_config` is missing"),
-        (text("text_config", json!({ "hidden_size": 64 })), "`text_config.text_config` is nested"),
-        (text("text_config", json!(7)), "`text_config.text_config` is nested"),
+        (text("text_config", json!({ "hidden_size": 64 })), "`text_config.text_config` must not contain"),
+        (text("text_config", json!(7)), "`text_config.text_config` must not contain"),
         (text("model_type", json!("mamba")), "`text_config.model_type` is `mamba`"),
         (text("model_type", json!(["llama"])), "`text_config.model_type` is a list"),
         (text("hidden_size", json!("64")), "`text_config.hidden_size` is the text"),

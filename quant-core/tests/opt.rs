@@ -37,7 +37,7 @@ fn names_without_their_first_part_are_the_same_model() {
         let exact = logits(&checkpoint.model(), &windows);
         let short = model(renamed(&checkpoint, |name| Some(bare(name))), &tiny.config());
         assert_eq!(logits(&short, &windows), exact);
-        // The output has full names, whichever were read.
+        // The output always has full names.
         let recipe = recipe("awq", "w4a16-g32");
         let [long, short] =
             [&checkpoint.model(), &short].map(|model| run(model, &tiny.config(), &recipe, Some(&windows)));

@@ -183,7 +183,7 @@ fn parts_lie_in_the_plan() {
     for (start, end) in [(0, 0), (2, 1), (0, 4), (3, 4)] {
         let blocks = start..end;
         let message = plan.part(blocks.clone()).unwrap_err().to_string();
-        assert!(message.contains("not a non-empty part of 0..3"), "{blocks:?}: {message}");
+        assert!(message.contains("not a non-empty range within 0..3"), "{blocks:?}: {message}");
     }
     let of = |blocks: Range<usize>| plan.part(blocks).unwrap().outputs().len();
     assert_eq!(of(0..1) + of(1..2) + of(2..3), plan.outputs().len());

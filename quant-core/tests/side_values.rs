@@ -24,8 +24,9 @@ fn small() -> Case {
     cases().into_iter().find(|case| case.name == "gemma4-small").unwrap()
 }
 
-/// Blocks that read another block's keys and values have no projections for them; those in the file are not written.
-/// The projection of per-layer inputs is listed by name as staying float.
+/// Blocks that read another block's keys and values have no projections for them. If the file contains such
+/// projections, they are not written. The projection of per-layer inputs is listed by name among the linears that stay
+/// float.
 #[test]
 fn keys_that_nothing_reads_are_left_away() {
     let mut case = cases().into_iter().find(|case| case.name == "gemma4-small").unwrap();

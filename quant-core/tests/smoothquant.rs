@@ -69,7 +69,7 @@ fn largest(values: impl Iterator<Item = f32>) -> f32 {
     values.fold(0.0, |max, v| max.max(v.abs()))
 }
 
-/// Equation 4 from ranges and weights, for a producer whose channels are the consumers' columns.
+/// The scales of equation 4, from ranges and weights, for a producer whose channels are the consumers' columns.
 fn scales(
     block: &Block,
     ranges: &BTreeMap<NodeId, Vec<[f32; 2]>>,
@@ -128,7 +128,7 @@ fn scales_are_those_of_the_paper() {
                         before.iter().zip(&expected).map(|(b, s)| f64::from(*b) / s).collect();
                     let exactness = if tiny.norm_dtype == Dtype::F32 { 1e-5 } else { 1.0 / 256.0 };
                     assert_close(&after, &divided, exactness, &what);
-                    // The weights compensate for the stored norm's actual change, not for the requested one.
+                    // Columns are multiplied by the factor by which the stored, rounded norm actually changed.
                     let made_up: Vec<f32> = before.iter().zip(&after).map(|(b, a)| b / a).collect();
                     for reader in readers {
                         let weight = exact.linear(reader).weight().to_f32().unwrap();
@@ -139,7 +139,7 @@ fn scales_are_those_of_the_paper() {
                         let k = made_up.len();
                         for (i, (q, w)) in tensor.dequantize().unwrap().iter().zip(&weight).enumerate() {
                             let (target, scale) = (w * made_up[i % k], tensor.scales[i / k]);
-                            // Half a step, plus the clipping of the largest code of a row.
+                            // A code is off by at most half a step, plus the clipping of the largest code of a row.
                             assert!((q - target).abs() <= 0.51 * scale + 1e-6, "{what}: {q} for {target}");
                         }
                     }
@@ -436,15 +436,15 @@ fn what_makes_no_sense_is_refused_before_any_compute() {
         recipe
     };
     assert!(message(&with("embed_tokens", "w8a8")).contains("an embedding has no input activations"));
-    assert!(message(&with("lm_head", "w8a8-static")).contains("only for blocks"));
+    assert!(message(&with("lm_head", "w8a8-static")).contains("only in blocks"));
     for format in ["awq", "gptq"] {
         let containers = vec![quant_core::format::container(format).unwrap()];
-        // Dynamic scales are left to the engine, and the loss is reported; static scales found on a text must not be
-        // dropped.
+        // Dynamic scales are computed by the engine, and a note says that the format does not describe them. Static
+        // scales, which were computed on a text, must not be dropped.
         let plan = |scheme| Recipe { containers: containers.clone(), ..recipe("rtn", scheme) };
         let lost = Plan::new(&model, &plan("w4a8"), containers[0]).unwrap().losses();
-        assert!(lost.len() == 1 && lost[0].contains("cannot describe activations"), "{lost:?}");
-        assert!(message(&plan("w8a8-static")).contains("cannot describe activations"));
+        assert!(lost.len() == 1 && lost[0].contains("cannot describe quantized activations"), "{lost:?}");
+        assert!(message(&plan("w8a8-static")).contains("cannot describe quantized activations"));
     }
     assert!(Plan::new(&model, &with("lm_head", "w8a8"), recipe("rtn", "w8a8").containers[0]).is_ok());
 }

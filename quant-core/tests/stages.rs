@@ -120,7 +120,7 @@ fn no_stage_uses_one_above_it() {
             path.display()
         );
         for used in modules_used(&text) {
-            // Errors contain those of the lowest stage.
+            // `error` may use the errors of the lowest stage.
             let allowed = shared && used == "checkpoint" && own == "error";
             let above = match (height(&own), height(&used)) {
                 (Some(own), Some(used)) => used > own,
@@ -138,8 +138,8 @@ fn no_stage_uses_one_above_it() {
     }
 }
 
-/// The places where operations of a block may be named, and why no new operation can be forgotten there. Everywhere
-/// else, code calls a method of `Op`, whose match is exhaustive.
+/// The files that may match on the operations of a block, and why a match there cannot miss a new operation. All other
+/// code calls a method of `Op`, whose match is exhaustive.
 const NAMES_OPERATIONS: [(&str, &str); 8] = [
     ("model/arch/", "graphs are built of operations here, and each operation answers every question"),
     ("model/block.rs", "evaluates them; an unknown one is an error"),

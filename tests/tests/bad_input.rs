@@ -87,21 +87,21 @@ fn weights() {
         (
             "no weights",
             |m| std::fs::remove_file(m.join(WEIGHTS)).unwrap(),
-            &["contains no checkpoint", WEIGHTS],
+            &["does not contain a checkpoint", WEIGHTS],
         ),
-        ("an empty file", |m| cut(m, 0), &[WEIGHTS, "0 bytes, too short"]),
-        ("seven bytes", |m| cut(m, 7), &[WEIGHTS, "7 bytes, too short"]),
-        ("cut within the header", |m| cut(m, 200), &[WEIGHTS, "the header claims", "192"]),
+        ("an empty file", |m| cut(m, 0), &[WEIGHTS, "has 0 bytes, too few"]),
+        ("seven bytes", |m| cut(m, 7), &[WEIGHTS, "has 7 bytes, too few"]),
+        ("cut within the header", |m| cut(m, 200), &[WEIGHTS, "the header length", "192"]),
         ("cut within a tensor", |m| cut(m, 60_000), &[WEIGHTS, "truncated within tensor `model.", "60000"]),
         (
             "a header longer than the file",
             |m| overwrite(m, WEIGHTS, [1_000_000u64.to_le_bytes().as_slice(), b"{}"].concat()),
-            &[WEIGHTS, "the header claims 1000000 bytes, but the file has only 2"],
+            &[WEIGHTS, "the header length is 1000000 bytes, but only 2 bytes follow"],
         ),
         (
             "a header of 2^64 bytes",
             |m| overwrite(m, WEIGHTS, [u64::MAX.to_le_bytes().as_slice(), b"{}"].concat()),
-            &[WEIGHTS, "the header claims 18446744073709551615 bytes"],
+            &[WEIGHTS, "the header length is 18446744073709551615 bytes"],
         ),
         (
             "a header that is no JSON",
@@ -123,7 +123,7 @@ fn weights() {
                 let entry = json!({ "dtype": "F16", "shape": [64], "data_offsets": [0, 2] });
                 described_as(m, entry, &[0; 2]);
             },
-            &[WEIGHTS, "`model.norm.weight`", "takes 128 bytes", "span 2"],
+            &[WEIGHTS, "`model.norm.weight`", "takes 128 bytes", "span 2 bytes"],
         ),
         (
             "a tensor described twice",
@@ -132,7 +132,7 @@ fn weights() {
                 let header = format!(r#"{{"twice":{entry},"twice":{entry}}}"#);
                 overwrite(m, WEIGHTS, safetensors_with_header(&header, &[0; 2]));
             },
-            &[WEIGHTS, "`twice` is described twice"],
+            &[WEIGHTS, "`twice` appears twice"],
         ),
         (
             "an unknown dtype",
@@ -172,7 +172,7 @@ fn weights() {
         (
             "pickle only",
             |m| std::fs::rename(m.join(WEIGHTS), m.join("pytorch_model.bin")).unwrap(),
-            &["only as pickle", "pytorch_model.bin", "safe_serialization=True"],
+            &["only pickle weights", "pytorch_model.bin", "safe_serialization=True"],
         ),
     ]);
 }
@@ -208,7 +208,7 @@ fn shards() {
         (
             "a shard outside the directory",
             |m| shard(m, |map| drop(map.insert("x".into(), json!("../secret.safetensors")))),
-            &[INDEX, "`weight_map`", "../secret.safetensors", "leads out of the model directory"],
+            &[INDEX, "`weight_map`", "../secret.safetensors", "points outside the model directory"],
         ),
         (
             "an absolute shard",
@@ -222,7 +222,7 @@ fn shards() {
                 std::fs::remove_file(m.join("b.safetensors")).unwrap();
                 std::os::unix::fs::symlink(demo_model().join(WEIGHTS), m.join("b.safetensors")).unwrap();
             },
-            &[INDEX, "b.safetensors", "leaves the model directory"],
+            &[INDEX, "b.safetensors", "outside the model directory"],
         ),
         (
             "a tensor that no shard holds",
@@ -254,7 +254,7 @@ fn configuration() {
     const CONFIG: &str = "config.json";
     refused_by_all_verbs(&[
         ("no configuration", |m| std::fs::remove_file(m.join(CONFIG)).unwrap(), &[CONFIG, "is missing"]),
-        ("not JSON", |m| overwrite(m, CONFIG, "{"), &[CONFIG, "not acceptable JSON"]),
+        ("not JSON", |m| overwrite(m, CONFIG, "{"), &[CONFIG, "not valid JSON"]),
         ("no object", |m| overwrite(m, CONFIG, "[]"), &[CONFIG, "one JSON object"]),
         ("a key twice", |m| overwrite(m, CONFIG, r#"{"a":1,"a":2}"#), &[CONFIG, "`a`"]),
         ("over 1 MiB", |m| overwrite(m, CONFIG, vec![b' '; (1 << 20) + 1]), &[CONFIG, "1048577", "1048576"]),
@@ -366,7 +366,7 @@ fn a_perplexity_that_overflows() {
 #[test]
 fn blocks_that_are_not_counted() {
     let model = broken(|m| edit_config(m, &json!({ "num_hidden_layers": 1 })));
-    let expected = ["`num_hidden_layers` is 1", "holds `model.layers.1."];
+    let expected = ["`num_hidden_layers` is 1", "contains `model.layers.1."];
     refuses_to_quantize("a block too many", model.path(), &RTN, 4, &expected);
     check_message("plan", &quant(args!["plan", model.path(), "--group-size", "32"]), 4, &expected);
 }
@@ -420,7 +420,7 @@ fn tokenizers() {
         (
             "tokens outside the embedding",
             |m| TinyLlama { vocab: 100, ..TinyLlama::default() }.write(m),
-            &["tokenizer.json", "the embedding has 100 rows"],
+            &["tokenizer.json", "the embedding has only 100 rows"],
         ),
         (
             "merges that the vocabulary lacks",

@@ -23,14 +23,14 @@ fn model() -> TempDir {
 fn recipes() {
     let model = model();
     let cases: &[(&[&str], &[&str])] = &[
-        (&["--scheme", "w9a16"], &["scheme `w9a16`", "w2, w3, w4, w5, w6, w7 or w8, then a16 or a8"]),
-        (&["--scheme", "w8a8-static-asym-sym"], &["`sym` is not understood", "-static or -static-asym"]),
+        (&["--scheme", "w9a16"], &["scheme `w9a16`", "w2, w3, w4, w5, w6, w7 or w8; a16 or a8"]),
+        (&["--scheme", "w8a8-static-asym-sym"], &["unknown part `sym`", "-static or -static-asym"]),
         (
             &["--method", "smoothquant", "--scheme", "w4a16-g32"],
             &["all activations stay float", "such as w8a8"],
         ),
         (&["--scheme", "w4a8-g32-static"], &["only with w8a8-channel-sym"]),
-        (&["--format", "awq", "--scheme", "w4a8-g32-static"], &["cannot describe activations"]),
+        (&["--format", "awq", "--scheme", "w4a8-g32-static"], &["cannot describe quantized activations"]),
         (&["--method", "smoothquant", "--alpha", "1.5"], &["alpha is 1.5; it must be from 0 to 1"]),
         (&["--method", "smoothquant", "--alpha", "best"], &["alpha `best`", "or auto"]),
         (&["--method", "smoothquant", "--smooth-producers", "some"], &["producers `some`", "norms, all"]),
@@ -38,7 +38,7 @@ fn recipes() {
         (&["--skip", "rotate"], &["`rotate` is not a step of method `awq`", "its steps are awq"]),
         (
             &["--method", "rtn", "--skip", "rotate"],
-            &["not a step of method `rtn`", "none of its steps can be skipped"],
+            &["not a step of method `rtn`", "no steps that can be skipped"],
         ),
         (
             &["--method", "qoq", "--skip", "rotat"],
@@ -55,8 +55,8 @@ fn recipes() {
         (&["--method", "qoq", "--output-alpha", "2"], &["alpha is 2; it must be from 0 to 1"]),
         (&["--scheme", "w4a8kv5"], &["unknown cache `kv5`", "kv4, kv8, kvf8 or kv16"]),
         (&["--override", "down_proj=w4a8kv4"], &["`w4a8kv4`"]),
-        (&["--scheme", "w4a8-channel-progressive"], &["one scale per row cannot be progressive"]),
-        (&["--scheme", "w8a8-progressive"], &["`progressive` is not understood"]),
+        (&["--scheme", "w4a8-channel-progressive"], &["progressive scales require groups"]),
+        (&["--scheme", "w8a8-progressive"], &["unknown part `progressive`"]),
         (&["--method", "smoothquant", "--search", "fast"], &["--search has no effect"]),
         (&["--scheme", "w4a16-g32-maybe"], &["`maybe`", "-sym or -asym"]),
         (&["--scheme", "w4a16-g0"], &["`g0`"]),
@@ -66,7 +66,11 @@ fn recipes() {
             &["--group-size", "32", "--seq-len", "1048577"],
             &["at most 1048576 windows of at most 1048576 tokens"],
         ),
-        (&["--scheme", ""], &["scheme ``"]),
+        (&["--scheme", ""], &["scheme ``", "common schemes are w4a16-g128"]),
+        (
+            &["--scheme", "int4"],
+            &["scheme `int4`", "did you mean w4a16?", "common schemes are w4a16-g128", "--preset"],
+        ),
         (
             &["--method", "magic"],
             &["unknown method `magic`", "known methods: awq, awq-gptq, gptq, qoq, qoq-rtn, rtn"],
@@ -77,7 +81,7 @@ fn recipes() {
         (&["--group-size", "many"], &["group size `many`"]),
         (
             &["--scheme", "w4a16-g32", "--group-size", "64"],
-            &["--scheme w4a16-g32 contradicts", "set it only once"],
+            &["--scheme w4a16-g32 contradicts", "specify group size and symmetry only once"],
         ),
         (&["--scheme", "w4a16-g32-sym", "--asymmetric"], &["--scheme w4a16-g32-sym contradicts"]),
         (&["--scheme", "w4a16-g32-asym", "--symmetric"], &["--scheme w4a16-g32-asym contradicts"]),
@@ -102,7 +106,7 @@ fn recipes() {
         (
             &["--format", "awq", "--scheme", "w3a16-g32"],
             &[
-                "`model.layers.0.self_attn.q_proj.weight`: the awq format packs 4 bits, not 3",
+                "`model.layers.0.self_attn.q_proj.weight`: the awq format supports 4-bit weights only, not 3",
                 "--format compressed-tensors",
             ],
         ),
@@ -112,17 +116,14 @@ fn recipes() {
         ),
         (&["--search", "deep"], &["unknown search `deep`", "fast, reference"]),
         (&["--method", "rtn", "--seed", "0"], &["--seed has no effect"]),
-        (&["--method", "clip,reorder"], &["`clip` narrows the ranges", "put `clip` last"]),
+        (&["--method", "clip,reorder"], &["`clip` clips the ranges", "put `clip` last"]),
         (&["--method", "reorder,rotate"], &["modifies the whole model", "put `rotate` first"]),
-        (
-            &["--method", "rotate,magic"],
-            &["step `magic` is not known", "the steps are awq, clip, fold-norms"],
-        ),
+        (&["--method", "rotate,magic"], &["unknown step `magic`", "the steps are awq, clip, fold-norms"]),
         (&["--packing", "bfd"], &["unknown packing `bfd`", "auto, stream, documents"]),
         (&["--mask", "users"], &["unknown mask `users`", "none, prompts"]),
         (&["--method", "rtn", "--packing", "documents"], &["--packing has no effect"]),
         (&["--method", "rtn", "--mask", "prompts"], &["--mask has no effect"]),
-        (&["--group-size", "32", "--ignore", "re:("], &["pattern `re:(`", "re: and a regular expression"]),
+        (&["--group-size", "32", "--ignore", "re:("], &["pattern `re:(`", "a regular expression after re:"]),
         (&["--group-size", "32", "--ignore", ""], &["pattern ``", "is empty"]),
         (&["--group-size", "32", "--ignore", "*"], &["nothing is left to quantize"]),
         (&["--group-size", "32", "--override", "down_proj"], &["`down_proj` has no `=`", "PATTERN=SCHEME"]),
@@ -203,6 +204,35 @@ fn recipe_files() {
     let grouped = [recipe, &["--group-size".as_ref(), "32".as_ref()]].concat();
     assert_eq!(plan(&grouped).succeeded().stdout, plan(&preset).succeeded().stdout);
 
+    // A pattern without effect is reported with its place, not as an option.
+    let head = "[quantize]\nscheme = \"w4a16-g32\"\n";
+    let down = "[[quantize.override]]\npattern = \"down_proj\"\nscheme = \"w8a16\"\n";
+    for (text, expected) in [
+        (
+            format!("{head}ignore = [\n  \"o_proj\",\n  \"down_prj\",\n]\n"),
+            &[
+                "mine.toml: line 5: ignore `down_prj` matches no linear of the model",
+                "did you mean down_proj",
+            ][..],
+        ),
+        (
+            format!("{head}[[quantize.override]]\npattern = \"mlp.downproj\"\nscheme = \"w8a16\"\n"),
+            &["mine.toml: line 4: override `mlp.downproj` matches no linear", "did you mean mlp.down_proj"],
+        ),
+        (
+            format!("{head}{down}{down}"),
+            &["mine.toml: line 4: override `down_proj` has no effect: other patterns take precedence"],
+        ),
+        (format!("{head}ignore = [\"re:(\"]\n"), &["mine.toml: line 3: pattern `re:(`"]),
+        (
+            format!("{head}override = [\"down_proj=w8a16\"]\n"),
+            &["mine.toml: line 3: invalid type: string", "expected a table with the keys pattern and scheme"],
+        ),
+    ] {
+        std::fs::write(&file, text).unwrap();
+        check_message(expected[0], &plan(recipe), 2, expected);
+        assert!(!plan(recipe).stderr.contains("--override") || expected[0].contains("no effect"));
+    }
     std::fs::write(&file, "[quantize]\nscheme = \"w4a16\"\nbits = 4\n").unwrap();
     check_message("a key", &plan(recipe), 2, &["mine.toml: line 3: unknown field `bits`", "--print-recipe"]);
     // The error is the same as for the equivalent options.
@@ -232,6 +262,20 @@ fn arguments() {
     let cases = [
         (args!["plan", m, "--gruop-size", "32"], "unexpected argument '--gruop-size'"),
         (args!["plan", m, "--gruop-size", "32"], "similar argument exists: '--group-size'"),
+        (args!["plan", m, "--bits", "4"], "tip: --scheme sets the bits: w4a16 has weights of 4 bits"),
+        (args!["quantize", m, "--wbits=4"], "tip: --scheme sets the bits"),
+        (args!["quantize", m, "-o", "x", "--dataset", "c4"], "tip: --calibration takes a file of text"),
+        (args!["eval", m, "--dataset", "c4"], "tip: --text takes a file, or the name of a set"),
+        (args!["quantize", m, "--output_dir", "x"], "tip: --output (-o) names the directory"),
+        (
+            args!["convert", m],
+            "tip: to convert a quantized checkpoint: quant quantize CHECKPOINT -o OUT --format awq",
+        ),
+        (
+            args!["export", m],
+            "tip: to convert a quantized checkpoint: quant quantize CHECKPOINT -o OUT --format awq",
+        ),
+        (args!["perplexity", m], "tip: to measure: quant eval MODEL --text builtin-heldout"),
         (args!["plan", m, "--symmetric", "--asymmetric"], "cannot be used with"),
         (args!["plan", m, "--threads", "0"], "expected a number from 1 to 1024"),
         (args!["plan", m, "--threads=-1"], "expected a number from 1 to 1024"),
@@ -252,8 +296,8 @@ fn arguments() {
         (args!["eval", m, "--text", "builtin-heldout", "--profile", "best"], "unknown profile `best`"),
         (args!["bench", m, "--prefill", "0"], "nothing to measure"),
         (args!["bench", m, "--decode", "99999999999"], "are too many"),
-        (args!["bench", m, "--only", "w8a8"], "--only is for `bench kernels`"),
-        (args!["bench", "kernels", "--only", "w9a9"], "no measured kernel has `w9a9` in its name"),
+        (args!["bench", m, "--only", "w8a8"], "--only has no effect without `bench kernels`"),
+        (args!["bench", "kernels", "--only", "w9a9"], "no kernel has `w9a9` in its name"),
     ];
     for (arguments, expected) in cases {
         check_message(expected, &quant(arguments), 2, &[expected]);
@@ -324,7 +368,7 @@ fn texts() {
     let cases: &[(&str, &[&str])] = &[
         ("empty.txt", &["empty.txt: holds no text"]),
         ("blank.txt", &["blank.txt: holds no text"]),
-        ("short.txt", &["short.txt: has 26 tokens, enough for 0 windows of 50; 1 are needed"]),
+        ("short.txt", &["short.txt: has 26 tokens, enough for only 0 windows of 50; 1 are needed"]),
         ("latin.txt", &["latin.txt: is not UTF-8 at byte 3"]),
         ("no-text.jsonl", &["no-text.jsonl:3: has no string field `text`"]),
         ("number.jsonl", &["number.jsonl:1: has no string field `text`"]),
@@ -334,7 +378,10 @@ fn texts() {
         (".", &["is not a regular file"]),
         (
             "nowhere.txt",
-            &["nowhere.txt is neither a file nor a known text set", "one of builtin, builtin-heldout, "],
+            &[
+                "nowhere.txt is neither an existing file nor a known text set",
+                "one of these sets: builtin, builtin-heldout, ",
+            ],
         ),
     ];
     for (name, expected) in cases {
@@ -355,8 +402,29 @@ fn texts() {
         model.path(),
         &options,
         5,
-        &["`c4`", "allenai/c4", "give that file's path"],
+        &["`c4`", "allenai/c4", "give the path of that file"],
     );
+}
+
+/// A public set in a build that does not download it: the message names what needs no download, and so does the help.
+#[test]
+fn texts_of_a_hub() {
+    let model = model();
+    let expected = [
+        "the text set `wikitext-2` is not available",
+        "use the built-in text (builtin-heldout for an evaluation, builtin for calibration)",
+        "--features hub",
+    ];
+    let eval = quant(args!["eval", model.path(), "--text", "wikitext-2"]);
+    check_message("wikitext-2", &eval, 5, &expected);
+    let options = ["--group-size", "32", "--calibration", "wikitext-2"];
+    refuses_to_quantize("wikitext-2", model.path(), &options, 5, &expected);
+    for help in ["-h", "--help"] {
+        let run = quant(args!["eval", help]).succeeded();
+        let text = run.stdout.split_whitespace().collect::<Vec<_>>().join(" ");
+        let expected = "a file (plain text or .jsonl), builtin-heldout (built in), or a public set";
+        assert!(text.contains(expected) && text.contains("wikitext-2"), "{run}");
+    }
 }
 
 /// A model name without a local directory: only a build with the feature `hub` downloads it.
@@ -405,7 +473,7 @@ fn outputs() {
         ("models/tiny", false, 2, &["overlaps the input"]),
         ("models/tiny", true, 2, &["overlaps the input"]),
         ("models/../models/./tiny/", true, 2, &["overlaps the input"]),
-        ("models/tiny/out", true, 2, &["overlaps the input", "a separate directory"]),
+        ("models/tiny/out", true, 2, &["overlaps the input", "outside the model directory"]),
         ("models", true, 2, &["overlaps the input"]),
         ("link", true, 2, &["overlaps the input"]),
         ("link/out", true, 2, &["overlaps the input"]),
@@ -416,7 +484,7 @@ fn outputs() {
         ("file/out", true, 5, &["file/out", "Not a directory"]),
         ("home", true, 2, &["was not written by quant", "--force does not replace it"]),
         ("models/other", true, 2, &["was not written by quant", "--force does not replace it"]),
-        ("visited", true, 2, &["visited holds `notes.txt`, which quant did not write"]),
+        ("visited", true, 2, &["visited contains `notes.txt`, which quant did not write"]),
         ("dangling", true, 2, &["dangling", "a broken symbolic link"]),
         ("taken", true, 2, &["taken.job", "thesis.tex"]),
     ];
@@ -428,7 +496,7 @@ fn outputs() {
         assert_eq!(snapshot(scratch.path()), before, "{output}: something has changed");
     }
     let run = quant(args!["quantize", &model, "-o", "/", "--method", "rtn", "--group-size", "32"]);
-    check_message("/", &run, 2, &["/ cannot be an output directory"]);
+    check_message("/", &run, 2, &["/ cannot be the output"]);
     let run = quant(args!["inspect", &model, format!("--json={}", at("nowhere/x.json").display())]);
     check_message("a report nowhere", &run, 5, &["nowhere/x.json"]);
     // Reported before the evaluation, not after it.

@@ -84,6 +84,38 @@ fn read_json(path: &Path) -> Value {
 }
 
 #[test]
+fn importance_matrices_of_conversations() {
+    let bench = Bench::new();
+    let importance = |name: &str, options: &[&str]| {
+        let file = bench.at(&format!("{name}.dat"));
+        let chats = bench.chats();
+        let options = [&["--samples", "3", "--seq-len", "96", "--calibration", &chats], options].concat();
+        let arguments = args![
+            "quantize",
+            bench.model(),
+            "-o",
+            bench.at(&format!("{name}.gguf")),
+            "--format",
+            "gguf",
+            "--scheme",
+            "q8_0",
+            "--pre",
+            "none",
+            "--save-imatrix",
+            &file
+        ];
+        quant(arguments.into_iter().chain(options.iter().map(OsString::from))).succeeded();
+        std::fs::read(file).unwrap()
+    };
+    let masked = importance("masked", &["--mask", "prompts", "--threads", "1"]);
+    assert_eq!(masked, importance("again", &["--mask", "prompts", "--threads", "2"]));
+    // Tokens of prompts count, or rendered without the template, they are other tokens.
+    assert_ne!(masked, importance("whole", &["--mask", "none"]));
+    bench.write("model/chat_template.jinja", &TEMPLATE.replace("eos_token", "'!!'"));
+    assert_ne!(masked, importance("other", &["--mask", "prompts"]));
+}
+
+#[test]
 fn masked_conversations() {
     let bench = Bench::new();
     let run = bench.quantize("masked", &["--mask", "prompts", "--threads", "1"]);
@@ -186,9 +218,9 @@ fn templates_that_cannot_be_used() {
         "answers that cannot be distinguished",
         &["--mask", "prompts"],
         4,
-        &["does not separate prompts from answers", "--mask none"],
+        &["does not allow separating prompts from answers", "--mask none"],
     );
-    with(config, "{").refuses("settings that are no JSON", &[], 4, &[config, "not acceptable JSON"]);
+    with(config, "{").refuses("settings that are no JSON", &[], 4, &[config, "not valid JSON"]);
     with(config, r#"{"eos_token": 3}"#).refuses("a token that is none", &[], 4, &[config, "`eos_token`"]);
     let bench = with(config, r#"{"chat_template": [{"name": "rag", "template": "x"}]}"#);
     std::fs::remove_file(bench.at("model/chat_template.jinja")).unwrap();
@@ -205,7 +237,7 @@ fn conversations_that_cannot_be_used() {
     let good = json!({ "messages": [{ "role": "user", "content": "x ".repeat(60) }] }).to_string();
     for (case, line, phrase) in [
         ("a text among them", json!({ "text": "x" }), "no field `messages`"),
-        ("no messages", json!({ "messages": [] }), "not a non-empty list"),
+        ("no messages", json!({ "messages": [] }), "empty or not a list"),
         ("no role", json!({ "messages": [{ "content": "x" }] }), "`role` in message 1"),
         ("no content", json!({ "messages": [{ "role": "user" }] }), "fails on it"),
     ] {

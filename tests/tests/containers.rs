@@ -109,7 +109,7 @@ fn a_directory_for_formats_holds_nothing_else() {
     let other = scratch.path().join("other");
     let three = [&BOTH[..], &["--method", "rtn", "--scheme", "w3a16-g32"]].concat();
     let run = quant(quantize(&model, &other, &three));
-    check_message("3 bits", &run, 2, &["the awq format packs 4 bits, not 3"]);
+    check_message("3 bits", &run, 2, &["the awq format supports 4-bit weights only, not 3"]);
     assert!(!other.exists());
     for (case, formats, expected) in [
         ("twice", &["--format", "awq", "--format", "awq"][..], "`awq` is listed twice"),
@@ -156,7 +156,7 @@ fn a_quantized_checkpoint_is_written_in_another_format() {
         ("a sample", &["--format", "awq", "--samples", "3"]),
     ] {
         let run = quant(quantize(&at("ct"), &at("no"), options));
-        check_message(case, &run, 4, &["is already quantized (compressed-tensors)", "give only --format"]);
+        check_message(case, &run, 4, &["is already quantized (compressed-tensors)", "set only --format"]);
         assert!(!at("no").exists(), "{case}");
     }
     let run = quant(quantize(&at("ct"), &at("no"), &["--format", "awq", "--calibration", "builtin"]));
@@ -174,7 +174,12 @@ fn a_checkpoint_that_does_not_fit_the_other_format_is_refused() {
     let override_ = ["--override", "down_proj=w8a16-g32"];
     quant(quantize(&model, &at("mixed"), &[&rtn[..], &override_].concat())).succeeded();
     let run = quant(quantize(&at("mixed"), &at("no"), &["--format", "awq"]));
-    check_message("8 bits", &run, 2, &["down_proj", "packs 4 bits, not 8", "original float checkpoint"]);
+    check_message(
+        "8 bits",
+        &run,
+        2,
+        &["down_proj", "4-bit weights only, not 8", "original float checkpoint"],
+    );
     // A scale that F16 cannot represent, in a BF16 file.
     quant(quantize(&model, &at("head"), &[&rtn[..], &["--override", "lm_head=w4a16-g32"]].concat()))
         .succeeded();

@@ -9,13 +9,13 @@ use quant_tests::{args, demo_model};
 fn rules_that_score_nothing_are_refused() {
     let text = ["--text", "builtin-heldout"];
     for (options, code, expected) in [
-        (vec!["--profile", "gptq-1"], 2, "too short to score"),
+        (vec!["--profile", "gptq-1"], 2, "would score no token"),
         (vec!["--profile", "perplexity"], 2, "unknown profile `perplexity`"),
-        (vec!["--profile", "hf-stride-64-65"], 2, "stride of 65"),
+        (vec!["--profile", "hf-stride-64-65"], 2, "the stride is 65"),
         (vec!["--windows", "0", "--window", "64"], 2, "--windows"),
-        (vec!["--profile", "wt2-gptq-2048"], 2, "is not WikiText-2"),
+        (vec!["--profile", "wt2-gptq-2048"], 2, "test split of WikiText-2"),
         (vec!["--window", "64", "--windows", "999999999"], 4, "999999999 are needed"),
-        (vec!["--profile", "llamacpp-99999"], 4, "llama.cpp needs at least 2"),
+        (vec!["--profile", "llamacpp-99999"], 4, "llama.cpp profiles need at least 2"),
     ] {
         let mut arguments = args!["eval", demo_model()];
         arguments.extend(text.map(Into::into));
@@ -72,7 +72,10 @@ fn reports_show_what_was_measured() {
     for part in [
         "&lt;script&gt;",
         "&lt;b&gt;Rain",
-        "Hidden-state error by depth",
+        "Relative error of hidden states by block",
+        "rtn as compressed-tensors, w3a16-g64-sym, ",
+        "of the reference's weight files",
+        "p class=\"verdict\"",
         "w3a16-g64-sym, 42 linears",
         "noise floor",
         "Error of every quantized tensor",
@@ -85,7 +88,7 @@ fn reports_show_what_was_measured() {
     let stray = at("w3").join("quant_report.json");
     let report = std::fs::read_to_string(&stray).unwrap();
     for (broken, expected) in [
-        (report.replace("w3a16", "w4a16"), "does not match the weights of"),
+        (report.replace("w3a16", "w4a16"), "does not match the stored scheme of"),
         (report.replace("quant-report/1", "quant-report/9"), "does not have the schema"),
         (report[..report.len() / 2].to_owned(), "quant_report.json"),
     ] {
@@ -102,7 +105,12 @@ fn reports_show_what_was_measured() {
     assert!(!page.contains("<script") && !page.contains("http://") && !page.contains("https://"));
 
     let page = std::fs::read_to_string(at("rounded.html")).unwrap();
-    assert!(page.contains("model.layers.0.self_attn.q_proj.weight") && page.contains("Bit map"));
+    assert!(page.contains("rtn, w3a16-g64-sym, as compressed-tensors"), "the scheme is on top");
+    // Columns without values are left out.
+    assert!(!page.contains("exponent of scales") && !page.contains("after the search"));
+    assert!(
+        page.contains("model.layers.0.self_attn.q_proj.weight") && page.contains("Precision of every linear")
+    );
 
     // The gate's page contains the checks, and says which failed.
     let result = at("result.json");
@@ -119,7 +127,9 @@ fn reports_show_what_was_measured() {
     let run = quant(args!["gate", &result, "--policy", policy, "--baseline", baseline, "--report", &html]);
     assert_eq!(run.code(), Some(1), "{run}");
     let page = std::fs::read_to_string(html).unwrap();
-    assert!(page.contains("kl_p99") && page.contains("class=\"fail\""));
+    assert!(page.contains("kl_p99") && page.contains("class=\"tile verdict fail\""));
+    assert!(page.contains("What has changed") && page.contains("same weights"));
+    assert!(!page.contains("<svg"), "a chart of a single point");
 }
 
 /// Outputs are not written into a model or a pipe, and pages do not mix references.
@@ -172,7 +182,7 @@ fn a_larger_tokenizer_is_refused() {
     tokenizer["added_tokens"].as_array_mut().unwrap().push(more);
     std::fs::write(&path, tokenizer.to_string()).unwrap();
     let run = quant(args!["eval", &model, "--text", "builtin-heldout", "--window", "64", "--windows", "2"]);
-    check_message("a larger tokenizer", &run, 4, &["token 4096, but the embedding has 4096 rows"]);
+    check_message("a larger tokenizer", &run, 4, &["token 4096, but the embedding has only 4096 rows"]);
 }
 
 /// A stride of one makes every token a window: only the requested windows are built, and too many are refused.
@@ -189,7 +199,7 @@ fn small_strides_do_not_take_the_memory() {
     eval("hf-stride-64-1", &["--windows", "2"]).succeeded();
     let run = eval("hf-stride-8192-1", &[]);
     assert_eq!(run.code(), Some(4), "{run}");
-    assert!(run.stderr.contains("tokens; the limit is"), "{run}");
+    assert!(run.stderr.contains("in total; the limit is"), "{run}");
 }
 
 /// Kernels on packed codes give the perplexity of dequantized weights, on every path that this machine supports.

@@ -117,13 +117,13 @@ fn an_engine_that_fails_ends_the_evaluation() {
         assert!(error.to_string().contains(phrase), "{error}");
     };
     refused(Broken(vocab, |_| Err("no such device".into())), 6, "no such device");
-    refused(Broken(vocab, |_| Ok(())), 6, "0 numbers for");
+    refused(Broken(vocab, |_| Ok(())), 6, "0 logits for");
     let one = |out: &mut Vec<f32>| {
         out.push(1.0);
         Ok(())
     };
-    refused(Broken(vocab, one), 6, "1 numbers for");
-    refused(Broken(0, |_| Ok(())), 6, "vocabulary is empty");
+    refused(Broken(vocab, one), 6, "1 logits for");
+    refused(Broken(0, |_| Ok(())), 6, "vocabulary of 0 tokens");
     refused(Broken(vocab + 1, |_| Ok(())), 2, "tokens");
     // A window of 64 tokens has 63 scored ones.
     let nan = |out: &mut Vec<f32>| {

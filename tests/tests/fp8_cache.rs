@@ -279,8 +279,8 @@ fn what_is_damaged_or_not_known_is_refused() {
     type Damage<'a> = &'a dyn Fn(&mut Vec<RawTensor>);
     let cases: [(&str, i32, &str, Damage<'_>); 6] = [
         ("missing", 4, name, &|t| t.retain(|t| t.name != name)),
-        ("zero", 4, "is 0, which is not a scale", &zero),
-        ("negative", 4, "is -1, which is not a scale", &negative),
+        ("zero", 4, "is 0; a scale must be", &zero),
+        ("negative", 4, "is -1; a scale must be", &negative),
         ("nan", 6, "non-finite", &nan),
         ("one a head", 4, name, &|t| {
             let scale = t.iter_mut().find(|t| t.name == name).unwrap();
@@ -321,7 +321,7 @@ fn what_is_damaged_or_not_known_is_refused() {
         "two caches",
         &eval(&at("ct"), &[]),
         4,
-        &["kv_cache_quantization", "contradicts the cache of FP8"],
+        &["kv_cache_quantization", "contradicts the FP8 cache"],
     );
 }
 
@@ -344,13 +344,13 @@ fn requests_that_make_no_sense_are_refused() {
         );
     }
     let qoq = ["--preset", "qoq-w4a8kv4", "--scheme", "w4a8kvf8-g32"];
-    let phrase = ["`smooth-attention` helps only integer caches", "--skip smooth-attention"];
+    let phrase = ["`smooth-attention` only improves integer caches", "--skip smooth-attention"];
     check_message("qoq", &quantize(&at("model"), &at("out"), &qoq), 2, &phrase);
     assert!(!at("out").exists());
     let plan = quant(args!["plan", at("model"), "--scheme", "fp8kvf8", "--method", "rtn"]).succeeded();
     let message = format!("{}{}", plan.stdout, plan.stderr);
     assert!(
-        message.contains("--kv-cache-dtype fp8") && message.contains("rejects FP8 scales of keys and values"),
+        message.contains("--kv-cache-dtype fp8") && message.contains("rejects FP8 cache scales"),
         "{plan}"
     );
 }

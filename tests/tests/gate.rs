@@ -222,9 +222,103 @@ fn ci_systems_are_notified() {
     assert!(xml.contains(&format!("tests=\"3\" skipped=\"0\" failures=\"{failed}\"")), "{xml}");
     let markdown = std::fs::read_to_string(summary).unwrap();
     assert!(markdown.starts_with("### quant gate: fail\n") && markdown.contains("| held |"), "{markdown}");
+    // The same form as on the terminal, and what has changed.
+    let values: Vec<&str> = checks.iter().map(|c| c["measured"].as_str().unwrap()).collect();
+    assert!(values[0].contains(" % (between "), "{values:?}");
+    for part in [
+        values[0],
+        "| at most +0.500 % |",
+        "| held | scheme | w4a16-g64-sym | w3a16-g64-sym | changed |",
+        "| held | size | ",
+        " %, better |",
+        " %, worse |",
+        "other weights",
+    ] {
+        assert!(markdown.contains(part), "no `{part}` in {markdown}");
+    }
+    assert!(run.stderr.contains("since the baseline, scheme: was w4a16-g64-sym, is w3a16-g64-sym"), "{run}");
     let marks = run.stderr.lines().filter(|l| l.starts_with("::error file=")).count();
     assert_eq!(marks, failed, "{run}");
     assert!(run.stderr.contains(",line=3,"), "{run}");
+}
+
+/// The table of changes calls a difference better or worse only if it is significant, and decides nothing.
+#[test]
+fn changes_since_the_baseline_are_shown() {
+    let bench = Bench::get();
+    let run = bench.judge(&bench.result("8"), &bench.at("gate.toml")).succeeded();
+    let row = |name: &str| {
+        let row = run.stdout.lines().find(|line| line.starts_with(name) && line.contains(" held "));
+        row.unwrap_or_else(|| panic!("no {name}: {run}")).to_owned()
+    };
+    assert!(row("scheme").contains("w4a16-g64-sym") && row("scheme").ends_with("changed"), "{run}");
+    assert!(row("size").ends_with("%, worse"), "{run}");
+    assert!(row("mean KL").ends_with("%, better"), "{run}");
+    let same = bench.judge(&bench.result("4"), &bench.at("gate.toml")).succeeded();
+    assert!(same.stdout.contains("same weights") && !same.stdout.contains("worse"), "{same}");
+}
+
+#[test]
+fn a_suggested_policy_passes_its_results_and_fails_worse_ones() {
+    let bench = Bench::get();
+    let run = quant(args!["gate", bench.result("4"), "--suggest"]).succeeded();
+    let policy = bench.at("suggested.toml");
+    std::fs::write(&policy, &run.stdout).unwrap();
+    for part in
+        ["metric = \"kl_p99\"", "metric = \"top1_agreement\"", "metric = \"size_bytes\"", "[\"held\"]"]
+    {
+        assert!(run.stdout.contains(part), "no `{part}`: {run}");
+    }
+    assert_eq!(bench.judge(&bench.result("4"), &policy).code(), Some(0));
+    let worse = bench.judge(&bench.result("3"), &policy);
+    assert_eq!(worse.code(), Some(1), "{worse}");
+    let larger = bench.judge(&bench.result("8"), &policy);
+    assert!(larger.code() == Some(1) && larger.stdout.contains("size_bytes is "), "{larger}");
+    let both = quant(args!["gate", bench.result("4"), "--suggest", "--policy", &policy]);
+    assert_eq!(both.code(), Some(2), "{both}");
+}
+
+/// `quant compare`, and `quant eval --compare` without a report.
+#[test]
+fn results_are_compared() {
+    let bench = Bench::get();
+    // Names come from the files.
+    let scratch = tempfile::tempdir().unwrap();
+    let named = ["8", "4", "3"].map(|bits| {
+        let path = scratch.path().join(format!("w{bits}.json"));
+        std::fs::copy(bench.result(bits), &path).unwrap();
+        path
+    });
+    let run = quant(args!["compare", &named[1], &named[2], &named[0]]).succeeded();
+    let rows: Vec<&str> = run.stdout.lines().filter(|line| line.starts_with('w')).collect();
+    assert!(rows.len() == 3 && rows[0].contains("w4a16-g64-sym"), "{run}");
+    assert!(run.stdout.contains("\nClosest to the reference: w8, with a mean KL of "), "{run}");
+    let json = quant(args!["compare", &named[1], &named[2], "--json"]).json();
+    assert_eq!((&json["schema"], &json["rows"][1]["result"]), (&json!("quant-compare/1"), &json!("w3")));
+    assert!(json["closest"].as_str().unwrap().starts_with("Closest to the reference: w4"), "{json}");
+
+    let mut eval = args!["eval", bench.at("w3"), "--reference", demo_model(), "--compare", &named[1]];
+    eval.extend(TEXT.map(Into::into));
+    let run = quant(eval).succeeded();
+    assert!(run.stdout.contains("\nClosest to the reference: w4, with a mean KL of "), "{run}");
+
+    assert_eq!(quant(args!["compare", &named[0]]).code(), Some(2));
+    let other = scratch.path().join("other.json");
+    let mut eval = args!["eval", bench.at("w3"), format!("--json={}", other.display())];
+    eval.extend(TEXT.map(Into::into));
+    quant(eval).succeeded();
+    let run = quant(args!["compare", &named[0], &other]);
+    check_message(
+        "no reference",
+        &run,
+        2,
+        &["`other` was measured against a different reference, or without one"],
+    );
+    std::fs::write(&other, "{}").unwrap();
+    check_message("no result", &quant(args!["compare", &named[0], &other]), 4, &["has no field `schema`"]);
+    // An output never replaces an input.
+    let onto = quant(args!["compare", &named[0], &named[1], format!("--json={}", named[0].display())]);
+    assert_eq!(onto.code(), Some(2), "{onto}");
 }
 
 #[test]
@@ -251,16 +345,16 @@ fn nothing_that_is_missing_or_broken_passes() {
     std::fs::write(at("edited.json"), text.replacen(&value, "0.5", 1)).unwrap();
     judge("no baseline", &good, &at("absent.json"), 4, &["absent.json: does not exist", "--update"]);
     judge("an empty baseline", &good, &at("empty.json"), 4, &["is empty", "--update"]);
-    judge("a baseline of nothing", &good, &at("no-results.json"), 4, &["holds no result"]);
+    judge("a baseline of nothing", &good, &at("no-results.json"), 4, &["contains no results"]);
     judge("half a baseline", &good, &at("cut.json"), 4, &["is not a baseline"]);
     judge("a newer baseline", &good, &at("newer.json"), 4, &["quant-gate-baseline/9"]);
-    judge("an edited baseline", &good, &at("edited.json"), 4, &["was changed since it was created"]);
+    judge("an edited baseline", &good, &at("edited.json"), 4, &["was modified after it was created"]);
     quant(args!["gate", &good, "--policy", &policy, "--baseline", at("spaced.json")]).succeeded();
     check_message(
         "a policy without its baseline",
         &quant(args!["gate", &good, "--policy", &policy]),
         4,
-        &["gate.toml: compares with a baseline", "--baseline"],
+        &["gate.toml: has tests against a baseline", "--baseline"],
     );
 
     // Broken results. Each keeps its name, which links it to the baseline.
@@ -285,14 +379,18 @@ fn nothing_that_is_missing_or_broken_passes() {
     // JSON has no NaN: writers use null or a string instead.
     broken("an invalid number", &set("/nll/mean", Value::Null), &["is not an evaluation result"]);
     broken("an invalid window", &set("/window_nll/3", Value::Null), &["is not an evaluation result"]);
-    broken("positions not finite", &set("/non_finite", json!(2)), &["2 positions that are not finite"]);
-    broken("no windows", &set("/windows", json!(0)), &["no windows"]);
+    broken(
+        "positions not finite",
+        &set("/non_finite", json!(2)),
+        &["2 positions with a NaN or infinite score"],
+    );
+    broken("no windows", &set("/windows", json!(0)), &["no scored windows"]);
     broken("a better number than its windows", &set("/nll/mean", json!(3.0)), &["windows give"]);
     broken("a better KL", &set("/comparison/kl/mean", json!(0.0)), &["windows give"]);
     broken("windows that were dropped", &set("/window_nll", json!([1.0])), &["24 windows"]);
-    broken("no comparison", &set("/comparison", Value::Null), &["without a comparison"]);
-    broken("a likelihood above one", &set("/window_nll/3", json!(-5.0)), &["not a valid number"]);
-    broken("a divergence below zero", &set("/comparison/window_kl/3", json!(-5.0)), &["not a valid number"]);
+    broken("no comparison", &set("/comparison", Value::Null), &["only one of `reference` and `comparison`"]);
+    broken("a likelihood above one", &set("/window_nll/3", json!(-5.0)), &["has an invalid"]);
+    broken("a divergence below zero", &set("/comparison/window_kl/3", json!(-5.0)), &["has an invalid"]);
     broken("numbers beyond all bounds", &|r| r["window_nll"] = json!(vec![1e305; 24]), &["held.json"]);
     broken("a negative rate", &set("/bits_per_byte/mean", json!(-5.0)), &["bits_per_byte"]);
     broken("a rate of other bytes", &set("/bits_per_byte/mean", json!(0.5)), &["but the text has"]);
@@ -318,11 +416,11 @@ fn nothing_that_is_missing_or_broken_passes() {
         },
         &["kl_quantiles"],
     );
-    broken("a tool of no bytes", &set("/tool/sha256", json!("x")), &["invalid SHA-256"]);
+    broken("a tool of no bytes", &set("/tool/sha256", json!("x")), &["as a SHA-256"]);
     let shout = |r: &mut Value| {
         r["reference"]["sha256"] = json!(r["reference"]["sha256"].as_str().unwrap().to_uppercase())
     };
-    broken("a hash in capitals", &shout, &["invalid SHA-256"]);
+    broken("a hash in capitals", &shout, &["as a SHA-256"]);
     // Accidental edits that contradict no other number.
     for (path, value) in [
         ("/comparison/kl_quantiles/p99/value", json!(0.05)),
@@ -344,7 +442,7 @@ fn nothing_that_is_missing_or_broken_passes() {
         r["comparison"] = Value::Null;
         r["reference"] = Value::Null;
     };
-    broken("measured alone", &alone, &["a different reference, or without one"]);
+    broken("measured alone", &alone, &["a different reference than in the baseline"]);
     broken(
         "an unknown field deep inside",
         &|r| r["comparison"]["kl"]["x"] = json!(1),
@@ -358,7 +456,7 @@ fn nothing_that_is_missing_or_broken_passes() {
     broken(
         "no buckets",
         &set("/comparison/kl_by_confidence", json!([])),
-        &["do not add up to the scored ones"],
+        &["do not add up to `tokens_scored`"],
     );
     let text = std::fs::read_to_string(&good).unwrap();
     for (case, length) in [("half a result", text.len() / 2), ("an empty result", 0)] {
@@ -380,12 +478,12 @@ fn nothing_that_is_missing_or_broken_passes() {
     }
     judge("no result", &at("absent.json"), &baseline, 4, &["absent.json: does not exist"]);
     let twice = args!["gate", &good, bench.result("3"), "--policy", &policy, "--baseline", &baseline];
-    check_message("one name twice", &quant(twice), 2, &["two results are called `held`"]);
+    check_message("one name twice", &quant(twice), 2, &["two results have the name `held`"]);
     let twice = args!["gate", &good, bench.result("3"), "--baseline", at("new.json"), "--update"];
-    check_message("one name twice in a baseline", &quant(twice), 2, &["two results are called `held`"]);
+    check_message("one name twice in a baseline", &quant(twice), 2, &["two results have the name `held`"]);
     assert!(!at("new.json").exists());
     let both = args!["gate", &good, at("other.json"), "--policy", &policy, "--baseline", &baseline];
-    check_message("more than the baseline has", &quant(both), 4, &["holds no result `other`"]);
+    check_message("more than the baseline has", &quant(both), 4, &["does not contain the result `other`"]);
 
     // A broken result cannot become the baseline, and the old one stays.
     std::fs::write(at("held.json"), &text[..100]).unwrap();
@@ -395,7 +493,7 @@ fn nothing_that_is_missing_or_broken_passes() {
     assert_eq!(std::fs::read(at("kept.json")).unwrap(), std::fs::read(&baseline).unwrap());
     std::fs::write(at("notes.md"), "my notes").unwrap();
     let update = args!["gate", &good, "--baseline", at("notes.md"), "--update"];
-    check_message("what is no baseline", &quant(update), 4, &["notes.md", "only a baseline is replaced"]);
+    check_message("what is no baseline", &quant(update), 4, &["notes.md", "only a baseline can be replaced"]);
     assert_eq!(std::fs::read(at("notes.md")).unwrap(), b"my notes");
 
     // A model compared with itself is never far from its reference; without a baseline nothing else would detect this.
@@ -415,7 +513,7 @@ fn nothing_that_is_missing_or_broken_passes() {
     own.extend(TEXT.map(Into::into));
     quant(own).succeeded();
     let run = quant(args!["gate", at("own.json"), "--policy", at("caps.toml")]);
-    check_message("compared with itself", &run, 4, &["caps.toml:3", "compared with itself"]);
+    check_message("compared with itself", &run, 4, &["caps.toml:3", "the model itself"]);
     quant(args!["gate", &good, "--policy", at("caps.toml")]).succeeded();
     // The report of an earlier run is removed if this run has no outcome.
     std::fs::write(at("old.xml"), "<old/>").unwrap();
@@ -466,7 +564,12 @@ fn a_stopped_evaluation_resumes() {
     assert!(lines() > 4);
 
     // A different evaluation does not reuse these measurements.
-    check_message("another evaluation", &quant(arguments("8")), 2, &["a different evaluation", "remove it"]);
+    check_message(
+        "another evaluation",
+        &quant(arguments("8")),
+        2,
+        &["a different evaluation", "remove the file"],
+    );
     let resumed = quant(arguments("24")).succeeded();
     assert!(resumed.stderr.contains("of 24 windows have already been measured"), "{resumed}");
     assert!(!journal.exists());
@@ -551,7 +654,7 @@ fn an_unchecked_result_does_not_pass() {
     }
     let some = POLICY.replace("metric =", "results = [\"held\"]\nmetric =");
     let run = judge(&some);
-    check_message("a result without a check", &run, 4, &["has no check for the result"]);
+    check_message("a result without a check", &run, 4, &["has no check that applies to the result"]);
 
     // A baseline behind a symbolic link is written to the link's target.
     std::os::unix::fs::symlink(at("b.json"), at("link.json")).unwrap();

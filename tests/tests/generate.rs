@@ -199,7 +199,7 @@ fn prompts_come_from_files_and_standard_input() {
     let run = bench.with_input(&options, b"\xff");
     check_message("not text", &run, 4, &["standard input", "not UTF-8 at byte 0"]);
     let run = bench.with_input(&options, b"");
-    check_message("nothing", &run, 2, &["the prompt has no tokens"]);
+    check_message("nothing", &run, 2, &["the prompt is empty"]);
 }
 
 #[test]

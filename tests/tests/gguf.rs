@@ -4,11 +4,11 @@ use std::ffi::OsString;
 use std::path::Path;
 
 use quant_tests::files::sha256;
-use quant_tests::models::write_cut_demo_model;
+use quant_tests::models::{edit_config, write_cut_demo_model};
 use quant_tests::program::{Running, Signal, command, quant};
 use quant_tests::refusal::{check_message, job_of};
 use quant_tests::{args, demo_model};
-use serde_json::Value;
+use serde_json::{Value, json};
 
 const GGUF: [&str; 2] = ["--format", "gguf"];
 
@@ -70,7 +70,7 @@ fn a_quantized_file_is_rounded_again_only_where_that_is_asked_for() {
     write_cut_demo_model(&model, 1);
     quant(quantize(&model, &at("q4.gguf"), &["--scheme", "q4_k_m"])).succeeded();
     quant(quantize(&model, &at("bf16.gguf"), &["--scheme", "bf16"])).succeeded();
-    let expected = ["is already quantized: it holds Q6_K, Q4_K blocks", "--requantize"];
+    let expected = ["is already quantized: it contains Q6_K, Q4_K blocks", "--requantize"];
     let run = quant(quantize(&at("q4.gguf"), &at("no.gguf"), &["--scheme", "q8_0"]));
     check_message("into GGUF", &run, 2, &expected);
     // A float mixture with one tensor in a block type would round that tensor again.
@@ -179,14 +179,14 @@ fn requests_that_cannot_be_met() {
     let out = scratch.path().join("out.gguf");
     let demo = demo_model();
     for (options, expected) in [
-        (&["--scheme", "q4_k_x"][..], "not a GGUF quantization type or mixture"),
-        (&["--scheme", "w4a16"], "not a GGUF quantization type or mixture"),
-        (&["--override", "ffn_down=q9"], "not a tensor type"),
+        (&["--scheme", "q4_k_x"][..], "unknown GGUF quantization type or mixture"),
+        (&["--scheme", "w4a16"], "unknown GGUF quantization type or mixture"),
+        (&["--override", "ffn_down=q9"], "unknown GGUF tensor type"),
         (&["--override", "ffn_sideways=q8_0"], "matches no linear"),
         (&["--ignore", "nothing"], "matches no linear"),
         (&["--method", "gptq"], "--calibration is missing"),
-        (&["--method", "awq"], "method `awq` cannot write GGUF files"),
-        (&["--method", "gptq", "--reference-search"], "contradict each other"),
+        (&["--method", "awq"], "method `awq` is not supported for GGUF files"),
+        (&["--method", "gptq", "--reference-search"], "cannot be combined"),
         (&["--damping", "0.1"], "--damping has no effect"),
         (&["--samples", "4"], "--samples has no effect"),
         (&["--scheme", "q2_k_s"], "needs an importance matrix"),
@@ -208,7 +208,7 @@ fn rows_that_do_not_fit_are_refused_or_listed() {
     let at = |name: &str| scratch.path().join(name);
     let model = data.join("models/stories260k");
     let run = quant(quantize(&model, &at("out.gguf"), &["--scheme", "q4_k_m"]));
-    check_message("narrow rows", &run, 2, &["do not fit", "blk.0.attn_q.weight", "rows of 64"]);
+    check_message("narrow rows", &run, 2, &["do not suit", "blk.0.attn_q.weight", "row width 64"]);
     assert!(!at("out.gguf").exists());
     let options = ["--scheme", "q4_k_m", "--allow-fallback", "--json"];
     let summary = quant(quantize(&model, &at("out.gguf"), &options)).json();
@@ -244,6 +244,110 @@ fn codes_of_symmetric_checkpoints_are_kept() {
     assert!(!at("asymmetric.gguf").exists());
     let options = ["--requantize", "--scheme", "q4_k_m"];
     quant(quantize(&packed, &at("asymmetric.gguf"), &options)).succeeded();
+}
+
+#[test]
+fn every_container_of_the_same_codes_gives_the_same_bytes() {
+    let scratch = tempfile::tempdir().unwrap();
+    let at = |name: &str| scratch.path().join(name);
+    let model = at("model");
+    write_cut_demo_model(&model, 1);
+    // AWQ stores 4 bits only.
+    for (scheme, formats) in [
+        ("w4a16-g32-sym", &["compressed-tensors", "gptq", "awq"][..]),
+        ("w4a16-g64-sym", &["compressed-tensors", "gptq", "awq"]),
+        ("w8a16-g128-sym", &["compressed-tensors", "gptq"]),
+    ] {
+        let mut digests = formats.iter().map(|format| {
+            // The name of the directory becomes that of the model.
+            let (packed, file) = (at(format).join(scheme), at(format).join(format!("{scheme}.gguf")));
+            std::fs::create_dir_all(at(format)).unwrap();
+            let options = ["--method", "rtn", "--format", format, "--scheme", scheme].map(OsString::from);
+            quant(args!["quantize", &model, "-o", &packed].into_iter().chain(options)).succeeded();
+            quant(quantize(&packed, &file, &[])).succeeded();
+            (format, digest(&file))
+        });
+        let (_, first) = digests.next().unwrap();
+        for (format, other) in digests {
+            assert_eq!(other, first, "{scheme} in {format}");
+        }
+    }
+}
+
+#[test]
+fn sliding_windows_that_are_not_applied_are_a_warning() {
+    let scratch = tempfile::tempdir().unwrap();
+    let model = scratch.path().join("model");
+    write_cut_demo_model(&model, 1);
+    let shown = || {
+        let run = quant(args!["plan", &model, "--format", "gguf", "--scheme", "q8_0"]).succeeded();
+        format!("{}{}", run.stdout, run.stderr).split_whitespace().collect::<Vec<_>>().join(" ")
+    };
+    let expected = "llama.cpp does not apply the sliding window of llama: results differ for texts longer than 96 tokens";
+    assert!(!shown().contains("sliding window"));
+    let class = json!({
+        "model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 96,
+    });
+    edit_config(&model, &class);
+    assert!(shown().contains(expected), "{}", shown());
+}
+
+#[test]
+fn pre_tokenizers_are_found_or_named_and_chat_templates_kept() {
+    let scratch = tempfile::tempdir().unwrap();
+    let at = |name: &str| scratch.path().join(name);
+    let model = at("model");
+    write_cut_demo_model(&model, 1);
+    let template = "{% for m in messages %}{{ m.content }}{% endfor %}";
+    std::fs::write(model.join("chat_template.jinja"), template).unwrap();
+    let written = |name: &str, options: &[&str]| {
+        quant(quantize(&model, &at(name), &[&["--scheme", "q8_0"], options].concat())).succeeded();
+        std::fs::read(at(name)).unwrap()
+    };
+    // A key, its type, and a string with its length.
+    let has = |bytes: &[u8], key: &str, value: &str| {
+        let mut entry = key.as_bytes().to_vec();
+        entry.extend(8u32.to_le_bytes());
+        entry.extend((value.len() as u64).to_le_bytes());
+        entry.extend(value.as_bytes());
+        bytes.windows(entry.len()).any(|window| window == entry)
+    };
+    let found = written("found.gguf", &[]);
+    assert!(has(&found, "tokenizer.ggml.pre", "smollm") && has(&found, "tokenizer.chat_template", template));
+    let named = written("named.gguf", &["--pre", "deepseek-coder"]);
+    assert!(
+        has(&named, "tokenizer.ggml.pre", "deepseek-coder")
+            && has(&named, "tokenizer.chat_template", template)
+    );
+    let without = written("without.gguf", &["--pre", "none"]);
+    assert!(
+        has(&without, "tokenizer.ggml.model", "none") && !has(&without, "tokenizer.chat_template", template)
+    );
+    // Only one keeps contractions together. Without a vocabulary, there are no tokens.
+    std::fs::write(at("short.txt"), "And I've nothing. ".repeat(100)).unwrap();
+    let tokens = |name: &str| {
+        let text = at("short.txt");
+        let run = quant(args![
+            "eval",
+            at(name),
+            "--text",
+            text,
+            "--profile",
+            "gptq-128",
+            "--windows",
+            "1",
+            "--json"
+        ]);
+        run.json()["tokens_sha256"].clone()
+    };
+    assert_ne!(tokens("found.gguf"), tokens("named.gguf"));
+    let run = quant(args!["eval", at("without.gguf"), "--text", "builtin-heldout"]);
+    check_message("no vocabulary", &run, 4, &["without.gguf"]);
+    // The file keeps the name when it is written again, and the template.
+    quant(quantize(&at("named.gguf"), &at("again.gguf"), &["--scheme", "f16", "--requantize"])).succeeded();
+    let again = std::fs::read(at("again.gguf")).unwrap();
+    assert!(has(&again, "tokenizer.chat_template", template));
+    assert_eq!(tokens("again.gguf"), tokens("named.gguf"));
 }
 
 #[test]
@@ -295,7 +399,7 @@ fn damaged_files_are_bad_input() {
     let arch = find(b"general.architecture") + "general.architecture".len() + 4 + 8;
     let name = find(b"blk.0.attn_q.weight");
     let cases: [(&str, Vec<u8>, &[&str]); 7] = [
-        ("cut", good[..good.len() / 2].to_vec(), &["the file has"]),
+        ("cut", good[..good.len() / 2].to_vec(), &["the file has only"]),
         ("head", good[..40].to_vec(), &["at byte"]),
         ("version", with(4, &[9]), &["`version` at byte 4 is 9"]),
         ("tensors", with(8, &[255; 8]), &["`tensor_count` at byte 8"]),

@@ -145,7 +145,7 @@ fn an_interrupted_run_resumes_to_the_same_bytes() {
         check_message("SIGINT", &run.wait(), 75, &["--resume"]);
         // With a different damping it is a different job.
         let other = [&options[..], &["--resume", "--damping", "0.5"]].concat();
-        let differs = "fingerprint.gptq.damping: was 0.01, is 0.5";
+        let differs = "inputs or settings:\n  gptq.damping: was 0.01, is 0.5\n  run with the settings";
         check_message("other settings", &quant(quantize(&model, &out, &other)), 2, &[differs]);
         let run = quant(quantize(&model, &out, &[&options[..], &["--resume"]].concat())).succeeded();
         assert!(run.stderr.contains("note: resumed: "), "{run}");
@@ -181,15 +181,19 @@ fn what_makes_no_sense_is_refused_before_any_work() {
         ("search of gptq", &["--method", "gptq", "--search", "fast"], "--search has no effect"),
         ("no damping", &["--method", "gptq", "--damping", "0"], "greater than 0 and at most 100"),
         ("no block", &["--method", "gptq", "--block-size", "0"], "must be from 1 to 4096"),
-        ("an order", &["--method", "gptq", "--act-order", "desc"], "unknown act-order `desc`"),
+        ("an order", &["--method", "gptq", "--act-order", "desc"], "unknown act order `desc`"),
         ("inputs", &["--method", "gptq", "--layer-inputs", "both"], "layer inputs `both`"),
-        ("awq's bits", &["--method", "gptq", "--format", "awq", "--scheme", "w3a16"], "packs 4 bits, not 3"),
+        (
+            "awq's bits",
+            &["--method", "gptq", "--format", "awq", "--scheme", "w3a16"],
+            "4-bit weights only, not 3",
+        ),
         (
             "two schemes",
             &["--method", "gptq", "--format", "gptq", "--override", "down_proj=w8a16"],
             "one scheme for all",
         ),
-        ("the head", &["--format", "gptq", "--override", "lm_head=w4a16"], "not all implementations"),
+        ("the head", &["--format", "gptq", "--override", "lm_head=w4a16"], "not all engines"),
     ] {
         check_message(case, &quant(quantize(&model, &out, options)), 2, &[phrase]);
         assert!(!out.exists() && !job_of(&out).exists(), "{case}");
@@ -277,7 +281,7 @@ fn inputs_that_are_not_finite_are_a_numeric_error() {
         let mut arguments = quantize(&model, &out, &[&options[..], &["--layer-inputs", inputs]].concat());
         arguments.extend(args!["--calibration", &text]);
         let run = quant(arguments);
-        check_message(inputs, &run, 6, &["NaN or infinity"]);
+        check_message(inputs, &run, 6, &["NaN or infinite"]);
         assert!(!out.exists() && !job_of(&out).exists());
     }
 }

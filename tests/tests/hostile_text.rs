@@ -162,7 +162,7 @@ fn tokenizers_that_grow() {
         for command in [bench.eval(&text), limited("-v 8000000", &bench.eval(&text))] {
             let run = run(command);
             check_message(case, &run, 4, &[TOKENIZER]);
-            let reasons = ["MiB of memory", "makes the tokenizer library panic", "implausibly much output"];
+            let reasons = ["MiB of memory", "makes the tokenizer library panic", "implausibly large output"];
             assert!(reasons.iter().any(|t| run.stderr.contains(t)), "{case}: {run}");
         }
     }
@@ -266,7 +266,7 @@ fn without_processes_the_answers_are_the_same() {
         return skip("no file system can be mounted here");
     }
     let run = run(command).succeeded();
-    assert!(run.stderr.contains("cannot start a process"), "{run}");
+    assert!(run.stderr.contains("cannot start a worker process"), "{run}");
     let table = |run: &Run| {
         run.stdout.lines().take_while(|l| !l.contains("tokens/s")).map(str::to_owned).collect::<Vec<_>>()
     };

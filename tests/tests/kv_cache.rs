@@ -83,7 +83,9 @@ fn a_model_is_compared_with_itself_on_floats() {
     assert!(kl(&eight) > 0.0 && kl(&four) > 20.0 * kl(&eight), "{} {}", kl(&eight), kl(&four));
     assert_eq!((&four["model"]["kv_cache"], &four["reference"]["kv_cache"]), (&json!("kv4"), &Value::Null));
     let page = std::fs::read_to_string(at("page.html")).unwrap();
-    assert!(page.contains("keys and values cached in 4 bits") && page.contains("kv4, a scale and a zero"));
+    assert!(
+        page.contains("keys and values cached in 4 bits") && page.contains("kv4, with a scale and a zero")
+    );
 
     // The gate treats it as a different model from its reference, and from one with a different cache.
     std::fs::write(
@@ -105,7 +107,7 @@ fn a_model_is_compared_with_itself_on_floats() {
     // A result with an edited cache is rejected.
     let text = std::fs::read_to_string(at("eight.json")).unwrap();
     std::fs::write(at("eight.json"), text.replace("\"kv4\"", "\"kv8\"")).unwrap();
-    check_message("an edited cache", &gate("eight.json"), 4, &["was changed since"]);
+    check_message("an edited cache", &gate("eight.json"), 4, &["was modified after"]);
     std::fs::write(at("eight.json"), text.replace("\"kv4\"", "\"kv3\"")).unwrap();
     check_message("no cache", &gate("eight.json"), 4, &["is not an evaluation result"]);
 }
@@ -140,7 +142,10 @@ fn heads_that_kernels_do_not_hold_are_simulated() {
     let model = scratch.path().join("model");
     TinyLlama { heads: 8, kv_heads: 4, head_dim: 8, ..TinyLlama::default() }.write(&model);
     let run = eval(&model, &["--kv", "4", "--execution", "kernels", "--json"]).succeeded();
-    assert!(run.stderr.contains("is simulated: the kernels' cache cannot hold heads of width 8"), "{run}");
+    assert!(
+        run.stderr.contains("is simulated: the cache of the kernels does not support a head width of 8"),
+        "{run}"
+    );
     let kernels: Value = run.json();
     assert!(kernels["tool"]["isa"].as_str().unwrap().ends_with(", cache simulated"), "{kernels}");
     assert_eq!(kernels["window_nll"], result(&model, &["--kv", "4"])["window_nll"]);
@@ -220,11 +225,11 @@ fn what_makes_no_sense_is_refused() {
         (json!([4]), "kv_cache_quantization` is a list"),
         (json!({ "bits": 4 }), "kv_cache_quantization.symmetric` is missing"),
         (with("bits", json!(3)), "kv_cache_quantization.bits` is 3"),
-        (with("bits", json!(-1)), "kv_cache_quantization.bits` is negative"),
+        (with("bits", json!(-1)), "kv_cache_quantization.bits` is -1"),
         (with("symmetric", json!(true)), "kv_cache_quantization.symmetric` is true"),
         (with("strategy", json!("channel")), "kv_cache_quantization.strategy` is `channel`"),
         (with("scale_dtype", json!("float32")), "kv_cache_quantization.scale_dtype` is `float32`"),
-        (with("zero\u{1b}[31m", json!(1)), "is not known"),
+        (with("zero\u{1b}[31m", json!(1)), "is an unknown key"),
     ]
     .into_iter()
     .enumerate()

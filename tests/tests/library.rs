@@ -157,7 +157,7 @@ fn messages_name_settings_and_no_options() {
         refused(&|request: &mut QuantizeRequest| change(&mut request.settings))
     };
     for ((category, message), expected) in [
-        (settings(|s| s.group_size = Some("100".into())), "choose a --group-size that divides them"),
+        (settings(|s| s.group_size = Some("100".into())), "choose a --group-size that divides these widths"),
         (settings(|s| s.ignore = vec!["none_such".into()]), "--ignore `none_such` matches no linear"),
         (
             settings(|s| s.damping = Some(0.1)),
@@ -180,7 +180,8 @@ fn messages_name_settings_and_no_options() {
     }
     let (category, message) = refused(&|r| r.calibration = Some(Text::Named("none".into())));
     assert!(
-        category == Category::Input && message.contains("none is neither a file nor a known text set"),
+        category == Category::Input
+            && message.contains("none is neither an existing file nor a known text set"),
         "{message}"
     );
 }

@@ -104,7 +104,7 @@ fn a_run_stays_within_its_budget() {
 fn a_budget_that_is_too_small_is_refused_with_one_that_suffices() {
     let bench = Bench::new(&["--scheme", "w4a16-g32"]);
     let refused = bench.run("out", &["--memory-budget", "1MiB"]);
-    check_message("1 MiB", &refused, 5, &["its budget is 1 MiB", "--memory-budget"]);
+    check_message("1 MiB", &refused, 5, &["the budget is 1 MiB", "--memory-budget"]);
     assert!(!bench.at("out").exists() && !job_of(&bench.at("out")).exists());
     let suggested =
         refused.stderr.split_once("--memory-budget ").or(refused.stderr.split_once("--memory-budget="));

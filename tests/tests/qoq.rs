@@ -145,7 +145,7 @@ fn one_run_writes_what_engines_read_with_and_without_activations() {
     let plan = plan.succeeded().json();
     let lost = |i: usize| plan["formats"][i]["loses"].as_array().unwrap().clone();
     assert_eq!((lost(0).len(), lost(1).len()), (3, 2), "{plan}");
-    assert!(lost(0)[0].as_str().unwrap().contains("the awq format cannot describe activations"));
+    assert!(lost(0)[0].as_str().unwrap().contains("the awq format cannot describe quantized activations"));
     let summary = of(args!["quantize", demo_model(), "-o", &out]);
     let steps: Vec<&str> =
         summary["steps"].as_array().unwrap().iter().map(|s| s["step"].as_str().unwrap()).collect();

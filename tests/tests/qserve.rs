@@ -138,7 +138,7 @@ fn what_other_formats_lose_is_reported_completely() {
     assert!(rounded > 0, "something is lost");
 
     // Reported before and after the run, as text and as JSON.
-    let message = "the two levels of scales are multiplied into one F16 scale, with a relative error of up to \
+    let message = "each group scale is multiplied by its row scale into one F16 scale, with a relative error of up to \
         2^-11";
     let plan = args!["plan", &model, "--method", "rtn", "--scheme", GROUPS];
     let plan = |format: &str, json: &[&str]| {
@@ -151,7 +151,7 @@ fn what_other_formats_lose_is_reported_completely() {
     assert!(text.contains(&format!("lost: {message}\n")), "{text}");
     let text = plan("qserve", &[]).stdout;
     assert!(
-        text.contains("it does not read the qserve format") && text.contains("note: norms are"),
+        text.contains("it does not support the qserve format") && text.contains("note: norm weights are"),
         "{text}"
     );
     for checkpoint in [&other, &awq] {
@@ -195,7 +195,7 @@ fn what_it_cannot_hold_is_refused_before_any_work() {
             &["--scheme", GROUPS, "--override", "lm_head=w4a8-g128-asym-progressive"],
             "keep it float",
         ),
-        ("16 outputs", &narrow, &["--scheme", "w8a8"], "its 16 outputs are not a multiple of 32"),
+        ("16 outputs", &narrow, &["--scheme", "w8a8"], "needs a multiple of 32 outputs, got 16"),
     ] {
         let arguments = args!["quantize", model, "-o", &out, "--method", "rtn", "--format", "qserve"];
         let run = quant(arguments.into_iter().chain(options.iter().map(OsString::from)));

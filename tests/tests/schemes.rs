@@ -73,8 +73,8 @@ fn containers_refuse_what_they_cannot_hold() {
     let model = scratch.path().join("model");
     TinyLlama::default().write(&model);
     for (format, expected) in [
-        ("awq", "the awq format packs 4 bits, not wf8a16-channel"),
-        ("gptq", "the gptq format packs 2, 3, 4 or 8 bits, not wf8a16-channel"),
+        ("awq", "the awq format supports 4-bit weights only, not wf8a16-channel"),
+        ("gptq", "the gptq format supports 2, 3, 4 or 8 bits, not wf8a16-channel"),
         ("qserve", "wf8a16-channel"),
     ] {
         let run = quant(args!["plan", &model, "--method", "rtn", "--scheme", "wf8a16", "--format", format]);
@@ -85,12 +85,12 @@ fn containers_refuse_what_they_cannot_hold() {
         assert!(!out.exists(), "{format}: an output was created");
     }
     for (scheme, expected) in [
-        ("wf8a8", "not combined with 8-bit integer activations"),
+        ("wf8a8", "cannot be combined with int8 activations"),
         ("wf8a16-g128", "one scale per row"),
-        ("wf8a16-channel-asym", "`asym` is not understood"),
+        ("wf8a16-channel-asym", "unknown part `asym`"),
         ("wf4a16", "FP4 weights require groups: -g16-nv or -g32-mx"),
-        ("wf4a16-g16-mx", "-mx does not match its scales"),
-        ("w4af8-g64", "need integer weights of 4 bits in symmetric groups of 128"),
+        ("wf4a16-g16-mx", "-mx does not match the granularity"),
+        ("w4af8-g64", "symmetric 4-bit weights in groups of 128"),
     ] {
         let run = quant(args!["plan", &model, "--scheme", scheme]);
         check_message(scheme, &run, 2, &[expected]);
@@ -202,7 +202,7 @@ fn what_makes_no_sense_for_floating_point_weights_is_refused() {
     };
     refused(
         &["--method", "smoothquant", "--scheme", "nvfp4"],
-        &["`smoothquant` does not help wf4af4-g16-nv"],
+        &["`smoothquant` would not improve wf4af4-g16-nv"],
     );
     refused(&["--method", "clip", "--scheme", "mxfp4a16"], &["`clip` has no effect on wf4a16-g32-mx"]);
     refused(
@@ -216,7 +216,7 @@ fn what_makes_no_sense_for_floating_point_weights_is_refused() {
     refused(&["--method", "rtn", "--scheme", "nvfp4a16", "--asymmetric"], &["contradicts"]);
     refused(
         &["--method", "rtn", "--scheme", "nvfp4", "--override", "lm_head=wf4af4-g16-nv"],
-        &["`lm_head` cannot be wf4af4-g16-nv"],
+        &["`lm_head` does not support wf4af4-g16-nv"],
     );
     let narrow = scratch.path().join("narrow");
     TinyLlama { hidden: 24, intermediate: 40, heads: 3, kv_heads: 3, head_dim: 8, ..TinyLlama::default() }

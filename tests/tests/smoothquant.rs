@@ -74,7 +74,7 @@ fn bytes_depend_on_neither_threads_nor_where_the_maxima_come_from() {
     for first in ["rotate", "fold-norms", "reorder"] {
         let method = format!("{first},smoothquant");
         let options = ["--method", &method, "--scheme", "w8a8", "--channel-maxima", kept_text];
-        let expected = [&format!("`{first}` changes it first")[..], "omit --channel-maxima"];
+        let expected = [&format!("`{first}` modifies it first")[..], "omit --channel-maxima"];
         check_message(first, &run("refused", &options), 2, &expected);
         let plan = args!["plan", demo_model()].into_iter().chain(options.iter().map(OsString::from));
         check_message(first, &quant(plan), 2, &expected);

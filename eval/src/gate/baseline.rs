@@ -60,17 +60,19 @@ impl Baseline {
             path: path.to_owned(),
             line: None,
             reason,
-            remedy: "create a baseline from good results: ‹gate(RESULT…, baseline=FILE, update)›".into(),
+            remedy: "create a baseline from accepted results: ‹gate(RESULT…, baseline=FILE, update)›".into(),
         };
         let value = read_json(path, "a baseline").map_err(|e| with_remedy(e, &fault))?;
         check_schema(&value, SCHEMA, path).map_err(|e| with_remedy(e, &fault))?;
         let file: File =
             serde_json::from_value(value).map_err(|e| fault(format!("is not a baseline: {e}")))?;
         if file.results.is_empty() {
-            return Err(fault("holds no result".into()));
+            return Err(fault("contains no results".into()));
         }
         if digest(&file.results)? != file.sha256 {
-            return Err(fault("was changed since it was created: the SHA-256 of its results differs".into()));
+            return Err(fault(
+                "was modified after it was created: its results do not match their SHA-256".into(),
+            ));
         }
         let read = |(name, value)| Ok((name, Evaluation::from_value(value, path)?));
         Ok(Self { results: file.results.into_iter().map(read).collect::<Result<_>>()? })

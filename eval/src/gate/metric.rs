@@ -76,12 +76,12 @@ impl Metric {
         match (self, against) {
             (Self::Perplexity, _) | (Self::Kl, Against::Baseline) => Ok(()),
             (Self::Kl, Against::Reference) => Err(
-                "tests `kl` against the reference, but `kl` already measures the distance from it: use a \
-                    cap"
-                .into(),
+                "tests `kl` against the reference, but `kl` already measures the divergence from it: use a \
+                [[cap]]"
+                    .into(),
             ),
             (other, _) => Err(format!(
-                "tests `{}`, but only `perplexity` and `kl` can be tested with paired windows: use a cap",
+                "tests `{}`, but only `perplexity` and `kl` can be tested with paired windows: use a [[cap]]",
                 other.name()
             )),
         }

@@ -14,11 +14,13 @@
 //! errors, and there is no verdict.
 
 mod baseline;
+mod changes;
 mod decision;
 mod github;
 mod junit;
 mod metric;
 mod policy;
+mod suggest;
 
 use std::collections::BTreeSet;
 
@@ -26,11 +28,13 @@ use quant_core::{Error, Result};
 use serde::Serialize;
 
 pub use self::baseline::Baseline;
+pub use self::changes::{Change, Trend};
 pub use self::decision::Verdict;
 pub use self::github::{annotations, summary};
 pub use self::junit::junit;
 pub use self::metric::Metric;
 pub use self::policy::{Against, Cap, NonInferiority, OnInconclusive, Policy};
+pub use self::suggest::suggest;
 use crate::{Evaluation, ModelIdentity};
 
 /// The schema version of outcomes.
@@ -56,6 +60,8 @@ pub struct Outcome {
     pub results: Vec<Judged>,
     /// Every check of every result.
     pub checks: Vec<Check>,
+    /// What was judged, and how it differs from the baseline. No verdict depends on it.
+    pub changes: Vec<Change>,
     /// Further notes, one line each.
     pub notes: Vec<String>,
 }
@@ -124,6 +130,10 @@ pub struct Check {
     pub windows: usize,
     /// The approximate number of windows that would decide an inconclusive test with 80 % power.
     pub windows_needed: Option<u64>,
+    /// The value with its interval or error, in its unit: `+0.233 % (between …)`.
+    pub measured: String,
+    /// The limits in the same unit: `at most +0.5 %`.
+    pub allowed: String,
     /// The check as a sentence.
     pub message: String,
 }
@@ -144,15 +154,14 @@ pub fn judge(
         return Err(Error::InputFile {
             path: policy.path.clone(),
             line: None,
-            reason: "compares with a baseline, but none was given".into(),
-            remedy: "give it with ‹baseline=FILE›; ‹update› creates one from good results".into(),
+            reason: "has tests against a baseline, but no baseline was given".into(),
+            remedy: "set ‹baseline=FILE›; ‹update› creates a baseline from accepted results".into(),
         });
     }
     let mut notes = Vec::new();
     if baseline.is_none() {
         notes.push(
-            "without a baseline, it is not checked which text and reference these results were measured with"
-                .to_owned(),
+            "without a baseline, the gate does not check the text and reference of these results".to_owned(),
         );
     }
     if let Some((baseline, path)) = baseline {
@@ -173,7 +182,9 @@ pub fn judge(
         if check.verdict == Verdict::Fail && !fails {
             doubted = true;
             check.verdict = Verdict::Inconclusive;
-            check.message.push_str("; with this many tests, the failure may be due to chance");
+            check
+                .message
+                .push_str("; this may be due to chance, because several tests were run (Holm's correction)");
         }
         checks.push(check);
     }
@@ -186,8 +197,8 @@ pub fn judge(
         return Err(Error::InputFile {
             path: policy.path.clone(),
             line: None,
-            reason: format!("has no check for the result `{}`", name.escape_default()),
-            remedy: "add a check for it, or omit the result: an unchecked result does not pass".into(),
+            reason: format!("has no check that applies to the result `{}`", name.escape_default()),
+            remedy: "add a check for this result, or omit it; every result must be checked".into(),
         });
     }
     let any = |v| checks.iter().any(|c| c.verdict == v);
@@ -207,6 +218,7 @@ pub fn judge(
         baseline_sha256: baseline.map(|(b, _)| b.sha256()).transpose()?,
         results: results.iter().map(Judged::new).collect(),
         checks,
+        changes: changes::changes(baseline.map(|(b, _)| b), results, policy.level),
         notes,
     })
 }
@@ -217,13 +229,16 @@ pub fn judge(
 /// [`Error::Usage`].
 pub fn check_given(names: &[&str]) -> Result<()> {
     if names.is_empty() {
-        return Err(Error::usage("no result was given", "give the files that ‹eval(json=FILE)› wrote"));
+        return Err(Error::usage(
+            "no results were given",
+            "give the JSON files written by ‹eval(json=FILE)›",
+        ));
     }
     let mut seen = BTreeSet::new();
     match names.iter().find(|n| !seen.insert(**n)) {
         Some(twice) => Err(Error::usage(
-            format!("two results are called `{}`", twice.escape_default()),
-            "give their files different names: results are identified by file name",
+            format!("two results have the name `{}`", twice.escape_default()),
+            "rename one of the files: a result is named after its file",
         )),
         None => Ok(()),
     }
@@ -243,12 +258,15 @@ fn against_others(policy: &Policy, results: &[(String, Evaluation)]) -> Result<(
             e.reference.as_ref().is_some_and(same)
         };
         if let Some((name, _)) = chosen(results, names).find(|(_, e)| itself(e)) {
-            let reason = format!("checks `{}`, which was compared with itself", name.escape_default());
+            let reason = format!(
+                "checks `{}` against its reference, but the reference is the model itself",
+                name.escape_default()
+            );
             return Err(Error::InputFile {
                 path: policy.path.clone(),
                 line: Some(line),
                 reason,
-                remedy: "measure it with ‹reference› set to the model that it was made from".into(),
+                remedy: "set ‹reference› to the model that it was quantized from, and measure again".into(),
             });
         }
     }
@@ -275,26 +293,29 @@ fn bind(
         reason,
         remedy: remedy.into(),
     };
-    let update = "measure with the same settings as the baseline, or create a new one with ‹update›";
+    let update = "measure with the settings of the baseline, or create a new baseline with ‹update›";
     if let Some(missing) = baseline.results.keys().find(|k| results.iter().all(|(n, _)| n != *k)) {
-        let reason = format!("holds the result `{}`, which was not given", missing.escape_default());
-        return Err(fault(reason, "give all results of the baseline, or create a new one with ‹update›"));
+        let reason = format!("contains the result `{}`, which was not given", missing.escape_default());
+        return Err(fault(
+            reason,
+            "give all results of the baseline, or create a new baseline with ‹update›",
+        ));
     }
     for (name, result) in results {
         let Some(before) = baseline.results.get(name) else {
-            let reason = format!("holds no result `{}`", name.escape_default());
-            return Err(fault(reason, "create a new baseline of all results with ‹update›"));
+            let reason = format!("does not contain the result `{}`", name.escape_default());
+            return Err(fault(reason, "create a new baseline from all results with ‹update›"));
         };
         let reference = |e: &Evaluation| e.reference.as_ref().map(|r| r.sha256.clone()).unwrap_or_default();
         for (what, now, then) in [
             ("profile", &result.profile, &before.profile),
             ("text", &result.text.sha256, &before.text.sha256),
             ("tokenizer", &result.tokenizer_sha256, &before.tokenizer_sha256),
-            ("tokens", &result.tokens_sha256, &before.tokens_sha256),
+            ("tokenization", &result.tokens_sha256, &before.tokens_sha256),
         ] {
             if now != then {
                 let reason = format!(
-                    "`{}` differs in its {what}: {then} in the baseline, {now} now",
+                    "the {what} of `{}` differs: {then} in the baseline, {now} now",
                     name.escape_default()
                 );
                 return Err(fault(reason, update));
@@ -316,20 +337,20 @@ fn bind(
         }
         if result.window_tokens != before.window_tokens {
             return Err(fault(
-                format!("the windows of `{}` differ from the baseline", name.escape_default()),
+                format!("the windows of `{}` differ from those in the baseline", name.escape_default()),
                 update,
             ));
         }
         if reference(result) != reference(before) {
             let reason = format!(
-                "`{}` was measured against a different reference, or without one",
+                "`{}` was measured with a different reference than in the baseline, or without one",
                 name.escape_default()
             );
             return Err(fault(reason, update));
         }
         if result.tool.version != before.tool.version || result.tool.isa != before.tool.isa {
             notes.push(format!(
-                "{name}: measured by version {} on {}, the baseline by {} on {}",
+                "{name}: measured by version {} with {}; the baseline by version {} with {}",
                 result.tool.version, result.tool.isa, before.tool.version, before.tool.isa
             ));
         }
@@ -346,14 +367,14 @@ fn non_inferiority(
     before: Option<&Evaluation>,
 ) -> Result<(Check, f64)> {
     let missing = |what: &str| lacks(policy, check.line, name, what);
-    let now = check.metric.windows(result).ok_or_else(|| missing("a comparison with a reference"))?;
+    let now = check.metric.windows(result).ok_or_else(|| missing("comparison with a reference"))?;
     let then = match check.against {
         Against::Baseline => before.and_then(|b| check.metric.windows(b)),
         Against::Reference => result.comparison.as_ref().map(|c| c.reference.window_nll.as_slice()),
     };
     let then = then.ok_or_else(|| match check.against {
-        Against::Baseline => missing("a baseline with the same numbers"),
-        Against::Reference => missing("a comparison with a reference"),
+        Against::Baseline => missing("baseline with this metric"),
+        Against::Reference => missing("comparison with a reference"),
     })?;
     let differences: Vec<f64> = now.iter().zip(then).map(|(n, t)| n - t).collect();
     // A relative increase of the perplexity is the difference of its logarithms, in nats.
@@ -370,20 +391,23 @@ fn non_inferiority(
     };
     let range = match low.zip(high) {
         Some((l, u)) => format!("between {} and {}", unit(l), unit(u)),
-        None => "from a single window, which gives no interval".into(),
+        None => "no interval, because there is only one window".into(),
     };
     let need = match test.windows_needed {
         Some(n) => format!("; about {n} windows would decide it with 80 % probability"),
         None => String::new(),
     };
-    let message = match differences.iter().all(|d| *d == 0.0) {
-        true => format!("{} is bit-identical to that of the {against}", check.metric.name()),
-        false => format!(
-            "{} against the {against}: {} ({range}), at most {} allowed{need}",
-            check.metric.name(),
-            unit(value),
-            unit(check.margin)
-        ),
+    let allowed = format!("at most {}", unit(check.margin));
+    let identical = differences.iter().all(|d| *d == 0.0);
+    let measured = match identical {
+        true => "bit-identical".to_owned(),
+        false => format!("{} ({range})", unit(value)),
+    };
+    let message = match identical {
+        true => format!("{} is bit-identical to the {against} in every window", check.metric.name()),
+        false => {
+            format!("{} against the {against}: {measured}, {allowed} allowed{need}", check.metric.name())
+        }
     };
     let check = Check {
         result: name.to_owned(),
@@ -399,6 +423,8 @@ fn non_inferiority(
         at_least: None,
         windows: differences.len(),
         windows_needed: test.windows_needed,
+        measured,
+        allowed,
         message,
     };
     Ok((check, test.p_fail))
@@ -410,9 +436,18 @@ fn capped(policy: &Policy, cap: &Cap, name: &str, result: &Evaluation) -> Result
     let holds = value.is_finite()
         && cap.at_most.is_none_or(|max| value <= max)
         && cap.at_least.is_none_or(|min| value >= min);
-    let bounds = [cap.at_most.map(|m| format!("at most {m}")), cap.at_least.map(|l| format!("at least {l}"))];
-    let bounds: Vec<String> = bounds.into_iter().flatten().collect();
+    let unit = |x: f64, text: String| match cap.metric {
+        // A size is a whole number below 2^53, and a limit may be larger.
+        Metric::SizeBytes => crate::report::bytes(x as u64),
+        _ => text,
+    };
+    let bounds = [
+        cap.at_most.map(|m| format!("at most {}", unit(m, m.to_string()))),
+        cap.at_least.map(|l| format!("at least {}", unit(l, l.to_string()))),
+    ];
+    let allowed = bounds.into_iter().flatten().collect::<Vec<_>>().join(", ");
     let error = number.standard_error.map(|e| format!(" ± {e:.2e}")).unwrap_or_default();
+    let measured = format!("{}{error}", unit(value, shown(value)));
     Ok(Check {
         result: name.to_owned(),
         profile: result.profile.clone(),
@@ -427,7 +462,9 @@ fn capped(policy: &Policy, cap: &Cap, name: &str, result: &Evaluation) -> Result
         at_least: cap.at_least,
         windows: result.windows,
         windows_needed: None,
-        message: format!("{} is {}{error}, {} allowed", cap.metric.name(), shown(value), bounds.join(", ")),
+        message: format!("{} is {measured}, {allowed} allowed", cap.metric.name()),
+        measured,
+        allowed,
     })
 }
 
@@ -440,7 +477,7 @@ fn lacks(policy: &Policy, line: usize, name: &str, what: &str) -> Error {
     Error::InputFile {
         path: policy.path.clone(),
         line: Some(line),
-        reason: format!("checks `{}`, which was measured without {what}", name.escape_default()),
-        remedy: "measure with ‹reference=MODEL›, and create the baseline from such results".into(),
+        reason: format!("checks `{}`, which has no {what}", name.escape_default()),
+        remedy: "measure again with ‹reference=MODEL›, also the results in the baseline".into(),
     }
 }

@@ -163,7 +163,7 @@ impl Policy {
             _ => Error::io("read", path, e),
         })?;
         if !metadata.is_file() || metadata.len() > MAX_FILE_BYTES {
-            return Err(fault(format!("is not a file of at most {MAX_FILE_BYTES} bytes")));
+            return Err(fault(format!("must be a regular file of at most {MAX_FILE_BYTES} bytes")));
         }
         let bytes = std::fs::read(path).map_err(|e| Error::io("read", path, e))?;
         let text = String::from_utf8(bytes).map_err(|_| fault("is not UTF-8".into()))?;
@@ -191,7 +191,7 @@ impl Policy {
             Some(level) if (1e-6..0.5).contains(level.get_ref()) => *level.get_ref(),
             Some(level) => {
                 let reason = format!(
-                    "has the level {}; it must be at least 0.000001 and less than 0.5",
+                    "has a level of {}; it must be at least 0.000001 and less than 0.5",
                     level.get_ref()
                 );
                 return Err(fault(Some(line(level.span())), reason));
@@ -210,12 +210,15 @@ impl Policy {
             let at = line(entry.span());
             let NonInferiorityEntry { metric, against, margin, results } = entry.into_inner();
             if !(margin.is_finite() && margin >= 0.0) {
-                return Err(fault(Some(at), format!("has the margin {margin}; it must be at least 0")));
+                return Err(fault(
+                    Some(at),
+                    format!("has a margin of {margin}; it must be finite and at least 0"),
+                ));
             }
             if metric == Metric::Perplexity && margin >= 1.0 {
                 let reason = format!(
-                    "has the margin {margin} for a perplexity; it must be less than 1: 0.005 is half a \
-                    percent"
+                    "has a margin of {margin} for the perplexity; it must be less than 1 (0.005 is half a \
+                    percent)"
                 );
                 return Err(fault(Some(at), reason));
             }
@@ -227,7 +230,7 @@ impl Policy {
                     && (common || c.results.is_empty() || results.is_empty())
             };
             if let Some(other) = policy.non_inferiority.iter().find(twice) {
-                return Err(fault(Some(at), format!("repeats the test of line {}", other.line)));
+                return Err(fault(Some(at), format!("repeats the test on line {}", other.line)));
             }
             policy.non_inferiority.push(NonInferiority { metric, against, margin, results, line: at });
         }
@@ -238,12 +241,15 @@ impl Policy {
                 return Err(fault(Some(at), "has a cap with neither `at_most` nor `at_least`".into()));
             }
             if !at_most.into_iter().chain(at_least).all(f64::is_finite) {
-                return Err(fault(Some(at), "has a cap that is not finite".into()));
+                return Err(fault(Some(at), "has a cap that is NaN or infinite".into()));
             }
             policy.caps.push(Cap { metric, at_most, at_least, results, line: at });
         }
         if policy.non_inferiority.is_empty() && policy.caps.is_empty() {
-            return Err(fault(None, "checks nothing: it has neither [[non_inferiority]] nor [[cap]]".into()));
+            return Err(fault(
+                None,
+                "contains no checks: it needs at least one [[non_inferiority]] or [[cap]]".into(),
+            ));
         }
         Ok(policy)
     }
@@ -258,7 +264,8 @@ impl Policy {
         let checks = self.non_inferiority.iter().map(|c| (&c.results, c.line));
         for (results, line) in checks.chain(self.caps.iter().map(|c| (&c.results, c.line))) {
             if let Some(missing) = results.iter().find(|r| !names.contains(&r.as_str())) {
-                let reason = format!("names the result `{}`, which was not given", missing.escape_default());
+                let reason =
+                    format!("refers to the result `{}`, which was not given", missing.escape_default());
                 return Err(fault(&self.path, Some(line), reason));
             }
         }
@@ -271,7 +278,7 @@ pub(super) fn fault(path: &Path, line: Option<usize>, reason: String) -> Error {
         path: path.to_owned(),
         line,
         reason,
-        remedy: "correct the policy; docs/evaluation.md describes the format".into(),
+        remedy: "correct the policy; its format is described in docs/evaluation.md".into(),
     }
 }
 
@@ -308,19 +315,19 @@ results = ["books"]
     fn what_is_no_policy_is_refused_with_its_line() {
         for (from, to, part) in [
             ("quant-gate-policy/1", "quant-gate-policy/2", ":2: has the schema"),
-            ("margin = 0.005", "margin = -1", ":4: has the margin"),
-            ("margin = 0.005", "margin = nan", ":4: has the margin"),
+            ("margin = 0.005", "margin = -1", ":4: has a margin"),
+            ("margin = 0.005", "margin = nan", ":4: has a margin"),
             ("margin = 0.005", "margin = 0.005\nmagin = 1", ":8: is not a policy"),
             ("\"perplexity\"", "\"size_bytes\"", ":4: tests `size_bytes`"),
             ("\"perplexity\"", "\"perplexit\"", ":5: is not a policy"),
             ("at_most = 0.5", "", ":9: has a cap with neither"),
-            ("at_most = 0.5", "at_most = nan", ":9: has a cap that is not finite"),
-            ("at_most = 0.5", "at_most = inf", ":9: has a cap that is not finite"),
-            ("margin = 0.005", "margin = 50", ":4: has the margin 50 for a perplexity"),
+            ("at_most = 0.5", "at_most = nan", ":9: has a cap that is NaN or infinite"),
+            ("at_most = 0.5", "at_most = inf", ":9: has a cap that is NaN or infinite"),
+            ("margin = 0.005", "margin = 50", ":4: has a margin of 50 for the perplexity"),
             (
                 "schema = \"quant-gate-policy/1\"",
                 "schema = \"quant-gate-policy/1\"\nlevel = 0.9",
-                ":3: has the level",
+                ":3: has a level of 0.9",
             ),
         ] {
             let error = Policy::parse(&GOOD.replace(from, to), Path::new("g")).unwrap_err().to_string();
@@ -328,8 +335,8 @@ results = ["books"]
         }
         let test = GOOD.split("[[cap]]").next().unwrap().split_once("[[").unwrap().1;
         let twice = Policy::parse(&format!("{GOOD}\n[[{test}"), Path::new("g")).unwrap_err().to_string();
-        assert!(twice.contains("repeats the test of line 4"), "{twice}");
+        assert!(twice.contains("repeats the test on line 4"), "{twice}");
         let empty = Policy::parse("schema = \"quant-gate-policy/1\"", Path::new("g")).unwrap_err();
-        assert!(empty.to_string().contains("checks nothing"));
+        assert!(empty.to_string().contains("contains no checks"));
     }
 }

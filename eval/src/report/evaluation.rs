@@ -6,8 +6,8 @@ use quant_core::pipeline::QuantReport;
 
 use super::quantization::{LinearCell, bit_map, tensor_errors};
 use super::svg::{self, Series};
-use super::{bytes, estimate_tile, nats, nats_of, page, pareto, row, tile, tool};
-use crate::statistics::{Histogram, Quantile};
+use super::{bytes, estimate_tile, nats, nats_of, page, pareto, row, schemes, tile, tool};
+use crate::statistics::{Histogram, Quantile, degrees_of_freedom, student};
 use crate::{Anatomy, Bos, BosPolicy, Divergence, Evaluation, ModelIdentity};
 
 /// Number of worst windows in the table.
@@ -62,17 +62,18 @@ impl EvaluationReport<'_> {
             ". ± is one standard error over windows."
         };
         let body = html! {
+            (self.verdict())
             (tiles(r))
             @if let Some(comparison) = &r.comparison {
                 h2 { "Divergence from the reference" }
                 (divergence(comparison))
             }
             @if let Some(anatomy) = self.anatomy {
-                h2 { "Through the blocks" }
+                h2 { "Error by block" }
                 (through_blocks(anatomy))
             }
             @if !self.linears.is_empty() {
-                h2 { "Bit map" }
+                h2 { "Precision of every linear" }
                 (bit_map(self.linears))
             }
             @if let Some(report) = self.quantization {
@@ -92,6 +93,32 @@ impl EvaluationReport<'_> {
         page(&r.model.path, &subtitle, &body)
     }
 
+    /// What was measured, and the result in one sentence.
+    fn verdict(&self) -> Markup {
+        let r = self.result;
+        let what = match self.quantization {
+            Some(q) => format!(
+                "{} as {}, {}, {:.2} bits per quantized weight",
+                q.method,
+                q.format,
+                schemes(&r.model),
+                q.bits_per_quantized_weight
+            ),
+            None => schemes(&r.model),
+        };
+        let size = match &r.reference {
+            Some(reference) => {
+                let share = 100.0 * r.model.size_bytes as f64 / reference.size_bytes.max(1) as f64;
+                format!("{}, {share:.0} % of the reference's weight files", bytes(r.model.size_bytes))
+            }
+            None => bytes(r.model.size_bytes),
+        };
+        html! {
+            p.verdict { b { (conclusion(r)) } }
+            p { (what) "; " (size) "." }
+        }
+    }
+
     fn worst_table(&self) -> Markup {
         let r = self.result;
         let kl = r.comparison.as_ref().map(|c| &c.window_kl);
@@ -101,7 +128,7 @@ impl EvaluationReport<'_> {
                     th { "window" }
                     @if kl.is_some() { th { "KL" } }
                     th { "nats per token" }
-                    th.text { "begins with" }
+                    th.text { "beginning" }
                 }
                 @for worst in self.worst {
                     tr {
@@ -116,6 +143,33 @@ impl EvaluationReport<'_> {
     }
 }
 
+/// The result in one sentence, without a judgement of what is acceptable: that is the gate's.
+fn conclusion(r: &Evaluation) -> String {
+    let Some(c) = &r.comparison else {
+        return format!(
+            "Perplexity {:.3}. Without a reference, the loss due to quantization is unknown.",
+            r.scores.perplexity
+        );
+    };
+    let kl = format!("mean KL {} nats", nats(c.kl.mean));
+    if c.at_noise_floor == Some(true) {
+        return format!(
+            "No measurable difference to the reference on this text: {kl}, near the noise floor."
+        );
+    }
+    let change = 100.0 * (c.perplexity_ratio.mean - 1.0);
+    let top = 100.0 * c.top1_agreement.mean;
+    let t = student::quantile(0.975, degrees_of_freedom(&r.window_tokens));
+    // The test is on the mean difference of the logarithms, which is the ratio's.
+    let clear = (c.delta_nll.standard_error.zip(t)).is_some_and(|(e, t)| c.delta_nll.mean.abs() > t * e);
+    let perplexity = match (clear, change > 0.0) {
+        (false, _) => "No clear change of the perplexity".to_owned(),
+        (true, true) => format!("Perplexity is {change:.2} % higher than the reference's"),
+        (true, false) => format!("Perplexity is {:.2} % lower than the reference's", -change),
+    };
+    format!("{perplexity}; {kl}; the same top token at {top:.1} % of positions.")
+}
+
 fn tiles(r: &Evaluation) -> Markup {
     let scores = &r.scores;
     html! {
@@ -125,7 +179,7 @@ fn tiles(r: &Evaluation) -> Markup {
                 (estimate_tile("perplexity ratio", c.perplexity_ratio, 4, &format!("reference {:.3}", c.reference.perplexity)))
                 @let floor = c.noise_floor.as_ref().map(|f| format!("noise floor {}", nats_of(f.kl))).unwrap_or_default();
                 (tile("mean KL, nats", &nats_of(c.kl), &floor))
-                (estimate_tile("same top token", c.top1_agreement, 4, "share of positions"))
+                (estimate_tile("same top token", c.top1_agreement, 4, "fraction of positions"))
             }
             @if let Some(bits) = scores.bits_per_byte {
                 (estimate_tile("bits per byte", bits, 4, "across tokenizers"))
@@ -143,7 +197,7 @@ fn divergence(c: &Divergence) -> Markup {
     };
     let mut series = vec![Series { name: "the model", class: "model", values: share(&c.kl_histogram) }];
     if let Some(floor) = &c.noise_floor {
-        let name = "noise floor: the reference against a perturbed copy of itself";
+        let name = "noise floor: the reference and a perturbed copy of itself";
         series.push(Series { name, class: "other", values: share(&floor.kl_histogram) });
     }
     let h = &c.kl_histogram;
@@ -161,9 +215,9 @@ fn divergence(c: &Divergence) -> Markup {
         } }
     };
     html! {
-        (svg::bars("Positions by their divergence", "Horizontal: KL in nats. Vertical: percent of positions.", &edges, &series))
+        (svg::bars("Positions by divergence", "Horizontal: KL in nats. Vertical: percent of positions.", &edges, &series))
         @if c.at_noise_floor == Some(true) {
-            p { "The mean is below three times the noise floor: this text shows no difference between the models." }
+            p { "The mean is below three times the noise floor: this text does not distinguish the models." }
         }
         @if let Some(floor) = &c.noise_floor {
             p.soft { "Noise floor: " (nats_of(floor.kl)) " nats, on " (floor.windows) " windows. \
@@ -178,7 +232,7 @@ fn divergence(c: &Divergence) -> Markup {
             } }
             div.wide { table {
                 caption { "By confidence of the reference" }
-                tr { th { "its largest probability" } th { "positions" } th { "mean KL" } }
+                tr { th { "largest probability" } th { "positions" } th { "mean KL" } }
                 @for bucket in &c.kl_by_confidence {
                     tr {
                         td { (format!("{:.2} – {:.2}", bucket.from, bucket.to)) }
@@ -209,15 +263,16 @@ fn through_blocks(anatomy: &Anatomy) -> Markup {
     }
     let error = Series { name: "the model", class: "model", values: anatomy.block_errors.clone() };
     html! {
-        p { "Relative error of each block's output, on " (anatomy.windows) " windows." }
+        p { "Relative error of each block's output, measured on " (anatomy.windows) " windows." }
         @if anatomy.block_errors.iter().all(|e| *e == 0.0) {
             p { "No difference: the outputs of all blocks are bit-identical." }
         } @else {
-            (svg::lines("Hidden-state error by depth", "block", true, &[error]))
+            (svg::lines("Relative error of hidden states by block", "block", true, &[error]))
         }
-        h2 { "Outliers in the inputs of linears" }
-        p { "Ratio of the largest channel's maximum magnitude to the median channel's: the range that a grid \
-            with one scale must cover. Transforms that move scales from activations into weights lower it." }
+        h2 { "Outliers in the inputs of linear layers" }
+        p { "Maximum magnitude of the largest channel divided by that of the median channel. A grid with a \
+            single scale must cover this range; transforms that move scales from activations into weights \
+            reduce it." }
         div.two {
             @for (name, [reference, model]) in drawn {
                 figure {
@@ -235,8 +290,8 @@ fn through_blocks(anatomy: &Anatomy) -> Markup {
 fn beginning(bos: &BosPolicy) -> String {
     let token = bos.token.map(|t| format!("token {t} ")).unwrap_or_default();
     match bos.policy {
-        Bos::None => "nothing is added".to_owned(),
-        Bos::Text => format!("{token}before the text, as the tokenizer adds it"),
+        Bos::None => "no token is added".to_owned(),
+        Bos::Text => format!("{token}before the text, added by the tokenizer"),
         Bos::Windows => format!("{token}replaces the first token of every window"),
         Bos::Documents => format!("{token}before every document, not scored"),
     }
@@ -244,8 +299,8 @@ fn beginning(bos: &BosPolicy) -> String {
 
 fn cache(model: &ModelIdentity) -> String {
     let grid = |kv| match kv {
-        KvScheme::Kvf8 => format!("{kv}, one scale each for the keys and values of a layer"),
-        _ => format!("{kv}, a scale and a zero point per token and head"),
+        KvScheme::Kvf8 => format!("{kv}, with one scale for the keys and one for the values of a layer"),
+        _ => format!("{kv}, with a scale and a zero point per token and head"),
     };
     model.kv_cache.map_or_else(|| "floats".to_owned(), grid)
 }

@@ -66,7 +66,7 @@ impl Archive for SafetensorsDirectory {
         let seen = ShardedCheckpoint::open(directory)
             .map_err(|e| Error::Verification { path: path(), reason: e.to_string() })?;
         if seen.names().len() != tensors || !seen.warnings().is_empty() {
-            let reason = format!("cannot be read back as it was written: {}", seen.warnings().join("; "));
+            let reason = format!("does not read back as it was written: {}", seen.warnings().join("; "));
             return Err(Error::Verification { path: path(), reason });
         }
         Ok(())

@@ -101,7 +101,7 @@ impl<'a> ConfigFields<'a> {
 
     fn required<T>(&self, key: &str, value: Option<T>) -> Result<T> {
         value.ok_or_else(|| match self.map.get(key) {
-            Some(_) => self.error(key, "is null, but is needed"),
+            Some(_) => self.error(key, "is null, but is required"),
             None => self.error(key, "is missing"),
         })
     }
@@ -116,11 +116,11 @@ impl<'a> ConfigFields<'a> {
             Value::Number(number) => match number.as_u64() {
                 Some(n) if n <= MAX_SIZE => match usize::try_from(n) {
                     Ok(n) => return Ok(Some(n)),
-                    Err(_) => format!("is {n}, more than this machine can address"),
+                    Err(_) => format!("is {n}, which exceeds the address space"),
                 },
-                Some(n) => format!("is {n}, more than 2^31"),
-                None if number.is_i64() => format!("is negative ({number}), expected an integer"),
-                None => format!("is the float {number}, expected an integer"),
+                Some(n) => format!("is {n}; it must be at most 2^31"),
+                None if number.is_i64() => format!("is {number}; it must not be negative"),
+                None => format!("is {number}, expected an integer"),
             },
             other => format!("is {}, expected an integer", describe(other)),
         };
@@ -142,7 +142,7 @@ impl<'a> ConfigFields<'a> {
     /// [`Error::Config`] when it is absent, zero or otherwise invalid.
     pub fn require_positive(&self, key: &str) -> Result<usize> {
         match self.require_usize(key)? {
-            0 => Err(self.error(key, "is 0, expected at least 1")),
+            0 => Err(self.error(key, "is 0; it must be at least 1")),
             n => Ok(n),
         }
     }
@@ -196,7 +196,7 @@ impl<'a> ConfigFields<'a> {
         let Some(value) = self.get(key) else { return Ok(None) };
         match value.as_str() {
             Some(text) => Ok(Some(text)),
-            None => Err(self.error(key, format!("is {}, expected text", describe(value)))),
+            None => Err(self.error(key, format!("is {}, expected a string", describe(value)))),
         }
     }
 
@@ -218,7 +218,8 @@ impl<'a> ConfigFields<'a> {
         let wrong = |v: &Value| self.error(key, format!("is {}, expected a list of strings", describe(v)));
         let list = value.as_array().ok_or_else(|| wrong(value))?;
         let texts = list.iter().map(|item| {
-            item.as_str().ok_or_else(|| self.error(key, format!("holds {}, expected texts", describe(item))))
+            item.as_str()
+                .ok_or_else(|| self.error(key, format!("contains {}, expected strings", describe(item))))
         });
         texts.collect::<Result<_>>().map(Some)
     }
@@ -233,7 +234,7 @@ impl<'a> ConfigFields<'a> {
         let list = value.as_array().ok_or_else(|| wrong(value))?;
         let numbers = list.iter().map(|item| {
             let number = item.as_u64().filter(|n| *n <= MAX_SIZE).and_then(|n| usize::try_from(n).ok());
-            number.ok_or_else(|| self.error(key, format!("holds {}, expected integers", describe(item))))
+            number.ok_or_else(|| self.error(key, format!("contains {}, expected integers", describe(item))))
         });
         numbers.collect::<Result<_>>().map(Some)
     }

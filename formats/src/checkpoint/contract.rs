@@ -50,7 +50,7 @@ pub(crate) fn check_part(name: &str, len: u64, written: u64, offset: u64, part: 
     }
     if part as u64 > len - written {
         return Err(Error::Internal(format!(
-            "tensor `{name}`: {part} bytes at {offset} exceed its {len} bytes"
+            "tensor `{name}`: {part} bytes at offset {offset} exceed its {len} bytes"
         )));
     }
     Ok(())
@@ -64,5 +64,5 @@ pub(crate) fn unknown(name: &str) -> Error {
 /// The error for incomplete tensors.
 pub(crate) fn incomplete(names: &[&str]) -> Error {
     let some = names.iter().take(4).copied().collect::<Vec<_>>().join(", ");
-    Error::Internal(format!("{} tensor(s) of the output are not complete: {some}", names.len()))
+    Error::Internal(format!("{} output tensor(s) are incomplete: {some}", names.len()))
 }

@@ -93,7 +93,7 @@ impl Sidecar {
         match &self.contents {
             None => read_capped(&self.real, &self.path, cap),
             Some(contents) if contents.len() as u64 > cap => {
-                Ok(Err(format!("has {} bytes, at most {cap} are accepted", contents.len())))
+                Ok(Err(format!("has {} bytes; the limit is {cap}", contents.len())))
             }
             Some(contents) => Ok(Ok(contents.to_vec())),
         }
@@ -130,7 +130,7 @@ impl ModelDirectory {
         let mut warnings = source.warnings().to_vec();
         let sidecars = find_sidecars(&root, &mut warnings)?;
         if config.contains_key("auto_map") {
-            warnings.push(format!("{CONFIG}: `auto_map` is ignored: code from a model is never run"));
+            warnings.push(format!("{CONFIG}: `auto_map` is ignored, because code from a model is never run"));
         }
         let source: Arc<dyn Checkpoint> = Arc::new(source);
         Ok(Self {
@@ -251,15 +251,15 @@ fn read_config(root: &Root, path: &Path) -> Result<Map<String, Value>> {
         Lookup::File(real) => real,
         Lookup::Absent => return Err(broken("is missing".into())),
         Lookup::Dangling => {
-            return Err(broken("is a broken link: the download is incomplete".into()));
+            return Err(broken("is a broken link; the download is incomplete".into()));
         }
         Lookup::Refused(reason) => return Err(broken(reason)),
     };
     let bytes = read_capped(&real, path, MAX_CONFIG_BYTES)?.map_err(broken)?;
     match strict_json::parse(&bytes) {
         Ok(Value::Object(map)) => Ok(map),
-        Ok(_) => Err(broken("must hold one JSON object".into())),
-        Err(reason) => Err(broken(format!("is not acceptable JSON: {reason}"))),
+        Ok(_) => Err(broken("must contain one JSON object".into())),
+        Err(reason) => Err(broken(format!("is not valid JSON: {reason}"))),
     }
 }
 
@@ -270,13 +270,17 @@ fn find_sidecars(root: &Root, warnings: &mut Vec<String>) -> Result<Vec<Sidecar>
         match root.lookup(name)? {
             // On a file system that ignores case, the copies would collide.
             Lookup::File(_) if !folded.insert(name.to_lowercase()) => warnings.push(format!(
-                "{} is omitted: its name differs from that of a different file only in case",
+                "{} is not copied, because its name differs from that of another file only in case",
                 printable(name)
             )),
             Lookup::File(real) => found.push(Sidecar { path: root.join(name), real, contents: None }),
             Lookup::Absent => {}
-            Lookup::Dangling => warnings.push(format!("{} is a broken link", printable(name))),
-            Lookup::Refused(reason) => warnings.push(format!("{} {reason}; it is omitted", printable(name))),
+            Lookup::Dangling => {
+                warnings.push(format!("{} is a broken link; it is not copied", printable(name)))
+            }
+            Lookup::Refused(reason) => {
+                warnings.push(format!("{} {reason}; it is not copied", printable(name)))
+            }
         }
     }
     Ok(found)

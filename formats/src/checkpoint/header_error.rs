@@ -7,10 +7,10 @@ use super::Dtype;
 #[non_exhaustive]
 pub enum HeaderError {
     /// The file is too short for the header's length.
-    #[error("{0} bytes, too short to be safetensors")]
+    #[error("the file has {0} bytes, too few for a safetensors file")]
     TooShort(u64),
     /// The header extends beyond the end of the file.
-    #[error("the header claims {declared} bytes, but the file has only {available} after the length field")]
+    #[error("the header length is {declared} bytes, but only {available} bytes follow the length field")]
     HeaderPastEnd {
         /// Length in the first 8 bytes.
         declared: u64,
@@ -18,7 +18,7 @@ pub enum HeaderError {
         available: u64,
     },
     /// The header exceeds the maximum length.
-    #[error("the header claims {declared} bytes, at most {limit} are accepted")]
+    #[error("the header length is {declared} bytes; the limit is {limit}")]
     HeaderTooLarge {
         /// Length in the first 8 bytes.
         declared: u64,
@@ -41,7 +41,7 @@ pub enum HeaderError {
         found: Option<u8>,
     },
     /// The header is not UTF-8.
-    #[error("the header is not UTF-8 at byte {offset}")]
+    #[error("the header is not valid UTF-8 at byte {offset}")]
     NotUtf8 {
         /// Position of the first invalid byte within the header.
         offset: usize,
@@ -61,7 +61,7 @@ pub enum HeaderError {
         reason: String,
     },
     /// Two entries have the same name.
-    #[error("tensor `{tensor}` is described twice")]
+    #[error("tensor `{tensor}` appears twice in the header")]
     DuplicateTensor {
         /// The tensor.
         tensor: String,
@@ -92,7 +92,7 @@ pub enum HeaderError {
         dtype: String,
     },
     /// A tensor exceeds the maximum number of dimensions.
-    #[error("tensor `{tensor}` has {rank} dimensions, at most {limit} are accepted")]
+    #[error("tensor `{tensor}` has {rank} dimensions; the limit is {limit}")]
     RankTooHigh {
         /// The tensor.
         tensor: String,
@@ -110,7 +110,7 @@ pub enum HeaderError {
         shape: Vec<u64>,
     },
     /// Elements of less than a byte that do not fill whole bytes.
-    #[error("tensor `{tensor}`: {dtype} {shape:?} is not whole bytes")]
+    #[error("tensor `{tensor}`: {dtype} {shape:?} does not fill whole bytes")]
     NotWholeBytes {
         /// The tensor.
         tensor: String,
@@ -120,7 +120,7 @@ pub enum HeaderError {
         shape: Vec<u64>,
     },
     /// A tensor's start is after its end.
-    #[error("tensor `{tensor}` begins at byte {begin}, after its end {end}")]
+    #[error("tensor `{tensor}` begins at byte {begin}, after its end at byte {end}")]
     OffsetsReversed {
         /// The tensor.
         tensor: String,
@@ -130,7 +130,9 @@ pub enum HeaderError {
         end: u64,
     },
     /// Offsets and shape imply different sizes.
-    #[error("tensor `{tensor}`: {dtype} {shape:?} takes {expected} bytes, but its offsets span {got}")]
+    #[error(
+        "tensor `{tensor}`: {dtype} {shape:?} takes {expected} bytes, but `data_offsets` span {got} bytes"
+    )]
     SizeMismatch {
         /// The tensor.
         tensor: String,
@@ -144,7 +146,7 @@ pub enum HeaderError {
         got: u64,
     },
     /// Bytes of the data belong to no tensor.
-    #[error("bytes {begin} to {end} of the data, before tensor `{before}`, belong to no tensor")]
+    #[error("bytes {begin} to {end} of the data, before tensor `{before}`, do not belong to any tensor")]
     Hole {
         /// The tensor after the gap.
         before: String,
@@ -166,7 +168,7 @@ pub enum HeaderError {
         second_begin: u64,
     },
     /// The file ends before a tensor does, as after an interrupted download.
-    #[error("truncated within tensor `{tensor}`: have {have}, need {need} bytes")]
+    #[error("the file is truncated within tensor `{tensor}`: it has {have} bytes, but needs {need}")]
     PastEnd {
         /// The first incomplete tensor.
         tensor: String,
@@ -176,7 +178,7 @@ pub enum HeaderError {
         need: u64,
     },
     /// The file continues after the last tensor.
-    #[error("{} byte(s) follow the last tensor: have {have}, need {need} bytes", have - need)]
+    #[error("{} byte(s) follow the last tensor: the file has {have} bytes, but needs only {need}", have - need)]
     TrailingBytes {
         /// Length of the file.
         have: u64,

@@ -85,13 +85,13 @@ impl Root {
                 return Ok(Lookup::Refused("is a symbolic link to itself".into()));
             }
             Err(e) if e.kind() == ErrorKind::InvalidFilename => {
-                return Ok(Lookup::Refused("is longer than a file name can be".into()));
+                return Ok(Lookup::Refused("is too long for a file name".into()));
             }
             Err(e) => return Err(Error::io("open", self.join(name), e)),
         };
         let in_cache = self.blobs.is_some() && real.parent() == self.blobs.as_deref();
         if !in_cache && !real.starts_with(&self.real) {
-            return Ok(Lookup::Refused("is a symbolic link that leaves the model directory".into()));
+            return Ok(Lookup::Refused("is a symbolic link to a file outside the model directory".into()));
         }
         if in_cache && real.extension() == Some(OsStr::new("incomplete")) {
             return Ok(Lookup::Dangling);
@@ -137,20 +137,20 @@ pub(crate) fn relative_name_fault(name: &str) -> Option<&'static str> {
         return Some("is empty");
     }
     if name.chars().any(char::is_control) {
-        return Some("holds control characters");
+        return Some("contains control characters");
     }
     if name.contains('\\') {
-        return Some("holds a backslash");
+        return Some("contains a backslash");
     }
     if name.contains(':') {
-        return Some("contains a colon, as a drive or URL does");
+        return Some("contains a colon");
     }
     let path = Path::new(name);
     if path.is_absolute() {
         return Some("is an absolute path");
     }
     if path.components().any(|c| matches!(c, Component::ParentDir)) {
-        return Some("leads out of the model directory");
+        return Some("points outside the model directory");
     }
     // Two spellings of one file (`a`, `./a`, `a//`) would count as two shards.
     let plain: PathBuf = path.components().filter(|c| matches!(c, Component::Normal(_))).collect();
@@ -175,13 +175,13 @@ pub fn read_capped(real: &Path, shown: &Path, cap: u64) -> Result<Result<Vec<u8>
     let file = open_regular(real, shown)?;
     let len = file.metadata().map_err(|e| Error::io("read", shown, e))?.len();
     if len > cap {
-        return Ok(Err(format!("has {len} bytes, at most {cap} are accepted")));
+        return Ok(Err(format!("has {len} bytes; the limit is {cap}")));
     }
     let mut bytes = Vec::new();
     // The file may have grown since.
     (&file).take(cap + 1).read_to_end(&mut bytes).map_err(|e| Error::io("read", shown, e))?;
     if bytes.len() as u64 > cap {
-        return Ok(Err(format!("has more than {cap} bytes")));
+        return Ok(Err(format!("exceeds the limit of {cap} bytes")));
     }
     Ok(Ok(bytes))
 }
@@ -197,8 +197,10 @@ pub fn read_exact_at(file: &File, path: &Path, offset: u64, buffer: &mut [u8]) -
         let at = offset.saturating_add(have as u64);
         let error = match system::read_at(file, &mut buffer[have..], at) {
             Ok(0) => {
-                let message =
-                    format!("the file is truncated: at offset {offset} have {have}, need {need} bytes");
+                let message = format!(
+                    "the file is truncated: {need} bytes are needed at offset {offset}, but only {have} are \
+                    left"
+                );
                 io::Error::new(ErrorKind::UnexpectedEof, message)
             }
             Ok(n) => {

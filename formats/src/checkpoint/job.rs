@@ -44,8 +44,8 @@ const CONTENTS: [&str; 8] =
 pub(crate) fn job_path(target: &Path) -> Result<PathBuf> {
     let Some(name) = target.file_name() else {
         return Err(Error::usage(
-            format!("{} cannot be an output directory", target.display()),
-            "give the name of a new directory",
+            format!("{} cannot be the output: the path has no file name", target.display()),
+            "give the path of a new directory",
         ));
     };
     let mut name = name.to_owned();
@@ -64,7 +64,7 @@ pub(crate) fn refuse_within_job(target: &Path) -> Result<()> {
     match target.ancestors().skip(1).find(is_job) {
         Some(job) => Err(Error::usage(
             format!(
-                "{} is inside {}, where another run prepares its output",
+                "{} is inside {}, in which another run prepares its output",
                 target.display(),
                 job.display()
             ),
@@ -235,8 +235,8 @@ fn create_or_accept(fs: &dyn FileSystem, path: &Path) -> Result<()> {
         Err(e) if e.kind() == ErrorKind::NotFound => Ok(()),
         Err(e) => Err(Error::io("open", path, e)),
         Ok(Some(reason)) => Err(Error::usage(
-            format!("{} is needed for preparing the output, but {reason}", path.display()),
-            "move it away, or choose a different output",
+            format!("the output would be prepared in {}, which {reason}", path.display()),
+            "move or remove it, or choose a different output",
         )),
     }
 }
@@ -248,11 +248,11 @@ fn foreign_entry(path: &Path) -> io::Result<Option<String>> {
     for entry in std::fs::read_dir(path)? {
         let entry = entry?;
         let name = entry.file_name();
-        let holds = || format!("holds `{}`", printable(&name.to_string_lossy()));
+        let holds = || format!("contains `{}`", printable(&name.to_string_lossy()));
         if name == OsStr::new(LOCK) {
             locked = is_lock(&entry.path())?;
             if !locked {
-                return Ok(Some(format!("{}, which is not the lock of a run", holds())));
+                return Ok(Some(format!("{}, which is not the lock file of a run", holds())));
             }
         } else if CONTENTS.iter().any(|c| name == OsStr::new(c)) {
             unlocked = Some(holds());
@@ -260,7 +260,7 @@ fn foreign_entry(path: &Path) -> io::Result<Option<String>> {
             return Ok(Some(holds()));
         }
     }
-    Ok(unlocked.filter(|_| !locked).map(|holds| format!("{holds} and no lock of a run")))
+    Ok(unlocked.filter(|_| !locked).map(|holds| format!("{holds}, but not the lock file of a run")))
 }
 
 /// Whether a file is empty or contains a process number, as a lock does.

@@ -161,7 +161,7 @@ fn split(specs: &[TensorSpec], max_shard_bytes: u64) -> Result<Vec<Vec<&TensorSp
         }
     }
     if groups.is_empty() {
-        return Err(Error::usage("there are no tensors to write", "give a model that has weights"));
+        return Err(Error::usage("the model has no tensors to write", "give a model that has weights"));
     }
     Ok(groups)
 }
@@ -191,7 +191,10 @@ impl ShardFile {
         text.extend(std::iter::repeat_n(' ', text.len().next_multiple_of(8) - text.len()));
         if tensors.len() > limits.tensors || text.len() as u64 > limits.header_bytes {
             return Err(Error::usage(
-                format!("{} tensors are too many for the header of {name}", tensors.len()),
+                format!(
+                    "{name} would contain {} tensors, more than a safetensors header can describe",
+                    tensors.len()
+                ),
                 "split the checkpoint into smaller shards",
             ));
         }

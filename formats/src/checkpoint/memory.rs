@@ -48,13 +48,17 @@ impl MemorySource {
         let size = elements.and_then(|elements| dtype.byte_len(elements as u64));
         if size != Some(bytes.len() as u64) {
             return Err(Error::usage(
-                format!("tensor `{name}`: {dtype} {:?} does not take {} bytes", info.shape, bytes.len()),
-                "give the number of bytes that the element type and shape require",
+                format!(
+                    "tensor `{name}`: {dtype} {:?} does not match {} bytes of data",
+                    info.shape,
+                    bytes.len()
+                ),
+                "pass exactly the bytes of this element type and shape",
             ));
         }
         if self.tensors.contains_key(&name) {
             return Err(Error::usage(
-                format!("tensor `{name}` exists already"),
+                format!("tensor `{name}` already exists"),
                 "give every tensor a unique name",
             ));
         }

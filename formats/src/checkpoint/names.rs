@@ -14,7 +14,7 @@ pub(crate) fn name_fault(name: &str) -> Option<&'static str> {
     } else if name.contains('\0') {
         Some("holds NUL")
     } else if name.chars().any(char::is_control) {
-        Some("holds control characters")
+        Some("contains control characters")
     } else if name.chars().any(is_deceptive) {
         Some("contains invisible characters that change the direction of text")
     } else {

@@ -56,7 +56,7 @@ pub(crate) fn resolve(path: &Path) -> Result<PathBuf> {
             (existing.parent(), existing.components().next_back())
         else {
             return Err(Error::usage(
-                format!("{} leads through a directory that does not exist", path.display()),
+                format!("{} contains `..` after a directory that does not exist", path.display()),
                 "write the path without `..`",
             ));
         };

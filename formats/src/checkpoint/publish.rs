@@ -71,12 +71,12 @@ pub(crate) fn check_target(target: &Path, place: &ReplacePolicy) -> Result<bool>
     let Some(reason) = reason else { return Ok(true) };
     Err(Error::usage(
         format!("{} {reason}", target.display()),
-        "choose a different output, or remove it yourself",
+        "choose a different output, or remove this one yourself",
     ))
 }
 
-/// Returns why a directory must not be replaced, if it holds anything but what its manifest lists: those files could be
-/// needed.
+/// Returns the reason not to replace a directory; `None` if it is empty or holds only its manifest and the files listed
+/// there, with unchanged lengths. Anything else may be the user's data.
 fn not_replaceable(directory: &Path) -> Result<Option<String>> {
     let fail = |e| Error::io("list", directory, e);
     let mut present = Vec::new();
@@ -111,12 +111,13 @@ fn not_replaceable(directory: &Path) -> Result<Option<String>> {
             Some(Some(written)) if Some(*written) == *len => {}
             Some(Some(_)) if len.is_some() => {
                 return Ok(Some(format!(
-                    "holds `{printed}`, which was changed since quant wrote it, so ‹force› does not replace it"
+                    "contains `{printed}`, which was modified after quant wrote it, so ‹force› does not \
+                    replace it"
                 )));
             }
             _ => {
                 return Ok(Some(format!(
-                    "holds `{printed}`, which quant did not write, so ‹force› does not replace it"
+                    "contains `{printed}`, which quant did not write, so ‹force› does not replace it"
                 )));
             }
         }
@@ -164,8 +165,7 @@ fn replace(fs: &dyn FileSystem, job: &Job, out: &Path) -> Result<()> {
     match fs.rename_new(&previous, target) {
         Ok(()) => Err(failure(fs, "rename", target, 0, error)),
         Err(second) => {
-            let reason =
-                format!("{second}, after {error}; the old content is kept in {}", previous.display());
+            let reason = format!("{second} (after {error}); the old contents are in {}", previous.display());
             Err(Error::io("restore", target, io::Error::new(second.kind(), reason)))
         }
     }

@@ -30,8 +30,8 @@ impl ShardIndex {
     /// # Errors
     /// What is wrong with it, naming the field.
     pub(crate) fn parse(bytes: &[u8]) -> Result<Self, String> {
-        let text =
-            std::str::from_utf8(bytes).map_err(|e| format!("is not UTF-8 at byte {}", e.valid_up_to()))?;
+        let text = std::str::from_utf8(bytes)
+            .map_err(|e| format!("is not valid UTF-8 at byte {}", e.valid_up_to()))?;
         let mut raw = RawIndex::default();
         let mut deserializer = serde_json::Deserializer::from_str(text);
         (&mut raw)

@@ -88,7 +88,7 @@ impl ShardedCheckpoint {
     fn open_single(root: &Root, real: &Path) -> Result<Self> {
         let (shard, header) = Shard::open(root.join(SINGLE), real)?;
         if header.tensors.is_empty() {
-            let reason = format!("{SINGLE} holds no tensors");
+            let reason = format!("{SINGLE} contains no tensors");
             return Err(Error::NoCheckpoint { path: root.path().to_owned(), reason });
         }
         let tensors = header
@@ -142,7 +142,7 @@ impl ShardedCheckpoint {
         };
         if let Some(stated) = stated {
             warnings.push(format!(
-                "{INDEX}: `metadata.total_size` is {stated}, but the tensors have {total} bytes"
+                "{INDEX}: `metadata.total_size` is {stated}, but the tensors have {total} bytes in total"
             ));
         }
         let mut known = index.shards;
@@ -226,7 +226,7 @@ pub(crate) fn check_range(name: &str, tensor_bytes: u64, offset: u64, len: usize
     match offset.checked_add(len as u64) {
         Some(end) if end <= tensor_bytes => Ok(()),
         _ => Err(Error::Internal(format!(
-            "{len} bytes at {offset} exceed tensor `{name}`, which has {tensor_bytes} bytes"
+            "{len} bytes at offset {offset} exceed tensor `{name}` of {tensor_bytes} bytes"
         ))),
     }
 }
@@ -255,7 +255,7 @@ pub(crate) fn weight_file(root: &Root, name: &str) -> Result<Option<PathBuf>> {
 }
 
 fn incomplete_download(names: &str) -> String {
-    format!("{names}: broken link: the download is incomplete; run `hf download` again")
+    format!("{names}: broken link; the download is incomplete: run `hf download` again")
 }
 
 /// Locates the shards. All missing shards are reported together.
@@ -309,7 +309,7 @@ fn match_index(
     }
     for (shard, names) in extra {
         warnings.push(format!(
-            "{} holds {} tensor(s) that {INDEX} does not list; they are ignored: {}",
+            "{} contains {} tensor(s) that are not in {INDEX} and are ignored: {}",
             index.shards[shard],
             names.len(),
             listed(names, 8)
@@ -336,7 +336,7 @@ fn compare_single(
         return Ok(());
     }
     Err(ShardFault::Index(format!(
-        "{SINGLE} exists as well, but describes different tensors: {}; remove the wrong one",
+        "{SINGLE} also exists, but these tensors differ: {}; remove the wrong set of weights",
         listed(differing, 8)
     )))
 }
@@ -352,7 +352,7 @@ fn stray_weights(root: &Root, known: &[String]) -> Result<Vec<String>> {
     if stray.is_empty() {
         return Ok(Vec::new());
     }
-    Ok(vec![format!("not part of the checkpoint, ignored: {}", listed(stray, 8))])
+    Ok(vec![format!("ignored, because they are not part of the checkpoint: {}", listed(stray, 8))])
 }
 
 /// The reason why a directory with these entries holds no supported checkpoint.
@@ -361,7 +361,7 @@ pub(crate) fn nothing_to_read(path: &Path, entries: &[String]) -> Error {
     let other: Vec<&str> =
         entries.iter().filter(|e| e.ends_with(".safetensors")).map(String::as_str).collect();
     if !other.is_empty() {
-        let reason = format!("there is neither {SINGLE} nor {INDEX}, only {}", listed(other, 8));
+        let reason = format!("it has neither {SINGLE} nor {INDEX}, only {}", listed(other, 8));
         return Error::NoCheckpoint { path, reason };
     }
     let pickles: Vec<String> = entries
@@ -371,7 +371,7 @@ pub(crate) fn nothing_to_read(path: &Path, entries: &[String]) -> Error {
         .take(MAX_LISTED)
         .collect();
     if pickles.is_empty() {
-        let reason = format!("there is neither {SINGLE} nor {INDEX}");
+        let reason = format!("it has neither {SINGLE} nor {INDEX}");
         return Error::NoCheckpoint { path, reason };
     }
     Error::PickleOnly { path, files: pickles }

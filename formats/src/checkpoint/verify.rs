@@ -37,7 +37,7 @@ pub(crate) fn verify_shard(
     fs.forget_cached(&file);
     let len = file.metadata().map_err(|e| Error::io("read", &path, e))?.len();
     if len != shard.bytes {
-        return Err(differs(format!("has {len} bytes, but {} were written", shard.bytes)));
+        return Err(differs(format!("has {len} bytes, but {} bytes were written", shard.bytes)));
     }
     let mut header = vec![0; shard.header.len()];
     read_exact_at(&file, &path, 0, &mut header)?;
@@ -51,7 +51,7 @@ pub(crate) fn verify_shard(
     };
     let as_planned = parsed.len() == shard.tensors.len() && shard.tensors.iter().all(found);
     if !as_planned {
-        return Err(differs("the header does not describe the tensors that were written".into()));
+        return Err(differs("the header does not match the tensors that were written".into()));
     }
     let mut whole = Sha256::new();
     let mut tensors = TensorDigests::of(&shard.tensors);

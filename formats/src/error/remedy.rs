@@ -9,137 +9,135 @@ impl Error {
             Self::Usage { remedy, .. }
             | Self::Recipe { remedy, .. }
             | Self::Unavailable { remedy, .. }
-            | Self::InputFile { remedy, .. } => {
-                remedy.clone()
-            }
+            | Self::InputFile { remedy, .. } => remedy.clone(),
             Self::PatternMatchesNothing { nearest, .. } if nearest.is_empty() => {
-                "‹plan(MODEL)› lists the names that can be matched".into()
+                "‹plan(MODEL)› lists the names of all linears".into()
             }
             Self::PatternMatchesNothing { nearest, .. } => {
                 format!("did you mean {}? ‹plan(MODEL)› lists all names", nearest.join(", "))
             }
             Self::GroupSizeDoesNotDivide(offenders) => format!(
-                "choose a ‹group_size› that divides them, or give these tensors their own scheme, \
-                 for example ‹override='{}=w4a16-channel'›",
+                "choose a ‹group_size› that divides these widths, or a different scheme for these tensors, \
+                for example ‹override='{}=w4a16-channel'›",
                 offenders.first().map(|o| suggestion_pattern(&o.tensor)).unwrap_or_default()
             ),
             Self::OutputExists { .. } => "choose a different output, or replace it with ‹force›".into(),
-            Self::OutputIsInput { .. } => "write to a separate directory".into(),
+            Self::OutputIsInput { .. } => "choose an output outside the model directory".into(),
             Self::NoCheckpoint { .. } => {
-                "give a Hugging Face model directory with config.json and model.safetensors, or its \
-                 shards with model.safetensors.index.json"
+                "give a Hugging Face model directory with config.json and either model.safetensors or \
+                model.safetensors.index.json and its shards"
                     .into()
             }
             Self::PickleOnly { .. } => {
-                "pickle files can run code when read, so they are never opened; convert them \
-                 once in a sandbox: load with transformers and `save_pretrained(..., \
-                 safe_serialization=True)`"
+                "reading a pickle file can run arbitrary code, so quant never opens one; convert the model \
+                once in a sandbox: load it with transformers and call `save_pretrained(..., \
+                safe_serialization=True)`"
                     .into()
             }
             Self::Safetensors { .. } => {
-                "the file is damaged, incomplete or hostile: fetch it again and compare its checksum".into()
+                "the file is damaged, incomplete or hostile: download it again and verify its checksum".into()
             }
-            Self::Index { .. } => {
-                "fetch the index and its shards again; they must come from the same revision".into()
-            }
+            Self::Index { .. } => "download the index and its shards again, from the same revision".into(),
             Self::MissingTensor { path, .. } | Self::TensorShape { path, .. } | Self::Config { path, .. }
                 if path.extension().is_some_and(|extension| extension == "gguf") =>
             {
-                "the GGUF file is damaged or incomplete: fetch it again".into()
+                "the GGUF file is damaged or incomplete: download it again".into()
             }
             Self::MissingTensor { .. } | Self::TensorShape { .. } => {
-                "config.json and the weights must come from the same model; fetch both again".into()
+                "config.json and the weights must belong to the same model: download both again".into()
             }
             Self::TensorDtype { .. } => {
-                "convert the checkpoint to float32, float16 or bfloat16, or fetch it again".into()
+                "convert the checkpoint to float32, float16 or bfloat16, or download it again".into()
             }
-            Self::Config { .. } => "correct config.json, or fetch it again".into(),
+            Self::Config { .. } => "correct config.json, or download it again".into(),
             Self::UnknownArchitecture { known, .. } => {
-                format!("this version knows {}", known.join(", "))
+                format!("supported architectures: {}", known.join(", "))
             }
             Self::AmbiguousNames { .. } => {
-                "two saves of the model may be mixed in one directory: fetch the checkpoint again into an empty one"
+                "the directory may contain a mix of two saved models: download the checkpoint into an empty \
+                directory"
                     .into()
             }
             Self::AlreadyQuantized { .. } => {
-                "quantize from the original float checkpoint, or give only ‹format› to write the same \
-                numbers in a different format; ‹requantize› rounds the dequantized weights a second time, \
-                with additional loss"
+                "start from the original float checkpoint; or set only ‹format› to write the same numbers \
+                in a different format; or set ‹requantize› to quantize the dequantized weights again, which \
+                adds a second rounding error"
                     .into()
             }
             Self::UnsupportedQuantization { .. } => {
-                "compressed-tensors, AWQ gemm, GPTQ, QServe, ModelOpt, FP8 (quant_method fp8) and MXFP4 (quant_method mxfp4) checkpoints can be read; \
-                 ‹quantize()› also starts from the original float checkpoint"
+                "supported formats: compressed-tensors, AWQ (gemm), GPTQ, QServe, ModelOpt, FP8 \
+                (quant_method fp8) and MXFP4 (quant_method mxfp4); otherwise start from the original float \
+                checkpoint"
                     .into()
             }
-            Self::NotRepackable { .. } => {
-                "quantize the original float checkpoint to this format".into()
-            }
-            Self::Tokenizer { .. } => {
-                "the model directory needs the tokenizer.json that belongs to it".into()
-            }
+            Self::NotRepackable { .. } => "quantize the original float checkpoint to this format".into(),
+            Self::Tokenizer { .. } => "add the model's tokenizer.json to the model directory".into(),
             Self::Text { line: Some(_), .. } => {
-                "correct this line: every line is a JSON object with a `text` field, or, for calibration, \
-                `messages`"
+                "correct this line: every line must be a JSON object with a field `text` or, for \
+                calibration, `messages`"
                     .into()
             }
             Self::Text { .. } => {
-                "give a longer UTF-8 text, or a JSONL file whose every line has a `text` field (for \
-                 calibration, or `messages`), or \
-                 fewer or shorter windows (‹samples› and ‹seq_len›, or ‹windows› and ‹window›)"
+                "give a longer text (UTF-8, or JSONL whose lines have a field `text` or, for calibration, \
+                `messages`), or request fewer or shorter windows (‹samples› and ‹seq_len›, or ‹windows› and \
+                ‹window›)"
                     .into()
             }
             Self::NameTaken { .. } => {
-                "the checkpoint is partly quantized or inconsistent: fetch the original again, or leave the \
-                 other tensor float with ‹ignore›"
+                "the checkpoint is partly quantized or inconsistent: download the original again, or leave \
+                this linear float with ‹ignore›"
                     .into()
             }
             Self::UnknownText { known, .. } => {
-                format!("give the path of a text or .jsonl file, or one of {}", known.join(", "))
+                format!("give the path of a text or .jsonl file, or one of these sets: {}", known.join(", "))
             }
-            Self::Io { .. } => "check the path, its permissions and the disk".into(),
+            Self::Io { .. } => "check the path, its permissions, and the disk".into(),
             Self::Memory { .. } => {
-                "free some memory, raise the limit on it (ulimit -v, or the container's), or ask for fewer \
-                or shorter windows; ‹plan()› predicts the memory of a run"
+                "free some memory, raise the memory limit (ulimit -v, or that of the container), or request \
+                fewer or shorter windows; ‹plan()› predicts the memory of a run"
                     .into()
             }
             Self::MemoryBudget { needed, budget: Some(_), .. } => {
-                format!("set ‹memory_budget={}MiB› or more, or ask for fewer or shorter windows", needed.div_ceil(1 << 20))
+                format!(
+                    "set ‹memory_budget={}MiB› or more, or request fewer or shorter windows",
+                    needed.div_ceil(1 << 20)
+                )
             }
             Self::MemoryBudget { needed, .. } => format!(
-                "free some memory, ask for fewer or shorter windows, or set ‹memory_budget={}MiB› to try it anyway",
+                "free some memory, request fewer or shorter windows, or set ‹memory_budget={}MiB› to run anyway",
                 needed.div_ceil(1 << 20)
             ),
-            Self::DiskFull { .. } => "free some space, or write elsewhere".into(),
-            Self::Locked { .. } => "wait for it to finish, or stop it".into(),
+            Self::DiskFull { .. } => "free some disk space, or write to a different disk".into(),
+            Self::Locked { .. } => "wait for that process to finish, or stop it".into(),
             Self::Verification { .. } => {
-                "the disk returned different bytes than were written: check it and run again".into()
+                "the disk returned bytes that differ from those written: check the disk and run again".into()
             }
             Self::NonFinite { .. } => {
-                "the checkpoint is broken: fetch it again, or repair this tensor".into()
+                "the checkpoint is damaged: download it again, or repair this tensor".into()
             }
             Self::Numeric { .. } => {
-                "exclude this tensor with ‹ignore›, or choose a different scheme for it with ‹override›".into()
+                "leave this tensor float with ‹ignore›, or choose a different scheme for it with ‹override›"
+                    .into()
             }
             Self::Logits { .. } => {
-                "check whether the original model gives finite numbers on the same text".into()
+                "check whether the original model produces finite logits on the same text".into()
             }
             Self::Calibration { .. } => {
-                "the float model itself overflows there: check whether ‹eval()› gives it a finite perplexity \
-                on this text, use a different ‹calibration›, or use ‹method=rtn›, which needs none"
+                "the float model itself overflows: check whether ‹eval()› reports a finite perplexity on \
+                this text, choose a different ‹calibration› text, or use ‹method=rtn›, which needs no text"
                     .into()
             }
             Self::Cache { .. } => {
-                "cache them as floats, with ‹kv=16› or a scheme without kv; if that fails too, the model \
-                itself overflows"
+                "cache keys and values as floats, with ‹kv=16› or a scheme without kv; if this fails, too, \
+                the model itself overflows"
                     .into()
             }
             Self::Tensor(_) | Self::Internal(_) => {
-                "this is a bug: please report it with the command that led here".into()
+                "this is a bug: please report it with the command that caused it".into()
             }
             Self::Interrupted => {
-                "run the same command again; ‹quantize()› continues where it stopped with ‹resume›, and so \
-                does ‹eval()› with ‹journal›"
+                "run the same command again; with ‹resume›, ‹quantize()› continues the interrupted run, and \
+                so does ‹eval()› with the same ‹journal›"
                     .into()
             }
         }

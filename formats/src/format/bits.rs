@@ -25,7 +25,7 @@ pub fn words_for(count: usize, bits: u8) -> usize {
 
 /// The number of words does not match [`words_for`] the codes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-#[error("{count} codes of {bits} bits take {} words, got {got}", words_for(*count, *bits))]
+#[error("{count} codes of {bits} bits take {} words of 32 bits, got {got}", words_for(*count, *bits))]
 pub struct WordCount {
     /// Number of codes to unpack.
     pub count: usize,
@@ -253,7 +253,7 @@ mod tests {
     fn wrong_word_counts_are_rejected() {
         let error = WordCount { count: 11, bits: 3, got: 1 };
         assert_eq!(unpack_words(&[0], 3, 11), Err(error));
-        assert_eq!(error.to_string(), "11 codes of 3 bits take 2 words, got 1");
+        assert_eq!(error.to_string(), "11 codes of 3 bits take 2 words of 32 bits, got 1");
         assert!(unpack_words(&[0; 3], 3, 11).is_err());
         assert!(unpack_words(&[0], 4, 0).is_err());
         assert!(unpack_rows(&[0; 8], 3, 4, &mut [0; 9]).is_err());

@@ -153,7 +153,8 @@ pub trait Container: std::fmt::Debug + Send + Sync {
         let is_dynamic = matches!(scheme.activations, ActivationScheme::Token | ActivationScheme::Fp8Token);
         if is_dynamic && !self.keeps_activations() {
             lost.push(format!(
-                "the {} format cannot describe activations: engines leave them float, but {scheme} has 8 bits",
+                "the {} format cannot describe quantized activations: engines will use float activations \
+                instead of the 8-bit ones of {scheme}",
                 self.name()
             ));
         }
@@ -163,11 +164,14 @@ pub trait Container: std::fmt::Debug + Send + Sync {
         let bits = match scale_dtype {
             Dtype::F16 => "with a relative error of up to 2^-11",
             Dtype::Bf16 => "with a relative error of up to 2^-8",
-            _ => "exact",
+            _ => "which is exact",
         };
-        lost.push(format!("the two levels of scales are multiplied into one {scale_dtype} scale, {bits}"));
+        lost.push(format!(
+            "each group scale is multiplied by its row scale into one {scale_dtype} scale, {bits}"
+        ));
         lost.push(
-            "kernels that convert weights to 8-bit integers need both levels and cannot run it".to_owned(),
+            "kernels that convert weights to 8-bit integers need both scales, and cannot run this checkpoint"
+                .to_owned(),
         );
         lost
     }
@@ -367,5 +371,5 @@ pub fn reader(quantization_config: &Value) -> Result<Box<dyn PackedReader>, Stri
         return Ok(Box::new(reader));
     }
     let method = quantization_config.get("quant_method").and_then(Value::as_str).unwrap_or("none stated");
-    Err(format!("`quantization_config.quant_method` is {method}"))
+    Err(format!("`quantization_config.quant_method` is {method}, which is not supported"))
 }

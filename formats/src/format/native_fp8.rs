@@ -65,17 +65,17 @@ pub(super) fn reader(config: &Value) -> Result<Option<NativeFp8>, String> {
     match text("fmt") {
         None => {}
         Some(Value::String(fmt)) if fmt == "e4m3" => {}
-        Some(other) => return refuse("fmt", format!("is {other}; only e4m3 can be read")),
+        Some(other) => return refuse("fmt", format!("is {other}; only e4m3 is supported")),
     }
     match text("weight_block_size") {
         None => {}
         Some(size) if *size == serde_json::json!([BLOCK, BLOCK]) => {}
-        Some(size) => return refuse("weight_block_size", format!("is {size}; only [128, 128] can be read")),
+        Some(size) => return refuse("weight_block_size", format!("is {size}; only [128, 128] is supported")),
     }
     let static_inputs = match text("activation_scheme").map(Value::as_str) {
         None | Some(Some("dynamic")) => false,
         Some(Some("static")) => true,
-        Some(_) => return refuse("activation_scheme", "is neither dynamic nor static".into()),
+        Some(_) => return refuse("activation_scheme", "must be dynamic or static".into()),
     };
     Ok(Some(NativeFp8 { reads_fp4: true, ..NativeFp8::new(static_inputs) }))
 }
@@ -107,8 +107,8 @@ impl NativeFp8 {
             return Err(Error::UnsupportedQuantization {
                 path: source.location(&weight),
                 reason: format!(
-                    "tensor `{scale}` is {} {:?}, but FP4 codes of {shape:?} bytes need one exponent per 32 \
-                    columns",
+                    "tensor `{scale}` is {} {:?}, but FP4 codes of shape {shape:?} (in bytes) need one E8M0 \
+                    scale per 32 columns",
                     info.dtype, info.shape
                 ),
             });
@@ -124,13 +124,13 @@ impl NativeFp8 {
         let unsupported =
             |reason: String| Error::UnsupportedQuantization { path: source.location(&weight), reason };
         let &[n, k] = shape else {
-            return Err(unsupported(format!("tensor `{weight}` is FP8 but not a matrix")));
+            return Err(unsupported(format!("tensor `{weight}` is FP8, but not a matrix")));
         };
         let find = |names: &[&str]| {
             names.iter().map(|name| format!("{module}.{name}")).find(|name| source.info(name).is_some())
         };
         let Some(scale) = find(&SCALES) else {
-            return Err(unsupported(format!("tensor `{weight}` is FP8 but has no scale")));
+            return Err(unsupported(format!("tensor `{weight}` is FP8, but has no scale")));
         };
         let info = source.require(&scale)?;
         let granularity = match info.shape[..] {
@@ -142,15 +142,15 @@ impl NativeFp8 {
             [1, 1] => Granularity::Tensor,
             _ => {
                 return Err(unsupported(format!(
-                    "tensor `{scale}` has shape {:?}, but a weight of [{n}, {k}] needs one scale, one per \
-                    row, or one per block of 128 × 128",
+                    "tensor `{scale}` has shape {:?}, but an FP8 weight [{n}, {k}] needs one scale per \
+                    tensor, row or block of 128 × 128",
                     info.shape
                 )));
             }
         };
         if !(info.dtype.is_weight_float() || matches!(info.dtype, Dtype::F8E8M0 | Dtype::U8)) {
             return Err(unsupported(format!(
-                "tensor `{scale}` is {}, which is not a type of scales",
+                "tensor `{scale}` has type {}, which is not supported for scales",
                 info.dtype
             )));
         }

@@ -15,7 +15,7 @@ pub fn read_positive(source: &dyn TensorSource, name: &str) -> Result<f32> {
     }
     Err(Error::UnsupportedQuantization {
         path: source.location(name),
-        reason: format!("tensor `{name}` is {scale}, which is not a scale"),
+        reason: format!("tensor `{name}` is {scale}; a scale must be positive and finite"),
     })
 }
 
@@ -57,7 +57,7 @@ pub(super) fn require_no_sign(source: &dyn TensorSource, name: &str, scales: &[f
     let Some(negative) = scales.iter().position(|s| s.is_sign_negative()) else { return Ok(()) };
     Err(Error::UnsupportedQuantization {
         path: source.location(name),
-        reason: format!("tensor `{name}` has the negative scale {} at {negative}", scales[negative]),
+        reason: format!("tensor `{name}` has a negative scale, {}, at index {negative}", scales[negative]),
     })
 }
 
@@ -80,6 +80,6 @@ pub(super) fn matrix(
     }
     Err(Error::UnsupportedQuantization {
         path: source.location(name),
-        reason: format!("tensor `{name}` is {:?}, which is not a matrix of codes", info.shape),
+        reason: format!("tensor `{name}` has shape {:?}, expected a matrix of codes", info.shape),
     })
 }

@@ -33,7 +33,7 @@ pub fn quantization_settings<'a>(config: &ConfigFields<'a>) -> Result<Option<&'a
     let nested = nested.and_then(|text| text.get(KEY)).filter(|settings| !settings.is_null());
     match (config.get(KEY), nested) {
         (Some(outer), Some(inner)) if outer != inner => {
-            Err(config.error(KEY, format!("differs from the one in `{TEXT_CONFIG}`")))
+            Err(config.error(KEY, format!("differs from the `quantization_config` in `{TEXT_CONFIG}`")))
         }
         (outer, inner) => Ok(outer.or(inner)),
     }

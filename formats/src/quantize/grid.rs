@@ -136,11 +136,11 @@ impl Extent {
 #[non_exhaustive]
 pub enum GridError {
     /// A weight is NaN or infinite.
-    #[error("weights are not finite")]
+    #[error("weights are NaN or infinite")]
     NonFinite,
     /// The scale, or a weight rounded to the grid, overflows the dtype of the scale.
     #[error(
-        "weights from {} to {} need a scale of {exact}, but {dtype} scales cannot represent it or its \
+        "weights from {} to {} need a scale of {exact}, but {dtype} cannot represent this scale or its \
         multiples",
         extent.min, extent.max
     )]
@@ -189,21 +189,21 @@ impl GridRule {
         let bits = scheme.bits();
         if !(2..=8).contains(&bits) {
             return Err(Error::usage(
-                format!("weights cannot be quantized to {bits} bits"),
-                format!("choose from {:?} bits", WeightFormat::INT_BITS),
+                format!("{bits}-bit weights are not supported"),
+                format!("supported numbers of bits: {:?}", WeightFormat::INT_BITS),
             ));
         }
         let progressive = scheme.is_progressive();
         if progressive && (bits != 4 || scheme.granularity == Granularity::Channel) {
             return Err(Error::usage(
-                format!("weights cannot be {scheme}"),
-                "two levels of scales require 4-bit weights in groups",
+                format!("{scheme} is not supported"),
+                "progressive scales require 4-bit weights in groups",
             ));
         }
         let is_wide = matches!(scale, ScaleFormat::F16 | ScaleFormat::Bf16 | ScaleFormat::F32);
         if scheme.fixed_scales().map_or(!is_wide, |fixed| fixed != scale) {
             return Err(Error::usage(
-                format!("{scheme} cannot have {} scales", scale.dtype()),
+                format!("{scheme} does not support {} scales", scale.dtype()),
                 match scheme.fixed_scales() {
                     Some(fixed) => format!("store scales as {}", fixed.dtype()),
                     None => "store scales as F16, BF16 or F32".to_owned(),

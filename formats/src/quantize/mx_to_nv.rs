@@ -43,8 +43,8 @@ impl ScaleExponents {
         let multiplier = (largest - E4M3_EXPONENTS[1]).max(SMALLEST_MULTIPLIER);
         if smallest - multiplier < E4M3_EXPONENTS[0] {
             return Err(format!(
-                "its scales range from 2^{smallest} to 2^{largest}, but with one global scale, E4M3 covers \
-                only powers of two up to 2^17 apart"
+                "its scales range from 2^{smallest} to 2^{largest}, but NVFP4 scales can differ by a factor \
+                of at most 2^17"
             ));
         }
         match multiplier < 0 {

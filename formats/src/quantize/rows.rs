@@ -28,13 +28,15 @@ impl Rows<'_> {
     pub fn count(&self, columns: usize) -> Result<usize, RowsError> {
         let (len, row) = match self {
             Self::Bytes(_, dtype) if !dtype.is_weight_float() => {
-                return Err(RowsError::Layout(format!("weights of type {dtype} cannot be converted to F32")));
+                return Err(RowsError::Layout(format!("{dtype} weights cannot be converted to F32")));
             }
             Self::Bytes(bytes, dtype) => (bytes.len(), columns * dtype.size()),
             Self::Floats(values) => (values.len(), columns),
         };
         if row == 0 || len % row != 0 {
-            return Err(RowsError::Layout(format!("{len} elements are not whole rows of {row}")));
+            return Err(RowsError::Layout(format!(
+                "{len} elements are not a multiple of the row width {row}"
+            )));
         }
         Ok(len / row)
     }
@@ -80,7 +82,7 @@ pub enum RowsError {
         source: GridError,
     },
     /// The group size does not divide the rows' width.
-    #[error("group size {group_size} does not divide the width {columns}")]
+    #[error("the group size {group_size} does not divide the width {columns}")]
     Indivisible {
         /// The width.
         columns: usize,

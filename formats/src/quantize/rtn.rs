@@ -342,7 +342,9 @@ impl<'a> RowQuantizer<'a> {
         if let Some(clip) = clip {
             check_len("clip bounds", clip.len(), rows * (columns / group_size))?;
             if let Some(m) = clip.iter().find(|m| m.is_nan() || **m < 0.0) {
-                return Err(RowsError::Layout(format!("clip bound {m} is not a magnitude")));
+                return Err(RowsError::Layout(format!(
+                    "the clip bound is {m}; it must be finite and not negative"
+                )));
             }
         }
         Ok(Self { rows, columns, group_size, rule, clip, shared: &SharedScales::None, first: 0 })
@@ -456,7 +458,7 @@ fn check_len(what: &str, got: usize, expected: usize) -> Result<(), RowsError> {
     if got == expected {
         return Ok(());
     }
-    Err(RowsError::Layout(format!("{what} has {got} elements, expected {expected}")))
+    Err(RowsError::Layout(format!("{what}: expected {expected} elements, got {got}")))
 }
 
 /// The faults of some rows, collected so that the report does not depend on the number of threads.

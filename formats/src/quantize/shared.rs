@@ -74,7 +74,7 @@ impl FromStr for ScaleSearch {
             "sweep" => Ok(Self::Sweep),
             _ => Err(Error::usage(
                 format!("unknown scale search `{text}`"),
-                "choose amax, four-over-six or sweep",
+                "known searches: amax, four-over-six, sweep",
             )),
         }
     }

@@ -54,7 +54,7 @@ impl QuantizedTensor {
     pub fn view_with<'a>(&'a self, scale_codes: Option<&'a [u8]>) -> Result<WeightView<'a>> {
         let group_size = self.scheme.granularity.group_size(self.shape[1]);
         if self.levels.is_some() != self.scheme.is_progressive() {
-            return Err(Error::Internal("levels of scales do not match the scheme".into()));
+            return Err(Error::Internal("the scales do not match the scheme".into()));
         }
         let scales = match &self.levels {
             None => Scales::Float(&self.scales),
@@ -89,7 +89,7 @@ impl QuantizedTensor {
         let codes = self.global.and_then(|_| self.scale_codes());
         let packed = PackedLinear::pack(&self.view_with(codes.as_deref())?, bias, sums, parallel);
         packed.map_err(|error| {
-            Error::usage(format!("this weight cannot be packed: {error}"), "keep it as floats")
+            Error::usage(format!("the kernels cannot use this weight: {error}"), "run it in floats")
         })
     }
 
@@ -149,7 +149,7 @@ impl QuantizedTensor {
         self.view()?;
         self.input_grid()?;
         if self.zeros.is_none() != self.scheme.is_symmetric() {
-            return Err(inconsistent("zero points do not match the scheme's symmetry"));
+            return Err(inconsistent("the zero points do not match the symmetry of the scheme"));
         }
         let fits = |codes: &[u8]| codes.iter().fold(0, |max, &c| max.max(c)) <= self.scheme.max_code();
         if !fits(&self.codes) || !self.zeros.as_deref().is_none_or(fits) {
@@ -245,13 +245,16 @@ impl QuantizedTensor {
         let same_codes =
             scheme.bits() == self.scheme.bits() && scheme.float_format() == self.scheme.float_format();
         if !same_codes || group_size(scheme) != group_size(self.scheme) || !same_input {
-            return Err(format!("its weights are {}, not {scheme}", self.scheme));
+            return Err(format!("the weights are {}, which cannot be stored as {scheme}", self.scheme));
         }
         let zero_point = 1 << (scheme.bits() - 1);
         match (&self.zeros, scheme.is_symmetric()) {
             (Some(zeros), true) => {
                 if let Some(zero) = zeros.iter().find(|&&z| z != zero_point) {
-                    return Err(format!("it has a zero point of {zero}, which a symmetric grid cannot have"));
+                    return Err(format!(
+                        "it has a zero point of {zero}, but a symmetric grid needs the middle code as zero \
+                        point"
+                    ));
                 }
                 self.zeros = None;
             }
@@ -266,12 +269,15 @@ impl QuantizedTensor {
                 && scale_dtype == self.scale_dtype
             {
                 true => Ok(Self { scheme, ..self }),
-                false => Err(format!("its scales are {}, not {scale_dtype}", self.scale_dtype)),
+                false => Err(format!("the scales are {}, not {scale_dtype}", self.scale_dtype)),
             };
         }
         let scales = if self.levels.is_none() { &self.scales[..] } else { &[] };
         if let Some(scale) = scales.iter().find(|&&s| scale_dtype.round(s) != s) {
-            return Err(format!("its scale {scale:e} ({}) is not exact in {scale_dtype}", self.scale_dtype));
+            return Err(format!(
+                "the scale {scale:e} ({}) cannot be represented exactly in {scale_dtype}",
+                self.scale_dtype
+            ));
         }
         Ok(Self { scheme, scale_dtype, ..self })
     }
@@ -321,7 +327,7 @@ mod tests {
         assert!(message(&bf16, "w4a16-g64-sym", Dtype::Bf16).contains("not w4a16-g64-sym"));
         assert!(bf16.clone().restated(bf16.scheme, Dtype::F16).is_ok(), "eight bits fit into eleven");
         bf16.scales[3] = 2.0_f32.powi(-40);
-        assert!(message(&bf16, "w4a16-g32-sym", Dtype::F16).contains("not exact in F16"));
+        assert!(message(&bf16, "w4a16-g32-sym", Dtype::F16).contains("cannot be represented exactly in F16"));
         let asym = tensor("w4a16-g32-asym", Dtype::F16);
         assert!(message(&asym, "w4a16-g32-sym", Dtype::F16).contains("it has a zero point of"));
         assert!(message(&tensor("w4a16-g32-sym", Dtype::F16), "w4a16-g32-sym", Dtype::Bf16).contains("BF16"));

@@ -109,9 +109,10 @@ impl SchemeRequest {
         };
         self.check_float(format)?;
         match suffix {
-            Some(stated) if self::suffix(format, self.granularity) != Some(stated) => {
-                Err(Error::usage(format!("scheme `{self}`: -{stated} does not match its scales"), known()))
-            }
+            Some(stated) if self::suffix(format, self.granularity) != Some(stated) => Err(Error::usage(
+                format!("scheme `{self}`: the suffix -{stated} does not match the granularity of the scales"),
+                known(),
+            )),
             _ => Ok(()),
         }
     }
@@ -121,7 +122,7 @@ impl SchemeRequest {
         use ActivationScheme as A;
         let refuse = |what: &str| Err(Error::usage(format!("scheme `{self}`: {what}"), known()));
         if matches!(self.activations, A::Token | A::Static { .. }) {
-            return refuse("floating-point weights are not combined with 8-bit integer activations");
+            return refuse("floating-point weights cannot be combined with int8 activations");
         }
         let fits = match (format, self.granularity) {
             (FloatFormat::E4m3, Granularity::Channel | Granularity::Tensor) => {
@@ -133,7 +134,7 @@ impl SchemeRequest {
             }
             (FloatFormat::E4m3, Granularity::Group(_)) => {
                 return refuse(
-                    "FP8 weights have one scale per row, tensor or block, or per 32 inputs (-g32-mx)",
+                    "FP8 weights need one scale per row, tensor or block, or per 32 inputs (-g32-mx)",
                 );
             }
             (FloatFormat::E2m1, Granularity::Group(NV_GROUP)) => {
@@ -149,7 +150,7 @@ impl SchemeRequest {
 
 /// The supported schemes, for messages.
 fn known() -> String {
-    format!("schemes of floating-point weights: {}", FLOAT_SCHEMES.join(", "))
+    format!("supported schemes with floating-point weights: {}", FLOAT_SCHEMES.join(", "))
 }
 
 impl LinearScheme {

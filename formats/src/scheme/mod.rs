@@ -120,8 +120,8 @@ impl ScaleFormat {
             Dtype::F8E8M0 => Ok(Self::E8m0),
             Dtype::F8E4M3 => Ok(Self::E4m3),
             _ => Err(Error::usage(
-                format!("scales cannot be stored as {dtype}"),
-                "store them as F16, BF16 or F32",
+                format!("{dtype} is not a type for scales"),
+                "store scales as F16, BF16 or F32",
             )),
         }
     }

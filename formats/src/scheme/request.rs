@@ -163,8 +163,8 @@ impl SchemeRequest {
         match self.weight {
             WeightRequest::Int { two_level: true, .. } if self.granularity == Granularity::Channel => {
                 Err(Error::usage(
-                    format!("scheme `{self}`: one scale per row cannot be progressive"),
-                    "omit -progressive (as the preset qoq-w4a8kv4-channel does), or choose groups, such as \
+                    format!("scheme `{self}`: progressive scales require groups, not one scale per row"),
+                    "omit -progressive (as in the preset qoq-w4a8kv4-channel), or choose groups, such as \
                     -g128-progressive",
                 ))
             }
@@ -172,8 +172,8 @@ impl SchemeRequest {
             WeightRequest::Int { .. } if self.activations.is_float() && !self.is_w4afp8() => {
                 Err(Error::usage(
                     format!(
-                        "scheme `{self}`: FP8 activations need integer weights of 4 bits in symmetric \
-                         groups of 128, and one scale per token"
+                        "scheme `{self}`: with integer weights, FP8 activations require one scale per token \
+                        and symmetric 4-bit weights in groups of 128"
                     ),
                     "choose w4af8-g128-sym, a16 or a8, or floating-point weights, such as wf8af8-channel",
                 ))
@@ -220,7 +220,7 @@ impl SchemeRequest {
             WeightRequest::Float(_) => {
                 return Err(Error::usage(
                     format!("scheme `{self}`: floating-point weights are always symmetric"),
-                    "omit ‹asymmetric›, or choose integers, such as w8a16",
+                    "omit ‹asymmetric›, or choose integer weights, such as w8a16",
                 ));
             }
         }
@@ -271,7 +271,7 @@ const FOREIGN: [(&str, &str); 12] = [
 ];
 /// Common schemes, with which a misspelled name is compared in addition to the float schemes.
 const FREQUENT: [&str; 7] =
-    ["w4a16", "w4a16-g128", "w8a16", "w8a8", "w4a8", "w3a16", "w4a8-g128-progressive"];
+    ["w4a16-g128", "w4a16", "w8a16", "w8a8", "w4a8", "w3a16", "w4a8-g128-progressive"];
 /// The minimum similarity of a misspelled name.
 const ALIKE: f64 = 0.8;
 
@@ -295,7 +295,7 @@ fn is_gguf_type(text: &str) -> bool {
 }
 
 fn not_understood(text: &str, part: &str) -> Error {
-    let message = format!("scheme `{text}`: `{part}` is not understood");
+    let message = format!("scheme `{text}`: unknown part `{part}`");
     if is_gguf_type(text) {
         let name = text.to_ascii_uppercase();
         return Error::usage(message, format!("{name} is a GGUF quantization type: add ‹format=gguf›"));
@@ -303,12 +303,24 @@ fn not_understood(text: &str, part: &str) -> Error {
     let meant = suggestion(text).filter(|_| text.starts_with(part));
     let meant = meant.map_or_else(String::new, |name| format!("did you mean {name}?\n  "));
     let integers = known_integers();
+    // The grammar helps only where the first part is one of its words.
+    if text.starts_with(part) {
+        return Error::usage(
+            message,
+            format!(
+                "{meant}weights are {integers}, then a16 or a8; common schemes are {}, fp8 and nvfp4; a ‹preset› \
+                 names a scheme with its method",
+                FREQUENT.join(", ")
+            ),
+        );
+    }
     Error::usage(
         message,
         format!(
-            "{meant}a scheme is {integers}, then a16 or a8 (and kv4, kv8 or kvf8 for the whole model's cache), then optionally -g32, -g64, -g128 … or -channel, \
-         then -sym or -asym, then -progressive for w4 in groups, and after a8 -static or -static-asym; for \
-         example w4a16-g64-asym, w8a8, w4a8-g128-progressive; or one of {}",
+            "a scheme consists of {integers}; a16 or a8; optionally kv4, kv8 or kvf8 (for the cache \
+            of the whole model); optionally -channel or a group size (-g32, -g64, -g128 …); optionally -sym \
+            or -asym; optionally -progressive (w4 in groups) and -static or -static-asym (a8). Examples: \
+            w4a16-g64-asym, w8a8, w4a8-g128-progressive. Other schemes: {}",
             FLOAT_SCHEMES.join(", ")
         ),
     )

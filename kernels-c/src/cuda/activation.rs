@@ -97,7 +97,9 @@ pub(super) fn float(kind: u32) -> Result<Float, Fault> {
         QZ1_TYPE_F32 => Ok(Float::F32),
         QZ1_TYPE_F16 => Ok(Float::F16),
         QZ1_TYPE_BF16 => Ok(Float::Bf16),
-        _ => Err(Fault::new(qz1_status::Scheme, "floats of an unknown type")),
+        _ => {
+            Err(Fault::new(qz1_status::Scheme, "unknown floating-point type (expected a QZ1_TYPE_ constant)"))
+        }
     }
 }
 
@@ -105,7 +107,7 @@ pub(super) fn float(kind: u32) -> Result<Float, Fault> {
 fn flag(field: u32) -> Result<bool, Fault> {
     match field {
         0 | 1 => Ok(field == 1),
-        _ => Err(Fault::new(qz1_status::Scheme, "a field that is neither 0 nor 1")),
+        _ => Err(Fault::new(qz1_status::Scheme, "`fixed` and `unaligned` must be 0 or 1")),
     }
 }
 
@@ -117,7 +119,12 @@ fn settle(s: &qz1_cuda_activation_shape) -> Result<ActivationShape, Fault> {
         QZ1_CUDA_ROWS_RMS_NORM => Rows::RmsNorm { weight, residual: false },
         QZ1_CUDA_ROWS_RESIDUAL_RMS_NORM => Rows::RmsNorm { weight, residual: true },
         QZ1_CUDA_ROWS_SILU_MUL => Rows::SiluMul,
-        _ => return Err(Fault::new(qz1_status::Scheme, "rows of an unknown kind")),
+        _ => {
+            return Err(Fault::new(
+                qz1_status::Scheme,
+                "unknown kind of rows (expected a QZ1_CUDA_ROWS_ constant)",
+            ));
+        }
     };
     let dense = ActivationShape::new(rows, element, s.m, s.k);
     let stride = |given: usize, dense: usize| if given == 0 { dense } else { given };
@@ -166,19 +173,20 @@ impl Launch for Activation {
             _ => floats,
         };
         let zero = i8::try_from(at.zero);
-        let zero =
-            zero.map_err(|_| Fault::new(qz1_status::Scheme, "an activation zero point that exceeds 8 bits"))?;
+        let zero = zero.map_err(|_| {
+            Fault::new(qz1_status::Scheme, "the activation zero point must be from -128 to 127")
+        })?;
         let arguments = self.plan.arguments(&ActivationArguments {
             x: region(at.x, "the rows", floats)?,
-            up: region(at.up, "the other rows", floats)?,
+            up: region(at.up, "the rows of `up`", floats)?,
             residual: region(at.residual, "the residual", floats)?,
-            weight: region(at.weight, "the weight of the norm", weight)?,
+            weight: region(at.weight, "the norm weight", weight)?,
             eps: at.eps,
             fixed: shape.fixed.then_some(FixedScale { scale: at.scale, zero }),
             codes: region(at.codes, "the codes", 16)?,
             scales: region(at.scales, "the scales", 4)?,
-            row_sums: region(at.row_sums, "the sums of rows", 4)?,
-            group_sums: region(at.group_sums, "the sums of groups", 4)?,
+            row_sums: region(at.row_sums, "the row sums", 4)?,
+            group_sums: region(at.group_sums, "the group sums", 4)?,
         })?;
         // SAFETY: the caller upholds the pointer contract.
         unsafe { plan.launch(&arguments, stream) }

@@ -66,7 +66,7 @@ pub(super) unsafe fn layout(scope: &Scope, at: *const qz1_cuda_kv_layout) -> Res
 
 /// Checks a number that is passed to kernels as 32 bits.
 pub(super) fn short(of: usize, what: &'static str) -> Result<u32, Fault> {
-    u32::try_from(of).map_err(|_| Fault::part(qz1_status::TooLarge, what, "is beyond 32 bits"))
+    u32::try_from(of).map_err(|_| Fault::part(qz1_status::TooLarge, what, "exceeds 32 bits"))
 }
 
 /// The layout of pages of a `QZ1_KV_…` for heads of `head_dim` features. Fills `out`, whose `struct_size` must be set
@@ -226,7 +226,7 @@ fn settle(shape: &AppendShape, at: &qz1_cuda_append_arguments) -> Result<AppendA
     let bytes = |stride| rows(*tokens, stride, width).and_then(|n| n.checked_mul(each));
     let each_token = product([*tokens, 4]);
     let strides = PageStrides::of(layout, *kv_heads, at.page_stride, at.head_stride)?;
-    let table_stride = short(at.table_stride, "the stride of the table")?;
+    let table_stride = short(at.table_stride, "table_stride")?;
     let a_row = if *tokens == 0 { Some(0) } else { product([at.table_stride, 4]) };
     let pages = region(at.pages, "the pages", 16)?;
     Ok(AppendArguments {
@@ -234,8 +234,8 @@ fn settle(shape: &AppendShape, at: &qz1_cuda_append_arguments) -> Result<AppendA
         key_stride: key_stride as u64,
         values: address(at.values, "the values", bytes(value_stride), 16)?,
         value_stride: value_stride as u64,
-        sequence: address(at.sequence, "the sequences of tokens", each_token, 16)?,
-        position: address(at.position, "the positions of tokens", each_token, 16)?,
+        sequence: address(at.sequence, "the sequence numbers", each_token, 16)?,
+        position: address(at.position, "the token positions", each_token, 16)?,
         table: address(at.table, "the table", a_row, 16)?,
         table_stride,
         pages: pages.address,
@@ -251,12 +251,12 @@ fn settle(shape: &AppendShape, at: &qz1_cuda_append_arguments) -> Result<AppendA
 pub(super) fn row_stride(stride: usize, width: usize, each: usize, align: usize) -> Result<usize, Fault> {
     let stride = if stride == 0 { width } else { stride };
     if stride < width {
-        return Err(Fault::new(qz1_status::Mismatch, "rows that overlap"));
+        return Err(Fault::new(qz1_status::Mismatch, "the row stride must be at least the row width"));
     }
     match stride.checked_mul(each) {
         Some(bytes) if bytes.is_multiple_of(align) => Ok(stride),
-        Some(_) => Err(Fault::misaligned("a row", align)),
-        None => Err(Fault::new(qz1_status::TooLarge, "the stride of rows")),
+        Some(_) => Err(Fault::misaligned("the row stride", align)),
+        None => Err(Fault::new(qz1_status::TooLarge, "the row stride is too large")),
     }
 }
 
@@ -279,14 +279,17 @@ impl PageStrides {
         let page = if page == 0 { kv_heads * bytes } else { page };
         let head = if head == 0 { bytes } else { head };
         if page < bytes || (head < bytes && kv_heads > 1) {
-            return Err(Fault::new(qz1_status::Mismatch, "pages that overlap"));
+            return Err(Fault::new(
+                qz1_status::Mismatch,
+                "page_stride or head_stride is less than the size of a page",
+            ));
         }
         if !page.is_multiple_of(16) || !head.is_multiple_of(16) {
-            return Err(Fault::misaligned("a page", 16));
+            return Err(Fault::misaligned("page_stride or head_stride", 16));
         }
         match rows(kv_heads, head, bytes) {
             Some(first_end) => Ok(Self { page, head, first_end }),
-            None => Err(Fault::new(qz1_status::TooLarge, "the stride of heads")),
+            None => Err(Fault::new(qz1_status::TooLarge, "head_stride is too large")),
         }
     }
 

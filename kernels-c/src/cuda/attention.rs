@@ -175,7 +175,7 @@ fn settle(
     at: &qz1_cuda_decode_arguments,
 ) -> Result<DecodeArguments, Fault> {
     if !at.scale.is_finite() {
-        return Err(Fault::new(qz1_status::Scheme, "a scale of scores that is not finite"));
+        return Err(Fault::new(qz1_status::Scheme, "the scale of attention scores must be finite"));
     }
     let DecodeShape { layout, query_heads, kv_heads, sequences, queries, .. } = shape;
     let width = query_heads * layout.head_dim();
@@ -207,15 +207,15 @@ fn settle(
         page_stride: strides.page as u64,
         head_stride: strides.head as u64,
         table: address(at.table, "the table", table, 16)?,
-        table_stride: short(at.table_stride, "the stride of the table")?,
-        table_head_stride: short(at.table_head_stride, "the stride of heads in the table")?,
-        tokens: address(at.tokens, "the tokens of lists", counts, 16)?,
-        first: address_optional(at.first, "the first tokens that are seen", counts, 16)?,
-        count_stride: short(at.count_stride, "the stride of counts")?,
-        count_head_stride: short(at.count_head_stride, "the stride of heads in counts")?,
+        table_stride: short(at.table_stride, "table_stride")?,
+        table_head_stride: short(at.table_head_stride, "table_head_stride")?,
+        tokens: address(at.tokens, "the token counts", counts, 16)?,
+        first: address_optional(at.first, "the first visible tokens", counts, 16)?,
+        count_stride: short(at.count_stride, "count_stride")?,
+        count_head_stride: short(at.count_head_stride, "count_head_stride")?,
         scale: at.scale,
         out: address(at.out, "the outputs", out, shape.out.bytes())?,
-        lse: address_optional(at.lse, "the logarithms", results.and_then(|n| n.checked_mul(4)), 4)?,
+        lse: address_optional(at.lse, "the log-sum-exps", results.and_then(|n| n.checked_mul(4)), 4)?,
         tickets: address(at.tickets, "the tickets", Some(tickets), 256)?,
         workspace: address(at.workspace, "the workspace", Some(workspace), 256)?,
     })
@@ -291,9 +291,9 @@ impl Launch for Merge {
         let MergeShape { parts, rows, head_dim, out } = self.shape;
         let to = MergeArguments {
             sums: address(at.sums, "the parts", product([parts, rows, head_dim, 4]), 4)?,
-            logs: address(at.logs, "the log-sum-exps of parts", product([parts, rows, 4]), 4)?,
+            logs: address(at.logs, "the log-sum-exps of the parts", product([parts, rows, 4]), 4)?,
             out: address(at.out, "the outputs", product([rows, head_dim, out.bytes()]), out.bytes())?,
-            lse: address_optional(at.lse, "the logarithms", product([rows, 4]), 4)?,
+            lse: address_optional(at.lse, "the log-sum-exps", product([rows, 4]), 4)?,
         };
         // SAFETY: the caller upholds the pointer contract.
         unsafe { plan.launch(&self.plan.arguments(&to), stream) }

@@ -176,7 +176,7 @@ pub(super) unsafe fn launch<F: Launch>(
     call(message, |scope| unsafe {
         let plan = scope.look(plan, "the plan")?;
         let at = scope.read(arguments, "the arguments")?;
-        let another = || Fault::new(qz1_status::Mismatch, "a plan for a different kernel family");
+        let another = || Fault::new(qz1_status::Mismatch, "the plan is for a different kernel family");
         F::of(&plan.family).ok_or_else(another)?.launch(plan, at, stream)
     })
 }
@@ -276,7 +276,7 @@ pub unsafe extern "C" fn qz1_cuda_kernels_new(
             true => None,
             false => {
                 let text = CStr::from_ptr(images).to_bytes();
-                scope.slice(images.cast::<u8>(), text.len() + 1, "the directory of images")?;
+                scope.slice(images.cast::<u8>(), text.len() + 1, "the image directory")?;
                 Some(text)
             }
         };
@@ -300,7 +300,8 @@ fn directory(path: &[u8]) -> Result<PathBuf, Fault> {
 #[cfg(not(unix))]
 fn directory(path: &[u8]) -> Result<PathBuf, Fault> {
     let text = core::str::from_utf8(path);
-    text.map(PathBuf::from).map_err(|_| Fault::new(qz1_status::Scheme, "a directory that is not UTF-8"))
+    text.map(PathBuf::from)
+        .map_err(|_| Fault::new(qz1_status::Scheme, "the image directory is not valid UTF-8"))
 }
 
 /// Frees a handle; null is allowed. Plans remain valid. A kernel is unloaded when the handle and all plans that use it
@@ -333,7 +334,7 @@ pub unsafe extern "C" fn qz1_cuda_plan_workspace(
     call(message, |scope| unsafe {
         let plan = scope.look(plan, "the plan")?;
         let (bytes, tickets) =
-            (scope.value(bytes, "the bytes")?, scope.value(tickets, "the bytes of tickets")?);
+            (scope.value(bytes, "the workspace size")?, scope.value(tickets, "the ticket size")?);
         let workspace = plan.family.workspace();
         bytes.put(workspace.0);
         tickets.put(workspace.1);

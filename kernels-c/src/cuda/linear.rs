@@ -90,13 +90,23 @@ impl Launch for Linear {
             QZ1_TYPE_F16 => Activation::F16,
             QZ1_TYPE_BF16 => Activation::Bf16,
             QZ1_CUDA_TYPE_INT8 => Activation::Int8 { zero: layout.has_sums() },
-            _ => return Err(Fault::new(qz1_status::Scheme, "activations of an unknown type")),
+            _ => {
+                return Err(Fault::new(
+                    qz1_status::Scheme,
+                    "unknown type of activations (expected QZ1_TYPE_F16, QZ1_TYPE_BF16 or QZ1_CUDA_TYPE_INT8)",
+                ));
+            }
         };
         let output = match s.out_type {
             QZ1_TYPE_F16 => Output::F16,
             QZ1_TYPE_BF16 => Output::Bf16,
             QZ1_TYPE_F32 => Output::F32,
-            _ => return Err(Fault::new(qz1_status::Scheme, "results of an unknown type")),
+            _ => {
+                return Err(Fault::new(
+                    qz1_status::Scheme,
+                    "unknown type of outputs (expected QZ1_TYPE_F32, QZ1_TYPE_F16 or QZ1_TYPE_BF16)",
+                ));
+            }
         };
         // Reject operands that do not match before a device is needed.
         KernelScheme::new(&layout, activation, output)?;
@@ -121,10 +131,10 @@ impl Launch for Linear {
             weight: region(at.weight, "the packed weights", SECTION)?,
             x: region(at.x, "the activations", 16)?,
             x_stride: natural(at.x_stride, layout.k(), 16 / scheme.activation_bytes()),
-            x_scales: region(at.x_scales, "the scales of activations", 4)?,
+            x_scales: region(at.x_scales, "the activation scales", 4)?,
             x_zero: at.x_zero,
             bias: region(at.bias, "the bias", 4)?,
-            out: region(at.out, "the results", scheme.output_bytes())?,
+            out: region(at.out, "the output", scheme.output_bytes())?,
             out_stride: natural(at.out_stride, layout.n(), 1),
             tickets: region(at.tickets, "the tickets", 256)?,
             workspace: region(at.workspace, "the workspace", 256)?,

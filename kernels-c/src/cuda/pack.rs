@@ -72,7 +72,10 @@ impl Launch for Pack {
         let layout = unsafe { layout(scope, s.layout) }?;
         let stored = if s.bits <= 4 { 4 } else { 8 };
         if !(2..=8).contains(&s.bits) || layout.code_bits() != stored {
-            return Err(Fault::new(qz1_status::Scheme, "a code width that does not match the layout"));
+            return Err(Fault::new(
+                qz1_status::Scheme,
+                "`bits` must be from 2 to 8 and match the code width of the layout",
+            ));
         }
         let launches = layout.device_packing()?;
         let names = launches.iter().map(|launch| launch.variant.kernel).collect();
@@ -143,7 +146,8 @@ impl Pack {
         let (n, k, group) = (layout.n(), layout.k(), layout.group_size());
         // The kernels use 32-bit sizes; the layout has already been checked against the weights.
         let short = |v: usize| {
-            let v = u32::try_from(v).map_err(|_| Fault::new(qz1_status::TooLarge, "the matrix to pack"));
+            let v = u32::try_from(v)
+                .map_err(|_| Fault::new(qz1_status::TooLarge, "the matrix to pack is too large"));
             Ok::<_, Fault>(Argument::U32(v?))
         };
         let groups = product([n, k / group]);

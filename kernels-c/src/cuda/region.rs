@@ -29,7 +29,7 @@ pub(super) fn region(at: qz1_cuda_region, what: &'static str, align: usize) -> R
         return Ok(Region::NONE);
     }
     if at.address == 0 {
-        return Err(Fault::part(qz1_status::Null, what, "is null"));
+        return Err(Fault::part(qz1_status::Null, what, "null pointer"));
     }
     if !at.address.is_multiple_of(align as u64) {
         return Err(Fault::misaligned(what, align));

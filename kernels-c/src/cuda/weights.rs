@@ -88,7 +88,10 @@ fn order(order: u32) -> Result<Order, Fault> {
     match order {
         QZ1_CUDA_ORDER_FLOAT => Ok(Order::Float),
         QZ1_CUDA_ORDER_INT8 => Ok(Order::Int8),
-        _ => Err(Fault::new(qz1_status::Scheme, "weights of an unknown order")),
+        _ => Err(Fault::new(
+            qz1_status::Scheme,
+            "unknown order of weights (expected a QZ1_CUDA_ORDER_ constant)",
+        )),
     }
 }
 
@@ -106,21 +109,25 @@ fn of_fields(l: &qz1_cuda_layout) -> Result<WeightLayout, Fault> {
         QZ1_SCALES_PROGRESSIVE => ScaleType::Progressive,
         QZ1_SCALES_E4M3 => ScaleType::E4m3,
         QZ1_SCALES_E8M0 => ScaleType::E8m0,
-        _ => return Err(unknown("scales of an unknown type")),
+        _ => return Err(unknown("unknown type of scales (expected a QZ1_SCALES_ constant)")),
     };
     let middle = match (l.zeros, l.middle) {
         (1, 0) => None,
-        (0, middle) => Some(u8::try_from(middle).map_err(|_| unknown("a middle beyond 8 bits"))?),
-        _ => return Err(unknown("zero points that are neither per group nor one for all")),
+        (0, middle) => Some(u8::try_from(middle).map_err(|_| unknown("`middle` exceeds 8 bits"))?),
+        _ => return Err(unknown("`zeros` must be 0 or 1, and `middle` must be 0 if it is 1")),
     };
     if l.sums > 1 {
-        return Err(unknown("a `sums` field that is neither 0 nor 1"));
+        return Err(unknown("`sums` must be 0 or 1"));
     }
     let (shape, group, bits) = ([size(l.n)?, size(l.k)?], size(l.group_size)?, l.code_bits as usize);
-    if let Some(format) = format(l.format).ok_or_else(|| unknown("codes of an unknown format"))? {
+    if let Some(format) =
+        format(l.format).ok_or_else(|| unknown("unknown code format (expected a QZ1_CODES_ constant)"))?
+    {
         let fits = (bits, middle, l.sums) == (usize::from(format.bits()), Some(0), 0);
         if !fits || order(l.order)? != Order::Float {
-            return Err(unknown("bits, zero points, sums or an order that the format does not support"));
+            return Err(unknown(
+                "`code_bits`, `middle`, `sums` or `order` does not match the floating-point code format",
+            ));
         }
         return Ok(WeightLayout::from_float_parts(shape, format, group, scales)?);
     }

@@ -137,7 +137,7 @@ impl FloatRows {
         let tiling = self.tiling_of(m, layout, in_bf16);
         let mut extent = Extent::default();
         let all = extent.add(m, layout, tiling, tiling.is_none(), buffer_len);
-        let all = all.ok_or(KernelError::TooLarge("the activations"))?;
+        let all = all.ok_or(KernelError::TooLarge("the activation buffer"))?;
         self.reserve(&extent)?;
         let memory = self.memory();
         if m > 0 {

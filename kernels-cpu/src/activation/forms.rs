@@ -22,7 +22,7 @@ pub fn rms_norm<E: Element>(
 ) -> Result<(), KernelError> {
     let k = norm.weight.len();
     if k == 0 {
-        return Err(KernelError::Scheme("a norm without a weight"));
+        return Err(KernelError::Scheme("the norm weight must not be empty"));
     }
     KernelError::length("output", x.len(), out.len())?;
     write(&Norm::new(token, x, residual, norm, k)?, k, out, parallel);
@@ -42,7 +42,7 @@ pub fn silu_mul<E: Element>(
     parallel: &dyn Parallel,
 ) -> Result<(), KernelError> {
     if k == 0 {
-        return Err(KernelError::Scheme("rows without values"));
+        return Err(KernelError::Scheme("the row width must be at least 1, got 0"));
     }
     let source = Gated::new(token, x, k)?;
     KernelError::length("output", source.m() * k, out.len())?;

@@ -152,9 +152,9 @@ pub(crate) fn strips(m: usize) -> usize {
 
 /// Resizes a vector to `len`; existing values are kept.
 pub(crate) fn resize<T: Copy + Default>(values: &mut Vec<T>, len: Option<usize>) -> Result<(), KernelError> {
-    let len = len.ok_or(KernelError::TooLarge("the activations"))?;
+    let len = len.ok_or(KernelError::TooLarge("the activation buffer"))?;
     let missing = len.saturating_sub(values.len());
-    values.try_reserve(missing).map_err(|_| KernelError::Memory("the activations"))?;
+    values.try_reserve(missing).map_err(|_| KernelError::Memory("the activation buffer"))?;
     values.resize(len, T::default());
     Ok(())
 }
@@ -278,7 +278,7 @@ impl Int8Rows {
         let tiling = self.tiling_of(m, layout);
         let mut extent = Extent::default();
         let all = extent.add(m, layout, tiling, true, buffer_len);
-        let all = all.ok_or(KernelError::TooLarge("the activations"))?;
+        let all = all.ok_or(KernelError::TooLarge("the activation buffer"))?;
         self.reserve(&extent)?;
         let memory = self.memory();
         if m > 0 {
@@ -449,7 +449,7 @@ impl StaticScale {
         let inverse = 1.0 / self.scale;
         match self.scale > 0.0 && self.scale.is_finite() && inverse.is_finite() {
             true => Ok(inverse),
-            false => Err(KernelError::Scheme("an activation scale that is not positive")),
+            false => Err(KernelError::Scheme("the activation scale must be positive and finite")),
         }
     }
 }

@@ -134,12 +134,12 @@ impl<'a, E: Element> Norm<'a, E> {
         k: usize,
     ) -> Result<Self, KernelError> {
         let m = rows_of("activations", x.len(), k)?;
-        KernelError::length("the weight of the norm", k, by.weight.len())?;
+        KernelError::length("norm weight", k, by.weight.len())?;
         if let Some(residual) = &residual {
-            KernelError::length("the residual", x.len(), residual.len())?;
+            KernelError::length("residual", x.len(), residual.len())?;
         }
         if !(by.eps > 0.0 && by.eps.is_finite()) {
-            return Err(KernelError::Scheme("an epsilon that is not positive"));
+            return Err(KernelError::Scheme("the epsilon of the norm must be positive and finite"));
         }
         Ok(Self { token, x, residual: residual.map(Disjoint::new), by, m })
     }
@@ -178,9 +178,11 @@ impl<'a, E: Element> Gated<'a, E> {
                 KernelError::length("up", gate.len(), up.len())?;
                 rows_of("gate", gate.len(), k)?
             }
-            GateUp::Joined(both) => {
-                rows_of("gate and up", both.len(), k.checked_mul(2).ok_or(KernelError::TooLarge("a row"))?)?
-            }
+            GateUp::Joined(both) => rows_of(
+                "gate and up",
+                both.len(),
+                k.checked_mul(2).ok_or(KernelError::TooLarge("a row of gate and up"))?,
+            )?,
         };
         Ok(Self { token, x, k, m })
     }

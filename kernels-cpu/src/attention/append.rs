@@ -29,7 +29,11 @@ impl KvLayout {
     ) -> Result<(), KernelError> {
         let kv = lists.len();
         if kv == 0 {
-            return Err(KernelError::Mismatch { what: "key-value heads", expected: 1, got: 0 });
+            return Err(KernelError::Mismatch {
+                what: "the number of key-value heads must be at least",
+                expected: 1,
+                got: 0,
+            });
         }
         let width = kv.checked_mul(self.head_dim()).ok_or(KernelError::TooLarge("the number of heads"))?;
         let m = keys.len() / width;
@@ -47,7 +51,7 @@ impl KvLayout {
             let written = written(list, m)?;
             if let Some(&page) = written.iter().find(|&&page| page as usize >= there) {
                 let (expected, got) = (there, page as usize);
-                return Err(KernelError::Mismatch { what: "a page's number", expected, got });
+                return Err(KernelError::Mismatch { what: "page numbers must be less than", expected, got });
             }
             count += written.len();
         }
@@ -100,7 +104,11 @@ fn written<'a>(list: &PageList<'a>, m: usize) -> Result<&'a [u32], KernelError> 
     let after = list.tokens.checked_add(m).ok_or(KernelError::TooLarge("the number of tokens"))?;
     let (first, needed) = (list.tokens / PAGE_TOKENS, after.div_ceil(PAGE_TOKENS));
     let got = list.pages.len();
-    let short = KernelError::Mismatch { what: "pages of a list", expected: needed, got };
+    let short = KernelError::Mismatch {
+        what: "the number of pages in a list must be at least",
+        expected: needed,
+        got,
+    };
     list.pages.get(first..needed).ok_or(short)
 }
 
@@ -124,10 +132,10 @@ fn require_distinct(lists: &[PageList<'_>], m: usize, count: usize) -> Result<()
     }
     named.sort_unstable();
     match named.windows(2).find(|pair| pair[0] == pair[1]) {
-        Some(twice) => Err(KernelError::Mismatch {
-            what: "lists that write the same page",
+        Some(_) => Err(KernelError::Mismatch {
+            what: "the number of lists that write to the same page must be at most",
             expected: 1,
-            got: twice[0] as usize,
+            got: 2,
         }),
         None => Ok(()),
     }

@@ -124,11 +124,15 @@ impl<'a> KvPages<'a> {
             let needed = list.tokens.div_ceil(PAGE_TOKENS);
             if list.pages.len() < needed || list.first > list.tokens {
                 let (expected, got) = (needed, list.pages.len());
-                return Err(KernelError::Mismatch { what: "pages of a list", expected, got });
+                return Err(KernelError::Mismatch {
+                    what: "the number of pages in a list must be at least",
+                    expected,
+                    got,
+                });
             }
             if let Some(&page) = list.pages[..needed].iter().find(|&&page| page as usize >= there) {
                 let (expected, got) = (there, page as usize);
-                return Err(KernelError::Mismatch { what: "a page's number", expected, got });
+                return Err(KernelError::Mismatch { what: "page numbers must be less than", expected, got });
             }
         }
         let chunks = (0..heads.kv).map(|head| lists(head).chunks()).max().unwrap_or(0);
@@ -161,13 +165,17 @@ impl<'a> KvPages<'a> {
 fn check_heads(heads: Heads) -> Result<(), KernelError> {
     if heads.kv == 0 || heads.query == 0 || !heads.query.is_multiple_of(heads.kv) {
         let (expected, got) = (heads.kv, heads.query);
-        return Err(KernelError::Mismatch { what: "query heads", expected, got });
+        return Err(KernelError::Mismatch {
+            what: "the number of query heads must be a positive multiple of",
+            expected,
+            got,
+        });
     }
     if heads.query > MAX_HEADS {
         return Err(KernelError::TooLarge("the number of heads"));
     }
     if !heads.scale.is_finite() {
-        return Err(KernelError::Scheme("a scale that is not finite"));
+        return Err(KernelError::Scheme("the scale of attention scores must be finite"));
     }
     Ok(())
 }

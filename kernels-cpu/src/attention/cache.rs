@@ -198,7 +198,11 @@ impl KvCache {
         workspace: &mut Workspace,
         parallel: &dyn Parallel,
     ) -> Result<(), KernelError> {
-        KernelError::length("queries", self.heads.query * self.layout.head_dim(), q.len())?;
+        KernelError::length(
+            "the number of queries must be at most",
+            self.heads.query * self.layout.head_dim(),
+            q.len(),
+        )?;
         self.attend(1, q, out, lse, workspace, parallel)
     }
 
@@ -217,7 +221,11 @@ impl KvCache {
     ) -> Result<(), KernelError> {
         let m = q.len() / (self.heads.query * self.layout.head_dim());
         if m > self.tokens {
-            return Err(KernelError::Mismatch { what: "queries", expected: self.tokens, got: m });
+            return Err(KernelError::Mismatch {
+                what: "the number of queries must be at most",
+                expected: self.tokens,
+                got: m,
+            });
         }
         self.attend(m, q, out, lse, workspace, parallel)
     }
@@ -243,7 +251,11 @@ impl KvCache {
     /// When the cache has fewer tokens.
     pub fn truncate(&mut self, tokens: usize) -> Result<(), KernelError> {
         if tokens > self.tokens {
-            return Err(KernelError::Mismatch { what: "tokens", expected: self.tokens, got: tokens });
+            return Err(KernelError::Mismatch {
+                what: "the number of tokens to keep must be at most",
+                expected: self.tokens,
+                got: tokens,
+            });
         }
         self.tokens = tokens;
         Ok(())

@@ -43,7 +43,7 @@ pub fn quantize_head(x: &[f32], bits: u32, codes: &mut [u8]) -> Result<HeadGrid,
     let levels = match bits {
         4 => 15.0_f32,
         8 => 255.0,
-        _ => return Err(KernelError::Scheme("a cache with bits other than 4 or 8")),
+        _ => return Err(KernelError::Scheme("a quantized cache must have 4 or 8 bits")),
     };
     check_values(x)?;
     let [low, high] = ends(x);
@@ -88,7 +88,7 @@ pub(crate) fn check_values(x: &[f32]) -> Result<(), KernelError> {
     match f32::from_bits(largest) {
         largest if largest <= MAX_MAGNITUDE => Ok(()),
         largest if largest.is_finite() => Err(KernelError::TooLarge("a key or value")),
-        _ => Err(KernelError::Scheme("a key or value that is not finite")),
+        _ => Err(KernelError::Scheme("a key or value is not finite")),
     }
 }
 

@@ -67,7 +67,7 @@ impl KvLayout {
     /// When `head_dim` is not a multiple of 16 from 16 to 512.
     pub fn new(kind: KvType, head_dim: usize) -> Result<Self, KernelError> {
         if head_dim == 0 || !head_dim.is_multiple_of(PANEL_ROWS) || head_dim > MAX_HEAD_DIM {
-            return Err(KernelError::Scheme("a head_dim that is not a multiple of 16 up to 512"));
+            return Err(KernelError::Scheme("head_dim must be a multiple of 16 from 16 to 512"));
         }
         Ok(Self { kind, head_dim })
     }
@@ -251,7 +251,11 @@ impl KvLayout {
         KernelError::length("key", self.head_dim, key)?;
         KernelError::length("value", self.head_dim, value)?;
         if slot >= PAGE_TOKENS {
-            return Err(KernelError::Mismatch { what: "slots", expected: PAGE_TOKENS, got: slot });
+            return Err(KernelError::Mismatch {
+                what: "slot numbers must be less than",
+                expected: PAGE_TOKENS,
+                got: slot,
+            });
         }
         Ok(())
     }

@@ -20,8 +20,8 @@ pub fn merge(
 ) -> Result<(), KernelError> {
     let expected = lse.len().checked_mul(head_dim).ok_or(KernelError::TooLarge("the output"))?;
     KernelError::length("output", expected, out.len())?;
-    KernelError::length("the other output", expected, other.len())?;
-    KernelError::length("the other log-sum-exp", lse.len(), other_lse.len())?;
+    KernelError::length("second output", expected, other.len())?;
+    KernelError::length("second log-sum-exp", lse.len(), other_lse.len())?;
     if head_dim == 0 {
         return Ok(());
     }

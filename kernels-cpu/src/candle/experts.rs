@@ -66,7 +66,9 @@ impl QuantizedExperts {
         let rows = match activations {
             Activations::Float => ExpertRows::Float(Bf16Parts::default()),
             Activations::PerToken => ExpertRows::Int8,
-            Activations::Static(_) => return Err(KernelError::Scheme("static activations of experts")),
+            Activations::Static(_) => {
+                return Err(KernelError::Scheme("experts do not support static activation scales"));
+            }
         };
         let shape = {
             let views = views(&experts);
@@ -104,9 +106,10 @@ impl QuantizedExperts {
         let tokens = x.len() / hidden;
         KernelError::length("activations", tokens * hidden, x.len())?;
         KernelError::length("output", x.len(), out.len())?;
-        let slots = tokens.checked_mul(routing.top_k).ok_or(KernelError::TooLarge("the rows of experts"))?;
-        KernelError::length("numbers of experts", slots, routing.experts.len())?;
-        KernelError::length("weights of experts", slots, routing.weights.len())?;
+        let slots =
+            tokens.checked_mul(routing.top_k).ok_or(KernelError::TooLarge("the number of expert rows"))?;
+        KernelError::length("expert numbers", slots, routing.experts.len())?;
+        KernelError::length("expert weights", slots, routing.weights.len())?;
         let plan = self.plan::<E>(&experts, tokens.min(TOKENS), routing.top_k)?;
         self.runner.with_memory(|rows, parallel| {
             rows.experts.reserve(&plan)?;
@@ -149,7 +152,7 @@ impl QuantizedExperts {
         let (Some((&hidden, tokens)), Some((&top_k, slots))) =
             (dims.split_last(), experts.dims().split_last())
         else {
-            bail!("{name}: inputs must have at least one dimension");
+            bail!("{name}: the activations and the expert numbers must have at least one dimension");
         };
         if hidden != self.shape[0] || tokens != slots || experts.dims() != weights.dims() {
             let (experts, weights) = (experts.dims(), weights.dims());

@@ -53,7 +53,7 @@ impl QuantizedLinear {
         };
         if up.is_some_and(|up| up.dims() != x.dims()) {
             bail!(
-                "the gate has shape {:?}, but the values have shape {:?}",
+                "the gate has shape {:?}, but `up` has shape {:?}",
                 x.dims(),
                 up.map_or(&[][..], Tensor::dims)
             );
@@ -73,7 +73,10 @@ impl QuantizedLinear {
         let Some(first) = linears.first() else { return Ok(None) };
         if let Some(other) = linears.iter().find(|l| !first.shares_input_with(l)) {
             let [a, b] = [first, other].map(|l| (l.weight.layout().n(), l.weight.layout().k()));
-            bail!("linears {a:?} and {b:?} cannot share their inputs");
+            bail!(
+                "the linears of shapes {a:?} and {b:?} cannot share an input: they require different \
+                activations or groups"
+            );
         }
         Ok(Some(first))
     }
@@ -81,7 +84,7 @@ impl QuantizedLinear {
     /// Calls `work` with the values of `x` `[.., k]`.
     pub(super) fn with_rows<T>(&self, x: &Tensor, work: impl FnOnce(Lent<'_>) -> Result<T>) -> Result<T> {
         if x.dtype() != DType::F32 || !x.device().is_cpu() {
-            bail!("expected f32 rows in main memory, got {} on {:?}", x.dtype().as_str(), x.device());
+            bail!("expected an f32 input on the CPU, got {} on {:?}", x.dtype().as_str(), x.device());
         }
         let x = x.contiguous()?;
         let (storage, layout) = x.storage_and_layout();

@@ -144,16 +144,28 @@ impl<'a> Experts<'a> {
     /// When there are no experts or 2³² or more, a shape differs from that of the first expert, gate and up have
     /// different groups, or a bias has the wrong length.
     pub fn new(experts: &'a [Expert<'a>]) -> Result<Self, KernelError> {
-        let first = experts.first().ok_or(KernelError::Scheme("a layer without experts"))?;
+        let first = experts.first().ok_or(KernelError::Scheme("a layer must have at least one expert"))?;
         if experts.len() > NO_EXPERT as usize {
             return Err(KernelError::TooLarge("the number of experts"));
         }
         let (hidden, inner) = (first.gate.weight.layout().k(), first.gate.weight.layout().n());
         for expert in experts {
             for (what, of, [n, k]) in [
-                ("the gate of an expert", &expert.gate, [inner, hidden]),
-                ("the up of an expert", &expert.up, [inner, hidden]),
-                ("the down of an expert", &expert.down, [hidden, inner]),
+                (
+                    "the gate projections of all experts must have the same shape: expected",
+                    &expert.gate,
+                    [inner, hidden],
+                ),
+                (
+                    "the up projections of all experts must have the same shape: expected",
+                    &expert.up,
+                    [inner, hidden],
+                ),
+                (
+                    "the down projections of all experts must have the same shape: expected",
+                    &expert.down,
+                    [hidden, inner],
+                ),
             ] {
                 let layout = of.weight.layout();
                 for (expected, got) in [(n, layout.n()), (k, layout.k())] {
@@ -166,7 +178,11 @@ impl<'a> Experts<'a> {
             let [gate, up] = [&expert.gate, &expert.up].map(|of| of.weight.layout());
             if RowLayout::of(gate) != RowLayout::of(up) {
                 let (expected, got) = (gate.group_size(), up.group_size());
-                return Err(KernelError::Mismatch { what: "groups of gate and up", expected, got });
+                return Err(KernelError::Mismatch {
+                    what: "gate and up projections must have the same groups: expected size",
+                    expected,
+                    got,
+                });
             }
         }
         Ok(Self { experts, hidden, inner })
@@ -204,7 +220,7 @@ impl<'a> Experts<'a> {
         let mut formats = all.map(|of| of.weight.layout().float_format());
         match rows {
             ExpertRows::Int8 if formats.any(|format| format == Some(FloatFormat::E4m3)) => {
-                Err(KernelError::Scheme("a product of integers with FP8 (E4M3) weights"))
+                Err(KernelError::Scheme("FP8 (E4M3) weights cannot be multiplied with int8 activations"))
             }
             _ => Ok(()),
         }

@@ -44,9 +44,9 @@ impl ExpertsPlan {
         if let ExpertGate::Clamped { limit, .. } = gate
             && (limit.is_nan() || limit < 0.0)
         {
-            return Err(KernelError::Scheme("a gate limit that is negative or NaN"));
+            return Err(KernelError::Scheme("the gate limit must not be negative or NaN"));
         }
-        let too_large = KernelError::TooLarge("the rows of experts");
+        let too_large = KernelError::TooLarge("the number of expert rows");
         let all = tokens.checked_mul(top_k).filter(|&all| u32::try_from(all).is_ok());
         let all = all.ok_or(too_large.clone())?;
         let shape = [experts.count(), experts.hidden(), experts.inner()];
@@ -191,14 +191,14 @@ impl ExpertsWorkspace {
             return Ok(());
         }
         let got = self.plan.as_ref().map_or(0, ExpertsPlan::workspace_bytes);
-        Err(KernelError::Length { what: "the workspace", expected: plan.workspace_bytes(), got })
+        Err(KernelError::Length { what: "workspace", expected: plan.workspace_bytes(), got })
     }
 }
 
 /// Clears the vector and reserves room for `count` values.
 fn reserve<T>(values: &mut Vec<T>, count: usize) -> Result<(), KernelError> {
     values.clear();
-    values.try_reserve_exact(count).map_err(|_| KernelError::Memory("the rows of experts"))
+    values.try_reserve_exact(count).map_err(|_| KernelError::Memory("the number of expert rows"))
 }
 
 /// Int8 or floating-point rows.

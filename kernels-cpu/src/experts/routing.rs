@@ -45,7 +45,11 @@ impl SortedRows {
                 Some(count) => *count += 1,
                 None => {
                     let got = expert as usize;
-                    return Err(KernelError::Mismatch { what: "an expert", expected: experts, got });
+                    return Err(KernelError::Mismatch {
+                        what: "expert numbers must be less than",
+                        expected: experts,
+                        got,
+                    });
                 }
             }
         }
@@ -99,6 +103,9 @@ mod tests {
         rows.sort(&none, 1).unwrap();
         assert_eq!((rows.len(), rows.of(0)), (0, 0..0));
         let error = rows.sort(&Routing { top_k: 2, experts: &experts, weights: &weights }, 2).unwrap_err();
-        assert_eq!(error, KernelError::Mismatch { what: "an expert", expected: 2, got: 2 });
+        assert_eq!(
+            error,
+            KernelError::Mismatch { what: "expert numbers must be less than", expected: 2, got: 2 }
+        );
     }
 }

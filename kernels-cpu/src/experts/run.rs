@@ -72,7 +72,7 @@ impl Experts<'_> {
         workspace.require(plan)?;
         let ExpertsWorkspace { rows, active, inner, buffers, .. } = workspace;
         let Some([read, between]) = buffers else {
-            return Err(KernelError::Scheme("a workspace that was not reserved"));
+            return Err(KernelError::Scheme("the workspace was not reserved for this plan"));
         };
         rows.sort(routing, self.count())?;
         let in_bf16 = E::KIND == Kind::Bf16;
@@ -91,7 +91,7 @@ impl Experts<'_> {
                 between.add(&mut extents[1], m, down, false, 0),
             ];
             let [Some(first), Some(second)] = segments else {
-                return Err(KernelError::TooLarge("the rows of experts"));
+                return Err(KernelError::TooLarge("the number of expert rows"));
             };
             let (expert, rows) = (expert as u32, [first, second]);
             active.push(Active { expert, rows, units, first: 0, block: 0, blocks: 0, chunk: 0, chunks: 0 });
@@ -102,7 +102,7 @@ impl Experts<'_> {
         let room = [read.room(), between.room()];
         if room.iter().zip(&extents).any(|(room, extent)| !room.holds(extent)) {
             let got = plan.workspace_bytes();
-            return Err(KernelError::Length { what: "the workspace", expected: usize::MAX, got });
+            return Err(KernelError::Length { what: "workspace", expected: usize::MAX, got });
         }
         let gathered = Gathered::new(plan.token, x, self.hidden, &rows.tokens);
         make(active, 0, units[0], read, in_bf16, &gathered, parallel);
@@ -123,30 +123,31 @@ impl Experts<'_> {
         out: usize,
     ) -> Result<(), KernelError> {
         for (what, expected, got) in [
-            ("experts of the plan", plan.shape[0], self.count()),
-            ("features of the plan", plan.shape[1], self.hidden),
-            ("features between linears of the plan", plan.shape[2], self.inner),
+            ("the number of experts must match the plan: expected", plan.shape[0], self.count()),
+            ("the number of input features must match the plan: expected", plan.shape[1], self.hidden),
+            ("the intermediate size must match the plan: expected", plan.shape[2], self.inner),
         ] {
             if expected != got {
                 return Err(KernelError::Mismatch { what, expected, got });
             }
         }
         if plan.kind != E::KIND {
-            return Err(KernelError::Scheme("activations whose type differs from the plan's"));
+            return Err(KernelError::Scheme("the type of the activations differs from the plan's"));
         }
         self.require(plan.rows)?;
         let tokens = x.len() / self.hidden;
         KernelError::length("activations", tokens * self.hidden, x.len())?;
-        for (what, max, got) in
-            [("tokens", plan.tokens, tokens), ("experts of a token", plan.top_k, routing.top_k)]
-        {
+        for (what, max, got) in [
+            ("the number of tokens exceeds the plan: expected at most", plan.tokens, tokens),
+            ("the number of experts per token exceeds the plan: expected at most", plan.top_k, routing.top_k),
+        ] {
             if got > max {
                 return Err(KernelError::Mismatch { what, expected: max, got });
             }
         }
         let slots = tokens * routing.top_k;
-        KernelError::length("numbers of experts", slots, routing.experts.len())?;
-        KernelError::length("weights of experts", slots, routing.weights.len())?;
+        KernelError::length("expert numbers", slots, routing.experts.len())?;
+        KernelError::length("expert weights", slots, routing.weights.len())?;
         KernelError::length("output", x.len(), out)
     }
 

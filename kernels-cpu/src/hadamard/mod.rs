@@ -149,7 +149,7 @@ impl Hadamard {
         parallel: &dyn Parallel,
     ) -> Result<(), KernelError> {
         let (n, m) = (self.n, x.len() / self.n);
-        KernelError::length("rows to transform", m * n, x.len())?;
+        KernelError::length("rows", m * n, x.len())?;
         let x = Disjoint::new(x);
         if m > 0 {
             parallel.for_each(m.div_ceil(ROWS), &|piece| {

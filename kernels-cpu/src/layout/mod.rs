@@ -136,7 +136,7 @@ impl Layout {
             Scales::Progressive { .. } => ScaleType::Progressive,
             Scales::E4m3 { global, .. } => {
                 if !(global > 0.0 && global.is_finite() && factor(global).is_normal()) {
-                    return Err(KernelError::Scheme("a global scale that is not positive and finite"));
+                    return Err(KernelError::Scheme("a global scale is not positive and finite"));
                 }
                 ScaleType::E4m3
             }
@@ -145,7 +145,7 @@ impl Layout {
             let shape = [view.n(), view.k()];
             return match sums {
                 false => Self::from_float_parts(shape, format, view.group_size(), scales),
-                true => Err(KernelError::Scheme("sums of floating-point codes")),
+                true => Err(KernelError::Scheme("sums are supported for integer codes only")),
             };
         }
         let zero_point = (!view.has_zeros()).then(|| 1 << (view.bits() - 1));
@@ -166,7 +166,7 @@ impl Layout {
         sums: bool,
     ) -> Result<Self, KernelError> {
         if let ScaleType::E4m3 | ScaleType::E8m0 = scales {
-            return Err(KernelError::Scheme("scales of floating-point codes with integer codes"));
+            return Err(KernelError::Scheme("E4M3 and E8M0 scales require floating-point codes"));
         }
         Self::with_codes([n, k], code_bits, group_size, scales, zero_point, None, sums)
     }
@@ -182,7 +182,7 @@ impl Layout {
         scales: ScaleType,
     ) -> Result<Self, KernelError> {
         if scales == ScaleType::Progressive {
-            return Err(KernelError::Scheme("progressive scales of floating-point codes"));
+            return Err(KernelError::Scheme("progressive scales require integer codes"));
         }
         let zero_point = Some(0);
         Self::with_codes(
@@ -206,15 +206,19 @@ impl Layout {
         sums: bool,
     ) -> Result<Self, KernelError> {
         if n == 0 || k == 0 {
-            return Err(KernelError::Scheme("an empty matrix"));
+            return Err(KernelError::Scheme("the matrix must have at least one row and one column"));
         }
         if !matches!(code_bits, 4 | 8) || zero_point.is_some_and(|m| usize::from(m) >> code_bits != 0) {
             return Err(KernelError::Scheme(
-                "a code width other than 4 or 8, or a zero point that exceeds it",
+                "codes must be stored in 4 or 8 bits, and the zero point must fit in them",
             ));
         }
         if group_size == 0 || k % group_size != 0 {
-            return Err(KernelError::Mismatch { what: "the group size", expected: k, got: group_size });
+            return Err(KernelError::Mismatch {
+                what: "the group size must divide k =",
+                expected: k,
+                got: group_size,
+            });
         }
         // |Σ (code − zero) · (a − a₀)| must stay below 2³¹, with |code − zero| ≤ 255 or 15, and |a| ≤ 128 since
         // static codes can be −128, or |a − a₀| ≤ 255 if activations have a zero point; progressive weights are summed
@@ -226,7 +230,7 @@ impl Layout {
         };
         let activation = if sums { 255 } else { 128 };
         if width > i32::MAX as usize / (weight * activation) {
-            return Err(KernelError::TooLarge("the width of a group"));
+            return Err(KernelError::TooLarge("the group size"));
         }
         let (groups, steps) = (k / group_size, group_size.div_ceil(STEP));
         let mut layout = Self {
@@ -409,11 +413,11 @@ impl Layout {
         out: &mut [u8],
     ) -> Result<(), KernelError> {
         if Self::of(view, self.sums)? != *self {
-            return Err(KernelError::Scheme("a view that does not match the layout"));
+            return Err(KernelError::Scheme("the weight view does not match the layout"));
         }
         if panels.start > panels.end || panels.end > self.panels() {
             let (expected, got) = (self.panels(), panels.end);
-            return Err(KernelError::Mismatch { what: "panels", expected, got });
+            return Err(KernelError::Mismatch { what: "panels must end at or before panel", expected, got });
         }
         KernelError::length("packed panels", panels.len() * self.panel_bytes, out.len())?;
         self.pack_panels(view, panels, out)
@@ -445,11 +449,11 @@ impl Layout {
     ) -> Result<(), KernelError> {
         if let Some(format) = view.float_format() {
             if !group.iter().all(|&code| format.is_number(code)) {
-                return Err(KernelError::Scheme("a code that is NaN"));
+                return Err(KernelError::Scheme("a code is not a number in its format"));
             }
             return match view.all_scales() {
                 Scales::E4m3 { groups, .. } if groups[row * self.groups() + g] >= E4M3_NAN => {
-                    Err(KernelError::Scheme("a group scale that is negative or NaN"))
+                    Err(KernelError::Scheme("a group scale is negative or NaN"))
                 }
                 _ => Ok(()),
             };
@@ -457,13 +461,13 @@ impl Layout {
         let zero = view.zero(row, g);
         let (low, high) = group.iter().fold((u8::MAX, 0), |(low, high), &c| (low.min(c), high.max(c)));
         if high.max(zero) > u8::MAX >> (8 - view.bits()) {
-            return Err(KernelError::Scheme("a code or zero point that exceeds its bits"));
+            return Err(KernelError::Scheme("a code or zero point exceeds the bits of the weight"));
         }
         if let Scales::Progressive { groups, .. } = view.all_scales() {
             let scale = i32::from(groups[row * self.groups() + g]);
             let reach = |code: u8| ((i32::from(code) - i32::from(zero)) * scale).abs();
             if reach(low).max(reach(high)) > PROGRESSIVE_MAX {
-                return Err(KernelError::Scheme("a progressive weight that exceeds 8 bits"));
+                return Err(KernelError::Scheme("a progressive weight exceeds 8 bits"));
             }
         }
         Ok(())

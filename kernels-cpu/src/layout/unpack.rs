@@ -62,9 +62,9 @@ impl Layout {
         KernelError::length("packed weights", self.bytes(), packed.len())?;
         let mut out = Unpacked::default();
         // There may be more codes than packed bytes, so their number may overflow.
-        let weights = self.n.checked_mul(self.k).ok_or(KernelError::TooLarge("the unpacked weights"))?;
+        let weights = self.n.checked_mul(self.k).ok_or(KernelError::TooLarge("the unpacked matrix"))?;
         let groups = weights / self.group_size;
-        let none = |_| KernelError::Memory("the unpacked weights");
+        let none = |_| KernelError::Memory("the unpacked matrix");
         out.codes.try_reserve_exact(weights).map_err(none)?;
         out.scales.try_reserve_exact(groups).map_err(none)?;
         out.zeros.try_reserve_exact(if self.zero_point.is_none() { groups } else { 0 }).map_err(none)?;
@@ -93,7 +93,11 @@ impl Layout {
     ) -> Result<(), KernelError> {
         KernelError::length("packed weights", self.bytes(), packed.len())?;
         if rows.start > rows.end || rows.end > self.n {
-            return Err(KernelError::Mismatch { what: "rows", expected: self.n, got: rows.end });
+            return Err(KernelError::Mismatch {
+                what: "rows must end at or before row",
+                expected: self.n,
+                got: rows.end,
+            });
         }
         KernelError::length("output", rows.len() * self.k, out.len())?;
         for (row, out) in rows.zip(out.chunks_exact_mut(self.k)) {

@@ -100,11 +100,15 @@ impl<'a> PackedView<'a> {
     pub fn rows(&self, rows: Range<usize>) -> Result<Self, KernelError> {
         let n = self.layout.n();
         if rows.start >= rows.end || rows.end > n {
-            return Err(KernelError::Mismatch { what: "rows", expected: n, got: rows.end });
+            return Err(KernelError::Mismatch {
+                what: "rows must end at or before row",
+                expected: n,
+                got: rows.end,
+            });
         }
         for end in [rows.start, rows.end].into_iter().filter(|&end| end != n) {
             if !end.is_multiple_of(PANEL_ROWS) {
-                let what = "rows that begin or end within a panel";
+                let what = "rows must begin and end at the end of the matrix or at a multiple of";
                 return Err(KernelError::Mismatch { what, expected: PANEL_ROWS, got: end });
             }
         }
@@ -157,14 +161,14 @@ impl<'a> PackedView<'a> {
 /// Allocates `count` zeroed lines. The system provides pages on first touch, by the threads that pack.
 fn zeros(count: usize) -> Result<Vec<Line>, KernelError> {
     let memory = std::alloc::Layout::array::<Line>(count);
-    let memory = memory.map_err(|_| KernelError::TooLarge("the packed weights"))?;
+    let memory = memory.map_err(|_| KernelError::TooLarge("the packed matrix"))?;
     if count == 0 {
         return Ok(Vec::new());
     }
     // SAFETY: the size of the allocation is not zero, as checked above.
     let at = unsafe { std::alloc::alloc_zeroed(memory) }.cast::<Line>();
     if at.is_null() {
-        return Err(KernelError::Memory("the packed weights"));
+        return Err(KernelError::Memory("the packed matrix"));
     }
     // SAFETY: allocated by the global allocator with the layout of `Vec<Line>` and this capacity; zeroed bytes are
     // valid lines.

@@ -64,10 +64,12 @@ pub fn multiply_each(
     parallel: &dyn Parallel,
 ) -> Result<(), KernelError> {
     if products.iter().any(|p| p.weight.layout.float_format() == Some(FloatFormat::E4m3)) {
-        return Err(KernelError::Scheme("a product of integers with FP8 (E4M3) weights"));
+        return Err(KernelError::Scheme("FP8 (E4M3) weights cannot be multiplied with int8 activations"));
     }
     if x.zero != 0 && products.iter().any(|p| !p.weight.layout.has_sums()) {
-        return Err(KernelError::Scheme("an activation zero point without sums in the layout"));
+        return Err(KernelError::Scheme(
+            "activations with a zero point need weights that were packed with sums",
+        ));
     }
     let rows = ActivationRows::int8(x, token, x.all().as_ref());
     run(&|layout| Path::whole(token, layout, x.zero), &rows, products, parallel)
@@ -135,7 +137,7 @@ impl Product<'_> {
         if x.layout != Some(RowLayout::of(layout)) {
             let got = x.layout.map_or(0, |l| l.group_size());
             return Err(KernelError::Mismatch {
-                what: "groups of the activations",
+                what: "the activations must have the group size of the weights: expected",
                 expected: layout.group_size(),
                 got,
             });

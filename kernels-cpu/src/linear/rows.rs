@@ -145,8 +145,8 @@ impl<'a> ActivationRows<'a> {
                 None => Err(KernelError::TooLarge(what)),
             };
             // Steps and groups have the same source, so only lengths remain to be checked.
-            enough("bytes of activations", tiling.bytes(self.m), tiles.len)?;
-            enough("bytes of sums", tiling.sums(self.m).and_then(|sums| sums.checked_mul(4)), sums.len)?;
+            enough("activation buffer", tiling.bytes(self.m), tiles.len)?;
+            enough("buffer of sums", tiling.sums(self.m).and_then(|sums| sums.checked_mul(4)), sums.len)?;
             return self.scales.map_or(Ok(()), |s| KernelError::length("scales", self.m, s.len()));
         }
         let of = |each: usize, bytes: usize| self.m.checked_mul(each)?.checked_mul(bytes);
@@ -156,8 +156,8 @@ impl<'a> ActivationRows<'a> {
         };
         let groups = layout.groups();
         let steps = of(layout.padded_k() / STEP, self.step_bytes);
-        length("bytes of activations", steps, self.activations.len)?;
-        length("bytes of sums", of(groups, 4), self.sums.len)?;
+        length("activation buffer", steps, self.activations.len)?;
+        length("buffer of sums", of(groups, 4), self.sums.len)?;
         self.eights.map_or(Ok(()), |eights| length("sums", of(groups, 1), eights.len()))?;
         self.scales.map_or(Ok(()), |scales| length("scales", Some(self.m), scales.len()))
     }

@@ -73,7 +73,7 @@ impl AppendShape {
     /// When there are no heads, or the grid would be too large.
     pub fn plan(&self) -> Result<AppendPlan, KernelError> {
         if self.kv_heads == 0 {
-            return Err(KernelError::Scheme("a cache without heads"));
+            return Err(KernelError::Scheme("the number of key-value heads must be at least 1"));
         }
         let lanes = match self.layout.dim() {
             0..=64 => 8,
@@ -82,7 +82,7 @@ impl AppendShape {
         };
         let rows = self.kv_heads.checked_mul(2).and_then(|heads| self.tokens.checked_mul(heads));
         let rows = rows.filter(|&rows| rows <= i32::MAX as usize);
-        let Some(rows) = rows else { return Err(KernelError::TooLarge("the tokens to append")) };
+        let Some(rows) = rows else { return Err(KernelError::TooLarge("the number of tokens to append")) };
         let defines = [
             ("KV_BITS", self.layout.bits()),
             ("HEAD_DIM", self.layout.head_dim()),

@@ -155,24 +155,25 @@ impl DecodeShape {
     pub fn plan_with(&self, rule: SplitRule) -> Result<DecodePlan, KernelError> {
         if self.kv_heads == 0 || self.query_heads == 0 || !self.query_heads.is_multiple_of(self.kv_heads) {
             return Err(KernelError::Mismatch {
-                what: "query heads, a multiple of key-value heads",
+                what: "the number of query heads must be a positive multiple of",
                 expected: self.kv_heads,
                 got: self.query_heads,
             });
         }
         if self.query == Float::F32 {
-            return Err(KernelError::Scheme("a query of f32"));
+            return Err(KernelError::Scheme("queries must be f16 or bf16, not f32"));
         }
         if rule.max_splits == 0 || rule.min_split == 0 || !rule.min_split.is_multiple_of(64) {
             return Err(KernelError::Scheme(
-                "a split rule without splits, or whose splits are not multiples of 64 tokens",
+                "a split rule must allow at least one split, and its splits must be multiples of 64 tokens",
             ));
         }
         if self.max_tokens > i32::MAX as usize {
-            return Err(KernelError::TooLarge("a sequence"));
+            return Err(KernelError::TooLarge("the maximum number of tokens"));
         }
         let (layout, group) = (&self.layout, self.group());
-        let columns = group.checked_mul(self.queries).ok_or(KernelError::TooLarge("the queries"))?;
+        let columns =
+            group.checked_mul(self.queries).ok_or(KernelError::TooLarge("the number of queries"))?;
         let tune = Tuning::of(layout, columns);
         let column_blocks = columns.div_ceil(8 * tune.head_tiles);
         let max_splits = rule.max_splits(self.max_tokens);

@@ -61,10 +61,10 @@ impl KvPageLayout {
     /// When a number is not supported.
     pub fn new(kind: KvType, head_dim: usize, page_tokens: usize) -> Result<Self, KernelError> {
         if head_dim == 0 || !head_dim.is_multiple_of(16) || head_dim > MAX_HEAD_DIM {
-            return Err(KernelError::Scheme("a head_dim that is not a multiple of 16 up to 256"));
+            return Err(KernelError::Scheme("head_dim must be a multiple of 16 from 16 to 256"));
         }
         if !(TILE_TOKENS..=MAX_PAGE_TOKENS).contains(&page_tokens) || !page_tokens.is_power_of_two() {
-            return Err(KernelError::Scheme("a page size other than 16, 32, 64, … 1024 tokens"));
+            return Err(KernelError::Scheme("the page size must be a power of two from 16 to 1024 tokens"));
         }
         Ok(Self { kind, head_dim, page_tokens })
     }
@@ -278,7 +278,11 @@ impl KvPageLayout {
             }
         }
         if slot >= self.page_tokens {
-            return Err(KernelError::Mismatch { what: "slots", expected: self.page_tokens, got: slot });
+            return Err(KernelError::Mismatch {
+                what: "slot numbers must be less than",
+                expected: self.page_tokens,
+                got: slot,
+            });
         }
         Ok(())
     }

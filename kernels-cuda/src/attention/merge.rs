@@ -53,10 +53,10 @@ impl MergeShape {
     pub fn plan(&self) -> Result<MergePlan, KernelError> {
         let items = self.rows.checked_mul(self.head_dim).map(|items| items.div_ceil(THREADS));
         let Some(blocks) = items.filter(|&blocks| blocks <= i32::MAX as usize) else {
-            return Err(KernelError::TooLarge("the rows to join"));
+            return Err(KernelError::TooLarge("the number of rows to merge"));
         };
         if [self.parts, self.rows, self.head_dim].into_iter().any(|of| of > i32::MAX as usize) {
-            return Err(KernelError::TooLarge("the parts to join"));
+            return Err(KernelError::TooLarge("the number of parts, rows or features to merge"));
         }
         let variant = Variant {
             source: &super::MERGE_SOURCE,

@@ -70,7 +70,7 @@ impl WeightLayout {
         }
         let launch = |kernel, work: Option<usize>, threads: u32, of_block: usize| {
             let blocks = work.map(|work| work.div_ceil(of_block)).and_then(|b| i32::try_from(b).ok());
-            let grid = blocks.ok_or(KernelError::TooLarge("the grid of packing"))?.unsigned_abs();
+            let grid = blocks.ok_or(KernelError::TooLarge("the packing grid"))?.unsigned_abs();
             let variant = Variant { source: &SOURCE, kernel, defines: defines.clone() };
             let launch = LaunchShape { grid: [grid, 1, 1], block: threads, shared_bytes: 0 };
             Ok(PackLaunch { variant, launch })

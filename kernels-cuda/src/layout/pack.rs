@@ -28,7 +28,7 @@ impl WeightLayout {
     /// `(code − zero) · group` is outside −128 to 127.
     pub fn pack(&self, view: &WeightView<'_>, out: &mut [u8]) -> Result<(), KernelError> {
         if Self::of(view, self.order, self.sums)? != *self {
-            return Err(KernelError::Scheme("a view that does not match the layout"));
+            return Err(KernelError::Scheme("the weight view does not match the layout"));
         }
         if out.len() != self.bytes() {
             let (expected, got) = (self.bytes(), out.len());
@@ -97,7 +97,7 @@ impl WeightLayout {
         let zero = view.zero(row, g);
         let (low, high) = codes.iter().fold((u8::MAX, 0), |(low, high), &c| (low.min(c), high.max(c)));
         if high.max(zero) > u8::MAX >> (8 - view.bits()) {
-            return Err(KernelError::Scheme("a code or zero point that exceeds its bits"));
+            return Err(KernelError::Scheme("a code or zero point exceeds the bits of the weight"));
         }
         let mut scale = [0; 4];
         match (view.all_scales(), self.scales) {
@@ -105,13 +105,15 @@ impl WeightLayout {
                 let whole = groups[row * view.groups() + g];
                 let reach = |code: u8| (i32::from(code) - i32::from(zero)) * i32::from(whole);
                 if !PROGRESSIVE.contains(&reach(low)) || !PROGRESSIVE.contains(&reach(high)) {
-                    return Err(KernelError::Scheme("a progressive weight that exceeds 8 bits"));
+                    return Err(KernelError::Scheme("a progressive weight exceeds 8 bits"));
                 }
                 scale[0] = whole;
             }
             (Scales::Float(s), _) => scale = self.scale_bytes_of(s[row * view.groups() + g]),
             // Unreachable: creating the view rejects such scales.
-            (Scales::E4m3 { .. }, _) => return Err(KernelError::Scheme("scales of a byte")),
+            (Scales::E4m3 { .. }, _) => {
+                return Err(KernelError::Scheme("E4M3 and E8M0 scales require floating-point codes"));
+            }
         }
         let sum = codes.iter().map(|&c| i32::from(c) - i32::from(zero)).sum();
         Ok(Group { scale, zero, sum })
@@ -127,17 +129,19 @@ impl WeightLayout {
     ) -> Result<Group, KernelError> {
         let codes = &view.codes(row..row + 1)[g * self.group_size..(g + 1) * self.group_size];
         if !codes.iter().all(|&code| format.is_number(code)) {
-            return Err(KernelError::Scheme("a code that is NaN"));
+            return Err(KernelError::Scheme("a code is not a number in its format"));
         }
         let at = row * view.groups() + g;
         let scale = match view.all_scales() {
             Scales::E4m3 { groups, .. } if groups[at] >= E4M3_NAN => {
-                return Err(KernelError::Scheme("a group scale that is negative or NaN"));
+                return Err(KernelError::Scheme("a group scale is negative or NaN"));
             }
             Scales::E4m3 { groups, .. } => [groups[at], 0, 0, 0],
             Scales::Float(s) => self.scale_bytes_of(s[at]),
             // Unreachable: creating the view rejects such scales.
-            Scales::Progressive { .. } => return Err(KernelError::Scheme("two levels of scales")),
+            Scales::Progressive { .. } => {
+                return Err(KernelError::Scheme("progressive scales require integer codes"));
+            }
         };
         Ok(Group { scale, zero: 0, sum: 0 })
     }
@@ -207,9 +211,9 @@ impl WeightLayout {
             let (expected, got) = (self.bytes(), packed.len());
             return Err(KernelError::Length { what: "packed weights", expected, got });
         }
-        let weights = self.n.checked_mul(self.k).ok_or(KernelError::TooLarge("the unpacked weights"))?;
+        let weights = self.n.checked_mul(self.k).ok_or(KernelError::TooLarge("the unpacked matrix"))?;
         let mut out = Unpacked::default();
-        let none = |_| KernelError::Memory("the unpacked weights");
+        let none = |_| KernelError::Memory("the unpacked matrix");
         out.codes.try_reserve_exact(weights).map_err(none)?;
         let groups = self.k / self.group_size;
         let more = if self.signed() { self.zero_point.unwrap_or(0) } else { 0 };

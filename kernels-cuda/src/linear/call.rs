@@ -116,17 +116,23 @@ impl LinearCall {
         let refuse = |why| Err(KernelError::Scheme(why));
         let activation = match (layout.order(), element) {
             (Order::Float, _) if fixed.is_some() => {
-                return refuse("a scale of activations for weights packed for floats");
+                return refuse(
+                    "a static activation scale needs weights that were packed for int8 activations",
+                );
             }
             (Order::Float, Float::F32) => {
-                return refuse("f32 activations for weights packed for f16 and bf16");
+                return refuse(
+                    "weights that were packed for float activations need f16 or bf16 activations, not f32",
+                );
             }
             (Order::Float, _) if !stride.is_multiple_of(8) => {
-                return refuse("a row stride of activations that is not a multiple of 16 bytes");
+                return refuse("the row stride of activations must be a multiple of 16 bytes");
             }
-            (Order::Float, _) if stride < k => return refuse("rows of activations that overlap"),
+            (Order::Float, _) if stride < k => {
+                return refuse("the row stride of activations must be at least the row width");
+            }
             (Order::Int8, _) if stride != k => {
-                return refuse("gaps between rows of int8 activations");
+                return refuse("int8 activations must be contiguous");
             }
             (Order::Float, Float::F16) => Activation::F16,
             (Order::Float, Float::Bf16) => Activation::Bf16,
@@ -145,7 +151,7 @@ impl LinearCall {
         let mut rounding = None;
         if layout.order() == Order::Int8 {
             if fixed.is_some_and(|by| !by.is_valid()) {
-                return Err(KernelError::Scheme("an activation scale that is not positive"));
+                return Err(KernelError::Scheme("the activation scale must be positive and finite"));
             }
             let shape = ActivationShape {
                 fixed: fixed.is_some(),
@@ -361,10 +367,10 @@ mod tests {
         let too_small = CallArguments { out: Region { bytes: 2 * 3 * 512, ..at.out }, ..at };
         assert!(matches!(call.launches(&too_small), Err(KernelError::Length { .. })));
         let bad = |shape, layout| new(&shape, layout).unwrap_err().to_string();
-        assert!(bad(CallShape { stride: 1000, ..shape }, &layout).contains("overlap"));
+        assert!(bad(CallShape { stride: 1000, ..shape }, &layout).contains("at least the row width"));
         let whole = super::tests::layout(1024, Order::Int8, false);
         let gaps = CallShape { stride: 1040, ..CallShape::new(Float::F16, 3, 1024) };
-        assert!(bad(gaps, &whole).contains("gaps"));
+        assert!(bad(gaps, &whole).contains("contiguous"));
     }
 
     #[test]
@@ -372,12 +378,12 @@ mod tests {
         let (float, whole) = (layout(1024, Order::Float, false), layout(1024, Order::Int8, false));
         let bad =
             |layout: &WeightLayout, element, fixed| call(layout, element, fixed, 1).unwrap_err().to_string();
-        assert!(bad(&float, Float::F32, None).contains("f32 activations"));
-        assert!(bad(&float, Float::F16, Some(FIXED)).contains("packed for floats"));
+        assert!(bad(&float, Float::F32, None).contains("not f32"));
+        assert!(bad(&float, Float::F16, Some(FIXED)).contains("packed for int8"));
         assert!(bad(&layout(1004, Order::Float, false), Float::F16, None).contains("multiple of 16 bytes"));
-        assert!(bad(&whole, Float::F16, Some(FIXED)).contains("without sums"));
+        assert!(bad(&whole, Float::F16, Some(FIXED)).contains("packed with sums"));
         let none = FixedScale { scale: 0.0, zero: 0 };
-        assert!(bad(&whole, Float::F16, Some(none)).contains("not positive"));
+        assert!(bad(&whole, Float::F16, Some(none)).contains("must be positive"));
         assert!(call(&whole, Float::F16, Some(FixedScale { zero: 0, ..FIXED }), 1).is_ok());
         assert!(matches!(call(&whole, Float::F16, None, usize::MAX), Err(KernelError::TooLarge(_))));
     }

@@ -121,17 +121,17 @@ impl LinearPlan {
         // The kernel uses 32-bit indices for features, tokens and the bytes of a row. They can exceed the end by up to
         // one block.
         let max = i32::MAX as usize / 2 - 1024;
-        small(k, max, "the input features")?;
-        small(m, max, "the tokens")?;
+        small(k, max, "the number of input features")?;
+        small(m, max, "the number of tokens")?;
         // The kernel numbers blocks in bands of eight token tiles, so the index of a block can reach eight times the
         // number of output features.
-        small(n, max / 8, "the output features")?;
+        small(n, max / 8, "the number of output features")?;
         let Parts { chunks, halved } = Parts::of([n, k]);
         // Halves are computed concurrently by two sets of warps, or one after another in a `serial` variant, but not
         // both.
         let ways = usize::from(variant.serial) + variant.shape.sets;
         if variant.halved != halved || !(1..=1 + usize::from(halved)).contains(&ways) {
-            return Err(KernelError::Scheme("a variant that divides k into different parts"));
+            return Err(KernelError::Scheme("the kernel variant splits k differently from the plan"));
         }
         let (rows, tokens) = (n.div_ceil(BLOCK_ROWS), m.div_ceil(variant.shape.tokens()));
         let split = if variant.serial { 1 } else { chunks };
@@ -182,28 +182,26 @@ impl LinearPlan {
             _ => Err(KernelError::Mismatch { what, expected: min, got: stride }),
         };
         let each = scheme.activation_bytes();
-        let x_stride = stride(at.x_stride, k, "the stride of activations")?;
+        let x_stride = stride(at.x_stride, k, "the row stride of activations must be at least")?;
         if !(at.x_stride * each).is_multiple_of(16) {
-            return Err(KernelError::Scheme(
-                "a row stride of activations that is not a multiple of 16 bytes",
-            ));
+            return Err(KernelError::Scheme("the row stride of activations must be a multiple of 16 bytes"));
         }
-        let out_stride = stride(at.out_stride, n, "the stride of results")?;
+        let out_stride = stride(at.out_stride, n, "the row stride of outputs must be at least")?;
         at.weight.require("packed weights", layout.bytes(), SECTION)?;
-        at.x.require("activations", matrix(at.x_stride, k, each, "the activations")?, 16)?;
+        at.x.require("activations", matrix(at.x_stride, k, each, "the activation buffer")?, 16)?;
         let out = scheme.output_bytes();
-        at.out.require("results", matrix(at.out_stride, n, out, "the results")?, out)?;
+        at.out.require("outputs", matrix(at.out_stride, n, out, "the output buffer")?, out)?;
         at.tickets.require("tickets", self.ticket_bytes, 256)?;
         at.workspace.require("workspace", self.workspace_bytes, 256)?;
         if at.bias != Region::NONE {
             at.bias.require("bias", 4 * n, 4)?;
         }
         if !scheme.is_float() {
-            at.x_scales.require("scales of activations", 4 * m, 4)?;
+            at.x_scales.require("activation scales", 4 * m, 4)?;
         }
         if !(-128..=127).contains(&at.x_zero) || (at.x_zero != 0 && !layout.has_sums()) {
             return Err(KernelError::Scheme(
-                "an activation zero point that exceeds 8 bits, or without sums in the layout",
+                "an activation zero point must fit in 8 bits, and needs weights that were packed with sums",
             ));
         }
         let section = |s| Argument::U64(at.weight.address + layout.section(s) as u64);

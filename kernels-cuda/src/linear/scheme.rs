@@ -70,10 +70,12 @@ impl KernelScheme {
             Activation::F16 | Activation::Bf16 => (Order::Float, false),
         };
         if order != layout.order() {
-            return Err(KernelError::Scheme("weights packed for different activations"));
+            return Err(KernelError::Scheme("the weights are packed for different activations"));
         }
         if zero && !layout.has_sums() {
-            return Err(KernelError::Scheme("an activation zero point without sums in the layout"));
+            return Err(KernelError::Scheme(
+                "activations with a zero point need weights that were packed with sums",
+            ));
         }
         let activation = match activation {
             // The scheme depends on whether the layout has sums, since sums change the offsets within a tile's

@@ -101,7 +101,10 @@ impl Meter {
         let room = (self.gpu.memory()?.free / 10 * 9).saturating_sub(kept) / turning;
         let turns = (TURNS_OVER_CACHE * self.cache_bytes).div_ceil(turning).clamp(1, MAX_TURNS).min(room);
         if turns == 0 {
-            let reason = format!("{} bytes are needed, but the device has less free memory", kept + turning);
+            let reason = format!(
+                "the measurement needs {} bytes, but the device has less free memory",
+                kept + turning
+            );
             return Err(Error::Driver { action: "allocate memory", reason });
         }
         let mut memory: Vec<Memory> = Vec::new();

@@ -131,7 +131,7 @@ impl Linear {
         let (n, k) = (self.n(), self.k());
         let m = x.len() / k.max(1);
         let results = m.checked_mul(n).ok_or(KernelError::TooLarge("the output"))?;
-        for (what, expected, got) in [("activations", m * k, x.len()), ("the output", results, out.len())] {
+        for (what, expected, got) in [("activations", m * k, x.len()), ("output", results, out.len())] {
             if expected != got {
                 return Err(KernelError::Length { what, expected, got }.into());
             }

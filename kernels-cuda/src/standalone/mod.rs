@@ -52,7 +52,7 @@ impl Gpu {
             in_action("retain the device's context", unsafe { result::primary_ctx::retain(device) })?;
         // SAFETY: the context was just retained.
         in_action("make a context current", unsafe { result::ctx::set_current(context) })?;
-        let name = in_action("name the device", result::device::get_name(device))?;
+        let name = in_action("get the name of the device", result::device::get_name(device))?;
         Ok(Self { context, name, limits: DeviceLimits::current()? })
     }
 
@@ -192,7 +192,10 @@ impl Memory {
     fn within(&self, action: &'static str, at: usize, len: usize) -> Result<u64> {
         match at.checked_add(len) {
             Some(end) if end <= self.len => Ok(self.address + at as u64),
-            _ => Err(Error::Driver { action, reason: format!("{len} bytes at {at} of {}", self.len) }),
+            _ => Err(Error::Driver {
+                action,
+                reason: format!("{len} bytes at offset {at} exceed an allocation of {} bytes", self.len),
+            }),
         }
     }
 }
@@ -221,7 +224,8 @@ impl Event {
     /// When there is no device, or an error occurred on it.
     pub fn now() -> Result<Self> {
         let gpu = Gpu::first()?;
-        let event = in_action("make an event", result::event::create(sys::CUevent_flags::CU_EVENT_DEFAULT))?;
+        let event =
+            in_action("create an event", result::event::create(sys::CUevent_flags::CU_EVENT_DEFAULT))?;
         let made = Self { gpu, event };
         // SAFETY: the event and the default stream belong to the current context.
         in_action("record an event", unsafe { result::event::record(made.event, ptr::null_mut()) })?;
@@ -238,7 +242,10 @@ impl Event {
         // SAFETY: both events were recorded; the pointer is to a live number.
         unsafe {
             in_action("wait for an event", result::event::synchronize(self.event))?;
-            checked("read a time", elapsed(&mut milliseconds, earlier.event, self.event))?;
+            checked(
+                "measure the time between two events",
+                elapsed(&mut milliseconds, earlier.event, self.event),
+            )?;
         }
         Ok(f64::from(milliseconds) / 1e3)
     }
@@ -257,7 +264,9 @@ impl Drop for Event {
 fn in_action<T>(action: &'static str, answer: std::result::Result<T, result::DriverError>) -> Result<T> {
     answer.map_err(|e| match checked(action, e.0) {
         Err(error) => error,
-        Ok(()) => Error::Driver { action, reason: "the driver reports success as an error".into() },
+        Ok(()) => {
+            Error::Driver { action, reason: "the driver reported an error with the code of success".into() }
+        }
     })
 }
 

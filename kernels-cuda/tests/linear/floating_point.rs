@@ -244,14 +244,14 @@ fn what_is_no_number() {
         }
     };
     for code in [0x7f, 0xff] {
-        refused(&fp8, &|case| case.codes[77] = code, "a code that is NaN");
+        refused(&fp8, &|case| case.codes[77] = code, "a code is not a number in its format");
     }
-    refused(&nv, &|case| case.codes[9] = 16, "a code that is NaN");
+    refused(&nv, &|case| case.codes[9] = 16, "a code is not a number in its format");
     for scale in [0x7f, 0x80, 0xff] {
-        refused(&nv, &|case| case.groups[3] = scale, "a group scale that is negative or NaN");
+        refused(&nv, &|case| case.groups[3] = scale, "a group scale is negative or NaN");
     }
     for global in [0.0, -1.0, f32::INFINITY, f32::NAN] {
-        refused(&nv, &|case| case.scales[0] = global, "a global scale that is not positive and finite");
+        refused(&nv, &|case| case.scales[0] = global, "a global scale is not positive and finite");
     }
     // Scales that are not powers of two lead to a different layout; packing them with a layout for E8M0 is detected.
     let powers = WeightLayout::of(&mx.view(), Order::Float, false).unwrap();

@@ -72,7 +72,7 @@ const STEPS: &[Step] = &[
 /// How the rows are computed.
 #[derive(Debug, Clone, Default, clap::Args)]
 pub struct AblationOptions {
-    /// Quantize the float model MODEL in memory, adding one step of QServe's QoQ at a time, and show what each contributes
+    /// Quantize the float model MODEL in memory, adding one step of QServe's QoQ at a time, and show the effect of each step
     #[arg(long, conflicts_with_all = ["reference", "save_reference", "journal", "report", "compare", "kv", "execution"])]
     pub ablation: bool,
     /// Calibration text of --ablation: a file or the name of a set [default: builtin]
@@ -81,13 +81,13 @@ pub struct AblationOptions {
     /// Calibration windows of --ablation [default: 64]
     #[arg(long, value_name = "N", requires = "ablation")]
     pub samples: Option<usize>,
-    /// Tokens of a calibration window of --ablation [default: 512]
+    /// Tokens per calibration window of --ablation [default: 512]
     #[arg(long, value_name = "L", requires = "ablation")]
     pub seq_len: Option<usize>,
-    /// Group size of the rows of --ablation that have groups [default: 128]
+    /// Group size, for the rows of --ablation that use groups [default: 128]
     #[arg(long, value_name = "SIZE", requires = "ablation")]
     pub group_size: Option<usize>,
-    /// Step of QoQ to leave out of --ablation, such as rotate if the family does not allow it; separate several by
+    /// Step of QoQ that --ablation skips, such as rotate if the family does not support it; separate several with
     /// commas
     #[arg(long, value_name = "STEP", value_delimiter = ',', requires = "ablation")]
     pub skip: Vec<String>,
@@ -136,7 +136,7 @@ pub fn run(
     if opened.model.quant_method().is_some() || opened.directory.rounded_to().is_some() {
         let path = opened.directory.path().display();
         return Err(Error::usage(
-            format!("{path} is quantized already, but --ablation needs a float model"),
+            format!("{path} is already quantized, but --ablation needs a float model"),
             "give the float checkpoint that it was quantized from",
         ));
     }
@@ -231,7 +231,7 @@ impl Step {
         match error {
             Error::GroupSizeDoesNotDivide(_) => Error::usage(
                 format!("row `{}`: {error}", self.name),
-                "choose a --group-size that divides the width of every linear",
+                "choose a --group-size that divides the input width of every linear",
             ),
             other => other,
         }
@@ -283,8 +283,9 @@ fn show(result: &Ablation) -> String {
     let rows: Vec<Vec<String>> = std::iter::once(float).chain(rows).collect();
     let mut text = table(&["step", "perplexity", "KL (nats)", "change of KL", "time"], &rows);
     text.push_str(&format!(
-        "\n{} tokens ({}); each row includes all steps above it; changes are paired window by window. !: \
-        worse by more than two standard errors, although no bits were removed\n",
+        "\n{} tokens ({}). Each row includes the steps of all rows above it; changes are paired window by \
+        window. `!` marks a row that is worse than the one above it by more than two standard errors, \
+        although it uses no fewer bits\n",
         result.tokens_scored, result.profile
     ));
     text

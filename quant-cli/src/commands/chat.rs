@@ -23,10 +23,10 @@ const MAX_LINE_BYTES: usize = 1 << 20;
 const DEFAULT_ANSWER: usize = 1024;
 
 const COMMANDS: &str = "/new           start a new conversation
-/system TEXT   start a new one with this system message, or without one
-/retry         generate the last answer again, with another seed
-/help          show this
-/exit          leave (also Ctrl-D); Ctrl-C ends an answer";
+/system TEXT   start a new conversation with this system message (no TEXT: without one)
+/retry         generate the last answer again, with a different seed
+/help          list these commands
+/exit          leave (also Ctrl-D); Ctrl-C stops an answer";
 
 /// The model to talk to.
 #[derive(Debug, clap::Args)]
@@ -36,7 +36,7 @@ pub struct Args {
     /// System message
     #[arg(long, value_name = "TEXT")]
     system: Option<String>,
-    /// Context length in tokens [default: 8192, or the model's if that is less]
+    /// Context length in tokens [default: 8192, or the model's number of positions if that is less]
     #[arg(long, value_name = "N")]
     context: Option<usize>,
     #[command(flatten)]
@@ -84,14 +84,14 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
     if !(2..=positions).contains(&context) {
         return Err(Error::usage(
             format!("--context is {context}, but the model has {positions} positions"),
-            format!("give 2 to {positions}"),
+            format!("choose a value from 2 to {positions}"),
         ));
     }
     let decoder = args.decoding.load(&opened, context, session)?;
     let mut generator = Generator::new(&decoder);
     let mut input = Input::new()?;
     let mut talk = Messages::new(args.system.as_deref());
-    session.progress.note("/help lists the commands");
+    session.progress.note("type /help for a list of commands");
     while let Some(line) = input.line()? {
         let line = line.trim();
         let (command, rest) = line.split_once(char::is_whitespace).unwrap_or((line, ""));
@@ -118,21 +118,21 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
                 settings.seed = settings.seed.wrapping_add(1);
             }
             _ if command.starts_with('/') && !command[1..].contains('/') => {
-                output::print_message(&format!("unknown command {command}; /help lists the commands"));
+                output::print_message(&format!("unknown command {command}; type /help for a list"));
                 continue;
             }
             _ => talk.push("user", line),
         }
         let conversation = Conversation::of_messages(&talk.messages).map_err(|reason| {
-            Error::usage(format!("the conversation {reason}"), "start a new one with /new")
+            Error::usage(format!("the conversation {reason}"), "start a new conversation with /new")
         })?;
         let prompt = template.prompt(&conversation, Path::new("the conversation"))?;
         let tokens = tokenizer.encode_rendered(&prompt)?.into_iter().map(|(token, _)| token).collect();
         let tokens = generation::checked_tokens(&opened, tokens)?;
         if tokens.len() >= context {
             output::print_message(&format!(
-                "the conversation has {} tokens, but the context has only {context}; start a new one with \
-                /new, or restart with a larger --context",
+                "the conversation has {} tokens, but the context has room for only {context}; start a new \
+                conversation with /new, or restart with a larger --context",
                 tokens.len()
             ));
             talk.pop("user");
@@ -153,7 +153,9 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
             Ok(written) => {
                 session.progress.note(&format!("[{}]", written.rates()));
                 match written.end {
-                    End::MaxNewTokens => session.progress.note("[cut off: --max-new-tokens allows more]"),
+                    End::MaxNewTokens => session
+                        .progress
+                        .note("[cut off at the token limit; raise --max-new-tokens for longer answers]"),
                     End::Context => session.progress.note("[cut off: the context is full]"),
                     End::EndOfSequence | End::Stopped => {}
                 }

@@ -19,6 +19,7 @@ use serde_json::json;
 
 use super::Session;
 use super::ablation::{self, AblationOptions};
+use super::compare as compare_results;
 use super::reference::{self, OpenedReference};
 use crate::device::Device;
 use crate::inputs::{self, Opened};
@@ -31,23 +32,24 @@ use crate::provenance;
 pub struct Args {
     /// Model directory, float or quantized, or org/name or org/name@revision on a hub
     pub model: PathBuf,
-    /// Compare with this model on the same tokens, such as the float model it was quantized from; or with a
-    /// file of --save-reference
+    /// Compare with this model on the same tokens, such as the float model that MODEL was quantized from; or with a
+    /// file written by --save-reference
     #[arg(long, value_name = "MODEL|FILE")]
     pub reference: Option<PathBuf>,
-    /// Store in FILE what a comparison with MODEL on this text needs, for --reference FILE: 4 bytes per hidden feature
-    /// and scored token, and the output head
+    /// Write to FILE what a later --reference FILE needs for a comparison with MODEL on this text: the output head,
+    /// and 4 bytes per scored token and hidden feature
     #[arg(long, value_name = "FILE", conflicts_with_all = ["reference", "journal", "execution", "kv", "device", "report"])]
     pub save_reference: Option<PathBuf>,
-    /// Evaluation text: a file, or the name of a set
-    #[arg(long, value_name = "FILE|NAME")]
+    // Its help lists the names of sets.
+    #[allow(missing_docs)]
+    #[arg(long, value_name = "FILE|NAME", help = inputs::evaluation_text_help())]
     pub text: String,
-    /// Scoring rule: wt2-gptq-2048 or gptq-L, wt2-llamacpp-512 or llamacpp-L, hf-stride-L-S,
-    /// lmeval-rolling-L, with windows of L tokens [default: gptq-L, L being 2048 or the model's positions if those are
-    /// fewer]
+    /// Scoring rule: wt2-gptq-2048, wt2-llamacpp-512, gptq-L, llamacpp-L, hf-stride-L-S or lmeval-rolling-L, where L
+    /// is the window in tokens and S the stride [default: gptq-L, where L is 2048 or the model's number of positions
+    /// if that is less]
     #[arg(long)]
     pub profile: Option<String>,
-    /// Use the rule with windows of L tokens
+    /// Window of the scoring rule, in tokens
     #[arg(long, value_name = "L")]
     pub window: Option<usize>,
     /// Score only the first N windows
@@ -65,14 +67,14 @@ pub struct Args {
     /// that of its own config.json
     #[arg(long, value_enum, default_value_t, value_name = "BITS")]
     pub kv: KvBits,
-    /// Record measurements in FILE until the evaluation is complete, and continue a stopped run from FILE
+    /// Record measurements in FILE while the evaluation runs, and continue an interrupted evaluation from it
     #[arg(long, value_name = "FILE")]
     pub journal: Option<PathBuf>,
     /// Write an HTML report of the result to FILE
     #[arg(long, value_name = "FILE")]
     pub report: Option<PathBuf>,
-    /// Also show another result of the same text and profile in the report; can be repeated
-    #[arg(long, value_name = "RESULT", requires = "report")]
+    /// Also show another result of the same text, profile and reference, in a table and in the report; can be repeated
+    #[arg(long, value_name = "RESULT", conflicts_with = "save_reference")]
     pub compare: Vec<PathBuf>,
     // Not a doc comment, which would become part of the help.
     #[allow(missing_docs)]
@@ -104,6 +106,8 @@ pub struct Evaluated {
     pub result: Evaluation,
     /// The page, if one was requested.
     pub page: Option<String>,
+    /// Other results to show next to this one, by name.
+    others: Vec<(String, Evaluation)>,
     /// The journal, which is no longer needed once the result is stored.
     journal: Option<PathBuf>,
 }
@@ -129,7 +133,16 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
         return ablation::run(&args.ablation, &opened, &text, &args.json, session);
     }
     let done = evaluate(args, &text, args.report.is_some(), session)?;
-    args.json.emit(&done.result, || show(&done.result))?;
+    args.json.emit(&done.result, || {
+        let mut text = show(&done.result);
+        if !done.others.is_empty() {
+            let own = format!("{} (this)", done.result.model.path);
+            let others = done.others.iter().map(|(name, e)| (name.as_str(), e));
+            let all: Vec<_> = std::iter::once((own.as_str(), &done.result)).chain(others).collect();
+            text.push_str(&format!("\n{}", compare_results::text(&all)));
+        }
+        text
+    })?;
     // The result is stored now, so removing the journal loses nothing.
     done.finish()
 }
@@ -256,7 +269,8 @@ pub fn evaluate(args: &Args, source: &Text, with_page: bool, session: &Session) 
                     seen = Some(anatomy(reference, &decoder, &text, &session.cancel)?);
                 }
                 (Some(_), None) => session.progress.note(
-                    "the page shows no block errors: a stored reference contains only the output of the last block",
+                    "the report will not show the errors of blocks, because a stored reference contains \
+                    only the output of the last block",
                 ),
                 (None, _) => {}
             }
@@ -279,6 +293,7 @@ pub fn evaluate(args: &Args, source: &Text, with_page: bool, session: &Session) 
     let time = (seconds, read as f64 / seconds.max(f64::MIN_POSITIVE));
     let result =
         Evaluation::new(tool, model, compared_with, (source.name().to_owned(), &text), measured, time);
+    compare_results::check(&result, &others)?;
     let page = match with_page {
         true => Some(page(&result, seen.as_ref(), quantization.as_ref(), &others, &opened, &text)?),
         false => None,
@@ -286,7 +301,7 @@ pub fn evaluate(args: &Args, source: &Text, with_page: bool, session: &Session) 
     if let (Some(path), Some(page)) = (&args.report, &page) {
         output::write_file(path, page.as_bytes())?;
     }
-    Ok(Evaluated { result, page, journal })
+    Ok(Evaluated { result, page, others, journal })
 }
 
 /// The GPU, if one is requested. A missing GPU is reported before anything is read.
@@ -295,7 +310,7 @@ fn gpu(args: &Args) -> Result<Option<CudaRunner>> {
         (Device::Cpu, _) => Ok(None),
         (Device::Cuda, Execution::Kernels) if !args.ablation.ablation => CudaRunner::new().map(Some),
         (Device::Cuda, _) => Err(Error::usage(
-            "‹device=cuda› requires kernels, but this evaluation does not use them",
+            "‹device=cuda› requires ‹execution=kernels›, but this evaluation does not use the kernels",
             "add ‹execution=kernels›, or omit ‹device›; an ablation runs on the CPU",
         )),
     }
@@ -309,7 +324,7 @@ fn compared(paths: &[PathBuf]) -> Result<Vec<(String, Evaluation)>> {
 /// The quantization report stored beside the model's weights.
 fn quantization(opened: &Opened, session: &Session) -> Option<QuantReport> {
     QuantReport::find(opened.directory.path(), &opened.model).unwrap_or_else(|error| {
-        session.progress.note(&format!("warning: {error}; the page will not show tensor errors"));
+        session.progress.note(&format!("warning: {error}; the report will not show the errors of tensors"));
         None
     })
 }
@@ -323,21 +338,6 @@ fn page(
     opened: &Opened,
     text: &EvaluationText,
 ) -> Result<String> {
-    let reference = |e: &Evaluation| e.reference.as_ref().map(|r| r.sha256.clone());
-    for (name, other) in others {
-        let differs = match other {
-            e if e.tokens_sha256 != result.tokens_sha256 => "on different tokens",
-            e if reference(e) != reference(result) => "against a different reference, or without one",
-            _ => continue,
-        };
-        return Err(Error::usage(
-            format!(
-                "`{}` was measured {differs}, so it cannot be shown next to this result",
-                name.escape_default()
-            ),
-            "compare results of one text, profile and reference",
-        ));
-    }
     let tokenizer = inputs::tokenizer(&opened.directory)?;
     let worst = EvaluationReport::worst_windows(result)
         .into_iter()
@@ -386,7 +386,7 @@ pub fn text(
     if window > positions {
         session.progress.note(&format!(
             "warning: windows of {window} tokens are longer than the {positions} positions the model was \
-            made for; ‹window={positions}› avoids this"
+            trained for; ‹window={positions}› avoids this"
         ));
     }
     let (documents, origin) = run::documents(source, &session.host())?;
@@ -447,7 +447,7 @@ fn show(result: &Evaluation) -> String {
     }
     let mut text = table(&["", "mean", "± standard error"], &rows);
     if let Some(comparison) = &result.comparison {
-        text.push_str("\nTo compare models, use the mean KL: lower is better, 0 means identical.\n\n");
+        text.push_str("\nUse the mean KL to compare models: lower is better, and 0 means identical.\n\n");
         text.push_str(&spread(comparison));
     }
     let cache_of = |before: &str, model: Option<&ModelIdentity>| {
@@ -487,11 +487,14 @@ fn spread(comparison: &Divergence) -> String {
     ];
     let mut text = table(&["KL per token (nats)", "", "95 % interval"], &rows);
     if comparison.at_noise_floor == Some(true) {
-        text.push_str("\nThe mean KL is below three times its noise floor: this text shows no difference between the models.\n");
+        text.push_str(
+            "\nThe mean KL is below three times its noise floor, so this text shows no difference \
+            between the models.\n",
+        );
     }
     if let Some(increase) = comparison.minimum_detectable_increase {
         text.push_str(&format!(
-            "\nThis text detects a perplexity increase of {:.2} % with 80 % probability.\n",
+            "\nOn this text, a perplexity increase of {:.2} % would be detected with 80 % probability.\n",
             100.0 * increase
         ));
     }

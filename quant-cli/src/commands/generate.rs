@@ -29,7 +29,7 @@ pub struct Args {
     /// File with the prompt; - is standard input
     #[arg(long, value_name = "FILE")]
     prompt_file: Option<PathBuf>,
-    /// Send the prompt as a user message, through the model's chat template
+    /// Format the prompt as a user message with the model's chat template
     #[arg(long)]
     chat: bool,
     /// System message, with --chat
@@ -148,7 +148,10 @@ fn prompt(args: &Args) -> Result<(String, PathBuf)> {
             (bounded(&mut file, path)?, path.to_owned())
         }
         (None, None) if std::io::stdin().is_terminal() => {
-            return Err(Error::usage("no prompt was given", "give --prompt TEXT, or use `quant chat`"));
+            return Err(Error::usage(
+                "no prompt was given",
+                "give --prompt TEXT or --prompt-file FILE, or use `quant chat`",
+            ));
         }
         (None, _) => (bounded(&mut std::io::stdin().lock(), &standard())?, standard()),
     };
@@ -165,7 +168,7 @@ fn bounded(from: &mut dyn Read, path: &Path) -> Result<String> {
         path: path.to_owned(),
         line: None,
         reason,
-        remedy: "give a prompt of UTF-8 text".into(),
+        remedy: "give a prompt of at most 16 MiB of UTF-8 text".into(),
     };
     if bytes.len() as u64 > MAX_PROMPT_BYTES {
         return Err(fault(format!("is longer than {MAX_PROMPT_BYTES} bytes")));

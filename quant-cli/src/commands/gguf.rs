@@ -23,7 +23,9 @@ pub fn text(summary: &GgufSummary) -> String {
     let types: Vec<String> = summary.types.iter().map(|(kind, n)| format!("{n} × {kind}")).collect();
     text.push_str(&format!("tensors: {}\n", types.join(", ")));
     for Replaced { tensor, wanted, got, .. } in &summary.replaced {
-        text.push_str(&format!("replaced: {tensor} is {got}, because its rows do not fit {wanted}\n"));
+        text.push_str(&format!(
+            "fallback: {tensor} is stored as {got}, because its row width does not suit {wanted}\n"
+        ));
     }
     if let Some(Worst { tensor, relative_rms, .. }) = &summary.worst_tensor {
         text.push_str(&format!("largest relative error: {relative_rms:.4} in {tensor}\n"));
@@ -129,7 +131,7 @@ fn plan_text(plan: &GgufPlan, all: bool) -> String {
     for t in plan.replaced() {
         let wanted = t.replaces.map_or("", |kind| kind.name);
         text.push_str(&format!(
-            "\nreplaced: {} is {}, because its rows do not fit {wanted}",
+            "\nfallback: {} is stored as {}, because its row width does not suit {wanted}",
             t.name, t.kind.name
         ));
     }

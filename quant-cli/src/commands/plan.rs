@@ -30,7 +30,7 @@ pub struct Args {
     print_recipe_schema: bool,
     #[command(flatten)]
     recipe: RecipeOptions,
-    /// Show every tensor, not one line per kind
+    /// Show every tensor, instead of one line per kind of tensor
     #[arg(long)]
     all: bool,
     #[command(flatten)]
@@ -207,9 +207,9 @@ fn outcome(entry: &PlanEntry) -> String {
     match &entry.action {
         Action::Copy if entry.modified => "float, folded or rotated".into(),
         Action::Copy => "as it is".into(),
-        Action::Rewrite { .. } => "float, may be rescaled".into(),
+        Action::Rewrite { .. } => "float, possibly rescaled".into(),
         Action::Quantize { scheme, .. } => scheme.to_string(),
-        Action::Repack { scheme, .. } => format!("{scheme}, the same numbers"),
+        Action::Repack { scheme, .. } => format!("{scheme}, same values"),
     }
 }
 
@@ -310,11 +310,15 @@ fn text(planned: &Planned, all: bool) -> String {
             text.push_str(&format!("  {module}\n"));
         }
     }
-    text.push_str(&format!("about {} of memory and {} on this machine\n", bytes(*memory), about(*seconds)));
+    text.push_str(&format!(
+        "needs about {} of memory and {} on this machine\n",
+        bytes(*memory),
+        about(*seconds)
+    ));
     let (budget, scratch) = *smallest;
     if budget < *memory {
         text.push_str(&format!(
-            "at least {} of memory with --memory-budget, and {} of disk space for hidden states\n",
+            "with --memory-budget: at least {} of memory, and {} of disk space for hidden states\n",
             bytes(budget),
             bytes(scratch)
         ));
@@ -348,7 +352,11 @@ fn engines_text(outline: &Outline) -> String {
         // The family was checked in a different version or on a different day from the rest of the row.
         if known.basis != Basis::NotChecked && (known.version, known.date) != (engine.version, engine.read) {
             let Known { basis, version, date, .. } = known;
-            dated.push(format!("{}: the family was {} in {version} on {date}\n", engine.name, basis.word()));
+            dated.push(format!(
+                "{}: support for the model family was {} in {version} on {date}\n",
+                engine.name,
+                basis.word()
+            ));
         }
     }
     let header: Vec<String> =
@@ -364,8 +372,8 @@ fn engines_text(outline: &Outline) -> String {
     }
     dated.into_iter().for_each(|line| text.push_str(&line));
     text.push_str(&format!(
-        "model family: how support for the family was checked. Formats: according to the sources of these \
-        versions on {READ}; see docs/formats/engines.md\n"
+        "model family: how each engine's support for the family was checked. Formats: according to the \
+        source code of these versions, read on {READ}; see docs/formats/engines.md\n"
     ));
     text
 }
@@ -436,7 +444,7 @@ fn about(seconds: f64) -> String {
 }
 
 /// `model.layers.3.mlp.up_proj.weight` → `model.layers.*.mlp.up_proj.weight`.
-fn kind(tensor: &str) -> String {
+pub(super) fn kind(tensor: &str) -> String {
     let parts: Vec<&str> =
         tensor.split('.').map(|p| if p.bytes().all(|b| b.is_ascii_digit()) { "*" } else { p }).collect();
     parts.join(".")

@@ -11,7 +11,7 @@ use quant_evaluator::report::quantization_page;
 
 use super::Session;
 use crate::inputs;
-use crate::output::{self, bytes, duration};
+use crate::output::{self, JsonOption, bytes, duration};
 use crate::provenance;
 use crate::recipe::RecipeOptions;
 
@@ -20,7 +20,7 @@ use crate::recipe::RecipeOptions;
 pub struct Args {
     /// Model directory, or org/name or org/name@revision on a hub
     pub model: PathBuf,
-    /// Output directory; it appears only when complete and verified
+    /// Output directory; it is created only when complete and verified
     ///
     /// With several formats it contains one directory per format.
     #[arg(long, short)]
@@ -32,12 +32,12 @@ pub struct Args {
     /// Calibration text: a file (plain text, or .jsonl with `text` or `messages`) or a named set [default: builtin]
     #[arg(long, value_name = "FILE|NAME", help_heading = "Calibration")]
     pub calibration: Option<String>,
-    /// Write the maxima of all input channels to FILE (safetensors), for --channel-maxima
+    /// Write the maximum of each input channel to FILE (safetensors), for --channel-maxima
     #[arg(long, hide_short_help = true, value_name = "FILE", help_heading = "Calibration")]
     pub save_channel_maxima: Option<PathBuf>,
-    /// Memory that the run may use, such as 8GiB, or `auto` for 80 % of what is available
+    /// Memory that the run may use, such as 8GiB, or `auto` for 80 % of the available memory
     ///
-    /// Beyond that, hidden states are kept in files next to OUT. The output does not depend on it.
+    /// Hidden states that do not fit are kept in files next to OUT. The output does not depend on this option.
     #[arg(long, value_name = "SIZE", default_value = "auto")]
     pub memory_budget: String,
     /// Replace OUT if it exists, once the new one is complete
@@ -49,9 +49,9 @@ pub struct Args {
     /// Write an HTML report to FILE
     #[arg(long, value_name = "FILE")]
     pub report: Option<PathBuf>,
-    /// Print the summary as JSON
-    #[arg(long)]
-    pub json: bool,
+    #[allow(missing_docs)]
+    #[command(flatten)]
+    pub json: JsonOption,
 }
 
 impl Args {
@@ -71,14 +71,18 @@ impl Args {
 
 /// Quantizes.
 pub fn run(args: &Args, session: &Session) -> Result<()> {
-    let (_, summary) = quantize(&args.request()?, args.report.as_deref(), session)?;
-    if args.json {
-        return output::print(&output::json(&summary)?);
-    }
-    output::print(&match &summary {
-        Summary::Checkpoints(summary) => text(summary, &args.model),
-        Summary::Gguf(summary) => super::gguf::text(summary),
-        _ => return Err(Error::Internal("a summary of the wrong kind".into())),
+    let request = args.request()?;
+    let written = [("json", args.json.json.as_deref()), ("report", args.report.as_deref())];
+    output::distinct(&written, &request.files_read())?;
+    output::outside(&written[..1], &[&args.model, &args.output])?;
+    args.json.check()?;
+    let (_, summary) = quantize(&request, args.report.as_deref(), session)?;
+    args.json.emit_by(&summary, || {
+        output::print(&match &summary {
+            Summary::Checkpoints(summary) => text(summary, &args.model),
+            Summary::Gguf(summary) => super::gguf::text(summary),
+            _ => return Err(Error::Internal("a summary of the wrong kind".into())),
+        })
     })
 }
 
@@ -107,9 +111,9 @@ pub fn quantize(
         let page = quantization_page(&request.output.display().to_string(), report, &linears);
         if let Err(error) = output::write_file(path, page.as_bytes()) {
             let complete = request.output.display();
-            session.progress.note(&format!(
-                "note: {complete} is complete; the following error concerns a different file"
-            ));
+            session
+                .progress
+                .note(&format!("{complete} is complete; the following error concerns a different file"));
             return Err(error);
         }
     }
@@ -123,8 +127,9 @@ fn check_report(path: &Path, request: &QuantizeRequest, outputs: usize) -> Resul
     output::distinct(&[written[0], maxima], &request.files_read())?;
     if outputs > 1 {
         return Err(Error::usage(
-            "one ‹report› for several formats",
-            "write one format with a report, or omit ‹report›: the quant_report.json of each format has the numbers",
+            "‹report› cannot be combined with several formats",
+            "omit ‹report›, because the quant_report.json of each format contains the same numbers; or \
+            write one format at a time",
         ));
     }
     output::outside(&written, &[&request.model, &request.output])?;
@@ -150,12 +155,12 @@ fn text(summary: &QuantizeSummary, model: &Path) -> String {
         text.push_str(&format!("calibrated on {tokens_counted} of {tokens} tokens ({share:.0} %)"));
         text.push_str(&match padding {
             0 => "\n".to_owned(),
-            some => format!("; {some} positions are padding\n"),
+            some => format!("; {some} positions were padding\n"),
         });
         if let Some(UndersampledLinears { linears, least, .. }) = few {
             text.push_str(&format!(
-                "{linears} linears of experts saw fewer than {MIN_EXPERT_TOKENS} tokens (minimum: {least}); more text \
-                reaches more experts\n"
+                "{linears} linears of experts were calibrated on fewer than {MIN_EXPERT_TOKENS} tokens \
+                (minimum: {least}); a longer calibration text reaches more experts\n"
             ));
         }
         if let Some(FullBatchLinears { linears, least_routed, .. }) = all {
@@ -178,7 +183,8 @@ fn text(summary: &QuantizeSummary, model: &Path) -> String {
         ));
         if let Some(worst) = &output.worst_tensor {
             text.push_str(&format!(
-                "largest weight error: {:.2} % in {}\n",
+                "largest weight error: {:.2} % in {} (rounding error relative to the weight, root mean square; it does \
+                 not predict quality)\n",
                 100.0 * worst.relative_rms,
                 worst.tensor
             ));

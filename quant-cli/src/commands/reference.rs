@@ -129,6 +129,7 @@ fn same_tokenizer(
             model.directory.path().display(),
             reference.directory.path().display()
         ),
-        "compare a model with the one it was quantized from: only models with the same tokens can be compared",
+        "compare the model with the one it was quantized from; only models with the same tokenizer can be \
+        compared",
     ))
 }

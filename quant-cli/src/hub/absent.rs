@@ -8,6 +8,7 @@ use quant_core::{Error, Result};
 
 use super::id::HubId;
 use crate::commands::Session;
+use crate::inputs::{BUILTIN, HELDOUT_NAME};
 
 /// The error for a model that is not available locally.
 pub fn model(id: &HubId, _session: &Session) -> Result<Cow<'static, Path>> {
@@ -16,8 +17,8 @@ pub fn model(id: &HubId, _session: &Session) -> Result<Cow<'static, Path>> {
         what: format!("the model {id}"),
         reason: "there is no such directory, and this build does not download models".into(),
         remedy: format!(
-            "check the path; or fetch the model with `hf download {}{revision}` and give the directory that \
-            it prints; or build quant with `--features hub`",
+            "check the path, or download the model with `hf download {}{revision}` and give the directory \
+            that it prints, or build quant with `--features hub`",
             id.repository()
         ),
     })
@@ -29,8 +30,9 @@ pub fn documents(set: &PublicSet, _session: &Session) -> Result<Vec<String>> {
         what: format!("the text set `{}`", set.name),
         reason: "this build does not download texts".into(),
         remedy: format!(
-            "fetch {} of the data set {} yourself, unpack it to plain text or .jsonl, and give that file's path \
-             (licence: {}); or build quant with `--features hub`",
+            "use the built-in text ({HELDOUT_NAME} for an evaluation, {BUILTIN} for calibration); or download {} from \
+             the data set {}, unpack it to plain text or .jsonl, and give the path of that file (licence: {}); or build quant \
+             with `--features hub`",
             set.file, set.hub_id, set.licence
         ),
     })

@@ -41,10 +41,11 @@ fn limited(path: &Path, name: &str, field: &str, limit: usize) -> Result<Vec<Str
         } else if name.ends_with(".parquet") {
             column(file, field, path, limit)
         } else {
-            Err(fault("is neither .jsonl.zst, .json.gz nor .parquet"))
+            Err(fault("is not a .jsonl.zst, .json.gz or .parquet file"))
         }
     });
-    let documents = read.unwrap_or_else(|| Err(fault("makes the decompression library panic")))?;
+    let documents =
+        read.unwrap_or_else(|| Err(fault("cannot be read: the decompression library panicked")))?;
     if documents.iter().all(|d| d.trim().is_empty()) {
         return Err(fault("holds no text"));
     }
@@ -133,7 +134,7 @@ fn column(file: File, field: &str, path: &Path, limit: usize) -> Result<Vec<Stri
     for (index, row) in rows.enumerate() {
         let value = row.map_err(broken)?.into_columns().pop().map(|(_, value)| value);
         let Some(Field::Str(text)) = value else {
-            return Err(fault(format!("row {} of the column `{field}` holds no text", index + 1)));
+            return Err(fault(format!("row {} of the column `{field}` is not text", index + 1)));
         };
         bytes += text.len();
         if bytes > limit {

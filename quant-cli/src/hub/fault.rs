@@ -34,16 +34,17 @@ impl Request<'_> {
     /// The error for a listed file that is missing.
     pub fn no_such_file(&self) -> Error {
         self.unavailable(
-            "the repository has no such file at this revision",
-            format!("see its files at {}/{}", self.page(), self.repository),
+            "the repository does not contain this file at this revision",
+            format!("see the list of its files at {}/{}", self.page(), self.repository),
         )
     }
 
     /// The error for a server that has sent nothing for this long.
     pub fn stalled(&self, seconds: u64) -> Error {
         self.unavailable(
-            format!("{} has sent nothing for {seconds} s", self.endpoint),
-            "run the same command again; completed files are kept. HF_HUB_DOWNLOAD_TIMEOUT=SECONDS sets a longer timeout",
+            format!("no data from {} for {seconds} s", self.endpoint),
+            "run the same command again (completed files are kept), or set a longer timeout with \
+            HF_HUB_DOWNLOAD_TIMEOUT=SECONDS",
         )
     }
 
@@ -51,8 +52,8 @@ impl Request<'_> {
     pub fn wrong_content(&self, announced: &str, found: &str) -> Error {
         self.unavailable(
             format!("the hub announced {announced}, but the file has {found}; it was removed from the cache"),
-            "run the same command again; if it is wrong again, something between the hub and this machine \
-            modifies it: a proxy, a mirror or a failing disk",
+            "run the same command again; if the error persists, a proxy, a mirror or a failing disk is \
+            altering the file",
         )
     }
 
@@ -65,7 +66,7 @@ impl Request<'_> {
             {
                 self.unavailable(
                     format!(
-                        "the server refuses access with {}{}",
+                        "the server denied access with {}{}",
                         context.status,
                         quoted(context.server_message.as_deref())
                     ),
@@ -81,8 +82,8 @@ impl Request<'_> {
             HFError::Http { context } if context.status.as_u16() == 404 => self.not_found(context.error_code),
             HFError::Http { context } | HFError::Conflict { context } | HFError::RateLimited { context, .. } => {
                 self.unavailable(
-                    format!("the server answers {}{}", context.status, quoted(context.server_message.as_deref())),
-                    "wait a while and run the same command again; completed files are kept",
+                    format!("the server answered {}{}", context.status, quoted(context.server_message.as_deref())),
+                    "run the same command again later; completed files are kept",
                 )
             }
             HFError::Request { source, .. } => {
@@ -103,7 +104,7 @@ impl Request<'_> {
             HFError::CacheLockTimeout { path } => Error::Locked { path, holder: "another download".into() },
             other => self.unavailable(
                 format!("the server's response cannot be parsed: {}", printable(&other.to_string())),
-                "check HF_ENDPOINT; the server there may not be a hub",
+                "check HF_ENDPOINT; the server at that address may not be a Hugging Face hub",
             ),
         }
     }
@@ -113,24 +114,24 @@ impl Request<'_> {
         let (reason, remedy) = match (code.as_deref(), self.file) {
             (Some("RepoNotFound"), _) => (
                 "there is no such repository, or it is private".to_owned(),
-                "check the name, org/name; for a private repository set HF_TOKEN".to_owned(),
+                "check the name (org/name); if the repository is private, set HF_TOKEN".to_owned(),
             ),
             (Some("RevisionNotFound"), _) => (
                 "the repository has no such branch, tag or commit".into(),
-                format!("see its branches and tags at {page}"),
+                format!("see the list of its branches and tags at {page}"),
             ),
             (_, Some(_)) => return self.no_such_file(),
             (_, None) => (
                 "there is no such repository, or it has no such branch, tag or commit".into(),
-                format!("check the name, org/name@revision, at {page}"),
+                format!("check the name and the revision (org/name@revision) at {page}"),
             ),
         };
         self.unavailable(reason, remedy)
     }
 
     fn after_network_failure(&self) -> &'static str {
-        "check the network, the proxy and HF_ENDPOINT, and run the same command again: completed files are \
-        kept; HF_HUB_OFFLINE=1 uses what the cache holds"
+        "check the network, the proxy and HF_ENDPOINT, and run the same command again (completed files are \
+        kept); or set HF_HUB_OFFLINE=1 to use only files that are already in the cache"
     }
 
     /// The base address of a repository's pages.

@@ -69,8 +69,8 @@ pub fn offline_request<'a, K: Kind>(repository: &'a str, revision: &'a str, cach
 /// The error for a request that would need a download.
 pub fn not_cached(request: &Request<'_>) -> Error {
     request.unavailable(
-        format!("HF_HUB_OFFLINE is set, but it is not in the cache {}", request.cache.display()),
-        "unset HF_HUB_OFFLINE to fetch it, or set HF_HOME or HF_HUB_CACHE to the cache that contains it",
+        format!("HF_HUB_OFFLINE is set, and the cache {} does not contain it", request.cache.display()),
+        "unset HF_HUB_OFFLINE to download it, or point HF_HOME or HF_HUB_CACHE at a cache that contains it",
     )
 }
 

@@ -164,7 +164,7 @@ impl<'a, K: Kind> Remote<'a, K> {
             if !link.exists() {
                 let size = file.announced.size.map(|s| format!(", {}", bytes(s))).unwrap_or_default();
                 let place = format!("{} of {}", index + 1, names.len());
-                self.session.progress.note(&format!("fetching {name} of {} ({place}{size})", self.name));
+                self.session.progress.note(&format!("downloading {name} from {} ({place}{size})", self.name));
                 self.download(commit, file, &link)?;
             }
             check(&self.cache, &link, &file.announced, &request, self.session)?;
@@ -187,12 +187,12 @@ impl<'a, K: Kind> Remote<'a, K> {
             match outcome? {
                 Ok(path) if path == link => return Ok(()),
                 Ok(_) => {
-                    let what = HFError::malformed_response("the file of a different commit");
+                    let what = HFError::malformed_response("the server sent a file from a different commit");
                     return Err(request.explain(what));
                 }
                 // By then hf-hub has retried connecting several times, but not a connection that broke.
                 Err(HFError::Request { source, .. }) if attempt < ATTEMPTS && !source.is_connect() => {
-                    let again = format!("warning: the transfer of {} broke off; retrying", file.name);
+                    let again = format!("warning: the download of {} was interrupted; retrying", file.name);
                     self.session.progress.note(&again);
                     self.pause(Duration::from_millis(500) * attempt)?;
                     attempt += 1;
@@ -273,9 +273,9 @@ pub fn check(
         BlobCheck::Matches => {}
         BlobCheck::Unknown => {
             let file = request.file.unwrap_or_default();
-            session
-                .progress
-                .note(&format!("warning: no checksum is known for {file}; it is used unverified"));
+            session.progress.note(&format!(
+                "warning: {file} cannot be verified, because the hub gives no checksum for it"
+            ));
         }
         BlobCheck::Wrong { announced, found } => {
             cache.remove(link)?;

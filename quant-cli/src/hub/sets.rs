@@ -55,10 +55,10 @@ fn check_first_hash(set: &PublicSet, cache: &RepositoryCache, path: &Path, sessi
         Some(recorded) if recorded == found => Ok(()),
         Some(recorded) => Err(Error::Unavailable {
             what: format!("the text set `{}`, {} of {}", set.name, set.file, set.hub_id),
-            reason: format!("its SHA-256 is {found}, but {recorded} was recorded before"),
+            reason: format!("its SHA-256 is {found}, but an earlier download had {recorded}"),
             remedy: format!(
-                "results measured on the two cannot be compared; give the older file by its path, or accept \
-                the new one by removing its line from {}",
+                "results measured on the two versions cannot be compared; give the path of the older file, \
+                or accept the new one by removing its line from {}",
                 cache.sums_path().display()
             ),
         }),
@@ -93,7 +93,10 @@ mod tests {
             check_first_hash(&set, &cache, &path, &session).map_err(|e| e.to_string())
         };
         let error = hold("abd", ABC).unwrap_err();
-        assert!(error.contains(&format!("{ABC} was recorded")) && error.contains("a52d159f"), "{error}");
+        assert!(
+            error.contains(&format!("an earlier download had {ABC}")) && error.contains("a52d159f"),
+            "{error}"
+        );
         hold("abc", ABC).unwrap();
         assert!(!cache.sums_path().exists(), "the manifest has it");
         hold("abd", "").unwrap();

@@ -130,7 +130,7 @@ fn a_named_model_becomes_the_same_bytes_as_its_directory() {
     assert_eq!(hashes(&user.at("out")), user.expected());
     assert!(user.at("out/LICENSE").is_file());
     for file in ["config.json", WEIGHTS, "tokenizer.json", "generation_config.json", "LICENSE"] {
-        assert!(run.stderr.contains(&format!("fetching {file} of org/tiny")), "{run}");
+        assert!(run.stderr.contains(&format!("downloading {file} from org/tiny")), "{run}");
     }
     assert!(run.stderr.contains("(1 of 5, "), "{run}");
     let mut fetched = downloads(&hub.requests());
@@ -141,7 +141,7 @@ fn a_named_model_becomes_the_same_bytes_as_its_directory() {
     let run = user.run(&hub, quantize("org/tiny", &user.at("again"))).succeeded();
     assert_eq!(hashes(&user.at("again")), user.expected());
     assert_eq!(downloads(&hub.requests()), [""; 0]);
-    assert!(!run.stderr.contains("fetching"), "{run}");
+    assert!(!run.stderr.contains("downloading"), "{run}");
 
     // The same with neither network nor server.
     drop(hub);
@@ -225,7 +225,7 @@ fn a_broken_connection_is_tried_again_and_what_is_complete_is_kept() {
     let hub = Hub::start([(MODEL, user.repository())]);
     hub.set_fault(WEIGHTS, Some(Fault::Break(1)));
     let run = user.run(&hub, quantize("org/tiny", &user.at("out"))).succeeded();
-    assert!(run.stderr.contains("warning: the transfer of model.safetensors broke off"), "{run}");
+    assert!(run.stderr.contains("warning: the download of model.safetensors was interrupted"), "{run}");
     assert_eq!(hashes(&user.at("out")), user.expected());
 
     let user = User::new();
@@ -323,10 +323,10 @@ fn what_is_not_there_is_named() {
     }
     hub.change(MODEL, |r| drop(r.take("config.json")));
     let run = user.run(&hub, inspect("org/tiny"));
-    check_message("no configuration", &run, 5, &["config.json", "org/tiny", "no such file"]);
+    check_message("no configuration", &run, 5, &["config.json", "org/tiny", "does not contain this file"]);
     hub.change(MODEL, |r| drop(r.take(WEIGHTS)));
     let run = user.run(&hub, inspect("org/tiny"));
-    check_message("pickle", &run, 4, &["org/tiny", "only as pickle (pytorch_model.bin)"]);
+    check_message("pickle", &run, 4, &["org/tiny", "only pickle weights (pytorch_model.bin)"]);
     assert_eq!(downloads(&hub.requests()), [""; 0]);
     let run = user.run_offline(inspect("org/never"));
     check_message("never fetched", &run, 5, &["org/never", "HF_HUB_OFFLINE is set", "unset HF_HUB_OFFLINE"]);
@@ -364,7 +364,7 @@ fn a_silent_server_times_out_and_a_download_can_be_cancelled() {
     let mut command = user.command(&hub.endpoint(), inspect("org/tiny"));
     command.env("HF_HUB_DOWNLOAD_TIMEOUT", "1");
     let run = Running::start(command).wait();
-    check_message("silent", &run, 5, &[WEIGHTS, "org/tiny", "has sent nothing for 1 s"]);
+    check_message("silent", &run, 5, &[WEIGHTS, "org/tiny", "no data from", "for 1 s"]);
 
     let mut running = Running::start(user.command(&hub.endpoint(), inspect("org/tiny")));
     hub.requests();

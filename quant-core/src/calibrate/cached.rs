@@ -35,7 +35,7 @@ impl HiddenStates {
                 other.attention == keys.attention && attention(other, CachePart::Values)
             };
             let Some(values) = values.iter().find(of_it) else {
-                return Err(Error::Internal("an attention block has keys but no values".into()));
+                return Err(Error::Internal("an attention block has keys, but no values".into()));
             };
             // Keys come last, because they depend on positions, and the last target determines how the batch is split.
             let targets = [values.node, keys.node];
@@ -62,7 +62,7 @@ impl HiddenStates {
                 if !largest.is_finite() {
                     return Err(Error::Calibration {
                         tensor: format!("{}.weight", block.graph().name(value.linear)),
-                        what: "its cached keys or values".into(),
+                        what: "a cached key or value".into(),
                     });
                 }
                 maxima.insert((value.attention, value.part), largest);

@@ -38,7 +38,10 @@ impl FromStr for ExpertTokens {
         match text {
             "routed" => Ok(Self::Routed),
             "all" => Ok(Self::All),
-            _ => Err(Error::usage(format!("unknown expert tokens `{text}`"), "known: routed, all")),
+            _ => Err(Error::usage(
+                format!("unknown value `{text}` for the tokens of experts"),
+                "known values: routed, all",
+            )),
         }
     }
 }
@@ -54,8 +57,8 @@ impl ExpertSampling {
         self.tokens == ExpertTokens::All || routed < self.floor
     }
 
-    /// The smallest and largest share of the batch on which an expert may be calibrated, where `routed` is the share
-    /// routed to it.
+    /// The smallest and largest share of the batch on which an expert may be calibrated. `routed` is the share of
+    /// tokens that is routed to the expert.
     pub(crate) fn shares(self, routed: f64) -> [f64; 2] {
         match self.tokens {
             ExpertTokens::All => [1.0; 2],
@@ -64,7 +67,7 @@ impl ExpertSampling {
         }
     }
 
-    /// Checks that neither setting makes the other meaningless.
+    /// Checks that both settings have an effect.
     ///
     /// # Errors
     /// [`Error::Usage`].
@@ -72,10 +75,10 @@ impl ExpertSampling {
         match self.tokens == ExpertTokens::All && self.floor > 0 {
             true => Err(Error::usage(
                 format!(
-                    "a floor of {} tokens for each expert has no effect: all experts see all tokens",
+                    "the floor of {} tokens per expert has no effect: all experts are calibrated on all tokens",
                     self.floor
                 ),
-                "omit one of the two",
+                "omit the floor, or calibrate experts on the tokens routed to them",
             )),
             false => Ok(()),
         }

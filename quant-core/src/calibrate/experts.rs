@@ -53,7 +53,7 @@ impl ExpertStates {
                     chosen.for_each(|(tokens, weight)| tokens.push((first, *weight)));
                     first = first
                         .checked_add(1)
-                        .ok_or_else(|| Error::Internal("more than 2^32 tokens".into()))?;
+                        .ok_or_else(|| Error::Internal("a batch exceeds 2^32 tokens".into()))?;
                 }
                 Ok(())
             })
@@ -65,8 +65,8 @@ impl ExpertStates {
     }
 
     /// Gathers a statistic of a value inside the expert for which `selects` selects rows. Depending on `sampling`, the
-    /// statistic covers the tokens routed to the expert or all tokens. In the latter case, returns how many counted
-    /// tokens are routed to the expert.
+    /// statistic covers the tokens routed to the expert, or all tokens. If it covers all tokens, returns how many
+    /// counted tokens are routed to the expert.
     ///
     /// # Errors
     /// When the block or the statistic fails, or the run is cancelled.
@@ -182,5 +182,5 @@ fn sum_of(graph: &BlockGraph, weights: NodeId) -> Option<NodeId> {
 }
 
 fn no_experts(node: usize) -> Error {
-    Error::Internal(format!("node {node} belongs to no expert"))
+    Error::Internal(format!("node {node} does not belong to an expert"))
 }

@@ -127,10 +127,10 @@ impl BatchLayout {
         self.starts.as_ref().map(|s| s[token])
     }
 
-    /// The number of counted tokens in a range.
+    /// Returns how many of these tokens count.
     ///
     /// # Panics
-    /// When the range exceeds the batch.
+    /// When a token is outside the batch.
     pub fn count(&self, tokens: TokenRows<'_>) -> usize {
         match (tokens, &self.ranks) {
             (_, None) => tokens.count(),

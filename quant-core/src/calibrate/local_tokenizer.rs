@@ -20,8 +20,8 @@ pub(super) fn load(path: PathBuf, json: &[u8]) -> Result<Box<dyn TextWorker>> {
     Ok(Box::new(LocalTokenizer { held, tokenizer }))
 }
 
-/// Truncation and padding requested by the tokenizer are disabled, because evaluation must see the whole text. BPE
-/// dropout is for training and is disabled too, so that a text always has the same tokens.
+/// Parses a tokenizer, and disables its truncation and padding, because evaluation must see the whole text. Also
+/// disables BPE dropout, which is meant for training and would make tokens random.
 fn parse(json: &[u8]) -> Result<Tokenizer, String> {
     let parsed = guard_panics(|| Tokenizer::from_bytes(json)).ok_or(PANICS)?;
     let mut tokenizer = parsed.map_err(|e| format!("is not a tokenizer: {e}"))?;
@@ -37,7 +37,8 @@ fn parse(json: &[u8]) -> Result<Tokenizer, String> {
     Ok(tokenizer)
 }
 
-/// Crafted vocabularies make the tokenizers crate panic, which must not end the process.
+/// The fault of files that make the tokenizers crate panic, as crafted vocabularies do. The panic must not end the
+/// process.
 const PANICS: &str = "makes the tokenizer library panic";
 
 /// The file name, for messages.
@@ -78,7 +79,7 @@ impl LocalTokenizer {
             false => Some(Vec::new()),
         };
         let places =
-            placed.ok_or_else(|| self.held.fault("cannot process a text of more than 4 GiB".into()))?;
+            placed.ok_or_else(|| self.held.fault("does not support texts of more than 4 GiB".into()))?;
         Ok(Encoded { ids: encoding.get_ids().to_vec(), places })
     }
 }

@@ -32,23 +32,25 @@ impl ChannelMaxima {
                 path: path.to_owned(),
                 line: None,
                 reason,
-                remedy: "give a file that ‹save_channel_maxima› wrote, or one with a vector per linear"
+                remedy: "give a file written by ‹save_channel_maxima›, or a safetensors file with one \
+                    vector per linear"
                     .into(),
             };
             if info.shape.len() != 1 || !info.dtype.is_weight_float() {
                 return Err(broken(format!(
-                    "tensor `{name}` is {} {:?}, not a vector of floats",
+                    "tensor `{name}` is {} {:?}, expected a vector of floats",
                     info.dtype, info.shape
                 )));
             }
             let values = source.read_f32(name).map_err(|e| match e {
-                Error::NonFinite { .. } => {
-                    broken(format!("tensor `{name}` has channels that are NaN or infinite"))
-                }
+                Error::NonFinite { .. } => broken(format!("tensor `{name}` contains NaN or infinite maxima")),
                 other => other,
             })?;
             if let Some(channel) = values.iter().position(|v| v.is_sign_negative() && *v != 0.0) {
-                return Err(broken(format!("tensor `{name}` has {} for channel {channel}", values[channel])));
+                return Err(broken(format!(
+                    "tensor `{name}` has a maximum of {} for channel {channel}; maxima must not be negative",
+                    values[channel]
+                )));
             }
             linears.insert(name.to_owned(), values);
         }
@@ -65,7 +67,8 @@ impl ChannelMaxima {
             path: path(),
             line: None,
             reason,
-            remedy: "give maxima of the same model, or omit ‹channel_maxima› to collect them".into(),
+            remedy: "give the channel maxima of the same model, or omit ‹channel_maxima› to collect them"
+                .into(),
         };
         let values =
             self.linears.get(linear).ok_or_else(|| broken(format!("has no maxima for `{linear}`")))?;
@@ -90,7 +93,7 @@ impl ChannelMaxima {
         self.linears.is_empty()
     }
 
-    /// The SHA-256 of names and values, by which a run records its dependence on them.
+    /// The SHA-256 of names and values, which becomes part of a run's fingerprint.
     pub fn sha256(&self) -> String {
         let mut bytes = Vec::new();
         for (name, values) in &self.linears {
@@ -100,10 +103,10 @@ impl ChannelMaxima {
         sha256_hex(bytes)
     }
 
-    /// The bytes of the file.
+    /// Returns the contents of the file.
     ///
     /// # Errors
-    /// Only because of a bug.
+    /// [`Error::Internal`] when serialization fails, which only a bug can cause.
     pub fn to_bytes(&self) -> Result<Vec<u8>> {
         let failed = |e: safetensors::SafeTensorError| Error::Internal(e.to_string());
         let bytes: BTreeMap<&String, Vec<u8>> = (self.linears.iter())

@@ -55,7 +55,9 @@ impl HiddenStates {
         let values = values.into();
         if layout.tokens().checked_mul(hidden) != Some(values.len()) {
             let (got, tokens) = (values.len(), layout.tokens());
-            return Err(Error::Internal(format!("{got} values for {tokens} hidden states of {hidden}")));
+            return Err(Error::Internal(format!(
+                "got {got} values for {tokens} hidden states of width {hidden}"
+            )));
         }
         Ok(Self { layout, hidden, values })
     }
@@ -90,8 +92,8 @@ impl HiddenStates {
         let values = match spill {
             None => embedded(0, windows.tokens())?.into(),
             Some(_) => {
-                // A multiple of the pieces in which per-layer inputs are computed, so that their matrix products have the
-                // same shapes.
+                // Must be a multiple of the pieces in which per-layer inputs are computed, so that matrix products have
+                // the same shapes for any storage.
                 let piece = 4 * CHUNK_TOKENS;
                 let mut values = Values::zeros(spill, windows.tokens().len() * width)?;
                 for (i, tokens) in windows.tokens().chunks(piece).enumerate() {
@@ -237,7 +239,7 @@ impl HiddenStates {
         Ok(())
     }
 
-    /// Runs the batch through `block` only for `tap`. The states do not change.
+    /// Runs the batch through `block` while `tap` observes the evaluation. The states do not change.
     ///
     /// # Errors
     /// As [`advance_watched`](Self::advance_watched).
@@ -412,8 +414,8 @@ fn run_between(
 /// Runs a piece `[windows, length, hidden]` of the batch, whose first token is `first`, through a block. Passes the
 /// output to `take` in one or more parts, each with the offset of its first token in the piece.
 ///
-/// A window longer than [`CHUNK_TOKENS`] goes through attention as a whole, and then in pieces through the rest of the
-/// block, which processes each token independently.
+/// Attention always processes whole windows. If a window is longer than [`CHUNK_TOKENS`], the rest of the block, which
+/// processes each token independently, runs on parts of the window.
 fn run_piece(
     block: &Block,
     layout: &BatchLayout,

@@ -2,10 +2,13 @@
 //!
 //! # The rule
 //!
-//! 1. A document longer than a window is cut into pieces of a window's length; the remainder is a piece of its own. Any
-//!    other document is one piece.
-//! 2. Pieces are placed in descending order of length, earlier pieces first among equals. Each goes into the window in
-//!    which it leaves the least room (the earlier one of equals), or opens a new window (best-fit decreasing).
+//! 1. A document longer than a window is cut into pieces of a window's length, and a shorter last piece. Any other
+//!    document
+//!    is one piece.
+//! 2. Pieces are placed in descending order of length; pieces of equal length are placed in document order. Each piece
+//!    is
+//!    put into the window in which it leaves the least room (the first such window), or opens a new window (best-fit
+//!    decreasing).
 //! 3. The pieces of a window are sorted in document order, and windows by their first piece. The unused end of a window
 //!    is filled with token 0, to which no other token attends.
 
@@ -28,8 +31,8 @@ pub enum Packing {
     Auto,
     /// Windows are cut from the concatenation of all documents; attention crosses document borders.
     Stream,
-    /// Windows contain whole documents where these fit. Attention stays within a document, and positions start at 0 in
-    /// each.
+    /// Windows contain whole documents; only documents longer than a window are cut. Attention stays within a document,
+    /// and positions start at 0 in each.
     Documents,
 }
 

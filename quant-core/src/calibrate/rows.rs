@@ -34,7 +34,8 @@ impl<'a> InputRows<'a> {
     ) -> Result<Self> {
         if tokens.count().checked_mul(channels) != Some(values.len()) || tokens.end() > layout.tokens() {
             return Err(Error::Internal(format!(
-                "{} values of {channels} channels for {} tokens up to {} of a batch of {}",
+                "got {} values of {channels} channels for {} tokens, the last of which is before {} in a \
+                batch of {}",
                 values.len(),
                 tokens.count(),
                 tokens.end(),

@@ -33,8 +33,8 @@ impl TokenizerSettings {
         let bytes = sidecar.read(MAX_FILE_BYTES)?.map_err(fault)?;
         match parse_strictly(&bytes) {
             Ok(Value::Object(fields)) => Ok(Self { fields, path }),
-            Ok(_) => Err(fault("must hold one JSON object".into())),
-            Err(reason) => Err(fault(format!("is not acceptable JSON: {reason}"))),
+            Ok(_) => Err(fault("must contain one JSON object".into())),
+            Err(reason) => Err(fault(format!("is not valid JSON: {reason}"))),
         }
     }
 
@@ -67,7 +67,7 @@ impl TokenizerSettings {
         Ok(tokens)
     }
 
-    /// Whether the settings ask for a first token of every text (`add_bos_token`), if they specify it.
+    /// Whether a BOS token is added at the start of every text (`add_bos_token`), if the settings specify it.
     pub fn adds_bos(&self) -> Option<bool> {
         self.fields.get("add_bos_token").and_then(Value::as_bool)
     }

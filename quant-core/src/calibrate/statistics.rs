@@ -181,7 +181,7 @@ pub struct SampledRows {
 }
 
 impl SampledRows {
-    /// Keeps about `wanted` of the rows of `tokens` counted tokens, with `channels` features.
+    /// Creates a sample that keeps about `wanted` of `tokens` counted tokens, with `channels` features each.
     pub fn new(channels: usize, tokens: usize, wanted: usize) -> Self {
         Self { channels, stride: (tokens / wanted.max(1)).max(1), values: Vec::new() }
     }

@@ -85,7 +85,7 @@ impl Case {
         ends.map(|end| std::mem::replace(&mut first, end)..end).collect()
     }
 
-    /// The statistics if each piece describes its tokens with `name`.
+    /// The statistics of pieces whose tokens are described by `name`.
     fn gathered<'a>(
         &'a self,
         mut name: impl FnMut(std::ops::Range<usize>) -> Vec<(usize, TokenRows<'a>)>,

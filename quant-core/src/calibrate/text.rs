@@ -74,14 +74,13 @@ pub fn read_corpus(path: &Path) -> Result<Corpus> {
 pub fn corpus_of_rows(rows: impl IntoIterator<Item = Value>, origin: &Path) -> Result<Corpus> {
     let (mut texts, mut chats, mut bytes) = (Vec::new(), Vec::new(), 0);
     for (number, row) in (1..).zip(rows) {
-        let fault = |reason: String| {
-            Error::InputFile {
+        let fault = |reason: String| Error::InputFile {
             path: origin.to_owned(),
             line: Some(number),
             reason,
-            remedy: "each row is a string or has a field `text`, or each is a list of messages or has a field `messages`"
+            remedy: "give either texts (strings, or objects with a field `text`) or conversations (lists of \
+                messages, or objects with a field `messages`)"
                 .into(),
-        }
         };
         let chat = match row {
             Value::Array(messages) => Some(json!({ "messages": messages })),
@@ -97,7 +96,7 @@ pub fn corpus_of_rows(rows: impl IntoIterator<Item = Value>, origin: &Path) -> R
                 }
                 _ => return Err(fault("has no string field `text`".into())),
             },
-            _ => return Err(fault("is neither a text nor a conversation".into())),
+            _ => return Err(fault("must be a text or a conversation".into())),
         };
         bytes += match chat {
             Some(chat) => {
@@ -109,11 +108,12 @@ pub fn corpus_of_rows(rows: impl IntoIterator<Item = Value>, origin: &Path) -> R
         };
         if !chats.is_empty() && !texts.is_empty() {
             return Err(fault(
-                "differs in kind from the rows before it: use either texts or conversations".into(),
+                "is of a different kind than the rows before it: texts and conversations cannot be mixed"
+                    .into(),
             ));
         }
         if bytes as u64 > MAX_FILE_BYTES {
-            return Err(fault(format!("exceeds the limit of {MAX_FILE_BYTES} bytes of text")));
+            return Err(fault(format!("exceeds the limit of {MAX_FILE_BYTES} bytes in total")));
         }
     }
     match chats.is_empty() {
@@ -157,7 +157,7 @@ fn read_plain(path: &Path, file: File) -> Result<String> {
     String::from_utf8(bytes).map_err(|e| Error::Text {
         path: path.to_owned(),
         line: None,
-        reason: format!("is not UTF-8 at byte {}", e.utf8_error().valid_up_to()),
+        reason: format!("is not valid UTF-8 at byte {}", e.utf8_error().valid_up_to()),
     })
 }
 
@@ -202,7 +202,7 @@ fn each_json_line(
             break;
         }
         if line.len() as u64 > MAX_LINE_BYTES {
-            return Err(fault(format!("is longer than {MAX_LINE_BYTES} bytes")));
+            return Err(fault(format!("is too long; the limit is {MAX_LINE_BYTES} bytes")));
         }
         let line = if number == 1 { line.strip_prefix(BOM).unwrap_or(&line) } else { &line };
         if line.iter().all(u8::is_ascii_whitespace) {
@@ -265,8 +265,8 @@ mod tests {
             other => panic!("{other:?}"),
         }
         for (rows, expected) in [
-            (json!(["a", [message]]), "dataset:2: differs in kind"),
-            (json!([3]), "dataset:1: is neither"),
+            (json!(["a", [message]]), "dataset:2: is of a different kind"),
+            (json!([3]), "dataset:1: must be a text"),
             (json!([{ "txt": "a" }]), "dataset:1: has no string field `text`"),
             (json!([["a"]]), "dataset:1: has no string field `role`"),
             (json!([" "]), "dataset: holds no text"),
@@ -294,9 +294,9 @@ mod tests {
         }
         assert_eq!(read("{\"text\": \"a\"}\n").unwrap(), Corpus::Texts(vec!["a".into()]));
         for (content, line, expected) in [
-            (format!("{chat}{{\"text\": \"a\"}}"), 2, "no field `messages`, but other rows do"),
+            (format!("{chat}{{\"text\": \"a\"}}"), 2, "no field `messages`, which other rows have"),
             (format!("{{\"text\": \"a\"}}\n{chat}"), 2, "no string field `text`"),
-            (format!("{chat}{{\"messages\": 3}}"), 2, "not a non-empty list"),
+            (format!("{chat}{{\"messages\": 3}}"), 2, "empty or not a list"),
             ("3".into(), 1, "no string field"),
         ] {
             let error = read(&content).unwrap_err().to_string();
@@ -317,7 +317,7 @@ mod tests {
         // A line of unlimited length must not exhaust memory.
         let endless = BufReader::new(std::io::repeat(b' '));
         let error = read_json_lines(endless, "t", Path::new("x"), 3).unwrap_err();
-        assert!(error.to_string().contains("longer than"), "{error}");
+        assert!(error.to_string().contains("too long"), "{error}");
     }
 
     #[test]

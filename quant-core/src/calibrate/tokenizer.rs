@@ -21,14 +21,14 @@ thread_local! {
     static GUARDED: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Whether a panic of this thread would be caught here and reported as an error, so that a program's panic hook need
-/// not print it.
+/// Returns whether this thread is inside [`guard_panics`]. A panic hook can then print nothing, because the panic will
+/// be reported as an error.
 pub fn panic_is_handled() -> bool {
     GUARDED.get()
 }
 
-/// Returns the result of `work`, or `None` if it panics: for libraries that panic on crafted files.
-/// [`panic_is_handled`] is true meanwhile.
+/// Runs `work`, which may call libraries that panic on crafted files. Returns `None` if it panics. [`panic_is_handled`]
+/// returns `true` in the meantime.
 pub fn guard_panics<T>(work: impl FnOnce() -> T) -> Option<T> {
     let outer = GUARDED.replace(true);
     let outcome = catch_unwind(AssertUnwindSafe(work));
@@ -231,7 +231,7 @@ impl TextTokenizer {
 
     fn unexpected(&self) -> Error {
         Error::Internal(format!(
-            "the worker of {} gave an answer that does not match the request",
+            "the worker process of {} sent a response that does not match the request",
             self.path.display()
         ))
     }

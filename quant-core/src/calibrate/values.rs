@@ -124,7 +124,7 @@ impl Values {
             None => {
                 let mut values = Vec::new();
                 values.try_reserve_exact(len).map_err(|_| Error::Memory {
-                    what: "values of the calibration batch".into(),
+                    what: "the values of the calibration batch".into(),
                     bytes: Some(4 * len as u64),
                 })?;
                 values.resize(len, 0.0);
@@ -252,7 +252,9 @@ impl Values {
     fn check(&self, range: &Range<usize>) -> Result<()> {
         match range.start <= range.end && range.end <= self.len {
             true => Ok(()),
-            false => Err(Error::Internal(format!("values {range:?} of {}", self.len))),
+            false => {
+                Err(Error::Internal(format!("values {range:?} are out of range for {} values", self.len)))
+            }
         }
     }
 }

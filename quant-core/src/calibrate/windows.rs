@@ -54,16 +54,22 @@ impl Sampling {
     pub fn check(self) -> Result<()> {
         if self.length > MAX_LENGTH || self.samples > MAX_SAMPLES {
             return Err(Error::usage(
-                format!("{} calibration windows of {} tokens", self.samples, self.length),
-                format!("ask for at most {MAX_SAMPLES} windows of at most {MAX_LENGTH} tokens"),
+                format!(
+                    "{} calibration windows of {} tokens are too many or too long",
+                    self.samples, self.length
+                ),
+                format!("request at most {MAX_SAMPLES} windows of at most {MAX_LENGTH} tokens"),
             ));
         }
         if self.samples > 0 && self.length >= 2 {
             return self.experts.check();
         }
         Err(Error::usage(
-            format!("calibration with {} windows of {} tokens", self.samples, self.length),
-            "ask for at least one window of at least two tokens",
+            format!(
+                "{} calibration windows of {} tokens are too few or too short",
+                self.samples, self.length
+            ),
+            "request at least one window of at least two tokens",
         ))
     }
 }
@@ -118,11 +124,12 @@ impl TokenWindows {
         if !sized {
             return Err(Error::usage(
                 format!(
-                    "the numbers of uses or document starts do not match {} windows of {} tokens",
+                    "the token uses or document starts do not match {} windows of {} tokens",
                     self.len(),
                     self.length
                 ),
-                "give one per token; a document's start is the index of its first token in the window",
+                "pass one use and one start per token; a start is the index in the window of the document's \
+                first token",
             ));
         }
         Ok(Self { uses, starts, ..self })
@@ -143,7 +150,7 @@ impl TokenWindows {
         if sampling.mask == Mask::Prompts {
             return Err(Error::usage(
                 format!("{} is plain text, which has no prompts to mask", origin.display()),
-                "give conversations (.jsonl with `messages`) with ‹calibration›, or omit the mask",
+                "set ‹calibration› to conversations (.jsonl with `messages`), or omit ‹mask›",
             ));
         }
         let texts: Vec<&str> = documents.iter().map(String::as_str).collect();
@@ -152,7 +159,7 @@ impl TokenWindows {
         Self::of_documents(documents, sampling, origin)
     }
 
-    /// Windows of tokenized documents; [`Packing::Auto`] means the stream.
+    /// Creates windows from tokenized documents; [`Packing::Auto`] means [`Packing::Stream`].
     pub(super) fn of_documents(documents: Vec<Document>, sampling: Sampling, origin: &Path) -> Result<Self> {
         let length = sampling.length;
         let total: usize = documents.iter().map(|d| d.tokens.len()).sum();
@@ -178,7 +185,7 @@ impl TokenWindows {
                 path: origin.to_owned(),
                 line: None,
                 reason: format!(
-                    "has {total} tokens, enough for {} windows of {length}{idle}; {} are needed",
+                    "has {total} tokens, enough for only {} windows of {length}{idle}; {} are needed",
                     useful.len(),
                     sampling.samples
                 ),

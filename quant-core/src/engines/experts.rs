@@ -1,13 +1,115 @@
-//! Rules for experts: engines run all experts of a block on separate kernels, and most loaders keep them in one
+//! Rules for experts: engines have separate kernels for experts, and most loaders keep all experts of a block in one
 //! parameter.
 
-use super::Verdict::{self, No, Unsure, Yes};
+use super::Verdict::{self, No, Unsure, With, Yes};
 use super::outline::Outline;
-use crate::scheme::{ActivationScheme, LinearScheme};
+use super::sharding::Share;
+use crate::scheme::{ActivationScheme, FloatFormat, Granularity, LinearScheme, ScaleFormat};
 
 /// An engine whose kernels for experts were not checked.
 pub(super) fn not_followed(_outline: &Outline) -> Verdict {
-    Unsure("which shapes and schemes its kernels for experts support".into())
+    Unsure("which shapes and schemes its expert kernels support was not checked".into())
+}
+
+/// Engines that apply the scheme of a block's first expert to all its experts: `rules` judges the scheme. Float experts
+/// are supported.
+pub(super) fn one_scheme(outline: &Outline, rules: impl FnOnce(LinearScheme) -> Verdict) -> Verdict {
+    let schemes: Vec<_> = outline.experts.iter().collect();
+    let [one] = schemes[..] else {
+        return Unsure(
+            "it applies the scheme of a block's first expert to all its experts, but here they differ; the effect was \
+            not checked"
+                .into(),
+        );
+    };
+    one.map_or(Yes, rules)
+}
+
+/// vLLM on NVIDIA devices. [`vllm_kernel`] judges the shapes.
+pub(super) fn vllm_cuda(outline: &Outline) -> Verdict {
+    one_scheme(outline, |_| Yes)
+}
+
+/// vLLM on NVIDIA devices, GPTQ format.
+pub(super) fn vllm_cuda_gptq(outline: &Outline) -> Verdict {
+    one_scheme(outline, |scheme| match scheme.is_symmetric() {
+        true => Yes,
+        false => No(format!("in the gptq format it reads only symmetric experts, not {scheme}")),
+    })
+}
+
+/// vLLM's kernels for experts on NVIDIA devices, compressed-tensors and ModelOpt formats. `width` is the width of the
+/// stream.
+pub(super) fn vllm_kernel(share: &Share<'_>, width: usize) -> Verdict {
+    let scheme = share.scheme;
+    let no = |what: String| No(share.fault(format!("experts {what}")));
+    if let Some(format) = scheme.float_format() {
+        return vllm_float_kernel(share, format);
+    }
+    match scheme.activations {
+        ActivationScheme::Float => vllm_packed(share, width),
+        ActivationScheme::Token if scheme.bits() == 8 => match (scheme.granularity, scheme.is_symmetric()) {
+            (Granularity::Channel, true) => With("experts of int8 products run on Triton".into()),
+            _ => no(format!("of {scheme} have no kernel: scales must be symmetric and per channel")),
+        },
+        ActivationScheme::Token => no(format!("of {scheme} run on CPUs only")),
+        ActivationScheme::Fp8Token => {
+            let inner = if share.k == width { share.n() } else { share.k };
+            match (share.group(), width.is_multiple_of(256) && inner.is_multiple_of(256)) {
+                (Some(128), true) => {
+                    With("4-bit experts with FP8 activations need compute capability 9.0".into())
+                }
+                (Some(128), false) => {
+                    no(format!("of {scheme} need widths in multiples of 256, not {width} and {inner}"))
+                }
+                _ => no(format!("of {scheme} have no kernel: groups must have 128 inputs")),
+            }
+        }
+        _ => no(format!("of {scheme} have no kernel: activation scales must be dynamic, per token")),
+    }
+}
+
+/// vLLM's kernels for integer experts with float activations: Marlin, and Triton for shapes that Marlin does not support.
+fn vllm_packed(share: &Share<'_>, width: usize) -> Verdict {
+    let (scheme, bits) = (share.scheme, share.scheme.bits());
+    if !matches!(bits, 4 | 8) {
+        return Unsure(share.fault(format!("which kernel runs experts of {bits} bits")));
+    }
+    if bits == 8 && !scheme.is_symmetric() {
+        return Unsure(share.fault("which kernel runs 8-bit experts with zero points"));
+    }
+    match share.group() {
+        None | Some(32 | 64 | 128) if width.is_multiple_of(128) => Yes,
+        None => No(share.fault(format!(
+            "Marlin needs a hidden size that is a multiple of 128, not {width}, and no other kernel runs experts with \
+            scales per channel"
+        ))),
+        Some(_) => With(share.fault(format!("experts of {scheme} run on Triton, which is slower than Marlin"))),
+    }
+}
+
+/// vLLM's kernels for FP8 and FP4 experts on NVIDIA devices.
+fn vllm_float_kernel(share: &Share<'_>, format: FloatFormat) -> Verdict {
+    let scheme = share.scheme;
+    let rounds = scheme.activations != ActivationScheme::Float;
+    match (format, scheme.fixed_scales()) {
+        (_, Some(ScaleFormat::E4m3)) if rounds => With(
+            "FP4 products of experts need compute capability 10.0; on older GPUs, activations stay float"
+                .into(),
+        ),
+        (_, Some(_)) => Yes,
+        (_, None) if !rounds => {
+            No(share.fault(format!("experts of {scheme} have no kernel: activations must be FP8 too")))
+        }
+        (_, None) => match (scheme.granularity, scheme.activations) {
+            (Granularity::Channel, ActivationScheme::Fp8Static) => No(share
+                .fault("FP8 experts with scales per channel have no kernel for static activation scales")),
+            _ => With(
+                "FP8 products of experts need compute capability 8.9; on older GPUs, activations stay float"
+                    .into(),
+            ),
+        },
+    }
 }
 
 /// vLLM on a CPU. Version 0.32.0 ran float experts only.
@@ -16,13 +118,13 @@ pub(super) fn vllm_cpu(outline: &Outline) -> Verdict {
         scheme.activations == ActivationScheme::Float && scheme.float_format().is_none()
     };
     match outline.experts.iter().flatten().find(is_packed) {
-        Some(scheme) => No(format!("its CPU backend does not run experts of {scheme}")),
+        Some(scheme) => No(format!("its CPU backend does not support experts in {scheme}")),
         None if outline.experts.iter().all(Option::is_none) => Yes,
         None => not_followed(outline),
     }
 }
 
-const FLOAT_EXPERTS: &str = "it does not load float experts among quantized linears";
+const FLOAT_EXPERTS: &str = "it does not support float experts together with quantized linears";
 
 /// Loaders of transformers that do not support experts.
 pub(super) fn transformers_others(outline: &Outline) -> Verdict {
@@ -38,10 +140,10 @@ pub(super) fn transformers(outline: &Outline) -> Verdict {
     match schemes[..] {
         [None] => No(FLOAT_EXPERTS.into()),
         [Some(scheme)] if scheme.is_symmetric() => Yes,
-        [Some(_)] => No("it supports symmetric schemes only for experts".into()),
-        _ => {
-            No("it applies one scheme to all experts, which gives wrong results if their schemes differ"
-                .into())
-        }
+        [Some(_)] => No("it supports only symmetric schemes for experts".into()),
+        _ => No(
+            "it applies one scheme to all experts, but here their schemes differ, which gives wrong results"
+                .into(),
+        ),
     }
 }

@@ -8,7 +8,7 @@ use crate::scheme::{FloatFormat, LinearScheme};
 /// quantization configuration.
 pub(super) fn head_of_opt(outline: &Outline) -> Verdict {
     match outline.head.is_some() || outline.embedding.is_some() {
-        true => Unsure("whether its OPT reads a quantized head or embedding".into()),
+        true => Unsure("whether its OPT class supports a quantized head or embedding was not checked".into()),
         false => Yes,
     }
 }
@@ -20,23 +20,23 @@ pub(super) fn no_turned_codes(outline: &Outline) -> Verdict {
         scheme.is_stored_as_bytes() || scheme.float_format() == Some(FloatFormat::E4m3)
     };
     match outline.schemes().iter().find(is_called_so) {
-        Some(scheme) => {
-            No(format!("it transposes weights of this family on loading, {scheme} codes included"))
-        }
+        Some(scheme) => No(format!(
+            "it transposes all weights of this family when loading them, also the codes of {scheme}"
+        )),
         None => Yes,
     }
 }
 
 /// Engines read the configuration through transformers, which does not include InternLM2's.
 pub(super) fn remote_configuration(_: &Outline) -> Verdict {
-    With("it needs the model's own configuration code and --trust-remote-code".into())
+    With("it needs the configuration code of the model, and --trust-remote-code".into())
 }
 
-/// vLLM scales the queries of Ministral 3 by position if the configuration is in Mistral's own format, but not if it is
-/// in that of transformers, which checkpoints written by quant have.
+/// vLLM scales the queries of Ministral 3 by position only if the configuration is in Mistral's own format. Checkpoints
+/// written by quant have a configuration in the format of transformers.
 pub(super) fn position_scale(_: &Outline) -> Verdict {
     With(
-        "it does not scale queries by position: results are wrong beyond `original_max_position_embeddings`"
+        "it does not scale queries by position, so results are wrong beyond `original_max_position_embeddings`"
             .into(),
     )
 }
@@ -53,25 +53,22 @@ pub(super) fn parted_by_rows(outline: &Outline) -> Verdict {
 
 /// Why packed codes are not supported.
 pub(super) const PARTED_BY_ROWS: &str =
-    "it splits every tensor of `query_key_value` by head, which is impossible with packed codes";
+    "it splits every tensor of `query_key_value` by head, which does not work with packed codes";
 
-/// vLLM runs the class of transformers with its own linears.
+/// Families for which vLLM has no class: it runs the class of transformers with vLLM's linear layers.
 pub(super) fn by_transformers(_: &Outline) -> Verdict {
-    With(
-        "it has no class for this family and runs the class of transformers with its own linear layers"
-            .into(),
-    )
+    With("it has no class for this family, and runs the transformers class with its own linear layers".into())
 }
 
 /// The class keeps experts in one tensor, but the checkpoint stores them separately.
 pub(super) fn without_experts(outline: &Outline) -> Verdict {
     match outline.experts.is_empty() {
         true => Yes,
-        false => No("it does not read experts of this model that are stored separately".into()),
+        false => No("it does not support separately stored experts for this model".into()),
     }
 }
 
-/// Mistral 3's class with a Mistral 4 text model, which it looks up under a different name.
+/// Mistral 3's class with a Mistral 4 text model, for which the engine has no class under the name in the checkpoint.
 pub(super) fn mistral4_in_mistral3(_: &Outline) -> Verdict {
     Unsure("it has no Mistral 4 class of this name; what it runs instead was not checked".into())
 }

@@ -23,7 +23,7 @@ pub const READ: &str = "2026-11-22";
 /// The numbers of tensor-parallel ranks that are checked.
 pub const RANKS: [usize; 4] = [1, 2, 4, 8];
 
-/// Whether an engine loads a checkpoint, from best to worst.
+/// The verdict on whether an engine loads a checkpoint. Variants are ordered from best to worst.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Verdict {
     /// It loads and runs on the engine's fast path.
@@ -114,7 +114,7 @@ impl Engine {
     pub fn loads(&self, outline: &Outline, ranks: usize) -> Option<Verdict> {
         (ranks == 1 || self.tensor_parallel).then(|| {
             let Some(rules) = self.reads.iter().find(|reading| reading.container == outline.container) else {
-                return Verdict::No(format!("it does not read the {} format", outline.container));
+                return Verdict::No(format!("it does not support the {} format", outline.container));
             };
             models::verdict(self.models, outline, || match outline.experts.is_empty() {
                 true => (rules.loads)(outline, ranks),
@@ -168,10 +168,10 @@ pub static ENGINES: &[Engine] = &[
         tensor_parallel: true,
         models: models::VLLM_CUDA,
         reads: &[
-            reading(COMPRESSED_TENSORS, vllm::cuda, experts::not_followed),
-            reading(AWQ, vllm::cuda_awq, experts::not_followed),
-            reading(GPTQ, vllm::cuda_gptq, experts::not_followed),
-            reading(MODELOPT, vllm::cuda, experts::not_followed),
+            reading(COMPRESSED_TENSORS, vllm::cuda, experts::vllm_cuda),
+            reading(AWQ, vllm::cuda_awq, experts::vllm_cuda),
+            reading(GPTQ, vllm::cuda_gptq, experts::vllm_cuda_gptq),
+            reading(MODELOPT, vllm::cuda, experts::vllm_cuda),
         ],
     },
     Engine {

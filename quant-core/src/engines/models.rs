@@ -111,7 +111,7 @@ const BY_MODULE: &[&str] = &[COMPRESSED_TENSORS];
 const REMOTE: &[&str] = &["internlm2"];
 /// Families with experts; the rules for experts decide, not the model.
 const EXPERTS: &[&str] = &["mixtral", "qwen3_moe"];
-/// Families with experts of which only transformers was run, with compressed-tensors checkpoints.
+/// Families with experts that were run only in transformers, with compressed-tensors checkpoints.
 const OTHER_EXPERTS: &[&str] = &[
     "qwen2_moe",
     "olmoe",
@@ -125,7 +125,7 @@ const OTHER_EXPERTS: &[&str] = &[
     "qwen3_5_moe_text",
     "lfm2_moe",
 ];
-/// Families without experts of which only transformers was run, with compressed-tensors checkpoints.
+/// Families without experts that were run only in transformers, with compressed-tensors checkpoints.
 const OTHER_DENSE: &[&str] = &[
     "smollm3",
     "granite",
@@ -152,9 +152,10 @@ const OTHER_DENSE: &[&str] = &[
     "qwen3_5_text",
     "qwen3_next",
 ];
-/// Families without experts that transformers ran at a later date.
+/// Families without experts that were run in transformers at a later date.
 const NEWER_DENSE: &[&str] = &["internlm3", "bloom"];
-/// Families of which some models have experts. transformers does not read them if they are stored separately.
+/// Families in which only some models have experts. transformers cannot read their experts if these are stored
+/// separately.
 const EXPERTS_OR_NONE: &[&str] = &["granitemoehybrid", "gemma4_text"];
 const VISION_LANGUAGE: &[&str] = &[
     "Qwen2VLForConditionalGeneration",
@@ -164,14 +165,14 @@ const VISION_LANGUAGE: &[&str] = &[
 ];
 /// The class of Mistral 3, whose text model may be Mistral 4.
 const MISTRAL3: &[&str] = &["Mistral3ForConditionalGeneration"];
-/// Families added at the end of November 2026, and the class that contains one of them.
 const COHERE2_MOE: &[&str] = &["cohere2_moe"];
 const LLAMA4: &[&str] = &["llama4_text", "Llama4ForConditionalGeneration"];
 const PHIMOE: &[&str] = &["phimoe"];
 const MISTRAL4: &[&str] = &["mistral4"];
 /// Published Phi-3.5-MoE models have a different class name from the one that transformers saves.
 const BY_PUBLISHED_CLASS: Has = Has::Unsure(
-    "it has the class of the published models, `PhiMoEForCausalLM`, but not the one that transformers saves",
+    "it has the class name of the published models, `PhiMoEForCausalLM`, but not the one that transformers \
+    saves",
 );
 const MISTRAL4_ALONE: Has =
     Has::Unsure("it has no Mistral 4 class of this name; what it runs instead was not checked");
@@ -186,9 +187,9 @@ const OTHER_VISION_LANGUAGE: &[&str] = &[
 /// Engines expect different tensor names for the experts of gpt-oss.
 const GPT_OSS: &[&str] = &["gpt_oss"];
 const EXPERTS_BY_OTHER_NAMES: Has =
-    Has::No("it expects other tensor names for gpt-oss experts than this version writes");
+    Has::No("it expects tensor names for gpt-oss experts that differ from those that quant writes");
 const GRANITE_BY_OTHER_NAMES: Has =
-    Has::No("it expects other tensor names for Granite experts than this version writes");
+    Has::No("it expects tensor names for Granite experts that differ from those that quant writes");
 
 /// The date on which the registries and classes of vLLM 0.33.0 and SGLang 0.5.23 were read for the families after
 /// Llama's.
@@ -233,7 +234,7 @@ const IN_VLLM: &[&str] = &[
     "hy_v3",
     "granitemoehybrid",
 ];
-/// Families for which vLLM runs the class of transformers with its own linears.
+/// Families for which vLLM runs the class of transformers with vLLM's linear layers.
 const BY_TRANSFORMERS_IN_VLLM: &[&str] = &[
     "smollm3",
     "seed_oss",
@@ -391,7 +392,7 @@ const CLASSES_IN_SGLANG: &[&str] = &[
     "Qwen3_5MoeForConditionalGeneration",
     "Llama4ForConditionalGeneration",
 ];
-/// Families that SGLang has a class for, in which a checkpoint cannot name some linears.
+/// Families whose SGLang class has linears without names, so that a checkpoint cannot configure these.
 const UNNAMED_IN_SGLANG: &[&str] = &["phi", "falcon_h1"];
 /// Families that SGLang has no class for under the names in their checkpoints.
 const NOT_IN_SGLANG: &[&str] = &["smollm3", "seed_oss", "olmo3", "glm", "gpt_neox", "bloom", "ernie4_5"];
@@ -404,7 +405,10 @@ pub(super) const SGLANG: &[Fact] = &[
     fact(GPT_OSS, EXPERTS_BY_OTHER_NAMES, Basis::Read).on(SGL, NEWER),
     fact(
         &["granitemoe"],
-        Has::Unsure("whether it reads packed Granite experts under the tensor names that quant writes"),
+        Has::Unsure(
+            "whether it supports packed Granite experts with the tensor names that quant writes was \
+            not checked",
+        ),
         Basis::Read,
     )
     .on(SGL, NEWER),
@@ -442,12 +446,12 @@ const TRANSFORMERS_5: &str = "5.23.0";
 pub(super) const TRANSFORMERS: &[Fact] = &[
     fact(
         &["gpt_oss", "granitemoe", "Qwen3VLMoeForConditionalGeneration"],
-        Has::No("it does not read experts of this model that are stored separately"),
+        Has::No("it does not support separately stored experts for this model"),
         Basis::Read,
     ),
     fact(
         &["llama4_text", "Llama4ForConditionalGeneration", "mistral4"],
-        Has::No("it does not read experts of this model that are stored separately"),
+        Has::No("it does not support separately stored experts for this model"),
         Basis::Read,
     )
     .on(TRANSFORMERS_5, NEWER),
@@ -455,10 +459,7 @@ pub(super) const TRANSFORMERS: &[Fact] = &[
     fact(&["phimoe", "cohere2_moe"], Has::Yes, Basis::Run).on(TRANSFORMERS_5, NEWER),
     fact(
         GPT2,
-        Has::No(
-            "it implements linears of this family with a different class, which its loaders do not \
-            support",
-        ),
+        Has::No("its class for this family uses a linear layer that its loaders do not support"),
         Basis::Read,
     )
     .on(TRANSFORMERS_5, REGISTRIES),
@@ -487,21 +488,21 @@ pub(super) const TRANSFORMERS: &[Fact] = &[
 pub(super) const TURBOMIND: &[Fact] = &[
     fact(EXPERTS, Has::Yes, Basis::NotChecked),
     fact(&["llama", "qwen2", "qwen3"], Has::Yes, Basis::Read),
-    fact(&["mistral"], Has::No("Mistral is not among its models"), Basis::Read),
-    fact(OPT, Has::No("OPT is not among its models"), Basis::Read),
+    fact(&["mistral"], Has::No("it does not support Mistral"), Basis::Read),
+    fact(OPT, Has::No("it does not support OPT"), Basis::Read),
 ];
 
 pub(super) const MLX: &[Fact] = &[
     fact(EXPERTS, Has::Yes, Basis::NotChecked),
     fact(LLAMAS, Has::Yes, Basis::Read),
-    fact(OPT, Has::Unsure("whether OPT is among its models"), Basis::NotChecked),
+    fact(OPT, Has::Unsure("whether it supports OPT was not checked"), Basis::NotChecked),
 ];
 
 pub(super) const LLAMA_CPP: &[Fact] = &[
     fact(EXPERTS, Has::Yes, Basis::NotChecked),
     fact(&["llama"], Has::Yes, Basis::Run),
     fact(&["mistral", "qwen2", "qwen3"], Has::Yes, Basis::Read),
-    fact(OPT, Has::No("OPT is not among the models that it converts"), Basis::Read),
+    fact(OPT, Has::No("it does not support OPT"), Basis::Read),
 ];
 
 /// Returns the first fact that applies to a checkpoint.

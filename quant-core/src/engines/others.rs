@@ -13,7 +13,7 @@ fn all_schemes(outline: &Outline) -> Vec<LinearScheme> {
     schemes
 }
 
-const EMBEDDING: &str = "its models fail on a quantized embedding (AttributeError on initialization)";
+const EMBEDDING: &str = "it does not support quantized embeddings (AttributeError on initialization)";
 
 /// transformers with gptqmodel, GPTQ format.
 pub(super) fn transformers_gptq(outline: &Outline, _ranks: usize) -> Verdict {
@@ -22,7 +22,7 @@ pub(super) fn transformers_gptq(outline: &Outline, _ranks: usize) -> Verdict {
     }
     if let Some(part) = outline.layers.iter().flat_map(|l| &l.parts).find(|part| part.scheme.is_none()) {
         return No(format!(
-            "`{}` is float, and in this format it treats all linears as quantized",
+            "`{}` is float, but it treats all linears as quantized in this format",
             part.module
         ));
     }
@@ -31,7 +31,7 @@ pub(super) fn transformers_gptq(outline: &Outline, _ranks: usize) -> Verdict {
         parts.find(|(part, k)| part.scheme.is_some() && !(part.n.is_multiple_of(32) && k.is_multiple_of(32)));
     match narrow {
         Some((part, k)) => Unsure(format!(
-            "`{}`: gptqmodel needs inputs and outputs in multiples of 32, and pads {} × {k}",
+            "`{}`: gptqmodel needs multiples of 32 inputs and outputs; how it pads {} × {k} was not checked",
             part.module, part.n
         )),
         None => Yes,
@@ -48,12 +48,10 @@ pub(super) fn transformers_awq(outline: &Outline, _ranks: usize) -> Verdict {
     let channel = all_schemes(outline).iter().any(|s| s.granularity == Granularity::Channel);
     match (narrow, channel) {
         (Some(part), _) => With(format!(
-            "`{}`: gptqmodel's kernel for CPUs with AVX-512 needs outputs in multiples of 32, not {}",
+            "`{}`: gptqmodel's AVX-512 kernel needs a multiple of 32 outputs, not {}",
             part.module, part.n
         )),
-        (_, true) => {
-            With("gptqmodel's kernel for CPUs with AVX-512 does not support scales per channel".into())
-        }
+        (_, true) => With("gptqmodel's AVX-512 kernel does not support scales per channel".into()),
         _ => Yes,
     }
 }
@@ -65,21 +63,22 @@ pub(super) fn transformers(outline: &Outline, _ranks: usize) -> Verdict {
     }
     let schemes = all_schemes(outline);
     if schemes.iter().any(|s| s.fixed_scales().is_some()) {
-        return With("loads in BF16 (dtype=torch.bfloat16), not in F32".into());
+        return With("it loads in BF16 (dtype=torch.bfloat16), but not in F32".into());
     }
     if schemes.iter().any(|s| s.activations != ActivationScheme::Float)
         && schemes.iter().all(|s| s.is_symmetric())
     {
-        return With("activations are rounded, but multiplied as floats".into());
+        return With("activations are quantized, but multiplied as floats".into());
     }
     if schemes.iter().all(|s| s.is_symmetric()) {
         return Yes;
     }
     match schemes.len() {
         1 => With("asymmetric grids need CompressedTensorsConfig(dequantize=True)".into()),
-        _ => {
-            No("it applies one scheme to all linears if one is asymmetric, but here there are several".into())
-        }
+        _ => No(
+            "it applies one scheme to all linears if any scheme is asymmetric, but here the schemes differ"
+                .into(),
+        ),
     }
 }
 
@@ -97,7 +96,7 @@ pub(super) fn turbomind_awq(outline: &Outline, ranks: usize) -> Verdict {
 pub(super) fn turbomind_gptq(outline: &Outline, ranks: usize) -> Verdict {
     turbomind_with(outline, ranks, &[128], |scheme| match scheme.is_symmetric() {
         true => Yes,
-        false => No("in the gptq format it reads only symmetric grids".into()),
+        false => No("it supports only symmetric grids in the gptq format".into()),
     })
 }
 
@@ -109,18 +108,18 @@ fn turbomind_with(
     grid: fn(&LinearScheme) -> Verdict,
 ) -> Verdict {
     if outline.embedding.is_some() {
-        return No("it does not read a quantized embedding".into());
+        return No("it does not support a quantized embedding".into());
     }
     let schemes = outline.schemes();
     let [scheme] = schemes[..] else { return No("it supports only one scheme per checkpoint".into()) };
     if scheme.activations != ActivationScheme::Float {
-        return No(format!("it does not read {scheme} in this format"));
+        return No(format!("it does not support {scheme} in this format"));
     }
     if scheme.float_format().is_some() {
-        return Unsure(format!("whether it reads {scheme} in this format"));
+        return Unsure(format!("whether it supports {scheme} in this format was not checked"));
     }
     if outline.head.is_some() {
-        return Unsure("whether it reads a quantized head".into());
+        return Unsure("whether it supports a quantized head was not checked".into());
     }
     if let Some((one, other)) = outline.layers.iter().find_map(|layer| layer.scheme().err()) {
         return Unsure(format!(
@@ -132,19 +131,19 @@ fn turbomind_with(
     }
     let group = match scheme.granularity {
         Granularity::Group(size) => size,
-        _ => return No("it does not read scales per channel".into()),
+        _ => return No("it does not support scales per channel".into()),
     };
     if let refused @ No(_) = grid(&scheme) {
         return refused;
     }
     if scheme.bits() != 4 || !known.contains(&group) {
-        return No(format!("it reads 4-bit weights in groups of {known:?} only, not {scheme}"));
+        return No(format!("it supports only 4-bit weights with group sizes {known:?}, not {scheme}"));
     }
     let output =
         outline.layers.iter().find(|l| l.kind == LayerKind::Row && !(l.k / group).is_multiple_of(ranks));
     match output {
         Some(layer) => Unsure(format!(
-            "`{}`: {} groups cannot be split across {ranks} ranks",
+            "`{}`: whether {} groups can be split across {ranks} ranks was not checked",
             layer.parts.first().map_or("", |p| &p.module),
             layer.k / group
         )),
@@ -156,7 +155,7 @@ fn turbomind_with(
 pub(super) fn mlx(outline: &Outline, _ranks: usize) -> Verdict {
     match outline.schemes()[..] {
         [LinearScheme { granularity: Granularity::Group(32 | 64 | 128), .. }] => Yes,
-        _ => No("it supports groups of 32, 64 and 128 only".into()),
+        _ => No("it supports only groups of 32, 64 and 128".into()),
     }
 }
 
@@ -167,12 +166,12 @@ fn llama_cpp_floats(outline: &Outline, scheme: LinearScheme) -> Verdict {
         (Some(ScaleFormat::E4m3), _) => match outline.layers.iter().find(|l| !l.k.is_multiple_of(64)) {
             None => Yes,
             Some(layer) => No(format!(
-                "`{}`: {} inputs are not a multiple of its block size 64",
+                "`{}`: {} inputs are not a multiple of its block size, 64",
                 layer.parts.first().map_or("", |part| &part.module),
                 layer.k
             )),
         },
-        _ => No(format!("it does not read {scheme}")),
+        _ => No(format!("it does not support {scheme}")),
     }
 }
 
@@ -187,12 +186,12 @@ pub(super) fn llama_cpp_gptq(outline: &Outline, _ranks: usize) -> Verdict {
     llama_cpp_with(outline, |scheme| matches!(scheme.bits(), 2 | 4 | 8))
 }
 
-/// `takes` returns whether the format's reader supports a scheme in addition to those that are read in all formats.
+/// `takes` returns whether a scheme is supported in this format. Some schemes are supported in all formats.
 fn llama_cpp_with(outline: &Outline, takes: fn(&LinearScheme) -> bool) -> Verdict {
     let schemes = all_schemes(outline);
     // It reads the input scale of NVFP4 only.
     if schemes.iter().any(|s| s.has_static_activations() && !s.has_global_scale()) {
-        return No("it does not read scales of activations".into());
+        return No("it does not support static activation scales".into());
     }
     let is_one = outline.head.is_none() && outline.embedding.is_none();
     let verdict = match schemes[..] {
@@ -205,18 +204,20 @@ fn llama_cpp_with(outline: &Outline, takes: fn(&LinearScheme) -> bool) -> Verdic
             Yes
         }
         [LinearScheme { granularity: Granularity::Channel, .. }] => {
-            No("it does not read scales per channel".into())
+            No("it does not support scales per channel".into())
         }
-        [scheme] => No(format!("it does not read {scheme}, or a quantized head or embedding")),
+        [scheme] => {
+            No(format!("it does not support {scheme}, or does not support a quantized head or embedding"))
+        }
         _ => No("it supports only one scheme per checkpoint".into()),
     };
     let rounds_activations = schemes.iter().any(|s| s.activations != ActivationScheme::Float);
     // Only NVFP4 codes are kept.
     let loses_codes = schemes.iter().any(|s| !s.has_global_scale());
     match (verdict, loses_codes, rounds_activations) {
-        (Yes, true, true) => With("it converts the codes to floats and leaves activations float".into()),
+        (Yes, true, true) => With("it dequantizes the weights, and leaves activations float".into()),
         (Yes, true, false) => {
-            With("it converts the codes to floats, which are as large as the unquantized model".into())
+            With("it dequantizes the weights, so the file is as large as the float model".into())
         }
         (Yes, false, true) => With("it leaves activations float".into()),
         (verdict, ..) => verdict,

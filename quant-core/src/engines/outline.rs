@@ -36,10 +36,12 @@ pub struct Part {
 pub struct FusedLayer {
     /// How it is split.
     pub kind: LayerKind,
-    /// Its parts: queries, keys, values; gate, up; or a single linear.
+    /// The linears that it consists of: queries, keys, values; gate, up; or a single linear.
     pub parts: Vec<Part>,
     /// Input features.
     pub k: usize,
+    /// Whether it is a linear of an expert, which reads only the rows of the expert's tokens.
+    pub of_expert: bool,
 }
 
 impl FusedLayer {
@@ -109,7 +111,8 @@ impl Outline {
                     })
                     .collect();
                 open.retain(|(_, name, _)| !parts.contains(name));
-                layers.push(FusedLayer { kind: kind(graph, id), parts: together, k });
+                let of_expert = graph.rows_selected_by(id).is_some();
+                layers.push(FusedLayer { kind: kind(graph, id), parts: together, k, of_expert });
             }
         }
         let scheme = |module: &str| quantized.get(module).copied();

@@ -1,9 +1,10 @@
 //! SGLang: Marlin kernels without padding, with a slow fallback for the AWQ format.
 
 use super::Verdict::{self, No, Unsure, With, Yes};
+use super::experts::one_scheme;
 use super::outline::Outline;
 use super::sharding::{Share, linears};
-use crate::scheme::{ActivationScheme, FloatFormat, LinearScheme, ScaleFormat};
+use crate::scheme::{ActivationScheme, FloatFormat, ScaleFormat};
 
 /// SGLang on NVIDIA devices of compute capability 8.0 or later, compressed-tensors and ModelOpt formats.
 pub(super) fn cuda(outline: &Outline, ranks: usize) -> Verdict {
@@ -22,7 +23,7 @@ pub(super) fn cuda_gptq(outline: &Outline, ranks: usize) -> Verdict {
 
 fn cuda_with(outline: &Outline, ranks: usize, kernel: fn(&Share<'_>) -> Verdict) -> Verdict {
     if outline.embedding.is_some() {
-        return No("it does not read a quantized embedding, which stays uninitialized".into());
+        return No("it does not support a quantized embedding, and leaves it uninitialized".into());
     }
     linears(outline, ranks, kernel)
 }
@@ -31,7 +32,7 @@ fn cuda_with(outline: &Outline, ranks: usize, kernel: fn(&Share<'_>) -> Verdict)
 /// settings for single modules.
 pub(super) fn opt(outline: &Outline) -> Verdict {
     if outline.head.is_some() {
-        return No("its OPT does not support a quantized head".into());
+        return No("its OPT class does not support a quantized head".into());
     }
     uniform(outline, "OPT")
 }
@@ -50,17 +51,19 @@ pub(super) fn latent(outline: &Outline) -> Verdict {
         of_name.filter_map(|part| part.scheme).any(|scheme| !scheme.is_stored_as_bytes())
     };
     if is_packed(".kv_b_proj") {
-        return No("its latent attention does not read a packed `kv_b_proj`: leave it float".into());
+        return No("its latent attention does not support a packed `kv_b_proj`, which must stay float".into());
     }
     match is_packed(".q_a_proj") {
-        true => Unsure("whether it can fuse packed `q_a_proj` and `kv_a_proj_with_mqa`".into()),
+        true => {
+            Unsure("whether it can fuse packed `q_a_proj` and `kv_a_proj_with_mqa` was not checked".into())
+        }
         false => Yes,
     }
 }
 
 /// SGLang's latent attention, GPTQ format.
 pub(super) fn latent_gptq(_: &Outline) -> Verdict {
-    Unsure("whether its latent attention reads `kv_b_proj` in the gptq format".into())
+    Unsure("whether its latent attention supports `kv_b_proj` in the gptq format was not checked".into())
 }
 
 /// A class that contains a text model. If all linears have the same scheme, the setting for the class `Linear` applies.
@@ -68,7 +71,8 @@ pub(super) fn latent_gptq(_: &Outline) -> Verdict {
 pub(super) fn container(outline: &Outline) -> Verdict {
     match uniform(outline, "class") {
         No(_) => Unsure(
-            "whether settings for single linears reach its modules, whose names differ from the tensor names"
+            "whether it applies schemes of single linears was not checked: its module names differ from the \
+            tensor names"
                 .into(),
         ),
         other => other,
@@ -77,30 +81,20 @@ pub(super) fn container(outline: &Outline) -> Verdict {
 
 /// Experts run on Marlin or Triton, with the scheme of the first expert.
 pub(super) fn experts(outline: &Outline) -> Verdict {
-    experts_with(outline, |scheme| match scheme.activations {
+    one_scheme(outline, |scheme| match scheme.activations {
         ActivationScheme::Float if scheme.float_format().is_none() => Yes,
         ActivationScheme::Token if scheme.float_format().is_none() => {
-            No(format!("it runs experts of {scheme} only on Ascend devices"))
+            No(format!("it supports experts in {scheme} only on Ascend devices"))
         }
-        _ => Unsure(format!("how it runs experts of {scheme} was not checked")),
+        _ => Unsure(format!("how it runs experts in {scheme} was not checked")),
     })
 }
 
 /// Experts in formats that were not checked.
 pub(super) fn experts_of_others(outline: &Outline) -> Verdict {
-    experts_with(outline, |_| {
+    one_scheme(outline, |_| {
         Unsure(format!("how it runs experts in the {} format was not checked", outline.container))
     })
-}
-
-fn experts_with(outline: &Outline, rules: impl FnOnce(LinearScheme) -> Verdict) -> Verdict {
-    let schemes: Vec<_> = outline.experts.iter().collect();
-    let [one] = schemes[..] else {
-        return Unsure(
-            "it applies the scheme of a block's first expert to all experts, but here they differ".into(),
-        );
-    };
-    one.map_or(Yes, rules)
 }
 
 /// Checks that all linears have the same scheme, because the class ignores settings for single linears.
@@ -110,8 +104,7 @@ fn uniform(outline: &Outline, class: &str) -> Verdict {
     match parts.find(|part| part.scheme != first) {
         None => Yes,
         Some(part) => No(format!(
-            "its {class} does not know `{}` by this name: settings for single linears (float or a different \
-            scheme) are ignored",
+            "its {class} uses a different name for `{}`, so it ignores the schemes of single linears",
             part.module
         )),
     }
@@ -125,17 +118,18 @@ fn is_marlin_group(share: &Share<'_>) -> bool {
 fn float_kernel(share: &Share<'_>, format: FloatFormat) -> Verdict {
     let rounds = share.scheme.activations != ActivationScheme::Float;
     match (format, share.scheme.fixed_scales()) {
-        (_, Some(ScaleFormat::E4m3)) if rounds => {
-            With("FP4 products need compute capability 10.0; on older GPUs, activations stay float".into())
-        }
-        (FloatFormat::E2m1, Some(ScaleFormat::E8m0)) => No(share.fault("it reads MXFP4 for experts only")),
-        (_, None) if rounds => {
-            With("FP8 products need compute capability 8.9; on older GPUs, activations stay float".into())
-        }
+        (_, Some(ScaleFormat::E4m3)) if rounds => With(
+            "FP4 activations require compute capability 10.0 or later; on older GPUs they stay float".into(),
+        ),
+        (FloatFormat::E2m1, Some(ScaleFormat::E8m0)) => No(share.fault("it supports MXFP4 for experts only")),
+        (_, None) if rounds => With(
+            "FP8 activations require compute capability 8.9 or later; on older GPUs they stay float".into(),
+        ),
         (_, None) => Unsure(share.fault(
-            "whether this version supports FP8 weights with float activations; earlier ones run them on Marlin",
+            "whether this version supports FP8 weights with float activations was not checked; earlier \
+            versions run them on Marlin",
         )),
-        _ => Unsure(share.fault(format!("whether it reads {}", share.scheme))),
+        _ => Unsure(share.fault(format!("whether it supports {} was not checked", share.scheme))),
     }
 }
 
@@ -150,13 +144,17 @@ fn compressed_tensors(share: &Share<'_>) -> Verdict {
         ActivationScheme::Token if scheme.is_stored_as_bytes() => {
             return match n.is_multiple_of(16) && k.is_multiple_of(16) {
                 true => Yes,
-                false => Unsure(share.fault(format!("whether its int8 product supports {n} × {k} per rank"))),
+                false => {
+                    Unsure(share.fault(format!(
+                        "whether its int8 kernel supports {n} × {k} per rank was not checked"
+                    )))
+                }
             };
         }
         ActivationScheme::Fp8Token => {
-            return No(share.fault("it reads 4-bit integers with FP8 activations for experts only"));
+            return No(share.fault("it supports 4-bit integers with FP8 activations for experts only"));
         }
-        _ => return Unsure(share.fault(format!("whether it reads {scheme}"))),
+        _ => return Unsure(share.fault(format!("whether it supports {scheme} was not checked"))),
     }
     if !matches!(scheme.bits(), 4 | 8) {
         return No(share.fault(format!("{} bits are not supported", scheme.bits())));
@@ -166,17 +164,15 @@ fn compressed_tensors(share: &Share<'_>) -> Verdict {
     }
     if !is_marlin_group(share) {
         return No(share.fault(format!(
-            "no kernel for {scheme}; scales must be per channel, or per group of \
-            32, 64 or 128"
+            "no kernel for {scheme}; scales must be per channel or in groups of 32, 64 or 128"
         )));
     }
     let tiled =
         (n.is_multiple_of(64) && k.is_multiple_of(128)) || (n.is_multiple_of(128) && k.is_multiple_of(64));
     match tiled {
         true => Yes,
-        false => {
-            No(share.fault(format!("{n} × {k} per rank fits none of Marlin's tiles, and is not padded")))
-        }
+        false => No(share
+            .fault(format!("{n} × {k} per rank does not fit Marlin's tiles, and SGLang does not pad it"))),
     }
 }
 
@@ -185,7 +181,7 @@ fn gptq(share: &Share<'_>) -> Verdict {
         return compressed_tensors(share);
     }
     Unsure(share.fault(format!(
-        "{} runs on a slow kernel, in F16 only; how it handles a zero point of 0 was not checked",
+        "{} runs on a slow kernel, in F16 only; whether it handles a zero point of 0 correctly was not checked",
         share.scheme
     )))
 }
@@ -195,7 +191,7 @@ fn awq(share: &Share<'_>) -> Verdict {
     match is_marlin_group(share) && n.is_multiple_of(64) && k.is_multiple_of(128) {
         true => Yes,
         false => With(share.fault(format!(
-            "{n} × {k} per rank in {}: weights are dequantized before every product, which is slower",
+            "with {n} × {k} per rank in {}, weights are dequantized before every product, which is slow",
             share.scheme
         ))),
     }

@@ -18,6 +18,8 @@ pub(super) struct Share<'a> {
     pub(super) split_inputs: bool,
     /// Whether the outputs are split.
     pub(super) split_outputs: bool,
+    /// For a linear of an expert, the width of the stream that the experts read and write, which is not split.
+    pub(super) expert_width: Option<usize>,
     pub(super) scheme: LinearScheme,
 }
 
@@ -40,7 +42,7 @@ impl Share<'_> {
         self.scheme.float_format().is_some()
     }
 
-    /// `` `module`: what ``.
+    /// Returns the message `` `module`: what ``.
     pub(super) fn fault(&self, what: impl std::fmt::Display) -> String {
         format!("`{}`: {what}", self.module)
     }
@@ -60,7 +62,7 @@ fn shares(outline: &Outline, ranks: usize) -> Result<Vec<Share<'_>>, String> {
         let whole =
             if kv_heads >= ranks { kv_heads.is_multiple_of(ranks) } else { ranks.is_multiple_of(kv_heads) };
         if !whole {
-            return Err(format!("{kv_heads} key heads cannot be split across {ranks} ranks"));
+            return Err(format!("{kv_heads} key-value heads cannot be split across {ranks} ranks"));
         }
     }
     let mut shares = Vec::new();
@@ -70,7 +72,12 @@ fn shares(outline: &Outline, ranks: usize) -> Result<Vec<Share<'_>>, String> {
         if let (Some((module, parts, k)), Some(scheme)) = (share, scheme) {
             let split_inputs = layer.kind == LayerKind::Row && ranks > 1;
             let split_outputs = !matches!(layer.kind, LayerKind::Row | LayerKind::Whole) && ranks > 1;
-            shares.push(Share { module, parts, k, split_inputs, split_outputs, scheme });
+            let width = match layer.kind {
+                LayerKind::Row => parts.iter().sum(),
+                _ => k,
+            };
+            let expert_width = layer.of_expert.then_some(width);
+            shares.push(Share { module, parts, k, split_inputs, split_outputs, expert_width, scheme });
         }
     }
     Ok(shares)
@@ -137,7 +144,7 @@ fn groups(share: &Share<'_>) -> Result<(), String> {
 /// Engines split the scales by inputs, which is impossible with one scale per channel.
 fn channels_whole(share: &Share<'_>) -> Result<(), String> {
     match share.group().is_none() && share.split_inputs {
-        true => Err(share.fault("in this format, a scale per channel cannot be split across ranks")),
+        true => Err(share.fault("in this format, scales per channel cannot be split across ranks")),
         false => Ok(()),
     }
 }

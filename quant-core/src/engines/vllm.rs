@@ -2,6 +2,7 @@
 //! rules for CUDA assume compute capability 8.0 or later.
 
 use super::Verdict::{self, No, Unsure, With, Yes};
+use super::experts;
 use super::outline::Outline;
 use super::sharding::{Share, linears};
 use crate::scheme::{ActivationScheme, FloatFormat, Granularity, ScaleFormat};
@@ -20,7 +21,9 @@ pub(super) fn cuda_awq(outline: &Outline, ranks: usize) -> Verdict {
         let (n, group) = (share.n(), share.group().unwrap_or(0));
         match n.is_multiple_of(64) && group.is_multiple_of(32) && n.is_multiple_of(group) {
             true => With(share.fault(format!("groups of {group} run on the slow AWQ kernel, in F16 only"))),
-            false => No(share.fault(format!("no kernel for groups of {group} with {n} outputs per rank"))),
+            false => {
+                No(share.fault(format!("no kernel supports groups of {group} with {n} outputs per rank")))
+            }
         }
     })
 }
@@ -32,7 +35,8 @@ pub(super) fn cuda_gptq(outline: &Outline, ranks: usize) -> Verdict {
         match is_marlin_group(share) && scheme.is_symmetric() && matches!(scheme.bits(), 4 | 8) {
             true => cuda_packed(share),
             false => No(share.fault(format!(
-                "in the gptq format it supports symmetric 4 and 8 bits only, per channel or in groups of 32, 64 or 128, not {scheme}"
+                "in the gptq format it supports only symmetric 4-bit and 8-bit weights, per channel or in \
+                groups of 32, 64 or 128, not {scheme}"
             ))),
         }
     })
@@ -45,7 +49,7 @@ fn cuda_with(outline: &Outline, ranks: usize, packed: fn(&Share<'_>) -> Verdict)
             No(format!("a quantized embedding cannot have {} bits", scheme.bits()))
         }
         Some(scheme) if scheme.float_format().is_some() => {
-            Unsure("whether it reads an embedding of FP8 weights".into())
+            Unsure("whether it supports an FP8 embedding was not checked".into())
         }
         _ => Yes,
     };
@@ -60,7 +64,7 @@ pub(super) fn cpu(outline: &Outline, ranks: usize) -> Verdict {
 /// vLLM on x86-64 CPUs, GPTQ format.
 pub(super) fn cpu_gptq(outline: &Outline, ranks: usize) -> Verdict {
     let grids = match outline.schemes().iter().find(|scheme| !scheme.is_symmetric()) {
-        Some(scheme) => No(format!("in the gptq format it reads only symmetric grids, not {scheme}")),
+        Some(scheme) => No(format!("it supports only symmetric grids in the gptq format, not {scheme}")),
         None => Yes,
     };
     outside_blocks(outline).and(grids).and(linears(outline, ranks, cpu_kernel))
@@ -98,10 +102,11 @@ fn cuda_int8_kernel(share: &Share<'_>) -> Verdict {
         };
     }
     match n.is_multiple_of(16) && k.is_multiple_of(16) {
-        true => With("int8 products run on compute capability 7.5 to 9.0, not on 10.0 and later".into()),
+        true => With(
+            "int8 activations require compute capability 7.5 to 9.0; 10.0 and later are not supported".into(),
+        ),
         false => With(share.fault(format!(
-            "{n} × {k} per rank are not multiples of 16, and run on a slower \
-            kernel"
+            "{n} × {k} per rank is not a multiple of 16 in both dimensions, and runs on a slower kernel"
         ))),
     }
 }
@@ -110,32 +115,36 @@ fn cuda_int8_kernel(share: &Share<'_>) -> Verdict {
 fn cuda_float_kernel(share: &Share<'_>, format: FloatFormat) -> Verdict {
     let rounds = share.scheme.activations != ActivationScheme::Float;
     match (format, share.scheme.fixed_scales()) {
-        (_, Some(ScaleFormat::E4m3)) if rounds => {
-            With("FP4 products need compute capability 10.0; on older GPUs, activations stay float".into())
-        }
+        (_, Some(ScaleFormat::E4m3)) if rounds => With(
+            "FP4 activations require compute capability 10.0 or later; on older GPUs they stay float".into(),
+        ),
         (_, Some(ScaleFormat::E4m3)) => Yes,
         (FloatFormat::E2m1, _) => With(
-            "activations are rounded to FP4 on compute capability 10.0 and later, whatever the file says; on \
-            older GPUs they stay float"
+            "it quantizes activations to FP4 on compute capability 10.0 and later, although the checkpoint \
+            has float activations; on older GPUs they stay float"
                 .into(),
         ),
-        (_, Some(_)) => Unsure(share.fault(format!("which kernel runs {}", share.scheme))),
-        (_, None) if rounds => {
-            With("FP8 products need compute capability 8.9; on older GPUs, activations stay float".into())
-        }
+        (_, Some(_)) => Unsure(share.fault(format!("which kernel runs {} was not checked", share.scheme))),
+        (_, None) if rounds => With(
+            "FP8 activations require compute capability 8.9 or later; on older GPUs they stay float".into(),
+        ),
         (_, None) => Unsure(share.fault(
-            "whether this version supports FP8 weights with float activations; earlier ones run them on Marlin",
+            "whether this version supports FP8 weights with float activations was not checked; earlier \
+            versions run them on Marlin",
         )),
     }
 }
 
-/// `packed` is the format's rule for integer weights with float activations.
+/// `packed` is the format's rule for integer weights with float activations outside experts.
 fn cuda_kernel(share: &Share<'_>, packed: fn(&Share<'_>) -> Verdict) -> Verdict {
+    if let Some(width) = share.expert_width {
+        return experts::vllm_kernel(share, width);
+    }
     if let Some(format) = share.scheme.float_format() {
         return cuda_float_kernel(share, format);
     }
     if share.scheme.activations == ActivationScheme::Fp8Token {
-        return With("4-bit integers with FP8 activations run only on compute capability 9.0".into());
+        return With("4-bit integers with FP8 activations require compute capability 9.0".into());
     }
     if share.scheme.activations != ActivationScheme::Float {
         return cuda_int8_kernel(share);
@@ -152,17 +161,16 @@ fn cuda_packed(share: &Share<'_>) -> Verdict {
             || (n.is_multiple_of(128) && k.is_multiple_of(64));
         return match tiled {
             true => Yes,
-            false => With(share.fault(format!(
-                "{n} × {k} per rank is padded to Marlin's tiles, which is \
-                slower"
-            ))),
+            false => {
+                With(share.fault(format!("{n} × {k} per rank is padded to Marlin's tiles, which is slow")))
+            }
         };
     }
     match group {
         Some(group) if group < 16 => No(share.fault(format!("no kernel for groups of {group}"))),
-        Some(group) if !group.is_power_of_two() => {
-            Unsure(share.fault(format!("groups of {group}: not a power of two")))
-        }
+        Some(group) if !group.is_power_of_two() => Unsure(share.fault(format!(
+            "whether groups of {group}, which is not a power of two, are supported was not checked"
+        ))),
         _ => With(share.fault(format!("{} runs on a kernel that is compiled at startup", share.scheme))),
     }
 }
@@ -174,14 +182,15 @@ fn cpu_float_kernel(share: &Share<'_>, format: FloatFormat) -> Verdict {
         (_, Some(_), _) => No(share.fault("no CPU kernel for MXFP8 weights")),
         _ if !rounds => No(share.fault("no CPU kernel for FP8 weights with float activations")),
         (.., Granularity::Block) if !share.n().is_multiple_of(32) => {
-            No(share.fault(format!("{} outputs per rank: the CPU kernel needs multiples of 32", share.n())))
+            No(share
+                .fault(format!("the CPU kernel needs a multiple of 32 outputs per rank, not {}", share.n())))
         }
-        (.., Granularity::Block) => With("its kernel needs a CPU with AMX".into()),
+        (.., Granularity::Block) => With("its kernel requires a CPU with AMX".into()),
         // The CPU build declares the operation, but does not implement it.
         _ if share.scheme.activations == ActivationScheme::Fp8Static => {
             No(share.fault("its CPU build cannot quantize activations with a static scale"))
         }
-        _ => With("its fast kernel needs a CPU with AMX; on others it falls back to torch".into()),
+        _ => With("its fast kernel requires a CPU with AMX; other CPUs use a slow fallback in torch".into()),
     }
 }
 
@@ -193,18 +202,20 @@ fn cpu_kernel(share: &Share<'_>) -> Verdict {
     match share.scheme.activations {
         ActivationScheme::Float => {}
         _ if share.scheme.is_stored_as_bytes() => return Yes,
-        // These run on the kernel for 4-bit weights.
+        // Per-token 8-bit activations with symmetric 4-bit weights run on the same kernel as 4-bit weights with float
+        // activations.
         ActivationScheme::Token if share.scheme.bits() == 4 && share.scheme.is_symmetric() => {}
         _ => return No(share.fault(format!("no CPU kernel for {}", share.scheme))),
     }
     if share.scheme.bits() != 4 {
-        return No(share.fault(format!("the CPU kernel supports 4 bits only, not {}", share.scheme.bits())));
+        return No(share
+            .fault(format!("the CPU kernel supports 4-bit weights only, not {}-bit", share.scheme.bits())));
     }
     if let Some(group) = share.group().filter(|g| !g.is_multiple_of(2)) {
         return No(share.fault(format!("the CPU kernel does not support groups of {group}")));
     }
     if !n.is_multiple_of(32) || !k.is_multiple_of(32) {
-        return No(share.fault(format!("{n} × {k} per rank: the CPU kernel needs multiples of 32")));
+        return No(share.fault(format!("the CPU kernel needs multiples of 32, not {n} × {k} per rank")));
     }
     Yes
 }

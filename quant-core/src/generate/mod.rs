@@ -113,13 +113,16 @@ impl<'a> Generator<'a> {
         let positions = self.decoder.positions();
         if prompt.is_empty() {
             return Err(Error::usage(
-                "the prompt has no tokens, and this model's tokenizer adds none",
-                "give a prompt with some text",
+                "the prompt is empty, and the tokenizer of this model adds no tokens",
+                "give a prompt that is not empty",
             ));
         }
         if prompt.len() > positions {
             return Err(Error::usage(
-                format!("the prompt has {} tokens, but the context has only {positions}", prompt.len()),
+                format!(
+                    "the prompt has {} tokens, but the model was loaded for a context of {positions}",
+                    prompt.len()
+                ),
                 "shorten the prompt, or load the model for a longer context",
             ));
         }
@@ -138,8 +141,9 @@ impl<'a> Generator<'a> {
         Ok(logits.to_vec1()?)
     }
 
-    /// Processes a prompt, then chooses tokens until one ends the text, `settings.max_new_tokens` are emitted, the
-    /// context is full, or `each` breaks. `each` receives every new token except end-of-sequence tokens.
+    /// Processes a prompt, then chooses tokens until the model emits an end-of-sequence token,
+    /// `settings.max_new_tokens` are emitted, the context is full, or `each` breaks. `each` receives every new token
+    /// except end-of-sequence tokens.
     ///
     /// # Errors
     /// As [`read`](Self::read) and [`Sampler::choose`], those of invalid settings, and those of `each`.

@@ -26,7 +26,7 @@ pub struct Candidate {
 pub struct Choice {
     /// The token.
     pub token: u32,
-    /// The natural logarithm of the probability assigned by the model: of the softmax of its logits, before any setting
+    /// The natural logarithm of the token's probability in the model: of the softmax of its logits, before any setting
     /// changes them.
     pub logprob: f64,
     /// The natural logarithm of the probability with which the token was drawn; 0 without sampling.
@@ -50,7 +50,7 @@ impl<'a> Sampler<'a> {
         Ok(Self { settings, random: SplitMix64(settings.seed) })
     }
 
-    /// Chooses the next token after `tokens`, the first `prompt` of which are the prompt, from the logits `[vocab]`.
+    /// Chooses the next token after `tokens` from the logits `[vocab]`. The first `prompt` tokens are the prompt.
     ///
     /// # Errors
     /// [`Error::Logits`] when a logit is NaN or positive infinity, or all are negative infinity; [`Error::Usage`] when
@@ -76,7 +76,7 @@ impl<'a> Sampler<'a> {
     pub fn candidates(&self, logits: &[f32], tokens: &[u32], prompt: usize) -> Result<Vec<Candidate>> {
         let invalid = logits.iter().position(|x| x.is_nan() || *x == f32::INFINITY);
         if let Some(at) = invalid {
-            return Err(numeric(format!("hold {} for token {at}", logits[at])));
+            return Err(numeric(format!("contain {} for token {at}", logits[at])));
         }
         if logits.iter().all(|x| *x == f32::NEG_INFINITY) {
             return Err(numeric("are -inf for every token".into()));
@@ -88,8 +88,8 @@ impl<'a> Sampler<'a> {
         candidates.retain(|(_, score)| *score != f32::NEG_INFINITY);
         if candidates.is_empty() {
             return Err(Error::usage(
-                "the settings exclude every token",
-                "lower min_new_tokens or no_repeat_ngram_size, or suppress fewer tokens",
+                "the generation settings exclude every token",
+                "decrease min_new_tokens, increase or disable no_repeat_ngram_size, or suppress fewer tokens",
             ));
         }
         Ok(match self.settings.do_sample {

@@ -108,13 +108,13 @@ impl GenerationSettings {
                     path: path.clone(),
                     line: None,
                     reason,
-                    remedy: "correct the file, or remove it: the default is greedy decoding".into(),
+                    remedy: "correct the file, or remove it to use the default, greedy decoding".into(),
                 };
                 let bytes = read_capped(&sidecar.real, &sidecar.path, MAX_FILE_BYTES)?.map_err(fault)?;
                 match parse_strictly(&bytes) {
                     Ok(Value::Object(map)) => map,
-                    Ok(_) => return Err(fault("must hold one JSON object".into())),
-                    Err(reason) => return Err(fault(format!("is not acceptable JSON: {reason}"))),
+                    Ok(_) => return Err(fault("must contain one JSON object".into())),
+                    Err(reason) => return Err(fault(format!("is not valid JSON: {reason}"))),
                 }
             }
         };
@@ -163,9 +163,10 @@ impl GenerationSettings {
     /// [`Error::Usage`] when a setting is out of range.
     pub fn check(&self) -> Result<()> {
         match self.fault() {
-            Some((name, reason)) => {
-                Err(Error::usage(format!("`{name}` {reason}"), "give a value in this range, or omit it"))
-            }
+            Some((name, reason)) => Err(Error::usage(
+                format!("`{name}` {reason}"),
+                "use a value in this range, or omit the setting",
+            )),
             None => Ok(()),
         }
     }
@@ -177,7 +178,12 @@ impl GenerationSettings {
             (!is_valid).then(|| (name, format!("is {value}; it must be {range}")))
         };
         range("temperature", self.temperature, positive(self.temperature), "greater than 0")
-            .or(range("top_p", self.top_p, self.top_p > 0.0 && self.top_p <= 1.0, "above 0 and at most 1"))
+            .or(range(
+                "top_p",
+                self.top_p,
+                self.top_p > 0.0 && self.top_p <= 1.0,
+                "greater than 0 and at most 1",
+            ))
             .or(range("min_p", self.min_p, (0.0..=1.0).contains(&self.min_p), "from 0 to 1"))
             .or(range(
                 "repetition_penalty",
@@ -205,7 +211,7 @@ fn tokens(fields: &ConfigFields<'_>, key: &str) -> Result<Vec<u32>> {
     };
     match found {
         Ok(tokens) => Ok(tokens.into_iter().flatten().collect()),
-        Err(()) => Err(fields.error(key, "is neither a token ID nor a list of token IDs")),
+        Err(()) => Err(fields.error(key, "must be a token ID or a list of token IDs")),
     }
 }
 
@@ -272,9 +278,9 @@ mod tests {
             (json!({"top_k": -5}), "`top_k`"),
             (json!({"do_sample": "yes"}), "`do_sample`"),
             (json!({"max_new_tokens": 0}), "`max_new_tokens`"),
-            (json!({"eos_token_id": "</s>"}), "`eos_token_id` is neither"),
-            (json!({"eos_token_id": [1, 1.5]}), "`eos_token_id` is neither"),
-            (json!({"eos_token_id": 4294967296_u64}), "`eos_token_id` is neither"),
+            (json!({"eos_token_id": "</s>"}), "`eos_token_id` must be a token ID"),
+            (json!({"eos_token_id": [1, 1.5]}), "`eos_token_id` must be a token ID"),
+            (json!({"eos_token_id": 4294967296_u64}), "`eos_token_id` must be a token ID"),
             (json!({"suppress_tokens": vec![0; MAX_TOKENS + 1]}), "`suppress_tokens` lists 65537 tokens"),
         ] {
             let message = from(value.clone()).unwrap_err().to_string();

@@ -14,8 +14,8 @@ const CONTEXT: usize = 8;
 pub struct TextStream<'a> {
     tokenizer: &'a TextTokenizer,
     stop: &'a [String],
-    /// The most recent tokens: up to `decoded`, those whose text is already emitted, kept for tokenizers that decode a
-    /// token depending on its predecessors; then those whose text is pending.
+    /// The most recent tokens. The text of the first `decoded` tokens is already emitted; they are kept because some
+    /// tokenizers decode a token depending on its predecessors. The text of the other tokens is pending.
     tokens: Vec<u32>,
     decoded: usize,
     /// Text that may be the beginning of a stop string.
@@ -36,10 +36,10 @@ impl<'a> TextStream<'a> {
         self.stopped
     }
 
-    /// Adds a token and returns the text that is now certain, which may be empty.
+    /// Adds a token. Returns the text that can be emitted now, which may be empty; later tokens do not change it.
     ///
     /// # Errors
-    /// When the tokenizer fails on it.
+    /// When the tokenizer cannot decode the token.
     pub fn push(&mut self, token: u32) -> Result<String> {
         self.tokens.push(token);
         let new = self.new_text()?;
@@ -52,10 +52,10 @@ impl<'a> TextStream<'a> {
         Ok(self.certain())
     }
 
-    /// Returns the text that was held back, once no token follows.
+    /// Returns the text that is still held back, after the last token.
     ///
     /// # Errors
-    /// When the tokenizer fails on the last tokens.
+    /// When the tokenizer cannot decode the last tokens.
     pub fn finish(mut self) -> Result<String> {
         let new = self.new_text()?;
         self.held.push_str(&new);
@@ -73,7 +73,8 @@ impl<'a> TextStream<'a> {
         })
     }
 
-    /// Takes the text before a stop string out of `held`, or all text except a possible beginning of one.
+    /// Removes text from `held` and returns it: the text before a stop string, or, if there is none, all text except
+    /// the possible beginning of one.
     fn certain(&mut self) -> String {
         if self.stopped {
             self.held.clear();

@@ -21,10 +21,12 @@ pub(super) fn read(model: &Model, module: &str, shape: [usize; 2]) -> Result<Qua
     };
     let zero_point = 1_u8 << (tensor.scheme.bits() - 1);
     if tensor.zeros.as_ref().is_some_and(|zeros| zeros.iter().any(|&z| z != zero_point)) {
-        return Err(refuse("it has zero points, which Q4_0 and Q8_0 cannot store".into()));
+        return Err(refuse(
+            "it has zero points other than the middle code, which Q4_0 and Q8_0 cannot store".into(),
+        ));
     }
     if let Some(scale) = tensor.scales.iter().find(|s| f16::from_f32(**s).to_f32() != **s) {
-        return Err(refuse(format!("its scale {scale:e} is not exact in half precision")));
+        return Err(refuse(format!("its scale {scale:e} cannot be represented exactly in F16")));
     }
     Ok(tensor)
 }

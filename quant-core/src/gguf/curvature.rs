@@ -37,7 +37,7 @@ impl<'a> Curvature<'a> {
         match (0..a.layers).any(has_experts) {
             true => Err(Error::usage(
                 "GPTQ for GGUF types does not support models with experts",
-                "omit ‹method›: scales are then searched, weighted by the importance of each expert's \
+                "omit ‹method› to search scales, with errors weighted by the importance of each expert's \
                 channels",
             )),
             false => Ok(()),
@@ -72,7 +72,8 @@ impl<'a> Curvature<'a> {
         while self.next <= layer {
             self.advance()?;
         }
-        // If the columns are reordered, the search uses only their importance.
+        // The factor is for the checkpoint's column order. If the file has a different order, only the scale search
+        // uses statistics, namely the importance.
         let name = tensor.sources().into_iter().next().filter(|_| tensor.keeps_columns());
         Ok(name.and_then(|name| self.factors.get(name)).cloned())
     }
@@ -114,7 +115,7 @@ fn factor(hessian: &Hessian, damping: f64, tensor: &str) -> Result<Factor> {
     let tensor = tensor.to_owned();
     Factor::new(hessian, (0..hessian.channels()).collect(), damping).map_err(|e| match e {
         FactorError::NonFinite { channel } => {
-            Error::Calibration { tensor, what: format!("channel {channel} of its input") }
+            Error::Calibration { tensor, what: format!("channel {channel} of the input") }
         }
         FactorError::Indefinite { .. } => Error::Numeric { tensor, reason: e.to_string() },
     })

@@ -18,10 +18,11 @@ fn shapes(a: &Architecture, family: &GgufFamily) -> Result<[AttentionShape; 2]> 
         let mut of_kind = attentions.iter().filter(|shape| shape.window.is_some() == windowed);
         match (of_kind.next(), of_kind.next()) {
             (Some(shape), None) => Ok(*shape),
-            (None, _) => {
-                Err(unfit(family, "its blocks do not mix sliding windows and full attention".into()))
-            }
-            (Some(_), Some(_)) => Err(unfit(family, "its blocks have more than two head shapes".into())),
+            (None, _) => Err(unfit(
+                family,
+                "it does not have both blocks with sliding windows and blocks with full attention".into(),
+            )),
+            (Some(_), Some(_)) => Err(unfit(family, "blocks of one kind have different head shapes".into())),
         }
     };
     Ok([kind(false)?, kind(true)?])
@@ -43,7 +44,9 @@ pub(super) fn attention(a: &Architecture, family: &GgufFamily) -> Result<Attenti
     let [full, _] = shapes(a, family)?;
     match full.scale() == 1.0 {
         true => Ok(full),
-        false => Err(unfit(family, format!("scores are multiplied by {}", full.scale()))),
+        false => {
+            Err(unfit(family, format!("attention scores are multiplied by {} instead of 1", full.scale())))
+        }
     }
 }
 
@@ -68,11 +71,12 @@ pub(super) fn heads(a: &Architecture, family: &GgufFamily, put: &mut impl FnMut(
     // Blocks that share keys and values use those of the last two blocks that compute them, one of each kind.
     let is_windowed = |layer: usize| of_block(a, layer).is_some_and(|shape| shape.window.is_some());
     if makes < a.layers && (makes < 2 || is_windowed(makes - 1) || !is_windowed(makes - 2)) {
-        let reason = "blocks read keys and values of others than the last two that make them";
+        let reason =
+            "blocks share keys and values that are not those of the last two blocks that compute them";
         return Err(unfit(family, reason.into()));
     }
     if (makes..a.layers).any(|layer| has_linear(a, layer, "self_attn.k_proj")) {
-        return Err(unfit(family, "the blocks that share keys and values are not the last ones".into()));
+        return Err(unfit(family, "the blocks that share keys and values are not the last blocks".into()));
     }
     let own = a.per_layer_inputs.as_ref();
     if let Some(inputs) = own.filter(|inputs| inputs.vocab != a.vocab) {
@@ -132,13 +136,13 @@ pub(super) fn rope(
             })
     };
     let (Some(full), Some(windowed)) = (of(false), of(true)) else {
-        return Err(unfit(family, "its blocks do not rotate queries and keys".into()));
+        return Err(unfit(family, "it does not use RoPE".into()));
     };
     if windowed.scaling != RopeScaling::None {
-        return Err(unfit(family, "blocks with windows have scaled rotations".into()));
+        return Err(unfit(family, "blocks with sliding windows have RoPE scaling".into()));
     }
     let RopeScaling::Proportional { factor, pairs } = full.scaling else {
-        return Err(unfit(family, "blocks without windows do not rotate a share of their channels".into()));
+        return Err(unfit(family, "blocks without sliding windows do not use proportional RoPE".into()));
     };
     put("rope.dimension_count", count(family, full.head_dim)?);
     put("rope.dimension_count_swa", count(family, windowed.rotary_dim)?);

@@ -81,8 +81,9 @@ impl Importance {
         cancel: &CancelToken,
     ) -> Result<Self> {
         let a = model.architecture();
-        let family = families::family(a.family)
-            .ok_or_else(|| Error::Internal(format!("{} cannot be written as GGUF", a.family)))?;
+        let family = families::family(a.family).ok_or_else(|| {
+            Error::Internal(format!("models of the family {} cannot be written as GGUF", a.family))
+        })?;
         observer.event(&Event::StageStarted { stage: "importance", unit: "block", units: a.layers as u64 });
         let mut states = HiddenStates::embed(model, windows)?;
         let ropes = model.rope(windows.length())?;
@@ -125,7 +126,7 @@ impl Importance {
         if let Some(channel) = sum.sums.iter().position(|s| !(*s as f32).is_finite()) {
             return Err(Error::Calibration {
                 tensor: format!("{}.weight", a.in_block(layer, linear.name())),
-                what: format!("the square of channel {channel} of its input"),
+                what: format!("the square of channel {channel} of the input"),
             });
         }
         let weight = linear.parameters().into_iter().find(|parameter| parameter.name == "weight");
@@ -134,8 +135,8 @@ impl Importance {
             let matrix = match (placed.expert, placed.stored_shape.len()) {
                 (Some(expert), _) => expert,
                 (None, 2) => 0,
-                // llama.cpp multiplies these matrices of latent attention per head, with inputs that no linear here
-                // has.
+                // llama.cpp multiplies by these matrices of latent attention per head. Their inputs do not occur in
+                // quant's graph, so no statistics can be gathered.
                 (None, _) => continue,
             };
             let entry = self.entries.entry(placed.name(layer));
@@ -153,8 +154,8 @@ impl Importance {
         Ok(())
     }
 
-    /// The importance of a tensor's channels, `[matrices, columns]`; `None` if the matrix has no entry for the tensor.
-    /// A matrix that no token reached weights all channels equally.
+    /// The importance of a tensor's channels, `[matrices, columns]`; `None` if there is no entry for the tensor. If no
+    /// token reached a matrix, all its channels have the same importance.
     ///
     /// # Errors
     /// [`Error::InputFile`] when an entry has the wrong size, or the weights in a file for a matrix are all zero or not
@@ -168,7 +169,8 @@ impl Importance {
         let matrices = if tensor.shape.len() > 2 { tensor.shape[0] } else { 1 };
         if entry.sums.len() != columns * matrices || entry.counts.len() != matrices {
             let reason = format!(
-                "has {} values and {} counts for `{}`, which has {matrices} matrices of {columns} columns",
+                "has {} values and {} counts for `{}`, which consists of {matrices} matrices with {columns} \
+                columns",
                 entry.sums.len(),
                 entry.counts.len(),
                 tensor.name
@@ -182,15 +184,15 @@ impl Importance {
                 true => importance.extend(sums.iter().map(|sum| sum / count)),
                 false => importance.extend(std::iter::repeat_n(1.0, columns)),
             }
-            // Zeros are accepted if the matrix was gathered here, because the model computes them.
+            // If quant gathered the matrix, all weights may be zero: the inputs were then 0 for all tokens.
             let means = &importance[start..];
             let fault = match means.iter().find(|mean| !mean.is_finite()) {
-                Some(bad) => Some(format!("a mean of {bad}")),
-                None if means.iter().all(|mean| *mean == 0.0) => Some("zeros alone".into()),
+                Some(bad) => Some(format!("a mean square of {bad}")),
+                None if means.iter().all(|mean| *mean == 0.0) => Some("only zeros".into()),
                 None => None,
             };
             if let Some(fault) = fault.filter(|_| !self.origin.is_empty()) {
-                return Err(self.broken(format!("holds {fault} for matrix {matrix} of `{}`", tensor.name)));
+                return Err(self.broken(format!("has {fault} for matrix {matrix} of `{}`", tensor.name)));
             }
         }
         Ok(Some(importance))
@@ -214,7 +216,7 @@ impl Importance {
             path: path.to_owned(),
             line: None,
             reason,
-            remedy: "give an importance matrix of the same model, or omit it to compute one".into(),
+            remedy: "give an importance matrix of the same model, or omit ‹imatrix› to compute one".into(),
         }
     }
 
@@ -234,7 +236,10 @@ impl Importance {
         for (name, entry) in &found.entries {
             let bad = entry.sums.iter().chain(&entry.counts).find(|v| !v.is_finite() || **v < 0.0);
             if let Some(bad) = bad {
-                return Err(fault(format!("holds {bad} for `{}`", printable(name))));
+                return Err(fault(format!(
+                    "contains {bad} for `{}`; values must be finite and not negative",
+                    printable(name)
+                )));
             }
         }
         Ok(found)
@@ -246,7 +251,9 @@ impl Importance {
         let key = |key: &str| file.header().get(&format!("imatrix.{key}"));
         let number = |name: &str| {
             let value = key(name).and_then(Value::as_u64).and_then(|n| u32::try_from(n).ok());
-            value.ok_or_else(|| fault(format!("`imatrix.{name}` is missing or not a 32-bit integer")))
+            value.ok_or_else(|| {
+                fault(format!("`imatrix.{name}` is missing or not an unsigned 32-bit integer"))
+            })
         };
         let datasets = key("datasets").and_then(Value::as_strings);
         let mut found = Self {
@@ -295,11 +302,11 @@ impl Importance {
         }
         match cursor.at == bytes.len() {
             true => Ok(found),
-            false => Err(format!("has data after its end at byte {}", cursor.at)),
+            false => Err(format!("has extra data after byte {}", cursor.at)),
         }
     }
 
-    /// Sets the number of matrices of entries read from a legacy file to that of the tensors.
+    /// Sets the number of matrices per entry from the tensors. Legacy files do not contain it.
     pub fn fit(&mut self, tensors: &[PlannedTensor]) {
         for tensor in tensors.iter().filter(|t| t.shape.len() > 2) {
             if let Some(entry) = self.entries.get_mut(&tensor.name)
@@ -383,13 +390,14 @@ impl<'a> Dat<'a> {
         let b = self.take(what, 4)?;
         let n = i32::from_le_bytes([b[0], b[1], b[2], b[3]]);
         let fits = usize::try_from(n).ok().filter(|n| *n <= max);
-        fits.ok_or_else(|| format!("{what} at byte {at} is {n}"))
+        fits.ok_or_else(|| format!("{what} at byte {at} is {n}; it must be from 0 to {max}"))
     }
 
     fn text(&mut self, what: &str) -> Result<String, String> {
         let len = self.count(what, 1 << 16)?;
         let bytes = self.take(what, len)?;
-        String::from_utf8(bytes.to_vec()).map_err(|_| format!("{what} before byte {} is not UTF-8", self.at))
+        String::from_utf8(bytes.to_vec())
+            .map_err(|_| format!("{what} before byte {} is not valid UTF-8", self.at))
     }
 }
 
@@ -444,9 +452,9 @@ mod tests {
         let found = of("up", &[2, 3, 2], &[4.0, 0.0, 0.0, 0.0], &[2.0, 0.0]).unwrap();
         assert_eq!(found.unwrap(), [2.0, 0.0, 1.0, 1.0]);
         for (shape, sums, counts, expected) in [
-            (&[3, 2][..], &[0.0, 0.0][..], &[1.0][..], "holds zeros alone for matrix 0 of `up`"),
-            (&[2, 3, 2], &[4.0, 0.0, 0.0, 0.0], &[2.0, 1.0], "holds zeros alone for matrix 1 of `up`"),
-            (&[3, 2], &[1e30, 1.0], &[1e-30], "holds a mean of inf for matrix 0 of `up`"),
+            (&[3, 2][..], &[0.0, 0.0][..], &[1.0][..], "has only zeros for matrix 0 of `up`"),
+            (&[2, 3, 2], &[4.0, 0.0, 0.0, 0.0], &[2.0, 1.0], "has only zeros for matrix 1 of `up`"),
+            (&[3, 2], &[1e30, 1.0], &[1e-30], "has a mean square of inf for matrix 0 of `up`"),
         ] {
             let error = of("up", shape, sums, counts).unwrap_err();
             assert_eq!(error.category(), crate::Category::Input, "{error}");

@@ -74,7 +74,7 @@ pub(super) fn of_parameter(
         return Ok(vec![Placed { expert: Some(expert), module: a.in_block(layer, stored), ..one }]);
     }
     if let Some((_, how)) = family.tensors.iter().find(|(known, _)| *known == within) {
-        let missing = || Error::Internal(format!("`{tensor}` does not belong in a block of its kind"));
+        let missing = || Error::Internal(format!("`{tensor}` does not belong to this kind of block"));
         let tiled = |net: DeltaNet, first: usize, width: usize| match family.tiles_heads && net.repeat > 1 {
             true => RowOrder::Tiled { first, groups: net.key_heads, repeat: net.repeat, width },
             false => RowOrder::AsStored,

@@ -83,8 +83,8 @@ pub(super) fn metadata(
         match family.has_windows {
             true => put("attention.sliding_window", count(*window)?),
             false => warnings.push(format!(
-                "llama.cpp does not apply the sliding window of {}: results differ for texts longer than \
-                {window} tokens",
+                "llama.cpp ignores the sliding window of the architecture {}: results differ for texts of \
+                more than {window} tokens",
                 family.arch
             )),
         }
@@ -97,7 +97,8 @@ pub(super) fn metadata(
     }
     if let Some(other) = norm_eps(a).find(|eps| *eps as f32 != facts.eps as f32) {
         warnings.push(format!(
-            "llama.cpp uses the epsilon {} in all norms of {}, but the model uses {other} in some",
+            "llama.cpp uses an epsilon of {} in all norms of the architecture {}, but the model uses \
+            {other} in some norms",
             facts.eps, family.arch
         ));
     }
@@ -136,11 +137,11 @@ fn multipliers(
             put("logit_scale", Value::F32(1.0 / logits));
         }
         _ if embeddings.is_some() || facts.residual.is_some() => {
-            return Err(unfit(family, "its embeddings or residuals are multiplied by a factor".into()));
+            return Err(unfit(family, "it multiplies embeddings or residual updates by a factor".into()));
         }
         Multipliers::Logits => put("logit_scale", Value::F32(logits)),
         Multipliers::None if logits != 1.0 => {
-            return Err(unfit(family, format!("its logits are multiplied by {logits}")));
+            return Err(unfit(family, format!("it multiplies logits by {logits}")));
         }
         Multipliers::None => {}
     }
@@ -168,7 +169,7 @@ fn has_experts(a: &Architecture, layer: usize) -> bool {
 /// The error for a property that files of the family cannot express.
 pub(super) fn unfit(family: &GgufFamily, what: String) -> Error {
     Error::usage(
-        format!("GGUF files of {} cannot represent this model: {what}", family.arch),
+        format!("the GGUF architecture {} cannot represent this model: {what}", family.arch),
         "write a different format, such as compressed-tensors",
     )
 }
@@ -180,7 +181,7 @@ fn facts<'a>(a: &'a Architecture, family: &GgufFamily) -> Result<Facts<'a>> {
     let attention = match family.has_two_kinds {
         true => AttentionShape { window: None, ..gemma4::attention(a, family)? },
         false if attentions.any(|other| other != attention) => {
-            return Err(fault("its blocks have different head shapes"));
+            return Err(fault("the head shapes of its blocks differ"));
         }
         false => attention,
     };
@@ -227,15 +228,15 @@ fn facts<'a>(a: &'a Architecture, family: &GgufFamily) -> Result<Facts<'a>> {
     // GGUF cannot describe which blocks have experts, except for leading blocks without them.
     let first = if family.dense_first { dense_blocks(a) } else { 0 };
     if facts.routing.is_some() && !(first..a.layers).all(|layer| has_experts(a, layer)) {
-        return Err(fault("some blocks have experts, others do not"));
+        return Err(fault("some blocks have experts and others do not"));
     }
     if let Some(Routing { normalized, .. }) = facts.routing
         && normalized != family.normalizes_experts
         && family.routing == RoutingKeys::Implied
     {
         return Err(fault(match normalized {
-            true => "the weights of a token's experts are divided by their sum",
-            false => "the weights of a token's experts do not add up to 1",
+            true => "the routing weights of each token are divided by their sum",
+            false => "the routing weights of each token do not add up to 1",
         }));
     }
     Ok(facts)
@@ -268,20 +269,26 @@ fn check_graph(a: &Architecture, family: &GgufFamily, facts: &Facts<'_>) -> Resu
                 }
                 Computes::Factor(factor) => {
                     if !family.has_two_kinds && facts.residual != Some(factor) {
-                        return Err(unfit(family, "residuals are multiplied by several factors".into()));
+                        return Err(unfit(
+                            family,
+                            "it multiplies residual updates by different factors".into(),
+                        ));
                     }
                 }
                 Computes::Activation(Activation::Sigmoid) if family.gates_attention => {}
                 Computes::Activation(other) => {
                     if other != family.activation {
-                        return Err(unfit(family, format!("its MLP computes {other:?}")));
+                        return Err(unfit(
+                            family,
+                            format!("its MLP contains the unsupported operation {other:?}"),
+                        ));
                     }
                 }
                 Computes::ClampedGated { alpha, limit } => {
                     if [alpha, limit] != [1.702, 7.0] {
                         return Err(unfit(
                             family,
-                            format!("its experts are clamped at {limit} and gated by {alpha}"),
+                            format!("its experts use a clamp limit of {limit} and an alpha of {alpha}"),
                         ));
                     }
                 }
@@ -295,7 +302,10 @@ fn check_graph(a: &Architecture, family: &GgufFamily, facts: &Facts<'_>) -> Resu
                 | Computes::Structure => {}
                 Computes::Other => {
                     if !has_unnamed(family, op) {
-                        return Err(unfit(family, format!("its blocks compute {op:?}")));
+                        return Err(unfit(
+                            family,
+                            format!("its blocks contain the unsupported operation {op:?}"),
+                        ));
                     }
                 }
             }
@@ -313,7 +323,10 @@ fn check_graph(a: &Architecture, family: &GgufFamily, facts: &Facts<'_>) -> Resu
             && facts.ropes.iter().all(|rope| matches!(rope.scaling, RopeScaling::Yarn(_))));
     let scale = 1.0 / (width as f32).sqrt();
     if !is_scaled && (shape.scale() - scale).abs() > 1e-6 * scale {
-        return Err(unfit(family, format!("scores are multiplied by {}, not {scale}", shape.scale())));
+        return Err(unfit(
+            family,
+            format!("attention scores are multiplied by {} instead of {scale}", shape.scale()),
+        ));
     }
     if family.has_windows && !family.has_two_kinds {
         let windows = (0..a.layers).map(|layer| a.graph(layer).attentions().find_map(|shape| shape.window));
@@ -323,7 +336,9 @@ fn check_graph(a: &Architecture, family: &GgufFamily, facts: &Facts<'_>) -> Resu
         if let Some((layer, _)) = windows.enumerate().find(|w| differs(*w)) {
             return Err(unfit(
                 family,
-                format!("the sliding window of block {layer} does not follow the family's pattern"),
+                format!(
+                    "the sliding window of block {layer} does not follow the pattern of the architecture"
+                ),
             ));
         }
     }
@@ -338,10 +353,13 @@ fn check_graph(a: &Architecture, family: &GgufFamily, facts: &Facts<'_>) -> Resu
     }
     if family.keys_as_wide && shape.kv_heads != shape.heads() {
         let (keys, queries) = (shape.kv_heads, shape.heads());
-        return Err(unfit(family, format!("it has {keys} key heads for {queries} query heads")));
+        return Err(unfit(
+            family,
+            format!("it has {keys} key heads and {queries} query heads, which must be equal in number"),
+        ));
     }
     if family.head_is_embedding && !a.tied {
-        return Err(unfit(family, "its head is not tied to the embedding".into()));
+        return Err(unfit(family, "its output head is not tied to the embedding".into()));
     }
     Ok(())
 }
@@ -361,13 +379,16 @@ fn rope(
     }
     let ropes = facts.ropes.as_slice();
     let Some(first) = ropes.iter().max_by(|x, y| x.theta.total_cmp(&y.theta)) else {
-        return Err(unfit(family, "it does not rotate queries and keys".into()));
+        return Err(unfit(family, "it does not use RoPE".into()));
     };
     if first.rotary_dim != first.head_dim && !family.partial_rotary {
-        return Err(unfit(family, "it rotates only part of each head".into()));
+        return Err(unfit(family, "it applies RoPE to only part of each head".into()));
     }
     if LatentWidths::of(a.graph(0)).is_some() && first.layout == RopeLayout::Halves {
-        return Err(unfit(family, "its rotation pairs halves".into()));
+        return Err(unfit(
+            family,
+            "its RoPE pairs the two halves of a head instead of adjacent channels".into(),
+        ));
     }
     put("rope.dimension_count", Value::U32(first.rotary_dim as u32));
     put("rope.freq_base", Value::F32(first.theta as f32));
@@ -377,11 +398,11 @@ fn rope(
         [one, other] if family.has_windows => {
             let local = if one.theta < other.theta { one } else { other };
             if local.scaling != RopeScaling::None || local.theta == first.theta {
-                return Err(unfit(family, "blocks with sliding windows have scaled rotations".into()));
+                return Err(unfit(family, "blocks with sliding windows have RoPE scaling".into()));
             }
             put("rope.freq_base_swa", Value::F32(local.theta as f32));
         }
-        _ => return Err(unfit(family, "its blocks rotate queries and keys in different ways".into())),
+        _ => return Err(unfit(family, "the RoPE of its blocks differs".into())),
     }
     let mut scale = |kind: &str, factor: f64| {
         put("rope.scaling.type", Value::string(kind));
@@ -410,7 +431,7 @@ fn rope(
             Ok((Vec::new(), note))
         }
         RopeScaling::Dynamic { .. } | RopeScaling::LongRope(_) | RopeScaling::Proportional { .. } => {
-            Err(unfit(family, "this version does not write its RoPE scaling".into()))
+            Err(unfit(family, "its RoPE scaling is not supported".into()))
         }
     }
 }

@@ -168,23 +168,23 @@ fn what_llama_cpp_computes_otherwise_is_refused_or_reported() {
     let yarn =
         |changes: Json| json!({ "rope_parameters": merged(serde_json::from_str(YARN).unwrap(), changes) });
     for (name, changes, expected) in [
-        ("gpt_oss", json!({ "swiglu_limit": 3.0 }), "clamped at 3"),
+        ("gpt_oss", json!({ "swiglu_limit": 3.0 }), "clamp limit of 3"),
         ("gpt_oss", json!({ "attention_bias": false }), "has no bias"),
-        ("gpt_oss", yarn(json!({ "beta_fast": 8.0 })), "beta_slow are 8 and 1"),
-        ("qwen3_5_text", json!({ "linear_value_head_dim": 16 }), "have 8 and 16 features"),
+        ("gpt_oss", yarn(json!({ "beta_fast": 8.0 })), "beta_slow of YaRN are 8 and 1"),
+        ("qwen3_5_text", json!({ "linear_value_head_dim": 16 }), "have 8 features and the value heads 16"),
         ("qwen3_5_text", json!({ "attention_bias": true }), "has a bias"),
         ("qwen3_5_text", json!({ "layer_types": vec!["full_attention"; 4] }), "no delta net"),
         ("qwen3_next", json!({ "norm_topk_prob": false }), "do not add up to 1"),
         ("qwen3_next", json!({ "mlp_only_layers": [1] }), "some blocks have experts"),
         ("glm4_moe", json!({ "n_shared_experts": 0 }), "no shared expert"),
-        ("deepseek_v3", json!({ "rope_interleave": false }), "pairs halves"),
-        ("deepseek_v3", yarn(json!({})), "rotated channels are multiplied"),
+        ("deepseek_v3", json!({ "rope_interleave": false }), "pairs the two halves"),
+        ("deepseek_v3", yarn(json!({})), "attention factor for rotated channels"),
         (
             "deepseek_v2",
             json!({ "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2 }),
-            "judged by other than the sum",
+            "other than the sum",
         ),
-        ("olmoe", json!({ "num_key_value_heads": 2 }), "2 key heads for 4"),
+        ("olmoe", json!({ "num_key_value_heads": 2 }), "2 key heads and 4"),
         ("olmoe", json!({ "norm_topk_prob": true }), "divided by their sum"),
         ("cohere2", json!({ "sliding_window_pattern": 2 }), "sliding window of block"),
         ("ernie4_5", json!({ "use_bias": true }), "has a bias"),
@@ -198,7 +198,7 @@ fn what_llama_cpp_computes_otherwise_is_refused_or_reported() {
             "gemma4_text",
             json!({ "num_kv_shared_layers": 2, "layer_types": ["full_attention", "sliding_attention",
                 "full_attention", "sliding_attention", "sliding_attention", "full_attention"] }),
-            "others than the last two",
+            "not those of the last two",
         ),
     ] {
         match about(&config(name, changes.clone())) {
@@ -211,7 +211,7 @@ fn what_llama_cpp_computes_otherwise_is_refused_or_reported() {
     }
     let (.., warnings) = about(&config("gpt_oss", yarn(json!({ "truncate": false })))).unwrap();
     assert!(
-        warnings.iter().any(|message| message.contains("rounds the ends of YaRN's ramp")),
+        warnings.iter().any(|message| message.contains("rounds both ends of YaRN's ramp")),
         "{warnings:?}"
     );
     let (.., warnings) = about(&config("deepseek_v2", json!({ "rms_norm_eps": 1e-5 }))).unwrap();

@@ -58,7 +58,7 @@ pub struct Mixture {
     pub needs_importance: bool,
     /// The type of tensors with several matrices, such as all experts of a block, if it differs.
     stacked: Option<&'static BlockType>,
-    /// The first rule that applies decides.
+    /// Rules for tensors whose type differs from the base type. The first rule that applies is used.
     rules: &'static [Rule],
 }
 
@@ -83,7 +83,7 @@ const fn plain(name: &'static str, id: u32, base: &'static BlockType) -> Mixture
     Mixture { name, id, base, needs_importance: false, stacked: None, rules: &[] }
 }
 
-/// In models with eight experts, keys and values are small compared to the experts.
+/// In models with eight experts, keys and values are small compared to the experts, so they get 8 bits.
 const EIGHT: [Rule; 2] = [Rule(Value, EightExperts, &Q8_0), Rule(Key, EightExperts, &Q8_0)];
 const HEAD: Rule = Rule(Head, Always, &Q6_K);
 const TERNARY: [Rule; 4] = [EIGHT[0], EIGHT[1], Rule(Embedding, Always, &Q4_K), HEAD];
@@ -221,7 +221,7 @@ pub(super) struct ModelFacts {
     pub(super) heads_per_key: usize,
     pub(super) experts: usize,
     pub(super) weighted: bool,
-    /// Whether the model has 80 layers and its values get more bits.
+    /// Whether values get more bits because the model has 80 layers.
     pub(super) favours_values: bool,
 }
 
@@ -248,7 +248,7 @@ impl When {
 }
 
 impl Mixture {
-    /// The type of tensors with several matrices, if it differs from the others'.
+    /// The type of tensors with several matrices, if the mixture has a separate type for them.
     pub fn stacked(&self) -> Option<&'static BlockType> {
         self.stacked
     }
@@ -258,8 +258,9 @@ impl Mixture {
         self.stacked.is_some()
     }
 
-    /// The type of a tensor of `matrices` with rows of `columns`, which may not fit it. `layer` is 0 outside blocks;
-    /// for values, it is the index among the layers that compute values.
+    /// Returns the type of a tensor that consists of `matrices` matrices with rows of `columns` elements. The caller
+    /// checks whether rows fit the type. `layer` is 0 outside blocks; for values, it is the index among the layers that
+    /// compute values.
     pub(super) fn of(
         &self,
         role: Role,

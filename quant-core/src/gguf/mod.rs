@@ -44,7 +44,7 @@ use crate::pipeline::Program;
 /// The name of the output format.
 pub const FORMAT: &str = "gguf";
 /// A one-line description for help and tables.
-pub const SUMMARY: &str = "one file for llama.cpp, with types such as Q4_K_M as ‹scheme›";
+pub const SUMMARY: &str = "one file for llama.cpp; ‹scheme› is a type such as Q4_K_M";
 
 impl GgufPlan {
     /// The archive of a plan: its metadata, with the entries for an importance matrix. `in_parts`: whether to write

@@ -135,14 +135,14 @@ impl GgufPlan {
             let known: Vec<&str> = families::FAMILIES.iter().map(|f| f.family).collect();
             Error::usage(
                 format!("models of the family {} cannot be written as GGUF", a.family),
-                format!("write a different format; GGUF supports {}", known.join(", ")),
+                format!("write a different format; families supported by GGUF: {}", known.join(", ")),
             )
         })?;
         let mixture = request.mixture;
         if mixture.needs_importance && !request.weighted {
             return Err(Error::usage(
-                format!("{} needs an importance matrix", mixture.name),
-                "give a calibration text or a file of one, or choose a larger mixture",
+                format!("the mixture {} needs an importance matrix", mixture.name),
+                "set ‹calibration› or ‹imatrix›, or choose a larger mixture",
             ));
         }
         let about = metadata::metadata(a, family, directory.config())?;
@@ -151,7 +151,7 @@ impl GgufPlan {
             notes.push(format!("the file contains only the text model of {}", wrapper.class));
         }
         if a.further_blocks > 0 {
-            notes.push("the blocks for multi-token prediction are left out".into());
+            notes.push("the blocks for multi-token prediction are not written".into());
         }
         let mut drafts = drafts(model, family)?;
         for (name, factors) in about.rope_factors {
@@ -183,8 +183,12 @@ impl GgufPlan {
             let more = unfit.len().saturating_sub(8);
             let more = if more > 0 { format!("\n  and {more} more") } else { String::new() };
             return Err(Error::usage(
-                format!("rows of {} tensor(s) do not fit their types:{}{more}", unfit.len(), listed.concat()),
-                "override them with a type that fits, or allow fallbacks to larger types",
+                format!(
+                    "the row widths of {} tensor(s) do not suit their types:{}{more}",
+                    unfit.len(),
+                    listed.concat()
+                ),
+                "set a type with a suitable block size with ‹override›, or allow fallbacks to larger types",
             ));
         }
         let is_quantized = tensors.iter().any(|t| !t.kind.is_float());
@@ -192,7 +196,7 @@ impl GgufPlan {
         let file_type = commonest_type(&tensors).unwrap_or(mixture.id);
         let mut metadata = metadata::general(family, &name.unwrap_or_default(), file_type, is_quantized);
         metadata.extend(about.entries);
-        let vocabulary = tokenizer::metadata(directory, a.vocab, request.pre.as_deref())?;
+        let vocabulary = tokenizer::metadata(directory, family, a.vocab, request.pre.as_deref())?;
         notes.extend(vocabulary.notes);
         metadata.extend(vocabulary.entries);
         Ok(Self { request, metadata, tensors, notes })
@@ -201,7 +205,7 @@ impl GgufPlan {
     /// The tensors as a writer expects them.
     ///
     /// # Errors
-    /// Only because of a bug.
+    /// Only if this crate has a bug.
     pub fn outputs(&self) -> Result<Vec<TensorSpec>> {
         self.tensors.iter().map(|t| GgufArchive::spec(&t.name, t.kind, &t.shape)).collect()
     }
@@ -217,7 +221,8 @@ impl GgufPlan {
     }
 }
 
-/// `general.file_type` if codes are kept: that of the type of most weights.
+/// Returns the `general.file_type` of a file whose codes are kept: the number of the most common block type, by
+/// weights.
 fn commonest_type(tensors: &[PlannedTensor]) -> Option<u32> {
     let mut elements: BTreeMap<&str, usize> = BTreeMap::new();
     for tensor in tensors.iter().filter(|t| t.keeps_codes()) {
@@ -273,7 +278,7 @@ fn drafts(model: &Model, family: &GgufFamily) -> Result<Vec<Draft>> {
         drafts.push(outer(&name, &a.head, format!("{}.weight", a.head), Role::Head));
     }
     if a.head_bias {
-        return Err(Error::usage("GGUF cannot store a head with a bias", "write a different format"));
+        return Err(Error::usage("GGUF cannot store an output head with a bias", "write a different format"));
     }
     Ok(drafts)
 }
@@ -361,11 +366,7 @@ impl<'a> Types<'a> {
             if !weights.iter().any(|draft| selects(pattern, draft)) {
                 let names: BTreeSet<&str> = weights.iter().map(|d| d.module.as_str()).collect();
                 let names: Vec<&str> = names.into_iter().collect();
-                return Err(Error::PatternMatchesNothing {
-                    option,
-                    pattern: pattern.text().to_owned(),
-                    nearest: pattern.nearest(&names),
-                });
+                return Err(pattern.matches_nothing(option, &names));
             }
         }
         Ok(())
@@ -392,7 +393,7 @@ impl<'a> Types<'a> {
         let wanted = match self.named(&draft) {
             Some(Some(kind)) => kind,
             Some(None) => as_stored(model, source)?,
-            // If codes are kept, floats stay as they are.
+            // If the checkpoint is already quantized, float tensors keep their type.
             None if model.quant_method().is_some() && !self.request.mixture.is_of_experts() => {
                 as_stored(model, source)?
             }
@@ -408,7 +409,7 @@ impl<'a> Types<'a> {
         while kind.row_bytes(columns).is_none() {
             let Some(fallback) = kind.fallback.filter(|_| self.request.allow_fallback) else {
                 return Ok(Err(format!(
-                    "{name}: rows of {columns} are not a multiple of {}'s block size {}",
+                    "{name}: the row width {columns} is not a multiple of the block size of {}, {}",
                     wanted.name, wanted.elements
                 )));
             };
@@ -467,17 +468,17 @@ fn codes(model: &Model, draft: &Draft) -> Result<Option<(&'static BlockType, Sou
             WeightFormat::Int { bits: 8, .. } => &Q8_0,
             _ => {
                 return Err(refuse(format!(
-                    "no block type stores the numbers of {scheme}; Q4_0 and Q8_0 store 4 and 8 bits"
+                    "no GGUF type can store {scheme}; Q4_0 and Q8_0 store 4-bit and 8-bit integers"
                 )));
             }
         };
         if size == 0 || !size.is_multiple_of(32) || scheme.is_progressive() {
             return Err(refuse(format!(
-                "the groups of {scheme} are not multiples of 32 inputs with one scale each"
+                "{scheme} has groups that are not multiples of 32 inputs, or progressive scales"
             )));
         }
         if kind.is_some_and(|known: &BlockType| known != found) {
-            return Err(refuse("experts of one tensor have different schemes".into()));
+            return Err(refuse("the experts of one tensor have different schemes".into()));
         }
         kind = Some(found);
     }

@@ -45,23 +45,23 @@ pub(super) enum RowOrder {
     Paired {
         head: usize,
     },
-    /// From row `first` on, there are heads of `width` rows, stored in `groups` groups of `repeat` heads. In the file,
-    /// they are ordered by their index within the group: the first heads of all groups, then the second ones, and so
-    /// on.
+    /// Starting with row `first`, the tensor consists of heads of `width` rows, stored in `groups` groups of `repeat`
+    /// heads. In the file, heads are ordered by their index within the group: the first heads of all groups, then the
+    /// second heads of all groups, and so on.
     Tiled {
         first: usize,
         groups: usize,
         repeat: usize,
         width: usize,
     },
-    /// Selected rows of each period of `period` rows. For each of `parts` (start and length), the rows of all `periods`
-    /// are concatenated.
+    /// Rows are selected from each of the `periods` periods of `period` rows. The file has the rows of the first of
+    /// `parts` (start and length within a period) for all periods, then those of the second part, then of the third.
     Parts {
         period: usize,
         periods: usize,
         parts: [[usize; 2]; 3],
     },
-    /// Of each period of `period` rows, the first `width` become the columns of a matrix with `depth` rows.
+    /// The first `width` rows of each period of `period` rows become the columns of a matrix with `depth` rows.
     Transposed {
         period: usize,
         width: usize,
@@ -228,7 +228,7 @@ pub(super) fn matrix(shape: &[usize], view: View) -> Result<[usize; 2]> {
         ([rows], order) => Ok([order.count(*rows), 1]),
         // A convolution has a dimension of size 1, because it does not mix channels.
         ([rows, columns] | [rows, 1, columns], order) => Ok([order.count(*rows), *columns]),
-        _ => Err(Error::Internal(format!("a stored tensor of shape {shape:?}"))),
+        _ => Err(Error::Internal(format!("a stored tensor has the shape {shape:?}"))),
     }
 }
 

@@ -44,7 +44,7 @@ pub struct GgufTensorReport {
     pub method: Option<String>,
     /// The square root of the sum of squared errors divided by the sum of squared values; absent if codes were kept.
     pub relative_rms: Option<f64>,
-    /// BLAKE3 of the values as read, in f32 and file order, or of codes and scales.
+    /// BLAKE3 of the values as read, in f32 and file order; if codes are kept, of the codes and scales.
     pub source_blake3: String,
 }
 
@@ -61,10 +61,10 @@ pub struct GgufReport {
 }
 
 impl GgufReport {
-    /// The report as JSON.
+    /// Returns the report as JSON.
     ///
     /// # Errors
-    /// Only because of a bug.
+    /// Only if this crate has a bug.
     pub fn to_json(&self) -> Result<String> {
         let text = serde_json::to_string_pretty(self);
         text.map(|t| t + "\n").map_err(|e| Error::Internal(format!("JSON cannot be written: {e}")))
@@ -157,7 +157,9 @@ impl Writer<'_> {
                     // If a bias is reordered, each element is a row; otherwise, the bias of an expert is a single row.
                     let columns = if shape.len() == 1 { stored } else { columns };
                     if stored != columns {
-                        return Err(Error::Internal(format!("`{tensor}` has rows of {stored}")));
+                        return Err(Error::Internal(format!(
+                            "`{tensor}` has an unexpected row width of {stored}"
+                        )));
                     }
                     let step = (CHUNK_VALUES / columns.max(1)).max(1);
                     for first in (0..rows).step_by(step) {
@@ -211,8 +213,8 @@ impl Writer<'_> {
             return match recalled.source_blake3 == source_blake3 {
                 true => Ok(recalled),
                 false => Err(Error::usage(
-                    format!("the sources of `{name}` have changed since the run was interrupted"),
-                    "start again without ‹resume›",
+                    format!("the source tensors of `{name}` have changed since the run was interrupted"),
+                    "run without ‹resume› to start over",
                 )),
             };
         }
@@ -254,7 +256,7 @@ impl Writer<'_> {
         let (kind, search) = (self.tensor.kind, self.search);
         let row_bytes = row_bytes(kind, columns)?;
         let importance = self.importance.as_ref().map(|im| {
-            // All matrices share one importance, or each has its own.
+            // There is either one importance vector for all matrices, or one per matrix.
             let matrices = im.len() / columns.max(1);
             &im[index.min(matrices.saturating_sub(1)) * columns..][..columns]
         });
@@ -271,7 +273,7 @@ impl Writer<'_> {
         let rows = values.par_chunks_exact(columns).zip(bytes.par_chunks_exact(row_bytes));
         let sums: Vec<(f64, f64)> = rows.map(|(row, bytes)| squares_of(kind, row, bytes)).collect();
         if let Some(row) = sums.iter().position(|(error, _)| !error.is_finite()) {
-            // The row in the file's tensor, which contains all experts one after the other.
+            // The row number in the file's tensor, which contains the matrices of all experts.
             let row = self.written / row_bytes as u64 + row as u64;
             return Err(Error::Numeric {
                 tensor: self.tensor.name.clone(),
@@ -294,7 +296,8 @@ impl Writer<'_> {
 }
 
 fn row_bytes(kind: &BlockType, columns: usize) -> Result<usize> {
-    kind.row_bytes(columns).ok_or_else(|| Error::Internal(format!("a {} row of {columns}", kind.name)))
+    kind.row_bytes(columns)
+        .ok_or_else(|| Error::Internal(format!("a row of {} cannot have {columns} columns", kind.name)))
 }
 
 /// The sums of squares of a row's errors and of its values. The former is not finite if a stored value is not.

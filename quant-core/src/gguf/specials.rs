@@ -47,7 +47,7 @@ impl LatentWidths {
 /// # Errors
 /// [`Error::Usage`](crate::Error::Usage) when it does not fit 32 bits.
 pub(super) fn count(family: &GgufFamily, n: usize) -> Result<Value> {
-    u32::try_from(n).map(Value::U32).map_err(|_| unfit(family, format!("{n} does not fit in 32 bits")))
+    u32::try_from(n).map(Value::U32).map_err(|_| unfit(family, format!("{n} exceeds 32 bits")))
 }
 
 /// Writes the numbers of heads and their widths.
@@ -94,8 +94,7 @@ pub(super) fn routing(
             return Err(unfit(
                 family,
                 format!(
-                    "its shared expert has {shared} features, which are not a \
-             multiple of the width of an expert"
+                    "the width of its shared expert, {shared}, is not a multiple of the width of an expert"
                 ),
             ));
         }
@@ -107,7 +106,8 @@ pub(super) fn routing(
     put("expert_weights_norm", Value::Bool(routing.normalized));
     if let Some(groups) = routing.groups {
         if groups.by_largest != 2 {
-            let reason = "groups of experts are judged by other than the sum of their two largest scores";
+            let reason =
+                "it scores a group of experts by something other than the sum of the two largest scores";
             return Err(unfit(family, reason.into()));
         }
         put("expert_group_count", count(family, groups.count)?);
@@ -116,10 +116,10 @@ pub(super) fn routing(
     Ok(())
 }
 
-/// `expert_gating_func` of scores.
+/// Returns the value of `expert_gating_func` for a score function.
 pub(super) fn gating(scores: Scores) -> u32 {
     match scores {
-        // No family with sparse scores is written.
+        // `Sparse` does not occur: families that use it cannot be written as GGUF.
         Scores::Softmax | Scores::Sparse { .. } => 1,
         Scores::Sigmoid => 2,
     }
@@ -140,11 +140,11 @@ pub(super) fn delta_nets(
         };
     };
     if nets.clone().any(|other| other != net) {
-        return Err(unfit(family, "its delta nets differ".into()));
+        return Err(unfit(family, "the shapes of its delta nets differ".into()));
     }
     if net.key_dim != net.value_dim {
         let reason = format!(
-            "the key and value heads of its delta nets have {} and {} features",
+            "the key heads of its delta nets have {} features and the value heads {}, which must be equal",
             net.key_dim, net.value_dim
         );
         return Err(unfit(family, reason));
@@ -203,7 +203,10 @@ pub(super) fn yarn(
 ) -> Result<Option<String>> {
     if yarn.rotations != ROTATIONS {
         let [fast, slow] = yarn.rotations;
-        return Err(unfit(family, format!("YaRN's beta_fast and beta_slow are {fast} and {slow}")));
+        return Err(unfit(
+            family,
+            format!("beta_fast and beta_slow of YaRN are {fast} and {slow}; only 32 and 1 are supported"),
+        ));
     }
     put("rope.scaling.type", Value::string("yarn"));
     put("rope.scaling.factor", Value::F32(yarn.factor as f32));
@@ -214,7 +217,10 @@ pub(super) fn yarn(
     if LatentWidths::of(a.graph(0)).is_some() {
         // llama.cpp applies the attention factor to all scores, the model only to the rotated part.
         if (yarn.attention_factor - 1.0).abs() > 1e-6 {
-            let reason = format!("rotated channels are multiplied by {}", yarn.attention_factor);
+            let reason = format!(
+                "YaRN's attention factor for rotated channels is {} instead of 1",
+                yarn.attention_factor
+            );
             return Err(unfit(family, reason));
         }
         let weight = latent_weight(shape, yarn.factor);
@@ -225,8 +231,8 @@ pub(super) fn yarn(
     let rounds = !yarn.truncated && [yarn.low, yarn.high].iter().any(|end| end.fract() != 0.0);
     Ok(rounds.then(|| {
         format!(
-            "llama.cpp rounds the ends of YaRN's ramp over the {} pairs of rotated channels to whole \
-             pairs, but the model does not",
+            "llama.cpp rounds both ends of YaRN's ramp over the {} pairs of rotated channels to integers, \
+            but the model does not",
             rope.rotary_dim / 2
         )
     }))

@@ -1,6 +1,6 @@
 //! Operations between linears: causal attention with grouped queries, gated products and activations.
 //!
-//! All run on plain slices in pieces of fixed size, so results do not depend on the number of threads.
+//! They run on plain slices, divided into pieces of fixed size, so results do not depend on the number of threads.
 
 use std::ops::Range;
 
@@ -249,7 +249,7 @@ fn softmax_range(row: &mut [f32], seen: Range<usize>, sink: Option<f32>) {
     let (before, seen) = row.split_at_mut(seen.start);
     before.fill(0.0);
     after.fill(0.0);
-    // A comparison that selects an operand vectorizes. It skips NaN, but a NaN then appears in the sum.
+    // Unlike `f32::max`, this comparison vectorizes. It ignores NaN, but the sum below propagates it.
     let mut largest = [f32::NEG_INFINITY; LANES];
     for part in seen.chunks(LANES) {
         for (m, &s) in largest.iter_mut().zip(part) {
@@ -504,8 +504,8 @@ mod tests {
         }
     }
 
-    /// Chunks match chunks computed separately, also within segments, which each count positions from 0, and with a
-    /// cache.
+    /// Chunked attention matches attention computed for each chunk separately, also with a cache, and with several
+    /// segments, in which chunks are counted from the start of the segment.
     #[test]
     fn chunks_do_not_see_each_other() {
         let (kv_heads, repeat, d, length) = (2, 2, 8, 100);

@@ -29,7 +29,7 @@ pub struct Block {
     parameters: BTreeMap<NodeId, OpParameters>,
     ropes: BTreeMap<NodeId, Arc<RopeTable>>,
     caching: KvCaching,
-    /// Experts that run on all tokens, by the nodes that select their rows.
+    /// Experts that run on all tokens, each identified by the node that selects its rows.
     pub(super) unrouted: Arc<BTreeSet<NodeId>>,
     kv_scales: KvScales,
     /// Experts that run in one call, by the nodes that sum them.
@@ -43,7 +43,7 @@ impl Block {
     /// parameters of other operations, and the tables of its rotary embeddings.
     ///
     /// # Errors
-    /// When one is missing.
+    /// When a norm, linear, parameter or table of the graph is missing.
     pub fn new(
         graph: Arc<BlockGraph>,
         mut norms: BTreeMap<NodeId, Norm>,
@@ -109,7 +109,7 @@ impl Block {
     /// Reads all weights that are not yet in memory.
     ///
     /// # Errors
-    /// When one cannot be read or is not finite.
+    /// When a weight cannot be read or is not finite.
     pub fn load(&self) -> Result<()> {
         self.linears.values().try_for_each(|linear| linear.weight().load())
     }
@@ -135,7 +135,8 @@ impl Block {
         self.norms[&id].bias.as_ref()
     }
 
-    /// Returns the block with one linear replaced. Experts that ran in one call run individually again.
+    /// Replaces a linear. Operations that were fused when the block was packed, such as experts that run in one call,
+    /// run separately again.
     pub fn replace_linear(&mut self, id: NodeId, linear: Linear) {
         self.grouped.clear();
         self.fused.clear();
@@ -177,7 +178,7 @@ impl Block {
         self.fused.len()
     }
 
-    /// Returns the block with one norm's parameters replaced.
+    /// Replaces the parameters of a norm.
     pub fn replace_norm(&mut self, id: NodeId, norm: Norm) {
         self.norms.insert(id, norm);
     }
@@ -378,7 +379,7 @@ impl<'a> Run<'a> {
     }
 
     fn run_fused(&mut self, id: NodeId, readers: &[NodeId], inputs: &[Tensor]) -> Result<Vec<Tensor>> {
-        // The tap is asked to continue even if it does not observe the node.
+        // A tap that observes nothing may still stop the run.
         readers.iter().try_for_each(|&reader| self.watch_linear(reader, &inputs[0]))?;
         let linears: Vec<&Linear> = readers.iter().map(|&reader| self.block.linear(reader)).collect();
         fused::run(&self.block.graph.nodes()[id].op, self.block.norms.get(&id), inputs, &linears)
@@ -425,7 +426,7 @@ impl<'a> Run<'a> {
                         Error::Logits { .. } => {
                             let router = self.block.graph.name(self.block.graph.nodes()[id].inputs[0]);
                             Error::Logits {
-                                reason: format!("one of the router `{router}.weight` is not finite"),
+                                reason: format!("a logit of the router `{router}.weight` is NaN or infinite"),
                             }
                         }
                         other => other,
@@ -530,7 +531,7 @@ impl<'a> Run<'a> {
         let (batch, positions, k_width) = k.dims3()?;
         let v_width = v.dim(D::Minus1)?;
         if batch != 1 {
-            return Err(Error::Internal(format!("{batch} sequences in the cache of one")));
+            return Err(Error::Internal(format!("got {batch} sequences for a cache of one")));
         }
         let (k, v) = float([k, v])?;
         let out = with_slices([q, &k, &v], |[q, k, v]| {

@@ -83,7 +83,7 @@ impl TensorSource for ByRows {
         let start = usize::try_from(offset).ok();
         let part = start.and_then(|start| bytes.get(start..start.checked_add(buffer.len())?));
         buffer.copy_from_slice(part.ok_or_else(|| {
-            Error::Internal(format!("a range beyond the {} bytes of tensor `{name}`", bytes.len()))
+            Error::Internal(format!("a range exceeds the {} bytes of tensor `{name}`", bytes.len()))
         })?);
         Ok(())
     }

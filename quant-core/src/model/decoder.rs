@@ -109,7 +109,7 @@ impl Decoder {
     }
 
     /// Replaces an `f32` cache with 16-bit floats in the kernels' pages, if the kernels support the attention shapes.
-    /// Engines cache this way, so speed measurements should too.
+    /// Engines usually have 16-bit caches, so speed should be measured with one.
     pub fn with_half_cache(self) -> Self {
         match self.caching() {
             KvCaching::Float if KvCaching::refusal(Some(KvType::F16), &self.attentions).is_none() => {

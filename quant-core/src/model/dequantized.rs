@@ -1,9 +1,9 @@
 //! A float view of a quantized checkpoint: the dequantized values, under the names of float weights.
 //!
-//! All readable containers are supported. Quantized linears appear as F32 weights with exactly their dequantized
-//! values. The tensors that store them are hidden, and so are tensors that are meaningless without them: scales of
-//! inputs and of cached keys and values. A weight is dequantized when it is read. The last one is kept, because weights
-//! are read in pieces.
+//! All checkpoint formats that quant can read are supported. Quantized linears appear as F32 weights with exactly their
+//! dequantized values. The tensors that store them are hidden, and so are tensors that are meaningless without them:
+//! scales of inputs and of cached keys and values. A weight is dequantized when it is read. The last one is kept,
+//! because weights are read in pieces.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -104,7 +104,7 @@ impl TensorSource for Dequantized {
         let start = usize::try_from(offset).ok();
         let part = start.and_then(|start| bytes.get(start..start.checked_add(buffer.len())?));
         buffer.copy_from_slice(part.ok_or_else(|| {
-            Error::Internal(format!("a range beyond the {} bytes of tensor `{name}`", bytes.len()))
+            Error::Internal(format!("a range exceeds the {} bytes of tensor `{name}`", bytes.len()))
         })?);
         Ok(())
     }

@@ -112,11 +112,11 @@ impl Model {
         match a.learned_positions {
             Some(_) if window > a.max_positions => Err(Error::usage(
                 format!(
-                    "windows of {window} tokens are longer than the model's {} learned positions",
+                    "windows of {window} tokens exceed the {} learned positions of the model",
                     a.max_positions
                 ),
                 format!(
-                    "request at most {}: with ‹seq_len›, ‹window›, or the sum of ‹prefill› and ‹decode›",
+                    "request at most {} tokens with ‹seq_len›, ‹window›, or ‹prefill› and ‹decode› together",
                     a.max_positions
                 ),
             )),
@@ -128,7 +128,7 @@ impl Model {
     /// positions.
     ///
     /// # Errors
-    /// As [`check_positions`](Self::check_positions), and when they cannot be read or are not finite.
+    /// As [`check_positions`](Self::check_positions), and when the rows cannot be read or are not finite.
     pub fn position_table(&self, positions: usize) -> Result<Option<PositionTable>> {
         self.check_positions(positions)?;
         let Some(LearnedPositions { table, offset }) = &self.architecture().learned_positions else {
@@ -185,10 +185,10 @@ impl Model {
         Ok(Some(PerLayer { rows, scale, projection, norm }))
     }
 
-    /// Checks that all tokens are inside the embedding.
+    /// Checks that the vocabulary contains the token.
     ///
     /// # Errors
-    /// [`Error::Tokenizer`] when one is not, because the tokenizer does not match the model.
+    /// [`Error::Tokenizer`] when it does not, which means that the tokenizer does not belong to the model.
     pub fn check_token(&self, token: u32) -> Result<()> {
         let vocab = self.architecture().vocab;
         if (token as usize) < vocab {
@@ -196,7 +196,7 @@ impl Model {
         }
         Err(Error::Tokenizer {
             path: self.path().with_file_name("tokenizer.json"),
-            reason: format!("produces token {token}, but the embedding has {vocab} rows"),
+            reason: format!("produces token {token}, but the embedding has only {vocab} rows"),
         })
     }
 }

@@ -19,11 +19,14 @@ use crate::{Error, Result};
 pub(super) fn route(logits: &Tensor, routing: Routing, correction: Option<&[f32]>) -> Result<Tensor> {
     let experts = routing.experts;
     if logits.dim(D::Minus1)? != experts || correction.is_some_and(|c| c.len() != experts) {
-        return Err(Error::Internal(format!("logits {:?} of {experts} experts", logits.dims())));
+        return Err(Error::Internal(format!(
+            "router logits {:?} do not match {experts} experts",
+            logits.dims()
+        )));
     }
     let weights = with_values(logits, |logits| {
         if logits.iter().any(|logit| !logit.is_finite()) {
-            return Err(Error::Logits { reason: "a router's logit is not finite".into() });
+            return Err(Error::Logits { reason: "a router logit is NaN or infinite".into() });
         }
         let mut weights = vec![0.0; logits.len()];
         let rows = weights.par_chunks_mut(experts).zip(logits.par_chunks(experts));
@@ -137,7 +140,9 @@ pub(super) fn scale_rows(rows: &Tensor, logits: &Tensor, tokens: &[u32], expert:
     let factors = with_values(logits, |logits| {
         let of = |&token: &u32| {
             let logit = logits.get(token as usize * experts + expert);
-            logit.map(|l| 1.0 / (1.0 + (-l).exp())).ok_or_else(|| Error::Internal(format!("no row {token}")))
+            logit
+                .map(|l| 1.0 / (1.0 + (-l).exp()))
+                .ok_or_else(|| Error::Internal(format!("row {token} does not exist")))
         };
         tokens.iter().map(of).collect::<Result<Vec<f32>>>()
     })?;
@@ -151,7 +156,7 @@ pub(super) fn scale_rows(rows: &Tensor, logits: &Tensor, tokens: &[u32], expert:
 pub(super) fn tokens_of_expert(weights: &Tensor, expert: usize) -> Result<Vec<u32>> {
     let experts = weights.dim(D::Minus1)?;
     if expert >= experts {
-        return Err(Error::Internal(format!("expert {expert} of {experts}")));
+        return Err(Error::Internal(format!("expert {expert} does not exist; there are {experts}")));
     }
     with_values(weights, |weights| {
         let rows = weights.chunks_exact(experts).enumerate();
@@ -170,7 +175,9 @@ pub(super) fn rows(x: &Tensor, tokens: &[u32]) -> Result<Tensor> {
         for &token in tokens {
             let at = token as usize * width;
             let row = x.get(at..at + width);
-            values.extend_from_slice(row.ok_or_else(|| Error::Internal(format!("no row {token}")))?);
+            values.extend_from_slice(
+                row.ok_or_else(|| Error::Internal(format!("row {token} does not exist")))?,
+            );
         }
         Ok(values)
     })?;
@@ -189,7 +196,7 @@ pub(super) fn sum(weights: &Tensor, outputs: &[Tensor]) -> Result<Tensor> {
         return Err(Error::Internal("experts without outputs".into()));
     };
     if outputs.len() != experts {
-        return Err(Error::Internal(format!("{} outputs of {experts} experts", outputs.len())));
+        return Err(Error::Internal(format!("got {} outputs for {experts} experts", outputs.len())));
     }
     let tokens = weights.elem_count().checked_div(experts).unwrap_or(0);
     let mut sums = vec![0.0; tokens * width];
@@ -215,7 +222,8 @@ pub(super) fn sum(weights: &Tensor, outputs: &[Tensor]) -> Result<Tensor> {
     Ok(Tensor::from_vec(sums, dims, &Device::Cpu)?)
 }
 
-/// Adds an expert's output, times each token's weight `of`, to the sums `[tokens, width]`.
+/// Adds an expert's output rows to the sums `[tokens, width]`. `of` returns a token's weight for the expert; the output
+/// has one row for each token whose weight is not 0.
 ///
 /// # Errors
 /// When the number of rows differs from the number of tokens with a weight.
@@ -232,7 +240,7 @@ pub(crate) fn add_expert(
     let routed: Vec<(f32, &mut [f32])> = routed.collect();
     if routed.len() * width != output.len() {
         return Err(Error::Internal(format!(
-            "{} values of an expert for {} tokens",
+            "got {} values of an expert for {} tokens",
             output.len(),
             routed.len()
         )));

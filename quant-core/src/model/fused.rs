@@ -1,8 +1,8 @@
 //! Norms and gates that the kernels compute while packing the rows of linears, instead of as separate operations.
 //!
 //! When a block is packed, they are found in its graph: RMSNorms of whole rows, and `silu(gate) · up`. Their values
-//! must be read only by packed linears that share their input. Other norms and gates are computed separately, and so
-//! are these while a tap observes the inputs of linears.
+//! must be read only by packed linears that share their input. All other norms and gates are computed separately. If a
+//! tap observes the inputs of linears, fused norms and gates are computed separately, too.
 
 use std::collections::BTreeMap;
 
@@ -61,6 +61,6 @@ pub(super) fn run(
         (Op::Gated(Activation::Silu), _, [gate, up]) => {
             Linear::forward_fused(linears, Fused::SiluMul { gate, up })
         }
-        (op, ..) => Err(Error::Internal(format!("{op:?} is not computed by the kernels"))),
+        (op, ..) => Err(Error::Internal(format!("the kernels do not support {op:?}"))),
     }
 }

@@ -1,9 +1,9 @@
 //! A view of fused expert tensors as single experts. Later stages see each expert's gate, up and down under separate
 //! names, as most families store them, and the output uses these names.
 //!
-//! Contiguous rows are read from the file by range. Other rows are taken from the expert's slab of the tensor, which is
-//! read whole and kept until a different slab is needed. Gate and up come from the same slab, one after the other, and
-//! weights are read in pieces, so nothing is read twice.
+//! Contiguous rows are read from the file by range. For other layouts, the part of the tensor that holds one expert
+//! (its slab) is read whole and kept until another slab is needed. An expert's gate and up are read consecutively from
+//! the same slab, so each slab is read only once.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
@@ -66,7 +66,8 @@ struct Part {
     tensor: String,
     form: Form,
     expert: usize,
-    /// Outputs per expert in the tensor; `first` and `step` select those of the part.
+    /// Number of outputs per expert in the fused tensor. This part consists of every `step`th output, starting with
+    /// `first`.
     all: usize,
     first: usize,
     step: usize,
@@ -164,7 +165,7 @@ impl Split {
         }
     }
 
-    /// Returns the dtype in which the view shows a tensor of matrices `[n, k]`, and their layout, if the shape
+    /// Returns the dtype of the view of a tensor that stores matrices `[n, k]`, and their layout, if the shape
     /// determines it.
     fn dtype_and_form(
         &self,
@@ -301,7 +302,7 @@ impl TensorSource for Split {
                 false => Err(Error::MissingTensor { path: self.location(name), tensor: name.to_owned() }),
             };
         };
-        let leaves = || Error::Internal(format!("a range beyond the end of tensor `{name}`"));
+        let leaves = || Error::Internal(format!("a range exceeds tensor `{name}`"));
         let end = offset.checked_add(buffer.len() as u64).filter(|end| *end <= part.info.byte_len());
         end.ok_or_else(leaves)?;
         if part.form == Form::Rows && part.step == 1 {

@@ -43,7 +43,7 @@ pub(super) fn by_token(x: &Tensor, gate: &Tensor) -> Result<Tensor> {
     let values = with_values(gate, |gate| {
         with_values(x, |x| {
             if gate.len() * width != x.len() {
-                return Err(Error::Internal(format!("{} gates of {} values", gate.len(), x.len())));
+                return Err(Error::Internal(format!("got {} gates for {} values", gate.len(), x.len())));
             }
             let rows = x.chunks_exact(width).zip(gate);
             Ok(rows

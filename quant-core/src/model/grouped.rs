@@ -1,8 +1,9 @@
 //! Experts of a block that the kernels run in one call, in place of three products per expert.
 //!
 //! Packing a block finds them in its graph: all linears between the sum of experts and the selected rows must be packed
-//! and multiplied with the same kind of activations. Otherwise, for example with inputs on a static or floating-point
-//! grid, experts run as individual nodes. They also do so while a tap observes the inputs of linears.
+//! and must quantize their inputs in the same way. Otherwise, for example if inputs have a static or floating-point
+//! grid, each expert is evaluated node by node. Experts are also evaluated node by node while a tap observes the inputs
+//! of linears.
 
 use std::collections::BTreeMap;
 
@@ -43,7 +44,11 @@ impl GroupedExperts {
     pub(super) fn run(&self, weights: &Tensor, x: &Tensor) -> Result<Tensor> {
         let (count, width) = (self.experts.count(), self.experts.hidden());
         if weights.dim(D::Minus1)? != count || x.dim(D::Minus1)? != width {
-            return Err(Error::Internal(format!("experts for {:?} and {:?}", weights.dims(), x.dims())));
+            return Err(Error::Internal(format!(
+                "routing weights {:?} do not match hidden states {:?}",
+                weights.dims(),
+                x.dims()
+            )));
         }
         let (mut numbers, mut own) = (Vec::new(), Vec::new());
         with_values(weights, |weights| {
@@ -95,7 +100,7 @@ pub(super) fn grouped(
     Ok(found)
 }
 
-/// An expert's gate, up and down nodes, its gated product, its `top_k` and its input.
+/// The gate, up and down linears of an expert, its gated product, its input, and the number of experts per token.
 #[derive(Clone, Copy)]
 struct Parts {
     linears: [NodeId; 3],

@@ -97,8 +97,8 @@ impl<'a> Head<'a> {
         self.shape[1]
     }
 
-    /// Returns whether the head can only compute all logits at once, with [`all_logits`](Self::all_logits), because the
-    /// kernels or a GPU multiply it.
+    /// Returns whether the head can only compute all logits at once, with [`all_logits`](Self::all_logits), because its
+    /// weight is packed for the kernels or is on a GPU.
     pub fn is_whole(&self) -> bool {
         self.rows.is_none()
     }
@@ -110,7 +110,8 @@ impl<'a> Head<'a> {
     /// When the width does not match.
     pub fn inputs(&self, hidden: Vec<f32>) -> Result<Vec<f32>> {
         match (self.linear, &self.rows) {
-            // Heads without rows do their own rounding; inputs of a stored head were rounded before they were stored.
+            // A head without rows quantizes its inputs itself. A head created from parts has no grid; its inputs were
+            // rounded before they were saved.
             (Some(linear), Some(_)) if linear.grid()?.is_some() => {
                 let rows = hidden.len().checked_div(self.width()).unwrap_or(0);
                 let x = Tensor::from_vec(hidden, (rows, self.width()), &Device::Cpu)?;
@@ -137,7 +138,7 @@ impl<'a> Head<'a> {
     ) -> Result<()> {
         let rows = self.rows.as_ref().ok_or_else(|| Error::Internal("a packed head has no tiles".into()))?;
         let m = inputs.len().checked_div(self.width()).unwrap_or(0);
-        // The product overwrites existing values, so only new ones are cleared.
+        // No `clear` is needed, because the product overwrites all elements.
         out.resize(m * columns.len(), 0.0);
         let weight = rows.rows(columns.clone(), scratch)?;
         multiply_tile(inputs, weight, self.width(), [m, columns.len()], out);

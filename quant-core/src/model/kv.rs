@@ -24,7 +24,7 @@ use crate::{Error, Result};
 /// Heads rounded per task.
 const HEAD_TILE: usize = 256;
 /// The kernels' message for a value that no cache can hold.
-const NOT_FINITE: &str = "a key or value that is not finite";
+const NOT_FINITE: &str = "a key or value is not finite";
 
 /// The cached form of keys and values: integers on asymmetric grids, with a scale and a zero point in f16 per token and
 /// head, or FP8 (E4M3) with one scale for the keys of a layer and one for its values.
@@ -99,7 +99,7 @@ impl KvScheme {
         let Some(fields) = config.optional_object(KV_CONFIG_KEY)? else { return Ok(None) };
         let known = Self::Kv4.integers_value();
         if let Some(other) = fields.map().keys().find(|key| known.get(key.as_str()).is_none()) {
-            return Err(fields.error(&other.escape_default().to_string(), "is not known"));
+            return Err(fields.error(&other.escape_default().to_string(), "is an unknown key"));
         }
         let bits = fields.require_usize("bits")?;
         let Some(scheme) = Self::INTEGERS.into_iter().find(|s| usize::from(s.bits()) == bits) else {
@@ -131,7 +131,7 @@ impl KvScheme {
     pub fn round(self, x: &mut [f32], head_dim: usize, scale: f32) -> Result<()> {
         if head_dim == 0 || !x.len().is_multiple_of(head_dim) {
             return Err(Error::Internal(format!(
-                "{} keys or values are not whole heads of {head_dim}",
+                "{} keys or values are not a multiple of the head width {head_dim}",
                 x.len()
             )));
         }
@@ -181,15 +181,15 @@ impl KvCaching {
 /// Returns the feature of an attention that the kernels lack, if any.
 pub(super) fn lacking(shape: AttentionShape) -> Option<&'static str> {
     if shape.softcap.is_some() {
-        Some("the kernels' attention does not support a soft cap on scores")
+        Some("the attention kernels do not support a soft cap on scores")
     } else if shape.sinks.is_some() {
-        Some("the kernels' attention does not support sinks")
+        Some("the attention kernels do not support attention sinks")
     } else if shape.chunk.is_some() {
-        Some("the kernels' attention does not support chunks")
+        Some("the attention kernels do not support chunked attention")
     } else if shape.alibi {
-        Some("the kernels' attention does not support ALiBi")
+        Some("the attention kernels do not support ALiBi")
     } else if shape.value_dim != shape.head_dim {
-        Some("the kernels' cache requires keys and values of the same width")
+        Some("the cache of the kernels requires keys and values of the same width")
     } else {
         None
     }
@@ -198,27 +198,27 @@ pub(super) fn lacking(shape: AttentionShape) -> Option<&'static str> {
 /// Returns why the kernels cannot hold heads of `head_dim` in pages on this machine, if so.
 pub(super) fn refusal(kind: KvType, head_dim: usize) -> Option<String> {
     if Isa::detect() == Isa::Scalar {
-        return Some("the kernels cannot use vector instructions on this processor".into());
+        return Some("this processor has no vector instructions that the kernels support".into());
     }
     let error = KvLayout::new(kind, head_dim).err()?;
-    Some(format!("the kernels' cache cannot hold heads of width {head_dim}: {error}"))
+    Some(format!("the cache of the kernels does not support a head width of {head_dim}: {error}"))
 }
 
 /// Converts an error of the cache. Sizes were checked earlier, so the cause is a value.
 pub(super) fn cache_error(error: KernelError) -> Error {
     let reason = match error {
         KernelError::TooLarge("a key or value") => {
-            format!("a value exceeds ±{MAX_MAGNITUDE}, the range of the cache's f16 scales")
+            format!("a value exceeds ±{MAX_MAGNITUDE}, the range of F16 scales")
         }
         KernelError::Scheme(NOT_FINITE) => "a value is NaN or infinite".to_owned(),
         KernelError::Memory(what) => {
             return Error::Unavailable {
                 what: format!("memory for {what} of keys and values"),
                 reason: "the allocation failed".into(),
-                remedy: "use fewer tokens at once".into(),
+                remedy: "use shorter windows or a shorter context".into(),
             };
         }
-        other => return Error::Internal(format!("the cache rejects its operands: {other}")),
+        other => return Error::Internal(format!("the cache rejected its operands: {other}")),
     };
     Error::Cache { block: None, reason }
 }
@@ -234,7 +234,10 @@ impl FromStr for KvScheme {
 
     fn from_str(text: &str) -> Result<Self> {
         Self::ALL.into_iter().find(|scheme| scheme.to_string() == text).ok_or_else(|| {
-            Error::usage(format!("`{}` is not a KV cache", text.escape_default()), "use kv4, kv8 or kvf8")
+            Error::usage(
+                format!("unknown KV cache `{}`", text.escape_default()),
+                "known values: kv4, kv8, kvf8",
+            )
         })
     }
 }

@@ -81,9 +81,9 @@ pub(super) fn normalize(x: &Tensor, width: usize, eps: f64) -> Result<Tensor> {
 
 /// `(x − mean) / √(variance + eps) · weight + bias` along the last dimension.
 ///
-/// The variance is computed from the differences from the mean, in a second pass. In families with this norm, a few
-/// features are hundreds of times larger than the others, and a difference of squares in `f32` would lose the small
-/// ones.
+/// The variance is computed in a second pass, from differences to the mean. In families with this norm, a few features
+/// are hundreds of times larger than the others, and the textbook formula `E[x²] − E[x]²` would lose the small ones in
+/// `f32`.
 struct LayerNorm {
     eps: f32,
 }
@@ -199,7 +199,7 @@ mod tests {
                     .zip(w.iter().zip(&b))
                     .map(|(v, (w, b))| (v - mean) / (variance + 1e-5).sqrt() * f64::from(*w) + f64::from(*b));
                 let exact: Vec<f64> = exact.collect();
-                // Every addition to a partial sum may be off by half an ulp, and so may the few steps after.
+                // Each addition to a partial sum, and each of the few operations after it, may be off by half an ulp.
                 let largest = exact.iter().fold(0.0_f64, |m, v| m.max(v.abs()));
                 let bound = (width / 16 + 16) as f64 * f64::from(f32::EPSILON) * largest;
                 for (found, exact) in found.iter().zip(exact) {

@@ -29,8 +29,9 @@ impl Paged {
     pub(super) fn new(kind: KvType, shape: AttentionShape, kv_width: usize, capacity: usize) -> Result<Self> {
         let d = shape.head_dim;
         let kv = kv_width.checked_div(d).filter(|kv| kv * d == kv_width && *kv > 0);
-        let kv =
-            kv.ok_or_else(|| Error::Internal(format!("{kv_width} features are not whole heads of {d}")))?;
+        let kv = kv.ok_or_else(|| {
+            Error::Internal(format!("{kv_width} features are not a multiple of the head width {d}"))
+        })?;
         if let Some(reason) = super::kv::lacking(shape) {
             return Err(Error::Internal(reason.into()));
         }
@@ -84,7 +85,7 @@ impl Paged {
             return Ok(());
         }
         let (heads, layout) = (self.cache.heads(), *self.cache.layout());
-        // Skip pages that no query attends to, and tokens after that of the last query.
+        // Skip pages that no query attends to, and the tokens after the last query.
         let skipped = first / PAGE_TOKENS;
         let lists: Vec<PageList<'_>> = (0..heads.kv)
             .map(|head| PageList {
@@ -226,10 +227,10 @@ mod tests {
         x.flatten_all().unwrap().to_vec1().unwrap()
     }
 
-    /// Exact attention of float queries on the dequantized cache, with the maximum deviation of the kernels. An 8-bit
-    /// query is off by at most half a step of its grid in every feature, so scores are off by
-    /// `δ ≤ scale · s_q / 2 · Σ |k̂|` and probabilities by a factor within `e^±2δ`. Added to this are a rounding to
-    /// bf16, `2⁻⁸`, for paths that have it, and `10⁻⁴` for everything else.
+    /// Returns exact attention of float queries on the dequantized cache, with the maximum deviation of the kernels.
+    /// Rounding a query to 8 bits changes each feature by at most half a step of its grid, so scores change by `δ ≤
+    /// scale · s_q / 2 · Σ |k̂|` and probabilities by a factor within `e^±2δ`. The deviation also includes `2⁻⁸`, for
+    /// paths that round to bf16, and `10⁻⁴` for everything else.
     #[allow(clippy::needless_range_loop, reason = "positions are counted")]
     fn exact(case: &Case, q: &[f32], k: &[f32], v: &[f32], starts: Option<&[u32]>) -> Vec<(f64, f64)> {
         let AttentionShape { repeat, head_dim: d, window, .. } = case.shape;
@@ -258,7 +259,7 @@ mod tests {
                     total += p;
                     for i in 0..d {
                         sums[i] += p * v[i];
-                        // A value is the midpoint plus a step times a code of at most half the range.
+                        // For the bound below: the largest magnitude of any dequantized value.
                         max[i] = max[i].max(v.iter().fold(0.0, |m, v| v.abs().max(m)));
                     }
                 }
@@ -343,7 +344,7 @@ mod tests {
         assert!(attend(AttentionShape { repeat: 1, ..case.shape }, [&q, &k, &v]).is_err());
         assert!(attend(AttentionShape { head_dim: 8, ..case.shape }, [&q, &k, &v]).is_err());
         assert!(attend(case.shape, [&q, &k, &short]).is_err());
-        assert!(refusal(KvType::Kv4, 8).is_some_and(|reason| reason.contains("heads of width 8")));
+        assert!(refusal(KvType::Kv4, 8).is_some_and(|reason| reason.contains("head width of 8")));
         assert!(refusal(KvType::F16, 1024).is_some());
         // Tokens beyond the cache's capacity, and a cache of a different format.
         let mut cache = LayerCache::new(4);

@@ -27,7 +27,7 @@ impl Preparation {
         match self {
             Self::FoldNorms => "moves norm weights into the linears that read them",
             Self::Rotate => {
-                "rotates the residual stream, which spreads outliers over all channels; folds norms"
+                "rotates the residual stream, which spreads outliers over all channels; also folds norms"
             }
         }
     }

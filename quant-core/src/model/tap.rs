@@ -50,8 +50,8 @@ impl Tap for NoTap {
     }
 }
 
-/// A [`Tap`] that observes nothing, but stops a cancelled run between two linears, since a block takes a long time for
-/// long windows.
+/// A [`Tap`] that observes nothing, but stops a cancelled run between two linears. With long windows, waiting for the
+/// end of the block would take long.
 #[derive(Debug, Clone, Copy)]
 pub struct CancelTap<'a>(pub &'a CancelToken);
 

@@ -29,7 +29,7 @@ impl Block {
         !self.unrouted.is_empty()
     }
 
-    /// Returns whether a node that selects an expert's rows takes those of all tokens.
+    /// Returns whether the expert whose rows the node `selects` runs on all tokens.
     pub(super) fn takes_all_rows(&self, selects: NodeId) -> bool {
         self.unrouted.contains(&selects)
     }
@@ -49,11 +49,13 @@ impl Block {
         let (input, logits, expert) = match (&node.inputs[..], node.op.selected_expert()) {
             ([input, _], Some(expert)) => (*input, None, expert),
             ([input, _, logits], Some(expert)) => (*input, Some(*logits), expert),
-            _ => return Err(Error::Internal(format!("node {selects} selects no expert's rows"))),
+            _ => {
+                return Err(Error::Internal(format!("node {selects} does not select the rows of an expert")));
+            }
         };
         let Some(logits) = logits else { return Ok(self.evaluate(known, &[input], tap)?.swap_remove(0)) };
         let [rows, logits] = &self.evaluate(known, &[input, logits], tap)?[..] else {
-            return Err(Error::Internal("expected one value per node".into()));
+            return Err(Error::Internal("expected exactly one value per node".into()));
         };
         let tokens = rows.elem_count() / rows.dim(D::Minus1)?.max(1);
         experts::scale_rows(rows, logits, &(0..tokens as u32).collect::<Vec<_>>(), expert)

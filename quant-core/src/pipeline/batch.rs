@@ -95,8 +95,8 @@ impl Batch {
             }
             None => {
                 return Err(Error::usage(
-                    format!("a job that begins at block {first} needs the hidden states before that block"),
-                    "give the file written by the job over the preceding blocks",
+                    format!("a job that starts at block {first} needs the hidden states before that block"),
+                    "pass the file that the job on the preceding blocks wrote",
                 ));
             }
         };
@@ -115,8 +115,9 @@ impl Batch {
         states::save(path, job, layer, (depends_on, &program), self.streams(), None).map(|_| ())
     }
 
-    /// Decides about block `layer` for the jobs at the positions `open`, whose results are still missing, and moves the
-    /// states to the next block if `advance` is set. The conveyors take what GPTQ has rounded at once.
+    /// Makes the decisions about block `layer` for the jobs at the positions `open`, whose results are still missing,
+    /// and moves the states to the next block if `advance` is set. Linears are passed to the conveyors as soon as GPTQ
+    /// has rounded them.
     pub(super) fn block(
         &mut self,
         conveyors: &mut [Conveyor<'_, '_>],
@@ -186,7 +187,8 @@ impl Batch {
         }
     }
 
-    /// Searches the rewrite for each of `grids`. `block` moves the states on; `watched` is the block that is observed.
+    /// Searches the rewrite for each of `grids`. The states advance through `block`; statistics are gathered in
+    /// `watched`, in which some experts may run on all tokens.
     fn search(
         &mut self,
         context: &Context<'_, '_>,
@@ -249,8 +251,8 @@ impl Batch {
         Ok(true)
     }
 
-    /// Runs the float states through the float block, both as it is and as it is watched. Returns the ranges that were
-    /// gathered, and stores their maxima if the job keeps them.
+    /// Gathers the ranges of linears' inputs in `watched`, and advances the float states through `block`, as the plan
+    /// requires. Returns the ranges, and stores their maxima if the job keeps them.
     fn float_pass(
         &mut self,
         job: &Job<'_>,
@@ -330,7 +332,7 @@ fn saved_states(
     match loaded {
         Ok(streams) => Ok(Some((streams, layer))),
         Err(error) if error.category() == Category::Input => {
-            let message = format!("saved hidden states cannot be used and will be recomputed: {error}");
+            let message = format!("the saved hidden states cannot be used and will be recomputed: {error}");
             job.observer.event(&Event::Warning { message });
             Ok(None)
         }
@@ -366,7 +368,7 @@ fn reading(job: &Job<'_>) -> &'static str {
     }
 }
 
-/// Gathers the ranges of all inputs of linears in one pass, and moves the states on if `advance` is set. If a range is
+/// Gathers the ranges of all inputs of linears in one pass, and advances the states if `advance` is set. If a range is
 /// not finite, the error names a linear that reads it.
 fn input_ranges(
     job: &Job<'_>,

@@ -14,7 +14,7 @@ use super::tensor::{Finished, apply_rewrite, cache_scales, largest_magnitude};
 use crate::recipe::{Action, Plan, PlanEntry};
 use crate::{Event, Result, TensorSink};
 
-/// What the entries of a span are computed from, in addition to the plan.
+/// The data from which the entries of a span are computed, in addition to the plan.
 pub(super) struct SpanWork<'a> {
     pub(super) decision: &'a Decision,
     /// Linears that have already been rounded.
@@ -37,10 +37,11 @@ impl<'a> SpanWork<'a> {
     }
 }
 
-/// Takes the entries of a plan to the sink, span by span or ahead of their span, and collects the report.
+/// Processes the entries of a plan, passes the results to the sink, and collects the report. Entries are processed span
+/// by span, except that linears may be processed earlier, as soon as they are rounded.
 ///
-/// Everything is committed at the end of a span. This too overlaps with the work on the next span's first tensor,
-/// unless [`drain`](Self::drain) forces it earlier.
+/// The tensors of a span are committed when the last one is written. This, too, overlaps with the work on the next
+/// span's first tensor, unless [`drain`](Self::drain) forces it earlier.
 pub(super) struct Conveyor<'a, 'j> {
     job: &'a Job<'j>,
     sink: &'a mut dyn TensorSink,
@@ -91,7 +92,7 @@ impl<'a, 'j> Conveyor<'a, 'j> {
         &self.job.plan.entries[self.spans[span].clone()]
     }
 
-    /// Returns whether an earlier run has left every output of a span, and the report of each of its entries.
+    /// Returns whether every output of a span is complete, and the report of each of its entries is stored.
     pub(super) fn is_complete(&self, span: usize) -> bool {
         self.entries(span).iter().all(|entry| self.is_written(entry))
     }
@@ -106,8 +107,8 @@ impl<'a, 'j> Conveyor<'a, 'j> {
         self.sink.read_back(name)
     }
 
-    /// Takes the entries of a span that have not been taken yet; `layer` is the block if the span is one. Reads ahead
-    /// up to the end of the span `horizon`.
+    /// Processes the remaining entries of a span. `layer` is its block, if the span is a block. Reads ahead up to the
+    /// end of the span `horizon`.
     pub(super) fn take(
         &mut self,
         span: usize,
@@ -128,7 +129,7 @@ impl<'a, 'j> Conveyor<'a, 'j> {
         self.end_span(SpanEnd { layer })
     }
 
-    /// Takes the entries of a span that have been rounded, ahead of the others.
+    /// Processes the entries of a span whose linears have been rounded, before the other entries.
     pub(super) fn take_rounded(&mut self, span: usize, work: &SpanWork<'_>) -> Result<()> {
         let entries = &self.job.plan.entries;
         let ready = |&i: &usize| !self.is_taken(i) && work.rounded(&entries[i]).is_some();
@@ -141,7 +142,7 @@ impl<'a, 'j> Conveyor<'a, 'j> {
         self.tensors.contains_key(&index) || self.pending.as_ref().is_some_and(|b| b.index == index)
     }
 
-    /// Takes an entry, and reads the one at `next` meanwhile.
+    /// Processes an entry while the one at `next` is read.
     fn entry(&mut self, index: usize, work: &SpanWork<'_>, next: Option<usize>) -> Result<()> {
         self.job.cancel.check()?;
         let tensor = self.tensor(index, work, next)?;
@@ -164,7 +165,7 @@ impl<'a, 'j> Conveyor<'a, 'j> {
             }
             return Ok(Finished::written(report));
         }
-        // Computed here, before the first of the linears that share a scale takes its bytes from the block.
+        // Must be computed before the first linear that shares the scale takes its bytes from the block.
         let amax = self.shared_amax(entry, work)?;
         let source = match self.prefetched.take() {
             Some((prefetched, source)) if prefetched == index => source?,
@@ -195,14 +196,15 @@ impl<'a, 'j> Conveyor<'a, 'j> {
         Ok(done)
     }
 
-    /// Returns the largest magnitude over all linears that share a scale with this one, or `None` if there are no
-    /// others or this one is already rounded. All are read once, when the first is due.
+    /// Returns the largest magnitude over all linears that share a scale with this one; `None` if no other linear does,
+    /// or this one is already rounded. The linears are read once, when the first of them is processed.
     fn shared_amax(&mut self, entry: &PlanEntry, work: &SpanWork<'_>) -> Result<Option<f32>> {
         let Action::Quantize { module, scheme, .. } = &entry.action else { return Ok(None) };
         if !scheme.shares_over_tensor() || work.rounded(entry).is_some() {
             return Ok(None);
         }
-        let Some(parts) = self.job.plan.fused_with(module) else { return Ok(None) };
+        let Some(layer) = entry.layer else { return Ok(None) };
+        let Some(parts) = self.job.plan.shares_scale_with(module) else { return Ok(None) };
         let key = format!("{} {scheme}", parts[0]);
         if let Some(&known) = self.shared.get(&key) {
             return Ok(Some(known));
@@ -212,7 +214,7 @@ impl<'a, 'j> Conveyor<'a, 'j> {
             _ => false,
         };
         let mut amax = 0.0_f32;
-        for other in self.job.plan.entries.iter().filter(|e| e.layer == entry.layer).filter(shares) {
+        for other in self.entries(layer + 1).iter().filter(shares) {
             amax = amax.max(largest_magnitude(self.job, other, work.decision, &work.held)?);
         }
         self.shared.insert(key, amax);

@@ -1,4 +1,4 @@
-//! What is decided about a block before its tensors are written.
+//! The decisions about a block that are made before its tensors are written.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -38,7 +38,7 @@ pub(super) struct Rounded {
     pub(super) record: GptqRecord,
     /// The number of tokens summed into the Hessian.
     pub(super) tokens: u64,
-    /// How many of these are routed to the linear's expert, if that expert was calibrated on all tokens.
+    /// The number of these tokens that are routed to the linear's expert, if that expert was calibrated on all tokens.
     pub(super) routed: Option<u64>,
 }
 
@@ -51,7 +51,7 @@ impl Rounded {
     }
 }
 
-/// What GPTQ did to a linear.
+/// The result of GPTQ for a linear.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct GptqRecord {
@@ -67,8 +67,8 @@ pub struct GptqRecord {
     pub act_order: ActOrder,
 }
 
-/// Converts a quantized weight to what the container stores: one level of scales if it supports only one, and float
-/// activations if it does not describe them.
+/// Converts a quantized weight to the form that the container stores: one level of scales if it supports only one, and
+/// float activations if it cannot describe their grid.
 ///
 /// # Errors
 /// [`Error::Numeric`] when a scale overflows its type.
@@ -82,7 +82,7 @@ pub(super) fn stored(
         true => tensor,
         false => tensor.flattened(scale_dtype).map_err(|scale| Error::Numeric {
             tensor: name.to_owned(),
-            reason: format!("multiples of the scale {scale} exceed the range of {scale_dtype}"),
+            reason: format!("values with a scale of {scale} exceed the range of {scale_dtype}"),
         })?,
     };
     tensor.scheme = container.stored_scheme(tensor.scheme);

@@ -1,4 +1,4 @@
-//! What a checkpoint holds besides the weights: the configuration that readers need, the model's other files, and the
+//! The files of a checkpoint besides the weights: the configuration that engines need, the model's other files, and the
 //! report.
 
 use serde_json::{Value, json};
@@ -42,7 +42,7 @@ pub fn quantized_config(directory: &ModelDirectory, plan: &Plan) -> Result<Strin
         None => drop(config.remove(KV_CONFIG_KEY)),
     }
     if plan.unties_head() {
-        // Readers that tie the two would expect a float head.
+        // Loaders that tie the head to the embedding would expect a float head.
         config.insert("tie_word_embeddings".into(), Value::Bool(false));
     }
     pretty(&Value::Object(config))
@@ -68,16 +68,16 @@ pub fn companion_bytes(directory: &ModelDirectory, plan: &Plan) -> Result<u64> {
     let mut bytes = companions + quantized_config(directory, plan)?.len() as u64;
     let mut room = MAX_SIDECAR_BYTES;
     for sidecar in directory.sidecar_files() {
-        // Opened here so that an unreadable file is reported before the work and not after it.
+        // Opening the file now means that an unreadable file is reported before any work is done.
         let len = sidecar.bytes()?;
         room = room.checked_sub(len).ok_or_else(|| Error::InputFile {
             path: sidecar.path.clone(),
             line: None,
             reason: format!(
-                "has {len} bytes, but all files next to the weights may have at most {MAX_SIDECAR_BYTES} bytes \
-                 together"
+                "has {len} bytes, but the files next to the weights are limited to {MAX_SIDECAR_BYTES} \
+                bytes in total"
             ),
-            remedy: "download the model again, or remove files that do not belong to it".into(),
+            remedy: "download the model again, or remove files that are not part of it".into(),
         })?;
         bytes += len;
     }

@@ -22,7 +22,7 @@ use crate::recipe::States;
 use crate::transform::{LinearGrid, Rewrite};
 use crate::{CancelToken, Error, Result};
 
-/// A block that is to be rounded.
+/// The inputs for rounding a block.
 pub(super) struct GptqTask<'a> {
     /// Prefix of the block's modules, for messages.
     pub(super) prefix: &'a str,
@@ -102,7 +102,8 @@ impl<'a> GptqRun<'a> {
                     task.release(&self.before, |node| node <= cut);
                 }
                 let mut hessian = task.hessian(&linears);
-                // Only if tokens are independent of each other from here to the end of the block.
+                // Experts run one at a time only if tokens are independent of each other from here to the end of the
+                // block.
                 let selects =
                     graph.rows_selected_by(value).filter(|_| !graph.mixes_tokens(*from, graph.output()));
                 if let (Some(selects), None) = (selects, &experts) {
@@ -121,7 +122,9 @@ impl<'a> GptqRun<'a> {
                         routed = experts.gather(self.states, &task.block, nodes, how, &mut hessian)?;
                     }
                     _ if !task.experts.is_routed() && graph.rows_selected_by(value).is_some() => {
-                        return Err(Error::Internal("experts precede an operation that mixes tokens".into()));
+                        return Err(Error::Internal(
+                            "experts come before an operation that mixes tokens".into(),
+                        ));
                     }
                     _ => {
                         let nodes = [*from, value];
@@ -148,7 +151,7 @@ impl<'a> GptqRun<'a> {
         Ok(Some(rounded))
     }
 
-    /// Moves the states past the block if that is still to be done.
+    /// Advances the states past the block, if that has not been done yet.
     pub(super) fn finish(mut self) -> Result<()> {
         match self.inputs {
             StageInputs::Rounded { from, experts: Some(mut experts), advance: true } => {
@@ -203,7 +206,8 @@ impl GptqTask<'_> {
         for (value, hessian) in stages.keys().zip(&mut hessians) {
             pass.gather(*value, hessian)?;
         }
-        // The states move on through the block as it is, so they stay bit-identical.
+        // If some experts run on all tokens here, the states are advanced separately through the original block, so
+        // that they stay bit-identical.
         pass.run(states, advance && self.unrouted.is_empty())?;
         if advance && !self.unrouted.is_empty() {
             states.advance(&self.block, self.cancel)?;
@@ -221,7 +225,7 @@ impl GptqTask<'_> {
         let factor = Factor::new(hessian, columns, self.settings.damping).map_err(|e| match e {
             FactorError::NonFinite { channel } => Error::Calibration {
                 tensor: tensor.to_owned(),
-                what: format!("channel {channel} of its input"),
+                what: format!("channel {channel} of the input"),
             },
             FactorError::Indefinite { .. } => {
                 Error::Numeric { tensor: tensor.to_owned(), reason: e.to_string() }
@@ -238,8 +242,8 @@ impl GptqTask<'_> {
         Ok(factor)
     }
 
-    /// Returns what the scales of a weight depend on besides the weight: the float weights of the linears that engines
-    /// fuse with it.
+    /// Returns the context in which the scales of a weight are chosen: the kind of search, and the largest magnitude in
+    /// the float weights of linears that engines fuse with it, if there are any.
     fn context(&self, node: NodeId) -> Result<ScaleContext> {
         let grid = self.grids[&node];
         let mut context = ScaleContext { search: self.scale_search, amax: None };

@@ -36,14 +36,14 @@ use crate::recipe::{Plan, Rounding};
 use crate::{CancelToken, Error, Event, Observer, Result, TensorSink};
 use quant_formats::timed;
 
-/// The name of the step that rounds what is not rounded yet, packs it and writes it.
+/// The name of the step that rounds the remaining weights, and packs and writes all tensors.
 const WRITE: &str = "round and write";
 
 /// A run, except for the destination of its output.
 pub struct Job<'a> {
     /// The model to quantize.
     pub model: &'a Model,
-    /// What happens to each of the model's tensors.
+    /// The plan, which determines the action for each of the model's tensors.
     pub plan: &'a Plan,
     /// The calibration batch; required by plans that use one.
     pub windows: Option<&'a TokenWindows>,
@@ -105,7 +105,7 @@ pub fn quantize_each_with(
         return Err(Error::Internal("the jobs of a run differ in more than their grids".into()));
     }
     if job.plan.method.rounding == Rounding::Gptq && jobs.len() > 1 {
-        // The output of a block depends on its grids.
+        // With GPTQ, the states depend on the grids, so jobs cannot share a pass of the batch.
         let jobs = jobs
             .iter()
             .zip(sinks)
@@ -129,7 +129,7 @@ pub fn quantize_each_with(
     let (mut hidden, first) = match (job.plan.needs_blocks(), job.windows) {
         (false, _) => (None, 0),
         (true, windows) if windows.is_some() || !looks => {
-            // Without work left to do, no states are needed.
+            // If no work is left, no states are needed.
             let incomplete = incomplete.unwrap_or(blocks.start);
             let (batch, first) = timed(job.observer, "embed", || Batch::new(job, states, incomplete))?;
             (Some(batch), first)
@@ -187,7 +187,7 @@ pub fn quantize_each_with(
         conveyors.into_iter().map(Conveyor::finish).collect::<Result<Vec<_>>>()
     })?;
     if let Some(saved) = &states.saved {
-        // They take disk space, and mean nothing to the next job.
+        // The saved states take disk space and cannot be used by another job.
         let _ = std::fs::remove_file(&saved.path);
     }
     job.observer.event(&Event::StageDone);

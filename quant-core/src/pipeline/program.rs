@@ -20,7 +20,7 @@ pub struct Program {
     executable_blake3: String,
     /// The instruction set of the kernels, as named in `QUANT_ISA`.
     instruction_set: &'static str,
-    /// The widest instruction set of the processor; matrix products outside our kernels depend on it.
+    /// The widest instruction set of the processor. Matrix products that do not run in quant's kernels depend on it.
     processor: &'static str,
 }
 

@@ -30,7 +30,7 @@ pub(super) fn written_block(
         }
         match &entry.action {
             Action::Quantize { node: Some(node), module, scheme, .. } => {
-                // In some formats only the tensors show what is quantized.
+                // In some formats, only the tensors show which modules are quantized.
                 reader.survey(&source)?;
                 let shape = [entry.info.shape[0], entry.info.shape[1]];
                 let scheme = reader.scheme(module).unwrap_or(*scheme);

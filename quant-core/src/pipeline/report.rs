@@ -20,8 +20,8 @@ use crate::scheme::{BLOCK, Granularity, LinearScheme};
 use crate::transform::{AttentionRecord, ClipRecord, FoldRecord, Search, SmoothRecord};
 use crate::{Error, Result};
 
-/// The version of the report's schema. It increases when a field is removed or changes its meaning; readers ignore
-/// fields that they do not know.
+/// The version of the report's schema. It increases when a field is removed or changes its meaning. Programs that read
+/// reports must ignore fields that they do not know.
 pub(super) const SCHEMA: &str = "quant-report/1";
 /// The maximum size of a report in bytes; larger files are rejected.
 const MAX_FILE_BYTES: u64 = 64 << 20;
@@ -39,6 +39,9 @@ pub struct QuantReport {
     /// The steps of the method before rounding, in order; empty if there were none.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub steps: Vec<String>,
+    /// What the steps left unchanged, with the reasons.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub notes: Vec<String>,
     /// The number format of the KV cache; absent if it stays float.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub kv: Option<KvScheme>,
@@ -58,7 +61,7 @@ pub struct QuantReport {
     pub bytes_after: u64,
     /// Average bits per quantized weight, including scales and zero points.
     pub bits_per_quantized_weight: f64,
-    /// What a vision-language model has besides its text model; absent for other models.
+    /// The parts of a vision-language model besides its text model; absent for other models.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub carried: Option<Carried>,
     /// SHA-256 over the names and hashes of all input tensors.
@@ -100,7 +103,7 @@ pub struct CalibrationReport {
     pub experts: Option<ExpertSampling>,
     /// Text tokens in all windows.
     pub tokens: u64,
-    /// How many of these the method used; the others are masked prompts.
+    /// The number of these tokens that the method used; the others are masked prompts.
     pub tokens_counted: u64,
     /// Positions that the documents did not fill.
     pub padding: u64,
@@ -163,13 +166,13 @@ pub struct TensorReport {
     pub scale_search: Option<FoldRecord>,
     /// The clip search.
     pub clip_search: Option<ClipRecord>,
-    /// What GPTQ did; absent if it was not run.
+    /// The result of GPTQ; absent if it was not run.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub gptq: Option<GptqRecord>,
-    /// What SmoothQuant did; absent if it was not run or skipped the linear.
+    /// The result of SmoothQuant; absent if it was not run or skipped the linear.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub smooth: Option<SmoothRecord>,
-    /// What SmoothAttention did; present for linears that produce keys.
+    /// The result of SmoothAttention; present for linears that produce keys.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub attention: Option<AttentionRecord>,
     /// Whether its rows or columns are in a different order than in the input.
@@ -178,7 +181,8 @@ pub struct TensorReport {
     /// The input grid, if it is the same for all tokens.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub input: Option<InputReport>,
-    /// The static scales of cached keys and values that come from it, by tensor name; absent if there are none.
+    /// The static scales of the cached keys and values that this linear produces, by tensor name; absent if there are
+    /// none.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub cache_scales: BTreeMap<String, f32>,
     /// Counted tokens of the calibration batch that passed through the linear; absent if the method used no batch.
@@ -212,7 +216,7 @@ pub(super) struct Searched {
     pub(super) clip: Option<ClipRecord>,
     /// Tokens that passed through the linear.
     pub(super) tokens: Option<u64>,
-    /// How many of these are routed to its expert, if the expert was calibrated on all tokens.
+    /// The number of these tokens that are routed to the linear's expert, if the expert was calibrated on all tokens.
     pub(super) routed: Option<u64>,
     pub(super) gptq: Option<GptqRecord>,
     pub(super) smooth: Option<SmoothRecord>,
@@ -274,7 +278,7 @@ impl TensorReport {
 
     pub(super) fn repacked(entry: &PlanEntry, source_sha256: String) -> Self {
         let from = match &entry.action {
-            // A symmetric grid that was stored with zero points loses nothing.
+            // The two differ if the format restates the scheme, for example with one level of scales instead of two.
             Action::Repack { from, scheme, .. } => Some(*from).filter(|from| from != scheme),
             _ => None,
         };
@@ -316,6 +320,7 @@ impl QuantReport {
             version: env!("CARGO_PKG_VERSION").into(),
             method: job.plan.method.name.to_string(),
             steps: job.plan.steps().into_iter().map(str::to_owned).collect(),
+            notes: job.plan.step_notes().to_vec(),
             kv: job.plan.settings.kv,
             format: job.plan.container.name().into(),
             requantized_from: job.model.dequantized_from().map(str::to_owned),
@@ -339,7 +344,7 @@ impl QuantReport {
         self.source = SourceDigest { tensors: lines.len() as u64, sha256: sha256_hex(lines.concat()) };
     }
 
-    /// Reads the report next to the weights of `model` in `directory`; `None` if there is none.
+    /// Reads the report next to the weights of `model` in `directory`; `None` if the directory has no report.
     ///
     /// # Errors
     /// [`Error::InputFile`] when the file exceeds 64 MiB, is not a report of this schema, or contradicts the model's
@@ -353,13 +358,13 @@ impl QuantReport {
             path: path.clone(),
             line: None,
             reason,
-            remedy: "remove it, or use the report that ‹quantize()› wrote with these weights".into(),
+            remedy: "remove it, or use the report written together with these weights".into(),
         };
         let bytes = read_capped(&path, &path, MAX_FILE_BYTES)?.map_err(broken)?;
         let value = parse_strictly(&bytes).map_err(broken)?;
         match value.get("schema") {
             Some(schema) if schema == SCHEMA => {}
-            _ => return Err(broken(format!("does not have the schema {SCHEMA}"))),
+            _ => return Err(broken(format!("does not have the schema `{SCHEMA}`"))),
         }
         let report: Self = serde_json::from_value(value).map_err(|e| broken(e.to_string()))?;
         for tensor in report.tensors.iter().filter(|t| t.weight_error.is_some()) {
@@ -367,7 +372,10 @@ impl QuantReport {
             let stored = model.module_scheme(module);
             let reported = tensor.scheme.as_deref().and_then(|scheme| scheme.parse::<LinearScheme>().ok());
             if !stored.zip(reported).is_some_and(|(stored, reported)| is_equivalent(stored, reported)) {
-                return Err(broken(format!("does not match the weights of {}", tensor.tensor)));
+                return Err(broken(format!(
+                    "does not match the stored scheme of tensor `{}`",
+                    tensor.tensor
+                )));
             }
         }
         Ok(Some(report))

@@ -13,7 +13,7 @@ use crate::recipe::{Action, Plan, PlanEntry};
 use crate::transform::{BlockTask, LinearGrid, Rewrite, Transform};
 use quant_formats::timed;
 
-/// What the tasks of a block share.
+/// The data that all tasks of a block share.
 pub(super) struct Context<'a, 'j> {
     pub(super) job: &'a Job<'j>,
     /// Prefix of the block's modules.
@@ -56,7 +56,8 @@ impl Context<'_, '_> {
 }
 
 /// Searches the rewrite of the block for every task, one task per element of `grids`. `states` is the input of the
-/// block, if a transform needs it; with `advance` the first transform moves it on, which must then be the only one.
+/// block, if a transform needs it. If `advance` is set, there must be only one transform, which replaces the states
+/// with the output of the float block.
 pub(super) fn search_rewrites(
     transforms: &[&dyn Transform],
     context: &Context<'_, '_>,
@@ -74,7 +75,7 @@ pub(super) fn search_rewrites(
         timed(observer, first.name(), || first.search(&tasks, states.as_deref_mut(), advance))?;
     for (grids, rewrite) in grids.iter().zip(&mut rewrites) {
         for transform in rest {
-            // The rewritten blocks may differ by their grids, so each is searched alone.
+            // The rewritten blocks may differ by their grids, so each is searched separately.
             let rewritten = rewrite.apply(block)?;
             let ranges = rewrite.ranges(block.graph(), context.ranges.clone());
             let context = Context { ranges: &ranges, ..*context };
@@ -99,8 +100,9 @@ pub(super) fn grids(plan: &Plan, entries: &[PlanEntry]) -> BTreeMap<NodeId, Line
     };
     let of = |entry: &PlanEntry| match &entry.action {
         Action::Quantize { node, module, scheme, scale_dtype } => {
-            let fused = Some(module).filter(|_| scheme.shares_over_tensor()).and_then(|m| plan.fused_with(m));
-            let fused = fused.and_then(|parts| parts.iter().find_map(node_of));
+            let group = Some(module).filter(|_| scheme.shares_over_tensor());
+            let group = group.and_then(|module| plan.shares_scale_with(module));
+            let fused = group.and_then(|parts| parts.iter().find_map(node_of));
             Some(((*node)?, LinearGrid { scheme: *scheme, scale_dtype: *scale_dtype, fused }))
         }
         _ => None,

@@ -174,7 +174,7 @@ pub(super) fn unchanged_report(
     if held.sha256(job, entry)? != tensor.source_sha256 {
         return Err(Error::usage(
             format!("tensor `{}` has changed since the run was interrupted", entry.tensor),
-            "start again without ‹resume›",
+            "run without ‹resume› to start over",
         ));
     }
     Ok(tensor)
@@ -227,7 +227,7 @@ pub(super) fn copy(
 ) -> Result<TensorReport> {
     let (name, dtype) = (&entry.stored, entry.info.dtype);
     let Some(output) = entry.outputs.first().map(|o| o.name.as_str()) else {
-        return Err(Error::Internal(format!("`{name}` is to be copied, but has no output")));
+        return Err(Error::Internal(format!("tensor `{name}` must be copied, but has no output")));
     };
     if entry.by_columns {
         let bytes = match held.take(name) {
@@ -270,7 +270,7 @@ fn copied(entry: &PlanEntry, sha256: String) -> TensorReport {
     }
 }
 
-/// Fails if a chunk holds NaN or infinity, with their count and the position of the first in the whole tensor.
+/// Fails if a chunk holds NaN or infinity. The error has their number and the position of the first one in the tensor.
 fn finite(job: &Job<'_>, name: &str, dtype: Dtype, piece: &[u8]) -> Result<()> {
     if !dtype.is_weight_float() {
         return Ok(());

@@ -24,7 +24,7 @@ use crate::{CancelToken, Error, Event, Result};
 
 /// Values written at a time.
 const CHUNK_VALUES: usize = 1 << 16;
-/// Saving between blocks takes at most this part of the run time.
+/// Saving between blocks takes at most `1 / SHARE_OF_RUN` of the run time.
 const SHARE_OF_RUN: u32 = 20;
 /// The time that a save may take early in a run.
 const MIN_ALLOWED: Duration = Duration::from_secs(5);
@@ -72,6 +72,8 @@ pub(super) struct Saver<'a> {
 }
 
 impl<'a> Saver<'a> {
+    /// Prepares to save states, if `files` asks for it.
+    ///
     /// # Errors
     /// As [`Program::current`].
     pub(super) fn new(files: &'a StateFiles, cancel: &CancelToken) -> Result<Self> {
@@ -83,9 +85,9 @@ impl<'a> Saver<'a> {
         Ok(Self { saved, depends_on: &files.depends_on, started: now, last: now, cost: Duration::ZERO })
     }
 
-    /// Saves the states before block `layer` if a save is due. All tensors of earlier blocks must be committed. If the file
-    /// cannot be written, the observer gets a warning and nothing is saved from then on: the run itself does not need it.
-    /// A cancelled job saves nothing.
+    /// Saves the states before block `layer` if a save is due. All tensors of earlier blocks must be committed. If the
+    /// file cannot be written, the observer gets a warning and later saves are skipped, because the run can complete
+    /// without them. A cancelled job saves nothing.
     pub(super) fn save(&mut self, job: &Job<'_>, layer: usize, streams: Streams<&HiddenStates>) {
         let Some((SavedStates { path, every }, program)) = &self.saved else { return };
         let pause = if every.is_zero() { Duration::ZERO } else { (SHARE_OF_RUN * self.cost).max(*every) };
@@ -98,8 +100,9 @@ impl<'a> Saver<'a> {
         match save(path, job, layer, (self.depends_on, program), streams, until) {
             Ok(_) | Err(Error::Interrupted) => {}
             Err(error) => {
-                let message =
-                    format!("hidden states cannot be saved, so a resumed run will recompute them: {error}");
+                let message = format!(
+                    "the hidden states cannot be saved, so a resumed run will recompute them: {error}"
+                );
                 job.observer.event(&Event::Warning { message });
                 self.saved = None;
             }
@@ -144,8 +147,8 @@ fn about(job: &Job<'_>, layer: usize, depends_on: &Value, program: &Program) -> 
     serde_json::from_str(&about.to_string()).unwrap_or(about)
 }
 
-/// Writes the states before block `layer` to a file, which appears complete or not at all. Returns `false` if the
-/// time `until` which it may take has passed, and the file is left as it was.
+/// Writes the states before block `layer` to a file, which appears complete or not at all. If the time `until` passes
+/// first, returns `false` and leaves an existing file unchanged.
 ///
 /// # Errors
 /// [`Error::Io`] when it cannot be written, and [`Error::Interrupted`].
@@ -167,7 +170,8 @@ pub(super) fn save(
         let new = &new;
         move |e| Error::io(action, new, e)
     };
-    // What an interrupted run left, or somebody put there: it is replaced, not followed or written through.
+    // A file or link of this name, for example from an interrupted run, is removed: writing through a link could
+    // overwrite its target.
     let removed = match std::fs::remove_file(&new) {
         Err(e) if e.kind() != std::io::ErrorKind::NotFound => Err(Error::io("remove", &new, e)),
         _ => Ok(()),
@@ -192,7 +196,7 @@ pub(super) fn save(
     moved
 }
 
-/// Returns `false` if `go_on` does before everything is written.
+/// Writes the contents of the file. Stops and returns `false` as soon as `go_on` returns `false`.
 fn write(
     mut file: impl Write,
     about: &str,
@@ -268,26 +272,26 @@ pub(super) fn load(
         path: path.to_owned(),
         line: None,
         reason,
-        remedy: "give the states written by the job over the preceding blocks".into(),
+        remedy: "pass the states that the job on the preceding blocks wrote".into(),
     };
     let source = ShardedCheckpoint::open_file(path)?;
     let Some(windows) = job.windows else {
-        return Err(broken("cannot be used without a calibration batch".into()));
+        return Err(broken("can only be used together with a calibration batch".into()));
     };
     let layout = windows.layout();
-    let found = source.read(ABOUT).map_err(|_| broken("holds no hidden states".into()))?;
+    let found = source.read(ABOUT).map_err(|_| broken("contains no hidden states".into()))?;
     let found: Value = serde_json::from_slice(&found).map_err(|e| broken(format!("is damaged: {e}")))?;
     if let Some(first) =
         differences(&found, &about(job, layer, depends_on, &Program::current(job.cancel)?)).first()
     {
-        return Err(broken(format!("holds the hidden states of another run: {first}")));
+        return Err(broken(format!("contains the hidden states of a different run: {first}")));
     }
     let mut hash = Sha256::new();
     let mut streams: Streams<HiddenStates> = [None, None];
     for ((name, stream), wanted) in STREAMS.iter().zip(&mut streams).zip(wanted) {
         match (source.info(name), wanted) {
             (None, false) => {}
-            (None, true) => return Err(broken(format!("has no states `{name}`"))),
+            (None, true) => return Err(broken(format!("has no hidden states `{name}`"))),
             (Some(_), _) => {
                 let width = job.model.architecture().state_width(layer);
                 let values = read(&source, name, (&layout, width), &mut hash, spill, &broken)?;
@@ -299,9 +303,9 @@ pub(super) fn load(
         }
     }
     hash.update(source.read(ABOUT)?);
-    let sum = source.read(SHA256).map_err(|_| broken("is damaged: it has no hash".into()))?;
+    let sum = source.read(SHA256).map_err(|_| broken("is damaged: the hash is missing".into()))?;
     if hex(&sum) != hex(&hash.finalize()) {
-        return Err(broken("is damaged: its contents do not match its hash".into()));
+        return Err(broken("is damaged: the contents do not match the stored hash".into()));
     }
     Ok(streams)
 }
@@ -317,7 +321,10 @@ fn read(
     let info = source.require(name)?;
     let shape = [layout.windows(), layout.length(), hidden];
     if info.dtype != Dtype::F32 || info.shape != shape {
-        return Err(broken(format!("holds states {} {:?}, expected F32 {shape:?}", info.dtype, info.shape)));
+        return Err(broken(format!(
+            "contains hidden states {} {:?}, expected F32 {shape:?}",
+            info.dtype, info.shape
+        )));
     }
     // The header was checked against the file's length, so this allocation is bounded by the file's size.
     let mut values = Values::zeros(spill, layout.tokens() * hidden)?;

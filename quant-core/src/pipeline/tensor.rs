@@ -33,8 +33,8 @@ impl Finished {
     }
 }
 
-/// Applies the decisions to a tensor, and rounds it if it is to be quantized and not yet rounded. `amax` is the largest
-/// magnitude over all linears that share a scale with it.
+/// Applies the decisions to a tensor, and rounds it if it will be quantized and is not rounded yet. `amax` is the
+/// largest magnitude over all linears that share a scale with it.
 pub(super) fn apply_rewrite(
     job: &Job<'_>,
     entry: &PlanEntry,
@@ -47,7 +47,7 @@ pub(super) fn apply_rewrite(
         Action::Repack { module, scheme, scale_dtype, .. } => {
             let (tensor, sha256) = source.packed()?;
             let restated = match tensor.scheme.as_nvfp4() {
-                Some(nvfp4) if nvfp4 == *scheme => tensor.into_nvfp4(shared_exponents(job, module)?),
+                Some(nvfp4) if nvfp4 == *scheme => tensor.into_nvfp4(shared_exponents(job, (entry, module))?),
                 _ => tensor.restated(*scheme, *scale_dtype),
             };
             let tensor = restated.map_err(|reason| Error::NotRepackable {
@@ -78,9 +78,9 @@ pub(super) fn apply_rewrite(
     }
 }
 
-/// Returns the scale exponents of an MXFP4 weight and of the weights that engines fuse with it.
-fn shared_exponents(job: &Job<'_>, module: &str) -> Result<ScaleExponents> {
-    let parts = job.plan.fused_with(module);
+/// Returns the scale exponents of an MXFP4 weight and of the weights with which engines give it one scale.
+fn shared_exponents(job: &Job<'_>, (entry, module): (&PlanEntry, &String)) -> Result<ScaleExponents> {
+    let parts = job.plan.shares_scale_with(module);
     let shares = |entry: &&PlanEntry| match &entry.action {
         Action::Repack { module: other, from, .. } => {
             from.as_nvfp4().is_some() && (other == module || parts.is_some_and(|parts| parts.contains(other)))
@@ -88,7 +88,7 @@ fn shared_exponents(job: &Job<'_>, module: &str) -> Result<ScaleExponents> {
         _ => false,
     };
     let mut all = ScaleExponents::default();
-    for entry in job.plan.entries.iter().filter(shares) {
+    for entry in job.plan.entries.iter().filter(|e| e.layer == entry.layer).filter(shares) {
         let Some((other, _)) = entry.quantized() else { continue };
         let shape = [entry.info.shape[0], entry.info.shape[1]];
         all = all.and(ScaleExponents::of(&job.model.packed(other, shape)?));
@@ -221,7 +221,7 @@ struct Linear<'a> {
     scale_dtype: Dtype,
     /// The calibrated scale of its input.
     input: Option<StaticScale>,
-    /// What its scales depend on besides the weight.
+    /// The context in which its scales are chosen.
     context: ScaleContext,
 }
 
@@ -309,7 +309,7 @@ impl Linear<'_> {
     ) -> Searched {
         let is_it = |module: &String| module == self.module;
         let seen = self.node.and_then(|node| rewrite.tokens.get(&node)).copied();
-        // From the pass that counted the tokens.
+        // Both numbers of tokens must come from the same pass.
         let routed = match seen {
             Some(_) => self.node.and_then(|node| routed.get(&node)).copied(),
             None => rounded.and_then(|rounded| rounded.routed),

@@ -18,7 +18,7 @@ pub fn split(text: &str) -> Result<(String, Option<KvScheme>)> {
         _ => Some(KvScheme::ALL.into_iter().find(|kv| kv.suffix() == bits).ok_or_else(|| {
             Error::usage(
                 format!("scheme `{text}`: unknown cache `kv{bits}`"),
-                "the cache is kv4, kv8, kvf8 or kv16, for example w4a8kv4-g128",
+                "use kv4, kv8, kvf8 or kv16, as in w4a8kv4-g128",
             )
         })?),
     };

@@ -27,10 +27,11 @@ impl Plan {
     /// Returns the storage for hidden states with which a run of all these plans stays within `budget` bytes: memory if
     /// they fit, otherwise files, with search rounds as large as the budget allows.
     ///
-    /// `keeps_maxima` says whether the run writes channel maxima, for which the batch passes through the float model too.
+    /// `keeps_maxima` says whether the run writes channel maxima, for which the batch passes through the float model
+    /// too.
     ///
     /// # Errors
-    /// The smallest sufficient budget in bytes, if this one is too small.
+    /// If the budget is too small, the error is the smallest sufficient budget in bytes.
     pub fn residence(
         plans: &[Self],
         model: &Model,

@@ -107,7 +107,7 @@ impl Method {
             return Err(Error::usage(
                 format!("`{name}` is not a step of method `{}`", self.name),
                 match steps[..] {
-                    [] => "none of its steps can be skipped".to_owned(),
+                    [] => "this method has no steps that can be skipped".to_owned(),
                     _ => format!("its steps are {}", steps.join(", ")),
                 },
             ));
@@ -117,11 +117,12 @@ impl Method {
         Ok(Self { default_inputs: self.default_inputs, ..Self::of(&left, self.rounding)? })
     }
 
-    /// Builds a method from steps in this order and a rounding, or returns the equal one of [`METHODS`].
+    /// Builds a method from steps in this order and a rounding. If one of [`METHODS`] has the same steps and rounding,
+    /// returns that.
     ///
     /// # Errors
     /// [`Error::Usage`] with the reason, for an unknown step, a repeated step, or an order in which a step undoes the
-    /// result of another.
+    /// result of an earlier one.
     pub fn of(steps: &[&str], rounding: Rounding) -> Result<Self> {
         if let Some(named) = METHODS.iter().find(|m| m.rounding == rounding && m.steps() == steps) {
             return Ok(named.clone());
@@ -143,7 +144,7 @@ impl Method {
                 None => {
                     let known: Vec<_> = self::steps().into_iter().map(|(name, _)| name).collect();
                     return Err(Error::usage(
-                        format!("step `{step}` is not known"),
+                        format!("unknown step `{step}`"),
                         format!("the steps are {}", known.join(", ")),
                     ));
                 }
@@ -151,23 +152,25 @@ impl Method {
         }
         let refused = |reason: String, remedy: &str| -> Result<Self> {
             Err(Error::usage(
-                format!("the steps {} cannot be run in this order: {reason}", steps.join(", ")),
+                format!("the steps {} cannot be combined in this order: {reason}", steps.join(", ")),
                 remedy,
             ))
         };
         if steps.contains(&"rotate") && steps.contains(&"fold-norms") {
-            return refused("`rotate` folds norms itself".into(), "remove `fold-norms`");
+            return refused("`rotate` already folds norms".into(), "remove `fold-norms`");
         }
         if let Some(step) = steps.iter().skip(1).find(|step| prepares(step).is_some()) {
-            let reason =
-                format!("`{step}` modifies the whole model, which invalidates the result of `{}`", steps[0]);
+            let reason = format!(
+                "`{step}` modifies the whole model, which would invalidate the result of `{}`",
+                steps[0]
+            );
             return refused(reason, &format!("put `{step}` first"));
         }
         let narrowing: Vec<&str> =
             transforms.iter().filter(|t| t.narrows_ranges()).map(|t| t.name()).collect();
         if let [one, other, ..] = narrowing[..] {
             return refused(
-                format!("`{one}` and `{other}` both search for narrower ranges of weights"),
+                format!("`{one}` and `{other}` both clip the ranges of weights"),
                 &format!("remove `{other}`"),
             );
         }
@@ -175,7 +178,7 @@ impl Method {
             (steps.last(), narrowing.first().filter(|n| steps.last() != Some(n)))
         {
             return refused(
-                format!("`{narrows}` narrows the ranges of weights, which `{last}` would then change"),
+                format!("`{narrows}` clips the ranges of weights, which `{last}` would then change"),
                 &format!("put `{narrows}` last, before weights are rounded"),
             );
         }
@@ -205,7 +208,7 @@ fn prepares(step: &str) -> Option<Preparation> {
 pub enum Rounding {
     /// Each weight to the nearest value of its grid.
     Nearest,
-    /// Column by column, where later columns compensate errors: [`gptq`](crate::quantize::gptq).
+    /// Column by column; later columns compensate the errors of earlier ones: [`gptq`](crate::quantize::gptq).
     Gptq,
 }
 
@@ -213,7 +216,7 @@ impl Rounding {
     /// All roundings.
     pub const ALL: [Self; 2] = [Self::Nearest, Self::Gptq];
 
-    /// The name in recipes: that of the method with this rounding and no steps.
+    /// The name in recipes. A method that consists of only this rounding has the same name.
     pub fn name(self) -> &'static str {
         match self {
             Self::Nearest => "rtn",
@@ -262,20 +265,20 @@ pub static METHODS: &[Method] = &[
     plain("awq-gptq", "AWQ's scales, then GPTQ", &[&Awq], Rounding::Gptq),
     plain(
         "gptq",
-        "rounds column by column and corrects the remaining columns for the error, on a calibration text",
+        "rounds column by column, and compensates each error in the remaining columns, on a calibration text",
         &[],
         Rounding::Gptq,
     ),
     qoq(
         "qoq",
-        "QServe's: rotation, reordering, SmoothAttention, smooth outputs, clipping, then GPTQ",
+        "QServe's method: rotation, reordering, SmoothAttention, smooth outputs, clipping, then GPTQ",
         Rounding::Gptq,
     ),
-    qoq("qoq-rtn", "QServe's steps, then round to nearest", Rounding::Nearest),
-    plain("rtn", "round to nearest; needs no calibration", &[], Rounding::Nearest),
+    qoq("qoq-rtn", "QServe's steps, then rounding to nearest", Rounding::Nearest),
+    plain("rtn", "rounds to nearest; needs no calibration text", &[], Rounding::Nearest),
     plain(
         "smoothquant",
-        "moves outliers of activations into the weights, for 8-bit activations",
+        "moves outliers from activations into weights, for 8-bit activations",
         &[&SmoothQuant],
         Rounding::Nearest,
     ),
@@ -317,7 +320,7 @@ pub fn method(name: &str) -> Result<Method> {
         return Err(Error::usage(
             format!("unknown method `{name}`"),
             format!(
-                "known methods: {}; or steps separated by commas, as in rotate,awq,gptq",
+                "known methods: {}; or list steps separated by commas, as in rotate,awq,gptq",
                 known.join(", ")
             ),
         ));
@@ -367,19 +370,19 @@ mod tests {
     #[test]
     fn senseless_orders_are_refused_with_the_reason() {
         for (name, expected, remedy) in [
-            ("awq,smoothquant", "`awq` narrows the ranges of weights, which `smoothquant` would", "last"),
-            ("clip,reorder,gptq", "`clip` narrows", "last"),
-            ("clip,awq", "`clip` and `awq` both search for narrower ranges", "remove `awq`"),
+            ("awq,smoothquant", "`awq` clips the ranges of weights, which `smoothquant` would", "last"),
+            ("clip,reorder,gptq", "`clip` clips", "last"),
+            ("clip,awq", "`clip` and `awq` both clip the ranges", "remove `awq`"),
             ("reorder,rotate", "modifies the whole model", "put `rotate` first"),
             ("awq,fold-norms", "modifies the whole model", "put `fold-norms` first"),
-            ("fold-norms,rotate", "`rotate` folds norms itself", "remove `fold-norms`"),
+            ("fold-norms,rotate", "`rotate` already folds norms", "remove `fold-norms`"),
             ("reorder,reorder", "listed twice", "remove one"),
             ("reorder,gptq,clip", "`gptq` rounds the weights", "list it once, at the end"),
             ("gptq,rtn", "`gptq` rounds the weights", "once"),
-            ("reorder,magic", "step `magic` is not known", "the steps are awq, clip"),
+            ("reorder,magic", "unknown step `magic`", "the steps are awq, clip"),
             ("smoothqaunt", "unknown method `smoothqaunt`", "separated by commas"),
             ("", "unknown method ``", "known methods"),
-            ("rotate,", "step `` is not known", "the steps are"),
+            ("rotate,", "unknown step ``", "the steps are"),
         ] {
             let error = method(name).unwrap_err();
             assert!(error.to_string().contains(expected), "{name}: {error}");

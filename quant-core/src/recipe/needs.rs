@@ -1,4 +1,5 @@
-//! The data that a plan needs in addition to the weights, and checks that its activations fit its method.
+//! The data that a plan needs in addition to the weights, and checks that the method supports the requested
+//! activations.
 
 use super::{Action, Plan, PlanEntry};
 use crate::model::{Architecture, BlockGraph};
@@ -49,7 +50,7 @@ impl Plan {
         match experts.is_routed() || architecture.blocks.kinds().any(|kind| has_experts(kind.graph)) {
             true => Ok(()),
             false => Err(Error::usage(
-                "the choice of calibration tokens for experts has no effect: no layer of the model has experts",
+                "the settings for calibrating experts have no effect: the model has no experts",
                 "omit ‹expert_tokens› and ‹expert_floor› (expert_tokens and expert_floor in a recipe)",
             )),
         }
@@ -87,17 +88,17 @@ impl Plan {
             let Some((module, scheme)) = entry.quantized() else { continue };
             if module == self.embedding {
                 return Err(Error::usage(
-                    format!("`{module}` cannot be {scheme}: an embedding has no input activations"),
+                    format!("`{module}` does not support {scheme}: an embedding has no input activations"),
                     "choose a scheme with a16 for it",
                 ));
             }
             if entry.layer.is_none() && scheme.has_static_activations() {
                 return Err(Error::usage(
                     format!(
-                        "`{module}` cannot be {scheme}: static activation scales are calibrated \
-                     only for blocks"
+                        "`{module}` does not support {scheme}: static activation scales are calibrated only \
+                        in blocks"
                     ),
-                    "choose a scheme without -static for it, or with a16",
+                    "choose a scheme without -static or with a16 for it",
                 ));
             }
         }

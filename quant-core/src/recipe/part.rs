@@ -23,7 +23,7 @@ impl Plan {
         if blocks.is_empty() || blocks.start < whole.start || blocks.end > whole.end {
             return Err(Error::usage(
                 format!(
-                    "blocks {}..{} are not a non-empty part of {}..{}",
+                    "blocks {}..{} are not a non-empty range within {}..{}",
                     blocks.start, blocks.end, whole.start, whole.end
                 ),
                 format!("choose a range within {} to {}", whole.start, whole.end),

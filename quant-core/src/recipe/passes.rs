@@ -80,13 +80,13 @@ impl PassPlan {
             (true, 1, false) => Some(States::Float),
             (true, ..) => Some(States::Copy),
         };
-        // After transforms, GPTQ uses a rewritten block.
+        // After transforms, GPTQ runs on the rewritten block, which must not advance the float states.
         let gptq = gptq.map(|inputs| match inputs {
             LayerInputs::Quantized => States::Quantized,
             LayerInputs::Float if transforms == 0 => States::Float,
             LayerInputs::Float => States::Copy,
         });
-        // Cached values may come from rewritten weights.
+        // After transforms, keys and values come from rewritten weights, and the float states may have advanced.
         let cache = cache.then_some(if transforms == 0 { States::Float } else { States::Copy });
         let mut passes = Self { first: None, search, cache, gptq };
         let advance = !passes.uses(States::Float);

@@ -3,6 +3,7 @@
 use std::collections::{BTreeSet, HashMap};
 use std::ops::Range;
 
+use super::scale_groups::ScaleGroups;
 use super::select::Selection;
 use super::{CacheScale, Recipe, SelectorMatches};
 use crate::calibrate::Sampling;
@@ -71,7 +72,7 @@ pub struct PlanEntry {
     pub info: TensorInfo,
     /// Whether the preparation has modified the tensor.
     pub modified: bool,
-    /// Whether it is written as `[in, out]`, as stored in the input, which is the transpose of its shape here.
+    /// Whether the tensor is stored and written as `[in, out]`, the transpose of its shape in `info`.
     pub by_columns: bool,
     /// The action for the tensor.
     pub action: Action,
@@ -210,7 +211,7 @@ impl Draft {
 /// assert_eq!(plan.float_modules, ["lm_head"]);
 /// assert!(Plan::peak_memory(&[plan], &model) > 0);
 ///
-/// // What does not fit is refused before anything is read: 96 inputs are no multiple of 128.
+/// // Unsupported shapes are found before any weight is read: 96 inputs are not a multiple of 128.
 /// let wide = Recipe { scheme: "w4a16-g128".parse()?, ..recipe };
 /// assert!(Plan::new(&model, &wide, wide.containers[0]).is_err());
 /// # Ok::<(), quant_core::Error>(())
@@ -247,6 +248,10 @@ pub struct Plan {
     pub(super) embedding: String,
     /// Linears that engines fuse into one.
     pub(super) fused: Vec<FusedLinears>,
+    /// Linears for which engines keep one scale over the whole tensor.
+    pub(super) scale_groups: ScaleGroups,
+    /// Notes about the steps of the method.
+    pub(super) step_notes: Vec<String>,
     /// The larger model that contains the decoder, if there is one.
     pub(super) wrapper: Option<WrapperNames>,
 }
@@ -287,7 +292,7 @@ impl Plan {
         }
 
         if recipe.method.preparation != model.preparation() {
-            return Err(Error::Internal("the model is not the one that the recipe prepared".into()));
+            return Err(Error::Internal("the model was not prepared as the recipe requires".into()));
         }
         for scheme in std::iter::once(&recipe.scheme).chain(recipe.overrides.iter().map(|(_, scheme)| scheme))
         {
@@ -316,10 +321,10 @@ impl Plan {
         let embedding_scheme = selection.outside(&embedding);
         if shared && embedding_scheme.is_some() {
             return Err(Error::usage(
+                format!("`{embedding}` cannot be quantized alone: its weight is tied to the head `{head}`"),
                 format!(
-                    "`{embedding}` cannot be quantized: the model shares its weight with the head `{head}`"
+                    "also quantize the head, for example with ‹override={head}=w8a16›, which unties them"
                 ),
-                format!("quantize the head too, for example with ‹override={head}=w8a16›, which unties them"),
             ));
         }
         let embedding = outer(embedding, stored.clone(), name, embedding_scheme);
@@ -373,6 +378,8 @@ impl Plan {
             aliases: architecture.aliases(),
             embedding: architecture.embedding_module(),
             fused: architecture.fused_modules(),
+            scale_groups: ScaleGroups::of(architecture),
+            step_notes: recipe.method.transforms.iter().flat_map(|t| t.notes(architecture)).collect(),
             wrapper: architecture.wrapper.as_ref().map(|wrapper| wrapper.names.clone()),
         };
         plan.add_cache_scales(model)?;
@@ -499,7 +506,7 @@ impl Plan {
                 return Err(Error::Config {
                     path: model.path().to_owned(),
                     field: "num_hidden_layers".into(),
-                    reason: format!("is {}, but the checkpoint holds `{name}`", architecture.layers),
+                    reason: format!("is {}, but the checkpoint contains `{name}`", architecture.layers),
                 });
             }
             let (tensor, stored) = (name.to_owned(), name.to_owned());
@@ -601,10 +608,10 @@ impl Plan {
         losses
     }
 
-    /// The linears that engines fuse with this one, including itself; `None` if it is not fused.
-    pub(crate) fn fused_with(&self, module: &str) -> Option<&[String]> {
-        let parts = |fused: &&FusedLinears| fused.parts.iter().any(|part| part == module);
-        self.fused.iter().find(parts).map(|fused| &fused.parts[..])
+    /// The linears for which engines keep the same scale over the whole tensor as for this one, including itself; `None`
+    /// if there are no others.
+    pub(crate) fn shares_scale_with(&self, module: &str) -> Option<&[String]> {
+        self.scale_groups.with(module)
     }
 
     /// Whether a module is stored quantized.
@@ -632,8 +639,14 @@ impl Plan {
         self.method.transforms.to_vec()
     }
 
-    /// Notes for the user, such as engines that cannot load the result.
+    /// Notes for the user: what the steps of the method leave unchanged, and engines that cannot load the result.
     pub fn warnings(&self) -> Vec<String> {
-        self.container.warnings(&self.module_schemes())
+        let of_format = self.container.warnings(&self.module_schemes());
+        self.step_notes.iter().cloned().chain(of_format).collect()
+    }
+
+    /// What the steps of the method leave unchanged, with the reasons.
+    pub fn step_notes(&self) -> &[String] {
+        &self.step_notes
     }
 }

@@ -3,6 +3,7 @@
 use std::borrow::Cow;
 
 use super::plan::FoldedNodes;
+use super::scale_groups::ScaleGroups;
 use super::{Action, Method, Plan, PlanEntry, Rounding};
 use crate::calibrate::Sampling;
 use crate::checkpoint::{Dtype, TensorInfo};
@@ -15,7 +16,7 @@ use crate::{Error, Result};
 /// The method in reports of a repacking run, whose codes and scales come from the input.
 pub static REPACK: Method = Method {
     name: Cow::Borrowed("repack"),
-    summary: "the same numbers in a different checkpoint format",
+    summary: "writes the same numbers in a different checkpoint format",
     preparation: None,
     transforms: Cow::Borrowed(&[]),
     rounding: Rounding::Nearest,
@@ -29,13 +30,13 @@ impl Plan {
     /// format makes the distinction.
     ///
     /// # Errors
-    /// [`Error::Usage`] when the model is float, or the format cannot express a grid; errors of the input when zero
+    /// [`Error::Usage`] when nothing is quantized, or the format cannot express a grid; errors of the input when zero
     /// points cannot be read. Whether scales fit the format's dtype is only checked when they are read.
     pub fn repack(model: &Model, container: &'static dyn Container) -> Result<Self> {
         if model.quant_method().is_none() {
             return Err(Error::usage(
                 format!("{} is not quantized, so there is nothing to repack", model.path().display()),
-                "quantize it",
+                "choose a ‹method› or ‹preset› to quantize it",
             ));
         }
         let mut entries = Vec::new();
@@ -44,7 +45,7 @@ impl Plan {
         let architecture = model.architecture();
         let embedding = architecture.embedding_module();
         for (layer, module, shape) in model.weight_modules() {
-            let Some(stored) = model.module_scheme(&module) else {
+            let Some(stored) = model.stored_scheme(&module) else {
                 float_modules.extend((module != embedding).then_some(module));
                 continue;
             };
@@ -58,7 +59,7 @@ impl Plan {
             // The product of two levels of scales needs more precision than either.
             let flattens = from.is_progressive() && !scheme.is_progressive();
             let stored = if flattens { Dtype::F32 } else { stored_dtype };
-            // Scales whose dtype does not follow that of weights keep it.
+            // Floating-point formats with the same kind of scales keep the dtype of their scales.
             let scale_dtype = match scheme.float_format() {
                 Some(_) if scheme.fixed_scales() == from.fixed_scales() => stored_dtype,
                 _ => container.scale_dtype(scheme, stored),
@@ -75,6 +76,12 @@ impl Plan {
                 outputs,
                 cache: Vec::new(),
             });
+        }
+        if entries.is_empty() {
+            return Err(Error::usage(
+                format!("{} has no quantized linears, so there is nothing to repack", model.path().display()),
+                "quantize it with ‹requantize›",
+            ));
         }
         if architecture.tied {
             float_modules.push(architecture.head.clone());
@@ -97,6 +104,8 @@ impl Plan {
             aliases: architecture.aliases(),
             embedding,
             fused: architecture.fused_modules(),
+            scale_groups: ScaleGroups::of(architecture),
+            step_notes: Vec::new(),
             wrapper: architecture.wrapper.as_ref().map(|wrapper| wrapper.names.clone()),
         };
         plan.container.check(&plan.module_schemes()).map_err(unfit)?;
@@ -117,7 +126,7 @@ fn unfit(error: Error) -> Error {
     }
 }
 
-/// Whether there are stored zero points, and all of them are those that a symmetric grid implies.
+/// Returns whether there are stored zero points, and all of them are the midpoint, as a symmetric grid implies.
 fn has_only_default_zero_points(model: &Model) -> Result<bool> {
     let mut any = false;
     for (_, module, shape) in model.weight_modules() {

@@ -30,7 +30,7 @@ impl Rates {
     /// Measures the rates, which takes about a tenth of a second.
     ///
     /// # Errors
-    /// Only because of a bug.
+    /// Only if this crate has a bug.
     pub fn measure() -> Result<Self> {
         const SIDE: usize = 1024;
         const WEIGHTS: [usize; 2] = [SIDE, 2048];
@@ -78,7 +78,7 @@ impl Plan {
         let mut operations = 0.0;
         let mut rounded = 0.0;
         if first.needs_text() {
-            // Ranges are gathered in a separate pass before those of searches.
+            // Ranges are gathered in a separate pass, before the pass of a search.
             let looks = first.transforms().iter().any(|t| t.needs(&first.settings).states);
             let again = if first.needs_ranges() && looks { 2.0 } else { 1.0 };
             operations += again * first.forward_operations(model);

@@ -12,7 +12,7 @@ use crate::{Error, Result, system};
 pub fn check_writable(path: &Path) -> Result<()> {
     if std::fs::metadata(path).is_ok_and(|m| system::is_named_pipe(&m)) {
         return Err(Error::usage(
-            format!("{} is a named pipe; writing to it would block until a reader opens it", path.display()),
+            format!("{} is a named pipe: writing to it would block until a reader opens it", path.display()),
             "use a regular file",
         ));
     }
@@ -69,15 +69,15 @@ pub fn outside(written: &[(&str, Option<&Path>)], models: &[&Path]) -> Result<()
                     path.display(),
                     model.display()
                 ),
-                format!("set ‹{option}› to a file outside it"),
+                format!("set ‹{option}› to a file outside that directory"),
             ));
         }
     }
     Ok(())
 }
 
-/// Fails if a file to be written is also read, or is written twice. Each file is given with its setting. Nothing has
-/// been written at this point.
+/// Fails if a file that will be written is also read, or would be written twice. Each file is given with its setting.
+/// Call this before anything is written.
 ///
 /// # Errors
 /// [`Error::Usage`].
@@ -88,7 +88,7 @@ pub fn distinct(written: &[(&str, Option<&Path>)], read: &[&Path]) -> Result<()>
         if taken.contains(&real(path)) {
             return Err(Error::usage(
                 format!("‹{option}› would write {}, which this run also reads or writes", path.display()),
-                format!("give ‹{option}› a file of its own"),
+                format!("set ‹{option}› to a separate file"),
             ));
         }
         taken.push(real(path));

@@ -28,7 +28,7 @@ const FILE: &str = "model.gguf";
 pub struct GgufDone {
     /// The type of each tensor.
     pub plan: GgufPlan,
-    /// Where the file is.
+    /// The location of the file.
     pub published: Published,
     /// The report on every tensor.
     pub report: GgufReport,
@@ -43,7 +43,7 @@ fn gathers(request: &QuantizeRequest) -> bool {
     request.calibration.is_some() || request.settings.gguf.save_imatrix.is_some()
 }
 
-/// Fails for errors that the request alone shows.
+/// Checks everything about a request that can be checked without its model.
 pub(super) fn check(request: &QuantizeRequest) -> Result<()> {
     let settings = &request.settings;
     if request.memory_budget != MemoryBudget::Auto {
@@ -58,15 +58,15 @@ pub(super) fn check(request: &QuantizeRequest) -> Result<()> {
                 "‹split_max_size› writes several files, but the output {} is a single file",
                 request.output.display()
             ),
-            "use a directory as the output, or leave it out",
+            "use a directory as the output, or omit ‹split_max_size›",
         ));
     }
     check_importance(settings, gathers(request))?;
     // Checked here rather than after calibration.
     if settings.gguf_request(true)?.gptq.is_some() && !gathers(request) {
         return Err(Error::usage(
-            "GPTQ needs a text: ‹calibration› is missing",
-            "set ‹calibration›, for example to builtin",
+            "GPTQ needs a calibration text, but ‹calibration› is missing",
+            "set ‹calibration›, for example ‹calibration=builtin›",
         ));
     }
     if !request.force && request.output.exists() {
@@ -152,7 +152,7 @@ fn importance(
     let gguf = &settings.gguf;
     if (windows.is_some() || gguf.imatrix.is_some()) && opened.model.quant_method().is_some() {
         return Err(Error::usage(
-            "an importance matrix has no effect: the model is quantized, and its codes are kept",
+            "an importance matrix has no effect: the model is already quantized, and its codes are kept",
             "leave it out, or add ‹requantize›",
         ));
     }
@@ -229,12 +229,12 @@ pub fn bits_per_weight(plan: &GgufPlan) -> f64 {
 pub fn plan_gguf(model: &Path, settings: &RecipeSettings, host: &Host<'_>) -> Result<(GgufPlan, u64)> {
     if settings.gguf.save_imatrix.is_some() {
         return Err(Error::usage(
-            "‹save_imatrix› has no effect: a plan gathers no importance matrix",
+            "‹save_imatrix› has no effect: a plan does not compute an importance matrix",
             "leave it out",
         ));
     }
     let opened = source(model, settings, host)?;
-    // If an importance matrix is named, the plan is that of a weighted run.
+    // Types may depend on whether there is an importance matrix.
     let importance = settings.gguf.imatrix.as_ref().map(|path| Importance::read(path)).transpose()?;
     let plan = GgufPlan::new(&opened.model, &opened.directory, settings.gguf_request(importance.is_some())?)?;
     Ok((plan, opened.directory.source().file_bytes()))

@@ -84,7 +84,8 @@ impl RecipeSettings {
         if let Some((option, _)) = self.not_for_gguf().into_iter().find(|(_, given)| *given) {
             return Err(Error::usage(
                 format!("‹{option}› has no effect with ‹format={}›", gguf::FORMAT),
-                "leave it out; ‹scheme› selects the types, and ‹calibration› weights errors",
+                "leave it out: ‹scheme› selects the types, and ‹calibration› computes the importance of \
+                channels",
             ));
         }
         let overrides = self.overrides.iter().map(|text| {
@@ -123,15 +124,15 @@ impl RecipeSettings {
             },
             None => {
                 return Err(Error::usage(
-                    format!("method `{method}` cannot write GGUF files"),
-                    "choose gptq, or leave it out to round to nearest",
+                    format!("method `{method}` is not supported for GGUF files"),
+                    "choose gptq, or omit ‹method› to round to nearest",
                 ));
             }
         };
         settings.check()?;
         if self.gguf.reference_search {
             return Err(Error::usage(
-                "‹reference_search› and ‹method=gptq› contradict each other",
+                "‹reference_search› and ‹method=gptq› cannot be combined",
                 "leave one of them out",
             ));
         }
@@ -165,7 +166,7 @@ fn mixture(name: &str) -> Result<&'static Mixture> {
     gguf::mixture(name).ok_or_else(|| {
         let known: Vec<&str> = MIXTURES.iter().map(|m| m.name).collect();
         Error::usage(
-            format!("`{name}` is not a GGUF quantization type or mixture"),
+            format!("unknown GGUF quantization type or mixture `{name}`"),
             format!("known types: {}", known.join(", ")),
         )
     })
@@ -174,7 +175,10 @@ fn mixture(name: &str) -> Result<&'static Mixture> {
 fn kind_of(name: &str) -> Result<&'static BlockType> {
     block_type(name).ok_or_else(|| {
         let known: Vec<&str> = BLOCK_TYPES.iter().map(|kind| kind.name).collect();
-        Error::usage(format!("`{name}` is not a tensor type"), format!("known types: {}", known.join(", ")))
+        Error::usage(
+            format!("unknown GGUF tensor type `{name}`"),
+            format!("known types: {}", known.join(", ")),
+        )
     })
 }
 
@@ -182,7 +186,7 @@ fn kind_of(name: &str) -> Result<&'static BlockType> {
 pub(super) fn check_importance(options: &RecipeSettings, gathers: bool) -> Result<()> {
     if gathers && options.gguf.imatrix.is_some() {
         return Err(Error::usage(
-            "‹imatrix› provides an importance matrix, but ‹calibration› or ‹save_imatrix› would gather another",
+            "‹imatrix› gives an importance matrix, but ‹calibration› or ‹save_imatrix› would compute one",
             "leave one of them out",
         ));
     }
@@ -199,7 +203,9 @@ pub(super) fn check_importance(options: &RecipeSettings, gathers: bool) -> Resul
     ];
     if let Some((option, _)) = of_experts.into_iter().find(|(_, given)| *given) {
         return Err(Error::usage(
-            format!("‹{option}› has no effect: importance matrices use the tokens routed to each expert"),
+            format!(
+                "‹{option}› has no effect: an importance matrix always uses the tokens routed to each expert"
+            ),
             "leave it out",
         ));
     }

@@ -1,4 +1,4 @@
-//! What a run needs from the program that contains it, and models as that program opens them.
+//! The resources that a calling program provides to a run, and the opening of models with them.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -12,7 +12,7 @@ use crate::recipe::Recipe;
 use crate::worker::TextWorkers;
 use crate::{CancelToken, Error, Event, Observer, Result, gguf};
 
-/// What the calling program provides to a run.
+/// The resources that the calling program provides to a run.
 pub struct Host<'a> {
     /// Receives progress events.
     pub observer: &'a dyn Observer,
@@ -79,7 +79,7 @@ impl<'a> Host<'a> {
         Self { observer, cancel, catalog, text_workers: Arc::new(InProcess), code: None }
     }
 
-    /// Returns the same host with another observer.
+    /// Returns the same host with a different observer.
     pub fn observed<'b>(&'b self, observer: &'b dyn Observer) -> Host<'b> {
         Host { observer, text_workers: self.text_workers.clone(), ..*self }
     }
@@ -126,7 +126,7 @@ pub fn open(path: &Path, host: &Host<'_>) -> Result<Opened> {
     Ok(Opened { directory, model })
 }
 
-/// Dequantizes the opened model if it is quantized and is to be rounded again. A checkpoint whose codes may be kept is
+/// Dequantizes the opened model if it is quantized and will be rounded again. A checkpoint whose codes may be kept is
 /// unchanged unless [`RecipeSettings::requantize`] is set.
 ///
 /// # Errors
@@ -147,17 +147,17 @@ pub(super) fn as_floats(opened: Opened, settings: &RecipeSettings, host: &Host<'
             None => Ok(opened),
             Some(types) => Err(Error::usage(
                 format!(
-                    "{} is already quantized: it holds {types} blocks",
+                    "{} is already quantized: it contains {types} blocks",
                     opened.directory.path().display()
                 ),
-                "quantize the original float model; ‹requantize› rounds the dequantized values again, which adds a \
-                 second rounding error",
+                "quantize the original float model, or set ‹requantize› to round the dequantized values \
+                again, which adds a second rounding error",
             )),
         };
     }
     host.note(format!(
-        "the model is quantized ({method}); its dequantized values are rounded again, which adds a second rounding \
-         error"
+        "the model is already quantized ({method}): its dequantized values are rounded again, which adds a \
+        second rounding error"
     ));
     Ok(Opened { model: opened.model.dequantized()?, ..opened })
 }

@@ -34,8 +34,8 @@ impl FromStr for MemoryBudget {
         }
         let unknown = || {
             Error::usage(
-                format!("memory budget `{text}` is not a size"),
-                "use a number with a unit, such as 8GiB or 900MiB, or `auto`",
+                format!("invalid memory budget `{text}`: it must be a size of at least 1 MiB, or `auto`"),
+                "use a number with a unit, such as 8GiB or 900MiB",
             )
         };
         let unit_at = text.find(|c: char| c.is_ascii_alphabetic()).ok_or_else(unknown)?;
@@ -94,7 +94,8 @@ pub fn residence(
     };
     let note = (residence != Residence::Memory).then(|| {
         format!(
-            "hidden states are kept in files ({} of disk space), because the run would need {} of memory with them in memory",
+            "hidden states are kept in files ({} of disk space): the run would need {} of memory if they \
+            were kept in memory",
             super::bytes(Plan::scratch_bytes(plans, model, residence)),
             super::bytes(Plan::peak_memory(plans, model)),
         )

@@ -91,7 +91,7 @@ fn engines(job: &Job<'_>) -> String {
     };
     let rows: Vec<String> = ENGINES.iter().filter_map(row).collect();
     match rows.is_empty() {
-        true => "None of the engines that `quant` knows is known to load it.\n".to_owned(),
+        true => "`quant` does not know of an engine that loads it.\n".to_owned(),
         false => format!(
             "| engine | command | remark |\n|---|---|---|\n{}\n`quant plan` shows more, such as the supported \
              numbers of GPUs.\n",

@@ -42,7 +42,7 @@ pub(super) fn outputs(out: &Path, recipe: &Recipe) -> Result<Vec<PathBuf>> {
         if !ours(&name) {
             return Err(Error::usage(
                 format!(
-                    "{} must hold only one directory per format, but it contains {:?}",
+                    "{} may contain only one directory per format, but it contains {:?}",
                     out.display(),
                     name.to_string_lossy()
                 ),
@@ -57,10 +57,10 @@ pub(super) fn outputs(out: &Path, recipe: &Recipe) -> Result<Vec<PathBuf>> {
 pub(super) fn refuse_existing(outputs: &[PathBuf], request: &QuantizeRequest) -> Result<()> {
     let Some(path) = outputs.iter().find(|path| !request.force && path.exists()) else { return Ok(()) };
     if request.resume && outputs.len() > 1 {
-        // A run that is killed while its formats appear one after another leaves only some of them.
+        // If a run is killed while it publishes its formats one after another, only some of them exist.
         return Err(Error::usage(
-            format!("{} exists already, so the run cannot be resumed", path.display()),
-            "add ‹force›: existing formats are written again, and the others are resumed",
+            format!("{} already exists, so the run cannot be resumed", path.display()),
+            "add ‹force›, which writes existing formats again and resumes the others",
         ));
     }
     Err(Error::OutputExists { path: path.clone() })
@@ -126,8 +126,8 @@ pub fn write(
     prepared.into_iter().zip(reports).map(|(p, report)| Ok((p.publish()?, report))).collect()
 }
 
-/// Returns where the run keeps hidden states: in memory or in the first job directory. There they are also saved for a
-/// resumed run.
+/// Returns where the run keeps hidden states: in memory, or in files in the first job directory. The file that is saved
+/// for resuming the run is always in that directory.
 fn states(
     writers: &[CheckpointWriter],
     jobs: &[Job<'_>],

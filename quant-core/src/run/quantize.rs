@@ -168,7 +168,7 @@ impl<'a> QuantizeJob<'a> {
         }
         let opened = prepared(open(&request.model, &host)?, recipe, &request.settings, &host)?;
         if opened.directory.tokenizer_path().is_none() {
-            host.warn("the model has no tokenizer.json, so the result will not have one either");
+            host.warn("the model has no tokenizer.json, so the output will not have one either");
         }
         refuse_overlap(opened.directory.path(), &request.output)?;
         let outputs = checkpoints(&opened, recipe, request, outputs, &host)?;
@@ -189,8 +189,11 @@ fn check_maxima(path: &Path, recipe: &Recipe, request: &QuantizeRequest) -> Resu
     }
     if let Some(step) = recipe.method.preparation.map(|p| p.name()) {
         return Err(Error::usage(
-            format!("‹{NAME}› would save maxima of the model after `{step}`, which no other method can use"),
-            format!("save them in a run of another method, or with ‹skip={step}›"),
+            format!(
+                "‹{NAME}› would save the maxima of the model after `{step}`, which methods without this \
+                step cannot use"
+            ),
+            format!("save them in a run of a different method, or with ‹skip={step}›"),
         ));
     }
     outside(&[(NAME, Some(path))], &[&request.model, &request.output])?;
@@ -217,8 +220,8 @@ fn checkpoints(
     let positions = opened.model.architecture().max_positions;
     if plan.needs_text() && plan.sampling.length > positions {
         host.warn(format!(
-            "calibration windows of {} tokens are longer than the {positions} positions the model was made for; use \
-             ‹seq_len={positions}› or less",
+            "calibration windows of {} tokens are longer than the {positions} positions the model was \
+            trained for; use ‹seq_len={positions}› or less",
             plan.sampling.length
         ));
     }
@@ -238,7 +241,8 @@ fn checkpoints(
     };
     if let Some(counted) = windows.as_ref().map(|w| w.layout().counted()).filter(|c| *c < FEW_TOKENS) {
         host.warn(format!(
-            "only {counted} token(s) of the calibration text are counted, too few to choose scales reliably"
+            "only {counted} token(s) of the calibration text are counted, which are too few to choose \
+            scales reliably"
         ));
     }
     host.cancel.check()?;
@@ -259,7 +263,7 @@ fn checkpoints(
     let jobs: Vec<Job<'_>> = plans.iter().map(job).collect();
     let written = write(&jobs, &opened.directory, outputs, (request.force, request.resume), residence, host);
     if written.is_err() && outputs.len() > 1 {
-        // It was created for the outputs, and is kept if anything is left in it.
+        // Removes the directory that was created for the outputs, unless it still contains files.
         let _ = std::fs::remove_dir(&request.output);
     }
     let written = written?;
@@ -267,7 +271,7 @@ fn checkpoints(
         let kept = kept.into_inner().unwrap_or_else(PoisonError::into_inner);
         if let Err(error) = write_file(path, &kept.to_bytes()?) {
             host.note(format!(
-                "{} is complete; the following error concerns another file",
+                "{} is complete; the following error concerns a different file",
                 request.output.display()
             ));
             return Err(error);
@@ -276,7 +280,7 @@ fn checkpoints(
     Ok(written)
 }
 
-/// Reports what the formats cannot represent, and which common engines do not load them.
+/// Reports what the formats cannot represent, and which common engines cannot load the result.
 fn report_notes(plans: &[Plan], model: &Model, host: &Host<'_>) {
     let lost = |plan: &Plan| plan.losses().into_iter().map(|message| ("lost", message)).collect::<Vec<_>>();
     let warnings =

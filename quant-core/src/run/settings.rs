@@ -15,9 +15,9 @@ use crate::scheme::{Granularity, SchemeRequest};
 use crate::{Error, Result};
 
 const SEARCHES_NO_TEXT: &str = "does not use a calibration text";
-const ANOTHER_METHOD: &str = "leave it out, or choose another ‹method›";
+const ANOTHER_METHOD: &str = "leave it out, or choose a different ‹method›";
 
-/// The settings of `plan` and `quantize`; what is `None` or empty comes from the preset or the recipe.
+/// The settings of `plan` and `quantize`. Fields that are `None` or empty are taken from the preset or the recipe.
 ///
 /// Messages refer to a setting by its field name, between `‹` and `›` ([`wording`](crate::wording)).
 #[derive(Debug, Clone, Default, Deserialize)]
@@ -94,7 +94,7 @@ impl RecipeSettings {
     /// are read.
     pub fn recipe(&self) -> Result<Recipe> {
         if self.preset.is_some() && self.recipe.is_some() {
-            return Err(Error::usage("‹preset› and ‹recipe› cannot be combined", "leave one of them out"));
+            return Err(Error::usage("‹preset› and ‹recipe› cannot be combined", "omit one of them"));
         }
         let mut recipe = match &self.recipe {
             Some(path) => Recipe::read(path)?,
@@ -168,7 +168,8 @@ impl RecipeSettings {
             }
         }
         if let (Some(path), false) = (&self.recipe, recipe.needs_text()) {
-            // A recipe file with a method that only rounds has none; here the transform was overridden.
+            // A recipe file may have `[calibration]` only if its method uses a text. Here, a setting has overridden
+            // that method.
             if recipe.calibration.is_some() || recipe.sampling != Sampling::default() {
                 return Err(Error::usage(
                     format!(
@@ -186,7 +187,7 @@ impl RecipeSettings {
         if let Some(search) = &self.scale_search {
             if !recipe.searches_scales() {
                 return Err(Error::usage(
-                    "‹scale_search› has no effect: only the scales of NVFP4 are searched for",
+                    "‹scale_search› has no effect: it applies only to NVFP4 scales",
                     "leave it out, or choose a scheme such as wf4a16-g16-nv",
                 ));
             }
@@ -226,8 +227,8 @@ impl RecipeSettings {
         same.or_else(begins).or_else(has).unwrap_or(&PRESETS[0]).name
     }
 
-    /// Plans what happens to a model: what the recipe says if the model is float, and a conversion to `format` if it is
-    /// already quantized.
+    /// Plans what happens to a model: quantization by the recipe if the model is float, or conversion to `format` if it
+    /// is already quantized.
     ///
     /// # Errors
     /// When the plan cannot be made ([`Plan::all`], [`Plan::repack`]), and when a quantized model would have to be
@@ -288,7 +289,7 @@ impl RecipeSettings {
         };
         Err(Error::usage(
             format!(
-                "‹{option}› has no effect: it belongs to the step `{step}`, which method `{}` does not have",
+                "‹{option}› has no effect: it applies to the step `{step}`, which is not part of method `{}`",
                 method.name
             ),
             format!("leave it out, or {other}{skipped}"),
@@ -304,7 +305,7 @@ impl RecipeSettings {
         ]
     }
 
-    /// The scheme `w4a16-g64` with groups of 128 is a contradiction.
+    /// Fails if `group_size` or `symmetric` contradicts the scheme: for example, `w4a16-g64` with groups of 128.
     fn refuse_contradiction(&self, text: &str, scheme: SchemeRequest) -> Result<SchemeRequest> {
         let group = match &self.group_size {
             Some(size) => granularity(size)? != scheme.granularity,
@@ -314,7 +315,7 @@ impl RecipeSettings {
         if group || symmetry {
             return Err(Error::usage(
                 format!("‹scheme={text}› contradicts ‹group_size›, ‹symmetric› or ‹asymmetric›"),
-                "set it only once",
+                "specify group size and symmetry only once",
             ));
         }
         Ok(scheme)
@@ -326,8 +327,8 @@ fn granularity(text: &str) -> Result<Granularity> {
         Ok(size) if size >= 1 => Ok(Granularity::Group(size)),
         _ if text == "channel" || text == "-1" => Ok(Granularity::Channel),
         _ => Err(Error::usage(
-            format!("group size `{text}` is not understood"),
-            "use a number such as 32, 64 or 128, or `channel`",
+            format!("invalid group size `{text}`"),
+            "use a positive integer, such as 32, 64 or 128, or `channel`",
         )),
     }
 }

@@ -105,7 +105,7 @@ pub fn documents(text: &Text, host: &Host<'_>) -> Result<(Vec<String>, PathBuf)>
         Text::Given(Corpus::Chats(_), name) => Err(Error::Text {
             path: name.into(),
             line: None,
-            reason: "holds conversations; only texts can be evaluated".into(),
+            reason: "contains conversations, but only plain texts can be evaluated".into(),
         }),
     }
 }

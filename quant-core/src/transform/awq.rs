@@ -284,7 +284,7 @@ fn candidates(task: &BlockTask<'_>, group: &FoldGroup, means: &[f32]) -> Result<
     if let Some(channel) = means.iter().position(|m| !m.is_finite()) {
         return Err(Error::Calibration {
             tensor: task.module(group.producer),
-            what: format!("channel {channel} of its output"),
+            what: format!("channel {channel} of the output"),
         });
     }
     let relative = relative_weights(task, group)?;
@@ -319,7 +319,8 @@ fn chosen_scales(
         producer,
         consumers: group.consumers.iter().map(|&c| task.module(c)).collect(),
         unlisted_consumers: 0,
-        // If attention and MLP read the same norm, the output is that of the block, whose name ends with a dot.
+        // If attention and MLP read the same norm, the search inspects the output of the whole block, whose prefix ends
+        // with a dot.
         inspected: task.module(group.inspected).trim_end_matches('.').to_owned(),
         ratio,
         error_before,

@@ -20,11 +20,12 @@ pub(super) struct Candidate {
 #[serde(rename_all = "kebab-case")]
 #[non_exhaustive]
 pub enum Search {
-    /// All candidates on a fraction of the batch, then the better ones on more of it, until one is left or the rest are
-    /// equally good. If the Gram matrix of the batch is cheaper, it is used instead, and the comparison is exact.
+    /// Compares all candidates on a fraction of the batch, then the better ones on more of it, until one is left or the
+    /// rest are equally good. If the Gram matrix of the batch is cheaper, it is used instead, and the comparison is
+    /// exact.
     #[default]
     Fast,
-    /// Every candidate on the whole batch, as in the reference algorithm.
+    /// Compares all candidates on the whole batch, as in the reference algorithm.
     Reference,
 }
 
@@ -47,7 +48,8 @@ pub struct TriedScales {
     pub ratio: Option<f32>,
     /// Mean squared error of the inspected output with every consumer rounded.
     pub error: f64,
-    /// The number of tokens on which it was measured until it was eliminated, or in total.
+    /// The number of tokens on which the candidate was measured before it was eliminated, or the number of all tokens
+    /// in the race.
     pub tokens: u64,
 }
 
@@ -109,5 +111,8 @@ pub(super) fn choose_exactly(
 
 /// The error for outputs that are not finite even with unscaled weights; the caller adds the tensor's name.
 pub(super) fn not_finite() -> Error {
-    Error::Numeric { tensor: String::new(), reason: "no candidate scale gives a finite output".into() }
+    Error::Numeric {
+        tensor: String::new(),
+        reason: "all candidate scales give NaN or infinite outputs".into(),
+    }
 }

@@ -48,7 +48,7 @@ impl Transform for Clip {
     }
 
     fn summary(&self) -> &'static str {
-        "narrows the ranges of weights where that reduces the output error"
+        "clips the ranges of weights if this reduces the output error"
     }
 
     fn folded_nodes(&self, _graph: &BlockGraph, _settings: &TransformSettings) -> Vec<NodeId> {
@@ -70,8 +70,8 @@ impl Transform for Clip {
         let scheme = outline.schemes.first().map(ToString::to_string).unwrap_or_default();
         Err(Error::usage(
             format!(
-                "`clip` has no effect on {scheme}: its scales are shared by rows, powers of two, or searched \
-                when weights are rounded"
+                "`clip` has no effect on {scheme}: its scales are shared by rows, restricted to powers of \
+                two, or searched during rounding"
             ),
             "remove the step",
         ))

@@ -3,11 +3,12 @@
 //! A candidate changes a weight by `D = Q(W · s) / s − W`, a few percent of it. This changes a linear's output by
 //! `X Dᵀ`, and the module's output by `V (h − h₀)ᵀ`, where `h₀` is the input of the module's last linear `V`, and `h`
 //! the same input after `X Dᵀ` is added to the outputs of the consumers. Rounding `X`, `D`, `h − h₀` and `V` to bf16
-//! causes an error relative to the *difference*, 2⁻⁸ of each term, so the order of candidates is preserved as far as a
-//! race can tell. Rounding `X` and `Q(W · s) / s` instead would cause errors larger than the difference. The outputs of
-//! the float model are computed once in `f32`, from inputs and outputs of consumers that are rounded to bf16.
-//! Candidates are thus compared at a point with a relative distance of 2⁻⁹ from the model's own, which is the same for
-//! all, and the kept part of a batch takes half the memory.
+//! causes an error relative to the *difference*, 2⁻⁸ of each term, which is too small to change the outcome of a race.
+//! Rounding `X` and `Q(W · s) / s` instead would cause errors larger than the difference.
+//!
+//! The outputs of the float model are computed once in `f32`, from inputs and outputs of consumers that are rounded to
+//! bf16. This rounding halves the memory for the kept part of the batch. It also shifts the point at which candidates
+//! are compared, by a relative error of 2⁻⁹ that is the same for all candidates.
 
 use candle_core::{Device, Shape, Tensor};
 use quant_kernels_cpu::bf16::{Bf16Token, LEFT_ROWS, LeftBf16, RIGHT_ROWS, RightBf16, bf16_gemm};

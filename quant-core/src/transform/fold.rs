@@ -50,8 +50,8 @@ pub fn fold(rewrite: &mut Rewrite, task: &BlockTask<'_>, group: &FoldGroup, scal
                     let folded = dtype.round(gamma / s - offset);
                     let new = folded + offset;
                     if gamma == 0.0 {
-                        // If there is an offset, the stored value is not 0, and it stays unchanged because no scale
-                        // affects a weight of 0.
+                        // The factor is 0 for any scale, so the scale has no effect. With an offset, the stored value
+                        // is not 0 and must not change.
                         return if offset == 0.0 { folded } else { w };
                     }
                     let holds = new.is_normal() && (gamma / new).is_normal() && fits(c, gamma / new);

@@ -28,7 +28,7 @@ use super::sample::{FIRST_WINDOWS, Place, RaceShape, Schedule, SearchSample};
 use crate::model::{Block, CancelTap, FoldGroup, Segments};
 use crate::{CancelToken, Error, Result};
 
-/// The number of standard errors that a difference must exceed, for many units.
+/// A candidate is eliminated if it is worse by more than this many standard errors. With few units, more are required.
 const SIGMAS: f64 = 3.0;
 /// A candidate is eliminated if it can be better by no more than this fraction of the error.
 const REGRET: f64 = 0.002;
@@ -113,7 +113,8 @@ pub(super) fn choose(
                 task.cancel.check()?;
                 let candidate = &candidates[contender.index];
                 let errors = match batch.errors(task, group, &candidate.scales, watched.as_ref()) {
-                    // Scaled weights may need a scale that its dtype cannot hold; such a candidate is not better.
+                    // A scaled weight may need a quantization scale that overflows its dtype. Such a candidate is
+                    // skipped.
                     Err(Error::Numeric { .. }) if candidate.ratio.is_some() => continue,
                     other => other?,
                 };
@@ -223,7 +224,7 @@ pub(super) fn piece(differences: bool, length: usize) -> usize {
     (tokens / length.max(1)).max(1) * length.max(1)
 }
 
-/// The memory in bytes of a token while a round compares candidates on it.
+/// The memory in bytes that each token takes while a round compares candidates.
 fn token_bytes(task: &BlockTask<'_>, group: &FoldGroup, k: usize, differences: bool) -> u64 {
     let graph = task.block.graph();
     let outputs = group.consumers.iter().map(|&c| task.block.linear(c).weight().shape()[0]).sum();

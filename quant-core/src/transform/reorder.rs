@@ -1,13 +1,14 @@
 //! Activation-aware channel reordering (QServe, §4.3.4): outlier channels share groups.
 //!
-//! A group of weights has one scale. The weights of a large input channel matter most, but the scale that they need is
-//! determined by neighbors that hardly matter. Channels between two linears may be in any order, if the rows of the
-//! producer and the columns of the consumer are reordered together. So they are sorted by the largest magnitude on the
-//! text, ascending: `order = argsort(max |X_j|)`. There is no cost at inference.
+//! All weights in a group have the same scale. If only one channel of a group has large activations, its weights matter
+//! most, but weights of unimportant channels may determine the scale. Channels between two linears can be permuted, if
+//! the rows of the producer and the columns of the consumer are permuted together. They are therefore sorted by their
+//! largest magnitude on the calibration text, ascending: `order = argsort(max |X_j|)`. There is no cost at inference.
 //!
-//! `down_proj` is sorted with the rows of `up_proj` and `gate_proj`; `o_proj` with those of `v_proj`, each head
-//! separately, and the query heads that share a key head in the same way. Channels between norms and linears are not
-//! sorted, because the residual stream has one order for the whole model.
+//! Columns of `down_proj` are sorted together with the rows of `up_proj` and `gate_proj`, and columns of `o_proj` with
+//! the rows of `v_proj`. In `o_proj`, each head is sorted separately, and query heads that share a key head have the
+//! same order. Channels between norms and linears are not sorted, because the residual stream has one order for the
+//! whole model.
 
 use super::{BlockTask, Needs, Rewrite, Transform, TransformSettings};
 use crate::calibrate::HiddenStates;
@@ -25,7 +26,7 @@ impl Transform for Reorder {
     }
 
     fn summary(&self) -> &'static str {
-        "sorts channels by magnitude, so that groups hold similar ones"
+        "sorts channels by magnitude, so that the channels of a group are similar"
     }
 
     fn folded_nodes(&self, graph: &BlockGraph, _settings: &TransformSettings) -> Vec<NodeId> {

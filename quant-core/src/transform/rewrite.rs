@@ -247,7 +247,7 @@ impl Rewrite {
         self.row_order.contains_key(&node) || self.column_order.contains_key(&node)
     }
 
-    /// The ranges of linears' inputs after the rewrite, from those before.
+    /// Returns the ranges of linears' inputs after the rewrite, given the ranges before it.
     pub fn ranges(
         &self,
         graph: &BlockGraph,

@@ -4,15 +4,15 @@
 //! norm without a weight commutes with `H`, and the weights that read the stream can undo the rotation:
 //!
 //! ```text
-//! embedding   E  → E Hᵀ                        rows of the table
-//! norm        γ  → 1                           and into the weights that read it
-//! reads       W  → W diag(γ) Hᵀ                queries, keys, values, gate, up; the head, by the last norm
-//! writes      W  → H W,  b → H b               attention's and MLP's output projection
+//! embedding   E  → E Hᵀ                 rows of the table
+//! norm        γ  → 1                    folded into the linears that read the norm
+//! reads       W  → W diag(γ) Hᵀ         queries, keys, values, gate, up; the head, with the γ of the last norm
+//! writes      W  → H W,  b → H b        output projections of attention and MLP
 //! ```
 //!
-//! It is applied to the checkpoint and not to blocks: [`rotate`] returns a [`Model`] whose tensors are the rotated
-//! ones, each computed in `f32` when it is read, and rounded to the dtype in which it is stored. Later stages see a
-//! model like any other. A tied head is untied, unless the weight of the last norm, which is folded into it, is 1.
+//! The checkpoint is rotated, not the blocks: [`rotate`] returns a [`Model`] whose tensors are the rotated ones, each
+//! computed in `f32` when it is read, and rounded to the dtype in which it is stored. Later stages process it like any
+//! other model. A tied head is untied, unless the weight of the last norm, which is folded into it, is 1.
 //!
 //! A norm that subtracts the mean does not commute with `H`, and a norm after an output projection prevents rotating
 //! its output. Families with such blocks are rejected.
@@ -39,9 +39,7 @@ const COLUMNS: usize = 64;
 pub fn rotate(model: &Model) -> Result<Model> {
     let (architecture, hidden) = (model.architecture(), model.architecture().hidden);
     let hadamard = Hadamard::new(hidden).map_err(|_| {
-        let reason = format!(
-            "no Hadamard matrix of order {hidden}, the width of its hidden states, can be constructed"
-        );
+        let reason = format!("Hadamard matrices of order {hidden}, its hidden size, are not supported");
         refused(architecture, Preparation::Rotate, &reason)
     });
     prepared(model, Preparation::Rotate, Some(hadamard))
@@ -77,9 +75,7 @@ fn prepared(model: &Model, by: Preparation, hadamard: Option<Result<Hadamard>>) 
 fn refused(architecture: &Architecture, by: Preparation, reason: &str) -> Error {
     let family = architecture.family;
     let (what, step) = match by {
-        Preparation::Rotate => {
-            (format!("a model of the family `{family}` cannot be rotated"), "the rotation")
-        }
+        Preparation::Rotate => (format!("models of the family `{family}` cannot be rotated"), "the rotation"),
         Preparation::FoldNorms => (format!("norms of the family `{family}` cannot be folded"), "the folding"),
     };
     Error::usage(format!("{what}: {reason}"), format!("skip {step}: ‹skip={}›", by.name()))
@@ -101,7 +97,7 @@ fn check_outside(architecture: &Architecture, by: Preparation) -> Result<()> {
     if let Some(wrapper) = architecture.wrapper.as_ref().filter(|_| by == Preparation::Rotate) {
         let class = wrapper.class;
         return refuse(&format!(
-            "the projector of {class} writes into its hidden states, but is not rotated"
+            "the projector of {class} writes to the hidden states, but cannot be rotated"
         ));
     }
     if architecture.learned_positions.is_some() {
@@ -113,7 +109,7 @@ fn check_outside(architecture: &Architecture, by: Preparation) -> Result<()> {
     match &architecture.final_norm {
         Some(Op::RmsNorm { .. }) => Ok(()),
         Some(_) => refuse(SUBTRACTS),
-        None => refuse("its head reads hidden states that are not normalized"),
+        None => refuse("the head reads hidden states that are not normalized"),
     }
 }
 
@@ -139,7 +135,7 @@ impl Stream {
                         if graph.nodes()[added].op.linear_shape().is_none() || graph.users(added).count() != 1
                         {
                             return Err(refuse(
-                                "it adds values to its hidden states that are not outputs of linears",
+                                "it adds values to the hidden states that are not outputs of linears",
                             ));
                         }
                         stream.writes.push(added);
@@ -152,15 +148,14 @@ impl Stream {
                                 Op::Linear { .. } => stream.reads.push((reader, user)),
                                 _ => {
                                     return Err(refuse(
-                                        "operations other than linears read its normalized \
-                                    hidden states",
+                                        "operations other than linears read the normalized hidden states",
                                     ));
                                 }
                             }
                         }
                     }
                     Op::LayerNorm { .. } => return Err(refuse(SUBTRACTS)),
-                    _ => return Err(refuse("an operation reads its hidden states without a norm")),
+                    _ => return Err(refuse("an operation reads the hidden states without a norm")),
                 }
             }
         }
@@ -168,10 +163,10 @@ impl Stream {
     }
 }
 
-const NORMED: &str = "its linears are separated from the residual sum by norms with weights, which do not \
-    commute with a rotation";
-const SUBTRACTS: &str = "its norms subtract the mean, which does not commute with a rotation, and may \
- add a bias that linears cannot absorb";
+const NORMED: &str =
+    "norms with weights, which do not commute with a rotation, lie between linears and the residual stream";
+const SUBTRACTS: &str = "its norms subtract the mean, which does not commute with a rotation, or may add a \
+    bias that linears cannot absorb";
 
 /// How a tensor is modified.
 #[derive(Debug, Clone)]

@@ -7,7 +7,7 @@ use crate::Result;
 use crate::calibrate::{BatchLayout, InputRows, Packing, Sampling, Spill, Statistic};
 use crate::model::{BlockGraph, FoldGroup};
 
-/// A race uses at most one in this many tokens of the batch, but at least [`MIN_TOKENS`].
+/// A race uses at most one token in `TOKENS_PER_SAMPLE` of the batch, but at least [`MIN_TOKENS`].
 const TOKENS_PER_SAMPLE: usize = 4;
 /// The minimum number of tokens in a race.
 const MIN_TOKENS: usize = 4096;
@@ -15,7 +15,8 @@ const MIN_TOKENS: usize = 4096;
 const FIRST_TOKENS: usize = 1024;
 /// The minimum number of windows in the first round, if whole windows are used.
 pub(super) const FIRST_WINDOWS: usize = 4;
-/// The minimum number of windows used, if whole windows are used. A batch with no more is used at once.
+/// The minimum number of windows used, if whole windows are used. A batch with at most this many windows is used whole
+/// in the first round.
 const MIN_WINDOWS: usize = 8;
 /// Positions at the start of a window that are always used.
 const HEAD: usize = 4;
@@ -48,7 +49,8 @@ pub(super) struct SearchSample {
     round_bytes: Option<u64>,
     /// The number of counted tokens added.
     counted: usize,
-    /// The window of the last token added, and how many counted tokens after heads preceded in it.
+    /// The window of the last token added, and the number of counted tokens after heads that were added from this
+    /// window.
     window: usize,
     tails: usize,
 }
@@ -61,7 +63,7 @@ pub(super) struct Place {
     round: usize,
     pub(super) unit: usize,
     pub(super) head: bool,
-    /// Whether its error is measured; attention also needs tokens that do not count.
+    /// Whether the error of the token is measured. Attention also needs tokens that do not count.
     pub(super) counts: bool,
 }
 
@@ -91,8 +93,7 @@ impl SearchSample {
         if of_tokens < 1.0 {
             return Ok(sample);
         }
-        // Memory is allocated at once, because growing a list keeps the old and the new buffer in memory at the same
-        // time.
+        // All memory is allocated now. A growing list would keep its old and its new buffer in memory at the same time.
         let wanted = (0..sample.layout.tokens()).filter(|&token| sample.place(token).is_some()).count();
         (sample.window, sample.tails) = (0, 0);
         if spill.is_none() {
@@ -188,8 +189,8 @@ impl SearchSample {
         Ok((values, rows.iter().map(|&row| self.places[row]).collect()))
     }
 
-    /// How many tokens of `token_bytes` each may be compared at a time: all of them if the rows are in memory, otherwise
-    /// as many multiples of `piece` as fit, and at least one.
+    /// Returns how many tokens of `token_bytes` each may be compared at a time: all of them if the rows are in memory,
+    /// otherwise the largest multiple of `piece` that fits into the memory of a round, but at least one piece.
     pub(super) fn tokens_at_a_time(&self, token_bytes: u64, piece: usize) -> usize {
         let Some(bytes) = self.round_bytes else { return usize::MAX };
         let pieces = bytes / token_bytes.saturating_mul(piece as u64).max(1);
@@ -307,8 +308,8 @@ mod tests {
         assert_eq!(rounds[0][..6], [0, 1, 2, 3, 4, 20]);
     }
 
-    /// The choice of tokens does not depend on how rows arrive. If a value has rows for some tokens only, only those
-    /// are chosen, with their own rows.
+    /// The chosen tokens do not depend on the pieces in which rows arrive. If a value has rows for only some tokens,
+    /// only these tokens are chosen, each with its own row.
     #[test]
     fn rows_race_for_their_own_tokens() {
         use crate::calibrate::TokenUse::{Context, Counted};

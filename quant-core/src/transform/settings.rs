@@ -87,8 +87,9 @@ impl Alpha {
     pub fn check(self) -> Result<()> {
         match self {
             Self::Fixed(alpha) if !(0.0..=1.0).contains(&alpha) => Err(Error::usage(
-                format!("alpha is {alpha}; it must be from 0 to 1"),
-                "0 leaves all outliers in the activations, 1 moves all into the weights",
+                format!("alpha is {alpha}; it must be from 0 to 1, or auto"),
+                "choose a value in this range: 0 leaves all outliers in the activations, and 1 moves all of \
+                them into the weights",
             )),
             _ => Ok(()),
         }
@@ -130,7 +131,7 @@ impl FromStr for Producers {
         match text {
             "norms" => Ok(Self::Norms),
             "all" => Ok(Self::All),
-            _ => Err(Error::usage(format!("unknown producers `{text}`"), "known: norms, all")),
+            _ => Err(Error::usage(format!("unknown producers `{text}`"), "known producers: norms, all")),
         }
     }
 }

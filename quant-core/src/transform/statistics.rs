@@ -126,8 +126,8 @@ pub(super) struct Kept {
 }
 
 impl Kept {
-    /// The data kept for a group whose first linear has shape `[n, k]` and for which `candidates` scales are tried: the
-    /// larger case of each kind, if that depends on how many tokens are routed to an expert.
+    /// The data kept for a group whose first linear has shape `[n, k]` and for which `candidates` scales are tried. If
+    /// the amount depends on how many tokens are routed to an expert, each field is the maximum.
     pub(super) fn of(
         graph: &BlockGraph,
         group: &FoldGroup,

@@ -71,7 +71,7 @@ pub(super) fn read_frame(input: &mut dyn Read, max: u64) -> io::Result<Option<Ve
     if len > max {
         return Err(io::Error::new(
             ErrorKind::InvalidData,
-            format!("a frame of {len} bytes; the limit is {max}"),
+            format!("a frame has {len} bytes; the limit is {max}"),
         ));
     }
     let mut bytes = Vec::new();

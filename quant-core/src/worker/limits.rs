@@ -86,8 +86,8 @@ impl Granted {
         self.time = self.time.saturating_add(time).saturating_add(PER_QUESTION);
     }
 
-    /// The limit on address space in bytes, and whether it is the configured one, not the machine's or an inherited
-    /// one.
+    /// The limit on address space in bytes. The flag is true if it is the configured limit, and false if the machine's
+    /// memory or an inherited limit is lower.
     pub(super) fn memory(&self) -> (u64, bool) {
         let Limits { memory, memory_of_loaded_byte, memory_of_asked_byte, .. } = self.limits;
         let loaded = self.loaded.saturating_mul(memory_of_loaded_byte);
@@ -109,7 +109,7 @@ impl Granted {
             return;
         }
         if self.set.is_none() {
-            // Allows no core dumps and no other files.
+            // The process may write neither core dumps nor other files.
             let none = Rlimit { current: Some(0), maximum: Some(0) };
             lower(process, Resource::Core, none);
             lower(process, Resource::Fsize, none);

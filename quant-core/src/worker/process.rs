@@ -108,8 +108,8 @@ impl TextWorkers for ProcessWorkers {
             Err(error) => match &self.instead {
                 Some(instead) if !is_shortage(&error) => {
                     tracing::warn!(
-                        "cannot start a process ({error}): the model's tokenizer and template run in this \
-                        process, which a hostile one can crash"
+                        "cannot start a worker process ({error}): the model's tokenizer and chat template \
+                        run in this process instead, and hostile ones can crash it"
                     );
                     return instead.load(worker.loadable);
                 }
@@ -167,7 +167,7 @@ impl ProcessWorker {
                 return Err(Error::Interrupted);
             }
             let status = running.end();
-            return Err(self.unavailable(&format!("it ended before it was ready ({status})")));
+            return Err(self.unavailable(&format!("the process ended before it was ready ({status})")));
         }
         let stacks = (self.workers.threads as u64 + 1) * STACK as u64;
         let mut granted = Granted::for_loading(self.workers.limits, &self.loadable, stacks);
@@ -224,20 +224,20 @@ impl ProcessWorker {
             };
         }
         let reason = if matches!(failure, Failure::TooLong) {
-            "produces implausibly much output from the text".to_owned()
+            "produces implausibly large output for the text".to_owned()
         } else if out_of_memory {
-            format!("takes more than {} MiB of memory", memory >> 20)
+            format!("needs more than {} MiB of memory", memory >> 20)
         } else if is(Signal::XCPU) {
-            format!("takes more than {} seconds of processor time", granted.seconds())
+            format!("needs more than {} seconds of processor time", granted.seconds())
         } else if [Signal::ABORT, Signal::SEGV, Signal::BUS, Signal::ILL].into_iter().any(is) {
-            "overflows the stack, or crashes the library that reads it".to_owned()
+            "overflows the stack or crashes the library that parses it".to_owned()
         } else {
-            format!("makes its process fail ({status})")
+            format!("makes the worker process fail ({status})")
         };
         let remedy = match self.loadable.content {
             Content::Tokenizer(_) => {
-                "use the tokenizer.json that belongs to the model; if it is that one, give a shorter text, \
-                or split it into several documents (.jsonl)"
+                "use the original tokenizer.json of the model; if it is the original, give a shorter text, \
+                or split the text into several documents (.jsonl)"
             }
             Content::Template { .. } => {
                 "correct the model's chat template, or put a different one next to it as \
@@ -249,10 +249,11 @@ impl ProcessWorker {
 
     fn unavailable(&self, reason: &str) -> Error {
         Error::Unavailable {
-            what: format!("a process that runs {}", self.loadable.path.display()),
+            what: format!("a worker process for {}", self.loadable.path.display()),
             reason: reason.to_owned(),
             remedy:
-                "free memory, or raise the limits on memory, processes and open files (ulimit -v, -u and -n)"
+                "free some memory, or raise the limits on memory, processes and open files (ulimit -v, -u \
+                and -n)"
                     .into(),
         }
     }

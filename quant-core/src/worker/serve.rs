@@ -62,7 +62,7 @@ fn answer_all(input: &mut dyn Read, output: &mut dyn Write, workers: &dyn TextWo
     let mut pool = None;
     while let Some(bytes) = read_frame(input, u64::MAX).map_err(failed)? {
         let answer = match read_question(&bytes) {
-            None => Err(Fault { reason: "got an unknown request".into(), ..Fault::default() }),
+            None => Err(Fault { reason: "received an unknown request".into(), ..Fault::default() }),
             Some(question) if question.items() > 1 && threads > 1 => {
                 let pool = match &mut pool {
                     Some(pool) => pool,

@@ -129,7 +129,7 @@ impl Default for Tiny {
 
 /// `max_position_embeddings` of every tiny model.
 pub const POSITIONS: usize = 256;
-/// The positions of a tiny OPT, which are stored in a table: as many as calibration requests by default.
+/// The number of positions in the table of a tiny OPT: the default window length of calibration.
 pub const OPT_POSITIONS: usize = 512;
 
 impl Tiny {
@@ -303,7 +303,7 @@ impl Tiny {
             };
             match self.family.experts(layer) {
                 Some((router, experts)) => {
-                    // Logits are large enough that weights differ from token to token.
+                    // Router logits are large enough that expert weights differ from token to token.
                     add(format!("model.layers.{layer}.{router}.weight"), &[EXPERTS, h], 0.0, 1.5 * fan_in(h));
                     linears.extend(experts.into_iter().flat_map(|names| mlp(names, false)));
                 }
@@ -371,7 +371,7 @@ pub fn model(source: Arc<dyn TensorSource>, config: &Map<String, Value>) -> Mode
     Model::new(source, Path::new("config.json"), config).expect("the model is sound")
 }
 
-/// A standard normal number (Box and Muller).
+/// Draws from the standard normal distribution (Box-Muller).
 pub fn normal(rng: &mut StdRng) -> f32 {
     let (u, v): (f32, f32) = (rng.random_range(f32::MIN_POSITIVE..1.0), rng.random_range(0.0..1.0));
     (-2.0 * u.ln()).sqrt() * (std::f32::consts::TAU * v).cos()
@@ -470,7 +470,7 @@ pub fn relative_difference(a: &[f32], b: &[f32]) -> f64 {
     assert_eq!(a.len(), b.len());
     let largest = b.iter().fold(0.0_f64, |m, v| m.max(f64::from(v.abs())));
     let difference = a.iter().zip(b).map(|(x, y)| f64::from(x - y).abs());
-    // A NaN must not vanish in a maximum.
+    // `f64::max` would ignore NaN.
     difference.fold(0.0, |m, d| if d <= m { m } else { d }) / largest
 }
 

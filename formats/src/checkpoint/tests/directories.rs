@@ -113,7 +113,7 @@ fn fields_name_key_and_reason() {
         assert!(message.starts_with("m/config.json: ") && !message.chars().any(char::is_control));
     };
     refused(fields.optional_usize("hidden_size"), &["`hidden_size`", "the text \"4096\""]);
-    refused(fields.optional_usize("layers"), &["`layers`", "float 1000.0"]);
+    refused(fields.optional_usize("layers"), &["`layers`", "is 1000.0"]);
     refused(fields.optional_usize("heads"), &["`heads`", "negative"]);
     refused(fields.optional_usize("vocab"), &["`vocab`", "2^31"]);
     refused(fields.optional_usize("tie"), &["`tie`", "true"]);

@@ -121,7 +121,7 @@ fn every_rule_has_its_error() {
     refused!(two((0, 8), (0, 8), 8), E::Overlap { .. }, "`a`", "`b`");
     refused!(two((0, 8), (4, 4), 8), E::Overlap { .. }, "`a`", "`b`");
     refused!(two((0, max - 1), (max - 1, max), 8), E::PastEnd { .. }, "`a`");
-    refused!(file(one("[2]", "[0,8]"), &[0; 7]), E::PastEnd { .. }, "`t`", "have", "need");
+    refused!(file(one("[2]", "[0,8]"), &[0; 7]), E::PastEnd { .. }, "`t`", "it has", "needs");
     refused!(two((0, 4), (4, 8), 6), E::PastEnd { .. }, "`b`");
     refused!(file(one("[2]", "[0,8]"), &[0; 9]), E::TrailingBytes { .. }, "1 byte");
     refused!(file("{}", b"PK"), E::TrailingBytes { .. }, "2 byte");
@@ -131,7 +131,7 @@ fn every_rule_has_its_error() {
 fn truncation_is_reported_with_lengths() {
     let whole = vectors(&[("a", 10), ("b", 20)]);
     let error = parse(&whole[..whole.len() - 5]).unwrap_err().to_string();
-    let lengths = format!("have {}, need {} bytes", whole.len() - 5, whole.len());
+    let lengths = format!("it has {} bytes, but needs {}", whole.len() - 5, whole.len());
     assert!(error.contains(&lengths) && error.contains("`b`"), "{error}");
 }
 

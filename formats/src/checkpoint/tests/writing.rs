@@ -137,19 +137,19 @@ fn force_replaces_only_what_was_written_here() {
     finish(create(&target, forced()).unwrap()).unwrap();
 
     fs::write(target.join("notes.txt"), "mine").unwrap();
-    assert!(usage_message(create(&target, forced())).contains("holds `notes.txt`, which quant did not"));
+    assert!(usage_message(create(&target, forced())).contains("contains `notes.txt`, which quant did not"));
     fs::remove_file(target.join("notes.txt")).unwrap();
     let config = fs::read(target.join("config.json")).unwrap();
     fs::write(target.join("config.json"), "{ \"mine\": true }").unwrap();
-    assert!(usage_message(create(&target, forced())).contains("`config.json`, which was changed since"));
+    assert!(usage_message(create(&target, forced())).contains("`config.json`, which was modified after"));
     fs::write(target.join("config.json"), config).unwrap();
     fs::create_dir(target.join("more")).unwrap();
-    assert!(usage_message(create(&target, forced())).contains("holds `more`"));
+    assert!(usage_message(create(&target, forced())).contains("contains `more`"));
     fs::remove_dir(target.join("more")).unwrap();
     // A directory in place of a listed file.
     fs::remove_file(target.join("config.json")).unwrap();
     fs::create_dir(target.join("config.json")).unwrap();
-    assert!(usage_message(create(&target, forced())).contains("holds `config.json`"));
+    assert!(usage_message(create(&target, forced())).contains("contains `config.json`"));
     fs::remove_dir(target.join("config.json")).unwrap();
     let manifest = fs::read(target.join("quant_manifest.json")).unwrap();
     fs::write(target.join("quant_manifest.json"), &manifest[..40]).unwrap();
@@ -343,12 +343,11 @@ fn resuming_with_other_settings_is_refused() {
         ..resumed()
     };
     let message = usage_message(create(&target, other));
-    let expected =
-        ["fingerprint.plan: was \"p\", is \"q\"", "fingerprint.seed: was null, is 1", "tool_version"];
+    let expected = ["\n  plan: was p, is q", "\n  seed: was not set, is 1", "\n  version: was "];
     assert!(expected.iter().all(|e| message.contains(e)), "{message}");
     assert!(!message.contains("alpha") && !message.contains("layout"), "{message}");
     let shape = CheckpointWriter::create(&target, specs()[..3].to_vec(), resumed());
-    assert!(usage_message(shape).contains("layout_sha256"));
+    assert!(usage_message(shape).contains("names, types or shapes of tensors: have changed"));
     assert!(create(&target, resumed()).unwrap().is_complete("a"), "the job is still there");
 }
 
@@ -439,12 +438,12 @@ fn a_directory_without_our_lock_is_not_emptied() {
     };
     fs::create_dir_all(job.join("out")).unwrap();
     fs::write(job.join("journal.jsonl"), "my diary").unwrap();
-    refused("and no lock of a run");
+    refused("but not the lock file of a run");
     fs::write(job.join("lock"), "the key is under the mat").unwrap();
-    refused("`lock`, which is not the lock of a run");
+    refused("`lock`, which is not the lock file of a run");
     fs::remove_file(job.join("lock")).unwrap();
     fs::create_dir(job.join("lock")).unwrap();
-    refused("`lock`, which is not the lock of a run");
+    refused("`lock`, which is not the lock file of a run");
     assert_eq!(fs::read_to_string(job.join("journal.jsonl")).unwrap(), "my diary");
     // With the lock of a terminated run it counts as a job's directory, and so does an empty directory.
     fs::remove_dir(job.join("lock")).unwrap();

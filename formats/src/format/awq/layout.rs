@@ -51,22 +51,22 @@ pub(super) fn layout(
     };
     if scheme.activations != ActivationScheme::Float {
         return Err(unusable(format!(
-            "the {METHOD} format cannot describe activations, which {scheme} quantizes"
+            "the {METHOD} format cannot describe quantized activations, which {scheme} has"
         )));
     }
     if scheme.int_bits() != Some(BITS) {
         let got = scheme.int_bits().map_or_else(|| scheme.to_string(), |bits| bits.to_string());
-        return Err(unusable(format!("the {METHOD} format packs {BITS} bits, not {got}")));
+        return Err(unusable(format!("the {METHOD} format supports {BITS}-bit weights only, not {got}")));
     }
     if scale_dtype != Dtype::F16 {
         return Err(unusable(format!("the {METHOD} format stores scales as F16, not {scale_dtype}")));
     }
     if n.checked_mul(k).is_none_or(|elements| elements > isize::MAX as usize / 8) {
-        return Err(unusable(format!("{n} × {k} weights exceed the address space")));
+        return Err(unusable(format!("a weight of shape [{n}, {k}] exceeds the address space")));
     }
     if !n.is_multiple_of(ROWS_PER_WORD) {
         return Err(unusable(format!(
-            "the {METHOD} format packs {ROWS_PER_WORD} outputs per word, which does not divide its {n} outputs"
+            "the {METHOD} format needs a multiple of {ROWS_PER_WORD} outputs, got {n}"
         )));
     }
     let group_size = scheme.granularity.group_size(k);
@@ -181,9 +181,9 @@ mod tests {
         let message = |shape, scheme: &str, dtype| {
             layout("x", shape, scheme.parse().unwrap(), dtype).unwrap_err().to_string()
         };
-        assert!(message([16, 64], "w3a16-g32", Dtype::F16).contains("packs 4 bits, not 3"));
+        assert!(message([16, 64], "w3a16-g32", Dtype::F16).contains("4-bit weights only, not 3"));
         assert!(message([16, 64], "w4a16-g32", Dtype::Bf16).contains("scales as F16, not BF16"));
-        assert!(message([12, 64], "w4a16-g32", Dtype::F16).contains("does not divide its 12"));
+        assert!(message([12, 64], "w4a16-g32", Dtype::F16).contains("a multiple of 8 outputs, got 12"));
         assert!(message([16, 60], "w4a16-g32", Dtype::F16).contains("does not divide"));
         assert!(message([usize::MAX / 2, 64], "w4a16-g32", Dtype::F16).contains("address space"));
     }

@@ -79,8 +79,8 @@ impl Container for AutoAwq {
         {
             return Err(Error::usage(
                 format!(
-                    "`{outside}`, which stays float, is part of the names of quantized linears, and \
-                    implementations of the {METHOD} format match it anywhere in a name"
+                    "engines would treat some quantized linears as float: the {METHOD} format lists \
+                    `{outside}` as float, and engines match this name anywhere in the name of a linear"
                 ),
                 "write ‹format=compressed-tensors›",
             ));
@@ -88,8 +88,7 @@ impl Container for AutoAwq {
         if let Some(module) = head.or(schemes.embedding.map(|_| "the embedding")) {
             return Err(Error::usage(
                 format!(
-                    "`{module}` cannot be quantized in the {METHOD} format: implementations keep it \
-                    float"
+                    "`{module}` cannot be quantized in the {METHOD} format, because engines keep it float"
                 ),
                 "leave it float, or write ‹format=compressed-tensors›",
             ));
@@ -102,7 +101,7 @@ impl Container for AutoAwq {
                     "`{module}` has the scheme {other}, but `{first}` has {scheme}; the {METHOD} format \
                     needs one scheme for all modules"
                 ),
-                "leave modules float with ‹ignore›, or write ‹format=compressed-tensors›",
+                "use one scheme, leave modules float with ‹ignore›, or write ‹format=compressed-tensors›",
             )),
         }
     }
@@ -135,9 +134,9 @@ impl Container for AutoAwq {
         }
         if schemes.float.len() > 1 {
             notes.push(
-                "implementations match `modules_to_not_convert` anywhere in a name, and vLLM needs the \
-                linears that it fuses (queries, keys and values; gate and up) either all quantized or all \
-                float"
+                "engines match the entries of `modules_to_not_convert` anywhere in a name, and vLLM \
+                requires linears that it fuses (queries, keys and values; gate and up) to be all quantized \
+                or all float"
                     .to_owned(),
             );
         }

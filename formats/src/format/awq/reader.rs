@@ -34,18 +34,18 @@ impl Reader {
         match get("version").map(|v| v.as_str().map(str::to_lowercase)) {
             None => {}
             Some(Some(version)) if version == VERSION => {}
-            Some(_) => return refuse("version", "must be gemm; others are not supported"),
+            Some(_) => return refuse("version", "must be gemm"),
         }
         if get("bits").and_then(Value::as_u64) != Some(u64::from(BITS)) {
-            return refuse("bits", "is not 4");
+            return refuse("bits", "must be 4");
         }
         if get("zero_point").is_some_and(|z| z.as_bool() != Some(true)) {
-            return refuse("zero_point", "is not true");
+            return refuse("zero_point", "must be true");
         }
         let granularity = match get("group_size").map(Value::as_i64) {
             Some(Some(-1)) => Granularity::Channel,
             Some(Some(size)) if size > 0 => Granularity::Group(usize::try_from(size).unwrap_or(usize::MAX)),
-            _ => return refuse("group_size", "is neither a positive number nor -1"),
+            _ => return refuse("group_size", "must be positive, or -1"),
         };
         let float = match get("modules_to_not_convert") {
             None => Vec::new(),
@@ -85,7 +85,7 @@ impl PackedReader for Reader {
         let specs = layout::layout(module, shape, scheme, Dtype::F16).map_err(|e| {
             Error::UnsupportedQuantization {
                 path: source.location(&codes_name(module)),
-                reason: format!("`{module}` cannot be {scheme}: {e}"),
+                reason: format!("`{module}` does not support {scheme}: {e}"),
             }
         })?;
         for spec in &specs {

@@ -166,8 +166,8 @@ pub(super) fn warnings(schemes: &ModuleSchemes<'_>) -> Vec<String> {
     let mut notes = Vec::new();
     if any(|s| !s.is_symmetric()) {
         notes.push(
-            "asymmetric weights do not load in transformers with compressed-tensors 0.18 to 0.20 unless it is \
-             given CompressedTensorsConfig(dequantize=True)"
+            "with compressed-tensors 0.18 to 0.20, transformers loads asymmetric weights only with \
+            CompressedTensorsConfig(dequantize=True)"
                 .to_owned(),
         );
     }
@@ -175,28 +175,28 @@ pub(super) fn warnings(schemes: &ModuleSchemes<'_>) -> Vec<String> {
     let bits: BTreeSet<u8> = groups.iter().map(|g| g.scheme.bits()).collect();
     notes.extend(bits.into_iter().filter(|bits| !bits.is_power_of_two()).map(|bits| {
         format!(
-            "{bits}-bit weights load in transformers with compressed-tensors 0.18 or later, and in vLLM 0.33 on \
-             CUDA; SGLang and llama.cpp's converter do not read them"
+            "{bits}-bit weights load in transformers with compressed-tensors 0.18 or later, and in vLLM \
+            0.33 on CUDA; SGLang and llama.cpp's converter do not support them"
         )
     }));
     let mut note = |applies, text: &str| notes.extend(Some(text.to_owned()).filter(|_| applies));
     note(
         any(|s| s.granularity == Granularity::Channel && Storage::of(s) == Storage::Packed),
-        "llama.cpp's converter reads scales per group, not per channel",
+        "llama.cpp's converter supports scales per group only, not per channel",
     );
     note(
         any(|s| s.has_static_activations() && s.float_format().is_none()),
-        "llama.cpp's converter does not read static scales of activations",
+        "llama.cpp's converter does not support static activation scales",
     );
-    note(groups.len() > 1, "llama.cpp's converter does not read checkpoints that mix several schemes");
+    note(groups.len() > 1, "llama.cpp's converter does not support checkpoints with several schemes");
     note(
         schemes.fp8_cache,
-        "vLLM 0.33 caches keys and values in FP8 only when it is started with --kv-cache-dtype fp8, and then \
-        uses these scales",
+        "vLLM 0.33 caches keys and values in FP8 and uses these scales only if it is started with \
+        --kv-cache-dtype fp8",
     );
     note(
         schemes.fp8_cache && !groups.iter().all(|g| g.scheme.has_global_scale()),
-        "llama.cpp's converter rejects FP8 scales of keys and values unless the weights are NVFP4",
+        "llama.cpp's converter rejects FP8 cache scales unless the weights are NVFP4",
     );
     notes
 }
@@ -210,48 +210,48 @@ fn float_notes(schemes: &ModuleSchemes<'_>) -> Vec<String> {
     let mut note = |applies: bool, text: &str| notes.extend(Some(text.to_owned()).filter(|_| applies));
     note(
         all().any(|(_, s)| is_fp8(s) && s.activations == ActivationScheme::Float),
-        "FP8 weights with float activations load in transformers; it is not known whether vLLM and \
-         SGLang load them without FP8 activations",
+        "FP8 weights with float activations load in transformers; whether vLLM and SGLang load them is not \
+        known",
     );
     note(
         all().any(|(_, s)| is_fp8(s) && s.activations != ActivationScheme::Float),
-        "FP8 activations need an NVIDIA GPU of compute capability 8.9 or later in vLLM 0.33 and SGLang 0.5; older ones \
-         run the weights alone, with float activations",
+        "in vLLM 0.33 and SGLang 0.5, FP8 activations require an NVIDIA GPU of compute capability 8.9 or \
+        later; on older GPUs, activations stay float",
     );
     note(
         any(|s| s.granularity == Granularity::Tensor),
-        "llama.cpp's converter reads FP8 with one scale per row or block, not per tensor",
+        "llama.cpp's converter supports FP8 with one scale per row or block, not per tensor",
     );
     note(
         any(|s| s.activations == ActivationScheme::Nvfp4),
-        "FP4 activations need an NVIDIA GPU of compute capability 10.0 or later in vLLM 0.33 and SGLang 0.5; older ones \
-         run the weights alone, with float activations",
+        "in vLLM 0.33 and SGLang 0.5, FP4 activations require an NVIDIA GPU of compute capability 10.0 or \
+        later; on older GPUs, activations stay float",
     );
     note(
         any(|s| s.has_global_scale()),
-        "NVFP4 loads in transformers 5.23 in BF16 (dtype=torch.bfloat16); in F32 it does not load",
+        "transformers 5.23 loads NVFP4 in BF16 (dtype=torch.bfloat16), but not in F32",
     );
     note(
         any(|s| s.fixed_scales() == Some(ScaleFormat::E8m0)),
-        "the MX formats load in transformers 5.23 in BF16 (dtype=torch.bfloat16), or with \
-         CompressedTensorsConfig(dequantize=True); llama.cpp's converter does not read them",
+        "transformers 5.23 loads the MX formats in BF16 (dtype=torch.bfloat16) or with \
+        CompressedTensorsConfig(dequantize=True); llama.cpp's converter does not support them",
     );
     note(
         any(|s| Storage::of(s) == Storage::Mxfp4),
-        "vLLM 0.33 runs MXFP4 with FP4 activations where the GPU has them (compute capability 10.0 or later), whatever \
-         the file says; SGLang 0.5 reads it for experts only",
+        "on GPUs of compute capability 10.0 or later, vLLM 0.33 runs MXFP4 with FP4 activations, even if \
+        the checkpoint specifies float activations; SGLang 0.5 supports MXFP4 for experts only",
     );
     note(
         any(|s| s.int_bits().is_some() && s.activations == ActivationScheme::Fp8Token),
-        "4-bit integers with FP8 activations run in vLLM 0.33 on compute capability 9.0 only; elsewhere they do not \
-         load",
+        "vLLM 0.33 loads 4-bit integers with FP8 activations on GPUs of compute capability 9.0 only",
     );
     let ragged = all().find(|(module, s)| {
         s.has_global_scale() && schemes.shapes.get(module).is_some_and(|[_, k]| !k.is_multiple_of(64))
     });
     if let Some((module, _)) = ragged {
         notes.push(format!(
-            "llama.cpp stores NVFP4 in blocks of 64 inputs; `{module}` has {} inputs, which is not a multiple of 64",
+            "llama.cpp stores NVFP4 in blocks of 64 inputs, but `{module}` has {} inputs, which is not a \
+            multiple of 64",
             schemes.shapes[module][1]
         ));
     }
@@ -348,7 +348,7 @@ mod tests {
         });
         let asymmetric = of("w8a8-static-asym");
         assert_eq!(asymmetric["config_groups"]["group_0"]["input_activations"], fixed);
-        // For packed weights, the format is stated where some loaders look for it.
+        // Some loaders look for the format only in the group, and would otherwise read packed weights as bytes.
         let packed = of("w4a8");
         assert_eq!(packed["format"], json!("pack-quantized"));
         assert_eq!(packed["config_groups"]["group_0"]["format"], json!("pack-quantized"));

@@ -54,7 +54,7 @@ pub(super) fn layout(
         )
     };
     if storage != Storage::of(scheme) {
-        return Err(unusable(format!("{} weights cannot be {scheme}", storage.name())));
+        return Err(unusable(format!("the {} layout does not support {scheme}", storage.name())));
     }
     let is_fit = match scheme.fixed_scales() {
         Some(fixed) => fixed.dtype() == scale_dtype,

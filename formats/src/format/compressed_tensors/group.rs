@@ -40,20 +40,20 @@ pub(super) fn activations(group: &Object<'_>) -> Result<ActivationScheme, String
         input.require("type", "int")?;
     }
     if input.get("num_bits").and_then(Value::as_u64) != Some(8) {
-        return Err(input.refuse("num_bits", "is not 8"));
+        return Err(input.refuse("num_bits", "must be 8"));
     }
     for key in ["group_size", "block_structure", "actorder"] {
         input.require_absent(key)?;
     }
     let flag = |key, default| match input.get(key) {
         None => Ok(default),
-        Some(value) => value.as_bool().ok_or_else(|| input.refuse(key, "is neither true nor false")),
+        Some(value) => value.as_bool().ok_or_else(|| input.refuse(key, "must be true or false")),
     };
     let (symmetric, dynamic) = (flag("symmetric", true)?, flag("dynamic", false)?);
     match (input.get("strategy").and_then(Value::as_str), dynamic, symmetric) {
         (Some("token"), true, true) => Ok(ActivationScheme::Token),
         (Some("tensor"), false, symmetric) => Ok(ActivationScheme::Static { symmetric }),
-        _ => Err(input.refuse("strategy", "must be token (dynamic and symmetric) or tensor (not dynamic)")),
+        _ => Err(input.refuse("strategy", "must be token (dynamic and symmetric) or tensor (static)")),
     }
 }
 
@@ -69,7 +69,7 @@ pub(super) fn fp8_cache(root: &Object<'_>) -> Result<bool, String> {
     scheme.require("strategy", "tensor")?;
     match float_activations(&scheme)? {
         ActivationScheme::Fp8Static => Ok(true),
-        _ => Err(scheme.refuse("strategy", "and its sibling keys do not describe FP8 with static scales")),
+        _ => Err(scheme.refuse("strategy", "and the keys next to it must describe FP8 with static scales")),
     }
 }
 
@@ -79,7 +79,7 @@ fn float_activations(input: &Object<'_>) -> Result<ActivationScheme, String> {
         input.require_absent(key)?;
     }
     if input.get("symmetric").is_some_and(|symmetric| *symmetric != Value::Bool(true)) {
-        return Err(input.refuse("symmetric", "must be true if the type is float"));
+        return Err(input.refuse("symmetric", "must be true for floating-point types"));
     }
     let text = |key| input.get(key).and_then(Value::as_str);
     let number = |key| input.get(key).and_then(Value::as_u64);
@@ -99,7 +99,7 @@ fn float_activations(input: &Object<'_>) -> Result<ActivationScheme, String> {
         }
         _ => Err(input.refuse(
             "strategy",
-            "and its sibling keys do not describe FP8 per token, per tensor or per 128 inputs, MXFP8 or \
+            "and the keys next to it must describe FP8 (per token, per tensor or per 128 inputs), MXFP8 or \
             NVFP4",
         )),
     }
@@ -134,24 +134,26 @@ pub(super) fn scheme(weights: &Object<'_>) -> Result<LinearScheme, String> {
         .and_then(Value::as_u64)
         .and_then(|b| u8::try_from(b).ok())
         .filter(|b| (2..=8).contains(b))
-        .ok_or_else(|| weights.refuse("num_bits", "is not a number from 2 to 8"))?;
+        .ok_or_else(|| weights.refuse("num_bits", "must be an integer from 2 to 8"))?;
     let is_float = match weights.get("type").map(Value::as_str) {
         None | Some(Some("int")) => false,
         Some(Some("float")) => true,
-        Some(_) => return Err(weights.refuse("type", "is neither int nor float")),
+        Some(_) => return Err(weights.refuse("type", "must be int or float")),
     };
     let flag = |key, default| match weights.get(key) {
         None => Ok(default),
-        Some(value) => value.as_bool().ok_or_else(|| weights.refuse(key, "is neither true nor false")),
+        Some(value) => value.as_bool().ok_or_else(|| weights.refuse(key, "must be true or false")),
     };
     let symmetric = flag("symmetric", true)?;
     if flag("dynamic", false)? {
-        return Err(weights.refuse("dynamic", "is true: weights have no stored scales"));
+        return Err(weights.refuse("dynamic", "is true, but weights must have stored scales"));
     }
     // Static ordering keeps groups in natural order; the dynamic kind needs an index per column.
     match weights.get("actorder").map(|a| a.as_str()) {
         None | Some(Some("static" | "weight")) => {}
-        Some(_) => return Err(weights.refuse("actorder", "permutes columns across groups")),
+        Some(_) => {
+            return Err(weights.refuse("actorder", "permutes columns across groups, which is not supported"));
+        }
     }
     let group_size = match weights.get("group_size") {
         None => None,
@@ -177,14 +179,14 @@ pub(super) fn scheme(weights: &Object<'_>) -> Result<LinearScheme, String> {
         ("block", None, _) if is_float => match block {
             // Files of old versions have the string.
             Some(size) if *size == json!([BLOCK, BLOCK]) || *size == json!("128x128") => Granularity::Block,
-            _ => return Err(weights.refuse("block_structure", "is not [128, 128]")),
+            _ => return Err(weights.refuse("block_structure", "must be [128, 128]")),
         },
         ("tensor_group", _, Some(NV_GROUP)) if is_float && bits == 4 => Granularity::Group(NV_GROUP),
         ("group", _, Some(size)) => Granularity::Group(size),
-        ("group", ..) => return Err(weights.refuse("group_size", "is not a positive number")),
+        ("group", ..) => return Err(weights.refuse("group_size", "must be positive")),
         ("channel", None, _) => Granularity::Channel,
         ("channel", ..) => {
-            return Err(weights.refuse("group_size", "contradicts `strategy`, which is channel"));
+            return Err(weights.refuse("group_size", "must be absent or -1, because `strategy` is channel"));
         }
         (other, ..) => {
             let known =
@@ -198,13 +200,13 @@ pub(super) fn scheme(weights: &Object<'_>) -> Result<LinearScheme, String> {
     let format = match bits {
         8 => FloatFormat::E4m3,
         4 => FloatFormat::E2m1,
-        _ => return Err(weights.refuse("num_bits", "must be 8 or 4 if the type is float")),
+        _ => return Err(weights.refuse("num_bits", "must be 8 or 4 for floating-point types")),
     };
     if !symmetric {
-        return Err(weights.refuse("symmetric", "must be true if the type is float"));
+        return Err(weights.refuse("symmetric", "must be true for floating-point types"));
     }
     if granularity == Granularity::Group(NV_GROUP) && strategy != "tensor_group" {
-        return Err(weights.refuse("strategy", "is group, but groups of 16 must be tensor_group"));
+        return Err(weights.refuse("strategy", "must be tensor_group for FP4 groups of 16, not group"));
     }
     let scheme = LinearScheme::weight_only(WeightFormat::Float(format), granularity);
     let implied = match scheme.fixed_scales() {
@@ -214,7 +216,7 @@ pub(super) fn scheme(weights: &Object<'_>) -> Result<LinearScheme, String> {
     };
     match (weights.get("scale_dtype").and_then(Value::as_str), implied) {
         (Some(stated), Some(implied)) if stated != implied => {
-            Err(weights.refuse("scale_dtype", &format!("is {stated}, not {implied}")))
+            Err(weights.refuse("scale_dtype", &format!("is {stated}; it must be {implied} for this type")))
         }
         _ => Ok(scheme),
     }
@@ -225,9 +227,13 @@ pub(super) fn reject_padded_words(root: &Object<'_>) -> Result<(), String> {
     let Some(version) = root.get("version").and_then(Value::as_str) else { return Ok(()) };
     let mut numbers = version.split('.').map(|n| n.parse::<u32>().ok());
     match (numbers.next().flatten(), numbers.next().flatten()) {
-        (Some(0), Some(minor)) if minor < 18 => {
-            Err(root.refuse("version", &format!("is {version}, which packed such widths differently")))
-        }
+        (Some(0), Some(minor)) if minor < 18 => Err(root.refuse(
+            "version",
+            &format!(
+                "is {version}; before 0.18, codes of this width were packed \
+                differently, which is not supported"
+            ),
+        )),
         _ => Ok(()),
     }
 }

@@ -146,17 +146,17 @@ pub(super) fn layout_as(
     };
     let bits = scheme.bits();
     if !(2..=8).contains(&bits) {
-        return Err(unusable(format!("compressed-tensors packs 2 to 8 bits, not {bits}")));
+        return Err(unusable(format!("compressed-tensors supports 2 to 8 bits, not {bits}")));
     }
     // Every count below is at most 8 bytes per weight.
     if n.checked_mul(k).is_none_or(|elements| elements > isize::MAX as usize / 8) {
-        return Err(unusable(format!("{n} × {k} weights exceed the address space")));
+        return Err(unusable(format!("a weight of shape [{n}, {k}] exceeds the address space")));
     }
     if scheme.float_format().is_some() {
         return floats::layout(storage, module, shape, scheme, scale_dtype);
     }
     if !scale_dtype.is_weight_float() {
-        return Err(unusable(format!("scales cannot be stored as {scale_dtype}")));
+        return Err(unusable(format!("scales must be stored as F16, BF16 or F32, not {scale_dtype}")));
     }
     let group_size = scheme.granularity.group_size(k);
     if group_size == 0 || !k.is_multiple_of(group_size) {
@@ -165,11 +165,11 @@ pub(super) fn layout_as(
     }
     let groups = k / group_size;
     if storage.is_float() {
-        return Err(unusable(format!("{} weights cannot be {scheme}", storage.name())));
+        return Err(unusable(format!("the {} layout does not support {scheme}", storage.name())));
     }
     if storage == Storage::Int8 {
         if !scheme.is_symmetric() {
-            return Err(unusable("int-quantized weights are symmetric".to_owned()));
+            return Err(unusable("the int-quantized layout supports symmetric weights only".to_owned()));
         }
         let mut specs = vec![
             TensorSpec::new(weight_name(module), Dtype::I8, [n, k]),
@@ -185,7 +185,7 @@ pub(super) fn layout_as(
     }
     if scheme.has_static_activations() {
         return Err(unusable(format!(
-            "implementations support static activations only with w8a8-channel-sym, not {scheme}"
+            "engines support static activation scales only with w8a8-channel-sym, not {scheme}"
         )));
     }
     let mut specs = vec![

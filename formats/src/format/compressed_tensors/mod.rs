@@ -48,7 +48,7 @@ impl Container for CompressedTensors {
     }
 
     fn summary(&self) -> &'static str {
-        "for vLLM, SGLang and transformers: every scheme, progressive groups as one level"
+        "for vLLM, SGLang and transformers: all schemes; progressive scales are merged into one scale per group"
     }
 
     fn layout(

@@ -50,14 +50,14 @@ impl<'a> Object<'a> {
     pub(super) fn require_absent(&self, key: &str) -> Result<(), String> {
         match self.get(key) {
             None => Ok(()),
-            Some(_) => Err(self.refuse(key, "is set, which is not supported")),
+            Some(_) => Err(self.refuse(key, "is not supported and must be absent")),
         }
     }
 
     pub(super) fn allow_only(&self, known: &[&str]) -> Result<(), String> {
         match self.map.keys().find(|k| !known.contains(&k.as_str())) {
             None => Ok(()),
-            Some(key) => Err(self.refuse(key, "is not known to this version")),
+            Some(key) => Err(self.refuse(key, "is an unknown key")),
         }
     }
 

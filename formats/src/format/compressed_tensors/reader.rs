@@ -65,7 +65,9 @@ impl<T: Copy> Names<T> {
     fn add(&mut self, name: &str, what: T, path: &str) -> Result<(), String> {
         if let Some(pattern) = name.strip_prefix(REGEX) {
             if self.patterns.len() == MAX_PATTERNS {
-                return Err(format!("`{path}` exceeds the limit of {MAX_PATTERNS} regular expressions"));
+                return Err(format!(
+                    "`{path}` exceeds the limit of {MAX_PATTERNS} regular expressions in total"
+                ));
             }
             let compile = |pattern: &str| {
                 RegexBuilder::new(pattern)
@@ -129,12 +131,15 @@ impl Reader {
             group.allow_only(&["targets", "weights", "input_activations", "output_activations", "format"])?;
             group.require_absent("output_activations")?;
             let own = if group.get("format").is_some() { self::storage(&group, false)? } else { storage };
-            let storage =
-                own.ok_or_else(|| group.refuse("format", "is missing, but the formats are mixed"))?;
+            let storage = own.ok_or_else(|| {
+                group.refuse("format", "is missing, but required because the checkpoint mixes formats")
+            })?;
             let weights = group.object("weights")?;
             let scheme = LinearScheme { activations: activations(&group)?, ..scheme(&weights)? };
             if let Err(error) = SchemeRequest::from(scheme).check() {
-                return Err(group.refuse("weights", &format!("do not go with the activations: {error}")));
+                return Err(
+                    group.refuse("weights", &format!("cannot be combined with the activations: {error}"))
+                );
             }
             if storage == Storage::Packed && !scheme.bits().is_power_of_two() {
                 reject_padded_words(&root)?;
@@ -144,7 +149,7 @@ impl Reader {
                 return Err(group.refuse(
                     "format",
                     &format!(
-                        "is {}, which does not match {} weights ({scheme})",
+                        "is {}, which does not support {} weights ({scheme})",
                         storage.name(),
                         kind_of(scheme)
                     ),
@@ -153,15 +158,12 @@ impl Reader {
             if storage == Storage::Int8 && !(scheme.bits() == 8 && scheme.is_symmetric()) {
                 return Err(group.refuse(
                     "format",
-                    &format!("is {}; it is supported only with 8 bits and symmetric grids", storage.name()),
+                    &format!("is {}, which supports symmetric 8-bit weights only", storage.name()),
                 ));
             }
             if storage == Storage::Packed && scheme.activations.is_static() {
-                return Err(group.refuse(
-                    "input_activations",
-                    "are static, which is not supported with packed \
-                        weights",
-                ));
+                return Err(group
+                    .refuse("input_activations", "are static, which is not supported for packed weights"));
             }
             let scheme = Target { scheme, storage };
             for (path, target) in group.strings("targets")? {
@@ -247,15 +249,18 @@ impl PackedReader for Reader {
         let specs = layout::layout_as(storage, module, shape, scheme, scale_dtype).map_err(|e| {
             Error::UnsupportedQuantization {
                 path: source.location(&scale_name),
-                reason: format!("`{module}` cannot be {scheme}: {e}"),
+                reason: format!("`{module}` does not support {scheme}: {e}"),
             }
         })?;
         for spec in &specs {
             check_spec(source, spec, module)?;
         }
-        let mut foreign = vec![(group_index_name(module), "it reorders columns across groups".to_owned())];
+        let mut foreign = vec![(group_index_name(module), "it permutes columns across groups".to_owned())];
         if scheme.is_symmetric() && !has_null_zero_points(source, storage, module)? {
-            foreign.push((zero_point_name(module), format!("{scheme} is symmetric and has no zero points")));
+            foreign.push((
+                zero_point_name(module),
+                format!("{scheme} is symmetric, so it must not have zero points"),
+            ));
         }
         if let Some((name, reason)) = foreign.into_iter().find(|(name, _)| source.info(name).is_some()) {
             return Err(Error::UnsupportedQuantization {
@@ -340,7 +345,7 @@ fn read_input(source: &dyn TensorSource, module: &str, scheme: LinearScheme) -> 
     if !(scale > 0.0 && scale.is_finite() && (1.0 / scale).is_finite()) {
         return Err(Error::UnsupportedQuantization {
             path: source.location(&name),
-            reason: format!("tensor `{name}` is {scale}, which is not a scale of inputs"),
+            reason: format!("tensor `{name}` is {scale}; an input scale must be positive and finite"),
         });
     }
     Ok(Some(StaticScale { scale, zero }))
@@ -401,7 +406,7 @@ fn stated_shape(source: &dyn TensorSource, module: &str) -> Result<[usize; 2]> {
     Err(Error::UnsupportedQuantization {
         path: source.location(&name),
         reason: format!(
-            "tensor `{name}` ({} {:?}) holds {stated:?}, which is not the shape of a matrix",
+            "tensor `{name}` ({} {:?}) contains {stated:?}, which is not the shape of a matrix",
             info.dtype, info.shape
         ),
     })

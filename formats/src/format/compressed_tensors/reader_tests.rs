@@ -237,12 +237,12 @@ fn what_is_not_understood_is_refused_by_its_path() {
         (
             "input_activations",
             json!({"num_bits": 4, "strategy": "token"}),
-            "input_activations.num_bits` is not 8",
+            "input_activations.num_bits` must be 8",
         ),
         (
             "input_activations",
             json!({"num_bits": 8, "type": "float"}),
-            "input_activations.strategy` and its sibling keys",
+            "input_activations.strategy` and the keys next to it",
         ),
         (
             "input_activations",
@@ -257,37 +257,36 @@ fn what_is_not_understood_is_refused_by_its_path() {
         (
             "input_activations",
             json!({"num_bits": 8, "strategy": "token", "dynamic": true, "group_size": 128}),
-            "input_activations.group_size` is set",
+            "input_activations.group_size` is not supported and must be absent",
         ),
         (
             "format",
             json!("int-quantized"),
-            "group_0.format` is int-quantized; it is supported only with 8 \
-            bits",
+            "group_0.format` is int-quantized, which supports symmetric 8-bit weights only",
         ),
-        ("output_activations", json!({"num_bits": 8}), "group_0.output_activations` is set"),
+        ("output_activations", json!({"num_bits": 8}), "group_0.output_activations` is not supported"),
         ("format", json!("float-quantized"), "group_0.format` is"),
-        ("novelty", json!(1), "group_0.novelty` is not known"),
+        ("novelty", json!(1), "group_0.novelty` is an unknown key"),
         ("weights", json!(null), "group_0.weights` is not an object"),
-        ("weights/num_bits", json!(16), "weights.num_bits` is not a number from 2 to 8"),
-        ("weights/num_bits", json!("4"), "weights.num_bits` is not a number"),
-        ("weights/num_bits", json!(null), "weights.num_bits` is not a number"),
+        ("weights/num_bits", json!(16), "weights.num_bits` must be an integer from 2 to 8"),
+        ("weights/num_bits", json!("4"), "weights.num_bits` must be an integer"),
+        ("weights/num_bits", json!(null), "weights.num_bits` must be an integer"),
         ("weights/type", json!("float"), "FP4 weights require groups"),
-        ("weights/type", json!("uint"), "weights.type` is neither int nor float"),
-        ("weights/symmetric", json!(1), "weights.symmetric` is neither"),
+        ("weights/type", json!("uint"), "weights.type` must be int or float"),
+        ("weights/symmetric", json!(1), "weights.symmetric` must be true or false"),
         ("weights/dynamic", json!(true), "weights.dynamic` is true"),
-        ("weights/dynamic", json!("local"), "weights.dynamic` is neither"),
+        ("weights/dynamic", json!("local"), "weights.dynamic` must be true or false"),
         ("weights/actorder", json!("group"), "weights.actorder` permutes"),
         ("weights/actorder", json!(true), "weights.actorder` permutes"),
-        ("weights/block_structure", json!([128, 128]), "weights.block_structure` is set"),
+        ("weights/block_structure", json!([128, 128]), "weights.block_structure` is not supported"),
         ("weights/strategy", json!("tensor"), "weights.strategy` is tensor"),
         ("weights/strategy", json!(["group"]), "weights.strategy` is not a string"),
-        ("weights/strategy", json!("channel"), "weights.group_size` contradicts"),
-        ("weights/group_size", json!(0), "weights.group_size` is not a positive"),
-        ("weights/group_size", json!(-1), "weights.group_size` is not a positive"),
-        ("weights/group_size", json!(null), "weights.group_size` is not a positive"),
+        ("weights/strategy", json!("channel"), "weights.group_size` must be absent"),
+        ("weights/group_size", json!(0), "weights.group_size` must be positive"),
+        ("weights/group_size", json!(-1), "weights.group_size` must be positive"),
+        ("weights/group_size", json!(null), "weights.group_size` must be positive"),
         ("weights/group_size", json!(1.5), "weights.group_size` is not an integer"),
-        ("weights/novelty", json!(null), "weights.novelty` is not known"),
+        ("weights/novelty", json!(null), "weights.novelty` is an unknown key"),
     ];
     assert!(weights.starts_with(group));
     for (key, value, expected) in cases {
@@ -343,7 +342,7 @@ fn static_scales_of_others_are_read_and_bad_ones_refused() {
     assert!(with(Dtype::Bf16, 0.5).unwrap() == tensor);
     for bad in [0.0, -1.0, 1e-40] {
         let message = with(Dtype::F32, bad).unwrap_err().to_string();
-        assert!(message.contains("m.input_scale") && message.contains("not a scale of inputs"), "{message}");
+        assert!(message.contains("m.input_scale") && message.contains("an input scale must be"), "{message}");
     }
     assert!(with(Dtype::F32, f32::NAN).is_err());
     // Some files have redundant zero points with byte storage; other values contradict the scheme.
@@ -463,24 +462,24 @@ fn floating_point_weights_that_cannot_be_read() {
         (
             "weights/type",
             json!("int"),
-            "group_0.format` is float-quantized, which does not match int weights (w8a16-channel-sym)",
+            "group_0.format` is float-quantized, which does not support int weights (w8a16-channel-sym)",
         ),
         ("weights/symmetric", json!(false), "weights.symmetric` must be true"),
-        ("weights/strategy", json!("block"), "weights.block_structure` is not [128, 128]"),
+        ("weights/strategy", json!("block"), "weights.block_structure` must be [128, 128]"),
         (
             "format",
             json!("pack-quantized"),
-            "group_0.format` is pack-quantized, which does not match float weights",
+            "group_0.format` is pack-quantized, which does not support float weights",
         ),
         (
             "format",
             json!("mxfp8-quantized"),
-            "group_0.format` is mxfp8-quantized, which does not match float weights",
+            "group_0.format` is mxfp8-quantized, which does not support float weights",
         ),
         (
             "input_activations",
             json!({"num_bits": 8, "type": "int", "strategy": "token", "dynamic": true}),
-            "floating-point weights are not combined with 8-bit integer activations",
+            "floating-point weights cannot be combined with int8 activations",
         ),
     ] {
         let mut config = config_for("wf8a16-channel".parse().unwrap());
@@ -494,7 +493,7 @@ fn floating_point_weights_that_cannot_be_read() {
     let weights = config.pointer_mut("/config_groups/group_0/weights").unwrap();
     (weights["strategy"], weights["group_size"]) = (json!("group"), json!(128));
     let reason = CompressedTensors.reader(&config).map(|_| ()).unwrap_err();
-    assert!(reason.contains("FP8 weights have one scale per row, tensor or block"), "{reason}");
+    assert!(reason.contains("FP8 weights need one scale per row, tensor or block"), "{reason}");
 }
 
 #[path = "reader_float_tests.rs"]

@@ -57,12 +57,12 @@ pub(super) fn layout(
     };
     if scheme.activations != ActivationScheme::Float {
         return Err(unusable(format!(
-            "the {METHOD} format cannot describe activations, which {scheme} quantizes"
+            "the {METHOD} format cannot describe quantized activations, which {scheme} has"
         )));
     }
     let Some(bits @ (2 | 3 | 4 | 8)) = scheme.int_bits() else {
         let got = scheme.int_bits().map_or_else(|| scheme.to_string(), |bits| bits.to_string());
-        return Err(unusable(format!("the {METHOD} format packs 2, 3, 4 or 8 bits, not {got}")));
+        return Err(unusable(format!("the {METHOD} format supports 2, 3, 4 or 8 bits, not {got}")));
     };
     let bits = usize::from(bits);
     if scale_dtype != Dtype::F16 {
@@ -71,12 +71,13 @@ pub(super) fn layout(
     // Every count below is at most 8 bytes per weight, and the index is an int32.
     if n.checked_mul(k).is_none_or(|elements| elements > isize::MAX as usize / 8) || i32::try_from(k).is_err()
     {
-        return Err(unusable(format!("{n} × {k} weights exceed the address space")));
+        return Err(unusable(format!("a weight of shape [{n}, {k}] exceeds the address space")));
     }
     for (size, what) in [(k, "inputs"), (n, "outputs")] {
         if !(size * bits).is_multiple_of(32) {
             return Err(unusable(format!(
-                "the {METHOD} format packs whole 32-bit words, which {size} {what} of {bits} bits do not fill"
+                "the {METHOD} format packs whole 32-bit words, but {size} {what} of {bits} bits do not fill \
+                whole words"
             )));
         }
     }

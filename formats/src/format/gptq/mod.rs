@@ -39,7 +39,7 @@ impl Container for GptqV1 {
     }
 
     fn summary(&self) -> &'static str {
-        "GPTQ v1, for vLLM, SGLang and transformers: 2, 3, 4 or 8 bits, one scheme"
+        "GPTQ v1, for vLLM, SGLang and transformers: 2, 3, 4 or 8 bits, one scheme for all linears"
     }
 
     fn scale_dtype(&self, _scheme: LinearScheme, _weight: Dtype) -> Dtype {
@@ -71,8 +71,7 @@ impl Container for GptqV1 {
         if let Some(module) = head {
             return Err(Error::usage(
                 format!(
-                    "`{module}` cannot be quantized in the {METHOD} format: not all implementations support \
-                    it"
+                    "`{module}` cannot be quantized in the {METHOD} format, because not all engines support it"
                 ),
                 REMEDY,
             ));
@@ -85,7 +84,7 @@ impl Container for GptqV1 {
                     "`{module}` has the scheme {other}, but `{first}` has {scheme}; the {METHOD} format \
                     needs one scheme for all modules"
                 ),
-                "leave modules float with ‹ignore›, or write ‹format=compressed-tensors›",
+                "use one scheme, leave modules float with ‹ignore›, or write ‹format=compressed-tensors›",
             )),
         }
     }
@@ -127,18 +126,20 @@ impl Container for GptqV1 {
         let bits = scheme.bits();
         if !scheme.is_symmetric() {
             notes.push(
-                "vLLM and SGLang support only symmetric grids in this format, and ignore zero points"
+                "vLLM and SGLang support only symmetric grids in the gptq format; they ignore zero points"
                     .to_owned(),
             );
-            notes.push("llama.cpp's converter misreads groups with zero point 0 in this format".to_owned());
+            notes.push(
+                "llama.cpp's converter misreads groups with a zero point of 0 in the gptq format".to_owned(),
+            );
         }
         if !matches!(bits, 4 | 8) {
-            notes.push(format!("vLLM and SGLang read 4 and 8 bits in this format, not {bits}"));
+            notes.push(format!("vLLM and SGLang support 4 and 8 bits in the gptq format, not {bits}"));
         }
         if schemes.float.iter().any(|m| *m != HEAD) {
             notes.push(
-                "linears that stay float are listed in `dynamic`, which vLLM, SGLang and gptqmodel support, \
-                but older implementations ignore"
+                "linears that stay float are listed in `dynamic`, which vLLM, SGLang and gptqmodel support \
+                and older implementations ignore"
                     .to_owned(),
             );
         }

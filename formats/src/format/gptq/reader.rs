@@ -41,24 +41,24 @@ impl Reader {
         let less_one = match get("checkpoint_format").map(Value::as_str) {
             None | Some(Some(V1)) => true,
             Some(Some(V2)) => false,
-            Some(_) => return refuse("checkpoint_format", "is neither gptq nor gptq_v2"),
+            Some(_) => return refuse("checkpoint_format", "must be gptq or gptq_v2"),
         };
         let bits = match get("bits").and_then(Value::as_u64) {
             Some(bits @ (2 | 3 | 4 | 8)) => bits as u8,
-            _ => return refuse("bits", "is not 2, 3, 4 or 8"),
+            _ => return refuse("bits", "must be 2, 3, 4 or 8"),
         };
         let granularity = match get("group_size").map(Value::as_i64) {
             Some(Some(-1)) => Granularity::Channel,
             Some(Some(size)) if size > 0 => Granularity::Group(usize::try_from(size).unwrap_or(usize::MAX)),
-            _ => return refuse("group_size", "is neither a positive number nor -1"),
+            _ => return refuse("group_size", "must be positive, or -1"),
         };
         let symmetric = match get("sym").map(Value::as_bool) {
             None => true,
             Some(Some(sym)) => sym,
-            Some(None) => return refuse("sym", "is neither true nor false"),
+            Some(None) => return refuse("sym", "must be true or false"),
         };
         if get("pack_dtype").is_some_and(|t| t.as_str() != Some("int32")) {
-            return refuse("pack_dtype", "is not int32");
+            return refuse("pack_dtype", "must be int32");
         }
         if get("modules_in_block_to_quantize").is_some() {
             return refuse("modules_in_block_to_quantize", "is not supported");
@@ -69,12 +69,15 @@ impl Reader {
             Some(Value::Object(rules)) => {
                 for key in rules.keys() {
                     let Some(pattern) = key.strip_prefix(EXCLUDED) else {
-                        return refuse("dynamic", "overrides the scheme of modules, which is not supported");
+                        return refuse(
+                            "dynamic",
+                            "changes the scheme of single modules, which is not supported",
+                        );
                     };
                     // Matched from the start of a name, as Python's `re.match` does.
                     match Regex::new(&format!("^(?:{pattern})")) {
                         Ok(pattern) => float.push(pattern),
-                        Err(_) => return refuse("dynamic", "contains an unsupported expression"),
+                        Err(_) => return refuse("dynamic", "contains an unsupported regular expression"),
                     }
                 }
             }
@@ -117,7 +120,7 @@ impl PackedReader for Reader {
         let specs = layout::layout(module, shape, scheme, Dtype::F16).map_err(|e| {
             Error::UnsupportedQuantization {
                 path: source.location(&codes_name(module)),
-                reason: format!("`{module}` cannot be {scheme}: {e}"),
+                reason: format!("`{module}` does not support {scheme}: {e}"),
             }
         })?;
         for spec in &specs {
@@ -160,7 +163,7 @@ impl PackedReader for Reader {
             false => Err(Self::broken(
                 source,
                 &name,
-                "has zero points other than the middle code, but `sym` is true",
+                "has zero points that differ from the middle code, but `sym` is true",
             )),
         }
     }
@@ -181,7 +184,7 @@ impl PackedReader for Reader {
             return Err(Self::broken(
                 source,
                 &name,
-                "groups inputs that are not adjacent (desc_act), which is not supported",
+                "has groups of inputs that are not adjacent (desc_act), which is not supported",
             ));
         }
         let name = scales_name(module);
@@ -259,7 +262,7 @@ mod tests {
             scheme: reader.scheme("m").unwrap(),
         };
         let error = reader.read(&source, of(&reader)).unwrap_err();
-        assert!(error.to_string().contains("other than the middle"), "{error}");
+        assert!(error.to_string().contains("differ from the middle"), "{error}");
         // In v2, the same words mean zero points that are one less.
         config["sym"] = json!(false);
         config["checkpoint_format"] = json!("gptq_v2");

@@ -64,7 +64,7 @@ impl Container for ModelOpt {
     }
 
     fn summary(&self) -> &'static str {
-        "ModelOpt's layout of NVFP4, for vLLM, SGLang and TensorRT-LLM"
+        "NVFP4 as written by ModelOpt, for vLLM, SGLang and TensorRT-LLM"
     }
 
     /// MXFP4 becomes NVFP4, whose codes and scales represent it exactly.
@@ -83,7 +83,7 @@ impl Container for ModelOpt {
         if !is_nvfp4 || n.checked_mul(k).is_none_or(|elements| elements > isize::MAX as usize / 8) {
             return Err(Error::usage(
                 format!("`{module}.weight`: the {METHOD} format supports only NVFP4 weights, not {scheme}"),
-                "choose ‹scheme=nvfp4› or nvfp4a16, or write ‹format=compressed-tensors›",
+                "choose ‹scheme=nvfp4› or ‹scheme=nvfp4a16›, or write ‹format=compressed-tensors›",
             ));
         }
         if !k.is_multiple_of(NV_GROUP) {
@@ -128,7 +128,7 @@ impl Container for ModelOpt {
                     "`{module}` has the scheme {other}, but `{first}` has {scheme}; the {METHOD} format \
                     needs one scheme for all modules"
                 ),
-                "leave modules float with ‹ignore›, or write ‹format=compressed-tensors›",
+                "use one scheme, leave modules float with ‹ignore›, or write ‹format=compressed-tensors›",
             )),
         }
     }
@@ -183,8 +183,8 @@ impl Container for ModelOpt {
             excluded(schemes).iter().find_map(|float| Some((float.clone(), taken(float)?)))
         {
             notes.push(format!(
-                "vLLM 0.33 also treats `{module}` as float, because its name contains `{float}`: write \
-                ‹format=compressed-tensors›"
+                "vLLM 0.33 will treat `{module}` as float, too, because its name contains `{float}`: write \
+                ‹format=compressed-tensors› instead"
             ));
         }
         notes

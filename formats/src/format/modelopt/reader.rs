@@ -78,7 +78,7 @@ impl Reader {
         };
         let map = config.as_object().ok_or(format!("`{path}` is not an object"))?;
         if let Some(key) = map.keys().find(|key| !KEYS.contains(&key.as_str())) {
-            return Err(format!("`{path}.{key}` is not known to this version"));
+            return Err(format!("`{path}.{key}` is an unknown key"));
         }
         let field = |key: &str| map.get(key).filter(|value| !value.is_null());
         let algorithm = match field("quant_algo").map(Value::as_str) {
@@ -120,7 +120,7 @@ impl Reader {
         if !k.is_multiple_of(NV_GROUP) {
             return Err(Error::UnsupportedQuantization {
                 path: source.location(&weight_name(module)),
-                reason: format!("`{module}` has {k} inputs, which groups of {NV_GROUP} do not divide"),
+                reason: format!("`{module}` has {k} inputs, which is not a multiple of {NV_GROUP}"),
             });
         }
         let mut specs = vec![
@@ -167,8 +167,8 @@ fn read_divisor(source: &dyn TensorSource, name: &str) -> Result<f32> {
     Err(Error::UnsupportedQuantization {
         path: source.location(name),
         reason: format!(
-            "tensor `{name}` is {multiplier}, which allows values up to {}: it seems to be a divisor, but \
-            this format stores a multiplier",
+            "tensor `{name}` is {multiplier}, which allows weights up to {}: it seems to be a divisor, but \
+            this format requires a multiplier less than 1",
             2688.0 * multiplier
         ),
     })
@@ -185,7 +185,7 @@ impl PackedReader for Reader {
             if !is_packed {
                 return Err(Error::UnsupportedQuantization {
                     path: source.location(name),
-                    reason: format!("tensor `{name}` has no matching `{weight}` of type U8"),
+                    reason: format!("tensor `{name}` exists, but `{weight}` of type U8 does not"),
                 });
             }
             let rounds = !self.weight_only && source.info(&input_scale_name(module)).is_some();

@@ -171,7 +171,7 @@ fn configurations_of_others_are_read_strictly() {
         (json!({ "kv_cache_scheme": "FP8" }), "kv_cache_scheme` must be"),
         (json!({ "kv_cache_quant_algo": "NVFP4" }), "kv_cache_quant_algo` is \"NVFP4\""),
         (json!({ "pre_quant_scale": true }), "pre_quant_scale` must be false"),
-        (json!({ "something": 1 }), "something` is not known"),
+        (json!({ "something": 1 }), "something` is an unknown key"),
     ] {
         let mut config = config(&ModelOpt, "wf4a16-g16-nv".parse().unwrap());
         config.as_object_mut().unwrap().extend(change.as_object().unwrap().clone());
@@ -207,7 +207,7 @@ fn tensors_are_checked() {
     type Damage = fn(&mut (TensorSpec, Vec<u8>));
     let cases: [(usize, Damage, &str); 7] = [
         (2, |(_, bytes)| bytes.copy_from_slice(&2688.0_f32.to_le_bytes()), "seems to be a divisor"),
-        (2, |(_, bytes)| bytes.fill(0), "is 0, which is not a scale"),
+        (2, |(_, bytes)| bytes.fill(0), "is 0; a scale must be"),
         (2, |(_, bytes)| bytes.copy_from_slice(&f32::NAN.to_le_bytes()), "non-finite"),
         (1, |(_, bytes)| bytes[1] = 0x7f, "non-finite"),
         (1, |(_, bytes)| bytes[1] = 0xb8, "negative scale"),
@@ -215,7 +215,7 @@ fn tensors_are_checked() {
         (
             0,
             |(spec, bytes)| (spec.info.dtype, *bytes) = (Dtype::I8, bytes.clone()),
-            "no matching `m.weight` of type U8",
+            "`m.weight` of type U8 does not",
         ),
     ];
     let tensor = quantized([4, 32], "wf4a16-g16-nv", 0.25);

@@ -184,13 +184,13 @@ pub(super) fn layout(
     }
     const FLOAT: &str = "leave it float with ‹ignore›, or write ‹format=compressed-tensors›";
     if n.checked_mul(k).is_none_or(|elements| elements > isize::MAX as usize / 8) {
-        return unusable(format!("{n} × {k} weights exceed the address space"), FLOAT);
+        return unusable(format!("a weight of shape [{n}, {k}] exceeds the address space"), FLOAT);
     }
     let step = if kind == Kind::Group { GROUP } else { TILE };
     for (size, step, what) in [(n, TILE, "outputs"), (k, step, "inputs")] {
         if size == 0 || !size.is_multiple_of(step) {
             return unusable(
-                format!("its {size} {what} are not a multiple of {step}, which the {METHOD} format requires"),
+                format!("the {METHOD} format needs a multiple of {step} {what}, got {size}"),
                 FLOAT,
             );
         }
@@ -223,7 +223,7 @@ pub(super) fn pack(module: &str, tensor: &QuantizedTensor) -> Result<Vec<(Tensor
     let bytes = match (&tensor.levels, &tensor.zeros) {
         (Some(levels), Some(zeros)) => {
             if let Some(outlier) = outlier(&tensor.codes, &levels.groups, zeros, k / GROUP) {
-                return Err(inconsistent(&format!("{outlier}, which kernels cannot represent")));
+                return Err(inconsistent(&format!("{outlier}, which exceeds 8 bits")));
             }
             if levels.rows.iter().any(|&s| Dtype::F16.round(s) != s) {
                 return Err(inconsistent("a row's scale is not exact in F16"));
@@ -240,8 +240,8 @@ pub(super) fn pack(module: &str, tensor: &QuantizedTensor) -> Result<Vec<(Tensor
                 return Err(Error::Numeric {
                     tensor: format!("{module}.weight"),
                     reason: format!(
-                        "row {row}: its zero point {} times its scale {} exceeds the range of F16, in which \
-                        the {METHOD} format stores the product",
+                        "row {row}: the {METHOD} format stores the product of the zero point {} and the \
+                        scale {} in F16, whose range it exceeds",
                         zeros[row], tensor.scales[row]
                     ),
                 });
@@ -258,7 +258,7 @@ pub(super) fn pack(module: &str, tensor: &QuantizedTensor) -> Result<Vec<(Tensor
         }
     };
     if bytes.len() != specs.len() {
-        return Err(inconsistent("levels of scales do not match the scheme"));
+        return Err(inconsistent("the scales do not match the scheme"));
     }
     Ok(specs.into_iter().zip(bytes).collect())
 }
@@ -275,7 +275,7 @@ pub(super) fn outlier(codes: &[u8], scales: &[u8], zeros: &[u8], groups: usize) 
         let (min, max) = codes.iter().fold((u8::MAX, 0), |(l, m), &c| (c.min(l), c.max(m)));
         let integer = |code: u8| (i32::from(code) - i32::from(zero)) * i32::from(scale);
         let wide = [min, max].into_iter().find(|&c| !(-128..=127).contains(&integer(c)));
-        wide.map(|c| format!("{} has a code of {c}, which represents {}", place(), integer(c)))
+        wide.map(|c| format!("{} has a code of {c}, which represents the integer {}", place(), integer(c)))
     })
 }
 

@@ -123,27 +123,27 @@ fn tiles(kind: Kind) -> [usize; 3] {
 /// See [`Container::warnings`](crate::format::Container::warnings).
 pub(super) fn warnings(schemes: &ModuleSchemes<'_>) -> Vec<String> {
     let mut notes = vec![
-        "norms are stored with their weights; QServe's own loader skips them, which is correct only if all \
-        are 1"
+        "norm weights are stored, but QServe's own loader skips them, which is correct only if all of these \
+        weights are 1"
             .to_owned(),
     ];
     let of_f16 = |dtype: &&Dtype| **dtype != Dtype::F16 && dtype.is_weight_float();
     if let Some(dtype) = schemes.float_dtypes.iter().find(of_f16) {
         notes.push(format!(
-            "tensors that stay float keep their type (such as {dtype}); QServe's loaders support F16 only"
+            "float tensors keep their type (such as {dtype}), but QServe's loaders support F16 only"
         ));
     }
     let float = schemes.float.iter().filter(|m| **m != HEAD).count();
     if float > 0 {
         notes.push(format!(
-            "{float} linear(s) of blocks stay float; QServe's loaders treat all linears of blocks as \
+            "{float} linear(s) in blocks stay float, but QServe's loaders treat all linears in blocks as \
             quantized"
         ));
     }
     if let Some((name, [n, k], [rows, columns, min])) = narrow(schemes) {
         notes.push(format!(
-            "`{name}` is {n} × {k}; QServe's kernels need outputs in multiples of {rows} and inputs in \
-            multiples of {columns}, at least {min}"
+            "`{name}` has shape [{n}, {k}], but QServe's kernels need a multiple of {rows} outputs, and a \
+            multiple of {columns} inputs that is at least {min}"
         ));
     }
     notes
@@ -224,15 +224,15 @@ mod tests {
         let fused = [FusedLinears { name: "l.qkv".into(), parts: fits.map(|(m, _)| m.into()).to_vec() }];
         these.fused = &fused;
         assert_eq!(warnings(&these).len(), 1, "{:?}", warnings(&these));
-        assert!(warnings(&these)[0].contains("norms are stored"));
+        assert!(warnings(&these)[0].contains("norm weights are stored"));
         these.fused = &[];
-        assert!(warnings(&these)[1].starts_with("`l.k` is "));
+        assert!(warnings(&these)[1].starts_with("`l.k` has shape "));
         these.float_dtypes.push(Dtype::Bf16);
         these.float.push("l.o");
         let message = warnings(&these);
         assert!(message[1].contains("such as BF16") && message[2].starts_with("1 linear(s)"), "{message:?}");
         let short = schemes("w8a8-channel-sym", &[("a", [256, 256])]);
-        assert!(warnings(&short)[1].contains("at least 320"));
+        assert!(warnings(&short)[1].contains("is at least 320"));
     }
 
     #[test]

@@ -43,7 +43,8 @@ impl Container for QServe {
     }
 
     fn summary(&self) -> &'static str {
-        "QServe's W4A8 with both levels of scales, in its kernels' memory order; no current engine loads it"
+        "QServe's W4A8 with group and row scales, in the memory order of its kernels; no current engine \
+        loads it"
     }
 
     fn symmetric_by_default(&self, bits: u8) -> bool {
@@ -61,8 +62,8 @@ impl Container for QServe {
     fn loses(&self, scheme: LinearScheme, _scale_dtype: Dtype) -> Vec<String> {
         match Kind::of(scheme) {
             Some(Kind::Channel) => vec![
-                "zero points are stored multiplied by their scale and rounded to F16: quant recovers them \
-                exactly, but QServe's kernels subtract them with a relative error of up to 2^-11"
+                "the products of zero points and scales are stored in F16: quant recovers the zero points \
+                exactly, but QServe's kernels use the rounded products, whose relative error is up to 2^-11"
                     .to_owned(),
             ],
             _ => Vec::new(),
@@ -87,7 +88,7 @@ impl Container for QServe {
     fn check(&self, schemes: &ModuleSchemes<'_>) -> Result<()> {
         if schemes.wrapper.is_some() {
             return Err(Error::usage(
-                format!("the {METHOD} format is supported for text models only"),
+                format!("the {METHOD} format supports text models only"),
                 "write ‹format=compressed-tensors›",
             ));
         }
@@ -96,8 +97,7 @@ impl Container for QServe {
         if let Some(module) = head {
             return Err(Error::usage(
                 format!(
-                    "`{module}` cannot be quantized in the {METHOD} format: implementations keep it \
-                    float"
+                    "`{module}` cannot be quantized in the {METHOD} format, because engines keep it float"
                 ),
                 "leave it float, or write ‹format=compressed-tensors›",
             ));
@@ -110,7 +110,7 @@ impl Container for QServe {
                     "`{module}` has the scheme {other}, but `{first}` has {scheme}; the {METHOD} format \
                     needs one scheme for all modules"
                 ),
-                "leave modules float with ‹ignore›, or write ‹format=compressed-tensors›",
+                "use one scheme, leave modules float with ‹ignore›, or write ‹format=compressed-tensors›",
             )),
         }
     }

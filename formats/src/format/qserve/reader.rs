@@ -51,7 +51,7 @@ impl Reader {
         }
         let refuse = |key: &str, reason: &str| Err(format!("`quantization_config.{key}` {reason}"));
         if let Some(key) = map.keys().find(|key| !KEYS.contains(&key.as_str())) {
-            return refuse(key, "is not known");
+            return refuse(key, "is an unknown key");
         }
         let get = |key: &str| map.get(key).filter(|v| !v.is_null());
         let size = get("group_size").map(Value::as_i64);
@@ -59,12 +59,12 @@ impl Reader {
             (Some(4), Some(Some(size))) if size == GROUP as i64 => Kind::Group,
             (Some(4), Some(Some(-1))) => Kind::Channel,
             (Some(8), Some(Some(-1))) => Kind::Bytes,
-            (Some(8), _) => return refuse("group_size", "is not -1"),
-            (Some(4), _) => return refuse("group_size", "is neither 128 nor -1"),
-            _ => return refuse("wbits", "is neither 4 nor 8"),
+            (Some(8), _) => return refuse("group_size", "must be -1 for 8 bits"),
+            (Some(4), _) => return refuse("group_size", "must be 128 or -1"),
+            _ => return refuse("wbits", "must be 4 or 8"),
         };
         if get("layout_version").is_some_and(|v| v.as_u64() != Some(LAYOUT_VERSION)) {
-            return refuse("layout_version", "must be 1; others are not supported");
+            return refuse("layout_version", "must be 1");
         }
         Ok(Some(Self { kind, order: order(map, kind)?, float: float(map)? }))
     }
@@ -87,7 +87,7 @@ impl Reader {
             Some(row) => Err(Self::broken(
                 source,
                 name,
-                &format!("has a scale of {} at {row}; scales must be positive", scales[row]),
+                &format!("has a scale of {} in row {row}; scales must be positive", scales[row]),
                 "quantize the float model again",
             )),
         }
@@ -108,7 +108,7 @@ impl Reader {
                     scales[i] as i8,
                     place(i)
                 ),
-                "quantize the float model again, with weights within the protective range of 119",
+                "quantize the float model again, with 8-bit weights clipped to the protective range of ±119",
             ));
         }
         let stored = self.order.restore(&source.read(&zeros_name)?, n, groups);
@@ -122,12 +122,13 @@ impl Reader {
                 source,
                 &zeros_name,
                 &format!(
-                    "has {} for {}, expected minus its scale of {scale} times a zero point from 0 to 15",
+                    "has {} for {}, expected the negative product of the scale {scale} and a zero point \
+                    from 0 to 15",
                     *stored as i8,
                     place(i)
                 ),
-                "zero points computed on 8 bits (deepcompressor's `zero_point: PostScale`) are not 4-bit \
-                codes: quantize again with `PreScale`, or from the float model",
+                "8-bit zero points (deepcompressor's `zero_point: PostScale`) are not supported: quantize \
+                again with `PreScale`, or quantize the float model with quant",
             ))
         };
         let zeros = stored.iter().zip(&scales).enumerate().map(zero).collect::<Result<Vec<u8>>>()?;
@@ -149,11 +150,11 @@ impl Reader {
                 source,
                 &name,
                 &format!(
-                    "has {stored} at {row}, expected its scale of {scale} times a zero point from 0 to 15, \
-                    in F16"
+                    "has {stored} in row {row}, expected the product of the scale {scale} and a zero point \
+                    from 0 to 15, in F16"
                 ),
                 "zero points that are not 4-bit codes (deepcompressor's `zero_point: PostScale`) are not \
-                supported: quantize again with `PreScale`, or from the float model",
+                supported: quantize again with `PreScale`, or quantize the float model with quant",
             ))
         };
         stored.iter().zip(&scales).enumerate().map(zero).collect()
@@ -219,7 +220,7 @@ impl PackedReader for Reader {
         let specs = layout::layout(module, shape, scheme, Dtype::F16).map_err(|e| {
             Error::UnsupportedQuantization {
                 path: source.location(&codes_name(module)),
-                reason: format!("`{module}` cannot be {scheme} in the {METHOD} format: {e}"),
+                reason: format!("`{module}` does not support {scheme} in the {METHOD} format: {e}"),
             }
         })?;
         for spec in &specs {
@@ -265,7 +266,7 @@ impl PackedReader for Reader {
                     return Err(Self::broken(
                         source,
                         &name,
-                        &format!("does not match its scales: {outlier}, which exceeds 8 bits"),
+                        &format!("does not match the group scales: {outlier}, which exceeds 8 bits"),
                         "if deepcompressor's converter wrote it, set \"s2_order\": \"deepcompressor\" in \
                          quantization_config; else quantize the float model again",
                     ));

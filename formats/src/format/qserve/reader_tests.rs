@@ -213,9 +213,9 @@ fn groups_that_no_kernel_could_run_are_refused() {
     refused(with_group(3, 256_u16.wrapping_sub(4) as u8, None), "s2_zeros", "has -4");
     refused(with_group(1, 256_u16.wrapping_sub(16) as u8, None), "s2_zeros", "a zero point from 0 to 15");
     // 15 · 10 = 150 is more than 127.
-    refused(with_group(10, 0, Some(15)), "qweight", "represents 150");
+    refused(with_group(10, 0, Some(15)), "qweight", "represents the integer 150");
     // −15 · 16 = −240 wraps to 16, and code 0 then has a value below −128.
-    refused(with_group(16, 16, Some(0)), "qweight", "represents -240");
+    refused(with_group(16, 16, Some(0)), "qweight", "represents the integer -240");
     let fits = with_group(16, 16, Some(15)).unwrap();
     assert_eq!((fits.levels.unwrap().groups[19], fits.zeros.unwrap()[19]), (16, 15));
 }
@@ -237,7 +237,7 @@ fn scales_of_rows_are_finite_and_positive() {
         }
         for value in [0.0, -1.0] {
             let message = with(value).to_string();
-            assert!(message.contains(&format!("`m.{name}` has a scale of {value} at 5")), "{message}");
+            assert!(message.contains(&format!("`m.{name}` has a scale of {value} in row 5")), "{message}");
         }
     }
 }

@@ -83,12 +83,12 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
         return kernels::run(args.only.as_deref(), args.device, &args.json, session);
     }
     if args.only.is_some() {
-        return Err(Error::usage("--only is for `bench kernels`", "omit --only"));
+        return Err(Error::usage("--only has no effect without `bench kernels`", "omit --only"));
     }
     if args.prefill == 0 || args.decode == 0 || args.repeat == 0 {
         return Err(Error::usage(
             "nothing to measure",
-            "--prefill, --decode and --repeat must be at least 1",
+            "--prefill, --decode and --repeat must each be at least 1",
         ));
     }
     let gpu = (args.device == Device::Cuda).then(CudaRunner::new).transpose()?;
@@ -97,8 +97,8 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
     // The tables and the cache grow with the positions: an absurd number must not use up the memory.
     if positions > 1 << 20 {
         return Err(Error::usage(
-            format!("{positions} positions are too many"),
-            "use fewer than 1048576 tokens for prefill and decode together",
+            format!("prefill and decode together need {positions} positions, which is too many"),
+            "choose --prefill and --decode so that their sum is less than 1048576",
         ));
     }
     let decoder = Decoder::load(&opened.model, positions, &session.progress, &session.cancel)?

@@ -1,5 +1,5 @@
-//! A chat template, compiled and run as transformers runs it, but with limits: it comes with the model, and is a
-//! program.
+//! A chat template, compiled and rendered as transformers does. Templates are programs that come with the model, so
+//! their run time, nesting and output are limited.
 
 use std::borrow::Cow;
 use std::path::PathBuf;
@@ -54,7 +54,7 @@ impl Compiled {
     /// [`Error::InputFile`] with the line of the syntax error in the template.
     fn new(source: String, tokens: Vec<(String, String)>, path: PathBuf) -> Result<Self> {
         if source.contains(MARKS) {
-            return Err(fault(&path, "holds a noncharacter (U+FDD0 or U+FDD1)".into()));
+            return Err(fault(&path, "contains a noncharacter (U+FDD0 or U+FDD1)".into()));
         }
         let mut environment = environment();
         let (replaced, generations) = replace_tags(&source);
@@ -86,8 +86,8 @@ impl TextWorker for Compiled {
     }
 }
 
-/// The filter of generation blocks in the form without marks. Its name is as long as that of the other filter, so that
-/// nothing else differs.
+/// The filter for generation blocks in the form without marks. Its name is as long as `quant_generation`, so that error
+/// positions are the same in both forms.
 const UNMARKED: &str = "quant_unmarked__";
 
 /// A block tag removes the white space before it and the newline after it.

@@ -1,8 +1,8 @@
 //! `{% generation %}` blocks of a template, which contain the assistant's text.
 //!
-//! The tag is an extension of transformers. Here its name is replaced by that of a filter block, which has the same
-//! rules for white space, and whose filter places marks around the text. The marks are noncharacters, which no text in
-//! a file should contain.
+//! The tag is an extension of transformers. Before a template is compiled, each tag is replaced by a filter block.
+//! Filter blocks have the same rules for white space, and the filter inserts marks before and after the text. The marks
+//! are noncharacters, which should not occur in text files.
 
 use std::ops::Range;
 
@@ -103,11 +103,11 @@ pub(super) fn take_marks(marked: &str) -> Result<(String, Vec<Range<usize>>), St
                 }
                 open = None;
             }
-            _ => return Err("its generation blocks are nested".into()),
+            _ => return Err("generation blocks are nested".into()),
         }
     }
     match open {
-        Some(_) => Err("it splits a generation block".into()),
+        Some(_) => Err("a generation block is split".into()),
         None => Ok((text, spans)),
     }
 }
@@ -150,7 +150,7 @@ mod tests {
     }
 
     proptest! {
-        /// For any template, nothing is lost and nothing panics.
+        /// Text without `generation` tags is returned unchanged, and never causes a panic.
         #[test]
         fn any_text_goes_through(source in "[{}%#'\"a \\-ré]{0,60}") {
             let (found, tags) = replace_tags(&source);

@@ -46,8 +46,8 @@ impl Conversation {
         let Value::Object(mut fields) = object else { return Err("is not a JSON object".into()) };
         let messages = match fields.remove("messages") {
             Some(Value::Array(messages)) if !messages.is_empty() => messages,
-            Some(_) => return Err("has a field `messages` that is not a non-empty list".into()),
-            None => return Err("has no field `messages`, but other rows do".into()),
+            Some(_) => return Err("has a field `messages` that is empty or not a list".into()),
+            None => return Err("has no field `messages`, which other rows have".into()),
         };
         if messages.len() > MAX_MESSAGES {
             return Err(format!("has {} messages; the limit is {MAX_MESSAGES}", messages.len()));
@@ -122,8 +122,8 @@ impl TokenWindows {
             return Err(Error::InputFile {
                 path: origin.to_owned(),
                 line: None,
-                reason: "has no assistant tokens, and prompts are masked".into(),
-                remedy: "give conversations with messages whose role is `assistant`, or count all tokens \
+                reason: "has no assistant tokens, but all other tokens are masked".into(),
+                remedy: "give conversations with messages of the role `assistant`, or count all tokens \
                     (‹mask=none›)"
                     .into(),
             });
@@ -185,8 +185,8 @@ mod tests {
         for (line, expected) in [
             (json!([1]), "not a JSON object"),
             (json!({"text": "x"}), "no field `messages`"),
-            (json!({"messages": []}), "not a non-empty list"),
-            (json!({"messages": "x"}), "not a non-empty list"),
+            (json!({"messages": []}), "empty or not a list"),
+            (json!({"messages": "x"}), "empty or not a list"),
             (json!({"messages": [{"role": "user"}, {"content": "x"}]}), "`role` in message 2"),
             (json!({"messages": [{"role": 1}]}), "`role` in message 1"),
             (json!({"messages": [{"role": "user"}], "tools": 3}), "`tools`"),

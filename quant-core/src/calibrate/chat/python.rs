@@ -4,8 +4,8 @@ use minijinja::value::Kwargs;
 use minijinja::{Error, ErrorKind, Value};
 use serde_json::Value as Json;
 
-/// The date that templates see as today, fixed because results must not depend on the calendar. Llama 3.2's own
-/// template uses the same date as its fallback.
+/// The current date as seen by templates. It is fixed, so that results do not depend on the day of the run. Llama 3.2's
+/// own template uses the same date as its fallback.
 pub(super) const TODAY: &str = "2024-07-26";
 
 fn invalid(reason: impl Into<String>) -> Error {
@@ -53,7 +53,7 @@ pub(super) fn strftime_now(format: &str) -> Result<String, Error> {
             Some('R') => "00:00",
             Some('D' | 'x') => "07/26/24",
             Some('%') => "%",
-            _ => return Err(invalid(format!("strftime_now cannot write `{format}`"))),
+            _ => return Err(invalid(format!("strftime_now does not support the format `{format}`"))),
         };
         let shorter = value.trim_start_matches('0');
         text.push_str(match (unpadded, shorter) {
@@ -67,7 +67,8 @@ pub(super) fn strftime_now(format: &str) -> Result<String, Error> {
 
 /// `json.dumps` with the options that transformers passes through; not escaped for HTML.
 pub(super) fn tojson(value: &Value, ensure_ascii: Option<bool>, options: Kwargs) -> Result<String, Error> {
-    let json = serde_json::to_value(value).map_err(|e| invalid(format!("cannot be written as JSON: {e}")))?;
+    let json =
+        serde_json::to_value(value).map_err(|e| invalid(format!("cannot be converted to JSON: {e}")))?;
     let ensure_ascii = match ensure_ascii {
         Some(choice) => choice,
         None => options.get::<Option<bool>>("ensure_ascii")?.unwrap_or(false),

@@ -92,13 +92,13 @@ impl One<'_> {
     /// Finds the assistant's text by the template's own generation blocks.
     fn marked(&self, text: &str) -> Result<Vec<Range<usize>>, Fault> {
         if text.contains(MARKS) {
-            let remedy = "remove it from the conversation";
-            return Err(self.fault("copies a noncharacter (U+FDD0 or U+FDD1) from it", remedy));
+            let remedy = "remove this character from the conversation";
+            return Err(self.fault("copies a noncharacter (U+FDD0 or U+FDD1) from it into the text", remedy));
         }
         let marked = self.text(MARKED, &self.chat.messages, false)?;
         let (without, spans) = take_marks(&marked).map_err(|e| self.unmaskable(&e))?;
         if without != text {
-            return Err(self.unmaskable("its output changes when generation blocks are marked"));
+            return Err(self.unmaskable("the rendered text changes when generation blocks are marked"));
         }
         Ok(spans)
     }
@@ -113,7 +113,7 @@ impl One<'_> {
             }
             let up_to = |end: usize, ask_for_answer| {
                 self.text(PLAIN, &messages[..end], ask_for_answer).map_err(|Fault { reason, .. }| {
-                    self.unmaskable(&format!("of the first {end} messages alone, {reason}"))
+                    self.unmaskable(&format!("in the first {end} messages, {reason}"))
                 })
             };
             let before = up_to(i, true)?;
@@ -122,11 +122,11 @@ impl One<'_> {
                 false => up_to(i + 1, false)?,
             };
             if !with.starts_with(&before) {
-                let reason = format!("the text before message {} changes with it", i + 1);
+                let reason = format!("the text before message {} depends on that message", i + 1);
                 return Err(self.unmaskable(&reason));
             }
             if !text.starts_with(&with) {
-                let reason = format!("the text up to message {} changes with later ones", i + 1);
+                let reason = format!("the text up to message {} depends on later messages", i + 1);
                 return Err(self.unmaskable(&reason));
             }
             // If two answers are consecutive, the end of the first may overlap the beginning of the second.
@@ -140,7 +140,7 @@ impl One<'_> {
 
     fn unmaskable(&self, reason: &str) -> Fault {
         self.fault(
-            format_args!("does not separate prompts from answers: {reason}"),
+            format_args!("does not allow separating prompts from answers: {reason}"),
             "give a template with {% generation %} blocks around the assistant's text (chat_template.jinja \
             next to the model takes precedence), or count all tokens (‹mask=none›)",
         )

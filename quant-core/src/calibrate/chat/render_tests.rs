@@ -138,7 +138,7 @@ fn refusals_name_their_place() {
     refused(BRACKETS, &two, Mask::None, &["line 3", "refuses it: user and assistant must take turns"]);
     refused("\n{{ messages[0].content.nope() }}", &two, Mask::None, &["line 2", "unknown method"]);
     refused("{{ messages[7].content.x }}", &two, Mask::None, &["undefined"]);
-    refused("{{ strftime_now('%Q') }}", &two, Mask::None, &["strftime_now cannot write"]);
+    refused("{{ strftime_now('%Q') }}", &two, Mask::None, &["strftime_now does not support"]);
     refused("{% include 'template' %}", &two, Mask::None, &["fails on it"]);
     refused("{% include '/etc/passwd' %}", &two, Mask::None, &["template not found"]);
 }
@@ -171,18 +171,18 @@ fn hostile_templates_end() {
 
 #[test]
 fn indistinguishable_answers_are_refused() {
-    let expected = ["does not separate prompts from answers", "‹mask=none›", "{% generation %}"];
+    let expected = ["does not allow separating prompts from answers", "‹mask=none›", "{% generation %}"];
     // A template that renders only the last turn in full.
     let last = "{% for m in messages %}{{ m.role }}:{% if loop.last %}{{ m.content }}{% endif %};{% endfor %}\
                 {% if add_generation_prompt %}assistant:{% endif %}";
     refused(last, &chat(&TURNS), Mask::Prompts, &[&expected[..], &["message 2"]].concat());
     // A template that reverses the order of turns.
     let reversed = "{% for m in messages[::-1] %}{{ m.content }}{% endfor %}";
-    refused(reversed, &chat(&TURNS), Mask::Prompts, &[&expected[..], &["changes with"]].concat());
+    refused(reversed, &chat(&TURNS), Mask::Prompts, &[&expected[..], &["depends on"]].concat());
     // A conversation that begins with an answer.
     let first = chat(&[("assistant", "x")]);
     refused("{{ messages[0].content.strip() }}", &first, Mask::Prompts, &expected);
-    // Marks in the conversation, nested blocks, and blocks whose text is used otherwise.
+    // Marks in the conversation, nested blocks, and a template that computes with the text of a block.
     let marked = chat(&[("user", "\u{fdd0}"), ("assistant", "x")]);
     refused(GENERATION, &marked, Mask::Prompts, &["noncharacter"]);
     let nested = "{% generation %}a{% generation %}b{% endgeneration %}{% endgeneration %}";

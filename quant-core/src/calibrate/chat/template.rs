@@ -1,4 +1,4 @@
-//! A model's chat template, accessed through a worker: it comes with the model, and is a program.
+//! A model's chat template, rendered by a worker because it is an untrusted program that comes with the model.
 
 use std::borrow::Cow;
 use std::path::{Path, PathBuf};
@@ -42,7 +42,7 @@ impl ChatTemplate {
             let bytes = sidecar.read(MAX_TEMPLATE_BYTES)?;
             let bytes = bytes.map_err(|reason| fault(&sidecar.path, reason))?;
             let source = String::from_utf8(bytes).map_err(|e| {
-                fault(&path, format!("is not UTF-8 at byte {}", e.utf8_error().valid_up_to()))
+                fault(&path, format!("is not valid UTF-8 at byte {}", e.utf8_error().valid_up_to()))
             })?;
             return Self::load(directory.text_workers(), source, tokens, path);
         }
@@ -166,7 +166,7 @@ impl ChatTemplate {
 
     fn unexpected(&self) -> Error {
         Error::Internal(format!(
-            "the worker of {} gave an answer that does not match the request",
+            "the worker process of {} sent a response that does not match the request",
             self.path.display()
         ))
     }
@@ -188,6 +188,6 @@ fn configured(config: &Map<String, Json>) -> Result<Option<String>, String> {
                 None => Err("`chat_template` is a list without a template named `default`".into()),
             }
         }
-        Some(_) => Err("`chat_template` is neither a string nor a list of named templates".into()),
+        Some(_) => Err("`chat_template` must be a string or a list of named templates".into()),
     }
 }

@@ -51,7 +51,7 @@ pub(super) struct GgufFamily {
     pub(super) partial_rotary: bool,
     /// Whether the weights of a token's experts are divided by their sum.
     pub(super) normalizes_experts: bool,
-    /// The number of blocks of the one model whose scores are scaled differently, if there is one.
+    /// The number of blocks of the family's largest model, if its scores are scaled differently.
     pub(super) layers_of_largest: Option<u64>,
     /// Whether the value heads of delta nets are reordered.
     pub(super) tiles_heads: bool,
@@ -74,28 +74,33 @@ pub(super) struct GgufFamily {
     /// Whether the file of a vision-language model with this text model has the same tensors, apart from the vision
     /// part.
     pub(super) is_text_of_larger: bool,
+    /// Whether a BPE with `▁` for spaces is stored with its merges, rather than with scores.
+    pub(super) keeps_merges: bool,
+    /// Tokens whose roles in the file follow from their texts unless the tokenizer's settings state others: the role,
+    /// and the text.
+    pub(super) roles: &'static [(&'static str, &'static str)],
 }
 
 /// How a tensor is written. The strings are its names in the file, without the prefix of the block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum How {
-    /// As it is.
+    /// The rows are unchanged; only the name differs.
     Named(&'static str),
-    /// Its rows are the value heads of a delta net.
+    /// The rows belong to value heads of a delta net, which are reordered if [`GgufFamily::tiles_heads`] is set.
     Heads(&'static str),
-    /// Its rows are queries and keys, followed by value heads.
+    /// As [`Heads`](Self::Heads), but queries and keys come before the value heads and keep their order.
     Mixed(&'static str),
-    /// Its columns are value heads.
+    /// As [`Heads`](Self::Heads), for columns instead of rows.
     OfHeads(&'static str),
     /// A logarithm per value head, `x`, is stored as `−eˣ`.
     Decays(&'static str),
     /// Split by key head: queries, keys and values become one tensor, and their gates another one.
     ByKeyHead([&'static str; 2]),
-    /// Latent attention: rows of keys, transposed, and rows of values.
+    /// Split for latent attention: the rows of keys, transposed, become one tensor, and the rows of values another one.
     Latent([&'static str; 2]),
 }
 
-/// Which keys for routing files of a family have.
+/// The metadata keys that describe routing in files of a family.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum RoutingKeys {
     /// No keys, because routing follows from the family.

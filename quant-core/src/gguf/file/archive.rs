@@ -142,8 +142,11 @@ impl Archive for GgufArchive {
         let count = groups.len();
         if count > parts::MAX_FILES {
             return Err(Error::usage(
-                format!("the model would be split into {count} files; the limit is {}", parts::MAX_FILES),
-                "allow larger files",
+                format!(
+                    "the model would be split into {count} files; at most {} are supported",
+                    parts::MAX_FILES
+                ),
+                "allow larger files with ‹split_max_size›",
             ));
         }
         let files = groups.into_iter().enumerate().map(|(number, group)| {
@@ -170,7 +173,7 @@ impl Archive for GgufArchive {
         let seen = GgufFile::open_model(&path).map_err(|e| differs(e.to_string()))?;
         match seen.header().tensors.len() {
             found if found == tensors => Ok(()),
-            found => Err(differs(format!("holds {found} tensors, but {tensors} were written"))),
+            found => Err(differs(format!("contains {found} tensors, but {tensors} were written"))),
         }
     }
 

@@ -52,14 +52,14 @@ impl GgufFile {
         };
         if part.number != 0 {
             let reason = format!("is file {} of a model in {} files", part.number + 1, part.count);
-            return Err(Self::refused(path, reason, "give the first file, which ends in -00001-of-…"));
+            return Err(Self::refused(path, reason, "give the first file, whose name contains -00001-of-"));
         }
         let others = part.others(path).map_err(|fault| Self::broken(path, fault))?;
         for (number, other) in others.iter().enumerate() {
             let file = match Self::open(other) {
                 Err(Error::Io { source, .. }) if source.kind() == std::io::ErrorKind::NotFound => {
                     let reason =
-                        format!("is missing: {} is the first of {} files", path.display(), part.count);
+                        format!("is missing, but {} is the first of {} files", path.display(), part.count);
                     return Err(Self::broken(other, reason));
                 }
                 opened => opened?,
@@ -79,7 +79,7 @@ impl GgufFile {
         match first.header.tensors.len() {
             found if found == part.tensors => Ok(first),
             found => {
-                let reason = format!("declares {} tensors, but the files hold {found}", part.tensors);
+                let reason = format!("declares {} tensors, but the files contain {found}", part.tensors);
                 Err(Self::broken(path, reason))
             }
         }
@@ -90,8 +90,10 @@ impl GgufFile {
         for tensor in other.header.tensors {
             let place = self.header.tensors.len();
             if self.places.insert(tensor.name.clone(), place).is_some() {
-                let reason =
-                    format!("holds tensor `{}`, which is also in an earlier file", printable(&tensor.name));
+                let reason = format!(
+                    "contains tensor `{}`, which is also in an earlier file",
+                    printable(&tensor.name)
+                );
                 return Err(Self::broken(&other.path, reason));
             }
             self.header.tensors.push(GgufTensor { part: self.files.len(), ..tensor });
@@ -106,7 +108,7 @@ impl GgufFile {
         match fault.into() {
             GgufFault::Unread(reason) => Self::unread(path, reason),
             GgufFault::Damaged(reason) => {
-                Self::refused(path, reason, "the GGUF file is damaged or incomplete: fetch it again")
+                Self::refused(path, reason, "the GGUF file is damaged or incomplete: download it again")
             }
         }
     }
@@ -155,7 +157,7 @@ impl GgufFile {
             Error::Internal(format!("tensor `{}` belongs to a different file", tensor.name))
         })?;
         if offset.checked_add(buffer.len() as u64).is_none_or(|end| end > tensor.bytes) {
-            return Err(Error::Internal(format!("a range beyond the end of tensor `{}`", tensor.name)));
+            return Err(Error::Internal(format!("a range exceeds tensor `{}`", tensor.name)));
         }
         read_exact_at(file, path, tensor.offset + offset, buffer)
     }

@@ -46,7 +46,7 @@ impl Part {
             tensors: number(TENSORS)?.ok_or_else(|| missing(TENSORS))?,
         };
         if count > MAX_FILES || part.number >= count {
-            return Err(format!("`{NUMBER}` is {}, but there are {count} files", part.number).into());
+            return Err(format!("`{NUMBER}` is {}, but there are only {count} files", part.number).into());
         }
         Ok(Some(part))
     }
@@ -67,7 +67,7 @@ impl Part {
         let ending = file_name("", 0, self.count);
         let stem = name.strip_suffix(&ending).ok_or_else(|| {
             GgufFault::from(format!(
-                "is the first of {} files, but its name does not end in `{ending}`",
+                "is the first of {} files, so its name must end in `{ending}`",
                 self.count
             ))
         })?;

@@ -120,7 +120,7 @@ impl<R: Read> Cursor<R> {
             }
             found.push(tensor);
         }
-        let start = self.at.checked_next_multiple_of(alignment).ok_or("its header is too long")?;
+        let start = self.at.checked_next_multiple_of(alignment).ok_or("the header is too long")?;
         place(&mut found, start, alignment, self.len)?;
         Ok(GgufHeader { version, metadata, tensors: found })
     }
@@ -166,7 +166,8 @@ impl<R: Read> Cursor<R> {
         if count > max || count.checked_mul(min).is_none_or(|bytes| bytes > left) {
             let what = printable(what);
             return Err(format!(
-                "`{what}` at byte {at} is {count}; the limit is {max}, and {left} bytes are left"
+                "`{what}` at byte {at} is {count}, which exceeds the limit of {max} or the remaining {left} \
+                bytes"
             ));
         }
         Ok(count)
@@ -178,7 +179,7 @@ impl<R: Read> Cursor<R> {
         // The allocation is bounded by the remaining bytes of the file.
         let mut bytes = vec![0; len as usize];
         self.fill(what, &mut bytes)?;
-        String::from_utf8(bytes).map_err(|_| format!("`{}` at byte {at} is not UTF-8", printable(what)))
+        String::from_utf8(bytes).map_err(|_| format!("`{}` at byte {at} is not valid UTF-8", printable(what)))
     }
 
     fn flag(&mut self, what: &str) -> Result<bool, String> {
@@ -186,7 +187,7 @@ impl<R: Read> Cursor<R> {
         match self.array::<1>(what)? {
             [0] => Ok(false),
             [1] => Ok(true),
-            [other] => Err(format!("`{}` at byte {at} is {other}, neither 0 nor 1", printable(what))),
+            [other] => Err(format!("`{}` at byte {at} is {other}; it must be 0 or 1", printable(what))),
         }
     }
 
@@ -269,7 +270,8 @@ impl<R: Read> Cursor<R> {
         let shown = printable(&name);
         if name.is_empty() || name.len() > MAX_NAME || name.chars().any(char::is_control) {
             return Err(format!(
-                "the name of tensor {i} at byte {at}, `{shown}`, must have 1 to {MAX_NAME} bytes"
+                "the name of tensor {i} at byte {at}, `{shown}`, must have 1 to {MAX_NAME} bytes and no \
+                control characters"
             )
             .into());
         }
@@ -285,8 +287,9 @@ impl<R: Read> Cursor<R> {
         for _ in 0..dims {
             let dim = self.u64(&name)?;
             let fits = usize::try_from(dim).ok().filter(|dim| *dim > 0 && *dim <= isize::MAX as usize);
-            shape
-                .push(fits.ok_or_else(|| format!("tensor `{shown}` at byte {at} has a dimension of {dim}"))?);
+            shape.push(
+                fits.ok_or_else(|| format!("tensor `{shown}` at byte {at} has an invalid dimension, {dim}"))?,
+            );
         }
         shape.reverse();
         let type_at = self.at;
@@ -300,14 +303,15 @@ impl<R: Read> Cursor<R> {
         let columns = shape[dims - 1];
         let row = kind.row_bytes(columns).ok_or_else(|| {
             format!(
-                "tensor `{shown}` at byte {at} has rows of {columns}, which are not a multiple of the \
-                 block size {}",
+                "tensor `{shown}` at byte {at} has rows of {columns} values, which is not a multiple of the \
+                block size {}",
                 kind.elements
             )
         })?;
         let bytes = shape[..dims - 1].iter().try_fold(row, |bytes, &dim| bytes.checked_mul(dim));
         let bytes = bytes.filter(|_| shape.iter().try_fold(1_usize, |n, &dim| n.checked_mul(dim)).is_some());
-        let bytes = bytes.ok_or_else(|| format!("tensor `{shown}` at byte {at} overflows"))? as u64;
+        let bytes =
+            bytes.ok_or_else(|| format!("tensor `{shown}` at byte {at} exceeds the address space"))? as u64;
         let offset = self.u64(&name)?;
         Ok(GgufTensor { name, shape, kind, offset, bytes, part: 0 })
     }
@@ -338,14 +342,14 @@ fn place(tensors: &mut [GgufTensor], start: u64, alignment: u64, len: u64) -> Re
         let placed = end.and_then(|end| start.checked_add(end)).filter(|end| *end <= len);
         let (Some(end), Some(_)) = (end, placed) else {
             return Err(format!(
-                "tensor `{}` needs {} bytes from byte {}, but the file has {len}",
+                "tensor `{}` needs {} bytes from byte {}, but the file has only {len} bytes",
                 tensor.name,
                 tensor.bytes,
                 start.saturating_add(expected)
             ));
         };
         tensor.offset = start + expected;
-        expected = end.checked_next_multiple_of(alignment).ok_or("its data is too long")?;
+        expected = end.checked_next_multiple_of(alignment).ok_or("the data is too long")?;
     }
     Ok(())
 }

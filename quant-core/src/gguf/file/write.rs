@@ -21,7 +21,7 @@ impl Described<'_> {
     pub(super) fn bytes(&self) -> Result<u64> {
         let fault = |reason: &str| Error::Internal(format!("output tensor `{}` {reason}", self.name));
         if self.name.is_empty() || self.name.len() > MAX_NAME {
-            return Err(fault("has a name that GGUF cannot hold"));
+            return Err(fault("has a name that GGUF cannot store"));
         }
         let Some((&columns, outer)) = self.shape.split_last() else { return Err(fault("has no dimensions")) };
         if self.shape.len() > MAX_DIMS {
@@ -42,7 +42,7 @@ pub(super) fn header(metadata: &[(String, Value)], tensors: &[Described<'_>]) ->
     let set = metadata.iter().find(|(key, _)| key == ALIGNMENT_KEY).and_then(|(_, value)| value.as_u64());
     let alignment = set.unwrap_or(DEFAULT_ALIGNMENT);
     if !alignment.is_power_of_two() {
-        return Err(Error::Internal(format!("an alignment of {alignment} bytes")));
+        return Err(Error::Internal(format!("an alignment of {alignment} bytes is invalid")));
     }
     let mut bytes = MAGIC.to_vec();
     bytes.extend(VERSION.to_le_bytes());

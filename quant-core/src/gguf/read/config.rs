@@ -126,7 +126,8 @@ pub(super) fn divisors(about: &About<'_>, tensor: &GgufTensor, rotary_dim: u64) 
     let count: usize = tensor.shape.iter().product();
     if rotary_dim > MAX_HEAD_DIM || count as u64 != rotary_dim / 2 {
         let reason = format!(
-            "tensor `{}` has {count} values, but {rotary_dim} channels per head are rotated",
+            "tensor `{}` has {count} values, but needs one per pair of the {rotary_dim} rotated channels of \
+            a head",
             tensor.name
         );
         return Err(GgufFile::broken(about.file.path(), reason));
@@ -142,11 +143,9 @@ fn rope(about: &About<'_>, head_dim: u64, set: &mut impl FnMut(&str, Json)) -> R
     let rotary_dim = about.integer("rope.dimension_count")?.unwrap_or(head_dim);
     if rotary_dim != head_dim {
         if !about.family.partial_rotary || rotary_dim > head_dim {
-            return Err(about.unread(
-                "rope.dimension_count",
-                "differs from the width of a head, which is not \
-                    supported",
-            ));
+            return Err(
+                about.unread("rope.dimension_count", "differs from the head width, which is not supported")
+            );
         }
         set("partial_rotary_factor", json!(rotary_dim as f64 / head_dim as f64));
     } else if about.family.partial_rotary {
@@ -188,7 +187,8 @@ fn rope(about: &About<'_>, head_dim: u64, set: &mut impl FnMut(&str, Json)) -> R
         ("none", Some(tensor)) => {
             let divisors = divisors(about, tensor, rotary_dim)?;
             let positions = about.require("context_length")?;
-            // The file does not have the parameters of the divisors, but the divisors are sufficient.
+            // The file has only the divisors, not the parameters that they were computed from. LongRoPE takes any
+            // divisors, so it describes the same rotation.
             json!({
                 "rope_type": "longrope", "short_factor": divisors, "long_factor": divisors,
                 "attention_factor": 1.0, "factor": 1.0, "original_max_position_embeddings": positions,

@@ -16,13 +16,13 @@ pub(super) fn config(about: &About<'_>, set: &mut impl FnMut(&str, Json)) -> Res
     let key = "attention.sliding_window_pattern";
     let windows = about.get(key).and_then(|value| value.as_bools());
     let windows = windows.filter(|windows| windows.len() as u64 == blocks);
-    let windows =
-        windows.ok_or_else(|| about.broken(key, &format!("is not a list of flags for {blocks} blocks")))?;
+    let windows = windows
+        .ok_or_else(|| about.broken(key, &format!("must be a list of {blocks} booleans, one per block")))?;
     let [full, windowed] = [about.head_width()?, about.require("attention.key_length_swa")?];
     let keys = about.integers("attention.head_count_kv", blocks)?;
     let of = |windowed: bool| windows.iter().position(|w| *w == windowed);
     let Some((at_full, at_windowed)) = of(false).zip(of(true)) else {
-        return Err(about.unread(key, "must contain both kinds of blocks"));
+        return Err(about.unread(key, "must contain both values"));
     };
     set("head_dim", json!(windowed));
     set("global_head_dim", json!(full));
@@ -64,8 +64,7 @@ pub(super) fn config(about: &About<'_>, set: &mut impl FnMut(&str, Json)) -> Res
             {
                 return Err(about.unread(
                     "rope.dimension_count",
-                    "has several frequency divisors, which is \
-                    not supported",
+                    "has different frequency divisors, which is not supported",
                 ));
             }
             (pairs as u64, factor)
@@ -73,11 +72,9 @@ pub(super) fn config(about: &About<'_>, set: &mut impl FnMut(&str, Json)) -> Res
     };
     let rotary = about.integer("rope.dimension_count_swa")?.unwrap_or(windowed);
     if rotary != windowed {
-        return Err(about.unread(
-            "rope.dimension_count_swa",
-            "differs from the width of a head, which is not \
-                supported",
-        ));
+        return Err(
+            about.unread("rope.dimension_count_swa", "differs from the head width, which is not supported")
+        );
     }
     set(
         "rope_parameters",

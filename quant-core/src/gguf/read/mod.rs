@@ -1,4 +1,4 @@
-//! A GGUF file presented as a model directory: tensors under the checkpoint's names, as floats, a configuration, and a
+//! A GGUF file presented as a model directory: float tensors under the names of the checkpoint, a configuration, and a
 //! tokenizer.
 //!
 //! Decoding blocks to `f32` is exact. The changes that the writer made are undone: rows of queries and keys return to
@@ -44,7 +44,7 @@ pub fn open(path: &Path) -> Result<ModelDirectory> {
     let directory = match tokenizer::files(&about)? {
         Ok(files) => ModelDirectory::in_memory(path, config, Arc::new(source), files, notes),
         Err(reason) => {
-            notes.push(format!("the file's tokenizer is not read: {reason}"));
+            notes.push(format!("the tokenizer in the file cannot be used: {reason}"));
             ModelDirectory::in_memory(path, config, Arc::new(source), Vec::new(), notes)
                 .without_tokenizer(reason)
         }
@@ -73,8 +73,8 @@ impl<'a> About<'a> {
     fn of(file: &'a GgufFile) -> Result<Self> {
         let text = |key: &str| typed(file, key, "text", Value::as_str);
         if let Some(kind) = text("general.type")?.filter(|kind| *kind != "model") {
-            let reason = format!("`general.type` is `{}`, not `model`", printable(kind));
-            return Err(GgufFile::refused(file.path(), reason, "give the file of a model"));
+            let reason = format!("`general.type` is `{}`; only `model` is supported", printable(kind));
+            return Err(GgufFile::refused(file.path(), reason, "give the GGUF file of a model"));
         }
         let arch = text("general.architecture")?
             .ok_or_else(|| GgufFile::broken(file.path(), "`general.architecture` is missing"))?;
@@ -112,13 +112,16 @@ impl<'a> About<'a> {
             return match blocks <= max && blocks > 0 {
                 true => Ok(vec![self.require(key)?; blocks as usize]),
                 false => {
-                    Err(self.broken("block_count", &format!("is {blocks}, but there are only {max} tensors")))
+                    Err(self
+                        .broken("block_count", &format!("is {blocks}, but the file has only {max} tensors")))
                 }
             };
         };
         let list = list.into_iter().map(|n| u64::try_from(n).ok()).collect::<Option<Vec<u64>>>();
         let list = list.filter(|list| !list.is_empty() && list.len() as u64 == blocks);
-        list.ok_or_else(|| self.broken(key, &format!("is not a list of integers for {blocks} blocks")))
+        list.ok_or_else(|| {
+            self.broken(key, &format!("must be an integer or a list of {blocks} integers, one per block"))
+        })
     }
 
     fn require(&self, key: &str) -> Result<u64> {
@@ -133,10 +136,7 @@ impl<'a> About<'a> {
             Some(further) => Ok(further),
             None => Err(self.broken(
                 "nextn_predict_layers",
-                &format!(
-                    "is {further}, but there are only {all} \
-                blocks"
-                ),
+                &format!("is {further}, but the model has only {all} blocks"),
             )),
         }
     }
@@ -164,7 +164,7 @@ impl<'a> About<'a> {
         let Some(value) = self.get(key) else { return Ok(None) };
         match value.as_f64() {
             Some(v) if v.is_finite() => Ok(Some(v)),
-            _ => Err(self.broken(key, "is not a finite float")),
+            _ => Err(self.broken(key, "must be a finite float")),
         }
     }
 
@@ -210,21 +210,24 @@ fn integer(file: &GgufFile, key: &str) -> Result<Option<u64>> {
     match first.filter(|first| list.iter().all(|v| u64::try_from(*v).ok() == Some(*first))) {
         Some(first) => Ok(Some(first)),
         None => {
-            let reason = format!("`{}` differs from block to block, which is not supported", printable(key));
+            let reason = format!("`{}` differs between blocks, which is not supported", printable(key));
             Err(GgufFile::unread(file.path(), reason))
         }
     }
 }
 
-/// The error for an architecture that is not supported, or not with experts, or not without them.
+/// The error for an architecture that is not supported, or that is supported only with experts or only without.
 fn unread_architecture(file: &GgufFile, arch: &str, experts: u64) -> Error {
     let shown = printable(arch);
     let reason = match families::FAMILIES.iter().find(|f| f.arch == arch) {
         Some(family) if family.experts.is_some() => {
-            format!("`{shown}.expert_count` is missing or 0, but `{shown}` has experts")
+            format!("`{shown}.expert_count` is missing or 0, but the architecture `{shown}` requires experts")
         }
         Some(_) => {
-            format!("`{shown}.expert_count` is {experts}, but `{shown}` with experts is not supported")
+            format!(
+                "`{shown}.expert_count` is {experts}, but the architecture `{shown}` is supported only \
+                without experts"
+            )
         }
         None => {
             let known: BTreeSet<&str> = families::FAMILIES.iter().map(|f| f.arch).collect();

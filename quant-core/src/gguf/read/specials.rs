@@ -17,14 +17,12 @@ pub(super) fn latent(about: &About<'_>, set: &mut impl FnMut(&str, Json)) -> Res
     let rotary = about.require("rope.dimension_count")?;
     let key = "attention.key_length_mla";
     let Some(width) = about.integer(key)? else {
-        return Err(about.unread(
-            key,
-            "is missing; files from before this key was introduced are not \
-            supported",
-        ));
+        return Err(about.unread(key, "is missing; files that predate this key are not supported"));
     };
     let Some(plain) = width.checked_sub(rotary).filter(|plain| *plain > 0) else {
-        return Err(about.broken(key, &format!("is {width}, but {rotary} features are rotated")));
+        return Err(
+            about.broken(key, &format!("is {width}, which must exceed the {rotary} rotated features"))
+        );
     };
     set("num_key_value_heads", json!(about.heads()?));
     set("q_lora_rank", json!(about.integer("attention.q_lora_rank")?.filter(|rank| *rank > 0)));
@@ -51,9 +49,10 @@ pub(super) fn routing(about: &About<'_>, set: &mut impl FnMut(&str, Json)) -> Re
         }
     };
     if sigmoid == family.softmax_scores {
-        return Err(
-            about.unread("expert_gating_func", "differs from the family's function, which is not supported")
-        );
+        return Err(about.unread(
+            "expert_gating_func",
+            "differs from the function of this architecture, which is not supported",
+        ));
     }
     let flag = |key: &str| about.flag(&format!("{}.{key}", family.arch));
     set("scoring_func", json!(if sigmoid { "sigmoid" } else { "softmax" }));
@@ -67,7 +66,7 @@ pub(super) fn routing(about: &About<'_>, set: &mut impl FnMut(&str, Json)) -> Re
     let (count, chosen) = (groups("expert_group_count")?, groups("expert_group_used_count")?);
     if !sigmoid && count > 1 && chosen < count {
         return Err(
-            about.unread("expert_group_count", "groups experts with softmax routing, which is not supported")
+            about.unread("expert_group_count", "groups experts, which is not supported with softmax routing")
         );
     }
     set("topk_method", json!(if sigmoid { "noaux_tc" } else { "greedy" }));
@@ -87,10 +86,7 @@ pub(super) fn delta_nets(about: &About<'_>, set: &mut impl FnMut(&str, Json)) ->
     if heads.checked_mul(width) != Some(inner) {
         return Err(about.broken(
             "ssm.inner_size",
-            &format!(
-                "is {inner}, but there are {heads} heads of width \
-            {width}"
-            ),
+            &format!("is {inner}, but must be the total width of {heads} heads of width {width}"),
         ));
     }
     set("linear_num_value_heads", json!(heads));
@@ -107,7 +103,10 @@ pub(super) fn delta_nets(about: &About<'_>, set: &mut impl FnMut(&str, Json)) ->
     // The list may also cover blocks for multi-token prediction, which come last.
     let flags = flags.as_bools().filter(|flags| flags.len() as u64 >= blocks);
     let flags = flags.ok_or_else(|| {
-        about.broken("attention.recurrent_layers", &format!("is not a list of flags for {blocks} blocks"))
+        about.broken(
+            "attention.recurrent_layers",
+            &format!("must be a list of {blocks} booleans, one per block"),
+        )
     })?;
     let kinds = flags[..blocks as usize].iter().map(|recurrent| match recurrent {
         true => "linear_attention",
@@ -136,7 +135,7 @@ pub(super) fn yarn(about: &About<'_>, factor: Option<f64>) -> Result<Json> {
         ["rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow"].into_iter().zip(ROTATIONS)
     {
         if let Some(other) = about.float(key)?.filter(|beta| *beta != due) {
-            return Err(about.unread(key, &format!("is {other}, but llama.cpp uses {due}")));
+            return Err(about.unread(key, &format!("is {other}, but llama.cpp always uses {due}")));
         }
     }
     let mut yarn = json!({
@@ -157,7 +156,7 @@ pub(super) fn yarn(about: &About<'_>, factor: Option<f64>) -> Result<Json> {
         }
         Some(weight) => return Err(about.unread(key, &format!("is {weight}, which is not supported"))),
         None if is_latent => {
-            return Err(about.unread(key, "is missing, which is not supported with YaRN"));
+            return Err(about.unread(key, "is missing, but required for YaRN"));
         }
         None => {
             yarn["attention_factor"] = json!(recommended * float("rope.scaling.attn_factor", 1.0)?);

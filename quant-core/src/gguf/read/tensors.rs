@@ -1,7 +1,7 @@
-//! Tensors of a file under the names, and with the row order, of checkpoints.
+//! The tensors of a file, with the names and the row order of a checkpoint.
 //!
-//! Which tensors exist, and how each was written, follows from the model that the metadata describe. The table is that
-//! of the writer (`layout`), applied in reverse.
+//! The metadata determine which tensors exist and how each is stored. The table for this (`layout`) is the writer's,
+//! used in reverse.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -20,7 +20,7 @@ use crate::checkpoint::{Checkpoint, Dtype, TensorInfo, TensorSource, printable};
 use crate::model::Architecture;
 use crate::{Error, Result};
 
-/// More experts are rejected before any is allocated.
+/// Files with more experts are rejected before any memory is allocated for experts.
 const MAX_EXPERTS: u64 = 4096;
 
 /// Presents the tensors of a GGUF file as those of a checkpoint.
@@ -153,7 +153,7 @@ impl GgufSource {
                 let found = tensor.shape[0];
                 let key = format!("{}.expert_count", about.family.arch);
                 return Err(broken(format!(
-                    "tensor `{stored}` has {found} experts, but `{key}` is {experts}"
+                    "tensor `{stored}` contains {found} experts, but `{key}` is {experts}"
                 )));
             }
             expected.insert(0, tensor.shape[0]);
@@ -168,7 +168,7 @@ impl GgufSource {
         }
         let [rows, columns] = matrix(&placed.shape, placed.view)?;
         if tensor.kind.row_bytes(columns).is_none() {
-            let reason = format!("tensor `{stored}` is {}, expected floats", tensor.kind.name);
+            let reason = format!("tensor `{stored}` has type {}, expected a float type", tensor.kind.name);
             return Err(broken(reason));
         }
         let first_row = placed.expert.unwrap_or(0) * rows;
@@ -220,7 +220,7 @@ impl GgufSource {
 
     fn stored_bytes(&self, piece: &Piece, row: usize) -> Result<Vec<u8>> {
         let row_bytes = piece.tensor.kind.row_bytes(piece.columns).ok_or_else(|| {
-            Error::Internal(format!("rows of `{}` that are not whole blocks", piece.tensor.name))
+            Error::Internal(format!("rows of `{}` are not whole blocks", piece.tensor.name))
         })?;
         let mut bytes = vec![0; row_bytes];
         self.file.read(&piece.tensor, ((piece.first_row + row) * row_bytes) as u64, &mut bytes)?;
@@ -276,7 +276,7 @@ impl GgufSource {
             out.extend(place.info.dtype.narrow(&values));
             return Ok(());
         }
-        Err(Error::Internal(format!("row {row} is not stored in any tensor of the file")))
+        Err(Error::Internal(format!("row {row} is not in any tensor of the file")))
     }
 }
 
@@ -307,7 +307,7 @@ impl TensorSource for GgufSource {
             .ok_or_else(|| Error::MissingTensor { path: self.location(name), tensor: name.to_owned() })?;
         let end = offset.checked_add(buffer.len() as u64).filter(|end| *end <= place.info.byte_len());
         let Some(end) = end else {
-            return Err(Error::Internal(format!("a range beyond the end of tensor `{name}`")));
+            return Err(Error::Internal(format!("a range exceeds tensor `{name}`")));
         };
         if buffer.is_empty() {
             return Ok(());

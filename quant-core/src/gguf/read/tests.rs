@@ -118,7 +118,7 @@ fn heads_as_a_list_count_as_heads() {
         assert_eq!(values(&listed, QUERIES), values(&plain, QUERIES));
     }
     let differs = Value::Array(Array::I32(vec![2, 4]));
-    assert_contains(&refused(&[("llama.attention.head_count", differs)]), &["differs from block to block"]);
+    assert_contains(&refused(&[("llama.attention.head_count", differs)]), &["differs between blocks"]);
     assert_contains(
         &refused(&[("llama.attention.head_count", Value::F32(2.0))]),
         &["head_count` is not a valid integer"],
@@ -170,7 +170,7 @@ fn counts_are_checked_before_use() {
     fitting.unwrap();
     assert_contains(
         &refusal(&with_divisors(1 << 16)),
-        &["rope_freqs.weight", "65536 values", "4 channels per head are rotated"],
+        &["rope_freqs.weight", "65536 values", "pair of the 4 rotated channels"],
     );
 }
 
@@ -191,7 +191,7 @@ fn tokens_that_are_too_long_or_too_alike_are_refused() {
         &["tokenizer.ggml.tokens", "1025 bytes for token 2", "the limit is 1024"],
     );
     let runs = tokens((1..200).map(|count| "a".repeat(count)).collect());
-    assert_contains(&refused(&runs), &["tokenizer.ggml.tokens", "over 6368 pairs"]);
+    assert_contains(&refused(&runs), &["tokenizer.ggml.tokens", "more than 6368 pairs"]);
     let (_scratch, read) = read(&model());
     let json = read.unwrap().sidecar("tokenizer.json").unwrap().contents.clone().unwrap();
     let json: serde_json::Value = serde_json::from_slice(&json).unwrap();
@@ -218,7 +218,7 @@ fn values_of_a_wrong_type_are_refused() {
         "tokenizer.chat_template",
     ] {
         let wrong = texts(&["1"]);
-        assert_contains(&refused(&[(key, wrong)]), &[&format!("`{key}` is not a"), "fetch it again"]);
+        assert_contains(&refused(&[(key, wrong)]), &[&format!("`{key}` is not a"), "download it again"]);
     }
     let byte_level = [("tokenizer.ggml.model", Value::string("gpt2")), ("tokenizer.ggml.pre", Value::U32(1))];
     assert_contains(&refused(&byte_level), &["`tokenizer.ggml.pre` is not a valid text"]);
@@ -274,7 +274,7 @@ fn a_factor_without_a_type_is_linear() {
 #[test]
 fn remedies_fit_what_is_wrong() {
     let damaged = refused(&[("llama.block_count", Value::string("1"))]);
-    assert_contains(&damaged, &["the GGUF file is damaged or incomplete: fetch it again"]);
+    assert_contains(&damaged, &["the GGUF file is damaged or incomplete: download it again"]);
     let big_endian = b"GGUF\0\0\0\x03".repeat(8);
     let scratch = tempfile::tempdir().unwrap();
     std::fs::write(scratch.path().join("x.gguf"), big_endian).unwrap();
@@ -355,7 +355,7 @@ fn models_in_parts_are_read_as_one() {
     assert_contains(&refused(&[], NAMES, &as_it_is), &[NAMES[1], "is not file 2 of 2"]);
     assert_contains(
         &refused(&second(2, 2, 11), NAMES, &as_it_is),
-        &[NAMES[1], "`split.no` is 2, but there are 2 files"],
+        &[NAMES[1], "`split.no` is 2, but there are only 2 files"],
     );
     assert_contains(
         &refused(&second(1, 2, -1), NAMES, &as_it_is),
@@ -363,7 +363,7 @@ fn models_in_parts_are_read_as_one() {
     );
     assert_contains(
         &refused(&good, ["x.gguf", NAMES[1]], &as_it_is),
-        &["does not end in `-00001-of-00002.gguf`"],
+        &["must end in `-00001-of-00002.gguf`"],
     );
     assert_contains(&refused(&good, [NAMES[0], "y.gguf"], &as_it_is), &[NAMES[1], "is missing"]);
     let twice = |first: &mut Tensors, rest: &mut Tensors| rest.push(first[0].clone());
@@ -372,7 +372,7 @@ fn models_in_parts_are_read_as_one() {
         &[NAMES[1], "token_embd.weight", "also in an earlier file"],
     );
     let fewer = |_: &mut Tensors, rest: &mut Tensors| rest.truncate(2);
-    assert_contains(&refused(&good, NAMES, &fewer), &["11 tensors, but the files hold 8"]);
+    assert_contains(&refused(&good, NAMES, &fewer), &["11 tensors, but the files contain 8"]);
 }
 
 /// A two-block Qwen3.5, one block with a delta net of 2 key heads and 4 value heads.
@@ -468,15 +468,15 @@ fn numbers_of_delta_nets_and_blocks_are_compared() {
     says_of(
         "ssm.inner_size",
         Value::U32(9),
-        &["`qwen35.ssm.inner_size` is 9, but there are 4 heads of width \
-        2"],
+        &["`qwen35.ssm.inner_size` is 9, but must be the total width of \
+        4 heads of width 2"],
     );
     let flags = Value::Array(Array::Bool(vec![true]));
-    says_of("attention.recurrent_layers", flags, &["is not a list of flags for 2 blocks"]);
+    says_of("attention.recurrent_layers", flags, &["must be a list of 2 booleans"]);
     says_of(
         "nextn_predict_layers",
         Value::U32(2),
-        &["`qwen35.nextn_predict_layers` is 2, but there are only \
+        &["`qwen35.nextn_predict_layers` is 2, but the model has only \
         2 blocks"],
     );
     says_of("block_count", Value::U32(3), &["tensor `blk.2.attn_norm.weight` is missing"]);
@@ -515,7 +515,7 @@ fn yarn_is_read_as_llama_cpp_computes_it() {
     assert_eq!(plain["original_max_position_embeddings"], 64);
     assert!((plain["attention_factor"].as_f64().unwrap() - recommended).abs() < 1e-12);
     for (more, says_so) in [
-        (("yarn_beta_fast", Value::F32(8.0)), "yarn_beta_fast` is 8, but llama.cpp uses 32"),
+        (("yarn_beta_fast", Value::F32(8.0)), "yarn_beta_fast` is 8, but llama.cpp always uses 32"),
         (("yarn_ext_factor", Value::F32(0.5)), "yarn_ext_factor` is 0.5"),
         (("yarn_log_multiplier", Value::F32(0.1)), "yarn_log_multiplier"),
         (("factor", Value::F32(-4.0)), "factor` is -4"),

@@ -8,7 +8,7 @@ use serde_json::{Map, Value as Json, json};
 use super::About;
 use crate::checkpoint::{Sidecar, printable};
 use crate::gguf::file::{GgufFile, Value};
-use crate::gguf::tokenizer::{kinds, pre_tokenizer};
+use crate::gguf::tokenizer::{Form, NFC, NO_VOCABULARY, NORMALIZER, SPACED, kinds};
 use crate::{Error, Result};
 
 /// The maximum length in bytes of a token for which merges are reconstructed, since all its splits are tried. Tokens of
@@ -36,12 +36,13 @@ pub(super) fn files(about: &About<'_>) -> Result<Result<Vec<Sidecar>, String>> {
     let json = match model {
         "gpt2" => {
             let pre = about.text("tokenizer.ggml.pre")?.unwrap_or("default");
-            match pre_tokenizer(pre) {
-                Some((steps, whole)) => byte_level(about, &vocabulary, steps, whole)?,
+            match Form::named(pre) {
+                Some(form) => byte_level(about, &vocabulary, form)?,
                 None => return Ok(Err(format!("the pre-tokenizer `{}` is not supported", printable(pre)))),
             }
         }
         "llama" => sentencepiece(about, &vocabulary)?,
+        SPACED => spaced(about, &vocabulary)?,
         other => return Ok(Err(format!("the tokenizer model `{}` is not supported", printable(other)))),
     };
     let directory = about.file.path();
@@ -70,14 +71,22 @@ fn vocabulary<'a>(about: &About<'a>) -> Result<Vocabulary<'a>> {
     let tokens = tokens.ok_or_else(|| broken(about, TOKENS, "is missing or not a list of strings"))?;
     let types = match about.global(TYPES) {
         Some(types) => {
-            types.as_integers().ok_or_else(|| broken(about, TYPES, "is not a list of integers"))?
+            types.as_integers().ok_or_else(|| broken(about, TYPES, "must be a list of integers"))?
         }
         None => vec![i64::from(kinds::NORMAL); tokens.len()],
     };
     match types.len() == tokens.len() {
         true => Ok(Vocabulary { tokens, types }),
-        false => Err(broken(about, TYPES, "differs in length from the list of tokens")),
+        false => Err(broken(about, TYPES, "must have one entry per token")),
     }
+}
+
+/// An entry of `added_tokens`.
+fn added_token(id: usize, token: &str, special: bool) -> Json {
+    json!({
+        "id": id, "content": token, "single_word": false, "lstrip": false, "rstrip": false, "normalized": false,
+        "special": special,
+    })
 }
 
 impl Vocabulary<'_> {
@@ -94,12 +103,9 @@ impl Vocabulary<'_> {
             }
             let special = self.is(id, kinds::CONTROL) || self.is(id, kinds::UNKNOWN);
             if special || self.is(id, kinds::USER_DEFINED) {
-                added.push(json!({
-                    "id": id, "content": token, "single_word": false, "lstrip": false, "rstrip": false,
-                    "normalized": false, "special": special,
-                }));
+                added.push(added_token(id, token, special));
             }
-            // Added tokens keep their IDs only if the vocabulary contains them, too.
+            // The tokenizers crate keeps the IDs of added tokens only if the vocabulary contains them.
             vocab.insert(token.clone(), json!(id));
         }
         (vocab, added)
@@ -147,27 +153,65 @@ fn special(about: &About<'_>, name: &str) -> Result<Option<i128>> {
     })
 }
 
-fn byte_level(about: &About<'_>, vocabulary: &Vocabulary<'_>, steps: Json, whole: bool) -> Result<Json> {
+/// The merges as pairs.
+fn pairs(about: &About<'_>) -> Result<Vec<Json>> {
     const MERGES: &str = "tokenizer.ggml.merges";
-    let (vocab, added) = vocabulary.parts();
     let merges = about.global(MERGES).and_then(Value::as_strings);
     let merges = merges.ok_or_else(|| broken(about, MERGES, "is missing or not a list of strings"))?;
     let pair = |merge: &String| {
         // The first space after the first character separates the two parts.
         let from = merge.chars().next().map_or(0, char::len_utf8);
         let at = merge[from..].find(' ').map(|at| from + at);
-        let at = at.ok_or_else(|| broken(about, MERGES, "contains a merge without a space"))?;
+        let at = at.ok_or_else(|| {
+            broken(about, MERGES, "contains a merge that is not two tokens separated by a space")
+        })?;
         Ok(json!([&merge[..at], &merge[at + 1..]]))
     };
-    let merges = merges.iter().map(pair).collect::<Result<Vec<Json>>>()?;
+    merges.iter().map(pair).collect()
+}
+
+fn byte_level(about: &About<'_>, vocabulary: &Vocabulary<'_>, form: &Form) -> Result<Json> {
+    let (vocab, added) = vocabulary.parts();
+    let composes = match about.text(NORMALIZER)? {
+        None => form.composes,
+        Some(NFC) => true,
+        Some(NO_VOCABULARY) => false,
+        Some(_) => return Err(broken(about, NORMALIZER, "is neither NFC nor none")),
+    };
+    let normalizer = composes.then(|| json!({ "type": NFC }));
     Ok(json!({
-        "version": "1.0", "truncation": null, "padding": null, "added_tokens": added, "normalizer": null,
-        "pre_tokenizer": steps, "post_processor": ends(about, vocabulary, whole)?,
+        "version": "1.0", "truncation": null, "padding": null, "added_tokens": added, "normalizer": normalizer,
+        "pre_tokenizer": form.json(), "post_processor": ends(about, vocabulary, form.adds_bos)?,
         "decoder": { "type": "ByteLevel", "add_prefix_space": true, "trim_offsets": true, "use_regex": true },
         "model": {
             "type": "BPE", "dropout": null, "unk_token": null, "continuing_subword_prefix": null,
-            "end_of_word_suffix": null, "fuse_unk": false, "byte_fallback": false, "ignore_merges": whole,
-            "vocab": vocab, "merges": merges,
+            "end_of_word_suffix": null, "fuse_unk": false, "byte_fallback": false, "ignore_merges": form.whole,
+            "vocab": vocab, "merges": pairs(about)?,
+        },
+    }))
+}
+
+/// A BPE with `▁` for spaces and byte fallback. Texts always begin with BOS.
+fn spaced(about: &About<'_>, vocabulary: &Vocabulary<'_>) -> Result<Json> {
+    let (vocab, mut added) = vocabulary.parts();
+    // Runs of newlines are one token if there is one, whatever the merges.
+    let is_newlines = |token: &str| !token.is_empty() && token.bytes().all(|byte| byte == b'\n');
+    for (id, token) in vocabulary.tokens.iter().enumerate().filter(|(_, token)| is_newlines(token)) {
+        added.extend(vocabulary.is(id, kinds::NORMAL).then(|| added_token(id, token, false)));
+    }
+    let unknown = special(about, "unknown")?.and_then(|id| vocabulary.tokens.get(usize::try_from(id).ok()?));
+    Ok(json!({
+        "version": "1.0", "truncation": null, "padding": null, "added_tokens": added,
+        "normalizer": { "type": "Replace", "pattern": { "String": " " }, "content": "▁" }, "pre_tokenizer": null,
+        "post_processor": ends(about, vocabulary, true)?,
+        "decoder": { "type": "Sequence", "decoders": [
+            { "type": "Replace", "pattern": { "String": "▁" }, "content": " " },
+            { "type": "ByteFallback" }, { "type": "Fuse" },
+        ] },
+        "model": {
+            "type": "BPE", "dropout": null, "unk_token": unknown, "continuing_subword_prefix": null,
+            "end_of_word_suffix": null, "fuse_unk": true, "byte_fallback": true, "ignore_merges": false,
+            "vocab": vocab, "merges": pairs(about)?,
         },
     }))
 }
@@ -177,10 +221,14 @@ fn sentencepiece(about: &About<'_>, vocabulary: &Vocabulary<'_>) -> Result<Json>
     let (vocab, added) = vocabulary.parts();
     let scores = about.global(SCORES).and_then(Value::as_f32s);
     let scores = scores.filter(|scores| scores.len() == vocabulary.tokens.len());
-    let scores = scores
-        .ok_or_else(|| broken(about, SCORES, "is missing or differs in length from the list of tokens"))?;
+    let scores =
+        scores.ok_or_else(|| broken(about, SCORES, "must be present and have one entry per token"))?;
     if let Some(id) = scores.iter().position(|score| !score.is_finite()) {
-        return Err(broken(about, SCORES, &format!("is {} for token {id}", scores[id])));
+        return Err(broken(
+            about,
+            SCORES,
+            &format!("is {} for token {id}; scores must be finite", scores[id]),
+        ));
     }
     let adds_space = about.flag("tokenizer.ggml.add_space_prefix")?.unwrap_or(true);
     let replace = json!({ "type": "Replace", "pattern": { "String": " " }, "content": "▁" });
@@ -228,7 +276,11 @@ fn merges(about: &About<'_>, vocabulary: &Vocabulary<'_>, scores: &[f32]) -> Res
             }
         }
         if merges.len() > max {
-            return Err(broken(about, TOKENS, &format!("has over {max} pairs that merge into a token")));
+            return Err(broken(
+                about,
+                TOKENS,
+                &format!("has more than {max} pairs that merge into a token, which is not supported"),
+            ));
         }
     }
     merges.sort_by(|a, b| b.0.total_cmp(&a.0).then_with(|| (a.1, a.2, a.3).cmp(&(b.1, b.2, b.3))));

@@ -25,7 +25,8 @@ pub(super) fn added(json: &Json) -> Result<Vec<Added<'_>>, String> {
 }
 
 impl Added<'_> {
-    /// Whether it is a control token: it is marked as special, or looks like one, since some models do not mark them.
+    /// Whether it is a control token: it is marked as special, or has the form of one, because some models do not mark
+    /// their control tokens.
     fn controls(&self) -> bool {
         let t = self.content;
         let between = |begin: &str, end: &str| t.starts_with(begin) && t.ends_with(end);
@@ -36,7 +37,7 @@ impl Added<'_> {
             || between("<unused", ">")
     }
 
-    /// Adds it to a vocabulary. In user-defined tokens, `▁` becomes a space.
+    /// Adds the token to a vocabulary. In user-defined tokens, `▁` becomes a space.
     pub(super) fn put(&self, vocabulary: &mut Vocabulary) -> Result<(), String> {
         match self.controls() {
             true => vocabulary.set(self.id, self.content, kinds::CONTROL),

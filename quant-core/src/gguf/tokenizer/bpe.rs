@@ -3,7 +3,7 @@
 use serde_json::Value as Json;
 
 use super::added::added;
-use super::{Vocabulary, kinds, list, pre};
+use super::{NFC, NO_VOCABULARY, Vocabulary, kinds, list, pre};
 
 /// The kind of tokenizer in a `tokenizer.json`.
 pub(super) enum Kind {
@@ -22,7 +22,7 @@ impl Kind {
         let named = model.get("type").and_then(Json::as_str);
         let kind = named.unwrap_or(if model.get("merges").is_some() { "BPE" } else { "unknown" });
         if kind != "BPE" {
-            return Err(format!("`model.type` is {kind}; GGUF output supports only BPE"));
+            return Err(format!("`model.type` is {kind}; only BPE can be written as GGUF"));
         }
         if model.get("byte_fallback").and_then(Json::as_bool) == Some(true) {
             return Ok(Self::SentencePiece);
@@ -31,7 +31,9 @@ impl Kind {
         match is_byte_level("pre_tokenizer") || is_byte_level("decoder") {
             true => Ok(Self::ByteLevel),
             false => {
-                Err("is a BPE that cannot encode all bytes: neither byte-level nor with byte fallback".into())
+                Err("is a BPE tokenizer that is neither byte-level nor has byte fallback, so it cannot \
+                    encode all bytes"
+                    .into())
             }
         }
     }
@@ -40,10 +42,15 @@ impl Kind {
 /// Reads the vocabulary for an embedding of `rows`; `pre` is the name of the pre-tokenizer, and how it was found.
 pub(super) fn read(json: &Json, rows: usize, pre: (String, String)) -> Result<Vocabulary, String> {
     let mut vocabulary = Vocabulary::unused("gpt2", rows);
+    let by_default = pre::Form::named(&pre.0).is_some_and(|form| form.composes);
+    vocabulary.normalizer = match pre::composes(json) {
+        Some(composes) if composes != by_default => Some(if composes { NFC } else { NO_VOCABULARY }),
+        _ => None,
+    };
     vocabulary.pre = Some(pre);
     let model = json.get("model").and_then(|model| model.get("vocab")).and_then(Json::as_object);
     for (text, id) in model.ok_or("`model.vocab` is missing or malformed")? {
-        let id = id.as_u64().ok_or_else(|| format!("`model.vocab` has no ID for `{text}`"))?;
+        let id = id.as_u64().ok_or_else(|| format!("`model.vocab` has an invalid ID for `{text}`"))?;
         vocabulary.set(id, text, kinds::NORMAL)?;
     }
     for token in added(json)? {

@@ -3,6 +3,7 @@
 //! ```text
 //! tokenizer.json (byte-level BPE)            ─► bpe ──────────► tokens, types, merges, name of the pre-tokenizer
 //! tokenizer.model, or tokenizer.json (▁ BPE) ─► sentencepiece ─► tokens, types, scores
+//! tokenizer.json (▁ BPE of some families)    ─► spaced ───────► tokens, types, merges
 //! ```
 //!
 //! The tokens added at the start and end of texts are found by running the tokenizer, not from its settings.
@@ -12,12 +13,15 @@ mod bpe;
 mod pre;
 mod protobuf;
 mod sentencepiece;
+mod spaced;
 mod special;
 
-pub(super) use pre::pre_tokenizer;
+pub(super) use pre::Form;
+pub(super) use spaced::MODEL as SPACED;
 
 use serde_json::Value as Json;
 
+use super::families::GgufFamily;
 use super::file::{Array, Value};
 use crate::calibrate::TextTokenizer;
 use crate::checkpoint::{ModelDirectory, parse_strictly};
@@ -26,8 +30,12 @@ use crate::{Error, Result};
 /// The largest file that is read, in bytes.
 const MAX_FILE_BYTES: u64 = 256 << 20;
 const JSON: &str = "tokenizer.json";
-/// Given instead of the name of a pre-tokenizer, if the file should have no vocabulary.
-const NO_VOCABULARY: &str = "none";
+/// Whether the tokenizer normalizes texts, if that differs from the published tokenizers with the same pre-tokenizer:
+/// [`NFC`] or [`NO_VOCABULARY`]. Other programs ignore it.
+pub(super) const NORMALIZER: &str = "quant.tokenizer.normalizer";
+pub(super) const NFC: &str = "NFC";
+/// The value of the pre-tokenizer setting for a file without a vocabulary.
+pub(super) const NO_VOCABULARY: &str = "none";
 
 /// Token types.
 pub(super) mod kinds {
@@ -51,6 +59,8 @@ pub(super) struct Vocabulary {
     scores: Option<Vec<f32>>,
     merges: Option<Vec<String>>,
     adds_space: Option<bool>,
+    /// The normalizer, if it is not that of the published tokenizers with this pre-tokenizer.
+    normalizer: Option<&'static str>,
 }
 
 /// Metadata of a tokenizer, and notes for the user.
@@ -59,12 +69,13 @@ pub(super) struct TokenizerMetadata {
     pub(super) notes: Vec<String>,
 }
 
-/// The metadata of a model's tokenizer, for an embedding of `rows`; `pre` is the pre-tokenizer, if the user names one.
+/// The metadata of the tokenizer of a model of `family`, for an embedding of `rows`; `pre` is the pre-tokenizer, if the user names one.
 ///
 /// # Errors
 /// [`Error::Tokenizer`] when files are malformed, do not fit the model, or are of a kind that cannot be written.
 pub(super) fn metadata(
     directory: &ModelDirectory,
+    family: &GgufFamily,
     rows: usize,
     pre: Option<&str>,
 ) -> Result<TokenizerMetadata> {
@@ -74,7 +85,8 @@ pub(super) fn metadata(
             return Err(Error::usage("‹pre› has no effect: the model has no tokenizer.json", "omit it"));
         }
         notes.push(
-            "the model has no tokenizer.json: the file has no vocabulary and accepts token IDs only".into(),
+            "the model has no tokenizer.json, so the file will have no vocabulary and accept token IDs only"
+                .into(),
         );
         return Ok(TokenizerMetadata { entries: vec![without_vocabulary()], notes });
     };
@@ -84,12 +96,12 @@ pub(super) fn metadata(
     let path = sidecar.path.clone();
     let fault = |reason: String| Error::Tokenizer { path: path.clone(), reason };
     let bytes = sidecar.read(MAX_FILE_BYTES)?.map_err(fault)?;
-    let json = parse_strictly(&bytes).map_err(|reason| fault(format!("is not acceptable JSON: {reason}")))?;
+    let json = parse_strictly(&bytes).map_err(|reason| fault(format!("is not valid JSON: {reason}")))?;
     let tokenizer = TextTokenizer::load(directory.text_workers(), &path, bytes)?;
     let mut vocabulary = match bpe::Kind::of(&json).map_err(fault)? {
         bpe::Kind::ByteLevel => {
             let named = match pre {
-                Some(name) => (name.to_owned(), "as named".into()),
+                Some(name) => (name.to_owned(), "as requested".into()),
                 None => pre::find(&json, &tokenizer.encode(pre::PROBE)?)
                     .ok_or_else(|| pre::unrecognized(&path))?,
             };
@@ -98,20 +110,24 @@ pub(super) fn metadata(
         bpe::Kind::SentencePiece => {
             if pre.is_some() {
                 return Err(Error::usage(
-                    "‹pre› has no effect: SentencePiece has no such pre-tokenizer",
+                    "‹pre› has no effect: SentencePiece tokenizers have no pre-tokenizer",
                     "omit it",
                 ));
             }
-            sentencepiece::read(directory, &json, rows)?
+            match family.keeps_merges {
+                true => spaced::read(&json, rows).map_err(fault)?,
+                false => sentencepiece::read(directory, &json, rows)?,
+            }
         }
     };
     if let Some((name, how)) = &vocabulary.pre {
         notes.push(format!("pre-tokenizer {name}, {how}"));
     }
     make_distinct(&mut vocabulary.tokens);
-    let specials = special::read(directory, &json, &tokenizer, &vocabulary)?;
+    let specials = special::read(directory, &json, &tokenizer, &vocabulary, family.roles)?;
+    notes.extend(specials.note);
     let mut entries = vocabulary.entries();
-    entries.extend(specials);
+    entries.extend(specials.entries);
     entries.extend(special::chat_templates(directory)?);
     Ok(TokenizerMetadata { entries, notes })
 }
@@ -146,7 +162,7 @@ impl Vocabulary {
     fn set(&mut self, id: u64, text: &str, kind: i32) -> Result<(), String> {
         let rows = self.tokens.len();
         let place = usize::try_from(id).ok().filter(|id| *id < rows);
-        let place = place.ok_or_else(|| format!("has token {id}, but the embedding has {rows} rows"))?;
+        let place = place.ok_or_else(|| format!("has token {id}, but the embedding has only {rows} rows"))?;
         self.tokens[place] = text.to_owned();
         self.types[place] = kind;
         Ok(())
@@ -164,7 +180,9 @@ impl Vocabulary {
         entries.push(("token_type", Value::Array(Array::I32(self.types))));
         entries.extend(self.merges.map(|merges| ("merges", Value::Array(Array::String(merges)))));
         entries.extend(self.adds_space.map(|adds| ("add_space_prefix", Value::Bool(adds))));
-        entries.into_iter().map(|(key, value)| (format!("tokenizer.ggml.{key}"), value)).collect()
+        let named = entries.into_iter().map(|(key, value)| (format!("tokenizer.ggml.{key}"), value));
+        let ours = self.normalizer.map(|name| (NORMALIZER.to_owned(), Value::string(name)));
+        named.chain(ours).collect()
     }
 }
 
@@ -173,6 +191,6 @@ fn list<'a>(json: &'a Json, key: &str) -> Result<&'a [Json], String> {
     match json.get(key) {
         None | Some(Json::Null) => Ok(&[]),
         Some(Json::Array(items)) => Ok(items),
-        Some(_) => Err(format!("`{key}` is not a list")),
+        Some(_) => Err(format!("`{key}` must be a list")),
     }
 }

@@ -38,21 +38,21 @@ impl<'a> Fields<'a> {
             let byte = *self
                 .bytes
                 .get(self.at)
-                .ok_or_else(|| format!("is truncated within a number at byte {}", self.at))?;
+                .ok_or_else(|| format!("is truncated at byte {}, within a number", self.at))?;
             self.at += 1;
             value |= u64::from(byte & 0x7f) << shift;
             if byte & 0x80 == 0 {
                 return Ok(value);
             }
         }
-        Err(format!("has a number of more than 10 bytes before byte {}", self.at))
+        Err(format!("has a number that is longer than 10 bytes before byte {}", self.at))
     }
 
     fn take(&mut self, len: u64) -> Result<&'a [u8], String> {
         let end = usize::try_from(len).ok().and_then(|len| self.at.checked_add(len));
         let part = end.and_then(|end| self.bytes.get(self.at..end));
         let part = part.ok_or_else(|| {
-            format!("has a field of {len} bytes at byte {} that extends beyond its end", self.at)
+            format!("has a field of {len} bytes at byte {} that extends beyond the end", self.at)
         })?;
         self.at += part.len();
         Ok(part)
@@ -126,7 +126,9 @@ fn read_piece(bytes: &[u8]) -> Result<Piece, String> {
     while let Some((number, field)) = fields.next()? {
         match (number, field) {
             (1, Field::Bytes(text)) => {
-                piece.text = std::str::from_utf8(text).map_err(|_| "its text is not UTF-8")?.to_owned();
+                piece.text = std::str::from_utf8(text)
+                    .map_err(|_| "the text of a piece is not valid UTF-8")?
+                    .to_owned();
             }
             (2, Field::Fixed32(score)) => piece.score = f32::from_le_bytes(score),
             (3, Field::Varint(kind)) => piece.kind = kind,

@@ -57,8 +57,8 @@ pub(super) fn read(directory: &ModelDirectory, json: &Json, rows: usize) -> Resu
         return Err(fault(
             &json_path,
             format!(
-                "has tokens for {bytes} of the 256 bytes that characters outside the vocabulary fall back \
-                to; set the pre-tokenizer to none to write a file without a vocabulary"
+                "has only {bytes} of the 256 byte tokens that llama.cpp needs for characters outside the \
+                vocabulary; set ‹pre=none› to write a file without a vocabulary"
             ),
         ));
     }
@@ -69,7 +69,7 @@ fn from_model(bytes: &[u8], vocabulary: &mut Vocabulary) -> Result<(), String> {
     let model = protobuf::read(bytes)?;
     if model.algorithm != 2 {
         return Err(format!(
-            "is SentencePiece with algorithm {}; GGUF output supports only BPE (2)",
+            "uses SentencePiece algorithm {}; only BPE (2) can be written as GGUF",
             model.algorithm
         ));
     }
@@ -84,7 +84,7 @@ fn from_model(bytes: &[u8], vocabulary: &mut Vocabulary) -> Result<(), String> {
             _ => kinds::NORMAL,
         };
         if !piece.score.is_finite() {
-            return Err(format!("piece {id} has the score {}", piece.score));
+            return Err(format!("piece {id} has a score of {}; scores must be finite", piece.score));
         }
         vocabulary.set(id as u64, &piece.text, kind)?;
         if let Some(scores) = &mut vocabulary.scores {
@@ -104,7 +104,7 @@ fn from_json(json: &Json, vocabulary: &mut Vocabulary) -> Result<(), String> {
         ranks.entry(format!("{left}{right}")).or_insert(rank);
     }
     for (text, id) in vocab {
-        let id = id.as_u64().ok_or_else(|| format!("`model.vocab` has no ID for `{text}`"))?;
+        let id = id.as_u64().ok_or_else(|| format!("`model.vocab` has an invalid ID for `{text}`"))?;
         let kind = match () {
             () if unknown == Some(text) => kinds::UNKNOWN,
             () if is_byte(text) => kinds::BYTE,
@@ -124,7 +124,7 @@ fn from_json(json: &Json, vocabulary: &mut Vocabulary) -> Result<(), String> {
 }
 
 /// `<0x0A>`.
-fn is_byte(text: &str) -> bool {
+pub(super) fn is_byte(text: &str) -> bool {
     let digits = text.strip_prefix("<0x").and_then(|t| t.strip_suffix('>'));
     digits.is_some_and(|d| d.len() == 2 && u8::from_str_radix(d, 16).is_ok())
 }

@@ -49,9 +49,9 @@ impl AttentionShape {
         self.kv_heads * self.repeat
     }
 
-    /// The ALiBi slope of each query head: the amount subtracted from its scores per position between query and key.
-    /// The slopes form a geometric series down to 2⁻⁸ over the largest power of two of the heads. The remaining heads
-    /// get every second term of the series for twice that number.
+    /// Returns the ALiBi slope of each query head: the amount subtracted from its scores per position between query and
+    /// key. With `n` the largest power of two that is at most the number of heads, the first `n` slopes are `2^(-8i/n)`
+    /// for `i` from 1 to `n`. The remaining heads get the first, third, fifth, … slope of a model with `2n` heads.
     pub fn slopes(&self) -> Vec<f32> {
         let heads = self.heads();
         let whole = 1 << heads.max(1).ilog2();
@@ -75,7 +75,7 @@ mod tests {
         let eight = [0.5, 0.25, 0.125, 0.0625, 0.03125, 0.015625, 0.0078125, 0.00390625];
         assert_eq!(AttentionShape::new(8, 1, 16).slopes(), eight);
         assert_eq!(AttentionShape::new(1, 1, 16).slopes(), eight[7..]);
-        // With twice as many heads, the first, third, … slopes lie between those of eight heads.
+        // The last four heads have the first, third, fifth and seventh slope of a model with 16 heads.
         let twelve = AttentionShape::new(6, 2, 16).slopes();
         assert_eq!(twelve[..8], eight);
         for (slope, between) in

@@ -46,9 +46,7 @@ impl Blocks {
     pub fn layers_by(config: &ConfigFields<'_>, key: &str) -> Result<usize> {
         match config.require_positive(key)? {
             layers if layers <= MAX_LAYERS => Ok(layers),
-            layers => {
-                Err(config.error(key, format!("is {layers}; at most {MAX_LAYERS} blocks are supported")))
-            }
+            layers => Err(config.error(key, format!("is {layers}; at most {MAX_LAYERS} are supported"))),
         }
     }
 
@@ -98,7 +96,8 @@ impl Blocks {
         self.kinds_in(0..self.len())
     }
 
-    /// Returns the distinct graphs of a range of layers; `first` and `layers` only count layers of the range.
+    /// Returns the distinct graphs of a range of layers. `first` is the first layer within the range that uses the
+    /// graph, and `layers` counts only layers within the range.
     pub fn kinds_in(&self, layers: Range<usize>) -> impl Iterator<Item = BlockKind<'_>> {
         self.graphs.iter().enumerate().filter_map(move |(kind, graph)| {
             let of_kind = || layers.clone().filter(|layer| self.kinds.get(*layer) == Some(&kind));

@@ -31,7 +31,7 @@ impl Family for Bloom {
         }
         const INNER: &str = "n_inner";
         if let Some(width) = config.optional_positive(INNER)?.filter(|width| *width != 4 * hidden) {
-            let reason = format!("is {width}; in this family, MLPs are four times as wide as hidden states");
+            let reason = format!("is {width}; in this family, it must be four times the hidden size");
             return Err(config.error(INNER, reason));
         }
         let defaults = Defaults {
@@ -52,7 +52,7 @@ impl Family for Bloom {
         };
         d.refuse(
             "apply_residual_connection_post_layernorm",
-            "norms of the residual stream itself are not supported",
+            "adding the normalized hidden states to the residual stream is not supported",
         )?;
         let mut attention = d.attention(None, [true; 2]);
         attention.projections = Projections::FusedByHead("self_attention.query_key_value");

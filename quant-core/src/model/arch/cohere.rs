@@ -114,7 +114,7 @@ fn experts(d: &Decoder<'_>) -> Result<GatedExperts> {
     const STRATEGY: &str = "shared_expert_combination_strategy";
     let config = d.config;
     let other = |key: &str, found: &str, known: &str| {
-        config.error(key, format!("is `{}`; this family has {known}", found.escape_default()))
+        config.error(key, format!("is `{}`; this family supports {known}", found.escape_default()))
     };
     let routing = routing_by(config, &["num_local_experts", "num_experts"], &["num_experts_per_tok"])?;
     let routing = match config.optional_str(CHOICE)?.unwrap_or("softmax") {

@@ -11,7 +11,7 @@ use crate::model::rope::{Rope, RopeRequest};
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Defaults {
     pub(super) family: &'static str,
-    /// The key of the MLP's width, or a substitute if no layer has an MLP.
+    /// Configuration key of the MLP width. If no layer has an MLP, the key of a different width that is always present.
     pub(super) intermediate_key: &'static str,
     /// Number of key and value heads; `None` means as many as query heads.
     pub(super) kv_heads: Option<usize>,
@@ -78,15 +78,15 @@ impl<'a> Decoder<'a> {
         let heads = config.require_positive("num_attention_heads")?;
         let kv_heads = match config.optional_positive("num_key_value_heads")? {
             Some(kv_heads) => kv_heads,
-            // `null` means as many as query heads in every family; a family's default applies only if the key is
-            // missing.
+            // In every family, `null` means as many key and value heads as query heads. A family's default applies only
+            // if the key is missing.
             None if config.has("num_key_value_heads") => heads,
             None => defaults.kv_heads.unwrap_or(heads),
         };
         if heads % kv_heads != 0 {
             return Err(config.error(
                 "num_key_value_heads",
-                format!("is {kv_heads}, which does not divide the {heads} heads"),
+                format!("is {kv_heads}, which does not divide the number of heads, {heads}"),
             ));
         }
         let head_dim = match config.optional_positive("head_dim")?.or(defaults.head_dim) {
@@ -96,14 +96,14 @@ impl<'a> Decoder<'a> {
                 return Err(config.error(
                     "num_attention_heads",
                     format!(
-                        "is {heads}, which does not divide hidden_size {hidden}, and head_dim is not given"
+                        "is {heads}, which does not divide hidden_size {hidden}, and head_dim is missing"
                     ),
                 ));
             }
         };
         let (activation_key, (_, names)) = (defaults.activation_key, defaults.activation);
         if let Some(found) = config.optional_str(activation_key)?.filter(|found| !names.contains(found)) {
-            let reason = format!("is `{}`; this family uses `{}`", found.escape_default(), names[0]);
+            let reason = format!("is `{}`; this family supports only `{}`", found.escape_default(), names[0]);
             return Err(config.error(activation_key, reason));
         }
         Ok(Self {
@@ -123,7 +123,7 @@ impl<'a> Decoder<'a> {
         match (0.0..1.0).contains(&eps) {
             true => Ok(Norms { kind: defaults.norm, eps }),
             false => {
-                let reason = format!("is {eps}; expected 0 or a small positive number");
+                let reason = format!("is {eps}; it must be at least 0 and less than 1");
                 Err(config.error(defaults.norm_eps_key, reason))
             }
         }
@@ -151,7 +151,8 @@ impl<'a> Decoder<'a> {
         }
     }
 
-    /// The rotary embedding of most families: over whole heads, in halves.
+    /// Reads the rotary embedding as most families have it: whole heads are rotated, and channel `i` is paired with
+    /// channel `i + head_dim / 2`.
     pub(super) fn rope(&self) -> Result<Rope> {
         self.rope_request().read(self.config)
     }

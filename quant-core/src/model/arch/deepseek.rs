@@ -1,6 +1,7 @@
 //! DeepSeek-V2, V3 and models with V3's design: GLM-4.5 with standard attention, GLM-4.7-Flash with latent attention.
 //!
-//! The first layers have an MLP. The others have a shared expert and experts that are chosen from the best groups.
+//! The first layers have an MLP. The other layers have a shared expert, and routed experts that are chosen from the
+//! groups with the best scores.
 
 use super::blocks::MAX_LAYERS;
 use super::decoder::{Decoder, Defaults};
@@ -28,7 +29,7 @@ pub(super) struct Glm4Moe;
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Glm4MoeLite;
 
-/// Configuration keys for the number of experts, the published one last.
+/// Configuration keys for the number of experts. Published configurations use the last one.
 pub(super) const EXPERTS: [&str; 3] = ["num_experts", "num_local_experts", "n_routed_experts"];
 
 impl Family for DeepseekV2 {
@@ -44,9 +45,10 @@ impl Family for DeepseekV2 {
         const METHOD: &str = "topk_method";
         require(config, "scoring_func", "softmax")?;
         let d = decoder(config, self.name(), 1e-6)?;
-        d.refuse("mlp_bias", "biases of MLPs are not supported for this family")?;
+        d.refuse("mlp_bias", "this family does not support biases of MLPs")?;
         if config.optional_bool("norm_topk_prob")? == Some(true) {
-            let reason = "is true: readers disagree on whether weights are then scaled, too";
+            let reason = "is true, which is not supported, because implementations disagree on whether the \
+                weights are then also scaled";
             return Err(config.error("norm_topk_prob", reason));
         }
         let mut routing = routing(config, &EXPERTS)?;
@@ -56,7 +58,7 @@ impl Family for DeepseekV2 {
             Some("group_limited_greedy") => groups(config, routing, [1, 1], 1)?,
             Some(other) => {
                 let other = other.escape_default();
-                let reason = format!("is `{other}`; this family has greedy and group_limited_greedy");
+                let reason = format!("is `{other}`; this family supports greedy and group_limited_greedy");
                 return Err(config.error(METHOD, reason));
             }
         };
@@ -134,7 +136,7 @@ impl Family for Glm4Moe {
 fn require(config: &ConfigFields<'_>, key: &str, value: &str) -> Result<()> {
     match config.optional_str(key)?.filter(|found| *found != value) {
         Some(found) => {
-            let reason = format!("is `{}`; this family uses `{value}`", found.escape_default());
+            let reason = format!("is `{}`; this family supports only `{value}`", found.escape_default());
             Err(config.error(key, reason))
         }
         None => Ok(()),
@@ -191,10 +193,12 @@ pub(super) fn groups(
     let chosen = config.optional_positive(CHOSEN)?.unwrap_or(chosen);
     let (experts, top_k) = (routing.experts, routing.top_k);
     if !experts.is_multiple_of(count) {
-        return Err(config.error(COUNT, format!("is {count}, which does not divide the {experts} experts")));
+        return Err(config
+            .error(COUNT, format!("is {count}, which does not divide the number of experts, {experts}")));
     }
     if experts / count < by_largest {
-        let reason = format!("is {count} for {experts} experts; a group must have at least {by_largest}");
+        let reason =
+            format!("is {count} for {experts} experts; every group must have at least {by_largest} experts");
         return Err(config.error(COUNT, reason));
     }
     if chosen > count {

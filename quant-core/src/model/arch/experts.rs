@@ -53,7 +53,7 @@ pub(super) enum Product {
     Silu,
     /// `gelu(gate) · up`, with the tanh approximation.
     GeluTanh,
-    /// gpt-oss's, see [`Op::ClampedGated`].
+    /// The clamped product of gpt-oss; see [`Op::ClampedGated`].
     Clamped { alpha: f32, limit: f32 },
 }
 
@@ -225,7 +225,7 @@ pub(super) fn routing_by(
     let (experts, top_k) = (key(experts), key(top_k));
     let found = config.require_positive(experts)?;
     if found > MAX_EXPERTS {
-        return Err(config.error(experts, format!("is {found}; at most {MAX_EXPERTS} experts are supported")));
+        return Err(config.error(experts, format!("is {found}; at most {MAX_EXPERTS} are supported")));
     }
     match config.require_positive(top_k)? {
         max if max <= found => Ok(Routing::new(found, max)),
@@ -257,7 +257,7 @@ pub(super) fn mlp_layer_types(config: &ConfigFields<'_>, layers: usize) -> Resul
     }
     match types.iter().find(|kind| !["dense", "sparse"].contains(kind)) {
         Some(other) => {
-            let reason = format!("contains the unknown entry `{}`", other.escape_default());
+            let reason = format!("contains an unknown entry, `{}`", other.escape_default());
             Err(config.error(TYPES, reason))
         }
         None => Ok(Some(types.iter().map(|kind| *kind == "dense").collect())),

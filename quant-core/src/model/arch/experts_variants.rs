@@ -1,5 +1,5 @@
-//! MiniMax-M2, Ernie 4.5 MoE, Granite MoE, HunYuan V1 MoE and Hy3: known blocks with experts in place of the MLP. Each
-//! family has its own routing and names.
+//! MiniMax-M2, Ernie 4.5 MoE, Granite MoE, HunYuan V1 MoE and Hy3: blocks of other supported families, with experts in
+//! place of the MLP. Each family has its own routing and names.
 
 use super::blocks::MAX_LAYERS;
 use super::decoder::{Decoder, Defaults, either};
@@ -44,11 +44,13 @@ impl Family for MiniMaxM2 {
 
     fn describe(&self, config: &ConfigFields<'_>) -> Result<Architecture> {
         if let Some(other) = config.optional_str("scoring_func")?.filter(|found| *found != "sigmoid") {
-            let reason = format!("is `{}`; this family uses `sigmoid`", other.escape_default());
+            let reason = format!("is `{}`; this family supports only `sigmoid`", other.escape_default());
             return Err(config.error("scoring_func", reason));
         }
         if config.optional_bool("use_qk_norm")? == Some(false) {
-            return Err(config.error("use_qk_norm", "is false; this family norms queries and keys"));
+            return Err(
+                config.error("use_qk_norm", "is false; this family always normalizes queries and keys")
+            );
         }
         let routing = Routing {
             scores: Scores::Sigmoid,
@@ -99,7 +101,7 @@ impl Family for Ernie45Moe {
             ..Defaults::new(self.name())
         };
         let d = Decoder::read(config, defaults)?;
-        d.refuse("use_bias", "biases of experts are not supported for this family")?;
+        d.refuse("use_bias", "this family does not support biases of experts")?;
         let routing = Routing {
             correction: Some(Correction {
                 module: "mlp.moe_statics",
@@ -210,10 +212,10 @@ impl Family for HyV3 {
         };
         let d = Decoder::read(config, defaults)?;
         if config.optional_bool("qk_norm")? == Some(false) {
-            return Err(config.error("qk_norm", "is false; this family norms queries and keys"));
+            return Err(config.error("qk_norm", "is false; this family always normalizes queries and keys"));
         }
-        d.refuse("mlp_bias", "biases of experts are not supported for this family")?;
-        // Required, because other implementations have different defaults.
+        d.refuse("mlp_bias", "this family does not support biases of experts")?;
+        // The key is required, because implementations have different defaults.
         const FACTOR: &str = "router_scaling_factor";
         let Some(factor) = d.factor(FACTOR)? else { return Err(config.error(FACTOR, "is missing")) };
         let routing = Routing {

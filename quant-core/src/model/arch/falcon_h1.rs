@@ -39,7 +39,7 @@ impl Family for FalconH1 {
         let defaults = Defaults { kv_heads: Some(8), norm_eps: 1e-5, ..Defaults::new(self.name()) };
         let d = Decoder::read(config, defaults)?;
         for key in ["attention_bias", "mlp_bias", "mamba_proj_bias"] {
-            d.refuse(key, "biases together with multipliers are not supported")?;
+            d.refuse(key, "biases cannot be combined with multipliers")?;
         }
         let factor = |key: &str| Ok::<f32, crate::Error>(d.factor(key)?.unwrap_or(1.0) as f32);
         let [gate, down] = factors(config, "mlp_multipliers")?;
@@ -77,7 +77,7 @@ fn factors<const N: usize>(config: &ConfigFields<'_>, key: &str) -> Result<[f32;
     });
     match numbers.and_then(|numbers| <[f32; N]>::try_from(numbers).ok()) {
         Some(numbers) => Ok(numbers),
-        None => Err(config.error(key, format!("is not a list of {N} positive numbers"))),
+        None => Err(config.error(key, format!("must be a list of {N} positive numbers"))),
     }
 }
 
@@ -93,7 +93,7 @@ fn mamba(d: &Decoder<'_>, outer: f32) -> Result<Mamba2> {
     let width = width.unwrap_or_else(|| expand.saturating_mul(d.hidden));
     let heads = config.optional_positive("mamba_n_heads")?.unwrap_or(128);
     let head_dim = match config.get("mamba_d_head").and_then(serde_json::Value::as_str) {
-        // `auto` is a documented value of the key.
+        // `auto` means `width / heads`.
         Some("auto") => None,
         _ => config.optional_positive("mamba_d_head")?,
     };
@@ -107,7 +107,7 @@ fn mamba(d: &Decoder<'_>, outer: f32) -> Result<Mamba2> {
         ],
     )?;
     if width % heads != 0 || head_dim.is_some_and(|head_dim| Some(width) != heads.checked_mul(head_dim)) {
-        return Err(config.error(WIDTH, format!("is {width}, which is not that of {heads} heads")));
+        return Err(config.error(WIDTH, format!("is {width}, which is not the total width of {heads} heads")));
     }
     let space = super::StateSpace { head_dim: width / heads, ..space };
     let norm = d.flag("mamba_rms_norm", false)?.then_some(GatedNorm {

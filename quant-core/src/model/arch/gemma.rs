@@ -58,7 +58,7 @@ impl Family for Gemma3Text {
         let windows = Windows::patterned(config, Some(4096), |layer| !(layer + 1).is_multiple_of(pattern))?;
         if let Some(cap) = softcap(&d, "attn_logit_softcapping", None)? {
             // transformers ignores this key, but other implementations might not.
-            let reason = format!("is {cap}; scores of this family have no soft cap");
+            let reason = format!("is {cap}; this family does not support a soft cap on scores");
             return Err(config.error("attn_logit_softcapping", reason));
         }
         let mut request = d.rope_request();

@@ -129,7 +129,7 @@ fn own_width(d: &Decoder<'_>) -> Result<usize> {
 /// Returns an error if all blocks differ and there are more than the maximum.
 fn few_layers(d: &Decoder<'_>, all_differ: bool) -> Result<()> {
     if all_differ && d.layers > MAX_LAYERS {
-        let reason = format!("is {}; at most {MAX_LAYERS} blocks are supported if all differ", d.layers);
+        let reason = format!("is {}; at most {MAX_LAYERS} are supported if all blocks differ", d.layers);
         return Err(d.config.error("num_hidden_layers", reason));
     }
     Ok(())
@@ -147,18 +147,19 @@ fn share(d: &Decoder<'_>, attentions: &mut [Attention]) -> Result<usize> {
     let readers = d.config.optional_usize(KEY)?.unwrap_or(0);
     few_layers(d, readers > 0)?;
     let Some(first) = d.layers.checked_sub(readers) else {
-        return Err(d.config.error(KEY, format!("is {readers}, but there are {} blocks", d.layers)));
+        return Err(d.config.error(KEY, format!("is {readers}, but there are only {} blocks", d.layers)));
     };
     let (makers, readers) = attentions.split_at_mut(first);
     for (at, reader) in readers.iter_mut().enumerate() {
         let pair = pair_of(reader);
         let Some(maker) = makers.iter_mut().rfind(|maker| pair_of(maker) == pair) else {
-            let reason = format!("leaves no earlier block whose keys block {} can share", first + at);
+            let reason =
+                format!("leaves no earlier block whose keys and values block {} can share", first + at);
             return Err(d.config.error(KEY, reason));
         };
         let [made, read] = [&maker.shape, &reader.shape].map(|shape| (shape.kv_heads, shape.head_dim));
         if made != read {
-            let reason = format!("makes block {} share keys of a width different from its own", first + at);
+            let reason = format!("makes block {} share keys whose width differs from its own", first + at);
             return Err(d.config.error(KEY, reason));
         }
         maker.sharing = Some(Sharing::Makes(pair));
@@ -192,7 +193,7 @@ fn check(d: &Decoder<'_>) -> Result<()> {
     if config.optional_object("rope_parameters")?.is_none() {
         return Err(config.error("rope_parameters", "is missing"));
     }
-    // With `vision`, image tokens attend to each other in both directions; text has none.
+    // `vision` makes attention bidirectional among image tokens only, so it does not change results for text.
     match config.optional_str("use_bidirectional_attention")? {
         None | Some("vision") => Ok(()),
         Some(other) => {
@@ -214,11 +215,9 @@ fn shape(d: &Decoder<'_>, layer: usize, window: Option<usize>, shares: bool) -> 
                 kv_heads = own.optional_positive(kv_key)?.unwrap_or(kv_heads);
                 let known = |key: &&String| !["head_dim", kv_key].contains(&key.as_str());
                 if let Some(other) = own.map().keys().find(known) {
-                    return Err(own.error(
-                        &other.escape_default().to_string(),
-                        "is not a known field of a \
-                        layer",
-                    ));
+                    return Err(
+                        own.error(&other.escape_default().to_string(), "is an unknown field of a layer")
+                    );
                 }
             }
         }
@@ -231,7 +230,7 @@ fn shape(d: &Decoder<'_>, layer: usize, window: Option<usize>, shares: bool) -> 
         None => {}
     }
     if heads % kv_heads != 0 {
-        let reason = format!("is {kv_heads}, which does not divide the {heads} heads");
+        let reason = format!("is {kv_heads}, which does not divide the number of heads, {heads}");
         return Err(config.error(kv_key, reason));
     }
     let score_scale = Some(1.0);

@@ -39,7 +39,7 @@ impl Family for Gpt2 {
             Some("gelu") => Activation::Gelu,
             Some("relu") => Activation::Relu,
             Some(other) => {
-                let reason = format!("is `{}`; this family uses `gelu_new`", other.escape_default());
+                let reason = format!("is `{}`; this family supports only `gelu_new`", other.escape_default());
                 return Err(config.error(ACTIVATION, reason));
             }
         };
@@ -62,7 +62,7 @@ impl Family for Gpt2 {
             layers: Blocks::layers_by(config, either(config, ["n_layer", "num_hidden_layers"]))?,
             norm: Decoder::norms(config, defaults)?,
         };
-        d.refuse("add_cross_attention", "cross-attention is not supported for this family")?;
+        d.refuse("add_cross_attention", "this family does not support cross-attention")?;
         let scale = match d.flag("scale_attn_weights", true)? {
             true => 1.0 / (d.shape.head_dim as f64).sqrt(),
             false => 1.0,

@@ -1,5 +1,6 @@
-//! Granite 4: Granite's factors and blocks, with Mamba 2 in place of attention in most of them, attention without
-//! rotation in the hybrid models, and an MLP with gate and up in one linear, alone or alongside experts.
+//! Granite 4: blocks with Granite's factors, an MLP with gate and up in one linear, and optionally experts in addition
+//! to it. In the hybrid models, most layers have Mamba 2 in place of attention, and attention does not rotate queries
+//! and keys.
 
 use super::decoder::{Decoder, Defaults};
 use super::experts::{GatedExperts, SharedExpert, routing_by};
@@ -38,7 +39,8 @@ impl Family for GraniteMoeHybrid {
             Some("rope") => Some(d.rope()?),
             None | Some("nope") => None,
             Some(other) => {
-                let reason = format!("is `{}`; this family supports `rope` or none", other.escape_default());
+                let reason =
+                    format!("is `{}`; this family supports `rope` and `nope`", other.escape_default());
                 return Err(config.error(POSITIONS, reason));
             }
         };
@@ -86,7 +88,7 @@ fn mixing_layers(d: &Decoder<'_>) -> Result<Vec<bool>> {
             "mamba" | "linear_attention" => Ok(true),
             "attention" | "full_attention" => Ok(false),
             other => {
-                let reason = format!("contains the unknown entry `{}`", other.escape_default());
+                let reason = format!("contains an unknown entry, `{}`", other.escape_default());
                 Err(d.config.error(key, reason))
             }
         };
@@ -102,10 +104,12 @@ fn mamba(d: &Decoder<'_>) -> Result<Mamba2> {
     let width = config.optional_positive("mamba_expand")?.unwrap_or(2).saturating_mul(d.hidden);
     let heads = config.optional_positive(HEADS)?.unwrap_or(128);
     if !width.is_multiple_of(heads) {
-        return Err(config.error(HEADS, format!("is {heads}, which does not divide the width {width}")));
+        return Err(
+            config.error(HEADS, format!("is {heads}, which does not divide the total width, {width}"))
+        );
     }
     let head_dim = match config.get(HEAD_DIM).and_then(serde_json::Value::as_str) {
-        // `auto` is a documented value of the key.
+        // `auto` means `width / heads`.
         Some("auto") => None,
         _ => config.optional_positive(HEAD_DIM)?,
     };
@@ -113,7 +117,8 @@ fn mamba(d: &Decoder<'_>) -> Result<Mamba2> {
         let reason = format!("is {other}, but {heads} heads must have a total width of {width}");
         return Err(config.error(HEAD_DIM, reason));
     }
-    // The second entry is a placeholder for the head width, whose key may hold text.
+    // `state_space` would reject `auto` as head width, so it reads the number of heads twice; the head width is set
+    // below.
     let heads_key = (HEADS, Some(heads));
     let space = state_space(
         config,

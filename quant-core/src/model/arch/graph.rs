@@ -11,7 +11,6 @@ use std::ops::Range;
 
 use super::AttentionShape;
 use super::op::{AttentionInput, ChannelOrder, Computes, Op, Reach, Rows, ScalePass};
-use crate::model::rope::Rope;
 
 /// Index of a [`Node`] in its [`BlockGraph`]; nodes are in evaluation order.
 pub type NodeId = usize;
@@ -56,8 +55,9 @@ pub struct FoldGroup {
     pub repeat: usize,
     /// Number of adjacent channels that are repeated together: the head width if [`repeat`](Self::repeat) is not 1.
     pub run: usize,
-    /// Scales apply to the consumers' columns. The producer's channels are divided by the `exponent`-th root of the
-    /// scale, because a square between the two squares the scale.
+    /// The exponent with which a scale of the producer reaches the consumers: 2 if a squared ReLU is in between, else
+    /// 1. The consumers' columns are multiplied by the scale itself, and the producer's channels are divided by its
+    /// `exponent`-th root.
     pub exponent: u32,
 }
 
@@ -111,22 +111,6 @@ pub struct OrderGroup {
     pub repeat: usize,
     /// The head width, if channels must stay within their heads.
     pub head: Option<usize>,
-}
-
-/// An attention and the producers, norms and rotation of its queries and keys.
-#[derive(Debug, Clone, PartialEq)]
-pub struct QueryKey {
-    /// The attention.
-    pub attention: NodeId,
-    /// The producers of queries and keys: two linears, or two head norms.
-    pub producers: [NodeId; 2],
-    /// Query heads per key head.
-    pub repeat: usize,
-    /// Width of a head.
-    pub head_dim: usize,
-    /// The rotary embedding of both, if there is one. It mixes a channel with its partner, so both must have the same
-    /// scale.
-    pub rope: Option<Rope>,
 }
 
 /// Builds a [`BlockGraph`] in evaluation order.
@@ -203,8 +187,9 @@ impl BlockGraph {
         self.nodes[id].inputs.first().and_then(|&input| self.rows[input])
     }
 
-    /// Returns the sizes in bytes per token of what is kept while the experts of a block run one after the other: the sum of
-    /// their outputs, and the token's experts with their weights. Both are 0 without experts.
+    /// Returns the sizes, in bytes per token, of the two buffers that are kept while the experts of a block are
+    /// evaluated in sequence: the sum of their outputs, and the indices and weights of the token's experts. Both are 0
+    /// for blocks without experts.
     pub fn expert_sum_bytes(&self) -> (usize, usize) {
         let of = |(id, node): (NodeId, &Node)| {
             let share = node.inputs[1..].first().map_or(0.0, |&output| self.share_of_tokens(output));
@@ -223,7 +208,7 @@ impl BlockGraph {
         }
     }
 
-    /// Returns the node whose value has the same channels as that of `id`, and all rows.
+    /// Returns the node whose value has a row for every token and the same channels as the value of `id`.
     pub fn all_rows_of(&self, id: NodeId) -> NodeId {
         match self.nodes[id].op.rows() {
             Rows::Selected { port, .. } => self.nodes[id].inputs[port],
@@ -326,8 +311,8 @@ impl BlockGraph {
         })
     }
 
-    /// Returns the number of rows of a linear per head of the attention that it feeds: those of a query or key, or of a
-    /// key and its value if the linear computes both.
+    /// Returns the number of rows of a linear per head of the attention that it feeds: the width of a query or key
+    /// head, or, if the linear computes keys and values but no queries, of a key head and a value head together.
     pub fn head_width(&self, id: NodeId, shape: AttentionShape) -> usize {
         let makes_both = self.feeds(id, &|input| input == AttentionInput::Keys)
             && self.feeds(id, &|input| input == AttentionInput::Values)
@@ -393,7 +378,8 @@ impl BlockGraph {
         norm.map_or(1, |(_, width, _)| self.widths[producer] / width.max(1))
     }
 
-    /// The fold group of a range of a producer's channels, which are the value of the node `value`.
+    /// Returns the fold group of the producer channels `rows`. `value` is the node whose value consists of exactly
+    /// these channels.
     fn fold_group(&self, producer: NodeId, value: NodeId, rows: Range<usize>) -> Option<FoldGroup> {
         let mut walk = Walk::default();
         let heads = self.heads_of(producer);
@@ -426,7 +412,8 @@ impl BlockGraph {
         Some(group)
     }
 
-    /// Collects the linears that alone compute a value's channels, channel by channel.
+    /// Collects the linears whose rows produce the channels of `value`. Returns `None` if the channels cannot be
+    /// permuted because their order is fixed or another node reads them.
     fn trace(&self, value: NodeId, group: &mut OrderGroup) -> Option<()> {
         let node = &self.nodes[value];
         let inputs = match node.op.channel_order() {
@@ -446,42 +433,6 @@ impl BlockGraph {
             self.trace(input, group)?;
         }
         Some(())
-    }
-
-    /// Returns every attention whose queries and keys can be scaled against each other.
-    pub fn query_keys(&self) -> Vec<QueryKey> {
-        let of = |(attention, node): (NodeId, &Node)| {
-            let Op::Attention(AttentionShape { repeat, head_dim, .. }) = node.op else { return None };
-            let [queries, keys] = [self.made_by(node.inputs[0])?, self.made_by(node.inputs[1])?];
-            let rope = queries.1;
-            let producers = [queries.0, keys.0];
-            // Norms of queries and keys are scaled only if their stored weight can be multiplied exactly by powers of
-            // two.
-            let exact = producers.iter().all(|&id| self.nodes[id].op.weight_offset() == 0.0);
-            (keys.1 == rope && exact).then(|| QueryKey {
-                attention,
-                producers,
-                repeat,
-                head_dim,
-                rope: rope.cloned(),
-            })
-        };
-        self.nodes.iter().enumerate().filter_map(of).collect()
-    }
-
-    /// Returns the producer that can scale a query or key, and the rotation after it.
-    fn made_by(&self, value: NodeId) -> Option<(NodeId, Option<&Rope>)> {
-        if self.users(value).count() != 1 {
-            return None;
-        }
-        match &self.nodes[value].op {
-            Op::Rope(rope) => self.made_by(self.nodes[value].inputs[0]).map(|(id, _)| (id, Some(rope))),
-            // This multiplies all channels of a token by the same factor.
-            Op::PositionScale(_) => self.made_by(self.nodes[value].inputs[0]),
-            Op::Linear { .. } => Some((value, None)),
-            op if op.stored_norm().is_some() => Some((value, None)),
-            _ => None,
-        }
     }
 
     /// Collects the linears that read `value`'s channels; returns `None` if something stops the scale.

@@ -53,7 +53,8 @@ impl Family for InternLm3 {
         &["InternLM3ForCausalLM"]
     }
 
-    /// transformers only has its configuration; it runs and saves the Llama class.
+    /// transformers has a configuration class for InternLM3 but no model class. It loads these models as Llama and
+    /// saves them under Llama's class name.
     fn borrowed_classes(&self) -> &'static [&'static str] {
         &["LlamaForCausalLM"]
     }
@@ -66,7 +67,7 @@ impl Family for InternLm3 {
             ..Defaults::new(self.name())
         };
         let d = Decoder::read(config, defaults)?;
-        // The published key, then its name in transformers.
+        // The first key is that of published configurations; the second is its name in transformers.
         let either = |keys: [&str; 2]| -> Result<bool> {
             let found = config.optional_bool(keys[0])?;
             Ok(found.or(config.optional_bool(keys[1])?).unwrap_or(false))

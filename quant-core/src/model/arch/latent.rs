@@ -42,7 +42,8 @@ impl Latent {
         };
         let heads = size("num_attention_heads")?;
         if let Some(other) = config.optional_positive(KV_HEADS)?.filter(|other| *other != heads) {
-            let reason = format!("is {other}; latent attention has a key for each of its {heads} heads");
+            let reason =
+                format!("is {other}; with latent attention, it must be the number of heads, {heads}");
             return Err(config.error(KV_HEADS, reason));
         }
         let head_dim = latent.plain + latent.rotated;
@@ -125,7 +126,9 @@ fn score_factor(config: &ConfigFields<'_>) -> Result<f64> {
             let factor = Yarn::recommended_factor(fields.require_f64("factor")?, weight).powi(2);
             match (factor as f32).is_normal() {
                 true => Ok(factor),
-                false => Err(fields.error(KEY, format!("makes a factor of {factor}"))),
+                false => {
+                    Err(fields.error(KEY, format!("implies a factor of {factor}, which is out of range")))
+                }
             }
         }
         Some(weight) => Err(fields.error(KEY, format!("is {weight}; it must be positive"))),

@@ -128,10 +128,7 @@ fn intermediate(d: &Decoder<'_>) -> Result<usize> {
     if wide > f64::from(1 << 30) {
         return Err(config.error(
             "block_ffn_dim_multiplier",
-            format!(
-                "is {factor}, which is too large for a \
-            width of {width}"
-            ),
+            format!("is {factor}, which is too large for an intermediate size of {width}"),
         ));
     }
     Ok((wide as usize).div_ceil(unit) * unit)
@@ -150,7 +147,7 @@ fn attention_layers(config: &ConfigFields<'_>, layers: usize) -> Result<Vec<bool
     let attends = |kind: &&str| match *kind {
         "full_attention" => Ok(true),
         "conv" => Ok(false),
-        other => Err(config.error(KEY, format!("contains the unknown entry `{}`", other.escape_default()))),
+        other => Err(config.error(KEY, format!("contains an unknown entry, `{}`", other.escape_default()))),
     };
     types.iter().map(attends).collect()
 }

@@ -157,7 +157,7 @@ mod tests {
         assert_eq!(groups(&block(&Llama, all)), expected(1));
         let biased = json!({ "attention_bias": true, "mlp_bias": true });
         assert_eq!(groups(&block(&Llama, biased)), expected(4));
-        // Head norms neither carry a scale nor let one pass.
+        // Norms of queries and keys do not start a fold group and are not part of one.
         let windows = json!({ "use_sliding_window": true, "sliding_window": 16 });
         assert_eq!(groups(&block(&Qwen3, windows)), expected(4));
     }
@@ -192,7 +192,7 @@ mod tests {
         let mixed = [Some(16), None, Some(16), None].to_vec();
         assert_eq!(windows(&types([true, false, true, false]), true), Ok(mixed));
         for (text, on, part) in [
-            (types([true; 4]), false, "none is configured"),
+            (types([true; 4]), false, "`sliding_window` is not set"),
             (r#"{ "layer_types": ["full_attention"] }"#.into(), true, "1 entries for 4 blocks"),
             (types([true; 4]).replacen("sliding_a", "linear_a", 1), true, "`linear_attention`"),
         ] {

@@ -1,6 +1,7 @@
-//! Llama 4: chunked attention with weightless head norms after the rotation. Every few layers, attention without
-//! rotation covers all positions, and its queries are scaled by position. An expert's input is multiplied by the
-//! sigmoid of its logit, and the outputs of experts are added unweighted.
+//! Llama 4: most layers rotate queries and keys, normalize each head without weights after the rotation, and attend
+//! within chunks. Every few layers, attention covers all positions without rotation, and queries are scaled by
+//! position. An expert's input is multiplied by the sigmoid of its logit, and the outputs of experts are added
+//! unweighted.
 
 use super::decoder::{Decoder, Defaults};
 use super::experts::{GatedExperts, SharedExpert, routing};
@@ -102,7 +103,9 @@ fn sparse_layers(d: &Decoder<'_>) -> Result<Vec<bool>> {
     const KEY: &str = "moe_layers";
     if let Some(list) = d.config.optional_usize_list(KEY)? {
         if let Some(other) = list.iter().find(|layer| **layer >= d.layers) {
-            return Err(d.config.error(KEY, format!("contains {other}, but there are {} blocks", d.layers)));
+            return Err(d
+                .config
+                .error(KEY, format!("contains {other}, but there are only {} blocks", d.layers)));
         }
         return Ok((0..d.layers).map(|layer| list.contains(&layer)).collect());
     }
@@ -119,7 +122,7 @@ fn rotated_layers(d: &Decoder<'_>) -> Result<Vec<bool>> {
             Err(d.config.error(KEY, format!("has {} entries for {} blocks", list.len(), d.layers)))
         }
         Some(list) => match list.iter().find(|n| **n > 1) {
-            Some(other) => Err(d.config.error(KEY, format!("holds {other}, expected 0 or 1"))),
+            Some(other) => Err(d.config.error(KEY, format!("contains {other}, expected 0 or 1"))),
             None => Ok(list.into_iter().take(d.layers).map(|n| n == 1).collect()),
         },
         None => {
@@ -140,7 +143,7 @@ fn chunks(d: &Decoder<'_>, rotated: &[bool]) -> Result<Vec<Option<usize>>> {
         }
         Some(types) => match types.iter().find(|kind| ![CHUNKED, FULL].contains(kind)) {
             Some(other) => {
-                let reason = format!("contains the unknown entry `{}`", other.escape_default());
+                let reason = format!("contains an unknown entry, `{}`", other.escape_default());
                 return Err(d.config.error(TYPES, reason));
             }
             None => types.iter().map(|kind| *kind == CHUNKED).collect(),
@@ -153,7 +156,7 @@ fn chunks(d: &Decoder<'_>, rotated: &[bool]) -> Result<Vec<Option<usize>>> {
     };
     match size {
         None if chunked.contains(&true) => {
-            Err(d.config.error(SIZE, "is null, but some layers attend within chunks"))
+            Err(d.config.error(SIZE, "is null, but some layers have chunked attention"))
         }
         size => Ok(chunked.into_iter().map(|is_chunked| size.filter(|_| is_chunked)).collect()),
     }

@@ -94,7 +94,7 @@ fn rotated_layers(d: &Decoder<'_>) -> Result<Vec<bool>> {
             return Err(d.config.error(KEY, format!("has {} entries for {} blocks", list.len(), d.layers)));
         }
         if let Some(other) = list.iter().find(|&&n| n > 1) {
-            return Err(d.config.error(KEY, format!("holds {other}, expected 0 or 1")));
+            return Err(d.config.error(KEY, format!("contains {other}, expected 0 or 1")));
         }
         return Ok(list.into_iter().map(|n| n == 1).collect());
     }
@@ -136,7 +136,8 @@ impl Family for Ministral3 {
             ..Defaults::new(self.name())
         };
         let d = Decoder::read(config, defaults)?;
-        // Required: the defaults are those of a single release, and all published models set the key.
+        // The key is required: transformers' defaults are the values of one particular release, and all published
+        // configurations contain it.
         let Some(parameters) = config.optional_object(PARAMETERS)? else {
             return Err(config.error(PARAMETERS, "is missing"));
         };

@@ -106,17 +106,20 @@ pub(super) fn state_space(config: &ConfigFields<'_>, keys: [(&str, Option<usize>
     let [heads, head_dim, groups, state_dim] =
         [number(keys[0])?, number(keys[1])?, number(keys[2])?, number(keys[3])?];
     if heads % groups != 0 {
-        let reason = format!("is {groups}, which does not divide the {heads} heads");
+        let reason = format!("is {groups}, which does not divide the number of heads, {heads}");
         return Err(config.error(keys[2].0, reason));
     }
     Ok(StateSpace { heads, groups, head_dim, state_dim, steps: steps(config)? })
 }
 
-/// Reads the bounds of time steps: two numbers. The second may be infinite, in any of its spellings.
+/// Reads the lower and upper bound of time steps. transformers writes an infinite upper bound as `Infinity`, or as an
+/// object with the key `__float__`.
 fn steps(config: &ConfigFields<'_>) -> Result<[f32; 2]> {
     const KEY: &str = "time_step_limit";
     let Some(limits) = config.get(KEY) else { return Ok([0.0, f32::INFINITY]) };
-    let wrong = || config.error(KEY, "must be a list of two numbers in increasing order");
+    let wrong = || {
+        config.error(KEY, "must be a list of two numbers in ascending order, the first of them at least 0")
+    };
     let [min, max] = limits.as_array().map(Vec::as_slice).ok_or_else(wrong)? else { return Err(wrong()) };
     let infinite = max.as_str() == Some("Infinity")
         || max.get("__float__").and_then(serde_json::Value::as_str) == Some("Infinity");

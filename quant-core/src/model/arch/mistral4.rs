@@ -37,21 +37,18 @@ impl Family for Mistral4 {
         let routing = Routing { groups: groups(config, routing, [1, 1], 2)?, ..routing };
         let experts = with_shared(config, routing, 1)?;
         let dense = config.optional_usize("first_k_dense_replace")?.unwrap_or(0);
-        // Required: the defaults are those of a single release, and all published models set the key.
+        // The key is required: transformers' defaults are the values of one particular release, and all published
+        // configurations contain it.
         let Some(parameters) = config.optional_object(PARAMETERS)? else {
             return Err(config.error(PARAMETERS, "is missing"));
         };
         let (latent, shape) = Latent::read(config)?;
-        // The rotated fraction of a head is redundant with the width of its rotated part.
+        // The rotated fraction of a head also follows from the widths, so the two must agree.
         let share = latent.rotated() as f64 / shape.head_dim as f64;
         if let Some(other) = parameters.optional_f64(SHARE)?.filter(|found| (found - share).abs() > 1e-9) {
-            return Err(parameters.error(
-                SHARE,
-                format!(
-                    "is {other}, but the rotated share of a head is \
-                {share}"
-                ),
-            ));
+            return Err(
+                parameters.error(SHARE, format!("is {other}, but the widths of the head imply {share}"))
+            );
         }
         let mut inner = parameters.map().clone();
         inner.remove(SHARE);

@@ -62,7 +62,8 @@ impl ShortConvolution {
         let all = g.add(linear("conv.in_proj", [3 * hidden, hidden], bias), &[x]);
         let mut third =
             |i: usize| g.add(Op::Slice { period: 3 * hidden, start: i * hidden, width: hidden }, &[all]);
-        // The rows of the output gate come first, since only a product separates them from the output.
+        // Fold groups use the first of several producers. Only a product lies between the output gate and the output
+        // projection, so the gate is sliced first.
         let [after, before, x] = [1, 0, 2].map(&mut third);
         let gated = g.add(Op::Multiply, &[before, x]);
         let kind = Convolution { channels: hidden, kernel, bias, activation: None };
@@ -98,7 +99,7 @@ impl GatedDeltaNet {
 impl DeltaProjections {
     /// Adds the projections; returns queries, keys and values; `z`; `b`; `a`.
     fn add(self, g: &mut GraphBuilder, x: NodeId, net: DeltaNet, hidden: usize) -> [NodeId; 4] {
-        // Errors of a token's decay and step accumulate over all later tokens.
+        // `a` and `b` stay float: errors in a token's decay and step accumulate over all later tokens.
         let float = |name: &str, rows: usize| Op::Linear {
             name: name.to_owned(),
             shape: [rows, hidden],

@@ -100,13 +100,14 @@ impl Family for Qwen2Moe {
         };
         let d = Decoder::read(config, Defaults { kv_heads: Some(16), ..Defaults::new(self.name()) })?;
         let attention = d.attention(Some(d.rope()?), [d.flag("qkv_bias", true)?, false]);
-        // Every second one of the first `max_window_layers` blocks; in Qwen2, the blocks after them.
+        // Among the first `max_window_layers` blocks, every second one has a window. In Qwen2, the blocks after the
+        // first `max_window_layers` have one.
         let windows = match d.flag("use_sliding_window", false)? {
             true => {
                 let below = config.optional_usize("max_window_layers")?.unwrap_or(28);
                 Windows::patterned(config, Some(4096), |layer| layer < below && layer.is_multiple_of(2))?
             }
-            // In this case transformers writes a window of 0.
+            // If windows are disabled, transformers writes a window of 0.
             false => Windows::off(config)?,
         };
         let sparse = sparse_layers(config)?;
@@ -127,7 +128,7 @@ impl Family for Olmoe {
 
     fn describe(&self, config: &ConfigFields<'_>) -> Result<Architecture> {
         if let Some(bound) = config.optional_f64("clip_qkv")? {
-            let reason = format!("is {bound}: clamped queries, keys and values are not supported");
+            let reason = format!("is {bound}; clamping queries, keys and values is not supported");
             return Err(config.error("clip_qkv", reason));
         }
         let routing = normalized_if_asked(config)?;

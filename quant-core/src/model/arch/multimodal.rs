@@ -321,7 +321,7 @@ pub(super) fn describe(
     let nested = config.optional_object(TEXT)?;
     let (text, map) = match &nested {
         Some(fields) if fields.get(TEXT).is_some() => {
-            return Err(fields.error(TEXT, "is nested in a second `text_config`"));
+            return Err(fields.error(TEXT, "must not contain another `text_config`"));
         }
         Some(fields) => (text_of(class, fields)?, fields.map()),
         None if class.may_be_flat => (&class.texts[0], config.map()),
@@ -401,7 +401,7 @@ fn check_sections(
             return Err(fields.error(
                 &format!("{key}.mrope_section"),
                 format!(
-                    "is not a list of integers that add up to half of the rotated channels, {}",
+                    "must be a list of integers that add up to half the number of rotated channels, {}",
                     rotated / 2
                 ),
             ));
@@ -469,7 +469,7 @@ fn rename(
     architecture.embedding = embedding;
     architecture.block_prefix = layout.blocks;
     architecture.head = head.to_owned();
-    // Loaders use the module names of their class, not those of the file.
+    // Loaders use the module names of their class, which may differ from the names in the file.
     let renamed = [(layout.base, MODULES.base), (head, MODULES.heads[0])];
     let renamed = renamed.into_iter().filter(|(stored, module)| stored != module).collect();
     let mut wrapper = Wrapper { class: class.name, base: layout.base, names: WrapperNames::default() };
@@ -485,8 +485,7 @@ fn rename(
     Ok(())
 }
 
-/// Returns the outermost module of a tensor that contains no part of the text tower, without the `model.` prefix of
-/// loaders' modules.
+/// Returns the outermost module that contains the tensor but no part of the text tower, without the prefix `model.`.
 fn root(tensor: &str, base: &str, head: &str) -> Option<String> {
     let module = tensor.strip_suffix(".weight")?;
     let holds_tower = |outer: &str| [base, head].iter().any(|inner| in_module(inner, outer));

@@ -114,9 +114,10 @@ impl Family for NemotronH {
     fn describe(&self, config: &ConfigFields<'_>) -> Result<Architecture> {
         let kinds = kinds(config)?;
         if let Some(layers) = config.optional_usize(LAYERS)?.filter(|layers| *layers != kinds.len()) {
-            return Err(config.error(LAYERS, format!("is {layers}, but {} layers are listed", kinds.len())));
+            return Err(config
+                .error(LAYERS, format!("is {layers}, but the configuration lists {} layers", kinds.len())));
         }
-        // In newer files, only the list implies the number of layers.
+        // Newer configurations do not have the number of layers; it is the length of the list.
         let mut map = config.map().clone();
         map.insert(LAYERS.into(), kinds.len().into());
         let config = &config.with_map(&map);
@@ -130,12 +131,15 @@ impl Family for NemotronH {
             ..Defaults::new(self.name())
         };
         let d = Decoder::read(config, defaults)?;
-        d.refuse("attention_bias", "biases of attention are not supported")?;
+        d.refuse("attention_bias", "biases in attention are not supported")?;
         if let Some(window) = config.optional_usize("sliding_window")? {
-            return Err(config.error("sliding_window", format!("is {window}: windows are not supported")));
+            return Err(config.error(
+                "sliding_window",
+                format!("is {window}; this family does not support sliding windows"),
+            ));
         }
         if let Some(other) = config.optional_str("mamba_hidden_act")?.filter(|act| *act != "silu") {
-            let reason = format!("is `{}`; this family uses `silu`", other.escape_default());
+            let reason = format!("is `{}`; this family supports only `silu`", other.escape_default());
             return Err(config.error("mamba_hidden_act", reason));
         }
         let space = state_space(
@@ -186,7 +190,7 @@ fn kinds(config: &ConfigFields<'_>) -> Result<Vec<Kind>> {
     const LISTS: [&str; 2] = ["layers_block_type", "layer_types"];
     const PATTERN: &str = "hybrid_override_pattern";
     let unknown = |key: &str, what: &str| {
-        config.error(key, format!("contains the unknown entry `{}`", what.escape_default()))
+        config.error(key, format!("contains an unknown entry, `{}`", what.escape_default()))
     };
     for key in LISTS {
         let Some(types) = config.optional_str_list(key)? else { continue };

@@ -57,7 +57,7 @@ impl Family for Olmo3 {
         let mut request = d.rope_request();
         request.layer_type = Some("full_attention");
         let full = request.read(config)?;
-        // The older keys' scaling applies only to full attention; transformers reads the base that way too.
+        // As in transformers, `rope_scaling` applies only to full attention, and sliding attention has its own base.
         (request.layer_type, request.is_scaled) = (Some("sliding_attention"), false);
         request.theta_key = "rope_local_base_freq";
         let sliding = request.read(config)?;

@@ -41,13 +41,13 @@ impl Family for Opt {
         if !flag("do_layer_norm_before", true)? {
             return Err(config.error(
                 "do_layer_norm_before",
-                "is false: norms after the residual sums, as in opt-350m, are not supported",
+                "is false; norms after the residual additions, as in opt-350m, are not supported",
             ));
         }
         if let Some(width) = config.optional_positive("word_embed_proj_dim")?.filter(|w| *w != hidden) {
             return Err(config.error(
                 "word_embed_proj_dim",
-                format!("is {width}, and hidden_size {hidden}: projected embeddings are not supported"),
+                format!("is {width}, but hidden_size is {hidden}; projected embeddings are not supported"),
             ));
         }
         let activation = config.optional_str("activation_function")?.unwrap_or("relu");

@@ -40,17 +40,17 @@ pub(super) struct DecoderBlock {
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Norms {
     pub(super) kind: NormKind,
-    /// Added to the mean square or the variance.
+    /// The epsilon that is added to the mean square or the variance.
     pub(super) eps: f64,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum NormKind {
-    /// Divided by the root mean square, times a weight.
+    /// RMSNorm: `x / rms(x)` times the weight.
     Rms,
-    /// Divided by the root mean square, times 1 + weight.
+    /// RMSNorm with a weight centered at 0: `x / rms(x)` times 1 + weight.
     RmsZeroCentered,
-    /// Mean subtracted, divided by the standard deviation, times a weight.
+    /// Layer norm: mean subtracted, divided by the standard deviation, times the weight.
     LayerNormWithoutBias,
     /// Like `LayerNormWithoutBias`, plus a bias.
     LayerNorm,
@@ -161,7 +161,7 @@ impl HeadNorms {
 }
 
 /// The MLP of a block.
-// Only a few are created per model.
+// Boxing the large variant is not worth it: only a few values are created per model.
 #[allow(clippy::large_enum_variant)]
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) enum Mlp {

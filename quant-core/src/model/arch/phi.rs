@@ -81,5 +81,5 @@ impl Family for Phi {
     }
 }
 
-/// The names of the family's GELU in configurations, that of the family first.
+/// Accepted configuration values for the GELU of the family; the first is the one that the family uses itself.
 const GELU_NEW: &[&str] = &["gelu_new", GELU_TANH[0], GELU_TANH[2]];

@@ -37,12 +37,12 @@ impl Family for PhiMoe {
         let d = Decoder::read(config, defaults)?;
         let jitter = config.optional_f64(JITTER)?.unwrap_or(0.01);
         if !(0.0..=1.0).contains(&jitter) {
-            return Err(config.error(JITTER, format!("is {jitter}; expected a number from 0 to 1")));
+            return Err(config.error(JITTER, format!("is {jitter}; it must be from 0 to 1")));
         }
         let scores = Scores::Sparse { tolerance: (2.0 * jitter) as f32 };
         let routing = Routing { scores, ..routing(config, &["num_experts", "num_local_experts"])? };
         if routing.top_k != 2 {
-            let reason = format!("is {}; this family always has 2 experts per token", routing.top_k);
+            let reason = format!("is {}; this family supports only 2 experts per token", routing.top_k);
             return Err(config.error(CHOSEN, reason));
         }
         let experts = GatedExperts {
@@ -62,8 +62,8 @@ impl Family for PhiMoe {
     }
 }
 
-/// Reads the rotary embedding. Its attention factor is not that of `longrope`; it is stored, for short and for long
-/// sequences.
+/// Reads the rotary embedding. Unlike in other families with `longrope`, the configuration contains the attention
+/// factor, separately for short and long sequences.
 fn rope(d: &Decoder<'_>) -> Result<Rope> {
     let mut rope = d.rope()?;
     let RopeScaling::LongRope(longrope) = &mut rope.scaling else { return Ok(rope) };
@@ -76,13 +76,7 @@ fn rope(d: &Decoder<'_>) -> Result<Rope> {
         return Err(fields.error(SHORT, format!("is {short}; it must be positive")));
     }
     if short != long {
-        return Err(fields.error(
-            LONG,
-            format!(
-                "is {long}, but {SHORT} is {short}; different factors are not \
-                supported"
-            ),
-        ));
+        return Err(fields.error(LONG, format!("is {long}, but {SHORT} is {short}; both must be equal")));
     }
     longrope.attention_factor = short;
     Ok(rope)

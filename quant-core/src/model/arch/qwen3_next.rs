@@ -49,7 +49,8 @@ impl Family for Qwen35Moe {
     fn describe(&self, config: &ConfigFields<'_>) -> Result<Architecture> {
         const NORMALIZED: &str = "norm_topk_prob";
         if config.optional_bool(NORMALIZED)? == Some(false) {
-            let reason = "is false: readers disagree on whether weights of experts then add up to 1";
+            let reason = "is false, which is not supported, because implementations disagree on whether the \
+                routing weights then add up to 1";
             return Err(config.error(NORMALIZED, reason));
         }
         // No layer has an MLP, so its width is not configured.
@@ -179,7 +180,7 @@ fn full_attention(config: &ConfigFields<'_>, layers: usize) -> Result<Vec<bool>>
         "full_attention" => Ok(true),
         "linear_attention" => Ok(false),
         other => {
-            let reason = format!("contains the unknown entry `{}`", other.escape_default());
+            let reason = format!("contains an unknown entry, `{}`", other.escape_default());
             Err(config.error(KEY, reason))
         }
     };

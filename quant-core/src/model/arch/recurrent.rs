@@ -155,8 +155,9 @@ impl Recurrent {
             RecurrentKind::Convolution(Convolution { bias: false, activation: None, .. }) => {
                 ScalePass::UNCHANGED
             }
-            // A bias would have to be scaled too. Queries and keys are divided by their norms, and values share their
-            // input.
+            // A convolution with a bias or an activation does not commute with scales. Delta nets and state-space
+            // operations combine several values in one input: in a delta net, normalization removes the scales of
+            // queries and keys.
             RecurrentKind::Convolution(_) | RecurrentKind::DeltaNet(_) | RecurrentKind::StateSpace(_) => {
                 ScalePass::Stopped
             }

@@ -55,9 +55,9 @@ pub enum Scores {
     Softmax,
     /// The sigmoid of each logit.
     Sigmoid,
-    /// Experts are chosen one after the other, the largest logit first. The weight of each is its softmax over the
-    /// remaining logits, excluding those that are smaller by more than `tolerance` times the larger magnitude of the
-    /// two (Phi-3.5-MoE's sparse mixer).
+    /// Phi-3.5-MoE's sparse mixer. Experts are chosen in sequence, the largest logit first. The weight of an expert is
+    /// its softmax over the logits of the experts that are not chosen yet. Logits that are smaller by more than
+    /// `tolerance`, relative to the larger magnitude of the two, are excluded from the softmax.
     Sparse {
         /// The relative difference above which a logit is excluded.
         tolerance: f32,

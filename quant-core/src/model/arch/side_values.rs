@@ -33,9 +33,9 @@ pub(super) struct OwnInput {
 pub(super) struct SharedKeys {
     /// Features of the keys, and of the values.
     pub(super) width: usize,
-    /// Whether an earlier block computed them, so that they are part of the input.
+    /// Whether an earlier block computed the keys and values, so that they are part of the input.
     pub(super) enter: bool,
-    /// Whether a later block reads them, so that they are part of the output.
+    /// Whether a later block reads the keys and values, so that they are part of the output.
     pub(super) leave: bool,
 }
 

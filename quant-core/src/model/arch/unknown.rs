@@ -54,24 +54,24 @@ static MARKERS: &[Marker] = &[
     marker("n_routed_experts", several, EXPERTS),
     marker("n_shared_experts", positive, "shared experts see every token"),
     marker("shared_expert_intermediate_size", positive, "a shared expert sees every token"),
-    marker("topk_method", |v| v.as_str() == Some("noaux_tc"), "experts are chosen with a correction bias"),
+    marker("topk_method", |v| v.as_str() == Some("noaux_tc"), "experts are selected with a correction bias"),
     marker("kv_lora_rank", positive, "keys and values are projected from a latent vector (MLA)"),
     marker("index_topk", positive, "queries attend only to the keys that an indexer selects"),
     marker("linear_num_value_heads", positive, "some layers have linear attention (gated delta nets)"),
     marker("swiglu_limit", positive, "gate and up projections are clamped"),
     marker("attn_logit_softcapping", positive, "attention scores are bounded by a tanh"),
     marker("final_logit_softcapping", positive, "logits are bounded by a tanh"),
-    marker("query_pre_attn_scalar", positive, "attention scores have their own scale"),
-    marker("partial_rotary_factor", not_one, "only a part of each head is rotated"),
-    marker("rotary_pct", not_one, "only a part of each head is rotated"),
-    marker("attention_chunk_size", positive, "some layers attend within chunks of the sequence"),
+    marker("query_pre_attn_scalar", positive, "attention scores are scaled by a configured factor"),
+    marker("partial_rotary_factor", not_one, "RoPE is applied to only part of each head"),
+    marker("rotary_pct", not_one, "RoPE is applied to only part of each head"),
+    marker("attention_chunk_size", positive, "some layers have chunked attention"),
     marker("no_rope_layers", any, "some layers have no RoPE"),
     marker("no_rope_layer_interval", positive, "some layers have no RoPE"),
     marker("num_kv_shared_layers", positive, "layers share keys and values"),
-    marker("hidden_size_per_layer_input", positive, "layers have their own embeddings"),
+    marker("hidden_size_per_layer_input", positive, "every layer has its own embeddings"),
     marker("embedding_multiplier", not_one, "embeddings are scaled"),
-    marker("residual_multiplier", not_one, "updates of the residual stream are scaled"),
-    marker("attention_multiplier", not_one, "attention scores have their own scale"),
+    marker("residual_multiplier", not_one, "residual updates are scaled"),
+    marker("attention_multiplier", not_one, "attention scores are scaled by a configured factor"),
     marker("logits_scaling", not_one, "logits are scaled"),
     marker("logit_scale", not_one, "logits are scaled"),
     marker("use_parallel_residual", is_true, "attention and MLP run in parallel on the same hidden states"),
@@ -88,7 +88,7 @@ static FACTS: &[(&str, &[&str])] = &[(
     &[
         "queries and keys are normalized without a weight",
         "the output of attention is gated",
-        "the pattern of windows is counted from the last block",
+        "the pattern of sliding windows is counted from the last block",
     ],
 )];
 
@@ -105,7 +105,8 @@ fn common_prefix(one: &str, other: &str) -> usize {
     one.bytes().zip(other.bytes()).take_while(|(a, b)| a == b).count()
 }
 
-/// Returns whether a key does not affect the computation: training, tokens, files, and program versions.
+/// Returns whether a key has no effect on the computation, such as keys about training, tokens, files and program
+/// versions.
 fn is_bookkeeping(key: &str) -> bool {
     const KEYS: &[&str] = &[
         "architectures",
@@ -160,7 +161,7 @@ fn is_unset(value: &Value) -> bool {
 /// Maximum number of fields that a family may reject before the search stops.
 const REFUSALS: usize = 16;
 
-/// A family's reading of a configuration.
+/// What a family reads from a configuration, and what it rejects.
 struct Reading {
     family: &'static dyn Family,
     /// The keys that the family reads.
@@ -287,7 +288,7 @@ fn differences(
     if is_nested {
         let classes: Vec<_> = multimodal::classes().map(|(name, _)| name).collect();
         reasons.push(format!(
-            "it has a text model and other parts (`text_config`), which is supported only for {}",
+            "it contains a text model and other parts (`text_config`), which is supported only for {}",
             classes.join(", ")
         ));
     }
@@ -317,7 +318,7 @@ fn differences(
             reasons.push(fact);
         }
     }
-    // A missing field that only the nearest family needs says nothing about this family.
+    // Fields that the nearest family misses are not listed: the unknown family may not need them.
     let refused = nearest.iter().flat_map(|reading| &reading.refused);
     for (field, reason) in refused.filter(|(_, reason)| !Reading::lacks(reason)) {
         reasons.push(format!("`{}` {reason}", printable(&fields.name_of(field))));
@@ -330,15 +331,14 @@ fn differences(
     }
     if reasons.is_empty() && nearest.is_some() {
         reasons.push(
-            "its configuration does not show how it differs, but its class may compute different results"
-                .into(),
+            "its configuration shows no difference, but its class may still compute different results".into(),
         );
     }
     if let Some(method) = config.get("quantization_config").and_then(|q| q.get("quant_method")) {
         let method = method.as_str().unwrap_or_default();
         if crate::format::container_of(method).is_none() {
             reasons.push(format!(
-                "its weights are quantized by `{}`, which is not supported",
+                "its weights are quantized with `{}`, which is not supported",
                 printable(method)
             ));
         }

@@ -58,7 +58,11 @@ fn names_and_fields_find_the_nearest_family() {
                 "GraniteForCausalLM does not",
             ],
         ),
-        (dense("LlamaBitForCausalLM", &json!({})), "LlamaForCausalLM", &["its configuration does not show"]),
+        (
+            dense("LlamaBitForCausalLM", &json!({})),
+            "LlamaForCausalLM",
+            &["its configuration shows no difference"],
+        ),
         (
             dense("Qwen3BitForCausalLM", &json!({ "hidden_act": "gelu" })),
             "Qwen3ForCausalLM",

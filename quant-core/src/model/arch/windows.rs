@@ -22,9 +22,9 @@ pub(super) enum Windows {
 impl Windows {
     /// Reads the windows. `on`: whether the family's configuration enables sliding windows.
     ///
-    /// Loaders use the first release's value if `sliding_window` is missing, and no window if it is `null`.
-    /// `layer_types` says for each block whether it has a window. Without it all blocks have one, except the first
-    /// `max_window_layers` in families with that key.
+    /// As in transformers, a missing `sliding_window` means 4096, and `null` means no window. `layer_types` says for
+    /// each block whether it has a window. If it is missing, all blocks have one, except the first `max_window_layers`
+    /// in families with that key.
     pub(super) fn read(config: &ConfigFields<'_>, on: bool) -> Result<Self> {
         let window = window(config, Some(4096))?.filter(|_| on);
         if let Some(slides) = layer_types(config)? {
@@ -52,11 +52,7 @@ impl Windows {
         match window {
             _ if !slides.contains(&true) => Ok(Self::Never),
             Some(window) => Ok(Self::Listed { slides, window }),
-            None => Err(config.error(
-                "sliding_window",
-                "is null, but some layers of this family have a sliding \
-                    window",
-            )),
+            None => Err(config.error("sliding_window", "is null, but some layers have a sliding window")),
         }
     }
 
@@ -68,7 +64,7 @@ impl Windows {
         if config.optional_str_list("layer_types")?.is_some_and(|types| types.iter().any(|t| *t != wanted)) {
             return Err(config.error(
                 "layer_types",
-                format!("requests more than `{wanted}`, but all blocks of this family are alike"),
+                format!("must contain only `{wanted}`, because all blocks of this family are alike"),
             ));
         }
         Ok(window.map_or(Self::Never, |window| Self::From { first: 0, window }))
@@ -83,7 +79,9 @@ impl Windows {
     fn listed(config: &ConfigFields<'_>, slides: Vec<bool>, window: Option<usize>) -> Result<Self> {
         match window {
             _ if !slides.contains(&true) => Ok(Self::Never),
-            None => Err(config.error("layer_types", "requests a sliding window, but none is configured")),
+            None => {
+                Err(config.error("layer_types", "requests a sliding window, but `sliding_window` is not set"))
+            }
             Some(window) => Ok(Self::Listed { slides, window }),
         }
     }
@@ -122,7 +120,7 @@ fn layer_types(config: &ConfigFields<'_>) -> Result<Option<Vec<bool>>> {
     }
     if let Some(other) = types.iter().find(|t| **t != SLIDING && **t != FULL) {
         let other = other.escape_default();
-        return Err(config.error("layer_types", format!("contains the unknown entry `{other}`")));
+        return Err(config.error("layer_types", format!("contains an unknown entry, `{other}`")));
     }
     Ok(Some(types.iter().map(|t| *t == SLIDING).collect()))
 }

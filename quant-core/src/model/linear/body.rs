@@ -23,7 +23,8 @@ pub enum WeightBody {
     },
     /// As stored in the checkpoint, widened tile by tile on use.
     Stored(StoredWeight),
-    /// Codes, dequantized tile by tile on use. If the input has a grid, it is rounded to it and stays float.
+    /// Codes, dequantized tile by tile on use. If the input has a grid, the input is rounded to that grid and
+    /// multiplied in float.
     Quantized(QuantizedTensor),
     /// Codes in the kernels' order, multiplied without being expanded to floats in memory. The product uses integers if
     /// the input has an integer grid.
@@ -93,7 +94,7 @@ impl WeightBody {
         }
     }
 
-    /// Returns its rows, read from the checkpoint if they are not yet in memory.
+    /// Returns the rows of the weight, read from the checkpoint if they are not yet in memory.
     ///
     /// # Errors
     /// When they cannot be read or are not finite, a quantized weight's parts do not match, or the weight is on a GPU.
@@ -135,5 +136,5 @@ impl WeightBody {
 
 /// Shapes were checked when the weight was read, so an error from a kernel is a bug in this crate.
 pub(in crate::model) fn kernel_error(error: KernelError) -> Error {
-    Error::Internal(format!("a kernel rejects its operands: {error}"))
+    Error::Internal(format!("a kernel rejected its operands: {error}"))
 }

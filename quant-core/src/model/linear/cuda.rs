@@ -21,7 +21,7 @@ impl CudaRunner {
         if cfg!(target_feature = "crt-static") {
             return Err(Error::Unavailable {
                 what: "an NVIDIA GPU".into(),
-                reason: "this program is linked statically and cannot load libraries".into(),
+                reason: "this program is statically linked and cannot load the CUDA driver".into(),
                 remedy: "use a dynamically linked build, or omit ‹device›".into(),
             });
         }
@@ -62,9 +62,12 @@ impl CudaRunner {
 pub(super) fn failed(error: &quant_kernels_cuda::Error) -> Error {
     let (what, remedy) = match error {
         quant_kernels_cuda::Error::Operands(_) => {
-            ("a product on a GPU", "omit ‹device›: the CPU kernels support these weights")
+            ("a matrix product on the GPU", "omit ‹device›: the CPU kernels support these weights")
         }
-        _ => ("a product on a GPU", "omit ‹device›, or see docs/kernels/cuda-host.md"),
+        _ => (
+            "a matrix product on the GPU",
+            "omit ‹device›, or check the requirements in docs/kernels/cuda-host.md",
+        ),
     };
     Error::Unavailable { what: what.into(), reason: error.to_string(), remedy: remedy.into() }
 }

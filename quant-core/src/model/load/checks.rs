@@ -6,8 +6,8 @@ use crate::model::{CachedValue, KvScheme, Model, cached_values};
 use crate::{Error, Result};
 
 impl Model {
-    /// Every tensor outside the blocks that the configuration requires, with its shape. Quantized weights are excluded,
-    /// because they are packed.
+    /// Returns the tensors outside the blocks that the configuration requires, with their shapes. Quantized weights are
+    /// not included, because their tensors depend on the checkpoint format.
     fn expected_outside(&self) -> Vec<(String, Vec<usize>)> {
         let a = &self.architecture;
         let mut expected = Vec::new();
@@ -81,18 +81,15 @@ impl Model {
     /// needs none.
     ///
     /// # Errors
-    /// When one is missing (some engines then use 1, others read garbage), or does not have exactly one element.
+    /// When a scale is missing (some engines then use 1, others read garbage), or does not have exactly one element.
     pub(crate) fn kv_scale_tensors(&self, layer: usize) -> Result<Vec<(CachedValue, String)>> {
         if self.kv != Some(KvScheme::Kvf8) {
             return Ok(Vec::new());
         }
         let graph = self.architecture.graph(layer);
-        let values = cached_values(graph).ok_or_else(|| Error::UnsupportedQuantization {
+        let values = cached_values(graph).map_err(|reason| Error::UnsupportedQuantization {
             path: self.path.clone(),
-            reason: format!(
-                "an FP8 cache requires keys and values from one linear each, which block {layer} does not \
-                have"
-            ),
+            reason: format!("an FP8 cache cannot hold keys and values of block {layer}: {reason}"),
         })?;
         let tensor = |value: CachedValue| {
             let linear = self.architecture.in_block(layer, graph.name(value.linear));

@@ -30,7 +30,7 @@ pub struct Model {
     prepared: Option<(Preparation, BTreeSet<String>)>,
     untied_by_preparation: bool,
     kv: Option<KvScheme>,
-    /// The `quant_method` of the checkpoint, if its codes are shown as floats.
+    /// The `quant_method` of the checkpoint, if the model is its [dequantized](Self::dequantized) form.
     source_method: Option<String>,
 }
 
@@ -77,7 +77,7 @@ impl Model {
                 reader.survey(source.as_ref())?;
                 if reader.has_fp8_cache() {
                     if kv.is_some() {
-                        let reason = "contradicts the cache of FP8 in `quantization_config`";
+                        let reason = "contradicts the FP8 cache in `quantization_config`";
                         return Err(fields.error(KV_CONFIG_KEY, reason));
                     }
                     kv = Some(KvScheme::Kvf8);
@@ -158,7 +158,7 @@ impl Model {
         Ok(model)
     }
 
-    /// Returns the `quant_method` of the checkpoint, if its codes are shown as floats.
+    /// Returns the `quant_method` of the checkpoint if this model is its [dequantized](Self::dequantized) form.
     pub fn dequantized_from(&self) -> Option<&str> {
         self.source_method.as_deref()
     }

@@ -80,8 +80,8 @@ fn normalize(rows: &mut [f32], width: usize, factor: f32) {
 
 /// Applies the rule to `x` `[tokens, mixed_width]`, each run separately; returns `[tokens, width]`.
 ///
-/// With a `state` `[value_heads, key_dim, value_dim]` there must be a single run. The state is the one before the run,
-/// and is replaced by the one after it.
+/// With a `state` `[value_heads, key_dim, value_dim]` there must be a single run. It starts from this state, and the
+/// state is then replaced by the one after the run.
 pub(super) fn apply(
     net: &DeltaNet,
     x: &[f32],

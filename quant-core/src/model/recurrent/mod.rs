@@ -53,8 +53,8 @@ impl Run {
 
 /// Applies a recurrent operation to its inputs `[batch, positions, features]`.
 ///
-/// Without a state, every segment begins with a zero state. With a state, there must be a single sequence; it begins
-/// with the state, which is replaced by the one after the last token.
+/// Without a `state`, every segment begins with a zero state. With a `state`, there must be a single sequence. It
+/// starts from this state, and the state is then replaced by the one after the last token.
 ///
 /// # Errors
 /// When shapes do not match.

@@ -69,8 +69,8 @@ impl Head {
 /// Applies the operation to `x` `[tokens, mixed_width]` with steps `[tokens, heads]`, each run separately; returns
 /// `[tokens, width]`.
 ///
-/// With a `state` `[heads, state_dim, head_dim]` there must be a single run. The state is the one before the run, and
-/// is replaced by the one after it.
+/// With a `state` `[heads, state_dim, head_dim]` there must be a single run. It starts from this state, and the state
+/// is then replaced by the one after the run.
 pub(super) fn apply(
     space: &StateSpace,
     parameters: &Parameters<'_>,

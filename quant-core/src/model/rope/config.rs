@@ -69,7 +69,7 @@ impl<'a> RopeRequest<'a> {
         let own = match (&parameters, self.layer_type) {
             (Some(all), Some(kind)) if by_type(all) => all.optional_object(kind)?,
             (Some(all), Some(_)) if !all.map().is_empty() => {
-                return Err(config.error("rope_parameters", "has no entries per layer type"));
+                return Err(config.error("rope_parameters", "must have an entry for each layer type"));
             }
             (_, Some(_)) => None,
             (shared, None) => shared.clone(),
@@ -80,14 +80,15 @@ impl<'a> RopeRequest<'a> {
             && let Some((kind, _)) = fields.map().iter().find(|(_, value)| value.is_object())
         {
             let kind = kind.escape_default().to_string();
-            return Err(
-                fields.error(&kind, "has its own RoPE parameters, but this family rotates all blocks alike")
-            );
+            return Err(fields.error(
+                &kind,
+                "has its own RoPE parameters, but in this family all blocks have the same RoPE",
+            ));
         }
         let reader = Reader { request: self, config, nested };
         let theta = reader.theta(own.as_ref().filter(|_| self.layer_type.is_some()))?;
         let rotary_dim = reader.rotary_dim()?;
-        // If there are separate parameters per layer type, this key is next to them.
+        // If there is one set of parameters per layer type, `truncate` is stored next to these sets.
         let truncate = match (&parameters, nested, self.layer_type) {
             (Some(parameters), _, Some(_)) => parameters.optional_bool("truncate")?,
             (_, Some(nested), None) => nested.optional_bool("truncate")?,
@@ -160,11 +161,11 @@ impl Reader<'_, '_, '_> {
             return Err(self.config.error(request.partial_key, reason));
         }
         if request.partial.is_none() && dim != head_dim && self.kind()? != "proportional" {
-            let reason = format!("is {share}; this family rotates whole heads");
+            let reason = format!("is {share}; this family supports only 1");
             return Err(self.config.error(request.partial_key, reason));
         }
         if !dim.is_multiple_of(2) {
-            let reason = format!("rotates {dim} of {head_dim} channels; RoPE needs an even number");
+            let reason = format!("implies {dim} of {head_dim} rotated channels; RoPE needs an even number");
             let field = if dim == head_dim { "head_dim" } else { request.partial_key };
             return Err(self.config.error(field, reason));
         }
@@ -193,7 +194,7 @@ impl Reader<'_, '_, '_> {
         }
         match fields.optional_f64("alpha")?.filter(|alpha| *alpha != 0.0) {
             Some(alpha) if !(1.0..=1e9).contains(&alpha) || self.request.head_dim <= 2 => {
-                Err(fields.error("alpha", format!("is {alpha}; it must be at least 1")))
+                Err(fields.error("alpha", format!("is {alpha}; it must be from 1 to 1e9")))
             }
             alpha => Ok(alpha),
         }
@@ -217,7 +218,9 @@ impl Reader<'_, '_, '_> {
             (None, Some(found)) if (1.0..=f64::from(u32::MAX)).contains(&found) && found.fract() == 0.0 => {
                 Ok(found as usize)
             }
-            (None, Some(found)) => Err(fields.error(KEY, format!("is {found}; expected a positive integer"))),
+            (None, Some(found)) => {
+                Err(fields.error(KEY, format!("is {found}; it must be a positive integer")))
+            }
             (None, None) => self.config.require_positive("max_position_embeddings"),
         }
     }
@@ -257,10 +260,7 @@ impl Reader<'_, '_, '_> {
             }
             "dynamic" if dim <= 2 => Err(fields.error(
                 "rope_type",
-                format!(
-                    "is `dynamic`, which is not possible with {dim} \
-                 rotated channels"
-                ),
+                format!("is `dynamic`, which requires more than {dim} rotated channels"),
             )),
             "dynamic" => {
                 let factor = positive("factor")?;
@@ -280,7 +280,10 @@ impl Reader<'_, '_, '_> {
                     None => (1.0 + factor.ln() / (original_positions as f64).ln()).sqrt(),
                 };
                 if !(attention_factor as f32).is_normal() {
-                    return Err(fields.error("attention_factor", format!("evaluates to {attention_factor}")));
+                    return Err(fields.error(
+                        "attention_factor",
+                        format!("evaluates to {attention_factor}, which is out of range"),
+                    ));
                 }
                 let factors = |key| factors(fields, key, dim / 2);
                 let (short, long) = (factors("short_factor")?, factors("long_factor")?);
@@ -337,7 +340,10 @@ impl Reader<'_, '_, '_> {
             None => Yarn::recommended_factor(factor, 1.0),
         };
         if !(attention_factor as f32).is_normal() {
-            return Err(fields.error("mscale", format!("makes an attention factor of {attention_factor}")));
+            return Err(fields.error(
+                "mscale",
+                format!("implies an attention factor of {attention_factor}, which is out of range"),
+            ));
         }
         let pair = |rotations| Yarn::pair_of(rotations, theta, dim, original as f64);
         let (mut low, mut high) = (pair(fast), pair(slow));
@@ -361,14 +367,17 @@ impl Reader<'_, '_, '_> {
 /// Reads a list of `pairs` positive numbers.
 fn factors(fields: &ConfigFields<'_>, key: &str, pairs: usize) -> Result<Arc<[f32]>> {
     let Some(list) = fields.get(key).and_then(serde_json::Value::as_array) else {
-        return Err(fields.error(key, "is missing, or is not a list of numbers"));
+        return Err(fields.error(key, "must be present and a list of numbers"));
     };
     if list.len() != pairs || pairs > MAX_FACTORS {
-        return Err(fields.error(key, format!("has {} entries for {pairs} pairs of channels", list.len())));
+        return Err(fields.error(
+            key,
+            format!("has {} entries, expected one for each of {pairs} channel pairs", list.len()),
+        ));
     }
     let number = |value: &serde_json::Value| {
         let number = value.as_f64().map(|v| v as f32).filter(|v| v.is_normal() && *v > 0.0);
-        number.ok_or_else(|| fields.error(key, "holds an entry that is not a positive number"))
+        number.ok_or_else(|| fields.error(key, "contains an entry that is not a positive number"))
     };
     list.iter().map(number).collect()
 }

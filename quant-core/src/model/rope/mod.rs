@@ -21,7 +21,7 @@ use crate::{Error, Result};
 pub struct Rope {
     /// Width of a head.
     pub head_dim: usize,
-    /// Number of rotated channels, from the first on; even. The others pass unchanged.
+    /// Number of rotated channels, counted from the first one; even. The other channels are unchanged.
     pub rotary_dim: usize,
     /// The pairing of channels.
     pub layout: RopeLayout,

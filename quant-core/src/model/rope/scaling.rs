@@ -48,7 +48,7 @@ pub enum RopeScaling {
     },
 }
 
-/// Frequencies of short wavelengths are kept, those of long ones divided, with a linear ramp over the pairs in between.
+/// High frequencies are kept and low frequencies are divided, with a linear ramp over the pairs in between.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Yarn {
     /// The divisor of long wavelengths.

@@ -69,10 +69,11 @@ fn types_of_layers_turn_differently() {
     assert_eq!(read_as(&full, &json!({})).unwrap().theta, 5.0);
     assert_eq!(read_as(&sliding, &json!({})).unwrap().theta, 6.0);
     let flat = json!({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}});
-    assert!(read_as(&full, &flat).unwrap_err().to_string().contains("per layer type"));
+    assert!(read_as(&full, &flat).unwrap_err().to_string().contains("each layer type"));
     let message = read(nested.clone()).unwrap_err().to_string();
     assert!(
-        message.contains("rope_parameters.full_attention") && message.contains("rotates all blocks alike"),
+        message.contains("rope_parameters.full_attention")
+            && message.contains("all blocks have the same RoPE"),
         "{message}"
     );
     let older = json!({"rope_scaling": nested["rope_parameters"]});

@@ -31,15 +31,15 @@ const ATTEMPTS: u32 = 8;
 #[non_exhaustive]
 pub enum FactorError {
     /// Inputs were NaN or infinite, or their squares overflow.
-    #[error("the calibration text drives channel {channel} of its input to NaN or infinity")]
+    #[error("channel {channel} of the input becomes NaN or infinite on the calibration text")]
     NonFinite {
         /// The first channel with such inputs.
         channel: usize,
     },
     /// The Hessian was not positive definite even with the maximum damping.
     #[error(
-        "its Hessian is not positive definite, even with damping of {damping:e} times the mean of its \
-        diagonal: use more damping or more calibration text"
+        "the Hessian is not positive definite, even with a damping of {damping:e} times the mean of its \
+        diagonal: increase the damping, or use more calibration text"
     )]
     Indefinite {
         /// The last damping tried.
@@ -102,7 +102,8 @@ impl Factor {
                 }
             };
             if let Some((ratios, diagonal)) = inverse {
-                // The factored matrix was divided by the mean, so its inverse is larger by that factor. This undoes it.
+                // The matrix was divided by the mean before it was factored, which also divided `1 / U_cc²` by the
+                // mean.
                 let weights = diagonal.into_iter().map(|u| mean / (u * u)).collect();
                 return Ok(Self { columns, ratios, weights, damping, escalations, dead });
             }

@@ -91,8 +91,8 @@ pub(super) struct Outcome {
 }
 
 impl Row<'_> {
-    /// Quantizes the row. If codes and grids are `prescribed`, it follows them, so that its intermediate weights are
-    /// those that the other solver should have had, and records how far the codes are from the nearest ones.
+    /// Quantizes the row. If the other solver's codes and grids are `prescribed`, uses them, so that both solvers have
+    /// the same intermediate weights, and records how far the codes are from the nearest ones.
     pub(super) fn quantize(&self, prescribed: Option<(&[u8], &[f32], &[u8])>) -> Outcome {
         let (k, size) = (self.weights.len(), self.group_size);
         let mut w: Vec<f64> = self.columns.iter().map(|&c| f64::from(self.weights[c])).collect();

@@ -21,8 +21,8 @@ pub enum ActOrder {
     /// Grids are computed beforehand, from the float weights.
     #[default]
     StaticGroups,
-    /// Groups in descending order of their largest activation, and the columns of a group in descending order of theirs
-    /// (GPTQModel's `act_group_aware`). Grids are computed as for `none`.
+    /// Groups in descending order of their largest activation, and within a group, columns in descending order of their
+    /// activation (GPTQModel's `act_group_aware`). Grids are computed as for `none`.
     GroupAware,
 }
 
@@ -44,8 +44,8 @@ impl FromStr for ActOrder {
         [Self::None, Self::StaticGroups, Self::GroupAware].into_iter().find(|o| o.name() == text).ok_or_else(
             || {
                 Error::usage(
-                    format!("unknown act-order `{text}`"),
-                    "choose none, static-groups or group-aware",
+                    format!("unknown act order `{text}`"),
+                    "known values: none, static-groups, group-aware",
                 )
             },
         )
@@ -79,7 +79,7 @@ impl FromStr for LayerInputs {
 
     fn from_str(text: &str) -> Result<Self> {
         [Self::Quantized, Self::Float].into_iter().find(|i| i.name() == text).ok_or_else(|| {
-            Error::usage(format!("unknown layer inputs `{text}`"), "choose quantized or float")
+            Error::usage(format!("unknown layer inputs `{text}`"), "known values: quantized, float")
         })
     }
 }
@@ -109,7 +109,7 @@ impl GptqSettings {
         if !(self.damping > 0.0 && self.damping <= 100.0) {
             return Err(Error::usage(
                 format!("the damping is {}; it must be greater than 0 and at most 100", self.damping),
-                "0.01 is common: one hundredth of the mean of the Hessian's diagonal",
+                "choose a value in this range; 0.01 (1 % of the mean diagonal of the Hessian) is common",
             ));
         }
         if !(1..=Self::MAX_BLOCK_SIZE).contains(&self.block_size) {
@@ -119,7 +119,8 @@ impl GptqSettings {
                     self.block_size,
                     Self::MAX_BLOCK_SIZE
                 ),
-                "128 is common; it affects speed, and changes the result only by rounding",
+                "choose a value in this range; it affects speed, and the result only by rounding (128 is \
+                common)",
             ));
         }
         Ok(())

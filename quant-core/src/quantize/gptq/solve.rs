@@ -3,8 +3,8 @@
 //! A tile is stored transposed: the values of a column are contiguous, and columns are in the order of rounding, so
 //! that an operation on a column covers many rows. Columns are rounded in runs of 32. One matrix product propagates the
 //! errors of a run to the rest of its block, and another one the errors of a block to the rest of the row. If grids are
-//! computed when groups are reached, a group never starts in the middle of a run, nor in the middle of a block that
-//! does not contain all of it. Thus all its weights then include the updates of all earlier columns.
+//! computed when groups are reached, no group starts in the middle of a run, or in a block that does not contain the
+//! whole group. All weights of a group therefore include the updates of all earlier columns when its grid is computed.
 
 use faer::linalg::matmul::matmul;
 use faer::{Accum, MatMut, MatRef, Par};

@@ -85,7 +85,7 @@ fn held(n: usize, k: usize, scheme: &str, settings: GptqSettings, seed: u64, dea
         assert!(outcome.scale_off <= bound, "{scheme} {settings:?}: scale off by {}", outcome.scale_off);
         exact += outcome.loss / n as f64;
     }
-    // If the loss is close to 0, what remains is the rounding of the weights themselves.
+    // A loss close to 0 is dominated by the rounding of the weights themselves.
     let diagonal = h.diagonal();
     let energy: f64 = w.iter().enumerate().map(|(i, w)| f64::from(*w).powi(2) * diagonal[i % k]).sum();
     let rounding = (4.0 * k as f64 * f64::from(f32::EPSILON)).powi(2) * energy / n as f64;
@@ -154,7 +154,7 @@ fn the_factor_is_the_textbook_s() {
 
 #[test]
 fn wide_inputs_are_factored_in_f32() {
-    // Only the width matters, so a small matrix cannot test the f32 path.
+    // The f32 path depends on the width alone, so a small matrix cannot test it.
     assert!(Hessian::is_f64(8192) && !Hessian::is_f64(8193));
 }
 

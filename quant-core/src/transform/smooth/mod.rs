@@ -190,7 +190,7 @@ impl Transform for SmoothQuant {
     }
 
     fn summary(&self) -> &'static str {
-        "moves outliers of activations into the weights, for 8-bit activations"
+        "moves outliers from activations into weights, for 8-bit activations"
     }
 
     fn folded_nodes(&self, graph: &BlockGraph, settings: &TransformSettings) -> Vec<NodeId> {
@@ -257,7 +257,7 @@ impl Transform for SmoothOutputs {
     }
 
     fn summary(&self) -> &'static str {
-        "smooths the inputs of o_proj and down_proj against their weights"
+        "moves outliers from the inputs of o_proj and down_proj into their weights"
     }
 
     fn folded_nodes(&self, graph: &BlockGraph, settings: &TransformSettings) -> Vec<NodeId> {
@@ -492,7 +492,7 @@ impl<'a> BlockSearch<'a> {
         Ok(if error.is_finite() { error } else { f64::INFINITY })
     }
 
-    /// Chooses the exponent of a group; the others stay as they are.
+    /// Chooses the exponent of a group; the exponents of other groups do not change.
     fn choose(
         &mut self,
         alphas: &mut [Option<f32>],

@@ -12,11 +12,11 @@ pub(super) fn check_scales(step: &str, outline: &Outline<'_>) -> Result<()> {
     };
     Err(Error::usage(
         format!(
-            "`{step}` does not help {scheme}: every group of {} inputs has its own scale, which adapts to \
-            outliers, and larger weights have larger rounding errors",
+            "`{step}` would not improve {scheme}: every group of {} inputs has its own scale, which already \
+            adapts to outliers, and moving outliers into weights increases rounding errors",
             scheme.granularity.group_size(0)
         ),
-        "choose ‹method=rtn›, gptq or awq, or a scheme such as wf8af8-channel",
+        "choose the ‹method› rtn, gptq or awq, or a scheme such as wf8af8-channel",
     ))
 }
 
@@ -25,23 +25,23 @@ pub(super) fn check_inputs(outline: &Outline<'_>) -> Result<()> {
     let smooth = &outline.settings.smooth;
     if smooth.producers == Producers::All && outline.steps.contains(&"smooth-outputs") {
         return Err(Error::usage(
-            "`smooth-outputs` repeats SmoothQuant with all producers: both scale the inputs of the output \
-            projections",
+            "`smooth-outputs` and SmoothQuant with all producers cannot be combined: both scale the inputs \
+            of o_proj and down_proj",
             "remove `smooth-outputs`, or set SmoothQuant's producers to `norms`",
         ));
     }
     if let (Some(_), Some(step)) = (&smooth.maxima, outline.steps.first().filter(|s| **s != "smoothquant")) {
         return Err(Error::usage(
             format!(
-                "channel maxima from a file belong to the unmodified model, but `{step}` changes it first"
+                "channel maxima from a file apply to the unmodified model, but `{step}` modifies it first"
             ),
-            "omit ‹channel_maxima›, so that they are collected after that step, or put `smoothquant` first",
+            "omit ‹channel_maxima› to collect maxima after that step, or put `smoothquant` first",
         ));
     }
     if !outline.rounds_in_blocks {
         return Err(Error::usage(
             format!("method `{}` has no effect: all activations stay float", outline.method),
-            "SmoothQuant makes activations easier to round; choose a scheme such as w8a8, or a different \
+            "SmoothQuant makes activations easier to quantize: choose a scheme such as w8a8, or a different \
             ‹method›",
         ));
     }

@@ -113,7 +113,7 @@ pub(super) fn run(only: &Only, json: &JsonOption, session: &Session) -> Result<(
     let mut cases = cases(&PlanLimits::from(&gpu.limits)).map_err(refused)?;
     cases.retain(|case| only.takes(&format!("{} {} {}", case.name, case.shape, case.tokens)));
     only.check(cases.len())?;
-    session.progress.note("measuring the limits of the device");
+    session.progress.note("measuring the peak rates of the device");
     let ceilings = meter.ceilings().map_err(|e| unavailable(&e))?;
     let [major, minor] = gpu.limits.capability;
     let version = gpu.driver_version().map_err(|e| unavailable(&e))?;
@@ -155,7 +155,7 @@ pub(super) fn run(only: &Only, json: &JsonOption, session: &Session) -> Result<(
 }
 
 const REMEDY: &str =
-    "see docs/kernels/cuda-host.md for the requirements on a GPU; --only TEXT measures fewer kernels";
+    "see docs/kernels/cuda-host.md for what the GPU must support; --only TEXT measures fewer kernels";
 
 fn unavailable(error: &quant_kernels_cuda::Error) -> Error {
     Error::Unavailable { what: "a GPU".into(), reason: error.to_string(), remedy: REMEDY.into() }
@@ -200,8 +200,8 @@ fn show(report: &Report) -> String {
     let (device, limits) = (&report.device, &report.ceilings);
     format!(
         "{}\n{}, compute capability {}, {} multiprocessors, driver for CUDA {}: reads {:.0} GB/s, copies \
-        {:.0} GB/s, products f16 {:.1}, bf16 {:.1}, int8 {:.1} TOPS, a launch {} µs; percentages are \
-        relative to these\n",
+        {:.0} GB/s, products f16 {:.1}, bf16 {:.1}, int8 {:.1} TOPS, kernel launch {} µs; percentages are \
+        relative to these rates\n",
         table(&["kernel", "shape", "tokens", "µs", "floor µs", "rate", "share"], &rows),
         device.name,
         device.compute_capability,

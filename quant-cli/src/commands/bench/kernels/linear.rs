@@ -176,7 +176,7 @@ fn pack(scheme: Scheme, [n, k]: [usize; 2]) -> Result<PackedLinear, KernelError>
         (Codes::Float(format), Some(_)) => WeightView::float([n, k], format, group_size, &codes, &powers),
     };
     let Ok(view) = view else {
-        return Err(KernelError::Scheme("a shape that is not a multiple of its groups"));
+        return Err(KernelError::Scheme("the group size must divide the number of input features"));
     };
     PackedLinear::pack(&view, None, false, &Rayon)
 }

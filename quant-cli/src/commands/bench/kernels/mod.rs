@@ -67,7 +67,8 @@ fn warnings(peaks: &[limits::Peak], default: Isa) -> Vec<String> {
         let fastest = peaks.iter().max_by(|a, b| rate(a).total_cmp(&rate(b)));
         if let Some(fastest) = fastest.filter(|fastest| rate(fastest) > MIN_RATIO * rate(own)) {
             warnings.push(format!(
-                "{} multiplies {what} at {:.2} TOPS in registers, {}, the default of this processor, at {:.2}: the default is wrong for this processor; please report it, and set QUANT_ISA={} in the meantime",
+                "{} multiplies {what} at {:.2} TOPS in registers, but {}, the default on this processor, \
+                only at {:.2}; please report this, and set QUANT_ISA={} until it is fixed",
                 fastest.isa.name(),
                 rate(fastest) / 1e12,
                 default.name(),
@@ -91,8 +92,8 @@ impl Only<'_> {
     fn check(&self, taken: usize) -> Result<()> {
         match self.0 {
             Some(part) if taken == 0 => Err(Error::usage(
-                format!("no measured kernel has `{part}` in its name"),
-                "omit --only to see all kernels",
+                format!("no kernel has `{part}` in its name"),
+                "omit --only to measure all kernels",
             )),
             _ => Ok(()),
         }
@@ -200,7 +201,7 @@ fn median(values: &[f64]) -> f64 {
 }
 
 fn refused(error: KernelError) -> Error {
-    Error::Internal(format!("a kernel rejects its operands: {error}"))
+    Error::Internal(format!("a kernel rejected its operands: {error}"))
 }
 
 fn show(report: &Report) -> String {
@@ -214,9 +215,10 @@ fn show(report: &Report) -> String {
     tables.push(table(&header, &peaks.collect::<Vec<_>>()));
     tables.extend(report.warnings.iter().map(|warning| format!("warning: {warning}\n")));
     format!(
-        "{}\nmemory {:.1} GB/s in {} stream(s) per thread (at best {:.1}), products of integers in registers \
-        {:.2} TOPS, of floats {:.2}, which vary: percentages are relative to the limits measured just before \
-        and after; for float kernels, to float products, with every product counted; {} thread(s), {}\n",
+        "{}\nmemory {:.1} GB/s in {} stream(s) per thread (best: {:.1}); products in registers: integers \
+        {:.2} TOPS, floats {:.2}. These limits vary, so percentages are relative to those measured just \
+        before and after each kernel; for float kernels, to the float limit, with every product counted. {} \
+        thread(s), {}\n",
         tables.join("\n"),
         report.memory.gb_per_second,
         report.memory.streams,

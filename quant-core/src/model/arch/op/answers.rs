@@ -7,11 +7,11 @@ use crate::model::rope::Rope;
 /// How much of the batch one token's value depends on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Reach {
-    /// Only on the same token's inputs.
+    /// A token's value depends only on the same token's inputs.
     Token,
-    /// On the token's inputs and its position.
+    /// A token's value depends on its inputs and its position.
     Position,
-    /// On other tokens of its window.
+    /// A token's value depends on other tokens of its window.
     Window,
 }
 
@@ -20,7 +20,7 @@ pub enum Reach {
 pub enum ScalePass {
     /// The output is not proportional to the scales.
     Stopped,
-    /// A channel scaled by `s` comes out scaled by `s^exponent`, `repeat` times.
+    /// If an input channel is multiplied by `s`, its `repeat` output channels are multiplied by `s^exponent`.
     Passed {
         /// The exponent of the scale.
         exponent: u32,
@@ -73,9 +73,9 @@ pub enum Rows {
 /// The role of an attention's input.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum AttentionInput {
-    /// Compared with keys; its error passes through a softmax.
+    /// Queries. Their errors pass through a softmax.
     Queries,
-    /// Compared with queries; its error passes through a softmax.
+    /// Keys. Their errors pass through a softmax.
     Keys,
     /// Averaged.
     Values,
@@ -95,7 +95,7 @@ pub struct Parameter {
 pub enum Computes<'a> {
     /// A norm with a module in the checkpoint.
     Norm {
-        /// Added to the mean square or the variance.
+        /// The epsilon that is added to the mean square or the variance.
         eps: f64,
     },
     /// A product with a constant.
@@ -126,7 +126,7 @@ pub enum Computes<'a> {
         /// Bound of both inputs.
         limit: f32,
     },
-    /// Fully described by its inputs, its module or its attention shape.
+    /// An operation that is fully described by its inputs, its module or its attention shape.
     Structure,
     /// Anything else: the exporter must handle it by name or reject it.
     Other,

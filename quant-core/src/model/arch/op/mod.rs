@@ -490,9 +490,10 @@ impl Op {
                 ScalePass::Passed { exponent: 1, repeat: shape.repeat, run: shape.value_dim }
             }
             Self::Recurrent(recurrent) => recurrent.scale_pass(port),
-            // A linear absorbs a scale in its columns: it is a consumer, and nothing passes. An addition would have to
-            // scale its other terms too. A concatenation has channels of several inputs. Other activations do not
-            // commute with a scale. Scales of single values of a fused linear begin after the slice.
+            // A linear absorbs a scale in its columns and is therefore a consumer. An addition would require the same
+            // scale on its other inputs, and a concatenation has channels of several inputs. The remaining activations
+            // do not commute with scales. A slice stops scales because the fold group of a fused linear starts after
+            // the slice.
             Self::Gated(_)
             | Self::Activation(
                 Activation::Silu | Activation::Sigmoid | Activation::Gelu | Activation::GeluTanh,
