@@ -13,6 +13,7 @@
 #![forbid(unsafe_code)]
 
 mod anatomy;
+mod closest;
 mod divergence;
 mod engine;
 pub mod gate;
@@ -32,6 +33,7 @@ mod vocabulary;
 mod wikitext;
 
 pub use anatomy::{Anatomy, LinearInput, anatomy};
+pub use closest::{Closest, closest};
 pub use divergence::{
     ConfidenceBucket, Divergence, KlQuantiles, NoiseFloor, Reference, compare, compare_all,
 };

@@ -1,6 +1,6 @@
 """The interop check: quant's numbers against transformers', and its bits against an independent implementation.
 
-Nine kinds of checks, each on its own line with what it measured:
+Twelve kinds of checks, each on its own line with what it measured:
 
   float     logits of float models, quant's against transformers', at most 1e-3 of the largest logit
   loads     a checkpoint that `quant quantize` wrote, loaded by transformers with compressed-tensors
@@ -13,6 +13,8 @@ Nine kinds of checks, each on its own line with what it measured:
   chat      conversations through a chat template: text, tokens and the assistant's parts, equal to
             transformers' result
   gguf      GGUF files against llama.cpp: see check_gguf.py
+  exchange  GGUF files that quant and llama.cpp's programs pass to each other: see check_exchange.py
+  tokens    tokenizers of GGUF files, token by token: see check_tokenizers.py
   carried   vision-language models: see check_vision_language.py
   profile   the results of `quant eval` with a profile, against the rule computed with transformers and
             against the program that the profile is named after: see check_profiles.py
@@ -36,6 +38,7 @@ import time
 from pathlib import Path
 from unittest import mock
 
+import check_exchange
 import check_families
 import check_floats
 import check_generate
@@ -43,6 +46,7 @@ import check_gguf
 import check_numbers
 import check_pages
 import check_profiles
+import check_tokenizers
 import check_vision_language
 import check_workflows
 import make_vision_language
@@ -382,6 +386,8 @@ def main():
         check_floats.run_all(check, arguments.only, arguments.llama_cpp)
         check_generate.run_all(check, arguments.only)
         check_gguf.run_all(check, arguments.llama_cpp, arguments.only, arguments.whole)
+        check_exchange.run_all(check, arguments.llama_cpp, arguments.only, arguments.whole)
+        check_tokenizers.run_all(check, arguments.llama_cpp, arguments.only, arguments.whole)
         check_profiles.run_all(check, arguments.llama_cpp, arguments.only, arguments.whole)
         check_workflows.run_all(check, arguments.only)
         check_pages.run_all(check, arguments.chromium, arguments.only)
