@@ -1,6 +1,6 @@
 """GGUF files, splits and importance matrices that quant and llama.cpp's programs pass to each other.
 
-  imatrix   a matrix by llama-imatrix, in both formats, read by quant; one by quant in the older format read by
+  imatrix   a matrix by llama-imatrix, with --whole in both formats, read by quant; one by quant in the older format read by
             llama-quantize: the same file as with the other program
   splits    parts written by quant, scored by llama.cpp; parts written by llama-gguf-split, read by quant
   theirs    a file written by llama-quantize, evaluated by quant and, dequantized, by llama.cpp
@@ -39,11 +39,11 @@ def evaluated(check, path, length, windows, *options):
                                     "--windows", windows, "--quiet", "--json", *options))
 
 
-def imatrix(check, llama_cpp):
+def imatrix(check, llama_cpp, forms):
     gguf, model, at = reader(llama_cpp), check.model("demo"), check.scratch
     floats = quantize(check, model, at / "floats.gguf", "--scheme", "f32")
     compared = 0
-    for form in ("gguf", "dat"):
+    for form in forms:
         matrix = at / f"theirs.{form}"
         run(llama_cpp, "llama-imatrix", "-m", floats, "-f", check.text("demo"), "-c", 128, "-b", 128, "-ub", 128, "--chunks", 2,
             "-o", matrix, "--output-format", form, "--no-ppl")
@@ -115,7 +115,7 @@ def run_all(check, llama_cpp, only, whole):
         return
     llama_cpp = llama_cpp.resolve()
     cases = {
-        "imatrix": lambda: imatrix(check, llama_cpp),
+        "imatrix": lambda: imatrix(check, llama_cpp, ["gguf", "dat"] if whole else ["gguf"]),
         "splits": lambda: splits(check, llama_cpp),
         "theirs": lambda: theirs(check, llama_cpp, ["Q4_K_M", *(["Q3_K_M", "IQ4_XS", "Q5_0", "TQ1_0"] if whole else [])]),
         "kl q4_k_m": lambda: kl(check, llama_cpp, "q4_k_m", 8 if whole else 2),

@@ -25,7 +25,7 @@ WEIGHTED = ["Q4_K_M", "IQ4_XS", "Q2_K_S"]
 WHOLE = ["Q2_K", "Q8_0", "F16", "BF16", "Q4_0", "Q4_1", "Q5_1", "Q3_K_S", "Q3_K_L", "Q4_K_S", "Q5_K_S", "Q5_K_M", "Q6_K",
          "IQ4_NL", "TQ2_0", "MXFP4_MOE"]
 # Models whose experts are as wide as a super-block, so that no type is replaced: eight experts, for which llama.cpp has
-# rules of its own, and six.
+# rules of its own, and six (with --whole).
 WIDE = ["mixtral-wide", "qwen3-moe-wide"]
 TYPES = {"F16": 1, "BF16": 30, "Q8_0": 8, "Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q2_K": 10, "Q3_K": 11, "Q4_K": 12,
          "Q5_K": 13, "Q6_K": 14, "IQ4_NL": 20, "IQ4_XS": 23, "TQ1_0": 34, "TQ2_0": 35, "MXFP4": 39, "NVFP4": 40}
@@ -293,7 +293,7 @@ def run_all(check, llama_cpp, only, whole):
         "convert": lambda: convert(check, llama_cpp),
         "score": lambda: score(check, llama_cpp),
     }
-    cases |= {f"files {name}": (lambda name=name: files(check, llama_cpp, name, mixtures, weighted)) for name in WIDE}
+    cases |= {f"files {name}": (lambda name=name: files(check, llama_cpp, name, mixtures, weighted)) for name in WIDE if whole or name == WIDE[0]}
     cases |= {f"loads {name}": (lambda name=name: loads(check, llama_cpp, name)) for name in FAMILIES + CONVERTED}
     for title, work in cases.items():
         if only in f"gguf {title}":

