@@ -23,7 +23,7 @@ fn model() -> TempDir {
 fn recipes() {
     let model = model();
     let cases: &[(&[&str], &[&str])] = &[
-        (&["--scheme", "w9a16"], &["scheme `w9a16`", "w2, w3, w4, w5, w6, w7 or w8; a16 or a8"]),
+        (&["--scheme", "w9a16"], &["scheme `w9a16`", "w2, w3, w4, w5, w6, w7 or w8, then a16 or a8"]),
         (&["--scheme", "w8a8-static-asym-sym"], &["unknown part `sym`", "-static or -static-asym"]),
         (
             &["--method", "smoothquant", "--scheme", "w4a16-g32"],
