@@ -192,7 +192,7 @@ fn divergence(c: &Divergence) -> Markup {
 }
 
 fn through_blocks(anatomy: &Anatomy) -> Markup {
-    // Linears with the same input are drawn once.
+    // Linears with the same input share one series.
     let mut drawn: Vec<(String, [Vec<f64>; 2])> = Vec::new();
     let mut names: Vec<&str> = Vec::new();
     for input in &anatomy.inputs {

@@ -20,9 +20,9 @@ const SEED: u64 = 0x0071_7561_6e74;
 pub struct Quantile {
     /// The quantile over all positions.
     pub value: f64,
-    /// The lower bound; absent for a single window.
+    /// The lower bound of the interval; absent for a single window.
     pub low: Option<f64>,
-    /// The upper bound.
+    /// The upper bound of the interval; absent for a single window.
     pub high: Option<f64>,
 }
 
