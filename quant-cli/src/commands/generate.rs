@@ -60,9 +60,9 @@ struct Report<'a> {
 #[derive(Serialize)]
 struct Token {
     id: u32,
-    /// Under the model's own distribution.
+    /// Log-probability under the model's own distribution.
     logprob: f64,
-    /// Under the distribution that the token was sampled from.
+    /// Log-probability under the distribution that the token was sampled from.
     sampling_logprob: f64,
 }
 

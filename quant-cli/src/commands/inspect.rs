@@ -30,7 +30,7 @@ pub struct Report {
     family: &'static str,
     layers: usize,
     hidden_size: usize,
-    /// Of the first block; the next two fields too.
+    /// Query heads of the first block. `kv_heads` and `head_dim` also describe the first block.
     heads: usize,
     kv_heads: usize,
     head_dim: usize,
@@ -41,7 +41,7 @@ pub struct Report {
     max_positions: usize,
     tied_embeddings: bool,
     quant_method: Option<String>,
-    /// The precision of the KV cache that the model asks for; `None` is floats.
+    /// The precision of the KV cache that the model's configuration requests; `None` means floats.
     kv_cache: Option<KvScheme>,
     /// What the format could not represent of the requested quantization.
     loses: Vec<String>,

@@ -43,7 +43,7 @@ struct PlanJson<'a> {
     method: &'a str,
     input_bytes: u64,
     peak_memory_bytes: u64,
-    /// The smallest memory budget: with hidden states in files.
+    /// The smallest sufficient memory budget, with hidden states kept in files.
     smallest_budget_bytes: u64,
     /// The disk space for hidden states with that budget.
     scratch_bytes: u64,
@@ -169,7 +169,7 @@ struct Planned {
     outlines: Vec<Outline>,
     carried: Option<Carried>,
     memory: u64,
-    /// The smallest memory budget, and the disk space that it takes.
+    /// The smallest sufficient memory budget, and the disk space for hidden states with that budget.
     smallest: (u64, u64),
     seconds: f64,
 }
@@ -194,8 +194,8 @@ impl Planned {
             smallest: (smallest, scratch),
             memory: Plan::peak_memory(&plans, &opened.model),
             outlines: plans.iter().map(|plan| Outline::new(plan, &opened.model)).collect(),
-            // The time comes from a measurement, so it is shown to people but kept out of the JSON, which machines
-            // compare.
+            // The estimated time depends on a measurement, so it is only shown to people. The JSON omits it, so that
+            // equal plans give equal JSON.
             seconds: Plan::seconds(&plans, &opened.model, Rates::measure()?),
             carried: opened.model.carried(),
             plans,

@@ -63,7 +63,7 @@ struct Report {
 #[derive(Serialize)]
 struct Rate {
     tokens: usize,
-    /// Per repetition.
+    /// Values per repetition.
     seconds: Vec<f64>,
     tokens_per_second: f64,
 }
