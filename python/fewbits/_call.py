@@ -13,9 +13,9 @@ from fewbits import _native
 from fewbits._errors import UsageError
 from fewbits._events import Event, Listener
 
-#: A path, or a name that stands for one.
+#: A path, or the name of a model on a hub.
 PathOrName = Union[str, "PathLike[str]"]
-#: A text: a file, the name of a built-in one, or rows.
+#: A text: a file, the name of a text set, or the rows of a dataset.
 Texts = Union[str, "PathLike[str]", Iterable[Any]]
 
 

@@ -19,7 +19,7 @@ class QuantError(Exception):
 
     #: What happened, and where.
     message: str
-    #: What to do about it.
+    #: What the user can do about it.
     remedy: str
     #: The tensor or linear concerned, if any.
     tensor: str | None

@@ -240,7 +240,7 @@ def linear(
     common = (byref(layout), packed, layout.bytes)
     end = (bias, bias_len, out, rows * n)
     if activations == "float":
-        # A few rows are packed faster than threads wake up.
+        # Packing a few rows takes less time than waking up threads.
         few = parallel if rows > 4 else None
         _check(_LIBRARY.qz1_float_rows_pack(_ROWS.float, byref(layout), byref(values), few, byref(message)), text)
         status = _LIBRARY.qz1_multiply_float(*common, _ROWS.float, *end, parallel, byref(message))

@@ -20,9 +20,9 @@ class Generated:
     """A text that a model generated."""
 
     text: str
-    #: Without the token that ended the text.
+    #: The generated tokens, without the token that ended the text.
     tokens: tuple[int, ...]
-    # : The reason why it ended: ``eos``, ``length``, ``context`` or ``stop``.
+    #: The reason why the text ended: ``eos``, ``length``, ``context`` or ``stop``.
     end: str
 
 

@@ -18,7 +18,7 @@ class EngineVerdict:
     version: str
     #: The number of ranks (GPUs).
     ranks: int
-    #: ``yes``, ``no`` or something in between.
+    #: ``yes``, ``no``, or a value in between, such as support with conditions.
     loads: str
     reason: str | None
 
@@ -33,13 +33,13 @@ class PlannedFormat:
 
     format: str
     output_bytes: int
-    #: None for GGUF files, which count all weights.
+    #: Bits per quantized weight; None for GGUF files, whose bits are counted over all weights.
     bits_per_quantized_weight: float | None
     warnings: tuple[str, ...]
     #: What the format cannot represent of the requested quantization.
     loses: tuple[str, ...]
     engines: tuple[EngineVerdict, ...]
-    #: Each tensor, as in JSON.
+    #: One dictionary per tensor, with the keys of the JSON output.
     tensors: tuple[Mapping[str, Any], ...]
 
     def to_dict(self) -> dict[str, Any]:

@@ -166,7 +166,7 @@ class Quantized(Result):
         try:
             return _frame(self.outputs[0].report_page())
         except (QuantError, OSError):
-            # The directory has been moved or deleted since; the summary is still valid.
+            # If the directory has been moved or deleted since, the summary is still valid.
             return f"<pre>{html.escape(repr(self))}</pre>"
 
 

@@ -186,7 +186,7 @@ def _settings(recipe: _Modifier | Sequence[_Modifier]) -> dict[str, Any]:
             f"the recipe has {len(schemes)} different schemes, but must have one",
             "set the same scheme= in its modifiers, or set it in only one of them",
         )
-    # The head stays float even if it is not listed.
+    # The head stays float even if `ignore` does not list it.
     settings["ignore"] = [name for name in ignore if name not in ("lm_head", "re:.*lm_head")]
     settings["scheme"] = schemes.pop()
     return settings

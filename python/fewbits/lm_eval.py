@@ -109,7 +109,7 @@ class FewbitsLM(TemplateLM):  # type: ignore[misc,unused-ignore]
         return True if self.add_bos_token is None else self.add_bos_token
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        # The same rule as TemplateLM's, which would call the tokenizer once per text.
+        # The same rule as in TemplateLM's method, which would call the tokenizer once per text.
         pairs = [request.args for request in requests]
         moved = [
             (context.rstrip(), context[len(context.rstrip()) :] + continuation) if context else (context, continuation)
@@ -137,9 +137,9 @@ class FewbitsLM(TemplateLM):  # type: ignore[misc,unused-ignore]
     ) -> list[tuple[float, bool]]:
         scored = []
         for _name, context, continuation in requests:
-            # The last token is only predicted, never read.
+            # The model predicts the last token but does not read it, so one more token fits than the context length.
             kept = [*context, *continuation][-(self.max_length + 1) :]
-            # A continuation as long as the model's context leaves one token of context before it.
+            # If the continuation fills the model's context, one token remains as its context and the rest is scored.
             count = min(len(continuation), len(kept) - 1)
             scored.append((kept[: len(kept) - count], kept[len(kept) - count :]))
         # An empty continuation has probability 1.
@@ -183,7 +183,7 @@ class FewbitsLM(TemplateLM):  # type: ignore[misc,unused-ignore]
             settings = dict(requests[numbers[0]].args[1])
             stop = settings.pop("until", None) or []
             stop = [stop] if isinstance(stop, str) else list(stop)
-            # In the order in which the harness reads them; all names are removed.
+            # The harness accepts several names for the length. The first one that is set counts, and all are removed.
             lengths = [settings.pop(name, None) for name in _LENGTHS]
             length = next((int(value) for value in lengths if value is not None), self.max_gen_toks)
             given = {name: settings.pop(name) for name in _SETTINGS if name in settings}
@@ -219,5 +219,5 @@ class FewbitsLM(TemplateLM):  # type: ignore[misc,unused-ignore]
         return self.model.chat_prompt(chat_history)
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        # The harness only stores this with the results; the library applies the template itself.
+        # The harness only stores this text with the results; the library applies the template itself.
         return "the model's own" if chat_template else None

@@ -16,7 +16,7 @@ import pytest
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 BLOCKS = 3
-#: Just enough for a search to have data.
+#: Small calibration settings: just enough data for a search.
 QUICK = {"samples": 4, "seq_len": 64}
 
 

@@ -56,7 +56,7 @@ def test_usage(model: Path, tmp_path: Path, arguments: dict[str, Any], message: 
         fewbits.quantize(model, tmp_path / "out", **arguments)
     error = caught.value
     assert message in error.message and remedy in error.remedy, str(error)
-    # No command-line option or placeholder mark is left.
+    # The message contains no command-line option and no unreplaced placeholder.
     assert " --" not in str(error) and "‹" not in str(error), str(error)
     assert not (tmp_path / "out").exists()
 

@@ -122,7 +122,7 @@ def test_the_gate(model: Path, rtn: Path, tmp_path: Path) -> None:
     assert all(one.result == "model" and one.windows == 4 for one in failed.checks)
     assert report.read_text() == failed.page() and "<testsuite" in junit.read_text()
     assert failed.summary and failed._repr_html_().startswith("<iframe")
-    # Results can also be files.
+    # The gate also accepts results as files.
     good.save(tmp_path / "model.json")
     assert fewbits.gate(tmp_path / "model.json", policy=policy, baseline=baseline).passed
     assert fewbits.gate([tmp_path / "model.json"], policy=policy, baseline=baseline).passed

@@ -47,13 +47,14 @@ def test_metadata() -> None:
     assert importlib.resources.files("fewbits").joinpath("py.typed").is_file()
     assert sorted(fewbits.__all__) == fewbits.__all__
     assert all(hasattr(fewbits, name) for name in fewbits.__all__)
-    # No other package is needed.
+    # The package requires no other package.
     required = importlib.metadata.requires("fewbits") or []
     assert all("extra ==" in requirement for requirement in required)
 
 
 def test_stubs_are_those_of_the_extension(tmp_path: Path) -> None:
-    # Modules that need torch, which is not installed here; fields that ctypes creates; a base class without types.
+    # Excluded: modules that need torch, which is not installed here; fields that ctypes creates; and a class whose base
+    # class has no types.
     allowed = tmp_path / "allowed"
     allowed.write_text("fewbits\\._torch\nfewbits\\._kernels\\._?[A-Z].*\nfewbits\\.lm_eval\\.FewbitsLM.*\n")
     options = ["--ignore-disjoint-bases", "--allowlist", str(allowed), "--ignore-unused-allowlist"]
@@ -143,7 +144,7 @@ def test_the_code_of_the_guide_runs(model: Path, tmp_path: Path, monkeypatch: py
     monkeypatch.chdir(tmp_path)
     quick_quantize, quick_evaluate = fewbits.quantize, fewbits.evaluate
 
-    # The page's arguments are for real models.
+    # The arguments on the page are for real models; use faster ones.
     def quantize(*positional: Any, **arguments: Any) -> Any:
         if arguments.get("method") != "rtn":
             arguments.update(QUICK)
