@@ -68,7 +68,7 @@ pub enum RowsError {
     NonFinite {
         /// How many.
         count: u64,
-        /// Index of the first one, in row-major order.
+        /// Index of the first non-finite weight, in row-major order.
         first_index: u64,
     },
     /// A group's grid overflows the dtype of its scale.

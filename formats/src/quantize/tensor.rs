@@ -312,7 +312,7 @@ mod tests {
         assert_eq!(with.zeros.as_deref(), Some(&[8; 16][..]));
         assert_eq!(with.dequantize().unwrap(), without.dequantize().unwrap());
         assert_eq!(with.restated(without.scheme, Dtype::F16).unwrap(), without);
-        // One group per row is the same as the row.
+        // One group per row is equivalent to one scale per row.
         let channel = tensor("w4a16-g64-sym", Dtype::F16);
         assert!(channel.restated("w4a16-channel-sym".parse().unwrap(), Dtype::F16).is_ok());
     }

@@ -192,7 +192,7 @@ impl LinearScheme {
         self.fixed_scales().is_none() && !matches!(self.granularity, Granularity::Tensor | Granularity::Block)
     }
 
-    /// The divisor that the width `columns` must have: the group size of the weights, and of the activations.
+    /// The number that must divide the width `columns`: the group size of the weights, and of the activations.
     pub fn needed_divisor(&self, columns: usize) -> usize {
         match self.activations {
             ActivationScheme::Fp8Group => BLOCK,
