@@ -1,10 +1,10 @@
-//! `cargo xtask bench-rtn`: how close RTN of a synthetic checkpoint comes to the speed of the disk.
+//! `cargo xtask bench-rtn`: compares the speed of RTN on a synthetic checkpoint with that of the disk.
 //!
 //! Baseline and program alternate within one run. The baseline reads, hashes and writes the same number of bytes with
 //! fsync on one thread; the program is `quant quantize --method rtn`. The record holds medians, their ratio and the
-//! program's peak memory for each requested thread count. It also holds the arithmetic alone: rounding and packing in
-//! memory, by the example `rtn_throughput`. With `--scheme` another scheme is written, and the baseline reads its
-//! output back, as the program does.
+//! program's peak memory for each requested thread count. It also holds the time of rounding and packing in memory,
+//! measured by the example `rtn_throughput`. With `--scheme`, a different scheme is written, and the baseline also
+//! reads back its output, as the program does.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;

@@ -144,7 +144,7 @@ fn main() -> ExitCode {
     match outcome {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            // The chain of causes; a backtrace would add nothing.
+            // Print the chain of causes. A backtrace would add no information.
             eprintln!("error: {error:#}");
             ExitCode::FAILURE
         }

@@ -13,7 +13,7 @@ const MATURIN: &str = "maturin==1.16.0";
 /// The requirements of the tests, in addition to the wheel.
 const REQUIREMENTS: &str = "python/tests/requirements.txt";
 
-/// Downloads the external requirements of this step. The step itself repeats failed downloads.
+/// Downloads the external requirements of this step. If a download fails, the step itself tries again.
 pub fn fetch() {
     let _ = tools().and_then(|_| wheels());
 }
@@ -51,7 +51,7 @@ pub fn run() -> Result<()> {
     let mut unpack = Command::new(&python);
     unpack.args(["-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target"]).arg(&package);
     execute(unpack.arg(&wheel))?;
-    // In this directory nothing is imported from the checkout, so the tests use the wheel.
+    // Tests run in this directory, so that nothing is imported from the checkout and they use the wheel.
     let mut tests = Command::new(fresh.join("bin/pytest"));
     tests.current_dir(root().join("python/tests")).args(["-q", "-p", "no:cacheprovider", "--durations=5"]);
     execute(tests.env("FEWBITS_ROOT", root()).env("PYTHONDONTWRITEBYTECODE", "1"))
