@@ -25,10 +25,10 @@ from safetensors.torch import save_file as save_torch
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 TOLERANCE = 2e-6
-# Quantized weights are the same numbers in both programs, so only the order of sums differs.
+# Both programs use the same dequantized weights, so only the order of sums differs.
 QUANTIZED_TOLERANCE = 1e-5
-# Maximum ratio of quant's errors to transformers', if they exceed the tolerance: for the largest error and for the root
-# mean square.
+# If quant's errors exceed the tolerance, the maximum ratio of quant's errors to transformers': for the largest error
+# and for the root mean square.
 LARGEST_RATIO, MEAN_RATIO = 4, 1.5
 LENGTHS = [24, 112]
 OPTIONS = ["--group-size", "32"]
@@ -37,11 +37,11 @@ METHODS = {"rtn": ["--method", "rtn"], "awq": SAMPLES, "gptq": ["--method", "gpt
 # Checked on every change; the other families take turns by the day.
 ALWAYS = ["gemma3", "phi3"]
 PER_DAY = 6
-# Families whose quantized experts transformers cannot read. An independent implementation dequantizes them, and the
-# floats are run.
+# Families whose quantized experts transformers cannot read. An independent implementation dequantizes the experts, and
+# transformers runs the resulting float model.
 THROUGH_FLOATS = ["gpt_oss", "gpt_oss-mxfp4", "gpt_oss-floats", "granitemoe", "gemma4-experts", "gpt2", "gpt2-scaled",
                   "gpt2-bare", "granitemoehybrid-experts", "llama4", "llama4-bias", "mistral4", *make_tiny.BUILT_AS_LLAMA]
-# Models that are published quantized. Their values are read from codes and scales without quant.
+# Models whose published checkpoints are quantized. Their values are computed from codes and scales without quant.
 STORED_QUANTIZED = ["gpt_oss-mxfp4", "deepseek_v3-fp8"]
 
 # Mistakes that an implementation could make, expressed as a different configuration of the same weights; the logits
@@ -168,7 +168,7 @@ def gates_before_values(tensor):
     return torch.cat([parts[0], parts[2], parts[1]], dim=1).flatten(0, 1)
 
 
-# Such mistakes, expressed as different weights under the same configuration: the result of an implementation that
+# Further mistakes, expressed as different weights under the same configuration: the result of an implementation that
 # misinterprets the weights.
 WEIGHT_TRAPS = {
     "norms multiply by what is stored": ("qwen3_5", scaled("layernorm.weight", lambda w: w - 1)),
@@ -242,7 +242,7 @@ def norms_swapped(tensors):
     return {name: tensors[other.get(name, name)] for name in tensors}
 
 
-# Different tensors under a different configuration.
+# A mistake that changes both the tensors and the configuration.
 TENSOR_TRAPS = {
     "keys of each block's own": ("gemma4-shared", {"num_kv_shared_layers": 0}, with_keys_of_their_own),
     "experts behind the norm of the MLP": ("gemma4-experts", {}, norms_swapped),
@@ -346,7 +346,7 @@ class Family:
         window = self.tokens(LENGTHS[-1])
         model = reference_model.load(self.as_floats(out) if self.name in THROUGH_FLOATS else out)
         theirs = reference_model.logits(model, window).numpy()
-        # Its weights become floats in the first run.
+        # The first run writes the weights of this model as floats.
         with torch.inference_mode():
             model.double()
         exact = reference_model.logits(model, window, torch.float64).numpy()

@@ -342,7 +342,7 @@ def layouts(check):
     return f"{len(modules)} linears", len(modules) > 0
 
 
-# The formats that llama.cpp's converter reads.
+# Formats that llama.cpp's converter can read.
 CONVERTED = [("wf8af8-channel", []), ("wf8af8-b128", []), ("wf4a16-g16-nv", []),
              ("wf4a16-g16-nv", ["--format", "modelopt"])]
 
@@ -366,7 +366,8 @@ def converted(check, llama_cpp, scheme, options):
                 (f"mlp.{p}_proj", f"ffn_{p}") for p in ("gate", "up", "down")]:
             weight = ours[f"model.layers.{layer}.{part}.weight"]
             if (count := heads.get(name.removeprefix("attn_"))) is not None:
-                # Its rotary embedding pairs neighbors, quant's pairs halves.
+                # llama.cpp's rotary embedding pairs neighbouring channels; quant's pairs channel i of one half with
+                # channel i of the other.
                 halves = weight.reshape(count, 2, -1, weight.shape[1])
                 weight = halves.swapaxes(1, 2).reshape(weight.shape)
             other = found[f"blk.{layer}.{name}.weight"]

@@ -116,7 +116,7 @@ class Vllm:
                     found[model] = None, error.read_text()
             left = [model for model in left if model not in found]
             if left and (done.returncode or len(left) == before):
-                # Compiled code ended the process, while running the first model that has no result.
+                # Compiled code crashed while it ran the first model that has no result.
                 lines = done.stderr.splitlines() or ["no message"]
                 found[left[0]] = None, f"the engine ends with {done.returncode}: {lines[-1].strip()[:200]}"
                 left = left[1:]

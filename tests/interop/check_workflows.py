@@ -41,7 +41,7 @@ def policy(check):
     def work():
         model, results = check.model("demo"), check.scratch / "results"
         results.mkdir(exist_ok=True)
-        # The policy names one of its results.
+        # The policy refers to a result with this name.
         result, baseline = results / "wikitext.json", check.scratch / "baseline.json"
         rounded = check.scratch / "policy-w8"
         check.program("quant", "quantize", model, "-o", rounded, "--method", "rtn", "--scheme", "w8a16-g64-sym",

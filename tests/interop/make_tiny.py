@@ -80,12 +80,13 @@ VARIANTS = {
     "qwen2-max-window-layers": QWEN2_MIXED | {"max_window_layers": 1},
     "qwen3": {"model_type": "qwen3", "head_dim": 64, "attention_bias": True},
     "qwen3-unbiased": {"model_type": "qwen3", "head_dim": 64},
-    # Experts narrower than the block, a number of them that is not a power of two, heads of a different width.
+    # Experts that are narrower than the block, in a number that is not a power of two, and heads of a different width.
     "mixtral": {"model_type": "mixtral", "num_local_experts": 6, "num_experts_per_tok": 2},
     "qwen3-moe": QWEN3_MOE | {"norm_topk_prob": True},
     "qwen3-moe-mixed": QWEN3_MOE | {"num_hidden_layers": 4, "mlp_only_layers": [1], "decoder_sparse_step": 1,
                                     "attention_bias": True, "tie_word_embeddings": True},
-    # The fixed features of llama.cpp's graphs: windows in fixed layers, scores scaled by the width of heads.
+    # The features that are fixed in llama.cpp's graphs: windows in fixed layers, and scores scaled by the width of
+    # heads.
     "gemma2-alternating": SMALL_GEMMA | {"model_type": "gemma2", "num_hidden_layers": 4, "attn_logit_softcapping": 1.5,
                                          "final_logit_softcapping": 2.0, "layer_types": [SLIDING, FULL] * 2},
     "gemma3-sixth": SMALL_GEMMA | {"model_type": "gemma3_text", "num_hidden_layers": 6, "rope_parameters": {
@@ -124,7 +125,7 @@ VARIANTS = {
     "opt": OPT,
     "opt-plain": OPT | {"enable_bias": False, "layer_norm_elementwise_affine": False,
                         "tie_word_embeddings": False},
-    # As saved by a class without a head: names lack their first part.
+    # Saved by a class without a head, so tensor names lack their first part.
     "opt-bare": OPT,
 }
 
@@ -139,8 +140,8 @@ def rope(**parameters):
 
 
 # Small models of each family, with every feature enabled and values that make its effect visible. The check runs
-# windows of 24 and of 112 tokens and decodes starting at the 56th. All attention windows, and all lengths at which a
-# rotation changes, are in between.
+# windows of 24 and of 112 tokens and decodes starting at the 56th token. All attention windows, and all lengths at
+# which a rotation changes, are between 24 and 112.
 WINDOW, ORIGINAL = 40, 64
 LAYERS = {"num_hidden_layers": 4, "sliding_window": WINDOW}
 GEMMA = LAYERS | {"query_pre_attn_scalar": 10, "hidden_activation": "gelu_pytorch_tanh"}
@@ -263,7 +264,7 @@ FAMILIES = {
     "qwen3_next-experts": HYBRID | SHARED_EXPERT | {"model_type": "qwen3_next", "mlp_only_layers": [0], "norm_topk_prob": True},
     "qwen3_next-unnormalized": HYBRID | SHARED_EXPERT | {"model_type": "qwen3_next", "decoder_sparse_step": 2,
                                                          "norm_topk_prob": False},
-    # As saved by transformers, and as published: all experts of a block together.
+    # Two models: as saved by transformers, and as published, with all experts of a block in one tensor.
     "qwen3_5_moe": HYBRID | SHARED_EXPERT | {"model_type": "qwen3_5_moe_text"},
     "qwen3_5_moe-published": HYBRID | SHARED_EXPERT | {"model_type": "qwen3_5_moe_text", "attention_bias": True},
     "qwen2_moe": EXPERTS | {"model_type": "qwen2_moe", "num_experts": 6, "moe_intermediate_size": 64,
@@ -280,7 +281,7 @@ FAMILIES = {
     "glm4_moe-ungrouped": DEEPSEEK | {"model_type": "glm4_moe", "n_group": 1, "topk_group": 1, "norm_topk_prob": False,
                                       "routed_scaling_factor": 0.5},
     "deepseek_v3": DEEPSEEK | LATENT | {"model_type": "deepseek_v3"} | rope(**yarn(mscale=1.0, mscale_all_dim=0.7)),
-    # Stored in 8 bits: blocks are cut off at the edges, and 128 divides no width, so that inputs are not rounded.
+    # Stored in 8-bit floats. Blocks are cut off at the edges. No width is a multiple of 128, so inputs are not rounded.
     "deepseek_v3-fp8": DEEPSEEK | LATENT | {"model_type": "deepseek_v3", "first_k_dense_replace": 2,
                                               "n_shared_experts": 3},
     "deepseek_v3-plain": DEEPSEEK | LATENT | {
@@ -294,7 +295,7 @@ FAMILIES = {
     "glm4_moe_lite": DEEPSEEK | LATENT | {"model_type": "glm4_moe_lite", "n_group": 1, "topk_group": 1},
     "gpt_oss": EXPERTS | {"model_type": "gpt_oss", "num_local_experts": 5, "intermediate_size": 64, "num_hidden_layers": 4,
                           "sliding_window": WINDOW, "swiglu_limit": 1.5} | rope(**yarn(truncate=False)),
-    # As published, and with the same numbers as floats.
+    # Two models with the same values: as published, and as floats.
     "gpt_oss-mxfp4": GPT_OSS,
     "gpt_oss-floats": GPT_OSS,
     "minimax_m2": EXPERTS | {"model_type": "minimax_m2", "num_local_experts": 6, "intermediate_size": 64} | rope(
@@ -310,10 +311,10 @@ FAMILIES = {
     "gpt2": {"model_type": "gpt2", "n_inner": 160},
     "gpt2-scaled": {"model_type": "gpt2", "scale_attn_by_inverse_layer_idx": True, "scale_attn_weights": False,
                     "activation_function": "gelu", "tie_word_embeddings": False},
-    # As published: the decoder's names lack their first part, and masks are stored.
+    # As published: the names of the decoder's tensors lack their first part, and masks are stored.
     "gpt2-bare": {"model_type": "gpt2", "n_inner": None},
     "bloom": {"model_type": "bloom"},
-    # Slopes from two series; keys and names as published.
+    # The slopes come from two series; keys and names are as published.
     "bloom-bare": {"model_type": "bloom", "num_attention_heads": 6},
     "internlm3": {"model_type": "internlm3", "attention_bias": True, "mlp_bias": True,
                   "max_position_embeddings": ORIGINAL} | rope(rope_type="dynamic", factor=6.0),
@@ -321,7 +322,7 @@ FAMILIES = {
     # transformers has no class for it, so it is built from Llama's class and read as such.
     "phimoe": {"model_type": "phimoe", "num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 64,
                "router_jitter_noise": 0.4, "attention_bias": True, "lm_head_bias": True},
-    # No longer than the original length, beyond which implementations differ.
+    # Not longer than the original length: beyond it, implementations differ.
     "phimoe-longrope": {
         "model_type": "phimoe", "num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 64,
         "max_position_embeddings": 512, "original_max_position_embeddings": 128, "sliding_window": WINDOW} | rope(
@@ -472,7 +473,7 @@ def make_model(variant, seed):
             if name.endswith(".bias"):
                 parameter.copy_(0.3 * noise)
             elif name.endswith(".A_log"):
-                # A slow decay, so that a state holds many tokens.
+                # Slow decay, so that a state depends on many tokens.
                 parameter.copy_(-2.5 + 0.5 * noise)
             elif parameter.ndim == 1 or name.endswith(("q_norm.weight", "k_norm.weight")):
                 center = 0.0 if centered and "linear_attn" not in name else 1.0

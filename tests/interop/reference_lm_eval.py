@@ -70,7 +70,7 @@ def measure(model_dir, documents, length):
                  max_length=length, batch_size=1)
     task = Documents()
     requests = [task.construct_requests(document, "") for document in documents]
-    # It draws a progress bar for every window regardless of the options.
+    # The harness draws a progress bar for every window, regardless of the options.
     with contextlib.redirect_stderr(io.StringIO()):
         likelihoods = model.loglikelihood_rolling(requests, disable_tqdm=True)
     results = [task.process_results(document, (likelihood,))
