@@ -21,8 +21,8 @@ RUSTC_WORKSPACE_WRAPPER=$(dirname "$(dirname "$here")")/target/aarch64/bin/clipp
 # The last processor has all paths and runs all tests. On the others, the tests check that missing paths are not used.
 while read -r processor paths tests; do
     echo "$processor: $paths"
-    # Tests skip the paths that a processor lacks, so the paths that it must have are passed explicitly. shellcheck
-    # disable=SC2086
+    # Tests skip the paths that a processor lacks, so the paths that it must have are passed explicitly.
+    # shellcheck disable=SC2086
     QUANT_QEMU_CPU=$processor QUANT_EXPECTED_ISAS=$paths \
         "$here/run.sh" test "${package[@]}" $tests "$@"
 done <<'END'
