@@ -1,4 +1,4 @@
-"""Results that read a model and change nothing: plans and inspections."""
+"""Results of functions that only read a model: plans and inspections."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class Plan(Result):
 
     @property
     def output_bytes(self) -> int:
-        """Bytes of the first format."""
+        """Bytes of the output in the first format."""
         return self.formats[0].output_bytes
 
     def _shown(self) -> str:
@@ -198,7 +198,7 @@ class Inspection(Result):
 
     @property
     def quant_method(self) -> str | None:
-        """The format of its quantized weights; None for a float model."""
+        """The ``quant_method`` of the checkpoint; None for a float model."""
         method: str | None = self._fields["quant_method"]
         return method
 

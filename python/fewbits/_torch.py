@@ -145,7 +145,7 @@ def _codes(module: torch.nn.Module, bits: int, shape: tuple[int, int]) -> torch.
 
 
 def _activations(scheme: Any, module: torch.nn.Module) -> tuple[str, tuple[float, int] | None] | None:
-    """The treatment of inputs in a scheme, if the kernels support it."""
+    """How a scheme treats the inputs, or None if the kernels do not support it."""
     inputs = scheme.input_activations
     if inputs is None:
         return "float", None
@@ -199,7 +199,8 @@ def _packed(module: torch.nn.Module) -> PackedLinear | None:
 
 
 def replace_linears(model: torch.nn.Module) -> tuple[int, int]:
-    """Replaces linears of compressed-tensors by packed ones; returns how many were replaced and how many were not."""
+    """Replaces linears of compressed-tensors by packed ones. Returns the numbers of linears that were replaced and
+    that were not."""
     replaced = stayed = 0
     for name, module in list(model.named_modules()):
         if getattr(module, "quantization_scheme", None) is None or not isinstance(module, torch.nn.Linear):
@@ -218,10 +219,11 @@ def replace_linears(model: torch.nn.Module) -> tuple[int, int]:
 
 
 def quantizer(base: type[Any]) -> type[Any]:
-    """transformers' quantizer for compressed-tensors checkpoints, with packed linears after loading."""
+    """Returns a subclass of transformers' quantizer for compressed-tensors checkpoints that packs the linears after
+    loading."""
 
     class PackedQuantizer(base):  # type: ignore[misc,valid-type,unused-ignore]
-        """Loads as the base class does, then packs."""
+        """Loads the checkpoint as the base class does, then packs its linears."""
 
         _packs = False
 

@@ -1,4 +1,4 @@
-"""llm-compressor's interface, :func:`oneshot` and its modifiers, on this package.
+"""llm-compressor's interface, :func:`oneshot` and its modifiers, implemented by this package.
 
 Only the imports change:
 
@@ -12,8 +12,8 @@ Only the imports change:
 ...     num_calibration_samples=512,
 ... )
 
-Unknown arguments are rejected by name before any work; none is silently ignored. One thing differs: samples are windows
-of ``max_seq_length`` tokens, into which texts are joined and cut, instead of truncated rows.
+Unknown arguments are never ignored: they are rejected by name before any work. There is one difference: a sample is
+not a truncated row but a window of ``max_seq_length`` tokens. Texts are joined and then cut into windows.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ _Modifier = Union[QuantizationModifier, GPTQModifier, AWQModifier, SmoothQuantMo
 
 
 def _settings(recipe: _Modifier | Sequence[_Modifier]) -> dict[str, Any]:
-    """Modifiers as arguments of :func:`fewbits.quantize`."""
+    """Converts modifiers to arguments of :func:`fewbits.quantize`."""
     kinds = (QuantizationModifier, GPTQModifier, AWQModifier, SmoothQuantModifier)
     if isinstance(recipe, (str, PathLike)):
         raise UsageError(
@@ -193,7 +193,7 @@ def _settings(recipe: _Modifier | Sequence[_Modifier]) -> dict[str, Any]:
 
 
 def _rows(dataset: Texts, column: str) -> Texts:
-    """A dataset whose texts are in a column of a different name."""
+    """Yields the rows of a dataset whose texts are in a column with a different name."""
     if isinstance(dataset, (str, PathLike)):
         return dataset
 

@@ -5,8 +5,8 @@ lm-evaluation-harness 0.4.13 does not discover plug-ins, so import this module f
     import fewbits.lm_eval
     lm_eval.simple_evaluate(model="fewbits", model_args="pretrained=OUT", tasks=["hellaswag"])
 
-Later versions find ``--model fewbits`` through the entry point ``lm_eval.models``. Texts are split into tokens, windows
-and continuations by the harness's own rules, those of its ``hf`` model.
+Later versions find ``--model fewbits`` through the entry point ``lm_eval.models``. Texts are split into tokens,
+windows and continuations as in the harness's ``hf`` model.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class FewbitsLM(TemplateLM):  # type: ignore[misc,unused-ignore]
         return self._encode([string], add_special_tokens)[0]
 
     def _encode(self, texts: Sequence[str], special: bool | None = None) -> list[list[int]]:
-        """Tokens of many texts at once; no prefix token is added to a text that begins with it."""
+        """Tokenizes many texts at once. No prefix token is added to a text that already begins with it."""
         flags = [self._adds_special(text) if special is None else special for text in texts]
         found: list[list[int]] = [[] for _ in texts]
         for flag in (True, False):

@@ -1,4 +1,4 @@
-"""The model that ships with the program, cut to a few blocks; every test uses it."""
+"""Fixtures: the demo model, cut to a few blocks, which every test uses."""
 
 from __future__ import annotations
 

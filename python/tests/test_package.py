@@ -134,7 +134,7 @@ def page_of_the_guide() -> str:
 
 
 def test_the_code_of_the_guide_runs(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs all Python code of the page, block after block, in a directory with the model as `MODEL`."""
+    """Runs all Python code blocks of the page in order, in a directory that contains the model as `MODEL`."""
     text = page_of_the_guide()
     blocks = re.findall(r"^```python\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE)
     assert len(blocks) >= 6

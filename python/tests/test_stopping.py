@@ -141,7 +141,7 @@ def test_ctrl_c_at_the_command_line_prints_how_to_go_on(model: Path, tmp_path: P
 
 
 def test_other_threads_run_meanwhile(model: Path, tmp_path: Path) -> None:
-    """The interpreter's lock is released during the work."""
+    """The GIL is released while a job runs."""
     counted = 0
     stop = threading.Event()
 

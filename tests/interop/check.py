@@ -1,6 +1,7 @@
-"""The interop check: quant's numbers against transformers', and its bits against an independent implementation.
+"""The interop check: compares quant's results with those of transformers, and its dequantized weights with those of
+an independent implementation.
 
-Nine kinds of checks, each on its own line with what it measured:
+There are ten kinds of checks. Each prints a line with its measurements:
 
   float     logits of float models, quant's against transformers', at most 1e-3 of the largest logit
   loads     a checkpoint that `quant quantize` wrote, loaded by transformers with compressed-tensors
@@ -20,7 +21,7 @@ Nine kinds of checks, each on its own line with what it measured:
             as `quant gate` reads it: see check_workflows.py
   page      reports opened in Chromium: the displayed contents; see check_pages.py
 
-Exits with 1 if one fails.
+Exits with 1 if a check fails.
 """
 
 import argparse
@@ -229,7 +230,7 @@ class Check:
         return path
 
     def step(self, title, work):
-        """Runs one check; `work` returns what it measured and whether that is acceptable."""
+        """Runs one check. `work` returns its measurements and whether they are acceptable."""
         started = time.monotonic()
         try:
             measured, ok = work()

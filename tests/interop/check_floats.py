@@ -1,4 +1,4 @@
-"""Floating-point formats against torch, transformers and compressed-tensors.
+"""Compares floating-point formats with torch, transformers and compressed-tensors.
 
   numbers  the value of every code, in the tables of the independent implementation and in torch
   floats   a checkpoint that `quant quantize` wrote: the weights that quant reads from it, those of the independent one
@@ -276,7 +276,8 @@ def cache_numbers(check):
 
 
 def cache_logits(check):
-    """quant's logits and transformers' with the same scales: far closer to each other than either is to floats."""
+    """Compares quant's logits with those of transformers for the same scales. They must be far closer to each other
+    than to the logits with a float cache."""
     out, plain = check.scratch / "cache", check.scratch / "cache-plain"
     check.program("quant", "quantize", check.model("demo"), "-o", out, "--quiet", "--scheme", "wf8a16kvf8-channel",
                   "--method", "rtn", *QUICK)

@@ -1,4 +1,4 @@
-"""GGUF files against llama.cpp itself: its library, its llama-quantize, its converter and llama-perplexity.
+"""Compares GGUF files with llama.cpp itself: its library, llama-quantize, its converter and llama-perplexity.
 
   blocks    rows of every block type: bytes equal to the output of `ggml_quantize_chunk`, with and
             without an importance; random bytes decoded to the floats of gguf's own dequantizers

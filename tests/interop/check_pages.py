@@ -156,7 +156,7 @@ def number(value, digits):
 
 
 def nats(value):
-    """A divergence, which may be so small that two digits of it count."""
+    """Formats a divergence: with two significant digits if it is very small."""
     if value["mean"] >= 1e-3:
         return number(value, 5)
     shown = [f"{value['mean']:.1e}", f"{value['standard_error']:.0e}"]

@@ -1,4 +1,4 @@
-"""Profiles of `quant eval`, each against transformers and against the program it is named after.
+"""Compares each profile of `quant eval` with transformers and with the program after which it is named.
 
   gptq       transformers, by the rule
   hf-stride  transformers, by the rule
@@ -9,8 +9,8 @@
 Packed checkpoints in formats that llama.cpp's converter reads are converted as well, and llama-perplexity is compared
 with `quant eval` on the same file.
 
-The rule gives, window by window, the number of scored tokens and their mean negative log-likelihood; the programs only
-report totals. check.py runs these as its `profile` checks.
+For the rules, the number of scored tokens and their mean negative log-likelihood are compared window by window. The
+programs only report totals. check.py runs these as its `profile` checks.
 """
 
 import importlib
@@ -81,7 +81,7 @@ def with_tokenizer(model, kind, out):
 
 
 def write_text(kind, source, scratch):
-    """Writes the whole text; its beginning, which ends inside a window; or several documents."""
+    """Writes the whole text, its beginning (which ends inside a window), or several documents."""
     text = source.read_text()
     if kind == "text":
         return source

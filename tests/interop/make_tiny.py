@@ -1,7 +1,7 @@
 """Makes a tiny random checkpoint of a family, to compare decoders on features that small real models lack.
 
-Norm weights are random too (an implementation that ignores them must fail), and all widths divide by 128. The tokenizer
-maps every byte to one token and puts <s> first.
+Norm weights are random too, so that an implementation that ignores them must fail. The tokenizer maps every byte to
+one token and adds <s> at the start.
 """
 
 import argparse
@@ -510,7 +510,7 @@ def mxfp4_experts(model):
 
 
 def mxfp4_values(codes, scales):
-    """Their values, `[experts, out, in]`."""
+    """The values of the codes and scales of `mxfp4_experts`, `[experts, out, in]`."""
     magnitudes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
     table = torch.cat([magnitudes, -magnitudes])
     pairs = torch.stack([table[(codes & 15).long()], table[(codes >> 4).long()]], dim=-1)
@@ -551,7 +551,7 @@ def store_as_fp8(out):
 
 
 def join_experts(out):
-    """Joins all experts of a block in two tensors: gates and then ups, and downs."""
+    """Joins all experts of a block in two tensors: one with gates followed by ups, and one with downs."""
     path, singles = out / "model.safetensors", {}
     tensors = load_file(path)
     for name in [name for name in tensors if ".experts." in name and name.endswith("_proj.weight")]:
@@ -652,7 +652,7 @@ def use_rope_scaling_key(config_file):
 
 
 def use_older_gemma3_keys(config):
-    """Bases and scaling as Gemma 3 was published, before transformers 5."""
+    """Writes RoPE bases and scaling with the keys of the published Gemma 3, from before transformers 5."""
     config.pop("rope_parameters")
     config |= {"rope_theta": 30000.0, "rope_local_base_freq": 4000.0,
                "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
