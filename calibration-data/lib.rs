@@ -120,7 +120,7 @@ pub fn public_sets() -> Result<Vec<PublicSet>, toml::de::Error> {
 pub struct ModelFile {
     /// The file name in the directory.
     pub name: &'static str,
-    /// Its contents.
+    /// The contents of the file.
     pub bytes: &'static [u8],
 }
 

@@ -61,11 +61,11 @@ pub struct KlQuantiles {
     pub median: Quantile,
     /// The 90th percentile.
     pub p90: Quantile,
-    /// 99 of 100.
+    /// The 99th percentile.
     pub p99: Quantile,
     /// The 99.9th percentile.
     pub p999: Quantile,
-    /// All.
+    /// The largest value.
     pub max: Quantile,
 }
 
@@ -78,7 +78,7 @@ pub struct ConfidenceBucket {
     pub from: f64,
     /// Upper bound of the reference's largest probability: exclusive, except for 1.
     pub to: f64,
-    /// Positions.
+    /// Number of positions in this bucket.
     pub positions: usize,
     /// Mean divergence over the positions of this bucket; absent if the bucket is empty.
     pub kl: Option<Estimate>,

@@ -38,7 +38,7 @@ pub struct Evaluation {
     pub model: ModelIdentity,
     /// The reference that it was compared with.
     pub reference: Option<ModelIdentity>,
-    /// On what.
+    /// The text on which the model was measured.
     pub text: TextIdentity,
     /// The rule of scoring.
     pub profile: String,
@@ -74,9 +74,9 @@ pub struct Evaluation {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Tool {
-    /// Its name.
+    /// The program's name.
     pub name: String,
-    /// Its version.
+    /// The program's version.
     pub version: String,
     /// SHA-256 of the executable, if it can be read.
     pub sha256: Option<String>,
@@ -106,7 +106,7 @@ pub struct ModelIdentity {
 pub struct SchemeShare {
     /// The scheme, or `float` for linears that are not quantized.
     pub scheme: String,
-    /// Linears.
+    /// Number of linears with this scheme.
     pub linears: usize,
 }
 
@@ -115,11 +115,11 @@ pub struct SchemeShare {
 #[serde(deny_unknown_fields)]
 #[non_exhaustive]
 pub struct TextIdentity {
-    /// Its name.
+    /// The text's name.
     pub name: String,
     /// SHA-256 of the text.
     pub sha256: String,
-    /// Its bytes.
+    /// Size of the text in bytes.
     pub bytes: u64,
 }
 

@@ -219,7 +219,7 @@ impl StoredReference {
 /// The sizes and offsets of the parts, from the header.
 struct Sizes {
     dtype: Dtype,
-    /// Bytes.
+    /// Sizes of the weight and the bias in bytes.
     weight: usize,
     bias: usize,
     /// Offset of each window.

@@ -65,7 +65,7 @@ pub enum Error {
     Usage {
         /// The problem with the request.
         message: String,
-        /// What to request instead.
+        /// What the user can request instead.
         remedy: String,
     },
     /// A pattern of the settings `ignore` or `override` that matched no tensor.
@@ -256,7 +256,7 @@ pub enum Error {
     Io {
         /// The operation: `read`, `create`, `write`, `sync`, `rename` …
         action: &'static str,
-        /// On what.
+        /// The path on which the operation failed.
         path: PathBuf,
         /// The system's error.
         source: std::io::Error,
@@ -306,7 +306,7 @@ pub enum Error {
         path: PathBuf,
         /// The reason, including the line or the key.
         reason: String,
-        /// What to do.
+        /// What the user can do about it.
         remedy: String,
     },
     /// The named text is neither a file nor a known set.
@@ -351,7 +351,7 @@ pub enum Error {
         path: PathBuf,
         /// The tensor's name.
         tensor: String,
-        /// How many.
+        /// Number of non-finite values.
         count: u64,
         /// Index of the first non-finite value, in row-major order.
         first_index: u64,
@@ -370,7 +370,7 @@ pub enum Error {
     Calibration {
         /// The affected tensor or module.
         tensor: String,
-        /// What of it.
+        /// A description of the values that overflow.
         what: String,
     },
 

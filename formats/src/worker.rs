@@ -49,7 +49,7 @@ pub enum Content {
     Tokenizer(Vec<u8>),
     /// A chat template.
     Template {
-        /// Its source.
+        /// The template's source.
         source: String,
         /// Special tokens that the template may use, by name.
         tokens: Vec<(String, String)>,

@@ -65,7 +65,7 @@ struct Quantize {
     report: Option<PathBuf>,
 }
 
-/// Quantizes.
+/// Quantizes a model; returns the summary as JSON.
 pub fn quantize(request: &str, rows: Option<Vec<String>>, session: &Session) -> Result<String> {
     let asked: Quantize = parse(request)?;
     let request = QuantizeRequest {
@@ -89,7 +89,7 @@ struct Plan {
     settings: RecipeSettings,
 }
 
-/// Plans.
+/// Plans a quantization; returns the plan as JSON.
 pub fn plan(request: &str, session: &Session) -> Result<String> {
     let Plan { model, settings } = parse(request)?;
     let (plan, seconds) = plan::value(&model, &settings, &Keywords, session)?;

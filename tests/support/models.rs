@@ -9,11 +9,11 @@ use serde_json::{Map, Value, json};
 /// One tensor of a safetensors file, with its data.
 #[derive(Debug, Clone, PartialEq)]
 pub struct RawTensor {
-    /// Its name.
+    /// The tensor's name.
     pub name: String,
     /// For example `F16` or `I32`.
     pub dtype: String,
-    /// Its shape.
+    /// The tensor's shape.
     pub shape: Vec<u64>,
     /// The data, little-endian.
     pub data: Vec<u8>,

@@ -64,7 +64,7 @@ pub struct Outcome {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct Judged {
-    /// Its name.
+    /// The result's name.
     pub name: String,
     /// The rule that it was scored by.
     pub profile: String,

@@ -71,16 +71,16 @@ pub enum OnInconclusive {
     /// The gate is inconclusive.
     #[default]
     Inconclusive,
-    /// It fails.
+    /// The gate fails.
     Fail,
-    /// It passes.
+    /// The gate passes.
     Pass,
 }
 
 /// A degradation that must be shown to stay within a margin.
 #[derive(Debug, Clone)]
 pub struct NonInferiority {
-    /// Of what.
+    /// The metric that is tested.
     pub metric: Metric,
     /// The comparison: baseline or reference.
     pub against: Against,

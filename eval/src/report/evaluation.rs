@@ -33,7 +33,7 @@ pub struct EvaluationReport<'a> {
 
 /// A window with the beginning of its text.
 pub struct WorstWindow {
-    /// Its number.
+    /// The window's index.
     pub window: usize,
     /// The beginning of its text.
     pub excerpt: String,
@@ -52,7 +52,7 @@ impl EvaluationReport<'_> {
         numbers
     }
 
-    /// The page.
+    /// Renders the page.
     pub fn page(&self) -> String {
         let r = self.result;
         let subtitle = html! {

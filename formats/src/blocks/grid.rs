@@ -50,7 +50,7 @@ pub(super) struct Fields {
     pub(super) d: f32,
     /// The scale of the minimums, also exact in half precision.
     pub(super) dmin: f32,
-    /// Per part.
+    /// Factors and minimums, one per part.
     pub(super) factors: [i32; PARTS],
     pub(super) minimums: [i32; PARTS],
     /// Codes, one per element.

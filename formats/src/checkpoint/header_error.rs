@@ -106,7 +106,7 @@ pub enum HeaderError {
     SizeOverflow {
         /// The tensor.
         tensor: String,
-        /// Its shape.
+        /// The tensor's shape.
         shape: Vec<u64>,
     },
     /// The sub-byte elements of a tensor do not fill whole bytes.
@@ -116,7 +116,7 @@ pub enum HeaderError {
         tensor: String,
         /// The tensor's element type.
         dtype: Dtype,
-        /// Its shape.
+        /// The tensor's shape.
         shape: Vec<u64>,
     },
     /// A tensor's start is after its end.
@@ -138,7 +138,7 @@ pub enum HeaderError {
         tensor: String,
         /// The tensor's element type.
         dtype: Dtype,
-        /// Its shape.
+        /// The tensor's shape.
         shape: Vec<u64>,
         /// Bytes implied by type and shape.
         expected: u64,

@@ -44,7 +44,7 @@ pub struct ShardFile {
 /// One tensor of a file.
 #[derive(Debug, Clone)]
 pub struct PlacedTensor {
-    /// Its name.
+    /// The tensor's name.
     pub name: String,
     /// Type and shape.
     pub info: TensorInfo,

@@ -17,7 +17,7 @@ pub(crate) const MANIFEST: &str = "quant_manifest.json";
 pub struct PublishedFile {
     /// The file's name within the directory.
     pub name: String,
-    /// Its length.
+    /// The file's length in bytes.
     pub bytes: u64,
     /// The file's SHA-256.
     pub sha256: Digest256,

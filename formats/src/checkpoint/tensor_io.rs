@@ -128,7 +128,7 @@ pub fn require_finite(path: PathBuf, tensor: &str, values: &[f32]) -> Result<()>
 /// A tensor that will be written.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TensorSpec {
-    /// Its name in the checkpoint.
+    /// The tensor's name in the checkpoint.
     pub name: String,
     /// Element type and shape.
     pub info: TensorInfo,

@@ -251,7 +251,7 @@ pub struct PackedWeight<'a> {
     pub module: &'a str,
     /// `[n, k]` according to the model.
     pub shape: [usize; 2],
-    /// Its scheme.
+    /// The weight's scheme.
     pub scheme: LinearScheme,
 }
 

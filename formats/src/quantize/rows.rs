@@ -66,7 +66,7 @@ pub enum RowsError {
     /// Weights are NaN or infinite.
     #[error("{count} non-finite value(s), the first at index {first_index}")]
     NonFinite {
-        /// How many.
+        /// Number of non-finite weights.
         count: u64,
         /// Index of the first non-finite weight, in row-major order.
         first_index: u64,

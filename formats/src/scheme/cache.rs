@@ -14,7 +14,7 @@ pub enum CachePart {
 }
 
 impl CachePart {
-    /// Both.
+    /// Keys and values.
     pub const ALL: [Self; 2] = [Self::Keys, Self::Values];
 
     /// The last part of the name of the scale.

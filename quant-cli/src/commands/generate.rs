@@ -66,7 +66,7 @@ struct Token {
     sampling_logprob: f64,
 }
 
-/// Writes.
+/// Generates a text and prints it.
 pub fn run(args: &Args, session: &Session) -> Result<()> {
     let prompt_file = args.prompt_file.as_deref().filter(|file| *file != Path::new("-"));
     args.json.check_distinct(&args.model, &prompt_file.into_iter().collect::<Vec<_>>())?;

@@ -83,7 +83,7 @@ struct FamilyJson {
     basis: &'static str,
     /// The version of the engine that was run or read.
     version: Option<&'static str>,
-    /// The day.
+    /// The date of the run or of the reading.
     date: Option<&'static str>,
 }
 

@@ -69,7 +69,7 @@ impl Args {
     }
 }
 
-/// Quantizes.
+/// Quantizes a model and prints the summary.
 pub fn run(args: &Args, session: &Session) -> Result<()> {
     let (_, summary) = quantize(&args.request()?, args.report.as_deref(), session)?;
     if args.json {

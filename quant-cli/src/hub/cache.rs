@@ -62,9 +62,9 @@ impl Digest {
 /// The size and hash that a hub announces for a file.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Announced {
-    /// Its bytes.
+    /// The file's size in bytes.
     pub size: Option<u64>,
-    /// Its hash.
+    /// The hash of the file's content.
     pub digest: Option<Digest>,
 }
 

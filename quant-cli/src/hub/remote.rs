@@ -64,7 +64,7 @@ impl Kind for RepoTypeDataset {
 /// A file in a repository.
 #[derive(Debug, Clone)]
 pub struct Listed {
-    /// Its path.
+    /// The file's path in the repository.
     pub name: String,
     /// The size and hash that the hub announces for the file.
     pub announced: Announced,

@@ -27,7 +27,7 @@ pub struct Program {
 
 /// A peer that waits for requests.
 pub struct Worker {
-    /// Who it is.
+    /// The peer's name.
     pub name: String,
     /// The peer's version.
     pub version: String,
@@ -51,7 +51,7 @@ pub struct Prepared {
 /// The limits of the machine.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Limits {
-    /// GB/s.
+    /// Memory bandwidth in GB/s.
     pub memory: f64,
     /// 10¹² operations per second.
     pub tops: f64,

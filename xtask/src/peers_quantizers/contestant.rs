@@ -117,7 +117,7 @@ impl Peer {
         Ok(Self { python, script: root().join(SCRIPTS).join(script) })
     }
 
-    /// Quantizes.
+    /// Runs the peer's script on a job.
     pub fn quantize(&self, method: &str, settings: &[&str], job: &Job) -> Result<Outcome> {
         let scratch = tempfile::tempdir()?;
         let file = scratch.path().join("result.json");

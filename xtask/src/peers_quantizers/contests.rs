@@ -59,7 +59,7 @@ pub(super) enum How {
     /// Worse by at most 0.5 % of the other's divergence (or perplexity), or by two standard errors of the paired
     /// difference, whichever is larger.
     NoWorse,
-    /// Less.
+    /// Less than the other.
     Below,
 }
 

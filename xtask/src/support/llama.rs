@@ -171,7 +171,7 @@ pub enum Role {
     Norm,
     /// A linear whose only input is the norm of this name.
     ReaderOf(String),
-    /// Anything else.
+    /// Any other tensor.
     Other,
 }
 

@@ -19,7 +19,7 @@ const INDEX: &str = "model.safetensors.index.json";
 /// One tensor of a shard.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Entry {
-    /// Its name.
+    /// The tensor's name.
     pub name: String,
     /// The tensor's element type, as named in the header.
     pub dtype: String,

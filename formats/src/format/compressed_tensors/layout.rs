@@ -50,7 +50,7 @@ pub(super) enum Storage {
 }
 
 impl Storage {
-    /// All of them.
+    /// All kinds of storage.
     pub(super) const ALL: [Self; 6] =
         [Self::Packed, Self::Int8, Self::Float, Self::Nvfp4, Self::Mxfp4, Self::Mxfp8];
 

@@ -90,10 +90,10 @@ pub(super) enum S2Order {
 }
 
 impl S2Order {
-    /// All of them.
+    /// All orders.
     pub(super) const ALL: [Self; 2] = [Self::Kernel, Self::Deepcompressor];
 
-    /// Its name in a configuration.
+    /// The name of the order in a configuration.
     pub(super) fn name(self) -> &'static str {
         match self {
             Self::Kernel => "kernel",

@@ -76,7 +76,7 @@ impl Rate {
     }
 }
 
-/// Measures.
+/// Measures a model, or the kernels alone.
 pub fn run(args: &Args, session: &Session) -> Result<()> {
     args.json.check_distinct(&args.model, &[])?;
     if args.model == Path::new("kernels") {

@@ -104,7 +104,7 @@ struct Failed {
     reason: String,
 }
 
-/// Measures.
+/// Measures the kernels on a GPU.
 pub(super) fn run(only: &Only, json: &JsonOption, session: &Session) -> Result<()> {
     // A missing driver is reported before anything else is done, even if this build cannot load drivers at all.
     CudaRunner::new()?;

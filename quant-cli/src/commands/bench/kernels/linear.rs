@@ -83,7 +83,7 @@ pub(super) struct Case {
     k: usize,
     tokens: usize,
     bits_per_weight: f64,
-    /// Per round.
+    /// Seconds of each round.
     seconds: Vec<f64>,
     gb_per_second: f64,
     /// `gb_per_second` as a share of the memory bandwidth measured just before and after.
