@@ -114,7 +114,7 @@ struct Evaluate {
     compare: Vec<PathBuf>,
 }
 
-/// Evaluates.
+/// Evaluates a model on a text; returns the result as JSON.
 pub fn evaluate(request: &str, rows: Option<Vec<String>>, session: &Session) -> Result<String> {
     let asked: Evaluate = parse(request)?;
     let Some(text) = text(asked.text, rows, "text")? else {

@@ -154,7 +154,7 @@ impl RepositoryCache {
             }
         }
         if let Some(mark) = mark {
-            // A cache of another user may be read-only. The file is then hashed again next time.
+            // Another user's cache may be read-only. The file is then hashed again next time.
             let _ = write_whole(&mark, &stamp);
         }
         Ok(BlobCheck::Matches)
