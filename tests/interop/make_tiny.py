@@ -157,7 +157,7 @@ LINEAR = "linear_attention"
 HYBRID = {"num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
           "linear_value_head_dim": 24, "layer_types": [LINEAR, FULL, LINEAR, LINEAR]} | rope(
               rope_type="default", partial_rotary_factor=0.5, mrope_section=[2, 2, 2], mrope_interleaved=True)
-# Groups of heads, states narrower than heads. transformers applies the lower bound `time_step_min` only when it
+# Several groups of heads, and states narrower than heads. transformers applies the lower bound `time_step_min` only when it
 # processes whole windows; engines never apply it.
 NEMOTRON = {"model_type": "nemotron_h", "num_hidden_layers": 4, "ssm_state_size": 16, "mamba_num_heads": 8,
             "mamba_head_dim": 12, "n_groups": 2, "chunk_size": 32, "time_step_min": 1e-9,

@@ -37,8 +37,8 @@ fn too_small_a_disk_is_reported_before_anything_is_written() {
         let out = disk.path().join(name);
         let run = quant(quantize(&demo_model(), &out, options));
         check_message(name, &run, 5, &[&out.display().to_string(), "needs ", " bytes, ", " are free"]);
-        // The message has the numbers that the user needs: required are 6.6 MB of weights, the companion files, and 2
-        // %; less is free.
+        // The message has the numbers that the user needs: the required bytes (6.6 MB of weights, the companion files,
+        // and 2 %), and the free bytes.
         let numbers: Vec<u64> = run.stderr.split([' ', ',']).filter_map(|w| w.parse().ok()).collect();
         let [needed, free] = numbers[..] else { panic!("{run}") };
         assert!((6_900_000..7_700_000).contains(&needed) && free < 4 << 20, "{run}");

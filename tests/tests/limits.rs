@@ -77,7 +77,7 @@ fn too_little_memory() {
             let run = run(limited(&format!("-v {kib}"), &bench.quantize("out", &options)));
             (run.code(), run)
         };
-        // 20 steps from less than the executable needs up to enough for the model, and one with room to spare.
+        // 20 limits, from less than the executable needs up to enough for the model, and one with room to spare.
         let mut spoken = false;
         for kib in (1..=20).map(|i| 12_000 * i).chain([4_000_000]) {
             let out = bench.at("out");

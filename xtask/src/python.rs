@@ -43,7 +43,7 @@ pub fn run() -> Result<()> {
     let mut install = Command::new(&python);
     install.args(["-m", "pip", "install", "--quiet", "--no-index", "--find-links"]).arg(&wheels).arg("-r");
     execute(install.arg(root().join(REQUIREMENTS)).arg(&wheel))?;
-    // An unpacked copy, for environments with other packages; for example, the interoperability check has torch.
+    // Also unpack the wheel, for environments with other packages, such as that of the interop check with torch.
     let package = directory().join("package");
     if package.exists() {
         std::fs::remove_dir_all(&package).with_context(|| format!("cannot remove {}", package.display()))?;
@@ -80,8 +80,8 @@ fn wheels() -> Result<PathBuf> {
     let record = wheels.join("requirements.txt");
     if std::fs::read(&record).ok() != Some(wanted.clone()) {
         let python = environment(&directory().join("tools"), false)?;
-        // Some are published only as sources; they are built into wheels here, which install without further
-        // requirements.
+        // Some packages are published only as sources. They are built into wheels here, which can be installed
+        // without further requirements.
         let mut download = Command::new(python);
         download.args(["-m", "pip", "wheel", "--quiet", "--wheel-dir"]).arg(&wheels).arg("-r");
         execute(download.arg(&requirements))?;

@@ -4,8 +4,7 @@
 //! tokens, are:
 //!
 //! * without KV4, QoQ's KL exceeds that of AWQ with float activations by no more than the loss due to 8-bit
-//!   activations, which is measured by leaving the activations float; its perplexity exceeds AWQ's by no more than 1.5
-//!   %;
+//!   activations, which is measured by leaving the activations float; its perplexity exceeds AWQ's by at most 1.5 %;
 //! * planted outliers in activations raise QoQ's KL by at most a tenth of the amount by which they raise that of plain
 //!   W4A8KV4;
 //! * with planted outliers in keys, QoQ with SmoothAttention is no worse than without it, and SmoothAttention recovers

@@ -297,8 +297,8 @@ impl GridRule {
         }
     }
 
-    /// Returns the grid if its dtype can represent the rounded weights of this range; values are at most `furthest`
-    /// scales from 0.
+    /// Returns the grid if the dtype of its scale can represent the rounded weights of this range. `furthest` is the
+    /// largest magnitude of a grid value, in units of the scale.
     #[inline(always)]
     fn holding(self, grid: Grid, furthest: f32, exact: f32, extent: Extent) -> Result<Grid, GridError> {
         // This upper bound is almost always sufficient.

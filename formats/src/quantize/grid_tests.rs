@@ -21,7 +21,7 @@ fn encode(grid: Grid, weights: &[f32]) -> Vec<u8> {
 
 #[test]
 fn symmetric_four_bits_by_hand() {
-    // absmax 7.5 → scale exactly 1; the positive end saturates one step below the negative one.
+    // The largest magnitude 7.5 gives a scale of exactly 1; the positive end saturates one step below the negative one.
     let weights = [-7.5, -7.4, -0.5, -0.0, 0.0, 0.4, 0.5, 1.5, 2.5, 7.5];
     let grid = rule(4, true, Dtype::F16).fit_weights(&weights).unwrap();
     assert_eq!((grid.scale(), grid.zero()), (1.0, 8));

@@ -85,7 +85,7 @@ impl FromStr for ScaleSearch {
 pub struct ScaleContext {
     /// How group scales are chosen, if there is a choice.
     pub search: ScaleSearch,
-    /// The largest magnitude of all linears that share a scale with this one; `None` for its own.
+    /// The largest magnitude of all linears that share a scale with this one; `None` to use only this linear's.
     pub amax: Option<f32>,
 }
 

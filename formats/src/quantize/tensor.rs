@@ -33,8 +33,8 @@ pub struct QuantizedTensor {
     pub zeros: Option<Vec<u8>>,
     /// NVFP4's global scale, a divisor: `scales` are `f32(s / global)` of E4M3 values `s`.
     pub global: Option<f32>,
-    /// Calibrated values of the input: its grid, if it is the same for all tokens. For NVFP4, `scale` is the input's
-    /// global scale, a divisor.
+    /// The calibrated scale and zero point of the input, if they are the same for all tokens. For NVFP4, `scale` is the
+    /// input's global scale, a divisor.
     pub input: Option<StaticScale>,
 }
 

@@ -48,7 +48,7 @@ pub struct Report {
     /// Whether scales have two levels.
     keeps_levels: bool,
     bytes: u64,
-    /// What a vision-language model has in addition to its text tower; absent for other models.
+    /// The parts of a vision-language model outside its text tower; absent for other models.
     #[serde(skip_serializing_if = "Option::is_none")]
     carried: Option<Carried>,
     linears: Vec<LinearReport>,

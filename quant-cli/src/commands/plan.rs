@@ -47,7 +47,7 @@ struct PlanJson<'a> {
     smallest_budget_bytes: u64,
     /// The disk space for hidden states with that budget.
     scratch_bytes: u64,
-    /// What a vision-language model has in addition to its text tower; absent for other models.
+    /// The parts of a vision-language model outside its text tower; absent for other models.
     #[serde(skip_serializing_if = "Option::is_none")]
     carried: Option<Carried>,
     selectors: Vec<SelectorJson<'a>>,

@@ -82,7 +82,7 @@ impl Kind {
 /// The order in which scales and zero points of 32 adjacent outputs are stored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(super) enum S2Order {
-    /// 0, 8, 16, 24, 1, 9, …: the order that QServe's kernels read, which is written.
+    /// 0, 8, 16, 24, 1, 9, …: the order that QServe's kernels read. It is read and written.
     #[default]
     Kernel,
     /// 0, 8, 1, 9, …, 7, 15, 16, 24, …: the order that deepcompressor's converter writes. It is only read.
