@@ -33,7 +33,7 @@ const STATES: &str = "states.safetensors";
 const MAX_RECORD_BYTES: u64 = 256 << 20;
 /// A lock file holds only a process number.
 const LOCK_BYTES: u64 = 32;
-/// Everything but the lock, in the order of removal: without its record a job cannot be resumed.
+/// Entries of a job directory except the lock, in the order of removal: without its record, a job is never resumed.
 const CONTENTS: [&str; 8] =
     [RECORD, "job.json.new", JOURNAL, "journal.jsonl.new", STATES, "states.safetensors.new", OUT, PREVIOUS];
 

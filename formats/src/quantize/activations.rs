@@ -118,7 +118,7 @@ fn round_fp8(values: &mut [f32], scale: f32) {
     round_floats(values, scale, FloatFormat::E4m3);
 }
 
-/// Rounds values to multiples of the numbers of a format. NaN stays NaN, and without a finite scale all values become
+/// Rounds values to numbers of a format times the scale. NaN stays NaN, and without a finite scale all values become
 /// NaN.
 fn round_floats(values: &mut [f32], scale: f32, format: FloatFormat) {
     if !scale.is_finite() {

@@ -186,8 +186,8 @@ impl LinearScheme {
         self.granularity == Granularity::Tensor || self.has_global_scale()
     }
 
-    /// Whether the range of each row and group can be clipped independently: not if rows share scales, nor if the
-    /// search for scales has the same effect.
+    /// Whether the range of each row and group can be clipped independently. False if rows share scales, or if the
+    /// search for scales has the same effect as clipping.
     pub fn takes_clip_bounds(&self) -> bool {
         self.fixed_scales().is_none() && !matches!(self.granularity, Granularity::Tensor | Granularity::Block)
     }

@@ -190,7 +190,7 @@ impl Outcome {
     }
 }
 
-/// Prints the counts and lists the cases that differ again.
+/// Prints the counts, and repeats the cases that differ.
 fn summarize(cases: &[Case], outcomes: &[Outcome], seconds: f64) -> Result<()> {
     let count = |is: fn(&Outcome) -> bool| outcomes.iter().filter(|outcome| is(outcome)).count();
     let equal = count(|outcome| *outcome == Outcome::Equal);
