@@ -81,7 +81,7 @@ def peak() -> int:
 
 
 def measure(model: str, packed: bool, threads: int) -> None:
-    """One load and one generation; prints JSON."""
+    """Loads a model, generates once, and prints the measurements as JSON."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -96,7 +96,7 @@ def measure(model: str, packed: bool, threads: int) -> None:
     load = time.perf_counter() - begin
     tokens = torch.arange(2, 2 + PROMPT).unsqueeze(0)
     with torch.inference_mode():
-        # Warm-up: whatever is allocated at the first call.
+        # Warm-up: the first call allocates memory.
         loaded(tokens[:, :8])
         begin = time.perf_counter()
         state = loaded(tokens, use_cache=True)

@@ -35,7 +35,7 @@ METHODS = {
 
 
 class Group:
-    """A memory control group with a limit, or nothing where none can be created."""
+    """A memory control group with a limit. If none can be created, nothing is limited."""
 
     def __init__(self, limit: int):
         self.directory = None

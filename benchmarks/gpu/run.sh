@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# All tests and benchmarks of the CUDA kernels on a machine with a GPU: run.sh [tests] [sanitizer] [bench] [torch]
+# Runs the tests and benchmarks of the CUDA kernels on a machine with a GPU: run.sh [tests] [sanitizer] [bench] [torch]
 #
-# It is part of the directory that `cargo xtask gpu` makes, and otherwise needs only a driver. Without arguments it runs
-# all four parts; compute-sanitizer and torch are used if available. Results are written to results/.
+# It is part of the directory that `cargo xtask gpu` creates, and otherwise needs only a driver. Without arguments it
+# runs all four parts; compute-sanitizer and torch are used if they are installed. Results are written to results/.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 mkdir -p results
@@ -23,8 +23,8 @@ note() {
     ((status == 0)) || { echo "FAILED ($status): see $log"; failed=$((failed + 1)); }
 }
 
-# Images were compiled before, and are used whichever compiler is here. A compiler that is found, for example among
-# torch's packages, builds the missing ones.
+# Use the precompiled images, even if a compiler of a different version is installed. A compiler that is found, for
+# example among torch's packages, compiles only missing images.
 export QUANT_CUDA_CACHE=$PWD/images
 if [[ -z ${QUANT_NVRTC:-} ]] && command -v python3 >/dev/null; then
     nvrtc=$(python3 - <<'PYTHON'
@@ -36,7 +36,7 @@ PYTHON
     )
     [[ -n $nvrtc ]] && export QUANT_NVRTC=$nvrtc && echo "compiler: $nvrtc"
 fi
-# The host code compiles for the device that it finds.
+# The test `device` compiles kernels for the device that it finds, so it needs NVRTC.
 lacks_compiler() {
     [[ $1 == device && -z ${QUANT_NVRTC:-} ]] && ! ldconfig -p 2>/dev/null | grep -q libnvrtc &&
         echo "SKIPPED: $1, for there is no NVRTC here"
@@ -48,7 +48,7 @@ if wanted tests; then
         lacks_compiler "$name" && continue
         arguments=()
         for skip in $skips; do arguments+=(--skip "$skip"); done
-        # In one thread, because a fault on the device ends everything that shares its context.
+        # Use one thread, because a fault on the device makes all tests that share its context fail.
         QUANT_GPU=1 note "test-$name.txt" "./tests/$name" --test-threads 1 --nocapture "${arguments[@]}"
     done <tests/list.txt
 fi

@@ -19,7 +19,7 @@ def documents(path):
     text = Path(path).read_bytes().removeprefix(b"\xef\xbb\xbf").decode()
     if Path(path).suffix.lower() != ".jsonl":
         return [text]
-    # Not splitlines(): JSON may contain other line separators unescaped.
+    # splitlines() would also split at other line separators, which JSON may contain unescaped.
     return [json.loads(line)["text"] for line in text.split("\n") if line.strip()]
 
 

@@ -10,7 +10,7 @@ import os
 import peer
 
 args = peer.arguments(__doc__, ["gptq"])
-# Its worker pool does not start with fewer than two workers.
+# The worker pool of gptqmodel does not start with fewer than two workers.
 os.environ["GPTQMODEL_CPU_WORKERS"] = str(max(2, args.threads))
 
 import torch  # noqa: E402

@@ -17,8 +17,8 @@ import warnings
 
 import numpy as np
 
-# Number of distinct weight rows. Further rows repeat them, which no kernel exploits. Each copy begins with another row,
-# because a peer may store identical weights only once.
+# The number of distinct weight rows. Further rows repeat them, which no kernel exploits. Each copy begins with a
+# different row, because a peer may store identical weights only once.
 BASE = 128
 
 
@@ -38,7 +38,7 @@ def symmetric(base, group, bits):
     groups = base.reshape(BASE, -1, group)
     at = np.abs(groups).argmax(axis=2)
     extreme = np.take_along_axis(groups, at[..., None], axis=2)[..., 0]
-    # The value of largest magnitude maps to the outermost code, which has no counterpart on the other side.
+    # The value of largest magnitude maps to the most negative code, which has no positive counterpart.
     scales = (extreme / -half).astype(np.float32)
     codes = np.clip(np.rint(groups / scales[..., None]), -half, half - 1).astype(np.int8)
     return codes, scales
@@ -91,7 +91,7 @@ class OnnxRuntime:
             options.intra_op_num_threads = threads
             options.inter_op_num_threads = 1
             options.log_severity_level = 3
-            # Threads spin for work during a run, which is the default, and sleep after it.
+            # Threads spin for work during a run, as by default, and sleep after it.
             options.add_session_config_entry("session.force_spinning_stop", "1")
             made = onnxruntime.InferenceSession(
                 model.SerializeToString(), options, providers=["CPUExecutionProvider"]
@@ -155,7 +155,7 @@ class OpenVino:
                 "INFERENCE_NUM_THREADS": threads,
                 "NUM_STREAMS": 1,
                 "PERFORMANCE_HINT": "LATENCY",
-                # The default here is bf16, which would be computed with float instructions.
+                # By default, OpenVINO uses bf16 here, and would compute with float instructions.
                 "INFERENCE_PRECISION_HINT": "f32",
                 "DYNAMIC_QUANTIZATION_GROUP_SIZE": str(group),
             }
@@ -265,7 +265,7 @@ def main():
     peer, threads = PEERS[sys.argv[1]], int(sys.argv[2])
     version = importlib.metadata.version(peer.package)
     cases = {}
-    # A library's output must not get between the answers.
+    # Keep the output of libraries out of the answers.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
 

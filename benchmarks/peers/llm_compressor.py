@@ -64,7 +64,7 @@ def recipe():
     return [SmoothQuantModifier(**settings), w8a8]
 
 
-# It pins cached inputs for a GPU whether or not there is one, and fails without a driver.
+# llm-compressor pins cached inputs for a GPU even if there is none, and fails without a driver.
 IntermediatesCache.pin_memory = lambda *_: None
 torch.set_num_threads(args.threads)
 

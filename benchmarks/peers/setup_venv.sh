@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Creates the virtual environment of a comparison with peers: setup_venv.sh [DIR [PEERS]]
+# Creates the virtual environment for a comparison with peers: setup_venv.sh [DIR [PEERS]]
 #
-# PEERS is awq (default) for llm-compressor; modelopt for NVIDIA's Model Optimizer in addition; or kernels for ONNX
-# Runtime, OpenVINO and PyTorch. DIR defaults to target/peers-venv under the repository root; PYTHON names the
+# PEERS is awq (default) for llm-compressor; modelopt for llm-compressor and NVIDIA's Model Optimizer; or kernels for
+# ONNX Runtime, OpenVINO and PyTorch. DIR defaults to target/peers-venv under the repository root; PYTHON names the
 # interpreter (default python3). A finished environment contains a stamp, the hash of its requirements and the scripts.
 # If the stamp matches, the script returns at once; otherwise it rebuilds everything. torch comes without its GPU
 # libraries; see tests/interop/reduced_torch.sh.
@@ -56,7 +56,7 @@ import modelopt.torch.quantization as mtq
 import torch
 from modelopt.torch.export import export_hf_checkpoint
 
-# Quantized layers only run on a GPU.
+# Check only that quantization is enabled, since quantized layers run on a GPU only.
 layers = torch.nn.Sequential(torch.nn.Linear(64, 64))
 mtq.quantize(layers, mtq.W4A16_NVFP4_CFG, lambda m: m(torch.ones(1, 64)))
 assert layers[0].weight_quantizer.is_enabled

@@ -1,4 +1,4 @@
-//! The driver's functions, as `cuda.h` declares them.
+//! The functions of the driver, as `cuda.h` declares them.
 
 use std::cell::RefCell;
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
@@ -6,11 +6,11 @@ use std::slice;
 
 use crate::device::{Code, Device, MAX_SHARED, MEMORY, device};
 
-/// The only context.
+/// The handle of the only context.
 const CONTEXT: usize = 0x10;
-/// CUDA 13.0, whose compiler the tests use.
+/// The driver's version: CUDA 13.0, whose compiler the tests use.
 const VERSION: c_int = 13_000;
-/// Bytes of the L2 cache: few, so that measurements beyond it stay short.
+/// The size of the L2 cache in bytes. It is small, so that measurements on memory outside the cache stay short.
 const CACHE: usize = 16 << 10;
 
 thread_local! {
@@ -111,8 +111,8 @@ pub unsafe extern "C" fn cuDriverGetVersion(version: *mut c_int) -> Code {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuDeviceGetAttribute(value: *mut c_int, attribute: c_uint, device: c_int) -> Code {
     initialised(|_| {
-        // By number: multiprocessors, L2 cache size, compute capability, shared memory per multiprocessor and per
-        // block.
+        // The numbers of the attributes: multiprocessors, L2 cache size, compute capability, shared memory per
+        // multiprocessor and per block.
         let found = match attribute {
             16 => 2,
             38 => CACHE as c_int,
@@ -181,8 +181,8 @@ pub extern "C" fn cuCtxPushCurrent_v2(context: usize) -> Code {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuCtxPopCurrent_v2(context: *mut usize) -> Code {
     initialised(|_| match CONTEXTS.with_borrow_mut(Vec::pop) {
-        // SAFETY: the caller guarantees that the pointers are valid, by the contract of the driver's function; here a
-        // pointer may also be null.
+        // SAFETY: the caller guarantees that the pointers are valid, by the contract of the driver's function. A
+        // pointer may also be null, which is checked first.
         Some(top) => unsafe { if context.is_null() { Ok(()) } else { give(context, top) } },
         None => Err(Code::INVALID_CONTEXT),
     })
@@ -260,8 +260,8 @@ pub unsafe extern "C" fn cuModuleLoadData(module: *mut usize, image: *const c_ch
         if image.is_null() {
             return Err(Code::INVALID_VALUE);
         }
-        // SAFETY: the caller guarantees a terminating zero. Machine code begins with bytes that are not text, and soon
-        // has a zero.
+        // SAFETY: the caller guarantees a terminating zero. Machine code, which is rejected, contains zero bytes near
+        // its beginning.
         let text = unsafe { CStr::from_ptr(image) }.to_str().map_err(|_| Code::INVALID_IMAGE)?;
         let loaded = device.load(text)?;
         // SAFETY: the caller guarantees that the pointers are valid, by the contract of the driver's function.
@@ -297,7 +297,7 @@ pub extern "C" fn cuModuleUnload(module: usize) -> Code {
 #[unsafe(no_mangle)]
 pub extern "C" fn cuFuncSetAttribute(function: usize, attribute: c_uint, value: c_int) -> Code {
     in_context(|device| match (attribute, u32::try_from(value)) {
-        // Maximum dynamic shared memory.
+        // The attribute for the maximum size of dynamic shared memory.
         (8, Ok(bytes)) => device.allow_shared(function, bytes),
         _ => Err(Code::INVALID_VALUE),
     })
@@ -325,8 +325,8 @@ pub unsafe extern "C" fn cuLaunchKernel(
         }
         let mut arguments = Vec::new();
         for (i, parameter) in device.parameters(function)?.into_iter().enumerate() {
-            // SAFETY: the caller guarantees a pointer to a value for each parameter, by the contract of the driver's
-            // function.
+            // SAFETY: by the contract of the driver's function, the caller guarantees that there is a pointer to a
+            // value for each parameter.
             arguments.push(unsafe { parameter.read(*parameters.add(i)) });
         }
         device.launch(function, [[grid_x, grid_y, grid_z], [block_x, block_y, block_z]], shared, arguments)

@@ -38,10 +38,10 @@ impl Code {
 /// The first address, far from those of the host and of the interpreter.
 const FIRST: u64 = 0x7000_0000_0000;
 const ALIGN: u64 = 256;
-/// Dynamic shared memory of a kernel by default, and at most.
+/// The size of a kernel's dynamic shared memory by default, and the maximum.
 const DEFAULT_SHARED: u32 = 48 * 1024;
 pub(crate) const MAX_SHARED: u32 = 227 * 1024;
-/// Total bytes of memory.
+/// The size of the device's memory in bytes.
 pub(crate) const MEMORY: usize = 4 << 30;
 
 struct Loaded {
@@ -65,7 +65,7 @@ pub(crate) struct Device {
     modules: HashMap<usize, Loaded>,
     functions: HashMap<usize, Function>,
     handles: usize,
-    /// The error of a failed launch: all later calls fail with it.
+    /// The error of a failed launch, which all later calls return.
     pub(crate) broken: Option<Code>,
 }
 
@@ -106,15 +106,15 @@ impl Device {
         self.allocations.remove(&address).map(|_| ()).ok_or(Code::INVALID_VALUE)
     }
 
-    /// The allocation that contains an address, and the offset in it.
+    /// Returns the allocation that contains an address, and the offset in it.
     fn find(&self, address: u64) -> Option<(u64, usize)> {
         let (&base, memory) = self.allocations.range(..=address).next_back()?;
         let at = usize::try_from(address - base).ok()?;
-        // The address after the last byte still belongs to the allocation: an empty range may begin there.
+        // The address after the last byte is accepted too, since an empty range may begin there.
         (at <= memory.len()).then_some((base, at))
     }
 
-    /// The `len` bytes at an address.
+    /// Returns the `len` bytes at an address.
     pub(crate) fn bytes(&mut self, address: u64, len: usize) -> Result<&mut [u8], Code> {
         let (base, at) = self.find(address).ok_or(Code::INVALID_VALUE)?;
         let memory = self.allocations.get_mut(&base).ok_or(Code::INVALID_VALUE)?;
@@ -198,7 +198,7 @@ impl Device {
     }
 }
 
-/// Prints the interpreter's error to stderr, since a code lacks the details.
+/// Prints the interpreter's error to stderr, since a result code has no details.
 fn logged(error: &quant_ptx_interpreter::Error, code: Code) -> Code {
     eprintln!("stand-in for the CUDA driver: {error}");
     code

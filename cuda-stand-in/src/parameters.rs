@@ -1,15 +1,16 @@
-//! The sizes of a kernel's parameters, which the driver reads from the image, since callers do not pass them.
+//! The sizes of a kernel's parameters. Callers do not pass them, so the driver reads them from the image.
 
 use quant_ptx_interpreter::Argument;
 
-/// The type of a parameter, distinguished only by size.
+/// The type of a parameter; types of the same size are not distinguished.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Parameter {
     Word,
     Long,
 }
 
-/// The parameters of a kernel in a PTX text; `None` if there is no such kernel, or it has unsupported parameters.
+/// Returns the parameters of a kernel in a PTX text; `None` if there is no such kernel, or it has unsupported
+/// parameters.
 pub(crate) fn of(text: &str, kernel: &str) -> Option<Vec<Parameter>> {
     let mut rest = text;
     loop {

@@ -14,6 +14,7 @@
 #![forbid(unsafe_code)]
 
 mod anatomy;
+mod closest;
 mod divergence;
 mod engine;
 pub mod gate;
@@ -33,6 +34,7 @@ mod vocabulary;
 mod wikitext;
 
 pub use anatomy::{Anatomy, LinearInput, anatomy};
+pub use closest::{Closest, closest};
 pub use divergence::{
     ConfidenceBucket, Divergence, KlQuantiles, NoiseFloor, Reference, compare, compare_all,
 };

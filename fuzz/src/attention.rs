@@ -1,4 +1,4 @@
-//! Attention: appends to pages, and arbitrary page lists.
+//! Attention: appending to pages, and attending to arbitrary page lists.
 
 use quant_kernels_cpu::attention::{
     Heads, KvCache, KvLayout, KvPages, KvType, PAGE_TOKENS, PageList, Workspace, merge,
@@ -53,8 +53,8 @@ fn lists(input: &mut Input<'_>, kv: usize, blocks: usize) -> Vec<List> {
     (0..kv).map(list).collect()
 }
 
-/// Appends to pages and to a cache, then attends with valid and invalid lists. Nothing panics; all instruction sets and
-/// the cache give the same result; and merging with an empty part changes nothing.
+/// Appends to pages and to a cache, then attends with valid and invalid lists. No call may panic, all instruction sets
+/// and the cache must give the same result, and merging with an empty part must change nothing.
 ///
 /// # Panics
 /// If a property does not hold.
@@ -64,13 +64,13 @@ pub fn attention(data: &[u8]) {
     let (d, kv, group, blocks) = (layout.head_dim(), input.size(3), input.size(5), input.size(20));
     let heads = Heads { query: kv * group, kv, scale: f32::from(input.byte() as i8) / 64.0 };
     let mut lists = lists(&mut input, kv, blocks);
-    // Unwritten memory may hold anything.
+    // Unwritten memory may hold any bytes; these are NaN as f16.
     let mut pages = vec![0xff; kv * blocks * layout.page_bytes()];
     let mut cache = KvCache::new(layout, heads, blocks * PAGE_TOKENS).expect("enough memory");
     let mut tokens = 0;
     for _ in 0..input.size(3) {
         let m = input.below(100).min(blocks * PAGE_TOKENS + 1);
-        // A short list of values, repeated: the input has few bytes.
+        // Repeat a short list of values, because the input has few bytes.
         let few = [input.floats(kv * d + 7), input.floats(kv * d + 5)];
         let [keys, values] =
             few.map(|few| few.iter().copied().cycle().take(m * kv * d).collect::<Vec<f32>>());
@@ -126,7 +126,7 @@ pub fn attention(data: &[u8]) {
         assert_eq!([bits(&again), bits(&again_lse)], [bits(&out), bits(&lse)]);
     }
 
-    // Pages of arbitrary bytes, arbitrary lists, workspaces of arbitrary length.
+    // Also try pages of arbitrary bytes, arbitrary lists, and workspaces of arbitrary length.
     let _ = run(Isa::detect(), &pages, &lists, input.below(words + 1));
     let (at, len) = (input.below(pages.len()), input.below(600));
     let end = (at + len).min(pages.len());

@@ -1,4 +1,4 @@
-//! The C caller's side: structures, statuses and threads.
+//! Helpers for calls of the C interface: structures, statuses and threads.
 
 use core::ffi::c_void;
 

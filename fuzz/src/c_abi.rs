@@ -1,5 +1,5 @@
-//! Arbitrary numbers through the C interface, with correct lengths. Every call must return a status, never an internal
-//! error, and must touch only the caller's memory.
+//! Arbitrary numbers through the C interface, with correct lengths. Every call must return a status that is not an
+//! internal error, and must access only the caller's memory.
 
 use core::ptr::{null, null_mut};
 
@@ -8,7 +8,7 @@ use quant_kernels::*;
 use crate::c::{empty, is_valid_status, threads};
 use crate::input::Input;
 
-/// A pointer and a length; null for an absent part.
+/// Returns the pointer and length of a slice; null and 0 if it is absent.
 fn optional<T>(of: Option<&Vec<T>>) -> (*const T, usize) {
     of.map_or((null(), 0), |v| (v.as_ptr(), v.len()))
 }
@@ -32,7 +32,7 @@ fn corrupt(layout: &mut qz1_layout, input: &mut Input<'_>) {
     }
 }
 
-/// Weights, activations and products through C.
+/// Packs weights, quantizes activations and multiplies them through the C interface.
 ///
 /// # Panics
 /// If a property does not hold.
@@ -42,7 +42,7 @@ pub fn c_abi(data: &[u8]) {
     let (n, groups, group_size) = (input.size(40), input.size(4), input.size(72));
     let (k, bits) = (groups * group_size, 2 + input.below(7) as u8);
     let mut codes = input.codes(bits, n * k);
-    // Two-level scales: most weights fit 8 bits; the library must detect those that do not.
+    // With two levels of scales, most weights fit 8 bits; the library must detect those that do not.
     let progressive = input.rarely(4);
     let largest = if bits <= 4 { 8 } else { 1 };
     let mut group_scales =
@@ -75,7 +75,7 @@ pub fn c_abi(data: &[u8]) {
     let mut text = [0_u8; 24];
     let message = qz1_message { text: text.as_mut_ptr().cast(), capacity: text.len(), ..empty!(qz1_message) };
     let mut layout = empty!(qz1_layout);
-    // SAFETY: every length is that of the slice that its pointer comes from, here and below.
+    // SAFETY: here and below, every length is that of the slice that its pointer comes from.
     let made =
         is_valid_status(unsafe { qz1_layout_of(&weights, input.byte().into(), &mut layout, &message) });
     assert!(made || !fitting);
@@ -90,7 +90,7 @@ pub fn c_abi(data: &[u8]) {
         true => (input.word(), input.word()),
         false => (0, layout.panels as usize),
     };
-    // SAFETY: pointers come from live slices and handles, with their lengths, as the C interface requires.
+    // SAFETY: all pointers come from live slices and handles, and are passed with their lengths.
     is_valid_status(unsafe {
         qz1_pack(&weights, &layout, first, panels, packed.as_mut_ptr(), len, on, &message)
     });
@@ -98,7 +98,7 @@ pub fn c_abi(data: &[u8]) {
     let (m, isa) = (input.below(6), u32::from(input.byte() % 10));
     let odd = usize::from(input.rarely(8));
     let form = input.below(5);
-    // A gate and the values it gates may be in one matrix.
+    // The gate and the up projection may be in one matrix.
     let wide = if form == 4 { 2 } else { 1 };
     let x = input.floats(wide * m * k + odd);
     let kind = if input.rarely(4) { input.byte().into() } else { QZ1_TYPE_F32 };
@@ -136,7 +136,7 @@ pub fn c_abi(data: &[u8]) {
     let mut channels_out = vec![0.0; if progressive { n } else { 0 }];
     let (mut codes_out, mut scales_out, mut zeros_out) =
         (vec![0; parts.0], vec![0.0; parts.1], zeros.as_ref().map(|_| vec![0; parts.1]));
-    // SAFETY: pointers come from live slices and handles, with their lengths, as the C interface requires.
+    // SAFETY: all pointers come from live slices and handles, and are passed with their lengths.
     unsafe {
         let (mut rows, mut floats) = (null_mut(), null_mut());
         assert!(is_valid_status(qz1_int8_rows_new(QZ1_ISA_DETECT, &mut rows, null())));
@@ -182,8 +182,8 @@ pub fn c_abi(data: &[u8]) {
     }
 }
 
-/// Transforms of any width and number of rows through C: threads do not change the result, and transforming twice by a
-/// symmetric matrix is the identity.
+/// Transforms rows of any width and number through the C interface. Threads must not change the result, and
+/// transforming twice with a symmetric matrix must be the identity.
 ///
 /// # Panics
 /// If a property does not hold.
@@ -197,12 +197,13 @@ pub fn c_hadamard(data: &[u8]) {
     let mut text = [0_u8; 24];
     let message = qz1_message { text: text.as_mut_ptr().cast(), capacity: text.len(), ..empty!(qz1_message) };
     let mut by = null_mut();
-    // SAFETY: every length is that of the slice that its pointer comes from, here and below.
+    // SAFETY: here and below, every length is that of the slice that its pointer comes from.
     let made = is_valid_status(unsafe { qz1_hadamard_new(n, &mut by, &message) });
     assert_eq!(made, !by.is_null());
     let (mut once, mut again) = (x.clone(), x.clone());
     let (row, column) = (input.word(), input.word());
-    // SAFETY: the pointer contract of the C interface; a null transform is rejected with a status.
+    // SAFETY: this function upholds the pointer contract of the C interface; a null transform is rejected with a
+    // status.
     unsafe {
         let run = |x: &mut Vec<f32>, isa, on| {
             is_valid_status(qz1_hadamard_transform(by, x.as_mut_ptr(), x.len(), isa, on, &message))

@@ -1,4 +1,4 @@
-//! Pages, lists, merging and the cache through the C interface, in any order of calls, with correct lengths.
+//! Pages, lists, merging and the cache through the C interface: calls in any order, with correct lengths.
 
 use core::ptr::null_mut;
 
@@ -7,7 +7,7 @@ use quant_kernels::*;
 use crate::c::{empty, is_valid_status, threads};
 use crate::input::Input;
 
-/// Pages, lists and a cache through C.
+/// Calls the functions for pages, lists and a cache through the C interface.
 ///
 /// # Panics
 /// If a property does not hold.
@@ -21,7 +21,7 @@ pub fn c_attention(data: &[u8]) {
         true => (input.word() as u32, input.word()),
         false => (1 + input.below(3) as u32, 16 * input.size(4)),
     };
-    // SAFETY: every length is that of the slice that its pointer comes from, here and below.
+    // SAFETY: here and below, every length is that of the slice that its pointer comes from.
     let made = is_valid_status(unsafe { qz1_kv_layout_of(kind, d, &mut layout, &message) });
     assert!(made || odd);
     let d = if made { d } else { 16 };
@@ -62,7 +62,7 @@ pub fn c_attention(data: &[u8]) {
     let lists_len = if input.rarely(4) { input.below(kv + 1) } else { kv };
     let on = threads(1 + u32::from(input.byte() % 9));
     let on = if input.flag() { &raw const on } else { core::ptr::null() };
-    // SAFETY: pointers come from live slices and handles, with their lengths, as the C interface requires.
+    // SAFETY: all pointers come from live slices and handles, and are passed with their lengths.
     unsafe {
         let at = pages.as_mut_ptr();
         let appended = is_valid_status(qz1_kv_append(

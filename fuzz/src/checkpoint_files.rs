@@ -1,5 +1,5 @@
-//! Damaged checkpoints, opened as an engine opens them: the result is an error, or linears whose weights are read and
-//! packed, or refused.
+//! Damaged checkpoints, opened as an engine opens them. The result must be an error, or linears whose weights are
+//! either read and packed or rejected.
 
 use std::sync::Arc;
 
@@ -26,7 +26,8 @@ const CHECKPOINTS: [(&str, &str, Dtype); 9] = [
 const PARTS: [&str; 10] = ["null", "0", "true", "[]", "4", "8", "-1", "1e999", "\"gptq_v2\"", "\"re:(\""];
 const MODULES: [&str; 3] = ["a", "b.embed_tokens", "b.a"];
 
-/// Checks that a checkpoint is refused, or that each of its linears is refused or read as a weight that dequantizes.
+/// Checks that a checkpoint is rejected, or that each of its linears is rejected or read as a weight that can be
+/// dequantized.
 ///
 /// # Panics
 /// If a property does not hold.
@@ -34,7 +35,7 @@ pub fn checkpoint_files(data: &[u8]) {
     run(data);
 }
 
-/// Returns which checkpoint was damaged, and how many weights were read.
+/// Damages a checkpoint; returns which one it was, and how many weights were read.
 fn run(data: &[u8]) -> (usize, usize) {
     let mut input = Input::new(data);
     let which = input.below(CHECKPOINTS.len());
@@ -68,7 +69,7 @@ fn run(data: &[u8]) -> (usize, usize) {
             if let Some(len) = len {
                 bytes.resize(len as usize, 0);
             }
-            // Shapes whose elements do not fill whole bytes are refused, as they are in a file.
+            // Shapes whose elements do not fill whole bytes are rejected, as they are in a file.
             let _ = source.insert(spec.name, dtype, shape, bytes);
         }
         schemes.quantized.push((module, scheme));

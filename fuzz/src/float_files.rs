@@ -20,7 +20,7 @@ const CONFIGS: [&str; 6] = [
     r#"{"quant_method":"modelopt","quant_algo":"FP8","ignore":[]}"#,
     r#"{"quant_method":"fp8","fmt":"e4m3","activation_scheme":"static","weight_block_size":[128,128]}"#,
 ];
-/// Values that replace an existing one or come with an added key.
+/// Values that replace an existing value or are added with a key.
 const PARTS: [&str; 16] = [
     "null",
     "0",
@@ -50,7 +50,7 @@ const KEYS: [&str; 8] = [
     "quantization",
     "version",
 ];
-/// Tensors of the linear.
+/// The names of the linear's tensors.
 const TENSORS: [&str; 8] = [
     "weight",
     "weight_packed",
@@ -62,7 +62,7 @@ const TENSORS: [&str; 8] = [
     "input_global_scale",
 ];
 
-/// Checks that configurations are refused or read, and that weights are refused or can be dequantized.
+/// Checks that configurations are rejected or read, and that weights are rejected or can be dequantized.
 ///
 /// # Panics
 /// If a property does not hold.
@@ -74,7 +74,7 @@ pub fn float_files(data: &[u8]) {
         text.insert_str(1, &format!("\"{key}\":{part},"));
     }
     if input.rarely(3) {
-        // Replaces the value of some key.
+        // Replaces the value of a random key.
         let colons: Vec<usize> = text.match_indices(':').map(|(at, _)| at).collect();
         let at = colons[input.below(colons.len())] + 1;
         let end = at + text[at..].find([',', '}']).unwrap_or(0);

@@ -2,10 +2,10 @@
 
 use quant_core::gguf::{GgufHeader, MAGIC};
 
-/// Checks that a header is refused, or describes tensors that lie within the file one after the other.
+/// Checks that a header is rejected, or describes tensors that lie within the file one after the other.
 pub fn gguf(bytes: &[u8]) {
     check(bytes);
-    // Random bytes seldom contain the magic and the version, so prepend them.
+    // Random bytes rarely begin with a valid magic and version, so prepend them.
     let mut framed = MAGIC.to_vec();
     framed.extend(3_u32.to_le_bytes());
     framed.extend_from_slice(bytes);

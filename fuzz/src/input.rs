@@ -1,4 +1,4 @@
-//! Turns bytes into numbers, sizes and floats, however few bytes there are.
+//! Converts input bytes to numbers, sizes and floats. It never runs out of bytes.
 
 /// Reads the input byte by byte; after its end, pseudo-random bytes seeded by the input follow.
 #[derive(Debug)]
@@ -9,7 +9,7 @@ pub(crate) struct Input<'a> {
 
 impl<'a> Input<'a> {
     pub(crate) fn new(bytes: &'a [u8]) -> Self {
-        // FNV-1a, so that every byte counts.
+        // FNV-1a, so that every byte of the input affects the seed.
         let state = bytes
             .iter()
             .fold(0xcbf2_9ce4_8422_2325, |h, &b| (h ^ u64::from(b)).wrapping_mul(0x0000_0100_0000_01b3));

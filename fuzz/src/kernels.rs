@@ -1,4 +1,4 @@
-//! The CPU kernels: arbitrary views, arbitrary packed bytes, and the round trip.
+//! The CPU kernels: arbitrary views, arbitrary packed bytes, and packing followed by unpacking.
 
 use quant_kernels_cpu::{
     FloatRows, Int8Rows, Isa, Layout, PackedLinear, PackedView, RowLayout, Scales, Serial, StaticScale,
@@ -8,7 +8,7 @@ use quant_kernels_cpu::{
 use crate::bits;
 use crate::input::Input;
 
-/// Slices that a view borrows.
+/// The slices that a view borrows.
 struct Matrix {
     shape: [usize; 2],
     bits: u8,
@@ -26,7 +26,8 @@ impl Matrix {
         let (n, groups, group_size) = (input.size(40), input.size(4), input.size(72));
         let (k, bits) = (groups * group_size, 2 + input.below(7) as u8);
         let progressive = input.rarely(4);
-        // `(code − zero) · scale` fits int8: at most 15 · 8 for 4-bit codes, 127 for 7-bit codes.
+        // Limits group scales so that `(code − zero) · scale` fits int8: it is at most 15 · 8 for 4-bit codes, 127 for
+        // 7-bit codes.
         let bits = if progressive { bits.min(7) } else { bits };
         let largest = if bits <= 4 { 8 } else { 1 };
         let whole = progressive
@@ -96,7 +97,7 @@ fn static_scale(input: &mut Input<'_>) -> StaticScale {
     StaticScale { scale: f32::from(1 + input.byte() / 2) / 64.0, zero: input.byte() as i8 }
 }
 
-/// Checks that arbitrary views are refused with an error, or packed and unpacked to the original.
+/// Checks that arbitrary views are rejected with an error, or packed and unpacked to the original.
 ///
 /// # Panics
 /// If a property does not hold.
@@ -109,13 +110,13 @@ pub fn pack(data: &[u8]) {
     let sums = input.flag();
     let Some(view) = matrix.view() else { return };
     let Ok(layout) = Layout::of(&view, sums) else { return };
-    // A layout may have many columns, but the view must hold as many codes, so this stays small.
+    // A layout can have many columns, but a view needs as many codes, so keep the number small.
     let mut bytes = vec![0xa5; layout.bytes()];
     let outcome = layout.pack(&view, 0..layout.panels(), &mut bytes);
     let bias = input.rarely(3).then(|| input.floats(view.n()));
     let owned = PackedLinear::pack(&view, bias.as_deref(), sums, &Serial);
     assert_eq!(outcome.is_ok(), owned.is_ok());
-    // Ranges and lengths that do not fit are refused.
+    // Invalid ranges and lengths are rejected.
     let range = input.below(8)..input.below(8);
     let len = if input.flag() { range.len() * layout.panel_bytes() } else { input.below(4096) };
     let _ = layout.pack(&view, range, &mut vec![0; len]);
@@ -145,12 +146,12 @@ pub fn packed(data: &[u8]) {
     let Ok(layout) = Layout::of(&view, input.flag()) else { return };
     let mut bytes = input.bytes(layout.bytes());
     let (n, k, m) = (layout.n(), layout.k(), input.below(20));
-    // Bytes of a different length or layout are refused.
+    // Bytes of a wrong length or layout are rejected.
     let cut = input.below(bytes.len());
     assert!(PackedView::new(layout, layout.id(), &bytes[cut + 1..]).is_err());
     assert!(PackedView::new(layout, layout.id() ^ 1, &bytes).is_err());
     if input.flag() {
-        // Memory need not be aligned.
+        // The bytes need not be aligned.
         bytes.rotate_left(cut);
     }
     let packed = PackedView::new(layout, layout.id(), &bytes).expect("bytes of this layout");
@@ -185,7 +186,7 @@ pub fn packed(data: &[u8]) {
     }
 }
 
-/// Checks that packed weights dequantize and multiply as the reference defines.
+/// Checks that dequantizing and multiplying packed weights gives the results of the reference.
 ///
 /// # Panics
 /// If a property does not hold.

@@ -1,5 +1,5 @@
-//! Weights of floating-point formats: arbitrary codes and scales are refused, or packed and multiplied as the reference
-//! defines.
+//! Weights of floating-point formats: arbitrary codes and scales are rejected, or packed and multiplied with the
+//! results of the reference.
 
 use quant_kernels_cpu::{
     FloatFormat, FloatRows, Int8Rows, Isa, Layout, PackedLinear, RowLayout, Scales, Serial, WeightView,
@@ -9,7 +9,7 @@ use quant_kernels_cpu::{
 use crate::bits;
 use crate::input::Input;
 
-/// Checks that only weights whose codes are numbers are packed, and checks their products.
+/// Checks that weights are packed only if no code is NaN, and that their products are correct.
 ///
 /// # Panics
 /// If a property does not hold.

@@ -1,8 +1,8 @@
 //! Fuzz targets: functions that take arbitrary bytes and panic if a property does not hold.
 //!
-//! The same functions run in two ways. `cargo test -p quant-fuzz` gives them random bytes and the saved inputs of
-//! `corpus/`, on stable Rust, with a fixed budget. `cargo xtask fuzz` runs them under libFuzzer, guided by coverage and
-//! with AddressSanitizer, from the crate in `libfuzzer/`, which is outside the workspace.
+//! The same functions run in two ways. `cargo test -p quant-fuzz` calls them with random bytes and with the saved
+//! inputs of `corpus/`, on stable Rust, with a fixed number of runs. `cargo xtask fuzz` runs them under libFuzzer,
+//! guided by coverage and with AddressSanitizer, from the crate in `libfuzzer/`, which is outside the workspace.
 //!
 //! To add a target, add a function here, a line in [`TARGETS`], and a file in `libfuzzer/fuzz_targets`.
 #![deny(unsafe_code)]
@@ -49,6 +49,6 @@ pub const TARGETS: [(&str, Target); 11] = [
 ];
 
 fn bits(values: &[f32]) -> Vec<u32> {
-    // All NaNs count as equal: processors differ in their payloads.
+    // All NaN count as equal, because processors return different ones.
     values.iter().map(|v| if v.is_nan() { u32::MAX } else { v.to_bits() }).collect()
 }

@@ -97,7 +97,7 @@ int main(void) {
     CHECK(layout.page_tokens == PAGE);
     const qz1_heads heads = {.struct_size = sizeof heads, .scale = 0.125f, .query = HEADS, .kv = KV};
 
-    /* A pool of pages; each head takes its pages from anywhere in it. */
+    /* A pool of pages, from which each head takes pages in any order. */
     const size_t pool_len = KV * BLOCKS * layout.page_bytes;
     uint8_t *pool = aligned_alloc(64, pool_len);
     CHECK(pool != NULL);
@@ -125,14 +125,14 @@ int main(void) {
             CHECK(qz1_kv_read(&layout, page, layout.page_bytes, t % PAGE, stored_keys[head][t], D, stored_values[head][t],
                               D, &message) == QZ1_STATUS_OK);
             for (size_t i = 0; i < D; i++) {
-                /* Half of one of fifteen steps over a range of at most 2, and the rounding of the scale. */
+                /* At most half of one of fifteen steps over a range of 2, plus the rounding of the scale. */
                 CHECK(fabsf(stored_keys[head][t][i] - keys[t][head][i]) <= 1.0f / 15 + 1e-3f);
                 CHECK(fabsf(stored_values[head][t][i] - values[t][head][i]) <= 1.0f / 15 + 1e-3f);
             }
         }
     }
 
-    /* Causal: the last query sees all tokens, each one before it sees one token less. */
+    /* Causal: the last query sees all tokens, and each earlier one sees one token less than the next. */
     size_t words;
     CHECK(qz1_attend_workspace(&layout, &heads, QUERIES, TOKENS, &words, &message) == QZ1_STATUS_OK);
     uint32_t *workspace = malloc(words * sizeof *workspace);
@@ -144,7 +144,7 @@ int main(void) {
     CHECK(ATTEND(out, lse) == QZ1_STATUS_OK);
     check_causal(heads.scale, 0);
 
-    /* The library's cache does all of this, with bit-identical results. */
+    /* A cache of the library does the same, with bit-identical results. */
     qz1_kv_cache *cache = NULL;
     CHECK(qz1_kv_cache_new(&layout, &heads, TOKENS, &cache, &message) == QZ1_STATUS_OK);
     CHECK(qz1_kv_cache_append(cache, keys[0][0], TOKENS * KV * D, values[0][0], TOKENS * KV * D, NULL, &message) ==
@@ -158,7 +158,7 @@ int main(void) {
           QZ1_STATUS_OK);
     CHECK(memcmp(out[last], other[0], sizeof out[last]) == 0);
 
-    /* A window: all but the first 700 tokens. Then these 700, merged with the window: the whole again. */
+    /* Attend to all but the first 700 tokens, then to these 700, and merge: this is the result on all tokens. */
     for (size_t head = 0; head < KV; head++) lists[head].first = 700;
     CHECK(ATTEND(out, lse) == QZ1_STATUS_OK);
     check_causal(heads.scale, 700);

@@ -1,6 +1,6 @@
 /* A linear layer with 4-bit weights and 8-bit activations on an NVIDIA GPU, from C: pack, plan, quantize, multiply,
- * check the results, handle errors. Needs no CUDA headers: the few driver functions for a context and memory, which
- * every CUDA program has, are looked up by hand.
+ * check the results, handle errors. Needs no CUDA headers: the few driver functions that are needed for a context and
+ * memory are declared here and looked up with dlsym.
  *
  *   cargo build --release -p quant-kernels-c --features cuda
  *   cc -std=c11 -I kernels-c/include kernels-c/examples/cuda_linear.c libquant_kernels.a -lpthread -ldl -lm
@@ -158,7 +158,7 @@ int main(int argc, char **argv) {
         .tickets = to_device(NULL, tickets), .workspace = to_device(NULL, bytes),
     };
 
-    /* Both on one stream, here the default stream; the product twice, with the tickets that the first launch left. */
+    /* Launch both on the default stream. The second launch of the product reuses the tickets, which the first one reset. */
     void *stream = NULL;
     CHECK(qz1_cuda_activation_launch(quantize, &from, stream, &message) == QZ1_STATUS_OK);
     CHECK(qz1_cuda_linear_launch(linear, &to, stream, &message) == QZ1_STATUS_OK);

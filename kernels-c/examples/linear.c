@@ -24,7 +24,7 @@ enum { M = 5, N = 100, K = 256, GROUP = 64, THREADS = 2 };
 static char reason[200] = "";
 static const qz1_message message = {sizeof(qz1_message), 0, reason, sizeof reason};
 
-/* Threads of this program: each takes every second piece. */
+/* The threads of this program; each of the two runs every second piece. */
 struct half {
     size_t first, count;
     qz1_piece piece;
@@ -58,7 +58,7 @@ static void on_threads(void *ctx, size_t count, qz1_piece piece, void *work) {
     }
 }
 
-/* A wrong `for_each`: it calls nothing. */
+/* An incorrect `for_each`, which calls no piece. */
 static void on_nothing(void *ctx, size_t count, qz1_piece piece, void *work) {
     (void)ctx, (void)count, (void)piece, (void)work;
 }

@@ -1,4 +1,4 @@
-//! Quantized checkpoints on disk: opened, listed, and read one linear at a time into what `qz1_pack` takes.
+//! Quantized checkpoints on disk: opening, listing, and reading one linear at a time, for `qz1_pack`.
 
 use core::ffi::{CStr, c_char};
 use std::ffi::{CString, OsStr};
@@ -16,14 +16,14 @@ use crate::weights::{QZ1_CODES_E2M1, QZ1_CODES_E4M3, QZ1_CODES_INTEGER, qz1_weig
 /// An open checkpoint. It is immutable: any number of threads may use it.
 pub struct qz1_checkpoint {
     opened: QuantizedCheckpoint,
-    /// Name and scheme of each linear.
+    /// The name and scheme of each linear.
     texts: Vec<[CString; 2]>,
 }
 
 /// The unpacked weight of a linear, in memory. Immutable.
 pub struct qz1_tensor {
     tensor: QuantizedTensor,
-    /// E4M3 codes of the group scales, if there are two levels of scales.
+    /// The E4M3 codes of the group scales, if the tensor has such scales.
     scale_codes: Option<Vec<u8>>,
     bias: Option<Vec<f32>>,
 }
@@ -34,7 +34,7 @@ pub struct qz1_tensor {
 pub struct qz1_linear {
     /// `sizeof(qz1_linear)`
     pub struct_size: u32,
-    /// Bits of a code.
+    /// Bits per code.
     pub bits: u32,
     /// Output features.
     pub n: usize,
@@ -42,13 +42,13 @@ pub struct qz1_linear {
     pub k: usize,
     /// The module, such as "model.layers.0.mlp.down_proj". Belongs to the checkpoint.
     pub name: *const c_char,
-    /// How it is quantized, such as "w4a16-g128-sym". Belongs to the checkpoint.
+    /// The quantization scheme, such as "w4a16-g128-sym". Belongs to the checkpoint.
     pub scheme: *const c_char,
 }
 
 fields!(qz1_linear, scheme);
 
-/// A string of the caller.
+/// Reads a string of the caller.
 ///
 /// # Safety
 /// It must end with a zero byte, and must not change during the call.
@@ -81,22 +81,22 @@ fn linear(checkpoint: &qz1_checkpoint, index: usize) -> Result<&QuantizedLinear,
 }
 
 /// Opens a checkpoint: a directory with `config.json` and safetensors files, in one of the formats AWQ, GPTQ,
-/// compressed-tensors, ModelOpt, QServe or FP8. Headers and shapes are checked; no weight is read. `path` ends with a
-/// zero byte. The handle is freed by `qz1_checkpoint_free`. On an error `out` is set to null.
+/// compressed-tensors, ModelOpt, QServe or FP8. Checks headers and shapes, and reads no weights. `path` ends with a
+/// zero byte. The handle must be freed by `qz1_checkpoint_free`. On error, `out` is set to null.
 ///
 /// # Safety
-/// As for `qz1_layout_of`.
+/// Same as for `qz1_layout_of`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn qz1_checkpoint_open(
     path: *const c_char,
     out: *mut *mut qz1_checkpoint,
     message: *const qz1_message,
 ) -> qz1_status {
-    // SAFETY: the pointer contract.
+    // SAFETY: the caller upholds the pointer contract.
     call(message, |scope| unsafe {
         memory::make(scope, out, || {
             let opened = QuantizedCheckpoint::open(self::path(text(path, "the path")?)?)?;
-            // Names contain no zero byte: headers with control characters are rejected.
+            // Names contain no zero bytes, because headers with control characters are rejected.
             let c_text = |text: &str| CString::new(text).unwrap_or_default();
             let both = |linear: &QuantizedLinear| [c_text(&linear.name), c_text(&linear.scheme.to_string())];
             let texts = opened.linears().iter().map(both).collect();
@@ -108,24 +108,24 @@ pub unsafe extern "C" fn qz1_checkpoint_open(
 /// Closes a checkpoint; null is allowed. Tensors that were read from it remain valid.
 ///
 /// # Safety
-/// The handle comes from `qz1_checkpoint_open` and is freed once.
+/// The handle must come from `qz1_checkpoint_open` and be freed only once.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn qz1_checkpoint_free(checkpoint: *mut qz1_checkpoint) {
-    // SAFETY: the pointer contract.
+    // SAFETY: the caller upholds the pointer contract.
     unsafe { memory::free(checkpoint) }
 }
 
-/// The number of quantized linears. They are numbered from 0, in the order of their names.
+/// The number of quantized linears. They are sorted by name, and numbered from 0.
 ///
 /// # Safety
-/// As for `qz1_layout_of`.
+/// Same as for `qz1_layout_of`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn qz1_checkpoint_count(
     checkpoint: *const qz1_checkpoint,
     out: *mut usize,
     message: *const qz1_message,
 ) -> qz1_status {
-    // SAFETY: the pointer contract.
+    // SAFETY: the caller upholds the pointer contract.
     call(message, |scope| unsafe {
         let checkpoint = scope.look(checkpoint, "the checkpoint")?;
         scope.value(out, "the number")?.put(checkpoint.opened.linears().len());
@@ -133,10 +133,10 @@ pub unsafe extern "C" fn qz1_checkpoint_count(
     })
 }
 
-/// The number of the quantized linear with this name. `name` ends with a zero byte.
+/// The index of the quantized linear with this name. `name` ends with a zero byte.
 ///
 /// # Safety
-/// As for `qz1_layout_of`.
+/// Same as for `qz1_layout_of`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn qz1_checkpoint_find(
     checkpoint: *const qz1_checkpoint,
@@ -144,7 +144,7 @@ pub unsafe extern "C" fn qz1_checkpoint_find(
     out: *mut usize,
     message: *const qz1_message,
 ) -> qz1_status {
-    // SAFETY: the pointer contract.
+    // SAFETY: the caller upholds the pointer contract.
     call(message, |scope| unsafe {
         let checkpoint = scope.look(checkpoint, "the checkpoint")?;
         let out = scope.value(out, "the number")?;
@@ -157,10 +157,10 @@ pub unsafe extern "C" fn qz1_checkpoint_find(
     })
 }
 
-/// Describes a linear. Fills `out`, whose `struct_size` the caller has set.
+/// Describes a linear. Fills `out`, whose `struct_size` must be set by the caller.
 ///
 /// # Safety
-/// As for `qz1_layout_of`.
+/// Same as for `qz1_layout_of`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn qz1_checkpoint_linear(
     checkpoint: *const qz1_checkpoint,
@@ -168,7 +168,7 @@ pub unsafe extern "C" fn qz1_checkpoint_linear(
     out: *mut qz1_linear,
     message: *const qz1_message,
 ) -> qz1_status {
-    // SAFETY: the pointer contract.
+    // SAFETY: the caller upholds the pointer contract.
     call(message, |scope| unsafe {
         let checkpoint = scope.look(checkpoint, "the checkpoint")?;
         let out = scope.place(out, "the linear")?;
@@ -186,11 +186,11 @@ pub unsafe extern "C" fn qz1_checkpoint_linear(
     })
 }
 
-/// Reads the weight of a linear, and its bias. Takes one byte per weight and 4 bytes per scale. The handle is freed by
-/// `qz1_tensor_free`. On an error `out` is set to null.
+/// Reads the weight of a linear, and its bias. Allocates one byte per weight and 4 bytes per scale. The handle must be
+/// freed by `qz1_tensor_free`. On error, `out` is set to null.
 ///
 /// # Safety
-/// As for `qz1_layout_of`.
+/// Same as for `qz1_layout_of`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn qz1_checkpoint_read(
     checkpoint: *const qz1_checkpoint,
@@ -198,7 +198,7 @@ pub unsafe extern "C" fn qz1_checkpoint_read(
     out: *mut *mut qz1_tensor,
     message: *const qz1_message,
 ) -> qz1_status {
-    // SAFETY: the pointer contract.
+    // SAFETY: the caller upholds the pointer contract.
     call(message, |scope| unsafe {
         memory::make(scope, out, || {
             let checkpoint = scope.look(checkpoint, "the checkpoint")?;
@@ -220,25 +220,26 @@ pub unsafe extern "C" fn qz1_checkpoint_read(
 /// Frees a tensor; null is allowed.
 ///
 /// # Safety
-/// The handle comes from `qz1_checkpoint_read` and is freed once.
+/// The handle must come from `qz1_checkpoint_read` and be freed only once.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn qz1_tensor_free(tensor: *mut qz1_tensor) {
-    // SAFETY: the pointer contract.
+    // SAFETY: the caller upholds the pointer contract.
     unsafe { memory::free(tensor) }
 }
 
-/// The weight in the form that `qz1_layout_of` and `qz1_pack` take. Fills `out`, whose `struct_size` the caller has
-/// set. The memory that `out` points to belongs to the tensor; packed weights do not refer to it.
+/// The weight in the form that `qz1_layout_of` and `qz1_pack` take. Fills `out`, whose `struct_size` must be set by the
+/// caller. The memory that `out` points to belongs to the tensor. Packing copies it, so packed weights remain valid
+/// when the tensor is freed.
 ///
 /// # Safety
-/// As for `qz1_layout_of`.
+/// Same as for `qz1_layout_of`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn qz1_tensor_weights(
     tensor: *const qz1_tensor,
     out: *mut qz1_weights,
     message: *const qz1_message,
 ) -> qz1_status {
-    // SAFETY: the pointer contract.
+    // SAFETY: the caller upholds the pointer contract.
     call(message, |scope| unsafe {
         let out = scope.place(out, "the weights")?;
         let weights = weights(scope.look(tensor, "the tensor")?)?;
@@ -251,7 +252,7 @@ fn weights(of: &qz1_tensor) -> Result<qz1_weights, Fault> {
     let qz1_tensor { tensor, scale_codes, .. } = of;
     let view = tensor.view_with(scale_codes.as_deref())?;
     let at = |slice: Option<&[u8]>| slice.map_or((core::ptr::null(), 0), |s| (s.as_ptr(), s.len()));
-    // With two levels of scales, the upper scale is the tensor's own.
+    // With two levels of scales, the upper level is stored with the tensor.
     let (scales, groups) = match view.scales(0..tensor.shape[0]) {
         Scales::Float(scales) => (scales, None),
         Scales::Progressive { groups, channels } => (channels, Some(groups)),
@@ -291,14 +292,14 @@ fn weights(of: &qz1_tensor) -> Result<qz1_weights, Fault> {
 /// The bias `[n]`, or null if the linear has no bias. It belongs to the tensor.
 ///
 /// # Safety
-/// As for `qz1_layout_of`.
+/// Same as for `qz1_layout_of`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn qz1_tensor_bias(
     tensor: *const qz1_tensor,
     out: *mut *const f32,
     message: *const qz1_message,
 ) -> qz1_status {
-    // SAFETY: the pointer contract.
+    // SAFETY: the caller upholds the pointer contract.
     call(message, |scope| unsafe {
         let out = scope.value(out, "the bias")?;
         let bias = &scope.look(tensor, "the tensor")?.bias;
@@ -308,17 +309,17 @@ pub unsafe extern "C" fn qz1_tensor_bias(
 }
 
 /// The calibrated static scale of the linear's activations, for linears whose activations are integers with one scale
-/// for all tokens. `scale` is 0 for every other linear. A zero point other than 0 needs a layout with sums.
+/// for all tokens. For other linears, `scale` is 0. A zero point other than 0 requires a layout with sums.
 ///
 /// # Safety
-/// As for `qz1_layout_of`.
+/// Same as for `qz1_layout_of`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn qz1_tensor_static_scale(
     tensor: *const qz1_tensor,
     out: *mut qz1_static_scale,
     message: *const qz1_message,
 ) -> qz1_status {
-    // SAFETY: the pointer contract.
+    // SAFETY: the caller upholds the pointer contract.
     call(message, |scope| unsafe {
         let out = scope.place(out, "the static scale")?;
         let tensor = &scope.look(tensor, "the tensor")?.tensor;

@@ -28,14 +28,14 @@ pub const QZ1_GATE_CLAMPED: u32 = 3;
 /// Marks a token's slot that has no expert.
 pub const QZ1_NO_EXPERT: u32 = u32::MAX;
 
-/// The plan for calls of a layer's experts, and the memory that they need.
+/// The plan for calls of a layer's experts, with the memory that they need.
 pub struct qz1_experts {
     plan: ExpertsPlan,
     workspace: ExpertsWorkspace,
 }
 
 /// One expert: packed weights of its gate and up projections `[inner, hidden]` and its down projection `[hidden,
-/// inner]`. Each may have its own bits, groups, scales and zero points, but gate and up have the same groups.
+/// inner]`. Each may have its own bits, groups, scales and zero points, but gate and up must have the same groups.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct qz1_expert {
@@ -45,7 +45,7 @@ pub struct qz1_expert {
     pub reserved: u32,
     /// Layout of the gate projection.
     pub gate_layout: *const qz1_layout,
-    /// As `qz1_pack` writes them.
+    /// The packed bytes that `qz1_pack` writes.
     pub gate: *const u8,
     /// Bytes of `gate`.
     pub gate_len: usize,
@@ -55,7 +55,7 @@ pub struct qz1_expert {
     pub gate_bias_len: usize,
     /// Layout of the up projection.
     pub up_layout: *const qz1_layout,
-    /// As `qz1_pack` writes them.
+    /// The packed bytes that `qz1_pack` writes.
     pub up: *const u8,
     /// Bytes of `up`.
     pub up_len: usize,
@@ -65,7 +65,7 @@ pub struct qz1_expert {
     pub up_bias_len: usize,
     /// Layout of the down projection.
     pub down_layout: *const qz1_layout,
-    /// As `qz1_pack` writes them.
+    /// The packed bytes that `qz1_pack` writes.
     pub down: *const u8,
     /// Bytes of `down`.
     pub down_len: usize,
@@ -75,7 +75,7 @@ pub struct qz1_expert {
     pub down_bias_len: usize,
 }
 
-/// Configuration of calls of a layer's experts.
+/// The configuration for calls of a layer's experts.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct qz1_experts_config {
@@ -125,10 +125,10 @@ fields!(qz1_expert, down_bias_len, reserved);
 fields!(qz1_experts_config, top_k, reserved);
 fields!(qz1_routing, weights_len, reserved);
 
-/// Reads the experts. Everything that is written must have been entered before.
+/// Reads the experts. All memory that is written must have been entered before.
 ///
 /// # Safety
-/// As [`Scope::read`] and [`Scope::slice`], for everything that structures point to.
+/// Same as for [`Scope::read`] and [`Scope::slice`], for all memory that the structures point to.
 unsafe fn experts(scope: &Scope, at: *const qz1_expert, count: usize) -> Result<Vec<Expert<'_>>, Fault> {
     let mut experts = memory::room(count, "the experts")?;
     // SAFETY: this function has the safety contract of the functions that it calls.
@@ -180,13 +180,13 @@ fn plan_of<E: Element>(experts: &Experts<'_>, of: &qz1_experts_config) -> Result
     Ok(ExpertsPlan::new::<E>(experts, token(of.isa)?, rows, gate, of.tokens, of.top_k)?)
 }
 
-/// A handle for calls of these experts, with all the memory that they need for any routing; freed by
-/// `qz1_experts_free`. If `workspace_bytes` is not null, the size of that memory is written there. On an error `out` is
-/// set to null. The handle keeps no reference to the experts: other weights of the same layouts may be passed to
-/// `qz1_experts_run`.
+/// Creates a handle for calls of these experts, with all the memory that they need for any routing. It must be freed by
+/// `qz1_experts_free`. If `workspace_bytes` is not null, the size of that memory is written there. On error, `out` is
+/// set to null. The handle keeps no reference to the experts, so weights with the same layouts but different values may
+/// be passed to `qz1_experts_run`.
 ///
 /// # Safety
-/// As for `qz1_layout_of`.
+/// Same as for `qz1_layout_of`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn qz1_experts_new(
     experts: *const qz1_expert,
@@ -220,10 +220,10 @@ pub unsafe extern "C" fn qz1_experts_new(
 /// Frees a handle; null is allowed.
 ///
 /// # Safety
-/// The handle comes from `qz1_experts_new` and is freed once.
+/// The handle must come from `qz1_experts_new` and be freed only once.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn qz1_experts_free(handle: *mut qz1_experts) {
-    // SAFETY: the pointer contract.
+    // SAFETY: the caller upholds the pointer contract.
     unsafe { memory::free(handle) }
 }
 
@@ -232,7 +232,7 @@ pub unsafe extern "C" fn qz1_experts_free(handle: *mut qz1_experts) {
 /// are bit-identical to separate products, for any number of threads. If `for_each` fails, `out` may be partly written.
 ///
 /// # Safety
-/// As for `qz1_layout_of`; no other thread may use the handle during the call.
+/// Same as for `qz1_layout_of`; no other thread may use the handle during the call.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn qz1_experts_run(
     handle: *mut qz1_experts,
@@ -262,7 +262,7 @@ pub unsafe extern "C" fn qz1_experts_run(
 }
 
 /// # Safety
-/// As [`Scope::slice`]; the values are of type `E`.
+/// Same as for [`Scope::slice`]; the values are of type `E`.
 unsafe fn run_of<E: Element>(
     scope: &Scope,
     handle: &mut qz1_experts,

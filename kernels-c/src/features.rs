@@ -32,7 +32,7 @@ pub const QZ1_ISA_AMX: u32 = 9;
 pub const QZ1_FEATURE_INT8: u32 = 1;
 /// Weights of 2 to 8 bits with float activations.
 pub const QZ1_FEATURE_FLOAT: u32 = 2;
-/// Weights with two levels of scales. Activations in f16 and bf16.
+/// Weights with two levels of scales.
 pub const QZ1_FEATURE_PROGRESSIVE: u32 = 3;
 /// Activations of f16 and bf16.
 pub const QZ1_FEATURE_HALF: u32 = 4;
@@ -62,7 +62,7 @@ const NAMES: [(u32, &str, &core::ffi::CStr); 9] = [
     (QZ1_ISA_AMX, "amx", c"amx"),
 ];
 
-/// The instruction set with this number.
+/// Returns the instruction set with this number.
 pub(crate) fn token(isa: u32) -> Result<IsaToken, Fault> {
     if isa == QZ1_ISA_DETECT {
         return Ok(IsaToken::detect());
@@ -101,7 +101,7 @@ pub extern "C" fn qz1_isa_available(isa: u32) -> u32 {
     u32::from(token(isa).is_ok())
 }
 
-/// The `QZ1_ISA_…` that `QZ1_ISA_DETECT` selects on this processor.
+/// The `QZ1_ISA_…` that `QZ1_ISA_DETECT` selects.
 #[unsafe(no_mangle)]
 pub extern "C" fn qz1_isa_detect() -> u32 {
     let found = IsaToken::detect().isa().name();

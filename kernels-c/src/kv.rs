@@ -16,7 +16,7 @@ pub const QZ1_KV_8BIT: u32 = 2;
 /// IEEE half precision.
 pub const QZ1_KV_F16: u32 = 3;
 
-/// Layout of pages of keys and values; each page holds the same number of tokens of one key-value head. Made by
+/// Layout of pages of keys and values; each page holds the same number of tokens of one key-value head. Filled by
 /// `qz1_kv_layout_of`. Its fields may be stored with the pages, and are checked against `id` on every use.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
@@ -31,11 +31,11 @@ pub struct qz1_kv_layout {
     pub page_tokens: u32,
     /// Bytes per page, a multiple of 64. Kernels are fastest if pages begin at a multiple of 64.
     pub page_bytes: u64,
-    /// Identifies the data order and everything that it depends on.
+    /// An id of the data order, computed from everything that affects it.
     pub id: u64,
 }
 
-/// Heads of attention.
+/// The numbers of attention heads, and the factor of the scores.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct qz1_heads {
@@ -50,8 +50,9 @@ pub struct qz1_heads {
     pub kv: usize,
 }
 
-/// The pages of one key-value head, and which of their tokens are seen. Tokens are counted along the list, whichever
-/// pages it names: a list can select pages, or be a window. In an array of lists, all have the same `struct_size`.
+/// The pages of one key-value head, and the tokens that are seen. Tokens are counted along the list, regardless of the
+/// page numbers, so a list can select pages, or contain only a window. In an array of lists, all have the same
+/// `struct_size`.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct qz1_page_list {
@@ -68,8 +69,8 @@ pub struct qz1_page_list {
     /// Number of tokens at the beginning that no query sees.
     pub first: usize,
     /// Number of tokens up to and including the last one that the first query sees. Each later query sees one more, but
-    /// never more than `tokens`. `PTRDIFF_MAX`: every query sees all of them. Causal: `tokens − queries + 1`, which may
-    /// be negative.
+    /// never more than `tokens`. With `PTRDIFF_MAX`, every query sees all tokens. For causal attention, use `tokens −
+    /// queries + 1`, which may be negative.
     pub seen: isize,
 }
 
@@ -101,12 +102,12 @@ pub(crate) fn kind(kind: u32) -> Result<KvType, Fault> {
     }
 }
 
-/// The layout that the caller's fields describe; every field is checked.
+/// Returns the layout that the caller's fields describe; every field is checked.
 ///
 /// # Safety
-/// As [`Scope::read`].
+/// Same as for [`Scope::read`].
 pub(crate) unsafe fn kv_layout(scope: &Scope, at: *const qz1_kv_layout) -> Result<KvLayout, Fault> {
-    // SAFETY: the pointer contract.
+    // SAFETY: the caller upholds the pointer contract.
     let l = unsafe { scope.read(at, "the layout") }?;
     let none = || Fault::new(qz1_status::LayoutId, "the fields of the layout do not match its id");
     let layout = KvLayout::new(kind(l.kind).map_err(|_| none())?, l.head_dim as usize).map_err(|_| none())?;
@@ -116,20 +117,20 @@ pub(crate) unsafe fn kv_layout(scope: &Scope, at: *const qz1_kv_layout) -> Resul
 }
 
 /// # Safety
-/// As [`Scope::read`].
+/// Same as for [`Scope::read`].
 pub(crate) unsafe fn heads(scope: &Scope, at: *const qz1_heads) -> Result<Heads, Fault> {
-    // SAFETY: the pointer contract.
+    // SAFETY: the caller upholds the pointer contract.
     let h = unsafe { scope.read(at, "the heads") }?;
     Ok(Heads { query: h.query, kv: h.kv, scale: h.scale })
 }
 
-/// Number of lists that need no allocation.
+/// The number of lists that are stored without allocating.
 const FEW: usize = 32;
 
-/// Calls `body` with the lists of the caller. Everything that is written must have been entered before.
+/// Calls `body` with the lists of the caller. All memory that is written must have been entered before.
 ///
 /// # Safety
-/// As [`Scope::each`] and [`Scope::slice`], for what lists point to.
+/// Same as for [`Scope::each`] and [`Scope::slice`], for the memory that the lists point to.
 unsafe fn with_lists<R>(
     scope: &Scope,
     at: *const qz1_page_list,
@@ -149,7 +150,7 @@ unsafe fn with_lists<R>(
             &mut many[..]
         }
     };
-    // SAFETY: the pointer contract.
+    // SAFETY: the caller upholds the pointer contract.
     unsafe {
         scope.each(at, count, "a page list", |i, list: qz1_page_list| {
             let pages = scope.one_of_many(list.pages, list.pages_len, "the pages of a list")?;
@@ -160,11 +161,11 @@ unsafe fn with_lists<R>(
     body(lists)
 }
 
-/// The layout of pages of a `QZ1_KV_…` for heads of `head_dim` features. Fills `out`, whose `struct_size` the caller
-/// has set.
+/// The layout of pages of a `QZ1_KV_…` for heads of `head_dim` features. Fills `out`, whose `struct_size` must be set
+/// by the caller.
 ///
 /// # Safety
-/// As for `qz1_layout_of`.
+/// Same as for `qz1_layout_of`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn qz1_kv_layout_of(
     kind: u32,
@@ -172,7 +173,7 @@ pub unsafe extern "C" fn qz1_kv_layout_of(
     out: *mut qz1_kv_layout,
     message: *const qz1_message,
 ) -> qz1_status {
-    // SAFETY: the pointer contract.
+    // SAFETY: the caller upholds the pointer contract.
     call(message, |scope| unsafe {
         let out = scope.place(out, "the layout")?;
         let layout = describe(&KvLayout::new(self::kind(kind)?, head_dim)?);
@@ -182,10 +183,11 @@ pub unsafe extern "C" fn qz1_kv_layout_of(
 }
 
 /// Quantizes one token of one head into `slot` of a page, 0 to 63. `key` and `value` are `[head_dim]`, the key after
-/// rotary embedding. Other slots keep their contents. Values beyond ±65504 are refused, and then nothing is written.
+/// rotary embedding. Other slots keep their contents. If a magnitude exceeds 65504, the call fails and nothing is
+/// written.
 ///
 /// # Safety
-/// As for `qz1_layout_of`.
+/// Same as for `qz1_layout_of`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn qz1_kv_write(
     layout: *const qz1_kv_layout,
@@ -198,7 +200,7 @@ pub unsafe extern "C" fn qz1_kv_write(
     value_len: usize,
     message: *const qz1_message,
 ) -> qz1_status {
-    // SAFETY: the pointer contract; the page overlaps nothing that is read (`Scope`).
+    // SAFETY: the caller upholds the pointer contract; the page overlaps nothing that is read (`Scope`).
     call(message, |scope| unsafe {
         let layout = kv_layout(scope, layout)?;
         let key = scope.slice(key, key_len, "the key")?;
@@ -211,7 +213,7 @@ pub unsafe extern "C" fn qz1_kv_write(
 /// Dequantizes one token of one head to floats, `[head_dim]` each for key and value.
 ///
 /// # Safety
-/// As for `qz1_layout_of`.
+/// Same as for `qz1_layout_of`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn qz1_kv_read(
     layout: *const qz1_kv_layout,
@@ -224,7 +226,7 @@ pub unsafe extern "C" fn qz1_kv_read(
     value_len: usize,
     message: *const qz1_message,
 ) -> qz1_status {
-    // SAFETY: the pointer contract; outputs do not overlap (`Scope`).
+    // SAFETY: the caller upholds the pointer contract; outputs do not overlap (`Scope`).
     call(message, |scope| unsafe {
         let layout = kv_layout(scope, layout)?;
         let page = scope.slice(page, page_len, "the page")?;
@@ -235,11 +237,11 @@ pub unsafe extern "C" fn qz1_kv_read(
 }
 
 /// Quantizes `m` tokens and appends them after the `tokens` of each list, with one list per key-value head. `keys` and
-/// `values` are `[m, lists_len, head_dim]`; `pages` is a whole number of pages. Lists must already name the pages for
-/// the new tokens, each of these once. The caller increases `tokens` afterwards.
+/// `values` are `[m, lists_len, head_dim]`; `pages` is a whole number of pages. Lists must already contain the pages
+/// for the new tokens, and each of these pages only once. The caller must increase `tokens` afterwards.
 ///
 /// # Safety
-/// As for `qz1_layout_of`.
+/// Same as for `qz1_layout_of`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn qz1_kv_append(
     layout: *const qz1_kv_layout,
@@ -254,7 +256,7 @@ pub unsafe extern "C" fn qz1_kv_append(
     parallel: *const qz1_parallel,
     message: *const qz1_message,
 ) -> qz1_status {
-    // SAFETY: the pointer contract; the pages overlap nothing that is read (`Scope`).
+    // SAFETY: the caller upholds the pointer contract; the pages overlap nothing that is read (`Scope`).
     call(message, |scope| unsafe {
         let layout = kv_layout(scope, layout)?;
         let keys = scope.slice(keys, keys_len, "the keys")?;
@@ -273,7 +275,7 @@ pub unsafe extern "C" fn qz1_kv_append(
 /// queries on lists of at most the given number of tokens.
 ///
 /// # Safety
-/// As for `qz1_layout_of`.
+/// Same as for `qz1_layout_of`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn qz1_attend_workspace(
     layout: *const qz1_kv_layout,
@@ -283,7 +285,7 @@ pub unsafe extern "C" fn qz1_attend_workspace(
     words: *mut usize,
     message: *const qz1_message,
 ) -> qz1_status {
-    // SAFETY: the pointer contract.
+    // SAFETY: the caller upholds the pointer contract.
     call(message, |scope| unsafe {
         let (layout, heads) = (kv_layout(scope, layout)?, self::heads(scope, heads)?);
         let words = scope.value(words, "the number of words")?;
@@ -292,17 +294,17 @@ pub unsafe extern "C" fn qz1_attend_workspace(
     })
 }
 
-/// Attention of queries `q` `[m, heads.query, head_dim]` on one list per key-value head. `out` has the shape of `q`;
-/// `lse` `[m, heads.query]` is the logarithm of the sum of `exp(score)`, with which `qz1_attend_merge` joins results on
-/// parts of a sequence.
+/// Computes the attention of queries `q` `[m, heads.query, head_dim]`, with one list per key-value head. `out` has the
+/// shape of `q`; `lse` `[m, heads.query]` receives the logarithm of the sum of `exp(score)`, with which
+/// `qz1_attend_merge` merges results on parts of a sequence.
 ///
 /// A query that sees no tokens gets zeros in `out` and minus infinity in `lse`; a head whose query is not finite gets
-/// NaN in both. `isa` is a `QZ1_ISA_…`: all give bit-identical results, with any number of threads, except for `out` of
-/// `QZ1_ISA_AVX512BF16`. The caller allocates the workspace. Its contents do not matter between calls, and concurrent
-/// calls need separate ones.
+/// NaN in both. `isa` is a `QZ1_ISA_…`. Results are bit-identical for all instruction sets and any number of threads,
+/// except for `out` with `QZ1_ISA_AVX512BF16`. The caller allocates the workspace. Its contents do not matter between
+/// calls, and concurrent calls need separate ones.
 ///
 /// # Safety
-/// As for `qz1_layout_of`; no thread may write to the pages during the call.
+/// Same as for `qz1_layout_of`; no thread may write to the pages during the call.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn qz1_attend(
     layout: *const qz1_kv_layout,
@@ -323,7 +325,8 @@ pub unsafe extern "C" fn qz1_attend(
     parallel: *const qz1_parallel,
     message: *const qz1_message,
 ) -> qz1_status {
-    // SAFETY: the pointer contract; what is written overlaps neither itself nor what is read (`Scope`).
+    // SAFETY: the caller upholds the pointer contract; what is written overlaps neither itself nor what is read
+    // (`Scope`).
     call(message, |scope| unsafe {
         let (layout, heads, token) = (kv_layout(scope, layout)?, self::heads(scope, heads)?, token(isa)?);
         let pages = scope.slice(pages, pages_len, "the pages")?;
@@ -342,11 +345,11 @@ pub unsafe extern "C" fn qz1_attend(
     })
 }
 
-/// Merges attention on other tokens into the results so far: `out` and `other` are `[rows, head_dim]`, `lse` and
-/// `other_lse` `[rows]`, as `qz1_attend` gives them.
+/// Merges attention on further tokens into the results so far: `out` and `other` are `[rows, head_dim]`, `lse` and
+/// `other_lse` are `[rows]`, as computed by `qz1_attend`.
 ///
 /// # Safety
-/// As for `qz1_layout_of`.
+/// Same as for `qz1_layout_of`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn qz1_attend_merge(
     head_dim: usize,
@@ -360,7 +363,8 @@ pub unsafe extern "C" fn qz1_attend_merge(
     other_lse_len: usize,
     message: *const qz1_message,
 ) -> qz1_status {
-    // SAFETY: the pointer contract; what is written overlaps neither itself nor what is read (`Scope`).
+    // SAFETY: the caller upholds the pointer contract; what is written overlaps neither itself nor what is read
+    // (`Scope`).
     call(message, |scope| unsafe {
         let other = scope.slice(other, other_len, "the second output")?;
         let other_lse = scope.slice(other_lse, other_lse_len, "the second log-sum-exps")?;

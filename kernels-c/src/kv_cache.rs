@@ -8,17 +8,17 @@ use crate::memory::{self, Scope};
 use crate::parallel::{Threads, qz1_parallel};
 use crate::status::{Fault, call, qz1_message, qz1_status};
 
-/// The keys and values of one sequence in one layer, with a workspace.
+/// The keys and values of one sequence in one layer, and the workspace for attention.
 pub struct qz1_kv_cache {
     cache: KvCache,
     workspace: Workspace,
 }
 
-/// A cache for at most `max_tokens`, whose memory grows with the number of tokens; freed by `qz1_kv_cache_free`. On an
-/// error `out` is set to null.
+/// Creates a cache for at most `max_tokens` tokens, whose memory grows with the number of tokens. It must be freed by
+/// `qz1_kv_cache_free`. On error, `out` is set to null.
 ///
 /// # Safety
-/// As for `qz1_layout_of`.
+/// Same as for `qz1_layout_of`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn qz1_kv_cache_new(
     layout: *const qz1_kv_layout,
@@ -27,9 +27,9 @@ pub unsafe extern "C" fn qz1_kv_cache_new(
     out: *mut *mut qz1_kv_cache,
     message: *const qz1_message,
 ) -> qz1_status {
-    // SAFETY: the pointer contract.
+    // SAFETY: the caller upholds the pointer contract.
     call(message, |scope| unsafe {
-        // Read before the handle is written: `out` might overlap it.
+        // Read these before the handle is written, because `out` might overlap them.
         let (layout, heads) = (kv_layout(scope, layout), self::heads(scope, heads));
         memory::make(scope, out, || {
             let cache = KvCache::new(layout?, heads?, max_tokens)?;
@@ -41,38 +41,38 @@ pub unsafe extern "C" fn qz1_kv_cache_new(
 /// Frees a handle; null is allowed.
 ///
 /// # Safety
-/// The handle comes from `qz1_kv_cache_new` and is freed once.
+/// The handle must come from `qz1_kv_cache_new` and be freed only once.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn qz1_kv_cache_free(cache: *mut qz1_kv_cache) {
-    // SAFETY: the pointer contract.
+    // SAFETY: the caller upholds the pointer contract.
     unsafe { memory::free(cache) }
 }
 
 /// The number of tokens in the cache; 0 for null.
 ///
 /// # Safety
-/// The handle is null or comes from `qz1_kv_cache_new`.
+/// The handle must be null or come from `qz1_kv_cache_new`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn qz1_kv_cache_tokens(cache: *const qz1_kv_cache) -> usize {
-    // SAFETY: the pointer contract.
+    // SAFETY: the caller upholds the pointer contract.
     unsafe { cache.as_ref() }.map_or(0, |cache| cache.cache.tokens())
 }
 
 /// The size of the cache's pages in bytes; 0 for null.
 ///
 /// # Safety
-/// As for `qz1_kv_cache_tokens`.
+/// Same as for `qz1_kv_cache_tokens`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn qz1_kv_cache_bytes(cache: *const qz1_kv_cache) -> usize {
-    // SAFETY: the pointer contract.
+    // SAFETY: the caller upholds the pointer contract.
     unsafe { cache.as_ref() }.map_or(0, |cache| cache.cache.bytes())
 }
 
-/// Quantizes and appends `m` tokens: `keys`, after rotary embedding, and `values` are `[m, heads.kv, head_dim]`. If the
-/// status is not 0, the cache holds the same tokens as before.
+/// Quantizes and appends `m` tokens: `keys`, after rotary embedding, and `values` are `[m, heads.kv, head_dim]`. On
+/// error, the cache holds the same tokens as before.
 ///
 /// # Safety
-/// As for `qz1_layout_of`; no other thread may use the handle during the call.
+/// Same as for `qz1_layout_of`; no other thread may use the handle during the call.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn qz1_kv_cache_append(
     cache: *mut qz1_kv_cache,
@@ -83,7 +83,7 @@ pub unsafe extern "C" fn qz1_kv_cache_append(
     parallel: *const qz1_parallel,
     message: *const qz1_message,
 ) -> qz1_status {
-    // SAFETY: the pointer contract.
+    // SAFETY: the caller upholds the pointer contract.
     call(message, |scope| unsafe {
         let cache = &mut scope.handle(cache, "the handle")?.cache;
         let keys = scope.slice(keys, keys_len, "the keys")?;
@@ -92,19 +92,19 @@ pub unsafe extern "C" fn qz1_kv_cache_append(
         let before = cache.tokens();
         cache.append(keys, values, &threads)?;
         threads.finish().or_else(|fault| {
-            // Some heads may already have the new tokens, others not.
+            // Some heads may already have the new tokens and others not, so remove them.
             cache.truncate(before)?;
             Err(fault)
         })
     })
 }
 
-/// How queries are computed.
+/// A function of the cache that computes attention.
 type Answer =
     fn(&KvCache, &[f32], &mut [f32], &mut [f32], &mut Workspace, &dyn Parallel) -> Result<(), Fault>;
 
 /// # Safety
-/// As [`Scope::slice`], for everything.
+/// Same as for [`Scope::slice`], for all pointers.
 unsafe fn answer(
     scope: &Scope,
     cache: *mut qz1_kv_cache,
@@ -114,7 +114,7 @@ unsafe fn answer(
     parallel: *const qz1_parallel,
     by: Answer,
 ) -> Result<(), Fault> {
-    // SAFETY: the pointer contract; what is written overlaps neither itself nor `q` (`Scope`).
+    // SAFETY: the caller upholds the pointer contract; what is written overlaps neither itself nor `q` (`Scope`).
     unsafe {
         let of = scope.handle(cache, "the handle")?;
         let q = scope.slice(q, q_len, "the queries")?;
@@ -126,11 +126,12 @@ unsafe fn answer(
     }
 }
 
-/// Attention of the last token's queries, with the instructions of `QZ1_ISA_DETECT`: `q` and `out` are `[heads.query,
-/// head_dim]`, `lse` is `[heads.query]`. The queries see all tokens; an empty cache gives zeros and minus infinity.
+/// Computes the attention of the last token's queries, with the instructions of `QZ1_ISA_DETECT`: `q` and `out` are
+/// `[heads.query, head_dim]`, `lse` is `[heads.query]`. The queries see all tokens. If the cache is empty, `out` is set
+/// to zeros and `lse` to minus infinity.
 ///
 /// # Safety
-/// As for `qz1_kv_cache_append`.
+/// Same as for `qz1_kv_cache_append`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn qz1_kv_cache_decode(
     cache: *mut qz1_kv_cache,
@@ -145,17 +146,17 @@ pub unsafe extern "C" fn qz1_kv_cache_decode(
 ) -> qz1_status {
     let by: Answer =
         |cache, q, out, lse, workspace, threads| Ok(cache.decode(q, out, lse, workspace, threads)?);
-    // SAFETY: the pointer contract.
+    // SAFETY: the caller upholds the pointer contract.
     call(message, |scope| unsafe {
         answer(scope, cache, (q, q_len), (out, out_len), (lse, lse_len), parallel, by)
     })
 }
 
-/// Attention of the queries of the last `m` tokens, which must have been appended: `q` and `out` are `[m, heads.query,
-/// head_dim]`, `lse` is `[m, heads.query]`. No query sees tokens after its own.
+/// Computes the attention of the queries of the last `m` tokens, which must have been appended: `q` and `out` are `[m,
+/// heads.query, head_dim]`, `lse` is `[m, heads.query]`. No query sees tokens after its own.
 ///
 /// # Safety
-/// As for `qz1_kv_cache_append`.
+/// Same as for `qz1_kv_cache_append`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn qz1_kv_cache_prefill(
     cache: *mut qz1_kv_cache,
@@ -170,7 +171,7 @@ pub unsafe extern "C" fn qz1_kv_cache_prefill(
 ) -> qz1_status {
     let by: Answer =
         |cache, q, out, lse, workspace, threads| Ok(cache.prefill(q, out, lse, workspace, threads)?);
-    // SAFETY: the pointer contract.
+    // SAFETY: the caller upholds the pointer contract.
     call(message, |scope| unsafe {
         answer(scope, cache, (q, q_len), (out, out_len), (lse, lse_len), parallel, by)
     })
@@ -180,27 +181,27 @@ pub unsafe extern "C" fn qz1_kv_cache_prefill(
 /// tokens.
 ///
 /// # Safety
-/// As for `qz1_kv_cache_append`.
+/// Same as for `qz1_kv_cache_append`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn qz1_kv_cache_truncate(
     cache: *mut qz1_kv_cache,
     tokens: usize,
     message: *const qz1_message,
 ) -> qz1_status {
-    // SAFETY: the pointer contract.
+    // SAFETY: the caller upholds the pointer contract.
     call(message, |scope| unsafe { Ok(scope.handle(cache, "the handle")?.cache.truncate(tokens)?) })
 }
 
 /// Removes all tokens; keeps the memory for later tokens.
 ///
 /// # Safety
-/// As for `qz1_kv_cache_append`.
+/// Same as for `qz1_kv_cache_append`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn qz1_kv_cache_clear(
     cache: *mut qz1_kv_cache,
     message: *const qz1_message,
 ) -> qz1_status {
-    // SAFETY: the pointer contract.
+    // SAFETY: the caller upholds the pointer contract.
     call(message, |scope| unsafe {
         scope.handle(cache, "the handle")?.cache.clear();
         Ok(())

@@ -1,38 +1,42 @@
-//! The C interface of `quant-kernels-cpu`: everything behind `include/quant_kernels.h`.
+//! The C interface of `quant-kernels-cpu`, which `include/quant_kernels.h` declares.
 //!
-//! Nothing is computed here: functions check pointers, make slices of them, and call the kernels. Rules that all
-//! functions follow:
+//! Nothing is computed here: functions check pointers, make slices of them, and call the kernels. All functions follow
+//! these rules:
 //!
 //! - Functions return a [`qz1_status`], write results through pointers, and on request write an error message to the
 //!   caller's memory ([`qz1_message`]). A panic is caught and becomes a status.
-//! - A structure begins with its size, so that later versions may add fields at its end. A structure larger than this
-//!   library knows is accepted if the rest is zero; a smaller one, down to the size of its first version, is read as if
-//!   its missing fields were zero. Names begin with `qz1_`, and the meaning of a name never changes.
-//! - A null or misaligned pointer, a length that does not fit the shape, an output that overlaps another part of the
-//!   call, or an invalid layout gives a status before anything is written. No function can check that memory is as long
-//!   as the caller says.
-//! - Failed allocation gives a status too: error values hold no heap memory, and collections use fallible allocation.
-//! - There is no global state, no threads and no initialization: instruction sets are detected once, and each call may
-//!   select its own.
-//! - One thread at a time may use a handle; everything else may be used by any number of threads.
+//! - A structure begins with its size, so that later versions may add fields at its end. A structure that is larger
+//!   than
+//!   this library knows is accepted if the additional bytes are zero. A smaller one, down to the size of its first version,
+//!   is read as if its missing fields were zero. Names begin with `qz1_`, and the meaning of a name never changes.
+//! - A null or misaligned pointer, a length that does not match the shape, an output that overlaps another part of the
+//!   call, or an invalid layout gives an error status before anything is written. No function can check that memory is as
+//!   long as the caller states.
+//! - If allocation fails, a status is returned too: error values hold no heap memory, and collections use fallible
+//!   allocation.
+//! - There is no global state to initialize, and no threads are started: instruction sets are detected once, and each
+//!   call
+//!   may select its own.
+//! - Only one thread at a time may use a handle; everything else may be used by any number of threads.
 //!
 //! # The pointer contract
 //!
-//! No function can check the following. The caller guarantees it for every pointer that is not null, and the `SAFETY`
-//! comments of this crate cite it by this name:
+//! Functions cannot check the following requirements. The caller upholds them for every pointer that is not null, and
+//! the `SAFETY` comments of this crate refer to them as the pointer contract:
 //!
-//! 1. The pointer is valid for as many bytes as the size field of its structure or the accompanying length says; a text
-//!    ends with a zero byte; a handle comes from the function that makes such handles, and was not freed.
+//! 1. The pointer is valid for as many bytes as the size field of its structure or the accompanying length states. A
+//!    text
+//!    ends with a zero byte. A handle was returned by the function that creates such handles, and was not freed.
 //! 2. Until the call returns, these bytes stay allocated, no other code writes them, and no other code reads those that
 //!    the function writes.
-//! 3. The `for_each` of a [`qz1_parallel`] does what the header says.
+//! 3. The `for_each` of a [`qz1_parallel`] behaves as the header requires.
 //!
 //! `Scope`, in `memory.rs`, checks the rest: null, alignment, sizes that overflow, and outputs that overlap.
 //!
 //! The feature `rayon` adds a thread pool for callers that have no threads: module `pool`.
 //!
-//! The feature `cuda` adds everything behind `include/quant_kernels_cuda.h`, on top of `quant-kernels-cuda`: module
-//! `cuda`.
+//! The feature `cuda` adds everything that `include/quant_kernels_cuda.h` declares, on top of `quant-kernels-cuda`:
+//! module `cuda`.
 #![allow(unsafe_code, reason = "pointers of a C caller")]
 #![allow(non_camel_case_types, reason = "names as C has them")]
 

@@ -1,7 +1,7 @@
 //! Checked conversion of pointers to structures and slices.
 //!
-//! Each part of a call enters a [`Scope`]: memory that is written must not overlap any other part. Slices live as long
-//! as the scope, so no slice is alive when the text of the message is written at the end.
+//! Each part of a call is entered into a [`Scope`]. Memory that is written must not overlap any other part. Slices
+//! borrow the scope, so none exists any more when the text of the message is written at the end.
 
 use core::cell::{Cell, RefCell};
 use core::mem::{MaybeUninit, align_of, size_of};
@@ -11,13 +11,13 @@ use crate::status::{Fault, qz1_message, qz1_status};
 /// A structure of the interface.
 ///
 /// # Safety
-/// It is `repr(C)` and consists of plain numbers and pointers, so that any bits are a valid value; zero means that a
-/// field is not set. The first field is a `u32`, the size of the structure.
+/// It must be `repr(C)` and consist of plain numbers and pointers, so that any bits are a valid value; zero means that
+/// a field is not set. The first field must be a `u32`, the size of the structure.
 pub(crate) unsafe trait Fields: Copy {
-    /// Bytes of its first version, the least that a caller may give.
+    /// The size of the structure's first version in bytes, the smallest that a caller may pass.
     const FIRST_SIZE: usize;
 
-    /// Reserved fields, which have no meaning yet and must be 0.
+    /// The reserved fields, which have no meaning yet and must be 0.
     fn reserved(&self) -> u32 {
         0
     }
@@ -28,7 +28,7 @@ pub(crate) const fn size_of_field<S, F>(_: fn(&S) -> &F) -> usize {
     size_of::<F>()
 }
 
-/// Implements [`Fields`], given the last field of a structure's first version and the reserved field, if it has one.
+/// Implements [`Fields`] for a structure, given the last field of its first version and its reserved field, if any.
 macro_rules! fields {
     ($of:ty, $last:ident $(, $reserved:ident)?) => {
         // SAFETY: callers of the macro name `repr(C)` structures of plain numbers and pointers that begin with their
@@ -47,12 +47,12 @@ macro_rules! fields {
 }
 pub(crate) use fields;
 
-/// Larger than any version of a structure will be.
+/// An upper bound for the size of any version of a structure.
 const LARGEST: usize = 4096;
-/// More parts than any call has.
+/// An upper bound for the number of parts of a call.
 const PARTS: usize = 16;
 
-/// Address range of a part of a call.
+/// The address range of a part of a call.
 #[derive(Clone, Copy)]
 struct Span {
     start: usize,
@@ -60,11 +60,11 @@ struct Span {
     written: bool,
 }
 
-/// The parts of a call.
+/// The parts of a call, which are checked against each other.
 pub(crate) struct Scope {
     /// The parts entered so far, the text of the message first.
     parts: RefCell<([Span; PARTS], usize)>,
-    /// Whether no other part overlaps the text of the message.
+    /// Whether the text of the message can be written: no other part overlaps it.
     text_is_apart: Cell<bool>,
 }
 
@@ -78,7 +78,7 @@ fn usable<T>(at: *const T, what: &'static str) -> Result<(), Fault> {
     Ok(())
 }
 
-/// The size of `len` elements in bytes, if that many can exist at this address.
+/// Returns the size of `len` elements in bytes, or an error if they would exceed the address space.
 fn bytes_of<T>(at: *const T, len: usize, what: &'static str) -> Result<usize, Fault> {
     usable(at, what)?;
     let bytes = len.checked_mul(size_of::<T>()).filter(|&bytes| isize::try_from(bytes).is_ok());
@@ -88,7 +88,7 @@ fn bytes_of<T>(at: *const T, len: usize, what: &'static str) -> Result<usize, Fa
 /// Reads and checks a structure's size.
 ///
 /// # Safety
-/// As [`Scope::read`].
+/// Same as for [`Scope::read`].
 unsafe fn size_at<T: Fields>(at: *const T, what: &'static str) -> Result<usize, Fault> {
     usable(at, what)?;
     // SAFETY: not null and aligned, checked above; by the pointer contract a structure begins here, whose first field
@@ -110,10 +110,10 @@ unsafe fn size_at<T: Fields>(at: *const T, what: &'static str) -> Result<usize, 
     Ok(size)
 }
 
-/// Copies a structure to this version of it; fields that an older version lacks are zero.
+/// Copies a structure of any version to this version of it; fields that an older version lacks are zero.
 ///
 /// # Safety
-/// As [`Scope::read`]; `size` is its size.
+/// Same as for [`Scope::read`]; `size` must be the structure's size.
 unsafe fn copy<T: Fields>(at: *const T, size: usize, what: &'static str) -> Result<T, Fault> {
     let mut of = MaybeUninit::<T>::zeroed();
     // SAFETY: the pointer contract covers `size` bytes, and no more than fit are copied. Any bits are a valid `T`.
@@ -133,19 +133,20 @@ impl Scope {
         Self { parts: RefCell::new(([none; PARTS], 0)), text_is_apart: Cell::new(true) }
     }
 
-    /// Whether the text of the message may be written to.
+    /// Whether the text of the message can be written: no other part overlaps it.
     pub(crate) fn text_is_apart(&self) -> bool {
         self.text_is_apart.get()
     }
 
-    /// Rejects memory that is written and overlaps another part.
+    /// Checks memory. Fails if it is null, misaligned or too large, or if it or another part is written and they
+    /// overlap.
     fn check<T>(&self, at: *const T, bytes: usize, written: bool, what: &'static str) -> Result<Span, Fault> {
         let new = Span { start: at.addr(), end: at.addr() + bytes, written };
         let parts = self.parts.borrow();
         for (i, old) in parts.0[..parts.1].iter().enumerate() {
             if (old.written || new.written) && old.start < new.end && new.start < old.end {
-                // The text of the message, if there is one, is the first part. Two parts that are only read may
-                // overlap.
+                // The text of the message, if there is one, is the first part. Two parts may overlap if both are only
+                // read.
                 if i == 0 && old.written {
                     self.text_is_apart.set(false);
                 }
@@ -159,7 +160,7 @@ impl Scope {
         Ok(new)
     }
 
-    /// Checks memory, and adds it to the parts that later ones are checked against.
+    /// Checks memory, and adds it to the parts against which later ones are checked.
     fn enter<T>(&self, at: *const T, bytes: usize, written: bool, what: &'static str) -> Result<(), Fault> {
         if bytes == 0 {
             return Ok(());
@@ -176,10 +177,10 @@ impl Scope {
     /// Reads a structure.
     ///
     /// # Safety
-    /// The pointer contract of the crate: if `at` is aligned and not null, it points to as many bytes as the `u32`
-    /// there says.
+    /// The caller must uphold the pointer contract of the crate: if `at` is aligned and not null, it points to as many
+    /// bytes as the `u32` at its beginning states.
     pub(crate) unsafe fn read<T: Fields>(&self, at: *const T, what: &'static str) -> Result<T, Fault> {
-        // SAFETY: the pointer contract.
+        // SAFETY: the caller upholds the pointer contract.
         unsafe {
             let size = size_at(at, what)?;
             self.enter(at, size, false, what)?;
@@ -190,20 +191,20 @@ impl Scope {
     /// Reads a structure, or returns `None` if the pointer is null.
     ///
     /// # Safety
-    /// As [`Self::read`].
+    /// Same as for [`Self::read`].
     pub(crate) unsafe fn read_optional<T: Fields>(
         &self,
         at: *const T,
         what: &'static str,
     ) -> Result<Option<T>, Fault> {
-        // SAFETY: the pointer contract.
+        // SAFETY: the caller upholds the pointer contract.
         if at.is_null() { Ok(None) } else { unsafe { self.read(at, what) }.map(Some) }
     }
 
-    /// An array of structures, each of the size that the first one gives.
+    /// Enters an array of structures that are only read, all of the size that the first one states.
     ///
     /// # Safety
-    /// As [`Self::read`], for all of them.
+    /// Same as for [`Self::read`], for all structures.
     pub(crate) unsafe fn each<T: Fields>(
         &self,
         at: *const T,
@@ -214,7 +215,7 @@ impl Scope {
         if count == 0 {
             return Ok(());
         }
-        // SAFETY: the pointer contract.
+        // SAFETY: the caller upholds the pointer contract.
         let size = unsafe { size_at(at, what) }?;
         bytes_of(at.cast::<u8>(), count.saturating_mul(size), what)?;
         self.enter(at, count * size, false, what)?;
@@ -232,11 +233,11 @@ impl Scope {
         Ok(())
     }
 
-    /// Reads one of any number of structures. It is not added to the parts, so everything that is written must have
+    /// Reads one of any number of structures. It is not added to the parts, so all memory that is written must have
     /// been entered before.
     ///
     /// # Safety
-    /// As [`Self::read`].
+    /// Same as for [`Self::read`].
     pub(crate) unsafe fn read_one_of_many<T: Fields>(
         &self,
         at: *const T,
@@ -250,48 +251,48 @@ impl Scope {
         }
     }
 
-    /// A structure that is written; the caller has set its size.
+    /// Enters a structure that will be written; the caller has set its size.
     ///
     /// # Safety
-    /// As [`Self::read`].
+    /// Same as for [`Self::read`].
     pub(crate) unsafe fn place<T: Fields>(&self, at: *mut T, what: &'static str) -> Result<Place<T>, Fault> {
-        // SAFETY: the pointer contract.
+        // SAFETY: the caller upholds the pointer contract.
         let size = unsafe { size_at(at.cast_const(), what) }?;
         self.enter(at.cast_const(), size, true, what)?;
         Ok(Place { at, size })
     }
 
-    /// A number or handle that is written.
+    /// Enters a number or handle that will be written.
     pub(crate) fn value<T: Copy>(&self, at: *mut T, what: &'static str) -> Result<Value<T>, Fault> {
         usable(at.cast_const(), what)?;
         self.enter(at.cast_const(), size_of::<T>(), true, what)?;
         Ok(Value { at })
     }
 
-    /// A handle that is only read.
+    /// Enters a handle that is only read.
     ///
     /// # Safety
     /// If the pointer is aligned and not null, it must be valid.
     pub(crate) unsafe fn look<T>(&self, at: *const T, what: &'static str) -> Result<&T, Fault> {
         usable(at, what)?;
         self.enter(at, size_of::<T>(), false, what)?;
-        // SAFETY: the pointer contract.
+        // SAFETY: the caller upholds the pointer contract.
         Ok(unsafe { &*at })
     }
 
-    /// A handle that is modified.
+    /// Enters a handle that will be modified.
     ///
     /// # Safety
-    /// As [`Self::look`], and no other code may access it.
+    /// Same as for [`Self::look`]; no other code may access the handle.
     #[allow(clippy::mut_from_ref, reason = "it refuses what overlaps")]
     pub(crate) unsafe fn handle<T>(&self, at: *mut T, what: &'static str) -> Result<&mut T, Fault> {
         usable(at.cast_const(), what)?;
         self.enter(at.cast_const(), size_of::<T>(), true, what)?;
-        // SAFETY: the pointer contract.
+        // SAFETY: the caller upholds the pointer contract.
         Ok(unsafe { &mut *at })
     }
 
-    /// Memory that is read.
+    /// Enters memory that is only read.
     ///
     /// # Safety
     /// If the pointer is aligned and not null, it must be valid for reads of `len` elements, and no thread may write to
@@ -310,10 +311,10 @@ impl Scope {
         Ok(unsafe { core::slice::from_raw_parts(at, len) })
     }
 
-    /// Memory that is read, or `None` if the pointer is null.
+    /// Enters memory that is only read; returns `None` if the pointer is null.
     ///
     /// # Safety
-    /// As [`Self::slice`].
+    /// Same as for [`Self::slice`].
     pub(crate) unsafe fn slice_optional<T>(
         &self,
         at: *const T,
@@ -323,15 +324,15 @@ impl Scope {
         if at.is_null() && len == 0 {
             return Ok(None);
         }
-        // SAFETY: the pointer contract.
+        // SAFETY: the caller upholds the pointer contract.
         unsafe { self.slice(at, len, what) }.map(Some)
     }
 
-    /// One of any number of slices. It is not added to the parts, so everything that is written must have been entered
-    /// before.
+    /// Reads one of any number of slices. It is not added to the parts, so all memory that is written must have been
+    /// entered before.
     ///
     /// # Safety
-    /// As [`Self::slice`].
+    /// Same as for [`Self::slice`].
     pub(crate) unsafe fn one_of_many<T>(
         &self,
         at: *const T,
@@ -342,11 +343,12 @@ impl Scope {
             return Ok(&[]);
         }
         self.check(at, bytes_of(at, len, what)?, false, what)?;
-        // SAFETY: as for `slice`.
+        // SAFETY: this function has the safety contract of `slice`.
         Ok(unsafe { core::slice::from_raw_parts(at, len) })
     }
 
-    /// Memory that is written. It is not a slice yet, because a part entered later might overlap it.
+    /// Enters memory that will be written. The result is not a slice yet, because a part entered later might overlap
+    /// it.
     pub(crate) fn output<T>(
         &self,
         at: *mut T,
@@ -359,15 +361,16 @@ impl Scope {
         Ok(Output { at, len, scope: self })
     }
 
-    /// The destination of the message, if the caller passed one. Must be entered first.
+    /// Enters the destination of the message, if the caller passed one. Must be called before any other part is
+    /// entered.
     ///
     /// # Safety
-    /// As [`Self::read`].
+    /// Same as for [`Self::read`].
     pub(crate) unsafe fn text(&self, message: *const qz1_message) -> Result<(*mut u8, usize), Fault> {
         if message.is_null() {
             return Ok((core::ptr::null_mut(), 0));
         }
-        // SAFETY: the pointer contract.
+        // SAFETY: the caller upholds the pointer contract.
         let (size, m) = unsafe {
             let size = size_at(message, "the message")?;
             (size, copy(message, size, "the message")?)
@@ -386,7 +389,7 @@ impl Scope {
     }
 }
 
-/// A structure that is written.
+/// A structure that will be written.
 pub(crate) struct Place<T> {
     at: *mut T,
     size: usize,
@@ -400,7 +403,8 @@ impl<T: Fields> Place<T> {
     pub(crate) unsafe fn put(self, value: T) {
         const SIZE: usize = size_of::<u32>();
         let from = (&raw const value).cast::<u8>();
-        // SAFETY: the pointer contract; `size` is at least that of the first version, which has the size field.
+        // SAFETY: the caller upholds the pointer contract; `size` is at least that of the first version, which has the
+        // size field.
         unsafe {
             let bytes = self.size.min(size_of::<T>()) - SIZE;
             self.at.cast::<u8>().add(SIZE).copy_from_nonoverlapping(from.add(SIZE), bytes);
@@ -408,7 +412,7 @@ impl<T: Fields> Place<T> {
     }
 }
 
-/// A number or handle that is written; the memory may be uninitialized.
+/// A number or handle that will be written; its memory may be uninitialized.
 pub(crate) struct Value<T> {
     at: *mut T,
 }
@@ -417,12 +421,13 @@ impl<T: Copy> Value<T> {
     /// # Safety
     /// The memory must be valid for writes.
     pub(crate) unsafe fn put(&self, value: T) {
-        // SAFETY: not null and aligned, checked above; the pointer contract.
+        // SAFETY: the pointer is not null and aligned, checked above; the caller upholds the rest of the pointer
+        // contract.
         unsafe { self.at.write(value) }
     }
 }
 
-/// Memory that is written.
+/// Memory that will be written.
 pub(crate) struct Output<'s, T> {
     at: *mut T,
     len: usize,
@@ -430,13 +435,13 @@ pub(crate) struct Output<'s, T> {
 }
 
 impl<'s, T> Output<'s, T> {
-    /// The slice, once everything else is entered.
+    /// Returns the slice. All other parts must have been entered before.
     ///
     /// # Safety
     /// The memory must be valid for `len` elements, any bits must be a valid element, and no other code may access it
     /// during the call.
     pub(crate) unsafe fn slice(self) -> &'s mut [T] {
-        // The slice lives as long as the scope, which rejects everything that overlaps it.
+        // The slice borrows the scope, which rejects any part that overlaps it.
         let _: &'s Scope = self.scope;
         match self.len {
             0 => &mut [],
@@ -446,16 +451,16 @@ impl<'s, T> Output<'s, T> {
     }
 }
 
-/// Makes a handle that is freed by [`free`]. On an error `out` is set to null.
+/// Creates a handle that is freed by [`free`]. On error, `out` is set to null.
 ///
 /// # Safety
-/// The pointer contract of the crate, for `out`.
+/// The caller must uphold the pointer contract of the crate for `out`.
 pub(crate) unsafe fn make<T>(
     scope: &Scope,
     out: *mut *mut T,
     made: impl FnOnce() -> Result<T, Fault>,
 ) -> Result<(), Fault> {
-    // SAFETY: the pointer contract.
+    // SAFETY: the caller upholds the pointer contract.
     unsafe {
         let out = scope.value(out, "the handle")?;
         out.put(core::ptr::null_mut());
@@ -467,16 +472,16 @@ pub(crate) unsafe fn make<T>(
 /// Frees a handle; null is allowed.
 ///
 /// # Safety
-/// The handle comes from [`boxed`], is freed once, and is not used afterwards.
+/// The handle must come from [`boxed`]. It must be freed only once, and not be used afterwards.
 pub(crate) unsafe fn free<T>(handle: *mut T) {
     if !handle.is_null() {
-        // SAFETY: the contract of this function. Dropping a handle's value frees memory, ends idle threads or unloads
-        // kernels, none of which panics.
+        // SAFETY: the caller guarantees that the handle comes from `boxed` and is freed once. Dropping its value frees
+        // memory, ends idle threads or unloads kernels, none of which panics.
         drop(unsafe { Box::from_raw(handle) });
     }
 }
 
-/// Allocates a handle, which `Box` frees.
+/// Allocates a handle, like `Box::new`, but returns an error if memory cannot be allocated.
 pub(crate) fn boxed<T>(value: T) -> Result<*mut T, Fault> {
     let layout = std::alloc::Layout::new::<T>();
     assert!(layout.size() > 0);
@@ -490,7 +495,7 @@ pub(crate) fn boxed<T>(value: T) -> Result<*mut T, Fault> {
     Ok(at)
 }
 
-/// An empty vector with room for `len` elements.
+/// Returns an empty vector with room for `len` elements.
 pub(crate) fn room<T>(len: usize, what: &'static str) -> Result<Vec<T>, Fault> {
     let mut room = Vec::new();
     match room.try_reserve_exact(len) {

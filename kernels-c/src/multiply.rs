@@ -12,7 +12,7 @@ use crate::weights::{packed, qz1_layout};
 /// Reads all arguments except the rows, and multiplies.
 ///
 /// # Safety
-/// As [`Scope::read`] and [`Scope::slice`], for everything.
+/// Same as for [`Scope::read`] and [`Scope::slice`], for all pointers.
 unsafe fn run(
     scope: &Scope,
     layout: *const qz1_layout,
@@ -22,7 +22,7 @@ unsafe fn run(
     parallel: *const qz1_parallel,
     multiply: impl FnOnce(&PackedView<'_>, Option<&[f32]>, &mut [f32], &dyn Parallel) -> Result<(), Fault>,
 ) -> Result<(), Fault> {
-    // SAFETY: the pointer contract; `out` overlaps nothing that is read (`Scope`).
+    // SAFETY: the caller upholds the pointer contract; `out` overlaps nothing that is read (`Scope`).
     unsafe {
         let view = packed(scope, layout, bytes, bytes_len)?;
         let bias = scope.slice_optional(bias, bias_len, "the bias")?;
@@ -33,11 +33,11 @@ unsafe fn run(
     }
 }
 
-/// `out = x · Wᵀ + bias` on integers: `out` is `[m, n]`, `bias` is `[n]` or null. `isa` is a `QZ1_ISA_…`; all give
-/// bit-identical results, with any number of threads.
+/// `out = x · Wᵀ + bias` with integer rows: `out` is `[m, n]`, `bias` is `[n]` or null. `isa` is a `QZ1_ISA_…`. Results
+/// are bit-identical for all instruction sets and any number of threads.
 ///
 /// # Safety
-/// As for `qz1_layout_of`; no thread may modify the handle during the call.
+/// Same as for `qz1_layout_of`; no thread may modify the handle during the call.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn qz1_multiply(
     layout: *const qz1_layout,
@@ -52,7 +52,7 @@ pub unsafe extern "C" fn qz1_multiply(
     parallel: *const qz1_parallel,
     message: *const qz1_message,
 ) -> qz1_status {
-    // SAFETY: the pointer contract.
+    // SAFETY: the caller upholds the pointer contract.
     call(message, |scope| unsafe {
         let (x, token) = (scope.look(x, "the handle")?, token(isa)?);
         run(
@@ -67,10 +67,10 @@ pub unsafe extern "C" fn qz1_multiply(
     })
 }
 
-/// `out = x · Wᵀ + bias` on floats, with the instructions that the handle was made for.
+/// `out = x · Wᵀ + bias` with float rows, with the instructions for which the handle was created.
 ///
 /// # Safety
-/// As for `qz1_multiply`.
+/// Same as for `qz1_multiply`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn qz1_multiply_float(
     layout: *const qz1_layout,
@@ -84,7 +84,7 @@ pub unsafe extern "C" fn qz1_multiply_float(
     parallel: *const qz1_parallel,
     message: *const qz1_message,
 ) -> qz1_status {
-    // SAFETY: the pointer contract.
+    // SAFETY: the caller upholds the pointer contract.
     call(message, |scope| unsafe {
         let x = scope.look(x, "the handle")?;
         run(

@@ -1,4 +1,4 @@
-//! Threads of a C caller.
+//! The threads of a C caller.
 
 use core::ffi::c_void;
 use core::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -9,22 +9,22 @@ use quant_kernels_cpu::{Parallel, Serial};
 use crate::memory::{Scope, fields};
 use crate::status::{Fault, qz1_status};
 
-/// A piece of work: `piece(work, i)` does piece number `i`.
+/// A piece of work: `piece(work, i)` runs piece number `i`.
 pub type qz1_piece = Option<unsafe extern "C" fn(work: *mut c_void, index: usize)>;
 
-/// Threads of the caller.
+/// The threads of the caller.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct qz1_parallel {
     /// `sizeof(qz1_parallel)`
     pub struct_size: u32,
-    /// Maximum number of pieces that run at once; at least 1.
+    /// Maximum number of pieces that run concurrently; at least 1.
     pub threads: u32,
     /// The caller's context, passed to `for_each`.
     pub ctx: *mut c_void,
-    /// Calls `piece(work, i)` once for every `i` below `count`, in any order, on any threads at once, and returns when
-    /// all calls have returned. `piece` must not be called after that, and nothing may throw or jump through it. Pieces
-    /// do not fail and do not block.
+    /// Calls `piece(work, i)` once for every `i` below `count`, in any order and on any threads, and returns when all
+    /// calls have returned. `piece` must not be called after that, and no exception or `longjmp` may pass through it.
+    /// Pieces do not fail and do not block.
     pub for_each:
         Option<unsafe extern "C" fn(ctx: *mut c_void, count: usize, piece: qz1_piece, work: *mut c_void)>,
 }
@@ -38,14 +38,14 @@ pub(crate) struct Threads {
     panicked: AtomicBool,
 }
 
-// SAFETY: by the pointer contract `for_each` may be called with `ctx`; this is done from one thread.
+// SAFETY: by the pointer contract `for_each` may be called with `ctx`; it is called from one thread only.
 unsafe impl Sync for Threads {}
 
 impl Threads {
     /// # Safety
-    /// As [`Scope::read`], and `for_each` must do what the header says.
+    /// Same as for [`Scope::read`]; `for_each` must behave as the header requires.
     pub(crate) unsafe fn new(scope: &Scope, of: *const qz1_parallel) -> Result<Self, Fault> {
-        // SAFETY: the pointer contract.
+        // SAFETY: the caller upholds the pointer contract.
         let of = unsafe { scope.read_optional(of, "the threads") }?;
         if of.is_some_and(|of| of.for_each.is_none()) {
             return Err(Fault::new(qz1_status::Null, "for_each is null"));
@@ -53,7 +53,7 @@ impl Threads {
         Ok(Self { of, broken: AtomicBool::new(false), panicked: AtomicBool::new(false) })
     }
 
-    /// The outcome of all pieces that ran.
+    /// Fails if any `for_each` did not call each number exactly once.
     pub(crate) fn finish(&self) -> Result<(), Fault> {
         if self.panicked.load(Ordering::Relaxed) {
             return Err(Fault::new(qz1_status::Internal, "a piece of work panicked"));
@@ -65,7 +65,7 @@ impl Threads {
     }
 }
 
-/// Pieces in progress: which numbers were called, how many calls have begun, and how many are done.
+/// The state of a `for_each`: which numbers were called, how many calls have begun, and how many have finished.
 struct Work<'a> {
     piece: &'a (dyn Fn(usize) + Sync),
     count: usize,
@@ -75,13 +75,13 @@ struct Work<'a> {
     threads: &'a Threads,
 }
 
-/// How many numbers are tracked without allocating.
+/// The maximum number of pieces that are tracked without allocating.
 const FEW: usize = 1024;
 
-// SAFETY: a number that was called already, or that is out of range, is not executed. If `for_each` returns before its
-// calls have returned, the calls that began are waited for: a call counts itself in `begun` before it reads anything
-// else of `work`, and in `done` as its last access, also for wrong numbers. `done` is read before `begun`, so that both
-// are equal only if no call that began was in progress. A call that begins after that cannot be waited for: the
+// SAFETY: a number that was already called, or that is out of range, is not executed. If `for_each` returns before its
+// calls have returned, this waits for the calls that began: a call counts itself in `begun` before it reads anything
+// else of `work`, and in `done` as its last access, even for wrong numbers. `done` is read before `begun`, so that both
+// are equal only if no call that began was in progress. It is impossible to wait for a call that begins after that; the
 // interface forbids calls after `for_each` has returned.
 unsafe impl Parallel for Threads {
     fn threads(&self) -> usize {
@@ -99,7 +99,7 @@ unsafe impl Parallel for Threads {
         } else {
             let words = count.div_ceil(64);
             if many.try_reserve_exact(words).is_err() {
-                // A single thread needs no tracking.
+                // On a single thread, pieces run directly and need no tracking.
                 return Serial.for_each(count, piece);
             }
             many.resize_with(words, || AtomicU64::new(0));
@@ -113,7 +113,7 @@ unsafe impl Parallel for Threads {
         while work.done.load(Ordering::SeqCst) != work.begun.load(Ordering::SeqCst) {
             std::thread::yield_now();
         }
-        // Wrong numbers are counted too, but they have set `broken` themselves.
+        // Wrong numbers are counted in `done` too, but they have already set `broken`.
         if work.done.load(Ordering::SeqCst) != count {
             self.broken.store(true, Ordering::Relaxed);
         }
@@ -122,18 +122,18 @@ unsafe impl Parallel for Threads {
 
 /// Runs one piece, on a thread of the caller.
 unsafe extern "C" fn run(work: *mut c_void, index: usize) {
-    // SAFETY: this is the pointer that was passed to `for_each`, which has not returned when this is called. From the
-    // next line on, the call is waited for even if `for_each` returns.
+    // SAFETY: `work` is the pointer that was passed to `for_each`, which has not returned when this is called. After
+    // the next line, the call is waited for even if `for_each` returns.
     let work = unsafe { &*work.cast_const().cast::<Work<'_>>() };
     work.begun.fetch_add(1, Ordering::SeqCst);
     let bit = 1 << (index % 64);
-    // A number that is out of range or was called before would write where another thread writes.
+    // Running a number that is out of range or was already called would write to memory that another thread writes.
     if index >= work.count || work.called[index / 64].fetch_or(bit, Ordering::Relaxed) & bit != 0 {
         work.threads.broken.store(true, Ordering::Relaxed);
     } else if catch_unwind(AssertUnwindSafe(|| (work.piece)(index))).is_err() {
         work.threads.panicked.store(true, Ordering::Relaxed);
     }
-    // The last access to `work`: the waiting thread may continue from here on.
+    // This is the last access to `work`: from now on the waiting thread may continue.
     work.done.fetch_add(1, Ordering::SeqCst);
 }
 
@@ -164,7 +164,7 @@ mod tests {
 
     unsafe extern "C" fn on_nothing(_: *mut c_void, _: usize, _: qz1_piece, _: *mut c_void) {}
 
-    /// Calls are counted from beginning to end, also those with wrong numbers: otherwise nothing would wait for these.
+    /// Calls with wrong numbers are counted from beginning to end too; otherwise nothing would wait for them.
     #[test]
     fn every_call_counts() {
         let of = threads(core::ptr::null_mut(), on_nothing);
@@ -184,14 +184,15 @@ mod tests {
         assert!(of.finish().is_err());
     }
 
-    /// Starts a thread per piece, and returns when all have begun and none is done.
+    /// Starts a thread per piece, and returns when all pieces have begun and none has finished.
     unsafe extern "C" fn too_early(ctx: *mut c_void, count: usize, piece: qz1_piece, work: *mut c_void) {
         // SAFETY: the test passes such a pointer.
         let begun = unsafe { &*ctx.cast::<Mutex<Receiver<()>>>() }.lock().unwrap();
         let work = work.expose_provenance();
         for i in 0..count {
             std::thread::spawn(move || {
-                // SAFETY: the pointer that `for_each` was called with, which returns only after this has begun.
+                // SAFETY: this is the pointer that `for_each` was called with; `for_each` returns only after this call
+                // has begun.
                 unsafe { piece.unwrap()(core::ptr::with_exposed_provenance_mut(work), i) }
             });
         }

@@ -1,5 +1,5 @@
-//! Threads for callers that have none of their own, such as the Python package. Needs the feature `rayon`; not in the
-//! header, because engines bring their own threads.
+//! Threads for callers that have none of their own, such as the Python package. Requires the feature `rayon`; not in
+//! the header, because engines bring their own threads.
 
 use core::ffi::c_void;
 
@@ -17,18 +17,18 @@ pub struct qz1_pool {
     pool: rayon::ThreadPool,
 }
 
-/// A pool of 1 to 1024 threads, freed by `qz1_pool_free`. On an error `out` is set to null. A child of `fork` inherits
-/// the handle but not the threads, and must make its own pool.
+/// Creates a pool of 1 to 1024 threads, which must be freed by `qz1_pool_free`. On error, `out` is set to null. A child
+/// of `fork` inherits the handle but not the threads, so it must create its own pool.
 ///
 /// # Safety
-/// As for `qz1_layout_of`.
+/// Same as for `qz1_layout_of`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn qz1_pool_new(
     threads: usize,
     out: *mut *mut qz1_pool,
     message: *const qz1_message,
 ) -> qz1_status {
-    // SAFETY: the pointer contract.
+    // SAFETY: the caller upholds the pointer contract.
     call(message, |scope| unsafe {
         memory::make(scope, out, || {
             if !(1..=MAX_THREADS).contains(&threads) {
@@ -50,7 +50,7 @@ pub unsafe extern "C" fn qz1_pool_new(
 /// The pool comes from `qz1_pool_new` and is freed once, and no call is running on it.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn qz1_pool_free(pool: *mut qz1_pool) {
-    // SAFETY: the pointer contract.
+    // SAFETY: the caller upholds the pointer contract.
     unsafe { memory::free(pool) }
 }
 
@@ -65,13 +65,13 @@ pub unsafe extern "C" fn qz1_pool_for_each(
     piece: qz1_piece,
     work: *mut c_void,
 ) {
-    // SAFETY: the pointer contract. The pool is only read, which any number of threads may do.
+    // SAFETY: the caller upholds the pointer contract. The pool is only read, which any number of threads may do.
     let Some(pool) = (unsafe { pool.cast_const().cast::<qz1_pool>().as_ref() }) else { return };
     let Some(piece) = piece else { return };
     let work = work.expose_provenance();
     pool.pool.install(|| {
         (0..count).into_par_iter().with_max_len(1).for_each(|index| {
-            // SAFETY: `piece` and `work` are the caller's, who guarantees them until this call returns.
+            // SAFETY: the caller guarantees that `piece` may be called with `work` until this function returns.
             unsafe { piece(core::ptr::with_exposed_provenance_mut(work), index) }
         });
     });

@@ -20,12 +20,12 @@ pub const QZ1_TYPE_F16: u32 = 2;
 /// bfloat16.
 pub const QZ1_TYPE_BF16: u32 = 3;
 
-/// Activations as 8-bit integers.
+/// Activations quantized to 8-bit integers.
 pub struct qz1_int8_rows {
     pub(crate) rows: Int8Rows,
 }
 
-/// Float activations in the order that the kernels read.
+/// Float activations in the order in which the kernels read them.
 pub struct qz1_float_rows {
     pub(crate) rows: FloatRows,
 }
@@ -44,7 +44,7 @@ pub struct qz1_values {
     pub len: usize,
 }
 
-/// Rows that activations are added to, row-major.
+/// Rows to which the activations are added, row-major.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct qz1_residual {
@@ -66,7 +66,7 @@ pub struct qz1_static_scale {
     pub struct_size: u32,
     /// Positive and finite.
     pub scale: f32,
-    /// −128 to 127; values other than 0 need a layout with sums.
+    /// −128 to 127; values other than 0 require a layout with sums.
     pub zero: i32,
     /// 0
     pub reserved: u32,
@@ -91,7 +91,7 @@ fields!(qz1_residual, len);
 fields!(qz1_static_scale, reserved, reserved);
 fields!(qz1_rms_norm, weight_len);
 
-/// The operation that computes rows, with its operands.
+/// The operation that computes rows, with its operands as slices.
 enum Source<'a, E: Element> {
     Plain(&'a [E]),
     Norm(&'a [E], RmsNorm<'a>, Option<&'a mut [E]>),
@@ -145,14 +145,14 @@ impl Sink for &mut FloatRows {
     }
 }
 
-/// The operation that computes rows, with the caller's structures.
+/// The operation that computes rows, with its operands as the caller's structures.
 enum Made {
     Plain,
     Norm(*const qz1_rms_norm, *const qz1_residual),
     Gate(*const qz1_values),
 }
 
-/// Runs the body with the element type that a `QZ1_TYPE_…` names.
+/// Runs the body with the element type of a `QZ1_TYPE_…`.
 macro_rules! by_kind {
     ($kind:expr, $body:ident($($arg:expr),*)) => {
         match $kind {
@@ -171,7 +171,7 @@ pub(crate) use by_kind;
 /// Quantizes or packs rows into `sink`.
 ///
 /// # Safety
-/// As [`Scope::read`] and [`Scope::slice`], for everything that structures point to.
+/// Same as for [`Scope::read`] and [`Scope::slice`], for all memory that the structures point to.
 unsafe fn make(
     scope: &Scope,
     x: *const qz1_values,
@@ -180,7 +180,7 @@ unsafe fn make(
     parallel: *const qz1_parallel,
     sink: impl Sink,
 ) -> Result<(), Fault> {
-    // SAFETY: the pointer contract.
+    // SAFETY: the caller upholds the pointer contract.
     unsafe {
         let (x, layout) = (scope.read(x, "the activations")?, self::layout(scope, layout)?);
         let threads = Threads::new(scope, parallel)?;
@@ -190,7 +190,7 @@ unsafe fn make(
 }
 
 /// # Safety
-/// As [`make`]; the values are of type `E`.
+/// Same as for [`make`]; the values are of type `E`.
 unsafe fn make_of<E: Element>(
     scope: &Scope,
     x: qz1_values,
@@ -204,7 +204,7 @@ unsafe fn make_of<E: Element>(
         true => Ok(()),
         false => Err(Fault::new(qz1_status::Mismatch, "the activations of one call must have the same type")),
     };
-    // SAFETY: the pointer contract.
+    // SAFETY: the caller upholds the pointer contract.
     let from = unsafe {
         let data = scope.slice(x.data.cast::<E>(), x.len, "the activations")?;
         match made {
@@ -236,16 +236,16 @@ unsafe fn make_of<E: Element>(
     Ok(sink.fill(from, layout, threads)?)
 }
 
-/// A handle's rows, and the static scale that they are quantized with, if there is one.
+/// Returns a handle's rows, and the static scale with which they are quantized, if there is one.
 ///
 /// # Safety
-/// As [`Scope::read`]; the handle comes from `qz1_int8_rows_new` and no other thread may use it.
+/// Same as for [`Scope::read`]. The handle must come from `qz1_int8_rows_new`, and no other thread may use it.
 unsafe fn int8(
     scope: &Scope,
     rows: *mut qz1_int8_rows,
     by: *const qz1_static_scale,
 ) -> Result<Int8<'_>, Fault> {
-    // SAFETY: the pointer contract.
+    // SAFETY: the caller upholds the pointer contract.
     unsafe {
         let rows = scope.handle(rows, "the handle")?;
         let by = scope.read_optional(by, "the static scale")?.map(|by| {
@@ -259,18 +259,18 @@ unsafe fn int8(
     }
 }
 
-/// A handle for quantized rows, made with the instructions `isa`; freed by `qz1_int8_rows_free`. On an error `out` is
-/// set to null.
+/// Creates a handle for quantized rows, which are computed with the instructions `isa`. It must be freed by
+/// `qz1_int8_rows_free`. On error, `out` is set to null.
 ///
 /// # Safety
-/// As for `qz1_layout_of`.
+/// Same as for `qz1_layout_of`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn qz1_int8_rows_new(
     isa: u32,
     out: *mut *mut qz1_int8_rows,
     message: *const qz1_message,
 ) -> qz1_status {
-    // SAFETY: the pointer contract.
+    // SAFETY: the caller upholds the pointer contract.
     call(message, |scope| unsafe {
         memory::make(scope, out, || Ok(qz1_int8_rows { rows: Int8Rows::new(token(isa)?) }))
     })
@@ -279,10 +279,10 @@ pub unsafe extern "C" fn qz1_int8_rows_new(
 /// Frees a handle; null is allowed.
 ///
 /// # Safety
-/// The handle comes from `qz1_int8_rows_new` and is freed once.
+/// The handle must come from `qz1_int8_rows_new` and be freed only once.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn qz1_int8_rows_free(rows: *mut qz1_int8_rows) {
-    // SAFETY: the pointer contract.
+    // SAFETY: the caller upholds the pointer contract.
     unsafe { memory::free(rows) }
 }
 
@@ -290,7 +290,7 @@ pub unsafe extern "C" fn qz1_int8_rows_free(rows: *mut qz1_int8_rows) {
 /// static scale `by` if it is not null.
 ///
 /// # Safety
-/// As for `qz1_layout_of`; no other thread may use the handle during the call.
+/// Same as for `qz1_layout_of`; no other thread may use the handle during the call.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn qz1_int8_rows_quantize(
     rows: *mut qz1_int8_rows,
@@ -300,15 +300,15 @@ pub unsafe extern "C" fn qz1_int8_rows_quantize(
     parallel: *const qz1_parallel,
     message: *const qz1_message,
 ) -> qz1_status {
-    // SAFETY: the pointer contract.
+    // SAFETY: the caller upholds the pointer contract.
     call(message, |scope| unsafe { make(scope, x, Made::Plain, layout, parallel, int8(scope, rows, by)?) })
 }
 
 /// Quantizes the RMSNorm of rows. If `residual` is not null, `x` is first added to its rows `[m, k]`, which have the
-/// same type, and the norm is that of the sum.
+/// same type, and the norm is computed from the sum.
 ///
 /// # Safety
-/// As for `qz1_int8_rows_quantize`.
+/// Same as for `qz1_int8_rows_quantize`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn qz1_int8_rows_quantize_rms_norm(
     rows: *mut qz1_int8_rows,
@@ -321,7 +321,7 @@ pub unsafe extern "C" fn qz1_int8_rows_quantize_rms_norm(
     message: *const qz1_message,
 ) -> qz1_status {
     let made = Made::Norm(norm, residual);
-    // SAFETY: the pointer contract.
+    // SAFETY: the caller upholds the pointer contract.
     call(message, |scope| unsafe { make(scope, x, made, layout, parallel, int8(scope, rows, by)?) })
 }
 
@@ -329,7 +329,7 @@ pub unsafe extern "C" fn qz1_int8_rows_quantize_rms_norm(
 /// a row of `up`.
 ///
 /// # Safety
-/// As for `qz1_int8_rows_quantize`.
+/// Same as for `qz1_int8_rows_quantize`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn qz1_int8_rows_quantize_silu_mul(
     rows: *mut qz1_int8_rows,
@@ -340,24 +340,24 @@ pub unsafe extern "C" fn qz1_int8_rows_quantize_silu_mul(
     parallel: *const qz1_parallel,
     message: *const qz1_message,
 ) -> qz1_status {
-    // SAFETY: the pointer contract.
+    // SAFETY: the caller upholds the pointer contract.
     call(message, |scope| unsafe {
         make(scope, gate, Made::Gate(up), layout, parallel, int8(scope, rows, by)?)
     })
 }
 
-/// A handle for float rows, packed for the instructions `isa`; freed by `qz1_float_rows_free`. On an
-/// error `out` is set to null.
+/// Creates a handle for float rows, packed for the instructions `isa`. It must be freed by `qz1_float_rows_free`. On
+/// error, `out` is set to null.
 ///
 /// # Safety
-/// As for `qz1_layout_of`.
+/// Same as for `qz1_layout_of`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn qz1_float_rows_new(
     isa: u32,
     out: *mut *mut qz1_float_rows,
     message: *const qz1_message,
 ) -> qz1_status {
-    // SAFETY: the pointer contract.
+    // SAFETY: the caller upholds the pointer contract.
     call(message, |scope| unsafe {
         memory::make(scope, out, || Ok(qz1_float_rows { rows: FloatRows::new(token(isa)?) }))
     })
@@ -366,17 +366,17 @@ pub unsafe extern "C" fn qz1_float_rows_new(
 /// Frees a handle; null is allowed.
 ///
 /// # Safety
-/// The handle comes from `qz1_float_rows_new` and is freed once.
+/// The handle must come from `qz1_float_rows_new` and be freed only once.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn qz1_float_rows_free(rows: *mut qz1_float_rows) {
-    // SAFETY: the pointer contract.
+    // SAFETY: the caller upholds the pointer contract.
     unsafe { memory::free(rows) }
 }
 
 /// Packs float rows `[m, k]`.
 ///
 /// # Safety
-/// As for `qz1_layout_of`; no other thread may use the handle during the call.
+/// Same as for `qz1_layout_of`; no other thread may use the handle during the call.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn qz1_float_rows_pack(
     rows: *mut qz1_float_rows,
@@ -385,16 +385,16 @@ pub unsafe extern "C" fn qz1_float_rows_pack(
     parallel: *const qz1_parallel,
     message: *const qz1_message,
 ) -> qz1_status {
-    // SAFETY: the pointer contract.
+    // SAFETY: the caller upholds the pointer contract.
     call(message, |scope| unsafe {
         make(scope, x, Made::Plain, layout, parallel, &mut scope.handle(rows, "the handle")?.rows)
     })
 }
 
-/// Packs the RMSNorm of rows; arguments as for `qz1_int8_rows_quantize_rms_norm`.
+/// Packs the RMSNorm of rows, with the same arguments as `qz1_int8_rows_quantize_rms_norm`.
 ///
 /// # Safety
-/// As for `qz1_float_rows_pack`.
+/// Same as for `qz1_float_rows_pack`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn qz1_float_rows_pack_rms_norm(
     rows: *mut qz1_float_rows,
@@ -406,16 +406,16 @@ pub unsafe extern "C" fn qz1_float_rows_pack_rms_norm(
     message: *const qz1_message,
 ) -> qz1_status {
     let made = Made::Norm(norm, residual);
-    // SAFETY: the pointer contract.
+    // SAFETY: the caller upholds the pointer contract.
     call(message, |scope| unsafe {
         make(scope, x, made, layout, parallel, &mut scope.handle(rows, "the handle")?.rows)
     })
 }
 
-/// Packs `silu(gate) · up`; arguments as for `qz1_int8_rows_quantize_silu_mul`.
+/// Packs `silu(gate) · up`, with the same arguments as `qz1_int8_rows_quantize_silu_mul`.
 ///
 /// # Safety
-/// As for `qz1_float_rows_pack`.
+/// Same as for `qz1_float_rows_pack`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn qz1_float_rows_pack_silu_mul(
     rows: *mut qz1_float_rows,
@@ -425,7 +425,7 @@ pub unsafe extern "C" fn qz1_float_rows_pack_silu_mul(
     parallel: *const qz1_parallel,
     message: *const qz1_message,
 ) -> qz1_status {
-    // SAFETY: the pointer contract.
+    // SAFETY: the caller upholds the pointer contract.
     call(message, |scope| unsafe {
         make(scope, gate, Made::Gate(up), layout, parallel, &mut scope.handle(rows, "the handle")?.rows)
     })

@@ -9,34 +9,34 @@ use quant_kernels_cpu::{KernelError, ViewError};
 
 use crate::memory::{Scope, fields};
 
-/// The outcome of a call. The numbers keep their meaning.
+/// The outcome of a call. The meaning of a number never changes.
 #[repr(u32)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum qz1_status {
     /// Done.
     Ok = 0,
-    /// A length that does not fit the shape.
+    /// A length does not match the shape.
     Length = 1,
-    /// A shape or sum that overflows on this machine.
+    /// A shape or sum overflows on this machine.
     TooLarge = 2,
-    /// A scheme, type or value that no kernel supports.
+    /// No kernel supports the scheme, type or value.
     Scheme = 3,
-    /// Two operands that do not fit each other.
+    /// Two operands do not match.
     Mismatch = 4,
-    /// An invalid layout, or packed bytes of a different layout.
+    /// The layout is invalid, or the packed bytes have a different layout.
     LayoutId = 5,
     /// The processor lacks the requested instructions.
     Isa = 6,
-    /// A size for which the library has no Hadamard matrix.
+    /// The library cannot construct a Hadamard matrix of this size.
     Order = 7,
-    /// Memory that the library needs cannot be allocated.
+    /// Memory allocation failed.
     Memory = 8,
-    /// A pointer is null that must not be null.
+    /// A required pointer is null.
     Null = 32,
     /// A pointer is not aligned to its type.
     Misaligned = 33,
-    /// A structure has a size that no version of it has, fields that this library does not know, or a reserved field
-    /// that is not 0.
+    /// A structure has a size that no version of it has, sets fields that this library does not know, or has a reserved
+    /// field that is not 0.
     StructSize = 34,
     /// Memory that is written overlaps other memory of the call.
     Overlap = 35,
@@ -44,7 +44,7 @@ pub enum qz1_status {
     ForEach = 36,
     /// An internal error of the library; outputs may be partly written.
     Internal = 37,
-    /// A checkpoint cannot be opened or read, or has no such linear.
+    /// A checkpoint cannot be opened or read, or does not contain the linear.
     Checkpoint = 38,
     /// The CUDA driver, a device or the run-time compiler (NVRTC) is missing.
     CudaMissing = 64,
@@ -56,8 +56,9 @@ pub enum qz1_status {
     CudaFailed = 67,
 }
 
-/// Where a call writes its error message. The text is written at the very end, and is empty if the status is 0. It is
-/// left unchanged if the message structure itself is invalid, or if the text overlaps other memory of the call.
+/// The destination of a call's error message. The text is written at the very end of the call, and is empty if the
+/// status is 0. It is left unchanged if the message structure itself is invalid, or if the text overlaps other memory
+/// of the call.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct qz1_message {
@@ -65,7 +66,7 @@ pub struct qz1_message {
     pub struct_size: u32,
     /// 0
     pub reserved: u32,
-    /// Receives UTF-8 that ends with a zero byte, truncated to the capacity.
+    /// Receives UTF-8 text that ends with a zero byte, truncated to the capacity.
     pub text: *mut c_char,
     /// Bytes available at `text`.
     pub capacity: usize,
@@ -73,7 +74,7 @@ pub struct qz1_message {
 
 fields!(qz1_message, capacity, reserved);
 
-/// The reason why a call is refused. Holds no heap memory, so that it can be reported when memory is exhausted.
+/// The reason why a call fails. It holds no heap memory, so that it can be reported when memory is exhausted.
 pub(crate) struct Fault {
     status: qz1_status,
     reason: Reason,
@@ -81,7 +82,7 @@ pub(crate) struct Fault {
 
 enum Reason {
     Text(&'static str),
-    /// Which part of the call, and why.
+    /// The name of the part of the call, and what is wrong with it.
     Part(&'static str, &'static str),
     Misaligned(&'static str, usize),
     Elements(&'static str, usize),
@@ -167,7 +168,7 @@ impl From<KernelError> for Fault {
             6 => qz1_status::Isa,
             7 => qz1_status::Order,
             8 => qz1_status::Memory,
-            // Errors added after this list was written.
+            // `KernelError` is non-exhaustive; this covers errors that were added after this list was written.
             _ => qz1_status::Scheme,
         };
         Self { status, reason: Reason::Kernel(error) }
@@ -197,7 +198,7 @@ impl From<quant_kernels_cuda::Error> for Fault {
             | E::NvrtcNamed { .. } => qz1_status::CudaMissing,
             E::NoContext => qz1_status::CudaContext,
             E::DeviceTooOld { .. } => qz1_status::CudaDevice,
-            // Includes errors added after this list was written.
+            // Also covers errors that were added after this list was written.
             _ => qz1_status::CudaFailed,
         };
         Self { status, reason: Reason::Cuda(error) }
@@ -210,13 +211,13 @@ pub(crate) fn call(
     body: impl FnOnce(&Scope) -> Result<(), Fault>,
 ) -> qz1_status {
     let scope = Scope::new();
-    // A message that cannot be written to is refused before anything is done.
-    // SAFETY: the pointer contract.
+    // If the message cannot be written to, fail before anything else is done.
+    // SAFETY: the caller upholds the pointer contract.
     let (at, capacity) = match unsafe { scope.text(message) } {
         Ok(text) => text,
         Err(fault) => return fault.status,
     };
-    // A panic can only leave the caller's memory and handles half-written, and these may hold any values.
+    // A panic can leave only the caller's memory and handles half-written, and these are valid with any values.
     let outcome = catch_unwind(AssertUnwindSafe(|| body(&scope)));
     let outcome = outcome
         .unwrap_or_else(|with| Err(Fault { status: qz1_status::Internal, reason: Reason::Panic(with) }));
@@ -232,7 +233,7 @@ pub(crate) fn call(
     outcome.map_or_else(|fault| fault.status, |()| qz1_status::Ok)
 }
 
-/// The caller's memory for a text, with room for a zero byte. Written through a pointer, because it may be
+/// The caller's memory for a text, with room for a zero byte. It is written through a pointer, because it may be
 /// uninitialized.
 struct Text {
     at: *mut u8,
@@ -242,7 +243,7 @@ struct Text {
 }
 
 impl Write for Text {
-    /// Truncates at a character boundary.
+    /// Truncates the text at a character boundary.
     fn write_str(&mut self, text: &str) -> fmt::Result {
         if self.is_full {
             return Ok(());
@@ -250,7 +251,7 @@ impl Write for Text {
         let room = self.capacity - 1 - self.len;
         self.is_full = text.len() > room;
         let end = (0..=room.min(text.len())).rev().find(|&i| text.is_char_boundary(i)).unwrap_or(0);
-        // SAFETY: within the capacity, which the pointer contract covers; nothing borrows it now.
+        // SAFETY: the range is within the capacity, which the pointer contract covers; nothing borrows it now.
         unsafe { self.at.add(self.len).copy_from_nonoverlapping(text.as_ptr(), end) };
         self.len += end;
         Ok(())
@@ -279,7 +280,7 @@ mod tests {
         assert!(cut(0, "b").is_empty());
         assert_eq!(cut(1, "b"), [0]);
         assert_eq!(cut(2, "b"), [b'a', 0]);
-        // After a truncation nothing more is written, even if it would fit.
+        // After a truncation, nothing more is written, even if it would fit.
         assert_eq!(cut(3, ""), [b'a', 0, 0xff]);
         assert_eq!(cut(4, "b"), [b'a', 0xc3, 0xb1, 0]);
         assert_eq!(cut(7, "b"), [b'a', 0xc3, 0xb1, b' ', b'b', 0, 0xff]);

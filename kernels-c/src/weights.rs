@@ -14,24 +14,24 @@ pub const QZ1_SCALES_F16: u32 = 1;
 pub const QZ1_SCALES_BF16: u32 = 2;
 /// Scales stored as single precision.
 pub const QZ1_SCALES_F32: u32 = 3;
-/// Two levels: 8-bit integers per group, and a float per row.
+/// Two levels of scales: 8-bit integers per group, and a float per row.
 pub const QZ1_SCALES_PROGRESSIVE: u32 = 4;
 
 /// E4M3 scales per group, divided by a float; only with floating-point codes.
 pub const QZ1_SCALES_E4M3: u32 = 5;
-/// Powers of two, E8M0; only with floating-point codes.
+/// E8M0 scales, which are powers of two; only with floating-point codes.
 pub const QZ1_SCALES_E8M0: u32 = 6;
 
 /// Codes are integers.
 pub const QZ1_CODES_INTEGER: u32 = 0;
-/// Codes are E4M3 (FP8) numbers of 8 bits.
+/// Codes are E4M3 (FP8) values of 8 bits.
 pub const QZ1_CODES_E4M3: u32 = 1;
-/// Codes are E2M1 (FP4) numbers of 4 bits.
+/// Codes are E2M1 (FP4) values of 4 bits.
 pub const QZ1_CODES_E2M1: u32 = 2;
 
 /// A quantized matrix `[n, k]` in logical order, row-major: `(code − zero) · scale`, with a scale and zero point for
-/// each group of `group_size` neighbouring input features. With floating-point codes: `number · scale`. E4M3 codes can
-/// only be multiplied with float activations.
+/// each group of `group_size` neighbouring input features. With floating-point codes: `value(code) · scale`. E4M3 codes
+/// can only be multiplied with float activations.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct qz1_weights {
@@ -50,12 +50,12 @@ pub struct qz1_weights {
     /// Elements of `codes`.
     pub codes_len: usize,
     /// `[n, k / group_size]`, or `[n]` if `group_scales` is not null. With floating-point codes and `group_scales`:
-    /// `[1]`, which `group_scales` are divided by.
+    /// `[1]`, the number by which `group_scales` are divided.
     pub scales: *const f32,
     /// Elements of `scales`.
     pub scales_len: usize,
-    /// `[n, k / group_size]`, the lower of two levels; null if there is one level. With floating-point codes these are
-    /// E4M3 without a sign, as in NVFP4.
+    /// `[n, k / group_size]`, the lower of two levels; null if there is only one level. With floating-point codes these
+    /// are E4M3 codes without a sign, as in NVFP4.
     pub group_scales: *const u8,
     /// Elements of `group_scales`.
     pub group_scales_len: usize,
@@ -63,28 +63,28 @@ pub struct qz1_weights {
     pub zeros: *const u8,
     /// Elements of `zeros`.
     pub zeros_len: usize,
-    /// `QZ1_CODES_…`; structures without this field have integer codes.
+    /// `QZ1_CODES_…`. A structure that is too short to contain this field has integer codes.
     pub format: u32,
     /// 0
     pub reserved: u32,
 }
 
-/// Describes packed bytes: where each part is. Made by `qz1_layout_of`. Its fields may be stored with the bytes, and
-/// are checked against `id` on every use.
+/// The layout of packed bytes. Filled by `qz1_layout_of`. Its fields may be stored with the bytes, and are checked
+/// against `id` on every use.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct qz1_layout {
     /// `sizeof(qz1_layout)`
     pub struct_size: u32,
-    /// Bits that a code occupies: 4 or 8.
+    /// Bits per stored code: 4 or 8.
     pub code_bits: u32,
     /// `QZ1_SCALES_…`
     pub scales: u32,
     /// 1 if every group has its own zero point.
     pub zeros: u32,
-    /// The zero point of every group if `zeros` is 0, else 0.
+    /// The zero point of all groups if `zeros` is 0, else 0.
     pub middle: u32,
-    /// 1 if the bytes include the sums that activations with a zero point need.
+    /// 1 if the bytes include the sums that are required for activations with a zero point.
     pub sums: u32,
     /// Output features.
     pub n: u64,
@@ -98,7 +98,7 @@ pub struct qz1_layout {
     pub panel_bytes: u64,
     /// Bytes of the packed matrix. Kernels are fastest if it begins at a multiple of 64.
     pub bytes: u64,
-    /// Identifies the data order and everything that it depends on.
+    /// An id of the data order, computed from everything that affects it.
     pub id: u64,
     /// `QZ1_CODES_…`
     pub format: u32,
@@ -106,7 +106,7 @@ pub struct qz1_layout {
     pub reserved: u32,
 }
 
-/// Where the parts of a packed matrix are written to.
+/// The destinations of the parts of a packed matrix.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct qz1_parts {
@@ -118,7 +118,7 @@ pub struct qz1_parts {
     pub codes: *mut u8,
     /// Elements of `codes`.
     pub codes_len: usize,
-    /// `[n, k / group_size]`. With two levels of scales these are the group scales: integers, or the values of the E4M3
+    /// `[n, k / group_size]`. With two levels of scales these are the group scales: integers, or the values of E4M3
     /// codes.
     pub scales: *mut f32,
     /// Elements of `scales`.
@@ -127,8 +127,8 @@ pub struct qz1_parts {
     pub zeros: *mut u8,
     /// Elements of `zeros`.
     pub zeros_len: usize,
-    /// `[n]` with two levels of scales, else null with `channels_len` 0. With E4M3 group scales every element is the
-    /// number that these are divided by.
+    /// `[n]` with two levels of scales, else null with `channels_len` 0. With E4M3 group scales, every element is the
+    /// number by which these are divided.
     pub channels: *mut f32,
     /// Elements of `channels`.
     pub channels_len: usize,
@@ -138,12 +138,12 @@ fields!(qz1_weights, zeros_len, reserved);
 fields!(qz1_layout, id, reserved);
 fields!(qz1_parts, channels_len, reserved);
 
-/// A view of the caller's weights.
+/// Returns a view of the caller's weights.
 ///
 /// # Safety
-/// As [`Scope::read`], and what it points to must be as long as it says.
+/// Same as for [`Scope::read`]; the memory that the structure points to must be as long as its fields state.
 pub(crate) unsafe fn view(scope: &Scope, weights: *const qz1_weights) -> Result<WeightView<'_>, Fault> {
-    // SAFETY: the pointer contract.
+    // SAFETY: the caller upholds the pointer contract.
     unsafe {
         let w = scope.read(weights, "the weights")?;
         let codes = scope.slice(w.codes, w.codes_len, "the codes")?;
@@ -172,13 +172,13 @@ pub(crate) unsafe fn view(scope: &Scope, weights: *const qz1_weights) -> Result<
             Some(groups) => Scales::Progressive { groups, channels: scales },
             None => Scales::Float(scales),
         };
-        // Numbers beyond `u8` must not pass because of their lower bits.
+        // A number above 255 must not be accepted because its low byte is valid.
         let bits = u8::try_from(w.bits).unwrap_or(u8::MAX);
         Ok(WeightView::with_scales([w.n, w.k], bits, w.group_size, codes, scales, zeros)?)
     }
 }
 
-/// The floating-point format of a `QZ1_CODES_…`: `Some(None)` for integers, `None` for an unknown number.
+/// Returns the floating-point format of a `QZ1_CODES_…`: `Some(None)` for integers, `None` for an unknown number.
 pub(crate) fn format(format: u32) -> Option<Option<FloatFormat>> {
     match format {
         QZ1_CODES_INTEGER => Some(None),
@@ -219,26 +219,26 @@ fn describe(layout: &Layout) -> qz1_layout {
     }
 }
 
-/// The layout that the caller's fields describe; every field is checked.
+/// Returns the layout that the caller's fields describe; every field is checked.
 ///
 /// # Safety
-/// As [`Scope::read`].
+/// Same as for [`Scope::read`].
 pub(crate) unsafe fn layout(scope: &Scope, at: *const qz1_layout) -> Result<Layout, Fault> {
     // SAFETY: this function has the safety contract of `read`.
     checked(unsafe { scope.read(at, "the layout") }?)
 }
 
-/// The layout that the fields of one of any number of structures describe. Everything that is written must have been
-/// entered before.
+/// Returns the layout that the fields of one of any number of structures describe. All memory that is written must have
+/// been entered before.
 ///
 /// # Safety
-/// As [`Scope::read`].
+/// Same as for [`Scope::read`].
 pub(crate) unsafe fn layout_of_many(scope: &Scope, at: *const qz1_layout) -> Result<Layout, Fault> {
     // SAFETY: this function has the safety contract of `read_one_of_many`.
     checked(unsafe { scope.read_one_of_many(at, "the layout") }?)
 }
 
-/// The layout with these fields.
+/// Returns the layout with these fields.
 fn checked(l: qz1_layout) -> Result<Layout, Fault> {
     let none = || Fault::new(qz1_status::LayoutId, "the fields of the layout do not match its id");
     let size = |v: u64| usize::try_from(v).map_err(|_| none());
@@ -261,7 +261,7 @@ fn checked(l: qz1_layout) -> Result<Layout, Fault> {
         None => Layout::from_parts(shape, l.code_bits as usize, group, scales, middle, l.sums == 1),
     };
     let layout = layout.map_err(|_| none())?;
-    // Every field must equal the one that would be written for this layout.
+    // Every field must be equal to the one that would be written for this layout.
     let same = qz1_layout { struct_size: l.struct_size, ..describe(&layout) };
     let fields = |l: &qz1_layout| {
         let small = [l.code_bits, l.scales, l.zeros, l.middle, l.sums, l.format].map(u64::from);
@@ -270,17 +270,17 @@ fn checked(l: qz1_layout) -> Result<Layout, Fault> {
     if fields(&same) == fields(&l) { Ok(layout) } else { Err(none()) }
 }
 
-/// Packed bytes of a layout.
+/// Returns packed bytes with their layout.
 ///
 /// # Safety
-/// As [`Scope::slice`] and [`Scope::read`].
+/// Same as for [`Scope::slice`] and [`Scope::read`].
 pub(crate) unsafe fn packed(
     scope: &Scope,
     at: *const qz1_layout,
     bytes: *const u8,
     len: usize,
 ) -> Result<PackedView<'_>, Fault> {
-    // SAFETY: the pointer contract.
+    // SAFETY: the caller upholds the pointer contract.
     unsafe {
         let layout = layout(scope, at)?;
         let bytes = scope.slice(bytes, len, "the packed weights")?;
@@ -288,11 +288,11 @@ pub(crate) unsafe fn packed(
     }
 }
 
-/// The layout of weights. If `sums` is not 0, it includes the sums that activations with a zero point need. Fills
-/// `out`, whose `struct_size` the caller has set.
+/// The layout of weights. If `sums` is not 0, it includes the sums that are required for activations with a zero point.
+/// Fills `out`, whose `struct_size` must be set by the caller.
 ///
 /// # Safety
-/// Pointers are null or valid for what their structures and lengths say, here and below.
+/// The caller must uphold the pointer contract of the crate.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn qz1_layout_of(
     weights: *const qz1_weights,
@@ -300,7 +300,7 @@ pub unsafe extern "C" fn qz1_layout_of(
     out: *mut qz1_layout,
     message: *const qz1_message,
 ) -> qz1_status {
-    // SAFETY: the pointer contract.
+    // SAFETY: the caller upholds the pointer contract.
     call(message, |scope| unsafe {
         let view = view(scope, weights)?;
         let out = scope.place(out, "the layout")?;
@@ -314,7 +314,7 @@ pub unsafe extern "C" fn qz1_layout_of(
 /// and `layout.panels` to pack all of them. `parallel` is null or describes the caller's threads.
 ///
 /// # Safety
-/// As for `qz1_layout_of`.
+/// Same as for `qz1_layout_of`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn qz1_pack(
     weights: *const qz1_weights,
@@ -326,7 +326,7 @@ pub unsafe extern "C" fn qz1_pack(
     parallel: *const qz1_parallel,
     message: *const qz1_message,
 ) -> qz1_status {
-    // SAFETY: the pointer contract; `out` does not overlap `weights` (`Scope`).
+    // SAFETY: the caller upholds the pointer contract; `out` does not overlap `weights` (`Scope`).
     call(message, |scope| unsafe {
         let (view, layout) = (view(scope, weights)?, self::layout(scope, layout)?);
         let threads = Threads::new(scope, parallel)?;
@@ -339,7 +339,7 @@ pub unsafe extern "C" fn qz1_pack(
     })
 }
 
-/// Packs panels, distributed over the threads.
+/// Packs panels on the caller's threads.
 fn pack(
     view: &WeightView<'_>,
     layout: &Layout,
@@ -352,7 +352,7 @@ fn pack(
     if out.len() != panels.len() * layout.panel_bytes() || panels.len() <= each {
         return Ok(layout.pack(view, panels, out)?);
     }
-    // Each piece takes its own part, once.
+    // Each piece takes its part of the output once.
     let mut parts = memory::room(panels.len().div_ceil(each), "the work of the threads")?;
     parts.extend(out.chunks_mut(each * layout.panel_bytes()).map(|part| Mutex::new(Some(part))));
     let refused = Mutex::new(None);
@@ -371,12 +371,12 @@ fn pack(
     }
 }
 
-/// Checks that packed bytes from elsewhere, such as a file, are bytes that `qz1_pack` could have written: codes and
-/// scales must be numbers of their formats. Reads all bytes once. Kernels accept other bytes too: they read a NaN code
-/// as 480, and a NaN scale as 480 or infinity.
+/// Checks that packed bytes from an external source, such as a file, are bytes that `qz1_pack` could have written: no
+/// code or scale may be NaN. Reads all bytes once. Kernels accept other bytes too, but read a NaN code as 480, and a
+/// NaN scale as 480 or infinity.
 ///
 /// # Safety
-/// As for `qz1_layout_of`.
+/// Same as for `qz1_layout_of`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn qz1_check(
     layout: *const qz1_layout,
@@ -391,7 +391,7 @@ pub unsafe extern "C" fn qz1_check(
 /// Writes the parts of packed weights; each has the length that `qz1_parts` documents.
 ///
 /// # Safety
-/// As for `qz1_layout_of`.
+/// Same as for `qz1_layout_of`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn qz1_unpack(
     layout: *const qz1_layout,
@@ -400,7 +400,7 @@ pub unsafe extern "C" fn qz1_unpack(
     parts: *const qz1_parts,
     message: *const qz1_message,
 ) -> qz1_status {
-    // SAFETY: the pointer contract; outputs overlap neither each other nor `packed` (`Scope`).
+    // SAFETY: the caller upholds the pointer contract; outputs overlap neither each other nor `packed` (`Scope`).
     call(message, |scope| unsafe {
         let view = self::packed(scope, layout, packed, packed_len)?;
         let p = scope.read(parts, "the parts")?;
@@ -428,7 +428,7 @@ pub unsafe extern "C" fn qz1_unpack(
 /// Dequantizes `rows` rows of packed weights, from `first_row` on, to floats `[rows, k]`.
 ///
 /// # Safety
-/// As for `qz1_layout_of`.
+/// Same as for `qz1_layout_of`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn qz1_dequantize_rows(
     layout: *const qz1_layout,
@@ -440,7 +440,7 @@ pub unsafe extern "C" fn qz1_dequantize_rows(
     out_len: usize,
     message: *const qz1_message,
 ) -> qz1_status {
-    // SAFETY: the pointer contract; `out` does not overlap `packed` (`Scope`).
+    // SAFETY: the caller upholds the pointer contract; `out` does not overlap `packed` (`Scope`).
     call(message, |scope| unsafe {
         let view = self::packed(scope, layout, packed, packed_len)?;
         let out = scope.output(out, out_len, "the output")?;

@@ -35,7 +35,7 @@ fn the_attention_example_runs() {
     runs("attention");
 }
 
-/// Each header alone, with no include before it.
+/// Compile each header alone, with no include before it.
 #[test]
 #[cfg(unix)]
 fn the_header_is_c_and_cpp() {

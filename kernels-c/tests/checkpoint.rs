@@ -1,5 +1,5 @@
 //! Checkpoints through the C interface: a checkpoint of every format is opened, listed, read, packed and multiplied,
-//! also by the C example. Errors are a status with a message.
+//! also by the C example. Errors give a status and a message.
 #![cfg(all(unix, feature = "checkpoints"))]
 
 use std::collections::HashMap;
@@ -16,7 +16,7 @@ use safetensors::tensor::TensorView;
 #[path = "support/c_program.rs"]
 mod c_program;
 
-/// Format, scheme, and the type of scales.
+/// The format, the scheme, and the dtype of scales.
 const CHECKPOINTS: [(&str, &str, Dtype); 7] = [
     ("awq", "w4a16-g32-asym", Dtype::F16),
     ("gptq", "w4a16-g32-sym", Dtype::F16),
@@ -167,7 +167,7 @@ fn every_container_is_listed_and_read() {
                 assert_eq!(status, qz1_status::Ok);
                 let sum: f64 = row.iter().map(|w| f64::from(*w)).sum();
                 let expected = sums[index] - if index == 1 { f64::from(BIAS) } else { 0.0 };
-                // Two levels of scales are rounded once more when they are multiplied.
+                // With two levels of scales, multiplying rounds once more.
                 assert!((sum - expected).abs() < 1e-6, "{format} {scheme}: {sum} and {expected}");
             }
             qz1_checkpoint_free(checkpoint);

@@ -7,7 +7,7 @@ use std::alloc::{GlobalAlloc, Layout, System};
 
 use quant_kernels::*;
 
-/// The system allocator, which a test can make fail on its thread.
+/// The system allocator, which a test can make fail on its own thread.
 struct Shut;
 
 thread_local! {
@@ -20,12 +20,12 @@ unsafe impl GlobalAlloc for Shut {
         if IS_SHUT.get() {
             return null_mut();
         }
-        // SAFETY: the caller's contract of `GlobalAlloc` is passed on.
+        // SAFETY: the caller guarantees the contract of `GlobalAlloc`, which is passed on to `System`.
         unsafe { System.alloc(layout) }
     }
 
     unsafe fn dealloc(&self, at: *mut u8, layout: Layout) {
-        // SAFETY: the caller's contract of `GlobalAlloc` is passed on.
+        // SAFETY: the caller guarantees the contract of `GlobalAlloc`, which is passed on to `System`.
         unsafe { System.dealloc(at, layout) }
     }
 }
@@ -51,7 +51,7 @@ fn refused(what: &str) -> (qz1_status, String) {
 
 #[test]
 fn handles() {
-    // Instruction sets are detected once, before allocation fails.
+    // Instruction sets are detected once, so do this before allocation fails.
     qz1_isa_detect();
     let (mut int8, mut float) = (core::ptr::dangling_mut(), core::ptr::dangling_mut());
     let expected = refused("not enough memory for the handle");
@@ -73,7 +73,7 @@ fn texts_need_none() {
         page_bytes: 0,
         id: 0,
     };
-    // SAFETY: the pointer contract of the C interface.
+    // SAFETY: this test upholds the pointer contract of the C interface.
     unsafe {
         let (status, text) = with_message(|m| qz1_kv_layout_of(QZ1_KV_4BIT, 33, &mut layout, m));
         assert_eq!(status, qz1_status::Scheme);
@@ -87,17 +87,17 @@ fn texts_need_none() {
 }
 
 unsafe extern "C" fn in_order(_: *mut c_void, count: usize, piece: qz1_piece, work: *mut c_void) {
-    // SAFETY: calls each piece once, as the interface requires.
+    // SAFETY: each piece is called once, as the interface requires.
     (0..count).for_each(|i| unsafe { piece.unwrap()(work, i) });
 }
 
-/// Page lists, parts of packed weights, and the tracking of many pieces.
+/// These calls allocate page lists, parts of packed weights, and the tracking of many pieces.
 #[test]
 fn what_grows_with_the_call() {
     let struct_size = size_of::<qz1_kv_layout>() as u32;
     let mut layout =
         qz1_kv_layout { struct_size, kind: 0, head_dim: 0, page_tokens: 0, page_bytes: 0, id: 0 };
-    // SAFETY: the pointer contract of the C interface.
+    // SAFETY: this test upholds the pointer contract of the C interface.
     assert_eq!(unsafe { qz1_kv_layout_of(QZ1_KV_4BIT, 16, &mut layout, null()) }, qz1_status::Ok);
     const HEADS: usize = 40;
     let number = 0_u32;
@@ -115,7 +115,7 @@ fn what_grows_with_the_call() {
     let (to, to_len, at) = (pages.as_mut_ptr(), pages.len(), x.as_ptr());
     let got = with_message(|m| {
         let (lists, len) = (lists.as_ptr(), x.len());
-        // SAFETY: the pointer contract of the C interface.
+        // SAFETY: this test upholds the pointer contract of the C interface.
         unsafe { qz1_kv_append(&layout, to, to_len, lists, HEADS, at, len, at, len, null(), m) }
     });
     assert_eq!(got, refused("the page lists: not enough memory"));
@@ -142,7 +142,7 @@ fn what_grows_with_the_call() {
     // SAFETY: all fields are numbers or pointers, for which zero is valid.
     let mut layout: qz1_layout = unsafe { core::mem::zeroed() };
     layout.struct_size = size_of::<qz1_layout>() as u32;
-    // SAFETY: the pointer contract of the C interface.
+    // SAFETY: this test upholds the pointer contract of the C interface.
     assert_eq!(unsafe { qz1_layout_of(&weights, 0, &mut layout, null()) }, qz1_status::Ok);
     let mut packed = vec![0x55_u8; layout.bytes as usize];
     let (to, len, panels) = (packed.as_mut_ptr(), packed.len(), layout.panels as usize);
@@ -152,7 +152,7 @@ fn what_grows_with_the_call() {
         ctx: null_mut(),
         for_each: Some(in_order),
     };
-    // SAFETY: the pointer contract of the C interface.
+    // SAFETY: this test upholds the pointer contract of the C interface.
     let got = with_message(|m| unsafe { qz1_pack(&weights, &layout, 0, panels, to, len, &parallel, m) });
     assert_eq!(got, refused("the work of the threads: not enough memory"));
     assert!(packed.iter().all(|b| *b == 0x55));
@@ -160,7 +160,7 @@ fn what_grows_with_the_call() {
     // If there are more pieces than can be tracked without allocation, they run on one thread.
     let (mut by, mut x) = (null_mut(), vec![0.0_f32; 1 << 17]);
     x.iter_mut().step_by(2).for_each(|x| *x = 1.0);
-    // SAFETY: the pointer contract of the C interface; freed once.
+    // SAFETY: this test upholds the pointer contract of the C interface; freed once.
     unsafe {
         assert_eq!(qz1_hadamard_new(2, &mut by, null()), qz1_status::Ok);
         let (at, len) = (x.as_mut_ptr(), x.len());

@@ -97,7 +97,7 @@ mod linux {
                                 true => whole.quantize(&x, layout, &Serial).expect("whole rows"),
                                 false => floats.pack(&x, layout, &Serial).expect("whole rows"),
                             };
-                            // The first call allocates.
+                            // Warm-up: the first call allocates.
                             rows();
                             times.1.push(cpu_time(&mut rows));
                             let weight = copies[(round * paths.len() + i) % copies.len()].view();

@@ -25,14 +25,14 @@ pub fn dequantize_rows(
         });
     }
     KernelError::length("output", rows.len() * weight.k(), out.len())?;
-    // One pass over the groups of all rows: the scale and the zero point are looked up once per group, and nothing is
-    // looked up or checked per weight.
+    // Goes over the groups of all rows, so that the scale and the zero point are read once per group, and the inner
+    // loop has no lookups or checks.
     let size = weight.group_size();
     let zeros = weight.zeros(rows.clone());
     let zero_point = 1 << (weight.bits() - 1);
     let scales = match weight.scales(rows.clone()) {
         Scales::Float(scales) => scales,
-        // Rare, and each value is read once, so the reference definition suffices.
+        // These scales are rare, and each value is read once, so the portable reference is fast enough.
         Scales::Progressive { .. } | Scales::E4m3 { .. } => {
             reference::dequantize_rows(weight, rows, out);
             return Ok(());
@@ -65,7 +65,7 @@ mod tests {
     use super::*;
     use crate::FloatFormat;
 
-    /// A matrix of any shape, with every possible code, zero point and scale.
+    /// A matrix of any shape, with arbitrary codes, zero points and scales.
     #[derive(Debug)]
     struct Matrix {
         shape: [usize; 2],

@@ -1,4 +1,4 @@
-//! Errors of this crate: packing, and multiplying packed weights, return these instead of panicking.
+//! Errors of packing weights and of multiplying packed weights. This crate returns them instead of panicking.
 
 /// An invalid argument.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -55,7 +55,7 @@ pub enum KernelError {
     /// Memory allocation failed.
     #[error("not enough memory for {0}")]
     Memory(&'static str),
-    /// A size for which this crate constructs no Hadamard matrix.
+    /// This crate cannot construct a Hadamard matrix of this order.
     #[error("Hadamard matrices of order {0} are not supported")]
     Order(usize),
 }

@@ -133,8 +133,9 @@ const fn e4m3_value(code: u8) -> f32 {
     f32::from_bits(magnitude.to_bits() | sign)
 }
 
-/// The value that kernels use for a packed E4M3 code: its value, except that the two NaN codes count as ±480, which
-/// their bits would be without the special case. Vector code decodes every code this way, and all paths must match it.
+/// Returns the value that kernels use for a packed E4M3 code: [`FloatFormat::value`], except that the two NaN codes
+/// decode to ±480, the value of their bits without the special case. Vector code decodes every code this way, and all
+/// paths must match it.
 #[inline(always)]
 pub(crate) fn e4m3_packed(code: u8) -> f32 {
     match code & 0x7f {
@@ -143,24 +144,26 @@ pub(crate) fn e4m3_packed(code: u8) -> f32 {
     }
 }
 
-/// The value that kernels use for a packed E8M0 scale: its value, except that 255 (NaN) counts as infinity.
+/// Returns the value that kernels use for a packed E8M0 scale: [`e8m0_value`], except that 255 (NaN) decodes to
+/// infinity.
 #[inline(always)]
 pub(crate) fn e8m0_packed(code: u8) -> f32 {
     f32::from_bits((u32::from(code) << 23).max(1 << 22))
 }
 
-/// The value that kernels use for a packed E4M3 group scale, times `2⁻⁸`: the same bits read as an f16. Scales have no
-/// sign; codes with a sign bit are invalid scales.
+/// Returns the value that kernels use for a packed E4M3 group scale, times `2⁻⁸`: the bits of the code, read as an f16.
+/// Scales have no sign; codes with a sign bit are invalid scales.
 #[inline(always)]
 pub(crate) fn e4m3_scale_packed(code: u8) -> f32 {
     half::f16::from_bits(u16::from(code) << 7).to_f32()
 }
 
-/// Mantissa bits that an f32 has and E4M3 does not.
+/// The number of mantissa bits by which f32 exceeds E4M3.
 const DROPPED: u32 = 20;
 /// The smallest normal value, `2⁻⁶`.
 const SMALLEST_NORMAL: f32 = 0.015_625;
-/// Neighbouring f32 between `2¹⁴` and `2¹⁵` are `2⁻⁹` apart: adding this rounds a subnormal to a code, ties to even.
+/// `f32` values between `2¹⁴` and `2¹⁵` are spaced `2⁻⁹` apart, so adding this constant to a magnitude below
+/// [`SMALLEST_NORMAL`] rounds it to an E4M3 subnormal, ties to even.
 const SUBNORMALS: f32 = 16_384.0;
 
 /// The magnitude of `x`, at most 448. NaN becomes 448.
@@ -189,7 +192,7 @@ fn e4m3_round(x: f32) -> f32 {
 #[inline(always)]
 fn e4m3_code(x: f32) -> u8 {
     let magnitude = saturated(x);
-    // In the sum the lowest bits count steps of 2⁻⁹: 8 steps are the code of 2⁻⁶.
+    // The low bits of the sum are the multiple of 2⁻⁹. If the magnitude rounds up to 2⁻⁶, this is 8, the code of 2⁻⁶.
     let subnormal = (magnitude + SUBNORMALS).to_bits() & 15;
     let normal = (normal_bits(magnitude) >> DROPPED).wrapping_sub(120 << 3);
     let code = if magnitude < SMALLEST_NORMAL { subnormal } else { normal };
@@ -217,7 +220,8 @@ fn e2m1_step(x: f32) -> (f32, f32) {
     (magnitude, if magnitude < 2.0 { 0.5 } else { step })
 }
 
-/// `1.5 · 2²³`: adding it, times a power of two, rounds to multiples of that power, ties to even.
+/// `1.5 · 2²³`. Adding and then subtracting `step · MULTIPLES` rounds to a multiple of `step`, a power of two, with
+/// ties to even.
 const MULTIPLES: f32 = 12_582_912.0;
 
 #[inline(always)]
@@ -231,15 +235,16 @@ fn e2m1_round(x: f32) -> f32 {
 #[inline(always)]
 fn e2m1_code(x: f32) -> u8 {
     let (magnitude, step) = e2m1_step(x);
-    // In the sum the lowest bits count steps. The code exceeds this count by 2 for magnitudes of at least 2, and by 4
-    // for those of at least 4.
+    // The low bits of the sum are the multiple of `step`. The code exceeds it by 2 for magnitudes of at least 2, and by
+    // 4 for magnitudes of at least 4.
     let steps = (magnitude + step * MULTIPLES).to_bits() & 15;
     let below = if magnitude < 4.0 { 2 } else { 4 };
     let below = if magnitude < 2.0 { 0 } else { below };
     (steps + below) as u8 | (x.to_bits() >> 28) as u8 & 8
 }
 
-/// The value of an E8M0 code, `2^(code − 127)`; NaN for 255. Every value is exact in `f32` (2⁻¹²⁷ is subnormal there).
+/// Returns the value of an E8M0 code, `2^(code − 127)`; NaN for 255. Every value is exact in `f32`, in which 2⁻¹²⁷ is
+/// subnormal.
 #[inline]
 pub const fn e8m0_value(code: u8) -> f32 {
     match code {
@@ -264,7 +269,7 @@ mod tests {
     const E4M3: FloatFormat = FloatFormat::E4m3;
     const E2M1: FloatFormat = FloatFormat::E2m1;
 
-    /// Sign, exponent and mantissa, in f64 and without a table.
+    /// Computes the value in f64 from sign, exponent and mantissa, as an independent check of the table.
     fn definition(code: u8) -> Option<f64> {
         let (exponent, mantissa) = (i32::from(code >> 3 & 15), f64::from(code & 7));
         let magnitude = match (exponent, code & 7) {

@@ -1,7 +1,7 @@
-//! The limits of a machine: memory bandwidth, and the peak rate of multiplications in registers.
+//! The limits of a machine: memory bandwidth, and the peak rate of arithmetic on registers.
 //!
-//! Benchmarks compare kernels with limits measured in the same run: machines are shared, so limits measured at another
-//! time do not apply.
+//! Benchmarks compare kernels with limits that were measured in the same run, because the speed of a shared machine
+//! changes over time.
 #![allow(unsafe_code, reason = "loops compiled for instructions that a token proves")]
 
 use core::hint::black_box;
@@ -19,13 +19,13 @@ use crate::{Isa, IsaToken, PANEL_ROWS, STEP};
 pub struct MemoryLimit {
     /// Bytes per second, summed over threads.
     pub bytes_per_second: f64,
-    /// Streams per thread that reached it.
+    /// The number of concurrent streams per thread that reached this bandwidth.
     pub streams: usize,
 }
 
-/// Measures the read bandwidth of `memory`: the best of `rounds` rounds, each of which reads it once in each of several
-/// patterns. Each thread reads its own part, in 1 to 16 concurrent streams. To measure main memory, `memory` must be
-/// larger than all caches. Up to the last kilobyte of a thread's part may not be read, but is counted.
+/// Measures the read bandwidth of `memory`: the best of `rounds` rounds, each of which reads it once with each number
+/// of streams. Each thread reads its own part, in 1 to 16 concurrent streams. To measure main memory, `memory` must be
+/// larger than all caches. Up to a kilobyte at the end of each thread's part may be counted without being read.
 pub fn read_limit(token: IsaToken, memory: &[u64], rounds: usize, parallel: &dyn Parallel) -> MemoryLimit {
     let threads = parallel.threads().max(1);
     let part = (memory.len() / threads).max(1);
@@ -46,18 +46,18 @@ pub fn read_limit(token: IsaToken, memory: &[u64], rounds: usize, parallel: &dyn
     best
 }
 
-/// Peak integer operations per second in registers; a multiplication and an addition count as two.
+/// Measures the peak integer operations per second in registers; a multiplication and an addition count as two.
 pub fn dot_limit(token: IsaToken, rounds: usize, parallel: &dyn Parallel) -> f64 {
     limit(rounds, parallel, &|| dots(token, black_box(STEPS)))
 }
 
-/// Peak floating-point operations per second in registers, in the type that this path multiplies (`f32` or bf16). Every
-/// product counts.
+/// Measures the peak floating-point operations per second in registers, in the type that this path multiplies (`f32` or
+/// bf16). If the path splits `f32` into two bf16, the products of both count.
 pub fn float_limit(token: IsaToken, rounds: usize, parallel: &dyn Parallel) -> f64 {
     limit(rounds, parallel, &|| floats(token, black_box(STEPS)))
 }
 
-/// Peak rates in registers of the paths of this processor, except portable code.
+/// Measures the peak rates of all paths of this processor except portable code.
 pub fn peaks(rounds: usize, parallel: &dyn Parallel) -> Vec<Peak> {
     let paths = Isa::available().filter(|isa| *isa != Isa::Scalar);
     paths
@@ -69,20 +69,20 @@ pub fn peaks(rounds: usize, parallel: &dyn Parallel) -> Vec<Peak> {
         .collect()
 }
 
-/// The peak rates of a path in registers, in operations per second summed over threads.
+/// The peak rates of a path with operands in registers, in operations per second summed over threads.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Peak {
     /// The path.
     pub isa: Isa,
     /// The rate for 8-bit integers.
     pub integers: f64,
-    /// The rate for `f32`, or for bf16 if the path multiplies bf16: every product counts.
+    /// The rate for `f32`, or for bf16 if the path multiplies bf16. If the path splits `f32` into two bf16, the
+    /// products of both count.
     pub floats: f64,
 }
 
 impl Peak {
-    /// The share of [`floats`](Self::floats) that is available for `f32` activations: half if the path splits each into
-    /// two bf16.
+    /// The rate for `f32` activations: half of [`floats`](Self::floats) if the path splits each value into two bf16.
     pub fn floats_of_f32(&self) -> f64 {
         if self.isa.splits_floats() { self.floats / 2.0 } else { self.floats }
     }
@@ -91,7 +91,7 @@ impl Peak {
 /// Iterations of the register-only loops.
 const STEPS: usize = 50_000;
 
-/// Operations per second of `run`, which returns the number of operations it did; the best of `rounds`.
+/// Returns the best rate of `rounds` rounds, in operations per second; `run` returns the number of operations it did.
 fn limit(rounds: usize, parallel: &dyn Parallel, run: &(dyn Fn() -> usize + Sync)) -> f64 {
     let threads = parallel.threads().max(1);
     (0..rounds)
@@ -106,7 +106,7 @@ fn limit(rounds: usize, parallel: &dyn Parallel, run: &(dyn Fn() -> usize + Sync
         .fold(0.0, f64::max)
 }
 
-/// Independent sums in flight: enough to hide the latency of one.
+/// The number of independent sums: enough to hide the latency of one addition.
 const CHAINS: usize = 12;
 
 /// Adds up all words, so that the compiler cannot skip the reads.
@@ -126,12 +126,12 @@ fn sum(words: &[u64], streams: usize) -> u64 {
     sums.iter().fold(0, |a, &b| a.wrapping_add(b))
 }
 
-/// Integer products; returns the number of operations.
+/// Multiplies integers; returns the number of operations.
 #[inline(always)]
 unsafe fn dot<L: Lanes>(steps: usize) -> usize {
     let (codes, x) = black_box(([1_u8; 64], [1_i8; 8]));
-    // SAFETY: the caller guarantees that the processor has the instructions of `L`; each array is as long as the reads
-    // from it.
+    // SAFETY: the caller guarantees that the processor has the instructions of `L`; the arrays hold the 64 codes and
+    // the 8 activations that are read.
     unsafe {
         let (codes, x) = (L::codes4(codes.as_ptr()), L::activations(x.as_ptr()));
         let mut sums = [L::splat(0); CHAINS];
@@ -145,13 +145,13 @@ unsafe fn dot<L: Lanes>(steps: usize) -> usize {
     2 * PANEL_ROWS * STEP * CHAINS * steps
 }
 
-/// Floating-point products, with the rounding remainders if the path splits values into bf16; returns the number of
+/// Multiplies floats, with the rounding remainders if the path splits values into bf16; returns the number of
 /// operations.
 #[inline(always)]
 unsafe fn float<L: FloatLanes>(steps: usize) -> usize {
     let (codes, x) = black_box(([1_u8; 64], [0_u8; 32]));
-    // SAFETY: the caller guarantees that the processor has the instructions of `L`; each array is as long as the reads
-    // from it.
+    // SAFETY: the caller guarantees that the processor has the instructions of `L`; the arrays hold all bytes that are
+    // read.
     unsafe {
         let weights = L::weights::<4>(codes.as_ptr(), 0, L::centre(8));
         let mut sums = [L::zero(); CHAINS];
@@ -162,12 +162,12 @@ unsafe fn float<L: FloatLanes>(steps: usize) -> usize {
         }
         keep::<L>(sums);
     }
-    // A part of a step is one feature, or two features of two bf16 each.
+    // Each product covers one feature, or on paths that split floats two features with two bf16 each.
     let features = if L::PARTS == STEP { 1 } else { 4 };
     2 * PANEL_ROWS * features * CHAINS * steps
 }
 
-/// Keeps the compiler from removing sums.
+/// Prevents the compiler from optimizing the sums away.
 #[inline(always)]
 unsafe fn keep<L: Lanes>(sums: [L::F; CHAINS]) {
     let mut out = [0.0_f32; PANEL_ROWS];
@@ -179,7 +179,7 @@ unsafe fn keep<L: Lanes>(sums: [L::F; CHAINS]) {
     }
 }
 
-/// Products of whole tiles, of integers or of bf16; returns the number of operations.
+/// Multiplies whole tiles of integers or of bf16; returns the number of operations.
 #[inline(always)]
 unsafe fn tiles<U: TileUnit, const BF16: bool>(steps: usize) -> usize {
     // SAFETY: the caller guarantees that the processor has the tile unit `U`.
@@ -210,12 +210,14 @@ macro_rules! compiled {
         }
         #[target_feature(enable = $features)]
         unsafe fn $dot(steps: usize) -> usize {
-            // SAFETY: compiled with the features that the lanes require, which the caller guarantees.
+            // SAFETY: this function is compiled with the features that the lanes require; the caller guarantees that
+            // the processor has them.
             unsafe { dot::<$lanes>(steps) }
         }
         #[target_feature(enable = $features)]
         unsafe fn $float(steps: usize) -> usize {
-            // SAFETY: compiled with the features that the lanes require, which the caller guarantees.
+            // SAFETY: this function is compiled with the features that the lanes require; the caller guarantees that
+            // the processor has them.
             unsafe { float::<$lanes>(steps) }
         }
     };
@@ -239,7 +241,8 @@ mod x86 {
     );
     #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512vnni,avx512bf16")]
     unsafe fn float_bf16(steps: usize) -> usize {
-        // SAFETY: compiled with the features that the lanes require, which the caller guarantees.
+        // SAFETY: this function is compiled with the features that the lanes require; the caller guarantees that the
+        // processor has them.
         unsafe { float::<Avx512Bf16>(steps) }
     }
 

@@ -1,19 +1,20 @@
-//! Validation of packed bytes from elsewhere, such as a file: whether [`Layout::pack`] could have written them.
+//! Validates packed bytes from an external source, such as a file: checks whether [`Layout::pack`] could have written
+//! them.
 //!
-//! Kernels can read any bytes of a layout safely, and all paths compute the same numbers from them. Some of these
-//! numbers are meaningless, however: codes and scales that are NaN in their format count as what their bits would be
-//! without the special case, ±480 and infinity. Call [`PackedView::check`] once when packed bytes are loaded.
+//! Kernels can read any bytes of a layout safely, and all paths give the same results for them. Some of these results
+//! are meaningless, however: NaN codes of E4M3 decode to ±480, and NaN scales of E8M0 to infinity. Call
+//! [`PackedView::check`] once when packed bytes are loaded.
 
 use crate::layout::{E4M3_NAN, LINE, PANEL_ROWS, PROGRESSIVE_MAX, factor};
 use crate::{FloatFormat, KernelError, Layout, PackedView, ScaleType};
 
 impl PackedView<'_> {
     /// Fails on bytes that packing never writes: NaN codes, E4M3 or E8M0 scales that are NaN or negative, a global
-    /// scale that is not positive and finite, and progressive weights that exceed 8 bits. Reads everything once and
+    /// scale that is not positive and finite, and progressive weights that exceed 8 bits. Reads all bytes once and
     /// allocates nothing.
     ///
     /// # Errors
-    /// [`KernelError::Scheme`] with the problem.
+    /// [`KernelError::Scheme`], which names the problem.
     pub fn check(&self) -> Result<(), KernelError> {
         let layout = self.layout();
         self.bytes().chunks_exact(layout.panel_bytes().max(LINE)).try_for_each(|panel| check(layout, panel))
@@ -23,7 +24,7 @@ impl PackedView<'_> {
 fn check(layout: &Layout, panel: &[u8]) -> Result<(), KernelError> {
     let codes = &panel[..layout.scales_at()];
     let scales = &panel[layout.scales_at()..layout.zeros_at()];
-    // Padding is 0, which is a number.
+    // Padding bytes are 0, a valid code.
     if layout.float_format() == Some(FloatFormat::E4m3) && codes.iter().any(|code| code & 0x7f == E4M3_NAN) {
         return Err(KernelError::Scheme("a code is NaN"));
     }

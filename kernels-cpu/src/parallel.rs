@@ -1,4 +1,4 @@
-//! The interface to the caller's threads: this crate starts none.
+//! The interface through which this crate uses the caller's threads. It starts none itself.
 
 /// Runs independent pieces of work.
 ///
@@ -45,7 +45,7 @@ pub unsafe trait Parallel: Sync {
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Serial;
 
-// SAFETY: `for_each` calls each number of the range once, and returns when the loop has ended.
+// SAFETY: the loop calls each number of the range once, and returns when it has ended.
 #[allow(unsafe_code, reason = "it keeps what the trait asks")]
 unsafe impl Parallel for Serial {
     fn threads(&self) -> usize {
@@ -80,7 +80,7 @@ unsafe impl Parallel for Rayon {
     }
 }
 
-/// Memory that pieces of work write to in disjoint parts.
+/// The elements of a slice, which pieces of work access in disjoint parts.
 #[allow(unsafe_code, reason = "parts of a slice that threads write to side by side")]
 mod disjoint {
     use core::marker::PhantomData;

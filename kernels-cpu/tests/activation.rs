@@ -1,4 +1,4 @@
-//! Quantization of rows: every instruction set against the definition, bit for bit.
+//! Quantization of rows: every instruction set matches the reference bit for bit.
 
 mod common;
 
@@ -18,7 +18,7 @@ fn layout(groups: usize, size: usize) -> RowLayout {
     RowLayout::of(&Layout::of(&view, true).unwrap())
 }
 
-/// Magnitudes over many powers of two, both signs, with occasional special values.
+/// Values whose magnitudes span many powers of two, of both signs, with occasional special values.
 fn values(len: usize, seed: u64, special: bool) -> Vec<f32> {
     let mut state = seed | 1;
     let mut next = || {
@@ -44,7 +44,7 @@ fn bits(values: &[f32]) -> Vec<u32> {
     values.iter().map(|v| if v.is_nan() { 0x7fc0_0000 } else { v.to_bits() }).collect()
 }
 
-/// The definition: codes, sums and scale of a row.
+/// The codes, sums and scale of a row, as the reference defines them.
 fn quantized(x: &[f32], size: usize, by: Option<StaticScale>) -> (Vec<i8>, Vec<i32>, u32) {
     let finite = x.iter().all(|v| v.is_finite());
     let largest = x.iter().fold(0.0_f32, |m, v| m.max(v.abs()));
@@ -95,7 +95,7 @@ fn check<E: Element>(
     let norm = RmsNorm { weight: &weight, eps: 1e-5 };
     let joined: Vec<E> = x.chunks(k).zip(up.chunks(k)).flat_map(|(g, u)| [g, u].concat()).collect();
     let apart = GateUp::Apart { gate: &x, up: &up };
-    // The results of the definition.
+    // The results of the reference.
     let normed =
         |x: &[f32]| x.chunks(k).flat_map(|x| reference::rms_norm(x, &weight, 1e-5)).collect::<Vec<_>>();
     let plain = normed(&float(&x));
@@ -145,7 +145,7 @@ proptest! {
     }
 }
 
-/// Compares with `f64`, within the stated bounds.
+/// The reference is within the documented bounds of `f64` results.
 #[test]
 fn norms_and_gates_are_near_their_formulas() {
     let mut worst = 0.0_f64;
@@ -171,7 +171,8 @@ fn norms_and_gates_are_near_their_formulas() {
         let (x, weight) = (values(k, k as u64, false), values(k, 9, false));
         let mean = x.iter().map(|&v| f64::from(v).powi(2)).sum::<f64>() / k as f64;
         let r = 1.0 / (mean + f64::from(1e-6_f32)).sqrt();
-        // Half the relative error of the sum, plus one rounding each for mean, ε, root, inverse and products.
+        // Half the relative error of the sum, plus one rounding each for the mean, ε, the root, the inverse and the
+        // product.
         let bound = (0.5 * (k as f64 / 64.0 + 8.0) + 5.0) * 2.0_f64.powi(-24);
         for ((got, x), w) in reference::rms_norm(&x, &weight, 1e-6).iter().zip(&x).zip(&weight) {
             let exact = f64::from(*x) * r * f64::from(*w);
@@ -211,7 +212,7 @@ fn floats_are_rounded_half_to_even() {
     }
 }
 
-/// A sum of squares that overflows `f32` is not treated as a row of zeros, and a row of zeros is.
+/// A row whose sum of squares overflows `f32` gets NaN, not zeros; a row of zeros gets zeros.
 #[test]
 fn extreme_rows_of_a_norm() {
     let layout = layout(2, 32);
@@ -281,7 +282,7 @@ fn misuse_is_an_error() {
     assert_eq!(silu_mul(token, gate(&x, &x), 64, &mut out, &Serial).unwrap_err().code(), 1);
 }
 
-/// Packed floats of any type are multiplied as their values.
+/// Packing f16 or bf16 gives the same products as packing their values in `f32`.
 #[test]
 fn floats_of_any_type_are_packed() {
     let (n, k, m) = (20, 96, 15);
@@ -307,7 +308,7 @@ fn floats_of_any_type_are_packed() {
         b.pack(&wide, layout, &Serial).unwrap();
         assert!(!a.exact_in_bf16());
         assert_eq!(product(&a), product(&b));
-        // Rows that are computed on the fly are packed like rows that were computed before.
+        // Fused norms and gates pack the same rows as separate operations.
         let weight = values(k, 8, false);
         let norm = RmsNorm { weight: &weight, eps: 1e-5 };
         a.pack_rms_norm(&halves, norm, None, layout, &Serial).unwrap();

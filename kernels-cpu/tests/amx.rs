@@ -1,4 +1,4 @@
-//! Tile state is per thread, and other code of the process may use it: kernels release it on every exit path, and if
+//! Tile state is per thread, and other code in the process may use it. Kernels release it on every exit path, and if
 //! the system does not permit tiles, another path is used.
 #![cfg(all(target_arch = "x86_64", target_os = "linux"))]
 
@@ -26,7 +26,7 @@ const M: usize = 40;
 struct Config([u8; 64]);
 
 impl Config {
-    /// The configuration of this thread.
+    /// Reads the configuration of this thread.
     fn current() -> Self {
         let mut config = Self([0xa5; 64]);
         // SAFETY: the callers check for `Isa::Amx` first; the instruction writes the 64 bytes of `config`.
@@ -66,7 +66,7 @@ fn activations() -> Vec<f32> {
     (0..M * K).map(|_| s.float()).collect()
 }
 
-/// A product on integers and one on floats.
+/// Multiplies once with int8 activations and once with floats.
 fn multiply(token: IsaToken, weight: &PackedLinear, parallel: &dyn Parallel) -> [Vec<f32>; 2] {
     let (x, layout) = (activations(), RowLayout::of(weight.layout()));
     let (mut whole, mut floats) = (Int8Rows::new(token), FloatRows::new(token));
@@ -78,7 +78,7 @@ fn multiply(token: IsaToken, weight: &PackedLinear, parallel: &dyn Parallel) -> 
     out
 }
 
-/// Checks the unit after every piece, on the thread that ran it.
+/// Checks after every piece that the tile unit is released, on the thread that ran the piece.
 struct Watched;
 
 // SAFETY: `for_each` calls each number once, and returns when all calls have returned.
@@ -121,7 +121,7 @@ fn tiles_are_released_after_errors_and_panics() {
     }
 }
 
-/// `[16, 16]` sums of products of tiles, as a host program might compute them itself.
+/// The product of two tiles as `[16, 16]` sums, computed as a host program might do.
 fn product_of_host(left: &[i8; 1024], right: &[i8; 1024]) -> [i32; 256] {
     let mut sums = [0; 256];
     let config = Config::whole();
@@ -172,7 +172,8 @@ fn refused_permission_takes_the_next_path() {
         .args(["--ignored", "--exact", "without_permission", "--nocapture"])
         .env_remove("QUANT_ISA")
         .env_remove("QUANT_EXPECTED_ISAS")
-        // AddressSanitizer gives threads signal stacks, and unmaps whatever stack it finds when a thread ends.
+        // AddressSanitizer installs a signal stack per thread, and at the end of the thread unmaps whichever stack is
+        // installed then.
         .env("ASAN_OPTIONS", "use_sigaltstack=0")
         .output()
         .unwrap();
@@ -192,7 +193,7 @@ fn without_permission() {
         size: usize,
     }
     const SIGALTSTACK: usize = 131;
-    // Enough for a signal without tiles, and never used. The process keeps it until it ends.
+    // Large enough for a signal frame without tiles. No signal ever uses it. The process keeps it until it ends.
     static SMALL: OnceLock<Vec<AtomicU8>> = OnceLock::new();
     let small = SMALL.get_or_init(|| (0..8192).map(|_| AtomicU8::new(0)).collect());
     let stack = Stack { at: small[0].as_ptr(), flags: 0, size: small.len() };

@@ -79,11 +79,12 @@ fn weights(bits: u8, n: usize, [groups, size]: [usize; 2], zeros: bool, progress
 
 #[test]
 fn rows_are_the_same_in_every_batch() {
-    // Counts that are multiples of the panels per tile or not; groups that are computed in parallel or one at a time.
+    // Panel counts that are multiples of the tile's panels and ones that are not; small groups that are computed in
+    // parallel, and large ones computed one at a time.
     for (bits, n, groups, zeros, progressive) in [
         (4, 5 * 16 + 3, [7, 32], false, false),
         (4, 16, [1, 100], true, false),
-        // Wide groups, in blocks.
+        // Groups so wide that they are computed in blocks.
         (4, 4 * 16, [1, 1700], true, false),
         (8, 16, [3, 600], false, false),
         (8, 2 * 16, [6, 20], true, false),
@@ -104,7 +105,7 @@ fn rows_are_the_same_in_every_batch() {
                         1 => &Backwards,
                         _ => &Threads(2),
                     };
-                    // The last rows, so that a row's position in its strip changes too.
+                    // Use the last rows, so that a row's position in its strip changes with the batch size.
                     let first = MAX_BATCH - m;
                     let got = product(token, &packed, &x[first * k..], parallel);
                     assert!(got == each[first * n..], "{isa:?}, product {i}, {m} rows of {bits} bits");

@@ -5,7 +5,7 @@ use quant_kernels_cpu::{
     WeightView,
 };
 
-/// Code bits, sums, two levels of scales, and the widest group (or row).
+/// Code bits, whether there are sums, whether there are two levels of scales, and the widest group (or row).
 const LIMITS: [(u8, bool, bool, usize); 8] = [
     (8, false, false, 65_793),
     (4, false, false, 1_118_481),
@@ -26,7 +26,7 @@ fn accepts(width: usize, bits: u8, sums: bool, progressive: bool) -> bool {
     result.is_ok()
 }
 
-/// In exact arithmetic: the last width whose largest sum is below 2³¹.
+/// Each limit is the last width whose largest sum is below 2³¹ in exact arithmetic.
 #[test]
 fn limits_are_the_largest_there_are() {
     for (bits, sums, progressive, limit) in LIMITS {
@@ -35,24 +35,24 @@ fn limits_are_the_largest_there_are() {
         assert!(max * (limit as u128) < 1 << 31 && max * (limit as u128 + 1) >= 1 << 31, "{limit}");
         assert!(accepts(limit, bits, sums, progressive) && !accepts(limit + 1, bits, sums, progressive));
     }
-    // With two levels of scales the width of the row counts, otherwise that of the group.
+    // With two levels of scales the bound applies to the width of the row, otherwise to that of the group.
     let layout = |width, scales| Layout::from_parts([1, 4 * width], 4, width, scales, None, false);
     assert!(layout(40_000, ScaleType::Progressive).is_err() && layout(40_000, ScaleType::F16).is_ok());
 }
 
-/// One row with one group of maximum width, with extreme values everywhere: what the layout accepts is multiplied
-/// exactly, with a zero point of the activations if there are sums, and without.
+/// One row with one group of the maximum accepted width, and extreme values everywhere, is multiplied exactly. If there
+/// are sums, activations with a zero point are tested too.
 #[test]
 fn extremes_at_the_limits_are_exact() {
     for (bits, sums, progressive, _) in LIMITS {
-        // This is the width that is accepted: a bound that is too large gives wrong sums here.
+        // Search the accepted width: if the layout accepted too wide a group, the sums below would be wrong.
         let width = (1..24).rev().fold(1_usize, |width, bit| {
             let more = width + (1 << bit) / 2;
             if accepts(more, bits, sums, progressive) { more } else { width }
         });
         let width = (width..).find(|width| !accepts(width + 1, bits, sums, progressive)).unwrap();
         let top = u8::MAX >> (8 - bits);
-        // Codes and zero points whose difference times the scale of the group is as large as allowed.
+        // Codes, zero points and group scales for which `(code − zero) · scale` is as large as allowed.
         let ends: Vec<(u8, Option<u8>, u8)> = match (progressive, bits) {
             (false, _) => vec![(top, Some(0), 1), (0, Some(top), 1), (0, None, 1), (top, None, 1)],
             (true, 4) => vec![(8, Some(0), 16), (0, Some(8), 16), (0, None, 16)],
@@ -70,7 +70,8 @@ fn extremes_at_the_limits_are_exact() {
             let packed = PackedLinear::pack(&view, None, sums, &Serial).unwrap();
             let weight = i64::from(code) - i64::from(zero.unwrap_or(1 << (bits - 1)));
             for (x, by) in [
-                // Per token −127 and 127, static −128 and 127, and as far from a zero point as possible.
+                // Codes of −127 and 127 (per token), of −128 and 127 (static), and codes as far from the zero point as
+                // possible.
                 (-1.0_f32, None),
                 (1.0, None),
                 (-1.0, Some(0)),

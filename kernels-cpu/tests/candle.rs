@@ -75,7 +75,7 @@ fn direct<E: Element>(weight: &PackedLinear, activations: Activations, x: &[E]) 
     out
 }
 
-/// The results of calling the kernels directly with a tensor, in its type.
+/// The results of calling the kernels directly with the values of a tensor, in its type.
 fn expected(weight: &PackedLinear, activations: Activations, x: &Tensor) -> Vec<f32> {
     let x = x.flatten_all().unwrap();
     match x.dtype() {
@@ -95,12 +95,12 @@ fn found(y: &Tensor) -> Vec<f32> {
     y.to_dtype(DType::F32).unwrap().flatten_all().unwrap().to_vec1().unwrap()
 }
 
-/// Checks a tensor with all kinds of activations, in every type; zeros and infinities are compared by bits.
+/// Checks a tensor with all kinds of activations, in every type. Results are compared by their bits.
 fn holds(weight: &Arc<PackedLinear>, runner: &Runner, x: &Tensor) {
     for activations in ALL {
         let linear = QuantizedLinear::new(weight.clone(), activations, runner).unwrap();
         for dtype in [DType::F32, DType::F16, DType::BF16] {
-            // A conversion would make it contiguous; without one, the strides are those of the view.
+            // Convert only if necessary: a conversion would make a view contiguous.
             let x = if x.dtype() == dtype { x.clone() } else { x.to_dtype(dtype).unwrap() };
             let y = linear.forward(&x).unwrap();
             assert_eq!(y.dtype(), dtype);
@@ -122,7 +122,7 @@ fn bits_are_those_of_the_kernels() {
     let runner = Runner::new(Threads::default());
     for (shape, group_size) in [([1, 4], 4), ([33, 96], 32), ([100, 128], 128), ([16, 60], 20)] {
         let weight = weight(shape, group_size);
-        // Large and small calls alternate, so that leftover data of one would show in the next.
+        // Large and small calls alternate, so that leftover data of one call would show in the next.
         for inputs in [&[37, shape[1]][..], &[shape[1]], &[2, 9, shape[1]], &[1, 1, 1, shape[1]]] {
             holds(&weight, &runner, &tensor(inputs));
         }
@@ -132,7 +132,7 @@ fn bits_are_those_of_the_kernels() {
 
 #[test]
 fn rounded_results_may_be_many() {
-    // More than one piece of work, the last one partial.
+    // Rounding takes more than one piece of work, of which the last is partial.
     let weight = weight([301, 32], 32);
     holds(&weight, &Runner::new(Threads::default()), &tensor(&[121, 32]));
 }
@@ -239,7 +239,7 @@ fn what_does_not_fit_is_refused() {
     let metal = message(linear.metal_fwd(&candle_core::MetalStorage, &layout).unwrap_err());
     assert!(metal.contains("runs on the CPU only") && metal.contains("Metal"), "{metal}");
 
-    // A layout that describes more elements than exist gives the error of the kernels.
+    // If the layout describes more elements than exist, the error is that of the kernels.
     let short = candle_core::CpuStorage::F32(vec![0.0; 70]);
     let error = linear.cpu_fwd(&short, &Layout::contiguous((2, 64))).unwrap_err();
     let kernels = KernelError::Length { what: "activations", expected: 128, got: 70 };
@@ -264,8 +264,8 @@ fn there_is_no_gradient() {
     assert!(y.backward().unwrap_err().to_string().contains("quantized-linear"));
 }
 
-/// Five linears of any sizes at once, more than one parallel call takes: the results are the same as separately, with
-/// fewer parallel calls.
+/// Five linears of different sizes run at once, which is more than one parallel call takes. The results are the same as
+/// for separate calls, with fewer parallel calls.
 #[test]
 fn linears_that_read_the_same_run_at_once() {
     let threads = Threads::default();
@@ -370,7 +370,7 @@ fn flat(x: &Tensor) -> Vec<f32> {
     x.to_dtype(DType::F32).unwrap().flatten_all().unwrap().to_vec1().unwrap()
 }
 
-/// The experts of a layer match a loop of separate products, in the type of the input; a long prompt is split into
+/// The experts of a layer match a loop of separate products, in the type of the input. A long prompt is split into
 /// parts.
 #[test]
 fn experts_of_a_layer() {
@@ -425,7 +425,7 @@ fn experts_of_a_layer() {
                 if tokens != 3 {
                     continue;
                 }
-                // Rounded once, half to even; bf16 inputs count as their float values.
+                // Results for bf16 are those for `f32`, rounded once, half to even.
                 let short = x.to_dtype(DType::BF16).unwrap();
                 let wide = layer.forward(&short.to_dtype(DType::F32).unwrap(), &numbers, &shares).unwrap();
                 let narrow = layer.forward(&short, &numbers, &shares).unwrap();

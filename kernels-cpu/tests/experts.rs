@@ -1,5 +1,5 @@
-//! The experts of a layer in one call match a loop of separate products bit for bit: on every path, for every routing,
-//! any number of threads, and experts that differ in bits, groups and formats.
+//! Running the experts of a layer in one call is bit-identical to a loop of separate products: on every path, for every
+//! routing, any number of threads, and experts that differ in bits, groups and formats.
 
 mod common;
 
@@ -15,11 +15,11 @@ use quant_kernels_cpu::{
 
 const HIDDEN: usize = 96;
 const INNER: usize = 80;
-/// Bits, group sizes of gate and up, and of down, and whether there are zero points, for successive experts.
+/// For successive experts: bits, group size of gate and up, group size of down, and whether there are zero points.
 const KINDS: [(u8, usize, usize, bool); 5] =
     [(4, 32, 16, false), (8, 96, 80, true), (4, 48, 40, true), (3, 96, 20, false), (8, 16, 80, false)];
 
-/// The weights of one expert, and whether it has biases.
+/// The gate, up and down weights of one expert.
 struct Owned {
     parts: [PackedLinear; 3],
 }
@@ -48,7 +48,7 @@ fn owned(count: usize, inner: usize) -> Vec<Owned> {
         let (bits, of_rows, of_inner, zeros) = KINDS[i % KINDS.len()];
         let of_inner = if inner.is_multiple_of(of_inner) { of_inner } else { inner };
         let bias = i.is_multiple_of(3);
-        // `up` differs in bits from the gate.
+        // `up` has different bits from the gate.
         let other = if bits == 8 { 4 } else { 8 };
         let parts = [
             linear(&mut s, [inner, HIDDEN], (bits, of_rows, zeros), bias),
@@ -95,7 +95,7 @@ impl Routed {
     }
 }
 
-/// Routings of `tokens` tokens to at most four of eight experts.
+/// Several routings of `tokens` tokens to at most four of eight experts.
 fn routings(tokens: usize) -> Vec<(&'static str, Routed)> {
     let mut s = Stream(tokens as u64);
     let mut uniform = Vec::new();
@@ -108,7 +108,7 @@ fn routings(tokens: usize) -> Vec<(&'static str, Routed)> {
     }
     let one = (0..tokens).flat_map(|_| [5, NO_EXPERT]).collect();
     let twice = (0..tokens).flat_map(|_| [6, 6]).collect();
-    // Half of the tokens to one expert, one token to another, and three experts without any.
+    // Most tokens go to expert 1, token 0 also goes to expert 7, and experts 3 to 6 get no tokens.
     let skewed = (0..tokens).flat_map(|t| match t {
         0 => [7, 1],
         t if t % 2 == 0 => [1, NO_EXPERT],
@@ -128,7 +128,7 @@ fn bits(out: &[f32]) -> Vec<u32> {
     out.iter().map(|v| v.to_bits()).collect()
 }
 
-/// One call with a workspace reserved for it.
+/// Runs one call, with a workspace reserved for it.
 fn grouped<E: Element>(
     experts: &[Expert<'_>],
     (token, rows, gate): (IsaToken, ExpertRows, ExpertGate),
@@ -187,7 +187,7 @@ fn a_call_equals_a_loop_of_single_products() {
     }
 }
 
-/// Widths that do not fill a panel, and rows of more than one block of strips and tiles.
+/// Widths that are not a multiple of the panel width, and enough rows for several blocks of strips or tiles.
 #[test]
 fn many_rows_of_ragged_widths() {
     let owned = owned(3, 21);
@@ -210,8 +210,8 @@ fn many_rows_of_ragged_widths() {
     }
 }
 
-/// Reordering the slots of a token changes nothing; reordering experts changes only the order of the sum, which does
-/// not matter for two terms.
+/// Reordering the slots of a token changes nothing. Reordering the experts changes only the order of the sum, and a sum
+/// of two terms does not depend on it.
 #[test]
 fn permutations_of_slots_and_of_experts() {
     let owned = owned(8, INNER);
@@ -247,7 +247,8 @@ fn permutations_of_slots_and_of_experts() {
     }
 }
 
-/// Activations of f16 and bf16 count as their float values. On paths that split floats, bf16 is one part.
+/// Activations of f16 and bf16 give the same results as their values in `f32`. On paths that split floats, bf16 has one
+/// part.
 #[test]
 fn activations_of_16_bits() {
     fn check<E: Element>(experts: &[Expert<'_>], to: fn(f32) -> E, from: fn(E) -> f32) {
@@ -273,7 +274,7 @@ fn activations_of_16_bits() {
     check(&experts, bf16::from_f32, bf16::to_f32);
 }
 
-/// The sum matches the definition in double precision, within the error of rounding to 8 bits and floats.
+/// The result matches the definition in double precision, within the error of 8-bit rounding and of floats.
 #[test]
 fn the_sum_is_that_of_the_experts() {
     let owned = owned(8, INNER);
@@ -362,7 +363,7 @@ fn what_does_not_fit_is_refused() {
     let all = Experts::new(&experts).unwrap();
     let (token, gate) = (IsaToken::detect(), ExpertGate::Silu);
     assert_eq!(Experts::new(&[]).unwrap_err().code(), 3);
-    // Another shape, groups that differ, a bias that is too short.
+    // A different shape, different groups, and a bias that is too short.
     let other = owned(1, 48);
     let mut wrong = experts.clone();
     wrong[2] = views(&other)[0];
@@ -423,7 +424,7 @@ fn what_does_not_fit_is_refused() {
     assert_eq!(run(&all, &plan, &x, Routing { top_k: 3, ..routed.view() }, true), Err(4));
     assert_eq!(run(&all, &plan, &rows(4, 1), routed.view(), true), Err(4));
     assert_eq!(run(&Experts::new(&experts[..3]).unwrap(), &plan, &x, routed.view(), true), Err(4));
-    // A workspace for fewer rows, and a plan for experts with wider groups, whose rows need less memory.
+    // A workspace for fewer rows, then a plan for experts with wider groups, whose rows need less memory.
     let small = ExpertsPlan::new::<f32>(&all, token, ExpertRows::Int8, gate, 1, 2).unwrap();
     let mut workspace = ExpertsWorkspace::default();
     workspace.reserve(&small).unwrap();

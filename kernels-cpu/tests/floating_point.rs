@@ -1,5 +1,5 @@
-//! Weights of floating-point formats: every instruction set against the definition, with random, extreme and ragged
-//! cases.
+//! Weights of floating-point formats: every instruction set is compared with the reference, for random, extreme and
+//! ragged cases.
 
 mod common;
 
@@ -60,7 +60,8 @@ impl Case {
             .map(|_| match kind {
                 Kind::F32 => s.float(),
                 Kind::Bf16 => (1 + s.below(200)) as f32 / 4096.0,
-                // Around 1, and the smallest, which is subnormal.
+                // Sometimes one of the smallest scales, of which the first is subnormal in `f32`; otherwise values
+                // around 1.
                 _ if s.below(16) == 0 => e8m0_value(s.below(3) as u8),
                 _ => e8m0_value(120 + s.below(12) as u8),
             })
@@ -100,7 +101,7 @@ impl Case {
         rows
     }
 
-    /// Integer products are bit-identical on all paths, and equal to the definition.
+    /// Integer products are bit-identical on all paths, and equal to the reference.
     fn check_integers(&self) {
         let (view, packed) = (self.view(), self.packed());
         let rows = self.rows(Isa::Scalar, packed.layout());
@@ -116,7 +117,7 @@ impl Case {
         }
     }
 
-    /// Float products are bit-identical on all paths except those with bf16, and all are within the bound.
+    /// Float products are bit-identical on all paths without bf16, and within the error bound on all paths.
     fn check_floats(&self) {
         let (view, packed) = (self.view(), self.packed());
         let expected = reference::float_linear(&view, &self.x, self.bias.as_deref());
@@ -201,7 +202,8 @@ proptest! {
     }
 }
 
-/// Every code of both formats, alone in its row, has its value on every path: subnormals, the largest, both zeros.
+/// Every code of both formats, alone in its row, has the same value on every path, including subnormals, the largest
+/// values and both zeros.
 #[test]
 fn every_code_is_what_it_means() {
     for format in FloatFormat::ALL {
@@ -225,7 +227,7 @@ fn every_code_is_what_it_means() {
     }
 }
 
-/// Bytes per weight are those of the formats: nothing is stored in a wider type.
+/// Packed weights need as many bits as their formats: nothing is stored in a wider type.
 #[test]
 fn packed_weights_are_small() {
     let (n, k) = (64, 4096);
@@ -237,7 +239,7 @@ fn packed_weights_are_small() {
     let (powers, codes) = (vec![0.25; n * k / 32], vec![0x38; n * k / 16]);
     assert_eq!(bits(FloatFormat::E2m1, 32, Scales::Float(&powers)), 4.25);
     assert_eq!(bits(FloatFormat::E4m3, 32, Scales::Float(&powers)), 8.25);
-    // Plus two floats per row.
+    // NVFP4 also stores two floats per row.
     let nvfp4 = bits(FloatFormat::E2m1, 16, Scales::E4m3 { groups: &codes, global: 3.0 });
     assert_eq!(nvfp4, 4.5 + 64.0 / k as f64);
 }
@@ -253,9 +255,9 @@ fn what_no_kernel_multiplies_is_refused() {
         refused.unwrap_err().to_string(),
         "FP8 (E4M3) weights cannot be multiplied with int8 activations"
     );
-    // Sums of codes are for zero points of activations, which these weights do not support.
+    // Sums are needed only for zero points of activations, which these weights do not support.
     assert_eq!(Layout::of(&case.view(), true).unwrap_err().code(), 3);
-    // NaN codes, codes beyond four bits, and invalid scales.
+    // NaN codes, E2M1 codes of more than four bits, and invalid scales.
     let pack = |view: WeightView<'_>| PackedLinear::pack(&view, None, false, &Serial).map(|_| ());
     for (format, code) in [(FloatFormat::E4m3, 0x7f), (FloatFormat::E4m3, 0xff), (FloatFormat::E2m1, 16)] {
         assert_eq!(pack(row(format, &[0, code], Scales::Float(&[1.0]))).unwrap_err().code(), 3, "{code:#x}");
@@ -267,7 +269,7 @@ fn what_no_kernel_multiplies_is_refused() {
         let scales = Scales::E4m3 { groups: &groups, global };
         assert!(pack(row(FloatFormat::E2m1, &[0, 1], scales)).is_err(), "{group:#x} {global}");
     }
-    // Scales of the other kind of codes.
+    // Integer scales with floating-point codes, and E4M3 or E8M0 scales with integer codes.
     let (codes, groups, floats) = ([0; 2], [1], [1.0]);
     let progressive = Scales::Progressive { groups: &groups, channels: &floats };
     assert!(WeightView::float_with_scales([1, 2], FloatFormat::E2m1, 2, &codes, progressive).is_err());

@@ -1,8 +1,8 @@
 //! No kernel accesses memory beyond its buffers, on any instruction set.
 //!
-//! While a case runs, every allocation has pages of its own, and ends at the start of an inaccessible page (or begins
-//! at the end of one): a byte read or written beyond it terminates the process. Freed memory stays inaccessible.
-//! Sanitizers find such errors in instrumented code only; this finds them in any instruction.
+//! While a case runs, every allocation has its own pages, and ends at the start of an inaccessible page (or begins at
+//! the end of one), so reading or writing a byte beyond it terminates the process. Freed memory stays inaccessible.
+//! Sanitizers find such errors in instrumented code only; this test also covers intrinsics and assembly.
 #![cfg(all(target_os = "linux", target_pointer_width = "64"))]
 
 use std::alloc::{GlobalAlloc, Layout as Memory, System};
@@ -38,7 +38,7 @@ enum Side {
 /// An allocator that takes memory from a reserved range and never returns the same address twice.
 struct Fence;
 
-/// Address space, not memory.
+/// The size of the reserved address space; memory is committed only as pages are allocated.
 const RANGE: usize = 1 << 40;
 /// A multiple of every common page size.
 const PAGE: usize = 1 << 16;
@@ -55,13 +55,13 @@ fn range() -> usize {
         let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
         // SAFETY: a new mapping at an address that the system chooses.
         let at = unsafe { mmap_anonymous(null_mut(), RANGE, ProtFlags::empty(), flags) };
-        // Without the range nothing would be tested; an allocator must not unwind.
+        // Abort, since nothing would be tested without the range, and an allocator must not unwind.
         at.unwrap_or_else(|_| std::process::abort()).addr().next_multiple_of(PAGE)
     })
 }
 
-// SAFETY: memory of the range is returned once, in whole pages that are accessible until it is freed; the rest comes
-// from the system allocator.
+// SAFETY: each page of the range is handed out once, and is accessible until it is freed; all other memory comes from
+// the system allocator.
 unsafe impl GlobalAlloc for Fence {
     unsafe fn alloc(&self, memory: Memory) -> *mut u8 {
         let side = SIDE.get();
@@ -70,14 +70,14 @@ unsafe impl GlobalAlloc for Fence {
             return unsafe { System.alloc(memory) };
         }
         let pages = memory.size().next_multiple_of(PAGE);
-        // An inaccessible page on either side.
+        // Leave an inaccessible page on either side.
         let first = TAKEN.fetch_add(pages + PAGE, Ordering::Relaxed) + PAGE;
         if first + pages + 2 * PAGE > RANGE {
             std::process::abort();
         }
         let start = range() + first;
         let flags = MprotectFlags::READ | MprotectFlags::WRITE;
-        // SAFETY: pages of the range that no other allocation has.
+        // SAFETY: these pages are within the range, and no other allocation has them.
         if unsafe { mprotect(start as *mut _, pages, flags) }.is_err() {
             return null_mut();
         }
@@ -92,7 +92,7 @@ unsafe impl GlobalAlloc for Fence {
             return unsafe { System.dealloc(at, memory) };
         }
         let pages = memory.size().next_multiple_of(PAGE);
-        // SAFETY: the pages that `alloc` returned; the caller guarantees that they are no longer used.
+        // SAFETY: these are the pages that `alloc` returned; the caller guarantees that they are no longer used.
         unsafe {
             let _ = madvise(start as *mut _, pages, Advice::LinuxDontNeed);
             let _ = mprotect(start as *mut _, pages, MprotectFlags::empty());
@@ -103,7 +103,7 @@ unsafe impl GlobalAlloc for Fence {
 #[global_allocator]
 static FENCE: Fence = Fence;
 
-/// Runs with every buffer at an inaccessible page.
+/// Calls `run` with every allocation next to an inaccessible page.
 fn fenced<T>(side: Side, run: impl FnOnce() -> T) -> T {
     struct Reset;
     impl Drop for Reset {
@@ -150,7 +150,7 @@ impl Case {
         let [m, n, k] = self.shape;
         let groups = n * (k / self.group_size);
         let codes: Vec<u8> = (0..n * k).map(|i| (i % (1 << self.bits)) as u8).collect();
-        // A value that needs `f32` storage, or one that f16 represents.
+        // One value needs to be stored as `f32`; the other is an exact f16.
         let scale = if self.wide { 1.000_000_1_f32 } else { 0.5 };
         let scales = vec![scale; if self.progressive { n } else { groups }];
         let whole = vec![3_u8; groups];
@@ -211,14 +211,14 @@ proptest! {
     }
 }
 
-/// Pages, lists, queries, results and workspace of exactly the required sizes, and a cache.
+/// Attention with pages, lists, queries, results and a workspace of exactly the required sizes, and a cache.
 fn attend(kind: KvType, d: usize, [kv, group]: [usize; 2], [tokens, m]: [usize; 2]) {
     let layout = KvLayout::new(kind, d).unwrap();
     let heads = Heads { query: kv * group, kv, scale: 0.25 };
     let blocks = tokens.div_ceil(PAGE_TOKENS);
     let mut bytes = vec![0; kv * blocks * layout.page_bytes()];
     let x: Vec<f32> = (0..tokens * kv * d).map(|i| (i % 23) as f32 - 11.0).collect();
-    // The last page comes first.
+    // Page numbers are in reverse order.
     let numbers: Vec<u32> = (0..(kv * blocks) as u32).rev().collect();
     let lists = |tokens| -> Vec<_> {
         numbers.chunks_exact(blocks).map(|pages| PageList::causal(pages, tokens, m)).collect()
@@ -256,7 +256,7 @@ proptest! {
     }
 }
 
-/// Experts with exactly the memory that their plan states; each of `tokens` tokens has two experts.
+/// Experts with exactly the memory that their plan states; each of `tokens` tokens is routed to two experts.
 fn experts([hidden, inner]: [usize; 2], count: usize, tokens: usize, bits: u8) {
     let part = |[n, k]: [usize; 2]| {
         let codes: Vec<u8> = (0..n * k).map(|i| (i % (1 << bits)) as u8).collect();
@@ -304,11 +304,11 @@ proptest! {
 const SIGBUS: i32 = 7;
 const SIGSEGV: i32 = 11;
 
-/// The fault of each child process.
+/// The faults, each of which runs in its own child process.
 const FAULTS: [&str; 4] = ["weights", "out", "bias", "freed"];
 const FAULT: &str = "QUANT_PLANTED_FAULT";
 
-/// Accesses memory beyond a buffer through a kernel, by a slice that is too long.
+/// Makes a kernel access memory beyond a buffer, through a slice that is too long, or freed memory.
 #[test]
 #[ignore = "ends the process: `the_fence_holds` runs it"]
 fn planted_fault() {
@@ -322,7 +322,7 @@ fn planted_fault() {
     let layout = Layout::of(&view, false).unwrap();
     let mut bytes = vec![0; layout.bytes()];
     layout.pack(&view, 0..layout.panels(), &mut bytes).unwrap();
-    // Enough rows for tiles.
+    // Enough rows for the tile unit.
     let m = 16;
     let mut rows = Int8Rows::new(isa.token().unwrap());
     rows.quantize(&vec![1.0; m * k], RowLayout::of(&layout), &Serial).unwrap();
@@ -348,7 +348,7 @@ fn planted_fault() {
     });
 }
 
-/// This test program, run under the same emulator, if any.
+/// The command that runs this test program, under the same emulator if there is one.
 fn this_program() -> Command {
     let this = std::env::current_exe().unwrap();
     let Some(emulator) = std::env::var_os("QUANT_EMULATOR") else { return Command::new(this) };
@@ -357,7 +357,7 @@ fn this_program() -> Command {
     command
 }
 
-/// Runs a fault in a child process, and returns how it ended.
+/// Runs a fault in a child process, and returns its exit status.
 fn plant(fault: &str, isa: Isa, side: &str) -> (ExitStatus, String) {
     let mut child = this_program();
     child.args(["--ignored", "--exact", "planted_fault"]);
@@ -365,8 +365,7 @@ fn plant(fault: &str, isa: Isa, side: &str) -> (ExitStatus, String) {
     (ended.status, String::from_utf8_lossy(&ended.stderr).into_owned())
 }
 
-/// Shows that the test above can fail: an access one byte or float too far, or to freed memory, terminates the process
-/// on every path.
+/// The guard pages work: an access one byte or float too far, or to freed memory, terminates the process on every path.
 #[test]
 fn the_fence_holds() {
     for isa in Isa::runnable() {
@@ -375,13 +374,13 @@ fn the_fence_holds() {
         for fault in FAULTS {
             let (status, output) = plant(fault, isa, "fence");
             let killed = matches!(status.signal(), Some(SIGBUS | SIGSEGV));
-            // A sanitizer catches the signal and reports it.
+            // A sanitizer catches the signal and reports the fault.
             assert!(killed || output.contains("AddressSanitizer: SEGV"), "{isa:?} {fault}: {status}");
         }
     }
 }
 
-/// The same faults on the heap, where only a sanitizer detects them: runs if `QUANT_SANITIZER` names one.
+/// On the heap, only a sanitizer detects the same faults. Runs if `QUANT_SANITIZER` names one.
 #[test]
 fn the_sanitizer_sees() {
     if std::env::var("QUANT_SANITIZER").as_deref() != Ok("address") {

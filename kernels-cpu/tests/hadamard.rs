@@ -1,4 +1,5 @@
-//! Rotations: every instruction set against the definition, bit for bit, and the definition against its matrix.
+//! Rotations: every instruction set matches the reference bit for bit, and the reference matches the product with the
+//! matrix.
 
 mod common;
 
@@ -9,7 +10,7 @@ fn values(len: usize, seed: usize) -> Vec<f32> {
     (0..len).map(|i| ((i * 7919 + seed * 104_729) % 2003) as f32 / 500.0 - 2.0).collect()
 }
 
-/// All kinds of orders: powers of two, one factor with any remainder, several factors.
+/// All kinds of orders: powers of two, one factor with a Sylvester part of any order, and several factors.
 const ORDERS: [usize; 21] = [
     1,
     2,
@@ -53,7 +54,7 @@ fn all_instruction_sets_equal_the_definition() {
     }
 }
 
-/// The definition is the product with the matrix, which is orthogonal.
+/// The reference equals the product with the matrix, and the matrix is orthogonal.
 #[test]
 fn the_definition_is_the_matrix() {
     for n in ORDERS.into_iter().filter(|n| *n < 400) {
@@ -77,7 +78,7 @@ fn the_definition_is_the_matrix() {
         }
         assert_eq!((by.sign(n, 0), by.sign(0, n)), (None, None));
     }
-    // Sylvester's matrix, by hand.
+    // Compare with Sylvester's matrix of order 4.
     let by = Hadamard::new(4).unwrap();
     let rows: Vec<i8> = (0..16).map(|i| by.sign(i / 4, i % 4).unwrap()).collect();
     assert_eq!(rows, [1, 1, 1, 1, 1, -1, 1, -1, 1, 1, -1, -1, 1, -1, -1, 1]);
@@ -109,7 +110,7 @@ fn widths_of_models() {
         let factors: Vec<usize> = by.factors().map(|(order, _)| order).collect();
         assert_eq!(factors, orders, "{n}");
         assert_eq!(by.sylvester() * factors.iter().product::<usize>(), n);
-        // Multiplying by the matrix and its transpose restores the input: lengths and angles are preserved.
+        // Multiplying by the matrix and then by its transpose restores the input.
         let (a, b) = (values(n, 1), values(n, 2));
         let dot = |a: &[f32], b: &[f32]| a.iter().zip(b).map(|(a, b)| f64::from(a * b)).sum::<f64>();
         let mut rotated = [a.clone(), b.clone()].concat();

@@ -1,6 +1,6 @@
-//! The order of packed bytes and the ids that identify it do not change unnoticed: files contain both.
+//! The order of packed bytes and the ids that identify it are stored in files, so they must not change by accident.
 //!
-//! When an order is changed on purpose, increase its `VERSION`, and update the numbers here.
+//! To change an order on purpose, increase its `VERSION`, and update the numbers here.
 
 use std::collections::HashSet;
 
@@ -22,13 +22,13 @@ fn packed(bits: u8, scales: ScaleType, zeros: bool, sums: bool) -> PackedLinear 
     let [n, k] = SHAPE;
     let (groups, zero_point) = (n * k / SIZE, 1_u32 << (bits - 1));
     let codes: Vec<u8> = (0..n * k).map(|i| ((i * 7 + i / k * 3) % (1 << bits)) as u8).collect();
-    // Close to the midpoint, so that two levels of scales stay within 8 bits.
+    // Close to the midpoint, so that weights with two levels of scales stay within 8 bits.
     let of_groups: Vec<u8> =
         (0..groups).map(|g| (zero_point - (g % 2) as u32 * u32::from(bits < 8)) as u8).collect();
     let floats: Vec<f32> = (0..groups.max(n))
         .map(|g| match scales {
             ScaleType::F16 => (1 + g % 50) as f32 / 64.0,
-            // Below the range of f16.
+            // Scales below the range of f16.
             ScaleType::Bf16 => (1 + g % 50) as f32 * 2.0_f32.powi(-60),
             _ => 0.1 + g as f32 / 7.0,
         })
@@ -106,7 +106,7 @@ fn pages_are_in_their_order() {
     assert!(bad.is_empty(), "written otherwise:\n{}", bad.join("\n"));
 }
 
-/// Changing any field, or all of them, gives another id.
+/// Changing any field, or several, changes the id.
 #[test]
 fn every_field_is_in_the_name() {
     #[derive(Clone, Copy)]

@@ -1,4 +1,4 @@
-//! Every instruction set against the definition, bit for bit, with random, extreme and ragged cases.
+//! Every instruction set matches the reference bit for bit, for random, extreme and ragged cases.
 
 mod common;
 
@@ -45,7 +45,7 @@ impl Case {
     ) -> Self {
         let mut s = Stream(seed);
         let k = groups * group_size;
-        // Weights with two levels of scales are signed 8-bit numbers.
+        // With two levels of scales, weights must fit 8 signed bits, so use codes of at most 4.
         let bits = if kind == Kind::Progressive { bits.min(4) } else { bits };
         let extreme = s.below(4) == 0;
         let top = (1_u64 << bits) - 1;
@@ -96,7 +96,7 @@ impl Case {
         self.rows_for(IsaToken::detect(), layout)
     }
 
-    /// The rows of a path; for a tile unit they are also stored in its order.
+    /// Quantizes the rows for a path; for a tile unit they are also stored in tiles.
     fn rows_for(&self, token: IsaToken, layout: &Layout) -> Int8Rows {
         let mut rows = Int8Rows::new(token);
         match self.fixed {
@@ -107,8 +107,8 @@ impl Case {
         rows
     }
 
-    /// Floats: results are bit-identical on all paths except those with bf16; the emulated tile unit matches the real
-    /// one, and all are within the bound.
+    /// Float products are bit-identical on all paths without bf16. The emulated tile unit matches the real one, and all
+    /// paths are within the error bound.
     fn check_float(&self) {
         let view = self.view();
         let packed = PackedLinear::pack(&view, None, false, &Backwards).unwrap();
@@ -118,7 +118,7 @@ impl Case {
         for (isa, parts) in in_parts() {
             let mut rows = FloatRows::in_parts(isa.token().unwrap(), parts);
             rows.pack(&self.x, RowLayout::of(packed.layout()), &Backwards).unwrap();
-            // Other paths with split values use two parts.
+            // Other paths that split values use two parts.
             let off = match parts {
                 Bf16Parts::One => -8,
                 Bf16Parts::Two => -16,
@@ -163,7 +163,7 @@ impl Case {
     }
 }
 
-/// Every path, those with tiles in each number of parts.
+/// Every path; those with tiles with every number of parts.
 fn in_parts() -> impl Iterator<Item = (Isa, Bf16Parts)> {
     let all = [Bf16Parts::One, Bf16Parts::Two, Bf16Parts::Three];
     let of = move |isa| match isa {
@@ -243,8 +243,8 @@ fn large_shapes_do_not_depend_on_the_split() {
     }
 }
 
-/// Row tiles that fill a piece of work plus one more, leftover panels, groups that are wider than what is expanded at
-/// once, and rows wide enough to be divided into stretches.
+/// Row tiles that fill a piece of work plus one more, leftover panels, groups that are too wide to be expanded at once,
+/// and rows that are wide enough to be divided.
 #[test]
 fn tiles_do_not_depend_on_the_split() {
     for (m, n, groups, size, bits, kind) in [
@@ -289,7 +289,7 @@ fn tiles_do_not_depend_on_the_split() {
     }
 }
 
-/// 4-bit codes in groups of 128 take at most 4.16 bits per weight, including scales and zero points.
+/// 4-bit codes in groups of 128 need at most 4.16 bits per weight, including scales and zero points.
 #[test]
 fn packed_weights_are_small() {
     let (n, k) = (256, 4096);
@@ -315,7 +315,7 @@ fn misuse_is_an_error() {
     };
     assert_eq!(multiply(&rows, None, &mut out[..59]), 1);
     assert_eq!(multiply(&rows, Some(&[0.0; 19]), &mut out), 1);
-    // Activations with different groups, and with a zero point when the layout has no sums.
+    // Rows with different groups, and rows with a zero point for a layout without sums.
     let other = Case::new([3, 20, 1], 64, 4, Kind::Float, false, false, false, 1);
     let packed_other = PackedLinear::pack(&other.view(), None, true, &Serial).unwrap();
     assert_eq!(multiply(&other.rows(packed_other.layout()), None, &mut out), 4);
@@ -336,7 +336,7 @@ fn misuse_is_an_error() {
             .code(),
         3
     );
-    // Bytes of a different layout, or too few bytes.
+    // Bytes with the id of a different layout, or too few bytes.
     let layout = *packed.layout();
     assert_eq!(PackedView::new(layout, layout.id() ^ 1, view_of.bytes()).unwrap_err().code(), 5);
     assert_eq!(PackedView::new(layout, layout.id(), &view_of.bytes()[1..]).unwrap_err().code(), 1);
@@ -378,7 +378,7 @@ fn rows_are_rounded_half_to_even_by_their_largest() {
     assert_eq!(rows.row(0), [127, 36, 100, 101, 99, 127, 100, 100]);
 }
 
-/// Values that the bounds of sums do not allow are rejected by packing, and never multiplied.
+/// Packing rejects codes and zero points that have more bits than stated, since sums could overflow.
 #[test]
 fn values_beyond_their_bits_are_refused() {
     let pack = |bits: u8, codes: &[u8], scales: Scales<'_>, zeros: Option<&[u8]>| {

@@ -1,4 +1,4 @@
-//! When memory allocation fails, calls return an error, and the process does not abort.
+//! If memory allocation fails, calls return an error instead of aborting the process.
 
 use std::alloc::{GlobalAlloc, Layout as Memory, System};
 use std::cell::Cell;
@@ -13,7 +13,7 @@ use quant_kernels_cpu::{
 };
 
 thread_local! {
-    /// Allocations that this thread may still make; initially unlimited.
+    /// The number of allocations that this thread may still make; `None` for any number.
     static LEFT: Cell<Option<usize>> = const { Cell::new(None) };
     /// Bytes that this thread requested.
     static ASKED: Cell<usize> = const { Cell::new(0) };
@@ -56,7 +56,7 @@ unsafe impl GlobalAlloc for Short {
 #[global_allocator]
 static SHORT: Short = Short;
 
-/// Calls with no allocation allowed, then with one, and so on until it succeeds; returns the number that it needs.
+/// Repeats a call with no allocation allowed, then one, then two, until it succeeds; returns the number it needed.
 fn short<T>(mut call: impl FnMut() -> Result<T, KernelError>) -> usize {
     for count in 0..100 {
         LEFT.set(Some(count));
@@ -83,18 +83,18 @@ fn weights_and_rows_need_memory() {
     }
 }
 
-/// Rows allocate only when there are more than before, and products never.
+/// Quantizing and packing rows allocate only if there are more rows than before; products never allocate.
 fn rows_need_memory(packed: &PackedLinear, isa: Isa) {
     let (n, k, m) = (packed.layout().n(), packed.layout().k(), 30);
     let (layout, token) = (RowLayout::of(packed.layout()), isa.token().unwrap());
-    // Codes and sums for a tile unit.
+    // The tile unit needs two more buffers: codes and sums.
     let tiled = 2 * usize::from(matches!(isa, Isa::Amx | Isa::AmxEmulated));
     let (x, more) = (vec![f16::ONE; m * k], vec![f16::ONE; 2 * m * k]);
     let mut out = vec![0.0; m * n];
     let (mut whole, mut float) = (Int8Rows::new(token), FloatRows::new(token));
     assert_eq!(short(|| Int8Rows::new(token).quantize(&x, layout, &Serial)), 5 + tiled);
     assert_eq!(short(|| FloatRows::new(token).pack(&x, layout, &Serial)), 3);
-    // Existing memory is reused; a request for more fails, and leaves no rows.
+    // The same number of rows reuses the memory. If an allocation for more rows fails, no rows are left.
     for count in 0..5 + tiled {
         whole.quantize(&x, layout, &Serial).unwrap();
         float.pack(&x, layout, &Serial).unwrap();
@@ -119,14 +119,14 @@ fn caches_need_memory() {
     assert_eq!(short(|| KvCache::new(layout, heads, 200)), 1);
     let mut cache = KvCache::new(layout, heads, 200).unwrap();
     let x = vec![1.0; 130 * 32];
-    // A failed attempt keeps the memory that it got.
+    // A failed call keeps the memory that it could allocate, so each attempt gets further.
     assert!(short(|| cache.append(&x, &x, &Serial)) > 0);
     assert_eq!(cache.tokens(), 130);
     let (mut workspace, mut out, mut lse) = (Workspace::default(), [0.0; 64], [0.0; 4]);
     assert_eq!(short(|| cache.decode(&[1.0; 64], &mut out, &mut lse, &mut workspace, &Serial)), 1);
 }
 
-/// A workspace allocates what the plan states, and a call nothing, whatever the routing.
+/// A workspace allocates as many bytes as the plan states, and a call allocates nothing, for any routing.
 #[test]
 fn experts_need_the_memory_of_their_plan() {
     let (hidden, inner, tokens) = (64, 32, 40);

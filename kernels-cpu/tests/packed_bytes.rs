@@ -1,5 +1,5 @@
-//! Arbitrary packed bytes: all paths give bit-identical results for them, and the check rejects those that do not
-//! encode numbers.
+//! Arbitrary packed bytes: all paths give bit-identical results for them, and `PackedView::check` rejects those that
+//! packing never writes.
 
 use proptest::prelude::*;
 use quant_kernels_cpu::{
@@ -12,7 +12,7 @@ fn bytes(len: usize, mut state: u64) -> Vec<u8> {
         state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         (state >> 33) as u32
     };
-    // NaN codes are more frequent than by chance.
+    // NaN codes are more frequent than in uniform bytes.
     (0..len)
         .map(|_| match next() {
             r if r % 11 == 0 => 0xff,
@@ -22,12 +22,12 @@ fn bytes(len: usize, mut state: u64) -> Vec<u8> {
         .collect()
 }
 
-/// The bits of numbers; all NaN count as equal.
+/// The bits of values, with all NaN replaced by the same one.
 fn bits(values: &[f32]) -> Vec<u32> {
     values.iter().map(|x| if x.is_nan() { 0x7fc0_0000 } else { x.to_bits() }).collect()
 }
 
-/// The values that a path uses for the weights, found with one token per feature.
+/// Returns the values that a path uses for the weights, by multiplying them with an identity matrix.
 fn multiplied(view: PackedView<'_>, isa: Isa) -> Vec<f32> {
     let (n, k) = (view.layout().n(), view.layout().k());
     let mut identity = vec![0.0; k * k];
@@ -71,7 +71,7 @@ proptest! {
     }
 }
 
-/// Every E4M3 code, including NaN, has the same value on every path: that of its bits.
+/// Every E4M3 code, including NaN, decodes to the same value on every path, and NaN codes to ±480.
 #[test]
 fn codes_of_nan_count_as_their_bits() {
     let codes: Vec<u8> = (0..=255).collect();
@@ -79,7 +79,7 @@ fn codes_of_nan_count_as_their_bits() {
     let valid: Vec<u8> = codes.iter().map(|&code| if code & 0x7f == 0x7f { 0 } else { code }).collect();
     let scales = vec![1.0; 256];
     let view = WeightView::float([256, 1], FloatFormat::E4m3, 1, &valid, &scales).unwrap();
-    // A scale of 1 is a power of two, so it could be stored as E8M0; this layout stores f16.
+    // The scales are 1. Packing would store them as E8M0, so write f16 scales into the packed bytes directly.
     let mut packed = vec![0; layout.bytes()];
     for (row, &code) in codes.iter().enumerate() {
         let panel = &mut packed[row / 16 * layout.panel_bytes()..][..layout.panel_bytes()];
@@ -104,7 +104,7 @@ fn codes_of_nan_count_as_their_bits() {
     assert!(PackedLinear::pack(&view, None, false, &Serial).unwrap().view().check().is_ok());
 }
 
-/// Whatever packing writes passes; every byte that packing never writes fails, at any position.
+/// The check accepts whatever packing writes, and rejects every byte that packing never writes, at any position.
 #[test]
 fn what_no_packing_writes_is_reported() {
     let (n, k, size) = (21, 64, 32);
@@ -155,7 +155,7 @@ fn what_no_packing_writes_is_reported() {
                 }
             }
             if layout.scales() == ScaleType::E4m3 {
-                // The factor and the global scale of a row.
+                // The factor and the global scale, which are stored per row.
                 let channels = scales + 16 * k / size;
                 assert!(
                     refused(channels + 3, 0xff) && refused(channels + 64 + 3, 0xff) && refused(channels, 1)
@@ -163,7 +163,7 @@ fn what_no_packing_writes_is_reported() {
             }
         }
     }
-    // A NaN scale is not a power of two, and is stored unchanged.
+    // Since NaN is not a power of two, these scales are stored as floats, and stay NaN.
     let scales = vec![f32::NAN; n * k / size];
     let view = WeightView::float([n, k], e2m1, size, &codes, &scales).unwrap();
     let packed = PackedLinear::pack(&view, None, false, &Serial).unwrap();

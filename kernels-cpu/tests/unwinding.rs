@@ -1,4 +1,4 @@
-//! Threads of a caller may unwind: incomplete rows are not used in products.
+//! If the caller's threads unwind, incomplete rows are not used in products.
 
 mod common;
 
@@ -33,7 +33,7 @@ fn integers_are_none_until_complete() {
     for isa in Isa::runnable() {
         let token = isa.token().unwrap();
         for pieces in 0..3 {
-            // No previous rows, fewer, and more.
+            // The buffer held no rows before, fewer rows, or more.
             for before in [0, 1, M + 13] {
                 let mut rows = Int8Rows::new(token);
                 rows.quantize(&vec![1.0; before * K], layout, &Serial).unwrap();
@@ -44,7 +44,7 @@ fn integers_are_none_until_complete() {
                 assert_eq!((result.unwrap_err().code(), rows.m()), (4, 0));
                 assert!(rows.row(0).is_empty() && rows.sums(0).is_empty() && rows.scales().is_empty());
                 assert_eq!(view.multiply(token, &rows, None, &mut [], &Serial).unwrap_err().code(), 4);
-                // The next call completes them.
+                // The next call starts over and completes.
                 rows.quantize(&x, layout, &Serial).unwrap();
                 view.multiply(token, &rows, None, &mut out, &Serial).unwrap();
                 assert_eq!(rows.m(), M);

@@ -1,23 +1,24 @@
 // Quantizes activation rows to 8-bit integers: plain rows, their RMSNorm, or silu(gate) · up.
 //
-// The definition is that of the CPU kernels' `activation`: per token `s = max |x| / 127`, `a = round(x · (127 / max
+// The codes are defined by the CPU kernels' `activation`: per token `s = max |x| / 127`, `a = round(x · (127 / max
 // |x|))`, half to even; static `a = clamp(round(x · (1 / s)) + a₀, −128, 127)`; a row that contains NaN or an infinity
-// has the scale NaN and codes of zero. Plain rows and silu(gate) · up are bit-identical to it. The sum of squares of a
-// norm is added in a different order.
+// has the scale NaN and codes of zero. For plain rows and silu(gate) · up, results are bit-identical to the CPU's. The
+// sum of squares of a norm is added in a different order.
 //
-// A block processes one row: it reads the row once, in vectors of 16 bytes, keeps it in registers as f32, and rounds it
-// from there. Rows that do not fit a block's registers are read again, from L2. Only k determines which threads process
-// which values, so a row's result does not depend on the other rows.
+// A block processes one row: it reads the row once, in vectors of 16 bytes, keeps it in registers as f32, and quantizes
+// it from there. Rows that do not fit a block's registers are read again, from L2. Only k determines which threads
+// process which values, so a row's result does not depend on the other rows.
 //
 // Macros:
 //   SOURCE     PLAIN, NORM, NORM_RESIDUAL or SILU_MUL
 //   ELEMENT    F32, F16 or BF16: type of activations and residual
 //   WEIGHT     F32, F16 or BF16: type of the norm's weight
 //   STATIC     0: a scale per row. 1: one scale and zero point for all rows
-//   GROUP      sums of codes: 0: only those of rows; 32, 64, 128: of this many features; 1: of `group`, a multiple of 32
-//   ALIGNED    1: addresses and strides are multiples of 16 bytes. 0: single values are read
+//   GROUP      which sums of codes are computed: 0: per row only; 32, 64, 128: also per group of this many features;
+//              1: also per group of `group` features, a multiple of 32
+//   ALIGNED    1: addresses and strides are multiples of 16 bytes. 0: values are read one at a time
 //   THREADS    per block: a power of two from 64 to 1024
-//   HELD       values per thread: 16 or 32; 0: any number, which are not kept in registers
+//   HELD       values per thread that are kept in registers: 16 or 32; 0: rows of any width, which are not kept
 
 #include "ptx.cuh"
 
@@ -28,17 +29,17 @@ constexpr bool ADDS = SOURCE == NORM_RESIDUAL;
 constexpr int WARPS = THREADS / 32;
 // Values in a vector of 16 bytes, which a thread processes at once.
 constexpr int VECTOR = ELEMENT == F32 ? 4 : 8;
-// Vectors that a thread keeps.
+// Vectors that a thread keeps in registers.
 constexpr int VECTORS = HELD / VECTOR;
-// Lanes whose vectors together have 32 values.
+// The number of lanes whose vectors together hold 32 values.
 constexpr int SEGMENT_LANES = 32 / VECTOR;
 // Features whose codes are summed by neighbouring lanes.
 constexpr int WIDTH = GROUP > 1 ? GROUP : 32;
 // Minimum number of blocks per multiprocessor, which bounds the registers per thread.
 constexpr int MIN_BLOCKS = 1024 / THREADS;
-// Adding this to a number within ±2²² leaves the number, rounded half to even, in the low bits.
+// Adding this to a number within ±2²² rounds it half to even; the low bits of the sum are then the integer.
 constexpr float ROUNDING = 12582912.0f;
-// 127 divided by this is still finite; rows with a smaller maximum count as zero.
+// Rows whose largest magnitude is below this count as zero, since 127 / max |x| could overflow.
 constexpr float SMALLEST = 1e-36f;
 
 static_assert(THREADS >= 64 && THREADS <= 1024 && (THREADS & (THREADS - 1)) == 0, "THREADS");
@@ -63,7 +64,7 @@ struct Row {
     int k;
 };
 
-// The lowest bytes of four words; that of the first is the lowest.
+// Combines the lowest bytes of four words to a word; that of `a` is the lowest.
 INLINE u32 low_bytes(u32 a, u32 b, u32 c, u32 d) {
     return __byte_perm(__byte_perm(a, b, 0x0040), __byte_perm(c, d, 0x0040), 0x5410);
 }
@@ -86,7 +87,7 @@ template <int TYPE> INLINE auto narrow(float value) {
         return bf16_of_float(value);
 }
 
-// VECTOR values, starting at `at`, as f32; values beyond `k` are zero.
+// Reads VECTOR values from index `at` on as f32; values beyond `k` are zero.
 template <int TYPE, typename Word> INLINE void load(float (&to)[VECTOR], const Word *from, int at, int k) {
     constexpr int WORDS = VECTOR * sizeof(Word) / 4;
     if (ALIGNED && at + VECTOR <= k) {
@@ -108,7 +109,7 @@ template <int TYPE, typename Word> INLINE void load(float (&to)[VECTOR], const W
     }
 }
 
-// Rounds values to the type of activations, in place, and stores them.
+// Rounds values in place to the type of the activations, and stores them.
 INLINE void store_rounded(float (&values)[VECTOR], element_t *to, int at, int k) {
     element_t rounded[VECTOR];
 #pragma unroll
@@ -135,7 +136,7 @@ INLINE void store_rounded(float (&values)[VECTOR], element_t *to, int at, int k)
     }
 }
 
-// g / (1 + e^−g), with the same operations as the CPU's reference, so bit-identical to it.
+// g / (1 + e^−g), with the same operations as the CPU's reference, so results are bit-identical.
 INLINE float silu(float g) {
     float z = fminf(fmaxf(-g, -87.0f), 87.0f);
     float shifted = z * 1.44269504088896341f + ROUNDING;
@@ -155,7 +156,8 @@ INLINE float silu(float g) {
     return g * (g < -87.0f ? 0.0f : sigmoid);
 }
 
-// VECTOR values of the row before the norm, read for the first time. If there is a residual, adds to it and stores it.
+// Reads VECTOR values of the row for the first time. If there is a residual, adds them to it, stores the sum and
+// returns it.
 INLINE void first(float (&values)[VECTOR], const Row &row, int at) {
     if (at >= row.k) {
 #pragma unroll
@@ -178,7 +180,7 @@ INLINE void first(float (&values)[VECTOR], const Row &row, int at) {
     }
 }
 
-// The same values again, for rows that are not kept; a residual was stored by this same thread.
+// Reads the same values again, for rows that are not kept in registers. A residual was stored by this same thread.
 INLINE void again(float (&values)[VECTOR], const Row &row, int at) {
     if constexpr (ADDS) {
         load<ELEMENT>(values, row.residual, at < row.k ? at : row.k, row.k);
@@ -187,7 +189,7 @@ INLINE void again(float (&values)[VECTOR], const Row &row, int at) {
     }
 }
 
-// Multiplies by the norm's factor and weight.
+// Multiplies values by the norm's factor and weight.
 INLINE void scale_by_norm(float (&values)[VECTOR], const Row &row, int at, float factor) {
     if (at >= row.k) return;
     float weight[VECTOR];
@@ -202,14 +204,15 @@ INLINE float square_sum(const float (&values)[VECTOR], float to) {
     return to;
 }
 
-// Magnitudes compare like their bits, and values that are not finite are above all others.
+// Compared as integers, the bits of magnitudes have the same order as the magnitudes; values that are not finite are
+// above all others.
 INLINE u32 largest_of(const float (&values)[VECTOR], u32 to) {
 #pragma unroll
     for (int i = 0; i < VECTOR; i++) to = max(to, __float_as_uint(values[i]) & 0x7fffffffu);
     return to;
 }
 
-// Reductions of the words of 32 lanes, in one instruction where possible. `NONE` is the neutral element.
+// Reductions of one word per lane over a warp, in one instruction if there is one. `NONE` is the neutral element.
 struct Largest {
     static constexpr u32 NONE = 0;
     INLINE static u32 join(u32 word) { return largest_of_lanes(word); }
@@ -218,8 +221,8 @@ struct WholeSum {
     static constexpr u32 NONE = 0;
     INLINE static u32 join(u32 word) { return (u32)sum_of_lanes((i32)word); }
 };
-// Lanes are combined in pairs, so the order is fixed. All lanes get the same bits, because addition of two numbers is
-// commutative.
+// Lanes are combined in pairs, so the order of additions is fixed. Since addition is commutative, all lanes get
+// bit-identical sums.
 struct FloatSum {
     static constexpr u32 NONE = 0;
     INLINE static u32 join(u32 word) {
@@ -230,14 +233,14 @@ struct FloatSum {
     }
 };
 
-// Sums over LANES neighbours, which all get the result.
+// Sums over LANES neighbouring lanes; all of them get the result.
 template <int LANES> INLINE int sum_lanes(int sum) {
 #pragma unroll
     for (int apart = 1; apart < LANES; apart *= 2) sum += __shfl_xor_sync(ALL_LANES, sum, apart);
     return sum;
 }
 
-// Reduces the words of a block; `slots` has a word per warp and is used for nothing else.
+// Reduces one word per thread over a block. `slots` has one word per warp, and must not be used for anything else.
 template <typename How> INLINE u32 join_block(u32 word, u32 *slots) {
     const u32 lane = threadIdx.x % 32;
     word = How::join(word);
@@ -252,13 +255,14 @@ struct Grid {
     float low;
     float high;
     u32 zero;
-    // All bits set; none if the row is not finite.
+    // A mask for codes: all bits set, or 0 if the row is not finite.
     u32 keep;
 };
 
 INLINE u32 code(float value, const Grid &grid) {
     float scaled = value * grid.inverse;
-    // The bounds are integers, so clamping may come before rounding; the zero point is added after both.
+    // Clamping before rounding is equivalent, because the bounds are integers. They apply before the zero point is
+    // added.
     if (STATIC) scaled = fminf(fmaxf(scaled, grid.low), grid.high);
     u32 bits = __float_as_uint(scaled + ROUNDING);
     return STATIC ? bits + grid.zero : bits;
@@ -285,7 +289,7 @@ INLINE int quantize(const float (&values)[VECTOR], const Grid &grid, u8 *codes, 
             if (at + i < k)
                 codes[at + i] = (u8)(words[i / 4] >> (i % 4 * 8));
             else
-                // Codes beyond the row do not count, whatever the zero point.
+                // Codes beyond the end of the row are 0, even if the zero point is not.
                 words[i / 4] &= ~(0xffu << (i % 4 * 8));
         }
     }
@@ -294,7 +298,8 @@ INLINE int quantize(const float (&values)[VECTOR], const Grid &grid, u8 *codes, 
     return sum;
 }
 
-// Sums the codes of a group, if its lanes are neighbours, or of the 32 features of a segment. All lanes must call this.
+// Sums the codes of a group if the group is a run of neighbouring lanes, else those of a segment of 32 features. All
+// lanes must call this.
 INLINE void add_up(int sum, int at, int k, int *sums, int *segments) {
     if constexpr (GROUP > 1) {
         constexpr int LANES = WIDTH / VECTOR;
@@ -307,9 +312,9 @@ INLINE void add_up(int sum, int at, int k, int *sums, int *segments) {
 }
 
 // x, up, residual: [m, stride] of ELEMENT, strides in elements; weight: [k] of WEIGHT.
-// codes: [m, code_stride]; the stride and the address are multiples of 16 bytes. scales: [m], with `STATIC` the given
-// one
-// or NaN. row_sums: [m]; group_sums: [m, ⌈k / group⌉]; both may be null.
+// codes: [m, code_stride]; the stride and the address are multiples of 16 bytes.
+// scales: [m]; with STATIC each is the given scale, or NaN.
+// row_sums: [m]; group_sums: [m, ⌈k / group⌉]; both may be null.
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     activation(const element_t *x, const element_t *up, element_t *residual, const weight_t *weight, u8 *codes, float *scales,
                int *row_sums, int *group_sums, u64 x_stride, u64 up_stride, u64 residual_stride, u64 code_stride, int k,
@@ -396,7 +401,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
             add_up(sum, begin + i * STEP, k, sums, segments);
         }
     } else {
-        // All lanes continue until the warp has finished, because they sum together.
+        // All lanes iterate until the whole warp has finished, because summing needs all of them.
         for (int base = 0; base < k; base += STEP) {
             int at = base + begin;
             again(held[0], row, at);
@@ -412,7 +417,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     }
     if constexpr (GROUP == 1) {
         __syncthreads();
-        // A warp per group: lanes read neighbouring words, without bank conflicts.
+        // A warp sums each group; its lanes read neighbouring words, so there are no bank conflicts.
         const int lane = threadIdx.x % 32, each = group / 32, all = (k + 31) / 32;
         for (int g = threadIdx.x / 32; g < groups; g += WARPS) {
             int sum = 0;

@@ -1,4 +1,4 @@
-// Attention of the last queries of each sequence, usually one, on the paged cache: the read half.
+// Attention of the last queries of each sequence, usually one, on the paged cache.
 //
 //   score_t = scale · q · k_t,   out = sum_t p_t v_t / sum_t p_t,   lse = ln sum_t exp(score_t),   p_t = exp(score_t - max)
 //
@@ -9,8 +9,9 @@
 // head to finish merges them in order. So a result depends only on its own sequence.
 //
 // Macros: KV_BITS, HEAD_DIM (kv_layout.cuh); QUERY_TYPE 0 f16, 1 bf16; OUT_TYPE 0 f16, 1 bf16, 2 f32; HEAD_TILES 1 or
-// 2: number of tiles of eight query heads per block; WARPS; STAGES of the ring; MAX_SPLITS and MIN_SPLIT, tokens, a
-// multiple of 64; MIN_BLOCKS per multiprocessor, which bounds registers.
+// 2: number of tiles of eight query heads per block; WARPS; STAGES: depth of the ring; MAX_SPLITS: maximum number of
+// splits; MIN_SPLIT: minimum number of tokens per split, a multiple of 64; MIN_BLOCKS: minimum number of blocks per
+// multiprocessor, which bounds registers.
 #include "attention_tile.cuh"
 
 #if OUT_TYPE == 2
@@ -28,15 +29,15 @@ extern __shared__ __align__(128) u8 shared[];
 
 constexpr int CHUNKS = TILE_BYTES / 16;
 
-// Copies a tile; addresses are those of this lane's first chunk.
+// Copies a tile; `to` and `from` are the addresses of this lane's first chunk.
 INLINE void copy_tile(u32 to, const u8* from, u32 lane) {
 #pragma unroll
     for (int i = 0; i < CHUNKS; i += 32)
         if (i + 32 <= CHUNKS || static_cast<int>(lane) < CHUNKS - i) copy_async_16(to + 16 * i, from + 16 * i);
 }
 
-// Copies the rows of tokens from `skipped` to below `valid` of a tile, and the grids before `valid`; other rows become
-// zeros and are not read, so they may hold anything.
+// Copies the rows of tokens from `skipped` to below `valid` of a tile, and the grids before `valid`. Other rows become
+// zeros and are not read, since they may hold any bytes.
 INLINE void copy_part_of_tile(u32 to, const u8* from, int skipped, int valid, u32 lane) {
     constexpr int ROW_CHUNKS = ROW_BYTES / 16;
 #pragma unroll 1
@@ -44,7 +45,7 @@ INLINE void copy_part_of_tile(u32 to, const u8* from, int skipped, int valid, u3
         const int chunk = i + static_cast<int>(lane), row = chunk / ROW_CHUNKS;
         const int token = row < TILE_TOKENS ? row : value_token(row - TILE_TOKENS);
         int bytes = token >= skipped && token < valid ? 16 : 0;
-        // A chunk of grids is for four tokens.
+        // A 16-byte chunk holds the grids of four tokens.
         if (row >= 2 * TILE_TOKENS)
             bytes = min(max(4 * (valid - (chunk - 2 * TILE_TOKENS * ROW_CHUNKS) % 4 * 4), 0), 16);
         copy_async_16(to + 16 * i, from + 16 * i, bytes);
@@ -68,25 +69,25 @@ INLINE void store(Out* out, float x) {
 #endif
 }
 
-// The results of a block for the one that merges them.
+// The reference and total of a block's sums, from which they are merged.
 struct Part {
     float reference, total;
 };
 
-// A column of a product is a query head of one query. The queries are those of the `queries` last tokens of the list,
-// in order; each sees no tokens after its own. Columns of a key-value head are [queries][group]; a block has HEADS of
-// them.
+// A column of a product is one query head of one query. The queries are those of the `queries` last tokens of the list,
+// in order; each sees no tokens after its own. The columns of a key-value head are [queries][group], and a block
+// processes up to HEADS of them.
 //
 // query   [sequences · queries] rows `query_stride` elements apart, [kv_heads · group][HEAD_DIM], 8-byte aligned
 // pages   tiles at page · page_stride + kv head · head_stride bytes, multiples of 16
 // table   page numbers in order: table[sequence · table_stride + kv head · table_head_stride + i]
-// tokens, first  tokens of the list, and tokens at its beginning that are not seen: [sequence · count_stride +
+// tokens, first  number of tokens of the list, and how many at its beginning are not seen: [sequence · count_stride +
 //         kv head · count_head_stride]; `first` may be null
 // out     [rows][HEAD_DIM], rows as those of queries by heads;  lse [rows], natural logarithm, may be null
 // sums    f32 [rows][max_splits][HEAD_DIM];  parts [rows][max_splits]
 // tickets [sequences][kv_heads · column blocks], 0 before the first launch and after each launch
-// Grid: (max_splits, kv_heads · column blocks, sequences), where max_splits is at least the splits of the longest
-// sequence.
+// Grid: (max_splits, kv_heads · column blocks, sequences), where max_splits is at least the number of splits of the
+// longest sequence.
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     attention_decode(const u16* __restrict__ query, const u8* __restrict__ pages, const u32* __restrict__ table,
                      const u32* __restrict__ tokens, const u32* __restrict__ first, Out* __restrict__ out,
@@ -108,8 +109,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     const u32 n = tokens[count_at];
     const u32 unseen = first == nullptr ? 0 : first[count_at];
     const u32 step = split_tokens(n);
-    // If a list is longer than planned, its last tokens are left out, so that no block waits for one that does not
-    // exist.
+    // If a list is longer than planned, its last tokens are ignored; otherwise blocks would wait for splits that have
+    // no block.
     const u32 splits = min(max((n + step - 1) / step, 1u), max_splits);
     if (split >= splits) return;
 
@@ -125,7 +126,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     const u32* list = table + static_cast<u64>(sequence) * table_stride + static_cast<u64>(kv_head) * table_head_stride;
     const u32 mine = begin + warp < end ? (end - begin - warp + WARPS - 1) / WARPS : 0;
 
-    // Of this warp's tiles, all columns see `whole_count` tiles from `whole_from` on completely.
+    // Of this warp's tiles, those from `whole_from` to below `whole_from + whole_count` are completely visible to all
+    // columns.
     const u32 whole_from = mine > 0 && unseen > (begin + warp) * TILE_TOKENS ? 1 : 0;
     const u32 whole_tiles = whole_to / TILE_TOKENS;
     const u32 whole_end = begin + warp < whole_tiles ? (whole_tiles - begin - warp + WARPS - 1) / WARPS : 0;
@@ -137,7 +139,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     const u32 to_ring = shared_address(ring) + 16 * lane;
     const u8* from_pages = pages + kv_head * head_stride + 16 * lane;
     const u32 page_mask = (1u << page_shift) - 1;
-    // The next tile to copy, and its page number, which is loaded one tile in advance.
+    // The next tile to copy and its page number, which is loaded one iteration ahead.
     u32 next = begin + warp;
     u32 page = mine > 0 ? list[next >> page_shift] : 0;
     const auto copy = [&](u32 i, u32 slot) {
@@ -170,7 +172,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     for (int i = 0; i < 2 * HEAD_TILES; ++i)
         limits.seen[i / 2][i % 2] = seen_by(min(8 * (i / 2) + 2 * place.t + i % 2, columns - 1));
     State state = {};
-    // Every scale except 0 exceeds this limit, so the first tile sets the unit.
+    // With this unit, every scale except 0 exceeds the limit, so the first tile chooses a new unit.
     state.unit = __uint_as_float((127u + 60u) << 23);
 #pragma unroll
     for (int i = 0; i < 2 * HEAD_TILES; ++i) state.reference[i / 2][i % 2] = LOWEST;
@@ -179,7 +181,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 #pragma unroll 1
     for (u32 i = 0; i < mine; ++i) {
         copy_async_wait<STAGES - 2>();
-        // All lanes' copies of this tile have arrived, and all lanes have finished the previous tile.
+        // All lanes' copies of this tile have arrived, and all lanes have finished with the previous tile.
         __syncwarp();
         if (i + STAGES - 1 < mine) copy(i + STAGES - 1, slot == 0 ? STAGES - 1 : slot - 1);
         copy_async_commit();
@@ -189,7 +191,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     }
     copy_async_wait<0>();
 
-    // Results of warps are combined in the memory of the ring: [warp][head][feature] sums, then maxima and totals.
+    // The warps' results are combined in the memory of the ring: [warp][head][feature] sums, then references and
+    // totals.
     __syncthreads();
     float* meet = reinterpret_cast<float*>(shared);
     Part* meet_parts = reinterpret_cast<Part*>(meet + WARPS * HEADS * MEET_STRIDE);
@@ -251,7 +254,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     }
     if (splits == 1) return;
 
-    // The last block to arrive merges the splits, in order. After the barrier, the fences of one thread hold for all.
+    // The last block to arrive merges the splits, in order. After the barrier, fences by one thread are enough for the
+    // whole block.
     __syncthreads();
     u32* is_joiner = reinterpret_cast<u32*>(shared);
     u32* ticket = tickets + static_cast<u64>(sequence) * gridDim.y + blockIdx.y;

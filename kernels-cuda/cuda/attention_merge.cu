@@ -1,4 +1,4 @@
-// Merges results of the same queries on different tokens: the `merge` of kernels-cpu, for any number of parts, in
+// Merges results of the same queries on different tokens, like `merge` of kernels-cpu, but for any number of parts, in
 // order.
 //
 //   out = sum_i w_i out_i / sum_i w_i,   lse = max + ln sum_i w_i,   w_i = exp(lse_i - max)
@@ -18,8 +18,8 @@ constexpr float LN_2 = 0.6931471805599453f;
 
 // sums  f32 [parts][rows][head_dim];  logs f32 [parts][rows], natural logarithms, minus infinity for a part without
 // tokens
-// out   [rows][head_dim];  lse [rows], may be null. A row without tokens in any part is 0, its lse minus infinity.
-// Grid: rows · head_dim numbers, 128 per block.
+// out   [rows][head_dim];  lse [rows], may be null. A row without tokens in any part gets zeros and lse minus infinity.
+// Grid: one thread per value of `out`, 128 per block.
 extern "C" __global__ void __launch_bounds__(THREADS)
     attention_merge(const float* __restrict__ sums, const float* __restrict__ logs, Out* __restrict__ out,
                     float* __restrict__ lse, u32 parts, u32 rows, u32 head_dim) {

@@ -6,23 +6,24 @@
 //
 // Codes become f16 without a subtraction: in bits 2 to 5 of an f16 with the exponent of 256, a code gives 256 + code;
 // in bits 6 to 9 with the exponent of 16, it gives 16 + code; and a byte with the exponent of 1024 gives 1024 + code.
-// These offsets are subtracted once, in f32: from S by starting at -sum(offset · q), from O with the sum of the rounded
-// P. The rest of v's grid is v = scale (code - CENTRE) + (zero + CENTRE scale), of which only the first part is
-// multiplied with the rounded P.
+// These offsets are corrected once, in f32: S starts at -sum(offset · q), and from O the offset times the sum of the
+// rounded P is subtracted. A value is v = scale (code - CENTRE) + (zero + CENTRE scale); only the first term is
+// multiplied
+// with the rounded P.
 #pragma once
 #include "kv_layout.cuh"
 
 constexpr int HEADS = 8 * HEAD_TILES;
 constexpr int KEY_STEPS = DIM / 16;
 constexpr int OUT_TILES = DIM / 16;
-// The offsets of codes, for even and odd pairs of codes in a half word.
+// The offsets of even and of odd pairs of codes in a half word.
 constexpr float OFFSET_EVEN = KV_BITS == 4 ? 256.0f : KV_BITS == 8 ? 1024.0f : 0.0f;
 constexpr float OFFSET_ODD = KV_BITS == 4 ? 16.0f : OFFSET_EVEN;
 constexpr float CENTRE = KV_BITS == 4 ? 8.0f : KV_BITS == 8 ? 128.0f : 0.0f;
 // P may grow to 2^GROWTH before a new reference is chosen.
 constexpr float GROWTH = 6.0f;
-// The largest value scale, in the unit of P, is at least 2^7 when the unit is chosen, and below 2^9: times 2^GROWTH
-// less than 65504.
+// The largest value scale times the unit of P is at least 2^7 when the unit is chosen, and always below 2^9. Times
+// 2^GROWTH this is below 65504, the largest f16.
 constexpr float SCALE_LIMIT = 512.0f;
 constexpr float HALVES_SCALE = 256.0f;
 constexpr float LOWEST = -1e30f;
@@ -33,15 +34,15 @@ INLINE float minus_infinity() { return __int_as_float(0xff800000); }
 
 // ------------------------------------------------------------------------------------------------ codes to halves
 
-// Words of a lane in a row of keys, and the number of words per load.
+// The number of words that a lane reads from a row of keys, and the number of words per load.
 constexpr int KEY_WORDS = ROW_WORDS / 4;
 constexpr int KEY_WIDE = KEY_WORDS % 4 == 0 ? 4 : KEY_WORDS % 2 == 0 ? 2 : 1;
-// Words of a lane in a row of values, the number of words per load, and whether half a word remains, if rows with 4
-// bits have an odd number of blocks of 32 features.
+// The number of words that a lane reads from a row of values, the number of words per load, and whether half a word is
+// left over, as in 4-bit rows with an odd number of blocks of 32 features.
 constexpr int VALUE_WORDS = ROW_WORDS / 8;
 constexpr int VALUE_WIDE = VALUE_WORDS % 4 == 0 ? 4 : VALUE_WORDS % 2 == 0 ? 2 : 1;
 constexpr bool VALUE_TAIL = ROW_WORDS % 8 == 4;
-// Output tiles of 16 features that a word of a lane belongs to.
+// The number of output tiles (of 16 features) to which a word contributes.
 constexpr int WORD_TILES = PACK / 2;
 
 template <int WIDE>
@@ -57,13 +58,13 @@ INLINE void load_words(u32* words, const u32* from) {
     }
 }
 
-// The feature of a lane's `e`th element of a row, `e` even: lanes take runs of `wide` words in turn.
+// The feature of a lane's `e`th element of a row, `e` even. Lanes take turns to read runs of `wide` words.
 INLINE constexpr int feature_of(int e, int lane, int lanes, int wide) {
     const int run = wide * PACK;
     return (e / run * lanes + lane) * run + e % run;
 }
 
-// One word of a row as pairs of neighbouring features in f16.
+// Converts one word of a row to pairs of neighbouring features in f16.
 INLINE void spread_keys(u32 word, u32 (&pairs)[PACK / 2]) {
 #if KV_BITS == 4
     const u32 swapped = permute_bytes<0x2301>(word, 0);
@@ -80,8 +81,8 @@ INLINE void spread_keys(u32 word, u32 (&pairs)[PACK / 2]) {
 }
 
 #if KV_BITS == 4
-// The low halves (HIGH: the high halves) of the same word of two tokens: four features, with both tokens' codes as a
-// pair of f16.
+// Converts the low halves (HIGH: the high halves) of the same word of two tokens: four features, each as a pair of f16
+// with the codes of both tokens.
 template <bool HIGH>
 INLINE void spread_halves(u32 first, u32 second, u32 (&out)[4]) {
     const u32 straight = permute_bytes<HIGH ? 0x7632 : 0x5410>(first, second);
@@ -93,7 +94,7 @@ INLINE void spread_halves(u32 first, u32 second, u32 (&out)[4]) {
 }
 #endif
 
-// The same word of the rows of two tokens: per feature, both tokens' codes as a pair of f16.
+// Converts the same word of two tokens: each feature becomes a pair of f16 with the codes of both tokens.
 INLINE void spread_values(u32 first, u32 second, u32 (&out)[PACK]) {
 #if KV_BITS == 4
     u32 even[4], odd[4];
@@ -113,15 +114,15 @@ INLINE void spread_values(u32 first, u32 second, u32 (&out)[PACK]) {
 #endif
 }
 
-// The feature of row `g` (or `g + 8`, `half` 1) of an output tile.
+// The feature of row `g` of an output tile; with `half` 1, of row `g + 8`.
 INLINE int out_feature(int tile, int half, int g) {
     constexpr int WHOLE = VALUE_WORDS * WORD_TILES;
     if (!VALUE_TAIL || tile < WHOLE) return feature_of(2 * tile + half, g, 8, VALUE_WIDE);
-    // Two lanes share a word of the tail; the even features are in its low half.
+    // In the remaining half words, two lanes share a word, whose low half holds the even features.
     return 8 * PACK * VALUE_WORDS + 8 * (g / 2) + 2 * (2 * (tile - WHOLE) + half) + g % 2;
 }
 
-// The offset of the codes in a row of an output tile.
+// The offset that the conversion adds to the codes in a row of an output tile.
 INLINE constexpr float out_offset(int tile, int half) {
     constexpr int WHOLE = VALUE_WORDS * WORD_TILES;
     const bool odd = VALUE_TAIL && tile >= WHOLE ? half : tile & 1;
@@ -132,27 +133,27 @@ INLINE constexpr float out_offset(int tile, int half) {
 
 struct State {
     float out[HEAD_TILES][OUT_TILES][4];
-    // Sums of the rounded P, as multiplied by the tensor cores.
+    // Sums of the rounded P, accumulated by the tensor cores.
     float rounded[HEAD_TILES][4];
     // For heads 2 t and 2 t + 1, over the tokens of this lane: sums of p, and of p (zero + CENTRE scale).
     float total[HEAD_TILES][2], middle[HEAD_TILES][2];
-    // The reference that is subtracted from scores, in units of log2.
+    // The reference that is subtracted from scores; both are logarithms to base 2.
     float reference[HEAD_TILES][2];
-    // Factor of value scales: a power of two.
+    // The factor of value scales: a power of two.
     float unit;
 };
 
 struct Queries {
-    // Fragments: k runs along the features as a lane has them in a row of keys.
+    // The B fragments of the queries, with features in the order in which a lane reads a row of keys.
     u32 fragment[HEAD_TILES][KEY_STEPS][2];
-    // scale · log2 e of heads 2 t and 2 t + 1, the sums of q times that, and the negated sums of offset · q.
+    // For heads 2 t and 2 t + 1: scale · log2 e, the sum of q times that, and -sum(offset · q).
     float scale[HEAD_TILES][2], sum[HEAD_TILES][2], start[HEAD_TILES][2];
 };
 
-// The first words that a lane reads from a tile; all its other loads are at fixed offsets from these.
+// The first words that a lane reads from a tile. All its other loads are at fixed offsets from these.
 struct Place {
     u32 g, t;
-    // For keys, for even and odd wide loads, which differ if the halves of 128 bytes are swapped.
+    // The first words of even and of odd wide loads of keys, which differ if the halves of 128 bytes are swapped.
     u32 keys[2];
     u32 values;
 };
@@ -167,13 +168,14 @@ INLINE Place place_of(u32 lane) {
     return place;
 }
 
-// The distance from token 2 t to 2 t + 1, 2 t + 8 and 2 t + 9, the same for all t.
+// The distance in words from the row of token 2 t to that of 2 t + 1, 2 t + 8 or 2 t + 9 (`k` is 1 to 3), the same for
+// all t.
 INLINE constexpr int value_step(int k) {
     return (value_row((k & 1) + 8 * (k >> 1)) - value_row(0)) * ROW_WORDS;
 }
 
-// Loads the queries of a block's columns from `row_of(column)`; zeros if that is null. They are f16; bf16 is multiplied
-// by a power of two that makes the largest element of a column 2^14 to 2^15.
+// Loads the queries of a block's columns from `row_of(column)`, or zeros if it returns null. bf16 is converted to f16
+// after multiplication by a power of two, chosen so that the largest element of a column is from 2^14 to 2^15.
 template <typename RowOf>
 INLINE void load_queries(Queries& queries, float scale, const Place& place, const RowOf& row_of) {
     const u32 t = place.t;
@@ -198,8 +200,8 @@ INLINE void load_queries(Queries& queries, float scale, const Place& place, cons
 #if QUERY_TYPE == 1
         largest = fmaxf(largest, __shfl_xor_sync(ALL_LANES, largest, 1));
         largest = fmaxf(largest, __shfl_xor_sync(ALL_LANES, largest, 2));
-        // Biased exponents; the inverse of 2^(e - 127 - 14) is 2^(127 + 14 - e). Limited to where both are normal
-        // numbers.
+        // Biased exponents: the factor is 2^(127 + 14 - e) and its inverse 2^(e - 127 - 14). The exponent is limited so
+        // that both are normal numbers.
         int exponent = static_cast<int>(__float_as_uint(largest) >> 23);
         exponent = min(max(exponent, 16), 254);
         back = __uint_as_float(static_cast<u32>(exponent - 14) << 23);
@@ -226,7 +228,7 @@ INLINE void load_queries(Queries& queries, float scale, const Place& place, cons
         }
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            // Column 2 t + i is the head that lanes 4 (2 t + i) to 4 (2 t + i) + 3 have loaded.
+            // The factor of column 2 t + i is in lanes 4 (2 t + i) to 4 (2 t + i) + 3, which loaded that column.
             queries.scale[tile][i] = scale * LOG2_E * __shfl_sync(ALL_LANES, back, 4 * (2 * t + i));
             queries.sum[tile][i] = sums[i] * queries.scale[tile][i];
             queries.start[tile][i] = starts[i];
@@ -249,7 +251,7 @@ INLINE void score_tile(float (&scores)[HEAD_TILES][4], const Queries& queries, c
     for (int tile = 0; tile < HEAD_TILES; ++tile)
 #pragma unroll
         for (int i = 0; i < 4; ++i) scores[tile][i] = queries.start[tile][i & 1];
-    // Two pairs of features are a step of mma.
+    // A step of mma multiplies two pairs of features per lane.
     constexpr int STEP_WORDS = PACK == 2 ? 2 : 1;
 #pragma unroll
     for (int i = 0; i < KEY_WORDS; i += STEP_WORDS) {
@@ -271,15 +273,15 @@ INLINE void score_tile(float (&scores)[HEAD_TILES][4], const Queries& queries, c
     }
 }
 
-// Chooses new references and units that this tile exceeds, for each head separately, so that no head's result depends
-// on another, and rescales the sums.
+// If this tile exceeds the limits of the current references or unit, chooses new ones and rescales the sums. References
+// are chosen per head, so that no head's result depends on another.
 INLINE void rescale(State& state, const float (&scores)[HEAD_TILES][4], float value_scale) {
     float unit = 1.0f;
     if (HAS_GRIDS) {
         float largest = value_scale;
         for (int step = 4; step < 32; step *= 2) largest = fmaxf(largest, __shfl_xor_sync(ALL_LANES, largest, step));
         if (largest * state.unit >= SCALE_LIMIT) {
-            // Biased exponents: chosen · largest is at least 2^7 and below 2^8.
+            // Computed with biased exponents, so that chosen · largest is at least 2^7 and below 2^8.
             const u32 exponent = __float_as_uint(largest) >> 23;
             const float chosen = __uint_as_float((254 + 7 - exponent) << 23);
             unit = chosen / state.unit;
@@ -310,8 +312,8 @@ INLINE void rescale(State& state, const float (&scores)[HEAD_TILES][4], float va
     }
 }
 
-// One output tile of 16 features: `low` and `high` are rows g and g + 8 for tokens 2 t and 2 t + 1; `low_8` and
-// `high_8` the same for the tokens 8 later.
+// Multiplies one output tile of 16 features: `low` and `high` are rows g and g + 8 for tokens 2 t and 2 t + 1; `low_8`
+// and `high_8` are the same rows for tokens 2 t + 8 and 2 t + 9.
 INLINE void add_values(State& state, const u32 (&weights)[HEAD_TILES][2], int tile, u32 low,
                                            u32 high, u32 low_8, u32 high_8) {
 #pragma unroll
@@ -326,7 +328,7 @@ INLINE void sum_values(State& state, const u32 (&weights)[HEAD_TILES][2], const 
 #pragma unroll
         for (int heads = 0; heads < HEAD_TILES; ++heads)
             mma_f16(state.rounded[heads], {ONES, ONES, ONES, ONES}, weights[heads][0], weights[heads][1]);
-    // Tokens 2 t, 2 t + 1, 2 t + 8, 2 t + 9.
+    // The lane reads the rows of tokens 2 t, 2 t + 1, 2 t + 8 and 2 t + 9.
 #pragma unroll
     for (int i = 0; i < VALUE_WORDS; i += VALUE_WIDE) {
         u32 words[4][VALUE_WIDE];
@@ -361,13 +363,13 @@ INLINE void sum_values(State& state, const u32 (&weights)[HEAD_TILES][2], const 
 #endif
 }
 
-// The number of tokens up to the last one that columns 2 t and 2 t + 1 of each eight see.
+// For columns 2 t and 2 t + 1 of each tile of eight, the number of tokens up to the last one that the column sees.
 struct Limits {
     int seen[HEAD_TILES][2];
 };
 
-// Processes a tile in shared memory that begins with token `start` of the list. If it is not `whole`, columns see only
-// tokens from `unseen` to below `end`, up to their limits.
+// Processes a tile in shared memory whose first token is token `start` of the list. If it is not `whole`, columns see
+// only tokens from `unseen` to below `end`, and each column only those below its limit.
 INLINE void attend_tile(State& state, const Queries& queries, const u32* tile, const Place& place,
                                             bool whole, const Limits& limits, int unseen, int end, int start) {
     float scores[HEAD_TILES][4];
@@ -436,8 +438,8 @@ INLINE void attend_tile(State& state, const Queries& queries, const u32* tile, c
             state.total[heads][i & 1] += p[i];
             if (HAS_GRIDS) state.middle[heads][i & 1] = fmaf(p[i], middle[i >> 1], state.middle[heads][i & 1]);
         }
-        // Transposes [tokens, heads], the order of scores, to [heads, tokens], the order in which the second product
-        // reads P.
+        // Transposes [tokens, heads], the order of the scores, to [heads, tokens], the order in which the second
+        // product reads P.
         weights[heads][0] = transpose_8x8(f16_pair(p[0] * fold[0], p[1] * fold[0]));
         weights[heads][1] = transpose_8x8(f16_pair(p[2] * fold[1], p[3] * fold[1]));
     }

@@ -1,14 +1,15 @@
-// The maximum rates of a device: bytes read, bytes copied, products on tensor cores. Measurements of kernels are given
-// relative to these.
+// Measures the maximum rates of a device: bytes read, bytes copied, and products on tensor cores. The results of
+// kernels
+// are reported relative to these rates.
 //
 // Macros:
-//   PRODUCT    of `products`: 0 f16, 1 bf16, 2 s8
+//   PRODUCT    type of `products`: 0 f16, 1 bf16, 2 s8
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
 constexpr int THREADS = 512;
-// Vectors of 16 bytes that a thread has in flight.
+// The number of 16-byte vectors that a thread loads before it uses the first.
 constexpr int FLIGHT = 8;
 
 __device__ __forceinline__ uint4 load(const uint4 *from) {
@@ -19,8 +20,8 @@ __device__ __forceinline__ uint4 load(const uint4 *from) {
     return out;
 }
 
-// Reads `vectors` of 16 bytes, a multiple of THREADS · FLIGHT. The condition for the store depends on all of them, and
-// is almost never true.
+// Reads `vectors` of 16 bytes, a multiple of THREADS · FLIGHT. The condition of the store depends on all of them, so
+// that the compiler cannot skip the reads; it is almost never true.
 extern "C" __global__ void __launch_bounds__(THREADS) stream_read(const uint4 *from, u64 vectors, u32 *to) {
     u32 all = 0;
     for (u64 block = blockIdx.x; block < vectors / (THREADS * FLIGHT); block += gridDim.x) {
@@ -33,7 +34,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) stream_read(const uint4 *f
     if (all == 0x12345678) to[0] = all;
 }
 
-// Copies as many vectors.
+// Copies `vectors` of 16 bytes, a multiple of THREADS · FLIGHT.
 extern "C" __global__ void __launch_bounds__(THREADS) stream_copy(const uint4 *from, u64 vectors, uint4 *to) {
     for (u64 block = blockIdx.x; block < vectors / (THREADS * FLIGHT); block += gridDim.x) {
         uint4 words[FLIGHT];
@@ -47,10 +48,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) stream_copy(const uint4 *f
 // Does nothing, to measure the cost of a launch.
 extern "C" __global__ void nothing() {}
 
-// Independent sums per warp.
+// The number of independent sums per warp.
 constexpr int CHAINS = 8;
 
-// `rounds` times CHAINS products per warp, from registers to registers.
+// Computes `rounds` times CHAINS products per warp, with all operands in registers.
 extern "C" __global__ void __launch_bounds__(THREADS) products(u32 rounds, u32 seed, u32 *to) {
     u32 a[4], b[2], sums[CHAINS][4];
 #pragma unroll

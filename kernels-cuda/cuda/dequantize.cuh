@@ -1,35 +1,38 @@
 // Converts packed codes to the A fragments of `mma`: the step between the ring in shared memory and the tensor cores.
 //
-// Floats: a code `q` of 4 bits is inserted into the mantissa of a float whose unit is one, so a fragment holds
-// `offset + q` without a subtraction or multiplication. The excess, `offset · Σ x`, is subtracted together with the
-// zero point:
+// Floats: a code `q` of 4 bits is inserted into the mantissa of a float at the position where its lowest bit counts
+// one,
+// so a fragment holds `offset + q` without a subtraction or multiplication. The excess, `offset · Σ x`, is subtracted
+// together with the zero point:
 //
 //     Σ (q − z) x  =  Σ (offset + q) x  −  (offset + z) Σ x
 //
 // f16: 256 + q if the code is at bits 2 to 5 of a half word, 16 + q at bits 6 to 9: two fields from one word, the other
-// two after one rotation by 8: 5 instructions for 8 weights. The fields of rows `r` are at bits 2 and 10, those of rows
-// `r + 8` at 6 and 14, so each row has one offset. bf16: 32 + q at bits 2 to 5, with a rotation for each field but the
-// first: 7 instructions.
+// two after one rotation by 8, in total 5 instructions for 8 weights. The fields of rows `r` are at bits 2 and 10,
+// those of
+// rows `r + 8` at 6 and 14, so each row has one offset. bf16: 32 + q at bits 2 to 5, with a rotation for each field but
+// the first, in total 7 instructions.
 //
 // Integers: nibbles become bytes by an AND, after a shift for the upper ones: 3 instructions for 8 weights. Progressive
 // weights become `128 + (q − z) s` by one multiplication and one addition for four bytes, two more instructions; bytes
 // cannot carry into each other, because the packer rejects values outside 0 to 255.
 //
 // Floating-point codes: sign, exponent and mantissa of E2M1 and E4M3 are moved to their positions in a wider format,
-// whose subnormal numbers then represent those of the code. The difference of the exponent biases is a power of two:
-// 2⁻¹⁴ and 2⁻⁸ for f16, with which results are multiplied once (`UNIT`); for bf16 2⁻¹²⁶ and 2⁻¹²⁰, whose products would
-// leave the range of f32, so fragments are multiplied instead. Codes are stored so that one or two masks after a
-// rotation give a pair: E2M1 11 instructions for 8 weights, for bf16 17; E4M3 10 and 18.
+// whose subnormal numbers then represent those of the code. This changes the value by a power of two, the difference of
+// the exponent biases. For f16 it is 2⁻¹⁴ for E2M1 and 2⁻⁸ for E4M3, and the results are multiplied by its inverse once
+// (`UNIT`). For bf16 it is 2⁻¹²⁶ and 2⁻¹²⁰; products would leave the range of f32, so the fragments are multiplied
+// instead. Codes are stored so that one or two masks after a rotation give a pair. For 8 weights this takes 11
+// instructions with E2M1 (17 for bf16), and 10 with E4M3 (18 for bf16).
 #pragma once
 #include "ptx.cuh"
 
-// The offset in fragments of 4 or 8 bits, for rows r (HALF 0) and r + 8 (HALF 1).
+// The offset that fragments of codes with 4 or 8 bits contain, for rows r (HALF 0) and r + 8 (HALF 1).
 template <int ACTIVATION, int BITS, int HALF> INLINE float code_offset() {
     if (BITS == 4) return ACTIVATION == F16 ? (HALF == 0 ? 256.0f : 16.0f) : 32.0f;
     return ACTIVATION == F16 ? 1024.0f : -128.0f;
 }
 
-// The fragment of a step of 16 features from one word.
+// Converts one word to the fragment of a step of 16 features.
 INLINE void fragment_f16_u4(u32 (&a)[4], u32 word) {
     u32 rotated = rotate_right<8>(word);
     a[0] = and_or<0x003c003c, 0x5c005c00>(word);
@@ -45,8 +48,8 @@ INLINE void fragment_bf16_u4(u32 (&a)[4], u32 word) {
     a[3] = and_or<0x003c003c, 0x42004200>(rotate_right<12>(word));
 }
 
-// The position of a floating-point code's bits in its word, for a field of the even or odd feature: the magnitude from
-// its lowest bit on, and the sign, which may wrap around the end of the word.
+// Moves the bits of a floating-point code to their positions in a word: the magnitude and the sign, which may wrap
+// around the end of the word. The positions depend on the field, and on whether the feature is odd.
 INLINE u32 place_of_e2m1(u32 code, u32 field, u32 odd) {
     const u32 magnitude = field == 0 ? 9 : field == 1 ? 12 : field == 2 ? 3 : 6;
     const u32 sign = field == 0 ? 15 : field == 1 ? 18 : field == 2 ? 16 : 17;
@@ -59,7 +62,7 @@ INLINE u32 place_of_e4m3(u32 code, u32 below, u32 odd) {
 
 constexpr u32 SIGNS = 0x80008000;
 
-// E2M1 numbers, times 2⁻¹⁴.
+// Converts E2M1 codes to f16: their values times 2⁻¹⁴.
 INLINE void fragment_f16_e2m1(u32 (&a)[4], u32 word) {
     a[0] = word & 0x8e008e00;
     a[1] = rotate_right<3>(word) & 0x8e008e00;
@@ -67,7 +70,7 @@ INLINE void fragment_f16_e2m1(u32 (&a)[4], u32 word) {
     a[3] = and_or<0x0e000e00>(rotate_right<29>(word), rotate_right<2>(word) & SIGNS);
 }
 
-// E2M1 numbers.
+// Converts E2M1 codes to bf16: their exact values.
 INLINE void fragment_bf16_e2m1(u32 (&a)[4], u32 word) {
     u32 by_3 = rotate_right<3>(word);
     a[0] = and_or<0x01c001c0>(by_3, word & SIGNS);
@@ -79,25 +82,26 @@ INLINE void fragment_bf16_e2m1(u32 (&a)[4], u32 word) {
     for (int i = 0; i < 4; i++) a[i] = times_bf16_pair<0x7e80>(a[i]);
 }
 
-// Two registers of pairs of E4M3 from four codes, times 2⁻⁸.
+// Converts four E4M3 codes to two pairs of f16: their values times 2⁻⁸.
 INLINE void pairs_f16_e4m3(u32 &first, u32 &second, u32 word) {
     first = word & 0xbf80bf80;
     second = and_or<0x3f803f80>(rotate_right<25>(word), rotate_right<31>(word) & SIGNS);
 }
 
-// The same for bf16, corrected for the exponent bias by 2¹²⁰.
+// Converts four E4M3 codes to two pairs of bf16. Multiplying by 2¹²⁰ corrects for the exponent bias.
 INLINE void pairs_bf16_e4m3(u32 &first, u32 &second, u32 word) {
     first = times_bf16_pair<0x7b80>(and_or<0x07f007f0>(rotate_right<3>(word), word & SIGNS));
     second = times_bf16_pair<0x7b80>(and_or<0x07f007f0>(rotate_right<28>(word), rotate_right<31>(word) & SIGNS));
 }
 
-// Two registers of pairs from four bytes: 1024 + q, by placing each byte below the exponent.
+// Converts four bytes to two pairs of f16, 1024 + q, by placing each byte in the mantissa of 1024.
 INLINE void pairs_f16_u8(u32 &first, u32 &second, u32 word) {
     first = permute_bytes<0x4140>(word, 0x64646464);
     second = permute_bytes<0x4342>(word, 0x64646464);
 }
 
-// q − 128, exact in bf16; computed through 2²³ + q in f32, because 8 bits do not fit below one exponent of bf16.
+// Converts four bytes to two pairs of bf16, q − 128, which is exact. The conversion goes through 2²³ + q in f32,
+// because the mantissa of bf16 has too few bits for a byte.
 INLINE void pairs_bf16_u8(u32 &first, u32 &second, u32 word) {
     const float centre = 8388608.0f + 128.0f;
     float q0 = __uint_as_float(permute_bytes<0x7650>(word, 0x4b000000)) - centre;
@@ -108,7 +112,7 @@ INLINE void pairs_bf16_u8(u32 &first, u32 &second, u32 word) {
     second = bf16_pair(q2, q3);
 }
 
-// The fragment of a step of 32 features from two words: the lower nibbles are the first 16 features.
+// Converts two words to the fragment of a step of 32 features: the lower nibbles are the first 16 features.
 INLINE void fragment_u8_u4(u32 (&a)[4], u32 row, u32 below) {
     a[0] = row & 0x0f0f0f0f;
     a[1] = below & 0x0f0f0f0f;
@@ -116,7 +120,8 @@ INLINE void fragment_u8_u4(u32 (&a)[4], u32 row, u32 below) {
     a[3] = below >> 4 & 0x0f0f0f0f;
 }
 
-// The same for signed nibbles: sixteen times the code, in the upper half of each byte.
+// Converts signed nibbles in the same order. A byte holds sixteen times the code, since its nibble is in the upper
+// half.
 INLINE void fragment_s8_s4(u32 (&a)[4], u32 row, u32 below) {
     a[0] = row << 4 & 0xf0f0f0f0;
     a[1] = below << 4 & 0xf0f0f0f0;
@@ -124,5 +129,5 @@ INLINE void fragment_s8_s4(u32 (&a)[4], u32 row, u32 below) {
     a[3] = below & 0xf0f0f0f0;
 }
 
-// 128 + (q − z) s for four bytes: `shift` is `0x80808080 − z s · 0x01010101`.
+// Computes 128 + (q − z) s for four bytes; `shift` is `0x80808080 − z s · 0x01010101`.
 INLINE u32 progressive(u32 codes, u32 scale, u32 shift) { return codes * scale + shift; }

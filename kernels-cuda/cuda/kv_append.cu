@@ -1,8 +1,8 @@
-// Quantizes keys and values and stores them in pages: the write half of the cache.
+// Quantizes keys and values and stores them in the pages of a cache.
 //
 // A few lanes share the row of keys or of values of one token and head. They find its minimum and maximum, and from
 // these the grid; each lane writes whole words, so that together they write whole 16-byte chunks. The grid is
-// bit-identical to that of `quantize_head` of kernels-cpu: all operations and roundings are those of the reference.
+// bit-identical to that of `quantize_head` of kernels-cpu: all operations and roundings are the same.
 //
 //   zero  = f16 rounded down (min x),  scale = f16 rounded up ((max x - zero) / levels)
 //   code  = round half to even ((x - zero) / scale), 0 where scale is 0
@@ -39,8 +39,8 @@ struct alignas(16) Share {
 };
 
 #if KV_BITS == 4
-// Eight codes of 4 bits: even features in the low half of the word, odd ones in the high half, each half rotated left
-// by 2 bits, to where the mantissa of an f16 has steps of one from 256 or from 16 on (attention_decode.cu).
+// Packs eight 4-bit codes: even features in the low half of the word, odd ones in the high half, each half rotated left
+// by 2 bits. The decode kernel then finds codes at bits 2 to 5 and 6 to 9 of a half (attention_tile.cuh).
 INLINE u32 pack_4(const u32 (&code)[SHARE]) {
     u32 word = 0;
 #pragma unroll
@@ -50,9 +50,9 @@ INLINE u32 pack_4(const u32 (&code)[SHARE]) {
 #endif
 
 // keys, values  [tokens][kv_heads][HEAD_DIM], tokens `token_stride` elements apart, 16-byte aligned
-// sequence, position  [tokens]: where each token is stored; a position of 2^32 - 1 is skipped
+// sequence, position  [tokens]: where each token is stored; tokens with the position 2^32 - 1 are skipped
 // table         [sequences][table_stride] page numbers; a page holds 2^page_shift tiles
-// refused       counts rows with a NaN or a value beyond ±65504, which are clamped when stored; may be null
+// refused       counts rows that contain NaN or a magnitude above 65504, which is clamped when stored; may be null
 // Grid: (token, head, keys or values), 128 / LANES rows per block.
 extern "C" __global__ void __launch_bounds__(THREADS)
     kv_append(const Input* __restrict__ keys, const Input* __restrict__ values, const u32* __restrict__ sequence,
@@ -119,9 +119,10 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     halves.w = f16_pair(x[6], x[7]);
     *reinterpret_cast<uint4*>(codes) = halves;
 #else
-    // 1.5 · 2^23: adding it to a number below 2^22 leaves the number, rounded half to even, in the lowest bits.
+    // 1.5 · 2^23: adding it to a number below 2^22 rounds the number half to even; the low bits of the sum are the
+    // integer.
     constexpr float ROUND = 12582912.0f;
-    // Avoids negative zero.
+    // Adding 0.0 changes -0.0 to 0.0.
     const u16 zero = f16_below(__fadd_rn(low, 0.0f));
     const float from = float_of_f16(zero);
     const float even = __fdiv_rn(__fsub_rn(high, from), KV_BITS == 4 ? 15.0f : 255.0f);

@@ -23,16 +23,16 @@ constexpr int TILE_BYTES = HAS_GRIDS ? VALUE_GRIDS_AT + 4 * TILE_TOKENS : KEY_GR
 static_assert(HEAD_DIM > 0 && HEAD_DIM % 16 == 0 && HEAD_DIM <= 256, "HEAD_DIM is a multiple of 16 up to 256");
 static_assert(KV_BITS == 4 || KV_BITS == 8 || KV_BITS == 16, "KV_BITS is 4, 8 or 16");
 
-// Key rows: each lane of a quad reads 16 bytes if possible. If rows are a multiple of 128 bytes, every second row has
-// the halves of each 128 bytes swapped, so that 8 lanes, 2 rows of 4, access all banks.
+// Key rows: each lane of a quad reads 16 bytes if possible. If the row size is a multiple of 128 bytes, every second
+// row has the halves of each 128 bytes swapped, so that 8 lanes, four in each of two rows, access all banks.
 constexpr int KEY_EXCHANGE = ROW_WORDS % 32 == 0 ? 16 : 0;
 
 INLINE constexpr int key_word(int token, int word) {
     return token * ROW_WORDS + (word ^ (token & 1) * KEY_EXCHANGE);
 }
 
-// Value rows: four tokens with a distance of 2 are read at once, 32 contiguous bytes of each. Tokens 0, 2, 4, 6 become
-// rows 0 to 3, and 32-byte blocks are swapped depending on the row if a row is an even number of them.
+// Value rows: a load reads 32 contiguous bytes of each of four tokens, which are 2 apart. Tokens 0, 2, 4 and 6 are
+// stored in rows 0 to 3. If a row has an even number of 32-byte blocks, blocks are swapped depending on the row.
 constexpr bool VALUE_ROWS_PERMUTED = ROW_WORDS % 8 == 0;
 constexpr int VALUE_EXCHANGE = ROW_WORDS % 32 == 0 ? 3 : ROW_WORDS % 16 == 0 ? 2 : 0;
 
@@ -40,7 +40,7 @@ INLINE constexpr int value_row(int token) {
     return VALUE_ROWS_PERMUTED ? (token & 8) | (token & 1) << 2 | (token >> 1 & 3) : token;
 }
 
-// The mask that block numbers of a row are XORed with.
+// The mask with which the block numbers of a row are XORed.
 INLINE constexpr int value_exchange(int row) {
     return VALUE_EXCHANGE == 3 ? row & 3 : VALUE_EXCHANGE == 2 ? row >> 1 & 1 : 0;
 }
@@ -49,7 +49,7 @@ INLINE constexpr int value_word(int token, int word) {
     return value_row(token) * ROW_WORDS + (word ^ value_exchange(value_row(token)) << 3);
 }
 
-// The token of a row: the inverse of value_row.
+// The token that is stored in a row: the inverse of value_row.
 INLINE constexpr int value_token(int row) {
     return VALUE_ROWS_PERMUTED ? (row & 8) | (row & 3) << 1 | (row >> 2 & 1) : row;
 }

@@ -2,12 +2,12 @@
 //
 // The same source serves W4A16, W8A16, W8A8, W4A8, and FP4 and FP8 weights with float activations. Macros:
 //
-//   ACTIVATION   F16, BF16 or S8: type of `x`; sums are in f32, for S8 in integers
+//   ACTIVATION   F16, BF16 or S8: type of `x`; sums are f32, with S8 integers
 //   CODES        INTEGER, or a floating-point format, which has no zero points: E2M1, E4M3
 //   CODE_BITS    4 or 8
-//   GROUP        32, 64 or 128 features share a scale, with floating-point codes also 16; 0: a whole row
-//   SCALE        F16, BF16, F32: type of group scales; PROGRESSIVE: u8, below an f32 per row; E4M3, above an f32 per
-//                row that holds 256 / global, and E8M0: one byte, only with floating-point codes
+//   GROUP        features that share a scale: 32, 64 or 128, with floating-point codes also 16; 0: a whole row
+//   SCALE        type of group scales: F16, BF16 or F32; PROGRESSIVE: u8, with an additional f32 per row; only with
+//                floating-point codes: E8M0, or E4M3 with an additional f32 per row that holds 256 / global
 //   ZEROS        1: each group (with GROUP 0 each row) has a zero point; 0: `middle` is the zero point of all
 //   X_ZERO       1: integer activations have a zero point, the same for all tokens
 //   OUTPUT       F16, BF16 or F32
@@ -20,7 +20,8 @@
 //
 // Weights are the A operand of `mma`, tokens its columns: eight tokens fill a tile. A set of warps steps along k in
 // tiles of 128 features. The codes, activations and scales of each tile are copied to a ring in shared memory,
-// STAGES − 1 tiles in advance (linear_ring.cuh). Codes are in the order that lanes need (src/layout.rs), activations are
+// STAGES − 1 tiles in advance (linear_ring.cuh). Codes are in the order that lanes need (src/layout.rs), activations
+// are
 // swizzled for `ldmatrix`. For the tile after the current one, `mma` with a matrix of ones computes the sums Σ x of
 // each group, distributed over the warps. They are multiplied with the zero points of a grid and the offset of the
 // dequantization (dequantize.cuh), once per group, and the product is the initial value of the group's accumulators; if
@@ -29,18 +30,19 @@
 // Parts: k is cut into `chunks` runs of whole tiles, and each run into two halves, by numbers that depend only on the
 // shape of the weights. A half is summed from zero; a chunk is first half + second half, and chunks are added in order,
 // c₀ + c₁ + …: by one set of warps that computes one after another, by two that combine their sums in shared memory, or
-// by the last of several blocks to arrive (linear_out.cuh). So the bits of a row depend neither on the other rows, nor
-// on their number, nor on the shape of the block.
+// by the last of several blocks to arrive (linear_out.cuh). So a row's result is bit-identical for any other rows, any
+// number of rows and any shape of the block.
 #include "dequantize.cuh"
 
 constexpr bool FLOAT = ACTIVATION != S8;
 constexpr bool TWO_LEVELS = SCALE == PROGRESSIVE;
-// Integers summed over all of k, whose order does not matter because addition is exact.
+// Whether integers are summed over all of k. Integer addition is exact, so the order does not matter.
 constexpr bool WHOLE = !FLOAT && (GROUP == 0 || TWO_LEVELS);
-// Codes minus their zero point, as signed numbers: there is no offset, and sums of activations are not needed.
+// Whether codes are stored as signed numbers, minus their zero point. There is then no offset, and sums of activations
+// are not needed.
 constexpr bool SIGNED = !FLOAT && !ZEROS && !TWO_LEVELS;
 constexpr bool SUMS = CODES == INTEGER && !SIGNED;
-// Factor of the results: fragments in f16 are the codes divided by it.
+// The factor of the results: f16 fragments hold the values of the codes divided by it.
 constexpr float UNIT = ACTIVATION != F16 || CODES == INTEGER ? 1.0f : CODES == E2M1 ? 16384.0f : 256.0f;
 static_assert(CODES == INTEGER || (FLOAT && !ZEROS), "floating-point codes have no zeros, and meet floats");
 constexpr int SHIFT = SIGNED && CODE_BITS == 4 ? 4 : 0;
@@ -61,7 +63,7 @@ constexpr int STEPS = X_ROW / 32;
 constexpr int GROUPS = GROUP == 0 ? 1 : TILE_K / GROUP;
 constexpr int GROUP_STEPS = STEPS / GROUPS;
 constexpr int TILE_BYTES = 16 * TILE_K * CODE_BITS / 8;
-// Parameters of a tile: scales, zero points and sums of weights of its groups.
+// Parameters of a tile: the scales, zero points and sums of weights of its groups.
 constexpr bool SCALE_BYTE = TWO_LEVELS || SCALE == E4M3 || SCALE == E8M0;
 constexpr int SCALE_BYTES = GROUP == 0 ? 0 : SCALE_BYTE ? 1 : SCALE == F32 ? 4 : 2;
 constexpr int ZERO_BYTES = GROUP == 0 || !ZEROS ? 0 : 2 * CODE_BITS;
@@ -73,11 +75,11 @@ constexpr int PARAMETER_BYTES = (SUMS_AT + (GROUP_SUMS ? 64 * GROUPS : 0) + 15) 
 constexpr int X_AT = ROW_BLOCKS * TILE_BYTES;
 constexpr int PARAMETERS_AT = X_AT + TOKENS * X_ROW;
 constexpr int STAGE_BYTES = PARAMETERS_AT + ROW_BLOCKS * PARAMETER_BYTES;
-// After the ring: sums of activations of two tiles.
+// The ring is followed by the sums of activations of two tiles.
 constexpr int X_SUMS_AT = STAGES * STAGE_BYTES;
-// Offset of the next set's ring.
+// The distance in bytes between the rings of two sets.
 constexpr int SET_BYTES = (X_SUMS_AT + (SUMS ? 2 * GROUPS * TOKENS * 4 : 0) + 127) / 128 * 128;
-// Stride of a token's row when results are reordered from fragments to rows: four additional words avoid bank
+// The stride of a token's row when results are reordered from fragments to rows: four padding words avoid bank
 // conflicts.
 constexpr int OUT_STRIDE = ROWS + 4;
 
@@ -87,7 +89,7 @@ typedef Partial<FLOAT>::type partial_t;
 // The type of a part's sums: integers if they are summed over all of k.
 typedef Partial<!WHOLE>::type total_t;
 
-// The combined sums of a warp's parts, as fragments.
+// The combined sums of the parts that a warp has computed, as fragments.
 typedef total_t Fragments[ROW_TILES][TOKEN_TILES][4];
 
 struct Arguments {
@@ -113,10 +115,10 @@ INLINE void set_barrier(u32 set) {
 #include "linear_tile.cuh"
 #include "linear_out.cuh"
 
-// Token tiles whose blocks run concurrently, so that the weights they share are read from memory once.
+// The number of token tiles whose blocks run concurrently, so that the weights they share are read from memory once.
 constexpr u32 NEIGHBOURS = 8;
 
-// Grid: [row tiles · token tiles, chunks (1 if SERIAL)]; see src/linear.rs for sizes of memory.
+// Grid: [row tiles · token tiles, chunks (1 if SERIAL)]; src/linear/plan.rs computes the sizes of the buffers.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     linear(const u8 *codes, const u8 *parameters, const float *row_scales, const u8 *row_zeros, const i32 *row_sums,
            const u8 *x, const float *x_scales, const float *bias, void *out, u32 *partials, u32 *tickets, u32 m, u32 n, u32 k,
@@ -124,11 +126,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     const Arguments p = {codes, parameters, row_scales, row_zeros, row_sums, x, x_scales, bias, out, partials, tickets,
                          m,     n,          k,          x_stride,  out_stride, chunks, middle, x_zero};
     extern __shared__ __align__(128) u8 shared[];
-    // Broadcast from lane 0, so that the compiler knows that all lanes have the same value.
+    // Broadcast from lane 0, so that the compiler knows that the value is the same in all lanes.
     const u32 block_warp = __shfl_sync(ALL_LANES, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
     const u32 set = SETS == 1 ? 0 : block_warp / WARPS, warp = SETS == 1 ? block_warp : block_warp % WARPS;
     const u32 row_warp = warp % ROW_WARPS, token_warp = warp / ROW_WARPS;
-    // Blocks iterate over NEIGHBOURS token tiles of a row tile, then over the row tiles, then over further tokens.
+    // Consecutive blocks process NEIGHBOURS token tiles of one row tile, then the same token tiles of the next row
+    // tile, and so on; then the next NEIGHBOURS token tiles.
     const u32 row_tiles = (n + ROWS - 1) / ROWS, token_tiles = (m + TOKENS - 1) / TOKENS;
     const u32 band = blockIdx.x / (NEIGHBOURS * row_tiles), in_band = blockIdx.x % (NEIGHBOURS * row_tiles);
     const u32 neighbours = min(NEIGHBOURS, token_tiles - band * NEIGHBOURS);
@@ -162,7 +165,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     }
 
     Sums sums;
-    // Sums of the current chunk, and of all chunks, if one set computes them one after another.
+    // The sums of the current chunk, and those of all chunks, if one set computes them one after another.
     Fragments chunk, totals;
 #pragma unroll
     for (int r = 0; r < ROW_TILES; r++) {
@@ -244,7 +247,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
             }
         }
     }
-    // All rings have been read; from here on, shared memory is used for other data.
+    // All rings have been read; shared memory is now free for other data.
     __syncthreads();
     if (SETS == 2 && !join_sets(shared, totals, set, warp, lane)) return;
     if (!SERIAL && chunks > 1) {

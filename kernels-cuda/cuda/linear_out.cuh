@@ -1,17 +1,17 @@
-// From a warp's sums to results in memory: adds chunks of other blocks, reorders fragments to rows, applies scales and
-// bias.
+// From a warp's sums to results in memory: adds the chunks of other blocks, reorders fragments to rows, and applies
+// scales and bias.
 //
 // Part of linear.cu, whose constants and arguments it uses.
 #pragma once
 
-// One result from the bits of its sum over k.
+// Computes one result from the bits of its sum over k.
 INLINE float finish(const Arguments &p, u32 bits, u32 token, u32 row) {
     float value;
     if (WHOLE) {
         i32 whole = (i32)bits >> SHIFT;
         if (X_ZERO) whole -= p.x_zero * p.row_sums[row];
         value = (float)whole;
-        // As FMA with zero, so that a product of zero is +0.
+        // An FMA with +0, so that a zero product is +0 and never −0.
         value = TWO_LEVELS ? value * p.row_scales[row] : fused(value, p.row_scales[row], 0.0f);
     } else {
         value = __uint_as_float(bits);
@@ -33,8 +33,8 @@ INLINE u32 bits_of(float value) { return __float_as_uint(value); }
 INLINE u32 bits_of(i32 value) { return (u32)value; }
 INLINE total_t total_of(u32 bits) { return WHOLE ? (total_t)(i32)bits : (total_t)__uint_as_float(bits); }
 
-// Adds the sums of two sets of warps, half by half. Returns true in the first set, which has the result; the other has
-// finished.
+// Adds the sums of the second set of warps to those of the first. Returns true in the first set, which has the result;
+// the other one is finished.
 INLINE bool join_sets(u8 *shared, Fragments &totals, u32 set, u32 warp, u32 lane) {
     uint4 *meet = (uint4 *)shared + warp * 32 + lane;
     if (set == 1) {
@@ -86,20 +86,21 @@ INLINE void write_out(const Arguments &p, u8 *shared, const Fragments &totals, u
 }
 
 // Adds the chunks of all blocks of this tile in order. Returns true in the block that arrives last, which has the sums:
-// it keeps its own and reads the others' from the workspace: [chunk][fragment][warp][token][row of 8] of the bits of
-// two rows.
+// it keeps its own chunk in registers and reads the others from the workspace: [chunk][fragment][warp][token][row of 8]
+// of the bits of two rows.
 //
-// Tickets: the number of blocks that have arrived, and the number that have written. The last block to arrive waits for
-// those that are still writing: these are already running, and do not wait themselves.
+// There are two tickets: the number of blocks that have arrived, and the number that have written. The last block to
+// arrive waits for those that are still writing. Those blocks are already running and never wait, so there is no
+// deadlock.
 INLINE bool join_chunks(const Arguments &p, u8 *shared, Fragments &totals, u32 tile, u32 chunk, u32 tokens, u32 warp,
                         u32 token_warp, u32 lane) {
-    // Pairs of numbers per fragment, and per chunk.
+    // The number of pairs of values per fragment of all warps, and per chunk.
     constexpr u32 PAIRS = 64 * WARPS, CHUNK = ROW_TILES * TOKEN_TILES * PAIRS;
     u32 *arrived = p.tickets + 2 * tile, *written = arrived + 1, *others = (u32 *)shared;
     if (threadIdx.x == 0) *others = atomicInc(arrived, p.chunks - 1);
     set_barrier(0);
     const bool is_last = *others == p.chunks - 1;
-    // This lane's first pair, for its first token; those of the second token are 8 pairs further.
+    // The address of this lane's first pair, for its first token; that of its second token is 8 pairs further.
     u32 *all = p.partials + 2 * ((u64)tile * p.chunks * CHUNK + warp * 64 + lane % 4 * 16 + lane / 4);
     if (!is_last) {
         u32 *own = all + 2 * (u64)chunk * CHUNK;
@@ -112,7 +113,7 @@ INLINE bool join_chunks(const Arguments &p, u8 *shared, Fragments &totals, u32 t
                 *(uint2 *)(own + 2 * (i * PAIRS + 8 * second)) = make_uint2(bits_of(v[second]), bits_of(v[second + 2]));
             }
         }
-        // After the barrier, one thread's fence holds for all.
+        // After the barrier, a fence by one thread is enough for the whole block.
         set_barrier(0);
         if (threadIdx.x == 0) {
             fence_device();

@@ -1,12 +1,12 @@
-// Packs logical codes, scales and zero points on the device: the same bytes as src/layout/pack.rs.
+// Packs logical codes, scales and zero points on the device, to the same bytes as src/layout/pack.rs.
 //
 // Macros: CODES (INTEGER, E2M1, E4M3), CODE_BITS (4, 8), ORDER_FLOAT (1: for float activations), SIGNED (1: codes are
 // stored minus `middle`), GROUP (16, 32, 64, 128: features of a tile that share parameters; 0: a row is one group),
 // SCALE (F16, BF16, F32, PROGRESSIVE, E4M3, E8M0), ZEROS, SUMS.
 //
-// Three kernels: one with a thread per 16 bytes of a lane's codes, one with a thread per pair of rows for the
-// parameters of a tile, one with a warp per row. Values that the packer on the CPU rejects set `*fault` to one.
-// Launched once per matrix, so plain loads and no ring.
+// There are three kernels: one with a thread per 16 bytes of a lane's codes, one with a thread per pair of rows for the
+// parameters of a tile, and one with a warp per row. Values that the packer on the CPU rejects set `*fault` to one.
+// A matrix is packed only once, so plain loads are fast enough.
 #include "dequantize.cuh"
 
 constexpr int TILE_K = 128;
@@ -21,7 +21,8 @@ constexpr int PARAMETER_BYTES = (END + 15) / 16 * 16;
 constexpr u32 MASK = CODE_BITS == 4 ? 15 : 255;
 
 struct Weights {
-    // [n, k], one code per byte; [n, groups], f32 or u8; [n], for E4M3 scales [1]; [n, groups].
+    // codes [n, k], one code per byte; scales [n, groups], f32 or u8; channels [n], for E4M3 scales [1]; zeros [n,
+    // groups].
     const u8 *codes, *scales;
     const float *channels;
     const u8 *zeros;
@@ -33,13 +34,13 @@ INLINE i32 zero_of(const Weights &w, u32 row, u32 group) {
     return ZEROS ? (i32)w.zeros[(u64)row * (w.k / w.group_size) + group] : (i32)w.middle;
 }
 
-// The stored form of a code; 0 outside the matrix.
+// Returns the stored form of a code; 0 outside the matrix.
 INLINE u32 stored(const Weights &w, u32 row, u32 feature) {
     if (row >= w.n || feature >= w.k) return 0;
     u32 code = w.codes[(u64)row * w.k + feature];
     if (code > w.most || (CODES == E4M3 && (code & 127) == 127)) *w.fault = 1;
     if (!SIGNED) return code & MASK;
-    // Must fit a signed number of this many bits.
+    // The difference must fit a signed number of CODE_BITS bits.
     if (code - w.middle + (MASK + 1) / 2 > MASK) *w.fault = 1;
     return code - w.middle & MASK;
 }
@@ -87,7 +88,7 @@ extern "C" __global__ void __launch_bounds__(256)
     *(uint4 *)(out + at * 16) = make_uint4(words[0], words[1], words[2], words[3]);
 }
 
-// One thread for the parameters of rows r and r + 8 in a tile, for all its groups. Grid: enough blocks of 256.
+// One thread for the parameters of rows r and r + 8 in a tile, for all groups of the tile. Grid: enough blocks of 256.
 extern "C" __global__ void __launch_bounds__(256)
     pack_parameters(const u8 *codes, const u8 *scales, const u8 *zeros, u32 *fault, u8 *out, u32 n, u32 k, u32 group_size,
                     u32 middle, u32 most) {
@@ -112,7 +113,7 @@ extern "C" __global__ void __launch_bounds__(256)
             if (CODES == INTEGER && there && (u32)zero > most) *fault = 1;
             if (SCALE == PROGRESSIVE || SCALE == E4M3) {
                 block[place] = there ? scales[group] : 0;
-                // NaN or negative.
+                // These codes are NaN or negative.
                 if (SCALE == E4M3 && there && scales[group] >= 127) *fault = 1;
             } else if (SCALE == E8M0) {
                 const u32 bits = there ? __float_as_uint(((const float *)scales)[group]) : 1u << 22;
@@ -148,7 +149,7 @@ extern "C" __global__ void __launch_bounds__(256)
     }
 }
 
-// One warp for the parameters of a row. Grid: a block of 128 threads per 4 rows, which are padded to a multiple of 16.
+// One warp for the parameters of a row. Rows are padded to a multiple of 16. Grid: a block of 128 threads per 4 rows.
 extern "C" __global__ void __launch_bounds__(128)
     pack_rows(const u8 *codes, const u8 *scales, const float *channels, const u8 *zeros, u32 *fault, float *row_scales,
               u8 *row_zeros, i32 *row_sums, u32 n, u32 k, u32 group_size, u32 middle, u32 most) {
@@ -167,9 +168,9 @@ extern "C" __global__ void __launch_bounds__(128)
     }
     if (lane != 0) return;
     if (SCALE == E4M3) {
-        // The number that scales are divided by. The kernel multiplies with its inverse, which is stored before it.
+        // Scales are divided by `global`. The kernel multiplies by 256 / `global`, which is stored in front of it.
         const float global = channels[0], factor = 256.0f / global;
-        // It must be positive and normal, and so must the factor.
+        // `global` must be positive and finite, and the factor a normal number.
         const u32 exponent = __float_as_uint(factor) >> 23;
         const bool fits = global > 0.0f && global < __uint_as_float(0x7f800000) && exponent > 0 && exponent < 255;
         if (!fits && row == 0) *fault = 1;

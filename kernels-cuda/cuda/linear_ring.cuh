@@ -3,14 +3,13 @@
 // Part of linear.cu, whose constants and arguments it uses.
 #pragma once
 
-// A thread's share of the copies for a tile: always the same positions in a slot. The structure has the first of each;
-// the others are whole rows further.
+// A thread's share of the copies for a tile, which always go to the same positions in a slot. The structure describes
+// the first copy of each kind; the further ones are whole rows apart.
 struct Copies {
     const u8 *codes, *parameters, *x;
-    // Bytes between this thread's chunks of codes, and of activations.
+    // The distance in bytes between this thread's chunks of codes, and between its chunks of activations.
     u64 codes_step, x_step;
-    // 16-row tiles and tokens from this thread's first to the end of the matrix, and bytes of a token from its chunk
-    // on.
+    // What is left of the matrix from this thread's first chunk on: 16-row tiles, tokens, and bytes of a token.
     i32 row_blocks, tokens, left;
 };
 
@@ -49,7 +48,7 @@ INLINE void copy_tile(const Arguments &p, Copies &from, u32 slot, u32 tiles) {
     const i32 valid = max(min(from.left, 16), 0);
 #pragma unroll
     for (int i = 0; i < (TOKENS + X_ROWS - 1) / X_ROWS; i++) {
-        // If there are more threads than chunks, the last ones have none.
+        // If there are more threads than chunks, the last threads copy nothing.
         if (TOKENS < X_ROWS && row >= TOKENS) break;
         bool there = i * X_ROWS < from.tokens && valid > 0;
         const u8 *x = there ? from.x + i * from.x_step : p.x;

@@ -1,5 +1,5 @@
-// The work of a warp on a tile of 128 features in shared memory: codes become fragments, `ldmatrix` reads activations,
-// products are added to the sums of a group, and these, scaled, to the sums of a part of k.
+// The work of a warp on a tile of 128 features in shared memory: codes are converted to fragments, `ldmatrix` reads
+// activations, products are added to the sums of a group, and these sums, scaled, to the sums of a part of k.
 //
 // Part of linear.cu, whose constants and arguments it uses.
 #pragma once
@@ -14,13 +14,13 @@ INLINE void multiply(i32 (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     else mma_u8_s8(d, a, b0, b1);
 }
 
-// The fragments of two neighbouring steps of the activations of 8 tokens.
+// Loads the fragments of the activations of 8 tokens for two neighbouring steps.
 INLINE void load_tokens(u32 (&b)[4], u32 x, u32 token_tile, u32 pair, u32 lane) {
     u32 row = token_tile * 8 + lane % 8, chunk = 4 * pair + lane / 8;
     load_matrices_4(b, x + row * X_ROW + (chunk ^ row % 8) * 16);
 }
 
-// Sums of the activations of a slot, per group and token, into `sums`.
+// Computes the sums of the activations of a slot per group and token, and writes them to `sums`.
 INLINE void sum_tokens(u32 slot, partial_t *sums, u32 warp, u32 lane) {
     const u32 one = ACTIVATION == F16 ? 0x3c003c00 : ACTIVATION == BF16 ? 0x3f803f80 : 0x01010101;
     const u32 ones[4] = {one, one, one, one};
@@ -36,7 +36,7 @@ INLINE void sum_tokens(u32 slot, partial_t *sums, u32 warp, u32 lane) {
                 const int step = 2 * pair + half;
                 if (step % GROUP_STEPS == 0) sum[0] = sum[1] = sum[2] = sum[3] = 0;
                 multiply(sum, ones, b[2 * half], b[2 * half + 1]);
-                // All rows are the same; the first has tokens 2 t and 2 t + 1 in lane t.
+                // All rows of the product are equal. In its first row, lane t holds tokens 2 t and 2 t + 1.
                 if (step % GROUP_STEPS == GROUP_STEPS - 1 && lane < 4) {
                     partial_t *to = sums + step / GROUP_STEPS * TOKENS + tile * 8 + 2 * lane;
                     to[0] = sum[0];
@@ -54,19 +54,19 @@ INLINE float scale_of(const u8 *at) {
     return SCALE == F16 ? float_of_f16(bits) : float_of_bf16(bits);
 }
 
-// The scale that a byte encodes; for E4M3 2⁻⁸ times it, which the row's factor corrects.
+// Returns the scale that a byte encodes; for E4M3, 2⁻⁸ times the scale, which the row's factor corrects.
 INLINE float scale_of_byte(u32 byte) {
     if (SCALE == E4M3) return float_of_f16((u16)(byte << 7));
     // The smallest E8M0 scale is subnormal in f32.
     return __uint_as_float(max(byte << 23, 1u << 22));
 }
 
-// Scales and zero points of the two rows of a lane in a 16-row tile, and the values derived for fragments.
+// Scales and zero points of the two rows of a lane in a 16-row tile, and values that are derived from them.
 struct Group {
     float scale[2];
-    // Float: − (offset + zero). Integers: − zero.
+    // The factor of Σ x: for floats −(offset + zero), for integers −zero.
     partial_t less[2];
-    // Only for progressive weights.
+    // Used only for progressive weights.
     u32 factor[2], shift[2];
     // Σ (q − z) of the weights, if activations have a zero point.
     i32 sum[2];
@@ -89,7 +89,7 @@ INLINE void load_group(Group &to, const u8 *parameters, int group, u32 lane, u32
     if (ZEROS) both = CODE_BITS == 4 ? (u32)zeros[pair] : (u32)((const u16 *)zeros)[pair];
     u32 words = 0;
     if (SCALE_BYTE || SCALE == F16 || SCALE == BF16) {
-        // Both rows with one load.
+        // Loads the values of both rows at once.
         words = SCALE_BYTE ? (u32) * (const u16 *)scales : *(const u32 *)scales;
     }
 #pragma unroll
@@ -109,14 +109,14 @@ INLINE void load_group(Group &to, const u8 *parameters, int group, u32 lane, u32
     }
 }
 
-// Words of a lane for two neighbouring steps.
+// The number of words per lane for two neighbouring steps.
 constexpr int PAIR_WORDS = FLOAT ? (CODE_BITS == 4 ? 2 : 4) : (CODE_BITS == 4 ? 4 : 8);
 
-// Unrolling of pairs of steps, whose instructions then interleave. Small groups load so many parameters early that
-// registers run short.
+// How many pairs of steps are unrolled, so that their instructions interleave. Fewer for small groups, whose parameters
+// would otherwise occupy too many registers.
 constexpr int UNROLL = FLOAT && GROUP != 0 && GROUP <= 64 ? 2 : !FLOAT && GROUP == 32 && SERIAL ? 1 : STEPS / 2;
 
-// The A fragment of step `half` of a pair of steps.
+// Computes the A fragment of step `half` of a pair of steps.
 INLINE void fragment(u32 (&a)[4], const u32 *words, int half, const Group &group) {
     const u32 *w = words + half * (PAIR_WORDS / 2);
     if (CODES == E2M1) {
@@ -154,8 +154,8 @@ INLINE void fragment(u32 (&a)[4], const u32 *words, int half, const Group &group
     }
 }
 
-// The running sums of a warp: of a group (or of all tiles, if integers are summed over all of k), and of the current
-// part of k. The compiler removes what a variant does not use.
+// The running sums of a warp: those of a group (or of all tiles, if integers are summed over all of k), and those of
+// the current part of k. The compiler removes the ones that a variant does not use.
 struct Sums {
     partial_t group[ROW_TILES][TOKEN_TILES][4];
     float part[ROW_TILES][TOKEN_TILES][4];
@@ -175,7 +175,7 @@ INLINE void multiply_tile(const Arguments &p, Sums &sums, const u8 *slot, const 
     u32 words[ROW_TILES][PAIR_WORDS < 4 ? 4 : PAIR_WORDS];
 #pragma unroll UNROLL
     for (int pair = 0; pair < STEPS / 2; pair++) {
-        // Sixteen bytes at a time; if a pair of steps needs eight, the next pair uses the other eight.
+        // Load sixteen bytes at a time. If a pair of steps needs only eight, the next pair uses the other eight.
         if (PAIR_WORDS >= 4 || pair % 2 == 0) {
 #pragma unroll
             for (int r = 0; r < ROW_TILES; r++) {
@@ -197,7 +197,7 @@ INLINE void multiply_tile(const Arguments &p, Sums &sums, const u8 *slot, const 
             const int step = 2 * pair + half;
 #pragma unroll
             for (int r = 0; r < ROW_TILES; r++) {
-                // If a group is one step long, the pair has two groups.
+                // If a group is only one step long, the pair of steps belongs to two groups.
                 Group &group = GROUP_STEPS == 1 && half == 1 ? second[r] : groups[r];
                 if (GROUP != 0 && step % GROUP_STEPS == 0)
                     load_group(group, parameters + r * PARAMETER_BYTES, step / GROUP_STEPS, lane, p.middle);

@@ -15,12 +15,12 @@ typedef long long i64;
 
 #define INLINE __device__ __forceinline__
 
-// Number types in macros; those of src/float.rs come first.
+// Number types, as values of macros. The first three have the same numbers as in src/float.rs.
 enum { F16 = 0, BF16 = 1, F32 = 2, S8 = 3, PROGRESSIVE = 4, INTEGER = 5, E2M1 = 6, E4M3 = 7, E8M0 = 8 };
 
 constexpr u32 ALL_LANES = 0xffffffffu;
 
-// The address in the shared window of what `pointer` points to.
+// Converts a generic pointer to an address in the shared window.
 INLINE u32 shared_address(const void *pointer) { return (u32)__cvta_generic_to_shared(pointer); }
 
 // ---- Copies from global to shared memory that bypass registers
@@ -30,7 +30,7 @@ INLINE void copy_async_16(u32 to, const void *from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
 
-// Copies 16 bytes, of which the first `valid` are read and the rest become zero.
+// Copies 16 bytes, of which the first `valid` are read from memory and the others are zero.
 INLINE void copy_async_16(u32 to, const void *from, u32 valid) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid) : "memory");
 }
@@ -38,15 +38,15 @@ INLINE void copy_async_16(u32 to, const void *from, u32 valid) {
 // Ends a group of copies, which may be empty.
 INLINE void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// Waits until at most `PENDING` of this thread's latest groups are pending.
+// Waits until at most the `PENDING` most recent groups of this thread are incomplete.
 template <int PENDING> INLINE void copy_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
 // ---- Fragments
 
-// Four matrices of 8 rows of 16 bytes; lane `8 i + r` gives the address of row `r` of matrix `i`. Lane `l` gets the four
-// bytes at `4 (l % 4)` of row `l / 4` of each.
+// Loads four matrices of 8 rows of 16 bytes; lane `8 i + r` gives the address of row `r` of matrix `i`. Of each matrix,
+// lane `l` gets the four bytes at `4 (l % 4)` of row `l / 4`.
 INLINE void load_matrices_4(u32 (&to)[4], u32 row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
@@ -54,10 +54,10 @@ INLINE void load_matrices_4(u32 (&to)[4], u32 row) {
                  : "memory");
 }
 
-// d += a · b in f32: a is [16, 16], b is [16, 8], d is [16, 8]. Lane `4 g + t` holds
-//   a: rows g, g + 8, g, g + 8; columns 2 t and 2 t + 1, in the last two plus 8
-//   b: rows 2 t and 2 t + 1, then plus 8; column g
-//   d: row g, columns 2 t and 2 t + 1; then row g + 8
+// Computes d += a · b in f32: a is [16, 16], b is [16, 8], d is [16, 8]. The registers of lane `4 g + t` hold
+//   a: rows g, g + 8, g, g + 8; columns 2 t and 2 t + 1 in the first two registers, 2 t + 8 and 2 t + 9 in the others
+//   b: rows 2 t and 2 t + 1 in the first register, 2 t + 8 and 2 t + 9 in the second; column g
+//   d: row g in the first two registers, row g + 8 in the others; columns 2 t and 2 t + 1
 // Integers: a is [16, 32], b is [32, 8], and a register holds four integers instead of two floats.
 #define MMA(NAME, SHAPE_AND_TYPES, NUMBER, CONSTRAINT)                                                                     \
     INLINE void NAME(NUMBER(&d)[4], const u32(&a)[4], u32 b0, u32 b1) {                                                    \
@@ -72,7 +72,7 @@ MMA(mma_s8_s8, "m16n8k32.row.col.s32.s8.s8.s32", i32, "r")
 MMA(mma_u8_s8, "m16n8k32.row.col.s32.u8.s8.s32", i32, "r")
 #undef MMA
 
-// Transposes an [8, 8] matrix of 16-bit numbers, of which a lane holds two neighbours of row `lane / 4`.
+// Transposes an [8, 8] matrix of 16-bit numbers, of which a lane holds two neighbouring elements of row `lane / 4`.
 INLINE u32 transpose_8x8(u32 a) {
     u32 out;
     asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(out) : "r"(a));
@@ -102,15 +102,15 @@ template <int BY> INLINE u32 rotate_right(u32 word) {
     return out;
 }
 
-// Selects four of the bytes of `low` (0 to 3) and `high` (4 to 7); nibble `i` of SELECT is the number of byte `i` of
-// the result.
+// Selects four of the eight bytes of `low` (0 to 3) and `high` (4 to 7). Nibble `i` of SELECT is the index of byte `i`
+// of the result.
 template <u32 SELECT> INLINE u32 permute_bytes(u32 low, u32 high) {
     u32 out;
     asm("prmt.b32 %0, %1, %2, %3;" : "=r"(out) : "r"(low), "r"(high), "n"(SELECT));
     return out;
 }
 
-// The sum of a word's four signed bytes and `to`.
+// Adds the four signed bytes of a word to `to`.
 INLINE i32 add_bytes(u32 word, i32 to) {
     i32 out;
     asm("dp4a.s32.s32 %0, %1, %2, %3;" : "=r"(out) : "r"(word), "r"(0x01010101u), "r"(to));
@@ -150,7 +150,7 @@ INLINE u16 f16_of_float(float value) {
     return out;
 }
 
-// Rounds down, and up.
+// Rounds to f16: down, and up below.
 INLINE u16 f16_below(float value) {
     u16 out;
     asm("cvt.rm.f16.f32 %0, %1;" : "=h"(out) : "f"(value));
@@ -182,7 +182,7 @@ INLINE u32 bf16_pair(float low, float high) {
     return out;
 }
 
-// Two bf16, including subnormal ones, times the bf16 whose bits are BY; zeros keep their sign.
+// Multiplies two bf16, which may be subnormal, by the bf16 whose bits are BY; zeros keep their sign.
 template <u32 BY> INLINE u32 times_bf16_pair(u32 pair) {
     u32 out;
     asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(out) : "r"(pair), "r"(BY * 0x10001u), "r"(0x80008000u));
@@ -212,15 +212,16 @@ INLINE float log2_approx(float x) {
 
 // ---- Between threads
 
-// The barrier with this number, 1 to 15, for COUNT threads; 0 is that of the whole block.
+// Synchronizes COUNT threads at barrier `number`, 1 to 15. Barrier 0 is that of the whole block.
 template <int COUNT> INLINE void barrier_of(u32 number) {
     asm volatile("bar.sync %0, %1;" ::"r"(number), "n"(COUNT) : "memory");
 }
 
-// A fence for the whole device: a thread that sees a write of this thread after the fence also sees those before it.
+// A fence for the whole device: a thread that sees a write of this thread after the fence also sees its writes before
+// it.
 INLINE void fence_device() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 
-// Returns the previous value.
+// Adds to a word and returns its previous value.
 INLINE u32 add_device(u32 *address, u32 value) {
     u32 before;
     asm volatile("atom.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(address), "r"(value) : "memory");

@@ -1,7 +1,8 @@
-//! Compiles the kernels that [`quant_kernels_cuda::measure`] measures, for devices that need not be present:
+//! Compiles the kernels that [`quant_kernels_cuda::measure`] measures into a directory, for architectures such as `sm_80`
+//! whose devices need not be present:
 //!
 //! ```text
-//! measure_images DIR SM...            into DIR, for sm_80 and so on
+//! measure_images DIR SM...
 //! ```
 //!
 //! On a machine with a GPU but without a compiler, set `QUANT_CUDA_CACHE` to such a directory.

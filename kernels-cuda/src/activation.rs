@@ -2,15 +2,15 @@
 //!
 //! The results are defined by `Int8Rows` of [`quant_kernels_cpu`], with codes row by row. For plain rows and for
 //! `silu(gate) · up`, codes, scales and sums are bit-identical to that definition. The sum of squares of a norm is
-//! added in a different order: with `c = values per thread + 10` additions in a row here and `k / 64 + 7` there, each
-//! value, and each scale, is within a relative `δ = ((c + k / 64 + 7) / 2 + 12) · 2⁻²⁴` of the CPU's, and codes differ
-//! by at most one.
+//! added in a different order: with `c = values per thread + 10` sequential additions on the GPU and `k / 64 + 7` on
+//! the CPU, each value and each scale is within a relative `δ = ((c + k / 64 + 7) / 2 + 12) · 2⁻²⁴` of the CPU's, and
+//! codes differ by at most one.
 //!
 //! A block processes one row, and only `k` determines which of its threads processes which values, so a row's result is
-//! bit-identical whatever the other rows are. Up to [`HELD_WIDTH`] values, a row is read once; wider rows are read
-//! again for each pass, from the L2 cache if they fit.
+//! bit-identical for any other rows. A row of up to [`HELD_WIDTH`] values is read once; wider rows are read again for
+//! each pass, from the L2 cache if they fit.
 //!
-//! Planning is host arithmetic: it needs no device and no CUDA.
+//! Planning runs on the host and needs neither a device nor CUDA.
 
 use quant_kernels_cpu::KernelError;
 
@@ -25,12 +25,13 @@ static SOURCE: Source = Source {
     headers: &[("ptx.cuh", include_str!("../cuda/ptx.cuh"))],
 };
 
-/// Values of a row that fit the registers of a block.
+/// The maximum width of rows that fit the registers of a block.
 pub const HELD_WIDTH: usize = 32_768;
-/// Maximum width of rows: the sums of each 32 codes of a row are in shared memory, of which every device has 48 KiB.
+/// The maximum width of rows. A block keeps a sum per 32 codes in shared memory, of which every device has at least 48
+/// KiB.
 pub const MAX_WIDTH: usize = 360_448;
 
-/// Maximum width, threads per block and values per thread.
+/// For each block shape: the maximum width of rows, threads per block and values per thread.
 const SHAPES: [[usize; 3]; 6] = [
     [1024, 64, 16],
     [2048, 128, 16],
@@ -39,7 +40,7 @@ const SHAPES: [[usize; 3]; 6] = [
     [16_384, 512, 32],
     [HELD_WIDTH, 1024, 32],
 ];
-/// Threads per block and values per thread of wider rows.
+/// Threads per block and values per thread for wider rows.
 const WIDE: [usize; 2] = [1024, 0];
 
 /// The values that are quantized.
@@ -59,7 +60,7 @@ pub enum Rows {
     SiluMul,
 }
 
-/// The parameters that a launch is planned from.
+/// The parameters from which a launch is planned.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct ActivationShape {
     /// The values that are quantized.
@@ -70,7 +71,7 @@ pub struct ActivationShape {
     pub m: usize,
     /// Values per row: 1 to [`MAX_WIDTH`].
     pub k: usize,
-    /// Whether all rows have one given scale and zero point.
+    /// Whether all rows use the same given scale and zero point.
     pub fixed: bool,
     /// Number of features per group whose codes are summed, a multiple of 32; the last group may be shorter.
     pub group: Option<usize>,
@@ -82,13 +83,13 @@ pub struct ActivationShape {
     pub residual_stride: usize,
     /// Bytes between rows of codes: a multiple of 16.
     pub code_stride: usize,
-    /// Whether addresses and strides of floats are multiples of 16 bytes; otherwise single values are read.
+    /// Whether addresses and strides of floats are multiples of 16 bytes. Otherwise values are read one at a time.
     pub aligned: bool,
 }
 
 impl ActivationShape {
-    /// `m` contiguous rows of `k` values, with a scale per row and no sums per group; rows of codes begin at multiples
-    /// of 16 bytes.
+    /// Creates the shape of `m` contiguous rows of `k` values, with a scale per row and no sums per group. Rows of
+    /// codes begin at multiples of 16 bytes.
     pub fn new(rows: Rows, element: Float, m: usize, k: usize) -> Self {
         Self {
             rows,
@@ -182,7 +183,7 @@ impl ActivationShape {
     }
 }
 
-/// Whether the codes of a group are summed through shared memory, because a group is not a run of neighbouring lanes.
+/// Whether the codes of a group are summed through shared memory, because the group is not a run of neighbouring lanes.
 fn is_general(group: usize) -> bool {
     ![32, 64, 128].contains(&group)
 }
@@ -201,7 +202,7 @@ pub struct FixedScale {
 }
 
 impl FixedScale {
-    /// Whether rows can be quantized with it.
+    /// Whether the scale can be used for quantization: it is positive and has a finite inverse.
     pub(crate) fn is_valid(&self) -> bool {
         self.scale > 0.0 && self.scale.is_finite() && (1.0 / self.scale).is_finite()
     }
@@ -220,13 +221,13 @@ pub struct ActivationArguments {
     pub weight: Region,
     /// ε, for norms; positive.
     pub eps: f32,
-    /// If the shape has `fixed`.
+    /// Required if the shape has `fixed`.
     pub fixed: Option<FixedScale>,
     /// i8 `[m, k]`, with rows `code_stride` bytes apart; bytes between rows are left unchanged.
     pub codes: Region,
     /// f32 `[m]`.
     pub scales: Region,
-    /// i32 `[m]`: the sum of each row's codes, or none.
+    /// i32 `[m]`: the sum of each row's codes; may be [`Region::NONE`].
     pub row_sums: Region,
     /// i32 `[m, ⌈k / group⌉]`, if the shape has groups.
     pub group_sums: Region,
@@ -305,8 +306,8 @@ impl ActivationPlan {
     }
 }
 
-/// Every source and type, each combined with some block shapes and other options: the variants that are compiled for
-/// every architecture before a release. All others are planned and compiled in the same way when first used.
+/// The variants that are compiled for every architecture before a release: every source and type, each combined with
+/// some block shapes and other options. All other variants are compiled when first used.
 pub fn variants() -> Vec<Entry> {
     use Float::{Bf16, F16, F32};
     let mut kinds = Vec::new();
@@ -323,8 +324,8 @@ pub fn variants() -> Vec<Entry> {
             others.extend([true, false].map(|aligned| (group, fixed, aligned)));
         }
     }
-    // Each kind gets two neighbouring widths, and one that does not fit the registers. The lengths of the cycles, 7 and
-    // 20, are coprime.
+    // Each kind gets two neighbouring widths, and one that does not fit the registers. The numbers of widths and of
+    // options, 7 and 20, are coprime, so that each width is combined with different options.
     let widths: Vec<usize> = SHAPES.iter().map(|shape| shape[0]).chain([HELD_WIDTH + 1]).collect();
     let of_kind = |i: usize| [2 * i, 2 * i + 1, widths.len() - 1].map(|at| widths[at % widths.len()]);
     let all = kinds.iter().enumerate().flat_map(|(i, kind)| of_kind(i).map(|k| (kind, k)));
@@ -342,9 +343,9 @@ pub fn variants() -> Vec<Entry> {
 
 fn entry(shape: &ActivationShape) -> Entry {
     let [threads, held] = block_of(shape.k);
-    // Codes are summed four at a time.
+    // Every kernel sums codes four at a time, synchronizes its block and computes a maximum.
     let mut instructions = vec!["IDP.4A.S8.S8", "BAR.SYNC", "REDUX.MAX"];
-    // Lanes exchange values through shuffles: those of a group, and all lanes when floats are summed.
+    // Sums of groups and of floats exchange values between lanes.
     if shape.group.is_some() || matches!(shape.rows, Rows::RmsNorm { .. }) {
         instructions.push("SHFL.BFLY");
     }
@@ -359,7 +360,8 @@ fn entry(shape: &ActivationShape) -> Entry {
     Entry {
         family: "activation",
         variant: shape.variant([threads, held]),
-        // Leaves room for at least half of a multiprocessor's threads, for any block size.
+        // With this many registers per thread, at least half of a multiprocessor's maximum number of threads can be
+        // resident, for any block size.
         register_ceiling: if held == 16 { 48 } else { 64 },
         instructions,
     }
@@ -382,7 +384,7 @@ mod tests {
         }
     }
 
-    /// Only the width determines the order of sums.
+    /// The order of sums depends only on the width.
     #[test]
     fn the_variant_does_not_depend_on_the_number_of_rows() {
         for k in [5, 4096, 14_336, 53_248] {
@@ -436,7 +438,7 @@ mod tests {
         ] {
             assert!(bad.plan().is_err(), "{bad:?}");
         }
-        // A stride that is not used is not checked, and may be anything for single values.
+        // Unused strides are not checked, and strides need no alignment if values are read one at a time.
         assert!(ActivationShape { residual_stride: 0, ..good }.plan().is_ok());
         assert!(ActivationShape { x_stride: 4097, aligned: false, ..good }.plan().is_ok());
         assert_eq!(ActivationShape { m: 0, ..good }.plan().unwrap().launch.grid[0], 0);

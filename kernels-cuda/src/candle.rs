@@ -1,10 +1,9 @@
-//! Linears on packed weights as operations on candle's tensors on `Device::Cuda`, for engines written with candle.
+//! Linears on packed weights as operations on candle's tensors on `Device::Cuda`, for engines that use candle.
 //!
-//! Names and structure follow [`quant_kernels_cpu::candle`]: a [`QuantizedLinear`] is a [`Module`] like
-//! `candle_nn::Linear`, and a [`CustomOp1`]; a [`Runner`] is the device and the kernels that the linears of a model
-//! share; [`Activations`] determines how inputs are quantized. Weights are packed in the order of
-//! [`layout`](crate::layout), in memory that candle allocates. candle also allocates results and workspaces, on the
-//! device's stream, which every launch is put on.
+//! Names and structure follow [`quant_kernels_cpu::candle`]. A [`QuantizedLinear`] is a [`Module`] like
+//! `candle_nn::Linear`, and a [`CustomOp1`]. A [`Runner`] holds the device and the kernels that the linears of a model
+//! share. [`Activations`] determines how inputs are quantized. candle allocates the memory of the packed weights
+//! ([`layout`](crate::layout)), results and workspaces; every launch goes to the device's stream.
 //!
 //! ```no_run
 //! use std::sync::Arc;
@@ -85,7 +84,7 @@ impl PackedLinear {
     /// Copies weights that are already packed to the device, such as bytes of a file.
     ///
     /// # Errors
-    /// When the number of bytes does not fit the layout; otherwise as [`pack`](Self::pack).
+    /// When the layout needs a different number of bytes; otherwise as [`pack`](Self::pack).
     pub fn from_packed(
         layout: WeightLayout,
         bytes: &[u8],
@@ -103,7 +102,7 @@ impl PackedLinear {
         let device = device.as_cuda_device()?.clone();
         let bytes = device.clone_htod(bytes)?;
         let bias = bias.map(|bias| device.clone_htod(bias)).transpose()?;
-        // The copy may be on a stream of this thread, and other threads will use the weights.
+        // Other threads will use the weights, and the copy may be on a stream of this thread only, so wait for it.
         device.synchronize()?;
         Ok(Self { layout, bytes, bias, device })
     }
@@ -123,21 +122,21 @@ impl PackedLinear {
 ///
 /// A kernel is compiled and loaded when it is first needed, which takes about a tenth of a second. To avoid this in
 /// time-critical code or in a graph capture, make one call in advance with the same number of tokens. Images are cached
-/// in the user's cache directory, or in the directory named by `QUANT_CUDA_CACHE`, and are run as found there. Clones
-/// share everything.
+/// in the user's cache directory, or in the directory named by `QUANT_CUDA_CACHE`; images found there are run without
+/// verification, so the directory must be trusted. Clones share the device and the kernels.
 #[derive(Clone)]
 pub struct Runner {
-    // Dropped before the device, whose context the kernels are loaded into.
+    // Declared first so that it is dropped before the device, into whose context the kernels are loaded.
     kernels: Arc<Kernels>,
     limits: PlanLimits,
     device: CudaDevice,
 }
 
 impl Runner {
-    /// Creates a runner on this device, for weights and inputs on it.
+    /// Creates a runner on this device. Weights and inputs must be on the same device.
     ///
     /// # Errors
-    /// When the device is not CUDA, or older than every supported architecture.
+    /// When the device is not a CUDA device, or is older than every supported architecture.
     pub fn new(device: &Device) -> Result<Self> {
         let device = device.as_cuda_device()?.clone();
         device.cuda_stream().context().bind_to_thread().w()?;
@@ -146,7 +145,7 @@ impl Runner {
         Ok(Self { kernels: Arc::default(), limits: (&limits).into(), device })
     }
 
-    /// Launches a call on the device's stream: computes results from the weights and from `x`, which begins at `start`.
+    /// Launches a call on the device's stream, with the weights and the activations of `x` from element `start` on.
     fn call<T: DeviceRepr>(
         &self,
         call: &LinearCall,
@@ -155,7 +154,7 @@ impl Runner {
         start: usize,
     ) -> Result<CudaSlice<T>> {
         let stream = self.device.cuda_stream();
-        // SAFETY: the launches write every element; if there are no results, the one element is never read.
+        // SAFETY: the launches write every result; if there are none, the one allocated element is never read.
         let mut out = unsafe { self.device.alloc::<T>(call.results().max(1)) }?;
         if call.results() == 0 {
             return Ok(out);
@@ -168,7 +167,7 @@ impl Runner {
         let (x_bytes, x_start) = (x.num_bytes(), start.saturating_mul(size_of::<T>()));
         let (out_bytes, scratch_bytes) = (out.num_bytes(), scratch.num_bytes());
         let region = |address, bytes: usize| Region { address, bytes: bytes as u64 };
-        // These guards are dropped after the launches, and then record events on the stream if candle tracks them.
+        // The guards are dropped after the launches, and then record events on the stream if candle tracks events.
         let (x_at, _x) = x.device_ptr(&stream);
         let (weight_at, _weight) = weight.bytes.device_ptr(&stream);
         let bias = weight.bias.as_ref().map(|bias| bias.device_ptr(&stream));
@@ -184,8 +183,8 @@ impl Runner {
         let launches = call.launches(&at).map_err(Error::wrap)?;
         stream.context().bind_to_thread().w()?;
         for launch in &launches {
-            // SAFETY: the device, and with it the context, is dropped after the kernels. Images are in the user's own
-            // directory, and the documentation of [`Runner`] says that they are run.
+            // SAFETY: the kernels are dropped before the device, and with it the context. Images come from the user's
+            // own directory, which must be trusted according to the documentation of [`Runner`].
             let kernel = unsafe { self.kernels.kernel(&launch.variant, launch.shape.shared_bytes) };
             let kernel = kernel.map_err(Error::wrap)?;
             // SAFETY: the arguments are those of the call, on regions that it has checked. They are freed on this
@@ -207,11 +206,11 @@ impl fmt::Debug for Runner {
 
 /// `y = x Ŵᵀ + b` with packed weights `[n, k]`.
 ///
-/// The input is `[.., k]` in f16 or bf16, or in `f32` if activations are quantized to integers, on the runner's device,
-/// with any strides. It is copied first if it is not contiguous or does not begin at a multiple of 16 bytes. The result
-/// is `[.., n]` in the type of the input: sums are `f32` and are rounded once, half to even. Gradients are not
-/// supported: [`forward`](Module::forward) returns a tensor without one, and `backward` fails after `apply_op1`. Clones
-/// share weights and runner.
+/// The input is `[.., k]` in f16 or bf16, or also in `f32` if activations are quantized to integers, on the runner's
+/// device, with any strides. It is copied first if it is not contiguous or does not begin at a multiple of 16 bytes.
+/// The result is `[.., n]` in the type of the input; it is accumulated in `f32` and rounded once, half to even.
+/// Gradients are not supported: the result of [`forward`](Module::forward) is detached, and `backward` fails on the
+/// result of `apply_op1`. Clones share the weights and the runner.
 #[derive(Debug, Clone)]
 pub struct QuantizedLinear {
     weight: Arc<PackedLinear>,
@@ -223,9 +222,9 @@ impl QuantizedLinear {
     /// Creates a linear with these weights, and the bias that they were packed with.
     ///
     /// # Errors
-    /// When the weights are not on the runner's device, or are packed for different activations; when a static scale is
-    /// not positive, or its zero point needs sums that the weights were packed without; with [`Activations::Float`],
-    /// when `k` is not a multiple of 8.
+    /// - The weights are not on the runner's device, or are packed for different activations.
+    /// - A static scale is not positive, or its zero point requires sums and the weights were packed without them.
+    /// - With [`Activations::Float`], `k` is not a multiple of 8.
     pub fn new(
         weight: Arc<PackedLinear>,
         activations: Activations,
@@ -235,7 +234,7 @@ impl QuantizedLinear {
             return Err(KernelError::Scheme("the weights must be on the device of the runner"));
         }
         let linear = Self { weight, activations, runner: runner.clone() };
-        // Planning a call without rows detects every error that does not depend on the input.
+        // Planning a call with zero rows reports every error that does not depend on the input.
         linear.plan(Float::F16, 0)?;
         Ok(linear)
     }
@@ -251,10 +250,10 @@ impl QuantizedLinear {
     }
 
     /// Runs several linears on the same input, one [`forward`](Module::forward) after another, without synchronization
-    /// between them. The CPU has the same function, for engines that run on both.
+    /// between them. [`quant_kernels_cpu::candle`] has the same function, for engines that run on both devices.
     ///
     /// # Errors
-    /// See `forward`.
+    /// See [`forward`](Module::forward).
     pub fn forward_each(linears: &[&Self], x: &Tensor) -> Result<Vec<Tensor>> {
         linears.iter().map(|linear| linear.forward(x)).collect()
     }

@@ -1,8 +1,8 @@
 //! Compiles one variant of a kernel family from its source to PTX or machine code, with NVRTC.
 //!
-//! A family is one `.cu` source; a variant is the source with given values of its macros. Sources and headers are part
-//! of this crate and are passed in memory: no files are read and no CUDA toolkit headers are needed, only the run-time
-//! compiler.
+//! A family is one `.cu` source; a variant is the source with particular values of its macros. Sources and headers are
+//! part of this crate and are passed in memory: no files are read and no CUDA toolkit headers are needed, only the
+//! run-time compiler.
 
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::fmt;
@@ -19,7 +19,7 @@ pub struct Source {
     pub name: &'static str,
     /// The text.
     pub text: &'static str,
-    /// Names and texts of the headers that it includes.
+    /// The names and texts of the headers that the source includes.
     pub headers: &'static [(&'static str, &'static str)],
 }
 
@@ -34,7 +34,7 @@ pub struct Variant {
     pub defines: Vec<(&'static str, String)>,
 }
 
-/// Compares pointers first, because the texts are long and usually the same static.
+/// Compares pointers first, because the texts are long and usually the same static variable.
 impl PartialEq for Source {
     fn eq(&self, other: &Self) -> bool {
         let all = |source: &Self| (source.name, source.text, source.headers);
@@ -71,7 +71,7 @@ pub enum Architecture {
     Sm86,
     /// GeForce RTX 40, L40S.
     Sm89,
-    /// H100, H200, with the instructions that sm_80 also has.
+    /// H100, H200. The kernels use only instructions that sm_80 also has.
     Sm90,
     /// GeForce RTX 50.
     Sm120,
@@ -81,7 +81,8 @@ impl Architecture {
     /// All supported architectures.
     pub const ALL: [Self; 5] = [Self::Sm80, Self::Sm86, Self::Sm89, Self::Sm90, Self::Sm120];
 
-    /// The newest architecture whose machine code, or else whose PTX, runs on a device of this compute capability.
+    /// The newest architecture whose PTX runs on a device of this compute capability. Its machine code may run there
+    /// too.
     pub fn of_device(major: u32, minor: u32) -> Option<Self> {
         let capability = major.checked_mul(10)?.checked_add(minor)?;
         Self::ALL.into_iter().rfind(|architecture| architecture.number() <= capability)
@@ -116,7 +117,7 @@ impl fmt::Display for Architecture {
 pub enum Form {
     /// Text that the driver compiles for this architecture and all later ones.
     Ptx,
-    /// Machine code.
+    /// Machine code for this architecture only.
     Cubin,
 }
 
@@ -172,7 +173,7 @@ impl Image {
 pub fn compiler_version() -> Result<[u32; 2]> {
     let nvrtc = nvrtc()?;
     let (mut major, mut minor): (c_int, c_int) = (0, 0);
-    // SAFETY: both pointers point to a live number.
+    // SAFETY: both pointers point to live integers.
     checked(nvrtc, "get the version", unsafe { (nvrtc.version)(&mut major, &mut minor) })?;
     Ok([major, minor].map(|number| u32::try_from(number).unwrap_or(0)))
 }
@@ -214,9 +215,11 @@ pub fn compile(variant: &Variant, architecture: Architecture, form: Form) -> Res
         });
     }
     let bytes = match form {
-        // SAFETY: the two functions belong together, and the program has been compiled.
+        // SAFETY: the two functions return the size and the bytes of the same output, and the program has been
+        // compiled.
         Form::Ptx => unsafe { program.bytes(nvrtc.ptx_size, nvrtc.ptx) },
-        // SAFETY: the two functions belong together, and the program has been compiled.
+        // SAFETY: the two functions return the size and the bytes of the same output, and the program has been
+        // compiled.
         Form::Cubin => unsafe { program.bytes(nvrtc.cubin_size, nvrtc.cubin) },
     }?;
     Ok(Image { bytes: if form == Form::Ptx { until_zero(bytes) } else { bytes }, log })
@@ -280,7 +283,7 @@ impl Program {
 
 impl Drop for Program {
     fn drop(&mut self) {
-        // SAFETY: the program was created by `new` and is destroyed once. A failure cannot be handled here.
+        // SAFETY: the program was created by `new` and is destroyed once. An error cannot be handled in `drop`.
         let _ = unsafe { (self.nvrtc.destroy)(&mut self.handle) };
     }
 }
@@ -309,7 +312,7 @@ fn checked(nvrtc: &Nvrtc, action: &'static str, result: c_int) -> Result<()> {
 }
 
 fn described(nvrtc: &Nvrtc, result: c_int) -> String {
-    // SAFETY: the function takes any code.
+    // SAFETY: the function accepts any result code.
     let text = unsafe { (nvrtc.describe)(result) };
     if text.is_null() {
         return format!("error {result}");

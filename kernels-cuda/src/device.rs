@@ -1,6 +1,6 @@
-//! Loads an image as a kernel on the device of the caller's context.
+//! Loads images as kernels on the device of the caller's context.
 //!
-//! Contexts belong to the caller: the one that is current on the calling thread is used, and none is created.
+//! This module creates no contexts: it uses the one that is current on the calling thread, which belongs to the caller.
 //! [`Kernels`] compiles and loads a variant when it is first needed; [`Kernel::launch`] launches it.
 
 use std::collections::HashMap;
@@ -15,7 +15,7 @@ use crate::image_cache::{Compiler, ImageCache, Nvrtc};
 use crate::libraries::require_launch;
 use crate::{Error, Result};
 
-/// The properties that plans and images depend on, for the device of the current context.
+/// The properties of the current context's device that determine plans and images.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DeviceLimits {
     /// Compute capability, major and minor.
@@ -29,7 +29,7 @@ pub struct DeviceLimits {
 }
 
 impl DeviceLimits {
-    /// The limits of the device whose context is current on this thread.
+    /// Returns the properties of the device whose context is current on this thread.
     ///
     /// # Errors
     /// When there is no driver, or no context is current.
@@ -58,8 +58,8 @@ impl DeviceLimits {
         })
     }
 
-    /// What to compile for this device: machine code if that of a supported architecture runs on it, else PTX of the
-    /// newest architecture that it supports.
+    /// Returns the architecture and the form to compile for this device: machine code if that of a supported
+    /// architecture runs on it, else PTX of the newest architecture that it supports.
     ///
     /// # Errors
     /// When the device is older than every supported architecture.
@@ -88,23 +88,23 @@ unsafe impl Send for Kernel {}
 unsafe impl Sync for Kernel {}
 
 impl Kernel {
-    /// Loads a kernel of an image into the current context, and permits its blocks the given number of bytes of dynamic
-    /// shared memory.
+    /// Loads a kernel of an image into the current context, and sets the maximum number of bytes of dynamic shared
+    /// memory that its blocks may use.
     ///
     /// # Errors
     /// When there is no context, the driver rejects the image, the image lacks the kernel, or blocks cannot have that
     /// much shared memory.
     ///
     /// # Safety
-    /// The driver must be allowed to run the image: it comes from [`compile`](crate::compile) or is trusted. The
-    /// context must outlive the kernel.
+    /// The image must be trusted, such as one that [`compile`](crate::compile) has generated, since the driver runs its
+    /// code. The context must outlive the kernel.
     pub unsafe fn load(image: &Image, name: &str, shared_bytes: u32) -> Result<Self> {
         let context = current_context()?;
         let name = CString::new(name).map_err(|_| Error::Driver {
             action: "find a kernel",
             reason: "its name contains a NUL byte".into(),
         })?;
-        // PTX must end with a zero byte; machine code contains its length.
+        // PTX must end with a zero byte. Machine code states its own length, so the additional byte does no harm.
         let mut text = image.bytes.clone();
         text.push(0);
         let mut module = ptr::null_mut();
@@ -130,10 +130,10 @@ impl Kernel {
 impl Drop for Kernel {
     fn drop(&mut self) {
         let mut before = ptr::null_mut();
-        // SAFETY: the context is alive, by the contract of `load`. The previous context is made current again.
+        // SAFETY: the context is alive, by the contract of `load`, and the previous context is made current again.
         unsafe {
             if sys::cuCtxPushCurrent_v2(self.context) == sys::CUresult::CUDA_SUCCESS {
-                // A failure cannot be handled here.
+                // An error cannot be handled in `drop`.
                 let _ = sys::cuModuleUnload(self.module);
                 let _ = sys::cuCtxPopCurrent_v2(&mut before);
             }
@@ -144,7 +144,7 @@ impl Drop for Kernel {
 /// A context's address, a variant, and the bytes of shared memory.
 type Key = (usize, Variant, u32);
 
-/// Kernels by variant, compiled and loaded when they are first needed.
+/// The kernels of variants, compiled and loaded when they are first needed.
 #[derive(Debug)]
 pub struct Kernels<C = Nvrtc> {
     images: ImageCache<C>,
@@ -159,22 +159,22 @@ impl Default for Kernels {
 }
 
 impl<C: Compiler> Kernels<C> {
-    /// Creates an empty map, with images from the given cache.
+    /// Creates an empty map that takes images from the given cache.
     pub fn new(images: ImageCache<C>) -> Self {
         Self { images, loaded: Mutex::default() }
     }
 
-    /// The kernel of a variant in the current context. The first call compiles and loads it, which takes about a tenth
-    /// of a second and may synchronize with the device, so call this in advance of time-critical code.
+    /// Returns the kernel of a variant in the current context. The first call compiles and loads it, which takes about
+    /// a tenth of a second and may synchronize with the device, so make it before time-critical code.
     ///
     /// # Errors
-    /// When something is missing, or a step fails.
+    /// When the driver or the compiler is missing, or compiling or loading fails.
     ///
     /// # Safety
     /// The context must outlive `self`, and images in the cache's directory must be trusted.
     pub unsafe fn kernel(&self, variant: &Variant, shared_bytes: u32) -> Result<Arc<Kernel>> {
         let key = (current_context()? as usize, variant.clone(), shared_bytes);
-        // A thread that panicked left only complete kernels in the map.
+        // A poisoned lock is harmless: kernels are inserted only when they are complete.
         let mut loaded = self.loaded.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(kernel) = loaded.get(&key) {
             return Ok(Arc::clone(kernel));
@@ -239,7 +239,7 @@ mod tests {
         assert_eq!(target([7, 5]), Err(Error::DeviceTooOld { major: 7, minor: 5 }));
     }
 
-    /// Must not panic on any machine: without a driver, or with one but, as here, without a context.
+    /// Without a driver, or with a driver but without a context as here, functions must return errors and not panic.
     #[test]
     fn what_is_missing_is_an_error() {
         let expected = |e: &Error| match crate::driver_available() {
@@ -249,12 +249,12 @@ mod tests {
         let limits = DeviceLimits::current().unwrap_err();
         assert!(expected(&limits), "{limits}");
         let image = Image { bytes: b"no image".to_vec(), log: String::new() };
-        // SAFETY: there is no context, so nothing is loaded.
+        // SAFETY: there is no context, so nothing is loaded into it.
         let loaded = unsafe { Kernel::load(&image, "k", 0) }.unwrap_err();
         assert!(expected(&loaded), "{loaded}");
         let variant = crate::registry::entries().swap_remove(0).variant;
         let kernels = Kernels::new(ImageCache::in_directory(None, Nvrtc));
-        // SAFETY: there is no context, so nothing is loaded.
+        // SAFETY: there is no context, so nothing is loaded into it.
         let kernel = unsafe { kernels.kernel(&variant, 0) }.unwrap_err();
         assert!(expected(&kernel), "{kernel}");
     }

@@ -1,18 +1,19 @@
-//! Errors on the way to a GPU.
+//! Errors of this crate.
 
 use crate::compile::Architecture;
 
 /// The result of every fallible function of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// Something that is missing or failed on the way to a GPU.
+/// An error of this crate: a missing library or device, invalid operands, or a failed call of the driver or the
+/// compiler.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
     /// The driver's library is not installed, or not on the loader's path.
     #[error("CUDA driver library not found (libcuda.so, nvcuda.dll): install the NVIDIA driver")]
     DriverMissing,
-    /// A library of that name was loaded, but lacks a function that every version has.
+    /// A library with the expected name was loaded, but lacks a function that every version has.
     #[error("{library} has no function `{function}`: the library is damaged or a stub")]
     FunctionMissing {
         /// The library.
@@ -39,18 +40,18 @@ pub enum Error {
     /// The device is older than every supported architecture.
     #[error("the CUDA device has compute capability {major}.{minor}; kernels need 8.0 or later")]
     DeviceTooOld {
-        /// Part of the compute capability.
+        /// The major version of its compute capability.
         major: u32,
-        /// Part of the compute capability.
+        /// The minor version of its compute capability.
         minor: u32,
     },
-    /// Operands that no kernel supports.
+    /// Operands that the kernels do not support.
     #[error(transparent)]
     Operands(#[from] quant_kernels_cpu::KernelError),
     /// A launch that no device supports.
     #[error("cannot launch a kernel: {0}")]
     Launch(&'static str),
-    /// The run-time compiler failed for a reason other than a kernel's source.
+    /// The run-time compiler failed, but not because of a kernel's source.
     #[error("CUDA run-time compiler: cannot {action}: {reason}")]
     Nvrtc {
         /// The operation that was attempted.

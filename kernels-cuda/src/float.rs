@@ -17,7 +17,7 @@ impl Float {
         if self == Self::F32 { 4 } else { 2 }
     }
 
-    /// Its name in the kernels' macros.
+    /// The name of this type in the kernels' macros.
     pub(crate) fn name(self) -> &'static str {
         match self {
             Self::F16 => "F16",
@@ -26,7 +26,7 @@ impl Float {
         }
     }
 
-    /// Its number in preprocessor conditions; `cuda/ptx.cuh` has the same numbers.
+    /// The number of this type in preprocessor conditions; `cuda/ptx.cuh` has the same numbers.
     pub(crate) fn code(self) -> usize {
         match self {
             Self::F16 => 0,

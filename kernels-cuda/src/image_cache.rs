@@ -1,12 +1,12 @@
-//! Cache of compiled kernels on disk.
+//! A cache of compiled kernels on disk.
 //!
 //! An image is found by a hash of everything that determines it: sources, macros, options, architecture, form,
-//! compiler, and the version of this crate. Files are written under a temporary name and renamed, so that programs may
-//! share a directory. Each file ends with a hash of itself; damaged files are compiled again. If the directory cannot
-//! be written, this only costs time.
+//! compiler, and the version of this crate. Files are written under a temporary name and renamed, so that several
+//! programs can share a directory. Each file ends with a hash of its contents; damaged files are compiled again. If the
+//! directory cannot be written, kernels are compiled again by every process.
 //!
-//! If there is no compiler, if it rejects the source, or if the directory contains a file [`ANY_COMPILER`], images of
-//! any compiler are accepted, so that a directory filled on one machine can be used on others.
+//! Images of any compiler are accepted if there is no compiler, if it rejects the source, or if the directory contains
+//! a file [`ANY_COMPILER`]. A directory that was filled on one machine can therefore be used on others.
 
 use std::ffi::OsString;
 use std::io::Write;
@@ -16,11 +16,11 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use crate::Result;
 use crate::compile::{self, Architecture, Form, Image, Variant};
 
-/// The environment variable that names the directory; empty for no directory.
+/// The environment variable that names the directory. If it is empty, nothing is cached.
 pub const CACHE_DIRECTORY: &str = "QUANT_CUDA_CACHE";
 
-/// If a directory contains a file of this name, its images are used whichever compiler made them, in preference to
-/// compiling: shipped images are then the ones that were tested.
+/// If the cache directory contains a file with this name, cached images are used whichever compiler version produced
+/// them, instead of compiling again. The images that run are then those that were shipped and tested.
 pub const ANY_COMPILER: &str = "any-compiler";
 
 /// The beginning of each file, which identifies its format.
@@ -28,9 +28,9 @@ const HEAD: &[u8; 8] = b"QUANTCU1";
 /// Bytes of the hash at the end.
 const HASH: usize = 32;
 
-/// A compiler of images.
+/// A compiler that generates images.
 pub trait Compiler {
-    /// The version that distinguishes its images from those of other compilers: major and minor.
+    /// The compiler's version, major and minor, which distinguishes its images from those of other versions.
     ///
     /// # Errors
     /// When there is no compiler.
@@ -43,7 +43,7 @@ pub trait Compiler {
     fn compile(&self, variant: &Variant, architecture: Architecture, form: Form) -> Result<Image>;
 }
 
-/// The run-time compiler.
+/// The run-time compiler of CUDA.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Nvrtc;
 
@@ -57,7 +57,7 @@ impl Compiler for Nvrtc {
     }
 }
 
-/// Images in a directory.
+/// A cache of images in a directory.
 #[derive(Debug, Clone)]
 pub struct ImageCache<C = Nvrtc> {
     directory: Option<PathBuf>,
@@ -78,16 +78,16 @@ impl Default for ImageCache {
 }
 
 impl<C: Compiler> ImageCache<C> {
-    /// Creates a cache in a directory, which is created when something is stored; without a directory, everything is
-    /// compiled.
+    /// Creates a cache in a directory, which is created when the first image is stored. Without a directory, nothing is
+    /// cached and every image is compiled.
     pub fn in_directory(directory: Option<PathBuf>, compiler: C) -> Self {
         Self { directory, compiler }
     }
 
-    /// The image of a variant: read from the directory, or compiled and stored.
+    /// Returns the image of a variant: read from the directory, or compiled and stored.
     ///
     /// # Errors
-    /// Those of [`Compiler::compile`].
+    /// All errors of [`Compiler::compile`].
     pub fn image(&self, variant: &Variant, architecture: Architecture, form: Form) -> Result<Image> {
         let Some(directory) = &self.directory else {
             return self.compiler.compile(variant, architecture, form);
@@ -107,7 +107,7 @@ impl<C: Compiler> ImageCache<C> {
         }
         let image = match self.compiler.compile(variant, architecture, form) {
             Ok(image) => image,
-            // An older compiler may not know the architecture.
+            // For example, an older compiler may not know the architecture.
             Err(e) => return newest(directory, &key).ok_or(e),
         };
         // The image is usable even if it cannot be stored.
@@ -134,8 +134,8 @@ fn directory_of(variable: impl Fn(&str) -> Option<OsString>) -> Option<PathBuf> 
     Some(caches.join("quant").join("cuda"))
 }
 
-/// A hash of everything that determines an image except the compiler. Each text is preceded by its length, so that
-/// different splits of the same text differ.
+/// Hashes everything that determines an image except the compiler. The length of each text is hashed before the text,
+/// so that moving a boundary between two texts changes the hash.
 fn key(variant: &Variant, architecture: Architecture, form: Form) -> blake3::Hash {
     let mut hasher = blake3::Hasher::new();
     let mut add = |text: &str| {
@@ -173,7 +173,7 @@ fn load(path: &Path) -> Option<Image> {
     decode(&std::fs::read(path).ok()?)
 }
 
-/// The undamaged image of the newest compiler.
+/// Returns the undamaged image of the newest compiler, if there is one.
 fn newest(directory: &Path, key: &blake3::Hash) -> Option<Image> {
     let stem = format!("{}-", key.to_hex());
     let version = |path: &Path| -> Option<[u32; 2]> {
@@ -187,7 +187,7 @@ fn newest(directory: &Path, key: &blake3::Hash) -> Option<Image> {
     found.iter().rev().find_map(|(_, path)| load(path))
 }
 
-/// Head, length of the log, log, bytes, and a hash of all these.
+/// A file consists of the head, the length of the log, the log, the image, and a hash of all these.
 fn encode(image: &Image) -> Vec<u8> {
     let mut out = HEAD.to_vec();
     out.extend((image.log.len() as u64).to_le_bytes());
@@ -198,7 +198,7 @@ fn encode(image: &Image) -> Vec<u8> {
     out
 }
 
-/// `None` if the file is damaged.
+/// Decodes a file; `None` if it is damaged.
 fn decode(file: &[u8]) -> Option<Image> {
     let (body, hash) = file.split_at_checked(file.len().checked_sub(HASH)?)?;
     if blake3::hash(body).as_bytes() != hash {
@@ -210,7 +210,7 @@ fn decode(file: &[u8]) -> Option<Image> {
     Some(Image { log: String::from_utf8(log.to_vec()).ok()?, bytes: bytes.to_vec() })
 }
 
-/// Writes a file under a temporary name and renames it: other programs see either all of it or nothing.
+/// Writes a file under a temporary name and renames it, so that other programs never see a part of it.
 fn store(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
     static COUNT: AtomicU64 = AtomicU64::new(0);
     let directory = path.parent().unwrap_or(Path::new("."));
@@ -246,10 +246,10 @@ mod tests {
 
     static SOURCE: Source = Source { name: "a.cu", text: "text", headers: &[("b.cuh", "head")] };
     static OTHER: Source = Source { name: "a.cu", text: "text", headers: &[("b.cuh", "heads")] };
-    /// Text and header, concatenated, are the same as those of `SOURCE`.
+    /// The concatenation of the text and the header is the same as for `SOURCE`.
     static SHIFTED: Source = Source { name: "a.cu", text: "textb", headers: &[(".cuh", "head")] };
 
-    /// Returns its input as the image, and counts compilations.
+    /// A compiler that returns its input as the image, and counts compilations.
     struct Fake {
         version: [u32; 2],
         compiled: Cell<usize>,
@@ -294,7 +294,7 @@ mod tests {
         let first = cache.image(&variant("1"), SM, Form::Cubin).unwrap();
         assert_eq!(cache.image(&variant("1"), SM, Form::Cubin).unwrap(), first);
         assert_eq!(fake.compiled.get(), 1);
-        // Another program's cache reads it too.
+        // A cache of a different program finds the image too.
         let again = ImageCache::in_directory(Some(at.clone()), &fake);
         assert_eq!(again.image(&variant("1"), SM, Form::Cubin).unwrap(), first);
         assert_eq!(fake.compiled.get(), 1);
@@ -401,7 +401,7 @@ mod tests {
         assert_eq!(cache.image(&variant("1"), Architecture::Sm86, Form::Cubin), Err(Error::NvrtcMissing));
         assert_eq!(cache.image(&variant("1"), SM, Form::Ptx), Err(Error::NvrtcMissing));
         assert_eq!(missing.compiled.get(), 0);
-        // A compiler that rejects the source is treated like a missing one.
+        // If the compiler rejects the source, images of other compilers are used, as if there were no compiler.
         let old =
             ImageCache::in_directory(Some(dir.path().into()), Fake { refuses: true, ..Fake::new([12, 0]) });
         assert_eq!(old.image(&variant("1"), SM, Form::Cubin).unwrap().log, "log of [12, 10]");

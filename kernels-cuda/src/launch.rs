@@ -1,7 +1,7 @@
-//! Kernel launches: shape and arguments as plain data, and the launch itself.
+//! Kernel launches: their shape and arguments as plain data, and launching on a stream.
 //!
-//! A launch is put on the caller's stream and works on the caller's pointers. It allocates nothing on the device or the
-//! host, does not synchronize, and can be captured into a graph.
+//! A launch uses the caller's stream and the caller's pointers. It allocates nothing on the device or the host, does
+//! not synchronize, and can be captured into a graph.
 
 use std::ffi::c_void;
 use std::ptr;
@@ -23,7 +23,7 @@ pub enum Argument {
     F32(f32),
 }
 
-/// Blocks and threads. If a number of blocks is 0, nothing is launched.
+/// The number of blocks and threads. If any dimension of the grid is 0, nothing is launched.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LaunchShape {
     /// Blocks.
@@ -47,10 +47,10 @@ impl Region {
     /// An absent region.
     pub const NONE: Self = Self { address: 0, bytes: 0 };
 
-    /// Checks that the region has at least the given bytes and begins at a multiple of `align`.
+    /// Checks that the region has at least `bytes` bytes and that its address is a multiple of `align`.
     ///
     /// # Errors
-    /// When it does not.
+    /// When the region is too short or misaligned.
     pub fn require(self, what: &'static str, bytes: usize, align: usize) -> Result<(), KernelError> {
         let there = usize::try_from(self.bytes).unwrap_or(usize::MAX);
         if there < bytes {
@@ -79,7 +79,7 @@ impl Stream {
 const MAX_ARGUMENTS: usize = 32;
 
 impl Argument {
-    /// The address of its value, in the bytes of `self`.
+    /// A pointer to the value in `self`.
     fn value(&self) -> *mut c_void {
         match self {
             Self::U64(value) => ptr::from_ref(value).cast_mut().cast(),
@@ -98,7 +98,7 @@ fn pointers(arguments: &[Argument]) -> Result<[*mut c_void; MAX_ARGUMENTS]> {
 }
 
 impl LaunchShape {
-    /// Fails if no device supports the launch, or the kernel's blocks may not have that much shared memory.
+    /// Fails if no device supports the shape, or if it has more shared memory than the kernel was loaded with.
     fn check(&self, shared_of_kernel: u32) -> Result<()> {
         let [x, y, z] = self.grid;
         if x > i32::MAX as u32 || y > 65_535 || z > 65_535 {
@@ -115,16 +115,16 @@ impl LaunchShape {
 }
 
 impl Kernel {
-    /// Puts a launch on a stream of the context that the kernel was loaded into, which must be current. Does nothing if
+    /// Launches the kernel on a stream of the context that it was loaded into, which must be current. Does nothing if
     /// there are no blocks.
     ///
     /// # Errors
     /// When the shape is invalid, or the driver returns an error. Errors on the device are reported by later calls.
     ///
     /// # Safety
-    /// The arguments must be the kernel's, in number, order and size. They must point to device memory of the lengths
-    /// that the kernel expects, which stays allocated until the launch has finished. The stream must belong to the
-    /// context.
+    /// The arguments must match the kernel's parameters in number, order and size. They must point to device memory of
+    /// the lengths that the kernel expects, which stays allocated until the launch has finished. The stream must belong
+    /// to the context.
     pub unsafe fn launch(&self, shape: &LaunchShape, arguments: &[Argument], stream: Stream) -> Result<()> {
         shape.check(self.shared_bytes)?;
         if shape.grid.contains(&0) {
@@ -132,8 +132,8 @@ impl Kernel {
         }
         let mut pointers = pointers(arguments)?;
         let [x, y, z] = shape.grid;
-        // SAFETY: the kernel is loaded; the caller guarantees arguments and stream. The driver copies the arguments
-        // before it returns.
+        // SAFETY: the kernel is loaded; the caller guarantees that the arguments match the kernel and that the stream
+        // belongs to the context. The driver copies the arguments before it returns.
         let launched = unsafe {
             sys::cuLaunchKernel(
                 self.function,

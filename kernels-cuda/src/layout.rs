@@ -54,7 +54,7 @@ pub const TILE_K: usize = 128;
 /// Alignment of the sections of a packed matrix, in bytes.
 pub const SECTION: usize = 256;
 
-/// The type that the weights are multiplied with, which determines the order of codes within a lane.
+/// The type of the activations that the weights are multiplied with. It determines the order of codes within a lane.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Order {
     /// f16 or bf16.
@@ -81,13 +81,13 @@ pub enum Order {
 pub struct WeightLayout {
     n: usize,
     k: usize,
-    /// Bits that a code occupies: 4 or 8.
+    /// Bits per stored code: 4 or 8.
     code_bits: usize,
     group_size: usize,
     scales: ScaleType,
-    /// The zero point of every group, or `None` if zero points are stored.
+    /// The zero point of all groups, or `None` if zero points are stored.
     zero_point: Option<u8>,
-    /// The format of floating-point codes.
+    /// The format of floating-point codes; `None` for integers.
     float: Option<FloatFormat>,
     order: Order,
     sums: bool,
@@ -111,10 +111,11 @@ pub enum Section {
 }
 
 impl WeightLayout {
-    /// The layout of a view. With `sums` it includes the sums that integer activations with a zero point need.
+    /// Returns the layout of a view. With `sums` it includes the sums that are needed for integer activations with a
+    /// zero point.
     ///
-    /// Groups are 32, 64 or 128 features, or a whole row; multiples of 128 if activations are floats or weights are
-    /// progressive; with floating-point codes, which are only multiplied with floats, also 16.
+    /// Groups have 32, 64 or 128 features, or are whole rows. With float activations or progressive weights, multiples
+    /// of 128 are supported too. Floating-point codes, which require float activations, also support groups of 16.
     ///
     /// # Errors
     /// - All errors of [`Layout::of`].
@@ -144,7 +145,8 @@ impl WeightLayout {
         )
     }
 
-    /// The layout with these properties, for callers that have packed bytes but no view; like [`Layout::from_parts`].
+    /// Returns the layout with these properties, like [`Layout::from_parts`], for callers that have packed bytes but no
+    /// view.
     ///
     /// # Errors
     /// See [`of`](Self::of).
@@ -169,7 +171,7 @@ impl WeightLayout {
             .checked()
     }
 
-    /// The layout of codes of a floating-point format, for float activations; like [`Layout::from_float_parts`].
+    /// Returns the layout of floating-point codes, for float activations, like [`Layout::from_float_parts`].
     ///
     /// # Errors
     /// See [`of`](Self::of).
@@ -189,7 +191,7 @@ impl WeightLayout {
     fn checked(mut self) -> Result<Self, KernelError> {
         let Self { k, code_bits, group_size, zero_point, order, sums, .. } = self;
         let layout = &self;
-        // Differences from a larger zero point do not fit in signed integers with this many bits.
+        // With a larger zero point, `code − zero_point` does not fit in signed integers of this width.
         if layout.signed() && zero_point.is_some_and(|zero_point| zero_point > 1 << (code_bits - 1)) {
             return Err(KernelError::Scheme(
                 "the zero point of a symmetric integer grid must not exceed the middle code",
@@ -243,7 +245,7 @@ impl WeightLayout {
         self.k
     }
 
-    /// Bits that a code occupies: 4 or 8.
+    /// Bits per stored code: 4 or 8.
     pub fn code_bits(&self) -> usize {
         self.code_bits
     }
@@ -253,22 +255,22 @@ impl WeightLayout {
         self.group_size
     }
 
-    /// How scales of groups are stored; the scale of a row that is one group is always `f32`.
+    /// The type of stored group scales. If a row is one group, its scale is always `f32`.
     pub fn scales(&self) -> ScaleType {
         self.scales
     }
 
-    /// The zero point of every group, or `None` if each has its own.
+    /// The zero point of all groups, or `None` if each group has its own.
     pub fn zero_point(&self) -> Option<u8> {
         self.zero_point
     }
 
-    /// The format of floating-point codes.
+    /// The format of floating-point codes; `None` for integers.
     pub fn float_format(&self) -> Option<FloatFormat> {
         self.float
     }
 
-    /// The type that the weights are multiplied with.
+    /// The type of the activations that the weights are multiplied with.
     pub fn order(&self) -> Order {
         self.order
     }
@@ -278,7 +280,7 @@ impl WeightLayout {
         self.sums
     }
 
-    /// Whether a row is one group, whose scale is not among the parameters of tiles.
+    /// Whether a row is one group, whose scale is stored with the row and not with the tiles.
     pub fn row_is_group(&self) -> bool {
         self.group_size == self.k && !matches!(self.scales, ScaleType::Progressive | ScaleType::E4m3)
     }
@@ -308,7 +310,7 @@ impl WeightLayout {
         TILE_ROWS * TILE_K * self.code_bits / 8
     }
 
-    /// Number of groups that a tile has parameters for.
+    /// The number of groups for which a tile has parameters.
     pub(crate) fn tile_groups(&self) -> usize {
         if self.row_is_group() { 0 } else { TILE_K / self.group_size.min(TILE_K) }
     }
@@ -351,8 +353,8 @@ impl WeightLayout {
         8.0 * self.bytes() as f64 / (self.n as f64 * self.k as f64)
     }
 
-    /// Identifies the order and everything that it depends on, so that bytes of one layout are never read with a
-    /// different one.
+    /// An id of the layout, computed from everything that affects the order of bytes. It prevents bytes of one layout
+    /// from being read with a different one.
     pub fn id(&self) -> u64 {
         let scales = match self.scales {
             ScaleType::F16 => 1,
@@ -375,7 +377,7 @@ impl WeightLayout {
         });
         let words =
             [TAG, VERSION].into_iter().chain(sizes).chain([scales, zero_point, order, u64::from(self.sums)]);
-        // Integer formats are not hashed.
+        // The hash includes the format only for floating-point codes.
         let words = words.chain(float);
         // FNV-1a.
         words.flat_map(u64::to_le_bytes).fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
@@ -384,14 +386,14 @@ impl WeightLayout {
     }
 }
 
-/// The position of a row's value among the 16 of its block.
+/// The position of a row's value among the 16 values of its block.
 pub(crate) fn pair_order(row: usize) -> usize {
     2 * (row % 8) + row / 8
 }
 
 /// "cuda" in ASCII, so that no layout of another crate has the same id.
 const TAG: u64 = 0x6164_7563;
-/// Must be increased when the order of anything changes.
+/// Increase this whenever the order of bytes changes.
 const VERSION: u64 = 1;
 
 pub mod device;

@@ -1,9 +1,9 @@
-//! Kernels that multiply activations with quantized weights on NVIDIA GPUs: the host side.
+//! The host side of kernels that multiply activations with quantized weights on NVIDIA GPUs.
 //!
 //! The module of a kernel family, such as [`activation`], plans launches: the kernel variant, its grid and its
 //! arguments. A variant is compiled by NVRTC when first used ([`compile`]), cached on disk ([`image_cache`]), loaded
 //! ([`device`]) and launched on the caller's stream with the caller's pointers ([`launch`]). CUDA's libraries are
-//! loaded when first used, so this crate builds, and programs that use it start, without them; missing libraries are
+//! loaded when first used. Without them, this crate still builds, programs that use it still start, and calls return
 //! errors.
 //!
 //! ```no_run

@@ -2,9 +2,9 @@
 //!
 //! cudarc loads the driver when one of its functions is first called, and panics if the driver or the function is
 //! missing. This module therefore checks for them first: nothing else in this crate calls the driver before
-//! [`require_standalone`] or [`require_launch`] has succeeded. cudarc's own check cannot be used, because it does not
-//! exist if another crate of the program makes cudarc link the driver, as candle does. The few functions of the
-//! run-time compiler are looked up here; its library may be anywhere, since [`NVRTC`] can name it.
+//! [`require_standalone`] or [`require_launch`] has succeeded. cudarc's own check is not available if another crate of
+//! the program, such as candle, makes cudarc link the driver. The few functions of the run-time compiler are looked up
+//! here; its library may be at any path, which [`NVRTC`] can name.
 
 use std::ffi::{OsStr, c_char, c_int, c_void};
 use std::path::{Path, PathBuf};
@@ -15,8 +15,8 @@ use libloading::Library;
 
 use crate::{Error, Result};
 
-/// The environment variable that names the run-time compiler's library, or the directory that contains it, such as that
-/// of a Python package. Without it, the loader's path is searched.
+/// The environment variable that names the library of the run-time compiler, or the directory that contains it, such as
+/// that of a Python package. If it is not set, the loader searches its default path.
 pub const NVRTC: &str = "QUANT_NVRTC";
 
 /// Functions that [`device_count`] calls, including its error paths.
@@ -34,7 +34,7 @@ const LAUNCH_FUNCTIONS: [&str; 10] = [
     "cuFuncSetAttribute",
     "cuLaunchKernel",
 ];
-/// Further functions for a program without a framework, except [`elapsed`].
+/// Further functions for programs that have no context of their own, except [`elapsed`].
 const STANDALONE_FUNCTIONS: [&str; 16] = [
     "cuDeviceGet",
     "cuDeviceGetName",
@@ -53,12 +53,12 @@ const STANDALONE_FUNCTIONS: [&str; 16] = [
     "cuEventSynchronize",
     "cuEventDestroy_v2",
 ];
-/// Functions that return the time between two events, the newest first. Drivers before CUDA 12.8 only have the second,
-/// which does the same.
+/// The functions that return the time between two events, the newest first. Drivers before CUDA 12.8 have only the
+/// older one, which does the same.
 const ELAPSED_FUNCTIONS: [&str; 2] = ["cuEventElapsedTime_v2", "cuEventElapsedTime"];
-/// Names for the loader, in cudarc's order.
+/// Names of the driver's library, in the order in which cudarc tries them.
 const DRIVER_NAMES: &[&str] = if cfg!(windows) { &["nvcuda.dll"] } else { &["libcuda.so", "libcuda.so.1"] };
-/// Names for the loader, the newest first.
+/// Names of the run-time compiler's library, the newest first.
 const NVRTC_NAMES: &[&str] = if cfg!(windows) {
     &["nvrtc64_130_0.dll", "nvrtc64_120_0.dll"]
 } else {
@@ -149,7 +149,7 @@ pub(crate) fn require_standalone() -> Result<()> {
 pub(crate) type Elapsed =
     unsafe extern "C" fn(*mut f32, driver::sys::CUevent, driver::sys::CUevent) -> driver::sys::CUresult;
 
-/// The driver's function for this, by either of its names.
+/// Returns the driver's function that writes the milliseconds between two events, under either of its names.
 pub(crate) fn elapsed() -> Result<Elapsed> {
     let library = driver_library()?;
     // SAFETY: a function of either name has this signature; the library is never unloaded.
@@ -163,7 +163,7 @@ pub(crate) fn elapsed() -> Result<Elapsed> {
 fn has_driver_functions(functions: &[&'static str]) -> Result<()> {
     let library = driver_library()?;
     for function in functions {
-        // SAFETY: the symbol is looked up as a plain address and never called or read through.
+        // SAFETY: the symbol is looked up as a plain address, which is never called or dereferenced.
         if unsafe { library.get::<*const c_void>(function.as_bytes()) }.is_err() {
             return Err(Error::FunctionMissing { library: "the CUDA driver library", function });
         }
@@ -196,7 +196,7 @@ pub(crate) type BytesOf = unsafe extern "C" fn(Program, *mut c_char) -> c_int;
 pub(crate) fn nvrtc() -> Result<&'static Nvrtc> {
     static FOUND: OnceLock<Result<Nvrtc>> = OnceLock::new();
     let found = FOUND.get_or_init(|| {
-        // An empty variable counts as not set.
+        // An empty variable counts as unset.
         let named = std::env::var_os(NVRTC).filter(|path| !path.is_empty());
         Nvrtc::of(Box::leak(Box::new(nvrtc_library(named.as_deref())?)))
     });
@@ -224,7 +224,7 @@ fn nvrtc_library(named: Option<&OsStr>) -> Result<Library> {
     } else {
         (path.parent().unwrap_or(path), path.to_owned())
     };
-    // The compiler loads its builtins by name, and finds them if they are already loaded.
+    // The compiler loads its builtins by file name. Loading them here makes it find them in this directory.
     if let Some(builtins) = sibling(directory, |name| {
         name.starts_with("libnvrtc-builtins.so") || name.starts_with("nvrtc-builtins64_")
     }) {
@@ -235,13 +235,14 @@ fn nvrtc_library(named: Option<&OsStr>) -> Result<Library> {
     unsafe { Library::new(library) }.map_err(|e| failed(with_causes(&e)))
 }
 
-/// The loader's own message is in the error's sources.
+/// Formats an error with its sources, which contain the loader's own message.
 fn with_causes(error: &dyn std::error::Error) -> String {
     let causes = std::iter::successors(error.source(), |cause| cause.source());
     causes.fold(error.to_string(), |all, cause| format!("{all}: {cause}"))
 }
 
-/// The file of a directory with a matching name; of several, the last by name, which is the newest version.
+/// Returns a file of the directory with a matching name. If there are several, the last by name, which is the newest
+/// version.
 fn sibling(directory: &Path, such: impl Fn(&str) -> bool) -> Option<PathBuf> {
     let files = std::fs::read_dir(directory).ok()?.filter_map(|entry| Some(entry.ok()?.path()));
     files.filter(|path| path.file_name().and_then(OsStr::to_str).is_some_and(&such)).max()
@@ -280,7 +281,7 @@ impl Nvrtc {
 mod tests {
     use super::*;
 
-    /// Holds on every machine: with a GPU, with a driver only, or with neither.
+    /// Must hold on every machine: with a GPU, with a driver only, or with neither.
     #[test]
     fn asking_never_panics_and_answers_agree() {
         for _ in 0..2 {

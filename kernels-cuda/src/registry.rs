@@ -1,25 +1,24 @@
 //! All kernels, with requirements on their machine code.
 //!
-//! Each family returns its entries from a plain function. `tests/compile.rs` compiles them for every architecture and
-//! checks their registers and instructions.
+//! `tests/compile.rs` compiles them for every architecture and checks their registers and instructions.
 
 use crate::compile::Variant;
 use crate::{activation, attention, linear};
 
-/// A variant, and the requirements on its machine code.
+/// A variant, with requirements on its machine code.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Entry {
     /// The family.
     pub family: &'static str,
     /// The kernel.
     pub variant: Variant,
-    /// Maximum registers per thread that leave room for the intended number of blocks per multiprocessor.
+    /// The maximum number of registers per thread, so that the intended number of blocks fits on a multiprocessor.
     pub register_ceiling: u32,
     /// Prefixes of instructions, such as `IMMA.16832`, that the disassembly must contain on every architecture.
     pub instructions: Vec<&'static str>,
 }
 
-/// A family: its name, and the function that lists its variants.
+/// The name of a family, and the function that lists its variants.
 type Family = (&'static str, fn() -> Vec<Entry>);
 
 /// All families.
@@ -44,7 +43,7 @@ mod tests {
                 assert_eq!(entry.family, name);
                 assert!((16..=255).contains(&entry.register_ceiling), "{}", entry.variant);
                 assert!(!entry.instructions.is_empty(), "{}", entry.variant);
-                // The source must contain the name of the kernel.
+                // The source must define the kernel.
                 assert!(entry.variant.source.text.contains(entry.variant.kernel), "{}", entry.variant);
             }
         }

@@ -1,4 +1,5 @@
-//! Checks of a framework's tensor as the input of a linear, in plain numbers: testable without a framework or CUDA.
+//! Checks whether a framework's tensor is a valid input of a linear. It works on plain numbers, so that it can be
+//! tested without a framework or CUDA.
 
 use crate::float::Float;
 use crate::layout::{Order, WeightLayout};
@@ -12,15 +13,15 @@ pub(crate) struct Input {
     pub elements: usize,
     /// The dimensions of the results, `[.., n]`.
     pub results: Vec<usize>,
-    /// Whether it must be copied before kernels read it: it has gaps or a different order, or does not begin at a
+    /// Whether the input must be copied before kernels read it, because it is not contiguous or does not begin at a
     /// multiple of 16 bytes.
     pub copied: bool,
 }
 
-/// Checks an input of these dimensions; `start` is its first element if it is contiguous.
+/// Checks an input of these dimensions; `start` is the index of its first element if it is contiguous.
 ///
 /// # Errors
-/// A message, if it is not `[.., k]`, or exceeds the address space.
+/// A message if the input is not `[.., k]`, or is larger than the address space.
 pub(crate) fn input(
     name: &str,
     layout: &WeightLayout,
@@ -34,7 +35,7 @@ pub(crate) fn input(
         Some(last) if *last == k => *last = n,
         _ => return Err(format!("{name}: expected an input of shape [.., {k}], got {dims:?}")),
     }
-    // The dimensions of an expanded tensor can exceed memory.
+    // An expanded tensor repeats elements, so its dimensions can exceed memory.
     let bytes = |dims: &[usize]| {
         let elements = dims.iter().try_fold(1_usize, |all, &dim| all.checked_mul(dim))?;
         let bytes = elements.checked_mul(element.bytes())?;
@@ -46,7 +47,7 @@ pub(crate) fn input(
     Ok(Input { m: elements / k, elements, results, copied: elements > 0 && !straight })
 }
 
-/// Describes the input types that weights in this order are multiplied with, for messages.
+/// The input types that weights of this order can be multiplied with, for messages.
 pub(crate) fn types(order: Order) -> &'static str {
     match order {
         Order::Float => "f16 or bf16",
@@ -90,7 +91,7 @@ mod tests {
             assert_eq!(copied(Some(start), Float::F16), half, "{start}");
             assert_eq!(copied(Some(start), Float::F32), single, "{start}");
         }
-        // There is nothing to copy.
+        // An empty input is never copied.
         assert!(!check(&[0, 128], None, Float::F16).unwrap().copied);
     }
 

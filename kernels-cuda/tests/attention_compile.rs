@@ -1,4 +1,4 @@
-//! Decoding needs exactly the expected number of tensor core instructions. Needs NVRTC, no GPU.
+//! Decoding uses exactly the expected number of tensor core instructions. Needs NVRTC, but no GPU.
 
 use quant_kernels_cuda::attention;
 use quant_kernels_cuda::compile::{Architecture, Form, compile};
@@ -7,8 +7,7 @@ mod support;
 
 use support::has_nvrtc;
 
-/// Per tile: a step for every 16 features of keys, a block of outputs for every 16 features of values, and one for the
-/// sums of P.
+/// Per tile: one instruction per 16 features of keys, one per 16 features of values, and one for the sums of P.
 #[test]
 fn decoding_multiplies_on_tensor_cores() {
     if !has_nvrtc() {
@@ -23,7 +22,7 @@ fn decoding_multiplies_on_tensor_cores() {
         let number = |name| define(name).unwrap().parse::<usize>().unwrap();
         let (steps, heads) = (number("HEAD_DIM").div_ceil(32) * 2, number("HEAD_TILES"));
         let sums = usize::from(number("KV_BITS") != 16);
-        // Plus two per step before the loop, for the sums of queries.
+        // Two more per step before the loop, for the sums of queries.
         let expected = heads * (2 * steps + sums + 2 * sums * steps);
         let image = compile(&entry.variant, Architecture::Sm80, Form::Ptx).unwrap();
         let text = String::from_utf8(image.bytes).unwrap();

@@ -1,4 +1,4 @@
-//! Pages of the cache on the GPU, compared with the CPU's definition and checked for bank conflicts in shared memory.
+//! Pages of the cache on the GPU match the CPU's definition, and have no bank conflicts in shared memory.
 
 use proptest::prelude::*;
 use quant_kernels_cpu::attention::{KvType, dequantize_head, quantize_head};
@@ -58,7 +58,7 @@ fn a_page_is_covered_once() {
                     assert!(!std::mem::replace(&mut seen[at], true), "{kind:?} {d} {token} {word}");
                     // Chunks of 16 bytes stay contiguous, so that they can be appended and copied as one.
                     assert_eq!(at, place(token, word & !3) + word % 4);
-                    // A row is copied entirely or not at all: the copy checks the row that a chunk belongs to.
+                    // The copy kernel checks tokens per chunk, so a chunk must not span two rows.
                     assert_eq!(at / words, place(token, 0) / words);
                 }
             };
@@ -74,7 +74,7 @@ fn a_page_is_covered_once() {
 fn loads_meet_no_bank_twice() {
     let wide = |words: usize| if words.is_multiple_of(4) { 4 } else { 2 - words % 2 };
     let check = |what: &str, width: usize, words: Vec<usize>| {
-        // A pass serves as many lanes as read 128 bytes.
+        // A pass serves as many lanes as together read 128 bytes.
         for lanes in words.chunks(32 / width) {
             let mut banks = [None; 32];
             for word in lanes.iter().flat_map(|&from| from..from + width) {
@@ -114,7 +114,7 @@ fn loads_meet_no_bank_twice() {
 #[test]
 fn sizes_and_names() {
     let page = |kind, d, tokens| KvPageLayout::new(kind, d, tokens).unwrap();
-    // A token and head with 128 features: 64 + 4 bytes twice, 128 + 4 twice, 256 twice.
+    // Bytes per token and head with 128 features, for the key and again for the value: 64 + 4, 128 + 4, and 256.
     assert_eq!(KINDS.map(|kind| page(kind, 128, 64).page_bytes()), [64 * 136, 64 * 264, 64 * 512]);
     assert_eq!(page(KvType::Kv4, 80, 16).tile_bytes(), 2 * 16 * 48 + 128);
     assert_eq!([16, 32, 64].map(|tokens| page(KvType::Kv8, 64, tokens).page_shift()), [0, 1, 2]);

@@ -1,5 +1,4 @@
-//! The attention kernels, run instruction by instruction: appending is bit-identical to the CPU, decoding is compared
-//! with f64.
+//! The attention kernels on the interpreter: appending is bit-identical to the CPU, decoding is compared with f64.
 
 #[path = "attention/append.rs"]
 mod append;
@@ -26,10 +25,10 @@ use reference::Random;
 use support::has_nvrtc;
 
 const KINDS: [KvType; 3] = [KvType::Kv4, KvType::Kv8, KvType::F16];
-/// Splits of 64 tokens, so that short sequences are split too.
+/// The minimum split is 64 tokens, so that short sequences are split too.
 const SHORT: SplitRule = SplitRule { max_splits: 8, min_split: 64 };
 
-/// Heads that are hard to quantize: in turn constant, zero, negative zero, tiny, as wide as possible, nearly constant,
+/// Heads that are hard to quantize, in turn: constant, zero, negative zero, tiny, as wide as possible, nearly constant,
 /// and beyond the f16 range without scaling.
 fn hard_row(turn: usize, d: usize, random: &mut Random) -> Vec<f32> {
     let around = |centre: f32, by: f32, random: &mut Random| -> Vec<f32> {
@@ -79,7 +78,7 @@ fn decoding_is_within_its_bound() {
     }
 }
 
-/// Decoding reads what the append kernel stored, and no byte that was not stored.
+/// Decoding reads what the append kernel stored, and no bytes that were never written.
 #[test]
 fn what_was_appended_is_attended_to() {
     if !has_nvrtc() {
@@ -97,7 +96,7 @@ fn what_was_appended_is_attended_to() {
     }
 }
 
-/// Split and merged in order, whatever the order of blocks and warps; and with the beginning of the list unseen.
+/// Split sequences give the same result for any order of blocks and warps, also if the beginning of the list is unseen.
 #[test]
 fn splits_join_to_the_whole() {
     if !has_nvrtc() {
@@ -132,7 +131,8 @@ fn max_splits_cover_all_tokens() {
     }
 }
 
-/// The result of a sequence is bit-identical whether it is decoded alone or in a batch, wherever its pages are.
+/// The result of a sequence is bit-identical whether it is decoded alone or in a batch, and for any placement of its
+/// pages.
 #[test]
 fn a_sequence_does_not_see_its_neighbours() {
     if !has_nvrtc() {
@@ -152,8 +152,8 @@ fn a_sequence_does_not_see_its_neighbours() {
     }
 }
 
-/// Several queries of a sequence: none sees a token after its own, and each result is bit-identical to that of the
-/// query alone.
+/// With several queries per sequence, no query sees a token after its own, and each result is bit-identical to that of
+/// the query alone.
 #[test]
 fn queries_do_not_see_what_comes_after_them() {
     if !has_nvrtc() {
@@ -189,19 +189,19 @@ fn extremes_stay_within_the_bound() {
         let mut sequence = Sequence::random(&case, 70, 4);
         for t in 0..70 {
             let (key, value) = (hard_row(t + 5, 64, &mut random), hard_row(t, 64, &mut random));
-            // Keys of moderate size, because otherwise all probabilities but one vanish.
+            // Limit the keys, because otherwise a single probability would dominate.
             let key: Vec<f32> = key.into_iter().map(|x| x.clamp(-30.0, 30.0)).collect();
             sequence.keys[t * 64..][..64].copy_from_slice(&key);
             sequence.values[t * 64..][..64].copy_from_slice(&value);
         }
         let sequences = [sequence];
         check(&case, &sequences, None, &decode(&case, &sequences, None, Order::Straight));
-        // A constant is preserved, because the probabilities sum to one.
+        // If all values are the same constant, the result is that constant, because the probabilities sum to one.
         let mut constant = Sequence::random(&case, 40, 5);
         constant.values.fill(-3.0);
         let result = decode(&case, &[constant.clone()], None, Order::Straight);
         check(&case, &[constant], None, &result);
-        // Scores that grow, from tile to tile, by far more than the range of an exponential.
+        // Scores grow from tile to tile by far more than the range of an exponential.
         let mut steep = Sequence::random(&case, 100, 6);
         for (t, keys) in steep.keys.chunks_exact_mut(64).enumerate() {
             keys.iter_mut().for_each(|k| *k = *k * 0.1 + 10.0 * t as f32);
@@ -211,8 +211,8 @@ fn extremes_stay_within_the_bound() {
     }
 }
 
-/// From a warp's first tile to its next, scores and value scales grow by less and by more than the kernel tolerates
-/// before it rescales its sums: weights stay within f16.
+/// From a warp's first tile to its next, scores and value scales grow by less and by more than the limit at which the
+/// kernel rescales its sums; weights must stay within f16.
 #[test]
 fn scores_and_scales_grow_together() {
     if !has_nvrtc() {
@@ -238,7 +238,8 @@ fn scores_and_scales_grow_together() {
     }
 }
 
-/// Every byte of the cache, and no other, is read once; shared memory has no bank conflicts; few instructions per code.
+/// Every byte of the cache is read once, and no others; shared memory has no bank conflicts; and the number of
+/// instructions per code is small.
 #[test]
 fn budgets_are_kept() {
     if !has_nvrtc() {
@@ -253,13 +254,13 @@ fn budgets_are_kept() {
         for run in &runs {
             assert!(run.page_bytes_read as f64 <= 1.03 * run.page_bytes_held as f64, "{kind:?} {head_dim}");
         }
-        // The cost of 16 more tiles: only the main loop.
+        // The difference between two runs is the cost of 16 more tiles in the main loop.
         let more = |of: &dyn Fn(&machine::Counters) -> u64| of(&runs[1].counters) - of(&runs[0].counters);
         let (wavefronts, ideal) = (more(&|c| c.shared_read_wavefronts), more(&|c| c.shared_read_ideal));
         assert_eq!(wavefronts, ideal, "{kind:?} {head_dim}");
         assert!(ideal > 0);
         let extraction = more(&|c| c.of("lop3") + c.of("prmt"));
-        // Eight codes per lane: 256 per instruction of a warp.
+        // The limit is per 8 codes of a lane; an instruction of a warp covers 32 lanes.
         let codes = 256 * 2 * head_dim as u64;
         let per_eight = (extraction * 32 * 8) as f64 / codes as f64;
         assert!(per_eight <= 7.0, "{kind:?} {head_dim}: {per_eight} instructions for 8 codes");
@@ -272,7 +273,7 @@ fn budgets_are_kept() {
     }
 }
 
-/// If a sequence is split, splits leave `4 d + 8` bytes per query head, written once and read once.
+/// If a sequence is split, each split writes `4 d + 8` bytes per query head once, which are read once.
 #[test]
 fn bytes_of_a_workspace_are_kept() {
     if !has_nvrtc() {

@@ -1,6 +1,6 @@
-//! Linears on candle's tensors on `Device::Cuda` give the same results as the CPU, except for the order of sums.
+//! Linears on candle's tensors on `Device::Cuda` match the CPU's results up to the order of sums.
 //!
-//! Builds with the feature `candle` if nvcc is installed, links CUDA, and runs on a device with `QUANT_GPU=1`.
+//! These tests are built with the feature `candle`, which needs nvcc, and run on a device with `QUANT_GPU=1`.
 
 use std::sync::Arc;
 

@@ -1,9 +1,9 @@
-//! Every kernel compiles for every architecture: within its registers, without spilling, and to the intended
-//! instructions. Needs NVRTC and the disassembler, no GPU.
+//! Every kernel compiles for every architecture within its register limit, without spilling, and to the intended
+//! instructions. Needs NVRTC and the disassembler, but no GPU.
 //!
-//! Each listed variant is compiled for two architectures, and each architecture compiles two fifths of the variants of
-//! every kernel, including all types and sizes; every second of these is disassembled. `QUANT_EVERY_VARIANT=1` compiles
-//! and disassembles all variants for all architectures.
+//! Each listed variant is compiled for two architectures. Each architecture compiles two fifths of the variants of
+//! every kernel, including all types and sizes, and disassembles every second of these. `QUANT_EVERY_VARIANT=1`
+//! compiles and disassembles all variants for all architectures.
 
 mod support;
 
@@ -15,17 +15,17 @@ use quant_kernels_cuda::compile::{Architecture, Form, Image, Variant, compile};
 use quant_kernels_cuda::registry::{Entry, entries};
 use support::{has_nvrtc, is_there};
 
-/// The directory of CUDA's programs; if unset, they are looked up on `PATH`.
+/// The environment variable that names the directory of CUDA's programs; if unset, they are searched on `PATH`.
 const PROGRAMS: &str = "QUANT_CUDA_BIN";
 
-/// If set, all variants are compiled for all architectures.
+/// If this environment variable is set, all variants are compiled for all architectures.
 const EVERY: &str = "QUANT_EVERY_VARIANT";
 
 fn every() -> bool {
     std::env::var_os(EVERY).is_some_and(|value| !value.is_empty() && value != "0")
 }
 
-/// The variants compiled for an architecture: some of every kernel.
+/// The variants that are compiled for an architecture, some of every kernel.
 fn dealt(architecture: Architecture) -> Vec<Entry> {
     let turn = Architecture::ALL.iter().position(|a| *a == architecture).unwrap();
     let all = every();
@@ -40,7 +40,7 @@ fn dealt(architecture: Architecture) -> Vec<Entry> {
     entries
 }
 
-/// Compiles entries, and fails with everything that `look` reports.
+/// Compiles the entries of an architecture, and fails with all messages that `look` returns.
 fn check(architecture: Architecture, look: impl Fn(usize, &Entry, &Image) -> Result<(), String>) {
     let entries = dealt(architecture);
     let wrong: Vec<String> = entries
@@ -152,7 +152,8 @@ fn every_kernel_fits_sm_120() {
     check_all(Architecture::Sm120);
 }
 
-/// Every listed variant is compiled for two architectures; every kernel, and every type and size of a kernel, for all.
+/// Every listed variant is compiled for two architectures, and each architecture compiles every kernel with all of its
+/// types and sizes.
 #[test]
 fn variants_are_distributed_to_all() {
     let all: Vec<Variant> = entries().into_iter().map(|e| e.variant).collect();
@@ -167,7 +168,7 @@ fn variants_are_distributed_to_all() {
                 .chain([(v.kernel, ("", String::new()))])
                 .collect::<Vec<_>>()
         };
-        // There are few packing kernels of each kind.
+        // There are too few packing kernels to cover all of their options on each architecture.
         let is_chosen =
             |(kernel, (name, _)): &(&str, (&str, String))| !kernel.starts_with("pack") || name.is_empty();
         variants.iter().flat_map(of).filter(is_chosen).collect::<HashSet<_>>()
@@ -182,7 +183,7 @@ fn variants_are_distributed_to_all() {
     println!("{} variants, {:?} for each architecture", all.len(), dealt.each_ref().map(Vec::len));
 }
 
-/// PTX can be generated too, is reproducible, and names its target.
+/// PTX can be generated too; the output is reproducible and names its target.
 #[test]
 fn every_kernel_has_ptx() {
     if !has_nvrtc() {

@@ -1,7 +1,7 @@
-//! The host side from a plan to results: compile, cache, load and launch, on the driver that is present.
+//! The host side from a plan to results (compile, cache, load and launch) on the installed driver.
 //!
 //! With `QUANT_GPU=1` this is a GPU's driver. Otherwise `QUANT_CUDA_STAND_IN` names a directory with a stand-in for the
-//! driver, which runs PTX on the interpreter; these tests then run again in a process that loads it.
+//! driver, which runs PTX on the interpreter; these tests then run again in a child process that loads it.
 
 mod support;
 
@@ -25,7 +25,7 @@ use quant_kernels_cuda::linear::{CallArguments, CallShape, LinearCall};
 use support::gpu::{Bytes, Gpu};
 use support::machine::on_gpu;
 
-/// Names a directory with a stand-in for the driver.
+/// The environment variable that names a directory with a stand-in for the driver.
 const STAND_IN: &str = "QUANT_CUDA_STAND_IN";
 
 fn region(bytes: &Bytes) -> Region {
@@ -93,7 +93,7 @@ fn planned_rows_are_launched() {
     // SAFETY: the primary context is never released, and images come from this crate.
     let again = unsafe { kernels.kernel(&plan.variant, plan.launch.shared_bytes) }.unwrap();
     assert!(std::ptr::eq(&*kernel, &*again), "loaded twice");
-    // SAFETY: the arguments are the plan's, on memory that lives until after the synchronization.
+    // SAFETY: the arguments match the plan, on memory that lives until after the synchronization.
     unsafe { kernel.launch(&plan.launch, &arguments, Stream::DEFAULT) }.unwrap();
     Gpu::get().wait().unwrap();
 
@@ -118,7 +118,7 @@ fn planned_rows_are_launched() {
     assert_eq!(sums, (0..m).map(added).collect::<Vec<_>>());
 }
 
-/// A complete linear as an adapter of a framework calls it: quantization, product, and the memory between them.
+/// A complete linear, as a framework adapter calls it: quantization, product, and the memory between them.
 #[test]
 fn calls_of_linears_are_launched() {
     if !on_gpu() {
@@ -130,7 +130,7 @@ fn calls_of_linears_are_launched() {
     let zeros: Vec<u8> = (0..n * k / 128).map(|i| (i * 5 % 16) as u8).collect();
     let bias: Vec<f32> = (0..n).map(|i| i as f32 - 17.5).collect();
     let view = WeightView::new([n, k], 4, 128, &codes, &scales, Some(&zeros)).unwrap();
-    // f16 values, some of them large, so that the steps of 8 bits are visible.
+    // f16 values, some of them large, so that errors of 8-bit quantization are visible.
     let x: Vec<f16> = (0..m * k)
         .map(|i| f16::from_f32(((i * 37 % 997) as f32 - 498.0) / 300.0 * (1 + i / k) as f32))
         .collect();
@@ -139,7 +139,7 @@ fn calls_of_linears_are_launched() {
         let multiplied: Vec<f64> = match order {
             Order::Float => x.iter().map(|&v| f64::from(v)).collect(),
             Order::Int8 => {
-                // Integers are bit-identical to the CPU's.
+                // The quantized activations must be bit-identical to the CPU's.
                 let layout = Layout::from_parts([1, k], 4, k, ScaleType::F32, None, true).unwrap();
                 let (mut rows, layout) = (Int8Rows::default(), RowLayout::of(&layout));
                 match fixed {
@@ -208,7 +208,7 @@ fn called(view: &WeightView, bias: &[f32], order: Order, fixed: Option<FixedScal
     for launch in &launches {
         // SAFETY: the primary context is never released, and images come from this crate.
         let kernel = unsafe { kernels.kernel(&launch.variant, launch.shape.shared_bytes) }.unwrap();
-        // SAFETY: the arguments are the call's, on memory that lives until after the synchronization.
+        // SAFETY: the arguments match the call, on memory that lives until after the synchronization.
         unsafe { kernel.launch(&launch.shape, &launch.arguments, Stream::DEFAULT) }.unwrap();
     }
     gpu.wait().unwrap();
@@ -252,10 +252,10 @@ fn invalid_images_are_refused() {
     Gpu::get();
     let limits = DeviceLimits::current().unwrap();
     let image = Image { bytes: b"no image".to_vec(), log: String::new() };
-    // SAFETY: the driver rejects the text because it is not an image.
+    // SAFETY: the text is not an image, so the driver rejects it and runs nothing.
     let refused = unsafe { Kernel::load(&image, "k", 0) }.unwrap_err();
     assert!(matches!(refused, Error::Driver { action: "load a kernel", .. }), "{refused}");
-    // A kernel that the image does not contain, and more shared memory than available.
+    // The image lacks this kernel, and no device has this much shared memory.
     let plan = ActivationShape::new(Rows::Plain, Float::F32, 1, 64).plan().unwrap();
     let (architecture, form) = limits.target().unwrap();
     let cache = ImageCache::in_directory(None, Nvrtc);
@@ -275,7 +275,7 @@ fn invalid_images_are_refused() {
     assert!(form == Form::Cubin || architecture.number() < 10 * limits.capability[0] + limits.capability[1]);
 }
 
-/// Weights of every kind on the device with rows from the host, compared with the CPU kernels.
+/// Weights of every kind on the device with activations on the host match the CPU kernels.
 #[test]
 fn linears_of_a_program_without_a_framework() {
     if !on_gpu() {
@@ -285,7 +285,7 @@ fn linears_of_a_program_without_a_framework() {
     let runner = Arc::new(Runner::new().unwrap());
     let (n, m) = (70, 3);
     let by = StaticScale { scale: 0.03, zero: 5 };
-    // The last case is a group that is too small for these kernels.
+    // The group size of the last case is not supported by these kernels.
     for (bits, k, group, activations) in [
         (4, 256, 128, Activations::Float),
         (8, 264, 264, Activations::PerToken),
@@ -325,7 +325,8 @@ fn linears_of_a_program_without_a_framework() {
         for (i, (got, expected)) in got.iter().zip(&expected).enumerate() {
             let (row, x) = (&weights[i % n * k..][..k], &x[i / n * k..][..k]);
             let magnitude: f32 = row.iter().zip(x).map(|(w, x)| (w * x).abs()).sum();
-            // f16 has a relative error of 2⁻¹², sums a smaller one; with integers only the final floats are rounded.
+            // f16 activations have a relative error of 2⁻¹², and sums a smaller one. With integers, only the final
+            // floats are rounded.
             let max =
                 if activations == Activations::Float { magnitude / 2048.0 } else { expected.abs() * 1e-5 };
             assert!((got - expected).abs() <= max + 1e-6, "{activations:?} {i}: {got}, not {expected}");

@@ -1,4 +1,5 @@
-//! Packed weights for GPUs compared with the plain definition: every scheme, ragged shapes, and rejected weights.
+//! Packed weights for GPUs match the plain definition, for every scheme and for ragged shapes; invalid weights are
+//! rejected.
 
 mod cases;
 
@@ -89,7 +90,7 @@ fn unpacking_gives_back_what_was_packed() {
     }
 }
 
-/// The sections of a small matrix, derived from the documentation and not from the packer.
+/// The sections of a small matrix, derived from the documentation independently of the packer.
 #[test]
 fn bytes_are_where_the_documentation_says() {
     let case = Case::new([32, 256], 4, 64, Kind::F16, true, 7);
@@ -172,7 +173,7 @@ fn misfits_are_reported() {
         let refused = Err(KernelError::Scheme("a code or zero point exceeds the bits of the weight"));
         assert_eq!(layout.pack(&case.view(), &mut packed), refused);
     }
-    // 128 is not a signed byte: the kernels' `128 + (q − z) s` would be 256.
+    // 128 does not fit a signed byte: `128 + (q − z) s` in the kernels would be 256.
     let mut case = Case::new([16, 128], 4, 128, Kind::Progressive, true, 3);
     let layout = WeightLayout::of(&case.view(), Order::Int8, false).unwrap();
     let mut packed = vec![0; layout.bytes()];

@@ -1,4 +1,4 @@
-//! Instructions that access memory, lane by lane, with their checks and counts.
+//! Instructions that access memory, lane by lane, with their checks and counters.
 
 use crate::atomic::combine;
 use crate::counters::Wavefronts;
@@ -103,7 +103,7 @@ impl Machine<'_> {
         let (mut sectors, mut global) = (Vec::new(), Vec::new());
         for (lane, location) in locations.iter().enumerate() {
             match *location {
-                // An address far out of range is a fault, and not counted as an access.
+                // Addresses far out of range are faults. They are not counted as accesses.
                 Some(Location::Shared(address)) if address <= low_bits(32) => {
                     shared[lane] = Some(address);
                     any_shared = true;
@@ -276,7 +276,7 @@ impl Machine<'_> {
         Ok(())
     }
 
-    /// Completes the copies of committed groups, except the last `left` groups of each lane.
+    /// Completes the copies of all committed groups of each lane except the last `left` ones.
     fn land(&mut self, w: usize, active: u32, left: u32) {
         let warp = &mut self.warps[w];
         let (closed, barriers) = (warp.closed, warp.warp_barriers);
@@ -373,8 +373,8 @@ impl Machine<'_> {
         Ok(())
     }
 
-    /// Reads a row on behalf of the lane that provides its address. Other lanes receive it, so bytes that were copied
-    /// asynchronously need a warp barrier first.
+    /// Reads a row on behalf of the lane that provides its address. Since other lanes receive the row, bytes that were
+    /// copied asynchronously require a warp barrier first.
     fn read_row(
         &mut self,
         w: usize,

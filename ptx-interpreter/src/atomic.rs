@@ -1,11 +1,11 @@
-//! The new value of an atomic operation.
+//! The value that an atomic operation writes.
 
 use half::{bf16, f16};
 
 use crate::operation::Atomic;
 use crate::types::{Lane, Pair, Type, low_bits};
 
-/// The new value; `None` for combinations that this crate does not support. `b` is the second source of `cas`.
+/// Returns the new value; `None` for combinations that this crate does not support. `b` is the second source of `cas`.
 pub(crate) fn combine(atomic: Atomic, ty: Type, old: u64, a: u64, b: u64) -> Option<u64> {
     let keep = low_bits(ty.bits());
     let a = a & keep;
@@ -40,7 +40,7 @@ pub(crate) fn combine(atomic: Atomic, ty: Type, old: u64, a: u64, b: u64) -> Opt
         (Atomic::Max, _) if ty.is_signed() => signed(old).max(signed(a)) as u64 & keep,
         (Atomic::Min, _) => old.min(a),
         (Atomic::Max, _) => old.max(a),
-        // Counters that wrap at `a`.
+        // `inc` wraps from `a` to 0, and `dec` from 0 to `a`.
         (Atomic::Increment, _) => {
             if old >= a {
                 0

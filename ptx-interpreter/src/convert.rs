@@ -11,7 +11,7 @@ use crate::types::{Lane, One, Pair, Two, Type, low_bits, one, two};
 pub(crate) struct Conversion {
     pub to: Type,
     pub from: Type,
-    /// The rounding, and whether it rounds to an integral value (`rni`, ...).
+    /// The rounding direction, and whether the result is rounded to an integral value (`rni`, ...).
     pub direction: Option<Direction>,
     pub integral: bool,
     pub ftz: bool,
@@ -28,13 +28,13 @@ fn is_integer(ty: Type) -> bool {
 }
 
 impl Conversion {
-    /// Whether [`convert`](Self::convert) supports it.
+    /// Whether [`convert`](Self::convert) supports this conversion.
     pub fn is_known(&self) -> bool {
         let known = |ty| is_float(ty) || is_integer(ty);
         known(self.to) && known(self.from)
     }
 
-    /// A function over the lanes for frequent conversions, whose registers are as wide as their types.
+    /// A function over all lanes for frequent conversions. It requires registers that are as wide as the types.
     pub fn fast(&self) -> Option<One> {
         if self.sat || self.ftz || self.relu {
             return None;
@@ -89,7 +89,8 @@ impl Conversion {
 
     fn integer_to_float(&self, value: u64) -> u64 {
         let signed = self.from.is_signed();
-        // 64-bit integers are converted to f64 with rounding to odd, so that the next rounding is the only one.
+        // 64-bit integers are rounded to odd when converted to f64, so that the next rounding gives the correctly
+        // rounded result.
         let (negative, size) =
             if signed { ((value as i64) < 0, (value as i64).unsigned_abs()) } else { (false, value) };
         let spare = (64 - size.leading_zeros()).saturating_sub(53);

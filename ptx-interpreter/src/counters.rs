@@ -1,4 +1,4 @@
-//! Counts of what a launch did.
+//! Counters of a launch: instructions, memory traffic and passes through shared memory.
 
 use std::collections::BTreeMap;
 
@@ -14,7 +14,7 @@ pub struct Traffic {
     pub sectors: u64,
     /// Distinct bytes over the whole launch.
     pub unique_bytes: u64,
-    /// Distinct 32-byte sectors over the whole launch: times 32, the minimum DRAM traffic.
+    /// Distinct 32-byte sectors over the whole launch. Times 32, this is the minimum DRAM traffic in bytes.
     pub unique_sectors: u64,
 }
 
@@ -30,14 +30,14 @@ pub struct BufferTraffic {
 /// Wavefronts of shared memory: passes through its banks.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Wavefronts {
-    /// With the addresses that were accessed.
+    /// The number of wavefronts for the actual addresses.
     pub taken: u64,
-    /// If there were no bank conflicts.
+    /// The number of wavefronts without bank conflicts.
     pub ideal: u64,
 }
 
-/// Counts of a launch. Instructions are counted once per warp, whichever lanes take part, and also if their guard is
-/// false in all lanes.
+/// Counters of a launch. An instruction is counted once per warp, even if only some lanes execute it, or if its guard
+/// is false in all lanes.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Counters {
     /// Warp instructions.
@@ -48,7 +48,7 @@ pub struct Counters {
     pub by_line: BTreeMap<u32, u64>,
     /// Warp instructions by file number and line of the last `.loc`, if the text has any.
     pub by_source: BTreeMap<(u32, u32), u64>,
-    /// Traffic by name of the buffer; a module's own variables are `(module)`.
+    /// Traffic by name of the buffer. The variables of a module are counted as `(module)`.
     pub buffers: BTreeMap<String, BufferTraffic>,
     /// Loads from shared memory, including `ldmatrix` and atomics.
     pub shared_reads: Wavefronts,
@@ -69,7 +69,7 @@ impl Counters {
     }
 }
 
-/// Counts while a launch runs.
+/// The counters of a running launch.
 #[derive(Default)]
 pub(crate) struct Tally {
     /// Executions by instruction.
@@ -89,7 +89,7 @@ impl Tally {
         Self { executed: vec![0; instructions], reads: none.clone(), writes: none, ..Self::default() }
     }
 
-    /// Adds the bytes and sectors of one instruction: `(buffer, sector)` of its lanes in any order.
+    /// Counts the bytes and sectors of one instruction: `(buffer, sector)` of its lanes in any order.
     pub fn traffic(
         &mut self,
         written: bool,

@@ -37,7 +37,8 @@ impl<'a> Opcode<'a> {
         self.modifiers.contains(&modifier)
     }
 
-    /// Whether every modifier is one of these: an unknown one may change the meaning.
+    /// Whether every modifier is one of these. Any other modifier could change the meaning, so the instruction is
+    /// unsupported.
     pub fn only(&self, known: &[&str]) -> bool {
         self.modifiers.iter().all(|m| known.contains(m))
     }
@@ -88,7 +89,7 @@ pub(crate) fn kernel<'a>(entry: &'a Entry<'a>, module: &'a [Variable<'a>]) -> Re
         let (line, source) = (statement.line, statement.source);
         instructions.push(Instruction { operation, guard, opcode, line, source });
     }
-    // A label may follow the last statement, and a text may lack the final `ret`.
+    // Append an exit: a label may follow the last statement, and a text may lack the final `ret`.
     let (line, source) = entry.statements.last().map_or((0, (0, 0)), |s| (s.line, s.source));
     opcodes.push("(end)".to_owned());
     let opcode = opcodes.len() - 1;
@@ -263,7 +264,8 @@ fn conversion<'a>(r: &mut Resolver<'a>, s: &Statement<'a>, o: &Opcode<'_>) -> Re
     if !conversion.is_known() {
         return Ok(None);
     }
-    // The result of a fast function is as wide as its type: a wider register of a signed type needs the slow path.
+    // A fast function returns a result as wide as its type. For a wider register, a signed type needs the slow path,
+    // which extends the sign.
     let same = register.bits() == to.bits() || !to.is_signed();
     if let Some(f) = conversion.fast().filter(|_| same) {
         return Ok(Some(Operation::One { f, d, a }));

@@ -59,7 +59,7 @@ fn place(o: &Opcode<'_>) -> MemorySpace {
     }
 }
 
-/// The operation; `None` if the statement is of a different kind or has unsupported modifiers.
+/// Decodes a statement; `None` if it is of a different kind or has unsupported modifiers.
 pub(crate) fn memory<'a>(
     r: &mut Resolver<'a>,
     s: &Statement<'a>,
@@ -70,7 +70,7 @@ pub(crate) fn memory<'a>(
         "st" => store(r, s, o)?,
         "atom" | "red" => atomic(r, s, o)?,
         "fence" if o.only(&["acq_rel", "sc", "acquire", "release", "cta", "gpu", "sys", "cluster"]) => {
-            // A fence of block scope orders nothing between blocks.
+            // A fence of block scope does not order accesses between blocks.
             Some(if o.has("cta") { Operation::Nothing } else { Operation::Fence })
         }
         "membar" if o.only(&["gl", "sys"]) => Some(Operation::Fence),

@@ -1,11 +1,11 @@
-//! Errors in a text, in a launch, or in what a kernel does.
+//! Errors in PTX text and launches, and faults of kernels.
 
 use std::fmt;
 
 /// The result of every fallible function of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// A failure to read or run a kernel.
+/// An error while reading or running a kernel.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -30,27 +30,27 @@ pub enum Error {
     Launch {
         /// The kernel.
         kernel: String,
-        /// What does not match.
+        /// A description of the mismatch.
         message: String,
     },
-    /// A buffer that the host accesses does not exist, or has bytes that were never written.
+    /// No buffer begins at the address that the host accesses, or the buffer has bytes that were never written.
     #[error("memory: {message}")]
     Memory {
         /// The reason.
         message: String,
     },
-    /// The kernel made an error.
+    /// The kernel has a fault.
     #[error("{0}")]
     Fault(Box<Fault>),
 }
 
-/// The kind of error that a kernel made.
+/// The kind of a kernel's fault.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum FaultKind {
-    /// An address outside every buffer, or beyond shared or local memory.
+    /// An access to an address outside every buffer, or beyond shared or local memory.
     OutOfBounds,
-    /// An address that is not a multiple of the size of the access.
+    /// An access to an address that is not a multiple of the size of the access.
     Misaligned,
     /// A read of bytes that were never written.
     Uninitialised,
@@ -66,7 +66,7 @@ pub enum FaultKind {
     BarrierDivergence,
     /// Lanes that a warp-wide instruction requires are at a different instruction.
     WarpDivergence,
-    /// More instructions than the options allow.
+    /// The launch executed more instructions than the options allow.
     Runaway,
     /// An instruction that this crate does not support.
     Unsupported(String),
@@ -74,7 +74,7 @@ pub enum FaultKind {
     Trap,
 }
 
-/// An error of a kernel, and where it occurred.
+/// A fault of a kernel, and where it occurred.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Fault {
     /// The kind of fault.
@@ -89,13 +89,13 @@ pub struct Fault {
     pub block: [u32; 3],
     /// The warp within its block.
     pub warp: u32,
-    /// The lane within its warp, if a single lane caused it.
+    /// The lane within its warp, if a single lane caused the fault.
     pub lane: Option<u32>,
     /// The buffer, or `shared` or `local`.
     pub buffer: Option<String>,
     /// The offset in the buffer in bytes; for an address outside every buffer, the address.
     pub offset: u64,
-    /// Details: the other side of a race, the size of an access.
+    /// Details, such as the other access of a race or the size of an access.
     pub detail: String,
 }
 

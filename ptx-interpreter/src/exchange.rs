@@ -43,7 +43,7 @@ fn fold(atomic: Atomic, signed: bool, a: u32, b: u32) -> u32 {
 }
 
 impl Machine<'_> {
-    /// Executes the operation if it is one of these. A matrix instruction requires the whole warp.
+    /// Executes the operation if it is an exchange. A matrix instruction requires the whole warp.
     pub(crate) fn exchange(
         &mut self,
         w: usize,

@@ -1,8 +1,8 @@
 //! Floating-point instructions, by name, over the lanes of a warp.
 //!
 //! `.rn` results follow IEEE 754. The approximate functions (`ex2`, `lg2`, `rcp`, `rsqrt`, `sqrt`, `sin`, `cos`,
-//! `tanh`, `div.full`) return the f64 result rounded once to f32: a device may differ from it by the error that the ISA
-//! states.
+//! `tanh`, `div.full`) return the f64 result rounded once to f32; a device may differ from it within the error that the
+//! ISA states.
 
 use half::{bf16, f16};
 
@@ -28,7 +28,7 @@ fn saturate(x: f32) -> f32 {
     if x > 0.0 { x.min(1.0) } else { 0.0 }
 }
 
-/// The minimum: numbers are preferred to NaN, and `-0` is below `+0`.
+/// The minimum of two values. If only one of them is NaN, the other is returned; `-0` is below `+0`.
 fn smaller(a: f32, b: f32) -> f32 {
     match (a.is_nan(), b.is_nan()) {
         (true, true) => canonical(a),
@@ -47,7 +47,7 @@ fn smaller_f64(a: f64, b: f64) -> f64 {
     if a == b { if a.is_sign_negative() { a } else { b } } else { a.min(b) }
 }
 
-/// Selects the function for a float's rounding direction, `.ftz` and `.sat`.
+/// Selects the function for the `.ftz` and `.sat` modifiers of an f32 instruction.
 macro_rules! of_f32 {
     ($mods:expr, $make:ident, |$($a:ident),*| $e:expr) => {{
         let modifiers: Modifiers = $mods;
@@ -115,7 +115,7 @@ macro_rules! directed {
     };
 }
 
-/// A 16-bit result with `.sat` or `.relu`.
+/// Applies `.sat` or `.relu` to a 16-bit result.
 macro_rules! finish {
     ($t:ty, $mods:expr, $make:ident, |$($a:ident),*| $e:expr) => {{
         let modifiers: Modifiers = $mods;
@@ -149,7 +149,7 @@ macro_rules! finish_pair {
     }};
 }
 
-/// The same expression for f16, bf16 and their pairs. `round` is the function that rounds to the format.
+/// Evaluates an expression for f16, bf16 or pairs of them. `$round` is the function that rounds to the format.
 macro_rules! halves {
     ($ty:expr, $mods:expr, $make:ident, $round:ident, |$($a:ident),*| $e:expr) => {
         match $ty {
@@ -202,7 +202,7 @@ fn narrow_extreme(high: bool, ty: Type, nan: bool) -> Option<Two> {
             }
         };
     }
-    // The canonical NaN of the 16-bit formats on devices has all bits set except the sign.
+    // Devices return a NaN in which all bits except the sign are set in the 16-bit formats.
     fn half(x: f32) -> f16 {
         to_f16(x.into(), Direction::Nearest)
     }
@@ -242,7 +242,8 @@ pub(crate) fn binary(name: &str, ty: Type, m: Modifiers) -> Option<Two> {
         ("max", Type::F64) => Some(two!(f64, |a, b| -smaller_f64(-a, -b))),
         ("copysign", Type::F32) => Some(two!(f32, |a, b| b.copysign(a))),
         ("copysign", Type::F64) => Some(two!(f64, |a, b| b.copysign(a))),
-        // Sums of two 16-bit floats may need more than 53 bits (because of the range of bf16), products never.
+        // The sum of two bf16 can need more than the 53 bits of f64, because of their range; products of 16-bit floats
+        // never do.
         ("add", _) if near => {
             halves!(ty, m, two, round, |a, b| round(odd_sum(a.to_f64(), b.to_f64()), Direction::Nearest))
         }
@@ -270,8 +271,8 @@ pub(crate) fn multiply_add(ty: Type, m: Modifiers) -> Option<Three> {
     }
 }
 
-/// Comparisons of `setp` and `set`: with a `u` at the end they are true for NaN.
-// `a < b || a > b` is not `a != b`: it is false for NaN.
+/// Comparisons of `setp` and `set`. Names that end with `u` are true for NaN.
+// `a < b || a > b` cannot be replaced by `a != b`, which is true for NaN.
 #[allow(clippy::double_comparisons)]
 pub(crate) fn compare(name: &str, ty: Type, ftz: bool) -> Option<Two> {
     macro_rules! compare_as {

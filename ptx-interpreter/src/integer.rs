@@ -18,7 +18,7 @@ pub(crate) fn unary(name: &str, ty: Type) -> Option<One> {
         ("clz", Type::B64) => Some(one!(u64, |a| a.leading_zeros())),
         ("brev", Type::B32) => Some(one!(u32, |a| a.reverse_bits())),
         ("brev", Type::B64) => Some(one!(u64, |a| a.reverse_bits())),
-        // The position of the highest bit that differs from the sign; all ones if there is none.
+        // The position of the highest bit that differs from the sign bit; all ones if there is none.
         ("bfind", Type::U32) => Some(one!(u32, |a| if a == 0 { u32::MAX } else { 31 - a.leading_zeros() })),
         ("bfind", Type::U64) => Some(one!(u64, |a| if a == 0 { u32::MAX } else { 63 - a.leading_zeros() })),
         ("bfind", Type::S32) => Some(one!(i32, |a| {
@@ -76,7 +76,7 @@ pub(crate) fn multiply(part: &str, ty: Type) -> Option<Two> {
     }
 }
 
-/// Multiply and add: `part` as in [`multiply`].
+/// Multiplications with addition; `part` is the same as in [`multiply`].
 pub(crate) fn multiply_add(part: &str, ty: Type) -> Option<Three> {
     match (part, ty) {
         ("lo", _) => integers!(ty, T => three!(T, |a, b, c| a.wrapping_mul(b).wrapping_add(c))),
@@ -132,7 +132,7 @@ pub(crate) fn binary(name: &str, ty: Type) -> Option<Two> {
         ("and", _) => integers!(ty, T => two!(T, |a, b| a & b)),
         ("or", _) => integers!(ty, T => two!(T, |a, b| a | b)),
         ("xor", _) => integers!(ty, T => two!(T, |a, b| a ^ b)),
-        // Shift amounts beyond the width shift everything out; the amount is a u32 whatever the type.
+        // Amounts beyond the width shift out all bits. The amount is a u32 for every type.
         ("shl", _) => integers!(ty, T => two!(T, u32, |a, n| a.checked_shl(n).unwrap_or(0))),
         ("shr", _) => {
             integers!(ty, T => two!(T, u32, |a, n| a >> n.min(T::BITS - 1) >> u32::from(n >= T::BITS)))
@@ -145,13 +145,13 @@ pub(crate) fn binary(name: &str, ty: Type) -> Option<Two> {
     }
 }
 
-/// An unsigned field of `len` bits at `pos`.
+/// Extracts an unsigned field of `len` bits at `pos`.
 fn field(a: u64, pos: u32, len: u32, width: u32) -> u64 {
     let (pos, len) = (pos & 0xff, len & 0xff);
     if pos >= width || len == 0 { 0 } else { (a >> pos) & crate::types::low_bits(len.min(width)) }
 }
 
-/// A signed field: 0 for length 0, and extended with its sign bit beyond the top, as the ISA defines.
+/// Extracts a signed field: 0 if its length is 0. Bits beyond the top are copies of the sign bit, as the ISA defines.
 fn signed_field(a: i64, pos: u32, len: u32, width: u32) -> i64 {
     let (pos, len) = (pos & 0xff, len & 0xff);
     if len == 0 {
@@ -175,7 +175,8 @@ pub(crate) fn insert_field(a: u64, b: u64, pos: u32, len: u32, width: u32) -> u6
     ((a << pos) & mask) | (b & !mask & crate::types::low_bits(width))
 }
 
-/// `prmt` without a mode: every nibble of the selector selects a byte, or replicates its sign bit.
+/// `prmt` without a mode: every nibble of the selector selects a byte; with its high bit set, the byte's sign bit is
+/// replicated.
 pub(crate) fn permute(a: u32, b: u32, selector: u32) -> u32 {
     let bytes = (u64::from(b) << 32 | u64::from(a)).to_le_bytes();
     let mut out = [0u8; 4];
@@ -236,7 +237,7 @@ pub(crate) fn ternary(name: &str, types: &[Type]) -> Option<Three> {
         ("prmt.ecl", Type::B32) => Some(three!(u32, |a, b, c| permute_mode("ecl", a, b, c))),
         ("prmt.ecr", Type::B32) => Some(three!(u32, |a, b, c| permute_mode("ecr", a, b, c))),
         ("prmt.rc16", Type::B32) => Some(three!(u32, |a, b, c| permute_mode("rc16", a, b, c))),
-        // The funnel is b:a; `l` returns its high word, `r` its low one.
+        // The funnel shift applies to the 64-bit value b:a; `l` returns its high word, `r` its low one.
         ("shf.l.wrap", Type::B32) => {
             Some(three!(u32, |a, b, n| (((u64::from(b) << 32 | u64::from(a)) << (n & 31)) >> 32) as u32))
         }
@@ -282,7 +283,7 @@ pub(crate) fn ternary(name: &str, types: &[Type]) -> Option<Three> {
     }
 }
 
-/// `lop3`, one bit position at a time: bit `4a + 2b + c` of the table.
+/// `lop3`: for each bit position, selects bit `4a + 2b + c` of the table.
 pub(crate) fn logic3(a: u32, b: u32, c: u32, table: u8) -> u32 {
     let mut out = 0;
     for row in 0..8u8 {
@@ -309,7 +310,7 @@ pub(crate) fn compare(name: &str, ty: Type) -> Option<Two> {
     }
 }
 
-/// Extends a lane to 64 bits according to its sign, for 64-bit sums.
+/// Sign- or zero-extends a value of `bits` bits to 64 bits.
 pub(crate) fn extend(value: u64, bits: u32, signed: bool) -> u64 {
     let value = value & crate::types::low_bits(bits);
     if signed && bits < 64 && value >> (bits - 1) & 1 != 0 {

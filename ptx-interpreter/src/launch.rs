@@ -1,4 +1,4 @@
-//! Modules and launches, the interface of the crate.
+//! Modules and launches: the public interface of the crate.
 
 use std::collections::HashMap;
 
@@ -41,7 +41,7 @@ pub enum Argument {
     F32(f32),
     /// A 64-bit float.
     F64(f64),
-    /// A structure's bytes.
+    /// The bytes of a structure.
     Bytes(Vec<u8>),
 }
 
@@ -78,14 +78,14 @@ pub struct Launch {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum WarpOrder {
-    /// Each warp runs up to its next barrier, the first warp first. The fastest order.
+    /// Each warp runs up to its next barrier, starting with the first warp. This is the fastest order.
     #[default]
     InOrder,
-    /// Round robin: each warp runs up to its next memory access.
+    /// Each warp in turn runs up to its next memory access.
     RoundRobin,
-    /// Each warp runs up to its next barrier, the last warp first.
+    /// Each warp runs up to its next barrier, starting with the last warp.
     Reverse,
-    /// A random warp after every memory access.
+    /// After every memory access, a randomly chosen warp runs.
     Seeded(u64),
 }
 
@@ -109,8 +109,8 @@ pub struct Options {
     pub warp_order: WarpOrder,
     /// The order of blocks, which run one after the other.
     pub block_order: BlockOrder,
-    /// Whether the first fault ends the launch. Otherwise memory faults are collected (up to 1000), and faulting reads
-    /// return zeros and faulting writes are ignored; control-flow faults end the launch in any case.
+    /// Whether the first fault ends the launch. If not, memory faults are collected (up to 1000), faulting reads return
+    /// zeros, and faulting writes are ignored. Control-flow faults always end the launch.
     pub fault_is_error: bool,
     /// The maximum number of warp instructions.
     pub max_instructions: u64,
@@ -131,9 +131,9 @@ impl Default for Options {
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Report {
-    /// The counts of the launch.
+    /// The counters of the launch.
     pub counters: Counters,
-    /// Its faults, if faults are not errors.
+    /// The collected faults, if the options do not make faults errors.
     pub faults: Vec<Fault>,
 }
 
@@ -146,7 +146,7 @@ pub struct Module {
 }
 
 impl Module {
-    /// Parses a PTX text. Instructions that this crate does not support are errors only when they are executed.
+    /// Parses a PTX text. Unsupported instructions cause an error only when they are executed.
     ///
     /// # Errors
     /// When the text is not PTX that this crate can parse.
@@ -185,7 +185,7 @@ impl Module {
         })
     }
 
-    /// The instructions of a kernel that this crate does not support: line and opcode.
+    /// Returns the line and opcode of each unsupported instruction of a kernel.
     ///
     /// # Errors
     /// When there is no such kernel.
@@ -195,7 +195,7 @@ impl Module {
         Ok(unknown.map(|i| (i.line, kernel.opcodes[i.opcode].clone())).collect())
     }
 
-    /// Bytes of a kernel's static shared memory.
+    /// Returns the size of a kernel's static shared memory in bytes.
     ///
     /// # Errors
     /// When there is no such kernel.
@@ -203,11 +203,11 @@ impl Module {
         Ok(self.kernel(kernel)?.static_shared)
     }
 
-    /// Runs a kernel over a grid. A module's own variables are initialized for every launch.
+    /// Runs a kernel over a grid. The variables of the module are initialized again for every launch.
     ///
     /// # Errors
-    /// When there is no such kernel, arguments or sizes do not match it, or, if faults are errors, at the first
-    /// [`Fault`].
+    /// When there is no such kernel, arguments or sizes do not match it, or, if the options make faults errors, at the
+    /// first [`Fault`].
     pub fn launch(
         &self,
         kernel: &str,
@@ -250,7 +250,7 @@ impl Module {
     }
 }
 
-/// The bytes of the parameters, if the launch matches the kernel.
+/// Returns the bytes of the parameters, after checking that the launch matches the kernel.
 fn check(kernel: &Kernel, launch: &Launch) -> Result<Vec<u8>> {
     let wrong = |message: String| Err(Error::Launch { kernel: kernel.name.clone(), message });
     let product = |sizes: [u32; 3]| sizes.iter().try_fold(1u32, |all, n| all.checked_mul(*n)).unwrap_or(0);

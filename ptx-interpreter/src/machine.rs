@@ -1,4 +1,4 @@
-//! Runs blocks one after the other: the turns of warps, barriers, and the dispatch of instructions.
+//! Runs blocks one after the other: scheduling of warps, barriers, and dispatch of instructions.
 
 use crate::counters::Tally;
 use crate::error::{Error, Fault, FaultKind, Result};
@@ -9,7 +9,7 @@ use crate::shared::Shared;
 use crate::types::{LANES, low_bits};
 use crate::warp::{Group, State, Warp, lanes};
 
-/// Maximum number of collected faults if faults do not end the launch.
+/// Maximum number of faults that are collected if faults do not end the launch.
 const MAX_FAULTS: usize = 1000;
 
 /// The control-flow effect of an instruction on its warp.
@@ -28,10 +28,10 @@ pub(crate) enum Next {
     Barrier,
 }
 
-/// A barrier that some warps have reached.
+/// A barrier at which some warps have arrived.
 #[derive(Default)]
 struct Barrier {
-    /// The warp, its time, and whether it waits.
+    /// For each warp that arrived: its index, its time, and whether it waits.
     met: Vec<(usize, u32, bool)>,
     threads: u32,
     expected: u32,
@@ -42,7 +42,7 @@ struct Barrier {
     all: bool,
 }
 
-/// A small generator for seeded orders (xorshift).
+/// A small random number generator (xorshift) for seeded orders.
 pub(crate) struct Random(pub u64);
 
 impl Random {
@@ -150,7 +150,7 @@ impl<'a> Machine<'a> {
         }
     }
 
-    /// Runs a block to its end. `number` identifies the block.
+    /// Runs a block to its end. `number` identifies the block when accesses are recorded.
     pub fn run_block(&mut self, block: [u32; 3], number: u32) -> Result<()> {
         self.begin(block, number);
         let mut ready = Vec::new();
@@ -181,7 +181,7 @@ impl<'a> Machine<'a> {
         }
     }
 
-    /// Runs a warp until it reaches a barrier, ends, or yields to others.
+    /// Runs a warp until it reaches a barrier, exits, or yields to other warps.
     fn run_warp(&mut self, w: usize) -> Result<()> {
         let kernel = self.kernel;
         self.memory.order.warp = w;
@@ -232,7 +232,7 @@ impl<'a> Machine<'a> {
                         let warp = &mut self.warps[w];
                         warp.exited |= ended;
                         warp.groups[index] = Group { pc: pc + 1, mask: mask & !ended, waits: false };
-                        // Groups that wait for lanes that have exited must check again.
+                        // Lanes have exited, so groups that wait for them must check again.
                         warp.groups.retain(|g| g.mask != 0);
                         warp.groups.iter_mut().for_each(|g| g.waits = false);
                         break;
@@ -332,7 +332,7 @@ impl<'a> Machine<'a> {
             barrier.all = true;
         }
         barrier.met.push((w, time, waits));
-        // Whole warps count, including lanes that never existed.
+        // With a thread count, whole warps are counted, including lanes that do not exist.
         let full = if threads.is_some() { LANES as u32 } else { active.count_ones() };
         barrier.threads += full;
         if let Some((d, holds, vote)) = reduced {
@@ -387,7 +387,7 @@ impl<'a> Machine<'a> {
         Ok((wanted & warp.live() & !active != 0).then_some(Next::Together))
     }
 
-    /// Executes the other kinds of instructions.
+    /// Executes instructions that no other function handles.
     fn execute(
         &mut self,
         w: usize,

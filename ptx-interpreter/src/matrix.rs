@@ -1,8 +1,8 @@
-//! Warp-wide matrix instructions: which element of which matrix a lane's register holds.
+//! Warp-wide matrix instructions: which element of which matrix each register of a lane holds.
 //!
 //! Follows the figures of the PTX ISA in "Matrix Multiply-Accumulate Operation using mma instruction" (fragments for
-//! m16n8k8, m16n8k16 and m16n8k32), "ldmatrix" and "movmatrix". A lane is `4·g + t`: in the figures, group `g` from 0
-//! to 7, and thread `t` from 0 to 3 within the group.
+//! m16n8k8, m16n8k16 and m16n8k32), "ldmatrix" and "movmatrix". A lane is `4·g + t`, where the figures call `g` (0 to
+//! 7) the group and `t` (0 to 3) the thread within the group.
 
 use half::f16;
 
@@ -45,7 +45,7 @@ impl Element {
     }
 }
 
-/// Converts an f16. Shifting its fields to those of an f32 and scaling by 2¹¹² is correct for subnormals, too.
+/// Converts an f16. Shifting its fields to those of an f32 and scaling by 2¹¹² is correct for subnormals too.
 fn f16_value(bits: u16) -> f32 {
     let fields = u32::from(bits & 0x7fff) << 13;
     let size = f32::from_bits(fields) * f32::from_bits(0x7780_0000);
@@ -79,7 +79,7 @@ fn gather_integers<const K: usize, const N: usize>(
 
 /// The row and column of element `i` of register `r` of A, with `per` elements per register.
 ///
-/// Registers alternate between rows `g` and `g + 8`; every second one is `4·per` columns further.
+/// Even registers hold row `g`, odd ones row `g + 8`. Each further pair of registers is `4·per` columns to the right.
 fn place_a(lane: usize, r: usize, i: usize, per: usize) -> (usize, usize) {
     (lane / 4 + 8 * (r % 2), (lane % 4) * per + i + (r / 2) * 4 * per)
 }
@@ -95,7 +95,7 @@ fn place_c(lane: usize, r: usize) -> (usize, usize) {
     (lane / 4 + 8 * (r / 2), (lane % 4) * 2 + r % 2)
 }
 
-/// Gathers a factor: `[outer][k]`, A by rows and B by columns.
+/// Gathers a factor as `[outer][k]`: A by rows, B by columns.
 #[inline(always)]
 fn gather<T: Copy + Default, const K: usize, const N: usize>(
     registers: &[&Lanes],
@@ -173,7 +173,7 @@ fn multiply_depth<const K: usize>(
         for (r, d) in d.iter_mut().enumerate() {
             let (row, column) = place_c(lane, r);
             let products = rows[row].iter().zip(&columns[column]);
-            // At most 64 products of 16 bits, which cannot overflow.
+            // The sum has at most 64 products of 16 bits, so it cannot overflow.
             let sum: i32 = products.map(|(a, b)| i32::from(*a) * i32::from(*b)).sum();
             let c = c[r][lane] as u32 as i32;
             let sum = if saturate { c.saturating_add(sum) } else { c.wrapping_add(sum) };
@@ -195,7 +195,7 @@ pub(crate) fn widen(c: [&Lanes; 2]) -> [Lanes; 4] {
     out
 }
 
-/// The inverse, rounding to nearest.
+/// Packs four registers of one f32 into two f16 per register, rounding to nearest: the inverse of unpacking.
 pub(crate) fn narrow(d: &[Lanes; 4]) -> [Lanes; 2] {
     let half = |bits: u64| u64::from(f16::from_f32(f32::from_bits(bits as u32)).to_bits());
     let mut out = [[0; LANES]; 2];
@@ -220,7 +220,7 @@ pub(crate) fn spread(rows: &[[u16; 8]; 8], transposed: bool) -> Lanes {
     out
 }
 
-/// The matrix that the lanes hold, by rows: the inverse of [`spread`].
+/// Returns the matrix that the lanes hold, by rows: the inverse of [`spread`].
 pub(crate) fn collect(register: &Lanes, transposed: bool) -> [[u16; 8]; 8] {
     let mut rows = [[0; 8]; 8];
     for (lane, bits) in register.iter().enumerate() {

@@ -1,20 +1,20 @@
-//! Global memory: buffers with bounds, an alignment, and for every byte whether it was written.
+//! Global memory: buffers with bounds and an alignment, and for every byte whether it was written.
 //!
-//! A buffer's address is a multiple of its alignment and of no larger power of two, so that kernels that assume more
-//! are detected. Buffers are far apart, so that an access beyond the end of one reaches no other.
+//! A buffer's address is a multiple of its alignment but of no larger power of two, so that kernels that assume a
+//! larger alignment are detected. Buffers are so far apart that an access beyond the end of one never reaches another.
 
 use crate::error::{Error, FaultKind, Result};
 use crate::order::{Order, Party};
 
 /// The address of the first buffer.
 const FIRST: u64 = 0x10_0000_0000;
-/// Bytes of the smallest unit of DRAM access.
+/// The smallest unit of DRAM access in bytes.
 pub(crate) const SECTOR: u64 = 32;
 
 const WRITTEN_EVER: u8 = 1;
 const READ_NOW: u8 = 2;
 const WRITTEN_NOW: u8 = 4;
-/// Stands for several blocks that have read the byte.
+/// The reader of a byte that several blocks have read.
 const MANY: Party = (u32::MAX, 0);
 
 /// The last accesses to a byte in this launch.
@@ -25,7 +25,7 @@ struct Trace {
     /// The last reader, or [`MANY`].
     reader: Party,
     read: u32,
-    /// The last write was by an atomic, or was another strong write.
+    /// Whether the last write was an atomic or another strong write.
     atomic: bool,
 }
 
@@ -41,7 +41,7 @@ struct Buffer {
 /// another.
 const GAP: u64 = 1 << 35;
 
-/// The memory of the device, with the addresses for kernel arguments.
+/// The memory of the device. Buffers are identified by their addresses, which are passed as kernel arguments.
 #[derive(Default)]
 pub struct Memory {
     buffers: Vec<Buffer>,
@@ -99,7 +99,7 @@ impl Memory {
         base
     }
 
-    /// The bytes of the buffer at that address.
+    /// Returns the bytes of the buffer at that address.
     ///
     /// # Errors
     /// When no buffer begins there, or it has bytes that were never written.
@@ -112,7 +112,7 @@ impl Memory {
         Ok(&buffer.bytes)
     }
 
-    /// The bytes of the buffer at that address, with 0 for unwritten ones, and which of them were written.
+    /// Returns the bytes of the buffer at that address, with 0 for unwritten ones, and which of them were written.
     ///
     /// # Errors
     /// When no buffer begins there.
@@ -121,10 +121,10 @@ impl Memory {
         Ok((&buffer.bytes, buffer.flags.iter().map(|f| f & WRITTEN_EVER != 0).collect()))
     }
 
-    /// Writes from the host to the beginning of the buffer at that address.
+    /// Writes bytes from the host to the beginning of the buffer at that address.
     ///
     /// # Errors
-    /// When no buffer begins there, or it is shorter.
+    /// When no buffer begins there, or it is too short.
     pub fn write(&mut self, address: u64, bytes: &[u8]) -> Result<()> {
         let Some(buffer) = self.buffers.iter_mut().find(|b| b.base == address) else {
             return Err(Error::Memory { message: format!("no buffer begins at {address:#x}") });
@@ -156,13 +156,13 @@ impl Memory {
         }
     }
 
-    /// Removes the last buffer, which holds a module's variables, after the launch.
+    /// Removes the last buffer. It is called after a launch, when this is the buffer with the module's variables.
     pub(crate) fn drop_last(&mut self) {
         self.buffers.pop();
         self.last = 0;
     }
 
-    /// The names of the buffers, and what the launch accessed of them.
+    /// Returns the names of the buffers, and which of their bytes the launch accessed.
     pub(crate) fn touched(&self) -> Vec<(String, Touched)> {
         let one = |buffer: &Buffer| {
             let mut touched = Touched::default();
@@ -189,7 +189,7 @@ impl Memory {
     fn locate(&mut self, address: u64, bytes: usize) -> Result<(usize, usize), AccessError> {
         let holds = |b: &Buffer| address >= b.base && address - b.base < (b.bytes.len() as u64).max(1);
         if !self.buffers.get(self.last).is_some_and(holds) {
-            // Base addresses ascend: the last one that is at most the address.
+            // Base addresses ascend, so find the last one that is at most the address.
             let index = self.buffers.partition_point(|b| b.base <= address);
             self.last = index.saturating_sub(1);
         }
@@ -222,8 +222,8 @@ impl Memory {
         self.locate(address, 1).ok().map(|(index, _)| index)
     }
 
-    /// Reads `out.len()` bytes; `strong` is for atomics and volatile or relaxed reads, which race only with plain
-    /// writes.
+    /// Reads `out.len()` bytes. `strong` is true for atomics and for volatile or relaxed reads, which race only with
+    /// plain writes.
     pub(crate) fn read(&mut self, address: u64, out: &mut [u8], strong: bool) -> Result<(), AccessError> {
         let (index, offset) = self.locate(address, out.len())?;
         let order = &self.order;
@@ -259,7 +259,7 @@ impl Memory {
         Ok(())
     }
 
-    /// Writes; `strong` as in [`read`](Self::read).
+    /// Writes bytes; `strong` has the same meaning as in [`read`](Self::read).
     pub(crate) fn store(&mut self, address: u64, bytes: &[u8], strong: bool) -> Result<(), AccessError> {
         let (index, offset) = self.locate(address, bytes.len())?;
         let order = &self.order;
@@ -271,7 +271,8 @@ impl Memory {
             *flag |= WRITTEN_EVER | WRITTEN_NOW;
             let both_strong = strong && trace.atomic;
             let write_race = !both_strong && !order.follows(trace.writer, trace.written);
-            // Readers of several blocks are not distinguished: a writer that has observed any atomic is trusted.
+            // If several blocks have read the byte, it is not known which. Then no race is reported if the writer has
+            // acquired anything from an atomic.
             let unread = if trace.reader == MANY {
                 order.has_seen()
             } else {

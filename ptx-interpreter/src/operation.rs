@@ -1,13 +1,13 @@
-//! A decoded kernel: operations over register slots.
+//! A decoded kernel: operations on register slots.
 //!
-//! Immediates, special registers and addresses of variables have slots like registers, filled when a warp begins, so
-//! that every operand is a slot.
+//! Every operand is a slot. Immediates, special registers and addresses of variables have slots too, which are filled
+//! when a warp begins.
 
 use crate::convert::Conversion;
 use crate::matrix::Element;
 use crate::types::{One, Three, Two, Type};
 
-/// A register of a warp.
+/// The index of a register of a warp.
 pub(crate) type Slot = u32;
 
 /// The initial value of a slot.
@@ -26,7 +26,7 @@ pub(crate) enum Initial {
     LaneMask(u8),
     DynamicShared,
     TotalShared,
-    /// The address of a module's variable, as an offset.
+    /// The offset of a module's variable. The slot is filled with the variable's address.
     Variable(u64),
 }
 
@@ -46,7 +46,7 @@ pub(crate) struct Address {
     pub offset: i64,
 }
 
-/// Up to eight slots.
+/// A list of up to eight slots.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Slots {
     slots: [Slot; 8],
@@ -148,7 +148,8 @@ pub(crate) enum Operation {
         p: Slot,
         keep: u64,
     },
-    /// `setp`: `d` is the comparison combined with `with`, `other` its negation combined with `with`.
+    /// `setp`: `d` is set to the comparison combined with `with`, `other` to the negated comparison combined with
+    /// `with`.
     Compare {
         f: Two,
         d: Slot,
@@ -157,7 +158,7 @@ pub(crate) enum Operation {
         b: Slot,
         with: Option<(Join, Slot, bool)>,
     },
-    /// `set`: all ones or 1.0 if the comparison holds.
+    /// `set`: the result is all ones (or 1.0) if the comparison holds.
     Set {
         f: Two,
         d: Slot,
@@ -225,7 +226,7 @@ pub(crate) enum Operation {
         b: Slot,
         fence: bool,
     },
-    /// Copies `bytes` bytes, of which `size` (a slot) are read; none if `ignore` holds.
+    /// Copies `bytes` bytes, of which `size` (a slot) are read, or none if `ignore` holds; the others become zero.
     CopyAsync {
         to: Address,
         from: Address,
@@ -234,7 +235,7 @@ pub(crate) enum Operation {
         ignore: Option<Slot>,
     },
     CopyCommit,
-    /// Waits for all groups except the last `left`.
+    /// Waits for all copy groups except the last `left`.
     CopyWait {
         left: u32,
     },
@@ -248,7 +249,7 @@ pub(crate) enum Operation {
     },
     Exit,
     Trap,
-    /// `bar.sync`: the barrier and, if not the whole block, the number of threads; without `waits` `bar.arrive`.
+    /// `bar.sync`, or `bar.arrive` if not `waits`: the barrier and, if not the whole block, the number of threads.
     Barrier {
         id: Slot,
         threads: Option<Slot>,
@@ -342,7 +343,7 @@ pub(crate) enum Operation {
 }
 
 impl Operation {
-    /// Whether other warps may take a turn after it.
+    /// Whether other warps may run after this operation.
     pub fn yields(&self) -> bool {
         matches!(
             self,
@@ -363,9 +364,9 @@ impl Operation {
 #[derive(Debug, Clone)]
 pub(crate) struct Instruction {
     pub operation: Operation,
-    /// A predicate, and whether it must be false.
+    /// A predicate, and whether it is negated.
     pub guard: Option<(Slot, bool)>,
-    /// Index among the kernel's opcode names.
+    /// The index in the kernel's list of opcode names.
     pub opcode: usize,
     pub line: u32,
     pub source: (u32, u32),
@@ -386,7 +387,7 @@ pub(crate) struct Kernel {
     pub parameters: Vec<Parameter>,
     pub parameter_bytes: usize,
     pub max_threads: Option<[u32; 3]>,
-    /// Bytes of static shared memory; the dynamic part follows.
+    /// The size of static shared memory in bytes; dynamic shared memory follows it.
     pub static_shared: usize,
     pub local_bytes: usize,
     pub slots: usize,

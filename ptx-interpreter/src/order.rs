@@ -1,34 +1,34 @@
-//! The order of accesses to global memory: between blocks, and between the warps of a block.
+//! The order of accesses to global memory, between blocks and between the warps of a block.
 //!
 //! Every access is recorded with its block, its warp and the block's time, which every fence and barrier advances. A
-//! warp knows of another warp's accesses through barriers. A fence makes everything that its warp knows publishable;
-//! barriers pass this on as well, so fences may come before or after a barrier. An atomic publishes it at its address,
-//! and acquires what others have published there.
+//! warp learns of other warps' accesses through barriers. A fence makes all accesses that its warp knows publishable;
+//! barriers pass this on as well, so fences may come before or after a barrier. An atomic publishes these accesses at
+//! its address, and acquires those that others have published there.
 
 use std::collections::HashMap;
 use std::rc::Rc;
 
-/// A warp of a block: the block's number plus one, and the warp. Block 0 stands for no warp.
+/// A warp of a block: the block's number plus one, and the warp's index. If the first number is 0, there is no warp.
 pub(crate) type Party = (u32, u32);
 
 type Seen = Rc<HashMap<Party, u32>>;
 
-/// The accesses that a warp of the running block can rely on.
+/// The accesses that are ordered before the next access of a warp of the running block.
 #[derive(Debug, Clone, Default)]
 struct View {
-    /// By warp of its block: the time before which it knows the accesses.
+    /// For each warp of the block, the time before which this warp knows its accesses.
     known: Vec<u32>,
-    /// Same as `known`, for accesses that a fence has followed.
+    /// Same as `known`, but only for accesses that were followed by a fence.
     fenced: Vec<u32>,
-    /// What it acquired from atomics.
+    /// The accesses of other blocks that this warp acquired from atomics.
     seen: Seen,
 }
 
-/// See the module documentation.
+/// The order of accesses, as described in the module documentation.
 #[derive(Debug, Default)]
 pub(crate) struct Order {
     block: u32,
-    /// The warp whose turn it is.
+    /// The running warp.
     pub warp: usize,
     time: u32,
     views: Vec<View>,
@@ -58,7 +58,7 @@ fn join(into: &mut Seen, from: &Seen) {
 }
 
 impl Order {
-    /// Begins the next block, which knows of no other.
+    /// Begins the next block, whose warps know of no other block's accesses.
     pub fn begin(&mut self, block: u32, warps: usize) {
         self.block = block + 1;
         self.time = 1;
@@ -72,7 +72,7 @@ impl Order {
         ((self.block, self.warp as u32), self.time)
     }
 
-    /// A fence of the running warp.
+    /// Records a fence of the running warp.
     pub fn fence(&mut self) {
         self.time += 1;
         if let Some(view) = self.views.get_mut(self.warp) {
@@ -81,7 +81,7 @@ impl Order {
         }
     }
 
-    /// The running warp reaches a barrier, and brings everything that it has done so far.
+    /// Records that the running warp arrives at a barrier. Its accesses so far are the ones that the barrier passes on.
     pub fn arrive(&mut self) {
         self.time += 1;
         if let Some(view) = self.views.get_mut(self.warp) {
@@ -89,7 +89,7 @@ impl Order {
         }
     }
 
-    /// These warps met at a barrier; those that waited learn what the others know.
+    /// Records that these warps met at a barrier. Those that waited learn of the accesses that the others know.
     pub fn barrier(&mut self, met: impl Iterator<Item = (usize, bool)> + Clone) {
         let warps = self.views.len();
         let mut all = View { known: vec![0; warps], fenced: vec![0; warps], seen: Seen::default() };
@@ -104,7 +104,7 @@ impl Order {
         }
     }
 
-    /// An atomic or another strong access of the running warp to an address.
+    /// Records an atomic or another strong access of the running warp to an address.
     pub fn meet(&mut self, address: u64, publishes: bool) {
         let Some(view) = self.views.get_mut(self.warp) else { return };
         if !publishes {
@@ -125,7 +125,7 @@ impl Order {
         }
     }
 
-    /// Whether an access of a party at a time is ordered before the current access of the running warp.
+    /// Whether an access by `party` at a given time is ordered before the current access of the running warp.
     pub fn follows(&self, party: Party, time: u32) -> bool {
         let (block, warp) = party;
         let Some(view) = self.views.get(self.warp) else { return true };

@@ -8,17 +8,17 @@ use crate::operation::{Address, Initial, Parameter, Slot, Slots};
 use crate::statement::{Entry, Operand, Scope, Space, Statement, Variable};
 use crate::types::{Type, low_bits};
 
-/// The windows of generic addresses for shared memory and for local memory.
+/// The address of shared memory in the generic address space.
 pub(crate) const SHARED_WINDOW: u64 = 1 << 56;
-/// See [`SHARED_WINDOW`].
+/// The address of local memory in the generic address space.
 pub(crate) const LOCAL_WINDOW: u64 = 2 << 56;
 
-/// Names of a kernel while its instructions are decoded.
+/// The names of a kernel, which are needed while its instructions are decoded.
 pub(crate) struct Resolver<'a> {
     scopes: &'a [Scope<'a>],
     registers: HashMap<(usize, &'a str), (Slot, Type)>,
     initial: HashMap<Initial, Slot>,
-    /// Offsets of variables in their spaces.
+    /// The offset of each variable in its state space.
     variables: HashMap<&'a str, (Space, u64)>,
     pub parameters: Vec<Parameter>,
     parameter_names: HashMap<&'a str, usize>,
@@ -26,7 +26,7 @@ pub(crate) struct Resolver<'a> {
     pub static_shared: usize,
     pub local_bytes: usize,
     next: Slot,
-    /// Slot 0, which is never read.
+    /// Slot 0 is for results that are never read.
     pub sink: Slot,
 }
 
@@ -45,7 +45,7 @@ fn place<'a>(
     end
 }
 
-/// Offsets of a module's global variables, one after the other, and their end.
+/// Returns the offsets of a module's global variables, which are contiguous up to alignment, and their end.
 pub(crate) fn globals<'a>(variables: &'a [Variable<'a>], into: &mut HashMap<&'a str, (Space, u64)>) -> usize {
     place(variables.iter(), Space::Global, 0, into)
 }
@@ -58,7 +58,7 @@ impl<'a> Resolver<'a> {
         let shared = place(module.iter(), Space::Shared, 0, &mut variables);
         let shared = place(own(), Space::Shared, shared, &mut variables);
         let local_bytes = place(own(), Space::Local, 0, &mut variables);
-        // Every dynamic array begins at the end of the static part.
+        // All dynamic arrays begin at the end of the static part.
         let dynamic: Vec<_> = module.iter().filter(|v| v.space == Space::Shared && v.dynamic).collect();
         let align = dynamic.iter().map(|v| v.align).max().unwrap_or(1);
         let static_shared = shared.next_multiple_of(align);
@@ -129,7 +129,7 @@ impl<'a> Resolver<'a> {
         }
     }
 
-    /// A register's slot and type.
+    /// Returns a register's slot and type.
     pub fn register(&mut self, statement: &Statement<'a>, name: &'a str) -> Option<(Slot, Type)> {
         let declared = |scope: &'a Scope<'a>| {
             scope.registers.get(name).copied().or_else(|| {
@@ -151,7 +151,7 @@ impl<'a> Resolver<'a> {
         Some(*found)
     }
 
-    /// Whether it is a register, or a supported special register.
+    /// Whether the name is a register or a supported special register.
     pub fn knows(&mut self, statement: &Statement<'a>, name: &'a str) -> bool {
         special(name).is_some() || self.register(statement, name).is_some()
     }
@@ -164,7 +164,7 @@ impl<'a> Resolver<'a> {
         })
     }
 
-    /// A destination: a register, or `_`.
+    /// Resolves a destination: a register, or `_`.
     pub fn destination(&mut self, statement: &Statement<'a>, operand: &Operand<'a>) -> Result<(Slot, Type)> {
         match operand {
             Operand::Name("_") => Ok((self.sink, Type::B64)),
@@ -176,7 +176,7 @@ impl<'a> Resolver<'a> {
         }
     }
 
-    /// A source; numbers have the given type.
+    /// Resolves a source; numbers are parsed with the given type.
     pub fn source(&mut self, statement: &Statement<'a>, operand: &Operand<'a>, ty: Type) -> Result<Slot> {
         match operand {
             Operand::Number(word, negative) => match number(word, *negative, ty) {
@@ -206,7 +206,7 @@ impl<'a> Resolver<'a> {
         }
     }
 
-    /// A predicate, optionally negated by `!`.
+    /// Resolves a predicate, optionally negated by `!`.
     pub fn predicate(&mut self, statement: &Statement<'a>, operand: &Operand<'a>) -> Result<(Slot, bool)> {
         match operand {
             Operand::Not(name) => Ok((self.source(statement, &Operand::Name(name), Type::Pred)?, true)),
@@ -223,7 +223,7 @@ impl<'a> Resolver<'a> {
         }
     }
 
-    /// An address of a parameter.
+    /// Resolves an address of a parameter.
     pub fn parameter(&self, statement: &Statement<'a>, operand: &Operand<'a>) -> Result<usize> {
         if let Operand::Address(base, offset) = operand
             && let Operand::Name(name) = **base
@@ -235,7 +235,7 @@ impl<'a> Resolver<'a> {
         Self::wrong(statement, "only addresses of parameters by name are known")
     }
 
-    /// The slots of a vector of destinations or of a single one, and the type of the first register.
+    /// Returns the slots of a vector of destinations, or of a single one, and the type of the first register.
     pub fn destinations(
         &mut self,
         statement: &Statement<'a>,
@@ -261,7 +261,7 @@ impl<'a> Resolver<'a> {
         }
     }
 
-    /// The slots of a vector of sources or of a single one.
+    /// Returns the slots of a vector of sources, or of a single one.
     pub fn sources(&mut self, statement: &Statement<'a>, operand: &Operand<'a>, ty: Type) -> Result<Slots> {
         let parts = if let Operand::Vector(parts) = operand {
             parts.as_slice()

@@ -21,7 +21,7 @@ pub(crate) enum Direction {
 }
 
 impl Direction {
-    /// The direction of a modifier: `rn`, `rz`, ..., or `rni`, `rzi`, ... for rounding to integers.
+    /// The direction that a modifier names: `rn`, `rz`, ..., or `rni`, `rzi`, ... for rounding to integers.
     pub fn named(name: &str) -> Option<Self> {
         Some(match name {
             "rn" | "rni" => Self::Nearest,
@@ -50,20 +50,20 @@ pub(crate) fn flush(x: f32) -> f32 {
     if x.is_subnormal() { 0f32.copysign(x) } else { x }
 }
 
-/// Replaces any NaN by the one that devices return, 0x7fffffff.
+/// Replaces any NaN by 0x7fffffff, the NaN that devices return.
 pub(crate) fn canonical(x: f32) -> f32 {
-    // Works on bits, since the compiler may replace any NaN by another.
+    // Use bits, because the compiler may replace one NaN by another.
     let bits = x.to_bits();
     f32::from_bits(if bits & 0x7fff_ffff > 0x7f80_0000 { 0x7fff_ffff } else { bits })
 }
 
-/// The sum, with its last bit odd if it is not exact.
+/// Returns the sum rounded to odd: if it is not exact, its last bit is set.
 pub(crate) fn odd_sum(a: f64, b: f64) -> f64 {
     let sum = a + b;
     if !sum.is_finite() {
         return sum;
     }
-    // Knuth's two-sum: the exact error of the sum.
+    // Knuth's two-sum gives the exact error of the sum.
     let part = sum - a;
     let error = (a - (sum - part)) + (b - part);
     let bits = sum.to_bits();
@@ -91,7 +91,8 @@ pub(crate) fn to_f32(x: f64, direction: Direction) -> f32 {
     }
 }
 
-/// Rounds to f32, with the last bit odd if it is not exact: the step before a narrower format.
+/// Rounds to f32 with the last bit set if the result is not exact, so that it can be rounded again to a narrower
+/// format.
 fn odd_f32(x: f64) -> f32 {
     let cut = to_f32(x, Direction::Zero);
     if x.is_nan() || f64::from(cut) == x { cut } else { f32::from_bits(cut.to_bits() | 1) }
@@ -109,7 +110,7 @@ macro_rules! narrow {
             if back == x || x.is_infinite() {
                 return near;
             }
-            // Neighbours by their bits: one less is closer to zero.
+            // Neighbouring values have neighbouring bits; subtracting one moves toward zero.
             let bits = near.to_bits();
             let toward_zero = <$t>::from_bits(bits.wrapping_sub(1));
             let away = <$t>::from_bits(bits + 1);

@@ -1,31 +1,33 @@
-//! A block's shared memory: bytes, their last accesses, copies in flight, and bank conflicts.
+//! The shared memory of a block: bytes, their last accesses, copies in flight, and bank conflicts.
 //!
-//! Only barriers order accesses of different warps. Every access is recorded with the number of barriers that the block
-//! had completed; `seen[w][u]` is the number before which warp `w` can rely on warp `u`'s accesses.
+//! Accesses of different warps are ordered only by barriers. Every access is recorded with the number of barriers that
+//! the block had completed. Accesses of warp `u` whose number is below `seen[w][u]` are ordered before the next access
+//! of warp `w`.
 
 use crate::error::FaultKind;
 use crate::memory::AccessError;
 use crate::types::LANES;
 
-/// Banks of shared memory, each 4 bytes wide.
+/// The number of banks of shared memory, each 4 bytes wide.
 const BANKS: usize = 32;
-/// Marks a byte that no lane has copied.
+/// The lane of a byte that was not written by a copy.
 const NO_LANE: u8 = u8::MAX;
 
 /// The last accesses to a byte.
 #[derive(Debug, Clone, Copy, Default)]
 struct Trace {
-    /// Barriers completed before the last write, plus one; 0: never written.
+    /// The number of barriers that were completed before the last write, plus one; 0 if the byte was never written.
     written: u32,
-    /// Barriers completed before the last reads, plus one; 0: none. These reads are not ordered among each other.
+    /// The number of barriers that were completed before the last reads, plus one; 0 if there were none. These reads
+    /// are not ordered among each other.
     read: u32,
     /// The warps of those reads.
     readers: u32,
-    /// The warp barriers that the copying warp had passed when its copy completed.
+    /// The number of warp barriers that the copying warp had passed when its copy completed.
     landed: u32,
     /// The last writer.
     writer: u8,
-    /// The lane whose copy wrote here.
+    /// The lane whose copy wrote the byte.
     lane: u8,
     /// Whether a copy is in flight.
     in_flight: bool,
@@ -36,7 +38,7 @@ struct Trace {
 pub(crate) struct Actor {
     pub warp: usize,
     pub lane: usize,
-    /// Warp barriers that the warp has passed.
+    /// The number of warp barriers that the warp has passed.
     pub warp_barriers: u32,
 }
 
@@ -44,9 +46,9 @@ pub(crate) struct Actor {
 pub(crate) struct Shared {
     bytes: Vec<u8>,
     traces: Vec<Trace>,
-    /// Completed barriers.
+    /// The number of completed barriers.
     pub epoch: u32,
-    /// See the module documentation.
+    /// `seen[w][u]`, as described in the module documentation.
     seen: Vec<Vec<u32>>,
 }
 
@@ -68,7 +70,7 @@ impl Shared {
         self.seen.iter_mut().for_each(|row| row.fill(0));
     }
 
-    /// A warp reaches a barrier: returns the time before which others may then rely on its accesses.
+    /// Records that a warp reaches a barrier. Returns the time before which others may then rely on its accesses.
     ///
     /// A warp that does not wait continues at a later time.
     pub fn arrive(&mut self, waits: bool) -> u32 {
@@ -77,7 +79,8 @@ impl Shared {
         time
     }
 
-    /// These warps met at a barrier: the warp, its time from [`arrive`](Self::arrive), and whether it waited.
+    /// Records that these warps met at a barrier: each with its time from [`arrive`](Self::arrive), and whether it
+    /// waited.
     pub fn barrier(&mut self, met: &[(usize, u32, bool)]) {
         self.epoch += 1;
         let mut all = vec![0; self.seen.len()];
@@ -85,8 +88,8 @@ impl Shared {
             for (all, seen) in all.iter_mut().zip(&self.seen[*w]) {
                 *all = (*all).max(*seen);
             }
-            // A warp that waited did nothing since it arrived. Other barriers may have advanced the time meanwhile, and
-            // the readers of a byte share the time of the last one.
+            // A warp that waited has accessed nothing since it arrived. Other barriers may have advanced the time
+            // meanwhile, and the readers of a byte share the time of the last one.
             all[*w] = all[*w].max(if *waited { self.epoch } else { *time });
         }
         for (w, ..) in met.iter().filter(|(.., waited)| *waited) {
@@ -121,7 +124,7 @@ impl Shared {
         let range = start..start + out.len();
         let (own, epoch) = (1u32 << who.warp, self.epoch);
         let seen = &self.seen[who.warp];
-        // Fast path for the common case: written before, not by a copy, and read by this warp only.
+        // Fast path for the common case: the byte was written, not by a copy, and was read by this warp only.
         let mut plain = true;
         for trace in &mut self.traces[range.clone()] {
             let writer = usize::from(trace.writer);
@@ -206,7 +209,8 @@ impl Shared {
         Ok(())
     }
 
-    /// The read of an atomic: atomics of other warps do not race with it, so its write is recorded differently.
+    /// Reads the old value of an atomic. Atomics of other warps do not race with it, so its write is recorded
+    /// differently.
     pub fn atomic(&mut self, address: u64, old: &mut [u8], who: Actor) -> Result<(), AccessError> {
         let start = self.locate(address, old.len())?;
         for i in start..start + old.len() {
@@ -235,7 +239,7 @@ impl Shared {
         }
     }
 
-    /// Starts a copy: no access to its bytes is allowed until it completes.
+    /// Starts a copy. Its bytes must not be accessed until it completes.
     pub fn set_out(&mut self, address: u64, bytes: usize, who: Actor) -> Result<(), AccessError> {
         let start = self.locate(address, bytes)?;
         for i in start..start + bytes {
@@ -246,7 +250,7 @@ impl Shared {
         Ok(())
     }
 
-    /// Completes a copy for which its thread has waited.
+    /// Completes a copy, after its thread has waited for it.
     pub fn land(&mut self, address: u64, bytes: &[u8], who: Actor) {
         let start = address as usize;
         self.bytes[start..start + bytes.len()].copy_from_slice(bytes);
@@ -258,10 +262,10 @@ impl Shared {
     }
 }
 
-/// The wavefronts of an access, and the minimum for its distinct words.
+/// Returns the number of wavefronts of an access, and the minimum for its distinct words.
 ///
-/// Lanes are processed in groups of 32 with up to 4 bytes each, 16 with 8 bytes, or 8 with 16 bytes; each group is one
-/// pass, which needs as many wavefronts as the busiest bank has distinct words. Devices may merge passes whose lanes
+/// Lanes are processed in passes: of 32 lanes for up to 4 bytes per lane, 16 lanes for 8 bytes, or 8 lanes for 16
+/// bytes. A pass needs as many wavefronts as the busiest bank has distinct words. Devices may merge passes whose lanes
 /// read the same words; this is not modelled.
 pub(crate) fn wavefronts(addresses: &[Option<u64>; LANES], bytes: usize) -> (u64, u64) {
     let group = match bytes {
@@ -271,7 +275,7 @@ pub(crate) fn wavefronts(addresses: &[Option<u64>; LANES], bytes: usize) -> (u64
     };
     let (mut taken, mut ideal) = (0, 0);
     for lanes in addresses.chunks(group) {
-        // Most banks have one word, which is stored separately from further ones.
+        // Most banks have only one word, so further ones are stored separately.
         let mut first = [u64::MAX; BANKS];
         let mut busy = [0u64; BANKS];
         let mut further = Vec::new();

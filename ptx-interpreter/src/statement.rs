@@ -1,4 +1,4 @@
-//! A parsed module, with names: variables, kernels, their registers, labels and instructions.
+//! A parsed module, in which operands are still names: variables, kernels, registers, labels and instructions.
 
 use std::collections::HashMap;
 
@@ -11,7 +11,7 @@ pub(crate) enum Operand<'a> {
     Name(&'a str),
     /// `!p`.
     Not(&'a str),
-    /// A number, negated or not.
+    /// A number, possibly negated.
     Number(&'a str, bool),
     /// `{a, b}`.
     Vector(Vec<Operand<'a>>),
@@ -25,7 +25,7 @@ pub(crate) enum Operand<'a> {
 #[derive(Debug, Clone)]
 pub(crate) struct Statement<'a> {
     pub line: u32,
-    /// File and line of the last `.loc`, 0 before the first.
+    /// The file and line of the last `.loc`; 0 before the first one.
     pub source: (u32, u32),
     pub scope: usize,
     pub guard: Option<(&'a str, bool)>,
@@ -50,13 +50,13 @@ pub(crate) struct Variable<'a> {
     pub ty: Type,
     pub align: usize,
     pub bytes: usize,
-    /// For globals: the first bytes; the rest are zeros.
+    /// For global variables, the initial bytes; the rest are zeros.
     pub initial: Vec<u8>,
-    /// `.extern .shared x[]`, whose size the launch defines.
+    /// Whether it is declared as `.extern .shared x[]`; its size is then defined by the launch.
     pub dynamic: bool,
 }
 
-/// The names in a block between braces.
+/// The names that are declared in a block between braces.
 #[derive(Debug, Default)]
 pub(crate) struct Scope<'a> {
     pub parent: Option<usize>,

@@ -1,4 +1,5 @@
-//! Parses tokens to statements: variables, kernels, their registers, labels and instructions, by name.
+//! Parses tokens to statements, in which operands are still names: variables, kernels, registers, labels and
+//! instructions.
 
 use crate::error::{Error, Result};
 use crate::number::{integer, number};
@@ -6,7 +7,7 @@ use crate::statement::{Entry, Operand, Scope, Space, Statement, Text, Variable};
 use crate::token::{Located, Token, tokenize};
 use crate::types::Type;
 
-/// Maximum bytes of a variable, and maximum number of registers in a declaration.
+/// The maximum size of a variable in bytes, also the maximum number of registers in a declaration.
 const MAX_BYTES: u64 = 1 << 24;
 /// Maximum nesting of blocks and braces.
 const MAX_DEPTH: usize = 64;
@@ -314,7 +315,7 @@ impl<'a> Reader<'a> {
         let mut operands = Vec::new();
         while !self.takes(';') {
             operands.push(self.operand(0)?);
-            // The operands of a call are in parentheses. They are not needed, since calls are rejected later.
+            // Skip the operands of a call, which are in parentheses; calls are rejected later.
             if !self.takes(',') && self.peek() != Some(Token::Mark(';')) {
                 return self.wrong(format!("expected `,` or `;` after an operand of `{opcode}`"));
             }

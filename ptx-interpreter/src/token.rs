@@ -24,7 +24,7 @@ fn in_word(c: char) -> bool {
     c.is_ascii_alphanumeric() || matches!(c, '_' | '$' | '%' | '.')
 }
 
-/// Splits the text. `::` inside an opcode (`.shared::cta`) belongs to the word.
+/// Splits the text into tokens. `::` inside an opcode (`.shared::cta`) is part of the word.
 pub(crate) fn tokenize(text: &str) -> Result<Vec<Located<'_>>> {
     let mut tokens = Vec::new();
     let mut line = 1u32;

@@ -2,7 +2,7 @@
 
 use half::{bf16, f16};
 
-/// Lanes of a warp.
+/// The number of lanes of a warp.
 pub(crate) const LANES: usize = 32;
 
 /// A register of a warp: one value per lane, zero-extended to 64 bits.
@@ -40,7 +40,7 @@ pub(crate) enum Type {
 }
 
 impl Type {
-    /// The type with this name, given without the dot.
+    /// The type with this name, without the leading dot.
     pub fn named(name: &str) -> Option<Self> {
         Some(match name {
             "pred" => Self::Pred,
@@ -79,7 +79,7 @@ impl Type {
         }
     }
 
-    /// Bytes in memory.
+    /// The size in memory in bytes.
     pub fn bytes(self) -> usize {
         (self.bits() as usize).div_ceil(8)
     }
@@ -95,7 +95,7 @@ impl Type {
     }
 }
 
-/// A value with the lowest `bits` bits set.
+/// A value whose lowest `bits` bits are set.
 pub(crate) fn low_bits(bits: u32) -> u64 {
     if bits >= 64 { u64::MAX } else { (1u64 << bits) - 1 }
 }
@@ -180,7 +180,7 @@ impl<T: Lane> Lane for Pair<T> {
     }
 }
 
-/// A function over lanes from an expression over one lane: `one!(u32, |a| !a)`.
+/// Makes a function over all lanes from an expression for one lane: `one!(u32, |a| !a)`.
 macro_rules! one {
     ($t:ty, |$a:ident| $e:expr) => {{
         let f: $crate::types::One = |x, d| {
@@ -193,7 +193,7 @@ macro_rules! one {
     }};
 }
 
-/// Same as `one`, with two sources: `two!(u32, |a, b| a & b)`, or `two!(u32, u32, |a, b| ...)`.
+/// Same as `one`, but with two sources: `two!(u32, |a, b| a & b)`, or `two!(u32, u32, |a, b| ...)`.
 macro_rules! two {
     ($t:ty, |$a:ident, $b:ident| $e:expr) => {
         two!($t, $t, |$a, $b| $e)
@@ -210,7 +210,7 @@ macro_rules! two {
     }};
 }
 
-/// Same as `one`, with three sources, of one type or of three.
+/// Same as `one`, but with three sources, of one type or of three.
 macro_rules! three {
     ($t:ty, |$a:ident, $b:ident, $c:ident| $e:expr) => {
         three!($t, $t, $t, |$a, $b, $c| $e)
@@ -228,7 +228,8 @@ macro_rules! three {
     }};
 }
 
-/// Dispatches on an integer type of 16 to 64 bits, with bit types as unsigned: `integers!(ty, T => two!(T, ...))`.
+/// Dispatches on an integer type of 16 to 64 bits; bit types are treated as unsigned: `integers!(ty, T => two!(T,
+/// ...))`.
 macro_rules! integers {
     ($ty:expr, $t:ident => $e:expr) => {
         match $ty {

@@ -2,19 +2,19 @@
 
 use crate::types::{LANES, Lanes};
 
-/// Lanes that are at the same instruction.
+/// A group of lanes that are at the same instruction.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Group {
     pub pc: usize,
     pub mask: u32,
-    /// Whether it waits for other lanes of the warp.
+    /// Whether the group waits for other lanes of the warp.
     pub waits: bool,
 }
 
 /// An asynchronous copy in flight.
 pub(crate) struct Copy {
     pub lane: usize,
-    /// The copy group of its lane that it belongs to.
+    /// The number of its copy group, counted per lane.
     pub group: u32,
     pub address: u64,
     pub bytes: [u8; 16],
@@ -25,7 +25,7 @@ pub(crate) struct Copy {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum State {
     Ready,
-    /// At a barrier.
+    /// The warp has reached a barrier.
     Waits,
     Done,
 }
@@ -44,7 +44,7 @@ pub(crate) struct Warp {
     pub local: Vec<u8>,
 }
 
-/// The lanes of a mask.
+/// Iterates over the lanes of a mask.
 pub(crate) fn lanes(mask: u32) -> impl Iterator<Item = usize> {
     let mut left = mask;
     std::iter::from_fn(move || {
@@ -88,8 +88,8 @@ impl Warp {
         self.all & !self.exited
     }
 
-    /// Merges groups that are at the same instruction, and returns the next one to run: the first in the text that does
-    /// not wait. `None` if all wait.
+    /// Merges groups that are at the same instruction, and returns the next one to run: among those that do not wait,
+    /// the one that comes first in the text. `None` if all wait.
     pub fn select(&mut self) -> Option<usize> {
         if self.groups.len() == 1 {
             return (!self.groups[0].waits).then_some(0);
@@ -100,7 +100,7 @@ impl Warp {
             match kept.last_mut() {
                 Some(last) if last.pc == group.pc => {
                     last.mask |= group.mask;
-                    // A group that waited checks again whether all lanes are there.
+                    // After merging, a group that waited checks again whether all lanes have arrived.
                     last.waits = last.waits && group.waits;
                 }
                 _ => kept.push(*group),
@@ -119,7 +119,7 @@ impl Warp {
         if negated { !mask } else { mask }
     }
 
-    /// Writes the lanes of a mask.
+    /// Writes a register in the lanes of a mask.
     pub fn set(&mut self, slot: u32, mask: u32, values: &Lanes) {
         let register = &mut self.registers[slot as usize];
         if mask == u32::MAX {

@@ -1,11 +1,11 @@
-//! Instructions that compilers emit around the main ones of kernels: comparisons, predicates, 16 and 64 bits, loads and
-//! stores of every width and type, compared with Rust arithmetic.
+//! Further instructions that compilers emit in kernels: comparisons, predicates, 16- and 64-bit arithmetic, and loads
+//! and stores of every width and type, compared with Rust arithmetic.
 mod support;
 
 use quant_ptx_interpreter::Memory;
 use support::{bytes_of, kernel, launch, numbers, over_words, run, words};
 
-/// Words in combinations of extreme values, equal values and random ones.
+/// Words that combine extreme values, equal values and random ones.
 fn inputs() -> [Vec<u32>; 3] {
     let ends = [0, 1, 2, 0x7fff_ffff, 0x8000_0000, 0xffff_ffff, 0xffff, 0x8000];
     let mut all = [numbers(256, 1), numbers(256, 2), numbers(256, 3)];
@@ -28,7 +28,7 @@ fn either_is_nan(a: f32, b: f32) -> bool {
     a.is_nan() || b.is_nan()
 }
 
-/// A comparison: 1 or 0.
+/// The expected result of a comparison: 1 or 0.
 fn compares(inputs: &[Vec<u32>; 3], opcode: &str, letter: &str, expected: impl Fn(u32, u32) -> bool) {
     let snippet = format!("{opcode} %p1, %{letter}10, %{letter}11;\nselp.u32 %r20, 1, 0, %p1;");
     check(inputs, &snippet, |a, b, _| u32::from(expected(a, b)));
@@ -67,7 +67,7 @@ fn comparisons_of_floats() {
     of("setp.le.f32", |a, b| a <= b);
     of("setp.gt.f32", |a, b| a > b);
     of("setp.ge.f32", |a, b| a >= b);
-    // These hold for NaN.
+    // These comparisons are true for NaN.
     of("setp.neu.f32", |a, b| a != b);
     of("setp.ltu.f32", |a, b| a < b || either_is_nan(a, b));
     of("setp.leu.f32", |a, b| a <= b || either_is_nan(a, b));
@@ -138,7 +138,7 @@ fn sixteen_bits() {
     }
 }
 
-/// Operations on `b:a` and `c:b`.
+/// 64-bit operations on `b:a` and `c:b`.
 #[test]
 fn sixty_four_bits() {
     let x = inputs();
@@ -274,7 +274,7 @@ fn all_lanes() {
     assert!(warp(0).iter().any(|&word| word < min));
 }
 
-/// A wrapping ticket: lanes and blocks take 0, 1, 2, 0, 1, 2, ….
+/// An atomic counter that wraps: lanes and blocks get 0, 1, 2, 0, 1, 2, ….
 #[test]
 fn tickets_go_round() {
     let body = "mul.wide.u32 %rd10, %r3, 4;\nadd.s64 %rd11, %rd1, %rd10;\natom.global.inc.u32 %r10, [%rd2], 2;\n\

@@ -4,7 +4,7 @@ mod support;
 use half::{bf16, f16};
 use support::{numbers, over_words};
 
-/// Ordinary words and edge cases, with edge cases in combination.
+/// Combinations of edge cases, and ordinary words.
 fn inputs() -> [Vec<u32>; 3] {
     let edges = [
         0u32,
@@ -286,7 +286,7 @@ fn conversions() {
     );
 }
 
-/// A sum in single precision, rounded to odd, so that rounding it again amounts to a single rounding.
+/// A sum in f32, rounded to odd, so that rounding it again gives the correctly rounded result.
 fn rounded_to_odd(a: f64, b: f64) -> f32 {
     let sum = a + b;
     let shifted = sum - a;

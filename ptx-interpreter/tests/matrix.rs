@@ -48,7 +48,7 @@ fn c_place(lane: usize, i: usize) -> (usize, usize) {
     (if i < 2 { group } else { group + 8 }, thread * 2 + (i & 1))
 }
 
-/// A shape: names of the types, bits per element, depth.
+/// A shape of `mma`: the names of its types, bits per element, and depth.
 #[derive(Clone, Copy)]
 struct Shape {
     types: &'static str,
@@ -214,7 +214,7 @@ fn random_products_are_those_of_plain_loops() {
     }
 }
 
-/// A single nonzero element of A, then of B, affects the right row and column.
+/// A single nonzero element of A, and then of B, affects the correct row and column.
 #[test]
 fn single_elements_are_where_the_isa_has_them() {
     for shape in SHAPES {
@@ -223,7 +223,7 @@ fn single_elements_are_where_the_isa_has_them() {
             "bf16" => u32::from(half::bf16::ONE.to_bits()),
             _ => 1,
         };
-        // The elements of the other factor are numbered, so that a wrong position gives a different number.
+        // The elements of the other factor are all different, so that a wrong position gives a wrong value.
         let count = |kind: &str, i: usize| match kind {
             "f16" => u32::from(half::f16::from_f32((i % 128) as f32).to_bits()),
             "bf16" => u32::from(half::bf16::from_f32((i % 128) as f32).to_bits()),
@@ -262,7 +262,7 @@ fn integer_sums_wrap_and_saturate_when_asked() {
     }
 }
 
-/// Four 8x8 matrices of numbered elements in shared memory, rows 16 bytes apart, `count` of them loaded.
+/// Four 8x8 matrices of numbered elements in shared memory, with rows 16 bytes apart, of which `count` are loaded.
 fn loaded(count: usize, trans: bool) -> Vec<u32> {
     let names: Vec<_> = (0..count).map(|i| format!("%r{}", 30 + i)).collect();
     let stores: String = (0..4)
@@ -284,7 +284,7 @@ fn loaded(count: usize, trans: bool) -> Vec<u32> {
     let mut memory = Memory::new();
     let out = memory.buffer("out", 128 * count, 4);
     let report = run(&text, &launch(1, 32, 0, &[out]), &mut memory).unwrap();
-    // Each matrix's eight rows of 16 bytes are one wavefront, as are the four stores.
+    // The eight rows of 16 bytes of each matrix take one wavefront, and so do the four stores.
     assert_eq!(report.counters.shared_reads.taken, count as u64);
     assert_eq!(report.counters.shared_writes.taken, 4);
     words(memory.bytes(out).unwrap())

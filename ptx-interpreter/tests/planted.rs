@@ -1,10 +1,11 @@
-//! Faults planted in small kernels, each next to its correct counterpart, under every order of warps.
+//! Faults planted in small kernels, each compared with its correct counterpart, under every order of warps.
 mod support;
 
 use quant_ptx_interpreter::{BlockOrder, Error, FaultKind, Launch, Memory, Module, Options, Report};
 use support::{bytes_of, fault, kernel, launch, orders, run, words};
 
-/// Runs a text with fresh memory under each order and checks that all agree; returns the last result.
+/// Runs a text with fresh memory under each order of warps, and checks that all results are equal; returns the last
+/// one.
 fn under_every_order(
     text: &str,
     launch_of: impl Fn(&mut Memory) -> Launch,
@@ -32,7 +33,7 @@ fn bad(text: &str, launch_of: impl Fn(&mut Memory) -> Launch) -> FaultKind {
 
 const TILE: &str = ".extern .shared .align 128 .b8 tile[];";
 
-/// Shared addresses of this thread's word and of that of the thread 32 further, modulo 64.
+/// The shared addresses of this thread's word and of the word of thread `tid ^ 32`.
 const WORDS: &str = "mov.u32 %r9, tile;\nshl.b32 %r10, %r1, 2;\nxor.b32 %r11, %r10, 128;\nadd.u32 %r10, %r10, %r9;\n\
                      add.u32 %r11, %r11, %r9;\n";
 /// This thread's word of the output `p0`.
@@ -54,12 +55,12 @@ fn a_missing_barrier() {
         kernel(1, TILE, &body)
     };
     good(&text("bar.sync 0;\n"), out_words(128, 64, 256));
-    // Depending on the order, the other warp's word has been written or not; either way it is an error.
+    // The other warp's word may or may not have been written, depending on the order; either way it is an error.
     let kind = bad(&text(""), out_words(128, 64, 256));
     assert!(matches!(kind, FaultKind::SharedRace | FaultKind::Uninitialised), "{kind:?}");
     let named = text("bar.sync 3, 64;\n");
     good(&named, out_words(128, 64, 256));
-    // A barrier of a warp with itself orders nothing between the two warps.
+    // `bar.warp.sync` synchronizes only the lanes of a warp, so it does not order accesses of the two warps.
     bad(&text("bar.warp.sync 0xffffffff;\n"), out_words(128, 64, 256));
 }
 
@@ -78,8 +79,8 @@ fn a_missing_barrier_before_the_next_round() {
     assert_eq!(bad(&text(""), out_words(64, 64, 256)), FaultKind::SharedRace);
 }
 
-/// Two sets of two warps, each with its own words and barrier; the barriers of one set do not order the other. Every
-/// word is read by both warps of its set, before and after barriers of the other set.
+/// Two sets of two warps, each set with its own words and barrier. The barriers of one set do not order accesses of the
+/// other. Every word is read by both warps of its set, before and after barriers of the other set.
 #[test]
 fn sets_of_warps_with_barriers_of_their_own() {
     let text = |first: &str, second: &str, partner: u32| {
@@ -98,7 +99,7 @@ fn sets_of_warps_with_barriers_of_their_own() {
     let kind = bad(&text("", barrier, 128), out_words(128, 128, 512));
     assert!(matches!(kind, FaultKind::SharedRace | FaultKind::Uninitialised), "{kind:?}");
     assert_eq!(bad(&text(barrier, "", 128), out_words(128, 128, 512)), FaultKind::SharedRace);
-    // The other set's words.
+    // Reads the words of the other set.
     let kind = bad(&text(barrier, barrier, 256), out_words(128, 128, 512));
     assert!(matches!(kind, FaultKind::SharedRace | FaultKind::Uninitialised), "{kind:?}");
 }
@@ -168,7 +169,7 @@ fn writes_into_a_copy_in_flight() {
     assert_eq!(bad(&text(""), copy_launch), FaultKind::InFlight);
 }
 
-/// A copy reads only `size` bytes and fills the rest with zeros, whatever follows in memory.
+/// A copy reads only `size` bytes and fills the rest with zeros, even if readable memory follows.
 #[test]
 fn copies_fill_up_with_zeros() {
     let body = format!(
@@ -263,13 +264,13 @@ fn a_missing_guard() {
     let report = good(&text("@%p1 "), with);
     assert_eq!(report.counters.buffers["out"].written.unique_bytes, 200);
     assert_eq!(bad(&text(""), with), FaultKind::OutOfBounds);
-    // However far the access is beyond the buffer, it reaches no other buffer.
+    // However far beyond the buffer an access is, it never reaches another buffer.
     for words in [1 << 10, 1 << 16, (1_u64 << 31) - 64] {
         let far =
             text("@%p1 ").replace("st.global.u32 [%rd21]", &format!("st.global.u32 [%rd21+{}]", 4 * words));
         assert_eq!(bad(&far, with), FaultKind::OutOfBounds);
     }
-    // If faults are not errors, both faults of a kind are reported, and the launch continues.
+    // With `fault_is_error` false, all faults are reported, and the launch continues.
     let mut memory = Memory::new();
     let launch = with(&mut memory);
     let options = Options { fault_is_error: false, ..Options::default() };
@@ -280,7 +281,7 @@ fn a_missing_guard() {
     assert_eq!((first.buffer.as_deref(), first.offset), (Some("out"), 200));
 }
 
-/// Blocks store partial sums; the last one, by ticket, adds them up.
+/// Blocks store partial sums. The last block to take a ticket adds them up.
 fn tickets(fence: &str, ticket: &str) -> String {
     let body = format!(
         "mul.wide.u32 %rd10, %r2, 4;\nadd.s64 %rd11, %rd2, %rd10;\nadd.u32 %r10, %r2, 1;\nsetp.ne.u32 %p1, %r1, 0;\n\
@@ -322,7 +323,7 @@ fn a_reduction_over_blocks() {
     }
 }
 
-/// Two warps of each block store their parts, and warp 0 takes the ticket, with `meeting` before it.
+/// Two warps of each block store their parts. Warp 0 then takes the ticket, after the instructions in `meeting`.
 #[test]
 fn a_ticket_taken_before_the_other_warps_have_stored() {
     let text = |meeting: &str| {
@@ -416,7 +417,7 @@ fn addresses_that_are_not_aligned() {
     };
     good(&text(8), with(8));
     assert_eq!(bad(&text(4), with(8)), FaultKind::Misaligned);
-    // The kernel assumes more than the buffer promises.
+    // The kernel assumes a larger alignment than the buffer has.
     assert_eq!(bad(&text(8), with(4)), FaultKind::Misaligned);
 }
 

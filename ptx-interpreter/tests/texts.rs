@@ -1,4 +1,4 @@
-//! Texts as compilers emit them, launches that do not match, and malformed texts.
+//! Texts as compilers emit them, launches that do not match their kernel, and malformed texts.
 mod support;
 
 use proptest::prelude::*;
@@ -146,7 +146,7 @@ fn broken_texts_name_their_line() {
     }
 }
 
-/// Runs a text if it parses: whatever the result, nothing may panic.
+/// Runs a text if it parses. The result does not matter, but nothing may panic.
 fn survive(text: &str) {
     if let Ok(module) = Module::parse(text) {
         let options = Options { max_instructions: 2000, ..Options::default() };
@@ -164,7 +164,7 @@ fn survive(text: &str) {
     }
 }
 
-/// Statements of many kinds, for mutation.
+/// Many kinds of statements, which are mutated below.
 fn rich() -> String {
     let body = "mov.u32 %r9, tile;\nshl.b32 %r10, %r1, 4;\nadd.u32 %r10, %r10, %r9;\nmul.wide.u32 %rd10, %r1, 16;\n\
         add.s64 %rd11, %rd2, %rd10;\ncp.async.cg.shared.global [%r10], [%rd11], 16, %r12;\ncp.async.commit_group;\n\
@@ -209,7 +209,7 @@ proptest! {
         survive(&text.into_iter().collect::<String>());
     }
 
-    /// Words of the same kind are swapped: such texts parse, and run with meaningless operands.
+    /// Swaps words of the same kind. Such texts parse, and run with meaningless operands.
     #[test]
     fn exchanged_words_are_survived(
         swaps in prop::collection::vec((any::<prop::sample::Index>(), any::<prop::sample::Index>()), 1..12),
@@ -238,7 +238,7 @@ fn pieces(text: &str) -> Vec<&str> {
     pieces
 }
 
-/// The kind of a word: registers by their letters, numbers, and every other word by itself.
+/// The kind of a word: the letters of a register, "number" for numbers, and the word itself otherwise.
 fn kind(word: &str) -> String {
     let letters = word.trim_end_matches(|c: char| c.is_ascii_digit());
     match letters {

@@ -343,6 +343,8 @@ class Check:
     at_least: float | None
     windows: int
     windows_needed: int | None
+    measured: str
+    allowed: str
     message: str
 
     def to_dict(self) -> dict[str, Any]:

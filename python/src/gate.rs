@@ -77,7 +77,7 @@ pub fn gate(request: &str, session: &Session) -> Result<String> {
     for note in &outcome.notes {
         session.progress.note(&format!("note: {note}"));
     }
-    let page = gate_page(&outcome, &results);
+    let page = gate_page(&outcome, &results, baseline.as_ref().map(|(read, _)| read));
     if let Some(path) = &asked.junit {
         write_file(path, junit(&outcome)?.as_bytes())?;
     }

@@ -159,6 +159,24 @@ def test_the_code_of_the_guide_runs(model: Path, tmp_path: Path, monkeypatch: py
     assert (tmp_path / "OUT").is_dir()
 
 
+@pytest.mark.parametrize("page", ["README.md", "python/README.md"])
+def test_the_code_of_the_readmes_runs(page: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs the example as it is printed, with fewer windows."""
+    text = (Path(os.environ["FEWBITS_ROOT"]) / page).read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE)
+    assert blocks
+    (tmp_path / "MODEL").symlink_to(model)
+    monkeypatch.chdir(tmp_path)
+    quantize, evaluate = fewbits.quantize, fewbits.evaluate
+    monkeypatch.setattr(fewbits, "quantize", lambda *p, **a: quantize(*p, **{**a, **QUICK}))
+    monkeypatch.setattr(fewbits, "evaluate", lambda *p, **a: evaluate(*p, **{**a, "window": 128, "windows": 4}))
+    printed: list[Any] = []
+    for block in blocks:
+        exec(compile(block, page, "exec"), {"__name__": "readme", "print": printed.append})
+    assert (tmp_path / "OUT/config.json").is_file()
+    assert printed and all(0 < kl < 1 for kl in printed)
+
+
 def test_the_page_lists_every_function() -> None:
     text = page_of_the_guide()
     functions = [name for name in fewbits.__all__ if name[0].islower() and not name.startswith("__")]

@@ -4,7 +4,9 @@ use std::ffi::OsString;
 
 use clap::{Parser, Subcommand};
 
-use crate::commands::{bench, chat, completions, demo, eval, gate, generate, inspect, plan, quantize};
+use crate::commands::{
+    bench, chat, compare, completions, demo, eval, gate, generate, inspect, plan, quantize,
+};
 
 const EXIT_CODES: &str = "Exit codes:
   0   done and verified; the gate passes
@@ -44,6 +46,8 @@ pub enum Command {
     Quantize(quantize::Args),
     /// Measure perplexity, and the divergence from a reference model
     Eval(eval::Args),
+    /// Show results of eval next to each other, and which model is closest to the reference
+    Compare(compare::Args),
     /// Check with a policy whether a model has become worse
     Gate(gate::Args),
     /// Show the contents of a checkpoint

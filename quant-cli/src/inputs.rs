@@ -62,6 +62,16 @@ impl Catalog for Session {
     }
 }
 
+/// The help for the text of an evaluation.
+pub fn evaluation_text_help() -> String {
+    let public: Vec<String> = sets().unwrap_or_default().into_iter().map(|set| set.name).collect();
+    format!(
+        "Evaluation text: a file (plain text or .jsonl), {HELDOUT_NAME} (built in), or a public set, downloaded in a \
+         build with the feature hub: {}",
+        public.join(", ")
+    )
+}
+
 fn sets() -> Result<Vec<quant_calibration_data::PublicSet>> {
     public_sets().map_err(|e| Error::Internal(format!("the built-in manifest of text sets is invalid: {e}")))
 }

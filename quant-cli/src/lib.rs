@@ -7,6 +7,7 @@ mod cli;
 mod colors;
 pub mod commands;
 pub mod device;
+mod foreign;
 pub mod generation;
 mod gguf;
 mod hub;
@@ -69,7 +70,7 @@ pub fn main(arguments: Vec<OsString>, embedding: Option<Embedding>) -> u8 {
 fn begin(arguments: &[OsString], embedding: Option<Embedding>) -> u8 {
     let cli = match cli::Cli::try_parse_from(arguments) {
         Ok(cli) => cli,
-        Err(error) => return output::refused_arguments(&error),
+        Err(error) => return output::refused_arguments(&foreign::explained(error, arguments)),
     };
     // hf-hub's log is disabled: the program reports those errors itself, with a remedy.
     let filter = tracing_subscriber::EnvFilter::try_from_env("QUANT_LOG")

@@ -69,6 +69,11 @@ impl Timing {
         }
     }
 
+    /// The number of units that the bar shows as done. It includes those of the earlier run from the beginning.
+    fn shown(&self) -> u64 {
+        self.done.max(self.resumed.0).min(self.units)
+    }
+
     /// Returns the remaining seconds. They are extrapolated from the units that this run has finished; before the first
     /// unit, they come from the expected time.
     fn left(&self) -> Option<f64> {
@@ -139,6 +144,7 @@ impl Progress {
             Event::Resumed { units } => {
                 if let Some(stage) = self.lock().as_mut() {
                     stage.timing.resumed = (*units, Instant::now());
+                    stage.draw();
                 }
             }
             Event::UnitDone { detail } => {
@@ -216,10 +222,8 @@ impl Stage {
         self.detail = printable_lines(detail).to_string();
         self.step = "";
         self.draw();
-        if let Some(bar) = &self.bar {
-            bar.inc(1);
-        }
-        let Timing { units, done, .. } = self.timing;
+        let Timing { units, .. } = self.timing;
+        let done = self.timing.shown();
         if matches!(mode, Mode::Lines) && self.last_line.elapsed() >= LINE_INTERVAL && done < units {
             self.last_line = Instant::now();
             let left = self.timing.left().map(|left| format!("{} left", duration(left)));
@@ -234,14 +238,18 @@ impl Stage {
         Some(format!("{:.0} tokens/s", (self.timing.done * tokens) as f64 / elapsed))
     }
 
-    /// Updates the text beside the bar: the rate, the last unit that was finished, and the current step of the next
-    /// unit.
+    /// Updates the bar, and the text beside it: the rate, the last unit that was finished, and the current step of the
+    /// next unit.
     fn draw(&self) {
         let Some(bar) = &self.bar else { return };
         *self.shown.lock().unwrap_or_else(std::sync::PoisonError::into_inner) = self.timing;
+        bar.set_position(self.timing.shown());
         let rate = self.tokens_per_second().filter(|_| self.timing.done > 0);
         let detail = Some(self.detail.clone()).filter(|text| !text.is_empty());
         let done = [rate, detail].into_iter().flatten().collect::<Vec<_>>().join(" ");
+        if self.timing.done < self.timing.resumed.0 {
+            return bar.set_message("resumed");
+        }
         bar.set_message(match (self.step, self.timing.done) {
             ("", _) => done,
             (step, 0) => step.to_owned(),
@@ -308,13 +316,15 @@ mod tests {
     fn resumed_units_do_not_count_for_the_pace() {
         let mut timing = Timing::new(10, Some(100.0));
         timing.resumed.0 = 4;
-        for _ in 0..4 {
+        for done in 0..4 {
+            assert_eq!((timing.done, timing.shown()), (done, 4), "the bar begins at the resumed units");
             timing.advance();
         }
         // Four of ten units are resumed, and all ten are expected to take 100 s, so six remain.
         assert!((timing.left().unwrap() - 60.0).abs() < 1.0);
         timing.resumed.1 = ago(20);
         timing.advance();
+        assert_eq!(timing.shown(), 5);
         // This run's first unit took 20 s.
         assert!((timing.left().unwrap() - 100.0).abs() < 1.0);
     }

@@ -11,13 +11,15 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 use candle_core::{Device, Tensor};
-use common::{flat, logits, normal, recipe, relative_difference, run, windows};
+use common::{Quantized, flat, logits, normal, recipe, relative_difference, run, windows};
 use configs::{Case, cases};
-use quant_core::CancelToken;
 use quant_core::checkpoint::{ConfigFields, Dtype, MemorySource, TensorSource};
-use quant_core::model::{Block, FoldGroup, KvCaching, Model, NoTap, NodeId, Op, Segments, arch};
-use quant_core::recipe::{Pattern, Recipe};
-use quant_core::transform::{BlockTask, Rewrite, TransformSettings, fold, rotate};
+use quant_core::model::{
+    Block, FoldGroup, KvCaching, KvScheme, Model, NoTap, NodeId, Op, QueryKey, Segments, arch,
+};
+use quant_core::recipe::{Pattern, Plan, Recipe};
+use quant_core::transform::{Alpha, BlockTask, Rewrite, TransformSettings, fold, rotate};
+use quant_core::{CancelToken, Category};
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 use serde_json::{Map, Value, json};
@@ -250,11 +252,7 @@ fn queries_and_keys_are_scaled_against_each_other() {
                 let [queries, keys] = pair.producers;
                 let graph = bench.block.graph().clone();
                 let d = pair.head_dim;
-                let rows = |id: NodeId| match &graph.nodes()[id].op {
-                    Op::Linear { shape, .. } => shape[0],
-                    op => op.stored_norm().unwrap().1,
-                };
-                let kv_heads = rows(keys) / d;
+                let kv_heads = pair.rows[1].channels() / d;
                 let changed = |respects_partners: bool| {
                     let mut lambda = scales(kv_heads * d, 8);
                     if let Some(rope) = pair.rope.as_ref().filter(|_| respects_partners) {
@@ -265,16 +263,18 @@ fn queries_and_keys_are_scaled_against_each_other() {
                         }
                     }
                     let mut rewrite = Rewrite::default();
-                    for id in [queries, keys] {
-                        let shared = if id == queries && rows(queries) != d { d * pair.repeat } else { d };
-                        let scale = |row: usize| {
-                            let by = lambda[row / shared * d % lambda.len() + row % d];
-                            if id == queries { by } else { 1.0 / by }
+                    for (id, rows, is_query) in [(queries, pair.rows[0], true), (keys, pair.rows[1], false)] {
+                        let shared = if is_query && rows.channels() != d { d * pair.repeat } else { d };
+                        let scale = |channel: usize| {
+                            let by = lambda[channel / shared * d % lambda.len() + channel % d];
+                            if is_query { by } else { 1.0 / by }
                         };
                         match &graph.nodes()[id].op {
-                            Op::Linear { .. } => {
-                                let divisors = (0..rows(id)).map(|row| 1.0 / scale(row)).collect();
-                                rewrite.rows.insert(id, divisors);
+                            Op::Linear { shape, .. } => {
+                                let divisors = rewrite.rows.entry(id).or_insert_with(|| vec![1.0; shape[0]]);
+                                for channel in 0..rows.channels() {
+                                    divisors[rows.row(channel)] = 1.0 / scale(channel);
+                                }
                             }
                             _ => {
                                 let scaled = |v: &Tensor| -> Vec<f32> {
@@ -422,6 +422,135 @@ fn every_method_takes_every_family_through() {
             let bound = if case.has_experts() { 0.15 } else { 0.1 };
             assert!(method != "smoothquant" || distance < bound, "{} {method}: {distance}", case.name);
         }
+    }
+}
+
+/// Every family in the formats that have one scale over a tensor, rounded to nearest, searched and with GPTQ. Linears
+/// for which engines keep one scale have the same one.
+#[test]
+fn linears_of_one_scale_share_it_in_every_family() {
+    let float = |quantized: &Quantized, name: &str| {
+        quantized.source.info(name).map(|_| quantized.source.read_f32(name).unwrap())
+    };
+    for case in cases() {
+        let model = case.random(Dtype::F32, 11);
+        let batch = windows(case.vocab(), 6, LENGTH, 12);
+        let exact = logits(&model, &batch);
+        let groups = model.architecture().scale_groups();
+        for (method, scheme, scale) in [
+            ("rtn", "nvfp4a16", "weight_global_scale"),
+            ("awq", "nvfp4a16", "weight_global_scale"),
+            ("gptq", "nvfp4a16", "weight_global_scale"),
+            ("rtn", "wf8a16-tensor", "weight_scale"),
+            ("rtn", "fp8-static", "weight_scale"),
+            ("rtn", "fp8", "weight_scale"),
+        ] {
+            // Per channel there is no scale to share.
+            let shares = scheme != "fp8";
+            let quantized = run(&model, &case.config, &recipe(method, scheme), Some(&batch));
+            let (mut shared, mut scales) = (0, std::collections::BTreeSet::new());
+            for group in &groups {
+                let of_group: Vec<_> =
+                    group.iter().map(|module| float(&quantized, &format!("{module}.{scale}"))).collect();
+                let first = of_group[0].clone().unwrap_or_else(|| panic!("{} {}", case.name, group[0]));
+                assert!(
+                    !shares || first.len() == 1 && of_group.iter().all(|s| s.as_ref() == Some(&first)),
+                    "{} {method} {scheme}: {group:?} have {of_group:?}",
+                    case.name
+                );
+                shared += 1;
+                scales.insert(first[0].to_bits());
+            }
+            // Weights are random, so different groups have different scales.
+            assert!(shared < 2 || scales.len() > 1, "{} {method} {scheme}", case.name);
+            let found = logits(&quantized.model(), &batch);
+            let distance = match case.has_experts() {
+                true => root_mean_square(&found, &exact),
+                false => relative_difference(&found, &exact),
+            };
+            println!("{} {method} {scheme}: {distance}", case.name);
+            let bound = if scheme.contains("fp4") { case.rounding } else { case.rounding / 2.0 };
+            assert!(distance < bound, "{} {method} {scheme}: {distance}", case.name);
+        }
+    }
+}
+
+/// Each expert's gate and up, and queries with keys that are also values, are groups.
+#[test]
+fn scale_groups_cover_experts_and_shared_keys() {
+    let groups = |name: &str| {
+        let case = cases().into_iter().find(|case| case.name == name).unwrap();
+        case.random(Dtype::F32, 1).architecture().scale_groups()
+    };
+    for (name, pair) in [
+        ("qwen2_moe", ["mlp.experts.2.gate_proj", "mlp.experts.2.up_proj"]),
+        ("deepseek_v3", ["mlp.experts.1.gate_proj", "mlp.experts.1.up_proj"]),
+        ("phimoe", ["block_sparse_moe.experts.1.w1", "block_sparse_moe.experts.1.w3"]),
+        ("gpt_oss", ["mlp.experts.0.gate_proj", "mlp.experts.0.up_proj"]),
+        ("gemma4_text", ["self_attn.q_proj", "self_attn.k_proj"]),
+        ("gemma4-experts", ["self_attn.q_proj", "self_attn.k_proj"]),
+        ("gemma4-experts", ["experts.3.gate_proj", "experts.3.up_proj"]),
+    ] {
+        let expected = pair.map(|module| format!("model.layers.1.{module}"));
+        assert!(groups(name).iter().any(|group| group[..] == expected), "{name}: {:?}", groups(name));
+    }
+}
+
+/// Keys and values that have no scales of their own are named as what they are.
+#[test]
+fn an_fp8_cache_is_refused_with_the_reason() {
+    for (name, reason) in [
+        (
+            "gemma4-small",
+            "keys and values of block 2 cannot be cached in FP8: it reads those that an earlier block cached",
+        ),
+        (
+            "deepseek_v3",
+            "keys and values of block 0 cannot be cached in FP8: engines cache a latent vector instead",
+        ),
+    ] {
+        let case = cases().into_iter().find(|case| case.name == name).unwrap();
+        let mut recipe = recipe("rtn", "wf8a16-channel");
+        recipe.settings.kv = Some(KvScheme::Kvf8);
+        let error = Plan::new(&case.random(Dtype::F32, 1), &recipe, recipe.containers[0]).unwrap_err();
+        assert_eq!(error.category(), Category::Usage, "{name}");
+        assert_eq!(error.to_string(), reason, "{name}");
+    }
+}
+
+/// All steps of QServe except rotation. SmoothAttention covers every attention, or says why it does not.
+#[test]
+fn smooth_attention_is_run_or_explained_in_every_family() {
+    for case in cases() {
+        let model = case.random(Dtype::F32, 11);
+        let batch = windows(case.vocab(), 6, LENGTH, 12);
+        let mut recipe = recipe("reorder,smooth-attention,smooth-outputs,gptq", "w4a8-g32");
+        (recipe.settings.attention, recipe.settings.kv) = (Some(Alpha::Fixed(0.5)), Some(KvScheme::Kv4));
+        let plan = Plan::new(&model, &recipe, recipe.containers[0]).unwrap();
+        let explained = plan.step_notes().iter().any(|note| note.contains("`smooth-attention` leaves"));
+        let quantized = run(&model, &case.config, &recipe, Some(&batch));
+        let smoothed = quantized.report.tensors.iter().filter(|t| t.attention.is_some()).count();
+        // Linears have a record; norms of keys are not quantized and have none.
+        let of_linears = |layer: usize| {
+            let graph = model.architecture().graph(layer);
+            let of_linear = |pair: &QueryKey| graph.nodes()[pair.producers[1]].op.linear_shape().is_some();
+            graph.query_keys().iter().filter(|pair| of_linear(pair)).count()
+        };
+        assert_eq!(
+            smoothed,
+            (0..model.architecture().layers).map(of_linears).sum::<usize>(),
+            "{}",
+            case.name
+        );
+        assert_eq!(explained, !case.has_pairs, "{}: {:?}", case.name, plan.step_notes());
+        assert_eq!(quantized.report.notes, plan.step_notes(), "{}", case.name);
+        let found = logits(&quantized.model(), &batch);
+        let distance = match case.has_experts() {
+            true => root_mean_square(&found, &logits(&model, &batch)),
+            false => relative_difference(&found, &logits(&model, &batch)),
+        };
+        println!("{}: {distance}", case.name);
+        assert!(distance < 1.5 * case.rounding, "{}: {distance}", case.name);
     }
 }
 

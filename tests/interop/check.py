@@ -1,7 +1,7 @@
 """The interop check: compares quant's results with those of transformers, and its dequantized weights with those of
 an independent implementation.
 
-There are ten kinds of checks. Each prints a line with its measurements:
+There are twelve kinds of checks. Each prints a line with its measurements:
 
   float     logits of float models, quant's against transformers', at most 1e-3 of the largest logit
   loads     a checkpoint that `quant quantize` wrote, loaded by transformers with compressed-tensors
@@ -14,6 +14,8 @@ There are ten kinds of checks. Each prints a line with its measurements:
   chat      conversations through a chat template: text, tokens and the assistant's parts, equal to
             transformers' result
   gguf      GGUF files against llama.cpp: see check_gguf.py
+  exchange  GGUF files that quant and llama.cpp's programs pass to each other: see check_exchange.py
+  tokens    tokenizers of GGUF files, token by token: see check_tokenizers.py
   carried   vision-language models: see check_vision_language.py
   profile   the results of `quant eval` with a profile, against the rule computed with transformers and
             against the program that the profile is named after: see check_profiles.py
@@ -37,6 +39,7 @@ import time
 from pathlib import Path
 from unittest import mock
 
+import check_exchange
 import check_families
 import check_floats
 import check_generate
@@ -44,6 +47,7 @@ import check_gguf
 import check_numbers
 import check_pages
 import check_profiles
+import check_tokenizers
 import check_vision_language
 import check_workflows
 import make_vision_language
@@ -382,6 +386,8 @@ def main():
         check_floats.run_all(check, arguments.only, arguments.llama_cpp)
         check_generate.run_all(check, arguments.only)
         check_gguf.run_all(check, arguments.llama_cpp, arguments.only, arguments.whole)
+        check_exchange.run_all(check, arguments.llama_cpp, arguments.only, arguments.whole)
+        check_tokenizers.run_all(check, arguments.llama_cpp, arguments.only, arguments.whole)
         check_profiles.run_all(check, arguments.llama_cpp, arguments.only, arguments.whole)
         check_workflows.run_all(check, arguments.only)
         check_pages.run_all(check, arguments.chromium, arguments.only)

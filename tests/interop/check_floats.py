@@ -4,6 +4,9 @@
   floats   a checkpoint that `quant quantize` wrote: the weights that quant reads from it, those of the independent one
            (equal in f32) and those of transformers after its first forward pass (equal in the type it was loaded
            in), without a missing, unexpected or mismatched key; linears that engines fuse have one global scale
+           files that mix formats, and W4A8 with FP8 activations, too
+  shared   models with experts, latent attention and keys that are also values: linears that engines fuse have one
+           global scale, and the weights that quant reads are those of the independent reader
   inputs   activations on tensors, quant's and compressed-tensors' own simulation of them, equal bit for bit
   modelopt NVFP4 in ModelOpt's layout: the weights that quant reads are those of the independent one, except for
            the rounding of a reciprocal; converted from a compressed-tensors file it has the same codes and scales, and
@@ -25,6 +28,8 @@ import sys
 
 import numpy
 import torch
+import independent_floats
+import independent_pack
 from independent_floats import dequantize, e2m1_numbers, e4m3_numbers, e5m2_numbers, e8m0_numbers, modelopt
 from independent_pack import Checkpoint, scheme_of
 from safetensors.numpy import load_file, save_file
@@ -50,7 +55,21 @@ CASES = [
     ("demo", "wf8a16-g32-mx", ["--method", "rtn"]),
     ("qwen2", "wf8af8-g32-mx", ["--method", "rtn"]),
 ]
-FUSED = [("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")]
+# W4A8 with FP8 activations, and files that mix several formats, also load in the default way.
+MIXED = [
+    ("demo", "w4af8-g128-sym", "float32", ["--method", "rtn"]),
+    ("demo", "w4af8-g128-sym", "float32", ["--method", "gptq", *QUICK]),
+    ("demo", "wf4a16-g16-nv", "bfloat16", ["--method", "rtn", "--override", "*self_attn*=wf8af8-channel"]),
+    ("demo", "wf4af4-g16-nv", "bfloat16", ["--method", "rtn", *QUICK, "--override", "*down_proj=wf8af8-channel",
+                                          "--override", "*o_proj=wf8a16-g32-mx"]),
+]
+# Models whose experts, latent vectors or shared keys also have one scale. transformers keeps all experts of a layer in
+# one parameter, so its weights are not compared.
+SHARED = ["qwen3-moe", "mixtral", "deepseek_v3-mla", "gemma4-shared-keys", "gemma4-with-experts"]
+SHARED_SCHEMES = [("wf4a16-g16-nv", ["--method", "rtn"]), ("wf4af4-g16-nv", ["--method", "awq", *QUICK]),
+                  ("wf4a16-g16-nv", ["--method", "gptq", *QUICK]), ("wf8a16-tensor", ["--method", "rtn"])]
+# Linears that engines fuse; a block may lack some of them, such as values that are also keys.
+FUSED = [("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"), ("q_a_proj", "kv_a_proj_with_mqa")]
 
 
 def tables():
@@ -85,20 +104,49 @@ def transformers_weights(path, dtype):
 
 
 def shares(written):
-    """Whether linears that engines fuse share one per-tensor scale, if there is one."""
-    for parts in FUSED:
-        for name in written:
-            found = re.fullmatch(rf"(.*)\.{parts[0]}\.(weight_global_scale|weight_scale|input_scale|input_global_scale)", name)
-            if found is None or written[name].shape != (1,):
-                continue
-            others = [written[f"{found[1]}.{part}.{found[2]}"] for part in parts]
-            if any(not torch.equal(others[0], other) for other in others):
-                return name
-    return None
+    """The linears that engines fuse whose per-tensor scales differ, if there are any, and the number of equal groups."""
+    equal = 0
+    kinds = ("weight_global_scale", "weight_scale", "input_scale", "input_global_scale")
+    prefixes = sorted({name.rsplit(".", 2)[0] for name in written if name.rsplit(".", 1)[-1] in kinds})
+    for prefix in prefixes:
+        for parts in FUSED:
+            for kind in kinds:
+                names = [f"{prefix}.{part}.{kind}" for part in parts if f"{prefix}.{part}.{kind}" in written]
+                scales = [written[name] for name in names]
+                if len(names) < 2 or scales[0].shape != (1,):
+                    continue
+                if any(not torch.equal(scales[0], other) for other in scales):
+                    return names, equal
+                equal += 1
+    return None, equal
 
 
-def floats(check, name, scheme, options):
+def shared(check, name, scheme, options):
+    """One scale for linears that engines fuse, and the weights that quant reads are those of the independent reader."""
+    out, dump = check.scratch / f"shared-{name}-{scheme}-{options[1]}", check.scratch / "weights.safetensors"
+    check.program("quant", "quantize", check.model(name), "-o", out, "--quiet", "--scheme", scheme, *options)
+    check.program("interop-dump", "weights", out, dump)
+    ours, checkpoint = load_file(dump), Checkpoint(out)
+    written = {}
+    for path in sorted(out.glob("*.safetensors")):
+        written |= load_torch(path)
+    apart, equal = shares(written)
+    if apart:
+        return f"{' and '.join(apart)} differ", False
+    quantization = checkpoint.config["quantization_config"]
+    modules = checkpoint.packed_modules()
+    for module in modules:
+        group = scheme_of(module, quantization)
+        if not numpy.array_equal(ours[f"{module}.weight"],
+                                 dequantize(checkpoint, module, group["weights"], group["format"])):
+            return f"{module}: the independent reader finds other weights", False
+    shutil.rmtree(out)
+    return f"{len(modules)} linears, {equal} shared scales", equal > 0
+
+
+def floats(check, name, scheme, options, dtype=None):
     out = check.scratch / f"floats-{name}-{scheme}-{len(options)}-{options[1]}"
+    shutil.rmtree(out, ignore_errors=True)
     check.program("quant", "quantize", check.model(name), "-o", out, "--quiet", "--scheme", scheme, *options)
     ours = check.scratch / "weights.safetensors"
     check.program("interop-dump", "weights", out, ours)
@@ -108,15 +156,19 @@ def floats(check, name, scheme, options):
     written = {}
     for path in sorted(out.glob("*.safetensors")):
         written |= load_torch(path)
-    apart = shares(written)
+    apart, _ = shares(written)
     if apart:
-        return f"{apart} is not that of the linears beside it", False
-    dtype = torch.float32 if scheme.startswith("wf8") and not scheme.endswith("mx") else torch.bfloat16
+        return f"{' and '.join(apart)} differ", False
+    if dtype is not None:
+        dtype = getattr(torch, dtype)
+    else:
+        dtype = torch.float32 if scheme.startswith("wf8") and not scheme.endswith("mx") else torch.bfloat16
     theirs = transformers_weights(out, dtype)
     modules = checkpoint.packed_modules()
     for module in modules:
         group = scheme_of(module, quantization)
-        weight = dequantize(checkpoint, module, group["weights"], group["format"])
+        reader = independent_pack if group["weights"]["type"] == "int" else independent_floats
+        weight = reader.dequantize(checkpoint, module, group["weights"], group["format"])
         key = f"{module}.weight"
         if not numpy.array_equal(ours[key], weight):
             return f"{key}: the independent reader finds other weights", False
@@ -409,3 +461,12 @@ def run_all(check, only, llama_cpp):
         title = f"floats {name} {options[1]} {scheme}"
         if only in title:
             check.step(title, lambda name=name, scheme=scheme, options=options: floats(check, name, scheme, options))
+    for name, scheme, dtype, options in MIXED:
+        title = f"floats mixed {name} {options[1]} {scheme} {options[-1]}"
+        if only in title:
+            check.step(title, lambda case=(name, scheme, options, dtype): floats(check, *case))
+    for name in SHARED:
+        for scheme, options in SHARED_SCHEMES:
+            title = f"shared {name} {options[1]} {scheme}"
+            if only in title:
+                check.step(title, lambda name=name, scheme=scheme, options=options: shared(check, name, scheme, options))

@@ -3,8 +3,8 @@
   blocks    rows of every block type: bytes equal to the output of `ggml_quantize_chunk`, with and
             without an importance; random bytes decoded to the floats of gguf's own dequantizers
   refined   rows by quant's own search: less weighted error than with `ggml_quantize_chunk`
-  files     every mixture: each tensor of quant's file equal to that of llama-quantize, also with an importance
-            matrix that quant wrote
+  files     mixtures of a dense model and of models with wide experts: each tensor of quant's file equal to that of
+            llama-quantize, also with an importance matrix that quant wrote; all mixtures with --whole
   convert   tensors and keys of quant's F32 file equal to the converter's
   score     llama-perplexity on quant's file against `quant eval` on the same file, both with float weights
   loads     files of other families, loaded and scored by llama.cpp; for many also the tensors equal to the converter's
@@ -12,18 +12,21 @@
 check.py runs these as its `gguf` checks.
 """
 
-import contextlib
 import importlib
 import json
 import sys
-from unittest import mock
 
 import numpy
 
-# Mixtures that together cover these types; the others run with --whole.
+# Mixtures that together cover these types; the others run with --whole. All again with an importance matrix there; the
+# second list on every change. Q2_K_S needs one.
 MIXTURES = ["Q4_K_M", "Q3_K_M", "IQ4_XS", "Q5_0", "TQ1_0"]
-WHOLE = ["Q2_K", "Q8_0", "F16", "BF16", "Q4_0", "Q4_1", "Q5_1", "Q3_K_S", "Q3_K_L", "Q4_K_S", "Q5_K_S", "Q5_K_M", "Q6_K", "IQ4_NL", "TQ2_0", "MXFP4_MOE"]
-WEIGHTED = ["Q4_K_M", "IQ4_XS"]
+WEIGHTED = ["Q4_K_M", "IQ4_XS", "Q2_K_S"]
+WHOLE = ["Q2_K", "Q8_0", "F16", "BF16", "Q4_0", "Q4_1", "Q5_1", "Q3_K_S", "Q3_K_L", "Q4_K_S", "Q5_K_S", "Q5_K_M", "Q6_K",
+         "IQ4_NL", "TQ2_0", "MXFP4_MOE"]
+# Models whose experts are as wide as a super-block, so that no type is replaced: eight experts, for which llama.cpp has
+# rules of its own, and six.
+WIDE = ["mixtral-wide", "qwen3-moe-wide"]
 TYPES = {"F16": 1, "BF16": 30, "Q8_0": 8, "Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q2_K": 10, "Q3_K": 11, "Q4_K": 12,
          "Q5_K": 13, "Q6_K": 14, "IQ4_NL": 20, "IQ4_XS": 23, "TQ1_0": 34, "TQ2_0": 35, "MXFP4": 39, "NVFP4": 40}
 COLUMNS = 512
@@ -174,22 +177,24 @@ def llama_quantize(llama_cpp, source, out, mixture, *options):
     return out
 
 
-def files(check, llama_cpp, mixtures):
-    gguf, model, at = reader(llama_cpp), check.model("demo"), check.scratch
+def files(check, llama_cpp, name, mixtures, weighted):
+    gguf, model, at = reader(llama_cpp), check.model(name), check.scratch
     plain = quantize(check, model, at / "f32.gguf", "--scheme", "f32")
     imatrix = at / "imatrix.gguf"
     calibration = ["--calibration", "builtin", "--samples", 8, "--seq-len", 128, "--save-imatrix", imatrix]
-    total = 0
-    for mixture in mixtures:
-        for weighted in [False, True][:1 + (mixture in WEIGHTED)]:
-            ours = quantize(check, model, at / "ours.gguf", "--scheme", mixture, *(calibration if weighted else []))
-            options = ["--imatrix", imatrix] if weighted else []
-            theirs = llama_quantize(llama_cpp, plain, at / "theirs.gguf", mixture, *options)
-            wrong = differences(tensors(gguf, ours), tensors(gguf, theirs))
-            if wrong:
-                return f"{mixture}{' weighted' if weighted else ''}: {wrong[:4]} differ", False
-            total += len(tensors(gguf, ours))
-    return f"{len(mixtures)} mixtures, {total} tensors", True
+    total, types = 0, set()
+    for mixture, is_weighted in [(m, False) for m in mixtures] + [(m, True) for m in weighted]:
+        ours = quantize(check, model, at / "ours.gguf", "--scheme", mixture, *(calibration if is_weighted else []))
+        options = ["--imatrix", imatrix] if is_weighted else []
+        theirs = llama_quantize(llama_cpp, plain, at / "theirs.gguf", mixture, *options)
+        found = tensors(gguf, ours)
+        wrong = differences(found, tensors(gguf, theirs))
+        if wrong:
+            return f"{mixture}{' weighted' if is_weighted else ''}: {wrong[:4]} differ", False
+        total += len(found)
+        types |= {kind for name, (kind, *_) in found.items() if "_exps" in name}
+    experts = f", experts as {' '.join(sorted(types))}" if types else ""
+    return f"{len(mixtures)} mixtures, {len(weighted)} weighted, {total} tensors{experts}", True
 
 
 def keys(gguf, path):
@@ -234,18 +239,9 @@ def score(check, llama_cpp):
 
 
 def same_as_converted(check, llama_cpp, model, ours):
-    """Names of tensors that differ from the converter's, whatever vocabulary the family has there."""
+    """Names of tensors that differ from the converter's."""
     gguf, theirs = reader(llama_cpp), check.scratch / "converted.gguf"
-    if str(llama_cpp / "source") not in sys.path:
-        sys.path.insert(0, str(llama_cpp / "source"))
-    byte_level = importlib.import_module("conversion.base").TextModel._set_vocab_gpt2
-    own_vocabulary = [("conversion.phi", "Phi3MiniModel"), ("conversion.glm", "Glm4Model"), ("conversion.glm", "Glm4MoeModel"),
-                      ("conversion.gemma", "Gemma4Model")]
-    with contextlib.ExitStack() as stack:
-        for module, kind in own_vocabulary:
-            kind = getattr(importlib.import_module(module), kind)
-            stack.enter_context(mock.patch.object(kind, "set_vocab", byte_level))
-        importlib.import_module("reference_llama_cpp").convert(llama_cpp, model, "smollm", theirs)
+    importlib.import_module("reference_llama_cpp").convert(llama_cpp, model, "smollm", theirs)
     return differences(tensors(gguf, ours), apart(tensors(gguf, theirs)))
 
 
@@ -288,14 +284,16 @@ def run_all(check, llama_cpp, only, whole):
         print("SKIPPED: llama.cpp is not at hand: gguf", flush=True)
         return
     llama_cpp = llama_cpp.resolve()
-    mixtures = MIXTURES + (WHOLE if whole else [])
+    every = MIXTURES + WHOLE
+    mixtures, weighted = (every, [*every, "Q2_K_S"]) if whole else (MIXTURES, WEIGHTED)
     cases = {
         "blocks": lambda: blocks(check, llama_cpp),
         "refined": lambda: refined(check, llama_cpp),
-        "files": lambda: files(check, llama_cpp, mixtures),
+        "files": lambda: files(check, llama_cpp, "demo", mixtures, weighted),
         "convert": lambda: convert(check, llama_cpp),
         "score": lambda: score(check, llama_cpp),
     }
+    cases |= {f"files {name}": (lambda name=name: files(check, llama_cpp, name, mixtures, weighted)) for name in WIDE}
     cases |= {f"loads {name}": (lambda name=name: loads(check, llama_cpp, name)) for name in FAMILIES + CONVERTED}
     for title, work in cases.items():
         if only in f"gguf {title}":

@@ -177,7 +177,7 @@ def expect_quantized(found, report):
     listed = {row[0]: row[2] for row in table(found, "tensor")}
     groups = {t["scale_search"]["producer"] for t in tensors if t["scale_search"]}
     outliers = sum(c["points"] for c in found["charts"] if c["name"].endswith("_proj"))
-    yield "headings", found["headings"][1:], ["Bit map", "Error of every quantized tensor",
+    yield "headings", found["headings"][1:], ["Precision of every linear", "Error of every quantized tensor",
                                               "Outliers in the inputs of linear layers", "Provenance"]
     yield "quantized tensors", found["tiles"].get("quantized tensors"), str(len(tensors))
     yield "errors", listed, {t["tensor"]: f"{100 * t['weight_error']['relative_rms']:.2f}" for t in tensors}
@@ -199,7 +199,8 @@ def expect_evaluated(found, result, report, other):
     comparison = result["comparison"]
     blocks = 1 + max(int(t["tensor"].split(".")[2]) for t in report["tensors"] if ".layers." in t["tensor"])
     yield "headings", found["headings"][1:], [
-        "Divergence from the reference", "Error by block", "Outliers in the inputs of linear layers", "Bit map",
+        "Divergence from the reference", "Error by block", "Outliers in the inputs of linear layers",
+        "Precision of every linear",
         "Error of every quantized tensor", "Worst windows", "Compared runs", "Provenance"]
     yield "perplexity", found["tiles"].get("perplexity"), number(result["perplexity"], 3)
     yield "ratio", found["tiles"].get("perplexity ratio"), number(comparison["perplexity_ratio"], 4)
@@ -226,14 +227,14 @@ def expect_evaluated(found, result, report, other):
 
 
 def expect_alone(found, result):
-    yield "headings", found["headings"][1:], ["Bit map", "Error of every quantized tensor", "Worst windows",
-                                              "Provenance"]
+    yield "headings", found["headings"][1:], ["Precision of every linear", "Error of every quantized tensor",
+                                              "Worst windows", "Provenance"]
     yield "perplexity", found["tiles"].get("perplexity"), number(result["perplexity"], 3)
     yield "text", ODD in found["text"], True
 
 
 def expect_gate(found, decision):
-    yield "headings", found["headings"][1:], ["Checks", "Results", "Provenance"]
+    yield "headings", found["headings"][1:], ["Checks", "What has changed", "Provenance"]
     told = dict(row[:2] for row in table(found, "policy, SHA-256"))
     yield "provenance", told.get("baseline, SHA-256"), decision["baseline_sha256"]
     yield "verdict", found["tiles"].get("verdict"), decision["verdict"]

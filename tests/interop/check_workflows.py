@@ -4,9 +4,15 @@ check-jsonschema includes copies of the schemas that GitHub and GitLab publish, 
 beside the workflows is read by `quant gate` itself. check.py runs these as its `workflow` checks.
 """
 
+import hashlib
+import os
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+
+from ruamel.yaml import YAML
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs/ci"
 
@@ -16,6 +22,7 @@ WORKFLOWS = [
     ("gitlab-ci.yml", ["--builtin-schema", "vendor.gitlab-ci", "--data-transform", "gitlab-ci"]),
 ]
 POLICY = "gate.toml"
+ACTION = "action.yml"
 
 
 def validate(file, schema):
@@ -56,7 +63,56 @@ def policy(check):
     check.step(f"workflow {POLICY}", work)
 
 
+def action(check):
+    """The action is valid, and its scripts do what they say: a baseline, a passing model, a failing one."""
+
+    def work():
+        wrong = validate(FOLDER / ACTION, ["--builtin-schema", "vendor.github-actions"])
+        if wrong:
+            return wrong, False
+        described = YAML(typ="safe").load((FOLDER / ACTION).read_text())
+        defaults = {name: str(field.get("default", "")) for name, field in described["inputs"].items()}
+        folder = check.scratch / "action"
+        (folder / ".quant").mkdir(parents=True, exist_ok=True)
+        model = check.model("demo")
+        for bits in ("8", "2"):
+            check.program("quant", "quantize", model, "-o", folder / f"w{bits}", "--method", "rtn", "--scheme",
+                          f"w{bits}a16-g64-sym", "--quiet", "--force")
+        shutil.copy(FOLDER / POLICY, folder / ".quant/gate.toml")
+        program = (check.programs / "quant").resolve()
+        given = {
+            "url": program.as_uri(),
+            "sha256": hashlib.sha256(program.read_bytes()).hexdigest(),
+            "reference": str(model),
+            "text": str(check.text("demo")),
+            "windows": "8",
+            "options": "--window 64",
+        }
+
+        def run(**inputs):
+            values = {**defaults, **given, **inputs}
+            for step in described["runs"]["steps"]:
+                if "run" not in step:
+                    continue
+                environment = dict(os.environ, GITHUB_OUTPUT=str(folder / "outputs"))
+                for name, value in step["env"].items():
+                    environment[name] = re.sub(r"\$\{\{ inputs\.(\w+) \}\}", lambda m: values[m[1]], value)
+                done = subprocess.run(["bash", "-e", "-o", "pipefail", "-c", step["run"]], cwd=folder, env=environment,
+                                      capture_output=True, text=True, check=False)
+                if done.returncode:
+                    return step["name"], done.returncode
+            return None, 0
+
+        found = [run(model="w8", update="true"), run(model="w8"), run(model="w2"), run(model="w8", sha256="0" * 64)]
+        wanted = [(None, 0), (None, 0), ("Gate", 1), ("Install quant", 1)]
+        return f"{found}", found == wanted and (folder / ".quant-action/reference.bin").is_file()
+
+    check.step(f"workflow {ACTION}", work)
+
+
 def run_all(check, only):
+    if only in f"workflow {ACTION}":
+        action(check)
     for name, schema in WORKFLOWS:
         if only in f"workflow {name}":
             workflow(check, name, schema)

@@ -8,6 +8,7 @@
 //! * `interop-dump chats MODEL CHATS.jsonl OUT.json`: the text, the tokens and the assistant's part of every
 //!   conversation;
 //! * `interop-dump tokens MODEL TEXT LENGTH COUNT OUT.json`: the first windows of a text;
+//! * `interop-dump ids MODEL TEXTS.json OUT.json`: the tokens of texts, with those that the tokenizer adds;
 //! * `interop-dump encode TYPE COLUMNS VALUES OUT [IMPORTANCE]`: rows encoded in a block type; files are little-endian;
 //! * `interop-dump refine TYPE COLUMNS VALUES OUT [IMPORTANCE]`: rows encoded with quant's own search;
 //! * `interop-dump decode TYPE COLUMNS BYTES OUT`: the floats that rows of a block type represent;
@@ -38,6 +39,7 @@ fn main() -> ExitCode {
         ["weights", model, out] => weights(model, out),
         ["chats", model, chats, out] => chats_of(model, chats, out),
         ["tokens", model, text, length, count, out] => tokens(model, text, length, count, out),
+        ["ids", model, texts, out] => ids(model, texts, out),
         ["encode", kind, columns, from, out] => encode(Search::Reference, kind, columns, from, out, None),
         ["encode", kind, columns, from, out, importance] => {
             encode(Search::Reference, kind, columns, from, out, Some(importance))
@@ -205,6 +207,14 @@ fn tokens(model: &str, text: &str, length: &str, count: &str, out: &str) -> Resu
     windows.truncate(count.parse()?);
     let windows: Vec<&[u32]> = (0..windows.len()).map(|i| windows.window(i)).collect();
     Ok(std::fs::write(out, serde_json::to_vec(&windows)?)?)
+}
+
+fn ids(model: &str, texts: &str, out: &str) -> Result<(), Failure> {
+    let (directory, _) = open(model)?;
+    let tokenizer = TextTokenizer::of(&directory)?;
+    let texts: Vec<String> = serde_json::from_slice(&std::fs::read(texts)?)?;
+    let ids = texts.iter().map(|text| tokenizer.encode(text)).collect::<Result<Vec<_>, _>>()?;
+    Ok(std::fs::write(out, serde_json::to_vec(&ids)?)?)
 }
 
 fn chats_of(model: &str, chats: &str, out: &str) -> Result<(), Failure> {

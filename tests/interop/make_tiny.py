@@ -11,7 +11,8 @@ from pathlib import Path
 import reference_model  # noqa: F401, which registers a class
 import torch
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from make_tokenizers import bytes_as_sentencepiece
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
@@ -80,6 +81,10 @@ VARIANTS = {
     "qwen2-max-window-layers": QWEN2_MIXED | {"max_window_layers": 1},
     "qwen3": {"model_type": "qwen3", "head_dim": 64, "attention_bias": True},
     "qwen3-unbiased": {"model_type": "qwen3", "head_dim": 64},
+    # Experts as wide as a super-block of 256; llama.cpp has rules for models with eight of them.
+    "mixtral-wide": {"model_type": "mixtral", "hidden_size": 256, "intermediate_size": 512, "num_local_experts": 8,
+                     "num_experts_per_tok": 2},
+    "qwen3-moe-wide": QWEN3_MOE | {"hidden_size": 256, "moe_intermediate_size": 256, "norm_topk_prob": True},
     # Experts that are narrower than the block, in a number that is not a power of two, and heads of a different width.
     "mixtral": {"model_type": "mixtral", "num_local_experts": 6, "num_experts_per_tok": 2},
     "qwen3-moe": QWEN3_MOE | {"norm_topk_prob": True},
@@ -634,6 +639,38 @@ def make_tokenizer():
     return tokenizer
 
 
+def make_spaced_tokenizer():
+    """Like Gemma's: spaces become ▁, and bytes are tokens of their own."""
+    special = ["<pad>", "<eos>", "<bos>", "<unk>"]
+    vocabulary = [*special, *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "e", "t", "h", "▁t", "he", "▁the", "\n"]
+    model = models.BPE(vocab={token: index for index, token in enumerate(vocabulary)},
+                       merges=[("▁", "t"), ("h", "e"), ("▁t", "he")], unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+    tokenizer = Tokenizer(model)
+    tokenizer.add_special_tokens(special)
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 2)])
+    return tokenizer
+
+
+def add_what_the_converter_reads(variant, out, tokenizer):
+    """llama.cpp's converters of some families expect a kind of tokenizer, or tokens by their texts."""
+    settings = {}
+    if variant.startswith("glm4"):
+        tokenizer.add_special_tokens(["[gMASK]", "<|endoftext|>", "<|user|>", "<|observation|>"])
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}
+    elif variant.startswith("fused"):
+        # As Phi-4; Phi-3 has SentencePiece.
+        settings = {"tokenizer_class": "GPT2Tokenizer", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "</s>"}
+    elif variant.startswith("ernie4_5"):
+        (out / "tokenizer.model").write_bytes(bytes_as_sentencepiece())
+    elif variant.startswith("gemma4"):
+        names = {f"{name}_token": f"<{name}>" for name in ("bos", "eos", "unk", "pad")}
+        settings = names | {"tokenizer_class": "PreTrainedTokenizerFast"}
+    if settings:
+        (out / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
 def save_without_head(model, out):
     """Writes only the decoder, but with the configuration of the whole model."""
     model.model.save_pretrained(out)
@@ -695,7 +732,12 @@ def main():
         store_without_prefix(arguments.out)
     if arguments.variant == "internlm3-published":
         edit_config(arguments.out / "config.json", use_published_internlm3_keys)
-    make_tokenizer().save(str(arguments.out / "tokenizer.json"))
+    of_converter = arguments.variant in VARIANTS or arguments.variant == "glm4"
+    is_spaced = of_converter and arguments.variant.startswith("gemma4")
+    tokenizer = make_spaced_tokenizer() if is_spaced else make_tokenizer()
+    if of_converter:
+        add_what_the_converter_reads(arguments.variant, arguments.out, tokenizer)
+    tokenizer.save(str(arguments.out / "tokenizer.json"))
     if arguments.variant == "mistral-layer-types":
         names = {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}
         edit_config(arguments.out / "config.json", lambda config: config.update(names))

@@ -27,7 +27,7 @@ import numpy
 
 
 def convert(llama_cpp, model_dir, pre_tokenizer, out):
-    """Runs llama.cpp's converter, and passes it the two settings that it cannot recognize in this model."""
+    """Runs llama.cpp's converter, and names the pre-tokenizer, which it cannot recognize in this model."""
     source = llama_cpp / "source"
     for path in (source / "gguf-py", source):
         if str(path) not in sys.path:
@@ -44,9 +44,6 @@ def convert(llama_cpp, model_dir, pre_tokenizer, out):
         stack.enter_context(mock.patch.object(sys, "argv", argv))
         stack.enter_context(mock.patch.object(TextModel, "get_vocab_base_pre",
                                               lambda _model, _tokenizer: pre_tokenizer))
-        # For a Llama model, the converter first tries the package sentencepiece, which byte-level BPE does not need.
-        stack.enter_context(mock.patch.object(TextModel, "_set_vocab_sentencepiece",
-                                              TextModel._set_vocab_gpt2))
         # The converter would set up logging for the whole process.
         stack.enter_context(mock.patch.object(logging, "basicConfig"))
         convert_hf_to_gguf.main()

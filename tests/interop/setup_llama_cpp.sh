@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Builds llama.cpp's own `llama-perplexity` and `llama-quantize`, and its converter: setup_llama_cpp.sh [DIR]
+# Builds llama.cpp's own `llama-perplexity`, `llama-quantize`, `llama-imatrix` and `llama-gguf-split`, a program that
+# prints token IDs, and the converter: setup_llama_cpp.sh [DIR]
 #
 # DIR defaults to target/interop-llama-cpp under the repository root. We found no package of the program itself, but
 # node-llama-cpp publishes llama.cpp's libraries built for Linux x86-64, together with their sources. Only the programs'
@@ -15,7 +16,7 @@ sources_sha512=6e5b488a9b9699cd76dc7eed30880318a4ac4ab866865418795502e3c5d38d55b
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 directory=${1:-$(dirname "$(dirname "$here")")/target/interop-llama-cpp}
-stamp=$(sha512sum "$here/setup_llama_cpp.sh" | cut -d' ' -f1)
+stamp=$(cat "$here/setup_llama_cpp.sh" "$here/token_ids.cpp" | sha512sum | cut -d' ' -f1)
 
 if [[ $(uname -sm) != "Linux x86_64" ]]; then
     echo "SKIPPED: llama.cpp's libraries are taken built for Linux x86_64, not $(uname -sm)"
@@ -56,21 +57,29 @@ fetch node-llama-cpp node-llama-cpp "$sources_sha512"
 mv "$work/node-llama-cpp-linux-x64/bins/linux-x64" "$directory/bin"
 git -c init.defaultBranch=main clone --quiet --bare "$work/node-llama-cpp/llama/gitRelease.bundle" "$work/source.git"
 git -C "$work/source.git" archive HEAD \
-    common include ggml/include vendor tools/perplexity tools/quantize src/llama-ext.h \
-    conversion gguf-py convert_hf_to_gguf.py \
+    common include ggml/include vendor src/llama-ext.h \
+    tools/perplexity tools/quantize tools/imatrix tools/gguf-split \
+    conversion gguf-py convert_hf_to_gguf.py models \
     | tar -x -C "$directory/source"
 rm -rf "$work"
 
 # The libraries look for each other, and for the code of this processor, in the program's directory.
 source=$directory/source
-for program in perplexity quantize; do
+# compile PROGRAM FILES...
+compile() {
+    local program=$1
+    shift
     g++ -std=c++17 -O1 -DNDEBUG \
         -I"$source/common" -I"$source/include" -I"$source/ggml/include" -I"$source/vendor" -I"$source/src" \
-        "$source/tools/$program"/*.cpp \
+        "$@" \
         "$directory"/bin/libllama-common.so "$directory"/bin/libllama.v*.so \
         "$directory"/bin/libggml.v*.so "$directory"/bin/libggml-base.so \
-        -Wl,-rpath,'$ORIGIN' -o "$directory/bin/llama-$program"
+        -Wl,-rpath,'$ORIGIN' -o "$directory/bin/$program"
+}
+for program in perplexity quantize imatrix gguf-split; do
+    compile "llama-$program" "$source/tools/$program"/*.cpp
 done
+compile token-ids "$here/token_ids.cpp"
 "$directory/bin/llama-perplexity" --version >/dev/null 2>&1
 
 echo "$stamp" >"$directory/stamp"

@@ -36,7 +36,7 @@ works() {
     "$python" - <<'PYTHON'
 import accelerate, check_jsonschema, compressed_tensors.quantization, dill, gptqmodel, lm_eval, numpy
 import optimum.gptq
-import playwright.sync_api, tokenizers, torch, transformers
+import playwright.sync_api, sentencepiece, tokenizers, torch, transformers
 
 matrix = torch.arange(64 * 64, dtype=torch.float32).reshape(64, 64) / 4096
 expected = numpy.matmul(matrix.numpy(), matrix.numpy())

@@ -66,7 +66,11 @@ fn recipes() {
             &["--group-size", "32", "--seq-len", "1048577"],
             &["at most 1048576 windows of at most 1048576 tokens"],
         ),
-        (&["--scheme", ""], &["scheme ``"]),
+        (&["--scheme", ""], &["scheme ``", "common schemes are w4a16-g128"]),
+        (
+            &["--scheme", "int4"],
+            &["scheme `int4`", "did you mean w4a16?", "common schemes are w4a16-g128", "--preset"],
+        ),
         (
             &["--method", "magic"],
             &["unknown method `magic`", "known methods: awq, awq-gptq, gptq, qoq, qoq-rtn, rtn"],
@@ -200,6 +204,35 @@ fn recipe_files() {
     let grouped = [recipe, &["--group-size".as_ref(), "32".as_ref()]].concat();
     assert_eq!(plan(&grouped).succeeded().stdout, plan(&preset).succeeded().stdout);
 
+    // A pattern without effect is reported with its place, not as an option.
+    let head = "[quantize]\nscheme = \"w4a16-g32\"\n";
+    let down = "[[quantize.override]]\npattern = \"down_proj\"\nscheme = \"w8a16\"\n";
+    for (text, expected) in [
+        (
+            format!("{head}ignore = [\n  \"o_proj\",\n  \"down_prj\",\n]\n"),
+            &[
+                "mine.toml: line 5: ignore `down_prj` matches no linear of the model",
+                "did you mean down_proj",
+            ][..],
+        ),
+        (
+            format!("{head}[[quantize.override]]\npattern = \"mlp.downproj\"\nscheme = \"w8a16\"\n"),
+            &["mine.toml: line 4: override `mlp.downproj` matches no linear", "did you mean mlp.down_proj"],
+        ),
+        (
+            format!("{head}{down}{down}"),
+            &["mine.toml: line 4: override `down_proj` has no effect: other patterns take precedence"],
+        ),
+        (format!("{head}ignore = [\"re:(\"]\n"), &["mine.toml: line 3: pattern `re:(`"]),
+        (
+            format!("{head}override = [\"down_proj=w8a16\"]\n"),
+            &["mine.toml: line 3: invalid type: string", "expected a table with the keys pattern and scheme"],
+        ),
+    ] {
+        std::fs::write(&file, text).unwrap();
+        check_message(expected[0], &plan(recipe), 2, expected);
+        assert!(!plan(recipe).stderr.contains("--override") || expected[0].contains("no effect"));
+    }
     std::fs::write(&file, "[quantize]\nscheme = \"w4a16\"\nbits = 4\n").unwrap();
     check_message("a key", &plan(recipe), 2, &["mine.toml: line 3: unknown field `bits`", "--print-recipe"]);
     // The error is the same as for the equivalent options.
@@ -229,6 +262,20 @@ fn arguments() {
     let cases = [
         (args!["plan", m, "--gruop-size", "32"], "unexpected argument '--gruop-size'"),
         (args!["plan", m, "--gruop-size", "32"], "similar argument exists: '--group-size'"),
+        (args!["plan", m, "--bits", "4"], "tip: --scheme sets the bits: w4a16 has weights of 4 bits"),
+        (args!["quantize", m, "--wbits=4"], "tip: --scheme sets the bits"),
+        (args!["quantize", m, "-o", "x", "--dataset", "c4"], "tip: --calibration takes a file of text"),
+        (args!["eval", m, "--dataset", "c4"], "tip: --text takes a file, or the name of a set"),
+        (args!["quantize", m, "--output_dir", "x"], "tip: --output (-o) names the directory"),
+        (
+            args!["convert", m],
+            "tip: to convert a quantized checkpoint: quant quantize CHECKPOINT -o OUT --format awq",
+        ),
+        (
+            args!["export", m],
+            "tip: to convert a quantized checkpoint: quant quantize CHECKPOINT -o OUT --format awq",
+        ),
+        (args!["perplexity", m], "tip: to measure: quant eval MODEL --text builtin-heldout"),
         (args!["plan", m, "--symmetric", "--asymmetric"], "cannot be used with"),
         (args!["plan", m, "--threads", "0"], "expected a number from 1 to 1024"),
         (args!["plan", m, "--threads=-1"], "expected a number from 1 to 1024"),
@@ -357,6 +404,27 @@ fn texts() {
         5,
         &["`c4`", "allenai/c4", "give the path of that file"],
     );
+}
+
+/// A public set in a build that does not download it: the message names what needs no download, and so does the help.
+#[test]
+fn texts_of_a_hub() {
+    let model = model();
+    let expected = [
+        "the text set `wikitext-2` is not available",
+        "use the built-in text (builtin-heldout for an evaluation, builtin for calibration)",
+        "--features hub",
+    ];
+    let eval = quant(args!["eval", model.path(), "--text", "wikitext-2"]);
+    check_message("wikitext-2", &eval, 5, &expected);
+    let options = ["--group-size", "32", "--calibration", "wikitext-2"];
+    refuses_to_quantize("wikitext-2", model.path(), &options, 5, &expected);
+    for help in ["-h", "--help"] {
+        let run = quant(args!["eval", help]).succeeded();
+        let text = run.stdout.split_whitespace().collect::<Vec<_>>().join(" ");
+        let expected = "a file (plain text or .jsonl), builtin-heldout (built in), or a public set";
+        assert!(text.contains(expected) && text.contains("wikitext-2"), "{run}");
+    }
 }
 
 /// A model name without a local directory: only a build with the feature `hub` downloads it.

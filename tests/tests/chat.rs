@@ -85,6 +85,38 @@ fn read_json(path: &Path) -> Value {
 }
 
 #[test]
+fn importance_matrices_of_conversations() {
+    let bench = Bench::new();
+    let importance = |name: &str, options: &[&str]| {
+        let file = bench.at(&format!("{name}.dat"));
+        let chats = bench.chats();
+        let options = [&["--samples", "3", "--seq-len", "96", "--calibration", &chats], options].concat();
+        let arguments = args![
+            "quantize",
+            bench.model(),
+            "-o",
+            bench.at(&format!("{name}.gguf")),
+            "--format",
+            "gguf",
+            "--scheme",
+            "q8_0",
+            "--pre",
+            "none",
+            "--save-imatrix",
+            &file
+        ];
+        quant(arguments.into_iter().chain(options.iter().map(OsString::from))).succeeded();
+        std::fs::read(file).unwrap()
+    };
+    let masked = importance("masked", &["--mask", "prompts", "--threads", "1"]);
+    assert_eq!(masked, importance("again", &["--mask", "prompts", "--threads", "2"]));
+    // Tokens of prompts count, or rendered without the template, they are other tokens.
+    assert_ne!(masked, importance("whole", &["--mask", "none"]));
+    bench.write("model/chat_template.jinja", &TEMPLATE.replace("eos_token", "'!!'"));
+    assert_ne!(masked, importance("other", &["--mask", "prompts"]));
+}
+
+#[test]
 fn masked_conversations() {
     let bench = Bench::new();
     let run = bench.quantize("masked", &["--mask", "prompts", "--threads", "1"]);

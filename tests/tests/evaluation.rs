@@ -73,6 +73,9 @@ fn reports_show_what_was_measured() {
         "&lt;script&gt;",
         "&lt;b&gt;Rain",
         "Relative error of hidden states by block",
+        "rtn as compressed-tensors, w3a16-g64-sym, ",
+        "of the reference's weight files",
+        "p class=\"verdict\"",
         "w3a16-g64-sym, 42 linears",
         "noise floor",
         "Error of every quantized tensor",
@@ -102,7 +105,12 @@ fn reports_show_what_was_measured() {
     assert!(!page.contains("<script") && !page.contains("http://") && !page.contains("https://"));
 
     let page = std::fs::read_to_string(at("rounded.html")).unwrap();
-    assert!(page.contains("model.layers.0.self_attn.q_proj.weight") && page.contains("Bit map"));
+    assert!(page.contains("rtn, w3a16-g64-sym, as compressed-tensors"), "the scheme is on top");
+    // Columns without values are left out.
+    assert!(!page.contains("exponent of scales") && !page.contains("after the search"));
+    assert!(
+        page.contains("model.layers.0.self_attn.q_proj.weight") && page.contains("Precision of every linear")
+    );
 
     // The gate's page contains the checks, and says which failed.
     let result = at("result.json");
@@ -119,7 +127,9 @@ fn reports_show_what_was_measured() {
     let run = quant(args!["gate", &result, "--policy", policy, "--baseline", baseline, "--report", &html]);
     assert_eq!(run.code(), Some(1), "{run}");
     let page = std::fs::read_to_string(html).unwrap();
-    assert!(page.contains("kl_p99") && page.contains("class=\"fail\""));
+    assert!(page.contains("kl_p99") && page.contains("class=\"tile verdict fail\""));
+    assert!(page.contains("What has changed") && page.contains("same weights"));
+    assert!(!page.contains("<svg"), "a chart of a single point");
 }
 
 /// Outputs are not written into a model or a pipe, and pages do not mix references.

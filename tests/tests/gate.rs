@@ -222,9 +222,103 @@ fn ci_systems_are_notified() {
     assert!(xml.contains(&format!("tests=\"3\" skipped=\"0\" failures=\"{failed}\"")), "{xml}");
     let markdown = std::fs::read_to_string(summary).unwrap();
     assert!(markdown.starts_with("### quant gate: fail\n") && markdown.contains("| held |"), "{markdown}");
+    // The same form as on the terminal, and what has changed.
+    let values: Vec<&str> = checks.iter().map(|c| c["measured"].as_str().unwrap()).collect();
+    assert!(values[0].contains(" % (between "), "{values:?}");
+    for part in [
+        values[0],
+        "| at most +0.500 % |",
+        "| held | scheme | w4a16-g64-sym | w3a16-g64-sym | changed |",
+        "| held | size | ",
+        " %, better |",
+        " %, worse |",
+        "other weights",
+    ] {
+        assert!(markdown.contains(part), "no `{part}` in {markdown}");
+    }
+    assert!(run.stderr.contains("since the baseline, scheme: was w4a16-g64-sym, is w3a16-g64-sym"), "{run}");
     let marks = run.stderr.lines().filter(|l| l.starts_with("::error file=")).count();
     assert_eq!(marks, failed, "{run}");
     assert!(run.stderr.contains(",line=3,"), "{run}");
+}
+
+/// The table of changes calls a difference better or worse only if it is significant, and decides nothing.
+#[test]
+fn changes_since_the_baseline_are_shown() {
+    let bench = Bench::get();
+    let run = bench.judge(&bench.result("8"), &bench.at("gate.toml")).succeeded();
+    let row = |name: &str| {
+        let row = run.stdout.lines().find(|line| line.starts_with(name) && line.contains(" held "));
+        row.unwrap_or_else(|| panic!("no {name}: {run}")).to_owned()
+    };
+    assert!(row("scheme").contains("w4a16-g64-sym") && row("scheme").ends_with("changed"), "{run}");
+    assert!(row("size").ends_with("%, worse"), "{run}");
+    assert!(row("mean KL").ends_with("%, better"), "{run}");
+    let same = bench.judge(&bench.result("4"), &bench.at("gate.toml")).succeeded();
+    assert!(same.stdout.contains("same weights") && !same.stdout.contains("worse"), "{same}");
+}
+
+#[test]
+fn a_suggested_policy_passes_its_results_and_fails_worse_ones() {
+    let bench = Bench::get();
+    let run = quant(args!["gate", bench.result("4"), "--suggest"]).succeeded();
+    let policy = bench.at("suggested.toml");
+    std::fs::write(&policy, &run.stdout).unwrap();
+    for part in
+        ["metric = \"kl_p99\"", "metric = \"top1_agreement\"", "metric = \"size_bytes\"", "[\"held\"]"]
+    {
+        assert!(run.stdout.contains(part), "no `{part}`: {run}");
+    }
+    assert_eq!(bench.judge(&bench.result("4"), &policy).code(), Some(0));
+    let worse = bench.judge(&bench.result("3"), &policy);
+    assert_eq!(worse.code(), Some(1), "{worse}");
+    let larger = bench.judge(&bench.result("8"), &policy);
+    assert!(larger.code() == Some(1) && larger.stdout.contains("size_bytes is "), "{larger}");
+    let both = quant(args!["gate", bench.result("4"), "--suggest", "--policy", &policy]);
+    assert_eq!(both.code(), Some(2), "{both}");
+}
+
+/// `quant compare`, and `quant eval --compare` without a report.
+#[test]
+fn results_are_compared() {
+    let bench = Bench::get();
+    // Names come from the files.
+    let scratch = tempfile::tempdir().unwrap();
+    let named = ["8", "4", "3"].map(|bits| {
+        let path = scratch.path().join(format!("w{bits}.json"));
+        std::fs::copy(bench.result(bits), &path).unwrap();
+        path
+    });
+    let run = quant(args!["compare", &named[1], &named[2], &named[0]]).succeeded();
+    let rows: Vec<&str> = run.stdout.lines().filter(|line| line.starts_with('w')).collect();
+    assert!(rows.len() == 3 && rows[0].contains("w4a16-g64-sym"), "{run}");
+    assert!(run.stdout.contains("\nClosest to the reference: w8, with a mean KL of "), "{run}");
+    let json = quant(args!["compare", &named[1], &named[2], "--json"]).json();
+    assert_eq!((&json["schema"], &json["rows"][1]["result"]), (&json!("quant-compare/1"), &json!("w3")));
+    assert!(json["closest"].as_str().unwrap().starts_with("Closest to the reference: w4"), "{json}");
+
+    let mut eval = args!["eval", bench.at("w3"), "--reference", demo_model(), "--compare", &named[1]];
+    eval.extend(TEXT.map(Into::into));
+    let run = quant(eval).succeeded();
+    assert!(run.stdout.contains("\nClosest to the reference: w4, with a mean KL of "), "{run}");
+
+    assert_eq!(quant(args!["compare", &named[0]]).code(), Some(2));
+    let other = scratch.path().join("other.json");
+    let mut eval = args!["eval", bench.at("w3"), format!("--json={}", other.display())];
+    eval.extend(TEXT.map(Into::into));
+    quant(eval).succeeded();
+    let run = quant(args!["compare", &named[0], &other]);
+    check_message(
+        "no reference",
+        &run,
+        2,
+        &["`other` was measured against a different reference, or without one"],
+    );
+    std::fs::write(&other, "{}").unwrap();
+    check_message("no result", &quant(args!["compare", &named[0], &other]), 4, &["has no field `schema`"]);
+    // An output never replaces an input.
+    let onto = quant(args!["compare", &named[0], &named[1], format!("--json={}", named[0].display())]);
+    assert_eq!(onto.code(), Some(2), "{onto}");
 }
 
 #[test]

@@ -4,11 +4,11 @@ use std::ffi::OsString;
 use std::path::Path;
 
 use quant_tests::files::sha256;
-use quant_tests::models::write_cut_demo_model;
+use quant_tests::models::{edit_config, write_cut_demo_model};
 use quant_tests::program::{Running, Signal, command, quant};
 use quant_tests::refusal::{check_message, job_of};
 use quant_tests::{args, demo_model};
-use serde_json::Value;
+use serde_json::{Value, json};
 
 const GGUF: [&str; 2] = ["--format", "gguf"];
 
@@ -245,6 +245,110 @@ fn codes_of_symmetric_checkpoints_are_kept() {
     assert!(!at("asymmetric.gguf").exists());
     let options = ["--requantize", "--scheme", "q4_k_m"];
     quant(quantize(&packed, &at("asymmetric.gguf"), &options)).succeeded();
+}
+
+#[test]
+fn every_container_of_the_same_codes_gives_the_same_bytes() {
+    let scratch = tempfile::tempdir().unwrap();
+    let at = |name: &str| scratch.path().join(name);
+    let model = at("model");
+    write_cut_demo_model(&model, 1);
+    // AWQ stores 4 bits only.
+    for (scheme, formats) in [
+        ("w4a16-g32-sym", &["compressed-tensors", "gptq", "awq"][..]),
+        ("w4a16-g64-sym", &["compressed-tensors", "gptq", "awq"]),
+        ("w8a16-g128-sym", &["compressed-tensors", "gptq"]),
+    ] {
+        let mut digests = formats.iter().map(|format| {
+            // The name of the directory becomes that of the model.
+            let (packed, file) = (at(format).join(scheme), at(format).join(format!("{scheme}.gguf")));
+            std::fs::create_dir_all(at(format)).unwrap();
+            let options = ["--method", "rtn", "--format", format, "--scheme", scheme].map(OsString::from);
+            quant(args!["quantize", &model, "-o", &packed].into_iter().chain(options)).succeeded();
+            quant(quantize(&packed, &file, &[])).succeeded();
+            (format, digest(&file))
+        });
+        let (_, first) = digests.next().unwrap();
+        for (format, other) in digests {
+            assert_eq!(other, first, "{scheme} in {format}");
+        }
+    }
+}
+
+#[test]
+fn sliding_windows_that_are_not_applied_are_a_warning() {
+    let scratch = tempfile::tempdir().unwrap();
+    let model = scratch.path().join("model");
+    write_cut_demo_model(&model, 1);
+    let shown = || {
+        let run = quant(args!["plan", &model, "--format", "gguf", "--scheme", "q8_0"]).succeeded();
+        format!("{}{}", run.stdout, run.stderr).split_whitespace().collect::<Vec<_>>().join(" ")
+    };
+    let expected = "llama.cpp does not apply the sliding window of llama: results differ for texts longer than 96 tokens";
+    assert!(!shown().contains("sliding window"));
+    let class = json!({
+        "model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 96,
+    });
+    edit_config(&model, &class);
+    assert!(shown().contains(expected), "{}", shown());
+}
+
+#[test]
+fn pre_tokenizers_are_found_or_named_and_chat_templates_kept() {
+    let scratch = tempfile::tempdir().unwrap();
+    let at = |name: &str| scratch.path().join(name);
+    let model = at("model");
+    write_cut_demo_model(&model, 1);
+    let template = "{% for m in messages %}{{ m.content }}{% endfor %}";
+    std::fs::write(model.join("chat_template.jinja"), template).unwrap();
+    let written = |name: &str, options: &[&str]| {
+        quant(quantize(&model, &at(name), &[&["--scheme", "q8_0"], options].concat())).succeeded();
+        std::fs::read(at(name)).unwrap()
+    };
+    // A key, its type, and a string with its length.
+    let has = |bytes: &[u8], key: &str, value: &str| {
+        let mut entry = key.as_bytes().to_vec();
+        entry.extend(8u32.to_le_bytes());
+        entry.extend((value.len() as u64).to_le_bytes());
+        entry.extend(value.as_bytes());
+        bytes.windows(entry.len()).any(|window| window == entry)
+    };
+    let found = written("found.gguf", &[]);
+    assert!(has(&found, "tokenizer.ggml.pre", "smollm") && has(&found, "tokenizer.chat_template", template));
+    let named = written("named.gguf", &["--pre", "deepseek-coder"]);
+    assert!(
+        has(&named, "tokenizer.ggml.pre", "deepseek-coder")
+            && has(&named, "tokenizer.chat_template", template)
+    );
+    let without = written("without.gguf", &["--pre", "none"]);
+    assert!(
+        has(&without, "tokenizer.ggml.model", "none") && !has(&without, "tokenizer.chat_template", template)
+    );
+    // Only one keeps contractions together. Without a vocabulary, there are no tokens.
+    std::fs::write(at("short.txt"), "And I've nothing. ".repeat(100)).unwrap();
+    let tokens = |name: &str| {
+        let text = at("short.txt");
+        let run = quant(args![
+            "eval",
+            at(name),
+            "--text",
+            text,
+            "--profile",
+            "gptq-128",
+            "--windows",
+            "1",
+            "--json"
+        ]);
+        run.json()["tokens_sha256"].clone()
+    };
+    assert_ne!(tokens("found.gguf"), tokens("named.gguf"));
+    let run = quant(args!["eval", at("without.gguf"), "--text", "builtin-heldout"]);
+    check_message("no vocabulary", &run, 4, &["without.gguf"]);
+    // The file keeps the name when it is written again, and the template.
+    quant(quantize(&at("named.gguf"), &at("again.gguf"), &["--scheme", "f16", "--requantize"])).succeeded();
+    let again = std::fs::read(at("again.gguf")).unwrap();
+    assert!(has(&again, "tokenizer.chat_template", template));
+    assert_eq!(tokens("again.gguf"), tokens("named.gguf"));
 }
 
 #[test]

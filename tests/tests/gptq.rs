@@ -146,7 +146,7 @@ fn an_interrupted_run_resumes_to_the_same_bytes() {
         check_message("SIGINT", &run.wait(), 75, &["--resume"]);
         // A job with a different damping is a different job.
         let other = [&options[..], &["--resume", "--damping", "0.5"]].concat();
-        let differs = "fingerprint.gptq.damping: was 0.01, is 0.5";
+        let differs = "inputs or settings:\n  gptq.damping: was 0.01, is 0.5\n  run with the settings";
         check_message("other settings", &quant(quantize(&model, &out, &other)), 2, &[differs]);
         let run = quant(quantize(&model, &out, &[&options[..], &["--resume"]].concat())).succeeded();
         assert!(run.stderr.contains("note: resumed: "), "{run}");

@@ -113,9 +113,19 @@ fn the_options_of_every_verb_are_documented() {
     };
     let common = flags(&section("For every command"));
     assert_eq!(common, BTreeSet::from(["--quiet", "--threads"].map(str::to_owned)));
-    for verb in
-        ["demo", "plan", "quantize", "eval", "gate", "inspect", "generate", "chat", "bench", "completions"]
-    {
+    for verb in [
+        "demo",
+        "plan",
+        "quantize",
+        "eval",
+        "compare",
+        "gate",
+        "inspect",
+        "generate",
+        "chat",
+        "bench",
+        "completions",
+    ] {
         let body = section(verb);
         let usage = body.split("```").nth(1).unwrap_or_else(|| panic!("no usage of `{verb}`"));
         let documented: BTreeSet<String> = flags(usage).union(&common).cloned().collect();

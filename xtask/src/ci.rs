@@ -10,7 +10,7 @@ use anyhow::{Context, Result, ensure};
 
 use crate::support::shell::{cargo, run as execute, shared_dir, target_dir, tool};
 use crate::support::steps::Steps;
-use crate::{cuda, interop, outside, python, sanitize};
+use crate::{cuda, interop, outside, publish, python, sanitize};
 
 /// The second command of the README, word for word.
 pub const TEST_COMMAND: [&str; 2] = ["test", "--workspace"];
@@ -23,7 +23,7 @@ const CARGO_DENY: &str = "0.20.2";
 /// The steps to run.
 #[derive(Debug, Clone, clap::Args)]
 pub struct Args {
-    /// Run these steps only: test, fmt, clippy, doc, deny, python, interop, outside, sanitize, cuda
+    /// Run these steps only: test, fmt, clippy, doc, deny, publish, python, interop, outside, sanitize, cuda
     #[arg(long, value_delimiter = ',')]
     pub only: Vec<String>,
 }
@@ -42,6 +42,7 @@ pub fn run(args: &Args) -> Result<()> {
         execute(cargo(&["doc", "--workspace", "--no-deps"]).env("RUSTDOCFLAGS", "-D warnings"))
     });
     steps.step("deny", || deny(&["licenses", "bans", "sources"]));
+    steps.step("publish", publish::dry_run);
     if let Some(fetched) = fetched {
         let _ = fetched.join();
     }

@@ -7,7 +7,9 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
+use sha2::{Digest, Sha256};
 
+use crate::sbom::sbom;
 use crate::support::shell::{self, cargo, display, output, succeeds, target_dir};
 
 /// Build options.
@@ -48,8 +50,29 @@ pub fn run(args: &Args) -> Result<()> {
         let demo: &[&str] = if quick { &["demo", "--quick"] } else { &["demo"] };
         println!("{}", in_empty_root(root.path(), demo)?);
     }
+    let written = describe(&binary, &target)?;
     println!("{}: {:.1} MB, static glibc, ran in an empty root", binary.display(), size as f64 / 1e6);
+    for path in written {
+        println!("{}", path.display());
+    }
     Ok(())
+}
+
+/// Writes the checksum of the binary and its bill of materials next to it.
+fn describe(binary: &Path, target: &str) -> Result<[PathBuf; 2]> {
+    let bill = binary.with_file_name("quant.cdx.json");
+    let text = format!("{:#}\n", sbom("quant-cli", target)?);
+    std::fs::write(&bill, &text).with_context(|| format!("cannot write {}", bill.display()))?;
+    let sums = binary.with_file_name("SHA256SUMS");
+    let mut lines = String::new();
+    for path in [binary, &bill] {
+        let digest = Sha256::digest(std::fs::read(path)?);
+        let hex: String = digest.iter().map(|byte| format!("{byte:02x}")).collect();
+        let name = path.file_name().unwrap_or_default().to_string_lossy();
+        lines.push_str(&format!("{hex}  {name}\n"));
+    }
+    std::fs::write(&sums, lines).with_context(|| format!("cannot write {}", sums.display()))?;
+    Ok([sums, bill])
 }
 
 /// Checks that the binary requests no interpreter, and prints the output of the system's tools about it.

@@ -3,12 +3,12 @@
 use anyhow::Result;
 
 use crate::support::steps::Steps;
-use crate::{bench_awq_memory, bench_rtn, book, ci, cuda, dist, fuzz, interop, outside, sanitize};
+use crate::{bench_awq_memory, bench_rtn, book, ci, cuda, dist, fuzz, interop, outside, publish, sanitize};
 
 /// The steps to run.
 #[derive(Debug, Clone, clap::Args)]
 pub struct Args {
-    /// Run these steps only: advisories, proptest, hub, book, sanitize, aarch64, cuda-variants, cuda-candle, interop, vllm, outside, dist, fuzz, bench-rtn, bench-awq-memory
+    /// Run these steps only: advisories, semver, proptest, hub, book, sanitize, aarch64, cuda-variants, cuda-candle, interop, vllm, outside, dist, fuzz, bench-rtn, bench-awq-memory
     #[arg(long, value_delimiter = ',')]
     pub only: Vec<String>,
     /// Cases per property test
@@ -24,6 +24,7 @@ pub fn run(args: &Args) -> Result<()> {
     let mut steps = Steps::new(&args.only);
     // The advisory database is a git repository that must be fetched.
     steps.step("advisories", || ci::deny(&["advisories"]));
+    steps.step("semver", publish::semver);
     steps.step("proptest", || ci::test(&[("PROPTEST_CASES", &args.cases.to_string())]));
     steps.step("hub", ci::hub);
     steps.step("book", book::run);
@@ -33,7 +34,9 @@ pub fn run(args: &Args) -> Result<()> {
     steps.step("cuda-variants", cuda::every_variant);
     steps.step("cuda-candle", cuda::candle);
     steps.step("interop", || {
-        interop::run(&["--whole", "--only", "profile"])?;
+        for kind in ["profile", "gguf", "tokens", "exchange"] {
+            interop::run(&["--whole", "--only", kind])?;
+        }
         interop::run(&["--whole", "--only", "vision-language"])?;
         interop::run(&["--families", "all", "--only", "family"])
     });

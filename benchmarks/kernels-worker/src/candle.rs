@@ -9,7 +9,7 @@ use candle_core::{Device, Module, Tensor};
 use crate::Case;
 use crate::data::{BASE, repeated, weights};
 
-/// The version that this program was built with.
+/// The version of candle that this program was built with.
 pub fn version() -> String {
     let lock = include_str!("../../../Cargo.lock").split_once("name = \"candle-core\"\nversion = \"");
     let version = lock.and_then(|(_, rest)| rest.split('"').next()).unwrap_or("?");
@@ -20,7 +20,7 @@ pub fn version() -> String {
 pub const CONTESTANTS: [(&str, GgmlDType); 3] =
     [("Q4_0", GgmlDType::Q4_0), ("Q4_K", GgmlDType::Q4K), ("Q8_0", GgmlDType::Q8_0)];
 
-/// A contestant's weights.
+/// The weights of a contestant.
 pub struct Linear {
     bytes: usize,
     copies: Vec<QMatMul>,

@@ -1,6 +1,6 @@
-//! Weights and activations that are the same in every run, and the reference for their products.
+//! Weights and activations that are the same in every run, and a reference for their products.
 
-/// Number of distinct weight rows. Further rows repeat them, which no kernel exploits.
+/// The number of distinct weight rows. Further rows repeat them, which no kernel exploits.
 pub const BASE: usize = 128;
 
 /// `[BASE, k]`, approximately normal with a standard deviation of 0.02.
@@ -24,7 +24,7 @@ pub fn repeated<T: Copy>(base: &[T], n: usize) -> Vec<T> {
 fn noise(seed: u64, count: usize, deviation: f32) -> Vec<f32> {
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     let mut uniform = || {
-        // xorshift64*, whose upper half is good.
+        // xorshift64*; only the upper half of its output is used, since the low bits are less random.
         state ^= state >> 12;
         state ^= state << 25;
         state ^= state >> 27;
@@ -33,8 +33,8 @@ fn noise(seed: u64, count: usize, deviation: f32) -> Vec<f32> {
     (0..count).map(|_| ((0..12).map(|_| uniform()).sum::<f32>() - 6.0) * deviation).collect()
 }
 
-/// Relative error of some outputs of the first and the last token, compared with the product of the unquantized
-/// weights.
+/// Returns the relative error of some outputs of the first and the last token, compared with the product of the
+/// unquantized weights.
 pub fn error(out: &[f32], x: &[f32], [n, k]: [usize; 2]) -> f64 {
     let (base, m) = (weights(k), x.len() / k);
     let (mut wrong, mut all) = (0.0, 0.0);

@@ -1,4 +1,4 @@
-//! The experts of a layer: in one call, and as a sequence of single products.
+//! The experts of a layer, run in one call or as a sequence of single products.
 
 use std::collections::BTreeMap;
 
@@ -29,7 +29,7 @@ pub struct Contestant {
 enum How {
     /// One call.
     Grouped,
-    /// Single products for each expert that has rows: gather its rows, three products, and the sum.
+    /// Single products for each expert that has rows: gathers its rows, computes three products, and adds the result.
     Loop,
     /// Single products with the same number of rows for every expert, without gathering and summing, like dense layers
     /// of this shape.
@@ -65,7 +65,7 @@ pub struct Layer {
     out: Vec<f32>,
 }
 
-/// Buffers of single products.
+/// The buffers for single products.
 #[derive(Default)]
 struct Rows {
     whole: Int8Rows,
@@ -76,7 +76,7 @@ struct Rows {
     down: Vec<f32>,
 }
 
-/// Answers a request; `routed` is the line that follows `route`.
+/// Answers a request; for `route`, `routed` is the line that follows it.
 pub fn serve(
     layers: &mut BTreeMap<String, Layer>,
     request: &str,
@@ -191,7 +191,7 @@ impl Layer {
         Ok(())
     }
 
-    /// Multiplies every expert by the mean number of rows per expert.
+    /// Runs every expert with the mean number of rows per expert.
     fn dense(&mut self) -> Result<()> {
         let rows = (self.tokens * self.top_k).div_ceil(self.experts.len());
         self.rows.x.clear();
@@ -203,8 +203,8 @@ impl Layer {
         Ok(())
     }
 
-    /// Error of the first token relative to the float weights: all experts are the same, and a token's weights add up
-    /// to 1.
+    /// Returns the error of the first token, compared with the float weights. All experts have the same weights, and a
+    /// token's routing weights add up to 1, so one expert gives the reference.
     fn error(&self) -> f64 {
         let (reads, down) = (weights(self.hidden), weights(self.inner));
         let dot = |row: &[f32], x: &dyn Fn(usize) -> f64| -> f64 {
@@ -225,7 +225,7 @@ impl Layer {
 }
 
 impl Rows {
-    /// The three products of an expert with `m` rows.
+    /// Computes the three products of an expert with `m` rows.
     fn products(&mut self, rows: ExpertRows, [gate, up, down]: &[PackedLinear; 3], m: usize) -> Result<()> {
         let [reads, writes] = [gate, down].map(|of| RowLayout::of(of.layout()));
         let (inner, hidden) = (gate.layout().n(), down.layout().n());

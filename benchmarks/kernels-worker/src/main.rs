@@ -1,5 +1,5 @@
-//! Our kernels, or candle's, as a worker of `cargo xtask peers-kernels`: `kernels-worker ours|candle THREADS`; and the
-//! experts of a layer as a worker of `cargo xtask peers-experts`: `kernels-worker experts THREADS`.
+//! Runs the kernels of quant or of candle as a worker of `cargo xtask peers-kernels`: `kernels-worker ours|candle
+//! THREADS`; and the experts of a layer as a worker of `cargo xtask peers-experts`: `kernels-worker experts THREADS`.
 //!
 //! It reads requests from standard input, one per line, and answers each with a line of JSON. The workers of other
 //! peers (`benchmarks/peers/kernels_*`) use the same protocol:
@@ -10,16 +10,16 @@
 //! tokens NAME M 0|1         activations [m, k]; 1: every copy is read in turn      {"error"}
 //! run NAME MILLISECONDS     passes over the copies, for this long                  {"seconds": [of a product…]}
 //! drop NAME                                                                       {}
-//! limits                    ours only: of memory and of dot products               {"memory", "streams", "tops"}
+//! limits                    `ours` only: of memory and of dot products             {"memory", "streams", "tops"}
 //! ```
 //!
-//! For experts, `prepare NAME INNER HIDDEN COUNT` makes those of a layer. Instead of `tokens` there is `route NAME M
-//! CALLS TOP_K`, followed by a line with the experts of all tokens of all calls. A pass makes all calls, and `bytes`
-//! are those of one expert.
+//! For experts, `prepare NAME INNER HIDDEN COUNT` creates the experts of a layer. Instead of `tokens` there is `route
+//! NAME M CALLS TOP_K`, followed by a line with the experts of all tokens of all calls. A pass makes all calls, and
+//! `bytes` is the size of one expert.
 //!
-//! A failure is answered with `{"failed": reason}`. `bytes` are those of one packed copy. `error` compares some outputs
-//! with the product of the unquantized weights, as a root mean square over a root mean square. Processing of
-//! activations inside a kernel counts in its time, as for all peers.
+//! A failure is answered with `{"failed": reason}`. `bytes` is the size of one packed copy. `error` compares some
+//! outputs with the product of the unquantized weights: the root mean square of the difference divided by that of the
+//! product. Processing of activations inside a kernel counts in its time, as for all peers.
 #![forbid(unsafe_code)]
 
 mod candle;
@@ -70,7 +70,7 @@ fn main() -> Result<()> {
     let mut args = std::env::args().skip(1);
     let (who, threads) = args.next().zip(args.next()).context(usage)?;
     let threads: usize = threads.parse().context(usage)?;
-    // Products are called from within the pool, as in a program that computes more than one.
+    // Call products from within the thread pool, as a program does that computes several.
     rayon::ThreadPoolBuilder::new().num_threads(threads).build()?.install(|| serve(&who))
 }
 
@@ -130,7 +130,7 @@ fn serve_case(
             running.copies = if rotate == 1 { running.case.copies() } else { 1 };
             let x = activations(m, running.k);
             running.case.tokens(&x, m)?;
-            // All copies are used once, because some peers reorder weights on first use.
+            // Use all copies once, because some peers reorder weights on first use.
             running.case.pass(running.copies)?;
             Ok(json!({"error": error(&running.case.out()?, &x, [running.n, running.k])}))
         }
@@ -147,8 +147,8 @@ fn serve_case(
     }
 }
 
-/// Seconds per item of each pass, for as many passes as fit in the time. The first pass is a warm-up and is dropped,
-/// unless it is the only one.
+/// Returns the seconds per item of each pass, for as many passes as fit in the time. The first pass is a warm-up and is
+/// dropped, unless it is the only one.
 fn passes(milliseconds: usize, things: usize, pass: &mut dyn FnMut() -> Result<()>) -> Result<Vec<f64>> {
     let (started, mut taken) = (Instant::now(), Vec::new());
     while started.elapsed().as_millis() < milliseconds as u128 {

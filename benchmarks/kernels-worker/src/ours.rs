@@ -1,4 +1,4 @@
-//! Our kernels.
+//! The kernels of quant.
 
 use anyhow::{Context, Result};
 use quant_kernels_cpu::limits::{dot_limit, read_limit};
@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 use crate::Case;
 use crate::data::{BASE, repeated, weights};
 
-/// A weight scheme, and the treatment of activations.
+/// A weight scheme, and the form of the activations.
 #[derive(Debug, Clone, Copy)]
 pub struct Contestant {
     pub name: &'static str,
@@ -22,11 +22,11 @@ pub struct Contestant {
 /// The type of the weight codes.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Codes {
-    /// Integers of this many bits.
+    /// Integers with this number of bits.
     Int(u8),
-    /// E2M1 with powers of two as scales.
+    /// E2M1 with E8M0 scales, which are powers of two.
     Mxfp4,
-    /// E2M1 with E4M3 scales below one global float.
+    /// E2M1 with E4M3 scales and a global scale.
     Nvfp4,
 }
 
@@ -60,14 +60,14 @@ pub fn version() -> String {
     format!("{}, {}", env!("CARGO_PKG_VERSION"), IsaToken::detect().isa().name())
 }
 
-/// Weights `[n, k]`, with each group's largest magnitude at the end of the symmetric grid.
+/// Quantizes weights `[n, k]` so that each group's largest magnitude is at the end of the symmetric grid.
 pub fn pack([n, k]: [usize; 2], bits: u8, group_size: usize) -> Result<PackedLinear> {
     let base = weights(k);
     let half = 1 << (bits - 1);
     let (mut codes, mut scales) = (Vec::with_capacity(BASE * k), Vec::new());
     for group in base.chunks_exact(group_size) {
         let largest = group.iter().fold(0.0_f32, |a, b| a.max(b.abs()));
-        // As stored in a checkpoint: bf16, rounded up.
+        // Round the scale up to bf16, in which checkpoints store it.
         let scale = (largest / (half - 1) as f32).to_bits();
         let scale = f32::from_bits(scale.saturating_add(0xffff) & 0xffff_0000);
         let code = |w: &f32| ((w / scale).round() as i32).clamp(-half, half - 1) + half;
@@ -79,12 +79,12 @@ pub fn pack([n, k]: [usize; 2], bits: u8, group_size: usize) -> Result<PackedLin
     Ok(PackedLinear::pack(&view, None, false, &Rayon)?)
 }
 
-/// Weights `[n, k]` as E2M1 codes, with each group's largest magnitude at the end of the format, or half a step of its
-/// scale from it.
+/// Quantizes weights `[n, k]` to E2M1 codes so that each group's largest magnitude is at the end of the format, or,
+/// because scales are rounded, at most half a step from it.
 fn pack_fp4([n, k]: [usize; 2], codes: Codes, group_size: usize) -> Result<PackedLinear> {
     let (base, format) = (weights(k), FloatFormat::E2m1);
     let largest = |values: &[f32]| values.iter().fold(0.0_f32, |a, b| a.max(b.abs()));
-    // As in checkpoints of these formats.
+    // The global scale, computed as in checkpoints of these formats.
     let global = FloatFormat::E4m3.largest() * format.largest() / largest(&base);
     let (mut all, mut groups, mut scales) = (Vec::with_capacity(BASE * k), Vec::new(), Vec::new());
     for group in base.chunks_exact(group_size) {
@@ -94,7 +94,7 @@ fn pack_fp4([n, k]: [usize; 2], codes: Codes, group_size: usize) -> Result<Packe
                 FloatFormat::E4m3.value(groups[groups.len() - 1]) / global
             }
             _ => {
-                // The exponent of the largest magnitude minus two, plus one if its mantissa is at least 1.75.
+                // The exponent is that of the largest magnitude minus two, plus one if its mantissa is at least 1.75.
                 let rounded = largest(group).to_bits() + (1 << 21);
                 f32::from_bits((rounded & 0x7f80_0000) - (2 << 23))
             }
@@ -111,7 +111,7 @@ fn pack_fp4([n, k]: [usize; 2], codes: Codes, group_size: usize) -> Result<Packe
     Ok(PackedLinear::pack(&view, None, false, &Rayon)?)
 }
 
-/// A contestant's weights.
+/// The weights of a contestant.
 pub struct Linear {
     rows: Rows,
     copies: Vec<PackedLinear>,
@@ -183,18 +183,18 @@ impl Case for Linear {
     }
 }
 
-/// The limits of the machine, measured between rounds.
+/// Measures the limits of the machine, between rounds.
 pub struct Limits {
     memory: Vec<u64>,
 }
 
 impl Limits {
-    /// More memory than any last-level cache holds.
+    /// This is larger than any last-level cache.
     pub fn new() -> Self {
         Self { memory: vec![1; 32 << 20] }
     }
 
-    /// The best of all read patterns, and of several probes of dot products in registers.
+    /// Take the best of all read patterns, and the best of several measurements of dot products in registers.
     pub fn probe(&self) -> Value {
         let token = IsaToken::detect();
         let memory = read_limit(token, &self.memory, 1, &Rayon);

@@ -1,34 +1,59 @@
 //! An outcome for GitHub Actions: a table for the step summary, and annotations on the policy's lines.
 
+use super::changes::cause;
 use super::{Outcome, Verdict};
 
 /// The outcome as Markdown.
 pub fn summary(outcome: &Outcome) -> String {
     let mut text = format!("### quant gate: {}\n\n", outcome.verdict.name());
-    text.push_str("| | result | check | value | ± | allowed | windows |\n| --- | --- | --- | ---: | ---: | --- | ---: |\n");
+    text.push_str(
+        "| | result | check | measured | allowed | windows |\n| --- | --- | --- | --- | --- | ---: |\n",
+    );
     for check in &outcome.checks {
         let sign = match check.verdict {
             Verdict::Pass => "✅",
             Verdict::Fail => "❌",
             Verdict::Inconclusive => "❔",
         };
-        let allowed = [check.at_most.map(|m| format!("≤ {m}")), check.at_least.map(|l| format!("≥ {l}"))];
-        let allowed: Vec<String> = allowed.into_iter().flatten().collect();
-        let error = check.standard_error.map(|e| format!("{e:.2e}")).unwrap_or_default();
+        let windows = match check.windows_needed {
+            Some(needed) => format!("{}; about {needed} would decide", check.windows),
+            None => check.windows.to_string(),
+        };
         text.push_str(&format!(
-            "| {sign} {} | {} | {} | {} | {error} | {} | {} |\n",
+            "| {sign} {} | {} | {} | {} | {} | {windows} |\n",
             check.verdict.name(),
             cell(&check.result),
             cell(&check.name),
-            super::shown(check.value),
-            allowed.join(", "),
-            check.windows
+            cell(&check.measured),
+            cell(&check.allowed),
         ));
     }
+    text.push_str(&changed(outcome));
     for note in &outcome.notes {
         text.push_str(&format!("\n- {}", cell(note)));
     }
     text.push('\n');
+    text
+}
+
+/// What was judged, and what has changed since the baseline.
+fn changed(outcome: &Outcome) -> String {
+    let compares = outcome.changes.iter().any(|c| c.before.is_some());
+    let mut text = match compares {
+        true => "\n| result | | baseline | now | change |\n| --- | --- | --- | --- | --- |\n".to_owned(),
+        false => "\n| result | | now |\n| --- | --- | --- |\n".to_owned(),
+    };
+    for change in &outcome.changes {
+        text.push_str(&format!("| {} | {} |", cell(&change.result), change.name));
+        if compares {
+            text.push_str(&format!(" {} |", cell(change.before.as_deref().unwrap_or("–"))));
+        }
+        text.push_str(&format!(" {} |", cell(&change.now)));
+        if compares {
+            text.push_str(&format!(" {} |", cell(&change.described())));
+        }
+        text.push('\n');
+    }
     text
 }
 
@@ -46,7 +71,13 @@ pub fn annotations(outcome: &Outcome) -> Vec<String> {
                 property(&outcome.policy),
                 check.line,
                 property(&format!("quant gate: {} {}", check.result, check.verdict.name())),
-                escaped(&check.message)
+                escaped(
+                    &[Some(check.message.clone()), cause(&outcome.changes, &check.result)]
+                        .into_iter()
+                        .flatten()
+                        .collect::<Vec<_>>()
+                        .join("; since the baseline, ")
+                )
             )
         })
         .collect()

@@ -14,11 +14,13 @@
 //! errors, and there is no verdict.
 
 mod baseline;
+mod changes;
 mod decision;
 mod github;
 mod junit;
 mod metric;
 mod policy;
+mod suggest;
 
 use std::collections::BTreeSet;
 
@@ -26,11 +28,13 @@ use quant_core::{Error, Result};
 use serde::Serialize;
 
 pub use self::baseline::Baseline;
+pub use self::changes::{Change, Trend};
 pub use self::decision::Verdict;
 pub use self::github::{annotations, summary};
 pub use self::junit::junit;
 pub use self::metric::Metric;
 pub use self::policy::{Against, Cap, NonInferiority, OnInconclusive, Policy};
+pub use self::suggest::suggest;
 use crate::{Evaluation, ModelIdentity};
 
 /// The schema version of outcomes.
@@ -56,6 +60,8 @@ pub struct Outcome {
     pub results: Vec<Judged>,
     /// Every check of every result.
     pub checks: Vec<Check>,
+    /// What was judged, and how it differs from the baseline. No verdict depends on it.
+    pub changes: Vec<Change>,
     /// Further notes, one line each.
     pub notes: Vec<String>,
 }
@@ -124,6 +130,10 @@ pub struct Check {
     pub windows: usize,
     /// The approximate number of windows that would decide an inconclusive test with 80 % power.
     pub windows_needed: Option<u64>,
+    /// The value with its interval or error, in its unit: `+0.233 % (between …)`.
+    pub measured: String,
+    /// The limits in the same unit: `at most +0.5 %`.
+    pub allowed: String,
     /// The check as a sentence.
     pub message: String,
 }
@@ -209,6 +219,7 @@ pub fn judge(
         baseline_sha256: baseline.map(|(b, _)| b.sha256()).transpose()?,
         results: results.iter().map(Judged::new).collect(),
         checks,
+        changes: changes::changes(baseline.map(|(b, _)| b), results, policy.level),
         notes,
     })
 }
@@ -387,14 +398,17 @@ fn non_inferiority(
         Some(n) => format!("; about {n} windows would decide it with 80 % probability"),
         None => String::new(),
     };
-    let message = match differences.iter().all(|d| *d == 0.0) {
+    let allowed = format!("at most {}", unit(check.margin));
+    let identical = differences.iter().all(|d| *d == 0.0);
+    let measured = match identical {
+        true => "bit-identical".to_owned(),
+        false => format!("{} ({range})", unit(value)),
+    };
+    let message = match identical {
         true => format!("{} is bit-identical to the {against} in every window", check.metric.name()),
-        false => format!(
-            "{} against the {against}: {} ({range}), at most {} allowed{need}",
-            check.metric.name(),
-            unit(value),
-            unit(check.margin)
-        ),
+        false => {
+            format!("{} against the {against}: {measured}, {allowed} allowed{need}", check.metric.name())
+        }
     };
     let check = Check {
         result: name.to_owned(),
@@ -410,6 +424,8 @@ fn non_inferiority(
         at_least: None,
         windows: differences.len(),
         windows_needed: test.windows_needed,
+        measured,
+        allowed,
         message,
     };
     Ok((check, test.p_fail))
@@ -421,9 +437,18 @@ fn capped(policy: &Policy, cap: &Cap, name: &str, result: &Evaluation) -> Result
     let holds = value.is_finite()
         && cap.at_most.is_none_or(|max| value <= max)
         && cap.at_least.is_none_or(|min| value >= min);
-    let bounds = [cap.at_most.map(|m| format!("at most {m}")), cap.at_least.map(|l| format!("at least {l}"))];
-    let bounds: Vec<String> = bounds.into_iter().flatten().collect();
+    let unit = |x: f64, text: String| match cap.metric {
+        // A size is a whole number below 2^53, and a limit may be larger.
+        Metric::SizeBytes => crate::report::bytes(x as u64),
+        _ => text,
+    };
+    let bounds = [
+        cap.at_most.map(|m| format!("at most {}", unit(m, m.to_string()))),
+        cap.at_least.map(|l| format!("at least {}", unit(l, l.to_string()))),
+    ];
+    let allowed = bounds.into_iter().flatten().collect::<Vec<_>>().join(", ");
     let error = number.standard_error.map(|e| format!(" ± {e:.2e}")).unwrap_or_default();
+    let measured = format!("{}{error}", unit(value, shown(value)));
     Ok(Check {
         result: name.to_owned(),
         profile: result.profile.clone(),
@@ -438,7 +463,9 @@ fn capped(policy: &Policy, cap: &Cap, name: &str, result: &Evaluation) -> Result
         at_least: cap.at_least,
         windows: result.windows,
         windows_needed: None,
-        message: format!("{} is {}{error}, {} allowed", cap.metric.name(), shown(value), bounds.join(", ")),
+        message: format!("{} is {measured}, {allowed} allowed", cap.metric.name()),
+        measured,
+        allowed,
     })
 }
 

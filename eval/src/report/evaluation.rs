@@ -6,8 +6,8 @@ use quant_core::pipeline::QuantReport;
 
 use super::quantization::{LinearCell, bit_map, tensor_errors};
 use super::svg::{self, Series};
-use super::{bytes, estimate_tile, nats, nats_of, page, pareto, row, tile, tool};
-use crate::statistics::{Histogram, Quantile};
+use super::{bytes, estimate_tile, nats, nats_of, page, pareto, row, schemes, tile, tool};
+use crate::statistics::{Histogram, Quantile, degrees_of_freedom, student};
 use crate::{Anatomy, Bos, BosPolicy, Divergence, Evaluation, ModelIdentity};
 
 /// Number of worst windows in the table.
@@ -62,6 +62,7 @@ impl EvaluationReport<'_> {
             ". ± is one standard error over windows."
         };
         let body = html! {
+            (self.verdict())
             (tiles(r))
             @if let Some(comparison) = &r.comparison {
                 h2 { "Divergence from the reference" }
@@ -72,7 +73,7 @@ impl EvaluationReport<'_> {
                 (through_blocks(anatomy))
             }
             @if !self.linears.is_empty() {
-                h2 { "Bit map" }
+                h2 { "Precision of every linear" }
                 (bit_map(self.linears))
             }
             @if let Some(report) = self.quantization {
@@ -90,6 +91,32 @@ impl EvaluationReport<'_> {
             (provenance(r))
         };
         page(&r.model.path, &subtitle, &body)
+    }
+
+    /// What was measured, and the result in one sentence.
+    fn verdict(&self) -> Markup {
+        let r = self.result;
+        let what = match self.quantization {
+            Some(q) => format!(
+                "{} as {}, {}, {:.2} bits per quantized weight",
+                q.method,
+                q.format,
+                schemes(&r.model),
+                q.bits_per_quantized_weight
+            ),
+            None => schemes(&r.model),
+        };
+        let size = match &r.reference {
+            Some(reference) => {
+                let share = 100.0 * r.model.size_bytes as f64 / reference.size_bytes.max(1) as f64;
+                format!("{}, {share:.0} % of the reference's weight files", bytes(r.model.size_bytes))
+            }
+            None => bytes(r.model.size_bytes),
+        };
+        html! {
+            p.verdict { b { (conclusion(r)) } }
+            p { (what) "; " (size) "." }
+        }
     }
 
     fn worst_table(&self) -> Markup {
@@ -114,6 +141,33 @@ impl EvaluationReport<'_> {
             } }
         }
     }
+}
+
+/// The result in one sentence, without a judgement of what is acceptable: that is the gate's.
+fn conclusion(r: &Evaluation) -> String {
+    let Some(c) = &r.comparison else {
+        return format!(
+            "Perplexity {:.3}. Without a reference, the loss due to quantization is unknown.",
+            r.scores.perplexity
+        );
+    };
+    let kl = format!("mean KL {} nats", nats(c.kl.mean));
+    if c.at_noise_floor == Some(true) {
+        return format!(
+            "No measurable difference to the reference on this text: {kl}, near the noise floor."
+        );
+    }
+    let change = 100.0 * (c.perplexity_ratio.mean - 1.0);
+    let top = 100.0 * c.top1_agreement.mean;
+    let t = student::quantile(0.975, degrees_of_freedom(&r.window_tokens));
+    // The test is on the mean difference of the logarithms, which is the ratio's.
+    let clear = (c.delta_nll.standard_error.zip(t)).is_some_and(|(e, t)| c.delta_nll.mean.abs() > t * e);
+    let perplexity = match (clear, change > 0.0) {
+        (false, _) => "No clear change of the perplexity".to_owned(),
+        (true, true) => format!("Perplexity is {change:.2} % higher than the reference's"),
+        (true, false) => format!("Perplexity is {:.2} % lower than the reference's", -change),
+    };
+    format!("{perplexity}; {kl}; the same top token at {top:.1} % of positions.")
 }
 
 fn tiles(r: &Evaluation) -> Markup {

@@ -1,40 +1,53 @@
 //! The page of a gate.
 
-use maud::html;
+use maud::{Markup, html};
 
 use super::{page, pareto, row, tile, tool};
 use crate::Evaluation;
-use crate::gate::Outcome;
+use crate::gate::{Baseline, Outcome};
 
-/// Renders the page of a gate's decision on these results.
-pub fn gate_page(outcome: &Outcome, results: &[(String, Evaluation)]) -> String {
+/// Renders the page of a gate's decision on these results, which were compared with this baseline.
+pub fn gate_page(outcome: &Outcome, results: &[(String, Evaluation)], baseline: Option<&Baseline>) -> String {
     let subtitle =
         html! { "Policy " (outcome.policy) ", with a one-sided significance level of " (outcome.level) "." };
     let count = |name: &str| outcome.checks.iter().filter(|c| c.verdict.name() == name).count().to_string();
+    let verdict = outcome.verdict.name();
+    let mut shown: Vec<(String, &Evaluation)> = results.iter().map(|(n, e)| (n.clone(), e)).collect();
+    let before = baseline.into_iter().flat_map(|b| &b.results).filter(|(name, e)| {
+        // An unchanged result would hide its own point.
+        results.iter().all(|(n, now)| n != *name || now.model.sha256 != e.model.sha256)
+    });
+    shown.extend(before.map(|(name, e)| (format!("{name} (baseline)"), e)));
     let body = html! {
         div.tiles {
-            (tile("verdict", outcome.verdict.name(), ""))
+            div class=(format!("tile verdict {verdict}")) { small { "verdict" } b { (verdict) } small { (reason(outcome)) } }
             (tile("checks that pass", &count("pass"), ""))
             (tile("checks that fail", &count("fail"), ""))
             (tile("inconclusive checks", &count("inconclusive"), "too few windows to decide"))
         }
         h2 { "Checks" }
         div.wide { table.cards {
-            tr { th { "result" } th { "" } th { "check" } th { "windows" } th.text { "" } }
+            tr { th { "result" } th { "" } th.text { "check" } th.text { "measured" } th.text { "allowed" } th { "" } }
             @for check in &outcome.checks {
                 tr {
                     td.text { (check.result) }
                     td class=(check.verdict.name()) { (check.verdict.name()) }
-                    td { (check.name) }
-                    td { (check.windows) }
-                    td.text { (check.message) }
+                    td.text { (check.name) }
+                    td.text { (check.measured) }
+                    td.text { (check.allowed) }
+                    td {
+                        (check.windows) " windows"
+                        @if let Some(needed) = check.windows_needed { "; about " (needed) " would decide" }
+                    }
                 }
             }
         } }
+        h2 { @if baseline.is_some() { "What has changed" } @else { "What was judged" } }
+        (changed(outcome, baseline.is_some()))
         @for note in &outcome.notes { p.soft { (note) } }
-        @if results.iter().any(|(_, e)| e.comparison.is_some()) {
-            h2 { "Results" }
-            (pareto(&results.iter().map(|(n, e)| (n.clone(), e)).collect::<Vec<_>>()))
+        @if shown.iter().filter(|(_, e)| e.comparison.is_some()).count() > 1 {
+            h2 { "Divergence by size" }
+            (pareto(&shown))
         }
         h2 { "Provenance" }
         div.wide { table {
@@ -50,4 +63,45 @@ pub fn gate_page(outcome: &Outcome, results: &[(String, Evaluation)]) -> String 
         } }
     };
     page("quant gate", &subtitle, &body)
+}
+
+/// The checks that decided, for the tile of the verdict.
+fn reason(outcome: &Outcome) -> String {
+    let verdict = outcome.verdict;
+    let deciding: Vec<&str> =
+        outcome.checks.iter().filter(|c| c.verdict == verdict).map(|c| c.name.as_str()).collect();
+    match (verdict, &deciding[..]) {
+        (crate::gate::Verdict::Pass, _) | (_, []) => String::new(),
+        (_, [one]) => (*one).to_owned(),
+        (_, [first, rest @ ..]) => format!("{first}, and {} more", rest.len()),
+    }
+}
+
+fn changed(outcome: &Outcome, compares: bool) -> Markup {
+    html! {
+        div.wide { table.cards {
+            tr {
+                th { "result" } th.name { "" }
+                th.text { @if compares { "baseline → now" } @else { "now" } }
+                @if compares { th.name { "change" } }
+            }
+            @for change in &outcome.changes {
+                tr {
+                    td { (change.result) }
+                    td.name { (change.name) }
+                    td.text {
+                        @match &change.before {
+                            Some(before) if *before != change.now => { (before) " → " (change.now) }
+                            _ => { (change.now) }
+                        }
+                    }
+                    @if compares {
+                        td class=(match change.trend { Some(t) if t.name() == "better" => "name pass", Some(_) => "name fail", None => "name" }) {
+                            (change.described())
+                        }
+                    }
+                }
+            }
+        } }
+    }
 }

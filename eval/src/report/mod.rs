@@ -8,6 +8,8 @@ mod gate;
 mod quantization;
 mod svg;
 
+use std::collections::BTreeSet;
+
 use maud::{DOCTYPE, Markup, PreEscaped, html};
 
 pub use self::evaluation::{EvaluationReport, WorstWindow};
@@ -15,7 +17,9 @@ pub use self::gate::gate_page;
 pub use self::quantization::{LinearCell, quantization_page};
 pub use quant_core::run::bytes;
 
-use crate::{Divergence, Estimate, Evaluation, Tool};
+use quant_core::scheme::LinearScheme;
+
+use crate::{Divergence, Estimate, Evaluation, ModelIdentity, SchemeShare, Tool, closest};
 
 const STYLE: &str = include_str!("style.css");
 
@@ -93,19 +97,84 @@ fn pareto(results: &[(String, &Evaluation)]) -> Markup {
     html! {
         (svg::points("Divergence and size", "Horizontal: MB of weight files. Vertical: KL in nats per token.", &points))
         div.wide { table {
-            tr { th { "" } th.text { "result" } th { "size" } th { "perplexity" } th { "mean KL" } th { "same top token" } th { "" } }
+            tr { th { "" } th.name { "result" } th.name { "scheme" } th { "bits" } th { "size" } th { "perplexity" } th { "mean KL" } th { "same top token" } th { "" } }
             @for (number, ((name, e, c), point)) in compared.iter().zip(&points).enumerate() {
                 tr {
                     td { (number + 1) }
-                    td.text { (name) }
+                    td.name { (name) }
+                    td.name { (schemes(&e.model)) }
+                    td { (bits(&e.model)) }
                     td { (bytes(e.model.size_bytes)) }
                     td { (format!("{:.3}", e.scores.perplexity)) }
                     td { (nats_of(c.kl)) }
                     td { (format!("{:.4}", c.top1_agreement)) }
-                    td.text { @if point.marked && points.len() > 1 { "no other result is both smaller and \
-                        closer to the reference" } }
+                    td.name { @if point.marked && points.len() > 1 { "Pareto-optimal" } }
                 }
             }
         } }
+        @if points.len() > 1 {
+            p.soft { "Pareto-optimal: no other result is both smaller and closer to the reference." }
+        }
+        @if let Some(sentence) = closest_of(&compared.iter().map(|(name, e, _)| (name.as_str(), *e)).collect::<Vec<_>>()) {
+            p { (sentence) }
+        }
+    }
+}
+
+/// Which of several results is closest to their reference, as a sentence; `None` for fewer than two results with one,
+/// and if they were measured on different tokens.
+pub fn closest_of(results: &[(&str, &Evaluation)]) -> Option<String> {
+    let compared: Vec<_> =
+        results.iter().filter_map(|(name, e)| Some((*name, *e, e.comparison.as_ref()?))).collect();
+    let (_, first, _) = compared.first()?;
+    if compared.iter().any(|(_, e, _)| e.tokens_sha256 != first.tokens_sha256) {
+        return None;
+    }
+    let windows: Vec<&[f64]> = compared.iter().map(|(.., c)| c.window_kl.as_slice()).collect();
+    let found = closest(&windows, &first.window_tokens)?;
+    let kl = |index: usize| nats(compared[index].2.kl.mean);
+    let (best, next) = (compared[found.index].0, compared[found.next].0);
+    Some(match found.clear {
+        true => format!(
+            "Closest to the reference: {best}, with a mean KL of {} nats; next is {next} with {}.",
+            kl(found.index),
+            kl(found.next)
+        ),
+        false => format!(
+            "Closest to the reference: {best}, but this text shows no clear difference to {next} (mean KL {} and {} nats).",
+            kl(found.index),
+            kl(found.next)
+        ),
+    })
+}
+
+/// The bits per code of a model's linears: `4`, `4 to 8`, or a dash for floats and unknown schemes.
+pub fn bits(model: &ModelIdentity) -> String {
+    let parsed = |share: &SchemeShare| share.scheme.parse::<LinearScheme>().ok().map(|scheme| scheme.bits());
+    let bits: Option<BTreeSet<u8>> = model.schemes.iter().map(parsed).collect();
+    let bits = bits.unwrap_or_default();
+    match (bits.first(), bits.last()) {
+        (Some(low), Some(high)) if low == high => low.to_string(),
+        (Some(low), Some(high)) => format!("{low} to {high}"),
+        _ => "–".into(),
+    }
+}
+
+/// The schemes of a model's linears, the most frequent first, and that of its KV cache.
+pub fn schemes(model: &ModelIdentity) -> String {
+    let mut shares: Vec<_> = model.schemes.iter().collect();
+    shares.sort_by(|a, b| b.linears.cmp(&a.linears).then_with(|| a.scheme.cmp(&b.scheme)));
+    let text = match &shares[..] {
+        [] => "unknown".to_owned(),
+        [one] => one.scheme.clone(),
+        several => {
+            let parts: Vec<_> =
+                several.iter().map(|s| format!("{} ({} linears)", s.scheme, s.linears)).collect();
+            parts.join(", ")
+        }
+    };
+    match model.kv_cache {
+        Some(kv) => format!("{text}, KV cache {kv}"),
+        None => text,
     }
 }

@@ -4,6 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use maud::{Markup, html};
 use quant_core::pipeline::{QuantReport, TensorReport};
+use quant_core::run::{MIN_EXPERT_TOKENS, UndersampledLinears};
 use quant_core::transform::ChannelOutlier;
 
 use super::svg::{self, Series};
@@ -69,23 +70,37 @@ pub(super) fn tensor_errors(report: &QuantReport, shown: usize) -> Markup {
         class: "model",
         values: quantized.iter().map(|t| error(t)).collect(),
     };
+    // Columns that a method leaves empty are omitted.
+    let scaled = quantized.iter().any(|t| t.scale_search.is_some() || t.smooth.is_some());
+    let searched = quantized.iter().any(|t| t.scale_search.is_some());
+    let gptq = quantized.iter().any(|t| t.gptq.is_some());
     html! {
         p { "RMS of the rounding error divided by the RMS of the weight, in percent. Tensors are in model \
             order." }
+        @if gptq {
+            p { "GPTQ minimizes the error of a linear's output, not that of its weight: the mean squared error over \
+                outputs and calibration tokens is shown beside it." }
+        }
         (svg::bars("Error of every quantized tensor", "tensor", &[], &[errors]))
         div.wide { table.cards {
             @if worst.len() > shown { caption { "The worst " (shown) " of " (worst.len()) } }
-            tr { th { "tensor" } th { "scheme" } th { "error, %" } th { "SQNR, dB" } th { "exponent (AWQ, \
-                SmoothQuant)" } th { "error \
-                before and after the search" } }
+            tr {
+                th { "tensor" } th { "scheme" } th { "error, %" } th { "SQNR, dB" }
+                @if scaled { th { "exponent of scales" } }
+                @if searched { th { "error before and after the search" } }
+                @if gptq { th { "GPTQ: output error" } }
+            }
             @for t in worst.iter().take(shown) {
                 tr {
                     td.text { (t.tensor) }
                     td { (t.scheme.as_deref().unwrap_or("")) }
                     td { (format!("{:.2}", error(t))) }
                     td { (t.weight_error.and_then(|e| e.sqnr_db).map_or("∞".to_owned(), |db| format!("{db:.1}"))) }
-                    td { (exponents(t)) }
-                    td { @if let Some(s) = &t.scale_search { (format!("{:.3e} → {:.3e}", s.error_before, s.error_after)) } }
+                    @if scaled { td { (exponents(t)) } }
+                    @if searched {
+                        td { @if let Some(s) = &t.scale_search { (format!("{:.3e} → {:.3e}", s.error_before, s.error_after)) } }
+                    }
+                    @if gptq { td { @if let Some(g) = &t.gptq { (format!("{:.3e}", g.loss)) } } }
                 }
             }
         } }
@@ -164,11 +179,42 @@ fn outlier_charts<'a>(
     })
 }
 
+/// The experts that saw few tokens, least first.
+fn few_tokens(report: &QuantReport) -> Option<Markup> {
+    let mut few = UndersampledLinears::in_report(report)?;
+    few.experts.sort_by_key(|expert| expert.tokens);
+    Some(html! {
+        h2 { "Experts with few tokens" }
+        p { "Experts that saw fewer than " (MIN_EXPERT_TOKENS) " tokens of the calibration text. More text reaches more \
+            experts." }
+        div.wide { table.cards {
+            tr { th { "expert" } th { "tokens" } }
+            @for expert in &few.experts {
+                tr { td.text { (expert.module) } td { (expert.tokens) } }
+            }
+        } }
+    })
+}
+
 /// Renders the page of a `quant quantize` run; `title` names the output.
 pub fn quantization_page(title: &str, report: &QuantReport, linears: &[LinearCell]) -> String {
     let quantized = report.tensors.iter().filter(|t| t.weight_error.is_some()).count();
-    let subtitle = html! { (report.method) " into " (report.format) ", by quant " (report.version) };
+    let schemes: BTreeSet<&str> = report.tensors.iter().filter_map(|t| t.scheme.as_deref()).collect();
+    let schemes = match schemes.len() {
+        0 => "no quantized tensor".to_owned(),
+        1..=4 => schemes.into_iter().collect::<Vec<_>>().join(", "),
+        count => format!("{count} schemes"),
+    };
+    let subtitle = html! {
+        (report.method) ", " (schemes) ", as " (report.format)
+        @if let Some(kv) = report.kv { ", KV cache " (kv) }
+        "; by quant " (report.version)
+    };
     let body = html! {
+        p.verdict { b {
+            (format!("{:.1} % of the original size, {:.2} bits per quantized weight.", 100.0 * report.bytes_after as f64 / report.bytes_before.max(1) as f64, report.bits_per_quantized_weight))
+        } }
+        p { "Rounding errors do not predict quality: " code { "quant eval OUT --reference MODEL" } " measures it." }
         div.tiles {
             (tile("tensors before", &bytes(report.bytes_before), ""))
             (tile("tensors now", &bytes(report.bytes_after), &format!("{:.1} % of before", 100.0 * report.bytes_after as f64 / report.bytes_before.max(1) as f64)))
@@ -179,9 +225,10 @@ pub fn quantization_page(title: &str, report: &QuantReport, linears: &[LinearCel
                 (tile("calibration", &format!("{} × {}", c.samples, c.length), &format!("{} tokens counted", c.tokens_counted)))
             }
         }
-        @if !linears.is_empty() { h2 { "Bit map" } (bit_map(linears)) }
+        @if !linears.is_empty() { h2 { "Precision of every linear" } (bit_map(linears)) }
         @if quantized > 0 { h2 { "Error of every quantized tensor" } (tensor_errors(report, usize::MAX)) }
         @for charts in outliers(report) { (charts) }
+        @if let Some(experts) = few_tokens(report) { (experts) }
         h2 { "Provenance" }
         div.wide { table {
             tr { td { "input, SHA-256" } td.hash { (report.source.sha256) } }

@@ -4,7 +4,10 @@ use maud::{Markup, html};
 
 /// Width of a chart in its own units; the page scales it.
 const WIDTH: f64 = 640.0;
+/// Height of bars and scatter plots.
 const HEIGHT: f64 = 234.0;
+/// Height of lines, which need less.
+const LINE_HEIGHT: f64 = 184.0;
 /// Space for the axis labels.
 const LEFT: f64 = 56.0;
 const BOTTOM: f64 = 54.0;
@@ -96,8 +99,8 @@ fn x_of(place: f64) -> f64 {
     LEFT + place * (WIDTH - LEFT - RIGHT)
 }
 
-fn y_of(place: f64) -> f64 {
-    HEIGHT - BOTTOM - place * (HEIGHT - BOTTOM - TOP)
+fn y_of(place: f64, height: f64) -> f64 {
+    height - BOTTOM - place * (height - BOTTOM - TOP)
 }
 
 /// A coordinate with two digits after the point, always formatted the same.
@@ -123,19 +126,25 @@ fn tail(number: &str) -> String {
     number.trim_end_matches('0').trim_end_matches('.').to_owned()
 }
 
-fn frame(title: &str, x_name: &str, y: &Axis, x_marks: &[(f64, String)], inside: &Markup) -> Markup {
+fn frame(
+    (title, x_name): (&str, &str),
+    height: f64,
+    y: &Axis,
+    x_marks: &[(f64, String)],
+    inside: &Markup,
+) -> Markup {
     html! {
-        div.wide { svg viewBox=(format!("0 0 {WIDTH} {HEIGHT}")) role="img" aria-label=(title) {
+        div.wide { svg viewBox=(format!("0 0 {WIDTH} {height}")) role="img" aria-label=(title) {
             title { (title) }
             @for mark in y.marks() {
-                @let height = at(y_of(y.place(mark)));
-                line.grid x1=(at(LEFT)) x2=(at(WIDTH - RIGHT)) y1=(height) y2=(height) {}
-                text.label x=(at(LEFT - 6.0)) y=(height) dy="4" text-anchor="end" { (short(mark)) }
+                @let place = at(y_of(y.place(mark), height));
+                line.grid x1=(at(LEFT)) x2=(at(WIDTH - RIGHT)) y1=(place) y2=(place) {}
+                text.label x=(at(LEFT - 6.0)) y=(place) dy="4" text-anchor="end" { (short(mark)) }
             }
             @for (place, name) in x_marks {
-                text.label x=(at(x_of(*place))) y=(at(HEIGHT - BOTTOM + 26.0)) text-anchor="middle" { (name) }
+                text.label x=(at(x_of(*place))) y=(at(height - BOTTOM + 26.0)) text-anchor="middle" { (name) }
             }
-            text.label x=(at((LEFT + WIDTH - RIGHT) / 2.0)) y=(at(HEIGHT - 6.0)) text-anchor="middle" { (x_name) }
+            text.label x=(at((LEFT + WIDTH - RIGHT) / 2.0)) y=(at(height - 6.0)) text-anchor="middle" { (x_name) }
             (inside)
         } }
     }
@@ -162,15 +171,15 @@ pub(super) fn bars(title: &str, x_name: &str, edges: &[(usize, String)], series:
         @for (n, s) in series.iter().enumerate() {
             @for (i, value) in s.values.iter().enumerate().filter(|(_, v)| **v > 0.0) {
                 @let left = x_of(i as f64 * slot + slot * 0.07 + n as f64 * width);
-                @let top = y_of(y.place(*value));
+                @let top = y_of(y.place(*value), HEIGHT);
                 rect class=(s.class) x=(at(left)) y=(at(top)) width=(at(width * (WIDTH - LEFT - RIGHT)))
-                    height=(at(y_of(0.0) - top)) {
+                    height=(at(y_of(0.0, HEIGHT) - top)) {
                     title { (s.name) ": " (short(*value)) }
                 }
             }
         }
     };
-    html! { (legend(series)) (frame(title, x_name, &y, &marks, &inside)) }
+    html! { (legend(series)) (frame((title, x_name), HEIGHT, &y, &marks, &inside)) }
 }
 
 /// A line chart over the indices 0, 1, 2 …
@@ -182,7 +191,7 @@ pub(super) fn lines(title: &str, x_name: &str, logarithmic: bool, series: &[Seri
     let marks: Vec<(f64, String)> = (0..count).step_by(step).map(|i| (place(i), i.to_string())).collect();
     let inside = html! {
         @for s in series {
-            @let points: Vec<(f64, f64, f64)> = s.values.iter().enumerate().filter(|(_, v)| !logarithmic || **v > 0.0).map(|(i, v)| (x_of(place(i)), y_of(y.place(*v)), *v)).collect();
+            @let points: Vec<(f64, f64, f64)> = s.values.iter().enumerate().filter(|(_, v)| !logarithmic || **v > 0.0).map(|(i, v)| (x_of(place(i)), y_of(y.place(*v), LINE_HEIGHT), *v)).collect();
             polyline class=(format!("line {}", s.class))
                 points=(points.iter().map(|(x, y, _)| format!("{},{}", at(*x), at(*y))).collect::<Vec<_>>().join(" ")) {}
             @for (x, y, v) in &points {
@@ -190,7 +199,7 @@ pub(super) fn lines(title: &str, x_name: &str, logarithmic: bool, series: &[Seri
             }
         }
     };
-    html! { (legend(series)) (frame(title, x_name, &y, &marks, &inside)) }
+    html! { (legend(series)) (frame((title, x_name), LINE_HEIGHT, &y, &marks, &inside)) }
 }
 
 /// A point of a scatter plot.
@@ -213,7 +222,7 @@ pub(super) fn points(title: &str, x_name: &str, points: &[Point]) -> Markup {
     let mut taken: Vec<(f64, f64)> = Vec::new();
     let mut placed = Vec::new();
     for point in points {
-        let (left, top) = (x_of(x.place(point.x)), y_of(y.place(point.y)));
+        let (left, top) = (x_of(x.place(point.x)), y_of(y.place(point.y), HEIGHT));
         // Next to the point, where there is no other number.
         let offsets = [(12.0, 0.0), (-12.0, 0.0), (12.0, 16.0), (12.0, -16.0), (-12.0, 16.0), (-12.0, -16.0)];
         let free = |at: &(f64, f64)| {
@@ -231,7 +240,7 @@ pub(super) fn points(title: &str, x_name: &str, points: &[Point]) -> Markup {
             text.label x=(at(label.0)) y=(at(label.1)) dy="4" text-anchor="middle" { (number + 1) }
         }
     };
-    frame(title, x_name, &y, &marks, &inside)
+    frame((title, x_name), HEIGHT, &y, &marks, &inside)
 }
 
 #[cfg(test)]

@@ -9,6 +9,8 @@
 mod archive;
 mod config_fields;
 mod contract;
+#[cfg(feature = "write")]
+mod differences;
 mod directory;
 mod dtype;
 #[cfg(feature = "write")]

@@ -75,8 +75,8 @@ pub(crate) fn check_target(target: &Path, place: &ReplacePolicy) -> Result<bool>
     ))
 }
 
-/// Returns the reason why a directory must not be replaced, or `None` if it holds only unchanged files that its
-/// manifest lists. Any other file may still be needed.
+/// Returns the reason not to replace a directory; `None` if it is empty or holds only its manifest and the files listed
+/// there, with unchanged lengths. Anything else may be the user's data.
 fn not_replaceable(directory: &Path) -> Result<Option<String>> {
     let fail = |e| Error::io("list", directory, e);
     let mut present = Vec::new();

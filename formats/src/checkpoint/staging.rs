@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 
 use serde_json::{Value, json};
 
+use super::differences::Differences;
 use super::file_system::{FileSystem, StagedFile, failure, remove_if_present};
 use super::input_file::read_exact_at;
 use super::job::{Job, parent_of};
@@ -115,17 +116,18 @@ pub(crate) fn record(options: &WriteOptions, layout: &ShardLayout) -> Result<Val
 }
 
 /// Fails when an interrupted job had a different request.
-pub(crate) fn refuse_differences(job: &Path, differences: &[String]) -> Result<()> {
-    const MAX_LISTED: usize = 20;
-    if differences.is_empty() {
+pub(crate) fn refuse_differences(job: &Path, was: &Value, is: &Value) -> Result<()> {
+    const MAX_LISTED: usize = 8;
+    if was == is {
         return Ok(());
     }
-    let mut list = differences.iter().take(MAX_LISTED).map(|d| format!("\n  {d}")).collect::<String>();
-    if differences.len() > MAX_LISTED {
-        list.push_str(&format!("\n  and {} more", differences.len() - MAX_LISTED));
+    let Differences { lines, program } = Differences::new(was, is);
+    let mut list = lines.iter().take(MAX_LISTED).map(|d| format!("\n  {d}")).collect::<String>();
+    if lines.len() > MAX_LISTED {
+        list.push_str(&format!("\n  and {} more", lines.len() - MAX_LISTED));
     }
-    // First in the list: a run by a different version cannot be resumed, whatever its settings.
-    if differences.iter().any(|d| d.starts_with("fingerprint.program.")) {
+    // A run by a different program cannot be resumed, whatever its settings.
+    if program {
         return Err(Error::usage(
             format!(
                 "the interrupted run in {} used a different build or instruction set:{list}",

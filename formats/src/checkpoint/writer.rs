@@ -15,7 +15,7 @@ use sha2::Digest;
 use super::contract::{check_part, incomplete, unknown};
 use super::file_system::{FileSystem, RealFileSystem, failure, write_new};
 use super::input_file::{listed, open_regular, read_exact_at, relative_name_fault};
-use super::job::{Job, differences, job_path, parent_of, refuse_within_job};
+use super::job::{Job, job_path, parent_of, refuse_within_job};
 use super::journal::{Entries, WriteJournal};
 use super::layout::DEFAULT_SHARD_BYTES;
 use super::manifest::{MANIFEST, PublishedFile, manifest_bytes};
@@ -154,7 +154,7 @@ impl CheckpointWriter {
         let record = record(&options, &layout)?;
         let stored = if options.resume { job.read_record()? } else { None };
         if let Some(stored) = &stored {
-            refuse_differences(job.path(), &differences(stored, &record))?;
+            refuse_differences(job.path(), stored, &record)?;
             return Self::resume(fs, job, layout, options);
         }
         job.clear(&*fs)?;

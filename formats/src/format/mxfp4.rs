@@ -7,7 +7,9 @@
 //! | `X_scales` | U8 | `[experts, n, k / 32]` | exponents: `2^(byte − 127)` |
 //!
 //! The values are exact in bf16 and are read as such, expert by expert (`model/fused_experts.rs`): to callers, all of
-//! the model's linears are float.
+//! the model's linears are float. A conversion to another format takes the codes instead, as [`unpacked`] returns them.
+
+use std::path::PathBuf;
 
 use quant_kernels_cpu::e8m0_value;
 use serde_json::Value;
@@ -15,7 +17,7 @@ use serde_json::Value;
 use super::{PackedReader, PackedWeight};
 use crate::checkpoint::{Dtype, TensorSource, TensorSpec};
 use crate::quantize::QuantizedTensor;
-use crate::scheme::{FloatFormat, LinearScheme};
+use crate::scheme::{FloatFormat, Granularity, LinearScheme, MX_GROUP, WeightFormat};
 use crate::{Error, Result};
 
 /// `quant_method`.
@@ -28,6 +30,37 @@ pub const BLOCK: usize = 32;
 /// Returns the reader for a checkpoint with this `quantization_config`; `None` for other methods.
 pub(super) fn reader(config: &Value) -> Option<Mxfp4> {
     (config.get("quant_method").and_then(Value::as_str) == Some(METHOD)).then_some(Mxfp4)
+}
+
+/// The scheme of these weights.
+pub const SCHEME: LinearScheme =
+    LinearScheme::weight_only(WeightFormat::Float(FloatFormat::E2m1), Granularity::Group(MX_GROUP));
+
+/// Returns a matrix `[n, k]` with its codes and scales in logical order, from its stored ones.
+///
+/// # Errors
+/// [`Error::NonFinite`] if a scale is NaN.
+pub fn unpacked(
+    [n, k]: [usize; 2],
+    [codes, scales]: [&[u8]; 2],
+    (path, tensor): (PathBuf, &str),
+) -> Result<QuantizedTensor> {
+    let is_nan = |scale: &&u8| **scale == u8::MAX;
+    if let Some(first) = scales.iter().position(|scale| is_nan(&scale)) {
+        let count = scales.iter().filter(is_nan).count() as u64;
+        return Err(Error::NonFinite { path, tensor: tensor.to_owned(), count, first_index: first as u64 });
+    }
+    Ok(QuantizedTensor {
+        shape: [n, k],
+        scheme: SCHEME,
+        codes: codes.iter().flat_map(|pair| [pair & 15, pair >> 4]).collect(),
+        scales: scales.iter().map(|&scale| e8m0_value(scale)).collect(),
+        scale_dtype: Dtype::F8E8M0,
+        levels: None,
+        zeros: None,
+        global: None,
+        input: None,
+    })
 }
 
 /// Appends a row of a matrix as bf16 to `out`, from its codes, two per byte, and its scales.

@@ -271,7 +271,7 @@ const FOREIGN: [(&str, &str); 12] = [
 ];
 /// Common schemes, with which a misspelled name is compared in addition to the float schemes.
 const FREQUENT: [&str; 7] =
-    ["w4a16", "w4a16-g128", "w8a16", "w8a8", "w4a8", "w3a16", "w4a8-g128-progressive"];
+    ["w4a16-g128", "w4a16", "w8a16", "w8a8", "w4a8", "w3a16", "w4a8-g128-progressive"];
 /// The minimum similarity of a misspelled name.
 const ALIKE: f64 = 0.8;
 
@@ -303,10 +303,21 @@ fn not_understood(text: &str, part: &str) -> Error {
     let meant = suggestion(text).filter(|_| text.starts_with(part));
     let meant = meant.map_or_else(String::new, |name| format!("did you mean {name}?\n  "));
     let integers = known_integers();
+    // The grammar helps only where the first part is one of its words.
+    if text.starts_with(part) {
+        return Error::usage(
+            message,
+            format!(
+                "{meant}weights are {integers}, then a16 or a8; common schemes are {}, fp8 and nvfp4; a ‹preset› \
+                 names a scheme with its method",
+                FREQUENT.join(", ")
+            ),
+        );
+    }
     Error::usage(
         message,
         format!(
-            "{meant}a scheme consists of {integers}; a16 or a8; optionally kv4, kv8 or kvf8 (for the cache \
+            "a scheme consists of {integers}; a16 or a8; optionally kv4, kv8 or kvf8 (for the cache \
             of the whole model); optionally -channel or a group size (-g32, -g64, -g128 …); optionally -sym \
             or -asym; optionally -progressive (w4 in groups) and -static or -static-asym (a8). Examples: \
             w4a16-g64-asym, w8a8, w4a8-g128-progressive. Other schemes: {}",

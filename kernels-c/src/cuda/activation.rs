@@ -15,7 +15,7 @@ use crate::memory::{Scope, fields};
 use crate::rows::{QZ1_TYPE_BF16, QZ1_TYPE_F16, QZ1_TYPE_F32};
 use crate::status::{Fault, qz1_message, qz1_status};
 
-/// Rows, unmodified.
+/// The rows, unmodified.
 pub const QZ1_CUDA_ROWS_PLAIN: u32 = 1;
 /// RMSNorm of the rows: `x / √(mean x² + eps) · weight`.
 pub const QZ1_CUDA_ROWS_RMS_NORM: u32 = 2;
@@ -34,7 +34,7 @@ pub struct qz1_cuda_activation_shape {
     pub rows: u32,
     /// Type of the rows `x`, `up` and `residual`, `QZ1_TYPE_…`.
     pub x_type: u32,
-    /// Type of the norm's weight, `QZ1_TYPE_…`; 0: that of the rows.
+    /// Type of the norm's weight, `QZ1_TYPE_…`; 0: the type of the rows.
     pub weight_type: u32,
     /// 1: all rows have the scale and zero point of the launch's arguments. 0: each row has its own scale, and no zero
     /// point.
@@ -45,8 +45,8 @@ pub struct qz1_cuda_activation_shape {
     pub m: usize,
     /// Values per row, at most 360,448.
     pub k: usize,
-    /// Number of features whose codes are summed, a multiple of 32; the last group takes the rest. 0: no sums per
-    /// group.
+    /// Number of features per group whose codes are summed, a multiple of 32; the last group may be shorter. 0: no sums
+    /// per group.
     pub group: usize,
     /// Elements between rows of `x`; 0: `k`.
     pub x_stride: usize,
@@ -54,7 +54,7 @@ pub struct qz1_cuda_activation_shape {
     pub up_stride: usize,
     /// Elements between rows of the residual; 0: `k`.
     pub residual_stride: usize,
-    /// Bytes between rows of codes, a multiple of 16; 0: `k` rounded up to that.
+    /// Bytes between rows of codes, a multiple of 16; 0: `k` rounded up to a multiple of 16.
     pub code_stride: usize,
 }
 
@@ -91,7 +91,7 @@ pub struct qz1_cuda_activation_arguments {
 fields!(qz1_cuda_activation_shape, code_stride);
 fields!(qz1_cuda_activation_arguments, group_sums);
 
-/// A `QZ1_TYPE_…`.
+/// Converts a `QZ1_TYPE_…`.
 pub(super) fn float(kind: u32) -> Result<Float, Fault> {
     match kind {
         QZ1_TYPE_F32 => Ok(Float::F32),
@@ -103,7 +103,7 @@ pub(super) fn float(kind: u32) -> Result<Float, Fault> {
     }
 }
 
-/// A field that must be 0 or 1.
+/// Converts a field that must be 0 or 1.
 fn flag(field: u32) -> Result<bool, Fault> {
     match field {
         0 | 1 => Ok(field == 1),
@@ -188,7 +188,7 @@ impl Launch for Activation {
             row_sums: region(at.row_sums, "the row sums", 4)?,
             group_sums: region(at.group_sums, "the group sums", 4)?,
         })?;
-        // SAFETY: the pointer contract.
+        // SAFETY: the caller upholds the pointer contract.
         unsafe { plan.launch(&arguments, stream) }
     }
 }
@@ -196,7 +196,7 @@ impl Launch for Activation {
 /// Plans a quantization.
 ///
 /// # Safety
-/// As for `qz1_cuda_require_device`.
+/// Same as for `qz1_cuda_require_device`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn qz1_cuda_activation_plan(
     kernels: *const qz1_cuda_kernels,
@@ -204,14 +204,14 @@ pub unsafe extern "C" fn qz1_cuda_activation_plan(
     out: *mut *mut qz1_cuda_plan,
     message: *const qz1_message,
 ) -> qz1_status {
-    // SAFETY: the pointer contract.
+    // SAFETY: the caller upholds the pointer contract.
     unsafe { kernels::plan::<Activation>(kernels, shape, out, message) }
 }
 
 /// Launches a quantization.
 ///
 /// # Safety
-/// As for `qz1_cuda_pack_launch`.
+/// Same as for `qz1_cuda_pack_launch`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn qz1_cuda_activation_launch(
     plan: *const qz1_cuda_plan,
@@ -219,6 +219,6 @@ pub unsafe extern "C" fn qz1_cuda_activation_launch(
     stream: *mut c_void,
     message: *const qz1_message,
 ) -> qz1_status {
-    // SAFETY: the pointer contract.
+    // SAFETY: the caller upholds the pointer contract.
     unsafe { kernels::launch::<Activation>(plan, arguments, stream, message) }
 }

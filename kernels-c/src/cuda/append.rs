@@ -14,8 +14,8 @@ use crate::kv::{QZ1_KV_4BIT, QZ1_KV_8BIT, QZ1_KV_F16, kind};
 use crate::memory::{Scope, fields};
 use crate::status::{Fault, call, qz1_message, qz1_status};
 
-/// Layout of pages of keys and values of one key-value head on the device. Made by `qz1_cuda_kv_layout_of`. Its fields
-/// may be stored with the pages, and are checked against `id` on every use.
+/// Layout of pages of keys and values of one key-value head on the device. Filled by `qz1_cuda_kv_layout_of`. Its
+/// fields may be stored with the pages, and are checked against `id` on every use.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct qz1_cuda_kv_layout {
@@ -29,7 +29,7 @@ pub struct qz1_cuda_kv_layout {
     pub page_tokens: u32,
     /// Bytes per page of one head, a multiple of 128.
     pub page_bytes: u64,
-    /// Identifies the data order and everything that it depends on, except the tokens per page.
+    /// An id of the data order, computed from everything that affects it except the tokens per page.
     pub id: u64,
 }
 
@@ -50,12 +50,12 @@ fn describe(layout: &KvPageLayout) -> qz1_cuda_kv_layout {
     }
 }
 
-/// The layout that the caller's fields describe; every field is checked.
+/// Returns the layout that the caller's fields describe; every field is checked.
 ///
 /// # Safety
-/// As [`Scope::read`].
+/// Same as for [`Scope::read`].
 pub(super) unsafe fn layout(scope: &Scope, at: *const qz1_cuda_kv_layout) -> Result<KvPageLayout, Fault> {
-    // SAFETY: the pointer contract.
+    // SAFETY: the caller upholds the pointer contract.
     let l = unsafe { scope.read(at, "the layout") }?;
     let none = || Fault::new(qz1_status::LayoutId, "the fields of the layout do not match its id");
     let kind = kind(l.kind).map_err(|_| none())?;
@@ -64,16 +64,16 @@ pub(super) unsafe fn layout(scope: &Scope, at: *const qz1_cuda_kv_layout) -> Res
     if (same.page_bytes, same.id) == (l.page_bytes, l.id) { Ok(layout) } else { Err(none()) }
 }
 
-/// Checks a number that kernels take as 32 bits.
+/// Checks a number that is passed to kernels as 32 bits.
 pub(super) fn short(of: usize, what: &'static str) -> Result<u32, Fault> {
     u32::try_from(of).map_err(|_| Fault::part(qz1_status::TooLarge, what, "exceeds 32 bits"))
 }
 
-/// The layout of pages of a `QZ1_KV_…` for heads of `head_dim` features. Fills `out`, whose `struct_size` the caller
-/// has set.
+/// The layout of pages of a `QZ1_KV_…` for heads of `head_dim` features. Fills `out`, whose `struct_size` must be set
+/// by the caller.
 ///
 /// # Safety
-/// As for `qz1_cuda_require_device`.
+/// Same as for `qz1_cuda_require_device`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn qz1_cuda_kv_layout_of(
     kind: u32,
@@ -82,7 +82,7 @@ pub unsafe extern "C" fn qz1_cuda_kv_layout_of(
     out: *mut qz1_cuda_kv_layout,
     message: *const qz1_message,
 ) -> qz1_status {
-    // SAFETY: the pointer contract.
+    // SAFETY: the caller upholds the pointer contract.
     call(message, |scope| unsafe {
         let out = scope.place(out, "the layout")?;
         out.put(describe(&KvPageLayout::new(crate::kv::kind(kind)?, head_dim, page_tokens)?));
@@ -90,7 +90,7 @@ pub unsafe extern "C" fn qz1_cuda_kv_layout_of(
     })
 }
 
-/// Quantizes and stores tokens of any sequences.
+/// The parameters of a launch that quantizes tokens of any sequences and stores them in pages.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct qz1_cuda_append_shape {
@@ -122,17 +122,18 @@ pub struct qz1_cuda_append_arguments {
     pub sequence: qz1_cuda_region,
     /// u32 `[tokens]`: each token's position in its sequence; tokens with `UINT32_MAX` are skipped.
     pub position: qz1_cuda_region,
-    /// u32 `[sequences, table_stride]`: page numbers in order. Entries of `sequence` are not checked against the number
-    /// of rows.
+    /// u32 `[sequences, table_stride]`: page numbers in order. The kernel does not check that entries of `sequence` are
+    /// below the number of rows.
     pub table: qz1_cuda_region,
-    /// Pages of all heads, from the first head of page 0 on. Tokens whose page is not entirely inside are skipped.
+    /// Pages of all heads, from the first head of page 0 on. Tokens whose page is not entirely within this region are
+    /// skipped.
     pub pages: qz1_cuda_region,
-    /// A u32, aligned to its type, that is incremented for each row with a NaN or a value beyond ±65504 (these are
+    /// A u32, aligned to its type, that is incremented for each row with a NaN or a magnitude above 65504 (which is
     /// clamped when stored); or absent.
     pub refused: qz1_cuda_region,
-    /// Elements between tokens of `keys`; their bytes are a multiple of 16. 0: `kv_heads · head_dim`.
+    /// Elements between tokens of `keys`; the distance in bytes must be a multiple of 16. 0: `kv_heads · head_dim`.
     pub key_stride: usize,
-    /// Elements between tokens of `values`, as for `keys`.
+    /// Elements between tokens of `values`, with the same rules as for `keys`.
     pub value_stride: usize,
     /// Entries between rows of the table.
     pub table_stride: usize,
@@ -158,7 +159,7 @@ impl Launch for Append {
     is_family!(Append);
 
     unsafe fn plan(scope: &Scope, s: Self::Shape) -> Result<(Self, Vec<(Variant, LaunchShape)>), Fault> {
-        // SAFETY: the pointer contract.
+        // SAFETY: the caller upholds the pointer contract.
         let layout = unsafe { layout(scope, s.layout) }?;
         let (tokens, input) = (s.tokens, float(s.x_type)?);
         let shape = AppendShape { layout, kv_heads: heads(s.kv_heads)?, tokens, input };
@@ -174,7 +175,7 @@ impl Launch for Append {
         stream: *mut c_void,
     ) -> Result<(), Fault> {
         let arguments = self.plan.arguments(&settle(&self.shape, &at)?);
-        // SAFETY: the pointer contract.
+        // SAFETY: the caller upholds the pointer contract.
         unsafe { plan.launch(&arguments, stream) }
     }
 }
@@ -182,7 +183,7 @@ impl Launch for Append {
 /// Plans an append.
 ///
 /// # Safety
-/// As for `qz1_cuda_require_device`.
+/// Same as for `qz1_cuda_require_device`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn qz1_cuda_append_plan(
     kernels: *const qz1_cuda_kernels,
@@ -190,11 +191,11 @@ pub unsafe extern "C" fn qz1_cuda_append_plan(
     out: *mut *mut qz1_cuda_plan,
     message: *const qz1_message,
 ) -> qz1_status {
-    // SAFETY: the pointer contract.
+    // SAFETY: the caller upholds the pointer contract.
     unsafe { kernels::plan::<Append>(kernels, shape, out, message) }
 }
 
-/// Numbers of heads for which no product overflows.
+/// Checks a number of heads, so that products of sizes do not overflow.
 pub(super) fn heads(of: usize) -> Result<usize, Fault> {
     match of {
         0..=65_535 => Ok(of),
@@ -205,7 +206,7 @@ pub(super) fn heads(of: usize) -> Result<usize, Fault> {
 /// Launches an append: quantizes and stores keys and values of tokens.
 ///
 /// # Safety
-/// As for `qz1_cuda_pack_launch`.
+/// Same as for `qz1_cuda_pack_launch`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn qz1_cuda_append_launch(
     plan: *const qz1_cuda_plan,
@@ -213,7 +214,7 @@ pub unsafe extern "C" fn qz1_cuda_append_launch(
     stream: *mut c_void,
     message: *const qz1_message,
 ) -> qz1_status {
-    // SAFETY: the pointer contract.
+    // SAFETY: the caller upholds the pointer contract.
     unsafe { kernels::launch::<Append>(plan, arguments, stream, message) }
 }
 
@@ -245,7 +246,8 @@ fn settle(shape: &AppendShape, at: &qz1_cuda_append_arguments) -> Result<AppendA
     })
 }
 
-/// Checks the elements between rows of floats, whose bytes are a multiple of `align`; 0 stands for the width.
+/// Checks the number of elements between rows of floats; the distance in bytes must be a multiple of `align`. 0 means
+/// the width of a row.
 pub(super) fn row_stride(stride: usize, width: usize, each: usize, align: usize) -> Result<usize, Fault> {
     let stride = if stride == 0 { width } else { stride };
     if stride < width {
@@ -258,11 +260,11 @@ pub(super) fn row_stride(stride: usize, width: usize, each: usize, align: usize)
     }
 }
 
-/// Distances between pages and between heads.
+/// The distances between pages and between heads, in bytes.
 pub(super) struct PageStrides {
     pub(super) page: usize,
     pub(super) head: usize,
-    /// The end of the last head of the first page.
+    /// The offset of the end of the last head of the first page.
     pub(super) first_end: usize,
 }
 
@@ -291,7 +293,7 @@ impl PageStrides {
         }
     }
 
-    /// Number of pages that lie entirely within this many bytes.
+    /// The number of pages that lie entirely within this many bytes.
     fn pages_within(&self, bytes: u64) -> u32 {
         match bytes.checked_sub(self.first_end as u64) {
             Some(more) => u32::try_from(more / self.page as u64 + 1).unwrap_or(u32::MAX),
@@ -311,7 +313,7 @@ mod tests {
         let within = |page, head, bytes: usize| {
             PageStrides::of(&layout, 3, page, head).map(|s| s.pages_within(bytes as u64)).unwrap_or(u32::MAX)
         };
-        // Page-major order, then head-major order.
+        // Heads within pages, then pages within heads.
         assert_eq!([3 * bytes - 1, 3 * bytes, 6 * bytes, 7 * bytes].map(|n| within(0, 0, n)), [0, 1, 2, 2]);
         let head = 5 * bytes;
         let sizes = [11 * bytes - 1, 11 * bytes, 13 * bytes, 15 * bytes];

@@ -15,8 +15,8 @@ use super::region::{address, address_optional, product, qz1_cuda_region, rows};
 use crate::memory::{Scope, fields};
 use crate::status::{Fault, qz1_message, qz1_status};
 
-/// Attention of the last queries of each sequence. A plan is valid for any number of tokens up to `max_tokens`, so it
-/// can be kept, or captured in a graph, while sequences grow.
+/// The parameters of a launch that computes the attention of the last queries of each sequence. A plan is valid for any
+/// number of tokens up to `max_tokens`, so it can be kept, or captured in a graph, while sequences grow.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct qz1_cuda_decode_shape {
@@ -37,16 +37,15 @@ pub struct qz1_cuda_decode_shape {
     pub kv_heads: usize,
     /// Number of sequences, at most 65535. 0 launches nothing.
     pub sequences: usize,
-    /// Queries per sequence: those of its last tokens, in order. Each query sees no tokens after its own. 1 for
+    /// Queries per sequence, which belong to its last tokens, in order. Each query sees no tokens after its own. 1 for
     /// decoding.
     pub queries: usize,
-    /// At least the number of tokens of the longest list. Determines the size of the workspace; does not change
-    /// results.
+    /// An upper bound of the tokens per list. It determines the size of the workspace, and does not change results.
     pub max_tokens: usize,
 }
 
 /// Device addresses, at multiples of 16 unless stated otherwise. In the table and the counts, the entry of a sequence
-/// and a key-value head is at the sum of each index times its stride; a stride of 0 means that all share one entry.
+/// and a key-value head is at the sum of each index times its stride. With a stride of 0, all share one entry.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct qz1_cuda_decode_arguments {
@@ -58,21 +57,21 @@ pub struct qz1_cuda_decode_arguments {
     pub query: qz1_cuda_region,
     /// Pages of all heads, from the first head of page 0 on. Page numbers are not checked against this size.
     pub pages: qz1_cuda_region,
-    /// u32 page numbers in order; those of one list are contiguous.
+    /// u32 page numbers in order; those of one list must be contiguous.
     pub table: qz1_cuda_region,
-    /// u32: tokens of each list, at most `max_tokens`.
+    /// u32 number of tokens of each list, at most `max_tokens`.
     pub tokens: qz1_cuda_region,
-    /// u32: tokens at the beginning of each list that no query sees; or absent.
+    /// u32 number of tokens at the beginning of each list that no query sees; or absent.
     pub first: qz1_cuda_region,
     /// `[sequences, queries, query_heads, head_dim]`, aligned to its type.
     pub out: qz1_cuda_region,
     /// f32 `[sequences, queries, query_heads]`, aligned to its type: natural logarithms of the sums of exponentials,
     /// minus infinity for a query that sees no tokens; or absent.
     pub lse: qz1_cuda_region,
-    /// At least the bytes of tickets that `qz1_cuda_plan_workspace` returns, at a multiple of 256. Must be 0 before the
-    /// first launch.
+    /// At least as many bytes as `qz1_cuda_plan_workspace` returns for tickets, at a multiple of 256. They must be 0
+    /// before the first launch.
     pub tickets: qz1_cuda_region,
-    /// At least the bytes of workspace that `qz1_cuda_plan_workspace` returns, at a multiple of 256.
+    /// At least as many bytes as `qz1_cuda_plan_workspace` returns for the workspace, at a multiple of 256.
     pub workspace: qz1_cuda_region,
     /// Elements between queries, a multiple of 4; 0: `query_heads · head_dim`.
     pub query_stride: usize,
@@ -107,7 +106,7 @@ impl Launch for Decode {
 
     unsafe fn plan(scope: &Scope, s: Self::Shape) -> Result<(Self, Vec<(Variant, LaunchShape)>), Fault> {
         let shape = DecodeShape {
-            // SAFETY: the pointer contract.
+            // SAFETY: the caller upholds the pointer contract.
             layout: unsafe { layout(scope, s.layout) }?,
             query_heads: heads(s.query_heads)?,
             kv_heads: heads(s.kv_heads)?,
@@ -130,7 +129,7 @@ impl Launch for Decode {
     ) -> Result<(), Fault> {
         let memory = [self.plan.tickets(), self.plan.workspace()];
         let arguments = self.plan.arguments(&settle(&self.shape, memory, &at)?);
-        // SAFETY: the pointer contract.
+        // SAFETY: the caller upholds the pointer contract.
         unsafe { plan.launch(&arguments, stream) }
     }
 
@@ -139,11 +138,11 @@ impl Launch for Decode {
     }
 }
 
-/// Plans attention. The choice of kernel depends on the pages and types, and on whether more than eight query rows
-/// (queries times heads) share a key-value head.
+/// Plans attention. The choice of kernel depends on the layout of pages and the types, and on whether more than eight
+/// query rows (queries times heads) share a key-value head.
 ///
 /// # Safety
-/// As for `qz1_cuda_require_device`.
+/// Same as for `qz1_cuda_require_device`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn qz1_cuda_decode_plan(
     kernels: *const qz1_cuda_kernels,
@@ -151,14 +150,14 @@ pub unsafe extern "C" fn qz1_cuda_decode_plan(
     out: *mut *mut qz1_cuda_plan,
     message: *const qz1_message,
 ) -> qz1_status {
-    // SAFETY: the pointer contract.
+    // SAFETY: the caller upholds the pointer contract.
     unsafe { kernels::plan::<Decode>(kernels, shape, out, message) }
 }
 
 /// Launches attention.
 ///
 /// # Safety
-/// As for `qz1_cuda_pack_launch`.
+/// Same as for `qz1_cuda_pack_launch`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn qz1_cuda_decode_launch(
     plan: *const qz1_cuda_plan,
@@ -166,7 +165,7 @@ pub unsafe extern "C" fn qz1_cuda_decode_launch(
     stream: *mut c_void,
     message: *const qz1_message,
 ) -> qz1_status {
-    // SAFETY: the pointer contract.
+    // SAFETY: the caller upholds the pointer contract.
     unsafe { kernels::launch::<Decode>(plan, arguments, stream, message) }
 }
 
@@ -188,7 +187,7 @@ fn settle(
     let out = results.and_then(|n| product([n, layout.head_dim(), shape.out.bytes()]));
     let strides = PageStrides::of(layout, *kv_heads, at.page_stride, at.head_stride)?;
     let launched = results != Some(0);
-    // The bytes up to and including the first entry of the last list.
+    // The size in bytes up to and including the first entry of the last list.
     let entries = |by_sequence: usize, by_head: usize| match launched {
         true => {
             let last = (sequences - 1).checked_mul(by_sequence)?;
@@ -196,7 +195,7 @@ fn settle(
         }
         false => Some(0),
     };
-    // Without tokens, no list has entries.
+    // If there are no tokens, the table may be empty.
     let some = launched && shape.max_tokens > 0;
     let when_some = |bytes: Option<usize>| if some { bytes } else { Some(0) };
     let table = when_some(entries(at.table_stride, at.table_head_stride));
@@ -222,7 +221,7 @@ fn settle(
     })
 }
 
-/// Merges attention results on parts of sequences, using their logarithms.
+/// The parameters of a launch that merges attention results on parts of sequences, using their logarithms.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct qz1_cuda_merge_shape {
@@ -248,7 +247,7 @@ pub struct qz1_cuda_merge_arguments {
     pub reserved: u32,
     /// f32 `[parts, rows, head_dim]`
     pub sums: qz1_cuda_region,
-    /// f32 `[parts, rows]`: logarithms as attention returns them, minus infinity for a part in which a query saw no
+    /// f32 `[parts, rows]`: logarithms as computed by attention, minus infinity for a part in which a query sees no
     /// tokens.
     pub logs: qz1_cuda_region,
     /// `[rows, head_dim]`
@@ -296,7 +295,7 @@ impl Launch for Merge {
             out: address(at.out, "the outputs", product([rows, head_dim, out.bytes()]), out.bytes())?,
             lse: address_optional(at.lse, "the log-sum-exps", product([rows, 4]), 4)?,
         };
-        // SAFETY: the pointer contract.
+        // SAFETY: the caller upholds the pointer contract.
         unsafe { plan.launch(&self.plan.arguments(&to), stream) }
     }
 }
@@ -304,7 +303,7 @@ impl Launch for Merge {
 /// Plans a merge.
 ///
 /// # Safety
-/// As for `qz1_cuda_require_device`.
+/// Same as for `qz1_cuda_require_device`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn qz1_cuda_merge_plan(
     kernels: *const qz1_cuda_kernels,
@@ -312,14 +311,14 @@ pub unsafe extern "C" fn qz1_cuda_merge_plan(
     out: *mut *mut qz1_cuda_plan,
     message: *const qz1_message,
 ) -> qz1_status {
-    // SAFETY: the pointer contract.
+    // SAFETY: the caller upholds the pointer contract.
     unsafe { kernels::plan::<Merge>(kernels, shape, out, message) }
 }
 
 /// Launches a merge of results of the same queries on different tokens.
 ///
 /// # Safety
-/// As for `qz1_cuda_pack_launch`.
+/// Same as for `qz1_cuda_pack_launch`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn qz1_cuda_merge_launch(
     plan: *const qz1_cuda_plan,
@@ -327,6 +326,6 @@ pub unsafe extern "C" fn qz1_cuda_merge_launch(
     stream: *mut c_void,
     message: *const qz1_message,
 ) -> qz1_status {
-    // SAFETY: the pointer contract.
+    // SAFETY: the caller upholds the pointer contract.
     unsafe { kernels::launch::<Merge>(plan, arguments, stream, message) }
 }

@@ -1,4 +1,4 @@
-//! Checks for the driver and compiler, loaded kernels, and what all plans have in common.
+//! Checks for the driver and the compiler, handles of loaded kernels, and the parts that all plans share.
 
 use core::ffi::{CStr, c_char, c_void};
 use std::path::PathBuf;
@@ -17,15 +17,15 @@ use super::pack::Pack;
 use crate::memory::{self, Fields, Scope, fields};
 use crate::status::{Fault, call, qz1_message, qz1_status};
 
-/// The properties of a device that plans depend on.
+/// The properties of a device that determine plans.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct qz1_cuda_device {
     /// `sizeof(qz1_cuda_device)`
     pub struct_size: u32,
-    /// Compute capability, major.
+    /// The major version of the compute capability.
     pub capability_major: u32,
-    /// Compute capability, minor.
+    /// The minor version of the compute capability.
     pub capability_minor: u32,
     /// Number of multiprocessors.
     pub multiprocessors: u32,
@@ -42,8 +42,8 @@ pub struct qz1_cuda_kernels {
     pub(super) kernels: Kernels,
 }
 
-/// A launch of any family, complete except for addresses, and its kernels. Immutable: any number of threads may use it
-/// at once, and it may be launched repeatedly. It belongs to the context in which it was made.
+/// A launch of any family, complete except for addresses, with its loaded kernels. It is immutable: any number of
+/// threads may use it at once, and it may be launched repeatedly. It belongs to the context in which it was created.
 pub struct qz1_cuda_plan {
     family: Family,
     /// In launch order.
@@ -53,23 +53,23 @@ pub struct qz1_cuda_plan {
 /// Maximum number of kernels per plan, reached when packing weights.
 const MAX_KERNELS: usize = 3;
 
-/// A family of launches: everything that distinguishes its plan and launch functions from those of other families.
+/// A family of launches, with everything in which its plan and launch functions differ from those of other families.
 pub(super) trait Launch: Sized {
-    /// The structure that describes what is planned.
+    /// The structure that describes what to plan.
     type Shape: Fields;
-    /// The structure of a launch's device addresses and numbers.
+    /// The structure with the device addresses and numbers of a launch.
     type Arguments: Fields;
 
     /// Checks a shape and plans the launch. Returns the kernels in launch order.
     ///
     /// # Safety
-    /// As [`Scope::read`], for the memory that the shape points to.
+    /// Same as for [`Scope::read`], for the memory that the shape points to.
     unsafe fn plan(scope: &Scope, shape: Self::Shape) -> Result<(Self, Vec<(Variant, LaunchShape)>), Fault>;
 
-    /// Checks the arguments and launches the kernels of `plan`, which was made for `self`.
+    /// Checks the arguments and launches the kernels of `plan`, which must have been made for `self`.
     ///
     /// # Safety
-    /// As [`Kernel::launch`].
+    /// Same as for [`Kernel::launch`].
     unsafe fn launch(
         &self,
         plan: &qz1_cuda_plan,
@@ -77,18 +77,18 @@ pub(super) trait Launch: Sized {
         stream: *mut c_void,
     ) -> Result<(), Fault>;
 
-    /// Returns the bytes of the workspace and of the tickets.
+    /// Returns the sizes of the workspace and of the tickets in bytes.
     fn workspace(&self) -> (usize, usize) {
         (0, 0)
     }
 
-    /// Returns the plan of this family; `None` if `family` is a different one.
+    /// Returns the plan if it is of this family, else `None`.
     fn of(family: &Family) -> Option<&Self>;
 }
 
 macro_rules! families {
     ($($name:ident),*) => {
-        /// The plan of any family, and the shape that arguments are checked against.
+        /// A plan of any family, and the shape against which arguments are checked.
         pub(super) enum Family {
             $($name($name)),*
         }
@@ -113,7 +113,7 @@ macro_rules! families {
 
 families!(Pack, Linear, Activation, Append, Decode, Merge);
 
-/// Implements [`Launch::of`] for a family whose variant of [`Family`] has the same name.
+/// Implements [`Launch::of`] for a family. The variant of [`Family`] must have the same name.
 macro_rules! is_family {
     ($name:ident) => {
         fn of(family: &$crate::cuda::kernels::Family) -> Option<&Self> {
@@ -126,17 +126,17 @@ macro_rules! is_family {
 }
 pub(super) use is_family;
 
-/// Implements `qz1_cuda_…_plan`: makes a plan; writes null on an error.
+/// Implements `qz1_cuda_…_plan`: makes a plan; on error, writes null.
 ///
 /// # Safety
-/// As for `qz1_cuda_require_device`.
+/// Same as for `qz1_cuda_require_device`.
 pub(super) unsafe fn plan<F: Launch + Into<Family>>(
     kernels: *const qz1_cuda_kernels,
     shape: *const F::Shape,
     out: *mut *mut qz1_cuda_plan,
     message: *const qz1_message,
 ) -> qz1_status {
-    // SAFETY: the pointer contract.
+    // SAFETY: the caller upholds the pointer contract.
     call(message, |scope| unsafe {
         let out = scope.value(out, "the plan")?;
         let made = (|| {
@@ -151,7 +151,7 @@ pub(super) unsafe fn plan<F: Launch + Into<Family>>(
         })();
         match made {
             Ok(made) => out.put(made),
-            // Memory that overlaps is not written.
+            // If `out` overlaps other memory of the call, it must not be written, not even with null.
             Err(fault) if fault.status() == qz1_status::Overlap => return Err(fault),
             Err(fault) => {
                 out.put(core::ptr::null_mut());
@@ -165,14 +165,14 @@ pub(super) unsafe fn plan<F: Launch + Into<Family>>(
 /// Implements `qz1_cuda_…_launch`.
 ///
 /// # Safety
-/// As for `qz1_cuda_pack_launch`.
+/// Same as for `qz1_cuda_pack_launch`.
 pub(super) unsafe fn launch<F: Launch>(
     plan: *const qz1_cuda_plan,
     arguments: *const F::Arguments,
     stream: *mut c_void,
     message: *const qz1_message,
 ) -> qz1_status {
-    // SAFETY: the pointer contract.
+    // SAFETY: the caller upholds the pointer contract.
     call(message, |scope| unsafe {
         let plan = scope.look(plan, "the plan")?;
         let at = scope.read(arguments, "the arguments")?;
@@ -185,60 +185,61 @@ impl qz1_cuda_plan {
     /// Launches the only kernel of a plan.
     ///
     /// # Safety
-    /// As [`Kernel::launch`].
+    /// Same as for [`Kernel::launch`].
     pub(super) unsafe fn launch(&self, arguments: &[Argument], stream: *mut c_void) -> Result<(), Fault> {
-        // SAFETY: the pointer contract.
+        // SAFETY: the caller upholds the pointer contract.
         unsafe { self.launch_each(stream, |_| arguments) }
     }
 
     /// Launches all kernels of a plan.
     ///
     /// # Safety
-    /// As [`Kernel::launch`].
+    /// Same as for [`Kernel::launch`].
     pub(super) unsafe fn launch_each<'a>(
         &self,
         stream: *mut c_void,
         arguments: impl Fn(usize) -> &'a [Argument],
     ) -> Result<(), Fault> {
         for (i, (kernel, shape)) in self.loaded.iter().flatten().enumerate() {
-            // SAFETY: the pointer contract.
+            // SAFETY: the caller upholds the pointer contract.
             unsafe { kernel.launch(shape, arguments(i), Stream(stream)) }?;
         }
         Ok(())
     }
 }
 
-/// 0 if there is a driver with a device, else `QZ1_STATUS_CUDA_MISSING`, or `QZ1_STATUS_CUDA_FAILED` if the driver
-/// cannot be initialized. The message says what to install. Needs no context.
+/// Returns 0 if there is a driver with a device, `QZ1_STATUS_CUDA_FAILED` if the driver cannot be initialized, and
+/// `QZ1_STATUS_CUDA_MISSING` otherwise. The message states what to install. Needs no context.
 ///
 /// # Safety
-/// Pointers are null or valid for what their structures and lengths say, here and below.
+/// The caller must uphold the pointer contract of the crate.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn qz1_cuda_require_device(message: *const qz1_message) -> qz1_status {
     call(message, |_| Ok(quant_kernels_cuda::require_device()?))
 }
 
-/// 0 if NVRTC, which compiles kernels, can be loaded: from the loader's path, or from the path in the environment
-/// variable `QUANT_NVRTC`. Else `QZ1_STATUS_CUDA_MISSING`: then only kernels whose images are in the cache directory
-/// can be planned.
+/// Returns 0 if NVRTC, which compiles kernels, can be loaded: from the loader's path, or from the path in the
+/// environment variable `QUANT_NVRTC`. Otherwise returns `QZ1_STATUS_CUDA_MISSING`; then only kernels whose images are
+/// in the cache directory can be planned.
 ///
 /// # Safety
-/// As for `qz1_cuda_require_device`.
+/// Same as for `qz1_cuda_require_device`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn qz1_cuda_require_compiler(message: *const qz1_message) -> qz1_status {
     call(message, |_| Ok(quant_kernels_cuda::require_nvrtc()?))
 }
 
-/// The device whose context is current on the calling thread. Fills `out`, whose `struct_size` the caller has set.
+/// Describes the device whose context is current on the calling thread. Fills `out`, whose `struct_size` must be set by
+/// the caller.
 ///
 /// # Safety
-/// As for `qz1_cuda_require_device`.
+/// Same as for `qz1_cuda_require_device`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn qz1_cuda_current_device(
     out: *mut qz1_cuda_device,
     message: *const qz1_message,
 ) -> qz1_status {
-    // SAFETY: the pointer contract.
+    // SAFETY: the caller upholds the pointer contract.
     call(message, |scope| unsafe {
         let out = scope.place(out, "the device")?;
         let limits = DeviceLimits::current()?;
@@ -254,21 +255,21 @@ pub unsafe extern "C" fn qz1_cuda_current_device(
     })
 }
 
-/// A handle for kernels, initially without any; needs no driver. `images` is the directory where compiled kernels are
-/// cached, ending with a zero byte, in UTF-8 on systems where paths are not bytes. An empty string means no directory;
-/// null means the one in the environment variable `QUANT_CUDA_CACHE`, or else `quant/cuda` in the user's cache
-/// directory. The driver runs the files in it, so the directory must belong to the user who runs the program. Freed by
-/// `qz1_cuda_kernels_free`. On an error `out` is set to null.
+/// Creates a handle for kernels, initially without any; needs no driver. `images` is the directory where compiled
+/// kernels are cached. It must end with a zero byte, and be UTF-8 on systems where paths are not bytes. An empty string
+/// means no directory; null means the directory in the environment variable `QUANT_CUDA_CACHE`, or else `quant/cuda` in
+/// the user's cache directory. The files in it are run on the device, so only the user who runs the program may have
+/// write access to the directory. The handle must be freed by `qz1_cuda_kernels_free`. On error, `out` is set to null.
 ///
 /// # Safety
-/// As for `qz1_cuda_require_device`.
+/// Same as for `qz1_cuda_require_device`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn qz1_cuda_kernels_new(
     images: *const c_char,
     out: *mut *mut qz1_cuda_kernels,
     message: *const qz1_message,
 ) -> qz1_status {
-    // SAFETY: the pointer contract.
+    // SAFETY: the caller upholds the pointer contract.
     call(message, |scope| unsafe {
         let out = scope.value(out, "the handle")?;
         let images = match images.is_null() {
@@ -307,20 +308,21 @@ fn directory(path: &[u8]) -> Result<PathBuf, Fault> {
 /// are freed, so all its launches must have finished before the last of these is freed.
 ///
 /// # Safety
-/// The handle comes from `qz1_cuda_kernels_new` and is freed once, and the contexts in which it was used still exist.
+/// The handle must come from `qz1_cuda_kernels_new` and be freed only once, and the contexts in which it was used must
+/// still exist.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn qz1_cuda_kernels_free(kernels: *mut qz1_cuda_kernels) {
-    // SAFETY: the pointer contract.
+    // SAFETY: the caller upholds the pointer contract.
     unsafe { memory::free(kernels) }
 }
 
-/// Bytes of device memory that a launch needs as its workspace and for its tickets, each at a multiple of 256; both may
-/// be 0. A workspace may hold any bytes. Tickets must be 0 before a launch, which resets them to 0. Launches of any
-/// plans that run one after another may share both, if these are large enough for each; launches that may run
-/// concurrently need their own.
+/// The number of bytes of device memory that a launch needs as its workspace and for its tickets, each at a multiple of
+/// 256; both may be 0. The initial contents of the workspace do not matter. Tickets must be 0 before a launch, which
+/// resets them to 0. Launches of any plans that run one after another may share both, if these are large enough for
+/// each; launches that may run concurrently need their own.
 ///
 /// # Safety
-/// As for `qz1_cuda_require_device`.
+/// Same as for `qz1_cuda_require_device`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn qz1_cuda_plan_workspace(
     plan: *const qz1_cuda_plan,
@@ -328,7 +330,7 @@ pub unsafe extern "C" fn qz1_cuda_plan_workspace(
     tickets: *mut usize,
     message: *const qz1_message,
 ) -> qz1_status {
-    // SAFETY: the pointer contract.
+    // SAFETY: the caller upholds the pointer contract.
     call(message, |scope| unsafe {
         let plan = scope.look(plan, "the plan")?;
         let (bytes, tickets) =
@@ -344,9 +346,10 @@ pub unsafe extern "C" fn qz1_cuda_plan_workspace(
 /// exists.
 ///
 /// # Safety
-/// The plan comes from a `qz1_cuda_…_plan` and is freed once, and the context in which it was made still exists.
+/// The plan must come from a `qz1_cuda_…_plan` and be freed only once, and the context in which it was made must still
+/// exist.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn qz1_cuda_plan_free(plan: *mut qz1_cuda_plan) {
-    // SAFETY: the pointer contract.
+    // SAFETY: the caller upholds the pointer contract.
     unsafe { memory::free(plan) }
 }

@@ -18,7 +18,7 @@ use crate::status::{Fault, qz1_message, qz1_status};
 /// 8-bit integers with a scale per token, in addition to the float types `QZ1_TYPE_…`.
 pub const QZ1_CUDA_TYPE_INT8: u32 = 4;
 
-/// `out = x · Wᵀ + bias` for `m` tokens.
+/// The parameters of a launch that computes `out = x · Wᵀ + bias` for `m` tokens.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct qz1_cuda_linear_shape {
@@ -43,7 +43,7 @@ pub struct qz1_cuda_linear_shape {
 pub struct qz1_cuda_linear_arguments {
     /// `sizeof(qz1_cuda_linear_arguments)`
     pub struct_size: u32,
-    /// The zero point of 8-bit activations, −128 to 127, the same for all tokens; values other than 0 need a layout
+    /// The zero point of 8-bit activations, −128 to 127, the same for all tokens. Values other than 0 require a layout
     /// with sums.
     pub x_zero: i32,
     /// The packed matrix: `layout.bytes` bytes at a multiple of 256.
@@ -56,12 +56,13 @@ pub struct qz1_cuda_linear_arguments {
     pub bias: qz1_cuda_region,
     /// `[m, n]`, aligned to its type.
     pub out: qz1_cuda_region,
-    /// At least the bytes of tickets that `qz1_cuda_plan_workspace` returns, at a multiple of 256. Must be 0 before the
-    /// first launch.
+    /// At least as many bytes as `qz1_cuda_plan_workspace` returns for tickets, at a multiple of 256. They must be 0
+    /// before the first launch.
     pub tickets: qz1_cuda_region,
-    /// At least the bytes of workspace that `qz1_cuda_plan_workspace` returns, at a multiple of 256.
+    /// At least as many bytes as `qz1_cuda_plan_workspace` returns for the workspace, at a multiple of 256.
     pub workspace: qz1_cuda_region,
-    /// Elements between rows of activations; their bytes are a multiple of 16. 0: `k` rounded up to that.
+    /// Elements between rows of activations; the distance in bytes must be a multiple of 16. 0: `k`, rounded up
+    /// accordingly.
     pub x_stride: usize,
     /// Elements between rows of results; 0: `n`.
     pub out_stride: usize,
@@ -83,7 +84,7 @@ impl Launch for Linear {
     is_family!(Linear);
 
     unsafe fn plan(scope: &Scope, s: Self::Shape) -> Result<(Self, Vec<(Variant, LaunchShape)>), Fault> {
-        // SAFETY: the pointer contract.
+        // SAFETY: the caller upholds the pointer contract.
         let layout = unsafe { layout(scope, s.layout) }?;
         let activation = match s.x_type {
             QZ1_TYPE_F16 => Activation::F16,
@@ -107,7 +108,7 @@ impl Launch for Linear {
                 ));
             }
         };
-        // Operands that do not match are rejected before a device is needed.
+        // Reject operands that do not match before a device is needed.
         KernelScheme::new(&layout, activation, output)?;
         let device = DeviceLimits::current()?;
         let plan = LinearPlan::new(&layout, activation, output, s.m, &(&device).into())?;
@@ -138,7 +139,7 @@ impl Launch for Linear {
             tickets: region(at.tickets, "the tickets", 256)?,
             workspace: region(at.workspace, "the workspace", 256)?,
         })?;
-        // SAFETY: the pointer contract.
+        // SAFETY: the caller upholds the pointer contract.
         unsafe { plan.launch(&arguments, stream) }
     }
 
@@ -148,11 +149,11 @@ impl Launch for Linear {
 }
 
 /// Plans a product for the device whose context is current. The choice of kernel depends on the weights and, in a few
-/// steps, on `m`: plans for 1, 16, 32, 64, 128 and the maximum number of tokens, made in advance, load all or nearly
-/// all kernels that other numbers need. Each row of results is bit-identical for every `m`.
+/// steps, on `m`. Plans made in advance for 1, 16, 32, 64, 128 and the maximum number of tokens load all or nearly all
+/// kernels that other numbers need. Each row of results is bit-identical for every `m`.
 ///
 /// # Safety
-/// As for `qz1_cuda_require_device`.
+/// Same as for `qz1_cuda_require_device`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn qz1_cuda_linear_plan(
     kernels: *const qz1_cuda_kernels,
@@ -160,14 +161,14 @@ pub unsafe extern "C" fn qz1_cuda_linear_plan(
     out: *mut *mut qz1_cuda_plan,
     message: *const qz1_message,
 ) -> qz1_status {
-    // SAFETY: the pointer contract.
+    // SAFETY: the caller upholds the pointer contract.
     unsafe { kernels::plan::<Linear>(kernels, shape, out, message) }
 }
 
 /// Launches a product.
 ///
 /// # Safety
-/// As for `qz1_cuda_pack_launch`.
+/// Same as for `qz1_cuda_pack_launch`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn qz1_cuda_linear_launch(
     plan: *const qz1_cuda_plan,
@@ -175,6 +176,6 @@ pub unsafe extern "C" fn qz1_cuda_linear_launch(
     stream: *mut c_void,
     message: *const qz1_message,
 ) -> qz1_status {
-    // SAFETY: the pointer contract.
+    // SAFETY: the caller upholds the pointer contract.
     unsafe { kernels::launch::<Linear>(plan, arguments, stream, message) }
 }

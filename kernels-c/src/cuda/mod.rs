@@ -1,19 +1,19 @@
-//! The C interface of `quant-kernels-cuda`: everything behind `include/quant_kernels_cuda.h`.
+//! The C interface of `quant-kernels-cuda`, which `include/quant_kernels_cuda.h` declares.
 //!
 //! All families follow one pattern. CUDA objects of the caller's framework are passed as plain numbers and pointers:
 //!
 //! ```text
 //! qz1_cuda_FAMILY_plan(kernels, shape, &plan, message)         checks the shape; compiles and loads the kernels
-//! qz1_cuda_plan_workspace(plan, &bytes, &tickets, message)     what the caller allocates
+//! qz1_cuda_plan_workspace(plan, &bytes, &tickets, message)     returns how much memory the caller must allocate
 //! qz1_cuda_FAMILY_launch(plan, arguments, stream, message)     checks addresses and lengths; launches on the stream
 //! ```
 //!
 //! Everything that may take long, block or allocate is in the first function; the last one can be captured into a
-//! graph. Calls are refused for the reasons that [`crate`] lists. The caller gives the lengths of device memory, and
-//! these are checked against the shape; the contents, including page numbers, are not checked.
+//! graph. Calls fail for the reasons that [`crate`] lists. The caller passes the lengths of device memory, and these
+//! are checked against the shape; the contents, including page numbers, are not checked.
 //!
-//! If host memory cannot be allocated while planning, the process aborts, as with Rust's collections, which the host
-//! side of the kernels uses.
+//! If host memory cannot be allocated while planning, the process aborts, because the host side of the kernels uses
+//! Rust's standard collections.
 
 mod activation;
 mod append;

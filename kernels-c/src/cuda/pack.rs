@@ -1,4 +1,4 @@
-//! Packing on the device, from codes and scales there in logical order.
+//! Packing on the device, from codes and scales in device memory in logical order.
 
 use core::ffi::c_void;
 
@@ -13,13 +13,13 @@ use super::weights::{layout, qz1_cuda_layout};
 use crate::memory::{Scope, fields};
 use crate::status::{Fault, qz1_message, qz1_status};
 
-/// The weights that are packed, and their layout.
+/// The parameters of a launch that packs weights.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct qz1_cuda_pack_shape {
     /// `sizeof(qz1_cuda_pack_shape)`
     pub struct_size: u32,
-    /// Bits per code, 2 to 8; at most those of the layout, in which the codes are stored.
+    /// Bits per code, 2 to 8; not more than the bits that the layout stores per code.
     pub bits: u32,
     /// Layout of the packed matrix.
     pub layout: *const qz1_cuda_layout,
@@ -35,14 +35,15 @@ pub struct qz1_cuda_pack_arguments {
     pub reserved: u32,
     /// u8 `[n, k]`, one code per byte.
     pub codes: qz1_cuda_region,
-    /// f32 `[n, k / group_size]`, which are rounded to the type of the layout. With two levels of scales: u8, the group
-    /// scales; for E4M3 scales, their codes.
+    /// f32 `[n, k / group_size]`, which are rounded to the scale type of the layout. With two levels of scales: u8, the
+    /// group scales; for E4M3 scales, their codes.
     pub scales: qz1_cuda_region,
-    /// f32 `[n]` with two levels of scales; with E4M3 group scales `[1]`, which these are divided by; else absent.
+    /// f32 `[n]` with two levels of scales; with E4M3 group scales `[1]`, the number by which they are divided; else
+    /// absent.
     pub channels: qz1_cuda_region,
     /// u8 `[n, k / group_size]` if the layout has zero points, else absent.
     pub zeros: qz1_cuda_region,
-    /// A u32 that must be 0 before the launch. Afterwards it is 1 if `qz1_cuda_pack` would have refused a code, zero
+    /// A u32 that must be 0 before the launch. Afterwards it is 1 if `qz1_cuda_pack` would have rejected a code, zero
     /// point or scale.
     pub fault: qz1_cuda_region,
     /// `layout.bytes` bytes at a multiple of 256. Bytes between its sections are left unchanged.
@@ -56,7 +57,7 @@ fields!(qz1_cuda_pack_arguments, out, reserved);
 pub(super) struct Pack {
     layout: WeightLayout,
     bits: u32,
-    /// Names of the kernels, in launch order.
+    /// The names of the kernels, in launch order.
     names: Vec<&'static str>,
 }
 
@@ -67,7 +68,7 @@ impl Launch for Pack {
     is_family!(Pack);
 
     unsafe fn plan(scope: &Scope, s: Self::Shape) -> Result<(Self, Vec<(Variant, LaunchShape)>), Fault> {
-        // SAFETY: the pointer contract.
+        // SAFETY: the caller upholds the pointer contract.
         let layout = unsafe { layout(scope, s.layout) }?;
         let stored = if s.bits <= 4 { 4 } else { 8 };
         if !(2..=8).contains(&s.bits) || layout.code_bits() != stored {
@@ -89,7 +90,7 @@ impl Launch for Pack {
         stream: *mut c_void,
     ) -> Result<(), Fault> {
         let each = self.arguments(&at)?;
-        // SAFETY: the pointer contract.
+        // SAFETY: the caller upholds the pointer contract.
         unsafe {
             plan.launch_each(stream, |i| match self.names.get(i) {
                 Some(&"pack_codes") => &each.codes,
@@ -103,7 +104,7 @@ impl Launch for Pack {
 /// Plans a packing on the device.
 ///
 /// # Safety
-/// As for `qz1_cuda_require_device`.
+/// Same as for `qz1_cuda_require_device`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn qz1_cuda_pack_plan(
     kernels: *const qz1_cuda_kernels,
@@ -111,16 +112,16 @@ pub unsafe extern "C" fn qz1_cuda_pack_plan(
     out: *mut *mut qz1_cuda_plan,
     message: *const qz1_message,
 ) -> qz1_status {
-    // SAFETY: the pointer contract.
+    // SAFETY: the caller upholds the pointer contract.
     unsafe { kernels::plan::<Pack>(kernels, shape, out, message) }
 }
 
 /// Launches a packing of weights on the device.
 ///
 /// # Safety
-/// As for `qz1_cuda_require_device`. Regions are memory of the device whose context is current, hold values of their
-/// documented types, and stay allocated until the launch has finished; the stream belongs to that context. The same
-/// holds for all launches.
+/// Same as for `qz1_cuda_require_device`. Regions must be memory of the device whose context is current, hold values of
+/// their documented types, and stay allocated until the launch has finished; the stream must belong to that context.
+/// The same holds for all launches.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn qz1_cuda_pack_launch(
     plan: *const qz1_cuda_plan,
@@ -128,11 +129,11 @@ pub unsafe extern "C" fn qz1_cuda_pack_launch(
     stream: *mut c_void,
     message: *const qz1_message,
 ) -> qz1_status {
-    // SAFETY: the pointer contract.
+    // SAFETY: the caller upholds the pointer contract.
     unsafe { kernels::launch::<Pack>(plan, arguments, stream, message) }
 }
 
-/// The arguments of the kernels, in order.
+/// Returns the arguments of the kernels, in launch order.
 struct Each {
     codes: [Argument; 7],
     parameters: [Argument; 10],
@@ -143,7 +144,7 @@ impl Pack {
     fn arguments(&self, at: &qz1_cuda_pack_arguments) -> Result<Each, Fault> {
         let layout = &self.layout;
         let (n, k, group) = (layout.n(), layout.k(), layout.group_size());
-        // The kernels count with 32 bits; the layout has already been checked against the weights.
+        // The kernels use 32-bit sizes; the layout has already been checked against the weights.
         let short = |v: usize| {
             let v = u32::try_from(v)
                 .map_err(|_| Fault::new(qz1_status::TooLarge, "the matrix to pack is too large"));

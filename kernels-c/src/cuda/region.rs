@@ -1,18 +1,18 @@
-//! Device memory, as the caller describes it.
+//! Device memory, as described by the caller.
 
 use quant_kernels_cuda::launch::Region;
 
 use crate::status::{Fault, qz1_status};
 
-/// The caller's memory on the device: where it begins, as `CUdeviceptr` or a CUDA pointer, and how many bytes belong to
-/// this argument. `{0, 0}` means absent. Unlike the other structures, it does not begin with its size, because it never
-/// grows.
+/// The caller's memory on the device: its address, a `CUdeviceptr` or CUDA pointer, and the number of bytes that belong
+/// to this argument. `{0, 0}` means that the argument is absent. Unlike the other structures, it does not begin with
+/// its size, because it will never have more fields.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct qz1_cuda_region {
     /// The address.
     pub address: u64,
-    /// Bytes from there on.
+    /// The number of bytes from the address on.
     pub bytes: u64,
 }
 
@@ -23,7 +23,7 @@ impl qz1_cuda_region {
     }
 }
 
-/// A region that begins at a multiple of `align`, or is absent.
+/// Checks that a region begins at a multiple of `align`, or is absent.
 pub(super) fn region(at: qz1_cuda_region, what: &'static str, align: usize) -> Result<Region, Fault> {
     if at.is_none() {
         return Ok(Region::NONE);
@@ -40,7 +40,8 @@ pub(super) fn region(at: qz1_cuda_region, what: &'static str, align: usize) -> R
     Ok(Region { address: at.address, bytes: at.bytes })
 }
 
-/// The address of a region with at least the given bytes. May be absent if no bytes are needed.
+/// Returns the address of a region, after checking that it has at least the given number of bytes. It may be absent if
+/// no bytes are needed.
 pub(super) fn address(
     at: qz1_cuda_region,
     what: &'static str,
@@ -53,7 +54,7 @@ pub(super) fn address(
     Ok(region.address)
 }
 
-/// As [`address`], or 0 if the region is absent.
+/// Same as [`address`], but returns 0 if the region is absent.
 pub(super) fn address_optional(
     at: qz1_cuda_region,
     what: &'static str,
@@ -63,7 +64,7 @@ pub(super) fn address_optional(
     if at.is_none() { Ok(0) } else { address(at, what, bytes, align) }
 }
 
-/// The end, in elements, of the last of `count` rows of `width` elements that begin `stride` apart.
+/// The index, in elements, of the end of the last of `count` rows of `width` elements that begin `stride` apart.
 pub(super) fn rows(count: usize, stride: usize, width: usize) -> Option<usize> {
     match count {
         0 => Some(0),
@@ -71,7 +72,7 @@ pub(super) fn rows(count: usize, stride: usize, width: usize) -> Option<usize> {
     }
 }
 
-/// The product of all factors, unless it overflows.
+/// The product of all factors; an error if it overflows.
 pub(super) fn product<const N: usize>(of: [usize; N]) -> Option<usize> {
     of.into_iter().try_fold(1_usize, usize::checked_mul)
 }

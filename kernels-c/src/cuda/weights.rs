@@ -15,9 +15,9 @@ pub const QZ1_CUDA_ORDER_FLOAT: u32 = 1;
 /// Weights that are multiplied with 8-bit integers.
 pub const QZ1_CUDA_ORDER_INT8: u32 = 2;
 
-/// Describes packed bytes: where each part is. They consist of tiles of 16 output features and 128 input features, in
-/// the same order on all architectures. Made by `qz1_cuda_layout_of` or `qz1_cuda_layout_from`. Its fields may be
-/// stored with the bytes, and are checked against `id` on every use.
+/// The layout of packed bytes. They consist of tiles of 16 output features and 128 input features, in the same order on
+/// all architectures. Filled by `qz1_cuda_layout_of` or `qz1_cuda_layout_from`. Its fields may be stored with the
+/// bytes, and are checked against `id` on every use.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct qz1_cuda_layout {
@@ -25,28 +25,28 @@ pub struct qz1_cuda_layout {
     pub struct_size: u32,
     /// `QZ1_CUDA_ORDER_…`
     pub order: u32,
-    /// Bits that a code occupies: 4 or 8.
+    /// Bits per stored code: 4 or 8.
     pub code_bits: u32,
     /// `QZ1_SCALES_…`
     pub scales: u32,
     /// 1 if every group has its own zero point.
     pub zeros: u32,
-    /// The zero point of every group if `zeros` is 0, else 0.
+    /// The zero point of all groups if `zeros` is 0, else 0.
     pub middle: u32,
-    /// 1 if the bytes include the sums that activations with a zero point need.
+    /// 1 if the bytes include the sums that are required for activations with a zero point.
     pub sums: u32,
-    /// `QZ1_CODES_…`; floating-point codes need `QZ1_CUDA_ORDER_FLOAT`, and `middle` 0.
+    /// `QZ1_CODES_…`; floating-point codes require `QZ1_CUDA_ORDER_FLOAT` and a `middle` of 0.
     pub format: u32,
     /// Output features.
     pub n: u64,
     /// Input features.
     pub k: u64,
-    /// Input features that share a scale: 32, 64, 128 or `k`; with floats or with two levels of scales, any multiple of
-    /// 128; with floating-point codes, also 16.
+    /// Input features that share a scale: 32, 64, 128 or `k`. With float activations or with two levels of scales also
+    /// any multiple of 128; with floating-point codes also 16.
     pub group_size: u64,
-    /// Bytes of the packed matrix, a multiple of 256. On the device it begins at a multiple of 256.
+    /// Bytes of the packed matrix, a multiple of 256. On the device, it must begin at a multiple of 256.
     pub bytes: u64,
-    /// Identifies the data order and everything that it depends on.
+    /// An id of the data order, computed from everything that affects it.
     pub id: u64,
 }
 
@@ -95,7 +95,7 @@ fn order(order: u32) -> Result<Order, Fault> {
     }
 }
 
-/// The layout that the caller's fields describe, except `bytes` and `id`.
+/// Returns the layout that the caller's fields describe, without checking `bytes` and `id`.
 fn of_fields(l: &qz1_cuda_layout) -> Result<WeightLayout, Fault> {
     let unknown = |what| Fault::new(qz1_status::Scheme, what);
     let size = |v: u64| {
@@ -134,12 +134,12 @@ fn of_fields(l: &qz1_cuda_layout) -> Result<WeightLayout, Fault> {
     Ok(WeightLayout::from_parts(shape, bits, group, scales, middle, order(l.order)?, l.sums == 1)?)
 }
 
-/// The layout that the caller's fields describe; every field is checked.
+/// Returns the layout that the caller's fields describe; every field is checked.
 ///
 /// # Safety
-/// As [`Scope::read`].
+/// Same as for [`Scope::read`].
 pub(super) unsafe fn layout(scope: &Scope, at: *const qz1_cuda_layout) -> Result<WeightLayout, Fault> {
-    // SAFETY: the pointer contract.
+    // SAFETY: the caller upholds the pointer contract.
     let l = unsafe { scope.read(at, "the layout") }?;
     let none = || Fault::new(qz1_status::LayoutId, "the fields of the layout do not match its id");
     let layout = of_fields(&l).map_err(|_| none())?;
@@ -148,11 +148,11 @@ pub(super) unsafe fn layout(scope: &Scope, at: *const qz1_cuda_layout) -> Result
 }
 
 /// The layout of weights that are multiplied with the activations of `order`, a `QZ1_CUDA_ORDER_…`. If `sums` is not 0,
-/// it includes the sums that 8-bit activations with a zero point need. Scales are stored in the narrowest type that
-/// holds all of them. Fills `out`, whose `struct_size` the caller has set.
+/// it includes the sums that are required for 8-bit activations with a zero point. Scales are stored in the narrowest
+/// type that represents all of them exactly. Fills `out`, whose `struct_size` must be set by the caller.
 ///
 /// # Safety
-/// As for `qz1_cuda_require_device`.
+/// Same as for `qz1_cuda_require_device`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn qz1_cuda_layout_of(
     weights: *const qz1_weights,
@@ -161,7 +161,7 @@ pub unsafe extern "C" fn qz1_cuda_layout_of(
     out: *mut qz1_cuda_layout,
     message: *const qz1_message,
 ) -> qz1_status {
-    // SAFETY: the pointer contract.
+    // SAFETY: the caller upholds the pointer contract.
     call(message, |scope| unsafe {
         let view = view(scope, weights)?;
         let out = scope.place(out, "the layout")?;
@@ -170,19 +170,19 @@ pub unsafe extern "C" fn qz1_cuda_layout_of(
     })
 }
 
-/// The layout with these fields, without the weights: computes `bytes` and `id` from the other fields of `parts`, for
-/// weights that are packed on the device, or to know their size. Fills `out`, whose `struct_size` the caller has set;
+/// The layout with these fields: computes `bytes` and `id` from the other fields of `parts`. Use it for weights that
+/// are packed on the device, or to determine their size. Fills `out`, whose `struct_size` must be set by the caller;
 /// `parts` and `out` must not overlap.
 ///
 /// # Safety
-/// As for `qz1_cuda_require_device`.
+/// Same as for `qz1_cuda_require_device`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn qz1_cuda_layout_from(
     parts: *const qz1_cuda_layout,
     out: *mut qz1_cuda_layout,
     message: *const qz1_message,
 ) -> qz1_status {
-    // SAFETY: the pointer contract.
+    // SAFETY: the caller upholds the pointer contract.
     call(message, |scope| unsafe {
         let parts = scope.read(parts, "the parts")?;
         let out = scope.place(out, "the layout")?;
@@ -195,7 +195,7 @@ pub unsafe extern "C" fn qz1_cuda_layout_from(
 /// the same bytes as `qz1_cuda_pack_launch`, and 0 between sections.
 ///
 /// # Safety
-/// As for `qz1_cuda_require_device`.
+/// Same as for `qz1_cuda_require_device`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn qz1_cuda_pack(
     weights: *const qz1_weights,
@@ -204,7 +204,7 @@ pub unsafe extern "C" fn qz1_cuda_pack(
     out_len: usize,
     message: *const qz1_message,
 ) -> qz1_status {
-    // SAFETY: the pointer contract; `out` does not overlap `weights` (`Scope`).
+    // SAFETY: the caller upholds the pointer contract; `out` does not overlap `weights` (`Scope`).
     call(message, |scope| unsafe {
         let (view, layout) = (view(scope, weights)?, self::layout(scope, layout)?);
         let out = scope.output(out, out_len, "the packed weights")?;

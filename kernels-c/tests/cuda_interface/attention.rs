@@ -1,4 +1,4 @@
-//! Contents of pages, and results of attention, on a device.
+//! Contents of pages and results of attention on a device.
 
 use core::ptr::null_mut;
 
@@ -21,7 +21,7 @@ const TOKENS: [usize; 2] = [20, 5];
 const TABLE: [[u32; 2]; 2] = [[2, 0], [1, 3]];
 const SCALE: f32 = 0.125;
 
-/// Appends tokens of two sequences, and one that is skipped. Returns the pool, and keys and values as read back:
+/// Appends tokens of two sequences, and one token that is skipped. Returns the pool, and keys and values as read back:
 /// `[sequence][token][head]`.
 #[allow(clippy::type_complexity, reason = "keys and values of each token and head")]
 fn appended(kernels: &Kernels) -> (qz1_cuda_kv_layout, Bytes, Vec<Vec<[[Vec<f32>; 2]; KV_HEADS]>>) {
@@ -121,7 +121,7 @@ fn what_was_appended_is_attended_to() {
     assert!(plan.workspace().0 > 0 && plan.workspace().1 > 0);
     let (query_at, table) = (Bytes::of(&query), Bytes::of(TABLE.as_flattened()));
     let [workspace, tickets] = workspace(&plan);
-    // All tokens at once, then two parts in one buffer: the tokens of each list up to 16, and the rest.
+    // Attends to all tokens at once, then to two parts in one buffer: up to 16 tokens of each list, and the rest.
     let [out, lse] = [3 * rows * DIM * 4, 3 * rows * 4].map(|len| Bytes::filled(len, 0x5a));
     let part = |of: &Bytes, i: u64| {
         let bytes = of.region().bytes / 3;
@@ -146,7 +146,7 @@ fn what_was_appended_is_attended_to() {
             count_stride: 1,
             ..sized()
         };
-        // SAFETY: the pointer contract of the C interface.
+        // SAFETY: this test upholds the pointer contract of the C interface.
         done(|m| unsafe { qz1_cuda_decode_launch(plan.0, &arguments, null_mut(), m) });
         driver::wait();
     }
@@ -187,7 +187,7 @@ fn what_was_appended_is_attended_to() {
         lse: joined_lse.region(),
         ..sized()
     };
-    // SAFETY: the pointer contract of the C interface.
+    // SAFETY: this test upholds the pointer contract of the C interface.
     done(|m| unsafe { qz1_cuda_merge_launch(plan.0, &arguments, null_mut(), m) });
     for (got, expected) in joined.read::<u16>().into_iter().map(f16::from_bits).zip(&whole) {
         assert!((got.to_f32() - expected).abs() < 8e-3, "{got} and {expected}");

@@ -8,7 +8,7 @@ use std::panic::Location;
 
 use quant_kernels::*;
 
-/// Whether something that a test needs is available; reports a skipped test if it is not.
+/// Whether something that a test needs is available. If not, prints that the test is skipped.
 ///
 /// # Panics
 /// If it is required.
@@ -21,7 +21,7 @@ pub fn is_there<E: Display>(needed: Result<(), E>) -> bool {
         "{REQUIRED} is set, but: {why}"
     );
     let at = Location::caller();
-    // `eprintln!` would be captured for tests that pass.
+    // The test harness would capture the output of `eprintln!` in tests that pass.
     let line = format!("SKIPPED: {why} ({}:{})\n", at.file(), at.line());
     std::io::stderr().write_all(line.as_bytes()).expect("stderr can be written");
     false
@@ -73,7 +73,7 @@ pub const NONE: qz1_cuda_region = qz1_cuda_region { address: 0, bytes: 0 };
 pub struct Kernels(pub *mut qz1_cuda_kernels);
 
 impl Kernels {
-    /// With images in the default directory.
+    /// Creates a handle with images in the default directory.
     pub fn new() -> Self {
         Self::with(None)
     }

@@ -1,4 +1,4 @@
-//! The few driver functions that every caller has, as `cuda.h` declares them. They are looked up by hand, so that these
+//! The driver functions that every caller needs, as `cuda.h` declares them. They are looked up here, so that these
 //! tests share no code with the library's own access to the driver.
 
 use core::ffi::{CStr, c_char, c_int, c_void};
@@ -99,7 +99,7 @@ impl Bytes {
         qz1_cuda_region { address: self.address, bytes: self.len as u64 }
     }
 
-    /// Copies the numbers back, after all launched work.
+    /// Copies the numbers back to the host, after all launched work.
     pub fn read<T: Copy + Default>(&self) -> Vec<T> {
         wait();
         let mut values = vec![T::default(); self.len / size_of::<T>()];
@@ -116,7 +116,7 @@ impl Drop for Bytes {
     fn drop(&mut self) {
         // SAFETY: the driver's function of this name has this signature; the memory is freed once.
         let free: extern "C" fn(u64) -> c_int = unsafe { function(c"cuMemFree_v2") };
-        // After a fault on the device, freeing fails.
+        // Ignore errors: after a fault on the device, freeing fails.
         let _ = free(self.address);
     }
 }

@@ -29,7 +29,8 @@ fn library() -> PathBuf {
     let library = test.parent().unwrap().join("libquant_kernels.a");
     let bytes = std::fs::read(&library).unwrap();
     let name = b"qz1_cuda_linear_launch";
-    // The library has the same name with and without the feature; a later build without it may have replaced this one.
+    // Builds with and without the feature give the library the same name, so a later build without it may have replaced
+    // this one.
     assert!(
         bytes.windows(name.len()).any(|window| window == name),
         "{} is of another build: remove it and test again",
@@ -55,7 +56,7 @@ fn the_example_runs() {
             .args(["-lpthread", "-ldl", "-lm", "-o"])
             .arg(&program),
     );
-    // Without a driver, the example says what is missing, and exits with the status for that.
+    // Without a driver, the example prints what is missing, and exits with that status.
     if !quant_kernels_cuda::driver_available() {
         let output = Command::new(&program).output().unwrap();
         let text = String::from_utf8_lossy(&output.stdout).into_owned();
@@ -67,7 +68,7 @@ fn the_example_runs() {
     assert!(text.ends_with("done\n"), "{text}");
 }
 
-/// Alone, with no include before it.
+/// Compile the header alone, with no include before it.
 #[test]
 fn the_header_is_c_and_cpp() {
     for (compiler, language, standard) in

@@ -1,4 +1,4 @@
-//! Reasons for which launches are refused, with plans that are made on a device; nothing is launched.
+//! Launches with invalid arguments fail, with plans that are made on a device. Nothing is launched.
 
 use core::ptr::{null, null_mut};
 
@@ -7,7 +7,7 @@ use quant_kernels::*;
 use crate::common::*;
 use crate::driver;
 
-/// Invalid memory: either refused, or valid but not launched because there are no tokens.
+/// A region that is never accessed: launches with it either fail, or have no tokens.
 fn at(address: u64, bytes: usize) -> qz1_cuda_region {
     qz1_cuda_region { address, bytes: bytes as u64 }
 }
@@ -19,7 +19,7 @@ type Launch<A> = unsafe extern "C" fn(
     *const qz1_message,
 ) -> qz1_status;
 
-/// Launches after one change of the arguments, which must be refused; returns the status.
+/// Launches with one change of the arguments, which must fail; returns the status.
 #[track_caller]
 fn launched<A: Copy>(plan: &Plan, good: &A, launch: Launch<A>, change: impl Fn(&mut A)) -> qz1_status {
     let mut arguments = *good;
@@ -33,7 +33,7 @@ fn launched<A: Copy>(plan: &Plan, good: &A, launch: Launch<A>, change: impl Fn(&
 /// Selects a region of the arguments.
 type Field<A> = fn(&mut A) -> &mut qz1_cuda_region;
 
-/// Each region is refused if it is too short, null, misaligned or beyond the address space; optional ones may be
+/// A launch fails if any region is too short, null, misaligned or beyond the address space; optional regions may be
 /// absent.
 fn regions<A: Copy>(plan: &Plan, good: &A, launch: Launch<A>, fields: &[(Field<A>, u64, bool)]) {
     use qz1_status::{Length, Misaligned, Null, TooLarge};
@@ -56,7 +56,7 @@ fn regions<A: Copy>(plan: &Plan, good: &A, launch: Launch<A>, fields: &[(Field<A
 /// Checks that hold for all families.
 fn family<A: Copy>(plan: &Plan, other: &Plan, good: &A, launch: Launch<A>) {
     use qz1_status::{Misaligned, Mismatch, Null, StructSize};
-    // SAFETY: the pointer contract of the C interface.
+    // SAFETY: this test upholds the pointer contract of the C interface.
     unsafe {
         assert_eq!(refused(|m| launch(null(), good, null_mut(), m)), Null);
         assert_eq!(refused(|m| launch(plan.0, null(), null_mut(), m)), Null);

@@ -85,7 +85,7 @@ fn quantized_rows_are_multiplied() {
             out_stride: stride,
             ..sized()
         };
-        // SAFETY: the pointer contract of the C interface.
+        // SAFETY: this test upholds the pointer contract of the C interface.
         done(|m| unsafe { qz1_cuda_linear_launch(plan.0, &arguments, null_mut(), m) });
         out.read::<f32>()
     };
@@ -104,7 +104,7 @@ fn quantized_rows_are_multiplied() {
             assert!((f64::from(got) - exact).abs() <= 1e-5 * most, "{row} {column}: {got} and {exact}");
         }
     }
-    // A launch leaves the tickets ready for the next one.
+    // A launch resets its tickets, so the next one works too.
     assert_eq!(run(), out);
 }
 
@@ -134,7 +134,7 @@ fn float_rows_are_multiplied() {
         workspace: workspace.region(),
         ..sized()
     };
-    // SAFETY: the pointer contract of the C interface.
+    // SAFETY: this test upholds the pointer contract of the C interface.
     done(|m| unsafe { qz1_cuda_linear_launch(plan.0, &arguments, null_mut(), m) });
     for (i, got) in out.read::<u16>().into_iter().map(f16::from_bits).enumerate() {
         let (row, column) = (i / n, i % n);
@@ -175,7 +175,7 @@ fn weights_are_packed_on_the_device() {
                 out: out.region(),
                 ..sized()
             };
-            // SAFETY: the pointer contract of the C interface.
+            // SAFETY: this test upholds the pointer contract of the C interface.
             done(|m| unsafe { qz1_cuda_pack_launch(plan.0, &arguments, null_mut(), m) });
             (fault.read::<u32>()[0], out.read::<u8>())
         };
@@ -236,7 +236,7 @@ fn floating_point_weights() {
             out: out.region(),
             ..sized()
         };
-        // SAFETY: the pointer contract of the C interface.
+        // SAFETY: this test upholds the pointer contract of the C interface.
         done(|m| unsafe { qz1_cuda_pack_launch(plan.0, &arguments, null_mut(), m) });
         (fault.read::<u32>()[0], out.read::<u8>())
     };
@@ -260,7 +260,7 @@ fn floating_point_weights() {
         workspace: workspace.region(),
         ..sized()
     };
-    // SAFETY: the pointer contract of the C interface.
+    // SAFETY: this test upholds the pointer contract of the C interface.
     done(|m| unsafe { qz1_cuda_linear_launch(plan.0, &arguments, null_mut(), m) });
     for (i, got) in out.read::<f32>().into_iter().enumerate() {
         let (row, column) = (i / n, i % n);
@@ -306,7 +306,7 @@ fn fused_rows() {
         scales: scales.region(),
         ..sized()
     };
-    // SAFETY: the pointer contract of the C interface.
+    // SAFETY: this test upholds the pointer contract of the C interface.
     done(|m| unsafe { qz1_cuda_activation_launch(plan.0, &arguments, null_mut(), m) });
     let sums: Vec<f16> =
         x.iter().zip(&residual).map(|(x, r)| f16::from_f32(x.to_f32() + r.to_f32())).collect();
@@ -343,7 +343,7 @@ fn fused_rows() {
     let (codes_at, scales) = (codes.region(), scales.region());
     let arguments =
         qz1_cuda_activation_arguments { scale, zero, x: gate, up, codes: codes_at, scales, ..sized() };
-    // SAFETY: the pointer contract of the C interface.
+    // SAFETY: this test upholds the pointer contract of the C interface.
     done(|m| unsafe { qz1_cuda_activation_launch(plan.0, &arguments, null_mut(), m) });
     for (at, code) in codes.read::<i8>().into_iter().enumerate() {
         let (row, i) = (at / (k + 16), at % (k + 16));

@@ -1,9 +1,8 @@
-//! The C interface of the CUDA kernels: refused calls, results, and the C example.
+//! The C interface of the CUDA kernels: invalid calls, results, and the C example.
 //!
 //! Tests that need a device run on the first one if `QUANT_GPU=1`. Otherwise `QUANT_CUDA_STAND_IN` names a directory
 //! with a stand-in for the driver, which runs PTX on the interpreter; these tests then run again in a process that
-//! loads it. Without the stand-in or without NVRTC they report that they are skipped, which is a failure if
-//! `QUANT_REQUIRE_NVRTC` is set.
+//! loads it. Without the stand-in or without NVRTC they are skipped, or fail if `QUANT_REQUIRE_NVRTC` is set.
 
 mod attention;
 mod common;
@@ -51,7 +50,7 @@ fn on_a_stand_in() {
     assert!(message.contains("quantized_rows_are_multiplied ... ok"), "{message}");
 }
 
-/// A test in this folder calls every function of the header.
+/// Every function of the header is called by some test in this folder.
 #[test]
 fn all_functions_are_called() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));

@@ -1,4 +1,4 @@
-//! Calls that are refused on every machine, with or without a driver.
+//! Invalid calls fail on every machine, with or without a driver.
 
 use core::ptr::{null, null_mut};
 
@@ -8,7 +8,7 @@ use quant_kernels_cuda::layout::{Order, WeightLayout};
 
 use crate::common::*;
 
-/// Statuses without a driver, or with one but without a current context.
+/// The possible statuses without a driver, or with a driver but no current context.
 fn without_a_context(status: qz1_status) -> bool {
     use qz1_status as S;
     match quant_kernels_cuda::driver_available() {
@@ -51,7 +51,7 @@ fn what_is_missing_is_told() {
 fn handles_are_made_anywhere() {
     assert_eq!(qz1_has(QZ1_FEATURE_CUDA), 1);
     drop((Kernels::new(), Kernels::with(Some("")), Kernels::with(Some("/nowhere"))));
-    // SAFETY: the pointer contract of the C interface.
+    // SAFETY: this test upholds the pointer contract of the C interface.
     unsafe {
         assert_eq!(refused(|m| qz1_cuda_kernels_new(null(), null_mut(), m)), qz1_status::Null);
         qz1_cuda_kernels_free(null_mut());
@@ -228,7 +228,7 @@ fn planned<S: Copy>(kernels: *const qz1_cuda_kernels, shape: *const S, make: Mak
     status
 }
 
-/// Checks that hold for all families: without a context a valid shape fails for that reason only.
+/// Checks that hold for all families: a valid shape fails only because there is no context.
 fn family<S: Copy>(shapes: &Shapes, good: S, make: Make<S>) {
     let kernels = shapes.kernels.0.cast_const();
     std::thread::scope(|scope| {
@@ -252,7 +252,7 @@ fn family<S: Copy>(shapes: &Shapes, good: S, make: Make<S>) {
     // SAFETY: every pointer points to a live value; the plan's pointer is that of the shape.
     let overlaps = refused(|m| unsafe { make(kernels, &raw const shape, (&raw mut shape).cast(), m) });
     assert_eq!(overlaps, qz1_status::Overlap);
-    // SAFETY: the pointer contract of the C interface.
+    // SAFETY: this test upholds the pointer contract of the C interface.
     assert_eq!(refused(|m| unsafe { make(kernels, &good, null_mut(), m) }), qz1_status::Null);
 }
 
@@ -267,7 +267,7 @@ fn plans_of_all_families_look_at_the_call() {
     family(&shapes, shapes.merge(), qz1_cuda_merge_plan);
 }
 
-/// Invalid shapes are refused before a device is needed.
+/// Invalid shapes are reported before a device is needed.
 #[test]
 fn shapes_that_are_none() {
     use qz1_status::{LayoutId, Mismatch, Null, Scheme, StructSize, TooLarge};

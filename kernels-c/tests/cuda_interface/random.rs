@@ -1,4 +1,4 @@
-//! Random shapes and arguments are valid or refused; none gives an internal error.
+//! Random shapes and arguments are accepted or rejected; none gives an internal error.
 
 use core::ptr::null_mut;
 
@@ -44,7 +44,8 @@ impl Random {
         (self.0 >> 33) as usize % end
     }
 
-    /// A structure whose first 16 bytes are small 32-bit numbers, and whose other bytes are any of the numbers above.
+    /// A structure whose first 16 bytes are small 32-bit numbers, and whose other bytes are numbers from the list
+    /// above.
     fn fields<T: Copy>(&mut self) -> T {
         let mut of = sized::<T>();
         let words = (&raw mut of).cast::<u32>();
@@ -127,7 +128,7 @@ fn any_layouts() {
     assert!(layouts > 0, "no layout was valid");
 }
 
-/// Launches with random arguments, each without something that it needs.
+/// Launches with random arguments, in each of which something required is missing.
 fn launches<A: Copy>(
     plan: &Plan,
     launch: unsafe extern "C" fn(

@@ -1,4 +1,5 @@
-//! The interface as a C caller uses it: results, and that every wrong call that can be detected gives a status.
+//! The interface as a C caller uses it: results are correct, and every invalid call that can be detected gives a
+//! status.
 
 mod common;
 mod misuse;

@@ -8,7 +8,7 @@ pub fn root() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR"))
 }
 
-/// Directory for the files that this test builds.
+/// The directory for files that this test builds.
 fn built(name: &str) -> PathBuf {
     Path::new(env!("CARGO_TARGET_TMPDIR")).join(name)
 }
@@ -21,7 +21,7 @@ fn library() -> PathBuf {
     places.into_iter().find(|p| p.is_file()).expect("cargo builds the static library with the tests")
 }
 
-/// Whether a compiler is available; if not, a skipped check is reported.
+/// Whether a C compiler is available; if not, prints that the check is skipped.
 pub fn has(compiler: &str) -> bool {
     let there = Command::new(compiler).arg("--version").output().is_ok_and(|o| o.status.success());
     if !there {

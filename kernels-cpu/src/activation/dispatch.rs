@@ -20,15 +20,15 @@ dispatched! { rows,
     fn silu_mul[E][](gate: &[E], up: &[E], out: &mut [f32]) -> f32;
     /// Computes a row of `gelu(gate) · up`.
     fn gelu_tanh_mul[][](gate: &[f32], up: &[f32], out: &mut [f32]);
-    /// Computes a row of a clamped gate.
+    /// Computes a row of the clamped gate.
     fn clamped_mul[][](gate: &[f32], up: &[f32], alpha_and_limit: [f32; 2], out: &mut [f32]);
-    /// Adds a weighted row.
+    /// Adds a row, multiplied by a weight, to another.
     fn add_weighted[][](sum: &mut [f32], weight: f32, y: &[f32]);
-    /// Rounds a row, and sums it per group.
+    /// Quantizes a row, and sums its codes per group.
     fn quantize[][STATIC](row: &[f32], grid: Grid, to: RowDestination<'_>);
-    /// Packs a row of floats, in two halves with `SPLIT`.
+    /// Packs a row of floats, each split into two bf16 if `SPLIT`.
     fn pack_row[][SPLIT](row: &[f32], layout: RowLayout, place: [usize; 2], words: &mut [u32], sums: &mut [f32]);
-    /// Packs a row of floats into its tiles, in the number of parts of the tiling.
+    /// Packs a row of floats into its tiles, with as many bf16 parts as the tiling has.
     fn pack_tiles[][](
         row: &[f32], layout: RowLayout, tiling: Tiling, r: usize, words: &mut [u32], sums: &mut [f32],
     );

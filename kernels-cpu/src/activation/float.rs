@@ -14,19 +14,19 @@ use crate::{IsaToken, KernelError, Parallel};
 /// Features of a step in the order in which pairs of bf16 are multiplied: (0, 2), (4, 6), (1, 3), (5, 7).
 pub(crate) const PAIRS: [usize; 4] = [0, 4, 1, 5];
 
-/// The number of bf16 values that represent an activation on paths that multiply bf16: the rounded value, the rounded
-/// remainder of that, and so on. The number of products is proportional to the number of parts.
+/// The number of bf16 values that represent an activation on paths that multiply bf16. The first is the rounded value,
+/// and each further one the rounded remainder. The number of products is proportional to the number of parts.
 ///
 /// On [`Isa::Amx`](crate::Isa::Amx) any number may be chosen. [`Isa::Avx512Bf16`](crate::Isa::Avx512Bf16) always uses
-/// two, and all other paths multiply the `f32` itself. Activations of type bf16 have one part everywhere.
+/// two, and all other paths multiply the `f32` itself. Activations of type bf16 have one part on every path.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Default)]
 pub enum Bf16Parts {
-    /// Within `2⁻⁸` of the value.
+    /// Relative error at most `2⁻⁸`.
     One,
-    /// Within `2⁻¹⁶`; exact for f16.
+    /// Relative error at most `2⁻¹⁶`; exact for f16.
     #[default]
     Two,
-    /// Within `2⁻²⁴`: as precise as `f32`.
+    /// Relative error at most `2⁻²⁴`: as precise as `f32`.
     Three,
 }
 
@@ -48,19 +48,19 @@ pub struct FloatRows {
     /// The tiling for the tile unit, if the instruction set has one.
     pub(crate) tiling: Option<Tiling>,
     pub(crate) tiles: Vec<Line>,
-    /// Whether the input type was bf16: the second half of every value is zero.
+    /// Whether the input type was bf16, so that a second bf16 part would be zero.
     pub(crate) exact_in_bf16: bool,
     /// `[strips][k]` or `[row tiles][k]`: scratch for rows that are computed before they are packed.
     computed: Vec<f32>,
 }
 
 impl FloatRows {
-    /// Creates an empty buffer for these instructions, with two parts if they multiply bf16.
+    /// Creates an empty buffer for this instruction set, with two parts per value if it multiplies bf16.
     pub fn new(token: IsaToken) -> Self {
         Self::in_parts(token, Bf16Parts::default())
     }
 
-    /// Creates an empty buffer with a chosen number of parts.
+    /// Creates an empty buffer with the given number of parts per value.
     pub fn in_parts(token: IsaToken, parts: Bf16Parts) -> Self {
         let (words, sums, computed) = (Vec::new(), Vec::new(), Vec::new());
         let (tiling, tiles) = (None, Vec::new());
@@ -77,11 +77,11 @@ impl FloatRows {
         self.exact_in_bf16
     }
 
-    /// Packs rows `[m, k]`, row-major. Replaces the previous rows and reuses their memory. If `parallel` unwinds, or
-    /// memory is short, the buffer is left empty.
+    /// Packs rows `[m, k]`, row-major. Replaces the previous rows and reuses their memory. If `parallel` unwinds or
+    /// memory allocation fails, the buffer is left empty.
     ///
     /// # Errors
-    /// When `x` is not whole rows of the layout's width, or memory is short.
+    /// When the length of `x` is not a multiple of the layout's row width, or memory allocation fails.
     pub fn pack<E: Element>(
         &mut self,
         x: &[E],
@@ -96,7 +96,7 @@ impl FloatRows {
     /// [`Int8Rows::quantize_rms_norm`](super::Int8Rows::quantize_rms_norm).
     ///
     /// # Errors
-    /// When a length or the norm's ε is invalid.
+    /// When a length is wrong, or the norm's ε is not positive and finite.
     pub fn pack_rms_norm<E: Element>(
         &mut self,
         x: &[E],
@@ -109,7 +109,7 @@ impl FloatRows {
         self.fill(&source, false, layout, parallel)
     }
 
-    /// Packs `silu(gate) · up`, see [`reference::silu`](crate::reference::silu).
+    /// Packs `silu(gate) · up`, with [`silu`](crate::reference::silu) as defined in the reference.
     ///
     /// # Errors
     /// When a length is wrong.
@@ -132,7 +132,7 @@ impl FloatRows {
     ) -> Result<(), KernelError> {
         let m = source.m();
         let buffer_len = if source.is_computed() { layout.k } else { 0 };
-        // The buffer stays empty until all rows are written: the caller's threads may unwind.
+        // Leave the buffer empty until all rows are written, because the caller's threads may unwind.
         (self.m, self.layout, self.tiling) = (0, None, None);
         let tiling = self.tiling_of(m, layout, in_bf16);
         let mut extent = Extent::default();
@@ -153,7 +153,7 @@ impl FloatRows {
         self.parts
     }
 
-    /// The segment of all rows, if any were packed.
+    /// The segment with all rows, if any were packed.
     pub(crate) fn all(&self) -> Option<Segment> {
         self.layout.map(|layout| Segment::standalone(self.m, layout, self.tiling))
     }
@@ -164,11 +164,11 @@ impl FloatRows {
         self.token.has_tiles().then(|| Tiling::new(m, layout, 2 * STEP, parts))
     }
 
-    /// Makes room for rows. Contents left over from earlier calls are overwritten later.
+    /// Makes room for rows. Old contents are not cleared; packing overwrites them.
     pub(crate) fn reserve(&mut self, extent: &Extent) -> Result<(), KernelError> {
         resize(&mut self.words, Some(extent.codes))?;
         resize(&mut self.tiles, Some(extent.tiles))?;
-        // One of the two counts is zero.
+        // The sums of strips and of tiles share one buffer, since only one of the two is used.
         resize(&mut self.sums, Some(extent.sums.max(extent.tile_sums)))?;
         let computed = extent.computed.max(self.computed.len());
         resize(&mut self.computed, Some(computed))
@@ -203,7 +203,7 @@ impl FloatRows {
     }
 }
 
-/// The memory of [`FloatRows`], which threads write to concurrently.
+/// The buffers of [`FloatRows`], which threads write to concurrently.
 pub(crate) struct FloatMemory<'a> {
     token: IsaToken,
     words: Disjoint<'a, u32>,
@@ -217,11 +217,11 @@ impl FloatMemory<'_> {
     /// starting at the segment's first row.
     ///
     /// # Safety
-    /// Segments must not overlap, and each unit may be packed only once.
+    /// Segments must not overlap, and each strip or tile may be packed only once.
     pub(crate) unsafe fn unit(&self, all: &Segment, i: usize, source: &dyn Source) {
         let (layout, token) = (all.layout, self.token);
         let buffer_len = if source.is_computed() { layout.k } else { 0 };
-        // SAFETY: units are disjoint, and the caller guarantees that each is packed once.
+        // SAFETY: strips are disjoint, and the caller guarantees that each is packed once.
         let computed = unsafe {
             self.computed.part(all.at.computed + i * buffer_len..all.at.computed + (i + 1) * buffer_len)
         };
@@ -229,7 +229,7 @@ impl FloatMemory<'_> {
             let (strip, groups, padded) = (strip(all.m, i), layout.groups(), layout.padded());
             let words = all.at.codes + strip.start * padded..all.at.codes + strip.end * padded;
             let sums = all.at.sums + strip.start * groups..all.at.sums + strip.end * groups;
-            // SAFETY: units are disjoint, and the caller guarantees that each is packed once.
+            // SAFETY: strips are disjoint, and the caller guarantees that each is packed once.
             let (words, sums) = unsafe { (self.words.part(words), self.sums.part(sums)) };
             for r in 0..strip.len() {
                 // SAFETY: each row is in exactly one strip, and the caller guarantees that each strip is packed once.
@@ -268,7 +268,7 @@ pub(super) unsafe fn pack_tiles<L: RowLanes, const PARTS: usize>(
 ) {
     const WORDS: usize = STEP / 2;
     let Tiling { rows, blocks, steps, .. } = tiling;
-    // Words per row of a tile, and per tile.
+    // The number of words per row of a tile, and per tile.
     let (row_words, part) = (steps * WORDS, rows * steps * WORDS);
     assert!(r < rows && words.len() == tiling.groups * blocks * PARTS * part);
     for (g, group) in row.chunks_exact(layout.group_size).enumerate() {
@@ -296,14 +296,14 @@ pub(super) unsafe fn pack_tiles<L: RowLanes, const PARTS: usize>(
     }
 }
 
-/// The parts of a step's values, each in pairs.
+/// Converts the values of a step to parts, each as pairs of bf16.
 #[inline(always)]
 pub(crate) fn split_in_pairs<const PARTS: usize>(values: [f32; STEP]) -> [[u32; STEP / 2]; PARTS] {
     split::<PARTS>(values).map(|part| PAIRS.map(|i| part[i] >> 16 | part[i + 2]))
 }
 
-/// Splits values into sums of `PARTS` bf16, each the rounded remainder after the ones before it; only the upper half of
-/// the bits is set.
+/// Splits values into sums of `PARTS` bf16: the rounded value, then the rounded remainder of the parts before. Each
+/// part is in the upper half of its word; the lower half is zero.
 #[inline(always)]
 fn split<const PARTS: usize>(values: [f32; STEP]) -> [[u32; STEP]; PARTS] {
     let mut parts = [[0; STEP]; PARTS];
@@ -311,7 +311,7 @@ fn split<const PARTS: usize>(values: [f32; STEP]) -> [[u32; STEP]; PARTS] {
     let mut left = values;
     for p in 1..PARTS {
         for i in 0..STEP {
-            // The difference is exact, and infinite values have no remainder.
+            // The subtraction is exact. An infinite value has no remainder (∞ − ∞ would be NaN).
             left[i] -= f32::from_bits(parts[p - 1][i]);
             parts[p][i] = if values[i].is_infinite() { 0 } else { round(left[i]) };
         }
@@ -346,7 +346,7 @@ pub(super) fn pack_row<const SPLIT: bool>(
     }
 }
 
-/// Each pair rounded, then its remainder.
+/// Each pair of values, rounded, then the pair of their remainders.
 #[inline(always)]
 fn in_pairs(values: [f32; STEP], words: &mut [u32]) {
     let [high, low] = split(values);
@@ -356,7 +356,8 @@ fn in_pairs(values: [f32; STEP], words: &mut [u32]) {
     }
 }
 
-/// A value rounded to bf16, ties to even; only the upper half of the bits is set. NaN stays NaN.
+/// Rounds a value to bf16, ties to even. The result is in the upper half of the word; the lower half is zero. NaN stays
+/// NaN.
 #[inline(always)]
 fn round(value: f32) -> u32 {
     let bits = value.to_bits();
@@ -364,7 +365,7 @@ fn round(value: f32) -> u32 {
     if value.is_nan() { 0x7fc0_0000 } else { rounded }
 }
 
-/// A value rounded to bf16, except that the largest finite values are truncated, since they would round to infinity.
+/// Rounds a value to bf16, but truncates the largest finite values, which would round to infinity.
 #[inline(always)]
 fn round_within(value: f32) -> u32 {
     let rounded = round(value);
@@ -406,7 +407,7 @@ mod tests {
         }
     }
 
-    /// Three parts hold all 24 bits of a float whose third part is not subnormal.
+    /// Three parts represent a float exactly, unless the third part is subnormal.
     #[test]
     fn three_parts_are_exact() {
         let mut bits = 1_u32;
@@ -430,10 +431,10 @@ mod tests {
         assert_eq!(parts, [0xff80_0000, 0, 0]);
     }
 
-    /// A row of a tile holds the parts of each block next to those of the other rows.
+    /// Checks where the packed tiles store each part of each value.
     #[test]
     fn rows_lie_in_tiles() {
-        // Two groups of five steps, of which the last has four features: two blocks of three steps each.
+        // Two groups of five steps (the last has only four features), each stored in two blocks of three steps.
         let layout = RowLayout { k: 72, group_size: 36, steps: 5 };
         let x: Vec<f32> = (0..3 * 72).map(|i| i as f32 / 7.0).collect();
         let mut rows = FloatRows::new(crate::Isa::AmxEmulated.token().unwrap());

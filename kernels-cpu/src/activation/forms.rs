@@ -11,7 +11,7 @@ use crate::{IsaToken, KernelError, Parallel};
 /// residual is handled as in [`Int8Rows::quantize_rms_norm`](crate::Int8Rows::quantize_rms_norm).
 ///
 /// # Errors
-/// When a length or the norm's ε is invalid.
+/// When a length is wrong, or the norm's ε is not positive and finite.
 pub fn rms_norm<E: Element>(
     token: IsaToken,
     x: &[E],
@@ -29,8 +29,8 @@ pub fn rms_norm<E: Element>(
     Ok(())
 }
 
-/// Computes `silu(gate) · up` of rows `[m, k]` into `out` of the same shape, see
-/// [`reference::silu`](crate::reference::silu).
+/// Computes `silu(gate) · up` of rows `[m, k]` into `out` of the same shape, with [`silu`](crate::reference::silu) as
+/// defined in the reference.
 ///
 /// # Errors
 /// When a length is wrong.
@@ -50,7 +50,7 @@ pub fn silu_mul<E: Element>(
     Ok(())
 }
 
-/// Values per piece of work when results are rounded.
+/// Values per piece of work when results are rounded to f16 or bf16.
 const TASK_VALUES: usize = 1 << 14;
 
 /// Rounds `f32` values to the type of `out`, ties to even; values out of range become infinite, and NaN stays NaN.
@@ -81,7 +81,8 @@ fn write(source: &dyn Source, k: usize, out: &mut [f32], parallel: &dyn Parallel
     }
     parallel.for_each(strips(m), &|i| {
         for row in strip(m, i) {
-            // SAFETY: strips are disjoint, `Parallel` calls each at most once, and each of its rows is computed once.
+            // SAFETY: strips are disjoint, `Parallel` calls each at most once, and each row of a strip is computed
+            // once.
             unsafe { source.row(row, out.part(row * k..(row + 1) * k)) };
         }
     });

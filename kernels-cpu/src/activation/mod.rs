@@ -44,10 +44,10 @@ use crate::linear::{MAX_ROWS, ONE_STRIP, TILED_ROWS, UNTILED_GROUP};
 use crate::parallel::Disjoint;
 use crate::{IsaToken, KernelError, Layout, Parallel};
 
-/// Rows whose largest magnitude is below this are treated as zero: `127 / SMALLEST` is still finite.
+/// Rows whose largest magnitude is below this are treated as zero, since `127 / max |x|` could overflow.
 pub const SMALLEST: f32 = 1e-36;
 
-/// How the `k` input features of a row are grouped and padded, as the weights require.
+/// How the `k` input features of a row are grouped and padded, as required by the weights.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RowLayout {
     k: usize,
@@ -56,7 +56,7 @@ pub struct RowLayout {
 }
 
 impl RowLayout {
-    /// The layout of rows that are multiplied with these weights.
+    /// Returns the layout that rows must have to be multiplied with these weights.
     pub fn of(weights: &Layout) -> Self {
         Self { k: weights.k(), group_size: weights.group_size(), steps: weights.steps() }
     }
@@ -119,7 +119,7 @@ pub struct Int8Rows {
     pub(crate) codes: Vec<i8>,
     /// `[strips][groups][rows of the strip]`
     pub(crate) sums: Vec<i32>,
-    /// `−8 · sums`: corrects the offset of 4-bit codes without a stored zero point.
+    /// `−8 · sums`: corrects for the offset of 8 in 4-bit codes without a stored zero point.
     pub(crate) eights: Vec<i32>,
     /// `[m]`
     pub(crate) scales: Vec<f32>,
@@ -139,7 +139,7 @@ impl Default for Int8Rows {
     }
 }
 
-/// The rows of strip `i`: strips differ by at most one row.
+/// Returns the rows of strip `i`. The lengths of two strips differ by at most one row.
 pub(crate) fn strip(m: usize, i: usize) -> core::ops::Range<usize> {
     let count = strips(m);
     let start = |i: usize| i * (m / count) + i.min(m % count);
@@ -197,10 +197,10 @@ impl Int8Rows {
     }
 
     /// Quantizes rows `[m, k]`, row-major, each by its own largest magnitude. Replaces the previous rows and reuses
-    /// their memory. If `parallel` unwinds, or memory is short, the buffer is left empty.
+    /// their memory. If `parallel` unwinds or memory allocation fails, the buffer is left empty.
     ///
     /// # Errors
-    /// When `x` is not whole rows of the layout's width, or memory is short.
+    /// When the length of `x` is not a multiple of the layout's row width, or memory allocation fails.
     pub fn quantize<E: Element>(
         &mut self,
         x: &[E],
@@ -210,10 +210,11 @@ impl Int8Rows {
         self.fill(&Plain::new(self.token, x, layout.k)?, layout, None, parallel)
     }
 
-    /// Quantizes rows `[m, k]` with one scale and zero point.
+    /// Quantizes rows `[m, k]` with the same scale and zero point for all rows.
     ///
     /// # Errors
-    /// When `x` is not whole rows, or the scale or its inverse is not positive and finite.
+    /// When the length of `x` is not a multiple of `k`, the scale or its inverse is not positive and finite, or memory
+    /// allocation fails.
     pub fn quantize_static<E: Element>(
         &mut self,
         x: &[E],
@@ -224,13 +225,15 @@ impl Int8Rows {
         self.fill(&Plain::new(self.token, x, layout.k)?, layout, Some(by), parallel)
     }
 
-    /// Quantizes the RMSNorm of rows `[m, k]`, per token or, with `by`, with one scale and zero point.
+    /// Quantizes the RMSNorm of rows `[m, k]`: with the scale and zero point `by` for all rows, or if `by` is `None`,
+    /// each row by its own largest magnitude.
     ///
     /// With a residual `[m, k]`, each row is first added to it, `residual += x`, rounded to its type, and the norm is
     /// computed from the result. A row whose sum of squares overflows `f32` is treated as not finite.
     ///
     /// # Errors
-    /// See [`quantize_static`](Self::quantize_static); also when a length or the norm's ε is invalid.
+    /// See [`quantize_static`](Self::quantize_static); also when a length is wrong, or the norm's ε is not positive and
+    /// finite.
     pub fn quantize_rms_norm<E: Element>(
         &mut self,
         x: &[E],
@@ -240,13 +243,13 @@ impl Int8Rows {
         by: Option<StaticScale>,
         parallel: &dyn Parallel,
     ) -> Result<(), KernelError> {
-        // Check this before the residual is modified.
+        // Fail on an invalid scale before the residual is modified.
         by.map_or(Ok(0.0), StaticScale::inverse)?;
         self.fill(&Norm::new(self.token, x, residual, norm, layout.k)?, layout, by, parallel)
     }
 
-    /// Quantizes `silu(gate) · up`, per token or, with `by`, with one scale and zero point; see
-    /// [`reference::silu`](crate::reference::silu).
+    /// Quantizes `silu(gate) · up` ([`reference::silu`](crate::reference::silu)): with the scale and zero point `by`
+    /// for all rows, or if `by` is `None`, each row by its own largest magnitude.
     ///
     /// # Errors
     /// See [`quantize_static`](Self::quantize_static); also when the two inputs differ in length.
@@ -270,7 +273,7 @@ impl Int8Rows {
         let fixed = by.map(|by| Ok((by, by.inverse()?))).transpose()?;
         let m = source.m();
         let buffer_len = if source.is_computed() { layout.k } else { 0 };
-        // The buffer stays empty until all rows are written: the caller's threads may unwind.
+        // Leave the buffer empty until all rows are written, because the caller's threads may unwind.
         (self.m, self.layout, self.tiling) = (0, None, None);
         let tiling = self.tiling_of(m, layout);
         let mut extent = Extent::default();
@@ -291,7 +294,7 @@ impl Int8Rows {
         self.token
     }
 
-    /// The segment of all rows, if any were quantized.
+    /// The segment with all rows, if any were quantized.
     pub(crate) fn all(&self) -> Option<Segment> {
         self.layout.map(|layout| Segment::standalone(self.m, layout, self.tiling))
     }
@@ -302,7 +305,7 @@ impl Int8Rows {
         tiled.then(|| Tiling::new(m, layout, STEP, 1))
     }
 
-    /// Makes room for rows. Contents left over from earlier calls are overwritten later.
+    /// Makes room for rows. Old contents are not cleared; quantizing overwrites them.
     pub(crate) fn reserve(&mut self, extent: &Extent) -> Result<(), KernelError> {
         if extent.tiles > 0 {
             resize(&mut self.tiles, Some(extent.tiles))?;
@@ -342,7 +345,7 @@ impl Int8Rows {
         }
     }
 
-    /// The strip of a row, with its layout.
+    /// Returns the strip that contains a row, with its layout.
     fn strip_of(&self, row: usize) -> Option<(RowLayout, core::ops::Range<usize>)> {
         let layout = self.layout.filter(|_| row < self.m)?;
         let strip = (0..strips(self.m)).map(|i| strip(self.m, i)).find(|s| s.contains(&row))?;
@@ -370,7 +373,7 @@ impl Int8Rows {
     }
 }
 
-/// The memory of [`Int8Rows`], which threads write to concurrently.
+/// The buffers of [`Int8Rows`], which threads write to concurrently.
 pub(crate) struct Int8Memory<'a> {
     token: IsaToken,
     codes: Disjoint<'a, i8>,
@@ -452,11 +455,11 @@ impl StaticScale {
 }
 
 impl Grid {
-    /// The grid of a row with this largest magnitude.
+    /// Returns the grid for a row with this largest magnitude.
     fn of(largest: f32) -> Self {
         match largest.is_finite() && largest >= SMALLEST {
             true => Self { scale: largest / 127.0, inverse: 127.0 / largest, zero: 0.0 },
-            // All codes are zero.
+            // With an inverse of 0, all codes are zero.
             false => {
                 let scale = if largest.is_finite() { 0.0 } else { f32::NAN };
                 Self { scale, inverse: 0.0, zero: 0.0 }

@@ -15,7 +15,7 @@ const LANES: usize = 16;
 /// Registers per sum.
 const SUMS: usize = 4;
 
-/// The grid that a row is rounded to.
+/// The grid that a row is quantized to.
 #[derive(Clone, Copy)]
 pub(crate) struct Grid {
     pub(super) scale: f32,
@@ -54,7 +54,7 @@ unsafe fn load<L: RowLanes, E: Element>(x: &[E], at: usize) -> L::F {
     }
 }
 
-/// Stores up to sixteen values, rounded half to even.
+/// Stores up to sixteen values, rounded to the element type, ties to even.
 #[inline(always)]
 unsafe fn store<L: RowLanes, E: Element>(x: &mut [E], at: usize, a: L::F) {
     let left = &mut x[at..];
@@ -75,7 +75,8 @@ unsafe fn store<L: RowLanes, E: Element>(x: &mut [E], at: usize, a: L::F) {
     }
 }
 
-/// The magnitude as bits: magnitudes compare like their bits, and infinity and NaN compare above all finite ones.
+/// Returns the bits of the magnitudes. Compared as integers, they have the same order as the magnitudes, with infinity
+/// and NaN above all finite values.
 #[inline(always)]
 unsafe fn magnitude<L: RowLanes>(a: L::F) -> L::I {
     // SAFETY: the caller guarantees that the processor has the instructions of `L`.
@@ -123,7 +124,7 @@ pub(super) unsafe fn widen<L: RowLanes, E: Element>(x: &[E], out: &mut [f32]) ->
     }
 }
 
-/// Rounds values half to even.
+/// Rounds values to the element type, ties to even.
 #[inline(always)]
 pub(super) unsafe fn narrow<L: RowLanes, E: Element>(x: &[f32], out: &mut [E]) {
     assert_eq!(x.len(), out.len());
@@ -152,7 +153,7 @@ pub(super) unsafe fn rms_norm<L: RowLanes, E: Element>(
         for (i, at) in (0..k).step_by(LANES).enumerate() {
             let mut v = load::<L, E>(x, at);
             if let Some(residual) = residual.as_deref_mut() {
-                // The norm is computed from the values that were stored.
+                // The norm is computed from the residual as it was stored, after rounding.
                 store::<L, E>(residual, at, L::add_f32(v, load::<L, E>(residual, at)));
                 v = load::<L, E>(residual, at);
             }
@@ -174,7 +175,7 @@ pub(super) unsafe fn rms_norm<L: RowLanes, E: Element>(
     }
 }
 
-/// `1 / √(mean + ε)` from the lanes of a sum; NaN if the sum overflows `f32`.
+/// Computes `1 / √(mean + ε)` from the lanes of a sum of squares; NaN if the sum overflows `f32`.
 fn inverse_root(lanes: &mut [f32; 64], k: usize, eps: f32) -> f32 {
     let mut half = lanes.len() / 2;
     while half > 0 {
@@ -231,7 +232,7 @@ pub(super) unsafe fn clamped_mul<L: RowLanes>(
     unsafe {
         let (max, one) = (L::splat_f32(limit), L::splat_f32(1.0));
         for at in (0..out.len()).step_by(LANES) {
-            // `min_f32` and `max_f32` return the second operand if either is NaN.
+            // If either operand is NaN, `min_f32` and `max_f32` return the second, so the input comes second.
             let g = L::min_f32(max, load::<L, f32>(gate, at));
             let u = L::max_f32(L::splat_f32(-limit), L::min_f32(max, load::<L, f32>(up, at)));
             let v = L::mul_f32(g, sigmoid::<L>(L::mul_f32(L::splat_f32(alpha), g)));
@@ -240,7 +241,7 @@ pub(super) unsafe fn clamped_mul<L: RowLanes>(
     }
 }
 
-/// `sum += weight · y`, the product rounded before it is added.
+/// Computes `sum += weight · y`; the product is rounded before it is added.
 #[inline(always)]
 pub(super) unsafe fn add_weighted<L: RowLanes>(sum: &mut [f32], weight: f32, y: &[f32]) {
     assert_eq!(sum.len(), y.len());
@@ -262,7 +263,7 @@ unsafe fn silu<L: RowLanes>(g: L::F) -> L::F {
     unsafe { L::mul_f32(g, sigmoid::<L>(g)) }
 }
 
-/// `1 / (1 + e^−g)`, and 0 where that is negligible.
+/// `1 / (1 + e^−g)`, set to 0 for `g` so small that the result is negligible.
 #[inline(always)]
 unsafe fn sigmoid<L: RowLanes>(g: L::F) -> L::F {
     use crate::reference::{EXP_TERMS, LN_2, LOG2_E, SILU_END};
@@ -284,8 +285,8 @@ unsafe fn sigmoid<L: RowLanes>(g: L::F) -> L::F {
     }
 }
 
-/// Rounds a row to integers and sums it per group. With `STATIC`, the zero point is added and the result is clamped to
-/// eight bits; otherwise it always fits.
+/// Quantizes a row and sums its codes per group. With `STATIC`, the zero point is added and the result is clamped to
+/// eight bits; otherwise the codes always fit.
 #[inline(always)]
 pub(super) unsafe fn quantize<L: RowLanes, const STATIC: bool>(
     row: &[f32],
@@ -333,7 +334,7 @@ pub(super) unsafe fn quantize<L: RowLanes, const STATIC: bool>(
                 let mut last = [0_i8; LANES];
                 let at = last.as_mut_ptr();
                 L::store_codes(code(load::<L, f32>(group, whole)), at, at.add(STEP));
-                // Padding is zero, whatever the zero point.
+                // Padding codes are 0, even if the zero point is not.
                 last[left..].fill(0);
                 sum += last.iter().map(|&c| i32::from(c)).sum::<i32>();
                 for step in last.chunks_exact(STEP).take(left.div_ceil(STEP)) {
@@ -346,7 +347,8 @@ pub(super) unsafe fn quantize<L: RowLanes, const STATIC: bool>(
     }
 }
 
-/// Packs a row of floats, see [`FloatRows`](super::FloatRows): portable code, compiled for the instructions of `L`.
+/// Packs a row of floats, see [`FloatRows`](super::FloatRows). The code is portable, but compiled for the instructions
+/// of `L`.
 #[inline(always)]
 pub(super) unsafe fn pack_row<L: RowLanes, const SPLIT: bool>(
     row: &[f32],

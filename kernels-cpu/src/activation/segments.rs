@@ -1,5 +1,5 @@
-//! Where the rows of each segment are stored in a shared buffer. A segment has the rows that are multiplied by one matrix:
-//! one call prepares the rows of several experts, and each expert's rows have their own strips and tiles.
+//! The positions of segments in a shared buffer. A segment holds the rows that are multiplied by one matrix: one call
+//! prepares the rows of several experts, and each expert's rows have their own strips and tiles.
 
 use super::RowLayout;
 use super::tiles::{TILE_ROWS, Tiling};
@@ -13,14 +13,14 @@ pub(crate) struct Segment {
     pub(crate) layout: RowLayout,
     /// The tiling for the tile unit, if it multiplies these rows.
     pub(crate) tiling: Option<Tiling>,
-    /// The index of its first row.
+    /// The index of the segment's first row among all rows.
     pub(crate) row: usize,
-    /// The offsets of its parts, in elements.
+    /// The offset of the segment in each buffer, in elements.
     pub(crate) at: Extent,
 }
 
 impl Segment {
-    /// A segment of rows that share their memory with no others.
+    /// Creates a segment that does not share its buffers with other segments.
     pub(crate) fn standalone(m: usize, layout: RowLayout, tiling: Option<Tiling>) -> Self {
         Self { m, layout, tiling, row: 0, at: Extent::default() }
     }
@@ -33,13 +33,13 @@ impl Segment {
         }
     }
 
-    /// The elements of its rows in strips, and of their sums.
+    /// The ranges of the segment's codes (or words) in strips, and of their sums.
     pub(crate) fn strips(&self) -> [core::ops::Range<usize>; 2] {
         let [codes, sums] = [self.m * self.layout.padded(), self.m * self.layout.groups()];
         [self.at.codes..self.at.codes + codes, self.at.sums..self.at.sums + sums]
     }
 
-    /// Its lines of tiles, and their sums.
+    /// The ranges of the segment's lines of tiles, and of their sums.
     pub(crate) fn tiles(&self) -> [core::ops::Range<usize>; 2] {
         let Some(tiling) = self.tiling else { return [0..0, 0..0] };
         let lines = tiling.bytes(self.m).unwrap_or(0).div_ceil(LINE);
@@ -48,7 +48,7 @@ impl Segment {
     }
 }
 
-/// How much of each kind of memory rows need, in elements.
+/// The size of each buffer that rows need, in elements.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct Extent {
     pub(crate) rows: usize,
@@ -63,7 +63,7 @@ pub(crate) struct Extent {
 }
 
 impl Extent {
-    /// Appends a segment; `buffer_len` is the width of computed rows. `None` on overflow.
+    /// Appends a segment and returns it; `buffer_len` is the width of computed rows. `None` on overflow.
     pub(crate) fn add(
         &mut self,
         m: usize,
@@ -86,7 +86,7 @@ impl Extent {
         Some(segment)
     }
 
-    /// The maximum for `rows` rows, however they are divided into `segments` segments.
+    /// The maximum size for `rows` rows, for any division into at most `segments` segments.
     pub(crate) fn bound(
         rows: usize,
         segments: usize,
@@ -124,7 +124,7 @@ impl Extent {
         }
     }
 
-    /// Whether `other` fits into this.
+    /// Whether buffers of this size can hold `other`.
     pub(crate) fn holds(&self, other: &Self) -> bool {
         self.max(*other) == *self
     }
@@ -135,7 +135,7 @@ mod tests {
     use super::*;
     use crate::layout::STEP;
 
-    /// The stated maximum is sufficient however rows are divided.
+    /// The bound is sufficient for any division of the rows into segments.
     #[test]
     fn what_is_stated_holds_every_split() {
         let layout = RowLayout { k: 96, group_size: 32, steps: 4 };

@@ -5,7 +5,7 @@ use super::element::Element;
 use crate::parallel::Disjoint;
 use crate::{IsaToken, KernelError};
 
-/// RMSNorm: `y = x · (1 / √(mean x² + ε)) · γ`.
+/// RMSNorm: `y = x / √(mean x² + ε) · γ`, computed as `x · (1 / √(mean x² + ε)) · γ`.
 #[derive(Debug, Clone, Copy)]
 pub struct RmsNorm<'a> {
     /// γ, `[k]`.
@@ -24,7 +24,7 @@ pub enum GateUp<'a, E> {
         /// `[m, k]`
         up: &'a [E],
     },
-    /// The output of one linear that computes both, `[m, 2k]`: each row is the gate's, then the up projection's.
+    /// The output of one linear that computes both, `[m, 2k]`: each row holds the gate's `k` values, then those of up.
     Joined(&'a [E]),
 }
 
@@ -33,7 +33,7 @@ pub(crate) trait Source: Sync {
     /// The number of rows.
     fn m(&self) -> usize;
 
-    /// Whether rows are computed into memory that the caller provides.
+    /// Whether `row` computes rows into the caller's buffer. Otherwise it returns references to the input.
     fn is_computed(&self) -> bool;
 
     /// Returns a row and its largest magnitude. If [`is_computed`](Self::is_computed), `buffer` must have the width of
@@ -106,7 +106,7 @@ impl<E: Element> Source for Gathered<'_, E> {
     }
 }
 
-/// A row as it is, or converted to `f32` in `buffer`.
+/// Returns a row as is, or converted to `f32` in `buffer`.
 fn plain<'s, E: Element>(token: IsaToken, x: &'s [E], buffer: &'s mut [f32]) -> (&'s [f32], f32) {
     match E::as_f32(x) {
         Some(x) => (x, dispatch::largest(token, x)),

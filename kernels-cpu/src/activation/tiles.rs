@@ -57,7 +57,7 @@ impl Tiling {
         self.steps * self.step_bytes
     }
 
-    /// Bytes of all tiles that hold the same rows, or `None` on overflow.
+    /// The size in bytes of all tiles that hold the same rows; `None` on overflow.
     pub(crate) fn bytes_across(self) -> Option<usize> {
         let tiles = self.groups.checked_mul(self.blocks)?.checked_mul(self.parts)?;
         tiles.checked_mul(self.rows * self.row_bytes())
@@ -107,7 +107,7 @@ pub(super) unsafe fn copy_row(
             }
             from += rows * STEP;
         }
-        // SAFETY: `to` is now at the rest of this row's bytes in the tile, which hold `steps − whole` steps.
+        // SAFETY: `to` now points to the remaining bytes of this row in the tile, enough for `steps − whole` steps.
         unsafe { to.write_bytes(0, (steps - whole) * STEP) };
     }
 }
@@ -134,7 +134,7 @@ mod tests {
         }
     }
 
-    /// Rows of a strip are copied to their tiles, step by step, with zeros at the end of a group.
+    /// Rows of a strip are copied to their tiles step by step, and the end of each group is padded with zeros.
     #[test]
     #[allow(unsafe_code, reason = "the tiles are as large as the tiling says")]
     fn rows_are_copied_to_their_places() {
@@ -145,7 +145,7 @@ mod tests {
             let codes: Vec<i8> = (0..m * layout.padded()).map(|i| (i % 127) as i8 + 1).collect();
             let mut tiles = vec![-1_i8; tiling.bytes(16).unwrap()];
             for r in 0..16 {
-                // SAFETY: `tiles` and the strip have the sizes of this tiling, and one thread uses them.
+                // SAFETY: `tiles` and the strip have the sizes of this tiling, and only this thread accesses them.
                 unsafe { copy_row(tiling, layout, &codes, [r, m], r, tiles.as_mut_ptr()) };
             }
             let padded = tiling.blocks * tiling.steps;

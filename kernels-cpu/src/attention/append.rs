@@ -8,17 +8,17 @@ use super::list::PageList;
 use crate::parallel::Disjoint;
 use crate::{KernelError, Parallel};
 
-/// Page numbers up to this count are compared without allocating.
+/// The maximum number of page numbers that are checked for duplicates without allocating.
 const INLINE_PAGES: usize = 64;
 
 impl KvLayout {
     /// Appends `m` tokens to each list, one list per key-value head. `keys` and `values` are `[m, lists, head_dim]`;
-    /// `bytes` are whole pages, numbered from 0. Lists must already contain the pages for the new tokens; which tokens
-    /// queries see is ignored. Heads are the units of parallel work.
+    /// `bytes` are whole pages, numbered from 0. Lists must already contain the pages for the new tokens; their `first`
+    /// and `seen` are ignored. Work is divided by heads.
     ///
     /// # Errors
     /// When a length is wrong, a list is too short or contains an invalid page number, a page to be written occurs
-    /// twice, or a value is beyond ±65504. Nothing is written then.
+    /// twice, or the magnitude of a value exceeds 65504. On error, nothing is written.
     pub fn append(
         &self,
         bytes: &mut [u8],
@@ -60,14 +60,15 @@ impl KvLayout {
             let at = lists[head].tokens + i;
             (lists[head].pages[at / PAGE_TOKENS] as usize, at % PAGE_TOKENS)
         };
-        // SAFETY: two heads write to different pages, since `require_distinct` found no page to be written twice.
+        // SAFETY: two heads write to different pages, since `require_distinct` checked that no page to be written
+        // occurs twice.
         unsafe { self.write_all(bytes, kv, m, &place, keys, values, parallel) }
     }
 
     /// Writes `m` tokens of `kv` heads to the page and slot that `place` returns, which must exist.
     ///
     /// # Safety
-    /// No two heads may have the same page.
+    /// `place` must not return the same page for two heads.
     #[allow(clippy::too_many_arguments, reason = "nothing here is kept between calls")]
     pub(super) unsafe fn write_all(
         &self,
@@ -85,8 +86,8 @@ impl KvLayout {
         parallel.for_each(kv, &|head| {
             for i in (0..m).filter(|_| head < kv) {
                 let (page, slot) = place(head, i);
-                // SAFETY: `Parallel` calls each head at most once, and the caller guarantees that no other head has its
-                // pages.
+                // SAFETY: `Parallel` calls each head at most once, and the caller guarantees that no other head has the
+                // same pages.
                 let page = unsafe { bytes.part(page * size..(page + 1) * size) };
                 let at = (i * kv + head) * d;
                 if let Err(error) = self.write(page, slot, &keys[at..at + d], &values[at..at + d]) {
@@ -98,7 +99,7 @@ impl KvLayout {
     }
 }
 
-/// The pages of a list that `m` new tokens are written to.
+/// Returns the pages of a list to which `m` new tokens are written.
 fn written<'a>(list: &PageList<'a>, m: usize) -> Result<&'a [u32], KernelError> {
     let after = list.tokens.checked_add(m).ok_or(KernelError::TooLarge("the number of tokens"))?;
     let (first, needed) = (list.tokens / PAGE_TOKENS, after.div_ceil(PAGE_TOKENS));
@@ -111,7 +112,7 @@ fn written<'a>(list: &PageList<'a>, m: usize) -> Result<&'a [u32], KernelError> 
     list.pages.get(first..needed).ok_or(short)
 }
 
-/// Fails if any of the `count` pages to be written occurs twice.
+/// Fails if any of the `count` page numbers occurs twice.
 fn require_distinct(lists: &[PageList<'_>], m: usize, count: usize) -> Result<(), KernelError> {
     let mut few = [0; INLINE_PAGES];
     let mut many = Vec::new();

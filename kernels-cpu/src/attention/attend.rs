@@ -9,7 +9,7 @@ use super::query::{MAX_QUERY, largest, quantize};
 use crate::parallel::Disjoint;
 use crate::{IsaToken, KernelError, Parallel};
 
-/// Query rows of one key-value head that pass over a chunk while it is in the L2 cache.
+/// Query rows per block of one key-value head; a chunk stays in the L2 cache while a block reads it.
 const BLOCK_ROWS: usize = 64;
 /// The maximum number of query heads.
 pub const MAX_HEADS: usize = 1 << 16;
@@ -21,7 +21,7 @@ pub struct KvPages<'a> {
     bytes: &'a [u8],
 }
 
-/// The list of a key-value head.
+/// Returns the list of a key-value head.
 pub(super) type Lists<'a, 'l> = dyn Fn(usize) -> PageList<'l> + Sync + 'a;
 
 /// Offsets in the workspace, in words.
@@ -76,12 +76,12 @@ impl<'a> KvPages<'a> {
     /// Computes the attention of queries `q` `[m, heads.query, head_dim]`, with one page list per key-value head. `out`
     /// has the shape of `q`; `lse` `[m, heads.query]` receives the logarithm of the sum of `exp(score)`, with which
     /// results on parts of a sequence can be [merged](super::merge). A query that sees no token gets zeros and minus
-    /// infinity. A query head that is not finite, or whose `scale · q` is beyond [`MAX_QUERY`], gets NaN.
+    /// infinity. A query head that is not finite, or whose `scale · q` exceeds [`MAX_QUERY`] in magnitude, gets NaN.
     ///
     /// # Errors
-    /// When a length is wrong, the number of query heads is not a multiple of that of key-value heads, the scale is not
-    /// finite, a list contains invalid page numbers, has fewer pages than its tokens need or skips more tokens than it
-    /// has, or the workspace is too short.
+    /// When a length is wrong, the number of query heads is not a multiple of the number of key-value heads, the scale
+    /// is not finite, a list contains invalid page numbers, has fewer pages than its tokens need or skips more tokens
+    /// than it has, or the workspace is too short.
     #[allow(clippy::too_many_arguments, reason = "nothing here is kept between calls")]
     pub fn attend(
         &self,
@@ -98,7 +98,7 @@ impl<'a> KvPages<'a> {
         self.attend_to(token, heads, &|head| lists[head], q, out, lse, workspace, parallel)
     }
 
-    /// Same as [`attend`](Self::attend), with a function that returns the list of each head below `heads.kv`.
+    /// Same as [`attend`](Self::attend), but `lists` is a function that returns the list of each key-value head.
     #[allow(clippy::too_many_arguments, reason = "nothing here is kept between calls")]
     pub(super) fn attend_to(
         &self,
@@ -180,7 +180,7 @@ fn check_heads(heads: Heads) -> Result<(), KernelError> {
     Ok(())
 }
 
-/// Whether every chunk is a separate piece of work, whose results are kept in the workspace.
+/// Whether each chunk is a separate piece of work, with its results kept in the workspace.
 fn is_split(heads: Heads, m: usize, chunks: usize) -> bool {
     chunks > 1 && m * (heads.query / heads.kv) <= BLOCK_ROWS
 }
@@ -215,8 +215,8 @@ struct Call<'a, 'l> {
     room: &'a Room,
     out: Disjoint<'a, f32>,
     lse: Disjoint<'a, f32>,
-    /// Codes of queries `[rows][head_dim]`, then one word per row each: factors, sums of codes, totals; then, if chunks
-    /// are pieces of work, a mass and a partial result for every chunk and row.
+    /// The codes of queries `[rows][head_dim]`, then the factors, the sums of codes and the totals, with one word per
+    /// row in each. If chunks are pieces of work, a mass and a partial result for every chunk and row follow.
     workspace: Disjoint<'a, u32>,
 }
 
@@ -224,7 +224,7 @@ impl<'l> Call<'_, 'l> {
     fn run(&self, chunks: usize, parallel: &dyn Parallel) {
         parallel.for_each(self.m, &|i| {
             if i < self.m {
-                // SAFETY: `Parallel` calls each query at most once, and no other query has its rows.
+                // SAFETY: `Parallel` calls each query at most once, and queries have disjoint rows.
                 unsafe { self.quantize(i) };
             }
         });
@@ -234,7 +234,7 @@ impl<'l> Call<'_, 'l> {
             let pieces = self.heads.kv * blocks;
             parallel.for_each(pieces, &|piece| {
                 if piece < pieces {
-                    // The last blocks see the most tokens, so they start first.
+                    // The last blocks see the most tokens and take longest, so they start first.
                     let (block, head) = (blocks - 1 - piece / self.heads.kv, piece % self.heads.kv);
                     // SAFETY: pieces have disjoint rows, and `Parallel` calls each at most once.
                     unsafe { self.block(head, block * BLOCK_ROWS..((block + 1) * BLOCK_ROWS).min(rows)) };
@@ -358,7 +358,7 @@ impl<'l> Call<'_, 'l> {
                     _ => self.word(row * d / 4).cast::<u8>().cast_const(),
                 };
                 let factor = *self.factor(row);
-                // The result is set to NaN at the end, in `finish`.
+                // Compute with 0; `finish` sets the result of such a row to NaN.
                 tile.factor[t] = if factor.is_nan() { 0.0 } else { factor };
                 tile.sum[t] = *self.word(self.room.sums + row).cast::<f32>();
             }
@@ -417,7 +417,7 @@ impl<'l> Call<'_, 'l> {
         }
         let (rows, d) = (self.head_rows(), self.pages.layout.head_dim());
         let begin = (chunk * self.heads.kv + head) * rows;
-        // Probably the next piece of work of this thread.
+        // Prefetch the chunk that this thread will probably process next.
         let next = (chunk * self.heads.kv + head + 1) % (self.heads.kv * (self.lists)(head).chunks());
         let list = (self.lists)(next % self.heads.kv);
         let next = list.pages.get(next / self.heads.kv * CHUNK_PAGES..).unwrap_or_default();
@@ -480,7 +480,7 @@ impl<'l> Call<'_, 'l> {
         }
     }
 
-    /// Divides by the total.
+    /// Divides a row by its total.
     ///
     /// # Safety
     /// See [`load`](Self::load).

@@ -18,13 +18,13 @@ impl Line {
     }
 
     fn bytes_mut(lines: &mut [Self]) -> &mut [u8] {
-        // SAFETY: a line is bytes without padding, of which any are valid; the slice borrows `lines` mutably for its
-        // lifetime.
+        // SAFETY: a line is bytes without padding, and any byte values are valid; the slice borrows `lines` mutably for
+        // its lifetime.
         unsafe { core::slice::from_raw_parts_mut(lines.as_mut_ptr().cast(), size_of_val(lines)) }
     }
 }
 
-/// Memory that is reused from call to call.
+/// Memory for attention, reused from call to call.
 #[derive(Debug, Clone, Default)]
 pub struct Workspace {
     words: Vec<u32>,
@@ -47,13 +47,13 @@ impl Workspace {
 /// use quant_kernels_cpu::Serial;
 /// use quant_kernels_cpu::attention::{Heads, KvCache, KvLayout, KvType, Workspace};
 ///
-/// // Two query heads that share one head of keys and values, 16 wide.
+/// // Two query heads that share one key-value head; each has 16 features.
 /// let heads = Heads { query: 2, kv: 1, scale: 0.25 };
 /// let mut cache = KvCache::new(KvLayout::new(KvType::Kv8, 16)?, heads, 1024)?;
 /// cache.append(&[0.5; 16], &[2.0; 16], &Serial)?;
 /// cache.append(&[0.5; 16], &[4.0; 16], &Serial)?;
 ///
-/// // The keys are alike, so the output is the mean of the values.
+/// // Both keys are equal, so the output is the mean of the values.
 /// let (mut out, mut lse) = ([0.0; 32], [0.0; 2]);
 /// cache.decode(&[1.0; 32], &mut out, &mut lse, &mut Workspace::default(), &Serial)?;
 /// assert!(out.iter().all(|value| (value - 3.0).abs() < 0.05));
@@ -65,14 +65,14 @@ pub struct KvCache {
     heads: Heads,
     max_tokens: usize,
     tokens: usize,
-    /// For every 64 tokens, one page per key-value head.
+    /// The memory of the pages. Every 64 tokens need one page per key-value head.
     lines: Vec<Line>,
     /// The page numbers of each key-value head.
     lists: Vec<Vec<u32>>,
 }
 
 impl KvCache {
-    /// Creates a cache for at most `max_tokens` tokens. Memory grows with the tokens, up to
+    /// Creates a cache for at most `max_tokens` tokens. Its memory grows with the number of tokens, up to
     /// [`max_bytes`](Self::max_bytes).
     ///
     /// # Errors
@@ -115,7 +115,7 @@ impl KvCache {
         self.heads
     }
 
-    /// Its pages, for attention with the caller's own lists.
+    /// A view of the cache's pages, for attention with the caller's own lists.
     pub fn pages(&self) -> KvPages<'_> {
         KvPages::of(self.layout, Line::bytes(&self.lines))
     }
@@ -131,8 +131,8 @@ impl KvCache {
     /// Appends tokens: `keys` and `values` are `[m, heads.kv, head_dim]`.
     ///
     /// # Errors
-    /// When lengths are wrong or not whole tokens, a value is beyond ±65504, the tokens exceed `max_tokens`, or memory
-    /// is short. Nothing is changed then.
+    /// When `keys` and `values` differ in length or are not whole tokens, the magnitude of a value exceeds 65504, the
+    /// tokens exceed `max_tokens`, or memory allocation fails. The cache is then unchanged.
     pub fn append(
         &mut self,
         keys: &[f32],
@@ -152,7 +152,7 @@ impl KvCache {
         let place = |head: usize, i: usize| {
             (lists[head][(tokens + i) / PAGE_TOKENS] as usize, (tokens + i) % PAGE_TOKENS)
         };
-        // SAFETY: `grow` gives every page to one head only.
+        // SAFETY: `grow` assigns every page to one head only.
         unsafe {
             layout.write_all(Line::bytes_mut(&mut self.lines), kv, m, &place, keys, values, parallel)?;
         }
@@ -185,11 +185,11 @@ impl KvCache {
         Ok(())
     }
 
-    /// Computes attention for the last token: `q` and `out` are `[heads.query, head_dim]`, `lse` `[heads.query]`. The
-    /// query sees all tokens; with an empty cache, the results are zeros and minus infinity.
+    /// Computes attention for the last token: `q` and `out` are `[heads.query, head_dim]`, `lse` is `[heads.query]`.
+    /// The query sees all tokens; with an empty cache, `out` is set to zeros and `lse` to minus infinity.
     ///
     /// # Errors
-    /// When a length is wrong, or memory is short.
+    /// When a length is wrong, or memory allocation fails.
     pub fn decode(
         &self,
         q: &[f32],
@@ -206,11 +206,11 @@ impl KvCache {
         self.attend(1, q, out, lse, workspace, parallel)
     }
 
-    /// Computes causal attention for the last `m` tokens, which must already have been appended: `q` and `out` are
-    /// `[m, heads.query, head_dim]`, `lse` `[m, heads.query]`.
+    /// Computes causal attention for the last `m` tokens, which must already have been appended: `q` and `out` are `[m,
+    /// heads.query, head_dim]`, `lse` is `[m, heads.query]`.
     ///
     /// # Errors
-    /// When a length is wrong, there are more queries than tokens, or memory is short.
+    /// When a length is wrong, there are more queries than tokens, or memory allocation fails.
     pub fn prefill(
         &self,
         q: &[f32],

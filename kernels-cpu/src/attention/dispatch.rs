@@ -16,7 +16,7 @@ type JoinFn = unsafe fn(usize, *mut f32, Mass, *const f32, Mass) -> Mass;
 /// The kernels of an instruction set for a code width.
 #[derive(Clone, Copy)]
 pub(super) struct Path {
-    /// Indexed by the rows of a tile, minus one.
+    /// Indexed by the number of rows of a tile minus one.
     pub(super) attend: [AttendFn; TILE_ROWS],
     pub(super) join: JoinFn,
 }
@@ -46,8 +46,8 @@ impl Path {
             Isa::AvxVnni => path!(avxvnni, avxvnni_join),
             #[cfg(target_arch = "x86_64")]
             Isa::Avx512Vnni => path!(avx512vnni, avx512vnni_join),
-            // Attention does not use the tile unit; on processors that have one, `f32` is the faster of the two other
-            // paths.
+            // Attention does not use the tile unit. On processors that have one, the `f32` path is faster than the bf16
+            // path.
             #[cfg(target_arch = "x86_64")]
             Isa::Amx => path!(avx512vnni, avx512vnni_join),
             #[cfg(target_arch = "x86_64")]

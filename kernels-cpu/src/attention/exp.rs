@@ -3,13 +3,13 @@
 use super::grid::ROUND;
 use crate::simd::Lanes;
 
-/// Inputs below this are clamped to it: `e⁻⁸⁷` is safely above the subnormal numbers, and negligible next to the 1 of
-/// the largest score.
+/// Inputs below this are clamped to it: `e⁻⁸⁷` is still a normal `f32`, and negligible compared to `e⁰ = 1`, the
+/// exponential of the largest score.
 const MIN_ARGUMENT: f32 = -87.0;
-/// ln 2 in two parts: its upper bits, few enough that products with integers are exact, and the rest.
+/// ln 2 in two parts: the upper bits, so few that products with small integers are exact, and the remainder.
 const LN_2: [f32; 2] = [0.693_115_23, 3.194_618_3e-5];
-/// `(eʳ − 1 − r) / r²` for `|r| ≤ ln 2 / 2`: interpolated at five Chebyshev nodes; the relative error of `eʳ` is
-/// `1.1 · 10⁻⁸`.
+/// The coefficients of `(eʳ − 1 − r) / r²` for `|r| ≤ ln 2 / 2`, interpolated at five Chebyshev nodes; the relative
+/// error of `eʳ` is `1.1 · 10⁻⁸`.
 const TERMS: [f32; 5] = [0.5, 0.166_665_76, 0.041_666_552, 0.008_363_353, 0.001_392_64];
 
 /// `eˣ` for `x ≤ 0`, with a relative error of at most `2⁻²²`; `e⁻⁸⁷` for `x` below −87, including minus infinity.
@@ -33,7 +33,7 @@ pub(super) unsafe fn exp<L: Lanes>(x: L::F) -> L::F {
             sum = L::fma(sum, r, L::splat_f32(term));
         }
         let near = L::fma(L::fma(sum, L::mul_f32(r, r), r), one, one);
-        // The exponent: the multiplication shifts the other bits of `rounded` out.
+        // Multiplying by 2²³ shifts n to the exponent bits and the other bits of `rounded` out.
         let exponent = L::mul(L::as_i32(rounded), L::splat(1 << 23));
         L::as_f32(L::add(L::as_i32(near), exponent))
     }

@@ -1,4 +1,4 @@
-//! Quantization of one head of one token: the definition that the cache follows, and that simulations must follow.
+//! Quantization of one head of one token. The cache follows this definition, and so must simulations of it.
 //!
 //! Keys (after rotary embedding) and values are quantized with one grid per token and head, as in QServe (§3.3 and
 //! §4.2.3):
@@ -11,11 +11,12 @@
 //! ```
 //!
 //! Codes are computed from the scale and zero as stored. These are rounded outwards, so the grid spans all values and
-//! nothing is clipped: `|x − x̂| ≤ scale / 2` except for `f32` rounding, even if values are so close together that the
-//! nearest f16 would lie above them. A constant that f16 represents has scale 0 and is stored exactly.
+//! nothing is clipped: `|x − x̂| ≤ scale / 2` up to `f32` rounding, even for values so close together that rounding the
+//! zero to the nearest f16 could put it above all of them. A constant that f16 represents has scale 0 and is stored
+//! exactly.
 //!
-//! The zero is a float, as in QServe's kernels, but it is the value of code 0 instead of `−min / scale`, which is
-//! unbounded for a nearly constant head. The two grids are the same up to the rounding of the zero.
+//! The zero is a float, as in QServe's kernels, but it is the value of code 0. QServe's zero, `−min / scale`, is
+//! unbounded for a nearly constant head. Apart from the rounding of the zero, both give the same grid.
 
 use half::f16;
 
@@ -36,7 +37,7 @@ pub struct HeadGrid {
 /// Quantizes the values `x` of one head of one token to `bits`, 4 or 8: codes from 0 to `2^bits − 1`.
 ///
 /// # Errors
-/// When `codes` has the wrong length, `bits` is neither 4 nor 8, or a value is beyond ±65504 or NaN.
+/// When `codes` has the wrong length, `bits` is neither 4 nor 8, or a value is NaN or exceeds 65504 in magnitude.
 pub fn quantize_head(x: &[f32], bits: u32, codes: &mut [u8]) -> Result<HeadGrid, KernelError> {
     KernelError::length("codes", x.len(), codes.len())?;
     let levels = match bits {
@@ -46,10 +47,10 @@ pub fn quantize_head(x: &[f32], bits: u32, codes: &mut [u8]) -> Result<HeadGrid,
     };
     check_values(x)?;
     let [low, high] = ends(x);
-    // Adding zero turns a negative zero into a positive one.
+    // Adding 0.0 changes a zero of −0.0 to 0.0.
     let zero = rounded_down(low + 0.0);
     let from = zero.to_f32();
-    // The addition is needed here too: zeros of different sign compare as equal, so either may be the maximum.
+    // The difference can be −0.0 too: zeros of different sign compare as equal, so `high` may be −0.0.
     let scale = rounded_up((high - from) / levels + 0.0);
     let step = scale.to_f32();
     if step == 0.0 {
@@ -57,7 +58,8 @@ pub fn quantize_head(x: &[f32], bits: u32, codes: &mut [u8]) -> Result<HeadGrid,
         return Ok(HeadGrid { scale, zero });
     }
     for (code, &x) in codes.iter_mut().zip(x) {
-        // After the addition, floats of this size have no fraction: the sum was rounded half to even.
+        // The sum is so large that `f32` has no fraction bits there, so the addition rounds to an integer, half to
+        // even.
         let rounded = (x - from) / step + ROUND;
         *code = rounded.to_bits() as u8;
     }
@@ -75,12 +77,13 @@ pub fn dequantize_head(codes: &[u8], grid: HeadGrid, out: &mut [f32]) -> Result<
     Ok(())
 }
 
-/// `1.5 · 2²³`: added to a number below `2²²`, it leaves that number, rounded half to even, in the lowest bits.
+/// `1.5 · 2²³`. Adding it to a number below `2²²` rounds the number half to even; the lowest bits of the sum are then
+/// the integer.
 pub(crate) const ROUND: f32 = 12_582_912.0;
 
 /// Fails if any value cannot be stored.
 pub(crate) fn check_values(x: &[f32]) -> Result<(), KernelError> {
-    // Magnitudes compare like their bits, and infinity and NaN compare above all finite ones.
+    // Compared as integers, the bits of magnitudes have the same order as the magnitudes, with infinity and NaN on top.
     let largest = x.iter().fold(0, |largest, x| (x.to_bits() & 0x7fff_ffff).max(largest));
     match f32::from_bits(largest) {
         largest if largest <= MAX_MAGNITUDE => Ok(()),
@@ -89,7 +92,7 @@ pub(crate) fn check_values(x: &[f32]) -> Result<(), KernelError> {
     }
 }
 
-/// The smallest and the largest of finite values; zeros for an empty slice.
+/// Returns the smallest and the largest of finite values; zeros for an empty slice.
 fn ends(x: &[f32]) -> [f32; 2] {
     const LANES: usize = 16;
     let Some(&first) = x.first() else { return [0.0; 2] };
@@ -137,7 +140,7 @@ mod tests {
     }
 
     proptest! {
-        /// Every value that can be stored, of any magnitude, is within half a step.
+        /// Any value that can be stored is read back with an error of at most half a step.
         #[test]
         fn values_are_within_half_a_step(
             bits in prop_oneof![Just(4_u32), Just(8)],
@@ -185,12 +188,11 @@ mod tests {
                 assert!((v != 0.0 || grid.zero.to_bits() == 0) && grid.scale.to_bits() == 0);
             }
         }
-        // The widest range; constants that f16 does not represent; values below the smallest f16.
+        // The widest range, then constants that f16 does not represent, then values below the smallest f16.
         let (codes, grid, out) = round_trip(&[-MAX_MAGNITUDE, MAX_MAGNITUDE], 4);
         assert!(grid.scale.is_finite() && codes == [0, 15] && out[0] == -MAX_MAGNITUDE);
         for v in [1.0 / 3.0, -1.0 / 3.0, 1000.3, 1e-9, -1e-9] {
             let (_, _, out) = round_trip(&[v; 4], 4);
-            // Scales are subnormal here, the finest possible.
             assert!((out[0] - v).abs() <= v.abs() * 1e-6 + 1e-6, "{v} {}", out[0]);
         }
         let (_, grid, _) = round_trip(&[1e-30, 2e-30], 4);

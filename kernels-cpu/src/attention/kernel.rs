@@ -1,7 +1,8 @@
 //! The inner loops: a few query rows against the pages of one chunk.
 //!
-//! Three passes over a chunk: all scores; their maximum, exponentials and sums; the values. Nothing is rescaled within
-//! a chunk, a row's result does not depend on the other rows, and codes are unpacked once for all rows of the tile.
+//! Three passes over a chunk: the first computes all scores; the second finds their maximum and computes exponentials
+//! and sums; the third accumulates the values. Nothing is rescaled within a chunk, a row's result does not depend on
+//! the other rows, and codes are unpacked once for all rows of the tile.
 #![allow(clippy::needless_range_loop, reason = "rows and panels index several arrays at once")]
 
 use core::mem::MaybeUninit;
@@ -12,14 +13,14 @@ use super::prefetcher::{KEY_LINES, Prefetcher, SCORE_LINES, VALUE_LINES};
 use crate::layout::{PANEL_ROWS, STEP};
 use crate::simd::{Lanes, ValueLanes};
 
-/// Pages per chunk. Results are computed per chunk, however the work is divided.
+/// Pages per chunk. Softmax is computed per chunk and then merged, for any division of the work.
 pub(super) const CHUNK_PAGES: usize = 16;
 /// Tokens per chunk.
 pub(super) const CHUNK: usize = CHUNK_PAGES * PAGE_TOKENS;
 /// Maximum number of rows of a tile.
 pub(super) const TILE_ROWS: usize = 4;
 
-/// The inputs of a tile, and where it writes.
+/// The inputs and outputs of a tile.
 #[derive(Clone, Copy)]
 pub(super) struct Tile<'a> {
     pub(super) layout: KvLayout,
@@ -29,15 +30,15 @@ pub(super) struct Tile<'a> {
     pub(super) pages: &'a [u32],
     /// The pages that will most likely be read next.
     pub(super) next: &'a [u32],
-    /// Whether this is the first tile to read the chunk, so that pages come from memory and are prefetched.
+    /// Whether this is the first tile to read the chunk. Its pages then come from memory, and are prefetched.
     pub(super) is_first: bool,
     /// Tokens at the beginning of the chunk that no row sees.
     pub(super) first: usize,
-    /// For each row, the end of the tokens of the chunk that it sees, counted from the start of the chunk.
+    /// For each row, the number of the chunk's tokens up to the last that the row sees.
     pub(super) seen: [usize; TILE_ROWS],
     /// Each row's query, `[head_dim]`: `i8` codes, or `f32` for pages of f16.
     pub(super) q: [*const u8; TILE_ROWS],
-    /// The factor from each row's products to scores.
+    /// For each row, the factor that converts integer products to scores.
     pub(super) factor: [f32; TILE_ROWS],
     /// The sum of each row's codes.
     pub(super) sum: [f32; TILE_ROWS],
@@ -45,7 +46,7 @@ pub(super) struct Tile<'a> {
     pub(super) out: *mut f32,
 }
 
-/// For a query row and some tokens: the largest score, and the sum of `exp(score − largest)`.
+/// The softmax statistics of a query row over some tokens: the largest score, and the sum of `exp(score − largest)`.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Mass {
     pub(super) max: f32,
@@ -53,11 +54,11 @@ pub(super) struct Mass {
 }
 
 impl Mass {
-    /// The mass of no tokens.
+    /// The mass of an empty set of tokens.
     pub(super) const NONE: Self = Self { max: f32::NEG_INFINITY, total: 0.0 };
 }
 
-/// A score, and later a probability, for each token of a chunk, row after row.
+/// For each row, the scores of the tokens of a chunk, which are later overwritten by probabilities.
 #[repr(C, align(64))]
 struct Scores<const MR: usize>([[f32; CHUNK]; MR]);
 
@@ -130,7 +131,7 @@ pub(super) unsafe fn attend<L: ValueLanes, const BITS: usize, const MR: usize>(
     masses
 }
 
-/// Bytes of the probabilities per step.
+/// Bytes per step of the probabilities.
 const fn step_bytes<L: ValueLanes, const BITS: usize>() -> usize {
     if BITS == 16 { 32 } else { L::STEP_BYTES }
 }
@@ -175,7 +176,8 @@ unsafe fn keys<L: ValueLanes, const BITS: usize, const MR: usize, const NP: usiz
             let at = page.add(panel * steps * bytes);
             let mut sums = [[L::splat(0); NP]; MR];
             if BITS == 8 && L::OFFSET != 0 {
-                // The offset that was subtracted from every code, times the row's sum: at most 128 · 127 · 512.
+                // Start with the offset that was subtracted from every code, times the row's sum: at most 128 · 127 ·
+                // 512.
                 sums = core::array::from_fn(|m| [L::splat(L::OFFSET * t.sum[m] as i32); NP]);
             }
             for s in 0..steps {
@@ -214,7 +216,7 @@ unsafe fn keys<L: ValueLanes, const BITS: usize, const MR: usize, const NP: usiz
     }
 }
 
-/// Converts scores to probabilities that are not yet divided by their sum; except for f16, they are multiplied with the
+/// Converts scores to probabilities that are not yet divided by their sum. Except for f16, also multiplies them by the
 /// scales of the values. Returns each row's constant part, `Σ p · (zero + centre · scale)`.
 ///
 /// # Safety
@@ -229,11 +231,11 @@ unsafe fn weigh<L: ValueLanes, const BITS: usize, const MR: usize>(
 ) -> [f32; MR] {
     let start = t.first / PAGE_TOKENS * (PAGE_TOKENS / PANEL_ROWS);
     let panels = start..end.div_ceil(PANEL_ROWS);
-    // Panels of which all rows see all tokens.
+    // Panels whose tokens are seen by all rows.
     let min = (0..MR).fold(end, |min, m| min.min(t.seen[m]));
     let whole = t.first.div_ceil(PANEL_ROWS)..min / PANEL_ROWS;
     let bytes = 2 * step_bytes::<L, BITS>();
-    // SAFETY: the caller guarantees that the scores of these panels exist, and pages are those of the chunk.
+    // SAFETY: the caller guarantees that the scores of these panels exist, and panels are those of the chunk's pages.
     unsafe {
         let mut minus = [L::zero(); MR];
         for m in 0..MR {
@@ -262,7 +264,7 @@ unsafe fn weigh<L: ValueLanes, const BITS: usize, const MR: usize>(
                 scale = L::load_f16(grids.add(t.layout.scales_at(false)));
                 zero = L::load_f16(grids.add(t.layout.zeros_at(false)));
                 if !is_whole {
-                    // Slots that were never written may hold anything.
+                    // Slots that were never written may hold any bytes, including NaN.
                     scale = keep::<L>(scale, v, [t.first, end], 0.0);
                     zero = keep::<L>(zero, v, [t.first, end], 0.0);
                 }
@@ -271,7 +273,8 @@ unsafe fn weigh<L: ValueLanes, const BITS: usize, const MR: usize>(
                 let row = rows.add(m * CHUNK);
                 let scores = L::load_f32(row.add(v * PANEL_ROWS).cast());
                 let mut p = exp::<L>(L::fma(scores, one, minus[m]));
-                // `max_f32` and `exp` lose NaN; this addition restores it, since zero times NaN or infinity is NaN.
+                // `max_f32` and `exp` do not propagate NaN. Adding zero times the score does, since zero times NaN or
+                // infinity is NaN.
                 p = L::fma(scores, L::zero(), p);
                 if !is_whole {
                     p = keep::<L>(p, v, [t.first, t.seen[m]], 0.0);
@@ -292,7 +295,8 @@ unsafe fn weigh<L: ValueLanes, const BITS: usize, const MR: usize>(
     }
 }
 
-/// The midpoint, which is subtracted from codes of values so that rounding a probability causes the smallest error.
+/// The midpoint of the codes. It is subtracted from the codes of values, which minimizes the error that rounding a
+/// probability causes.
 const fn centre<const BITS: usize>() -> i32 {
     if BITS == 16 { 0 } else { 1 << (BITS - 1) }
 }
@@ -336,7 +340,7 @@ unsafe fn array<L: Lanes>(lanes: L::F) -> [f32; PANEL_ROWS] {
     array
 }
 
-/// The upper half is added to the lower half: the same order on all instruction sets.
+/// Each step adds the upper half to the lower half, so the order is the same on all instruction sets.
 #[inline(always)]
 fn sum(mut lanes: [f32; PANEL_ROWS]) -> f32 {
     for width in [8, 4, 2, 1] {
@@ -380,8 +384,8 @@ unsafe fn weighted<L: ValueLanes, const BITS: usize, const MR: usize, const NF: 
             ahead.prefetch::<L>(VALUE_LINES[BITS / 8] * NF / 4);
             let p = p.add(s * step_bytes::<L, BITS>());
             if BITS == 16 {
-                // Slots that were never written may be NaN as f16; as codes they are always numbers, which a
-                // probability of 0 cancels.
+                // Unwritten slots are skipped in f16 pages, where they may be NaN. In pages of codes they are finite,
+                // and a probability of 0 cancels them.
                 for i in first.saturating_sub(s * STEP)..STEP.min(last - s * STEP) {
                     let mut v = [L::zero(); NF];
                     for g in 0..NF {

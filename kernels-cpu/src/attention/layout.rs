@@ -28,17 +28,17 @@ use crate::{KernelError, LINE};
 pub const PAGE_TOKENS: usize = 64;
 /// The largest `head_dim`.
 pub const MAX_HEAD_DIM: usize = 512;
-/// Increases whenever the order of bytes changes.
+/// The version of the layout; it increases whenever the order of bytes changes.
 const VERSION: u64 = 1;
 
-/// The format of the values in a cache.
+/// The format of the keys and values in a cache.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum KvType {
     /// 4-bit codes, with one grid per token and head.
     Kv4,
     /// 8-bit codes, with one grid per token and head.
     Kv8,
-    /// f16, the baseline.
+    /// f16, without quantization.
     F16,
 }
 
@@ -61,7 +61,7 @@ pub struct KvLayout {
 }
 
 impl KvLayout {
-    /// The layout of pages for heads of `head_dim` features.
+    /// Creates the layout of pages for heads of `head_dim` features.
     ///
     /// # Errors
     /// When `head_dim` is not a multiple of 16 from 16 to 512.
@@ -72,7 +72,7 @@ impl KvLayout {
         Ok(Self { kind, head_dim })
     }
 
-    /// The format of its values.
+    /// The format of the keys and values.
     pub fn kind(&self) -> KvType {
         self.kind
     }
@@ -82,7 +82,7 @@ impl KvLayout {
         self.head_dim
     }
 
-    /// Bits of a stored number: 4, 8 or 16.
+    /// Bits per stored value: 4, 8 or 16.
     pub fn bits(&self) -> usize {
         match self.kind {
             KvType::Kv4 => 4,
@@ -96,7 +96,7 @@ impl KvLayout {
         self.values_at() + self.code_bytes()
     }
 
-    /// Identifies the order of bytes and everything that it depends on.
+    /// An id of the order of bytes, computed from everything that affects it.
     pub fn id(&self) -> u64 {
         let words = [VERSION, PAGE_TOKENS as u64, self.bits() as u64, self.head_dim as u64];
         // FNV-1a, with a different initial value from that of packed weights.
@@ -105,7 +105,7 @@ impl KvLayout {
         })
     }
 
-    /// Bytes of the codes, or of the f16, of keys; the same as for values.
+    /// The size in bytes of the codes (or f16) of the keys of a page; those of the values have the same size.
     fn code_bytes(&self) -> usize {
         PAGE_TOKENS * self.head_dim * self.bits() / 8
     }
@@ -115,7 +115,7 @@ impl KvLayout {
         PANEL_ROWS * STEP * self.bits() / 8
     }
 
-    /// Offset of the scales of keys, or of values.
+    /// The offset of the scales of keys or of values.
     pub(crate) fn scales_at(&self, is_key: bool) -> usize {
         self.code_bytes() + if is_key { 0 } else { 4 * PAGE_TOKENS }
     }
@@ -124,7 +124,7 @@ impl KvLayout {
         self.scales_at(is_key) + 2 * PAGE_TOKENS
     }
 
-    /// Offset of the codes, or f16, of values.
+    /// The offset of the codes (or f16) of values.
     pub(crate) fn values_at(&self) -> usize {
         let grids = if self.kind == KvType::F16 { 0 } else { 8 * PAGE_TOKENS };
         debug_assert!((self.code_bytes() + grids).is_multiple_of(LINE));
@@ -135,7 +135,7 @@ impl KvLayout {
     ///
     /// # Errors
     /// When a length is wrong, the page has no such slot, or [`quantize_head`] rejects the values (for f16 caches too).
-    /// Nothing is written then.
+    /// On error, nothing is written.
     pub fn write(&self, page: &mut [u8], slot: usize, key: &[f32], value: &[f32]) -> Result<(), KernelError> {
         self.check(page.len(), slot, key.len(), value.len())?;
         check_values(key)?;
@@ -164,7 +164,7 @@ impl KvLayout {
         Ok(())
     }
 
-    /// The features of a token lie in a row of their own: whole bytes.
+    /// Writes the key of a token: one row of each step, so only whole bytes change.
     fn write_key(&self, part: &mut [u8], slot: usize, codes: &[u8]) {
         for (s, step) in codes.chunks_exact(STEP).enumerate() {
             let at = (slot / PANEL_ROWS * (self.head_dim / STEP) + s) * self.step_bytes();
@@ -180,7 +180,7 @@ impl KvLayout {
         }
     }
 
-    /// A token is one column in the steps of all features.
+    /// Writes the value of a token: one column of each step, so with 4 bits only half of each byte changes.
     fn write_value(&self, part: &mut [u8], slot: usize, codes: &[u8]) {
         let place = slot % STEP;
         for (panel, codes) in codes.chunks_exact(PANEL_ROWS).enumerate() {
@@ -274,7 +274,7 @@ mod tests {
                 let row = |slot: usize, by: usize| -> Vec<f32> {
                     (0..d).map(|i| ((i * by + slot * 31) % 97) as f32 / 8.0 - 5.0).collect()
                 };
-                // In reverse order, so that each write has occupied neighbours, and then again.
+                // Writes in reverse order, so that later slots are already occupied, and then overwrites one slot.
                 for slot in (0..PAGE_TOKENS).rev().chain([5]) {
                     layout.write(&mut page, slot, &row(slot, 7), &row(slot, 11)).unwrap();
                 }
@@ -299,7 +299,7 @@ mod tests {
     #[test]
     fn sizes_and_names() {
         let bytes = |kind| KvLayout::new(kind, 128).unwrap().page_bytes();
-        // Per token and head: 64 + 4 bytes twice, 128 + 4 twice, 256 twice.
+        // Bytes per token and head, for the key and again for the value: 64 + 4, 128 + 4, and 256.
         assert_eq!([KvType::Kv4, KvType::Kv8, KvType::F16].map(bytes), [64 * 136, 64 * 264, 64 * 512]);
         let id = |kind, d| KvLayout::new(kind, d).unwrap().id();
         let ids = [id(KvType::Kv4, 128), id(KvType::Kv8, 128), id(KvType::F16, 128), id(KvType::Kv4, 64)];

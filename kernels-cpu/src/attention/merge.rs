@@ -1,13 +1,13 @@
-//! Merges results on parts of a sequence into that of the whole.
+//! Merges the results of attention on parts of a sequence into the result for the whole.
 
 use crate::KernelError;
 
-/// Merges the results of queries on other tokens into their results so far: `out` and `other` are `[rows, head_dim]`,
-/// `lse` and `other_lse` `[rows]`, as returned by [`attend`](super::KvPages::attend).
+/// Merges the results of the same queries on further tokens into `out` and `lse`: `out` and `other` are `[rows,
+/// head_dim]`, `lse` and `other_lse` are `[rows]`, as computed by [`attend`](super::KvPages::attend).
 ///
-/// `out = (w · out + w' · other) / (w + w')` with `w = exp(lse − max)`, `lse = max + ln(w + w')`, computed in `f64`: an
-/// error of `ε` in a log-sum-exp, such as its rounding error of `2⁻²⁴` of itself, changes the result by at most
-/// `ε · |out − other| / 2`.
+/// `out = (w · out + w' · other) / (w + w')` with `w = exp(lse − max)`, `lse = max + ln(w + w')`, computed in `f64`. An
+/// error of `ε` in a log-sum-exp changes the result by at most `ε · |out − other| / 2`; rounding it to `f32` alone
+/// causes `ε = 2⁻²⁴ |lse|`.
 ///
 /// # Errors
 /// When lengths differ, or are not whole rows.

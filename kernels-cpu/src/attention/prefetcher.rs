@@ -3,18 +3,18 @@
 use super::kernel::Tile;
 use crate::simd::Lanes;
 
-/// Lines to prefetch per step of sixty-four keys, for keys of 4, 8 and 16 bits. Fewer lines than a step reads, since
-/// keys take less time than values; the rest is prefetched during the other passes.
+/// Cache lines to prefetch per step of sixty-four keys, for keys of 4, 8 and 16 bits. A step prefetches fewer lines
+/// than it reads, since keys take less time than values; the other passes prefetch the rest.
 pub(super) const KEY_LINES: [usize; 3] = [2, 4, 14];
-/// Lines to prefetch while sixteen scores of every row are converted to probabilities.
+/// Cache lines to prefetch per sixteen scores of every row, while they are converted to probabilities.
 pub(super) const SCORE_LINES: [usize; 3] = [8, 16, 8];
-/// Lines to prefetch while a step of the values of sixty-four features is multiplied.
+/// Cache lines to prefetch per step of the values of sixty-four features.
 pub(super) const VALUE_LINES: [usize; 3] = [5, 10, 18];
-/// Pages of keys that were prefetched before a chunk begins.
+/// The number of pages whose keys were already prefetched when a chunk begins.
 const PREFETCHED_PAGES: usize = 7;
 
-/// Prefetches lines at an even pace, independent of the uneven pace at which the passes read them: the keys of a chunk,
-/// its values, and the first keys of the next.
+/// Prefetches cache lines at an even pace, although the passes read them at an uneven one: first the keys of a chunk,
+/// then its values, then the first keys of the next chunk.
 pub(super) struct Prefetcher<'a> {
     tile: &'a Tile<'a>,
     pages: &'a [u32],
@@ -63,7 +63,7 @@ impl<'a> Prefetcher<'a> {
             half if half < count => (self.pages.get(half), 0..keys),
             half if half < 2 * count => (self.pages.get(half - count), keys..all),
             half if half < 2 * count + PREFETCHED_PAGES => (self.tile.next.get(half - 2 * count), 0..keys),
-            // Nothing is left; each call then costs two comparisons.
+            // Everything is prefetched; further calls cost two comparisons each.
             _ => (None, 0..0),
         };
         let Some(&page) = page else { return };

@@ -4,17 +4,18 @@ use super::grid::ROUND;
 use crate::KernelError;
 use crate::activation::SMALLEST;
 
-/// The limit for queries and factors: beyond it, scores might overflow `f32`, so the row's result is NaN.
+/// The largest allowed magnitude of queries and factors. Beyond it scores might overflow `f32`, so the row's result is
+/// NaN.
 pub const MAX_QUERY: f32 = 1e27;
 
-/// The largest magnitude; NaN or infinite if a value is.
+/// The largest magnitude; infinite or NaN if any value is.
 pub(super) fn largest(q: &[f32]) -> f32 {
     f32::from_bits(q.iter().fold(0, |largest, x| (x.to_bits() & 0x7fff_ffff).max(largest)))
 }
 
-/// Quantizes a query of one head to int8, as [`Int8Rows`](crate::Int8Rows) quantizes rows: `s = max |q| / 127`,
-/// `a = round(q · (127 / max |q|))` half to even. Returns `s` and `Σ a`; all are zero if the largest magnitude is below
-/// [`SMALLEST`], and `s` is NaN if a value is not finite.
+/// Quantizes a query of one head to int8, as [`Int8Rows`](crate::Int8Rows) quantizes rows: `s = max |q| / 127`, `a =
+/// round(q · (127 / max |q|))` half to even. Returns `s` and `Σ a`. If the largest magnitude is below [`SMALLEST`], the
+/// codes and results are all zero; if a value is not finite, `s` is NaN.
 ///
 /// # Errors
 /// When `codes` has the wrong length.
@@ -23,7 +24,7 @@ pub fn quantize_query(q: &[f32], codes: &mut [i8]) -> Result<(f32, i32), KernelE
     Ok(quantize(q, codes))
 }
 
-/// Same as [`quantize_query`], for `codes` of the same length as `q`.
+/// Same as [`quantize_query`], but `codes` must have the length of `q`.
 pub(super) fn quantize(q: &[f32], codes: &mut [i8]) -> (f32, i32) {
     let largest = largest(q);
     if !largest.is_finite() || largest < SMALLEST {

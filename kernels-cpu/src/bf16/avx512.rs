@@ -1,5 +1,5 @@
-//! The tile of a strip and a panel on `avx512bf16`: 24 accumulators; each step uses two registers of the panel and
-//! twelve broadcast pairs of the strip.
+//! The product of one strip and one panel on `avx512bf16`: 24 accumulators; each step multiplies two registers of the
+//! panel by twelve broadcast pairs of the strip.
 
 use core::arch::x86_64::{
     __m512bh, __m512i, _mm512_dpbf16_ps, _mm512_loadu_si512, _mm512_set1_epi32, _mm512_setzero_ps,

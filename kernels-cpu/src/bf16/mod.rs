@@ -24,12 +24,12 @@ pub const LEFT_ROWS: usize = 12;
 /// Rows per panel of the right operand.
 pub const RIGHT_ROWS: usize = 32;
 
-/// Proof that the processor has `avx512bf16`.
+/// A token that proves that the processor has `avx512bf16`.
 #[derive(Debug, Clone, Copy)]
 pub struct Bf16Token(());
 
 impl Bf16Token {
-    /// Returns the proof if the processor has the instructions and `QUANT_ISA`, if set, does not name a path without
+    /// Returns the token if the processor has the instructions and `QUANT_ISA`, if set, does not name a path without
     /// them.
     pub fn detect() -> Option<Self> {
         Isa::dense_bf16().then_some(Self(()))
@@ -44,7 +44,7 @@ pub struct LeftBf16(Packed<LEFT_ROWS>);
 #[derive(Debug, Clone)]
 pub struct RightBf16(Packed<RIGHT_ROWS>);
 
-/// Strips of `R` rows: `[⌈rows / R⌉, ⌈k / 2⌉, R]` pairs.
+/// A packed operand: strips of `R` rows, `[⌈rows / R⌉, ⌈k / 2⌉, R]` pairs.
 #[derive(Debug, Clone)]
 struct Packed<const R: usize> {
     rows: usize,
@@ -79,7 +79,7 @@ fn pack_strip<const R: usize>(rows: &[f32], k: usize, strip: &mut [u32]) {
     }
 }
 
-/// The 16 bits of a value rounded half to even. NaN stays NaN.
+/// Returns the 16 bits of a value rounded to bf16, half to even. NaN stays NaN.
 fn to_bf16(value: f32) -> u32 {
     let bits = value.to_bits();
     let rounded = bits.wrapping_add(0x7fff + (bits >> 16 & 1)) >> 16;
@@ -113,10 +113,10 @@ macro_rules! operand {
                 self.0.words.chunks_mut((self.0.pairs * $rows).max(1))
             }
 
-            /// Packs some rows of width `k` into a zeroed strip.
+            /// Packs rows of width `k` into a zeroed strip.
             ///
             /// # Panics
-            /// When there are more rows than in a strip, or they are not whole.
+            /// When there are more rows than a strip holds, or the length of `rows` is not a multiple of `k`.
             pub fn pack_rows(rows: &[f32], k: usize, strip: &mut [u32]) {
                 assert!(k > 0 && rows.len().is_multiple_of(k), "not whole rows");
                 assert!(rows.len() / k <= $rows, "more rows than a strip has");
@@ -135,17 +135,18 @@ macro_rules! operand {
 operand!(LeftBf16, LEFT_ROWS, "a left operand");
 operand!(RightBf16, RIGHT_ROWS, "a right operand");
 
-/// Computes some rows of `left · rightᵀ`: those of the strips `first` to `first + ⌈rows / LEFT_ROWS⌉`.
+/// Computes some rows of `left · rightᵀ`: those of the strips from `first` to before `first + ⌈rows / LEFT_ROWS⌉`.
 ///
 /// `out` is `[rows, n]`, row-major; it is overwritten. Allocates nothing and spawns no threads.
 ///
 /// # Panics
-/// When the operands have different widths, or `out` is not whole rows that `left` has, starting at strip `first`.
+/// When the operands have different widths, the length of `out` is not a multiple of `n`, or `left` has fewer rows from
+/// strip `first` on than `out`.
 pub fn bf16_gemm(token: Bf16Token, left: &LeftBf16, first: usize, right: &RightBf16, out: &mut [f32]) {
     check(left, first, right, out.len());
     let (left, right) = (&left.0, &right.0);
     let n = right.rows;
-    // Panel by panel, so that a panel stays in the L1 cache while all strips pass.
+    // Panels are the outer loop, so that a panel stays in the L1 cache while all strips are multiplied with it.
     for panel in 0..n.div_ceil(RIGHT_ROWS) {
         let columns = panel * RIGHT_ROWS..((panel + 1) * RIGHT_ROWS).min(n);
         for (i, out) in out.chunks_mut(LEFT_ROWS * n).enumerate() {
@@ -205,7 +206,7 @@ mod tests {
         }
     }
 
-    /// The product of the rounded operands in `f64`, and the sum of magnitudes.
+    /// Returns the product of the rounded operands in `f64`, and the sums of magnitudes.
     fn exact(left: &[f32], right: &[f32], k: usize) -> Vec<(f64, f64)> {
         let row = |l: &[f32], r: &[f32]| {
             let terms = l.iter().zip(r).map(|(a, b)| rounded(*a) * rounded(*b));
@@ -215,7 +216,7 @@ mod tests {
     }
 
     fn values(len: usize, seed: u32) -> Vec<f32> {
-        // Magnitudes over twelve powers of two, both signs.
+        // Values whose magnitudes span twelve powers of two, of both signs.
         let mut state = seed | 1;
         (0..len)
             .map(|_| {
@@ -267,14 +268,14 @@ mod tests {
         }
     }
 
-    /// Checks that are made before any instruction, on all processors.
+    /// The widths are checked before any instruction is used, so this panics on all processors.
     #[test]
     #[should_panic(expected = "different widths")]
     fn operands_of_different_widths_panic() {
         check(&LeftBf16::pack(&[1.0; 4], 4), 0, &RightBf16::pack(&[1.0; 2], 2), 1);
     }
 
-    /// Three values and four are two pairs each.
+    /// Both operands have two pairs, but widths of three and four.
     #[test]
     #[should_panic(expected = "different widths")]
     fn operands_with_the_same_pairs_panic() {

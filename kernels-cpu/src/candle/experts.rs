@@ -10,7 +10,8 @@ use crate::activation::resize;
 use crate::experts::{Expert, ExpertGate, ExpertRows, ExpertWeight, Experts, ExpertsPlan, Routing};
 use crate::{Bf16Parts, Element, IsaToken, KernelError, PackedLinear, narrow};
 
-/// Maximum number of tokens per call: limits memory for long prompts, and leaves enough rows per expert.
+/// The maximum number of tokens per call. It limits the memory for long prompts, but is large enough for many rows per
+/// expert.
 const TOKENS: usize = 1024;
 
 /// A linear of an expert.
@@ -35,9 +36,9 @@ impl From<Arc<PackedLinear>> for ExpertLinear {
 }
 
 /// `y[t] = Σ_e w[t, e] · down_e(act(gate_e(x[t]), up_e(x[t])))`, the experts of a layer in one call, see
-/// [`experts`](crate::experts). Clones share weights and runner.
+/// [`experts`](crate::experts). Clones share the weights and the runner.
 ///
-/// The [`Runner`] keeps as much memory as the largest call needed. More than 1024 tokens are processed 1024 at a time,
+/// The [`Runner`] keeps as much memory as the largest call needed. Longer inputs are processed 1024 tokens at a time,
 /// which does not change the results.
 #[derive(Debug, Clone)]
 pub struct QuantizedExperts {
@@ -46,15 +47,15 @@ pub struct QuantizedExperts {
     rows: ExpertRows,
     gate: ExpertGate,
     runner: Runner,
-    /// The plan of the last call, since successive calls often have the same number of tokens.
+    /// The plan of the last call, reused because successive calls often have the same number of tokens.
     plan: Arc<Mutex<Option<ExpertsPlan>>>,
 }
 
 impl QuantizedExperts {
-    /// Creates the operation from each expert's gate, up and down.
+    /// Creates the operation from the gate, up and down linears of each expert.
     ///
     /// # Errors
-    /// When experts do not match each other, see [`Experts::new`], or do not support these activations; static
+    /// When the experts do not match each other (see [`Experts::new`]) or do not support these activations. Static
     /// activations are not supported.
     pub fn new(
         experts: Vec<[ExpertLinear; 3]>,
@@ -92,7 +93,7 @@ impl QuantizedExperts {
     /// Runs the experts on slices: `x` is `[tokens, hidden]`; `out` has the same shape and is overwritten.
     ///
     /// # Errors
-    /// See [`Experts::run`]; also when memory is short.
+    /// See [`Experts::run`]; also when memory allocation fails.
     pub fn run<E: Element>(
         &self,
         x: &[E],
@@ -140,11 +141,11 @@ impl QuantizedExperts {
     }
 
     /// Runs the experts on `x` `[.., hidden]` in f32, f16 or bf16, with `experts` `[.., top_k]` in u32 and `weights`
-    /// `[.., top_k]` in f32, all in main memory. The result is `[.., hidden]` in the type of `x`; sums are f32 and
-    /// rounded once. Gradients are not supported.
+    /// `[.., top_k]` in f32, all in main memory. The result is `[.., hidden]` in the type of `x`; it is accumulated in
+    /// f32 and rounded once. Gradients are not supported.
     ///
     /// # Errors
-    /// When a type, device or shape is wrong, or an expert does not exist.
+    /// When a type, device or shape is wrong, or an index of an expert is out of range.
     pub fn forward(&self, x: &Tensor, experts: &Tensor, weights: &Tensor) -> Result<Tensor> {
         let name = "quantized-experts";
         let dims = x.dims();
@@ -189,7 +190,7 @@ impl QuantizedExperts {
         }
     }
 
-    /// [`run`](Self::run), with results rounded to the type of `x`.
+    /// Same as [`run`](Self::run), but rounds the results to the type of `x`.
     fn run_narrow<E: Element>(
         &self,
         x: &[E],

@@ -81,7 +81,7 @@ impl QuantizedLinear {
         Ok(Some(first))
     }
 
-    /// Passes the values of `x` `[.., k]` to `work`.
+    /// Calls `work` with the values of `x` `[.., k]`.
     pub(super) fn with_rows<T>(&self, x: &Tensor, work: impl FnOnce(Lent<'_>) -> Result<T>) -> Result<T> {
         if x.dtype() != DType::F32 || !x.device().is_cpu() {
             bail!("expected an f32 input on the CPU, got {} on {:?}", x.dtype().as_str(), x.device());
@@ -100,8 +100,8 @@ impl QuantizedLinear {
         work(Lent { values: part(values, start, x.elem_count())?, dims })
     }
 
-    /// Multiplies rows with linears that share their input. `made` turns the values of `x` into rows; it keeps their
-    /// number.
+    /// Multiplies rows with linears that share their input. `made` computes the rows from the values of `x`; their
+    /// number does not change.
     pub(super) fn products_of<'x>(
         linears: &[&Self],
         x: Lent<'x>,

@@ -60,14 +60,14 @@ pub enum Activations {
     Float,
     /// Int8 with one scale per token (W4A8, W8A8).
     PerToken,
-    /// Int8 with one scale and zero point. A zero point other than 0 requires weights packed with sums.
+    /// Int8 with one scale and zero point for all tokens. A zero point other than 0 requires weights packed with sums.
     Static(StaticScale),
 }
 
-/// Threads and memory that the linears of a model share.
+/// The threads and memory that the linears of a model share.
 ///
-/// A call reuses memory of earlier calls and returns it for later ones: the runner keeps as much as the largest
-/// concurrent calls have needed. Clones share it.
+/// The memory of a finished call is reused by later calls, so the runner keeps as much as the largest concurrent calls
+/// have needed. Clones share the same threads and memory.
 #[derive(Clone)]
 pub struct Runner {
     parallel: Arc<dyn Parallel + Send>,
@@ -80,9 +80,9 @@ impl Runner {
         Self { parallel: Arc::new(parallel), idle: Arc::default() }
     }
 
-    /// Frees the memory kept from earlier calls, for example after a long prompt.
+    /// Frees the memory that is kept for later calls, for example after a long prompt.
     pub fn release(&self) {
-        // Do not hold the lock while memory is freed.
+        // Release the lock before the memory is freed.
         let idle = std::mem::take(&mut *self.idle.lock().unwrap_or_else(PoisonError::into_inner));
         drop(idle);
     }
@@ -126,9 +126,9 @@ impl CallMemory {
 /// `y = x Ŵᵀ + b` with packed weights `[n, k]`.
 ///
 /// The input is `[.., k]` in `f32`, f16 or bf16, in main memory, with any strides; non-contiguous input is copied
-/// first. The result is `[.., n]` in the type of the input: sums are `f32` and rounded once, half to even. Gradients
-/// are not supported: none flows through the result of [`forward`](Module::forward), and after `apply_op1` `backward`
-/// fails. Clones share weights and runner.
+/// first. The result is `[.., n]` in the type of the input; it is accumulated in `f32` and rounded once, half to even.
+/// Gradients are not supported: the result of [`forward`](Module::forward) is detached, and `backward` fails on the
+/// result of `apply_op1`. Clones share the weights and the runner.
 #[derive(Debug, Clone)]
 pub struct QuantizedLinear {
     weight: Arc<PackedLinear>,
@@ -140,15 +140,15 @@ impl QuantizedLinear {
     /// Creates a linear with these weights, and the bias that they were packed with.
     ///
     /// # Errors
-    /// When a static scale is not positive, or has a zero point that requires sums and the weights were packed without
-    /// them.
+    /// When a static scale is not positive and finite, or its zero point requires sums and the weights were packed
+    /// without them.
     pub fn new(
         weight: Arc<PackedLinear>,
         activations: Activations,
         runner: &Runner,
     ) -> std::result::Result<Self, KernelError> {
         let linear = Self { weight, activations, runner: runner.clone() };
-        // Quantize no rows, to detect errors that do not depend on the input.
+        // Quantizing zero rows reports errors that do not depend on the input.
         linear.multiply::<f32>(&[], &mut [])?;
         Ok(linear)
     }
@@ -158,7 +158,7 @@ impl QuantizedLinear {
         &self.weight
     }
 
-    /// Threads and memory.
+    /// The threads and memory that this linear uses.
     pub fn runner(&self) -> &Runner {
         &self.runner
     }
@@ -171,7 +171,7 @@ impl QuantizedLinear {
     /// Runs the linear on slices: `x` is `[m, k]`, `out` is `[m, n]`, row-major and overwritten.
     ///
     /// # Errors
-    /// When `x` is not whole rows, or `out` has the wrong length.
+    /// When the length of `x` is not a multiple of `k`, or `out` has the wrong length.
     pub fn multiply<E: Element>(&self, x: &[E], out: &mut [f32]) -> std::result::Result<(), KernelError> {
         self.runner.with_memory(|rows, parallel| {
             self.multiply_in(&mut rows.float, &mut rows.whole, x, out, parallel)
@@ -196,11 +196,13 @@ impl QuantizedLinear {
             && RowLayout::of(self.weight.layout()) == RowLayout::of(other.weight.layout())
     }
 
-    /// Runs several linears on the same input, such as queries, keys and values: it is quantized or packed once, and
-    /// threads synchronize once. Results are bit-identical to separate calls of [`forward`](Module::forward).
+    /// Runs several linears on the same input, such as those of queries, keys and values. The input is quantized or
+    /// packed once, and threads synchronize once. Results are bit-identical to separate calls of
+    /// [`forward`](Module::forward).
     ///
     /// # Errors
-    /// When two linears cannot [share their input](Self::shares_input_with), and as [`forward`](Module::forward).
+    /// When two linears cannot [share their input](Self::shares_input_with), or for any reason for which
+    /// [`forward`](Module::forward) fails.
     pub fn forward_each(linears: &[&Self], x: &Tensor) -> Result<Vec<Tensor>> {
         let Some(first) = Self::first_of(linears)? else { return Ok(Vec::new()) };
         if x.dtype() != DType::F32 || !x.device().is_cpu() {
@@ -209,10 +211,11 @@ impl QuantizedLinear {
         first.with_rows(x, |x| Self::products_of(linears, x, Values::Plain))
     }
 
-    /// [`run`](Self::run), with results rounded to the type of `x`.
+    /// Same as [`run`](Self::run), but rounds the results to the type of `x`.
     fn multiply_narrow<E: Element>(&self, x: &[E], out: &mut [E]) -> std::result::Result<(), KernelError> {
         self.runner.with_memory(|rows, parallel| {
-            // Only grows, so that a call with few rows clears no memory of one with many.
+            // The buffer never shrinks. Otherwise it would have to be zeroed again when a call with few rows is
+            // followed by one with many.
             let room = rows.out.len().max(out.len());
             resize(&mut rows.out, Some(room))?;
             let sums = &mut rows.out[..out.len()];
@@ -288,7 +291,7 @@ impl CustomOp1 for QuantizedLinear {
     }
 }
 
-/// The elements that a layout describes.
+/// Returns the `count` elements from `start` on, or an error if `x` is shorter.
 fn part<E>(x: &[E], start: usize, count: usize) -> Result<&[E]> {
     let left = x.get(start..).and_then(|left| left.get(..count));
     left.ok_or_else(|| {

@@ -3,22 +3,22 @@
 //! `y[t] = Σ_e w[t, e] · down_e(act(gate_e(x[t]), up_e(x[t])))` over the experts that token `t` is routed to.
 //!
 //! Every product is bit-identical to [`multiply_each`](crate::multiply_each) or
-//! [`multiply_float_each`](crate::multiply_float_each) on the rows that are routed to the expert; so the result equals
-//! a loop of separate products ([`reference::experts`](crate::reference::experts)) on every path, for any routing,
-//! division of work and number of threads. A token's terms are added in the order of experts, and those of an expert
-//! that it lists twice in the order of its slots; each is rounded before it is added.
+//! [`multiply_float_each`](crate::multiply_float_each) on the rows that are routed to the expert. The result therefore
+//! equals a loop of separate products ([`reference::experts`](crate::reference::experts)) on every path, for any
+//! routing, division of work and number of threads. A token's terms are added in the order of experts (if a token lists
+//! an expert twice, in the order of its slots); each term is rounded before it is added.
 //!
 //! Experts may differ in codes, groups, scales and zero points. An [`ExpertsPlan`] describes a call and the maximum
-//! memory that it needs for any routing; an [`ExpertsWorkspace`] is this memory, and a call allocates nothing.
+//! memory that it needs for any routing. An [`ExpertsWorkspace`] holds this memory, so that a call allocates nothing.
 //!
-//! A call has four steps. In each, threads share all the work, and synchronize at the end:
+//! A call has four steps. Threads share the work of each step, and synchronize at its end:
 //!
 //! 1. The rows of each expert are gathered and quantized or packed.
-//! 2. Gate and up are multiplied, by pieces of rows and panels, and the activation is applied while their results are
-//!    in the L1 cache.
+//! 2. Gate and up are multiplied in pieces of some rows and panels. The activation is applied to each piece while its
+//!    results are in the L1 cache.
 //! 3. The result is quantized or packed.
 //! 4. `down` is multiplied by columns: a piece of work computes some columns of all experts, and adds each row to its
-//!    token as soon as it is multiplied. So no thread waits for the one that has the expert with the most tokens.
+//!    token as soon as it is multiplied. The work is thus balanced even if one expert has most of the tokens.
 
 mod plan;
 mod routing;
@@ -50,8 +50,8 @@ impl<'a> From<&'a crate::PackedLinear> for ExpertWeight<'a> {
     }
 }
 
-/// The weights of one expert, with their own bits, groups, scales and zero points; `gate` and `up` read the same rows,
-/// and so must have the same groups.
+/// The weights of one expert, each with its own bits, groups, scales and zero points. `gate` and `up` must have the
+/// same groups, since they read the same rows.
 #[derive(Debug, Clone, Copy)]
 pub struct Expert<'a> {
     /// `[inner, hidden]`
@@ -62,7 +62,7 @@ pub struct Expert<'a> {
     pub down: ExpertWeight<'a>,
 }
 
-/// The function of gate and up.
+/// The function that combines the outputs of gate and up.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 #[non_exhaustive]
 pub enum ExpertGate {
@@ -71,11 +71,11 @@ pub enum ExpertGate {
     Silu,
     /// `gelu(gate) · up`, see [`reference::gelu_tanh`](crate::reference::gelu_tanh).
     GeluTanh,
-    /// The gate of gpt-oss, see [`reference::clamped_gate`](crate::reference::clamped_gate).
+    /// The clamped gate of gpt-oss, see [`reference::clamped_gate`](crate::reference::clamped_gate).
     Clamped {
         /// The factor of the gate inside the sigmoid.
         alpha: f32,
-        /// The bound of both inputs; not negative.
+        /// The bound to which both inputs are clamped; not negative.
         limit: f32,
     },
 }
@@ -93,7 +93,7 @@ impl ExpertGate {
     }
 }
 
-/// The form of the rows that weights are multiplied with.
+/// The form of the rows that the weights are multiplied with.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ExpertRows {
@@ -111,14 +111,14 @@ pub enum ExpertRows {
 /// };
 /// use quant_kernels_cpu::{IsaToken, PackedLinear, Serial, WeightView};
 ///
-/// // One matrix stands for all three of both experts.
+/// // For brevity, both experts use the same matrix for gate, up and down.
 /// let view = WeightView::new([8, 8], 4, 8, &[9; 64], &[0.125; 8], None)?;
 /// let weight = PackedLinear::pack(&view, None, false, &Serial)?;
 /// let part = || (&weight).into();
 /// let all = [0, 1].map(|_| Expert { gate: part(), up: part(), down: part() });
 /// let experts = Experts::new(&all)?;
 ///
-/// // For up to four tokens with two experts each; then as often as wanted.
+/// // A plan for calls of up to four tokens with two experts each.
 /// let (token, rows) = (IsaToken::detect(), ExpertRows::Int8);
 /// let plan = ExpertsPlan::new::<f32>(&experts, token, rows, ExpertGate::Silu, 4, 2)?;
 /// let mut workspace = ExpertsWorkspace::default();
@@ -233,7 +233,7 @@ mod tests {
     use crate::Isa;
     use crate::reference::{clamped_gate, gelu_tanh, silu};
 
-    /// All pairs of a few values: ordinary, tiny, huge, and not finite.
+    /// All pairs of values from ordinary, tiny, huge and not finite ones.
     fn pairs() -> (Vec<f32>, Vec<f32>) {
         let special = [0.0, -0.0, 1e-40, -1e-30, 87.1, -87.1, 3e20, -3e20, f32::MAX, f32::INFINITY, f32::NAN];
         let ordinary = (-300..300).map(|i| i as f32 * 0.037);
@@ -265,7 +265,7 @@ mod tests {
         }
     }
 
-    /// The definitions equal the formulas, within the stated errors.
+    /// The reference functions match the formulas within the documented errors.
     #[test]
     fn definitions_are_the_formulas() {
         for i in -400_000..400_000 {
@@ -278,7 +278,7 @@ mod tests {
             let u = 0.6_f32;
             let exact = x.min(7.0) / (1.0 + (-1.702 * x.min(7.0)).exp()) * 1.6;
             let off = (f64::from(clamped_gate(g, u, 1.702, 7.0)) - exact).abs();
-            // The effect on an exponential of rounding 1.702 · g.
+            // The relative effect on the exponential of rounding 1.702 · g.
             assert!(off <= exact.abs() * 2.0_f64.powi(-18), "clamped gate of {g}");
         }
         assert_eq!((gelu_tanh(100.0), gelu_tanh(-100.0)), (100.0, 0.0));

@@ -11,7 +11,7 @@ use crate::layout::LINE;
 use crate::linear::{self, Path};
 use crate::{FloatRows, Int8Rows, IsaToken, KernelError, Layout};
 
-/// The parameters of a call, and the maximum memory that it needs, whatever the routing.
+/// The parameters of a call, and the maximum memory that it needs for any routing.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct ExpertsPlan {
     pub(super) token: IsaToken,
@@ -69,7 +69,7 @@ impl ExpertsPlan {
         Ok(plan)
     }
 
-    /// Whether this is a plan for `tokens` tokens and `top_k` slots, for activations of type `E`.
+    /// Whether the plan is for exactly `tokens` tokens and `top_k` slots, with activations of type `E`.
     #[cfg(feature = "candle")]
     pub(crate) fn is_of<E: Element>(&self, tokens: usize, top_k: usize) -> bool {
         self.kind == E::KIND && self.tokens == tokens && self.top_k == top_k
@@ -85,7 +85,7 @@ impl ExpertsPlan {
         self.top_k
     }
 
-    /// The minimum size in bytes of an [`ExpertsWorkspace`] after it is [reserved](ExpertsWorkspace::reserve).
+    /// The number of bytes that an [`ExpertsWorkspace`] holds at least after [`reserve`](ExpertsWorkspace::reserve).
     pub fn workspace_bytes(&self) -> usize {
         self.bytes().unwrap_or(usize::MAX)
     }
@@ -105,7 +105,7 @@ impl ExpertsPlan {
     fn buffer_bytes(&self, extent: &Extent) -> Option<usize> {
         let Extent { rows, codes, sums, tiles, tile_sums, computed } = *extent;
         let (code, extra) = match self.rows {
-            // `sums` is stored twice (the other is `eights`), and each row has a scale.
+            // Int8 rows store `sums` and `eights` of equal length, and a scale per row.
             ExpertRows::Int8 => (1, sums.checked_mul(2)?.checked_add(rows)?.checked_add(tile_sums)?),
             ExpertRows::Float(_) => (4, sums.max(tile_sums)),
         };
@@ -113,7 +113,7 @@ impl ExpertsPlan {
         codes.checked_mul(code)?.checked_add(tiles.checked_mul(LINE)?)?.checked_add(words)
     }
 
-    /// The maximum number of rows of all experts.
+    /// The maximum total number of rows of all experts.
     fn max_rows(&self) -> usize {
         self.tokens * self.top_k
     }
@@ -123,7 +123,7 @@ impl ExpertsPlan {
         self.shape[0].min(self.max_rows())
     }
 
-    /// Empty buffers.
+    /// Creates the empty buffers for both kinds of rows.
     fn buffers(&self) -> [Buffer; 2] {
         [(); 2].map(|()| match self.rows {
             ExpertRows::Int8 => Buffer::Int8(Int8Rows::new(self.token)),
@@ -132,10 +132,10 @@ impl ExpertsPlan {
     }
 }
 
-/// The memory of calls, reused by each.
+/// The memory of a call, reused by later calls.
 #[derive(Debug, Default)]
 pub struct ExpertsWorkspace {
-    /// The plan that it was last reserved for.
+    /// The plan for which the workspace was last reserved.
     plan: Option<ExpertsPlan>,
     pub(super) rows: SortedRows,
     pub(super) active: Vec<Active>,
@@ -146,10 +146,10 @@ pub struct ExpertsWorkspace {
 }
 
 impl ExpertsWorkspace {
-    /// Makes room for calls of this plan. Memory of earlier plans is reused.
+    /// Allocates the memory for calls of this plan. Memory of earlier plans is reused.
     ///
     /// # Errors
-    /// When memory is short; the workspace is then unusable until a call succeeds.
+    /// When memory allocation fails; the workspace is then unusable until a later call of this function succeeds.
     pub fn reserve(&mut self, plan: &ExpertsPlan) -> Result<(), KernelError> {
         if self.plan.as_ref() == Some(plan) {
             return Ok(());
@@ -172,12 +172,13 @@ impl ExpertsWorkspace {
         Ok(())
     }
 
-    /// Frees its memory.
+    /// Frees the workspace's memory.
     pub fn release(&mut self) {
         *self = Self::default();
     }
 
-    /// Fails unless it was reserved for this plan, or for one of the same kind that needs at least as much.
+    /// Fails unless the workspace was reserved for this plan, or for one with the same instruction set and kind of rows
+    /// that needs at least as much memory.
     pub(super) fn require(&self, plan: &ExpertsPlan) -> Result<(), KernelError> {
         let enough = self.plan.as_ref().is_some_and(|own| {
             let same = own.token == plan.token && own.rows == plan.rows;
@@ -231,7 +232,7 @@ impl Buffer {
         }
     }
 
-    /// The maximum size of `rows` rows of `count` experts with this layout.
+    /// The maximum size for `rows` rows of this layout, divided among `count` experts.
     fn bound(&self, rows: usize, count: usize, layout: RowLayout, buffer_len: usize) -> Option<Extent> {
         let tiling = self.tiling_of(TILE_ROWS, layout, false);
         Extent::bound(rows, count, layout, tiling, self.in_strips(), buffer_len)
@@ -252,7 +253,7 @@ impl Buffer {
         }
     }
 
-    /// Adds the rows of an expert; `buffer_len` is the width of computed rows.
+    /// Adds the rows of an expert and returns their segment; `buffer_len` is the width of computed rows.
     pub(super) fn add(
         &self,
         extent: &mut Extent,
@@ -264,7 +265,7 @@ impl Buffer {
         extent.add(m, layout, self.tiling_of(m, layout, in_bf16), self.in_strips(), buffer_len)
     }
 
-    /// The memory, for threads to write rows to; `in_bf16` states that the input type is bf16.
+    /// The buffers, for threads to write rows to; `in_bf16` states whether the input type is bf16.
     pub(super) fn memory(&mut self, in_bf16: bool) -> Memory<'_> {
         match self {
             Self::Int8(rows) => Memory::Int8(rows.memory()),
@@ -275,7 +276,7 @@ impl Buffer {
         }
     }
 
-    /// The rows of a segment in the form that products read.
+    /// The rows of a segment in the form that kernels read.
     pub(super) fn rows(&self, token: IsaToken, all: &Segment) -> linear::ActivationRows<'_> {
         match self {
             Self::Int8(rows) => linear::ActivationRows::int8(rows, token, Some(all)),
@@ -283,7 +284,7 @@ impl Buffer {
         }
     }
 
-    /// The path of a product with these weights.
+    /// The kernel path for a product of these rows with weights of this layout.
     pub(super) fn path(&self, token: IsaToken, layout: &Layout) -> Path {
         match self {
             Self::Int8(_) => Path::whole(token, layout, 0),
@@ -292,7 +293,7 @@ impl Buffer {
     }
 }
 
-/// The memory of int8 or floating-point rows.
+/// The buffers of int8 or floating-point rows.
 pub(super) enum Memory<'a> {
     Int8(Int8Memory<'a>),
     Float(FloatMemory<'a>),

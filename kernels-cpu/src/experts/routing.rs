@@ -1,8 +1,8 @@
-//! Sorts tokens by expert: the rows of each expert, one expert after the other.
+//! Sorts tokens by expert, so that the rows of each expert are contiguous.
 
 use crate::KernelError;
 
-/// Marks an unused slot, for tokens that are routed to fewer experts than others.
+/// Marks an unused slot, for a token with fewer than `top_k` experts.
 pub const NO_EXPERT: u32 = u32::MAX;
 
 /// The experts that each token is routed to, with their weights.
@@ -23,16 +23,16 @@ pub(super) struct SortedRows {
     pub(super) tokens: Vec<u32>,
     /// The weight of each row.
     pub(super) weights: Vec<f32>,
-    /// The start of each expert's rows, and the total.
+    /// The index of the first row of each expert, followed by the total number of rows.
     pub(super) starts: Vec<u32>,
 }
 
 impl SortedRows {
-    /// Sorts without allocating: `tokens` and `weights` must have capacity for all slots, `starts` for one more than
-    /// the number of experts.
+    /// Sorts without allocating: `tokens` and `weights` must have capacity for all slots, and `starts` for the number
+    /// of experts plus one.
     ///
     /// # Errors
-    /// When an expert is out of range.
+    /// When the index of an expert is out of range.
     pub(super) fn sort(&mut self, routing: &Routing<'_>, experts: usize) -> Result<(), KernelError> {
         self.starts.clear();
         self.starts.resize(experts + 1, 0);
@@ -40,7 +40,7 @@ impl SortedRows {
             if expert == NO_EXPERT {
                 continue;
             }
-            // Counts are stored one index later, so that they become starts.
+            // Counts are stored at the next index, so that their running sum gives the starts.
             match self.starts.get_mut(expert as usize + 1) {
                 Some(count) => *count += 1,
                 None => {
@@ -69,7 +69,7 @@ impl SortedRows {
             self.weights[*next as usize] = weight;
             *next += 1;
         }
-        // Each start is now that of the next expert.
+        // Placing the rows advanced each start to that of the next expert, so shift them back.
         self.starts.rotate_right(1);
         self.starts[0] = 0;
         Ok(())

@@ -14,23 +14,23 @@ use crate::linear::{ActivationRows, Out, Path};
 use crate::parallel::Disjoint;
 use crate::{KernelError, Parallel, Serial};
 
-/// Results of a part of a product, which stay in the L1 cache until they are used.
+/// The maximum number of results per part of a product: few enough to stay in the L1 cache until they are used.
 const RESULTS: usize = 8192;
-/// Pieces of work per thread; threads wait for the last piece to end.
+/// Pieces of work per thread: many, so that threads do not wait long for the last piece.
 const PIECES_PER_THREAD: usize = 16;
-/// Pieces of work per thread for few rows, which are limited by memory: memory is read fastest sequentially, and each
-/// piece starts at a new address.
+/// Pieces of work per thread for few rows. Their speed is limited by memory bandwidth, which is highest for long
+/// sequential reads, so pieces are larger.
 const FEW_PIECES_PER_THREAD: usize = 4;
-/// Minimum and maximum number of panels per piece: few rows process four at once, and more than the maximum saves
-/// nothing.
+/// The minimum and maximum number of panels per piece. With few rows the kernel processes four panels at once; pieces
+/// of more than sixteen are not faster.
 const CHUNK: [usize; 2] = [4, 16];
-/// Maximum number of panels per piece for few rows.
+/// The maximum number of panels per piece for few rows.
 const FEW_CHUNK: usize = 64;
-/// Bytes of weights that stay in the L2 cache while rows pass.
+/// Bytes of weights per piece that fit in the L2 cache while several groups of rows are multiplied with them.
 const WEIGHTS: usize = 512 << 10;
-/// At most this many rows per expert, on average, count as few.
+/// The maximum number of rows (for a plan, the average per expert) that counts as few.
 const FEW_ROWS: usize = 4;
-/// Up to this many values, one thread prepares the rows faster than others could be woken.
+/// Up to this number of values, preparing rows on one thread is faster than waking other threads.
 const FEW: usize = 1 << 15;
 
 /// An expert that has rows.
@@ -43,22 +43,22 @@ pub(super) struct Active {
     units: [usize; 2],
     /// The index of its first piece of gate and up.
     first: usize,
-    /// Strips or tiles per piece, and the number of such blocks.
+    /// The number of strips or tiles per piece, and the number of blocks of this size.
     block: usize,
     blocks: usize,
-    /// Panels per piece, and the number of such chunks.
+    /// The number of panels per piece, and the number of chunks of this size.
     chunk: usize,
     chunks: usize,
 }
 
 impl Experts<'_> {
-    /// Computes `out[t] = Σ_e w[t, e] · down_e(act(gate_e(x[t]), up_e(x[t])))`, in order of experts. `x` is
-    /// `[tokens, hidden]`; `out` has the same shape and is overwritten. A token without experts gets zeros. Allocates
-    /// nothing.
+    /// Computes `out[t] = Σ_e w[t, e] · down_e(act(gate_e(x[t]), up_e(x[t])))`, in order of experts. `x` is `[tokens,
+    /// hidden]`; `out` has the same shape and is overwritten. A token without experts gets zeros. Allocates nothing.
     ///
     /// # Errors
-    /// When the plan is for other experts or activations, there are more tokens or slots than planned, a length is
-    /// wrong, an expert does not exist, or the workspace was not reserved for the plan; `out` is then unchanged.
+    /// When the plan is for experts of a different shape or for different activations, there are more tokens or slots
+    /// than planned, a length is wrong, the index of an expert is out of range, or the workspace was not reserved for
+    /// the plan. `out` is then unchanged.
     pub fn run<E: Element>(
         &self,
         plan: &ExpertsPlan,
@@ -98,7 +98,7 @@ impl Experts<'_> {
             units[0] += first.units(read.in_strips());
             units[1] += second.units(between.in_strips());
         }
-        // A plan for other experts of the same shape may have required less.
+        // The plan may have been made for other experts of the same shape, which need less memory.
         let room = [read.room(), between.room()];
         if room.iter().zip(&extents).any(|(room, extent)| !room.holds(extent)) {
             let got = plan.workspace_bytes();
@@ -205,7 +205,7 @@ impl Experts<'_> {
         });
     }
 
-    /// Multiplies and accumulates `down`: each piece computes some columns of all experts.
+    /// Multiplies `down` and adds the results to the output. Each piece computes some columns of all experts.
     fn down(
         &self,
         plan: &ExpertsPlan,
@@ -259,11 +259,11 @@ impl Experts<'_> {
 }
 
 impl Active {
-    /// Divides the product of its rows with `panels` panels of `bytes` bytes each into pieces of about `share` products
-    /// of a row and a panel.
+    /// Divides the product of the expert's rows with `panels` panels of `bytes` bytes each into pieces of about `share`
+    /// products of a row and a panel.
     fn cut(&mut self, rows: &ActivationRows<'_>, panels: usize, share: usize, bytes: usize) {
         let (m, units, [max, _]) = (rows.m(), rows.strips(), rows.max_units());
-        // If several groups of rows pass over the weights, these should stay in the L2 cache.
+        // If several groups of rows read the weights, the weights of a piece should stay in the L2 cache.
         let widest = match units > max {
             true => (WEIGHTS / bytes.max(1) / CHUNK[0] * CHUNK[0]).clamp(CHUNK[0], CHUNK[1]),
             false if m <= FEW_ROWS => FEW_CHUNK,
@@ -271,7 +271,7 @@ impl Active {
         };
         self.chunk = (share / m.max(1)).next_multiple_of(CHUNK[0]).clamp(CHUNK[0], widest);
         self.chunks = panels.div_ceil(self.chunk);
-        // Each block reads all weights, so blocks are of similar size, and only as many as needed to share the work.
+        // Each block of rows reads all weights. So use only as many blocks as the work needs, and of similar size.
         let each = self.chunk * m.div_ceil(units);
         let block = (2 * share).div_ceil(each).max(max);
         self.block = units.div_ceil(units.div_ceil(block));
@@ -279,7 +279,7 @@ impl Active {
     }
 }
 
-/// The last expert for which `holds` is true; it must be true for a prefix of the experts.
+/// Returns the last expert for which `holds` is true. The experts for which it is true must come first.
 fn last(active: &[Active], holds: impl Fn(&Active) -> bool) -> Option<&Active> {
     active.partition_point(holds).checked_sub(1).map(|at| &active[at])
 }
@@ -307,8 +307,8 @@ fn make(
     });
 }
 
-/// Divides strips or tiles times panels into parts whose results fit into `RESULTS`; `each` gets their units, panels
-/// and rows.
+/// Divides the product of some strips or tiles with some panels into parts whose results fit into `RESULTS`. Calls
+/// `each` with the units, panels and rows of each part.
 fn each_part(
     rows: &ActivationRows<'_>,
     units: Range<usize>,
@@ -328,7 +328,7 @@ fn each_part(
     }
 }
 
-/// Some strips or tiles of rows, and some panels.
+/// Some strips or tiles of rows and some panels, whose product is computed at once.
 struct Part<'a> {
     rows: &'a ActivationRows<'a>,
     units: Range<usize>,

@@ -1,10 +1,10 @@
-//! Constructs Hadamard matrices of orders `4t`, `t` odd, without any tables.
+//! Constructs Hadamard matrices of orders `4t`, `t` odd, without tables.
 //!
-//! - Paley (1933): from the quadratic residues of a prime `q`. The first kind has order `q + 1`, `q ≡ 3 mod 4`; the
-//!   second `2 (q + 1)`, `q ≡ 1 mod 4`.
+//! - Paley (1933): from the quadratic residues of a prime `q`. The first construction has order `q + 1` for
+//!   `q ≡ 3 mod 4`; the second has order `2 (q + 1)` for `q ≡ 1 mod 4`.
 //! - Williamson (1944): four symmetric circulant sequences of ±1 of length `t`, whose autocorrelations cancel, give
-//!   order `4t`. They are searched for among those that are constant on the orbits of a group of multipliers, trying
-//!   the largest group first; these are few enough for exhaustive search.
+//!   order `4t`. The search is restricted to sequences that are constant on the orbits of a group of multipliers, and
+//!   tries the largest group first. There are few of these sequences, so the search is exhaustive.
 //! - Cooper and Wallis (1972): Williamson's four sequences of length `w`, combined three at a time into sequences of
 //!   length `3w`, give order `12w`.
 //!
@@ -26,13 +26,14 @@ pub enum Construction {
     CooperWallis(usize),
 }
 
-/// The largest order that is constructed. The cost per element is as many additions as the order.
+/// The largest order that is constructed. Multiplying by a matrix costs as many additions per element as its order.
 pub(super) const MAX_ORDER: usize = 256;
 
-/// The maximum number of orbits for which all sequences are tried.
+/// The maximum number of orbits. The search tries all sequences, which are exponential in it.
 const CLASSES: usize = 11;
 
-/// The matrix of order `4t`, `t` odd and above 1, row-major, with entries ±1, by the first construction that gives it.
+/// Returns the matrix of order `4t`, `t` odd and greater than 1, row-major, with entries ±1. Uses the first
+/// construction that exists for this order.
 pub(super) fn matrix(order: usize) -> Option<(Construction, Vec<f32>)> {
     let t = order / 4;
     if order > MAX_ORDER || order != 4 * t || t.is_multiple_of(2) || t < 3 {
@@ -73,7 +74,7 @@ fn square(order: usize, entry: impl Fn(usize, usize) -> f32) -> Vec<f32> {
     (0..order * order).map(|i| entry(i / order, i % order)).collect()
 }
 
-/// `I + S` with `S` the bordered skew-symmetric matrix of residues.
+/// `I + S`, where `S` is the bordered skew-symmetric matrix of residues.
 fn paley_first(q: usize) -> Vec<f32> {
     let character = residues(q);
     square(q + 1, |r, c| match (r, c) {
@@ -84,7 +85,7 @@ fn paley_first(q: usize) -> Vec<f32> {
     })
 }
 
-/// `S ⊗ [1 1; 1 −1] + I ⊗ [1 −1; −1 −1]` with `S` the bordered symmetric matrix of residues.
+/// `S ⊗ [1 1; 1 −1] + I ⊗ [1 −1; −1 −1]`, where `S` is the bordered symmetric matrix of residues.
 fn paley_second(q: usize) -> Vec<f32> {
     let character = residues(q);
     square(2 * (q + 1), |r, c| {
@@ -139,7 +140,8 @@ fn cooper_wallis([a, b, c, d]: &[Vec<f32>; 4]) -> [Vec<f32>; 4] {
     ]
 }
 
-/// Four symmetric circulant sequences of odd length `t`, whose autocorrelations add up to zero except at 0.
+/// Searches four symmetric circulant sequences of odd length `t` whose autocorrelations add up to zero at all shifts
+/// except 0.
 fn williamson(t: usize) -> Option<[Vec<f32>; 4]> {
     let units = (1..t).filter(|u| gcd(*u, t) == 1);
     let mut groups: Vec<Vec<usize>> = units.map(|u| multipliers(t, u)).collect();
@@ -182,7 +184,8 @@ fn classes(t: usize, group: &[usize]) -> Vec<Vec<usize>> {
     classes
 }
 
-/// The first four sequences that are constant on orbits and cancel, by a meet-in-the-middle search over pairs.
+/// Finds the first four sequences that are constant on orbits and whose autocorrelations cancel, by a
+/// meet-in-the-middle search over pairs.
 fn cancelling(t: usize, classes: &[Vec<usize>]) -> Option<[Vec<f32>; 4]> {
     if classes.len() > CLASSES {
         return None;
@@ -194,7 +197,8 @@ fn cancelling(t: usize, classes: &[Vec<usize>]) -> Option<[Vec<f32>; 4]> {
         }
         sequence
     };
-    // One shift per orbit: the others are equal. Twice `t ≤ 63` fits 8 bits.
+    // One shift per orbit is enough, since the correlation is the same for all shifts of an orbit. Sums of two
+    // correlations are at most `2t ≤ 126`, which fits `i8`.
     let correlations = |signs: usize| -> [i8; CLASSES] {
         let (s, mut out) = (sequence(signs), [0; CLASSES]);
         for (out, class) in out.iter_mut().zip(classes) {

@@ -1,17 +1,17 @@
 //! Rotations of activations: the orthonormal Hadamard transform of rows.
 //!
 //! `y = H x / √n` with `H` a matrix of ±1 and `H Hᵀ = n I`: it spreads outlier channels over all channels (QuaRot, §4).
-//! A weight that reads rotated rows is rotated once beforehand, each of its rows by the same transform: `(W Hᵀ)(H x) =
-//! n W x`.
+//! The rows of a weight that is multiplied with rotated activations are rotated once beforehand by the same transform,
+//! which leaves the product unchanged: `(W Hᵀ)(H x) = n W x`.
 //!
-//! Orders are `2^p · m`, `m` odd: `H = H₁ ⊗ H₂ ⊗ … ⊗ S`, with factors `Hᵢ` of orders `4 mᵢ ≤ 256`, `m = Π mᵢ`, and `S`
-//! of Sylvester, `S[r, c] = (−1)^(number of bits that r and c share)`. Among the factorizations of `m`, those that
-//! leave `S` an order of at least 16 are preferred; of these, the one with the smallest sum of orders is used, with the
+//! Orders are `2^p · m`, `m` odd: `H = H₁ ⊗ H₂ ⊗ … ⊗ S`, with factors `Hᵢ` of orders `4 mᵢ ≤ 256`, `m = Π mᵢ`, and
+//! Sylvester's matrix `S`, `S[r, c] = (−1)^(number of bits that r and c share)`. Factorizations of `m` that leave `S`
+//! an order of at least 16 are preferred; among these, the one with the smallest sum of orders is used, with the
 //! smaller factors first. For a power of two, `H` is Sylvester's matrix, which is symmetric; otherwise it is one of
 //! many Hadamard matrices of that order, and not symmetric. [`Hadamard::sign`] returns its entries.
 //!
-//! Each factor is [constructed](Construction), for every order `4 t`, `t` odd, up to 252 except 100, 116, 188, 236 and
-//! 244 (`t` = 25, 29, 47, 59 and 61). The factors for the widths of common models, each times Sylvester:
+//! Factors can be [constructed](Construction) for every order `4 t`, `t` odd, up to 252 except 100, 116, 188, 236 and
+//! 244 (`t` = 25, 29, 47, 59 and 61). The factors for the widths of common models, each times Sylvester's matrix:
 //!
 //! | width | factors |
 //! |---|---|
@@ -28,11 +28,11 @@
 //! A width is not supported if `m` has a factor without a construction, or `p` is less than twice the number of
 //! factors.
 //!
-//! A row costs `n (p − 2f + Σ 4mᵢ)` additions, `f` the number of factors. They are done at distances 1, 2, 4 and so on
-//! within the Sylvester part, then factor by factor from the last, each sum in order of columns; finally the row is
-//! multiplied by `1 / √n`, rounded. This order is part of the definition
+//! A row costs `n (p − 2f + Σ 4mᵢ)` additions, where `f` is the number of factors. The Sylvester part comes first, with
+//! additions at distances 1, 2, 4 and so on; then the factors are applied from the last to the first, each sum in order
+//! of columns; finally the row is multiplied by `1 / √n`, rounded. This order is part of the definition
 //! ([`reference::hadamard`](crate::reference::hadamard)), so results are bit-identical for all instruction sets and
-//! numbers of threads. A value is within `(p + Σ 4mᵢ + 2) · 2⁻²⁴ · Σ |x| / √n` of the exact one.
+//! numbers of threads. The error of a value is at most `(p + Σ 4mᵢ + 2) · 2⁻²⁴ · Σ |x| / √n`.
 
 mod construct;
 mod rows;
@@ -85,7 +85,7 @@ impl Hadamard {
         }
         let power = n.trailing_zeros();
         let odd = n >> power;
-        // Each possible factor, once.
+        // Construct each possible factor once.
         let divisors = (3..=construct::MAX_ORDER / 4).step_by(2).filter(|m| odd.is_multiple_of(*m));
         let mut there: Vec<Factor> = divisors
             .filter_map(|m| {
@@ -113,12 +113,12 @@ impl Hadamard {
         1 << self.power
     }
 
-    /// The orders of the preceding factors, and how each was constructed.
+    /// The orders of the other factors, and how each was constructed.
     pub fn factors(&self) -> impl Iterator<Item = (usize, Construction)> + '_ {
         self.factors.iter().map(|f| (f.order, f.construction))
     }
 
-    /// The factor that the sums are multiplied with at the end: `1 / √n`, rounded.
+    /// The number by which the sums are multiplied at the end: `1 / √n`, rounded.
     pub fn scale(&self) -> f32 {
         self.scale
     }
@@ -141,7 +141,7 @@ impl Hadamard {
     /// Transforms rows `[m, n]`, row-major, in place.
     ///
     /// # Errors
-    /// When `x` is not whole rows.
+    /// When the length of `x` is not a multiple of `n`.
     pub fn transform(
         &self,
         token: IsaToken,
@@ -172,9 +172,9 @@ impl Hadamard {
 /// The cost of a choice of factors, and their orders.
 type Best = ((bool, usize), Vec<usize>);
 
-/// Writes the rest `left` of an odd number as a product of available factors, in ascending order, each using two of
-/// `power`. Keeps the first product with the smallest sum of orders, preferring those that leave the Sylvester part at
-/// least a register wide.
+/// Searches the products of available factors, in ascending order, that equal `left`; each factor uses two of `power`.
+/// Keeps the first product with the smallest sum of orders, but prefers those that leave the Sylvester part an order of
+/// at least 16, the width of a register.
 fn search(left: usize, there: &[Factor], power: u32, taken: &mut Vec<usize>, best: &mut Option<Best>) {
     if left == 1 {
         let cost = (power < 4, taken.iter().sum::<usize>());

@@ -9,7 +9,7 @@ use crate::simd::elementwise::RowLanes;
 /// Values per register.
 const LANES: usize = 16;
 
-/// The signs of the lanes in a step at some distance: added or subtracted.
+/// The signs of lanes for additions at `distance`: −1 for the lanes that are subtracted from their partner.
 const fn signs(distance: usize) -> [f32; LANES] {
     let mut signs = [1.0; LANES];
     let mut i = 0;
@@ -65,7 +65,7 @@ pub(super) unsafe fn transform<L: RowLanes>(x: &mut [f32], power: u32, factors: 
         let mut stride = 1 << power;
         for factor in factors.iter().rev() {
             for part in x.chunks_exact_mut(stride * factor.order) {
-                // As many sums as fit in registers, which also hides the latency of one.
+                // Accumulate as many rows as fit in registers, which also hides the latency of an addition.
                 if L::WIDE {
                     multiply::<L, 8>(part, factor, stride);
                 } else {
@@ -81,14 +81,14 @@ pub(super) unsafe fn transform<L: RowLanes>(x: &mut [f32], power: u32, factors: 
     }
 }
 
-/// `(a + b, a − b)` of lanes at a distance.
+/// Replaces each pair `(a, b)` of lanes at `DISTANCE` by `(a + b, a − b)`.
 #[inline(always)]
 unsafe fn within<L: RowLanes, const DISTANCE: usize>(v: L::F, signs: L::F) -> L::F {
     // SAFETY: the caller guarantees that the processor has the instructions of `L`.
     unsafe { L::add_f32(L::partner::<DISTANCE>(v), L::flip(v, signs)) }
 }
 
-/// Transforms every `order` neighbours, `order` a power of two, at distances 1, 2, 4 and so on.
+/// Transforms every block of `order` values, `order` a power of two, at distances 1, 2, 4 and so on.
 #[inline(always)]
 unsafe fn sylvester<L: RowLanes>(x: &mut [f32], order: usize) {
     // SAFETY: the caller guarantees that the processor has the instructions of `L`; `step` is within the block, which
@@ -112,7 +112,7 @@ unsafe fn sylvester<L: RowLanes>(x: &mut [f32], order: usize) {
             store::<L>(part, v);
         }
         let mut distance = LANES;
-        // Two distances in one pass; the sums are the same.
+        // Handle two distances per pass over memory; the additions and their order are the same as in two passes.
         while 2 * distance < order {
             for block in x.chunks_exact_mut(4 * distance) {
                 let at = block.as_mut_ptr();
@@ -159,7 +159,7 @@ unsafe fn multiply<L: RowLanes, const ROWS: usize>(x: &mut [f32], factor: &Facto
                 L::store_f32(column.as_mut_ptr().cast(), load::<L>(&x[a * stride + first..][..width]));
             }
             for at in (0..order).step_by(ROWS) {
-                // The last group of rows may start earlier and write some rows twice.
+                // If `ROWS` does not divide the order, the last group starts earlier and computes some rows again.
                 let at = at.min(order - ROWS);
                 let signs = factor.signs.as_ptr().add(at * order);
                 let mut sums = [L::zero(); ROWS];

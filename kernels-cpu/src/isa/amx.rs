@@ -1,5 +1,5 @@
-//! Whether this process may use the tile unit (AMX): the processor has it, and the operating system saves its state and
-//! permits its use.
+//! Checks whether this process may use the tile unit (AMX): whether the processor has it, and the operating system
+//! saves its state and permits its use.
 //!
 //! Tiles are 8 KiB of state per thread, which Linux saves only for processes that request it. The request is made once,
 //! when the instruction set is first queried. If it is refused (an old kernel, a system-call filter, signal stacks that
@@ -44,7 +44,7 @@ mod linux {
             }
             let (flags, palette) = (__cpuid_count(7, 0).edx, __cpuid_count(0x1d, 1));
             let [bf16, tile, int8] = [22, 24, 25].map(|bit| flags >> bit & 1 == 1);
-            // 8 tiles of 1024 bytes, 16 rows of 64.
+            // Require 8 tiles of 16 rows of 64 bytes.
             let sizes = [palette.eax, palette.ebx, palette.ecx & 0xffff];
             tile && int8 && bf16 && sizes == [1024 << 16 | 8192, 8 << 16 | 64, 16]
         }

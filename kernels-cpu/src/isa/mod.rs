@@ -1,11 +1,11 @@
-//! Instruction sets, detected once, and tokens that prove their presence.
+//! Instruction sets, detected once, and tokens that prove that the processor has them.
 //!
 //! `QUANT_ISA` forces a path: `scalar`; on x86-64 `avx2`, `avxvnni`, `avx512vnni`, `avx512bf16` or `amx`; on AArch64
-//! `neon`, `neondot` or `neoni8mm`; anywhere `amxemulated`, or `f32` for the widest that does not split floats into
-//! bf16. Surrounding whitespace and case are ignored. An unknown name, or a path that the processor lacks, is an error
-//! of [`Isa::detect_checked`], which a program should call when it starts. [`Isa::detect`] cannot fail, and never
-//! selects a slow path because of a typo: for a path that the processor lacks it selects the widest that is not wider,
-//! and for an unknown name the default.
+//! `neon`, `neondot` or `neoni8mm`; on any processor `amxemulated`, or `f32` for the widest path that does not split
+//! floats into bf16. Surrounding whitespace and case are ignored. For an unknown name, or a path that the processor
+//! lacks, [`Isa::detect_checked`] returns an error; a program should call it when it starts. [`Isa::detect`] cannot
+//! fail: for a path that the processor lacks it selects the widest available path that is not wider, and for an unknown
+//! name the default. So a typo never selects a slow path.
 //!
 //! The default is the fastest path of the processor: the widest, except where the table in `preference` says otherwise.
 
@@ -19,14 +19,14 @@ use std::sync::LazyLock;
 
 use crate::KernelError;
 
-/// A path through the kernels. Integer products are bit-identical on all paths. So are float products, except on paths
+/// A path through the kernels. Integer products are bit-identical on all paths. Float products are too, except on paths
 /// that split floats into bf16, see [`splits_floats`](Self::splits_floats).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 #[non_exhaustive]
 pub enum Isa {
-    /// Portable code, the definition of every result.
+    /// Portable code. The other paths are tested against it.
     Scalar,
-    /// AVX2, FMA and F16C: pair sums in 16 bits (`vpmaddubsw`).
+    /// AVX2, FMA and F16C: products added in pairs in 16 bits (`vpmaddubsw`).
     Avx2,
     /// AVX2 with `vpdpbusd` on 256 bits.
     AvxVnni,
@@ -43,14 +43,13 @@ pub enum Isa {
     NeonDotprod,
     /// Advanced SIMD with `usdot` (i8mm).
     NeonI8mm,
-    /// [`Amx`](Self::Amx) with a bit-exact emulation of the tile unit in portable code: for tests, on any processor.
-    /// Slow, and never chosen unless named.
+    /// [`Amx`](Self::Amx) with a bit-exact emulation of the tile unit in portable code, for tests on any processor. It
+    /// is slow, and used only if it is named explicitly.
     AmxEmulated,
 }
 
 impl Isa {
-    /// All paths that a processor may have, from the narrowest to the widest for each architecture. Does not contain
-    /// the emulated path.
+    /// All paths except the emulated one, from the narrowest to the widest for each architecture.
     pub const ALL: [Self; 9] = [
         Self::Scalar,
         Self::Avx2,
@@ -110,7 +109,7 @@ impl Isa {
             Self::NeonDotprod => Self::Neon.is_available() && is_aarch64_feature_detected!("dotprod"),
             #[cfg(all(target_arch = "aarch64", target_endian = "little"))]
             Self::NeonI8mm => Self::NeonDotprod.is_available() && is_aarch64_feature_detected!("i8mm"),
-            // Paths of other architectures.
+            // Paths of other architectures are unavailable.
             #[allow(unreachable_patterns, reason = "there may be none left")]
             _ => false,
         }
@@ -127,34 +126,35 @@ impl Isa {
         Self::available().chain([Self::AmxEmulated])
     }
 
-    /// Whether products of float activations split these into several bf16, so that results differ from those of other
-    /// paths within the documented bound.
+    /// Whether the path splits float activations into several bf16. Its float products differ from those of other
+    /// paths, within the documented bound.
     pub fn splits_floats(self) -> bool {
         matches!(self, Self::Avx512Bf16 | Self::Amx | Self::AmxEmulated)
     }
 
-    /// The path that is used if `QUANT_ISA` names no path: the fastest one known for this processor.
+    /// The path that is used if `QUANT_ISA` is not set: the fastest one known for this processor.
     pub fn fastest() -> Self {
         preference::fastest()
     }
 
-    /// The fastest path of this processor, or the one that `QUANT_ISA` names; detected once. If
-    /// [`detect_checked`](Self::detect_checked) fails: the widest path that is not wider than the one named, or the
-    /// fastest for an unknown name.
+    /// Returns the path that `QUANT_ISA` names, or the fastest path of this processor if it is not set; detected once.
+    /// When [`detect_checked`](Self::detect_checked) would fail, returns the widest available path that is not wider
+    /// than the one named, or the fastest if the name is unknown.
     pub fn detect() -> Self {
         *FOUND.as_ref().unwrap_or_else(|(instead, _)| instead)
     }
 
-    /// Same as [`detect`](Self::detect), but reports a wrong `QUANT_ISA`, for programs that check it when they start.
+    /// Same as [`detect`](Self::detect), but reports an invalid `QUANT_ISA`, for programs that check it when they
+    /// start.
     ///
     /// # Errors
-    /// [`KernelError::IsaName`] when `QUANT_ISA` is an unknown name, or that of a path which this processor lacks.
+    /// [`KernelError::IsaName`] when `QUANT_ISA` is an unknown name, or names a path that this processor lacks.
     pub fn detect_checked() -> Result<Self, KernelError> {
         FOUND.as_ref().copied().map_err(|(_, error)| error.clone())
     }
 
-    /// Whether dense bf16 products by `vdpbf16ps` may be used: the processor has the instruction, and `QUANT_ISA` names
-    /// no path without it. Independent of which path is the fastest for linear layers.
+    /// Whether dense bf16 products may use `vdpbf16ps`: the processor must have the instruction, and `QUANT_ISA` must
+    /// not name a path without it. This does not depend on which path is the fastest for linear layers.
     pub(crate) fn dense_bf16() -> bool {
         let unnamed =
             std::env::var_os("QUANT_ISA").is_none_or(|name| name.to_string_lossy().trim().is_empty());
@@ -162,7 +162,7 @@ impl Isa {
         Self::Avx512Bf16.is_available() && (unnamed || named)
     }
 
-    /// The path that a value of `QUANT_ISA` selects; if it is unavailable, the path used instead and the error.
+    /// Returns the path that a value of `QUANT_ISA` selects; if it is invalid, the path to use instead and the error.
     fn named(value: &str) -> Result<Self, (Self, KernelError)> {
         let name = value.trim();
         let fastest = preference::fastest();
@@ -180,7 +180,7 @@ impl Isa {
                 let names: Vec<_> = Self::available().map(Self::name).collect();
                 let (value, known) = (name.to_owned(), names.join(", "));
                 let narrower = |max: Self| Self::available().filter(|isa| *isa <= max).last();
-                // A name of another architecture says nothing about the width on this one.
+                // For a path of another architecture, only the portable path may be narrower; use the fastest instead.
                 let instead = found.and_then(narrower).filter(|isa| *isa != Self::Scalar).unwrap_or(fastest);
                 Err((instead, KernelError::IsaName { value, known }))
             }
@@ -202,12 +202,12 @@ static FOUND: LazyLock<Result<Isa, (Isa, KernelError)>> = LazyLock::new(|| {
     Isa::named(&value.to_string_lossy())
 });
 
-/// Proof that the processor has an instruction set.
+/// A token that proves that the processor has an instruction set.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct IsaToken(Isa);
 
 impl IsaToken {
-    /// The proof for the path of [`Isa::detect`].
+    /// Returns the token for the path of [`Isa::detect`].
     pub fn detect() -> Self {
         Self(Isa::detect())
     }
@@ -217,7 +217,7 @@ impl IsaToken {
         self.0
     }
 
-    /// Whether linear layers may run on a tile unit, real or emulated.
+    /// Whether linear layers can run on a tile unit, real or emulated.
     pub(crate) fn has_tiles(self) -> bool {
         matches!(self.0, Isa::Amx | Isa::AmxEmulated)
     }
@@ -227,7 +227,7 @@ impl IsaToken {
 mod tests {
     use super::*;
 
-    /// Paths that a processor lacks are not tested on it; `QUANT_EXPECTED_ISAS` lists those that must be available.
+    /// The tests skip paths that a processor lacks; `QUANT_EXPECTED_ISAS` lists the paths that must be available.
     #[test]
     fn expected_paths_are_there() {
         let names: Vec<_> = Isa::available().map(Isa::name).collect();
@@ -252,7 +252,7 @@ mod tests {
         assert!(Isa::named("f32").is_ok_and(|isa| fastest == Isa::Scalar || isa != Isa::Scalar));
     }
 
-    /// Unavailable paths are reported, and never replaced by a slow one.
+    /// Unknown names and unavailable paths are reported, and never replaced by the slow portable path.
     #[test]
     fn other_names_are_errors() {
         let fastest = preference::fastest();

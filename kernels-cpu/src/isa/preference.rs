@@ -1,17 +1,18 @@
-//! Which of a processor's paths is its fastest.
+//! Selects the fastest path of a processor.
 //!
-//! Usually it is the widest. The table [`SLOW_PATHS`] lists processors on which an instruction exists but is slow, with the
-//! evidence; `quant bench kernels` measures every path and warns if a row is wrong. Only the default path depends on
-//! this: `QUANT_ISA` and [`Isa::token`](super::Isa::token) accept any path that the processor has.
+//! Usually it is the widest. The table [`SLOW_PATHS`] lists processors on which an instruction exists but is slow, with
+//! the evidence; `quant bench kernels` measures every path and warns if a row is wrong. Only the default path depends
+//! on this: `QUANT_ISA` and [`Isa::token`](super::Isa::token) accept any path that the processor has.
 
 use super::Isa;
 
-/// A path that is not the fastest on some processors.
+/// A path that is available but not the fastest on some processors.
 #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code, reason = "there is a row for x86-64 only"))]
 struct SlowPath {
     /// The vendor as CPUID spells it.
     vendor: &'static str,
-    /// Identifies the processors. Family and model do not: virtual machines may report arbitrary ones.
+    /// Whether this processor is affected. Checks features instead of family and model, for which virtual machines may
+    /// report arbitrary numbers.
     applies: fn() -> bool,
     /// The path that is not used by default.
     slow: Isa,
@@ -27,9 +28,10 @@ const SLOW_PATHS: [SlowPath; 1] = [
         applies: || is_x86_feature_detected!("avx512fp16"),
         slow: Isa::Avx512Bf16,
     },
-    // No row for AMD: on Zen 4 and Zen 5 `vdpbf16ps` reaches twice the operations of f32 FMA (0.5 against 0.25 TFLOP/s
-    // per core on Zen 5, benchmarks/record/kernels, 2026-11-23), so the widest path is the fastest. No row for Intel's
-    // Cooper Lake, the only other processor with AVX512-BF16: it was not measured.
+    // There is no row for AMD: on Zen 4 and Zen 5 `vdpbf16ps` reaches twice the operations per second of f32 FMA (0.5
+    // against 0.25 TFLOP/s per core on Zen 5, benchmarks/record/kernels, 2026-11-23), so the widest path is the
+    // fastest. There is no row for Intel's Cooper Lake, the only other processor with AVX512-BF16, because it was not
+    // measured.
 ];
 #[cfg(not(target_arch = "x86_64"))]
 const SLOW_PATHS: [SlowPath; 0] = [];
@@ -69,7 +71,7 @@ mod tests {
         let fastest = fastest();
         assert!(fastest.is_available());
         let widest = Isa::available().last().unwrap();
-        // Only a row of the table may prefer a narrower path.
+        // A narrower path may be preferred only because of a row of the table.
         assert!(fastest == widest || SLOW_PATHS.iter().any(|k| k.slow == widest), "{fastest:?} {widest:?}");
         #[cfg(target_arch = "x86_64")]
         if vendor() == *b"GenuineIntel" && is_x86_feature_detected!("avx512fp16") {

@@ -66,8 +66,8 @@ pub fn gelu_tanh(g: f32) -> f32 {
     g * sigmoid(g * (g * g).mul_add(GELU[1], GELU[0]))
 }
 
-/// The gate of gpt-oss, `g · σ(alpha · g) · (u + 1)` with `g = min(gate, limit)` and `u` between `−limit` and `limit`,
-/// each step rounded once. NaN stays NaN.
+/// The gated activation of gpt-oss, `g · σ(alpha · g) · (u + 1)`, where `g = min(gate, limit)` and
+/// `u = clamp(up, −limit, limit)`. Each step is rounded once. NaN stays NaN.
 pub fn clamped_gate(gate: f32, up: f32, alpha: f32, limit: f32) -> f32 {
     // These comparisons keep NaN.
     let g = if limit < gate { limit } else { gate };

@@ -1,5 +1,5 @@
-//! Lanes in one register of 512 bits: integers multiplied by `vpdpbusd`, floats one at a time or, if the processor has
-//! them, by dot products of bf16.
+//! Lanes in one 512-bit register. Integers are multiplied with `vpdpbusd`. Floats use one FMA per feature or, on
+//! processors with AVX512-BF16, bf16 dot products.
 
 use core::arch::x86_64::*;
 

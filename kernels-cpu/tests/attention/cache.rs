@@ -1,4 +1,4 @@
-//! Caches and pages that are filled in portions.
+//! Caches and pages to which tokens are appended in several calls.
 
 use quant_kernels_cpu::attention::{Heads, KvCache, KvLayout, PageList, Workspace};
 use quant_kernels_cpu::{Isa, Serial};
@@ -26,7 +26,7 @@ fn a_cache_is_filled_in_any_portions() {
         let causal: Vec<_> = case.pages.iter().map(|pages| PageList::causal(pages, tokens, 3)).collect();
         let expected = case.run(Isa::detect(), &causal, &Serial);
         assert_eq!([bits(&out), bits(&lse)], [bits(&expected.0), bits(&expected.1)]);
-        // Tokens that were discarded and appended again give the same results; the last query is a decode.
+        // Discarding tokens and appending them again gives the same results. Decoding equals the last query.
         cache.truncate(100).unwrap();
         cache.append(&case.values[..77 * width], &case.keys[..77 * width], &Serial).unwrap();
         cache.truncate(100).unwrap();
@@ -42,11 +42,11 @@ fn a_cache_is_filled_in_any_portions() {
     }
 }
 
-/// Pages of the caller that are appended to in portions equal those written token by token.
+/// Appending to the caller's pages in several calls gives the same bytes as writing token by token.
 #[test]
 fn pages_are_appended_to_by_lists() {
     for kind in KINDS {
-        // More pages than are compared without allocating.
+        // The last calls write more pages than are checked for duplicates without allocating.
         let case = Case::new(kind, 16, [3, 1], [1500, 1], 5);
         let mut bytes = vec![0xff; case.bytes.len()];
         let mut at = 0;
@@ -61,7 +61,7 @@ fn pages_are_appended_to_by_lists() {
     }
 }
 
-/// 4.25 bits per number at 128 features, 8.25, and 16.
+/// With 128 features per head, values take 4.25, 8.25 and 16 bits.
 #[test]
 fn caches_are_small() {
     let heads = Heads { query: 32, kv: 8, scale: 1.0 };

@@ -1,4 +1,4 @@
-//! A sequence in pages, queries on it, and the error bound of results.
+//! A sequence in pages, queries on it, and the error bound of the results.
 
 use quant_kernels_cpu::attention::{
     Heads, KvLayout, KvPages, KvType, PAGE_TOKENS, PageList, dequantize_head, quantize_head, quantize_query,
@@ -9,7 +9,7 @@ use crate::common::{Backwards, Stream};
 
 pub const KINDS: [KvType; 3] = [KvType::Kv4, KvType::Kv8, KvType::F16];
 
-/// A sequence, its pages, shuffled among other pages, and queries.
+/// A sequence, its pages in shuffled order, and queries.
 pub struct Case {
     pub layout: KvLayout,
     pub heads: Heads,
@@ -34,7 +34,7 @@ impl Case {
         let head = |s: &mut Stream, out: &mut Vec<f32>| {
             let (style, size, shift) = (s.below(12), 2.0_f32.powi(s.below(5) as i32 - 2), 2.0 * s.unit());
             out.extend((0..d).map(|_| match style {
-                // Codes at both ends, zeros, constants, grids with subnormal scales, one outlier, and typical values.
+                // Extreme codes, zeros, constants, grids with subnormal scales, one outlier, and typical values.
                 0 => [-size, size][s.below(2) as usize],
                 1 => 0.0,
                 2 => shift,
@@ -59,7 +59,7 @@ impl Case {
         for i in (1..order.len()).rev() {
             order.swap(i, s.below(i as u64 + 1) as usize);
         }
-        // Unwritten memory reads as NaN.
+        // Fill the pages with NaN, so that reading unwritten slots shows.
         let mut bytes = vec![0xff; order.len() * layout.page_bytes()];
         let pages: Vec<Vec<u32>> = (0..kv).map(|h| order[h * blocks..(h + 1) * blocks].to_vec()).collect();
         for t in 0..tokens {
@@ -93,7 +93,7 @@ impl Case {
         (out, lse)
     }
 
-    /// Checks all instruction sets: results are bit-identical except for outputs with bf16, and within the bound.
+    /// Checks all instruction sets: results are within the error bound, and bit-identical except for outputs with bf16.
     pub fn check(&self) {
         let lists = self.lists();
         let expected = self.run(Isa::Scalar, &lists, &Serial);
@@ -118,8 +118,8 @@ impl Case {
         let bits = self.layout.bits() as u32;
         let centre = if is_float { 0.0 } else { 2.0_f64.powi(bits as i32 - 1) };
         for h in 0..self.heads.kv {
-            // The contents of the cache, by the definition; for each number its magnitude in the bound of values, and
-            // for keys their codes and grids.
+            // The contents of the cache as the reference defines them: keys and values, the magnitude of each value in
+            // the error bound, and the codes and grids of the keys.
             let (mut keys, mut values, mut sizes, mut grids) = (vec![], vec![], vec![], vec![]);
             for t in 0..tokens {
                 let at = (t * self.heads.kv + h) * d;

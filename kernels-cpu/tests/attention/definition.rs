@@ -1,4 +1,4 @@
-//! Results match the definition, however the work is divided.
+//! Results match the definition for any division of the work.
 
 use proptest::prelude::*;
 use quant_kernels_cpu::attention::{KvType, PAGE_TOKENS, PageList, merge};
@@ -27,7 +27,7 @@ proptest! {
         case.check();
     }
 
-    /// Parts of a list, divided between pages or within one, merge to the result of the whole.
+    /// Merging parts of a list, split at or within a page, gives the result of the whole.
     #[test]
     fn parts_merge(
         kind in prop::sample::select(KINDS.to_vec()),
@@ -50,16 +50,16 @@ proptest! {
         let (other, other_lse) = case.run(isa, &right, &Serial);
         merge(32, &mut out, &mut lse, &other, &other_lse).unwrap();
         for (a, b) in out.iter().zip(&whole.0).chain(lse.iter().zip(&whole.1)) {
-            // Weights are rounded to bf16, relative to different maxima in the parts than in the whole: each with an
-            // error of 2⁻⁹ of the value that it is multiplied with.
+            // With bf16, probabilities are rounded relative to the maximum of their part, which differs from that of
+            // the whole. Each rounding has a relative error of at most 2⁻⁹.
             let tolerance = if kind == KvType::F16 { 1e-4 } else { 1.0 / 256.0 };
             prop_assert!(a == b || (a - b).abs() <= tolerance * (2.0 + largest.max(b.abs())), "{a} {b}");
         }
     }
 }
 
-/// Sequences of many chunks: results are bit-identical for every number of threads and order, for few rows (one piece
-/// of work per chunk) and many (one piece per block of rows).
+/// For sequences of many chunks, results are bit-identical for any number of threads and any order: for few rows (one
+/// piece of work per chunk) and for many (one piece per block of rows).
 #[test]
 fn long_sequences_do_not_depend_on_the_split() {
     for (kind, heads, tokens, m) in [
@@ -86,8 +86,8 @@ fn long_sequences_do_not_depend_on_the_split() {
     }
 }
 
-/// The result of a query is bit-identical whether it is computed alone, divided by chunks, or in a batch, divided by
-/// rows.
+/// A query's result is bit-identical whether it is computed alone (work is divided by chunks) or in a batch (divided by
+/// rows).
 #[test]
 fn prefill_equals_decoding() {
     for kind in KINDS {
@@ -109,13 +109,14 @@ fn prefill_equals_decoding() {
     }
 }
 
-/// The largest possible sums: all codes extreme, the widest heads.
+/// The largest possible integer sums: extreme codes in the widest heads.
 #[test]
 fn integers_reach_their_extremes() {
     for kind in [KvType::Kv4, KvType::Kv8] {
         let levels = if kind == KvType::Kv4 { 15.0 } else { 255.0 };
         let mut case = Case::new(kind, 512, [1, 4], [70, 1], 3);
-        // One value is 0, the others are the maximum: codes 0 and 511 times 15 or 255, scale 1 and zero 0.
+        // In each key one value is 0 and the other 511 are the maximum, so their codes are 0 and 15 or 255, with scale
+        // 1 and zero 0.
         for t in 0..70 {
             let mut key = vec![levels; 512];
             key[t] = 0.0;
@@ -135,7 +136,7 @@ fn integers_reach_their_extremes() {
                 let score = 511.0 * f64::from(levels) * factor / 4096.0;
                 let exact = score + 70.0_f64.ln();
                 assert!((f64::from(lse[r]) - exact).abs() <= exact.abs() * 2e-7 + 1e-6, "{isa:?} {}", lse[r]);
-                // Rounded to bf16, the weight of one token in seventy is slightly off.
+                // The tolerance covers probabilities that are rounded to bf16.
                 let values = out[r * 512..r * 512 + 512].iter().enumerate();
                 for (f, v) in values {
                     let exact = f64::from(levels) * if f < 70 { 69.0 / 70.0 } else { 1.0 };

@@ -1,5 +1,5 @@
-//! Attention on every kind of cache and every instruction set, against the definition, with random, extreme and ragged
-//! cases.
+//! Attention on every kind of cache and every instruction set is compared with the definition, for random, extreme and
+//! ragged cases.
 
 mod cache;
 mod case;

@@ -1,9 +1,9 @@
-//! Helpers of the tests: several kinds of threads, and reproducible random numbers.
+//! Test helpers: several kinds of threads, and reproducible random numbers.
 #![allow(dead_code, reason = "no test uses all of it")]
 
 use quant_kernels_cpu::Parallel;
 
-/// Runs pieces in reverse order, and claims to have many threads, so that pieces become small.
+/// Runs pieces in reverse order, and reports many threads, so that pieces become small.
 pub struct Backwards;
 
 // SAFETY: `for_each` calls each number once, and returns when all calls have returned.
@@ -17,7 +17,7 @@ unsafe impl Parallel for Backwards {
     }
 }
 
-/// This number of separate threads.
+/// Runs pieces on this number of threads.
 pub struct Threads(pub usize);
 
 // SAFETY: `for_each` calls each number once, and returns when all calls have returned.
@@ -50,7 +50,7 @@ unsafe impl Parallel for Panics {
     }
 }
 
-/// Random numbers that are reproducible for a seed.
+/// A random number generator with a fixed seed.
 pub struct Stream(pub u64);
 
 impl Stream {
@@ -65,12 +65,12 @@ impl Stream {
         self.next() % n
     }
 
-    /// From −1 to 1.
+    /// A random value from −1 to 1.
     pub fn unit(&mut self) -> f32 {
         self.below(1 << 24) as f32 / (1 << 23) as f32 - 1.0
     }
 
-    /// Over twelve powers of two, both signs.
+    /// A random value of either sign whose magnitude spans twelve powers of two.
     pub fn float(&mut self) -> f32 {
         let scale = 2.0_f32.powi(self.below(12) as i32 - 8);
         self.unit() * scale

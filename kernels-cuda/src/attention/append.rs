@@ -11,14 +11,14 @@ use crate::registry::Entry;
 /// Threads per block.
 const THREADS: usize = 128;
 
-/// The parameters that a launch is planned from.
+/// The parameters from which a launch is planned.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct AppendShape {
     /// The pages.
     pub layout: KvPageLayout,
     /// Key-value heads.
     pub kv_heads: usize,
-    /// Tokens of a launch, from any sequences.
+    /// The number of tokens of a launch, of any sequences.
     pub tokens: usize,
     /// Type of keys and values.
     pub input: Float,
@@ -27,7 +27,7 @@ pub struct AppendShape {
 /// Device addresses and strides. Addresses are multiples of 16.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct AppendArguments {
-    /// `[tokens]` rows, `key_stride` elements apart, of `[kv_heads, head_dim]`, after rotary embedding.
+    /// The keys, after rotary embedding: `[tokens]` rows of `[kv_heads, head_dim]`, `key_stride` elements apart.
     pub keys: u64,
     /// Elements between tokens; rows begin at multiples of 16 bytes.
     pub key_stride: u64,
@@ -49,10 +49,10 @@ pub struct AppendArguments {
     pub page_stride: u64,
     /// Bytes between heads of one page: a multiple of 16.
     pub head_stride: u64,
-    /// Number of pages; tokens whose page is beyond are skipped.
+    /// The number of pages. Tokens whose page number is not below it are skipped.
     pub page_count: u32,
-    /// A u32 that is incremented for each row with a NaN or a value beyond ±65504 (these are clamped when stored); 0
-    /// for none.
+    /// A u32 that is incremented for each row with a NaN or a magnitude above 65504 (which is clamped when stored), or
+    /// 0 to count nothing.
     pub refused: u64,
 }
 

@@ -13,16 +13,16 @@ use crate::registry::Entry;
 pub const MAX_SPLITS: usize = 32;
 /// Minimum number of tokens per split.
 pub const MIN_SPLIT: usize = 512;
-/// Shared memory that a block can have on every architecture, with opt-in.
+/// The shared memory that a block can have on every architecture, with opt-in.
 const SHARED_LIMIT: usize = 96 * 1024;
-/// Shared memory of a multiprocessor on the larger architectures.
+/// The shared memory of a multiprocessor on architectures that have much.
 const SHARED_TOTAL: usize = 200 * 1024;
-/// Registers of a multiprocessor, and the maximum per thread.
+/// The number of registers of a multiprocessor, and the maximum per thread.
 const REGISTERS: usize = 65536;
 const MAX_REGISTERS: usize = 255;
 
-/// The parameters that a launch is planned from. A plan is valid for any number of tokens up to `max_tokens`, so it can
-/// be kept, or captured in a graph, while sequences grow.
+/// The parameters from which a launch is planned. A plan is valid for any number of tokens up to `max_tokens`, so it
+/// can be kept, or captured in a graph, while sequences grow.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DecodeShape {
     /// The pages.
@@ -33,12 +33,11 @@ pub struct DecodeShape {
     pub kv_heads: usize,
     /// Sequences of a launch, at most 65535.
     pub sequences: usize,
-    /// Queries per sequence: those of its last tokens, in order. Each query sees no tokens after its own. 1 for
+    /// Queries per sequence, which belong to its last tokens, in order. Each query sees no tokens after its own. 1 for
     /// decoding; more to verify drafts or to prefill, after their keys and values were appended.
     pub queries: usize,
-    /// At least the number of tokens of the longest list. Determines the sizes of the grid and the workspace; does not
-    /// change results. If a list is longer on the device, its last tokens may be left out; other lists are not
-    /// affected.
+    /// An upper bound of the tokens per list. It determines the sizes of the grid and the workspace, and does not
+    /// change results. If a list is longer on the device, its last tokens may be ignored; other lists are not affected.
     pub max_tokens: usize,
     /// Type of queries: f16 or bf16.
     pub query: Float,
@@ -46,7 +45,7 @@ pub struct DecodeShape {
     pub out: Float,
 }
 
-/// The rule for splitting sequences, which depends only on their own number of tokens.
+/// The rule by which a sequence is split. It depends only on the sequence's own number of tokens.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SplitRule {
     /// Maximum number of splits.
@@ -62,17 +61,17 @@ impl Default for SplitRule {
 }
 
 impl SplitRule {
-    /// Tokens of each split, except the last, of a sequence of `tokens`: a multiple of 64.
+    /// The number of tokens of each split except the last, for a sequence of `tokens`: a multiple of 64.
     pub fn split_tokens(&self, tokens: usize) -> usize {
         tokens.div_ceil(self.max_splits).next_multiple_of(64).max(self.min_split)
     }
 
-    /// Number of splits of a sequence of `tokens`: at least 1.
+    /// The number of splits of a sequence of `tokens`: at least 1.
     pub fn splits(&self, tokens: usize) -> usize {
         tokens.div_ceil(self.split_tokens(tokens)).max(1)
     }
 
-    /// Maximum number of splits of any sequence of up to `tokens`.
+    /// The maximum number of splits of any sequence of up to `tokens`.
     pub fn max_splits(&self, tokens: usize) -> usize {
         tokens.div_ceil(self.min_split).clamp(1, self.max_splits)
     }
@@ -83,7 +82,8 @@ impl SplitRule {
 pub struct DecodePlan {
     /// The kernel, the same for all architectures.
     pub variant: Variant,
-    /// Blocks, threads and shared memory. Above 48 KiB, the kernel must be loaded with this amount.
+    /// Blocks, threads and shared memory. If the shared memory exceeds 48 KiB, the kernel must be loaded with this
+    /// amount.
     pub launch: LaunchShape,
     register_ceiling: u32,
     shape: DecodeShape,
@@ -94,7 +94,7 @@ pub struct DecodePlan {
 /// Device addresses and strides. Addresses are multiples of 16 unless stated otherwise.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct DecodeArguments {
-    /// `[sequences, queries]` rows, `query_stride` elements apart, of `[query_heads, head_dim]`.
+    /// The queries: `[sequences, queries]` rows of `[query_heads, head_dim]`, `query_stride` elements apart.
     pub query: u64,
     /// Elements between queries: a multiple of 4, usually `query_heads · head_dim`.
     pub query_stride: u64,
@@ -104,18 +104,18 @@ pub struct DecodeArguments {
     pub page_stride: u64,
     /// Bytes between heads of one page: a multiple of 16.
     pub head_stride: u64,
-    /// u32 page numbers, in order, of any selection: `table[sequence · table_stride + kv_head · table_head_stride +
-    /// i]`.
+    /// u32 page numbers, in order: `table[sequence · table_stride + kv_head · table_head_stride + i]`. A list may
+    /// contain any pages.
     pub table: u64,
     /// Table entries between sequences.
     pub table_stride: u32,
     /// Table entries between key-value heads: 0 if all heads read the same pages.
     pub table_head_stride: u32,
-    /// u32 tokens of each list: `tokens[sequence · count_stride + kv_head · count_head_stride]`. The last page may be
-    /// partly filled.
+    /// u32 numbers of tokens per list: `tokens[sequence · count_stride + kv_head · count_head_stride]`. The last page
+    /// may be partly filled.
     pub tokens: u64,
-    /// u32 tokens at the beginning of each list that no query sees, indexed like `tokens`; 0 if all lists are seen from
-    /// the beginning.
+    /// u32 numbers of tokens at the beginning of each list that no query sees, indexed like `tokens`; 0 if all lists
+    /// are seen from the beginning.
     pub first: u64,
     /// Entries between sequences: usually 1.
     pub count_stride: u32,
@@ -125,7 +125,7 @@ pub struct DecodeArguments {
     pub scale: f32,
     /// `[sequences, queries, query_heads, head_dim]`; aligned to an element.
     pub out: u64,
-    /// f32 `[sequences, queries, query_heads]`, natural logarithms; 0 for none.
+    /// f32 `[sequences, queries, query_heads]`, natural logarithms; 0 if they are not needed.
     pub lse: u64,
     /// At least [`DecodePlan::tickets`] bytes, 0 before the launch, which resets them to 0. Launches of any plans of
     /// this crate that run one after another may share tickets; concurrent launches may not.
@@ -148,7 +148,7 @@ impl DecodeShape {
         self.plan_with(SplitRule::default())
     }
 
-    /// Plans a launch with a different rule for splits, which is a different variant of the kernel.
+    /// Plans a launch with a different rule for splits, which needs a different variant of the kernel.
     ///
     /// # Errors
     /// See [`plan`](Self::plan); also when the rule allows no splits, or splits that are not multiples of 64 tokens.
@@ -219,7 +219,7 @@ impl DecodePlan {
         }
     }
 
-    /// Bytes in which the results of splits are combined; 0 if no sequence is split.
+    /// The size in bytes of the workspace in which the results of splits are combined; 0 if no sequence is split.
     pub fn workspace(&self) -> usize {
         match self.max_splits {
             1 => 0,
@@ -227,7 +227,8 @@ impl DecodePlan {
         }
     }
 
-    /// Bytes of tickets, with which blocks find out which split finishes last; 0 if no sequence is split.
+    /// The size in bytes of the tickets, by which blocks determine which split finishes last; 0 if no sequence is
+    /// split.
     pub fn tickets(&self) -> usize {
         match self.max_splits {
             1 => 0,
@@ -265,20 +266,20 @@ impl DecodePlan {
         ]
     }
 
-    /// Number of rows that splits leave in the workspace, one for each split, query head, query and sequence.
+    /// The number of rows in the workspace: one per sequence, query, query head and split.
     fn records(&self) -> usize {
         self.shape.sequences * self.shape.queries * self.shape.query_heads * self.max_splits
     }
 
-    /// The workspace holds the sums first, then their maxima and totals.
+    /// The size in bytes of the sums, which come first in the workspace; maxima and totals follow.
     fn sums_bytes(&self) -> usize {
         4 * self.records() * self.shape.layout.head_dim()
     }
 }
 
-/// Tuning for a layout and a number of columns (queries times query heads that share a key-value head), the same for
-/// all architectures. The assignment of tiles to warps depends only on the layout, so that results do not depend on the
-/// number of columns.
+/// The tuning for a layout and a number of columns (queries times query heads that share a key-value head), the same
+/// for all architectures. The assignment of tiles to warps depends only on the layout, so that results do not depend on
+/// the number of columns.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Tuning {
     head_tiles: usize,
@@ -292,13 +293,14 @@ struct Tuning {
 impl Tuning {
     fn of(layout: &KvPageLayout, columns: usize) -> Self {
         let (dim, tile) = (layout.dim(), layout.tile_bytes());
-        // Sixteen columns keep twice as many sums, which are too many registers for wide heads.
+        // Sixteen columns need twice as many sums, too many for the registers if heads are wide.
         let head_tiles = if columns <= 8 || dim > 192 { 1 } else { 2 };
         let (mut warps, mut stages) = (4, 4);
         while warps * stages * tile > SHARED_LIMIT {
             if stages > 3 { stages -= 1 } else { warps /= 2 }
         }
-        // The ring, and later in its place rows of sums with 8 additional bytes each.
+        // Shared memory holds the ring, and afterwards the rows of sums that warps combine, with 8 additional bytes
+        // each.
         let meet = warps * 8 * head_tiles * (4 * (dim + 4) + 8);
         let shared_bytes = (warps * stages * tile).max(meet);
         let by_registers = match (head_tiles, dim) {

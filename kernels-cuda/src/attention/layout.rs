@@ -1,7 +1,7 @@
 //! Pages of the cache on the GPU: tiles of 16 tokens of one key-value head, in the order in which warps read them.
 //!
 //! ```text
-//! page:  [page_tokens / 16 tiles], of one key-value head; the strides of a launch say where heads are
+//! page:  [page_tokens / 16 tiles] of one key-value head; the strides of a launch state where each head begins
 //! tile:  key rows      [16][row_bytes]
 //!        value rows    [16][row_bytes]
 //!        key grids     [16] of { f16 scale, f16 zero }        not for f16 pages
@@ -13,10 +13,10 @@
 //! bytes per token and head, keys and values:  kv4 dim + 8,  kv8 2 · dim + 8,  f16 4 · dim
 //! ```
 //!
-//! A tile is contiguous, so that a warp copies it as one run of 16-byte chunks. A page is any number of tiles: reading
-//! 64 tokens with 4 bits and 128 features is 8.7 KB.
+//! A tile is contiguous, so that a warp copies it as one run of 16-byte chunks. A page can have any number of tiles; 64
+//! tokens with 4 bits and 128 features take 8.7 KB.
 //!
-//! A row holds its features in natural order; a word is 8, 4 or 2 of them:
+//! A row holds its features in natural order; a word holds 8, 4 or 2 of them:
 //!
 //! ```text
 //! 4 bits:  half h of the word, 4 bits at 4·i:  code of feature 2·i + h;  each half is then rotated left by 2
@@ -24,8 +24,9 @@
 //! f16:     half i: feature i
 //! ```
 //!
-//! Rotated by 2, a 4-bit code is where an f16 has steps of one, so the kernels extract two features of one token (keys)
-//! or one feature of two tokens (values) from a word with one instruction and no shift.
+//! After the rotation by 2, the lowest bit of a 4-bit code is at a position where it counts one in an f16. The kernels
+//! can therefore extract two features of one token (keys) or one feature of two tokens (values) from a word with one
+//! instruction and no shift.
 //!
 //! The rows of tokens and the blocks within a row are permuted ([`KvPageLayout::key_word`],
 //! [`KvPageLayout::value_word`]) such that loads of the decode kernel have no bank conflicts in shared memory; there is
@@ -35,13 +36,13 @@ use half::f16;
 use quant_kernels_cpu::KernelError;
 use quant_kernels_cpu::attention::{HeadGrid, KvType, dequantize_head, quantize_head};
 
-/// Tokens per tile: one step of a warp.
+/// Tokens per tile, which a warp processes in one step.
 pub const TILE_TOKENS: usize = 16;
-/// Maximum `head_dim` of the kernels.
+/// The maximum `head_dim` that the kernels support.
 pub const MAX_HEAD_DIM: usize = 256;
 /// Maximum number of tokens per page.
 pub const MAX_PAGE_TOKENS: usize = 1024;
-/// Must change with the order of bytes.
+/// Increase this whenever the order of bytes changes.
 const VERSION: u64 = 1;
 
 /// The layout of a page of one key-value head.
@@ -53,8 +54,8 @@ pub struct KvPageLayout {
 }
 
 impl KvPageLayout {
-    /// Pages of `page_tokens` tokens, 16 times a power of two and at most 1024, for heads of `head_dim` features, a
-    /// multiple of 16 and at most 256. Multiples of 32 need no padding.
+    /// Creates the layout of pages of `page_tokens` tokens, 16 times a power of two and at most 1024, for heads of
+    /// `head_dim` features, a multiple of 16 and at most 256. Multiples of 32 need no padding.
     ///
     /// # Errors
     /// When a number is not supported.
@@ -93,7 +94,7 @@ impl KvPageLayout {
         self.head_dim.next_multiple_of(32)
     }
 
-    /// Bits per stored number: 4, 8 or 16.
+    /// Bits per stored value: 4, 8 or 16.
     pub fn bits(&self) -> usize {
         match self.kind {
             KvType::Kv4 => 4,
@@ -102,7 +103,7 @@ impl KvPageLayout {
         }
     }
 
-    /// Bytes of a token's keys, or of its values.
+    /// The size in bytes of the keys of a token and head; the values have the same size.
     pub fn row_bytes(&self) -> usize {
         self.dim() * self.bits() / 8
     }
@@ -117,8 +118,8 @@ impl KvPageLayout {
         self.page_tokens / TILE_TOKENS * self.tile_bytes()
     }
 
-    /// Identifies the data order and everything that it depends on, except the tokens per page, which only determine
-    /// how many tiles are contiguous.
+    /// An id of the order of bytes, computed from everything that affects it. The number of tokens per page is not
+    /// included: it only determines how many tiles are contiguous.
     pub fn id(&self) -> u64 {
         let words = [VERSION, TILE_TOKENS as u64, self.bits() as u64, self.head_dim as u64];
         // FNV-1a, with an initial value that differs from that of other layouts.
@@ -127,7 +128,7 @@ impl KvPageLayout {
         })
     }
 
-    /// Whether each token and head has a grid.
+    /// Whether there is a grid per token and head: true except for f16.
     pub fn has_grids(&self) -> bool {
         self.kind != KvType::F16
     }
@@ -135,7 +136,7 @@ impl KvPageLayout {
     /// The position, in words, of word `word` of the row of `token` (below 16) among the key rows of a tile.
     pub fn key_word(&self, token: usize, word: usize) -> usize {
         let words = self.row_bytes() / 4;
-        // In every second row, the halves of each 128 bytes are swapped, if rows are multiples of 128 bytes.
+        // If the row size is a multiple of 128 bytes, every second row has the halves of each 128 bytes swapped.
         let exchange = if words.is_multiple_of(32) { 16 } else { 0 };
         token * words + (word ^ ((token & 1) * exchange))
     }
@@ -143,7 +144,8 @@ impl KvPageLayout {
     /// The position, in words, of word `word` of the row of `token` (below 16) among the value rows of a tile.
     pub fn value_word(&self, token: usize, word: usize) -> usize {
         let words = self.row_bytes() / 4;
-        // Tokens 0, 2, 4, 6 are rows 0 to 3, followed by the odd ones, unless rows are not multiples of 32 bytes.
+        // If the row size is a multiple of 32 bytes, tokens 0, 2, 4 and 6 are rows 0 to 3, and tokens 1, 3, 5 and 7 are
+        // rows 4 to 7; likewise for the next eight.
         let row = match words.is_multiple_of(8) {
             true => (token & 8) | (token & 1) << 2 | (token >> 1 & 3),
             false => token,
@@ -161,7 +163,7 @@ impl KvPageLayout {
     ///
     /// # Errors
     /// When a length is wrong, the page has no such slot, or [`quantize_head`] rejects the values (also for f16 pages).
-    /// Nothing is written then.
+    /// On error, nothing is written.
     pub fn write(&self, page: &mut [u8], slot: usize, key: &[f32], value: &[f32]) -> Result<(), KernelError> {
         self.check(page.len(), slot, key.len(), value.len())?;
         let bits = if self.kind == KvType::Kv4 { 4 } else { 8 };
@@ -215,7 +217,7 @@ impl KvPageLayout {
         Ok(())
     }
 
-    /// The grid of a token; `slot` must be in the page.
+    /// Reads the grid of a token; `slot` must be in the page.
     fn grid(&self, page: &[u8], slot: usize, is_value: bool) -> HeadGrid {
         let at = self.grid_at(slot, is_value);
         let half = |at: usize| f16::from_le_bytes([page[at], page[at + 1]]);
@@ -227,7 +229,7 @@ impl KvPageLayout {
         slot / TILE_TOKENS * self.tile_bytes() + part + 4 * (slot % TILE_TOKENS)
     }
 
-    /// The first byte of the word that holds a feature.
+    /// The offset of the word that holds a feature, in bytes.
     fn word_at(&self, slot: usize, is_value: bool, feature: usize) -> usize {
         let (tile, token) = (slot / TILE_TOKENS, slot % TILE_TOKENS);
         let word = feature * self.bits() / 32;
@@ -238,7 +240,8 @@ impl KvPageLayout {
             }
     }
 
-    /// The first byte of the half word that holds a feature, and the bit of its code before the rotation.
+    /// The offset in bytes of the half word that holds a feature, and the position of its code in the half word before
+    /// the rotation.
     fn half_at(&self, slot: usize, is_value: bool, feature: usize) -> (usize, usize) {
         let word = self.word_at(slot, is_value, feature);
         match self.kind {

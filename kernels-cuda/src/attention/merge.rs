@@ -9,7 +9,7 @@ use crate::registry::Entry;
 
 const THREADS: usize = 128;
 
-/// The parameters that a launch is planned from.
+/// The parameters from which a launch is planned.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MergeShape {
     /// Number of parts to merge.
@@ -31,7 +31,7 @@ pub struct MergeArguments {
     pub logs: u64,
     /// `[rows, head_dim]`.
     pub out: u64,
-    /// f32 `[rows]`; 0 for none.
+    /// f32 `[rows]`; 0 if it is not needed.
     pub lse: u64,
 }
 

@@ -92,7 +92,7 @@ pub static MERGE_SOURCE: Source = Source {
 /// The variants for common head sizes, layouts and types, which are compiled for every architecture before a release.
 /// Other shapes are planned and compiled in the same way when first used.
 pub fn variants() -> Vec<Entry> {
-    // A test checks that these shapes can be planned; otherwise their variants would be missing.
+    // If a shape could not be planned, no variants would be listed; a test checks that this does not happen.
     listed().unwrap_or_default()
 }
 
@@ -102,7 +102,7 @@ fn listed() -> Result<Vec<Entry>, KernelError> {
     for (i, kind) in [KvType::Kv4, KvType::Kv8, KvType::F16].into_iter().enumerate() {
         for (j, head_dim) in [64, 96, 128, 256].into_iter().enumerate() {
             let layout = KvPageLayout::new(kind, head_dim, 64)?;
-            // Types only change the beginning and end of a kernel, so not every combination is listed.
+            // Types affect only the beginning and the end of a kernel, so not every combination is listed.
             for input in [[F16, Bf16], [Bf16, F32], [F32, F16]][(i + j) % 3] {
                 entries.push(AppendShape { layout, kv_heads: 1, tokens: 1, input }.plan()?.entry());
             }
@@ -137,7 +137,7 @@ mod tests {
     fn what_is_listed_can_be_planned() {
         assert!(listed().is_ok());
         let of = |kernel| variants().iter().filter(|entry| entry.variant.kernel == kernel).count();
-        // Three kinds, four head sizes, two or three of the types.
+        // Three kinds times four head sizes, with two pairs of types for appending and three for decoding.
         assert_eq!([of("kv_append"), of("attention_decode"), of("attention_merge")], [24, 36, 3]);
     }
 }

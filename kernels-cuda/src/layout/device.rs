@@ -64,7 +64,7 @@ impl WeightLayout {
             ("ZEROS", flag(self.zero_point.is_none())),
             ("SUMS", flag(self.sums)),
         ];
-        // These kernels use 32-bit indices of features and rows.
+        // These kernels use 32-bit indices for features and rows.
         if self.n.max(self.k) > i32::MAX as usize {
             return Err(KernelError::TooLarge("the matrix to pack"));
         }

@@ -6,10 +6,10 @@ use quant_kernels_cpu::e8m0_value;
 use super::{FloatFormat, KernelError, ScaleType, Scales, Section, TILE_K, TILE_ROWS, Unpacked, WeightView};
 use super::{WeightLayout, pair_order};
 
-/// Maximum of `128 + (q − z) s` for the kernels: a byte.
+/// The range of `(q − z) s` of progressive weights: the kernels compute `128 + (q − z) s` in a byte.
 const PROGRESSIVE: core::ops::RangeInclusive<i32> = -128..=127;
 
-/// The smallest E4M3 code without a sign that is not a number.
+/// The positive NaN code of E4M3.
 const E4M3_NAN: u8 = 0x7f;
 
 /// The parameters of one row and group.
@@ -23,8 +23,8 @@ impl WeightLayout {
     /// Packs a view into `out`, which is overwritten.
     ///
     /// # Errors
-    /// When the view does not have this layout, `out` does not have [`bytes`](Self::bytes) bytes, a code or zero point
-    /// is above `2^bits − 1` or not a number of its format, an E4M3 scale is negative or NaN, or a progressive weight
+    /// When the view does not have this layout, the length of `out` is not [`bytes`](Self::bytes), a code or zero point
+    /// is above `2^bits − 1`, a code is NaN in its format, an E4M3 scale is negative or NaN, or a progressive weight
     /// `(code − zero) · group` is outside −128 to 127.
     pub fn pack(&self, view: &WeightView<'_>, out: &mut [u8]) -> Result<(), KernelError> {
         if Self::of(view, self.order, self.sums)? != *self {
@@ -73,14 +73,14 @@ impl WeightLayout {
         for (i, &code) in view.codes(row..row + 1).iter().enumerate() {
             let (at, bit) = self.code_place(row, i);
             let stored = self.spread(code.wrapping_sub(less) & mask, bit);
-            // A field may wrap around the end of its word.
+            // Store all bytes of the word, because the bits of a code may wrap around its end.
             for (byte, part) in out[at..at + 4].iter_mut().zip(stored.to_le_bytes()) {
                 *byte |= part;
             }
         }
     }
 
-    /// The position of a code in the matrix: the first byte of its word, and the bit or the field within it.
+    /// The position of a code in the matrix: the offset of its word in bytes, and its bit or field within the word.
     fn code_place(&self, row: usize, feature: usize) -> (usize, usize) {
         let tile = row / TILE_ROWS * self.tiles() + feature / TILE_K;
         let (at, bit) = self.place(row % TILE_ROWS, feature % TILE_K);
@@ -110,7 +110,7 @@ impl WeightLayout {
                 scale[0] = whole;
             }
             (Scales::Float(s), _) => scale = self.scale_bytes_of(s[row * view.groups() + g]),
-            // Already rejected when the view is created.
+            // Unreachable: creating the view rejects such scales.
             (Scales::E4m3 { .. }, _) => {
                 return Err(KernelError::Scheme("E4M3 and E8M0 scales require floating-point codes"));
             }
@@ -138,7 +138,7 @@ impl WeightLayout {
             }
             Scales::E4m3 { groups, .. } => [groups[at], 0, 0, 0],
             Scales::Float(s) => self.scale_bytes_of(s[at]),
-            // Already rejected when the view is created.
+            // Unreachable: creating the view rejects such scales.
             Scales::Progressive { .. } => {
                 return Err(KernelError::Scheme("progressive scales require integer codes"));
             }
@@ -146,14 +146,14 @@ impl WeightLayout {
         Ok(Group { scale, zero: 0, sum: 0 })
     }
 
-    /// The stored bytes of a float scale; unused bytes are at the end.
+    /// The stored bytes of a float scale; bytes after the scale are 0.
     fn scale_bytes_of(&self, scale: f32) -> [u8; 4] {
         let mut bytes = [0; 4];
         match self.scales {
             _ if self.row_is_group() => bytes = scale.to_le_bytes(),
             ScaleType::F16 => put(&mut bytes, 0, &f16::from_f32(scale).to_le_bytes()),
             ScaleType::Bf16 => put(&mut bytes, 0, &bf16::from_f32(scale).to_le_bytes()),
-            // Scales of such a layout are powers of two. The smallest one is subnormal and has code 0.
+            // With this type, scales are powers of two; the smallest one, 2⁻¹²⁷, is subnormal and has code 0.
             ScaleType::E8m0 => bytes[0] = (scale.to_bits() >> 23) as u8,
             ScaleType::F32 | ScaleType::Progressive | ScaleType::E4m3 => bytes = scale.to_le_bytes(),
         }
@@ -195,7 +195,7 @@ impl WeightLayout {
         g * self.group_size / TILE_K..((g + 1) * self.group_size).div_ceil(TILE_K)
     }
 
-    /// The first byte of a tile's parameters, and the index of group `g` among its groups.
+    /// The offset of a tile's parameters in bytes, and the index of group `g` among the tile's groups.
     fn parameters_of(&self, row: usize, g: usize, tile: usize) -> (usize, usize) {
         let block = row / TILE_ROWS * self.tiles() + tile;
         let slot = if self.group_size < TILE_K { g % (TILE_K / self.group_size) } else { 0 };
@@ -239,8 +239,8 @@ impl WeightLayout {
         Ok(out)
     }
 
-    /// Scale and zero point of a group; 0 for the zero point of a symmetric grid. For E4M3 scales, the scale before the
-    /// division.
+    /// The scale and zero point of a group; for a symmetric grid, the zero point is 0. For E4M3, the stored group
+    /// scale, not divided by the global scale.
     fn unpack_group(&self, packed: &[u8], row: usize, g: usize) -> (f32, u8) {
         if self.row_is_group() {
             let zero = match self.zero_point {

@@ -5,13 +5,13 @@ use quant_kernels_cpu::FloatFormat;
 use super::{Order, WeightLayout};
 
 impl WeightLayout {
-    /// The position of a weight's code within its tile: the first byte of its word, and the bit within the word. For
-    /// floating-point codes, instead of the bit, the field of the word, plus 16 for the odd feature. `row` and
+    /// The position of a weight's code within its tile: the offset of its word in bytes, and the bit within the word.
+    /// For floating-point codes, the second number is the field of the word, plus 16 for the odd feature. `row` and
     /// `feature` are relative to the tile.
     pub(crate) fn place(&self, row: usize, feature: usize) -> (usize, usize) {
         let (r, below) = (row % 8, row / 8);
-        // The step of `mma`, the half of its features, the lane's quarter of that half, and the index within the
-        // quarter.
+        // Decompose the feature into the step of `mma`, the half of the step's features, the lane's quarter of that
+        // half, and the index within the quarter.
         let step_k = match self.order {
             Order::Float => 16,
             Order::Int8 => 32,
@@ -47,7 +47,7 @@ impl WeightLayout {
         low.rotate_left(magnitude) | high.rotate_left(sign)
     }
 
-    /// The code that these bits encode.
+    /// Reads the code at this position of a word: the inverse of `spread`.
     pub(crate) fn gather(&self, word: u32, bit: usize) -> u8 {
         let mask = if self.code_bits == 4 { 15 } else { 255 };
         let Some((magnitude, sign, bits)) = self.split(bit) else {
@@ -57,7 +57,7 @@ impl WeightLayout {
         low | (word.rotate_right(sign) as u8 & 1) << bits
     }
 
-    /// For floating-point codes: the lowest bit of the magnitude, the bit of the sign, and the number of bits of the
+    /// For a floating-point code, the lowest bit of its magnitude, the bit of its sign, and the number of bits of its
     /// magnitude.
     fn split(&self, bit: usize) -> Option<(u32, u32, u32)> {
         let (field, odd) = (bit % 16, (bit / 16 * 16) as u32);
@@ -123,7 +123,8 @@ mod tests {
         }
     }
 
-    /// The A fragments as in the figures of the PTX ISA: element `e` of register `i` of lane `l`.
+    /// The A fragments as in the figures of the PTX ISA: the row and feature of element `e` of register `i` of lane
+    /// `l`.
     #[test]
     fn places_are_those_of_fragments() {
         for row in 0..TILE_ROWS {

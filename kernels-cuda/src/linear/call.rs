@@ -1,7 +1,7 @@
 //! A linear as a framework calls it: from float activations to results of the same type, with all launches in between.
 //!
 //! [`LinearPlan`] is only the product; weights that are packed for integers need their activations quantized first. A
-//! [`LinearCall`] plans both, and the memory between them. Like plans, it is host arithmetic.
+//! [`LinearCall`] plans both, and the memory between them. Planning runs on the host.
 
 use quant_kernels_cpu::KernelError;
 
@@ -17,23 +17,24 @@ use crate::layout::{Order, WeightLayout};
 /// Alignment of the parts of the scratch memory, in bytes.
 const ALIGN: usize = 256;
 
-/// The activations and results of a call.
+/// The types and strides of the activations and results of a call.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct CallShape {
     /// Tokens.
     pub m: usize,
     /// The type of the activations `[m, k]`.
     pub element: Float,
-    /// Elements between rows: `k`, or more if weights are packed for floats.
+    /// Elements between rows: `k`. May be larger if the weights are packed for floats.
     pub stride: usize,
     /// The type of the results `[m, n]`, which are contiguous.
     pub output: Output,
-    /// One scale and zero point for all activations; without it each token has its own scale. Only for integers.
+    /// One scale and zero point for all activations, or `None` for a scale per token. Only if weights are packed for
+    /// integers.
     pub fixed: Option<FixedScale>,
 }
 
 impl CallShape {
-    /// Contiguous rows of `k` activations, and results of their type.
+    /// Creates the shape of contiguous rows of `k` activations, with results of the same type.
     pub fn new(element: Float, m: usize, k: usize) -> Self {
         let output = match element {
             Float::F16 => Output::F16,
@@ -56,7 +57,8 @@ pub struct LinearCall {
     scratch_bytes: usize,
 }
 
-/// How activations are quantized, and where in the scratch memory the results are, after the product's workspace.
+/// How activations are quantized, and the offsets of their codes and scales in the scratch memory, after the product's
+/// workspace.
 #[derive(Debug, Clone, PartialEq)]
 struct Rounding {
     plan: ActivationPlan,
@@ -78,20 +80,20 @@ pub struct CallArguments {
     pub x: Region,
     /// `[m, n]`, contiguous.
     pub out: Region,
-    /// As many bytes as the call needs, at a multiple of 256. Its first bytes must be 0 before these launches; if other
-    /// calls have used it, they are not, and must be cleared.
+    /// The scratch memory: at least as many bytes as the call needs, at a multiple of 256. Its first bytes must be 0
+    /// before the launches; clear them if a different call has used the memory.
     pub scratch: Region,
 }
 
-/// One launch of a call, for [`Kernels::kernel`](crate::device::Kernels::kernel) and
-/// [`Kernel::launch`](crate::device::Kernel::launch), in order, on one stream.
+/// One launch of a call. Pass the launches to [`Kernels::kernel`](crate::device::Kernels::kernel) and
+/// [`Kernel::launch`](crate::device::Kernel::launch) in order, on one stream.
 #[derive(Debug, Clone, PartialEq)]
 pub struct CallLaunch {
     /// The kernel.
     pub variant: Variant,
     /// Blocks, threads and shared memory.
     pub shape: LaunchShape,
-    /// In the order of the kernel.
+    /// The arguments, in the order of the kernel's parameters.
     pub arguments: Vec<Argument>,
 }
 
@@ -101,9 +103,13 @@ impl LinearCall {
     /// scale per token, or with one scale and zero point if [`fixed`](CallShape::fixed) is set.
     ///
     /// # Errors
-    /// When weights and activations do not match: `f32` or `fixed` with weights for floats; rows that are not exactly
-    /// `k` elements apart with integers, or closer than that with floats; a scale that is not positive; a zero point
-    /// without sums in the layout. Also when planning the product or the quantization fails.
+    /// - Weights that are packed for floats: `f32` activations, a `fixed` scale, or rows that are less than `k`
+    ///   elements
+    ///   apart.
+    /// - Weights that are packed for integers: rows that are not exactly `k` elements apart, a scale that is not
+    ///   positive,
+    ///   or a zero point if the layout has no sums.
+    /// - All errors of planning the product and the quantization.
     pub fn new(layout: &WeightLayout, shape: &CallShape, device: &PlanLimits) -> Result<Self, KernelError> {
         let (n, k) = (layout.n(), layout.k());
         let CallShape { m, element, stride, output, fixed } = *shape;
@@ -133,7 +139,7 @@ impl LinearCall {
             (Order::Int8, _) => Activation::Int8 { zero: fixed.is_some_and(|by| by.zero != 0) },
         };
         let product = LinearPlan::new(layout, activation, output, m, device)?;
-        // Tickets come first, because only they must be 0 before.
+        // Tickets come first, since they are the only part that must be 0 before the launches.
         let mut end = product.ticket_bytes;
         let mut place = |bytes: Option<usize>| {
             let at = end.checked_next_multiple_of(ALIGN);
@@ -164,7 +170,7 @@ impl LinearCall {
         self.scratch_bytes
     }
 
-    /// Bytes at its beginning that must be 0 before the launches.
+    /// The number of bytes at the beginning of the scratch memory that must be 0 before the launches.
     pub fn zero_bytes(&self) -> usize {
         self.product.ticket_bytes
     }
@@ -174,12 +180,12 @@ impl LinearCall {
         self.m * self.n
     }
 
-    /// The product.
+    /// The plan of the product.
     pub fn product(&self) -> &LinearPlan {
         &self.product
     }
 
-    /// The launches, in order; none if there are no tokens.
+    /// Returns the launches, in order. The list is empty if there are no tokens.
     ///
     /// # Errors
     /// When a region is too small or misaligned for its type.
@@ -286,7 +292,7 @@ mod tests {
             let launches = call.launches(&places(&call, &layout, 2)).unwrap();
             assert_eq!(launches.len(), 1);
             assert_eq!(launches[0].variant.kernel, "linear");
-            // `x` and `out` are passed on unchanged.
+            // Without quantization, the product reads `x` and writes `out` directly.
             assert_eq!(launches[0].arguments[5], Argument::U64(0x30_0000));
             assert_eq!(launches[0].arguments[8], Argument::U64(0x40_0000));
             assert_eq!(call.results(), 3 * 512);
@@ -344,7 +350,7 @@ mod tests {
         }
     }
 
-    /// Rows with gaps, which are not quantized, and results whose type differs from that of the activations.
+    /// Float activations may have gaps between rows, and results a different type.
     #[test]
     fn rows_have_gaps_and_results_a_type_of_their_own() {
         let layout = layout(1004, Order::Float, false);

@@ -8,9 +8,9 @@ use crate::compile::{Architecture, Variant};
 use crate::layout::{Order, WeightLayout};
 use crate::registry::Entry;
 
-/// A selection of variants: of every scheme, alternately one for few tokens or one for many; of common schemes every
-/// shape, with the depths of rings on small and large multiprocessors, and the variants for matrices that are not cut
-/// along `k`.
+/// A selection of variants: for every scheme, one for few tokens or one for many, alternately; for common schemes every
+/// shape, the depths of rings for small and large multiprocessors, and the variants for matrices that are not cut along
+/// `k`.
 pub fn variants() -> Vec<Entry> {
     let mut variants = listed(Architecture::Sm86, true);
     for variant in listed(Architecture::Sm90, false) {
@@ -23,7 +23,7 @@ pub fn variants() -> Vec<Entry> {
     entries
 }
 
-/// The variants for a typical device of an architecture, of all schemes or only of the common ones.
+/// The variants for a typical device of an architecture, for all schemes or only the common ones.
 pub fn listed(architecture: Architecture, all: bool) -> Vec<LinearVariant> {
     let device = PlanLimits::of(architecture);
     let mut variants = Vec::new();
@@ -37,8 +37,8 @@ pub fn listed(architecture: Architecture, all: bool) -> Vec<LinearVariant> {
             (false, false) => &[],
         };
         for &m in tokens {
-            // A matrix with several chunks, which are computed one after another only for many tokens; and one without
-            // halves.
+            // The first matrix has several chunks, which are computed one after another only for many tokens; the
+            // second has no halves.
             let shapes: &[[usize; 2]] =
                 if common && !all { &[[4096, 4096], [57_344, 4096]] } else { &[[4096, 4096]] };
             for &shape in shapes {
@@ -60,18 +60,19 @@ impl LinearVariant {
             family: "linear",
             variant: self.compiled(),
             register_ceiling: self.shape.register_ceiling() as u32,
-            // Products, fragments of activations, copies that bypass registers, codes 16 bytes at a time.
+            // These multiply on tensor cores, load fragments of activations, copy to shared memory without registers,
+            // and load codes 16 bytes at a time.
             instructions: vec![product, "LDSM.16.M88.4", "LDGSTS.E.BYPASS.128", "LDS.128"],
         }
     }
 }
 
-/// The packing kernels for some schemes.
+/// The packing kernels of some schemes.
 fn packing() -> Vec<Entry> {
     let mut entries: Vec<Entry> = Vec::new();
     for (layout, ..) in schemes() {
         for launch in layout.device_packing().unwrap_or_default() {
-            // Enough entries of each kernel to cover the kinds of codes and scales.
+            // Six entries of each kernel and kind of codes are enough to cover the kinds of scales.
             let is_float = |variant: &Variant| !variant.defines.contains(&("CODES", "INTEGER".to_owned()));
             let kind = |variant: &Variant| (variant.kernel, is_float(variant));
             let same = |e: &Entry| kind(&e.variant) == kind(&launch.variant);
@@ -90,7 +91,7 @@ fn packing() -> Vec<Entry> {
     entries
 }
 
-/// A layout of every scheme, with activations and results, and whether it is one of the common ones.
+/// All schemes: a layout, the types of activations and results, and whether the scheme is a common one.
 fn schemes() -> Vec<(WeightLayout, Activation, Output, bool)> {
     let mut schemes = Vec::new();
     let k = 4096;

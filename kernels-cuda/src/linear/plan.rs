@@ -32,10 +32,11 @@ pub struct LinearPlan {
     pub launch: LaunchShape,
     /// Number of chunks of `k`.
     pub chunks: u32,
-    /// Bytes of tickets, with which the blocks that share a tile of results find out which one finishes last. They must
-    /// be 0 before a launch, which resets them to 0.
+    /// The size in bytes of the tickets, by which the blocks that share a tile of results determine which one finishes
+    /// last. They must be 0 before a launch, which resets them to 0.
     pub ticket_bytes: usize,
-    /// Bytes of the workspace, in which these blocks combine their sums. Its contents before the launch do not matter.
+    /// The size in bytes of the workspace, in which the blocks that share a tile of results combine their sums. Its
+    /// initial contents do not matter.
     pub workspace_bytes: usize,
     layout: WeightLayout,
     m: usize,
@@ -48,7 +49,7 @@ pub struct LinearArguments {
     pub weight: Region,
     /// f16, bf16 or i8 `[m, k]`, rows `x_stride` apart.
     pub x: Region,
-    /// Elements between rows of activations: at least `k`, and a multiple of 16 bytes.
+    /// Elements between rows of activations: at least `k`. The distance in bytes must be a multiple of 16.
     pub x_stride: usize,
     /// f32 `[m]`, for 8-bit activations.
     pub x_scales: Region,
@@ -60,15 +61,15 @@ pub struct LinearArguments {
     pub out: Region,
     /// Elements between rows of results, at least `n`.
     pub out_stride: usize,
-    /// At least as many bytes as the plan needs, 0 before the launch, which resets them to 0. Launches of any plans of
-    /// this crate that run one after another may share tickets, so an engine allocates the maximum over its plans once
-    /// per stream. Concurrent launches may not share them.
+    /// The tickets: at least as many bytes as the plan needs, 0 before the launch, which resets them to 0. Launches of
+    /// any plans of this crate that run one after another may share tickets, so an engine allocates the maximum over
+    /// its plans once per stream. Concurrent launches must not share them.
     pub tickets: Region,
-    /// At least as many bytes as the plan needs. May be shared like the tickets.
+    /// The workspace: at least as many bytes as the plan needs. It may be shared like the tickets.
     pub workspace: Region,
 }
 
-/// Memory traffic of a launch in bytes, counting only necessary accesses.
+/// The memory traffic of a launch in bytes: each necessary access is counted once.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct LinearTraffic {
@@ -79,13 +80,13 @@ pub struct LinearTraffic {
     /// Results, written once, and the bias.
     pub results: usize,
     /// Sums of chunks, written once and read once, which stay in the L2 cache if it is large enough. All blocks of a
-    /// tile except the last one write theirs, only for tokens that exist. Does not include tickets, 8 bytes per tile of
-    /// results.
+    /// tile except the last one write their sums, only for tokens that exist. Does not include tickets, 8 bytes per
+    /// tile of results.
     pub workspace: usize,
 }
 
 impl LinearTraffic {
-    /// All traffic.
+    /// The total traffic.
     pub fn total(&self) -> usize {
         self.weights + self.activations + self.results + self.workspace
     }
@@ -95,7 +96,7 @@ impl LinearPlan {
     /// Plans a product with `m` tokens.
     ///
     /// # Errors
-    /// When weights and activations do not match, or the grid or an index exceeds the kernel's integers.
+    /// When weights and activations do not match, or the grid or an index exceeds the range of the kernel's integers.
     pub fn new(
         layout: &WeightLayout,
         activation: Activation,
@@ -108,7 +109,7 @@ impl LinearPlan {
         Self::of_variant(variant, layout, m)
     }
 
-    /// Plans a product with `m` tokens and a given variant, of the scheme of the layout.
+    /// Plans a product with `m` tokens and a given variant, which must have the scheme of the layout.
     ///
     /// # Errors
     /// See [`new`](Self::new).
@@ -117,16 +118,17 @@ impl LinearPlan {
         let small = |value: usize, max: usize, what| {
             if value <= max { Ok(value as u32) } else { Err(KernelError::TooLarge(what)) }
         };
-        // The kernel uses 32-bit indices of features, tokens and bytes of a row, which go up to one block beyond the
-        // end.
+        // The kernel uses 32-bit indices for features, tokens and the bytes of a row. They can exceed the end by up to
+        // one block.
         let max = i32::MAX as usize / 2 - 1024;
         small(k, max, "the number of input features")?;
         small(m, max, "the number of tokens")?;
-        // The kernel numbers blocks in bands of eight token tiles per row tile, so an index can reach eight times the
+        // The kernel numbers blocks in bands of eight token tiles, so the index of a block can reach eight times the
         // number of output features.
         small(n, max / 8, "the number of output features")?;
         let Parts { chunks, halved } = Parts::of([n, k]);
-        // Two sets of warps compute the halves concurrently; in a `serial` variant, parts run one after another.
+        // Halves are computed concurrently by two sets of warps, or one after another in a `serial` variant, but not
+        // both.
         let ways = usize::from(variant.serial) + variant.shape.sets;
         if variant.halved != halved || !(1..=1 + usize::from(halved)).contains(&ways) {
             return Err(KernelError::Scheme("the kernel variant splits k differently from the plan"));
@@ -256,7 +258,7 @@ mod tests {
                 assert_eq!(plan.variant.halved, parts.halved);
             }
         }
-        // No half is empty, whatever the sizes.
+        // No half is ever empty.
         for tiles in 1..400 {
             for n in [1, 1000, 4096, 9000, 20_000, 40_000] {
                 let parts = Parts::of([n, 128 * tiles]);
@@ -334,7 +336,7 @@ mod tests {
             LinearArguments { tickets: region(0x100, plan.ticket_bytes - 1), ..good },
             LinearArguments { workspace: Region::NONE, ..good },
             LinearArguments { workspace: region(0x210, plan.workspace_bytes), ..good },
-            // Past the last address.
+            // These regions exceed the address space.
             LinearArguments { workspace: region(u64::MAX - 255, plan.workspace_bytes), ..good },
             LinearArguments { weight: region(u64::MAX - 255, plan.layout.bytes()), ..good },
         ];

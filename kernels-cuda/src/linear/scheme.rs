@@ -12,7 +12,7 @@ pub enum Activation {
     F16,
     /// bfloat16.
     Bf16,
-    /// 8-bit integers with a scale per token; with `zero`, also a zero point that is the same for all tokens.
+    /// 8-bit integers with a scale per token; if `zero`, also with a zero point that is the same for all tokens.
     Int8 {
         /// Whether there is a zero point.
         zero: bool,
@@ -78,7 +78,8 @@ impl KernelScheme {
             ));
         }
         let activation = match activation {
-            // Sums among the parameters of tiles change the offsets, so they belong to the scheme.
+            // The scheme depends on whether the layout has sums, since sums change the offsets within a tile's
+            // parameters.
             Activation::Int8 { .. } => Activation::Int8 { zero: layout.has_sums() },
             float => float,
         };
@@ -129,9 +130,9 @@ impl KernelScheme {
         self.group.map_or(1, |g| TILE_K / g)
     }
 
-    /// The name by [docs/naming.md], without the machine: `w4a16_g128_gemm`, with the suffixes `f16`, `bf16`, `asym`,
-    /// `static` and the type of results; for floating-point codes `wf4a16_g16_gemm`, with `nv` and `mx` for their
-    /// one-byte scales.
+    /// The name according to `docs/naming.md`, without the machine: `w4a16_g128_gemm`, with the suffixes `f16`, `bf16`,
+    /// `asym`, `static` and the type of results; for floating-point codes `wf4a16_g16_gemm`, with `nv` and `mx` for
+    /// their one-byte scales.
     pub fn name(&self) -> String {
         let (bits, kind) = match self.activation {
             Activation::F16 => ("a16", "_f16"),

@@ -1,4 +1,4 @@
-//! The parallelism of a variant: block shapes, depth of the ring, chunks of `k`; and what is compiled.
+//! How a variant divides its work: block shapes, depth of the ring, chunks of `k`, and the macros that result from it.
 
 use quant_kernels_cpu::FloatFormat;
 
@@ -42,23 +42,24 @@ impl BlockShape {
         32 * self.row_warps * self.token_warps * self.sets
     }
 
-    /// Registers per thread with `blocks` blocks on a multiprocessor that has 65,536; at most 255.
+    /// Registers per thread if `blocks` blocks share a multiprocessor with 65,536 registers; at most 255.
     pub fn register_ceiling(&self) -> usize {
         (65_536 / (self.blocks * self.threads()) / 8 * 8).min(255)
     }
 }
 
-/// Warps and tiles along tokens, and sets of warps per multiprocessor, from few tokens to many.
+/// For each block shape, from few tokens to many: warps along tokens, tiles of 8 tokens per warp, and sets of warps per
+/// multiprocessor.
 const SHAPES: [[usize; 3]; 5] = [[1, 1, 4], [1, 2, 3], [2, 2, 2], [2, 4, 1], [2, 8, 1]];
-/// Blocks of at most this many tokens have two sets of warps if chunks have halves. With more tokens, one set has as
-/// many warps as these two.
+/// Blocks of at most this many tokens have two sets of warps if chunks have halves. For more tokens, one set has as
+/// many warps as two sets have here.
 const TWO_SETS: usize = 16;
-/// Number of shapes whose float sums fit the registers.
+/// The number of shapes whose float sums fit in registers.
 const FLOAT_SHAPES: usize = 4;
 /// Output features per block, in every shape.
 pub const BLOCK_ROWS: usize = 128;
 
-/// The properties of a device that plans depend on.
+/// The properties of a device that determine plans.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PlanLimits {
     /// Maximum shared memory per block in bytes.
@@ -89,17 +90,17 @@ impl PlanLimits {
             Architecture::Sm90 => (232_448, 132),
             Architecture::Sm120 => (101_376, 170),
         };
-        // The system reserves a kibibyte for each block.
+        // The system reserves 1 KiB of shared memory per block.
         Self { shared_of_block, shared_of_multiprocessor: shared_of_block + 1024, multiprocessors }
     }
 }
 
-/// A kernel variant as it is compiled.
+/// A kernel variant: scheme, block shape and division of `k`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct LinearVariant {
-    /// The operands.
+    /// The types and groups of the operands.
     pub scheme: KernelScheme,
-    /// The threads.
+    /// The shape of the block.
     pub shape: BlockShape,
     /// Whether chunks of `k` have halves: [`Parts::halved`].
     pub halved: bool,
@@ -157,12 +158,13 @@ impl LinearVariant {
         ]
     }
 
-    /// What is compiled.
+    /// The source, kernel and macros to compile.
     pub fn compiled(&self) -> Variant {
         Variant { source: &SOURCE, kernel: "linear", defines: self.defines() }
     }
 
-    /// Scheme, tokens per block, depth of the ring, parts of `k`, and whether the parts follow each other.
+    /// A name made of the scheme, tokens per block, depth of the ring, parts of `k`, and whether parts are computed one
+    /// after another.
     pub fn name(&self) -> String {
         let parts = match (self.halved, self.shape.sets, self.serial) {
             (false, ..) => "",
@@ -187,7 +189,7 @@ impl LinearVariant {
             if self.scheme.sums_activations() { 2 * self.scheme.tile_groups() * tokens * 4 } else { 0 };
         let ring = (self.shape.stages * Self::stage_bytes(&self.scheme, tokens) + sums).next_multiple_of(128);
         let ring = self.shape.sets * ring;
-        // Results are reordered from fragments to rows in the memory of the ring.
+        // The memory of the ring is reused to reorder results from fragments to rows.
         ring.max(tokens * (BLOCK_ROWS + 4) * 4)
     }
 
@@ -196,8 +198,8 @@ impl LinearVariant {
         4 * self.shape.rows() * self.shape.tokens()
     }
 
-    /// The variant for this many tokens on this device: the smallest shape that holds them, or the largest one. Chunks
-    /// are computed one after another in one block if there are enough tiles of results to occupy the device.
+    /// Chooses the variant for this many tokens on this device: the smallest shape that holds them, or the largest one.
+    /// One block computes all chunks one after another if there are enough tiles of results to occupy the device.
     pub fn choose(scheme: KernelScheme, [n, k]: [usize; 2], m: usize, device: &PlanLimits) -> Self {
         let shapes = if scheme.whole { &SHAPES[..] } else { &SHAPES[..FLOAT_SHAPES] };
         let parts = Parts::of([n, k]);
@@ -209,16 +211,15 @@ impl LinearVariant {
             let tokens = 8 * token_warps * token_tiles;
             sets = if parts.halved && tokens <= TWO_SETS { sets } else { 1 };
             let stage = Self::stage_bytes(&scheme, tokens);
-            // A multiprocessor's shared memory is divided between two sets of warps for few tokens, in one block or in
-            // two, or belongs to one set for many. Each block reserves a kibibyte for the system, and some more is
-            // needed for sums.
+            // For few tokens, two sets of warps (of one block or of two) share a multiprocessor's shared memory; for
+            // many, one set has all of it. 4 KiB are left for the system's 1 KiB per block and for sums.
             let share =
                 if resident > 1 { device.shared_of_multiprocessor / 2 } else { device.shared_of_block };
             let ring = share.min(device.shared_of_block).saturating_sub(4096);
             let stages = (ring / stage).clamp(MIN_STAGES, MAX_STAGES);
             let tiles = n.div_ceil(BLOCK_ROWS).saturating_mul(m.div_ceil(tokens));
             let serial = tokens > TWO_SETS && parts.chunks > 1 && tiles >= device.multiprocessors;
-            // The sums of the previous chunks take registers too.
+            // The sums of previous chunks also occupy registers, so use one block per multiprocessor.
             let blocks = if serial { 1 } else { resident / sets };
             let shape =
                 BlockShape { row_warps: 4, row_tiles: 2, token_warps, token_tiles, sets, stages, blocks };
@@ -226,36 +227,37 @@ impl LinearVariant {
             if (choice, sets) == (0, 1) || variant.shared_bytes() <= device.shared_of_block {
                 return variant;
             }
-            // First give up the second set, then reduce the tokens.
+            // If it does not fit, use one set of warps, and then fewer tokens per block.
             (choice, sets) = if sets == 2 { (choice, 1) } else { (choice - 1, 2) };
         }
     }
 }
 
-/// The tile that is multiplied, the one whose sums are computed, and one that is being loaded.
+/// The minimum depth of the ring: a tile that is being multiplied, one that is being summed, and one that is being
+/// loaded.
 const MIN_STAGES: usize = 3;
 const MAX_STAGES: usize = 6;
 
 /// How `k` is cut into parts. Each part is summed starting from zero; a chunk is its first half plus its second, and
-/// chunks are added in order. So parts belong to the definition of results, and depend on the shape of the weights
-/// only.
+/// chunks are added in order. Rounding therefore depends on the parts, which depend only on the shape of the weights.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Parts {
-    /// Number of chunks, which are runs of whole tiles: 1 to 4. Blocks that share a tile of results combine their sums
-    /// in the workspace.
+    /// The number of chunks, 1 to 4. Each is a run of whole tiles. Blocks that share a tile of results combine their
+    /// sums in the workspace.
     pub chunks: usize,
-    /// Whether each chunk has two halves, which one block sums.
+    /// Whether each chunk is summed in two halves, by the same block.
     pub halved: bool,
 }
 
 impl Parts {
-    /// The parts of weights `[n, k]`: as few chunks as give work to 128 blocks, each chunk with two halves of at least
-    /// four tiles. A matrix that has 256 tiles of results per token tile, or is too short, is one part.
+    /// Returns the parts of weights `[n, k]`: as many chunks as are needed to occupy about 128 blocks, each chunk with
+    /// two halves of at least four tiles. A matrix with at least 256 row tiles, or with fewer than eight tiles along
+    /// `k`, is one part.
     pub fn of([n, k]: [usize; 2]) -> Self {
         let (rows, tiles) = (n.div_ceil(BLOCK_ROWS).max(1), k.div_ceil(TILE_K).max(1));
         let halved = rows < 256 && tiles >= 8;
-        // Rounded to the nearest number: with 96 row tiles, 1 chunk leaves a quarter of the places for blocks idle, and
-        // so do 2 chunks in two waves.
+        // Round to the nearest number of chunks. With 96 row tiles, for example, 1 chunk leaves a quarter of 128 places
+        // for blocks idle, and so do 2 chunks, in two waves.
         let wanted = ((128 + rows / 2) / rows).clamp(1, 4).min((tiles / 8).max(1));
         Self { chunks: if halved { wanted } else { 1 }, halved }
     }

@@ -1,4 +1,4 @@
-//! The measured cases: each kernel on shapes of Llama 3 8B and 70B, with the necessary bytes and operations.
+//! The measured cases: each kernel on shapes of Llama 3 8B and 70B, with the minimum numbers of bytes and operations.
 
 use quant_kernels_cpu::attention::KvType;
 use quant_kernels_cpu::{FloatFormat, KernelError, ScaleType};
@@ -11,7 +11,7 @@ use crate::launch::{Argument, LaunchShape, Region};
 use crate::layout::{Order, WeightLayout};
 use crate::linear::{Activation, LinearArguments, LinearPlan, Output, PlanLimits};
 
-/// The rate that products are compared with.
+/// The type of the products, which determines the rate that they are compared with.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Product {
     None,
@@ -19,7 +19,7 @@ pub(super) enum Product {
     Int8,
 }
 
-/// What limits a case at the device's ceilings.
+/// What determines the minimum time of a case.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Bound {
     /// Memory traffic.
@@ -28,15 +28,15 @@ pub enum Bound {
     Products,
 }
 
-/// A launch, planned before its memory is allocated.
+/// A planned launch, whose memory is not yet allocated.
 pub struct Case {
-    /// Scheme or operation.
+    /// The scheme or the operation.
     pub name: String,
-    /// For weights `n x k`, for rows `k`, for caches `sequences x tokens` or `heads x features`.
+    /// `n x k` for weights, `k` for rows, `sequences x tokens` or `heads x features` for caches.
     pub shape: String,
     /// Tokens.
     pub tokens: usize,
-    /// Bytes that are read and written once.
+    /// The number of bytes that are read or written, each counted once.
     pub bytes: usize,
     /// Operations; a multiplication and an addition count as two.
     pub operations: f64,
@@ -47,15 +47,15 @@ pub struct Case {
     arguments: Box<Arguments>,
 }
 
-/// Arguments from the addresses of buffers.
+/// Computes the arguments from the addresses of buffers.
 type Arguments = dyn Fn(&[u64]) -> Result<Vec<Argument>, KernelError>;
 
-/// Memory that a launch needs.
+/// A buffer that a launch needs.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Buffer {
     pub(super) bytes: usize,
     pub(super) fill: Fill,
-    /// Whether successive launches use different copies, so that the L2 cache does not help.
+    /// Whether successive launches use different copies of the buffer, so that it is not in the L2 cache.
     pub(super) turns: bool,
 }
 
@@ -65,21 +65,21 @@ pub(super) enum Fill {
     Zeros,
     /// Any bytes.
     Random,
-    /// f16 values of either sign with magnitudes below 2⁻⁷ and random low bits, so that grids among the codes stay
-    /// finite.
+    /// f16 values of either sign with magnitudes below 2⁻⁷ and random low bits. Pages contain f16 grids among the
+    /// codes, which must be finite.
     SmallFloats,
     /// f16 or bf16 values around one.
     Floats,
     /// 0, 1, 2, … as u32.
     Counted,
-    /// The same u32 everywhere.
+    /// The same u32 repeated.
     Words(u32),
 }
 
 impl Case {
-    /// Minimum time in seconds on a device with these ceilings, and what limits it.
+    /// The minimum time in seconds on a device with these ceilings, and what determines it.
     pub fn floor(&self, ceilings: &Ceilings) -> (f64, Bound) {
-        // Writing costs as much as copying.
+        // Kernels without products write about as much as they read, so they are compared with a copy.
         let (bandwidth, rate) = match self.product {
             Product::None => (ceilings.copy, f64::INFINITY),
             Product::F16 => (ceilings.read, ceilings.f16),
@@ -103,10 +103,10 @@ fn region(address: u64, bytes: usize) -> Region {
 const LINEARS: [[usize; 2]; 5] = [[6144, 4096], [8192, 8192], [28_672, 4096], [4096, 14_336], [57_344, 8192]];
 const TOKENS: [usize; 8] = [1, 8, 16, 32, 64, 256, 1024, 4096];
 
-/// All cases, planned for this device.
+/// Returns all cases, planned for this device.
 ///
 /// # Errors
-/// When this version does not support one of them.
+/// When planning one of them fails.
 pub fn cases(device: &PlanLimits) -> Result<Vec<Case>, KernelError> {
     let mut cases = Vec::new();
     for m in [1, 64, 4096] {
@@ -286,8 +286,8 @@ fn decode(kind: KvType, sequences: usize, tokens: usize) -> Result<Case, KernelE
     let pages = sequences * pages_of * kv_heads * head;
     let row = query_heads * head_dim;
     let buffer = |bytes, fill, turns| Buffer { bytes, fill, turns };
-    // Pages contain grids among the codes. Random grids could be NaN, and scores that keep growing would take another
-    // branch of the kernel.
+    // Pages contain grids among the codes. Random bytes could be NaN as grids, and scores that keep growing would take
+    // the rescaling branch of the kernel.
     let buffers = vec![
         buffer(sequences * row * 2, Fill::Floats, false),
         buffer(pages, Fill::SmallFloats, true),

@@ -9,14 +9,14 @@ use crate::standalone::Memory;
 static SOURCE: Source =
     Source { name: "ceilings.cu", text: include_str!("../../cuda/ceilings.cu"), headers: &[] };
 
-/// The same constants as in the source.
+/// Constants that must equal those of `cuda/ceilings.cu`.
 const THREADS: u32 = 512;
 const FLIGHT: usize = 8;
 const CHAINS: u32 = 8;
-/// The buffer that is read, in multiples of the L2 cache: what the cache holds of it is negligible.
+/// The size of the buffer that is read, in multiples of the L2 cache, so that cached bytes are negligible.
 const CACHES: usize = 32;
-/// Rounds of products: the first number is multiplied by eight until a launch takes long enough for its overhead to be
-/// negligible.
+/// The first and the maximum number of rounds of products. It is multiplied by eight until a launch takes long enough
+/// for its overhead to be negligible.
 const ROUNDS: [u32; 2] = [4, 1 << 20];
 const MIN_SECONDS: f64 = 1e-3;
 
@@ -42,7 +42,7 @@ fn variant(kernel: &'static str, product: u32) -> Variant {
     Variant { source: &SOURCE, kernel, defines: vec![("PRODUCT", product.to_string())] }
 }
 
-/// The kernels, to compile them in advance.
+/// The kernels that measure ceilings, so that they can be compiled in advance.
 pub(super) fn variants() -> Vec<Variant> {
     let streams = ["stream_read", "stream_copy", "nothing"].map(|kernel| variant(kernel, 0));
     streams.into_iter().chain([0, 1, 2].map(|product| variant("products", product))).collect()
@@ -53,14 +53,14 @@ impl Ceilings {
         let gpu = meter.gpu;
         let blocks = gpu.limits.multiprocessors * 4;
         let shape = LaunchShape { grid: [blocks, 1, 1], block: THREADS, shared_bytes: 0 };
-        // A multiple of what a loop reads at once; two such buffers fit any device.
+        // Use a multiple of what all threads of a block load at once; two buffers of this size fit any device.
         let step = THREADS as usize * FLIGHT * 16;
         let bytes = (meter.cache_bytes * CACHES).min(gpu.memory()?.free / 4);
         let bytes = (bytes / step).max(1) * step;
         let (from, to) = (Memory::filled(bytes, 0x35)?, Memory::filled(bytes, 0)?);
         let vectors = Argument::U64((bytes / 16) as u64);
         let one = |kernel, product, shape, arguments| -> Result<f64> {
-            // SAFETY: the arguments are those of these kernels, with memory that lives until they have finished.
+            // SAFETY: the arguments match these kernels, with memory that lives until they have finished.
             unsafe { meter.seconds(&variant(kernel, product), &[TimedLaunch { shape, arguments }]) }
                 .map(|times| times.median())
         };

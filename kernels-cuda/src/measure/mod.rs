@@ -1,9 +1,9 @@
-//! How close the kernels come to the limits of a device: for `quant bench kernels --device cuda`, and for the
+//! Measures how close the kernels come to the limits of a device: for `quant bench kernels --device cuda`, and for the
 //! benchmarks that `cargo xtask gpu` packs for a machine with a GPU.
 //!
 //! First the device's own ceilings are measured ([`Ceilings`]), then launches of every kernel on shapes of common
-//! models ([`cases`]): many in a row between two events, on memory that is not in any cache. A kernel's share is the
-//! time that its bytes or products take at those ceilings, divided by the time that it took.
+//! models ([`cases`]): many in a row between two events, on memory that is not in any cache. The efficiency of a kernel
+//! is the time that its bytes or products take at those ceilings, divided by its measured time.
 
 mod cases;
 mod ceilings;
@@ -21,15 +21,16 @@ use crate::standalone::{Event, Gpu, Memory};
 use crate::{Error, Result, linear};
 use cases::{Buffer, Fill};
 
-/// Minimum seconds of one measurement, and the number of measurements.
+/// The minimum number of seconds of a measurement, and the number of measurements.
 const MIN_SECONDS: f64 = 0.05;
 const REPEATS: usize = 5;
 /// Maximum number of launches per measurement.
 const MAX_LAUNCHES: usize = 20_000;
-/// The total size of buffers used in turn, in multiples of the L2 cache, and the maximum number of copies.
+/// The total size of the copies of a buffer that are used in turn, in multiples of the L2 cache, and the maximum number
+/// of copies.
 const TURNS_OVER_CACHE: usize = 10;
 const MAX_TURNS: usize = 64;
-/// Bytes of random numbers, which are repeated.
+/// The number of random bytes; larger buffers repeat them.
 const RANDOM: usize = 8 << 20;
 
 /// One launch.
@@ -81,7 +82,7 @@ impl Meter {
         self.gpu
     }
 
-    /// Measures the maxima of the device.
+    /// Measures the maximum rates of the device.
     ///
     /// # Errors
     /// When a kernel cannot be compiled or launched, or fails on the device.
@@ -96,7 +97,7 @@ impl Meter {
     pub fn time(&self, case: &Case) -> Result<Times> {
         let sum = |turns| case.buffers.iter().filter(|b| b.turns == turns).map(|b| b.bytes).sum::<usize>();
         let (kept, turning) = (sum(false), sum(true).max(1));
-        // The rest is for the rounding of allocations, and for the driver.
+        // Leave a tenth of the free memory for the rounding of allocations and for the driver.
         let room = (self.gpu.memory()?.free / 10 * 9).saturating_sub(kept) / turning;
         let turns = (TURNS_OVER_CACHE * self.cache_bytes).div_ceil(turning).clamp(1, MAX_TURNS).min(room);
         if turns == 0 {
@@ -125,11 +126,12 @@ impl Meter {
         unsafe { self.seconds(&case.variant, &work) }
     }
 
-    /// Seconds of a launch. The elements of `work` are launches on different memory, which are used in turn.
+    /// Measures the seconds per launch. The elements of `work` are launches on different memory, which are used in
+    /// turn.
     ///
     /// # Safety
-    /// The variant must be one of this crate's; the arguments must be its own, and point to memory that lives until
-    /// this returns.
+    /// The variant must be one of this crate's; the arguments must match it, and point to memory that lives until this
+    /// function returns.
     unsafe fn seconds(&self, variant: &Variant, work: &[TimedLaunch]) -> Result<Times> {
         let shared = work.iter().map(|work| work.shape.shared_bytes).max().unwrap_or(0);
         // SAFETY: the primary context is never released; images are this crate's.
@@ -137,15 +139,15 @@ impl Meter {
         let run = |count: usize| -> Result<f64> {
             let begin = Event::now()?;
             for work in work.iter().cycle().take(count) {
-                // SAFETY: the caller guarantees the arguments, by the contract of this function; the memory outlives
-                // the launches, since they are waited for below.
+                // SAFETY: the caller guarantees that the arguments match the variant; the memory outlives the launches,
+                // since they are waited for below.
                 unsafe { kernel.launch(&work.shape, &work.arguments, Stream::DEFAULT) }?;
             }
             let end = Event::now()?;
             self.gpu.wait()?;
             end.seconds_since(&begin)
         };
-        // Once to load and warm up, then as often as needed.
+        // The first run loads the kernel and warms up; the second determines how many launches to measure.
         run(work.len())?;
         let once = run(work.len())? / work.len().max(1) as f64;
         let count = ((MIN_SECONDS / once.max(1e-7)) as usize).clamp(work.len().max(3), MAX_LAUNCHES);
@@ -162,13 +164,14 @@ impl Meter {
             Fill::Counted => to.write(0, &(0..words).flat_map(u32::to_le_bytes).collect::<Vec<u8>>()),
             Fill::Words(word) => to.write(0, &word.to_le_bytes().repeat(words as usize)),
             Fill::Random => repeat(to, &self.random),
-            // The exponents of f16 values from a quarter to two.
+            // These bits give f16 values with magnitudes from a quarter to two.
             Fill::Floats => self.fill_halves(to, 0x8f, 0x34),
             Fill::SmallFloats => self.fill_halves(to, 0x9f, 0),
         }
     }
 
-    /// Random f16 values, in whose upper bytes some bits are kept and some are set.
+    /// Fills memory with random f16 values: of their upper bytes, the bits of `kept` are random and the bits of `set`
+    /// are set.
     fn fill_halves(&self, to: &Memory, kept: u8, set: u8) -> Result<()> {
         let needed = &self.random[..to.len().next_multiple_of(2).min(RANDOM)];
         let halves = needed.chunks_exact(2).flat_map(|pair| [pair[0], pair[1] & kept | set]);

@@ -1,8 +1,9 @@
-//! Linears with weights on the device and activations on the host: rows are copied to the device, results back.
+//! Linears with weights on the device and activations on the host. Activations are copied to the device, and results
+//! back.
 //!
 //! This is for models that compute everything else on the CPU. The packed bytes, the kernels and the results are the
-//! same as in an engine that runs on the device. The time for copies is small compared with the products of many
-//! tokens, but large compared with those of one.
+//! same as in an engine that runs on the device. For many tokens, the time for copies is small compared with that for
+//! products; for a single token, it is large.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -19,16 +20,16 @@ use crate::launch::{Region, Stream};
 use crate::layout::{Order, WeightLayout};
 use crate::linear::{CallArguments, CallLaunch, CallShape, LinearCall, Output, PlanLimits};
 
-/// Maximum number of activations or results on the device at once.
+/// The maximum number of activations or results that are on the device at once.
 const MAX_VALUES: usize = 1 << 26;
-/// The exponent that a row's largest activation gets as an f16: sums stay finite, and a value 2³⁸ times smaller is
-/// still not zero.
+/// The exponent to which a row's largest activation is scaled in f16. Sums then stay finite, and a value 2³⁸ times
+/// smaller is still nonzero.
 const EXPONENT: i32 = 14;
 
 /// How activations are quantized.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Activations {
-    /// Not quantized (W4A16, W8A16, FP4 and FP8 weights): f16 values, times a power of two for each row.
+    /// Not quantized (W4A16, W8A16, FP4 and FP8 weights): f16 values, scaled by a power of two per row.
     Float,
     /// 8-bit integers with a scale per token (W4A8, W8A8).
     PerToken,
@@ -36,7 +37,7 @@ pub enum Activations {
     Static(StaticScale),
 }
 
-/// Kernels, and the memory on the device that the linears of a model share.
+/// The kernels and the device memory that the linears of a model share.
 #[derive(Debug)]
 pub struct Runner {
     gpu: &'static Gpu,
@@ -44,13 +45,13 @@ pub struct Runner {
     scratch: Mutex<Scratch>,
 }
 
-/// The memory of one call; it grows and is kept.
+/// The memory of one call. It is kept for later calls, and only grows.
 #[derive(Debug, Default)]
 struct Scratch {
     x: Option<Memory>,
     between: Option<Memory>,
     out: Option<Memory>,
-    /// Bytes on the host: rows for the device, and results.
+    /// Host memory for the rows to copy to the device, and for the results.
     rows: Vec<u8>,
     results: Vec<u8>,
 }
@@ -62,7 +63,7 @@ impl Runner {
     /// When there is no driver or device.
     pub fn new() -> Result<Self> {
         let gpu = Gpu::first()?;
-        // Fail now if the device is too old, instead of at the first call.
+        // Fail now if the device is too old, not at the first call.
         gpu.limits.target()?;
         Ok(Self { gpu, kernels: Kernels::new(ImageCache::new()), scratch: Mutex::default() })
     }
@@ -101,7 +102,7 @@ impl Linear {
         let weight = Memory::of(&packed)?;
         let limits = PlanLimits::from(&runner.gpu.limits);
         let linear = Self { layout, weight, activations, limits, runner: Arc::clone(runner) };
-        // Planning a call without rows detects every error that does not depend on the input.
+        // Planning a call with zero rows reports every error that does not depend on the input.
         linear.call(0)?;
         Ok(linear)
     }
@@ -116,17 +117,16 @@ impl Linear {
         self.layout.k()
     }
 
-    /// Bytes on the device.
+    /// The size in bytes of the weights on the device.
     pub fn bytes(&self) -> usize {
         self.layout.bytes()
     }
 
-    /// `out[m, n] = x[m, k] · Ŵᵀ`, row-major; waits for the results. Each row's result is independent of the other
-    /// rows.
+    /// Computes `out[m, n] = x[m, k] · Ŵᵀ`, row-major, and waits for the results. Each row's result is independent of
+    /// the other rows.
     ///
     /// # Errors
-    /// When the length of `x` is not a multiple of `k`, `out` has the wrong length, or something is missing or fails on
-    /// the device.
+    /// When the length of `x` is not a multiple of `k`, `out` has the wrong length, or the driver or the device fails.
     pub fn multiply(&self, x: &[f32], out: &mut [f32]) -> Result<()> {
         let (n, k) = (self.n(), self.k());
         let m = x.len() / k.max(1);
@@ -163,7 +163,7 @@ impl Linear {
         let rows = room(&mut scratch.x, scratch.rows.len())?;
         rows.write(0, &scratch.rows)?;
         let between = room(&mut scratch.between, call.scratch_bytes())?;
-        // Another call may have left sums where the tickets of this one are.
+        // Clear the tickets: a call of a different plan may have left sums in their place.
         between.write(0, &vec![0; call.zero_bytes()])?;
         let results = room(&mut scratch.out, 4 * out.len())?;
         let places = CallArguments {
@@ -177,7 +177,7 @@ impl Linear {
             // SAFETY: the primary context is never released, and images come from this crate or from the user's own
             // directory.
             let kernel = unsafe { self.runner.kernels.kernel(&variant, shape.shared_bytes) }?;
-            // SAFETY: the arguments are a plan's, on memory that lives until the results have been read.
+            // SAFETY: the arguments match the plan, on memory that lives until the results have been read.
             unsafe { kernel.launch(&shape, &arguments, Stream::DEFAULT) }?;
         }
         scratch.results.resize(4 * out.len(), 0);
@@ -210,12 +210,12 @@ impl Linear {
     }
 }
 
-/// Returns memory of at least this many bytes, which is allocated if there is not enough.
+/// Returns memory of at least `bytes` bytes; allocates it if the existing memory is too small.
 fn room(memory: &mut Option<Memory>, bytes: usize) -> Result<&Memory> {
     match memory {
         Some(memory) if memory.len() >= bytes => {}
         _ => {
-            // The old memory is freed first.
+            // Free the old memory before allocating.
             *memory = None;
             *memory = Some(Memory::filled(bytes, 0)?);
         }
@@ -223,14 +223,14 @@ fn room(memory: &mut Option<Memory>, bytes: usize) -> Result<&Memory> {
     Ok(memory.get_or_insert(Memory::filled(0, 0)?))
 }
 
-/// Converts rows to f16, `stride` elements apart, each times a power of two; returns the exponents.
+/// Converts rows to f16, `stride` elements apart, each scaled by a power of two; returns the exponents of the scales.
 fn halves(x: &[f32], k: usize, stride: usize, out: &mut Vec<u8>) -> Vec<i32> {
     out.clear();
     out.resize(x.len() / k * stride * 2, 0);
     let rows = x.chunks(k).zip(out.chunks_mut(2 * stride));
     rows.map(|(row, out)| {
         let max = row.iter().fold(0.0_f32, |max, v| max.max(v.abs()));
-        // Rows that are not finite cannot be scaled, and zeros need not be.
+        // A row that is zero or not finite is not scaled.
         let shift = if max > 0.0 && max.is_finite() { (EXPONENT - exponent(max)).min(126) } else { 0 };
         for (value, out) in row.iter().zip(out.as_chunks_mut().0) {
             *out = f16::from_f32(value * exp2(shift)).to_le_bytes();

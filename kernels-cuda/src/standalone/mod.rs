@@ -1,7 +1,7 @@
-//! A device for programs without a framework: a context, memory and timing, which otherwise the caller provides.
+//! A device for programs without a framework: the context, memory and timing that a framework would otherwise provide.
 //!
-//! Kernels do not need this module: they take addresses and streams from anywhere. `quant` itself, the tests and the
-//! measurements of kernels use it. All of it synchronizes with the device.
+//! Kernels do not need this module: they accept addresses and streams of any origin. `quant` itself, the tests and the
+//! kernel benchmarks use it. Its functions synchronize with the device.
 
 mod linear;
 
@@ -33,7 +33,7 @@ unsafe impl Send for Gpu {}
 unsafe impl Sync for Gpu {}
 
 impl Gpu {
-    /// The device, with its context current on this thread. The first call finds and initializes it.
+    /// Returns the device, with its context current on this thread. The first call finds and initializes it.
     ///
     /// # Errors
     /// When there is no driver or device, or the context cannot be created.
@@ -67,7 +67,7 @@ impl Gpu {
         Ok(u32::try_from(version).unwrap_or(0))
     }
 
-    /// Bytes of the device's L2 cache.
+    /// Returns the size of the device's L2 cache in bytes.
     ///
     /// # Errors
     /// When the driver returns an error.
@@ -81,7 +81,7 @@ impl Gpu {
         Ok(usize::try_from(bytes).unwrap_or(0))
     }
 
-    /// Size of the device's memory.
+    /// Returns the size of the device's memory, and how much of it is free.
     ///
     /// # Errors
     /// When the driver returns an error.
@@ -91,10 +91,10 @@ impl Gpu {
         Ok(DeviceMemory { free, total })
     }
 
-    /// Makes its context current on this thread.
+    /// Makes the context of this device current on this thread.
     ///
     /// # Errors
-    /// When the driver returns an error, as after a fault on the device.
+    /// When the driver returns an error, such as after a fault on the device.
     pub fn make_current(&self) -> Result<()> {
         // SAFETY: the context is never released.
         in_action("make a context current", unsafe { result::ctx::set_current(self.context) })
@@ -110,16 +110,16 @@ impl Gpu {
     }
 }
 
-/// Memory of a device in bytes.
+/// The size of a device's memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DeviceMemory {
-    /// Bytes that are not allocated.
+    /// The number of bytes that are not allocated.
     pub free: usize,
     /// All.
     pub total: usize,
 }
 
-/// Bytes on the first device, freed when dropped.
+/// Memory on the first device, freed when dropped.
 #[derive(Debug)]
 pub struct Memory {
     gpu: &'static Gpu,
@@ -142,7 +142,7 @@ impl Memory {
         Ok(memory)
     }
 
-    /// Allocates memory with these bytes.
+    /// Allocates memory and copies these bytes to it.
     ///
     /// # Errors
     /// See [`filled`](Self::filled).
@@ -162,15 +162,15 @@ impl Memory {
         self.len == 0
     }
 
-    /// The region, which begins at a multiple of 256.
+    /// The region of this memory, whose address is a multiple of 256.
     pub fn region(&self) -> Region {
         Region { address: self.address, bytes: self.len as u64 }
     }
 
-    /// Writes at byte `at`, after everything launched before.
+    /// Writes bytes at offset `at`, after all work launched before.
     ///
     /// # Errors
-    /// When this is out of bounds, or an error occurred on the device.
+    /// When the range is out of bounds, or an error occurred on the device.
     pub fn write(&self, at: usize, bytes: &[u8]) -> Result<()> {
         let to = self.within("write", at, bytes.len())?;
         self.gpu.make_current()?;
@@ -178,7 +178,7 @@ impl Memory {
         in_action("write memory", unsafe { result::memcpy_htod_sync(to, bytes) })
     }
 
-    /// Reads at byte `at`, after everything launched before.
+    /// Reads bytes at offset `at`, after all work launched before.
     ///
     /// # Errors
     /// See [`write`](Self::write).
@@ -202,7 +202,7 @@ impl Memory {
 
 impl Drop for Memory {
     fn drop(&mut self) {
-        // After a fault on the device, freeing fails, which cannot be handled here.
+        // After a fault on the device, freeing fails; the error cannot be handled in `drop`.
         if self.gpu.make_current().is_ok() {
             // SAFETY: the memory was allocated by `filled` and is freed once.
             let _ = unsafe { result::free_sync(self.address) };
@@ -232,7 +232,7 @@ impl Event {
         Ok(made)
     }
 
-    /// Seconds from an earlier event to this one; waits for it.
+    /// Returns the seconds from an earlier event to this one, after waiting for this one.
     ///
     /// # Errors
     /// Any error on the device since the last synchronization.
@@ -274,7 +274,7 @@ fn in_action<T>(action: &'static str, answer: std::result::Result<T, result::Dri
 mod tests {
     use super::*;
 
-    /// Must not panic on any machine, with or without a driver or device.
+    /// Must return errors and not panic on any machine, with or without a driver or device.
     #[test]
     fn what_is_missing_is_an_error() {
         match Gpu::first() {

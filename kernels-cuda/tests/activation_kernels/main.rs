@@ -1,5 +1,5 @@
-//! The activation kernels give the same results as the CPU's: compiled to PTX and run by the interpreter, which detects
-//! races, accesses out of bounds and reads of unwritten bytes. Needs NVRTC, no GPU.
+//! The activation kernels give the same results as the CPU's. They are compiled to PTX and run on the interpreter,
+//! which detects races, accesses out of bounds and reads of unwritten bytes. Needs NVRTC, but no GPU.
 
 mod problem;
 #[path = "../support/mod.rs"]
@@ -20,12 +20,12 @@ fn norm(weight: Float, residual: bool) -> Rows {
 /// The maximum relative error of a norm: see the module `activation`.
 fn norm_bound(shape: &ActivationShape) -> f64 {
     let threads = shape.plan().unwrap().launch.block as usize;
-    // Vectors are not divided, so a thread has up to eight values more than its share.
+    // Vectors are not divided among threads, so a thread can have up to eight values more than its share.
     let chain = shape.k.div_ceil(threads) + 8 + 10;
     ((chain + shape.k / 64 + 7) as f64 / 2.0 + 12.0) * 2.0_f64.powi(-24)
 }
 
-/// Equal, except that a norm adds in a different order.
+/// Asserts that results are equal, or close for a norm, which is summed in a different order.
 #[track_caller]
 fn assert_agrees(problem: &Problem, got: &Outcome, expected: &Outcome) {
     let shape = &problem.shape;
@@ -43,9 +43,9 @@ fn assert_agrees(problem: &Problem, got: &Outcome, expected: &Outcome) {
     let max = got.codes.iter().zip(&expected.codes).map(off).max().unwrap();
     assert!(max <= 1, "a code is off by {max}, {shape:?}");
     let changed = got.codes.iter().zip(&expected.codes).filter(|(a, b)| a != b).count();
-    // Few values are that close to the midpoint between two codes.
+    // Codes may differ only for values close to the midpoint between two codes, which are few.
     assert!(changed <= 2 + got.codes.len() / 500, "{changed} of {} codes, {shape:?}", got.codes.len());
-    // Sums are those of the codes that were written.
+    // The sums must be those of the codes that were written.
     let add = |codes: &[i8]| codes.iter().map(|&c| i32::from(c)).sum::<i32>();
     let rows = || got.codes.chunks(shape.k);
     assert_eq!(got.row_sums, rows().map(add).collect::<Vec<_>>(), "{shape:?}");
@@ -64,7 +64,7 @@ fn shapes(widths: &[usize]) -> Vec<ActivationShape> {
             for &k in widths {
                 let base = ActivationShape::new(rows, element, 3, k);
                 let aligned = pick(2) == 0;
-                // All different, so that they cannot be confused.
+                // Strides are all different, so that exchanging two of them is detected.
                 let stride = |i: usize| if aligned { k.next_multiple_of(16) + 16 * i } else { k + i };
                 let first = pick(3);
                 out.push(ActivationShape {
@@ -94,7 +94,7 @@ fn ragged_rows_are_what_the_cpu_makes() {
     }
 }
 
-/// Every number of threads, and rows that do not fit the registers.
+/// Every number of threads per block, and rows that do not fit in registers.
 #[test]
 fn wide_rows_are_what_the_cpu_makes() {
     if !has_nvrtc() {
@@ -128,9 +128,10 @@ fn extremes_are_what_the_cpu_makes() {
                 problem.x[2 * k + 135] = f32::NAN;
                 problem.x[3 * k] = f32::NEG_INFINITY;
                 problem.x[4 * k..5 * k].fill(-0.0);
-                // 2⁻²⁰ in every type; small, but not zero.
+                // 2⁻²⁰ is small but nonzero in every type.
                 problem.x[5 * k..6 * k].iter_mut().for_each(|x| *x = x.signum() * 2.0_f32.powi(-20));
-                // The largest value everywhere; and values halfway between codes: 127, and integers plus a half.
+                // A row of large equal values; then a row with values halfway between two codes: 127, and integers plus
+                // a half.
                 problem.x[6 * k..7 * k].fill(65_280.0);
                 problem.x[7 * k] = 127.0;
                 (1..k).for_each(|i| problem.x[7 * k + i] = (i as f32) - 68.5);
@@ -140,7 +141,7 @@ fn extremes_are_what_the_cpu_makes() {
             }
         }
     }
-    // Values that count as zero; only f32 can represent them.
+    // Values so small that they count as zero, which only f32 can represent; then the largest values of f32.
     let mut problem = Problem::new(ActivationShape::new(Rows::Plain, Float::F32, 2, 40), 1);
     problem.x[..40].iter_mut().for_each(|x| *x *= 1e-38);
     problem.x[40..].fill(f32::MAX);
@@ -149,8 +150,7 @@ fn extremes_are_what_the_cpu_makes() {
     assert_eq!(got.scales[0], 0);
 }
 
-/// The result of a row is bit-identical whether it is computed alone or in a batch, in whatever order warps and blocks
-/// run.
+/// The result of a row is bit-identical whether it is computed alone or in a batch, for any order of warps and blocks.
 #[test]
 fn a_row_does_not_depend_on_its_neighbours() {
     if !has_nvrtc() {
@@ -211,9 +211,9 @@ fn bytes_are_the_floor() {
                 "codes" => [0, (m * k) as u64],
                 "scales" | "row_sums" => [0, 4 * m as u64],
                 "group_sums" => [0, (4 * m * k / group.unwrap()) as u64],
-                // Read for every row, from memory only once.
+                // The weight is read for every row, but from memory only once.
                 "weight" => [(k * element.bytes()) as u64, 0],
-                // Generated by the compiler in every module, and never accessed.
+                // The compiler adds this buffer to every module; it is never accessed.
                 "(module)" => [0, 0],
                 other => panic!("a buffer {other}"),
             };
@@ -240,9 +240,9 @@ fn bytes_are_the_floor() {
     }
 }
 
-/// PTX instructions of lanes per value of long rows, without moves between registers, of which machine code has few.
-/// The budgets are the current numbers, rounded up, and should be lowered when possible. Machine code has more
-/// instructions for a division or reciprocal, which count as one here.
+/// PTX instructions per value of long rows, summed over lanes, not counting moves between registers, which mostly
+/// disappear in machine code. The limits are the current numbers, rounded up; lower them when possible. A division or
+/// reciprocal counts as one instruction here, but takes more in machine code.
 #[test]
 fn instructions_stay_within_their_budgets() {
     if !has_nvrtc() {
@@ -264,7 +264,7 @@ fn instructions_stay_within_their_budgets() {
     }
 }
 
-/// Without sums of rows, their buffer is not accessed.
+/// If sums of rows are not requested, their buffer is not accessed.
 #[test]
 fn sums_of_rows_may_be_left_out() {
     if !has_nvrtc() {
@@ -278,11 +278,11 @@ fn sums_of_rows_may_be_left_out() {
     assert!(!report.counters.buffers.contains_key("row_sums"));
 }
 
-/// The kernel with one change.
+/// Returns a variant whose source has one change.
 fn planted(variant: &Variant, from: &str, to: &str) -> Variant {
     assert_eq!(variant.source.text.matches(from).count(), 1, "{from:?} occurs once in the text");
     let text = variant.source.text.replace(from, to);
-    // Tests are short, and sources are static.
+    // Sources are static, so leak the text; the test process is short-lived.
     let source = Source { name: "planted.cu", text: text.leak(), headers: variant.source.headers };
     Variant { source: Box::leak(Box::new(source)), ..variant.clone() }
 }
@@ -299,7 +299,7 @@ fn planted_bugs_are_caught() {
         ..ActivationShape::new(norm(Float::F16, false), Float::F16, 2, k)
     };
     let run = |k, places: Option<[&str; 2]>| {
-        // The sums of rows have a barrier too, which would hide a missing one of the sums of groups.
+        // Omit the sums of rows: their barrier would hide a missing barrier of the sums of groups.
         let problem = Problem { row_sums: false, ..Problem::new(shape(k), 1) };
         let plan = problem.plan();
         let options = Options { warp_order: WarpOrder::RoundRobin, ..Options::default() };
@@ -316,7 +316,7 @@ fn planted_bugs_are_caught() {
         assert!(got.codes.iter().zip(&expected.codes).all(|(a, b)| a.abs_diff(*b) <= 1));
         assert!(got.group_sums.iter().zip(&expected.group_sums).all(|(a, b)| a.abs_diff(*b) <= 4));
     }
-    // The fault must be of this instruction, in this buffer.
+    // The fault must be reported for this instruction and this buffer.
     let is_found = |k, from: &str, to: &str, kinds: &[FaultKind], opcode: &str, buffer: &str| {
         let fault = run(k, Some([from, to])).expect_err(from);
         let is_it = kinds.contains(&fault.kind)
@@ -325,15 +325,15 @@ fn planted_bugs_are_caught() {
         assert!(is_it, "{from:?} for {to:?}: {fault}");
     };
     let race = &[FaultKind::SharedRace, FaultKind::Uninitialised];
-    // The barrier in sums over a block.
+    // Remove the barrier in sums over a block.
     let barrier = "slots[threadIdx.x / 32] = word;\n    __syncthreads();";
     is_found(1024, barrier, "slots[threadIdx.x / 32] = word;", race, "ld.shared", "shared");
-    // Using the same slots for all sums.
+    // Use the same slots for two sums.
     is_found(1024, "(largest, slots[1])", "(largest, slots[0])", race, "st.shared", "shared");
-    // The barrier before sums of groups.
+    // Remove the barrier before sums of groups.
     let barrier = "if constexpr (GROUP == 1) {\n        __syncthreads();";
     is_found(1024, barrier, "if constexpr (GROUP == 1) {", race, "ld.shared", "shared");
-    // The guards at the end of a row, for reads and for writes, and at the end of its last group.
+    // Remove the guards at the end of a row, for reads and for writes, and at the end of its last group.
     let outside = &[FaultKind::OutOfBounds];
     let guard = "if (ALIGNED && at + VECTOR <= k) {\n        u32 words[WORDS];";
     is_found(1020, guard, "if (ALIGNED) {\n        u32 words[WORDS];", outside, "ld.global", "weight");
@@ -341,7 +341,7 @@ fn planted_bugs_are_caught() {
     is_found(1020, guard, "if (true) {\n        if constexpr", outside, "st.global", "codes");
     let guard = "if (g * each + i < all) sum";
     is_found(1020, guard, "sum", outside, "ld.shared", "shared");
-    // Lanes and warps left out of a sum: only the values reveal it.
+    // Leave lanes and warps out of a sum, which only wrong values reveal.
     for (from, to) in [
         (
             "for (int apart = 1; apart < 32; apart *= 2) sum = sum",

@@ -1,4 +1,4 @@
-//! Problems for the activation kernels: input rows, and runs on the interpreter and on the CPU.
+//! Problems for the activation kernels: input rows, and how to run them on the interpreter and on the CPU.
 
 use std::collections::HashMap;
 use std::sync::{Arc, LazyLock, Mutex};
@@ -42,7 +42,7 @@ pub struct Problem {
     pub residual: Vec<f32>,
     pub weight: Vec<f32>,
     pub row_sums: bool,
-    /// The exact alignment of all addresses, which are not multiples of more.
+    /// All addresses are odd multiples of this alignment.
     pub align: usize,
 }
 
@@ -51,11 +51,11 @@ pub struct Problem {
 pub struct Outcome {
     /// `[m, k]`
     pub codes: Vec<i8>,
-    /// Bits; for NaN without sign and payload.
+    /// The bits of the scales; for NaN without sign and payload.
     pub scales: Vec<u32>,
     pub row_sums: Vec<i32>,
     pub group_sums: Vec<i32>,
-    /// Bits, `[m, k]`.
+    /// The bits of the residual, `[m, k]`.
     pub residual: Vec<u32>,
 }
 
@@ -104,7 +104,7 @@ impl Problem {
         Self { shape, x, up, residual, weight, row_sums: true, align: 16 }
     }
 
-    /// Only the given rows.
+    /// Returns the problem with only the given rows.
     pub fn only(&self, rows: &[usize]) -> Self {
         let k = self.shape.k;
         let some = |all: &[f32]| rows.iter().flat_map(|r| all[r * k..][..k].to_vec()).collect();
@@ -120,7 +120,7 @@ impl Problem {
     /// Rows `stride` apart; the gaps are unwritten, so that reading them is a fault.
     fn place(&self, memory: &mut ptx::Memory, name: &str, values: &[f32], stride: usize) -> Region {
         let (k, element) = (self.shape.k, self.shape.element);
-        // The interpreter treats whole buffers as written, so gaps are NaN, which reveals reads of them.
+        // The interpreter treats the whole buffer as written. Gaps are therefore NaN, so that reading them shows.
         let mut padded = Vec::new();
         for (r, row) in values.chunks(k).enumerate() {
             padded.resize(r * stride, f32::NAN);
@@ -217,7 +217,7 @@ impl Problem {
         Ok((outcome, report))
     }
 
-    /// The results of the CPU's kernels; sums are computed here, from their codes.
+    /// The results of the CPU's kernels. The sums are computed here from the CPU's codes.
     pub fn expected(&self) -> Outcome {
         match self.shape.element {
             Float::F32 => self.on_cpu(|v| v, |v: f32| v),
@@ -272,7 +272,7 @@ fn region(memory: &mut ptx::Memory, name: &str, bytes: &[u8], align: usize) -> R
     Region { address: memory.buffer_from(name, bytes, align), bytes: bytes.len() as u64 }
 }
 
-/// The PTX of a variant, parsed once.
+/// The PTX of a variant, which is parsed only once.
 pub fn module(variant: &Variant) -> Arc<ptx::Module> {
     static MODULES: LazyLock<Mutex<HashMap<Variant, Arc<ptx::Module>>>> = LazyLock::new(Mutex::default);
     let found = MODULES.lock().unwrap().get(variant).cloned();

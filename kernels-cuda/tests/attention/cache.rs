@@ -10,7 +10,7 @@ use quant_kernels_cuda::compile::Source;
 use super::machine::{Counters, Machine, Order};
 use super::reference::{Held, Random};
 
-/// The contents of the cache, and the number of heads that attend to it.
+/// The layout of the cache, and the number of heads that attend to it.
 #[derive(Debug, Clone, Copy)]
 pub struct Case {
     pub kind: KvType,
@@ -22,7 +22,7 @@ pub struct Case {
     pub queries: usize,
     pub query: Float,
     pub rule: SplitRule,
-    /// The append kernel fills the pages, and other bytes are unwritten instead of NaN.
+    /// Whether the append kernel fills the pages. Bytes that it does not write are then unwritten, otherwise NaN.
     pub appended: bool,
 }
 
@@ -95,7 +95,7 @@ impl Sequence {
         Self { tokens, keys, values, query }
     }
 
-    /// The contents for head `head` of the cache.
+    /// The stored contents of the cache for key-value head `head`.
     pub fn held(&self, case: &Case, head: usize) -> Held {
         let mut held = Held::new(case.kind, case.head_dim);
         for t in 0..self.tokens {
@@ -117,7 +117,7 @@ pub struct Result {
     pub out: Vec<f32>,
     pub lse: Vec<f32>,
     pub counters: Counters,
-    /// Bytes of pages that were read, and bytes that sequences occupy.
+    /// The number of page bytes that were read, and the number that the sequences occupy.
     pub page_bytes_read: u64,
     pub page_bytes_held: u64,
 }
@@ -127,7 +127,7 @@ pub fn decode(case: &Case, sequences: &[Sequence], first: Option<&[u32]>, order:
     try_decode(case, sequences, first, order, None).unwrap_or_else(|fault| panic!("{case:?}: {fault}"))
 }
 
-/// Same as `decode`, with a part of the kernel's source replaced.
+/// Same as `decode`, but with a part of the kernel's source replaced.
 pub fn try_decode(
     case: &Case,
     sequences: &[Sequence],
@@ -193,7 +193,7 @@ pub fn try_decode(
     };
     let counters = machine.launch(&variant, &plan.launch, &plan.arguments(&arguments), order)?;
     let (out, lse) = (floats(&machine.bytes(arguments.out)), floats(&machine.bytes(arguments.lse)));
-    // A launch leaves its tickets ready for the next one.
+    // A launch resets its tickets, so a second launch gives the same results.
     machine.fill(arguments.out, &[0xff; 4], rows * case.head_dim);
     machine.launch(&variant, &plan.launch, &plan.arguments(&arguments), order)?;
     if bits(&out) != bits(&floats(&machine.bytes(arguments.out))) {
@@ -244,11 +244,11 @@ fn append(
     Ok(arguments.pages)
 }
 
-/// A family with a part of its source replaced; the part must exist.
+/// Returns a source with one part replaced; the part must occur exactly once.
 pub fn with_text(source: &'static Source, [from, to]: [&str; 2]) -> &'static Source {
     let texts = std::iter::once(source.text).chain(source.headers.iter().map(|header| header.1));
     assert_eq!(texts.map(|text| text.matches(from).count()).sum::<usize>(), 1, "{from}");
-    // Leaked until the test ends.
+    // Sources are static, so leak the texts.
     let replaced = |text: &str| -> &'static str { text.replace(from, to).leak() };
     let headers: Vec<_> = source.headers.iter().map(|&(name, text)| (name, replaced(text))).collect();
     Box::leak(Box::new(Source { name: source.name, text: replaced(source.text), headers: headers.leak() }))
@@ -259,8 +259,8 @@ pub fn check(case: &Case, sequences: &[Sequence], first: Option<&[u32]>, result:
     share(case, sequences, first, result, false).unwrap_or_else(|off| panic!("{case:?}: {off}"))
 }
 
-/// Same as `check`, for random numbers, whose rounding errors do not add up to the worst case: within `2⁻¹¹` of the
-/// largest value, the error of rounding weights to f16, and log-sum-exps within `2⁻¹³`.
+/// Same as `check`, but with tighter bounds for random numbers, whose rounding errors do not reach the worst case:
+/// `2⁻¹¹` of the largest value, which is the error of rounding weights to f16, and `2⁻¹³` for log-sum-exps.
 pub fn check_random(case: &Case, sequences: &[Sequence], first: Option<&[u32]>, result: &Result) -> f64 {
     share(case, sequences, first, result, true).unwrap_or_else(|off| panic!("{case:?}: {off}"))
 }

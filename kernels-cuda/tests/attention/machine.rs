@@ -18,7 +18,7 @@ pub enum Order {
 /// Counters of a launch.
 pub struct Counters {
     all: interpreter::Counters,
-    /// Passes of loads through the banks of shared memory, and the minimum without conflicts.
+    /// The number of passes in which loads access the banks of shared memory, and the minimum without conflicts.
     pub shared_read_wavefronts: u64,
     pub shared_read_ideal: u64,
 }
@@ -44,7 +44,7 @@ impl Counters {
     }
 }
 
-/// Device memory, and launches on it. Any fault ends a launch.
+/// Device memory, and launches on it. Any fault stops the launch.
 #[derive(Default)]
 pub struct Machine {
     memory: Memory,

@@ -1,5 +1,5 @@
-//! Merging results on parts of sequences: compared with the whole and with the CPU, in any order of blocks; planted
-//! bugs.
+//! Merging results on parts of sequences matches the result on the whole and the CPU's, for any order of blocks;
+//! planted bugs are detected.
 
 use quant_kernels_cpu::attention::KvType;
 use quant_kernels_cuda::attention::{Float, MergeArguments, MergeShape};
@@ -25,7 +25,7 @@ fn merge(
     merge_counted([parts, rows, d], sums, logs, order, planted).map(|(joined, _)| joined)
 }
 
-/// Same as `merge`, with counters.
+/// Same as `merge`, but also returns counters.
 fn merge_counted(
     [parts, rows, d]: [usize; 3],
     sums: &[f32],
@@ -75,7 +75,7 @@ fn parts_of_a_list_merge() {
     let mut result = decode(&case, std::slice::from_ref(&whole), None, Order::Straight);
     (result.out, result.lse) = (joined, joined_lse);
     check_random(&case, &[whole], None, &result);
-    // The CPU's merge agrees.
+    // The CPU's merge gives the same result.
     let (mut out, mut lse) = (results[0].out.clone(), results[0].lse.clone());
     quant_kernels_cpu::attention::merge(d, &mut out, &mut lse, &results[2].out, &results[2].lse).unwrap();
     for (got, wanted) in result.out.iter().zip(&out).chain(result.lse.iter().zip(&lse)) {
@@ -83,7 +83,7 @@ fn parts_of_a_list_merge() {
     }
 }
 
-/// A merged row is bit-identical whether it is computed alone or in a batch, in whatever order blocks run.
+/// A merged row is bit-identical whether it is computed alone or in a batch, for any order of blocks.
 #[test]
 fn a_row_does_not_see_its_neighbours() {
     if !has_nvrtc() {
@@ -91,7 +91,7 @@ fn a_row_does_not_see_its_neighbours() {
     }
     let ([parts, rows, d], mut random) = ([4, 7, 80], Random(8));
     let (sums, mut logs) = (random.normals(parts * rows * d), random.normals(parts * rows));
-    // One row saw no tokens in one part, another in any part.
+    // One row has no tokens in one part, another in none of the parts.
     logs[rows + 2] = f32::NEG_INFINITY;
     (0..parts).for_each(|part| logs[part * rows + 5] = f32::NEG_INFINITY);
     let all = merge([parts, rows, d], &sums, &logs, Order::Straight, None).unwrap();
@@ -110,7 +110,8 @@ fn a_row_does_not_see_its_neighbours() {
     }
 }
 
-/// Every sum is read once, every result written once; log-sum-exps are read again from the caches, twice per feature.
+/// Every sum is read once and every result written once. Log-sum-exps are read repeatedly, from the caches, twice per
+/// feature.
 #[test]
 fn bytes_are_the_floor() {
     if !has_nvrtc() {
@@ -125,7 +126,7 @@ fn bytes_are_the_floor() {
     assert_eq!(counters.traffic("logs").read.unique_bytes, 4 * logs.len() as u64);
 }
 
-/// The guard, and the weight of a part without tokens; this kernel has no ring and no barrier.
+/// Bugs in the guard, and in the weight of a part without tokens. This kernel has no ring and no barrier.
 #[test]
 fn planted_bugs_are_found() {
     if !has_nvrtc() {

@@ -5,13 +5,13 @@ use std::ops::Range;
 
 use quant_kernels_cpu::attention::{KvType, quantize_head};
 
-/// The contents for one key-value head of one sequence.
+/// The contents of the cache for one key-value head of one sequence.
 pub struct Held {
     pub kind: KvType,
     pub head_dim: usize,
     /// Keys and values as stored: `[tokens, head_dim]`.
     pub rows: [Vec<f64>; 2],
-    /// Scales and zero points of keys and values; none for f16.
+    /// The scales and zero points of keys and values; empty for f16.
     pub grids: [Vec<[f64; 2]>; 2],
 }
 

@@ -1,5 +1,5 @@
-//! Strides of queries, lists and results: rows with gaps, separate lists for every head, results of every type, and
-//! lists that are longer than planned.
+//! Strides of queries, lists and results: rows with gaps, separate lists per head, results of every type, and lists
+//! that are longer than planned.
 
 use half::{bf16, f16};
 use quant_kernels_cuda::attention::{
@@ -44,8 +44,8 @@ impl Cache {
         Self { layout, pages, queries: random.normals(SEQUENCES * KV_HEADS * GROUP * DIM) }
     }
 
-    /// Result bytes `[sequences, query heads, DIM]`, on separate lists for every head, with gaps of `gap` elements
-    /// between queries; planned for at most `max_tokens` tokens.
+    /// Returns result bytes `[sequences, query heads, DIM]` for separate lists per head, with gaps of `gap` elements
+    /// between queries, planned for at most `max_tokens` tokens.
     fn decode(&self, lists: &Lists, out: Float, gap: usize, max_tokens: usize) -> Vec<u8> {
         let shape = DecodeShape {
             layout: self.layout,
@@ -59,7 +59,8 @@ impl Cache {
         };
         let plan = shape.plan_with(SHORT).unwrap();
         let width = lists.iter().flatten().map(|(pages, _)| pages.len()).max().unwrap();
-        // The entries of a head follow those of all sequences; the counts of sequences have a gap of one entry.
+        // In the table, all sequences of a head are followed by those of the next head. Counts have a gap of one entry
+        // between sequences.
         let (mut table, mut tokens) =
             (vec![u32::MAX; KV_HEADS * SEQUENCES * width], vec![0; KV_HEADS * 2 * SEQUENCES]);
         for (s, of) in lists.iter().enumerate() {
@@ -105,7 +106,7 @@ fn lists() -> Lists {
     ]
 }
 
-/// Each head's result is bit-identical to that when all heads have its list.
+/// With separate lists, each head's result is bit-identical to the result when all heads use its list.
 #[test]
 fn every_head_has_its_list() {
     if !has_nvrtc() {
@@ -144,7 +145,7 @@ fn results_have_their_type() {
         let expected: Vec<u16> = whole.iter().map(|&v| bf16::from_f32(v).to_bits()).collect();
         assert_eq!(halves(&cache.decode(&lists(), Float::Bf16, 0, 176)), expected, "{kind:?}");
     }
-    // The same for the merge kernel.
+    // The same holds for the merge kernel.
     let (parts, rows) = (3, 5);
     let mut random = Random(5);
     let (sums, logs) = (random.normals(parts * rows * DIM), random.normals(parts * rows));
@@ -167,7 +168,7 @@ fn results_have_their_type() {
     assert_eq!(halves(&merged(Float::Bf16)), expected);
 }
 
-/// A list longer than planned loses tokens, other lists are not affected, and tickets are reset.
+/// If a list is longer than planned, its last tokens are ignored, other lists are not affected, and tickets are reset.
 #[test]
 fn lists_beyond_the_plan_harm_no_other() {
     if !has_nvrtc() {
@@ -175,11 +176,11 @@ fn lists_beyond_the_plan_harm_no_other() {
     }
     let cache = Cache::new(KINDS[0]);
     let whole = floats(&cache.decode(&lists(), Float::F32, 0, 176));
-    // Two splits, instead of the three that the last list needs; and no splitting at all.
+    // Plan two splits, although the last list needs three; then plan no splits.
     for max_tokens in [128, 64] {
         let some = floats(&cache.decode(&lists(), Float::F32, 0, max_tokens));
         let at = KV_HEADS * GROUP * DIM;
-        // The lists of 33 and of 17 tokens.
+        // The results of the lists of 33 and of 17 tokens are unaffected.
         assert_eq!(bits(&whole[at / 2..][..at]), bits(&some[at / 2..][..at]));
         assert!(some.iter().all(|v| v.is_finite()));
     }

@@ -1,5 +1,5 @@
 //! Every instruction of the kernels is tested: the instructions that the compiler generates for the listed variants
-//! must be among those tested here, or among those that the interpreter's own tests name.
+//! must occur in the tests here, or in the interpreter's own tests.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -10,7 +10,8 @@ use crate::instructions::all;
 use crate::support::has_nvrtc;
 use crate::text;
 
-/// The interpreter's tests that compare instructions with Rust's arithmetic and with the figures of fragments.
+/// The interpreter's tests, which compare instructions with Rust's arithmetic and with the fragment layouts of the PTX
+/// ISA.
 const TESTS: [&str; 5] = [
     include_str!("../../../ptx-interpreter/tests/emitted.rs"),
     include_str!("../../../ptx-interpreter/tests/instructions.rs"),
@@ -44,10 +45,10 @@ fn untested(kernels: &[(String, String)], tested: &BTreeSet<&str>) -> BTreeMap<S
     missing
 }
 
-/// All words of the interpreter's tests, and the opcodes of the instructions here.
+/// All words that occur in the interpreter's tests, and the opcodes of the instructions here.
 fn tested(calibrated: &[String]) -> BTreeSet<&str> {
     let is_word = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '_' | ':');
-    // Line ends are escaped in the texts of these tests.
+    // Line breaks appear as `\n` in the sources of these tests.
     let words =
         TESTS.iter().flat_map(|text| text.split("\\n")).flat_map(|text| text.split(move |c| !is_word(c)));
     words.chain(calibrated.iter().flat_map(|text| opcodes(text))).collect()
@@ -60,7 +61,7 @@ fn every_instruction_of_a_kernel_is_tested() {
     }
     let calibrated: Vec<String> = all().iter().map(text).collect();
     let tested = tested(&calibrated);
-    // Neighbours in the list differ in one option, so every second entry contains all instructions.
+    // Neighbours in the list differ in one option only, so every second entry is enough to cover all instructions.
     let entries: Vec<_> = entries().into_iter().step_by(2).collect();
     let (first, second) = entries.split_at(entries.len() / 2);
     let ptx = |part: &[quant_kernels_cuda::registry::Entry]| -> Vec<(String, String)> {

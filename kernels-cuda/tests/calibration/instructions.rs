@@ -7,15 +7,15 @@ use half::{bf16, f16};
 pub enum Inputs {
     /// Any bits.
     Bits,
-    /// f32: around one, of all magnitudes, and occasionally zeros, infinities, NaN and subnormal numbers.
+    /// f32 values around one, of all magnitudes, and occasionally zeros, infinities, NaN and subnormal numbers.
     Float,
     /// Positive f32 with exponents within ± 60.
     Positive,
     /// f32 from −30 to 30.
     Small,
-    /// Two f16, integers from −8 to 8: sums of their products are exact in any order.
+    /// Two f16 that are integers from −8 to 8, so that sums of their products are exact in any order.
     WholeHalves,
-    /// Two bf16, integers from −8 to 8.
+    /// Two bf16 that are integers from −8 to 8.
     WholeBfloats,
     /// Two f16 around one.
     Halves,
@@ -87,22 +87,22 @@ pub enum Judge {
     Float,
     /// All bits of pairs of f16; any NaN equals any other.
     Halves,
-    /// f32 within this many units in the last place; zeros are equal.
+    /// f32 within this many units in the last place; zeros of either sign are equal.
     Last(u32),
-    /// f32 within this much times (1 + magnitude).
+    /// f32 within this tolerance times (1 + magnitude).
     Near(f64),
-    /// Sums in a different order, whose terms' magnitudes add up to this much.
+    /// Sums that may be added in a different order, of terms whose magnitudes add up to this number.
     Sum(f64),
 }
 
 impl Judge {
-    /// A report about results that are equal or close enough, or a description of the difference.
+    /// Compares results; returns a report if they are equal or close enough.
     ///
     /// # Errors
-    /// When the results differ too much.
+    /// A description of the difference, if it is too large.
     pub fn compare(self, got: &[u32], expected: &[u32]) -> Result<String, String> {
         let float = |bits| f64::from(f32::from_bits(bits));
-        // The distance of two floats in units in the last place, from the order of their bits.
+        // The distance of two floats in units in the last place, computed from their bits.
         let place = |bits: u32| {
             let magnitude = i64::from(bits & 0x7fff_ffff);
             if bits >> 31 == 1 { -magnitude } else { magnitude }
@@ -168,7 +168,7 @@ fn one(name: &str, inputs: &[Inputs], judge: Judge) -> Instruction {
     Instruction { name: name.to_owned(), body, inputs: inputs.to_vec(), outputs: 1, judge }
 }
 
-/// To or from 16 bits, which are in the low half of a word.
+/// A conversion from or to 16 bits, which are in the low half of a word.
 fn narrow(name: &str, from_16: bool, input: Inputs, judge: Judge) -> Instruction {
     let body = if from_16 {
         format!("mov.b32 {{%h0, %h1}}, %a0;\n{name} %d0, %h0;")
@@ -209,7 +209,7 @@ fn matrices(count: usize, transposed: bool) -> Instruction {
     }
 }
 
-/// Copies `%a4 % 17` of 16 bytes asynchronously, and zeros for the rest.
+/// Asynchronously copies `%a4 % 17` of 16 bytes; the others become zero.
 fn copy() -> Instruction {
     let name = "cp.async.cg.shared.global 16 bytes, fewer read";
     let loads: String = (0..4).map(|i| format!("\nld.shared.u32 %d{i}, [%t4+{}];", i * 4)).collect();

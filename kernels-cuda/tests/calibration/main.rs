@@ -1,5 +1,4 @@
-//! Tests single instructions on the interpreter and, with `QUANT_GPU=1`, on a GPU, whose results must equal the
-//! interpreter's.
+//! Tests single instructions on the interpreter and, with `QUANT_GPU=1`, on a GPU, and compares the results.
 //!
 //! Each test is a kernel with one warp per block, in which every lane has its own words. Without a GPU it shows that
 //! the interpreter runs all instructions that the kernels use; on a GPU it validates the interpreter's fragment layouts
@@ -14,7 +13,7 @@ use instructions::{Inputs, Instruction, Judge, all};
 use quant_ptx_interpreter as ptx;
 use support::machine::{Argument, Launch, Memory, Module, Options, on_gpu};
 
-/// Warps that run an instruction, each on different words.
+/// The number of warps that run an instruction, each on different words.
 const WARPS: usize = 64;
 const LANES: usize = 32;
 
@@ -59,7 +58,7 @@ fn words_of(bytes: &[u8]) -> Vec<u32> {
     bytes.chunks_exact(4).map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect()
 }
 
-/// On the interpreter, also on a machine with a GPU.
+/// Runs a kernel on the interpreter, even on a machine with a GPU.
 fn interpreted(text: &str, inputs: &[u8], outputs: usize) -> Vec<u32> {
     let mut memory = ptx::Memory::new();
     let from = memory.buffer_from("inputs", inputs, 256);
@@ -106,7 +105,7 @@ fn the_interpreter_is_the_device() {
         let output_bytes = instruction.outputs * WARPS * LANES * 4;
         let expected = interpreted(&text, &input_bytes, output_bytes);
         assert_eq!(expected.len(), instruction.outputs * WARPS * LANES);
-        // The results must depend on the inputs; otherwise the instruction would not be tested.
+        // If the results did not depend on the inputs, nothing would be tested.
         assert!(expected.iter().any(|word| *word != expected[0]), "{}: {:#x}", instruction.name, expected[0]);
         if !on_gpu() {
             continue;
@@ -121,7 +120,7 @@ fn the_interpreter_is_the_device() {
     assert!(wrong.is_empty(), "{} of {} differ:\n{}", wrong.len(), all().len(), wrong.join("\n"));
 }
 
-/// The comparison must be able to fail.
+/// Comparisons fail if results differ.
 #[test]
 fn comparisons_tell_what_differs() {
     let one = 1.0_f32.to_bits();

@@ -34,13 +34,13 @@ pub enum Kind {
     Bf16,
     F32,
     Progressive,
-    /// E4M3 scales and a float, for floating-point codes.
+    /// E4M3 scales with a global float scale, for floating-point codes.
     E4m3,
-    /// Powers of two, for floating-point codes.
+    /// E8M0 scales, which are powers of two, for floating-point codes.
     E8m0,
 }
 
-/// Weights with all their parts.
+/// Quantized weights: codes, scales and zero points.
 #[derive(Debug, Clone)]
 pub struct Case {
     pub shape: [usize; 2],
@@ -49,8 +49,8 @@ pub struct Case {
     pub kind: Kind,
     pub float: Option<FloatFormat>,
     pub codes: Vec<u8>,
-    /// Scales of groups, or of rows if they are progressive; the number that group scales are divided by if they are
-    /// E4M3.
+    /// The scales of groups; for progressive weights, of rows; for E4M3, the one number that group scales are divided
+    /// by.
     pub scales: Vec<f32>,
     pub groups: Vec<u8>,
     pub zeros: Option<Vec<u8>>,
@@ -79,7 +79,7 @@ impl Case {
             }
         };
         if kind == Kind::Progressive {
-            // Products fit eight signed bits.
+            // `(code − zero) · scale` must fit eight signed bits.
             for (i, code) in codes.iter_mut().enumerate() {
                 let g = i / k * (k / group) + i % k / group;
                 let zero = zeros.as_ref().map_or(1 << (bits - 1), |z| i32::from(z[g]));
@@ -95,7 +95,7 @@ impl Case {
         Self { shape: [n, k], bits, group, kind, float: None, codes, scales, groups, zeros }
     }
 
-    /// Codes of a floating-point format, including every number of it.
+    /// Creates a case of a floating-point format; its codes include every value of the format.
     pub fn float([n, k]: [usize; 2], format: FloatFormat, group: usize, kind: Kind, seed: u64) -> Self {
         let mut random = Random(seed);
         let numbers: Vec<u8> = (0..=u8::MAX).filter(|&code| format.is_number(code)).collect();
@@ -106,7 +106,7 @@ impl Case {
         case.shape = [n, k];
         case.scales = match kind {
             Kind::Progressive => panic!("scales of integers"),
-            // Some subnormal scales, the largest one, and 0.
+            // These include 0, subnormal scales and the largest scale.
             Kind::E4m3 => {
                 case.groups = (0..count).map(|_| random.below(0x7f) as u8).collect();
                 vec![731.5]

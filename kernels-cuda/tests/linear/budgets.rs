@@ -1,5 +1,5 @@
-//! The cost of launches in the interpreter's counters: bytes of memory compared with the minimum, passes through the
-//! banks of shared memory, instructions for dequantization.
+//! The cost of launches, as counted by the interpreter: bytes of memory compared with the minimum, passes through the
+//! banks of shared memory, and instructions for dequantization.
 
 use quant_kernels_cpu::ScaleType;
 use quant_kernels_cuda::compile::Architecture;
@@ -35,7 +35,7 @@ fn int8(bits: u8, group: usize, kind: Kind, zeros: bool, m: usize) -> Problem {
     Problem::int8(Case::new([N, K], bits, group, kind, zeros, 41), Output::F16, m, None, Draw::Typical, 43)
 }
 
-/// Problems, each with the minimum bytes of its weights: codes, scales and zero points as they are stored.
+/// Problems, each with the minimum size of its weights in bytes: codes, scales and zero points.
 fn problems(m: usize) -> Vec<(&'static str, Problem, usize)> {
     let groups = |size: usize| N * K / size;
     let weights = N * K;
@@ -55,7 +55,7 @@ fn problems(m: usize) -> Vec<(&'static str, Problem, usize)> {
     ]
 }
 
-/// Distinct sectors of memory for weights, activations and results, with matrices of one chunk, which need no
+/// The memory sectors that are accessed for weights, activations and results, for matrices of one chunk, which need no
 /// workspace.
 #[test]
 fn bytes_of_memory_are_the_floors() {
@@ -82,7 +82,7 @@ fn bytes_of_memory_are_the_floors() {
     }
 }
 
-/// Bytes of all distinct sectors that were read, plus those that were written: weights, activations, results,
+/// The number of bytes in all sectors that were read, plus those that were written: weights, activations, results and
 /// workspace.
 fn moved(counters: &Counters) -> u64 {
     counters.buffers.values().map(|t| 32 * (t.read.unique_sectors + t.written.unique_sectors)).sum()
@@ -111,9 +111,9 @@ fn bytes_of_a_workspace_are_those_of_the_plan() {
     }
 }
 
-/// For shapes of real models: all bytes relative to the minimum, which is weights of 4.15625 bits (groups of 128 with
-/// f16 scales and zero points), activations and results. Most of the excess is the workspace: nothing at 57344 × 8192,
-/// and a sixth at 4096 × 4096 with 16 tokens, where 32 row tiles alone cannot occupy a device.
+/// For shapes of real models, the total bytes relative to the minimum: weights of 4.15625 bits (groups of 128 with f16
+/// scales and zero points), activations and results. Most of the excess is the workspace: nothing at 57344 × 8192, and
+/// a sixth at 4096 × 4096 with 16 tokens, for which 32 row tiles alone cannot occupy a device.
 #[test]
 fn bytes_of_models_shapes() {
     let device = PlanLimits::of(Architecture::Sm90);
@@ -167,13 +167,13 @@ fn banks_have_no_conflicts() {
     }
 }
 
-/// `lop3` and `shf` occur in the PTX only for dequantization.
+/// In the PTX, `lop3` and `shf` are used only for dequantization.
 #[test]
 fn dequantization_takes_few_instructions() {
     if !ready() {
         return;
     }
-    // A word is eight weights, and an instruction processes one word per lane.
+    // A word holds eight weights, and an instruction processes one word per lane.
     let words = (N * K / 8 / 32) as u64;
     for (activation, max) in [(Activation::F16, 5), (Activation::Bf16, 7)] {
         let (_, counters) = counted(&float(activation, 128, true, 8));
@@ -182,8 +182,8 @@ fn dequantization_takes_few_instructions() {
     }
 }
 
-/// For integer products, and for 8-bit weights: dequantization instructions that seven more tiles need, including other
-/// uses of the same opcodes.
+/// Dequantization instructions for integer products and for 8-bit weights, measured as the difference of seven tiles.
+/// Other uses of the same opcodes are included.
 #[test]
 fn dequantization_of_other_schemes_takes_few_instructions() {
     if !ready() {
@@ -200,13 +200,14 @@ fn dequantization_of_other_schemes_takes_few_instructions() {
     let whole = ["and.b32", "shl.b32", "shr.u32", "mul.lo", "mad.lo", "lop3"];
     let bytes = ["prmt", "sub.rn.f32", "add.rn.f32", "cvt.rn.bf16x2"];
     for (name, kind, bits, group, zeros, activation, opcodes, max) in [
-        // 3, or 5 with two levels of scales; plus offsets in the ring, zero points and scales of groups.
+        // Three instructions, or five with two levels of scales; plus those for offsets in the ring, zero points and
+        // scales.
         ("w4a8", Kind::F32, 4, 0, false, None, &whole[..], 4.0),
         ("w4a8 asym", Kind::F32, 4, 0, true, None, &whole, 4.0),
         ("w4a8 g128 asym", Kind::F16, 4, 128, true, None, &whole, 5.0),
         ("w4a8 g128 progressive", Kind::Progressive, 4, 128, true, None, &whole, 7.0),
         ("w8a16 f16", Kind::F32, 8, 0, false, Some(Activation::F16), &bytes, 5.0),
-        // More than 7: 8 bits do not fit below one exponent of bf16.
+        // Far more than for f16, because the mantissa of bf16 has too few bits for a byte.
         ("w8a16 bf16", Kind::F32, 8, 0, false, Some(Activation::Bf16), &bytes, 21.0),
     ] {
         let count = |counters: &Counters| opcodes.iter().map(|o| counters.opcode(o)).sum::<u64>();
@@ -217,8 +218,8 @@ fn dequantization_of_other_schemes_takes_few_instructions() {
     }
 }
 
-/// PTX instructions; machine code has fewer: 256 in the loop instead of 340 with one token and groups of 128. Includes
-/// the instructions before and after the loop over these chunks of four tiles.
+/// All PTX instructions per tile, including those before and after the loop over four tiles. Machine code has fewer:
+/// 256 in the loop instead of 340, with one token and groups of 128.
 #[test]
 fn instructions_of_a_slot_are_few() {
     if !ready() {

@@ -16,7 +16,8 @@ use crate::problem::{Draw, Problem};
 const E2M1: FloatFormat = FloatFormat::E2m1;
 const E4M3: FloatFormat = FloatFormat::E4m3;
 
-/// NVFP4, MXFP4, MXFP8, FP8 in blocks and per row; and E4M3 scales of large groups, float scales of small ones.
+/// NVFP4, MXFP4, MXFP8, FP8 in blocks and per row; also E4M3 scales with large groups, and float scales with small
+/// ones.
 const SCHEMES: [(FloatFormat, Option<usize>, Kind); 8] = [
     (E2M1, Some(16), Kind::E4m3),
     (E2M1, Some(32), Kind::E8m0),
@@ -32,7 +33,7 @@ fn plan(problem: &Problem) -> LinearPlan {
     LinearPlan::new(&problem.layout, problem.activation, problem.output, problem.m, &DEVICE).unwrap()
 }
 
-/// The exact value of a weight in the kernel: with E4M3 scales the product with `256 / global` is rounded, otherwise
+/// The exact value of a weight in the kernel. With E4M3 scales, the product with `256 / global` is rounded, otherwise
 /// the product with the scale.
 fn weight(case: &Case, row: usize, i: usize) -> f32 {
     let k = case.shape[1];
@@ -60,13 +61,13 @@ fn every_code_is_its_number() {
     }
     for (turn, (format, group, kind)) in SCHEMES.into_iter().enumerate() {
         let case = Case::float([48, 256], format, group.unwrap_or(256), kind, 60 + turn as u64);
-        // Every number of the format at every position of a lane's words, including both zeros.
+        // Every value of the format at every position of a lane's words, including both zeros.
         let numbers = (0..=u8::MAX).filter(|&code| format.is_number(code));
         assert!(numbers.into_iter().all(|code| case.codes.contains(&code)));
         let mut dequantized = vec![0.0; 48 * 256];
         reference::dequantize_rows(&case.view(), 0..48, &mut dequantized);
         for (i, &expected) in dequantized.iter().enumerate() {
-            // With E4M3 scales, the order of operations in the definition differs by two roundings.
+            // With E4M3 scales, the reference multiplies in a different order, with up to two different roundings.
             let ours = weight(&case, i / 256, i % 256);
             let near = if kind == Kind::E4m3 { 2.0_f32.powi(-22) * expected.abs() } else { 0.0 };
             assert!((ours - expected).abs() <= near, "{ours} for {expected}");
@@ -79,7 +80,7 @@ fn every_code_is_its_number() {
     }
 }
 
-/// Shapes whose rows and features do not fill tiles, several parts of `k`, few tokens and many.
+/// Shapes whose rows and features do not fill tiles, several parts of `k`, and few or many tokens.
 #[test]
 fn ragged_shapes() {
     if !ready() {
@@ -138,7 +139,7 @@ fn extremes() {
     }
 }
 
-/// Bugs in converting codes to fragments and bytes to scales, and after the sums: only values reveal them.
+/// Bugs in converting codes to fragments and bytes to scales, and in scaling sums. Only wrong values reveal them.
 #[test]
 fn planted() {
     if !ready() {
@@ -213,7 +214,7 @@ fn packing_on_the_device() {
     }
 }
 
-/// Values that are not numbers are rejected on the host and detected on the device.
+/// NaN codes and invalid scales are rejected on the host and detected on the device.
 #[test]
 fn what_is_no_number() {
     let nv = Case::float([5, 128], E2M1, 16, Kind::E4m3, 3);
@@ -252,7 +253,7 @@ fn what_is_no_number() {
     for global in [0.0, -1.0, f32::INFINITY, f32::NAN] {
         refused(&nv, &|case| case.scales[0] = global, "a global scale is not positive and finite");
     }
-    // Such scales lead to a different layout, and are detected when packed with a layout for powers of two.
+    // Scales that are not powers of two lead to a different layout; packing them with a layout for E8M0 is detected.
     let powers = WeightLayout::of(&mx.view(), Order::Float, false).unwrap();
     for scale in [0.3, 0.0, -0.5, f32::INFINITY, f32::NAN] {
         let bad = with(&mx, &|case| case.scales[3] = scale);
@@ -264,7 +265,7 @@ fn what_is_no_number() {
     assert!(matches!(WeightLayout::of(&view, Order::Float, true), Err(KernelError::Scheme(_))));
 }
 
-/// Instructions from codes to fragments, compared with the documented numbers; bytes, passes through banks, tokens.
+/// The number of instructions per fragment equals the documented numbers; bytes and passes through banks are minimal.
 #[test]
 fn what_they_cost() {
     if !ready() {
@@ -286,7 +287,7 @@ fn what_they_cost() {
             let counters = outcome.report.counters;
             let words = (n * k / 8 / 32) as u64;
             if m == 1 {
-                // `and` is also used for offsets in the ring and for the scales of groups: one for each.
+                // `and` is also used once for offsets in the ring, and once for the scales of groups.
                 let taken =
                     ["lop3.", "shf.", "fma.rn.bf16x2"].iter().map(|o| counters.opcode(o)).sum::<u64>();
                 let ands = counters.opcode("and.b32");

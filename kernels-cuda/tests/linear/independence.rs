@@ -1,4 +1,4 @@
-//! Results do not depend on the other rows, their number, the shape of a block, or the order of blocks.
+//! Results do not depend on the other rows, the number of rows, the shape of a block, or the order of blocks.
 
 use quant_kernels_cpu::FloatFormat;
 use quant_kernels_cuda::linear::{Activation, KernelScheme, LinearPlan, LinearVariant, Output, Parts};
@@ -79,7 +79,8 @@ fn a_row_is_the_same_by_every_block() {
                 for stages in [3, 5] {
                     let mut variant = planned;
                     (variant.serial, variant.shape.stages, variant.shape.sets) = (serial, stages, sets);
-                    // Two sets are only for few tokens, and it suffices to vary the ring's depth for one pair.
+                    // Two sets are used only for few tokens, and the depth of the ring is varied for one number of
+                    // tokens only.
                     if sets > planned.shape.sets
                         || stages == 5 && (m != 9 || variant.shared_bytes() > DEVICE.shared_of_block)
                     {

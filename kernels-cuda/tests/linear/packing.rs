@@ -10,12 +10,12 @@ use crate::machine::ready;
 use crate::planted::changed;
 use crate::support::machine::{Argument, Launch, Memory, Module, Options, ptx_of};
 
-/// The sections as packed on the device, and whether it detected a fault.
+/// The sections as packed on the device, and whether the device detected a fault.
 pub fn pack(case: &Case, layout: &WeightLayout) -> (Vec<Vec<u8>>, bool) {
     pack_by(case, layout, &[]).unwrap()
 }
 
-/// Same as [`pack`], with changes in the source.
+/// Same as [`pack`], but with changes in the source.
 fn pack_by(case: &Case, layout: &WeightLayout, places: &[[&str; 2]]) -> Result<(Vec<Vec<u8>>, bool), Error> {
     let mut memory = Memory::new();
     let [n, k] = case.shape;
@@ -66,7 +66,8 @@ fn pack_by(case: &Case, layout: &WeightLayout, places: &[[&str; 2]]) -> Result<(
     Ok((written.collect(), memory.bytes(fault).unwrap()[0] != 0))
 }
 
-/// Whether a changed source packs the same bytes as the CPU and reports no fault; or its fault.
+/// Packs with a changed source. Returns the interpreter's fault, if any, or whether the bytes equal the CPU's and the
+/// kernel reports no invalid value.
 pub fn outcome(case: &Case, order: Order, places: &[[&str; 2]]) -> Result<bool, (FaultKind, String)> {
     let layout = WeightLayout::of(&case.view(), order, order == Order::Int8).unwrap();
     let mut packed = vec![0; layout.bytes()];
@@ -81,7 +82,7 @@ pub fn outcome(case: &Case, order: Order, places: &[[&str; 2]]) -> Result<bool, 
     }
 }
 
-/// The first byte of each section, and the number of its bytes.
+/// The offset and size in bytes of each section.
 pub fn sections(layout: &WeightLayout) -> [(usize, usize); 5] {
     let tiles = layout.row_blocks() * layout.tiles();
     let rows = 16 * layout.row_blocks();
@@ -164,19 +165,19 @@ fn faults_are_found() {
     assert!(!pack(&case, &layout).1);
     case.codes[200] = 15;
     assert!(pack(&case, &layout).1);
-    // (0 − 15) · 8 and · 9: the other end of eight bits.
+    // (0 − 15) · 8 = −120 fits eight signed bits, and (0 − 15) · 9 = −135 does not.
     (case.groups[3], case.zeros.as_mut().unwrap()[3]) = (8, 15);
     case.codes[192..256].fill(0);
     assert!(!pack(&case, &layout).1);
     case.groups[3] = 9;
     assert!(pack(&case, &layout).1);
-    // The zero point of a row.
+    // An invalid zero point of a row that is one group.
     let mut case = Case::new([5, 128], 4, 128, Kind::F32, true, 3);
     let layout = WeightLayout::of(&case.view(), Order::Float, false).unwrap();
     assert!(layout.row_is_group() && !pack(&case, &layout).1);
     case.zeros.as_mut().unwrap()[2] = 16;
     assert!(pack(&case, &layout).1);
-    // Scales that the layout's type cannot represent: too large, too fine.
+    // Scales that f16 cannot represent: one too large, one with too many bits.
     for scale in [1e6, 1.0 + 1.0 / 4096.0] {
         let mut case = good.clone();
         case.scales[1] = scale;
@@ -184,7 +185,7 @@ fn faults_are_found() {
     }
 }
 
-/// Codes minus the layout's middle fit its bits, or a fault is reported.
+/// If a code minus the layout's zero point does not fit in its bits, a fault is reported.
 #[test]
 fn zero_points_that_do_not_fit_are_found() {
     if !ready() {
@@ -194,7 +195,7 @@ fn zero_points_that_do_not_fit_are_found() {
         WeightLayout::from_parts([16, 256], 4, 128, ScaleType::F16, Some(zero_point), Order::Int8, false)
     };
     assert!(of(9).is_err() && of(15).is_err());
-    // With 3 bits, and with 4.
+    // Codes of 3 bits always fit; codes of 4 bits may not.
     let mut case = Case::new([16, 256], 3, 128, Kind::F16, false, 3);
     assert!(!pack(&case, &of(4).unwrap()).1);
     case.bits = 4;

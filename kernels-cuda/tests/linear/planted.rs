@@ -1,5 +1,5 @@
-//! Bugs planted into the kernels' sources, each of which the interpreter or the reference must detect: as the given
-//! fault, of the given instruction, in the given buffer. The unchanged sources have none.
+//! Bugs planted into the kernels' sources, each of which the interpreter or the reference must detect as the given
+//! fault of the given instruction in the given buffer. The unchanged sources have no faults.
 
 use quant_kernels_cuda::compile::Source;
 use quant_kernels_cuda::layout::Order;
@@ -12,7 +12,7 @@ use crate::machine::{compiled, ready, run};
 use crate::packing;
 use crate::problem::{Draw, Problem};
 
-/// A source with some changes; each text that is replaced must occur exactly once in it and its headers.
+/// A source with some changes; each replaced text must occur exactly once in the source and its headers.
 pub fn changed(source: &Source, places: &[[&str; 2]]) -> &'static Source {
     let mut texts: Vec<(&'static str, String)> = vec![(source.name, source.text.to_owned())];
     texts.extend(source.headers.iter().map(|&(name, text)| (name, text.to_owned())));
@@ -27,7 +27,7 @@ pub fn changed(source: &Source, places: &[[&str; 2]]) -> &'static Source {
     Box::leak(Box::new(Source { name, text, headers: headers.leak() }))
 }
 
-/// Ragged rows, features and tokens; two chunks, each of two halves.
+/// A problem whose rows, features and tokens do not fill tiles, with two chunks of two halves each.
 fn problem(m: usize, k: usize) -> (Problem, LinearPlan) {
     let group = if k.is_multiple_of(128) { 128 } else { 32 };
     let case = Case::new([133, k], 4, group, Kind::F16, true, 31);
@@ -37,11 +37,11 @@ fn problem(m: usize, k: usize) -> (Problem, LinearPlan) {
     (problem, plan)
 }
 
-/// The outcome of a changed source for such a problem: results and counters, or a fault.
+/// Runs such a problem with a changed source; returns results and counters, or a fault.
 fn outcome(places: &[[&str; 2]], m: usize, k: usize) -> Result<(Vec<f32>, Counters), Box<Fault>> {
     let (problem, plan) = problem(m, k);
     let module = compiled(&plan.variant, Some(changed(&SOURCE, places)));
-    // Warps take turns, one instruction each, so none gets far ahead of the others.
+    // Warps take turns after each instruction, so that none gets far ahead of the others.
     let options =
         Options { warp_order: WarpOrder::RoundRobin, max_instructions: 3_000_000, ..Options::default() };
     match run(&problem, &plan, &module, &options) {
@@ -92,7 +92,7 @@ fn a_missing_barrier() {
     is_found(&without, &kinds, "ldmatrix", "shared");
 }
 
-/// The barrier of the other set has no effect on this one.
+/// Some threads use the barrier of the other set of warps.
 #[test]
 fn the_barrier_of_another_set() {
     let one =
@@ -149,7 +149,7 @@ fn a_missing_guard_of_tokens() {
     is_found(&without, &[FaultKind::OutOfBounds], "cp.async", "x");
 }
 
-/// Only a quarter of the last tile exists.
+/// Only a quarter of the last tile along `k` exists.
 #[test]
 fn a_missing_guard_of_features() {
     let without = [["const i32 valid = max(min(from.left, 16), 0);", "const i32 valid = 16;"]];
@@ -163,7 +163,7 @@ fn a_missing_guard_of_results() {
     is_found(&without, &[FaultKind::OutOfBounds], "st.global", "out");
 }
 
-/// Results are reordered from fragments to rows while rings are still being read.
+/// Results are reordered in the memory of the rings while the rings are still being read.
 #[test]
 fn a_missing_barrier_behind_the_rings() {
     let without =
@@ -203,20 +203,20 @@ fn chunks_that_are_not_waited_for() {
     is_found(&without, &[FaultKind::GlobalRace], "st.global", "tickets");
 }
 
-/// The first block to arrive takes its ticket for the last one, and waits forever.
+/// The first block to arrive assumes that it is the last one, and waits forever.
 #[test]
 fn chunks_joined_by_the_first_to_arrive() {
     let first = [["const bool is_last = *others == p.chunks - 1;", "const bool is_last = *others == 0;"]];
     is_found(&first, &[FaultKind::Runaway], "", "");
 }
 
-/// Without resetting the ticket, the second launch finds the count of the first.
+/// If the ticket is not reset, the second launch waits forever.
 #[test]
 fn tickets_that_are_not_reset() {
     is_found(&[["        *written = 0;\n", ""]], &[FaultKind::Runaway], "", "");
 }
 
-/// The values are wrong, and nothing else reveals the bug.
+/// The bug gives wrong values and causes no fault.
 #[test]
 fn another_swizzle_on_one_side() {
     if !ready() {
@@ -230,7 +230,7 @@ fn another_swizzle_on_one_side() {
     );
 }
 
-/// The values are right, and only bank conflicts reveal the bug.
+/// The values are correct; only bank conflicts reveal the bug.
 #[test]
 fn no_swizzle() {
     if !ready() {
@@ -246,7 +246,7 @@ fn no_swizzle() {
     assert!(reads.taken > 2 * reads.ideal, "{reads:?}");
 }
 
-/// With many tokens: the ring of one set of eight warps, which computes chunks one after another.
+/// With many tokens, one set of eight warps computes chunks one after another with one ring.
 #[test]
 fn many_tokens() {
     if !ready() {
@@ -295,8 +295,8 @@ fn many_tokens() {
     }
 }
 
-/// The packers have neither ring nor barrier, only guards and the order of bits, which a comparison with the CPU's
-/// bytes checks.
+/// The packing kernels have no ring and no barrier. Bugs in guards are faults; bugs in the order of bits are found by
+/// comparison with the CPU's bytes.
 #[test]
 fn packers() {
     if !ready() {
@@ -322,7 +322,7 @@ fn packers() {
     assert_eq!(found(&case, Order::Float, &outside), out("zeros"));
     let once = [["const bool there = row < n;", "const bool there = true;"]];
     assert_eq!(found(&rows, Order::Int8, &once), out("codes"));
-    // A sum of rows that leaves out a step; a code at another position.
+    // A sum over a row that omits a step, and a code at a wrong position.
     let step = [[
         "for (int other = 16; other > 0; other /= 2) sum",
         "for (int other = 16; other > 1; other /= 2) sum",

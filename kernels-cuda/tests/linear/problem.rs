@@ -35,20 +35,20 @@ enum Values {
 pub enum Draw {
     /// Around zero.
     Typical,
-    /// Far from zero and all of one sign, where the offsets of the dequantization cost the most accuracy.
+    /// Values far from zero, all of one sign, for which the offsets of the dequantization cost the most accuracy.
     Shifted,
     /// The ends of the range.
     Extreme,
 }
 
-/// The values that results are computed from.
+/// The number of parts of `k` that are summed separately.
 fn parts(n: usize, k: usize) -> usize {
     let parts = Parts::of([n, k]);
     if parts.halved { 2 * parts.chunks } else { 1 }
 }
 
 impl Problem {
-    /// Float activations.
+    /// Creates a problem with float activations.
     pub fn float(
         case: Case,
         activation: Activation,
@@ -77,7 +77,7 @@ impl Problem {
         problem
     }
 
-    /// One token per feature, with f32 results, which are the weights.
+    /// Creates a problem with one token per feature and f32 results, so that the results are the weights.
     pub fn one_hot(case: Case, activation: Activation) -> Self {
         let k = case.shape[1];
         let mut rows = vec![0.0; k * k];
@@ -88,7 +88,7 @@ impl Problem {
         problem
     }
 
-    /// 8-bit activations, with a scale per token, or one static scale and zero point.
+    /// Creates a problem with 8-bit activations, with a scale per token, or with one static scale and zero point.
     pub fn int8(case: Case, output: Output, m: usize, zero: Option<i8>, draw: Draw, seed: u64) -> Self {
         let k = case.shape[1];
         let mut random = Random(seed);
@@ -128,7 +128,7 @@ impl Problem {
         let mut packed = vec![0; layout.bytes()];
         layout.pack(&case.view(), &mut packed).unwrap();
         let mut random = Random(seed ^ 0xb1a5);
-        // Every second problem has a bias.
+        // Problems with an even seed have a bias.
         let bias = seed.is_multiple_of(2).then(|| (0..case.shape[0]).map(|_| random.float()).collect());
         let (x_scales, x_zero) = match &values {
             Values::Float(_) => (Vec::new(), 0),
@@ -138,7 +138,7 @@ impl Problem {
         Self { case, layout, packed, activation, output, m, x, x_stride: 0, x_scales, x_zero, bias, values }
     }
 
-    /// Rows as bytes; the padding to 16 bytes must not be used as numbers, and is not zero.
+    /// Rows as bytes. The padding to 16 bytes is not zero, so that using it as activations shows.
     fn fill_rows(&mut self) {
         let k = self.case.shape[1];
         let each = if matches!(self.values, Values::Float(_)) { 2 } else { 1 };
@@ -197,9 +197,9 @@ impl Problem {
         }
     }
 
-    /// Compares results `[m, n]` with the definition: bit for bit if the whole sum is of integers or there is one
-    /// chunk, else with a bound. Returns the largest error relative to the sum of magnitudes of a float result, `Σ |s
-    /// (q − z) x| + |b|`.
+    /// Compares results `[m, n]` with the reference: bit for bit if integers are summed over all of `k` and for one
+    /// chunk, otherwise within a bound. For float sums, returns the largest error relative to the sum of magnitudes, `Σ
+    /// |s (q − z) x| + |b|`.
     pub fn check(&self, y: &[f32]) -> f64 {
         let [n, k] = self.case.shape;
         assert_eq!(y.len(), self.m * n);
@@ -221,8 +221,8 @@ impl Problem {
                             i % n
                         );
                     } else {
-                        // The sums of integers are equal; their products with scales are added in a different order,
-                        // with one rounding per group and part on each side.
+                        // Sums of integers are equal. Their products with scales are added in a different order, with
+                        // one rounding per group and part on each side.
                         let (m, o) = (i / n, i % n);
                         let size = view.group_size();
                         let a = rows.row(m);
@@ -255,11 +255,11 @@ impl Problem {
                 for (i, (&y, &(e, _))) in y.iter().zip(&expected).enumerate() {
                     let (m, o) = (i / n, i % n);
                     let (magnitude, folded) = self.magnitudes(&x[m * k..(m + 1) * k], o);
-                    // Every f32 operation has an error of at most 2⁻²³, as in tensor cores that truncate. A block of
-                    // features sums its products sequentially, twice: with codes and with ones. After that come a
+                    // Every f32 operation has an error of at most 2⁻²³, as in tensor cores that truncate. The products
+                    // of a block of features are summed sequentially twice: with codes and with ones. Then come the
                     // product with the zero point, and the sums over blocks and parts.
                     let block = view.group_size().min(TILE_K) as f64;
-                    // With E4M3 scales the row's factor is rounded, and so is the product with it.
+                    // With E4M3 scales, the row's factor and the product with it are rounded too.
                     let factor = if self.case.kind == Kind::E4m3 { 4 } else { 0 };
                     let groups = k.div_ceil(view.group_size().min(32));
                     let later = (groups + parts(n, k) + 4 + factor) as f64;
@@ -291,7 +291,8 @@ impl Problem {
         }
     }
 
-    /// `Σ |s (q − z) x|`, and the same for the numbers in the kernel: offset plus code, and offset plus zero point.
+    /// `Σ |s (q − z) x|`, and the same sum with the numbers in the kernel: offset plus code, and offset plus zero
+    /// point.
     fn magnitudes(&self, x: &[f32], o: usize) -> (f64, f64) {
         let view = self.case.view();
         let (k, size) = (view.k(), view.group_size());

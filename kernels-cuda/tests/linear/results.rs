@@ -1,4 +1,4 @@
-//! Every scheme with ragged shapes, and with values at the ends of their ranges.
+//! Every scheme with ragged shapes, and with values at the limits of their ranges.
 
 use quant_kernels_cuda::compile::Architecture;
 use quant_kernels_cuda::linear::{Activation, LinearPlan, Output, PlanLimits};
@@ -12,7 +12,7 @@ use crate::problem::{Draw, Problem};
 fn shapes(group: Option<usize>) -> [[usize; 2]; 3] {
     match group {
         Some(32) => [[128, 128], [37, 160], [150, 1056]],
-        // Two chunks, combined in the workspace.
+        // The last one has two chunks, which are combined in the workspace.
         Some(64) => [[128, 256], [33, 192], [130, 2112]],
         Some(_) => [[128, 256], [40, 384], [200, 1152]],
         None => [[128, 128], [17, 104], [130, 1040]],
@@ -21,7 +21,7 @@ fn shapes(group: Option<usize>) -> [[usize; 2]; 3] {
 
 const OUTPUTS: [Output; 3] = [Output::F16, Output::Bf16, Output::F32];
 const KINDS: [Kind; 3] = [Kind::F16, Kind::Bf16, Kind::F32];
-/// Numbers of tokens for which each shape of a block is used, not completely filled.
+/// Numbers of tokens that use each block shape, without filling it completely.
 const TOKENS: [[usize; 3]; 3] = [[1, 33, 16], [8, 17, 70], [64, 5, 25]];
 
 /// Runs a problem as planned; returns the error relative to the sum of magnitudes.
@@ -56,7 +56,7 @@ fn floats(activation: Activation, bits: u8) {
         }
     }
     println!("{activation:?}, {bits} bits: largest error {worst:e} of the sum of magnitudes");
-    // The observed error with sums in the order of k; the bounds of `check` are much larger.
+    // With sums in the order of k, errors are this small; the bounds of `check` are much larger.
     assert!(worst < 1e-4, "{worst:e}");
 }
 
@@ -153,7 +153,7 @@ fn codes_of_2_3_and_5_bits() {
     }
 }
 
-/// Groups that span several tiles: each tile has their parameters.
+/// Each tile repeats the parameters of a group that spans several tiles.
 #[test]
 fn groups_wider_than_a_tile() {
     if !ready() {
@@ -165,7 +165,7 @@ fn groups_wider_than_a_tile() {
     run(&Problem::int8(case(Kind::Progressive), Output::F16, 9, Some(5), Draw::Typical, 9));
 }
 
-/// More token tiles than run concurrently, the last of them not full, with ragged rows.
+/// More token tiles than run concurrently, the last one not full, with ragged rows.
 #[test]
 fn many_tokens() {
     if !ready() {
@@ -209,8 +209,8 @@ fn a_deep_ring() {
     }
 }
 
-/// All codes at one end and all zero points at the other, activations at the ends of their range, zero and subnormal
-/// scales.
+/// All codes at one limit and all zero points at the other, activations at the limits of their range, zero and
+/// subnormal scales.
 #[test]
 fn extremes() {
     if !ready() {

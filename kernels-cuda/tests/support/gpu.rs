@@ -1,4 +1,4 @@
-//! The first GPU, for tests: every error ends the test.
+//! The first GPU, for tests: any error ends the test.
 
 use quant_kernels_cuda::standalone::{self, Memory};
 

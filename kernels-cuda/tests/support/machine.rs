@@ -1,8 +1,8 @@
-//! The machine that the tests of kernels run on: the interpreter, or, with `QUANT_GPU=1`, the first GPU.
+//! The machine on which the kernels are tested: the interpreter, or, with `QUANT_GPU=1`, the first GPU.
 //!
 //! Names and calls are those of the interpreter, so that a test is the same on both. A GPU has no counters, and the
-//! order of execution cannot be chosen. As on the interpreter, buffers begin at odd multiples of their alignment;
-//! guards on both sides of them are checked after each launch.
+//! order of execution cannot be chosen. As on the interpreter, buffers begin at odd multiples of their alignment; guard
+//! bytes on both sides are checked after each launch.
 
 use std::borrow::Cow;
 use std::collections::HashMap;
@@ -30,7 +30,7 @@ pub fn on_gpu() -> bool {
     std::env::var_os(GPU).is_some_and(|value| !value.is_empty() && value != "0")
 }
 
-/// The PTX of a variant in the form that both machines take, from the directory of images if one is set.
+/// The PTX of a variant, which both machines accept, from the directory of images if one is set.
 pub fn ptx_of(variant: &Variant) -> String {
     let directory = std::env::var_os(CACHE_DIRECTORY).filter(|path| !path.is_empty());
     let cache = ImageCache::in_directory(directory.map(Into::into), Nvrtc);
@@ -82,7 +82,7 @@ impl Memory {
         }
     }
 
-    /// Writes from the host, from the beginning of a buffer.
+    /// Writes bytes from the host to the beginning of a buffer.
     pub fn write(&mut self, address: u64, bytes: &[u8]) -> Result<()> {
         match &mut self.0 {
             Place::Interpreter(memory) => memory.write(address, bytes),
@@ -105,8 +105,8 @@ impl Memory {
         }
     }
 
-    /// The bytes of a buffer, after checking that exactly those bytes were written for which `is_written` is true. On a
-    /// GPU this cannot detect missing writes, or writes of the initial value.
+    /// Returns the bytes of a buffer, after checking that exactly those bytes were written for which `is_written` is
+    /// true. On a GPU, missing writes and writes of the initial value are not detected.
     #[track_caller]
     pub fn bytes_written(&self, address: u64, is_written: impl Fn(usize) -> bool) -> Result<Vec<u8>> {
         match &self.0 {
@@ -173,7 +173,7 @@ impl Module {
         ptx::Module::parse(text).map(|module| Self(Text::Interpreter(Box::new(module))))
     }
 
-    /// Parts of a kernel that the interpreter could not run if it reached them.
+    /// The statements of a kernel that the interpreter does not support; running them is an error.
     pub fn unsupported(&self, kernel: &str) -> Result<Vec<(u32, String)>> {
         match &self.0 {
             Text::Interpreter(module) => module.unsupported(kernel),
@@ -238,7 +238,7 @@ fn on_device(
     let arguments: Vec<launch::Argument> = arguments.collect::<Result<_, _>>()?;
     let [block, 1, 1] = launch.block else { return Err(format!("a block of {:?}", launch.block)) };
     let shape = LaunchShape { grid: launch.grid, block, shared_bytes: launch.dynamic_shared };
-    // SAFETY: tests pass the arguments that the kernel takes, and wait for the launch.
+    // SAFETY: tests pass arguments that match the kernel, and wait for the launch.
     unsafe { kernel.launch(&shape, &arguments, Stream::DEFAULT) }.map_err(|e| e.to_string())?;
     gpu.wait()
 }

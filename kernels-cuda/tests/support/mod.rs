@@ -1,9 +1,10 @@
 //! Shared by the tests of kernels: how a test reports that it is skipped.
 //!
-//! NVRTC and the disassembler are required only by a separate step of CI, `cargo xtask cuda`. Elsewhere, a test without
-//! them reports this and passes. It is not recorded among the skips that a machine with all models should not have.
+//! NVRTC and the disassembler are required only by a separate step of CI, `cargo xtask cuda`. Otherwise, a test that
+//! lacks them prints a message and passes. It is not recorded among the skips that fail CI on a machine with all
+//! models.
 
-// No test program uses all of this.
+// Each test program uses only a part of this module.
 #![allow(dead_code)]
 
 pub mod gpu;
@@ -12,10 +13,10 @@ pub mod machine;
 use std::io::Write;
 use std::panic::Location;
 
-/// If set, NVRTC and the disassembler are required: skipped tests are failures.
+/// If this environment variable is set, NVRTC and the disassembler are required: skipped tests fail.
 pub const REQUIRED: &str = "QUANT_REQUIRE_NVRTC";
 
-/// Whether something that a test needs is available; reports a skipped test if it is not.
+/// Whether something that a test needs is available. If not, prints that the test is skipped.
 ///
 /// # Panics
 /// If it is required.
@@ -27,7 +28,7 @@ pub fn is_there<E: std::fmt::Display>(needed: Result<(), E>) -> bool {
         "{REQUIRED} is set, but: {why}"
     );
     let at = Location::caller();
-    // `eprintln!` would be captured for tests that pass.
+    // The test harness would capture the output of `eprintln!` in tests that pass.
     let line = format!("SKIPPED: {why} ({}:{})\n", at.file(), at.line());
     std::io::stderr().write_all(line.as_bytes()).expect("stderr can be written");
     false

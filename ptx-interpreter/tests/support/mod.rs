@@ -1,10 +1,11 @@
-//! Small kernels around a few instructions, and their launches.
+//! Builds small kernels around a few instructions, and launches them.
 #![allow(dead_code)]
 
 use quant_ptx_interpreter::{Argument, Error, FaultKind, Launch, Memory, Module, Options, Report, WarpOrder};
 
-/// A kernel `k` with u64 parameters `p0`, `p1`, ..., common registers, and this body. `%rd1`, `%rd2`, ...
-/// hold the parameters, `%r1` the thread, `%r2` the block, `%r3` the thread over the grid.
+/// A kernel `k` with u64 parameters `p0`, `p1`, ..., common registers, and the given body. `%rd1`, `%rd2`, ... hold the
+/// parameters, `%r1` the thread's index in the block, `%r2` the block's index, and `%r3` the thread's index in the
+/// grid.
 pub fn kernel(parameters: usize, before: &str, body: &str) -> String {
     let list: Vec<_> = (0..parameters).map(|i| format!(".param .u64 p{i}")).collect();
     let loads: String = (0..parameters).map(|i| format!("ld.param.u64 %rd{}, [p{i}];\n", i + 1)).collect();
@@ -23,7 +24,7 @@ pub fn launch(grid: u32, block: u32, dynamic_shared: u32, arguments: &[u64]) -> 
     Launch { grid: [grid, 1, 1], block: [block, 1, 1], dynamic_shared, arguments }
 }
 
-/// The orders of warps under which a kernel must behave the same.
+/// The orders of warps under which a kernel must give the same result.
 pub fn orders() -> Vec<Options> {
     let orders = [
         WarpOrder::InOrder,
@@ -39,7 +40,7 @@ pub fn run(text: &str, launch: &Launch, memory: &mut Memory) -> Result<Report, E
     Module::parse(text)?.launch("k", launch, memory, &Options::default())
 }
 
-/// The fault of a launch that must fail.
+/// Returns the fault of a launch that must fail.
 pub fn fault(result: Result<Report, Error>) -> FaultKind {
     match result {
         Err(Error::Fault(fault)) => fault.kind,
@@ -55,8 +56,8 @@ pub fn bytes_of(words: &[u32]) -> Vec<u8> {
     words.iter().flat_map(|w| w.to_le_bytes()).collect()
 }
 
-/// Runs a snippet over words: every thread reads `%r10`, `%r11`, `%r12` from three arrays, and the snippet leaves its
-/// result in `%r20`.
+/// Runs a snippet over words: every thread loads `%r10`, `%r11` and `%r12` from three arrays, and the snippet writes
+/// its result to `%r20`.
 pub fn over_words(snippet: &str, a: &[u32], b: &[u32], c: &[u32]) -> Vec<u32> {
     let body = format!(
         "mul.wide.u32 %rd10, %r3, 4;\nadd.s64 %rd11, %rd1, %rd10;\nld.global.u32 %r10, [%rd11];\n\

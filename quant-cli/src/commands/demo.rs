@@ -9,7 +9,9 @@ use quant_core::pipeline::Job;
 use quant_core::recipe::{METHODS, Plan, Recipe, method};
 use quant_core::run::{Text, write};
 use quant_core::{Error, Result};
-use quant_evaluator::{Divergence, Profile, Reference, Scored, Scores, compare_all};
+use quant_evaluator::{
+    Divergence, EvaluationText, Profile, Reference, Scored, Scores, Window, closest, compare_all,
+};
 use serde::Serialize;
 
 use super::{Session, eval};
@@ -48,7 +50,19 @@ struct Report {
     noise_floor_kl: f64,
     noise_floor_kl_standard_error: Option<f64>,
     rows: Vec<Row>,
+    /// For each scheme, which method is closest to the float model.
+    closest: Vec<SchemeWinner>,
     seconds: f64,
+}
+
+#[derive(Serialize)]
+struct SchemeWinner {
+    scheme: &'static str,
+    method: &'static str,
+    /// The method with the next lowest divergence.
+    next: &'static str,
+    /// Whether the difference between these two is significant at 5 %.
+    clear: bool,
 }
 
 #[derive(Default, Serialize)]
@@ -111,6 +125,7 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
     for (row, (scores, divergence)) in rows.iter_mut().zip(&compared) {
         row.measured(scores, divergence);
     }
+    let closest = SCHEMES.iter().filter_map(|scheme| winner(scheme, &rows, &compared, &text)).collect();
     let first = compared.into_iter().next().ok_or_else(|| Error::Internal("no method was shown".into()))?.1;
     let (own, floor) = (first.reference.perplexity, first.noise_floor);
     let floor = floor.ok_or_else(|| Error::Internal("a comparison without its noise floor".into()))?.kl;
@@ -124,6 +139,7 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
         noise_floor_kl: floor.mean,
         noise_floor_kl_standard_error: floor.standard_error,
         rows,
+        closest,
         seconds: started.elapsed().as_secs_f64(),
     };
     args.json.emit(&report, || show(&report))
@@ -145,8 +161,13 @@ fn save(directory: &Path) -> Result<()> {
 }
 
 fn unpack(directory: &Path) -> Result<()> {
+    let files = demo_model().ok_or_else(|| Error::Unavailable {
+        what: "the demo model".into(),
+        reason: "a published crate has no room for it".into(),
+        remedy: "build quant from its source repository, or use a model of your own".into(),
+    })?;
     std::fs::create_dir(directory).map_err(|e| Error::io("create", directory, e))?;
-    for file in demo_model() {
+    for file in files {
         let path = directory.join(file.name);
         std::fs::write(&path, file.bytes).map_err(|e| Error::io("write", &path, e))?;
     }
@@ -201,6 +222,21 @@ impl Row {
     }
 }
 
+/// The method that is closest to the float model with a scheme.
+fn winner(
+    scheme: &'static str,
+    rows: &[Row],
+    compared: &[(Scores, Divergence)],
+    text: &EvaluationText,
+) -> Option<SchemeWinner> {
+    let of: Vec<_> = rows.iter().zip(compared).filter(|(row, _)| row.scheme == scheme).collect();
+    let windows: Vec<&[f64]> = of.iter().map(|(_, (_, d))| d.window_kl.as_slice()).collect();
+    let tokens: Vec<usize> = text.windows.iter().map(Window::scored).collect();
+    let found = closest(&windows, &tokens)?;
+    let method = |index: usize| of[index].0.method;
+    Some(SchemeWinner { scheme, method: method(found.index), next: method(found.next), clear: found.clear })
+}
+
 fn show(report: &Report) -> String {
     let plus_minus = |value: f64, error: Option<f64>, digits: usize| match error {
         Some(error) => format!("{value:.digits$} ± {error:.digits$}"),
@@ -234,6 +270,11 @@ fn show(report: &Report) -> String {
     let error = report.noise_floor_kl_standard_error.map_or("?".to_owned(), |e| format!("{e:.0e}"));
     let noise = format!("{:.1e} ± {error}", report.noise_floor_kl);
     let mut text = table(&header, &rows);
+    text.push('\n');
+    for SchemeWinner { scheme, method, next, clear } in &report.closest {
+        let doubt = if *clear { String::new() } else { format!(", but not clearly closer than {next}") };
+        text.push_str(&format!("{scheme}: {method} is closest to float (lowest KL){doubt}\n"));
+    }
     text.push_str(&format!(
         "\nScored {} tokens of the built-in held-out text ({}); differences from the float model are paired \
         window by window. KL noise floor (the KL that f32 rounding alone causes): {}. Total time: {}.\n",

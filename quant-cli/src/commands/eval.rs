@@ -19,6 +19,7 @@ use serde_json::json;
 
 use super::Session;
 use super::ablation::{self, AblationOptions};
+use super::compare as compare_results;
 use super::reference::{self, OpenedReference};
 use crate::device::Device;
 use crate::inputs::{self, Opened};
@@ -39,8 +40,9 @@ pub struct Args {
     /// and 4 bytes per scored token and hidden feature
     #[arg(long, value_name = "FILE", conflicts_with_all = ["reference", "journal", "execution", "kv", "device", "report"])]
     pub save_reference: Option<PathBuf>,
-    /// Evaluation text: a file, or the name of a set
-    #[arg(long, value_name = "FILE|NAME")]
+    // Its help lists the names of sets.
+    #[allow(missing_docs)]
+    #[arg(long, value_name = "FILE|NAME", help = inputs::evaluation_text_help())]
     pub text: String,
     /// Scoring rule: wt2-gptq-2048, wt2-llamacpp-512, gptq-L, llamacpp-L, hf-stride-L-S or lmeval-rolling-L, where L
     /// is the window in tokens and S the stride [default: gptq-L, where L is 2048 or the model's number of positions
@@ -71,8 +73,8 @@ pub struct Args {
     /// Write an HTML report of the result to FILE
     #[arg(long, value_name = "FILE")]
     pub report: Option<PathBuf>,
-    /// Also show another result with the same text and profile in the report; can be repeated
-    #[arg(long, value_name = "RESULT", requires = "report")]
+    /// Also show another result of the same text, profile and reference, in a table and in the report; can be repeated
+    #[arg(long, value_name = "RESULT", conflicts_with = "save_reference")]
     pub compare: Vec<PathBuf>,
     // Not a doc comment, which would become part of the help.
     #[allow(missing_docs)]
@@ -104,6 +106,8 @@ pub struct Evaluated {
     pub result: Evaluation,
     /// The page, if one was requested.
     pub page: Option<String>,
+    /// Other results to show next to this one, by name.
+    others: Vec<(String, Evaluation)>,
     /// The journal, which is no longer needed once the result is stored.
     journal: Option<PathBuf>,
 }
@@ -129,7 +133,16 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
         return ablation::run(&args.ablation, &opened, &text, &args.json, session);
     }
     let done = evaluate(args, &text, args.report.is_some(), session)?;
-    args.json.emit(&done.result, || show(&done.result))?;
+    args.json.emit(&done.result, || {
+        let mut text = show(&done.result);
+        if !done.others.is_empty() {
+            let own = format!("{} (this)", done.result.model.path);
+            let others = done.others.iter().map(|(name, e)| (name.as_str(), e));
+            let all: Vec<_> = std::iter::once((own.as_str(), &done.result)).chain(others).collect();
+            text.push_str(&format!("\n{}", compare_results::text(&all)));
+        }
+        text
+    })?;
     // The result is stored now, so removing the journal loses nothing.
     done.finish()
 }
@@ -280,6 +293,7 @@ pub fn evaluate(args: &Args, source: &Text, with_page: bool, session: &Session) 
     let time = (seconds, read as f64 / seconds.max(f64::MIN_POSITIVE));
     let result =
         Evaluation::new(tool, model, compared_with, (source.name().to_owned(), &text), measured, time);
+    compare_results::check(&result, &others)?;
     let page = match with_page {
         true => Some(page(&result, seen.as_ref(), quantization.as_ref(), &others, &opened, &text)?),
         false => None,
@@ -287,7 +301,7 @@ pub fn evaluate(args: &Args, source: &Text, with_page: bool, session: &Session) 
     if let (Some(path), Some(page)) = (&args.report, &page) {
         output::write_file(path, page.as_bytes())?;
     }
-    Ok(Evaluated { result, page, journal })
+    Ok(Evaluated { result, page, others, journal })
 }
 
 /// The GPU, if one is requested. A missing GPU is reported before anything is read.
@@ -324,21 +338,6 @@ fn page(
     opened: &Opened,
     text: &EvaluationText,
 ) -> Result<String> {
-    let reference = |e: &Evaluation| e.reference.as_ref().map(|r| r.sha256.clone());
-    for (name, other) in others {
-        let differs = match other {
-            e if e.tokens_sha256 != result.tokens_sha256 => "on different tokens",
-            e if reference(e) != reference(result) => "against a different reference, or without one",
-            _ => continue,
-        };
-        return Err(Error::usage(
-            format!(
-                "`{}` was measured {differs}, so the report cannot show it next to this result",
-                name.escape_default()
-            ),
-            "give only results that were measured on the same text with the same profile and reference",
-        ));
-    }
     let tokenizer = inputs::tokenizer(&opened.directory)?;
     let worst = EvaluationReport::worst_windows(result)
         .into_iter()

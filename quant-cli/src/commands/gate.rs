@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use quant_core::{Error, Result};
 use quant_evaluator::Evaluation;
 use quant_evaluator::gate::{
-    Baseline, Metric, Outcome, Policy, Verdict, annotations, check_given, judge, junit, summary,
+    Baseline, Metric, Outcome, Policy, Verdict, annotations, check_given, judge, junit, suggest, summary,
 };
 use quant_evaluator::report::gate_page;
 
@@ -21,7 +21,7 @@ pub struct Args {
     #[arg(required = true, value_name = "RESULT")]
     results: Vec<PathBuf>,
     /// Policy (TOML)
-    #[arg(long, value_name = "FILE", required_unless_present = "update")]
+    #[arg(long, value_name = "FILE", required_unless_present_any = ["update", "suggest"])]
     policy: Option<PathBuf>,
     /// Baseline to compare with
     #[arg(long, value_name = "FILE", required_if_eq("update", "true"))]
@@ -29,6 +29,9 @@ pub struct Args {
     /// Make these results the new baseline, and show what changes
     #[arg(long, conflicts_with_all = ["policy", "junit", "json"])]
     update: bool,
+    /// Print a policy that these results pass, with room for later ones: a start, to be edited
+    #[arg(long, conflicts_with_all = ["policy", "baseline", "update", "junit", "json", "report"])]
+    suggest: bool,
     /// Write an HTML report to FILE
     #[arg(long, value_name = "FILE", conflicts_with = "update")]
     report: Option<PathBuf>,
@@ -64,6 +67,10 @@ pub fn run(args: &Args, session: &Session) -> Result<u8> {
         .map(|path| Ok((Evaluation::name(path), Evaluation::read(path)?)))
         .collect::<Result<Vec<_>>>()?;
     check_given(&results.iter().map(|(name, _)| name.as_str()).collect::<Vec<_>>())?;
+    if args.suggest {
+        output::print_raw(&suggest(&results))?;
+        return Ok(0);
+    }
     match (&args.policy, &args.baseline) {
         (None, Some(baseline)) => update(baseline, &results),
         (Some(policy), baseline) => judged(args, policy, baseline.as_deref(), &results, session),
@@ -88,7 +95,7 @@ fn judged(
         output::write_file(path, junit(&outcome)?.as_bytes())?;
     }
     if let Some(path) = &args.report {
-        output::write_file(path, gate_page(&outcome, results).as_bytes())?;
+        output::write_file(path, gate_page(&outcome, results, read.as_ref().map(|(b, _)| b)).as_bytes())?;
     }
     match args.json.emit_by(&outcome, || output::print_verdicts(&show(&outcome))) {
         // The output was closed, which does not change the verdict.
@@ -139,8 +146,29 @@ fn show(outcome: &Outcome) -> String {
     for row in &rows {
         text.push_str(&format!("{:first$}  {:second$}  {}\n", row[0], row[1], row[2]));
     }
+    text.push('\n');
+    text.push_str(&changed(outcome));
     text.push_str(&format!("\nby {}: {}\n", printable(&outcome.policy), outcome.verdict.name()));
     text
+}
+
+/// What was judged, and what has changed since the baseline.
+fn changed(outcome: &Outcome) -> String {
+    let compares = outcome.changes.iter().any(|c| c.before.is_some());
+    let rows: Vec<Vec<String>> = (outcome.changes.iter())
+        .map(|c| {
+            let before = compares.then(|| printable(c.before.as_deref().unwrap_or("–")));
+            let change = compares.then(|| c.described());
+            [Some(c.name.to_owned()), Some(printable(&c.result)), before, Some(printable(&c.now)), change]
+                .into_iter()
+                .flatten()
+                .collect()
+        })
+        .collect();
+    match compares {
+        true => table(&["", "result", "baseline", "now", "change"], &rows),
+        false => table(&["", "result", "now"], &rows),
+    }
 }
 
 /// Writes a baseline and shows the changes.

@@ -1,6 +1,6 @@
 //! `quant inspect MODEL`: shows the contents of a checkpoint.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};
 
 use quant_core::Result;
@@ -11,6 +11,7 @@ use quant_core::scheme::LinearScheme;
 use serde::Serialize;
 
 use super::Session;
+use super::plan::kind;
 use crate::inputs::{self, Opened};
 use crate::output::{JsonOption, bytes, table};
 
@@ -19,6 +20,9 @@ use crate::output::{JsonOption, bytes, table};
 pub struct Args {
     /// Model directory, float or quantized, or org/name or org/name@revision on a hub
     pub model: PathBuf,
+    /// List every tensor, not one line per kind
+    #[arg(long)]
+    all: bool,
     #[command(flatten)]
     json: JsonOption,
 }
@@ -75,7 +79,7 @@ struct TensorReport {
 pub fn run(args: &Args, session: &Session) -> Result<()> {
     args.json.check_distinct(&args.model, &[])?;
     let report = report(&args.model, session)?;
-    args.json.emit(&report, || show(&report))
+    args.json.emit(&report, || show(&report, args.all))
 }
 
 /// The contents of a checkpoint.
@@ -170,7 +174,7 @@ fn losses<'a>(
     Ok(losses)
 }
 
-fn show(report: &Report) -> String {
+fn show(report: &Report, all: bool) -> String {
     let mut text = format!(
         "{}: {} blocks, hidden {}, {} heads ({} for keys and values) of {}, vocabulary {}, {} positions{}\n",
         report.family,
@@ -224,15 +228,32 @@ fn show(report: &Report) -> String {
         .collect();
     text.push_str(&table(&["linears stored as", "linears", "weights"], &rows));
     text.push('\n');
-    let rows: Vec<_> = report
-        .tensors
-        .iter()
-        .map(|t| {
-            let shape: Vec<String> = t.shape.iter().map(usize::to_string).collect();
-            vec![t.tensor.clone(), t.dtype.to_owned(), shape.join("×"), bytes(t.bytes), t.file.clone()]
-        })
-        .collect();
-    text.push_str(&table(&["tensor", "dtype", "shape", "size", "file"], &rows));
+    text.push_str(&tensors_text(&report.tensors, all));
     text.push_str(&format!("\n{} tensors, {}\n", report.tensors.len(), bytes(report.bytes)));
     text
+}
+
+/// The tensors, or one line per kind with the number of its tensors and their total size.
+fn tensors_text(tensors: &[TensorReport], all: bool) -> String {
+    let mut kinds: Vec<(String, &TensorReport, u64, u64)> = Vec::new();
+    let mut places = HashMap::new();
+    for t in tensors {
+        let name = if all { t.tensor.clone() } else { kind(&t.tensor) };
+        let place = *places.entry((name.clone(), &t.dtype, &t.shape)).or_insert(kinds.len());
+        if place == kinds.len() {
+            kinds.push((name, t, 0, 0));
+        }
+        kinds[place].2 += 1;
+        kinds[place].3 += t.bytes;
+    }
+    let row = |(name, t, count, size): (String, &TensorReport, u64, u64)| {
+        let shape = t.shape.iter().map(usize::to_string).collect::<Vec<_>>().join("×");
+        let shape = if count > 1 { format!("{count} × {shape}") } else { shape };
+        let mut row = vec![name, t.dtype.clone(), shape, bytes(size)];
+        row.extend(all.then(|| t.file.clone()));
+        row
+    };
+    let rows: Vec<_> = kinds.into_iter().map(row).collect();
+    let header = ["tensor", "dtype", "shape", "size", "file"];
+    table(&header[..if all { 5 } else { 4 }], &rows)
 }

@@ -3,6 +3,7 @@
 mod ablation;
 pub mod bench;
 pub mod chat;
+pub mod compare;
 pub mod completions;
 pub mod demo;
 pub mod eval;
@@ -57,6 +58,7 @@ pub fn run(command: &Command, session: &Session) -> Result<u8> {
         Command::Plan(args) => plan::run(args, session),
         Command::Quantize(args) => quantize::run(args, session),
         Command::Eval(args) => eval::run(args, session),
+        Command::Compare(args) => compare::run(args),
         Command::Inspect(args) => inspect::run(args, session),
         Command::Generate(args) => generate::run(args, session),
         Command::Chat(args) => chat::run(args, session),

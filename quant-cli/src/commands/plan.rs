@@ -444,7 +444,7 @@ fn about(seconds: f64) -> String {
 }
 
 /// `model.layers.3.mlp.up_proj.weight` → `model.layers.*.mlp.up_proj.weight`.
-fn kind(tensor: &str) -> String {
+pub(super) fn kind(tensor: &str) -> String {
     let parts: Vec<&str> =
         tensor.split('.').map(|p| if p.bytes().all(|b| b.is_ascii_digit()) { "*" } else { p }).collect();
     parts.join(".")

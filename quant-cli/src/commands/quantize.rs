@@ -11,7 +11,7 @@ use quant_evaluator::report::quantization_page;
 
 use super::Session;
 use crate::inputs;
-use crate::output::{self, bytes, duration};
+use crate::output::{self, JsonOption, bytes, duration};
 use crate::provenance;
 use crate::recipe::RecipeOptions;
 
@@ -49,9 +49,9 @@ pub struct Args {
     /// Write an HTML report to FILE
     #[arg(long, value_name = "FILE")]
     pub report: Option<PathBuf>,
-    /// Print the summary as JSON
-    #[arg(long)]
-    pub json: bool,
+    #[allow(missing_docs)]
+    #[command(flatten)]
+    pub json: JsonOption,
 }
 
 impl Args {
@@ -71,14 +71,18 @@ impl Args {
 
 /// Quantizes a model and prints the summary.
 pub fn run(args: &Args, session: &Session) -> Result<()> {
-    let (_, summary) = quantize(&args.request()?, args.report.as_deref(), session)?;
-    if args.json {
-        return output::print(&output::json(&summary)?);
-    }
-    output::print(&match &summary {
-        Summary::Checkpoints(summary) => text(summary, &args.model),
-        Summary::Gguf(summary) => super::gguf::text(summary),
-        _ => return Err(Error::Internal("a summary of the wrong kind".into())),
+    let request = args.request()?;
+    let written = [("json", args.json.json.as_deref()), ("report", args.report.as_deref())];
+    output::distinct(&written, &request.files_read())?;
+    output::outside(&written[..1], &[&args.model, &args.output])?;
+    args.json.check()?;
+    let (_, summary) = quantize(&request, args.report.as_deref(), session)?;
+    args.json.emit_by(&summary, || {
+        output::print(&match &summary {
+            Summary::Checkpoints(summary) => text(summary, &args.model),
+            Summary::Gguf(summary) => super::gguf::text(summary),
+            _ => return Err(Error::Internal("a summary of the wrong kind".into())),
+        })
     })
 }
 
@@ -179,7 +183,8 @@ fn text(summary: &QuantizeSummary, model: &Path) -> String {
         ));
         if let Some(worst) = &output.worst_tensor {
             text.push_str(&format!(
-                "largest weight error: {:.2} % in {}\n",
+                "largest weight error: {:.2} % in {} (rounding error relative to the weight, root mean square; it does \
+                 not predict quality)\n",
                 100.0 * worst.relative_rms,
                 worst.tensor
             ));

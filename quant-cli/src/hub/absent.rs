@@ -8,6 +8,7 @@ use quant_core::{Error, Result};
 
 use super::id::HubId;
 use crate::commands::Session;
+use crate::inputs::{BUILTIN, HELDOUT_NAME};
 
 /// The error for a model that is not available locally.
 pub fn model(id: &HubId, _session: &Session) -> Result<Cow<'static, Path>> {
@@ -29,8 +30,9 @@ pub fn documents(set: &PublicSet, _session: &Session) -> Result<Vec<String>> {
         what: format!("the text set `{}`", set.name),
         reason: "this build does not download texts".into(),
         remedy: format!(
-            "download {} from the data set {}, unpack it to plain text or .jsonl, and give the path of that \
-            file (licence: {}); or build quant with `--features hub`",
+            "use the built-in text ({HELDOUT_NAME} for an evaluation, {BUILTIN} for calibration); or download {} from \
+             the data set {}, unpack it to plain text or .jsonl, and give the path of that file (licence: {}); or build quant \
+             with `--features hub`",
             set.file, set.hub_id, set.licence
         ),
     })

@@ -196,7 +196,7 @@ impl GgufPlan {
         let file_type = commonest_type(&tensors).unwrap_or(mixture.id);
         let mut metadata = metadata::general(family, &name.unwrap_or_default(), file_type, is_quantized);
         metadata.extend(about.entries);
-        let vocabulary = tokenizer::metadata(directory, a.vocab, request.pre.as_deref())?;
+        let vocabulary = tokenizer::metadata(directory, family, a.vocab, request.pre.as_deref())?;
         notes.extend(vocabulary.notes);
         metadata.extend(vocabulary.entries);
         Ok(Self { request, metadata, tensors, notes })
@@ -366,11 +366,7 @@ impl<'a> Types<'a> {
             if !weights.iter().any(|draft| selects(pattern, draft)) {
                 let names: BTreeSet<&str> = weights.iter().map(|d| d.module.as_str()).collect();
                 let names: Vec<&str> = names.into_iter().collect();
-                return Err(Error::PatternMatchesNothing {
-                    option,
-                    pattern: pattern.text().to_owned(),
-                    nearest: pattern.nearest(&names),
-                });
+                return Err(pattern.matches_nothing(option, &names));
             }
         }
         Ok(())

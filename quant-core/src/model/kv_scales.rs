@@ -21,27 +21,48 @@ pub struct CachedValue {
     pub linear: NodeId,
 }
 
-/// Returns the cached values of a block, in evaluation order; `None` if a value does not come from a single linear. In
-/// latent attention, for example, engines cache the latent vectors instead.
-pub fn cached_values(graph: &BlockGraph) -> Option<Vec<CachedValue>> {
+/// Why the keys and values of a block cannot have static scales.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum NoCacheScales {
+    /// Engines cache a latent vector from which keys and values are computed.
+    Latent,
+    /// They are those of an earlier block. Engines read the cache of that block, but with scales of this one.
+    OfAnotherBlock,
+}
+
+impl std::fmt::Display for NoCacheScales {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::Latent => "engines cache a latent vector instead",
+            Self::OfAnotherBlock => "it reads those that an earlier block cached",
+        })
+    }
+}
+
+/// Returns the cached values of a block, in evaluation order.
+///
+/// # Errors
+/// If a value does not come from a single linear of the block.
+pub fn cached_values(graph: &BlockGraph) -> Result<Vec<CachedValue>, NoCacheScales> {
     let attentions = graph.nodes().iter().enumerate().filter(|(_, node)| node.op.cached().is_some());
     let values = attentions.flat_map(|(attention, node)| {
         [(CachePart::Keys, node.inputs[1]), (CachePart::Values, node.inputs[2])].map(|(part, node)| {
             let linear = source(graph, node)?;
-            Some(CachedValue { attention, part, node, linear })
+            Ok(CachedValue { attention, part, node, linear })
         })
     });
     values.collect()
 }
 
 /// Returns the only linear that a value is computed from.
-fn source(graph: &BlockGraph, mut node: NodeId) -> Option<NodeId> {
+fn source(graph: &BlockGraph, mut node: NodeId) -> Result<NodeId, NoCacheScales> {
     loop {
         let at = &graph.nodes()[node];
         match (&at.op, &at.inputs[..]) {
-            (op, _) if op.linear_shape().is_some() => return Some(node),
+            (op, _) if op.linear_shape().is_some() => return Ok(node),
             (op, &[input]) if op.keeps_heads() => node = input,
-            _ => return None,
+            _ if node == graph.input() => return Err(NoCacheScales::OfAnotherBlock),
+            _ => return Err(NoCacheScales::Latent),
         }
     }
 }

@@ -43,8 +43,8 @@ pub(crate) use arch::describe;
 pub use arch::{
     Activation, Architecture, AttentionShape, BlockGraph, BlockKind, Blocks, Computes, Convolution,
     Correction, DeltaNet, EmbeddingScale, FoldGroup, Groups, LayerNormParameters, LearnedPositions,
-    LogitsTransform, Node, NodeId, Op, OrderGroup, Parameter, PerLayerInputs, PositionScale, QueryKey, Reach,
-    Recurrent, RecurrentKind, Routing, Scores, Wrapper,
+    LogitsTransform, Node, NodeId, Op, OrderGroup, Parameter, PerLayerInputs, PositionScale, ProducerRows,
+    QueryKey, Reach, Recurrent, RecurrentKind, Routing, Scores, Wrapper,
 };
 pub use block::Block;
 pub(crate) use by_columns::transposed;
@@ -54,7 +54,7 @@ pub(crate) use embeddings::EmbeddingNorm;
 pub(crate) use experts::add_expert;
 pub use head::{HEAD_TILE, Head, HeadParts};
 pub use kv::{KvCaching, KvScheme};
-pub use kv_scales::{CachedValue, KvScales, cached_values};
+pub use kv_scales::{CachedValue, KvScales, NoCacheScales, cached_values};
 pub use linear::{CudaLinear, CudaRunner, Linear, StoredWeight, WeightBody, WeightRows, kernels, multiply};
 pub use load::{Carried, Model};
 pub use norm::Norm;

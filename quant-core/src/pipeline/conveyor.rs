@@ -203,7 +203,8 @@ impl<'a, 'j> Conveyor<'a, 'j> {
         if !scheme.shares_over_tensor() || work.rounded(entry).is_some() {
             return Ok(None);
         }
-        let Some(parts) = self.job.plan.fused_with(module) else { return Ok(None) };
+        let Some(layer) = entry.layer else { return Ok(None) };
+        let Some(parts) = self.job.plan.shares_scale_with(module) else { return Ok(None) };
         let key = format!("{} {scheme}", parts[0]);
         if let Some(&known) = self.shared.get(&key) {
             return Ok(Some(known));
@@ -213,7 +214,7 @@ impl<'a, 'j> Conveyor<'a, 'j> {
             _ => false,
         };
         let mut amax = 0.0_f32;
-        for other in self.job.plan.entries.iter().filter(|e| e.layer == entry.layer).filter(shares) {
+        for other in self.entries(layer + 1).iter().filter(shares) {
             amax = amax.max(largest_magnitude(self.job, other, work.decision, &work.held)?);
         }
         self.shared.insert(key, amax);

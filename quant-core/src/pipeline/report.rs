@@ -39,6 +39,9 @@ pub struct QuantReport {
     /// The steps of the method before rounding, in order; empty if there were none.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub steps: Vec<String>,
+    /// What the steps left unchanged, with the reasons.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub notes: Vec<String>,
     /// The number format of the KV cache; absent if it stays float.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub kv: Option<KvScheme>,
@@ -317,6 +320,7 @@ impl QuantReport {
             version: env!("CARGO_PKG_VERSION").into(),
             method: job.plan.method.name.to_string(),
             steps: job.plan.steps().into_iter().map(str::to_owned).collect(),
+            notes: job.plan.step_notes().to_vec(),
             kv: job.plan.settings.kv,
             format: job.plan.container.name().into(),
             requantized_from: job.model.dequantized_from().map(str::to_owned),

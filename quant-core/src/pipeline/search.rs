@@ -100,8 +100,9 @@ pub(super) fn grids(plan: &Plan, entries: &[PlanEntry]) -> BTreeMap<NodeId, Line
     };
     let of = |entry: &PlanEntry| match &entry.action {
         Action::Quantize { node, module, scheme, scale_dtype } => {
-            let fused = Some(module).filter(|_| scheme.shares_over_tensor()).and_then(|m| plan.fused_with(m));
-            let fused = fused.and_then(|parts| parts.iter().find_map(node_of));
+            let group = Some(module).filter(|_| scheme.shares_over_tensor());
+            let group = group.and_then(|module| plan.shares_scale_with(module));
+            let fused = group.and_then(|parts| parts.iter().find_map(node_of));
             Some(((*node)?, LinearGrid { scheme: *scheme, scale_dtype: *scale_dtype, fused }))
         }
         _ => None,

@@ -47,7 +47,7 @@ pub(super) fn apply_rewrite(
         Action::Repack { module, scheme, scale_dtype, .. } => {
             let (tensor, sha256) = source.packed()?;
             let restated = match tensor.scheme.as_nvfp4() {
-                Some(nvfp4) if nvfp4 == *scheme => tensor.into_nvfp4(shared_exponents(job, module)?),
+                Some(nvfp4) if nvfp4 == *scheme => tensor.into_nvfp4(shared_exponents(job, (entry, module))?),
                 _ => tensor.restated(*scheme, *scale_dtype),
             };
             let tensor = restated.map_err(|reason| Error::NotRepackable {
@@ -78,9 +78,9 @@ pub(super) fn apply_rewrite(
     }
 }
 
-/// Returns the scale exponents of an MXFP4 weight and of the weights that engines fuse with it.
-fn shared_exponents(job: &Job<'_>, module: &str) -> Result<ScaleExponents> {
-    let parts = job.plan.fused_with(module);
+/// Returns the scale exponents of an MXFP4 weight and of the weights with which engines give it one scale.
+fn shared_exponents(job: &Job<'_>, (entry, module): (&PlanEntry, &String)) -> Result<ScaleExponents> {
+    let parts = job.plan.shares_scale_with(module);
     let shares = |entry: &&PlanEntry| match &entry.action {
         Action::Repack { module: other, from, .. } => {
             from.as_nvfp4().is_some() && (other == module || parts.is_some_and(|parts| parts.contains(other)))
@@ -88,7 +88,7 @@ fn shared_exponents(job: &Job<'_>, module: &str) -> Result<ScaleExponents> {
         _ => false,
     };
     let mut all = ScaleExponents::default();
-    for entry in job.plan.entries.iter().filter(shares) {
+    for entry in job.plan.entries.iter().filter(|e| e.layer == entry.layer).filter(shares) {
         let Some((other, _)) = entry.quantized() else { continue };
         let shape = [entry.info.shape[0], entry.info.shape[1]];
         all = all.and(ScaleExponents::of(&job.model.packed(other, shape)?));

@@ -31,12 +31,9 @@ impl Plan {
         let architecture = model.architecture();
         for layer in 0..architecture.layers {
             let graph = architecture.graph(layer);
-            let values = cached_values(graph).ok_or_else(|| {
+            let values = cached_values(graph).map_err(|reason| {
                 Error::usage(
-                    format!(
-                        "keys and values of block {layer} cannot be cached in FP8, because engines cache a \
-                        latent vector instead"
-                    ),
+                    format!("keys and values of block {layer} cannot be cached in FP8: {reason}"),
                     "remove kvf8 from the scheme",
                 )
             })?;

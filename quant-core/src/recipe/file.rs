@@ -42,10 +42,13 @@
 //! are errors.
 
 use std::io::ErrorKind;
+use std::ops::Range;
 use std::path::Path;
+use std::sync::Arc;
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
+use toml::Spanned;
 
 use super::method::{transform, transforms_with};
 use super::{Method, Pattern, Recipe, Rounding, kv, schema};
@@ -91,7 +94,7 @@ enum Formats {
 }
 
 #[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
-#[serde(deny_unknown_fields)]
+#[serde(deny_unknown_fields, expecting = "a table with the key kind, which begins with [[transform]]")]
 struct TransformEntry {
     /// The method.
     #[schemars(schema_with = "schema::transform")]
@@ -134,7 +137,7 @@ impl TransformEntry {
 }
 
 #[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
-#[serde(deny_unknown_fields)]
+#[serde(deny_unknown_fields, expecting = "a table with the key scheme, which begins with [quantize]")]
 struct QuantizeEntry {
     /// The rounding method.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -145,20 +148,21 @@ struct QuantizeEntry {
     gptq: Option<GptqEntry>,
     /// Bits, granularity and symmetry. Without `-sym` or `-asym`, symmetry is that of the format.
     #[schemars(schema_with = "schema::scheme")]
-    scheme: String,
+    scheme: Spanned<String>,
     /// NVFP4: how the E4M3 scale of a group is chosen.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     scale_search: Option<ScaleSearch>,
     /// Linears that stay float: names, globs, or `re:` and a regular expression.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    ignore: Vec<String>,
+    #[schemars(with = "Vec<String>")]
+    ignore: Vec<Spanned<String>>,
     /// Linears with a scheme of their own; the last match wins.
     #[serde(default, rename = "override", skip_serializing_if = "Vec::is_empty")]
     overrides: Vec<OverrideEntry>,
 }
 
 #[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
-#[serde(deny_unknown_fields)]
+#[serde(deny_unknown_fields, expecting = "a table, which begins with [quantize.gptq]")]
 struct GptqEntry {
     /// The value added to the diagonal of the Hessian, as a fraction of the diagonal's mean.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -199,17 +203,21 @@ impl GptqEntry {
 }
 
 #[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
-#[serde(deny_unknown_fields)]
+#[serde(
+    deny_unknown_fields,
+    expecting = "a table with the keys pattern and scheme, which begins with [[quantize.override]]"
+)]
 struct OverrideEntry {
     /// A name, a glob, or `re:` and a regular expression.
-    pattern: String,
+    #[schemars(with = "String")]
+    pattern: Spanned<String>,
     /// The scheme of its linears. Missing parts come from `quantize.scheme`.
     #[schemars(schema_with = "schema::scheme")]
-    scheme: String,
+    scheme: Spanned<String>,
 }
 
 #[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
-#[serde(deny_unknown_fields)]
+#[serde(deny_unknown_fields, expecting = "a table, which begins with [calibration]")]
 struct CalibrationEntry {
     /// A file next to the recipe, the path of a file, or the name of a set.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -269,6 +277,10 @@ impl Recipe {
                 *text = in_folder.to_string_lossy().into_owned();
             }
         }
+        let file: Arc<Path> = path.into();
+        let patterns =
+            recipe.ignore.iter_mut().chain(recipe.overrides.iter_mut().map(|(pattern, _)| pattern));
+        patterns.for_each(|pattern| pattern.set_file(&file));
         Ok(recipe)
     }
 
@@ -277,9 +289,9 @@ impl Recipe {
     /// # Errors
     /// [`Error::Usage`] with the line or the key.
     pub fn parse(text: &str) -> Result<Self> {
+        let line_of = |span: Range<usize>| text[..span.start].matches('\n').count() + 1;
         let file: RecipeFile = toml::from_str(text).map_err(|e| {
-            let line = e.span().map(|span| text[..span.start].matches('\n').count() + 1);
-            let place = line.map(|line| format!("line {line}: ")).unwrap_or_default();
+            let place = e.span().map(|span| format!("line {}: ", line_of(span))).unwrap_or_default();
             Error::usage(format!("{place}{}", e.message()), format!("correct the file; {START}"))
         })?;
         let mut settings = TransformSettings::default();
@@ -289,11 +301,25 @@ impl Recipe {
             Some(Formats::Several(names)) => format::containers(names)?,
             None => vec![format::CONTAINERS[0]],
         };
-        let (scheme, kv) = kv::split(&file.quantize.scheme)?;
-        let scheme: SchemeRequest = scheme.parse()?;
+        // Names the line of the part that is invalid.
+        let at = |span: Range<usize>| {
+            let line = line_of(span);
+            move |error| match error {
+                Error::Usage { message, remedy } => Error::usage(format!("line {line}: {message}"), remedy),
+                other => other,
+            }
+        };
+        let parsed_scheme = |text: &Spanned<String>| {
+            let (scheme, kv) = kv::split(text.get_ref())?;
+            Ok((scheme.parse::<SchemeRequest>()?, kv))
+        };
+        let (scheme, kv) = parsed_scheme(&file.quantize.scheme).map_err(at(file.quantize.scheme.span()))?;
         settings.kv = kv;
         settings.scale_search = file.quantize.scale_search.unwrap_or_default();
-        let pattern = |text: &String| Pattern::new(text);
+        let pattern = |text: &Spanned<String>| {
+            let pattern = Pattern::new(text.get_ref()).map_err(at(text.span()))?;
+            Ok(pattern.at_line(line_of(text.span())))
+        };
         let overrides = file.quantize.overrides.iter();
         let defaults = Sampling::default();
         let calibration = file.calibration.as_ref();
@@ -311,7 +337,10 @@ impl Recipe {
             containers,
             ignore: file.quantize.ignore.iter().map(pattern).collect::<Result<_>>()?,
             overrides: overrides
-                .map(|o| Ok((Pattern::new(&o.pattern)?, scheme.refine(&o.scheme)?)))
+                .map(|o| {
+                    let refined = scheme.refine(o.scheme.get_ref()).map_err(at(o.scheme.span()))?;
+                    Ok((pattern(&o.pattern)?, refined))
+                })
                 .collect::<Result<_>>()?,
             sampling: Sampling {
                 samples: calibration.and_then(|c| c.samples).unwrap_or(defaults.samples),
@@ -348,11 +377,14 @@ impl Recipe {
             quantize: QuantizeEntry {
                 method: Some(self.method.rounding.name().into()),
                 gptq: (self.method.rounding == Rounding::Gptq).then(|| self.gptq.into()),
-                scheme: kv::joined(&self.scheme.to_string(), self.settings.kv),
+                scheme: written(kv::joined(&self.scheme.to_string(), self.settings.kv)),
                 scale_search: self.searches_scales().then_some(self.settings.scale_search),
-                ignore: self.ignore.iter().map(|p| p.text().to_owned()).collect(),
+                ignore: self.ignore.iter().map(|p| written(p.text().to_owned())).collect(),
                 overrides: (self.overrides.iter())
-                    .map(|(p, s)| OverrideEntry { pattern: p.text().to_owned(), scheme: s.to_string() })
+                    .map(|(p, s)| OverrideEntry {
+                        pattern: written(p.text().to_owned()),
+                        scheme: written(s.to_string()),
+                    })
                     .collect(),
             },
             calibration: self.needs_text().then(|| CalibrationEntry {
@@ -375,6 +407,11 @@ impl Recipe {
         let StepSettings { search, alpha, producers } = described.unwrap_or_default();
         TransformEntry { kind: kind.to_owned(), search, alpha, producers }
     }
+}
+
+/// A value that is to be written, and so has no place yet.
+fn written(text: String) -> Spanned<String> {
+    Spanned::new(0..0, text)
 }
 
 impl RecipeFile {
@@ -493,7 +530,19 @@ mod tests {
             ("", "quantize"),
             ("[quantize]\nscheme = 4", "line 2: invalid type"),
             ("[quantize]\nscheme = \"w4a16\"\nscehme = 1", "line 3: unknown field `scehme`"),
-            ("[quantize]\nscheme = \"w9a16\"", "w9a16"),
+            ("[quantize]\nscheme = \"w9a16\"", "line 2: scheme `w9a16`"),
+            (
+                "[quantize]\nscheme = \"w4a16\"\nignore = [\n  \"o_proj\",\n  \"re:(\",\n]",
+                "line 5: pattern `re:(`",
+            ),
+            (
+                "[quantize]\nscheme = \"w4a16\"\n[[quantize.override]]\npattern = \"o_proj\"\nscheme = \"w9\"",
+                "line 5: scheme `w9`",
+            ),
+            (
+                "[quantize]\nscheme = \"w4a16\"\noverride = [\"o_proj=w8a16\"]",
+                "line 3: invalid type: string \"o_proj=w8a16\", expected a table with the keys pattern and scheme",
+            ),
             ("[quantize]\nscheme = \"w4a16\"\nmethod = \"magic\"", "quantize.method `magic`"),
             (
                 "[quantize]\nscheme = \"w4a16\"\n[quantize.gptq]\ndamping = 0.1",

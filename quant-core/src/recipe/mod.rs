@@ -14,6 +14,7 @@ mod passes;
 mod pattern;
 mod plan;
 mod repack;
+mod scale_groups;
 mod schema;
 mod select;
 mod time;

@@ -1,6 +1,8 @@
 //! Patterns that select linears by name.
 
 use std::fmt;
+use std::path::Path;
+use std::sync::Arc;
 
 use regex::Regex;
 
@@ -17,6 +19,15 @@ use crate::{Error, Result};
 pub struct Pattern {
     text: String,
     regex: Regex,
+    place: Option<Place>,
+}
+
+/// Where a recipe has a pattern.
+#[derive(Debug, Clone)]
+struct Place {
+    /// The file, unless the recipe was parsed from a text.
+    file: Option<Arc<Path>>,
+    line: usize,
 }
 
 impl Pattern {
@@ -47,7 +58,53 @@ impl Pattern {
             .size_limit(1 << 20)
             .build()
             .map_err(|e| fault(e.to_string()))?;
-        Ok(Self { text: text.to_owned(), regex })
+        Ok(Self { text: text.to_owned(), regex, place: None })
+    }
+
+    /// The pattern in this line of a recipe.
+    pub(super) fn at_line(self, line: usize) -> Self {
+        Self { place: Some(Place { file: None, line }), ..self }
+    }
+
+    /// Sets the recipe file of a pattern that has a line.
+    pub(super) fn set_file(&mut self, path: &Arc<Path>) {
+        if let Some(place) = &mut self.place {
+            place.file = Some(path.clone());
+        }
+    }
+
+    /// The error for a pattern that matches none of `names`, which the setting `option` carried.
+    pub(crate) fn matches_nothing(&self, option: &'static str, names: &[&str]) -> Error {
+        let error =
+            Error::PatternMatchesNothing { option, pattern: self.text.clone(), nearest: self.nearest(names) };
+        match &self.place {
+            None => error,
+            Some(_) => self.fault(option, "matches no linear of the model".into(), error.remedy()),
+        }
+    }
+
+    /// The error for a pattern whose matches are all taken by others.
+    pub(super) fn has_no_effect(&self, option: &'static str) -> Error {
+        self.fault(
+            option,
+            "has no effect: other patterns take precedence for all linears that it matches".into(),
+            "remove it; ‹ignore› takes precedence over ‹override›, and a later ‹override› over an earlier one".into(),
+        )
+    }
+
+    /// An error about the setting `option`, or about the line of the recipe that has the pattern.
+    fn fault(&self, option: &'static str, reason: String, remedy: String) -> Error {
+        let text = &self.text;
+        match &self.place {
+            None => Error::Usage { message: format!("‹{option}={text}› {reason}"), remedy },
+            Some(Place { file, line }) => {
+                let reason = format!("line {line}: {option} `{text}` {reason}");
+                match file {
+                    Some(path) => Error::Recipe { path: path.to_path_buf(), reason, remedy },
+                    None => Error::Usage { message: reason, remedy },
+                }
+            }
+        }
     }
 
     /// The pattern as given.

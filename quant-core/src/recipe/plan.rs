@@ -3,6 +3,7 @@
 use std::collections::{BTreeSet, HashMap};
 use std::ops::Range;
 
+use super::scale_groups::ScaleGroups;
 use super::select::Selection;
 use super::{CacheScale, Recipe, SelectorMatches};
 use crate::calibrate::Sampling;
@@ -247,6 +248,10 @@ pub struct Plan {
     pub(super) embedding: String,
     /// Linears that engines fuse into one.
     pub(super) fused: Vec<FusedLinears>,
+    /// Linears for which engines keep one scale over the whole tensor.
+    pub(super) scale_groups: ScaleGroups,
+    /// Notes about the steps of the method.
+    pub(super) step_notes: Vec<String>,
     /// The larger model that contains the decoder, if there is one.
     pub(super) wrapper: Option<WrapperNames>,
 }
@@ -373,6 +378,8 @@ impl Plan {
             aliases: architecture.aliases(),
             embedding: architecture.embedding_module(),
             fused: architecture.fused_modules(),
+            scale_groups: ScaleGroups::of(architecture),
+            step_notes: recipe.method.transforms.iter().flat_map(|t| t.notes(architecture)).collect(),
             wrapper: architecture.wrapper.as_ref().map(|wrapper| wrapper.names.clone()),
         };
         plan.add_cache_scales(model)?;
@@ -601,10 +608,10 @@ impl Plan {
         losses
     }
 
-    /// The linears that engines fuse with this one, including itself; `None` if it is not fused.
-    pub(crate) fn fused_with(&self, module: &str) -> Option<&[String]> {
-        let parts = |fused: &&FusedLinears| fused.parts.iter().any(|part| part == module);
-        self.fused.iter().find(parts).map(|fused| &fused.parts[..])
+    /// The linears for which engines keep the same scale over the whole tensor as for this one, including itself; `None`
+    /// if there are no others.
+    pub(crate) fn shares_scale_with(&self, module: &str) -> Option<&[String]> {
+        self.scale_groups.with(module)
     }
 
     /// Whether a module is stored quantized.
@@ -632,8 +639,14 @@ impl Plan {
         self.method.transforms.to_vec()
     }
 
-    /// Notes for the user, such as engines that cannot load the result.
+    /// Notes for the user: what the steps of the method leave unchanged, and engines that cannot load the result.
     pub fn warnings(&self) -> Vec<String> {
-        self.container.warnings(&self.module_schemes())
+        let of_format = self.container.warnings(&self.module_schemes());
+        self.step_notes.iter().cloned().chain(of_format).collect()
+    }
+
+    /// What the steps of the method leave unchanged, with the reasons.
+    pub fn step_notes(&self) -> &[String] {
+        &self.step_notes
     }
 }

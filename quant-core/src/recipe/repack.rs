@@ -3,6 +3,7 @@
 use std::borrow::Cow;
 
 use super::plan::FoldedNodes;
+use super::scale_groups::ScaleGroups;
 use super::{Action, Method, Plan, PlanEntry, Rounding};
 use crate::calibrate::Sampling;
 use crate::checkpoint::{Dtype, TensorInfo};
@@ -29,7 +30,7 @@ impl Plan {
     /// format makes the distinction.
     ///
     /// # Errors
-    /// [`Error::Usage`] when the model is float, or the format cannot express a grid; errors of the input when zero
+    /// [`Error::Usage`] when nothing is quantized, or the format cannot express a grid; errors of the input when zero
     /// points cannot be read. Whether scales fit the format's dtype is only checked when they are read.
     pub fn repack(model: &Model, container: &'static dyn Container) -> Result<Self> {
         if model.quant_method().is_none() {
@@ -44,7 +45,7 @@ impl Plan {
         let architecture = model.architecture();
         let embedding = architecture.embedding_module();
         for (layer, module, shape) in model.weight_modules() {
-            let Some(stored) = model.module_scheme(&module) else {
+            let Some(stored) = model.stored_scheme(&module) else {
                 float_modules.extend((module != embedding).then_some(module));
                 continue;
             };
@@ -76,6 +77,12 @@ impl Plan {
                 cache: Vec::new(),
             });
         }
+        if entries.is_empty() {
+            return Err(Error::usage(
+                format!("{} has no quantized linears, so there is nothing to repack", model.path().display()),
+                "quantize it with ‹requantize›",
+            ));
+        }
         if architecture.tied {
             float_modules.push(architecture.head.clone());
         }
@@ -97,6 +104,8 @@ impl Plan {
             aliases: architecture.aliases(),
             embedding,
             fused: architecture.fused_modules(),
+            scale_groups: ScaleGroups::of(architecture),
+            step_notes: Vec::new(),
             wrapper: architecture.wrapper.as_ref().map(|wrapper| wrapper.names.clone()),
         };
         plan.container.check(&plan.module_schemes()).map_err(unfit)?;

@@ -1,8 +1,8 @@
 //! Resolves which pattern of a recipe applies to which module.
 
 use super::{Pattern, Recipe};
+use crate::Result;
 use crate::scheme::SchemeRequest;
-use crate::{Error, Result};
 
 const IGNORE: &str = "ignore";
 const OVERRIDE: &str = "override";
@@ -82,11 +82,7 @@ impl<'r> Selection<'r> {
             };
             let (mut modules, others) = (matching(linears), matching(outside));
             if modules.is_empty() && others.is_empty() {
-                return Err(Error::PatternMatchesNothing {
-                    option,
-                    pattern: pattern.text().to_owned(),
-                    nearest: pattern.nearest(&[linears, outside].concat()),
-                });
+                return Err(pattern.matches_nothing(option, &[linears, outside].concat()));
             }
             let in_block = !modules.is_empty();
             if !in_block {
@@ -94,14 +90,7 @@ impl<'r> Selection<'r> {
             }
             let none_of_them_is = |module: &String| self.decisive(module, in_block) != Some(index);
             if modules.iter().all(none_of_them_is) {
-                return Err(Error::usage(
-                    format!(
-                        "‹{option}={pattern}› has no effect: other patterns take precedence for all linears \
-                        that it matches"
-                    ),
-                    "remove it; ‹ignore› takes precedence over ‹override›, and a later ‹override› over an \
-                    earlier one",
-                ));
+                return Err(pattern.has_no_effect(option));
             }
             modules.retain(|module| !none_of_them_is(module));
             selectors.push(SelectorMatches { option, pattern: pattern.text().to_owned(), outcome, modules });

@@ -58,6 +58,6 @@ pub use settings::RecipeSettings;
 pub use steps::{StepTime, StepTimes};
 pub use summary::{
     Calibration, FullBatchLinears, GgufSummary, MIN_EXPERT_TOKENS, Output, QuantizeSummary, Replaced,
-    Summary, UndersampledLinears, Worst, bytes,
+    Summary, UndersampledExpert, UndersampledLinears, Worst, bytes,
 };
 pub use texts::{BUILTIN, HELDOUT, Text, calibration, documents};

@@ -8,7 +8,7 @@ use super::gguf::{GgufDone, bits_per_weight};
 use super::quantize::Quantized;
 use super::steps::StepTime;
 use crate::checkpoint::Published;
-use crate::pipeline::QuantReport;
+use crate::pipeline::{QuantReport, TensorReport};
 
 /// The summary of a run.
 #[derive(Debug, Serialize)]
@@ -113,18 +113,48 @@ pub struct UndersampledLinears {
     pub linears: usize,
     /// The smallest number of tokens that one of them saw.
     pub least: u64,
+    /// The experts that they belong to, in model order.
+    pub experts: Vec<UndersampledExpert>,
+}
+
+/// An expert that saw few tokens.
+#[derive(Debug, PartialEq, Serialize)]
+#[non_exhaustive]
+pub struct UndersampledExpert {
+    /// The module that holds its linears.
+    pub module: String,
+    /// The smallest number of tokens that one of its linears saw.
+    pub tokens: u64,
 }
 
 /// The number of tokens below which an expert is reported, because its calibration is unreliable.
 pub const MIN_EXPERT_TOKENS: u64 = 128;
 
 impl UndersampledLinears {
+    /// Returns the linears of a report that saw few tokens; `None` if there are none.
+    pub fn in_report(report: &QuantReport) -> Option<Self> {
+        let seen = |tensor: &TensorReport| {
+            let module = tensor.tensor.strip_suffix(".weight").unwrap_or(&tensor.tensor).to_owned();
+            Some((module, tensor.calibration_tokens?))
+        };
+        Self::of(&report.tensors.iter().filter_map(seen).collect::<Vec<_>>())
+    }
+
     /// Summarizes the numbers of tokens that each linear saw.
-    fn of(tokens: impl Iterator<Item = u64> + Clone) -> Option<Self> {
+    fn of(seen: &[(String, u64)]) -> Option<Self> {
         // Without experts all linears see the same number of tokens.
-        let enough = MIN_EXPERT_TOKENS.min(tokens.clone().max()?);
-        let below = tokens.filter(|tokens| *tokens < enough);
-        Some(Self { least: below.clone().min()?, linears: below.count() })
+        let enough = MIN_EXPERT_TOKENS.min(seen.iter().map(|(_, tokens)| *tokens).max()?);
+        let below: Vec<_> = seen.iter().filter(|(_, tokens)| *tokens < enough).collect();
+        let mut experts: Vec<UndersampledExpert> = Vec::new();
+        for (linear, tokens) in &below {
+            let module = linear.rsplit_once('.').map_or(linear.as_str(), |(module, _)| module);
+            match experts.last_mut().filter(|expert| expert.module == module) {
+                Some(expert) => expert.tokens = expert.tokens.min(*tokens),
+                None => experts.push(UndersampledExpert { module: module.to_owned(), tokens: *tokens }),
+            }
+        }
+        let least = below.iter().map(|(_, tokens)| *tokens).min()?;
+        Some(Self { linears: below.len(), least, experts })
     }
 }
 
@@ -247,7 +277,7 @@ fn calibration(report: &QuantReport) -> Option<Calibration> {
     // work, no tokens were counted.
     let seen = report.tensors.iter().filter_map(|t| t.calibration_tokens).max();
     let tokens_counted = seen.unwrap_or(batch.tokens_counted);
-    let few = UndersampledLinears::of(report.tensors.iter().filter_map(|t| t.calibration_tokens));
+    let few = UndersampledLinears::in_report(report);
     let all = FullBatchLinears::of(report.tensors.iter().filter_map(|t| t.routed_tokens));
     let notable = tokens_counted < tokens || padding > 0 || few.is_some() || all.is_some();
     notable.then_some(Calibration { tokens, tokens_counted, padding, few, all })
@@ -276,13 +306,21 @@ mod tests {
 
     #[test]
     fn experts_with_few_tokens_are_counted() {
-        let few = |tokens: &[u64]| UndersampledLinears::of(tokens.iter().copied());
+        // Two linears per expert.
+        let few = |tokens: &[u64]| {
+            let linear = |(i, tokens): (usize, &u64)| (format!("experts.{}.w{}", i / 2, i % 2), *tokens);
+            UndersampledLinears::of(&tokens.iter().enumerate().map(linear).collect::<Vec<_>>())
+        };
+        let expert = |i: usize, tokens| UndersampledExpert { module: format!("experts.{i}"), tokens };
         assert_eq!(few(&[]), None);
         // Few tokens are not reported if the whole text is short.
         assert_eq!(few(&[64, 64, 64]), None);
-        assert_eq!(few(&[64, 64, 8, 0]), Some(UndersampledLinears { linears: 2, least: 0 }));
+        let experts = vec![expert(1, 0)];
+        assert_eq!(few(&[64, 64, 8, 0]), Some(UndersampledLinears { linears: 2, least: 0, experts }));
         assert_eq!(few(&[4096, 4096, 128]), None);
-        assert_eq!(few(&[4096, 4096, 127, 100, 128]), Some(UndersampledLinears { linears: 2, least: 100 }));
+        let experts = vec![expert(1, 127), expert(2, 100)];
+        let found = few(&[4096, 4096, 128, 127, 100, 101]);
+        assert_eq!(found, Some(UndersampledLinears { linears: 3, least: 100, experts }));
         let all = |routed: &[u64]| FullBatchLinears::of(routed.iter().copied());
         assert_eq!((all(&[]), all(&[7, 3])), (None, Some(FullBatchLinears { linears: 2, least_routed: 3 })));
     }

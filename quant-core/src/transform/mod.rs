@@ -50,7 +50,7 @@ const SCALE_CANDIDATES: usize = awq::GRID + 1;
 
 use crate::calibrate::{ChannelRanges, HiddenStates};
 use crate::checkpoint::Dtype;
-use crate::model::{Block, BlockGraph, NodeId};
+use crate::model::{Architecture, Block, BlockGraph, NodeId};
 use crate::scheme::LinearScheme;
 use crate::{CancelToken, Result};
 
@@ -61,8 +61,8 @@ pub struct LinearGrid {
     pub scheme: LinearScheme,
     /// The dtype of stored scales.
     pub scale_dtype: Dtype,
-    /// The first of the linears that engines fuse with this one, if there are several; their weights may need a common
-    /// scale.
+    /// The first of the linears for which engines keep one scale over the whole tensor, if there are others besides
+    /// this one.
     pub fused: Option<NodeId>,
 }
 
@@ -165,6 +165,11 @@ pub trait Transform: Debug + Send + Sync {
     /// [`Error::Usage`](crate::Error::Usage) with the remedy.
     fn check(&self, _outline: &Outline<'_>) -> Result<()> {
         Ok(())
+    }
+
+    /// Notes for the user: parts of the model that the transform leaves unchanged, with the reason.
+    fn notes(&self, _architecture: &Architecture) -> Vec<String> {
+        Vec::new()
     }
 
     /// The memory in bytes that the transform needs while it searches a block, in addition to the block and the hidden

@@ -8,7 +8,8 @@
 //! λ_i = λ_j = max(max |K_i|, max |K_j|)^α                 if the rotary embedding rotates i and j as a pair
 //! ```
 //!
-//! rows of `q_proj` are multiplied by `λ` and rows of `k_proj` divided, including biases; the query heads that share a
+//! rows of `q_proj` are multiplied by `λ` and rows of `k_proj` divided, including biases, also if both are rows of one
+//! fused linear; the query heads that share a
 //! key head share its `λ`. Keys are measured as they are cached, after the rotary embedding.
 //!
 //! If queries and keys are normalized after their linears (Qwen3), `λ` is folded into the weights of these norms. All
@@ -20,6 +21,8 @@
 //! keys on the cache's grid. For keys `k`, rounded to `k + e`, and all queries `q` of the heads that read them, the
 //! error is `Σ (q · e)² = Σ eᵀ (Σ q qᵀ) e`.
 
+use std::collections::BTreeMap;
+
 use quant_kernels_cpu::attention::{dequantize_head, quantize_head};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
@@ -28,7 +31,7 @@ use super::settings::Alpha;
 use super::{BlockTask, Needs, Outline, Rewrite, StepSettings, Transform, TransformSettings, TriedScales};
 use crate::calibrate::{AttentionStatistic, HiddenStates, InputRows, StatisticsPass};
 use crate::checkpoint::Dtype;
-use crate::model::{BlockGraph, KvScheme, NodeId, QueryKey};
+use crate::model::{Architecture, BlockGraph, KvScheme, NodeId, QueryKey};
 use crate::{Error, Result};
 
 /// The number of tokens whose queries and keys a search uses.
@@ -101,6 +104,24 @@ impl Transform for SmoothAttention {
             and step sizes that grow with the values",
             "remove the step, for example with ‹skip=smooth-attention›",
         ))
+    }
+
+    fn notes(&self, architecture: &Architecture) -> Vec<String> {
+        let of_layer = |layer: usize| architecture.graph(layer).unscaled_query_keys();
+        let mut layers: BTreeMap<&str, usize> = BTreeMap::new();
+        for reason in (0..architecture.layers).flat_map(of_layer) {
+            *layers.entry(reason).or_default() += 1;
+        }
+        let all = (0..architecture.layers)
+            .map(|layer| architecture.graph(layer).attentions().count())
+            .sum::<usize>();
+        let note = |(reason, count): (&str, usize)| match count == all {
+            true => format!("`smooth-attention` leaves the model unchanged: {reason}"),
+            false => {
+                format!("`smooth-attention` leaves {count} of {all} attention layers unchanged: {reason}")
+            }
+        };
+        layers.into_iter().map(note).collect()
     }
 
     fn search(
@@ -240,15 +261,18 @@ impl QueryKeyStatistics {
         let shared = d * self.pair.repeat;
         let of_queries = |row: usize| scales[row / shared * d + row % d];
         let nodes = task.block.graph().nodes();
-        for (node, width, scale) in [
-            (queries, scales.len() * self.pair.repeat, &of_queries as &dyn Fn(usize) -> f32),
-            (keys, scales.len(), &|row: usize| 1.0 / scales[row]),
+        for (node, rows, scale) in [
+            (queries, self.pair.rows[0], &of_queries as &dyn Fn(usize) -> f32),
+            (keys, self.pair.rows[1], &|row: usize| 1.0 / scales[row]),
         ] {
             match &nodes[node].op {
                 op if op.linear_shape().is_some() => {
-                    // Rewrites contain divisors for rows, so factors are inverted.
-                    let divisors = (0..width).map(|row| 1.0 / scale(row)).collect();
-                    rewrite.rows.insert(node, divisors);
+                    // Queries and keys may be rows of one linear.
+                    let divisors = rewrite.rows.entry(node).or_insert_with(|| vec![1.0; rows.all]);
+                    for channel in 0..rows.channels() {
+                        // Rewrites contain divisors for rows, so factors are inverted.
+                        divisors[rows.row(channel)] = 1.0 / scale(channel);
+                    }
                 }
                 op => {
                     let Some((_, width, _)) = op.stored_norm() else {

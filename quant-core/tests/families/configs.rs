@@ -364,7 +364,6 @@ pub fn cases() -> Vec<Case> {
                 "post_attention_layernorm",
                 "mlp.gate_up_proj",
             ],
-            has_pairs: false,
             grows: true,
             positions: 16,
             ..Case::new(
@@ -395,7 +394,6 @@ pub fn cases() -> Vec<Case> {
         },
         Case {
             producers: vec!["input_layernorm", "post_attention_layernorm"],
-            has_pairs: false,
             not_rotated_for: Some(MEAN),
             ..Case::new("gpt_neox", "GPTNeoXForCausalLM", json!({ "num_key_value_heads": 4 }))
         },
@@ -686,13 +684,11 @@ pub fn cases() -> Vec<Case> {
         },
         Case {
             producers: vec!["attention_norm", "ffn_norm", "feed_forward.w3"],
-            has_pairs: false,
             ..Case::new("internlm2", "InternLM2ForCausalLM", json!({ "bias": true }))
         },
         Case::new("internlm3", "InternLM3ForCausalLM", json!({ "qkv_bias": true, "bias": false })),
         Case {
             producers: vec!["ln_1", "attn.c_attn", "ln_2"],
-            has_pairs: false,
             not_rotated_for: Some("learned positions"),
             ..Case::new(
                 "gpt2",
@@ -702,7 +698,6 @@ pub fn cases() -> Vec<Case> {
         },
         Case {
             producers: vec!["input_layernorm", "post_attention_layernorm"],
-            has_pairs: false,
             unlike_kernels: true,
             not_rotated_for: Some("normalizes the embeddings"),
             ..Case::new("bloom", "BloomForCausalLM", json!({ "num_attention_heads": 8 }))
@@ -815,7 +810,6 @@ pub fn cases() -> Vec<Case> {
                 "pre_ff_layernorm",
                 "feed_forward.up_proj",
             ],
-            has_pairs: false,
             rounding: 1.0,
             not_rotated_for: Some("that are not outputs of linears"),
             ..Case::new(

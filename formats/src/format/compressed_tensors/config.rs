@@ -348,7 +348,7 @@ mod tests {
         });
         let asymmetric = of("w8a8-static-asym");
         assert_eq!(asymmetric["config_groups"]["group_0"]["input_activations"], fixed);
-        // For packed weights, the group states its format, because some loaders read it only there.
+        // Some loaders look for the format only in the group, and would otherwise read packed weights as bytes.
         let packed = of("w4a8");
         assert_eq!(packed["format"], json!("pack-quantized"));
         assert_eq!(packed["config_groups"]["group_0"]["format"], json!("pack-quantized"));

@@ -12,10 +12,10 @@ pub const KV: usize = 2;
 pub const QUERY: usize = 4;
 pub const TOKENS: usize = 100;
 pub const M: usize = 3;
-/// Pages of both heads, and one that no list names.
+/// Pages of both heads, and one page that is in no list.
 pub const PAGES: usize = 5;
 
-/// All arguments of a call, valid.
+/// Valid values for all arguments of a call.
 pub struct Case {
     pub layout: qz1_kv_layout,
     pub heads: qz1_heads,
@@ -126,7 +126,7 @@ impl Case {
         Call { lists: (lists.as_ptr(), lists.len()), ..self.call() }.run()
     }
 
-    /// As `attend`, with one change; if it is refused, the output must be unchanged.
+    /// Same as `attend`, but with one change. If the call fails, the output must be unchanged.
     pub fn with(&mut self, change: impl FnOnce(&mut Call)) -> qz1_status {
         let lists = self.lists(TOKENS);
         let mut call = Call { lists: (lists.as_ptr(), KV), ..self.call() };

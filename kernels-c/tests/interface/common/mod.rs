@@ -118,7 +118,7 @@ impl Drop for Rows {
     }
 }
 
-/// How a `for_each` behaves, right or wrong.
+/// How a `for_each` behaves, correctly or incorrectly.
 #[derive(Clone, Copy)]
 pub enum Manner {
     Right,
@@ -144,7 +144,7 @@ pub unsafe extern "C" fn in_a_manner(ctx: *mut c_void, count: usize, piece: qz1_
     }
 }
 
-/// Threads that are all the calling thread.
+/// A `for_each` that runs everything on the calling thread.
 pub fn threads(manner: &'static Manner) -> qz1_parallel {
     let ctx = (&raw const *manner).cast_mut().cast();
     qz1_parallel {

@@ -1,4 +1,4 @@
-//! Activations that do not fit.
+//! Activations with invalid types, lengths or addresses.
 
 use core::ptr::{null, null_mut};
 

@@ -1,4 +1,4 @@
-//! Calls of caches with arguments that do not fit.
+//! Caches with invalid arguments.
 
 use core::ptr::{null, null_mut};
 

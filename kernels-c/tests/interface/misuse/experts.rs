@@ -1,4 +1,4 @@
-//! Experts, and calls of experts, that do not fit.
+//! Experts that do not match, and calls with invalid arguments.
 
 use core::ptr::{null, null_mut};
 

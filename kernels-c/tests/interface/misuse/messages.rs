@@ -1,4 +1,4 @@
-//! Messages: their text, and when none is written.
+//! The text of messages, and when no text is written.
 
 use core::ffi::c_char;
 use core::ptr::{null, null_mut};
@@ -31,7 +31,7 @@ fn messages_say_why() {
     assert_eq!(&text[..], b"\0its must \0\x55");
 }
 
-/// A text that was never initialized may be printed after any call.
+/// Callers may print the text after any call, even if they never initialized it.
 #[test]
 fn a_text_stands_there_where_all_is_well() {
     let matrix = Matrix::new();
@@ -40,7 +40,7 @@ fn a_text_stands_there_where_all_is_well() {
     // SAFETY: every pointer is null or points to a live value.
     let status = unsafe { qz1_layout_of(&matrix.weights(), 0, &mut empty(), &message) };
     assert_eq!((status, &text[..2]), (qz1_status::Ok, &b"\0\x55"[..]));
-    // The tests of `status` cover internal errors, where a panic can be raised. Here a piece is left out.
+    // The tests of `status` cover panics, which cannot be raised here. Here `for_each` omits a piece.
     let mut out = vec![0_u8; matrix.layout().bytes as usize];
     let threads = threads(&Manner::LeaveOne);
     let (at, len) = (out.as_mut_ptr(), out.len());
@@ -49,7 +49,7 @@ fn a_text_stands_there_where_all_is_well() {
     assert_eq!((status, &text[..]), (qz1_status::ForEach, &b"for_each di\0"[..]));
 }
 
-/// A text that overlaps another part of the call is not written, whichever part it is.
+/// A text that overlaps any other part of the call is not written.
 #[test]
 fn texts_overlap_nothing() {
     let matrix = Matrix::new();
@@ -77,7 +77,7 @@ fn texts_overlap_nothing() {
     assert_eq!(pack((&raw const layout).cast_mut().cast()), qz1_status::Overlap);
     assert!(out == packed && layout.id == before.id && layout.bytes == before.bytes);
     assert_eq!((&matrix.codes, &matrix.scales), (&Matrix::new().codes, &Matrix::new().scales));
-    // Overlapping the message itself.
+    // The text overlaps the message structure itself.
     let mut own = message(null_mut(), 8);
     own.text = (&raw mut own).cast();
     let own = &raw const own;

@@ -1,4 +1,4 @@
-//! Every wrong call that can be detected gives a status and writes nothing.
+//! Every invalid call that can be detected gives a status and writes nothing.
 
 mod activations;
 mod attention;

@@ -1,4 +1,4 @@
-//! Outputs must overlap no other part of a call, including structures, numbers and handles.
+//! Outputs must not overlap any other part of a call, including structures, numbers and handles.
 
 use core::ptr::null;
 
@@ -18,7 +18,7 @@ fn layouts_over_what_is_read() {
     let (matrix, mut codes) = (Matrix::new(), aligned_codes());
     codes[0] = size_of::<qz1_layout>() as u64;
     let at = codes.as_mut_ptr();
-    // Without `zeros`, the codes end where a layout would end, except for zero bytes.
+    // The codes also serve as a layout, whose size field is the first word. They must not be overwritten.
     let weights = matrix.weights();
     let mut weights = qz1_weights { bits: 8, codes: at.cast(), zeros: null(), zeros_len: 0, ..weights };
     // SAFETY: every pointer is null or points to a live value.
@@ -49,7 +49,7 @@ fn products_over_structures() {
     assert_eq!(run(threads_at.cast()), Overlap);
     assert_eq!(run(rows.0.cast()), Overlap);
     assert_eq!(layout.id, before);
-    // SAFETY: the pointer contract of the C interface.
+    // SAFETY: this test upholds the pointer contract of the C interface.
     unsafe {
         let (at, len, out) = (packed.as_ptr(), packed.len(), layout_at.cast::<f32>());
         assert_eq!(qz1_dequantize_rows(layout_at, at, len, 0, 1, out, K, null()), Overlap);
@@ -111,7 +111,7 @@ fn attention_over_lists_and_structures() {
     assert_eq!((case.heads.query, case.heads.kv), (4, 2));
 }
 
-/// A number or handle that overlaps the text.
+/// A number or handle that will be written overlaps the text.
 #[test]
 fn texts_over_numbers_and_handles() {
     let case = Case::new(QZ1_KV_4BIT);

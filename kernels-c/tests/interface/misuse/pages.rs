@@ -1,4 +1,4 @@
-//! Pages of keys and values, and tokens in them, that do not fit.
+//! Pages of keys and values, and tokens in them, with invalid arguments.
 
 use core::ptr::{null, null_mut};
 
@@ -60,7 +60,7 @@ fn tokens_are_written_and_read() {
         unsafe { qz1_kv_write(layout, at, len, slot, key.0, key.1, v, v_len, null()) }
     };
     let read = |at, len, slot, key: (*mut f32, usize), value: (*mut f32, usize)| {
-        // SAFETY: the pointer contract of the C interface.
+        // SAFETY: this test upholds the pointer contract of the C interface.
         unsafe { qz1_kv_read(&layout, at, len, slot, key.0, key.1, value.0, value.1, null()) }
     };
     let good = (key.as_ptr(), D);
@@ -94,7 +94,7 @@ fn tokens_are_written_and_read() {
     assert_eq!(read(at, len, 63, to_k, (k_at.wrapping_add(D - 1), D)), Overlap);
     assert_eq!(read(at, len, 63, to_k, to_v), Ok);
     for (got, x) in [(&k, &key), (&v, &value)] {
-        // At most half a step of a grid of 255 steps over a range of 3.2.
+        // The error is at most half a step of a grid of 255 steps over a range of 3.2.
         assert!(got.iter().zip(x).all(|(got, x)| (got - x).abs() <= 3.2 / 255.0 / 2.0 + 1e-3));
     }
 }

@@ -1,4 +1,4 @@
-//! Products and transforms that do not fit, and `for_each` that leaves out a piece.
+//! Products and transforms with invalid arguments, and a `for_each` that omits a piece.
 
 use core::ptr::{null, null_mut};
 
@@ -26,7 +26,7 @@ fn products_that_do_not_fit() {
         }
     };
     let (b, l) = ((bias.as_ptr(), N), packed.len());
-    // Rows that were never filled.
+    // A handle whose rows were never filled.
     assert_eq!(run(rows.0, l, b, (to, 3 * N), 0), qz1_status::Mismatch);
     assert_eq!(rows.quantize(&layout, &values(&x), None), qz1_status::Ok);
     assert_eq!(run(rows.0, l, b, (to, 3 * N), 0), qz1_status::Ok);

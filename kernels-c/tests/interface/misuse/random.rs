@@ -35,7 +35,7 @@ proptest! {
         prop_assert_eq!(bits(&out[0]), bits(&out[1]));
     }
 
-    /// Meaningless numbers are refused, and nothing is read out of bounds.
+    /// Meaningless numbers are rejected, and nothing is read out of bounds.
     #[test]
     fn random_fields_are_refused_or_right(words in prop::array::uniform8(any::<u64>()), which in 0usize..8) {
         let matrix = Matrix::new();

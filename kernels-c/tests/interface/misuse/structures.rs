@@ -1,4 +1,4 @@
-//! Structures of other versions, and checks that hold for every structure.
+//! Structures of older and newer versions, and checks that hold for every structure.
 
 use core::ptr::null;
 
@@ -82,7 +82,7 @@ fn outputs_may_grow() {
     assert_eq!(run(&mut later), qz1_status::Ok);
     assert_eq!((later.known.struct_size, later.known.id), (size, matrix.layout().id));
     assert_eq!(later.new, [0; 2]);
-    // The structure can be passed on as it is.
+    // The filled structure can be passed to other functions unchanged.
     let mut out = vec![0.0_f32; K];
     let (packed, to) = (matrix.packed(), out.as_mut_ptr());
     let at = (&raw const later).cast();

@@ -1,4 +1,4 @@
-//! Weights, layouts and packed bytes that do not fit.
+//! Weights, layouts and packed bytes with invalid arguments.
 
 use core::ptr::{null, null_mut};
 
@@ -12,7 +12,8 @@ fn weights_that_do_not_fit() {
     let status = |change: &dyn Fn(&mut qz1_weights)| {
         let (mut weights, mut layout) = (matrix.weights(), empty());
         change(&mut weights);
-        // SAFETY: lengths are made smaller, or are found not to fit the shape before anything is read.
+        // SAFETY: lengths are made smaller, or are rejected before anything is read because they do not match the
+        // shape.
         unsafe { qz1_layout_of(&weights, 0, &mut layout, null()) }
     };
     assert_eq!(status(&|_| {}), qz1_status::Ok);
@@ -37,7 +38,7 @@ fn weights_that_do_not_fit() {
     assert_eq!(status(&|w| w.scales_len = usize::MAX), qz1_status::TooLarge);
     assert_eq!(status(&|w| w.codes_len = usize::MAX), qz1_status::TooLarge);
     assert_eq!(status(&|w| (w.n, w.codes_len, w.scales_len, w.zeros_len) = (0, 0, 0, 0)), qz1_status::Scheme);
-    // SAFETY: null is refused.
+    // SAFETY: null pointers are rejected.
     unsafe {
         assert_eq!(qz1_layout_of(null(), 0, &mut empty(), null()), qz1_status::Null);
         assert_eq!(qz1_layout_of(&matrix.weights(), 0, null_mut(), null()), qz1_status::Null);

@@ -1,4 +1,4 @@
-//! Results of pages and of caches are bit-identical to each other and to those of the Rust interface.
+//! Attention on pages and on caches gives bit-identical results, which are also those of the Rust interface.
 
 use core::ptr::null;
 
@@ -62,7 +62,7 @@ fn pages_and_caches_agree() {
             assert_eq!(qz1_kv_cache_clear(cache.0, null()), Ok);
             assert_eq!(cache.tokens(), 0);
         }
-        // The first page and the rest, merged, equal the whole except for rounding.
+        // Merging the results on the first page and on the rest gives the result on the whole, up to rounding.
         let whole = (case.out.clone(), case.lse.clone());
         let part = |list: &mut qz1_page_list| (list.seen, list.tokens) = (causal, 64);
         assert_eq!(case.with_lists(|lists| lists.iter_mut().for_each(part)), Ok);

@@ -1,4 +1,4 @@
-//! Experts through C give results that are bit-identical to those through Rust.
+//! Experts through the C interface give bit-identical results to the Rust interface.
 
 use core::ptr::{null, null_mut};
 

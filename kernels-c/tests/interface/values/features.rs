@@ -33,7 +33,7 @@ fn versions_and_features() {
     assert_eq!(qz1_has(u32::MAX), 0);
 }
 
-/// The library version that `cargo cinstall` uses is the version of the interface.
+/// `cargo cinstall` names the library by the version of the interface.
 #[test]
 fn the_installed_library_has_the_version_of_the_interface() {
     let manifest = std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/Cargo.toml")).unwrap();

@@ -16,7 +16,7 @@ fn transforms_are_those_of_rust() {
         assert_eq!(unsafe { qz1_hadamard_new(n, &mut by, null()) }, qz1_status::Ok);
         for (row, column) in [(0, 0), (n - 1, n / 2), (n / 2, n - 1), (n, 0), (0, n)] {
             let sign = of.sign(row, column).map_or(0, i32::from);
-            // SAFETY: the pointer contract of the C interface.
+            // SAFETY: this test upholds the pointer contract of the C interface.
             assert_eq!(unsafe { qz1_hadamard_sign(by, row, column) }, sign);
         }
         for isa in Isa::available() {
@@ -24,7 +24,7 @@ fn transforms_are_those_of_rust() {
                 let mut x = [noise(7 * n, 37), noise(7 * n, 37)];
                 of.transform(isa.token().unwrap(), &mut x[0], &Serial).unwrap();
                 let (at, parallel) = (x[1].as_mut_ptr(), pointer(parallel.as_ref()));
-                // SAFETY: the pointer contract of the C interface.
+                // SAFETY: this test upholds the pointer contract of the C interface.
                 let status = unsafe { qz1_hadamard_transform(by, at, 7 * n, number(isa), parallel, null()) };
                 assert_eq!(status, qz1_status::Ok);
                 assert_eq!(bits(&x[0]), bits(&x[1]), "{isa:?} {n}");

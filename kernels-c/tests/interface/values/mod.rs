@@ -1,4 +1,4 @@
-//! Every function gives results that are bit-identical to those of the Rust interface.
+//! Every function gives bit-identical results to the Rust interface.
 
 mod attention;
 mod experts;
@@ -23,7 +23,7 @@ fn called(text: &str) -> impl Iterator<Item = &str> {
     })
 }
 
-/// A test in this folder, or one of the tests of checkpoints, calls every function of the header.
+/// Every function of the header is called by some test in this folder, or by the tests of checkpoints.
 #[test]
 fn all_functions_have_values() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));

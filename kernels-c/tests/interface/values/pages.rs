@@ -1,4 +1,4 @@
-//! Pages, and attention on them, equal those of the Rust interface.
+//! Pages, and attention on them, give bit-identical results to the Rust interface.
 
 use core::ptr::null;
 
@@ -42,7 +42,7 @@ fn tokens_are_those_of_rust() {
         let [k, v, c_k, c_v] = &mut got;
         of.read(&pages[0], 9, k, v).unwrap();
         let (to_k, to_v) = (c_k.as_mut_ptr(), c_v.as_mut_ptr());
-        // SAFETY: the pointer contract of the C interface.
+        // SAFETY: this test upholds the pointer contract of the C interface.
         assert_eq!(unsafe { qz1_kv_read(&layout, at, len, 9, to_k, D, to_v, D, null()) }, Ok);
         let got = got.map(|of| bits(&of));
         assert_eq!(got[..2], got[2..]);
@@ -116,7 +116,7 @@ fn attention_is_that_of_rust() {
             }
         }
 
-        // Attention of the same queries on other tokens, merged.
+        // Merges attention of the same queries on further tokens.
         let (other, other_lse) = (noise(out.len(), 61), noise(lse.len(), 67));
         merge(D, &mut out, &mut lse, &other, &other_lse).unwrap();
         let (n, rows, x, y) = (out.len(), lse.len(), other.as_ptr(), other_lse.as_ptr());
@@ -149,18 +149,18 @@ fn caches_are_those_of_rust() {
         }
         of.prefill(&case.q, &mut out, &mut lse, &mut workspace, &Serial).unwrap();
         assert_eq!([bits(&c_out), bits(&c_lse)], [bits(&out), bits(&lse)]);
-        // Fewer tokens, and the queries of the last one.
+        // Discards some tokens, and computes the queries of the last one.
         of.truncate(70).unwrap();
         let row = QUERY * D;
         of.decode(&case.q[..row], &mut out[..row], &mut lse[..QUERY], &mut workspace, &Serial).unwrap();
-        // SAFETY: the pointer contract of the C interface.
+        // SAFETY: this test upholds the pointer contract of the C interface.
         unsafe {
             assert_eq!(qz1_kv_cache_truncate(at, 70, null()), Ok);
             assert_eq!(qz1_kv_cache_decode(at, q, row, to, row, to_lse, QUERY, null(), null()), Ok);
             assert_eq!(qz1_kv_cache_tokens(at), 70);
         }
         assert_eq!([bits(&c_out), bits(&c_lse)], [bits(&out), bits(&lse)]);
-        // SAFETY: the pointer contract of the C interface; freed once.
+        // SAFETY: this test upholds the pointer contract of the C interface; freed once.
         unsafe {
             assert_eq!(qz1_kv_cache_clear(at, null()), Ok);
             assert_eq!(qz1_kv_cache_tokens(at), 0);

@@ -13,10 +13,10 @@ use super::features::number;
 use super::weights::Weights;
 use crate::common::*;
 
-/// More rows than a strip has.
+/// More rows than fit in a strip.
 const M: usize = 14;
 
-/// The source of rows.
+/// The operation that computes rows.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Form {
     Plain,
@@ -84,7 +84,7 @@ impl<E: Element + PartialEq + Debug> Case<E> {
         qz1_residual { struct_size, kind: self.kind, data, len: of.len() }
     }
 
-    /// 8-bit integers through Rust: their products, and the residual.
+    /// Multiplies 8-bit integer rows through Rust; returns the products and the residual.
     fn int8(&self, form: Form, isa: Isa, by: Option<StaticScale>) -> (Vec<u32>, Vec<E>) {
         let (token, layout, mut residual) = (isa.token().unwrap(), self.rows(), self.residual.clone());
         let mut rows = Int8Rows::new(token);
@@ -106,7 +106,7 @@ impl<E: Element + PartialEq + Debug> Case<E> {
         (bits(&out), residual)
     }
 
-    /// Floats through Rust: their products, and the residual.
+    /// Multiplies float rows through Rust; returns the products and the residual.
     fn float(&self, form: Form, isa: Isa) -> (Vec<u32>, Vec<E>) {
         let (layout, mut residual) = (self.rows(), self.residual.clone());
         let mut rows = FloatRows::new(isa.token().unwrap());
@@ -132,7 +132,7 @@ impl<E: Element + PartialEq + Debug> Case<E> {
         }
     }
 
-    /// The inputs of a form: the rows or the gate, and `up` if it is separate.
+    /// The inputs of an operation: the rows or the gate, and `up` if it is separate.
     fn parts(&self, form: Form) -> (qz1_values, Option<qz1_values>) {
         match form {
             Form::Gate { joined: true } => (values_of(self.kind, &self.both), None),
@@ -143,7 +143,7 @@ impl<E: Element + PartialEq + Debug> Case<E> {
         }
     }
 
-    /// 8-bit integers through C.
+    /// Multiplies 8-bit integer rows through C.
     fn c_int8(&self, form: Form, isa: u32, by: Option<StaticScale>, parallel: P) -> (Vec<u32>, Vec<E>) {
         let struct_size = size_of::<qz1_static_scale>() as u32;
         let by =
@@ -178,7 +178,7 @@ impl<E: Element + PartialEq + Debug> Case<E> {
         (bits(&out), residual)
     }
 
-    /// Floats through C.
+    /// Multiplies float rows through C.
     fn c_float(&self, form: Form, isa: u32, parallel: P) -> (Vec<u32>, Vec<E>) {
         let (mut rows, layout, norm) = (null_mut(), &self.layout, self.norm());
         let mut residual = self.residual.clone();
@@ -210,7 +210,7 @@ impl<E: Element + PartialEq + Debug> Case<E> {
 
     fn check(&self) {
         let threads = threads(&Manner::Right);
-        // A static zero point needs a layout with sums.
+        // A static zero point requires a layout with sums.
         let zero = if self.layout.sums == 1 { -9 } else { 0 };
         for (form, isa) in FORMS.into_iter().flat_map(|form| Isa::available().map(move |isa| (form, isa))) {
             let integers = self.layout.format != QZ1_CODES_E4M3;
@@ -228,7 +228,7 @@ impl<E: Element + PartialEq + Debug> Case<E> {
             for parallel in [null(), &raw const threads] {
                 assert!(self.c_float(form, number(isa), parallel) == expected, "{form:?} {isa:?} of floats");
             }
-            // The forms must give different results.
+            // Different operations must give different results.
             assert!(form == Form::Plain || self.float(Form::Plain, isa).0 != expected.0);
         }
     }

@@ -33,7 +33,7 @@ impl Weights {
             group_size,
             codes: (0..n * k).map(code).collect(),
             scales: noise(if progressive { n } else { groups }, 29).iter().map(|s| s / 50.0).collect(),
-            // Small enough for products with codes to fit 8 bits.
+            // Small enough that products with codes fit 8 bits.
             groups: progressive.then(|| (0..groups).map(|i| (i % 9) as u8).collect()),
             zeros: zeros.then(|| (0..groups).map(|i| code(i * 3)).collect()),
             sums,
@@ -214,7 +214,7 @@ fn packed_bytes_come_back() {
     }
 }
 
-/// A structure of the first version has no `format` and means integers; an unknown format is refused.
+/// A structure of the first version has no `format`, which means integers; an unknown format is rejected.
 #[test]
 fn formats_of_codes() {
     let weights = Weights::floats(FloatFormat::E2m1, 16, true);
@@ -239,7 +239,7 @@ fn formats_of_codes() {
     let (status, integers) = with(|c| {
         c.struct_size = core::mem::offset_of!(qz1_weights, format) as u32;
         (c.group_scales, c.group_scales_len) = (null(), 0);
-        // One row with one group: its scale is the `[1]` of the floating-point weights.
+        // One row with one group, so that `scales` has the length 1 that floating-point weights need.
         (c.n, c.k, c.group_size, c.codes_len) = (1, 16, 16, 16);
     });
     assert_eq!((status, integers.format), (qz1_status::Ok, QZ1_CODES_INTEGER));
@@ -255,7 +255,7 @@ fn what_was_packed_is_told_from_what_was_not() {
         assert_eq!(check(&bytes, bytes.len()), qz1_status::Ok);
         assert_eq!(check(&bytes, bytes.len() - 1), qz1_status::Length);
         bytes[7] = 0xff;
-        // Every integer and every E2M1 code is a number.
+        // No integer code and no E2M1 code is NaN.
         let expected = match weights.float {
             Some(FloatFormat::E4m3) => qz1_status::Scheme,
             _ if layout.scales == QZ1_SCALES_PROGRESSIVE => continue,

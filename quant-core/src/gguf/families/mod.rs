@@ -74,6 +74,11 @@ pub(super) struct GgufFamily {
     /// Whether the file of a vision-language model with this text model has the same tensors, apart from the vision
     /// part.
     pub(super) is_text_of_larger: bool,
+    /// Whether a BPE with `▁` for spaces is stored with its merges, rather than with scores.
+    pub(super) keeps_merges: bool,
+    /// Tokens whose roles in the file follow from their texts unless the tokenizer's settings state others: the role,
+    /// and the text.
+    pub(super) roles: &'static [(&'static str, &'static str)],
 }
 
 /// How a tensor is written. The strings are its names in the file, without the prefix of the block.

@@ -59,6 +59,10 @@ const DELTA_NORM: &[(&str, &str)] = &[("linear_attn.norm", "ssm_norm")];
 /// The bias that is added to scores for the choice of experts.
 const CORRECTION: (&str, How) = ("mlp.gate.e_score_correction_bias", How::Named("exp_probs_b.bias"));
 
+/// A turn of the user ends the answer, and so does an observation.
+const GLM_ROLES: &[(&str, &str)] =
+    &[("bos", "[gMASK]"), ("unknown", "<|endoftext|>"), ("eot", "<|user|>"), ("eom", "<|observation|>")];
+
 const LLAMA: GgufFamily = GgufFamily {
     family: "llama",
     arch: "llama",
@@ -91,6 +95,8 @@ const LLAMA: GgufFamily = GgufFamily {
     has_long_rope: false,
     scales_rope_unasked: false,
     is_text_of_larger: false,
+    keeps_merges: false,
+    roles: &[],
 };
 
 /// The families that can be written and read. If several have the same `arch`, a file is read as the first one, unless
@@ -182,6 +188,12 @@ pub(in crate::gguf) static FAMILIES: &[GgufFamily] = &[
         family: "glm4",
         arch: "glm4",
         class: "Glm4ForCausalLM",
+        roles: &[
+            ("bos", "<|endoftext|>"),
+            ("eos", "<|endoftext|>"),
+            ("unknown", "<|endoftext|>"),
+            ("eot", "<|user|>"),
+        ],
         modules: &[GLM_SANDWICH, ATTENTION, FUSED_MLP],
         biases: &["attn_q", "attn_k", "attn_v"],
         pairs_neighbours: false,
@@ -329,6 +341,7 @@ pub(in crate::gguf) static FAMILIES: &[GgufFamily] = &[
         family: "glm4_moe",
         arch: "glm4moe",
         class: "Glm4MoeForCausalLM",
+        roles: GLM_ROLES,
         modules: &[PRE_ATTENTION_NORM, ATTENTION, HEAD_NORMS, MLP, SHARED_EXPERTS],
         tensors: &[CORRECTION],
         experts: Some(QWEN_EXPERTS),
@@ -340,7 +353,7 @@ pub(in crate::gguf) static FAMILIES: &[GgufFamily] = &[
     },
     GgufFamily { family: "deepseek_v3", class: "DeepseekV3ForCausalLM", ..DEEPSEEK },
     GgufFamily { family: "deepseek_v2", class: "DeepseekV2ForCausalLM", softmax_scores: true, ..DEEPSEEK },
-    GgufFamily { family: "glm4_moe_lite", class: "Glm4MoeLiteForCausalLM", ..DEEPSEEK },
+    GgufFamily { family: "glm4_moe_lite", class: "Glm4MoeLiteForCausalLM", roles: GLM_ROLES, ..DEEPSEEK },
     GgufFamily {
         family: "olmoe",
         arch: "olmoe",
@@ -410,6 +423,7 @@ pub(in crate::gguf) static FAMILIES: &[GgufFamily] = &[
         activation: Activation::GeluTanh,
         has_two_kinds: true,
         is_text_of_larger: true,
+        keeps_merges: true,
         ..PLAIN
     },
     GgufFamily { family: "ernie4_5", arch: "ernie4_5", class: "Ernie4_5ForCausalLM", ..PLAIN },

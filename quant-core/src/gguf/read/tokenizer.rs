@@ -8,7 +8,7 @@ use serde_json::{Map, Value as Json, json};
 use super::About;
 use crate::checkpoint::{Sidecar, printable};
 use crate::gguf::file::{GgufFile, Value};
-use crate::gguf::tokenizer::{kinds, pre_tokenizer};
+use crate::gguf::tokenizer::{Form, NFC, NO_VOCABULARY, NORMALIZER, SPACED, kinds};
 use crate::{Error, Result};
 
 /// The maximum length in bytes of a token for which merges are reconstructed, since all its splits are tried. Tokens of
@@ -36,12 +36,13 @@ pub(super) fn files(about: &About<'_>) -> Result<Result<Vec<Sidecar>, String>> {
     let json = match model {
         "gpt2" => {
             let pre = about.text("tokenizer.ggml.pre")?.unwrap_or("default");
-            match pre_tokenizer(pre) {
-                Some((steps, whole)) => byte_level(about, &vocabulary, steps, whole)?,
+            match Form::named(pre) {
+                Some(form) => byte_level(about, &vocabulary, form)?,
                 None => return Ok(Err(format!("the pre-tokenizer `{}` is not supported", printable(pre)))),
             }
         }
         "llama" => sentencepiece(about, &vocabulary)?,
+        SPACED => spaced(about, &vocabulary)?,
         other => return Ok(Err(format!("the tokenizer model `{}` is not supported", printable(other)))),
     };
     let directory = about.file.path();
@@ -80,6 +81,14 @@ fn vocabulary<'a>(about: &About<'a>) -> Result<Vocabulary<'a>> {
     }
 }
 
+/// An entry of `added_tokens`.
+fn added_token(id: usize, token: &str, special: bool) -> Json {
+    json!({
+        "id": id, "content": token, "single_word": false, "lstrip": false, "rstrip": false, "normalized": false,
+        "special": special,
+    })
+}
+
 impl Vocabulary<'_> {
     fn is(&self, id: usize, kind: i32) -> bool {
         self.types[id] == i64::from(kind)
@@ -94,10 +103,7 @@ impl Vocabulary<'_> {
             }
             let special = self.is(id, kinds::CONTROL) || self.is(id, kinds::UNKNOWN);
             if special || self.is(id, kinds::USER_DEFINED) {
-                added.push(json!({
-                    "id": id, "content": token, "single_word": false, "lstrip": false, "rstrip": false,
-                    "normalized": false, "special": special,
-                }));
+                added.push(added_token(id, token, special));
             }
             // The tokenizers crate keeps the IDs of added tokens only if the vocabulary contains them.
             vocab.insert(token.clone(), json!(id));
@@ -147,9 +153,9 @@ fn special(about: &About<'_>, name: &str) -> Result<Option<i128>> {
     })
 }
 
-fn byte_level(about: &About<'_>, vocabulary: &Vocabulary<'_>, steps: Json, whole: bool) -> Result<Json> {
+/// The merges as pairs.
+fn pairs(about: &About<'_>) -> Result<Vec<Json>> {
     const MERGES: &str = "tokenizer.ggml.merges";
-    let (vocab, added) = vocabulary.parts();
     let merges = about.global(MERGES).and_then(Value::as_strings);
     let merges = merges.ok_or_else(|| broken(about, MERGES, "is missing or not a list of strings"))?;
     let pair = |merge: &String| {
@@ -161,15 +167,51 @@ fn byte_level(about: &About<'_>, vocabulary: &Vocabulary<'_>, steps: Json, whole
         })?;
         Ok(json!([&merge[..at], &merge[at + 1..]]))
     };
-    let merges = merges.iter().map(pair).collect::<Result<Vec<Json>>>()?;
+    merges.iter().map(pair).collect()
+}
+
+fn byte_level(about: &About<'_>, vocabulary: &Vocabulary<'_>, form: &Form) -> Result<Json> {
+    let (vocab, added) = vocabulary.parts();
+    let composes = match about.text(NORMALIZER)? {
+        None => form.composes,
+        Some(NFC) => true,
+        Some(NO_VOCABULARY) => false,
+        Some(_) => return Err(broken(about, NORMALIZER, "is neither NFC nor none")),
+    };
+    let normalizer = composes.then(|| json!({ "type": NFC }));
     Ok(json!({
-        "version": "1.0", "truncation": null, "padding": null, "added_tokens": added, "normalizer": null,
-        "pre_tokenizer": steps, "post_processor": ends(about, vocabulary, whole)?,
+        "version": "1.0", "truncation": null, "padding": null, "added_tokens": added, "normalizer": normalizer,
+        "pre_tokenizer": form.json(), "post_processor": ends(about, vocabulary, form.adds_bos)?,
         "decoder": { "type": "ByteLevel", "add_prefix_space": true, "trim_offsets": true, "use_regex": true },
         "model": {
             "type": "BPE", "dropout": null, "unk_token": null, "continuing_subword_prefix": null,
-            "end_of_word_suffix": null, "fuse_unk": false, "byte_fallback": false, "ignore_merges": whole,
-            "vocab": vocab, "merges": merges,
+            "end_of_word_suffix": null, "fuse_unk": false, "byte_fallback": false, "ignore_merges": form.whole,
+            "vocab": vocab, "merges": pairs(about)?,
+        },
+    }))
+}
+
+/// A BPE with `▁` for spaces and byte fallback. Texts always begin with BOS.
+fn spaced(about: &About<'_>, vocabulary: &Vocabulary<'_>) -> Result<Json> {
+    let (vocab, mut added) = vocabulary.parts();
+    // Runs of newlines are one token if there is one, whatever the merges.
+    let is_newlines = |token: &str| !token.is_empty() && token.bytes().all(|byte| byte == b'\n');
+    for (id, token) in vocabulary.tokens.iter().enumerate().filter(|(_, token)| is_newlines(token)) {
+        added.extend(vocabulary.is(id, kinds::NORMAL).then(|| added_token(id, token, false)));
+    }
+    let unknown = special(about, "unknown")?.and_then(|id| vocabulary.tokens.get(usize::try_from(id).ok()?));
+    Ok(json!({
+        "version": "1.0", "truncation": null, "padding": null, "added_tokens": added,
+        "normalizer": { "type": "Replace", "pattern": { "String": " " }, "content": "▁" }, "pre_tokenizer": null,
+        "post_processor": ends(about, vocabulary, true)?,
+        "decoder": { "type": "Sequence", "decoders": [
+            { "type": "Replace", "pattern": { "String": "▁" }, "content": " " },
+            { "type": "ByteFallback" }, { "type": "Fuse" },
+        ] },
+        "model": {
+            "type": "BPE", "dropout": null, "unk_token": unknown, "continuing_subword_prefix": null,
+            "end_of_word_suffix": null, "fuse_unk": true, "byte_fallback": true, "ignore_merges": false,
+            "vocab": vocab, "merges": pairs(about)?,
         },
     }))
 }

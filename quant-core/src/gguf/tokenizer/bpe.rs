@@ -3,7 +3,7 @@
 use serde_json::Value as Json;
 
 use super::added::added;
-use super::{Vocabulary, kinds, list, pre};
+use super::{NFC, NO_VOCABULARY, Vocabulary, kinds, list, pre};
 
 /// The kind of tokenizer in a `tokenizer.json`.
 pub(super) enum Kind {
@@ -42,6 +42,11 @@ impl Kind {
 /// Reads the vocabulary for an embedding of `rows`; `pre` is the name of the pre-tokenizer, and how it was found.
 pub(super) fn read(json: &Json, rows: usize, pre: (String, String)) -> Result<Vocabulary, String> {
     let mut vocabulary = Vocabulary::unused("gpt2", rows);
+    let by_default = pre::Form::named(&pre.0).is_some_and(|form| form.composes);
+    vocabulary.normalizer = match pre::composes(json) {
+        Some(composes) if composes != by_default => Some(if composes { NFC } else { NO_VOCABULARY }),
+        _ => None,
+    };
     vocabulary.pre = Some(pre);
     let model = json.get("model").and_then(|model| model.get("vocab")).and_then(Json::as_object);
     for (text, id) in model.ok_or("`model.vocab` is missing or malformed")? {

@@ -3,6 +3,7 @@
 //! ```text
 //! tokenizer.json (byte-level BPE)            ─► bpe ──────────► tokens, types, merges, name of the pre-tokenizer
 //! tokenizer.model, or tokenizer.json (▁ BPE) ─► sentencepiece ─► tokens, types, scores
+//! tokenizer.json (▁ BPE of some families)    ─► spaced ───────► tokens, types, merges
 //! ```
 //!
 //! The tokens added at the start and end of texts are found by running the tokenizer, not from its settings.
@@ -12,12 +13,15 @@ mod bpe;
 mod pre;
 mod protobuf;
 mod sentencepiece;
+mod spaced;
 mod special;
 
-pub(super) use pre::pre_tokenizer;
+pub(super) use pre::Form;
+pub(super) use spaced::MODEL as SPACED;
 
 use serde_json::Value as Json;
 
+use super::families::GgufFamily;
 use super::file::{Array, Value};
 use crate::calibrate::TextTokenizer;
 use crate::checkpoint::{ModelDirectory, parse_strictly};
@@ -26,8 +30,12 @@ use crate::{Error, Result};
 /// The largest file that is read, in bytes.
 const MAX_FILE_BYTES: u64 = 256 << 20;
 const JSON: &str = "tokenizer.json";
+/// Whether the tokenizer normalizes texts, if that differs from the published tokenizers with the same pre-tokenizer:
+/// [`NFC`] or [`NO_VOCABULARY`]. Other programs ignore it.
+pub(super) const NORMALIZER: &str = "quant.tokenizer.normalizer";
+pub(super) const NFC: &str = "NFC";
 /// The value of the pre-tokenizer setting for a file without a vocabulary.
-const NO_VOCABULARY: &str = "none";
+pub(super) const NO_VOCABULARY: &str = "none";
 
 /// Token types.
 pub(super) mod kinds {
@@ -51,6 +59,8 @@ pub(super) struct Vocabulary {
     scores: Option<Vec<f32>>,
     merges: Option<Vec<String>>,
     adds_space: Option<bool>,
+    /// The normalizer, if it is not that of the published tokenizers with this pre-tokenizer.
+    normalizer: Option<&'static str>,
 }
 
 /// Metadata of a tokenizer, and notes for the user.
@@ -59,12 +69,13 @@ pub(super) struct TokenizerMetadata {
     pub(super) notes: Vec<String>,
 }
 
-/// The metadata of a model's tokenizer, for an embedding of `rows`; `pre` is the pre-tokenizer, if the user names one.
+/// The metadata of the tokenizer of a model of `family`, for an embedding of `rows`; `pre` is the pre-tokenizer, if the user names one.
 ///
 /// # Errors
 /// [`Error::Tokenizer`] when files are malformed, do not fit the model, or are of a kind that cannot be written.
 pub(super) fn metadata(
     directory: &ModelDirectory,
+    family: &GgufFamily,
     rows: usize,
     pre: Option<&str>,
 ) -> Result<TokenizerMetadata> {
@@ -103,16 +114,20 @@ pub(super) fn metadata(
                     "omit it",
                 ));
             }
-            sentencepiece::read(directory, &json, rows)?
+            match family.keeps_merges {
+                true => spaced::read(&json, rows).map_err(fault)?,
+                false => sentencepiece::read(directory, &json, rows)?,
+            }
         }
     };
     if let Some((name, how)) = &vocabulary.pre {
         notes.push(format!("pre-tokenizer {name}, {how}"));
     }
     make_distinct(&mut vocabulary.tokens);
-    let specials = special::read(directory, &json, &tokenizer, &vocabulary)?;
+    let specials = special::read(directory, &json, &tokenizer, &vocabulary, family.roles)?;
+    notes.extend(specials.note);
     let mut entries = vocabulary.entries();
-    entries.extend(specials);
+    entries.extend(specials.entries);
     entries.extend(special::chat_templates(directory)?);
     Ok(TokenizerMetadata { entries, notes })
 }
@@ -165,7 +180,9 @@ impl Vocabulary {
         entries.push(("token_type", Value::Array(Array::I32(self.types))));
         entries.extend(self.merges.map(|merges| ("merges", Value::Array(Array::String(merges)))));
         entries.extend(self.adds_space.map(|adds| ("add_space_prefix", Value::Bool(adds))));
-        entries.into_iter().map(|(key, value)| (format!("tokenizer.ggml.{key}"), value)).collect()
+        let named = entries.into_iter().map(|(key, value)| (format!("tokenizer.ggml.{key}"), value));
+        let ours = self.normalizer.map(|name| (NORMALIZER.to_owned(), Value::string(name)));
+        named.chain(ours).collect()
     }
 }
 

@@ -124,7 +124,7 @@ fn from_json(json: &Json, vocabulary: &mut Vocabulary) -> Result<(), String> {
 }
 
 /// `<0x0A>`.
-fn is_byte(text: &str) -> bool {
+pub(super) fn is_byte(text: &str) -> bool {
     let digits = text.strip_prefix("<0x").and_then(|t| t.strip_suffix('>'));
     digits.is_some_and(|d| d.len() == 2 && u8::from_str_radix(d, 16).is_ok())
 }

@@ -21,13 +21,22 @@ const TEMPLATE: &str = "chat_template.jinja";
 const TEMPLATE_JSON: &str = "chat_template.json";
 const MAX_TEMPLATE_BYTES: u64 = 1 << 20;
 
-/// The IDs of special tokens, and which of them are added at the start and end of texts.
+/// Metadata of special tokens.
+pub(super) struct Specials {
+    pub(super) entries: Vec<(String, Value)>,
+    /// What llama.cpp does differently.
+    pub(super) note: Option<String>,
+}
+
+/// The IDs of special tokens, and which of them are added at the start and end of texts. `roles` are those of a family
+/// ([`GgufFamily`](crate::gguf::families::GgufFamily)).
 pub(super) fn read(
     directory: &ModelDirectory,
     json: &Json,
     tokenizer: &TextTokenizer,
     vocabulary: &Vocabulary,
-) -> Result<Vec<(String, Value)>> {
+    roles: &[(&'static str, &str)],
+) -> Result<Specials> {
     let settings = TokenizerSettings::open(directory)?;
     let named = settings.special_tokens()?;
     let added = super::added::added(json)
@@ -46,7 +55,13 @@ pub(super) fn read(
     for (name, key) in NAMES {
         ids.extend(of_settings(name).or_else(|| of_config(name)).map(|id| (key, id)));
     }
-    let (first, last) = ends(tokenizer)?;
+    for (role, text) in roles {
+        let id = added.iter().find(|token| token.content == *text).map(|token| token.id as u32);
+        if let Some(id) = id.filter(|_| !ids.iter().any(|(known, _)| known == role)) {
+            ids.push((*role, id));
+        }
+    }
+    let ([first, last], note) = ends(tokenizer)?;
     let (adds_bos, adds_eos) = (first.is_some(), last.is_some());
     for (key, id) in [("bos", first), ("eos", last)] {
         let Some(id) = id else { continue };
@@ -61,11 +76,12 @@ pub(super) fn read(
     for (key, adds) in [("bos", adds_bos), ("eos", adds_eos)] {
         entries.push((format!("tokenizer.ggml.add_{key}_token"), Value::Bool(adds)));
     }
-    Ok(entries)
+    Ok(Specials { entries, note })
 }
 
-/// The tokens that the tokenizer adds before and after every text.
-fn ends(tokenizer: &TextTokenizer) -> Result<(Option<u32>, Option<u32>)> {
+/// The first token that the tokenizer adds before every text, the last one that it adds after it, and a note if there
+/// are more.
+fn ends(tokenizer: &TextTokenizer) -> Result<([Option<u32>; 2], Option<String>)> {
     const TEXT: &str = "a";
     let with = tokenizer.encode(TEXT)?;
     let without: Vec<u32> = tokenizer.encode_rendered(TEXT)?.into_iter().map(|(id, _)| id).collect();
@@ -73,10 +89,15 @@ fn ends(tokenizer: &TextTokenizer) -> Result<(Option<u32>, Option<u32>)> {
     let fault = |reason: &str| Error::Tokenizer { path: tokenizer.path().to_owned(), reason: reason.into() };
     let place = place.ok_or_else(|| fault("adds tokens within a text, which GGUF cannot express"))?;
     let (before, after) = (&with[..place], &with[place + without.len()..]);
-    match (before, after) {
-        ([] | [_], [] | [_]) => Ok((before.first().copied(), after.first().copied())),
-        _ => Err(fault("adds more than one token before or after a text, which GGUF cannot express")),
-    }
+    let note = (before.len() > 1 || after.len() > 1).then(|| {
+        format!(
+            "the tokenizer adds {} tokens before texts and {} after them; llama.cpp adds at most the first and the \
+            last",
+            before.len(),
+            after.len()
+        )
+    });
+    Ok(([before.first().copied(), after.last().copied()], note))
 }
 
 /// Chat templates: `chat_template.jinja` first, as everywhere in this program, then `tokenizer_config.json`, then

@@ -11,7 +11,6 @@ use std::ops::Range;
 
 use super::AttentionShape;
 use super::op::{AttentionInput, ChannelOrder, Computes, Op, Reach, Rows, ScalePass};
-use crate::model::rope::Rope;
 
 /// Index of a [`Node`] in its [`BlockGraph`]; nodes are in evaluation order.
 pub type NodeId = usize;
@@ -112,22 +111,6 @@ pub struct OrderGroup {
     pub repeat: usize,
     /// The head width, if channels must stay within their heads.
     pub head: Option<usize>,
-}
-
-/// An attention and the producers, norms and rotation of its queries and keys.
-#[derive(Debug, Clone, PartialEq)]
-pub struct QueryKey {
-    /// The attention.
-    pub attention: NodeId,
-    /// The producers of queries and keys: two linears, or two head norms.
-    pub producers: [NodeId; 2],
-    /// Query heads per key head.
-    pub repeat: usize,
-    /// Width of a head.
-    pub head_dim: usize,
-    /// The rotary embedding of both, if there is one. It mixes a channel with its partner, so both must have the same
-    /// scale.
-    pub rope: Option<Rope>,
 }
 
 /// Builds a [`BlockGraph`] in evaluation order.
@@ -450,43 +433,6 @@ impl BlockGraph {
             self.trace(input, group)?;
         }
         Some(())
-    }
-
-    /// Returns the attentions in which query channels can be multiplied by a scale and key channels divided by it.
-    pub fn query_keys(&self) -> Vec<QueryKey> {
-        let of = |(attention, node): (NodeId, &Node)| {
-            let Op::Attention(AttentionShape { repeat, head_dim, .. }) = node.op else { return None };
-            let [queries, keys] = [self.made_by(node.inputs[0])?, self.made_by(node.inputs[1])?];
-            let rope = queries.1;
-            let producers = [queries.0, keys.0];
-            // Norms of queries and keys are scaled only if their stored weight can be multiplied exactly by powers of
-            // two.
-            let exact = producers.iter().all(|&id| self.nodes[id].op.weight_offset() == 0.0);
-            (keys.1 == rope && exact).then(|| QueryKey {
-                attention,
-                producers,
-                repeat,
-                head_dim,
-                rope: rope.cloned(),
-            })
-        };
-        self.nodes.iter().enumerate().filter_map(of).collect()
-    }
-
-    /// Returns the producer that can scale a query or key, and the rotation after it.
-    fn made_by(&self, value: NodeId) -> Option<(NodeId, Option<&Rope>)> {
-        if self.users(value).count() != 1 {
-            return None;
-        }
-        match &self.nodes[value].op {
-            Op::Rope(rope) => self.made_by(self.nodes[value].inputs[0]).map(|(id, _)| (id, Some(rope))),
-            // A position scale multiplies all channels of a token by the same factor, so it commutes with channel
-            // scales.
-            Op::PositionScale(_) => self.made_by(self.nodes[value].inputs[0]),
-            Op::Linear { .. } => Some((value, None)),
-            op if op.stored_norm().is_some() => Some((value, None)),
-            _ => None,
-        }
     }
 
     /// Collects the linears that read `value`'s channels; returns `None` if something stops the scale.

@@ -87,12 +87,9 @@ impl Model {
             return Ok(Vec::new());
         }
         let graph = self.architecture.graph(layer);
-        let values = cached_values(graph).ok_or_else(|| Error::UnsupportedQuantization {
+        let values = cached_values(graph).map_err(|reason| Error::UnsupportedQuantization {
             path: self.path.clone(),
-            reason: format!(
-                "an FP8 cache requires that one linear each computes keys and values, which is not the case \
-                in block {layer}"
-            ),
+            reason: format!("an FP8 cache cannot hold keys and values of block {layer}: {reason}"),
         })?;
         let tensor = |value: CachedValue| {
             let linear = self.architecture.in_block(layer, graph.name(value.linear));

@@ -6,13 +6,14 @@ use std::sync::Arc;
 use candle_core::{Device, Tensor};
 
 use crate::checkpoint::{Dtype, TensorSpec};
-use crate::format::{PackedReader, PackedWeight, read_positive};
+use crate::format::{PackedReader, PackedWeight, mxfp4, read_positive};
 use crate::model::arch::Op;
 use crate::model::{
     Block, CachedValue, EmbeddingNorm, Linear, Model, Norm, OpParameters, RopeTables, StoredWeight,
     WeightBody,
 };
 use crate::quantize::QuantizedTensor;
+use crate::scheme::LinearScheme;
 use crate::{Error, Result};
 
 impl Model {
@@ -29,8 +30,18 @@ impl Model {
         }
     }
 
+    /// Returns the scheme in which a linear or the embedding is stored, also if its codes are shown as floats.
+    pub(crate) fn stored_scheme(&self, module: &str) -> Option<LinearScheme> {
+        let coded = || self.source.is_mxfp4(&format!("{module}.weight")).then_some(mxfp4::SCHEME);
+        self.module_scheme(module).or_else(coded)
+    }
+
     /// Returns the tensors that hold a quantized weight of shape `[n, k]`.
     pub(crate) fn packed_tensors(&self, module: &str, shape: [usize; 2]) -> Result<Vec<TensorSpec>> {
+        if let Some(name) = self.shown_as_float(module) {
+            let info = self.source.require(&name)?.clone();
+            return Ok(vec![TensorSpec { name, info }]);
+        }
         let (reader, weight) = self.packed_weight(module, shape)?;
         reader.tensors(self.source.as_ref(), weight)
     }
@@ -40,6 +51,9 @@ impl Model {
     /// # Errors
     /// When the module is not quantized, or its scales are missing.
     pub fn packed_scale_dtype(&self, module: &str) -> Result<Dtype> {
+        if self.shown_as_float(module).is_some() {
+            return Ok(Dtype::F8E8M0);
+        }
         self.packed_weight(module, [0, 0])?.0.scale_dtype(self.source.as_ref(), module)
     }
 
@@ -51,8 +65,19 @@ impl Model {
 
     /// A quantized weight.
     pub(crate) fn packed(&self, module: &str, shape: [usize; 2]) -> Result<QuantizedTensor> {
+        if let Some(name) = self.shown_as_float(module) {
+            let stored = self.source.read_mxfp4(&name)?;
+            let [codes, scales] = stored.ok_or_else(|| Error::Internal(format!("`{name}` is not MXFP4")))?;
+            return mxfp4::unpacked(shape, [&codes, &scales], (self.source.location(&name), &name));
+        }
         let (reader, weight) = self.packed_weight(module, shape)?;
         reader.read(self.source.as_ref(), weight)
+    }
+
+    /// Returns the name of a linear's weight whose codes are shown as floats.
+    fn shown_as_float(&self, module: &str) -> Option<String> {
+        let name = format!("{module}.weight");
+        (self.module_scheme(module).is_none() && self.source.is_mxfp4(&name)).then_some(name)
     }
 
     /// A float matrix in the file's dtype, not read yet.

@@ -1,0 +1,155 @@
+//! What has changed since the baseline, for people. No decision depends on it.
+
+use serde::Serialize;
+
+use super::{Baseline, Metric, decision};
+use crate::Evaluation;
+use crate::report::{bytes, nats, schemes};
+
+/// One property of a result, now and in the baseline.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[non_exhaustive]
+pub struct Change {
+    /// The result's name.
+    pub result: String,
+    /// The property: `model`, `reference`, `scheme`, `size`, `perplexity`, `mean KL`, `same top token`.
+    pub name: &'static str,
+    /// Its value in the baseline, as text; absent without a baseline.
+    pub before: Option<String>,
+    /// Its value now.
+    pub now: String,
+    /// The difference, as text: `same`, `-2.1 %`, `other weights`; absent without a baseline.
+    pub change: Option<String>,
+    /// Whether it is better or worse than in the baseline, as far as that can be told.
+    pub trend: Option<Trend>,
+}
+
+/// The direction of a change.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Trend {
+    /// Smaller or more accurate; for measurements, significantly at the policy's level.
+    Better,
+    /// Larger or less accurate, likewise.
+    Worse,
+}
+
+impl Trend {
+    /// Its name.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Better => "better",
+            Self::Worse => "worse",
+        }
+    }
+}
+
+impl Change {
+    /// The change and its direction: `-2.1 %, better`.
+    pub fn described(&self) -> String {
+        let parts = [self.change.as_deref(), self.trend.map(Trend::name)];
+        parts.into_iter().flatten().collect::<Vec<_>>().join(", ")
+    }
+}
+
+/// The properties of all results.
+pub(super) fn changes(
+    baseline: Option<&Baseline>,
+    results: &[(String, Evaluation)],
+    level: f64,
+) -> Vec<Change> {
+    let of = |(name, now): &(String, Evaluation)| {
+        let before = baseline.and_then(|b| b.results.get(name));
+        of_result(name, before, now, level)
+    };
+    results.iter().flat_map(of).collect()
+}
+
+/// The changed scheme of a result, as `scheme: was w4a16-g128-sym, is w4a16-g64-sym`: a likely cause of other changes.
+pub(super) fn cause(changes: &[Change], result: &str) -> Option<String> {
+    let scheme = changes.iter().find(|c| c.result == result && c.name == "scheme")?;
+    let before = scheme.before.as_ref().filter(|before| **before != scheme.now)?;
+    Some(format!("scheme: was {before}, is {}", scheme.now))
+}
+
+fn of_result(name: &str, before: Option<&Evaluation>, now: &Evaluation, level: f64) -> Vec<Change> {
+    let row = |property, of: &dyn Fn(&Evaluation) -> Option<String>| {
+        let now = of(now)?;
+        let before = before.and_then(of);
+        let change = before.as_ref().map(|before| if *before == now { "same" } else { "changed" }.to_owned());
+        Some(Change { result: name.to_owned(), name: property, before, now, change, trend: None })
+    };
+    let mut rows = Vec::new();
+    if let Some(mut model) = row("model", &|e| Some(e.model.path.clone())) {
+        // Weights are compared by their hash: the same path may hold other ones.
+        model.change = before.map(|b| match b.model.sha256 == now.model.sha256 {
+            true => "same weights".into(),
+            false => "other weights".into(),
+        });
+        rows.push(model);
+    }
+    rows.extend(row("reference", &|e| e.reference.as_ref().map(|r| r.path.clone())).map(|mut reference| {
+        // Another reference would be an error.
+        reference.change = before.map(|_| "same weights".into());
+        reference
+    }));
+    rows.extend(row("scheme", &|e| Some(schemes(&e.model))));
+    let numbers = [
+        ("size", Metric::SizeBytes),
+        ("perplexity", Metric::Perplexity),
+        ("mean KL", Metric::Kl),
+        ("same top token", Metric::Top1Agreement),
+    ];
+    for (property, metric) in numbers {
+        let shown = |e: &Evaluation| Some(text_of(metric, metric.value(e)?));
+        rows.extend(row(property, &shown).map(|mut row| {
+            if let Some((was, is)) = before.and_then(|b| Some((metric.value(b)?, metric.value(now)?))) {
+                row.change = Some(difference(metric, was, is));
+                row.trend = before.and_then(|b| trend(metric, b, now, level));
+            }
+            row
+        }));
+    }
+    rows
+}
+
+fn text_of(metric: Metric, value: f64) -> String {
+    match metric {
+        // A size is a whole number below 2^53.
+        Metric::SizeBytes => bytes(value as u64),
+        Metric::Perplexity => format!("{value:.3}"),
+        Metric::Kl => format!("{} nats", nats(value)),
+        _ => format!("{:.2} %", 100.0 * value),
+    }
+}
+
+fn difference(metric: Metric, was: f64, is: f64) -> String {
+    match (metric, was == is) {
+        (_, true) => "same".into(),
+        (Metric::Top1Agreement, _) => format!("{:+.2} points", 100.0 * (is - was)),
+        _ if was != 0.0 => format!("{:+.2} %", 100.0 * (is / was - 1.0)),
+        _ => "changed".into(),
+    }
+}
+
+/// The direction of a size, and of quantities that were measured window by window, if it is significant.
+fn trend(metric: Metric, before: &Evaluation, now: &Evaluation, level: f64) -> Option<Trend> {
+    let of_sign = |low: f64, high: f64| match () {
+        () if high < 0.0 => Some(Trend::Better),
+        () if low > 0.0 => Some(Trend::Worse),
+        () => None,
+    };
+    match metric {
+        Metric::SizeBytes => {
+            let change = now.model.size_bytes as f64 - before.model.size_bytes as f64;
+            of_sign(change, change)
+        }
+        Metric::Perplexity | Metric::Kl => {
+            let (is, was) = (metric.windows(now)?, metric.windows(before)?);
+            let differences: Vec<f64> = is.iter().zip(was).map(|(n, t)| n - t).collect();
+            let (low, high) = decision::test(&differences, &now.window_tokens, 0.0, level).bounds?;
+            of_sign(low, high)
+        }
+        _ => None,
+    }
+}

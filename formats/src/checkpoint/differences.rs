@@ -1,0 +1,220 @@
+//! How the request of a run differs from that of the interrupted run that it should resume.
+
+use std::collections::BTreeMap;
+
+use serde_json::Value;
+
+use super::names::printable;
+
+const FINGERPRINT: &str = "fingerprint.";
+/// The program that ran: no setting can make two of them agree.
+const PROGRAM: &str = "program.";
+/// The scheme of each linear.
+const SCHEMES: &str = "schemes.";
+/// What follows from the method, and is not mentioned if the method itself has changed.
+const OF_METHOD: [&str; 4] = ["steps", "transforms", "gptq", "calibration"];
+/// What follows from the calibration text and the other settings of `calibration`.
+const OF_TEXT: [&str; 5] = [
+    "calibration.tokens",
+    "calibration.tokens_counted",
+    "calibration.padding",
+    "calibration.tokens_sha256",
+    "calibration.layout_sha256",
+];
+/// Characters of a value that are shown.
+const MAX_SHOWN: usize = 80;
+
+/// A field in which two requests differ.
+struct Difference {
+    field: String,
+    was: Value,
+    is: Value,
+}
+
+/// The differences between two requests, in a form that a user recognizes.
+pub(crate) struct Differences {
+    /// One per line, as `method: was awq, is rtn`.
+    pub(crate) lines: Vec<String>,
+    /// Whether the program itself differs, or the instructions that it uses.
+    pub(crate) program: bool,
+}
+
+impl Differences {
+    pub(crate) fn new(was: &Value, is: &Value) -> Self {
+        let mut all = Vec::new();
+        collect("", was, is, &mut all);
+        let program = all.iter().any(|d| d.field.starts_with(PROGRAM));
+        let mut lines = schemes(&all);
+        let others: Vec<&Difference> = all.iter().filter(|d| !d.field.starts_with(SCHEMES)).collect();
+        let has = |field: &str| others.iter().any(|d| d.field == field);
+        let method = has("method");
+        let text = |d: &Difference| OF_TEXT.contains(&&*d.field);
+        let sampled = others.iter().any(|d| d.field.starts_with("calibration.") && !text(d));
+        let mut text_listed = false;
+        for difference in &others {
+            let root = difference.field.split('.').next().unwrap_or_default();
+            match &*difference.field {
+                _ if method && OF_METHOD.contains(&root) => {}
+                "tool_version" if has("version") => {}
+                _ if text(difference) => {
+                    if !sampled && !std::mem::replace(&mut text_listed, true) {
+                        lines.push("calibration text: has changed".into());
+                    }
+                }
+                // Names and shapes of the tensors follow from the other fields, or from the model.
+                "layout_sha256" => {}
+                _ => lines.push(difference.line()),
+            }
+        }
+        if lines.is_empty() && has("layout_sha256") {
+            lines.push("names, types or shapes of tensors: have changed".into());
+        }
+        Self { lines, program }
+    }
+}
+
+impl Difference {
+    fn line(&self) -> String {
+        match &*self.field {
+            "config_sha256" => "config.json: has changed".into(),
+            "program.executable_blake3" => "executable: is a different build".into(),
+            field if field.ends_with("_sha256") => {
+                format!("{}: has changed", printable(field.trim_end_matches("_sha256")))
+            }
+            field => {
+                let name = match field {
+                    "program.instruction_set" => "instruction set",
+                    "program.processor" => "processor",
+                    "tool_version" => "version",
+                    "max_shard_bytes" => "bytes per shard",
+                    other => other,
+                };
+                format!("{}: was {}, is {}", printable(name), shown(&self.was), shown(&self.is))
+            }
+        }
+    }
+}
+
+/// The schemes that have changed, each with the number of linears, or their name if there is one.
+fn schemes(all: &[Difference]) -> Vec<String> {
+    let mut changes: BTreeMap<(String, String), Vec<&str>> = BTreeMap::new();
+    for difference in all {
+        if let Some(module) = difference.field.strip_prefix(SCHEMES) {
+            let scheme = |value: &Value| if value.is_null() { "float".into() } else { shown(value) };
+            changes.entry((scheme(&difference.was), scheme(&difference.is))).or_default().push(module);
+        }
+    }
+    let line = |((was, is), modules): (&(String, String), &Vec<&str>)| match &modules[..] {
+        [module] => format!("scheme of {}: was {was}, is {is}", printable(module)),
+        several => format!("scheme: was {was}, is {is} ({} linears)", several.len()),
+    };
+    changes.iter().map(line).collect()
+}
+
+fn collect(field: &str, was: &Value, is: &Value, found: &mut Vec<Difference>) {
+    if let (Value::Object(a), Value::Object(b)) = (was, is) {
+        let keys = a.keys().chain(b.keys().filter(|k| !a.contains_key(*k)));
+        for key in keys {
+            let inner = if field.is_empty() { key.clone() } else { format!("{field}.{key}") };
+            let at = |map: &serde_json::Map<String, Value>| map.get(key).cloned().unwrap_or_default();
+            collect(&inner, &at(a), &at(b), found);
+        }
+    } else if was != is {
+        let field = field.strip_prefix(FINGERPRINT).unwrap_or(field).to_owned();
+        found.push(Difference { field, was: was.clone(), is: is.clone() });
+    }
+}
+
+fn shown(value: &Value) -> String {
+    let text = match value {
+        Value::Null => "not set".into(),
+        Value::String(text) => text.clone(),
+        Value::Object(_) => "set".into(),
+        other => other.to_string(),
+    };
+    let text = printable(&text);
+    match text.char_indices().nth(MAX_SHOWN) {
+        Some((end, _)) => format!("{}…", &text[..end]),
+        None => text,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn lines(was: Value, is: Value) -> Vec<String> {
+        Differences::new(&json!({ "fingerprint": was }), &json!({ "fingerprint": is })).lines
+    }
+
+    #[test]
+    fn schemes_are_counted() {
+        let schemes = |a: &str, b: Option<&str>| match b {
+            Some(b) => json!({ "schemes": { "l.0.q": a, "l.1.q": a, "l.1.v": b }}),
+            None => json!({ "schemes": { "l.0.q": a, "l.1.q": a }}),
+        };
+        let was = schemes("w4a16-g128-sym", Some("w4a16-g128-sym"));
+        assert_eq!(
+            lines(was.clone(), schemes("w4a16-g64-sym", Some("w4a16-g64-sym"))),
+            ["scheme: was w4a16-g128-sym, is w4a16-g64-sym (3 linears)"]
+        );
+        assert_eq!(
+            lines(was.clone(), schemes("w4a16-g64-sym", Some("w8a16"))),
+            [
+                "scheme: was w4a16-g128-sym, is w4a16-g64-sym (2 linears)",
+                "scheme of l.1.v: was w4a16-g128-sym, is w8a16"
+            ]
+        );
+        assert_eq!(
+            lines(was, schemes("w4a16-g128-sym", None)),
+            ["scheme of l.1.v: was w4a16-g128-sym, is float"]
+        );
+    }
+
+    #[test]
+    fn consequences_are_not_listed() {
+        let of = |method: &str, steps: &[&str], seed: u64, tokens: &str| {
+            json!({
+                "method": method, "steps": steps,
+                "calibration": { "seed": seed, "tokens_sha256": tokens, "layout_sha256": tokens },
+            })
+        };
+        let was = of("awq", &["awq"], 0, "a");
+        assert_eq!(
+            lines(was.clone(), json!({ "method": "rtn", "steps": [], "calibration": null })),
+            ["method: was awq, is rtn"]
+        );
+        assert_eq!(
+            lines(was.clone(), of("awq", &["awq"], 7, "b")),
+            ["calibration.seed: was 0, is 7"],
+            "another seed gives other tokens"
+        );
+        assert_eq!(lines(was, of("awq", &["awq"], 0, "b")), ["calibration text: has changed"]);
+        assert_eq!(
+            Differences::new(&json!({ "layout_sha256": "a" }), &json!({ "layout_sha256": "b" })).lines,
+            ["names, types or shapes of tensors: have changed"]
+        );
+    }
+
+    #[test]
+    fn programs_are_not_settings() {
+        let of = |hash: &str, isa: &str| json!({ "fingerprint": { "program": { "executable_blake3": hash, "instruction_set": isa }}});
+        let differences = Differences::new(&of("a", "avx2"), &of("b", "scalar"));
+        assert!(differences.program);
+        assert_eq!(
+            differences.lines,
+            ["executable: is a different build", "instruction set: was avx2, is scalar"]
+        );
+        assert!(!Differences::new(&json!({ "program": 1 }), &json!({ "program": 2 })).program);
+    }
+
+    #[test]
+    fn long_and_hostile_values_are_shortened() {
+        let long = "é".repeat(1000);
+        let line = &lines(json!({ "a\u{1b}": long }), json!({ "a\u{1b}": null }))[0];
+        assert!(line.chars().count() < 120 && line.ends_with("…, is not set"), "{line}");
+        assert!(!line.contains('\u{1b}'), "{line}");
+    }
+}

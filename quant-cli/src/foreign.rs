@@ -1,0 +1,165 @@
+//! Options and commands of other tools, answered with those of this one.
+
+use std::ffi::OsString;
+
+use clap::builder::StyledStr;
+use clap::error::{ContextKind, ContextValue, ErrorKind};
+use clap::{Command, CommandFactory};
+
+use crate::cli::Cli;
+
+/// Options of other tools, the option here that does the same, and a sentence about it.
+const OPTIONS: &[(&[&str], &str, &str)] = &[
+    (
+        &["bits", "wbits", "w-bit", "nbits", "num-bits", "n-bits", "qbits"],
+        "scheme",
+        "--scheme sets the bits: w4a16 has weights of 4 bits, w8a8 weights and activations of 8",
+    ),
+    (
+        &["qtype", "ftype", "outtype", "quant-type", "quant", "quantization", "dtype"],
+        "scheme",
+        "--scheme names the number format, such as w4a16 or fp8; for a GGUF file, --format gguf --scheme q4_k_m",
+    ),
+    (&["q-group-size", "groupsize", "group"], "group-size", "--group-size 128"),
+    (&["sym"], "symmetric", "--symmetric, or a scheme such as w4a16-g128-sym"),
+    (&["zero-point", "asym"], "asymmetric", "--asymmetric, or a scheme such as w4a16-g128-asym"),
+    (
+        &["outfile", "out", "output-dir", "out-dir", "save-dir", "save", "save-path", "quant-path"],
+        "output",
+        "--output (-o) names the directory for the checkpoint",
+    ),
+    // Before --calibration, which eval has for its ablation.
+    (
+        &["dataset", "data", "file"],
+        "text",
+        "--text takes a file, or the name of a set such as builtin-heldout",
+    ),
+    (
+        &["dataset", "calib-data", "calib-dataset", "calibration-data", "calibration-dataset"],
+        "calibration",
+        "--calibration takes a file of text, a .jsonl file, or the name of a set",
+    ),
+    (
+        &["num-samples", "nsamples", "calib-size", "num-calibration-samples", "max-calib-samples"],
+        "samples",
+        "--samples sets the number of calibration windows",
+    ),
+    (
+        &["max-seq-length", "max-seq-len", "seqlen", "seq-length", "max-calib-seq-len"],
+        "seq-len",
+        "--seq-len sets the tokens per calibration window",
+    ),
+    (&["desc-act"], "act-order", "--act-order static-groups keeps groups in order, which engines prefer"),
+    (&["damp-percent", "percdamp", "dampening-frac"], "damping", "--damping 0.01"),
+    (&["targets"], "override", "--ignore leaves linears out, --override gives them another scheme"),
+    (
+        &["tasks", "task"],
+        "text",
+        "tasks run in lm-evaluation-harness, which loads the checkpoint: lm_eval run --model fewbits",
+    ),
+    (
+        &["ctx-size", "ctx", "context", "stride", "max-length"],
+        "window",
+        "--window sets the tokens per window",
+    ),
+    (
+        &["base", "base-model", "original", "kl-divergence-base"],
+        "reference",
+        "--reference compares with another model",
+    ),
+];
+
+/// Commands of other tools, and how this one does the same.
+const COMMANDS: &[(&[&str], &str)] = &[
+    (
+        &["convert", "export", "repack", "save", "pack"],
+        "to convert a quantized checkpoint: quant quantize CHECKPOINT -o OUT --format awq",
+    ),
+    (
+        &["compress", "oneshot", "awq", "gptq", "rtn", "smoothquant", "ptq", "autoround"],
+        "to quantize: quant quantize MODEL -o OUT --method awq",
+    ),
+    (
+        &["perplexity", "ppl", "evaluate", "evaluation", "measure", "kl", "test"],
+        "to measure: quant eval MODEL --text builtin-heldout",
+    ),
+    (&["diff", "versus", "vs", "leaderboard"], "to compare results of eval: quant compare RESULT RESULT"),
+    (
+        &["imatrix"],
+        "to compute an importance matrix: quant quantize MODEL -o OUT --format gguf --save-imatrix FILE",
+    ),
+    (&["benchmark", "speed", "perf"], "to measure speed: quant bench MODEL"),
+    (&["run", "complete", "completion", "prompt"], "to generate text: quant generate MODEL --prompt TEXT"),
+    (&["serve", "server"], "engines serve checkpoints: vllm serve OUT"),
+    (&["info", "show", "list", "ls", "dump"], "to see the contents of a checkpoint: quant inspect MODEL"),
+    (&["download", "pull", "get"], "to download a model: hf download ORG/NAME"),
+    (&["estimate", "dry-run", "dryrun", "check"], "to see what quantizing would do: quant plan MODEL"),
+];
+
+/// Adds a tip to an error of the argument parser that is about an option or a command of another tool.
+pub fn explained(mut error: clap::Error, arguments: &[OsString]) -> clap::Error {
+    let Some(tip) = tip(&error, arguments) else { return error };
+    // These would be guesses by spelling.
+    for kind in [ContextKind::SuggestedArg, ContextKind::SuggestedSubcommand] {
+        error.remove(kind);
+    }
+    error.insert(ContextKind::Suggested, ContextValue::StyledStrs(vec![StyledStr::from(tip)]));
+    error
+}
+
+fn tip(error: &clap::Error, arguments: &[OsString]) -> Option<&'static str> {
+    let named = |kind| match error.get(kind) {
+        Some(ContextValue::String(text)) => Some(text.as_str()),
+        _ => None,
+    };
+    match error.kind() {
+        ErrorKind::UnknownArgument => {
+            let option = named(ContextKind::InvalidArg)?.trim_start_matches('-');
+            let option = option.split('=').next().unwrap_or_default().replace('_', "-").to_ascii_lowercase();
+            let cli = Cli::command();
+            let verb =
+                cli.get_subcommands().find(|verb| arguments.iter().any(|word| word == verb.get_name()))?;
+            let known = OPTIONS.iter().filter(|(names, ..)| names.contains(&&*option));
+            known.filter(|(_, here, _)| has_option(verb, here)).map(|(.., tip)| *tip).next()
+        }
+        ErrorKind::InvalidSubcommand => {
+            let verb = named(ContextKind::InvalidSubcommand)?.to_ascii_lowercase();
+            COMMANDS.iter().find(|(names, _)| names.contains(&&*verb)).map(|(_, tip)| *tip)
+        }
+        _ => None,
+    }
+}
+
+fn has_option(verb: &Command, name: &str) -> bool {
+    verb.get_arguments().any(|argument| argument.get_long() == Some(name))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_tip_names_what_exists() {
+        let cli = Cli::command();
+        for (names, here, _) in OPTIONS {
+            let verbs: Vec<&Command> = cli.get_subcommands().filter(|verb| has_option(verb, here)).collect();
+            assert!(!verbs.is_empty(), "{here}");
+            // A name that the program has itself is never unknown there.
+            for name in *names {
+                assert!(verbs.iter().all(|verb| !has_option(verb, name)), "{name}");
+            }
+        }
+        for (names, tip) in COMMANDS {
+            for name in *names {
+                assert!(cli.get_subcommands().all(|verb| verb.get_name() != *name), "{name}");
+            }
+            if let Some((_, words)) = tip.split_once("quant ") {
+                let verb = words.split(' ').next().unwrap();
+                let verb = cli.get_subcommands().find(|v| v.get_name() == verb).expect("a command");
+                for option in words.split(' ').filter_map(|word| word.strip_prefix("--")) {
+                    assert!(has_option(verb, option.trim_end_matches(';')), "{tip}");
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,28 @@
+//! The linears of a plan for which engines keep one scale over the whole tensor.
+
+use std::collections::HashMap;
+
+use crate::model::Architecture;
+
+/// Groups of linears, found by any of their members.
+#[derive(Debug, Clone, Default)]
+pub(super) struct ScaleGroups {
+    groups: Vec<Vec<String>>,
+    /// The group of each linear.
+    by_module: HashMap<String, usize>,
+}
+
+impl ScaleGroups {
+    pub(super) fn of(architecture: &Architecture) -> Self {
+        let groups = architecture.scale_groups();
+        let members =
+            groups.iter().enumerate().flat_map(|(i, group)| group.iter().map(move |m| (m.clone(), i)));
+        let by_module = members.collect();
+        Self { groups, by_module }
+    }
+
+    /// Returns the group of a linear; `None` if it has a scale of its own.
+    pub(super) fn with(&self, module: &str) -> Option<&[String]> {
+        self.by_module.get(module).map(|&group| &self.groups[group][..])
+    }
+}
