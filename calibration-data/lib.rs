@@ -1,12 +1,12 @@
 //! Default texts for calibration and evaluation, and a small model to experiment with.
 //!
 //! * [`CORPUS`]: original text over several domains, the default calibration set;
-//! * [`HELDOUT`]: more text of the same kind, never used for calibration, for quick perplexities;
+//! * [`HELDOUT`]: more text of the same kind, never used for calibration, to measure perplexity quickly;
 //! * [`public_sets`]: the public sets that can be selected by name, from `manifest.toml`;
 //! * [`demo_model`]: a small trained Llama model.
 //!
 //! A text file holds documents separated by lines that contain only `%%`. Everything but the public sets is embedded,
-//! so nothing here reads a file or the network.
+//! so this crate reads no files and uses no network.
 #![forbid(unsafe_code)]
 
 use serde::Deserialize;
@@ -43,8 +43,8 @@ pub struct Document {
     pub text: &'static str,
 }
 
-/// Returns the documents of a set in a fixed order: the domains alternate, so that a prefix of any length is as mixed
-/// as possible. Domains with more documents follow alone at the end.
+/// Returns the documents of a set in a fixed order. The domains alternate, so that a prefix of any length is as mixed
+/// as possible; when a domain runs out of documents, the others continue.
 pub fn documents(set: &[Domain]) -> impl Iterator<Item = Document> + use<> {
     let mut queues: Vec<_> = set.iter().map(|d| (d.name, split(d.text))).collect();
     let mut ordered = Vec::new();
@@ -92,7 +92,7 @@ pub struct PublicSet {
     pub hub_id: String,
     /// The file inside it.
     pub file: String,
-    /// Which split of the set the file is.
+    /// The split of the set that the file contains.
     pub split: String,
     /// The column or field that holds the text.
     pub field: String,
@@ -120,7 +120,7 @@ pub fn public_sets() -> Result<Vec<PublicSet>, toml::de::Error> {
 pub struct ModelFile {
     /// The file name in the directory.
     pub name: &'static str,
-    /// Its contents.
+    /// The contents of the file.
     pub bytes: &'static [u8],
 }
 
@@ -154,7 +154,7 @@ mod tests {
 
     use super::*;
 
-    /// The names of the text files in a folder of this crate. `include_str!` has checked UTF-8.
+    /// Lists the text files in a directory of this crate.
     fn files(folder: &str) -> BTreeSet<String> {
         let dir = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join(folder);
         let paths = std::fs::read_dir(dir).unwrap().map(|e| e.unwrap().path());
@@ -221,7 +221,7 @@ mod tests {
         let size = |name| demo_model().unwrap().iter().find(|f| f.name == name).unwrap().bytes.len();
         let weights = demo_model().unwrap()[2].bytes;
         let header = u64::from_le_bytes(weights[..8].try_into().unwrap());
-        // 6.8 M two-byte parameters after the header.
+        // The header, and 6.8 million parameters of two bytes each.
         let data = weights.len() as u64 - 8 - header;
         assert_eq!(data, 2 * 6_819_072);
         assert!(weights.len() <= 14_000_000);

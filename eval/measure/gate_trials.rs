@@ -1,16 +1,16 @@
 //! Measures the error rates of the gate on a real model: planted regressions that it must find, and equal models that
 //! it must not fail.
 //!
-//! `cargo run --release -p quant-evaluator --example gate_trials -- MODEL TEXT` prints counts as JSON;
-//! `cargo xtask gate-trials` records them.
+//! `cargo run --release -p quant-evaluator --example gate_trials -- MODEL TEXT` prints counts as JSON; `cargo xtask
+//! gate-trials` records them.
 //!
-//! Every trial draws its own windows from the text and compares the model now with the model before on these windows,
+//! Every trial draws its own windows from the text and compares a new model with the unchanged model on these windows,
 //! with a margin of 0.5 % in perplexity.
 //!
-//! * Equal: "now" is the same model with every block's output disturbed by up to 2⁻⁹ of itself, as a different kernel
-//!   would.
-//! * Regressed: normal noise is added to one weight, chosen by the trial, scaled so that the perplexity rises by 1 % on
-//!   windows spread over the text. The increase on the trial's own windows varies.
+//! * Equal: the new model is the unchanged model with a relative disturbance of up to 2⁻⁹ on every block's output. This
+//!   simulates a different kernel.
+//! * Regressed: normal noise is added to one weight tensor, which the trial chooses. The noise is scaled so that the
+//!   perplexity rises by 1 % on windows spread over the text. The increase on the trial's own windows varies.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -101,7 +101,7 @@ impl Bench {
         Decoder::load(&model, self.text.longest_input(), &Silent, &self.cancel)
     }
 
-    /// Restricts a text to these windows.
+    /// Returns the text with only these windows.
     fn some(&self, numbers: &[usize]) -> EvaluationText {
         let windows = numbers.iter().map(|&n| self.text.windows[n].clone()).collect();
         EvaluationText { windows, ..self.text.clone() }
@@ -111,7 +111,7 @@ impl Bench {
         perplexity(decoder, text, &mut Journal::none(), &Silent, &self.cancel)
     }
 
-    /// Returns the model with noise on one weight, scaled to the intended perplexity increase.
+    /// Returns the model with noise on one weight tensor, scaled to the intended perplexity increase.
     fn regressed(
         &self,
         random: &mut SplitMix64,

@@ -66,7 +66,7 @@ impl Magnitudes {
     }
 }
 
-/// Runs both models on some of the windows.
+/// Runs both models on some of the windows and compares them.
 ///
 /// # Errors
 /// When a model fails, the models have different blocks, or when cancelled.
@@ -88,7 +88,8 @@ pub fn anatomy(
             cancel.check()?;
             let [before, now] = &mut seen[block];
             hidden = [reference.advance(block, &hidden[0], before)?, model.advance(block, &hidden[1], now)?];
-            // Columns after the hidden states carry other data; they are not an error of this block.
+            // Columns beyond the model's width hold other data that blocks pass on, so they are excluded from the
+            // error.
             let states = |t: &Tensor| t.narrow(D::Minus1, 0, reference.width())?.contiguous();
             let [r, m] = [states(&hidden[0])?, states(&hidden[1])?];
             let [r, m] = [r.flatten_all()?.to_vec1::<f32>()?, m.flatten_all()?.to_vec1::<f32>()?];

@@ -61,11 +61,11 @@ pub struct KlQuantiles {
     pub median: Quantile,
     /// The 90th percentile.
     pub p90: Quantile,
-    /// 99 of 100.
+    /// The 99th percentile.
     pub p99: Quantile,
     /// The 99.9th percentile.
     pub p999: Quantile,
-    /// All.
+    /// The largest value.
     pub max: Quantile,
 }
 
@@ -74,13 +74,13 @@ pub struct KlQuantiles {
 #[serde(deny_unknown_fields)]
 #[non_exhaustive]
 pub struct ConfidenceBucket {
-    /// The reference's largest probability is at least this,
+    /// Lower bound of the reference's largest probability, inclusive.
     pub from: f64,
-    /// and below this, or equal to 1.
+    /// Upper bound of the reference's largest probability: exclusive, except for 1.
     pub to: f64,
-    /// Positions.
+    /// Number of positions in this bucket.
     pub positions: usize,
-    /// Their mean divergence; absent if there are no such positions.
+    /// Mean divergence over the positions of this bucket; absent if the bucket is empty.
     pub kl: Option<Estimate>,
 }
 
@@ -94,7 +94,7 @@ pub struct NoiseFloor {
     pub kl: Estimate,
     /// Histogram of this divergence over positions.
     pub kl_histogram: Histogram,
-    /// Number of windows on which it was measured, spread over the text.
+    /// Number of windows, spread over the text, on which the noise floor was measured.
     pub windows: usize,
 }
 
@@ -116,7 +116,7 @@ pub enum Reference<'a> {
 }
 
 impl<'a> Reference<'a> {
-    /// Returns the panel of the reference and the models.
+    /// Returns a panel that runs the reference and the models over the same windows.
     fn with(self, models: &[Scored<'a>], windows: usize) -> Result<Panel<'a>> {
         let models = models.iter().map(|model| Origin::from(*model));
         match self {
@@ -129,7 +129,7 @@ impl<'a> Reference<'a> {
         }
     }
 
-    /// Returns the stored noise floor, or the one measured at these positions.
+    /// Returns the stored noise floor, or computes it from these positions.
     fn floor(self, positions: &[Vec<Position>]) -> Option<NoiseFloor> {
         match self {
             Self::Stored(stored) => Some(stored.noise_floor().clone()),
@@ -223,7 +223,7 @@ pub fn compare_all<'a>(
 }
 
 impl NoiseFloor {
-    /// Returns the noise floor of the windows at whose positions it was measured, if there are any.
+    /// Computes the noise floor from the windows for which it was measured; `None` if it was measured for none.
     pub(crate) fn of<P>(windows: &[Vec<P>], floor: impl Fn(&P) -> Option<f64>) -> Option<Self> {
         let measured = windows.iter().map(|w| w.iter().filter_map(&floor).collect::<Vec<f64>>());
         let kl: Vec<Vec<f64>> = measured.filter(|w| !w.is_empty()).collect();

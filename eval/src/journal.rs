@@ -41,7 +41,7 @@ pub struct Journal<T> {
 }
 
 impl<T: Measured> Journal<T> {
-    /// Returns a journal that keeps nothing.
+    /// Returns a journal that records nothing.
     pub fn none() -> Self {
         Self { known: Vec::new(), written: 0, file: None }
     }
@@ -79,12 +79,12 @@ impl<T: Measured> Journal<T> {
         Ok(Self { written: known.len(), known, file: Some((file, path.to_owned())) })
     }
 
-    /// Takes the windows that were measured before, in order.
+    /// Takes the results of the windows that an earlier run measured, in order.
     pub fn take(&mut self) -> Vec<Vec<T>> {
         std::mem::take(&mut self.known)
     }
 
-    /// Returns their number.
+    /// Returns the number of windows that an earlier run measured.
     pub fn windows(&self) -> usize {
         self.known.len()
     }
@@ -108,7 +108,8 @@ impl<T: Measured> Journal<T> {
     }
 }
 
-/// The prefix of a line: a number with a flipped bit may still be valid, and a line may be missing or duplicated.
+/// Returns the checksum that begins a line. It covers the window's index, so that missing and duplicated lines are
+/// detected as well as flipped bits.
 fn checksum(window: usize, line: &str) -> String {
     let mut digest = sha256_hex(format!("{window} {line}"));
     digest.truncate(16);

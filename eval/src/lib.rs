@@ -7,9 +7,10 @@
 //! A [`Profile`] defines how a text is cut into windows and which tokens are scored, so that numbers with the same
 //! profile are comparable. [`perplexity()`] scores one model; [`compare`] compares a model with its reference on the
 //! same positions; [`statistics`] gives the uncertainty of the numbers. [`Evaluation`] is the file that stores them,
-//! [`gate`] decides on such files whether a model has become worse, and [`report`] renders them as HTML.
+//! [`gate`] decides from such files whether a model has become worse, and [`report`] renders them as HTML.
 //!
-//! Models are decoders of `quant-core`, or any that implement [`LogitsModel`]: an engine's own, scored the same way.
+//! A model is either a decoder of `quant-core` or implements [`LogitsModel`], so models that other engines run are
+//! scored in the same way.
 #![forbid(unsafe_code)]
 
 mod anatomy;

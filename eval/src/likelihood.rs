@@ -10,9 +10,9 @@ use crate::score::{Origin, Panel, dropped, require_finite};
 #[derive(Debug, Clone, Copy, PartialEq)]
 #[non_exhaustive]
 pub struct Likelihood {
-    /// The sum of the natural logarithms of their probabilities.
+    /// The sum of the natural logarithms of the scored tokens' probabilities.
     pub log_likelihood: f64,
-    /// Whether each of them is the most likely token at its position.
+    /// Whether every scored token is the most likely token at its position.
     pub is_greedy: bool,
 }
 

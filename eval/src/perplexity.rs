@@ -17,14 +17,15 @@ pub struct Scores {
     /// Mean negative log-likelihood in bits per byte of the text that the scored tokens cover, comparable across
     /// tokenizers. Absent if they cover no bytes.
     pub bits_per_byte: Option<Estimate>,
-    /// `exp` of the nats per word, if the rule counts words, those of whole documents.
+    /// Perplexity per word: `exp` of the nats per word. Present if the profile scores whole documents and counts their
+    /// words.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub word_perplexity: Option<Estimate>,
-    /// `exp` of the nats per byte, if the rule reports it.
+    /// Perplexity per byte: `exp` of the nats per byte. Present if the profile reports it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub byte_perplexity: Option<Estimate>,
-    /// The standard error of the perplexity as llama.cpp computes it, which assumes independent tokens; for comparison
-    /// with its output; present if its rule is used.
+    /// The standard error of the perplexity as llama.cpp computes it, which assumes independent tokens. Present only
+    /// for the profile `llamacpp`, for comparison with that program's output.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub token_standard_error: Option<f64>,
     /// Each window's mean negative log-likelihood.
@@ -32,7 +33,7 @@ pub struct Scores {
 }
 
 impl Scores {
-    /// Computes the scores from every window's negative log-likelihoods.
+    /// Computes the scores from the negative log-likelihoods of every window.
     ///
     /// # Errors
     /// When a value is not finite, or the perplexity overflows.
@@ -69,8 +70,8 @@ impl Scores {
     }
 }
 
-/// Scores a text by a model whose blocks' outputs are disturbed by up to 2⁻⁹ of themselves, from a seed: as a different
-/// kernel might.
+/// Scores a text with a relative disturbance of up to 2⁻⁹ on every block's output, from a seed. This simulates the
+/// rounding of a different kernel.
 ///
 /// # Errors
 /// When the model fails, a position's likelihood is not finite, or when cancelled.

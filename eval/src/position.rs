@@ -21,7 +21,8 @@ pub struct Position {
 }
 
 impl Position {
-    /// Computes the measurements from sums that were accumulated together with the reference's.
+    /// Computes the measurements from the sums of the reference, of the model and, if the noise floor is measured, of
+    /// the disturbed reference.
     pub(crate) fn new(reference: &Sums, model: &Sums, noise: Option<&Sums>) -> Self {
         let (r_top, m_top) = (reference.top(), model.top());
         let shared = r_top.iter().filter(|t| m_top.contains(t)).count();

@@ -59,7 +59,7 @@ pub enum Profile {
     },
 }
 
-/// The syntax of rule names.
+/// The part of error messages that lists the known names.
 const KNOWN: &str = "known profiles: wt2-gptq-2048, wt2-llamacpp-512, gptq-L, llamacpp-L, hf-stride-L-S and \
     lmeval-rolling-L, where L is the window in tokens and S the stride";
 
@@ -68,13 +68,13 @@ const KNOWN: &str = "known profiles: wt2-gptq-2048, wt2-llamacpp-512, gptq-L, ll
 pub struct ProfileRequest {
     /// The rule.
     pub profile: Profile,
-    /// Whether only the text of WikiText-2 is valid.
+    /// Whether the profile accepts only the text of WikiText-2.
     pub wikitext: bool,
 }
 
 impl ProfileRequest {
-    /// Returns the rule of this name. `window` overrides the length in the name; without either, it is `positions`, the
-    /// model's own.
+    /// Returns the rule with this name. `window` overrides the length in the name. If neither is given, the length is
+    /// `positions`, the model's number of positions.
     ///
     /// # Errors
     /// [`Error::Usage`] for an unknown name, and for windows that are too long or would score nothing.

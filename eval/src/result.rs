@@ -18,10 +18,11 @@ use crate::{BosPolicy, Divergence, Estimate, EvaluationText, Scores};
 
 /// The schema version of results.
 pub const SCHEMA: &str = "quant-eval/4";
-/// Larger files are rejected: a number takes some thirty times the memory once it is read. Results of some fifty
-/// thousand windows fit.
+/// Larger files are rejected, because a parsed number takes about thirty times its size in the file. Results of about
+/// 50,000 windows fit.
 const MAX_FILE_BYTES: u64 = 4 << 20;
-/// Relative tolerance between a mean and the one recomputed from the windows: the order of summation may differ.
+/// Relative tolerance between a mean and the mean recomputed from the windows, because the order of summation may
+/// differ.
 const TOLERANCE: f64 = 1e-9;
 
 /// The measurements of a model on a text.
@@ -37,7 +38,7 @@ pub struct Evaluation {
     pub model: ModelIdentity,
     /// The reference that it was compared with.
     pub reference: Option<ModelIdentity>,
-    /// On what.
+    /// The text on which the model was measured.
     pub text: TextIdentity,
     /// The rule of scoring.
     pub profile: String,
@@ -60,9 +61,9 @@ pub struct Evaluation {
     pub scores: Scores,
     /// The comparison with the reference.
     pub comparison: Option<Divergence>,
-    /// Duration of the measurement in seconds; for a resumed run, of the last part.
+    /// Duration of the measurement in seconds; for a resumed run, the time since it was resumed.
     pub seconds: f64,
-    /// Tokens that the model read per second during that time.
+    /// Tokens that the model read per second during `seconds`.
     pub tokens_per_second: f64,
     /// SHA-256 of all other fields except `seconds` and `tokens_per_second`, as compact JSON in this order. It detects
     /// later changes.
@@ -73,9 +74,9 @@ pub struct Evaluation {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Tool {
-    /// Its name.
+    /// The program's name.
     pub name: String,
-    /// Its version.
+    /// The program's version.
     pub version: String,
     /// SHA-256 of the executable, if it can be read.
     pub sha256: Option<String>,
@@ -87,15 +88,15 @@ pub struct Tool {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ModelIdentity {
-    /// Its location, as the user gave it.
+    /// The model's location, as the user gave it.
     pub path: String,
     /// SHA-256 of the model: the hash of the output of `sha256sum config.json *.safetensors`.
     pub sha256: String,
-    /// Bytes of its weight files.
+    /// Total size of the model's weight files in bytes.
     pub size_bytes: u64,
-    /// Its schemes, each with the number of linears that have it.
+    /// The model's schemes, each with the number of linears that have it.
     pub schemes: Vec<SchemeShare>,
-    /// The format of its KV cache during the measurement; absent for floats.
+    /// The format of the model's KV cache during the measurement; absent if the cache held floats.
     pub kv_cache: Option<KvScheme>,
 }
 
@@ -103,9 +104,9 @@ pub struct ModelIdentity {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct SchemeShare {
-    /// The scheme, or `float`.
+    /// The scheme, or `float` for linears that are not quantized.
     pub scheme: String,
-    /// Linears.
+    /// Number of linears with this scheme.
     pub linears: usize,
 }
 
@@ -114,11 +115,11 @@ pub struct SchemeShare {
 #[serde(deny_unknown_fields)]
 #[non_exhaustive]
 pub struct TextIdentity {
-    /// Its name.
+    /// The text's name.
     pub name: String,
-    /// SHA-256 of its bytes.
+    /// SHA-256 of the text.
     pub sha256: String,
-    /// Its bytes.
+    /// Size of the text in bytes.
     pub bytes: u64,
 }
 
@@ -155,7 +156,7 @@ impl Evaluation {
         Self { sha256: result.digest(), ..result }
     }
 
-    /// Computes the expected value of [`sha256`](Self::sha256). It detects mistakes, not tampering.
+    /// Computes the expected value of [`sha256`](Self::sha256). The hash detects accidental changes, not tampering.
     pub fn digest(&self) -> String {
         let mut value = serde_json::to_value(self).unwrap_or_default();
         if let Some(fields) = value.as_object_mut() {
@@ -349,11 +350,11 @@ impl Divergence {
         {
             return Err("has `comparison.kl_quantiles` with invalid intervals".into());
         }
-        // The mean has an upper bound that follows from its quantiles, and each quantile one that follows from the
-        // mean.
+        // The quantiles imply an upper bound on the mean, and the mean implies an upper bound on each quantile.
         let max =
             0.5 * rising[0] + 0.4 * rising[1] + 0.09 * rising[2] + 0.009 * rising[3] + 0.001 * rising[4];
-        // At each quantile, the fraction of positions is off by less than one position.
+        // With finitely many positions, the fraction of positions below a quantile can differ from its nominal value by
+        // up to one position.
         let slack = 4.0 * rising[4] / count;
         let min = [(0.5, rising[0]), (0.9, rising[1]), (0.99, rising[2]), (0.999, rising[3])];
         let too_large =
@@ -405,7 +406,7 @@ fn check_estimate(name: &str, estimate: Estimate, min: f64) -> Result<(), String
     Err(format!("has an invalid `{name}`: {} ± {:?}", estimate.mean, estimate.standard_error))
 }
 
-/// Whether a number is a count, except for rounding.
+/// Whether a number is an integer, except for rounding.
 fn whole(number: f64) -> bool {
     number.is_finite() && number > -0.5 && (number - number.round()).abs() <= 1e-6 * (1.0 + number.abs())
 }
@@ -435,7 +436,7 @@ fn agree(name: &str, estimate: Estimate, means: &[f64], tokens: &[usize], min: f
     near(name, estimate.mean, again.mean)?;
     match (estimate.standard_error, again.standard_error) {
         (None, None) => Ok(()),
-        // The standard error may be pure rounding when windows hardly differ.
+        // If windows hardly differ, their standard error may consist of rounding errors only.
         (Some(a), Some(b)) if (a - b).abs() <= 1e-6 * b + 1e-12 => Ok(()),
         _ => Err(format!("has a standard error of `{name}` that contradicts the values of its windows")),
     }

@@ -20,7 +20,7 @@ const NOISE_SEED: u64 = 0;
 pub(crate) enum Origin<'a> {
     /// A model.
     Model(&'a Decoder),
-    /// A model with noise from this seed.
+    /// A model whose blocks' outputs are disturbed by noise from this seed.
     Noisy(&'a Decoder, u64),
     /// A stored reference.
     Stored(&'a StoredReference),
@@ -49,7 +49,7 @@ impl<'a> Origin<'a> {
         }
     }
 
-    /// Returns the inputs of the output stage at every scored position of windows of equal length,
+    /// Returns the inputs of the output stage at every scored position of windows that have the same length:
     /// `[positions, width]`.
     fn inputs(self, output: &Output<'_>, windows: &[Window], batch: &[usize]) -> Result<Vec<f32>> {
         let tokens: Vec<&[u32]> = batch.iter().map(|&n| windows[n].input()).collect();
@@ -106,7 +106,7 @@ pub(crate) struct Panel<'a> {
     origins: Vec<(Origin<'a>, Output<'a>)>,
     /// The model whose noise floor is measured on some of the windows.
     floor: Option<&'a Decoder>,
-    /// The numbers of these windows.
+    /// Indices of the windows on which the noise floor is measured.
     noisy: Vec<usize>,
     /// Whether to keep the most likely tokens.
     ranked: bool,

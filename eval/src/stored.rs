@@ -1,18 +1,18 @@
 //! A stored reference, so that a gate that runs on every commit evaluates the float model only once.
 //!
 //! Log-probabilities over a vocabulary are large: 128,256 tokens take 513 kB per position. The inputs of the head are
-//! far smaller, and together with the head give bit-identical results: `4 · width` bytes per position, and the head
-//! once. Nothing is rounded, so a comparison with the stored reference equals the comparison with the model.
+//! far smaller, `4 · width` bytes per position, and with the head, which is stored once, they give bit-identical
+//! results. Nothing is rounded, so a comparison with the stored reference equals the comparison with the model.
 //!
 //! ```text
-//! magic, 8 bytes │ offset and length of the header, 8 each │ its BLAKE3, 32
+//! magic, 8 bytes │ offset and length of the header, 8 bytes each │ BLAKE3 of the header, 32 bytes
 //! the head: weight [vocabulary, width] in its dtype, bias as F32 if there is one
 //! hidden states of every window, [scored positions, width] as F32
-//! the header, JSON: what was measured on what, sizes, and the BLAKE3 of every part above
+//! the header, JSON: program, model, text, sizes, and the BLAKE3 of every part above
 //! ```
 //!
-//! All numbers are little-endian. Sizes are checked against the file's before anything is allocated, and every part
-//! against its digest before it is used.
+//! All numbers are little-endian. Sizes are checked against the file size before anything is allocated, and every part
+//! is checked against its digest before it is used.
 
 use std::fs::File;
 use std::io::{BufWriter, Read, Seek, SeekFrom, Write};
@@ -30,9 +30,9 @@ use crate::{EvaluationText, ModelIdentity, NoiseFloor, Scores, TextIdentity, Too
 const MAGIC: [u8; 8] = *b"QUANTREF";
 /// The schema version.
 const SCHEMA: &str = "quant-reference/1";
-/// Bytes before the head.
+/// Number of bytes before the head.
 const PRELUDE: u64 = 56;
-/// Longer headers are rejected; half a million windows fit.
+/// Longer headers are rejected. Headers for half a million windows fit.
 const MAX_HEADER_BYTES: u64 = 64 << 20;
 
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -148,22 +148,23 @@ impl StoredReference {
         Ok(Self { path: path.to_owned(), file, header, head, offsets: sizes.windows, digest })
     }
 
-    /// The model that it was made from.
+    /// Returns the model from which the reference was computed.
     pub fn model(&self) -> &ModelIdentity {
         &self.header.model
     }
 
-    /// The noise floor of that model on these windows.
+    /// Returns the noise floor of that model on these windows.
     pub fn noise_floor(&self) -> &NoiseFloor {
         &self.header.noise_floor
     }
 
-    /// BLAKE3 of the header, which covers the whole file.
+    /// Returns the BLAKE3 of the header, which contains the digests of all other parts.
     pub fn digest(&self) -> &str {
         &self.digest
     }
 
-    /// Fails unless it was made on these windows. With `tokenizer` the tokenizer's file must be the same too.
+    /// Fails unless the reference was computed on these windows. With `tokenizer`, the reference must also have been
+    /// computed with the same tokenizer file.
     ///
     /// # Errors
     /// [`Error::Usage`] that names the difference.
@@ -195,7 +196,7 @@ impl StoredReference {
         Head::from_parts(self.head.clone())
     }
 
-    /// Reads the inputs of the head in these windows.
+    /// Reads the inputs of the head for these windows.
     pub(crate) fn inputs(&self, windows: &[usize]) -> Result<Vec<f32>> {
         let mut all = Vec::new();
         for &window in windows {
@@ -218,7 +219,7 @@ impl StoredReference {
 /// The sizes and offsets of the parts, from the header.
 struct Sizes {
     dtype: Dtype,
-    /// Bytes.
+    /// Sizes of the weight and the bias in bytes.
     weight: usize,
     bias: usize,
     /// Offset of each window.
@@ -248,10 +249,11 @@ impl Sizes {
     }
 }
 
-/// Scores a text by a model and stores the data that a comparison with it needs. `about` identifies the program, the
-/// model and the text.
+/// Scores a text with a model, and stores the data that later comparisons with the model need. `about` identifies the
+/// program, the model and the text.
 ///
-/// The states are written while the model runs; the file gets its name when it is complete.
+/// States are written to a temporary file while the model runs. The file is renamed to its final name when it is
+/// complete.
 ///
 /// # Errors
 /// When the model or its noise floor fails or is not finite, the file cannot be written, or when cancelled.
@@ -315,7 +317,7 @@ pub fn store_reference(
     Ok(scores)
 }
 
-/// An incomplete file next to its destination.
+/// A file that is being written, next to its destination.
 struct Partial {
     target: PathBuf,
     path: PathBuf,

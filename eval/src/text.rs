@@ -11,15 +11,15 @@ use serde::{Deserialize, Serialize};
 use crate::profile::ProfileRequest;
 use crate::{Profile, wikitext};
 
-/// Maximum number of tokens over all windows: a stride far below the window length multiplies a text's tokens.
+/// Maximum number of tokens over all windows. Overlapping windows with a small stride multiply the tokens of a text.
 const MAX_READ: usize = 1 << 28;
 /// Number of documents that are tokenized together.
 const DOCUMENTS_PER_BATCH: usize = 256;
 
-/// Tokens of which the last ones are scored, each given those before it.
+/// Consecutive tokens, the last of which are scored, each given the tokens before it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Window {
-    /// The tokens that the model reads, and one more at the end that it need not read.
+    /// The tokens that the model reads, followed by one token that is only predicted.
     pub tokens: Vec<u32>,
     /// Index of the first scored token; at least 1.
     pub first: usize,
@@ -42,7 +42,7 @@ impl Window {
 #[serde(deny_unknown_fields)]
 #[non_exhaustive]
 pub struct BosPolicy {
-    /// Its position.
+    /// Where the token is inserted.
     pub policy: Bos,
     /// The token, if any.
     pub token: Option<u32>,
@@ -52,13 +52,13 @@ pub struct BosPolicy {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Bos {
-    /// Nowhere: the tokenizer adds none.
+    /// The tokenizer adds no such token.
     None,
-    /// At the start of the text, where the tokenizer adds it; later windows have none.
+    /// At the start of the text, where the tokenizer adds it; later windows do not begin with it.
     Text,
-    /// At the start of every window, in place of the token there.
+    /// At the start of every window, where it replaces the window's first token.
     Windows,
-    /// Before every document, not scored.
+    /// Before every document; it is not scored.
     Documents,
 }
 
@@ -90,7 +90,7 @@ pub struct EvaluationText {
     pub tokenizer_sha256: String,
 }
 
-/// The tokenizer of a model with its configuration.
+/// A model's tokenizer and its configuration.
 #[derive(Debug)]
 pub struct Tokenization<'a> {
     /// `tokenizer.json`.
@@ -189,7 +189,7 @@ fn tokens_sha256(windows: &[Window]) -> String {
     sha256_hex(numbers.flat_map(u32::to_le_bytes).collect::<Vec<u8>>())
 }
 
-/// Windows of a text, before they are identified.
+/// Windows of a text, before their hashes are computed.
 struct Cut {
     windows: Vec<Window>,
     /// Bytes of text that each window's scored tokens cover.
@@ -201,7 +201,7 @@ struct Cut {
     tokens: usize,
 }
 
-/// Tokens, each with the number of bytes of text that it adds to those before it.
+/// Tokens, each with the number of bytes by which it extends the text that the tokens before it cover.
 struct Tokens {
     ids: Vec<u32>,
     bytes: Vec<u64>,
@@ -217,7 +217,8 @@ impl Tokens {
         Ok(each.map(|placed| Self::of(placed, &alone)).collect())
     }
 
-    /// Builds it from tokens with their offsets, and the tokens of an empty text.
+    /// Collects tokens with their offsets in the text. `alone` holds the tokens of an empty text, which shows whether
+    /// the tokenizer adds a first token.
     fn of(placed: Vec<(u32, Range<usize>)>, alone: &[u32]) -> Self {
         let begins_with_special = placed.first().map(|(id, _)| id) == alone.first() && !alone.is_empty();
         let mut bytes = Vec::with_capacity(placed.len());
@@ -290,7 +291,7 @@ fn of_stream(
             })
             .collect(),
         Profile::HfStride { window, stride } => {
-            // One more than needed, to find out whether there are more.
+            // One window more than requested is cut, to find out whether the text has more.
             let max = wanted.map_or(usize::MAX, |n| n.saturating_add(1));
             let tokens_read = (count / stride).min(max).saturating_mul(window.min(count));
             if tokens_read > MAX_READ {
@@ -307,7 +308,7 @@ fn of_stream(
             let (mut begin, mut scored) = (0, 1);
             while scored < count && cut.len() < max {
                 let end = (begin + window).min(count);
-                // The first token of a window has no context.
+                // The first token of a window has no context, so it is not scored.
                 if scored.max(begin + 1) < end {
                     cut.push(tokens.window(begin..end, scored.max(begin + 1)..end));
                 }
@@ -360,7 +361,7 @@ fn rolling(tokenization: &Tokenization<'_>, documents: &[String], window: usize)
                     ids.extend_from_slice(&tokens.ids[..end]);
                     windows.push(Window { tokens: ids, first: 1 });
                 } else {
-                    // A window of `window` tokens plus the last, which the model need not read.
+                    // `window` tokens that the model reads, and one that is only predicted.
                     let begin = end - window - 1;
                     windows
                         .push(Window { tokens: tokens.ids[begin..end].to_vec(), first: predicted - begin });

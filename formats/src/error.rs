@@ -50,9 +50,9 @@ impl Category {
 pub struct Indivisible {
     /// The weight's name in the checkpoint.
     pub tensor: String,
-    /// Its input width `k`.
+    /// The linear's input width `k`.
     pub columns: usize,
-    /// The group size that does not divide it.
+    /// The group size, which does not divide `columns`.
     pub group_size: usize,
 }
 
@@ -65,7 +65,7 @@ pub enum Error {
     Usage {
         /// The problem with the request.
         message: String,
-        /// What to request instead.
+        /// What the user can request instead.
         remedy: String,
     },
     /// A pattern of the settings `ignore` or `override` that matched no tensor.
@@ -87,7 +87,7 @@ pub enum Error {
         /// The target.
         path: PathBuf,
     },
-    /// The target is the model's own directory, or lies inside it (or around it).
+    /// The target is the model's own directory, lies inside it, or contains it.
     #[error("the output {} overlaps the input {}", output.display(), input.display())]
     OutputIsInput {
         /// The target.
@@ -109,7 +109,7 @@ pub enum Error {
     PickleOnly {
         /// The model directory.
         path: PathBuf,
-        /// The pickle files found.
+        /// The pickle files that were found.
         files: Vec<String>,
     },
     /// A safetensors file violates the format.
@@ -199,7 +199,7 @@ pub enum Error {
     AlreadyQuantized {
         /// The model directory.
         path: PathBuf,
-        /// Its `quant_method`.
+        /// The `quant_method` in the model's configuration.
         method: String,
     },
     /// A quantized checkpoint that this version cannot read.
@@ -256,7 +256,7 @@ pub enum Error {
     Io {
         /// The operation: `read`, `create`, `write`, `sync`, `rename` …
         action: &'static str,
-        /// On what.
+        /// The path on which the operation failed.
         path: PathBuf,
         /// The system's error.
         source: std::io::Error,
@@ -306,7 +306,7 @@ pub enum Error {
         path: PathBuf,
         /// The reason, including the line or the key.
         reason: String,
-        /// What to do.
+        /// What the user can do about it.
         remedy: String,
     },
     /// The named text is neither a file nor a known set.
@@ -351,9 +351,9 @@ pub enum Error {
         path: PathBuf,
         /// The tensor's name.
         tensor: String,
-        /// How many.
+        /// Number of non-finite values.
         count: u64,
-        /// Index of the first one, in row-major order.
+        /// Index of the first non-finite value, in row-major order.
         first_index: u64,
     },
     /// A computation overflowed or gave NaN.
@@ -370,7 +370,7 @@ pub enum Error {
     Calibration {
         /// The affected tensor or module.
         tensor: String,
-        /// What of it.
+        /// A description of the values that overflow.
         what: String,
     },
 
@@ -486,7 +486,7 @@ impl Error {
     }
 }
 
-/// What limits the memory of a run, for its message.
+/// Describes the limit on the memory of a run, for the message.
 fn memory_limit(budget: Option<u64>, available: Option<u64>) -> String {
     match (budget, available) {
         (Some(budget), _) => format!("the budget is {} MiB", budget >> 20),

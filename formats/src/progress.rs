@@ -22,7 +22,7 @@ pub enum Event {
     /// An earlier run has completed some of the current stage's units. They come first; for these units, only the
     /// results that later units need are computed.
     Resumed {
-        /// How many.
+        /// Number of units that the earlier run completed.
         units: u64,
     },
     /// One unit of the current stage is done.
@@ -47,21 +47,21 @@ pub enum Event {
     },
     /// A warning; the run continues. Settings are marked as in [`Error`].
     Warning {
-        /// What.
+        /// The text of the warning.
         message: String,
     },
     /// A note on the run or its result. Settings are marked as in [`Error`].
     Note {
         /// `note`, or `lost` for something that a format cannot represent.
         label: &'static str,
-        /// What.
+        /// The text of the note.
         message: String,
     },
     /// The expected cost of the next stage; only if the observer [wants it](Observer::wants_estimate).
     Expected {
         /// The stage.
         stage: &'static str,
-        /// Seconds.
+        /// The expected duration in seconds.
         seconds: f64,
     },
 }

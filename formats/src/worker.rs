@@ -17,7 +17,7 @@ use crate::{Error, Result};
 
 /// Loads tokenizers and templates.
 pub trait TextWorkers: fmt::Debug + Send + Sync {
-    /// Loads one; the worker holds it until it is dropped.
+    /// Loads a tokenizer or a template, which the worker holds until it is dropped.
     ///
     /// # Errors
     /// When it is malformed, exceeds its limits, or no worker is available.
@@ -36,9 +36,9 @@ pub trait TextWorker: fmt::Debug + Send + Sync {
 /// A file of a model that a worker holds.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Loadable {
-    /// The file, for messages; it is not opened.
+    /// The path of the file, for messages; the file is not opened.
     pub path: PathBuf,
-    /// Its contents.
+    /// The contents of the file.
     pub content: Content,
 }
 
@@ -49,15 +49,15 @@ pub enum Content {
     Tokenizer(Vec<u8>),
     /// A chat template.
     Template {
-        /// Its source.
+        /// The template's source.
         source: String,
-        /// Special tokens that it may use, by name.
+        /// Special tokens that the template may use, by name.
         tokens: Vec<(String, String)>,
     },
 }
 
 impl Loadable {
-    /// Converts a fault of this file into an error.
+    /// Converts a fault of this file into an error that names the file.
     pub fn error(&self, fault: Fault) -> Error {
         let path = self.path.clone();
         match self.content {
@@ -134,24 +134,24 @@ pub struct Chat {
 pub enum ChatForm {
     /// Unchanged.
     Whole,
-    /// Unchanged, with the spans that the assistant wrote.
+    /// The conversation unchanged, with the spans that the assistant wrote.
     Marked,
-    /// With the prompt for the assistant's next answer.
+    /// The conversation followed by the prompt for the assistant's next answer.
     Prompt,
 }
 
 /// A response of a worker.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Answer {
-    /// One per text.
+    /// Tokens, one list per text.
     Encoded(Vec<Encoded>),
-    /// One per list of tokens.
+    /// Texts, one per list of tokens.
     Decoded(Vec<String>),
     /// The largest token id, if there is any.
     LargestToken(Option<u32>),
     /// The token id, if the vocabulary has the token.
     TokenId(Option<u32>),
-    /// One per conversation; the template may refuse some.
+    /// One result per conversation; the template may refuse some.
     Rendered(Vec<Result<RenderedText, Fault>>),
 }
 
@@ -174,7 +174,7 @@ pub struct RenderedText {
 }
 
 impl Question<'_> {
-    /// Whether a response has the form that this request requires: the process that sent it is not trusted.
+    /// Whether a response has the form that this request requires. The process that sent the response is not trusted.
     pub fn fits(&self, answer: &Answer) -> bool {
         match (self, answer) {
             (Self::Encode { texts, places, .. }, Answer::Encoded(all)) => {

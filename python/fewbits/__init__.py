@@ -4,8 +4,8 @@
 >>> fewbits.quantize("MODEL", "OUT", method="rtn")            # doctest: +SKIP
 >>> fewbits.evaluate("OUT", text="builtin-heldout", reference="MODEL")  # doctest: +SKIP
 
-Keyword arguments have the names and defaults of the command-line options. Results have attributes and ``to_dict()``,
-and are displayed as a page in notebooks. Errors are subclasses of :class:`QuantError`.
+Keyword arguments have the names and defaults of the command-line options. Results have attributes and ``to_dict()``;
+notebooks display them as a page. Errors are subclasses of :class:`QuantError`.
 """
 
 from fewbits._api import evaluate, gate, inspect, plan, preset_recipe, quantize, update_baseline

@@ -82,7 +82,7 @@ def _settings(
     imatrix: PathOrName | None,
     save_imatrix: PathOrName | None = None,
 ) -> dict[str, Any]:
-    """The settings of the recipe in the form that the native part takes."""
+    """Converts the settings of the recipe to the form that the native part takes."""
     counts = {
         "block_size": block_size,
         "samples": samples,
@@ -264,8 +264,9 @@ def quantize(
     ``calibration`` is the path of a text or ``.jsonl`` file, the name of a built-in text, or rows: strings, rows of a
     dataset with a field ``text`` or ``messages``, or lists of chat messages. An iterable is read to its end.
 
-    ``memory_budget`` is the memory that the run may use, such as ``"8GiB"``; the default is 80 % of what is available. Beyond
-    that, hidden states are kept in files next to ``output``, which does not depend on it.
+    ``memory_budget`` is the memory that the run may use, such as ``"8GiB"``; the default is 80 % of what is
+    available. Hidden states that do not fit are kept in files next to ``output``. The output does not depend on the
+    budget.
 
     ``on_event`` is called with every :class:`Event` on the calling thread; an exception that it raises stops the run.
     ``progress=True`` shows a tqdm bar. Ctrl-C stops the run without losing work and raises ``KeyboardInterrupt``; the
@@ -394,7 +395,7 @@ _Results = Union[PathOrName, Evaluation, Mapping[str, Evaluation], Sequence[Unio
 
 
 def _results(given: _Results) -> list[dict[str, Any]]:
-    """Results with the names that a policy and a baseline use for them."""
+    """Returns the results with the names that a policy and a baseline use for them."""
     if isinstance(given, Mapping):
         return [{"name": name, "result": result.to_dict()} for name, result in given.items()]
     if isinstance(given, (str, Evaluation)) or not isinstance(given, Sequence):
@@ -436,7 +437,8 @@ def gate(
 
 
 def update_baseline(results: _Results, baseline: PathOrName) -> str:
-    """Makes results the baseline of later gates, and returns its path. Only replaces a file that is a baseline.
+    """Writes results as the baseline of later gates, and returns the path of the file. An existing file is replaced
+    only if it is a baseline.
 
     Raises :class:`QuantError`.
     """

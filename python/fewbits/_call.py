@@ -13,9 +13,9 @@ from fewbits import _native
 from fewbits._errors import UsageError
 from fewbits._events import Event, Listener
 
-#: A path, or a name that stands for one.
+#: A path, or the name of a model on a hub.
 PathOrName = Union[str, "PathLike[str]"]
-#: A text: a file, the name of a built-in one, or rows.
+#: A text: a file, the name of a text set, or the rows of a dataset.
 Texts = Union[str, "PathLike[str]", Iterable[Any]]
 
 
@@ -28,7 +28,8 @@ def code() -> str:
 
 
 def python() -> str | None:
-    """The interpreter, if it is an executable that can be started again; tokenizers run in such processes."""
+    """The path of the interpreter, or None if it cannot be started again. Tokenizers run in processes of this
+    interpreter."""
     named = sys.executable
     return named if named and Path(named).is_file() else None
 
@@ -43,8 +44,8 @@ def run(
     threads: int | None = None,
     resume_with: str | None = None,
 ) -> Any:
-    """Runs a job of the native part and returns its result. `resume_with` is the argument with which the call continues
-    after Ctrl-C."""
+    """Runs a job of the native part and returns its result. `resume_with` names the argument with which the same
+    call resumes after Ctrl-C."""
     check_threads(threads)
     listener = Listener(on_event, progress)
     wants_estimate = on_event is not None
@@ -68,17 +69,17 @@ def check_threads(threads: int | None) -> None:
 
 
 def path(given: PathOrName) -> str:
-    """A path as text; model names stay unchanged."""
+    """Converts a path to text; names of models are returned unchanged."""
     return fspath(given)
 
 
 def optional_path(given: PathOrName | None) -> str | None:
-    """Like :func:`path`, for a path that may be absent."""
+    """Like :func:`path`, but returns None for None."""
     return None if given is None else fspath(given)
 
 
 def text_argument(given: Texts | None, name: str) -> tuple[str | None, list[str] | None]:
-    """A text in the form that the native part takes: a path or a name, or rows as JSON."""
+    """Converts a text to the form that the native part takes: a path or a name, or rows as JSON."""
     if given is None:
         return None, None
     if isinstance(given, (str, PathLike)):
@@ -93,7 +94,7 @@ def text_argument(given: Texts | None, name: str) -> tuple[str | None, list[str]
 
 
 def _row(row: Any, number: int, name: str) -> str:
-    """A row as JSON. Only the columns that are read are taken from a dataset's row; others may contain anything."""
+    """Converts a row to JSON. Only the columns that are read are converted; other columns may contain anything."""
     if isinstance(row, Mapping):
         row = {key: row[key] for key in ("messages", "tools", "text") if key in row}
     try:

@@ -19,7 +19,7 @@ class QuantError(Exception):
 
     #: What happened, and where.
     message: str
-    #: What to do about it.
+    #: What the user can do about it.
     remedy: str
     #: The tensor or linear concerned, if any.
     tensor: str | None
@@ -90,7 +90,7 @@ _CLASSES: dict[str, type[QuantError]] = {
 
 
 def make(category: str, exit_code: int, message: str, remedy: str, **where: Any) -> QuantError:
-    """The exception for a failure; called by the native part."""
+    """Creates the exception for a failure. Called by the native part."""
     error = _CLASSES[category](message, remedy, **where)
     if error.exit_code != exit_code:
         raise AssertionError(f"{category} has exit code {exit_code}")

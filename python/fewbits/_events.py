@@ -25,7 +25,7 @@ class Event:
 
 @dataclass(frozen=True)
 class StageStarted(Event):
-    """A stage begins; ``units`` :class:`UnitDone` follow."""
+    """A stage begins. It consists of ``units`` units, each of which ends with a :class:`UnitDone`."""
 
     #: ``quantize``, ``verify``, ``evaluate`` …
     stage: str
@@ -36,7 +36,7 @@ class StageStarted(Event):
 
 @dataclass(frozen=True)
 class Resumed(Event):
-    """An earlier run has done this many units of the stage. They come first, and pass quickly."""
+    """An earlier run has finished this many units of the stage. They are the first ones, and pass quickly."""
 
     units: int
 
@@ -62,7 +62,7 @@ class StepStarted(Event):
 
 @dataclass(frozen=True)
 class StepDone(Event):
-    """A step took this many seconds; it is repeated for every block."""
+    """A step took this many seconds. Steps are repeated for every block."""
 
     step: str
     seconds: float
@@ -145,7 +145,7 @@ class Bar:
 
 
 class Listener:
-    """Receives the events of one job, on the thread that called it."""
+    """Receives the events of one job, on the thread that started the job."""
 
     def __init__(self, on_event: Callable[[Event], object] | None, progress: bool) -> None:
         if on_event is not None and not callable(on_event):

@@ -1,5 +1,5 @@
-"""The extension's kernels, called through pointers of its C interface: without copies, and without building against
-torch."""
+"""The extension's kernels, called through function pointers of its C interface. This avoids copies, and nothing is
+built against torch."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class _Weights(Structure):
 
 
 class Layout(Structure):
-    """`qz1_layout`: the positions within the packed bytes."""
+    """The C struct `qz1_layout`: the positions of the parts within the packed bytes."""
 
     _fields_ = [
         ("struct_size", c_uint32),
@@ -119,7 +119,7 @@ def _message() -> tuple[_Message, ctypes.Array[c_char]]:
 
 
 class _Rows(threading.local):
-    """Rows of activations, one set per thread, reused by every call."""
+    """Buffers for rows of activations. Each thread has its own and reuses them in every call."""
 
     def __init__(self) -> None:
         self.float = self._new("qz1_float_rows_new")
@@ -158,8 +158,8 @@ def _parallel(threads: int) -> _Parallel | None:
 
 
 def layout_of(bits: int, shape: tuple[int, int], group_size: int, codes: int, scales: int, sums: bool) -> tuple[_Weights, Layout]:
-    """A matrix ``[n, k]`` at these addresses, with one code per byte and ``f32`` scales ``[n, k / group_size]``, and
-    its layout."""
+    """Returns a matrix ``[n, k]`` with one code per byte and ``f32`` scales ``[n, k / group_size]`` at these
+    addresses, and its layout."""
     n, k = shape
     weights = _Weights(
         struct_size=ctypes.sizeof(_Weights),
@@ -179,7 +179,7 @@ def layout_of(bits: int, shape: tuple[int, int], group_size: int, codes: int, sc
 
 
 def pack(weights: _Weights, layout: Layout, out: int, threads: int) -> None:
-    """Packs into ``layout.bytes`` bytes at ``out``."""
+    """Packs the matrix into ``layout.bytes`` bytes at ``out``."""
     message, text = _message()
     parallel = _parallel(threads)
     status = _LIBRARY.qz1_pack(
@@ -196,7 +196,7 @@ def pack(weights: _Weights, layout: Layout, out: int, threads: int) -> None:
 
 
 def layout_numbers(layout: Layout) -> list[int]:
-    """A layout as integers, which an operator can take; ``id`` as a signed one."""
+    """Converts a layout to a list of integers, which a torch operator can take. ``id`` becomes a signed integer."""
     numbers = [int(getattr(layout, field[0])) for field in Layout._fields_]
     return [number - (1 << 64) if number >= 1 << 63 else number for number in numbers]
 
@@ -225,7 +225,8 @@ def linear(
     static: tuple[float, int] | None,
     threads: int,
 ) -> None:
-    """``out = x · Wᵀ + bias``: ``x`` has ``count`` values of the type ``kind``, ``out`` is ``f32``; all are addresses.
+    """Computes ``out = x · Wᵀ + bias``. ``x`` has ``count`` values of the type ``kind``, and ``out`` is ``f32``. All
+    arguments of arrays are addresses.
 
     ``activations`` is ``float``, or ``int8`` for 8 bits with a scale per row, or with the scale and zero point of
     ``static``.
@@ -240,7 +241,7 @@ def linear(
     common = (byref(layout), packed, layout.bytes)
     end = (bias, bias_len, out, rows * n)
     if activations == "float":
-        # A few rows are packed faster than threads wake up.
+        # Packing a few rows takes less time than waking up threads.
         few = parallel if rows > 4 else None
         _check(_LIBRARY.qz1_float_rows_pack(_ROWS.float, byref(layout), byref(values), few, byref(message)), text)
         status = _LIBRARY.qz1_multiply_float(*common, _ROWS.float, *end, parallel, byref(message))

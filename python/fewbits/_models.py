@@ -20,9 +20,9 @@ class Generated:
     """A text that a model generated."""
 
     text: str
-    #: Without the token that ended the text.
+    #: The generated tokens, without the token that ended the text.
     tokens: tuple[int, ...]
-    # : The reason why it ended: ``eos``, ``length``, ``context`` or ``stop``.
+    #: The reason why the text ended: ``eos``, ``length``, ``context`` or ``stop``.
     end: str
 
 
@@ -71,28 +71,28 @@ class Model:
         return f"Model({self.path!r}, max_length={self.max_length})"
 
     def special_token(self, name: str) -> str | None:
-        """The text of ``bos_token``, ``eos_token`` and so on, if the tokenizer has it."""
+        """The text of the special token ``name``, such as ``bos_token``, or None if the tokenizer does not have it."""
         found = self._special.get(name)
         return None if found is None else str(found["text"])
 
     def special_token_id(self, name: str) -> int | None:
-        """The id of such a token."""
+        """The id of the special token ``name``, such as ``bos_token``, or None if the tokenizer does not have it."""
         found = self._special.get(name)
         return None if found is None or found["id"] is None else int(found["id"])
 
     def encode(self, texts: Iterable[str], *, special_tokens: bool = True) -> list[list[int]]:
-        """The tokens of each text, with or without the special tokens that the tokenizer adds."""
+        """Returns the tokens of each text, with or without the special tokens that the tokenizer adds."""
         request = {"texts": list(texts), "special": special_tokens}
         tokens: list[list[int]] = self._ask("encode", request)
         return tokens
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """The text of tokens, without special ones."""
+        """Returns the text of tokens, without special tokens."""
         text: str = self._ask("decode", list(tokens))
         return text
 
     def chat_prompt(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """A conversation rendered by the model's chat template, with the beginning of the next answer."""
+        """Renders a conversation with the model's chat template, followed by the beginning of the next answer."""
         text: str = self._ask("chat", list(messages))
         return text
 
@@ -103,8 +103,9 @@ class Model:
         on_event: _OnEvent = None,
         progress: bool = False,
     ) -> list[tuple[float, bool]]:
-        """The likelihood of each continuation after its context, both as tokens: the sum of the natural logarithms of
-        its tokens' probabilities, and whether each of them is the most likely one. A context has at least one token."""
+        """Returns, for each continuation after its context, the sum of the natural logarithms of its tokens'
+        probabilities, and whether each of its tokens is the most likely one. Contexts and continuations are lists of
+        tokens; a context has at least one token."""
         scored = [
             {"tokens": [*context, *continuation], "first": len(context)} for context, continuation in requests
         ]
@@ -127,8 +128,8 @@ class Model:
         on_event: _OnEvent = None,
         progress: bool = False,
     ) -> list[Generated]:
-        """Generates text after each prompt, which is a text or tokens, one prompt after the other. A text ends before a
-        string in ``stop``.
+        """Generates text after each prompt, one prompt after the other. A prompt is a text or a list of tokens. A
+        text ends before the first occurrence of a string in ``stop``.
 
         The most likely token is taken unless ``do_sample=True``; settings that are not given then come from the model's
         ``generation_config.json``. The same seed gives the same text.

@@ -1,4 +1,4 @@
-"""Results that read a model and change nothing: plans and inspections."""
+"""Results of functions that only read a model: plans and inspections."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class EngineVerdict:
     version: str
     #: The number of ranks (GPUs).
     ranks: int
-    #: ``yes``, ``no`` or something in between.
+    #: ``yes``, ``no``, or a value in between, such as support with conditions.
     loads: str
     reason: str | None
 
@@ -33,13 +33,13 @@ class PlannedFormat:
 
     format: str
     output_bytes: int
-    #: None for GGUF files, which count all weights.
+    #: Bits per quantized weight; None for GGUF files, whose bits are counted over all weights.
     bits_per_quantized_weight: float | None
     warnings: tuple[str, ...]
     #: What the format cannot represent of the requested quantization.
     loses: tuple[str, ...]
     engines: tuple[EngineVerdict, ...]
-    #: Each tensor, as in JSON.
+    #: One dictionary per tensor, with the keys of the JSON output.
     tensors: tuple[Mapping[str, Any], ...]
 
     def to_dict(self) -> dict[str, Any]:
@@ -95,7 +95,7 @@ class Plan(Result):
 
     @property
     def output_bytes(self) -> int:
-        """Bytes of the first format."""
+        """Bytes of the output in the first format."""
         return self.formats[0].output_bytes
 
     def _shown(self) -> str:
@@ -198,7 +198,7 @@ class Inspection(Result):
 
     @property
     def quant_method(self) -> str | None:
-        """The format of its quantized weights; None for a float model."""
+        """The ``quant_method`` of the checkpoint; None for a float model."""
         method: str | None = self._fields["quant_method"]
         return method
 

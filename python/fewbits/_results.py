@@ -45,7 +45,7 @@ class Result:
         self._fields = dict(fields)
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields, as they are in JSON."""
+        """All fields of the JSON output."""
         copy: dict[str, Any] = json.loads(json.dumps(self._fields))
         return copy
 
@@ -147,7 +147,7 @@ class Quantized(Result):
 
     @property
     def steps(self) -> dict[str, float]:
-        """Seconds per step, all blocks together."""
+        """Seconds per step, summed over all blocks."""
         return {step["step"]: step["seconds"] for step in self._fields["steps"]}
 
     @property
@@ -166,7 +166,7 @@ class Quantized(Result):
         try:
             return _frame(self.outputs[0].report_page())
         except (QuantError, OSError):
-            # The directory has been moved or deleted since; the summary is still valid.
+            # If the directory has been moved or deleted since, the summary is still valid.
             return f"<pre>{html.escape(repr(self))}</pre>"
 
 
@@ -177,7 +177,7 @@ class Gguf(Result):
 
     @property
     def path(self) -> str:
-        """The file, or the directory with it."""
+        """The path of the file, or of the directory that contains it."""
         return str(self._fields["path"])
 
     @property
@@ -197,7 +197,7 @@ class Gguf(Result):
 
     @property
     def bits_per_weight(self) -> float:
-        """Bits per weight, all tensors together."""
+        """Mean bits per weight over all tensors."""
         return float(self._fields["bits_per_weight"])
 
     @property

@@ -26,7 +26,7 @@ def _linear(
     scale: float | None,
     zero: int,
 ) -> torch.Tensor:
-    # The names of the fields of `layout`: _kernels.Layout.
+    # Indices of fields of `layout`: see _kernels.Layout.
     n, k = layout[6], layout[7]
     if x.shape[-1] != k or packed.numel() < layout[11] or packed.dtype != torch.uint8 or not packed.is_contiguous():
         raise ValueError(f"input of width {x.shape[-1]} for a linear of [{n}, {k}], or invalid packed weights")
@@ -119,7 +119,7 @@ class PackedLinear(torch.nn.Module):  # type: ignore[misc,unused-ignore]
         )
 
     def _apply(self, fn: Any, recurse: bool = True) -> PackedLinear:
-        # `model.to(dtype)` keeps the bias in the type that the kernels take.
+        # `model.to(dtype)` must not convert the bias, because the kernels require its type.
         bias = self.bias
         super()._apply(fn, recurse)
         if bias is not None and self.bias is not None and self.bias.device.type == "cpu":
@@ -134,7 +134,7 @@ def _codes(module: torch.nn.Module, bits: int, shape: tuple[int, int]) -> torch.
     """Unsigned codes, one per byte."""
     n, k = shape
     if hasattr(module, "weight_packed"):
-        # Little-endian: the bytes of a word are in the order of columns.
+        # Codes are packed in little-endian words, so the bytes of a word are in the order of columns.
         words = module.weight_packed.data.contiguous().view(torch.uint8).reshape(n, -1)
         if bits == 8:
             return words[:, :k].contiguous()
@@ -145,7 +145,7 @@ def _codes(module: torch.nn.Module, bits: int, shape: tuple[int, int]) -> torch.
 
 
 def _activations(scheme: Any, module: torch.nn.Module) -> tuple[str, tuple[float, int] | None] | None:
-    """The treatment of inputs in a scheme, if the kernels support it."""
+    """How a scheme treats the inputs, or None if the kernels do not support it."""
     inputs = scheme.input_activations
     if inputs is None:
         return "float", None
@@ -199,7 +199,8 @@ def _packed(module: torch.nn.Module) -> PackedLinear | None:
 
 
 def replace_linears(model: torch.nn.Module) -> tuple[int, int]:
-    """Replaces linears of compressed-tensors by packed ones; returns how many were replaced and how many were not."""
+    """Replaces linears of compressed-tensors by packed ones. Returns the numbers of linears that were replaced and
+    that were not."""
     replaced = stayed = 0
     for name, module in list(model.named_modules()):
         if getattr(module, "quantization_scheme", None) is None or not isinstance(module, torch.nn.Linear):
@@ -218,10 +219,11 @@ def replace_linears(model: torch.nn.Module) -> tuple[int, int]:
 
 
 def quantizer(base: type[Any]) -> type[Any]:
-    """transformers' quantizer for compressed-tensors checkpoints, with packed linears after loading."""
+    """Returns a subclass of transformers' quantizer for compressed-tensors checkpoints that packs the linears after
+    loading."""
 
     class PackedQuantizer(base):  # type: ignore[misc,valid-type,unused-ignore]
-        """Loads as the base class does, then packs."""
+        """Loads the checkpoint as the base class does, then packs its linears."""
 
         _packs = False
 
@@ -247,7 +249,7 @@ def quantizer(base: type[Any]) -> type[Any]:
             return not self._packs and bool(super().is_trainable)
 
         def is_serializable(self) -> bool:
-            # Packed weights are not in any format that can be read back.
+            # Packed weights cannot be saved in a format that can be loaded again.
             return not self._packs and bool(super().is_serializable())
 
     return PackedQuantizer

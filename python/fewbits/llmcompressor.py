@@ -1,4 +1,4 @@
-"""llm-compressor's interface, :func:`oneshot` and its modifiers, on this package.
+"""llm-compressor's interface, :func:`oneshot` and its modifiers, implemented by this package.
 
 Only the imports change:
 
@@ -12,8 +12,8 @@ Only the imports change:
 ...     num_calibration_samples=512,
 ... )
 
-Unknown arguments are rejected by name before any work; none is silently ignored. One thing differs: samples are windows
-of ``max_seq_length`` tokens, into which texts are joined and cut, instead of truncated rows.
+Unknown arguments are never ignored: they are rejected by name before any work. There is one difference: a sample is
+not a truncated row but a window of ``max_seq_length`` tokens. Texts are joined and then cut into windows.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ _Modifier = Union[QuantizationModifier, GPTQModifier, AWQModifier, SmoothQuantMo
 
 
 def _settings(recipe: _Modifier | Sequence[_Modifier]) -> dict[str, Any]:
-    """Modifiers as arguments of :func:`fewbits.quantize`."""
+    """Converts modifiers to arguments of :func:`fewbits.quantize`."""
     kinds = (QuantizationModifier, GPTQModifier, AWQModifier, SmoothQuantModifier)
     if isinstance(recipe, (str, PathLike)):
         raise UsageError(
@@ -186,14 +186,14 @@ def _settings(recipe: _Modifier | Sequence[_Modifier]) -> dict[str, Any]:
             f"the recipe has {len(schemes)} different schemes, but must have one",
             "set the same scheme= in its modifiers, or set it in only one of them",
         )
-    # The head stays float even if it is not listed.
+    # The head stays float even if `ignore` does not list it.
     settings["ignore"] = [name for name in ignore if name not in ("lm_head", "re:.*lm_head")]
     settings["scheme"] = schemes.pop()
     return settings
 
 
 def _rows(dataset: Texts, column: str) -> Texts:
-    """A dataset whose texts are in a column of a different name."""
+    """Yields the rows of a dataset whose texts are in a column with a different name."""
     if isinstance(dataset, (str, PathLike)):
         return dataset
 

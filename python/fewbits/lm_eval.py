@@ -5,8 +5,8 @@ lm-evaluation-harness 0.4.13 does not discover plug-ins, so import this module f
     import fewbits.lm_eval
     lm_eval.simple_evaluate(model="fewbits", model_args="pretrained=OUT", tasks=["hellaswag"])
 
-Later versions find ``--model fewbits`` through the entry point ``lm_eval.models``. Texts are split into tokens, windows
-and continuations by the harness's own rules, those of its ``hf`` model.
+Later versions find ``--model fewbits`` through the entry point ``lm_eval.models``. Texts are split into tokens,
+windows and continuations as in the harness's ``hf`` model.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class FewbitsLM(TemplateLM):  # type: ignore[misc,unused-ignore]
         return self._encode([string], add_special_tokens)[0]
 
     def _encode(self, texts: Sequence[str], special: bool | None = None) -> list[list[int]]:
-        """Tokens of many texts at once; no prefix token is added to a text that begins with it."""
+        """Tokenizes many texts at once. No prefix token is added to a text that already begins with it."""
         flags = [self._adds_special(text) if special is None else special for text in texts]
         found: list[list[int]] = [[] for _ in texts]
         for flag in (True, False):
@@ -109,7 +109,7 @@ class FewbitsLM(TemplateLM):  # type: ignore[misc,unused-ignore]
         return True if self.add_bos_token is None else self.add_bos_token
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        # The same rule as TemplateLM's, which would call the tokenizer once per text.
+        # The same rule as in TemplateLM's method, which would call the tokenizer once per text.
         pairs = [request.args for request in requests]
         moved = [
             (context.rstrip(), context[len(context.rstrip()) :] + continuation) if context else (context, continuation)
@@ -137,9 +137,9 @@ class FewbitsLM(TemplateLM):  # type: ignore[misc,unused-ignore]
     ) -> list[tuple[float, bool]]:
         scored = []
         for _name, context, continuation in requests:
-            # The last token is only predicted, never read.
+            # The model predicts the last token but does not read it, so one more token fits than the context length.
             kept = [*context, *continuation][-(self.max_length + 1) :]
-            # A continuation as long as the model's context leaves one token of context before it.
+            # If the continuation fills the model's context, one token remains as its context and the rest is scored.
             count = min(len(continuation), len(kept) - 1)
             scored.append((kept[: len(kept) - count], kept[len(kept) - count :]))
         # An empty continuation has probability 1.
@@ -183,7 +183,7 @@ class FewbitsLM(TemplateLM):  # type: ignore[misc,unused-ignore]
             settings = dict(requests[numbers[0]].args[1])
             stop = settings.pop("until", None) or []
             stop = [stop] if isinstance(stop, str) else list(stop)
-            # In the order in which the harness reads them; all names are removed.
+            # The harness accepts several names for the length. The first one that is set counts, and all are removed.
             lengths = [settings.pop(name, None) for name in _LENGTHS]
             length = next((int(value) for value in lengths if value is not None), self.max_gen_toks)
             given = {name: settings.pop(name) for name in _SETTINGS if name in settings}
@@ -219,5 +219,5 @@ class FewbitsLM(TemplateLM):  # type: ignore[misc,unused-ignore]
         return self.model.chat_prompt(chat_history)
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        # The harness only stores this with the results; the library applies the template itself.
+        # The harness only stores this text with the results; the library applies the template itself.
         return "the model's own" if chat_template else None

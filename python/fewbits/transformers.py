@@ -6,9 +6,9 @@ package's kernels multiply them.
 >>> model = AutoModelForCausalLM.from_pretrained("OUT")                 # doctest: +SKIP
 
 Without this, transformers dequantizes a compressed-tensors checkpoint before the first token. With it, these linears
-keep their codes: symmetric integer weights of 2, 4 or 8 bits, in groups or per channel, with float activations, or with
-8-bit activations per token or static. Everything else in the model, and every other kind of linear, is computed by
-torch as before. For inference only: there are no gradients.
+keep their codes: symmetric integer weights of 2, 4 or 8 bits, in groups or per channel, with float activations, or
+with 8-bit activations per token or static. torch computes all other linears and the rest of the model as before.
+Packed linears have no gradients, so they can be used for inference only.
 
 Needs torch, transformers and compressed-tensors, which this package does not install.
 """
@@ -22,7 +22,7 @@ __all__ = ["disable", "enable", "is_enabled"]
 
 _METHOD = "compressed-tensors"
 _LOGGER = logging.getLogger("fewbits")
-# : The quantizer that this package's one replaced.
+#: The quantizer that this package replaced.
 _BEFORE: list[Any] = []
 
 
@@ -50,7 +50,7 @@ def enable() -> None:
 
 
 def disable() -> None:
-    """Makes transformers load checkpoints in its own way again; loaded models stay unchanged."""
+    """Makes transformers load checkpoints in its default way again. Models that were already loaded are unchanged."""
     if _BEFORE:
         from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 

@@ -7,7 +7,7 @@ use quant_core::wording::worded;
 
 use crate::wording::Keywords;
 
-/// The exception for an error, built by `fewbits._errors`, which defines the classes.
+/// Builds the exception for an error with `fewbits._errors`, which defines the classes.
 pub fn exception(py: Python<'_>, error: &Error) -> PyErr {
     let made = || -> PyResult<Bound<'_, PyAny>> {
         let fields = PyDict::new(py);

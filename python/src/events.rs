@@ -26,8 +26,8 @@ impl Observer for Channel {
     }
 }
 
-/// The kind of an event, which is the name of its class, and its fields; `None` for kinds that the package does not
-/// know.
+/// Returns the kind of an event, which is the name of its Python class, and its fields as JSON; `None` for events that
+/// have no Python class.
 pub fn fields(event: &Event) -> Option<(&'static str, Value)> {
     let reworded = |message: &str| worded(message, &Keywords).into_owned();
     Some(match event {

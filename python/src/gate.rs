@@ -13,7 +13,7 @@ use serde_json::{Value, json};
 
 use crate::requests::parse;
 
-/// A result: a file, or the output of an evaluation.
+/// A result: the path of its file, or the output of an evaluation.
 #[derive(Deserialize)]
 #[serde(untagged)]
 enum Given {
@@ -87,7 +87,7 @@ pub fn gate(request: &str, session: &Session) -> Result<String> {
     Ok(json!({ "outcome": outcome, "page": page, "summary": summary(&outcome) }).to_string())
 }
 
-/// Makes results the baseline.
+/// Writes results as the new baseline.
 pub fn update_baseline(request: &str) -> Result<String> {
     let Update { results: given, baseline } = parse(request)?;
     let results = results(given)?;

@@ -18,9 +18,9 @@ use crate::error::exception;
 use crate::events::{Channel, fields};
 use crate::{gate, requests};
 
-/// How often the caller's thread checks for signals.
+/// Interval at which the caller's thread checks for signals.
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
-/// Stack size of the job's thread, which reads files like the program's main thread.
+/// Stack size of the job's thread. It reads files, so it is as large as that of the program's main thread.
 const STACK: usize = 8 << 20;
 
 /// The work of a job, run on its own thread.
@@ -30,11 +30,11 @@ pub type Work = Box<dyn FnOnce(&Session) -> Result<String> + Send>;
 pub struct Place {
     /// The extension's file.
     pub code: PathBuf,
-    /// The interpreter, if it is an executable.
+    /// The Python interpreter, or `None` if it is not an executable, as when Python is embedded.
     pub python: Option<PathBuf>,
 }
 
-/// Loads only the extension, from its file, and serves.
+/// Python code that loads only the extension, from its file, and runs a text worker.
 const WORKER: &str = "import sys; from importlib.util import spec_from_file_location as s, module_from_spec as m; \
                       f = s('fewbits._native', sys.argv[1]); n = m(f); f.loader.exec_module(n); sys.exit(n.text_worker())";
 
@@ -45,7 +45,8 @@ impl Place {
         quant_cli::Embedding { code: self.code, worker }
     }
 
-    /// The command of a process that runs tokenizers. It loads nothing of the user's environment.
+    /// The command that starts a text worker. It runs Python in isolated mode and without `site`, so that nothing of
+    /// the user's environment is loaded.
     fn worker(&self) -> Option<(PathBuf, Vec<OsString>)> {
         let words = ["-I", "-S", "-c", WORKER].map(OsString::from);
         let arguments = words.into_iter().chain([self.code.clone().into_os_string()]).collect();
@@ -53,7 +54,7 @@ impl Place {
     }
 }
 
-/// The work for this kind of job.
+/// Returns the work for this kind of job.
 pub fn work(kind: &str, request: String, rows: Option<Vec<String>>) -> PyResult<Work> {
     Ok(match kind {
         "plan" => Box::new(move |session| requests::plan(&request, session)),
@@ -68,13 +69,13 @@ pub fn work(kind: &str, request: String, rows: Option<Vec<String>>) -> PyResult<
     })
 }
 
-/// Serves a tokenizer or a template, and returns the exit code.
+/// Serves a tokenizer or a chat template to another process, and returns the exit code.
 #[cfg(target_os = "linux")]
 pub fn serve_text() -> u8 {
     quant_cli::text_worker::run()
 }
 
-/// Such processes are not started on other systems.
+/// On other systems, no text workers are started.
 #[cfg(not(target_os = "linux"))]
 pub fn serve_text() -> u8 {
     Error::Internal("a text worker on this system".into()).category().exit_code()
@@ -102,7 +103,7 @@ pub fn run(
         let session = Session { progress, cancel: token, text_workers, code: Some(place.code) };
         pool.install(|| work(&session))
     };
-    // State that a panic leaves behind is not used again.
+    // No state that a panic could leave inconsistent is used afterwards.
     let guarded = move || {
         catch_unwind(AssertUnwindSafe(thread))
             .unwrap_or_else(|_| Err(Error::Internal("the job panicked".into())))
@@ -125,7 +126,8 @@ fn join(thread: JoinHandle<Result<String>>) -> Result<String> {
     thread.join().unwrap_or_else(|_| Err(Error::Internal("the job panicked".into())))
 }
 
-/// Passes events on until the job has ended; returns the exception raised in the meantime.
+/// Passes events to the callback until the job has ended. Returns the first exception raised by the callback or a
+/// signal handler.
 fn attend(
     py: Python<'_>,
     events: &Mutex<Receiver<Event>>,
@@ -152,7 +154,7 @@ fn attend(
             looked = Instant::now();
             py.check_signals()
         });
-        // While it stops, a second signal has no effect.
+        // Only the first exception counts: while the job stops, further signals have no effect.
         if let Err(error) = handed {
             cancel.cancel();
             raised.get_or_insert(error);

@@ -1,8 +1,8 @@
 //! The native part of the Python package `fewbits`: the command line, and jobs with JSON requests and results. The
 //! Python part (`fewbits/`) adds keyword arguments and typed results.
 //!
-//! A job runs on its own thread, without the interpreter's lock. The caller's thread waits, passes events on and checks
-//! for signals. Nothing global is set: no allocator, no thread pool, no signal handler.
+//! A job runs on its own thread and does not hold the GIL. The caller's thread waits, passes events to the callback and
+//! checks for signals. The extension sets no process-wide state: no allocator, no thread pool, no signal handler.
 
 mod error;
 mod events;
@@ -43,8 +43,8 @@ mod _native {
         py.detach(job::serve_text)
     }
 
-    /// Runs a job: `kind` with its request (JSON) and the rows of a dataset (each JSON), if given. Events go to
-    /// `on_event` as a kind and JSON, on this thread. Returns the result as JSON.
+    /// Runs a job: `kind` with its JSON request and, if given, the rows of a dataset, each as JSON. Events are passed
+    /// to `on_event` as a kind and JSON, on the calling thread. Returns the result as JSON.
     #[pyfunction]
     #[pyo3(signature = (kind, request, rows, on_event, code, python, threads=None, estimate=false))]
     #[expect(clippy::too_many_arguments, reason = "called from one place, by position")]

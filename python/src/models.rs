@@ -21,7 +21,7 @@ use serde_json::{Value, json};
 use crate::job::{self, Place};
 use crate::requests::{choice, parse};
 
-/// Longer contexts are rejected, because tables and the cache grow with them.
+/// Longer contexts are rejected, because tables and the KV cache grow with the context length.
 const MAX_CONTEXT: usize = 1 << 20;
 
 /// A loaded model.
@@ -31,15 +31,15 @@ struct Loaded {
     tokenizer: TextTokenizer,
     /// Tokens that end a text.
     eos: Vec<u32>,
-    /// Loaded on first use, because most models are scored without it.
+    /// The tokenizer, loaded on first use: scoring tokens does not need it.
     template: Mutex<Option<Arc<ChatTemplate>>>,
 }
 
-/// The extension's handle.
+/// A Python object that holds a loaded model.
 #[pyclass(frozen, module = "fewbits._native")]
 pub struct Model {
     loaded: Arc<Loaded>,
-    /// JSON: special tokens, positions, size of the vocabulary.
+    /// Special tokens, the maximum context length and the vocabulary size, as JSON.
     #[pyo3(get)]
     about: String,
 }
@@ -69,7 +69,8 @@ impl Model {
         Ok(Self { loaded, about })
     }
 
-    /// Scores, generates, tokenizes, or renders a conversation: `kind` with its request, both as for a job.
+    /// Scores, generates, tokenizes, or renders a conversation. `kind` names the operation, and `request` is its JSON
+    /// request.
     #[pyo3(signature = (kind, request, on_event, code, python, threads=None))]
     #[expect(clippy::too_many_arguments, reason = "called from one place, by position")]
     fn ask(
@@ -83,7 +84,7 @@ impl Model {
         threads: Option<usize>,
     ) -> PyResult<String> {
         let loaded = self.loaded.clone();
-        // The first two are too short to be worth starting threads.
+        // Encoding and decoding take too little time to start a thread for them.
         let quick = match kind {
             "encode" => Some(py.detach(|| loaded.encode(&request))),
             "decode" => Some(py.detach(|| loaded.decode(&request))),
@@ -172,7 +173,7 @@ struct Scored {
     first: usize,
 }
 
-/// Settings that are not given come from the model, but sampling must be requested.
+/// Settings that are not given come from the model. Sampling is only used if it is requested.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Generate {

@@ -1,4 +1,4 @@
-//! Requests of the Python part, read from JSON, and results as JSON.
+//! Requests from the Python part, parsed from JSON, and results as JSON.
 
 use std::path::{Path, PathBuf};
 
@@ -35,7 +35,7 @@ fn to_json(value: &impl serde::Serialize) -> Result<Value> {
     serde_json::to_value(value).map_err(|e| Error::Internal(e.to_string()))
 }
 
-/// A text, given by name or as rows.
+/// Returns the text that a request gives by name or as rows, or `None` if it gives neither.
 fn text(name: Option<String>, rows: Option<Vec<String>>, called: &str) -> Result<Option<Text>> {
     let Some(rows) = rows else { return Ok(name.map(Text::Named)) };
     let origin = Path::new(called);
@@ -65,7 +65,7 @@ struct Quantize {
     report: Option<PathBuf>,
 }
 
-/// Quantizes.
+/// Quantizes a model; returns the summary as JSON.
 pub fn quantize(request: &str, rows: Option<Vec<String>>, session: &Session) -> Result<String> {
     let asked: Quantize = parse(request)?;
     let request = QuantizeRequest {
@@ -89,7 +89,7 @@ struct Plan {
     settings: RecipeSettings,
 }
 
-/// Plans.
+/// Plans a quantization; returns the plan as JSON.
 pub fn plan(request: &str, session: &Session) -> Result<String> {
     let Plan { model, settings } = parse(request)?;
     let (plan, seconds) = plan::value(&model, &settings, &Keywords, session)?;
@@ -114,7 +114,7 @@ struct Evaluate {
     compare: Vec<PathBuf>,
 }
 
-/// Evaluates.
+/// Evaluates a model on a text; returns the result as JSON.
 pub fn evaluate(request: &str, rows: Option<Vec<String>>, session: &Session) -> Result<String> {
     let asked: Evaluate = parse(request)?;
     let Some(text) = text(asked.text, rows, "text")? else {
@@ -148,7 +148,7 @@ pub fn evaluate(request: &str, rows: Option<Vec<String>>, session: &Session) -> 
     Ok(answer)
 }
 
-/// One of the values that the command line accepts.
+/// Parses a setting that accepts the same values as an option of the command line.
 pub fn choice<T: ValueEnum>(setting: &str, given: &str) -> Result<T> {
     T::from_str(given, false).map_err(|_| {
         let known = T::value_variants().iter().filter_map(ValueEnum::to_possible_value);
@@ -160,13 +160,13 @@ pub fn choice<T: ValueEnum>(setting: &str, given: &str) -> Result<T> {
     })
 }
 
-/// The contents of a checkpoint.
+/// Describes the contents of a checkpoint.
 pub fn inspect(request: &str, session: &Session) -> Result<String> {
     let model: PathBuf = parse(request)?;
     Ok(to_json(&inspect::report(&model, session)?)?.to_string())
 }
 
-/// The page about a quantized checkpoint, from the report beside its weights; `null` if there is none.
+/// Renders the report page of a quantized checkpoint from the report beside its weights; `null` if there is no report.
 pub fn page(request: &str, session: &Session) -> Result<String> {
     let path: PathBuf = parse(request)?;
     let opened = open(&path, &session.host())?;
@@ -176,7 +176,7 @@ pub fn page(request: &str, session: &Session) -> Result<String> {
     Ok(json!(page).to_string())
 }
 
-/// A preset as a recipe file.
+/// Returns a preset as the contents of a recipe file.
 pub fn preset_recipe(request: &str) -> Result<String> {
     let preset: String = parse(request)?;
     Ok(json!(Recipe::preset(&preset)?.to_toml()).to_string())

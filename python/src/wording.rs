@@ -6,7 +6,7 @@ use quant_core::wording::{Argument, Wording};
 #[derive(Debug, Clone, Copy)]
 pub struct Keywords;
 
-/// Names that differ between the package and the command line.
+/// Settings and commands whose names differ between the package and the command line.
 fn function(command: &str) -> &str {
     match command {
         "eval" => "evaluate",
@@ -50,7 +50,7 @@ impl Wording for Keywords {
             }
             _ => {}
         }
-        // In Python a result is an object, which a method saves.
+        // In Python, a result is an object with a method that saves it.
         let saved = arguments.iter().any(|a| matches!(a, Argument::Setting("json", _)));
         let words = arguments.iter().filter_map(|argument| match argument {
             Argument::Positional(given) => Some((*given).to_owned()),

@@ -1,4 +1,4 @@
-"""The model that ships with the program, cut to a few blocks; every test uses it."""
+"""Fixtures: the demo model, cut to a few blocks, which every test uses."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 BLOCKS = 3
-#: Just enough for a search to have data.
+#: Small calibration settings: just enough data for a search.
 QUICK = {"samples": 4, "seq_len": 64}
 
 

@@ -56,7 +56,7 @@ def test_usage(model: Path, tmp_path: Path, arguments: dict[str, Any], message: 
         fewbits.quantize(model, tmp_path / "out", **arguments)
     error = caught.value
     assert message in error.message and remedy in error.remedy, str(error)
-    # No command-line option or placeholder mark is left.
+    # The message contains no command-line option and no unreplaced placeholder.
     assert " --" not in str(error) and "‹" not in str(error), str(error)
     assert not (tmp_path / "out").exists()
 
@@ -138,7 +138,7 @@ def test_warnings_are_python_s(model: Path, tmp_path: Path) -> None:
 
 
 def test_a_hostile_template_does_not_end_this_process(model: Path, tmp_path: Path) -> None:
-    """The template runs in a separate process, which is ended."""
+    """The template runs in a separate process, which is terminated."""
     hostile = tmp_path / "hostile"
     shutil.copytree(model, hostile)
     (hostile / "chat_template.jinja").write_text("{% set x = 'a' * 100000000000 %}{{ x }}")

@@ -122,7 +122,7 @@ def test_the_gate(model: Path, rtn: Path, tmp_path: Path) -> None:
     assert all(one.result == "model" and one.windows == 4 for one in failed.checks)
     assert report.read_text() == failed.page() and "<testsuite" in junit.read_text()
     assert failed.summary and failed._repr_html_().startswith("<iframe")
-    # Results can also be files.
+    # The gate also accepts results as files.
     good.save(tmp_path / "model.json")
     assert fewbits.gate(tmp_path / "model.json", policy=policy, baseline=baseline).passed
     assert fewbits.gate([tmp_path / "model.json"], policy=policy, baseline=baseline).passed
@@ -147,7 +147,7 @@ def test_faults_of_gates(model: Path, tmp_path: Path) -> None:
 
 
 def test_evaluations_in_a_thread(model: Path) -> None:
-    """Work also runs on threads that cannot check for signals."""
+    """Jobs also run on threads other than the main thread, which cannot check for signals."""
     results: list[fewbits.Evaluation] = []
     worker = threading.Thread(
         target=lambda: results.append(fewbits.evaluate(model, text="builtin-heldout", **SHORT))

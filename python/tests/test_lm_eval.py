@@ -163,7 +163,7 @@ def test_it_is_found(rtn: Path) -> None:
 def test_the_code_of_the_guide_runs(rtn: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = (Path(os.environ["FEWBITS_ROOT"]) / "docs/guide/lm-eval.md").read_text()
     blocks = re.findall(r"^```python\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE)
-    # The task that the first block refers to is defined below it.
+    # A task is defined in the block after the one that refers to it.
     blocks.sort(key=lambda block: "TASK = {" not in block)
     assert len(blocks) == 3
     (tmp_path / "OUT").symlink_to(rtn)

@@ -34,7 +34,7 @@ def test_likelihoods_add_up_and_name_the_greedy_token(packed: fewbits.Model) -> 
     [whole] = packed.log_likelihoods([(tokens[:1], tokens[1:])])
     assert math.isclose(whole[0], sum(value for value, _ in each), rel_tol=1e-5)
     assert all(value < 0 for value, _ in each) and whole[1] == all(greedy for _, greedy in each)
-    # A greedily generated text is the most likely one, and any other is not.
+    # The greedy continuation is the most likely one; any other continuation is not.
     [written] = packed.generate([tokens], max_new_tokens=4)
     assert len(written.tokens) == 4 and written.end == "length"
     other = (written.tokens[0] + 1) % packed.vocab_size
@@ -59,7 +59,7 @@ def test_kernels_give_what_the_floats_give(model: Path, rtn: Path, packed: fewbi
         one.log_likelihoods(request)[0][0]
         for one in (packed, fewbits.Model(rtn, execution="fake"), fewbits.Model(model))
     )
-    # They differ by the rounding of activations and sums, not of weights.
+    # The two executions differ by the rounding of activations and sums, but use the same weights.
     assert math.isclose(kernels, fake, rel_tol=1e-3) and abs(original - fake) > abs(kernels - fake)
 
 
@@ -136,7 +136,7 @@ def test_a_callback_stops_generation(packed: fewbits.Model) -> None:
 
     with pytest.raises(Enough):
         packed.generate([TEXT] * 50, max_new_tokens=20, on_event=on_event)
-    # The model still works.
+    # The model can still be used after an error.
     assert packed.generate([TEXT], max_new_tokens=1)[0].tokens
 
 
@@ -148,5 +148,5 @@ def test_a_sampling_default_of_the_model_is_used_only_when_asked(rtn: Path, tmp_
     model = fewbits.Model(drawing)
     greedy = model.generate([TEXT], max_new_tokens=8)[0].tokens
     assert greedy == fewbits.Model(rtn).generate([TEXT], max_new_tokens=8)[0].tokens
-    # With top_k = 1, sampling has no choice.
+    # With top_k = 1, sampling always takes the most likely token.
     assert model.generate([TEXT], max_new_tokens=8, do_sample=True, seed=3)[0].tokens == greedy

@@ -18,7 +18,7 @@ TIMEOUT = 240
 
 
 class Notebook:
-    """A kernel in a directory; `run` returns a cell's outputs and reply."""
+    """A notebook kernel that runs in a directory. `run` returns the outputs and the reply of a cell."""
 
     def __init__(self, directory: Path) -> None:
         self.manager = KernelManager(kernel_name="python3")

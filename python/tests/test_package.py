@@ -47,13 +47,14 @@ def test_metadata() -> None:
     assert importlib.resources.files("fewbits").joinpath("py.typed").is_file()
     assert sorted(fewbits.__all__) == fewbits.__all__
     assert all(hasattr(fewbits, name) for name in fewbits.__all__)
-    # No other package is needed.
+    # The package requires no other package.
     required = importlib.metadata.requires("fewbits") or []
     assert all("extra ==" in requirement for requirement in required)
 
 
 def test_stubs_are_those_of_the_extension(tmp_path: Path) -> None:
-    # Modules that need torch, which is not installed here; fields that ctypes creates; a base class without types.
+    # Excluded: modules that need torch, which is not installed here; fields that ctypes creates; and a class whose base
+    # class has no types.
     allowed = tmp_path / "allowed"
     allowed.write_text("fewbits\\._torch\nfewbits\\._kernels\\._?[A-Z].*\nfewbits\\.lm_eval\\.FewbitsLM.*\n")
     options = ["--ignore-disjoint-bases", "--allowlist", str(allowed), "--ignore-unused-allowlist"]
@@ -133,7 +134,7 @@ def page_of_the_guide() -> str:
 
 
 def test_the_code_of_the_guide_runs(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs all Python code of the page, block after block, in a directory with the model as `MODEL`."""
+    """Runs all Python code blocks of the page in order, in a directory that contains the model as `MODEL`."""
     text = page_of_the_guide()
     blocks = re.findall(r"^```python\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE)
     assert len(blocks) >= 6
@@ -143,7 +144,7 @@ def test_the_code_of_the_guide_runs(model: Path, tmp_path: Path, monkeypatch: py
     monkeypatch.chdir(tmp_path)
     quick_quantize, quick_evaluate = fewbits.quantize, fewbits.evaluate
 
-    # The page's arguments are for real models.
+    # The arguments on the page are for real models; use faster ones.
     def quantize(*positional: Any, **arguments: Any) -> Any:
         if arguments.get("method") != "rtn":
             arguments.update(QUICK)

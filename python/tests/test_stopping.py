@@ -15,7 +15,7 @@ import fewbits
 import pytest
 from conftest import BLOCKS, digests
 
-#: Long enough to be interrupted.
+#: Calibration settings that take long enough to interrupt.
 SLOW = {"samples": 24, "seq_len": 128}
 
 
@@ -81,7 +81,7 @@ def test_ctrl_c_and_resuming_give_the_bytes_of_an_undisturbed_run(model: Path, t
         assert any("resume=True" in note for note in stopped.value.__notes__)
     assert not (tmp_path / "out").exists() and (tmp_path / "out.job").is_dir()
 
-    # A different request does not continue it.
+    # A different request does not resume the interrupted job.
     with pytest.raises(fewbits.UsageError, match="resume=True"):
         fewbits.quantize(model, tmp_path / "out", method="gptq", scheme="w4a16-g64", resume=True, **SLOW)
 
@@ -141,7 +141,7 @@ def test_ctrl_c_at_the_command_line_prints_how_to_go_on(model: Path, tmp_path: P
 
 
 def test_other_threads_run_meanwhile(model: Path, tmp_path: Path) -> None:
-    """The interpreter's lock is released during the work."""
+    """The GIL is released while a job runs."""
     counted = 0
     stop = threading.Event()
 
@@ -157,7 +157,7 @@ def test_other_threads_run_meanwhile(model: Path, tmp_path: Path) -> None:
     seconds = time.monotonic() - started
     stop.set()
     counter.join()
-    # A tick takes 5 ms, and longer on a busy machine; if the lock were held, there would be almost none.
+    # A tick takes 5 ms, or longer on a busy machine. If the job held the GIL, there would be almost no ticks.
     assert counted > 20 * seconds
 
 

@@ -1,11 +1,11 @@
 //! The program's allocator, which ends the program when memory runs out.
 //!
-//! Blocks are evaluated in short-lived tensors of a few megabytes. The system's allocator returns such pages to the
-//! system each time and faults them in again, which takes longer than small products.
+//! Evaluating blocks allocates and frees many tensors of a few megabytes. The system's allocator returns their pages to
+//! the system each time and faults them in again, which takes longer than computing small products.
 //!
 //! Many allocations happen in libraries that cannot report a failure, and Rust aborts there, as for a bug. Running out
-//! of memory is not a bug: the program reports it and exits with its own exit code. Files stay as a crash would leave
-//! them, and the job can be resumed.
+//! of memory is not a bug: the program reports it and exits with its own exit code. Files are left as after a crash,
+//! and the job can be resumed.
 #![allow(unsafe_code)]
 
 use std::alloc::{GlobalAlloc, Layout};
@@ -51,7 +51,7 @@ fn there(pointer: *mut u8, size: usize) -> *mut u8 {
     pointer
 }
 
-/// Reports once that memory ran out, and ends the program. Nothing here allocates or takes a lock.
+/// Reports once that memory ran out, and ends the program. It neither allocates nor takes a lock.
 #[cold]
 fn end(size: usize) -> ! {
     static REPORTED: AtomicBool = AtomicBool::new(false);
@@ -77,7 +77,7 @@ fn end(size: usize) -> ! {
 /// Fails if the address-space limit leaves no room to start this many threads. In a new thread, the standard library
 /// can only panic when memory is short.
 pub fn check_room_for_threads(threads: usize) -> Result<()> {
-    /// The stack and everything else a thread maps before it runs.
+    /// Estimated size of the stack and the other memory that a thread maps before it runs.
     const PER_THREAD: u64 = 5 << 19;
     const PER_PROGRAM: u64 = 16 << 20;
     let Some(limit) = getrlimit(Resource::As).current else { return Ok(()) };

@@ -1,6 +1,6 @@
 //! The device that computes quantized linears.
 
-/// The option's values.
+/// The values of `--device`.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, clap::ValueEnum)]
 pub enum Device {
     /// The processor.

@@ -14,7 +14,7 @@ use crate::device::Device;
 use crate::inputs::{self, Opened};
 use crate::kv::KvBits;
 
-/// More positions than any model has. The tables and the cache grow with the positions.
+/// Maximum context length, more than any model has. The tables and the cache grow with the number of positions.
 const MAX_CONTEXT: usize = 1 << 20;
 
 /// How tokens are chosen. Options that are not given come from the model's generation_config.json.
@@ -60,7 +60,7 @@ pub struct DecodingOptions {
 }
 
 impl DecodingOptions {
-    /// The sampling settings for a model: its own, overridden by the given options.
+    /// The sampling settings: those of the model, overridden by the given options.
     pub fn settings(
         &self,
         opened: &Opened,
@@ -166,9 +166,9 @@ pub struct Written {
 }
 
 impl Written {
-    /// The rates as text.
+    /// Formats the tokens per second of the prompt and of the generation.
     pub fn rates(&self) -> String {
-        // The first token comes from the prompt's logits.
+        // The first new token is sampled from the prompt's logits, so its time is part of the prompt's.
         let steps = self.choices.len().saturating_sub(1);
         let rate = |tokens: usize, seconds: f64| match tokens {
             0 => String::new(),
@@ -221,7 +221,7 @@ pub fn write(
         Ok(if stream.is_stopped() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) })
     });
     let total = started.elapsed().as_secs_f64();
-    // An interrupted answer is also flushed.
+    // Flush the remaining text even if the generation was interrupted.
     let rest = stream.finish()?;
     emit(&mut written.text, rest)?;
     written.end = end?;

@@ -27,7 +27,7 @@ pub struct GgufOptions {
     pub split_max_size: Option<u64>,
 }
 
-/// Bytes, from a number with a unit of 1000s, as llama.cpp's programs read it.
+/// Parses a number of bytes with an optional unit, where K, M and G are powers of 1000 as in llama.cpp's programs.
 fn size(text: &str) -> std::result::Result<u64, String> {
     let (digits, unit) = match text.char_indices().last() {
         Some((at, 'k' | 'K')) => (&text[..at], 1_000),
@@ -42,7 +42,7 @@ fn size(text: &str) -> std::result::Result<u64, String> {
 }
 
 impl GgufOptions {
-    /// The library's settings for these options.
+    /// Converts these options to the library's settings.
     pub fn settings(&self) -> GgufSettings {
         let options = self.clone();
         GgufSettings {

@@ -12,8 +12,8 @@ use quant_core::{Error, Result, run};
 use crate::commands::Session;
 use crate::hub;
 
-/// Opens a GGUF file or a model directory, which is downloaded first if the name of a hub model was given, and prints
-/// warnings about anything odd in it.
+/// Opens a GGUF file or a model directory, and prints warnings about anything unusual in it. If the argument is the
+/// name of a hub model, the model is downloaded first.
 pub fn open(path: &Path, session: &Session) -> Result<Opened> {
     run::open(path, &session.host())
 }

@@ -32,15 +32,17 @@ use quant_core::worker::ProcessWorkers;
 use quant_core::worker::TextWorkers;
 use quant_core::{CancelToken, Error};
 
-/// Stack size of the thread that reads arguments and files, independent of the system's limit.
+/// Stack size of the main thread's replacement, which reads arguments and files. It does not depend on the system's
+/// limit.
 const STACK: usize = 8 << 20;
 
-/// Another program that embeds this one.
+/// A program that embeds this library.
 #[derive(Debug, Clone)]
 pub struct Embedding {
-    /// The file that contains this code. A resumed run must use the same one as the interrupted run.
+    /// The file that contains this code. A run can only be resumed with the file that started it.
     pub code: PathBuf,
-    /// The command that starts a process which calls [`text_worker`], if there is one.
+    /// The command that starts a process which calls [`text_worker`], or `None` if tokenizers and templates run in this
+    /// process.
     pub worker: Option<(PathBuf, Vec<OsString>)>,
 }
 
@@ -50,7 +52,7 @@ pub fn main(arguments: Vec<OsString>, embedding: Option<Embedding>) -> u8 {
     if text_worker::is_asked_for(&arguments) {
         return text_worker::run();
     }
-    // The main thread needs as much room as four ordinary threads.
+    // The thread that runs the program needs as much memory as four ordinary threads.
     if let Err(error) = allocator::check_room_for_threads(4) {
         return ended(&error, None);
     }
@@ -125,13 +127,13 @@ fn run(cli: &cli::Cli, embedding: Option<Embedding>) -> quant_core::Result<u8> {
     pool.install(|| commands::run(&cli.command, &session))
 }
 
-/// The number of threads to run on: `asked`, or by default one per processor.
+/// Returns the number of threads to run on: `asked`, or by default the available parallelism.
 ///
 /// # Errors
-/// [`Error::Memory`] if there is no room for their stacks; [`Error::Usage`] if `QUANT_ISA` names an instruction set
-/// that the processor does not have.
+/// [`Error::Memory`] if there is not enough memory for the threads' stacks; [`Error::Usage`] if `QUANT_ISA` names an
+/// instruction set that the processor does not have.
 pub fn threads(asked: Option<usize>) -> quant_core::Result<usize> {
-    // An unavailable kernel path is reported before anything is computed on a different one.
+    // Report an unavailable instruction set before anything is computed with a different one.
     quant_kernels_cpu::Isa::detect_checked().map_err(|error| Error::Usage {
         message: error.to_string(),
         remedy: "set QUANT_ISA to one of these names, or unset it to use the widest instruction set of this \
@@ -144,10 +146,10 @@ pub fn threads(asked: Option<usize>) -> quant_core::Result<usize> {
     Ok(threads)
 }
 
-/// A pool of `threads` threads.
+/// Creates a pool of `threads` threads.
 ///
 /// # Errors
-/// [`Error::Unavailable`] if they cannot be started.
+/// [`Error::Unavailable`] if the threads cannot be started.
 pub fn pool(threads: usize) -> quant_core::Result<rayon::ThreadPool> {
     rayon::ThreadPoolBuilder::new().num_threads(threads).build().map_err(|e| no_threads(&e))
 }
@@ -170,7 +172,7 @@ pub fn text_workers(
     Arc::new(workers.or_else(Arc::new(InProcess)))
 }
 
-/// The worker that runs tokenizers and templates: this process.
+/// The worker that runs tokenizers and templates within this process.
 #[cfg(not(target_os = "linux"))]
 pub fn text_workers(
     _threads: usize,

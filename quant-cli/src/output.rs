@@ -46,7 +46,7 @@ pub fn print_message(text: &str) {
     let _ = writeln!(std::io::stderr(), "{text}");
 }
 
-/// Prints the error in the arguments, or the requested help, and returns the exit code.
+/// Prints an argument error or the requested help, and returns the exit code.
 pub fn refused_arguments(error: &clap::Error) -> u8 {
     let plain = error.render().to_string();
     match printable_lines(plain.trim_end()) {
@@ -77,7 +77,7 @@ pub fn json<T: Serialize>(value: &T) -> Result<String> {
     if !text.chars().any(is_unprintable) {
         return Ok(text + "\n");
     }
-    // Such characters occur only inside strings, where escapes mean the same.
+    // Control characters occur only inside JSON strings, where an escape has the same meaning.
     let mut escaped = String::with_capacity(text.len() + 64);
     for c in text.chars() {
         match is_unprintable(c) {
@@ -97,7 +97,7 @@ pub struct JsonOption {
 }
 
 impl JsonOption {
-    /// Fails if the file cannot be written, before work is done whose result would be lost.
+    /// Fails if the file cannot be written. Commands call this before they start work whose result would be lost.
     pub fn check(&self) -> Result<()> {
         match self.json.as_deref().filter(|p| *p != Path::new("-")) {
             Some(path) => check_writable(path),

@@ -36,7 +36,7 @@ struct Stage {
     timing: Timing,
     last_line: Instant,
     bar: Option<ProgressBar>,
-    /// The copy from which the bar reads the remaining time.
+    /// A copy of `timing` that the bar's thread reads to show the remaining time.
     shown: Arc<Mutex<Timing>>,
     rate: Option<u64>,
     step: &'static str,
@@ -49,7 +49,8 @@ struct Timing {
     units: u64,
     done: u64,
     started: Instant,
-    /// The number of units that an earlier run did, which pass quickly, and the time when the last of them passed.
+    /// The number of units that an earlier run finished, which pass quickly, and the time at which this run passed the
+    /// last one.
     resumed: (u64, Instant),
     /// Expected seconds for all units.
     expected: Option<f64>,
@@ -68,12 +69,13 @@ impl Timing {
         }
     }
 
-    /// The units that the bar shows as done: those of the earlier run from the beginning.
+    /// The number of units that the bar shows as done. It includes those of the earlier run from the beginning.
     fn shown(&self) -> u64 {
         self.done.max(self.resumed.0).min(self.units)
     }
 
-    /// Remaining seconds: from the pace of this run's units, and before the first of them from the expected time.
+    /// Returns the remaining seconds. They are extrapolated from the units that this run has finished; before the first
+    /// unit, they come from the expected time.
     fn left(&self) -> Option<f64> {
         let (resumed, since) = self.resumed;
         let spent = since.elapsed().as_secs_f64();
@@ -88,7 +90,7 @@ impl Timing {
 }
 
 impl Progress {
-    /// Progress for this process; `quiet` silences it.
+    /// Creates a progress display for this process; `quiet` disables it.
     pub fn new(quiet: bool) -> Self {
         let dumb = std::env::var_os("TERM").is_some_and(|t| t.is_empty() || t == "dumb");
         let mode = match (quiet, std::io::stderr().is_terminal() && !dumb) {
@@ -99,12 +101,12 @@ impl Progress {
         Self { mode, state: Mutex::new(None), expected: Mutex::default() }
     }
 
-    /// Forwards all events, notes included, to another observer; nothing is printed.
+    /// Forwards all events and notes to another observer, and prints nothing.
     pub fn forwarded(to: Arc<dyn Observer>) -> Self {
         Self { mode: Mode::Forward(to), state: Mutex::default(), expected: Mutex::default() }
     }
 
-    /// A note to the user.
+    /// Prints a note to the user.
     pub fn note(&self, text: &str) {
         match &self.mode {
             Mode::Quiet => return,
@@ -118,7 +120,7 @@ impl Progress {
         }
     }
 
-    /// From now on, a unit stands for this many tokens, and the rate is shown in tokens.
+    /// Returns an observer for which a unit is this many tokens, so that rates are shown in tokens.
     pub fn tokens_per_unit(&self, tokens: Option<u64>) -> Rated<'_> {
         Rated { progress: self, tokens }
     }
@@ -177,7 +179,7 @@ impl Observer for Progress {
         self.show(event, None);
     }
 
-    /// Before the first unit is done, only a bar shows the stage.
+    /// Only a bar shows an estimate; the other modes print nothing before the first unit is done.
     fn wants_estimate(&self) -> bool {
         match &self.mode {
             Mode::Bar => true,
@@ -187,7 +189,7 @@ impl Observer for Progress {
     }
 }
 
-/// A note as an event: its prefix selects the kind.
+/// Converts a note to an event; the note's prefix selects the kind.
 fn event_of(text: &str) -> Event {
     match (text.strip_prefix("warning: "), text.strip_prefix("note: ")) {
         (Some(message), _) => Event::Warning { message: message.to_owned() },
@@ -236,7 +238,8 @@ impl Stage {
         Some(format!("{:.0} tokens/s", (self.timing.done * tokens) as f64 / elapsed))
     }
 
-    /// Updates the bar, and the text beside it: the rate, the last unit done, and the step of the next.
+    /// Updates the bar, and the text beside it: the rate, the last unit that was finished, and the current step of the
+    /// next unit.
     fn draw(&self) {
         let Some(bar) = &self.bar else { return };
         *self.shown.lock().unwrap_or_else(std::sync::PoisonError::into_inner) = self.timing;
@@ -317,7 +320,7 @@ mod tests {
             assert_eq!((timing.done, timing.shown()), (done, 4), "the bar begins at the resumed units");
             timing.advance();
         }
-        // Six of ten units, expected to take 100 s in all, are left.
+        // Four of ten units are resumed, and all ten are expected to take 100 s, so six remain.
         assert!((timing.left().unwrap() - 60.0).abs() < 1.0);
         timing.resumed.1 = ago(20);
         timing.advance();

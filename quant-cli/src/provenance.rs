@@ -10,14 +10,14 @@ use crate::commands::Session;
 use crate::commands::eval::Execution;
 use crate::inputs::Opened;
 
-/// This build of the program on this processor, and on a GPU if its name is given.
+/// Describes this build of the program, this processor and, if `gpu` names one, the GPU.
 pub fn tool(execution: Execution, gpu: Option<&str>, cache_is_simulated: bool, session: &Session) -> Tool {
     let cache = if cache_is_simulated { ", cache simulated" } else { "" };
     let executable = session.code.clone().or_else(|| std::env::current_exe().ok());
     Tool {
         name: "quant".into(),
         version: env!("CARGO_PKG_VERSION").into(),
-        // Absent or wrong if the executable was replaced while it runs.
+        // If the executable was replaced while it runs, the hash is missing or wrong.
         sha256: executable.and_then(|path| file_sha256(&path, &session.cancel).ok()),
         isa: match (execution, gpu) {
             (Execution::Fake, _) => isa(),
@@ -27,7 +27,7 @@ pub fn tool(execution: Execution, gpu: Option<&str>, cache_is_simulated: bool, s
     }
 }
 
-/// The architecture and the widest vectors that products run on. Sums of different widths round differently.
+/// The architecture and the widest vectors used for products. Sums in vectors of different widths round differently.
 fn isa() -> String {
     #[cfg(target_arch = "x86_64")]
     let vectors = match () {
@@ -40,7 +40,7 @@ fn isa() -> String {
     format!("{} {vectors}", std::env::consts::ARCH)
 }
 
-/// How the linears of a model's blocks are stored.
+/// Lists how the linears of a model's blocks are stored.
 pub fn linears(model: &Model) -> Vec<LinearCell> {
     let a = model.architecture();
     let cell = |block: usize, name: &str| {
@@ -58,7 +58,8 @@ pub fn linears(model: &Model) -> Vec<LinearCell> {
         .collect()
 }
 
-/// A model's identity: the hash of its bytes, and how it caches keys and values.
+/// Returns a model's identity: its path, the hash and size of its files, its schemes, and how it caches keys and
+/// values.
 ///
 /// # Errors
 /// When a file cannot be read, or the run is cancelled.

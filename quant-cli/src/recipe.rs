@@ -143,7 +143,7 @@ pub struct RecipeOptions {
 }
 
 impl RecipeOptions {
-    /// The library's settings for these options.
+    /// Converts these options to the library's settings.
     pub fn settings(&self) -> RecipeSettings {
         let options = self.clone();
         RecipeSettings {

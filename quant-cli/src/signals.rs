@@ -1,4 +1,4 @@
-//! The first signal asks the run to stop without losing work; the second stops it at once.
+//! Handles signals: the first one asks the run to stop without losing work, and the second one ends it at once.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -12,11 +12,12 @@ use signal_hook::{flag, low_level};
 pub fn install() -> Result<CancelToken> {
     let cancelled = Arc::new(AtomicBool::new(false));
     let failed = |e| Error::Io { action: "watch signals for", path: "the process".into(), source: e };
-    // A hangup that was ignored at the start, as under nohup, stays ignored.
+    // If hangups are ignored at the start, as under nohup, they stay ignored.
     let watched: &[i32] = if is_ignored(SIGHUP) { &[SIGINT, SIGTERM] } else { &[SIGINT, SIGTERM, SIGHUP] };
     let mut signals = Signals::new(watched).map_err(failed)?;
     let seen = cancelled.clone();
-    // A single thread handles the signals in order, so if two arrive together, one of them is the second.
+    // A single thread handles signals in order, so that of two simultaneous signals, one is always treated as the
+    // second.
     let watch = move || {
         for signal in signals.forever() {
             if seen.swap(true, Ordering::Relaxed) {
@@ -25,7 +26,8 @@ pub fn install() -> Result<CancelToken> {
         }
     };
     std::thread::Builder::new().name("signals".into()).spawn(watch).map_err(|e| crate::no_threads(&e))?;
-    // By default this signal kills the process. If it is handled, the write fails instead, and its error is reported.
+    // By default, exceeding the limit on file sizes kills the process. If the signal is handled, the write fails with
+    // an error instead, which is reported.
     flag::register(SIGXFSZ, Arc::default()).map_err(failed)?;
     Ok(CancelToken::from_flag(cancelled))
 }

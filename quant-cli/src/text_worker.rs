@@ -1,5 +1,5 @@
 //! The process that runs a model's tokenizer or chat template on behalf of another process of this program, within
-//! limits that the other one sets.
+//! limits that the requesting process sets.
 
 use std::ffi::OsString;
 use std::io::{ErrorKind, Read};
@@ -16,7 +16,7 @@ pub fn is_asked_for(arguments: &[OsString]) -> bool {
     arguments.get(1).is_some_and(|argument| argument == WORKER_ARGUMENT)
 }
 
-/// Serves requests until the other process closes the connection or ends.
+/// Serves requests until the requesting process closes the connection or ends.
 pub fn run() -> u8 {
     // A panic on a crafted file is reported as a response, since the output of this process is not shown.
     std::panic::set_hook(Box::new(|_| ()));
@@ -28,7 +28,7 @@ pub fn run() -> u8 {
 
 fn answer() -> Result<()> {
     let failed = |e| Error::io("use", "the socket of the text worker", e);
-    // Standard input closes when the other process ends, even while this one is busy.
+    // Standard input is closed when the requesting process ends, even while this process is busy.
     let lifeline = || {
         let mut byte = [0];
         while std::io::stdin().read(&mut byte).is_err_and(|e| e.kind() == ErrorKind::Interrupted) {}

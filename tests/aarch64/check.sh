@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The CPU kernels on AArch64: clippy, and their tests for every instruction set that has a path.
+# Checks the CPU kernels on AArch64: runs clippy, and the kernels' tests for every instruction set that has a path.
 #
 # Without a compiler or emulator (setup.sh), this only prints a line that starts with SKIPPED.
 set -euo pipefail
@@ -14,15 +14,15 @@ elif ((status != 0)); then
 fi
 
 package=(--locked --package quant-kernels-cpu --features rayon)
-# Set as cargo-clippy does, which would look for its driver among rustup's toolchains.
+# These variables replace cargo-clippy, which would look for its driver among rustup's toolchains.
 RUSTC_WORKSPACE_WRAPPER=$(dirname "$(dirname "$here")")/target/aarch64/bin/clippy-driver \
     CLIPPY_ARGS=-Dwarnings__CLIPPY_HACKERY__ "$here/run.sh" check "${package[@]}" --lib
 
-# The last processor has all paths and runs all tests; on the others, the tests check that missing paths are not used.
+# The last processor has all paths and runs all tests. On the others, the tests check that missing paths are not used.
 while read -r processor paths tests; do
     echo "$processor: $paths"
-    # Tests skip the paths that a processor lacks, so the paths that it must have are passed explicitly. shellcheck
-    # disable=SC2086
+    # Tests skip the paths that a processor lacks, so the paths that it must have are passed explicitly.
+    # shellcheck disable=SC2086
     QUANT_QEMU_CPU=$processor QUANT_EXPECTED_ISAS=$paths \
         "$here/run.sh" test "${package[@]}" $tests "$@"
 done <<'END'

@@ -1,18 +1,19 @@
 #!/usr/bin/env bash
 # Sets up a compiler for AArch64 and an emulator that runs its output: setup.sh [DIR]
 #
-# DIR defaults to target/aarch64 under the repository root. rustup's toolchains only come with the standard library of
-# their own machine, and a library only fits the compiler that built it. So both come from Debian, whose packages are
-# unpacked rather than installed: rustc for this machine, its standard library for both machines, AArch64's C library,
-# and qemu. Nothing outside DIR is written, and root is not needed.
+# DIR defaults to target/aarch64 under the repository root. A standard library only works with the compiler that built
+# it, and rustup's toolchains include only the library of their own machine. Therefore both come from Debian's packages,
+# which are unpacked and not installed: rustc for this machine, its standard library for both machines, the C library
+# for AArch64, and qemu. Nothing outside DIR is written, and root is not needed.
 #
 # Exits with 3 and a line that starts with SKIPPED if this cannot work: another platform, no apt-get or dpkg-deb, or no
 # rust-lld. A finished directory contains a stamp; if the stamp matches, nothing is done.
 set -euo pipefail
 
-# With backports: rustc in the stable suite is older than our minimum.
+# Backports are included, because rustc in the stable suite is older than the minimum supported version.
 suite=trixie
-# Compiler and emulator use these, whatever versions this machine has.
+# Packages for this machine: the compiler, the emulator, and the libraries that they use, whatever versions this machine
+# has.
 here_packages=(
     rustc rust-clippy libstd-rust-dev qemu-user
     libc6 libgcc-s1 libstdc++6 libedit2 libbsd0 libmd0 libtinfo6 libffi8 libxml2 liblzma5 libz3-4 libzstd1 zlib1g
@@ -32,7 +33,7 @@ for tool in apt-get apt-cache dpkg-deb; do
     command -v "$tool" >/dev/null || skip "take $tool, to fetch Debian's packages with"
 done
 [[ -f $keyring ]] || skip "take Debian's keys, $keyring"
-# Debian's archive, from wherever this machine gets its own packages.
+# Debian's archive, from the mirror that this machine uses for its own packages.
 archive=$(apt-get indextargets --no-release-info --format '$(REPO_URI)' | grep -E '/debian/?$' | sort -u | head -n1 || true)
 [[ -n $archive ]] || skip "take Debian's archive, and apt here knows none"
 linker=$(rustc --print sysroot)/lib/rustlib/x86_64-unknown-linux-gnu/bin/rust-lld
@@ -78,7 +79,7 @@ done
 rm -rf "$apt"
 # The emulators of all other processors are a third of the total size.
 find "$directory/host/usr/bin" -name 'qemu-*' ! -name qemu-aarch64 -delete
-# As Debian merges them.
+# Merge /lib into /usr/lib, as Debian does.
 ln -sfn usr/lib "$directory/sysroot/lib"
 ln -sfn "$directory/sysroot/usr/lib/rustlib/aarch64-unknown-linux-gnu" "$directory/host/usr/lib/rustlib/"
 
@@ -91,9 +92,9 @@ exec "$host/lib64/ld-linux-x86-64.so.2" --library-path "$host/lib/x86_64-linux-g
     "$host/bin/$program" --sysroot "$host" "\$@"
 END
 done
-# Cargo passes the compiler's path first when it runs another program in its place.
+# Cargo passes the path of the replaced compiler as the first argument; drop it.
 sed -i '2i shift' "$directory/bin/clippy-driver"
-# What a C compiler would add when it links; rust-lld is not one.
+# Passes the start files and library paths that a C compiler would add when it links; rust-lld does not add them.
 sysroot=$directory/sysroot
 libraries=$sysroot/usr/lib/aarch64-linux-gnu
 gcc=$sysroot/usr/lib/gcc/aarch64-linux-gnu/14
@@ -104,7 +105,7 @@ exec "$linker" "\$@" "--sysroot=$sysroot" "-L$libraries" "-L$gcc" -dynamic-linke
 END
 cat >"$directory/bin/run" <<END
 #!/bin/sh
-# For tests that start themselves again.
+# For tests that start their own executable again.
 export QUANT_EMULATOR="$directory/bin/run"
 exec "$host/bin/qemu-aarch64" -cpu "\${QUANT_QEMU_CPU:-max}" -L "$sysroot" "\$@"
 END

@@ -1,6 +1,7 @@
-"""The interop check: quant's numbers against transformers', and its bits against an independent implementation.
+"""The interop check: compares quant's results with those of transformers, and its dequantized weights with those of
+an independent implementation.
 
-Twelve kinds of checks, each on its own line with what it measured:
+There are twelve kinds of checks. Each prints a line with its measurements:
 
   float     logits of float models, quant's against transformers', at most 1e-3 of the largest logit
   loads     a checkpoint that `quant quantize` wrote, loaded by transformers with compressed-tensors
@@ -22,7 +23,7 @@ Twelve kinds of checks, each on its own line with what it measured:
             as `quant gate` reads it: see check_workflows.py
   page      reports opened in Chromium: the displayed contents; see check_pages.py
 
-Exits with 1 if one fails.
+Exits with 1 if a check fails.
 """
 
 import argparse
@@ -70,7 +71,7 @@ MIXED = ["mistral-layer-types", "qwen2-layer-types", "qwen2-max-window-layers"]
 EXPERTS = ["mixtral", "qwen3-moe", "qwen3-moe-mixed"]
 TINY = ["gqa", "mha", "tied", "llama3-rope", "linear-rope", "head-dim", "sharded-bf16",
         "mistral", "qwen2", "qwen3", "opt", "opt-plain", "opt-bare", *MIXED, *EXPERTS]
-# Also run token by token from a cache: the visible tokens differ by block.
+# Also run token by token from a cache, because the visible tokens differ from block to block.
 DECODED = ["mistral", "qwen3", *MIXED, *EXPERTS]
 REAL = ["books-7m", "tinystories-656k", "stories260k"]
 
@@ -101,7 +102,7 @@ QUANTIZED = [
     ("mistral-layer-types", "awq-w4-g32", ["--group-size", "32", *QUICK], False),
     ("qwen2-max-window-layers", "gptq-w4-g64", ["--method", "gptq", "--group-size", "64", *QUICK], False),
     ("qwen3", "awq-w4-g128", QUICK, False),
-    # For experts, transformers only reads symmetric compressed-tensors.
+    # transformers reads quantized experts only in symmetric compressed-tensors.
     ("mixtral", "rtn-w4-g128", ["--method", "rtn"], False),
     ("mixtral", "awq-w4-g32", ["--group-size", "32", *QUICK], False),
     ("mixtral", "gptq-w8-channel", ["--method", "gptq", "--scheme", "w8a16-channel", *QUICK], False),
@@ -158,10 +159,9 @@ QUANTIZED = [
     ("demo", "smoothquant-gptq-w8a8", ["--method", "smoothquant-gptq", "--scheme", "w8a8", *QUICK], False),
     ("demo", "smoothquant-awq-w4a8-g64",
      ["--method", "smoothquant-awq", "--scheme", "w4a8-g64", *QUICK], False),
-    # These implementations ignore the setting of the KV cache.
+    # These implementations ignore the configuration's setting of the KV cache.
     ("demo", "qoq-w4a8-g128", ["--method", "qoq", "--scheme", "w4a8-g128-progressive", *QUICK], False),
-    # With random weights, 8-bit inputs would show the different rounding of the implementations instead of quant's
-    # errors.
+    # The weights are random. With 8-bit inputs, the implementations' different rounding would exceed quant's errors.
     ("qwen2", "qoq-w4-channel", ["--method", "qoq", "--scheme", "w4a16-channel-sym", *QUICK], False),
     ("tinystories-656k", "qoq-w4a8-g64", ["--method", "qoq", "--scheme", "w4a8-g64-progressive", *QUICK], False),
     ("qwen3", "qoq-rtn-w8a8", ["--method", "qoq-rtn", "--scheme", "w8a8", *QUICK], False),
@@ -234,7 +234,7 @@ class Check:
         return path
 
     def step(self, title, work):
-        """Runs one check; `work` returns what it measured and whether that is acceptable."""
+        """Runs one check. `work` returns its measurements and whether they are acceptable."""
         started = time.monotonic()
         try:
             measured, ok = work()

@@ -1,12 +1,12 @@
-"""Model families, each against transformers: float and quantized logits, from whole windows and from a cache.
+"""Compares each model family with transformers: float and quantized logits, from whole windows and from a cache.
 
-A tiny random model of each is run on windows shorter and longer than its attention windows and than the lengths at
-which its rotation changes. quant's logits may differ by 2e-6 of the largest one from transformers' result in double
-precision. Above that, they are compared with transformers' own logits in single precision: the root mean square of the
-errors may be 1.5 times as large, and the largest error 4 times. The largest of some 30 000 errors varies
-randomly: over random models of the same family it was between 0.8 and 2.5 times transformers', while the ratio of the
-root mean squares stayed between 1.0 and 1.2. Checkpoints quantized to 4 bits, by plain rounding, AWQ and GPTQ, must
-load without a missing or unexpected key, and give quant's logits.
+A tiny random model of each family is run on windows that are shorter, and on windows that are longer, than its
+attention windows and than the lengths at which its rotation changes. quant's logits may differ by 2e-6 of the largest
+logit from transformers' result in double precision. If they differ by more, their errors are compared with those of
+transformers' own logits in single precision: the root mean square may be 1.5 times as large, and the largest error 4
+times. The largest of some 30 000 errors varies randomly: over random models of the same family it was between 0.8 and
+2.5 times transformers', while the ratio of the root mean squares stayed between 1.0 and 1.2. Checkpoints quantized to
+4 bits, by plain rounding, AWQ and GPTQ, must load without a missing or unexpected key, and give quant's logits.
 """
 
 import datetime
@@ -25,10 +25,10 @@ from safetensors.torch import save_file as save_torch
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 TOLERANCE = 2e-6
-# Quantized weights are the same numbers in both programs, so only the order of sums differs.
+# Both programs use the same dequantized weights, so only the order of sums differs.
 QUANTIZED_TOLERANCE = 1e-5
-# Maximum ratio of quant's errors to transformers', if they exceed the tolerance: for the largest error and for the root
-# mean square.
+# If quant's errors exceed the tolerance, the maximum ratio of quant's errors to transformers': for the largest error
+# and for the root mean square.
 LARGEST_RATIO, MEAN_RATIO = 4, 1.5
 LENGTHS = [24, 112]
 OPTIONS = ["--group-size", "32"]
@@ -37,11 +37,11 @@ METHODS = {"rtn": ["--method", "rtn"], "awq": SAMPLES, "gptq": ["--method", "gpt
 # Checked on every change; the other families take turns by the day.
 ALWAYS = ["gemma3", "phi3"]
 PER_DAY = 6
-# Families whose quantized experts transformers cannot read. An independent implementation dequantizes them, and the
-# floats are run.
+# Families whose quantized experts transformers cannot read. An independent implementation dequantizes the experts, and
+# transformers runs the resulting float model.
 THROUGH_FLOATS = ["gpt_oss", "gpt_oss-mxfp4", "gpt_oss-floats", "granitemoe", "gemma4-experts", "gpt2", "gpt2-scaled",
                   "gpt2-bare", "granitemoehybrid-experts", "llama4", "llama4-bias", "mistral4", *make_tiny.BUILT_AS_LLAMA]
-# Models that are published quantized. Their values are read from codes and scales without quant.
+# Models whose published checkpoints are quantized. Their values are computed from codes and scales without quant.
 STORED_QUANTIZED = ["gpt_oss-mxfp4", "deepseek_v3-fp8"]
 
 # Mistakes that an implementation could make, expressed as a different configuration of the same weights; the logits
@@ -150,7 +150,7 @@ def scaled(part, change):
 
 
 def halves_swapped(rows):
-    """Of every `2 rows` rows, moves the first `rows` behind the others."""
+    """In every run of `2 * rows` rows, swaps the first and the second half."""
     return lambda tensor: tensor.unflatten(0, (-1, 2, rows)).flip(1).flatten(0, 2)
 
 
@@ -168,7 +168,7 @@ def gates_before_values(tensor):
     return torch.cat([parts[0], parts[2], parts[1]], dim=1).flatten(0, 1)
 
 
-# Such mistakes, expressed as different weights under the same configuration: the result of an implementation that
+# Further mistakes, expressed as different weights under the same configuration: the result of an implementation that
 # misinterprets the weights.
 WEIGHT_TRAPS = {
     "norms multiply by what is stored": ("qwen3_5", scaled("layernorm.weight", lambda w: w - 1)),
@@ -228,21 +228,20 @@ WEIGHT_TRAPS = {
 
 
 def with_keys_of_their_own(tensors):
-    """For the blocks that reuse the keys and values of block 1, the weights of the keys and values they would compute
-    themselves."""
+    """Adds key and value weights to the blocks that should reuse the keys and values of block 1."""
     made = {name: tensor for name, tensor in tensors.items()
             if name.startswith("model.layers.1.self_attn.") and name.split(".")[4] in ("k_proj", "v_proj", "k_norm")}
     return tensors | {name.replace(".1.", f".{layer}.", 1): tensor for layer in (2, 3) for name, tensor in made.items()}
 
 
 def norms_swapped(tensors):
-    """Experts and MLP, with their norms swapped."""
+    """Swaps the norms of the experts and of the MLP."""
     pair = ("pre_feedforward_layernorm.", "pre_feedforward_layernorm_2.")
     other = {name.replace(a, b): name for name in tensors for a, b in [pair, pair[::-1]] if a in name}
     return {name: tensors[other.get(name, name)] for name in tensors}
 
 
-# Different tensors under a different configuration.
+# A mistake that changes both the tensors and the configuration.
 TENSOR_TRAPS = {
     "keys of each block's own": ("gemma4-shared", {"num_kv_shared_layers": 0}, with_keys_of_their_own),
     "experts behind the norm of the MLP": ("gemma4-experts", {}, norms_swapped),
@@ -250,7 +249,7 @@ TENSOR_TRAPS = {
 
 
 def chosen(which):
-    """The families of this run: `all`, one by name, or those whose turn it is."""
+    """The families of this run: all of them (`all`), one by name, or those that are due today."""
     names = list(make_tiny.FAMILIES)
     if which == "all":
         return names
@@ -292,7 +291,7 @@ def relative(found, expected):
 
 
 class Errors:
-    """Differences from exact logits relative to the largest of these: the largest, and the root mean square."""
+    """The largest and the root mean square difference from the exact logits, relative to the largest exact logit."""
 
     def __init__(self):
         self.largest, self.squares, self.count = 0.0, 0.0, 0
@@ -307,7 +306,7 @@ class Errors:
         return (self.squares / self.count) ** 0.5
 
     def within(self, others, tolerance):
-        """Whether the errors are at most the tolerance, or as large as others up to chance."""
+        """Whether the errors are at most the tolerance, or not significantly larger than the errors `others`."""
         return self.largest <= tolerance or (
             self.largest <= LARGEST_RATIO * others.largest and self.mean() <= MEAN_RATIO * others.mean())
 
@@ -346,7 +345,7 @@ class Family:
         window = self.tokens(LENGTHS[-1])
         model = reference_model.load(self.as_floats(out) if self.name in THROUGH_FLOATS else out)
         theirs = reference_model.logits(model, window).numpy()
-        # Its weights become floats in the first run.
+        # The first run writes the weights of this model as floats.
         with torch.inference_mode():
             model.double()
         exact = reference_model.logits(model, window, torch.float64).numpy()
@@ -357,7 +356,8 @@ class Family:
         return f"{ours} (transformers {theirs})", ours.within(theirs, QUANTIZED_TOLERANCE)
 
     def reference(self, model):
-        """The model that transformers runs: for a model stored quantized, one with the same numbers as floats."""
+        """The model that transformers runs. If the model is stored quantized, this is a model with the same values
+        as floats."""
         if self.name == "gpt_oss-mxfp4":
             return self.check.model("gpt_oss-floats")
         if self.name in make_tiny.BUILT_AS_LLAMA:
@@ -379,7 +379,8 @@ class Family:
         return floats
 
     def as_llama(self, model):
-        """InternLM2, whose code is not in transformers, as an equivalent Llama: rows are selected by their indices."""
+        """Converts InternLM2, whose code is not in transformers, to an equivalent Llama. Rows are selected by their
+        indices."""
         llama = self.check.scratch / f"{model.name}-llama"
         shutil.rmtree(llama, ignore_errors=True)
         llama.mkdir()
@@ -411,7 +412,8 @@ class Family:
         return llama
 
     def as_floats(self, model):
-        """A checkpoint with joined experts, whose linears are the packed ones, dequantized independently."""
+        """Writes a float checkpoint with joined experts from a packed one, dequantized by the independent
+        implementation."""
         floats, read = self.check.scratch / f"{model.name}-floats", self.check.scratch / "packed.safetensors"
         shutil.rmtree(floats, ignore_errors=True)
         floats.mkdir()
@@ -492,8 +494,8 @@ class Family:
         return different or "equal", not different
 
     def trap(self, changes, zeroed=None, change=None, whole=None):
-        """Checks that quant's logits of a changed configuration, of changed weights or other tensors, or with some tensors
-        zeroed, differ from transformers' logits of the right model."""
+        """Checks that a mistake is detected: after a change of the configuration, the weights or other tensors, or
+        with some tensors zeroed, quant's logits must differ from transformers' logits of the right model."""
         model = self.check.model(self.name)
         wrong = self.check.scratch / "trap"
         shutil.rmtree(wrong, ignore_errors=True)

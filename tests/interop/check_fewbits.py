@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM  # noqa: E402
 
 ROOT = Path(__file__).parent.parent.parent
 TEXT = (ROOT / "calibration-data/heldout/narrative.txt").read_text()
-# The sums in float32 are in a different order.
+# Sums in float32 are added in a different order.
 CLOSE = 2e-4
 
 
@@ -99,7 +99,7 @@ def transformers_agrees(fewbits, model, scratch):
         packed = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
         linears = [m for m in packed.modules() if type(m).__name__ == "PackedLinear"]
         assert len(linears) == 7 * 6, len(linears)
-        # No other copy of the weights is kept.
+        # The packed weights are the only copy of the weights in memory.
         assert not any("weight_packed" in key or "weight_scale" in key for key in packed.state_dict())
         found = packed(tokens).logits
         # If a difference in the last bit changes an 8-bit code, it moves a logit by one step of that code.
@@ -144,7 +144,7 @@ def operator(linear):
         except (ValueError, TypeError):
             continue
         raise AssertionError("a foreign input was taken")
-    # Rows do not depend on each other or on the number of threads.
+    # A row's result does not depend on other rows or on the number of threads.
     whole = linear(x)
     torch.set_num_threads(1)
     assert torch.equal(whole[1:2], linear(x[1:2]))

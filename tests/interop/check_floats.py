@@ -1,4 +1,4 @@
-"""Floating-point formats against torch, transformers and compressed-tensors.
+"""Compares floating-point formats with torch, transformers and compressed-tensors.
 
   numbers  the value of every code, in the tables of the independent implementation and in torch
   floats   a checkpoint that `quant quantize` wrote: the weights that quant reads from it, those of the independent one
@@ -328,7 +328,8 @@ def cache_numbers(check):
 
 
 def cache_logits(check):
-    """quant's logits and transformers' with the same scales: far closer to each other than either is to floats."""
+    """Compares quant's logits with those of transformers for the same scales. They must be far closer to each other
+    than to the logits with a float cache."""
     out, plain = check.scratch / "cache", check.scratch / "cache-plain"
     check.program("quant", "quantize", check.model("demo"), "-o", out, "--quiet", "--scheme", "wf8a16kvf8-channel",
                   "--method", "rtn", *QUICK)
@@ -394,7 +395,7 @@ def layouts(check):
     return f"{len(modules)} linears", len(modules) > 0
 
 
-# The formats that llama.cpp's converter reads.
+# Formats that llama.cpp's converter can read.
 CONVERTED = [("wf8af8-channel", []), ("wf8af8-b128", []), ("wf4a16-g16-nv", []),
              ("wf4a16-g16-nv", ["--format", "modelopt"])]
 
@@ -418,7 +419,8 @@ def converted(check, llama_cpp, scheme, options):
                 (f"mlp.{p}_proj", f"ffn_{p}") for p in ("gate", "up", "down")]:
             weight = ours[f"model.layers.{layer}.{part}.weight"]
             if (count := heads.get(name.removeprefix("attn_"))) is not None:
-                # Its rotary embedding pairs neighbors, quant's pairs halves.
+                # llama.cpp's rotary embedding pairs neighbouring channels; quant's pairs channel i of one half with
+                # channel i of the other.
                 halves = weight.reshape(count, 2, -1, weight.shape[1])
                 weight = halves.swapaxes(1, 2).reshape(weight.shape)
             other = found[f"blk.{layer}.{name}.weight"]

@@ -1,4 +1,4 @@
-"""`quant generate` against transformers: greedy text, and the probabilities that tokens are sampled with.
+"""Compares `quant generate` with transformers: greedy text, and the probabilities with which tokens are sampled.
 
 transformers reads the prompt and quant's output at once, in f32. At each position, its own logits processors compute
 the distribution from which quant should have sampled the next token; both report that token's probability.
@@ -26,7 +26,7 @@ SETTINGS = {
 
 
 def processors(settings):
-    """In the order of transformers' `generate`."""
+    """The logits processors, in the order of transformers' `generate`."""
     made = LogitsProcessorList()
     for key, make in [("repetition_penalty", RepetitionPenaltyLogitsProcessor),
                       ("no_repeat_ngram_size", NoRepeatNGramLogitsProcessor),
@@ -41,7 +41,7 @@ def processors(settings):
 
 
 def write(check, model, settings, *options):
-    """quant's report; the settings are the model's."""
+    """Runs `quant generate` with the model's own settings and returns the report."""
     path = check.scratch / "generating"
     shutil.copytree(model, path, dirs_exist_ok=True)
     (path / "generation_config.json").write_text(json.dumps(settings))

@@ -1,4 +1,4 @@
-"""GGUF files against llama.cpp itself: its library, its llama-quantize, its converter and llama-perplexity.
+"""Compares GGUF files with llama.cpp itself: its library, llama-quantize, its converter and llama-perplexity.
 
   blocks    rows of every block type: bytes equal to the output of `ggml_quantize_chunk`, with and
             without an importance; random bytes decoded to the floats of gguf's own dequantizers
@@ -38,11 +38,11 @@ CONVERTED = ["fused", "fused-longrope", "smollm3-fourth", "granite", "glm4", "ol
              "starcoder2-plain", "qwen2_moe-all", "gpt_oss-plain", "gpt_oss-codes", "qwen3_5-equal", "qwen3_5_moe-equal",
              "qwen3_next-equal", "glm4_moe-first", "deepseek_v3-mla", "deepseek_v2-mla", "olmoe-plain", "granitemoe-plain",
              "cohere2-fourth", "ernie4_5-plain", "gemma4-shared-keys", "gemma4-own-inputs", "gemma4-with-experts"]
-# Mixtures in which each of these is also written: they choose types by the roles of tensors.
+# Mixtures in which every one of these models is also written, because mixtures choose types by the roles of tensors.
 TYPED = ["Q4_K_M", "Q3_K_M", "MXFP4_MOE"]
 # llama-perplexity prints four digits after the decimal point.
 DIGITS = 5e-5
-# Relative difference of f32 products in a different order.
+# Relative difference between f32 products whose terms are added in a different order.
 TOLERANCE = 1e-5
 
 
@@ -92,7 +92,7 @@ def same(name, ours, theirs):
         return ours[:1] == theirs[:1] and ours[2].startswith(theirs[2])
     if not name.endswith(".ssm_a"):
         return False
-    # An exponential, whose rounding in torch may differ.
+    # This tensor is computed with an exponential, which torch may round differently.
     ours, theirs = (numpy.frombuffer(tensor[2], "<f4") for tensor in (ours, theirs))
     return ours.shape == theirs.shape and numpy.abs(ours / theirs - 1).max() < 3e-7
 
@@ -270,7 +270,7 @@ def loads(check, llama_cpp, name):
         if wrong:
             return f"{mixture}: {wrong[:4]} differ from llama-quantize's", False
     if requantize:
-        # A file of floats, so that llama.cpp does not round activations.
+        # A file with float weights, so that llama.cpp does not round activations.
         path = llama_quantize(llama_cpp, path, at / f"{name}-floats.gguf", "F32", "--allow-requantize")
     theirs, ours = perplexities(check, llama_cpp, path, check.text(name), 64, 2)
     direct = json.loads(check.program("quant", "eval", model, "--text", check.text(name), "--profile", "llamacpp-64",

@@ -156,7 +156,7 @@ def number(value, digits):
 
 
 def nats(value):
-    """A divergence, which may be so small that two digits of it count."""
+    """Formats a divergence: with two significant digits if it is very small."""
     if value["mean"] >= 1e-3:
         return number(value, 5)
     shown = [f"{value['mean']:.1e}", f"{value['standard_error']:.0e}"]
@@ -289,7 +289,7 @@ def run_all(check, chromium, only):
         bench.evaluate("gated", *reference)
         bench.at("gate.toml").write_text(POLICY)
         bench.quant("gate", bench.at("gated.json"), "--baseline", bench.at("baseline.json"), "--update")
-        # 1: the cap cannot hold.
+        # Exit code 1: the cap cannot be met.
         check.program("quant", "gate", bench.at("gated.json"), "--policy", bench.at("gate.toml"), "--baseline",
                       bench.at("baseline.json"), "--report", bench.at("gate.html"),
                       f"--json={bench.at('gate.json')}", status=1)
@@ -298,7 +298,7 @@ def run_all(check, chromium, only):
 
     work = {"quantize": quantize, "eval": evaluated, "eval-alone": alone, "gate": gate}
     with sync_playwright() as playwright:
-        # The pages are trusted, and Chromium does not run as root otherwise.
+        # Chromium does not run as root with its sandbox; the pages are trusted.
         browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
         for name in names:
             page(check, browser, name, work[name])

@@ -1,4 +1,4 @@
-"""Profiles of `quant eval`, each against transformers and against the program it is named after.
+"""Compares each profile of `quant eval` with transformers and with the program after which it is named.
 
   gptq       transformers, by the rule
   hf-stride  transformers, by the rule
@@ -9,8 +9,8 @@
 Packed checkpoints in formats that llama.cpp's converter reads are converted as well, and llama-perplexity is compared
 with `quant eval` on the same file.
 
-The rule gives, window by window, the number of scored tokens and their mean negative log-likelihood; the programs only
-report totals. check.py runs these as its `profile` checks.
+For the rules, the number of scored tokens and their mean negative log-likelihood are compared window by window. The
+programs only report totals. check.py runs these as its `profile` checks.
 """
 
 import importlib
@@ -19,7 +19,7 @@ import math
 import shutil
 from pathlib import Path
 
-# In nats, or relative to the other value: f32 arithmetic in a different order stays far below it.
+# Tolerance in nats, or relative to the other value. The error of f32 arithmetic in a different order is far smaller.
 TOLERANCE = 1e-4
 # Digits after the decimal point that llama-perplexity prints.
 PERPLEXITY_DIGITS, ERROR_DIGITS = 4, 5
@@ -46,8 +46,9 @@ WHOLE = [
     ("tinystories-656k", None, "wt2-gptq-2048", "wikitext-2", None),
     ("books-7m", None, "wt2-llamacpp-512", "wikitext-2", None),
 ]
-# Checkpoints that llama.cpp's converter reads, dequantizes and writes as f32: the format and how to make it. Only
-# groups, and widths that fill words. No GPTQ zeros of 0, which it reads as a different number (docs/formats/gptq.md).
+# Formats, and the options to make such checkpoints, that llama.cpp's converter reads, dequantizes and writes as f32.
+# The converter supports only groups, and only widths that fill whole words. It reads GPTQ zero points of 0 as a
+# different number (docs/formats/gptq.md).
 PACKED = [
     ("gptq", "w4a16-g64-sym", ["--method", "rtn"]),
     ("gptq", "w8a16-g32-sym", ["--method", "gptq"]),
@@ -58,7 +59,7 @@ PACKED = [
     ("compressed-tensors", "w8a8", ["--method", "rtn"]),
     ("compressed-tensors", "w4a8-g64", ["--method", "rtn"]),
 ]
-# llama.cpp leaves activations float, so quant uses a scheme with the same weights that does so too.
+# llama.cpp does not round activations, so quant uses a scheme with the same weights and float activations.
 FLOAT_ACTIVATIONS = {"w8a8": "w8a16-channel-sym", "w4a8-g64": "w4a16-g64"}
 PACKED_PROFILE, PACKED_WINDOWS = "llamacpp-256", 4
 
@@ -80,7 +81,7 @@ def with_tokenizer(model, kind, out):
 
 
 def write_text(kind, source, scratch):
-    """Writes the whole text; its beginning, which ends inside a window; or several documents."""
+    """Writes the whole text, its beginning (which ends inside a window), or several documents."""
     text = source.read_text()
     if kind == "text":
         return source
@@ -88,7 +89,7 @@ def write_text(kind, source, scratch):
         out = scratch / "excerpt.txt"
         out.write_text(text[:2500])
         return out
-    # Longer than several windows, shorter than one, with runs of spaces and multi-byte letters.
+    # Documents that are longer than several windows and shorter than one, with runs of spaces and multi-byte letters.
     documents = [text[:1500], "Short.", "  Two  spaces,\n\na blank line, caf\u00e9 \u2014 \u65e5\u672c. \n",
                  text[3000:4200]]
     out = scratch / "documents.jsonl"
@@ -176,7 +177,7 @@ def run(check, llama_cpp, name, tokenizer, profile, text, windows):
             theirs = json.loads(check.script("reference_llama_cpp", llama_cpp, directory, "--text",
                                              file, "--length", length, *at_most))
             comparison.llama_cpp(ours, theirs)
-            # The text gave the same tokens, so the numbers above describe the same thing.
+            # Both programs tokenized the text to the same tokens, so the numbers above are comparable.
             reader = importlib.import_module("reference_profiles").Text(directory, file)
             tokens = reader.tokens(reader.documents[0])
             flat = [token for chunk in theirs["tokens"] for token in chunk]

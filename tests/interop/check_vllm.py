@@ -1,7 +1,8 @@
 """The check against vLLM on a CPU: checkpoints that `quant quantize` wrote, loaded by the engine itself.
 
-The perplexity of a text by vLLM in bfloat16 must be within 0.5 % of `quant eval`. The verdicts of `quant plan` on this
-engine must be right: a "no" must fail to load, a "yes" must not. Exits with 1 if one fails.
+The perplexity of a text by vLLM in bfloat16 must be within 0.5 % of `quant eval`. The verdicts of `quant plan` on
+this engine must be right: a checkpoint with the verdict "no" must fail to load, and one with "yes" must load. Exits
+with 1 if a check fails.
 
 Not part of check.py, because the environment takes some gigabytes, and every start of the engine about half a minute.
 Run by `cargo xtask nightly`, or by tests/interop/run_vllm.sh.
@@ -96,7 +97,8 @@ class Vllm:
         return made
 
     def engine(self, models):
-        """Perplexity by vLLM of each model with the number of tokens, or None with the reason why it does not load."""
+        """Returns vLLM's perplexity of each model with the number of tokens, or None with the reason why it does not
+        load."""
         out = self.scratch / "scored"
         shutil.rmtree(out, ignore_errors=True)
         out.mkdir()
@@ -116,7 +118,7 @@ class Vllm:
                     found[model] = None, error.read_text()
             left = [model for model in left if model not in found]
             if left and (done.returncode or len(left) == before):
-                # Compiled code ended the process, while running the first model that has no result.
+                # Compiled code crashed while it ran the first model that has no result.
                 lines = done.stderr.splitlines() or ["no message"]
                 found[left[0]] = None, f"the engine ends with {done.returncode}: {lines[-1].strip()[:200]}"
                 left = left[1:]

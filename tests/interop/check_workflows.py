@@ -1,4 +1,4 @@
-"""The workflows under docs/ci, against the schemas of the systems that read them.
+"""Checks the workflows under docs/ci against the schemas of the systems that read them.
 
 check-jsonschema includes copies of the schemas that GitHub and GitLab publish, so nothing is downloaded. The policy
 beside the workflows is read by `quant gate` itself. check.py runs these as its `workflow` checks.
@@ -43,12 +43,13 @@ def workflow(check, name, schema):
 
 
 def policy(check):
-    """An 8-bit model must pass relative to the one it was made from, so any failure is the policy's."""
+    """Runs the gate with the policy on an 8-bit model, compared with its float model. The model must pass, so a
+    failure is an error in the policy."""
 
     def work():
         model, results = check.model("demo"), check.scratch / "results"
         results.mkdir(exist_ok=True)
-        # The policy names one of its results.
+        # The policy refers to a result with this name.
         result, baseline = results / "wikitext.json", check.scratch / "baseline.json"
         rounded = check.scratch / "policy-w8"
         check.program("quant", "quantize", model, "-o", rounded, "--method", "rtn", "--scheme", "w8a16-g64-sym",

@@ -1,7 +1,7 @@
 """Compares the tensors `logits` of two safetensors files and prints a verdict as JSON.
 
-ok means max |A - B| <= tolerance * max |A|. Exits with 1 if not, if the shapes differ or if a value
-is not finite.
+The verdict is `ok` if max |A - B| <= tolerance * max |A|. Otherwise, or if the shapes differ or a value is not
+finite, the script exits with 1.
 """
 
 import argparse

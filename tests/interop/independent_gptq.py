@@ -8,8 +8,8 @@ or with any engine. For a linear layer X of shape [out, in], b bits, groups of g
   X.scales   half  [in/g, out]
   X.g_idx    int32 [in]              the group of every input
 
-and w[o, i] = (q[i, o] - z[g_idx[i], o]) * s[g_idx[i], o], computed in f32 with one rounding. The one
-is taken from all zeros of a word at once, with borrows; with 3 bits, from each zero modulo 8.
+and w[o, i] = (q[i, o] - z[g_idx[i], o]) * s[g_idx[i], o], computed in f32 with one rounding. One is subtracted from
+all zeros of a word at once, with borrows between them; with 3 bits, it is subtracted from each zero modulo 8.
 """
 
 import argparse

@@ -65,7 +65,7 @@ class Checkpoint:
         return values.reshape(entry["shape"])
 
     def packed_modules(self):
-        # Every quantized module has scales, whatever the name of its codes.
+        # Every quantized module has scales, although the name of its codes varies.
         suffix = ".weight_scale"
         return sorted(name.removesuffix(suffix) for name in self.places if name.endswith(suffix))
 
@@ -82,7 +82,7 @@ EMBEDDINGS = ("embed_tokens", "embed_tokens_per_layer", "embed_positions", "tok_
 
 
 def scheme_of(module, quantization):
-    """The group that applies: exact name, then `re:`, then the class."""
+    """The group that applies to a module: exact names take precedence over `re:`, and these over the class."""
     its_class = "Embedding" if module.endswith("embed_tokens") else "Linear"
     if any(matches(module, entry) for entry in quantization["ignore"]):
         raise ValueError(f"{module} is packed, but ignored in quantization_config")
@@ -177,7 +177,8 @@ def relative_rms_error(weight, original):
 
 
 def write_float_checkpoint(checkpoint, weights, directory):
-    """The same model, all tensors in f32 and without quantization_config, for any program."""
+    """Writes the same model with all tensors in f32 and without quantization_config, so that any program can load
+    it."""
     directory.mkdir(parents=True)
     quantized = tuple(f"{module}.weight_" for module in checkpoint.packed_modules())
     plain = {name: checkpoint.read(name) for name in checkpoint.places

@@ -1,6 +1,6 @@
 """Rounds a float checkpoint to nearest and writes it as compressed-tensors `pack-quantized`.
 
-A fixture: it gives the scripts in this directory input that the program under test has not written. Decoder linears are
+This gives the scripts in this directory an input that the program under test has not written. Decoder linears are
 packed; embeddings, norms and lm_head are copied.
 """
 

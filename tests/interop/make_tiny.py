@@ -1,7 +1,7 @@
 """Makes a tiny random checkpoint of a family, to compare decoders on features that small real models lack.
 
-Norm weights are random too (an implementation that ignores them must fail), and all widths divide by 128. The tokenizer
-maps every byte to one token and puts <s> first.
+Norm weights are random too, so that an implementation that ignores them must fail. The tokenizer maps every byte to
+one token and adds <s> at the start.
 """
 
 import argparse
@@ -85,12 +85,13 @@ VARIANTS = {
     "mixtral-wide": {"model_type": "mixtral", "hidden_size": 256, "intermediate_size": 512, "num_local_experts": 8,
                      "num_experts_per_tok": 2},
     "qwen3-moe-wide": QWEN3_MOE | {"hidden_size": 256, "moe_intermediate_size": 256, "norm_topk_prob": True},
-    # Experts narrower than the block, a number of them that is not a power of two, heads of a different width.
+    # Experts that are narrower than the block, in a number that is not a power of two, and heads of a different width.
     "mixtral": {"model_type": "mixtral", "num_local_experts": 6, "num_experts_per_tok": 2},
     "qwen3-moe": QWEN3_MOE | {"norm_topk_prob": True},
     "qwen3-moe-mixed": QWEN3_MOE | {"num_hidden_layers": 4, "mlp_only_layers": [1], "decoder_sparse_step": 1,
                                     "attention_bias": True, "tie_word_embeddings": True},
-    # The fixed features of llama.cpp's graphs: windows in fixed layers, scores scaled by the width of heads.
+    # The features that are fixed in llama.cpp's graphs: windows in fixed layers, and scores scaled by the width of
+    # heads.
     "gemma2-alternating": SMALL_GEMMA | {"model_type": "gemma2", "num_hidden_layers": 4, "attn_logit_softcapping": 1.5,
                                          "final_logit_softcapping": 2.0, "layer_types": [SLIDING, FULL] * 2},
     "gemma3-sixth": SMALL_GEMMA | {"model_type": "gemma3_text", "num_hidden_layers": 6, "rope_parameters": {
@@ -129,7 +130,7 @@ VARIANTS = {
     "opt": OPT,
     "opt-plain": OPT | {"enable_bias": False, "layer_norm_elementwise_affine": False,
                         "tie_word_embeddings": False},
-    # As saved by a class without a head: names lack their first part.
+    # Saved by a class without a head, so tensor names lack their first part.
     "opt-bare": OPT,
 }
 
@@ -144,8 +145,8 @@ def rope(**parameters):
 
 
 # Small models of each family, with every feature enabled and values that make its effect visible. The check runs
-# windows of 24 and of 112 tokens and decodes starting at the 56th. All attention windows, and all lengths at which a
-# rotation changes, are in between.
+# windows of 24 and of 112 tokens and decodes starting at the 56th token. All attention windows, and all lengths at
+# which a rotation changes, are between 24 and 112.
 WINDOW, ORIGINAL = 40, 64
 LAYERS = {"num_hidden_layers": 4, "sliding_window": WINDOW}
 GEMMA = LAYERS | {"query_pre_attn_scalar": 10, "hidden_activation": "gelu_pytorch_tanh"}
@@ -161,7 +162,7 @@ LINEAR = "linear_attention"
 HYBRID = {"num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
           "linear_value_head_dim": 24, "layer_types": [LINEAR, FULL, LINEAR, LINEAR]} | rope(
               rope_type="default", partial_rotary_factor=0.5, mrope_section=[2, 2, 2], mrope_interleaved=True)
-# Groups of heads, states narrower than heads. transformers applies the lower bound `time_step_min` only when it
+# Several groups of heads, and states narrower than heads. transformers applies the lower bound `time_step_min` only when it
 # processes whole windows; engines never apply it.
 NEMOTRON = {"model_type": "nemotron_h", "num_hidden_layers": 4, "ssm_state_size": 16, "mamba_num_heads": 8,
             "mamba_head_dim": 12, "n_groups": 2, "chunk_size": 32, "time_step_min": 1e-9,
@@ -268,7 +269,7 @@ FAMILIES = {
     "qwen3_next-experts": HYBRID | SHARED_EXPERT | {"model_type": "qwen3_next", "mlp_only_layers": [0], "norm_topk_prob": True},
     "qwen3_next-unnormalized": HYBRID | SHARED_EXPERT | {"model_type": "qwen3_next", "decoder_sparse_step": 2,
                                                          "norm_topk_prob": False},
-    # As saved by transformers, and as published: all experts of a block together.
+    # Two models: as saved by transformers, and as published, with all experts of a block in one tensor.
     "qwen3_5_moe": HYBRID | SHARED_EXPERT | {"model_type": "qwen3_5_moe_text"},
     "qwen3_5_moe-published": HYBRID | SHARED_EXPERT | {"model_type": "qwen3_5_moe_text", "attention_bias": True},
     "qwen2_moe": EXPERTS | {"model_type": "qwen2_moe", "num_experts": 6, "moe_intermediate_size": 64,
@@ -285,7 +286,7 @@ FAMILIES = {
     "glm4_moe-ungrouped": DEEPSEEK | {"model_type": "glm4_moe", "n_group": 1, "topk_group": 1, "norm_topk_prob": False,
                                       "routed_scaling_factor": 0.5},
     "deepseek_v3": DEEPSEEK | LATENT | {"model_type": "deepseek_v3"} | rope(**yarn(mscale=1.0, mscale_all_dim=0.7)),
-    # Stored in 8 bits: blocks are cut off at the edges, and 128 divides no width, so that inputs are not rounded.
+    # Stored in 8-bit floats. Blocks are cut off at the edges. No width is a multiple of 128, so inputs are not rounded.
     "deepseek_v3-fp8": DEEPSEEK | LATENT | {"model_type": "deepseek_v3", "first_k_dense_replace": 2,
                                               "n_shared_experts": 3},
     "deepseek_v3-plain": DEEPSEEK | LATENT | {
@@ -299,7 +300,7 @@ FAMILIES = {
     "glm4_moe_lite": DEEPSEEK | LATENT | {"model_type": "glm4_moe_lite", "n_group": 1, "topk_group": 1},
     "gpt_oss": EXPERTS | {"model_type": "gpt_oss", "num_local_experts": 5, "intermediate_size": 64, "num_hidden_layers": 4,
                           "sliding_window": WINDOW, "swiglu_limit": 1.5} | rope(**yarn(truncate=False)),
-    # As published, and with the same numbers as floats.
+    # Two models with the same values: as published, and as floats.
     "gpt_oss-mxfp4": GPT_OSS,
     "gpt_oss-floats": GPT_OSS,
     "minimax_m2": EXPERTS | {"model_type": "minimax_m2", "num_local_experts": 6, "intermediate_size": 64} | rope(
@@ -315,10 +316,10 @@ FAMILIES = {
     "gpt2": {"model_type": "gpt2", "n_inner": 160},
     "gpt2-scaled": {"model_type": "gpt2", "scale_attn_by_inverse_layer_idx": True, "scale_attn_weights": False,
                     "activation_function": "gelu", "tie_word_embeddings": False},
-    # As published: the decoder's names lack their first part, and masks are stored.
+    # As published: the names of the decoder's tensors lack their first part, and masks are stored.
     "gpt2-bare": {"model_type": "gpt2", "n_inner": None},
     "bloom": {"model_type": "bloom"},
-    # Slopes from two series; keys and names as published.
+    # The slopes come from two series; keys and names are as published.
     "bloom-bare": {"model_type": "bloom", "num_attention_heads": 6},
     "internlm3": {"model_type": "internlm3", "attention_bias": True, "mlp_bias": True,
                   "max_position_embeddings": ORIGINAL} | rope(rope_type="dynamic", factor=6.0),
@@ -326,7 +327,7 @@ FAMILIES = {
     # transformers has no class for it, so it is built from Llama's class and read as such.
     "phimoe": {"model_type": "phimoe", "num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 64,
                "router_jitter_noise": 0.4, "attention_bias": True, "lm_head_bias": True},
-    # No longer than the original length, beyond which implementations differ.
+    # Not longer than the original length: beyond it, implementations differ.
     "phimoe-longrope": {
         "model_type": "phimoe", "num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 64,
         "max_position_embeddings": 512, "original_max_position_embeddings": 128, "sliding_window": WINDOW} | rope(
@@ -477,7 +478,7 @@ def make_model(variant, seed):
             if name.endswith(".bias"):
                 parameter.copy_(0.3 * noise)
             elif name.endswith(".A_log"):
-                # A slow decay, so that a state holds many tokens.
+                # Slow decay, so that a state depends on many tokens.
                 parameter.copy_(-2.5 + 0.5 * noise)
             elif parameter.ndim == 1 or name.endswith(("q_norm.weight", "k_norm.weight")):
                 center = 0.0 if centered and "linear_attn" not in name else 1.0
@@ -514,7 +515,7 @@ def mxfp4_experts(model):
 
 
 def mxfp4_values(codes, scales):
-    """Their values, `[experts, out, in]`."""
+    """The values of the codes and scales of `mxfp4_experts`, `[experts, out, in]`."""
     magnitudes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
     table = torch.cat([magnitudes, -magnitudes])
     pairs = torch.stack([table[(codes & 15).long()], table[(codes >> 4).long()]], dim=-1)
@@ -555,7 +556,7 @@ def store_as_fp8(out):
 
 
 def join_experts(out):
-    """Joins all experts of a block in two tensors: gates and then ups, and downs."""
+    """Joins all experts of a block in two tensors: one with gates followed by ups, and one with downs."""
     path, singles = out / "model.safetensors", {}
     tensors = load_file(path)
     for name in [name for name in tensors if ".experts." in name and name.endswith("_proj.weight")]:
@@ -688,7 +689,7 @@ def use_rope_scaling_key(config_file):
 
 
 def use_older_gemma3_keys(config):
-    """Bases and scaling as Gemma 3 was published, before transformers 5."""
+    """Writes RoPE bases and scaling with the keys of the published Gemma 3, from before transformers 5."""
     config.pop("rope_parameters")
     config |= {"rope_theta": 30000.0, "rope_local_base_freq": 4000.0,
                "rope_scaling": {"rope_type": "linear", "factor": 8.0}}

@@ -36,7 +36,7 @@ def convert(llama_cpp, model_dir, pre_tokenizer, out):
     from conversion.base import TextModel
 
     argv = ["convert_hf_to_gguf", str(model_dir), "--outtype", "f32", "--outfile", str(out)]
-    # For these, the converter expects blocks for multi-token prediction unless told otherwise.
+    # For these families, the converter expects blocks for multi-token prediction unless an option disables them.
     if json.loads((model_dir / "config.json").read_text())["model_type"].startswith(("qwen3_5", "qwen3_next")):
         argv.append("--no-mtp")
     with contextlib.ExitStack() as stack:

@@ -1,6 +1,6 @@
 """Prints the results of lm-evaluation-harness for the documents of a file, as one line of JSON.
 
-Its own code tokenizes, cuts, scores, counts words and bytes, and aggregates; only the model is loaded by
+The harness's own code tokenizes, cuts, scores, counts words and bytes, and aggregates. Only the model is loaded by
 reference_model.py, which refuses a load that is not perfect. A .jsonl file contains one document per line, in `text`;
 any other file is one document.
 
@@ -49,7 +49,7 @@ class Documents(PerplexityTask):
     VERSION = 0
 
     def download(self, *_arguments, **_options):
-        """There is no data set to load."""
+        """Does nothing: the documents are already in memory."""
 
     def has_validation_docs(self):
         return False
@@ -70,7 +70,7 @@ def measure(model_dir, documents, length):
                  max_length=length, batch_size=1)
     task = Documents()
     requests = [task.construct_requests(document, "") for document in documents]
-    # It draws a progress bar for every window regardless of the options.
+    # The harness draws a progress bar for every window, regardless of the options.
     with contextlib.redirect_stderr(io.StringIO()):
         likelihoods = model.loglikelihood_rolling(requests, disable_tqdm=True)
     results = [task.process_results(document, (likelihood,))

@@ -1,8 +1,7 @@
 """Loads a checkpoint with Hugging Face transformers and refuses any load that is not perfect.
 
-A load that does not raise proves nothing: transformers replaces a missing tensor by random values and continues. So
-`load` fails on every key in the loading report, and checks that a checkpoint that claims to be quantized really was
-read through compressed-tensors.
+transformers replaces a missing tensor by random values and continues. Therefore `load` fails on every key in the
+loading report, and checks that a checkpoint that claims to be quantized really was read through compressed-tensors.
 """
 
 import contextlib
@@ -43,8 +42,8 @@ def load(model_dir, dequantize=False):
     """Returns the model on the CPU in float32 with eager attention, in evaluation mode.
 
     `dequantize` dequantizes the weights while loading instead of at the first forward pass: the only way in which
-    compressed-tensors 0.18 to 0.20 reads asymmetric weights. It multiplies in the dtype of the stored scales, so they
-    are passed in f32 to be as exact as the other way.
+    compressed-tensors 0.18 to 0.20 reads asymmetric weights. That path multiplies in the dtype of the stored scales,
+    so the scales are passed in f32 for the same accuracy as at the first forward pass.
     """
     model_dir = Path(model_dir)
     config = json.loads((model_dir / "config.json").read_text())

@@ -16,8 +16,8 @@ Profiles, with L and S in tokens; a window is scored in one forward pass without
 library, and joins them by an empty line. Perplexity is exp(mean negative log-likelihood of all scored tokens);
 log-softmax in f32, sums in f64.
 
-The guide's own loop weights windows by one token less than they score, except the first, because it assumes that every
-window loses a token to the shift. `docs_perplexity` is that number.
+The loop in the transformers guide weights each window except the first by one token less than it scores, because it
+assumes that every window loses a token to the shift. `docs_perplexity` is the result of that loop.
 """
 
 import argparse
@@ -96,7 +96,7 @@ def llama_cpp(tokens, bos, length):
 
 
 def rows(raw):
-    """WikiText's lines as rows, blank ones empty, as the literature joins them."""
+    """Returns WikiText's lines as rows, with blank lines as empty rows, as in published evaluations."""
     lines = re.findall(r"[^\n]*\n|[^\n]+$", raw)
     return "\n\n".join(line if line.strip() else "" for line in lines)
 

@@ -2,9 +2,10 @@
 window's first.
 
 Run with the Python of setup_vllm.sh. Models are loaded in bfloat16, without a tokenizer, in sequence in one process,
-because a start takes longer than a small model; for vision-language models only the language model is run. For a model
-in the directory NAME, OUT contains NAME.json, or NAME.error with the reason why it does not load. Nothing is run after
-an error, because the engine leaves state behind. If its compiled code ends the process, there is neither file.
+because a start takes longer than a small model; for vision-language models only the language model is run. For a
+model in the directory NAME, OUT contains NAME.json, or NAME.error with the reason why it does not load. No model is
+run after an error, because the engine leaves state behind. If the engine's compiled code crashes the process, neither
+file is written.
 """
 
 import argparse

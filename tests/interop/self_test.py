@@ -1,10 +1,10 @@
 """Tests of the checks themselves: run `python self_test.py` in the interop environment.
 
-Every scheme is packed by make_packed.py, and read once by transformers and once by independent_pack.py; both must give
-the same logits. Then a file is damaged in every way that matters, and the checks must refuse it. The checks of profiles
-get an evaluator that follows the rule, and must pass, and then some that follow slightly different rules. llama.cpp
-takes part if target/interop-llama-cpp exists. Workflows are broken in ways that YAML allows, and pages in ways that a
-browser reveals.
+Every scheme is packed by make_packed.py, and read once by transformers and once by independent_pack.py; both must
+give the same logits. Then a file is damaged in several ways, and the checks must refuse it. The checks of profiles
+must pass for an evaluator that follows the rule, and fail for evaluators that follow slightly different rules.
+llama.cpp is included if target/interop-llama-cpp exists. Workflows are broken in ways that are still valid YAML, and
+pages in ways that show only in a browser.
 """
 
 import contextlib
@@ -157,7 +157,7 @@ class Interop(unittest.TestCase):
 
 
 class Profiles(unittest.TestCase):
-    """check_profiles.py with reference_profiles.py, given a wrong rule, in place of `quant eval`."""
+    """Tests check_profiles.py. In place of `quant eval`, reference_profiles.py runs with a wrong rule."""
 
     @classmethod
     def setUpClass(cls):
@@ -241,7 +241,7 @@ class Profiles(unittest.TestCase):
                 self.assertGreater(failures, 0, output)
 
     def test_programs_notice_a_wrong_rule_themselves(self):
-        """Without the rule computed with transformers, which quant's side also uses."""
+        """The rule computed with transformers is left out, because quant's side uses it too."""
         profiles = importlib.import_module("check_profiles")
         rules = importlib.import_module("reference_profiles")
         with mock.patch.object(profiles.Comparison, "rule", lambda *_: None):
@@ -255,7 +255,7 @@ class Profiles(unittest.TestCase):
             self.assertGreater(self.verdict("llamacpp-512", wrong=wrong)[0], 0)
 
     def test_stride_rule_is_the_loss_of_transformers(self):
-        """The guide's loop itself: labels, the model's own loss, tokens weighted as they score."""
+        """Runs the loop of the transformers guide: labels, and the model's own loss, weighted by the scored tokens."""
         rules = importlib.import_module("reference_profiles")
         reference = importlib.import_module("reference_model")
         root = Path(__file__).parents[2]
@@ -283,7 +283,7 @@ class Profiles(unittest.TestCase):
 
 
 class Workflows(unittest.TestCase):
-    """check_workflows.py on the examples under docs/ci, each broken in a way that YAML allows."""
+    """Tests check_workflows.py on the examples under docs/ci, each broken in a way that is still valid YAML."""
 
     def failures(self, change=None):
         """Failures and output; `change` edits the text of a workflow."""
@@ -323,7 +323,7 @@ class Workflows(unittest.TestCase):
 
 
 class Pages(unittest.TestCase):
-    """The faults that `look` finds in a page, whatever it shows."""
+    """Tests that `look` finds faults in a page that do not depend on its contents."""
 
     PAGE = """<!doctype html><html><head><title>a</title><style>:root { color-scheme: light dark }
       body { background: Canvas; color: CanvasText; width: 90% }</style></head><body><h1>a</h1>

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Finds Chromium, which opens the reports, or installs Debian's package of it.
+# Finds Chromium, in which the reports are opened, or installs Debian's package of it.
 #
-# The last line of output is the path of the program. Exits with 3 and a line that starts with SKIPPED if there is none
-# and none can be installed: on a system other than Debian, or without root.
+# The last line of output is the path of the program. Exits with 3 and a line that starts with SKIPPED if Chromium is
+# missing and cannot be installed: on a system other than Debian, or without root.
 set -euo pipefail
 
 find_browser() {

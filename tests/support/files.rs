@@ -1,4 +1,4 @@
-//! Directories in the form in which tests compare them: every file, byte for byte.
+//! The contents of directories, for comparison: every file, byte for byte.
 
 use std::collections::BTreeMap;
 use std::path::Path;

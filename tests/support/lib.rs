@@ -46,7 +46,7 @@ pub fn shared_data() -> Option<PathBuf> {
 }
 
 /// Records that the calling test skips something: one line on stderr, and one in the file that `QUANT_SKIP_LOG` names.
-/// With that file, CI distinguishes a gap from a pass.
+/// From this file, CI can tell a skipped test from a passed one.
 ///
 /// # Panics
 /// When that file cannot be written: a skip must not go unnoticed.
@@ -55,7 +55,7 @@ pub fn skip(why: &str) {
     let line = skip_line(why, Location::caller());
     eprint!("{line}");
     if let Some(log) = std::env::var_os(SKIP_LOG) {
-        // One write in append mode: tests of several processes share the file.
+        // A single write in append mode, because tests of several processes share the file.
         let file = std::fs::OpenOptions::new().append(true).create(true).open(&log);
         let noted = file.and_then(|mut file| file.write_all(line.as_bytes()));
         assert!(noted.is_ok(), "cannot note the skip in {}", Path::new(&log).display());

@@ -1,5 +1,5 @@
-//! Models made on the fly: small enough to be written for every case, and raw enough to be broken in any way. Nothing
-//! here shares code with the reader under test.
+//! Models that tests generate: small enough to be written for every case, and simple enough to be broken in any way.
+//! This module shares no code with the reader under test.
 
 use std::path::Path;
 
@@ -9,11 +9,11 @@ use serde_json::{Map, Value, json};
 /// One tensor of a safetensors file, with its data.
 #[derive(Debug, Clone, PartialEq)]
 pub struct RawTensor {
-    /// Its name.
+    /// The tensor's name.
     pub name: String,
     /// For example `F16` or `I32`.
     pub dtype: String,
-    /// Its shape.
+    /// The tensor's shape.
     pub shape: Vec<u64>,
     /// The data, little-endian.
     pub data: Vec<u8>,
@@ -122,7 +122,7 @@ impl Default for TinyLlama {
 }
 
 impl TinyLlama {
-    /// Its `config.json`.
+    /// Returns the model's `config.json`.
     pub fn config(&self) -> Value {
         json!({
             "architectures": ["LlamaForCausalLM"],
@@ -143,7 +143,7 @@ impl TinyLlama {
         })
     }
 
-    /// Its tensors, which depend only on the sizes. A tied head has no tensor.
+    /// Returns the model's tensors, which depend only on the sizes. If the head is tied, it has no tensor.
     pub fn tensors(&self) -> Vec<RawTensor> {
         let mut random = Random(0x5eed);
         let mut matrix = |name: String, rows: u64, columns: u64| {
@@ -182,7 +182,7 @@ impl TinyLlama {
         tensors
     }
 
-    /// Writes it as a model directory.
+    /// Writes the model as a model directory.
     ///
     /// # Panics
     /// When a file cannot be written.
@@ -191,7 +191,7 @@ impl TinyLlama {
         self.write_with(directory, &self.tensors());
     }
 
-    /// Writes it with these tensors instead of its own.
+    /// Writes the model with these tensors instead of its own.
     ///
     /// # Panics
     /// When a file cannot be written.
@@ -257,7 +257,7 @@ pub fn write_cut_demo_model(directory: &Path, layers: u64) {
 
 /// A tokenizer whose token for each byte is the byte's value.
 pub fn byte_tokenizer() -> Value {
-    // The printable stand-ins for bytes that byte-level tokenizers share.
+    // The printable characters by which byte-level tokenizers represent bytes.
     let mut stand_in = 256u32;
     let vocab: Map<String, Value> = (0..=255u8)
         .map(|byte| {

@@ -1,4 +1,4 @@
-//! An OPT made on the fly, as [`TinyLlama`](crate::models::TinyLlama) is a Llama.
+//! An OPT model that tests generate, like the Llama model [`TinyLlama`](crate::models::TinyLlama).
 
 use std::path::Path;
 
@@ -28,7 +28,7 @@ impl Default for TinyOpt {
 }
 
 impl TinyOpt {
-    /// Its `config.json`.
+    /// Returns the model's `config.json`.
     pub fn config(&self) -> Value {
         json!({
             "architectures": ["OPTForCausalLM"],
@@ -48,7 +48,7 @@ impl TinyOpt {
         })
     }
 
-    /// Its tensors, which depend only on the sizes.
+    /// Returns the model's tensors, which depend only on the sizes.
     pub fn tensors(&self) -> Vec<RawTensor> {
         let mut random = Random(0x0b7);
         let mut tensor = |name: String, shape: &[u64], mean: f32, spread: f32| {
@@ -90,7 +90,7 @@ impl TinyOpt {
         tensors
     }
 
-    /// Writes it as a model directory.
+    /// Writes the model as a model directory.
     ///
     /// # Panics
     /// When a file cannot be written.

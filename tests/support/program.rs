@@ -1,4 +1,4 @@
-//! The `quant` program as a user runs it: built, started, watched, signalled.
+//! The `quant` program as a user runs it: tests build it, start it, wait for it, and send it signals.
 
 use std::ffi::{OsStr, OsString};
 use std::fs::File;
@@ -14,14 +14,14 @@ use rustix::process::{Pid, kill_process};
 
 pub use rustix::process::Signal;
 
-/// No test run takes longer; one that does hangs.
+/// Time limit of a run. A run that takes longer is considered to hang.
 const LIMIT: Duration = Duration::from_secs(300);
 
-/// The `quant` binary, built from the current sources with the same profile as the tests.
+/// Returns the path of the `quant` binary, built from the current sources with the same profile as the tests.
 ///
-/// It belongs to another package, so cargo does not guarantee that it exists. It is built with the same choice of
-/// packages as `cargo test --workspace`, because a different choice would give dependencies different features and
-/// compile them again. If it is already built, this takes only a moment.
+/// The binary belongs to a different package, so cargo does not guarantee that it exists. It is built with the same
+/// selection of packages as `cargo test --workspace`, because a different selection would give dependencies different
+/// features and compile them again. If the binary is already built, this takes only a moment.
 ///
 /// # Panics
 /// When it cannot be built.
@@ -86,10 +86,10 @@ impl Run {
         self
     }
 
-    /// Its stdout as JSON.
+    /// Parses the run's stdout as JSON.
     ///
     /// # Panics
-    /// If it failed or printed something else.
+    /// If the run failed, or printed something else.
     #[track_caller]
     pub fn json(self) -> serde_json::Value {
         let run = self.succeeded();
@@ -185,12 +185,12 @@ impl Running {
         Self { arguments: arguments.join(" "), child, stdout, stderr, started: Instant::now() }
     }
 
-    /// Its process id.
+    /// Returns the process id of the run.
     pub fn id(&self) -> u32 {
         self.child.id()
     }
 
-    /// Sends it a signal.
+    /// Sends a signal to the run.
     ///
     /// # Panics
     /// When the system refuses.
@@ -199,7 +199,7 @@ impl Running {
         kill_process(Pid::from_child(&self.child), signal).expect("the child can be signalled");
     }
 
-    /// Whether it has ended.
+    /// Whether the run has ended.
     ///
     /// # Panics
     /// If the system does not report it.
@@ -225,7 +225,7 @@ impl Running {
         }
     }
 
-    /// Waits for its end.
+    /// Waits until the run ends.
     ///
     /// # Panics
     /// When it exceeds the time limit of a test.
@@ -283,7 +283,7 @@ impl SmallDisk {
         mounted.then(|| Self { point: point.to_owned() })
     }
 
-    /// Its mount point.
+    /// Returns the file system's mount point.
     pub fn path(&self) -> &Path {
         &self.point
     }
@@ -296,7 +296,7 @@ impl SmallDisk {
         use std::io::Write;
         let path = self.point.join("filler");
         let mut file = File::create(&path).expect("the filler can be created");
-        // Larger pieces first, then the rest of a page.
+        // Large pieces first, then smaller ones down to single bytes.
         for piece in [vec![1u8; 1 << 16], vec![1; 512], vec![1]] {
             while file.write_all(&piece).is_ok() {}
         }

@@ -1,5 +1,5 @@
-//! The requirements on every refusal of the program: the right exit code; a message that says what is wrong, where, and
-//! what to do; no output; and existing files unchanged.
+//! The requirements on every run that the program refuses: the right exit code; a message that says what is wrong,
+//! where, and what to do; no output; and existing files unchanged.
 
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
@@ -26,11 +26,11 @@ pub fn check_message(case: &str, run: &Run, code: i32, expected: &[&str]) {
     }
 }
 
-/// Runs `quant quantize MODEL -o OUT` with more options and expects a refusal, twice: with no OUT, and with `--force`
-/// and an existing one. Neither run may change anything.
+/// Runs `quant quantize MODEL -o OUT` with more options and expects a refusal, twice: without an existing OUT, and with
+/// `--force` and an existing one. Neither run may change anything.
 ///
 /// # Panics
-/// If one of them does anything else.
+/// If a run is not refused, or changes anything.
 #[track_caller]
 pub fn refuses_to_quantize(case: &str, model: &Path, options: &[&str], code: i32, expected: &[&str]) {
     let scratch = tempfile::tempdir().expect("a directory");

@@ -29,7 +29,7 @@ fn broken(fault: fn(&Path)) -> TempDir {
     directory
 }
 
-/// Faults that show in headers and configuration: every command refuses them alike.
+/// Faults in headers and configurations, which every command refuses in the same way.
 fn refused_by_all_verbs(faults: &[Fault]) {
     for (case, fault, expected) in faults {
         let model = broken(*fault);
@@ -331,7 +331,7 @@ fn configuration() {
     ]);
 }
 
-/// A tensor that has the same name as an output tensor of a different linear.
+/// An input tensor that has the same name as an output tensor of a different linear.
 #[test]
 fn names_that_are_taken() {
     let model = broken(|m| {

@@ -156,7 +156,7 @@ fn recipes() {
         let plan = args!["plan", model.path()].into_iter().chain(options.iter().map(Into::into));
         check_message(&case, &quant(plan), 2, expected);
     }
-    // The advice in one of the messages works.
+    // Following the advice in one of the messages works.
     let advice = "down_proj=w4a16-channel";
     quant(args!["plan", model.path(), "--group-size", "64", "--override", advice]).succeeded();
     // Requesting the head's default explicitly is allowed.
@@ -447,14 +447,14 @@ fn models_of_a_hub() {
     }
 }
 
-/// Places where the output must not be.
+/// Locations that are not allowed for the output.
 #[test]
 fn outputs() {
     let scratch = tempfile::tempdir().unwrap();
     let at = |name: &str| scratch.path().join(name);
     let model = at("models/tiny");
     TinyLlama::default().write(&model);
-    // Someone else's model, and an output that someone added files to.
+    // A model that this program did not write, and an output to which a user has added files.
     TinyLlama::default().write(&at("models/other"));
     old_checkpoint(&at("visited"));
     std::fs::write(at("visited/notes.txt"), "which of these is the good one?").unwrap();
@@ -499,7 +499,7 @@ fn outputs() {
     check_message("/", &run, 2, &["/ cannot be the output"]);
     let run = quant(args!["inspect", &model, format!("--json={}", at("nowhere/x.json").display())]);
     check_message("a report nowhere", &run, 5, &["nowhere/x.json"]);
-    // Reported before the evaluation, not after it.
+    // The error is reported before the evaluation, not after it.
     let nowhere = format!("--json={}", at("nowhere/x.json").display());
     let run = quant(args!["eval", &model, "--text", "no such text", &nowhere]);
     check_message("a report nowhere", &run, 5, &["nowhere/x.json"]);
@@ -573,13 +573,13 @@ fn a_closed_stdout_ends_quietly() {
     for arguments in cases {
         let mut command = command(&arguments);
         let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
-        // Closed before anything is written.
+        // Stdout is closed before the program writes to it.
         drop(child.stdout.take());
         let mut message = String::new();
         child.stderr.take().unwrap().read_to_string(&mut message).unwrap();
         assert_eq!((child.wait().unwrap().code(), message.as_str()), (Some(0), ""), "{arguments:?}");
     }
-    // A full disk behind it is a failure.
+    // If stdout is on a full disk, the run fails.
     for arguments in [args!["inspect", &demo], args!["--help"], args!["quantize", "-h"], args!["--version"]] {
         let mut command = command(&arguments);
         command.stdout(std::fs::File::create("/dev/full").unwrap()).stderr(Stdio::piped());
@@ -620,7 +620,7 @@ fn streams() {
     assert!(silent.stdout.contains("written to "), "the result is not progress output: {silent}");
     let json = Running::start(command(fixed(&scratch.path().join("b")).into_iter().chain(args!["--json"])));
     assert_eq!(json.wait().json()["schema"], "quant-summary/2");
-    // With a file, both are written: the table to stdout, the JSON to the file.
+    // With a file, the table is written to stdout and the JSON to the file.
     let report = scratch.path().join("report.json");
     let run = quant(args!["inspect", &model, format!("--json={}", report.display())]).succeeded();
     assert!(run.stdout.contains("llama: 2 blocks"), "{run}");

@@ -1,5 +1,6 @@
-//! Calibration on conversations: rendered by the model's own template, with prompts masked, and packed as documents
-//! that share windows without attending to each other. Errors in such data are reported with their location.
+//! Calibration on conversations: they are rendered by the model's own template, prompts are masked, and conversations
+//! are packed as documents that share windows without attending to each other. Errors in such data are reported with
+//! their location.
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -135,7 +136,8 @@ fn masked_conversations() {
     assert!(run.stdout.contains(&expected), "{run}");
     assert!(bench.at("masked/chat_template.jinja").is_file(), "the template is copied");
 
-    // The same bytes with other threads and from a recipe; different ones without the mask, or as a stream.
+    // The bytes are the same with a different number of threads and from a recipe. They differ without the mask, or as
+    // a stream.
     let masked = hashes(&bench.at("masked"));
     bench.quantize("again", &["--mask", "prompts", "--threads", "2"]);
     assert_eq!(masked, hashes(&bench.at("again")));
@@ -166,7 +168,7 @@ fn masked_conversations() {
     assert_ne!(weights("masked"), weights("whole"));
 }
 
-/// The template may be in either file, alone or with others; the tokens are the same.
+/// The template may be in either file, alone or in a list of templates; the tokens are the same.
 #[test]
 fn every_place_of_a_template() {
     let bench = Bench::new();
@@ -247,7 +249,7 @@ fn conversations_that_cannot_be_used() {
     with(&good).refuses("too few", &[], 4, &["chats.jsonl: has ", "windows of 96", "3 are needed"]);
     let phrase = ["no assistant tokens", "--mask none"];
     with(&good).refuses("no answers", &["--mask", "prompts"], 4, &phrase);
-    // Text has no prompts.
+    // Plain text has no prompts to mask.
     let bench = Bench::new();
     bench.write("plain.txt", &"Rain in the morning. ".repeat(200));
     let plain = bench.at("plain.txt");

@@ -49,7 +49,7 @@ fn one_run_writes_what_each_format_would_get_alone() {
         assert_eq!(single.json()["outputs"][0]["bytes_after"], output["bytes_after"]);
         assert_eq!(hashes(&both.join(format)), hashes(&alone), "{format}");
     }
-    // Neither is overwritten without `--force`, and with it both are replaced together.
+    // Neither output is overwritten without `--force`. With it, both are replaced together.
     let before = snapshot(&both);
     let run = quant(quantize(&model, &both, &options));
     check_message("they exist", &run, 2, &["compressed-tensors exists already", "--force"]);
@@ -83,7 +83,7 @@ fn an_interrupted_run_of_both_leaves_neither_and_resumes() {
         assert_eq!(hashes(&out.join(format)), hashes(&at("whole").join(format)), "{format}");
     }
     assert_eq!(names(&out), ["awq", "compressed-tensors"]);
-    // The state that a run leaves if it is killed between the two: only one exists.
+    // The state after a run was killed between the two renames: only one output exists.
     std::fs::remove_dir_all(out.join("awq")).unwrap();
     let run = quant(quantize(&model, &out, &[&options[..], &["--resume"]].concat()));
     check_message("one of two", &run, 2, &["compressed-tensors exists already", "add --force"]);
@@ -138,7 +138,7 @@ fn a_quantized_checkpoint_is_written_in_another_format() {
     let weights = |name: &str| hashes(&at(name))["model.safetensors"].clone();
     assert_eq!(weights("back"), weights("awq"));
     assert_eq!(config(&at("back")), config(&at("awq")));
-    // Both formats at once.
+    // Both formats are written by one run.
     quant(quantize(&at("awq"), &at("both"), &BOTH)).succeeded();
     assert_eq!(hashes(&at("both").join("compressed-tensors")), hashes(&at("ct")));
     // The same numbers give the same perplexity, to the last digit.

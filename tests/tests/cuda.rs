@@ -52,15 +52,16 @@ fn a_model_is_evaluated_on_the_device() {
         quant(args!["quantize", at("model"), "-o", &out, "--method", "rtn", "--scheme", scheme]).succeeded();
         let Some(device) = on_stand_in(evaluate(&out, "cuda"), &at("images")) else { return };
         let there = Running::start(device).wait().succeeded().json();
-        // Like the device, the scalar path computes norms and gates apart from the linears. The other paths compute them
-        // while they pack rows, where a last bit may move an input to the next 8-bit code.
+        // The device computes norms and gates separately from linears, and so does the scalar path. The other paths
+        // compute them while they pack rows. A difference in the last bit may then move an input to the next 8-bit
+        // code.
         let mut scalar = command(evaluate(&out, "cpu"));
         scalar.env("QUANT_ISA", "scalar");
         let here = Running::start(scalar).wait().succeeded().json();
         let isa = there["tool"]["isa"].as_str().unwrap();
         assert!(isa.contains("kernels cuda on PTX interpreter"), "{isa}");
         let (there, here) = (perplexity(&there), perplexity(&here));
-        // On a coarse grid, the last bits of earlier results decide to which side an input is rounded.
+        // On a coarse grid, the last bits of earlier results can decide how an input is rounded.
         let max = if matches!(scheme, "fp8" | "nvfp4") { 0.03 } else { 5e-4 };
         assert!((there / here - 1.0).abs() < max, "{scheme}: {there} on the device, {here} here");
     }
@@ -130,7 +131,7 @@ fn kernels_are_measured_on_the_device() {
 
 fn refused(arguments: Vec<OsString>) -> Run {
     let mut command = command(arguments);
-    // Hides any GPU of this machine.
+    // Hides the GPUs of this machine, if any.
     command.env("CUDA_VISIBLE_DEVICES", "");
     Running::start(command).wait()
 }

@@ -1,4 +1,4 @@
-//! The main task as a user sees it: the output is what `plan` predicts and what was requested, can be read back, and is
+//! Quantization as a user sees it: the output is what `plan` predicts and what was requested, can be read back, and is
 //! about as accurate as the float model.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -121,8 +121,8 @@ fn checked(options: &[&str], out: &Path, scheme_of: impl Fn(&str) -> String) {
     }
 }
 
-/// Ratio of the perplexity of a quantized demo model to the float one's on held-out text; checks that it is at most
-/// `max`.
+/// Returns the ratio of the perplexity of a quantized demo model to that of the float model on held-out text, after
+/// checking that it is at most `max`.
 fn check_quality(out: &Path, case: &str, max: f64) {
     let arguments = args![
         "eval",

@@ -90,7 +90,7 @@ fn scales_are_those_of_the_largest_key_and_value() {
     let at = |name: &str| scratch.path().join(name);
     let tiny = wide();
     tiny.write(&at("model"));
-    // As many bytes, and so tokens, as the batch has.
+    // The text has as many bytes, and therefore tokens, as the batch.
     let text = std::fs::read(quant_tests::workspace_root().join(TEXT)).unwrap()[..64].to_vec();
     std::fs::write(at("text.txt"), &text).unwrap();
     let path = at("text.txt").display().to_string();
@@ -133,7 +133,7 @@ fn scales_are_those_of_the_largest_key_and_value() {
 fn scales_are_of_the_block_as_it_is_written() {
     let scratch = tempfile::tempdir().unwrap();
     let at = |name: &str| scratch.path().join(name);
-    // As many value heads as query heads, so that values are folded; some of them are large.
+    // The model has as many value heads as query heads, so that values are folded, and some of the values are large.
     let tiny = TinyLlama { kv_heads: 4, ..wide() };
     let mut weights = tiny.tensors();
     for tensor in weights.iter_mut().filter(|t| t.name.ends_with("v_proj.weight")) {
@@ -185,7 +185,7 @@ fn files_are_obeyed_and_restated() {
     let scheme = &json_of(&at("modelopt").join("config.json"))["quantization_config"]["kv_cache_scheme"];
     assert_eq!(*scheme, json!({ "dynamic": false, "num_bits": 8, "type": "float" }));
 
-    // The direct conversion, and the conversion through the other layout, give the same.
+    // The direct conversion and the conversion through the other layout give the same scales.
     quantize(&at("model"), &at("direct"), &[&options[..], &BATCH, &["--format", "modelopt"]].concat())
         .succeeded();
     assert_eq!(scale(&tensors(&at("direct")), "k_proj.k_scale"), scale(&before, "k_scale"));
@@ -200,7 +200,7 @@ fn files_are_obeyed_and_restated() {
     let mean = |result: &Value| result["perplexity"]["mean"].as_f64().unwrap();
     let moved = (mean(&obeyed) / mean(&floats) - 1.0).abs();
     assert!(moved > 0.0 && moved < 0.02, "{moved}");
-    // Queries are unchanged, and so is everything else that the kernels do.
+    // The kernels also run with an FP8 cache, which changes only how keys and values are stored.
     let kernels = eval(&at("ct"), &["--execution", "kernels"]).succeeded();
     assert!(kernels.stdout.contains("keys and values in kvf8"), "{kernels}");
     let inspected = quant(args!["inspect", at("ct"), "--json"]).json();

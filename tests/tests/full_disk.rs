@@ -37,7 +37,8 @@ fn too_small_a_disk_is_reported_before_anything_is_written() {
         let out = disk.path().join(name);
         let run = quant(quantize(&demo_model(), &out, options));
         check_message(name, &run, 5, &[&out.display().to_string(), "needs ", " bytes, ", " are free"]);
-        // Numbers that the user can act on: 6.6 MB of weights, the companion files, and 2 %; and less is free.
+        // The message has the numbers that the user needs: the required bytes (6.6 MB of weights, the companion files,
+        // and 2 %), and the free bytes.
         let numbers: Vec<u64> = run.stderr.split([' ', ',']).filter_map(|w| w.parse().ok()).collect();
         let [needed, free] = numbers[..] else { panic!("{run}") };
         assert!((6_900_000..7_700_000).contains(&needed) && free < 4 << 20, "{run}");
@@ -45,7 +46,7 @@ fn too_small_a_disk_is_reported_before_anything_is_written() {
     }
 }
 
-/// Room for only the weights: that tokenizer and report do not fit is also detected at the start.
+/// There is room for the weights only. That tokenizer and report do not fit is detected at the start as well.
 #[test]
 fn companions_are_counted() {
     if !can_mount() {
@@ -63,8 +64,8 @@ fn companions_are_counted() {
     assert_eq!(snapshot(disk.path()), before);
 }
 
-/// The disk fills up during the search. Finished work is kept, and once there is room again, the resumed run gives the
-/// same bytes as an undisturbed one.
+/// The disk fills up during the search. Finished work is kept. Once there is room again, the resumed run gives the same
+/// bytes as an undisturbed one.
 #[test]
 fn a_disk_that_fills_up_meanwhile() {
     if !can_mount() {

@@ -496,7 +496,8 @@ fn nothing_that_is_missing_or_broken_passes() {
     check_message("what is no baseline", &quant(update), 4, &["notes.md", "only a baseline can be replaced"]);
     assert_eq!(std::fs::read(at("notes.md")).unwrap(), b"my notes");
 
-    // A model compared with itself is never far from its reference; without a baseline nothing else would detect this.
+    // A model compared with itself always agrees with its reference. Without a baseline, no other check would detect
+    // the mistake.
     std::fs::write(
         at("caps.toml"),
         POLICY.split("[[non_inf").next().unwrap().to_owned()

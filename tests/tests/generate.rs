@@ -86,7 +86,8 @@ fn greedy_text_is_that_of_the_definition() {
     assert!(run.stderr.contains("4 prompt tokens") && run.stderr.contains("24 new tokens"), "{}", run.stderr);
 }
 
-/// If the generated text is read as a prompt, it has the same continuation, so the cache loses nothing.
+/// The first half of the generated text, read as part of the prompt, is continued in the same way. So decoding from the
+/// cache gives the same results as reading the prompt.
 #[test]
 fn what_was_written_is_continued_the_same() {
     let bench = Bench::new();

@@ -52,7 +52,7 @@ fn a_file_is_written_and_read_back() {
     assert_eq!(summary["replaced"].as_array().map(Vec::len), Some(0));
     let four = perplexity(&at("q4.gguf"));
     assert!(four > float * 0.99 && four < float * 1.1, "{float} became {four}");
-    // In a directory the file comes with its report, and is the same.
+    // If the output is a directory, the file in it is the same and is accompanied by its report.
     quant(quantize(&model, &at("out"), &["--scheme", "q4_k_m"])).succeeded();
     assert_eq!(digest(&at("out").join("model.gguf")), digest(&at("q4.gguf")));
     let report: Value =
@@ -73,7 +73,7 @@ fn a_quantized_file_is_rounded_again_only_where_that_is_asked_for() {
     let expected = ["is already quantized: it contains Q6_K, Q4_K blocks", "--requantize"];
     let run = quant(quantize(&at("q4.gguf"), &at("no.gguf"), &["--scheme", "q8_0"]));
     check_message("into GGUF", &run, 2, &expected);
-    // A float mixture with one tensor in a block type would round that tensor again.
+    // Even if all other tensors are written as floats, an override with a block type would round its tensor again.
     let run =
         quant(quantize(&at("q4.gguf"), &at("no.gguf"), &["--scheme", "f32", "--override", "ffn_up=q8_0"]));
     check_message("an override", &run, 2, &expected);
@@ -157,13 +157,14 @@ fn a_failed_run_leaves_no_file_and_an_interrupted_one_resumes() {
     let run = run.wait();
     check_message("SIGINT", &run, 75, &["--resume"]);
     assert!(!out.exists());
-    // With different types it is a different job.
+    // An interrupted job with different types is a different job.
     let run = quant(quantize(&model, &out, &["--scheme", "q4_k_s", "--resume"]));
     check_message("other types", &run, 2, &["different inputs or settings"]);
     let run = quant(quantize(&model, &out, &["--scheme", "iq4_xs", "--resume"])).succeeded();
     assert!(run.stderr.contains("resumed: "), "{run}");
     assert_eq!(digest(&out), digest(&at("whole.gguf")));
-    // It is not overwritten without `--force`, and a file that someone else wrote never is.
+    // An output of this program is not overwritten without `--force`. A file that a different program wrote is never
+    // overwritten.
     let run = quant(quantize(&model, &out, &["--scheme", "q8_0"]));
     check_message("exists", &run, 2, &["out.gguf exists already"]);
     quant(quantize(&model, &out, &["--scheme", "q8_0", "--force"])).succeeded();
@@ -232,7 +233,7 @@ fn codes_of_symmetric_checkpoints_are_kept() {
         quant(args!["quantize", &model, "-o", &packed, "--method", "rtn", "--scheme", scheme]).succeeded();
         let summary = quant(quantize(&packed, &file, &["--json"])).json();
         assert_eq!(summary["types"][kind], 14, "{scheme}");
-        // Exactly the same weights, with products in a different order.
+        // The weights are the same; only the products are computed in a different order.
         let ratio = perplexity(&packed) / perplexity(&file);
         assert!((ratio - 1.0).abs() < 1e-6, "{scheme}: {ratio}");
     }
@@ -369,7 +370,8 @@ fn importance_matrices_are_gathered_written_and_read() {
     let size = |name: &str| std::fs::metadata(at(name)).unwrap().len();
     assert!(size("one.gguf").abs_diff(size("plain.gguf")) < 1024);
     assert_ne!(perplexity(&at("one.gguf")), perplexity(&at("plain.gguf")));
-    // Gathered or read, the importance gives the same file, except for the names of the text and of the file.
+    // Computed or read from a file, the importance gives the same output, except for the names of the text and of the
+    // importance file.
     assert_eq!(perplexity(&at("one.gguf")), perplexity(&at("three.gguf")));
     // The importance matrix of a different model.
     let other = at("other");

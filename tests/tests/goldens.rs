@@ -96,7 +96,7 @@ fn plans() {
     check("plans", &lines.concat());
 }
 
-/// The hashes above show that something changed, but not whether it matters; these numbers do.
+/// The hashes above show that something changed. These numbers show how much the change matters.
 #[test]
 fn sizes() {
     let mut found = String::new();

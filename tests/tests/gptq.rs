@@ -39,7 +39,8 @@ fn each_container_holds_the_same_numbers() {
         let options = |format| [&GPTQ[..], &["--scheme", scheme, "--format", format]].concat();
         let out = at(&format!("gptq {scheme}"));
         quant(quantize(&model, &out, &options("gptq"))).succeeded();
-        // The other format holds the same weights in a different packing, whether written by a run or repacked.
+        // The other format stores the same weights in a different packing, whether a run writes it or an output is
+        // converted to it.
         let other = at(&format!("other {scheme}"));
         quant(quantize(&model, &other, &options("compressed-tensors"))).succeeded();
         let again = at(&format!("again {scheme}"));
@@ -143,7 +144,7 @@ fn an_interrupted_run_resumes_to_the_same_bytes() {
         assert!(run.wait_until(block_done), "ended before a block was finished");
         run.signal(Signal::INT);
         check_message("SIGINT", &run.wait(), 75, &["--resume"]);
-        // With a different damping it is a different job.
+        // A job with a different damping is a different job.
         let other = [&options[..], &["--resume", "--damping", "0.5"]].concat();
         let differs = "inputs or settings:\n  gptq.damping: was 0.01, is 0.5\n  run with the settings";
         check_message("other settings", &quant(quantize(&model, &out, &other)), 2, &[differs]);
@@ -265,7 +266,7 @@ fn inputs_that_are_not_finite_are_a_numeric_error() {
     let (model, out) = (scratch.path().join("model"), scratch.path().join("out"));
     let tiny = TinyLlama::default();
     let mut tensors = tiny.tensors();
-    // The square of gate · up overflows: weights are finite, sums are not.
+    // The weights are finite, but the square of gate · up overflows, and so do the sums.
     for tensor in &mut tensors {
         let value = if tensor.name.contains("norm") { 60000.0 } else { 20000.0 };
         if ["norm", "up_proj", "gate_proj"].iter().any(|name| tensor.name.contains(name)) {

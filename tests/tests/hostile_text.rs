@@ -1,6 +1,6 @@
-//! Chat templates and tokenizers that recurse, grow or never end. They run in a separate process, so that each is
-//! reported as an error of its file with an exit code, whatever it does there. For valid files, that process gives the
-//! same results as the libraries in one process.
+//! Chat templates and tokenizers that recurse, grow or never end. They run in a separate process, so that whatever they
+//! do there is reported as an error of their file with an exit code. For valid files, that process gives the same
+//! results as the libraries in one process.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -49,7 +49,7 @@ impl Bench {
         path
     }
 
-    /// A question through the chat template, whose result depends on the template only.
+    /// A question, rendered through the chat template. The result depends only on the template.
     fn chat(&self) -> Command {
         command(args!["generate", self.model(), "--chat", "--prompt", "Hello", "--max-new-tokens", "1"])
     }
@@ -102,7 +102,7 @@ fn templates_that_overflow_the_stack() {
         bench.write(TEMPLATE, &template);
         check_message(case, &run(bench.chat()), 4, &[TEMPLATE, "overflows the stack", "put a different one"]);
     }
-    // The same in calibration on conversations.
+    // The same faults in calibration on conversations.
     bench.write(TEMPLATE, "{% set n = namespace() %}{% set n.a = n %}{{ n }}");
     let chats = bench.scratch.path().join("chats.jsonl");
     let line =
@@ -221,7 +221,7 @@ fn children(pid: u32) -> Vec<u32> {
     lists.flat_map(|l| l.split_whitespace().filter_map(|p| p.parse().ok()).collect::<Vec<u32>>()).collect()
 }
 
-/// Whether these processes have ended, or end soon.
+/// Whether these processes have ended, after waiting for a short time.
 fn ended(pids: &[u32]) -> bool {
     let started = Instant::now();
     let alive = |pid: &u32| {
@@ -273,7 +273,7 @@ fn without_processes_the_answers_are_the_same() {
     assert!(table(&run).len() > 3 && table(&run) == table(&expected), "{run}");
 }
 
-/// A limit on processes is not a bug, for threads and for workers.
+/// If a limit on processes prevents threads or workers from starting, the error is not reported as a bug.
 #[test]
 fn too_few_processes() {
     let bench = Bench::new();
@@ -322,7 +322,7 @@ fn too_few_processes() {
     }
 }
 
-/// The protocol is internal to the program: the worker does not serve a user.
+/// The protocol is internal to the program, so a worker that a user starts does not serve requests.
 #[test]
 fn a_worker_without_a_program_ends() {
     let run = quant(args!["__text-worker"]);

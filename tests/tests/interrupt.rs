@@ -145,7 +145,7 @@ fn another_program_or_instruction_set_does_not_resume() {
         (run.status.code(), String::from_utf8_lossy(&run.stderr).into_owned())
     };
 
-    // Every processor has this path, and it is never the default.
+    // Every processor supports this instruction set, and it is never the default.
     let mut narrow = Command::new(program());
     narrow.env("QUANT_ISA", "scalar");
     // Trailing bytes do not change the behavior of an executable.
@@ -172,7 +172,8 @@ fn a_second_signal_ends_it_at_once() {
     let bench = Bench::new();
     let out = bench.at("out");
     let run = bench.midway(&out, &AWQ);
-    // Paused while both signals are sent, it receives two at once, and has no time to stop after the first.
+    // The process is paused while both signals are sent. It then receives both at once, and has no time to stop after
+    // the first.
     run.signal(Signal::STOP);
     run.signal(Signal::INT);
     run.signal(Signal::TERM);
@@ -193,7 +194,7 @@ fn killed_midway() {
         assert_eq!(run.wait().code(), None);
         assert!(!out.exists() && job_of(&out).exists());
         if name == "resumed" {
-            // Also if the last line of the journal is incomplete.
+            // This also holds if the last line of the journal is incomplete.
             let journal = job_of(&out).join("journal.jsonl");
             let mut text = std::fs::read_to_string(&journal).unwrap();
             text.push_str("{\"tensor\":\"model.la");
@@ -223,7 +224,7 @@ fn a_job_that_was_damaged_meanwhile() {
     let place = header + bytes[header..].iter().position(|b| *b != 0).unwrap();
     bytes[place] ^= 1;
     std::fs::write(weights, bytes).unwrap();
-    // And the journal entry of one of them becomes invalid.
+    // Also make the journal entry of one of the tensors invalid.
     let journal = job_of(&out).join("journal.jsonl");
     let notes = std::fs::read_to_string(&journal).unwrap();
     let damaged = notes.replacen("\"relative_rms\":", "\"relative_rms\":\"much\",\"was\":", 1);
@@ -240,7 +241,7 @@ fn two_runs_on_one_output() {
     let out = bench.at("out");
     let first = bench.midway(&out, &AWQ);
     let holder = format!("process {}", first.id());
-    // Paused, so that it does not finish in the meantime.
+    // The first run is paused, so that it does not finish in the meantime.
     first.signal(Signal::STOP);
     for options in [&AWQ[..], &["--method", "rtn"], &["--method", "rtn", "--force"]] {
         let run = quant(quantize(&bench.model, &out, options));

@@ -112,7 +112,7 @@ fn a_model_is_compared_with_itself_on_floats() {
     check_message("no cache", &gate("eight.json"), 4, &["is not an evaluation result"]);
 }
 
-/// The kernels' pages agree with the simulation; they differ only by the 8-bit queries.
+/// The kernels' cache pages agree with the simulation; they differ only in that queries are rounded to 8 bits.
 #[test]
 fn pages_agree_with_what_is_simulated() {
     let scratch = tempfile::tempdir().unwrap();

@@ -87,7 +87,7 @@ fn one_call_gives_the_program_s_bytes_and_resumes_to_them() {
         |event: &Event| matches!(event, Event::Expected { stage: "quantize", seconds } if *seconds > 0.0);
     assert_eq!(events.iter().filter(|event| is_estimate(event)).count(), 1);
 
-    // Stopped after a block, and continued with the same text under a name.
+    // The run is stopped after a block, and resumed with the same text under a custom name.
     let recorder = Recorder { events: Mutex::default(), cancel: Some(&cancel) };
     let mut again = request(&model, &at("resumed"));
     let error = quantize(&again, &Host::new(&recorder, &cancel, &Nothing)).unwrap_err();
@@ -224,7 +224,7 @@ fn no_source_of_a_library_names_an_option() {
                     && !text[..at].ends_with(|c: char| c.is_ascii_alphanumeric() || c == '-')
             };
             let named = text.match_indices(option.as_str()).any(is_whole);
-            // The spelling test itself is about options.
+            // The tests in `wording.rs` contain options.
             assert!(!named || path.ends_with("wording.rs"), "{} names {option}", path.display());
         }
     }

@@ -57,8 +57,8 @@ fn fifo(path: &Path) {
     assert!(Command::new("mkfifo").arg(path).status().unwrap().success());
 }
 
-/// From too little memory to start up to enough: the run either succeeds or reports too little memory, with no sign of
-/// a crash in between.
+/// Memory limits from too little to start up to enough: every run either succeeds or reports too little memory, and
+/// none crashes.
 #[test]
 fn too_little_memory() {
     let bench = Bench::new();
@@ -77,7 +77,7 @@ fn too_little_memory() {
             let run = run(limited(&format!("-v {kib}"), &bench.quantize("out", &options)));
             (run.code(), run)
         };
-        // 20 steps from less than the executable needs up to enough for the model, and one with room to spare.
+        // 20 limits, from less than the executable needs up to enough for the model, and one with room to spare.
         let mut spoken = false;
         for kib in (1..=20).map(|i| 12_000 * i).chain([4_000_000]) {
             let out = bench.at("out");
@@ -117,7 +117,7 @@ fn a_small_stack() {
     run(limited("-s 128", &quantize)).succeeded();
 }
 
-/// A pipe in place of a file is refused if no process can be at its other end; the program never waits for one.
+/// A pipe in place of a file is refused: the program never waits for a process at the other end.
 #[test]
 fn pipes_in_the_place_of_files() {
     let bench = Bench::new();
@@ -131,7 +131,7 @@ fn pipes_in_the_place_of_files() {
     let (mut done, job) = (0, job_of(&bench.at("out")));
     for name in ["job.json", "journal.jsonl", "lock"] {
         let mut awq = Running::start(bench.quantize("out", &SEARCH));
-        // Before both exist, there is nothing to resume.
+        // Kill the run only after both files exist; before that, there is nothing to resume.
         let begun = ["job.json", "journal.jsonl"].map(|file| job.join(file));
         if awq.wait_until(|| begun.iter().all(|file| file.metadata().is_ok_and(|m| m.len() > 0))) {
             awq.signal(Signal::KILL);

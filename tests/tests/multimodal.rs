@@ -1,4 +1,5 @@
-//! A vision-language model as a user sees it: every command on it, every file of it, and the errors for unknown ones.
+//! A vision-language model as a user sees it: every command on it, every file of it, and the errors for unknown
+//! classes.
 
 use std::path::Path;
 
@@ -23,7 +24,7 @@ fn outside_text_model() -> Vec<RawTensor> {
         name: name.into(),
         dtype: dtype.into(),
         shape: shape.to_vec(),
-        // Finite in every type.
+        // A value that is finite in every type.
         data: (0..bytes).map(|i| (i * 37 % 91) as u8).collect(),
     };
     vec![

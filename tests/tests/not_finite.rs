@@ -62,7 +62,7 @@ fn values_that_are_not_finite() {
             "1"
         ]);
         check_message(name, &run, 6, &expected);
-        // Headers alone do not reveal it.
+        // The error cannot be detected from headers alone.
         quant(args!["plan", model.path(), "--group-size", "32"]).succeeded();
     }
 }

@@ -49,7 +49,7 @@ fn what_is_written_is_read_back_by_both_executions() {
             serde_json::from_slice(&std::fs::read(out.join("quant_report.json")).unwrap()).unwrap();
         let steps = report["steps"].as_array().unwrap();
         assert_eq!(steps.contains(&"rotate".into()), name != "unrotated", "{name}");
-        // Simulated, and with the kernels' integers and cache pages.
+        // The output is run with simulated quantization, and with the kernels' integers and cache pages.
         let (fake, kernels) = (perplexity(&out, &[]), perplexity(&out, &["--execution", "kernels"]));
         assert!((kernels / fake - 1.0).abs() < 0.01, "{name}: {kernels} and {fake}");
         let lost = fake / float - 1.0;
@@ -116,7 +116,7 @@ fn the_ablation_is_a_table_of_paired_rows() {
         let change = row["kl_change"]["mean"].as_f64().unwrap();
         assert!((kl(i) - kl(i - 1) - change).abs() < 1e-9, "{}", row["step"]);
     }
-    // 8 bits lose least, and so does a float cache.
+    // 8-bit weights lose least, and a float cache loses less than a 4-bit one.
     assert!((1..10).all(|i| kl(0) < kl(i)) && kl(4) < kl(5), "{rows:?}");
     assert_eq!(rows[9]["scheme"], "w4a8kv4-g32-sym-progressive");
     assert_eq!(rows[9]["kv_cache"], "kv4");

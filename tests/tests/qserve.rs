@@ -1,5 +1,5 @@
-//! QServe's format as a user sees it: the output, the reported losses of it and of others, running it, and requests
-//! that are refused before any work.
+//! QServe's format as a user sees it: the output, the reported losses of this format and of others, running the output,
+//! and requests that are refused before any work.
 
 use std::ffi::OsString;
 use std::path::Path;
@@ -73,14 +73,14 @@ fn what_is_written_is_described_runs_and_is_written_again() {
         assert_eq!(inspected["loses"].as_array().unwrap().len(), usize::from(scheme == "w4a8-channel-asym"));
         assert!(inspected["linears"].as_array().unwrap().iter().all(|l| l["stored"] == scheme), "{scheme}");
 
-        // The integers inside are the same. Float sums round differently, and occasionally an input falls on the other
-        // side of the midpoint between two codes.
+        // Both executions use the same integers. Float sums round differently, so an input occasionally falls on the
+        // other side of the midpoint between two codes.
         let perplexity =
             |options: &[&str]| eval(&out, options).succeeded().json()["perplexity"]["mean"].as_f64().unwrap();
         let (fake, kernels) = (perplexity(&["--execution", "fake"]), perplexity(&["--execution", "kernels"]));
         assert!((kernels / fake - 1.0).abs() < 5e-4, "{scheme}: {kernels}, not {fake}");
 
-        // The same numbers in the other format, and back if its scales are F16.
+        // The other format represents the same numbers. They can be converted back if the scales are F16.
         let other = at(&format!("{scheme} other"));
         let again = |from: &Path, to: &Path, format: &str| {
             quant(args!["quantize", from, "-o", to, "--format", format]).succeeded()
@@ -137,7 +137,7 @@ fn what_other_formats_lose_is_reported_completely() {
     }
     assert!(rounded > 0, "something is lost");
 
-    // Reported before and after the run, as text and as JSON.
+    // The loss is reported before and after the run, as text and as JSON.
     let message = "each group scale is multiplied by its row scale into one F16 scale, with a relative error of up to \
         2^-11";
     let plan = args!["plan", &model, "--method", "rtn", "--scheme", GROUPS];

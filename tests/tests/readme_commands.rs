@@ -143,7 +143,7 @@ fn the_options_in_the_readme_exist() {
     let table: String = text.lines().filter(|l| l.starts_with("| `--")).collect();
     let named = flags(&table);
     assert!(named.len() >= 6 && named.is_subset(&all), "{named:?}");
-    // The values that it gives them exist too.
+    // The values that the text gives for the flags exist too.
     let model = tempfile::tempdir().unwrap();
     TinyLlama { hidden: 128, intermediate: 256, heads: 4, ..TinyLlama::default() }.write(model.path());
     for line in text.lines().filter(|l| l.starts_with("| `--") && !l.contains("`--ignore`")) {

@@ -322,8 +322,8 @@ fn unknown_types_of_tensors_are_copied() {
     assert!(listed.contains("\"C64\"") && listed.contains("\"F8_E4M3FNUZ\""), "{listed}");
 }
 
-/// Several formats in one checkpoint. Groups are disjoint, by exact names and those of fused linears, in whatever order
-/// engines look them up; reading gives back what was written.
+/// Several formats in one checkpoint. Groups are disjoint: they list exact names, including those of fused linears, so
+/// that the order in which an engine looks them up does not matter. Reading gives back what was written.
 #[test]
 fn attention_in_fp8_and_mlps_in_nvfp4() {
     let scratch = tempfile::tempdir().unwrap();
@@ -342,7 +342,7 @@ fn attention_in_fp8_and_mlps_in_nvfp4() {
         let targets = of(format)["targets"].as_array().unwrap().iter();
         targets.map(|target| target.as_str().unwrap().to_owned()).collect::<Vec<_>>()
     };
-    // In some engines a class also matches fused linears, so those of other groups are named as well.
+    // In some engines, a class also matches fused linears, so the fused linears of other groups are named as well.
     let (fp8, four) = (targets("float-quantized"), targets("pack-quantized"));
     for layer in 0..2 {
         for part in ["q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj"] {

@@ -44,7 +44,7 @@ fn every_option_changes_what_is_written() {
         let text = if options.contains(&"rtn") { &[][..] } else { &TEXT[..] };
         quantize(&demo_model(), &out, &[options, text].concat()).succeeded();
         assert!(seen.insert(weights(&out)), "{options:?} changes nothing");
-        // Read back by both executions, with results close to each other.
+        // Both executions read the output back and give similar results.
         let perplexity = |execution: &str| {
             let window = ["--text", "builtin-heldout", "--window", "96", "--windows", "4", "--json"];
             let start = args!["eval", &out, "--execution", execution];
@@ -70,7 +70,7 @@ fn bytes_depend_on_neither_threads_nor_where_the_maxima_come_from() {
     run("kept", &[&preset[..], &["--channel-maxima", kept_text]].concat()).succeeded();
     assert_eq!(weights(&at("first")), weights(&at("kept")));
 
-    // They do not apply to a model that another step has changed first.
+    // Stored maxima do not apply to a model that a different step has changed first.
     for first in ["rotate", "fold-norms", "reorder"] {
         let method = format!("{first},smoothquant");
         let options = ["--method", &method, "--scheme", "w8a8", "--channel-maxima", kept_text];
@@ -85,7 +85,7 @@ fn bytes_depend_on_neither_threads_nor_where_the_maxima_come_from() {
     let options = [&preset[..], &["--channel-maxima", kept_text]].concat();
     let plan = args!["plan", &other].into_iter().chain(options.iter().map(OsString::from));
     check_message("another model", &quant(plan), 4, &["maxima.safetensors", "q_proj", "of the same model"]);
-    // They cannot be written inside the output directory either.
+    // The maxima cannot be written inside the output directory either.
     let inside = at("refused").join("maxima.safetensors");
     let options = [&preset[..], &TEXT, &["--save-channel-maxima", inside.to_str().unwrap()]].concat();
     assert_eq!(run("refused", &options).code(), Some(2));

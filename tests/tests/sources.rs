@@ -174,8 +174,8 @@ fn fp8_is_evaluated_and_restated_without_loss() {
     }
 }
 
-/// Experts of DeepSeek-V4 beside its FP8: I8 bytes with two FP4 codes each, and one E8M0 scale per 32 columns. They are
-/// MXFP4: converted to it with the same bytes, and equal to the floats of its definition.
+/// Experts of DeepSeek-V4 next to its FP8 linears: I8 bytes with two FP4 codes each, and one E8M0 scale per 32 columns.
+/// The experts are read as MXFP4, converted to it with the same bytes, and equal the floats of its definition.
 #[test]
 fn fp4_next_to_fp8_is_mxfp4() {
     let scratch = tempfile::tempdir().unwrap();
@@ -309,7 +309,7 @@ fn fp8_of_modelopt_is_read() {
     assert!(read("out") == read("expected"));
     let inspected = quant(args!["inspect", at("native"), "--json"]).json();
     assert_eq!(inspected["kv_cache"], "kvf8");
-    // After conversion for other loaders, the cache scales are where these look for them.
+    // After conversion for other loaders, the cache scales have the names under which those loaders look for them.
     quant(args!["quantize", at("native"), "-o", at("ct"), "--format", "compressed-tensors", "--quiet"])
         .succeeded();
     let restated = read_safetensors(&at("ct").join("model.safetensors"));
@@ -392,7 +392,7 @@ fn mxfp4_is_restated_as_nvfp4_without_loss() {
     let refused = quant(args!["quantize", at("mx"), "-o", at("refused"), "--format", "modelopt", "--quiet"]);
     check_message("apart", &refused, 4, &["_proj", "NVFP4 scales can differ by"]);
     assert!(!at("refused").exists());
-    // A float model is not written this way: quantizing it to NVFP4 directly is more accurate.
+    // A float model is refused here: quantizing it to NVFP4 directly is more accurate.
     let fresh = quant(args![
         "quantize",
         at("model"),
@@ -465,7 +465,7 @@ fn every_container_can_be_rounded_once_more() {
     let at = |name: &str| scratch.path().join(name);
     TinyLlama { hidden: 128, intermediate: 256, heads: 4, kv_heads: 2, ..TinyLlama::default() }
         .write(&at("model"));
-    // Power-of-two scales are found again exactly; a different global scale changes all values slightly.
+    // Power-of-two scales are recovered exactly. A different global scale changes all values slightly.
     for (scheme, format, max) in [
         ("nvfp4a16", "compressed-tensors", 0.09),
         ("mxfp4a16", "compressed-tensors", 0.0),

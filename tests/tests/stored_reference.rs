@@ -44,7 +44,7 @@ impl Bench {
     }
 }
 
-/// A result without its timing and without the way in which the reference was given.
+/// A result without its timing, and without the path of the reference.
 fn numbers(mut result: Value) -> Value {
     for key in ["seconds", "tokens_per_second", "sha256"] {
         result.as_object_mut().unwrap().remove(key);
@@ -61,7 +61,8 @@ fn a_kept_reference_replaces_the_model_bit_for_bit() {
     assert_eq!(kept, model);
     assert!(kept["comparison"]["kl"]["mean"].as_f64().unwrap() > 1e-3);
     assert_eq!(kept["comparison"]["noise_floor"]["windows"], 8);
-    // The scores reported when it was saved equal those of a comparison and of the model alone.
+    // The scores that were reported when the reference was saved equal those of a comparison and those of the model
+    // alone.
     let fields = ["perplexity", "nll", "bits_per_byte", "window_nll"];
     let alone = quant(args!["eval", demo_model(), "--json"].into_iter().chain(TEXT.map(Into::into))).json();
     for field in fields {
@@ -182,7 +183,7 @@ fn the_default_window_is_one_that_the_model_was_made_for() {
         assert!(!run.stderr.contains("longer than"), "{run}");
         assert_eq!(run.json()["profile"], profile);
     }
-    // A profile name without a length uses the model's positions, as before.
+    // A profile name without a length uses the model's number of positions.
     edit_config(&model, &json!({ "max_position_embeddings": 3000 }));
     let run = quant(args![
         "eval",

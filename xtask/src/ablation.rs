@@ -1,8 +1,8 @@
 //! `cargo xtask ablation`: measures the contribution of each step of QoQ on the real models, by `quant eval
 //! --ablation`.
 //!
-//! Changes of the KL from row to row are paired by window. Steps that add bits back, or only rewrite the model, should
-//! not raise it; the record lists those that raise it by more than twice the error of the change.
+//! Changes of the KL from row to row are paired by window. A step that adds bits or only transforms the model should
+//! not raise the KL. The record lists the steps that raise it by more than twice the error of the change.
 
 use std::path::PathBuf;
 use std::process::Command;
@@ -15,7 +15,7 @@ use crate::support::record::{Record, table, typed_command};
 use crate::support::rows::texts;
 use crate::support::shell::{output, shared_dir};
 
-/// A change counts only beyond this many standard errors.
+/// Smaller changes, in standard errors, are not counted.
 const ERRORS: f64 = 2.0;
 /// Rows with fewer bits than the row above, where the KL is expected to rise.
 const FEWER_BITS: [&str; 2] = ["W4A8, a scale per row", "+ KV4"];
@@ -88,7 +88,7 @@ pub fn run(args: &Args) -> Result<()> {
     record.conclude(false, &[])
 }
 
-/// A table, and lines for the CSV.
+/// Returns the table of a model, and lines for the CSV.
 fn describe(result: &Value) -> Result<(String, Vec<String>)> {
     let rows = result["rows"].as_array().context("no rows")?;
     let (mut cells, mut lines) = (Vec::new(), Vec::new());

@@ -10,7 +10,8 @@ use crate::support::measure::{self, Usage};
 use crate::support::record::{Record, table, typed_command};
 use crate::support::shell::{remove_dir, target_dir};
 
-/// Additional bytes allowed for the deeper model: buffers of names and statistics, not weights.
+/// Number of bytes by which the peak memory of the deeper model may be larger, for names and statistics but not for
+/// weights.
 const GROWTH_LIMIT: f64 = 1.05;
 
 /// What to measure.

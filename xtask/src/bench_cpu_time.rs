@@ -1,8 +1,8 @@
 //! `cargo xtask bench-cpu-time`: CPU time of RTN, AWQ and GPTQ, compared with an earlier revision.
 //!
-//! Both programs quantize the same synthetic model in pairs, in alternating order, on one thread. CPU time is less
-//! noisy than wall time on a shared machine, and both runs of a pair see the same noise. So each pair gives a ratio,
-//! and the record holds the median ratio with a distribution-free 95 % interval.
+//! The two programs quantize the same synthetic model on one thread, one after the other and in alternating order. CPU
+//! time is less noisy than wall time on a shared machine, and both runs of a pair see similar noise. Each pair gives a
+//! ratio, and the record holds the median ratio with a distribution-free 95 % interval.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -17,7 +17,7 @@ use crate::support::record::{Record, table, typed_command};
 use crate::support::shell::{remove_dir, target_dir};
 use crate::synth;
 
-/// Upper limit for the interval of the median ratio.
+/// Limit for the upper end of the median ratio's interval.
 const RATIO_LIMIT: f64 = 1.05;
 /// The minimum number of pairs for a verdict.
 const MIN_PAIRS: usize = 15;
@@ -39,7 +39,7 @@ pub struct Args {
     pub check: bool,
 }
 
-/// A method, with a model on which it takes a few seconds.
+/// A method, and the size of a model on which it takes a few seconds.
 #[derive(Debug, Clone, Copy)]
 struct Method {
     name: &'static str,
@@ -94,7 +94,7 @@ pub fn run(args: &Args) -> Result<()> {
     for method in &chosen {
         let model = method.model()?;
         let run = |program: &Path| method.cpu_seconds(program, &model);
-        // One warm-up run of each, not counted: it fills the page cache.
+        // A warm-up run of each program fills the page cache; it is not counted.
         run(&programs.base)?;
         run(&programs.ours)?;
         let mut pairs = Vec::new();

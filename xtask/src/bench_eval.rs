@@ -1,6 +1,6 @@
-//! `cargo xtask bench-eval`: the evaluator on layers in the shape of Llama 3.2 1B with the full head: alone, against a
-//! model, and against a stored reference. It is compared with transformers in float32 on the same windows, in
-//! alternating runs.
+//! `cargo xtask bench-eval`: times the evaluator on layers in the shape of Llama 3.2 1B with the full head: on a single
+//! model, against a reference model, and against a stored reference. It is compared with transformers in float32 on the
+//! same windows, in alternating runs.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -15,7 +15,8 @@ use crate::support::shell::{remove_dir, root, target_dir};
 
 /// Any text works: the synthetic model's tokens are bytes.
 const TEXT: &str = "calibration-data/corpus/exposition.txt";
-/// Multiply-adds per token in a block and in the head, for the shape of the synthetic model: two operations each.
+/// Multiply-adds per token in a block and in the head, in the shape of the synthetic model. A multiply-add is two
+/// operations.
 const BLOCK: f64 = (2048.0 * (2048.0 + 2.0 * 512.0 + 2048.0)) + 3.0 * 2048.0 * 8192.0;
 const HEAD: f64 = 2048.0 * 128_256.0;
 
@@ -45,7 +46,7 @@ pub struct Args {
     before: Option<PathBuf>,
 }
 
-/// The ways in which a text is measured.
+/// The measured variants: a single model, a reference model, and a stored reference.
 const WAYS: [&str; 5] = ["before, alone", "transformers f32", "alone", "--reference", "stored reference"];
 
 /// Measures and writes the record.

@@ -39,7 +39,8 @@ pub struct Args {
     check: bool,
 }
 
-/// Additional bytes allowed for the deeper model: buffers of names and statistics, not weights.
+/// Number of bytes by which the peak memory of the deeper model may be larger, for names and statistics but not for
+/// weights.
 const GROWTH_LIMIT: f64 = 1.05;
 
 /// One run.
@@ -144,7 +145,7 @@ fn measure(args: &Args, quant: &Path, layers: usize) -> Result<Run> {
     command.arg("--calibration").arg(root().join(TEXT));
     let (usage, printed) = measure::run_with_output(&mut command)?;
     remove_dir(&out)?;
-    // Warnings may precede it.
+    // The JSON may be preceded by warnings.
     let json = printed.find("\n{").map_or(0, |at| at + 1);
     let summary: Value = serde_json::from_str(&printed[json..]).context("the summary is not JSON")?;
     let steps = summary["steps"].as_array().context("the summary contains no steps")?;

@@ -1,10 +1,10 @@
-//! `cargo xtask bench-rtn`: how close RTN of a synthetic checkpoint comes to the speed of the disk.
+//! `cargo xtask bench-rtn`: compares the speed of RTN on a synthetic checkpoint with that of the disk.
 //!
 //! Baseline and program alternate within one run. The baseline reads, hashes and writes the same number of bytes with
 //! fsync on one thread; the program is `quant quantize --method rtn`. The record holds medians, their ratio and the
-//! program's peak memory for each requested thread count. It also holds the arithmetic alone: rounding and packing in
-//! memory, by the example `rtn_throughput`. With `--scheme` another scheme is written, and the baseline reads its
-//! output back, as the program does.
+//! program's peak memory for each requested thread count. It also holds the time of rounding and packing in memory,
+//! measured by the example `rtn_throughput`. With `--scheme`, a different scheme is written, and the baseline also
+//! reads back its output, as the program does.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -20,7 +20,7 @@ use crate::synth;
 
 /// Maximum ratio of the program's wall time to the baseline's.
 const RATIO_LIMIT: f64 = 1.5;
-/// Maximum ratio for floating-point schemes, whose baseline reads its output back.
+/// Maximum ratio for floating-point schemes, for which the baseline also reads back its output.
 const FLOAT_RATIO_LIMIT: f64 = 1.3;
 /// Maximum peak resident memory, in bytes.
 pub const PEAK_LIMIT: u64 = 1_200_000_000;

@@ -1,8 +1,9 @@
 //! `cargo xtask book`: builds the documentation site with mdBook from the existing Markdown.
 //!
-//! Pages link to each other by their paths in the repository, and some link out of `docs/`, to records or sources. So
-//! all documents are copied with their paths, `docs/SUMMARY.md` is rewritten relative to the common root with the
-//! records added, and the targets of links are copied too. Finally, the links of the finished site are checked.
+//! Pages link to each other by their paths in the repository, and some link to records or sources outside `docs/`.
+//! Therefore all documents are copied with their paths, together with the targets of their links. `docs/SUMMARY.md` is
+//! rewritten relative to the repository's root, and the records are added to it. Finally, the links of the finished
+//! site are checked.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Component, Path, PathBuf};
@@ -60,7 +61,7 @@ fn stage(book: &Path) -> Result<()> {
     write(&source.join("SUMMARY.md"), &summary(&pages)?)
 }
 
-/// The summary relative to the root, with a line for every record.
+/// Returns the summary with paths relative to the root, and with a line for every record.
 fn summary(pages: &BTreeSet<PathBuf>) -> Result<String> {
     let text = read(&root().join("docs/SUMMARY.md"))?;
     let mut text = with_links(&text, |link| {
@@ -101,7 +102,7 @@ fn rewritten(page: &Path, link: &str, pages: &BTreeSet<PathBuf>, source: &Path) 
     let base = page.parent().unwrap_or(Path::new(""));
     let target = normal(&base.join(path)).with_context(|| format!("{link} points outside the repository"))?;
     if pages.contains(&target) {
-        // mdBook uses this name.
+        // mdBook renders a `README.md` as `index.html`.
         return Ok(link.replace("README.md", "index.md"));
     }
     let on_disk = root().join(&target);
@@ -111,7 +112,8 @@ fn rewritten(page: &Path, link: &str, pages: &BTreeSet<PathBuf>, source: &Path) 
         let within = |p: &&PathBuf| p.parent() == Some(&target) && p.extension().is_some_and(|e| e == "md");
         return match pages.iter().rfind(within) {
             Some(newest) => Ok(format!("{back}{}{anchor}", newest.display())),
-            // A file browser would show a page for a directory of sources; the site has none.
+            // A link to a directory of sources is removed: a repository browser shows such a directory, but the site
+            // does not.
             None => Ok(String::new()),
         };
     }
@@ -122,10 +124,11 @@ fn rewritten(page: &Path, link: &str, pages: &BTreeSet<PathBuf>, source: &Path) 
     Ok(link.to_owned())
 }
 
-/// A text with all links outside code replaced; an empty replacement leaves only the link's text.
+/// Returns a text with all links outside code replaced. If a replacement is empty, only the link's text is kept.
 fn with_links(text: &str, mut replace: impl FnMut(&str) -> Result<String>) -> Result<String> {
     let mut out = String::with_capacity(text.len());
-    // Backticks in the paragraph so far. A code span may continue on the next line, and contains no links.
+    // Backticks in the paragraph so far, to detect code spans. A code span may continue on the next line, and links
+    // inside it are not links.
     let (mut is_code, mut marks) = (false, 0);
     for line in text.split_inclusive('\n') {
         let is_fence = line.trim_start().starts_with("```");

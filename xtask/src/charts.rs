@@ -1,7 +1,7 @@
 //! `cargo xtask charts`: draws the documentation's charts from records.
 //!
-//! The SVG files have their own background, so that they fit light and dark pages. A test draws them again and
-//! compares.
+//! The SVG files have their own background, so that they fit light and dark pages. A test draws them again and compares
+//! them with the files.
 
 mod svg;
 
@@ -84,7 +84,7 @@ fn median(mut values: Vec<f64>) -> f64 {
     values.get(values.len() / 2).copied().unwrap_or(f64::NAN)
 }
 
-/// Mean KL of books-7m against bits per weight, scales included.
+/// Mean KL of books-7m against bits per weight, which include the scales.
 fn kl_by_size() -> Result<String> {
     let mut series = Vec::new();
     for (label, method) in [("round to nearest", "rtn"), ("AWQ", "awq")] {

@@ -1,7 +1,7 @@
 //! `cargo xtask ci`: everything that must pass before a change is merged, with the time of each step.
 //!
-//! Everything is compiled with one profile, so the dependencies are built once for the tests, and once as metadata for
-//! clippy and the documentation.
+//! All steps use one profile, so dependencies are compiled only once for the tests, and checked once for clippy and the
+//! documentation.
 
 use std::path::PathBuf;
 use std::process::Command;
@@ -12,7 +12,7 @@ use crate::support::shell::{cargo, run as execute, shared_dir, target_dir, tool}
 use crate::support::steps::Steps;
 use crate::{cuda, interop, outside, publish, python, sanitize};
 
-/// The README's second command, verbatim.
+/// The second command of the README, word for word.
 pub const TEST_COMMAND: [&str; 2] = ["test", "--workspace"];
 /// The environment variable that names the file in which tests record what they skip.
 const SKIP_LOG: &str = "QUANT_SKIP_LOG";
@@ -47,7 +47,7 @@ pub fn run(args: &Args) -> Result<()> {
         let _ = fetched.join();
     }
     steps.step("python", python::run);
-    // Its programs compute on one core most of the time.
+    // Runs in parallel with other steps, because it uses one core most of the time.
     let mut interop = Command::new(std::env::current_exe()?);
     steps.alongside("interop", interop.arg("interop"), |steps| {
         steps.step("outside", outside::run);
@@ -74,7 +74,7 @@ pub fn hub() -> Result<()> {
     execute(&mut cargo(&["test", "--workspace", "--features", HUB, "--test", "hub"]))
 }
 
-/// Lints everything without the optional features, and then with them, which adds the client's metadata.
+/// Lints everything first without the optional features, and then with them. The second run also checks the hub client.
 fn clippy() -> Result<()> {
     let lint = |features: &[&str]| {
         let all = ["clippy", "--workspace", "--all-targets"];
@@ -83,13 +83,13 @@ fn clippy() -> Result<()> {
     lint(&[]).and(lint(&["--features", HUB, "--features", cuda::C_FEATURE]))
 }
 
-/// Runs the workspace's tests; also fails if some were skipped although their requirements are available.
+/// Runs the workspace's tests. Also fails if a test was skipped although its requirements are available.
 pub fn test(environment: &[(&str, &str)]) -> Result<()> {
     let log = target_dir().join("xtask/skipped-tests.log");
     std::fs::create_dir_all(log.parent().context("the log has a parent directory")?)?;
     std::fs::write(&log, "").with_context(|| format!("cannot write {}", log.display()))?;
     let mut command = cargo(&TEST_COMMAND);
-    // One run shows every failure.
+    // `--no-fail-fast`, so that one run shows every failure.
     command.arg("--no-fail-fast");
     command.env(SKIP_LOG, &log).envs(environment.iter().copied());
     let outcome = execute(&mut command);

@@ -2,9 +2,10 @@
 //! against their budgets of registers and instructions.
 //!
 //! The run-time compiler and the disassembler come from PyPI and are installed into their own environment under
-//! `target/`. They are under NVIDIA's license and not part of any release. The workspace's tests of these kernels run
-//! once more with them, and a skipped test is now a failure. The tests of the C interface follow, with its CUDA feature
-//! enabled. `cargo xtask nightly` compiles all variants and the candle adapter, for which nvcc is installed as well.
+//! `target/`. They are under NVIDIA's license and are not part of any release. With them installed, the workspace's
+//! tests of these kernels run once more, and a skipped test is now a failure. The tests of the C interface follow, with
+//! its CUDA feature enabled. `cargo xtask nightly` compiles all variants and the candle adapter, for which nvcc is
+//! installed as well.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -14,16 +15,17 @@ use anyhow::{Context, Result, ensure};
 use crate::ci::TEST_COMMAND;
 use crate::support::shell::{cargo, output, remove_dir, root, run as execute, run_both, target_dir};
 
-/// The installed packages: the compiler with its parts, and the newest disassemblers that read its code.
+/// The packages to install: the compiler with its parts, and the newest disassemblers that can read the compiler's
+/// code.
 const PACKAGES: [&str; 3] =
     ["cuda-toolkit[nvrtc]==13.0.2", "nvidia-cuda-cuobjdump==13.2.78", "nvidia-cuda-nvdisasm==13.2.78"];
 /// nvcc with its parts, and the headers that candle's kernels need.
 const NVCC_PACKAGES: [&str; 1] = ["cuda-toolkit[nvcc,nvvm,crt,cudart,cccl,nvrtc]==13.0.2"];
-/// The variables that tell candle's build where CUDA is.
+/// The environment variables that give candle's build the location of CUDA.
 const NVCC_PLACES: [&str; 3] = ["CUDA_HOME", "CUDA_PATH", "CUDA_ROOT"];
-/// The variable that tells tests where the disassembler is.
+/// The environment variable that gives tests the location of the disassembler.
 const PROGRAMS: &str = "QUANT_CUDA_BIN";
-/// The variable that tells tests where a stand-in for the driver's library is.
+/// The environment variable that gives tests the location of a stand-in for the driver's library.
 const STAND_IN: &str = "QUANT_CUDA_STAND_IN";
 /// If this variable is set, tests fail when the compiler is missing.
 const REQUIRED: &str = "QUANT_REQUIRE_NVRTC";
@@ -34,9 +36,9 @@ const EVERY: &str = "QUANT_EVERY_VARIANT";
 const TESTS: &str = "kernels-cuda/tests";
 /// The test of the program with `--device cuda`.
 const PROGRAM_TEST: &str = "cuda";
-/// The tests that take as long as all others together.
+/// The slowest tests, which take as long as all others together. They run in a process of their own.
 const LINEAR_TESTS: &str = "linear";
-/// The tests that need candle's CUDA.
+/// Tests that need candle with its feature `cuda`.
 const CANDLE_TESTS: &str = "candle";
 /// The feature of the C library that enables these kernels and their tests.
 pub const C_FEATURE: &str = "quant-kernels-c/cuda";
@@ -72,7 +74,7 @@ pub fn run() -> Result<()> {
     let names: Vec<&str> = names.chain([PROGRAM_TEST]).collect();
     let stand_in = stand_in()?;
     execute(&mut suites(&names, &["--no-run"]))?;
-    // Within a process, the compiler handles one program at a time, so two processes use two cores.
+    // The compiler handles one program at a time per process, so two processes are needed to use two cores.
     let (long, others): (Vec<&str>, Vec<&str>) = names.into_iter().partition(|name| *name == LINEAR_TESTS);
     let (mut long, mut others) = (suites(&long, &[]), suites(&others, &[]));
     for command in [&mut long, &mut others] {
@@ -80,7 +82,7 @@ pub fn run() -> Result<()> {
     }
     run_both(&mut others, &mut long)?;
 
-    // Cargo assumes that an existing library was built with these features, so it is removed.
+    // Cargo would assume that an existing library was built with these features, so the library is removed.
     for name in C_LIBRARY {
         let built = target_dir().join("debug/deps").join(name);
         if built.exists() {
@@ -103,8 +105,8 @@ pub fn every_variant() -> Result<()> {
     execute(&mut command)
 }
 
-/// Compiles the candle adapter, with candle's own CUDA code, as far as possible without a driver: nothing is linked. It
-/// uses its own target directory, so that candle's feature does not affect any other build.
+/// Compiles the candle adapter with candle's own CUDA code. Without a driver, nothing can be linked. It has its own
+/// target directory, so that candle's feature does not affect other builds.
 ///
 /// # Errors
 /// When nvcc is not available, or the adapter does not compile without warnings.
@@ -190,7 +192,7 @@ fn installed(name: &str, packages: &[&str], parts: &[&str]) -> Result<PathBuf> {
     for part in parts {
         ensure!(toolkit.join(part).exists(), "the CUDA packages have no {part}");
     }
-    // The name appears only when the installation is complete.
+    // The directory gets its name only when the installation is complete.
     std::fs::write(&stamp, wanted).with_context(|| format!("cannot write {}", stamp.display()))?;
     Ok(std::path::absolute(toolkit)?)
 }

@@ -1,7 +1,7 @@
-//! `cargo xtask dist`: one binary that runs on a bare Linux system, tested in an empty root.
+//! `cargo xtask dist`: builds one binary that runs on any Linux system, and tests it in an empty root directory.
 //!
-//! It is linked statically against glibc. A few functions of static glibc need shared libraries at run time (name
-//! services such as host look-ups); the binary must not use them.
+//! The binary is linked statically against glibc. A few functions of static glibc, such as host look-ups, need shared
+//! libraries at run time; the binary must not use them.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -27,9 +27,9 @@ pub struct Args {
 pub fn run(args: &Args) -> Result<()> {
     let target = format!("{}-unknown-linux-gnu", std::env::consts::ARCH);
     if !args.no_build {
-        // With an explicit --target, the flags do not apply to build scripts and procedural macros.
+        // Without `--target`, these flags would also apply to build scripts and procedural macros.
         let mut build = cargo(&["build", "--release", "--locked", "-p", "quant-cli", "--target", &target]);
-        // Random seeds come from the system call alone: an empty root has no /dev/urandom as a fallback.
+        // Take random seeds from the system call only: an empty root has no /dev/urandom as a fallback.
         let flags = "-C target-feature=+crt-static --cfg getrandom_backend=\"linux_getrandom\"";
         shell::run(build.env("RUSTFLAGS", flags))?;
     }
@@ -112,7 +112,7 @@ fn has_interpreter(elf: &[u8]) -> Option<bool> {
 fn in_empty_root(root: &Path, args: &[&str]) -> Result<String> {
     let chroot = ["/usr/sbin/chroot", "/sbin/chroot", "/usr/bin/chroot"].iter().map(PathBuf::from);
     let chroot = chroot.into_iter().find(|p| p.is_file()).context("chroot is not installed")?;
-    // Root may change its root directory; other users can in a user namespace.
+    // The root user may change the root directory; other users may do so in a user namespace.
     let mut command = if succeeds(Command::new(&chroot).arg("/").arg("/bin/true")) {
         Command::new(&chroot)
     } else {

@@ -47,7 +47,7 @@ pub fn run(args: &Args) -> Result<()> {
     Ok(())
 }
 
-/// The names of the targets: one file each.
+/// The names of the targets, each of which is a file.
 fn targets() -> Result<Vec<String>> {
     let folder = root().join("fuzz/libfuzzer/fuzz_targets");
     let files = std::fs::read_dir(&folder).with_context(|| format!("cannot list {}", folder.display()))?;

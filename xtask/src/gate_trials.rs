@@ -10,7 +10,7 @@ use crate::support::shell::{output, root, shared_dir};
 
 /// The gate must fail at least this share of the trials with a planted regression.
 const POWER: f64 = 0.8;
-/// The gate may fail at most this share of the trials without one.
+/// The gate may fail at most this share of the trials without a regression.
 const FALSE_FAILURES: f64 = 0.05;
 
 /// What to measure.

@@ -1,9 +1,9 @@
-//! `cargo xtask gpu`: makes a directory to carry to a machine that has a GPU but no Rust, and to test and benchmark the
-//! kernels there.
+//! `cargo xtask gpu`: makes a directory with tests and benchmarks of the CUDA kernels, for a machine that has a GPU but
+//! no Rust toolchain.
 //!
-//! The tests of the kernels are ordinary programs: their launches go to the interpreter here and to the GPU there. They
-//! run here first, which fills a directory with the PTX that the interpreter executed; machine code for the benchmarked
-//! kernels is compiled next to it. On the other machine, call `benchmarks/gpu/run.sh`.
+//! The tests of the kernels are ordinary programs: their launches run in the interpreter on this machine and on the GPU
+//! on the other. They run here first, which fills a directory with the PTX that the interpreter executed; machine code
+//! for the benchmarked kernels is compiled next to it. On the other machine, call `benchmarks/gpu/run.sh`.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -28,7 +28,8 @@ pub struct Args {
     pub architectures: Vec<String>,
 }
 
-/// A test program, and the tests in it that need the interpreter: counters, chosen orders, distinguished faults.
+/// A test program, and the tests in it that need the interpreter: tests of counters, of a chosen execution order, or of
+/// specific faults.
 struct Test {
     name: &'static str,
     skips: &'static [&'static str],
@@ -64,12 +65,12 @@ const TESTS: [Test; 5] = [
 const BENCH: [&str; 2] = ["quant-cli", "quant"];
 const IMAGES: &str = "measure_images";
 const PACKAGE: &str = "quant-kernels-cuda";
-/// A file beside the images: they are used without asking for a compiler
+/// A file next to the images, which makes the program use them without asking for a compiler
 /// (`quant_kernels_cuda::image_cache::ANY_COMPILER`).
 const ANY_COMPILER: &str = "any-compiler";
 /// The directory of the scripts to copy.
 const SCRIPTS: &str = "benchmarks/gpu";
-/// A directory that contains this file was made by this command.
+/// The file that marks a directory as made by this command.
 const MARK: &str = "run.sh";
 
 /// Makes the directory.

@@ -12,11 +12,11 @@ use crate::ci::judge_skips;
 use crate::support::shell::{output, root, shared_dir};
 
 const SCRIPT: &str = "tests/interop/run.sh";
-/// The setup scripts that it calls first, in their default directories.
+/// The setup scripts that `run.sh` calls first, with their default directories.
 const SETUP: [&str; 3] =
     ["tests/interop/setup_chromium.sh", "tests/interop/setup_llama_cpp.sh", "tests/interop/setup_venv.sh"];
 
-/// Downloads and builds the other requirements of the check, as far as this machine allows.
+/// Downloads and builds the requirements of the check, as far as this machine allows.
 pub fn fetch() {
     for script in SETUP {
         let _ = output(Command::new("bash").arg(script).current_dir(root()));
@@ -49,7 +49,7 @@ fn watch(command: &mut Command) -> Result<(bool, String)> {
     let (reader, writer) = std::io::pipe()?;
     command.stdout(writer.try_clone()?).stderr(writer).stdin(Stdio::null());
     let mut child = command.spawn().context("cannot start bash")?;
-    // The command holds the writing end of the pipe; it must be dropped for the output to end with the child.
+    // The command holds the writing end of the pipe. It must be dropped, so that the output ends when the child does.
     command.stdout(Stdio::null()).stderr(Stdio::null());
     let mut skipped = String::new();
     for line in BufReader::new(reader).split(b'\n') {

@@ -83,7 +83,7 @@ enum Command {
     PeersSmoothQuant(peers_quantizers::QualityArgs),
     /// Compare quant's kernels with those of other engines, interleaved within one run
     PeersKernels(peers_kernels::Args),
-    /// Compare the experts of a layer in one call with single products and with llama.cpp's, in turns within one run
+    /// Compare the experts of a layer in one call with single products and with llama.cpp's experts, interleaved within one run
     PeersExperts(peers_experts::Args),
     /// Compare whole models with llama.cpp: tokens per second of prefill and decode
     PeersModels(peers_models::Args),
@@ -95,7 +95,7 @@ enum Command {
     BenchRtn(bench_rtn::Args),
     /// Compare the CPU time of RTN, AWQ and GPTQ with that of an earlier revision, in pairs
     BenchCpuTime(bench_cpu_time::Args),
-    /// Time the evaluator in 1B shape against transformers, in turns
+    /// Time the evaluator on a model in 1B shape against transformers, in alternating runs
     BenchEval(bench_eval::Args),
     /// Compare the peak memory of AWQ on a model and on one twice as deep
     BenchAwqMemory(bench_awq_memory::Args),
@@ -144,7 +144,7 @@ fn main() -> ExitCode {
     match outcome {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            // The chain of causes; a backtrace would add nothing.
+            // Print the chain of causes. A backtrace would add no information.
             eprintln!("error: {error:#}");
             ExitCode::FAILURE
         }

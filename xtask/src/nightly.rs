@@ -1,4 +1,4 @@
-//! `cargo xtask nightly`: checks that take too long, or need the network too much, to run for every change.
+//! `cargo xtask nightly`: checks that take too long, or depend too much on the network, to run for every change.
 
 use anyhow::Result;
 

@@ -17,7 +17,7 @@ const MAX_DEPENDENCIES: usize = 40;
 /// Maximum number of crates that a program depends on with the pipeline and the evaluator, without the features `cuda`
 /// and `chat-templates`.
 const MAX_PIPELINE_CRATES: usize = 190;
-/// Crates that these two features bring, which must be absent.
+/// Crates of these two features, which must not be among the dependencies.
 const LEFT_OUT: [&str; 4] = ["cudarc", "libloading", "quant-kernels-cuda", "minijinja"];
 
 /// The formats and schemes of the checkpoints that the first program reads.
@@ -114,7 +114,7 @@ fn drive_and_score(programs: &Path, model: &Path, out: &Path) -> Result<()> {
     let text = root().join("calibration-data/heldout/narrative.txt");
     let printed = output(Command::new(programs.join("score")).arg(model).arg(text))?;
     let perplexity: f64 = printed.trim().parse().with_context(|| printed.clone())?;
-    // The upper bound is below the vocabulary size, which is the perplexity of a uniform guess.
+    // The upper bound is less than the vocabulary size, the perplexity of a uniform prediction.
     ensure!((2.0..4000.0).contains(&perplexity), "unexpected perplexity {perplexity}");
     println!("outside: perplexity of the counted pairs {perplexity}");
     Ok(())
@@ -139,7 +139,8 @@ fn build(package: &str) -> Result<PathBuf> {
     Ok(target_dir().join("outside/debug"))
 }
 
-/// Counts the crates that a program links: at most `max`, and none whose name contains an entry of `without`.
+/// Counts the crates that a program links. Fails if there are more than `max`, or if a name contains an entry of
+/// `without`.
 fn count(package: &str, max: usize, without: &[&str]) -> Result<()> {
     let tree = cargo_in(package, &["tree", "--edges", "normal", "--prefix", "none", "--format", "{p}"])?;
     let tree = output(&mut { tree })?;
@@ -188,7 +189,7 @@ fn agree(format: &str, first: &[(String, f64)], other: &[(String, f64)]) -> Resu
     Ok(())
 }
 
-/// Lock files are copies, and build outputs are elsewhere.
+/// Lock files are copied from the workspace, and build outputs are outside these packages.
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -224,7 +225,7 @@ mod tests {
             let files: Vec<_> = files.filter(|p| p.extension().is_some_and(|e| e == extension)).collect();
             let lines = |path: &PathBuf| std::fs::read_to_string(path).unwrap().lines().count();
             let short = files.iter().filter(|path| lines(path) <= max).count();
-            // The C examples also include long ones that show the whole interface.
+            // The C examples also include long programs that show the whole interface.
             let all = library == "kernels-c" || short == files.len();
             assert!(short > 0 && all, "{library}: {files:?}");
         }

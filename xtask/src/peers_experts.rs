@@ -1,7 +1,7 @@
 //! `cargo xtask peers-experts`: the experts of a layer in the shape of Qwen3-30B-A3B. quant's experts in one call,
 //! quant's single products, and llama.cpp's experts are measured in one run, interleaved.
 //!
-//! Workers, turns and limits are those of [`peers_kernels`](crate::peers_kernels). All workers get the same routing.
+//! Workers, turns and limits work as in [`peers_kernels`](crate::peers_kernels). All workers get the same routing.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -14,14 +14,15 @@ use crate::support::host::clean_commit;
 use crate::support::measure::median;
 use crate::support::record::{Record, table, typed_command};
 
-/// Experts per layer, experts per token, width between an expert's linears, and width of a token.
+/// Experts per layer, experts per token, width inside an expert, and width of a token.
 const EXPERTS: usize = 128;
 const TOP_K: usize = 8;
 const INNER: usize = 768;
 const HIDDEN: usize = 2048;
-/// A tenth of the experts, which take half of the slots under skewed routing.
+/// Under skewed routing, this number of experts, a tenth of all, take half of the slots.
 const HOT: usize = EXPERTS / 10;
-/// Maximum error of an output, root mean square over root mean square, after three products at 4 bits.
+/// Maximum relative error of an output after three products at 4 bits: root mean square of the error over that of the
+/// output.
 const ERROR: f64 = 0.35;
 const SETTLE_TIME: Duration = Duration::from_millis(8);
 /// quant's contestants that are compared with peers.
@@ -71,14 +72,14 @@ struct Turn {
     tokens: usize,
     round: usize,
     who: String,
-    /// Seconds per call, and bytes of the experts that it reads.
+    /// Seconds per call, and bytes of the experts that a call reads.
     seconds: f64,
     bytes: f64,
     limits: Limits,
 }
 
 impl Turn {
-    /// The shares of the memory bandwidth and of the dot-product rate.
+    /// The measured rates as shares of the memory bandwidth and of the dot-product rate.
     fn shares(&self) -> [f64; 2] {
         let operations = (self.tokens * TOP_K * 3 * 2 * INNER * HIDDEN) as f64;
         [
@@ -150,7 +151,7 @@ fn described(args: &Args) -> String {
     )
 }
 
-/// The experts of `calls` calls with `tokens` tokens each, and the mean number of distinct experts per call.
+/// Returns the experts of `calls` calls with `tokens` tokens each, and the mean number of distinct experts per call.
 fn routed(spread: Spread, tokens: usize, calls: usize) -> (Vec<u32>, f64) {
     let mut state = (tokens + calls) as u64;
     let mut below = |n: usize| {
@@ -166,7 +167,7 @@ fn routed(spread: Spread, tokens: usize, calls: usize) -> (Vec<u32>, f64) {
             while chosen.len() < TOP_K {
                 let hot = spread == Spread::Skewed && chosen.len() % 2 == 0;
                 let expert = match (spread, hot) {
-                    // Calls with one token cycle through all experts, as if from a shuffled deck.
+                    // Calls with one token use all experts in random order before any is used again.
                     (Spread::Uniform, _) if tokens == 1 => match all.pop() {
                         Some(expert) => expert,
                         None => {
@@ -213,7 +214,7 @@ fn measure(
         let (experts, different) = routed(spread, tokens, calls);
         for (i, name, who, _) in &contestants {
             let error = workers[*i].route(name, [tokens, calls, TOP_K], &experts)?;
-            // The output of the dense layers does not belong to any token, so it is not checked.
+            // The output of the dense layers does not correspond to a token, so it is not checked.
             ensure!(name.ends_with("dense") || error <= ERROR, "{who} is off by {error:.3}, at most {ERROR}");
         }
         for round in 0..args.rounds {

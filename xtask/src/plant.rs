@@ -2,13 +2,13 @@
 //!
 //! In every norm that feeds linears of its block (`input_layernorm`, `post_attention_layernorm`), some channels are
 //! multiplied by a power of two, and the columns of the linears that read them (`q/k/v_proj`, `gate/up_proj`) are
-//! divided by it. In f32 every product stays bit-identical, and so do the float logits. But rounding to a grid now
-//! meets columns far smaller than the rest of their group, which is the effect of outliers in large models.
+//! divided by it. In f32 every product stays bit-identical, and so do the float logits. But these columns are now far
+//! smaller than the rest of their group when they are rounded to a grid. Outliers in large models have the same effect.
 //!
 //! `--keys N` also plants outliers in keys. In every key head, it selects N channels and the channels that rotary
 //! embedding pairs with them. The rows of `k_proj` for these channels are multiplied, and the matching rows of `q_proj`
-//! are divided, in all query heads that share the head. Scores stay the same, but a low-bit cache meets keys in which a
-//! few channels dwarf the others.
+//! are divided, in all query heads that share the head. Scores stay the same, but in a low-bit cache, a few channels of
+//! the keys are now much larger than the others.
 //!
 //! Exactness is checked value by value. If the file's type cannot hold a result as a normal number (f16 often cannot),
 //! all float tensors are written as F32 instead, and the run reports it.
@@ -33,16 +33,16 @@ pub struct Args {
     /// Channels of every norm that become outliers
     #[arg(long, default_value_t = 4)]
     pub channels: usize,
-    /// Their factor, a power of two
+    /// Factor of the outlier channels, a power of two
     #[arg(long, default_value_t = 32)]
     pub factor: u32,
     /// Pairs of channels of every key head that become outliers
     #[arg(long, default_value_t = 0)]
     pub keys: usize,
-    /// Their factor, a power of two
+    /// Factor of the outliers in keys, a power of two
     #[arg(long, default_value_t = 16)]
     pub key_factor: u32,
-    /// Other seeds choose other channels
+    /// Seed for the choice of channels
     #[arg(long, default_value_t = 0)]
     pub seed: u64,
 }
@@ -52,7 +52,7 @@ pub struct Args {
 pub struct Planted {
     /// The channels of each norm, ascending.
     pub channels: BTreeMap<String, Vec<usize>>,
-    /// Whether the float tensors had to become F32.
+    /// Whether the float tensors had to be written as F32.
     pub widened: bool,
 }
 
@@ -116,7 +116,7 @@ struct Plan {
     channels: BTreeMap<String, Vec<usize>>,
     factor: f32,
     keys: Keys,
-    /// The original tensors by name, whatever the output's type is.
+    /// The original tensors by name, with their original types.
     originals: BTreeMap<String, Entry>,
 }
 
@@ -134,7 +134,7 @@ impl Plan {
         Ok(Self { channels, factor: args.factor as f32, keys, originals })
     }
 
-    /// Whether every changed value fits its tensor's current type.
+    /// Whether every changed value is exact in its tensor's current type.
     fn is_exact_in_place(&self, checkpoint: &Checkpoint) -> Result<bool> {
         for entry in checkpoint.entries().filter(|e| role(&e.name) != Role::Other) {
             let float = entry.float().with_context(|| format!("{} is {}", entry.name, entry.dtype))?;
@@ -275,7 +275,7 @@ fn copy_side_files(from: &Path, to: &Path) -> Result<()> {
             && name != "config.json"
             && name != "model.safetensors.index.json";
         if is_side_file {
-            // Copies only the contents: the source may be read-only, but the copy should not be.
+            // Copies only the contents, not the permissions: the source may be read-only.
             std::fs::write(to.join(name), std::fs::read(&path)?)
                 .with_context(|| format!("cannot copy {}", path.display()))?;
         }
@@ -389,7 +389,7 @@ mod tests {
             };
             let (keys, queries) = (rows("k", 16.0), rows("q", 1.0 / 16.0));
             assert_eq!(keys.len(), 2 * 4);
-            // Every query head has the same channels as the key head that it reads, in pairs.
+            // Every query head has the same outlier channels as its key head, in pairs.
             for head in 0..4 {
                 let of = |rows: &[usize], head: usize| -> Vec<usize> {
                     rows.iter().filter(|r| **r / d == head).map(|r| r % d).collect()

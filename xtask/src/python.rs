@@ -13,7 +13,7 @@ const MATURIN: &str = "maturin==1.16.0";
 /// The requirements of the tests, in addition to the wheel.
 const REQUIREMENTS: &str = "python/tests/requirements.txt";
 
-/// Downloads the external requirements of this step. The step itself repeats failed downloads.
+/// Downloads the external requirements of this step. If a download fails, the step itself tries again.
 pub fn fetch() {
     let _ = tools().and_then(|_| wheels());
 }
@@ -43,7 +43,7 @@ pub fn run() -> Result<()> {
     let mut install = Command::new(&python);
     install.args(["-m", "pip", "install", "--quiet", "--no-index", "--find-links"]).arg(&wheels).arg("-r");
     execute(install.arg(root().join(REQUIREMENTS)).arg(&wheel))?;
-    // An unpacked copy, for environments with other packages; for example, the interoperability check has torch.
+    // Also unpack the wheel, for environments with other packages, such as that of the interop check with torch.
     let package = directory().join("package");
     if package.exists() {
         std::fs::remove_dir_all(&package).with_context(|| format!("cannot remove {}", package.display()))?;
@@ -51,7 +51,7 @@ pub fn run() -> Result<()> {
     let mut unpack = Command::new(&python);
     unpack.args(["-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target"]).arg(&package);
     execute(unpack.arg(&wheel))?;
-    // In this directory nothing is imported from the checkout, so the tests use the wheel.
+    // Tests run in this directory, so that nothing is imported from the checkout and they use the wheel.
     let mut tests = Command::new(fresh.join("bin/pytest"));
     tests.current_dir(root().join("python/tests")).args(["-q", "-p", "no:cacheprovider", "--durations=5"]);
     execute(tests.env("FEWBITS_ROOT", root()).env("PYTHONDONTWRITEBYTECODE", "1"))
@@ -80,8 +80,8 @@ fn wheels() -> Result<PathBuf> {
     let record = wheels.join("requirements.txt");
     if std::fs::read(&record).ok() != Some(wanted.clone()) {
         let python = environment(&directory().join("tools"), false)?;
-        // Some are published only as sources; they are built into wheels here, which install without further
-        // requirements.
+        // Some packages are published only as sources. They are built into wheels here, which can be installed
+        // without further requirements.
         let mut download = Command::new(python);
         download.args(["-m", "pip", "wheel", "--quiet", "--wheel-dir"]).arg(&wheels).arg("-r");
         execute(download.arg(&requirements))?;

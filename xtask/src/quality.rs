@@ -47,7 +47,7 @@ pub struct Outcome {
     pub perplexity: f64,
     /// Mean KL to float, in nats per token.
     pub kl: f64,
-    /// Its standard error over windows.
+    /// Standard error of the mean KL over windows.
     pub kl_error: f64,
     /// Scored tokens.
     pub tokens: f64,

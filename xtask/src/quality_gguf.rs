@@ -1,11 +1,11 @@
-//! `cargo xtask quality-gguf`: the accuracy loss of GGUF types on the real model whose rows they fit, by
-//! `llama-quantize`, by quant's search, and by GPTQ.
+//! `cargo xtask quality-gguf`: the accuracy loss of GGUF types, as written by `llama-quantize`, by quant's search, and
+//! by GPTQ. It is measured on the real model whose widths fit these types.
 //!
 //! All three use the same types, the same number of bytes, and the same importance matrix, which quant's calibration
-//! gathered; GPTQ reads the same text. They see the same windows, so differences are paired, and their error is that of
-//! the differences between windows. The objective of the search was chosen on calibration texts; claims are checked on
-//! the evaluation texts. With Q4_K_M and IQ4_XS, both must lose less than `llama-quantize`, by more than two paired
-//! errors over all rows together, and must not lose more in any row.
+//! gathered; GPTQ reads the same text. They are evaluated on the same windows, so differences are paired, and the
+//! errors are those of the differences between windows. The objective of the search was chosen on calibration texts;
+//! claims are checked on the evaluation texts: with Q4_K_M and IQ4_XS, quant's search and GPTQ must lose less than
+//! `llama-quantize`, by more than two paired errors over all rows together, and must not lose more in any row.
 
 use std::path::Path;
 use std::process::Command;
@@ -73,7 +73,7 @@ fn prepare(quant: &Path, model: &Path, scratch: &Path, text: &Path) -> Result<()
     Ok(())
 }
 
-/// The mean of paired differences, their error, and a word for it.
+/// Returns the mean of paired differences, its error, and a word for the result.
 fn compare(less: &[f64], more: &[f64]) -> (f64, f64, &'static str) {
     let differences: Vec<f64> = less.iter().zip(more).map(|(a, b)| a - b).collect();
     let [difference, error] = mean(&differences);

@@ -1,12 +1,14 @@
 //! `cargo xtask quality-qoq`: QoQ on the real models, as they are and with planted outliers in activations and in keys.
 //!
-//! All run on the same tokens, so differences are paired. The checked claims, pooled over the rows by tokens, are:
+//! All models are evaluated on the same tokens, so differences are paired. The checked claims, pooled over the rows by
+//! tokens, are:
 //!
 //! * without KV4, QoQ's KL exceeds that of AWQ with float activations by no more than the loss due to 8-bit
-//!   activations, measured by leaving them float; its perplexity exceeds AWQ's by no more than 1.5 %;
-//! * planted outliers in activations widen QoQ's KL by at most a tenth of the amount for plain W4A8KV4;
-//! * with planted outliers in keys, SmoothAttention is no worse than without it, and recovers more than half of
-//!   the loss that they cause.
+//!   activations, which is measured by leaving the activations float; its perplexity exceeds AWQ's by at most 1.5 %;
+//! * planted outliers in activations raise QoQ's KL by at most a tenth of the amount by which they raise that of plain
+//!   W4A8KV4;
+//! * with planted outliers in keys, QoQ with SmoothAttention is no worse than without it, and SmoothAttention recovers
+//!   more than half of the loss that the outliers cause.
 
 use std::path::Path;
 use std::process::Command;
@@ -26,7 +28,7 @@ const WIDENED: f64 = 0.1;
 /// Share of the loss due to planted key outliers that SmoothAttention must recover.
 const TAKEN_BACK: f64 = 0.5;
 
-/// A way to quantize: its name, the bits of the scheme, whether groups are progressive, and options.
+/// A way to quantize a model: its name, the bits of the scheme, whether groups are progressive, and options.
 struct Way {
     name: &'static str,
     scheme: &'static str,
@@ -72,7 +74,7 @@ const SETS: [Set; 3] = [
     },
 ];
 
-/// Pooled KL and loss of log-perplexity of a way on a set.
+/// Returns the pooled KL and the loss of log-perplexity of a way to quantize, on a set of models.
 #[derive(Clone, Copy, Default)]
 struct Pooled {
     kl: f64,

@@ -1,9 +1,11 @@
 //! `cargo xtask quality-w8a8`: the accuracy loss of 8-bit activations on the real models, with and without SmoothQuant,
 //! plain and with planted outliers.
 //!
-//! All run on the same tokens, so differences are paired. The checked claims, pooled over the rows by tokens, are:
+//! All models are evaluated on the same tokens, so differences are paired. The checked claims, pooled over the rows by
+//! tokens, are:
 //!
-//! * per token, SmoothQuant's perplexity is within 0.5 % of float, on the models as they are;
+//! * with activation scales per token, SmoothQuant's perplexity is within 0.5 % of the float models', on the models as
+//!   they are;
 //! * on planted outliers with one symmetric static scale per linear, SmoothQuant recovers at least 90 % of the
 //!   log-perplexity that W8A8 loses without it.
 

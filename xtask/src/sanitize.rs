@@ -1,9 +1,10 @@
-//! `cargo xtask sanitize`: runs the tests of all unsafe code under AddressSanitizer; the nightly run also includes
-//! those of the fuzz targets.
+//! `cargo xtask sanitize`: runs the tests of all unsafe code under AddressSanitizer; the nightly run also includes the
+//! tests of the fuzz targets.
 //!
-//! The compiler flag is a nightly one, but the runtime comes with the stable toolchain. The standard library and the
-//! dependencies' build scripts are not instrumented. Tests plant a fault for every instruction set, within the heap and
-//! past its end, and fail if the sanitizer does not report it. The C examples are linked with the same runtime.
+//! The compiler flag requires a nightly feature, but the sanitizer's runtime comes with the stable toolchain. The
+//! standard library and the dependencies' build scripts are not instrumented. For every instruction set, tests plant
+//! one fault within the heap and one past its end, and fail if the sanitizer does not report them. The C examples are
+//! linked with the same runtime.
 
 use std::process::Command;
 
@@ -14,7 +15,7 @@ use crate::support::shell::{cargo, output, run as execute, shared_dir, target_di
 
 /// The packages with unsafe code.
 const UNSAFE: [&str; 2] = ["quant-kernels-cpu", "quant-kernels-c"];
-/// The package that feeds hostile files to safe code, and so to its dependencies.
+/// The package whose tests pass hostile files to safe code, and so to its dependencies.
 const FUZZ: &str = "quant-fuzz";
 
 /// Runs the tests of unsafe code.
@@ -43,7 +44,7 @@ fn tests(packages: &[&str]) -> Result<()> {
         return judge_skips("SKIPPED: the toolchain has no AddressSanitizer\n", shared_dir());
     }
     let host = output(Command::new("rustc").args(["--print", "host-tuple"]))?;
-    // If they are optimized for speed, the instrumented kernels take minutes to compile.
+    // With optimization for speed, the instrumented kernels take minutes to compile.
     let quick = "profile.dev.package.quant-kernels-cpu.opt-level=1";
     let mut command = cargo(&["test", "--locked", "--target", &host, "--config", quick, "--lib", "--tests"]);
     for package in packages {

@@ -1,8 +1,9 @@
 //! `cargo xtask synth`: a random Llama checkpoint of any size, streamed to disk.
 //!
-//! Weights are approximately normal with a standard deviation of 0.02. Norms are around 1 (deviation 0.1, so that a
-//! forgotten norm shows). The same options give the same bytes. The content of a tensor depends only on the seed and
-//! its name, so models of different depth share their first layers.
+//! Weights are approximately normal with a standard deviation of 0.02. Weights of norms have a mean of 1 and a
+//! deviation of 0.1, so that an implementation that omits a norm gives different results. The same options give the
+//! same bytes. The content of a tensor depends only on the seed and its name, so models of different depth share their
+//! first layers.
 
 use std::path::{Path, PathBuf};
 use std::time::Instant;
@@ -30,7 +31,7 @@ pub struct Args {
     /// Element type of every tensor
     #[arg(long, value_enum, default_value = "bf16")]
     pub dtype: Float,
-    /// Other seeds give other weights
+    /// Seed for the weights
     #[arg(long, default_value_t = 0)]
     pub seed: u64,
     /// Largest size of one shard, in bytes
@@ -74,11 +75,11 @@ pub fn write(args: &Args) -> Result<u64> {
 /// Standard deviations of random parameters. Matrices and biases have mean 0, norms mean 1.
 #[derive(Debug, Clone, Copy)]
 pub struct Spread {
-    /// For two-dimensional tensors.
+    /// Standard deviation of two-dimensional tensors.
     pub matrices: f32,
-    /// For one-dimensional tensors.
+    /// Standard deviation of one-dimensional tensors.
     pub norms: f32,
-    /// For one-dimensional tensors named `….bias`.
+    /// Standard deviation of one-dimensional tensors named `….bias`.
     pub biases: f32,
 }
 
@@ -93,7 +94,7 @@ pub struct Contents {
     pub float: Float,
     /// Standard deviations of the values.
     pub spread: Spread,
-    /// Other seeds give other values.
+    /// Seed for the values.
     pub seed: u64,
     /// Largest size of one shard, in bytes.
     pub shard_bytes: u64,

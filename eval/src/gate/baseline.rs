@@ -38,10 +38,10 @@ impl Baseline {
         Self { results: results.iter().map(|(name, e)| (name.clone(), timeless(e))).collect() }
     }
 
-    /// Computes the SHA-256 that its file holds: of all results as compact JSON.
+    /// Computes the SHA-256 of all results as compact JSON, which the file contains.
     ///
     /// # Errors
-    /// [`Error::Internal`] when a result cannot be serialized, which does not happen.
+    /// [`Error::Internal`] if a result cannot be serialized, which would be a bug.
     pub fn sha256(&self) -> Result<String> {
         digest(&self.values()?)
     }
@@ -81,7 +81,7 @@ impl Baseline {
     /// Returns the contents of the file.
     ///
     /// # Errors
-    /// [`Error::Internal`] when a result cannot be serialized, which does not happen.
+    /// [`Error::Internal`] if a result cannot be serialized, which would be a bug.
     pub fn to_json(&self) -> Result<String> {
         let results = self.values()?;
         let file = File { schema: SCHEMA.into(), sha256: digest(&results)?, results };

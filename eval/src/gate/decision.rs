@@ -23,7 +23,7 @@ const POWER: f64 = 0.8;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Verdict {
-    /// It holds.
+    /// The condition holds.
     Pass,
     /// The condition does not hold.
     Fail,
@@ -32,7 +32,7 @@ pub enum Verdict {
 }
 
 impl Verdict {
-    /// Its name.
+    /// Returns the verdict's name.
     pub fn name(self) -> &'static str {
         match self {
             Self::Pass => "pass",

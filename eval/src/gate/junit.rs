@@ -9,7 +9,7 @@ use super::{Outcome, Verdict};
 /// if the gate as a whole passes.
 ///
 /// # Errors
-/// [`Error::Internal`] when it cannot be written, which does not happen.
+/// [`Error::Internal`] if the XML cannot be written, which would be a bug.
 pub fn junit(outcome: &Outcome) -> Result<String> {
     let mut report = Report::new("quant gate");
     let mut suites: Vec<TestSuite> = Vec::new();

@@ -16,17 +16,17 @@ pub enum Metric {
     BitsPerByte,
     /// The ratio of the perplexity to the reference's.
     PerplexityRatio,
-    /// The mean divergence from the reference, in nats per token.
+    /// Mean divergence from the reference, in nats per token.
     Kl,
-    /// Its median over positions.
+    /// Median divergence over positions.
     KlMedian,
-    /// Its 90th percentile.
+    /// 90th percentile of the divergence over positions.
     KlP90,
-    /// Its 99th percentile.
+    /// 99th percentile of the divergence over positions.
     KlP99,
-    /// Its 99.9th percentile.
+    /// 99.9th percentile of the divergence over positions.
     KlP999,
-    /// Its largest value.
+    /// Largest divergence over positions.
     KlMax,
     /// Fraction of positions at which the model and the reference have the same most likely token.
     Top1Agreement,
@@ -52,7 +52,7 @@ impl From<Estimate> for Value {
 }
 
 impl Metric {
-    /// Its name in policies and tables.
+    /// Returns the metric's name in policies and tables.
     pub fn name(self) -> &'static str {
         match self {
             Self::Perplexity => "perplexity",
@@ -128,7 +128,7 @@ impl Metric {
 }
 
 impl From<crate::statistics::Quantile> for Value {
-    /// Half the interval's width divided by 1.96 serves as the standard error.
+    /// Uses half the interval's width divided by 1.96 as the standard error.
     fn from(q: crate::statistics::Quantile) -> Self {
         let error = q.low.zip(q.high).map(|(low, high)| (high - low).max(0.0) / (2.0 * 1.96));
         Self { value: q.value, standard_error: error }

@@ -70,17 +70,17 @@ pub struct Outcome {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct Judged {
-    /// Its name.
+    /// The result's name.
     pub name: String,
     /// The rule that it was scored by.
     pub profile: String,
     /// The program that measured it.
     pub tool: crate::Tool,
-    /// SHA-256 of the result, from its file.
+    /// SHA-256 of the result, as recorded in its file.
     pub sha256: String,
-    /// SHA-256 of the model; `reference_sha256` is that of its reference, if any.
+    /// SHA-256 of the model.
     pub model_sha256: String,
-    /// See `model_sha256`.
+    /// SHA-256 of the reference, if the result has one.
     pub reference_sha256: Option<String>,
     /// SHA-256 of the scored windows.
     pub tokens_sha256: String,
@@ -116,7 +116,7 @@ pub struct Check {
     pub verdict: Verdict,
     /// The value that was checked: a degradation, or the capped metric.
     pub value: f64,
-    /// Its standard error, if it has one.
+    /// The standard error of `value`, if it has one.
     pub standard_error: Option<f64>,
     /// The lower confidence bound of the degradation, at the one-sided level.
     pub low: Option<f64>,
@@ -205,7 +205,8 @@ pub fn judge(
     let verdict = match (any(Verdict::Fail), any(Verdict::Inconclusive), policy.on_inconclusive) {
         (true, ..) | (_, true, OnInconclusive::Fail) => Verdict::Fail,
         (_, true, OnInconclusive::Inconclusive) => Verdict::Inconclusive,
-        // Without the correction this test fails: additional tests must not make it pass.
+        // Some test fails on its own and only passes through Holm's correction. Adding tests to a policy must not turn
+        // a failure into a pass.
         (_, true, OnInconclusive::Pass) if doubted => Verdict::Inconclusive,
         _ => Verdict::Pass,
     };
@@ -244,7 +245,7 @@ pub fn check_given(names: &[&str]) -> Result<()> {
     }
 }
 
-/// Fails if a check measures the distance from a reference that is the model itself.
+/// Fails if a check compares a result with a reference that is the model itself.
 fn against_others(policy: &Policy, results: &[(String, Evaluation)]) -> Result<()> {
     let tests = policy.non_inferiority.iter().map(|c| {
         let compares = c.metric.is_comparison() || c.against == Against::Reference;

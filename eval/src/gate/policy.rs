@@ -63,36 +63,36 @@ pub struct Policy {
     pub caps: Vec<Cap>,
 }
 
-/// The outcome of a gate that neither passes nor fails.
+/// The outcome of the gate if some checks are inconclusive and none fails.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 #[non_exhaustive]
 pub enum OnInconclusive {
-    /// It is inconclusive.
+    /// The gate is inconclusive.
     #[default]
     Inconclusive,
-    /// It fails.
+    /// The gate fails.
     Fail,
-    /// It passes.
+    /// The gate passes.
     Pass,
 }
 
 /// A degradation that must be shown to stay within a margin.
 #[derive(Debug, Clone)]
 pub struct NonInferiority {
-    /// Of what.
+    /// The metric that is tested.
     pub metric: Metric,
     /// The comparison: baseline or reference.
     pub against: Against,
     /// For a perplexity, the allowed relative increase; for a divergence, nats per token.
     pub margin: f64,
-    /// The results it applies to; all if empty.
+    /// Names of the results that the check applies to. If empty: all results.
     pub results: Vec<String>,
-    /// Its line in the policy.
+    /// Line number of the check in the policy.
     pub line: usize,
 }
 
-/// The other side of a comparison.
+/// What a result is compared with.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 #[non_exhaustive]
@@ -112,9 +112,9 @@ pub struct Cap {
     pub at_most: Option<f64>,
     /// The lower limit.
     pub at_least: Option<f64>,
-    /// The results it applies to; all if empty.
+    /// Names of the results that the bound applies to. If empty: all results.
     pub results: Vec<String>,
-    /// Its line in the policy.
+    /// Line number of the bound in the policy.
     pub line: usize,
 }
 

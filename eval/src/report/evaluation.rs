@@ -33,7 +33,7 @@ pub struct EvaluationReport<'a> {
 
 /// A window with the beginning of its text.
 pub struct WorstWindow {
-    /// Its number.
+    /// The window's index.
     pub window: usize,
     /// The beginning of its text.
     pub excerpt: String,
@@ -52,7 +52,7 @@ impl EvaluationReport<'_> {
         numbers
     }
 
-    /// The page.
+    /// Renders the page.
     pub fn page(&self) -> String {
         let r = self.result;
         let subtitle = html! {
@@ -246,7 +246,7 @@ fn divergence(c: &Divergence) -> Markup {
 }
 
 fn through_blocks(anatomy: &Anatomy) -> Markup {
-    // Linears with the same input are drawn once.
+    // Linears with the same input share one series.
     let mut drawn: Vec<(String, [Vec<f64>; 2])> = Vec::new();
     let mut names: Vec<&str> = Vec::new();
     for input in &anatomy.inputs {

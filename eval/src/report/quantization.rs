@@ -15,7 +15,7 @@ use super::{bytes, page, tile};
 pub struct LinearCell {
     /// The block.
     pub block: usize,
-    /// Its name in the block.
+    /// The linear's name in the block.
     pub linear: String,
     /// The scheme, or `float`.
     pub scheme: String,

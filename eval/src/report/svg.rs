@@ -16,7 +16,7 @@ const RIGHT: f64 = 20.0;
 
 /// A series of numbers, drawn in one colour.
 pub(super) struct Series<'a> {
-    /// Its label.
+    /// The series' label.
     pub(super) name: &'a str,
     /// The CSS class of its colour.
     pub(super) class: &'static str,
@@ -208,7 +208,7 @@ pub(super) struct Point {
     pub(super) x: f64,
     /// Position on the vertical axis, which is logarithmic.
     pub(super) y: f64,
-    /// Its tooltip.
+    /// The point's tooltip.
     pub(super) name: String,
     /// Whether it is highlighted.
     pub(super) marked: bool,

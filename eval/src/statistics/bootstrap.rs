@@ -20,9 +20,9 @@ const SEED: u64 = 0x0071_7561_6e74;
 pub struct Quantile {
     /// The quantile over all positions.
     pub value: f64,
-    /// The lower bound; absent for a single window.
+    /// The lower bound of the interval; absent for a single window.
     pub low: Option<f64>,
-    /// The upper bound.
+    /// The upper bound of the interval; absent for a single window.
     pub high: Option<f64>,
 }
 
@@ -119,7 +119,7 @@ mod tests {
 
     #[test]
     fn intervals_have_their_stated_coverage() {
-        // 200 samples of 40 windows, each of a single value: the median is that of the windows' values.
+        // 200 samples of 40 windows with one value each, so the median is that of 40 independent values.
         let mut covered = 0;
         for sample in 0..200_u64 {
             let value = |w: u64| mix(mix(sample) ^ w) as f64 / u64::MAX as f64;

@@ -1,15 +1,15 @@
 //! Means with their standard errors, for values that come in clusters.
 //!
-//! Tokens of one window depend on each other, so the error of a mean over tokens is not that of independent samples:
-//! the window is the unit. With `W` windows of total `T_w` over `n_w` tokens, `N` in total, and the overall mean
-//! `m = Σ T_w / N`, the standard error is the jackknife's,
-//! `√((W − 1) / W · Σ (r_w / (1 − n_w / N))²) / N` with `r_w = T_w − m n_w`: the effect of leaving out each window.
-//! With windows of one size it is `√(W / (W − 1) · Σ r_w²) / N`. A window that holds much of the text pulls the mean
-//! towards itself, so that its residual is too small; dividing by `1 − n_w / N` compensates for this.
+//! Tokens of one window depend on each other, so they are not independent samples. The statistics therefore treat
+//! windows as the samples. Let there be `W` windows; window `w` has `n_w` tokens and the total `T_w`, `N = Σ n_w`, and
+//! the overall mean is `m = Σ T_w / N`. The standard error is the jackknife's, `√((W − 1) / W · Σ (r_w / (1 − n_w /
+//! N))²) / N` with `r_w = T_w − m n_w`: the effect of leaving out each window. With windows of one size it is `√(W / (W
+//! − 1) · Σ r_w²) / N`. A window that holds much of the text pulls the mean towards itself, so that its residual is too
+//! small; dividing by `1 − n_w / N` compensates for this.
 //!
 //! Significance follows from Student's t with `N² / Σ n_w² − 1` degrees of freedom ([`student`]), which are `W − 1` for
-//! windows of one size and fewer if some hold most of the text, and for quantiles from a bootstrap over windows
-//! ([`quantiles`]).
+//! windows of one size and fewer if some windows hold most of the text. For quantiles, it follows from a bootstrap over
+//! windows ([`quantiles`]).
 
 mod bootstrap;
 mod histogram;
@@ -34,7 +34,7 @@ pub use self::histogram::Histogram;
 pub struct Estimate {
     /// The mean over all tokens.
     pub mean: f64,
-    /// Its standard error; absent for a single window, from which it cannot be estimated.
+    /// Standard error of the mean; absent for a single window, from which it cannot be estimated.
     pub standard_error: Option<f64>,
 }
 
@@ -59,19 +59,19 @@ impl Estimate {
         Some(t * self.standard_error?)
     }
 
-    /// The estimate in a different unit.
+    /// Multiplies the mean and its standard error by a factor.
     pub fn scaled(self, factor: f64) -> Self {
         Self { mean: self.mean * factor, standard_error: self.standard_error.map(|e| e * factor) }
     }
 
-    /// The root of a mean square, with first-order propagation of the standard error.
+    /// Returns the root of a mean square, with first-order propagation of the standard error.
     pub fn sqrt(self) -> Self {
         let mean = self.mean.sqrt();
         let carry = |e: f64| if mean > 0.0 { e / (2.0 * mean) } else { 0.0 };
         Self { mean, standard_error: self.standard_error.map(carry) }
     }
 
-    /// `exp` of the mean, with first-order propagation of the standard error.
+    /// Returns `exp` of the mean, with first-order propagation of the standard error.
     pub fn exp(self) -> Self {
         let mean = self.mean.exp();
         Self { mean, standard_error: self.standard_error.map(|e| e * mean) }
@@ -112,7 +112,7 @@ mod tests {
         assert_eq!(Estimate::clustered(&[3.0], &[2]).standard_error, None);
         assert_eq!(degrees_of_freedom(&[10; 4]), 3.0);
         assert!(degrees_of_freedom(&[1000, 10, 10, 10]) < 0.1);
-        // A window that holds almost all of the text hides its own residual; the jackknife finds it.
+        // A window that holds almost all of the text has a residual that is far too small; the jackknife corrects it.
         let uneven = Estimate::clustered(&[4000.0, 10.0, 50.0], &[1000, 10, 10]);
         assert!(uneven.standard_error.unwrap() > 0.5, "{uneven}");
         assert_eq!(format!("{:.2}", e.exp()), "20.09 ± 18.34");

@@ -2,16 +2,16 @@
 
 use statrs::distribution::{ContinuousCDF, StudentsT};
 
-/// Nothing is reported for fewer degrees of freedom: the tails of the distribution are too heavy.
+/// With fewer degrees of freedom, no result is returned: the tails of the distribution are too heavy.
 const MIN_DEGREES: f64 = 0.5;
 
-/// The quantile of the t distribution with `degrees` degrees of freedom at this probability. `None` without a degree of
-/// freedom.
+/// Returns the quantile of the t distribution with `degrees` degrees of freedom at this probability, or `None` if
+/// `degrees` is less than 0.5.
 pub fn quantile(probability: f64, degrees: f64) -> Option<f64> {
     Some(distribution(degrees)?.inverse_cdf(probability))
 }
 
-/// The probability that a t variable exceeds `value`.
+/// Returns the probability that a t variable exceeds `value`, or `None` if `degrees` is less than 0.5.
 pub fn exceedance(value: f64, degrees: f64) -> Option<f64> {
     // Uses symmetry: 1 − cdf(value) would lose small probabilities.
     Some(distribution(degrees)?.cdf(-value))

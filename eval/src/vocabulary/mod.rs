@@ -24,9 +24,10 @@ pub(crate) use sums::Sums;
 
 /// The approximate number of work items per pass.
 const PIECES: usize = 32;
-/// Number of positions per pass: enough that widening a tile of the head is a small part of the work.
+/// Number of positions per pass: large enough that converting a tile of the head to `f32` is a small part of the work.
 const POSITIONS: usize = 2048;
-/// Number of positions per pass if a head multiplies as a whole: all their logits are in memory.
+/// Number of positions per pass for a head that cannot compute single tiles: the logits of all these positions are in
+/// memory.
 const WHOLE_POSITIONS: usize = 64;
 
 /// The output stage of a model: how logits are obtained.
@@ -72,8 +73,8 @@ impl Source<'_> {
         &self.inputs[positions.start * width..positions.end * width]
     }
 
-    /// Computes the logits of these tokens at these positions. If the head multiplies as a whole, `whole` holds all
-    /// logits, starting at position `first`.
+    /// Computes the logits of these tokens at these positions. For a head that cannot compute single tiles, `whole`
+    /// holds the logits of the whole vocabulary, starting at position `first`.
     fn tile(
         &self,
         (rows, first): (Range<usize>, usize),
@@ -106,9 +107,9 @@ struct Scratch {
     terms: Vec<f64>,
 }
 
-/// Passes over all logits of all sources. The first source is the reference of the others; all have the same
-/// vocabulary. `next` is the token that follows each position. With `ranked` the most likely tokens are kept. The sums
-/// of a position are adjacent, in the order of sources.
+/// Accumulates the statistics of every source over the whole vocabulary. All sources have the same vocabulary, and the
+/// first one is the reference of the others. `next` is the token that follows each position. With `ranked`, the most
+/// likely tokens are kept. In the result, the sums for one position are adjacent, in the order of sources.
 ///
 /// # Errors
 /// When a head fails, or when cancelled.
@@ -138,7 +139,7 @@ fn some_positions(
     cancel: &CancelToken,
 ) -> Result<Vec<Sums>> {
     let vocab = sources.first().map_or(0, |s| s.output.vocab());
-    // If a head multiplies as a whole, its logits are computed in advance.
+    // Heads that cannot compute single tiles compute all logits in advance.
     let whole = sources.iter().map(|source| {
         let mut logits = Vec::new();
         if let Output::Head(head) = source.output

@@ -73,7 +73,7 @@ impl Sums {
         &self.top.tokens[..self.top.count]
     }
 
-    /// `KL(reference ‖ self)`, where `reference` is the one that these sums were accumulated with.
+    /// Returns `KL(reference ‖ self)`. These sums must have been accumulated together with those of `reference`.
     pub(crate) fn divergence_from(&self, reference: &Self) -> f64 {
         let shifts = f64::from(reference.largest) - f64::from(self.largest);
         // The mean of `r − x` under the reference, minus the difference of the log normalizers.

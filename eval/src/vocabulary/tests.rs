@@ -17,7 +17,7 @@ fn log_sum_exp(logits: &[f32]) -> f64 {
     f64::from(max) + sum.ln()
 }
 
-/// `ln Σ exp(x)` with exponentials in single precision, as this program once computed it.
+/// `ln Σ exp(x)` with exponentials in single precision.
 fn log_sum_exp_of_singles(logits: &[f32]) -> f64 {
     let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
     let sum: f64 = logits.iter().map(|&x| f64::from((x - max).exp())).sum();
@@ -127,7 +127,8 @@ fn near(found: f64, exact: f64, relative: f64, absolute: f64) {
 
 #[test]
 fn a_pass_gives_what_the_definitions_say() {
-    // One tile, ragged tiles, more tiles than stripes; few and many positions; flat and peaked; close and far apart.
+    // Vocabularies of one tile, of ragged tiles and of more tiles than stripes; few and many positions; flat and peaked
+    // logits; models that are close and far apart.
     for (vocab, positions, spread, noise) in [
         (1, 3, 1.0, 0.1),
         (3, 5, 8.0, 0.5),
@@ -141,7 +142,7 @@ fn a_pass_gives_what_the_definitions_say() {
         let column = |which: usize| rows.iter().flat_map(|r| r[which].iter().copied()).collect::<Vec<f32>>();
         let next: Vec<u32> = (0..positions).map(|p| (mix(p as u64) % vocab as u64) as u32).collect();
         let (r, m) = (column(0), column(1));
-        // An additional model does not change the first.
+        // An additional model does not change the sums of the first.
         let sums = passed(vocab, &[&r, &m, &r], &next);
         for ((sums, rows), &next) in sums.chunks(3).zip(&rows).zip(&next) {
             let found = Position::new(&sums[0], &sums[1], Some(&sums[2]));
@@ -157,8 +158,8 @@ fn a_pass_gives_what_the_definitions_say() {
     }
 }
 
-/// The earlier sums used single-precision exponentials, each with a relative error of 2⁻²⁵ and the same in its
-/// exponent. Single positions may therefore differ by some 2⁻²³, and their mean by far less.
+/// Exponentials in single precision have a relative error of 2⁻²⁵ each, and the same error in their exponent. Single
+/// positions may therefore differ by about 2⁻²³, and their mean by far less.
 #[test]
 fn means_are_those_of_singles_before() {
     let (vocab, positions) = (3000, 400);
@@ -195,7 +196,8 @@ fn what_is_not_finite_shows_and_what_is_impossible_does_not_matter() {
         let sums = passed(vocab, &[r, m], &[7]);
         (sums[0].nll(), sums[1].nll(), sums[1].divergence_from(&sums[0]))
     };
-    // A whole tile that is impossible under the reference, the first one, and its logits in the model.
+    // The reference gives every token of the first tile but one the probability 0. The model does so for a few tokens
+    // of that tile.
     r[..300].fill(f32::NEG_INFINITY);
     r[7] = 1.0;
     let mut absent = m.clone();

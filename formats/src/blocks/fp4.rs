@@ -1,8 +1,9 @@
 //! 4-bit floats, E2M1: a sign, and a magnitude of 0, 0.5, 1, 1.5, 2, 3, 4 or 6.
 //!
-//! MXFP4: a shared E8M0 exponent for 32 elements, then 16 bytes: byte `j` holds element `j` in its low nibble and
-//! `j + 16` in its high nibble. NVFP4: for 64 elements, one unsigned E4M3 scale per 16 elements, then 8 bytes for each
-//! 16 in the same order. As in ggml, decoded levels are twice the E2M1 values, and scales are half of theirs.
+//! MXFP4: a shared E8M0 exponent for 32 elements, then 16 bytes: byte `j` holds element `j` in its low nibble and `j +
+//! 16` in its high nibble. NVFP4: for 64 elements, one unsigned E4M3 scale per 16 elements, then 8 bytes for each 16
+//! elements in the same order. As in ggml, decoded levels are twice the E2M1 values, and decoded scales are half of the
+//! stored ones.
 
 use super::grid::{Fields, Grid, Scales, Steps};
 use super::{BlockType, F16};
@@ -48,7 +49,7 @@ pub static NVFP4: BlockType = BlockType {
     decode: decode_nv,
 };
 
-/// Twice the values of E2M1. The second zero has no sign.
+/// Twice the values of E2M1. Negative zero is replaced by 0.
 const LEVELS: [i8; 16] = [0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12];
 
 /// `2^(code − 128)`.
@@ -72,7 +73,7 @@ fn half_of_e4m3(code: u8) -> f32 {
     }
 }
 
-/// The code of a scale: rounded to nearest, ties up; the largest code for scales of 256 and more.
+/// The code of a scale: rounded to nearest, ties up. Scales that are too large get the largest code.
 fn e4m3(x: f32) -> u8 {
     if x.is_nan() || x <= 0.0 {
         return 0;
@@ -80,10 +81,10 @@ fn e4m3(x: f32) -> u8 {
     let bits = x.min(448.0).to_bits();
     let exponent = (bits >> 23) as i32 - 127 + 7;
     if exponent <= 0 {
-        // At most 7; the next code is the smallest normal number.
+        // Subnormal codes are at most 7.
         return ((x * 512.0 + 0.5) as u8).min(7);
     }
-    // A carry of the mantissa goes into the exponent.
+    // If rounding up overflows the mantissa, the carry correctly increments the exponent.
     match ((exponent as u32) << 3 | bits >> 20 & 7) + (bits >> 19 & 1) {
         code @ 0..0x78 => code as u8,
         _ => 0x7e,
@@ -129,10 +130,11 @@ fn pack_mx(fields: &Fields, block: &mut [u8]) {
 
 /// The exponent that scales the largest magnitude to between 4 and 8.
 fn exponent(max: f32) -> u8 {
-    // Rounded to single precision: just below a large power of two, the logarithm rounds up to that of the power.
+    // As in the reference, the logarithm is rounded to single precision. For values just below a large power of two, it
+    // rounds up to an integer.
     let below = f64::from(max).log2() as f32;
     match max > 0.0 {
-        // A negative exponent wraps around in the reference: then all codes are 0.
+        // In the reference, a negative exponent wraps around, and all codes become 0.
         true if below.is_finite() => match (below.floor() as i32 - 2 + 127) as u8 {
             255 => 0,
             exponent => exponent,
@@ -184,7 +186,7 @@ fn decode_nv(bytes: &[u8], out: &mut [f32]) {
     }
 }
 
-/// A block of MXFP4 from codes as in checkpoints, two neighbouring columns per byte, and their exponent.
+/// Builds a block of MXFP4 from an exponent and codes as in checkpoints, two neighbouring columns per byte.
 pub fn repack_mxfp4(exponent: u8, codes: &[u8], block: &mut [u8]) {
     block[0] = exponent;
     put_codes(&mut block[1..], |e| codes[e / 2] >> (4 * (e % 2)) & 15);

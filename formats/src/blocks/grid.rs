@@ -24,7 +24,7 @@ pub(super) struct Grid {
 pub(super) enum Scales {
     /// The factor multiplies the block's scale `d`.
     Multiples,
-    /// The factor is the code of the part's own scale, which increases with the code; there is no `d`.
+    /// The factor is the code of the part's own scale; larger codes stand for larger scales. The block has no `d`.
     Own(fn(u8) -> f32),
 }
 
@@ -39,7 +39,7 @@ pub(super) enum Steps {
     Uneven,
     /// `scale·T[q]`, with `T` twice the values of E2M1.
     Fp4,
-    /// `scale·q − dmin·minimum`, `q` up to `top`; minimums have the range of factors.
+    /// `scale·q − dmin·minimum`, `q` up to `top`; minimums have the same range as factors.
     Minimum { top: i32 },
 }
 
@@ -50,10 +50,10 @@ pub(super) struct Fields {
     pub(super) d: f32,
     /// The scale of the minimums, also exact in half precision.
     pub(super) dmin: f32,
-    /// Per part.
+    /// Factors and minimums, one per part.
     pub(super) factors: [i32; PARTS],
     pub(super) minimums: [i32; PARTS],
-    /// Per element.
+    /// Codes, one per element.
     pub(super) codes: [u8; MAX_CODES],
 }
 
@@ -124,7 +124,7 @@ pub(super) trait Levels: Copy {
     fn ends(self) -> [f32; 2];
     /// The approximate distance between levels.
     fn step(self) -> f32;
-    /// How far the largest value may exceed the last level, at most.
+    /// The maximum by which the search lets the largest value exceed the last level.
     fn beyond(self) -> f32 {
         (-0.4 * self.ends()[0]).min(5.0 * self.step())
     }
@@ -166,7 +166,7 @@ impl Levels for Ternary {
         1.0
     }
 
-    // With many values, the best level is near the middle of their magnitudes, far below the largest.
+    // With many values per part, the best level is near the middle of their magnitudes, far below the largest value.
     fn beyond(self) -> f32 {
         8.0
     }

@@ -144,7 +144,8 @@ fn get_codes(bytes: &[u8], scale: f32, out: &mut [f32]) {
 
 fn encode_nl(row: &[f32], importance: Option<&[f32]>, out: &mut [u8]) {
     for (i, (x, block)) in row.chunks_exact(32).zip(out.chunks_exact_mut(18)).enumerate() {
-        // If no channel of a block is important, the reference stores NaN as the scale.
+        // If all importances of a block are 0, the reference stores NaN as the scale. Such importances are ignored
+        // here.
         let weights = importance.map(|im| &im[32 * i..][..32]).filter(|im| im.iter().any(|w| *w > 0.0));
         let scale = scale(x, weights, sigma2(x));
         let scale = if scale.is_finite() { scale } else { self::scale(x, None, sigma2(x)) };

@@ -46,13 +46,13 @@ const SUPER: usize = 256;
 pub struct BlockType {
     /// The name, as ggml prints it: `Q4_K`.
     pub name: &'static str,
-    /// Its id in a GGUF file.
+    /// The type's id in a GGUF file.
     pub id: u32,
     /// Elements per block; the length of a row is a multiple of this.
     pub elements: usize,
     /// Bytes per block.
     pub bytes: usize,
-    /// Whether it requires an importance matrix.
+    /// Whether encoding requires an importance matrix.
     pub needs_importance: bool,
     /// Whether an importance matrix changes the result.
     pub uses_importance: bool,
@@ -99,7 +99,7 @@ pub static BLOCK_TYPES: &[&BlockType] = &[
     &IQ4_XS, &TQ1_0, &TQ2_0, &MXFP4, &NVFP4,
 ];
 
-/// Names of the types that ggml defines and this version does not read, by id, for messages.
+/// Names of types that ggml defines but this version does not read, by id, for messages.
 const UNSUPPORTED: [(u32, &str); 16] = [
     (9, "Q8_1"),
     (15, "Q8_K"),
@@ -144,7 +144,8 @@ pub fn unread_type(id: u32) -> Option<&'static str> {
 }
 
 impl BlockType {
-    /// Bytes of a row of `elements` elements; `None` unless that is a multiple of the block.
+    /// Returns the bytes of a row of `elements` elements, or `None` if `elements` is not a multiple of the block
+    /// length.
     pub fn row_bytes(&self, elements: usize) -> Option<usize> {
         if !elements.is_multiple_of(self.elements) {
             return None;

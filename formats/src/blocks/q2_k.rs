@@ -1,7 +1,8 @@
 //! 256 2-bit codes: sixteen sub-blocks of 16, each with a 4-bit scale and a 4-bit minimum.
 //!
-//! 16 bytes with the scale in the low nibble and the minimum in the high one, 64 bytes of codes, `d`, `dmin`. In each
-//! group of 128 elements, those at the same position in each 32 share a byte.
+//! A block holds 16 bytes, each with a scale in its low nibble and a minimum in its high nibble; then 64 bytes of
+//! codes, `d` and `dmin`. Every 128 elements take 32 bytes of codes: byte `j` holds elements `j`, `j + 32`, `j + 64`
+//! and `j + 96`.
 
 use super::grid::{Fields, Grid, Scales, Steps};
 use super::q4_k::{by_largest, round_again};

@@ -1,7 +1,8 @@
 //! 256 3-bit codes: sixteen sub-blocks of 16 with 6-bit scales.
 //!
-//! 32 bytes of third bits, 64 of the low two bits, 12 of scales, `d`. Of the 16 scales, the low four bits of the first
-//! and the last eight share bytes; the two high bits of every fourth share the last four bytes.
+//! A block holds 32 bytes with the high bits of the codes, 64 bytes with their two low bits, 12 bytes of scales, and
+//! `d`. Byte `j` of the first 8 bytes of scales holds the low four bits of scales `j` and `j + 8`. Byte `j` of the
+//! other 4 bytes holds the two high bits of scales `j`, `j + 4`, `j + 8` and `j + 12`.
 
 use super::grid::{Fields, Grid, Scales, Steps};
 use super::q2_k::place;
@@ -28,7 +29,7 @@ pub static Q3_K: BlockType = BlockType {
     decode,
 };
 
-/// Offsets of the parts.
+/// Byte offsets of the low bits, the scales and `d` in a block.
 const LOW: usize = 32;
 const SCALES: usize = 96;
 const D: usize = 108;

@@ -1,7 +1,7 @@
 //! 256 4-bit codes: eight sub-blocks of 32, each with a 6-bit scale and a 6-bit minimum.
 //!
-//! `d`, `dmin`, 12 bytes of scales and minimums, 128 bytes of codes: of each 64 elements, the first 32 are in the low
-//! nibbles of 32 bytes and the others in the high ones.
+//! A block holds `d`, `dmin`, 12 bytes of scales and minimums, and 128 bytes of codes. Every 64 elements take 32 bytes
+//! of codes: the first 32 elements are in the low nibbles, the others in the high nibbles.
 
 use super::grid::{Fields, Grid, Scales, Steps};
 use super::search::{Offsets, mean_square, nearest, positive, weigh, with_minimum};
@@ -102,7 +102,7 @@ pub(super) fn super_block(
     }
 }
 
-/// Recomputes the codes with the stored scale; if that is 0, the codes of the search stay.
+/// Recomputes the codes with the stored scale. If the stored scale is 0, the codes that the search found are kept.
 pub(super) fn round_again(scale: f32, minimum: f32, top: i32, x: &[f32], codes: &mut [u8]) {
     if scale == 0.0 {
         return;

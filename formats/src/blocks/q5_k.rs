@@ -1,5 +1,5 @@
-//! 256 5-bit codes: as Q4_K, with the fifth bits in 32 bytes before the others; bit `j` of byte `l` belongs to element
-//! `l` of sub-block `j`.
+//! 256 5-bit codes: stored like Q4_K, with the highest bits of the codes in 32 bytes before the low bits. Bit `j` of
+//! byte `l` belongs to element `l` of sub-block `j`.
 
 use super::grid::{Fields, Grid, Scales, Steps};
 use super::q4_k::{put_scales, super_block};

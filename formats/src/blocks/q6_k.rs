@@ -1,8 +1,8 @@
 //! 256 6-bit codes: sixteen sub-blocks of 16 with 8-bit scales.
 //!
-//! 128 bytes of the low four bits, 64 of the high two, 16 scales, `d`. Of each 128 elements, those of the first and
-//! third 32 are in the low and high nibbles of the same 32 bytes, those of the second and fourth in the next 32; the
-//! high bits of all four share a byte.
+//! A block holds 128 bytes with the low four bits of the codes, 64 bytes with the high two bits, 16 scales, and `d`.
+//! Every 128 elements form four runs of 32. The first and third run share 32 bytes for their low bits, in the low and
+//! high nibbles; the second and fourth run share the next 32. The high bits of all four runs share 32 bytes.
 
 use super::grid::{Fields, Grid, Scales, Steps};
 use super::search::{NEGLIGIBLE, largest, nearest, symmetric};

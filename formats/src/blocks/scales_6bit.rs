@@ -1,5 +1,6 @@
-//! Eight 6-bit scales and eight 6-bit minimums in 12 bytes, as in Q4_K and Q5_K: the first four of each have one byte
-//! each, whose two upper bits are the upper bits of the others; the lower four bits of the others share a byte.
+//! Eight 6-bit scales and eight 6-bit minimums in 12 bytes, as in Q4_K and Q5_K. The first four scales and the first
+//! four minimums have one byte each; the two upper bits of these bytes hold the upper bits of the other scales and
+//! minimums. The lower four bits of each other scale and minimum share one of the last four bytes.
 
 /// Returns scale and minimum of sub-block `j`.
 pub(super) fn get(bytes: &[u8], j: usize) -> (u8, u8) {
@@ -9,7 +10,7 @@ pub(super) fn get(bytes: &[u8], j: usize) -> (u8, u8) {
     }
 }
 
-/// Writes all of them into `bytes`, which must be zero.
+/// Writes all scales and minimums into `bytes`, which must be zero.
 pub(super) fn put(bytes: &mut [u8], scales: &[u8], minimums: &[u8]) {
     for (j, (&s, &m)) in scales.iter().zip(minimums).enumerate() {
         match j {

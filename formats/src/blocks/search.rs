@@ -14,8 +14,8 @@ pub(super) fn nearest(value: f32) -> i32 {
     ((value + 12_582_912.0).to_bits() & 0x007f_ffff) as i32 - 0x0040_0000
 }
 
-/// The low eight bits of the integer part. Values outside 32 bits, such as quotients by subnormal scales, become 0, as
-/// in x86's conversion.
+/// Returns the low eight bits of the integer part. Values that do not fit 32 bits, such as quotients by subnormal
+/// scales, give 0, as on x86.
 #[inline(always)]
 pub(super) fn truncate(value: f32) -> i8 {
     match value.abs() < 2_147_483_648.0 {

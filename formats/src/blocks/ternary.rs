@@ -1,8 +1,9 @@
 //! 256 codes of −1, 0 and 1, and a scale, for models trained with ternary weights.
 //!
-//! TQ1_0: 5 codes per byte, stored as `⌈256·n / 243⌉`, where `n` has the codes as base-3 digits, first code first: 160
-//! codes in 32 bytes, each holding every 32nd, 80 in 16 bytes, 16 in 4 bytes whose last digit is 0; then `d`. TQ2_0: 4
-//! codes per byte, each holding every 32nd of 128; then `d`.
+//! TQ1_0: a byte holds five codes as the digits of a base-3 number `n`, first code first, and is stored as `⌈256·n /
+//! 243⌉`. The first 160 codes are in 32 bytes, with code `i` in byte `i mod 32`. In the same way, the next 80 codes are
+//! in 16 bytes, and the last 16 codes in 4 bytes, whose last digit is 0; then `d`. TQ2_0: a byte holds four 2-bit
+//! codes. Every 128 codes are in 32 bytes, with code `i` in byte `i mod 32`; then `d`.
 
 use super::grid::{Fields, Grid, Scales, Steps};
 use super::{BlockType, Q4_0, SUPER, f16_bits};
@@ -93,7 +94,7 @@ fn codes(x: &[f32]) -> ([u8; SUPER], f32) {
     let inverse = if d != 0.0 { 1.0 / d } else { 0.0 };
     let mut codes = [1; SUPER];
     for (code, x) in codes.iter_mut().zip(x) {
-        // Rounds half away from zero. Inverses of subnormal scales overflow; NaN becomes 0.
+        // Rounds half away from zero. The inverse of a subnormal scale overflows, which may give NaN; NaN becomes 0.
         *code = match (x * inverse).round() {
             1.0 => 2,
             -1.0 => 0,
@@ -123,7 +124,8 @@ fn decode_1(bytes: &[u8], out: &mut [f32]) {
         let d = f16_bits::get(block, 52);
         for (e, o) in out.iter_mut().enumerate() {
             let (byte, digit) = place(e);
-            // The multiplication discards the digits before; three times the remainder has the digit above the byte.
+            // The wrapping multiplication removes the digits before this one. Three times the result, divided by 256,
+            // then has this digit as its integer part.
             let rest = block[byte].wrapping_mul(POWERS[digit]);
             *o = (((i32::from(rest) * 3) >> 8) - 1) as f32 * d;
         }
@@ -163,7 +165,7 @@ mod tests {
         }
     }
 
-    /// A block computed by hand: the first element 1, all others −1, and their positions.
+    /// A block computed by hand, whose first element is 1 and all others −1; and the positions of codes.
     #[test]
     fn bytes_of_a_block() {
         let mut row = [-2.0; 256];

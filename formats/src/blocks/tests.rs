@@ -82,7 +82,7 @@ proptest! {
         for kind in BLOCK_TYPES {
             let (_, back) = round_trip(kind, &row, weighed.then_some(&importance));
             if weighed {
-                // Where the importance is small, errors may be large.
+                // Elements with a small importance may have large errors.
                 prop_assert!(back.iter().all(|v| v.is_finite()), "{kind:?}");
                 continue;
             }

@@ -1,4 +1,5 @@
-//! Archives: how named tensors and their metadata become files. Packing, in `format`, turns a linear into tensors.
+//! File formats for named tensors and their metadata. The module `format` packs linears into tensors; this one stores
+//! the tensors.
 //!
 //! An archive determines the position of every byte of a set of tensors; [`CheckpointWriter`](super::CheckpointWriter)
 //! does the rest for all archives: staging, resuming, reading back, publishing.
@@ -13,18 +14,18 @@ use crate::{Error, Result};
 
 /// A file format that holds tensors.
 pub trait Archive: Debug + Send + Sync {
-    /// Assigns these tensors to files, none with more than `max_file_bytes` of tensor data, unless a single tensor is
-    /// larger or the format has only one file.
+    /// Assigns these tensors to files with at most `max_file_bytes` of tensor data each. A larger tensor gets a file of
+    /// its own. A format that has only one file ignores the limit.
     ///
     /// # Errors
-    /// [`Error::Usage`] when there is nothing to write or too much; [`Error::Internal`] when a tensor cannot be written
-    /// at all.
+    /// [`Error::Usage`] when there are no tensors, or too many; [`Error::Internal`] when a tensor cannot be written at
+    /// all.
     fn layout(&self, tensors: &[TensorSpec], max_file_bytes: u64) -> Result<ShardLayout>;
 
     /// Reads the tensors of a written file with the strict reader.
     ///
     /// # Errors
-    /// When that reader rejects the file.
+    /// When the strict reader rejects the file.
     fn read_header(&self, file: &File, path: &Path) -> Result<Vec<PlacedTensor>>;
 
     /// Checks all files together, as a loader of the directory does.

@@ -76,16 +76,16 @@ pub struct ModelDirectory {
 /// A file that accompanies the weights.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Sidecar {
-    /// Its path in the model directory.
+    /// The file's path in the model directory.
     pub path: PathBuf,
-    /// Its resolved path: in a Hugging Face cache, `path` is a link.
+    /// The file's resolved path: in a Hugging Face cache, `path` is a link.
     pub real: PathBuf,
-    /// Its contents, if it was generated from a single-file model.
+    /// The file's contents, if it was generated from a single-file model.
     pub contents: Option<Arc<[u8]>>,
 }
 
 impl Sidecar {
-    /// Reads its bytes, or returns why its size is not accepted.
+    /// Reads the file's bytes, or returns the reason why its size is not accepted.
     ///
     /// # Errors
     /// [`Error::Io`] when it cannot be read.
@@ -99,7 +99,7 @@ impl Sidecar {
         }
     }
 
-    /// Returns its length in bytes.
+    /// Returns the file's length in bytes.
     ///
     /// # Errors
     /// [`Error::Io`] when it cannot be opened.
@@ -123,7 +123,8 @@ impl ModelDirectory {
     /// - The errors of [`ShardedCheckpoint::open`].
     pub fn open(path: &Path) -> Result<ModelDirectory> {
         let root = Root::open(path)?;
-        // Weights first: a directory of pickle files is reported as such, even if its configuration is invalid.
+        // The weights are opened first, so that a directory of pickle files is reported as such even if its
+        // configuration is invalid.
         let source = ShardedCheckpoint::open_in(&root)?;
         let config_path = root.join(CONFIG);
         let config = read_config(&root, &config_path)?;
@@ -168,32 +169,32 @@ impl ModelDirectory {
         }
     }
 
-    /// Records the block types that its floats were decoded from.
+    /// Records the block types from which the model's floats were decoded.
     pub fn with_rounded(self, types: String) -> Self {
         Self { rounded_to: Some(types), ..self }
     }
 
-    /// The block types that its floats were decoded from, if the model was already quantized.
+    /// The block types from which the model's floats were decoded, if the model was already quantized.
     pub fn rounded_to(&self) -> Option<&str> {
         self.rounded_to.as_deref()
     }
 
-    /// Records why the tokenizer of its file is not supported.
+    /// Records the reason why the tokenizer in the model's file is not supported.
     pub fn without_tokenizer(self, reason: String) -> Self {
         Self { unread_tokenizer: Some(reason), ..self }
     }
 
-    /// Why the tokenizer in a single-file model is not supported.
+    /// The reason why the tokenizer in a single-file model is not supported, or `None` if it is.
     pub fn unread_tokenizer(&self) -> Option<&str> {
         self.unread_tokenizer.as_deref()
     }
 
-    /// Uses these workers for its tokenizer and chat template, instead of this process.
+    /// Runs the model's tokenizer and chat template in these workers instead of in this process.
     pub fn with_text_workers(self, workers: Arc<dyn TextWorkers>) -> Self {
         Self { text_workers: Some(workers), ..self }
     }
 
-    /// The workers for its tokenizer and chat template; `None` if they run in this process.
+    /// The workers for the model's tokenizer and chat template; `None` if they run in this process.
     pub fn text_workers(&self) -> Option<&dyn TextWorkers> {
         self.text_workers.as_deref()
     }

@@ -32,7 +32,7 @@ pub enum Dtype {
     Opaque(OpaqueDtype),
 }
 
-/// The name of an unknown type, and the bytes of the tensor that has it, which its shape does not determine.
+/// An unknown element type: its name, and the size of the tensor that has it, which the shape does not determine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct OpaqueDtype {
     name: [u8; Self::MAX_NAME_BYTES],
@@ -58,11 +58,11 @@ impl OpaqueDtype {
 
     /// The name in a safetensors header.
     pub fn name(&self) -> &str {
-        // The name has been ASCII since construction.
+        // The constructor accepts only ASCII names.
         std::str::from_utf8(&self.name[..usize::from(self.length)]).unwrap_or_default()
     }
 
-    /// Bytes of the tensor.
+    /// Size of the tensor in bytes.
     pub fn bytes(&self) -> u64 {
         self.bytes
     }

@@ -323,7 +323,7 @@ fn checked_elements(shape: &[u64], dtype: Dtype) -> Option<(Vec<usize>, u64)> {
 
 impl<'de> Deserialize<'de> for RawEntry {
     fn deserialize<D: de::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        // Not derived: a derived struct also accepts an array instead of the object.
+        // Implemented by hand, because a derived implementation would also accept an array in place of the object.
         struct Fields;
         impl<'de> Visitor<'de> for Fields {
             type Value = RawEntry;

@@ -37,7 +37,7 @@ pub enum HeaderError {
         None => "it is empty".to_owned(),
     })]
     NotAnObject {
-        /// Its first byte, unless it is empty.
+        /// The header's first byte; `None` if the header is empty.
         found: Option<u8>,
     },
     /// The header is not UTF-8.
@@ -88,7 +88,7 @@ pub enum HeaderError {
     UnknownDtype {
         /// The tensor.
         tensor: String,
-        /// Its type as written.
+        /// The name of the type in the file.
         dtype: String,
     },
     /// A tensor exceeds the maximum number of dimensions.
@@ -96,7 +96,7 @@ pub enum HeaderError {
     RankTooHigh {
         /// The tensor.
         tensor: String,
-        /// Number of its dimensions.
+        /// Number of the tensor's dimensions.
         rank: usize,
         /// The maximum.
         limit: usize,
@@ -106,17 +106,17 @@ pub enum HeaderError {
     SizeOverflow {
         /// The tensor.
         tensor: String,
-        /// Its shape.
+        /// The tensor's shape.
         shape: Vec<u64>,
     },
-    /// Elements of less than a byte that do not fill whole bytes.
+    /// The sub-byte elements of a tensor do not fill whole bytes.
     #[error("tensor `{tensor}`: {dtype} {shape:?} does not fill whole bytes")]
     NotWholeBytes {
         /// The tensor.
         tensor: String,
-        /// Its element type.
+        /// The tensor's element type.
         dtype: Dtype,
-        /// Its shape.
+        /// The tensor's shape.
         shape: Vec<u64>,
     },
     /// A tensor's start is after its end.
@@ -136,23 +136,23 @@ pub enum HeaderError {
     SizeMismatch {
         /// The tensor.
         tensor: String,
-        /// Its element type.
+        /// The tensor's element type.
         dtype: Dtype,
-        /// Its shape.
+        /// The tensor's shape.
         shape: Vec<u64>,
         /// Bytes implied by type and shape.
         expected: u64,
         /// Bytes between the offsets.
         got: u64,
     },
-    /// Bytes of the data belong to no tensor.
+    /// Some bytes of the data do not belong to any tensor.
     #[error("bytes {begin} to {end} of the data, before tensor `{before}`, do not belong to any tensor")]
     Hole {
         /// The tensor after the gap.
         before: String,
         /// First byte of the gap within the data.
         begin: u64,
-        /// First byte after it.
+        /// First byte after the gap.
         end: u64,
     },
     /// Two tensors share bytes.
@@ -160,11 +160,11 @@ pub enum HeaderError {
     Overlap {
         /// The tensor that begins first.
         first: String,
-        /// First byte after it.
+        /// First byte after the tensor `first`.
         first_end: u64,
-        /// The tensor that begins inside it.
+        /// The tensor that begins inside the tensor `first`.
         second: String,
-        /// First byte of that tensor.
+        /// First byte of the tensor `second`.
         second_begin: u64,
     },
     /// The file ends before a tensor does, as after an interrupted download.

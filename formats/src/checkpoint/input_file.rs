@@ -17,7 +17,7 @@ use crate::{Error, Result, system};
 pub(crate) struct Root {
     /// The path as the user gave it, for messages.
     given: PathBuf,
-    /// With links resolved.
+    /// The path with links resolved.
     real: PathBuf,
     /// The only outside directory that links may point into: `blobs` of a Hugging Face cache entry, if this directory
     /// is its `snapshots/<revision>`.
@@ -178,7 +178,7 @@ pub fn read_capped(real: &Path, shown: &Path, cap: u64) -> Result<Result<Vec<u8>
         return Ok(Err(format!("has {len} bytes; the limit is {cap}")));
     }
     let mut bytes = Vec::new();
-    // The file may have grown since.
+    // Read at most one byte more than the limit: the file may have grown since its length was checked.
     (&file).take(cap + 1).read_to_end(&mut bytes).map_err(|e| Error::io("read", shown, e))?;
     if bytes.len() as u64 > cap {
         return Ok(Err(format!("exceeds the limit of {cap} bytes")));

@@ -33,7 +33,7 @@ const STATES: &str = "states.safetensors";
 const MAX_RECORD_BYTES: u64 = 256 << 20;
 /// A lock file holds only a process number.
 const LOCK_BYTES: u64 = 32;
-/// Everything but the lock, in the order of removal: without its record a job cannot be resumed.
+/// Entries of a job directory except the lock, in the order of removal: without its record, a job is never resumed.
 const CONTENTS: [&str; 8] =
     [RECORD, "job.json.new", JOURNAL, "journal.jsonl.new", STATES, "states.safetensors.new", OUT, PREVIOUS];
 
@@ -96,7 +96,7 @@ impl Job {
     /// [`Error::Locked`] when another run uses it; [`Error::Usage`] when something else has its name.
     pub(crate) fn acquire(fs: &dyn FileSystem, target: &Path) -> Result<Self> {
         let path = job_path(target)?;
-        // An attempt fails only if another run removes the directory at that moment.
+        // An attempt only fails if another run removes the directory in the meantime.
         for _ in 0..16 {
             create_or_accept(fs, &path)?;
             let lock_path = path.join(LOCK);
@@ -115,7 +115,8 @@ impl Job {
             if !is_same_file(&lock, &lock_path) {
                 continue;
             }
-            // Only informs other processes; if the disk is too full for it, a later step fails.
+            // Errors are ignored, because the process number only informs other processes. If the disk is full, a later
+            // step fails.
             let _ = lock.set_len(0).and_then(|()| {
                 system::write_all_at(&lock, format!("{}\n", std::process::id()).as_bytes(), 0)
             });

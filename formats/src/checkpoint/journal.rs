@@ -20,7 +20,7 @@ use crate::{Error, Result};
 pub(crate) struct WriteJournal {
     path: PathBuf,
     file: Box<dyn StagedFile>,
-    /// Offset of the next line. A line that failed half-way is overwritten by the next attempt.
+    /// Offset of the next line. A line that was written incompletely is overwritten by the next attempt.
     len: u64,
 }
 
@@ -64,7 +64,7 @@ impl WriteJournal {
             if reader.read_until(b'\n', &mut line).map_err(fail)? == 0 {
                 return Ok(entries);
             }
-            // Without its newline a line may be torn, even if it parses.
+            // A line without a newline may be incomplete, even if it parses.
             let Some(line) = line.strip_suffix(b"\n") else { continue };
             match serde_json::from_slice(line) {
                 Ok(Line::Tensor { tensor, blake3 }) => {

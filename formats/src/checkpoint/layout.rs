@@ -31,7 +31,7 @@ pub struct ShardLayout {
 /// One file.
 #[derive(Debug, Clone)]
 pub struct ShardFile {
-    /// Its name, such as `model-00001-of-00002.safetensors`.
+    /// The file's name, such as `model-00001-of-00002.safetensors`.
     pub name: String,
     /// The header, which precedes the data.
     pub header: Vec<u8>,
@@ -44,7 +44,7 @@ pub struct ShardFile {
 /// One tensor of a file.
 #[derive(Debug, Clone)]
 pub struct PlacedTensor {
-    /// Its name.
+    /// The tensor's name.
     pub name: String,
     /// Type and shape.
     pub info: TensorInfo,
@@ -94,7 +94,7 @@ impl ShardLayout {
         Ok(Self { shards, places, index: None, tensor_bytes })
     }
 
-    /// Names and lengths of all files: the shards, then the index if there is more than one.
+    /// Names and lengths of all files: the shards, then the index if there is more than one shard.
     pub fn files(&self) -> impl Iterator<Item = (&str, u64)> {
         let index = self.index.iter().map(|bytes| (INDEX, bytes.len() as u64));
         self.shards.iter().map(|s| (s.name.as_str(), s.bytes)).chain(index)

@@ -15,11 +15,11 @@ pub(crate) const MANIFEST: &str = "quant_manifest.json";
 /// A file of a checkpoint that was written and read back.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct PublishedFile {
-    /// Its name within the directory.
+    /// The file's name within the directory.
     pub name: String,
-    /// Its length.
+    /// The file's length in bytes.
     pub bytes: u64,
-    /// Its SHA-256.
+    /// The file's SHA-256.
     pub sha256: Digest256,
 }
 

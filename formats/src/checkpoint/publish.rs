@@ -1,8 +1,8 @@
-//! The step from prepared to published.
+//! Publishes a prepared checkpoint by renaming it.
 //!
-//! Before it, the target is absent or old; after it, the target is the new checkpoint; there is no intermediate state.
-//! The exception is a file system that cannot exchange two directories: there, the old target is set aside between two
-//! renames, and after a crash at that moment the next run restores it.
+//! Before the rename, the target is absent or the old checkpoint; after it, the target is the new checkpoint. There is
+//! no intermediate state, except on file systems that cannot exchange two directories. There, the old target is set
+//! aside between two renames, and after a crash at that moment the next run restores it.
 
 use std::fs;
 use std::io::{self, ErrorKind};
@@ -128,7 +128,7 @@ fn not_replaceable(directory: &Path) -> Result<Option<String>> {
 /// Gives the prepared directory or file its final name; returns whether it replaced an old one.
 ///
 /// # Errors
-/// The target is unchanged, unless the error is about syncing or restoring.
+/// If a file operation fails. The target is then unchanged, unless the operation that failed was syncing or restoring.
 pub(crate) fn move_into_place(fs: &dyn FileSystem, job: &Job, place: &ReplacePolicy) -> Result<bool> {
     let target = job.target();
     let out = match (&place.file_of, target.file_name()) {
@@ -146,7 +146,7 @@ pub(crate) fn move_into_place(fs: &dyn FileSystem, job: &Job, place: &ReplacePol
             _ => failure(fs, "rename", target, 0, e),
         })?;
     }
-    // Both directories changed.
+    // The rename changed both directories, so both are synced.
     for directory in [parent_of(target), job.path()] {
         fs.sync_dir(directory).map_err(|e| failure(fs, "sync", directory, 0, e))?;
     }

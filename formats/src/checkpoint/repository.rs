@@ -33,7 +33,7 @@ pub fn wanted_files(repository: &Path, names: &[String]) -> Result<WantedFiles> 
         (false, false) => return Err(nothing_to_read(repository, names)),
     };
     let mut companions = vec![CONFIG.to_owned()];
-    // The list may contain a path in place of a name.
+    // A listed name may contain directories; only files at the root accompany the model.
     let plain = |name: &str| !name.contains('/') && relative_name_fault(name).is_none();
     companions.extend(names.iter().filter(|n| is_sidecar(n) && plain(n)).cloned());
     companions.sort_unstable();

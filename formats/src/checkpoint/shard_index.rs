@@ -28,7 +28,7 @@ impl ShardIndex {
     /// Parses an index.
     ///
     /// # Errors
-    /// What is wrong with it, naming the field.
+    /// A description of the problem that names the field.
     pub(crate) fn parse(bytes: &[u8]) -> Result<Self, String> {
         let text = std::str::from_utf8(bytes)
             .map_err(|e| format!("is not valid UTF-8 at byte {}", e.valid_up_to()))?;

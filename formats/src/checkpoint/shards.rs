@@ -231,7 +231,7 @@ pub(crate) fn check_range(name: &str, tensor_bytes: u64, offset: u64, len: usize
     }
 }
 
-/// An error about the index whose path is still to be added, or any other error.
+/// An error in the index, to which the caller adds the index's path, or any other error.
 enum ShardFault {
     Index(String),
     Other(Error),
@@ -341,7 +341,7 @@ fn compare_single(
     )))
 }
 
-/// Warns of weight files that no index names: a leftover shard, or another model.
+/// Warns about weight files that the index does not name, such as leftover shards or the files of a different model.
 fn stray_weights(root: &Root, known: &[String]) -> Result<Vec<String>> {
     let entries = root.entries()?;
     let stray: Vec<&str> = entries

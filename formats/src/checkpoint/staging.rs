@@ -19,7 +19,7 @@ use crate::{Error, Result, system};
 pub(crate) struct Staged {
     pub(crate) path: PathBuf,
     pub(crate) file: Box<dyn StagedFile>,
-    /// Written to since the last sync.
+    /// Whether the shard was written to since the last sync.
     pub(crate) touched: bool,
 }
 

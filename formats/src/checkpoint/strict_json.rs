@@ -1,6 +1,6 @@
 //! JSON without duplicate keys.
 //!
-//! With duplicate keys, one parser takes the first and another the last, so such a file has two meanings. The order of
+//! If a key is duplicated, some parsers use its first value and others its last, so the file is ambiguous. The order of
 //! keys is preserved; the parser limits nesting.
 
 use std::fmt;

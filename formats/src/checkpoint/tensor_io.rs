@@ -49,8 +49,8 @@ pub trait TensorSource: Send + Sync {
         false
     }
 
-    /// Returns these blocks, row by row: codes, two neighbouring columns per byte with the lower one in the low nibble;
-    /// and exponents, one for each 32 columns. `None` if the tensor is not stored in such blocks.
+    /// Returns the MXFP4 blocks of a tensor, row by row: codes, two neighbouring columns per byte with the lower one in
+    /// the low nibble; and exponents, one per 32 columns. `None` if the tensor is not stored in MXFP4 blocks.
     ///
     /// # Errors
     /// When reading fails.
@@ -77,7 +77,7 @@ pub trait TensorSource: Send + Sync {
     /// Reads the tensor widened to `f32`.
     ///
     /// # Errors
-    /// Also when it is not F32, F16 or BF16, or holds NaN or infinity.
+    /// When the tensor cannot be read, is not F32, F16 or BF16, or holds NaN or infinity.
     fn read_f32(&self, name: &str) -> Result<Vec<f32>> {
         let info = self.require(name)?.clone();
         require_weight_float(self.location(name), name, info.dtype)?;
@@ -114,7 +114,7 @@ pub fn require_weight_float(path: PathBuf, tensor: &str, dtype: Dtype) -> Result
     })
 }
 
-/// Fails with count and first position if a value is NaN or infinite.
+/// Fails with the number of non-finite values and the position of the first if a value is NaN or infinite.
 pub fn require_finite(path: PathBuf, tensor: &str, values: &[f32]) -> Result<()> {
     // The common case is one branch-free pass that the compiler vectorizes.
     if values.iter().fold(true, |ok, v| ok & v.is_finite()) {
@@ -128,7 +128,7 @@ pub fn require_finite(path: PathBuf, tensor: &str, values: &[f32]) -> Result<()>
 /// A tensor that will be written.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TensorSpec {
-    /// Its name in the checkpoint.
+    /// The tensor's name in the checkpoint.
     pub name: String,
     /// Element type and shape.
     pub info: TensorInfo,
@@ -210,8 +210,8 @@ pub fn require_finite_bytes(path: PathBuf, tensor: &str, dtype: Dtype, bytes: &[
     }
 }
 
-/// Converts the error for a part of a tensor that is not finite to one with count and first position in the whole
-/// tensor, which is read again to find them.
+/// Converts an error about non-finite values in a part of a tensor to one with their count and first position in the
+/// whole tensor. The tensor is read again to find them.
 pub fn non_finite_in_whole(source: &dyn TensorSource, dtype: Dtype, error: Error) -> Error {
     const CHUNK_BYTES: u64 = 8 << 20;
     let Error::NonFinite { path, tensor, .. } = &error else { return error };

@@ -15,7 +15,7 @@ use super::manifest::PublishedFile;
 use crate::digest::Digest256;
 use crate::{CancelToken, Error, Result};
 
-/// Bytes per read: enough to outweigh the cost of handing them to the thread that hashes them during the next read.
+/// Bytes per read: enough that passing them to the hashing thread costs little in comparison.
 const CHUNK: usize = 4 << 20;
 
 /// Reads a shard back: its header byte for byte and through the strict reader, then compares each tensor with the hash
@@ -101,7 +101,7 @@ pub(crate) fn tensor_digest(file: &File, path: &Path, tensor: &PlacedTensor) -> 
     Ok(hash.finalize().into())
 }
 
-/// Reads a range of a file in chunks, and passes each to a function while the next is read.
+/// Reads a range of a file in chunks. Each chunk is passed to a function while the next one is read.
 pub(crate) fn each_chunk(
     file: &File,
     path: &Path,
@@ -128,9 +128,9 @@ pub(crate) fn each_chunk(
 
 /// The digests of consecutive tensors in a file that is read in pieces.
 struct TensorDigests<'a> {
-    /// The tensors that are not finished.
+    /// The tensors whose digests are incomplete.
     tensors: &'a [PlacedTensor],
-    /// The digest of the first of these.
+    /// The hasher of the first of these tensors.
     running: blake3::Hasher,
     /// Offset of the next piece in the file.
     at: u64,
@@ -141,7 +141,7 @@ impl<'a> TensorDigests<'a> {
         Self { tensors, running: blake3::Hasher::new(), at: 0 }
     }
 
-    /// Adds the next piece; returns the first tensor that ends in it and does not match.
+    /// Adds the next piece. Returns the first tensor that ends in it and whose digest does not match.
     fn take(
         &mut self,
         mut piece: &[u8],
@@ -167,7 +167,7 @@ impl<'a> TensorDigests<'a> {
         None
     }
 
-    /// Splits off the bytes before `to`.
+    /// Splits off the bytes before file offset `to`.
     fn advance<'p>(&mut self, piece: &mut &'p [u8], to: u64) -> &'p [u8] {
         let len = usize::try_from(to.saturating_sub(self.at)).map_or(piece.len(), |l| l.min(piece.len()));
         let (part, rest) = piece.split_at(len);

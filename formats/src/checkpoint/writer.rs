@@ -84,12 +84,12 @@ pub struct CheckpointWriter {
     tensors: HashMap<String, Progress>,
     files: BTreeMap<String, PublishedFile>,
     journal: WriteJournal,
-    /// The records, and those that are not in the journal yet.
+    /// All records, and below them the records that are not in the journal yet.
     records: BTreeMap<String, Value>,
     fresh_records: BTreeMap<String, Value>,
     options: WriteOptions,
     notes: Vec<String>,
-    /// After a failed sync the system may have dropped unwritten data.
+    /// Set after a failed sync, because the system may have dropped unwritten data.
     sync_failed: bool,
 }
 
@@ -108,10 +108,10 @@ impl fmt::Debug for CheckpointWriter {
 struct Progress {
     written: u64,
     running: blake3::Hasher,
-    /// The digest of all its bytes, once they are written.
+    /// The digest of all bytes of the tensor, once they are written.
     hash: Option<Digest256>,
     journaled: bool,
-    /// Complete since an earlier run; may be written again.
+    /// Whether an earlier run completed the tensor. It may be written again.
     resumed: bool,
 }
 
@@ -148,7 +148,7 @@ impl CheckpointWriter {
         check_space(&*fs, &target, &job, layout.file_bytes().saturating_add(options.companion_bytes))?;
         create_parents(&*fs, parent_of(&target))?;
         let job = Job::acquire(&*fs, &target)?;
-        // Taking over the job may have restored an old target.
+        // Check again, because taking over the job may have restored an old target.
         check_target(&target, &place)?;
 
         let record = record(&options, &layout)?;
@@ -161,7 +161,7 @@ impl CheckpointWriter {
         match stage(&*fs, &job, &layout, &record) {
             Ok((shards, journal)) => Ok(Self::assemble(fs, job, layout, options, shards, journal)),
             Err(error) => {
-                // The incomplete files cannot be resumed, and may fill the disk.
+                // Incomplete staging files cannot be resumed, and may fill the disk.
                 let _ = job.remove(&*fs);
                 Err(error)
             }
@@ -315,7 +315,7 @@ impl CheckpointWriter {
         if name.contains('/') {
             return Err(refused("is not a plain file name"));
         }
-        // Regardless of case, because some file systems ignore it.
+        // Names are compared without regard to case, because some file systems ignore it.
         let folded = name.to_lowercase();
         let shards = self.layout.shards().iter().map(|s| s.name.as_str());
         let taken = shards.chain([INDEX, MANIFEST]).chain(self.files.keys().map(String::as_str));
@@ -379,7 +379,7 @@ impl CheckpointWriter {
         Ok(Prepared { fs: self.fs, job: self.job, files, place })
     }
 
-    /// Gives up: removes the job directory. The target is unchanged.
+    /// Discards the job directory. The target is unchanged.
     ///
     /// # Errors
     /// [`Error::Io`] when something could not be removed.

@@ -193,7 +193,8 @@ fn squeeze<const BITS: usize>(octet: [u8; 8]) -> [u8; 8] {
     eight.to_le_bytes()
 }
 
-/// The inverse: halves, pairs, and single codes move apart.
+/// Unpacks eight codes within a 64-bit word, the inverse of `squeeze`: first the two halves move apart, then pairs,
+/// then single codes.
 fn spread<const BITS: usize>(stream: [u8; 8]) -> [u8; 8] {
     let eight = u64::from_le_bytes(stream);
     let fours = eight & every(64, 0, 4 * BITS) | eight << (32 - 4 * BITS) & every(64, 32, 4 * BITS);

@@ -36,9 +36,9 @@ pub use quantized::{QuantizedCheckpoint, QuantizedLinear, quantization_settings}
 /// Linears that engines run as one matrix.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct FusedLinears {
-    /// The name that engines give it.
+    /// The name that engines give the fused linear.
     pub name: String,
-    /// Its parts by name, in order.
+    /// Names of the linears that are fused, in order.
     pub parts: Vec<String>,
 }
 
@@ -103,8 +103,8 @@ impl ModuleSchemes<'_> {
         self.wrapper.map_or(&[], |wrapper| &wrapper.outside)
     }
 
-    /// Returns engine names of the fused linears all of whose parts are among `modules`. Engines that do not know the
-    /// parts of a fused linear look for the name of the fused linear.
+    /// Returns the engine names of the fused linears whose parts are all among `modules`. Engines that do not know the
+    /// parts of a fused linear look for its own name.
     pub fn fused_of(&self, modules: &[&str]) -> Vec<&str> {
         let modules: std::collections::BTreeSet<&str> = modules.iter().copied().collect();
         let whole = |fused: &&FusedLinears| fused.parts.iter().all(|part| modules.contains(part.as_str()));
@@ -147,7 +147,7 @@ pub trait Container: std::fmt::Debug + Send + Sync {
     }
 
     /// Describes what this format loses of a linear quantized to this scheme with scales in this dtype, beyond the
-    /// quantization error: sentences for the user, none if everything is kept.
+    /// quantization error, in sentences for the user. If empty, nothing is lost.
     fn loses(&self, scheme: LinearScheme, scale_dtype: Dtype) -> Vec<String> {
         let mut lost = Vec::new();
         let is_dynamic = matches!(scheme.activations, ActivationScheme::Token | ActivationScheme::Fp8Token);
@@ -220,8 +220,8 @@ pub trait Container: std::fmt::Debug + Send + Sync {
     /// See [`layout`](Self::layout).
     fn pack(&self, module: &str, tensor: &QuantizedTensor) -> Result<Vec<(TensorSpec, Vec<u8>)>>;
 
-    /// The tensor that holds the static FP8 scale of keys or values, by the linear that computes them; `None` if the
-    /// format cannot store it.
+    /// Returns the tensor that holds the static FP8 scale of keys or values, given the linear that computes them.
+    /// `None` if the format cannot store it.
     fn cache_scale(&self, _linear: &str, _part: CachePart) -> Option<TensorSpec> {
         None
     }
@@ -251,14 +251,14 @@ pub struct PackedWeight<'a> {
     pub module: &'a str,
     /// `[n, k]` according to the model.
     pub shape: [usize; 2],
-    /// Its scheme.
+    /// The weight's scheme.
     pub scheme: LinearScheme,
 }
 
 /// Reads quantized weights of one checkpoint back into logical order.
 pub trait PackedReader: Send + Sync {
-    /// Examines the tensors, if the configuration alone does not determine which modules are quantized and how. Called
-    /// once, before anything else.
+    /// Examines the tensors, if the configuration alone does not determine which modules are quantized and how. This is
+    /// called once, before any other method.
     ///
     /// # Errors
     /// When they cannot be read.
@@ -279,10 +279,10 @@ pub trait PackedReader: Send + Sync {
         false
     }
 
-    /// The dtype of a quantized module's scales.
+    /// Returns the dtype of a quantized module's scales.
     ///
     /// # Errors
-    /// When it has none.
+    /// When the module has no scales.
     fn scale_dtype(&self, source: &dyn TensorSource, module: &str) -> Result<Dtype>;
 
     /// The shape `[n, k]` of a linear's weight according to its tensors, for callers without a model; `None` if the

@@ -1,9 +1,9 @@
 //! MXFP4 checkpoints as published for gpt-oss, `quant_method: "mxfp4"`: experts in three-dimensional tensors, in blocks
-//! of 32 along a matrix's columns. Read, not written.
+//! of 32 along a matrix's columns. This format is read but not written.
 //!
 //! | tensor | type | shape | holds |
 //! |---|---|---|---|
-//! | `X_blocks` | U8 | `[experts, n, k / 32, 16]` | two E2M1 codes per byte, that of the lower column in the low nibble |
+//! | `X_blocks` | U8 | `[experts, n, k / 32, 16]` | two E2M1 codes per byte, with the lower column in the low nibble |
 //! | `X_scales` | U8 | `[experts, n, k / 32]` | exponents: `2^(byte − 127)` |
 //!
 //! The values are exact in bf16 and are read as such, expert by expert (`model/fused_experts.rs`): to callers, all of
@@ -70,7 +70,7 @@ pub fn decode_row(codes: &[u8], scales: &[u8], out: &mut Vec<u8>) {
         for &pair in codes {
             for code in [pair & 15, pair >> 4] {
                 let value = FloatFormat::E2m1.value(code) * scale;
-                // Both factors have few significant bits: the truncated bits are 0.
+                // Both factors have few significant bits, so the bits that are cut off are 0.
                 out.extend_from_slice(&((value.to_bits() >> 16) as u16).to_le_bytes());
             }
         }

@@ -1,16 +1,17 @@
-//! FP8 checkpoints with `quant_method: "fp8"`, the layout that DeepSeek, Qwen and others publish. Read, not written:
-//! compressed-tensors expresses the same, and its loaders handle partial blocks at the edges correctly.
+//! FP8 checkpoints with `quant_method: "fp8"`, the layout that DeepSeek, Qwen and others publish. This format is read
+//! but not written: compressed-tensors can store the same weights, and its loaders handle partial blocks at the edges
+//! correctly.
 //!
 //! | tensor | type | shape | holds |
 //! |---|---|---|---|
 //! | `X.weight` | F8_E4M3 | `[n, k]` | codes |
 //! | `X.weight_scale_inv`, or `X.weight_scale`, `X.scale` | F32, BF16, F16, F8_E8M0 or U8 | `[⌈n/128⌉, ⌈k/128⌉]`, or one number | scales |
-//! | `X.weight`, as DeepSeek-V4 stores experts | I8 | `[n, k/2]` | E2M1 codes, that of the even column in the low bits |
+//! | `X.weight`, as DeepSeek-V4 stores experts | I8 | `[n, k/2]` | E2M1 codes, with the even column in the low bits |
 //! | its scale, under the same names | F8_E8M0 or U8 | `[n, k/32]` | exponents |
 //! | `X.input_scale` or `X.activation_scale` | float | one number | the input's scale, if it is static |
 //!
 //! Scales are multipliers, whatever their name suggests. One-byte scales are exponents, `2^(byte − 127)`. The dtypes of
-//! tensors determine which linears are quantized: configurations leave some float without naming them.
+//! tensors determine which linears are quantized: configurations leave some linears float without naming them.
 
 use std::collections::BTreeMap;
 
@@ -195,7 +196,7 @@ impl PackedReader for NativeFp8 {
         if let Some(fixed) = module.scheme.fixed_scales() {
             return Ok(fixed.dtype());
         }
-        // Every wider float type can represent exponents.
+        // The exponents are powers of two, which every wider float type represents exactly.
         let dtype = source.require(&module.scale)?.dtype;
         Ok(if dtype.is_weight_float() { dtype } else { Dtype::Bf16 })
     }

@@ -1,6 +1,6 @@
 //! 4-bit codes, two per byte.
 
-/// Packs codes; the first of each two is in the low nibble.
+/// Packs codes; the first code of each pair is in the low nibble.
 pub(super) fn pack_nibbles(codes: &[u8]) -> Vec<u8> {
     codes.chunks(2).map(|pair| pair[0] | pair.get(1).map_or(0, |high| high << 4)).collect()
 }

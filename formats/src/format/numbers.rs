@@ -4,10 +4,10 @@ use crate::checkpoint::{Dtype, TensorSource, require_finite};
 use crate::scheme::FloatFormat;
 use crate::{Error, Result};
 
-/// Reads a scale of a whole tensor or of all inputs: positive, with a finite inverse.
+/// Reads the single scale of a tensor or of all inputs. It must be positive, with a finite inverse.
 ///
 /// # Errors
-/// When it is not, or cannot be read.
+/// When the scale is invalid or cannot be read.
 pub fn read_positive(source: &dyn TensorSource, name: &str) -> Result<f32> {
     let scale = source.read_f32(name)?.first().copied().unwrap_or(f32::NAN);
     if scale > 0.0 && scale.is_finite() && (1.0 / scale).is_finite() {
@@ -19,10 +19,10 @@ pub fn read_positive(source: &dyn TensorSource, name: &str) -> Result<f32> {
     })
 }
 
-/// Reads codes of a floating-point format, one per byte, none of which is NaN or infinite.
+/// Reads codes of a floating-point format, one per byte.
 ///
 /// # Errors
-/// [`Error::NonFinite`] when one is.
+/// [`Error::NonFinite`] when a code is NaN or infinite.
 pub(super) fn read_numbers(source: &dyn TensorSource, name: &str, format: FloatFormat) -> Result<Vec<u8>> {
     let codes = source.read(name)?;
     let is_bad = |code: &&u8| !format.is_number(**code);
@@ -37,7 +37,7 @@ pub(super) fn read_numbers(source: &dyn TensorSource, name: &str, format: FloatF
     }
 }
 
-/// Converts E4M3 group scales, each divided by the global one.
+/// Converts E4M3 group scales to `f32` and divides each by the global scale.
 ///
 /// # Errors
 /// When one is NaN or negative.
@@ -61,7 +61,8 @@ pub(super) fn require_no_sign(source: &dyn TensorSource, name: &str, scales: &[f
     })
 }
 
-/// The dimensions of a matrix, each multiplied by `times`; `None` without a tensor of that name and dtype.
+/// Returns the dimensions of a matrix, each multiplied by `times`, or `None` if there is no tensor of that name and
+/// dtype.
 ///
 /// # Errors
 /// [`Error::UnsupportedQuantization`] when it is not a matrix, or its size overflows.

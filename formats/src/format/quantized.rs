@@ -47,7 +47,7 @@ pub struct QuantizedLinear {
     pub name: String,
     /// `[n, k]`: output and input features.
     pub shape: [usize; 2],
-    /// Its scheme.
+    /// The weight's scheme.
     pub scheme: LinearScheme,
 }
 

@@ -44,7 +44,7 @@ pub enum InputGrid {
     Mxfp8,
     /// E2M1, an E4M3 scale per token and 16 inputs.
     Nvfp4 {
-        /// The divisor of the scales: positive and finite.
+        /// The divisor of the group scales: positive and finite.
         global: f32,
     },
 }
@@ -118,7 +118,7 @@ fn round_fp8(values: &mut [f32], scale: f32) {
     round_floats(values, scale, FloatFormat::E4m3);
 }
 
-/// Rounds values to multiples of the numbers of a format. NaN stays NaN, and without a finite scale all values become
+/// Rounds values to numbers of a format times the scale. NaN stays NaN, and without a finite scale all values become
 /// NaN.
 fn round_floats(values: &mut [f32], scale: f32, format: FloatFormat) {
     if !scale.is_finite() {
@@ -154,7 +154,7 @@ pub fn static_grid([lowest, highest]: [f32; 2], symmetric: bool) -> StaticScale 
     let (lowest, highest) = (lowest.min(0.0), highest.max(0.0));
     let scale = match symmetric {
         true => highest.max(-lowest) / 127.0,
-        // Divided first, since the difference may overflow.
+        // Each end is divided before subtracting, since the difference may overflow.
         false => (highest / 255.0) - (lowest / 255.0),
     };
     // The inverse must be finite, too.
@@ -239,7 +239,7 @@ mod tests {
                 let mut x = [range[0], range[1], 0.0];
                 InputGrid::Static(grid).round(&mut x, 3);
                 assert_eq!(x[2], 0.0);
-                // The ends are exact to half a step; with a rounded zero point, to one step.
+                // The ends are exact to half a step, or to one step if the zero point was rounded.
                 for (got, asked) in x.iter().zip(range) {
                     let distance = (f64::from(*got) - f64::from(asked)).abs();
                     assert!(distance <= f64::from(grid.scale) * 1.001, "{range:?} {got}");

@@ -69,7 +69,7 @@ impl ErrorStats {
             let error = w - v;
             signal[i] += w * w;
             noise[i] += error * error;
-            // Rounded once, which keeps the order of magnitudes.
+            // Rounding to `f32` is monotone, so the largest magnitude stays the largest.
             let size = (error as f32).abs();
             max[i] = if size > max[i] { size } else { max[i] };
         };

@@ -48,7 +48,7 @@ use crate::{Error, Result};
 /// function call per weight there; this takes one addition per four weights.
 const MAGIC: f32 = 12_582_912.0;
 
-/// Weights that a loop keeps in flight: four SSE registers, two of AVX.
+/// Weights per iteration of a loop: four SSE registers, or two AVX registers.
 const LANES: usize = 16;
 
 /// Rounds `x` to an integer with [`MAGIC`], half to even, for `|x| ≤ 2²²`.
@@ -96,8 +96,9 @@ impl Extent {
     /// Returns the range of these weights, or `None` if one is NaN or infinite.
     #[inline(always)]
     pub fn of(weights: &[f32]) -> Option<Self> {
-        // Comparisons that select an operand, unlike `f32::min`, are single instructions. They let NaN pass, but NaN
-        // and infinity make a sum of products with 0 NaN.
+        // Selecting an operand by a comparison is a single instruction, unlike `f32::min`, but it does not propagate
+        // NaN. NaN and infinity are detected separately: times 0 they give NaN, and so does the sum of all products
+        // with 0.
         let (mut min, mut max, mut check) = ([0f32; LANES], [0f32; LANES], [0f32; LANES]);
         let mut step = |i: usize, w: f32| {
             min[i] = lesser(w, min[i]);
@@ -168,7 +169,7 @@ pub struct GridRule {
 }
 
 impl GridRule {
-    /// Whether groups are relative to int8 values, with the float scale per row.
+    /// Whether groups have integer scales relative to int8 values, with a float scale per row.
     #[inline]
     pub fn is_progressive(self) -> bool {
         self.progressive
@@ -296,8 +297,8 @@ impl GridRule {
         }
     }
 
-    /// Returns the grid if its dtype can represent the rounded weights of this range; values are at most `furthest`
-    /// scales from 0.
+    /// Returns the grid if the dtype of its scale can represent the rounded weights of this range. `furthest` is the
+    /// largest magnitude of a grid value, in units of the scale.
     #[inline(always)]
     fn holding(self, grid: Grid, furthest: f32, exact: f32, extent: Extent) -> Result<Grid, GridError> {
         // This upper bound is almost always sufficient.

@@ -21,7 +21,7 @@ fn encode(grid: Grid, weights: &[f32]) -> Vec<u8> {
 
 #[test]
 fn symmetric_four_bits_by_hand() {
-    // absmax 7.5 → scale exactly 1; the positive end saturates one step below the negative one.
+    // The largest magnitude 7.5 gives a scale of exactly 1; the positive end saturates one step below the negative one.
     let weights = [-7.5, -7.4, -0.5, -0.0, 0.0, 0.4, 0.5, 1.5, 2.5, 7.5];
     let grid = rule(4, true, Dtype::F16).fit_weights(&weights).unwrap();
     assert_eq!((grid.scale(), grid.zero()), (1.0, 8));
@@ -90,7 +90,8 @@ fn zeros_of_either_sign_come_back_as_zeros() {
 fn constant_groups_have_a_finite_grid() {
     for c in [1.0f32, -1.0, 3e-3, -6e4] {
         let sym = rule(4, true, Dtype::F32).fit_weights(&[c; 5]).unwrap();
-        // 7.5 steps away: 7 on the positive side, 7 or 8 by the scale's rounding on the other.
+        // The weight is 7.5 steps from zero. On the positive side it saturates at 7; on the negative side, the rounding
+        // of the scale decides between 7 and 8.
         let code = sym.code(c);
         assert!(if c > 0.0 { code == 15 } else { code <= 1 });
         assert!(((sym.value(code) - c) / c).abs() <= 0.5 / 7.5 + 1e-6);

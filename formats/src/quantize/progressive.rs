@@ -40,7 +40,7 @@ pub struct Levels {
 }
 
 impl Levels {
-    /// Splits scales `[n, groups]` that are multiples of these row scales into levels.
+    /// Splits scales `[n, groups]` into two levels. Each scale is a multiple of its row's scale in `rows`.
     pub fn of(scales: &[f32], rows: Vec<f32>) -> Self {
         let groups = scales.len() / rows.len().max(1);
         let group = |(i, scale): (usize, &f32)| (scale / rows[i / groups.max(1)]) as u8;
@@ -104,7 +104,7 @@ impl GridRule {
         };
         let steps = round_even(PROTECTIVE_RANGE / group);
         Ok(Grid {
-            // Exact: 11 bits times 5.
+            // The product is exact: the row scale has 11 significant bits, and the group scale at most 5.
             scale: row * group,
             zero: zero as u8,
             lowest: (zero - steps).max(0.0) as u8,

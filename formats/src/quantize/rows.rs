@@ -66,9 +66,9 @@ pub enum RowsError {
     /// Weights are NaN or infinite.
     #[error("{count} non-finite value(s), the first at index {first_index}")]
     NonFinite {
-        /// How many.
+        /// Number of non-finite weights.
         count: u64,
-        /// Index of the first one, in row-major order.
+        /// Index of the first non-finite weight, in row-major order.
         first_index: u64,
     },
     /// A group's grid overflows the dtype of its scale.

@@ -18,7 +18,7 @@ use crate::checkpoint::Dtype;
 use crate::scheme::{LinearScheme, ScaleFormat};
 use crate::vector::vectorized;
 
-/// Weights per unit of parallel work: many compared with the cost of a task, few compared with a matrix.
+/// Weights per unit of parallel work: enough to outweigh the cost of a task, and few compared with a matrix.
 const TASK_ELEMENTS: usize = 1 << 16;
 
 /// The output of [`quantize_rows`], for `r` rows of `k` weights.
@@ -214,7 +214,8 @@ pub fn fake_quantize(
     fake_quantize_within(weights, columns, (scheme, scale_dtype), clip, (&shared, 0))
 }
 
-/// [`fake_quantize`] for some rows of a weight, starting at row `first`, with the scales that its rows share.
+/// Applies [`fake_quantize`] to some rows of a weight, starting at row `first`, with the scales that the weight's rows
+/// share.
 ///
 /// # Errors
 /// See [`fake_quantize`].
@@ -274,8 +275,8 @@ pub fn row_scales(
     Ok(Some(scales))
 }
 
-/// [`fake_quantize`] of one group of every row, `[rows, group_size]`: rounded as within complete rows. If the scheme
-/// has two levels, `row_scales` are the scales of these rows.
+/// Applies [`fake_quantize`] to one group of every row, `[rows, group_size]`, with the same result as in complete rows.
+/// If the scheme has two levels, `row_scales` are the scales of these rows.
 ///
 /// # Errors
 /// See [`quantize_rows`].
@@ -425,7 +426,7 @@ impl<'a> RowQuantizer<'a> {
         at: (usize, usize),
         faults: &mut Faults,
     ) -> Option<grid::Grid> {
-        // Checked before clipping, which would turn infinity into a bound.
+        // Checked before clipping, which would replace infinity by the clip bound.
         let Some(mut extent) = Extent::of(part) else {
             faults.non_finite(part, (at.0 * self.groups() + at.1) * self.group_size);
             return None;

@@ -85,7 +85,7 @@ impl FromStr for ScaleSearch {
 pub struct ScaleContext {
     /// How group scales are chosen, if there is a choice.
     pub search: ScaleSearch,
-    /// The largest magnitude of all linears that share a scale with this one; `None` for its own.
+    /// The largest magnitude of all linears that share a scale with this one; `None` to use only this linear's.
     pub amax: Option<f32>,
 }
 
@@ -120,13 +120,13 @@ pub struct SharedExtents {
     group_size: usize,
     /// Rows per block; all rows if the tensor has one scale.
     height: usize,
-    /// `[blocks, groups]`, or a single one.
+    /// The largest magnitudes `[blocks, groups]`, or a single one for the whole tensor.
     amax: Vec<f32>,
 }
 
 impl SharedExtents {
-    /// Computes them for a weight `[rows, columns]`; `load` writes a row to its second argument. `None` if rows share
-    /// no scales. Values that are not finite are skipped: rounding rejects them later.
+    /// Finds the largest magnitudes of a weight `[rows, columns]`; `load` writes a row to its second argument. `None`
+    /// if rows share no scales. Values that are not finite are skipped: rounding rejects them later.
     ///
     /// # Errors
     /// When the group size does not divide the width; errors of `load`.
@@ -141,7 +141,7 @@ impl SharedExtents {
             return Ok(None);
         }
         let width = if over_tensor { columns } else { BLOCK };
-        // One thread processes the rows of a block; a maximum does not depend on the order.
+        // Each block's rows are processed by one thread. A maximum does not depend on the order.
         let blocks: Vec<Result<Vec<f32>, RowsError>> = (0..rows.div_ceil(BLOCK))
             .into_par_iter()
             .map_init(

@@ -6,7 +6,7 @@ use super::*;
 use crate::quantize::grid::Extent;
 use crate::quantize::{ErrorStats, QuantizedTensor, quantize_rtn, quantize_within};
 
-/// Normally distributed values from a linear congruential generator and the sum of 12 uniform ones.
+/// Normally distributed values from a linear congruential generator.
 fn gaussian(len: usize) -> Vec<f32> {
     let mut state = 0x9e37_79b9_7f4a_7c15_u64;
     let mut uniform = move || {
@@ -15,7 +15,7 @@ fn gaussian(len: usize) -> Vec<f32> {
     };
     (0..len)
         .map(|_| {
-            // Box–Muller: a sum of uniform values would have no tails.
+            // Box–Muller transform. A sum of uniform values would lack the tails of the distribution.
             let (u, v) = (1.0 - uniform(), uniform());
             ((-2.0 * u.ln()).sqrt() * (2.0 * std::f64::consts::PI * v).cos() * 0.02) as f32
         })

@@ -33,8 +33,8 @@ pub struct QuantizedTensor {
     pub zeros: Option<Vec<u8>>,
     /// NVFP4's global scale, a divisor: `scales` are `f32(s / global)` of E4M3 values `s`.
     pub global: Option<f32>,
-    /// Calibrated values of the input: its grid, if it is the same for all tokens. For NVFP4, `scale` is the input's
-    /// global scale, a divisor.
+    /// The calibrated scale and zero point of the input, if they are the same for all tokens. For NVFP4, `scale` is the
+    /// input's global scale, a divisor.
     pub input: Option<StaticScale>,
 }
 
@@ -312,7 +312,7 @@ mod tests {
         assert_eq!(with.zeros.as_deref(), Some(&[8; 16][..]));
         assert_eq!(with.dequantize().unwrap(), without.dequantize().unwrap());
         assert_eq!(with.restated(without.scheme, Dtype::F16).unwrap(), without);
-        // One group per row is the same as the row.
+        // One group per row is equivalent to one scale per row.
         let channel = tensor("w4a16-g64-sym", Dtype::F16);
         assert!(channel.restated("w4a16-channel-sym".parse().unwrap(), Dtype::F16).is_ok());
     }

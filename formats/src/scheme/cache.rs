@@ -14,10 +14,10 @@ pub enum CachePart {
 }
 
 impl CachePart {
-    /// Both.
+    /// Keys and values.
     pub const ALL: [Self; 2] = [Self::Keys, Self::Values];
 
-    /// The last part of the name of its scale.
+    /// The last part of the name of the scale.
     pub fn scale(self) -> &'static str {
         match self {
             Self::Keys => "k_scale",
@@ -25,7 +25,7 @@ impl CachePart {
         }
     }
 
-    /// The name of its scale next to the linears of an attention, of which `linear` is one:
+    /// Returns the name of the scale next to the linears of an attention, of which `linear` is one:
     /// `model.layers.0.self_attn.k_scale` for `model.layers.0.self_attn.k_proj`.
     pub fn of_attention(self, linear: &str) -> String {
         match linear.rsplit_once('.') {
@@ -34,12 +34,13 @@ impl CachePart {
         }
     }
 
-    /// The name of its scale as a tensor of the linear: `model.layers.0.self_attn.k_proj.k_scale`.
+    /// Returns the name of the scale as a tensor of the linear: `model.layers.0.self_attn.k_proj.k_scale`.
     pub fn of_linear(self, linear: &str) -> String {
         format!("{linear}.{}", self.scale())
     }
 
-    /// All names that files use for its scale, by the linear that computes it; the last one is from old files.
+    /// Returns all names that files use for the scale, given the linear that computes the keys or values. The last name
+    /// is from old files.
     pub fn known_names(self, linear: &str) -> [String; 3] {
         [self.of_attention(linear), self.of_linear(linear), format!("{linear}.output_scale")]
     }

@@ -186,13 +186,13 @@ impl LinearScheme {
         self.granularity == Granularity::Tensor || self.has_global_scale()
     }
 
-    /// Whether the range of each row and group can be clipped independently: not if rows share scales, nor if the
-    /// search for scales has the same effect.
+    /// Whether the range of each row and group can be clipped independently. False if rows share scales, or if the
+    /// search for scales has the same effect as clipping.
     pub fn takes_clip_bounds(&self) -> bool {
         self.fixed_scales().is_none() && !matches!(self.granularity, Granularity::Tensor | Granularity::Block)
     }
 
-    /// The divisor that the width `columns` must have: the group size of the weights, and of the activations.
+    /// The number that must divide the width `columns`: the group size of the weights, and of the activations.
     pub fn needed_divisor(&self, columns: usize) -> usize {
         match self.activations {
             ActivationScheme::Fp8Group => BLOCK,

@@ -48,7 +48,7 @@ impl Granularity {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 #[non_exhaustive]
 pub enum ActivationScheme {
-    /// They stay float (`a16`).
+    /// Inputs stay float (`a16`).
     Float,
     /// Int8 with a dynamic scale per token (`a8`).
     Token,
@@ -266,7 +266,7 @@ impl LinearScheme {
         is_w8a8 && self.granularity == Granularity::Channel && self.is_symmetric()
     }
 
-    /// Whether the input's scale, or one of its two, is calibrated.
+    /// Whether the input's scale is calibrated, or one of its two scales.
     pub fn has_static_activations(&self) -> bool {
         self.activations.is_static()
     }

@@ -22,15 +22,15 @@ use super::Session;
 use crate::inputs::{self, Opened};
 use crate::output::{JsonOption, duration, table};
 
-/// The difference between a row and the one above it.
+/// A row of the table.
 struct Step {
     name: &'static str,
-    /// The step of QoQ that the row adds, if `--skip` can leave it out.
+    /// The step of QoQ that this row adds to the row above, if `--skip` can leave it out.
     adds: Option<&'static str>,
     method: &'static str,
     /// The scheme; `GROUP` stands for the group size, `SYM` for the requested symmetry.
     scheme: &'static str,
-    /// The enabled steps of the method.
+    /// The steps of QoQ that this row runs.
     steps: &'static [&'static str],
 }
 
@@ -55,7 +55,8 @@ const SMOOTHED: &[&str] = &["rotate", "smooth-attention", "smooth-outputs", "cli
 /// All steps before rounding.
 const ALL: &[&str] = &["rotate", "reorder", "smooth-attention", "smooth-outputs", "clip"];
 
-/// From 8 bits, which lose almost nothing, to 4-bit weights and a 4-bit cache, and then back up step by step.
+/// The first row uses 8 bits, which lose almost nothing. Some rows reduce the weights and the cache to 4 bits; each of
+/// the others adds a step that reduces the loss.
 const STEPS: &[Step] = &[
     step("W8A8", None, "rtn", "w8a8-channel-sym", &[]),
     step("W4A8, a scale per row", None, "rtn", ROW, &[]),
@@ -219,7 +220,7 @@ fn sampling(options: &AblationOptions) -> Sampling {
 
 /// The rows, without those that only add a skipped step.
 fn steps(options: &AblationOptions) -> Result<Vec<&'static Step>> {
-    // Its error lists the valid steps.
+    // This check rejects unknown steps with an error that lists the valid ones.
     method("qoq")?.without(&options.skip)?;
     let left_out = |step: &&Step| step.adds.is_some_and(|adds| options.skip.iter().any(|s| s == adds));
     Ok(STEPS.iter().filter(|step| !left_out(step)).collect())

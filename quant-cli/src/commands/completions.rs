@@ -7,7 +7,7 @@ use quant_core::Result;
 use crate::cli::Cli;
 use crate::output;
 
-/// Which shell.
+/// The shell for which a script is printed.
 #[derive(Debug, clap::Args)]
 pub struct Args {
     /// The shell

@@ -329,7 +329,7 @@ fn quantization(opened: &Opened, session: &Session) -> Option<QuantReport> {
     })
 }
 
-/// The report.
+/// Renders the HTML report.
 fn page(
     result: &Evaluation,
     anatomy: Option<&Anatomy>,

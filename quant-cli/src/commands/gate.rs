@@ -235,6 +235,6 @@ fn difference(before: &Baseline, after: &Baseline) -> String {
             rows.push(vec![metric.name().to_owned(), printable(name), shown(old), shown(new), change]);
         }
     }
-    // No line begins with a name.
+    // The first column is the metric, so that no line begins with a name.
     table(&["", "result", "before", "now", "change"], &rows)
 }

@@ -60,13 +60,13 @@ struct Report<'a> {
 #[derive(Serialize)]
 struct Token {
     id: u32,
-    /// Under the model's own distribution.
+    /// Log-probability under the model's own distribution.
     logprob: f64,
-    /// Under the distribution that the token was sampled from.
+    /// Log-probability under the distribution that the token was sampled from.
     sampling_logprob: f64,
 }
 
-/// Writes.
+/// Generates a text and prints it.
 pub fn run(args: &Args, session: &Session) -> Result<()> {
     let prompt_file = args.prompt_file.as_deref().filter(|file| *file != Path::new("-"));
     args.json.check_distinct(&args.model, &prompt_file.into_iter().collect::<Vec<_>>())?;

@@ -34,7 +34,7 @@ pub struct Report {
     family: &'static str,
     layers: usize,
     hidden_size: usize,
-    /// Of the first block; the next two fields too.
+    /// Query heads of the first block. `kv_heads` and `head_dim` also describe the first block.
     heads: usize,
     kv_heads: usize,
     head_dim: usize,
@@ -45,14 +45,14 @@ pub struct Report {
     max_positions: usize,
     tied_embeddings: bool,
     quant_method: Option<String>,
-    /// The precision of the KV cache that the model asks for; `None` is floats.
+    /// The precision of the KV cache that the model's configuration requests; `None` means floats.
     kv_cache: Option<KvScheme>,
     /// What the format could not represent of the requested quantization.
     loses: Vec<String>,
     /// Whether scales have two levels.
     keeps_levels: bool,
     bytes: u64,
-    /// What a vision-language model has in addition to its text tower; absent for other models.
+    /// The parts of a vision-language model outside its text tower; absent for other models.
     #[serde(skip_serializing_if = "Option::is_none")]
     carried: Option<Carried>,
     linears: Vec<LinearReport>,

@@ -43,11 +43,11 @@ struct PlanJson<'a> {
     method: &'a str,
     input_bytes: u64,
     peak_memory_bytes: u64,
-    /// The smallest memory budget: with hidden states in files.
+    /// The smallest sufficient memory budget, with hidden states kept in files.
     smallest_budget_bytes: u64,
     /// The disk space for hidden states with that budget.
     scratch_bytes: u64,
-    /// What a vision-language model has in addition to its text tower; absent for other models.
+    /// The parts of a vision-language model outside its text tower; absent for other models.
     #[serde(skip_serializing_if = "Option::is_none")]
     carried: Option<Carried>,
     selectors: Vec<SelectorJson<'a>>,
@@ -83,7 +83,7 @@ struct FamilyJson {
     basis: &'static str,
     /// The version of the engine that was run or read.
     version: Option<&'static str>,
-    /// The day.
+    /// The date of the run or of the reading.
     date: Option<&'static str>,
 }
 
@@ -169,7 +169,7 @@ struct Planned {
     outlines: Vec<Outline>,
     carried: Option<Carried>,
     memory: u64,
-    /// The smallest memory budget, and the disk space that it takes.
+    /// The smallest sufficient memory budget, and the disk space for hidden states with that budget.
     smallest: (u64, u64),
     seconds: f64,
 }
@@ -194,8 +194,8 @@ impl Planned {
             smallest: (smallest, scratch),
             memory: Plan::peak_memory(&plans, &opened.model),
             outlines: plans.iter().map(|plan| Outline::new(plan, &opened.model)).collect(),
-            // The time comes from a measurement, so it is shown to people but kept out of the JSON, which machines
-            // compare.
+            // The estimated time depends on a measurement, so it is only shown to people. The JSON omits it, so that
+            // equal plans give equal JSON.
             seconds: Plan::seconds(&plans, &opened.model, Rates::measure()?),
             carried: opened.model.carried(),
             plans,

@@ -69,7 +69,7 @@ impl Args {
     }
 }
 
-/// Quantizes.
+/// Quantizes a model and prints the summary.
 pub fn run(args: &Args, session: &Session) -> Result<()> {
     let request = args.request()?;
     let written = [("json", args.json.json.as_deref()), ("report", args.report.as_deref())];

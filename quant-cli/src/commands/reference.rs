@@ -36,8 +36,8 @@ pub fn open(path: &Path, session: &Session) -> Result<OpenedReference> {
 }
 
 impl OpenedReference {
-    /// Fails unless the reference and the model read the same tokens; `theirs` cuts the text if the reference is a
-    /// model.
+    /// Fails unless the reference and the model read the same tokens. If the reference is a model, `theirs` tokenizes
+    /// the text with its tokenizer.
     pub fn check(
         &self,
         model: &Opened,
@@ -61,8 +61,8 @@ impl OpenedReference {
         }
     }
 
-    /// The identity of the reference, to which a journal of the comparison is bound in addition to the model. A stored
-    /// reference may come from another processor.
+    /// The digest of a stored reference; `None` for a model. The journal of a comparison records it in addition to the
+    /// models, because the reference may have been computed on a different processor.
     pub fn digest(&self) -> Option<&str> {
         match self {
             Self::Model(_) => None,
@@ -80,7 +80,7 @@ impl OpenedReference {
 }
 
 impl LoadedReference {
-    /// The reference for the evaluator, including the noise floor.
+    /// Returns the reference in the evaluator's form. For a model, its noise floor is measured too.
     pub fn compared(&self) -> Reference<'_> {
         match self {
             Self::Model(decoder) => Reference::Model { decoder, floor: true },

@@ -1,4 +1,4 @@
-//! The errors of a build without the feature `hub` when it is asked to download.
+//! The errors that a build without the feature `hub` reports for requests that need a download.
 
 use std::borrow::Cow;
 use std::path::Path;

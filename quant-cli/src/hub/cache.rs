@@ -2,10 +2,10 @@
 //!
 //! ```text
 //! models--org--name/
-//!   blobs/<etag>                    the downloaded file; the tag of a hub is a hash of the content
+//!   blobs/<etag>                    the downloaded file; a hub's tag is a hash of the content
 //!   snapshots/<commit>/<file>       links to blobs
-//!   refs/<revision>                 the commit that a branch or tag stood for when it was fetched
-//!   .quant/checked/<etag>           quant: size and time of a blob whose hash was right
+//!   refs/<revision>                 the commit that a branch or tag pointed to when it was fetched
+//!   .quant/checked/<etag>           quant: size and time of a blob whose hash was verified
 //!   .quant/sha256sums               quant: the hashes of data files when they were first fetched
 //! ```
 
@@ -21,14 +21,14 @@ use sha2::{Digest as _, Sha256};
 /// A hash that a hub gives for a file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Digest {
-    /// Of the content; used for large files.
+    /// SHA-256 of the content; used for large files.
     Sha256(String),
     /// Git's blob hash, which includes the length; used for small files.
     Git(String),
 }
 
 impl Digest {
-    /// Interprets a tag as a hash by its length. Tags of other servers may be anything.
+    /// Interprets a tag as a hash by its length. Returns `None` for the tags of servers that do not use hashes.
     pub fn from_tag(tag: &str) -> Option<Self> {
         let is_hex = tag.bytes().all(|b| matches!(b, b'0'..=b'9' | b'a'..=b'f'));
         match tag.len() {
@@ -62,9 +62,9 @@ impl Digest {
 /// The size and hash that a hub announces for a file.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Announced {
-    /// Its bytes.
+    /// The file's size in bytes.
     pub size: Option<u64>,
-    /// Its hash.
+    /// The hash of the file's content.
     pub digest: Option<Digest>,
 }
 
@@ -101,7 +101,7 @@ impl RepositoryCache {
         self.root.join("snapshots").join(commit)
     }
 
-    /// The commit that a revision stood for when it was last fetched.
+    /// Returns the commit that a revision pointed to when it was last fetched.
     pub fn commit_of(&self, revision: &str) -> Option<String> {
         if is_commit(revision) {
             return Some(revision.to_owned());
@@ -110,10 +110,10 @@ impl RepositoryCache {
         Some(commit.trim().to_owned()).filter(|c| is_commit(c))
     }
 
-    /// Records the commit of a revision. This is the last step, so that the commit is complete for anyone who works
-    /// offline later.
+    /// Records the commit of a revision. This is the last step of a download, so that a recorded commit is complete and
+    /// can be used offline.
     pub fn remember_revision(&self, revision: &str, commit: &str) -> Result<()> {
-        // An existing entry may be in a cache that only others can write to.
+        // Do not write if nothing changes: the cache may be read-only for this user.
         if self.commit_of(revision).as_deref() == Some(commit) {
             return Ok(());
         }
@@ -154,7 +154,7 @@ impl RepositoryCache {
             }
         }
         if let Some(mark) = mark {
-            // Someone else's cache may be read-only; the file is then hashed again next time.
+            // Another user's cache may be read-only. The file is then hashed again next time.
             let _ = write_whole(&mark, &stamp);
         }
         Ok(BlobCheck::Matches)
@@ -188,14 +188,14 @@ impl RepositoryCache {
         Ok(lines.find(|(_, name)| *name == file).map(|(sum, _)| sum.to_owned()))
     }
 
-    /// Records the hash of a data file that has none yet.
+    /// Records the hash of a data file for which none is recorded yet.
     pub fn record_sum(&self, file: &str, sum: &str) -> Result<()> {
         let path = self.sums_path();
         let before = fs::read_to_string(&path).unwrap_or_default();
         write_whole(&path, &format!("{before}{sum}  {file}\n"))
     }
 
-    /// The tag of a blob in this repository.
+    /// Returns the tag of a blob, or `None` if the path is not a blob of this repository.
     fn tag_of(&self, real: &Path) -> Option<String> {
         let blobs = self.root.join("blobs").canonicalize().ok()?;
         (real.parent() == Some(&blobs)).then(|| real.file_name()?.to_str().map(str::to_owned))?
@@ -248,7 +248,7 @@ fn write_whole(path: &Path, text: &str) -> Result<()> {
     let failed = |e| Error::io("write", path, e);
     let folder = path.parent().unwrap_or(path);
     fs::create_dir_all(folder).map_err(failed)?;
-    // Not an ordinary temporary file, which other users could not read: caches are shared.
+    // Caches are shared, and other users could not read a file that is created as a temporary file.
     let mut draft = path.as_os_str().to_owned();
     draft.push(format!(".{}.incomplete", std::process::id()));
     let outcome = fs::write(&draft, text).and_then(|()| fs::rename(&draft, path));
@@ -323,7 +323,7 @@ mod tests {
         let (cache, link) = cached(scratch.path(), SHA256, "abc");
         let look = || cache.check(&link, &Announced::default(), &CancelToken::new());
         assert_eq!(look().unwrap(), BlobCheck::Matches);
-        // It is not hashed again: if it were, the check would notice the cancelled token.
+        // Hashing the blob again would fail here, because the token is cancelled.
         let stopped = CancelToken::new();
         stopped.cancel();
         assert_eq!(cache.check(&link, &Announced::default(), &stopped).unwrap(), BlobCheck::Matches);

@@ -1,7 +1,7 @@
-//! Turns data files into documents: JSON lines compressed with zstd or gzip, and a column of Parquet.
+//! Reads documents from data files: JSON lines compressed with zstd or gzip, and a column of a Parquet file.
 //!
-//! Everything is decompressed while it is read, and only up to a limit: a few kilobytes can decompress to more than any
-//! memory holds.
+//! Everything is decompressed while it is read, and only up to a limit, because a few kilobytes can decompress to more
+//! than fits in memory.
 
 use std::fs::File;
 use std::io::{self, BufRead, BufReader, Read};
@@ -17,9 +17,10 @@ use quant_core::{Error, Result};
 use ruzstd::decoding::errors::{FrameDecoderError, ReadFrameHeaderError};
 use ruzstd::decoding::{BlockDecodingStrategy, FrameDecoder};
 
-/// Maximum bytes of text taken from a set: whole documents, from its start.
+/// Maximum bytes of text taken from a set. Whole documents are taken, from the start of the set.
 pub const MAX_TEXT_BYTES: usize = 64 << 20;
-/// JSON files may decompress to this many times the text that is taken from them, because they contain other fields.
+/// Limit on the decompressed size of JSON, as a multiple of the text that is taken from it. JSON also contains other
+/// fields.
 const OVERHEAD: u64 = 8;
 
 /// The documents of a data file. `name` is the file's name in its repository, which determines the format; `field` is
@@ -31,8 +32,7 @@ pub fn documents(path: &Path, name: &str, field: &str) -> Result<Vec<String>> {
 fn limited(path: &Path, name: &str, field: &str, limit: usize) -> Result<Vec<String>> {
     let file = File::open(path).map_err(|e| Error::io("open", path, e))?;
     let fault = |reason: &str| Error::Text { path: path.to_owned(), line: None, reason: reason.to_owned() };
-    // The libraries' own tests cover the rules of the formats. A crafted file that makes one of the libraries panic
-    // must not end the process.
+    // A crafted file that makes one of the libraries panic must not end the process.
     let read = guard_panics(|| {
         if name.ends_with(".jsonl.zst") || name.ends_with(".json.zst") {
             read_json_lines(bounded(Zstd::new(BufReader::new(file)), limit), field, path, limit)
@@ -227,10 +227,10 @@ mod tests {
         for (name, content) in
             [("b.jsonl.zst", zstd(LINES)), ("b.json.gz", gzip(LINES)), ("b.parquet", parquet(&rows))]
         {
-            // Eight times three bytes of JSON are less than the second line needs.
+            // The limit of eight times three bytes of JSON ends before the second line does.
             assert_eq!(read(name, &content, 11).unwrap(), ["one", "two\n"], "{name}");
         }
-        // A gigabyte of blank lines in a megabyte: reading stops long before the end.
+        // A megabyte that decompresses to a gigabyte of blank lines: reading stops long before the end.
         let bomb = gzip(&"\n".repeat(1 << 20));
         let error = read("b.json.gz", &bomb.repeat(1 << 10), 1 << 20).unwrap_err();
         assert!(error.to_string().contains("holds no text"), "{error}");
@@ -244,7 +244,7 @@ mod tests {
             assert!(read(name, &content[..content.len() - 5], usize::MAX).is_err(), "{name}, cut");
             assert!(read(name, b"something else entirely", usize::MAX).is_err(), "{name}, foreign");
             assert!(read(name, b"", usize::MAX).is_err(), "{name}, empty");
-            // Whichever byte is wrong, the result is text or an error, never a panic.
+            // Any damaged byte gives text or an error, never a panic.
             for at in 0..content.len() {
                 let mut bent = content.clone();
                 bent[at] ^= 0x55;

@@ -6,7 +6,7 @@ use std::path::Path;
 /// A model on a hub.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct HubId {
-    /// Who publishes it.
+    /// The user or organization that publishes the model.
     pub owner: String,
     /// The model's name within its owner's namespace.
     pub name: String,
@@ -51,7 +51,7 @@ impl fmt::Display for HubId {
     }
 }
 
-/// The hub's rule for owners and names. It also makes them safe as parts of a path.
+/// Checks the hub's rules for owners and names. Names that satisfy them are also safe as parts of a path.
 fn is_part(text: &str) -> bool {
     let known = |b: u8| b.is_ascii_alphanumeric() || matches!(b, b'-' | b'_' | b'.');
     let at_edge = |c: char| matches!(c, '-' | '.');
@@ -63,7 +63,7 @@ fn is_part(text: &str) -> bool {
         && !text.contains("..")
 }
 
-/// A name that is valid in git and is a plain relative path, because the cache stores a file under it.
+/// Checks that a revision is a valid git name and a plain relative path, because the cache stores a file under it.
 fn is_revision(text: &str) -> bool {
     let known = |b: u8| b.is_ascii_alphanumeric() || matches!(b, b'-' | b'_' | b'.' | b'+');
     let is_part = |p: &str| !p.is_empty() && !p.starts_with('.') && !p.contains("..") && p.bytes().all(known);

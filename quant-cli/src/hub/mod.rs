@@ -1,4 +1,4 @@
-//! Models and texts that are named instead of given as local paths: `org/name` is downloaded from a hub into the
+//! Models and texts that are given by name instead of as local paths. `org/name` is downloaded from a hub into the
 //! standard Hugging Face cache, and so are the public text sets.
 //!
 //! ```text
@@ -6,8 +6,8 @@
 //!       sets  ─┘                                         └─► decode ─► documents
 //! ```
 //!
-//! This needs the feature `hub`; the errors of a build without it say what to do instead. Nothing that exists locally
-//! is ever looked up elsewhere.
+//! Downloads need the feature `hub`; a build without it reports errors that say what to do instead. A path that exists
+//! locally is never looked up on a hub.
 
 mod id;
 

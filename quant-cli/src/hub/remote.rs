@@ -1,5 +1,5 @@
-//! A repository on a hub, accessed through hf-hub, which neither stops on request nor gives up on a silent server. So
-//! every call runs on its own thread, and this thread watches it.
+//! A repository on a hub, accessed through hf-hub. hf-hub can neither be cancelled nor does it time out if a server
+//! sends nothing. Therefore every call runs on its own thread, and the calling thread watches it.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -19,15 +19,15 @@ use super::fault::Request;
 use crate::commands::Session;
 use crate::output::bytes;
 
-/// How often a broken transfer is retried.
+/// Maximum number of attempts at a transfer that breaks.
 const ATTEMPTS: u32 = 3;
-/// Timeout for a silent server, unless `HF_HUB_DOWNLOAD_TIMEOUT` sets a different one.
+/// Timeout for a server that sends nothing, unless `HF_HUB_DOWNLOAD_TIMEOUT` sets a different one.
 const DEFAULT_TIMEOUT: Duration = Duration::from_secs(60);
-/// How quickly a cancellation is noticed.
+/// Interval at which cancellation is checked.
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
 const MIB: u64 = 1 << 20;
 
-/// Whether `HF_HUB_OFFLINE` forbids the network.
+/// Whether `HF_HUB_OFFLINE` disables network access.
 pub fn is_offline() -> bool {
     let value = std::env::var("HF_HUB_OFFLINE").unwrap_or_default();
     matches!(value.to_ascii_uppercase().as_str(), "1" | "ON" | "YES" | "TRUE")
@@ -35,11 +35,11 @@ pub fn is_offline() -> bool {
 
 /// The two kinds of repository.
 pub trait Kind: RepoType {
-    /// For messages.
+    /// The word for this kind in messages.
     const WORD: &'static str;
-    /// The prefix of its names in the cache.
+    /// The prefix of this kind's directories in the cache.
     const FOLDER: &'static str;
-    /// The commit that a revision points to.
+    /// Requests the commit that a revision points to.
     fn commit(repository: &HFRepositorySync<Self>, revision: String) -> HFResult<Option<String>>;
 }
 
@@ -64,9 +64,9 @@ impl Kind for RepoTypeDataset {
 /// A file in a repository.
 #[derive(Debug, Clone)]
 pub struct Listed {
-    /// Its path.
+    /// The file's path in the repository.
     pub name: String,
-    /// The hub's announcement for it.
+    /// The size and hash that the hub announces for the file.
     pub announced: Announced,
 }
 
@@ -78,14 +78,14 @@ pub struct Remote<'a, K: Kind> {
     revision: String,
     endpoint: String,
     cache_root: PathBuf,
-    /// Its part of the cache.
+    /// The repository's part of the cache.
     pub cache: RepositoryCache,
     session: &'a Session,
     patience: Duration,
 }
 
 impl<'a, K: Kind> Remote<'a, K> {
-    /// Prepares the requests; nothing is sent yet.
+    /// Creates the client. This sends no request.
     pub fn new(owner: &str, name: &str, revision: &str, session: &'a Session) -> Result<Self> {
         let cache_root = hf_hub::resolve_cache_dir();
         let repository = format!("{owner}/{name}");
@@ -117,12 +117,12 @@ impl<'a, K: Kind> Remote<'a, K> {
         })
     }
 
-    /// The commit that the revision points to now.
+    /// Requests the commit that the revision points to now.
     pub fn commit(&self) -> Result<String> {
         let (repository, revision) = (self.repository.clone(), self.revision.clone());
         let answer = self.watch(None, &Silence, move |_| K::commit(&repository, revision))?;
         match answer.map_err(|e| self.request(None).explain(e))? {
-            // It becomes part of a path.
+            // The commit becomes part of a path, so it must be a hash.
             Some(commit) if is_commit(&commit) => Ok(commit),
             _ => {
                 let what = HFError::malformed_response("no commit hash");
@@ -131,7 +131,7 @@ impl<'a, K: Kind> Remote<'a, K> {
         }
     }
 
-    /// All files at a commit.
+    /// Lists all files at a commit.
     pub fn files(&self, commit: &str) -> Result<Vec<Listed>> {
         let (repository, commit) = (self.repository.clone(), commit.to_owned());
         let answer = self
@@ -139,7 +139,7 @@ impl<'a, K: Kind> Remote<'a, K> {
         Ok(listed(answer.map_err(|e| self.request(None).explain(e))?))
     }
 
-    /// One file at a commit, because listing a large repository would take many requests.
+    /// Requests the entry of one file at a commit. Listing all files of a large repository would take many requests.
     pub fn file(&self, commit: &str, name: &str) -> Result<Listed> {
         let (repository, commit, path) = (self.repository.clone(), commit.to_owned(), name.to_owned());
         let answer = self.watch(Some(name), &Silence, move |_| {
@@ -190,7 +190,7 @@ impl<'a, K: Kind> Remote<'a, K> {
                     let what = HFError::malformed_response("the server sent a file from a different commit");
                     return Err(request.explain(what));
                 }
-                // By then hf-hub has retried connecting several times, but not a connection that broke.
+                // hf-hub itself retries connecting, so only connections that broke are retried here.
                 Err(HFError::Request { source, .. }) if attempt < ATTEMPTS && !source.is_connect() => {
                     let again = format!("warning: the download of {} was interrupted; retrying", file.name);
                     self.session.progress.note(&again);
@@ -211,8 +211,9 @@ impl<'a, K: Kind> Remote<'a, K> {
         Ok(())
     }
 
-    /// Runs a call of hf-hub until it ends, the user stops it, or the server has been silent for too long. An abandoned
-    /// call ends with the process; its partial file has a name that is never mistaken for a complete one.
+    /// Runs a call of hf-hub until it ends, the user cancels it, or the server has sent nothing until the timeout. An
+    /// abandoned call continues until the process ends; its partial file has a name that is never mistaken for that of
+    /// a complete file.
     fn watch<T: Send + 'static>(
         &self,
         file: Option<&str>,
@@ -261,7 +262,7 @@ impl<'a, K: Kind> Remote<'a, K> {
     }
 }
 
-/// Checks a cached file against the announcement and removes it if it is wrong.
+/// Checks a cached file against the announcement, and removes the file if they differ.
 pub fn check(
     cache: &RepositoryCache,
     link: &Path,
@@ -289,7 +290,7 @@ fn listed(entries: Vec<RepoTreeEntry>) -> Vec<Listed> {
     let file = |entry| match entry {
         RepoTreeEntry::File { oid, size, path, lfs, .. } => {
             let digest = match lfs {
-                // The entry's own id is the pointer's, not the content's.
+                // For large files, `oid` is the hash of the LFS pointer, not of the content.
                 Some(lfs) => lfs.sha256.as_deref().and_then(Digest::from_tag),
                 None => Digest::from_tag(&oid),
             };
@@ -320,7 +321,7 @@ impl ProgressHandler for Counter {
     }
 }
 
-/// Where the received bytes are shown.
+/// Receives the number of downloaded bytes, to show it.
 trait Shown {
     fn update(&self, bytes: u64);
 }

@@ -1,4 +1,5 @@
-//! Public text sets: one file of a data set, downloaded, checked against its first hash, and decompressed.
+//! Public text sets: one file of a data set, downloaded, compared with the hash of the first download, and
+//! decompressed.
 
 use std::path::{Path, PathBuf};
 
@@ -42,8 +43,8 @@ fn cached(set: &PublicSet, session: &Session) -> Result<(RepositoryCache, PathBu
     Ok((cache, path))
 }
 
-/// If a text changed unnoticed, every number measured on it would change. So its hash must match the one in the
-/// manifest, or else the one recorded at the first download.
+/// Checks that the file has the SHA-256 in the manifest or, if the manifest has none, the hash recorded at the first
+/// download. An unnoticed change of a text would change every number measured on it.
 fn check_first_hash(set: &PublicSet, cache: &RepositoryCache, path: &Path, session: &Session) -> Result<()> {
     let found = sha256_of(path, &session.cancel)?;
     let recorded = match set.sha256.as_str() {

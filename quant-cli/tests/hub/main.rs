@@ -1,5 +1,5 @@
-//! Models and texts from a hub, against a local server: what is downloaded and what never is, how the cache is used,
-//! and how each failure is reported. Nothing here uses the network.
+//! Models and texts from a hub, tested against a local server: which files are downloaded and which never are, how the
+//! cache is used, and how each failure is reported. These tests do not use the network.
 
 mod server;
 
@@ -44,7 +44,7 @@ impl User {
         self.scratch.path().join(name)
     }
 
-    /// The model with the other files that such repositories contain.
+    /// The model's repository, with additional files that such repositories contain.
     fn repository(&self) -> Repository {
         let mut repository = Repository::of(&self.at("model"));
         repository.put("README.md", "a model");
@@ -54,7 +54,7 @@ impl User {
         repository
     }
 
-    /// The program with this home and none of the caller's environment that matters here.
+    /// The program with this home directory, and without environment variables of the caller that affect downloads.
     fn command(&self, endpoint: &str, arguments: Vec<OsString>) -> Command {
         let mut command = Command::new(env!("CARGO_BIN_EXE_quant"));
         command.args(arguments).stdin(Stdio::null()).current_dir(self.scratch.path());
@@ -95,7 +95,7 @@ impl User {
         all.map(|(name, _)| name).filter(|n| n.contains("/snapshots/")).map(|n| last(&n).to_owned()).collect()
     }
 
-    /// The output for the directory with the same options.
+    /// The output of the same options on the local directory.
     fn expected(&self) -> BTreeMap<String, String> {
         let out = self.at("expected");
         let _ = std::fs::remove_dir_all(&out);
@@ -143,7 +143,7 @@ fn a_named_model_becomes_the_same_bytes_as_its_directory() {
     assert_eq!(downloads(&hub.requests()), [""; 0]);
     assert!(!run.stderr.contains("downloading"), "{run}");
 
-    // The same with neither network nor server.
+    // The same command offline and without a server.
     drop(hub);
     user.run_offline(quantize("org/tiny", &user.at("offline"))).succeeded();
     assert_eq!(hashes(&user.at("offline")), user.expected());
@@ -172,7 +172,8 @@ fn a_named_model_becomes_the_same_bytes_as_its_directory() {
         .env("HF_HUB_CACHE", user.at("home/hub"))
         .env("HF_HOME", "/nonexistent");
     Running::start(command).wait().succeeded();
-    // Online without a server, a cached commit that may be stale is not used.
+    // If the server cannot be reached and offline mode is not set, a cached commit is not used, because it may be
+    // stale.
     let mut command = user.command("http://127.0.0.1:1", inspect("org/tiny"));
     command.env("HF_HUB_OFFLINE", "0");
     let run = Running::start(command).wait();
@@ -250,7 +251,7 @@ fn what_is_not_what_was_announced_is_refused_and_removed() {
         (WEIGHTS, false, Fault::Bend, "SHA-256"),
         (WEIGHTS, true, Fault::Bend, "SHA-256"),
         ("config.json", false, Fault::Bend, "git hash"),
-        // hf-hub ignores the status here and takes the refusal for the file.
+        // hf-hub ignores the status here and treats the error response as the file's content.
         (WEIGHTS, false, Fault::Refuse, "bytes"),
     ] {
         let user = User::new();
@@ -346,11 +347,11 @@ fn a_local_directory_is_never_looked_for_elsewhere() {
     let hub = Hub::start([(MODEL, user.repository())]);
     user.run(&hub, inspect("org/tiny")).succeeded();
     assert_eq!(hub.requests(), [""; 0]);
-    // No client is created either: this address would be an error.
+    // No client is created: its creation would fail because of this address.
     Running::start(user.command("no address", quantize("org/tiny", &user.at("out")))).wait().succeeded();
     assert_eq!(hashes(&user.at("out")), user.expected());
     assert!(!user.at("home").exists());
-    // An argument that cannot be a model name is a path, and is rejected as before.
+    // An argument that cannot be a model name is treated as a path.
     let run = user.run(&hub, inspect("./org/none"));
     check_message("a path", &run, 4, &["./org/none", "does not exist"]);
     assert_eq!(hub.requests(), [""; 0]);
@@ -436,7 +437,7 @@ fn public_sets() -> Hub {
 fn public_sets_are_fetched_and_unpacked() {
     let user = User::new();
     let hub = public_sets();
-    // The rule of the literature: rows joined by two newlines, empty ones included.
+    // The published convention for WikiText-2: rows joined by two newlines, including empty rows.
     let joined = rows().join("\n\n");
     let local = user.at("text.jsonl");
     std::fs::write(&local, json_lines(&rows())).unwrap();
@@ -484,7 +485,7 @@ fn a_public_set_that_changed_is_refused() {
     let phrase = [C4, "allenai/c4", &sha256(&before), &sha256(&after), record.to_str().unwrap()];
     check_message("changed", &run, 5, &phrase);
     assert_eq!(std::fs::read_to_string(&record).unwrap(), format!("{}  {C4}\n", sha256(&before)));
-    // The user asked for it.
+    // The download was requested explicitly.
     std::fs::remove_file(&record).unwrap();
     user.run(&hub, evaluate()).succeeded();
 

@@ -25,7 +25,7 @@ pub enum Fault {
     Bend,
     /// Half of the bytes arrive, then nothing.
     Stall,
-    /// The bytes are refused although the file was announced.
+    /// The server refuses to send the bytes, although it announced the file.
     Refuse,
 }
 
@@ -38,7 +38,7 @@ pub struct Repository {
     pub tag: Option<String>,
     /// The token that requests must carry.
     pub token: Option<String>,
-    /// Whether the listing omits hashes, as the real hub does for large files.
+    /// Whether the listing omits `sha256`, the key that hf-hub reads, as the real hub does.
     pub silent: bool,
 }
 
@@ -121,7 +121,7 @@ impl Hub {
         change(self.state.repositories.lock().unwrap().get_mut(repository).expect("a repository"));
     }
 
-    /// From now on a file is served with this fault, or without one.
+    /// Makes the server apply this fault to a file from now on, or none.
     pub fn set_fault(&self, file: &str, fault: Option<Fault>) {
         let mut faults = self.state.faults.lock().unwrap();
         match fault {

@@ -34,7 +34,7 @@ fn program(words: &[&dyn std::fmt::Display]) -> Program {
     Program { command: words.iter().map(ToString::to_string).collect() }
 }
 
-/// Built for exactly this processor, because some of its kernels exist only in such builds.
+/// Built for exactly this processor, because some of the peer's kernels exist only in such builds.
 fn candle() -> Result<Program> {
     let target = target_dir().join("peers-native");
     let mut command = cargo(&["build", "--release", "--locked", "-p", "kernels-worker"]);

@@ -1,9 +1,9 @@
 //! `cargo xtask peers-kernels`: compares quant's linear kernels with those of other engines in one run, interleaved.
 //!
 //! Each peer is a process that keeps its own weights, on the same cores and with the same number of threads. For every
-//! shape and number of tokens, the driver runs several rounds in which each contestant has a short turn while all
-//! others wait at their standard input. So any disturbance of the machine affects all of them. The limits of the
-//! machine are probed in every round, and ratios are taken round by round.
+//! shape and number of tokens, the driver runs several rounds. In each round, every contestant has a short turn while
+//! all others wait at their standard input, so that a disturbance of the machine affects all contestants. The limits of
+//! the machine are probed in every round, and ratios are computed per round.
 //!
 //! Results are kept until a record is written, so a run may be split by threads and shapes.
 
@@ -24,13 +24,13 @@ use crate::support::record::{Record, typed_command};
 use crate::support::shell::target_dir;
 
 const SHAPES: [&str; 5] = ["4096x4096", "14336x4096", "4096x14336", "2048x2048", "8192x2048"];
-/// Up to this many tokens, every product reads weights that no cache holds.
+/// Up to this many tokens, every product reads weights that are not in any cache.
 const ROTATED_TOKENS: usize = 16;
 /// Bytes of all copies of a matrix, or four times the last-level cache if that is larger and memory allows.
 const ROTATED: usize = 192 << 20;
 /// Idle time between two turns, after which threads that spin for more work have gone to sleep.
 const SETTLE_TIME: Duration = Duration::from_millis(8);
-/// Maximum error of a product, root mean square over root mean square, at 4 and at 8 bits.
+/// Maximum relative error of a product at 4 and at 8 bits: root mean square of the error over that of the product.
 const ERRORS: [f64; 2] = [0.15, 0.03];
 
 /// What to measure.
@@ -179,7 +179,7 @@ fn bounded(last_cache: usize, free: Option<usize>, contestants: usize) -> usize 
     free.map_or(wanted, |free| wanted.min(free / 2 / contestants.max(1)))
 }
 
-/// Bytes that `/proc/meminfo` calls available.
+/// Returns `MemAvailable` of `/proc/meminfo`, in bytes.
 fn free_memory(meminfo: &str) -> Option<usize> {
     let line = meminfo.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
     line.trim().strip_suffix("kB")?.trim().parse::<usize>().ok()?.checked_mul(1 << 10)
@@ -252,7 +252,7 @@ mod tests {
     fn rotation_is_bounded_by_free_memory() {
         assert_eq!(free_memory("MemTotal: 9 kB\nMemAvailable:    2048 kB\n"), Some(2 << 20));
         assert_eq!(free_memory("MemTotal: 9 kB\n"), None);
-        // A small cache, one that reports 480 MB, and a machine that does not report its free memory.
+        // A small cache, a cache that reports 480 MB, and a machine that does not report its free memory.
         assert_eq!(bounded(32 << 20, Some(64 << 30), 16), ROTATED);
         assert_eq!(bounded(480 << 20, Some(64 << 30), 16), 1920 << 20);
         assert_eq!(bounded(480 << 20, Some(16 << 30), 16), 512 << 20);

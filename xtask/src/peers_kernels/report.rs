@@ -10,7 +10,7 @@ use crate::support::measure::median;
 use crate::support::record::table;
 
 const OURS: &str = "ours";
-/// Up to this many tokens, products are limited by bytes.
+/// Up to this many tokens, products are limited by memory bandwidth.
 const FEW_TOKENS: usize = 4;
 
 /// Pairs of contestants whose rates are compared for FP4 weights.
@@ -78,7 +78,7 @@ impl Turn {
         8.0 * self.bytes as f64 / (self.shape[0] * self.shape[1]) as f64
     }
 
-    /// GB/s, and 10¹² operations per second.
+    /// Rates in GB/s, and in 10¹² operations per second.
     fn rates(&self) -> [f64; 2] {
         let operations = 2.0 * (self.shape[0] * self.shape[1] * self.tokens) as f64;
         [self.bytes as f64 / self.seconds / 1e9, operations / self.seconds / 1e12]
@@ -114,7 +114,7 @@ impl Measured {
         self.left_out.push(format!("{peer}, {threads} thread(s): {why}"));
     }
 
-    /// Adds the other cases that earlier runs of the same commit measured, and stores everything.
+    /// Adds the cases that earlier runs of the same commit measured and this run did not, and stores all of them.
     pub fn keep(&mut self, path: &Path) -> Result<()> {
         let earlier = std::fs::read_to_string(path).unwrap_or_default();
         let case = |t: &Turn| (t.threads, t.shape, t.tokens, t.who());

@@ -27,16 +27,16 @@ pub struct Program {
 
 /// A peer that waits for requests.
 pub struct Worker {
-    /// Who it is.
+    /// The peer's name.
     pub name: String,
-    /// Its version.
+    /// The peer's version.
     pub version: String,
-    /// What it can multiply.
+    /// The weight types that the peer can multiply.
     pub contestants: Vec<String>,
     child: Child,
     requests: Option<ChildStdin>,
     replies: BufReader<ChildStdout>,
-    /// Its standard error.
+    /// The peer's standard error.
     errors: File,
 }
 
@@ -51,14 +51,14 @@ pub struct Prepared {
 /// The limits of the machine.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Limits {
-    /// GB/s.
+    /// Memory bandwidth in GB/s.
     pub memory: f64,
     /// 10¹² operations per second.
     pub tops: f64,
 }
 
 impl Worker {
-    /// Starts a peer on these cores, with an environment from which everything else that could affect it is removed.
+    /// Starts a peer on these cores, without environment variables that could affect it.
     pub fn start(program: &Program, threads: usize, cpus: &str) -> Result<Self> {
         let mut command = Command::new("taskset");
         command.args(["--cpu-list", cpus]).args(&program.command).arg(threads.to_string());
@@ -91,7 +91,7 @@ impl Worker {
         })
     }
 
-    /// Makes activations and multiplies once; returns the error relative to the product of the float weights.
+    /// Makes activations and multiplies once. Returns the error relative to the product with the float weights.
     pub fn tokens(&mut self, contestant: &str, tokens: usize, rotate: bool) -> Result<f64> {
         let reply = self.ask(&format!("tokens {contestant} {tokens} {}", u8::from(rotate)))?;
         reply["error"].as_f64().with_context(|| format!("{} reported no error value: {reply}", self.name))
@@ -131,7 +131,7 @@ impl Worker {
         self.ask(&format!("drop {contestant}")).map(|_| ())
     }
 
-    /// Frees all weights, if any; a worker that has ended has none.
+    /// Frees all weights, if any. Does nothing if the worker has ended.
     pub fn release_all(&mut self) {
         for name in self.contestants.clone() {
             let _ = self.release(&name);
@@ -140,12 +140,13 @@ impl Worker {
 
     fn ask(&mut self, request: &str) -> Result<Value> {
         let requests = self.requests.as_mut().context("no input")?;
-        // If the worker has ended, there is no reply either, and the earlier error is more informative.
+        // A write error is ignored: if the worker has ended, it does not reply either, and that error is more
+        // informative.
         let _ = writeln!(requests, "{request}").and_then(|()| requests.flush());
         self.reply(request)
     }
 
-    /// How the process ended, once it has closed its output.
+    /// Describes how the process ended, after it has closed its output.
     fn ended(&mut self) -> String {
         drop(self.requests.take());
         for _ in 0..200 {
@@ -157,7 +158,7 @@ impl Worker {
         "closed its output".into()
     }
 
-    /// The end of its standard error.
+    /// Returns the end of the worker's standard error.
     fn errors_so_far(&mut self) -> String {
         const MAX_BYTES: u64 = 2000;
         let mut end = Vec::new();
@@ -189,7 +190,8 @@ impl Worker {
 
 impl Drop for Worker {
     fn drop(&mut self) {
-        // It ends when its input closes; if not, it is killed, so that it does not outlive this process.
+        // A worker ends when its input is closed. If it does not, it is killed, so that it does not outlive this
+        // process.
         drop(self.requests.take());
         for _ in 0..200 {
             if matches!(self.child.try_wait(), Ok(Some(_))) {

@@ -1,7 +1,7 @@
 //! `cargo xtask peers-models`: tokens per second of a whole model, compared with llama.cpp, in alternating runs.
 //!
-//! The model is the synthetic one in the shape of Llama 3.2 1B. Each side quantizes it itself, including the head. Each
-//! turn is a separate process on the same cores, which runs everything twice and counts the second run.
+//! The model is a synthetic one in the shape of Llama 3.2 1B. Each program quantizes it itself, including the head.
+//! Each turn is a separate process on the same cores, which runs everything twice; only the second run counts.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -142,7 +142,7 @@ fn contestants(args: &Args, quant: &Path, llama_cpp: &LlamaCpp, program: &Path) 
     let mut all = Vec::new();
     for scheme in &args.schemes {
         let out = folder.join(format!("{}l-{scheme}", args.layers));
-        // The program's output may have changed since.
+        // Quantize again, because the program's output may have changed.
         remove_dir(&out)?;
         let mut command = Command::new(quant);
         command.arg("quantize").arg(&model).arg("-o").arg(&out);

@@ -1,4 +1,4 @@
-//! The makers of checkpoints: `quant`, or a peer run by its script in `benchmarks/peers/`.
+//! The programs that write checkpoints: `quant`, or a peer run by its script in `benchmarks/peers/`.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -21,7 +21,7 @@ pub struct Contestant {
 }
 
 impl Contestant {
-    /// Whether it can quantize a row. gptqmodel's group-aware order rejects models with ungrouped linears
+    /// Whether the contestant can quantize a row. gptqmodel's group-aware order rejects models with ungrouped linears
     /// (`act_group_aware=True requires group_size > 0`), even if only some are ungrouped.
     pub fn takes(&self, row: &Row) -> bool {
         let groupless = row.group == "channel" || row.per_channel().next().is_some();
@@ -35,14 +35,14 @@ pub enum Maker {
     Ours {
         /// Options of `quant quantize`.
         options: &'static [&'static str],
-        /// Whether it takes a calibration text.
+        /// Whether the method takes a calibration text.
         calibrated: bool,
     },
     Peer {
         package: Package,
         /// Name in the script.
         method: &'static str,
-        /// `OPTION=VALUE` for settings that differ from its defaults.
+        /// `OPTION=VALUE` for settings that differ from the peer's defaults.
         settings: &'static [&'static str],
     },
 }
@@ -80,9 +80,9 @@ pub struct Job<'a> {
     pub bits: u32,
     /// The group size, or `channel`.
     pub group: &'a str,
-    /// Name suffixes of linears that are quantized per channel even so.
+    /// Name suffixes of linears that are quantized per channel because the group size does not fit.
     pub per_channel: &'a [&'a str],
-    /// The element type in which it computes, by its PyTorch name.
+    /// The element type in which the quantizer computes, by its PyTorch name.
     pub dtype: &'a str,
     /// Threads.
     pub threads: usize,
@@ -98,7 +98,7 @@ pub struct Outcome {
     pub quantize: f64,
     /// Seconds to compress and write.
     pub save: f64,
-    /// Peak memory after only the imports.
+    /// Peak memory right after the imports.
     pub imported_bytes: u64,
     /// Peak memory.
     pub peak_bytes: u64,
@@ -117,7 +117,7 @@ impl Peer {
         Ok(Self { python, script: root().join(SCRIPTS).join(script) })
     }
 
-    /// Quantizes.
+    /// Runs the peer's script on a job.
     pub fn quantize(&self, method: &str, settings: &[&str], job: &Job) -> Result<Outcome> {
         let scratch = tempfile::tempdir()?;
         let file = scratch.path().join("result.json");

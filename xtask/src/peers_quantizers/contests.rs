@@ -20,7 +20,7 @@ pub(super) struct Quality {
     pub contestants: &'static [Contestant],
     pub sets: &'static [Set],
     pub claims: &'static [Claim],
-    /// Whether groups matter; if not, one row per model and text suffices.
+    /// Whether the group size matters. If not, one row per model and text suffices.
     pub grouped: bool,
 }
 
@@ -48,7 +48,7 @@ pub(super) struct Claim {
     pub metric: Metric,
     /// The contestant that the claim is about.
     pub who: &'static str,
-    /// The contestants that it is compared with: the best one counts.
+    /// The contestants that it is compared with. The best of these counts.
     pub than: &'static [&'static str],
     pub how: How,
 }
@@ -56,10 +56,10 @@ pub(super) struct Claim {
 /// The allowed relation of two contestants.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum How {
-    /// Worse by at most 0.5 % of the other's divergence (for perplexity: 0.5 %), or two standard errors of the paired
+    /// Worse by at most 0.5 % of the other's divergence (or perplexity), or by two standard errors of the paired
     /// difference, whichever is larger.
     NoWorse,
-    /// Less.
+    /// Less than the other.
     Below,
 }
 
@@ -72,7 +72,7 @@ pub(super) struct Speed {
     /// quant's contestant, listed first.
     pub ours: &'static Contestant,
     pub peers: &'static [Entry],
-    /// Minimum speedup over each of these; over all others it is [`OVER_BEST`].
+    /// Minimum speedup over each of these contestants. Over all others it is [`OVER_BEST`].
     pub promised: &'static [(&'static str, f64)],
 }
 

@@ -3,7 +3,7 @@
 //!
 //! Peers run as published, in virtual environments that are created here from their package index
 //! (`benchmarks/peers/`). Python code repeats the selection of calibration windows; the digest in quant's report proves
-//! that they are the same. `contests.rs` lists the comparisons and the claims.
+//! that the tokens are the same. `contests.rs` lists the comparisons and the claims.
 
 pub(crate) mod contestant;
 mod contests;

@@ -17,9 +17,9 @@ use crate::support::record::{Record, table, typed_command};
 use crate::support::rows::{ROWS, Row, quantize, texts};
 use crate::support::shell::{output, remove_dir, shared_dir, target_dir};
 
-/// Rows that are measured concurrently: nothing is timed here.
+/// Number of rows that are measured concurrently. Nothing is timed here.
 const PARALLEL_RUNS: usize = 2;
-/// On matrices this small, PyTorch's threads spend more time waiting for each other than working.
+/// Threads of PyTorch: on matrices this small, more threads spend more time waiting for each other than working.
 const PEER_THREADS: usize = 1;
 /// Threads of `quant`, whose results do not depend on them.
 const THREADS: &str = "1";
@@ -118,7 +118,7 @@ impl Session<'_> {
     /// Measures all rows of a set, [`PARALLEL_RUNS`] at a time; results are in order.
     fn measure_all(&self, set: &Set) -> Result<Vec<Scored>> {
         let rows: Vec<&Row> = if self.quality.grouped { ROWS.iter().collect() } else { texts() };
-        // Copies with outliers are created on first use, which must not happen twice concurrently.
+        // Copies with outliers are created on first use. They are created here, before rows run concurrently.
         rows.iter().try_for_each(|row| row.model(&self.data, set.planted).map(drop))?;
         let next = AtomicUsize::new(0);
         let worker = || -> Result<Vec<(usize, Scored)>> {

@@ -8,9 +8,10 @@ use serde_json::Value;
 use super::contests::{How, Metric};
 use crate::support::rows::Row;
 
-/// Maximum excess of quant over the other: a share of its KL, or for perplexity a difference in nats.
+/// Maximum amount by which quant may be worse than the other: a share of the other's KL, or for perplexity a difference
+/// in nats.
 const TOLERANCE: f64 = 0.005;
-/// The excess may always be this many standard errors of the difference.
+/// The difference may always be up to this many of its standard errors.
 const ERRORS: f64 = 2.0;
 
 /// The scores from one selection of calibration windows.
@@ -122,7 +123,7 @@ pub struct Pooled {
     pub ours: f64,
     pub theirs: f64,
     pub difference: f64,
-    /// Its standard error.
+    /// The standard error of the difference.
     pub error: f64,
     pub tokens: f64,
 }
@@ -130,9 +131,9 @@ pub struct Pooled {
 /// Pools rows by tokens. Rows of one model and text are scored on the same windows, so a window's differences are added
 /// over these rows before the spread over windows is computed. Models and texts are strata, each with its own mean.
 ///
-/// The calibration windows are a random draw too, shared by all rows of a model. If there are several selections, the
-/// spread of their differences is the second part of the error: a different selection would have given different
-/// checkpoints.
+/// The selection of calibration windows is random too, and all rows of a model share it. If there are several
+/// selections, the spread of their differences is the second part of the error: a different selection would have given
+/// different checkpoints.
 pub fn pooled<'a>(metric: Metric, pairs: impl IntoIterator<Item = Pair<'a>>) -> Pooled {
     let mut strata: BTreeMap<(&str, &str), Vec<(f64, f64)>> = BTreeMap::new();
     let mut draws: BTreeMap<&str, Vec<f64>> = BTreeMap::new();
@@ -184,7 +185,7 @@ pub fn pooled<'a>(metric: Metric, pairs: impl IntoIterator<Item = Pair<'a>>) -> 
 }
 
 impl Pooled {
-    /// How much worse quant may be.
+    /// The amount by which quant may be worse.
     fn limit(&self, how: How) -> f64 {
         let tolerance = match self.metric {
             Metric::Kl => TOLERANCE * self.theirs,
@@ -287,11 +288,12 @@ mod tests {
             let pair = |row: &usize| Pair { row: &ROWS[*row], ours: &ours, theirs: &theirs };
             pooled(Metric::Kl, rows.iter().map(pair))
         };
-        // All windows differ by the same amount, so only the spread of the selections remains: 0.1 over three.
+        // All windows differ by the same amount, so only the spread over three selections remains, whose deviation is
+        // 0.1.
         let p = of_draws(&[0], &[0.1, 0.3, 0.2]);
         assert!((p.difference - 0.2).abs() < 1e-12, "{p:?}");
         assert!((p.error - 0.1 / 3f64.sqrt()).abs() < 1e-12, "{p:?}");
-        // On different texts, the same selections are the same draws; a single one has no spread.
+        // Selections are shared by different texts, and a single selection has no spread.
         assert_eq!(ROWS[0].name, ROWS[3].name);
         assert!((of_draws(&[0, 1, 3], &[0.1, 0.3, 0.2]).error - p.error).abs() < 1e-12);
         assert!(of_draws(&[0], &[0.1]).error < 1e-12);
@@ -307,7 +309,7 @@ mod tests {
         assert!(shifted(-0.1).holds(How::Below) && !shifted(0.0).holds(How::Below));
         let noisy = |by: f64| of(Metric::Kl, &[(0, &[1.0 + by, 2.2 + by, 2.8 + by], &theirs)]);
         assert!(noisy(0.2).holds(How::NoWorse) && !noisy(0.25).holds(How::NoWorse), "{:?}", noisy(0.2));
-        // The perplexity limit is 0.5 %, whatever its value.
+        // The limit for the perplexity is 0.5 %, whatever the perplexity is.
         let nats = |by: f64| of(Metric::LogPerplexity, &[(0, &theirs.map(|t| t + by), &theirs)]);
         assert!(nats(0.0049).holds(How::NoWorse) && !nats(0.0051).holds(How::NoWorse));
     }

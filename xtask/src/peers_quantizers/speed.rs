@@ -1,7 +1,7 @@
 //! Times all quantizers on the same model, calibration tokens and threads.
 //!
-//! `quant` is timed as a whole, from the start of the process to the checkpoint on disk. A peer's time covers only its
-//! quantizing call: not the imports, loading the model, or compressing and writing it.
+//! The time of `quant` is that of the whole process, from its start to the checkpoint on disk. A peer's time covers
+//! only its quantizing call, without the imports, loading the model, and compressing and writing it.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};

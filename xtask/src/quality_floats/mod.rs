@@ -1,13 +1,12 @@
 //! `cargo xtask quality-floats`: the accuracy loss of floating-point weights on the real models, compared with integers
 //! of the same width.
 //!
-//! All schemes see the same windows of the same text, so differences are paired, and their error is that of the
-//! differences between windows. Settings are chosen on the calibration texts, which have their own table; claims are
-//! checked on the evaluation texts:
+//! All schemes are evaluated on the same windows of the same text, so differences are paired, and the errors are those
+//! of the differences between windows. Settings are chosen on the calibration texts, which have their own table; claims
+//! are checked on the evaluation texts:
 //!
-//! * of NVFP4's scale searches, `sweep` loses no more than `four-over-six`, which loses no more than `amax`: each step
-//!   is
-//!   smaller by more than two paired errors, or reported as a tie;
+//! * of NVFP4's scale searches, `sweep` loses no more than `four-over-six`, which loses no more than `amax`: each
+//!   search either has a smaller loss than the next, by more than two paired errors, or is reported as a tie;
 //! * NVFP4 with `sweep` loses less than INT4 in groups of 32, which takes as many bits;
 //! * FP8 per channel loses at most 0.0004 nats per token on books-7m.
 
@@ -39,7 +38,7 @@ const CASES: [(&str, &str, &[&str]); 10] = [
     ("INT4, g128", "w4a16-g128-sym", &[]),
 ];
 const FP8: usize = 0;
-/// The first of each pair must lose less than the second.
+/// Pairs of cases: the first of each must lose less than the second.
 const PAIRS: [(usize, usize); 3] = [(6, 5), (5, 4), (6, 7)];
 /// Nats per token that FP8 per channel may lose on the model of this name.
 const FP8_MAX: (&str, f64) = ("books-7m", 0.0004);
@@ -178,7 +177,7 @@ pub fn run(args: &Args) -> Result<()> {
 mod tests {
     use super::*;
 
-    /// The row chosen for a model has one scale per row in its own table, but groups here.
+    /// The row that is chosen for a model has one scale per row in its own table, but uses groups here.
     #[test]
     fn widths_that_no_group_divides_stay_float() {
         let of =

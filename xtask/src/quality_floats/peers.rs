@@ -1,9 +1,9 @@
-//! `cargo xtask peers-floats`: compares the same formats as written by their publishers: llm-compressor and, if a CPU
-//! suffices, NVIDIA's Model Optimizer.
+//! `cargo xtask peers-floats`: compares quant's floating-point formats with the same formats as written by the tools of
+//! their publishers: llm-compressor and, if a CPU suffices, NVIDIA's Model Optimizer.
 //!
 //! Peers get quant's calibration tokens. Each runs its own default recipe, and llm-compressor also its search for NVFP4
-//! scales. quant must lose no more than the best of these, within 0.5 % of that one's divergence or two standard errors
-//! of the paired difference, whichever is larger.
+//! scales. quant may lose more than the best of these by at most 0.5 % of that one's divergence, or by two standard
+//! errors of the paired difference, whichever is larger.
 
 use std::path::Path;
 
@@ -88,9 +88,9 @@ const CONTESTS: [Contest; 5] = [
 
 /// The results for a model.
 struct Found {
-    /// As Markdown.
+    /// The results as Markdown.
     body: String,
-    /// Lines of the table of all measurements.
+    /// Lines of the CSV table, which holds all measurements.
     csv: Vec<String>,
     /// Claims that do not hold.
     broken: Vec<String>,

@@ -17,7 +17,7 @@ const DEMO: &str = "demo";
 /// One task that both programs run.
 #[derive(Debug, Clone)]
 pub struct Case {
-    /// `group/what`, unique.
+    /// The unique name, `group/what`.
     pub name: String,
     /// The input checkpoint.
     pub model: PathBuf,
@@ -27,7 +27,7 @@ pub struct Case {
     pub writing: Vec<String>,
 }
 
-/// The features of the base, according to the help of its `quantize`.
+/// The features of the base program, as listed by the help of its command `quantize`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Known {
     /// Presets.
@@ -39,7 +39,7 @@ pub struct Known {
 }
 
 impl Known {
-    /// Reads the lists from the help.
+    /// Reads the lists from the help text.
     ///
     /// # Errors
     /// When a list is missing.
@@ -91,8 +91,8 @@ impl Workspace {
         Ok(Self { dir: dir.to_owned(), demo: demo.to_owned(), models: models::write_all(&models)? })
     }
 
-    /// The preparatory runs of the base, in order: cases whose outputs other cases read, each with its destination. The
-    /// channel maxima are among them.
+    /// Returns the preparatory runs of the base in order: cases whose outputs other cases read, each with its
+    /// destination. One of them writes the channel maxima.
     pub fn preparations(&self) -> Vec<(Case, PathBuf)> {
         let prepared = PREPARED.iter().map(|(name, model, options)| {
             (self.case(&format!("prepared/{name}"), model, options), self.prepared(name))
@@ -179,8 +179,9 @@ impl Workspace {
         case
     }
 
-    /// Expands a word: `CAL` is short windows, `TEXT=x` a calibration text, `RECIPE=x` a recipe, `MAXIMA` writes the
-    /// channel maxima, and `KEPT` reads the kept ones. Any other word stands for itself.
+    /// Expands an abbreviation: `CAL` stands for options with short calibration windows, `TEXT=x` for a calibration
+    /// text, `RECIPE=x` for a recipe, `MAXIMA` for writing the channel maxima, and `KEPT` for reading the kept ones.
+    /// Any other word is returned unchanged.
     fn words(&self, word: &str, case: &mut Case) {
         let file = |name: &str| self.dir.join("files").join(name).to_string_lossy().into_owned();
         let pair = |option: &str, value: String| [option.to_owned(), value];

@@ -19,7 +19,7 @@ use crate::support::shards::{Entry, read_header};
 
 const REPORT: &str = "quant_report.json";
 const MANIFEST: &str = "quant_manifest.json";
-/// The model card is prose; the report and the configuration contain the same facts.
+/// Model cards are not compared: the report and the configuration contain the same facts.
 const CARD: &str = "README.md";
 /// Top-level keys of a report that identify the version of the program that wrote it.
 const VERSIONS: [&str; 2] = ["schema", "version"];
@@ -54,8 +54,8 @@ pub fn documents(base: &[u8], ours: &[u8]) -> Option<String> {
     Some(of_values.unwrap_or_else(|| format!("differs from byte {position} on")))
 }
 
-/// The first difference between two plans. They must be equal as JSON, except for the engines, the messages and the predictions of memory:
-/// which engines load a checkpoint is a fact about the engines, and predictions become more accurate.
+/// Returns the first difference between two plans. They must be equal as JSON, except for engines, messages and
+/// predicted memory: support by engines is a fact about the engines, and predictions may become more accurate.
 pub fn plans(base: &[u8], ours: &[u8]) -> Option<String> {
     let without_engines = |text: &[u8]| -> Option<Value> {
         let mut plan: Value = serde_json::from_slice(text).ok()?;
@@ -314,7 +314,7 @@ mod tests {
         pair.differs(&["/a is [1,2], was [1]"]);
         pair.json("config.json", &json!({}), &json!({ "c": null }));
         pair.differs(&["/c is new"]);
-        // Equality as JSON is not enough here.
+        // Documents that are equal as JSON but differ in their bytes.
         pair.write("config.json", b"{\"a\": 1}", b"{\"a\":  1}");
         pair.differs(&["byte 6"]);
         assert_eq!(documents(b"{}", b"{}"), None);

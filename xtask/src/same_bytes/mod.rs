@@ -190,7 +190,7 @@ impl Outcome {
     }
 }
 
-/// Prints the counts and lists the cases that differ again.
+/// Prints the counts, and repeats the cases that differ.
 fn summarize(cases: &[Case], outcomes: &[Outcome], seconds: f64) -> Result<()> {
     let count = |is: fn(&Outcome) -> bool| outcomes.iter().filter(|outcome| is(outcome)).count();
     let equal = count(|outcome| *outcome == Outcome::Equal);
@@ -215,8 +215,8 @@ mod tests {
     use super::*;
     use std::io::Write;
 
-    /// Writes an executable script. Another process writes it: if this one had it open for writing while another test
-    /// starts a program, the script could not be executed.
+    /// Writes an executable script. The script is written by another process: if this process had it open for writing
+    /// while a different test starts a program, the script could not be executed.
     fn script(path: &Path, text: &str) {
         let mut command = Command::new("sh");
         command.args(["-c", "cat > \"$0\" && chmod +x \"$0\""]).arg(path).stdin(Stdio::piped());

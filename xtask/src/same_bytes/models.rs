@@ -15,10 +15,10 @@ use crate::synth::{Contents, Spread};
 
 /// One shard holds any of these models.
 const ONE_SHARD: u64 = 1 << 40;
-/// Standard deviations with which every parameter affects the logits.
+/// Standard deviations for which every parameter affects the logits.
 const SPREAD: Spread = Spread { matrices: 0.12, norms: 0.3, biases: 0.3 };
 const POSITIONS: usize = 512;
-/// Rows of OPT's position table before that of position 0.
+/// Number of rows of OPT's position table before the row of position 0.
 const OPT_OFFSET: usize = 2;
 const CHAT_TEMPLATE: &str = "{%- for message in messages -%}
 {{- '<' + message['role'] + '>' + message['content'].strip() + eos_token -}}
@@ -141,7 +141,7 @@ fn sharded(tiny: Tiny) -> Tiny {
     Tiny { shard_bytes: 400_000, ..tiny }
 }
 
-/// The checkpoint as saved by a class without a head: names lack their first part.
+/// The checkpoint as saved by a class without a head: tensor names lack their first part.
 fn without_base(mut tiny: Tiny) -> Tiny {
     for entry in &mut tiny.tensors {
         if let Some(bare) = entry.name.strip_prefix("model.") {

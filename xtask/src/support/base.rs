@@ -53,9 +53,9 @@ impl Pair {
     }
 }
 
-/// The release program of a revision, built if it was not built before.
+/// Returns the release program of a revision, and builds it first if necessary.
 ///
-/// Sources are checked out as a worktree below `cache`, which is removed afterwards; built dependencies are kept.
+/// The sources are checked out as a worktree below `cache`, which is removed afterwards; built dependencies are kept.
 fn of_revision(revision: &str, cache: &Path) -> Result<PathBuf> {
     let git = |arguments: &[&str]| {
         let mut command = Command::new("git");
@@ -72,7 +72,7 @@ fn of_revision(revision: &str, cache: &Path) -> Result<PathBuf> {
     let tree_name = tree.to_string_lossy().into_owned();
     let remove = || git(&["worktree", "remove", "--force", &tree_name]);
     if tree.exists() {
-        // An earlier build was interrupted.
+        // Remove the worktree of an earlier build that was interrupted.
         execute(&mut remove())?;
     }
     execute(&mut git(&["worktree", "add", "--quiet", "--detach", &tree_name, &commit]))?;
@@ -82,7 +82,7 @@ fn of_revision(revision: &str, cache: &Path) -> Result<PathBuf> {
     built?;
     let made = target.join("release/quant");
     ensure!(made.is_file(), "{} was not built", made.display());
-    // The name appears only when the copy is complete.
+    // The program gets its name only when the copy is complete.
     let partial = program.with_extension("partial");
     std::fs::copy(&made, &partial).with_context(|| format!("cannot copy {}", made.display()))?;
     std::fs::rename(&partial, &program)?;

@@ -8,7 +8,7 @@ use std::io::{BufRead, Write};
 const LINES_AFTER: usize = 4;
 const MAX_FAILURE_LINES: usize = 60;
 const MAX_LAST_LINES: usize = 40;
-/// Longer lines are truncated.
+/// Maximum length of a line; longer lines are truncated.
 const MAX_LINE_BYTES: usize = 400;
 
 /// The lines that report failures, and the last lines.

@@ -56,7 +56,7 @@ impl Host {
         }
     }
 
-    /// A name for file names: `amd-epyc-2cpu`.
+    /// A name for use in file names: `amd-epyc-2cpu`.
     pub fn slug(&self) -> String {
         let lower = self.cpu.to_lowercase();
         let words: Vec<&str> =
@@ -106,7 +106,8 @@ pub fn commit() -> String {
     }
 }
 
-/// The checked-out commit if the working tree matches it. Records are ignored, because they do not affect measurements.
+/// The checked-out commit, or `None` if the working tree differs from it. Changed records are ignored, because they do
+/// not affect measurements.
 pub fn clean_commit() -> Option<String> {
     let git = |args: &[&str]| output(Command::new("git").current_dir(root()).args(args)).ok();
     let changes = git(&["status", "--porcelain", "--", ".", ":(exclude)benchmarks/record"])?;

@@ -169,9 +169,9 @@ fn byte_symbol(byte: u8) -> char {
 pub enum Role {
     /// The weight of a norm, which scales the channels that the linears after it read.
     Norm,
-    /// A linear that only reads the norm of this name.
+    /// A linear whose only input is the norm of this name.
     ReaderOf(String),
-    /// Anything else.
+    /// Any other tensor.
     Other,
 }
 

@@ -8,7 +8,7 @@ use anyhow::{Context, Result};
 
 use super::shell::{self, root, target_dir};
 
-/// Its libraries and headers.
+/// The package with llama.cpp's libraries and headers.
 pub struct LlamaCpp {
     directory: PathBuf,
 }
@@ -25,7 +25,7 @@ impl LlamaCpp {
         Ok(Self { directory })
     }
 
-    /// The directory of the libraries, some of which exist once per kind of processor.
+    /// The directory of the libraries, some of which exist in a variant for each kind of processor.
     pub fn libraries(&self) -> PathBuf {
         self.directory.join("bin")
     }

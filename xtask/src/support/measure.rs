@@ -15,8 +15,8 @@ use super::shell::display;
 
 /// Bytes read, hashed or written at a time.
 const CHUNK: usize = 4 << 20;
-/// How often a child's high-water mark is read. The mark never falls, so only growth in a process's last moments can be
-/// missed.
+/// Interval at which a child's high-water mark is read. The mark never falls, so only growth in a process's last
+/// moments can be missed.
 const POLL: Duration = Duration::from_millis(5);
 /// Units of CPU time per second in `/proc/PID/stat` (`USER_HZ`), the same on every architecture that is supported.
 const TICKS_PER_SECOND: f64 = 100.0;
@@ -26,7 +26,7 @@ const TICKS_PER_SECOND: f64 = 100.0;
 pub struct Usage {
     /// Wall time from start to exit, in seconds.
     pub seconds: f64,
-    /// CPU time of all its threads, user and system, in seconds; a multiple of 0.01.
+    /// CPU time of all threads, user and system, in seconds; a multiple of 0.01.
     pub cpu_seconds: f64,
     /// Peak resident memory (`VmHWM`), in bytes.
     pub peak_bytes: u64,
@@ -75,8 +75,8 @@ pub fn run_with_output(command: &mut Command) -> Result<(Usage, String)> {
     Ok((Usage { seconds, cpu_seconds: cpu_seconds?, peak_bytes }, printed))
 }
 
-/// Waits until a child has ended and reads its CPU time. The child must still be waited for afterwards, and its entry
-/// in `/proc` stays until then.
+/// Waits until a child has ended and reads its CPU time. The caller must still wait for the child, whose entry in
+/// `/proc` exists until then.
 fn wait_for_cpu_seconds(id: u32) -> Result<f64> {
     let pid = i32::try_from(id).ok().and_then(Pid::from_raw).context("the child has no process id")?;
     waitid(WaitId::Pid(pid), WaitIdOptions::EXITED | WaitIdOptions::NOWAIT)?;
@@ -93,9 +93,9 @@ pub fn children_cpu_time() -> Option<Duration> {
     Some(Duration::from_secs_f64(ticks as f64 / TICKS_PER_SECOND))
 }
 
-/// The index, from 1, of the field of a `stat` file with a process's user time; its system time follows.
+/// The index, counted from 1, of a process's user time in a `stat` file; the system time follows it.
 const UTIME: usize = 14;
-/// The index of the field with the user time of its children that have ended.
+/// The index of the user time of a process's children that have ended; their system time follows it.
 const CUTIME: usize = 16;
 
 /// The sum of a field of a `stat` file and the next one.
@@ -208,7 +208,7 @@ mod tests {
 
     #[test]
     fn the_peak_of_a_child_is_seen() {
-        // `head` buffers the whole line: some 40 MB, held for longer than a polling interval.
+        // `head` buffers the whole line, about 40 MB, and keeps it for longer than a polling interval.
         let script = "x=$(head -c 20000000 /dev/zero | tr '\\0' a); sleep 0.05; echo ${#x}";
         let (usage, printed) = run_with_output(Command::new("bash").args(["-c", script])).unwrap();
         assert_eq!(printed, "20000000\n");
@@ -242,7 +242,7 @@ mod tests {
 
     #[test]
     fn intervals_of_the_median_are_those_of_the_tables() {
-        // Tables of the sign test: the ranks of both ends for 6, 9, 15, 25 and 40 values.
+        // Published tables of the sign test: the ranks of both ends for 6, 9, 15, 25 and 40 values.
         for (n, low, high) in [(6, 1, 6), (9, 2, 8), (15, 4, 12), (25, 8, 18), (40, 14, 27)] {
             let values = (1..=n).rev().map(f64::from);
             assert_eq!(median_interval(values), Some([f64::from(low), f64::from(high)]), "{n}");

@@ -1,8 +1,9 @@
-//! Approximately normal numbers from a counter: any element of any tensor without its predecessors.
+//! Approximately normal numbers from a counter. Any element of a tensor can be generated without the elements before
+//! it.
 //!
 //! A 64-bit mix of key and counter gives four 16-bit indices into a table of 65,536 quantiles of the normal
-//! distribution, which are rounded to the element type beforehand. So a value takes a quarter of a mix and one look-up,
-//! and gigabytes are generated at the speed of the disk.
+//! distribution, which are rounded to the element type beforehand. A value takes a quarter of a mix and one look-up, so
+//! gigabytes are generated at the speed of the disk.
 
 use half::{bf16, f16};
 
@@ -70,7 +71,7 @@ impl Float {
         }
     }
 
-    /// Whether the type represents the value as zero or a normal number, without rounding.
+    /// Whether the type represents the value exactly, as zero or as a normal number.
     pub fn holds_exactly(self, value: f32) -> bool {
         match self {
             Self::Bf16 => {
@@ -94,7 +95,7 @@ pub fn mix(counter: u64) -> u64 {
     z ^ (z >> 31)
 }
 
-/// A key for a tensor's stream of numbers.
+/// The key of a tensor's stream of numbers.
 pub fn key(seed: u64, name: &str) -> u64 {
     name.bytes().fold(mix(seed ^ 0x51), |h, b| mix(h ^ u64::from(b)))
 }
@@ -117,7 +118,7 @@ impl Noise {
         Self { float, table: float.narrow(&values) }
     }
 
-    /// Writes elements, starting at `first`, as many as `out` has room for.
+    /// Writes the elements starting at index `first` until `out` is full.
     ///
     /// # Panics
     /// If `first` is not a multiple of [`LANES`], or the length of `out` is not a multiple of the element size.

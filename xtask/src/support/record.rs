@@ -14,7 +14,7 @@ pub struct Record {
     pub benchmark: &'static str,
     /// The heading of the page.
     pub title: String,
-    /// The command that produced it.
+    /// The command that produced the record.
     pub command: String,
     /// Method and results, as Markdown.
     pub body: String,
@@ -73,7 +73,8 @@ pub fn typed_command() -> String {
     format!("cargo xtask {}", without_places(std::env::args().skip(1)).join(" "))
 }
 
-/// The arguments without the options that give the path of an existing program, which has no meaning on other machines.
+/// The arguments without options that give the path of an existing program: such a path has no meaning on other
+/// machines.
 fn without_places(mut args: impl Iterator<Item = String>) -> Vec<String> {
     let mut kept = Vec::new();
     while let Some(arg) = args.next() {

@@ -37,7 +37,7 @@ const fn row(
     Row { name, calibration, evaluation, window, group, options }
 }
 
-/// The rows that figures are reported on.
+/// The rows for which results are reported.
 pub const ROWS: [Row; 9] = [
     row(BOOKS, 512, "32", &[]),
     row(BOOKS, 512, "64", &[]),
@@ -70,7 +70,7 @@ pub fn quantize(quant: &Path, model: &Path, out: &Path) -> Command {
 }
 
 impl Row {
-    /// The model's directory, or that of its copy with planted outliers, which is created once.
+    /// Returns the model's directory or, with planted outliers, that of a copy, which is created on first use.
     pub fn model(&self, data: &Path, planted: bool) -> Result<PathBuf> {
         match planted {
             false => Ok(data.join("models").join(self.name)),
@@ -78,7 +78,7 @@ impl Row {
         }
     }
 
-    /// The directory of its copy with outliers in keys, which is created once.
+    /// Returns the directory of a copy of the model with outliers in keys, which is created on first use.
     pub fn with_outlying_keys(&self, data: &Path) -> Result<PathBuf> {
         self.planted(data, "planted-keys", [0, 2])
     }

@@ -1,6 +1,7 @@
-//! Checkpoints on disk, streamed: safetensors shards with their index, one tensor's bytes at a time.
+//! Checkpoints on disk, read and written one tensor at a time: safetensors shards with their index.
 //!
-//! This deliberately does not use the pipeline's reader and writer, which must not create their own test inputs.
+//! This deliberately does not use the pipeline's reader and writer, because they are tested on the checkpoints written
+//! here.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -18,13 +19,13 @@ const INDEX: &str = "model.safetensors.index.json";
 /// One tensor of a shard.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Entry {
-    /// Its name.
+    /// The tensor's name.
     pub name: String,
-    /// Its element type, as named in the header.
+    /// The tensor's element type, as named in the header.
     pub dtype: String,
-    /// Its dimensions, outermost first.
+    /// The tensor's dimensions, outermost first.
     pub shape: Vec<usize>,
-    /// Its length in bytes.
+    /// The tensor's length in bytes.
     pub bytes: u64,
 }
 
@@ -228,7 +229,7 @@ fn parse_entry(name: &str, value: &Value) -> Result<(Entry, u64)> {
     Ok((Entry { name: name.to_owned(), dtype: dtype.to_owned(), shape, bytes }, begin))
 }
 
-/// A directory that appears under its name only when it is complete.
+/// A directory that gets its final name only when it is complete.
 #[derive(Debug)]
 pub struct NewDir {
     partial: PathBuf,
@@ -246,12 +247,12 @@ impl NewDir {
         Ok(Self { partial, target: target.to_owned() })
     }
 
-    /// The path to write to in the meantime.
+    /// The temporary path to write to.
     pub fn path(&self) -> &Path {
         &self.partial
     }
 
-    /// Moves it to its final name.
+    /// Moves the directory to its final name.
     pub fn publish(self) -> Result<()> {
         std::fs::rename(&self.partial, &self.target)
             .with_context(|| format!("cannot rename {} to {}", self.partial.display(), self.target.display()))

@@ -15,7 +15,7 @@ pub fn root() -> PathBuf {
     here.parent().unwrap_or(here).to_owned()
 }
 
-/// Cargo's output directory, where these commands also keep everything that can be recreated.
+/// Cargo's output directory, in which these commands also keep everything that can be recreated.
 pub fn target_dir() -> PathBuf {
     match std::env::var_os("CARGO_TARGET_DIR") {
         Some(dir) => root().join(dir),
@@ -47,8 +47,8 @@ fn file_name(program: &std::ffi::OsStr) -> String {
     path.file_name().unwrap_or(program).to_string_lossy().into_owned()
 }
 
-/// Runs a command with inherited output; fails if it fails. If stdout is not a terminal, the error contains an excerpt
-/// of the command's output.
+/// Runs a command with inherited output. Fails if the command fails. If stdout is not a terminal, the error contains an
+/// excerpt of the command's output.
 pub fn run(command: &mut Command) -> Result<()> {
     let line = display(command);
     println!("$ {line}");
@@ -74,8 +74,8 @@ fn start(command: &mut Command, line: &str) -> Result<(Child, PipeReader)> {
     Ok((child, reader))
 }
 
-/// Runs two commands concurrently. The first inherits this process's output; the output of the second is held back
-/// until both have ended, so that the two do not mix.
+/// Runs two commands concurrently. The first inherits this process's output. The output of the second is printed after
+/// both have ended, so that the two do not mix.
 ///
 /// # Errors
 /// When either fails; the other still runs to its end.
@@ -86,7 +86,7 @@ pub fn run_both(first: &mut Command, second: &mut Command) -> Result<()> {
     outcome
 }
 
-/// A command that runs in parallel with others, and whose output is held back until they have ended.
+/// A command that runs in parallel with others. Its output is printed after they have ended.
 #[derive(Debug)]
 pub struct Held {
     line: String,
@@ -109,10 +109,10 @@ impl Held {
         Ok(Self { line, child, output })
     }
 
-    /// Waits for its end, and prints its output.
+    /// Waits until the command has ended, and prints its output.
     ///
     /// # Errors
-    /// When it failed.
+    /// When the command failed.
     pub fn finish(mut self) -> Result<()> {
         let status = self.child.wait()?;
         println!("$ {}", self.line);
@@ -124,7 +124,7 @@ impl Held {
     }
 }
 
-/// Runs a command and returns its stdout; fails if it fails.
+/// Runs a command and returns its stdout. Fails if the command fails.
 pub fn output(command: &mut Command) -> Result<String> {
     let line = display(command);
     let output = command.output().with_context(|| format!("cannot start `{line}`"))?;
@@ -147,7 +147,7 @@ pub fn tool(name: &str, version: &str) -> Result<PathBuf> {
     let own = target_dir().join("tools");
     let program = own.join("bin").join(name);
     if !program.is_file() {
-        // Unoptimized: building it takes longer than anything it does here.
+        // Built without optimization: an optimized build would take longer than the program saves.
         let mut install = cargo(&["install", name, "--version", version, "--locked", "--debug"]);
         run(install.arg("--root").arg(&own))?;
     }

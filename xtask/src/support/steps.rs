@@ -8,7 +8,7 @@ use anyhow::{Result, bail};
 use super::measure::children_cpu_time;
 use super::shell::Held;
 
-/// Runs steps in sequence; the rest still run if one fails.
+/// Runs steps in sequence. If one fails, the others still run.
 #[derive(Debug, Default)]
 pub struct Steps {
     rows: Vec<Row>,
@@ -34,8 +34,8 @@ impl Steps {
         self.only.is_empty() || self.only.iter().any(|o| o == name)
     }
 
-    /// Runs a command as a step in parallel with other steps, and prints its output after they have ended. Only its
-    /// time beyond theirs is counted.
+    /// Runs a command as a step in parallel with other steps, and prints its output after they have ended. Only the
+    /// time after the other steps have ended is counted.
     pub fn alongside(&mut self, name: &str, command: &mut Command, others: impl FnOnce(&mut Self)) {
         let started = self.is_chosen(name).then(|| Held::start(command));
         others(self);

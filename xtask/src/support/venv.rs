@@ -31,7 +31,7 @@ pub fn modelopt_python() -> Result<PathBuf> {
     python("benchmarks/peers/setup_venv.sh", "peers-modelopt-venv", &["modelopt"])
 }
 
-/// The interpreter of the environment with the implementations of the interop check, including gptqmodel, which is
+/// The interpreter of the environment of the interop check, whose implementations include gptqmodel. The environment is
 /// created if it is missing.
 ///
 /// # Errors
@@ -43,6 +43,6 @@ pub fn interop_python() -> Result<PathBuf> {
 fn python(script: &str, directory: &str, peers: &[&str]) -> Result<PathBuf> {
     let directory = target_dir().join(directory);
     shell::run(Command::new("bash").arg(root().join(script)).arg(&directory).args(peers))?;
-    // The link is not resolved, because its path selects the environment.
+    // Symbolic links are not resolved, because the path of the link selects the environment.
     Ok(std::path::absolute(directory.join("bin/python"))?)
 }

@@ -7,7 +7,8 @@ use super::{LANES, MAX_ITERATIONS, total};
 const STARTS: usize = 24;
 /// Number of block scales that are refined, out of all candidates.
 const REFINED: usize = 4;
-/// Number of candidates for a block's scale, and the step between them in the factor of the largest part scale.
+/// Number of candidates for a block's scale. Between neighbouring candidates, the factor of the part with the largest
+/// scale differs by `CANDIDATE`.
 const CANDIDATES: usize = 24;
 const CANDIDATE: f32 = 0.4;
 
@@ -39,7 +40,7 @@ fn error<L: Levels>(levels: L, scale: f32, x: &[f32], w: &[f32]) -> f32 {
     total(sum)
 }
 
-/// Returns the best scale found for a part, and `Σ w·l²` there.
+/// Returns the best scale found for a part, and `Σ w·l²` with that scale.
 #[inline(always)]
 fn fit<L: Levels>(levels: L, x: &[f32], w: &[f32]) -> (f32, f32) {
     let max = x.iter().fold(0.0_f32, |max, v| max.max(v.abs()));
@@ -47,8 +48,7 @@ fn fit<L: Levels>(levels: L, x: &[f32], w: &[f32]) -> (f32, f32) {
         return (0.0, 0.0);
     }
     let [low, step] = [levels.ends()[0], levels.step()];
-    // From scales that leave the last code unused to scales that saturate the largest values; fine grids take smaller
-    // steps.
+    // Starting scales range from one at which the last code is unused to one at which the largest values saturate.
     let (first, last) = ((0.09 * low).max(-step), levels.beyond());
     let mut best = (0.0, 0.0, 0.0);
     for end in [low, -low] {
@@ -129,7 +129,8 @@ pub(super) fn fields<L: Levels>(
         }
     }
     if best.0 == f32::INFINITY {
-        // No scale is both finite and nonzero: the check of the encoded bytes reports the overflow.
+        // No candidate gave a finite error. If the scale that follows overflows, the check of the encoded bytes reports
+        // it.
         let d =
             half(scales[..count].iter().fold(0.0_f32, |max, s| if s.abs() > max.abs() { *s } else { max }));
         let d = d / if low == high { 1.0 } else { high as f32 };
@@ -138,7 +139,7 @@ pub(super) fn fields<L: Levels>(
     best.1
 }
 
-/// Finds the fields if each part has its own scale code. Values are divided by `power`.
+/// Finds the fields if each part has its own scale code. The values `x` have been divided by `power`.
 #[inline(always)]
 pub(super) fn own_scales<L: Levels>(levels: L, grid: &Grid, x: &[f32], w: &[f32], power: f32) -> Fields {
     let mut fields = Fields::ZERO;
@@ -167,8 +168,8 @@ pub(super) fn own_scales<L: Levels>(levels: L, grid: &Grid, x: &[f32], w: &[f32]
     fields
 }
 
-/// Candidate block scales for the scales of its parts, best first: those with the least error from rounding factors,
-/// modelled as a parabola around each part's optimum.
+/// Returns candidates for a block's scale, best first, from the optimal scales of its parts. The error from rounding
+/// the parts' factors is modelled as a parabola around each optimum.
 #[inline(always)]
 fn starts(scales: &[f32], curves: &[f32], [low, high]: [i32; 2]) -> Vec<f32> {
     if low == high {

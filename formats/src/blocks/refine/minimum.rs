@@ -3,9 +3,9 @@
 use super::super::grid::{Fields, Grid, PARTS, code_above};
 use super::{LANES, MAX_ITERATIONS, total};
 
-/// Starting points of a part's search: its range, shrunk at each end by these fractions.
+/// Starting points of a part's search: the range of its values, shrunk at each end by these fractions.
 const DRAWN_IN: [f32; 6] = [-0.04, 0.0, 0.04, 0.09, 0.15, 0.23];
-/// Candidates for the scales of a block.
+/// Number of candidates for a block's scale, and for the scale of its minimums.
 const CANDIDATES: usize = 24;
 const CANDIDATE: f32 = 0.4;
 const REFINED: usize = 2;
@@ -59,7 +59,7 @@ fn moments(x: &[f32], w: &[f32]) -> [f32; 2] {
     [total(sum_w), total(sum_x)]
 }
 
-/// Returns the best scale and minimum found for a part, and the curvature of its error in each.
+/// Returns the best scale and minimum found for a part, and the curvature of the error with respect to each.
 #[inline(always)]
 fn fit(top: i32, x: &[f32], w: &[f32], any_sign: bool) -> ([f32; 2], [f32; 2]) {
     let [sum_w, sum_x] = moments(x, w);
@@ -191,7 +191,7 @@ pub(super) fn fields(top: i32, grid: &Grid, x: &[f32], w: &[f32], half: impl Fn(
     best.1
 }
 
-/// Candidate block scales for the values of its parts.
+/// Returns candidates for a scale of a block, best first, from the optimal values of its parts.
 #[inline(always)]
 fn starts(values: &[f32], curves: &[f32], [low, high]: [i32; 2]) -> Vec<f32> {
     let max = values.iter().fold(0.0_f32, |max, v| max.max(*v));

@@ -27,7 +27,7 @@ const MAX_ITERATIONS: usize = 4;
 const UNIMPORTANT: f32 = 1e-6;
 
 /// Finds the fields of every block of a row, with `elements` elements each; `take` receives them with the block's
-/// number. The weight of an element is its importance times the fourth root of `σ² + x²`, with `σ²` the mean square of
+/// index. The weight of an element is its importance times the fourth root of `σ² + x²`, with `σ²` the mean square of
 /// the row. This compromise between equal weights and a preference for large values had the smallest loss on
 /// calibration texts.
 pub(super) fn row(

@@ -24,7 +24,7 @@ use crate::{Error, Result};
 enum Fault {
     /// The operation fails because the disk is full; later ones succeed.
     DiskFull,
-    /// The operation is half done, and none follows.
+    /// Only part of the operation is done, and all later operations fail.
     PowerLoss,
 }
 
@@ -40,16 +40,16 @@ struct State {
     fault_at: usize,
     fault: Fault,
     off: bool,
-    /// Written and not synced.
+    /// Ranges that were written but not synced.
     dirty: Vec<(Arc<File>, u64, u64)>,
-    /// Created in a directory that has not been synced since.
+    /// Files that were created in a directory that has not been synced since.
     unsynced: HashSet<PathBuf>,
 }
 
 /// The outcome of the next operation.
 enum Turn {
     Succeed,
-    /// Do part of it, then report the error.
+    /// Do part of the operation, then report the error.
     Fail(io::Error),
 }
 
@@ -342,7 +342,7 @@ fn every_operation(fault: Fault, old: Option<Files>, can_exchange: bool) {
             let aside = dir.path().join("out.job/previous");
             let is_new = left.as_ref() == Some(&new);
             let is_old = left == old;
-            // Only without an exchange is the old target ever set aside.
+            // The old target is only set aside if directories cannot be exchanged.
             let is_aside = !can_exchange && left.is_none() && content_of(&aside) == old;
             assert!(is_new || is_old || is_aside, "{case}");
             if outcome.is_ok() {
@@ -355,7 +355,7 @@ fn every_operation(fault: Fault, old: Option<Files>, can_exchange: bool) {
 
             if is_aside {
                 was_aside = true;
-                // Starting the next run restores it, whatever happens to that run.
+                // Starting the next run restores the old target, whatever happens to that run.
                 let started = create(Arc::new(steady()), &target, false, resume);
                 assert!(matches!(started, Err(Error::OutputExists { .. })), "{case}");
                 assert_eq!(content_of(&target), old, "{case}: the old output was not restored");

@@ -264,7 +264,7 @@ fn unknown_types_keep_their_name_and_length() {
     let info = &header.tensors["t"].info;
     assert_eq!((info.dtype.name(), info.byte_len(), info.elements()), ("C64", 16, 2));
     assert!(!info.dtype.is_weight_float());
-    // Their lengths are checked against the file like all others.
+    // Their lengths are checked against the file, like those of known types.
     refused!(file(of_type("C64", "[2]", 17), &[1; 16]), E::PastEnd { .. }, "`t`");
     refused!(file(of_type("C64", "[2]", 15), &[1; 16]), E::TrailingBytes { .. }, "1 byte");
     refused!(file(of_type("C64", "[2]", u64::MAX), &[1; 16]), E::PastEnd { .. }, "`t`");

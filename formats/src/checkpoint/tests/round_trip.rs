@@ -29,7 +29,7 @@ impl<S: Strategy<Value = BTreeMap<String, (Dtype, Vec<usize>)>> + 'static> Shuff
             map.into_iter()
                 .map(|(name, (dtype, mut shape))| {
                     if dtype.bits() % 8 != 0 {
-                        // Whole bytes, whatever else the shape has.
+                        // With a last dimension of 4, elements fill whole bytes for any other dimensions.
                         shape.push(4);
                     }
                     TensorSpec::new(name, dtype, shape)

@@ -198,11 +198,11 @@ fn links_stay_inside_or_in_the_cache() {
     fs::remove_file(&shard).unwrap();
     symlink(outside.path().join("secret.safetensors"), &shard).unwrap();
     assert!(index_reason(&dir).contains("outside the model directory"));
-    // Through a directory as well.
+    // A link may not point outside through a directory either.
     symlink(outside.path(), dir.path().join("sub")).unwrap();
     put(dir.path(), INDEX, r#"{"weight_map":{"c":"sub/secret.safetensors"}}"#);
     assert!(index_reason(&dir).contains("outside the model directory"));
-    // Within the directory a link is fine, a loop is not.
+    // Links within the directory are followed; loops are rejected.
     put(dir.path(), INDEX, json!({ "weight_map": good() }).to_string());
     fs::remove_file(&shard).unwrap();
     put(dir.path(), "real.safetensors", vectors(&[("c", 5)]));
@@ -304,7 +304,7 @@ fn a_file_that_shrinks_is_an_error() {
     shard.set_len(shard.metadata().unwrap().len() - 2).unwrap();
     let message = checkpoint.read("c").unwrap_err().to_string();
     assert!(message.contains("s2.safetensors") && message.contains("but only 3 are left"), "{message}");
-    // A file that is given this name later is not read.
+    // A file that takes over this name later is not read.
     let dir = sharded(&good());
     let checkpoint = open(&dir).unwrap();
     fs::remove_file(dir.path().join("s2.safetensors")).unwrap();

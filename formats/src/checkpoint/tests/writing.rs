@@ -95,7 +95,7 @@ fn published_is_complete_and_listed() {
     let index: Value =
         serde_json::from_slice(&fs::read(target.join("model.safetensors.index.json")).unwrap()).unwrap();
     assert_eq!(index["metadata"]["total_size"], 32 + 5 + 24 + 14);
-    // The permissions are those of any new file here.
+    // The permissions equal those of any new file on this system.
     fs::write(dir.path().join("probe"), "").unwrap();
     let mode = |p: PathBuf| fs::metadata(p).unwrap().permissions().mode();
     assert_eq!(mode(target.join("config.json")), mode(dir.path().join("probe")));
@@ -445,7 +445,7 @@ fn a_directory_without_our_lock_is_not_emptied() {
     fs::create_dir(job.join("lock")).unwrap();
     refused("`lock`, which is not the lock file of a run");
     assert_eq!(fs::read_to_string(job.join("journal.jsonl")).unwrap(), "my diary");
-    // With the lock of a terminated run it counts as a job's directory, and so does an empty directory.
+    // With the lock of a terminated run, the directory counts as a job's directory; so does an empty directory.
     fs::remove_dir(job.join("lock")).unwrap();
     fs::write(job.join("lock"), "4711\n").unwrap();
     create().unwrap().abandon().unwrap();

@@ -67,8 +67,8 @@ impl Container for AutoAwq {
         layout::pack(module, tensor)
     }
 
-    /// One scheme for all: the configuration can hold only one. The head stays float: loaders do not support a
-    /// quantized head.
+    /// All linears must have one scheme, because the configuration can hold only one. The head stays float: loaders do
+    /// not support a quantized head.
     fn check(&self, schemes: &ModuleSchemes<'_>) -> Result<()> {
         let named_head = schemes.quantized.iter().any(|(module, _)| *module == HEAD).then_some(HEAD);
         let head = schemes.head.or(named_head);

@@ -68,7 +68,7 @@ pub(super) fn quantization_config(schemes: &ModuleSchemes<'_>) -> Value {
                 "weights": weights(scheme),
                 "input_activations": input_activations(scheme.activations),
                 "output_activations": null,
-                // Some loaders look for it only here, and would otherwise interpret packed weights with 8-bit
+                // Some loaders read the format only here. Without it, they would interpret packed weights with 8-bit
                 // activations as bytes.
                 "format": Storage::of(scheme).name(),
             });
@@ -86,7 +86,7 @@ pub(super) fn quantization_config(schemes: &ModuleSchemes<'_>) -> Value {
     let mut config = json!({
         "quant_method": METHOD,
         "format": format,
-        // Without it, transformers loads the file without an error and gives wrong results.
+        // Without this key, transformers loads the file without an error and gives wrong results.
         "quantization_status": STATUS,
         "config_groups": config_groups,
         "ignore": ignored.collect::<Vec<_>>(),
@@ -373,7 +373,7 @@ mod tests {
         let config = quantization_config(&schemes);
         assert_eq!(config["config_groups"]["group_1"]["targets"], json!(["m.q", "m.k", "m.qkv"]));
         assert_eq!(config["ignore"], json!(["m.gate", "m.up", "m.gate_up"]));
-        // A single part does not name the fused linear.
+        // If only one part of a fused linear is listed, the fused linear is not.
         schemes.float.pop();
         assert_eq!(quantization_config(&schemes)["ignore"], json!(["m.gate"]));
     }

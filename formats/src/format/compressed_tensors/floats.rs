@@ -7,7 +7,7 @@
 //! | `float-quantized` | `X.weight` | F8_E4M3 | `[n, k]` | codes |
 //! | | `X.weight_scale` | F16, BF16 or F32 | `[n, 1]`; `[1]` per tensor; `[⌈n/128⌉, ⌈k/128⌉]` per block | scales |
 //! | | `X.input_scale` | F32 | `[1]` | the input's scale; static activations only |
-//! | `nvfp4-pack-quantized` | `X.weight_packed` | U8 | `[n, k/2]` | two codes per byte, that of the even column in the low bits |
+//! | `nvfp4-pack-quantized` | `X.weight_packed` | U8 | `[n, k/2]` | two codes per byte, with the even column in the low bits |
 //! | | `X.weight_scale` | F8_E4M3 | `[n, k/16]` | group scales |
 //! | | `X.weight_global_scale` | F32 | `[1]` | the divisor of the group scales |
 //! | | `X.input_global_scale` | F32 | `[1]` | the input's global scale, a divisor; rounded activations only |
@@ -16,7 +16,8 @@
 //! | `mxfp8-quantized` | `X.weight` | F8_E4M3 | `[n, k]` | codes |
 //! | | `X.weight_scale` | U8 | `[n, k/32]` | exponents |
 //!
-//! A weight is the code's value times its scale, in `f32`; for NVFP4 the scale is `f32(scale / global)`, divided first.
+//! A weight is the code's value times its scale, in `f32`. For NVFP4 the scale is `f32(scale / global)`: the division
+//! is rounded before the multiplication.
 
 use quant_kernels_cpu::{StaticScale, e8m0_value};
 
@@ -97,7 +98,7 @@ pub(super) fn layout(
     Ok(specs)
 }
 
-/// Returns the bytes of those tensors, in the same order, for a tensor that can be stored.
+/// Returns the bytes of the tensors of [`layout`], in the same order, for a tensor that can be stored.
 pub(super) fn pack(module: &str, tensor: &QuantizedTensor) -> Result<Vec<Vec<u8>>> {
     let inconsistent = |what: &str| Error::Internal(format!("quantized `{module}.weight`: {what}"));
     let codes = match tensor.scheme.float_format() {

@@ -148,7 +148,7 @@ pub(super) fn scheme(weights: &Object<'_>) -> Result<LinearScheme, String> {
     if flag("dynamic", false)? {
         return Err(weights.refuse("dynamic", "is true, but weights must have stored scales"));
     }
-    // Static ordering keeps groups in natural order; the dynamic kind needs an index per column.
+    // Static ordering keeps groups in natural order. Dynamic ordering needs an index per column and is not supported.
     match weights.get("actorder").map(|a| a.as_str()) {
         None | Some(Some("static" | "weight")) => {}
         Some(_) => {
@@ -177,7 +177,7 @@ pub(super) fn scheme(weights: &Object<'_>) -> Result<LinearScheme, String> {
     let granularity = match (strategy, group_size, positive) {
         ("tensor", None, _) if is_float => Granularity::Tensor,
         ("block", None, _) if is_float => match block {
-            // Files of old versions have the string.
+            // Old versions write the string `128x128`.
             Some(size) if *size == json!([BLOCK, BLOCK]) || *size == json!("128x128") => Granularity::Block,
             _ => return Err(weights.refuse("block_structure", "must be [128, 128]")),
         },

@@ -50,7 +50,7 @@ pub(super) enum Storage {
 }
 
 impl Storage {
-    /// All of them.
+    /// All kinds of storage.
     pub(super) const ALL: [Self; 6] =
         [Self::Packed, Self::Int8, Self::Float, Self::Nvfp4, Self::Mxfp4, Self::Mxfp8];
 
@@ -68,7 +68,7 @@ impl Storage {
         }
     }
 
-    /// Its name in a configuration.
+    /// The name of the storage in a configuration.
     pub(super) fn name(self) -> &'static str {
         match self {
             Self::Packed => "pack-quantized",
@@ -80,7 +80,7 @@ impl Storage {
         }
     }
 
-    /// Whether it holds floating-point codes.
+    /// Whether the storage holds floating-point codes.
     pub(super) fn is_float(self) -> bool {
         !matches!(self, Self::Packed | Self::Int8)
     }
@@ -114,7 +114,7 @@ pub(super) fn shape_name(module: &str) -> String {
     format!("{module}.weight_shape")
 }
 
-/// Old versions write it for activation ordering across groups; quant never does.
+/// Old versions write this tensor for activation ordering across groups; quant never does.
 pub(super) fn group_index_name(module: &str) -> String {
     format!("{module}.weight_g_idx")
 }

@@ -75,8 +75,8 @@ impl<T: Copy> Names<T> {
                     .build()
                     .map_err(|e| format!("`{path}` is not a supported regular expression: {e}"))
             };
-            // Compiled alone first, because `a)|(b` would be well-formed inside the group. The group anchors the whole
-            // expression at the start, as Python's `re.match` does.
+            // The pattern is first compiled alone, because `a)|(b` would be well-formed inside the group. The group
+            // anchors the whole expression at the start, as Python's `re.match` does.
             compile(pattern)?;
             self.patterns.push((compile(&format!(r"\A(?:{pattern})"))?, what));
         } else if name == LINEAR {
@@ -191,7 +191,7 @@ impl Reader {
         if ignored { None } else { self.targets.get(module, self.targets.embedding) }
     }
 
-    /// The storage of a weight with that scheme: that of the linear, or else the embedding, with this name.
+    /// Returns the storage of a weight with that scheme, which is a linear or an embedding.
     fn storage(&self, weight: PackedWeight<'_>) -> Storage {
         let configured = [self.linear(weight.module), self.embedding(weight.module)];
         let configured = configured.into_iter().flatten().find(|target| target.scheme == weight.scheme);
@@ -333,7 +333,7 @@ fn has_null_zero_points(source: &dyn TensorSource, storage: Storage, module: &st
     }
 }
 
-/// Reads the grid of the input, if the scheme has one for all tokens.
+/// Reads the grid of the input, if the scheme uses one grid for all tokens.
 fn read_input(source: &dyn TensorSource, module: &str, scheme: LinearScheme) -> Result<Option<StaticScale>> {
     let ActivationScheme::Static { symmetric } = scheme.activations else { return Ok(None) };
     let name = input_scale_name(module);
@@ -354,7 +354,7 @@ fn read_input(source: &dyn TensorSource, module: &str, scheme: LinearScheme) -> 
 /// Checks a tensor's dtype and shape against the spec that the scheme implies.
 fn check_spec(source: &dyn TensorSource, spec: &TensorSpec, module: &str) -> Result<()> {
     let TensorInfo { dtype, shape } = source.require(&spec.name)?;
-    // Written as I64, but some files have I32, which means the same; some have scales in the model's dtype.
+    // quant writes I64, but some files have I32; some files have scales in the model's dtype. Both are accepted.
     let accepted = *dtype == spec.info.dtype
         || (spec.name == shape_name(module) && *dtype == Dtype::I32)
         || (spec.name == input_scale_name(module) && dtype.is_weight_float())
@@ -388,7 +388,8 @@ fn read_weight_shape(source: &dyn TensorSource, name: &str) -> Result<Vec<i64>> 
     Ok(source.read(name)?.chunks_exact(size).map(number).collect())
 }
 
-/// The shape of a packed weight by its `weight_shape`. The number of codes is checked with their tensor.
+/// Returns the shape of a packed weight from its `weight_shape`. The number of codes is checked when their tensor is
+/// read.
 fn stated_shape(source: &dyn TensorSource, module: &str) -> Result<[usize; 2]> {
     let name = shape_name(module);
     let info = source.require(&name)?;

@@ -88,7 +88,7 @@ fn padding_bits_and_i32_shapes_are_accepted() {
     let tensor = quantized([3, 9], "w3a16-channel-asym");
     let mut source = Memory::of("m", &tensor);
     for name in ["m.weight_packed", "m.weight_zero_point"] {
-        // 27 and 9 of the 32 bits are codes.
+        // Set padding bits: in their last words, codes take 27 of 32 bits and zero points 9.
         *source.0.get_mut(name).unwrap().1.last_mut().unwrap() |= 0xf8;
     }
     source.put("m.weight_shape", Dtype::I32, &[2], vec![3, 0, 0, 0, 9, 0, 0, 0]);

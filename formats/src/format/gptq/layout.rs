@@ -125,7 +125,7 @@ pub(super) fn pack(module: &str, tensor: &QuantizedTensor) -> Result<Vec<(Tensor
     Ok(specs.into_iter().zip(bytes).collect())
 }
 
-/// Returns codes and zero points in which groups with a zero point of 0 are raised by one, if their codes allow it.
+/// Returns codes and zero points. In groups with a zero point of 0, both are raised by one if the codes allow it.
 fn avoid_zero_points_of_0<'t>(
     tensor: &'t QuantizedTensor,
     zeros: &[u8],
@@ -261,7 +261,7 @@ mod tests {
             let parts = pack("x", &tensor(scheme, [16, 32], vec![0; 16 * 32], None)).unwrap();
             assert!(words(&parts[1].1).iter().all(|w| *w == word), "{scheme}");
         }
-        // The 3-bit value 3, 32 times.
+        // 32 times the code 3, with 3 bits.
         let parts = pack("x", &tensor("w3a16-g32", [32, 32], vec![0; 32 * 32], None)).unwrap();
         assert_eq!(words(&parts[1].1), [0xdb6d_b6db, 0xb6db_6db6, 0x6db6_db6d]);
     }
@@ -303,11 +303,11 @@ mod tests {
         let mut zeros = vec![8; 16];
         (zeros[0], zeros[1]) = (0, 0);
         let parts = pack("x", &tensor("w4a16-g8-asym", [8, 16], codes, Some(zeros))).unwrap();
-        // Codes of group 0 could be raised, those of group 1 of output 0 could not.
+        // The codes of group 0 could be raised; those of group 1 of output 0 could not.
         assert_eq!(words(&parts[1].1), [0x7777_7770, 0x8888_8880_u32.wrapping_sub(0x1111_1111)]);
         let back = unpack_zeros(&parts[1].1, 8, 2, 4, true).unwrap();
         assert_eq!(back[..4], [1, 0, 8, 8]);
-        // With 3 bits, each wraps individually.
+        // At 3 bits, each zero point wraps individually.
         let zeros: Vec<u8> = (0..32).map(|i| i % 8).collect();
         let full = tensor("w3a16-g32-asym", [32, 32], vec![7; 32 * 32], Some(zeros.clone()));
         let parts = pack("x", &full).unwrap();

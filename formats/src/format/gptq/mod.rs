@@ -24,7 +24,7 @@ const V1: &str = "gptq";
 const V2: &str = "gptq_v2";
 /// The module that loaders leave float unless `lm_head` is set.
 const HEAD: &str = "lm_head";
-/// Copy of the configuration that older loaders look for.
+/// The file with a copy of the configuration, for older loaders.
 const CONFIG_FILE: &str = "quantize_config.json";
 /// Prefix of the keys of `dynamic` whose modules stay float.
 const EXCLUDED: &str = "-:";
@@ -64,7 +64,8 @@ impl Container for GptqV1 {
         layout::pack(module, tensor)
     }
 
-    /// One scheme for all: loaders differ in how they look up per-module schemes. Head and embedding stay float.
+    /// All linears must have one scheme, because loaders differ in how they look up per-module schemes. Head and
+    /// embedding stay float.
     fn check(&self, schemes: &ModuleSchemes<'_>) -> Result<()> {
         const REMEDY: &str = "leave it float, or write ‹format=compressed-tensors›";
         let head = schemes.head.or(schemes.embedding.map(|_| "the embedding"));

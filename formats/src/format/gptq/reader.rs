@@ -129,7 +129,7 @@ impl PackedReader for Reader {
             let tensor = spec.name.clone();
             let is_index = tensor == index_name(module);
             let fits = match dtype {
-                // Other tools keep the model's dtype.
+                // Other tools store scales in the model's dtype.
                 Dtype::F16 | Dtype::Bf16 | Dtype::F32 => spec.info.dtype == Dtype::F16,
                 Dtype::I64 => is_index,
                 other => other == spec.info.dtype,
@@ -263,7 +263,7 @@ mod tests {
         };
         let error = reader.read(&source, of(&reader)).unwrap_err();
         assert!(error.to_string().contains("differ from the middle"), "{error}");
-        // In v2, the same words mean zero points that are one less.
+        // In v2, the same words stand for zero points that are one less.
         config["sym"] = json!(false);
         config["checkpoint_format"] = json!("gptq_v2");
         let reader = Reader::new(&config).unwrap().unwrap();

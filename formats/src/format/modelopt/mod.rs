@@ -4,14 +4,14 @@
 //!
 //! | tensor | type | shape | holds |
 //! |---|---|---|---|
-//! | `X.weight` | U8 | `[n, k/2]` | two codes per byte, that of the even column in the low bits |
+//! | `X.weight` | U8 | `[n, k/2]` | two codes per byte, with the even column in the low bits |
 //! | `X.weight_scale` | F8_E4M3 | `[n, k/16]` | group scales |
 //! | `X.weight_scale_2` | F32 | `[]` | the multiplier of the group scales |
 //! | `X.input_scale` | F32 | `[]` | the input's global scale, a multiplier; rounded activations only |
 //! | `…k_proj.k_scale`, `…v_proj.v_scale` | F32 | `[]` | the multiplier of cached keys and values; FP8 caches only |
 //!
 //! Codes and group scales are those of compressed-tensors, byte for byte. The global scale is a multiplier here and a
-//! divisor there: [`reciprocal`] converts between them; [`reader`] reads checkpoints.
+//! divisor in compressed-tensors: [`reciprocal`] converts between them; [`reader`] reads checkpoints.
 
 mod reader;
 mod reciprocal;
@@ -112,7 +112,8 @@ impl Container for ModelOpt {
         Ok(specs.into_iter().zip(bytes).collect())
     }
 
-    /// One scheme for all: `MIXED_PRECISION`, which would have to list every layer, is not written.
+    /// All linears must have one scheme. The algorithm `MIXED_PRECISION`, which would have to list every layer, is not
+    /// written.
     fn check(&self, schemes: &ModuleSchemes<'_>) -> Result<()> {
         if schemes.embedding.is_some() {
             return Err(Error::usage(

@@ -57,7 +57,7 @@ pub(super) struct Reader {
     fp8: NativeFp8,
     /// NVFP4 modules with their schemes, which include whether inputs are rounded.
     nvfp4: BTreeMap<String, LinearScheme>,
-    /// Whether no input is rounded according to the configuration.
+    /// Whether the configuration leaves all inputs float.
     weight_only: bool,
     /// Whether keys and values are cached in FP8.
     fp8_cache: bool,
@@ -141,7 +141,7 @@ impl Reader {
                     got: dtype.to_string(),
                 });
             }
-            // A single number may be a scalar or a vector of one.
+            // A single number may be stored as a scalar or as a vector with one element.
             let is_one = spec.info.shape.is_empty() && *shape == [1];
             if *shape != spec.info.shape && !is_one {
                 return Err(Error::TensorShape {

@@ -9,15 +9,16 @@
 
 use half::{bf16, f16};
 
-/// 6 · 448, the largest code value times the largest scale, and 6 · 256, which leaves room for scales to grow by half.
+/// 6 · 448, the largest code value times the largest scale; and 6 · 256, so that scales can still be multiplied by 1.5.
 const LARGEST: [f32; 2] = [2688.0, 1536.0];
 
-/// Converts a multiplier to a divisor and vice versa. The scale must be positive, and it and its inverse finite.
+/// Converts a multiplier to a divisor and vice versa. The scale must be positive, and the scale and its inverse must be
+/// finite.
 pub(super) fn reciprocal(scale: f32) -> f32 {
     let narrow: [fn(f32) -> f32; 2] = [|x| bf16::from_f32(x).to_f32(), |x| f16::from_f32(x).to_f32()];
     let candidates = LARGEST.into_iter().flat_map(|largest| narrow.map(|narrow| (largest, narrow)));
     for (largest, narrow) in candidates {
-        // As a multiplier, and as a divisor.
+        // The scale in both forms: as a multiplier, and as a divisor.
         for (a, restated, other) in [
             (
                 narrow(scale * largest),
@@ -56,7 +57,7 @@ mod tests {
             }
         }
 
-        /// All others come back within two units in the last place.
+        /// All other scales change by at most two units in the last place.
         #[test]
         fn others_are_off_by_units(scale in 1e-20_f32..1e20) {
             let other = reciprocal(scale);

@@ -82,18 +82,18 @@ impl Kind {
 /// The order in which scales and zero points of 32 adjacent outputs are stored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(super) enum S2Order {
-    /// 0, 8, 16, 24, 1, 9, …: the order that QServe's kernels read, which is written.
+    /// 0, 8, 16, 24, 1, 9, …: the order that QServe's kernels read. It is read and written.
     #[default]
     Kernel,
-    /// 0, 8, 1, 9, …, 7, 15, 16, 24, …: the order that deepcompressor's converter writes.
+    /// 0, 8, 1, 9, …, 7, 15, 16, 24, …: the order that deepcompressor's converter writes. It is only read.
     Deepcompressor,
 }
 
 impl S2Order {
-    /// All of them.
+    /// All orders.
     pub(super) const ALL: [Self; 2] = [Self::Kernel, Self::Deepcompressor];
 
-    /// Its name in a configuration.
+    /// The name of the order in a configuration.
     pub(super) fn name(self) -> &'static str {
         match self {
             Self::Kernel => "kernel",
@@ -101,7 +101,7 @@ impl S2Order {
         }
     }
 
-    /// The position of an output.
+    /// The position at which an output is stored.
     pub(super) fn place(self, n: usize) -> usize {
         let within = n % TILE;
         n - within
@@ -319,7 +319,8 @@ pub(super) fn unpack_nibbles(bytes: &[u8], n: usize, k: usize) -> Vec<u8> {
     codes
 }
 
-/// Visits every four adjacent inputs of the outputs below 16 in a row of tiles: output, first input, first byte.
+/// Calls `visit` for every four adjacent inputs of outputs 0 to 15 in a row of tiles, with the output, the first input
+/// and the offset of the first byte.
 fn for_quads(k: usize, mut visit: impl FnMut(usize, usize, usize)) {
     for row in 0..16 {
         let (h, nl) = (row / 8, row % 8);

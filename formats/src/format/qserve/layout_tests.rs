@@ -72,7 +72,7 @@ fn both_orders_of_scales() {
     let other = outputs(S2Order::Deepcompressor);
     assert_eq!(other[..6], [0, 8, 1, 9, 2, 10]);
     assert_eq!(other[14..20], [7, 15, 16, 24, 17, 25]);
-    // Stored rows are groups.
+    // The rows of the stored matrix are groups.
     let values: Vec<u8> = (0..64).flat_map(|n| [n, 100 + n]).collect();
     for order in S2Order::ALL {
         let stored = order.store(&values, 64, 2);

@@ -84,7 +84,7 @@ impl Container for QServe {
         layout::pack(module, tensor)
     }
 
-    /// One scheme for all linears, since loaders read a single scheme. Head and embedding stay float.
+    /// All linears must have one scheme, because loaders read a single scheme. Head and embedding stay float.
     fn check(&self, schemes: &ModuleSchemes<'_>) -> Result<()> {
         if schemes.wrapper.is_some() {
             return Err(Error::usage(

@@ -185,7 +185,7 @@ fn tensors_are_checked() {
     }
 }
 
-/// Sets the values of output 9 and group 1 of a group's checkpoint.
+/// Reads a checkpoint with groups after changing the scale, zero point and codes of output 9, group 1.
 fn with_group(scale: u8, zero: u8, code: Option<u8>) -> Result<QuantizedTensor> {
     let mut tensor = quantized([64, 256], GROUPS, 11);
     if let Some(code) = code {

@@ -63,7 +63,7 @@ struct Report {
 #[derive(Serialize)]
 struct Rate {
     tokens: usize,
-    /// Per repetition.
+    /// Values per repetition.
     seconds: Vec<f64>,
     tokens_per_second: f64,
 }
@@ -76,7 +76,7 @@ impl Rate {
     }
 }
 
-/// Measures.
+/// Measures a model, or the kernels alone.
 pub fn run(args: &Args, session: &Session) -> Result<()> {
     args.json.check_distinct(&args.model, &[])?;
     if args.model == Path::new("kernels") {

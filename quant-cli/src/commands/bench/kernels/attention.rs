@@ -15,12 +15,12 @@ use super::super::Session;
 use super::{Limits, median, refused};
 use crate::output::table;
 
-/// Either all kinds are measured or none: each is compared with f16.
+/// The name that a filter must match. All cache types are measured or none, because each is compared with f16.
 pub(super) const NAME: &str = "attention kv4 kv8 f16";
-/// Heads of a model of 8 billion parameters.
+/// Query heads, and key and value heads, of a model with 8 billion parameters.
 const HEADS: [usize; 2] = [32, 8];
 const HEAD_DIM: usize = 128;
-/// Tokens per layer, and the number of layers that are read in turn: together more than any last-level cache holds.
+/// Tokens per layer, and the number of layers that are read in turn. Together they exceed every last-level cache.
 const TOKENS: usize = 32 << 10;
 const LAYERS: usize = 8;
 /// Queries of a prefill, and its context length; the queries are the last tokens of the context.
@@ -31,7 +31,7 @@ const ROUNDS: usize = 7;
 
 const KINDS: [(&str, KvType); 3] = [("kv4", KvType::Kv4), ("kv8", KvType::Kv8), ("f16", KvType::F16)];
 
-/// A kind of cache.
+/// Results for one type of cache.
 #[derive(Serialize)]
 pub(super) struct Case {
     kernel: &'static str,
@@ -41,10 +41,10 @@ pub(super) struct Case {
     tokens: usize,
     layers: usize,
     bytes_per_token: f64,
-    /// Per round, for one layer.
+    /// Seconds per layer, one value per round.
     decode_seconds: Vec<f64>,
     gb_per_second: f64,
-    /// As a share of the memory bandwidth measured around the rounds.
+    /// `gb_per_second` as a share of the memory bandwidth measured around the rounds.
     memory_share: f64,
     /// Speedup over f16.
     over_f16: f64,
@@ -58,14 +58,14 @@ pub(super) struct Case {
 }
 
 impl Case {
-    /// Sets the share of the measured memory bandwidth.
+    /// Computes `memory_share` from the measured memory bandwidth.
     pub(super) fn judge(&mut self, limits: &Limits) {
         let [gb_per_second, ..] = limits.during(&self.probes);
         self.memory_share = self.gb_per_second / gb_per_second;
     }
 }
 
-/// Measures all kinds in interleaved rounds, and measures the limits in between.
+/// Measures all types of cache in interleaved rounds, and the machine's limits in between.
 pub(super) fn measure(limits: &mut Limits, session: &Session) -> Result<Vec<Case>> {
     let [query, kv] = HEADS;
     let heads = Heads { query, kv, scale: 1.0 / (HEAD_DIM as f32).sqrt() };
@@ -157,7 +157,8 @@ fn prefill(case: &mut Case, cache: &KvCache, queries: &[f32]) -> Result<(), Kern
         black_box(&out);
         case.prefill_seconds.push(started.elapsed().as_secs_f64());
     }
-    // Two products with two operations per number, of every query with all tokens up to its own.
+    // Each query is multiplied by the keys and by the values of all tokens up to its own. A multiplication and an
+    // addition are two operations.
     let seen: usize = (tokens - m + 1..=tokens).sum();
     let operations = (4 * HEADS[0] * HEAD_DIM * seen) as f64;
     case.prefill_gflops = operations / median(&case.prefill_seconds) / 1e9;

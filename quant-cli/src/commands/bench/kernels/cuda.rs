@@ -66,9 +66,9 @@ struct Measured {
     seconds: f64,
     gb_per_second: f64,
     tops: f64,
-    /// The time that its bytes or its products take at the ceilings, whichever is longer.
+    /// The time that the case would take at the ceilings: for its bytes or for its products, whichever takes longer.
     floor_seconds: f64,
-    /// Which of the two is longer: `bytes` or `products`.
+    /// What determines `floor_seconds`: `bytes` or `products`.
     bound: &'static str,
     /// `floor_seconds` divided by `seconds`.
     share: f64,
@@ -104,9 +104,9 @@ struct Failed {
     reason: String,
 }
 
-/// Measures.
+/// Measures the kernels on a GPU.
 pub(super) fn run(only: &Only, json: &JsonOption, session: &Session) -> Result<()> {
-    // Reports a missing driver before anything else is done, also in a program that cannot load one.
+    // A missing driver is reported before anything else is done, even if this build cannot load drivers at all.
     CudaRunner::new()?;
     let meter = Meter::new().map_err(|e| unavailable(&e))?;
     let gpu = meter.gpu();
@@ -167,7 +167,7 @@ fn show(report: &Report) -> String {
         .kernels
         .iter()
         .map(|m| {
-            // Half the distance from the fastest to the slowest, shown next to the median.
+            // Half the difference between the slowest and the fastest measurement, shown next to the median.
             let ends = m.all_seconds.first().zip(m.all_seconds.last());
             let spread = ends.map_or(0.0, |(min, max)| 50.0 * (max - min) / m.seconds);
             let rate = match m.bound {

@@ -19,7 +19,7 @@ use crate::output::table;
 /// `[n, k]` of the linears, as in models of 1 and 8 billion parameters.
 const SHAPES: [[usize; 2]; 5] = [[4096, 4096], [14336, 4096], [4096, 14336], [2048, 2048], [8192, 2048]];
 const TOKENS: [usize; 5] = [1, 4, 16, 64, 512];
-/// Bytes of weights that are read in turn for few tokens: more than any last-level cache holds.
+/// Bytes of weights that are read in turn if there are few tokens: more than any last-level cache holds.
 const ROTATED: usize = 192 << 20;
 /// Measurements per case; the median is reported.
 const ROUNDS: usize = 7;
@@ -83,14 +83,15 @@ pub(super) struct Case {
     k: usize,
     tokens: usize,
     bits_per_weight: f64,
-    /// Per round.
+    /// Seconds of each round.
     seconds: Vec<f64>,
     gb_per_second: f64,
-    /// As a share of the memory bandwidth measured just before and after.
+    /// `gb_per_second` as a share of the memory bandwidth measured just before and after.
     memory_share: f64,
     tops: f64,
-    /// As a share of the rate of products in registers measured just before and after: of integers, or of floats,
-    /// counting every product that an `f32` activation takes on this path.
+    /// `tops` as a share of the rate at which this path multiplies in registers, measured just before and after. The
+    /// rate is that of integers or of floats, as the activations are. For floats, every product that an `f32`
+    /// activation takes on this path is counted.
     dot_share: f64,
     #[serde(skip)]
     products: Option<f64>,
@@ -99,7 +100,7 @@ pub(super) struct Case {
 }
 
 impl Case {
-    /// Sets the shares of the machine's limits.
+    /// Computes `memory_share` and `dot_share` from the machine's measured limits.
     pub(super) fn judge(&mut self, limits: &Limits) {
         let [gb_per_second, integers, floats] = limits.during(&self.probes);
         self.memory_share = self.gb_per_second / gb_per_second;
@@ -110,7 +111,7 @@ impl Case {
     }
 }
 
-/// Schemes and shapes to measure.
+/// Iterates over the schemes and shapes to measure.
 fn chosen<'a>(only: &'a Only<'_>) -> impl Iterator<Item = (Scheme, [usize; 2])> + 'a {
     let all = SHAPES.into_iter().flat_map(|shape| SCHEMES.map(|scheme| (scheme, shape)));
     all.filter(|(scheme, shape)| only.takes(&name(*scheme, *shape)))
@@ -125,7 +126,7 @@ pub(super) fn taken(only: &Only<'_>) -> usize {
     chosen(only).count()
 }
 
-/// Measures the chosen cases, and measures the limits in between.
+/// Measures the chosen cases, and the machine's limits in between.
 pub(super) fn measure(
     limits: &mut Limits,
     token: IsaToken,
@@ -159,7 +160,7 @@ fn pack(scheme: Scheme, [n, k]: [usize; 2]) -> Result<PackedLinear, KernelError>
     let codes: Vec<u8> =
         (0..n * k / 8).flat_map(|_| random.next_u64().to_le_bytes()).map(|b| b & mask).collect();
     let scales: Vec<f32> = (0..n * k / group_size).map(|i| (1 + i % 7) as f32 / 1024.0).collect();
-    // Finite values rather than NaN.
+    // Replace codes that are NaN or infinite.
     let codes: Vec<u8> = match scheme.codes {
         Codes::Int(_) => codes,
         Codes::Float(format) => codes.into_iter().map(|c| if format.is_number(c) { c } else { 0 }).collect(),
@@ -193,7 +194,7 @@ fn time(
     let (mut whole, mut floats) = (Int8Rows::new(token), FloatRows::new(token));
     whole.quantize(&x, RowLayout::of(&layout), &Rayon)?;
     floats.pack(&x, RowLayout::of(&layout), &Rayon)?;
-    // Not zeros, whose pages the system would only allocate on the first write.
+    // Ones, because the system would allocate the pages of a zeroed vector only on the first write.
     let mut out = vec![1.0; tokens * n];
     let mut seconds = Vec::new();
     // The first round over all copies only brings them into memory.

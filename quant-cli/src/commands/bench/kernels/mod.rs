@@ -22,12 +22,12 @@ struct Report {
     threads: usize,
     memory: Memory,
     dot_tops: f64,
-    /// Products of floats in registers, or of the bf16 values that replace them on this path, with every product
-    /// counted.
+    /// Rate of products of floats in registers. On paths that replace a float by several bf16 values, every product of
+    /// these is counted.
     float_tops: f64,
-    /// One entry per path of this processor, measured before the cases.
+    /// Rates of every path of this processor, measured before the cases.
     peaks: Vec<Peak>,
-    /// Set if a path other than this processor's default multiplies faster in registers.
+    /// Messages about paths that multiply faster in registers than this processor's default path.
     warnings: Vec<String>,
     linear: Vec<linear::Case>,
     attention: Vec<attention::Case>,
@@ -56,7 +56,7 @@ impl From<&limits::Peak> for Peak {
 
 /// Warns about paths that multiply faster than this processor's default.
 fn warnings(peaks: &[limits::Peak], default: Isa) -> Vec<String> {
-    /// A smaller ratio is noise: machines are shared.
+    /// Smaller ratios are treated as noise, because other programs may use the machine.
     const MIN_RATIO: f64 = 1.3;
     type Rate = fn(&limits::Peak) -> f64;
     let Some(own) = peaks.iter().find(|peak| peak.isa == default) else { return Vec::new() };
@@ -80,7 +80,7 @@ fn warnings(peaks: &[limits::Peak], default: Isa) -> Vec<String> {
     warnings
 }
 
-/// A filter on the names of kernels and shapes, or none.
+/// A string that the names of measured kernels and shapes must contain. If `None`, all are measured.
 struct Only<'a>(Option<&'a str>);
 
 impl Only<'_> {
@@ -103,7 +103,7 @@ impl Only<'_> {
 #[derive(Serialize)]
 struct Memory {
     gb_per_second: f64,
-    /// The best probe, for a machine that others used during the run.
+    /// The fastest probe: the better estimate if other programs used the machine during the run.
     best_gb_per_second: f64,
     streams: usize,
 }
@@ -141,10 +141,10 @@ pub fn run(only: Option<&str>, device: Device, json: &JsonOption, session: &Sess
     json.emit(&report, || show(&report))
 }
 
-/// Machine limits, probed before and after each case, because they change during the run on a shared machine.
+/// The machine's limits, probed before and after each case, because they vary over time on a shared machine.
 struct Limits {
     token: IsaToken,
-    /// Read by each probe: more than any last-level cache holds.
+    /// The memory that each probe reads: more than any last-level cache holds.
     words: Vec<u64>,
     probes: Vec<Probe>,
 }
@@ -177,7 +177,7 @@ impl Limits {
         [median_of(|probe| probe.memory.bytes_per_second) / 1e9, dot / 1e12, float / 1e12]
     }
 
-    /// The median probe.
+    /// The probe with the median memory bandwidth.
     fn median(mut self) -> (Memory, [f64; 2]) {
         let [_, dot, float] = self.during(&(0..=self.probes.len() - 1));
         self.probes.sort_by(|a, b| a.memory.bytes_per_second.total_cmp(&b.memory.bytes_per_second));
@@ -244,7 +244,7 @@ mod tests {
         let all = |floats| [narrow, peak(Isa::Avx512Bf16, 1e12, floats)];
         assert!(warnings(&all(1e12), Isa::Avx512Bf16).is_empty());
         assert!(warnings(&all(2e11), Isa::Avx512Vnni).is_empty());
-        // Half the rate of f32, and twice as many products.
+        // The default path has half the f32 rate of the other, and takes twice as many products per activation.
         let slow = warnings(&all(2e11), Isa::Avx512Bf16);
         assert!(slow.len() == 1 && slow[0].contains("QUANT_ISA=avx512vnni"), "{slow:?}");
         assert!(warnings(&[], Isa::Scalar).is_empty());

@@ -1,4 +1,4 @@
-//! A custom model scored by the evaluator: it counts which token follows which in its training text.
+//! Scores a custom model with the evaluator. The model counts which token follows which in its training text.
 
 use std::path::Path;
 
@@ -8,7 +8,7 @@ use quant_core::digest::sha256_hex;
 use quant_core::{CancelToken, Result, Silent};
 use quant_evaluator::{EvaluationText, Journal, LogitsModel, Profile, Tokenization, perplexity};
 
-/// Logarithms of counts, with one added to each pair.
+/// Logarithms of the counts of token pairs, with one added to each count.
 struct Bigrams {
     vocab: usize,
     logits: Vec<f32>,
