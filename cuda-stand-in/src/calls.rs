@@ -48,7 +48,7 @@ unsafe fn give<T>(to: *mut T, value: T) -> Result<(), Code> {
     if to.is_null() {
         return Err(Code::INVALID_VALUE);
     }
-    // SAFETY: the pointer is not null, and the caller guarantees that any other pointer is valid for a write.
+    // SAFETY: the pointer is not null (checked above), so the caller guarantees that it is valid for writing a `T`.
     unsafe { to.write(value) };
     Ok(())
 }

@@ -330,6 +330,9 @@ impl CustomOp1 for QuantizedLinear {
     }
 
     fn metal_fwd(&self, _: &MetalStorage, _: &Layout) -> Result<(MetalStorage, Shape)> {
-        bail!("{} runs on CUDA only, but its input is on Metal: move the input to the GPU first", self.name())
+        bail!(
+            "{} runs on CUDA only, but its input is on Metal: move the input to a CUDA device first",
+            self.name()
+        )
     }
 }

@@ -206,7 +206,7 @@ fn files_are_obeyed_and_restated() {
     let inspected = quant(args!["inspect", at("ct"), "--json"]).json();
     assert_eq!(inspected["kv_cache"], "kvf8");
 
-    // A model without scales caches with a scale of 1, as engines do.
+    // If a model has no cache scales, keys and values are cached with a scale of 1, as engines do.
     let without = result(&at("model"), &["--kv", "fp8"]);
     assert_eq!(without["model"]["kv_cache"], "kvf8");
     assert_ne!(without["window_nll"], result(&at("model"), &[])["window_nll"]);

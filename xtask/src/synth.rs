@@ -86,7 +86,7 @@ pub struct Spread {
 /// A random checkpoint of any family.
 #[derive(Debug, Clone)]
 pub struct Contents {
-    /// All tensors, in the order of the file; all of type `float`.
+    /// All tensors, in the order in which they are written. Their element type is `float`.
     pub tensors: Vec<Entry>,
     /// The contents of `config.json`.
     pub config: Value,

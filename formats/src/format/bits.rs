@@ -23,7 +23,7 @@ pub fn words_for(count: usize, bits: u8) -> usize {
     count / 32 * usize::from(bits) + (count % 32 * usize::from(bits)).div_ceil(32)
 }
 
-/// The number of words does not match [`words_for`] the codes.
+/// The number of words is not what [`words_for`] returns for these codes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("{count} codes of {bits} bits take {} words of 32 bits, got {got}", words_for(*count, *bits))]
 pub struct WordCount {

@@ -264,7 +264,7 @@ impl Layout {
         self.n
     }
 
-    /// The layout of some rows: panels are independent of each other.
+    /// The layout of `n` of these rows, from a panel boundary. Only `n` differs, because panels are independent of each other.
     pub(crate) fn of_rows(&self, n: usize) -> Self {
         Self { n, ..*self }
     }

@@ -39,7 +39,8 @@ pub const ON_EVERY_MODEL: [(&str, &str); 10] = [
     ),
 ];
 
-/// Schemes with quantized activations or caches, each rounded to nearest.
+/// Schemes with quantized activations, quantized caches or progressive scales. Each is run with `rtn`, and with `gptq` in
+/// the qserve format.
 pub const SCHEMES: [&str; 15] = [
     "w8a8",
     "w8a8-sym",
