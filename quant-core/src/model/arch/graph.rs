@@ -55,8 +55,8 @@ pub struct FoldGroup {
     pub repeat: usize,
     /// Number of adjacent channels that are repeated together: the head width if [`repeat`](Self::repeat) is not 1.
     pub run: usize,
-    /// The exponent with which a scale of the producer reaches the consumers: 2 if a squared ReLU is in between, else
-    /// 1. The consumers' columns are multiplied by the scale itself, and the producer's channels are divided by its
+    /// The exponent with which a scale of the producer reaches the consumers: 1, or 2 if a squared ReLU is in between.
+    /// The consumers' columns are multiplied by the scale itself, and the producer's channels are divided by its
     /// `exponent`-th root.
     pub exponent: u32,
 }
