@@ -29,7 +29,7 @@ pub fn dequantize_rows(
     let scales = match weight.scales(rows.clone()) {
         Scales::Float(scales) => scales,
         // Rare, and each value is read once, so the reference definition suffices.
-        Scales::Progressive { .. } | Scales::E4m3 { .. } => {
+        Scales::Progressive { .. } | Scales::E4m3 { .. } | Scales::Super(_) => {
             reference::dequantize_rows(weight, rows, out);
             return Ok(());
         }
