@@ -111,7 +111,7 @@ pub enum Section {
 }
 
 /// A scheme that only the CPU has kernels for.
-const SUPER_BLOCKS: &str = "super-blocks on a GPU";
+pub(crate) const SUPER_BLOCKS: &str = "super-blocks on a GPU";
 
 impl WeightLayout {
     /// The layout of a view. With `sums` it includes the sums that integer activations with a zero point need.

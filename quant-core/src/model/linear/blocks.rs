@@ -1,6 +1,6 @@
 //! A weight in the blocks of a GGUF file.
 
-use quant_kernels_cpu::{KernelError, PackedLinear, Rayon};
+use quant_kernels_cpu::{KernelError, PackedLinear, Rayon, WeightView};
 use rayon::prelude::*;
 
 use crate::blocks::BlockType;
@@ -72,7 +72,7 @@ impl BlockWeight {
     /// # Errors
     /// When memory is short.
     pub(super) fn pack(&self) -> Result<PackedLinear> {
-        let pack = |view: &_| PackedLinear::pack(view, None, false, &Rayon);
+        let pack = |view: &WeightView<'_>| PackedLinear::pack(view, None, false, &Rayon);
         let fault = |what: &dyn std::fmt::Display| {
             Error::usage(format!("`{}` cannot be packed: {what}", self.name), "evaluate it as floats")
         };
