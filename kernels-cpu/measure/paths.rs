@@ -22,8 +22,8 @@ mod linux {
     use half::f16;
     use quant_kernels_cpu::limits::peaks;
     use quant_kernels_cpu::{
-        FloatRows, Int8Rows, Isa, PackedLinear, RowLayout, SUPER_BLOCK, Scales, Serial, SuperMins, SuperScales,
-        WeightView,
+        FloatRows, Int8Rows, Isa, PackedLinear, RowLayout, SUPER_BLOCK, Scales, Serial, SuperMins,
+        SuperScales, WeightView,
     };
     use rustix::time::{ClockId, clock_gettime};
 

@@ -139,8 +139,9 @@ fn bits(v: &[f32]) -> Vec<u32> {
 
 fn cases() -> impl Strategy<Value = Case> {
     let shape = (prop_oneof![1usize..6, 1usize..40], 1usize..100, 1usize..4);
-    (shape, 0..WIDTHS.len(), any::<bool>(), any::<u64>())
-        .prop_map(|((m, n, blocks), widths, bias, seed)| Case::new([m, n, blocks], WIDTHS[widths], bias, seed))
+    (shape, 0..WIDTHS.len(), any::<bool>(), any::<u64>()).prop_map(|((m, n, blocks), widths, bias, seed)| {
+        Case::new([m, n, blocks], WIDTHS[widths], bias, seed)
+    })
 }
 
 proptest! {
@@ -295,10 +296,13 @@ fn misuse_is_an_error() {
     let shape = [3, SUPER_BLOCK];
     // Widths of codes and groups that are not those of super-blocks, minima with 6 bits, none with 4, and zero points.
     for (bits, size) in [(7, 16), (8, 32), (5, 16), (6, 8), (4, 24), (4, 4), (6, 16)] {
-        assert_eq!(view(shape, bits, size, scales, None), match 256 % size {
-            0 => ViewError::Scales,
-            _ => ViewError::GroupSize { group_size: size, k: 256 },
-        });
+        assert_eq!(
+            view(shape, bits, size, scales, None),
+            match 256 % size {
+                0 => ViewError::Scales,
+                _ => ViewError::GroupSize { group_size: size, k: 256 },
+            }
+        );
     }
     assert_eq!(view(shape, 4, 32, SuperScales { mins: None, ..scales }, None), ViewError::Scales);
     assert_eq!(view(shape, 4, 32, scales, Some(&[0; 24])), ViewError::Scales);

@@ -28,7 +28,9 @@ pub fn tool(
         isa: match (execution, gpu) {
             (Execution::Fake, _) => isa(),
             (Execution::Kernels, Some(gpu)) => format!("{}, kernels cuda on {gpu}{cache}", isa()),
-            (Execution::Kernels, None) => format!("{}, kernels {}{}{cache}", isa(), kernels(), by_blocks(model)),
+            (Execution::Kernels, None) => {
+                format!("{}, kernels {}{}{cache}", isa(), kernels(), by_blocks(model))
+            }
         },
     }
 }

@@ -441,8 +441,17 @@ fn blocks_without_kernels_are_multiplied_as_floats() {
     quant(quantize(&model, &file, &["--scheme", "q4_1"])).succeeded();
     let arguments = |execution: &str| {
         args![
-            "eval", &file, "--text", "builtin-heldout", "--profile", "gptq-128", "--windows", "1", "--json",
-            "--execution", execution
+            "eval",
+            &file,
+            "--text",
+            "builtin-heldout",
+            "--profile",
+            "gptq-128",
+            "--windows",
+            "1",
+            "--json",
+            "--execution",
+            execution
         ]
     };
     let (dense, kernels) = (quant(arguments("fake")), quant(arguments("kernels")));

@@ -74,7 +74,8 @@ static FORMS: [Form; 11] = [
     form(&IQ4_XS, (8, 32), Grid::Float, &[0], |block, codes, groups| {
         let (d, high) = (f16_bits::get(block, 0), u16::from_le_bytes([block[2], block[3]]));
         for (j, codes) in codes.chunks_exact_mut(32).enumerate() {
-            let factor = i32::from(block[4 + j / 2] >> (4 * (j % 2)) & 15) | i32::from(high >> (2 * j) & 3) << 4;
+            let factor =
+                i32::from(block[4 + j / 2] >> (4 * (j % 2)) & 15) | i32::from(high >> (2 * j) & 3) << 4;
             groups.floats[j] = d * (factor - 32) as f32;
             nibbles(&block[8 + 16 * j..][..16], codes);
         }

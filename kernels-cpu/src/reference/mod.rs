@@ -112,7 +112,8 @@ pub fn int8_linear(weight: &WeightView<'_>, x: &Int8Rows, bias: Option<&[f32]>) 
                 }
                 Scales::Super(scales) => {
                     let per_block = SUPER_BLOCK / size;
-                    let of_a = |g: usize| a[g * size..(g + 1) * size].iter().map(|&a| i32::from(a)).sum::<i32>();
+                    let of_a =
+                        |g: usize| a[g * size..(g + 1) * size].iter().map(|&a| i32::from(a)).sum::<i32>();
                     (0..weight.k() / SUPER_BLOCK).fold(0.0_f32, |total, b| {
                         let of = b * per_block..(b + 1) * per_block;
                         let scaled: i32 = of.clone().map(|g| sum(g) * i32::from(scales.groups[g])).sum();

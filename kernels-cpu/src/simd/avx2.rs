@@ -287,9 +287,8 @@ macro_rules! lanes {
                         };
                         _mm256_or_si256(low, _mm256_and_si256(high, mask))
                     };
-                    let half = |i: usize| {
-                        [with_high(low[i][0], high[0], i), with_high(low[i][1], high[1], i)]
-                    };
+                    let half =
+                        |i: usize| [with_high(low[i][0], high[0], i), with_high(low[i][1], high[1], i)];
                     [half(0), half(1)]
                 }
             }

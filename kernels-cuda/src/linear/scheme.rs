@@ -2,7 +2,7 @@
 
 use quant_kernels_cpu::{FloatFormat, KernelError, ScaleType};
 
-use crate::layout::{SUPER_BLOCKS, Order, TILE_K, WeightLayout};
+use crate::layout::{Order, SUPER_BLOCKS, TILE_K, WeightLayout};
 
 /// Activations as the kernel reads them: `[m, x_stride]` row-major, of which `k` are used. Rows begin at multiples of
 /// 16 bytes.

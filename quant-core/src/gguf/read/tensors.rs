@@ -351,9 +351,9 @@ impl TensorSource for GgufSource {
         };
         let (rows, columns) = (place.info.shape[0], place.columns());
         let row_bytes = kind.row_bytes(columns);
-        let bytes = row_bytes.and_then(|bytes| bytes.checked_mul(rows)).ok_or_else(|| {
-            Error::Internal(format!("rows of `{name}` that are not whole blocks"))
-        })?;
+        let bytes = row_bytes
+            .and_then(|bytes| bytes.checked_mul(rows))
+            .ok_or_else(|| Error::Internal(format!("rows of `{name}` that are not whole blocks")))?;
         let mut blocks = Vec::new();
         if let [piece] = place.pieces.as_slice()
             && piece.view.order == RowOrder::AsStored

@@ -61,7 +61,7 @@ impl BlockWeight {
         if k == 0 {
             return;
         }
-        let row_bytes = self.bytes.len() / self.shape[0].max(1);
+        let row_bytes = (self.bytes.len() / self.shape[0].max(1)).max(1);
         for (out, row) in out.chunks_exact_mut(k).zip(self.bytes.chunks_exact(row_bytes).skip(first)) {
             self.kind.decode(row, out);
         }

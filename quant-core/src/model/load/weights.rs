@@ -9,8 +9,8 @@ use crate::checkpoint::{Dtype, TensorSpec};
 use crate::format::{PackedReader, PackedWeight, read_positive};
 use crate::model::arch::Op;
 use crate::model::{
-    Block, BlockWeight, CachedValue, EmbeddingNorm, Linear, Model, Norm, OpParameters, RopeTables, StoredWeight,
-    WeightBody,
+    Block, BlockWeight, CachedValue, EmbeddingNorm, Linear, Model, Norm, OpParameters, RopeTables,
+    StoredWeight, WeightBody,
 };
 use crate::quantize::QuantizedTensor;
 use crate::{Error, Result};
