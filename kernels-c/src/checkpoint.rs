@@ -257,6 +257,8 @@ fn weights(of: &qz1_tensor) -> Result<qz1_weights, Fault> {
         Scales::Float(scales) => (scales, None),
         Scales::Progressive { groups, channels } => (channels, Some(groups)),
         Scales::E4m3 { groups, .. } => (tensor.global.as_slice(), Some(groups)),
+        // No quantized tensor of a checkpoint has super-blocks.
+        Scales::Super(_) => return Err(Fault::new(qz1_status::Scheme, "super-blocks")),
     };
     let (group_scales, group_scales_len) = at(groups);
     let (zeros, zeros_len) = at(tensor.zeros.as_deref());

@@ -19,13 +19,20 @@ fn main() {
 mod linux {
     use std::hint::black_box;
 
+    use half::f16;
     use quant_kernels_cpu::limits::peaks;
-    use quant_kernels_cpu::{FloatRows, Int8Rows, Isa, PackedLinear, RowLayout, Serial, WeightView};
+    use quant_kernels_cpu::{
+        FloatRows, Int8Rows, Isa, PackedLinear, RowLayout, SUPER_BLOCK, Scales, Serial, SuperMins,
+        SuperScales, WeightView,
+    };
     use rustix::time::{ClockId, clock_gettime};
 
     const COPIES: usize = 256 << 20;
-    /// Name, bits, group size (0: per row), integer activations.
-    const KERNELS: [(&str, u8, usize, bool); 5] = [
+    /// Name, bits, group size (0: per row), integer activations. Names of GGUF's types are super-blocks.
+    const KERNELS: [(&str, u8, usize, bool); 8] = [
+        ("q4_k", 4, 32, true),
+        ("q5_k", 5, 32, true),
+        ("q6_k", 6, 16, true),
         ("w4a8-g128", 4, 128, true),
         ("w4a8-g32", 4, 32, true),
         ("w8a8-channel", 8, 0, true),
@@ -80,8 +87,16 @@ mod linux {
                 let code = |i: usize| (i as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15).to_be_bytes()[2] & mask;
                 let codes: Vec<u8> = (0..n * k).map(code).collect();
                 let scales: Vec<f32> = (0..n * k / group_size).map(|i| (1 + i % 7) as f32 / 1024.0).collect();
-                let view =
-                    WeightView::new([n, k], bits, group_size, &codes, &scales, None).expect("valid weights");
+                let (whole, mins) = (vec![3_i8; n * k / group_size], vec![5_u8; n * k / group_size]);
+                let halves = vec![f16::from_f32(1.0 / 1024.0); n * k / SUPER_BLOCK];
+                let mins = SuperMins { groups: &mins, blocks: &halves };
+                let mins = (bits != 6).then_some(mins);
+                let scales = match name.starts_with('q') {
+                    true => Scales::Super(SuperScales { groups: &whole, blocks: &halves, mins }),
+                    false => Scales::Float(&scales),
+                };
+                let view = WeightView::with_scales([n, k], bits, group_size, &codes, scales, None)
+                    .expect("valid weights");
                 let packed = PackedLinear::pack(&view, None, false, &Serial).expect("valid weights");
                 let (layout, bytes) = (RowLayout::of(packed.layout()), packed.layout().bytes());
                 let copies = vec![packed; COPIES.div_ceil(bytes)];

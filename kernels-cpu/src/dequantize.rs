@@ -33,7 +33,7 @@ pub fn dequantize_rows(
     let scales = match weight.scales(rows.clone()) {
         Scales::Float(scales) => scales,
         // These scales are rare, and each value is read once, so the portable reference is fast enough.
-        Scales::Progressive { .. } | Scales::E4m3 { .. } => {
+        Scales::Progressive { .. } | Scales::E4m3 { .. } | Scales::Super(_) => {
             reference::dequantize_rows(weight, rows, out);
             return Ok(());
         }

@@ -56,9 +56,9 @@ pub use error::KernelError;
 pub use float_format::{FloatFormat, e5m2_value, e8m0_value};
 pub use hadamard::{Construction, Hadamard};
 pub use isa::{Isa, IsaToken};
-pub use layout::{LINE, Layout, PANEL_ROWS, STEP, ScaleType, Unpacked};
+pub use layout::{LINE, Layout, PANEL_ROWS, STEP, SUPER_BLOCK, ScaleType, Unpacked};
 pub use linear::{PackedLinear, PackedView, Product, multiply_each, multiply_float_each};
 #[cfg(feature = "rayon")]
 pub use parallel::Rayon;
 pub use parallel::{Parallel, Serial};
-pub use weight_view::{Scales, ViewError, WeightView};
+pub use weight_view::{Scales, SuperMins, SuperScales, ViewError, WeightView};

@@ -2,6 +2,9 @@
 
 use std::ops::Range;
 
+use half::f16;
+
+use crate::layout::{STEP, SUPER_BLOCK, unit_of};
 use crate::{FloatFormat, KernelError};
 
 /// The reason why slices do not form a [`WeightView`].
@@ -26,6 +29,9 @@ pub enum ViewError {
 ///
 /// Progressive quantization (QServe, §4.1) has two levels of scales, an integer per group and a float per row:
 /// `ŵ[o, i] = ((codes[o, i] − zeros[…]) · groups[…]) · channels[o]`, where the inner product is exact.
+///
+/// The super-blocks of GGUF's K types have two levels of scales as well, and may have two levels of minima:
+/// `ŵ[o, i] = (blocks[…] · groups[…]) · (codes[o, i] − zero) − min_blocks[…] · min_groups[…]`, see [`SuperScales`].
 ///
 /// Codes may also be those of a [`FloatFormat`]: `ŵ[o, i] = value(codes[o, i]) · scales[o, i / group_size]`, without
 /// zero points. In NVFP4 the group scales are E4M3 codes, divided by one global `f32` scale.
@@ -74,6 +80,59 @@ pub enum Scales<'a> {
         /// The divisor of all scales: positive and finite.
         global: f32,
     },
+    /// An integer per group, under a float for every [`SUPER_BLOCK`] input features.
+    Super(SuperScales<'a>),
+}
+
+/// The scales of super-blocks: 256 input features share a float, and each group in them has an integer. These are
+/// GGUF's Q4_K and Q5_K, which have minima, and Q6_K, which has none.
+///
+/// Codes of 2 to 5 bits have minima, and a zero point of 0; codes of 6 bits have none, and a zero point of 32. The group
+/// size divides 256 and is a multiple of 8; of 16 for codes of 6 bits, and of 32 for codes of 5.
+///
+/// ```
+/// use half::f16;
+/// use quant_kernels_cpu::{Scales, SuperMins, SuperScales, WeightView};
+///
+/// // Groups of 32 with the scale 0.5 · 3 and the minimum 0.25 · 2.
+/// let mins = SuperMins { groups: &[2; 8], blocks: &[f16::from_f32(0.25)] };
+/// let scales = SuperScales { groups: &[3; 8], blocks: &[f16::from_f32(0.5)], mins: Some(mins) };
+/// let view = WeightView::with_scales([1, 256], 4, 32, &[5; 256], Scales::Super(scales), None)?;
+/// let mut floats = [0.0; 256];
+/// quant_kernels_cpu::reference::dequantize_rows(&view, 0..1, &mut floats);
+/// assert_eq!(floats, [7.0; 256]); // 1.5 · 5 − 0.5
+/// # Ok::<(), quant_kernels_cpu::ViewError>(())
+/// ```
+#[derive(Debug, Clone, Copy)]
+pub struct SuperScales<'a> {
+    /// `[n, k / group_size]`
+    pub groups: &'a [i8],
+    /// `[n, k / 256]`
+    pub blocks: &'a [f16],
+    /// What is subtracted from every weight of a group.
+    pub mins: Option<SuperMins<'a>>,
+}
+
+/// The minima of super-blocks.
+#[derive(Debug, Clone, Copy)]
+pub struct SuperMins<'a> {
+    /// `[n, k / group_size]`
+    pub groups: &'a [u8],
+    /// `[n, k / 256]`
+    pub blocks: &'a [f16],
+}
+
+impl<'a> SuperScales<'a> {
+    /// The scales of some rows, of `groups` groups and `blocks` super-blocks each.
+    fn rows(self, rows: Range<usize>, groups: usize, blocks: usize) -> Self {
+        let of_groups = rows.start * groups..rows.end * groups;
+        let of_blocks = rows.start * blocks..rows.end * blocks;
+        let mins = self.mins.map(|mins| SuperMins {
+            groups: &mins.groups[of_groups.clone()],
+            blocks: &mins.blocks[of_blocks.clone()],
+        });
+        Self { groups: &self.groups[of_groups], blocks: &self.blocks[of_blocks], mins }
+    }
 }
 
 impl<'a> WeightView<'a> {
@@ -113,7 +172,7 @@ impl<'a> WeightView<'a> {
     /// Creates a view of a matrix with floating-point codes and any scales that these support.
     ///
     /// # Errors
-    /// See [`new`](Self::new); also when the scales are progressive.
+    /// See [`new`](Self::new); also when the scales are progressive or those of super-blocks.
     pub fn float_with_scales(
         shape: [usize; 2],
         format: FloatFormat,
@@ -121,7 +180,7 @@ impl<'a> WeightView<'a> {
         codes: &'a [u8],
         scales: Scales<'a>,
     ) -> Result<Self, ViewError> {
-        if let Scales::Progressive { .. } = scales {
+        if let Scales::Progressive { .. } | Scales::Super(_) = scales {
             return Err(ViewError::Scales);
         }
         let view = Self::checked(shape, format.bits(), group_size, codes, scales, None)?;
@@ -131,7 +190,8 @@ impl<'a> WeightView<'a> {
     /// Creates a view of a matrix with integer codes and any scales that these support.
     ///
     /// # Errors
-    /// See [`new`](Self::new); also when the scales are E4M3 codes.
+    /// See [`new`](Self::new); also when the scales are E4M3 codes, or when they are those of super-blocks and the width
+    /// of codes or groups is not one of theirs, or zero points are given.
     pub fn with_scales(
         [n, k]: [usize; 2],
         bits: u8,
@@ -173,6 +233,22 @@ impl<'a> WeightView<'a> {
                 length("row scales", Some(n), channels.len())?;
             }
             Scales::E4m3 { groups: scales, .. } => length("group scales", groups, scales.len())?,
+            Scales::Super(scales) => {
+                let fits = super_block_fits(usize::from(bits), scales.mins.is_some(), group_size);
+                if zeros.is_some() || !fits {
+                    return Err(ViewError::Scales);
+                }
+                if k % SUPER_BLOCK != 0 {
+                    return Err(ViewError::GroupSize { group_size: SUPER_BLOCK, k });
+                }
+                let blocks = n.checked_mul(k / SUPER_BLOCK);
+                length("group scales", groups, scales.groups.len())?;
+                length("super-block scales", blocks, scales.blocks.len())?;
+                if let Some(mins) = scales.mins {
+                    length("group minima", groups, mins.groups.len())?;
+                    length("super-block minima", blocks, mins.blocks.len())?;
+                }
+            }
         }
         if let Some(zeros) = zeros {
             length("zeros", groups, zeros.len())?;
@@ -246,6 +322,7 @@ impl<'a> WeightView<'a> {
                 Scales::Progressive { groups: &groups[groups_of], channels: &channels[rows] }
             }
             Scales::E4m3 { groups, global } => Scales::E4m3 { groups: &groups[groups_of], global },
+            Scales::Super(scales) => Scales::Super(scales.rows(rows, self.groups(), self.k / SUPER_BLOCK)),
         }
     }
 
@@ -267,16 +344,35 @@ impl<'a> WeightView<'a> {
         self.zeros.map(|zeros| &zeros[rows.start * self.groups()..rows.end * self.groups()])
     }
 
-    /// The zero point of a group: the stored one, or the midpoint of a symmetric grid. Floating-point codes have none.
+    /// The zero point of a group: the stored one, the midpoint of a symmetric grid, or 0 if super-blocks have minima.
+    /// Floating-point codes have none.
     ///
     /// # Panics
     /// When zero points are stored and the row is out of range.
     pub fn zero(&self, row: usize, group: usize) -> u8 {
         match self.zeros {
             Some(zeros) => zeros[row * self.groups() + group],
-            None => 1 << (self.bits - 1),
+            None => self.zero_point(),
         }
     }
+
+    /// The zero point of all groups if they have none of their own.
+    pub(crate) fn zero_point(&self) -> u8 {
+        match self.scales {
+            Scales::Super(SuperScales { mins: Some(_), .. }) => 0,
+            _ => 1 << (self.bits - 1),
+        }
+    }
+}
+
+/// Whether codes and groups of these widths, with or without minima, can be those of super-blocks: groups divide a
+/// super-block, and the steps of a group are whole [units](crate::layout::unit_of).
+pub(crate) fn super_block_fits(bits: usize, mins: bool, group_size: usize) -> bool {
+    let unit = STEP * unit_of(bits.max(4));
+    (if mins { bits <= 5 } else { bits == 6 })
+        && group_size > 0
+        && SUPER_BLOCK.is_multiple_of(group_size)
+        && group_size.is_multiple_of(unit)
 }
 
 #[cfg(test)]

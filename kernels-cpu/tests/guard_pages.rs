@@ -13,6 +13,7 @@ use std::ptr::null_mut;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use half::f16;
 use proptest::prelude::*;
 use quant_kernels_cpu::attention::{
     Heads, KvCache, KvLayout, KvPages, KvType, PAGE_TOKENS, PageList, Workspace,
@@ -22,8 +23,8 @@ use quant_kernels_cpu::experts::{
     Expert, ExpertGate, ExpertRows, Experts, ExpertsPlan, ExpertsWorkspace, Routing,
 };
 use quant_kernels_cpu::{
-    Bf16Parts, FloatRows, Int8Rows, Isa, Layout, PackedLinear, PackedView, RowLayout, Scales, Serial,
-    StaticScale, WeightView,
+    Bf16Parts, FloatRows, Int8Rows, Isa, Layout, PackedLinear, PackedView, RowLayout, SUPER_BLOCK, Scales,
+    Serial, StaticScale, SuperMins, SuperScales, WeightView,
 };
 use rustix::mm::{Advice, MapFlags, MprotectFlags, ProtFlags, madvise, mmap_anonymous, mprotect};
 
@@ -208,6 +209,51 @@ proptest! {
     #[test]
     fn no_kernel_leaves_its_buffers(case in cases(), before: bool) {
         fenced(if before { Side::Before } else { Side::After }, || case.run());
+    }
+}
+
+/// Super-blocks, with exactly the memory that their layout and rows state.
+fn super_blocks([m, n, blocks]: [usize; 3], (bits, size): (u8, usize)) {
+    let k = blocks * SUPER_BLOCK;
+    let codes: Vec<u8> = (0..n * k).map(|i| (i % (1 << bits)) as u8).collect();
+    let (groups, halves) = (vec![-3_i8; n * k / size], vec![f16::from_f32(0.5); n * blocks]);
+    let of_groups = vec![7_u8; groups.len()];
+    let mins = (bits != 6).then_some(SuperMins { groups: &of_groups, blocks: &halves });
+    let scales = Scales::Super(SuperScales { groups: &groups, blocks: &halves, mins });
+    let view = WeightView::with_scales([n, k], bits, size, &codes, scales, None).unwrap();
+    let layout = Layout::of(&view, false).unwrap();
+    let mut bytes = vec![0; layout.bytes()];
+    layout.pack(&view, 0..layout.panels(), &mut bytes).unwrap();
+    assert_eq!(layout.unpack(&bytes).unwrap().codes, codes);
+    let packed = PackedView::new(layout, layout.id(), &bytes).unwrap();
+    packed.check().unwrap();
+    packed.dequantize_rows(n / 3..n, &mut vec![0.0; (n - n / 3) * k]).unwrap();
+    quant_kernels_cpu::dequantize_rows(&view, n / 3..n, &mut vec![0.0; (n - n / 3) * k]).unwrap();
+    let x: Vec<f32> = (0..m * k).map(|i| (i % 17) as f32 - 8.0).collect();
+    let mut expected: Option<Vec<f32>> = None;
+    for isa in Isa::runnable() {
+        let token = isa.token().unwrap();
+        let (mut rows, mut floats) = (Int8Rows::new(token), FloatRows::new(token));
+        rows.quantize(&x, RowLayout::of(&layout), &Serial).unwrap();
+        floats.pack(&x, RowLayout::of(&layout), &Serial).unwrap();
+        let mut out = vec![f32::NAN; m * n];
+        packed.multiply(token, &rows, None, &mut out, &Serial).unwrap();
+        assert_eq!(expected.get_or_insert_with(|| out.clone()), &out, "{isa:?}");
+        packed.multiply_float(&floats, None, &mut out, &Serial).unwrap();
+        assert!(out.iter().all(|v| v.is_finite()), "{isa:?}");
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+
+    #[test]
+    fn super_blocks_stay_within_their_buffers(
+        shape in [1usize..28, 1usize..70, 1usize..3],
+        widths in prop_oneof![Just((4, 32)), Just((5, 32)), Just((6, 16)), Just((2, 16))],
+        before: bool,
+    ) {
+        fenced(if before { Side::Before } else { Side::After }, || super_blocks(shape, widths));
     }
 }
 

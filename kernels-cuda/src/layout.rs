@@ -110,6 +110,9 @@ pub enum Section {
     RowSums = 4,
 }
 
+/// A scheme that only the CPU has kernels for.
+pub(crate) const SUPER_BLOCKS: &str = "super-blocks on a GPU";
+
 impl WeightLayout {
     /// Returns the layout of a view. With `sums` it includes the sums that are needed for integer activations with a
     /// zero point.
@@ -123,6 +126,7 @@ impl WeightLayout {
     /// - A symmetric grid in `Order::Int8` whose zero point is more than half the number of its codes.
     /// - `sums` with float activations.
     /// - Progressive weights of 8 bits.
+    /// - Super-blocks.
     /// - A symmetric grid of 4 bits in `Order::Int8` whose rows are one group wider than 131,071 (65,793 with `sums`),
     ///   because its sums are multiplied by 16.
     pub fn of(view: &WeightView<'_>, order: Order, sums: bool) -> Result<Self, KernelError> {
@@ -160,6 +164,9 @@ impl WeightLayout {
         sums: bool,
     ) -> Result<Self, KernelError> {
         Layout::from_parts([n, k], code_bits, group_size, scales, zero_point, sums)?;
+        if let ScaleType::Super | ScaleType::SuperMins = scales {
+            return Err(KernelError::Scheme(SUPER_BLOCKS));
+        }
         let progressive = scales == ScaleType::Progressive;
         if sums && order == Order::Float {
             return Err(KernelError::Scheme("sums are supported with int8 activations only"));
@@ -318,6 +325,8 @@ impl WeightLayout {
     fn scale_bytes(&self) -> usize {
         match self.scales {
             ScaleType::Progressive | ScaleType::E4m3 | ScaleType::E8m0 => 1,
+            // Refused for every layout.
+            ScaleType::Super | ScaleType::SuperMins => 1,
             ScaleType::F16 | ScaleType::Bf16 => 2,
             ScaleType::F32 => 4,
         }
@@ -363,6 +372,8 @@ impl WeightLayout {
             ScaleType::Progressive => 4,
             ScaleType::E4m3 => 5,
             ScaleType::E8m0 => 6,
+            ScaleType::Super => 7,
+            ScaleType::SuperMins => 8,
         };
         let order = match self.order {
             Order::Float => 1,

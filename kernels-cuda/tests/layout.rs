@@ -85,7 +85,8 @@ fn unpacking_gives_back_what_was_packed() {
             _ => Vec::new(),
         };
         let zeros = case.zeros.clone().unwrap_or_default();
-        let expected = Unpacked { codes: case.codes.clone(), scales, zeros, channels };
+        let codes = case.codes.clone();
+        let expected = Unpacked { codes, scales, zeros, channels, ..Unpacked::default() };
         assert_eq!(layout.unpack(&packed).unwrap(), expected, "{case:?} {order:?}");
     }
 }

@@ -13,6 +13,7 @@ use crate::commands::Session;
 use crate::device::Device;
 use crate::inputs::{self, Opened};
 use crate::kv::KvBits;
+use crate::provenance;
 
 /// Maximum context length, more than any model has. The tables and the cache grow with the number of positions.
 const MAX_CONTEXT: usize = 1 << 20;
@@ -121,6 +122,7 @@ impl DecodingOptions {
             ));
         }
         let gpu = (self.device == Device::Cuda).then(CudaRunner::new).transpose()?;
+        provenance::note_floats(&opened.model, gpu.is_some(), session);
         let decoder = Decoder::load(&opened.model, positions, &session.progress, &session.cancel)?
             .with_kv(self.kv.scheme(&opened.model));
         let decoder = match &gpu {

@@ -11,7 +11,13 @@ use crate::commands::eval::Execution;
 use crate::inputs::Opened;
 
 /// Describes this build of the program, this processor and, if `gpu` names one, the GPU.
-pub fn tool(execution: Execution, gpu: Option<&str>, cache_is_simulated: bool, session: &Session) -> Tool {
+pub fn tool(
+    execution: Execution,
+    gpu: Option<&str>,
+    model: &Model,
+    cache_is_simulated: bool,
+    session: &Session,
+) -> Tool {
     let cache = if cache_is_simulated { ", cache simulated" } else { "" };
     let executable = session.code.clone().or_else(|| std::env::current_exe().ok());
     Tool {
@@ -22,8 +28,34 @@ pub fn tool(execution: Execution, gpu: Option<&str>, cache_is_simulated: bool, s
         isa: match (execution, gpu) {
             (Execution::Fake, _) => isa(),
             (Execution::Kernels, Some(gpu)) => format!("{}, kernels cuda on {gpu}{cache}", isa()),
-            (Execution::Kernels, None) => format!("{}, kernels {}{cache}", isa(), kernels()),
+            (Execution::Kernels, None) => {
+                format!("{}, kernels {}{}{cache}", isa(), kernels(), by_blocks(model))
+            }
         },
+    }
+}
+
+/// Describes how the kernels multiply the linears whose weights are blocks of a GGUF file; empty if there are none.
+fn by_blocks(model: &Model) -> String {
+    match model.block_types() {
+        [types, _] if types.is_empty() || kernels() == "dense" => String::new(),
+        [types, _] => format!(" with 8-bit activations per token for {}", types.join(", ")),
+    }
+}
+
+/// Prints a note that names the block types of a GGUF file for which there are no kernels.
+pub fn note_floats(model: &Model, on_gpu: bool, session: &Session) {
+    let [mut floats, others] = model.block_types();
+    if !on_gpu && kernels() != "dense" {
+        floats.clear();
+    }
+    floats.extend(others);
+    if !floats.is_empty() {
+        let where_to = if on_gpu { "GPU kernels" } else { "kernels" };
+        let types = floats.join(", ");
+        session
+            .progress
+            .note(&format!("there are no {where_to} for {types}: these weights are multiplied as floats"));
     }
 }
 

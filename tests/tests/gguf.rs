@@ -19,6 +19,10 @@ fn quantize(model: &Path, out: &Path, options: &[&str]) -> Vec<OsString> {
 
 /// The perplexity of a model on the built-in text.
 fn perplexity(model: &Path) -> f64 {
+    evaluated(model, &[])["perplexity"]["mean"].as_f64().expect("a perplexity")
+}
+
+fn evaluated(model: &Path, options: &[&str]) -> Value {
     let arguments = args![
         "eval",
         model,
@@ -30,7 +34,7 @@ fn perplexity(model: &Path) -> f64 {
         "4",
         "--json"
     ];
-    quant(arguments).json()["perplexity"]["mean"].as_f64().expect("a perplexity")
+    quant(arguments.into_iter().chain(options.iter().map(OsString::from)).collect::<Vec<_>>()).json()
 }
 
 fn digest(file: &Path) -> String {
@@ -497,4 +501,73 @@ fn blocks_of_experts_and_ternary_types_are_named_as_schemes() {
     let summary = quant(quantize(&model, &at("four.gguf"), &overrides)).json();
     assert_eq!((&summary["types"]["MXFP4"], &summary["types"]["NVFP4"]), (&3.into(), &4.into()));
     assert!(perplexity(&at("four.gguf")).is_finite());
+}
+
+/// On the kernels, weights are the same, and only activations are rounded, to 8 bits.
+#[test]
+fn blocks_run_on_the_kernels() {
+    let scratch = tempfile::tempdir().unwrap();
+    let at = |name: &str| scratch.path().join(name);
+    let model = demo_model();
+    let mean = |result: &Value| result["perplexity"]["mean"].as_f64().expect("a perplexity");
+    for (scheme, types) in [
+        ("q4_k_m", "Q4_K, Q6_K"),
+        ("q5_k_s", "Q5_K, Q6_K"),
+        ("q3_k_m", "Q3_K"),
+        ("q2_k", "Q2_K"),
+        ("q4_0", "Q4_0"),
+        ("q5_0", "Q5_0"),
+        ("q8_0", "Q8_0"),
+        ("iq4_xs", "IQ4_XS"),
+        ("iq4_nl", "IQ4_NL"),
+    ] {
+        let file = at(&format!("{scheme}.gguf"));
+        quant(quantize(&model, &file, &["--scheme", scheme])).succeeded();
+        let (dense, kernels) = (evaluated(&file, &[]), evaluated(&file, &["--execution", "kernels"]));
+        let isa = kernels["tool"]["isa"].as_str().unwrap();
+        let types: Vec<&str> = types.split(", ").collect();
+        assert!(isa.contains("with 8-bit activations per token for "), "{scheme}: {isa}");
+        assert!(types.iter().all(|kind| isa.contains(kind)), "{scheme}: {isa}");
+        assert!(!dense["tool"]["isa"].as_str().unwrap().contains("kernels"), "{scheme}");
+        let off = (mean(&kernels) / mean(&dense)).ln().abs();
+        assert!(off > 0.0 && off < 0.01, "{scheme}: {} became {}", mean(&dense), mean(&kernels));
+    }
+    // The same kernels run when text is generated and speed is measured.
+    let arguments =
+        args!["bench", at("q4_k_m.gguf"), "--prefill", "8", "--decode", "2", "--repeat", "1", "--json"];
+    assert_ne!(quant(arguments).json()["kernels"], "dense");
+}
+
+/// Types without kernels are named, and multiplied as floats.
+#[test]
+fn blocks_without_kernels_are_multiplied_as_floats() {
+    let scratch = tempfile::tempdir().unwrap();
+    let (model, file) = (scratch.path().join("model"), scratch.path().join("q4_1.gguf"));
+    write_cut_demo_model(&model, 1);
+    quant(quantize(&model, &file, &["--scheme", "q4_1"])).succeeded();
+    let arguments = |execution: &str| {
+        args![
+            "eval",
+            &file,
+            "--text",
+            "builtin-heldout",
+            "--profile",
+            "gptq-128",
+            "--windows",
+            "1",
+            "--json",
+            "--execution",
+            execution
+        ]
+    };
+    let (dense, kernels) = (quant(arguments("fake")), quant(arguments("kernels")));
+    let said = &kernels.stderr;
+    assert!(said.contains("there are no kernels for Q4_1: these linears multiply floats"), "{said}");
+    assert!(!dense.stderr.contains("no kernels"));
+    // The head is Q6_K, and runs on the kernels.
+    let (kernels, dense) = (kernels.json(), dense.json());
+    let isa = kernels["tool"]["isa"].as_str().unwrap();
+    assert!(isa.ends_with("with 8-bit activations per token for Q6_K"), "{isa}");
+    let mean = |result: &Value| result["perplexity"]["mean"].as_f64().unwrap();
+    assert!((mean(&kernels) / mean(&dense)).ln().abs() < 0.01, "{} and {}", mean(&kernels), mean(&dense));
 }

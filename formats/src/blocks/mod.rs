@@ -10,6 +10,7 @@ mod floats;
 mod fp4;
 mod grid;
 mod iq4;
+mod kernels;
 mod q2_k;
 mod q3_k;
 mod q4_k;

@@ -31,8 +31,8 @@ pub static Q3_K: BlockType = BlockType {
 
 /// Byte offsets of the low bits, the scales and `d` in a block.
 const LOW: usize = 32;
-const SCALES: usize = 96;
-const D: usize = 108;
+pub(super) const SCALES: usize = 96;
+pub(super) const D: usize = 108;
 
 fn encode(row: &[f32], importance: Option<&[f32]>, out: &mut [u8]) {
     for (i, (x, block)) in row.chunks_exact(SUPER).zip(out.chunks_exact_mut(110)).enumerate() {
@@ -116,20 +116,24 @@ fn put_scales(bytes: &mut [u8], scales: &[u8; 16]) {
     }
 }
 
-fn get_scale(bytes: &[u8], j: usize) -> i8 {
+pub(super) fn get_scale(bytes: &[u8], j: usize) -> i8 {
     let low = bytes[j % 8] >> (4 * (j / 8)) & 15;
     let high = bytes[8 + j % 4] >> (2 * (j / 4)) & 3;
     (low | high << 4) as i8 - 32
+}
+
+/// The code of element `e`.
+pub(super) fn get_code(block: &[u8], e: usize) -> u8 {
+    let (byte, shift) = place(e);
+    block[LOW + byte] >> shift & 3 | (block[e % 32] >> (e / 32) & 1) << 2
 }
 
 fn decode(bytes: &[u8], out: &mut [f32]) {
     for (block, out) in bytes.chunks_exact(110).zip(out.chunks_exact_mut(SUPER)) {
         let d = f16_bits::get(block, D);
         for (e, o) in out.iter_mut().enumerate() {
-            let (byte, shift) = place(e);
-            let code = block[LOW + byte] >> shift & 3 | (block[e % 32] >> (e / 32) & 1) << 2;
             let scale = d * f32::from(get_scale(&block[SCALES..D], e / 16));
-            *o = scale * f32::from(code as i8 - 4);
+            *o = scale * f32::from(get_code(block, e) as i8 - 4);
         }
     }
 }

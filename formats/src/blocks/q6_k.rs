@@ -84,14 +84,18 @@ fn pack(fields: &Fields, block: &mut [u8]) {
     put_codes(&fields.codes, block);
 }
 
+/// The code of element `e`.
+pub(super) fn get_code(block: &[u8], e: usize) -> u8 {
+    let (low, low_shift, high, high_shift) = place(e);
+    block[low] >> low_shift & 15 | (block[128 + high] >> high_shift & 3) << 4
+}
+
 fn decode(bytes: &[u8], out: &mut [f32]) {
     for (block, out) in bytes.chunks_exact(210).zip(out.chunks_exact_mut(SUPER)) {
         let d = f16_bits::get(block, 208);
         for (e, o) in out.iter_mut().enumerate() {
-            let (low, low_shift, high, high_shift) = place(e);
-            let code = block[low] >> low_shift & 15 | (block[128 + high] >> high_shift & 3) << 4;
             let scale = d * f32::from(block[192 + e / 16] as i8);
-            *o = scale * f32::from(code as i8 - 32);
+            *o = scale * f32::from(get_code(block, e) as i8 - 32);
         }
     }
 }

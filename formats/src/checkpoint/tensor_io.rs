@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use super::Dtype;
+use crate::blocks::BlockType;
 use crate::{Error, Result};
 
 /// The description of one tensor in a checkpoint.
@@ -43,6 +44,20 @@ pub trait TensorSource: Send + Sync {
 
     /// Returns the file that holds the tensor, for messages.
     fn location(&self, name: &str) -> PathBuf;
+
+    /// Returns the type of the blocks that a tensor's floats are decoded from, if [`read_blocks`](Self::read_blocks) can
+    /// return these blocks.
+    fn block_type(&self, _name: &str) -> Option<&'static BlockType> {
+        None
+    }
+
+    /// Returns these blocks, row by row; `None` if the tensor has no [`block_type`](Self::block_type).
+    ///
+    /// # Errors
+    /// When reading fails.
+    fn read_blocks(&self, _name: &str) -> Result<Option<Vec<u8>>> {
+        Ok(None)
+    }
 
     /// Whether a tensor's floats are decoded from blocks of MXFP4.
     fn is_mxfp4(&self, _name: &str) -> bool {

@@ -67,6 +67,8 @@ fn describe(layout: &WeightLayout) -> qz1_cuda_layout {
             ScaleType::Progressive => QZ1_SCALES_PROGRESSIVE,
             ScaleType::E4m3 => QZ1_SCALES_E4M3,
             ScaleType::E8m0 => QZ1_SCALES_E8M0,
+            // GPU layouts have no super-blocks.
+            ScaleType::Super | ScaleType::SuperMins => 0,
         },
         zeros: u32::from(layout.zero_point().is_none()),
         middle: layout.zero_point().map_or(0, u32::from),

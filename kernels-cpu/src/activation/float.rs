@@ -161,7 +161,7 @@ impl FloatRows {
     /// The tiling for the tile unit, if the instruction set has one.
     pub(crate) fn tiling_of(&self, m: usize, layout: RowLayout, in_bf16: bool) -> Option<Tiling> {
         let parts = if in_bf16 { 1 } else { 1 + self.parts as usize };
-        self.token.has_tiles().then(|| Tiling::new(m, layout, 2 * STEP, parts))
+        (self.token.has_tiles() && layout.is_tiled()).then(|| Tiling::new(m, layout, 2 * STEP, parts))
     }
 
     /// Makes room for rows. Old contents are not cleared; packing overwrites them.
@@ -435,7 +435,7 @@ mod tests {
     #[test]
     fn rows_lie_in_tiles() {
         // Two groups of five steps (the last has only four features), each stored in two blocks of three steps.
-        let layout = RowLayout { k: 72, group_size: 36, steps: 5 };
+        let layout = RowLayout { k: 72, group_size: 36, steps: 5, tiled: true };
         let x: Vec<f32> = (0..3 * 72).map(|i| i as f32 / 7.0).collect();
         let mut rows = FloatRows::new(crate::Isa::AmxEmulated.token().unwrap());
         rows.pack(&x, layout, &crate::Serial).unwrap();

@@ -53,16 +53,24 @@ pub struct RowLayout {
     k: usize,
     group_size: usize,
     steps: usize,
+    /// Whether a tile unit may multiply these rows.
+    tiled: bool,
 }
 
 impl RowLayout {
     /// Returns the layout that rows must have to be multiplied with these weights.
     pub fn of(weights: &Layout) -> Self {
-        Self { k: weights.k(), group_size: weights.group_size(), steps: weights.steps() }
+        // The sums of super-blocks are integers of two levels, which tiles do not keep.
+        let tiled = !weights.is_super();
+        Self { k: weights.k(), group_size: weights.group_size(), steps: weights.steps(), tiled }
     }
 
     pub(crate) fn group_size(self) -> usize {
         self.group_size
+    }
+
+    pub(crate) fn is_tiled(self) -> bool {
+        self.tiled
     }
 
     pub(crate) fn k(self) -> usize {
@@ -301,7 +309,8 @@ impl Int8Rows {
 
     /// The tiling for the tile unit, if it is used for this number of rows.
     pub(crate) fn tiling_of(&self, m: usize, layout: RowLayout) -> Option<Tiling> {
-        let tiled = self.token.has_tiles() && m >= TILED_ROWS && layout.group_size > UNTILED_GROUP;
+        let tiled = self.token.has_tiles() && layout.tiled;
+        let tiled = tiled && m >= TILED_ROWS && layout.group_size > UNTILED_GROUP;
         tiled.then(|| Tiling::new(m, layout, STEP, 1))
     }
 

@@ -138,7 +138,7 @@ mod tests {
     /// The bound is sufficient for any division of the rows into segments.
     #[test]
     fn what_is_stated_holds_every_split() {
-        let layout = RowLayout { k: 96, group_size: 32, steps: 4 };
+        let layout = RowLayout { k: 96, group_size: 32, steps: 4, tiled: true };
         for (in_strips, min_rows) in [(true, 16), (false, 0)] {
             for rows in [0, 1, 7, 16, 33, 100] {
                 for segments in [1, 3, 8] {
@@ -161,7 +161,7 @@ mod tests {
 
     #[test]
     fn what_no_number_holds_is_none() {
-        let layout = RowLayout { k: 96, group_size: 32, steps: 4 };
+        let layout = RowLayout { k: 96, group_size: 32, steps: 4, tiled: true };
         assert_eq!(Extent::bound(usize::MAX / 8, 2, layout, None, true, 0), None);
         assert!(Extent::default().add(usize::MAX / 8, layout, None, true, 0).is_none());
     }

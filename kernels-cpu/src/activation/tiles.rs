@@ -127,7 +127,7 @@ mod tests {
             (16, 16, 4, 4),
             (5, 16, 2, 3),
         ] {
-            let layout = RowLayout { k: 3 * steps * STEP, group_size: steps * STEP, steps };
+            let layout = RowLayout { k: 3 * steps * STEP, group_size: steps * STEP, steps, tiled: true };
             let tiling = Tiling::new(40, layout, step_bytes, 1);
             assert_eq!((tiling.blocks, tiling.steps, tiling.rows, tiling.tiles(40)), (blocks, each, 16, 3));
             assert!(tiling.row_bytes() <= TILE_BYTES && tiling.blocks * tiling.steps >= steps);
@@ -140,7 +140,7 @@ mod tests {
     fn rows_are_copied_to_their_places() {
         for (m, size) in [(16, 72), (16, 36), (17, 128)] {
             let steps = size_of_steps(size);
-            let layout = RowLayout { k: 2 * size, group_size: size, steps };
+            let layout = RowLayout { k: 2 * size, group_size: size, steps, tiled: true };
             let tiling = Tiling::new(m, layout, STEP, 1);
             let codes: Vec<i8> = (0..m * layout.padded()).map(|i| (i % 127) as i8 + 1).collect();
             let mut tiles = vec![-1_i8; tiling.bytes(16).unwrap()];

@@ -218,10 +218,10 @@ impl Buffer {
     }
 
     /// Whether rows are stored in strips; otherwise in tiles only.
-    pub(super) fn in_strips(&self) -> bool {
+    pub(super) fn in_strips(&self, layout: RowLayout) -> bool {
         match self {
             Self::Int8(_) => true,
-            Self::Float(rows) => !rows.token.has_tiles(),
+            Self::Float(rows) => !rows.token.has_tiles() || !layout.is_tiled(),
         }
     }
 
@@ -235,7 +235,7 @@ impl Buffer {
     /// The maximum size for `rows` rows of this layout, divided among `count` experts.
     fn bound(&self, rows: usize, count: usize, layout: RowLayout, buffer_len: usize) -> Option<Extent> {
         let tiling = self.tiling_of(TILE_ROWS, layout, false);
-        Extent::bound(rows, count, layout, tiling, self.in_strips(), buffer_len)
+        Extent::bound(rows, count, layout, tiling, self.in_strips(layout), buffer_len)
     }
 
     fn reserve(&mut self, extent: &Extent) -> Result<(), KernelError> {
@@ -262,7 +262,7 @@ impl Buffer {
         in_bf16: bool,
         buffer_len: usize,
     ) -> Option<Segment> {
-        extent.add(m, layout, self.tiling_of(m, layout, in_bf16), self.in_strips(), buffer_len)
+        extent.add(m, layout, self.tiling_of(m, layout, in_bf16), self.in_strips(layout), buffer_len)
     }
 
     /// The buffers, for threads to write rows to; `in_bf16` states whether the input type is bf16.

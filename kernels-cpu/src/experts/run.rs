@@ -95,8 +95,8 @@ impl Experts<'_> {
             };
             let (expert, rows) = (expert as u32, [first, second]);
             active.push(Active { expert, rows, units, first: 0, block: 0, blocks: 0, chunk: 0, chunks: 0 });
-            units[0] += first.units(read.in_strips());
-            units[1] += second.units(between.in_strips());
+            units[0] += first.units(read.in_strips(first.layout));
+            units[1] += second.units(between.in_strips(second.layout));
         }
         // The plan may have been made for other experts of the same shape, which need less memory.
         let room = [read.room(), between.room()];

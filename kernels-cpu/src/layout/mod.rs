@@ -5,16 +5,26 @@
 //! features. The last step is padded: padding codes are 0, and so are the corresponding activations.
 //!
 //! ```text
-//! panel:  codes    [groups][steps] of 64 bytes (4 bits) or 128 bytes (8 bits)
-//!         scales   [groups][16]    f16, bf16 or f32; of progressive weights u8; of floating-point codes also E4M3 or E8M0
-//!         zeros    [groups][16]    of 4 bits, low half first, or 8; absent in a symmetric grid
+//! panel:  codes    [groups][steps] of 64 bytes (4 bits) or 128 bytes (8 bits); of super-blocks also 80 (5) or 96 (6)
+//!         scales   [groups][16]    f16, bf16 or f32; of progressive weights u8; of floating-point codes also E4M3 or E8M0;
+//!                                  of super-blocks i8
+//!         zeros    [groups][16]    of 4 bits, low half first, or 8; absent in a symmetric grid; of super-blocks the
+//!                                  minima, u8
 //!         channels [16]            f32, of progressive weights only
+//!         blocks   [k / 256][16]   f16, of super-blocks only: scales, and after all of them minima
 //!         factors  [2][16]         f32, of E4M3 scales only: 256 / global, and the global scale itself
 //!         sums     [groups][16]    i32, Σ (code − zero), on request
 //!         padding  up to a multiple of 64 bytes
 //!
 //! step, 4 bits:  byte 4·r + i = code(r, i) | code(r, i + 4) << 4      row r < 16, i < 4
 //! step, 8 bits:  byte 4·r + i = code(r, i), byte 64 + 4·r + i = code(r, i + 4)
+//! ```
+//!
+//! Super-blocks have codes of 5 and 6 bits too. Their steps are stored in units of four (5 bits) or two (6 bits): first
+//! the low four bits of each step as above, then 64 bytes with the high bits of all, so that every part is a line:
+//!
+//! ```text
+//! high bits:  byte 4·r + i, at bit w·(2·s + h) = high bits of code(r, i + 4·h) of step s      w = 1 or 2, h < 2
 //! ```
 //!
 //! So one load of 64 bytes, an AND and a shift give two registers whose 32-bit lanes are rows with four neighbouring
@@ -29,15 +39,26 @@ use half::{bf16, f16};
 
 pub use unpack::Unpacked;
 
-use crate::weight_view::Scales;
+use crate::weight_view::{Scales, SuperScales, super_block_fits};
 use crate::{FloatFormat, KernelError, WeightView, e8m0_value};
 
 /// Rows per panel.
 pub const PANEL_ROWS: usize = 16;
 /// Input features per step.
 pub const STEP: usize = 8;
+/// Input features per super-block.
+pub const SUPER_BLOCK: usize = 256;
 /// Bytes of a cache line, and the alignment of panels.
 pub const LINE: usize = 64;
+
+/// Steps that share a line with the high bits of their codes; 1 if codes are stored whole.
+pub(crate) const fn unit_of(code_bits: usize) -> usize {
+    match code_bits {
+        5 => 4,
+        6 => 2,
+        _ => 1,
+    }
+}
 
 /// A cache line.
 #[derive(Debug, Clone, Copy)]
@@ -65,15 +86,24 @@ pub enum ScaleType {
     E4m3,
     /// Powers of two: the MX formats. Only for floating-point codes.
     E8m0,
+    /// 8-bit signed integers, under an f16 scale per super-block: GGUF's Q6_K.
+    Super,
+    /// The same, with minima, 8-bit unsigned integers under an f16 per super-block: GGUF's Q4_K and Q5_K.
+    SuperMins,
 }
 
 impl ScaleType {
     fn bytes(self) -> usize {
         match self {
-            Self::Progressive | Self::E4m3 | Self::E8m0 => 1,
+            Self::Progressive | Self::E4m3 | Self::E8m0 | Self::Super | Self::SuperMins => 1,
             Self::F16 | Self::Bf16 => 2,
             Self::F32 => 4,
         }
+    }
+
+    /// Whether these are the scales of super-blocks.
+    pub(crate) fn is_super(self) -> bool {
+        matches!(self, Self::Super | Self::SuperMins)
     }
 
     /// The narrowest type that represents all of these scales exactly.
@@ -103,7 +133,7 @@ fn e8m0_code(scale: f32) -> Option<u8> {
 pub struct Layout {
     n: usize,
     k: usize,
-    /// Bits per stored code: 4 or 8.
+    /// Bits per stored code: 4 or 8; 5 or 6 only in super-blocks.
     code_bits: usize,
     group_size: usize,
     scales: ScaleType,
@@ -122,12 +152,16 @@ impl Layout {
     /// The layout for a view; with `sums` it includes the sums that activations with a zero point require.
     ///
     /// # Errors
-    /// When the matrix is empty; when `sums` is set for floating-point codes, or their global scale is not positive and
+    /// When the matrix is empty; when `sums` is set for floating-point codes or super-blocks, or their global scale is not positive and
     /// finite; or when a group is so wide that its sums might overflow 32 bits: wider than 65,793 at 8 bits and
     /// 1,118,481 at 4, with `sums` 33,025 and 561,433; for progressive weights a row wider than 131,071, with `sums`
     /// 65,793.
     pub fn of(view: &WeightView<'_>, sums: bool) -> Result<Self, KernelError> {
-        let code_bits = if view.bits() <= 4 { 4 } else { 8 };
+        let code_bits = match (view.bits(), view.all_scales()) {
+            (..=4, _) => 4,
+            (bits, Scales::Super(_)) => usize::from(bits),
+            _ => 8,
+        };
         let scales = match view.all_scales() {
             Scales::Float(scales) => match view.float_format() {
                 Some(_) if scales.iter().all(|&s| e8m0_code(s).is_some()) => ScaleType::E8m0,
@@ -140,6 +174,8 @@ impl Layout {
                 }
                 ScaleType::E4m3
             }
+            Scales::Super(SuperScales { mins: None, .. }) => ScaleType::Super,
+            Scales::Super(SuperScales { mins: Some(_), .. }) => ScaleType::SuperMins,
         };
         if let Some(format) = view.float_format() {
             let shape = [view.n(), view.k()];
@@ -148,12 +184,12 @@ impl Layout {
                 true => Err(KernelError::Scheme("sums are supported for integer codes only")),
             };
         }
-        let zero_point = (!view.has_zeros()).then(|| 1 << (view.bits() - 1));
+        let zero_point = (!view.has_zeros()).then(|| view.zero_point());
         Self::from_parts([view.n(), view.k()], code_bits, view.group_size(), scales, zero_point, sums)
     }
 
-    /// The layout with these properties, for callers that have packed bytes and no view: `code_bits` is 4 or 8,
-    /// `zero_point` the zero point of every group or `None` if each has its own.
+    /// The layout with these properties, for callers that have packed bytes and no view: `code_bits` is 4 or 8, for
+    /// super-blocks 4 to 6; `zero_point` is the zero point of every group, or `None` if each has its own.
     ///
     /// # Errors
     /// See [`of`](Self::of); also when the group size does not divide `k`, or the code width or zero point is invalid.
@@ -181,8 +217,8 @@ impl Layout {
         group_size: usize,
         scales: ScaleType,
     ) -> Result<Self, KernelError> {
-        if scales == ScaleType::Progressive {
-            return Err(KernelError::Scheme("progressive scales require integer codes"));
+        if scales == ScaleType::Progressive || scales.is_super() {
+            return Err(KernelError::Scheme("progressive scales and super-blocks require integer codes"));
         }
         let zero_point = Some(0);
         Self::with_codes(
@@ -208,10 +244,20 @@ impl Layout {
         if n == 0 || k == 0 {
             return Err(KernelError::Scheme("the matrix must have at least one row and one column"));
         }
-        if !matches!(code_bits, 4 | 8) || zero_point.is_some_and(|m| usize::from(m) >> code_bits != 0) {
+        let widths: &[usize] = if scales.is_super() { &[4, 5, 6] } else { &[4, 8] };
+        if !widths.contains(&code_bits) || zero_point.is_some_and(|m| usize::from(m) >> code_bits != 0) {
             return Err(KernelError::Scheme(
                 "codes must be stored in 4 or 8 bits, and the zero point must fit in them",
             ));
+        }
+        if scales.is_super() {
+            let mins = scales == ScaleType::SuperMins;
+            if k % SUPER_BLOCK != 0 || !super_block_fits(code_bits, mins, group_size) {
+                return Err(KernelError::Scheme("groups that do not form super-blocks"));
+            }
+            if sums || zero_point != Some(if mins { 0 } else { 1 << (code_bits - 1) }) {
+                return Err(KernelError::Scheme("zero points or sums of super-blocks"));
+            }
         }
         if group_size == 0 || k % group_size != 0 {
             return Err(KernelError::Mismatch {
@@ -225,6 +271,8 @@ impl Layout {
         // over the whole row.
         let (width, weight) = match (scales, code_bits) {
             (ScaleType::Progressive, _) => (k, PROGRESSIVE_MAX as usize),
+            // An integer scale is at most 128 in magnitude, a code without its zero point below 64.
+            (ScaleType::Super | ScaleType::SuperMins, _) => (SUPER_BLOCK, 128 * 64),
             (_, 8) => (group_size, 255),
             _ => (group_size, 15),
         };
@@ -274,7 +322,7 @@ impl Layout {
         self.k
     }
 
-    /// Bits per stored code: 4 or 8.
+    /// Bits per stored code: 4 or 8, for super-blocks 4 to 6.
     pub fn code_bits(&self) -> usize {
         self.code_bits
     }
@@ -344,16 +392,49 @@ impl Layout {
         PANEL_ROWS * STEP * self.code_bits / 8
     }
 
+    /// Whether groups form super-blocks.
+    pub(crate) fn is_super(&self) -> bool {
+        self.scales.is_super()
+    }
+
+    /// The offset of a step in the codes of a panel, which is that of its low bits if it is one of a unit.
+    pub(crate) fn step_at(&self, step: usize) -> usize {
+        let unit = unit_of(self.code_bits);
+        match unit {
+            1 => step * self.step_bytes(),
+            _ => step / unit * unit * self.step_bytes() + step % unit * LINE,
+        }
+    }
+
+    /// Bytes of zero points per group, or of minima.
     fn zero_bytes(&self) -> usize {
-        if self.zero_point.is_some() { 0 } else { PANEL_ROWS * self.code_bits / 8 }
+        match (self.scales, self.zero_point) {
+            (ScaleType::SuperMins, _) => PANEL_ROWS,
+            (_, Some(_)) => 0,
+            (_, None) => PANEL_ROWS * self.code_bits / 8,
+        }
+    }
+
+    /// Super-blocks per row.
+    pub(crate) fn blocks(&self) -> usize {
+        self.k / SUPER_BLOCK
     }
 
     fn channel_bytes(&self) -> usize {
         match self.scales {
             ScaleType::Progressive => 4 * PANEL_ROWS,
             ScaleType::E4m3 => 8 * PANEL_ROWS,
+            ScaleType::Super => 2 * PANEL_ROWS * self.blocks(),
+            ScaleType::SuperMins => 4 * PANEL_ROWS * self.blocks(),
             ScaleType::F16 | ScaleType::Bf16 | ScaleType::F32 | ScaleType::E8m0 => 0,
         }
+    }
+
+    /// The line with the high bits of a step's codes, and their place in a byte; `None` if codes are stored whole.
+    pub(crate) fn high_bits(&self, step: usize, half: usize) -> Option<(usize, usize)> {
+        let unit = unit_of(self.code_bits);
+        let at = step / unit * unit * self.step_bytes() + unit * LINE;
+        (unit > 1).then(|| (at, (2 * (step % unit) + half) * (self.code_bits - 4)))
     }
 
     /// Offset of the scales in a panel.
@@ -383,6 +464,8 @@ impl Layout {
             ScaleType::Progressive => 4,
             ScaleType::E4m3 => 5,
             ScaleType::E8m0 => 6,
+            ScaleType::Super => 7,
+            ScaleType::SuperMins => 8,
         };
         let float = self.float.map(|format| match format {
             FloatFormat::E4m3 => 1,
@@ -484,11 +567,14 @@ impl Layout {
         for (g, group) in codes.chunks_exact(self.group_size).enumerate() {
             self.check_group(view, row, g, group)?;
             for (i, &code) in group.iter().enumerate() {
-                let step = (g * self.steps() + i / STEP) * self.step_bytes();
-                let (half, byte) = ((i % STEP) / 4, 4 * r + i % 4);
+                let step = g * self.steps() + i / STEP;
+                let (at, half, byte) = (self.step_at(step), (i % STEP) / 4, 4 * r + i % 4);
                 match self.code_bits {
-                    4 => panel[step + byte] |= code << (4 * half),
-                    _ => panel[step + 64 * half + byte] = code,
+                    8 => panel[at + 64 * half + byte] = code,
+                    _ => panel[at + byte] |= (code & 0x0f) << (4 * half),
+                }
+                if let Some((at, shift)) = self.high_bits(step, half) {
+                    panel[at + byte] |= code >> 4 << shift;
                 }
             }
             let at = g * PANEL_ROWS + r;
@@ -522,6 +608,22 @@ impl Layout {
                 (Scales::Float(s), _) => write(at, &s[row * groups + g].to_le_bytes()),
                 (Scales::Progressive { groups: s, .. } | Scales::E4m3 { groups: s, .. }, _) => {
                     write(at, &[s[row * groups + g]])
+                }
+                (Scales::Super(s), _) => {
+                    write(at, &s.groups[row * groups + g].to_le_bytes());
+                    if let Some(mins) = s.mins {
+                        write(self.zeros_at() + g * PANEL_ROWS + r, &[mins.groups[row * groups + g]]);
+                    }
+                }
+            }
+        }
+        if let Scales::Super(s) = view.all_scales() {
+            let blocks = self.blocks();
+            for b in 0..blocks {
+                let at = self.channels_at() + 2 * (b * PANEL_ROWS + r);
+                write(at, &s.blocks[row * blocks + b].to_le_bytes());
+                if let Some(mins) = s.mins {
+                    write(at + 2 * PANEL_ROWS * blocks, &mins.blocks[row * blocks + b].to_le_bytes());
                 }
             }
         }

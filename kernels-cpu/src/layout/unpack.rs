@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use half::{bf16, f16};
 
-use super::{Layout, PANEL_ROWS, STEP, ScaleType};
+use super::{Layout, PANEL_ROWS, STEP, SUPER_BLOCK, ScaleType};
 use crate::float_format::{e4m3_packed, e4m3_scale_packed, e8m0_packed};
 use crate::{FloatFormat, KernelError, e8m0_value};
 
@@ -12,15 +12,19 @@ impl Layout {
     /// The code of a weight, from the panel of its row.
     pub(crate) fn code(&self, panel: &[u8], row: usize, k: usize) -> u8 {
         let (g, i, r) = (k / self.group_size, k % self.group_size, row % PANEL_ROWS);
-        let step = (g * self.steps() + i / STEP) * self.step_bytes();
-        let (half, byte) = ((i % STEP) / 4, 4 * r + i % 4);
-        match self.code_bits {
-            4 => panel[step + byte] >> (4 * half) & 0x0f,
-            _ => panel[step + 64 * half + byte],
+        let step = g * self.steps() + i / STEP;
+        let (at, half, byte) = (self.step_at(step), (i % STEP) / 4, 4 * r + i % 4);
+        let low = match self.code_bits {
+            8 => panel[at + 64 * half + byte],
+            _ => panel[at + byte] >> (4 * half) & 0x0f,
+        };
+        match self.high_bits(step, half) {
+            Some((at, shift)) => low | (panel[at + byte] >> shift & (1 << (self.code_bits - 4)) - 1) << 4,
+            None => low,
         }
     }
 
-    /// The scale of a group: for progressive weights an integer, for E4M3 scales the value before division.
+    /// The scale of a group: for progressive weights and super-blocks an integer, for E4M3 scales the value before division.
     fn scale(&self, panel: &[u8], row: usize, g: usize) -> f32 {
         let at = self.scales_at() + (g * PANEL_ROWS + row % PANEL_ROWS) * self.scales.bytes();
         let bytes = |n| &panel[at..at + n];
@@ -29,6 +33,7 @@ impl Layout {
             (ScaleType::Bf16, &[a, b]) => bf16::from_le_bytes([a, b]).to_f32(),
             (ScaleType::E4m3, &[code]) => FloatFormat::E4m3.value(code),
             (ScaleType::E8m0, &[code]) => e8m0_value(code),
+            (ScaleType::Super | ScaleType::SuperMins, &[scale]) => f32::from(scale as i8),
             (_, &[a, b, c, d]) => f32::from_le_bytes([a, b, c, d]),
             (_, other) => f32::from(other[0]),
         }
@@ -41,6 +46,25 @@ impl Layout {
             (None, 4) => panel[self.zeros_at() + at / 2] >> (4 * (at % 2)) & 0x0f,
             (None, _) => panel[self.zeros_at() + at],
         }
+    }
+
+    /// The minimum of a group, an integer; 0 if there is none.
+    fn min(&self, panel: &[u8], row: usize, g: usize) -> f32 {
+        match self.scales {
+            ScaleType::SuperMins => f32::from(panel[self.zeros_at() + g * PANEL_ROWS + row % PANEL_ROWS]),
+            _ => 0.0,
+        }
+    }
+
+    /// The scale and the minimum of a super-block.
+    fn block(&self, panel: &[u8], row: usize, b: usize) -> [f16; 2] {
+        let read = |at: usize| f16::from_le_bytes([panel[at], panel[at + 1]]);
+        let at = self.channels_at() + 2 * (b * PANEL_ROWS + row % PANEL_ROWS);
+        let min = match self.scales {
+            ScaleType::SuperMins => read(at + 2 * PANEL_ROWS * self.blocks()),
+            _ => f16::ZERO,
+        };
+        [read(at), min]
     }
 
     /// The scale of a row; for E4M3 scales the global one.
@@ -67,9 +91,16 @@ impl Layout {
         let none = |_| KernelError::Memory("the unpacked matrix");
         out.codes.try_reserve_exact(weights).map_err(none)?;
         out.scales.try_reserve_exact(groups).map_err(none)?;
-        out.zeros.try_reserve_exact(if self.zero_point.is_none() { groups } else { 0 }).map_err(none)?;
-        let channels = self.channel_bytes() > 0;
-        out.channels.try_reserve_exact(if channels { self.n } else { 0 }).map_err(none)?;
+        let has_mins = self.scales == ScaleType::SuperMins;
+        let zeros = has_mins || self.zero_point.is_none();
+        out.zeros.try_reserve_exact(if zeros { groups } else { 0 }).map_err(none)?;
+        let channels = match self.scales {
+            ScaleType::Super | ScaleType::SuperMins => weights / SUPER_BLOCK,
+            _ if self.channel_bytes() > 0 => self.n,
+            _ => 0,
+        };
+        out.channels.try_reserve_exact(channels).map_err(none)?;
+        out.block_mins.try_reserve_exact(if has_mins { channels } else { 0 }).map_err(none)?;
         for row in 0..self.n {
             let panel = self.panel_of(packed, row);
             out.codes.extend((0..self.k).map(|k| self.code(panel, row, k)));
@@ -77,7 +108,17 @@ impl Layout {
             if self.zero_point.is_none() {
                 out.zeros.extend((0..self.groups()).map(|g| self.zero(panel, row, g)));
             }
-            if channels {
+            if self.scales.is_super() {
+                for [scale, min] in (0..self.blocks()).map(|b| self.block(panel, row, b)) {
+                    out.channels.push(scale.to_f32());
+                    if has_mins {
+                        out.block_mins.push(min.to_f32());
+                    }
+                }
+                if has_mins {
+                    out.zeros.extend((0..self.groups()).map(|g| self.min(panel, row, g) as u8));
+                }
+            } else if channels > 0 {
                 out.channels.push(self.channel(panel, row));
             }
         }
@@ -104,6 +145,19 @@ impl Layout {
             let panel = self.panel_of(packed, row);
             for (g, out) in out.chunks_exact_mut(self.group_size).enumerate() {
                 let (zero, mut scale) = (i32::from(self.zero(panel, row, g)), self.scale(panel, row, g));
+                if self.scales.is_super() {
+                    let [of_scales, of_mins] =
+                        self.block(panel, row, g * self.group_size / SUPER_BLOCK).map(f16::to_f32);
+                    let (scale, min) = (of_scales * scale, of_mins * self.min(panel, row, g));
+                    for (i, out) in out.iter_mut().enumerate() {
+                        let code = i32::from(self.code(panel, row, g * self.group_size + i)) - zero;
+                        *out = match self.scales {
+                            ScaleType::SuperMins => scale * code as f32 - min,
+                            _ => scale * code as f32,
+                        };
+                    }
+                    continue;
+                }
                 // These are the values that kernels use, even if the bytes encode NaN.
                 let byte =
                     panel[self.scales_at() + (g * PANEL_ROWS + row % PANEL_ROWS) * self.scales.bytes()];
@@ -142,11 +196,14 @@ impl Layout {
 pub struct Unpacked {
     /// `[n, k]`
     pub codes: Vec<u8>,
-    /// `[n, k / group_size]`; for progressive weights integers, for E4M3 scales the values before division by the
+    /// `[n, k / group_size]`; for progressive weights and super-blocks integers, for E4M3 scales the values before division by the
     /// global one
     pub scales: Vec<f32>,
-    /// `[n, k / group_size]`, or `None` for a symmetric grid
+    /// `[n, k / group_size]`, or empty for a symmetric grid; for super-blocks the integers of their minima
     pub zeros: Vec<u8>,
-    /// `[n]`, for progressive weights only, and for E4M3 scales the global one
+    /// `[n]`, for progressive weights only, and for E4M3 scales the global one; for super-blocks their scales,
+    /// `[n, k / 256]`
     pub channels: Vec<f32>,
+    /// `[n, k / 256]`, the minima of super-blocks that have them
+    pub block_mins: Vec<f32>,
 }

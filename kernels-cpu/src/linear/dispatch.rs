@@ -8,7 +8,7 @@ use self::arm::{neon_tile, neondot_tile, neoni8mm_tile};
 use self::x86::{avx2_tile, avx512bf16_tile, avx512vnni_tile, avxvnni_tile};
 use super::tile::Tile;
 use super::tiled::{self, BF16, SIGNED, Steps, Tiled, UNSIGNED};
-use super::{float_tile, tile};
+use super::{float_tile, super_tile, tile};
 use crate::layout::ScaleType;
 use crate::simd::scalar::Scalar;
 use crate::simd::tiles::emulated::Emulated;
@@ -23,11 +23,12 @@ pub(crate) const MAX_ROWS: usize = 12;
 pub(crate) const ONE_STRIP: usize = 16;
 
 /// Kinds of tiles: integers on a symmetric 4-bit grid or of E2M1; integers on any other grid; integers with two levels
-/// of scales; and floats.
+/// of scales; floats; and integers of super-blocks.
 const CENTRED: usize = 0;
 const ZEROS: usize = 1;
 pub(super) const PROGRESSIVE: usize = 2;
 pub(super) const FLOAT: usize = 3;
+const SUPER: usize = 4;
 
 type TileFn = unsafe fn(&Tile<'_>);
 /// Multiplies some row tiles with some panels.
@@ -56,6 +57,7 @@ impl Path {
     pub(crate) fn whole(token: IsaToken, layout: &Layout, zero: i32) -> Self {
         let kind = match layout.zero_point() {
             _ if layout.scales() == ScaleType::Progressive => PROGRESSIVE,
+            _ if layout.is_super() => SUPER,
             _ if layout.float_format().is_some() => CENTRED,
             Some(tile::CENTRE) if zero == 0 => CENTRED,
             _ => ZEROS,
@@ -71,6 +73,8 @@ impl Path {
     /// The functions of the tile unit and their helper steps, if the path uses one.
     pub(super) fn tiled(self) -> Option<(TiledFn, Steps)> {
         match (self.codes, self.kind) {
+            // Rows for super-blocks are not stored in tiles, whether they are integers or floats.
+            (_, SUPER) | (5 | 6, _) => None,
             (codes::E2M1, FLOAT) => self.choose_tiled::<{ codes::E2M1 }, FLOAT, BF16>(),
             (codes::E2M1, _) => self.choose_tiled::<{ codes::E2M1 }, ZEROS, SIGNED>(),
             (codes::E4M3, _) => self.choose_tiled::<{ codes::E4M3 }, FLOAT, BF16>(),
@@ -146,6 +150,11 @@ impl Path {
             (4, CENTRED) => self.choose::<4, CENTRED>(rows, panels),
             (4, FLOAT) => self.choose::<4, FLOAT>(rows, panels),
             (4, ZEROS) => self.choose::<4, ZEROS>(rows, panels),
+            (4, SUPER) => self.choose::<4, SUPER>(rows, panels),
+            (5, FLOAT) => self.choose::<5, FLOAT>(rows, panels),
+            (5, _) => self.choose::<5, SUPER>(rows, panels),
+            (6, FLOAT) => self.choose::<6, FLOAT>(rows, panels),
+            (6, _) => self.choose::<6, SUPER>(rows, panels),
             (4, _) => self.choose::<4, PROGRESSIVE>(rows, panels),
             (_, FLOAT) => self.choose::<8, FLOAT>(rows, panels),
             (_, PROGRESSIVE) => self.choose::<8, PROGRESSIVE>(rows, panels),
@@ -224,6 +233,7 @@ macro_rules! compiled {
                     FLOAT => float_tile::multiply::<$lanes, CODES, false, MR, NP>(t),
                     CENTRED => tile::multiply::<$lanes, CODES, true, false, MR, NP>(t),
                     ZEROS => tile::multiply::<$lanes, CODES, false, false, MR, NP>(t),
+                    SUPER => super_tile::multiply::<$lanes, CODES, MR, NP>(t),
                     _ => tile::multiply::<$lanes, CODES, false, true, MR, NP>(t),
                 }
             }

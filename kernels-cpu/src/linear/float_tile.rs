@@ -13,7 +13,7 @@
 //! with groups that are not divided into blocks, the processor cannot overlap one with the next.
 #![allow(clippy::needless_range_loop, reason = "rows and panels index several arrays at once")]
 
-use crate::layout::{Layout, PANEL_ROWS, STEP, ScaleType};
+use crate::layout::{Layout, PANEL_ROWS, STEP, SUPER_BLOCK, ScaleType};
 use crate::simd::{FloatLanes, codes};
 
 use super::prefetcher::{Prefetcher, next_parameters};
@@ -153,28 +153,34 @@ unsafe fn add_steps<
     count: usize,
 ) -> [[[L::F; NP]; MR]; NG] {
     let panel = t.layout.panel_bytes();
-    let step_bytes = PANEL_ROWS * STEP * codes::bits(CODES) / 8;
+    let (step_bytes, unit) = (PANEL_ROWS * STEP * codes::bits(CODES) / 8, const { codes::unit(CODES) });
     // With two groups in parallel, the prefetched lines follow both.
     let waits = MR <= 4;
     let ahead = Prefetcher::new(t.layout, NP, (NG * count * step_bytes).clamp(2048, 8192));
     let ahead_of = |at: *const u8| if waits { ahead.of(at.addr() - t.weights.addr()) } else { 0 };
-    // SAFETY: the caller guarantees the contract above; steps and rows stay below their counts.
+    // SAFETY: the caller guarantees the contract above; steps and rows stay below their counts. Blocks and groups are
+    // whole units.
     unsafe {
         let mut at = t.weights.wrapping_add(first * step_bytes);
         let mut x = t.activations.wrapping_add(first * t.strip * FLOAT_STEP);
         let mut sums = [[[L::zero(); NP]; MR]; NG];
+        let mut step = 0;
         for _ in 0..count {
             // Unrolled instead of a loop, so that all sums stay in registers.
-            add_step::<L, CODES, REST, MR, NP>(&mut sums[0], (at, x), table, panel, ahead_of(at));
+            add_step::<L, CODES, REST, MR, NP>(&mut sums[0], (at, x), step, table, panel, ahead_of(at));
             if NG > 1 {
                 let behind =
                     (at.wrapping_add(count * step_bytes), x.wrapping_add(count * t.strip * FLOAT_STEP));
                 let ahead = ahead_of(behind.0);
-                add_step::<L, CODES, REST, MR, NP>(&mut sums[1], behind, table, panel, ahead);
+                add_step::<L, CODES, REST, MR, NP>(&mut sums[1], behind, step, table, panel, ahead);
             }
             // After the last step, these pointers are past the end and are not dereferenced.
-            at = at.wrapping_add(step_bytes);
             x = x.wrapping_add(t.strip * FLOAT_STEP);
+            step += 1;
+            if step == unit {
+                at = at.wrapping_add(unit * step_bytes);
+                step = 0;
+            }
         }
         sums
     }
@@ -211,8 +217,26 @@ unsafe fn join<L: FloatLanes, const CODES: usize, const MR: usize, const NP: usi
                     sums[m][p] = L::fma(zeros, L::splat_f32(sum), sums[m][p]);
                 }
             }
-            let progressive = layout.scales() == ScaleType::Progressive;
-            let scale = if progressive { L::to_f32(L::as_i32(scales[p])) } else { scales[p] };
+            let scale = match layout.scales() {
+                ScaleType::Progressive => L::to_f32(L::as_i32(scales[p])),
+                ScaleType::Super | ScaleType::SuperMins => {
+                    let b = g * layout.group_size() / SUPER_BLOCK;
+                    let at = t.weights.add(p * panel + layout.channels_at() + 2 * b * PANEL_ROWS);
+                    if layout.scales() == ScaleType::SuperMins {
+                        let mins = t.weights.add(p * panel + zeros_at + g * PANEL_ROWS);
+                        let by = L::load_f16(at.add(2 * layout.blocks() * PANEL_ROWS));
+                        // Minus the minimum. These products are exact, as are those of scales.
+                        let mins = L::to_f32(L::sub(L::splat(0), L::load_u8(mins)));
+                        let mins = L::mul_f32(mins, by);
+                        for m in 0..MR {
+                            let sum = *t.sums.cast::<f32>().add(g * t.strip + m);
+                            totals[m][p] = L::fma(mins, L::splat_f32(sum), totals[m][p]);
+                        }
+                    }
+                    L::mul_f32(L::to_f32(L::as_i32(scales[p])), L::load_f16(at))
+                }
+                _ => scales[p],
+            };
             for m in 0..MR {
                 totals[m][p] = L::fma(sums[m][p], scale, totals[m][p]);
             }
@@ -220,7 +244,8 @@ unsafe fn join<L: FloatLanes, const CODES: usize, const MR: usize, const NP: usi
     }
 }
 
-/// Adds the products of a step to the sums of its group; `at` points to its codes and `x` to the activations.
+/// Adds the products of a step to the sums of its group; `at` points to the codes of its unit, in which it is number
+/// `step`, and `x` to the activations.
 ///
 /// # Safety
 /// See [`multiply`]; `at` must be a step of `NP` panels that are `panel` bytes apart, `x` the same step of `MR` rows.
@@ -228,6 +253,7 @@ unsafe fn join<L: FloatLanes, const CODES: usize, const MR: usize, const NP: usi
 unsafe fn add_step<L: FloatLanes, const CODES: usize, const REST: bool, const MR: usize, const NP: usize>(
     sums: &mut [[L::F; NP]; MR],
     (at, x): (*const u8, *const u8),
+    step: usize,
     table: L::Table,
     panel: usize,
     ahead: usize,
@@ -236,16 +262,17 @@ unsafe fn add_step<L: FloatLanes, const CODES: usize, const REST: bool, const MR
     unsafe {
         if ahead > 0 {
             for p in 0..NP {
-                L::prefetch(at.wrapping_add(p * panel + ahead));
-                if codes::bits(CODES) == 8 {
-                    L::prefetch(at.wrapping_add(p * panel + ahead + 64));
+                L::prefetch(at.wrapping_add(p * panel + ahead + 64 * step));
+                if codes::bits(CODES) == 8 || codes::unit(CODES) > 1 && step == 0 {
+                    L::prefetch(at.wrapping_add(p * panel + ahead + 64 * codes::unit(CODES)));
                 }
             }
         }
         for part in 0..L::PARTS {
-            let mut w = [L::weights::<CODES>(at, part, table); NP];
+            let of_unit = step * L::PARTS + part;
+            let mut w = [L::weights::<CODES>(at, of_unit, table); NP];
             for p in 1..NP {
-                w[p] = L::weights::<CODES>(at.add(p * panel), part, table);
+                w[p] = L::weights::<CODES>(at.add(p * panel), of_unit, table);
             }
             for m in 0..MR {
                 let row = x.add(m * FLOAT_STEP);

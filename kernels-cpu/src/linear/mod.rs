@@ -10,6 +10,11 @@
 //! by the scale of the activations, and a bias is added in the same rounding. This order is part of the definition:
 //! results are bit-identical for all instruction sets, divisions of work and thread counts.
 //!
+//! Super-blocks ([`SuperScales`](crate::SuperScales)) have an integer scale `s_g` and minimum `m_g` per group, and a
+//! float scale `d_b` and minimum `e_b` per super-block:
+//! `y = s_x · Σ_b (d_b Σ_{g∈b} s_g Σ_{k∈g} (q − z)·a − e_b Σ_{g∈b} m_g Σ_{k∈g} a) + b`. Both sums of a super-block are
+//! exact in `i32`, rounded once, and added by a fused multiply-add each, the scaled sum first, block by block.
+//!
 //! # Floats
 //!
 //! `y = Σ_g s_g (Σ_{k∈g} (q − c)·x + (c − z) Σ_{k∈g} x) + b` (W4A16, W8A16), with `c` the zero point of a symmetric
@@ -27,6 +32,7 @@ mod float_tile;
 mod prefetcher;
 mod product;
 mod rows;
+mod super_tile;
 mod tile;
 mod tiled;
 

@@ -48,7 +48,7 @@ impl Prefetcher {
     }
 }
 
-/// Prefetches the scales and zero points of a group in the next panels.
+/// Prefetches the scales, and the zero points or minima, of a group in the next panels.
 ///
 /// # Safety
 /// The processor must have the instructions of `L`. Addresses need not be valid.
@@ -61,6 +61,7 @@ pub(super) unsafe fn next_parameters<L: Lanes, const NP: usize>(
     let panel = layout.panel_bytes();
     let scale_bytes = match layout.scales() {
         ScaleType::Progressive | ScaleType::E4m3 | ScaleType::E8m0 => 1,
+        ScaleType::Super | ScaleType::SuperMins => 1,
         ScaleType::F16 | ScaleType::Bf16 => 2,
         ScaleType::F32 => 4,
     };
@@ -70,8 +71,9 @@ pub(super) unsafe fn next_parameters<L: Lanes, const NP: usize>(
         // whatever the address.
         unsafe { L::prefetch(weights.wrapping_add(p * panel + scales)) };
     }
-    if layout.zero_point().is_none() {
-        let zeros = layout.zeros_at() + group * PANEL_ROWS * layout.code_bits() / 8;
+    if layout.zero_point().is_none() || layout.scales() == ScaleType::SuperMins {
+        let bytes = if layout.is_super() { PANEL_ROWS } else { PANEL_ROWS * layout.code_bits() / 8 };
+        let zeros = layout.zeros_at() + group * bytes;
         for p in NP..2 * NP {
             // SAFETY: the caller guarantees that the processor has the instructions of `L`; a prefetch has no other
             // effect, whatever the address.

@@ -80,9 +80,8 @@ pub(crate) unsafe fn multiply<
     t: &Tile<'_>,
 ) {
     let layout = t.layout;
-    let (groups, steps, panel) = (layout.groups(), layout.steps(), layout.panel_bytes());
+    let (groups, panel) = (layout.groups(), layout.panel_bytes());
     let bits = const { codes::bits(CODES) };
-    let step_bytes = PANEL_ROWS * STEP * bits / 8;
     let (scales_at, zeros_at, sums_at) = (layout.scales_at(), layout.zeros_at(), layout.sums_at());
     let ahead = Prefetcher::new(layout, NP, prefetcher::distance(MR, bits));
     // The offset that was subtracted from every code becomes part of its zero point.
@@ -91,52 +90,12 @@ pub(crate) unsafe fn multiply<
     // their counts, and the offsets are those of the layout.
     unsafe {
         let mut totals = [[L::zero(); NP]; MR];
-        let mut at = t.weights;
-        let mut a = t.activations.cast::<i8>();
-        if MR > 4 {
-            for m in 0..MR {
-                for p in 0..NP {
-                    L::prefetch_write(t.out.wrapping_add(m * t.stride + p * PANEL_ROWS).cast());
-                }
-            }
-        }
+        let mut at = (t.weights, t.activations.cast::<i8>());
+        prefetch_out::<L, MR, NP>(t);
         for g in 0..groups {
             let row_sums = t.sums.cast::<i32>().add(g * t.strip);
             let eights = t.eights.add(g * t.strip);
-            // Start from zero, since other initial values would delay the first products; zero points are subtracted
-            // afterwards.
-            let mut acc = [[L::splat(0); NP]; MR];
-            let done = L::rows::<CODES, MR, NP>(&mut acc, at, panel, a, t.strip, steps);
-            at = at.wrapping_add(done * step_bytes);
-            a = a.wrapping_add(done * t.strip * STEP);
-            for _ in done..steps {
-                let ahead = ahead.of(at.addr() - t.weights.addr());
-                let mut step = [L::codes4(at); NP];
-                for p in 0..NP {
-                    let from = at.add(p * panel);
-                    step[p] = match CODES {
-                        4 => L::codes4(from),
-                        codes::E2M1 => L::codes_e2m1(from),
-                        _ => L::codes8(from),
-                    };
-                    L::prefetch(from.wrapping_add(ahead));
-                    if bits == 8 {
-                        L::prefetch(from.wrapping_add(ahead + 64));
-                    }
-                }
-                for m in 0..MR {
-                    let x = L::activations(a.add(m * STEP));
-                    for p in 0..NP {
-                        acc[m][p] = match bits {
-                            4 => L::dot4(acc[m][p], step[p], x),
-                            _ => L::dot8(acc[m][p], step[p], x),
-                        };
-                    }
-                }
-                // After the last step, these pointers are past the end and are not dereferenced.
-                at = at.wrapping_add(step_bytes);
-                a = a.wrapping_add(t.strip * STEP);
-            }
+            let acc = group_sums::<L, CODES, MR, NP>(t, &mut at, ahead);
             // All branches come before the sums are used: the compiler keeps values that branches share in memory.
             let scales = t.weights.add(scales_at);
             next_parameters::<L, NP>(layout, t.weights, g);
@@ -192,8 +151,112 @@ pub(crate) unsafe fn multiply<
     }
 }
 
-/// The scales of a group in `NP` panels that are `panel` bytes apart. For progressive weights the bits of integers, for
-/// E4M3 scales each times `2⁻⁸`.
+/// Prefetches the results of a tile with so many rows that they would otherwise be waited for.
+///
+/// # Safety
+/// The processor must have the instructions of `L`. Addresses need not be valid.
+#[inline(always)]
+pub(super) unsafe fn prefetch_out<L: Lanes, const MR: usize, const NP: usize>(t: &Tile<'_>) {
+    if MR > 4 {
+        for m in 0..MR {
+            for p in 0..NP {
+                let at = t.out.wrapping_add(m * t.stride + p * PANEL_ROWS);
+                // SAFETY: the caller guarantees that the processor has the instructions of `L`; a prefetch address need
+                // not be valid.
+                unsafe { L::prefetch_write(at.cast()) };
+            }
+        }
+    }
+}
+
+/// The integer sums of the group at `at`, its codes and activations, which then are those of the next group.
+///
+/// # Safety
+/// See [`multiply`]; the group must exist.
+#[inline(always)]
+pub(super) unsafe fn group_sums<L: Lanes, const CODES: usize, const MR: usize, const NP: usize>(
+    t: &Tile<'_>,
+    at: &mut (*const u8, *const i8),
+    ahead: Prefetcher,
+) -> [[L::I; NP]; MR] {
+    let (steps, panel) = (t.layout.steps(), t.layout.panel_bytes());
+    let (bits, unit) = const { (codes::bits(CODES), codes::unit(CODES)) };
+    let step_bytes = PANEL_ROWS * STEP * bits / 8;
+    // SAFETY: the caller guarantees the contract above; groups are whole units.
+    unsafe {
+        // Start from zero, since other initial values would delay the first products; zero points are subtracted
+        // afterwards.
+        let mut acc = [[L::splat(0); NP]; MR];
+        let done = L::rows::<CODES, MR, NP>(&mut acc, at.0, panel, at.1, t.strip, steps);
+        let advance = |at: &mut (*const u8, *const i8), steps: usize| {
+            // After the last step, these pointers are past the end and are not dereferenced.
+            at.0 = at.0.wrapping_add(steps * step_bytes);
+            at.1 = at.1.wrapping_add(steps * t.strip * STEP);
+        };
+        advance(at, done);
+        let mut left = (steps - done) / unit;
+        while left > 0 {
+            let ahead = ahead.of(at.0.addr() - t.weights.addr());
+            // Unrolled, so that shifts are constants.
+            add_step::<L, CODES, 0, MR, NP>(&mut acc, *at, panel, t.strip, ahead);
+            if unit > 1 {
+                add_step::<L, CODES, 1, MR, NP>(&mut acc, *at, panel, t.strip, ahead);
+            }
+            if unit > 2 {
+                add_step::<L, CODES, 2, MR, NP>(&mut acc, *at, panel, t.strip, ahead);
+                add_step::<L, CODES, 3, MR, NP>(&mut acc, *at, panel, t.strip, ahead);
+            }
+            advance(at, unit);
+            left -= 1;
+        }
+        acc
+    }
+}
+
+/// Adds the products of step `S` of a unit.
+///
+/// # Safety
+/// See [`group_sums`].
+#[inline(always)]
+unsafe fn add_step<L: Lanes, const CODES: usize, const S: usize, const MR: usize, const NP: usize>(
+    acc: &mut [[L::I; NP]; MR],
+    (at, a): (*const u8, *const i8),
+    panel: usize,
+    strip: usize,
+    ahead: usize,
+) {
+    let (bits, unit) = const { (codes::bits(CODES), codes::unit(CODES)) };
+    // SAFETY: the caller guarantees the contract of `group_sums`; prefetched addresses need not be mapped.
+    unsafe {
+        let mut step = [L::codes4(at); NP];
+        for p in 0..NP {
+            let from = at.add(p * panel);
+            step[p] = match CODES {
+                4 => L::codes4(from),
+                5 | 6 => L::codes_in_unit::<CODES>(from, S),
+                codes::E2M1 => L::codes_e2m1(from),
+                _ => L::codes8(from),
+            };
+            L::prefetch(from.wrapping_add(ahead + 64 * S));
+            if bits == 8 || unit > 1 && S == 0 {
+                // The second half of a step, or the high bits of a unit.
+                L::prefetch(from.wrapping_add(ahead + 64 * unit));
+            }
+        }
+        for m in 0..MR {
+            let x = L::activations(a.add((S * strip + m) * STEP));
+            for p in 0..NP {
+                acc[m][p] = match bits {
+                    4..=6 => L::dot4(acc[m][p], step[p], x),
+                    _ => L::dot8(acc[m][p], step[p], x),
+                };
+            }
+        }
+    }
+}
+
+/// The scales of a group in `NP` panels that are `panel` bytes apart. For progressive weights and super-blocks the bits
+/// of integers, for E4M3 scales each times `2⁻⁸`.
 ///
 /// # Safety
 /// See [`multiply`]; `first` must be a multiple of sixteen, and that group must be within the panels.
@@ -226,6 +289,11 @@ pub(crate) unsafe fn scales_of<L: Lanes, const NP: usize>(
             ScaleType::Progressive => {
                 for p in 0..NP {
                     out[p] = L::as_f32(L::load_u8(scales.add(p * panel + first)));
+                }
+            }
+            ScaleType::Super | ScaleType::SuperMins => {
+                for p in 0..NP {
+                    out[p] = L::as_f32(L::load_i8(scales.add(p * panel + first)));
                 }
             }
             ScaleType::E4m3 => {

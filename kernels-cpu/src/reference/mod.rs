@@ -14,12 +14,13 @@ pub use self::activation::{clamped_gate, gelu_tanh, rms_norm, silu, silu_mul};
 pub use self::experts::experts;
 pub use self::hadamard::hadamard;
 
-use crate::layout::factor;
-use crate::{FloatFormat, Int8Rows, Scales, WeightView};
+use crate::layout::{SUPER_BLOCK, factor};
+use crate::{FloatFormat, Int8Rows, Scales, SuperScales, WeightView};
 
 /// Dequantizes some rows: `out[o − rows.start, i] = (code − zero) · scale`, rounded once; for progressive weights
-/// `((code − zero) · group) · channel`, also rounded once, since the integer is exact; for a floating-point format
-/// `value(code) · scale`.
+/// `((code − zero) · group) · channel`, also rounded once, since the integer is exact; for super-blocks `(block · group) ·
+/// (code − zero) − min_block · min_group`, where both the product and the difference are rounded, as in GGUF's
+/// definition; for a floating-point format `value(code) · scale`.
 ///
 /// `out` is `[rows.len(), k]`, row-major.
 ///
@@ -38,7 +39,16 @@ pub fn dequantize_rows(weight: &WeightView<'_>, rows: Range<usize>, out: &mut [f
         let groups = weight.groups();
         for g in 0..groups {
             let zero = i32::from(weight.zero(row, g));
+            let span = r * k + g * weight.group_size()..r * k + (g + 1) * weight.group_size();
             let (whole, scale) = match scales {
+                Scales::Super(scales) => {
+                    let (scale, min) = of_super_block(scales, [groups, k], r, g);
+                    for (o, &c) in out[span.clone()].iter_mut().zip(&codes[span]) {
+                        let product = scale * (i32::from(c) - zero) as f32;
+                        *o = min.map_or(product, |min| product - min);
+                    }
+                    continue;
+                }
                 Scales::Float(scales) => (1, scales[r * groups + g]),
                 Scales::Progressive { groups: whole, channels } => {
                     (i32::from(whole[r * groups + g]), channels[r])
@@ -47,7 +57,6 @@ pub fn dequantize_rows(weight: &WeightView<'_>, rows: Range<usize>, out: &mut [f
                     (1, FloatFormat::E4m3.value(codes[r * groups + g]) / global)
                 }
             };
-            let span = r * k + g * weight.group_size()..r * k + (g + 1) * weight.group_size();
             for (o, &c) in out[span.clone()].iter_mut().zip(&codes[span]) {
                 *o = match format {
                     None => ((i32::from(c) - zero) * whole) as f32 * scale,
@@ -64,6 +73,9 @@ pub fn dequantize_rows(weight: &WeightView<'_>, rows: Range<usize>, out: &mut [f
 /// `y = s_x · Σ_g s_g I_g + b` with `I_g = Σ_{k∈g} (q − z)(a − a₀)` exact, each group's sum rounded to a float and
 /// added by a fused multiply-add in order of groups; for progressive weights `y = s_x · (s_row · Σ_g s_g I_g) + b`,
 /// where the sum over groups is exact as well.
+///
+/// For super-blocks, `y = s_x · Σ_b (d_b Σ_{g∈b} s_g I_g − e_b Σ_{g∈b} m_g A_g) + b` with `A_g = Σ_{k∈g} a`: both sums
+/// of a block are exact, each is rounded to a float and added by a fused multiply-add, the scaled sum first.
 ///
 /// For E2M1 codes, `I_g = Σ_{k∈g} 2q (a − a₀)`, which is exact, and `s_x / 2` replaces `s_x`. If their scales are E4M3
 /// under a global scale `G`, `y = (s_x / 2) · ((256 / G) · Σ_g (s_g / 256) I_g) + b`.
@@ -98,6 +110,20 @@ pub fn int8_linear(weight: &WeightView<'_>, x: &Int8Rows, bias: Option<&[f32]>) 
                     let total: i32 = (0..groups).map(|g| sum(g) * i32::from(whole[g])).sum();
                     total as f32 * channels[0]
                 }
+                Scales::Super(scales) => {
+                    let per_block = SUPER_BLOCK / size;
+                    let of_a =
+                        |g: usize| a[g * size..(g + 1) * size].iter().map(|&a| i32::from(a)).sum::<i32>();
+                    (0..weight.k() / SUPER_BLOCK).fold(0.0_f32, |total, b| {
+                        let of = b * per_block..(b + 1) * per_block;
+                        let scaled: i32 = of.clone().map(|g| sum(g) * i32::from(scales.groups[g])).sum();
+                        let total = (scaled as f32).mul_add(scales.blocks[b].to_f32(), total);
+                        scales.mins.map_or(total, |mins| {
+                            let sum: i32 = of.map(|g| of_a(g) * i32::from(mins.groups[g])).sum();
+                            (-sum as f32).mul_add(mins.blocks[b].to_f32(), total)
+                        })
+                    })
+                }
                 Scales::E4m3 { groups: scales, global } => {
                     let scale = |g: usize| FloatFormat::E4m3.value(scales[g]) / 256.0;
                     let total =
@@ -117,7 +143,8 @@ pub fn int8_linear(weight: &WeightView<'_>, x: &Int8Rows, bias: Option<&[f32]>) 
 
 /// A linear layer on floats in `f64`, `[m, n]` row-major. Each value is paired with the sum of magnitudes that its
 /// error bound is a multiple of: `Σ_g |s_g| Σ_{k∈g} (|q − c| + |c − z|) |x|` and the bias, see
-/// [`PackedView::multiply_float`](crate::PackedView::multiply_float). For floating-point codes it is `Σ |ŵ| |x|`.
+/// [`PackedView::multiply_float`](crate::PackedView::multiply_float). For floating-point codes it is `Σ |ŵ| |x|`; minima
+/// of super-blocks add their magnitude times `Σ |x|`.
 ///
 /// `x` is `[m, k]`.
 ///
@@ -136,7 +163,13 @@ pub fn float_linear(weight: &WeightView<'_>, x: &[f32], bias: Option<&[f32]>) ->
             let (mut value, mut magnitude) = (0.0_f64, 0.0_f64);
             for g in 0..groups {
                 let zero = i32::from(weight.zero(o, g));
+                let mut min = 0.0;
                 let scale = match weight.scales(o..o + 1) {
+                    Scales::Super(scales) => {
+                        let (scale, of_min) = of_super_block(scales, [groups, k], 0, g);
+                        min = f64::from(of_min.unwrap_or_default());
+                        f64::from(scale)
+                    }
                     Scales::Float(scales) => f64::from(scales[g]),
                     Scales::Progressive { groups: whole, channels } => {
                         f64::from(whole[g]) * f64::from(channels[0])
@@ -153,7 +186,8 @@ pub fn float_linear(weight: &WeightView<'_>, x: &[f32], bias: Option<&[f32]>) ->
                         continue;
                     }
                     let (q, x) = (i32::from(codes[i]), f64::from(row[i]));
-                    value += scale * f64::from(q - zero) * x;
+                    value += scale * f64::from(q - zero) * x - min * x;
+                    magnitude += (min * x).abs();
                     magnitude += (scale * f64::from((q - centre).abs() + (centre - zero).abs()) * x).abs();
                 }
             }
@@ -162,6 +196,19 @@ pub fn float_linear(weight: &WeightView<'_>, x: &[f32], bias: Option<&[f32]>) ->
         }
     }
     out
+}
+
+/// The scale and the minimum of a group, if it has one, in super-blocks of rows of `groups` groups and `k` features:
+/// exact products of 11 and 8 bits.
+fn of_super_block(
+    scales: SuperScales<'_>,
+    [groups, k]: [usize; 2],
+    row: usize,
+    g: usize,
+) -> (f32, Option<f32>) {
+    let (at, block) = (row * groups + g, row * (k / SUPER_BLOCK) + g * (k / groups) / SUPER_BLOCK);
+    let min = scales.mins.map(|mins| mins.blocks[block].to_f32() * f32::from(mins.groups[at]));
+    (scales.blocks[block].to_f32() * f32::from(scales.groups[at]), min)
 }
 
 /// Attention of one query head in `f64`: `keys` and `values` are `[tokens, q.len()]`, as stored in a cache. Returns the

@@ -1,14 +1,15 @@
 //! Lanes in two registers of 256 bits, multiplied by `vpmaddubsw`, or by `vpdpbusd` if the processor has it for such
 //! registers (AVX-VNNI).
 //!
-//! `vpmaddubsw` adds two products in 16 bits and saturates. For codes below 32, the sum of two products is at most
-//! `2 · 31 · 128 = 7936`, so two such sums can be added. 8-bit codes would saturate, so they are split into halves of 4
+//! `vpmaddubsw` adds two products in 16 bits and saturates. For codes below 64, the sum of two products is at most
+//! `2 · 63 · 128 = 16128`, so two such sums can be added. 8-bit codes would saturate, so they are split into halves of 4
 //! bits: the sums of the high halves are multiplied by sixteen when they are widened.
 
 use core::arch::x86_64::*;
 
-use super::{E2M1_DOUBLED, E4M3_BIAS, E4M3_BITS, E4M3_SMALLEST_NORMAL, FloatLanes, Lanes};
+use super::{E2M1_DOUBLED, E4M3_BIAS, E4M3_BITS, E4M3_SMALLEST_NORMAL, FloatLanes, Lanes, codes};
 use crate::FloatFormat;
+use crate::layout::STEP;
 
 /// AVX2, FMA and F16C.
 #[derive(Clone, Copy)]
@@ -35,7 +36,7 @@ unsafe fn load(at: *const u8) -> [__m256i; 2] {
     unsafe { [_mm256_loadu_si256(at.cast()), _mm256_loadu_si256(at.add(32).cast())] }
 }
 
-/// `sum + Σ codes · a` over four bytes per lane, for codes below 32.
+/// `sum + Σ codes · a` over four bytes per lane, for codes below 64.
 #[inline(always)]
 unsafe fn dot_small(sum: __m256i, codes: [__m256i; 2], a: [__m256i; 2]) -> __m256i {
     // SAFETY: the caller guarantees that the processor has AVX2.
@@ -108,6 +109,14 @@ macro_rules! lanes {
                 unsafe {
                     let bytes = _mm_loadu_si128(at.cast());
                     [_mm256_cvtepu8_epi32(bytes), _mm256_cvtepu8_epi32(_mm_srli_si128::<8>(bytes))]
+                }
+            }
+            #[inline(always)]
+            unsafe fn load_i8(at: *const u8) -> Self::I {
+                // SAFETY: the contract of `Lanes`.
+                unsafe {
+                    let bytes = _mm_loadu_si128(at.cast());
+                    [_mm256_cvtepi8_epi32(bytes), _mm256_cvtepi8_epi32(_mm_srli_si128::<8>(bytes))]
                 }
             }
             #[inline(always)]
@@ -264,6 +273,26 @@ macro_rules! lanes {
                 }
             }
             #[inline(always)]
+            unsafe fn codes_in_unit<const CODES: usize>(at: *const u8, step: usize) -> [Self::B; 2] {
+                let (unit, width) = (codes::unit(CODES), codes::bits(CODES) - 4);
+                // SAFETY: the contract of `Lanes`.
+                unsafe {
+                    let (low, high) = (Self::codes4(at.add(64 * step)), load(at.add(64 * unit)));
+                    let mask = _mm256_set1_epi8((((1 << width) - 1) << 4) as i8);
+                    let with_high = |low: __m256i, high: __m256i, half: usize| {
+                        let high = match (2 * step + half) * width {
+                            shift @ 0..4 => _mm256_sll_epi16(high, _mm_cvtsi32_si128(4 - shift as i32)),
+                            4 => high,
+                            shift => _mm256_srl_epi16(high, _mm_cvtsi32_si128(shift as i32 - 4)),
+                        };
+                        _mm256_or_si256(low, _mm256_and_si256(high, mask))
+                    };
+                    let half =
+                        |i: usize| [with_high(low[i][0], high[0], i), with_high(low[i][1], high[1], i)];
+                    [half(0), half(1)]
+                }
+            }
+            #[inline(always)]
             unsafe fn codes8(at: *const u8) -> [Self::B; 2] {
                 // SAFETY: the contract of `Lanes`.
                 unsafe { [load(at), load(at.add(64))] }
@@ -301,6 +330,13 @@ macro_rules! lanes {
             unsafe fn code<const BITS: usize>(at: *const u8, part: usize) -> Self::I {
                 // SAFETY: the contract of `Lanes`.
                 unsafe {
+                    if codes::unit(BITS) > 1 {
+                        let (step, part) = (part / STEP, part % STEP);
+                        let shift = _mm_cvtsi32_si128(8 * (part % 4) as i32);
+                        let words = Self::codes_in_unit::<BITS>(at, step)[part / 4];
+                        let mask = _mm256_set1_epi32(0xff);
+                        return words.map(|w| _mm256_and_si256(_mm256_srl_epi32(w, shift), mask));
+                    }
                     let (words, shift, mask) = match BITS {
                         4 => (load(at), 8 * (part % 4) + 4 * (part / 4), 0x0f),
                         _ => (load(at.add(64 * (part / 4))), 8 * (part % 4), 0xff),

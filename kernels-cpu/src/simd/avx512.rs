@@ -5,6 +5,7 @@ use core::arch::x86_64::*;
 
 use super::{E2M1_DOUBLED, E4M3_BIAS, E4M3_BITS, E4M3_SMALLEST_NORMAL, FloatLanes, Lanes, ValueLanes, codes};
 use crate::FloatFormat;
+use crate::layout::STEP;
 
 /// AVX-512 F, BW, VL and VNNI.
 #[derive(Clone, Copy)]
@@ -51,6 +52,11 @@ macro_rules! lanes {
             unsafe fn load_u8(at: *const u8) -> __m512i {
                 // SAFETY: the caller guarantees that the pointer is valid for 16 bytes.
                 unsafe { _mm512_cvtepu8_epi32(_mm_loadu_si128(at.cast())) }
+            }
+            #[inline(always)]
+            unsafe fn load_i8(at: *const u8) -> __m512i {
+                // SAFETY: the caller guarantees that the pointer is valid for 16 bytes.
+                unsafe { _mm512_cvtepi8_epi32(_mm_loadu_si128(at.cast())) }
             }
             #[inline(always)]
             unsafe fn load_u4(at: *const u8) -> __m512i {
@@ -181,6 +187,26 @@ macro_rules! lanes {
                 }
             }
             #[inline(always)]
+            unsafe fn codes_in_unit<const CODES: usize>(at: *const u8, step: usize) -> [__m512i; 2] {
+                let (unit, width) = (codes::unit(CODES), codes::bits(CODES) - 4);
+                // SAFETY: the caller guarantees that the pointer is valid for the lines of the unit.
+                unsafe {
+                    let low = Self::codes4(at.add(64 * step));
+                    let high = _mm512_loadu_si512(at.add(64 * unit).cast());
+                    let mask = _mm512_set1_epi8((((1 << width) - 1) << 4) as i8);
+                    let with_high = |low: __m512i, half: usize| {
+                        let high = match (2 * step + half) * width {
+                            shift @ 0..4 => _mm512_sll_epi16(high, _mm_cvtsi32_si128(4 - shift as i32)),
+                            4 => high,
+                            shift => _mm512_srl_epi16(high, _mm_cvtsi32_si128(shift as i32 - 4)),
+                        };
+                        // low | high & mask
+                        _mm512_ternarylogic_epi32::<0xf8>(low, high, mask)
+                    };
+                    [with_high(low[0], 0), with_high(low[1], 1)]
+                }
+            }
+            #[inline(always)]
             unsafe fn codes8(at: *const u8) -> [__m512i; 2] {
                 // SAFETY: the caller guarantees that the pointer is valid for 128 bytes.
                 unsafe { [_mm512_loadu_si512(at.cast()), _mm512_loadu_si512(at.add(64).cast())] }
@@ -210,6 +236,12 @@ macro_rules! lanes {
                 // SAFETY: the caller guarantees that the processor has AVX-512, and that the pointer is valid for the
                 // bytes of the step.
                 unsafe {
+                    if codes::unit(BITS) > 1 {
+                        let (step, part) = (part / STEP, part % STEP);
+                        let codes = Self::codes_in_unit::<BITS>(at, step)[part / 4];
+                        let words = _mm512_srl_epi32(codes, _mm_cvtsi32_si128(8 * (part % 4) as i32));
+                        return _mm512_and_si512(words, _mm512_set1_epi32(0xff));
+                    }
                     let (words, shift, mask) = match BITS {
                         4 => (_mm512_loadu_si512(at.cast()), 8 * (part % 4) + 4 * (part / 4), 0x0f),
                         _ => (_mm512_loadu_si512(at.add(64 * (part / 4)).cast()), 8 * (part % 4), 0xff),
@@ -299,9 +331,11 @@ impl FloatLanes for Avx512Bf16 {
                 // The permutation uses a fifth bit, which belongs to another code; so the table holds all values twice.
                 return bf16(_mm512_permutexvar_epi16(codes, table.0));
             }
-            let first = 4 * (part % 2) + part / 2;
+            // With units of steps, parts count through all of their steps.
+            let (step, part) = (part / Self::PARTS, part % Self::PARTS);
+            let first = STEP * step + 4 * (part % 2) + part / 2;
             let float = |feature| {
-                let code = Self::code::<8>(at, feature);
+                let code = Self::code::<CODES>(at, feature);
                 _mm512_castps_si512(_mm512_cvtepi32_ps(_mm512_sub_epi32(code, table.1)))
             };
             let (even, odd) = (float(first), float(first + 2));

@@ -20,7 +20,7 @@ pub(crate) mod tiles;
 
 use crate::FloatFormat;
 
-/// The code formats of a step, as const parameters: for integers of 4 or 8 bits, their width.
+/// The code formats of a step, as const parameters: for integers, their width of 4, 5, 6 or 8 bits.
 pub(crate) mod codes {
     /// E2M1: 4 bits.
     pub(crate) const E2M1: usize = 0x104;
@@ -30,6 +30,11 @@ pub(crate) mod codes {
     /// Bits per code.
     pub(crate) const fn bits(codes: usize) -> usize {
         codes & 0xff
+    }
+
+    /// Steps per unit of the [layout](crate::layout).
+    pub(crate) const fn unit(codes: usize) -> usize {
+        crate::layout::unit_of(bits(codes))
     }
 }
 
@@ -83,6 +88,8 @@ pub(crate) trait Lanes: Copy {
     unsafe fn load_i32(at: *const u8) -> Self::I;
     /// Loads sixteen bytes, each widened.
     unsafe fn load_u8(at: *const u8) -> Self::I;
+    /// Loads sixteen signed bytes, each widened.
+    unsafe fn load_i8(at: *const u8) -> Self::I;
     /// Loads eight bytes, each 4-bit half widened, the low half first.
     unsafe fn load_u4(at: *const u8) -> Self::I;
 
@@ -128,11 +135,13 @@ pub(crate) trait Lanes: Copy {
     unsafe fn codes4(at: *const u8) -> [Self::B; 2];
     /// Loads the 64 bytes of a step of E2M1 codes, each replaced by twice its value plus [`E2M1_OFFSET`].
     unsafe fn codes_e2m1(at: *const u8) -> [Self::B; 2];
+    /// Loads step `step` of the unit at `at`, of codes of 5 or 6 bits.
+    unsafe fn codes_in_unit<const CODES: usize>(at: *const u8, step: usize) -> [Self::B; 2];
     /// Loads the 128 bytes of a step of 8-bit codes, minus [`OFFSET`](Self::OFFSET).
     unsafe fn codes8(at: *const u8) -> [Self::B; 2];
     /// Loads the eight activations of a step.
     unsafe fn activations(at: *const i8) -> [Self::A; 2];
-    /// Adds the eight products of a step to every row's sum; codes must be below 32.
+    /// Adds the eight products of a step to every row's sum; codes must be below 64.
     unsafe fn dot4(sum: Self::I, codes: [Self::B; 2], a: [Self::A; 2]) -> Self::I;
     /// Adds the eight products of a step to every row's sum, for codes loaded by `codes8`.
     unsafe fn dot8(sum: Self::I, codes: [Self::B; 2], a: [Self::A; 2]) -> Self::I;
@@ -150,7 +159,7 @@ pub(crate) trait Lanes: Copy {
     ) -> usize {
         0
     }
-    /// Loads feature `part` of a step, for every row.
+    /// Loads feature `part` of a step, or of a unit of steps, for every row.
     unsafe fn code<const BITS: usize>(at: *const u8, part: usize) -> Self::I;
     /// Prefetches the line at an address that need not be valid.
     unsafe fn prefetch(at: *const u8);
@@ -177,7 +186,7 @@ pub(crate) trait FloatLanes: Lanes {
     unsafe fn centre(centre: i32) -> Self::Table;
     /// The table of the values of floating-point codes.
     unsafe fn values<const CODES: usize>() -> Self::Table;
-    /// The weights of a part of the step that begins at `at`.
+    /// The weights of a part of the step, or of the unit of steps, that begins at `at`.
     unsafe fn weights<const CODES: usize>(at: *const u8, part: usize, table: Self::Table) -> Self::W;
     /// Adds the products of a part; `x` points to the 32 bytes of a row's step. Without `REST`, the remainders of
     /// rounding to bf16, if there are any, are known to be zero.

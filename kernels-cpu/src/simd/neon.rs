@@ -4,7 +4,7 @@
 //! The first two multiply signed numbers only. Codes of 4 bits fit as they are; codes of 8 bits are made signed by
 //! flipping their top bit, which subtracts [`Lanes::OFFSET`] from each, and the tile corrects this with the sums of
 //! activations. Products of 8 bits are at most `128 · 128 = 2¹⁴`: one fits 16 bits, but a sum of two may not, and is
-//! computed in 32. For codes below 32, a sum of four is at most `4 · 31 · 128 = 15872`.
+//! computed in 32. For codes below 64, a sum of four is at most `4 · 63 · 128 = 32256`.
 //!
 //! The instructions of dotprod and i8mm, and the conversion from f16, are written in assembly: their intrinsics are not
 //! stable in the oldest supported compiler.
@@ -15,6 +15,7 @@ use core::arch::asm;
 use super::{
     E2M1_DOUBLED, E2M1_OFFSET, E4M3_BIAS, E4M3_BITS, E4M3_SMALLEST_NORMAL, FloatLanes, Lanes, codes,
 };
+use crate::layout::STEP;
 
 /// Advanced SIMD, which every AArch64 processor that runs an operating system has.
 #[derive(Clone, Copy)]
@@ -99,7 +100,7 @@ trait Dot {
 
     /// The eight activations of a step, in the form that the other methods take.
     unsafe fn activations(at: *const i8) -> [int8x16_t; 2];
-    /// `sum + Σ codes · a` over eight features of four rows; codes must be below 32.
+    /// `sum + Σ codes · a` over eight features of four rows; codes must be below 64.
     unsafe fn small(sum: int32x4_t, codes: [uint8x16_t; 2], a: [int8x16_t; 2]) -> int32x4_t;
     /// `sum + Σ codes · a` over eight features of four rows, for 8-bit codes minus the offset.
     unsafe fn whole(sum: int32x4_t, codes: [uint8x16_t; 2], a: [int8x16_t; 2]) -> int32x4_t;
@@ -199,7 +200,8 @@ dot_products!(
         strip: usize,
         steps: usize,
     ) -> usize {
-        if !(2..=4).contains(&MR) {
+        // Codes of 5 and 6 bits are processed step by step.
+        if !(2..=4).contains(&MR) || codes::unit(CODES) > 1 {
             return 0;
         }
         // SAFETY: the caller guarantees the contract of `Lanes::rows`, and that the processor has i8mm.
@@ -314,6 +316,20 @@ macro_rules! lanes {
             unsafe fn load_u8(at: *const u8) -> Self::I {
                 // SAFETY: the contract of `Lanes`.
                 unsafe { widen(vld1q_u8(at)) }
+            }
+            #[inline(always)]
+            unsafe fn load_i8(at: *const u8) -> Self::I {
+                // SAFETY: the contract of `Lanes`.
+                unsafe {
+                    let bytes = vreinterpretq_s8_u8(vld1q_u8(at));
+                    let (low, high) = (vmovl_s8(vget_low_s8(bytes)), vmovl_high_s8(bytes));
+                    [
+                        vmovl_s16(vget_low_s16(low)),
+                        vmovl_high_s16(low),
+                        vmovl_s16(vget_low_s16(high)),
+                        vmovl_high_s16(high),
+                    ]
+                }
             }
             #[inline(always)]
             unsafe fn load_u4(at: *const u8) -> Self::I {
@@ -468,6 +484,21 @@ macro_rules! lanes {
                 }
             }
             #[inline(always)]
+            unsafe fn codes_in_unit<const CODES: usize>(at: *const u8, step: usize) -> [Self::B; 2] {
+                let (unit, width) = (codes::unit(CODES), codes::bits(CODES) - 4);
+                // SAFETY: the contract of `Lanes`.
+                unsafe {
+                    let (low, high) = (Self::codes4(at.add(64 * step)), load(at.add(64 * unit)));
+                    let mask = vdupq_n_u8(((1 << width) - 1) << 4);
+                    let half = |i: usize| {
+                        // To the left if positive.
+                        let shift = vdupq_n_s8(4 - ((2 * step + i) * width) as i8);
+                        both(low[i], high, |low, high| vorrq_u8(low, vandq_u8(vshlq_u8(high, shift), mask)))
+                    };
+                    [half(0), half(1)]
+                }
+            }
+            #[inline(always)]
             unsafe fn codes8(at: *const u8) -> [Self::B; 2] {
                 // SAFETY: the contract of `Lanes`.
                 unsafe {
@@ -513,6 +544,14 @@ macro_rules! lanes {
             unsafe fn code<const BITS: usize>(at: *const u8, part: usize) -> Self::I {
                 // SAFETY: the contract of `Lanes`.
                 unsafe {
+                    if codes::unit(BITS) > 1 {
+                        let (step, part) = (part / STEP, part % STEP);
+                        let (right, mask) = (vdupq_n_s32(-8 * (part % 4) as i32), vdupq_n_u32(0xff));
+                        return Self::codes_in_unit::<BITS>(at, step)[part / 4].map(|codes| {
+                            let word = vandq_u32(vshlq_u32(vreinterpretq_u32_u8(codes), right), mask);
+                            vreinterpretq_s32_u32(word)
+                        });
+                    }
                     let (words, shift, mask) = match BITS {
                         4 => (load(at), 8 * (part % 4) + 4 * (part / 4), 0x0f),
                         _ => (load(at.add(64 * (part / 4))), 8 * (part % 4), 0xff),

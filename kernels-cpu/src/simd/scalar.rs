@@ -4,9 +4,10 @@ use core::array::from_fn;
 
 use half::{bf16, f16};
 
-use super::{E2M1_DOUBLED, FloatLanes, Lanes};
+use super::{E2M1_DOUBLED, FloatLanes, Lanes, codes};
 use crate::FloatFormat;
 use crate::float_format::{e4m3_packed, e4m3_scale_packed, e8m0_packed};
+use crate::layout::STEP;
 
 /// Plain Rust.
 #[derive(Clone, Copy)]
@@ -56,6 +57,11 @@ impl Lanes for Scalar {
     unsafe fn load_u8(at: *const u8) -> Self::I {
         // SAFETY: the caller guarantees that the pointer is valid for 16 bytes.
         unsafe { bytes::<16>(at) }.map(i32::from)
+    }
+    #[inline(always)]
+    unsafe fn load_i8(at: *const u8) -> Self::I {
+        // SAFETY: the caller guarantees that the pointer is valid for 16 bytes.
+        unsafe { bytes::<16>(at) }.map(|byte| i32::from(byte as i8))
     }
     #[inline(always)]
     unsafe fn load_u4(at: *const u8) -> Self::I {
@@ -145,6 +151,16 @@ impl Lanes for Scalar {
         unsafe { Self::codes4(at) }.map(|codes| codes.map(|code| E2M1_DOUBLED[usize::from(code)]))
     }
     #[inline(always)]
+    unsafe fn codes_in_unit<const CODES: usize>(at: *const u8, step: usize) -> [Self::B; 2] {
+        let (unit, width) = (codes::unit(CODES), codes::bits(CODES) - 4);
+        // SAFETY: the caller guarantees that the pointer is valid for the lines of the unit.
+        let (low, high) = unsafe { (Self::codes4(at.add(64 * step)), bytes::<64>(at.add(64 * unit))) };
+        from_fn(|half| {
+            let of = |i: usize| high[i] >> ((2 * step + half) * width) & ((1 << width) - 1);
+            from_fn(|i| low[half][i] | of(i) << 4)
+        })
+    }
+    #[inline(always)]
     unsafe fn codes8(at: *const u8) -> [Self::B; 2] {
         // SAFETY: the caller guarantees that the pointer is valid for 128 bytes.
         unsafe { [bytes(at), bytes(at.add(64))] }
@@ -165,7 +181,14 @@ impl Lanes for Scalar {
     #[inline(always)]
     unsafe fn code<const BITS: usize>(at: *const u8, part: usize) -> Self::I {
         // SAFETY: the caller guarantees that the pointer is valid for the bytes of the step.
-        let codes = unsafe { if BITS == 4 { Self::codes4(at) } else { Self::codes8(at) } };
+        let codes = unsafe {
+            match BITS {
+                4 => Self::codes4(at),
+                5 | 6 => Self::codes_in_unit::<BITS>(at, part / STEP),
+                _ => Self::codes8(at),
+            }
+        };
+        let part = part % STEP;
         from_fn(|r| i32::from(codes[part / 4][4 * r + part % 4]))
     }
     #[inline(always)]

@@ -2,7 +2,7 @@
 
 use quant_kernels_cpu::{FloatFormat, KernelError, ScaleType};
 
-use super::{Order, TILE_ROWS, WeightLayout};
+use super::{Order, SUPER_BLOCKS, TILE_ROWS, WeightLayout};
 use crate::compile::{Source, Variant};
 use crate::launch::LaunchShape;
 
@@ -46,6 +46,7 @@ impl WeightLayout {
             ScaleType::Progressive => "PROGRESSIVE",
             ScaleType::E4m3 => "E4M3",
             ScaleType::E8m0 => "E8M0",
+            ScaleType::Super | ScaleType::SuperMins => return Err(KernelError::Scheme(SUPER_BLOCKS)),
         };
         let codes = match self.float {
             None => "INTEGER",

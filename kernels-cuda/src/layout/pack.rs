@@ -4,7 +4,7 @@ use half::{bf16, f16};
 use quant_kernels_cpu::e8m0_value;
 
 use super::{FloatFormat, KernelError, ScaleType, Scales, Section, TILE_K, TILE_ROWS, Unpacked, WeightView};
-use super::{WeightLayout, pair_order};
+use super::{SUPER_BLOCKS, WeightLayout, pair_order};
 
 /// The range of `(q − z) s` of progressive weights: the kernels compute `128 + (q − z) s` in a byte.
 const PROGRESSIVE: core::ops::RangeInclusive<i32> = -128..=127;
@@ -44,7 +44,7 @@ impl WeightLayout {
                     Scales::Progressive { groups, .. } => {
                         group.sum.wrapping_mul(i32::from(groups[row * view.groups() + g]))
                     }
-                    Scales::Float(_) | Scales::E4m3 { .. } => group.sum,
+                    Scales::Float(_) | Scales::E4m3 { .. } | Scales::Super(_) => group.sum,
                 });
                 if self.row_is_group() {
                     self.pack_row(view, row, &group, out);
@@ -114,6 +114,7 @@ impl WeightLayout {
             (Scales::E4m3 { .. }, _) => {
                 return Err(KernelError::Scheme("E4M3 and E8M0 scales require floating-point codes"));
             }
+            (Scales::Super(_), _) => return Err(KernelError::Scheme(SUPER_BLOCKS)),
         }
         let sum = codes.iter().map(|&c| i32::from(c) - i32::from(zero)).sum();
         Ok(Group { scale, zero, sum })
@@ -139,7 +140,7 @@ impl WeightLayout {
             Scales::E4m3 { groups, .. } => [groups[at], 0, 0, 0],
             Scales::Float(s) => self.scale_bytes_of(s[at]),
             // Unreachable: creating the view rejects such scales.
-            Scales::Progressive { .. } => {
+            Scales::Progressive { .. } | Scales::Super(_) => {
                 return Err(KernelError::Scheme("progressive scales require integer codes"));
             }
         };
@@ -156,6 +157,8 @@ impl WeightLayout {
             // With this type, scales are powers of two; the smallest one, 2⁻¹²⁷, is subnormal and has code 0.
             ScaleType::E8m0 => bytes[0] = (scale.to_bits() >> 23) as u8,
             ScaleType::F32 | ScaleType::Progressive | ScaleType::E4m3 => bytes = scale.to_le_bytes(),
+            // Refused for every layout.
+            ScaleType::Super | ScaleType::SuperMins => {}
         }
         bytes
     }
@@ -259,6 +262,7 @@ impl WeightLayout {
             ScaleType::F16 => f16::from_le_bytes([packed[scale], packed[scale + 1]]).to_f32(),
             ScaleType::Bf16 => bf16::from_le_bytes([packed[scale], packed[scale + 1]]).to_f32(),
             ScaleType::F32 => f32_at(packed, scale),
+            ScaleType::Super | ScaleType::SuperMins => f32::from(packed[scale]),
         };
         let zeros = at + self.zeros_at() + slot * TILE_ROWS * self.code_bits / 8;
         let zero = match (self.zero_point, self.code_bits) {

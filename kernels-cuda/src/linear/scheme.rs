@@ -2,7 +2,7 @@
 
 use quant_kernels_cpu::{FloatFormat, KernelError, ScaleType};
 
-use crate::layout::{Order, TILE_K, WeightLayout};
+use crate::layout::{Order, SUPER_BLOCKS, TILE_K, WeightLayout};
 
 /// Activations as the kernel reads them: `[m, x_stride]` row-major, of which `k` are used. Rows begin at multiples of
 /// 16 bytes.
@@ -92,6 +92,7 @@ impl KernelScheme {
             ScaleType::Progressive => Scale::Progressive,
             ScaleType::E4m3 => Scale::E4m3,
             ScaleType::E8m0 => Scale::E8m0,
+            ScaleType::Super | ScaleType::SuperMins => return Err(KernelError::Scheme(SUPER_BLOCKS)),
         };
         Ok(Self {
             activation,

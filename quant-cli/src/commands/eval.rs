@@ -238,7 +238,10 @@ pub fn evaluate(args: &Args, source: &Text, with_page: bool, session: &Session) 
         session.progress.note(&format!("the KV cache is simulated: {reason}"));
     }
     let device = gpu.as_ref().map(CudaRunner::device);
-    let tool = provenance::tool(args.execution, device, simulated.is_some(), session);
+    if args.execution == Execution::Kernels {
+        provenance::note_floats(&opened.model, device.is_some(), session);
+    }
+    let tool = provenance::tool(args.execution, device, &opened.model, simulated.is_some(), session);
     let identity = json!({
         "tool": tool,
         "model": model.sha256,

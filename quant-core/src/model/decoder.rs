@@ -69,7 +69,7 @@ impl Decoder {
         let mut blocks = Vec::with_capacity(a.layers);
         for index in 0..a.layers {
             cancel.check()?;
-            blocks.push(model.block(index, &rope)?);
+            blocks.push(model.running_block(index, &rope)?);
             observer.event(&Event::UnitDone { detail: format!("block {index}") });
         }
         observer.event(&Event::StageDone);

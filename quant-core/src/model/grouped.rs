@@ -8,6 +8,7 @@
 use std::collections::BTreeMap;
 
 use candle_core::{D, Device, Tensor};
+use quant_kernels_cpu::RowLayout;
 use quant_kernels_cpu::candle::{Activations, ExpertLinear, QuantizedExperts, QuantizedLinear};
 use quant_kernels_cpu::experts::{ExpertGate, NO_EXPERT, Routing};
 
@@ -157,9 +158,9 @@ fn experts_of(
         experts.push(own);
     }
     let Some((parts, linear)) = shared else { return Ok(None) };
-    // The kernels compute gate and up from the same quantized rows, so both need the same group size.
+    // The kernels compute gate and up from the same quantized rows, so both need the same groups.
     let different = |[gate, up, _]: &[ExpertLinear; 3]| {
-        gate.weight.layout().group_size() != up.weight.layout().group_size()
+        RowLayout::of(gate.weight.layout()) != RowLayout::of(up.weight.layout())
     };
     if experts.iter().any(different) {
         return Ok(None);

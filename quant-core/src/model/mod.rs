@@ -55,7 +55,9 @@ pub(crate) use experts::add_expert;
 pub use head::{HEAD_TILE, Head, HeadParts};
 pub use kv::{KvCaching, KvScheme};
 pub use kv_scales::{CachedValue, KvScales, NoCacheScales, cached_values};
-pub use linear::{CudaLinear, CudaRunner, Linear, StoredWeight, WeightBody, WeightRows, kernels, multiply};
+pub use linear::{
+    BlockWeight, CudaLinear, CudaRunner, Linear, StoredWeight, WeightBody, WeightRows, kernels, multiply,
+};
 pub use load::{Carried, Model};
 pub use norm::Norm;
 pub use parameters::OpParameters;

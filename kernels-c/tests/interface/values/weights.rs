@@ -133,6 +133,7 @@ fn is(layout: &qz1_layout, of: &Layout) {
         ScaleType::Progressive => QZ1_SCALES_PROGRESSIVE,
         ScaleType::E4m3 => QZ1_SCALES_E4M3,
         ScaleType::E8m0 => QZ1_SCALES_E8M0,
+        other => panic!("{other:?} has no number"),
     };
     let l = layout;
     assert_eq!(l.struct_size as usize, size_of::<qz1_layout>());

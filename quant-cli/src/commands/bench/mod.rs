@@ -15,6 +15,7 @@ use crate::device::Device;
 use crate::inputs;
 use crate::kv::KvBits;
 use crate::output::{JsonOption, bytes, table};
+use crate::provenance;
 
 /// What to measure.
 #[derive(Debug, clap::Args)]
@@ -101,6 +102,7 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
             "choose --prefill and --decode so that their sum is less than 1048576",
         ));
     }
+    provenance::note_floats(&opened.model, gpu.is_some(), session);
     let decoder = Decoder::load(&opened.model, positions, &session.progress, &session.cancel)?
         .with_kv(args.kv.scheme(&opened.model));
     let decoder = match &gpu {

@@ -15,7 +15,7 @@ use super::super::file::{GgufFile, GgufTensor};
 use super::super::layout::{self, Placed};
 use super::super::rows::{Change, RowOrder, View, matrix};
 use super::About;
-use crate::blocks::{BF16, F16};
+use crate::blocks::{BF16, BlockType, F16};
 use crate::checkpoint::{Checkpoint, Dtype, TensorInfo, TensorSource, printable};
 use crate::model::Architecture;
 use crate::{Error, Result};
@@ -289,6 +289,21 @@ impl CheckpointTensor {
             (_, shape) => shape.last().copied().unwrap_or(1),
         }
     }
+
+    /// The type of its blocks, if it is a matrix whose rows are all stored as rows of one such type.
+    fn block_type(&self) -> Option<&'static BlockType> {
+        let kind = self.pieces.first()?.tensor.kind;
+        let stored_by_rows = |piece: &Piece| {
+            let View { order, columns, change } = piece.view;
+            let transposed = matches!(order, RowOrder::Transposed { .. });
+            *piece.tensor.kind == *kind
+                && !transposed
+                && columns == RowOrder::AsStored
+                && change == Change::None
+        };
+        let fits = !kind.is_float() && self.info.shape.len() == 2 && self.pieces.iter().all(stored_by_rows);
+        fits.then_some(kind)
+    }
 }
 
 impl TensorSource for GgufSource {
@@ -323,6 +338,40 @@ impl TensorSource for GgufSource {
             buffer[from - start..to - start].copy_from_slice(&row[from - r * row_bytes..to - r * row_bytes]);
         }
         Ok(())
+    }
+
+    fn block_type(&self, name: &str) -> Option<&'static BlockType> {
+        self.tensors.get(name)?.block_type()
+    }
+
+    fn read_blocks(&self, name: &str) -> Result<Option<Vec<u8>>> {
+        let Some((place, kind)) = self.tensors.get(name).and_then(|place| Some((place, place.block_type()?)))
+        else {
+            return Ok(None);
+        };
+        let (rows, columns) = (place.info.shape[0], place.columns());
+        let row_bytes = kind.row_bytes(columns);
+        let bytes = row_bytes
+            .and_then(|bytes| bytes.checked_mul(rows))
+            .ok_or_else(|| Error::Internal(format!("rows of `{name}` that are not whole blocks")))?;
+        let mut blocks = Vec::new();
+        if let [piece] = place.pieces.as_slice()
+            && piece.view.order == RowOrder::AsStored
+        {
+            blocks.resize(bytes, 0);
+            let first = piece.first_row as u64 * (bytes / rows.max(1)) as u64;
+            self.file.read(&piece.tensor, first, &mut blocks)?;
+            return Ok(Some(blocks));
+        }
+        blocks.reserve_exact(bytes);
+        for row in 0..rows {
+            let stored = place.pieces.iter().find_map(|piece| Some((piece, piece.view.order.place(row)?)));
+            let Some((piece, at)) = stored else {
+                return Err(Error::Internal(format!("row {row} is not stored in any tensor of the file")));
+            };
+            blocks.extend(self.stored_bytes(piece, at)?);
+        }
+        Ok(Some(blocks))
     }
 
     fn location(&self, _name: &str) -> PathBuf {

@@ -6,7 +6,7 @@ use quant_kernels_cpu::candle::{Activations, QuantizedLinear, Runner};
 use quant_kernels_cpu::{Isa, KernelError, Rayon};
 
 use super::cuda::{CudaLinear, CudaRunner};
-use super::{StoredWeight, WeightRows};
+use super::{BlockWeight, StoredWeight, WeightRows};
 use crate::quantize::{InputGrid, QuantizedTensor, Rows};
 use crate::{Error, Result};
 
@@ -23,6 +23,8 @@ pub enum WeightBody {
     },
     /// As stored in the checkpoint, widened tile by tile on use.
     Stored(StoredWeight),
+    /// Blocks of a GGUF file, decoded tile by tile on use.
+    Blocks(BlockWeight),
     /// Codes, dequantized tile by tile on use. If the input has a grid, the input is rounded to that grid and
     /// multiplied in float.
     Quantized(QuantizedTensor),
@@ -44,17 +46,26 @@ pub enum WeightBody {
 }
 
 impl WeightBody {
-    /// Returns the weight packed for the kernels, to be multiplied by `runner`; `None` if it is not quantized, or if
+    /// Returns the weight packed for the kernels, to be multiplied by `runner`. Blocks of a GGUF file are multiplied by
+    /// activations that are rounded to 8 bits, with a scale per token. `None` if it is not quantized, or if
     /// the kernels have no vector instructions on this machine. The portable path is a reference, and slower than dense
     /// products.
     ///
     /// # Errors
     /// When its parts do not match, or the kernels do not support its scheme.
     pub fn packed(&self, runner: &Runner) -> Result<Option<Self>> {
-        let Self::Quantized(tensor) = self else { return Ok(None) };
         if Isa::detect() == Isa::Scalar {
             return Ok(None);
         }
+        let tensor = match self {
+            Self::Quantized(tensor) => tensor,
+            // llama.cpp rounds the activations of all these types too, with a scale per block.
+            Self::Blocks(weight) => {
+                let linear = QuantizedLinear::new(Arc::new(weight.pack()?), Activations::PerToken, runner);
+                return Ok(Some(Self::Packed { linear: linear.map_err(kernel_error)?, grid: None }));
+            }
+            _ => return Ok(None),
+        };
         let (activations, grid) = match tensor.input_grid()? {
             None => (Activations::Float, None),
             Some(InputGrid::Token) => (Activations::PerToken, None),
@@ -88,6 +99,7 @@ impl WeightBody {
         match self {
             Self::F32 { shape, .. } => *shape,
             Self::Stored(weight) => weight.shape(),
+            Self::Blocks(weight) => weight.shape(),
             Self::Quantized(tensor) => tensor.shape,
             Self::Packed { linear, .. } => [linear.weight().layout().n(), linear.weight().layout().k()],
             Self::Cuda { linear, .. } => [linear.n(), linear.k()],
@@ -103,6 +115,7 @@ impl WeightBody {
         match self {
             Self::F32 { values, .. } => WeightRows::float(shape, Rows::Floats(values)),
             Self::Stored(weight) => Ok(WeightRows::stored(shape, weight.dtype(), weight.bytes()?)),
+            Self::Blocks(weight) => Ok(WeightRows::blocks(weight)),
             Self::Quantized(tensor) => Ok(WeightRows::quantized(tensor.view()?, shape)),
             Self::Packed { linear, .. } => Ok(WeightRows::packed(linear, shape)),
             Self::Cuda { .. } => Err(Error::Internal("weights on a GPU cannot be read back".into())),

@@ -1,5 +1,6 @@
 //! The linear layer: one product for every kind of weight.
 
+mod blocks;
 mod body;
 #[cfg_attr(not(feature = "cuda"), path = "without_cuda.rs")]
 mod cuda;
@@ -13,6 +14,7 @@ use candle_core::{Module, Tensor};
 use quant_kernels_cpu::Isa;
 use quant_kernels_cpu::candle::{Fused, QuantizedLinear, Runner};
 
+pub use blocks::BlockWeight;
 pub use body::WeightBody;
 pub(super) use body::kernel_error;
 pub use cuda::{CudaLinear, CudaRunner};
@@ -82,7 +84,7 @@ impl Linear {
         Ok(match &*self.weight {
             WeightBody::Quantized(tensor) => tensor.input_grid()?,
             WeightBody::Packed { grid, .. } | WeightBody::Cuda { grid, .. } => *grid,
-            WeightBody::F32 { .. } | WeightBody::Stored(_) => None,
+            WeightBody::F32 { .. } | WeightBody::Stored(_) | WeightBody::Blocks(_) => None,
         })
     }
 

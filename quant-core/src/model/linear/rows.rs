@@ -6,6 +6,7 @@ use std::sync::Arc;
 use quant_kernels_cpu::candle::QuantizedLinear;
 use quant_kernels_cpu::{WeightView, dequantize_rows};
 
+use super::BlockWeight;
 use super::body::kernel_error;
 use crate::checkpoint::Dtype;
 use crate::quantize::Rows;
@@ -22,6 +23,7 @@ pub struct WeightRows<'a> {
 enum Values<'a> {
     Float(Rows<'a>),
     Stored(Dtype, Arc<Vec<u8>>),
+    Blocks(&'a BlockWeight),
     Quantized(WeightView<'a>),
     Packed(&'a QuantizedLinear),
 }
@@ -51,6 +53,10 @@ impl<'a> WeightRows<'a> {
         Self { shape, values: Values::Stored(dtype, bytes) }
     }
 
+    pub(super) fn blocks(weight: &'a BlockWeight) -> Self {
+        Self { shape: weight.shape(), values: Values::Blocks(weight) }
+    }
+
     pub(super) fn quantized(view: WeightView<'a>, shape: [usize; 2]) -> Self {
         Self { shape, values: Values::Quantized(view) }
     }
@@ -69,7 +75,7 @@ impl<'a> WeightRows<'a> {
         match &self.values {
             Values::Float(rows) => Some(*rows),
             Values::Stored(dtype, bytes) => Some(Rows::Bytes(bytes, *dtype)),
-            Values::Quantized(_) | Values::Packed(_) => None,
+            Values::Blocks(_) | Values::Quantized(_) | Values::Packed(_) => None,
         }
     }
 
@@ -112,6 +118,7 @@ impl<'a> WeightRows<'a> {
             Values::Float(Rows::Floats(values)) => out.copy_from_slice(&values[span]),
             Values::Float(Rows::Bytes(bytes, dtype)) => widen(*dtype, bytes, span, out),
             Values::Stored(dtype, bytes) => widen(*dtype, bytes, span, out),
+            Values::Blocks(weight) => weight.decode(rows.start, out),
             Values::Quantized(view) => dequantize_rows(view, rows, out).map_err(kernel_error)?,
             Values::Packed(linear) => {
                 linear.weight().view().dequantize_rows(rows, out).map_err(kernel_error)?;

@@ -9,8 +9,8 @@ use crate::checkpoint::{Dtype, TensorSpec};
 use crate::format::{PackedReader, PackedWeight, mxfp4, read_positive};
 use crate::model::arch::Op;
 use crate::model::{
-    Block, CachedValue, EmbeddingNorm, Linear, Model, Norm, OpParameters, RopeTables, StoredWeight,
-    WeightBody,
+    Block, BlockWeight, CachedValue, EmbeddingNorm, Linear, Model, Norm, OpParameters, RopeTables,
+    StoredWeight, WeightBody,
 };
 use crate::quantize::QuantizedTensor;
 use crate::scheme::LinearScheme;
@@ -100,7 +100,7 @@ impl Model {
         let (module, shape) = (a.embedding_module(), [a.vocab, a.hidden]);
         let body = match self.module_scheme(&module) {
             Some(_) => WeightBody::Quantized(self.packed(&module, shape)?),
-            None => self.stored_weight(self.embedding_name(), shape)?,
+            None => self.float_or_blocks(self.embedding_name(), shape)?,
         };
         body.load()?;
         Ok(Arc::new(body))
@@ -116,7 +116,7 @@ impl Model {
         if a.tied {
             return Ok(Linear::new(embedding.clone(), bias));
         }
-        let weight = self.linear_weight(&a.head, [a.vocab, a.hidden])?;
+        let weight = self.running_weight(&a.head, [a.vocab, a.hidden])?;
         weight.load()?;
         Ok(Linear::new(Arc::new(weight), bias))
     }
@@ -159,6 +159,42 @@ impl Model {
         }
     }
 
+    /// A linear's weight for running it. If it is stored in [blocks](BlockWeight) that kernels multiply, it is read as
+    /// such.
+    fn running_weight(&self, module: &str, shape: [usize; 2]) -> Result<WeightBody> {
+        match self.module_scheme(module) {
+            Some(_) => self.linear_weight(module, shape),
+            None => self.float_or_blocks(format!("{module}.weight"), shape),
+        }
+    }
+
+    fn float_or_blocks(&self, name: String, shape: [usize; 2]) -> Result<WeightBody> {
+        match BlockWeight::read(self.source.as_ref(), &name, shape)? {
+            Some(blocks) => Ok(WeightBody::Blocks(blocks)),
+            None => self.stored_weight(name, shape),
+        }
+    }
+
+    /// Returns the names of the block types of linears of blocks and the head, in the order in which they occur: those
+    /// that the CPU kernels multiply, and those that are multiplied as floats.
+    pub fn block_types(&self) -> [Vec<&'static str>; 2] {
+        let a = &self.architecture;
+        let in_blocks = (0..a.layers).flat_map(|layer| {
+            let names = a.blocks.graph(layer).linears().map(move |(_, name, ..)| a.in_block(layer, name));
+            names.collect::<Vec<_>>()
+        });
+        let head = if a.tied { self.embedding_name() } else { format!("{}.weight", a.head) };
+        let mut types = [Vec::new(), Vec::new()];
+        for name in in_blocks.map(|module| format!("{module}.weight")).chain([head]) {
+            let Some(kind) = self.source.block_type(&name) else { continue };
+            let of = &mut types[usize::from(!kind.has_kernel())];
+            if !of.contains(&kind.name) {
+                of.push(kind.name);
+            }
+        }
+        types
+    }
+
     /// Returns the tables of all rotary embeddings, for positions `0..positions`.
     ///
     /// # Errors
@@ -177,11 +213,31 @@ impl Model {
         Ok(block)
     }
 
+    /// Returns block `index` for running it, all in memory: as [`block`](Self::block), but weights in
+    /// [blocks](BlockWeight) that kernels multiply are kept as such.
+    ///
+    /// # Errors
+    /// As [`block`](Self::block).
+    pub fn running_block(&self, index: usize, ropes: &RopeTables) -> Result<Block> {
+        let block = self.block_of(index, ropes, |module, shape| self.running_weight(module, shape))?;
+        block.load()?;
+        Ok(block)
+    }
+
     /// Returns block `index` with float weights that are read on [first use](StoredWeight).
     ///
     /// # Errors
     /// When a norm, a bias or a quantized weight cannot be read, or a norm or a bias is not finite.
     pub fn stored_block(&self, index: usize, ropes: &RopeTables) -> Result<Block> {
+        self.block_of(index, ropes, |module, shape| self.linear_weight(module, shape))
+    }
+
+    fn block_of(
+        &self,
+        index: usize,
+        ropes: &RopeTables,
+        weight: impl Fn(&str, [usize; 2]) -> Result<WeightBody>,
+    ) -> Result<Block> {
         let a = &self.architecture;
         let graph = a.blocks.graph(index);
         let mut norms = BTreeMap::new();
@@ -192,7 +248,7 @@ impl Model {
         for (id, name, shape, bias) in graph.linears() {
             let module = a.in_block(index, name);
             let bias = if bias { Some(self.vector(&format!("{module}.bias"))?) } else { None };
-            linears.insert(id, Linear::new(Arc::new(self.linear_weight(&module, shape)?), bias));
+            linears.insert(id, Linear::new(Arc::new(weight(&module, shape)?), bias));
         }
         let mut parameters = BTreeMap::new();
         for (id, op) in graph.parametrized() {
