@@ -194,6 +194,10 @@ fn half_precision(source: &dyn TensorSource, name: &str, len: usize) -> Result<V
 }
 
 impl PackedReader for Reader {
+    fn code_suffixes(&self) -> &'static [&'static str] {
+        &[".qweight", ".weight"]
+    }
+
     fn scheme(&self, module: &str) -> Option<LinearScheme> {
         let float = module == HEAD || self.float.iter().any(|name| name == module);
         (!float).then(|| self.kind.scheme())
