@@ -14,7 +14,7 @@ pub fn exception(py: Python<'_>, error: &Error) -> PyErr {
         fields.set_item("category", category(error))?;
         fields.set_item("exit_code", error.category().exit_code())?;
         fields.set_item("message", worded(&error.to_string(), &Keywords).into_owned())?;
-        fields.set_item("remedy", worded(&error.remedy(), &Keywords).into_owned())?;
+        fields.set_item("remedy", error.remedy().worded(&Keywords).into_owned())?;
         fields.set_item("tensor", error.tensor())?;
         fields.set_item("path", error.path().map(|path| path.display().to_string()))?;
         py.import("fewbits._errors")?.getattr("make")?.call((), Some(&fields))

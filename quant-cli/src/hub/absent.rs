@@ -19,7 +19,8 @@ pub fn model(id: &HubId, _session: &Session) -> Result<Cow<'static, Path>> {
             "check the path; or fetch the model with `hf download {}{revision}` and give the directory that \
             it prints; or build quant with `--features hub`",
             id.repository()
-        ),
+        )
+        .into(),
     })
 }
 
@@ -32,6 +33,7 @@ pub fn documents(set: &PublicSet, _session: &Session) -> Result<Vec<String>> {
             "fetch {} of the data set {} yourself, unpack it to plain text or .jsonl, and give that file's path \
              (licence: {}); or build quant with `--features hub`",
             set.file, set.hub_id, set.licence
-        ),
+        )
+        .into(),
     })
 }

@@ -60,7 +60,8 @@ fn check_first_hash(set: &PublicSet, cache: &RepositoryCache, path: &Path, sessi
                 "results measured on the two cannot be compared; give the older file by its path, or accept \
                 the new one by removing its line from {}",
                 cache.sums_path().display()
-            ),
+            )
+            .into(),
         }),
     }
 }

@@ -293,7 +293,7 @@ impl Recipe {
     /// As [`read`](Self::read).
     pub fn read_with(path: &Path, extensions: &Extensions) -> Result<Self> {
         let wrong = |reason, remedy| Error::Recipe { path: path.to_owned(), reason, remedy };
-        let broken = |reason: String| wrong(reason, format!("give a recipe file; {START}"));
+        let broken = |reason: String| wrong(reason, format!("give a recipe file; {START}").into());
         let refused = |e: std::io::Error| match e.kind() {
             ErrorKind::NotFound => broken("does not exist".into()),
             _ => Error::io("read", path, e),

@@ -75,7 +75,7 @@ impl Reader {
             path: source.location(tensor),
             line: None,
             reason: format!("`{tensor}` {reason}"),
-            remedy: remedy.to_owned(),
+            remedy: remedy.into(),
         }
     }
 
