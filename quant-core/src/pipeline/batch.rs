@@ -112,7 +112,7 @@ impl Batch {
     /// Writes the current states, which are those before block `layer`.
     pub(super) fn save(&self, job: &Job<'_>, layer: usize, path: &Path, depends_on: &Value) -> Result<()> {
         let program = Program::current(job.cancel)?;
-        states::save(path, job, layer, (depends_on, &program), self.streams())
+        states::save(path, job, layer, (depends_on, &program), self.streams(), None).map(|_| ())
     }
 
     /// Decides about block `layer` for the jobs at the positions `open`, whose results are still missing, and moves the

@@ -24,6 +24,10 @@ use crate::{CancelToken, Error, Event, Result};
 
 /// Values written at a time.
 const CHUNK_VALUES: usize = 1 << 16;
+/// Saving between blocks takes at most this part of the run time.
+const SHARE_OF_RUN: u32 = 20;
+/// The time that a save may take early in a run.
+const MIN_ALLOWED: Duration = Duration::from_secs(5);
 /// The streams that a file may hold, in order.
 const STREAMS: [&str; 2] = ["float", "quantized"];
 const ABOUT: &str = "about";
@@ -51,8 +55,9 @@ pub struct StateFiles {
 pub struct SavedStates {
     /// The file. It appears complete or not at all.
     pub path: PathBuf,
-    /// The minimum time between two saves. Saving also takes at most a twentieth of the run time, except that
-    /// [`Duration::ZERO`] saves before every block.
+    /// The minimum time between two saves. Saving also takes at most a twentieth of the run time, or five seconds if that
+    /// is more, so a save on a slow disk is abandoned and tried again later. [`Duration::ZERO`] saves before every block,
+    /// however long it takes.
     pub every: Duration,
 }
 
@@ -61,6 +66,7 @@ pub(super) struct Saver<'a> {
     /// The file, and the program that is recorded in it.
     saved: Option<(&'a SavedStates, Program)>,
     depends_on: &'a Value,
+    started: Instant,
     last: Instant,
     cost: Duration,
 }
@@ -73,23 +79,30 @@ impl<'a> Saver<'a> {
             Some(saved) => Some((saved, Program::current(cancel)?)),
             None => None,
         };
-        Ok(Self { saved, depends_on: &files.depends_on, last: Instant::now(), cost: Duration::ZERO })
+        let now = Instant::now();
+        Ok(Self { saved, depends_on: &files.depends_on, started: now, last: now, cost: Duration::ZERO })
     }
 
     /// Saves the states before block `layer` if a save is due. All tensors of earlier blocks must be committed. If the file
     /// cannot be written, the observer gets a warning and nothing is saved from then on: the run itself does not need it.
+    /// A cancelled job saves nothing.
     pub(super) fn save(&mut self, job: &Job<'_>, layer: usize, streams: Streams<&HiddenStates>) {
         let Some((SavedStates { path, every }, program)) = &self.saved else { return };
-        let pause = if every.is_zero() { Duration::ZERO } else { (20 * self.cost).max(*every) };
+        let pause = if every.is_zero() { Duration::ZERO } else { (SHARE_OF_RUN * self.cost).max(*every) };
         if streams.iter().all(Option::is_none) || self.last.elapsed() < pause {
             return;
         }
         let started = Instant::now();
-        if let Err(error) = save(path, job, layer, (self.depends_on, program), streams) {
-            let message =
-                format!("hidden states cannot be saved, so a resumed run will recompute them: {error}");
-            job.observer.event(&Event::Warning { message });
-            self.saved = None;
+        let allowed = (self.started.elapsed() / SHARE_OF_RUN).max(MIN_ALLOWED);
+        let until = (!every.is_zero()).then(|| started + allowed);
+        match save(path, job, layer, (self.depends_on, program), streams, until) {
+            Ok(_) | Err(Error::Interrupted) => {}
+            Err(error) => {
+                let message =
+                    format!("hidden states cannot be saved, so a resumed run will recompute them: {error}");
+                job.observer.event(&Event::Warning { message });
+                self.saved = None;
+            }
         }
         (self.cost, self.last) = (started.elapsed(), Instant::now());
     }
@@ -131,17 +144,21 @@ fn about(job: &Job<'_>, layer: usize, depends_on: &Value, program: &Program) -> 
     serde_json::from_str(&about.to_string()).unwrap_or(about)
 }
 
-/// Writes the states before block `layer` to a file, which appears complete or not at all.
+/// Writes the states before block `layer` to a file, which appears complete or not at all. Returns `false` if the
+/// time `until` which it may take has passed, and the file is left as it was.
 ///
 /// # Errors
-/// [`Error::Io`] when it cannot be written.
+/// [`Error::Io`] when it cannot be written, and [`Error::Interrupted`].
 pub(super) fn save(
     path: &Path,
     job: &Job<'_>,
     layer: usize,
     (depends_on, program): (&Value, &Program),
     streams: Streams<&HiddenStates>,
-) -> Result<()> {
+    until: Option<Instant>,
+) -> Result<bool> {
+    let is_late = || until.is_some_and(|until| Instant::now() > until);
+    let go_on = || job.cancel.check().map(|()| !is_late());
     let about = about(job, layer, depends_on, program).to_string();
     let mut new = path.as_os_str().to_owned();
     new.push(".new");
@@ -158,23 +175,31 @@ pub(super) fn save(
     removed?;
     let create = || File::options().write(true).create_new(true).open(&new);
     let written = create().map_err(fail("create")).and_then(|file| {
-        write(BufWriter::new(&file), &about, streams, &fail("write"))?;
-        file.sync_all().map_err(fail("sync"))
+        let complete = write(BufWriter::new(&file), &about, streams, &go_on, &fail("write"))?;
+        if complete {
+            file.sync_all().map_err(fail("sync"))?;
+        }
+        Ok(complete)
     });
-    let moved = written.and_then(|()| std::fs::rename(&new, path).map_err(|e| Error::io("create", path, e)));
-    if moved.is_err() {
+    let moved = written.and_then(|complete| match complete {
+        true => std::fs::rename(&new, path).map(|()| true).map_err(|e| Error::io("create", path, e)),
+        false => Ok(false),
+    });
+    if !matches!(moved, Ok(true)) {
         // An incomplete file could fill the disk.
         let _ = std::fs::remove_file(&new);
     }
     moved
 }
 
+/// Returns `false` if `go_on` does before everything is written.
 fn write(
     mut file: impl Write,
     about: &str,
     streams: Streams<&HiddenStates>,
+    go_on: &dyn Fn() -> Result<bool>,
     fail: &dyn Fn(std::io::Error) -> Error,
-) -> Result<()> {
+) -> Result<bool> {
     let mut header = Map::new();
     let mut end = 0_usize;
     let mut tensor = |name: &str, dtype: Dtype, shape: Vec<usize>| {
@@ -200,6 +225,9 @@ fn write(
     for (_, states) in named {
         let values = states.values();
         for at in (0..values.len()).step_by(CHUNK_VALUES) {
+            if !go_on()? {
+                return Ok(false);
+            }
             bytes.clear();
             let piece = values.read(at..(at + CHUNK_VALUES).min(values.len()))?;
             bytes.extend(piece.iter().flat_map(|v| v.to_le_bytes()));
@@ -210,7 +238,8 @@ fn write(
     hash.update(about.as_bytes());
     put(about.as_bytes())?;
     put(&hash.finalize())?;
-    file.flush().map_err(fail)
+    file.flush().map_err(fail)?;
+    Ok(true)
 }
 
 /// Returns the block whose input states a file holds, if it is one of `blocks`. The file may still be damaged or belong
@@ -305,4 +334,35 @@ fn read(
         at += bytes.len() as u64;
     }
     Ok(values)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A save that takes too long stops before its next piece, and a cancelled one reports the interruption.
+    #[test]
+    fn a_save_can_be_abandoned() {
+        let width = 2 * CHUNK_VALUES;
+        let states =
+            HiddenStates::new(BatchLayout::plain(1, 2), width, Values::from(vec![0.5; 2 * width])).unwrap();
+        let written = |go_on: &dyn Fn() -> Result<bool>| -> Result<(bool, usize)> {
+            let mut bytes = Vec::new();
+            let fail = |e| Error::io("write", "states", e);
+            write(&mut bytes, "{}", [Some(&states), None], go_on, &fail)
+                .map(|complete| (complete, bytes.len()))
+        };
+        let (complete, all) = written(&|| Ok(true)).unwrap();
+        assert!(complete && all > 4 * 2 * width);
+        let pieces = std::cell::Cell::new(0);
+        let (complete, some) = written(&|| {
+            pieces.set(pieces.get() + 1);
+            Ok(pieces.get() < 3)
+        })
+        .unwrap();
+        assert!(!complete && some < 4 * 3 * CHUNK_VALUES, "{some} of {all} bytes");
+        let cancel = CancelToken::new();
+        cancel.cancel();
+        assert!(matches!(written(&|| cancel.check().map(|()| true)), Err(Error::Interrupted)));
+    }
 }
