@@ -17,6 +17,7 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// The kind of failure, which determines a program's exit code.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Category {
     /// The request itself cannot be fulfilled: 2.
     Usage,
@@ -33,6 +34,18 @@ pub enum Category {
 }
 
 impl Category {
+    /// Its name, for machines: `usage`, `input`, `environment`, `numeric`, `internal` or `interrupted`.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Usage => "usage",
+            Self::Input => "input",
+            Self::Environment => "environment",
+            Self::Numeric => "numeric",
+            Self::Internal => "internal",
+            Self::Interrupted => "interrupted",
+        }
+    }
+
     /// The exit code for this kind of failure.
     pub fn exit_code(self) -> u8 {
         match self {

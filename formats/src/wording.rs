@@ -209,9 +209,15 @@ mod tests {
             assert_eq!(worded(text, &CommandLine), text);
         }
         assert_eq!(worded("‹ ‹ignore›", &CommandLine), "‹ --ignore");
-        assert_eq!(parts("‹ ‹ignore› ‹"), [Part::Text("‹ "), Part::Setting("ignore", None), Part::Text(" ‹")]);
+        assert_eq!(
+            parts("‹ ‹ignore› ‹"),
+            [Part::Text("‹ "), Part::Setting("ignore", None), Part::Text(" ‹")]
+        );
         assert_eq!(parts(""), []);
-        let command = Part::Command("eval", vec![Argument::Positional("MODEL"), Argument::Setting("json", Some("FILE"))]);
+        let command = Part::Command(
+            "eval",
+            vec![Argument::Positional("MODEL"), Argument::Setting("json", Some("FILE"))],
+        );
         assert_eq!(Remedy::from("‹eval(MODEL, json=FILE)›".to_owned()).parts(), [command]);
     }
 }

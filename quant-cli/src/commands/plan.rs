@@ -210,6 +210,7 @@ fn outcome(entry: &PlanEntry) -> String {
         Action::Rewrite { .. } => "float, may be rescaled".into(),
         Action::Quantize { scheme, .. } => scheme.to_string(),
         Action::Repack { scheme, .. } => format!("{scheme}, the same numbers"),
+        _ => "changed".into(),
     }
 }
 

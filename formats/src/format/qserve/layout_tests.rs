@@ -200,7 +200,11 @@ fn what_the_format_cannot_hold() {
             )),
             "{error}"
         );
-        assert!(error.remedy().marked().contains("‹scheme=w4a8-g128-asym-progressive›"), "{}", error.remedy());
+        assert!(
+            error.remedy().marked().contains("‹scheme=w4a8-g128-asym-progressive›"),
+            "{}",
+            error.remedy()
+        );
     }
     assert!(message([64, 256], GROUPS, Dtype::Bf16).contains("scales as F16, not BF16"));
     assert!(message([40, 256], GROUPS, Dtype::F16).contains("its 40 outputs are not a multiple of 32"));

@@ -108,7 +108,9 @@ fn the_order_of_the_other_converter_is_read_by_its_name() {
     // Nothing in the file reveals the order unless an integer overflows.
     match read_with(&theirs, &file, [64, 256]) {
         Ok(wrong) => assert!(wrong != tensor),
-        Err(error) => assert!(error.remedy().marked().contains("\"s2_order\": \"deepcompressor\""), "{error}"),
+        Err(error) => {
+            assert!(error.remedy().marked().contains("\"s2_order\": \"deepcompressor\""), "{error}")
+        }
     }
     theirs["s2_order"] = json!("deepcompressor");
     assert!(read_with(&theirs, &file, [64, 256]).unwrap() == tensor);

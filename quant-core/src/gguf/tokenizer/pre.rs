@@ -226,6 +226,8 @@ mod tests {
         assert_eq!(find(&json!({ "pre_tokenizer": { "type": "Whitespace" } }), &[1, 2]), None);
         let error = unrecognized(Path::new("tokenizer.json"));
         assert_eq!(error.category(), crate::Category::Input);
-        assert!(error.remedy().marked().contains("‹pre=NAME›") && error.remedy().marked().contains("‹pre=none›"));
+        assert!(
+            error.remedy().marked().contains("‹pre=NAME›") && error.remedy().marked().contains("‹pre=none›")
+        );
     }
 }
