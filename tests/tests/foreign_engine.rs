@@ -184,13 +184,13 @@ fn the_results_of_an_engine_are_gated() {
     std::fs::write(&baseline, Baseline::new(&good).to_json().unwrap()).unwrap();
     let parsed = Policy::read(&policy).unwrap();
     let known = Baseline::read(&baseline).unwrap();
-    for ((path, results), verdict, code) in [(near, Verdict::Pass, 0), (far, Verdict::Fail, 1)] {
-        let outcome = judge(&parsed, Some((&known, &baseline)), &results).unwrap();
+    for ((path, results), verdict, code) in [(&near, Verdict::Pass, 0), (&far, Verdict::Fail, 1)] {
+        let outcome = judge(&parsed, Some((&known, &baseline)), results).unwrap();
         assert_eq!(outcome.verdict, verdict, "{:?}", outcome.checks);
         assert_eq!(outcome.checks.len(), 2);
         assert!(outcome.checks.iter().all(|check| check.verdict == verdict), "{:?}", outcome.checks);
         assert_eq!(outcome.results[0].tool.name, "their-engine");
-        let run = quant(args!["gate", path, "--policy", policy, "--baseline", baseline]);
+        let run = quant(args!["gate", path, "--policy", &policy, "--baseline", &baseline]);
         assert_eq!(run.code(), Some(code), "{run}");
     }
 }

@@ -53,7 +53,7 @@ pub(crate) use multimodal::TEXT as TEXT_CONFIG;
 pub use multimodal::Wrapper;
 pub use op::*;
 pub use recurrent::{Convolution, DeltaNet, Recurrent, RecurrentKind, StateSpace};
-pub use routing::{Correction, Groups, Routing, Scores};
+pub use routing::{Correction, Groups, RouterScores, Routing};
 
 use crate::Result;
 use crate::checkpoint::{ConfigFields, TensorSource};
