@@ -1,4 +1,4 @@
-//! A transform and a container of another crate: each is a type in this file and one line in [`extensions`]. Recipes
+//! A transform and a container that a program adds: each is a type in this file and one line in [`extensions`]. Recipes
 //! name them, and the pipeline runs them.
 
 mod common;

@@ -105,7 +105,7 @@ fn an_engine_is_scored_as_a_decoder_is() {
     }
 }
 
-/// An engine that computes the logits of another one in bfloat16.
+/// An engine whose logits are rounded to bfloat16.
 struct InBf16<'a>(&'a dyn LogitsModel);
 
 impl LogitsModel for InBf16<'_> {

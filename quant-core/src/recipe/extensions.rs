@@ -18,9 +18,9 @@ use crate::{Error, Result};
 /// use quant_core::recipe::{Extensions, Method, method};
 ///
 /// // A method of the program: AWQ on a rotated model.
-/// let own = Method { name: "turned-awq".into(), summary: "AWQ, rotated", ..method("rotate,awq")? };
+/// let own = Method { name: "rotated-awq".into(), summary: "AWQ, rotated", ..method("rotate,awq")? };
 /// let known = Extensions { methods: vec![own], ..Extensions::default() };
-/// assert_eq!(known.method("turned-awq")?.steps(), ["rotate", "awq"]);
+/// assert_eq!(known.method("rotated-awq")?.steps(), ["rotate", "awq"]);
 /// assert_eq!(known.container("awq")?.name(), "awq");
 /// # Ok::<(), quant_core::Error>(())
 /// ```
