@@ -17,7 +17,7 @@ use quant_core::pipeline::{Job, QuantReport, SavedStates, StateFiles, quantize_e
 use quant_core::quantize::gptq::{ActOrder, GptqSettings, LayerInputs};
 use quant_core::recipe::{Plan, Recipe};
 use quant_core::transform::{Search, TransformSettings};
-use quant_core::{CancelToken, Error, Event, Observer, Result, TensorSink, TensorSource};
+use quant_core::{CancelToken, Error, Event, Observer, Result, TensorSink};
 use serde_json::json;
 use sink::Resumable;
 
