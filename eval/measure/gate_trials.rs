@@ -23,7 +23,7 @@ use quant_core::random::SplitMix64;
 use quant_core::{CancelToken, Error, Result, Silent, TensorSource};
 use quant_evaluator::gate::{Baseline, Policy, Verdict, judge};
 use quant_evaluator::{
-    Estimate, Evaluation, EvaluationText, Journal, ModelIdentity, Profile, Scores, Tokenization, Tool,
+    Evaluation, EvaluationText, Journal, ModelIdentity, Profile, Scores, Tokenization, Tool,
     disturbed_perplexity, perplexity,
 };
 
@@ -148,17 +148,7 @@ impl Bench {
 /// Builds a result from some windows.
 fn evaluation(text: &EvaluationText, means: Vec<f64>) -> Evaluation {
     let tokens: Vec<usize> = text.windows.iter().map(|w| w.scored()).collect();
-    let totals: Vec<f64> = means.iter().zip(&tokens).map(|(m, &n)| m * n as f64).collect();
-    let nll = Estimate::clustered(&totals, &tokens);
-    let scores = Scores {
-        perplexity: nll.exp(),
-        nll,
-        bits_per_byte: None,
-        word_perplexity: None,
-        byte_perplexity: None,
-        token_standard_error: None,
-        window_nll: means,
-    };
+    let scores = Scores::of_windows(means, &tokens);
     let tool = Tool { name: "trial".into(), version: String::new(), sha256: None, isa: String::new() };
     let digest = sha256_hex("trial");
     let model = ModelIdentity {

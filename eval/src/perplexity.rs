@@ -9,6 +9,7 @@ use crate::{Estimate, EvaluationText, Journal, Profile, Scored};
 
 /// Perplexity of a model on a text, and related measures.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct Scores {
     /// `exp` of the mean negative log-likelihood.
     pub perplexity: Estimate,
@@ -33,6 +34,22 @@ pub struct Scores {
 }
 
 impl Scores {
+    /// Computes the scores from every window's mean negative log-likelihood and its number of scored tokens. Measures
+    /// per byte and per word are absent.
+    pub fn of_windows(window_nll: Vec<f64>, tokens: &[usize]) -> Self {
+        let totals: Vec<f64> = window_nll.iter().zip(tokens).map(|(mean, &n)| mean * n as f64).collect();
+        let nll = Estimate::clustered(&totals, tokens);
+        Self {
+            perplexity: nll.exp(),
+            nll,
+            bits_per_byte: None,
+            word_perplexity: None,
+            byte_perplexity: None,
+            token_standard_error: None,
+            window_nll,
+        }
+    }
+
     /// Computes the scores from the negative log-likelihoods of every window.
     ///
     /// # Errors

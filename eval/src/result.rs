@@ -70,7 +70,7 @@ pub struct Evaluation {
     pub sha256: String,
 }
 
-/// A build of a program.
+/// A build of a program. Its fields are those of the [`SCHEMA`], so others come only with a new version of it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Tool {
@@ -84,7 +84,7 @@ pub struct Tool {
     pub isa: String,
 }
 
-/// A model.
+/// A model. Its fields are those of the [`SCHEMA`], so others come only with a new version of it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ModelIdentity {

@@ -1,8 +1,8 @@
 //! The errors of the pipeline.
 //!
 //! Every variant says what happened and where (file, tensor, field, line). [`Error::remedy`] says what to do about it,
-//! and [`Error::category`] gives the program's exit code. Messages and remedies mark settings and commands as
-//! `quant-core`'s `wording` does: `‹ignore›`.
+//! and [`Error::category`] gives the program's exit code. Messages and remedies [mark](crate::wording) settings and
+//! commands: `‹ignore›`.
 
 mod remedy;
 mod subject;
@@ -10,12 +10,14 @@ mod subject;
 use std::path::PathBuf;
 
 use crate::checkpoint::{HeaderError, printable};
+use crate::wording::Remedy;
 
 /// The result of every fallible function of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// The kind of failure, which determines a program's exit code.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Category {
     /// The request itself cannot be fulfilled: 2.
     Usage,
@@ -32,6 +34,18 @@ pub enum Category {
 }
 
 impl Category {
+    /// Its name, for machines: `usage`, `input`, `environment`, `numeric`, `internal` or `interrupted`.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Usage => "usage",
+            Self::Input => "input",
+            Self::Environment => "environment",
+            Self::Numeric => "numeric",
+            Self::Internal => "internal",
+            Self::Interrupted => "interrupted",
+        }
+    }
+
     /// The exit code for this kind of failure.
     pub fn exit_code(self) -> u8 {
         match self {
@@ -66,7 +80,7 @@ pub enum Error {
         /// The problem with the request.
         message: String,
         /// What the user can request instead.
-        remedy: String,
+        remedy: Remedy,
     },
     /// A pattern of the settings `ignore` or `override` that matched no tensor.
     #[error("‹{option}› `{pattern}` matches no linear of the model")]
@@ -248,7 +262,7 @@ pub enum Error {
         /// The reason.
         reason: String,
         /// The remedy.
-        remedy: String,
+        remedy: Remedy,
     },
 
     /// The operating system reported an error for a file operation.
@@ -269,7 +283,7 @@ pub enum Error {
         /// The reason why it is not available.
         reason: String,
         /// The alternative.
-        remedy: String,
+        remedy: Remedy,
     },
     /// Memory allocation failed.
     #[error("not enough memory for {what}{}", bytes.map(|b| format!(": {b} bytes")).unwrap_or_default())]
@@ -307,7 +321,7 @@ pub enum Error {
         /// The reason, including the line or the key.
         reason: String,
         /// What the user can do about it.
-        remedy: String,
+        remedy: Remedy,
     },
     /// The named text is neither a file nor a known set.
     #[error("{name} is neither an existing file nor a known text set")]
@@ -424,7 +438,7 @@ fn list_differences(nearest: &Option<&'static str>, differences: &[String]) -> S
 
 impl Error {
     /// Creates a usage error: what is wrong with the request, and what to request instead.
-    pub fn usage(message: impl Into<String>, remedy: impl Into<String>) -> Self {
+    pub fn usage(message: impl Into<String>, remedy: impl Into<Remedy>) -> Self {
         Self::Usage { message: message.into(), remedy: remedy.into() }
     }
 

@@ -38,6 +38,7 @@ pub mod random;
 pub mod scheme;
 pub mod system;
 pub mod vector;
+pub mod wording;
 pub mod worker;
 
 pub use checkpoint::{TensorSink, TensorSource};

@@ -13,6 +13,7 @@ use std::path::PathBuf;
 
 use serde_json::Value;
 
+use crate::wording::Remedy;
 use crate::{Error, Result};
 
 /// Loads tokenizers and templates.
@@ -77,7 +78,7 @@ pub struct Fault {
     /// The reason, as the end of a sentence that begins with the file's name.
     pub reason: String,
     /// The remedy; not shown for tokenizers.
-    pub remedy: String,
+    pub remedy: Remedy,
 }
 
 impl From<Error> for Fault {

@@ -1,16 +1,12 @@
 /* Reads a quantized checkpoint and multiplies each of its linears with one row of ones.
- *
- *   cc -std=c11 -I kernels-c/include kernels-c/examples/checkpoint.c libquant_kernels.a -lpthread -ldl -lm
- */
+ *   cc -std=c11 -I kernels-c/include kernels-c/examples/checkpoint.c libquant_kernels.a -lpthread -ldl -lm */
 #include <stdio.h>
 #include <stdlib.h>
-
 #include "quant_kernels.h"
 
 static char reason[400];
 static const qz1_message message = {sizeof message, 0, reason, sizeof reason};
-#define TRY(call) if ((call) != QZ1_STATUS_OK) { fprintf(stderr, "%s\n", reason); exit(1); }
-
+#define TRY(call) if ((call) != QZ1_STATUS_OK) return fprintf(stderr, "%s\n", reason), 1
 int main(int argc, char **argv) {
     qz1_checkpoint *checkpoint;
     qz1_float_rows *rows;
@@ -22,8 +18,7 @@ int main(int argc, char **argv) {
         qz1_linear linear = {.struct_size = sizeof linear};
         qz1_weights weights = {.struct_size = sizeof weights};
         qz1_layout layout = {.struct_size = sizeof layout};
-        qz1_tensor *tensor;
-        const float *bias;
+        qz1_tensor *tensor; const float *bias;
         TRY(qz1_checkpoint_linear(checkpoint, i, &linear, &message));
         TRY(qz1_checkpoint_read(checkpoint, i, &tensor, &message));
         TRY(qz1_tensor_weights(tensor, &weights, &message));
@@ -41,5 +36,4 @@ int main(int argc, char **argv) {
         free(x), free(out), free(packed), qz1_tensor_free(tensor);
     }
     qz1_float_rows_free(rows), qz1_checkpoint_free(checkpoint);
-    return 0;
 }

@@ -1,4 +1,4 @@
-//! Compiles the C examples against the static library and runs them, and compiles the header as C++.
+//! Compiles the C examples and programs against the static library and runs them, and compiles the header as C++.
 
 use std::process::Command;
 

@@ -48,8 +48,8 @@ mod simd;
 mod weight_view;
 
 pub use activation::{
-    Bf16Parts, Element, FloatRows, GateUp, Int8Rows, RmsNorm, RowLayout, StaticScale, narrow, rms_norm,
-    silu_mul,
+    Activations, Bf16Parts, Element, FloatRows, GateUp, Int8Rows, RmsNorm, RowLayout, StaticScale, narrow,
+    rms_norm, silu_mul,
 };
 pub use dequantize::dequantize_rows;
 pub use error::KernelError;

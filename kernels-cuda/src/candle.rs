@@ -37,7 +37,7 @@ use candle_core::{
     CpuStorage, CudaDevice, CudaStorage, CustomOp1, DType, Device, Error, Layout, MetalStorage, Module,
     Result, Shape, Tensor, bail,
 };
-pub use quant_kernels_cpu::candle::Activations;
+pub use quant_kernels_cpu::Activations;
 use quant_kernels_cpu::{KernelError, WeightView};
 
 use crate::activation::FixedScale;

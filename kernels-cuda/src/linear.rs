@@ -17,7 +17,7 @@ mod variant;
 pub use call::{CallArguments, CallLaunch, CallShape, LinearCall};
 pub use listed::{listed, variants};
 pub use plan::{LinearArguments, LinearPlan, LinearTraffic};
-pub use scheme::{Activation, KernelScheme, Output};
+pub use scheme::{InputType, KernelScheme, Output};
 pub use variant::{BLOCK_ROWS, BlockShape, LinearVariant, Parts, PlanLimits};
 
 use crate::compile::Source;

@@ -11,10 +11,10 @@ use crate::wording::Keywords;
 pub fn exception(py: Python<'_>, error: &Error) -> PyErr {
     let made = || -> PyResult<Bound<'_, PyAny>> {
         let fields = PyDict::new(py);
-        fields.set_item("category", category(error))?;
+        fields.set_item("category", error.category().name())?;
         fields.set_item("exit_code", error.category().exit_code())?;
         fields.set_item("message", worded(&error.to_string(), &Keywords).into_owned())?;
-        fields.set_item("remedy", worded(&error.remedy(), &Keywords).into_owned())?;
+        fields.set_item("remedy", error.remedy().worded(&Keywords).into_owned())?;
         fields.set_item("tensor", error.tensor())?;
         fields.set_item("path", error.path().map(|path| path.display().to_string()))?;
         py.import("fewbits._errors")?.getattr("make")?.call((), Some(&fields))
@@ -22,17 +22,5 @@ pub fn exception(py: Python<'_>, error: &Error) -> PyErr {
     match made() {
         Ok(exception) => PyErr::from_value(exception),
         Err(failed) => failed,
-    }
-}
-
-fn category(error: &Error) -> &'static str {
-    use quant_core::Category;
-    match error.category() {
-        Category::Usage => "usage",
-        Category::Input => "input",
-        Category::Environment => "environment",
-        Category::Numeric => "numeric",
-        Category::Internal => "internal",
-        Category::Interrupted => "interrupted",
     }
 }

@@ -11,7 +11,7 @@ use quant_cli::output::{JsonOption, peak_memory};
 use quant_cli::provenance;
 use quant_core::calibrate::corpus_of_rows;
 use quant_core::pipeline::QuantReport;
-use quant_core::recipe::Recipe;
+use quant_core::recipe::{Extensions, Recipe};
 use quant_core::run::{MemoryBudget, QuantizeRequest, RecipeSettings, Text, open};
 use quant_core::{Error, Result};
 use quant_evaluator::report::quantization_page;
@@ -72,6 +72,7 @@ pub fn quantize(request: &str, rows: Option<Vec<String>>, session: &Session) -> 
         model: asked.model,
         output: asked.output,
         settings: asked.settings,
+        extensions: Extensions::default(),
         calibration: text(asked.calibration, rows, "calibration")?,
         save_channel_maxima: asked.save_channel_maxima,
         memory_budget: asked.memory_budget.as_deref().map_or(Ok(MemoryBudget::Auto), str::parse)?,

@@ -99,7 +99,8 @@ fn ended(error: &Error, resuming: Option<String>) -> u8 {
         return 0;
     }
     let resuming = resuming.filter(|_| matches!(error, Error::Interrupted));
-    let remedy = resuming.map_or_else(|| error.remedy(), |command| format!("resume with: {command}"));
+    let remedy =
+        resuming.map_or_else(|| error.remedy().to_string(), |command| format!("resume with: {command}"));
     output::print_message(&format!("error: {error}\n  {remedy}"));
     error.category().exit_code()
 }

@@ -1,5 +1,6 @@
 //! The options that select what is quantized and how, shared by `plan` and `quantize`.
 
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 use quant_core::recipe::{METHODS, PRESETS, steps};
@@ -163,6 +164,7 @@ impl RecipeOptions {
             skip: options.skip,
             output_alpha: options.output_alpha,
             attention_alpha: options.attention_alpha,
+            steps: BTreeMap::new(),
             search: options.search,
             damping: options.damping,
             block_size: options.block_size,

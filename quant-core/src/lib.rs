@@ -49,10 +49,9 @@ pub mod quantize;
 pub mod recipe;
 pub mod run;
 pub mod transform;
-pub mod wording;
 pub mod worker;
 
 pub use quant_formats::{
     CancelToken, Category, Error, Event, Observer, Result, Silent, TensorSink, TensorSource, blocks,
-    checkpoint, digest, format, random, scheme, system, vector,
+    checkpoint, digest, format, random, scheme, system, vector, wording,
 };

@@ -1,28 +1,44 @@
-//! A third-party transform and container: each is a type in this file, and the pipeline runs them without any change.
+//! A transform and a container that a program adds: each is a type in this file and one line in [`extensions`]. Recipes
+//! name them, and the pipeline runs them.
 
 mod common;
+#[path = "../examples/support/tiny.rs"]
+mod tiny;
 
 use std::borrow::Cow;
 use std::sync::Arc;
 
 use common::{Tiny, logits, mean_divergence, recipe, run, windows};
 use quant_core::calibrate::HiddenStates;
-use quant_core::checkpoint::{Dtype, TensorSpec};
+use quant_core::checkpoint::{Dtype, ModelDirectory, TensorSpec};
 use quant_core::format::{Container, ModuleSchemes, PackedReader, PackedWeight, QuantizedCheckpoint};
-use quant_core::model::{BlockGraph, NodeId};
+use quant_core::model::{BlockGraph, Model, NodeId};
 use quant_core::quantize::QuantizedTensor;
-use quant_core::recipe::{Method, Plan, Rates, Recipe};
+use quant_core::recipe::{Extensions, Method, Plan, Rates, Recipe};
+use quant_core::run::{Done, Host, Nothing, QuantizeRequest, RecipeSettings, quantize};
 use quant_core::scheme::{Granularity, LinearScheme};
 use quant_core::transform::{
-    BlockTask, Needs, Outline, Rewrite, SearchWork, Transform, TransformSettings, Workload, fold,
+    BlockTask, Needs, Rewrite, SearchWork, StepContext, StepKey, Transform, TransformSettings, Workload, fold,
 };
-use quant_core::{Category, Error, Result, TensorSource};
-use serde_json::{Value, json};
+use quant_core::{CancelToken, Category, Error, Result, Silent, TensorSource};
+use serde_json::{Map, Value, json};
+
+/// Makes the two types known by their names.
+fn extensions() -> Extensions {
+    Extensions { transforms: vec![&EVEN], containers: vec![&PlainBytes], ..Extensions::default() }
+}
 
 /// Equalizes the columns of linears that read norms, by a power of their largest weight. Needs no text.
 #[derive(Debug)]
 struct EvenColumns {
+    /// The power, unless a recipe has another.
     strength: f32,
+}
+
+impl EvenColumns {
+    fn strength(&self, settings: &TransformSettings) -> f32 {
+        settings.other("even-columns", "strength").and_then(Value::as_f64).map_or(self.strength, |s| s as f32)
+    }
 }
 
 const KEPT: u64 = 3 << 30;
@@ -45,12 +61,28 @@ impl Transform for EvenColumns {
         Needs { ranges: false, states: false }
     }
 
-    fn fingerprint(&self, _: &TransformSettings) -> Value {
-        json!({ "strength": self.strength })
+    fn keys(&self) -> Vec<StepKey> {
+        vec![StepKey { name: "strength", schema: json!({ "type": "number", "minimum": 0, "maximum": 1 }) }]
     }
 
-    fn check(&self, outline: &Outline<'_>) -> Result<()> {
-        match outline.schemes.iter().any(|scheme| matches!(scheme.granularity, Granularity::Group(_))) {
+    fn set(&self, key: &str, value: &Value, settings: &mut TransformSettings) -> Result<()> {
+        if !value.as_f64().is_some_and(|strength| (0.0..=1.0).contains(&strength)) {
+            return Err(Error::usage(format!("strength is {value}"), "it must be from 0 to 1"));
+        }
+        settings.others.entry(self.name()).or_default().insert(key.to_owned(), value.clone());
+        Ok(())
+    }
+
+    fn described(&self, settings: &TransformSettings) -> Map<String, Value> {
+        Map::from_iter([("strength".to_owned(), json!(f64::from(self.strength(settings))))])
+    }
+
+    fn fingerprint(&self, settings: &TransformSettings) -> Value {
+        json!({ "strength": self.strength(settings) })
+    }
+
+    fn check(&self, context: &StepContext<'_>) -> Result<()> {
+        match context.schemes.iter().any(|scheme| matches!(scheme.granularity, Granularity::Group(_))) {
             true => Ok(()),
             false => Err(Error::usage("`even-columns` needs groups", "choose a scheme with groups")),
         }
@@ -75,7 +107,8 @@ impl Transform for EvenColumns {
                         largest.iter_mut().zip(row).for_each(|(l, w)| *l = l.max(w.abs()));
                     }
                 }
-                let scales: Vec<f32> = largest.iter().map(|l| l.powf(-self.strength)).collect();
+                let scales: Vec<f32> =
+                    largest.iter().map(|l| l.powf(-self.strength(task.settings))).collect();
                 fold(&mut rewrite, task, &group, &scales)?;
             }
             Ok(rewrite)
@@ -137,14 +170,14 @@ fn a_transform_is_folded_and_reported() {
     }
 }
 
-/// Codes as bytes, with scales in single precision.
+/// Codes as bytes in `MODULE.bytes`, with scales in single precision.
 #[derive(Debug)]
 struct PlainBytes;
 
 fn specs(module: &str, [n, k]: [usize; 2], scheme: LinearScheme) -> Vec<TensorSpec> {
     let groups = k / scheme.granularity.group_size(k);
     vec![
-        TensorSpec::new(format!("{module}.weight"), Dtype::U8, [n, k]),
+        TensorSpec::new(format!("{module}.bytes"), Dtype::U8, [n, k]),
         TensorSpec::new(format!("{module}.steps"), Dtype::F32, [n, groups]),
     ]
 }
@@ -201,6 +234,10 @@ impl Container for PlainBytes {
 struct PlainReader(LinearScheme);
 
 impl PackedReader for PlainReader {
+    fn code_suffixes(&self) -> &'static [&'static str] {
+        &[".bytes"]
+    }
+
     fn scheme(&self, module: &str) -> Option<LinearScheme> {
         module.ends_with("_proj").then_some(self.0)
     }
@@ -210,7 +247,7 @@ impl PackedReader for PlainReader {
     }
 
     fn shape(&self, source: &dyn TensorSource, module: &str) -> Result<Option<[usize; 2]>> {
-        let info = source.require(&format!("{module}.weight"))?;
+        let info = source.require(&format!("{module}.bytes"))?;
         Ok(<[usize; 2]>::try_from(info.shape.as_slice()).ok())
     }
 
@@ -228,7 +265,7 @@ impl PackedReader for PlainReader {
         Ok(QuantizedTensor {
             shape: weight.shape,
             scheme: weight.scheme,
-            codes: source.read(&format!("{}.weight", weight.module))?,
+            codes: source.read(&format!("{}.bytes", weight.module))?,
             scales: source.read_f32(&format!("{}.steps", weight.module))?,
             scale_dtype: Dtype::F32,
             levels: None,
@@ -265,4 +302,101 @@ fn a_container_is_written_by_the_pipeline_and_read_by_engines() {
     }
     let asymmetric = Recipe { containers: vec![&PlainBytes], ..recipe("rtn", "w4a16-g16-asym") };
     assert!(Plan::all(&model, &asymmetric).unwrap_err().to_string().contains("no zeros"));
+}
+
+const RECIPE: &str = "
+format = 'plain-bytes'
+[[transform]]
+kind = 'even-columns'
+strength = 0.75
+[quantize]
+scheme = 'w8a16-g16-sym'
+";
+
+#[test]
+fn a_recipe_names_both() {
+    let parsed = Recipe::parse_with(RECIPE, &extensions()).unwrap();
+    assert_eq!((parsed.method.steps(), parsed.containers[0].name()), (vec!["even-columns"], "plain-bytes"));
+    assert_eq!(EVEN.strength(&parsed.settings), 0.75);
+    assert_eq!(parsed.method.fingerprint(&parsed.settings), json!({ "even-columns": { "strength": 0.75 } }));
+    let printed = parsed.to_toml();
+    let again = Recipe::parse_with(&printed, &extensions()).unwrap();
+    assert_eq!((again.to_toml(), again.settings), (printed.clone(), parsed.settings));
+    assert!(printed.contains("strength = 0.75"), "{printed}");
+
+    for (text, expected) in [
+        (RECIPE.replace("0.75", "7"), "line 5: strength is 7"),
+        (RECIPE.replace("strength", "force"), "line 5: unknown key `force`"),
+        (RECIPE.replace("'plain-bytes'", "'bytes'"), "unknown format `bytes`"),
+    ] {
+        let error = Recipe::parse_with(&text, &extensions()).unwrap_err();
+        assert_eq!(error.category(), Category::Usage);
+        assert!(error.to_string().contains(expected), "{error}");
+    }
+    assert!(Recipe::parse(RECIPE).unwrap_err().to_string().contains("step `even-columns` is not known"));
+}
+
+#[test]
+fn one_call_writes_them_and_reads_them_back() {
+    let scratch = tempfile::tempdir().unwrap();
+    let at = |name: &str| scratch.path().join(name);
+    std::fs::create_dir(at("model")).unwrap();
+    tiny::tiny_llama(&at("model")).unwrap();
+    std::fs::write(at("recipe.toml"), RECIPE).unwrap();
+    let run = |model: &str, out: &str, settings: RecipeSettings| {
+        let request = QuantizeRequest {
+            settings,
+            extensions: extensions(),
+            ..QuantizeRequest::new(at(model), at(out))
+        };
+        quantize(&request, &Host::new(&Silent, &CancelToken::new(), &Nothing))
+    };
+    let of = |method: &str, format: &str| RecipeSettings {
+        method: Some(method.to_owned()),
+        scheme: Some("w8a16-g16-sym".to_owned()),
+        format: vec![format.to_owned()],
+        ..RecipeSettings::default()
+    };
+    let recipe = RecipeSettings { recipe: Some(at("recipe.toml")), ..RecipeSettings::default() };
+    let Done::Checkpoints(done) = run("model", "of-recipe", recipe).unwrap() else {
+        panic!("not checkpoints")
+    };
+    assert_eq!(done.outputs[0].1.steps, ["even-columns"]);
+    assert!(done.steps.iter().any(|step| step.step == "even-columns"), "{:?}", done.steps);
+
+    // The same by settings.
+    let keys = Map::from_iter([("strength".to_owned(), json!(0.75))]);
+    let steps = [("even-columns".to_owned(), keys)].into();
+    run("model", "of-settings", RecipeSettings { steps, ..of("even-columns", "plain-bytes") }).unwrap();
+    run("model", "default", of("even-columns", "plain-bytes")).unwrap();
+    let bytes = |out: &str| std::fs::read(at(out).join("model.safetensors")).unwrap();
+    assert_eq!(bytes("of-recipe"), bytes("of-settings"));
+    assert_ne!(bytes("of-recipe"), bytes("default"), "0.5 is the default");
+
+    // The model that was written computes what the same codes in a known format compute.
+    run(
+        "of-recipe",
+        "converted",
+        RecipeSettings { format: vec!["compressed-tensors".into()], ..Default::default() },
+    )
+    .unwrap();
+    let opened = |out: &str| {
+        Model::open_with(&ModelDirectory::open(&at(out)).unwrap(), &extensions().containers).unwrap()
+    };
+    let others = windows(64, 1, 16, 3);
+    let [ours, known] = ["of-recipe", "converted"].map(|out| logits(&opened(out), &others));
+    assert_eq!(ours, known);
+    assert!(
+        Model::open(&ModelDirectory::open(&at("of-recipe")).unwrap()).is_err(),
+        "only this program knows it"
+    );
+
+    let error = run(
+        "model",
+        "no-step",
+        RecipeSettings { steps: [("clip".to_owned(), Map::new())].into(), ..of("rtn", "awq") },
+    );
+    let error = error.unwrap_err();
+    assert_eq!(error.category(), Category::Usage);
+    assert!(error.to_string().contains("`clip`, which is not a step of method `rtn`"), "{error}");
 }

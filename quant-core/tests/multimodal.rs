@@ -390,7 +390,7 @@ fn the_residual_stream_is_not_rotated() {
         let model = open(class.source(&checkpoint, class.layouts[0]), &class.config(&tiny)).unwrap();
         let error = quant_core::transform::rotate(&model).err().unwrap();
         assert_eq!(error.category(), Category::Usage);
-        let (message, remedy) = (error.to_string(), error.remedy());
+        let (message, remedy) = (error.to_string(), error.remedy().to_string());
         assert!(message.contains("projector") && message.contains(class.name), "{message}");
         assert!(remedy.contains("‹skip=rotate›"), "{remedy}");
         // Folding norms leaves the stream unchanged.

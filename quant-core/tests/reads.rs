@@ -3,6 +3,8 @@
 //! to nearest with a scale shared between linears reads these twice, first for the largest magnitude.
 
 mod common;
+#[path = "common/sink.rs"]
+mod sink;
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -10,7 +12,7 @@ use std::sync::{Arc, Mutex};
 
 use common::{Checkpoint, EXPERTS, Kind, Tiny, normal, recipe, windows};
 use quant_core::calibrate::TokenWindows;
-use quant_core::checkpoint::{Dtype, MemorySink, MemorySource, TensorInfo};
+use quant_core::checkpoint::{Dtype, MemorySource, TensorInfo};
 use quant_core::format::CONTAINERS;
 use quant_core::model::Model;
 use quant_core::pipeline::{Job, QuantReport, quantize_each};
@@ -21,6 +23,7 @@ use quant_core::{CancelToken, Error, Event, Observer, Result, TensorSink, Tensor
 use rand::SeedableRng;
 use rand::rngs::StdRng;
 use serde_json::{Map, Value, json};
+use sink::Resumable;
 
 /// A source that counts the bytes read from each tensor.
 struct Counting {
@@ -50,56 +53,6 @@ impl TensorSource for Counting {
 
     fn location(&self, name: &str) -> PathBuf {
         self.source.location(name)
-    }
-}
-
-/// A sink that keeps records and can be resumed from the last commit.
-#[derive(Clone)]
-struct Keeping {
-    sink: MemorySink,
-    records: BTreeMap<String, Value>,
-    committed: Option<Box<Keeping>>,
-}
-
-impl Keeping {
-    fn new(plan: &Plan) -> Self {
-        let sink = MemorySink::new(plan.outputs()).unwrap();
-        let empty = Self { sink, records: BTreeMap::new(), committed: None };
-        Self { committed: Some(Box::new(empty.clone())), ..empty }
-    }
-
-    /// The sink as a resumed run finds it.
-    fn resumed(&self) -> Self {
-        let committed = self.committed.clone();
-        Self { committed: committed.clone(), ..*committed.unwrap() }
-    }
-}
-
-impl TensorSink for Keeping {
-    fn is_complete(&self, name: &str) -> bool {
-        self.sink.is_complete(name)
-    }
-
-    fn write(&mut self, name: &str, offset: u64, bytes: &[u8]) -> Result<()> {
-        self.sink.write(name, offset, bytes)
-    }
-
-    fn remember(&mut self, key: &str, value: &Value) -> Result<()> {
-        self.records.insert(key.to_owned(), value.clone());
-        Ok(())
-    }
-
-    fn recall(&self, key: &str) -> Option<Value> {
-        self.records.get(key).cloned()
-    }
-
-    fn read_back(&self, name: &str) -> Result<Option<Vec<u8>>> {
-        self.sink.read_back(name)
-    }
-
-    fn commit(&mut self) -> Result<()> {
-        self.committed = Some(Box::new(Self { committed: None, ..self.clone() }));
-        Ok(())
     }
 }
 
@@ -154,15 +107,15 @@ impl Bench {
         Self { hidden, counting, model, plans, windows: windows(vocab, 3, 24, 2) }
     }
 
-    fn sinks(&self) -> Vec<Keeping> {
-        self.plans.iter().map(Keeping::new).collect()
+    fn sinks(&self) -> Vec<Resumable> {
+        self.plans.iter().map(Resumable::new).collect()
     }
 
     /// Runs until `events` events have occurred. Returns the bytes read, the reports if the run completed, and the
     /// number of events.
     fn run(
         &self,
-        sinks: &mut [Keeping],
+        sinks: &mut [Resumable],
         events: usize,
     ) -> (BTreeMap<String, u64>, Option<Vec<QuantReport>>, usize) {
         let cancel = CancelToken::new();
@@ -434,7 +387,7 @@ fn resume(tiny: &Tiny, what: &str, recipe: &Recipe) {
             // The last events come after the last check for cancellation.
             continue;
         }
-        let mut sinks: Vec<_> = sinks.iter().map(Keeping::resumed).collect();
+        let mut sinks: Vec<_> = sinks.iter().map(Resumable::resumed).collect();
         let (read, reports, _) = bench.run(&mut sinks, usize::MAX);
         let what = format!("{what} of {:?}, resumed after {until} of {events} events", tiny.family);
         bench.assert_read_once(&read, &what);

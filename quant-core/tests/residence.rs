@@ -1,6 +1,8 @@
 //! The storage of hidden states and samples does not change the output, and a resumed run starts from saved states.
 
 mod common;
+#[path = "common/sink.rs"]
+mod sink;
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -9,14 +11,15 @@ use std::time::Duration;
 
 use common::{Kind, Tiny, masked_windows, recipe, windows};
 use quant_core::calibrate::{Residence, Spill, TokenWindows};
-use quant_core::checkpoint::{Dtype, MemorySink};
+use quant_core::checkpoint::Dtype;
 use quant_core::model::Model;
 use quant_core::pipeline::{Job, QuantReport, SavedStates, StateFiles, quantize_each_with};
 use quant_core::quantize::gptq::{ActOrder, GptqSettings, LayerInputs};
 use quant_core::recipe::{Plan, Recipe};
 use quant_core::transform::{Search, TransformSettings};
-use quant_core::{CancelToken, Error, Event, Observer, Result, TensorSink, TensorSource};
-use serde_json::{Value, json};
+use quant_core::{CancelToken, Error, Event, Observer, Result, TensorSink};
+use serde_json::json;
+use sink::Resumable;
 
 const BLOCKS: usize = 4;
 
@@ -26,60 +29,6 @@ fn tiny(family: Kind) -> Tiny {
 
 fn on_float(recipe: Recipe) -> Recipe {
     Recipe { gptq: GptqSettings { inputs: LayerInputs::Float, ..recipe.gptq }, ..recipe }
-}
-
-/// A sink that keeps records and remembers what was committed.
-#[derive(Clone)]
-struct Sink {
-    sink: MemorySink,
-    records: BTreeMap<String, Value>,
-    committed: Option<Box<Self>>,
-}
-
-impl Sink {
-    fn new(plan: &Plan) -> Self {
-        let sink = MemorySink::new(plan.outputs()).unwrap();
-        let empty = Self { sink, records: BTreeMap::new(), committed: None };
-        Self { committed: Some(Box::new(empty.clone())), ..empty }
-    }
-
-    fn resumed(&self) -> Self {
-        let committed = self.committed.clone().unwrap();
-        Self { committed: Some(committed.clone()), ..*committed }
-    }
-
-    fn tensors(self) -> BTreeMap<String, Vec<u8>> {
-        let source = self.sink.into_source().unwrap();
-        source.names().into_iter().map(|name| (name.to_owned(), source.read(name).unwrap())).collect()
-    }
-}
-
-impl TensorSink for Sink {
-    fn is_complete(&self, name: &str) -> bool {
-        self.sink.is_complete(name)
-    }
-
-    fn write(&mut self, name: &str, offset: u64, bytes: &[u8]) -> Result<()> {
-        self.sink.write(name, offset, bytes)
-    }
-
-    fn remember(&mut self, key: &str, value: &Value) -> Result<()> {
-        self.records.insert(key.to_owned(), value.clone());
-        Ok(())
-    }
-
-    fn recall(&self, key: &str) -> Option<Value> {
-        self.records.get(key).cloned()
-    }
-
-    fn read_back(&self, name: &str) -> Result<Option<Vec<u8>>> {
-        self.sink.read_back(name)
-    }
-
-    fn commit(&mut self) -> Result<()> {
-        self.committed = Some(Box::new(Self { committed: None, ..self.clone() }));
-        Ok(())
-    }
 }
 
 /// Records events, and cancels after a number of completed blocks.
@@ -123,7 +72,7 @@ fn run(
     model: &Model,
     plans: &[Plan],
     windows: &TokenWindows,
-    sinks: &mut [Sink],
+    sinks: &mut [Resumable],
     files: &StateFiles,
     watch: &Watch,
 ) -> Result<Vec<QuantReport>> {
@@ -146,9 +95,9 @@ fn whole(
     files: &StateFiles,
 ) -> (Vec<BTreeMap<String, Vec<u8>>>, Vec<QuantReport>) {
     let plans = Plan::all(model, recipe).unwrap();
-    let mut sinks: Vec<_> = plans.iter().map(Sink::new).collect();
+    let mut sinks: Vec<_> = plans.iter().map(Resumable::new).collect();
     let reports = run(model, &plans, windows, &mut sinks, files, &Watch::default()).unwrap();
-    (sinks.into_iter().map(Sink::tensors).collect(), reports)
+    (sinks.into_iter().map(Resumable::tensors).collect(), reports)
 }
 
 fn spilled(directory: &Path, round_bytes: u64) -> StateFiles {
@@ -225,16 +174,16 @@ fn interrupted(tiny: &Tiny, recipe: &Recipe, blocks: usize, prepare: impl Fn(&Pa
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("states.safetensors");
     let plans = Plan::all(&model, recipe).unwrap();
-    let mut sinks: Vec<_> = plans.iter().map(Sink::new).collect();
+    let mut sinks: Vec<_> = plans.iter().map(Resumable::new).collect();
     let first = Watch::after(blocks * plans.len());
     let stopped = run(&model, &plans, &windows, &mut sinks, &saved(&path, None), &first);
     assert!(matches!(stopped, Err(Error::Interrupted)), "{}", recipe.method.name);
     prepare(&path);
-    let mut sinks: Vec<_> = sinks.iter().map(Sink::resumed).collect();
+    let mut sinks: Vec<_> = sinks.iter().map(Resumable::resumed).collect();
     let second = Watch::default();
     let files = saved(&path, Some(Spill::new(directory.path(), 0)));
     let reports = run(&model, &plans, &windows, &mut sinks, &files, &second).unwrap();
-    let tensors: Vec<_> = sinks.into_iter().map(Sink::tensors).collect();
+    let tensors: Vec<_> = sinks.into_iter().map(Resumable::tensors).collect();
     assert!(tensors == expected.0, "{}: other bytes", recipe.method.name);
     for (report, expected) in reports.iter().zip(&expected.1) {
         assert_eq!(report.tensors, expected.tensors);
@@ -294,7 +243,7 @@ fn saving_may_fail() {
     let recipe = recipe("awq", "w4a16-g32-asym");
     let windows = windows(tiny.vocab, 4, 40, 3);
     let plans = Plan::all(&model, &recipe).unwrap();
-    let mut sinks = [Sink::new(&plans[0])];
+    let mut sinks = [Resumable::new(&plans[0])];
     let watch = Watch::default();
     let files = saved(Path::new("/nonexistent/states.safetensors"), None);
     run(&model, &plans, &windows, &mut sinks, &files, &watch).unwrap();
@@ -316,7 +265,7 @@ fn saving_follows_no_link() {
     std::fs::write(&other, "kept").unwrap();
     std::os::unix::fs::symlink(&other, directory.path().join("states.safetensors.new")).unwrap();
     let watch = Watch::default();
-    run(&model, &plans, &windows, &mut [Sink::new(&plans[0])], &saved(&path, None), &watch).unwrap();
+    run(&model, &plans, &windows, &mut [Resumable::new(&plans[0])], &saved(&path, None), &watch).unwrap();
     assert!(watch.warnings.lock().unwrap().is_empty() && watch.count("save") > 0);
     assert_eq!(std::fs::read_to_string(&other).unwrap(), "kept");
     assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 1);

@@ -7,11 +7,14 @@ use quant_core::checkpoint::ModelDirectory;
 use quant_core::digest::sha256_hex;
 use quant_core::model::{Decoder, Model};
 use quant_core::{CancelToken, Silent};
+use quant_evaluator::gate::{Baseline, Policy, Verdict, judge};
 use quant_evaluator::{
-    EvaluationText, Journal, LogitsModel, Profile, Reference, Scored, Tokenization, compare, perplexity,
+    Evaluation, EvaluationText, Journal, LogitsModel, ModelIdentity, Profile, Reference, Scored,
+    Tokenization, Tool, compare, perplexity,
 };
-use quant_tests::demo_model;
 use quant_tests::models::write_cut_demo_model;
+use quant_tests::program::quant;
+use quant_tests::{args, demo_model};
 
 type Failure = Box<dyn std::error::Error + Send + Sync>;
 
@@ -99,6 +102,96 @@ fn an_engine_is_scored_as_a_decoder_is() {
         near(divergence.kl_quantiles.p99.value, expected.kl_quantiles.p99.value);
         assert_eq!(divergence.top1_agreement.mean, expected.top1_agreement.mean);
         assert!(divergence.noise_floor.is_none());
+    }
+}
+
+/// An engine whose logits are rounded to bfloat16.
+struct InBf16<'a>(&'a dyn LogitsModel);
+
+impl LogitsModel for InBf16<'_> {
+    fn vocab(&self) -> usize {
+        self.0.vocab()
+    }
+
+    fn logits(&self, tokens: &[u32], first: usize, out: &mut Vec<f32>) -> Result<(), Failure> {
+        let begin = out.len();
+        self.0.logits(tokens, first, out)?;
+        out[begin..].iter_mut().for_each(|x| *x = half::bf16::from_f32(*x).to_f32());
+        Ok(())
+    }
+}
+
+const POLICY: &str = r#"schema = "quant-gate-policy/1"
+
+[[non_inferiority]]
+metric = "perplexity"
+against = "baseline"
+margin = 0.01
+
+[[cap]]
+metric = "kl"
+at_most = 0.01
+"#;
+
+/// An engine's results pass the gate or fail it, through the library and through the program, which reads their files.
+#[test]
+fn the_results_of_an_engine_are_gated() {
+    let scratch = tempfile::tempdir().unwrap();
+    let cut = scratch.path().join("cut");
+    std::fs::create_dir(&cut).unwrap();
+    write_cut_demo_model(&cut, 2);
+    let [whole, cut] = [demo_model(), cut].map(|path| ModelDirectory::open(&path).unwrap());
+    let text = text(&whole);
+    let [whole, cut] = [&whole, &cut].map(|directory| load(directory, &text));
+    let [reference, cut] = [&whole, &cut].map(|decoder| Foreign { decoder, asked: Cell::new(0) });
+
+    let identity = |name: &str| ModelIdentity {
+        path: name.to_owned(),
+        sha256: sha256_hex(name),
+        size_bytes: 0,
+        schemes: Vec::new(),
+        kv_cache: None,
+    };
+    let tool = Tool { name: "their-engine".into(), version: "7".into(), sha256: None, isa: "none".into() };
+    let measured = |name: &str, engine: &dyn LogitsModel| {
+        let compared = compare(
+            Reference::Engine(&reference),
+            Scored::Engine(engine),
+            &text,
+            &mut Journal::none(),
+            &Silent,
+            &CancelToken::new(),
+        );
+        let (scores, divergence) = compared.unwrap();
+        let [model, of] = [name, "whole"].map(identity);
+        let numbers = (scores, Some(divergence));
+        let result =
+            Evaluation::new(tool.clone(), model, Some(of), ("held".into(), &text), numbers, (1.0, 1.0));
+        // Every result is named by its file.
+        let path = scratch.path().join(name).join("held.json");
+        std::fs::create_dir(path.parent().unwrap()).unwrap();
+        std::fs::write(&path, serde_json::to_string(&result).unwrap()).unwrap();
+        let read = Evaluation::read(&path).unwrap();
+        assert_eq!(read, result);
+        (path, vec![("held".to_owned(), read)])
+    };
+    let (_, good) = measured("good", &reference);
+    let near = measured("near", &InBf16(&reference));
+    let far = measured("far", &cut);
+
+    let [policy, baseline] = ["gate.toml", "baseline.json"].map(|name| scratch.path().join(name));
+    std::fs::write(&policy, POLICY).unwrap();
+    std::fs::write(&baseline, Baseline::new(&good).to_json().unwrap()).unwrap();
+    let parsed = Policy::read(&policy).unwrap();
+    let known = Baseline::read(&baseline).unwrap();
+    for ((path, results), verdict, code) in [(&near, Verdict::Pass, 0), (&far, Verdict::Fail, 1)] {
+        let outcome = judge(&parsed, Some((&known, &baseline)), results).unwrap();
+        assert_eq!(outcome.verdict, verdict, "{:?}", outcome.checks);
+        assert_eq!(outcome.checks.len(), 2);
+        assert!(outcome.checks.iter().all(|check| check.verdict == verdict), "{:?}", outcome.checks);
+        assert_eq!(outcome.results[0].tool.name, "their-engine");
+        let run = quant(args!["gate", path, "--policy", &policy, "--baseline", &baseline]);
+        assert_eq!(run.code(), Some(code), "{run}");
     }
 }
 

@@ -20,6 +20,8 @@ use crate::statistics::{degrees_of_freedom, student};
 const POWER: f64 = 0.8;
 
 /// The outcome of a check.
+///
+/// There will be no other outcome, so that a program which acts on each of them does not need a default.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Verdict {

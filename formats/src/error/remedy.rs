@@ -1,15 +1,16 @@
 //! Remedies for errors.
 
 use super::Error;
+use crate::wording::Remedy;
 
 impl Error {
-    /// Returns what the user can do about the error.
-    pub fn remedy(&self) -> String {
-        match self {
+    /// Returns what the user can do about the error; its [parts](Remedy::parts) name settings and commands.
+    pub fn remedy(&self) -> Remedy {
+        let text: String = match self {
             Self::Usage { remedy, .. }
             | Self::Recipe { remedy, .. }
             | Self::Unavailable { remedy, .. }
-            | Self::InputFile { remedy, .. } => remedy.clone(),
+            | Self::InputFile { remedy, .. } => return remedy.clone(),
             Self::PatternMatchesNothing { nearest, .. } if nearest.is_empty() => {
                 "‹plan(MODEL)› lists the names of all linears".into()
             }
@@ -140,7 +141,8 @@ impl Error {
                 so does ‹eval()› with the same ‹journal›"
                     .into()
             }
-        }
+        };
+        text.into()
     }
 }
 

@@ -266,6 +266,10 @@ pub trait PackedReader: Send + Sync {
         Ok(())
     }
 
+    /// The endings of the names of tensors that hold a module's codes, with the dot: a tensor `MODULE.qweight` belongs
+    /// to the linear `MODULE`. Modules with other tensors may have these endings too.
+    fn code_suffixes(&self) -> &'static [&'static str];
+
     /// The scheme of a linear, or `None` if it is float.
     fn scheme(&self, module: &str) -> Option<LinearScheme>;
 
@@ -359,7 +363,18 @@ pub fn containers(names: &[String]) -> Result<Vec<&'static dyn Container>> {
 /// # Errors
 /// When the format is unknown, or its reader does not support the checkpoint: the reason, with the key.
 pub fn reader(quantization_config: &Value) -> Result<Box<dyn PackedReader>, String> {
-    for container in CONTAINERS {
+    reader_with(quantization_config, &[])
+}
+
+/// [`reader`] with further formats, which take precedence.
+///
+/// # Errors
+/// As [`reader`].
+pub fn reader_with(
+    quantization_config: &Value,
+    containers: &[&dyn Container],
+) -> Result<Box<dyn PackedReader>, String> {
+    for container in containers.iter().chain(CONTAINERS) {
         if let Some(reader) = container.reader(quantization_config)? {
             return Ok(reader);
         }

@@ -88,6 +88,10 @@ impl Mxfp4 {
 }
 
 impl PackedReader for Mxfp4 {
+    fn code_suffixes(&self) -> &'static [&'static str] {
+        &[]
+    }
+
     fn scheme(&self, _module: &str) -> Option<LinearScheme> {
         None
     }

@@ -187,6 +187,10 @@ impl PackedReader for NativeFp8 {
         Ok(())
     }
 
+    fn code_suffixes(&self) -> &'static [&'static str] {
+        &[".weight"]
+    }
+
     fn scheme(&self, module: &str) -> Option<LinearScheme> {
         self.modules.get(module).map(|module| module.scheme)
     }

@@ -19,8 +19,6 @@ use crate::{Error, Result};
 const KEY: &str = "quantization_config";
 /// The key of the text model's configuration in a multimodal model.
 const TEXT_CONFIG: &str = "text_config";
-/// Suffixes of the tensors that hold a module's codes.
-const CODES: [&str; 3] = [".weight", ".qweight", ".weight_packed"];
 /// Name parts of embeddings, which are looked up and not multiplied.
 const EMBEDDINGS: [&str; 2] = ["embed", "wte"];
 
@@ -206,9 +204,9 @@ impl QuantizedCheckpoint {
 
 /// Finds the modules that have codes and are quantized according to the configuration.
 fn linears(source: &dyn TensorSource, reader: &dyn PackedReader) -> Result<Vec<QuantizedLinear>> {
-    let mut found = Vec::new();
+    let (mut found, suffixes) = (Vec::new(), reader.code_suffixes());
     for tensor in source.names() {
-        let Some(module) = CODES.iter().find_map(|suffix| tensor.strip_suffix(suffix)) else { continue };
+        let Some(module) = suffixes.iter().find_map(|suffix| tensor.strip_suffix(suffix)) else { continue };
         let last = module.rsplit('.').next().unwrap_or(module);
         if EMBEDDINGS.iter().any(|part| last.contains(part)) {
             continue;

@@ -6,7 +6,7 @@ use quant_kernels_cuda::compile::Variant;
 use quant_kernels_cuda::device::DeviceLimits;
 use quant_kernels_cuda::launch::LaunchShape;
 use quant_kernels_cuda::layout::{SECTION, WeightLayout};
-use quant_kernels_cuda::linear::{Activation, KernelScheme, LinearArguments, LinearPlan, Output};
+use quant_kernels_cuda::linear::{InputType, KernelScheme, LinearArguments, LinearPlan, Output};
 
 use super::kernels::{self, Launch, is_family, qz1_cuda_kernels, qz1_cuda_plan};
 use super::region::{qz1_cuda_region, region};
@@ -87,9 +87,9 @@ impl Launch for Linear {
         // SAFETY: the caller upholds the pointer contract.
         let layout = unsafe { layout(scope, s.layout) }?;
         let activation = match s.x_type {
-            QZ1_TYPE_F16 => Activation::F16,
-            QZ1_TYPE_BF16 => Activation::Bf16,
-            QZ1_CUDA_TYPE_INT8 => Activation::Int8 { zero: layout.has_sums() },
+            QZ1_TYPE_F16 => InputType::F16,
+            QZ1_TYPE_BF16 => InputType::Bf16,
+            QZ1_CUDA_TYPE_INT8 => InputType::Int8 { zero: layout.has_sums() },
             _ => {
                 return Err(Fault::new(
                     qz1_status::Scheme,

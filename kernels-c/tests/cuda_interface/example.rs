@@ -51,7 +51,7 @@ fn the_example_runs() {
         Command::new("cc")
             .args(["-std=c11", "-O1", "-g", "-Wall", "-Wextra", "-Werror", "-pedantic", "-I"])
             .arg(root().join("include"))
-            .arg(root().join("examples/cuda_linear.c"))
+            .arg(root().join("tests/programs/cuda_linear.c"))
             .arg(library())
             .args(["-lpthread", "-ldl", "-lm", "-o"])
             .arg(&program),

@@ -59,17 +59,19 @@ fn extra_link_arguments() -> Vec<String> {
     needed
 }
 
-/// Compiles an example; `None` if there is no compiler.
+/// Compiles a program of `examples` or `tests/programs`; `None` if there is no compiler.
 pub fn compile(name: &str) -> Option<PathBuf> {
     if !has("cc") {
         return None;
     }
+    let places = ["examples", "tests/programs"].map(|folder| root().join(folder).join(format!("{name}.c")));
+    let source = places.iter().find(|path| path.is_file()).unwrap();
     let program = built(name);
     succeeds(
         Command::new("cc")
             .args(["-std=c11", "-O1", "-g", "-Wall", "-Wextra", "-Werror", "-pedantic", "-I"])
             .arg(root().join("include"))
-            .arg(root().join(format!("examples/{name}.c")))
+            .arg(source)
             .arg(library())
             .args(extra_link_arguments())
             .arg("-o")

@@ -95,6 +95,17 @@ pub struct StaticScale {
     pub zero: i8,
 }
 
+/// The form in which weights are multiplied with activations, on the CPU and on GPUs.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Activations {
+    /// Floats (W4A16, W8A16, FP4 and FP8 weights).
+    Float,
+    /// Int8 with one scale per token (W4A8, W8A8).
+    PerToken,
+    /// Int8 with one scale and zero point. A zero point other than 0 requires weights packed with sums.
+    Static(StaticScale),
+}
+
 /// Rows `[m, k]` quantized to int8.
 ///
 /// ```

@@ -46,23 +46,12 @@ use half::{bf16, f16};
 pub use self::experts::{ExpertLinear, QuantizedExperts};
 pub use self::fused::Fused;
 use self::fused::Values;
+pub use crate::Activations;
 use crate::activation::resize;
 use crate::experts::ExpertsWorkspace;
 use crate::{
-    Element, FloatRows, Int8Rows, IsaToken, KernelError, PackedLinear, Parallel, Product, RowLayout,
-    StaticScale, narrow,
+    Element, FloatRows, Int8Rows, IsaToken, KernelError, PackedLinear, Parallel, Product, RowLayout, narrow,
 };
-
-/// The form of the activations that weights are multiplied with.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub enum Activations {
-    /// Floats (W4A16, W8A16).
-    Float,
-    /// Int8 with one scale per token (W4A8, W8A8).
-    PerToken,
-    /// Int8 with one scale and zero point for all tokens. A zero point other than 0 requires weights packed with sums.
-    Static(StaticScale),
-}
 
 /// The threads and memory that the linears of a model share.
 ///

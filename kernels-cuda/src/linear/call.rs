@@ -6,7 +6,7 @@
 use quant_kernels_cpu::KernelError;
 
 use super::plan::{LinearArguments, LinearPlan};
-use super::scheme::{Activation, Output};
+use super::scheme::{InputType, Output};
 use super::variant::PlanLimits;
 use crate::activation::{ActivationArguments, ActivationPlan, ActivationShape, FixedScale, Rows};
 use crate::compile::Variant;
@@ -134,9 +134,9 @@ impl LinearCall {
             (Order::Int8, _) if stride != k => {
                 return refuse("int8 activations must be contiguous");
             }
-            (Order::Float, Float::F16) => Activation::F16,
-            (Order::Float, Float::Bf16) => Activation::Bf16,
-            (Order::Int8, _) => Activation::Int8 { zero: fixed.is_some_and(|by| by.zero != 0) },
+            (Order::Float, Float::F16) => InputType::F16,
+            (Order::Float, Float::Bf16) => InputType::Bf16,
+            (Order::Int8, _) => InputType::Int8 { zero: fixed.is_some_and(|by| by.zero != 0) },
         };
         let product = LinearPlan::new(layout, activation, output, m, device)?;
         // Tickets come first, since they are the only part that must be 0 before the launches.

@@ -2,7 +2,7 @@
 
 use quant_kernels_cpu::{FloatFormat, ScaleType};
 
-use super::scheme::{Activation, KernelScheme, Output};
+use super::scheme::{InputType, KernelScheme, Output};
 use super::variant::{LinearVariant, PlanLimits};
 use crate::compile::{Architecture, Variant};
 use crate::layout::{Order, WeightLayout};
@@ -92,7 +92,7 @@ fn packing() -> Vec<Entry> {
 }
 
 /// All schemes: a layout, the types of activations and results, and whether the scheme is a common one.
-fn schemes() -> Vec<(WeightLayout, Activation, Output, bool)> {
+fn schemes() -> Vec<(WeightLayout, InputType, Output, bool)> {
     let mut schemes = Vec::new();
     let k = 4096;
     for bits in [4, 8] {
@@ -105,10 +105,10 @@ fn schemes() -> Vec<(WeightLayout, Activation, Output, bool)> {
                     schemes.extend(layout.map(|layout| (layout, activation, output, common)));
                 };
                 let common = bits == 4 && group == 128;
-                add(ScaleType::F16, Order::Float, false, Activation::F16, Output::F16, common);
-                add(ScaleType::Bf16, Order::Float, false, Activation::Bf16, Output::Bf16, common);
+                add(ScaleType::F16, Order::Float, false, InputType::F16, Output::F16, common);
+                add(ScaleType::Bf16, Order::Float, false, InputType::Bf16, Output::Bf16, common);
                 for zero in [false, true] {
-                    let activation = Activation::Int8 { zero };
+                    let activation = InputType::Int8 { zero };
                     let common = group == k && !zeros && !zero;
                     add(ScaleType::F16, Order::Int8, zero, activation, Output::F16, common);
                     if bits == 4 && group < k {
@@ -127,7 +127,7 @@ fn schemes() -> Vec<(WeightLayout, Activation, Output, bool)> {
         (FloatFormat::E4m3, k, ScaleType::F32),
     ] {
         let layout = WeightLayout::from_float_parts([4096, k], format, group, scale);
-        for (activation, output) in [(Activation::F16, Output::F16), (Activation::Bf16, Output::Bf16)] {
+        for (activation, output) in [(InputType::F16, Output::F16), (InputType::Bf16, Output::Bf16)] {
             schemes.extend(layout.clone().map(|layout| (layout, activation, output, group == 16)));
         }
     }

@@ -2,7 +2,7 @@
 
 use quant_kernels_cpu::KernelError;
 
-use super::scheme::{Activation, KernelScheme, Output};
+use super::scheme::{InputType, KernelScheme, Output};
 use super::variant::{BLOCK_ROWS, LinearVariant, Parts, PlanLimits};
 use crate::launch::{Argument, LaunchShape, Region};
 use crate::layout::{SECTION, Section, WeightLayout};
@@ -20,7 +20,7 @@ use crate::layout::{SECTION, Section, WeightLayout};
 /// # let layout = WeightLayout::of(&view, Order::Float, false)?;
 /// // For one token on an H100 or H200; needs no device.
 /// let device = PlanLimits::of(Architecture::Sm90);
-/// let plan = LinearPlan::new(&layout, Activation::Bf16, Output::Bf16, 1, &device)?;
+/// let plan = LinearPlan::new(&layout, InputType::Bf16, Output::Bf16, 1, &device)?;
 /// println!("{} with {} bytes of workspace", plan.variant.name(), plan.workspace_bytes);
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
@@ -99,7 +99,7 @@ impl LinearPlan {
     /// When weights and activations do not match, or the grid or an index exceeds the range of the kernel's integers.
     pub fn new(
         layout: &WeightLayout,
-        activation: Activation,
+        activation: InputType,
         output: Output,
         m: usize,
         device: &PlanLimits,
@@ -240,7 +240,7 @@ mod tests {
     fn plan(n: usize, k: usize, m: usize) -> Result<LinearPlan, KernelError> {
         let layout = WeightLayout::from_parts([n, k], 4, 128, ScaleType::F16, None, Order::Float, false)?;
         let device = PlanLimits::of(Architecture::Sm90);
-        LinearPlan::new(&layout, Activation::F16, Output::F16, m, &device)
+        LinearPlan::new(&layout, InputType::F16, Output::F16, m, &device)
     }
 
     #[test]

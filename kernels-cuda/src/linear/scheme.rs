@@ -7,7 +7,7 @@ use crate::layout::{Order, SUPER_BLOCKS, TILE_K, WeightLayout};
 /// Activations as the kernel reads them: `[m, x_stride]` row-major, of which `k` are used. Rows begin at multiples of
 /// 16 bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Activation {
+pub enum InputType {
     /// IEEE half.
     F16,
     /// bfloat16.
@@ -33,7 +33,7 @@ pub enum Output {
 /// The properties of weights, activations and results that are compiled into a variant.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct KernelScheme {
-    pub(super) activation: Activation,
+    pub(super) activation: InputType,
     pub(super) output: Output,
     /// The format of floating-point codes.
     pub(super) float: Option<FloatFormat>,
@@ -64,10 +64,10 @@ impl KernelScheme {
     /// # Errors
     /// When the weights are packed for different activations, or lack the sums that the zero point of activations
     /// needs.
-    pub fn new(layout: &WeightLayout, activation: Activation, output: Output) -> Result<Self, KernelError> {
+    pub fn new(layout: &WeightLayout, activation: InputType, output: Output) -> Result<Self, KernelError> {
         let (order, zero) = match activation {
-            Activation::Int8 { zero } => (Order::Int8, zero),
-            Activation::F16 | Activation::Bf16 => (Order::Float, false),
+            InputType::Int8 { zero } => (Order::Int8, zero),
+            InputType::F16 | InputType::Bf16 => (Order::Float, false),
         };
         if order != layout.order() {
             return Err(KernelError::Scheme("the weights are packed for different activations"));
@@ -80,7 +80,7 @@ impl KernelScheme {
         let activation = match activation {
             // The scheme depends on whether the layout has sums, since sums change the offsets within a tile's
             // parameters.
-            Activation::Int8 { .. } => Activation::Int8 { zero: layout.has_sums() },
+            InputType::Int8 { .. } => InputType::Int8 { zero: layout.has_sums() },
             float => float,
         };
         let row = layout.row_is_group();
@@ -119,7 +119,7 @@ impl KernelScheme {
     }
 
     pub(super) fn is_float(&self) -> bool {
-        !matches!(self.activation, Activation::Int8 { .. })
+        !matches!(self.activation, InputType::Int8 { .. })
     }
 
     /// Whether sums of activations are computed.
@@ -136,10 +136,10 @@ impl KernelScheme {
     /// their one-byte scales.
     pub fn name(&self) -> String {
         let (bits, kind) = match self.activation {
-            Activation::F16 => ("a16", "_f16"),
-            Activation::Bf16 => ("a16", "_bf16"),
-            Activation::Int8 { zero: false } => ("a8", ""),
-            Activation::Int8 { zero: true } => ("a8", "_static"),
+            InputType::F16 => ("a16", "_f16"),
+            InputType::Bf16 => ("a16", "_bf16"),
+            InputType::Int8 { zero: false } => ("a8", ""),
+            InputType::Int8 { zero: true } => ("a8", "_static"),
         };
         let group = self.group.map_or("channel".to_owned(), |g| format!("g{g}"));
         let scale = match self.scale {

@@ -3,7 +3,7 @@
 use quant_kernels_cpu::FloatFormat;
 
 use super::SOURCE;
-use super::scheme::{Activation, KernelScheme, Output, Scale};
+use super::scheme::{InputType, KernelScheme, Output, Scale};
 use crate::compile::{Architecture, Variant};
 use crate::layout::{TILE_K, TILE_ROWS};
 
@@ -113,9 +113,9 @@ impl LinearVariant {
     pub fn defines(&self) -> Vec<(&'static str, String)> {
         let s = &self.scheme;
         let activation = match s.activation {
-            Activation::F16 => "F16",
-            Activation::Bf16 => "BF16",
-            Activation::Int8 { .. } => "S8",
+            InputType::F16 => "F16",
+            InputType::Bf16 => "BF16",
+            InputType::Int8 { .. } => "S8",
         };
         let scale = match s.scale {
             Scale::F16 => "F16",
@@ -135,7 +135,7 @@ impl LinearVariant {
             Output::Bf16 => "BF16",
             Output::F32 => "F32",
         };
-        let x_zero = matches!(s.activation, Activation::Int8 { zero: true });
+        let x_zero = matches!(s.activation, InputType::Int8 { zero: true });
         let flag = |set: bool| usize::from(set).to_string();
         vec![
             ("ACTIVATION", activation.to_owned()),

@@ -9,7 +9,7 @@ use crate::attention::{self, AppendArguments, AppendShape, DecodeArguments, Deco
 use crate::compile::Variant;
 use crate::launch::{Argument, LaunchShape, Region};
 use crate::layout::{Order, WeightLayout};
-use crate::linear::{Activation, LinearArguments, LinearPlan, Output, PlanLimits};
+use crate::linear::{InputType, LinearArguments, LinearPlan, Output, PlanLimits};
 
 /// The type of the products, which determines the rate that they are compared with.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -119,14 +119,14 @@ pub fn cases(device: &PlanLimits) -> Result<Vec<Case>, KernelError> {
     }
     for [n, k] in LINEARS {
         let schemes = [
-            ("w4a16_g128", 4, 128, ScaleType::F16, Some(8), Activation::F16),
-            ("w4a16_g128_asym", 4, 128, ScaleType::F16, None, Activation::F16),
-            ("w8a8_channel", 8, k, ScaleType::F32, Some(128), Activation::Int8 { zero: false }),
-            ("w4a8_channel", 4, k, ScaleType::F32, Some(8), Activation::Int8 { zero: false }),
-            ("w4a8_g128_progressive", 4, 128, ScaleType::Progressive, None, Activation::Int8 { zero: false }),
+            ("w4a16_g128", 4, 128, ScaleType::F16, Some(8), InputType::F16),
+            ("w4a16_g128_asym", 4, 128, ScaleType::F16, None, InputType::F16),
+            ("w8a8_channel", 8, k, ScaleType::F32, Some(128), InputType::Int8 { zero: false }),
+            ("w4a8_channel", 4, k, ScaleType::F32, Some(8), InputType::Int8 { zero: false }),
+            ("w4a8_g128_progressive", 4, 128, ScaleType::Progressive, None, InputType::Int8 { zero: false }),
         ];
         for (name, bits, group, scale, zero_point, input) in schemes {
-            let order = if input == Activation::F16 { Order::Float } else { Order::Int8 };
+            let order = if input == InputType::F16 { Order::Float } else { Order::Int8 };
             let layout = WeightLayout::from_parts([n, k], bits, group, scale, zero_point, order, false)?;
             for m in TOKENS {
                 cases.push(linear(name, layout, input, m, device)?);
@@ -139,7 +139,7 @@ pub fn cases(device: &PlanLimits) -> Result<Vec<Case>, KernelError> {
         ] {
             let layout = WeightLayout::from_float_parts([n, k], format, group, scale)?;
             for m in TOKENS {
-                cases.push(linear(name, layout, Activation::F16, m, device)?);
+                cases.push(linear(name, layout, InputType::F16, m, device)?);
             }
         }
     }
@@ -208,13 +208,13 @@ fn activation(rows: Rows, m: usize, k: usize) -> Result<Case, KernelError> {
 fn linear(
     name: &str,
     layout: WeightLayout,
-    input: Activation,
+    input: InputType,
     m: usize,
     device: &PlanLimits,
 ) -> Result<Case, KernelError> {
     let (n, k) = (layout.n(), layout.k());
     let plan = LinearPlan::new(&layout, input, Output::F16, m, device)?;
-    let is_float = input == Activation::F16;
+    let is_float = input == InputType::F16;
     let x = m * k * if is_float { 2 } else { 1 };
     let buffer = |bytes, fill, turns| Buffer { bytes, fill, turns };
     let buffers = vec![

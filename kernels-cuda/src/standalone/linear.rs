@@ -8,7 +8,7 @@
 use std::sync::{Arc, Mutex, PoisonError};
 
 use half::f16;
-use quant_kernels_cpu::{KernelError, StaticScale, WeightView};
+use quant_kernels_cpu::{Activations, KernelError, WeightView};
 
 use super::{Gpu, Memory};
 use crate::Float;
@@ -25,17 +25,6 @@ const MAX_VALUES: usize = 1 << 26;
 /// The exponent to which a row's largest activation is scaled in f16. Sums then stay finite, and a value 2³⁸ times
 /// smaller is still nonzero.
 const EXPONENT: i32 = 14;
-
-/// How activations are quantized.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub enum Activations {
-    /// Not quantized (W4A16, W8A16, FP4 and FP8 weights): f16 values, scaled by a power of two per row.
-    Float,
-    /// 8-bit integers with a scale per token (W4A8, W8A8).
-    PerToken,
-    /// 8-bit integers with one scale and zero point for all tokens.
-    Static(StaticScale),
-}
 
 /// The kernels and the device memory that the linears of a model share.
 #[derive(Debug)]

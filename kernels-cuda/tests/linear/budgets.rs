@@ -4,7 +4,7 @@
 use quant_kernels_cpu::ScaleType;
 use quant_kernels_cuda::compile::Architecture;
 use quant_kernels_cuda::layout::{Order, WeightLayout};
-use quant_kernels_cuda::linear::{Activation, LinearPlan, Output, PlanLimits};
+use quant_kernels_cuda::linear::{InputType, LinearPlan, Output, PlanLimits};
 use quant_ptx_interpreter::{Counters, Options};
 
 use crate::DEVICE;
@@ -23,9 +23,9 @@ fn counted(problem: &Problem) -> (LinearPlan, Counters) {
 const N: usize = 256;
 const K: usize = 1024;
 
-fn float(activation: Activation, group: usize, zeros: bool, m: usize) -> Problem {
+fn float(activation: InputType, group: usize, zeros: bool, m: usize) -> Problem {
     let (kind, output) = match activation {
-        Activation::F16 => (Kind::F16, Output::F16),
+        InputType::F16 => (Kind::F16, Output::F16),
         _ => (Kind::Bf16, Output::Bf16),
     };
     Problem::float(Case::new([N, K], 4, group, kind, zeros, 41), activation, output, m, Draw::Typical, 43)
@@ -40,10 +40,10 @@ fn problems(m: usize) -> Vec<(&'static str, Problem, usize)> {
     let groups = |size: usize| N * K / size;
     let weights = N * K;
     vec![
-        ("w4a16 g128 asym", float(Activation::F16, 128, true, m), weights / 2 + groups(128) * 5 / 2),
-        ("w4a16 g128", float(Activation::F16, 128, false, m), weights / 2 + groups(128) * 2),
-        ("w4a16 g64 asym bf16", float(Activation::Bf16, 64, true, m), weights / 2 + groups(64) * 5 / 2),
-        ("w4a16 g32 asym bf16", float(Activation::Bf16, 32, true, m), weights / 2 + groups(32) * 5 / 2),
+        ("w4a16 g128 asym", float(InputType::F16, 128, true, m), weights / 2 + groups(128) * 5 / 2),
+        ("w4a16 g128", float(InputType::F16, 128, false, m), weights / 2 + groups(128) * 2),
+        ("w4a16 g64 asym bf16", float(InputType::Bf16, 64, true, m), weights / 2 + groups(64) * 5 / 2),
+        ("w4a16 g32 asym bf16", float(InputType::Bf16, 32, true, m), weights / 2 + groups(32) * 5 / 2),
         ("w8a8 channel", int8(8, K, Kind::F32, false, m), weights + 4 * N + 4 * m),
         ("w4a8 channel asym", int8(4, K, Kind::F32, true, m), weights / 2 + 5 * N + 4 * m),
         (
@@ -96,7 +96,7 @@ fn bytes_of_a_workspace_are_those_of_the_plan() {
     }
     for m in [1, 5, 16, 20] {
         let case = Case::new([160, 3072], 4, 128, Kind::F16, true, 41);
-        let problem = Problem::float(case, Activation::F16, Output::F16, m, Draw::Typical, 43);
+        let problem = Problem::float(case, InputType::F16, Output::F16, m, Draw::Typical, 43);
         let (plan, counters) = counted(&problem);
         assert_eq!(plan.launch.grid[1], 3);
         let partials = counters.buffers["partials"];
@@ -120,7 +120,7 @@ fn bytes_of_models_shapes() {
     let ratio = |n: usize, k: usize, m: usize| {
         let layout =
             WeightLayout::from_parts([n, k], 4, 128, ScaleType::F16, None, Order::Float, false).unwrap();
-        let plan = LinearPlan::new(&layout, Activation::F16, Output::F16, m, &device).unwrap();
+        let plan = LinearPlan::new(&layout, InputType::F16, Output::F16, m, &device).unwrap();
         let floor = n * k / 2 + n * k / 128 * 5 / 2 + 2 * m * (n + k);
         plan.traffic().total() as f64 / floor as f64
     };
@@ -175,7 +175,7 @@ fn dequantization_takes_few_instructions() {
     }
     // A word holds eight weights, and an instruction processes one word per lane.
     let words = (N * K / 8 / 32) as u64;
-    for (activation, max) in [(Activation::F16, 5), (Activation::Bf16, 7)] {
+    for (activation, max) in [(InputType::F16, 5), (InputType::Bf16, 7)] {
         let (_, counters) = counted(&float(activation, 128, true, 8));
         let taken = counters.opcode("lop3.") + counters.opcode("shf.");
         assert_eq!(taken, max * words, "{activation:?}: {:?}", counters.by_opcode);
@@ -189,7 +189,7 @@ fn dequantization_of_other_schemes_takes_few_instructions() {
     if !ready() {
         return;
     }
-    let of = |k: usize, kind: Kind, bits: u8, group: usize, zeros: bool, activation: Option<Activation>| {
+    let of = |k: usize, kind: Kind, bits: u8, group: usize, zeros: bool, activation: Option<InputType>| {
         let case = Case::new([N, k], bits, if group == 0 { k } else { group }, kind, zeros, 41);
         let problem = match activation {
             None => Problem::int8(case, Output::F16, 8, None, Draw::Typical, 43),
@@ -206,9 +206,9 @@ fn dequantization_of_other_schemes_takes_few_instructions() {
         ("w4a8 asym", Kind::F32, 4, 0, true, None, &whole, 4.0),
         ("w4a8 g128 asym", Kind::F16, 4, 128, true, None, &whole, 5.0),
         ("w4a8 g128 progressive", Kind::Progressive, 4, 128, true, None, &whole, 7.0),
-        ("w8a16 f16", Kind::F32, 8, 0, false, Some(Activation::F16), &bytes, 5.0),
+        ("w8a16 f16", Kind::F32, 8, 0, false, Some(InputType::F16), &bytes, 5.0),
         // Far more than for f16, because the mantissa of bf16 has too few bits for a byte.
-        ("w8a16 bf16", Kind::F32, 8, 0, false, Some(Activation::Bf16), &bytes, 21.0),
+        ("w8a16 bf16", Kind::F32, 8, 0, false, Some(InputType::Bf16), &bytes, 21.0),
     ] {
         let count = |counters: &Counters| opcodes.iter().map(|o| counters.opcode(o)).sum::<u64>();
         let [few, many] = [8, 15].map(|tiles| count(&of(128 * tiles, kind, bits, group, zeros, activation)));

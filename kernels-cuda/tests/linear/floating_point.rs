@@ -3,7 +3,7 @@
 use quant_kernels_cpu::{FloatFormat, KernelError, reference};
 use quant_kernels_cuda::compile::Source;
 use quant_kernels_cuda::layout::{Order, WeightLayout};
-use quant_kernels_cuda::linear::{Activation, LinearPlan, Output, SOURCE};
+use quant_kernels_cuda::linear::{InputType, LinearPlan, Output, SOURCE};
 use quant_ptx_interpreter::Options;
 
 use crate::DEVICE;
@@ -72,7 +72,7 @@ fn every_code_is_its_number() {
             let near = if kind == Kind::E4m3 { 2.0_f32.powi(-22) * expected.abs() } else { 0.0 };
             assert!((ours - expected).abs() <= near, "{ours} for {expected}");
         }
-        for activation in [Activation::F16, Activation::Bf16] {
+        for activation in [InputType::F16, InputType::Bf16] {
             let problem = Problem::one_hot(case.clone(), activation);
             let values = launch(&problem, &plan(&problem));
             assert_eq!(wrong_weights(&problem, &values), 0, "{format:?} {group:?} {kind:?} {activation:?}");
@@ -97,7 +97,7 @@ fn ragged_shapes() {
         };
         for (i, [n, k]) in shapes.into_iter().enumerate() {
             let m = [[1, 33, 16], [8, 17, 70], [64, 5, 25]][turn % 3][i];
-            let activation = [Activation::F16, Activation::Bf16][(turn + i) % 2];
+            let activation = [InputType::F16, InputType::Bf16][(turn + i) % 2];
             let output = [Output::F32, Output::F16, Output::Bf16][turn % 3];
             let seed = 100 + (3 * turn + i) as u64;
             let case = Case::float([n, k], format, group.unwrap_or(k), kind, seed);
@@ -116,7 +116,7 @@ fn extremes() {
     if !ready() {
         return;
     }
-    for activation in [Activation::F16, Activation::Bf16] {
+    for activation in [InputType::F16, InputType::Bf16] {
         let mut mx = Case::float([20, 256], E2M1, 32, Kind::E8m0, 5);
         let powers = [-127, -126, -60, 0, 60, 100];
         for (i, scale) in mx.scales.iter_mut().enumerate() {
@@ -155,7 +155,7 @@ fn planted() {
         let module = compiled(&plan.variant, source);
         wrong_weights(problem, &run(problem, &plan, &module, &Options::default()).unwrap().values)
     };
-    let (f16, bf16) = (Activation::F16, Activation::Bf16);
+    let (f16, bf16) = (InputType::F16, InputType::Bf16);
     for (problem, from, to) in [
         (nv(f16), "    a[0] = word & 0x8e008e00;", "    a[0] = word & 0x0e000e00;"),
         (nv(f16), "a[1] = rotate_right<3>(word) & 0x8e008e00;", "a[1] = (word >> 3) & 0x8e008e00;"),
@@ -273,11 +273,11 @@ fn what_they_cost() {
     }
     let (n, k) = (256, 1024);
     for (format, group, kind, activation, max) in [
-        (E2M1, 16, Kind::E4m3, Activation::F16, 11),
-        (E2M1, 32, Kind::E8m0, Activation::F16, 11),
-        (E2M1, 16, Kind::E4m3, Activation::Bf16, 17),
-        (E4M3, 1024, Kind::F32, Activation::F16, 10),
-        (E4M3, 1024, Kind::F32, Activation::Bf16, 18),
+        (E2M1, 16, Kind::E4m3, InputType::F16, 11),
+        (E2M1, 32, Kind::E8m0, InputType::F16, 11),
+        (E2M1, 16, Kind::E4m3, InputType::Bf16, 17),
+        (E4M3, 1024, Kind::F32, InputType::F16, 10),
+        (E4M3, 1024, Kind::F32, InputType::Bf16, 18),
     ] {
         for m in [1, 16, 64] {
             let case = Case::float([n, k], format, group, kind, 41);

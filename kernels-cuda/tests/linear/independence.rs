@@ -1,7 +1,7 @@
 //! Results do not depend on the other rows, the number of rows, the shape of a block, or the order of blocks.
 
 use quant_kernels_cpu::FloatFormat;
-use quant_kernels_cuda::linear::{Activation, KernelScheme, LinearPlan, LinearVariant, Output, Parts};
+use quant_kernels_cuda::linear::{InputType, KernelScheme, LinearPlan, LinearVariant, Output, Parts};
 
 use crate::DEVICE;
 use crate::cases::{Case, Kind};
@@ -19,9 +19,9 @@ fn problems(m: usize) -> Vec<Problem> {
         Problem::float(case(kind, group), activation, output, m, Draw::Typical, 22)
     };
     vec![
-        float(Kind::F16, 128, Activation::F16, Output::F32),
-        float(Kind::Bf16, 32, Activation::Bf16, Output::F32),
-        float(Kind::F32, 2176, Activation::F16, Output::F32),
+        float(Kind::F16, 128, InputType::F16, Output::F32),
+        float(Kind::Bf16, 32, InputType::Bf16, Output::F32),
+        float(Kind::F32, 2176, InputType::F16, Output::F32),
         nvfp4(m, shape),
         Problem::int8(case(Kind::F16, 64), Output::F32, m, None, Draw::Typical, 22),
         Problem::int8(case(Kind::Progressive, 128), Output::F32, m, None, Draw::Typical, 22),
@@ -30,7 +30,7 @@ fn problems(m: usize) -> Vec<Problem> {
 
 fn nvfp4(m: usize, shape: [usize; 2]) -> Problem {
     let case = Case::float(shape, FloatFormat::E2m1, 16, Kind::E4m3, 21);
-    Problem::float(case, Activation::F16, Output::F32, m, Draw::Typical, 22)
+    Problem::float(case, InputType::F16, Output::F32, m, Draw::Typical, 22)
 }
 
 fn bits(values: &[f32]) -> Vec<u32> {

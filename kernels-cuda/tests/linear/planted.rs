@@ -3,7 +3,7 @@
 
 use quant_kernels_cuda::compile::Source;
 use quant_kernels_cuda::layout::Order;
-use quant_kernels_cuda::linear::{Activation, LinearPlan, Output, SOURCE};
+use quant_kernels_cuda::linear::{InputType, LinearPlan, Output, SOURCE};
 use quant_ptx_interpreter::{Counters, Error, Fault, FaultKind, Options, WarpOrder};
 
 use crate::DEVICE;
@@ -31,7 +31,7 @@ pub fn changed(source: &Source, places: &[[&str; 2]]) -> &'static Source {
 fn problem(m: usize, k: usize) -> (Problem, LinearPlan) {
     let group = if k.is_multiple_of(128) { 128 } else { 32 };
     let case = Case::new([133, k], 4, group, Kind::F16, true, 31);
-    let problem = Problem::float(case, Activation::F16, Output::F32, m, Draw::Typical, 32);
+    let problem = Problem::float(case, InputType::F16, Output::F32, m, Draw::Typical, 32);
     let plan = LinearPlan::new(&problem.layout, problem.activation, problem.output, m, &DEVICE).unwrap();
     assert!(plan.chunks == 2 && plan.launch.grid[1] == 2, "{}", plan.variant.name());
     (problem, plan)

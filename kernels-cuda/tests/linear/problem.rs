@@ -4,7 +4,7 @@ use half::{bf16, f16};
 use quant_kernels_cpu::reference::{float_linear, int8_linear};
 use quant_kernels_cpu::{Int8Rows, IsaToken, Layout, RowLayout, Serial, StaticScale};
 use quant_kernels_cuda::layout::{Order, TILE_K, WeightLayout};
-use quant_kernels_cuda::linear::{Activation, Output, Parts};
+use quant_kernels_cuda::linear::{InputType, Output, Parts};
 
 use crate::cases::{Case, Kind, Random};
 
@@ -13,7 +13,7 @@ pub struct Problem {
     pub case: Case,
     pub layout: WeightLayout,
     pub packed: Vec<u8>,
-    pub activation: Activation,
+    pub activation: InputType,
     pub output: Output,
     pub m: usize,
     /// `[m, x_stride]`, f16, bf16 or i8.
@@ -49,14 +49,7 @@ fn parts(n: usize, k: usize) -> usize {
 
 impl Problem {
     /// Creates a problem with float activations.
-    pub fn float(
-        case: Case,
-        activation: Activation,
-        output: Output,
-        m: usize,
-        draw: Draw,
-        seed: u64,
-    ) -> Self {
+    pub fn float(case: Case, activation: InputType, output: Output, m: usize, draw: Draw, seed: u64) -> Self {
         let k = case.shape[1];
         let mut random = Random(seed);
         let mut rows = Vec::with_capacity(m * k);
@@ -67,7 +60,7 @@ impl Problem {
                 Draw::Extreme => [-60_000.0, 60_000.0, 6e-8, -0.0][random.below(4) as usize],
             };
             rows.push(match activation {
-                Activation::F16 => f16::from_f32(value).to_f32(),
+                InputType::F16 => f16::from_f32(value).to_f32(),
                 _ => bf16::from_f32(value).to_f32(),
             });
         }
@@ -78,7 +71,7 @@ impl Problem {
     }
 
     /// Creates a problem with one token per feature and f32 results, so that the results are the weights.
-    pub fn one_hot(case: Case, activation: Activation) -> Self {
+    pub fn one_hot(case: Case, activation: InputType) -> Self {
         let k = case.shape[1];
         let mut rows = vec![0.0; k * k];
         (0..k).for_each(|i| rows[i * k + i] = 1.0);
@@ -110,7 +103,7 @@ impl Problem {
             None => rows.quantize(&values, rows_of, &Serial).unwrap(),
         }
         let layout = WeightLayout::of(&view, Order::Int8, zero.is_some()).unwrap();
-        let activation = Activation::Int8 { zero: zero.is_some() };
+        let activation = InputType::Int8 { zero: zero.is_some() };
         let mut problem = Self::of(case, layout, activation, output, m, seed, Values::Int8(Box::new(rows)));
         problem.fill_rows();
         problem
@@ -119,7 +112,7 @@ impl Problem {
     fn of(
         case: Case,
         layout: WeightLayout,
-        activation: Activation,
+        activation: InputType,
         output: Output,
         m: usize,
         seed: u64,
@@ -147,7 +140,7 @@ impl Problem {
         for m in 0..self.m {
             let bytes: Vec<u8> = match (&self.values, self.activation) {
                 (Values::Int8(rows), _) => rows.row(m).iter().map(|&a| a as u8).collect(),
-                (Values::Float(x), Activation::F16) => {
+                (Values::Float(x), InputType::F16) => {
                     x[m * k..][..k].iter().flat_map(|&x| f16::from_f32(x).to_le_bytes()).collect()
                 }
                 (Values::Float(x), _) => {
@@ -299,9 +292,9 @@ impl Problem {
         // The largest offset of a row, see `cuda/dequantize.cuh`.
         let offset = match (self.layout.code_bits(), self.activation) {
             _ if view.float_format().is_some() => 0.0,
-            (4, Activation::F16) => 256.0,
+            (4, InputType::F16) => 256.0,
             (4, _) => 32.0,
-            (_, Activation::F16) => 1024.0,
+            (_, InputType::F16) => 1024.0,
             _ => 128.0,
         };
         let (mut plain, mut folded) = (0.0, 0.0);

@@ -1,7 +1,7 @@
 //! Every scheme with ragged shapes, and with values at the limits of their ranges.
 
 use quant_kernels_cuda::compile::Architecture;
-use quant_kernels_cuda::linear::{Activation, LinearPlan, Output, PlanLimits};
+use quant_kernels_cuda::linear::{InputType, LinearPlan, Output, PlanLimits};
 
 use crate::DEVICE;
 use crate::cases::{Case, Kind};
@@ -31,7 +31,7 @@ fn run(problem: &Problem) -> f64 {
     problem.check(&launch(problem, &plan))
 }
 
-fn floats(activation: Activation, bits: u8) {
+fn floats(activation: InputType, bits: u8) {
     let mut turn = 0;
     let mut worst = 0.0_f64;
     for zeros in [false, true] {
@@ -65,7 +65,7 @@ fn w4a16_f16() {
     if !ready() {
         return;
     }
-    floats(Activation::F16, 4);
+    floats(InputType::F16, 4);
 }
 
 #[test]
@@ -73,7 +73,7 @@ fn w4a16_bf16() {
     if !ready() {
         return;
     }
-    floats(Activation::Bf16, 4);
+    floats(InputType::Bf16, 4);
 }
 
 #[test]
@@ -81,7 +81,7 @@ fn w8a16_f16() {
     if !ready() {
         return;
     }
-    floats(Activation::F16, 8);
+    floats(InputType::F16, 8);
 }
 
 #[test]
@@ -89,7 +89,7 @@ fn w8a16_bf16() {
     if !ready() {
         return;
     }
-    floats(Activation::Bf16, 8);
+    floats(InputType::Bf16, 8);
 }
 
 fn integers(bits: u8, kinds: &[Kind], groups: &[Option<usize>]) {
@@ -146,8 +146,8 @@ fn codes_of_2_3_and_5_bits() {
     }
     for (bits, seed) in [(2, 1), (3, 2), (5, 3)] {
         let case = |zeros| Case::new([40, 256], bits, 128, Kind::F16, zeros, seed);
-        run(&Problem::float(case(true), Activation::F16, Output::F16, 5, Draw::Typical, seed));
-        run(&Problem::float(case(false), Activation::F16, Output::F16, 5, Draw::Typical, seed));
+        run(&Problem::float(case(true), InputType::F16, Output::F16, 5, Draw::Typical, seed));
+        run(&Problem::float(case(false), InputType::F16, Output::F16, 5, Draw::Typical, seed));
         run(&Problem::int8(case(true), Output::F16, 5, None, Draw::Typical, seed));
         run(&Problem::int8(case(false), Output::F16, 5, None, Draw::Typical, seed));
     }
@@ -160,7 +160,7 @@ fn groups_wider_than_a_tile() {
         return;
     }
     let case = |kind| Case::new([40, 768], 4, 256, kind, true, 9);
-    run(&Problem::float(case(Kind::F16), Activation::Bf16, Output::Bf16, 9, Draw::Typical, 9));
+    run(&Problem::float(case(Kind::F16), InputType::Bf16, Output::Bf16, 9, Draw::Typical, 9));
     run(&Problem::int8(case(Kind::Progressive), Output::F16, 9, None, Draw::Typical, 9));
     run(&Problem::int8(case(Kind::Progressive), Output::F16, 9, Some(5), Draw::Typical, 9));
 }
@@ -172,8 +172,7 @@ fn many_tokens() {
         return;
     }
     let case = |bits, group, kind| Case::new([150, 136], bits, group, kind, true, 11);
-    let float =
-        Problem::float(case(4, 136, Kind::F16), Activation::F16, Output::F16, 1200, Draw::Typical, 11);
+    let float = Problem::float(case(4, 136, Kind::F16), InputType::F16, Output::F16, 1200, Draw::Typical, 11);
     let whole = Problem::int8(case(8, 136, Kind::F32), Output::Bf16, 2100, None, Draw::Typical, 12);
     for problem in [float, whole] {
         let plan =
@@ -193,8 +192,8 @@ fn a_deep_ring() {
     let device = PlanLimits::of(Architecture::Sm90);
     let case = |kind| Case::new([16, 7168], 4, 128, kind, true, 9);
     for problem in [
-        Problem::float(case(Kind::F16), Activation::F16, Output::F16, 3, Draw::Typical, 9),
-        Problem::float(case(Kind::F16), Activation::Bf16, Output::F16, 40, Draw::Typical, 9),
+        Problem::float(case(Kind::F16), InputType::F16, Output::F16, 3, Draw::Typical, 9),
+        Problem::float(case(Kind::F16), InputType::Bf16, Output::F16, 40, Draw::Typical, 9),
         Problem::int8(case(Kind::Progressive), Output::F16, 11, None, Draw::Typical, 9),
     ] {
         let plan =
@@ -233,7 +232,7 @@ fn extremes() {
             }
         }
     }
-    for activation in [Activation::F16, Activation::Bf16] {
+    for activation in [InputType::F16, InputType::Bf16] {
         for bits in [4, 8] {
             for high in [true, false] {
                 let mut case = Case::new([20, 256], bits, 64, Kind::F32, true, 5);

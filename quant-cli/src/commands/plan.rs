@@ -210,6 +210,7 @@ fn outcome(entry: &PlanEntry) -> String {
         Action::Rewrite { .. } => "float, possibly rescaled".into(),
         Action::Quantize { scheme, .. } => scheme.to_string(),
         Action::Repack { scheme, .. } => format!("{scheme}, same values"),
+        _ => "changed".into(),
     }
 }
 

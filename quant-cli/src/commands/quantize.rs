@@ -2,6 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
+use quant_core::recipe::Extensions;
 use quant_core::run::{
     Calibration, Done, FullBatchLinears, MIN_EXPERT_TOKENS, QuantizeJob, QuantizeRequest, QuantizeSummary,
     Summary, Text, UndersampledLinears,
@@ -57,6 +58,7 @@ pub struct Args {
 impl Args {
     fn request(&self) -> Result<QuantizeRequest> {
         Ok(QuantizeRequest {
+            extensions: Extensions::default(),
             model: self.model.clone(),
             output: self.output.clone(),
             settings: self.recipe.settings(),

@@ -20,7 +20,8 @@ pub fn model(id: &HubId, _session: &Session) -> Result<Cow<'static, Path>> {
             "check the path, or download the model with `hf download {}{revision}` and give the directory \
             that it prints, or build quant with `--features hub`",
             id.repository()
-        ),
+        )
+        .into(),
     })
 }
 
@@ -34,6 +35,7 @@ pub fn documents(set: &PublicSet, _session: &Session) -> Result<Vec<String>> {
              the data set {}, unpack it to plain text or .jsonl, and give the path of that file (licence: {}); or build quant \
              with `--features hub`",
             set.file, set.hub_id, set.licence
-        ),
+        )
+        .into(),
     })
 }

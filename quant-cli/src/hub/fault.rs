@@ -4,6 +4,7 @@ use std::path::Path;
 
 use hf_hub::HFError;
 use quant_core::Error;
+use quant_core::wording::Remedy;
 
 /// The request that failed.
 #[derive(Debug, Clone)]
@@ -24,7 +25,7 @@ pub struct Request<'a> {
 
 impl Request<'_> {
     /// An error about this request.
-    pub fn unavailable(&self, reason: impl Into<String>, remedy: impl Into<String>) -> Error {
+    pub fn unavailable(&self, reason: impl Into<String>, remedy: impl Into<Remedy>) -> Error {
         let file = self.file.map(|f| format!("the file {} of ", printable(f))).unwrap_or_default();
         let revision = self.revision;
         let what = format!("{file}the {} {} (revision {revision})", self.kind, self.repository);

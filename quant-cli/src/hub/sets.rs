@@ -61,7 +61,8 @@ fn check_first_hash(set: &PublicSet, cache: &RepositoryCache, path: &Path, sessi
                 "results measured on the two versions cannot be compared; give the path of the older file, \
                 or accept the new one by removing its line from {}",
                 cache.sums_path().display()
-            ),
+            )
+            .into(),
         }),
     }
 }

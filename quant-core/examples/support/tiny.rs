@@ -11,13 +11,20 @@ pub fn tiny_llama(directory: &std::path::Path) -> std::io::Result<()> {
         "version": "1.0", "pre_tokenizer": { "type": "WhitespaceSplit" },
         "model": { "type": "WordLevel", "vocab": words, "unk_token": "w0" },
     });
-    let mut shapes: Vec<(String, Vec<usize>)> = vec![("model.embed_tokens".into(), vec![64, 64]), ("lm_head".into(), vec![64, 64])];
+    let mut shapes: Vec<(String, Vec<usize>)> =
+        vec![("model.embed_tokens".into(), vec![64, 64]), ("lm_head".into(), vec![64, 64])];
     shapes.push(("model.norm".into(), vec![64]));
     for layer in 0..2 {
         for (module, shape) in [
-            ("self_attn.q_proj", vec![64, 64]), ("self_attn.k_proj", vec![32, 64]), ("self_attn.v_proj", vec![32, 64]),
-            ("self_attn.o_proj", vec![64, 64]), ("mlp.gate_proj", vec![96, 64]), ("mlp.up_proj", vec![96, 64]),
-            ("mlp.down_proj", vec![64, 96]), ("input_layernorm", vec![64]), ("post_attention_layernorm", vec![64]),
+            ("self_attn.q_proj", vec![64, 64]),
+            ("self_attn.k_proj", vec![32, 64]),
+            ("self_attn.v_proj", vec![32, 64]),
+            ("self_attn.o_proj", vec![64, 64]),
+            ("mlp.gate_proj", vec![96, 64]),
+            ("mlp.up_proj", vec![96, 64]),
+            ("mlp.down_proj", vec![64, 96]),
+            ("input_layernorm", vec![64]),
+            ("post_attention_layernorm", vec![64]),
         ] {
             shapes.push((format!("model.layers.{layer}.{module}"), shape));
         }
@@ -29,7 +36,8 @@ pub fn tiny_llama(directory: &std::path::Path) -> std::io::Result<()> {
             let value = ((i + 7 * begin) as f32 * 0.7).sin() / if shape.len() == 1 { 8.0 } else { 4.0 };
             bytes.extend((if shape.len() == 1 { 1.0 + value } else { value }).to_le_bytes());
         }
-        let entry = serde_json::json!({ "dtype": "F32", "shape": shape, "data_offsets": [begin, bytes.len()] });
+        let entry =
+            serde_json::json!({ "dtype": "F32", "shape": shape, "data_offsets": [begin, bytes.len()] });
         header.insert(format!("{module}.weight"), entry);
     }
     let header = serde_json::to_vec(&header)?;

@@ -25,6 +25,7 @@ pub const RANKS: [usize; 4] = [1, 2, 4, 8];
 
 /// The verdict on whether an engine loads a checkpoint. Variants are ordered from best to worst.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+#[non_exhaustive]
 pub enum Verdict {
     /// It loads and runs on the engine's fast path.
     Yes,

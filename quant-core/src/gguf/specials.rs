@@ -8,7 +8,7 @@ use super::layout;
 use super::metadata::unfit;
 use crate::Result;
 use crate::model::{
-    Architecture, AttentionShape, BlockGraph, Op, RecurrentKind, Rope, Routing, Scores, Yarn,
+    Architecture, AttentionShape, BlockGraph, Op, RecurrentKind, Rope, RouterScores, Routing, Yarn,
 };
 
 /// The start and end of YaRN's ramp, in rotations over the original context length. llama.cpp supports no others.
@@ -117,11 +117,11 @@ pub(super) fn routing(
 }
 
 /// Returns the value of `expert_gating_func` for a score function.
-pub(super) fn gating(scores: Scores) -> u32 {
+pub(super) fn gating(scores: RouterScores) -> u32 {
     match scores {
         // `Sparse` does not occur: families that use it cannot be written as GGUF.
-        Scores::Softmax | Scores::Sparse { .. } => 1,
-        Scores::Sigmoid => 2,
+        RouterScores::Softmax | RouterScores::Sparse { .. } => 1,
+        RouterScores::Sigmoid => 2,
     }
 }
 

@@ -7,7 +7,7 @@
 use candle_core::{D, Device, Tensor};
 use rayon::prelude::*;
 
-use super::arch::{Routing, Scores};
+use super::arch::{RouterScores, Routing};
 use super::tensor_values::with_values;
 use crate::{Error, Result};
 
@@ -55,18 +55,18 @@ fn route_token(
     Scratch { scores, choice, group, order }: &mut Scratch,
     weights: &mut [f32],
 ) {
-    if let Scores::Sparse { tolerance } = routing.scores {
+    if let RouterScores::Sparse { tolerance } = routing.scores {
         return route_one_by_one(logits, routing.top_k, tolerance, weights);
     }
     scores.clear();
     match routing.scores {
-        Scores::Softmax | Scores::Sparse { .. } => {
+        RouterScores::Softmax | RouterScores::Sparse { .. } => {
             let largest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
             scores.extend(logits.iter().map(|logit| (logit - largest).exp()));
             let all: f32 = scores.iter().sum();
             scores.iter_mut().for_each(|score| *score /= all);
         }
-        Scores::Sigmoid => scores.extend(logits.iter().map(|logit| 1.0 / (1.0 + (-logit).exp()))),
+        RouterScores::Sigmoid => scores.extend(logits.iter().map(|logit| 1.0 / (1.0 + (-logit).exp()))),
     }
     choice.clear();
     match correction {
@@ -113,7 +113,7 @@ fn route_token(
     }
 }
 
-/// [`Scores::Sparse`]; `weights` must be 0 on entry.
+/// [`RouterScores::Sparse`]; `weights` must be 0 on entry.
 fn route_one_by_one(logits: &[f32], top_k: usize, tolerance: f32, weights: &mut [f32]) {
     let mut chosen = vec![false; logits.len()];
     for _ in 0..top_k.min(logits.len()) {
@@ -290,7 +290,7 @@ mod tests {
         let logits = [3.0_f32, -2.0, 2.0, 1.9, -1.0, 2.5];
         let score = |expert: usize| 1.0 / (1.0 + (-f64::from(logits[expert])).exp());
         let routing = Routing {
-            scores: Scores::Sigmoid,
+            scores: RouterScores::Sigmoid,
             groups: Some(Groups { count: 3, chosen: 1, by_largest: 2 }),
             normalized: true,
             epsilon: 1e-20,
@@ -329,7 +329,7 @@ mod tests {
     #[test]
     fn experts_are_chosen_one_after_the_other() {
         let weights = |logits: &[f32], tolerance: f32| {
-            let routing = Routing { scores: Scores::Sparse { tolerance }, ..Routing::new(4, 2) };
+            let routing = Routing { scores: RouterScores::Sparse { tolerance }, ..Routing::new(4, 2) };
             flat(&route(&tensor(logits, 1), routing, None).unwrap())
         };
         let softmax = |all: &[f64]| 1.0 / all.iter().map(|l| (l - all[0]).exp()).sum::<f64>();
@@ -351,7 +351,7 @@ mod tests {
     #[test]
     fn scores_on_inputs_leave_weights_of_one() {
         let logits = tensor(&[1.0, -2.0, 3.0, 0.5, 2.0, -1.0], 2);
-        let routing = Routing { scores: Scores::Sigmoid, on_inputs: true, ..Routing::new(3, 1) };
+        let routing = Routing { scores: RouterScores::Sigmoid, on_inputs: true, ..Routing::new(3, 1) };
         assert_eq!(flat(&route(&logits, routing, None).unwrap()), [0.0, 0.0, 1.0, 0.0, 1.0, 0.0]);
         let x = tensor(&[1.0, 2.0, 3.0, 4.0], 2);
         let tokens = [1];

@@ -63,7 +63,7 @@ fn configurations_that_say_something_else_are_refused() {
         let error = read(value.clone()).unwrap_err();
         assert_eq!(error.category().exit_code(), 4, "{value}");
         assert!(error.to_string().contains(&format!("`{KV_CONFIG_KEY}{field}`")), "{value}: {error}");
-        assert!(error.to_string().contains("config.json") && !error.remedy().is_empty());
+        assert!(error.to_string().contains("config.json") && !error.remedy().marked().is_empty());
     }
 }
 

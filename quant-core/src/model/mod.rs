@@ -44,7 +44,7 @@ pub use arch::{
     Activation, Architecture, AttentionShape, BlockGraph, BlockKind, Blocks, Computes, Convolution,
     Correction, DeltaNet, EmbeddingScale, FoldGroup, Groups, LayerNormParameters, LearnedPositions,
     LogitsTransform, Node, NodeId, Op, OrderGroup, Parameter, PerLayerInputs, PositionScale, ProducerRows,
-    QueryKey, Reach, Recurrent, RecurrentKind, Routing, Scores, Wrapper,
+    QueryKey, Reach, Recurrent, RecurrentKind, RouterScores, Routing, Wrapper,
 };
 pub use block::Block;
 pub(crate) use by_columns::transposed;

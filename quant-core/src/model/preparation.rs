@@ -14,6 +14,11 @@ impl Preparation {
     /// All preparations.
     pub const ALL: [Self; 2] = [Self::FoldNorms, Self::Rotate];
 
+    /// Whether this preparation does everything that `other` does.
+    pub fn includes(self, other: Self) -> bool {
+        matches!((self, other), (Self::Rotate, Self::FoldNorms))
+    }
+
     /// Returns the name in recipes.
     pub fn name(self) -> &'static str {
         match self {

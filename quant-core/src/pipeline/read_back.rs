@@ -17,7 +17,7 @@ pub(super) fn written_block(
 ) -> Result<Option<Block>> {
     let plan = conveyor.job().plan;
     let settings = plan.container.quantization_config(&plan.module_schemes());
-    let mut reader = format::reader(&settings).map_err(Error::Internal)?;
+    let mut reader = format::reader_with(&settings, &[plan.container]).map_err(Error::Internal)?;
     let mut stored = block.clone();
     for entry in conveyor.entries(span) {
         let mut source = MemorySource::new();

@@ -404,7 +404,7 @@ impl QuantReport {
 pub(super) fn calibration(job: &Job<'_>, windows: &TokenWindows) -> CalibrationReport {
     let [counted, context, padding] = windows.uses();
     CalibrationReport {
-        search: job.plan.method.takes("search").then_some(job.plan.settings.search),
+        search: job.plan.method.search_mode(&job.plan.settings),
         samples: windows.len(),
         length: windows.length(),
         seed: job.plan.sampling.seed,

@@ -41,23 +41,27 @@
 //! Transforms run in the order in which they are listed, then weights are rounded. Unknown keys and keys without effect
 //! are errors.
 
+use std::borrow::Cow;
+use std::collections::BTreeMap;
 use std::io::ErrorKind;
 use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 
-use schemars::JsonSchema;
-use serde::{Deserialize, Serialize};
+use schemars::{JsonSchema, Schema, SchemaGenerator};
+use serde::de::Error as _;
+use serde::ser::SerializeMap;
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
+use serde_json::Value;
 use toml::Spanned;
 
-use super::method::{transform, transforms_with};
-use super::{Method, Pattern, Recipe, Rounding, kv, schema};
+use super::{Extensions, Method, Pattern, Recipe, Rounding, kv, schema};
 use crate::calibrate::{ExpertSampling, ExpertTokens, Mask, Packing, Sampling};
 use crate::checkpoint::read_capped;
 use crate::quantize::ScaleSearch;
 use crate::quantize::gptq::{ActOrder, GptqSettings, LayerInputs};
 use crate::scheme::SchemeRequest;
-use crate::transform::{Alpha, Producers, Search, StepSettings, TransformSettings};
+use crate::transform::{Transform, TransformSettings};
 use crate::{Error, Result, format};
 
 /// The maximum size of a recipe file in bytes.
@@ -93,44 +97,77 @@ enum Formats {
     Several(#[schemars(schema_with = "schema::containers")] Vec<String>),
 }
 
-#[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
-#[serde(deny_unknown_fields, expecting = "a table with the key kind, which begins with [[transform]]")]
+/// The transform's name under `kind`, and the values of its keys.
+#[derive(Debug, Clone, Default)]
 struct TransformEntry {
-    /// The method.
-    #[schemars(schema_with = "schema::transform")]
     kind: String,
-    /// AWQ: how candidates are compared, on growing fractions of the batch, or each on the whole batch.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    search: Option<Search>,
-    /// SmoothQuant, smooth-outputs and smooth-attention: the exponent of the activations, from 0 to 1, or `auto`. The
-    /// default depends on the transform.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    #[schemars(schema_with = "schema::alpha")]
-    alpha: Option<Alpha>,
-    /// SmoothQuant: which producers are divided.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    producers: Option<Producers>,
+    /// The values, with the byte of the file at which each starts.
+    keys: Vec<(String, Value, usize)>,
+}
+
+impl<'de> Deserialize<'de> for TransformEntry {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Self, D::Error> {
+        let mut entries = BTreeMap::<String, Spanned<Value>>::deserialize(deserializer)?;
+        let kind = entries.remove("kind").ok_or_else(|| D::Error::missing_field("kind"))?.into_inner();
+        let kind = kind.as_str().ok_or_else(|| D::Error::custom("kind is the name of a step"))?.to_owned();
+        let keys = entries.into_iter().map(|(key, value)| {
+            let start = value.span().start;
+            (key, value.into_inner(), start)
+        });
+        Ok(Self { kind, keys: keys.collect() })
+    }
+}
+
+impl Serialize for TransformEntry {
+    fn serialize<S: Serializer>(&self, serializer: S) -> std::result::Result<S::Ok, S::Error> {
+        let mut map = serializer.serialize_map(Some(1 + self.keys.len()))?;
+        map.serialize_entry("kind", &self.kind)?;
+        self.keys.iter().try_for_each(|(key, value, _)| map.serialize_entry(key, value))?;
+        map.end()
+    }
+}
+
+impl JsonSchema for TransformEntry {
+    fn schema_name() -> Cow<'static, str> {
+        "TransformEntry".into()
+    }
+
+    fn json_schema(_: &mut SchemaGenerator) -> Schema {
+        schema::transform()
+    }
 }
 
 impl TransformEntry {
-    /// Applies the keys that are set to the settings.
-    fn add_to(&self, settings: &mut TransformSettings) -> Result<()> {
-        let Self { kind, search, alpha, producers } = self;
-        let given = StepSettings { search: *search, alpha: *alpha, producers: *producers };
-        let transform = transform(kind);
-        let takes = transform.map_or(&[][..], |t| t.recipe_keys());
-        if let Some((key, _)) = given.keys().into_iter().find(|(key, given)| *given && !takes.contains(key)) {
-            return Err(Error::usage(
-                format!(
-                    "transform.{key} has no effect on kind `{kind}`: it applies to `{}`",
-                    transforms_with(key).join("`, `"),
-                ),
-                "remove it",
-            ));
-        }
-        alpha.map_or(Ok(()), Alpha::check)?;
-        if let Some(transform) = transform {
-            transform.configure(given, settings);
+    /// Applies the keys that are set to the settings of the method's transform.
+    fn add_to(
+        &self,
+        settings: &mut TransformSettings,
+        extensions: &Extensions,
+        line: impl Fn(usize) -> usize,
+    ) -> Result<()> {
+        let kind = &self.kind;
+        let transform = extensions.transform(kind);
+        for (key, value, start) in &self.keys {
+            let takes = |t: &&dyn Transform| t.keys().iter().any(|known| known.name == key);
+            let Some(transform) = transform.filter(takes) else {
+                let others: Vec<_> = extensions.transforms().filter(takes).map(|t| t.name()).collect();
+                return Err(Error::usage(
+                    match others[..] {
+                        [] => format!("line {}: unknown key `{key}` in [[transform]]", line(*start)),
+                        _ => format!(
+                            "transform.{key} has no effect on kind `{kind}`: it applies to `{}`",
+                            others.join("`, `"),
+                        ),
+                    },
+                    "remove it",
+                ));
+            };
+            transform.set(key, value, settings).map_err(|e| match e {
+                Error::Usage { message, remedy } => {
+                    Error::usage(format!("line {}: {message}", line(*start)), remedy)
+                }
+                other => other,
+            })?;
         }
         Ok(())
     }
@@ -254,8 +291,16 @@ impl Recipe {
     /// [`Error::Recipe`] that names the file and, for faults of the text itself, the line; [`Error::Io`] when it cannot
     /// be read.
     pub fn read(path: &Path) -> Result<Self> {
+        Self::read_with(path, &Extensions::default())
+    }
+
+    /// [`read`](Self::read) with the steps and formats of the calling program.
+    ///
+    /// # Errors
+    /// As [`read`](Self::read).
+    pub fn read_with(path: &Path, extensions: &Extensions) -> Result<Self> {
         let wrong = |reason, remedy| Error::Recipe { path: path.to_owned(), reason, remedy };
-        let broken = |reason: String| wrong(reason, format!("give a recipe file; {START}"));
+        let broken = |reason: String| wrong(reason, format!("give a recipe file; {START}").into());
         let refused = |e: std::io::Error| match e.kind() {
             ErrorKind::NotFound => broken("does not exist".into()),
             _ => Error::io("read", path, e),
@@ -267,7 +312,7 @@ impl Recipe {
         }
         let bytes = read_capped(&real, path, MAX_BYTES)?.map_err(broken)?;
         let text = String::from_utf8(bytes).map_err(|_| broken("is not UTF-8".into()))?;
-        let mut recipe = Self::parse(&text).map_err(|e| match e {
+        let mut recipe = Self::parse_with(&text, extensions).map_err(|e| match e {
             Error::Usage { message, remedy } => wrong(message, remedy),
             other => other,
         })?;
@@ -289,21 +334,30 @@ impl Recipe {
     /// # Errors
     /// [`Error::Usage`] with the line or the key.
     pub fn parse(text: &str) -> Result<Self> {
-        let line_of = |span: Range<usize>| text[..span.start].matches('\n').count() + 1;
+        Self::parse_with(text, &Extensions::default())
+    }
+
+    /// [`parse`](Self::parse) with the steps and formats of the calling program.
+    ///
+    /// # Errors
+    /// As [`parse`](Self::parse).
+    pub fn parse_with(text: &str, extensions: &Extensions) -> Result<Self> {
+        let line = |start: usize| text[..start].matches('\n').count() + 1;
         let file: RecipeFile = toml::from_str(text).map_err(|e| {
-            let place = e.span().map(|span| format!("line {}: ", line_of(span))).unwrap_or_default();
+            let line = e.span().map(|span| line(span.start));
+            let place = line.map(|line| format!("line {line}: ")).unwrap_or_default();
             Error::usage(format!("{place}{}", e.message()), format!("correct the file; {START}"))
         })?;
         let mut settings = TransformSettings::default();
-        let method = file.method()?;
+        let method = file.method(extensions)?;
         let containers = match &file.format {
-            Some(Formats::One(name)) => vec![format::container(name)?],
-            Some(Formats::Several(names)) => format::containers(names)?,
+            Some(Formats::One(name)) => vec![extensions.container(name)?],
+            Some(Formats::Several(names)) => extensions.containers_of(names)?,
             None => vec![format::CONTAINERS[0]],
         };
         // Names the line of the part that is invalid.
         let at = |span: Range<usize>| {
-            let line = line_of(span);
+            let line = line(span.start);
             move |error| match error {
                 Error::Usage { message, remedy } => Error::usage(format!("line {line}: {message}"), remedy),
                 other => other,
@@ -318,7 +372,7 @@ impl Recipe {
         settings.scale_search = file.quantize.scale_search.unwrap_or_default();
         let pattern = |text: &Spanned<String>| {
             let pattern = Pattern::new(text.get_ref()).map_err(at(text.span()))?;
-            Ok(pattern.at_line(line_of(text.span())))
+            Ok(pattern.at_line(line(text.span().start)))
         };
         let overrides = file.quantize.overrides.iter();
         let defaults = Sampling::default();
@@ -330,7 +384,7 @@ impl Recipe {
                 "remove it, or set method = \"gptq\" in [quantize]",
             ));
         }
-        file.transform.iter().try_for_each(|entry| entry.add_to(&mut settings))?;
+        file.transform.iter().try_for_each(|entry| entry.add_to(&mut settings, extensions, line))?;
         let recipe = Self {
             method,
             scheme,
@@ -403,9 +457,10 @@ impl Recipe {
     }
 
     fn transform_entry(&self, kind: &str) -> TransformEntry {
-        let described = transform(kind).map(|transform| transform.described(&self.settings));
-        let StepSettings { search, alpha, producers } = described.unwrap_or_default();
-        TransformEntry { kind: kind.to_owned(), search, alpha, producers }
+        let transform = self.method.transforms.iter().find(|t| t.name() == kind);
+        let described = transform.map(|transform| transform.described(&self.settings)).unwrap_or_default();
+        let keys = described.into_iter().map(|(key, value)| (key, value, 0)).collect();
+        TransformEntry { kind: kind.to_owned(), keys }
     }
 }
 
@@ -416,7 +471,7 @@ fn written(text: String) -> Spanned<String> {
 
 impl RecipeFile {
     /// The method that consists of the transforms and the rounding.
-    fn method(&self) -> Result<Method> {
+    fn method(&self, extensions: &Extensions) -> Result<Method> {
         let rounding = match self.quantize.method.as_deref() {
             None => Rounding::Nearest,
             Some(name) => Rounding::ALL.into_iter().find(|r| r.name() == name).ok_or_else(|| {
@@ -431,7 +486,7 @@ impl RecipeFile {
             })?,
         };
         let kinds: Vec<&str> = self.transform.iter().map(|t| t.kind.as_str()).collect();
-        Method::of(&kinds, rounding)
+        extensions.method_of(&kinds, rounding)
     }
 }
 
@@ -439,6 +494,7 @@ impl RecipeFile {
 mod tests {
     use super::super::PRESETS;
     use super::*;
+    use crate::transform::{Alpha, Producers, Search};
 
     #[test]
     fn presets_come_back() {
@@ -585,8 +641,17 @@ mod tests {
             ),
             (
                 "[[transform]]\nkind = \"smoothquant\"\nalpha = \"best\"\n[quantize]\nscheme = \"w8a8\"",
-                "line 3",
+                "line 3: invalid alpha `best`",
             ),
+            (
+                "[[transform]]\nkind = \"smoothquant\"\nproducers = 3\n[quantize]\nscheme = \"w8a8\"",
+                "line 3: transform.producers is 3, which is not a string",
+            ),
+            (
+                "[[transform]]\nkind = \"awq\"\nsaerch = \"fast\"\n[quantize]\nscheme = \"w4a16\"",
+                "line 3: unknown key `saerch`",
+            ),
+            ("[[transform]]\nsearch = \"fast\"\n[quantize]\nscheme = \"w4a16\"", "missing field `kind`"),
         ] {
             let error = Recipe::parse(text).unwrap_err().to_string();
             assert!(error.contains(expected), "{text}: {error}");

@@ -189,7 +189,7 @@ impl Plan {
         let length = self.sampling.length as u64;
         // In an MLP, the outputs of gate and up and their product are in memory together, with the inputs of the linears.
         let widest: u64 = graph.linears().map(|(_, _, [n, k], _)| (n + k) as u64).max().unwrap_or(0);
-        match self.settings.search {
+        match self.method.search_mode(&self.settings).unwrap_or_default() {
             // Attention processes a longer window as a whole; the rest of the block processes it in pieces.
             Search::Fast if length > CHUNK_TOKENS => {
                 let attended: u64 = graph

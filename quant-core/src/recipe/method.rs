@@ -4,10 +4,11 @@ use std::borrow::Cow;
 
 use serde_json::{Map, Value};
 
+use super::Extensions;
 use crate::model::Preparation;
 use crate::quantize::gptq::{GptqSettings, LayerInputs};
 use crate::transform::{
-    Awq, Clip, Reorder, SmoothAttention, SmoothOutputs, SmoothQuant, Transform, TransformSettings,
+    Awq, Clip, Reorder, Search, SmoothAttention, SmoothOutputs, SmoothQuant, Transform, TransformSettings,
 };
 use crate::{Error, Result};
 
@@ -39,18 +40,8 @@ impl PartialEq for Method {
 impl Eq for Method {}
 
 /// All transforms.
-const TRANSFORMS: &[&dyn Transform] =
+pub(super) const TRANSFORMS: &[&dyn Transform] =
     &[&Awq, &Clip, &Reorder, &SmoothAttention, &SmoothOutputs, &SmoothQuant];
-
-/// Returns the transform with this name.
-pub(super) fn transform(name: &str) -> Option<&'static dyn Transform> {
-    TRANSFORMS.iter().copied().find(|t| t.name() == name)
-}
-
-/// The names of transforms that accept a key of a recipe file.
-pub(super) fn transforms_with(key: &str) -> Vec<&'static str> {
-    TRANSFORMS.iter().filter(|t| t.recipe_keys().contains(&key)).map(|t| t.name()).collect()
-}
 
 /// The transform that has this setting.
 pub fn step_of(setting: &str) -> Option<&'static str> {
@@ -59,16 +50,23 @@ pub fn step_of(setting: &str) -> Option<&'static str> {
 
 /// The name and the summary of every step that may come before rounding, sorted by name.
 pub fn steps() -> Vec<(&'static str, &'static str)> {
-    let prepared = Preparation::ALL.into_iter().map(|p| (p.name(), p.summary()));
-    let mut steps: Vec<_> = TRANSFORMS.iter().map(|t| (t.name(), t.summary())).chain(prepared).collect();
-    steps.sort_unstable();
-    steps
+    Extensions::default().steps()
 }
 
 impl Method {
     /// Whether one of the steps has this setting.
     pub fn takes(&self, setting: &str) -> bool {
         self.transforms.iter().any(|t| t.settings().contains(&setting))
+    }
+
+    /// How candidates for scales are compared, if a step searches for them.
+    pub fn search_mode(&self, settings: &TransformSettings) -> Option<Search> {
+        self.transforms.iter().find_map(|t| t.search_mode(settings))
+    }
+
+    /// Whether a step has an effect only if inputs are rounded.
+    pub fn is_for_rounded_inputs(&self) -> bool {
+        self.transforms.iter().any(|t| t.is_for_rounded_inputs())
     }
 
     /// The settings of each step.
@@ -114,7 +112,8 @@ impl Method {
         }
         let left: Vec<&str> =
             steps.into_iter().filter(|step| !names.iter().any(|name| name == step)).collect();
-        Ok(Self { default_inputs: self.default_inputs, ..Self::of(&left, self.rounding)? })
+        let method = Self::composed(&left, self.rounding, (METHODS, &self.transforms))?;
+        Ok(Self { default_inputs: self.default_inputs, ..method })
     }
 
     /// Builds a method from steps in this order and a rounding. If one of [`METHODS`] has the same steps and rounding,
@@ -124,7 +123,16 @@ impl Method {
     /// [`Error::Usage`] with the reason, for an unknown step, a repeated step, or an order in which a step undoes the
     /// result of an earlier one.
     pub fn of(steps: &[&str], rounding: Rounding) -> Result<Self> {
-        if let Some(named) = METHODS.iter().find(|m| m.rounding == rounding && m.steps() == steps) {
+        Self::composed(steps, rounding, (METHODS, TRANSFORMS))
+    }
+
+    /// [`of`](Self::of) with the methods and transforms that may be named.
+    pub(super) fn composed(
+        steps: &[&str],
+        rounding: Rounding,
+        (methods, known): (&[Self], &[&'static dyn Transform]),
+    ) -> Result<Self> {
+        if let Some(named) = methods.iter().find(|m| m.rounding == rounding && m.steps() == steps) {
             return Ok(named.clone());
         }
         let mut transforms = Vec::with_capacity(steps.len());
@@ -132,7 +140,7 @@ impl Method {
             if steps[..i].contains(step) {
                 return Err(Error::usage(format!("step `{step}` is listed twice"), "remove one of them"));
             }
-            match TRANSFORMS.iter().find(|t| t.name() == *step) {
+            match known.iter().find(|t| t.name() == *step) {
                 Some(transform) => transforms.push(*transform),
                 None if prepares(step).is_some() => {}
                 None if Rounding::ALL.iter().any(|r| r.name() == *step) => {
@@ -142,7 +150,9 @@ impl Method {
                     ));
                 }
                 None => {
-                    let known: Vec<_> = self::steps().into_iter().map(|(name, _)| name).collect();
+                    let prepared = Preparation::ALL.into_iter().map(Preparation::name);
+                    let mut known: Vec<_> = known.iter().map(|t| t.name()).chain(prepared).collect();
+                    known.sort_unstable();
                     return Err(Error::usage(
                         format!("unknown step `{step}`"),
                         format!("the steps are {}", known.join(", ")),
@@ -156,8 +166,13 @@ impl Method {
                 remedy,
             ))
         };
-        if steps.contains(&"rotate") && steps.contains(&"fold-norms") {
-            return refused("`rotate` already folds norms".into(), "remove `fold-norms`");
+        let prepared: Vec<Preparation> = steps.iter().filter_map(|step| prepares(step)).collect();
+        let included = |one: &Preparation| prepared.iter().find(|other| other.includes(*one));
+        if let Some((one, other)) = prepared.iter().find_map(|one| Some((one, included(one)?))) {
+            return refused(
+                format!("`{}` already folds norms", other.name()),
+                &format!("remove `{}`", one.name()),
+            );
         }
         if let Some(step) = steps.iter().skip(1).find(|step| prepares(step).is_some()) {
             let reason = format!(
@@ -310,26 +325,7 @@ const QOQ: &[&dyn Transform] = &[&Reorder, &SmoothAttention, &SmoothOutputs, &Cl
 /// # Ok::<(), quant_core::Error>(())
 /// ```
 pub fn method(name: &str) -> Result<Method> {
-    if let Some(named) = METHODS.iter().find(|m| m.name == name) {
-        return Ok(named.clone());
-    }
-    let mut steps: Vec<&str> = name.split(',').map(str::trim).collect();
-    let known = |step: &str| self::steps().iter().any(|(name, _)| *name == step);
-    if steps.len() == 1 && !known(name) {
-        let known: Vec<_> = METHODS.iter().map(|m| &*m.name).collect();
-        return Err(Error::usage(
-            format!("unknown method `{name}`"),
-            format!(
-                "known methods: {}; or list steps separated by commas, as in rotate,awq,gptq",
-                known.join(", ")
-            ),
-        ));
-    }
-    let named = Rounding::ALL.into_iter().find(|r| steps.last() == Some(&r.name()));
-    if named.is_some() {
-        steps.pop();
-    }
-    Method::of(&steps, named.unwrap_or(Rounding::Nearest))
+    Extensions::default().method(name)
 }
 
 #[cfg(test)]
@@ -364,7 +360,7 @@ mod tests {
         assert_eq!(qoq.without(&names(&qoq.steps())).unwrap().name, "gptq");
         let error = qoq.without(&names(&["awq"])).unwrap_err();
         assert!(error.to_string().contains("`awq` is not a step of method `qoq`"), "{error}");
-        assert!(error.remedy().contains("smooth-attention"), "{}", error.remedy());
+        assert!(error.remedy().marked().contains("smooth-attention"), "{}", error.remedy());
     }
 
     #[test]
@@ -386,7 +382,7 @@ mod tests {
         ] {
             let error = method(name).unwrap_err();
             assert!(error.to_string().contains(expected), "{name}: {error}");
-            assert!(error.remedy().contains(remedy), "{name}: {}", error.remedy());
+            assert!(error.remedy().marked().contains(remedy), "{name}: {}", error.remedy());
         }
     }
 }

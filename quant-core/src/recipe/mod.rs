@@ -4,6 +4,7 @@
 //! the output size for every tensor. Later stages follow the plan.
 
 mod cache_scales;
+mod extensions;
 mod file;
 pub mod kv;
 mod memory;
@@ -20,6 +21,7 @@ mod select;
 mod time;
 
 pub use cache_scales::CacheScale;
+pub use extensions::Extensions;
 pub use method::{METHODS, Method, Rounding, method, step_of, steps};
 pub(crate) use passes::{FirstPass, PassPlan, States};
 pub use pattern::Pattern;

@@ -4,7 +4,7 @@
 use super::{Action, Plan, PlanEntry};
 use crate::model::{Architecture, BlockGraph};
 use crate::scheme::{ActivationScheme, LinearScheme};
-use crate::transform::Outline;
+use crate::transform::StepContext;
 use crate::{Error, Result};
 
 impl Plan {
@@ -66,17 +66,25 @@ impl Plan {
             _ => None,
         });
         let is_rounded = |e: &PlanEntry| e.quantized().is_some_and(|(_, scheme)| rounds(scheme));
-        let outline = Outline {
+        let mut context = StepContext {
             architecture,
             method: &self.method.name,
-            steps: self.method.steps(),
+            earlier: Vec::new(),
+            others: Vec::new(),
             settings: &self.settings,
             schemes: self.entries.iter().filter_map(PlanEntry::quantized).map(|(_, scheme)| scheme).collect(),
             rounded_inputs: rounded_inputs.collect(),
             rounds_in_blocks: self.entries.iter().any(|e| e.layer.is_some() && is_rounded(e)),
             calibrates_cache: self.calibrates_cache(),
         };
-        self.transforms().iter().try_for_each(|transform| transform.check(&outline))
+        let steps = self.method.steps();
+        for transform in self.transforms() {
+            let name = transform.name();
+            context.earlier = steps.iter().copied().take_while(|step| *step != name).collect();
+            context.others = self.transforms().iter().copied().filter(|t| t.name() != name).collect();
+            transform.check(&context)?;
+        }
+        Ok(())
     }
 
     /// Fails if activations would be quantized for a module that does not support it.

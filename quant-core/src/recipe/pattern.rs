@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use regex::Regex;
 
+use crate::wording::Remedy;
 use crate::{Error, Result};
 
 /// Selects modules by name, such as `model.layers.3.mlp.down_proj`.
@@ -88,12 +89,13 @@ impl Pattern {
         self.fault(
             option,
             "has no effect: other patterns take precedence for all linears that it matches".into(),
-            "remove it; ‹ignore› takes precedence over ‹override›, and a later ‹override› over an earlier one".into(),
+            "remove it; ‹ignore› takes precedence over ‹override›, and a later ‹override› over an earlier one",
         )
     }
 
     /// An error about the setting `option`, or about the line of the recipe that has the pattern.
-    fn fault(&self, option: &'static str, reason: String, remedy: String) -> Error {
+    fn fault(&self, option: &'static str, reason: String, remedy: impl Into<Remedy>) -> Error {
+        let remedy = remedy.into();
         let text = &self.text;
         match &self.place {
             None => Error::Usage { message: format!("‹{option}={text}› {reason}"), remedy },

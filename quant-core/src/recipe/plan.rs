@@ -21,6 +21,7 @@ use quant_formats::Indivisible;
 
 /// The action for a tensor of the input.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Action {
     /// Copied without change.
     Copy,

@@ -3,10 +3,10 @@
 //! Names of formats, methods and bit widths come from the registries, so the schema includes new ones automatically.
 
 use schemars::{Schema, SchemaGenerator, json_schema};
-use serde_json::Value;
+use serde_json::{Map, Value, json};
 
 use super::file::RecipeFile;
-use super::{METHODS, Recipe, Rounding, steps};
+use super::{Extensions, METHODS, Recipe, Rounding, steps};
 use crate::format::CONTAINERS;
 use crate::scheme::{FLOAT_SCHEMES, WeightFormat};
 
@@ -31,12 +31,24 @@ pub(super) fn containers(generator: &mut SchemaGenerator) -> Schema {
     json_schema!({ "type": "array", "items": container(generator), "minItems": 1, "uniqueItems": true })
 }
 
-pub(super) fn transform(_: &mut SchemaGenerator) -> Schema {
-    one_of(steps().into_iter())
-}
-
-pub(super) fn alpha(_: &mut SchemaGenerator) -> Schema {
-    json_schema!({ "oneOf": [{ "type": "number", "minimum": 0, "maximum": 1 }, { "const": "auto" }] })
+/// An entry of `transform`: one alternative for each step, with the keys that it accepts.
+pub(super) fn transform() -> Schema {
+    let alternative = |(name, summary): (&'static str, &'static str)| {
+        let mut properties = Map::new();
+        properties.insert("kind".into(), json!({ "const": name }));
+        let transform = Extensions::default().transform(name);
+        for key in transform.map(|transform| transform.keys()).unwrap_or_default() {
+            properties.insert(key.name.into(), key.schema);
+        }
+        json!({
+            "type": "object",
+            "description": summary,
+            "properties": properties,
+            "required": ["kind"],
+            "additionalProperties": false,
+        })
+    };
+    json_schema!({ "oneOf": steps().into_iter().map(alternative).collect::<Vec<_>>() })
 }
 
 pub(super) fn rounding(_: &mut SchemaGenerator) -> Schema {

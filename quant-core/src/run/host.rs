@@ -8,7 +8,7 @@ use crate::calibrate::InProcess;
 use crate::checkpoint::ModelDirectory;
 use crate::model::Model;
 use crate::pipeline::Program;
-use crate::recipe::Recipe;
+use crate::recipe::{Extensions, Recipe};
 use crate::worker::TextWorkers;
 use crate::{CancelToken, Error, Event, Observer, Result, gguf};
 
@@ -114,6 +114,14 @@ pub struct Opened {
 /// # Errors
 /// As [`ModelDirectory::open`] and [`Model::open`]; when a named model cannot be fetched.
 pub fn open(path: &Path, host: &Host<'_>) -> Result<Opened> {
+    open_with(path, &Extensions::default(), host)
+}
+
+/// [`open`] with the formats of the calling program.
+///
+/// # Errors
+/// As [`open`].
+pub fn open_with(path: &Path, extensions: &Extensions, host: &Host<'_>) -> Result<Opened> {
     let directory = match gguf::is_gguf(path) {
         true => gguf::open(path)?,
         false => ModelDirectory::open(&host.catalog.model_directory(path)?)?,
@@ -122,7 +130,7 @@ pub fn open(path: &Path, host: &Host<'_>) -> Result<Opened> {
     for warning in directory.warnings() {
         host.warn(warning.to_string());
     }
-    let model = Model::open(&directory)?;
+    let model = Model::open_with(&directory, &extensions.containers)?;
     Ok(Opened { directory, model })
 }
 

@@ -50,7 +50,7 @@ mod texts;
 
 pub use gguf::{GgufDone, bits_per_weight, plan_gguf};
 pub use gguf_settings::GgufSettings;
-pub use host::{Catalog, Host, Nothing, Opened, open, prepared};
+pub use host::{Catalog, Host, Nothing, Opened, open, open_with, prepared};
 pub use memory::{MemoryBudget, available_memory, residence};
 pub use outputs::write;
 pub use quantize::{Done, QuantizeJob, QuantizeRequest, Quantized, quantize};

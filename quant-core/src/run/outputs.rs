@@ -35,7 +35,8 @@ pub(super) fn outputs(out: &Path, recipe: &Recipe) -> Result<Vec<PathBuf>> {
     };
     // The directory receives checkpoints, so it must not be one itself, nor hold any other files of the user.
     let ours = |name: &OsStr| {
-        CONTAINERS.iter().any(|c| name == c.name() || name == OsStr::new(&format!("{}.job", c.name())))
+        let containers = CONTAINERS.iter().chain(&recipe.containers);
+        containers.into_iter().any(|c| name == c.name() || name == OsStr::new(&format!("{}.job", c.name())))
     };
     for entry in entries {
         let name = entry.map_err(|e| Error::io("list", out, e))?.file_name();

@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use super::files::{check_writable, distinct, outside, write_file};
 use super::gguf::{self, GgufDone};
-use super::host::{Host, Opened, open, prepared};
+use super::host::{Host, Opened, open_with, prepared};
 use super::memory::{MemoryBudget, residence};
 use super::outputs::{outputs, refuse_existing, write};
 use super::settings::RecipeSettings;
@@ -19,7 +19,7 @@ use crate::checkpoint::{Published, refuse_overlap};
 use crate::engines::{ENGINES, Outline, Verdict};
 use crate::model::Model;
 use crate::pipeline::{Job, QuantReport};
-use crate::recipe::{Plan, Rates, Recipe};
+use crate::recipe::{Extensions, Plan, Rates, Recipe};
 use crate::{Error, Event, Result};
 
 /// With fewer tokens, the result of a search depends on chance.
@@ -35,6 +35,8 @@ pub struct QuantizeRequest {
     pub output: PathBuf,
     /// How.
     pub settings: RecipeSettings,
+    /// Steps, methods and formats of the calling program, which the settings and a recipe file may name.
+    pub extensions: Extensions,
     /// The calibration text; `None` means the recipe's, or the catalog's [`BUILTIN`].
     pub calibration: Option<Text>,
     /// Where to write the maxima of all input channels (safetensors).
@@ -134,7 +136,7 @@ impl<'a> QuantizeJob<'a> {
             return Ok(Self { request, checkpoints: None });
         }
         settings.gguf.refuse()?;
-        let recipe = settings.recipe()?;
+        let recipe = settings.recipe_with(&request.extensions)?;
         if let (Some(text), false) = (&request.calibration, recipe.needs_text()) {
             return Err(settings.needs_no_text(&recipe.method, &text.setting("calibration")));
         }
@@ -166,7 +168,12 @@ impl<'a> QuantizeJob<'a> {
         if host.catalog.is_named(&request.model) {
             refuse_existing(outputs, request)?;
         }
-        let opened = prepared(open(&request.model, &host)?, recipe, &request.settings, &host)?;
+        let opened = prepared(
+            open_with(&request.model, &request.extensions, &host)?,
+            recipe,
+            &request.settings,
+            &host,
+        )?;
         if opened.directory.tokenizer_path().is_none() {
             host.warn("the model has no tokenizer.json, so the output will not have one either");
         }

@@ -1,17 +1,19 @@
 //! The settings for quantizing a model: a preset or a recipe file, and settings that override it.
 
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::Arc;
 
 use serde::Deserialize;
+use serde_json::{Map, Value};
 
 use super::gguf_settings::GgufSettings;
 use crate::calibrate::{ChannelMaxima, ExpertSampling, Sampling};
-use crate::format;
 use crate::model::Model;
 use crate::quantize::gptq::GptqSettings;
-use crate::recipe::{METHODS, Method, PRESETS, Pattern, Plan, Recipe, Rounding, kv, method, step_of};
+use crate::recipe::{Extensions, METHODS, Method, PRESETS, Pattern, Plan, Recipe, Rounding, kv, step_of};
 use crate::scheme::{Granularity, SchemeRequest};
+use crate::transform::TransformSettings;
 use crate::{Error, Result};
 
 const SEARCHES_NO_TEXT: &str = "does not use a calibration text";
@@ -56,6 +58,8 @@ pub struct RecipeSettings {
     pub output_alpha: Option<String>,
     /// QoQ: the exponent of SmoothAttention, 0 to 1, or `auto`.
     pub attention_alpha: Option<String>,
+    /// The settings of steps, by the name of the step: keys and values as in a `[[transform]]` entry of a recipe file.
+    pub steps: BTreeMap<String, Map<String, Value>>,
     /// AWQ: `fast` or `reference`.
     pub search: Option<String>,
     /// GPTQ: damping, as a fraction of the mean of the Hessian's diagonal.
@@ -93,20 +97,29 @@ impl RecipeSettings {
     /// [`Error::Usage`] for unknown or contradictory settings and for settings without effect; errors of the files that
     /// are read.
     pub fn recipe(&self) -> Result<Recipe> {
+        self.recipe_with(&Extensions::default())
+    }
+
+    /// [`recipe`](Self::recipe) with the steps, methods and formats of the calling program.
+    ///
+    /// # Errors
+    /// As [`recipe`](Self::recipe); for [names](Extensions::check) that are taken.
+    pub fn recipe_with(&self, extensions: &Extensions) -> Result<Recipe> {
+        extensions.check()?;
         if self.preset.is_some() && self.recipe.is_some() {
             return Err(Error::usage("‹preset› and ‹recipe› cannot be combined", "omit one of them"));
         }
         let mut recipe = match &self.recipe {
-            Some(path) => Recipe::read(path)?,
+            Some(path) => Recipe::read_with(path, extensions)?,
             None => Recipe::preset(self.preset.as_deref().unwrap_or_else(|| self.preset_by_method()))?,
         };
         if let Some(name) = &self.method {
-            recipe.method = method(name)?;
+            recipe.method = extensions.method(name)?;
             recipe.gptq = recipe.method.default_gptq();
         }
         recipe.method = recipe.method.without(&self.skip)?;
         if !self.format.is_empty() {
-            recipe.containers = format::containers(&self.format)?;
+            recipe.containers = extensions.containers_of(&self.format)?;
         }
         if let Some(size) = &self.group_size {
             recipe.scheme.granularity = granularity(size)?;
@@ -129,6 +142,9 @@ impl RecipeSettings {
         let given = self.transform_options().into_iter().filter(|(_, given)| *given);
         for (option, _) in given {
             self.check_effect(&recipe.method, option)?;
+        }
+        for (step, keys) in &self.steps {
+            set_keys(&recipe.method, step, keys, &mut recipe.settings)?;
         }
         if let Some(alpha) = &self.output_alpha {
             recipe.settings.outputs = Some(alpha.parse()?);
@@ -249,6 +265,7 @@ impl RecipeSettings {
             || self.expert_tokens.is_some()
             || self.expert_floor.is_some()
             || !self.skip.is_empty()
+            || !self.steps.is_empty()
             || self.gptq_options().iter().chain(&self.transform_options()).any(|(_, given)| *given)
             || file.is_some();
         if other || format.is_empty() {
@@ -320,6 +337,34 @@ impl RecipeSettings {
         }
         Ok(scheme)
     }
+}
+
+/// Applies the settings of a step of the method.
+fn set_keys(
+    method: &Method,
+    step: &str,
+    keys: &Map<String, Value>,
+    settings: &mut TransformSettings,
+) -> Result<()> {
+    let transform = method.transforms.iter().find(|t| t.name() == step).ok_or_else(|| {
+        let steps = method.steps().join(", ");
+        Error::usage(
+            format!("‹steps› has settings of `{step}`, which is not a step of method `{}`", method.name),
+            if steps.is_empty() { "leave them out".to_owned() } else { format!("its steps are {steps}") },
+        )
+    })?;
+    for (key, value) in keys {
+        let known = transform.keys();
+        if !known.iter().any(|k| k.name == key) {
+            let known: Vec<_> = known.iter().map(|k| k.name).collect();
+            return Err(Error::usage(
+                format!("‹steps› has the key `{key}`, which `{step}` does not know"),
+                if known.is_empty() { "it has no keys".to_owned() } else { known.join(", ") },
+            ));
+        }
+        transform.set(key, value, settings)?;
+    }
+    Ok(())
 }
 
 fn granularity(text: &str) -> Result<Granularity> {

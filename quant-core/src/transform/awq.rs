@@ -18,13 +18,16 @@
 //! Groups whose channels are repeated (values under grouped-query attention) are not scaled, as in the reference
 //! implementation.
 
+use serde_json::{Map, Value, json};
+
 use super::candidates::{Candidate, Choice, choose_exactly};
 use super::objective::Objective;
 use super::sample::{PLACE_BYTES, RaceShape};
+use super::settings::{enum_key, parse_text};
 use super::statistics::{InputStatistics, Kept, Wanted};
 use super::{
-    BlockTask, ChannelOutlier, FoldRecord, Needs, Rewrite, SCALE_CANDIDATES, Search, SearchWork,
-    StepSettings, Transform, TransformSettings, Workload, clip, difference, fold, race,
+    BlockTask, ChannelOutlier, FoldRecord, Needs, Rewrite, SCALE_CANDIDATES, Search, SearchWork, StepKey,
+    Transform, TransformSettings, Workload, clip, difference, fold, race,
 };
 use crate::calibrate::{HiddenStates, Residence};
 use crate::model::{BlockGraph, FoldGroup, NodeId};
@@ -180,16 +183,23 @@ impl Transform for Awq {
         &["search"]
     }
 
-    fn recipe_keys(&self) -> &'static [&'static str] {
-        &["search"]
+    fn keys(&self) -> Vec<StepKey> {
+        let search =
+            "How candidates are compared: on growing fractions of the batch, or each on the whole batch.";
+        vec![enum_key("search", search, &["fast", "reference"])]
     }
 
-    fn configure(&self, given: StepSettings, settings: &mut TransformSettings) {
-        settings.search = given.search.unwrap_or(settings.search);
+    fn set(&self, key: &str, value: &Value, settings: &mut TransformSettings) -> Result<()> {
+        settings.search = parse_text(key, value)?;
+        Ok(())
     }
 
-    fn described(&self, settings: &TransformSettings) -> StepSettings {
-        StepSettings { search: Some(settings.search), ..StepSettings::default() }
+    fn described(&self, settings: &TransformSettings) -> Map<String, Value> {
+        [("search".to_owned(), json!(settings.search))].into_iter().collect()
+    }
+
+    fn search_mode(&self, settings: &TransformSettings) -> Option<Search> {
+        Some(settings.search)
     }
 
     fn narrows_ranges(&self) -> bool {

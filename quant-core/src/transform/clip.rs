@@ -9,7 +9,7 @@ use rayon::prelude::*;
 use super::objective::Input;
 use super::statistics::{InputStatistics, Wanted};
 use super::{
-    BlockTask, ClipRecord, LinearGrid, Needs, Outline, Rewrite, SearchWork, Transform, TransformSettings,
+    BlockTask, ClipRecord, LinearGrid, Needs, Rewrite, SearchWork, StepContext, Transform, TransformSettings,
     Workload,
 };
 use crate::calibrate::{HiddenStates, SampledRows, gram};
@@ -63,11 +63,11 @@ impl Transform for Clip {
         true
     }
 
-    fn check(&self, outline: &Outline<'_>) -> Result<()> {
-        if outline.schemes.iter().any(|scheme| scheme.takes_clip_bounds()) {
+    fn check(&self, context: &StepContext<'_>) -> Result<()> {
+        if context.schemes.iter().any(|scheme| scheme.takes_clip_bounds()) {
             return Ok(());
         }
-        let scheme = outline.schemes.first().map(ToString::to_string).unwrap_or_default();
+        let scheme = context.schemes.first().map(ToString::to_string).unwrap_or_default();
         Err(Error::usage(
             format!(
                 "`clip` has no effect on {scheme}: its scales are shared by rows, restricted to powers of \

@@ -31,7 +31,7 @@ mod work;
 use std::collections::BTreeMap;
 use std::fmt::Debug;
 
-use serde_json::Value;
+use serde_json::{Map, Value};
 
 pub use awq::Awq;
 pub use candidates::{Search, TriedScales};
@@ -40,10 +40,10 @@ pub use fold::fold;
 pub use reorder::Reorder;
 pub use rewrite::{ChannelOutlier, ClipRecord, FoldRecord, MAX_LISTED_CONSUMERS, Rewrite};
 pub use rotate::{fold_norms, rotate};
-pub use settings::{Alpha, Automatic, Producers, SmoothSettings, StepSettings, TransformSettings};
+pub use settings::{Alpha, Automatic, Producers, SmoothSettings, StepKey, TransformSettings};
 pub use smooth::{SmoothOutputs, SmoothQuant, SmoothRecord, SmoothSearch};
 pub use smooth_attention::{AttentionRecord, SmoothAttention};
-pub use work::{Outline, SearchWork, Workload};
+pub use work::{SearchWork, StepContext, Workload};
 
 /// The number of scales that a search tries per group: no scaling, and the points of the grid.
 const SCALE_CANDIDATES: usize = awq::GRID + 1;
@@ -116,8 +116,9 @@ pub struct Needs {
 /// A search for a rewrite of a block, with everything that a run needs to know about it: its settings, whether it makes
 /// sense, and its costs. No other code refers to a transform by name.
 ///
-/// A transform with settings beyond [`TransformSettings`] stores them itself, and returns them from
-/// [`fingerprint`](Self::fingerprint).
+/// A transform that another crate defines either stores its settings itself, and returns them from
+/// [`fingerprint`](Self::fingerprint), or lists [`keys`](Self::keys) that recipes may set. The values of these keys are
+/// in [`TransformSettings::others`]. [`Extensions`](crate::recipe::Extensions) makes it known by its name.
 pub trait Transform: Debug + Send + Sync {
     /// The name in recipes.
     fn name(&self) -> &'static str;
@@ -136,17 +137,41 @@ pub trait Transform: Debug + Send + Sync {
         &[]
     }
 
-    /// The keys of [`StepSettings`] that affect the transform.
-    fn recipe_keys(&self) -> &'static [&'static str] {
-        &[]
+    /// The keys that the transform accepts in a `[[transform]]` entry of a recipe file, in addition to `kind`.
+    fn keys(&self) -> Vec<StepKey> {
+        Vec::new()
     }
 
-    /// Applies the keys of a recipe file to the settings.
-    fn configure(&self, _said: StepSettings, _settings: &mut TransformSettings) {}
+    /// Applies the value of one of the [`keys`](Self::keys) to the settings. By default the value goes into
+    /// [`TransformSettings::others`]; a transform that checks it overrides this method.
+    ///
+    /// # Errors
+    /// [`Error::Usage`](crate::Error::Usage) when the value is invalid. The reader of recipes adds the line.
+    fn set(&self, key: &str, value: &Value, settings: &mut TransformSettings) -> Result<()> {
+        settings.others.entry(self.name()).or_default().insert(key.to_owned(), value.clone());
+        Ok(())
+    }
 
     /// The keys of a recipe file that result in these settings.
-    fn described(&self, _settings: &TransformSettings) -> StepSettings {
-        StepSettings::default()
+    fn described(&self, settings: &TransformSettings) -> Map<String, Value> {
+        settings.others.get(self.name()).cloned().unwrap_or_default()
+    }
+
+    /// How the transform compares candidates on the batch, if it searches for scales. It is part of the report, and
+    /// with [`Search::Reference`] whole windows pass through the block at a time, which the predicted memory includes.
+    fn search_mode(&self, _settings: &TransformSettings) -> Option<Search> {
+        None
+    }
+
+    /// Whether the transform has an effect only on linears whose inputs are rounded.
+    fn is_for_rounded_inputs(&self) -> bool {
+        false
+    }
+
+    /// Whether the transform divides the outputs of linears by scales computed from the maxima of activations. Two steps
+    /// that do so repeat each other.
+    fn smooths_linears(&self, _settings: &TransformSettings) -> bool {
+        false
     }
 
     /// Whether the transform narrows the ranges of weights, which later steps must not change.
@@ -154,16 +179,17 @@ pub trait Transform: Debug + Send + Sync {
         false
     }
 
-    /// A fingerprint of the settings: a run is only resumed if the fingerprint is the same.
-    fn fingerprint(&self, _settings: &TransformSettings) -> Value {
-        Value::Null
+    /// A fingerprint of the settings: a run is only resumed if the fingerprint is the same. By default these are the
+    /// values in [`TransformSettings::others`].
+    fn fingerprint(&self, settings: &TransformSettings) -> Value {
+        settings.others.get(self.name()).map_or(Value::Null, |values| Value::Object(values.clone()))
     }
 
     /// Fails if the transform would have no effect on the request, or undo another step.
     ///
     /// # Errors
     /// [`Error::Usage`](crate::Error::Usage) with the remedy.
-    fn check(&self, _outline: &Outline<'_>) -> Result<()> {
+    fn check(&self, _context: &StepContext<'_>) -> Result<()> {
         Ok(())
     }
 

@@ -1,9 +1,11 @@
 //! Settings of transforms.
 
+use std::collections::BTreeMap;
 use std::str::FromStr;
 use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value, json};
 
 use super::Search;
 use crate::calibrate::ChannelMaxima;
@@ -26,28 +28,47 @@ pub struct TransformSettings {
     pub kv: Option<KvScheme>,
     /// How the E4M3 scales of NVFP4 are chosen.
     pub scale_search: ScaleSearch,
+    /// The settings of transforms that other crates define, by the name of the transform: the values of its
+    /// [`StepKey`]s.
+    pub others: BTreeMap<&'static str, Map<String, Value>>,
 }
 
-/// The keys that a recipe file may set for a step.
-#[derive(Debug, Clone, Copy, Default, PartialEq)]
-pub struct StepSettings {
-    /// `search`
-    pub search: Option<Search>,
-    /// `alpha`
-    pub alpha: Option<Alpha>,
-    /// `producers`
-    pub producers: Option<Producers>,
-}
-
-impl StepSettings {
-    /// The keys, and whether they are set.
-    pub fn keys(&self) -> [(&'static str, bool); 3] {
-        [
-            ("search", self.search.is_some()),
-            ("alpha", self.alpha.is_some()),
-            ("producers", self.producers.is_some()),
-        ]
+impl TransformSettings {
+    /// Returns the value of a key of a transform that another crate defines, if it is set.
+    pub fn other(&self, transform: &str, key: &str) -> Option<&Value> {
+        self.others.get(transform)?.get(key)
     }
+}
+
+/// A key that a transform accepts in a `[[transform]]` entry of a recipe file.
+#[derive(Debug, Clone, PartialEq)]
+pub struct StepKey {
+    /// The key.
+    pub name: &'static str,
+    /// A JSON schema of its values, with a `description`.
+    pub schema: Value,
+}
+
+/// The key `alpha`.
+pub(super) fn alpha_key(description: &str) -> StepKey {
+    let schema = json!({
+        "description": description,
+        "oneOf": [{ "type": "number", "minimum": 0, "maximum": 1 }, { "const": "auto" }],
+    });
+    StepKey { name: "alpha", schema }
+}
+
+/// A key whose values are the names of an enum.
+pub(super) fn enum_key(name: &'static str, description: &str, values: &[&str]) -> StepKey {
+    StepKey { name, schema: json!({ "description": description, "enum": values }) }
+}
+
+/// Parses the value of a key that is a string.
+pub(super) fn parse_text<T: FromStr<Err = Error>>(key: &str, value: &Value) -> Result<T> {
+    let text = value.as_str().ok_or_else(|| {
+        Error::usage(format!("transform.{key} is {value}, which is not a string"), "write it in quotes")
+    })?;
+    text.parse()
 }
 
 /// Settings of SmoothQuant.
@@ -96,6 +117,33 @@ impl Alpha {
     }
 }
 
+impl Alpha {
+    /// Parses the value of a recipe's key.
+    ///
+    /// # Errors
+    /// [`Error::Usage`] when it is neither a number from 0 to 1 nor `auto`.
+    pub fn from_value(value: &Value) -> Result<Self> {
+        match value {
+            Value::Number(number) => number.to_string().parse(),
+            Value::String(text) => text.parse(),
+            other => Err(invalid_alpha(&other.to_string())),
+        }
+    }
+
+    /// The value in a recipe, which [`from_value`](Self::from_value) reads back.
+    pub fn to_value(self) -> Value {
+        match self {
+            // The shortest digits that read back as the same `f32`.
+            Self::Fixed(alpha) => alpha.to_string().parse::<f64>().map_or(Value::Null, Value::from),
+            Self::Auto(_) => "auto".into(),
+        }
+    }
+}
+
+fn invalid_alpha(text: &str) -> Error {
+    Error::usage(format!("invalid alpha `{text}`"), "give a number from 0 to 1, or auto")
+}
+
 impl FromStr for Alpha {
     type Err = Error;
 
@@ -103,9 +151,7 @@ impl FromStr for Alpha {
         if text == "auto" {
             return Ok(Self::Auto(Automatic::Auto));
         }
-        let alpha = text.parse().map(Self::Fixed).map_err(|_| {
-            Error::usage(format!("invalid alpha `{text}`"), "give a number from 0 to 1, or auto")
-        })?;
+        let alpha = text.parse().map(Self::Fixed).map_err(|_| invalid_alpha(text))?;
         alpha.check()?;
         Ok(alpha)
     }
@@ -146,6 +192,14 @@ mod tests {
         assert_eq!("auto".parse::<Alpha>().unwrap(), Alpha::Auto(Automatic::Auto));
         for text in ["1.1", "-0.1", "NaN", "inf", "a", ""] {
             assert!(text.parse::<Alpha>().is_err(), "{text}");
+        }
+        for alpha in [Alpha::Fixed(0.85), Alpha::Fixed(0.1), Alpha::Fixed(1.0), Alpha::Auto(Automatic::Auto)]
+        {
+            assert_eq!(Alpha::from_value(&alpha.to_value()).unwrap(), alpha);
+        }
+        assert_eq!(Alpha::Fixed(0.85).to_value().to_string(), "0.85");
+        for value in [json!(1.5), json!(true), json!("best"), json!([0.5])] {
+            assert!(Alpha::from_value(&value).is_err(), "{value}");
         }
     }
 }

@@ -25,10 +25,10 @@ use std::collections::BTreeMap;
 
 use quant_kernels_cpu::attention::{dequantize_head, quantize_head};
 use serde::{Deserialize, Serialize};
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 
-use super::settings::Alpha;
-use super::{BlockTask, Needs, Outline, Rewrite, StepSettings, Transform, TransformSettings, TriedScales};
+use super::settings::{Alpha, alpha_key};
+use super::{BlockTask, Needs, Rewrite, StepContext, StepKey, Transform, TransformSettings, TriedScales};
 use crate::calibrate::{AttentionStatistic, HiddenStates, InputRows, StatisticsPass};
 use crate::checkpoint::Dtype;
 use crate::model::{Architecture, BlockGraph, KvScheme, NodeId, QueryKey};
@@ -79,24 +79,25 @@ impl Transform for SmoothAttention {
         &["attention_alpha"]
     }
 
-    fn recipe_keys(&self) -> &'static [&'static str] {
-        &["alpha"]
+    fn keys(&self) -> Vec<StepKey> {
+        vec![alpha_key("The exponent of the keys, from 0 to 1, or `auto`, the default.")]
     }
 
-    fn configure(&self, given: StepSettings, settings: &mut TransformSettings) {
-        settings.attention = given.alpha.or(settings.attention);
+    fn set(&self, _key: &str, value: &Value, settings: &mut TransformSettings) -> Result<()> {
+        settings.attention = Some(Alpha::from_value(value)?);
+        Ok(())
     }
 
-    fn described(&self, settings: &TransformSettings) -> StepSettings {
-        StepSettings { alpha: settings.attention, ..StepSettings::default() }
+    fn described(&self, settings: &TransformSettings) -> Map<String, Value> {
+        settings.attention.map(|alpha| ("alpha".to_owned(), alpha.to_value())).into_iter().collect()
     }
 
     fn fingerprint(&self, settings: &TransformSettings) -> Value {
         json!(settings.attention)
     }
 
-    fn check(&self, outline: &Outline<'_>) -> Result<()> {
-        if !outline.calibrates_cache {
+    fn check(&self, context: &StepContext<'_>) -> Result<()> {
+        if !context.calibrates_cache {
             return Ok(());
         }
         Err(Error::usage(

@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use crate::calibrate::{Residence, Sampling};
 use crate::model::{Architecture, BlockGraph, NodeId, Reach};
 use crate::scheme::LinearScheme;
-use crate::transform::TransformSettings;
+use crate::transform::{Transform, TransformSettings};
 
 /// A block, and the batch that a transform uses.
 #[derive(Debug, Clone)]
@@ -74,14 +74,16 @@ impl Workload<'_> {
     }
 }
 
-/// The request of a plan, as checked by a step.
-pub struct Outline<'a> {
+/// The request of a plan, as a step [checks](crate::transform::Transform::check) it.
+pub struct StepContext<'a> {
     /// The model.
     pub architecture: &'a Architecture,
     /// The name of the method.
     pub method: &'a str,
-    /// All steps of the method, in order.
-    pub steps: Vec<&'static str>,
+    /// The names of the steps before this one, in order.
+    pub earlier: Vec<&'static str>,
+    /// The other transforms of the method, in order.
+    pub others: Vec<&'static dyn Transform>,
     /// Settings of transforms.
     pub settings: &'a TransformSettings,
     /// The schemes of all weights that are quantized.

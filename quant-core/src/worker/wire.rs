@@ -223,13 +223,13 @@ fn put_optional(frame: &mut Frame<'_>, value: Option<u64>) {
 fn put_fault(frame: &mut Frame<'_>, fault: &Fault) {
     put_optional(frame, fault.line.map(|line| line as u64));
     frame.text(&fault.reason);
-    frame.text(&fault.remedy);
+    frame.text(fault.remedy.marked());
 }
 
 fn take_fault(take: &mut FrameReader<'_>) -> Option<Fault> {
     let line = take.optional()?;
     let line = line.map(usize::try_from).transpose().ok()?;
-    Some(Fault { line, reason: take.text()?.to_owned(), remedy: take.text()?.to_owned() })
+    Some(Fault { line, reason: take.text()?.to_owned(), remedy: take.text()?.into() })
 }
 
 /// An answer, or a fault of the file.

@@ -65,6 +65,10 @@ impl Reader {
 }
 
 impl PackedReader for Reader {
+    fn code_suffixes(&self) -> &'static [&'static str] {
+        &[".qweight"]
+    }
+
     fn scheme(&self, module: &str) -> Option<LinearScheme> {
         let float = module == HEAD || self.float.iter().any(|part| module.contains(part.as_str()));
         (!float).then_some(LinearScheme::weight_only(WeightFormat::int(BITS, false), self.granularity))

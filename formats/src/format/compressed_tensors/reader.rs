@@ -200,6 +200,10 @@ impl Reader {
 }
 
 impl PackedReader for Reader {
+    fn code_suffixes(&self) -> &'static [&'static str] {
+        &[".weight_packed", ".weight"]
+    }
+
     fn scheme(&self, module: &str) -> Option<LinearScheme> {
         self.linear(module).map(|target| target.scheme)
     }

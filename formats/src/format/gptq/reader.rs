@@ -98,6 +98,10 @@ impl Reader {
 }
 
 impl PackedReader for Reader {
+    fn code_suffixes(&self) -> &'static [&'static str] {
+        &[".qweight"]
+    }
+
     fn scheme(&self, module: &str) -> Option<LinearScheme> {
         let float =
             (module == HEAD && !self.head) || self.float.iter().any(|pattern| pattern.is_match(module));

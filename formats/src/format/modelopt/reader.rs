@@ -202,6 +202,10 @@ impl PackedReader for Reader {
         self.fp8_cache
     }
 
+    fn code_suffixes(&self) -> &'static [&'static str] {
+        &[".weight"]
+    }
+
     fn scheme(&self, module: &str) -> Option<LinearScheme> {
         self.nvfp4.get(module).copied().or_else(|| self.fp8.scheme(module))
     }

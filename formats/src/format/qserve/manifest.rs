@@ -243,7 +243,7 @@ mod tests {
         these.quantized[1] = ("b", "w8a8-channel-sym".parse().unwrap());
         let error = QServe.check(&these).unwrap_err();
         assert!(error.to_string().contains("`b` has the scheme w8a8-channel-sym, but `a`"), "{error}");
-        assert!(error.remedy().contains("‹ignore›"));
+        assert!(error.remedy().marked().contains("‹ignore›"));
         these.quantized.pop();
         these.embedding = Some(LinearScheme::default());
         assert!(QServe.check(&these).unwrap_err().to_string().contains("the embedding"));

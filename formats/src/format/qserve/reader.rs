@@ -75,7 +75,7 @@ impl Reader {
             path: source.location(tensor),
             line: None,
             reason: format!("`{tensor}` {reason}"),
-            remedy: remedy.to_owned(),
+            remedy: remedy.into(),
         }
     }
 
@@ -195,6 +195,10 @@ fn half_precision(source: &dyn TensorSource, name: &str, len: usize) -> Result<V
 }
 
 impl PackedReader for Reader {
+    fn code_suffixes(&self) -> &'static [&'static str] {
+        &[".qweight", ".weight"]
+    }
+
     fn scheme(&self, module: &str) -> Option<LinearScheme> {
         let float = module == HEAD || self.float.iter().any(|name| name == module);
         (!float).then(|| self.kind.scheme())

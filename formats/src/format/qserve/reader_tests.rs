@@ -108,7 +108,9 @@ fn the_order_of_the_other_converter_is_read_by_its_name() {
     // Nothing in the file reveals the order unless an integer overflows.
     match read_with(&theirs, &file, [64, 256]) {
         Ok(wrong) => assert!(wrong != tensor),
-        Err(error) => assert!(error.remedy().contains("\"s2_order\": \"deepcompressor\""), "{error}"),
+        Err(error) => {
+            assert!(error.remedy().marked().contains("\"s2_order\": \"deepcompressor\""), "{error}")
+        }
     }
     theirs["s2_order"] = json!("deepcompressor");
     assert!(read_with(&theirs, &file, [64, 256]).unwrap() == tensor);
@@ -205,7 +207,7 @@ fn groups_that_no_kernel_could_run_are_refused() {
         assert!(matches!(error, Error::InputFile { .. }), "{error:?}");
         let message = error.to_string();
         assert!(message.contains(&format!("`m.{tensor}`")) && message.contains(phrase), "{message}");
-        assert!(message.contains("output 9, group 1") && !error.remedy().is_empty(), "{message}");
+        assert!(message.contains("output 9, group 1") && !error.remedy().marked().is_empty(), "{message}");
     };
     for scale in [0, 17, 128, 255] {
         refused(with_group(scale, 0, None), "s2_scales", "scales of groups must be from 1 to 16");
@@ -260,7 +262,7 @@ fn zeros_of_rows_are_whole_or_refused() {
     for factor in [-1.0, 0.5, 7.01, 16.0, 1000.0] {
         let error = with(tensor.scales[5] * factor).unwrap_err();
         assert!(error.to_string().contains("`m.s1_szeros` has"), "{error}");
-        assert!(error.remedy().contains("PreScale"), "{}", error.remedy());
+        assert!(error.remedy().marked().contains("PreScale"), "{}", error.remedy());
     }
     assert!(matches!(with(f32::NAN), Err(Error::NonFinite { .. })));
 }

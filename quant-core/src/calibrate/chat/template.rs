@@ -65,7 +65,8 @@ impl ChatTemplate {
                 ),
                 remedy: format!(
                     "use a chat model, put its {TEMPLATE} next to the weights, or calibrate on plain text"
-                ),
+                )
+                .into(),
             }),
         }
     }

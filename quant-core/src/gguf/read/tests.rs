@@ -280,7 +280,7 @@ fn remedies_fit_what_is_wrong() {
     std::fs::write(scratch.path().join("x.gguf"), big_endian).unwrap();
     let unread = open(&scratch.path().join("x.gguf")).unwrap_err();
     assert_contains(&unread.to_string(), &["big-endian order"]);
-    assert_contains(&unread.remedy(), &["Hugging Face directory"]);
+    assert_contains(unread.remedy().marked(), &["Hugging Face directory"]);
     let second = [
         ("split.count", Value::U16(2)),
         ("split.no", Value::U16(1)),
@@ -565,7 +565,7 @@ fn tokenizers_that_are_not_read_say_why() {
         let error = TextTokenizer::of(&read.unwrap()).unwrap_err();
         assert_contains(&error.to_string(), &["x.gguf: ", reason]);
         assert!(error.to_string().ends_with(reason), "{error}");
-        assert_contains(&error.remedy(), &["Hugging Face directory"]);
+        assert_contains(error.remedy().marked(), &["Hugging Face directory"]);
     }
 }
 
@@ -573,8 +573,8 @@ fn tokenizers_that_are_not_read_say_why() {
 fn remedies_of_faults_found_later_fit_a_file() {
     let path = PathBuf::from("x.gguf");
     let fault = Error::Config { path, field: "hidden_size".into(), reason: "is 0".into() };
-    assert_contains(&fault.remedy(), &["GGUF file is damaged"]);
+    assert_contains(fault.remedy().marked(), &["GGUF file is damaged"]);
     let path = PathBuf::from("config.json");
     let fault = Error::Config { path, field: "hidden_size".into(), reason: "is 0".into() };
-    assert_contains(&fault.remedy(), &["correct config.json"]);
+    assert_contains(fault.remedy().marked(), &["correct config.json"]);
 }

@@ -6,7 +6,7 @@ use super::decoder::{Decoder, Defaults};
 use super::experts::{GatedExperts, SharedExpert, mlp_layer_types, routing_by};
 use super::parts::{DecoderBlock, HeadNorms, Mlp, NormKind, Placement};
 use super::windows::Windows;
-use super::{Architecture, AttentionShape, Family, LogitsTransform, Routing, Scores};
+use super::{Architecture, AttentionShape, Family, LogitsTransform, RouterScores, Routing};
 use crate::Result;
 use crate::checkpoint::ConfigFields;
 use crate::model::rope::RopeLayout;
@@ -121,7 +121,7 @@ fn experts(d: &Decoder<'_>) -> Result<GatedExperts> {
         // A softmax over the chosen experts equals the softmax over all experts, normalized to sum to 1.
         "softmax" => Routing { normalized: true, ..routing },
         "sigmoid" => {
-            Routing { scores: Scores::Sigmoid, normalized: d.flag("norm_topk_prob", true)?, ..routing }
+            Routing { scores: RouterScores::Sigmoid, normalized: d.flag("norm_topk_prob", true)?, ..routing }
         }
         found => return Err(other(CHOICE, found, "softmax and sigmoid")),
     };

@@ -8,7 +8,7 @@ use super::decoder::{Decoder, Defaults};
 use super::experts::{GatedExperts, SharedExpert, mlp_layer_types, routing};
 use super::latent::Latent;
 use super::parts::{Attention, HeadNorms, Projections};
-use super::{Architecture, Correction, Family, Groups, Routing, Scores};
+use super::{Architecture, Correction, Family, Groups, RouterScores, Routing};
 use crate::Result;
 use crate::checkpoint::ConfigFields;
 use crate::model::rope::{RopeLayout, RopeRequest};
@@ -170,7 +170,7 @@ pub(super) fn corrected_sigmoid(
     groups_by_default: [usize; 2],
 ) -> Result<Routing> {
     let routing = Routing {
-        scores: Scores::Sigmoid,
+        scores: RouterScores::Sigmoid,
         correction: Some(Correction { module, tensor: "e_score_correction_bias", is_row: false }),
         normalized: d.flag("norm_topk_prob", true)?,
         epsilon: 1e-20,

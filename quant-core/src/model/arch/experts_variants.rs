@@ -5,7 +5,7 @@ use super::blocks::MAX_LAYERS;
 use super::decoder::{Decoder, Defaults, either};
 use super::experts::{GatedExperts, SharedExpert, mlp_layer_types, routing_by};
 use super::parts::{HeadNorms, Mlp};
-use super::{Architecture, Correction, Family, Routing, Scores};
+use super::{Architecture, Correction, Family, RouterScores, Routing};
 use crate::Result;
 use crate::checkpoint::ConfigFields;
 use crate::model::rope::{RopeLayout, RopeRequest};
@@ -53,7 +53,7 @@ impl Family for MiniMaxM2 {
             );
         }
         let routing = Routing {
-            scores: Scores::Sigmoid,
+            scores: RouterScores::Sigmoid,
             correction: Some(Correction {
                 module: "block_sparse_moe",
                 tensor: "e_score_correction_bias",
@@ -219,7 +219,7 @@ impl Family for HyV3 {
         const FACTOR: &str = "router_scaling_factor";
         let Some(factor) = d.factor(FACTOR)? else { return Err(config.error(FACTOR, "is missing")) };
         let routing = Routing {
-            scores: Scores::Sigmoid,
+            scores: RouterScores::Sigmoid,
             correction: Some(Correction { module: "mlp", tensor: "expert_bias", is_row: false }),
             normalized: true,
             epsilon: 1e-20,

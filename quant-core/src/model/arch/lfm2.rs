@@ -5,7 +5,7 @@ use super::decoder::{Decoder, Defaults};
 use super::experts::{GatedExperts, routing};
 use super::mixers::{Mixer, ShortConvolution};
 use super::parts::{DecoderBlock, HeadNorms, Mlp, Placement};
-use super::{Activation, Architecture, Correction, Family, Routing, Scores};
+use super::{Activation, Architecture, Correction, Family, RouterScores, Routing};
 use crate::Result;
 use crate::checkpoint::ConfigFields;
 
@@ -45,7 +45,7 @@ impl Family for Lfm2Moe {
         let d = decoder(config, self.name())?;
         let stored = Correction { module: "feed_forward", tensor: "expert_bias", is_row: false };
         let routing = Routing {
-            scores: Scores::Sigmoid,
+            scores: RouterScores::Sigmoid,
             correction: d.flag("use_expert_bias", true)?.then_some(stored),
             normalized: d.flag("norm_topk_prob", true)?,
             epsilon: 1e-6,

@@ -6,7 +6,7 @@
 use super::decoder::{Decoder, Defaults};
 use super::experts::{GatedExperts, SharedExpert, routing};
 use super::parts::{HeadNorms, Mlp};
-use super::{Activation, Architecture, Family, PositionScale, Routing, Scores};
+use super::{Activation, Architecture, Family, PositionScale, RouterScores, Routing};
 use crate::Result;
 use crate::checkpoint::ConfigFields;
 use crate::model::rope::{RopeLayout, RopeRequest};
@@ -38,7 +38,7 @@ impl Family for Llama4 {
         };
         let d = Decoder::read(config, defaults)?;
         let routing = Routing {
-            scores: Scores::Sigmoid,
+            scores: RouterScores::Sigmoid,
             on_inputs: true,
             ..routing(config, &["num_experts", "num_local_experts"])?
         };

@@ -56,7 +56,7 @@ pub use multimodal::Wrapper;
 pub use op::*;
 pub use query_keys::{ProducerRows, QueryKey};
 pub use recurrent::{Convolution, DeltaNet, Recurrent, RecurrentKind, StateSpace};
-pub use routing::{Correction, Groups, Routing, Scores};
+pub use routing::{Correction, Groups, RouterScores, Routing};
 
 use crate::Result;
 use crate::checkpoint::{ConfigFields, TensorSource};

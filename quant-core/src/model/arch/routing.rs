@@ -12,7 +12,7 @@ pub struct Routing {
     /// Number of experts per token.
     pub top_k: usize,
     /// The function from logits to scores.
-    pub scores: Scores,
+    pub scores: RouterScores,
     /// The correction added to the scores before experts are chosen, if the checkpoint stores one.
     pub correction: Option<Correction>,
     /// The groups that experts are chosen from; `None` if experts are not grouped.
@@ -35,7 +35,7 @@ impl Routing {
         Self {
             experts,
             top_k,
-            scores: Scores::Softmax,
+            scores: RouterScores::Softmax,
             correction: None,
             groups: None,
             normalized: false,
@@ -50,7 +50,7 @@ impl Routing {
 /// The function from a router's logits to scores.
 #[derive(Debug, Clone, Copy, PartialEq)]
 #[non_exhaustive]
-pub enum Scores {
+pub enum RouterScores {
     /// The softmax of the logits of all experts.
     Softmax,
     /// The sigmoid of each logit.

@@ -2,8 +2,8 @@
 
 use std::sync::Arc;
 
-use quant_kernels_cpu::candle::{Activations, QuantizedLinear, Runner};
-use quant_kernels_cpu::{Isa, KernelError, Rayon};
+use quant_kernels_cpu::candle::{QuantizedLinear, Runner};
+use quant_kernels_cpu::{Activations, Isa, KernelError, Rayon};
 
 use super::cuda::{CudaLinear, CudaRunner};
 use super::{BlockWeight, StoredWeight, WeightRows};
@@ -45,6 +45,25 @@ pub enum WeightBody {
     },
 }
 
+/// The activations that kernels multiply for this input grid, and the floating-point grid that the input must be
+/// rounded to first, if there is one.
+pub(super) fn kernel_activations(grid: Option<InputGrid>) -> (Activations, Option<InputGrid>) {
+    match grid {
+        None => (Activations::Float, None),
+        Some(InputGrid::Token) => (Activations::PerToken, None),
+        Some(InputGrid::Static(by)) => (Activations::Static(by), None),
+        // An integer product of two floating-point formats would apply a scale per group and token within the inner
+        // loop, and no CPU engine computes it that way. The GPU kernels have no such product either.
+        Some(
+            grid @ (InputGrid::Fp8Token
+            | InputGrid::Fp8Group
+            | InputGrid::Fp8Static { .. }
+            | InputGrid::Mxfp8
+            | InputGrid::Nvfp4 { .. }),
+        ) => (Activations::Float, Some(grid)),
+    }
+}
+
 impl WeightBody {
     /// Returns the weight packed for the kernels, to be multiplied by `runner`. Blocks of a GGUF file are multiplied by
     /// activations that are rounded to 8 bits, with a scale per token. `None` if it is not quantized, or if
@@ -66,20 +85,7 @@ impl WeightBody {
             }
             _ => return Ok(None),
         };
-        let (activations, grid) = match tensor.input_grid()? {
-            None => (Activations::Float, None),
-            Some(InputGrid::Token) => (Activations::PerToken, None),
-            Some(InputGrid::Static(by)) => (Activations::Static(by), None),
-            // An integer product of two floating-point formats would apply a scale per group and token within the inner
-            // loop, and no CPU engine computes it that way.
-            Some(
-                grid @ (InputGrid::Fp8Token
-                | InputGrid::Fp8Group
-                | InputGrid::Fp8Static { .. }
-                | InputGrid::Mxfp8
-                | InputGrid::Nvfp4 { .. }),
-            ) => (Activations::Float, Some(grid)),
-        };
+        let (activations, grid) = kernel_activations(tensor.input_grid()?);
         let linear = QuantizedLinear::new(Arc::new(tensor.pack(None, &Rayon)?), activations, runner);
         Ok(Some(Self::Packed { linear: linear.map_err(kernel_error)?, grid }))
     }

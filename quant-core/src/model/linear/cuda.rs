@@ -3,8 +3,9 @@
 use std::sync::Arc;
 
 pub use quant_kernels_cuda::standalone::Linear as CudaLinear;
-use quant_kernels_cuda::standalone::{Activations, Runner};
+use quant_kernels_cuda::standalone::Runner;
 
+use super::body::kernel_activations;
 use crate::quantize::{InputGrid, QuantizedTensor};
 use crate::{Error, Result};
 
@@ -44,14 +45,7 @@ impl CudaRunner {
     /// # Errors
     /// When the kernels do not support the scheme, or there is not enough memory.
     pub(super) fn put(&self, tensor: &QuantizedTensor) -> Result<(CudaLinear, Option<InputGrid>)> {
-        let (activations, grid) = match tensor.input_grid()? {
-            None => (Activations::Float, None),
-            Some(InputGrid::Token) => (Activations::PerToken, None),
-            Some(InputGrid::Static(by)) => (Activations::Static(by), None),
-            // Inputs are rounded on the CPU and multiplied on the GPU as floats, because the GPU has no product of two
-            // floating-point formats.
-            Some(grid) => (Activations::Float, Some(grid)),
-        };
+        let (activations, grid) = kernel_activations(tensor.input_grid()?);
         let codes = tensor.global.and_then(|_| tensor.scale_codes());
         let linear = CudaLinear::new(&tensor.view_with(codes.as_deref())?, activations, &self.0);
         Ok((linear.map_err(|e| failed(&e))?, grid))

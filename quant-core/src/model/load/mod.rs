@@ -16,7 +16,7 @@ use super::dequantized::Dequantized;
 use super::{KvCaching, KvScheme};
 use super::{by_columns, fused_experts, names};
 use crate::checkpoint::{ConfigFields, ModelDirectory, TensorSource};
-use crate::format::{self, PackedReader};
+use crate::format::{self, Container, PackedReader};
 use crate::scheme::KV_CONFIG_KEY;
 use crate::{Error, Result};
 
@@ -56,7 +56,15 @@ impl Model {
     /// # Errors
     /// When the configuration is malformed, has an unknown family or container, or disagrees with the tensors.
     pub fn open(directory: &ModelDirectory) -> Result<Self> {
-        Self::new(directory.source().clone(), directory.config_path(), directory.config())
+        Self::open_with(directory, &[])
+    }
+
+    /// [`open`](Self::open) with further formats, which take precedence.
+    ///
+    /// # Errors
+    /// As [`open`](Self::open).
+    pub fn open_with(directory: &ModelDirectory, containers: &[&'static dyn Container]) -> Result<Self> {
+        Self::new_with(directory.source().clone(), directory.config_path(), directory.config(), containers)
     }
 
     /// Creates a model from its tensors and the fields of its `config.json`; `path` is used in messages.
@@ -64,6 +72,19 @@ impl Model {
     /// # Errors
     /// As [`open`](Self::open).
     pub fn new(source: Arc<dyn TensorSource>, path: &Path, config: &Map<String, Value>) -> Result<Self> {
+        Self::new_with(source, path, config, &[])
+    }
+
+    /// [`new`](Self::new) with further formats, which take precedence.
+    ///
+    /// # Errors
+    /// As [`open`](Self::open).
+    pub fn new_with(
+        source: Arc<dyn TensorSource>,
+        path: &Path,
+        config: &Map<String, Value>,
+        containers: &[&'static dyn Container],
+    ) -> Result<Self> {
         let fields = ConfigFields::new(path, config);
         let architecture = arch::describe(&fields, source.as_ref())?;
         let mut kv = KvScheme::from_config(&fields)?;
@@ -72,7 +93,7 @@ impl Model {
         let quantization = match format::quantization_settings(&fields)? {
             None => None,
             Some(settings) => {
-                let mut reader = format::reader(settings)
+                let mut reader = format::reader_with(settings, containers)
                     .map_err(|reason| Error::UnsupportedQuantization { path: path.to_owned(), reason })?;
                 reader.survey(source.as_ref())?;
                 if reader.has_fp8_cache() {

@@ -27,11 +27,11 @@ use std::collections::BTreeMap;
 
 use candle_core::Tensor;
 use serde::{Deserialize, Serialize};
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 
-use super::settings::{Alpha, Producers, SmoothSettings};
+use super::settings::{Alpha, Producers, SmoothSettings, alpha_key, enum_key, parse_text};
 use super::{
-    BlockTask, ChannelOutlier, Needs, Outline, Rewrite, SearchWork, StepSettings, Transform,
+    BlockTask, ChannelOutlier, Needs, Rewrite, SearchWork, StepContext, StepKey, Transform,
     TransformSettings, TriedScales, Workload, fold,
 };
 use crate::calibrate::{ChannelRanges, HiddenStates, InputRows};
@@ -206,19 +206,37 @@ impl Transform for SmoothQuant {
         &["alpha", "smooth_producers", "channel_maxima"]
     }
 
-    fn recipe_keys(&self) -> &'static [&'static str] {
-        &["alpha", "producers"]
+    fn keys(&self) -> Vec<StepKey> {
+        let producers = "What is divided by the scales: norms, or also linears whose outputs reach the next linear \
+                         channel by channel.";
+        vec![
+            alpha_key(
+                "The exponent of the activations, from 0 to 1, or `auto`. The default is the family's.",
+            ),
+            enum_key("producers", producers, &["norms", "all"]),
+        ]
     }
 
-    fn configure(&self, given: StepSettings, settings: &mut TransformSettings) {
-        let SmoothSettings { alpha, producers, .. } = &mut settings.smooth;
-        *alpha = given.alpha.or(*alpha);
-        *producers = given.producers.unwrap_or(*producers);
+    fn set(&self, key: &str, value: &Value, settings: &mut TransformSettings) -> Result<()> {
+        match key {
+            "producers" => settings.smooth.producers = parse_text(key, value)?,
+            _ => settings.smooth.alpha = Some(Alpha::from_value(value)?),
+        }
+        Ok(())
     }
 
-    fn described(&self, settings: &TransformSettings) -> StepSettings {
+    fn described(&self, settings: &TransformSettings) -> Map<String, Value> {
         let SmoothSettings { alpha, producers, .. } = settings.smooth;
-        StepSettings { alpha, producers: Some(producers), ..StepSettings::default() }
+        let alpha = alpha.map(|alpha| ("alpha".to_owned(), alpha.to_value()));
+        alpha.into_iter().chain([("producers".to_owned(), json!(producers))]).collect()
+    }
+
+    fn is_for_rounded_inputs(&self) -> bool {
+        true
+    }
+
+    fn smooths_linears(&self, settings: &TransformSettings) -> bool {
+        settings.smooth.producers == Producers::All
     }
 
     fn fingerprint(&self, settings: &TransformSettings) -> Value {
@@ -227,9 +245,9 @@ impl Transform for SmoothQuant {
         json!({ "alpha": alpha, "producers": producers, "maxima": maxima })
     }
 
-    fn check(&self, outline: &Outline<'_>) -> Result<()> {
-        planned::check_scales(self.name(), outline)?;
-        planned::check_inputs(outline)
+    fn check(&self, context: &StepContext<'_>) -> Result<()> {
+        planned::check_scales(self.name(), context)?;
+        planned::check_inputs(context)
     }
 
     fn memory(&self, work: &Workload<'_>) -> u64 {
@@ -272,24 +290,31 @@ impl Transform for SmoothOutputs {
         &["output_alpha"]
     }
 
-    fn recipe_keys(&self) -> &'static [&'static str] {
-        &["alpha"]
+    fn keys(&self) -> Vec<StepKey> {
+        vec![alpha_key(
+            "The exponent of the activations, from 0 to 1, or `auto`. The default is 0.3 for groups, 0.1 for rows.",
+        )]
     }
 
-    fn configure(&self, given: StepSettings, settings: &mut TransformSettings) {
-        settings.outputs = given.alpha.or(settings.outputs);
+    fn set(&self, _key: &str, value: &Value, settings: &mut TransformSettings) -> Result<()> {
+        settings.outputs = Some(Alpha::from_value(value)?);
+        Ok(())
     }
 
-    fn described(&self, settings: &TransformSettings) -> StepSettings {
-        StepSettings { alpha: settings.outputs, ..StepSettings::default() }
+    fn described(&self, settings: &TransformSettings) -> Map<String, Value> {
+        settings.outputs.map(|alpha| ("alpha".to_owned(), alpha.to_value())).into_iter().collect()
+    }
+
+    fn smooths_linears(&self, _settings: &TransformSettings) -> bool {
+        true
     }
 
     fn fingerprint(&self, settings: &TransformSettings) -> Value {
         json!(settings.outputs)
     }
 
-    fn check(&self, outline: &Outline<'_>) -> Result<()> {
-        planned::check_scales(self.name(), outline)
+    fn check(&self, context: &StepContext<'_>) -> Result<()> {
+        planned::check_scales(self.name(), context)
     }
 
     fn memory(&self, work: &Workload<'_>) -> u64 {

@@ -2,12 +2,12 @@
 
 use super::{CANDIDATES, SEARCH_TOKENS, Smoothing};
 use crate::model::NodeId;
-use crate::transform::{Outline, Producers, SearchWork, Workload};
+use crate::transform::{Producers, SearchWork, StepContext, Workload};
 use crate::{Error, Result};
 
 /// Fails for schemes whose scales adapt to outliers by themselves.
-pub(super) fn check_scales(step: &str, outline: &Outline<'_>) -> Result<()> {
-    let Some(scheme) = outline.schemes.iter().find(|scheme| scheme.fixed_scales().is_some()) else {
+pub(super) fn check_scales(step: &str, context: &StepContext<'_>) -> Result<()> {
+    let Some(scheme) = context.schemes.iter().find(|scheme| scheme.fixed_scales().is_some()) else {
         return Ok(());
     };
     Err(Error::usage(
@@ -21,16 +21,19 @@ pub(super) fn check_scales(step: &str, outline: &Outline<'_>) -> Result<()> {
 }
 
 /// Fails if SmoothQuant has no effect, repeats another step, or is given maxima of a different model.
-pub(super) fn check_inputs(outline: &Outline<'_>) -> Result<()> {
-    let smooth = &outline.settings.smooth;
-    if smooth.producers == Producers::All && outline.steps.contains(&"smooth-outputs") {
+pub(super) fn check_inputs(context: &StepContext<'_>) -> Result<()> {
+    let smooth = &context.settings.smooth;
+    let repeated = context.others.iter().find(|other| other.smooths_linears(context.settings));
+    if let Some(other) = repeated.filter(|_| smooth.producers == Producers::All) {
+        let other = other.name();
         return Err(Error::usage(
-            "`smooth-outputs` and SmoothQuant with all producers cannot be combined: both scale the inputs \
-            of o_proj and down_proj",
-            "remove `smooth-outputs`, or set SmoothQuant's producers to `norms`",
+            format!(
+                "`{other}` and SmoothQuant with all producers cannot be combined: both scale the inputs of o_proj and down_proj"
+            ),
+            format!("remove `{other}`, or set SmoothQuant's producers to `norms`"),
         ));
     }
-    if let (Some(_), Some(step)) = (&smooth.maxima, outline.steps.first().filter(|s| **s != "smoothquant")) {
+    if let (Some(_), Some(step)) = (&smooth.maxima, context.earlier.first()) {
         return Err(Error::usage(
             format!(
                 "channel maxima from a file apply to the unmodified model, but `{step}` modifies it first"
@@ -38,27 +41,27 @@ pub(super) fn check_inputs(outline: &Outline<'_>) -> Result<()> {
             "omit ‹channel_maxima› to collect maxima after that step, or put `smoothquant` first",
         ));
     }
-    if !outline.rounds_in_blocks {
+    if !context.rounds_in_blocks {
         return Err(Error::usage(
-            format!("method `{}` has no effect: all activations stay float", outline.method),
+            format!("method `{}` has no effect: all activations stay float", context.method),
             "SmoothQuant makes activations easier to quantize: choose a scheme such as w8a8, or a different \
             ‹method›",
         ));
     }
-    (0..outline.architecture.layers).try_for_each(|layer| check_maxima(outline, layer))
+    (0..context.architecture.layers).try_for_each(|layer| check_maxima(context, layer))
 }
 
 /// Fails if a file of channel maxima lacks a linear that SmoothQuant needs in block `layer`, or has the wrong number of
 /// maxima for it.
-fn check_maxima(outline: &Outline<'_>, layer: usize) -> Result<()> {
-    let Some(file) = &outline.settings.smooth.maxima else { return Ok(()) };
-    let graph = outline.architecture.graph(layer);
-    let is_rounded = |&node: &NodeId| outline.rounded_inputs.contains(&(layer, node));
-    let groups = Smoothing::of_inputs(outline.settings).groups(graph).into_iter();
+fn check_maxima(context: &StepContext<'_>, layer: usize) -> Result<()> {
+    let Some(file) = &context.settings.smooth.maxima else { return Ok(()) };
+    let graph = context.architecture.graph(layer);
+    let is_rounded = |&node: &NodeId| context.rounded_inputs.contains(&(layer, node));
+    let groups = Smoothing::of_inputs(context.settings).groups(graph).into_iter();
     for group in groups.filter(|g| g.consumers.iter().any(is_rounded)) {
         let first = group.consumers[0];
         if let Some((_, name, [_, k], _)) = graph.linears().find(|(node, ..)| *node == first) {
-            file.of(&outline.architecture.in_block(layer, name), k)?;
+            file.of(&context.architecture.in_block(layer, name), k)?;
         }
     }
     Ok(())

@@ -74,7 +74,7 @@ fn one_that_is_not_recognized_can_be_named() {
     assert_eq!(find(&json!({ "pre_tokenizer": { "type": "Whitespace" } }), &[1, 2]), None);
     let error = unrecognized(Path::new("tokenizer.json"));
     assert_eq!(error.category(), crate::Category::Input);
-    assert!(error.remedy().contains("‹pre=NAME›") && error.remedy().contains("‹pre=none›"));
+    assert!(error.remedy().marked().contains("‹pre=NAME›") && error.remedy().marked().contains("‹pre=none›"));
 }
 
 /// The tokens of [`PROBE`] in StarCoder 2's vocabulary.

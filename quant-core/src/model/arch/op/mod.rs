@@ -16,6 +16,7 @@ use crate::model::rope::Rope;
 
 /// The operation of a node.
 #[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
 pub enum Op {
     /// The hidden states that enter the block.
     Input {

@@ -1,6 +1,6 @@
 /* A linear layer with 4-bit weights from C: pack, quantize, multiply on two threads, check the results, handle errors.
  *
- *   cc -std=c11 -I kernels-c/include kernels-c/examples/linear.c libquant_kernels.a -lpthread -ldl -lm
+ *   cc -std=c11 -I kernels-c/include kernels-c/tests/programs/linear.c libquant_kernels.a -lpthread -ldl -lm
  */
 #define _POSIX_C_SOURCE 200809L
 #include <math.h>

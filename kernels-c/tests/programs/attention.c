@@ -1,7 +1,7 @@
 /* Attention on a 4-bit KV cache from C: on pages of this program, then on a cache of the library. Both are compared with
  * a naive implementation.
  *
- *   cc -std=c11 -I kernels-c/include kernels-c/examples/attention.c libquant_kernels.a -lpthread -ldl -lm
+ *   cc -std=c11 -I kernels-c/include kernels-c/tests/programs/attention.c libquant_kernels.a -lpthread -ldl -lm
  */
 #include <float.h>
 #include <math.h>

@@ -3,7 +3,7 @@
  * memory are declared here and looked up with dlsym.
  *
  *   cargo build --release -p quant-kernels-c --features cuda
- *   cc -std=c11 -I kernels-c/include kernels-c/examples/cuda_linear.c libquant_kernels.a -lpthread -ldl -lm
+ *   cc -std=c11 -I kernels-c/include kernels-c/tests/programs/cuda_linear.c libquant_kernels.a -lpthread -ldl -lm
  *   ./a.out [DIRECTORY]     directory for compiled kernels
  *
  * Exits with 2, and says why, if there is no GPU or no compiler.

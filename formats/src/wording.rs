@@ -1,0 +1,223 @@
+//! How messages name settings and commands, which each program spells differently.
+//!
+//! A message writes a setting as `‹group_size›`, a setting with a value as `‹format=gptq›`, and a command as
+//! `‹plan(MODEL)›` or `‹eval(MODEL, text=TEXT)›`. This form is readable as it is. [`parts`] returns the marked
+//! settings and commands as data, and [`worded`] replaces them with a program's own spelling, which a [`Wording`]
+//! defines: `--group-size` on a command line, `group_size=` in Python. A [`Remedy`] is such a message.
+
+use std::borrow::Cow;
+use std::fmt;
+
+/// A program's spelling of settings and commands.
+pub trait Wording {
+    /// Spells a setting, given its name in `snake_case` and the suggested value, if any.
+    fn setting(&self, name: &str, value: Option<&str>) -> String;
+    /// Spells a command with its arguments: settings with their values, and positional values.
+    fn command(&self, name: &str, arguments: &[Argument<'_>]) -> String;
+}
+
+/// An argument of a command in a message.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Argument<'a> {
+    /// A positional value.
+    Positional(&'a str),
+    /// A setting, with or without a value.
+    Setting(&'a str, Option<&'a str>),
+}
+
+/// A part of a message.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Part<'a> {
+    /// Text.
+    Text(&'a str),
+    /// A setting of the request, by its name in `snake_case`, and the suggested value, if any.
+    Setting(&'a str, Option<&'a str>),
+    /// A command, and its arguments.
+    Command(&'a str, Vec<Argument<'a>>),
+}
+
+const OPEN: char = '‹';
+const CLOSE: char = '›';
+
+/// Splits a message into text, settings and commands. Marked text that is not a setting or command stays text.
+///
+/// ```
+/// use quant_formats::wording::{Part, parts};
+///
+/// let parts = parts("leave it float with ‹ignore›, or write ‹format=gptq›");
+/// assert_eq!(parts[1], Part::Setting("ignore", None));
+/// assert_eq!(parts[3], Part::Setting("format", Some("gptq")));
+/// ```
+pub fn parts(text: &str) -> Vec<Part<'_>> {
+    let mut parts = Vec::new();
+    // The marks of `rest` before `from` belong to text.
+    let (mut rest, mut from) = (text, 0);
+    while let Some(open) = rest[from..].find(OPEN).map(|at| from + at) {
+        let after = &rest[open + OPEN.len_utf8()..];
+        match after.split_once(CLOSE).and_then(|(marked, tail)| Some((one(marked)?, tail))) {
+            Some((part, tail)) => {
+                parts.extend(Some(Part::Text(&rest[..open])).filter(|_| open > 0));
+                parts.push(part);
+                (rest, from) = (tail, 0);
+            }
+            None => from = open + OPEN.len_utf8(),
+        }
+    }
+    parts.extend(Some(Part::Text(rest)).filter(|_| !rest.is_empty()));
+    parts
+}
+
+/// Returns a message in a program's own spelling.
+pub fn worded<'a>(text: &'a str, wording: &dyn Wording) -> Cow<'a, str> {
+    if !text.contains(OPEN) {
+        return Cow::Borrowed(text);
+    }
+    let own = |part| match part {
+        Part::Text(text) => text.to_owned(),
+        Part::Setting(name, value) => wording.setting(name, value),
+        Part::Command(name, arguments) => wording.command(name, &arguments),
+    };
+    Cow::Owned(parts(text).into_iter().map(own).collect())
+}
+
+/// The setting or command between two marks.
+fn one(marked: &str) -> Option<Part<'_>> {
+    let end = marked.find(|c: char| !(c.is_ascii_lowercase() || c.is_ascii_digit() || c == '_'));
+    let (name, tail) = marked.split_at(end.unwrap_or(marked.len()));
+    if name.is_empty() {
+        return None;
+    }
+    if let Some(value) = tail.strip_prefix('=') {
+        return Some(Part::Setting(name, Some(value)));
+    }
+    if let Some(inner) = tail.strip_prefix('(').and_then(|t| t.strip_suffix(')')) {
+        let arguments = inner.split(", ").filter(|a| !a.is_empty()).map(argument).collect();
+        return Some(Part::Command(name, arguments));
+    }
+    tail.is_empty().then_some(Part::Setting(name, None))
+}
+
+fn argument(text: &str) -> Argument<'_> {
+    let is_name = |name: &str| !name.is_empty() && name.bytes().all(|b| b.is_ascii_lowercase() || b == b'_');
+    match text.split_once('=') {
+        Some((name, value)) if is_name(name) => Argument::Setting(name, Some(value)),
+        None if is_name(text) => Argument::Setting(text, None),
+        _ => Argument::Positional(text),
+    }
+}
+
+/// What to do about an error: text in which settings of the request and commands are marked.
+///
+/// [`parts`](Self::parts) returns them as data; [`worded`](Self::worded) returns the text in a program's own spelling.
+///
+/// ```
+/// use quant_formats::wording::{CommandLine, Part, Remedy};
+///
+/// let remedy = Remedy::from("choose a different output, or replace it with ‹force›");
+/// assert_eq!(remedy.parts()[1], Part::Setting("force", None));
+/// assert_eq!(remedy.worded(&CommandLine), "choose a different output, or replace it with --force");
+/// ```
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Remedy(String);
+
+impl Remedy {
+    /// The text and the marked settings and commands, in order.
+    pub fn parts(&self) -> Vec<Part<'_>> {
+        parts(&self.0)
+    }
+
+    /// The text with its marks: `‹force›`.
+    pub fn marked(&self) -> &str {
+        &self.0
+    }
+
+    /// The text in a program's own spelling.
+    pub fn worded(&self, wording: &dyn Wording) -> Cow<'_, str> {
+        worded(&self.0, wording)
+    }
+}
+
+impl fmt::Display for Remedy {
+    /// The text with its marks.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl From<&str> for Remedy {
+    fn from(marked: &str) -> Self {
+        Self(marked.into())
+    }
+}
+
+impl From<String> for Remedy {
+    fn from(marked: String) -> Self {
+        Self(marked)
+    }
+}
+
+/// The spelling of a command line: `--group-size`, `--format gptq`, `` `quant plan MODEL` ``.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct CommandLine;
+
+impl Wording for CommandLine {
+    fn setting(&self, name: &str, value: Option<&str>) -> String {
+        let option = format!("--{}", name.replace('_', "-"));
+        match value {
+            None => option,
+            // An option with an optional value needs the `=`.
+            Some(value) if name == "json" => format!("{option}={value}"),
+            Some(value) => format!("{option} {value}"),
+        }
+    }
+
+    fn command(&self, name: &str, arguments: &[Argument<'_>]) -> String {
+        let words = arguments.iter().map(|argument| match argument {
+            Argument::Positional(value) => (*value).to_owned(),
+            Argument::Setting(name, value) => self.setting(name, *value),
+        });
+        let words: Vec<String> = ["quant", name].into_iter().map(str::to_owned).chain(words).collect();
+        format!("`{}`", words.join(" "))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_command_line_has_options() {
+        for (text, out) in [
+            ("nothing", "nothing"),
+            (
+                "leave it float with ‹ignore›, or write ‹format=gptq›",
+                "leave it float with --ignore, or write --format gptq",
+            ),
+            ("for example ‹override='{a=b}=w8a16'›", "for example --override '{a=b}=w8a16'"),
+            ("‹plan()› predicts", "`quant plan` predicts"),
+            ("‹eval(MODEL, text=TEXT, json=FILE)›", "`quant eval MODEL --text TEXT --json=FILE`"),
+            ("‹gate(RESULT…, baseline=FILE, update)›", "`quant gate RESULT… --baseline FILE --update`"),
+        ] {
+            assert_eq!(worded(text, &CommandLine), out);
+        }
+    }
+
+    #[test]
+    fn other_text_between_the_marks_stays() {
+        for text in ["‹A b›", "a ‹ b", "‹›", "‹x y›", "›‹", "‹x(›"] {
+            assert_eq!(worded(text, &CommandLine), text);
+        }
+        assert_eq!(worded("‹ ‹ignore›", &CommandLine), "‹ --ignore");
+        assert_eq!(
+            parts("‹ ‹ignore› ‹"),
+            [Part::Text("‹ "), Part::Setting("ignore", None), Part::Text(" ‹")]
+        );
+        assert_eq!(parts(""), []);
+        let command = Part::Command(
+            "eval",
+            vec![Argument::Positional("MODEL"), Argument::Setting("json", Some("FILE"))],
+        );
+        assert_eq!(Remedy::from("‹eval(MODEL, json=FILE)›".to_owned()).parts(), [command]);
+    }
+}

@@ -1,0 +1,193 @@
+//! The steps, methods and formats that may be named in requests: the library's, and those of the calling program.
+
+use std::borrow::Cow;
+
+use super::method::TRANSFORMS;
+use super::{METHODS, Method, Rounding};
+use crate::format::{CONTAINERS, Container};
+use crate::model::Preparation;
+use crate::transform::Transform;
+use crate::{Error, Result};
+
+/// Steps, methods and formats that the calling program adds to those of this library.
+///
+/// [`QuantizeRequest::extensions`](crate::run::QuantizeRequest::extensions) makes them known by their names: in a
+/// recipe file (`kind` of `[[transform]]`, `format`) and in settings (`method`, `format`). The default adds nothing.
+///
+/// ```
+/// use quant_core::recipe::{Extensions, Method, method};
+///
+/// // A method of the program: AWQ on a rotated model.
+/// let own = Method { name: "rotated-awq".into(), summary: "AWQ, rotated", ..method("rotate,awq")? };
+/// let known = Extensions { methods: vec![own], ..Extensions::default() };
+/// assert_eq!(known.method("rotated-awq")?.steps(), ["rotate", "awq"]);
+/// assert_eq!(known.container("awq")?.name(), "awq");
+/// # Ok::<(), quant_core::Error>(())
+/// ```
+#[derive(Debug, Clone, Default)]
+pub struct Extensions {
+    /// Steps before rounding.
+    pub transforms: Vec<&'static dyn Transform>,
+    /// Methods.
+    pub methods: Vec<Method>,
+    /// Formats.
+    pub containers: Vec<&'static dyn Container>,
+}
+
+impl Extensions {
+    /// Checks that every name is new and can be written in a list.
+    ///
+    /// # Errors
+    /// [`Error::Usage`] for a name that is empty, has a comma or a space, or is taken.
+    pub fn check(&self) -> Result<()> {
+        let prepared = Preparation::ALL.into_iter().map(Preparation::name);
+        let rounded = Rounding::ALL.into_iter().map(Rounding::name);
+        let steps = self.transforms().map(|t| t.name()).chain(prepared).chain(rounded).collect();
+        let methods = self.methods().map(|m| &*m.name).collect();
+        let formats = self.containers().map(|c| c.name()).collect();
+        [("step", steps), ("method", methods), ("format", formats)]
+            .into_iter()
+            .try_for_each(|(kind, names): (_, Vec<&str>)| are_distinct(kind, &names))
+    }
+
+    /// All transforms.
+    pub fn transforms(&self) -> impl Iterator<Item = &'static dyn Transform> {
+        TRANSFORMS.iter().chain(&self.transforms).copied()
+    }
+
+    /// All methods with a name of their own.
+    fn methods(&self) -> impl Iterator<Item = &Method> {
+        METHODS.iter().chain(&self.methods)
+    }
+
+    /// All formats.
+    pub fn containers(&self) -> impl Iterator<Item = &'static dyn Container> {
+        CONTAINERS.iter().chain(&self.containers).copied()
+    }
+
+    /// Returns the transform with this name.
+    pub fn transform(&self, name: &str) -> Option<&'static dyn Transform> {
+        self.transforms().find(|t| t.name() == name)
+    }
+
+    /// The name and the summary of every step that may come before rounding, sorted by name.
+    pub fn steps(&self) -> Vec<(&'static str, &'static str)> {
+        let prepared = Preparation::ALL.into_iter().map(|p| (p.name(), p.summary()));
+        let mut steps: Vec<_> = self.transforms().map(|t| (t.name(), t.summary())).chain(prepared).collect();
+        steps.sort_unstable();
+        steps
+    }
+
+    /// Returns the method with this name, or the one that consists of steps separated by commas. The last one may be a
+    /// rounding: `rotate,awq,gptq`.
+    ///
+    /// # Errors
+    /// [`Error::Usage`] when there is no such method, with a list of all; otherwise as [`Method::of`].
+    pub fn method(&self, name: &str) -> Result<Method> {
+        if let Some(named) = self.methods().find(|m| m.name == name) {
+            return Ok(named.clone());
+        }
+        let mut steps: Vec<&str> = name.split(',').map(str::trim).collect();
+        let known = |step: &str| self.steps().iter().any(|(name, _)| *name == step);
+        if steps.len() == 1 && !known(name) {
+            let known: Vec<_> = self.methods().map(|m| &*m.name).collect();
+            return Err(Error::usage(
+                format!("unknown method `{name}`"),
+                format!(
+                    "known methods: {}; or list steps separated by commas, as in rotate,awq,gptq",
+                    known.join(", ")
+                ),
+            ));
+        }
+        let named = Rounding::ALL.into_iter().find(|r| steps.last() == Some(&r.name()));
+        if named.is_some() {
+            steps.pop();
+        }
+        self.method_of(&steps, named.unwrap_or(Rounding::Nearest))
+    }
+
+    /// As [`Method::of`], with all steps and methods.
+    ///
+    /// # Errors
+    /// As [`Method::of`].
+    pub fn method_of(&self, steps: &[&str], rounding: Rounding) -> Result<Method> {
+        let methods: Cow<'_, [Method]> = match self.methods[..] {
+            [] => METHODS.into(),
+            _ => self.methods().cloned().collect::<Vec<_>>().into(),
+        };
+        let transforms: Vec<_> = self.transforms().collect();
+        Method::composed(steps, rounding, (&methods, &transforms))
+    }
+
+    /// Returns the format with this name.
+    ///
+    /// # Errors
+    /// When no format has that name; the message lists the known names.
+    pub fn container(&self, name: &str) -> Result<&'static dyn Container> {
+        self.containers().find(|c| c.name() == name).ok_or_else(|| {
+            let known: Vec<_> = self.containers().map(|c| c.name()).collect();
+            Error::usage(format!("unknown format `{name}`"), format!("known formats: {}", known.join(", ")))
+        })
+    }
+
+    /// Returns the formats with these names.
+    ///
+    /// # Errors
+    /// See [`container`](Self::container); also when the list is empty or has a duplicate.
+    pub fn containers_of(&self, names: &[String]) -> Result<Vec<&'static dyn Container>> {
+        const REMEDY: &str = "list each format once";
+        if names.is_empty() {
+            return Err(Error::usage("no format is given", REMEDY));
+        }
+        for (i, name) in names.iter().enumerate() {
+            if names[..i].contains(name) {
+                return Err(Error::usage(format!("format `{name}` is listed twice"), REMEDY));
+            }
+        }
+        names.iter().map(|name| self.container(name)).collect()
+    }
+}
+
+fn are_distinct(kind: &str, names: &[&str]) -> Result<()> {
+    for (i, name) in names.iter().enumerate() {
+        let wrong = match name {
+            _ if names[..i].contains(name) => "is taken",
+            _ if name.is_empty() || name.contains([',', ' ']) => "is empty or has a comma or a space",
+            _ => continue,
+        };
+        return Err(Error::usage(
+            format!("the name `{name}` of a {kind} {wrong}"),
+            "give it another name in the program that adds it",
+        ));
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::recipe::method;
+    use crate::transform::Awq;
+
+    #[test]
+    fn names_that_are_taken_are_refused() {
+        assert!(Extensions::default().check().is_ok());
+        let named = |name: &'static str| Method { name: name.into(), ..method("rotate,awq").unwrap() };
+        let methods = |name| Extensions { methods: vec![named(name)], ..Extensions::default() };
+        assert!(methods("mine").check().is_ok());
+        let awq = Extensions { transforms: vec![&Awq], ..Extensions::default() };
+        let format = Extensions { containers: vec![CONTAINERS[0]], ..Extensions::default() };
+        for (extensions, expected) in [
+            (awq, "the name `awq` of a step is taken"),
+            (format, "the name `compressed-tensors` of a format is taken"),
+            (methods("gptq"), "the name `gptq` of a method is taken"),
+            (methods("a,b"), "has a comma"),
+            (methods(""), "is empty"),
+        ] {
+            let error = extensions.check().unwrap_err();
+            assert_eq!(error.category(), crate::Category::Usage);
+            assert!(error.to_string().contains(expected), "{error}");
+        }
+        assert_eq!(methods("mine").method("rotate,awq").unwrap().name, "mine", "named by its own method");
+    }
+}
