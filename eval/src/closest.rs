@@ -25,7 +25,7 @@ pub struct Closest {
 /// ```
 /// use quant_evaluator::closest;
 ///
-/// let found = closest(&[&[0.02, 0.03, 0.02, 0.03], &[0.01, 0.02, 0.01, 0.03]], &[10; 4]).unwrap();
+/// let found = closest(&[&[0.020, 0.031, 0.021, 0.030], &[0.010, 0.020, 0.010, 0.020]], &[10; 4]).unwrap();
 /// assert_eq!((found.index, found.next, found.clear), (1, 0, true));
 /// ```
 pub fn closest(window_kl: &[&[f64]], tokens: &[usize]) -> Option<Closest> {

@@ -283,7 +283,7 @@ mod tests {
         // After a truncation, nothing more is written, even if it would fit.
         assert_eq!(cut(3, ""), [b'a', 0, 0xff]);
         assert_eq!(cut(4, "b"), [b'a', 0xc3, 0xb1, 0]);
-        assert_eq!(cut(7, "b"), [b'a', 0xc3, 0xb1, b' ', b'b', 0, 0xff]);
+        assert_eq!(cut(8, "b"), [b'a', 0xc3, 0xb1, b':', b' ', b'b', 0, 0xff]);
     }
 
     #[test]

@@ -191,7 +191,7 @@ fn what_is_wrong_is_a_status_with_a_reason() {
         assert!(text.contains(says), "{text}");
         assert!(checkpoint.is_null());
     };
-    refused(null(), qz1_status::Null, "the path is null");
+    refused(null(), qz1_status::Null, "the path: null pointer");
     refused(c_path(&scratch.path().join("absent")).as_ptr(), qz1_status::Checkpoint, "absent");
     let float = scratch.path().join("float");
     write(&float, CHECKPOINTS[0]);

@@ -309,13 +309,13 @@ fn misuse_is_an_error() {
     assert_eq!(view([6, 128], 4, 32, scales, None), ViewError::GroupSize { group_size: 256, k: 128 });
     let length = |what, expected, got| ViewError::Length { what, expected, got };
     let short = SuperScales { groups: &case.groups[1..], ..scales };
-    assert_eq!(view(shape, 4, 32, short, None), length("scales of groups", 24, 23));
+    assert_eq!(view(shape, 4, 32, short, None), length("group scales", 24, 23));
     let short = SuperScales { blocks: &case.blocks[1..], ..scales };
-    assert_eq!(view(shape, 4, 32, short, None), length("scales of blocks", 3, 2));
+    assert_eq!(view(shape, 4, 32, short, None), length("super-block scales", 3, 2));
     let short = SuperScales { mins: mins.map(|m| SuperMins { groups: &m.groups[1..], ..m }), ..scales };
-    assert_eq!(view(shape, 4, 32, short, None), length("minima of groups", 24, 23));
+    assert_eq!(view(shape, 4, 32, short, None), length("group minima", 24, 23));
     let short = SuperScales { mins: mins.map(|m| SuperMins { blocks: &m.blocks[1..], ..m }), ..scales };
-    assert_eq!(view(shape, 4, 32, short, None), length("minima of blocks", 3, 2));
+    assert_eq!(view(shape, 4, 32, short, None), length("super-block minima", 3, 2));
     let floats = WeightView::float_with_scales(
         shape,
         quant_kernels_cpu::FloatFormat::E2m1,

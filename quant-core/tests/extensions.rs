@@ -333,7 +333,7 @@ fn a_recipe_names_both() {
         assert_eq!(error.category(), Category::Usage);
         assert!(error.to_string().contains(expected), "{error}");
     }
-    assert!(Recipe::parse(RECIPE).unwrap_err().to_string().contains("step `even-columns` is not known"));
+    assert!(Recipe::parse(RECIPE).unwrap_err().to_string().contains("unknown step `even-columns`"));
 }
 
 #[test]

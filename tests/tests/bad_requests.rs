@@ -98,7 +98,7 @@ fn recipes() {
             &["--group-size", "32", "--format", "awq", "--override", "lm_head=w4a16"],
             &["`lm_head` cannot be quantized", "keep it float"],
         ),
-        (&["--group-size", "32", "--samples", "0"], &["0 windows of 512 tokens"]),
+        (&["--group-size", "32", "--samples", "0"], &["0 calibration windows of 512 tokens"]),
         (
             &["--group-size", "32", "--ignore", "*.mlp.*", "--override", "down_proj=w8a16"],
             &["--override down_proj has no effect", "--ignore takes precedence"],
@@ -295,7 +295,7 @@ fn arguments() {
         (args!["eval", m, "--text", "builtin-heldout", "--window", "0"], "windows of 0 tokens are too short"),
         (args!["eval", m, "--text", "builtin-heldout", "--profile", "best"], "unknown profile `best`"),
         (args!["bench", m, "--prefill", "0"], "nothing to measure"),
-        (args!["bench", m, "--decode", "99999999999"], "are too many"),
+        (args!["bench", m, "--decode", "99999999999"], "is too many"),
         (args!["bench", m, "--only", "w8a8"], "--only has no effect without `bench kernels`"),
         (args!["bench", "kernels", "--only", "w9a9"], "no kernel has `w9a9` in its name"),
     ];
@@ -334,9 +334,9 @@ fn absurd_numbers() {
     refuses_to_quantize("too many samples", m, &options, 5, &["memory", "--memory-budget"]);
     quant(args!["plan", m].into_iter().chain(options.map(Into::into))).succeeded();
     let options = ["--group-size", "32", "--samples", "0"];
-    refuses_to_quantize("no sample", m, &options, 2, &["0 windows of 512 tokens"]);
+    refuses_to_quantize("no sample", m, &options, 2, &["0 calibration windows of 512 tokens"]);
     let options = ["--group-size", "32", "--seq-len", "1"];
-    refuses_to_quantize("too short samples", m, &options, 2, &["64 windows of 1 tokens"]);
+    refuses_to_quantize("too short samples", m, &options, 2, &["64 calibration windows of 1 tokens"]);
     let run = quant(args!["eval", m, "--text", "builtin-heldout", "--window", &max]);
     check_message("window", &run, 2, &["windows of 18446744073709551615 tokens are too long"]);
     let run = quant(args!["eval", m, "--text", "builtin-heldout", "--window", "1048576"]);
@@ -369,7 +369,7 @@ fn texts() {
         ("empty.txt", &["empty.txt: holds no text"]),
         ("blank.txt", &["blank.txt: holds no text"]),
         ("short.txt", &["short.txt: has 26 tokens, enough for only 0 windows of 50; 1 are needed"]),
-        ("latin.txt", &["latin.txt: is not UTF-8 at byte 3"]),
+        ("latin.txt", &["latin.txt: is not valid UTF-8 at byte 3"]),
         ("no-text.jsonl", &["no-text.jsonl:3: has no string field `text`"]),
         ("number.jsonl", &["number.jsonl:1: has no string field `text`"]),
         ("cut.jsonl", &["cut.jsonl:2: is not JSON"]),

@@ -52,7 +52,7 @@ fn one_run_writes_what_each_format_would_get_alone() {
     // Neither output is overwritten without `--force`. With it, both are replaced together.
     let before = snapshot(&both);
     let run = quant(quantize(&model, &both, &options));
-    check_message("they exist", &run, 2, &["compressed-tensors exists already", "--force"]);
+    check_message("they exist", &run, 2, &["compressed-tensors already exists", "--force"]);
     assert_eq!(snapshot(&both), before);
     quant(quantize(&model, &both, &[&options[..], &["--force"]].concat())).succeeded();
     assert_eq!(snapshot(&both), before);
@@ -86,7 +86,7 @@ fn an_interrupted_run_of_both_leaves_neither_and_resumes() {
     // The state after a run was killed between the two renames: only one output exists.
     std::fs::remove_dir_all(out.join("awq")).unwrap();
     let run = quant(quantize(&model, &out, &[&options[..], &["--resume"]].concat()));
-    check_message("one of two", &run, 2, &["compressed-tensors exists already", "add --force"]);
+    check_message("one of two", &run, 2, &["compressed-tensors already exists", "add --force"]);
     quant(quantize(&model, &out, &[&options[..], &["--resume", "--force"]].concat())).succeeded();
     assert_eq!(hashes(&out.join("awq")), hashes(&at("whole").join("awq")));
 }

@@ -307,7 +307,7 @@ fn what_is_damaged_or_not_known_is_refused() {
         ("num_bits", json!(4), "kv_cache_scheme.strategy`"),
         ("type", json!("int"), "kv_cache_scheme.type` is \"int\"; only float is supported"),
         ("symmetric", json!(false), "kv_cache_scheme.symmetric`"),
-        ("unknown", json!(1), "kv_cache_scheme.unknown` is not known"),
+        ("unknown", json!(1), "kv_cache_scheme.unknown` is an unknown key"),
     ] {
         let mut changed = config.clone();
         changed["quantization_config"]["kv_cache_scheme"][key] = value;

@@ -369,10 +369,14 @@ fn nothing_that_is_missing_or_broken_passes() {
     let set = |path: &'static str, value: Value| {
         move |result: &mut Value| *result.pointer_mut(path).unwrap() = value.clone()
     };
-    broken("another text", &set("/text/sha256", json!("0".repeat(64))), &["its text", "--update"]);
-    broken("another tokenizer", &set("/tokenizer_sha256", json!("0".repeat(64))), &["its tokenizer"]);
-    broken("other tokens", &set("/tokens_sha256", json!("0".repeat(64))), &["its tokens"]);
-    broken("another rule", &set("/profile", json!("gptq-65")), &["its profile"]);
+    broken(
+        "another text",
+        &set("/text/sha256", json!("0".repeat(64))),
+        &["the text of `held` differs", "--update"],
+    );
+    broken("another tokenizer", &set("/tokenizer_sha256", json!("0".repeat(64))), &["the tokenizer of"]);
+    broken("other tokens", &set("/tokens_sha256", json!("0".repeat(64))), &["the tokenization of"]);
+    broken("another rule", &set("/profile", json!("gptq-65")), &["the profile of"]);
     broken("another reference", &set("/reference/sha256", json!("0".repeat(64))), &["a different reference"]);
     broken("a newer result", &set("/schema", json!("quant-eval/9")), &["quant-eval/9"]);
     broken("no schema", &|r| drop(r.as_object_mut().unwrap().remove("schema")), &["has no field `schema`"]);

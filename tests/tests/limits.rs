@@ -165,7 +165,7 @@ fn companions_of_any_size() {
     check_message("one", &run(bench.quantize("out", &rtn)), 4, &["LICENSE.txt", "has 21474836480 bytes"]);
     sparse("LICENSE.txt", 600 << 20);
     sparse("NOTICE", 600 << 20);
-    check_message("two", &run(bench.quantize("out", &rtn)), 4, &["NOTICE", "together"]);
+    check_message("two", &run(bench.quantize("out", &rtn)), 4, &["NOTICE", "in total"]);
     assert!(!bench.at("out").exists());
 }
 

@@ -20,7 +20,7 @@ pub struct Change {
     pub now: String,
     /// The difference, as text: `same`, `-2.1 %`, `other weights`; absent without a baseline.
     pub change: Option<String>,
-    /// Whether it is better or worse than in the baseline, as far as that can be told.
+    /// Whether it is better or worse than in the baseline, if that is known.
     pub trend: Option<Trend>,
 }
 

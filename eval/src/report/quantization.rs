@@ -214,7 +214,7 @@ pub fn quantization_page(title: &str, report: &QuantReport, linears: &[LinearCel
         p.verdict { b {
             (format!("{:.1} % of the original size, {:.2} bits per quantized weight.", 100.0 * report.bytes_after as f64 / report.bytes_before.max(1) as f64, report.bits_per_quantized_weight))
         } }
-        p { "Rounding errors do not predict quality: " code { "quant eval OUT --reference MODEL" } " measures it." }
+        p { "Rounding errors do not predict quality. Evaluate this model with the original as the reference to measure it." }
         div.tiles {
             (tile("tensors before", &bytes(report.bytes_before), ""))
             (tile("tensors now", &bytes(report.bytes_after), &format!("{:.1} % of before", 100.0 * report.bytes_after as f64 / report.bytes_before.max(1) as f64)))

@@ -13,7 +13,7 @@ use crate::layout::{SECTION, Section, WeightLayout};
 /// use quant_kernels_cpu::WeightView;
 /// use quant_kernels_cuda::compile::Architecture;
 /// use quant_kernels_cuda::layout::{Order, WeightLayout};
-/// use quant_kernels_cuda::linear::{Activation, PlanLimits, LinearPlan, Output};
+/// use quant_kernels_cuda::linear::{InputType, LinearPlan, Output, PlanLimits};
 ///
 /// # let (codes, scales) = (vec![9; 4096 * 128], vec![0.5; 4096]);
 /// # let view = WeightView::new([4096, 128], 4, 128, &codes, &scales, None)?;

@@ -112,7 +112,8 @@ impl Batch {
     /// Writes the current states, which are those before block `layer`.
     pub(super) fn save(&self, job: &Job<'_>, layer: usize, path: &Path, depends_on: &Value) -> Result<()> {
         let program = Program::current(job.cancel)?;
-        states::save(path, job, layer, (depends_on, &program), self.streams(), None).map(|_| ())
+        let go_on = || job.cancel.check().map(|()| true);
+        states::save(path, job, layer, (depends_on, &program), self.streams(), &go_on).map(|_| ())
     }
 
     /// Makes the decisions about block `layer` for the jobs at the positions `open`, whose results are still missing,

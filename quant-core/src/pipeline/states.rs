@@ -87,7 +87,7 @@ impl<'a> Saver<'a> {
 
     /// Saves the states before block `layer` if a save is due. All tensors of earlier blocks must be committed. If the
     /// file cannot be written, the observer gets a warning and later saves are skipped, because the run can complete
-    /// without them. A cancelled job saves nothing.
+    /// without them. A cancelled job gives up a save after five seconds.
     pub(super) fn save(&mut self, job: &Job<'_>, layer: usize, streams: Streams<&HiddenStates>) {
         let Some((SavedStates { path, every }, program)) = &self.saved else { return };
         let pause = if every.is_zero() { Duration::ZERO } else { (SHARE_OF_RUN * self.cost).max(*every) };
@@ -96,9 +96,14 @@ impl<'a> Saver<'a> {
         }
         let started = Instant::now();
         let allowed = (self.started.elapsed() / SHARE_OF_RUN).max(MIN_ALLOWED);
-        let until = (!every.is_zero()).then(|| started + allowed);
-        match save(path, job, layer, (self.depends_on, program), streams, until) {
-            Ok(_) | Err(Error::Interrupted) => {}
+        // A cancelled job still saves, which spares the resumed one a block, but not for long.
+        let go_on = || {
+            let taken = started.elapsed();
+            let in_time = if job.cancel.is_cancelled() { taken < MIN_ALLOWED } else { taken < allowed };
+            Ok(in_time || (every.is_zero() && !job.cancel.is_cancelled()))
+        };
+        match save(path, job, layer, (self.depends_on, program), streams, &go_on) {
+            Ok(_) => {}
             Err(error) => {
                 let message = format!(
                     "the hidden states cannot be saved, so a resumed run will recompute them: {error}"
@@ -147,21 +152,19 @@ fn about(job: &Job<'_>, layer: usize, depends_on: &Value, program: &Program) -> 
     serde_json::from_str(&about.to_string()).unwrap_or(about)
 }
 
-/// Writes the states before block `layer` to a file, which appears complete or not at all. If the time `until` passes
-/// first, returns `false` and leaves an existing file unchanged.
+/// Writes the states before block `layer` to a file, which appears complete or not at all. If `go_on` returns
+/// `false` first, returns `false` and leaves an existing file unchanged.
 ///
 /// # Errors
-/// [`Error::Io`] when it cannot be written, and [`Error::Interrupted`].
+/// [`Error::Io`] when it cannot be written, and those of `go_on`.
 pub(super) fn save(
     path: &Path,
     job: &Job<'_>,
     layer: usize,
     (depends_on, program): (&Value, &Program),
     streams: Streams<&HiddenStates>,
-    until: Option<Instant>,
+    go_on: &dyn Fn() -> Result<bool>,
 ) -> Result<bool> {
-    let is_late = || until.is_some_and(|until| Instant::now() > until);
-    let go_on = || job.cancel.check().map(|()| !is_late());
     let about = about(job, layer, depends_on, program).to_string();
     let mut new = path.as_os_str().to_owned();
     new.push(".new");
@@ -179,7 +182,7 @@ pub(super) fn save(
     removed?;
     let create = || File::options().write(true).create_new(true).open(&new);
     let written = create().map_err(fail("create")).and_then(|file| {
-        let complete = write(BufWriter::new(&file), &about, streams, &go_on, &fail("write"))?;
+        let complete = write(BufWriter::new(&file), &about, streams, go_on, &fail("write"))?;
         if complete {
             file.sync_all().map_err(fail("sync"))?;
         }

@@ -242,7 +242,7 @@ fn elements_of_less_than_a_byte() {
     ] {
         let header = file(of_type(dtype, shape, bytes), &vec![7; bytes as usize]);
         if shape == "[]" {
-            refused!(header, E::NotWholeBytes { .. }, "`t`", "F4 [] is not whole bytes");
+            refused!(header, E::NotWholeBytes { .. }, "`t`", "F4 [] does not fill whole bytes");
             continue;
         }
         let header = parse(&header).unwrap();
