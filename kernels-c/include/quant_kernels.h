@@ -660,7 +660,9 @@ uint32_t qz1_isa_detect(void);
 const char *qz1_isa_name(uint32_t isa);
 
 // Creates a handle for rows of width `n`, which must be freed by `qz1_hadamard_free`. On error, `out` is set to null.
-qz1_status qz1_hadamard_new(size_t n, struct qz1_hadamard **out, const struct qz1_message *message);
+qz1_status qz1_hadamard_new(size_t n,
+                            struct qz1_hadamard **out,
+                            const struct qz1_message *message);
 
 // Frees a handle; null is allowed.
 void qz1_hadamard_free(struct qz1_hadamard *by);
@@ -860,9 +862,7 @@ qz1_status qz1_multiply_float(const struct qz1_layout *layout,
 
 // Creates a handle for quantized rows, which are computed with the instructions `isa`. It must be freed by
 // `qz1_int8_rows_free`. On error, `out` is set to null.
-qz1_status qz1_int8_rows_new(uint32_t isa,
-                             struct qz1_int8_rows **out,
-                             const struct qz1_message *message);
+qz1_status qz1_int8_rows_new(uint32_t isa, struct qz1_int8_rows **out, const struct qz1_message *message);
 
 // Frees a handle; null is allowed.
 void qz1_int8_rows_free(struct qz1_int8_rows *rows);
@@ -899,7 +899,9 @@ qz1_status qz1_int8_rows_quantize_silu_mul(struct qz1_int8_rows *rows,
 
 // Creates a handle for float rows, packed for the instructions `isa`. It must be freed by `qz1_float_rows_free`. On
 // error, `out` is set to null.
-qz1_status qz1_float_rows_new(uint32_t isa, struct qz1_float_rows **out, const struct qz1_message *message);
+qz1_status qz1_float_rows_new(uint32_t isa,
+                              struct qz1_float_rows **out,
+                              const struct qz1_message *message);
 
 // Frees a handle; null is allowed.
 void qz1_float_rows_free(struct qz1_float_rows *rows);

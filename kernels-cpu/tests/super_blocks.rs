@@ -343,7 +343,7 @@ fn misuse_is_an_error() {
     let mut broken = case.clone();
     broken.codes[5] = 16;
     let error = PackedLinear::pack(&broken.view(), None, false, &Serial).unwrap_err();
-    assert_eq!(error, KernelError::Scheme("a code or zero point that exceeds its bits"));
+    assert_eq!(error, KernelError::Scheme("a code or zero point exceeds the bits of the weight"));
     let packed = case.pack();
     let fixed = StaticScale { scale: 0.1, zero: 3 };
     let rows = case.rows(IsaToken::detect(), packed.layout(), Some(fixed));

@@ -344,7 +344,7 @@ fn absurd_numbers() {
     let run = quant(args!["eval", m, "--text", "builtin-heldout", "--window", "64", "--windows", &max]);
     check_message("windows", &run, 4, &["windows of 64; 18446744073709551615 are needed"]);
     let run = quant(args!["bench", m, "--prefill", &max, "--decode", &max]);
-    check_message("bench", &run, 2, &["are too many"]);
+    check_message("bench", &run, 2, &["is too many"]);
     let run = quant(args!["plan", m, "--group-size", &max]);
     check_message("group size", &run, 2, &["14 tensor(s)", &max]);
 }

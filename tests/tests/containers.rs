@@ -52,7 +52,7 @@ fn one_run_writes_what_each_format_would_get_alone() {
     // Neither output is overwritten without `--force`. With it, both are replaced together.
     let before = snapshot(&both);
     let run = quant(quantize(&model, &both, &options));
-    check_message("they exist", &run, 2, &["compressed-tensors already exists", "--force"]);
+    check_message("they exist", &run, 2, &["compressed-tensors exists already", "--force"]);
     assert_eq!(snapshot(&both), before);
     quant(quantize(&model, &both, &[&options[..], &["--force"]].concat())).succeeded();
     assert_eq!(snapshot(&both), before);

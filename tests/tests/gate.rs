@@ -477,7 +477,7 @@ fn nothing_that_is_missing_or_broken_passes() {
         let before = std::fs::read(path).unwrap();
         let option = format!("{option}={}", path.display());
         let run = quant(args!["gate", &good, "--policy", &policy, "--baseline", &baseline, &option]);
-        check_message("an output that is an input", &run, 2, &["a file of its own"]);
+        check_message("an output that is an input", &run, 2, &["a separate file"]);
         assert_eq!(std::fs::read(path).unwrap(), before, "{option}");
     }
     judge("no result", &at("absent.json"), &baseline, 4, &["absent.json: does not exist"]);
