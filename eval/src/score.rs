@@ -40,8 +40,8 @@ impl<'a> From<Scored<'a>> for Origin<'a> {
 impl<'a> Origin<'a> {
     fn output(self) -> Result<Output<'a>> {
         match self {
-            Self::Model(decoder) | Self::Noisy(decoder, _) => Ok(Output::Head(decoder.head()?)),
-            Self::Stored(stored) => Ok(Output::Head(stored.head()?)),
+            Self::Model(decoder) | Self::Noisy(decoder, _) => Ok(Output::Head(Box::new(decoder.head()?))),
+            Self::Stored(stored) => Ok(Output::Head(Box::new(stored.head()?))),
             Self::Engine(engine) => match engine.vocab() {
                 0 => Err(Error::Logits { reason: "the engine reports a vocabulary of 0 tokens".into() }),
                 vocab => Ok(Output::Logits(vocab)),

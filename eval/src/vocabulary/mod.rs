@@ -33,7 +33,7 @@ const WHOLE_POSITIONS: usize = 64;
 /// The output stage of a model: how logits are obtained.
 pub(crate) enum Output<'a> {
     /// A head multiplies hidden states.
-    Head(Head<'a>),
+    Head(Box<Head<'a>>),
     /// The inputs are the logits, for a vocabulary of this size.
     Logits(usize),
 }

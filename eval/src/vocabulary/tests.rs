@@ -75,7 +75,8 @@ fn head_of(vocab: usize, logits: &[f32]) -> Head<'static> {
 
 /// The result of the pass for these logits, which must be the same from a head and from given logits.
 fn passed(vocab: usize, logits: &[&[f32]], next: &[u32]) -> Vec<Sums> {
-    let heads: Vec<Output<'_>> = logits.iter().map(|logits| Output::Head(head_of(vocab, logits))).collect();
+    let heads: Vec<Output<'_>> =
+        logits.iter().map(|logits| Output::Head(Box::new(head_of(vocab, logits)))).collect();
     let mut unit = vec![0.0_f32; next.len() * next.len()];
     unit.iter_mut().step_by(next.len() + 1).for_each(|x| *x = 1.0);
     let sources: Vec<Source<'_>> = heads.iter().map(|output| Source { output, inputs: &unit }).collect();

@@ -96,8 +96,9 @@ static FORMS: [Form; 11] = [
     }),
     form(&Q2_K, (2, 16), Grid::SuperMins, &[80, 82], |block, codes, groups| {
         [groups.d, groups.dmin] = [80, 82].map(|at| half_at(block, at));
-        for j in 0..16 {
-            (groups.factors[j], groups.mins[j]) = ((block[j] & 15) as i8, block[j] >> 4);
+        let of_groups = groups.factors.iter_mut().zip(&mut groups.mins);
+        for ((factor, min), byte) in of_groups.zip(&block[..16]) {
+            (*factor, *min) = ((byte & 15) as i8, byte >> 4);
         }
         for (e, code) in codes.iter_mut().enumerate() {
             let (byte, shift) = q2_k::place(e);

@@ -19,7 +19,7 @@ impl Layout {
             _ => panel[at + byte] >> (4 * half) & 0x0f,
         };
         match self.high_bits(step, half) {
-            Some((at, shift)) => low | (panel[at + byte] >> shift & (1 << (self.code_bits - 4)) - 1) << 4,
+            Some((at, shift)) => low | ((panel[at + byte] >> shift) & ((1 << (self.code_bits - 4)) - 1)) << 4,
             None => low,
         }
     }

@@ -39,7 +39,7 @@ pub fn open(path: &Path) -> Result<ModelDirectory> {
     let mut notes = Vec::new();
     let kinds = source.kinds();
     if !kinds.is_empty() {
-        notes.push(format!("blocks of {} are dequantized to floats", kinds.join(", ")));
+        notes.push(format!("the weights are stored in blocks of {}", kinds.join(", ")));
     }
     let directory = match tokenizer::files(&about)? {
         Ok(files) => ModelDirectory::in_memory(path, config, Arc::new(source), files, notes),
