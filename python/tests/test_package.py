@@ -112,8 +112,8 @@ def test_schemes_of_oneshot_exist(model: Path) -> None:
         (lambda: shot(model=3), "model= is a int"),
         (lambda: shot(recipe="recipe.yaml"), "recipes as text or files are not supported here"),
         (lambda: shot(recipe=object()), "not iterable"),
-        (lambda: shot(recipe=[GPTQModifier(), GPTQModifier()]), "unknown recipe GPTQModifier then GPTQModifier"),
-        (lambda: shot(recipe=GPTQModifier()), "names 0 schemes"),
+        (lambda: shot(recipe=[GPTQModifier(), GPTQModifier()]), "GPTQModifier then GPTQModifier is not a supported recipe"),
+        (lambda: shot(recipe=GPTQModifier()), "the recipe has 0 different schemes"),
         (lambda: shot(save_compressed=False), "save_compressed=False"),
         (lambda: shot(recipe=GPTQModifier(scheme="W4A16"), dataset=[{"input_ids": [1]}]), "contains tokens"),
     ],
@@ -174,7 +174,7 @@ def test_the_code_of_the_readmes_runs(page: str, model: Path, tmp_path: Path, mo
     for block in blocks:
         exec(compile(block, page, "exec"), {"__name__": "readme", "print": printed.append})
     assert (tmp_path / "OUT/config.json").is_file()
-    assert printed and all(0 < kl < 1 for kl in printed)
+    assert printed and all(0 < kl.mean < 1 for kl in printed)
 
 
 def test_the_page_lists_every_function() -> None:

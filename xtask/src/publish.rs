@@ -1,5 +1,6 @@
 //! Whether the crates can be published: their packages, the size of each, and breaking changes since the last release.
 
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
@@ -16,13 +17,16 @@ const SEMVER_CHECKS: &str = "0.51.0";
 /// When a crate cannot be packaged, or is too large.
 pub fn dry_run() -> Result<()> {
     let packages = target_dir().join("package");
+    if packages.exists() {
+        // Crates of earlier versions would be measured too.
+        std::fs::remove_dir_all(&packages)
+            .with_context(|| format!("cannot remove {}", packages.display()))?;
+    }
     let flags = ["--workspace", "--dry-run", "--no-verify", "--allow-dirty", "--locked"];
     execute(cargo(&["publish"]).args(flags))?;
     let mut found = 0;
-    for entry in
-        std::fs::read_dir(&packages).with_context(|| format!("cannot list {}", packages.display()))?
-    {
-        let path = entry?.path();
+    // Cargo keeps the crates of a dry run in a subfolder, whose name is not documented.
+    for path in files_in(&packages)? {
         if path.extension().is_none_or(|extension| extension != "crate") {
             continue;
         }
@@ -33,6 +37,19 @@ pub fn dry_run() -> Result<()> {
     }
     ensure!(found > 0, "{} holds no crate", packages.display());
     Ok(())
+}
+
+/// The files of a folder and of its subfolders.
+fn files_in(folder: &Path) -> Result<Vec<PathBuf>> {
+    let mut files = Vec::new();
+    for entry in std::fs::read_dir(folder).with_context(|| format!("cannot list {}", folder.display()))? {
+        let path = entry?.path();
+        match path.is_dir() {
+            true => files.extend(files_in(&path)?),
+            false => files.push(path),
+        }
+    }
+    Ok(files)
 }
 
 /// Compares the public API with that of the last release, a tag such as `v0.1.0`.
