@@ -114,7 +114,7 @@ impl EvaluationReport<'_> {
             None => bytes(r.model.size_bytes),
         };
         html! {
-            p.verdict { b { (conclusion(r)) } }
+            p.verdict { strong { (conclusion(r)) } }
             p { (what) "; " (size) "." }
         }
     }

@@ -211,7 +211,7 @@ pub fn quantization_page(title: &str, report: &QuantReport, linears: &[LinearCel
         "; by quant " (report.version)
     };
     let body = html! {
-        p.verdict { b {
+        p.verdict { strong {
             (format!("{:.1} % of the original size, {:.2} bits per quantized weight.", 100.0 * report.bytes_after as f64 / report.bytes_before.max(1) as f64, report.bits_per_quantized_weight))
         } }
         p { "Rounding errors do not predict quality. Evaluate this model with the original as the reference to measure it." }
