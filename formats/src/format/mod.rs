@@ -346,6 +346,14 @@ pub fn container_of(quant_method: &str) -> Option<&'static dyn Container> {
 /// # Errors
 /// See [`container`]; also when the list is empty or has a duplicate.
 pub fn containers(names: &[String]) -> Result<Vec<&'static dyn Container>> {
+    containers_with(names, container)
+}
+
+/// Returns the formats of those names, each found by `find`. A program with its own formats looks them up too.
+///
+/// # Errors
+/// Those of `find`; also when the list is empty or has a duplicate.
+pub fn containers_with<T>(names: &[String], find: impl Fn(&str) -> Result<T>) -> Result<Vec<T>> {
     const REMEDY: &str = "list each format once";
     if names.is_empty() {
         return Err(Error::usage("no format is given", REMEDY));
@@ -355,7 +363,7 @@ pub fn containers(names: &[String]) -> Result<Vec<&'static dyn Container>> {
             return Err(Error::usage(format!("format `{name}` is listed twice"), REMEDY));
         }
     }
-    names.iter().map(|name| container(name)).collect()
+    names.iter().map(|name| find(name)).collect()
 }
 
 /// Returns a reader for a checkpoint whose `config.json` has this `quantization_config`.

@@ -4,7 +4,7 @@ use std::borrow::Cow;
 
 use super::method::TRANSFORMS;
 use super::{METHODS, Method, Rounding};
-use crate::format::{CONTAINERS, Container};
+use crate::format::{CONTAINERS, Container, containers_with};
 use crate::model::Preparation;
 use crate::transform::Transform;
 use crate::{Error, Result};
@@ -135,16 +135,7 @@ impl Extensions {
     /// # Errors
     /// See [`container`](Self::container); also when the list is empty or has a duplicate.
     pub fn containers_of(&self, names: &[String]) -> Result<Vec<&'static dyn Container>> {
-        const REMEDY: &str = "list each format once";
-        if names.is_empty() {
-            return Err(Error::usage("no format is given", REMEDY));
-        }
-        for (i, name) in names.iter().enumerate() {
-            if names[..i].contains(name) {
-                return Err(Error::usage(format!("format `{name}` is listed twice"), REMEDY));
-            }
-        }
-        names.iter().map(|name| self.container(name)).collect()
+        containers_with(names, |name| self.container(name))
     }
 }
 
