@@ -109,7 +109,8 @@ impl<'de> Deserialize<'de> for TransformEntry {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Self, D::Error> {
         let mut entries = BTreeMap::<String, Spanned<Value>>::deserialize(deserializer)?;
         let kind = entries.remove("kind").ok_or_else(|| D::Error::missing_field("kind"))?.into_inner();
-        let kind = kind.as_str().ok_or_else(|| D::Error::custom("kind must be the name of a step"))?.to_owned();
+        let kind =
+            kind.as_str().ok_or_else(|| D::Error::custom("kind must be the name of a step"))?.to_owned();
         let keys = entries.into_iter().map(|(key, value)| {
             let start = value.span().start;
             (key, value.into_inner(), start)

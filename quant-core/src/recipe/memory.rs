@@ -163,8 +163,8 @@ impl Plan {
 
     /// Bytes per token that are kept for the whole batch while a block is processed.
     fn state_bytes(&self, graph: &BlockGraph, residence: Residence, one_expert: bool) -> u64 {
-        // For each token, the layout stores the start of its document and whether it counts. There are two copies while
-        // it is built.
+        // For each token, the layout stores the start of its document, its rank among counted tokens and whether it is
+        // padding. While it is built, there is also a copy of the starts and the role of each token.
         let plain = self.sampling.mask == Mask::None && self.sampling.packing != Packing::Documents;
         let layout = if plain { 0 } else { 16 };
         // The sum of the experts' outputs and the tokens of each expert are kept for the whole batch.
