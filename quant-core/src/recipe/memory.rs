@@ -187,7 +187,8 @@ impl Plan {
     /// The memory in bytes for the intermediate values of the tokens that go through a block at a time.
     fn piece_memory(&self, graph: &BlockGraph, tokens: u64) -> u64 {
         let length = self.sampling.length as u64;
-        // In an MLP, the outputs of gate and up and their product are in memory together, with the inputs of the linears.
+        // In an MLP, the outputs of gate and up and their product are in memory together with the inputs of the
+        // linears.
         let widest: u64 = graph.linears().map(|(_, _, [n, k], _)| (n + k) as u64).max().unwrap_or(0);
         match self.method.search_mode(&self.settings).unwrap_or_default() {
             // Attention processes a longer window as a whole; the rest of the block processes it in pieces.

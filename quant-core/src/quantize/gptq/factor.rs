@@ -257,8 +257,8 @@ impl<T: Real> Triangle<T> {
         Self { blocks: inverse }
     }
 
-    /// The matrix with rows and columns in reverse order, which is upper triangular. Each row is divided by its diagonal
-    /// element. Also returns the diagonal. Blocks are freed as their rows are converted, so memory never holds both
+    /// Returns the matrix with rows and columns in reverse order, which is upper triangular, with each row divided by
+    /// its diagonal element, and the diagonal. Blocks are freed as their rows are converted, so memory never holds both
     /// matrices in full.
     fn upper(mut self, k: usize) -> (Ratios, Vec<f64>) {
         let (mut bands, mut diagonal) = (Vec::with_capacity(k.div_ceil(BLOCK)), Vec::with_capacity(k));
