@@ -33,7 +33,7 @@ pub struct RecipeSettings {
     pub method: Option<String>,
     /// The number format, such as `w4a16-g64-asym`; for GGUF files the name of a mixture.
     pub scheme: Option<String>,
-    /// The checkpoint formats; empty means `compressed-tensors`.
+    /// The checkpoint formats. If empty: those of the recipe file, or `compressed-tensors`.
     pub format: Vec<String>,
     /// The number of weights in a row that share a scale, or `channel`.
     pub group_size: Option<String>,

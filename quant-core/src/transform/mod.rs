@@ -167,8 +167,8 @@ pub trait Transform: Debug + Send + Sync {
         false
     }
 
-    /// Whether the transform divides the outputs of linears by scales computed from the maxima of activations. Two steps
-    /// that do so repeat each other.
+    /// Whether the transform divides the outputs of linears by scales computed from the maxima of activations. Two such
+    /// steps repeat each other.
     fn smooths_linears(&self, _settings: &TransformSettings) -> bool {
         false
     }

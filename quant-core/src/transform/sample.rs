@@ -215,7 +215,7 @@ impl Statistic for SearchSample {
 pub(super) const PLACE_BYTES: u64 = size_of::<Place>() as u64;
 
 /// The widths of the values in a race: the input, the outputs of all consumers together, the input of the watched
-/// linear, and the watched output.
+/// linear and the watched output.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct RaceShape {
     pub(super) k: usize,
