@@ -359,7 +359,11 @@ fn set_keys(
             let known: Vec<_> = known.iter().map(|k| k.name).collect();
             return Err(Error::usage(
                 format!("‹steps› has the key `{key}`, which `{step}` does not know"),
-                if known.is_empty() { "it has no keys".to_owned() } else { known.join(", ") },
+                if known.is_empty() {
+                    "it has no keys".to_owned()
+                } else {
+                    format!("its keys are {}", known.join(", "))
+                },
             ));
         }
         transform.set(key, value, settings)?;
