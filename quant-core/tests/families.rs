@@ -755,7 +755,7 @@ fn patterns_of_layers_are_those_of_the_family() {
     }
 }
 
-/// A family is recognized by both of its names in a configuration.
+/// `model_type` and `architectures` in a configuration must name the same family.
 #[test]
 fn model_types_must_fit() {
     for case in cases() {

@@ -53,7 +53,7 @@ pub struct Known {
     pub basis: Basis,
     /// The version that was run or read.
     pub version: &'static str,
-    /// The date.
+    /// The date on which it was run or read.
     pub date: &'static str,
 }
 

@@ -15,7 +15,7 @@ pub(super) struct SentencePieceModel {
     pub(super) pieces: Vec<Piece>,
     /// Whether a space is added at the start of texts.
     pub(super) adds_space: Option<bool>,
-    /// 1 unigram, 2 BPE, 3 words, 4 characters.
+    /// 1 for unigram, 2 for BPE, 3 for words, 4 for characters.
     pub(super) algorithm: u64,
 }
 
