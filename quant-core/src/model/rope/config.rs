@@ -31,7 +31,7 @@ pub struct RopeRequest<'a> {
     pub layer_type: Option<&'a str>,
     /// Whether `rope_scaling` applies to this layer type too.
     pub is_scaled: bool,
-    /// The original training context, in positions.
+    /// The original training context, in positions, if the family has a default.
     pub original_positions: Option<usize>,
     /// Other names of `longrope` in the family's checkpoints.
     pub longrope_names: &'a [&'a str],
@@ -40,7 +40,7 @@ pub struct RopeRequest<'a> {
 }
 
 impl<'a> RopeRequest<'a> {
-    /// Whole heads, paired by halves, one rotation for all layers.
+    /// Creates a request for whole heads, paired by halves, with one rotation for all layers.
     pub fn new(head_dim: usize, theta: f64) -> Self {
         Self {
             head_dim,
@@ -200,8 +200,8 @@ impl Reader<'_, '_, '_> {
         }
     }
 
-    /// Reads the original training context: from the top level, else from the scaling, else the model's maximum
-    /// positions.
+    /// Reads the original training context. The first of these that exists is used: the top-level key and the request's
+    /// value (both only without a layer type), the key in the scaling, and the model's maximum positions.
     fn original_positions(&self, fields: &ConfigFields<'_>) -> Result<usize> {
         const KEY: &str = "original_max_position_embeddings";
         let outer = match self.request.layer_type {
