@@ -132,9 +132,10 @@ impl Reader<'_, '_, '_> {
             None => self.config.optional_f64(request.theta_key)?.unwrap_or(request.theta),
         };
         if theta <= 1.0 || !(theta as f32).is_finite() {
-            return Err(self
-                .config
-                .error(request.theta_key, format!("is {theta}; it must be greater than 1")));
+            return Err(self.config.error(
+                request.theta_key,
+                format!("is {theta}; it must be greater than 1 and at most 3.4e38"),
+            ));
         }
         Ok(theta)
     }
