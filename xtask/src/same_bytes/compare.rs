@@ -6,8 +6,8 @@
 //! * `quant_report.json`: the keys [`VERSIONS`] at its top are left out, everything else must be equal as JSON. If the
 //!   schema versions differ, the new program's may have keys that the base does not have, and may leave out keys whose
 //!   value is `null` in the base.
-//! * `quant_manifest.json`: the entries of `quant_report.json` and the model card (their sizes and hashes) are left out,
-//!   everything else must be equal as JSON.
+//! * `quant_manifest.json`: the entries of `quant_report.json` and the model card (their sizes and hashes) are left
+//!   out, everything else must be equal as JSON.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
