@@ -30,7 +30,8 @@ fn main() -> ExitCode {
 fn compile(directory: &str, names: &[String]) -> Result<(), String> {
     let find = |name: &String| Architecture::ALL.into_iter().find(|a| a.to_string() == *name);
     let architectures: Option<Vec<Architecture>> = names.iter().map(find).collect();
-    let architectures = architectures.ok_or_else(|| format!("expected architectures such as sm_90, got {names:?}"))?;
+    let architectures =
+        architectures.ok_or_else(|| format!("expected architectures such as sm_90, got {names:?}"))?;
     let count = compile_ahead(directory.as_ref(), &architectures).map_err(|e| e.to_string())?;
     println!("{count} images in {directory}");
     Ok(())

@@ -111,7 +111,8 @@ pub enum Section {
 }
 
 /// The error for super-blocks, which only the CPU kernels support.
-pub(crate) const SUPER_BLOCKS: &str = "the kernels for GPUs do not support super-blocks (GGUF's Q4_K, Q5_K and Q6_K)";
+pub(crate) const SUPER_BLOCKS: &str =
+    "the kernels for GPUs do not support super-blocks (GGUF's Q4_K, Q5_K and Q6_K)";
 
 impl WeightLayout {
     /// Returns the layout of a view. With `sums` it includes the sums that are needed for integer activations with a
