@@ -8,8 +8,8 @@ use crate::compile::{Architecture, Variant};
 use crate::layout::{Order, WeightLayout};
 use crate::registry::Entry;
 
-/// A selection of variants: for every scheme, one for few tokens or one for many, alternately; for common schemes, every
-/// block shape, the depths of rings for multiprocessors with little and much shared memory, and the variants for
+/// A selection of variants: for every scheme, one for few tokens or one for many, alternately; for common schemes,
+/// every block shape, the depths of rings for multiprocessors with little and much shared memory, and the variants for
 /// matrices that are not cut along `k`.
 pub fn variants() -> Vec<Entry> {
     let mut variants = listed(Architecture::Sm86, true);
