@@ -248,8 +248,7 @@ fn checkpoints(
     };
     if let Some(counted) = windows.as_ref().map(|w| w.layout().counted()).filter(|c| *c < FEW_TOKENS) {
         host.warn(format!(
-            "only {counted} token(s) of the calibration text are counted, which are too few to choose \
-            scales reliably"
+            "only {counted} token(s) of the calibration text are counted, too few to choose scales reliably"
         ));
     }
     host.cancel.check()?;
