@@ -148,7 +148,7 @@ impl HiddenStates {
         (CHUNK_TOKENS / self.layout.length()).max(1)
     }
 
-    /// Returns the batch in pieces `[windows, length, hidden]` of whole windows, in order, each with the index of its
+    /// Returns the batch in pieces `[windows, length, width]` of whole windows, in order, each with the index of its
     /// first token.
     pub fn chunks(&self) -> impl Iterator<Item = Result<(usize, Tensor)>> {
         let (length, piece) = (self.layout.length(), self.chunk_windows() * self.layout.length());

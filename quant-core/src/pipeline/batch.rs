@@ -227,8 +227,9 @@ impl Batch {
         })
     }
 
-    /// Moves the states past a finished block if `advance` is set. Does nothing and returns `false` if the states of
-    /// the quantized model cannot be moved because the sink does not read back what was written.
+    /// Moves the states past a finished block if `advance` is set, and gathers channel maxima if the job records them.
+    /// Does nothing and returns `false` if the states of the quantized model cannot be moved because the sink does not
+    /// read back what was written.
     fn pass_by(
         &mut self,
         conveyor: &Conveyor<'_, '_>,

@@ -56,9 +56,9 @@ pub struct StateFiles {
 pub struct SavedStates {
     /// The file. It appears complete or not at all.
     pub path: PathBuf,
-    /// The minimum time between two saves. Saving also takes at most a twentieth of the run time, or five seconds if that
-    /// is more, so a save on a slow disk is abandoned and tried again later. [`Duration::ZERO`] saves before every block,
-    /// however long it takes.
+    /// The minimum time between two saves. Saving also takes at most a twentieth of the run time, or five seconds if
+    /// that is more: a save on a slow disk is abandoned and tried again later. [`Duration::ZERO`] saves before every
+    /// block, however long it takes.
     pub every: Duration,
 }
 
