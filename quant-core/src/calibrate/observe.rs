@@ -411,7 +411,7 @@ fn run_between(
     Ok(())
 }
 
-/// Runs a piece `[windows, length, hidden]` of the batch, whose first token is `first`, through a block. Passes the
+/// Runs a piece `[windows, length, width]` of the batch, whose first token is `first`, through a block. Passes the
 /// output to `take` in one or more parts, each with the offset of its first token in the piece.
 ///
 /// Attention always processes whole windows. If a window is longer than [`CHUNK_TOKENS`] and only one node of the block

@@ -176,8 +176,8 @@ impl Batch {
         Ok(BlockDone { block: Some(block), decisions })
     }
 
-    /// Returns the experts of the block that are calibrated on all tokens of the float model, and how many tokens are
-    /// routed to each.
+    /// Returns the experts of the block that are calibrated on all tokens, and how many tokens are routed to each in
+    /// the float model. Empty without float states.
     fn unrouted(&self, job: &Job<'_>, block: &Block) -> Result<BTreeMap<NodeId, u64>> {
         let sampling = job.plan.sampling.experts;
         match &self.states.float {

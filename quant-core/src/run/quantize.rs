@@ -110,8 +110,8 @@ impl Done {
 /// continues it; the result is byte-identical.
 ///
 /// # Errors
-/// [`Error::Usage`] and similar errors for invalid requests, before anything is read or written; errors of the model
-/// and the text; [`Error::Interrupted`] when cancelled.
+/// [`Error::Usage`] and similar errors for invalid requests, before anything is written; errors of the model and the
+/// text; [`Error::Interrupted`] when cancelled.
 pub fn quantize(request: &QuantizeRequest, host: &Host<'_>) -> Result<Done> {
     QuantizeJob::new(request)?.run(host)
 }
