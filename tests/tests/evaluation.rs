@@ -202,7 +202,8 @@ fn small_strides_do_not_take_the_memory() {
     assert!(run.stderr.contains("in total; the limit is"), "{run}");
 }
 
-/// Kernels on packed codes give the perplexity of dequantized weights, on every path that this machine supports.
+/// Kernels on packed codes give the perplexity of dequantized weights: on the default path, and on those for AVX2 and
+/// AVX-512 VNNI if this machine has them.
 #[test]
 fn kernels_agree_with_dequantized_weights() {
     let scratch = tempfile::tempdir().unwrap();

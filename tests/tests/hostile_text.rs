@@ -63,7 +63,6 @@ fn run(command: Command) -> Run {
     Running::start(command).wait()
 }
 
-/// Repeats a text.
 fn times(count: usize, text: &str) -> String {
     text.repeat(count)
 }
