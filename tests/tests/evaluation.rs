@@ -1,4 +1,5 @@
-//! `quant eval`: refused requests, and the contents of its pages. Verdicts on its results are in `gate.rs`.
+//! `quant eval`: refused requests, the contents of its pages, and execution on the kernels. Verdicts on its results are
+//! in `gate.rs`.
 
 use quant_tests::files::copy_files;
 use quant_tests::program::{command, quant};

@@ -532,7 +532,7 @@ fn blocks_run_on_the_kernels() {
         let off = (mean(&kernels) / mean(&dense)).ln().abs();
         assert!(off > 0.0 && off < 0.01, "{scheme}: {} became {}", mean(&dense), mean(&kernels));
     }
-    // The same kernels run when text is generated and speed is measured.
+    // The same kernels run when speed is measured.
     let arguments =
         args!["bench", at("q4_k_m.gguf"), "--prefill", "8", "--decode", "2", "--repeat", "1", "--json"];
     assert_ne!(quant(arguments).json()["kernels"], "dense");
