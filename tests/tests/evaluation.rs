@@ -2,7 +2,7 @@
 //! in `gate.rs`.
 
 use quant_tests::files::copy_files;
-use quant_tests::program::{command, quant};
+use quant_tests::program::{command, isa_values, quant};
 use quant_tests::refusal::check_message;
 use quant_tests::{args, demo_model};
 
@@ -228,7 +228,7 @@ fn kernels_agree_with_dequantized_weights() {
             (result["perplexity"]["mean"].as_f64().unwrap(), message)
         };
         let (fake, _) = eval("fake", "");
-        for isa in ["", "avx2", "avx512vnni"] {
+        for isa in isa_values() {
             let (kernels, message) = eval("kernels", isa);
             assert!(message.contains(", kernels "), "{message}");
             let distance = (kernels / fake - 1.0).abs();
