@@ -5,6 +5,7 @@ use quant_kernels_cpu::attention::{
 };
 
 use crate::features::token;
+use crate::layouts::{self, Described};
 use crate::memory::{self, Scope, fields};
 use crate::parallel::{Threads, qz1_parallel};
 use crate::status::{Fault, call, qz1_message, qz1_status};
@@ -78,18 +79,36 @@ fields!(qz1_kv_layout, id);
 fields!(qz1_heads, kv);
 fields!(qz1_page_list, seen, reserved);
 
-fn describe(layout: &KvLayout) -> qz1_kv_layout {
-    qz1_kv_layout {
-        struct_size: size_of::<qz1_kv_layout>() as u32,
-        kind: match layout.kind() {
-            KvType::Kv4 => QZ1_KV_4BIT,
-            KvType::Kv8 => QZ1_KV_8BIT,
-            KvType::F16 => QZ1_KV_F16,
-        },
-        head_dim: layout.head_dim() as u32,
-        page_tokens: PAGE_TOKENS as u32,
-        page_bytes: layout.page_bytes() as u64,
-        id: layout.id(),
+impl Described for qz1_kv_layout {
+    type Layout = KvLayout;
+    type Numbers = ([u32; 3], [u64; 2]);
+
+    fn of(layout: &KvLayout) -> Self {
+        Self {
+            struct_size: size_of::<Self>() as u32,
+            kind: kind_number(layout.kind()),
+            head_dim: layout.head_dim() as u32,
+            page_tokens: PAGE_TOKENS as u32,
+            page_bytes: layout.page_bytes() as u64,
+            id: layout.id(),
+        }
+    }
+
+    fn layout(&self) -> Result<KvLayout, Fault> {
+        Ok(KvLayout::new(kind(self.kind)?, self.head_dim as usize)?)
+    }
+
+    fn numbers(&self) -> Self::Numbers {
+        ([self.kind, self.head_dim, self.page_tokens], [self.page_bytes, self.id])
+    }
+}
+
+/// The `QZ1_KV_…` of a type of cache.
+pub(crate) fn kind_number(kind: KvType) -> u32 {
+    match kind {
+        KvType::Kv4 => QZ1_KV_4BIT,
+        KvType::Kv8 => QZ1_KV_8BIT,
+        KvType::F16 => QZ1_KV_F16,
     }
 }
 
@@ -100,20 +119,6 @@ pub(crate) fn kind(kind: u32) -> Result<KvType, Fault> {
         QZ1_KV_F16 => Ok(KvType::F16),
         _ => Err(Fault::new(qz1_status::Scheme, "unknown type of cache (expected a QZ1_KV_ constant)")),
     }
-}
-
-/// Returns the layout that the caller's fields describe; every field is checked.
-///
-/// # Safety
-/// Same as for [`Scope::read`].
-pub(crate) unsafe fn kv_layout(scope: &Scope, at: *const qz1_kv_layout) -> Result<KvLayout, Fault> {
-    // SAFETY: the caller upholds the pointer contract.
-    let l = unsafe { scope.read(at, "the layout") }?;
-    let none = || Fault::new(qz1_status::LayoutId, "the fields of the layout do not match its id");
-    let layout = KvLayout::new(kind(l.kind).map_err(|_| none())?, l.head_dim as usize).map_err(|_| none())?;
-    let same = describe(&layout);
-    let fields = |l: &qz1_kv_layout| (l.kind, l.head_dim, l.page_tokens, l.page_bytes, l.id);
-    if fields(&same) == fields(&l) { Ok(layout) } else { Err(none()) }
 }
 
 /// # Safety
@@ -176,7 +181,7 @@ pub unsafe extern "C" fn qz1_kv_layout_of(
     // SAFETY: the caller upholds the pointer contract.
     call(message, |scope| unsafe {
         let out = scope.place(out, "the layout")?;
-        let layout = describe(&KvLayout::new(self::kind(kind)?, head_dim)?);
+        let layout = Described::of(&KvLayout::new(self::kind(kind)?, head_dim)?);
         out.put(layout);
         Ok(())
     })
@@ -202,7 +207,7 @@ pub unsafe extern "C" fn qz1_kv_write(
 ) -> qz1_status {
     // SAFETY: the caller upholds the pointer contract; the page overlaps nothing that is read (`Scope`).
     call(message, |scope| unsafe {
-        let layout = kv_layout(scope, layout)?;
+        let layout = layouts::layout(scope, layout)?;
         let key = scope.slice(key, key_len, "the key")?;
         let value = scope.slice(value, value_len, "the value")?;
         let page = scope.output(page, page_len, "the page")?;
@@ -228,7 +233,7 @@ pub unsafe extern "C" fn qz1_kv_read(
 ) -> qz1_status {
     // SAFETY: the caller upholds the pointer contract; outputs do not overlap (`Scope`).
     call(message, |scope| unsafe {
-        let layout = kv_layout(scope, layout)?;
+        let layout = layouts::layout(scope, layout)?;
         let page = scope.slice(page, page_len, "the page")?;
         let key = scope.output(key, key_len, "the key")?;
         let value = scope.output(value, value_len, "the value")?;
@@ -258,7 +263,7 @@ pub unsafe extern "C" fn qz1_kv_append(
 ) -> qz1_status {
     // SAFETY: the caller upholds the pointer contract; the pages overlap nothing that is read (`Scope`).
     call(message, |scope| unsafe {
-        let layout = kv_layout(scope, layout)?;
+        let layout = layouts::layout(scope, layout)?;
         let keys = scope.slice(keys, keys_len, "the keys")?;
         let values = scope.slice(values, values_len, "the values")?;
         let pages = scope.output(pages, pages_len, "the pages")?;
@@ -287,7 +292,7 @@ pub unsafe extern "C" fn qz1_attend_workspace(
 ) -> qz1_status {
     // SAFETY: the caller upholds the pointer contract.
     call(message, |scope| unsafe {
-        let (layout, heads) = (kv_layout(scope, layout)?, self::heads(scope, heads)?);
+        let (layout, heads) = (layouts::layout(scope, layout)?, self::heads(scope, heads)?);
         let words = scope.value(words, "the number of words")?;
         words.put(KvPages::workspace(&layout, heads, queries, tokens)?);
         Ok(())
@@ -328,7 +333,8 @@ pub unsafe extern "C" fn qz1_attend(
     // SAFETY: the caller upholds the pointer contract; what is written overlaps neither itself nor what is read
     // (`Scope`).
     call(message, |scope| unsafe {
-        let (layout, heads, token) = (kv_layout(scope, layout)?, self::heads(scope, heads)?, token(isa)?);
+        let (layout, heads, token) =
+            (layouts::layout(scope, layout)?, self::heads(scope, heads)?, token(isa)?);
         let pages = scope.slice(pages, pages_len, "the pages")?;
         let q = scope.slice(q, q_len, "the queries")?;
         let out = scope.output(out, out_len, "the output")?;

@@ -49,6 +49,7 @@ mod features;
 mod hadamard;
 mod kv;
 mod kv_cache;
+mod layouts;
 mod memory;
 mod multiply;
 mod parallel;

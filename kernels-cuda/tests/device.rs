@@ -15,7 +15,7 @@ use quant_kernels_cpu::{
     WeightView,
 };
 use quant_kernels_cuda::Error;
-use quant_kernels_cuda::activation::{ActivationArguments, ActivationShape, FixedScale, Float, Rows};
+use quant_kernels_cuda::activation::{ActivationArguments, ActivationShape, FixedScale, Float, RowSource};
 use quant_kernels_cuda::compile::{Form, Image};
 use quant_kernels_cuda::device::{DeviceLimits, Kernel, Kernels};
 use quant_kernels_cuda::image_cache::{CACHE_DIRECTORY, ImageCache, Nvrtc};
@@ -67,7 +67,8 @@ fn planned_rows_are_launched() {
     let (m, k) = (5, 520);
     let values: Vec<f16> =
         (0..m * k).map(|i| f16::from_f32(((i * 37 % 997) as f32 - 498.0) / 61.0)).collect();
-    let shape = ActivationShape { group: Some(128), ..ActivationShape::new(Rows::Plain, Float::F16, m, k) };
+    let shape =
+        ActivationShape { group: Some(128), ..ActivationShape::new(RowSource::Plain, Float::F16, m, k) };
     let plan = shape.plan().unwrap();
     let x = Bytes::of(&values.iter().flat_map(|v| v.to_le_bytes()).collect::<Vec<u8>>());
     let outputs = [m * shape.code_stride, 4 * m, 4 * m, 4 * m * k.div_ceil(128)];
@@ -221,7 +222,7 @@ fn without_blocks_nothing_is_launched() {
         return;
     }
     Gpu::get();
-    let plan = ActivationShape::new(Rows::Plain, Float::F32, 0, 64).plan().unwrap();
+    let plan = ActivationShape::new(RowSource::Plain, Float::F32, 0, 64).plan().unwrap();
     // SAFETY: the primary context is never released, and images come from this crate.
     let kernel = unsafe { kernels(None).kernel(&plan.variant, 0) }.unwrap();
     // SAFETY: nothing is launched, so nothing is accessed through these arguments.
@@ -235,7 +236,7 @@ fn a_thread_without_a_context_is_an_error() {
         return;
     }
     Gpu::get();
-    let plan = ActivationShape::new(Rows::Plain, Float::F32, 1, 64).plan().unwrap();
+    let plan = ActivationShape::new(RowSource::Plain, Float::F32, 1, 64).plan().unwrap();
     let elsewhere = std::thread::spawn(move || {
         // SAFETY: nothing is loaded.
         let kernel = unsafe { kernels(None).kernel(&plan.variant, 0) };
@@ -256,7 +257,7 @@ fn invalid_images_are_refused() {
     let refused = unsafe { Kernel::load(&image, "k", 0) }.unwrap_err();
     assert!(matches!(refused, Error::Driver { action: "load a kernel", .. }), "{refused}");
     // The image lacks this kernel, and no device has this much shared memory.
-    let plan = ActivationShape::new(Rows::Plain, Float::F32, 1, 64).plan().unwrap();
+    let plan = ActivationShape::new(RowSource::Plain, Float::F32, 1, 64).plan().unwrap();
     let (architecture, form) = limits.target().unwrap();
     let cache = ImageCache::in_directory(None, Nvrtc);
     let Ok(image) = cache.image(&plan.variant, architecture, form) else { return };

@@ -18,7 +18,7 @@ use faer::linalg::matmul::triangular::{self, BlockStructure};
 use faer::linalg::solvers::{DenseSolveCore, Llt};
 use faer::{Accum, Mat, MatRef, Par, Side};
 use quant_core::checkpoint::Dtype;
-use quant_core::quantize::Rows;
+use quant_core::quantize::SourceRows;
 use quant_core::quantize::gptq::{Factor, GptqSettings, Hessian, solve};
 use quant_core::scheme::LinearScheme;
 
@@ -128,7 +128,7 @@ fn measure(
             Factor::new(&hessian, columns, settings.damping)
         })?;
         let result = timed(&mut solved, || {
-            solve(Rows::Floats(&weights), [side, side], scheme, Dtype::F16, None, &factor, settings)
+            solve(SourceRows::Floats(&weights), [side, side], scheme, Dtype::F16, None, &factor, settings)
         })?;
         solved_all = solved_all.min(start.elapsed().as_secs_f64());
         loss = result.loss;

@@ -11,7 +11,9 @@ use std::sync::Arc;
 use common::{Tiny, logits, mean_divergence, recipe, run, windows};
 use quant_core::calibrate::HiddenStates;
 use quant_core::checkpoint::{Dtype, ModelDirectory, TensorSpec};
-use quant_core::format::{Container, ModuleSchemes, PackedReader, PackedWeight, QuantizedCheckpoint};
+use quant_core::format::{
+    Container, LoaderRule, ModuleSchemes, PackedReader, PackedWeight, QuantizedCheckpoint,
+};
 use quant_core::model::{BlockGraph, Model, NodeId};
 use quant_core::quantize::QuantizedTensor;
 use quant_core::recipe::{Extensions, Method, Plan, Rates, Recipe};
@@ -217,8 +219,9 @@ impl Container for PlainBytes {
         json!({ "quant_method": "plain-bytes", "scheme": scheme })
     }
 
-    fn warnings(&self, _: &ModuleSchemes<'_>) -> Vec<String> {
-        vec!["no engine loads this".to_owned()]
+    fn loader_rules(&self) -> &'static [LoaderRule] {
+        static RULES: [LoaderRule; 1] = [LoaderRule::new(&[], |_| true, "no engine loads this")];
+        &RULES
     }
 
     fn reader(&self, config: &Value) -> Result<Option<Box<dyn PackedReader>>, String> {

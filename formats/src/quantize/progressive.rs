@@ -117,7 +117,7 @@ impl GridRule {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::quantize::{Rows, quantize_tensor};
+    use crate::quantize::{SourceRows, quantize_tensor};
     use crate::scheme::{LinearScheme, ScaleFormat};
     use proptest::prelude::*;
 
@@ -186,7 +186,7 @@ mod tests {
         ) {
             let scheme = "w4a8-g32-progressive".parse::<LinearScheme>().unwrap().with_symmetry(symmetric);
             let (tensor, _) =
-                quantize_tensor(Rows::Floats(&weights), [1, 128], scheme, Dtype::Bf16, None).unwrap();
+                quantize_tensor(SourceRows::Floats(&weights), [1, 128], scheme, Dtype::Bf16, None).unwrap();
             let levels = tensor.levels.as_ref().unwrap();
             let largest = weights.iter().fold(0.0_f32, |m, w| m.max(w.abs()));
             let row = half::f16::from_f32(largest / 119.0).to_f32();

@@ -21,7 +21,7 @@ use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 
 use super::grid::{Grid, GridError, GridRule};
-use super::rows::{Rows, RowsError, group_size};
+use super::rows::{RowsError, SourceRows, group_size};
 use crate::checkpoint::Dtype;
 use crate::scheme::{BLOCK, FloatFormat, Granularity, LinearScheme, ScaleFormat};
 use crate::{Error, Result};
@@ -211,7 +211,7 @@ impl SharedScales {
     /// # Errors
     /// See [`SharedExtents::scales`].
     pub fn of(
-        rows: Rows<'_>,
+        rows: SourceRows<'_>,
         columns: usize,
         (scheme, scale_dtype): (LinearScheme, Dtype),
         context: ScaleContext,

@@ -8,7 +8,7 @@ use quant_kernels_cpu::KernelError;
 use super::plan::{LinearArguments, LinearPlan};
 use super::scheme::{InputType, Output};
 use super::variant::PlanLimits;
-use crate::activation::{ActivationArguments, ActivationPlan, ActivationShape, FixedScale, Rows};
+use crate::activation::{ActivationArguments, ActivationPlan, ActivationShape, FixedScale, RowSource};
 use crate::compile::Variant;
 use crate::float::Float;
 use crate::launch::{Argument, LaunchShape, Region};
@@ -153,7 +153,7 @@ impl LinearCall {
             }
             let shape = ActivationShape {
                 fixed: fixed.is_some(),
-                ..ActivationShape::new(Rows::Plain, element, m, k)
+                ..ActivationShape::new(RowSource::Plain, element, m, k)
             };
             let (plan, stride) = (shape.plan()?, shape.code_stride);
             let (codes_at, codes_bytes) = place(m.checked_mul(stride))?;

@@ -1,10 +1,10 @@
 //! Which models an engine supports: one fact for each engine and set of models, with its evidence.
 //!
 //! A model is a family (`llama`), or a class of vision-language models (`LlavaForConditionalGeneration`) with any text
-//! model. A model without a fact was not checked, and the verdict says so. Unless a fact states a version and a date,
-//! the engine's own version was read on the date [`READ`](super::READ).
+//! model. A model without a fact was not checked, and the result says so. Unless a fact states a version and a date,
+//! they are those of the engine's [`loader`](super::Engine::loader).
 
-use super::Verdict::{self, No, Unsure};
+use super::Compatibility::{self, No, Unsure};
 use super::families;
 use super::outline::Outline;
 use super::{COMPRESSED_TENSORS, GPTQ};
@@ -36,7 +36,7 @@ impl Basis {
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Has {
     /// It does, with an additional rule for this model.
-    With(fn(&Outline) -> Verdict),
+    With(fn(&Outline) -> Compatibility),
     /// It does.
     Yes,
     /// It does not, for this reason.
@@ -518,8 +518,12 @@ pub(super) fn known(facts: &[Fact], outline: &Outline, engine: (&'static str, &'
     Known { basis, version, date }
 }
 
-/// Returns the verdict of the facts about models and, if these do not decide, of the `rules` for linears.
-pub(super) fn verdict(facts: &[Fact], outline: &Outline, rules: impl FnOnce() -> Verdict) -> Verdict {
+/// Combines the facts about models and, if these do not decide, of the `rules` for linears.
+pub(super) fn verdict(
+    facts: &[Fact],
+    outline: &Outline,
+    rules: impl FnOnce() -> Compatibility,
+) -> Compatibility {
     match find(facts, outline).map(|fact| fact.has) {
         Some(Has::Yes) => rules(),
         Some(Has::With(own)) => own(outline).and(rules()),

@@ -1,6 +1,6 @@
 //! Each rank's share of a linear, and the alignment that packing requires of it. Engines share these rules.
 
-use super::Verdict::{self, No, Yes};
+use super::Compatibility::{self, No, Yes};
 use super::outline::{FusedLayer, LayerKind, Outline};
 use super::{AWQ, COMPRESSED_TENSORS, GPTQ, MODELOPT};
 use crate::scheme::{BLOCK, Granularity, LinearScheme};
@@ -210,7 +210,11 @@ fn blocks(share: &Share<'_>) -> Result<(), String> {
 }
 
 /// Returns the worst verdict of `kernel` for any linear, or `No` if a linear cannot be fused or split.
-pub(super) fn linears(outline: &Outline, ranks: usize, kernel: impl Fn(&Share<'_>) -> Verdict) -> Verdict {
+pub(super) fn linears(
+    outline: &Outline,
+    ranks: usize,
+    kernel: impl Fn(&Share<'_>) -> Compatibility,
+) -> Compatibility {
     for layer in &outline.layers {
         if let Err((one, other)) = layer.scheme() {
             return No(format!(
@@ -226,5 +230,5 @@ pub(super) fn linears(outline: &Outline, ranks: usize, kernel: impl Fn(&Share<'_
         Ok(()) => kernel(share),
         Err(reason) => No(reason),
     };
-    shares.iter().map(of_share).fold(Yes, Verdict::and)
+    shares.iter().map(of_share).fold(Yes, Compatibility::and)
 }

@@ -16,7 +16,7 @@ use super::summary::Summary;
 use super::texts::{BUILTIN, Text, calibration};
 use crate::calibrate::ChannelMaxima;
 use crate::checkpoint::{Published, refuse_overlap};
-use crate::engines::{ENGINES, Outline, Verdict};
+use crate::engines::{Compatibility, ENGINES, Outline};
 use crate::model::Model;
 use crate::pipeline::{Job, QuantReport};
 use crate::recipe::{Extensions, Plan, Rates, Recipe};
@@ -296,8 +296,8 @@ fn report_notes(plans: &[Plan], model: &Model, host: &Host<'_>) {
     for plan in plans {
         let outline = Outline::new(plan, model);
         for engine in ENGINES.iter().filter(|engine| engine.is_common) {
-            if let Some(Verdict::No(reason)) = engine.loads(&outline, 1) {
-                let (name, version, format) = (engine.name, engine.version, outline.container);
+            if let Some(Compatibility::No(reason)) = engine.loads(&outline, 1) {
+                let (name, version, format) = (engine.name, engine.loader.version, outline.container);
                 notes.push(("note", format!("{name} {version} does not load this as {format}: {reason}")));
             }
         }

@@ -11,6 +11,7 @@ use super::layout::{Kind, S2Order};
 use super::{GROUP, HEAD, QUANT_METHOD, TILE};
 use crate::checkpoint::Dtype;
 use crate::format::ModuleSchemes;
+use crate::format::loaders::{LoaderRule, QSERVE};
 use crate::quantize::progressive::PROTECTIVE_RANGE;
 use crate::scheme::KV_CONFIG_KEY;
 use crate::scheme::LinearScheme;
@@ -120,34 +121,36 @@ fn tiles(kind: Kind) -> [usize; 3] {
     }
 }
 
-/// See [`Container::warnings`](crate::format::Container::warnings).
-pub(super) fn warnings(schemes: &ModuleSchemes<'_>) -> Vec<String> {
-    let mut notes = vec![
-        "norm weights are stored, but QServe's own loader skips them, which is correct only if all of these \
-        weights are 1"
-            .to_owned(),
-    ];
-    let of_f16 = |dtype: &&Dtype| **dtype != Dtype::F16 && dtype.is_weight_float();
-    if let Some(dtype) = schemes.float_dtypes.iter().find(of_f16) {
-        notes.push(format!(
-            "float tensors keep their type (such as {dtype}), but QServe's loaders support F16 only"
-        ));
-    }
-    let float = schemes.float.iter().filter(|m| **m != HEAD).count();
-    if float > 0 {
-        notes.push(format!(
-            "{float} linear(s) in blocks stay float, but QServe's loaders treat all linears in blocks as \
-            quantized"
-        ));
-    }
-    if let Some((name, [n, k], [rows, columns, min])) = narrow(schemes) {
-        notes.push(format!(
-            "`{name}` has shape [{n}, {k}], but QServe's kernels need a multiple of {rows} outputs, and a \
-            multiple of {columns} inputs that is at least {min}"
-        ));
-    }
-    notes
-}
+/// What loaders do not support.
+pub(super) static LOADER_RULES: &[LoaderRule] = &[
+    LoaderRule::new(
+        &[QSERVE],
+        |_| true,
+        "norm weights are stored, but QServe's own loader skips them, which is correct only if all of these weights \
+        are 1",
+    ),
+    LoaderRule::computed(&[QSERVE], |schemes| {
+        let other = |dtype: &&Dtype| **dtype != Dtype::F16 && dtype.is_weight_float();
+        let dtype = schemes.float_dtypes.iter().find(other);
+        let note = |dtype| {
+            format!("float tensors keep their type (such as {dtype}), but QServe's loaders support F16 only")
+        };
+        dtype.map(note).into_iter().collect()
+    }),
+    LoaderRule::computed(&[QSERVE], |schemes| match schemes.float.iter().filter(|m| **m != HEAD).count() {
+        0 => Vec::new(),
+        float => vec![format!(
+            "{float} linear(s) in blocks stay float, but QServe's loaders treat all linears in blocks as quantized"
+        )],
+    }),
+    LoaderRule::computed(&[QSERVE], |schemes| match narrow(schemes) {
+        None => Vec::new(),
+        Some((name, [n, k], [rows, columns, min])) => vec![format!(
+            "`{name}` has shape [{n}, {k}], but QServe's kernels need a multiple of {rows} outputs, and a multiple \
+            of {columns} inputs that is at least {min}"
+        )],
+    }),
+];
 
 /// The first matrix, counting fused linears as one, that does not consist of complete kernel tiles.
 fn narrow<'a>(schemes: &'a ModuleSchemes<'_>) -> Option<(&'a str, [usize; 2], [usize; 3])> {
@@ -184,6 +187,10 @@ mod tests {
             float_dtypes: vec![Dtype::F16],
             ..Default::default()
         }
+    }
+
+    fn warnings(schemes: &ModuleSchemes<'_>) -> Vec<String> {
+        QServe.warnings(schemes)
     }
 
     #[test]

@@ -11,7 +11,9 @@ use faer::{Accum, MatMut, MatRef, Par};
 use rayon::prelude::*;
 
 use super::super::grid::{Extent, GridError, GridRule, nearest};
-use super::super::{Levels, QuantizedTensor, Rows, RowsError, ScaleContext, group_size, quantize_within};
+use super::super::{
+    Levels, QuantizedTensor, RowsError, ScaleContext, SourceRows, group_size, quantize_within,
+};
 use super::{ActOrder, Factor, GptqSettings};
 use crate::checkpoint::Dtype;
 use crate::scheme::{LinearScheme, ScaleFormat};
@@ -53,7 +55,7 @@ struct TileEnd {
 /// If the scheme or the scale dtype is not supported, an argument does not match the shape, the group size does not
 /// divide `k`, a weight is or becomes NaN or infinite, or a scale overflows its dtype.
 pub fn solve(
-    rows: Rows<'_>,
+    rows: SourceRows<'_>,
     shape: [usize; 2],
     scheme: LinearScheme,
     scale_dtype: Dtype,
@@ -69,7 +71,7 @@ pub fn solve(
 /// # Errors
 /// As [`solve`].
 pub fn solve_within(
-    rows: Rows<'_>,
+    rows: SourceRows<'_>,
     shape: [usize; 2],
     (scheme, scale_dtype): (LinearScheme, Dtype),
     (clip, context): (Option<&[f32]>, ScaleContext),
@@ -148,7 +150,7 @@ pub fn solve_within(
 
 /// The validated arguments.
 struct SolveArguments<'a> {
-    rows: Rows<'a>,
+    rows: SourceRows<'a>,
     k: usize,
     group_size: usize,
     rule: GridRule,
