@@ -22,7 +22,7 @@ pub const QZ1_EXPERT_ROWS_FLOAT: u32 = 2;
 pub const QZ1_GATE_SILU: u32 = 1;
 /// `gelu(gate) · up`, in the tanh approximation.
 pub const QZ1_GATE_GELU_TANH: u32 = 2;
-/// `g · σ(alpha · g) · (u + 1)` with `g = min(gate, limit)` and `u` between `−limit` and `limit`.
+/// `g · σ(alpha · g) · (u + 1)` with `g = min(gate, limit)` and `u` = `up` clamped to `[−limit, limit]`.
 pub const QZ1_GATE_CLAMPED: u32 = 3;
 
 /// Marks a token's slot that has no expert.

@@ -172,9 +172,9 @@ pub unsafe extern "C" fn qz1_cuda_layout_of(
     })
 }
 
-/// The layout with these fields: computes `bytes` and `id` from the other fields of `parts`. Use it for weights that
-/// are packed on the device, or to determine their size. Fills `out`, whose `struct_size` must be set by the caller;
-/// `parts` and `out` must not overlap.
+/// Computes a layout from its parameters: `bytes` and `id` follow from the other fields of `parts`. Use it for weights
+/// that are packed on the device, or to determine their size. Fills `out`, whose `struct_size` must be set by the
+/// caller; `parts` and `out` must not overlap.
 ///
 /// # Safety
 /// Same as for `qz1_cuda_require_device`.

@@ -1,4 +1,4 @@
-//! Linears and quantized activations on a device, from packing to results.
+//! Linear layers and quantized activations on a device, from packing to results.
 
 use core::ptr::null_mut;
 
