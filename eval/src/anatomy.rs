@@ -26,8 +26,8 @@ pub struct Anatomy {
     pub inputs: Vec<LinearInput>,
 }
 
-/// How uneven the channels of a linear's input are: the ratio of the largest channel's largest magnitude to the median
-/// channel's.
+/// How uneven the channels of a linear's input are: the largest magnitude of every channel is found, and the ratio of
+/// the maximum to the median over channels is given.
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub struct LinearInput {
@@ -66,10 +66,11 @@ impl Magnitudes {
     }
 }
 
-/// Runs both models on some of the windows and compares them.
+/// Runs both models on some of the windows and compares them. If they have different numbers of blocks, only those that
+/// both have are compared.
 ///
 /// # Errors
-/// When a model fails, the models have different blocks, or when cancelled.
+/// When a model fails, or when cancelled.
 pub fn anatomy(
     reference: &Decoder,
     model: &Decoder,

@@ -9,7 +9,7 @@ const LEVEL: f64 = 0.05;
 /// The model with the lowest divergence.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Closest {
-    /// Its index.
+    /// The model's index.
     pub index: usize,
     /// The index of the model with the next lowest divergence.
     pub next: usize,

@@ -50,8 +50,8 @@ impl<T: Measured> Journal<T> {
     /// per window.
     ///
     /// # Errors
-    /// [`Error::Usage`] when the file is the journal of a different evaluation or not a journal; [`Error::Io`] when it
-    /// cannot be read or written.
+    /// [`Error::Usage`] when the file is damaged, not a journal, or the journal of a different evaluation;
+    /// [`Error::Locked`] when another process uses it; [`Error::Io`] when it cannot be read or written.
     pub fn open(path: &Path, identity: &Value, windows: &[usize]) -> Result<Self> {
         let head = serde_json::json!({ "schema": SCHEMA, "identity": identity });
         let fault = |e| Error::io("write", path, e);
@@ -84,7 +84,7 @@ impl<T: Measured> Journal<T> {
         std::mem::take(&mut self.known)
     }
 
-    /// Returns the number of windows that an earlier run measured.
+    /// Returns the number of windows that an earlier run measured and that were not [taken](Self::take) yet.
     pub fn windows(&self) -> usize {
         self.known.len()
     }

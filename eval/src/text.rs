@@ -65,7 +65,7 @@ pub enum Bos {
 /// Windows to score.
 #[derive(Debug, Clone)]
 pub struct EvaluationText {
-    /// The windows in order; those of equal length are adjacent.
+    /// The windows, in the order of the text.
     pub windows: Vec<Window>,
     /// The rule they were cut by.
     pub profile: Profile,
@@ -106,7 +106,7 @@ impl EvaluationText {
     /// documents in messages.
     ///
     /// # Errors
-    /// When the text does not fill one window, or fewer than `windows`; when WikiText-2 is requested and this is a
+    /// When the text fills fewer than `windows` windows, or not even one; when WikiText-2 is requested and this is a
     /// different text; when the rule needs a token that the tokenizer does not name.
     pub fn new(
         tokenization: &Tokenization<'_>,

@@ -46,7 +46,8 @@ pub struct Args {
     before: Option<PathBuf>,
 }
 
-/// The measured variants: a single model, a reference model, and a stored reference.
+/// The measured variants: an earlier program, transformers, and quant on a single model, with a reference model and
+/// with a stored reference.
 const WAYS: [&str; 5] = ["before, alone", "transformers f32", "alone", "--reference", "stored reference"];
 
 /// Measures and writes the record.

@@ -39,8 +39,8 @@ pub struct Args {
     check: bool,
 }
 
-/// Number of bytes by which the peak memory of the deeper model may be larger, for names and statistics but not for
-/// weights.
+/// Largest allowed ratio of the deeper model's peak memory to the other's. It leaves room for names and statistics, but
+/// not for weights.
 const GROWTH_LIMIT: f64 = 1.05;
 
 /// One run.

@@ -189,7 +189,6 @@ fn agree(format: &str, first: &[(String, f64)], other: &[(String, f64)]) -> Resu
     Ok(())
 }
 
-/// Lock files are copied from the workspace, and build outputs are outside these packages.
 #[cfg(test)]
 mod tests {
     use super::*;

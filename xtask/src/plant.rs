@@ -266,7 +266,8 @@ fn widen_entry(entry: &mut Entry) {
     }
 }
 
-/// Tokenizer and generation files, and any other small JSON files beside the weights.
+/// Copies the tokenizer and generation files: all `.json` and `.model` files next to the weights, except `config.json`
+/// and the index.
 fn copy_side_files(from: &Path, to: &Path) -> Result<()> {
     for file in std::fs::read_dir(from)? {
         let path = file?.path();

@@ -74,7 +74,7 @@ const SETS: [Set; 3] = [
     },
 ];
 
-/// Returns the pooled KL and the loss of log-perplexity of a way to quantize, on a set of models.
+/// The pooled KL and increase of log-perplexity of a way to quantize, on a set of models.
 #[derive(Clone, Copy, Default)]
 struct Pooled {
     kl: f64,

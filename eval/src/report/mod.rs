@@ -121,8 +121,8 @@ fn pareto(results: &[(String, &Evaluation)]) -> Markup {
     }
 }
 
-/// Which of several results is closest to their reference, as a sentence; `None` for fewer than two results with one,
-/// and if they were measured on different tokens.
+/// Which of several results is closest to their reference, as a sentence; `None` for fewer than two results with a
+/// reference, and if they were measured on different tokens.
 pub fn closest_of(results: &[(&str, &Evaluation)]) -> Option<String> {
     let compared: Vec<_> =
         results.iter().filter_map(|(name, e)| Some((*name, *e, e.comparison.as_ref()?))).collect();
@@ -148,7 +148,7 @@ pub fn closest_of(results: &[(&str, &Evaluation)]) -> Option<String> {
     })
 }
 
-/// The bits per code of a model's linears: `4`, `4 to 8`, or a dash for floats and unknown schemes.
+/// The bits per code of a model's linears: `4`, `4 to 8`, or a dash if some are float or have an unknown scheme.
 pub fn bits(model: &ModelIdentity) -> String {
     let parsed = |share: &SchemeShare| share.scheme.parse::<LinearScheme>().ok().map(|scheme| scheme.bits());
     let bits: Option<BTreeSet<u8>> = model.schemes.iter().map(parsed).collect();

@@ -74,7 +74,7 @@ impl Axis {
     }
 }
 
-/// The nearest 1, 2 or 5 times a power of ten around these bounds, at least two marks apart.
+/// The nearest 1, 2 or 5 times a power of ten around these bounds; the two are different.
 fn enclosing(low: f64, high: f64) -> (f64, f64) {
     let marks = |value: f64| {
         let decade = value.log10().floor() as i32;

@@ -128,7 +128,7 @@ fn pack_mx(fields: &Fields, block: &mut [u8]) {
     put_codes(&mut block[1..], |e| fields.codes[e]);
 }
 
-/// The exponent that scales the largest magnitude to between 4 and 8.
+/// The E8M0 code of the scale that brings the largest magnitude `max` into the range from 4 to less than 8.
 fn exponent(max: f32) -> u8 {
     // As in the reference, the logarithm is rounded to single precision. For values just below a large power of two, it
     // rounds up to an integer.

@@ -99,7 +99,7 @@ fn scale(x: &[f32], importance: Option<&[f32]>, sigma2: f32) -> f32 {
     scale
 }
 
-/// Writes the codes of 32 elements.
+/// Rounds 32 elements and writes their codes.
 fn put_codes(bytes: &mut [u8], x: &[f32], scale: f32) {
     let inverse = if scale != 0.0 { 1.0 / scale } else { 0.0 };
     for (j, byte) in bytes.iter_mut().enumerate() {
@@ -107,7 +107,7 @@ fn put_codes(bytes: &mut [u8], x: &[f32], scale: f32) {
     }
 }
 
-/// Decodes 32 elements.
+/// Writes 32 codes: byte `j` holds code `j` in its low nibble and code `j + 16` in its high nibble.
 fn join_codes(bytes: &mut [u8], codes: &[u8]) {
     for (j, byte) in bytes.iter_mut().enumerate() {
         *byte = codes[j] | codes[j + 16] << 4;

@@ -1,8 +1,9 @@
 //! Block types: rows of weights in blocks of 32 or 256, each with its own scales, as in ggml's files.
 //!
 //! A block type is data ([`BlockType`]): name, id, length and bytes of a block, and two functions. Each type's
-//! arithmetic is in its own file. Encoding uses the reference search by default: its bytes equal those of llama.cpp's
-//! quantizer, which computes in scalar `f32` in the same order. `docs/formats/gguf.md` draws the blocks.
+//! arithmetic is in its own file. [`BlockType::encode`] uses the reference search: its bytes equal those of llama.cpp's
+//! quantizer, which computes in scalar `f32` in the same order. [`BlockType::encode_refined`] uses this crate's own
+//! search. `docs/formats/gguf.md` draws the blocks.
 
 mod block;
 mod f16_bits;
@@ -164,7 +165,8 @@ impl BlockType {
         self.elements == 1
     }
 
-    /// Encodes a row. `importance` weights the squared error of each element; only its ratios within a row matter.
+    /// Encodes a row with the [reference](Search::Reference) search. `importance` weights the squared error of each
+    /// element; only its ratios within a row matter.
     ///
     /// # Panics
     /// When the lengths are inconsistent; see [`row_bytes`](Self::row_bytes).

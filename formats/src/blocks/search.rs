@@ -293,7 +293,7 @@ pub(super) fn positive(top: i32, x: &[f32], weights: &[f32], codes: &mut [u8]) -
     fit.scale()
 }
 
-/// The mean square of a row, summed in order.
+/// The mean square of values, summed in order.
 pub(super) fn mean_square(x: &[f32]) -> f32 {
     let mut sum = 0.0;
     for &x in x {

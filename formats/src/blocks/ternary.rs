@@ -88,7 +88,7 @@ fn pack_2(fields: &Fields, block: &mut [u8]) {
     put_2(&fields.codes[..SUPER], fields.d, block);
 }
 
-/// The scale, such that the largest magnitude becomes 1.
+/// Returns the codes of 256 values and their scale, the largest magnitude.
 fn codes(x: &[f32]) -> ([u8; SUPER], f32) {
     let d = x.iter().fold(0.0_f32, |max, v| max.max(v.abs()));
     let inverse = if d != 0.0 { 1.0 / d } else { 0.0 };

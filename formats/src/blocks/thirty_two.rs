@@ -148,7 +148,7 @@ fn decode<const BITS: usize, const MINIMUM: bool>(bytes: &[u8], out: &mut [f32])
     }
 }
 
-/// A block of Q4_0 from codes on its grid: `d·(q − 8)`, `q` below 16.
+/// Writes a block of Q4_0 from its scale `d` and its codes `q`, which are below 16: its values are `d·(q − 8)`.
 pub fn pack_q4_0(scale: half::f16, codes: &[u8; 32], block: &mut [u8]) {
     block[..2].copy_from_slice(&scale.to_le_bytes());
     put_codes::<4, false>(block, codes);

@@ -1,4 +1,4 @@
-//! The checks that every sink makes of its callers' arguments.
+//! Checks of arguments that every sink shares.
 
 use std::collections::BTreeSet;
 

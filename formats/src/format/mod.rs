@@ -349,7 +349,8 @@ pub fn containers(names: &[String]) -> Result<Vec<&'static dyn Container>> {
     containers_with(names, container)
 }
 
-/// Returns the formats of those names, each found by `find`. A program with its own formats looks them up too.
+/// Returns the formats of those names, each looked up with `find`: [`container`], or a function that also knows the
+/// formats of a program.
 ///
 /// # Errors
 /// Those of `find`; also when the list is empty or has a duplicate.
@@ -393,6 +394,6 @@ pub fn reader_with(
     if let Some(reader) = mxfp4::reader(quantization_config) {
         return Ok(Box::new(reader));
     }
-    let method = quantization_config.get("quant_method").and_then(Value::as_str).unwrap_or("none stated");
+    let method = quantization_config.get("quant_method").and_then(Value::as_str).unwrap_or("missing");
     Err(format!("`quantization_config.quant_method` is {method}, which is not supported"))
 }

@@ -35,7 +35,7 @@ impl Rows<'_> {
         };
         if row == 0 || len % row != 0 {
             return Err(RowsError::Layout(format!(
-                "{len} elements are not a multiple of the row width {row}"
+                "a length of {len} is not a multiple of the row length {row}"
             )));
         }
         Ok(len / row)

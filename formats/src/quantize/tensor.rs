@@ -18,7 +18,7 @@ use crate::{Error, Result};
 pub struct QuantizedTensor {
     /// `[n, k]`: output and input features.
     pub shape: [usize; 2],
-    /// The grid.
+    /// The quantization scheme of the weight and of the input.
     pub scheme: LinearScheme,
     /// `[n, k]` row-major, one unsigned code below `2^bits` per byte.
     pub codes: Vec<u8>,

@@ -204,7 +204,7 @@ impl Drop for Worker {
     }
 }
 
-/// The first `count` of the cores that this process may use, such as `0,1`.
+/// The first `threads` of the cores that this process may use, such as `0,1`.
 pub fn cpus(threads: usize) -> Result<String> {
     let status = std::fs::read_to_string("/proc/self/status")?;
     let list =

@@ -34,7 +34,7 @@ pub struct Known {
     pub presets: Vec<String>,
     /// Methods that have their own names.
     pub methods: Vec<String>,
-    /// Containers.
+    /// Checkpoint formats.
     pub formats: Vec<String>,
 }
 

@@ -194,7 +194,7 @@ fn gated(name: &'static str, family: &str, shape: Shape, float: Float, changes: 
     Tiny { name, float, shard_bytes: ONE_SHARD, config, tensors }
 }
 
-/// An OPT.
+/// An OPT model.
 fn opt(name: &'static str, float: Float, changes: Value) -> Tiny {
     let Shape { layers, hidden, intermediate, heads, vocab, .. } = DEFAULT;
     let config = changed(

@@ -3,7 +3,8 @@
 use super::super::grid::{Fields, Grid, PARTS, code_above};
 use super::{LANES, MAX_ITERATIONS, total};
 
-/// Starting points of a part's search: the range of its values, shrunk at each end by these fractions.
+/// Starting points of a part's search: the range of its values, shrunk at each end by these fractions, or widened if
+/// they are negative.
 const DRAWN_IN: [f32; 6] = [-0.04, 0.0, 0.04, 0.09, 0.15, 0.23];
 /// Number of candidates for a block's scale, and for the scale of its minimums.
 const CANDIDATES: usize = 24;
