@@ -31,7 +31,7 @@ pub const QZ1_CODES_E2M1: u32 = 2;
 
 /// A quantized matrix `[n, k]` in logical order, row-major: `(code − zero) · scale`, with a scale and zero point for
 /// each group of `group_size` neighbouring input features. With floating-point codes: `value(code) · scale`. E4M3 codes
-/// can only be multiplied with float activations.
+/// can only be multiplied by float activations.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct qz1_weights {

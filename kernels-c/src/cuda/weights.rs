@@ -10,9 +10,9 @@ use crate::weights::{
     QZ1_SCALES_F16, QZ1_SCALES_F32, QZ1_SCALES_PROGRESSIVE, format, qz1_weights, view,
 };
 
-/// Weights that are multiplied with f16 or bf16.
+/// Weights that are multiplied by f16 or bf16.
 pub const QZ1_CUDA_ORDER_FLOAT: u32 = 1;
-/// Weights that are multiplied with 8-bit integers.
+/// Weights that are multiplied by 8-bit integers.
 pub const QZ1_CUDA_ORDER_INT8: u32 = 2;
 
 /// The layout of packed bytes. They consist of tiles of 16 output features and 128 input features, in the same order on
@@ -149,7 +149,7 @@ pub(super) unsafe fn layout(scope: &Scope, at: *const qz1_cuda_layout) -> Result
     if (same.bytes, same.id) == (l.bytes, l.id) { Ok(layout) } else { Err(none()) }
 }
 
-/// The layout of weights that are multiplied with the activations of `order`, a `QZ1_CUDA_ORDER_…`. If `sums` is not 0,
+/// The layout of weights that are multiplied by the activations of `order`, a `QZ1_CUDA_ORDER_…`. If `sums` is not 0,
 /// it includes the sums that are required for 8-bit activations with a zero point. Scales are stored in the narrowest
 /// type that represents all of them exactly. Fills `out`, whose `struct_size` must be set by the caller.
 ///

@@ -187,7 +187,7 @@ fn weights_are_packed_on_the_device() {
     }
 }
 
-/// NVFP4: the device packs the same bytes as the CPU, and multiplies them with f16.
+/// NVFP4: the device packs the same bytes as the CPU, and multiplies them by f16.
 #[test]
 fn floating_point_weights() {
     if !on_gpu() {

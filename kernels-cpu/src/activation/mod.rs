@@ -59,7 +59,7 @@ pub struct RowLayout {
 }
 
 impl RowLayout {
-    /// Returns the layout that rows must have to be multiplied with these weights.
+    /// Returns the layout that rows must have to be multiplied by these weights.
     pub fn of(weights: &Layout) -> Self {
         // The tile unit does not support the two levels of scales of super-blocks.
         let tiled = !weights.is_super();

@@ -31,7 +31,7 @@ pub(super) const FLOAT: usize = 3;
 const SUPER: usize = 4;
 
 type TileFn = unsafe fn(&Tile<'_>);
-/// Multiplies some row tiles with some panels.
+/// Multiplies some row tiles by some panels.
 type TiledFn = unsafe fn(&Tiled<'_>, Range<usize>, Range<usize>);
 
 /// An instruction set, a code format, and a kind of tile.

@@ -97,7 +97,7 @@ impl<'a> PackedView<'a> {
         self.bytes
     }
 
-    /// A range of rows (output features) as a separate matrix, which is multiplied with the same activations. Its
+    /// A range of rows (output features) as a separate matrix, which is multiplied by the same activations. Its
     /// product is bit-identical to these columns of the whole product. `rows` must start at a multiple of
     /// [`PANEL_ROWS`], and end at one or at the end of the matrix. Nothing is copied.
     ///

@@ -78,7 +78,7 @@ fn byte(random: &mut Random, wild: bool) -> impl FnMut(usize) -> u8 {
     }
 }
 
-/// Treats all NaN as equal, whatever their bits.
+/// Returns the words of `out`, with all bf16 NaNs replaced by the same one.
 fn comparable(kind: Kind, out: &[u8]) -> Vec<u32> {
     let words = out.chunks_exact(4).map(|w| u32::from_le_bytes([w[0], w[1], w[2], w[3]]));
     words.map(|w| if kind == Kind::Bf16 && f32::from_bits(w).is_nan() { 0x7fc0_0000 } else { w }).collect()
