@@ -96,7 +96,7 @@ pub struct StaticScale {
     pub zero: i8,
 }
 
-/// The form of the activations that weights are multiplied with, on the CPU and on GPUs.
+/// The form of the activations that weights are multiplied by, on the CPU and on GPUs.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Activations {
     /// Floats (W4A16, W8A16, FP4 and FP8 weights).

@@ -94,7 +94,7 @@ impl ExpertGate {
     }
 }
 
-/// The form of the rows that the weights are multiplied with.
+/// The form of the rows that the weights are multiplied by.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ExpertRows {
