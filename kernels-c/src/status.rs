@@ -13,7 +13,7 @@ use crate::memory::{Scope, fields};
 #[repr(u32)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum qz1_status {
-    /// Done.
+    /// The call succeeded.
     Ok = 0,
     /// A length does not match the shape.
     Length = 1,

@@ -223,7 +223,7 @@ fn planned<S: Copy>(kernels: *const qz1_cuda_kernels, shape: *const S, make: Mak
     // SAFETY: every pointer is null or points to a live value.
     let status = refused(|m| unsafe { make(kernels, shape, &mut plan, m) });
     assert_eq!(plan.is_null(), status != qz1_status::Ok);
-    // SAFETY: made above, or null.
+    // SAFETY: the handle was created above, or is null.
     unsafe { qz1_cuda_plan_free(plan) };
     status
 }

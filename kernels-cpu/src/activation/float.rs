@@ -176,7 +176,7 @@ impl FloatRows {
         resize(&mut self.computed, Some(computed))
     }
 
-    /// The capacity.
+    /// The capacity of the buffers.
     pub(crate) fn room(&self) -> Extent {
         Extent {
             rows: usize::MAX,

@@ -340,7 +340,7 @@ impl Int8Rows {
         resize(&mut self.computed, Some(computed))
     }
 
-    /// The capacity.
+    /// The capacity of the buffers.
     pub(crate) fn room(&self) -> Extent {
         Extent {
             rows: self.scales.len(),
