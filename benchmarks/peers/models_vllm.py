@@ -1,11 +1,11 @@
 """Times a whole model in vLLM on a CPU, for `cargo xtask peers-models`: models_vllm.py MODEL PREFILL DECODE REPEAT
 
-Run with the Python of tests/interop/setup_vllm.sh. The prompt has PREFILL tokens, which are processed at once; then
-DECODE tokens are generated greedily. vLLM returns no times for its parts, so a repetition runs the prompt twice, once
-with one generated token and once with DECODE + 1; decoding is the difference. Prints a line of JSON with the seconds of
-both parts for every repetition, and the versions.
+Run it with the Python of tests/interop/setup_vllm.sh. The prompt has PREFILL tokens, which are processed at once; then
+DECODE tokens are generated greedily. vLLM does not report the times of the two parts, so a repetition runs the prompt
+twice, once with one generated token and once with DECODE + 1; decoding is the difference. Prints a line of JSON with
+the seconds of both parts for every repetition, and the versions.
 
-The number of threads is that of OMP_NUM_THREADS, which vLLM binds to the processors of the process.
+vLLM uses OMP_NUM_THREADS threads, and binds them to the processors of the process.
 """
 
 import json

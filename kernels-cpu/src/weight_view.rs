@@ -352,7 +352,7 @@ impl<'a> WeightView<'a> {
     /// For floating-point codes the value has no meaning.
     ///
     /// # Panics
-    /// When zero points are stored and the last of them is before this group of this row.
+    /// When zero points are stored, and the index `row · groups + group` is out of range.
     pub fn zero(&self, row: usize, group: usize) -> u8 {
         match self.zeros {
             Some(zeros) => zeros[row * self.groups() + group],

@@ -74,7 +74,7 @@ impl FloatRows {
         self.m
     }
 
-    /// Whether the packed rows were bf16. Norms and gates are computed in `f32`, whatever the type of their input.
+    /// Whether the packed rows were bf16. Always `false` for norms and gates, which are computed in `f32`.
     pub fn exact_in_bf16(&self) -> bool {
         self.exact_in_bf16
     }
@@ -176,7 +176,7 @@ impl FloatRows {
         resize(&mut self.computed, Some(computed))
     }
 
-    /// The capacity.
+    /// The capacity of the buffers.
     pub(crate) fn room(&self) -> Extent {
         Extent {
             rows: usize::MAX,

@@ -59,7 +59,7 @@ pub struct RowLayout {
 }
 
 impl RowLayout {
-    /// Returns the layout that rows must have to be multiplied with these weights.
+    /// Returns the layout that rows must have to be multiplied by these weights.
     pub fn of(weights: &Layout) -> Self {
         // The tile unit does not support the two levels of scales of super-blocks.
         let tiled = !weights.is_super();
@@ -96,7 +96,7 @@ pub struct StaticScale {
     pub zero: i8,
 }
 
-/// The form of the activations that weights are multiplied with, on the CPU and on GPUs.
+/// The form of the activations that weights are multiplied by, on the CPU and on GPUs.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Activations {
     /// Floats (W4A16, W8A16, FP4 and FP8 weights).
@@ -340,7 +340,7 @@ impl Int8Rows {
         resize(&mut self.computed, Some(computed))
     }
 
-    /// The capacity.
+    /// The capacity of the buffers.
     pub(crate) fn room(&self) -> Extent {
         Extent {
             rows: self.scales.len(),

@@ -1,4 +1,4 @@
-//! The positions of segments in shared buffers. A segment is the rows that are multiplied with one matrix: one call
+//! The positions of segments in shared buffers. A segment is the rows that are multiplied by one matrix: one call
 //! prepares the rows of several experts, and each expert's rows have their own strips and tiles.
 
 use super::RowLayout;

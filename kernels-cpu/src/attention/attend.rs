@@ -321,7 +321,7 @@ impl<'l> Call<'_, 'l> {
         }
     }
 
-    /// Attends some rows of a head to one chunk of its list.
+    /// Computes the attention of some rows of a head to one chunk of its list.
     ///
     /// # Safety
     /// See [`kernel::attend`](super::kernel::attend): `out` must be valid for `rows.len()` rows, at most [`TILE_ROWS`].
@@ -373,7 +373,7 @@ impl<'l> Call<'_, 'l> {
         unsafe { (self.path.attend[rows.len() - 1])(&tile) }
     }
 
-    /// Attends some rows to all tokens that they see, chunk after chunk.
+    /// Computes the attention of some rows to all tokens that they see, chunk after chunk.
     ///
     /// # Safety
     /// No other thread may access these rows.
@@ -412,7 +412,7 @@ impl<'l> Call<'_, 'l> {
         }
     }
 
-    /// Attends all rows of a head to one chunk.
+    /// Computes the attention of all rows of a head to one chunk.
     ///
     /// # Safety
     /// No other thread may access the results of this chunk and head; the workspace must have room for chunks.

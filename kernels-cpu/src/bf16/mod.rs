@@ -11,8 +11,8 @@
 //! `(2⁻⁷ + 2⁻¹⁶ + k · 2⁻²⁴) Σ |left · right|`. The instruction treats subnormal operands as zero and flushes subnormal
 //! sums.
 //!
-//! An element's sum runs over `k` in order, whatever part of the product is computed, so results do not depend on how
-//! callers split the work.
+//! Each element is summed over `k` in order, regardless of which part of the product is computed, so results do not
+//! depend on how callers split the work.
 
 #[cfg(target_arch = "x86_64")]
 #[allow(unsafe_code, reason = "vector loads and stores")]
@@ -147,7 +147,7 @@ pub fn bf16_gemm(token: Bf16Token, left: &LeftBf16, first: usize, right: &RightB
     check(left, first, right, out.len());
     let (left, right) = (&left.0, &right.0);
     let n = right.rows;
-    // Panels are the outer loop, so that a panel stays in the L1 cache while all strips are multiplied with it.
+    // Panels are the outer loop, so that a panel stays in the L1 cache while all strips are multiplied by it.
     for panel in 0..n.div_ceil(RIGHT_ROWS) {
         let columns = panel * RIGHT_ROWS..((panel + 1) * RIGHT_ROWS).min(n);
         for (i, out) in out.chunks_mut(LEFT_ROWS * n).enumerate() {

@@ -52,7 +52,7 @@ pub struct QuantizedExperts {
 }
 
 impl QuantizedExperts {
-    /// Creates the operation from the gate, up and down linears of each expert.
+    /// Creates the operation from the gate, up and down layers of each expert.
     ///
     /// # Errors
     /// When the experts do not match each other (see [`Experts::new`]) or do not support these activations. Static

@@ -38,8 +38,8 @@ pub(super) enum Values<'a, E: Element> {
 }
 
 impl QuantizedLinear {
-    /// Computes input rows and multiplies them with several linear layers. The kernels compute the rows while packing
-    /// them, without an intermediate tensor. Results are bit-identical to [`rms_norm`](crate::rms_norm) or
+    /// Computes input rows and multiplies them by the weights of several layers. The kernels compute the rows while
+    /// packing them, without an intermediate tensor. Results are bit-identical to [`rms_norm`](crate::rms_norm) or
     /// [`silu_mul`](crate::silu_mul) followed by [`forward_each`](Self::forward_each).
     ///
     /// # Errors
@@ -100,8 +100,8 @@ impl QuantizedLinear {
         work(Lent { values: part(values, start, x.elem_count())?, dims })
     }
 
-    /// Multiplies rows with linear layers that share their input. `made` describes how the rows are computed from the
-    /// values of `x`; there is one row per row of `x`.
+    /// Multiplies rows by the weights of layers that share their input. `made` describes how the rows are computed from
+    /// the values of `x`; there is one row per row of `x`.
     pub(super) fn products_of<'x>(
         linears: &[&Self],
         x: Lent<'x>,
@@ -130,7 +130,7 @@ impl QuantizedLinear {
         results.map(|(l, out)| Tensor::from_vec(out, shape(l.weight.layout().n()), &Device::Cpu)).collect()
     }
 
-    /// Quantizes or packs rows for this layer, and multiplies them with weights of the same [`RowLayout`].
+    /// Quantizes or packs rows for this layer, and multiplies them by weights of the same [`RowLayout`].
     pub(super) fn multiply_products<E: Element>(
         &self,
         float: &mut FloatRows,

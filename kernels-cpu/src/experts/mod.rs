@@ -76,7 +76,7 @@ pub enum ExpertGate {
     Clamped {
         /// The factor of the gate inside the sigmoid.
         alpha: f32,
-        /// The bound to which both inputs are clamped; not negative.
+        /// The upper bound of the gate, and the bound of the magnitude of up; not negative.
         limit: f32,
     },
 }
@@ -94,7 +94,7 @@ impl ExpertGate {
     }
 }
 
-/// The form of the rows that the weights are multiplied with.
+/// The form of the rows that the weights are multiplied by.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ExpertRows {

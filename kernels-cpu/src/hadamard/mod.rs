@@ -1,7 +1,7 @@
 //! Rotations of activations: the orthonormal Hadamard transform of rows.
 //!
 //! `y = H x / √n` with `H` a matrix of ±1 and `H Hᵀ = n I`: it spreads outlier channels over all channels (QuaRot, §4).
-//! The rows of a weight that is multiplied with rotated activations are rotated once beforehand by the same transform,
+//! The rows of a weight that is multiplied by rotated activations are rotated once beforehand by the same transform,
 //! which leaves the product unchanged: `(W Hᵀ)(H x) = n W x`.
 //!
 //! Orders are `2^p · m`, `m` odd: `H = H₁ ⊗ H₂ ⊗ … ⊗ S`, with factors `Hᵢ` of orders `4 mᵢ ≤ 256`, `m = Π mᵢ`, and

@@ -18,8 +18,8 @@ use crate::{FloatFormat, Isa, IsaToken, Layout};
 /// Maximum number of rows per strip, if there are several strips.
 pub(crate) const MAX_ROWS: usize = 12;
 
-/// Up to this many rows form one strip, since they wait for memory: a second strip would read its weights from a cache
-/// while memory is idle.
+/// Up to this many rows form one strip, because memory bandwidth limits them: a second strip would read its weights
+/// from a cache while memory is idle.
 pub(crate) const ONE_STRIP: usize = 16;
 
 // Kinds of tiles. With integer activations: a symmetric 4-bit grid or E2M1 codes; any other grid; progressive weights;
@@ -31,7 +31,7 @@ pub(super) const FLOAT: usize = 3;
 const SUPER: usize = 4;
 
 type TileFn = unsafe fn(&Tile<'_>);
-/// Multiplies some row tiles with some panels.
+/// Multiplies some row tiles by some panels.
 type TiledFn = unsafe fn(&Tiled<'_>, Range<usize>, Range<usize>);
 
 /// An instruction set, a code format, and a kind of tile.

@@ -8,9 +8,9 @@
 //!
 //! A group's products are added in order; pairs of bf16 are added in blocks of 256 features, and the blocks in order.
 //! So a row's result is bit-identical whether it is computed alone or in a batch. With one or two rows there are too
-//! few independent sums to hide the latency of a product, which shows on paths with two bf16 per value: there, two
-//! groups, or two blocks of a wide group, are computed in parallel. More than two read more memory locations at once
-//! and are slower.
+//! few independent sums to hide the latency of a product, which matters on paths with two bf16 per value: there, two
+//! groups, or two blocks of a wide group, are computed in parallel. Using more than two is slower, because they read
+//! more memory locations at once.
 #![allow(clippy::needless_range_loop, reason = "rows and panels index several arrays at once")]
 
 use crate::layout::{Layout, PANEL_ROWS, STEP, SUPER_BLOCK, ScaleType};

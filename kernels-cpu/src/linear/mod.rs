@@ -21,9 +21,9 @@
 //! grid, otherwise 8 or 128, the midpoint of the 4 or 8 bits that codes are stored in. Each group's products are added
 //! in order of `k` by fused multiply-adds, and so are groups. Results are bit-identical on all paths except
 //! `avx512bf16` and `amx`: there a value of `x` is the sum of several bf16 ([`Bf16Parts`](crate::Bf16Parts), by default
-//! two, with an error of at most `2⁻¹⁶`), and their products are added in `f32` in a different order. All are within
-//! `(2⁻¹⁶ + (k + 4) · 2⁻²³) Σ |ŵ| |x|` of the exact result, `|ŵ|` with `|q − c| + |c − z|` instead of `|q − z|`; with
-//! one part `2⁻⁸` replaces `2⁻¹⁶`, with three `2⁻²⁴`. Split values treat subnormals as zero.
+//! two, with a relative error of at most `2⁻¹⁶`), and their products are added in `f32` in a different order. All are
+//! within `(2⁻¹⁶ + (k + 4) · 2⁻²³) Σ |ŵ| |x|` of the exact result, where `|ŵ| = |s_g| (|q − c| + |c − z|)`; with one
+//! part `2⁻⁸` replaces `2⁻¹⁶`, with three `2⁻²⁴`. Split values treat subnormals as zero.
 //!
 //! On every path a row's result depends only on the row, the weights and the path, not on the number of rows.
 
@@ -97,7 +97,7 @@ impl<'a> PackedView<'a> {
         self.bytes
     }
 
-    /// A range of rows (output features) as a separate matrix, which is multiplied with the same activations. Its
+    /// A range of rows (output features) as a separate matrix, which is multiplied by the same activations. Its
     /// product is bit-identical to these columns of the whole product. `rows` must start at a multiple of
     /// [`PANEL_ROWS`], and end at one or at the end of the matrix. Nothing is copied.
     ///
@@ -203,7 +203,7 @@ pub struct PackedLinear {
 }
 
 impl PackedLinear {
-    /// Packs a view, with `sums` if activations may have a zero point.
+    /// Packs a view. `sums` must be set if activations may have a zero point.
     ///
     /// # Errors
     /// See [`Layout::of`] and [`Layout::pack`]; also when the bias is not `[n]`, or an allocation fails.

@@ -67,16 +67,16 @@ pub(super) unsafe fn next_parameters<L: Lanes, const NP: usize>(
     };
     let scales = layout.scales_at() + group * PANEL_ROWS * scale_bytes;
     for p in NP..2 * NP {
-        // SAFETY: the caller guarantees that the processor has the instructions of `L`; a prefetch has no other effect,
-        // whatever the address.
+        // SAFETY: the caller guarantees that the processor has the instructions of `L`; a prefetch of any address,
+        // valid or not, has no other effect.
         unsafe { L::prefetch(weights.wrapping_add(p * panel + scales)) };
     }
     if layout.zero_point().is_none() || layout.scales() == ScaleType::SuperMins {
         let bytes = if layout.is_super() { PANEL_ROWS } else { PANEL_ROWS * layout.code_bits() / 8 };
         let zeros = layout.zeros_at() + group * bytes;
         for p in NP..2 * NP {
-            // SAFETY: the caller guarantees that the processor has the instructions of `L`; a prefetch has no other
-            // effect, whatever the address.
+            // SAFETY: the caller guarantees that the processor has the instructions of `L`; a prefetch of any address,
+            // valid or not, has no other effect.
             unsafe { L::prefetch(weights.wrapping_add(p * panel + zeros)) };
         }
     }

@@ -30,7 +30,7 @@ pub struct Product<'a> {
     pub out: &'a mut [f32],
 }
 
-/// Multiplies several weights with the same activations, such as those of queries, keys and values, as
+/// Multiplies several weights by the same activations, such as those of queries, keys and values, as
 /// [`PackedView::multiply`] does for one. Threads synchronize once per four products. Results are bit-identical to
 /// those of separate products.
 ///
@@ -75,7 +75,7 @@ pub fn multiply_each(
     run(&|layout| Path::whole(token, layout, x.zero), &rows, products, parallel)
 }
 
-/// Multiplies several weights with the same activations, as [`PackedView::multiply_float`] does for one, with the
+/// Multiplies several weights by the same activations, as [`PackedView::multiply_float`] does for one, with the
 /// instructions that `x` was packed for. Threads synchronize once per four products.
 ///
 /// # Errors
@@ -203,7 +203,7 @@ impl<'a> Pieces<'a> {
 }
 
 impl PackedView<'_> {
-    /// Multiplies a range of strips of rows with a range of panels.
+    /// Multiplies a range of strips of rows by a range of panels.
     ///
     /// # Safety
     /// The ranges must be within `x` and the layout; `out` must be valid for these rows and columns, which no other

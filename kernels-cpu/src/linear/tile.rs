@@ -313,7 +313,7 @@ pub(crate) unsafe fn scales_of<L: Lanes, const NP: usize>(
     }
 }
 
-/// Multiplies totals with the scales of rows (for progressive or E4M3 scales) and of activations, adds the bias, and
+/// Multiplies totals by the scales of rows (for progressive or E4M3 scales) and of activations, adds the bias, and
 /// writes the results.
 ///
 /// # Safety

@@ -68,7 +68,7 @@ pub fn dequantize_rows(weight: &WeightView<'_>, rows: Range<usize>, out: &mut [f
     }
 }
 
-/// Multiplies int8 activations with a weight, `[m, n]` row-major; [`PackedView::multiply`](crate::PackedView::multiply)
+/// Multiplies int8 activations by a weight, `[m, n]` row-major; [`PackedView::multiply`](crate::PackedView::multiply)
 /// must match it bit for bit:
 ///
 /// `y = s_x · Σ_g s_g I_g + b` with `I_g = Σ_{k∈g} (q − z)(a − a₀)` exact, each group's sum rounded to a float and
@@ -142,7 +142,7 @@ pub fn int8_linear(weight: &WeightView<'_>, x: &Int8Rows, bias: Option<&[f32]>) 
     out
 }
 
-/// Multiplies float activations `x` `[m, k]` with a weight in `f64`, `[m, n]` row-major. Each value is paired with the
+/// Multiplies float activations `x` `[m, k]` by a weight in `f64`, `[m, n]` row-major. Each value is paired with the
 /// sum of magnitudes to which the error bound of
 /// [`PackedView::multiply_float`](crate::PackedView::multiply_float) is proportional:
 /// `Σ_g |s_g| Σ_{k∈g} (|q − c| + |c − z|) |x|` plus the magnitude of the bias. For floating-point codes the sum is

@@ -196,7 +196,7 @@ pub(crate) trait FloatLanes: Lanes {
     unsafe fn dot_float<const REST: bool>(sum: Self::F, w: Self::W, x: *const u8, part: usize) -> Self::F;
 }
 
-/// Lanes that multiply codes with probabilities, in the precision that is fastest on the instruction set.
+/// Lanes that multiply codes by probabilities, in the precision that is fastest on the instruction set.
 ///
 /// # Safety
 /// See [`Lanes`].

@@ -16,9 +16,10 @@
 //! byte; codes of 8 bits are multiplied as stored, and their zero points are subtracted from the sums when the group
 //! ends.
 //!
-//! For floats a group's sums are added block by block and, within a block, part by part, whatever the number of rows: a
-//! row's result does not depend on the other rows. Each block is summed as described at [`TileUnit::add_bf16`]. A
-//! group's result is within `(k + 4) · 2⁻²³ Σ |q − c| |x|` of the exact sum of the products of the parts.
+//! For floats, a group's sums are added block by block and, within a block, part by part, regardless of the number of
+//! rows, so a row's result does not depend on the other rows. Each block is summed as described at
+//! [`TileUnit::add_bf16`]. A group's result is within `(k + 4) · 2⁻²³ Σ |q − c| |x|` of the exact sum of the products
+//! of the parts.
 #![allow(clippy::too_many_arguments, reason = "they describe one product")]
 
 mod steps;
@@ -108,7 +109,7 @@ struct Scratch {
     stages: [MaybeUninit<u8>; 8 * TILE],
 }
 
-/// Multiplies a range of row tiles, at most [`max_tiles`], with a range of panels.
+/// Multiplies a range of row tiles, at most [`max_tiles`], by a range of panels.
 ///
 /// # Safety
 /// The processor must have the instructions of `U` and its lanes. All pointers must be valid as their fields describe,
