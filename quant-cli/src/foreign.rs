@@ -99,7 +99,7 @@ const COMMANDS: &[(&[&str], &str)] = &[
 /// Adds a tip to an error of the argument parser that is about an option or a command of another tool.
 pub fn explained(mut error: clap::Error, arguments: &[OsString]) -> clap::Error {
     let Some(tip) = tip(&error, arguments) else { return error };
-    // These would be guesses by spelling.
+    // The parser's own suggestions are guesses based on spelling.
     for kind in [ContextKind::SuggestedArg, ContextKind::SuggestedSubcommand] {
         error.remove(kind);
     }
@@ -144,7 +144,7 @@ mod tests {
         for (names, here, _) in OPTIONS {
             let verbs: Vec<&Command> = cli.get_subcommands().filter(|verb| has_option(verb, here)).collect();
             assert!(!verbs.is_empty(), "{here}");
-            // A name that the program has itself is never unknown there.
+            // The parser accepts options that the command has, so a tip on one of them would never be shown.
             for name in *names {
                 assert!(verbs.iter().all(|verb| !has_option(verb, name)), "{name}");
             }

@@ -19,7 +19,7 @@ use crate::output;
 const DEFAULT_CONTEXT: usize = 8192;
 /// Longer lines of standard input are rejected.
 const MAX_LINE_BYTES: usize = 1 << 20;
-/// Default maximum of new tokens per answer, if neither the user nor the model sets one.
+/// Maximum of new tokens per answer, unless the user sets one or the model's own is larger.
 const DEFAULT_ANSWER: usize = 1024;
 
 const COMMANDS: &str = "/new           start a new conversation

@@ -194,8 +194,7 @@ impl Planned {
             smallest: (smallest, scratch),
             memory: Plan::peak_memory(&plans, &opened.model),
             outlines: plans.iter().map(|plan| Outline::new(plan, &opened.model)).collect(),
-            // The estimated time depends on a measurement, so it is only shown to people. The JSON omits it, so that
-            // equal plans give equal JSON.
+            // The estimated time depends on a measurement, so the JSON omits it: equal plans give equal JSON.
             seconds: Plan::seconds(&plans, &opened.model, Rates::measure()?),
             carried: opened.model.carried(),
             plans,

@@ -24,13 +24,13 @@ const ELEMENT_TILE: usize = 1 << 14;
 /// `softmax(q kᵀ · scale + causal mask) v` for every head. With a soft cap `c`, scaled scores `s` become
 /// `c tanh(s / c)` before the mask.
 ///
-/// `q` is `[batch, queries, heads · head_dim]`, `k` `[batch, keys, kv_heads · head_dim]` and `v` `[batch, keys,
-/// kv_heads · value_dim]`; the last query has the last key's position. `repeat` consecutive query heads share one
-/// key/value head. With a `window`, a query attends to that many positions, including its own; with a `chunk`, to the
-/// positions since the last multiple of `chunk`, counted from the start of its segment. No query attends to a key of a
-/// different segment; several segments require as many keys as queries. `sinks` has one score per query head, which
-/// takes part in the softmax but has no value. With `alibi`, the head's slope times the distance between query and key
-/// is subtracted from each scaled score.
+/// The shapes are `[batch, queries, heads · head_dim]` for `q`, `[batch, keys, kv_heads · head_dim]` for `k`, and
+/// `[batch, keys, kv_heads · value_dim]` for `v`. The last query has the last key's position. `repeat` consecutive
+/// query heads share one key/value head. With a `window`, a query attends to that many positions, including its own;
+/// with a `chunk`, to the positions since the last multiple of `chunk`, counted from the start of its segment. No query
+/// attends to a key of a different segment; several segments require as many keys as queries. `sinks` has one score per
+/// query head, which takes part in the softmax but has no value. With `alibi`, the head's slope times the distance
+/// between query and key is subtracted from each scaled score.
 ///
 /// # Errors
 /// When shapes do not match.

@@ -248,7 +248,7 @@ impl Split {
 }
 
 impl Part {
-    /// Appends one output's weights, `row_bytes` bytes in total, to `out`.
+    /// Appends the `k` weights of one output to `out`, as bytes.
     fn append_row(&self, slab: &Slab, output: usize, out: &mut Vec<u8>) {
         let &Self { form, all, first, step, k, .. } = self;
         let (row, size) = (first + output * step, self.info.dtype.size());

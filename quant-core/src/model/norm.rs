@@ -81,9 +81,9 @@ pub(super) fn normalize(x: &Tensor, width: usize, eps: f64) -> Result<Tensor> {
 
 /// `(x − mean) / √(variance + eps) · weight + bias` along the last dimension.
 ///
-/// The variance is computed in a second pass, from differences to the mean. In families with this norm, a few features
-/// are hundreds of times larger than the others, and the textbook formula `E[x²] − E[x]²` would lose the small ones in
-/// `f32`.
+/// The variance is computed in a second pass, from differences from the mean. In families with this norm, a few
+/// features are hundreds of times larger than the others, and the textbook formula `E[x²] − E[x]²` would lose the small
+/// ones in `f32`.
 struct LayerNorm {
     eps: f32,
 }

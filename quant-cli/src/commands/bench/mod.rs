@@ -95,7 +95,7 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
     let gpu = (args.device == Device::Cuda).then(CudaRunner::new).transpose()?;
     let opened = inputs::open(&args.model, session)?;
     let positions = args.prefill.saturating_add(args.decode);
-    // The tables and the cache grow with the positions: an absurd number must not use up the memory.
+    // The tables and the cache grow with the number of positions, so it is limited.
     if positions > 1 << 20 {
         return Err(Error::usage(
             format!("prefill and decode together need {positions} positions; the maximum is 1048576"),

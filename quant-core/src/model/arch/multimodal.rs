@@ -60,7 +60,7 @@ impl Wrapper {
 }
 
 impl Architecture {
-    /// Returns whether a tensor is outside the decoder, in the model that wraps it.
+    /// Returns whether a tensor belongs to the model that contains the decoder, but not to the decoder itself.
     pub fn is_carried(&self, tensor: &str) -> bool {
         self.wrapper.as_ref().is_some_and(|wrapper| wrapper.carries(tensor, &self.head))
     }

@@ -234,7 +234,7 @@ impl Reader<'_, '_, '_> {
             if (value as f32).is_normal() && value > 0.0 {
                 Ok(value)
             } else {
-                Err(fields.error(key, format!("is {value}; it must be positive")))
+                Err(fields.error(key, format!("is {value}; it must be positive and in the range of f32")))
             }
         };
         let optional_positive = |key: &str| match fields.optional_f64(key)? {
@@ -311,7 +311,10 @@ impl Reader<'_, '_, '_> {
     fn factor(&self, fields: &ConfigFields<'_>, original: usize, required: bool) -> Result<f64> {
         match fields.optional_f64("factor")? {
             Some(factor) if factor > 0.0 && (factor as f32).is_normal() => Ok(factor),
-            Some(factor) => Err(fields.error("factor", format!("is {factor}; it must be positive"))),
+            Some(factor) => {
+                Err(fields
+                    .error("factor", format!("is {factor}; it must be positive and in the range of f32")))
+            }
             None if required && !fields.has("factor") => Err(fields.error("factor", "is missing")),
             None => Ok(self.config.require_positive("max_position_embeddings")? as f64 / original as f64),
         }
@@ -324,7 +327,9 @@ impl Reader<'_, '_, '_> {
         let or = |key: &str, default: f64| -> Result<f64> {
             match fields.optional_f64(key)?.filter(|value| *value != 0.0) {
                 Some(value) if value > 0.0 && (value as f32).is_normal() => Ok(value),
-                Some(value) => Err(fields.error(key, format!("is {value}; it must be positive"))),
+                Some(value) => {
+                    Err(fields.error(key, format!("is {value}; it must be positive and in the range of f32")))
+                }
                 None => Ok(default),
             }
         };
@@ -333,7 +338,10 @@ impl Reader<'_, '_, '_> {
         let attention_factor = match fields.optional_f64("attention_factor")? {
             Some(factor) if (factor as f32).is_normal() && factor > 0.0 => factor,
             Some(factor) => {
-                return Err(fields.error("attention_factor", format!("is {factor}; it must be positive")));
+                return Err(fields.error(
+                    "attention_factor",
+                    format!("is {factor}; it must be positive and in the range of f32"),
+                ));
             }
             None if mscale > 0.0 && all_dim > 0.0 => {
                 Yarn::recommended_factor(factor, mscale) / Yarn::recommended_factor(factor, all_dim)

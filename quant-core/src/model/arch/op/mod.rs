@@ -62,7 +62,7 @@ pub enum Op {
         shape: [usize; 2],
         /// Whether it has a bias.
         bias: bool,
-        /// Whether the weight takes part in folds but is never quantized: a router or a gate, because rounding it would
+        /// Whether the weight takes part in folds but is never quantized. Routers stay float because rounding would
         /// change which experts run.
         stays_float: bool,
     },
