@@ -21,7 +21,7 @@ pub struct WantedFiles {
     pub sharded: bool,
 }
 
-/// Selects from the names in a repository; `repository` is for messages.
+/// Selects a checkpoint's files from the names in a repository; `repository` is for messages.
 ///
 /// # Errors
 /// [`Error::NoCheckpoint`] or [`Error::PickleOnly`]: there are no weights that this crate reads.

@@ -45,13 +45,14 @@ pub trait TensorSource: Send + Sync {
     /// Returns the file that holds the tensor, for messages.
     fn location(&self, name: &str) -> PathBuf;
 
-    /// Returns the type of the blocks that a tensor's floats are decoded from, if [`read_blocks`](Self::read_blocks) can
-    /// return these blocks.
+    /// Returns the type of the blocks that a tensor's floats are decoded from, if [`read_blocks`](Self::read_blocks)
+    /// can return these blocks.
     fn block_type(&self, _name: &str) -> Option<&'static BlockType> {
         None
     }
 
-    /// Returns these blocks, row by row; `None` if the tensor has no [`block_type`](Self::block_type).
+    /// Returns the blocks that a tensor's floats are decoded from, row by row; `None` if the tensor has no
+    /// [`block_type`](Self::block_type).
     ///
     /// # Errors
     /// When reading fails.

@@ -82,7 +82,7 @@ impl Worker {
         Ok(worker)
     }
 
-    /// Makes weights of this shape, in as many copies as take `rotated` bytes together.
+    /// Makes weights of this shape, in enough copies to fill `rotated` bytes.
     pub fn prepare(&mut self, contestant: &str, [n, k]: [usize; 2], rotated: usize) -> Result<Prepared> {
         let reply = self.ask(&format!("prepare {contestant} {n} {k} {rotated}"))?;
         Ok(Prepared {

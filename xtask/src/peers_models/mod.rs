@@ -39,7 +39,7 @@ pub struct Args {
     /// Rounds, each of which runs every contestant once
     #[arg(long, default_value_t = 5)]
     rounds: usize,
-    /// Decoder blocks; 16 are the model of 1.24 billion parameters
+    /// Decoder blocks; with 16, the model has 1.24 billion parameters
     #[arg(long, default_value_t = 16)]
     layers: usize,
     /// One round and few tokens, to check that everything works; writes no record

@@ -201,7 +201,7 @@ impl Workspace {
     }
 }
 
-/// The option that makes a method fit a format that cannot hold its default scheme.
+/// The option that selects a scheme for a method if the format cannot store its default scheme.
 fn scheme_of(method: &str, format: &str) -> &'static str {
     let has_activations = method.starts_with("smoothquant") || method.starts_with("qoq");
     if format == "qserve" && !has_activations { "--scheme w4a8-g128-progressive" } else { "" }
