@@ -77,7 +77,7 @@ pub fn run() -> Result<()> {
 }
 
 /// Builds the pipeline's example programs outside the workspace, as users do, and runs them. Also checks that the
-/// crates build without features.
+/// evaluator compiles without its default features.
 ///
 /// # Errors
 /// When a program does not build or prints unexpected output.
