@@ -104,7 +104,7 @@ fn codes_of_nan_count_as_their_bits() {
     assert!(PackedLinear::pack(&view, None, false, &Serial).unwrap().view().check().is_ok());
 }
 
-/// The check accepts whatever packing writes, and rejects every byte that packing never writes, at any position.
+/// The check accepts whatever packing writes, and rejects values that packing never writes, wherever they are.
 #[test]
 fn what_no_packing_writes_is_reported() {
     let (n, k, size) = (21, 64, 32);

@@ -306,8 +306,8 @@ impl ActivationPlan {
     }
 }
 
-/// The variants that are compiled for every architecture before a release: every source and type, each combined with
-/// some block shapes and other options. All other variants are compiled when first used.
+/// The variants that the tests compile for the architectures: every source and type, each combined with some block
+/// shapes and other options.
 pub fn variants() -> Vec<Entry> {
     use Float::{Bf16, F16, F32};
     let mut kinds = Vec::new();

@@ -110,8 +110,9 @@ pub enum Section {
     RowSums = 4,
 }
 
-/// A scheme that only the CPU has kernels for.
-pub(crate) const SUPER_BLOCKS: &str = "super-blocks on a GPU";
+/// The error for super-blocks, which only the CPU kernels support.
+pub(crate) const SUPER_BLOCKS: &str =
+    "the kernels for GPUs do not support super-blocks (GGUF's Q4_K, Q5_K and Q6_K)";
 
 impl WeightLayout {
     /// Returns the layout of a view. With `sums` it includes the sums that are needed for integer activations with a
@@ -127,8 +128,8 @@ impl WeightLayout {
     /// - `sums` with float activations.
     /// - Progressive weights of 8 bits.
     /// - Super-blocks.
-    /// - A symmetric grid of 4 bits in `Order::Int8` whose rows are one group wider than 131,071 (65,793 with `sums`),
-    ///   because its sums are multiplied by 16.
+    /// - A symmetric grid of 4 bits in `Order::Int8` whose rows are one group of more than 131,071 features (65,793
+    ///   with `sums`), because its sums are multiplied by 16.
     pub fn of(view: &WeightView<'_>, order: Order, sums: bool) -> Result<Self, KernelError> {
         let cpu = Layout::of(view, sums)?;
         let shape = [cpu.n(), cpu.k()];

@@ -2,7 +2,7 @@
 //! Python part (`fewbits/`) adds keyword arguments and typed results.
 //!
 //! A job runs on its own thread and does not hold the GIL. The caller's thread waits, passes events to the callback and
-//! checks for signals. The extension sets no process-wide state: no allocator, no thread pool, no signal handler.
+//! checks for signals. Jobs set no process-wide state: no allocator, no global thread pool, no signal handler.
 
 mod error;
 mod events;

@@ -51,7 +51,7 @@ const OPTIONS: &[(&[&str], &str, &str)] = &[
     ),
     (&["desc-act"], "act-order", "--act-order static-groups keeps groups in order, which engines prefer"),
     (&["damp-percent", "percdamp", "dampening-frac"], "damping", "--damping 0.01"),
-    (&["targets"], "override", "--ignore leaves linears out, --override gives them another scheme"),
+    (&["targets"], "override", "--ignore leaves linears out, --override gives them a different scheme"),
     (
         &["tasks", "task"],
         "text",
@@ -69,7 +69,7 @@ const OPTIONS: &[(&[&str], &str, &str)] = &[
     ),
 ];
 
-/// Commands of other tools, and how this one does the same.
+/// Commands of other tools, and the command here that does the same.
 const COMMANDS: &[(&[&str], &str)] = &[
     (
         &["convert", "export", "repack", "save", "pack"],

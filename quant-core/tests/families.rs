@@ -98,7 +98,7 @@ impl Bench {
     }
 }
 
-/// Log-uniform over `2^±3`.
+/// Random scales, log-uniform between 1/8 and 8.
 fn scales(channels: usize, seed: u64) -> Vec<f32> {
     let mut rng = StdRng::seed_from_u64(seed);
     (0..channels).map(|_| rng.random_range(-3.0_f32..3.0).exp2()).collect()
@@ -425,8 +425,8 @@ fn every_method_takes_every_family_through() {
     }
 }
 
-/// Every family in the formats that have one scale over a tensor, rounded to nearest, searched and with GPTQ. Linears
-/// for which engines keep one scale have the same one.
+/// Every family in the formats with one scale per tensor: rounded to nearest, with searched scales, and with GPTQ.
+/// Linears for which engines keep one scale in common share it.
 #[test]
 fn linears_of_one_scale_share_it_in_every_family() {
     let float = |quantized: &Quantized, name: &str| {
@@ -496,7 +496,7 @@ fn scale_groups_cover_experts_and_shared_keys() {
     }
 }
 
-/// Keys and values that have no scales of their own are named as what they are.
+/// The error for keys and values without scales of their own says why they have none.
 #[test]
 fn an_fp8_cache_is_refused_with_the_reason() {
     for (name, reason) in [

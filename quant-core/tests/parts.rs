@@ -92,7 +92,7 @@ fn parts_make_the_whole() {
                 reports.extend(report.tensors);
             }
             let name = plan.method.name.clone();
-            assert!(together == whole, "{family:?}, {name}, {cuts:?}: other bytes");
+            assert!(together == whole, "{family:?}, {name}, {cuts:?}: different bytes");
             assert_eq!(reports, reason.tensors, "{family:?}, {name}, {cuts:?}");
         }
     }

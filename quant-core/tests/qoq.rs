@@ -165,7 +165,7 @@ fn what_cannot_be_rotated_is_refused_with_the_reason() {
         error.to_string()
     };
     assert!(refused(Tiny::opt()).contains("learned positions"));
-    // 37 · 2 has no Hadamard matrix.
+    // There is no Hadamard matrix of order 74: beyond 2, the order must be a multiple of 4.
     let message = refused(Tiny { hidden: 74, ..Tiny::default() });
     assert!(message.contains("order 74"), "{message}");
     let checkpoint = Tiny::default().random(2);

@@ -284,7 +284,7 @@ pub fn byte_tokenizer() -> Value {
 pub(crate) struct Random(pub(crate) u64);
 
 impl Random {
-    /// In the range from −1 to 1.
+    /// A value from −1 up to, but excluding, 1.
     pub(crate) fn signed(&mut self) -> f32 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut z = self.0;

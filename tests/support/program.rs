@@ -64,9 +64,9 @@ pub struct Run {
     pub arguments: String,
     /// The exit status.
     pub status: ExitStatus,
-    /// The result.
+    /// What it printed on stdout: the result.
     pub stdout: String,
-    /// Progress, notes and errors.
+    /// What it printed on stderr: progress, notes and errors.
     pub stderr: String,
 }
 

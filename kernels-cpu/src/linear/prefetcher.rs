@@ -33,7 +33,7 @@ pub(super) struct Prefetcher {
 }
 
 impl Prefetcher {
-    /// A distance of `distance` bytes in panels of this layout, for tiles of `panels` panels.
+    /// A prefetcher of `distance` bytes ahead in panels of this layout, for tiles of `panels` panels.
     #[inline(always)]
     pub(super) fn new(layout: &Layout, panels: usize, distance: usize) -> Self {
         let codes = layout.scales_at();
@@ -41,14 +41,14 @@ impl Prefetcher {
         Self { distance, last: codes.saturating_sub(distance), hop }
     }
 
-    /// The distance from the code at this byte of its panel.
+    /// How many bytes ahead to prefetch when the tile reads this byte of a panel.
     #[inline(always)]
     pub(super) fn of(self, byte: usize) -> usize {
         if byte < self.last { self.distance } else { self.distance + self.hop }
     }
 }
 
-/// Prefetches the scales, and the zero points or minima, of a group in the next panels.
+/// Prefetches the scales, and the zero points or minima, of a group in the panels of the next tile.
 ///
 /// # Safety
 /// The processor must have the instructions of `L`. Addresses need not be valid.

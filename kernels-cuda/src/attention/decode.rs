@@ -13,12 +13,14 @@ use crate::registry::Entry;
 pub const MAX_SPLITS: usize = 32;
 /// Minimum number of tokens per split.
 pub const MIN_SPLIT: usize = 512;
-/// The shared memory that a block can have on every architecture, with opt-in.
+/// The shared memory in bytes that a block can have on every architecture, with opt-in.
 const SHARED_LIMIT: usize = 96 * 1024;
-/// The shared memory of a multiprocessor on architectures that have much.
+/// The shared memory in bytes of a multiprocessor, as the tuning assumes it: sm_90 has more, all other architectures
+/// less.
 const SHARED_TOTAL: usize = 200 * 1024;
-/// The number of registers of a multiprocessor, and the maximum per thread.
+/// The number of registers of a multiprocessor.
 const REGISTERS: usize = 65536;
+/// The maximum number of registers per thread.
 const MAX_REGISTERS: usize = 255;
 
 /// The parameters from which a launch is planned. A plan is valid for any number of tokens up to `max_tokens`, so it

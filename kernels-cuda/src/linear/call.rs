@@ -103,12 +103,10 @@ impl LinearCall {
     /// scale per token, or with one scale and zero point if [`fixed`](CallShape::fixed) is set.
     ///
     /// # Errors
-    /// - Weights that are packed for floats: `f32` activations, a `fixed` scale, or rows that are less than `k`
-    ///   elements
-    ///   apart.
-    /// - Weights that are packed for integers: rows that are not exactly `k` elements apart, a scale that is not
-    ///   positive,
-    ///   or a zero point if the layout has no sums.
+    /// - Weights of [`Order::Float`]: `f32` activations, a `fixed` scale, or rows that are less than `k` elements or
+    ///   not a multiple of 8 elements apart.
+    /// - Weights of [`Order::Int8`]: rows that are not exactly `k` elements apart, a scale that is not positive and
+    ///   finite, or a nonzero zero point if the layout has no sums.
     /// - All errors of planning the product and the quantization.
     pub fn new(layout: &WeightLayout, shape: &CallShape, device: &PlanLimits) -> Result<Self, KernelError> {
         let (n, k) = (layout.n(), layout.k());

@@ -60,7 +60,7 @@ struct FormatJson<'a> {
     output_bytes: u64,
     bits_per_quantized_weight: f64,
     warnings: Vec<String>,
-    /// What the format cannot represent of the requested quantization.
+    /// The parts of the requested quantization that the format cannot represent.
     loses: Vec<String>,
     engines: Vec<EngineJson>,
     tensors: Vec<TensorJson<'a>>,
@@ -143,7 +143,7 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
         .emit(&json(&planned, &CommandLine), || worded(&text(&planned, args.all), &CommandLine).into_owned())
 }
 
-/// A plan as JSON with the given wording, and the estimated seconds of a run if they are known.
+/// Returns a plan as JSON with the given wording, and the estimated seconds of a run if they are known.
 ///
 /// # Errors
 /// Same as `quant plan`.
@@ -327,7 +327,7 @@ fn text(planned: &Planned, all: bool) -> String {
     text
 }
 
-/// Which engines load the checkpoint, on how many ranks, and the reasons of those that do not.
+/// Returns a table of the engines that load the checkpoint, by number of ranks, and the reasons of those that do not.
 fn engines_text(outline: &Outline) -> String {
     // Engines with the same reason are grouped, and a reason is listed at the first rank count to which it applies.
     let mut reasons: Vec<(String, usize, Vec<&str>)> = Vec::new();
@@ -379,7 +379,7 @@ fn engines_text(outline: &Outline) -> String {
     text
 }
 
-/// The tensors of a plan, and their totals.
+/// Returns a table of the tensors of a plan, and their totals.
 fn plan_text(plan: &Plan, all: bool) -> String {
     let header = ["tensor", "shape", "dtype", "gets", "bytes before", "after"];
     let row = |name: String, e: &PlanEntry, count: u64, before: u64, after: u64| {
@@ -433,7 +433,7 @@ fn plan_text(plan: &Plan, all: bool) -> String {
     text
 }
 
-/// A duration with no more digits than an estimate deserves.
+/// Formats an estimated duration, rounded to a whole unit.
 fn about(seconds: f64) -> String {
     match seconds {
         s if s < 1.5 => "a second".into(),

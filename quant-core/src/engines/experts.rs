@@ -34,12 +34,12 @@ pub(super) fn vllm_cuda(outline: &Outline) -> Verdict {
 pub(super) fn vllm_cuda_gptq(outline: &Outline) -> Verdict {
     one_scheme(outline, |scheme| match scheme.is_symmetric() {
         true => Yes,
-        false => No(format!("in the gptq format it reads only symmetric experts, not {scheme}")),
+        false => No(format!("in the gptq format it supports only symmetric experts, not {scheme}")),
     })
 }
 
-/// vLLM's kernels for experts on NVIDIA devices, compressed-tensors and ModelOpt formats. `width` is the width of the
-/// stream.
+/// vLLM's kernels for experts on NVIDIA devices, compressed-tensors and ModelOpt formats. `width` is the hidden size,
+/// which experts read and write.
 pub(super) fn vllm_kernel(share: &Share<'_>, width: usize) -> Verdict {
     let scheme = share.scheme;
     let no = |what: String| No(share.fault(format!("experts {what}")));
@@ -49,7 +49,7 @@ pub(super) fn vllm_kernel(share: &Share<'_>, width: usize) -> Verdict {
     match scheme.activations {
         ActivationScheme::Float => vllm_packed(share, width),
         ActivationScheme::Token if scheme.bits() == 8 => match (scheme.granularity, scheme.is_symmetric()) {
-            (Granularity::Channel, true) => With("experts of int8 products run on Triton".into()),
+            (Granularity::Channel, true) => With("int8 experts run on Triton kernels".into()),
             _ => no(format!("of {scheme} have no kernel: scales must be symmetric and per channel")),
         },
         ActivationScheme::Token => no(format!("of {scheme} run on CPUs only")),
@@ -73,10 +73,10 @@ pub(super) fn vllm_kernel(share: &Share<'_>, width: usize) -> Verdict {
 fn vllm_packed(share: &Share<'_>, width: usize) -> Verdict {
     let (scheme, bits) = (share.scheme, share.scheme.bits());
     if !matches!(bits, 4 | 8) {
-        return Unsure(share.fault(format!("which kernel runs experts of {bits} bits")));
+        return Unsure(share.fault(format!("which kernel runs experts of {bits} bits was not checked")));
     }
     if bits == 8 && !scheme.is_symmetric() {
-        return Unsure(share.fault("which kernel runs 8-bit experts with zero points"));
+        return Unsure(share.fault("which kernel runs 8-bit experts with zero points was not checked"));
     }
     match share.group() {
         None | Some(32 | 64 | 128) if width.is_multiple_of(128) => Yes,

@@ -256,7 +256,7 @@ const CLASSES_IN_VLLM: &[&str] = &[
     "Qwen3_5MoeForConditionalGeneration",
 ];
 
-/// The families among these that vLLM's CPU build ran: it gave the perplexity of a quantized random model
+/// The families among these that vLLM's CPU build ran: the perplexity of a quantized random model equals that of quant
 /// (`benchmarks/record/engines`). Families that run through the classes of transformers are listed separately.
 const RUN_ON_CPU: &[&str] = &[
     "granite",
@@ -274,7 +274,7 @@ const RUN_ON_CPU: &[&str] = &[
     "phi3",
     "lfm2",
 ];
-/// Classes for which vLLM's CPU build gave the perplexity of a quantized random model.
+/// Classes for which vLLM's CPU build and quant computed the same perplexity of a quantized random model.
 const CLASSES_RUN_ON_CPU: &[&str] =
     &["Gemma3ForConditionalGeneration", "Gemma4ForConditionalGeneration", "Qwen3_5ForConditionalGeneration"];
 const RUN_BY_TRANSFORMERS: &[&str] =

@@ -62,8 +62,8 @@ impl<'a> Curvature<'a> {
         Ok(Self { model, cancel, damping, ropes, states, next: 0, factors: BTreeMap::new() })
     }
 
-    /// Returns the factor for a tensor of the file; `None` if the statistics of its input are unknown, or it stays
-    /// float. Blocks must come in ascending order.
+    /// Returns the factor for a tensor of the file; `None` if it is outside the blocks, stays float, is not a linear's
+    /// weight, or has its columns reordered. Blocks must come in ascending order.
     ///
     /// # Errors
     /// When a block fails, an input is not finite, or a Hessian has no factor; [`Error::Interrupted`].

@@ -162,7 +162,7 @@ pub enum KvCaching {
     Float,
     /// Rounded as the cache would round them, with attention on floats. Queries stay float, too.
     Simulated(KvScheme),
-    /// In the kernels' pages, with attention in the kernels; queries have 8 bits if the cache holds codes.
+    /// In the kernels' pages, with attention in the kernels. If the pages hold codes, queries are rounded to 8 bits.
     Kernels(KvType),
 }
 

@@ -18,7 +18,7 @@ pub struct Norm {
 }
 
 impl Norm {
-    /// The parameters of a norm without any: ones and zeros.
+    /// Returns the parameters for a norm that stores none: a weight of ones and a bias of zeros.
     ///
     /// # Errors
     /// When the tensors cannot be created.
@@ -27,7 +27,7 @@ impl Norm {
         Ok(Self { weight: filled(1.0)?, bias: Some(filled(0.0)?) })
     }
 
-    /// Returns the factors of an RMSNorm, `[width]`.
+    /// Returns the factors of an RMSNorm, `[width]`: the weight, plus 1 if it is centered at zero.
     ///
     /// # Errors
     /// When the tensor cannot be created.

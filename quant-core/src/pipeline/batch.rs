@@ -1,4 +1,4 @@
-//! The calibration batch as it passes through the blocks, with the passes that the plan asks for in each.
+//! The calibration batch as it passes through the blocks, with the passes that the plan requires in each.
 
 use std::collections::BTreeMap;
 use std::ops::Range;

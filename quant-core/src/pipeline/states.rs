@@ -3,7 +3,7 @@
 //!
 //! A safetensors file with `float` and `quantized`, each `[windows, length, hidden]` in F32 if the run follows these
 //! states, and two U8 vectors: `about`, the JSON description of what the states depend on, and `sha256`, the hash of
-//! everything before it in the file. Files of another run and damaged files are rejected.
+//! the values of all other tensors, in file order. Files of a different run and damaged files are rejected.
 
 use std::fs::File;
 use std::io::{BufWriter, Write};
@@ -250,7 +250,7 @@ fn write(
 }
 
 /// Returns the block whose input states a file holds, if it is one of `blocks`. The file may still be damaged or belong
-/// to another run.
+/// to a different run.
 pub(super) fn saved_before(path: &Path, blocks: Range<usize>) -> Option<usize> {
     let source = ShardedCheckpoint::open_file(path).ok()?;
     source.info(ABOUT).filter(|info| info.byte_len() <= MAX_ABOUT_BYTES)?;
@@ -262,7 +262,7 @@ pub(super) fn saved_before(path: &Path, blocks: Range<usize>) -> Option<usize> {
 /// Reads the states before block `layer`: each stream that is `wanted`.
 ///
 /// # Errors
-/// [`Error::InputFile`] when the file is damaged, or holds the states of another run or block; errors of reading.
+/// [`Error::InputFile`] if the file is damaged, or holds the states of a different run or block; errors of reading.
 pub(super) fn load(
     path: &Path,
     job: &Job<'_>,

@@ -38,8 +38,8 @@
 //! expert_floor = 0
 //! ```
 //!
-//! Transforms run in the order in which they are listed, then weights are rounded. Unknown keys and keys without effect
-//! are errors.
+//! Transforms run in the order in which they are listed, then weights are rounded. Unknown keys are errors, and so are
+//! `[calibration]`, `[quantize.gptq]` and keys of `[[transform]]` without effect.
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -89,7 +89,7 @@ pub(super) struct RecipeFile {
 
 /// One format, or several.
 #[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
-#[serde(untagged, expecting = "format is the name of a checkpoint format, or an array of names")]
+#[serde(untagged, expecting = "format must be the name of a checkpoint format, or an array of names")]
 enum Formats {
     /// One format.
     One(#[schemars(schema_with = "schema::container")] String),
@@ -101,7 +101,7 @@ enum Formats {
 #[derive(Debug, Clone, Default)]
 struct TransformEntry {
     kind: String,
-    /// The values, with the byte of the file at which each starts.
+    /// Each key with its value and the byte offset of the value in the file.
     keys: Vec<(String, Value, usize)>,
 }
 
@@ -109,7 +109,8 @@ impl<'de> Deserialize<'de> for TransformEntry {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Self, D::Error> {
         let mut entries = BTreeMap::<String, Spanned<Value>>::deserialize(deserializer)?;
         let kind = entries.remove("kind").ok_or_else(|| D::Error::missing_field("kind"))?.into_inner();
-        let kind = kind.as_str().ok_or_else(|| D::Error::custom("kind is the name of a step"))?.to_owned();
+        let kind =
+            kind.as_str().ok_or_else(|| D::Error::custom("kind must be the name of a step"))?.to_owned();
         let keys = entries.into_iter().map(|(key, value)| {
             let start = value.span().start;
             (key, value.into_inner(), start)
@@ -138,7 +139,7 @@ impl JsonSchema for TransformEntry {
 }
 
 impl TransformEntry {
-    /// Applies the keys that are set to the settings of the method's transform.
+    /// Applies the keys of this entry to `settings`.
     fn add_to(
         &self,
         settings: &mut TransformSettings,
@@ -288,8 +289,8 @@ impl Recipe {
     /// Reads a recipe file. If it names a calibration text in its own directory, the recipe has the text's path.
     ///
     /// # Errors
-    /// [`Error::Recipe`] that names the file and, for faults of the text itself, the line; [`Error::Io`] when it cannot
-    /// be read.
+    /// [`Error::Recipe`] if the file does not exist, is not a regular file, has more than 1 MiB, is not UTF-8, or is
+    /// invalid; then the message names the line or the key. [`Error::Io`] if it cannot be read.
     pub fn read(path: &Path) -> Result<Self> {
         Self::read_with(path, &Extensions::default())
     }
@@ -332,7 +333,7 @@ impl Recipe {
     /// Parses a recipe from TOML.
     ///
     /// # Errors
-    /// [`Error::Usage`] with the line or the key.
+    /// [`Error::Usage`] if the text is not a valid recipe; the message names the line or the key.
     pub fn parse(text: &str) -> Result<Self> {
         Self::parse_with(text, &Extensions::default())
     }
@@ -464,7 +465,7 @@ impl Recipe {
     }
 }
 
-/// A value that is to be written, and so has no place yet.
+/// Wraps a value that does not come from a file, and so has an empty span.
 fn written(text: String) -> Spanned<String> {
     Spanned::new(0..0, text)
 }

@@ -43,7 +43,7 @@ pub enum Action {
         /// The dtype of stored scales.
         scale_dtype: Dtype,
     },
-    /// Already quantized: the same codes, scales and zero points in another format.
+    /// Already quantized, and written in a different format with the same values.
     Repack {
         /// The linear's name.
         module: String,
@@ -64,8 +64,8 @@ pub enum Action {
 pub struct PlanEntry {
     /// The name as a float tensor of the model.
     pub tensor: String,
-    /// The tensor of the input that contains it, if there is one. For a head that is tied in the input, this is the
-    /// embedding.
+    /// The tensor of the input that contains it; for a repacked weight, the first of its tensors. For a head that is
+    /// tied in the input, this is the embedding, unless the preparation unties the head.
     pub stored: String,
     /// The index of the block that contains it; `None` outside the blocks.
     pub layer: Option<usize>,
@@ -84,7 +84,7 @@ pub struct PlanEntry {
 }
 
 impl PlanEntry {
-    /// The tensors of the input from which the tensor is computed.
+    /// The tensors of the input from which the tensor is computed, with their sizes in bytes.
     pub fn sources(&self) -> Vec<(&str, u64)> {
         match &self.action {
             Action::Repack { sources, .. } => {
@@ -233,7 +233,8 @@ pub struct Plan {
     pub entries: Vec<PlanEntry>,
     /// The blocks covered by the plan.
     pub(super) blocks: Range<usize>,
-    /// A hash of the grids of all linears, including those outside the covered blocks.
+    /// The SHA-256 of the schemes and scale dtypes of all quantized modules, including those outside the covered
+    /// blocks.
     pub(super) grids_sha256: String,
     /// The modules that the patterns of the recipe selected.
     pub selectors: Vec<SelectorMatches>,
@@ -249,11 +250,11 @@ pub struct Plan {
     pub(super) embedding: String,
     /// Linears that engines fuse into one.
     pub(super) fused: Vec<FusedLinears>,
-    /// Linears for which engines keep one scale over the whole tensor.
+    /// Groups of linears for which engines use one common tensor scale.
     pub(super) scale_groups: ScaleGroups,
     /// Notes about the steps of the method.
     pub(super) step_notes: Vec<String>,
-    /// The larger model that contains the decoder, if there is one.
+    /// Names in the larger model that contains the decoder, if there is one.
     pub(super) wrapper: Option<WrapperNames>,
 }
 
@@ -261,8 +262,9 @@ impl Plan {
     /// Plans a recipe for a model, for one of its formats.
     ///
     /// # Errors
-    /// When the model is already quantized, a pattern matches nothing, a group size does not divide a width (all
-    /// offenders are listed), the format cannot express a scheme, or nothing is left to quantize.
+    /// If the model is already quantized, a pattern matches nothing or has no effect, the model, method or format does
+    /// not support a scheme or setting, a group size does not divide a width (the error lists all such weights), or
+    /// nothing is left to quantize.
     pub fn new(model: &Model, recipe: &Recipe, container: &'static dyn Container) -> Result<Self> {
         model.require_float()?;
         let architecture = model.architecture();
@@ -435,7 +437,8 @@ impl Plan {
         sha256_hex(self.entries.iter().map(grid).collect::<String>())
     }
 
-    /// A hash of the grids of all linears of the whole plan, even if this is a part of it.
+    /// The SHA-256 of the schemes and scale dtypes of all quantized modules of the whole plan, even if this is a part
+    /// of it.
     pub(crate) fn grids_sha256(&self) -> &str {
         &self.grids_sha256
     }
@@ -527,8 +530,8 @@ impl Plan {
         Ok(())
     }
 
-    /// Sorts blocks in order between the tensors before and after them, so that a program that streams the file finds
-    /// each block in one place.
+    /// Sorts the entries: the embedding, the blocks in order, then all other tensors. A program that streams the file
+    /// finds each block in one place.
     fn sort(&mut self, model: &Model) {
         let embedding = [model.embedding_name(), model.architecture().embedding.clone()];
         let layers = model.architecture().layers;
@@ -609,8 +612,8 @@ impl Plan {
         losses
     }
 
-    /// The linears for which engines keep the same scale over the whole tensor as for this one, including itself; `None`
-    /// if there are no others.
+    /// The linears, including this one, for which engines use one common tensor scale; `None` if this linear has its
+    /// own.
     pub(crate) fn shares_scale_with(&self, module: &str) -> Option<&[String]> {
         self.scale_groups.with(module)
     }
@@ -620,7 +623,7 @@ impl Plan {
         self.entries.iter().any(|e| e.quantized().is_some_and(|(quantized, _)| quantized == module))
     }
 
-    /// Whether the head is tied to the embedding in the input and written separately.
+    /// Whether the output must not tie the head to the embedding: the preparation unties it, or it is quantized.
     pub fn unties_head(&self) -> bool {
         self.untied_by_preparation || self.quantizes(&self.head)
     }
@@ -646,7 +649,7 @@ impl Plan {
         self.step_notes.iter().cloned().chain(of_format).collect()
     }
 
-    /// What the steps of the method leave unchanged, with the reasons.
+    /// Notes on parts of the model that the steps of the method leave unchanged, with the reasons.
     pub fn step_notes(&self) -> &[String] {
         &self.step_notes
     }

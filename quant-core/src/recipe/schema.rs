@@ -1,6 +1,7 @@
 //! The JSON schema of recipe files, for editors that complete and check TOML.
 //!
-//! Names of formats, methods and bit widths come from the registries, so the schema includes new ones automatically.
+//! Names of formats, steps and bit widths come from the library's tables, so the schema includes new ones
+//! automatically.
 
 use schemars::{Schema, SchemaGenerator, json_schema};
 use serde_json::{Map, Value, json};

@@ -20,7 +20,7 @@ const PASSES: f64 = 2.0;
 pub struct Rates {
     /// Floating-point operations of a large matrix product.
     pub operations: f64,
-    /// Weights rounded.
+    /// Weights rounded to nearest.
     pub rounded: f64,
     /// Bytes hashed by one thread.
     pub hashed: f64,

@@ -33,7 +33,7 @@ pub struct QuantizeRequest {
     /// The directory to write; several formats get one subdirectory each. A path that ends in `.gguf` is written as a
     /// file if that is the format.
     pub output: PathBuf,
-    /// How.
+    /// How to quantize it.
     pub settings: RecipeSettings,
     /// Steps, methods and formats of the calling program, which the settings and a recipe file may name.
     pub extensions: Extensions,
@@ -128,7 +128,7 @@ impl<'a> QuantizeJob<'a> {
     /// Checks a request.
     ///
     /// # Errors
-    /// [`Error::Usage`]; errors of recipe files; when an output cannot be written.
+    /// [`Error::Usage`] for an invalid request; errors of recipe files; errors if an output cannot be written.
     pub fn new(request: &'a QuantizeRequest) -> Result<Self> {
         let settings = &request.settings;
         if settings.writes_gguf()? {

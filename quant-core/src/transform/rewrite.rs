@@ -65,7 +65,8 @@ impl FoldRecord {
     }
 }
 
-/// The mean magnitude of the largest channel divided by that of the median channel.
+/// The magnitude of the largest channel divided by that of the median channel: mean magnitudes for AWQ, maxima for
+/// SmoothQuant.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct ChannelOutlier {
@@ -76,7 +77,7 @@ pub struct ChannelOutlier {
 }
 
 impl ChannelOutlier {
-    /// The ratio for channels with these mean magnitudes, which are divided by `scales` if given.
+    /// The ratio for channels with these magnitudes, which are divided by `scales` if given.
     pub(super) fn new(means: &[f32], scales: Option<&[f32]>) -> Option<Self> {
         let before = outlier_ratio(means.to_vec())?;
         let after = match scales {

@@ -68,11 +68,12 @@ fn shapes() -> impl Iterator<Item = Shape> {
     [1, 2, 5, 15, 16].into_iter().flat_map(|rows| [1, 3, 8, 16].map(|depth| Shape { rows, depth }))
 }
 
-/// Bytes of all kinds of numbers; with `wild`, bf16 of all magnitudes, subnormal, infinite and NaN.
+/// Random bytes. With `wild`, bf16 made of them have any magnitude, and may be subnormal, infinite or NaN; otherwise
+/// their exponents are near 1.
 fn byte(random: &mut Random, wild: bool) -> impl FnMut(usize) -> u8 {
     move |i| {
         let byte = random.next() as u8;
-        // The upper byte of a bf16, and of an f32: exponents near 1 unless all are requested.
+        // The upper byte of a bf16, and of an f32.
         if i % 2 == 1 && !wild { 0x3c + (byte & 0x83) } else { byte }
     }
 }

@@ -333,8 +333,8 @@ impl BlockGraph {
         })
     }
 
-    /// Returns every producer that can be rescaled, in evaluation order. If several values are multiplied with each
-    /// other, any of them could carry the scale; the first one does.
+    /// Returns every producer that can be rescaled, in evaluation order. If several values are multiplied, any of them
+    /// could carry the scale; the first one does.
     pub fn fold_groups(&self) -> Vec<FoldGroup> {
         let mut groups: Vec<FoldGroup> = Vec::new();
         for group in (0..self.nodes.len()).flat_map(|id| self.fold_groups_of(id)) {

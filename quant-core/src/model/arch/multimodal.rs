@@ -387,7 +387,7 @@ fn take_sections(map: &mut Map<String, Value>) -> Option<(&'static str, Value)> 
     found
 }
 
-/// Every frequency of a head must belong to one of the sections; otherwise no position would define its angle.
+/// Checks that every frequency of a head belongs to one of the sections; otherwise no position would define its angle.
 fn check_sections(
     fields: &ConfigFields<'_>,
     sections: Option<&(&'static str, Value)>,

@@ -29,7 +29,7 @@ enum Values<'a> {
 }
 
 impl<'a> WeightRows<'a> {
-    /// A float weight as stored in a file or computed by a transform.
+    /// Creates the rows of a float weight, as stored in a file or computed by a transform.
     ///
     /// # Errors
     /// [`Error::Internal`] when the size of `rows` does not match the shape.
@@ -65,7 +65,7 @@ impl<'a> WeightRows<'a> {
         Self { shape, values: Values::Packed(linear) }
     }
 
-    /// `[n, k]`: output and input features.
+    /// Returns the shape `[n, k]`: output and input features.
     pub fn shape(&self) -> [usize; 2] {
         self.shape
     }

@@ -31,7 +31,7 @@ pub struct RopeRequest<'a> {
     pub layer_type: Option<&'a str>,
     /// Whether `rope_scaling` applies to this layer type too.
     pub is_scaled: bool,
-    /// The original training context, in positions.
+    /// The original training context, in positions, if the family has a default.
     pub original_positions: Option<usize>,
     /// Other names of `longrope` in the family's checkpoints.
     pub longrope_names: &'a [&'a str],
@@ -40,7 +40,7 @@ pub struct RopeRequest<'a> {
 }
 
 impl<'a> RopeRequest<'a> {
-    /// Whole heads, paired by halves, one rotation for all layers.
+    /// Creates a request for whole heads, paired by halves, with one rotation for all layers.
     pub fn new(head_dim: usize, theta: f64) -> Self {
         Self {
             head_dim,
@@ -132,9 +132,10 @@ impl Reader<'_, '_, '_> {
             None => self.config.optional_f64(request.theta_key)?.unwrap_or(request.theta),
         };
         if theta <= 1.0 || !(theta as f32).is_finite() {
-            return Err(self
-                .config
-                .error(request.theta_key, format!("is {theta}; it must be greater than 1")));
+            return Err(self.config.error(
+                request.theta_key,
+                format!("is {theta}; it must be greater than 1 and at most 3.4e38"),
+            ));
         }
         Ok(theta)
     }
@@ -200,8 +201,8 @@ impl Reader<'_, '_, '_> {
         }
     }
 
-    /// Reads the original training context: from the top level, else from the scaling, else the model's maximum
-    /// positions.
+    /// Reads the original training context. The first of these that exists is used: the top-level key and the request's
+    /// value (both only without a layer type), the key in the scaling, and the model's maximum positions.
     fn original_positions(&self, fields: &ConfigFields<'_>) -> Result<usize> {
         const KEY: &str = "original_max_position_embeddings";
         let outer = match self.request.layer_type {

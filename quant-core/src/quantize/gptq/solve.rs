@@ -50,7 +50,8 @@ struct TileEnd {
 /// The factor's columns must be in the order of `settings.act_order`.
 ///
 /// # Errors
-/// When the group size does not divide `k`, a weight is or becomes NaN or infinite, or a scale overflows its dtype.
+/// If the scheme or the scale dtype is not supported, an argument does not match the shape, the group size does not
+/// divide `k`, a weight is or becomes NaN or infinite, or a scale overflows its dtype.
 pub fn solve(
     rows: Rows<'_>,
     shape: [usize; 2],
@@ -140,8 +141,8 @@ pub fn solve_within(
         loss += losses.iter().sum::<f64>();
     }
     tensor.levels = scheme.is_progressive().then(|| Levels::of(&tensor.scales, row_scales));
-    // Each loss is the sum over a row of (w − q)² / 2, in units of the inverse's diagonal. With H = 2/N Σ x xᵀ, this is
-    // the mean squared error of the row's output.
+    // Each loss is the sum over a row of ((w − q) / U_cc)² / 2. With H = 2/N Σ x xᵀ, this is the mean squared error of
+    // the row's output.
     Ok(Solved { tensor, loss: loss / n.max(1) as f64 })
 }
 
@@ -200,23 +201,23 @@ struct Tile {
     r: usize,
     /// `[k, r]`, in the order in which columns are rounded.
     weights: Vec<f32>,
-    /// Alike.
+    /// Codes, `[k, r]`, in the same order.
     codes: Vec<u8>,
     /// The errors of a block's columns, `[block, r]`.
     errors: Vec<f32>,
-    /// Grids, `[groups, r]`: the scale, and the lowest and the highest code in steps from 0.
+    /// Grids, `[groups, r]`: the scale, and the lowest and the highest code relative to the zero point.
     scales: Vec<f32>,
     lows: Vec<f32>,
     highs: Vec<f32>,
     zeros: Vec<u8>,
     /// The first-level scales of rows, if there are two levels.
     rows: Vec<Option<f32>>,
-    /// One per row.
+    /// The loss of each row.
     losses: Vec<f64>,
 }
 
 impl Tile {
-    /// Loads rows.
+    /// Loads `r` rows from row `first` on, and resets the losses.
     fn start(&mut self, work: &SolveArguments<'_>, first: usize, r: usize) -> Result<(), RowsError> {
         let (k, groups) = (work.k, work.groups());
         (self.first, self.r) = (first, r);

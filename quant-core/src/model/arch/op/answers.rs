@@ -77,7 +77,7 @@ pub enum AttentionInput {
     Queries,
     /// Keys. Their errors pass through a softmax.
     Keys,
-    /// Averaged.
+    /// Values, which are averaged with the attention weights.
     Values,
 }
 
@@ -123,7 +123,7 @@ pub enum Computes<'a> {
     ClampedGated {
         /// Factor of the gate inside the sigmoid.
         alpha: f32,
-        /// Bound of both inputs.
+        /// Upper bound of the gate, and of the magnitude of the other factor.
         limit: f32,
     },
     /// An operation that is fully described by its inputs, its module or its attention shape.

@@ -111,7 +111,7 @@ pub enum Op {
     ClampedGated {
         /// Factor of the gate inside the sigmoid.
         alpha: f32,
-        /// Bound of both inputs.
+        /// Upper bound of `g`, and of the magnitude of `u`.
         limit: f32,
     },
     /// The first input times the sigmoid of the second, which has one feature per token.
@@ -365,8 +365,8 @@ impl Op {
         self.computes() == Computes::ExpertSum
     }
 
-    /// Returns whether the output is the residual stream, normalized or not. An engine that splits a model has the
-    /// complete stream on every device.
+    /// Returns whether the output is the residual stream, normalized or not. An engine that splits a model across
+    /// devices has the complete stream on each.
     pub fn gives_stream(&self) -> bool {
         match self {
             Self::Input { .. } | Self::Add | Self::RmsNorm { .. } | Self::LayerNorm { .. } => true,
@@ -642,8 +642,8 @@ impl Op {
         }
     }
 
-    /// Returns the floating-point operations of matrix products on `tokens` tokens in windows of `length`, for time
-    /// estimates. Elementwise operations are not counted.
+    /// Returns the number of floating-point operations of matrix products on `tokens` tokens in windows of `length`
+    /// tokens, for time estimates. Elementwise operations are not counted.
     pub fn product_operations(&self, tokens: f64, length: f64) -> f64 {
         match self {
             Self::Linear { shape: [n, k], .. } => 2.0 * tokens * *n as f64 * *k as f64,
