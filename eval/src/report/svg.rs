@@ -1,4 +1,4 @@
-//! Charts as SVG, drawn only from numbers: no scripts, no fonts, and only colours that are classes of the page's style.
+//! Charts as SVG without scripts or fonts. All colors are classes of the page's style.
 
 use maud::{Markup, html};
 
@@ -14,11 +14,11 @@ const BOTTOM: f64 = 54.0;
 const TOP: f64 = 12.0;
 const RIGHT: f64 = 20.0;
 
-/// A series of numbers, drawn in one colour.
+/// A series of numbers, drawn in one color.
 pub(super) struct Series<'a> {
     /// The series' label.
     pub(super) name: &'a str,
-    /// The CSS class of its colour.
+    /// The CSS class of its color.
     pub(super) class: &'static str,
     /// Its values; on a logarithmic scale, only positive ones are drawn.
     pub(super) values: Vec<f64>,

@@ -186,7 +186,7 @@ fn decode_nv(bytes: &[u8], out: &mut [f32]) {
     }
 }
 
-/// Builds a block of MXFP4 from an exponent and codes as in checkpoints, two neighbouring columns per byte.
+/// Builds a block of MXFP4 from an exponent and codes as in checkpoints, two neighboring columns per byte.
 pub fn repack_mxfp4(exponent: u8, codes: &[u8], block: &mut [u8]) {
     block[0] = exponent;
     put_codes(&mut block[1..], |e| codes[e / 2] >> (4 * (e % 2)) & 15);

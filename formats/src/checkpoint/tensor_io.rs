@@ -65,7 +65,7 @@ pub trait TensorSource: Send + Sync {
         false
     }
 
-    /// Returns the MXFP4 blocks of a tensor, row by row: codes, two neighbouring columns per byte with the lower one in
+    /// Returns the MXFP4 blocks of a tensor, row by row: codes, two neighboring columns per byte with the lower one in
     /// the low nibble; and exponents, one per 32 columns. `None` if the tensor is not stored in MXFP4 blocks.
     ///
     /// # Errors

@@ -7,7 +7,7 @@ use super::{LANES, MAX_ITERATIONS, total};
 const STARTS: usize = 24;
 /// Number of block scales that are refined, out of all candidates.
 const REFINED: usize = 4;
-/// Number of candidates for a block's scale. Between neighbouring candidates, the factor of the part with the largest
+/// Number of candidates for a block's scale. Between neighboring candidates, the factor of the part with the largest
 /// scale differs by `CANDIDATE`.
 const CANDIDATES: usize = 24;
 const CANDIDATE: f32 = 0.4;
@@ -169,7 +169,7 @@ pub(super) fn own_scales<L: Levels>(levels: L, grid: &Grid, x: &[f32], w: &[f32]
 }
 
 /// Returns candidates for a block's scale, best first, from the optimal scales of its parts. The error from rounding
-/// the parts' factors is modelled as a parabola around each optimum.
+/// the parts' factors is modeled as a parabola around each optimum.
 #[inline(always)]
 fn starts(scales: &[f32], curves: &[f32], [low, high]: [i32; 2]) -> Vec<f32> {
     if low == high {
