@@ -81,6 +81,9 @@ pub trait TensorSource: Send + Sync {
     }
 
     /// Reads the tensor's bytes.
+    ///
+    /// # Errors
+    /// When there is no such tensor, reading fails, or it exceeds the address space.
     fn read(&self, name: &str) -> Result<Vec<u8>> {
         let len = self.require(name)?.byte_len();
         let len = usize::try_from(len)

@@ -1,4 +1,5 @@
-//! `cargo xtask peers-models`: tokens per second of a whole model, compared with llama.cpp and vLLM, in alternating runs.
+//! `cargo xtask peers-models`: tokens per second of a whole model, compared with llama.cpp and vLLM, in alternating
+//! runs.
 //!
 //! The model is a synthetic one in the shape of Llama 3.2 1B. llama.cpp quantizes it itself; vLLM loads the checkpoints
 //! of quant. Each turn is a separate process on the same cores, which runs everything twice; only the second run
