@@ -243,12 +243,12 @@ impl WeightLayout {
         isize::try_from(sections[5]).ok().map(|_| sections)
     }
 
-    /// Output features.
+    /// The number of output features.
     pub fn n(&self) -> usize {
         self.n
     }
 
-    /// Input features.
+    /// The number of input features.
     pub fn k(&self) -> usize {
         self.k
     }
@@ -258,7 +258,7 @@ impl WeightLayout {
         self.code_bits
     }
 
-    /// Input features that share a scale.
+    /// The number of input features that share a scale.
     pub fn group_size(&self) -> usize {
         self.group_size
     }
@@ -313,7 +313,7 @@ impl WeightLayout {
         self.k.div_ceil(TILE_K)
     }
 
-    /// Bytes of a tile's codes.
+    /// The size of a tile's codes in bytes.
     pub fn tile_bytes(&self) -> usize {
         TILE_ROWS * TILE_K * self.code_bits / 8
     }
@@ -342,7 +342,7 @@ impl WeightLayout {
         self.zeros_at() + self.tile_groups() * zeros
     }
 
-    /// Bytes of a tile's parameters, a multiple of 16.
+    /// The size of a tile's parameters in bytes, a multiple of 16.
     pub fn parameter_bytes(&self) -> usize {
         let sums = if self.sums && !self.summed_whole() { 4 * TILE_ROWS } else { 0 };
         (self.sums_at() + self.tile_groups() * sums).next_multiple_of(16)
@@ -353,7 +353,7 @@ impl WeightLayout {
         self.sections[section as usize]
     }
 
-    /// Bytes of the whole matrix.
+    /// The size of the whole matrix in bytes.
     pub fn bytes(&self) -> usize {
         self.sections[5]
     }

@@ -19,8 +19,8 @@ import sys
 
 import numpy
 
-# Mixtures that are written without and with an importance matrix. With --whole, the others are added, and all are
-# written both ways; Q2_K_S, which requires a matrix, only with one.
+# Mixtures that are written without an importance matrix, and mixtures that are written with one. With --whole, the
+# others are added, and all are written both ways; Q2_K_S, which requires a matrix, only with one.
 MIXTURES = ["Q4_K_M", "Q3_K_M", "IQ4_XS", "Q5_0", "TQ1_0"]
 WEIGHTED = ["Q4_K_M", "IQ4_XS", "Q2_K_S"]
 WHOLE = ["Q2_K", "Q8_0", "F16", "BF16", "Q4_0", "Q4_1", "Q5_1", "Q3_K_S", "Q3_K_L", "Q4_K_S", "Q5_K_S", "Q5_K_M", "Q6_K",

@@ -157,7 +157,7 @@ class Interop(unittest.TestCase):
 
 
 class Profiles(unittest.TestCase):
-    """Tests check_profiles.py. In place of `quant eval`, reference_profiles.py runs with a wrong rule."""
+    """Tests check_profiles.py. In place of `quant eval`, reference_profiles.py runs, with its own rules or wrong ones."""
 
     @classmethod
     def setUpClass(cls):

@@ -91,17 +91,17 @@ pub struct TinyLlama {
     pub hidden: u64,
     /// Width of the MLP.
     pub intermediate: u64,
-    /// Query heads.
+    /// Number of query heads.
     pub heads: u64,
-    /// Key and value heads.
+    /// Number of key and value heads.
     pub kv_heads: u64,
     /// Width of a head.
     pub head_dim: u64,
-    /// Blocks.
+    /// Number of blocks.
     pub layers: u64,
-    /// Rows of the embedding.
+    /// Number of rows of the embedding.
     pub vocab: u64,
-    /// Whether the head is the embedding.
+    /// Whether the head uses the embedding's weights.
     pub tied: bool,
 }
 

@@ -16,7 +16,7 @@ const THREADS: usize = 128;
 pub struct AppendShape {
     /// The pages.
     pub layout: KvPageLayout,
-    /// Key-value heads.
+    /// Number of key-value heads.
     pub kv_heads: usize,
     /// The number of tokens of a launch, of any sequences.
     pub tokens: usize,

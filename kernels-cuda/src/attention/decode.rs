@@ -31,9 +31,9 @@ pub struct DecodeShape {
     pub layout: KvPageLayout,
     /// A multiple of the key-value heads: query head `h` attends to key-value head `h / (query_heads / kv_heads)`.
     pub query_heads: usize,
-    /// Key-value heads.
+    /// Number of key-value heads.
     pub kv_heads: usize,
-    /// Sequences of a launch, at most 65535.
+    /// Number of sequences in a launch, at most 65535.
     pub sequences: usize,
     /// Queries per sequence, which belong to its last tokens, in order. Each query sees no tokens after its own. 1 for
     /// decoding; more to verify drafts or to prefill, after their keys and values were appended.
@@ -137,7 +137,7 @@ pub struct DecodeArguments {
 }
 
 impl DecodeShape {
-    /// Query heads that share a key-value head.
+    /// The number of query heads that share a key-value head.
     pub fn group(&self) -> usize {
         self.query_heads / self.kv_heads
     }

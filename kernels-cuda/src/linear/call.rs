@@ -20,7 +20,7 @@ const ALIGN: usize = 256;
 /// The types and strides of the activations and results of a call.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct CallShape {
-    /// Tokens.
+    /// Number of tokens.
     pub m: usize,
     /// The type of the activations `[m, k]`.
     pub element: Float,

@@ -34,7 +34,7 @@ const MAX_TURNS: usize = 64;
 /// The number of random bytes; larger buffers repeat them.
 const RANDOM: usize = 8 << 20;
 
-/// One launch.
+/// A launch that is timed.
 #[derive(Debug, Clone)]
 struct TimedLaunch {
     shape: LaunchShape,
