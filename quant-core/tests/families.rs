@@ -370,7 +370,7 @@ fn windows_of(tokens: &[u32]) -> quant_core::calibrate::TokenWindows {
     quant_core::calibrate::TokenWindows::cut(tokens.to_vec(), tokens.len())
 }
 
-/// Documents that share a window give the same results as separately, with any rotation or scaling.
+/// Documents that share a window give the same results as they do separately, with any rotation or scaling.
 #[test]
 fn documents_in_one_window_do_not_see_each_other() {
     for case in cases() {
@@ -755,7 +755,7 @@ fn patterns_of_layers_are_those_of_the_family() {
     }
 }
 
-/// A family is recognized by both of its names in a configuration.
+/// `model_type` and `architectures` in a configuration must name the same family.
 #[test]
 fn model_types_must_fit() {
     for case in cases() {

@@ -42,7 +42,8 @@ impl BatchLayout {
     /// Windows with segments and uses; each is `[windows, length]` if given.
     ///
     /// # Panics
-    /// When one of them has a length other than `windows · length`, or there are more than 2³² tokens.
+    /// When one of them has a length other than `windows · length`, or some tokens are not counted and there are 2³² or
+    /// more in total.
     pub fn new(windows: usize, length: usize, starts: Option<&[u32]>, uses: Option<&[TokenUse]>) -> Self {
         let tokens = windows * length;
         assert!(starts.is_none_or(|s| s.len() == tokens), "starts are not [windows, length]");

@@ -41,7 +41,7 @@ fn parse(json: &[u8]) -> Result<Tokenizer, String> {
 /// process.
 const PANICS: &str = "makes the tokenizer library panic";
 
-/// The path of the file, for messages.
+/// The loaded file, for messages.
 #[derive(Debug)]
 struct LoadedFile {
     loadable: Loadable,

@@ -148,7 +148,7 @@ impl HiddenStates {
         (CHUNK_TOKENS / self.layout.length()).max(1)
     }
 
-    /// Returns the batch in pieces `[windows, length, hidden]` of whole windows, in order, each with the index of its
+    /// Returns the batch in pieces `[windows, length, width]` of whole windows, in order, each with the index of its
     /// first token.
     pub fn chunks(&self) -> impl Iterator<Item = Result<(usize, Tensor)>> {
         let (length, piece) = (self.layout.length(), self.chunk_windows() * self.layout.length());
@@ -411,7 +411,7 @@ fn run_between(
     Ok(())
 }
 
-/// Runs a piece `[windows, length, hidden]` of the batch, whose first token is `first`, through a block. Passes the
+/// Runs a piece `[windows, length, width]` of the batch, whose first token is `first`, through a block. Passes the
 /// output to `take` in one or more parts, each with the offset of its first token in the piece.
 ///
 /// Attention always processes whole windows. If a window is longer than [`CHUNK_TOKENS`] and only one node of the block

@@ -149,7 +149,7 @@ impl AbsMean {
         Self { sums: vec![0.0; channels], tokens: 0 }
     }
 
-    /// Features of the input.
+    /// The number of features of the input.
     pub fn channels(&self) -> usize {
         self.sums.len()
     }
@@ -228,7 +228,7 @@ impl GramSum {
         Self { channels, sum: vec![0.0; channels * channels] }
     }
 
-    /// Features of the input.
+    /// The number of features of the input.
     pub fn channels(&self) -> usize {
         self.channels
     }

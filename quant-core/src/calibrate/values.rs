@@ -20,7 +20,7 @@ pub enum Residence {
     Memory,
     /// In files; a round of a search uses about `round_bytes` bytes of memory for the tokens that it compares.
     Files {
-        /// Bytes of memory.
+        /// The memory of a round in bytes.
         round_bytes: u64,
     },
 }

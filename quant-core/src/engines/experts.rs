@@ -69,7 +69,7 @@ pub(super) fn vllm_kernel(share: &Share<'_>, width: usize) -> Verdict {
     }
 }
 
-/// vLLM's kernels for integer experts with float activations: Marlin, and Triton for shapes that Marlin does not support.
+/// vLLM's kernels for integer experts with float activations: Marlin, and Triton for shapes that Marlin cannot run.
 fn vllm_packed(share: &Share<'_>, width: usize) -> Verdict {
     let (scheme, bits) = (share.scheme, share.scheme.bits());
     if !matches!(bits, 4 | 8) {

@@ -21,7 +21,7 @@ pub(super) fn no_turned_codes(outline: &Outline) -> Verdict {
     };
     match outline.schemes().iter().find(is_called_so) {
         Some(scheme) => No(format!(
-            "it transposes all weights of this family when loading them, also the codes of {scheme}"
+            "it transposes all weights of this family when loading them, including the codes of {scheme}"
         )),
         None => Yes,
     }

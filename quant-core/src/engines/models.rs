@@ -53,7 +53,7 @@ pub struct Known {
     pub basis: Basis,
     /// The version that was run or read.
     pub version: &'static str,
-    /// The date.
+    /// The date on which it was run or read.
     pub date: &'static str,
 }
 
@@ -510,7 +510,7 @@ fn find<'a>(facts: &'a [Fact], outline: &Outline) -> Option<&'a Fact> {
     facts.iter().find(|fact| fact.is_about(outline))
 }
 
-/// Returns the evidence for whether the engine supports the model; `engine` is its version and the default date.
+/// Returns the evidence for whether the engine supports the model; `engine` is the default version and date.
 pub(super) fn known(facts: &[Fact], outline: &Outline, engine: (&'static str, &'static str)) -> Known {
     let fact = find(facts, outline);
     let basis = fact.map_or(Basis::NotChecked, |fact| fact.basis);

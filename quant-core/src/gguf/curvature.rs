@@ -12,7 +12,7 @@ use crate::model::{Model, NodeId, RopeTables};
 use crate::quantize::gptq::{Factor, FactorError, GptqSettings, Hessian};
 use crate::{CancelToken, Error, Result};
 
-/// The factors of one block at a time.
+/// Computes the factors of one block at a time.
 pub struct Curvature<'a> {
     model: &'a Model,
     cancel: &'a CancelToken,
@@ -21,7 +21,7 @@ pub struct Curvature<'a> {
     states: HiddenStates,
     /// The next block to run.
     next: usize,
-    /// The factors of the previous block, by the names of weights in the checkpoint.
+    /// The factors of the block before `next`, by the names of weights in the checkpoint.
     factors: BTreeMap<String, Arc<Factor>>,
 }
 

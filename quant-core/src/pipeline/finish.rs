@@ -17,7 +17,8 @@ const MAX_SIDECAR_BYTES: u64 = 1 << 30;
 /// The file name of the report in a checkpoint.
 pub const REPORT: &str = "quant_report.json";
 
-/// Returns the `config.json` of the quantized model: the original, key by key, plus `quantization_config`.
+/// Returns the `config.json` of the quantized model: the original with a new `quantization_config`, with the key for
+/// quantized keys and values set or removed, and with `tie_word_embeddings` set to false if the head is untied.
 ///
 /// # Errors
 /// Never for configurations that were read from JSON.

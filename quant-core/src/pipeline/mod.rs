@@ -50,7 +50,7 @@ pub struct Job<'a> {
     /// Receives the channel maxima of the linears' inputs for every block of the float model that the batch passes
     /// through.
     pub maxima: Option<&'a Mutex<ChannelMaxima>>,
-    /// Receives an event for every block.
+    /// Receives the events of the run.
     pub observer: &'a dyn Observer,
     /// Cancels the run: checked between tensors, and during searches.
     pub cancel: &'a CancelToken,

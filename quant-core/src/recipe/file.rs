@@ -257,7 +257,7 @@ struct OverrideEntry {
 #[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, expecting = "a table, which begins with [calibration]")]
 struct CalibrationEntry {
-    /// A file next to the recipe, the path of a file, or the name of a set.
+    /// A file next to the recipe, the path of a file, or the name of a text, such as `builtin`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     text: Option<String>,
     /// The number of windows.

@@ -90,7 +90,7 @@ pub struct Recipe {
     pub settings: TransformSettings,
     /// Settings of GPTQ, for methods that round with it.
     pub gptq: GptqSettings,
-    /// The calibration text, if the recipe names one: a file or the name of a set.
+    /// The calibration text, if the recipe names one: a file or the name of a text, such as `builtin`.
     pub calibration: Option<String>,
 }
 

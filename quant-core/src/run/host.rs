@@ -58,7 +58,7 @@ pub trait Catalog: Sync {
         Ok(None)
     }
 
-    /// Lists the names of all these texts, for messages.
+    /// Lists the names of all texts, for messages.
     ///
     /// # Errors
     /// When the list itself is invalid.

@@ -110,8 +110,8 @@ impl Done {
 /// continues it; the result is byte-identical.
 ///
 /// # Errors
-/// [`Error::Usage`] and similar errors for invalid requests, before anything is read or written; errors of the model
-/// and the text; [`Error::Interrupted`] when cancelled.
+/// [`Error::Usage`] and similar errors for invalid requests, before anything is written; errors of the model and the
+/// text; [`Error::Interrupted`] when cancelled.
 pub fn quantize(request: &QuantizeRequest, host: &Host<'_>) -> Result<Done> {
     QuantizeJob::new(request)?.run(host)
 }
@@ -248,8 +248,7 @@ fn checkpoints(
     };
     if let Some(counted) = windows.as_ref().map(|w| w.layout().counted()).filter(|c| *c < FEW_TOKENS) {
         host.warn(format!(
-            "only {counted} token(s) of the calibration text are counted, which are too few to choose \
-            scales reliably"
+            "only {counted} token(s) of the calibration text are counted, too few to choose scales reliably"
         ));
     }
     host.cancel.check()?;

@@ -74,7 +74,7 @@ pub struct RecipeSettings {
     pub scale_search: Option<String>,
     /// Whether a quantized model is dequantized and quantized again.
     pub requantize: bool,
-    /// Calibration windows.
+    /// The number of calibration windows.
     pub samples: Option<usize>,
     /// Tokens per calibration window.
     pub seq_len: Option<usize>,
@@ -283,7 +283,7 @@ impl RecipeSettings {
         Error::usage(format!("‹{option}› has no effect: method `{}` {why}", method.name), ANOTHER_METHOD)
     }
 
-    /// Settings that apply to one step of a method.
+    /// The settings that apply to one step of a method, each with whether it is given.
     fn transform_options(&self) -> [(&'static str, bool); 6] {
         [
             ("search", self.search.is_some()),

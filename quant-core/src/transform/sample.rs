@@ -225,8 +225,9 @@ pub(super) struct RaceShape {
 }
 
 impl RaceShape {
-    /// The memory in bytes of a token while candidates are compared on it: its row, and the float module's values, either
-    /// its output or the values from which [differences](super::difference) are computed.
+    /// The memory in bytes of a token while candidates are compared on it: its row, the row's copy in the prepared
+    /// batch, and the float module's values, either its output or those from which [differences](super::difference) are
+    /// computed.
     pub(super) fn token_bytes(self, one_consumer: bool, differences: bool) -> u64 {
         let Self { k, outputs, read, inspected } = self;
         let kept = match (differences, one_consumer) {

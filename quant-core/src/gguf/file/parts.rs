@@ -1,4 +1,4 @@
-//! Models in several files: their names, and the metadata that identify each part.
+//! Models in several files: their names, and the metadata that identifies each part.
 
 use std::path::{Path, PathBuf};
 

@@ -1,7 +1,7 @@
 //! A GGUF file presented as a model directory: float tensors under the names of the checkpoint, a configuration, and a
 //! tokenizer.
 //!
-//! Decoding blocks to `f32` is exact. The changes that the writer made are undone: rows of queries and keys return to
+//! Blocks are decoded to `f32`, and the changes that the writer made are undone: rows of queries and keys return to
 //! their original order, offsets of norms are subtracted, and experts are separate tensors again.
 
 mod config;

@@ -135,7 +135,7 @@ fn a_tensor_has_one_name() {
     }
 }
 
-/// A Mixtral of 2 experts.
+/// A Mixtral with 2 experts by its metadata and `count` by its tensors.
 fn experts(count: usize) -> (Metadata, Tensors) {
     let (mut metadata, mut tensors) = model();
     set(&mut metadata, "llama.expert_count", Value::U32(2));

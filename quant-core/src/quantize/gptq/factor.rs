@@ -51,7 +51,7 @@ pub enum FactorError {
 #[derive(Debug)]
 pub struct Factor {
     columns: Vec<usize>,
-    /// In the order of `columns`.
+    /// The ratios `U_cj / U_cc`, in the order of `columns`.
     ratios: Ratios,
     /// `1 / U_cc²`: twice the loss of a unit of error in a column.
     weights: Vec<f64>,

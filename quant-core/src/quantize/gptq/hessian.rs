@@ -78,7 +78,7 @@ impl Hessian {
         triangles.max(Self::kept_bytes(channels))
     }
 
-    /// The width of the input.
+    /// The number of channels of the input.
     pub fn channels(&self) -> usize {
         self.channels
     }
