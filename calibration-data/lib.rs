@@ -96,7 +96,7 @@ pub struct PublicSet {
     pub split: String,
     /// The column or field that holds the text.
     pub field: String,
-    /// The licence as the set's authors state it.
+    /// The license as the set's authors state it.
     pub licence: String,
     /// SHA-256 of the file in lower-case hex; empty if no file has been fetched and hashed yet.
     pub sha256: String,

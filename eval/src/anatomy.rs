@@ -22,7 +22,7 @@ pub struct Anatomy {
     pub windows: usize,
     /// For each block, `‖h − h₀‖ / ‖h₀‖` of its output, over all positions.
     pub block_errors: Vec<f64>,
-    /// Inputs of the linears, in order of blocks.
+    /// Inputs of the linears, in order of blocks. An input is left out if the median of its channels is 0.
     pub inputs: Vec<LinearInput>,
 }
 

@@ -82,7 +82,7 @@ pub enum Error {
         /// What the user can request instead.
         remedy: Remedy,
     },
-    /// A pattern of the settings `ignore` or `override` that matched no tensor.
+    /// A pattern of the settings `ignore` or `override` that matches no linear.
     #[error("‹{option}› `{pattern}` matches no linear of the model")]
     PatternMatchesNothing {
         /// The setting that carried the pattern.
@@ -310,7 +310,7 @@ pub enum Error {
         path: PathBuf,
         /// The name.
         tensor: String,
-        /// The tensor to be quantized.
+        /// The linear to be quantized whose output tensor has this name.
         module: String,
     },
     /// A recipe file cannot be used.
@@ -344,7 +344,7 @@ pub enum Error {
     /// Another process works on the same output.
     #[error("{} is being written by another process ({holder})", path.display())]
     Locked {
-        /// The job directory.
+        /// The job directory, journal or cache.
         path: PathBuf,
         /// The process that holds the lock.
         holder: String,

@@ -23,7 +23,7 @@ const HEAD: f64 = 2048.0 * 128_256.0;
 /// What to measure.
 #[derive(Debug, Clone, clap::Args)]
 pub struct Args {
-    /// Decoder blocks; the model has 16
+    /// Decoder blocks; the full model has 16
     #[arg(long, default_value_t = 2)]
     layers: usize,
     /// Tokens per window

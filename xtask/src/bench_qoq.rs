@@ -19,7 +19,7 @@ const PRESET: &str = "qoq-w4a8kv4";
 /// What to measure.
 #[derive(Debug, Clone, clap::Args)]
 pub struct Args {
-    /// Decoder blocks; the model has 16. A second run has half as many
+    /// Decoder blocks; the full model has 16. A second run has half as many
     #[arg(long, default_value_t = 16)]
     layers: usize,
     /// Calibration windows

@@ -60,7 +60,7 @@ fn tool(tool: &Tool) -> String {
     format!("{} {} ({}), {sha256}", tool.name, tool.version, tool.isa)
 }
 
-/// A divergence: five digits after the point, or two significant digits if those would be zero.
+/// Formats a divergence: five digits after the point, or two significant digits below 0.001.
 pub fn nats(value: f64) -> String {
     if value != 0.0 && value.abs() < 1e-3 { format!("{value:.1e}") } else { format!("{value:.5}") }
 }

@@ -118,13 +118,13 @@ pub(super) fn code_above(value: f32, top: i32) -> f32 {
 
 /// The levels of a grid without a minimum, in units of the scale.
 pub(super) trait Levels: Copy {
-    /// The level nearest to a value. NaN becomes the lowest.
+    /// The level nearest to a value. NaN becomes the lowest, or a zero for E2M1.
     fn level(self, value: f32) -> f32;
     /// The lowest and the highest level.
     fn ends(self) -> [f32; 2];
     /// The approximate distance between levels.
     fn step(self) -> f32;
-    /// The maximum by which the search lets the largest value exceed the last level.
+    /// The maximum by which the largest value may exceed the last level at the start of a search.
     fn beyond(self) -> f32 {
         (-0.4 * self.ends()[0]).min(5.0 * self.step())
     }

@@ -49,7 +49,7 @@ pub static IQ4_XS: BlockType = BlockType {
 
 pub(super) const LEVELS: [i8; 16] =
     [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113];
-/// Candidates on each side of the first.
+/// Candidates on each side of the scale that maps the value of largest magnitude to the first level.
 const TRIES: i32 = 7;
 
 /// The code of the nearest level; the upper one on ties.
@@ -154,7 +154,7 @@ fn encode_nl(row: &[f32], importance: Option<&[f32]>, out: &mut [u8]) {
     }
 }
 
-/// Twice the mean square, computed as the sum times the quotient to round like the reference.
+/// Twice the mean square, computed as the sum of squares times `2 / n`, which rounds as in the reference.
 fn sigma2(x: &[f32]) -> f32 {
     let mut sum = 0.0;
     for &x in x {

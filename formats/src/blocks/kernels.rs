@@ -1,7 +1,8 @@
 //! Blocks in the form that the CPU kernels take: one code per byte, and the scales of groups.
 //!
 //! Q2_K, Q4_K, Q5_K and Q6_K keep their two levels of scales ([`SuperScales`]). Other types get one float per group,
-//! which is exact: a scale in half precision times an integer of 7 bits. The levels of IQ4 become 8-bit codes.
+//! which is exact: a scale in half precision, which Q3_K and IQ4_XS multiply by a 6-bit integer, or the power of two of
+//! MXFP4. The levels of IQ4 become 8-bit codes.
 
 use half::f16;
 use quant_kernels_cpu::{FloatFormat, Scales, SuperMins, SuperScales, ViewError, WeightView, e8m0_value};
@@ -188,7 +189,7 @@ impl BlockType {
 
     /// Passes the weight `[n, k]` in these rows of blocks to a function in the form that the kernels take; `None` if
     /// they have none for this type. The weights are those of [`decode`](Self::decode), bit for bit, except that zeros
-    /// of MXFP4 keep their sign. Allocates a byte per weight.
+    /// of MXFP4 keep their sign. Allocates a byte per weight, and the scales.
     ///
     /// # Errors
     /// When the length of `bytes` does not match the shape.

@@ -1,7 +1,7 @@
-//! 32 4-bit or 5-bit codes with a scale, and a minimum in the types that end in 1.
+//! 32 4-bit or 5-bit codes with a scale, and a minimum in the types whose names end in 1.
 //!
-//! `d`, `m` if there is one, the fifth bits of all codes as one little-endian 32-bit word, then 16 bytes: byte `j`
-//! holds element `j` in its low nibble and `j + 16` in its high nibble.
+//! A block holds `d`; `m` if there is one; the fifth bits of 5-bit codes as one little-endian 32-bit word; then 16
+//! bytes: byte `j` holds element `j` in its low nibble and `j + 16` in its high nibble.
 
 use super::grid::{Fields, Grid, Scales, Steps};
 use super::search::{Offsets, largest, mean_square, symmetric, truncate, weigh, with_minimum};
@@ -97,7 +97,7 @@ fn plain_symmetric<const BITS: usize>(x: &[f32], codes: &mut [u8; 32]) -> (f32, 
     (d, 0.0)
 }
 
-/// The range from the smallest element to the largest.
+/// Spreads the codes evenly from the smallest element to the largest.
 fn plain_minimum<const BITS: usize>(x: &[f32], codes: &mut [u8; 32]) -> (f32, f32) {
     let (mut min, mut max) = (f32::MAX, f32::MIN);
     for &v in x {

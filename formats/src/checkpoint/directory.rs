@@ -235,7 +235,7 @@ impl ModelDirectory {
         self.sidecars.iter().find(|s| s.path.file_name() == Some(OsStr::new(name)))
     }
 
-    /// Files to copy to a converted model, sorted by name: tokenizer, generation settings, chat template, licence
+    /// Files to copy to a converted model, sorted by name: tokenizer, generation settings, chat template, license
     /// texts; never code or weights. Broken links, links to files outside the model, and anything but regular files are
     /// left out, with a [warning](Self::warnings).
     pub fn sidecar_files(&self) -> &[Sidecar] {

@@ -46,7 +46,7 @@ pub enum ScaleSearch {
     /// The largest magnitude gets the code of 6 or that of 4, whichever leaves the smaller squared error
     /// (arXiv 2512.02010).
     FourOverSix,
-    /// Of 13 neighbouring E4M3 values, from 4 below to 8 above that of the largest magnitude, the one that leaves the
+    /// Of 13 neighboring E4M3 values, from 4 below to 8 above that of the largest magnitude, the one that leaves the
     /// smallest squared error.
     #[default]
     Sweep,

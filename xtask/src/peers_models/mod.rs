@@ -1,4 +1,5 @@
-//! `cargo xtask peers-models`: tokens per second of a whole model, compared with llama.cpp and vLLM, in alternating runs.
+//! `cargo xtask peers-models`: tokens per second of a whole model, compared with llama.cpp and vLLM, in alternating
+//! runs.
 //!
 //! The model is a synthetic one in the shape of Llama 3.2 1B. llama.cpp quantizes it itself; vLLM loads the checkpoints
 //! of quant. Each turn is a separate process on the same cores, which runs everything twice; only the second run
@@ -47,7 +48,7 @@ pub struct Args {
     /// Rounds, each of which runs every contestant once
     #[arg(long, default_value_t = 5)]
     rounds: usize,
-    /// Decoder blocks; 16 are the model of 1.24 billion parameters
+    /// Decoder blocks; with 16, the model has 1.24 billion parameters
     #[arg(long, default_value_t = 16)]
     layers: usize,
     /// One round and few tokens, to check that everything works; writes no record

@@ -24,7 +24,7 @@ use crate::{Error, Result};
 enum Fault {
     /// The operation fails because the disk is full; later ones succeed.
     DiskFull,
-    /// Only part of the operation is done, and all later operations fail.
+    /// The operation fails, although part or all of it may have been done; all later operations fail.
     PowerLoss,
 }
 
@@ -49,7 +49,7 @@ struct State {
 /// The outcome of the next operation.
 enum Turn {
     Succeed,
-    /// Do part of the operation, then report the error.
+    /// Report the error, after doing part of the operation where it can be divided.
     Fail(io::Error),
 }
 
