@@ -12,8 +12,6 @@ measurements. `make` only creates the models.
 """
 
 import argparse
-import csv
-import datetime
 import json
 import os
 import shutil
@@ -23,7 +21,8 @@ import sys
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+import records
+
 VOCAB = 128256
 SHAPES = {
     "1B": dict(hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32, head_dim=64, tie_word_embeddings=True),
@@ -72,7 +71,7 @@ def make(out: Path, shape: str, layers: int | None) -> Path:
         "hidden_act": "silu", "bos_token_id": 0, "eos_token_id": 1,
     }
     (model / "config.json").write_text(json.dumps(config))
-    shutil.copy(ROOT / "calibration-data/demo-model/tokenizer.json", model)
+    shutil.copy(records.ROOT / "calibration-data/demo-model/tokenizer.json", model)
     return model
 
 
@@ -88,7 +87,7 @@ def measure(model: str, packed: bool, threads: int) -> None:
 
     torch.set_num_threads(threads)
     if packed:
-        sys.path.insert(0, os.environ.get("FEWBITS_PACKAGE", str(ROOT / "target/python/package")))
+        sys.path.insert(0, os.environ.get("FEWBITS_PACKAGE", str(records.ROOT / "target/python/package")))
         import fewbits.transformers
 
         fewbits.transformers.enable()
@@ -121,27 +120,6 @@ def quantized(quant: str, model: Path) -> dict[str, Path]:
     return found
 
 
-def head(title: str, command: str) -> list[str]:
-    commit = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
-    return [f"# {title}", "", f"- date: {today()}", f"- commit: {commit}, development profile (numerical crates optimized)",
-            "- host: AMD EPYC (Zen 5), 2 CPUs, 24 GiB", f"- command: `{command}`", ""]
-
-
-def today() -> datetime.date:
-    return datetime.datetime.now(datetime.timezone.utc).date()
-
-
-def record(kind: str, lines: list[str], columns: list[str], rows: list[list]) -> None:
-    place = ROOT / "benchmarks/record" / kind
-    place.mkdir(parents=True, exist_ok=True)
-    base = place / f"{today()}-amd-epyc-2cpu"
-    base.with_suffix(".md").write_text("\n".join(lines) + "\n")
-    with open(base.with_suffix(".csv"), "w", newline="") as file:
-        table = csv.writer(file, lineterminator="\n")
-        table.writerow(columns)
-        table.writerows(rows)
-
-
 def in_transformers(arguments) -> None:
     import torch
     import transformers
@@ -168,7 +146,7 @@ def in_transformers(arguments) -> None:
             print(rows[-1], flush=True)
     middle = {name: [statistics.median(row[i] for row in rows if row[1] == name) for i in range(2, 7)] for name in who}
     base = middle["bf16"]
-    lines = head("A quantized model in transformers on a CPU", "python benchmarks/cpu_models.py " + " ".join(
+    lines = records.header("A quantized model in transformers on a CPU", "python benchmarks/cpu_models.py " + " ".join(
         ["transformers", "QUANT", "OUT", "--shape", arguments.shape, "--layers", str(arguments.layers or SHAPES[arguments.shape]["num_hidden_layers"]),
          "--rounds", str(arguments.rounds), "--threads", str(arguments.threads)]))
     lines += [
@@ -182,7 +160,7 @@ def in_transformers(arguments) -> None:
     ]
     for name, (load, prefill, decode, _, top) in middle.items():
         lines.append(f"| {name} | {load:.1f} | {prefill:.1f} | {decode:.2f} | {decode / base[2]:.2f} | {top / 1e9:.2f} | {100 * top / base[4]:.0f} % |")
-    record("transformers-cpu", lines, ["round", "model", "load_seconds", "prefill_tokens_per_second", "decode_tokens_per_second", "import_bytes", "peak_bytes"], rows)
+    records.write("transformers-cpu", lines, ["round", "model", "load_seconds", "prefill_tokens_per_second", "decode_tokens_per_second", "import_bytes", "peak_bytes"], rows)
 
 
 def evaluation(arguments) -> None:
@@ -204,11 +182,11 @@ def evaluation(arguments) -> None:
             result = json.loads(done.stdout)
             rows.append([name, what, window * windows, round(time.perf_counter() - before, 2), round(result["tokens_per_second"], 2)])
             print(rows[-1], flush=True)
-    lines = head("Time of an evaluation", f"python benchmarks/cpu_models.py eval QUANT OUT --shape {arguments.shape}")
+    lines = records.header("Time of an evaluation", f"python benchmarks/cpu_models.py eval QUANT OUT --shape {arguments.shape}")
     lines += [f"`quant eval` of a W4A16 checkpoint, {arguments.threads} threads; `with --reference` also runs the original and measures the noise floor.",
               "", "| model | | tokens | seconds, including loading | tokens/s |", "|---|---|---|---|---|"]
     lines += [f"| {name} | {what} | {tokens} | {seconds} | {rate} |" for name, what, tokens, seconds, rate in rows]
-    record("eval-cost", lines, ["model", "what", "tokens", "seconds", "tokens_per_second"], rows)
+    records.write("eval-cost", lines, ["model", "what", "tokens", "seconds", "tokens_per_second"], rows)
 
 
 def main() -> None:
