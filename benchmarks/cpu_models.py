@@ -1,13 +1,14 @@
-"""Measures the memory and time of quantized models in transformers on a CPU, and of evaluating one, on random models of
-real shapes.
+"""Measures the memory and time of quantized models in transformers on a CPU, and the time of evaluating one, on random
+models of real shapes.
 
     python benchmarks/cpu_models.py transformers QUANT OUT [--shape 8B --layers 8] [--rounds 3] [--threads 2]
     python benchmarks/cpu_models.py eval QUANT OUT [--shape 1B --layers 16]
+    python benchmarks/cpu_models.py make QUANT OUT [--shape 1B --layers 16]
 
 `transformers` alternates between the bf16 original, the W4A16 and W8A8 checkpoints as transformers loads them, and the
 same checkpoints with `fewbits.transformers`, each in its own process. The package is taken from FEWBITS_PACKAGE
 (default target/python/package). `eval` times `quant eval` alone and with --reference. Both write a record of their
-measurements.
+measurements. `make` only creates the models.
 """
 
 import argparse
@@ -33,7 +34,7 @@ PROMPT, NEW = 64, 24
 
 
 def make(out: Path, shape: str, layers: int | None) -> Path:
-    """A random Llama in bf16."""
+    """Creates a random Llama in bf16, unless it exists, and returns its directory."""
     import torch
     from safetensors.torch import save_file
 
@@ -81,7 +82,7 @@ def peak() -> int:
 
 
 def measure(model: str, packed: bool, threads: int) -> None:
-    """Loads a model, generates once, and prints the measurements as JSON."""
+    """Loads a model, processes a prompt, generates tokens, and prints the measurements as JSON."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -173,10 +174,10 @@ def in_transformers(arguments) -> None:
     lines += [
         f"Random Llama in {arguments.shape} shape, {arguments.layers or SHAPES[arguments.shape]['num_hidden_layers']} layers, embeddings and head float; "
         f"transformers {transformers.__version__}, torch {torch.__version__}, "
-        f"bf16, {arguments.threads} thread(s). A prompt of {PROMPT} tokens, then {NEW} tokens one by one; each in a process of its own, all in "
-        f"turns, medians of {arguments.rounds} round(s). Memory is the peak (VmHWM), imports of torch included. {arguments.note}".rstrip(),
+        f"bf16, {arguments.threads} thread(s). A prompt of {PROMPT} tokens, then {NEW} tokens one by one. Each model runs in its own process, "
+        f"all in turn; medians of {arguments.rounds} round(s). Memory is the peak (VmHWM), including the imports. {arguments.note}".rstrip(),
         "",
-        "| model | load s | prefill, tokens/s | decode, tokens/s | times bf16 | peak GB | of bf16 |",
+        "| model | load, s | prefill, tokens/s | decode, tokens/s | decode relative to bf16 | peak, GB | peak relative to bf16 |",
         "|---|---|---|---|---|---|---|",
     ]
     for name, (load, prefill, decode, _, top) in middle.items():
@@ -203,9 +204,9 @@ def evaluation(arguments) -> None:
             result = json.loads(done.stdout)
             rows.append([name, what, window * windows, round(time.perf_counter() - before, 2), round(result["tokens_per_second"], 2)])
             print(rows[-1], flush=True)
-    lines = head("What an evaluation costs", f"python benchmarks/cpu_models.py eval QUANT OUT --shape {arguments.shape}")
-    lines += [f"`quant eval` of a W4A16 checkpoint, {arguments.threads} threads; `with --reference` runs the original too, and the noise floor.",
-              "", "| model | | tokens | seconds with loading | tokens/s |", "|---|---|---|---|---|"]
+    lines = head("Time of an evaluation", f"python benchmarks/cpu_models.py eval QUANT OUT --shape {arguments.shape}")
+    lines += [f"`quant eval` of a W4A16 checkpoint, {arguments.threads} threads; `with --reference` also runs the original and measures the noise floor.",
+              "", "| model | | tokens | seconds, including loading | tokens/s |", "|---|---|---|---|---|"]
     lines += [f"| {name} | {what} | {tokens} | {seconds} | {rate} |" for name, what, tokens, seconds, rate in rows]
     record("eval-cost", lines, ["model", "what", "tokens", "seconds", "tokens_per_second"], rows)
 
@@ -223,7 +224,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--only", action="append")
-    parser.add_argument("--note", default="", help="a sentence for the record, such as on the load of the machine")
+    parser.add_argument("--note", default="", help="a sentence for the record, for example about the load of the machine")
     arguments = parser.parse_args()
     if arguments.what == "make":
         quantized(arguments.quant, make(arguments.out, arguments.shape, arguments.layers))

@@ -2,8 +2,9 @@
 
     python benchmarks/plan_memory.py QUANT OUT
 
-A checkpoint of each shape is created in OUT/models: a config, and sparse safetensors files, so that 141 GB take a few
-kilobytes on disk. `plan` reads only headers. Writes the record to benchmarks/record/plan-memory.
+A checkpoint of each shape is created in OUT/models: a config, and sparse safetensors files that contain only headers,
+so that even the largest one, of 141 GB, takes less than a megabyte on disk. `plan` reads only headers. Writes the
+record to benchmarks/record/plan-memory.
 """
 
 import csv
@@ -112,7 +113,7 @@ def write(rows: list[list]) -> None:
         "- command: `python benchmarks/plan_memory.py QUANT OUT`",
         "",
         "Llama shapes in bf16, 4 bits in groups of 128 (8 bits with SmoothQuant), 2 threads. Predicted, not measured: the files",
-        "have headers and no data. How predictions compare with what was used: [AWQ](../awq-memory), [QoQ](../qoq),",
+        "contain headers and no data. These records compare predictions with measurements: [AWQ](../awq-memory), [QoQ](../qoq),",
         "[experts](../experts-memory).",
         "",
         "| shape | method | calibration | peak | smallest budget | before | after |",

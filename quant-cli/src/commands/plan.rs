@@ -1,10 +1,10 @@
 //! `quant plan MODEL`: shows what would happen to every tensor.
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::path::{Path, PathBuf};
 
 use quant_core::calibrate::Residence;
-use quant_core::engines::{Basis, ENGINES, Engine, Known, Outline, RANKS, READ};
+use quant_core::engines::{Basis, ENGINES, Engine, Known, Outline, RANKS};
 use quant_core::model::Carried;
 use quant_core::recipe::{Action, Plan, PlanEntry, Rates, Recipe};
 use quant_core::run::{self, RecipeSettings, plan_gguf};
@@ -278,7 +278,13 @@ fn engine_json(engine: &Engine, outline: &Outline) -> EngineJson {
         version: checked.then_some(version),
         date: checked.then_some(date),
     };
-    EngineJson { engine: engine.name, version: engine.version, read: engine.read, family, ranks }
+    EngineJson {
+        engine: engine.name,
+        version: engine.loader.version,
+        read: engine.loader.read,
+        family,
+        ranks,
+    }
 }
 
 fn text(planned: &Planned, all: bool) -> String {
@@ -332,7 +338,7 @@ fn engines_text(outline: &Outline) -> String {
     let mut reasons: Vec<(String, usize, Vec<&str>)> = Vec::new();
     let (mut rows, mut dated) = (Vec::new(), Vec::new());
     for engine in ENGINES {
-        let mut row = vec![format!("{} {}", engine.name, engine.version)];
+        let mut row = vec![format!("{} {}", engine.name, engine.loader.version)];
         let mut last = None;
         for ranks in RANKS {
             let verdict = engine.loads(outline, ranks);
@@ -350,7 +356,9 @@ fn engines_text(outline: &Outline) -> String {
         row.push(known.basis.word().to_owned());
         rows.push(row);
         // The family was checked in a different version or on a different day from the rest of the row.
-        if known.basis != Basis::NotChecked && (known.version, known.date) != (engine.version, engine.read) {
+        if known.basis != Basis::NotChecked
+            && (known.version, known.date) != (engine.loader.version, engine.loader.read)
+        {
             let Known { basis, version, date, .. } = known;
             dated.push(format!(
                 "{}: support for the model family was {} in {version} on {date}\n",
@@ -371,9 +379,11 @@ fn engines_text(outline: &Outline) -> String {
         text.push_str(&format!("{}{from}: {reason}\n", engines.join("; ")));
     }
     dated.into_iter().for_each(|line| text.push_str(&line));
+    let read: BTreeSet<&str> = ENGINES.iter().map(|engine| engine.loader.read).collect();
+    let read = read.into_iter().collect::<Vec<_>>().join(" and ");
     text.push_str(&format!(
         "model family: how each engine's support for the family was checked. Formats: according to the \
-        source code of these versions, read on {READ}; see docs/formats/engines.md\n"
+        source code of these versions, read on {read}; see docs/formats/engines.md\n"
     ));
     text
 }

@@ -7,7 +7,7 @@ use quant_kernels_cpu::{Activations, Isa, KernelError, Rayon};
 
 use super::cuda::{CudaLinear, CudaRunner};
 use super::{BlockWeight, StoredWeight, WeightRows};
-use crate::quantize::{InputGrid, QuantizedTensor, Rows};
+use crate::quantize::{InputGrid, QuantizedTensor, SourceRows};
 use crate::{Error, Result};
 
 /// A weight `[n, k]`, row-major.
@@ -121,7 +121,7 @@ impl WeightBody {
     pub fn read(&self) -> Result<WeightRows<'_>> {
         let shape = self.shape();
         match self {
-            Self::F32 { values, .. } => WeightRows::float(shape, Rows::Floats(values)),
+            Self::F32 { values, .. } => WeightRows::float(shape, SourceRows::Floats(values)),
             Self::Stored(weight) => Ok(WeightRows::stored(shape, weight.dtype(), weight.bytes()?)),
             Self::Blocks(weight) => Ok(WeightRows::blocks(weight)),
             Self::Quantized(tensor) => Ok(WeightRows::quantized(tensor.view()?, shape)),

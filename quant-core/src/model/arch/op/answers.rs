@@ -56,7 +56,7 @@ pub enum ChannelOrder {
 
 /// The tokens for which a value has rows.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub enum Rows {
+pub enum RowCoverage {
     /// All tokens.
     All,
     /// The same tokens as the inputs.
