@@ -27,7 +27,7 @@ mod _native {
     use quant_kernels as _;
 
     #[pymodule_export]
-    #[expect(non_upper_case_globals, reason = "the name that Python has for it")]
+    #[expect(non_upper_case_globals, reason = "the name that Python modules use")]
     const __version__: &str = env!("CARGO_PKG_VERSION");
 
     /// Runs the command line with these arguments, the first of which is the program's name, and returns its exit code.

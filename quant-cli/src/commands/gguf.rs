@@ -1,4 +1,4 @@
-//! The output of `quant quantize` and `quant plan` with `--format gguf`.
+//! Shows the results of `quant quantize` and `quant plan` with `--format gguf`.
 
 use std::path::Path;
 

@@ -226,7 +226,7 @@ pub(super) fn sum(weights: &Tensor, outputs: &[Tensor]) -> Result<Tensor> {
 /// has one row for each token whose weight is not 0.
 ///
 /// # Errors
-/// When the number of rows differs from the number of tokens with a weight.
+/// When the number of rows differs from the number of these tokens.
 pub(crate) fn add_expert(
     sums: &mut [f32],
     width: usize,

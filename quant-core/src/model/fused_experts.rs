@@ -46,7 +46,7 @@ pub(super) fn split(
     Ok(Arc::new(view))
 }
 
-/// The layout in the tensor of an expert's matrix `[n, k]`, or of the fused matrix of two linears.
+/// How a tensor lays out the matrix `[n, k]` of each expert, or the fused matrix of two linears.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Form {
     /// Rows are outputs.

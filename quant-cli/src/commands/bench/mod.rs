@@ -35,7 +35,7 @@ pub struct Args {
     /// Precision of the KV cache: auto (as in config.json), 16 (floats), 8, 4 or fp8
     #[arg(long, value_enum, default_value_t, value_name = "BITS")]
     kv: KvBits,
-    /// Measure only kernels with TEXT in their name, shape or number of tokens
+    /// Measure only kernels with TEXT in their name or shape, or on a GPU in their number of tokens
     #[arg(long, value_name = "TEXT")]
     only: Option<String>,
     /// Device for quantized linears or for the measured kernels: cuda is the first NVIDIA GPU

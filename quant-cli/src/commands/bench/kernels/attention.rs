@@ -20,7 +20,8 @@ pub(super) const NAME: &str = "attention kv4 kv8 f16";
 /// Query heads, and key and value heads, of a model with 8 billion parameters.
 const HEADS: [usize; 2] = [32, 8];
 const HEAD_DIM: usize = 128;
-/// Tokens per layer, and the number of layers that are read in turn. Together they exceed every last-level cache.
+/// Tokens per layer, and the number of layers that are read in turn. Together they exceed the last-level caches of most
+/// processors.
 const TOKENS: usize = 32 << 10;
 const LAYERS: usize = 8;
 /// Queries of a prefill, and its context length; the queries are the last tokens of the context.

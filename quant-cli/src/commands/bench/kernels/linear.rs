@@ -19,7 +19,8 @@ use crate::output::table;
 /// `[n, k]` of the linears, as in models of 1 and 8 billion parameters.
 const SHAPES: [[usize; 2]; 5] = [[4096, 4096], [14336, 4096], [4096, 14336], [2048, 2048], [8192, 2048]];
 const TOKENS: [usize; 5] = [1, 4, 16, 64, 512];
-/// Bytes of weights that are read in turn if there are few tokens: more than any last-level cache holds.
+/// Bytes of weights that are read in turn if there are few tokens: more than the last-level caches of most processors
+/// hold.
 const ROTATED: usize = 192 << 20;
 /// Measurements per case; the median is reported.
 const ROUNDS: usize = 7;

@@ -144,7 +144,7 @@ pub fn run(only: Option<&str>, device: Device, json: &JsonOption, session: &Sess
 /// The machine's limits, probed before and after each case, because they vary over time on a shared machine.
 struct Limits {
     token: IsaToken,
-    /// The memory that each probe reads: more than any last-level cache holds.
+    /// The memory that each probe reads: more than the last-level caches of most processors hold.
     words: Vec<u64>,
     probes: Vec<Probe>,
 }

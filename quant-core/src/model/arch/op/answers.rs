@@ -93,7 +93,7 @@ pub struct Parameter {
 /// The computation of an operation, for code that exports a graph to another program.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Computes<'a> {
-    /// A norm with a module in the checkpoint.
+    /// A norm with a module name, with or without parameters.
     Norm {
         /// The epsilon that is added to the mean square or the variance.
         eps: f64,

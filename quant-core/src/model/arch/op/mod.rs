@@ -261,7 +261,7 @@ impl Op {
         }
     }
 
-    /// Returns whether the operation is a norm with a module in the checkpoint, with or without parameters.
+    /// Returns whether the operation is a norm with a module name, with or without parameters.
     pub fn is_norm(&self) -> bool {
         matches!(self.stored(), Stored::Norm { .. })
     }

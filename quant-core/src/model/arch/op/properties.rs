@@ -1,4 +1,5 @@
-//! The effects of operations, as the pipeline needs to know them: on rows, scales, orders of channels, caches and cost.
+//! Properties of operations: their rows and widths, their effect on scales and on the order of channels, the caches of
+//! attentions, and the cost.
 
 use super::{Activation, AttentionInput, ChannelOrder, Op, Reach, RowCoverage, ScalePass};
 use crate::model::arch::AttentionShape;
