@@ -193,6 +193,12 @@ impl Recipe {
             gptq: gptq.map_or(default_gptq, |entry| entry.settings(default_gptq)),
             calibration: calibration.and_then(|c| c.text.clone()),
         };
+        if file.quantize.scale_search.is_some() && !recipe.searches_scales() {
+            return Err(Error::usage(
+                "quantize.scale_search has no effect: it applies only to NVFP4 scales",
+                "remove it, or choose a scheme such as wf4a16-g16-nv",
+            ));
+        }
         if calibration.is_some() && !recipe.needs_text() {
             return Err(Error::usage(
                 "[calibration] has no effect, because no step uses a text",
