@@ -9,7 +9,7 @@ use std::borrow::Cow;
 use std::fmt;
 
 /// A program's spelling of settings and commands.
-pub trait Wording {
+pub trait Wording: Sync {
     /// Spells a setting, given its name in `snake_case` and the suggested value, if any.
     fn setting(&self, name: &str, value: Option<&str>) -> String;
     /// Spells a command with its arguments: settings with their values, and positional values.
