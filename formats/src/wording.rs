@@ -18,6 +18,7 @@ pub trait Wording: Sync {
 
 /// An argument of a command in a message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Argument<'a> {
     /// A positional value.
     Positional(&'a str),

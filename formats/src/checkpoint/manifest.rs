@@ -14,6 +14,7 @@ pub(crate) const MANIFEST: &str = "quant_manifest.json";
 
 /// A file of a checkpoint that was written and read back.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+#[non_exhaustive]
 pub struct PublishedFile {
     /// The file's name within the directory.
     pub name: String,

@@ -113,6 +113,7 @@ impl<'a> Host<'a> {
 }
 
 /// A model directory or a GGUF file, and its model.
+#[non_exhaustive]
 pub struct Opened {
     /// The directory.
     pub directory: ModelDirectory,
