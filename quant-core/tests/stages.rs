@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 /// The stages from bottom to top. Those up to `format` are in `quant-formats`, and re-exported by `quant-core` under
 /// the same names. Engine rules are next to the pipeline, on top of everything below it; whole runs use all stages.
-const STAGES: [&str; 14] = [
+const STAGES: [&str; 15] = [
     "blocks",
     "checkpoint",
     "scheme",
@@ -20,6 +20,7 @@ const STAGES: [&str; 14] = [
     "gguf",
     "engines",
     "run",
+    "units",
 ];
 /// Modules that every stage may use. They use only the error types of stages.
 const SHARED: [&str; 8] = ["digest", "error", "progress", "random", "system", "vector", "wording", "worker"];

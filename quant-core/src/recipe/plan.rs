@@ -3,6 +3,7 @@
 use std::collections::{BTreeSet, HashMap};
 use std::ops::Range;
 
+use super::part::Calibrated;
 use super::scale_groups::ScaleGroups;
 use super::select::Selection;
 use super::{CacheScale, Recipe, SelectorMatches};
@@ -233,6 +234,10 @@ pub struct Plan {
     pub entries: Vec<PlanEntry>,
     /// The blocks covered by the plan.
     pub(super) blocks: Range<usize>,
+    /// For a part of a plan: what the whole plan calibrates.
+    pub(super) calibrated: Option<Calibrated>,
+    /// The bytes of the largest block, if the plan only moves the batch through the float model.
+    pub(super) forward: Option<u64>,
     /// A hash of the grids of all linears, including those outside the covered blocks.
     pub(super) grids_sha256: String,
     /// The modules that the patterns of the recipe selected.
@@ -371,6 +376,8 @@ impl Plan {
             gptq: recipe.gptq,
             entries,
             blocks: 0..architecture.layers,
+            calibrated: None,
+            forward: None,
             grids_sha256: String::new(),
             selectors,
             float_modules,
