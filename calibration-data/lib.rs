@@ -96,7 +96,7 @@ pub struct PublicSet {
     pub split: String,
     /// The column or field that holds the text.
     pub field: String,
-    /// The licence as the set's authors state it.
+    /// The license as the set's authors state it.
     pub licence: String,
     /// SHA-256 of the file in lower-case hex; empty if no file has been fetched and hashed yet.
     pub sha256: String,
@@ -125,14 +125,14 @@ pub struct ModelFile {
 }
 
 /// The demo model: a Llama of 6.8 million parameters in f16, as a Hugging Face directory. `None` in a published crate,
-/// which has no room for its weights.
+/// whose size limit its weights exceed.
 #[cfg(not(demo_model))]
 pub fn demo_model() -> Option<[ModelFile; 4]> {
     None
 }
 
 /// The demo model: a Llama of 6.8 million parameters in f16, as a Hugging Face directory. `None` in a published crate,
-/// which has no room for its weights.
+/// whose size limit its weights exceed.
 #[cfg(demo_model)]
 pub fn demo_model() -> Option<[ModelFile; 4]> {
     macro_rules! file {

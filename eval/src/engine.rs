@@ -39,7 +39,7 @@ pub trait LogitsModel {
     fn vocab(&self) -> usize;
 
     /// Appends the logits for the token after each of `tokens[first..]`, given all tokens before it:
-    /// `[tokens.len() - first, vocab]`, row-major. Positions begin at 0 with the first token; calls are independent of each other.
+    /// `[tokens.len() - first, vocab]`, row-major. The first token has position 0; calls are independent of each other.
     ///
     /// # Errors
     /// Any error of the engine; it ends the evaluation.

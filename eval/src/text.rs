@@ -65,11 +65,11 @@ pub enum Bos {
 /// Windows to score.
 #[derive(Debug, Clone)]
 pub struct EvaluationText {
-    /// The windows in order; those of equal length are adjacent.
+    /// The windows, in the order of the text.
     pub windows: Vec<Window>,
     /// The rule they were cut by.
     pub profile: Profile,
-    /// The rule's name, with a prefix for a known text.
+    /// The rule's name, with the prefix `wt2-` if the windows are all those of WikiText-2.
     pub id: String,
     /// The token before the text's own tokens.
     pub bos: BosPolicy,
@@ -77,7 +77,7 @@ pub struct EvaluationText {
     pub warnings: Vec<String>,
     /// Bytes of the text that the scored tokens cover.
     pub scored_bytes: u64,
-    /// Words of the documents, if the rule counts them.
+    /// Words of the documents, if the rule counts them and no window was left out.
     pub words: Option<u64>,
     /// SHA-256 of the text, with documents joined by an empty line.
     pub text_sha256: String,
@@ -106,8 +106,9 @@ impl EvaluationText {
     /// documents in messages.
     ///
     /// # Errors
-    /// When the text does not fill one window, or fewer than `windows`; when WikiText-2 is requested and this is a
-    /// different text; when the rule needs a token that the tokenizer does not name.
+    /// When the text fills fewer than `windows` windows, or not even one; when overlapping windows would read too many
+    /// tokens; when WikiText-2 is requested and this is a different text; when the rule needs a token that the
+    /// tokenizer does not name.
     pub fn new(
         tokenization: &Tokenization<'_>,
         documents: &[String],

@@ -19,22 +19,22 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Category {
-    /// The request itself cannot be fulfilled: 2.
+    /// The request itself cannot be fulfilled: exit code 2.
     Usage,
-    /// An input file is damaged, malicious or unsupported: 4.
+    /// An input file is missing, damaged, malicious or unsupported: exit code 4.
     Input,
-    /// Disk, memory, permission, network: 5.
+    /// Disk, memory, permission, network: exit code 5.
     Environment,
-    /// Non-finite or degenerate numbers: 6.
+    /// Non-finite or degenerate numbers: exit code 6.
     Numeric,
-    /// A bug in this program: 70.
+    /// A bug in this program: exit code 70.
     Internal,
-    /// Stopped by the user; completed work is kept: 75.
+    /// Stopped by the user; completed work is kept: exit code 75.
     Interrupted,
 }
 
 impl Category {
-    /// Its name, for machines: `usage`, `input`, `environment`, `numeric`, `internal` or `interrupted`.
+    /// The machine-readable name: `usage`, `input`, `environment`, `numeric`, `internal` or `interrupted`.
     pub fn name(self) -> &'static str {
         match self {
             Self::Usage => "usage",
@@ -82,7 +82,7 @@ pub enum Error {
         /// What the user can request instead.
         remedy: Remedy,
     },
-    /// A pattern of the settings `ignore` or `override` that matched no tensor.
+    /// A pattern of the settings `ignore` or `override` that matches no linear.
     #[error("‹{option}› `{pattern}` matches no linear of the model")]
     PatternMatchesNothing {
         /// The setting that carried the pattern.
@@ -310,7 +310,7 @@ pub enum Error {
         path: PathBuf,
         /// The name.
         tensor: String,
-        /// The tensor to be quantized.
+        /// The linear to be quantized whose output tensor has this name.
         module: String,
     },
     /// A recipe file cannot be used.
@@ -334,7 +334,7 @@ pub enum Error {
     /// The disk has too little space.
     #[error("{} needs {needed} bytes, but only {free} are free", path.display())]
     DiskFull {
-        /// Where it should have been written.
+        /// The file or directory that does not fit.
         path: PathBuf,
         /// Bytes needed.
         needed: u64,
@@ -344,7 +344,7 @@ pub enum Error {
     /// Another process works on the same output.
     #[error("{} is being written by another process ({holder})", path.display())]
     Locked {
-        /// The job directory.
+        /// The job directory, journal or cache.
         path: PathBuf,
         /// The process that holds the lock.
         holder: String,
@@ -379,7 +379,7 @@ pub enum Error {
         reason: String,
     },
 
-    /// The float model itself overflows on the calibration text.
+    /// Values that are computed from the calibration text overflow.
     #[error("tensor `{tensor}`: {what} becomes NaN or infinite on the calibration text")]
     Calibration {
         /// The affected tensor or module.
@@ -491,7 +491,7 @@ impl Error {
         }
     }
 
-    /// Adds the block to a cache's error.
+    /// Adds the block's index to an [`Error::Cache`] without one; returns all other errors unchanged.
     pub fn in_block(self, index: usize) -> Self {
         match self {
             Self::Cache { block: None, reason } => Self::Cache { block: Some(index), reason },

@@ -33,7 +33,7 @@ pub fn write_all_at(file: &File, bytes: &[u8], offset: u64) -> io::Result<()> {
     file.write_all_at(bytes, offset)
 }
 
-/// Returns two numbers that identify an existing file on this machine.
+/// Returns two numbers that identify an existing file on this machine: its device and its inode.
 pub fn identity(metadata: &Metadata) -> (u64, u64) {
     (metadata.dev(), metadata.ino())
 }

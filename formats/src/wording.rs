@@ -81,7 +81,7 @@ pub fn worded<'a>(text: &'a str, wording: &dyn Wording) -> Cow<'a, str> {
     Cow::Owned(parts(text).into_iter().map(own).collect())
 }
 
-/// The setting or command between two marks.
+/// Parses the text between two marks; `None` if it is neither a setting nor a command.
 fn one(marked: &str) -> Option<Part<'_>> {
     let end = marked.find(|c: char| !(c.is_ascii_lowercase() || c.is_ascii_digit() || c == '_'));
     let (name, tail) = marked.split_at(end.unwrap_or(marked.len()));
@@ -107,7 +107,7 @@ fn argument(text: &str) -> Argument<'_> {
     }
 }
 
-/// What to do about an error: text in which settings of the request and commands are marked.
+/// Advice on an error: text in which settings of the request and commands are marked.
 ///
 /// [`parts`](Self::parts) returns them as data; [`worded`](Self::worded) returns the text in a program's own spelling.
 ///

@@ -211,7 +211,7 @@ static E2M1_VALUES: [f32; 256] = {
     values
 };
 
-/// The magnitude of `x`, at most 6 (which NaN becomes), and the distance between the values of E2M1 around it.
+/// The magnitude of `x`, at most 6 (also for NaN), and the spacing of E2M1's values there.
 #[inline(always)]
 fn e2m1_step(x: f32) -> (f32, f32) {
     let magnitude = x.abs();

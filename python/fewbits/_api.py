@@ -83,7 +83,7 @@ def _settings(
     imatrix: PathOrName | None,
     save_imatrix: PathOrName | None = None,
 ) -> dict[str, Any]:
-    """Converts the settings of the recipe to the form that the native part takes."""
+    """Converts the settings of a recipe to the form that the extension takes."""
     counts = {
         "block_size": block_size,
         "span_blocks": span_blocks,
@@ -274,8 +274,8 @@ def quantize(
     budget.
 
     ``on_event`` is called with every :class:`Event` on the calling thread; an exception that it raises stops the run.
-    ``progress=True`` shows a tqdm bar. Ctrl-C stops the run without losing work and raises ``KeyboardInterrupt``; the
-    same call with ``resume=True`` continues it, and the result is the same, byte for byte.
+    ``progress=True`` shows a tqdm bar. Ctrl-C stops the run, keeps the finished work and raises ``KeyboardInterrupt``;
+    the same call with ``resume=True`` continues it, and the result is the same, byte for byte.
 
     Raises :class:`QuantError`.
     """
@@ -401,7 +401,7 @@ _Results = Union[PathOrName, Evaluation, Mapping[str, Evaluation], Sequence[Unio
 
 
 def _results(given: _Results) -> list[dict[str, Any]]:
-    """Returns the results with the names that a policy and a baseline use for them."""
+    """Converts results to the form that the extension takes, with their names if they are evaluations."""
     if isinstance(given, Mapping):
         return [{"name": name, "result": result.to_dict()} for name, result in given.items()]
     if isinstance(given, (str, Evaluation)) or not isinstance(given, Sequence):

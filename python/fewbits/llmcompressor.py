@@ -119,7 +119,7 @@ class GPTQModifier(_Scheme):
 
 
 class AWQModifier(_Scheme):
-    """Scales channels by AWQ, and rounds to nearest unless another modifier rounds."""
+    """Scales channels with AWQ, and rounds to nearest unless another modifier rounds."""
 
     def __init__(
         self, *, targets: _Names = "Linear", scheme: str | None = None, ignore: _Names = (), **unknown: object
@@ -129,7 +129,7 @@ class AWQModifier(_Scheme):
 
 
 class SmoothQuantModifier:
-    """Divides activations by scales, and multiplies weights by them."""
+    """Divides activations by a scale per channel, and multiplies the weights by it."""
 
     def __init__(self, *, smoothing_strength: float = 0.5, **unknown: object) -> None:
         _refuse("SmoothQuantModifier", unknown, ("smoothing_strength",))
@@ -193,7 +193,7 @@ def _settings(recipe: _Modifier | Sequence[_Modifier]) -> dict[str, Any]:
 
 
 def _rows(dataset: Texts, column: str) -> Texts:
-    """Yields the rows of a dataset whose texts are in a column with a different name."""
+    """Returns the rows of a dataset with their texts, which are in ``column``, under the name ``text``."""
     if isinstance(dataset, (str, PathLike)):
         return dataset
 
@@ -239,7 +239,7 @@ def oneshot(
     _refuse("oneshot", unknown, (*known, "save_compressed", "resume", "force", "threads", "on_event", "progress"))
     if not isinstance(model, (str, PathLike)):
         raise UsageError(
-            f"model= is a {type(model).__name__}, but it must be the path of a model directory",
+            f"model= must be the path of a model directory, not {type(model).__name__}",
             "pass the directory that the model was loaded from",
         )
     if not save_compressed:

@@ -20,7 +20,7 @@ use crate::{gate, requests};
 
 /// Interval at which the caller's thread checks for signals.
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
-/// Stack size of the job's thread. It reads files, so it is as large as that of the program's main thread.
+/// Stack size of the job's thread: that of a main thread, because the command line runs the same code there.
 const STACK: usize = 8 << 20;
 
 /// The work of a job, run on its own thread.
@@ -39,14 +39,14 @@ const WORKER: &str = "import sys; from importlib.util import spec_from_file_loca
                       f = s('fewbits._native', sys.argv[1]); n = m(f); f.loader.exec_module(n); sys.exit(n.text_worker())";
 
 impl Place {
-    /// This location in the form that the command line takes.
+    /// Converts the location to the form that the command line takes.
     pub fn embedding(self) -> quant_cli::Embedding {
         let worker = self.worker();
         quant_cli::Embedding { code: self.code, worker }
     }
 
-    /// The command that starts a text worker. It runs Python in isolated mode and without `site`, so that nothing of
-    /// the user's environment is loaded.
+    /// Returns the command that starts a text worker. It runs Python in isolated mode and without `site`, so that
+    /// nothing from the user's environment is loaded.
     fn worker(&self) -> Option<(PathBuf, Vec<OsString>)> {
         let words = ["-I", "-S", "-c", WORKER].map(OsString::from);
         let arguments = words.into_iter().chain([self.code.clone().into_os_string()]).collect();

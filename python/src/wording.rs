@@ -6,7 +6,7 @@ use quant_core::wording::{Argument, Wording};
 #[derive(Debug, Clone, Copy)]
 pub struct Keywords;
 
-/// Settings and commands whose names differ between the package and the command line.
+/// Returns the name of the function for a command.
 fn function(command: &str) -> &str {
     match command {
         "eval" => "evaluate",

@@ -109,7 +109,7 @@ def test_schemes_of_oneshot_exist(model: Path) -> None:
         (lambda: QuantizationModifier(scheme="W3A5"), "unknown scheme='W3A5'"),
         (lambda: QuantizationModifier(scheme="W4A16", targets=["re:.*mlp.*"]), "targets="),
         (lambda: shot(pipeline="basic"), "oneshot does not support `pipeline`"),
-        (lambda: shot(model=3), "model= is a int"),
+        (lambda: shot(model=3), "model= must be the path of a model directory, not int"),
         (lambda: shot(recipe="recipe.yaml"), "recipes as text or files are not supported here"),
         (lambda: shot(recipe=object()), "not iterable"),
         (lambda: shot(recipe=[GPTQModifier(), GPTQModifier()]), "GPTQModifier then GPTQModifier is not a supported recipe"),

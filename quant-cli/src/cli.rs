@@ -67,7 +67,7 @@ pub enum Command {
 }
 
 impl Command {
-    /// The command line that resumes this run after an interruption, if the run can be resumed.
+    /// Returns the command line that resumes this run after an interruption, if the run can be resumed.
     pub fn resuming(&self, words: &[OsString]) -> Option<String> {
         let adds = match self {
             Self::Quantize(args) => !args.resume,

@@ -15,7 +15,7 @@ use crate::inputs::{self, Opened};
 use crate::kv::KvBits;
 use crate::provenance;
 
-/// Maximum context length, more than any model has. The tables and the cache grow with the number of positions.
+/// Maximum context length, because the tables and the cache grow with the number of positions.
 const MAX_CONTEXT: usize = 1 << 20;
 
 /// How tokens are chosen. Options that are not given come from the model's generation_config.json.
@@ -61,7 +61,7 @@ pub struct DecodingOptions {
 }
 
 impl DecodingOptions {
-    /// The sampling settings: those of the model, overridden by the given options.
+    /// Returns the decoding settings: those of the model, overridden by the given options.
     pub fn settings(
         &self,
         opened: &Opened,
@@ -102,22 +102,22 @@ impl DecodingOptions {
         Ok(settings)
     }
 
-    /// Whether the user set the maximum number of tokens.
+    /// Returns whether the user set the maximum number of tokens.
     pub fn bounds_answers(&self) -> bool {
         self.max_new_tokens.is_some()
     }
 
-    /// The stop strings; the text ends before the first one.
+    /// Returns the stop strings; the text ends before the first one.
     pub fn stop(&self) -> &[String] {
         &self.stop
     }
 
-    /// Loads the model for `positions` tokens, with its quantized linears packed for the kernels.
+    /// Loads the model for `positions` tokens, with its quantized linears packed for the kernels or on the GPU.
     pub fn load(&self, opened: &Opened, positions: usize, session: &Session) -> Result<Decoder> {
         let max = opened.model.architecture().max_positions.min(MAX_CONTEXT);
         if positions > max {
             return Err(Error::usage(
-                format!("the prompt and the new tokens need {positions} positions, but the model has {max}"),
+                format!("the prompt and the new tokens need {positions} positions, but the maximum is {max}"),
                 "shorten the prompt, or request fewer tokens (--max-new-tokens)",
             ));
         }
@@ -146,7 +146,7 @@ pub fn checked_tokens(opened: &Opened, tokens: Vec<u32>) -> Result<Vec<u32>> {
     Ok(tokens)
 }
 
-/// The tokenizer that belongs to a model.
+/// Returns the tokenizer of a model.
 pub fn tokenizer(opened: &Opened) -> Result<TextTokenizer> {
     inputs::tokenizer(&opened.directory)
 }
@@ -157,7 +157,7 @@ pub struct Written {
     pub text: String,
     /// The generated tokens, without the token that ended the text.
     pub choices: Vec<Choice>,
-    /// Why the generation ended.
+    /// The reason why the generation ended.
     pub end: End,
     /// Seconds spent on the prompt.
     pub prompt_seconds: f64,

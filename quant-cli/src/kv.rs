@@ -22,7 +22,7 @@ pub enum KvBits {
 }
 
 impl KvBits {
-    /// The KV scheme that this option selects for a model.
+    /// Returns the KV scheme that this option selects for a model; `None` means floats.
     pub fn scheme(self, model: &Model) -> Option<KvScheme> {
         match self {
             Self::Auto => model.kv_scheme(),

@@ -155,8 +155,8 @@ pub fn pool(threads: usize) -> quant_core::Result<rayon::ThreadPool> {
     rayon::ThreadPoolBuilder::new().num_threads(threads).build().map_err(|e| no_threads(&e))
 }
 
-/// The workers that run tokenizers and templates: separate processes if the system can limit them. A program that
-/// embeds this one passes the command that starts a worker, or `Some(None)` if it has none.
+/// Returns the workers that run tokenizers and templates: separate processes if the system can limit them. A program
+/// that embeds this one passes the command that starts a worker, or `Some(None)` if it has none.
 #[cfg(target_os = "linux")]
 pub fn text_workers(
     threads: usize,
@@ -173,7 +173,7 @@ pub fn text_workers(
     Arc::new(workers.or_else(Arc::new(InProcess)))
 }
 
-/// The worker that runs tokenizers and templates within this process.
+/// Returns the worker that runs tokenizers and templates within this process.
 #[cfg(not(target_os = "linux"))]
 pub fn text_workers(
     _threads: usize,

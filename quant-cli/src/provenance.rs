@@ -59,7 +59,8 @@ pub fn note_floats(model: &Model, on_gpu: bool, session: &Session) {
     }
 }
 
-/// The architecture and the widest vectors used for products. Sums in vectors of different widths round differently.
+/// Returns the processor's architecture and the widest vectors used for products. Sums in vectors of different widths
+/// round differently.
 fn isa() -> String {
     #[cfg(target_arch = "x86_64")]
     let vectors = match () {

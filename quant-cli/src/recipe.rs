@@ -10,7 +10,7 @@ use quant_core::{format, gguf};
 
 use crate::gguf::GgufOptions;
 
-/// What to do with a model.
+/// The options of a recipe.
 #[derive(Debug, Clone, clap::Args)]
 pub struct RecipeOptions {
     /// Method and scheme by one name [default: awq-w4a16]
@@ -132,8 +132,8 @@ pub struct RecipeOptions {
     /// Seed for selecting windows [default: 0]
     #[arg(long, hide_short_help = true, value_name = "S", help_heading = "Calibration")]
     pub seed: Option<u64>,
-    /// How windows are made from documents: stream (joined, then cut), documents (whole, one or more to a window) or auto (documents
-    /// for conversations, stream for text) [default: auto]
+    /// How windows are made from documents: stream (joined, then cut), documents (whole, one or more per window) or
+    /// auto (documents for conversations, stream for text) [default: auto]
     #[arg(long, hide_short_help = true, value_name = "auto|stream|documents", help_heading = "Calibration")]
     pub packing: Option<String>,
     /// Tokens that do not count: none, or prompts (only the assistant's answers count) [default: none]

@@ -89,7 +89,7 @@ impl Bench {
     }
 }
 
-/// Log-uniform over `2^±6`.
+/// Random scales, log-uniform between 1/64 and 64.
 fn random_scales(channels: usize, seed: u64) -> Vec<f32> {
     let mut rng = StdRng::seed_from_u64(seed);
     (0..channels).map(|_| rng.random_range(-6.0_f32..6.0).exp2()).collect()

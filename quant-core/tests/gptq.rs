@@ -11,7 +11,7 @@ use quant_core::calibrate::{BatchLayout, HiddenStates, TokenWindows};
 use quant_core::checkpoint::MemorySink;
 use quant_core::model::{Block, Model, NodeId, Tap, TokenRows, WeightBody};
 use quant_core::pipeline::{Job, quantize};
-use quant_core::quantize::Rows;
+use quant_core::quantize::SourceRows;
 use quant_core::quantize::gptq::{ActOrder, Factor, GptqSettings, Hessian, LayerInputs, solve};
 use quant_core::recipe::{Plan, Recipe};
 use quant_core::{CancelToken, Category, Error, Result, Silent, TensorSink, TensorSource};
@@ -79,7 +79,7 @@ fn holds(checkpoint: &Checkpoint, windows: &TokenWindows, settings: GptqSettings
             let group_size = found.scheme.granularity.group_size(weight.shape()[1]);
             let columns = settings.act_order.columns(&hessian.diagonal(), group_size);
             let factor = Factor::new(&hessian, columns, settings.damping).unwrap();
-            let rows = Rows::Floats(&values);
+            let rows = SourceRows::Floats(&values);
             let expected =
                 solve(rows, weight.shape(), found.scheme, found.scale_dtype, None, &factor, settings)
                     .unwrap();

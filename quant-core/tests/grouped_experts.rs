@@ -3,7 +3,7 @@
 
 mod common;
 #[path = "families/configs.rs"]
-#[allow(dead_code, reason = "what folds are tested by")]
+#[allow(dead_code, reason = "only the tests of folds use all of it")]
 mod configs;
 
 use candle_core::Tensor;

@@ -95,7 +95,7 @@ fn parts_make_the_whole() {
                 reports.extend(report.tensors);
             }
             let name = plan.method.name.clone();
-            assert!(together == whole, "{family:?}, {name}, {cuts:?}: other bytes");
+            assert!(together == whole, "{family:?}, {name}, {cuts:?}: different bytes");
             assert_eq!(reports, reason.tensors, "{family:?}, {name}, {cuts:?}");
         }
     }
@@ -149,7 +149,7 @@ fn states_of_another_run_or_damaged_are_refused() {
     part(&model, &nvfp4(ScaleSearch::Amax), &windows, Some(0..1), &first).unwrap();
     let searched = run(&nvfp4(ScaleSearch::Sweep), &windows, 1..3, &files(other.path(), 1, BLOCKS));
     refused(searched, "scale_search");
-    // If the run needs float states, those of the quantized model are not sufficient.
+    // A job that does not begin with the first block needs states.
     let missing = run(&plan, &windows, 1..3, &StateFiles::default());
     assert_eq!(missing.category(), Category::Usage);
     assert!(missing.to_string().contains("block 1"), "{missing}");

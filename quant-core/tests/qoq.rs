@@ -165,7 +165,7 @@ fn what_cannot_be_rotated_is_refused_with_the_reason() {
         error.to_string()
     };
     assert!(refused(Tiny::opt()).contains("learned positions"));
-    // 37 · 2 has no Hadamard matrix.
+    // There is no Hadamard matrix of order 74: beyond 2, the order must be a multiple of 4.
     let message = refused(Tiny { hidden: 74, ..Tiny::default() });
     assert!(message.contains("order 74"), "{message}");
     let checkpoint = Tiny::default().random(2);
@@ -358,7 +358,8 @@ fn channels_are_sorted_by_what_the_text_drives_them_to() {
     }
 }
 
-/// Keys in which two channels are twenty times as large as the others.
+/// Weights by which three channels of every key head are twenty times as large as at random, and the same channels of
+/// query heads a twentieth.
 fn outlying_keys(tiny: &Tiny) -> common::Checkpoint {
     let mut checkpoint = tiny.random(21);
     let (hidden, d) = (tiny.hidden, tiny.head_dim);
@@ -424,7 +425,7 @@ fn qoq(method: &str, scheme: &str) -> Recipe {
     recipe
 }
 
-/// Whole models in the pipeline: close to the float model, and, if there are outliers, closer than without the steps.
+/// Whole models in the pipeline: the output is close to that of the float model.
 #[test]
 fn whole_models_come_out_close_to_the_float_ones() {
     for (name, tiny) in families() {

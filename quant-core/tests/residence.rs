@@ -136,14 +136,14 @@ fn files_do_not_change_the_output() {
         for round_bytes in [0, 700_000, u64::MAX] {
             let files = whole(&model, &recipe, &windows, &spilled(directory.path(), round_bytes));
             let name = &recipe.method.name;
-            assert!(files.0 == memory.0, "{family:?}, {name}, {round_bytes}: other bytes");
+            assert!(files.0 == memory.0, "{family:?}, {name}, {round_bytes}: different bytes");
             assert_eq!(files.1[0].tensors, memory.1[0].tensors, "{family:?}, {name}, {round_bytes}");
         }
     }
     assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 0, "files are left over");
 }
 
-/// On processors with bfloat16 instructions, candidates of larger blocks are compared by differences.
+/// On processors with bfloat16 instructions, candidates for groups of this size are compared by differences.
 #[test]
 fn rounds_in_several_batches_choose_the_same() {
     let tiny = Tiny { hidden: 256, intermediate: 512, layers: 1, ..tiny(Kind::Llama) };
@@ -154,7 +154,7 @@ fn rounds_in_several_batches_choose_the_same() {
     let directory = tempfile::tempdir().unwrap();
     for round_bytes in [0, 3 << 20] {
         let files = whole(&model, &recipe, &windows, &spilled(directory.path(), round_bytes));
-        assert!(files.0 == memory.0, "{round_bytes}: other bytes");
+        assert!(files.0 == memory.0, "{round_bytes}: different bytes");
         assert_eq!(files.1[0].tensors, memory.1[0].tensors);
     }
 }
@@ -184,7 +184,7 @@ fn interrupted(tiny: &Tiny, recipe: &Recipe, blocks: usize, prepare: impl Fn(&Pa
     let files = saved(&path, Some(Spill::new(directory.path(), 0)));
     let reports = run(&model, &plans, &windows, &mut sinks, &files, &second).unwrap();
     let tensors: Vec<_> = sinks.into_iter().map(Resumable::tensors).collect();
-    assert!(tensors == expected.0, "{}: other bytes", recipe.method.name);
+    assert!(tensors == expected.0, "{}: different bytes", recipe.method.name);
     for (report, expected) in reports.iter().zip(&expected.1) {
         assert_eq!(report.tensors, expected.tensors);
     }
@@ -253,8 +253,8 @@ fn saving_may_fail() {
     assert!(warnings.len() == 1 && warnings[0].contains("cannot be saved"), "{warnings:?}");
 }
 
-/// States are written to a new file: a link in its place is replaced, and its target stays as it is. A finished run leaves
-/// no states.
+/// States are written to a new file: a link in its place is replaced, and its target stays as it is. A run that
+/// finishes leaves no states.
 #[test]
 fn saving_follows_no_link() {
     let tiny = tiny(Kind::Llama);

@@ -1,5 +1,5 @@
 //! Models whose blocks read more than the hidden states: per-layer inputs, and keys and values of an earlier block.
-//! Both travel with the hidden states, whose width therefore differs before every block.
+//! Both travel with the hidden states, whose width therefore changes from block to block.
 
 mod common;
 #[allow(dead_code)]
@@ -57,7 +57,7 @@ fn values(states: &HiddenStates) -> Vec<f32> {
     states.values().read(0..states.values().len()).unwrap().into_owned()
 }
 
-/// The batch's hidden states match the decoder's, block by block, for any width.
+/// Before every block, whatever the width there, the hidden states of a batch equal those of the decoder.
 #[test]
 fn states_are_as_wide_as_blocks_read_them() {
     let case = small();
@@ -98,7 +98,7 @@ fn parts_make_the_whole() {
             };
             together.extend(part(&model, &recipe, &batch, Some((ends, &files))));
         }
-        assert!(together == whole, "{}: other bytes", recipe.method.name);
+        assert!(together == whole, "{}: different bytes", recipe.method.name);
     }
 }
 

@@ -3,8 +3,8 @@
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
-/// The stages from bottom to top. Those up to `format` are in `quant-formats`, and re-exported by `quant-core` under
-/// the same names. Engine rules are next to the pipeline, on top of everything below it; whole runs use all stages.
+/// The stages from bottom to top. Those up to `format` are in `quant-formats`, and `quant-core` re-exports them under
+/// the same names; it has more of `quantize`. Whole runs use all stages.
 const STAGES: [&str; 15] = [
     "blocks",
     "checkpoint",
@@ -22,7 +22,7 @@ const STAGES: [&str; 15] = [
     "run",
     "units",
 ];
-/// Modules that every stage may use. They use only the error types of stages.
+/// Modules that every stage may use. They use no stage, except that `error` uses `checkpoint`.
 const SHARED: [&str; 8] = ["digest", "error", "progress", "random", "system", "vector", "wording", "worker"];
 
 fn sources(directory: &Path, found: &mut Vec<PathBuf>) {
@@ -36,7 +36,7 @@ fn sources(directory: &Path, found: &mut Vec<PathBuf>) {
     }
 }
 
-/// Returns the source without comments and without items after `#[cfg(test)]`.
+/// Returns the source without comments and without top-level items under `#[cfg(test)]`.
 fn without_tests(text: &str) -> String {
     let (mut kept, mut skipping) = (String::new(), false);
     for line in text.lines() {
@@ -44,7 +44,7 @@ fn without_tests(text: &str) -> String {
         if line.trim() == "#[cfg(test)]" && indent == 0 {
             skipping = true;
         } else if skipping {
-            // The item ends at a closing line with the same indent.
+            // The item ends at the first unindented line that ends with `}` or `;`.
             skipping = !(indent == 0 && (line.ends_with('}') || line.ends_with(';')));
         } else if !line.trim_start().starts_with("//") {
             kept.push_str(line.split(" //").next().unwrap_or_default());
@@ -142,7 +142,7 @@ fn no_stage_uses_one_above_it() {
 /// The files that may match on the operations of a block, and why a match there cannot miss a new operation. All other
 /// code calls a method of `Op`, whose match is exhaustive.
 const NAMES_OPERATIONS: [(&str, &str); 8] = [
-    ("model/arch/", "graphs are built of operations here, and each operation answers every question"),
+    ("model/arch/", "graphs are built from operations here, and each operation answers every question"),
     ("model/block.rs", "evaluates them; an unknown one is an error"),
     ("model/norm.rs", "evaluates norms; another operation is an error"),
     (
@@ -263,7 +263,7 @@ const SYSTEM_CALLS: [(&str, &str); 5] = [
     ("formats/src/system.rs", "files"),
     (
         "quant-core/src/run/memory.rs",
-        "the available memory; on other systems than Linux a run has no default budget",
+        "the available memory; on systems other than Linux a run has no default budget",
     ),
     ("quant-core/src/worker/process.rs", "processes that run tokenizers, on Linux only"),
     ("quant-core/src/worker/limits.rs", "their limits, and the size of the memory, on Linux only"),

@@ -29,7 +29,7 @@ fn broken(fault: fn(&Path)) -> TempDir {
     directory
 }
 
-/// Faults in headers and configurations, which every command refuses in the same way.
+/// Checks that every command refuses faults in headers and configurations in the same way.
 fn refused_by_all_verbs(faults: &[Fault]) {
     for (case, fault, expected) in faults {
         let model = broken(*fault);
@@ -56,7 +56,7 @@ fn overwrite(model: &Path, name: &str, bytes: impl AsRef<[u8]>) {
     std::fs::write(model.join(name), bytes).unwrap();
 }
 
-/// A file with one tensor with this description.
+/// Replaces the weights by a file with one tensor that has this description.
 fn described_as(model: &Path, entry: Value, data: &[u8]) {
     let header = json!({ "model.norm.weight": entry }).to_string();
     overwrite(model, WEIGHTS, safetensors_with_header(&header, data));

@@ -254,7 +254,7 @@ fn recipe_files() {
     check_message("no model", &quant(args!["plan"]), 2, &["<MODEL>"]);
 }
 
-/// Errors of the argument parser itself.
+/// Invalid arguments, most of which the argument parser itself refuses.
 #[test]
 fn arguments() {
     let model = model();

@@ -18,7 +18,7 @@ use quant_tests::{args, demo_model};
 
 type Failure = Box<dyn std::error::Error + Send + Sync>;
 
-/// A third-party engine: here a decoder of `quant-core` that returns all logits of a window.
+/// A third-party engine: here a decoder of `quant-core`, which computes the logits of whole windows.
 struct Foreign<'a> {
     decoder: &'a Decoder,
     asked: Cell<usize>,

@@ -161,7 +161,7 @@ fn a_failed_run_leaves_no_file_and_an_interrupted_one_resumes() {
     let run = run.wait();
     check_message("SIGINT", &run, 75, &["--resume"]);
     assert!(!out.exists());
-    // An interrupted job with different types is a different job.
+    // With different types, the interrupted job is not continued.
     let run = quant(quantize(&model, &out, &["--scheme", "q4_k_s", "--resume"]));
     check_message("other types", &run, 2, &["different inputs or settings"]);
     let run = quant(quantize(&model, &out, &["--scheme", "iq4_xs", "--resume"])).succeeded();
@@ -328,7 +328,7 @@ fn pre_tokenizers_are_found_or_named_and_chat_templates_kept() {
     assert!(
         has(&without, "tokenizer.ggml.model", "none") && !has(&without, "tokenizer.chat_template", template)
     );
-    // Only one keeps contractions together. Without a vocabulary, there are no tokens.
+    // Only one of the two pre-tokenizers keeps contractions together. Without a vocabulary, there are no tokens.
     std::fs::write(at("short.txt"), "And I've nothing. ".repeat(100)).unwrap();
     let tokens = |name: &str| {
         let text = at("short.txt");
@@ -348,7 +348,7 @@ fn pre_tokenizers_are_found_or_named_and_chat_templates_kept() {
     assert_ne!(tokens("found.gguf"), tokens("named.gguf"));
     let run = quant(args!["eval", at("without.gguf"), "--text", "builtin-heldout"]);
     check_message("no vocabulary", &run, 4, &["without.gguf"]);
-    // The file keeps the name when it is written again, and the template.
+    // A file that is written again keeps the name of its pre-tokenizer and its template.
     quant(quantize(&at("named.gguf"), &at("again.gguf"), &["--scheme", "f16", "--requantize"])).succeeded();
     let again = std::fs::read(at("again.gguf")).unwrap();
     assert!(has(&again, "tokenizer.chat_template", template));
@@ -532,7 +532,7 @@ fn blocks_run_on_the_kernels() {
         let off = (mean(&kernels) / mean(&dense)).ln().abs();
         assert!(off > 0.0 && off < 0.01, "{scheme}: {} became {}", mean(&dense), mean(&kernels));
     }
-    // The same kernels run when text is generated and speed is measured.
+    // The same kernels run when speed is measured.
     let arguments =
         args!["bench", at("q4_k_m.gguf"), "--prefill", "8", "--decode", "2", "--repeat", "1", "--json"];
     assert_ne!(quant(arguments).json()["kernels"], "dense");

@@ -63,7 +63,6 @@ fn run(command: Command) -> Run {
     Running::start(command).wait()
 }
 
-/// Repeats a text.
 fn times(count: usize, text: &str) -> String {
     text.repeat(count)
 }
@@ -102,7 +101,7 @@ fn templates_that_overflow_the_stack() {
         bench.write(TEMPLATE, &template);
         check_message(case, &run(bench.chat()), 4, &[TEMPLATE, "overflows the stack", "put a different one"]);
     }
-    // The same faults in calibration on conversations.
+    // The error is the same in calibration on conversations.
     bench.write(TEMPLATE, "{% set n = namespace() %}{% set n.a = n %}{{ n }}");
     let chats = bench.scratch.path().join("chats.jsonl");
     let line =

@@ -1,9 +1,9 @@
-//! `cargo xtask sanitize`: runs the tests of all unsafe code under AddressSanitizer; the nightly run also includes the
-//! tests of the fuzz targets.
+//! `cargo xtask sanitize`: runs the tests of the CPU kernels and their C interface, which are unsafe code, under
+//! AddressSanitizer; the nightly run also includes the tests of the fuzz targets.
 //!
 //! The compiler flag requires a nightly feature, but the sanitizer's runtime comes with the stable toolchain. The
 //! standard library and the dependencies' build scripts are not instrumented. For every instruction set, tests plant
-//! one fault within the heap and one past its end, and fail if the sanitizer does not report them. The C examples are
+//! accesses beyond heap buffers and to freed memory, and fail if the sanitizer does not report them. The C examples are
 //! linked with the same runtime.
 
 use std::process::Command;
@@ -13,12 +13,12 @@ use anyhow::{Context, Result};
 use crate::ci::judge_skips;
 use crate::support::shell::{cargo, output, run as execute, shared_dir, target_dir};
 
-/// The packages with unsafe code.
+/// The packages with unsafe code for the CPU.
 const UNSAFE: [&str; 2] = ["quant-kernels-cpu", "quant-kernels-c"];
 /// The package whose tests pass hostile files to safe code, and so to its dependencies.
 const FUZZ: &str = "quant-fuzz";
 
-/// Runs the tests of unsafe code.
+/// Runs the tests of unsafe code for the CPU.
 ///
 /// # Errors
 /// When a test fails, or is skipped although the shared models and texts are available.

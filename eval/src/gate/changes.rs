@@ -14,9 +14,9 @@ pub struct Change {
     pub result: String,
     /// The property: `model`, `reference`, `scheme`, `size`, `perplexity`, `mean KL`, `same top token`.
     pub name: &'static str,
-    /// Its value in the baseline, as text; absent without a baseline.
+    /// The property's value in the baseline, as text; absent without a baseline.
     pub before: Option<String>,
-    /// Its value now.
+    /// The property's value now, as text.
     pub now: String,
     /// The difference, as text: `same`, `-2.1 %`, `other weights`; absent without a baseline.
     pub change: Option<String>,
@@ -30,12 +30,12 @@ pub struct Change {
 pub enum Trend {
     /// Smaller or more accurate; for measurements, significantly at the policy's level.
     Better,
-    /// Larger or less accurate, likewise.
+    /// Larger or less accurate; for measurements, significantly at the policy's level.
     Worse,
 }
 
 impl Trend {
-    /// Its name.
+    /// Returns `better` or `worse`.
     pub fn name(self) -> &'static str {
         match self {
             Self::Better => "better",
@@ -81,7 +81,7 @@ fn of_result(name: &str, before: Option<&Evaluation>, now: &Evaluation, level: f
     };
     let mut rows = Vec::new();
     if let Some(mut model) = row("model", &|e| Some(e.model.path.clone())) {
-        // Weights are compared by their hash: the same path may hold other ones.
+        // Weights are compared by their hash: the same path may hold different ones.
         model.change = before.map(|b| match b.model.sha256 == now.model.sha256 {
             true => "same weights".into(),
             false => "other weights".into(),
@@ -89,7 +89,7 @@ fn of_result(name: &str, before: Option<&Evaluation>, now: &Evaluation, level: f
         rows.push(model);
     }
     rows.extend(row("reference", &|e| e.reference.as_ref().map(|r| r.path.clone())).map(|mut reference| {
-        // Another reference would be an error.
+        // A different reference would have been an error.
         reference.change = before.map(|_| "same weights".into());
         reference
     }));

@@ -126,7 +126,7 @@ pub struct Check {
     pub at_most: Option<f64>,
     /// The lower limit.
     pub at_least: Option<f64>,
-    /// Windows.
+    /// Number of windows.
     pub windows: usize,
     /// The approximate number of windows that would decide an inconclusive test with 80 % power.
     pub windows_needed: Option<u64>,
@@ -205,8 +205,8 @@ pub fn judge(
     let verdict = match (any(Verdict::Fail), any(Verdict::Inconclusive), policy.on_inconclusive) {
         (true, ..) | (_, true, OnInconclusive::Fail) => Verdict::Fail,
         (_, true, OnInconclusive::Inconclusive) => Verdict::Inconclusive,
-        // Some test fails on its own and only passes through Holm's correction. Adding tests to a policy must not turn
-        // a failure into a pass.
+        // Some test fails on its own, but not after Holm's correction. Adding tests to a policy must not turn a failure
+        // into a pass.
         (_, true, OnInconclusive::Pass) if doubted => Verdict::Inconclusive,
         _ => Verdict::Pass,
     };

@@ -73,7 +73,7 @@ pub enum OnInconclusive {
     Inconclusive,
     /// The gate fails.
     Fail,
-    /// The gate passes.
+    /// The gate passes. If a test failed before Holm's correction, the gate is inconclusive.
     Pass,
 }
 

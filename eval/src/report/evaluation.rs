@@ -40,7 +40,8 @@ pub struct WorstWindow {
 }
 
 impl EvaluationReport<'_> {
-    /// Returns the numbers of the worst windows, worst first: by divergence, or by likelihood without a reference.
+    /// Returns the indices of the worst windows, worst first: by divergence, or without a reference by negative
+    /// log-likelihood.
     pub fn worst_windows(result: &Evaluation) -> Vec<usize> {
         let by = match &result.comparison {
             Some(comparison) => &comparison.window_kl,

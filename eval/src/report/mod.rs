@@ -60,7 +60,7 @@ fn tool(tool: &Tool) -> String {
     format!("{} {} ({}), {sha256}", tool.name, tool.version, tool.isa)
 }
 
-/// A divergence: five digits after the point, or two significant digits if those would be zero.
+/// Formats a divergence: five digits after the point, or two significant digits below 0.001.
 pub fn nats(value: f64) -> String {
     if value != 0.0 && value.abs() < 1e-3 { format!("{value:.1e}") } else { format!("{value:.5}") }
 }
@@ -121,8 +121,8 @@ fn pareto(results: &[(String, &Evaluation)]) -> Markup {
     }
 }
 
-/// Which of several results is closest to their reference, as a sentence; `None` for fewer than two results with one,
-/// and if they were measured on different tokens.
+/// Which of several results is closest to their reference, as a sentence; `None` for fewer than two results with a
+/// reference, and if they were measured on different tokens.
 pub fn closest_of(results: &[(&str, &Evaluation)]) -> Option<String> {
     let compared: Vec<_> =
         results.iter().filter_map(|(name, e)| Some((*name, *e, e.comparison.as_ref()?))).collect();
@@ -148,7 +148,7 @@ pub fn closest_of(results: &[(&str, &Evaluation)]) -> Option<String> {
     })
 }
 
-/// The bits per code of a model's linears: `4`, `4 to 8`, or a dash for floats and unknown schemes.
+/// The bits per code of a model's linears: `4`, `4 to 8`, or a dash if some are float or have an unknown scheme.
 pub fn bits(model: &ModelIdentity) -> String {
     let parsed = |share: &SchemeShare| share.scheme.parse::<LinearScheme>().ok().map(|scheme| scheme.bits());
     let bits: Option<BTreeSet<u8>> = model.schemes.iter().map(parsed).collect();

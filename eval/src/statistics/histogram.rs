@@ -31,7 +31,7 @@ impl Histogram {
         Self { first_decade: FIRST_DECADE, bins_per_decade: BINS, counts }
     }
 
-    /// All values.
+    /// The number of counted values.
     pub fn total(&self) -> u64 {
         self.counts.iter().fold(0, |sum, n| sum.saturating_add(*n))
     }

@@ -49,7 +49,7 @@ pub static IQ4_XS: BlockType = BlockType {
 
 pub(super) const LEVELS: [i8; 16] =
     [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113];
-/// Candidates on each side of the first.
+/// Candidates on each side of the scale that maps the value of largest magnitude to the first level.
 const TRIES: i32 = 7;
 
 /// The code of the nearest level; the upper one on ties.
@@ -99,7 +99,7 @@ fn scale(x: &[f32], importance: Option<&[f32]>, sigma2: f32) -> f32 {
     scale
 }
 
-/// Writes the codes of 32 elements.
+/// Rounds 32 elements and writes their codes.
 fn put_codes(bytes: &mut [u8], x: &[f32], scale: f32) {
     let inverse = if scale != 0.0 { 1.0 / scale } else { 0.0 };
     for (j, byte) in bytes.iter_mut().enumerate() {
@@ -107,7 +107,7 @@ fn put_codes(bytes: &mut [u8], x: &[f32], scale: f32) {
     }
 }
 
-/// Decodes 32 elements.
+/// Writes 32 codes: byte `j` holds code `j` in its low nibble and code `j + 16` in its high nibble.
 fn join_codes(bytes: &mut [u8], codes: &[u8]) {
     for (j, byte) in bytes.iter_mut().enumerate() {
         *byte = codes[j] | codes[j + 16] << 4;
@@ -154,7 +154,7 @@ fn encode_nl(row: &[f32], importance: Option<&[f32]>, out: &mut [u8]) {
     }
 }
 
-/// Twice the mean square, computed as the sum times the quotient to round like the reference.
+/// Twice the mean square, computed as the sum of squares times `2 / n`, which rounds as in the reference.
 fn sigma2(x: &[f32]) -> f32 {
     let mut sum = 0.0;
     for &x in x {

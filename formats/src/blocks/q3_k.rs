@@ -60,7 +60,7 @@ fn encode(row: &[f32], importance: Option<&[f32]>, out: &mut [u8]) {
             Some(_) => symmetric(32, &scales, Some(&sums), &mut s),
             None => by_largest(&scales, &mut s),
         };
-        // If all scales are zero, their bytes stay zero.
+        // Without importance, the bytes of the scales stay zero if all scales are zero.
         if importance.is_some() || largest(&scales) != 0.0 {
             put_scales(&mut block[SCALES..D], &s);
         }

@@ -1,10 +1,9 @@
-//! Searches for the scale and minimum of a block with the least weighted squared error.
+//! The searches of the reference for the scale and minimum of a block, which aim at a small weighted error.
 //!
-//! Each search tries a series of candidate scales, rounds to codes, and takes the closed-form optimal scale for these
-//! codes. Sums run in element order in `f32` and nothing is fused, so that the result equals the reference's, bit for
-//! bit.
+//! They try candidate scales, or move single codes, and take the closed-form optimal scale for the resulting codes.
+//! Sums run in element order in `f32` and nothing is fused, so that the result equals the reference's, bit for bit.
 
-/// A block whose largest magnitude is below this becomes all zeros.
+/// Values, or scales of sub-blocks, whose largest magnitude is below this get the scale 0.
 pub(super) const NEGLIGIBLE: f32 = 1e-15;
 
 /// Rounds to the nearest integer, half to even, for magnitudes below 2²². Beyond that, and for NaN, the result is taken
@@ -61,7 +60,8 @@ impl Fit {
     }
 }
 
-/// Searches a symmetric grid of codes `-n..n`: returns the scale, and codes plus `n`. `weights` default to `x²`.
+/// Searches a symmetric grid of codes `-n..n`: returns the scale, and writes the codes plus `n`. `weights` default to
+/// `x²`.
 pub(super) fn symmetric(n: i32, x: &[f32], weights: Option<&[f32]>, codes: &mut [u8]) -> f32 {
     let max = largest(x);
     if max.abs() < NEGLIGIBLE {
@@ -97,7 +97,7 @@ pub(super) fn symmetric(n: i32, x: &[f32], weights: Option<&[f32]>, codes: &mut 
 }
 
 /// Searches a symmetric grid of codes `-n..n`, weighted by `x²`, by moving one code at a time as long as that reduces
-/// the error: returns the scale, and codes plus `n`.
+/// the error, at most five times each: returns the scale, and writes the codes plus `n`. For at most 16 values.
 pub(super) fn symmetric_by_descent(n: i32, x: &[f32], codes: &mut [u8]) -> f32 {
     let max = largest(x);
     if max.abs() < NEGLIGIBLE {
@@ -293,7 +293,7 @@ pub(super) fn positive(top: i32, x: &[f32], weights: &[f32], codes: &mut [u8]) -
     fit.scale()
 }
 
-/// The mean square of a row, summed in order.
+/// The mean square of values, summed in order.
 pub(super) fn mean_square(x: &[f32]) -> f32 {
     let mut sum = 0.0;
     for &x in x {

@@ -1,4 +1,4 @@
-//! The checks that every sink makes of its callers' arguments.
+//! Checks of arguments that every sink shares.
 
 use std::collections::BTreeSet;
 
@@ -29,7 +29,7 @@ pub fn check_specs(specs: &[TensorSpec]) -> Result<()> {
             return Err(fault("overflows"));
         }
         if info.dtype.byte_len(info.elements() as u64).is_none() {
-            return Err(fault("is not whole bytes"));
+            return Err(fault("does not fill whole bytes"));
         }
         if !names.insert(name) {
             return Err(fault("was declared twice"));

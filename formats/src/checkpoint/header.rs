@@ -307,8 +307,8 @@ impl RawEntry {
     }
 }
 
-/// Number of dimensions and elements of a tensor of known type. A zero dimension does not excuse an overflow of the
-/// others: code that multiplies strides would overflow too.
+/// Dimensions and number of elements; `None` if the size overflows. The product of the nonzero dimensions is checked,
+/// even if another dimension is zero: code that multiplies strides would overflow as well.
 fn checked_elements(shape: &[u64], dtype: Dtype) -> Option<(Vec<usize>, u64)> {
     let mut dims = Vec::with_capacity(shape.len());
     let mut elements = 1u64;

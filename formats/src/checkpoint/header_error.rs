@@ -52,7 +52,8 @@ pub enum HeaderError {
         /// The parser's error, with line and column.
         reason: String,
     },
-    /// A tensor's entry lacks the fields `dtype`, `shape` and `data_offsets` with the right types.
+    /// A tensor's entry is not an object with exactly the fields `dtype`, `shape` and `data_offsets`, each of the right
+    /// type.
     #[error("tensor `{tensor}`: {reason}")]
     BadEntry {
         /// The tensor.
@@ -101,7 +102,7 @@ pub enum HeaderError {
         /// The maximum.
         limit: usize,
     },
-    /// The size of a tensor overflows 64 bits.
+    /// The size of a tensor in bytes overflows 64 bits, or exceeds the address space.
     #[error("tensor `{tensor}`: the size of shape {shape:?} overflows")]
     SizeOverflow {
         /// The tensor.

@@ -31,7 +31,7 @@ pub(crate) enum Lookup {
     File(PathBuf),
     /// The name does not exist.
     Absent,
-    /// A dangling link.
+    /// A dangling link, or a link to an incomplete download in a cache.
     Dangling,
     /// Something that must not be read; the reason is the rest of a sentence that begins with the name.
     Refused(String),
@@ -157,7 +157,7 @@ pub(crate) fn relative_name_fault(name: &str) -> Option<&'static str> {
     (plain.as_os_str() != path.as_os_str()).then_some("is not a plain relative path")
 }
 
-/// Opens a regular file for reading without blocking on a pipe.
+/// Opens a regular file for reading without following a link or blocking on a pipe. `shown` is the path for messages.
 ///
 /// # Errors
 /// [`Error::Io`], also when it is no longer a regular file.
@@ -170,7 +170,10 @@ pub fn open_regular(real: &Path, shown: &Path) -> Result<File> {
     Ok(file)
 }
 
-/// Reads a whole small file, or returns why its size is not accepted.
+/// Reads a whole small file, or returns the reason why its size is not accepted. `shown` is the path for messages.
+///
+/// # Errors
+/// [`Error::Io`] when it is not a regular file, or cannot be read.
 pub fn read_capped(real: &Path, shown: &Path, cap: u64) -> Result<Result<Vec<u8>, String>> {
     let file = open_regular(real, shown)?;
     let len = file.metadata().map_err(|e| Error::io("read", shown, e))?.len();

@@ -1,4 +1,4 @@
-//! The first and last stage of the pipeline: checkpoints are read by ranges and written atomically.
+//! The first and last stages of the pipeline: reading checkpoints by byte ranges, and writing them atomically.
 //!
 //! ```text
 //! read    directory ─► shards ─► header         config.json, shards and index, checks of each file

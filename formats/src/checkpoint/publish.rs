@@ -40,7 +40,7 @@ pub struct Published {
     pub bytes: u64,
     /// Whether an older target was replaced.
     pub replaced: bool,
-    /// Staging files that could not be removed, if any; they do not affect the result.
+    /// The job directory, if it could not be removed; this does not affect the result.
     pub leftover: Option<PathBuf>,
 }
 

@@ -73,7 +73,7 @@ impl WriteOptions {
     }
 }
 
-/// Writes a checkpoint; the target does not exist before [`CheckpointWriter::publish`].
+/// Writes a checkpoint. The target does not change before [`CheckpointWriter::publish`].
 ///
 /// Dropping it leaves the job directory, from which another writer can resume.
 pub struct CheckpointWriter {
@@ -84,8 +84,9 @@ pub struct CheckpointWriter {
     tensors: HashMap<String, Progress>,
     files: BTreeMap<String, PublishedFile>,
     journal: WriteJournal,
-    /// All records, and below them the records that are not in the journal yet.
+    /// All records.
     records: BTreeMap<String, Value>,
+    /// The records that are not in the journal yet.
     fresh_records: BTreeMap<String, Value>,
     options: WriteOptions,
     notes: Vec<String>,
@@ -371,7 +372,7 @@ impl CheckpointWriter {
             files.push(manifest);
         }
         self.sync_dir(&out)?;
-        // The last point at which cancelling has no effect on the target.
+        // The last check: nothing remains but the rename.
         cancel.check()?;
         // The shards are closed with the writer: open files could keep a network file system from moving their
         // directory.
@@ -444,6 +445,7 @@ impl Prepared {
     ///
     /// # Errors
     /// - [`Error::OutputExists`]: the target has appeared in the meantime and `force` is not set.
+    /// - [`Error::Usage`]: the target has changed in the meantime and may not be replaced.
     /// - [`Error::DiskFull`], [`Error::Io`].
     ///
     /// The target is then unchanged, and the job can be resumed; only if syncing after the rename fails may the target

@@ -7,6 +7,7 @@ mod awq;
 mod bits;
 mod compressed_tensors;
 mod gptq;
+pub mod loaders;
 mod modelopt;
 pub mod mxfp4;
 mod native_fp8;
@@ -28,6 +29,7 @@ pub use awq::AutoAwq;
 pub use bits::{WordCount, pack_rows, pack_words, unpack_rows, unpack_words, words_for};
 pub use compressed_tensors::CompressedTensors;
 pub use gptq::GptqV1;
+pub use loaders::{Loader, LoaderRule};
 pub use modelopt::ModelOpt;
 pub use numbers::read_positive;
 pub use qserve::QServe;
@@ -234,8 +236,14 @@ pub trait Container: std::fmt::Debug + Send + Sync {
         Vec::new()
     }
 
-    /// Warnings about loaders that do not support these schemes.
-    fn warnings(&self, schemes: &ModuleSchemes<'_>) -> Vec<String>;
+    /// What loaders of this format do not support, with the versions of these loaders.
+    fn loader_rules(&self) -> &'static [LoaderRule];
+
+    /// Warnings about loaders that do not support these schemes: the notes of all [rules](Self::loader_rules) that
+    /// apply, in order.
+    fn warnings(&self, schemes: &ModuleSchemes<'_>) -> Vec<String> {
+        self.loader_rules().iter().flat_map(|rule| rule.notes(schemes)).collect()
+    }
 
     /// Returns a reader for checkpoints with this `quantization_config`; `None` if it describes a different format.
     ///
@@ -349,7 +357,8 @@ pub fn containers(names: &[String]) -> Result<Vec<&'static dyn Container>> {
     containers_with(names, container)
 }
 
-/// Returns the formats of those names, each found by `find`. A program with its own formats looks them up too.
+/// Returns the formats of those names, each looked up with `find`: [`container`], or a function that also knows the
+/// formats of a program.
 ///
 /// # Errors
 /// Those of `find`; also when the list is empty or has a duplicate.
@@ -393,6 +402,6 @@ pub fn reader_with(
     if let Some(reader) = mxfp4::reader(quantization_config) {
         return Ok(Box::new(reader));
     }
-    let method = quantization_config.get("quant_method").and_then(Value::as_str).unwrap_or("none stated");
+    let method = quantization_config.get("quant_method").and_then(Value::as_str).unwrap_or("missing");
     Err(format!("`quantization_config.quant_method` is {method}, which is not supported"))
 }

@@ -13,14 +13,14 @@ use crate::{Error, Result};
 /// Either as stored in a file, so that a large weight never needs a second copy in `f32`, or as values from a
 /// transform.
 #[derive(Debug, Clone, Copy)]
-pub enum Rows<'a> {
+pub enum SourceRows<'a> {
     /// Little-endian bytes of elements of this type: F16, BF16 or F32.
     Bytes(&'a [u8], Dtype),
     /// Values.
     Floats(&'a [f32]),
 }
 
-impl Rows<'_> {
+impl SourceRows<'_> {
     /// Returns the number of rows of `columns` values.
     ///
     /// # Errors
@@ -35,7 +35,7 @@ impl Rows<'_> {
         };
         if row == 0 || len % row != 0 {
             return Err(RowsError::Layout(format!(
-                "{len} elements are not a multiple of the row width {row}"
+                "a length of {len} is not a multiple of the row length {row}"
             )));
         }
         Ok(len / row)

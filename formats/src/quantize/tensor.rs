@@ -18,7 +18,7 @@ use crate::{Error, Result};
 pub struct QuantizedTensor {
     /// `[n, k]`: output and input features.
     pub shape: [usize; 2],
-    /// The grid.
+    /// The quantization scheme of the weight and of the input.
     pub scheme: LinearScheme,
     /// `[n, k]` row-major, one unsigned code below `2^bits` per byte.
     pub codes: Vec<u8>,
@@ -143,7 +143,7 @@ impl QuantizedTensor {
     ///
     /// # Errors
     /// [`Error::Internal`] when the parts are inconsistent, zero points contradict the scheme, a code has too many bits
-    /// (it would change its neighbours), or a scale is not exact in its dtype.
+    /// (it would change its neighbors), or a scale is not exact in its dtype.
     pub fn require_storable(&self, module: &str) -> Result<()> {
         let inconsistent = |what: &str| Error::Internal(format!("quantized `{module}.weight`: {what}"));
         self.view()?;

@@ -19,7 +19,7 @@ use crate::output;
 const DEFAULT_CONTEXT: usize = 8192;
 /// Longer lines of standard input are rejected.
 const MAX_LINE_BYTES: usize = 1 << 20;
-/// Default maximum of new tokens per answer, if neither the user nor the model sets one.
+/// Maximum of new tokens per answer, unless the user sets one or the model's own is larger.
 const DEFAULT_ANSWER: usize = 1024;
 
 const COMMANDS: &str = "/new           start a new conversation
@@ -83,7 +83,9 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
     let context = args.context.unwrap_or_else(|| positions.min(DEFAULT_CONTEXT));
     if !(2..=positions).contains(&context) {
         return Err(Error::usage(
-            format!("--context is {context}, but the model has {positions} positions"),
+            format!(
+                "--context is {context}; it must be at least 2 and at most the model's {positions} positions"
+            ),
             format!("choose a value from 2 to {positions}"),
         ));
     }
@@ -191,7 +193,7 @@ impl Input {
         matches!(self, Self::Terminal(_))
     }
 
-    /// The next message, or `None` at the end; on a terminal, Ctrl-C and Ctrl-D end the input.
+    /// Returns the next message, or `None` at the end; on a terminal, Ctrl-C and Ctrl-D end the input.
     fn line(&mut self) -> Result<Option<String>> {
         match self {
             Self::Terminal(editor) => match editor.readline("> ") {

@@ -12,7 +12,7 @@ use crate::output::{self, JsonOption, bytes, table};
 /// The results to compare.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// Results of `quant eval --json=FILE`, of the same text, rule and reference
+    /// Results of `quant eval --json=FILE` on the same text, with the same profile and reference
     #[arg(required = true, num_args = 2.., value_name = "RESULT")]
     results: Vec<PathBuf>,
     #[command(flatten)]
@@ -44,7 +44,7 @@ struct Row {
     top1_agreement: Option<f64>,
 }
 
-/// Compares.
+/// Compares the results, and prints the table or the JSON.
 pub fn run(args: &Args) -> Result<()> {
     let inputs: Vec<&Path> = args.results.iter().map(PathBuf::as_path).collect();
     output::distinct(&[("json", args.json.json.as_deref())], &inputs)?;
@@ -59,10 +59,10 @@ pub fn run(args: &Args) -> Result<()> {
     args.json.emit(&comparison(&compared), || text(&compared))
 }
 
-/// Fails unless all results were measured on the same tokens, against the same reference.
+/// Checks that all results were measured on the same tokens, against the same reference.
 ///
 /// # Errors
-/// [`Error::Usage`] that names the first one that differs.
+/// [`Error::Usage`], which names the first result that differs.
 pub fn check(first: &Evaluation, others: &[(String, Evaluation)]) -> Result<()> {
     let reference = |e: &Evaluation| e.reference.as_ref().map(|r| r.sha256.clone());
     for (name, other) in others {
@@ -82,7 +82,7 @@ pub fn check(first: &Evaluation, others: &[(String, Evaluation)]) -> Result<()> 
     Ok(())
 }
 
-/// The table of results, and which is closest to the reference.
+/// Returns the table of results, and a sentence that names the result closest to the reference.
 pub fn text(results: &[(&str, &Evaluation)]) -> String {
     let plus_minus =
         |value: String, error: Option<String>| format!("{value} ± {}", error.unwrap_or("?".into()));

@@ -95,7 +95,7 @@ pub enum Execution {
     Kernels,
 }
 
-/// The window of the default rule, if the model has this many positions.
+/// The window of the default profile in tokens, if the model has this many positions.
 const DEFAULT_WINDOW: usize = 2048;
 /// Tokens of a window that the report shows.
 const EXCERPT_TOKENS: usize = 48;
@@ -125,7 +125,7 @@ impl Evaluated {
     }
 }
 
-/// Evaluates.
+/// Evaluates a model and prints the table or the JSON; with `--ablation`, runs the ablation instead.
 pub fn run(args: &Args, session: &Session) -> Result<()> {
     let text = Text::Named(args.text.clone());
     if args.ablation.ablation {
@@ -180,7 +180,7 @@ impl Prepared {
     }
 }
 
-/// Fails if an output would overwrite an input, or if settings exclude each other.
+/// Returns an error if an output would overwrite an input, or if settings exclude each other.
 fn check(args: &Args, source: &Text) -> Result<()> {
     let outputs = [
         ("json", args.json.json.as_deref()),
@@ -307,7 +307,7 @@ pub fn evaluate(args: &Args, source: &Text, with_page: bool, session: &Session) 
     Ok(Evaluated { result, page, others, journal })
 }
 
-/// The GPU, if one is requested. A missing GPU is reported before anything is read.
+/// Opens the GPU, if one is requested. A missing GPU is reported before anything is read.
 fn gpu(args: &Args) -> Result<Option<CudaRunner>> {
     match (args.device, args.execution) {
         (Device::Cpu, _) => Ok(None),
@@ -319,12 +319,13 @@ fn gpu(args: &Args) -> Result<Option<CudaRunner>> {
     }
 }
 
-/// Results to show next to this one.
+/// Reads the results to show next to this one.
 fn compared(paths: &[PathBuf]) -> Result<Vec<(String, Evaluation)>> {
     paths.iter().map(|path| Ok((Evaluation::name(path), Evaluation::read(path)?))).collect()
 }
 
-/// The quantization report stored beside the model's weights.
+/// Returns the quantization report stored next to the model's weights, if there is one. An invalid report is only a
+/// warning.
 fn quantization(opened: &Opened, session: &Session) -> Option<QuantReport> {
     QuantReport::find(opened.directory.path(), &opened.model).unwrap_or_else(|error| {
         session.progress.note(&format!("warning: {error}; the report will not show the errors of tensors"));
@@ -356,7 +357,7 @@ fn page(
     Ok(EvaluationReport { result, anatomy, linears: &linears, quantization, worst: &worst, others }.page())
 }
 
-/// The journal, if one was requested.
+/// Opens the journal, if one was requested.
 fn journal<T: Measured>(
     args: &Args,
     identity: &serde_json::Value,
@@ -471,7 +472,7 @@ fn show(result: &Evaluation) -> String {
     text
 }
 
-/// The distribution of the divergence over positions.
+/// Returns a table of the distribution of the divergence over tokens.
 fn spread(comparison: &Divergence) -> String {
     let row = |name: &str, q: &Quantile| {
         let interval = match (q.low, q.high) {

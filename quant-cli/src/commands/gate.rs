@@ -14,7 +14,7 @@ use quant_evaluator::report::gate_page;
 use super::Session;
 use crate::output::{self, JsonOption, table};
 
-/// The results to judge, and the policy and baseline to judge them by.
+/// The results to check, the policy and the baseline.
 #[derive(Debug, clap::Args)]
 pub struct Args {
     /// Results of `quant eval --json=FILE`; each is identified by its file name without the extension
@@ -29,7 +29,7 @@ pub struct Args {
     /// Make these results the new baseline, and show what changes
     #[arg(long, conflicts_with_all = ["policy", "junit", "json"])]
     update: bool,
-    /// Print a policy that these results pass, with room for later ones: a start, to be edited
+    /// Print a policy that these results pass, with some margin, as a starting point to edit
     #[arg(long, conflicts_with_all = ["policy", "baseline", "update", "junit", "json", "report"])]
     suggest: bool,
     /// Write an HTML report to FILE
@@ -42,7 +42,7 @@ pub struct Args {
     json: JsonOption,
 }
 
-/// Judges the results; the exit code is the verdict.
+/// Checks the results against the policy; the exit code is the verdict.
 pub fn run(args: &Args, session: &Session) -> Result<u8> {
     let inputs =
         args.results.iter().chain(&args.policy).chain(args.baseline.as_ref().filter(|_| !args.update));
@@ -128,7 +128,7 @@ fn on_github(outcome: &Outcome) -> Result<()> {
     file.and_then(|mut f| f.write_all(summary(outcome).as_bytes())).map_err(|e| Error::io("write", &path, e))
 }
 
-/// A name with its control characters escaped, so that it cannot end a line.
+/// Returns a name with its control characters escaped, so that it cannot end a line.
 fn printable(text: &str) -> String {
     text.chars().flat_map(|c| if c.is_control() { c.escape_default().collect() } else { vec![c] }).collect()
 }
@@ -152,7 +152,7 @@ fn show(outcome: &Outcome) -> String {
     text
 }
 
-/// What was judged, and what has changed since the baseline.
+/// Returns a table of the checked values, and of their changes since the baseline.
 fn changed(outcome: &Outcome) -> String {
     let compares = outcome.changes.iter().any(|c| c.before.is_some());
     let rows: Vec<Vec<String>> = (outcome.changes.iter())
@@ -199,7 +199,7 @@ fn not_replaced(path: &Path, error: Error) -> Error {
     }
 }
 
-/// All numbers of both files, or of only one.
+/// Returns a table of the numbers in either baseline, and of their changes.
 fn difference(before: &Baseline, after: &Baseline) -> String {
     const SHOWN: [Metric; 6] = [
         Metric::Perplexity,

@@ -38,8 +38,8 @@ pub struct Report {
     heads: usize,
     kv_heads: usize,
     head_dim: usize,
-    /// Per block, in order: the number of positions that a query attends to, including its own; null if it attends to
-    /// all positions before it.
+    /// Per block, in order: the length of the sliding window, that is, the number of positions that a query attends to,
+    /// including its own; null if the block has none.
     windows: Vec<Option<usize>>,
     vocab_size: usize,
     max_positions: usize,
@@ -47,7 +47,7 @@ pub struct Report {
     quant_method: Option<String>,
     /// The precision of the KV cache that the model's configuration requests; `None` means floats.
     kv_cache: Option<KvScheme>,
-    /// What the format could not represent of the requested quantization.
+    /// The parts of the requested quantization that the format could not represent.
     loses: Vec<String>,
     /// Whether scales have two levels.
     keeps_levels: bool,
@@ -82,7 +82,7 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
     args.json.emit(&report, || show(&report, args.all))
 }
 
-/// The contents of a checkpoint.
+/// Returns the contents of a checkpoint.
 ///
 /// # Errors
 /// When the model cannot be opened.
@@ -146,8 +146,8 @@ pub fn report(path: &Path, session: &Session) -> Result<Report> {
     })
 }
 
-/// What the format could not represent. This compares the stored weights with the schemes in the run's report if it
-/// lies beside them, and otherwise describes the stored weights alone.
+/// Returns the parts of the requested quantization that the format could not represent. The request is taken from the
+/// run's report, if it is stored next to the weights, and otherwise from the stored weights themselves.
 fn losses<'a>(
     opened: &Opened,
     session: &Session,
@@ -233,7 +233,7 @@ fn show(report: &Report, all: bool) -> String {
     text
 }
 
-/// The tensors, or one line per kind with the number of its tensors and their total size.
+/// Returns a table of the tensors, or of their kinds with the number of tensors and their total size.
 fn tensors_text(tensors: &[TensorReport], all: bool) -> String {
     let mut kinds: Vec<(String, &TensorReport, u64, u64)> = Vec::new();
     let mut places = HashMap::new();

@@ -28,7 +28,7 @@ use crate::progress::Progress;
 
 /// The state that every command shares.
 pub struct Session {
-    /// Where progress and notes go.
+    /// Shows progress and notes.
     pub progress: Progress,
     /// Cancelled by signals.
     pub cancel: CancelToken,
@@ -39,7 +39,7 @@ pub struct Session {
 }
 
 impl Session {
-    /// This session in the form that the library takes.
+    /// Returns this session in the form that the library takes.
     pub fn host(&self) -> Host<'_> {
         Host {
             observer: &self.progress,

@@ -138,7 +138,7 @@ fn check_report(path: &Path, request: &QuantizeRequest, outputs: usize) -> Resul
     output::check_writable(path)
 }
 
-/// The time per stage, if the run was long enough for it to matter.
+/// Returns the time per step, if the run was long enough for it to matter.
 fn breakdown(summary: &QuantizeSummary) -> String {
     const MIN_REPORTED: f64 = 10.0;
     let notable = summary.steps.iter().filter(|s| s.seconds >= 0.01 * summary.seconds);
@@ -199,7 +199,7 @@ pub(super) fn text(summary: &QuantizeSummary, model: &Path) -> String {
     text
 }
 
-/// The command that compares the output with its source.
+/// Returns the command that compares the output with its source.
 fn next_step(summary: &QuantizeSummary, model: &Path) -> String {
     let Some(output) = summary.outputs.first() else { return String::new() };
     let model = model.display().to_string();

@@ -9,9 +9,9 @@ use crate::model::{Segments, TokenRows};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub enum TokenUse {
-    /// The token runs through the model, and searches use it.
+    /// The token runs through the model, and statistics include it.
     Counted,
-    /// The token runs through the model as context for other tokens, but searches ignore it.
+    /// The token runs through the model as context for other tokens, but statistics ignore it.
     Context,
     /// The token fills the end of a window that no document fills. No other token attends to it.
     Padding,
@@ -42,7 +42,8 @@ impl BatchLayout {
     /// Windows with segments and uses; each is `[windows, length]` if given.
     ///
     /// # Panics
-    /// When one of them has a length other than `windows · length`, or there are more than 2³² tokens.
+    /// When one of them has a length other than `windows · length`, or some tokens are not counted and there are 2³² or
+    /// more in total.
     pub fn new(windows: usize, length: usize, starts: Option<&[u32]>, uses: Option<&[TokenUse]>) -> Self {
         let tokens = windows * length;
         assert!(starts.is_none_or(|s| s.len() == tokens), "starts are not [windows, length]");
@@ -106,7 +107,7 @@ impl BatchLayout {
         self.padding.as_ref().is_some_and(|padding| padding[token])
     }
 
-    /// A token's position in its segment.
+    /// A token's position in its segment, from 0.
     ///
     /// # Panics
     /// When there is no such token.

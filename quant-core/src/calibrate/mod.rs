@@ -1,7 +1,7 @@
 //! The third stage of the pipeline: turns text into token windows and observes the inputs of linears.
 //!
 //! ```text
-//! file or set ─► documents ─► tokens ─► windows ─► hidden states ─► statistics
+//! file or rows ──► documents ────────► tokens ─► windows ─► hidden states ─► statistics
 //! conversations ─► chat template ──┘
 //! ```
 

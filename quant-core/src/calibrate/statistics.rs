@@ -136,7 +136,7 @@ impl Statistic for Hessian {
     }
 }
 
-/// The mean of `|x[:, c]|` over tokens for every channel: AWQ's activation statistic.
+/// The mean of `|x[:, c]|` over counted tokens for every channel `c`: AWQ's activation statistic.
 #[derive(Debug, Clone)]
 pub struct AbsMean {
     sums: Vec<f64>,
@@ -149,7 +149,7 @@ impl AbsMean {
         Self { sums: vec![0.0; channels], tokens: 0 }
     }
 
-    /// Features of the input.
+    /// The number of features of the input.
     pub fn channels(&self) -> usize {
         self.sums.len()
     }
@@ -228,12 +228,12 @@ impl GramSum {
         Self { channels, sum: vec![0.0; channels * channels] }
     }
 
-    /// Features of the input.
+    /// The number of features of the input.
     pub fn channels(&self) -> usize {
         self.channels
     }
 
-    /// The lower triangle (in tiles), `[channels, channels]` row-major.
+    /// The sum, `[channels, channels]` row-major. Only the lower triangle is valid; see [`gram`].
     pub fn into_lower(self) -> Vec<f32> {
         self.sum
     }
@@ -249,8 +249,8 @@ impl Statistic for GramSum {
 /// Rows of a Gram matrix per task.
 const GRAM_TILE: usize = 128;
 
-/// Adds `xᵀx` of rows `x` `[tokens, channels]` to the lower triangle (in tiles) of `sum` `[channels, channels]`. Tiles
-/// above the diagonal do not change.
+/// Adds `xᵀx` of rows `x` `[tokens, channels]` to the lower triangle of `sum` `[channels, channels]`. Values above the
+/// diagonal change only in the tiles on it.
 ///
 /// # Panics
 /// When the slices do not have these shapes.

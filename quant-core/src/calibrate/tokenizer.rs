@@ -207,7 +207,7 @@ impl TextTokenizer {
         }
     }
 
-    /// The largest token ID, including special tokens.
+    /// The largest token ID, including special tokens; `None` if the vocabulary is empty.
     ///
     /// # Errors
     /// When the worker fails.

@@ -20,7 +20,7 @@ pub enum Residence {
     Memory,
     /// In files; a round of a search uses about `round_bytes` bytes of memory for the tokens that it compares.
     Files {
-        /// Bytes of memory.
+        /// The memory of a round in bytes.
         round_bytes: u64,
     },
 }
@@ -35,8 +35,8 @@ pub struct Spill {
 }
 
 impl Spill {
-    /// Keeps values in unnamed files in `directory`, which the system removes when the process ends. One round of a search
-    /// uses about `round_bytes` bytes of memory for the tokens that it compares.
+    /// Keeps values in unnamed files in `directory`; the system removes them when the process ends. One round of a
+    /// search uses about `round_bytes` bytes of memory for the tokens that it compares.
     pub fn new(directory: impl Into<PathBuf>, round_bytes: u64) -> Self {
         Self { directory: directory.into(), round_bytes }
     }
@@ -46,7 +46,7 @@ impl Spill {
         self.round_bytes
     }
 
-    /// Creates a new file.
+    /// Creates an unnamed file.
     ///
     /// # Errors
     /// [`Error::Io`] when it cannot be created.
@@ -57,7 +57,7 @@ impl Spill {
     }
 }
 
-/// Creates an unnamed file.
+/// An unnamed file in the directory of a [`Spill`].
 #[derive(Debug)]
 pub(crate) struct SpillFile {
     file: Mutex<File>,

@@ -41,17 +41,17 @@ pub struct Sampling {
     pub seed: u64,
     /// How documents are packed into windows.
     pub packing: Packing,
-    /// Which tokens searches use.
+    /// Which tokens the statistics of calibration include.
     pub mask: Mask,
     /// The tokens on which experts are calibrated.
     pub experts: ExpertSampling,
 }
 
 impl Sampling {
-    /// Checks that the settings leave something to calibrate on.
+    /// Checks the number and length of windows, and the settings for experts.
     ///
     /// # Errors
-    /// [`Error::Usage`] for no windows, windows of fewer than two tokens, or as [`ExpertSampling::check`].
+    /// [`Error::Usage`] unless there are 1 to 2²⁰ windows of 2 to 2²⁰ tokens; as [`ExpertSampling::check`].
     pub fn check(self) -> Result<()> {
         if self.length > MAX_LENGTH || self.samples > MAX_SAMPLES {
             return Err(Error::usage(
@@ -139,8 +139,8 @@ impl TokenWindows {
     /// Samples windows from texts by the rule of this module; `origin` names the text in messages.
     ///
     /// # Errors
-    /// When the text yields fewer windows than requested, or tokenizing fails; [`Error::Usage`] when prompts are
-    /// masked, as a text has no prompts.
+    /// If the text yields fewer windows than requested, or tokenizing fails; [`Error::Usage`] if [`Sampling::check`]
+    /// fails, or prompts are masked, because a text has no prompts.
     pub fn sample(
         tokenizer: &TextTokenizer,
         documents: &[String],
@@ -225,7 +225,7 @@ impl TokenWindows {
         if self.starts.is_some() { Packing::Documents } else { Packing::Stream }
     }
 
-    /// The layout of the batch, as used by searches.
+    /// The layout of the batch: its shape, its documents, and which tokens count.
     pub fn layout(&self) -> BatchLayout {
         BatchLayout::new(self.len(), self.length, self.starts.as_deref(), self.uses.as_deref())
     }

@@ -1,10 +1,10 @@
 //! Which models an engine supports: one fact for each engine and set of models, with its evidence.
 //!
 //! A model is a family (`llama`), or a class of vision-language models (`LlavaForConditionalGeneration`) with any text
-//! model. A model without a fact was not checked, and the verdict says so. Unless a fact states a version and a date,
-//! the engine's own version was read on the date [`READ`](super::READ).
+//! model. A model without a fact was not checked, and the result says so. Unless a fact states a version and a date,
+//! they are those of the engine's [`loader`](super::Engine::loader).
 
-use super::Verdict::{self, No, Unsure};
+use super::Compatibility::{self, No, Unsure};
 use super::families;
 use super::outline::Outline;
 use super::{COMPRESSED_TENSORS, GPTQ};
@@ -36,7 +36,7 @@ impl Basis {
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Has {
     /// It does, with an additional rule for this model.
-    With(fn(&Outline) -> Verdict),
+    With(fn(&Outline) -> Compatibility),
     /// It does.
     Yes,
     /// It does not, for this reason.
@@ -53,7 +53,7 @@ pub struct Known {
     pub basis: Basis,
     /// The version that was run or read.
     pub version: &'static str,
-    /// The date.
+    /// The date on which it was run or read.
     pub date: &'static str,
 }
 
@@ -256,7 +256,7 @@ const CLASSES_IN_VLLM: &[&str] = &[
     "Qwen3_5MoeForConditionalGeneration",
 ];
 
-/// The families among these that vLLM's CPU build ran: it gave the perplexity of a quantized random model
+/// The families among these that vLLM's CPU build ran: the perplexity of a quantized random model equals that of quant
 /// (`benchmarks/record/engines`). Families that run through the classes of transformers are listed separately.
 const RUN_ON_CPU: &[&str] = &[
     "granite",
@@ -274,7 +274,7 @@ const RUN_ON_CPU: &[&str] = &[
     "phi3",
     "lfm2",
 ];
-/// Classes for which vLLM's CPU build gave the perplexity of a quantized random model.
+/// Classes for which vLLM's CPU build and quant computed the same perplexity of a quantized random model.
 const CLASSES_RUN_ON_CPU: &[&str] =
     &["Gemma3ForConditionalGeneration", "Gemma4ForConditionalGeneration", "Qwen3_5ForConditionalGeneration"];
 const RUN_BY_TRANSFORMERS: &[&str] =
@@ -510,7 +510,7 @@ fn find<'a>(facts: &'a [Fact], outline: &Outline) -> Option<&'a Fact> {
     facts.iter().find(|fact| fact.is_about(outline))
 }
 
-/// Returns the evidence for whether the engine supports the model; `engine` is its version and the default date.
+/// Returns the evidence for whether the engine supports the model; `engine` is the default version and date.
 pub(super) fn known(facts: &[Fact], outline: &Outline, engine: (&'static str, &'static str)) -> Known {
     let fact = find(facts, outline);
     let basis = fact.map_or(Basis::NotChecked, |fact| fact.basis);
@@ -518,8 +518,12 @@ pub(super) fn known(facts: &[Fact], outline: &Outline, engine: (&'static str, &'
     Known { basis, version, date }
 }
 
-/// Returns the verdict of the facts about models and, if these do not decide, of the `rules` for linears.
-pub(super) fn verdict(facts: &[Fact], outline: &Outline, rules: impl FnOnce() -> Verdict) -> Verdict {
+/// Combines the facts about models and, if these do not decide, of the `rules` for linears.
+pub(super) fn verdict(
+    facts: &[Fact],
+    outline: &Outline,
+    rules: impl FnOnce() -> Compatibility,
+) -> Compatibility {
     match find(facts, outline).map(|fact| fact.has) {
         Some(Has::Yes) => rules(),
         Some(Has::With(own)) => own(outline).and(rules()),

@@ -23,9 +23,9 @@ pub enum LayerKind {
 /// A linear of the model, as part of a [`FusedLayer`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Part {
-    /// Its module.
+    /// The name of its module.
     pub module: String,
-    /// Output features.
+    /// The number of output features.
     pub n: usize,
     /// Its scheme; `None` if it is float.
     pub scheme: Option<LinearScheme>,
@@ -38,7 +38,7 @@ pub struct FusedLayer {
     pub kind: LayerKind,
     /// The linears that it consists of: queries, keys, values; gate, up; or a single linear.
     pub parts: Vec<Part>,
-    /// Input features.
+    /// The number of input features.
     pub k: usize,
     /// Whether it is a linear of an expert, which reads only the rows of the expert's tokens.
     pub of_expert: bool,
@@ -71,7 +71,7 @@ pub struct Outline {
     pub attentions: Vec<AttentionShape>,
     /// The distinct schemes of the experts' linears, with `None` for float linears; empty for models without experts.
     pub experts: BTreeSet<Option<LinearScheme>>,
-    /// The linears of all blocks.
+    /// The linears of all blocks, except routers and gates.
     pub layers: Vec<FusedLayer>,
     /// The head's scheme, if it is quantized.
     pub head: Option<LinearScheme>,

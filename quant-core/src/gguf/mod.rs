@@ -48,7 +48,7 @@ pub const SUMMARY: &str = "one file for llama.cpp; ‹scheme› is a type such a
 
 impl GgufPlan {
     /// The archive of a plan: its metadata, with the entries for an importance matrix. `in_parts`: whether to write
-    /// several files if one would be too large.
+    /// several files if one would be too large. `origin`: the file name to record for the importance matrix.
     pub fn archive(
         &self,
         file_name: &str,

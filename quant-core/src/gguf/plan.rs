@@ -25,7 +25,7 @@ pub struct GgufRequest {
     /// Tensors with a type of their own, by the names of their modules in the checkpoint or in the file; the last match
     /// wins.
     pub overrides: Vec<(Pattern, &'static BlockType)>,
-    /// Tensors that stay float.
+    /// Tensors that keep the float type in which they are stored.
     pub ignore: Vec<Pattern>,
     /// The pre-tokenizer; recognized automatically if `None`.
     pub pre: Option<String>,
@@ -125,9 +125,9 @@ impl GgufPlan {
     /// Plans the file for a model. A model that is already quantized keeps its codes: its linears become Q4_0 or Q8_0.
     ///
     /// # Errors
-    /// [`Error::Usage`] when llama.cpp does not support the family, a pattern matches nothing, a mixture needs an
-    /// importance matrix, or rows do not fit their type; [`Error::NotRepackable`] when codes cannot be kept;
-    /// [`Error::Tokenizer`] when the tokenizer cannot be written.
+    /// [`Error::Usage`] if llama.cpp does not support the family or a property of the model, a pattern matches nothing,
+    /// a mixture needs an importance matrix, or rows do not fit their type; [`Error::NotRepackable`] if codes cannot be
+    /// kept; [`Error::Tokenizer`] if the tokenizer cannot be written.
     pub fn new(model: &Model, directory: &ModelDirectory, request: GgufRequest) -> Result<Self> {
         let a = model.architecture();
         let is_held = |family: &&GgufFamily| a.wrapper.is_none() || family.is_text_of_larger;
@@ -202,7 +202,7 @@ impl GgufPlan {
         Ok(Self { request, metadata, tensors, notes })
     }
 
-    /// The tensors as a writer expects them.
+    /// The specifications of all tensors, in file order.
     ///
     /// # Errors
     /// Only if this crate has a bug.

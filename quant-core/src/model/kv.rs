@@ -123,7 +123,7 @@ impl KvScheme {
     }
 
     /// Rounds keys or values as the cache does. `x` is `[tokens, heads, head_dim]`, and `scale` is the static scale of
-    /// FP8; values beyond 448 times it saturate. Integer schemes compute their own scales.
+    /// FP8; values beyond 448 times the scale saturate. Integer schemes compute their own scales.
     ///
     /// # Errors
     /// When the length of `x` is not a multiple of `head_dim`, or a value is not finite or, for integers, beyond
@@ -162,7 +162,7 @@ pub enum KvCaching {
     Float,
     /// Rounded as the cache would round them, with attention on floats. Queries stay float, too.
     Simulated(KvScheme),
-    /// In the kernels' pages, with attention in the kernels; queries have 8 bits if the cache holds codes.
+    /// In the kernels' pages, with attention in the kernels. If the pages hold codes, queries are rounded to 8 bits.
     Kernels(KvType),
 }
 

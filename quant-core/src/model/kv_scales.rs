@@ -26,7 +26,8 @@ pub struct CachedValue {
 pub enum NoCacheScales {
     /// Engines cache a latent vector from which keys and values are computed.
     Latent,
-    /// They are those of an earlier block. Engines read the cache of that block, but with scales of this one.
+    /// The block uses the keys and values of an earlier block. Engines read the cache of that block, but with the
+    /// scales of this one.
     OfAnotherBlock,
 }
 

@@ -1,4 +1,4 @@
-//! The calibration batch as it passes through the blocks, with the passes that the plan asks for in each.
+//! The calibration batch as it passes through the blocks, with the passes that the plan requires in each.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -221,8 +221,8 @@ impl Batch {
         Ok(())
     }
 
-    /// Returns the experts of the block that are calibrated on all tokens of the float model, and how many tokens are
-    /// routed to each.
+    /// Returns the experts of the block that are calibrated on all tokens, and how many tokens are routed to each in
+    /// the float model. Empty without float states.
     fn unrouted(&self, job: &Job<'_>, block: &Block) -> Result<BTreeMap<NodeId, u64>> {
         let sampling = job.plan.sampling.experts;
         match &self.states.float {
@@ -272,8 +272,9 @@ impl Batch {
         })
     }
 
-    /// Moves the states past a finished block if `advance` is set. Does nothing and returns `false` if the states of
-    /// the quantized model cannot be moved because the sink does not read back what was written.
+    /// Moves the states past a finished block if `advance` is set, and gathers channel maxima if the job records them.
+    /// Does nothing and returns `false` if the states of the quantized model cannot be moved because the sink does not
+    /// read back what was written.
     fn pass_by(
         &mut self,
         conveyor: &Conveyor<'_, '_>,

@@ -48,11 +48,12 @@ pub struct Job<'a> {
     pub plan: &'a Plan,
     /// The calibration batch; required by plans that use one.
     pub windows: Option<&'a TokenWindows>,
-    /// Receives the maxima of linear inputs in every block that the batch passes in the float model.
+    /// Receives the channel maxima of the linears' inputs for every block of the float model that the batch passes
+    /// through.
     pub maxima: Option<&'a Mutex<ChannelMaxima>>,
-    /// Receives an event for every block.
+    /// Receives the events of the run.
     pub observer: &'a dyn Observer,
-    /// Cancels the run between tensors.
+    /// Cancels the run: checked between tensors, and during searches.
     pub cancel: &'a CancelToken,
 }
 
@@ -84,8 +85,8 @@ pub fn quantize_each(jobs: &[Job<'_>], sinks: Vec<&mut dyn TensorSink>) -> Resul
 /// The jobs over the parts of a plan, run in order, write the same bytes as [`quantize`].
 ///
 /// # Errors
-/// As [`quantize`]; [`Error::Usage`] when a job that begins inside the model has no states; [`Error::InputFile`] when
-/// the states belong to another run or are damaged.
+/// As [`quantize`]; [`Error::Usage`] when a job that begins inside the model has no states; [`Error::InputFile`] if the
+/// states belong to a different run or are damaged.
 pub fn quantize_part(job: &Job<'_>, sink: &mut dyn TensorSink, states: &StateFiles) -> Result<QuantReport> {
     let mut reports = quantize_each_with(std::slice::from_ref(job), vec![sink], states)?;
     reports.pop().ok_or_else(|| Error::Internal("the run produced no report".into()))

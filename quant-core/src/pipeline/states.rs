@@ -1,9 +1,10 @@
 //! The hidden states passed between two jobs over parts of a model: written at the end of one job, read at the start of
 //! the next.
 //!
-//! A safetensors file with `float` and `quantized`, each `[windows, length, hidden]` in F32 if the run follows these
-//! states, and two U8 vectors: `about`, the JSON description of what the states depend on, and `sha256`, the hash of
-//! everything before it in the file. Files of another run and damaged files are rejected.
+//! The file is a safetensors file. It holds `float`, `quantized` or both, as the run needs them, each `[windows,
+//! length, width]` in F32 with the width of the states before the block, and two U8 vectors: `about`, the JSON
+//! description of what the states depend on, and `sha256`, the hash of the values of all other tensors, in file order.
+//! Files of a different run and damaged files are rejected.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -58,9 +59,9 @@ pub struct StateFiles {
 pub struct SavedStates {
     /// The file. It appears complete or not at all.
     pub path: PathBuf,
-    /// The minimum time between two saves. Saving also takes at most a twentieth of the run time, or five seconds if that
-    /// is more, so a save on a slow disk is abandoned and tried again later. [`Duration::ZERO`] saves before every block,
-    /// however long it takes.
+    /// The minimum time between two saves. Saving also takes at most a twentieth of the run time, or five seconds if
+    /// that is more: a save on a slow disk is abandoned and tried again later. [`Duration::ZERO`] saves before every
+    /// block, however long it takes.
     pub every: Duration,
 }
 
@@ -264,7 +265,7 @@ fn write(
 }
 
 /// Returns the block whose input states a file holds, if it is one of `blocks`. The file may still be damaged or belong
-/// to another run.
+/// to a different run.
 pub(super) fn saved_before(path: &Path, blocks: Range<usize>) -> Option<usize> {
     let source = ShardedCheckpoint::open_file(path).ok()?;
     source.info(ABOUT).filter(|info| info.byte_len() <= MAX_ABOUT_BYTES)?;
@@ -277,7 +278,7 @@ pub(super) fn saved_before(path: &Path, blocks: Range<usize>) -> Option<usize> {
 /// states of some consecutive windows.
 ///
 /// # Errors
-/// [`Error::InputFile`] when a file is damaged, or holds the states of another run or block; errors of reading.
+/// [`Error::InputFile`] if a file is damaged, or holds the states of a different run or block; errors of reading.
 pub(super) fn load(
     paths: &[PathBuf],
     job: &Job<'_>,

@@ -163,8 +163,8 @@ impl Plan {
 
     /// Bytes per token that are kept for the whole batch while a block is processed.
     fn state_bytes(&self, graph: &BlockGraph, residence: Residence, one_expert: bool) -> u64 {
-        // For each token, the layout stores the start of its document and whether it counts. There are two copies while
-        // it is built.
+        // For each token, the layout stores the start of its document, its rank among counted tokens and whether it is
+        // padding. While it is built, there is also a copy of the starts and the role of each token.
         let plain = self.sampling.mask == Mask::None && self.sampling.packing != Packing::Documents;
         let layout = if plain { 0 } else { 16 };
         // The sum of the experts' outputs and the tokens of each expert are kept for the whole batch.
@@ -187,7 +187,8 @@ impl Plan {
     /// The memory in bytes for the intermediate values of the tokens that go through a block at a time.
     fn piece_memory(&self, graph: &BlockGraph, tokens: u64) -> u64 {
         let length = self.sampling.length as u64;
-        // In an MLP, the outputs of gate and up and their product are in memory together, with the inputs of the linears.
+        // In an MLP, the outputs of gate and up and their product are in memory together with the inputs of the
+        // linears.
         let widest: u64 = graph.linears().map(|(_, _, [n, k], _)| (n + k) as u64).max().unwrap_or(0);
         match self.method.search_mode(&self.settings).unwrap_or_default() {
             // Attention processes a longer window as a whole; the rest of the block processes it in pieces.

@@ -43,7 +43,7 @@ impl Plan {
         }
     }
 
-    /// Whether group scales are searched for, as for NVFP4.
+    /// Whether any linear has group scales that the setting `scale_search` affects, as NVFP4 has.
     pub(crate) fn searches_scales(&self) -> bool {
         self.entries
             .iter()

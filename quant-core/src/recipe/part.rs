@@ -23,7 +23,7 @@ impl Plan {
     /// The part of this plan that covers `blocks`. Tensors before the blocks (the embedding) belong to the part with
     /// the first block, tensors after them (the final norm, the head) to the part with the last.
     ///
-    /// If each part of a plan is written by a separate job, the result is that of the whole plan, byte for byte.
+    /// If separate jobs write the parts of a plan, the result is byte for byte that of one job for the whole plan.
     ///
     /// # Errors
     /// [`Error::Usage`] when `blocks` is empty or not within the blocks of the plan.
@@ -88,7 +88,7 @@ impl Plan {
                     "blocks {}..{} are not a non-empty range within {}..{}",
                     blocks.start, blocks.end, whole.start, whole.end
                 ),
-                format!("choose a range within {} to {}", whole.start, whole.end),
+                format!("choose blocks within {}..{}; the end is exclusive", whole.start, whole.end),
             ));
         }
         Ok(whole)

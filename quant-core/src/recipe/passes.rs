@@ -4,8 +4,8 @@
 //! The run follows this plan, and the memory estimate is based on it.
 //!
 //! The states of the float model are advanced by the original float block, never by a rewritten one: the two differ by
-//! rounding, and a resumed run only has the original. Exactly one pass advances them. Later passes use a copy from
-//! before that pass.
+//! rounding, and a resumed run only has the original. If they are needed, exactly one pass advances them. Later passes
+//! use a copy from before that pass.
 
 use super::{Plan, Rounding};
 use crate::quantize::gptq::LayerInputs;
@@ -38,7 +38,7 @@ pub(crate) struct PassPlan {
     /// The states for searches, if one of them needs any: [`States::Float`] or [`States::Copy`].
     pub(crate) search: Option<States>,
     /// The states for the maxima of cached keys and values, if they are computed: [`States::Float`] before the first
-    /// pass, which do not change, or [`States::Copy`] in the rewritten block.
+    /// pass, without advancing them, or [`States::Copy`] through the rewritten block.
     pub(crate) cache: Option<States>,
     /// The states for GPTQ, if it is the rounding.
     pub(crate) gptq: Option<States>,

@@ -8,7 +8,7 @@ use crate::checkpoint::Dtype;
 use crate::digest::sha256_hex;
 use crate::model::{Model, WeightBody, multiply};
 use crate::quantize::gptq::LayerInputs;
-use crate::quantize::{Rows, quantize_tensor};
+use crate::quantize::{SourceRows, quantize_tensor};
 use crate::transform::Workload;
 use crate::{Error, Result};
 
@@ -20,7 +20,7 @@ const PASSES: f64 = 2.0;
 pub struct Rates {
     /// Floating-point operations of a large matrix product.
     pub operations: f64,
-    /// Weights rounded.
+    /// Weights rounded to nearest.
     pub rounded: f64,
     /// Bytes hashed by one thread.
     pub hashed: f64,
@@ -41,7 +41,7 @@ impl Rates {
         let rows: Vec<f32> = values.iter().chain(&values).copied().collect();
         let rounding = best(3, || {
             let scheme = crate::scheme::LinearScheme::default();
-            quantize_tensor(Rows::Floats(&rows), WEIGHTS, scheme, Dtype::F16, None)
+            quantize_tensor(SourceRows::Floats(&rows), WEIGHTS, scheme, Dtype::F16, None)
                 .map(drop)
                 .map_err(|e| Error::Internal(e.to_string()))
         })?;

@@ -32,7 +32,7 @@ pub struct GgufDone {
     pub published: Published,
     /// The report on every tensor.
     pub report: GgufReport,
-    /// Bytes of the model's files.
+    /// The size of the model's files in bytes.
     pub bytes_before: u64,
     /// The duration of the run in seconds.
     pub seconds: f64,

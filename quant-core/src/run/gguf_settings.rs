@@ -21,9 +21,9 @@ const DEFAULT_MIXTURE: &str = "Q4_K_M";
 pub struct GgufSettings {
     /// The pre-tokenizer, as llama.cpp names it; `none` writes a file without a vocabulary.
     pub pre: Option<String>,
-    /// Whether tensors whose rows do not fit their type may get another type.
+    /// Whether tensors whose rows do not fit their type may get a fallback type.
     pub allow_fallback: bool,
-    /// Whether scales are searched like llama-quantize does, with byte-identical results.
+    /// Whether scales are searched as by `llama-quantize`, with byte-identical results.
     pub reference_search: bool,
     /// An importance matrix (GGUF or .dat) that weights errors.
     pub imatrix: Option<PathBuf>,
@@ -48,7 +48,7 @@ impl GgufSettings {
     /// Fails if a GGUF setting is given but no GGUF file is written.
     ///
     /// # Errors
-    /// [`Error::Usage`].
+    /// [`Error::Usage`] that names the setting.
     pub fn refuse(&self) -> Result<()> {
         match self.given().into_iter().find(|(_, given)| *given) {
             Some((option, _)) => Err(Error::usage(

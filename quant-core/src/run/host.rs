@@ -49,7 +49,7 @@ pub trait Catalog: Sync {
         None
     }
 
-    /// Returns the documents of a text that is fetched.
+    /// Returns the documents of a text that is fetched; `None` if the name is unknown.
     ///
     /// # Errors
     /// When the text cannot be fetched.
@@ -58,7 +58,7 @@ pub trait Catalog: Sync {
         Ok(None)
     }
 
-    /// Lists the names of all these texts, for messages.
+    /// Lists the names of all texts, for messages.
     ///
     /// # Errors
     /// When the list itself is invalid.
@@ -173,7 +173,8 @@ pub(super) fn as_floats(opened: Opened, settings: &RecipeSettings, host: &Host<'
 /// Returns the opened model as the recipe prepares it.
 ///
 /// # Errors
-/// [`Error::Usage`] when a float model is to be requantized; as [`Recipe::prepared`].
+/// [`Error::Usage`] if a float model would be requantized, or quantized GGUF blocks would be rounded again without
+/// [`RecipeSettings::requantize`]; as [`Recipe::prepared`].
 pub fn prepared(
     opened: Opened,
     recipe: &Recipe,

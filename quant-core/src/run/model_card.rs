@@ -7,7 +7,7 @@ use serde_json::Value;
 
 use super::summary::bytes;
 use crate::checkpoint::ModelDirectory;
-use crate::engines::{ENGINES, Engine, Outline, Verdict};
+use crate::engines::{Compatibility, ENGINES, Engine, Outline};
 use crate::pipeline::{Job, QuantReport};
 use crate::recipe::PlanEntry;
 
@@ -83,11 +83,11 @@ fn engines(job: &Job<'_>) -> String {
     let outline = Outline::new(job.plan, job.model);
     let row = |engine: &Engine| {
         let remark = match engine.loads(&outline, 1)? {
-            Verdict::Yes => String::new(),
-            Verdict::With(remark) => cell(&remark),
-            Verdict::Unsure(_) | Verdict::No(_) => return None,
+            Compatibility::Yes => String::new(),
+            Compatibility::With(remark) => cell(&remark),
+            Compatibility::Unsure(_) | Compatibility::No(_) => return None,
         };
-        Some(format!("| {} {} | `{}` | {remark} |\n", engine.name, engine.version, engine.command))
+        Some(format!("| {} {} | `{}` | {remark} |\n", engine.name, engine.loader.version, engine.command))
     };
     let rows: Vec<String> = ENGINES.iter().filter_map(row).collect();
     match rows.is_empty() {

@@ -16,7 +16,7 @@ use super::summary::Summary;
 use super::texts::{BUILTIN, Text, calibration};
 use crate::calibrate::{ChannelMaxima, TokenWindows};
 use crate::checkpoint::{Published, refuse_overlap};
-use crate::engines::{ENGINES, Outline, Verdict};
+use crate::engines::{Compatibility, ENGINES, Outline};
 use crate::model::Model;
 use crate::pipeline::{Job, QuantReport};
 use crate::recipe::{Extensions, Plan, Rates, Recipe};
@@ -33,7 +33,7 @@ pub struct QuantizeRequest {
     /// The directory to write; several formats get one subdirectory each. A path that ends in `.gguf` is written as a
     /// file if that is the format.
     pub output: PathBuf,
-    /// How.
+    /// How to quantize it.
     pub settings: RecipeSettings,
     /// Steps, methods and formats of the calling program, which the settings and a recipe file may name.
     pub extensions: Extensions,
@@ -110,8 +110,8 @@ impl Done {
 /// continues it; the result is byte-identical.
 ///
 /// # Errors
-/// [`Error::Usage`] and similar errors for invalid requests, before anything is read or written; errors of the model
-/// and the text; [`Error::Interrupted`] when cancelled.
+/// [`Error::Usage`] and similar errors for invalid requests, before anything is written; errors of the model and the
+/// text; [`Error::Interrupted`] when cancelled.
 pub fn quantize(request: &QuantizeRequest, host: &Host<'_>) -> Result<Done> {
     QuantizeJob::new(request)?.run(host)
 }
@@ -128,7 +128,7 @@ impl<'a> QuantizeJob<'a> {
     /// Checks a request.
     ///
     /// # Errors
-    /// [`Error::Usage`]; errors of recipe files; when an output cannot be written.
+    /// [`Error::Usage`] for an invalid request; errors of recipe files; errors if an output cannot be written.
     pub fn new(request: &'a QuantizeRequest) -> Result<Self> {
         let settings = &request.settings;
         if settings.writes_gguf()? {
@@ -287,8 +287,7 @@ pub(crate) fn windows(
     let counted = windows.layout().counted();
     if counted < FEW_TOKENS {
         host.warn(format!(
-            "only {counted} token(s) of the calibration text are counted, which are too few to choose \
-            scales reliably"
+            "only {counted} token(s) of the calibration text are counted, too few to choose scales reliably"
         ));
     }
     Ok(Some(windows))
@@ -316,8 +315,8 @@ pub(crate) fn report_notes(plans: &[Plan], model: &Model, host: &Host<'_>) {
     for plan in plans {
         let outline = Outline::new(plan, model);
         for engine in ENGINES.iter().filter(|engine| engine.is_common) {
-            if let Some(Verdict::No(reason)) = engine.loads(&outline, 1) {
-                let (name, version, format) = (engine.name, engine.version, outline.container);
+            if let Some(Compatibility::No(reason)) = engine.loads(&outline, 1) {
+                let (name, version, format) = (engine.name, engine.loader.version, outline.container);
                 notes.push(("note", format!("{name} {version} does not load this as {format}: {reason}")));
             }
         }

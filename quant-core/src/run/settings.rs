@@ -33,7 +33,7 @@ pub struct RecipeSettings {
     pub method: Option<String>,
     /// The number format, such as `w4a16-g64-asym`; for GGUF files the name of a mixture.
     pub scheme: Option<String>,
-    /// The checkpoint formats; empty means `compressed-tensors`.
+    /// The checkpoint formats. If empty: those of the recipe file, or `compressed-tensors`.
     pub format: Vec<String>,
     /// The number of weights in a row that share a scale, or `channel`.
     pub group_size: Option<String>,
@@ -76,7 +76,7 @@ pub struct RecipeSettings {
     pub scale_search: Option<String>,
     /// Whether a quantized model is dequantized and quantized again.
     pub requantize: bool,
-    /// Calibration windows.
+    /// The number of calibration windows.
     pub samples: Option<usize>,
     /// Tokens per calibration window.
     pub seq_len: Option<usize>,
@@ -286,7 +286,7 @@ impl RecipeSettings {
         Error::usage(format!("‹{option}› has no effect: method `{}` {why}", method.name), ANOTHER_METHOD)
     }
 
-    /// Settings that apply to one step of a method.
+    /// The settings that apply to one step of a method, each with whether it is given.
     fn transform_options(&self) -> [(&'static str, bool); 6] {
         [
             ("search", self.search.is_some()),
@@ -363,7 +363,11 @@ fn set_keys(
             let known: Vec<_> = known.iter().map(|k| k.name).collect();
             return Err(Error::usage(
                 format!("‹steps› has the key `{key}`, which `{step}` does not know"),
-                if known.is_empty() { "it has no keys".to_owned() } else { known.join(", ") },
+                if known.is_empty() {
+                    "it has no keys".to_owned()
+                } else {
+                    format!("its keys are {}", known.join(", "))
+                },
             ));
         }
         transform.set(key, value, settings)?;

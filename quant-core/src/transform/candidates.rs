@@ -48,8 +48,8 @@ pub struct TriedScales {
     pub ratio: Option<f32>,
     /// Mean squared error of the inspected output with every consumer rounded.
     pub error: f64,
-    /// The number of tokens on which the candidate was measured before it was eliminated, or the number of all tokens
-    /// in the race.
+    /// The number of tokens on which the error was measured: those before the candidate was eliminated, or all tokens
+    /// of the race.
     pub tokens: u64,
 }
 

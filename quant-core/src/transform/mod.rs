@@ -61,8 +61,7 @@ pub struct LinearGrid {
     pub scheme: LinearScheme,
     /// The dtype of stored scales.
     pub scale_dtype: Dtype,
-    /// The first of the linears for which engines keep one scale over the whole tensor, if there are others besides
-    /// this one.
+    /// The first of the linears for which engines use one common tensor scale, if this linear shares it with others.
     pub fused: Option<NodeId>,
 }
 
@@ -114,7 +113,7 @@ pub struct Needs {
 }
 
 /// A search for a rewrite of a block, with everything that a run needs to know about it: its settings, whether it makes
-/// sense, and its costs. No other code refers to a transform by name.
+/// sense, and its cost. No other code refers to a transform by name.
 ///
 /// A transform that another crate defines either stores its settings itself, and returns them from
 /// [`fingerprint`](Self::fingerprint), or lists [`keys`](Self::keys) that recipes may set. The values of these keys are
@@ -142,11 +141,11 @@ pub trait Transform: Debug + Send + Sync {
         Vec::new()
     }
 
-    /// Applies the value of one of the [`keys`](Self::keys) to the settings. By default the value goes into
+    /// Applies the value of one of the [`keys`](Self::keys) to the settings. By default, the value goes into
     /// [`TransformSettings::others`]; a transform that checks it overrides this method.
     ///
     /// # Errors
-    /// [`Error::Usage`](crate::Error::Usage) when the value is invalid. The reader of recipes adds the line.
+    /// [`Error::Usage`](crate::Error::Usage) when the value is invalid. The recipe parser adds the line number.
     fn set(&self, key: &str, value: &Value, settings: &mut TransformSettings) -> Result<()> {
         settings.others.entry(self.name()).or_default().insert(key.to_owned(), value.clone());
         Ok(())
@@ -168,8 +167,8 @@ pub trait Transform: Debug + Send + Sync {
         false
     }
 
-    /// Whether the transform divides the outputs of linears by scales computed from the maxima of activations. Two steps
-    /// that do so repeat each other.
+    /// Whether the transform divides the outputs of linears by scales computed from the maxima of activations. Two such
+    /// steps repeat each other.
     fn smooths_linears(&self, _settings: &TransformSettings) -> bool {
         false
     }

@@ -32,7 +32,8 @@ impl ChatTemplate {
     /// tokens come from `tokenizer_config.json`. The template is run by the directory's workers.
     ///
     /// # Errors
-    /// [`Error::InputFile`] when there is no template, or it or the settings cannot be read.
+    /// [`Error::InputFile`] if there is no template, or it is larger than 1 MiB, not UTF-8 or malformed;
+    /// [`Error::Tokenizer`] if `tokenizer_config.json` is malformed.
     pub fn open(directory: &ModelDirectory) -> Result<Self> {
         let settings = TokenizerSettings::open(directory)?;
         let tokens = settings.special_tokens()?;

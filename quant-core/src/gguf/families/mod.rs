@@ -1,5 +1,4 @@
-//! Families in llama.cpp: its names for architectures and tensors, and what it expects of their values. These names
-//! appear nowhere else.
+//! Families in llama.cpp: its names for architectures and tensors, and what it expects of their values.
 
 mod table;
 

@@ -75,7 +75,7 @@ impl Value {
         }
     }
 
-    /// A text.
+    /// Creates a string value.
     pub fn string(text: impl Into<String>) -> Self {
         Self::String(text.into())
     }

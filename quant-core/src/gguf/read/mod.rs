@@ -1,7 +1,7 @@
 //! A GGUF file presented as a model directory: float tensors under the names of the checkpoint, a configuration, and a
 //! tokenizer.
 //!
-//! Decoding blocks to `f32` is exact. The changes that the writer made are undone: rows of queries and keys return to
+//! Blocks are decoded to `f32`, and the changes that the writer made are undone: rows of queries and keys return to
 //! their original order, offsets of norms are subtracted, and experts are separate tensors again.
 
 mod config;
@@ -28,7 +28,7 @@ pub use tensors::GgufSource;
 ///
 /// # Errors
 /// [`Error::InputFile`] when the file is damaged, contains an importance matrix or a later part of a model, or has an
-/// unsupported architecture; [`Error::Io`].
+/// unsupported architecture; [`Error::Io`] if it cannot be read.
 pub fn open(path: &Path) -> Result<ModelDirectory> {
     let file = Arc::new(GgufFile::open_model(path)?);
     let about = About::of(&file)?;

@@ -135,7 +135,7 @@ fn a_tensor_has_one_name() {
     }
 }
 
-/// A Mixtral of 2 experts.
+/// A Mixtral with 2 experts by its metadata and `count` by its tensors.
 fn experts(count: usize) -> (Metadata, Tensors) {
     let (mut metadata, mut tensors) = model();
     set(&mut metadata, "llama.expert_count", Value::U32(2));
@@ -356,6 +356,12 @@ fn models_in_parts_are_read_as_one() {
     assert_contains(
         &refused(&second(2, 2, 11), NAMES, &as_it_is),
         &[NAMES[1], "`split.no` is 2, but there are only 2 files"],
+    );
+    let mut too_many = second(1, 2, 11);
+    too_many[1].1 = Value::U32(u32::from(u16::MAX) + 1);
+    assert_contains(
+        &refused(&too_many, NAMES, &as_it_is),
+        &[NAMES[1], "`split.count` is 65536, but the maximum is 65535"],
     );
     assert_contains(
         &refused(&second(1, 2, -1), NAMES, &as_it_is),

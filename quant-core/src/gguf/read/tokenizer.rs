@@ -191,7 +191,7 @@ fn byte_level(about: &About<'_>, vocabulary: &Vocabulary<'_>, form: &Form) -> Re
     }))
 }
 
-/// A BPE with `▁` for spaces and byte fallback. Texts always begin with BOS.
+/// A BPE with `▁` for spaces and byte fallback. Texts begin with BOS unless the file states otherwise.
 fn spaced(about: &About<'_>, vocabulary: &Vocabulary<'_>) -> Result<Json> {
     let (vocab, mut added) = vocabulary.parts();
     // Runs of newlines are one token if there is one, whatever the merges.

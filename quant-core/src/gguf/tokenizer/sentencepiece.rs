@@ -123,7 +123,7 @@ fn from_json(json: &Json, vocabulary: &mut Vocabulary) -> Result<(), String> {
     Ok(())
 }
 
-/// `<0x0A>`.
+/// Whether a token stands for a byte, such as `<0x0A>`.
 pub(super) fn is_byte(text: &str) -> bool {
     let digits = text.strip_prefix("<0x").and_then(|t| t.strip_suffix('>'));
     digits.is_some_and(|d| d.len() == 2 && u8::from_str_radix(d, 16).is_ok())

@@ -149,7 +149,7 @@ pub(super) fn decoder<'a>(
     family: &'static str,
     norm_eps: f64,
 ) -> Result<Decoder<'a>> {
-    // `head_dim`, if present, is the width of the rotated part and is not read.
+    // `head_dim`, if present, is the width of the rotated part and is not used.
     let (_, shape) = Latent::read(config)?;
     let head_dim = Some(shape.head_dim);
     let d = Decoder::read(config, Defaults { head_dim, norm_eps, ..Defaults::new(family) })?;

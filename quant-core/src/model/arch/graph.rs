@@ -10,7 +10,7 @@
 use std::ops::Range;
 
 use super::AttentionShape;
-use super::op::{AttentionInput, ChannelOrder, Computes, Op, Reach, Rows, ScalePass};
+use super::op::{AttentionInput, ChannelOrder, Computes, Op, Reach, RowCoverage, ScalePass};
 
 /// Index of a [`Node`] in its [`BlockGraph`]; nodes are in evaluation order.
 pub type NodeId = usize;
@@ -137,9 +137,9 @@ impl GraphBuilder {
             let inputs: Vec<usize> = node.inputs.iter().map(|&input| widths[input]).collect();
             widths.push(node.op.width(&inputs));
             rows.push(match node.op.rows() {
-                Rows::All => None,
-                Rows::OfInputs => node.inputs.iter().find_map(|&input| rows[input]),
-                Rows::Selected { .. } => Some(id),
+                RowCoverage::All => None,
+                RowCoverage::OfInputs => node.inputs.iter().find_map(|&input| rows[input]),
+                RowCoverage::Selected { .. } => Some(id),
             });
             for (port, &input) in node.inputs.iter().enumerate() {
                 users[input].push((id, port));
@@ -203,7 +203,7 @@ impl BlockGraph {
     /// Returns the fraction of all tokens that a node's value has rows for, if tokens are distributed evenly.
     pub fn share_of_tokens(&self, id: NodeId) -> f64 {
         match self.rows[id].map(|selects| self.nodes[selects].op.rows()) {
-            Some(Rows::Selected { share, .. }) => share,
+            Some(RowCoverage::Selected { share, .. }) => share,
             _ => 1.0,
         }
     }
@@ -211,8 +211,8 @@ impl BlockGraph {
     /// Returns the node whose value has a row for every token and the same channels as the value of `id`.
     pub fn all_rows_of(&self, id: NodeId) -> NodeId {
         match self.nodes[id].op.rows() {
-            Rows::Selected { port, .. } => self.nodes[id].inputs[port],
-            Rows::All | Rows::OfInputs => id,
+            RowCoverage::Selected { port, .. } => self.nodes[id].inputs[port],
+            RowCoverage::All | RowCoverage::OfInputs => id,
         }
     }
 
@@ -333,8 +333,8 @@ impl BlockGraph {
         })
     }
 
-    /// Returns every producer that can be rescaled, in evaluation order. If several values are multiplied with each
-    /// other, any of them could carry the scale; the first one does.
+    /// Returns every producer that can be rescaled, in evaluation order. If several values are multiplied, any of them
+    /// could carry the scale; the first one does.
     pub fn fold_groups(&self) -> Vec<FoldGroup> {
         let mut groups: Vec<FoldGroup> = Vec::new();
         for group in (0..self.nodes.len()).flat_map(|id| self.fold_groups_of(id)) {

@@ -66,7 +66,7 @@ use crate::model::rope::Rope;
 /// Everything the pipeline needs to know about a model's family and sizes.
 #[derive(Debug, Clone)]
 pub struct Architecture {
-    /// The family's name, as users write it.
+    /// The family's name: in most families, the `model_type` of the decoder's configuration.
     pub family: &'static str,
     /// Width of the residual stream.
     pub hidden: usize,
@@ -78,12 +78,12 @@ pub struct Architecture {
     pub max_positions: usize,
     /// SmoothQuant's default exponent α for the family; `docs/smoothquant.md` lists the sources.
     pub smoothing: f32,
-    /// The learned position embeddings, if the family has them. Other families rotate queries and keys inside the
-    /// blocks.
+    /// The learned position embeddings, if the family has them. Other families use rotary embeddings or ALiBi inside
+    /// the blocks, or no positions at all.
     pub learned_positions: Option<LearnedPositions>,
     /// The norm of the embeddings before the first block, with its full name, if there is one.
     pub embedding_norm: Option<Op>,
-    /// The factor of the embeddings before the first block, if there is one.
+    /// The factor that embeddings are multiplied by before the first block, if there is one.
     pub embedding_scale: Option<EmbeddingScale>,
     /// The transform from the head's output to logits.
     pub logits: LogitsTransform,
@@ -165,7 +165,7 @@ pub struct LearnedPositions {
 /// `(table[token] · √width + norm(projection(x) / √hidden)) / √2`. All terms have `width` features per block, and each
 /// block's features are normalized separately.
 ///
-/// In the input of the first block, they follow the embedding.
+/// In the input of the first block, the per-layer inputs follow the embedding.
 #[derive(Debug, Clone, PartialEq)]
 pub struct PerLayerInputs {
     /// Features of one block's input.
@@ -190,8 +190,8 @@ pub struct Unread {
 }
 
 impl Architecture {
-    /// Returns the features of the input of block `layer`, or of the output of the last block: the hidden states and
-    /// the values that travel with them.
+    /// Returns the number of features of the input of block `layer`: the hidden states, and in some families per-layer
+    /// inputs and shared keys and values. For [`layers`](Self::layers), it is the width of the last block's output.
     pub fn state_width(&self, layer: usize) -> usize {
         match layer < self.layers {
             true => self.graph(layer).width(self.graph(layer).input()),
@@ -252,7 +252,7 @@ impl Architecture {
         format!("{}{name}", self.block_prefix.replace("{}", &index.to_string()))
     }
 
-    /// Returns the modules that loaders may name differently, with these other names.
+    /// Returns the modules that loaders may name differently, with their alternative names.
     pub fn aliases(&self) -> Vec<(String, String)> {
         let routers = self.router_alias.into_iter().flat_map(|names| {
             (0..self.layers).map(move |layer| names.map(|name| self.in_block(layer, name)).into())

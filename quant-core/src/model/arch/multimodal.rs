@@ -60,7 +60,7 @@ impl Wrapper {
 }
 
 impl Architecture {
-    /// Returns whether a tensor is outside the decoder, in the model that wraps it.
+    /// Returns whether a tensor belongs to the model that contains the decoder, but not to the decoder itself.
     pub fn is_carried(&self, tensor: &str) -> bool {
         self.wrapper.as_ref().is_some_and(|wrapper| wrapper.carries(tensor, &self.head))
     }
@@ -387,7 +387,7 @@ fn take_sections(map: &mut Map<String, Value>) -> Option<(&'static str, Value)> 
     found
 }
 
-/// Every frequency of a head must belong to one of the sections; otherwise no position would define its angle.
+/// Checks that every frequency of a head belongs to one of the sections; otherwise no position would define its angle.
 fn check_sections(
     fields: &ConfigFields<'_>,
     sections: Option<&(&'static str, Value)>,

@@ -1,4 +1,4 @@
-//! Operations that carry a state from token to token: causal convolutions and linear attention.
+//! Operations that carry a state from token to token: causal convolutions, linear attention and state spaces.
 //!
 //! Their properties are defined here, those of other operations in [`op`](super::op).
 
@@ -67,12 +67,12 @@ impl DeltaNet {
         self.key_heads * self.repeat
     }
 
-    /// Returns the features of the first input.
+    /// Returns the number of features of the first input.
     pub fn mixed_width(&self) -> usize {
         2 * self.key_heads * self.key_dim + self.width()
     }
 
-    /// Returns the features of the output.
+    /// Returns the number of features of the output.
     pub fn width(&self) -> usize {
         self.value_heads() * self.value_dim
     }
@@ -88,7 +88,7 @@ impl DeltaNet {
 /// channel per head.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct StateSpace {
-    /// Heads.
+    /// Number of heads.
     pub heads: usize,
     /// Number of groups of consecutive heads that share `b` and `c`.
     pub groups: usize,
@@ -101,12 +101,12 @@ pub struct StateSpace {
 }
 
 impl StateSpace {
-    /// Returns the features of the first input.
+    /// Returns the number of features of the first input.
     pub fn mixed_width(&self) -> usize {
         self.width() + 2 * self.groups * self.state_dim
     }
 
-    /// Returns the features of the output.
+    /// Returns the number of features of the output.
     pub fn width(&self) -> usize {
         self.heads * self.head_dim
     }
@@ -164,7 +164,7 @@ impl Recurrent {
         }
     }
 
-    /// Returns the floating-point operations of matrix products on `tokens` tokens.
+    /// Returns the number of floating-point operations of matrix products on `tokens` tokens.
     pub(super) fn product_operations(&self, tokens: f64) -> f64 {
         match &self.kind {
             RecurrentKind::Convolution(_) => 0.0,

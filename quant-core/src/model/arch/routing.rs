@@ -19,9 +19,9 @@ pub struct Routing {
     pub groups: Option<Groups>,
     /// Whether the weights of a token's experts are divided by their sum.
     pub normalized: bool,
-    /// Added to that sum.
+    /// Added to the sum of the weights before they are divided by it.
     pub epsilon: f32,
-    /// Lower bound of that sum.
+    /// Lower bound of the sum that weights are divided by.
     pub min_sum: f32,
     /// The final factor of the weights.
     pub scale: f32,
@@ -30,7 +30,7 @@ pub struct Routing {
 }
 
 impl Routing {
-    /// Chooses the experts with the largest softmax, which is also their weight.
+    /// Creates a routing to the experts with the largest softmax scores, which are also their weights.
     pub fn new(experts: usize, top_k: usize) -> Self {
         Self {
             experts,

@@ -161,7 +161,7 @@ fn is_unset(value: &Value) -> bool {
 /// Maximum number of fields that a family may reject before the search stops.
 const REFUSALS: usize = 16;
 
-/// What a family reads from a configuration, and what it rejects.
+/// The keys that a family reads from a configuration, and the fields that it rejects.
 struct Reading {
     family: &'static dyn Family,
     /// The keys that the family reads.

@@ -81,7 +81,8 @@ impl Model {
     /// needs none.
     ///
     /// # Errors
-    /// When a scale is missing (some engines then use 1, others read garbage), or does not have exactly one element.
+    /// When the keys and values cannot have static scales, or a scale is missing, has the wrong dtype, or does not have
+    /// exactly one element. Without a scale, some engines use 1 and others read uninitialized memory.
     pub(crate) fn kv_scale_tensors(&self, layer: usize) -> Result<Vec<(CachedValue, String)>> {
         if self.kv != Some(KvScheme::Kvf8) {
             return Ok(Vec::new());

@@ -159,7 +159,7 @@ pub(super) fn matrix(values: &[f32], rows: usize, columns: usize) -> MatRef<'_, 
     MatRef::from_row_major_slice(values, rows, columns)
 }
 
-/// `into = a b`, or `into += factor · a b`.
+/// `into = factor · a b`, or `into += factor · a b` with [`Accum::Add`].
 pub(super) fn product(into: &mut [f32], accum: Accum, a: MatRef<'_, f32>, b: MatRef<'_, f32>, factor: f32) {
     let into = MatMut::from_row_major_slice_mut(into, a.nrows(), b.ncols());
     matmul(into, accum, a, b, factor, Par::Seq);

@@ -51,7 +51,7 @@ impl Rope {
         self.scaling.frequencies(self.theta, self.rotary_dim, length).0
     }
 
-    /// Returns the channel that a channel of a head is paired with: itself if it is not rotated.
+    /// Returns the channel that a channel of a head is paired with; a channel that is not rotated is its own partner.
     pub fn partner(&self, channel: usize) -> usize {
         let half = self.rotary_dim / 2;
         match self.layout {
@@ -87,7 +87,7 @@ impl Angles {
     }
 }
 
-/// The angles for the positions of a run.
+/// The angles of a rotary embedding at positions `0..positions`.
 ///
 /// With some scalings, frequencies depend on the length of the whole sequence. Tokens that are appended to a cache are
 /// rotated with the frequencies for the new length; cached keys are not updated. transformers does the same.

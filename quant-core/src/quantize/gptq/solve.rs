@@ -11,7 +11,9 @@ use faer::{Accum, MatMut, MatRef, Par};
 use rayon::prelude::*;
 
 use super::super::grid::{Extent, GridError, GridRule, nearest};
-use super::super::{Levels, QuantizedTensor, Rows, RowsError, ScaleContext, group_size, quantize_within};
+use super::super::{
+    Levels, QuantizedTensor, RowsError, ScaleContext, SourceRows, group_size, quantize_within,
+};
 use super::{ActOrder, Factor, GptqSettings};
 use crate::checkpoint::Dtype;
 use crate::scheme::{LinearScheme, ScaleFormat};
@@ -50,9 +52,10 @@ struct TileEnd {
 /// The factor's columns must be in the order of `settings.act_order`.
 ///
 /// # Errors
-/// When the group size does not divide `k`, a weight is or becomes NaN or infinite, or a scale overflows its dtype.
+/// If the scheme or the scale dtype is not supported, an argument does not match the shape, the group size does not
+/// divide `k`, a weight is or becomes NaN or infinite, or a scale overflows its dtype.
 pub fn solve(
-    rows: Rows<'_>,
+    rows: SourceRows<'_>,
     shape: [usize; 2],
     scheme: LinearScheme,
     scale_dtype: Dtype,
@@ -68,7 +71,7 @@ pub fn solve(
 /// # Errors
 /// As [`solve`].
 pub fn solve_within(
-    rows: Rows<'_>,
+    rows: SourceRows<'_>,
     shape: [usize; 2],
     (scheme, scale_dtype): (LinearScheme, Dtype),
     (clip, context): (Option<&[f32]>, ScaleContext),
@@ -140,14 +143,14 @@ pub fn solve_within(
         loss += losses.iter().sum::<f64>();
     }
     tensor.levels = scheme.is_progressive().then(|| Levels::of(&tensor.scales, row_scales));
-    // Each loss is the sum over a row of (w − q)² / 2, in units of the inverse's diagonal. With H = 2/N Σ x xᵀ, this is
-    // the mean squared error of the row's output.
+    // Each loss is the sum over a row of ((w − q) / U_cc)² / 2. With H = 2/N Σ x xᵀ, this is the mean squared error of
+    // the row's output.
     Ok(Solved { tensor, loss: loss / n.max(1) as f64 })
 }
 
 /// The validated arguments.
 struct SolveArguments<'a> {
-    rows: Rows<'a>,
+    rows: SourceRows<'a>,
     k: usize,
     group_size: usize,
     rule: GridRule,
@@ -200,23 +203,23 @@ struct Tile {
     r: usize,
     /// `[k, r]`, in the order in which columns are rounded.
     weights: Vec<f32>,
-    /// Alike.
+    /// Codes, `[k, r]`, in the same order.
     codes: Vec<u8>,
     /// The errors of a block's columns, `[block, r]`.
     errors: Vec<f32>,
-    /// Grids, `[groups, r]`: the scale, and the lowest and the highest code in steps from 0.
+    /// Grids, `[groups, r]`: the scale, and the lowest and the highest code relative to the zero point.
     scales: Vec<f32>,
     lows: Vec<f32>,
     highs: Vec<f32>,
     zeros: Vec<u8>,
     /// The first-level scales of rows, if there are two levels.
     rows: Vec<Option<f32>>,
-    /// One per row.
+    /// The loss of each row.
     losses: Vec<f64>,
 }
 
 impl Tile {
-    /// Loads rows.
+    /// Loads `r` rows from row `first` on, and resets the losses.
     fn start(&mut self, work: &SolveArguments<'_>, first: usize, r: usize) -> Result<(), RowsError> {
         let (k, groups) = (work.k, work.groups());
         (self.first, self.r) = (first, r);

@@ -56,7 +56,7 @@ pub enum ChannelOrder {
 
 /// The tokens for which a value has rows.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub enum Rows {
+pub enum RowCoverage {
     /// All tokens.
     All,
     /// The same tokens as the inputs.
@@ -77,7 +77,7 @@ pub enum AttentionInput {
     Queries,
     /// Keys. Their errors pass through a softmax.
     Keys,
-    /// Averaged.
+    /// Values, which are averaged with the attention weights.
     Values,
 }
 
@@ -93,7 +93,7 @@ pub struct Parameter {
 /// The computation of an operation, for code that exports a graph to another program.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Computes<'a> {
-    /// A norm with a module in the checkpoint.
+    /// A norm with a module name, with or without parameters.
     Norm {
         /// The epsilon that is added to the mean square or the variance.
         eps: f64,
@@ -123,7 +123,7 @@ pub enum Computes<'a> {
     ClampedGated {
         /// Factor of the gate inside the sigmoid.
         alpha: f32,
-        /// Bound of both inputs.
+        /// Upper bound of the gate, and of the magnitude of the other factor.
         limit: f32,
     },
     /// An operation that is fully described by its inputs, its module or its attention shape.

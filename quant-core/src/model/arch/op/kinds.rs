@@ -35,7 +35,7 @@ pub enum Activation {
 pub struct PositionScale {
     /// Coefficient of the logarithm.
     pub beta: f32,
-    /// Number of positions for which the factor is 1.
+    /// The original training context, in positions. The factor is 1 up to its end.
     pub original_positions: usize,
     /// Index of the first position: 0 or 1.
     pub offset: usize,
