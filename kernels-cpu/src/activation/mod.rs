@@ -61,7 +61,7 @@ impl RowLayout {
     /// Returns the layout that rows must have to be multiplied with these weights.
     pub fn of(weights: &Layout) -> Self {
         // The sums of super-blocks are integers of two levels, which tiles do not keep.
-        let tiled = !weights.is_super();
+        let tiled = weights.has_tiles();
         Self { k: weights.k(), group_size: weights.group_size(), steps: weights.steps(), tiled }
     }
 
