@@ -67,7 +67,7 @@ enum Command {
     PeersFloats(quality::Args),
     /// Measure the accuracy loss of GGUF types on the real model by llama-quantize, by quant's search and by GPTQ
     #[command(name = "quality-gguf")]
-    QualityGguf(quality::Args),
+    QualityGguf(quality_gguf::Args),
     /// Measure the speed of GGUF's searches against llama-quantize, and peak memory
     #[command(name = "bench-gguf")]
     BenchGguf(bench_gguf::Args),

@@ -8,13 +8,13 @@
 //! claims are checked on the evaluation texts: with Q4_K_M and IQ4_XS, quant's search and GPTQ must lose less than
 //! `llama-quantize`, by more than two paired errors over all rows together, and must not lose more in any row.
 
+use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
 
 use crate::bench_rtn::quant_binary;
-use crate::quality::Args;
 use crate::quality_floats::{divergence, mean};
 use crate::support::llama_cpp::LlamaCpp;
 use crate::support::record::{Record, table, typed_command};
@@ -28,6 +28,34 @@ const MIXTURES: [(&str, bool); 3] = [("Q4_K_M", true), ("IQ4_XS", true), ("Q4_0"
 /// Names, and options of `quant quantize`; the first is `llama-quantize`.
 const METHODS: [(&str, &[&str]); 3] =
     [("llama-quantize", &[]), ("search", &[]), ("GPTQ", &["--method", "gptq"])];
+/// The settings of the measurement.
+#[derive(Debug, Clone, clap::Args)]
+pub struct Args {
+    /// Evaluation windows per row
+    #[arg(long, default_value_t = 60)]
+    windows: usize,
+    /// Measure only these mixtures
+    #[arg(long, value_delimiter = ',', default_values_t = MIXTURES.map(|(name, _)| name.to_owned()))]
+    mixtures: Vec<String>,
+    /// Measure only these methods, besides `llama-quantize`
+    #[arg(long, value_delimiter = ',', default_values_t = METHODS[1..].iter().map(|(name, _)| (*name).to_owned()))]
+    methods: Vec<String>,
+    /// Measure this program instead of building one
+    #[arg(long)]
+    quant: Option<PathBuf>,
+    /// Fail when a claim does not hold
+    #[arg(long)]
+    check: bool,
+}
+
+impl Args {
+    /// Whether a mixture is measured by a method; the first method always is.
+    fn measures(&self, mixture: &str, method: usize) -> bool {
+        let chosen = |all: &[String], name: &str| all.iter().any(|one| one == name);
+        chosen(&self.mixtures, mixture) && (method == 0 || chosen(&self.methods, METHODS[method].0))
+    }
+}
+
 /// Tokens of calibration.
 const CALIBRATION: usize = 1 << 15;
 
@@ -119,7 +147,7 @@ impl Measured {
         data: &Path,
         scratch: &Path,
         (row, model, planted): (&Row, &Path, bool),
-        windows: usize,
+        args: &Args,
     ) -> Result<Vec<Vec<String>>> {
         let (calibration, text) = (row.calibration(data), data.join("text").join(row.evaluation));
         let calibration = Calibration { text: &calibration, length: row.window };
@@ -130,9 +158,12 @@ impl Measured {
         for (m, (mixture, held)) in MIXTURES.into_iter().enumerate() {
             let mut found: Vec<Vec<f64>> = Vec::new();
             for (method, (by, _)) in METHODS.iter().enumerate() {
+                if !args.measures(mixture, method) {
+                    continue;
+                }
                 write(quant, model, scratch, &calibration, mixture, method)?;
                 let out = scratch.join("out.gguf");
-                let windows = divergence(quant, model, &out, &text, [row.window, windows])?;
+                let windows = divergence(quant, model, &out, &text, [row.window, args.windows])?;
                 let [kl, error] = mean(&windows);
                 println!("{title}  {mixture}  {by}  {kl:.6} ± {error:.6}");
                 let place = format!("{},{planted},{}", row.name, row.evaluation);
@@ -147,6 +178,8 @@ impl Measured {
                         format!("{difference:+.6} ± {error:.6}, {word}")
                     }
                 };
+                // Each line as soon as it is known.
+                std::io::stdout().flush()?;
                 let kl = format!("{kl:.5} ± {error:.5}");
                 lines.push(vec![mixture.to_owned(), (*by).to_owned(), kl, against]);
                 self.pooled[m][method].extend(&windows);
@@ -179,15 +212,14 @@ pub fn run(args: &Args) -> Result<()> {
     let mut measured = Measured { csv, broken, pooled };
     for (row, model, outliers) in rows {
         let title = format!("{}{outliers}, {}", row.name, row.evaluation);
-        let lines =
-            measured.row(&quant, &data, &scratch, (row, &model, !outliers.is_empty()), args.windows)?;
+        let lines = measured.row(&quant, &data, &scratch, (row, &model, !outliers.is_empty()), args)?;
         let heads = ["mixture", "by", "KL", "against llama-quantize"];
         body += &format!("## {title}\n\n{}\n", table(&heads, &lines));
     }
     let Measured { csv, mut broken, pooled } = measured;
     body += "## All rows together\n\n";
     for ((mixture, held), windows) in MIXTURES.into_iter().zip(&pooled) {
-        for method in 1..METHODS.len() {
+        for method in (1..METHODS.len()).filter(|method| args.measures(mixture, *method)) {
             let (difference, error, word) = compare(&windows[method], &windows[0]);
             let [before, _] = mean(&windows[0]);
             let name = METHODS[method].0;

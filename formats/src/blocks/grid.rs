@@ -185,17 +185,12 @@ pub(super) struct Uneven;
 impl Levels for Uneven {
     #[inline(always)]
     fn level(self, value: f32) -> f32 {
-        // Whole numbers, so that the order of the sum does not matter: two sums are faster than one.
-        let (mut odd, mut even) = (f32::from(LEVELS[0]), 0.0);
+        let mut level = f32::from(LEVELS[0]);
         for k in 1..LEVELS.len() {
             let (below, above) = (f32::from(LEVELS[k - 1]), f32::from(LEVELS[k]));
-            let step = if value > (below + above) / 2.0 { above - below } else { 0.0 };
-            match k % 2 {
-                1 => odd += step,
-                _ => even += step,
-            }
+            level += if value > (below + above) / 2.0 { above - below } else { 0.0 };
         }
-        odd + even
+        level
     }
 
     fn ends(self) -> [f32; 2] {
