@@ -379,7 +379,7 @@ pub enum Error {
         reason: String,
     },
 
-    /// The float model itself overflows on the calibration text.
+    /// Values that are computed from the calibration text overflow.
     #[error("tensor `{tensor}`: {what} becomes NaN or infinite on the calibration text")]
     Calibration {
         /// The affected tensor or module.

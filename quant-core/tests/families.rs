@@ -370,7 +370,7 @@ fn windows_of(tokens: &[u32]) -> quant_core::calibrate::TokenWindows {
     quant_core::calibrate::TokenWindows::cut(tokens.to_vec(), tokens.len())
 }
 
-/// Documents that share a window give the same results as they do separately, with any rotation or scaling.
+/// In every family, documents that share a window give the same results as they do separately, up to rounding.
 #[test]
 fn documents_in_one_window_do_not_see_each_other() {
     for case in cases() {

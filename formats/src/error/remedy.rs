@@ -124,7 +124,7 @@ impl Error {
                 "check whether the original model produces finite logits on the same text".into()
             }
             Self::Calibration { .. } => {
-                "the float model itself overflows: check whether ‹eval()› reports a finite perplexity on \
+                "the model probably overflows on this text: check whether ‹eval()› reports a finite perplexity on \
                 this text, choose a different ‹calibration› text, or use ‹method=rtn›, which needs no text"
                     .into()
             }

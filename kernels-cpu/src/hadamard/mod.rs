@@ -2,11 +2,11 @@
 //!
 //! `y = H x / √n` with `H` a matrix of ±1 and `H Hᵀ = n I`: it spreads outlier channels over all channels (QuaRot, §4).
 //! The rows of a weight that is multiplied by rotated activations are rotated once beforehand by the same transform,
-//! which leaves the product unchanged: `(W Hᵀ)(H x) = n W x`.
+//! which leaves the product unchanged: `(W Hᵀ / √n)(H x / √n) = W x`.
 //!
 //! Orders are `2^p · m`, `m` odd: `H = H₁ ⊗ H₂ ⊗ … ⊗ S`, with factors `Hᵢ` of orders `4 mᵢ ≤ 256`, `m = Π mᵢ`, and
-//! Sylvester's matrix `S`, `S[r, c] = (−1)^(number of bits that r and c share)`. Factorizations of `m` that leave `S`
-//! an order of at least 16 are preferred; among these, the one with the smallest sum of orders is used, with the
+//! Sylvester's matrix `S`, `S[r, c] = (−1)^(number of bits that are 1 in both r and c)`. Factorizations of `m` that leave
+//! `S` an order of at least 16 are preferred; among these, the one with the smallest sum of orders is used, with the
 //! smaller factors first. For a power of two, `H` is Sylvester's matrix, which is symmetric; otherwise it is one of
 //! many Hadamard matrices of that order, and not symmetric. [`Hadamard::sign`] returns its entries.
 //!

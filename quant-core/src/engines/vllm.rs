@@ -49,7 +49,7 @@ fn cuda_with(outline: &Outline, ranks: usize, packed: fn(&Share<'_>) -> Compatib
             No(format!("a quantized embedding cannot have {} bits", scheme.bits()))
         }
         Some(scheme) if scheme.float_format().is_some() => {
-            Unsure("whether it supports an FP8 embedding was not checked".into())
+            Unsure("whether it supports an embedding in a floating-point format was not checked".into())
         }
         _ => Yes,
     };

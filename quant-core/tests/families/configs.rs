@@ -67,7 +67,7 @@ impl Case {
         self.architecture().family
     }
 
-    /// Names of the producers that can be rescaled in a distinct block.
+    /// Names of the producers that can be rescaled in blocks of kind `kind`, an index into the model's distinct block graphs.
     pub fn producers_of(&self, kind: usize) -> &[&'static str] {
         match kind.checked_sub(1).filter(|_| !self.other_producers.is_empty()) {
             Some(other) => &self.other_producers[other],
