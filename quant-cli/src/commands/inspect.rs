@@ -38,7 +38,8 @@ pub struct Report {
     family: &'static str,
     layers: usize,
     hidden_size: usize,
-    /// Query heads of the first block. `kv_heads` and `head_dim` also describe the first block.
+    /// Query heads of the first attention. `kv_heads` and `head_dim` also describe this attention; all three are 0 if
+    /// there is none.
     heads: usize,
     kv_heads: usize,
     head_dim: usize,
@@ -53,7 +54,7 @@ pub struct Report {
     kv_cache: Option<KvScheme>,
     /// The parts of the requested quantization that the format could not represent.
     loses: Vec<String>,
-    /// Whether scales have two levels.
+    /// Whether some linear's scales have two levels.
     keeps_levels: bool,
     bytes: u64,
     /// The parts of a vision-language model outside its text tower; absent for other models.
