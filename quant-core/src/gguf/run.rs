@@ -18,7 +18,7 @@ use crate::quantize::gptq::{Factor, encode_blocks};
 use crate::{CancelToken, Error, Event, Observer, Result, TensorSink};
 
 /// The number of values encoded at a time.
-const CHUNK_VALUES: usize = 1 << 22;
+pub(super) const CHUNK_VALUES: usize = 1 << 22;
 
 /// The report on a tensor.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
