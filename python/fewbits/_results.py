@@ -333,19 +333,28 @@ class Check:
 
     result: str
     profile: str
+    #: What was checked, such as ``perplexity against baseline``.
     name: str
+    #: The line of the policy that requires the check.
     line: int
+    #: ``pass``, ``fail`` or ``inconclusive``.
     verdict: str
+    #: The value that was checked: a degradation, or the capped metric.
     value: float
     standard_error: float | None
+    #: The confidence bounds of the degradation, at the one-sided level of the policy.
     low: float | None
     high: float | None
+    #: The limits of the value.
     at_most: float | None
     at_least: float | None
     windows: int
+    #: The approximate number of windows that would decide an inconclusive check with 80 % power.
     windows_needed: int | None
+    #: The value with its interval or error, and the limits, in the same unit.
     measured: str
     allowed: str
+    #: The check as a sentence.
     message: str
 
     def to_dict(self) -> dict[str, Any]:

@@ -137,8 +137,8 @@ pub fn threads(asked: Option<usize>) -> quant_core::Result<usize> {
     // Report an unavailable instruction set before anything is computed with a different one.
     quant_kernels_cpu::Isa::detect_checked().map_err(|error| Error::Usage {
         message: error.to_string(),
-        remedy: "set QUANT_ISA to one of these names, or unset it to use the widest instruction set of this \
-            processor"
+        remedy: "set QUANT_ISA to one of these names, or unset it to use the fastest instruction set \
+                 of this processor"
             .into(),
     })?;
     let all = || std::thread::available_parallelism().map_or(1, usize::from);

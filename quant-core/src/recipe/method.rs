@@ -290,7 +290,12 @@ pub static METHODS: &[Method] = &[
         Rounding::Gptq,
     ),
     qoq("qoq-rtn", "QServe's steps, then rounding to nearest", Rounding::Nearest),
-    plain("rtn", "rounds to nearest; needs no calibration text", &[], Rounding::Nearest),
+    plain(
+        "rtn",
+        "rounds to nearest; needs a calibration text only for static scales",
+        &[],
+        Rounding::Nearest,
+    ),
     plain(
         "smoothquant",
         "moves outliers from activations into weights, for 8-bit activations",
