@@ -230,7 +230,8 @@ def oneshot(
     """Quantizes a model directory into ``output_dir``, as compressed-tensors.
 
     ``recipe`` is a modifier or several. ``dataset`` takes the same values as ``calibration`` of
-    :func:`fewbits.quantize`; None selects the built-in text. The last five arguments are those of
+    :func:`fewbits.quantize`; None selects the built-in text. With a ``QuantizationModifier`` alone, ``dataset``,
+    ``num_calibration_samples`` and ``max_seq_length`` are not used. The last five arguments are those of
     :func:`fewbits.quantize`.
 
     Raises :class:`fewbits.QuantError`; :class:`fewbits.UsageError` names each unknown argument.

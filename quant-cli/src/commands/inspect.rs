@@ -4,6 +4,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};
 
 use quant_core::Result;
+use quant_core::checkpoint::verify_checkpoint;
 use quant_core::format::container_of;
 use quant_core::model::{Carried, KvScheme};
 use quant_core::pipeline::QuantReport;
@@ -23,6 +24,9 @@ pub struct Args {
     /// List every tensor, not one line per kind
     #[arg(long)]
     all: bool,
+    /// Read all files and compare them with quant_manifest.json, to detect an incomplete or damaged copy
+    #[arg(long)]
+    verify: bool,
     #[command(flatten)]
     json: JsonOption,
 }
@@ -34,7 +38,8 @@ pub struct Report {
     family: &'static str,
     layers: usize,
     hidden_size: usize,
-    /// Query heads of the first block. `kv_heads` and `head_dim` also describe the first block.
+    /// Query heads of the first attention. `kv_heads` and `head_dim` also describe this attention; all three are 0 if
+    /// there is none.
     heads: usize,
     kv_heads: usize,
     head_dim: usize,
@@ -49,14 +54,26 @@ pub struct Report {
     kv_cache: Option<KvScheme>,
     /// The parts of the requested quantization that the format could not represent.
     loses: Vec<String>,
-    /// Whether scales have two levels.
+    /// Whether some linear's scales have two levels.
     keeps_levels: bool,
     bytes: u64,
     /// The parts of a vision-language model outside its text tower; absent for other models.
     #[serde(skip_serializing_if = "Option::is_none")]
     carried: Option<Carried>,
+    /// The result of `--verify`; absent without it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    verified: Option<Verified>,
     linears: Vec<LinearReport>,
     tensors: Vec<TensorReport>,
+}
+
+/// Files that match the manifest.
+#[derive(Serialize)]
+struct Verified {
+    files: usize,
+    bytes: u64,
+    /// Files that the manifest does not list.
+    unlisted: Vec<String>,
 }
 
 #[derive(Serialize)]
@@ -78,8 +95,16 @@ struct TensorReport {
 /// Prints the contents.
 pub fn run(args: &Args, session: &Session) -> Result<()> {
     args.json.check_distinct(&args.model, &[])?;
-    let report = report(&args.model, session)?;
+    let verified = args.verify.then(|| verify(&args.model, session)).transpose()?;
+    let report = Report { verified, ..report(&args.model, session)? };
     args.json.emit(&report, || show(&report, args.all))
+}
+
+/// Compares the files of a checkpoint with its manifest.
+fn verify(path: &Path, session: &Session) -> Result<Verified> {
+    let opened = inputs::open(path, session)?;
+    let files = verify_checkpoint(opened.directory.path(), &session.progress, &session.cancel)?;
+    Ok(Verified { files: files.files, bytes: files.bytes, unlisted: files.unlisted })
 }
 
 /// Returns the contents of a checkpoint.
@@ -141,6 +166,7 @@ pub fn report(path: &Path, session: &Session) -> Result<Report> {
         loses,
         bytes: tensors.iter().map(|t| t.bytes).sum(),
         carried: model.carried(),
+        verified: None,
         linears,
         tensors,
     })
@@ -209,6 +235,13 @@ fn show(report: &Report, all: bool) -> String {
     }
     if let Some(kv) = report.kv_cache {
         text.push_str(&format!("KV cache: {kv}\n"));
+    }
+    if let Some(verified) = &report.verified {
+        let (files, size) = (verified.files, bytes(verified.bytes));
+        text.push_str(&format!("verified: {files} files, {size}, match quant_manifest.json\n"));
+        if !verified.unlisted.is_empty() {
+            text.push_str(&format!("not in the manifest: {}\n", verified.unlisted.join(", ")));
+        }
     }
     text.push('\n');
     let mut stored: Vec<(String, u64, u64)> = Vec::new();

@@ -13,6 +13,7 @@
 //!
 //! The result depends only on the documents, the tokenizer, the template and [`Sampling`].
 
+use std::ops::Range;
 use std::path::Path;
 
 use sha2::{Digest, Sha256};
@@ -205,8 +206,8 @@ impl TokenWindows {
     }
 
     /// The SHA-256 of the information on every token: a byte for its use (0 counted, 1 context, 2 padding) and the
-    /// start of its document in the window as a little-endian `u32`. `None` if every window is a single segment and all
-    /// tokens count.
+    /// start of its document in the window as a little-endian `u32`. `None` if the windows have no such information:
+    /// they were cut from a stream of tokens that all count.
     pub fn layout_sha256(&self) -> Option<String> {
         if self.uses.is_none() && self.starts.is_none() {
             return None;
@@ -261,6 +262,24 @@ impl TokenWindows {
             uses: self.uses.as_ref().map(|u| of(u, self.length, indices)),
             starts: self.starts.as_ref().map(|s| of(s, self.length, indices)),
         }
+    }
+
+    /// Returns some consecutive windows.
+    ///
+    /// # Panics
+    /// When there are no such windows.
+    pub fn slice(&self, windows: Range<usize>) -> Self {
+        self.keep(&windows.collect::<Vec<_>>())
+    }
+
+    /// The role of each token; `None` if all count.
+    pub fn token_uses(&self) -> Option<&[TokenUse]> {
+        self.uses.as_deref()
+    }
+
+    /// The start of each token's document in its window; `None` if every window is a single segment.
+    pub fn document_starts(&self) -> Option<&[u32]> {
+        self.starts.as_deref()
     }
 
     /// Keeps only the first `count` windows.

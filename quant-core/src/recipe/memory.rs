@@ -18,8 +18,8 @@ const MIN_ROUND_BYTES: u64 = 32 << 20;
 const CHUNK_TOKENS: u64 = 2048;
 
 impl Plan {
-    /// Estimates the peak memory in bytes of one run of all these plans, with hidden states in memory. The file of
-    /// channel maxima that a run may write is not counted.
+    /// Estimates the peak memory in bytes of one run of all these plans, with hidden states in memory. What a run needs
+    /// in addition to write a file of channel maxima is not counted.
     pub fn peak_memory(plans: &[Self], model: &Model) -> u64 {
         Self::peak_memory_in(plans, model, Residence::Memory)
     }
@@ -102,7 +102,7 @@ impl Plan {
     }
 
     /// The memory in bytes for writing the largest tensor: the stored bytes of this tensor and the next one, codes,
-    /// packed codes, and an `f32` copy if a transform may rewrite it.
+    /// packed codes, and an `f32` copy if the plan processes whole blocks.
     fn largest_tensor(&self) -> u64 {
         let of = |entry: &super::PlanEntry| match entry.action {
             Action::Copy => 16 << 20,
@@ -129,8 +129,8 @@ impl Plan {
             true => (self.sampling.samples as u64).saturating_mul(self.sampling.length as u64),
             false => 0,
         };
-        let transforms = self.transforms();
-        let gptq = self.method.rounding == Rounding::Gptq;
+        let transforms = if self.is_forward() { Vec::new() } else { self.transforms() };
+        let gptq = self.method.rounding == Rounding::Gptq && !self.is_forward();
         // GPTQ on the inputs of the quantized model processes experts one at a time, unless a transform has rewritten
         // all of them.
         let passes = PassPlan::new(self, false);
@@ -219,6 +219,9 @@ impl Plan {
 
     /// Bytes of a block's weights that are in memory at the same time.
     fn block_bytes(&self, kind: BlockKind<'_>, one_expert: bool) -> u64 {
+        if let Some(largest) = self.forward {
+            return largest;
+        }
         let of_block = self.entries.iter().filter(|e| e.layer == Some(kind.first));
         let node = |entry: &super::PlanEntry| match entry.action {
             Action::Quantize { node, .. } => node,
