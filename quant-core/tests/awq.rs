@@ -72,6 +72,7 @@ impl Search {
             settings: &TransformSettings { search, ..TransformSettings::default() },
             smoothing: 0.5,
             ranges: &BTreeMap::new(),
+            experts_apart: false,
             cancel: &CancelToken::new(),
         };
         let rewrite = Awq.search(&[task], Some(&mut hidden), true).unwrap().remove(0);

@@ -76,6 +76,7 @@ impl Bench {
             settings: &TransformSettings::default(),
             smoothing: 0.5,
             ranges: &BTreeMap::new(),
+            experts_apart: false,
             cancel: &CancelToken::new(),
         };
         fold(rewrite, &task, group, &scales(self.channels(group), seed)).unwrap();

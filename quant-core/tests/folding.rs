@@ -58,6 +58,7 @@ impl Bench {
             settings: &TransformSettings::default(),
             smoothing: 0.5,
             ranges: &BTreeMap::new(),
+            experts_apart: false,
             cancel: &CancelToken::new(),
         };
         fold(rewrite, &task, group, scales)

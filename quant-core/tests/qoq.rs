@@ -244,6 +244,7 @@ impl Bench {
             settings: &self.settings,
             smoothing: 0.5,
             ranges: &ranges,
+            experts_apart: false,
             cancel: &CancelToken::new(),
         }];
         Ok(transform.search(&task, Some(&mut self.hidden), false)?.swap_remove(0))

@@ -5,6 +5,7 @@
 //! conversations ─► chat template ──┘
 //! ```
 
+mod by_expert;
 mod cached;
 mod chat;
 mod expert_tokens;

@@ -20,13 +20,13 @@ pub(crate) fn windows_per_piece(length: usize) -> usize {
 }
 
 /// Adapts a tap on the whole batch to a piece: token indices of the piece become token indices of the batch.
-struct PieceTap<'a> {
-    tap: &'a mut dyn Tap,
+pub(super) struct PieceTap<'a, 't> {
+    pub(super) tap: &'a mut (dyn Tap + 't),
     /// The first token of the piece.
-    first: usize,
+    pub(super) first: usize,
 }
 
-impl Tap for PieceTap<'_> {
+impl Tap for PieceTap<'_, '_> {
     fn linear_input(&mut self, linear: NodeId, x: &Tensor, tokens: TokenRows<'_>) -> Result<()> {
         self.tap.linear_input(linear, x, tokens.shifted(self.first))
     }
@@ -215,10 +215,15 @@ impl HiddenStates {
         })
     }
 
+    /// The number of tokens that go through a block at a time, as whole windows.
+    pub(super) fn window_piece(&self) -> usize {
+        self.chunk_windows() * self.layout.length()
+    }
+
     /// Replaces the states with states of `width` features, in pieces of `piece` tokens. `run` gets the index of a
     /// piece's first token, its states, their width, and a function that writes new rows, given the offset of the first
     /// one in the piece.
-    fn replace(
+    pub(super) fn replace(
         &mut self,
         width: usize,
         piece: usize,
@@ -376,7 +381,7 @@ impl HiddenStates {
 
 /// The rows of a piece as `[windows, length, width]` if it consists of whole windows, otherwise as
 /// `[1, tokens, width]`.
-fn piece_of(rows: &[f32], width: usize, length: usize, piece: usize) -> Result<Tensor> {
+pub(super) fn piece_of(rows: &[f32], width: usize, length: usize, piece: usize) -> Result<Tensor> {
     let tokens = rows.len() / width.max(1);
     let length = if piece.is_multiple_of(length) && tokens.is_multiple_of(length) { length } else { tokens };
     Ok(Tensor::from_slice(rows, (tokens / length.max(1), length, width), &Device::Cpu)?)
@@ -431,12 +436,26 @@ fn run_piece(
     tap: &mut dyn Tap,
     take: &mut dyn FnMut(usize, &Tensor) -> Result<()>,
 ) -> Result<()> {
+    run_piece_to(block, layout, first, before, block.graph().output(), tap, take)
+}
+
+/// Same as [`run_piece`], up to a node that comes after all operations that mix tokens.
+pub(super) fn run_piece_to(
+    block: &Block,
+    layout: &BatchLayout,
+    first: usize,
+    before: &Tensor,
+    to: NodeId,
+    tap: &mut dyn Tap,
+    take: &mut dyn FnMut(usize, &Tensor) -> Result<()>,
+) -> Result<()> {
     let (windows, length, _) = before.dims3()?;
     let segments = layout.segments(first..first + windows * length);
     let graph = block.graph();
     let mut tap = PieceTap { tap, first };
     let Some(attention) = graph.only_mixing().filter(|_| length > CHUNK_TOKENS) else {
-        let after = block.forward_packed(before, segments, &mut tap)?;
+        let known = [(graph.input(), before.clone())];
+        let after = block.evaluate_packed(&known, &[to], segments, &mut tap)?.swap_remove(0);
         return take(0, &after);
     };
     let known = [(graph.input(), before.clone())];
@@ -445,7 +464,7 @@ fn run_piece(
         tap.first = first + at;
         let rows = |whole: &Tensor| whole.narrow(1, at, CHUNK_TOKENS.min(length - at))?.contiguous();
         let known = [(graph.input(), rows(before)?), (attention, rows(&attended)?)];
-        let after = block.evaluate(&known, &[graph.output()], &mut tap)?.swap_remove(0);
+        let after = block.evaluate(&known, &[to], &mut tap)?.swap_remove(0);
         take(at, &after)?;
     }
     Ok(())

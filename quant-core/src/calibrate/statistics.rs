@@ -70,6 +70,20 @@ impl<'a> StatisticsPass<'a> {
         self.attentions.insert(attention, statistic);
     }
 
+    /// The block that the batch passes through.
+    pub(super) fn block(&self) -> &'a Block {
+        self.block
+    }
+
+    pub(super) fn cancel(&self) -> &'a CancelToken {
+        self.cancel
+    }
+
+    /// Returns how many counted tokens went through each linear so far.
+    pub(crate) fn into_tokens(self) -> BTreeMap<NodeId, u64> {
+        self.tokens
+    }
+
     /// Runs the pass, and replaces the states with the output of the block if `advance` is set. Returns how many
     /// counted tokens went through each linear.
     ///

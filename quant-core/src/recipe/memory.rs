@@ -43,12 +43,17 @@ impl Plan {
         if memory <= budget {
             return Ok(Residence::Memory);
         }
-        let peak = |round_bytes| Self::peak_memory_in(plans, model, Residence::Files { round_bytes });
-        let smallest = peak(MIN_ROUND_BYTES);
-        if smallest > budget {
-            return Err(smallest.min(memory));
+        // Experts that are processed one at a time are read several times, so that comes last.
+        let mut needed = memory;
+        for experts_apart in [false, true] {
+            let files = |round_bytes| Residence::Files { round_bytes, experts_apart };
+            let smallest = Self::peak_memory_in(plans, model, files(MIN_ROUND_BYTES));
+            if smallest <= budget {
+                return Ok(files(MIN_ROUND_BYTES + (budget - smallest)));
+            }
+            needed = needed.min(smallest);
         }
-        Ok(Residence::Files { round_bytes: MIN_ROUND_BYTES + (budget - smallest) })
+        Err(needed)
     }
 
     /// The size in bytes of the hidden states that are in memory only because channel maxima are gathered.
@@ -140,7 +145,10 @@ impl Plan {
             // A pass of the float block reads all experts.
             && passes.first.is_none()
             && passes.cache.is_none();
-        let work = Workload { residence, ..self.workload(kind) };
+        let apart = matches!(residence, Residence::Files { experts_apart: true, .. });
+        let experts_apart = apart && self.takes_experts_apart(graph);
+        let one_expert = one_expert || experts_apart;
+        let work = Workload { residence, experts_apart, ..self.workload(kind) };
         let pieces = self.piece_memory(graph, tokens);
         let gathering = transforms.iter().map(|t| t.gathering_memory(&work)).max().unwrap_or(0);
         let searching = transforms.iter().map(|t| t.memory(&work)).max().unwrap_or(0);
@@ -213,8 +221,9 @@ impl Plan {
             _ => None,
         };
         let schemes = of_block.filter_map(scheme).collect();
-        let residence = Residence::Memory;
-        Workload { graph: kind.graph, sampling: self.sampling, settings: &self.settings, schemes, residence }
+        let (residence, experts_apart) = (Residence::Memory, false);
+        let (sampling, settings) = (self.sampling, &self.settings);
+        Workload { graph: kind.graph, sampling, settings, schemes, residence, experts_apart }
     }
 
     /// Bytes of a block's weights that are in memory at the same time.

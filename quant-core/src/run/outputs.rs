@@ -159,7 +159,9 @@ fn states(
     let (Some(writer), Some(job)) = (writers.first(), jobs.first()) else { return StateFiles::default() };
     let spill = match residence {
         Residence::Memory => None,
-        Residence::Files { round_bytes } => Some(Spill::new(writer.job_directory(), round_bytes)),
+        Residence::Files { round_bytes, experts_apart } => {
+            Some(Spill::new(writer.job_directory(), round_bytes).with_experts_apart(experts_apart))
+        }
     };
     let fingerprint = pipeline::fingerprint(job, directory, program).to_string();
     StateFiles {
