@@ -13,6 +13,7 @@ use serde::Deserialize;
 
 /// The texts of one domain.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Domain {
     /// `narrative`, `code`, `numbers` …
     pub name: &'static str,
@@ -83,6 +84,7 @@ fn split(text: &'static str) -> impl Iterator<Item = &'static str> {
 /// A public text set on a hub.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields)]
+#[non_exhaustive]
 pub struct PublicSet {
     /// The name that `--calibration` and `--text` take.
     pub name: String,
@@ -117,6 +119,7 @@ pub fn public_sets() -> Result<Vec<PublicSet>, toml::de::Error> {
 
 /// A file of a model directory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct ModelFile {
     /// The file name in the directory.
     pub name: &'static str,

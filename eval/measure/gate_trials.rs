@@ -103,8 +103,9 @@ impl Bench {
 
     /// Returns the text with only these windows.
     fn some(&self, numbers: &[usize]) -> EvaluationText {
-        let windows = numbers.iter().map(|&n| self.text.windows[n].clone()).collect();
-        EvaluationText { windows, ..self.text.clone() }
+        let mut text = self.text.clone();
+        text.windows = numbers.iter().map(|&n| self.text.windows[n].clone()).collect();
+        text
     }
 
     fn score(&self, decoder: &Decoder, text: &EvaluationText) -> Result<Scores> {

@@ -8,6 +8,7 @@ const LEVEL: f64 = 0.05;
 
 /// The model with the lowest divergence.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Closest {
     /// The model's index.
     pub index: usize,

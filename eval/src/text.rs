@@ -51,6 +51,7 @@ pub struct BosPolicy {
 /// The position of a BOS token.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
+#[non_exhaustive]
 pub enum Bos {
     /// The tokenizer adds no such token.
     None,
@@ -64,6 +65,7 @@ pub enum Bos {
 
 /// Windows to score.
 #[derive(Debug, Clone)]
+#[non_exhaustive]
 pub struct EvaluationText {
     /// The windows, in the order of the text.
     pub windows: Vec<Window>,
@@ -166,6 +168,36 @@ impl EvaluationText {
             text_sha256,
             text_bytes: scored.len() as u64,
             tokenizer_sha256: tokenization.sha256.clone(),
+        })
+    }
+
+    /// Creates a text of windows that an engine has tokenized and cut itself by the rule of `profile`. The number of
+    /// bytes and words and the hashes of the text and of the tokenizer are unknown: set these fields if you know them.
+    /// Without bytes, [`Scores::bits_per_byte`](crate::Scores::bits_per_byte) is absent.
+    ///
+    /// # Errors
+    /// [`Error::Usage`] when there is no window, or one has no token to score or no token before those it scores.
+    pub fn of_windows(windows: Vec<Window>, profile: Profile) -> Result<Self> {
+        let empty = windows.iter().position(|w| w.first == 0 || w.first >= w.tokens.len());
+        if windows.is_empty() || empty.is_some() {
+            let which = empty.map_or("there is no window".into(), |i| format!("window {i} scores no token"));
+            return Err(Error::usage(
+                format!("the text cannot be scored: {which}"),
+                "give windows with at least one token before the first scored one",
+            ));
+        }
+        Ok(Self {
+            id: profile.name(),
+            scored_bytes: 0,
+            words: None,
+            tokens_sha256: tokens_sha256(&windows),
+            windows,
+            profile,
+            bos: BosPolicy { policy: Bos::None, token: None },
+            warnings: Vec::new(),
+            text_sha256: String::new(),
+            text_bytes: 0,
+            tokenizer_sha256: String::new(),
         })
     }
 

@@ -9,7 +9,7 @@ use std::borrow::Cow;
 use std::fmt;
 
 /// A program's spelling of settings and commands.
-pub trait Wording {
+pub trait Wording: Sync {
     /// Spells a setting, given its name in `snake_case` and the suggested value, if any.
     fn setting(&self, name: &str, value: Option<&str>) -> String;
     /// Spells a command with its arguments: settings with their values, and positional values.
@@ -18,6 +18,7 @@ pub trait Wording {
 
 /// An argument of a command in a message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Argument<'a> {
     /// A positional value.
     Positional(&'a str),

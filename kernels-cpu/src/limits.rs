@@ -16,6 +16,7 @@ use crate::{Isa, IsaToken, PANEL_ROWS, STEP};
 
 /// A measured bandwidth limit.
 #[derive(Debug, Clone, Copy, PartialEq)]
+#[non_exhaustive]
 pub struct MemoryLimit {
     /// Bytes per second, summed over threads.
     pub bytes_per_second: f64,

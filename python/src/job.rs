@@ -16,6 +16,7 @@ use quant_core::{CancelToken, Error, Event, Result};
 
 use crate::error::exception;
 use crate::events::{Channel, fields};
+use crate::wording::Keywords;
 use crate::{gate, requests};
 
 /// Interval at which the caller's thread checks for signals.
@@ -100,7 +101,8 @@ pub fn run(
         let pool = quant_cli::pool(threads)?;
         let text_workers = quant_cli::text_workers(threads, &token, Some(place.worker()));
         let progress = Progress::forwarded(observer);
-        let session = Session { progress, cancel: token, text_workers, code: Some(place.code) };
+        let code = Some(place.code);
+        let session = Session { progress, cancel: token, text_workers, code, wording: &Keywords };
         pool.install(|| work(&session))
     };
     // No state that a panic could leave inconsistent is used afterwards.

@@ -56,6 +56,7 @@ impl Wording for Keywords {
             Argument::Positional(given) => Some((*given).to_owned()),
             Argument::Setting("json", _) => None,
             Argument::Setting(name, given) => Some(self.setting(name, *given)),
+            _ => None,
         });
         let words: Vec<String> = words.collect();
         let save = if saved { ".save(FILE)" } else { "" };

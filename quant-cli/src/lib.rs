@@ -124,6 +124,7 @@ fn run(cli: &cli::Cli, embedding: Option<Embedding>) -> quant_core::Result<u8> {
         text_workers: text_workers(threads, &cancel, embedding.as_ref().map(|e| e.worker.clone())),
         cancel,
         code: embedding.map(|embedding| embedding.code),
+        wording: &quant_core::wording::CommandLine,
     };
     pool.install(|| commands::run(&cli.command, &session))
 }

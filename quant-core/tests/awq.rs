@@ -64,17 +64,10 @@ impl Search {
             LinearGrid { scheme: scheme.parse().unwrap(), scale_dtype: checkpoint.tiny.dtype, fused: None };
         let grids = block.graph().linears().map(|(id, ..)| (id, grid)).collect();
         let norm_dtypes = block.graph().norms().map(|(id, ..)| (id, checkpoint.tiny.norm_dtype)).collect();
-        let task = BlockTask {
-            prefix: "block.",
-            block: &block,
-            grids: &grids,
-            norm_dtypes: &norm_dtypes,
-            settings: &TransformSettings { search, ..TransformSettings::default() },
-            smoothing: 0.5,
-            ranges: &BTreeMap::new(),
-            experts_apart: false,
-            cancel: &CancelToken::new(),
-        };
+        let settings = TransformSettings { search, ..TransformSettings::default() };
+        let cancel = CancelToken::new();
+        let mut task = BlockTask::new("block.", &block, &settings, &cancel);
+        (task.grids, task.norm_dtypes) = (&grids, &norm_dtypes);
         let rewrite = Awq.search(&[task], Some(&mut hidden), true).unwrap().remove(0);
         // The search has advanced the batch to the next block, regardless of its sample.
         let mut next = embed();

@@ -265,17 +265,9 @@ impl PackedReader for PlainReader {
     }
 
     fn read(&self, source: &dyn TensorSource, weight: PackedWeight<'_>) -> Result<QuantizedTensor> {
-        Ok(QuantizedTensor {
-            shape: weight.shape,
-            scheme: weight.scheme,
-            codes: source.read(&format!("{}.bytes", weight.module))?,
-            scales: source.read_f32(&format!("{}.steps", weight.module))?,
-            scale_dtype: Dtype::F32,
-            levels: None,
-            zeros: None,
-            global: None,
-            input: None,
-        })
+        let codes = source.read(&format!("{}.bytes", weight.module))?;
+        let scales = source.read_f32(&format!("{}.steps", weight.module))?;
+        Ok(QuantizedTensor::new(weight.shape, weight.scheme, codes, scales, Dtype::F32))
     }
 }
 

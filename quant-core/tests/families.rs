@@ -7,7 +7,6 @@ mod common;
 #[path = "families/configs.rs"]
 mod configs;
 
-use std::collections::BTreeMap;
 use std::path::Path;
 
 use candle_core::{Device, Tensor};
@@ -68,17 +67,9 @@ impl Bench {
     fn fold(&self, rewrite: &mut Rewrite, group: &FoldGroup, norms: Dtype, seed: u64) {
         let prefix = self.model.architecture().in_block(self.layer, "");
         let norm_dtypes = self.block.graph().norms().map(|(id, ..)| (id, norms)).collect();
-        let task = BlockTask {
-            prefix: &prefix,
-            block: &self.block,
-            grids: &BTreeMap::new(),
-            norm_dtypes: &norm_dtypes,
-            settings: &TransformSettings::default(),
-            smoothing: 0.5,
-            ranges: &BTreeMap::new(),
-            experts_apart: false,
-            cancel: &CancelToken::new(),
-        };
+        let (settings, cancel) = (TransformSettings::default(), CancelToken::new());
+        let mut task = BlockTask::new(&prefix, &self.block, &settings, &cancel);
+        task.norm_dtypes = &norm_dtypes;
         fold(rewrite, &task, group, &scales(self.channels(group), seed)).unwrap();
     }
 

@@ -50,17 +50,9 @@ impl Bench {
 
     fn fold(&self, rewrite: &mut Rewrite, group: &FoldGroup, scales: &[f32]) -> quant_core::Result<()> {
         let prefix = self.model.architecture().in_block(0, "");
-        let task = BlockTask {
-            prefix: &prefix,
-            block: &self.block,
-            grids: &BTreeMap::new(),
-            norm_dtypes: &self.norm_dtypes,
-            settings: &TransformSettings::default(),
-            smoothing: 0.5,
-            ranges: &BTreeMap::new(),
-            experts_apart: false,
-            cancel: &CancelToken::new(),
-        };
+        let (settings, cancel) = (TransformSettings::default(), CancelToken::new());
+        let mut task = BlockTask::new(&prefix, &self.block, &settings, &cancel);
+        task.norm_dtypes = &self.norm_dtypes;
         fold(rewrite, &task, group, scales)
     }
 
@@ -364,7 +356,8 @@ fn rewrites_follow_on_each_other() {
             assert!(weight.iter().all(|&w| dtype.round(w) == w), "{name} {}", bench.graph().name(*node));
         }
     }
-    let clipped = Rewrite { clips: BTreeMap::from([(0, vec![1.0])]), ..Rewrite::default() };
+    let mut clipped = Rewrite::default();
+    clipped.clips = BTreeMap::from([(0, vec![1.0])]);
     assert!(clipped.then(Rewrite::default()).is_err());
 }
 

@@ -65,8 +65,8 @@ fn holds(checkpoint: &Checkpoint, windows: &TokenWindows, settings: GptqSettings
         let (exact, rounded) = (float.block(layer, &rope).unwrap(), written.block(layer, &rope).unwrap());
         // A linear's input depends only on earlier linears, and all of those are quantized in the result.
         let runs = match settings.inputs {
-            LayerInputs::Quantized => &rounded,
             LayerInputs::Float => &exact,
+            _ => &rounded,
         };
         for (node, hessian) in hessians(runs, &mut states) {
             let name = exact.graph().name(node).to_owned();

@@ -236,18 +236,10 @@ impl Bench {
     fn search(&mut self, transform: &dyn Transform, block: &Block, before: &Rewrite) -> Result<Rewrite> {
         let prefix = self.model.architecture().in_block(0, "");
         let ranges = before.ranges(self.block.graph(), self.ranges.clone());
-        let task = [BlockTask {
-            prefix: &prefix,
-            block,
-            grids: &self.grids,
-            norm_dtypes: &self.norm_dtypes,
-            settings: &self.settings,
-            smoothing: 0.5,
-            ranges: &ranges,
-            experts_apart: false,
-            cancel: &CancelToken::new(),
-        }];
-        Ok(transform.search(&task, Some(&mut self.hidden), false)?.swap_remove(0))
+        let cancel = CancelToken::new();
+        let mut task = BlockTask::new(&prefix, block, &self.settings, &cancel);
+        (task.grids, task.norm_dtypes, task.ranges) = (&self.grids, &self.norm_dtypes, &ranges);
+        Ok(transform.search(&[task], Some(&mut self.hidden), false)?.swap_remove(0))
     }
 
     /// The change of the block's output by a rewrite, relative to its largest value.

@@ -288,6 +288,72 @@ fn the_operating_system_is_asked_in_few_places() {
     assert_eq!(asking, SYSTEM_CALLS.iter().map(|(place, _)| (*place).to_owned()).collect());
 }
 
+/// Returns the public enums and structures of a source that other crates could match in full or write as literals, and
+/// that are not `#[non_exhaustive]`.
+fn closed_types(text: &str) -> BTreeSet<String> {
+    let (mut found, mut is_open) = (BTreeSet::new(), false);
+    let mut lines = text.lines();
+    while let Some(line) = lines.next() {
+        is_open = line == "#[non_exhaustive]" || is_open && !line.is_empty();
+        let Some(item) = line.strip_prefix("pub enum ").or(line.strip_prefix("pub struct ")) else {
+            continue;
+        };
+        let name: String = item.chars().take_while(|c| c.is_alphanumeric()).collect();
+        let mut is_closed = line.starts_with("pub enum");
+        if line.starts_with("pub struct") && line.ends_with('{') {
+            let body = lines.by_ref().take_while(|line| *line != "}");
+            let fields =
+                body.filter(|line| line.starts_with(|c: char| c == ' ') && !line.starts_with("     "));
+            let fields: Vec<&str> =
+                fields.map(str::trim).filter(|f| !f.starts_with(['#', ')', '}'])).collect();
+            is_closed = !fields.is_empty() && fields.iter().all(|field| field.starts_with("pub "));
+        }
+        if is_closed && !is_open {
+            found.insert(name);
+        }
+        is_open = false;
+    }
+    found
+}
+
+#[test]
+fn types_that_cannot_grow_are_listed() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+    let page = std::fs::read_to_string(root.join("docs/crates.md")).unwrap();
+    let (_, section) = page.split_once("### Types that callers fill in or match").unwrap();
+    for (folder, package) in [
+        ("formats/src", "quant-formats"),
+        ("quant-core/src", "quant-core"),
+        ("eval/src", "quant-evaluator"),
+        ("kernels-cpu/src", "quant-kernels-cpu"),
+        ("kernels-cuda/src", "quant-kernels-cuda"),
+        ("calibration-data", "quant-calibration-data"),
+    ] {
+        let (mut files, mut closed) = (Vec::new(), BTreeSet::new());
+        sources(&root.join(folder), &mut files);
+        assert!(!files.is_empty(), "{folder}");
+        for file in files.iter().filter(|file| !is_for_tests(file.strip_prefix(&root).unwrap())) {
+            closed.extend(closed_types(&without_tests(&std::fs::read_to_string(file).unwrap())));
+        }
+        let start = format!("| `{package}` | ");
+        let row = section.lines().find_map(|line| line.strip_prefix(start.as_str())).unwrap();
+        let listed = row.split('`').skip(1).step_by(2).map(str::to_owned).collect::<BTreeSet<_>>();
+        let missing: Vec<_> = closed.difference(&listed).collect();
+        let stale: Vec<_> = listed.difference(&closed).collect();
+        assert!(missing.is_empty(), "{package}: make these #[non_exhaustive], or list them: {missing:?}");
+        assert!(stale.is_empty(), "{package}: the list names types that may grow or do not exist: {stale:?}");
+    }
+}
+
+#[test]
+fn types_that_cannot_grow_are_found() {
+    let text = "#[non_exhaustive]\npub enum A {\n    B,\n}\n\n#[derive(Debug)]\npub enum C {\n    D,\n}\n\n\
+                pub struct E {\n    pub f: u8,\n    g: u8,\n}\n\npub struct H<'a> {\n    #[serde(default)]\n    \
+                pub i: &'a u8,\n}\n\n#[non_exhaustive]\n#[derive(Debug)]\npub struct J {\n    pub k: u8,\n}\n\n\
+                pub struct L(pub u8);\n";
+    assert_eq!(closed_types(text), BTreeSet::from(["C".to_owned(), "H".to_owned()]));
+}
+
 #[test]
 fn comparisons_of_names_are_found() {
     let names = BTreeSet::from(["awq", "gptq"]);

@@ -221,7 +221,7 @@ fn ci_systems_are_notified() {
     let xml = std::fs::read_to_string(junit).unwrap();
     assert!(xml.contains(&format!("tests=\"3\" skipped=\"0\" failures=\"{failed}\"")), "{xml}");
     let markdown = std::fs::read_to_string(summary).unwrap();
-    assert!(markdown.starts_with("### quant gate: fail\n") && markdown.contains("| held |"), "{markdown}");
+    assert!(markdown.starts_with("### Accuracy gate: fail\n") && markdown.contains("| held |"), "{markdown}");
     // The same form as on the terminal, and what has changed.
     let values: Vec<&str> = checks.iter().map(|c| c["measured"].as_str().unwrap()).collect();
     assert!(values[0].contains(" % (between "), "{values:?}");

@@ -27,6 +27,7 @@ pub struct Change {
 /// The direction of a change.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
+#[non_exhaustive]
 pub enum Trend {
     /// Smaller or more accurate; for measurements, significantly at the policy's level.
     Better,

@@ -5,7 +5,7 @@ use super::{Outcome, Verdict};
 
 /// The outcome as Markdown.
 pub fn summary(outcome: &Outcome) -> String {
-    let mut text = format!("### quant gate: {}\n\n", outcome.verdict.name());
+    let mut text = format!("### Accuracy gate: {}\n\n", outcome.verdict.name());
     text.push_str(
         "| | result | check | measured | allowed | windows |\n| --- | --- | --- | --- | --- | ---: |\n",
     );
@@ -70,7 +70,7 @@ pub fn annotations(outcome: &Outcome) -> Vec<String> {
                 "::{kind} file={},line={},title={}::{}",
                 property(&outcome.policy),
                 check.line,
-                property(&format!("quant gate: {} {}", check.result, check.verdict.name())),
+                property(&format!("accuracy gate: {} {}", check.result, check.verdict.name())),
                 escaped(
                     &[Some(check.message.clone()), cause(&outcome.changes, &check.result)]
                         .into_iter()

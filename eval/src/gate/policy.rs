@@ -48,6 +48,7 @@ const MAX_FILE_BYTES: u64 = 1 << 20;
 /// # Ok::<(), quant_core::Error>(())
 /// ```
 #[derive(Debug, Clone)]
+#[non_exhaustive]
 pub struct Policy {
     /// SHA-256 of its text.
     pub sha256: String,

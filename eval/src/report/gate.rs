@@ -62,7 +62,7 @@ pub fn gate_page(outcome: &Outcome, results: &[(String, Evaluation)], baseline: 
             }
         } }
     };
-    page("quant gate", &subtitle, &body)
+    page("accuracy gate", &subtitle, &body)
 }
 
 /// The checks that decided, for the tile of the verdict.

@@ -196,7 +196,7 @@ fn few_tokens(report: &QuantReport) -> Option<Markup> {
     })
 }
 
-/// Renders the page of a `quant quantize` run; `title` names the output.
+/// Renders the page of a quantization; `title` names the output.
 pub fn quantization_page(title: &str, report: &QuantReport, linears: &[LinearCell]) -> String {
     let quantized = report.tensors.iter().filter(|t| t.weight_error.is_some()).count();
     let schemes: BTreeSet<&str> = report.tensors.iter().filter_map(|t| t.scheme.as_deref()).collect();

@@ -24,6 +24,7 @@ const MAX_BYTES: u64 = 16 << 20;
 
 /// A file of a checkpoint that was written and read back.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+#[non_exhaustive]
 pub struct PublishedFile {
     /// The file's name within the directory.
     pub name: String,

@@ -31,6 +31,7 @@ pub(crate) struct ReplacePolicy {
 
 /// A published checkpoint.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Published {
     /// The directory, or the single file, absolute and with links resolved.
     pub path: PathBuf,

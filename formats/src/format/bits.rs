@@ -26,6 +26,7 @@ pub fn words_for(count: usize, bits: u8) -> usize {
 /// The number of words is not what [`words_for`] returns for these codes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("{count} codes of {bits} bits take {} words of 32 bits, got {got}", words_for(*count, *bits))]
+#[non_exhaustive]
 pub struct WordCount {
     /// Number of codes to unpack.
     pub count: usize,

@@ -15,6 +15,7 @@ use crate::{Error, Result};
 /// `ŵ[o, i] = (codes[o, i] − zeros[o, g]) · scales[o, g]` with `g = i / group_size`; a symmetric scheme stores no zero
 /// points, which are then `2^(bits − 1)`. For a floating-point format, `ŵ[o, i] = number(codes[o, i]) · scales[o, g]`.
 #[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
 pub struct QuantizedTensor {
     /// `[n, k]`: output and input features.
     pub shape: [usize; 2],
@@ -39,6 +40,29 @@ pub struct QuantizedTensor {
 }
 
 impl QuantizedTensor {
+    /// Creates a tensor with one level of scales, without stored zero points, global scale or input scale, for readers of
+    /// other formats: set these fields where the format has them. [`require_storable`](Self::require_storable) checks
+    /// the result.
+    pub fn new(
+        shape: [usize; 2],
+        scheme: LinearScheme,
+        codes: Vec<u8>,
+        scales: Vec<f32>,
+        scale_dtype: Dtype,
+    ) -> Self {
+        Self {
+            shape,
+            scheme,
+            codes,
+            scales,
+            scale_dtype,
+            levels: None,
+            zeros: None,
+            global: None,
+            input: None,
+        }
+    }
+
     /// Returns a view of the matrix for the kernels.
     ///
     /// # Errors

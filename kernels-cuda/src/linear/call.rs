@@ -88,6 +88,7 @@ pub struct CallArguments {
 /// One launch of a call. Pass the launches to [`Kernels::kernel`](crate::device::Kernels::kernel) and
 /// [`Kernel::launch`](crate::device::Kernel::launch) in order, on one stream.
 #[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
 pub struct CallLaunch {
     /// The kernel.
     pub variant: Variant,

@@ -9,6 +9,7 @@ use crate::layout::{TILE_K, TILE_ROWS};
 
 /// The shape of a block of threads.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub struct BlockShape {
     /// Warps along output features, each with `row_tiles` tiles of 16.
     pub row_warps: usize,
@@ -97,6 +98,7 @@ impl PlanLimits {
 
 /// A kernel variant: scheme, block shape and division of `k`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub struct LinearVariant {
     /// The types and groups of the operands.
     pub scheme: KernelScheme,

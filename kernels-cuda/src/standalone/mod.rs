@@ -113,6 +113,7 @@ impl Gpu {
 
 /// The size of a device's memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct DeviceMemory {
     /// The number of bytes that are not allocated.
     pub free: usize,

@@ -159,7 +159,7 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
                         .progress
                         .note("[cut off at the token limit; raise --max-new-tokens for longer answers]"),
                     End::Context => session.progress.note("[cut off: the context is full]"),
-                    End::EndOfSequence | End::Stopped => {}
+                    _ => {}
                 }
             }
             // The user stopped the answer; the text so far stays in the conversation.

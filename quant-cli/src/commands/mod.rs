@@ -20,6 +20,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use quant_core::run::Host;
+use quant_core::wording::Wording;
 use quant_core::worker::TextWorkers;
 use quant_core::{CancelToken, Result};
 
@@ -36,18 +37,18 @@ pub struct Session {
     pub text_workers: Arc<dyn TextWorkers>,
     /// The file that contains this code, if it is not the executable.
     pub code: Option<PathBuf>,
+    /// How model cards spell settings and commands.
+    pub wording: &'static dyn Wording,
 }
 
 impl Session {
     /// Returns this session in the form that the library takes.
     pub fn host(&self) -> Host<'_> {
-        Host {
-            observer: &self.progress,
-            cancel: &self.cancel,
-            catalog: self,
-            text_workers: self.text_workers.clone(),
-            code: self.code.as_deref(),
-        }
+        let mut host = Host::new(&self.progress, &self.cancel, self);
+        host.text_workers = self.text_workers.clone();
+        host.code = self.code.as_deref();
+        host.wording = self.wording;
+        host
     }
 }
 

@@ -87,6 +87,7 @@ mod tests {
             cancel: CancelToken::new(),
             text_workers: std::sync::Arc::new(quant_core::calibrate::InProcess),
             code: None,
+            wording: &quant_core::wording::CommandLine,
         };
         let cache = RepositoryCache::new(scratch.path(), "datasets", "a/b");
         let path = scratch.path().join("file");

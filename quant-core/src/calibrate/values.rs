@@ -14,6 +14,7 @@ const CHUNK_BYTES: usize = 1 << 20;
 
 /// The storage for hidden states and samples of the calibration batch. The output of a run does not depend on it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
 pub enum Residence {
     /// In memory.
     #[default]

@@ -22,6 +22,7 @@ pub enum LayerKind {
 
 /// A linear of the model, as part of a [`FusedLayer`].
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Part {
     /// The name of its module.
     pub module: String,
@@ -33,6 +34,7 @@ pub struct Part {
 
 /// A matrix as an engine runs it: one linear, or several fused.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct FusedLayer {
     /// How it is split.
     pub kind: LayerKind,
@@ -60,6 +62,7 @@ impl FusedLayer {
 
 /// The properties of a checkpoint that decide whether an engine loads it.
 #[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
 pub struct Outline {
     /// The format's name.
     pub container: &'static str,

@@ -30,6 +30,7 @@ const PROMPT_CHUNK: usize = 512;
 
 /// The reason why generation stopped.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum End {
     /// The model emitted an end-of-sequence token.
     EndOfSequence,

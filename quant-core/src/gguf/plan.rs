@@ -97,6 +97,7 @@ impl PlannedTensor {
 
 /// The contents of a file.
 #[derive(Debug, Clone)]
+#[non_exhaustive]
 pub struct GgufPlan {
     /// The options.
     pub request: GgufRequest,

@@ -156,6 +156,7 @@ impl KvScheme {
 
 /// How a block caches keys and values before queries read them.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum KvCaching {
     /// As `f32`.
     #[default]
@@ -222,6 +223,17 @@ pub(super) fn cache_error(error: KernelError) -> Error {
         other => return Error::Internal(format!("the cache rejected its operands: {other}")),
     };
     Error::Cache { block: None, reason }
+}
+
+impl fmt::Display for KvCaching {
+    /// The type of cached values, such as `kv8`, and whether it is simulated.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Float => f.write_str("f32"),
+            Self::Simulated(scheme) => write!(f, "{scheme} (simulated)"),
+            Self::Kernels(kind) => f.write_str(kind.name()),
+        }
+    }
 }
 
 impl fmt::Display for KvScheme {

@@ -10,6 +10,7 @@ use crate::{Error, Result};
 
 /// The parameters of a norm.
 #[derive(Debug, Clone)]
+#[non_exhaustive]
 pub struct Norm {
     /// `[width]`, as stored: [`Op::weight_offset`] is added when it is applied.
     pub weight: Tensor,

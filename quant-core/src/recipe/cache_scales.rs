@@ -12,6 +12,7 @@ use crate::{Error, Result};
 
 /// A scale of keys or values that is computed from the calibration text and written with a linear.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct CacheScale {
     /// The attention node, in the block of the linear.
     pub attention: NodeId,

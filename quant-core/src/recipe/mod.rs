@@ -40,6 +40,7 @@ use crate::{Error, Result};
 
 /// A named combination of method and scheme.
 #[derive(Debug)]
+#[non_exhaustive]
 pub struct Preset {
     /// The name for `--preset`.
     pub name: &'static str,

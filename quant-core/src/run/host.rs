@@ -9,10 +9,12 @@ use crate::checkpoint::ModelDirectory;
 use crate::model::Model;
 use crate::pipeline::Program;
 use crate::recipe::{Extensions, Recipe};
+use crate::wording::{CommandLine, Wording};
 use crate::worker::TextWorkers;
 use crate::{CancelToken, Error, Event, Observer, Result, gguf};
 
-/// The resources that the calling program provides to a run.
+/// The resources that the calling program provides to a run. Create it with [`Host::new`] and set the fields that differ.
+#[non_exhaustive]
 pub struct Host<'a> {
     /// Receives progress events.
     pub observer: &'a dyn Observer,
@@ -24,6 +26,9 @@ pub struct Host<'a> {
     pub text_workers: Arc<dyn TextWorkers>,
     /// The file that holds this crate's code, if that is not the executable.
     pub code: Option<&'a Path>,
+    /// Spells settings and commands in the model card, which later readers of the checkpoint see. Messages to the
+    /// calling program keep their marks, see [`crate::wording`].
+    pub wording: &'a dyn Wording,
 }
 
 /// The models and texts that a program knows by name.
@@ -74,9 +79,16 @@ pub struct Nothing;
 impl Catalog for Nothing {}
 
 impl<'a> Host<'a> {
-    /// Creates a host that runs tokenizers in its own process.
+    /// Creates a host that runs tokenizers in its own process, and spells commands as on the command line.
     pub fn new(observer: &'a dyn Observer, cancel: &'a CancelToken, catalog: &'a dyn Catalog) -> Self {
-        Self { observer, cancel, catalog, text_workers: Arc::new(InProcess), code: None }
+        Self {
+            observer,
+            cancel,
+            catalog,
+            text_workers: Arc::new(InProcess),
+            code: None,
+            wording: &CommandLine,
+        }
     }
 
     /// Returns the same host with a different observer.
@@ -101,6 +113,7 @@ impl<'a> Host<'a> {
 }
 
 /// A model directory or a GGUF file, and its model.
+#[non_exhaustive]
 pub struct Opened {
     /// The directory.
     pub directory: ModelDirectory,

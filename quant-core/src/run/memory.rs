@@ -13,6 +13,7 @@ const DEFAULT_FRACTION: f64 = 0.8;
 
 /// How much memory a run may use. It decides where hidden states are kept, never what is written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
 pub enum MemoryBudget {
     /// 80 % of the available memory.
     #[default]

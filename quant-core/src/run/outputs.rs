@@ -134,7 +134,8 @@ pub(crate) fn write_filled(
     let outcome = pipeline::quantize_each_with(jobs, sinks, &states).and_then(|reports| {
         for ((job, report), writer) in jobs.iter().zip(&reports).zip(&mut writers) {
             pipeline::add_companions(directory, job.plan, report, writer)?;
-            writer.add_file(model_card::NAME, model_card(directory, job, report).as_bytes())?;
+            let card = model_card(directory, job, report, host.wording);
+            writer.add_file(model_card::NAME, card.as_bytes())?;
         }
         Ok(reports)
     });

@@ -43,6 +43,7 @@ impl FromStr for Search {
 
 /// A candidate with its measured error.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct TriedScales {
     /// The exponent of the activations; `None` for no scaling.
     pub ratio: Option<f32>,

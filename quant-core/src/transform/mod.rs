@@ -79,6 +79,7 @@ impl LinearGrid {
 
 /// A block and the information about it that a [`Transform`] needs.
 #[derive(Debug)]
+#[non_exhaustive]
 pub struct BlockTask<'a> {
     /// The prefix of the block's modules, for messages and records.
     pub prefix: &'a str,
@@ -101,7 +102,32 @@ pub struct BlockTask<'a> {
     pub cancel: &'a CancelToken,
 }
 
-impl BlockTask<'_> {
+static NO_GRIDS: BTreeMap<NodeId, LinearGrid> = BTreeMap::new();
+static NO_DTYPES: BTreeMap<NodeId, Dtype> = BTreeMap::new();
+static NO_RANGES: BTreeMap<NodeId, ChannelRanges> = BTreeMap::new();
+
+impl<'a> BlockTask<'a> {
+    /// Creates a task for a block of which no linear is quantized, with SmoothQuant's usual exponent 0.5. Set the
+    /// other fields as needed.
+    pub fn new(
+        prefix: &'a str,
+        block: &'a Block,
+        settings: &'a TransformSettings,
+        cancel: &'a CancelToken,
+    ) -> Self {
+        Self {
+            prefix,
+            block,
+            grids: &NO_GRIDS,
+            norm_dtypes: &NO_DTYPES,
+            settings,
+            smoothing: 0.5,
+            ranges: &NO_RANGES,
+            experts_apart: false,
+            cancel,
+        }
+    }
+
     /// Drops the bytes of a weight that was read, if it belongs to an expert and experts are processed one at a time.
     fn done_with(&self, node: NodeId) {
         let of_expert = self.experts_apart && self.block.graph().expert_of(node).is_some();

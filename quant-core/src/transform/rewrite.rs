@@ -117,6 +117,7 @@ pub struct ClipRecord {
 
 /// The changes to one block's float weights before they are rounded.
 #[derive(Debug, Clone, Default)]
+#[non_exhaustive]
 pub struct Rewrite {
     /// The number of counted tokens that went through each linear in the search.
     pub tokens: BTreeMap<NodeId, u64>,

@@ -136,11 +136,7 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
         model: args.model.display().to_string(),
         threads: rayon::current_num_threads(),
         kernels: gpu.as_ref().map_or_else(|| kernels().to_owned(), |gpu| format!("cuda on {}", gpu.device())),
-        kv_cache: match decoder.caching() {
-            KvCaching::Float => "f32".into(),
-            KvCaching::Simulated(kv) => format!("{kv} (simulated)"),
-            KvCaching::Kernels(kind) => kind.name().into(),
-        },
+        kv_cache: decoder.caching().to_string(),
         kv_cache_bytes,
         prefill: Rate::new(args.prefill, prefill),
         decode: Rate::new(args.decode, decode),

@@ -80,6 +80,7 @@ impl Conversation {
 
 /// A conversation as text.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct RenderedChat {
     /// The text, with the special tokens that the template writes.
     pub text: String,

@@ -20,6 +20,7 @@ const MAX_ELEMENTS: u64 = 1 << 24;
 
 /// The header of a file.
 #[derive(Debug, Clone)]
+#[non_exhaustive]
 pub struct GgufHeader {
     /// 2 or 3. The versions do not differ in anything that is read here.
     pub version: u32,
@@ -31,6 +32,7 @@ pub struct GgufHeader {
 
 /// A tensor of a file.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct GgufTensor {
     /// The name.
     pub name: String,

@@ -2,6 +2,7 @@
 
 /// The heads, window and score modifications of an attention.
 #[derive(Debug, Clone, Copy, PartialEq)]
+#[non_exhaustive]
 pub struct AttentionShape {
     /// Number of key and value heads.
     pub kv_heads: usize,

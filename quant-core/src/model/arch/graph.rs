@@ -18,6 +18,7 @@ pub type NodeId = usize;
 
 /// One step of a block.
 #[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
 pub struct Node {
     /// The operation.
     pub op: Op,
@@ -101,6 +102,7 @@ impl FoldGroup {
 
 /// Channels between linears that may be permuted, and everything that must be permuted with them.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct OrderGroup {
     /// The linears whose rows are permuted: all linears that compute the channels.
     pub producers: Vec<NodeId>,

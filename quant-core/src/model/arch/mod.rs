@@ -67,6 +67,7 @@ use crate::model::rope::Rope;
 
 /// Everything the pipeline needs to know about a model's family and sizes.
 #[derive(Debug, Clone)]
+#[non_exhaustive]
 pub struct Architecture {
     /// The family's name: in most families, the `model_type` of the decoder's configuration.
     pub family: &'static str,
@@ -156,6 +157,7 @@ impl LogitsTransform {
 
 /// A table of position embeddings. The number of its rows limits the number of positions.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct LearnedPositions {
     /// Name of the tensor `[offset + positions, hidden]`.
     pub table: String,
@@ -169,6 +171,7 @@ pub struct LearnedPositions {
 ///
 /// In the input of the first block, the per-layer inputs follow the embedding.
 #[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
 pub struct PerLayerInputs {
     /// Features of one block's input.
     pub width: usize,
@@ -184,6 +187,7 @@ pub struct PerLayerInputs {
 
 /// Modules that some blocks do not use, though checkpoints may contain them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Unread {
     /// The first of the blocks that do not use them; all later blocks do not use them either.
     pub first: usize,

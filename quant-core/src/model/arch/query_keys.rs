@@ -5,6 +5,7 @@ use crate::model::rope::Rope;
 
 /// An attention and the producers, norms and rotation of its queries and keys.
 #[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
 pub struct QueryKey {
     /// The attention.
     pub attention: NodeId,
@@ -23,6 +24,7 @@ pub struct QueryKey {
 
 /// The rows of a producer that compute a value: `width` of every `period` rows, from row `start`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct ProducerRows {
     /// The period.
     pub period: usize,

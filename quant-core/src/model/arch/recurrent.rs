@@ -9,6 +9,7 @@ use super::op::{Parameter, ScalePass};
 ///
 /// The state is zero before the first token of a segment.
 #[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
 pub struct Recurrent {
     /// Module name inside the block.
     pub name: String,
@@ -30,6 +31,7 @@ pub enum RecurrentKind {
 
 /// `y[t, c] = f(Σ_j w[c, j] · x[t − kernel + 1 + j, c] + bias[c])`, with `x = 0` before the first token.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Convolution {
     /// Input and output channels.
     pub channels: usize,
@@ -50,6 +52,7 @@ pub struct Convolution {
 /// The first input holds the queries of all key heads, then their keys, then the values of all value heads. The other
 /// two inputs have one channel per value head.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct DeltaNet {
     /// Number of query and key heads.
     pub key_heads: usize,
@@ -87,6 +90,7 @@ impl DeltaNet {
 /// The first input holds the `x` of all heads, then the `b` of all groups, then their `c`. The other input has one
 /// channel per head.
 #[derive(Debug, Clone, Copy, PartialEq)]
+#[non_exhaustive]
 pub struct StateSpace {
     /// Number of heads.
     pub heads: usize,

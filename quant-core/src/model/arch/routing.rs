@@ -6,6 +6,7 @@
 /// after adding the [correction](Self::correction) and excluding experts outside the best [groups](Self::groups). Their
 /// weights are the scores without the correction, [normalized](Self::normalized) and then [scaled](Self::scale).
 #[derive(Debug, Clone, Copy, PartialEq)]
+#[non_exhaustive]
 pub struct Routing {
     /// Number of experts.
     pub experts: usize,
@@ -66,6 +67,7 @@ pub enum RouterScores {
 
 /// A stored bias per expert, added to the scores for the choice of experts only.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Correction {
     /// The module that the bias is stored in.
     pub module: &'static str,
@@ -84,6 +86,7 @@ impl Correction {
 
 /// Experts in groups of equal size, of which only the best are considered.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Groups {
     /// Number of groups; each group is a range of consecutive experts.
     pub count: usize,

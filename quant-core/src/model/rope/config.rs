@@ -14,6 +14,7 @@ const MAX_FACTORS: usize = 1 << 14;
 
 /// A family's defaults for its rotary embedding, and its names for keys.
 #[derive(Debug, Clone, Copy)]
+#[non_exhaustive]
 pub struct RopeRequest<'a> {
     /// Width of a head.
     pub head_dim: usize,

@@ -18,6 +18,7 @@ use crate::{Error, Result};
 
 /// A rotary position embedding.
 #[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
 pub struct Rope {
     /// Width of a head.
     pub head_dim: usize,
@@ -33,6 +34,7 @@ pub struct Rope {
 
 /// The pairs of channels that a rotation mixes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum RopeLayout {
     /// Channel `i` of the first half with channel `i` of the second (GPT-NeoX, Llama).
     Halves,

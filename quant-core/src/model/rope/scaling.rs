@@ -51,6 +51,7 @@ pub enum RopeScaling {
 
 /// High frequencies are kept and low frequencies are divided, with a linear ramp over the pairs in between.
 #[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
 pub struct Yarn {
     /// The divisor of low frequencies.
     pub factor: f64,
@@ -70,6 +71,7 @@ pub struct Yarn {
 
 /// Every frequency is divided by its own factor, from one list for short sequences and another for long ones.
 #[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
 pub struct LongRope {
     /// Divisors for sequences up to `original_positions`, one per pair.
     pub short: Arc<[f32]>,

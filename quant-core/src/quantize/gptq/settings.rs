@@ -55,6 +55,7 @@ impl FromStr for ActOrder {
 /// The model whose activations are the inputs of linears: the quantized or the float model.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
+#[non_exhaustive]
 pub enum LayerInputs {
     /// All earlier layers are quantized, as they will be at inference (`true_sequential`, within blocks and from block
     /// to block): a linear compensates the errors of those before it.

@@ -26,6 +26,7 @@ const RUN: usize = 32;
 
 /// A weight quantized by GPTQ.
 #[derive(Debug)]
+#[non_exhaustive]
 pub struct Solved {
     /// Codes, scales and zero points.
     pub tensor: QuantizedTensor,
@@ -108,17 +109,10 @@ pub fn solve_within(
         is_static: settings.act_order == ActOrder::StaticGroups || settled.is_some(),
         settled: settled.as_ref().map(|tensor| &tensor.scales[..]),
     };
-    let mut tensor = QuantizedTensor {
-        shape,
-        scheme,
-        codes: vec![0; n * k],
-        scales: vec![0.0; n * groups],
-        scale_dtype,
-        zeros: (!scheme.is_symmetric()).then(|| vec![0; n * groups]),
-        levels: None,
-        global: settled.as_ref().and_then(|tensor| tensor.global),
-        input: None,
-    };
+    let (codes, scales) = (vec![0; n * k], vec![0.0; n * groups]);
+    let mut tensor = QuantizedTensor::new(shape, scheme, codes, scales, scale_dtype);
+    tensor.zeros = (!scheme.is_symmetric()).then(|| vec![0; n * groups]);
+    tensor.global = settled.as_ref().and_then(|tensor| tensor.global);
     let codes = tensor.codes.par_chunks_mut(TILE * k);
     let scales = tensor.scales.par_chunks_mut(TILE * groups);
     let tiles = codes.zip(scales).enumerate();
