@@ -343,7 +343,7 @@ fn nothing_that_is_missing_or_broken_passes() {
     std::fs::write(at("spaced.json"), &edited).unwrap();
     let value = read(&good).pointer("/comparison/kl_quantiles/p99/value").unwrap().to_string();
     std::fs::write(at("edited.json"), text.replacen(&value, "0.5", 1)).unwrap();
-    judge("no baseline", &good, &at("absent.json"), 4, &["absent.json: does not exist", "--update"]);
+    judge("no baseline", &good, &at("absent.json"), 4, &["absent.json does not exist", "--update"]);
     judge("an empty baseline", &good, &at("empty.json"), 4, &["is empty", "--update"]);
     judge("a baseline of nothing", &good, &at("no-results.json"), 4, &["contains no results"]);
     judge("half a baseline", &good, &at("cut.json"), 4, &["is not a baseline"]);
@@ -354,7 +354,7 @@ fn nothing_that_is_missing_or_broken_passes() {
         "a policy without its baseline",
         &quant(args!["gate", &good, "--policy", &policy]),
         4,
-        &["gate.toml: has tests against a baseline", "--baseline"],
+        &["gate.toml has tests against a baseline", "--baseline"],
     );
 
     // Broken results. Each keeps its name, which links it to the baseline.
@@ -480,7 +480,7 @@ fn nothing_that_is_missing_or_broken_passes() {
         check_message("an output that is an input", &run, 2, &["a separate file"]);
         assert_eq!(std::fs::read(path).unwrap(), before, "{option}");
     }
-    judge("no result", &at("absent.json"), &baseline, 4, &["absent.json: does not exist"]);
+    judge("no result", &at("absent.json"), &baseline, 4, &["absent.json does not exist"]);
     let twice = args!["gate", &good, bench.result("3"), "--policy", &policy, "--baseline", &baseline];
     check_message("one name twice", &quant(twice), 2, &["two results have the name `held`"]);
     let twice = args!["gate", &good, bench.result("3"), "--baseline", at("new.json"), "--update"];

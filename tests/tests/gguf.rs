@@ -64,6 +64,22 @@ fn a_file_is_written_and_read_back() {
     assert_eq!(report["tensors"].as_array().map(Vec::len), Some(57));
     let inspected = quant(args!["inspect", at("q4.gguf"), "--json"]).json();
     assert_eq!((&inspected["family"], &inspected["layers"]), (&"llama".into(), &6.into()));
+    // Types, sizes and bits per weight are those of the file, not of the decoded tensors.
+    assert_eq!(
+        (&inspected["quant_method"], &inspected["gguf"]["mixture"]),
+        (&"gguf".into(), &"Q4_K_M".into())
+    );
+    assert_eq!(inspected["gguf"]["bits_per_weight"], summary["bits_per_weight"]);
+    let file_bytes = std::fs::metadata(at("q4.gguf")).unwrap().len();
+    assert_eq!(inspected["gguf"]["file_bytes"], file_bytes);
+    let tensors = inspected["tensors"].as_array().unwrap();
+    assert_eq!(tensors.iter().filter(|t| t["dtype"] == "Q6_K").count(), 5);
+    assert_eq!(inspected["bytes"], tensors.iter().map(|t| t["bytes"].as_u64().unwrap()).sum::<u64>());
+    assert!(inspected["linears"].as_array().unwrap().iter().all(|l| l["stored"] != "F32"), "{inspected}");
+    let shown = quant(args!["inspect", at("q4.gguf")]).succeeded();
+    assert!(shown.stdout.contains("quantized: GGUF, Q4_K_M, ") && shown.stderr.is_empty(), "{shown}");
+    let float = quant(args!["inspect", at("f16.gguf")]).succeeded();
+    assert!(float.stdout.contains("not quantized"), "{float}");
 }
 
 #[test]

@@ -79,9 +79,7 @@ impl Error {
                     .into()
             }
             Self::Text { .. } => {
-                "give a longer text (UTF-8, or JSONL whose lines have a field `text` or, for calibration, \
-                `messages`), or request fewer or shorter windows (‹samples› and ‹seq_len›, or ‹windows› and \
-                ‹window›)"
+                "give a text: UTF-8, or JSONL whose lines have a field `text` or, for calibration, `messages`"
                     .into()
             }
             Self::NameTaken { .. } => {

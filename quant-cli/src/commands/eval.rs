@@ -52,7 +52,7 @@ pub struct Args {
     /// Window of the scoring rule, in tokens
     #[arg(long, value_name = "L")]
     pub window: Option<usize>,
-    /// Score only the first N windows
+    /// Score only the first N windows, or all if the text has fewer
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
     pub windows: Option<u64>,
     /// How quantized linears are computed: fake dequantizes them and multiplies floats; kernels runs the
@@ -404,6 +404,9 @@ pub fn text(
     let text = EvaluationText::new(&tokenization, &documents, request, windows, &origin)?;
     for warning in &text.warnings {
         session.progress.note(&format!("warning: {warning}"));
+    }
+    for note in &text.notes {
+        session.progress.note(note);
     }
     // If the tokenizer is larger than the embedding, even the tokens that the embedding has may have a different
     // meaning.

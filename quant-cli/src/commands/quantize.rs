@@ -2,10 +2,11 @@
 
 use std::path::{Path, PathBuf};
 
+use quant_core::gguf;
 use quant_core::recipe::Extensions;
 use quant_core::run::{
     Calibration, Done, FullBatchLinears, MIN_EXPERT_TOKENS, QuantizeJob, QuantizeRequest, QuantizeSummary,
-    Summary, Text, UndersampledLinears,
+    Summary, Text, UndersampledLinears, is_gguf_name,
 };
 use quant_core::{Error, Result};
 use quant_evaluator::report::quantization_page;
@@ -21,9 +22,9 @@ use crate::recipe::RecipeOptions;
 pub struct Args {
     /// Model directory, or org/name or org/name@revision on a hub
     pub model: PathBuf,
-    /// Output directory; it is created only when complete and verified
+    /// Output directory, or a file whose name ends in .gguf; it is created only when complete and verified
     ///
-    /// With several formats it contains one directory per format.
+    /// With several formats it contains one directory per format. The name of a .gguf file implies --format gguf.
     #[arg(long, short)]
     pub output: PathBuf,
     // Not a doc comment, which would become part of the help.
@@ -56,12 +57,19 @@ pub struct Args {
 }
 
 impl Args {
-    fn request(&self) -> Result<QuantizeRequest> {
+    fn request(&self, session: &Session) -> Result<QuantizeRequest> {
+        let mut settings = self.recipe.settings();
+        let names_format =
+            !settings.format.is_empty() || settings.recipe.is_some() || settings.preset.is_some();
+        if !names_format && is_gguf_name(&self.output) {
+            session.progress.note("note: ‹format=gguf› is implied by the name of the output");
+            settings.format.push(gguf::FORMAT.to_owned());
+        }
         Ok(QuantizeRequest {
             extensions: Extensions::default(),
             model: self.model.clone(),
             output: self.output.clone(),
-            settings: self.recipe.settings(),
+            settings,
             calibration: self.calibration.clone().map(Text::Named),
             save_channel_maxima: self.save_channel_maxima.clone(),
             memory_budget: self.memory_budget.parse()?,
@@ -73,7 +81,7 @@ impl Args {
 
 /// Quantizes a model and prints the summary.
 pub fn run(args: &Args, session: &Session) -> Result<()> {
-    let request = args.request()?;
+    let request = args.request(session)?;
     let written = [("json", args.json.json.as_deref()), ("report", args.report.as_deref())];
     output::distinct(&written, &request.files_read())?;
     output::outside(&written[..1], &[&args.model, &args.output])?;

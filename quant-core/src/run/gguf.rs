@@ -10,7 +10,7 @@ use super::gguf_settings::{check_importance, sampling};
 use super::host::{Host, Opened, as_floats, open};
 use super::memory::MemoryBudget;
 use super::outputs::given_up;
-use super::quantize::{QuantizeRequest, is_single_file};
+use super::quantize::{QuantizeRequest, is_gguf_name};
 use super::settings::RecipeSettings;
 use super::texts::{BUILTIN, Text, calibration};
 use crate::calibrate::TokenWindows;
@@ -52,7 +52,7 @@ pub(super) fn check(request: &QuantizeRequest) -> Result<()> {
     if request.save_channel_maxima.is_some() {
         return Err(Error::usage("‹save_channel_maxima› has no effect with ‹format=gguf›", "leave it out"));
     }
-    if settings.gguf.split_max_size.is_some() && is_single_file(&request.output) {
+    if settings.gguf.split_max_size.is_some() && is_gguf_name(&request.output) {
         return Err(Error::usage(
             format!(
                 "‹split_max_size› writes several files, but the output {} is a single file",
@@ -181,7 +181,7 @@ fn write(
     request: &QuantizeRequest,
     host: &Host<'_>,
 ) -> Result<(Published, GgufReport)> {
-    let single_file = is_single_file(&request.output);
+    let single_file = is_gguf_name(&request.output);
     let file_name = match request.output.file_name() {
         Some(name) if single_file => name.to_string_lossy().into_owned(),
         _ => FILE.to_owned(),

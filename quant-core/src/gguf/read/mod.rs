@@ -38,9 +38,6 @@ pub fn open(path: &Path) -> Result<ModelDirectory> {
     let source = GgufSource::new(file.clone(), &about, &architecture)?;
     let mut notes = Vec::new();
     let kinds = source.kinds();
-    if !kinds.is_empty() {
-        notes.push(format!("the weights are stored in blocks of {}", kinds.join(", ")));
-    }
     let directory = match tokenizer::files(&about)? {
         Ok(files) => ModelDirectory::in_memory(path, config, Arc::new(source), files, notes),
         Err(reason) => {
