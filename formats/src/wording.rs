@@ -213,7 +213,9 @@ impl Wording for CommandLine {
             Argument::Positional(value) => (*value).to_owned(),
             Argument::Setting(name, value) => self.setting(name, *value),
         });
-        let words: Vec<String> = ["quant", name].into_iter().map(str::to_owned).chain(words).collect();
+        // The name of a subcommand follows that of its command: `job_run`.
+        let name = name.replace('_', " ");
+        let words: Vec<String> = ["quant".to_owned(), name].into_iter().chain(words).collect();
         format!("`{}`", words.join(" "))
     }
 }
@@ -232,6 +234,7 @@ mod tests {
             ),
             ("for example ‹override='{a=b}=w8a16'›", "for example --override '{a=b}=w8a16'"),
             ("‹plan()› predicts", "`quant plan` predicts"),
+            ("‹job_run(STORE)› continues", "`quant job run STORE` continues"),
             ("‹eval(MODEL, text=TEXT, json=FILE)›", "`quant eval MODEL --text TEXT --json=FILE`"),
             ("‹gate(RESULT…, baseline=FILE, update)›", "`quant gate RESULT… --baseline FILE --update`"),
         ] {

@@ -5,7 +5,7 @@ use std::ffi::OsString;
 use clap::{Parser, Subcommand};
 
 use crate::commands::{
-    bench, chat, compare, completions, demo, eval, gate, generate, inspect, plan, quantize,
+    bench, chat, compare, completions, demo, eval, gate, generate, inspect, job, plan, quantize,
 };
 
 const EXIT_CODES: &str = "Exit codes:
@@ -44,6 +44,10 @@ pub enum Command {
     Plan(plan::Args),
     /// Quantize a model
     Quantize(quantize::Args),
+    /// Quantize a model in units that several processes or machines compute
+    Job(job::Args),
+    /// Write the checkpoint of a job whose units are finished
+    Merge(job::MergeArgs),
     /// Measure perplexity, and the divergence from a reference model
     Eval(eval::Args),
     /// Show results of eval next to each other, and which model is closest to the reference
@@ -67,6 +71,8 @@ impl Command {
     pub fn resuming(&self, words: &[OsString]) -> Option<String> {
         let adds = match self {
             Self::Quantize(args) => !args.resume,
+            Self::Merge(args) => !args.resume,
+            Self::Job(args) if args.continues() => false,
             Self::Eval(args) if args.journal.is_some() => false,
             _ => return None,
         };

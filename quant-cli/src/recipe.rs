@@ -112,6 +112,10 @@ pub struct RecipeOptions {
     /// for qoq]
     #[arg(long, hide_short_help = true, value_name = "quantized|float", help_heading = "Recipe")]
     pub layer_inputs: Option<String>,
+    /// GPTQ: blocks in a span; the first block of a span gets its inputs from the float model, so that spans can be
+    /// quantized at the same time [default: all blocks]
+    #[arg(long, hide_short_help = true, value_name = "N", help_heading = "Recipe")]
+    pub span_blocks: Option<usize>,
     /// NVFP4: how group scales are chosen: amax, four-over-six (the better of two) or sweep (the best of 13) [default:
     /// sweep]
     #[arg(long, hide_short_help = true, value_name = "amax|four-over-six|sweep", help_heading = "Recipe")]
@@ -170,6 +174,7 @@ impl RecipeOptions {
             block_size: options.block_size,
             act_order: options.act_order,
             layer_inputs: options.layer_inputs,
+            span_blocks: options.span_blocks,
             scale_search: options.scale_search,
             requantize: options.requantize,
             samples: options.samples,

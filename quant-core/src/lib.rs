@@ -49,6 +49,7 @@ pub mod quantize;
 pub mod recipe;
 pub mod run;
 pub mod transform;
+pub mod units;
 pub mod worker;
 
 pub use quant_formats::{

@@ -198,10 +198,12 @@ fn a_resumed_run_starts_from_saved_states() {
     two.containers.push(*other);
     let mut two_gptq = recipe("gptq", "w4a16-g32-sym");
     two_gptq.containers.push(*other);
+    let spans = GptqSettings { span_blocks: Some(2), ..GptqSettings::default() };
     for (family, recipe, step) in [
         (Kind::Llama, recipe("awq", "w4a16-g32-asym"), "search"),
         (Kind::Llama, recipe("gptq", "w4a16-g32-sym"), "gptq"),
         (Kind::Llama, on_float(recipe("gptq", "w4a16-g32-sym")), "gptq"),
+        (Kind::Llama, Recipe { gptq: spans, ..recipe("gptq", "w4a16-g32-sym") }, "gptq"),
         (Kind::Qwen3, recipe("awq-gptq", "w4a16-g32-sym"), "gptq"),
         (Kind::Llama, recipe("smoothquant", "w8a8-channel-sym-static"), "ranges"),
         (Kind::Mixtral, recipe("gptq", "w4a16-g32-sym"), "gptq"),

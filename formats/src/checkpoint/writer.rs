@@ -108,7 +108,9 @@ impl fmt::Debug for CheckpointWriter {
 /// The progress of a tensor.
 struct Progress {
     written: u64,
-    running: blake3::Hasher,
+    /// The digest of the bytes so far, while the tensor is incomplete and has some. A hasher has 2 kB, and a model can have
+    /// a hundred thousand tensors.
+    running: Option<Box<blake3::Hasher>>,
     /// The digest of all bytes of the tensor, once they are written.
     hash: Option<Digest256>,
     journaled: bool,
@@ -539,18 +541,23 @@ impl TensorSink for CheckpointWriter {
 
 impl Progress {
     fn new(len: u64) -> Self {
-        let mut progress =
-            Self { written: 0, running: blake3::Hasher::new(), hash: None, journaled: false, resumed: false };
+        let mut progress = Self { written: 0, running: None, hash: None, journaled: false, resumed: false };
         // A tensor without bytes is complete from the start.
         progress.advance(&[], len);
         progress
     }
 
     fn advance(&mut self, bytes: &[u8], len: u64) {
-        self.running.update(bytes);
+        if self.hash.is_some() {
+            return;
+        }
+        let mut running = self.running.take().unwrap_or_default();
+        running.update(bytes);
         self.written += bytes.len() as u64;
-        if self.written == len && self.hash.is_none() {
-            self.hash = Some(self.running.finalize().into());
+        if self.written == len {
+            self.hash = Some(running.finalize().into());
+        } else {
+            self.running = Some(running);
         }
     }
 }

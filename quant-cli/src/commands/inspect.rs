@@ -4,6 +4,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};
 
 use quant_core::Result;
+use quant_core::checkpoint::verify_checkpoint;
 use quant_core::format::container_of;
 use quant_core::gguf::{self, GgufFile, Value};
 use quant_core::model::{Carried, KvScheme};
@@ -25,6 +26,9 @@ pub struct Args {
     /// List every tensor, not one line per kind
     #[arg(long)]
     all: bool,
+    /// Read all files and compare them with quant_manifest.json, to detect an incomplete or damaged copy
+    #[arg(long)]
+    verify: bool,
     #[command(flatten)]
     json: JsonOption,
 }
@@ -60,6 +64,9 @@ pub struct Report {
     /// The parts of a vision-language model outside its text tower; absent for other models.
     #[serde(skip_serializing_if = "Option::is_none")]
     carried: Option<Carried>,
+    /// The result of `--verify`; absent without it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    verified: Option<Verified>,
     linears: Vec<LinearReport>,
     tensors: Vec<TensorReport>,
 }
@@ -73,6 +80,15 @@ struct GgufReport {
     bits_per_weight: f64,
     /// The size of the file, or of all files of a model in parts.
     file_bytes: u64,
+}
+
+/// Files that match the manifest.
+#[derive(Serialize)]
+struct Verified {
+    files: usize,
+    bytes: u64,
+    /// Files that the manifest does not list.
+    unlisted: Vec<String>,
 }
 
 #[derive(Serialize)]
@@ -94,8 +110,16 @@ struct TensorReport {
 /// Prints the contents.
 pub fn run(args: &Args, session: &Session) -> Result<()> {
     args.json.check_distinct(&args.model, &[])?;
-    let report = report(&args.model, session)?;
+    let verified = args.verify.then(|| verify(&args.model, session)).transpose()?;
+    let report = Report { verified, ..report(&args.model, session)? };
     args.json.emit(&report, || show(&report, args.all))
+}
+
+/// Compares the files of a checkpoint with its manifest.
+fn verify(path: &Path, session: &Session) -> Result<Verified> {
+    let opened = inputs::open(path, session)?;
+    let files = verify_checkpoint(opened.directory.path(), &session.progress, &session.cancel)?;
+    Ok(Verified { files: files.files, bytes: files.bytes, unlisted: files.unlisted })
 }
 
 /// Returns the contents of a checkpoint.
@@ -172,6 +196,7 @@ pub fn report(path: &Path, session: &Session) -> Result<Report> {
         bytes: tensors.iter().map(|t| t.bytes).sum(),
         gguf: file.as_ref().map(GgufReport::of),
         carried: model.carried(),
+        verified: None,
         linears,
         tensors,
     })
@@ -279,6 +304,13 @@ fn show(report: &Report, all: bool) -> String {
     }
     if let Some(kv) = report.kv_cache {
         text.push_str(&format!("KV cache: {kv}\n"));
+    }
+    if let Some(verified) = &report.verified {
+        let (files, size) = (verified.files, bytes(verified.bytes));
+        text.push_str(&format!("verified: {files} files, {size}, match quant_manifest.json\n"));
+        if !verified.unlisted.is_empty() {
+            text.push_str(&format!("not in the manifest: {}\n", verified.unlisted.join(", ")));
+        }
     }
     text.push('\n');
     let mut stored: Vec<(String, u64, u64)> = Vec::new();

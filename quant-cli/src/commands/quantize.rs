@@ -157,7 +157,8 @@ fn breakdown(summary: &QuantizeSummary) -> String {
     }
 }
 
-fn text(summary: &QuantizeSummary, model: &Path) -> String {
+/// The summary of a run that wrote checkpoints, for people.
+pub(super) fn text(summary: &QuantizeSummary, model: &Path) -> String {
     let mut text = String::new();
     if let Some(Calibration { tokens, tokens_counted, padding, few, all, .. }) = &summary.calibration {
         let (tokens, tokens_counted) = (*tokens, *tokens_counted);

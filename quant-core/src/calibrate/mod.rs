@@ -34,6 +34,7 @@ pub use in_process::InProcess;
 pub use layout::{BatchLayout, TokenUse};
 pub use maxima::ChannelMaxima;
 pub use observe::HiddenStates;
+pub(crate) use observe::windows_per_piece;
 pub use packing::{Mask, Packing};
 pub use ranges::ChannelRanges;
 pub use rows::InputRows;

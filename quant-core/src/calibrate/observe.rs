@@ -13,6 +13,12 @@ use crate::{CancelToken, Error, Result};
 /// small.
 pub(super) const CHUNK_TOKENS: usize = 2048;
 
+/// The number of windows of this length that go through a block at a time. A batch that is split at multiples of it
+/// passes through the model in the same pieces as the whole.
+pub(crate) fn windows_per_piece(length: usize) -> usize {
+    (CHUNK_TOKENS / length.max(1)).max(1)
+}
+
 /// Adapts a tap on the whole batch to a piece: token indices of the piece become token indices of the batch.
 struct PieceTap<'a> {
     tap: &'a mut dyn Tap,
@@ -145,7 +151,7 @@ impl HiddenStates {
 
     /// The number of windows per piece: at least one.
     fn chunk_windows(&self) -> usize {
-        (CHUNK_TOKENS / self.layout.length()).max(1)
+        windows_per_piece(self.layout.length())
     }
 
     /// Returns the batch in pieces `[windows, length, width]` of whole windows, in order, each with the index of its

@@ -13,6 +13,7 @@
 //!
 //! The result depends only on the documents, the tokenizer, the template and [`Sampling`].
 
+use std::ops::Range;
 use std::path::Path;
 
 use sha2::{Digest, Sha256};
@@ -263,6 +264,24 @@ impl TokenWindows {
             uses: self.uses.as_ref().map(|u| of(u, self.length, indices)),
             starts: self.starts.as_ref().map(|s| of(s, self.length, indices)),
         }
+    }
+
+    /// Returns some consecutive windows.
+    ///
+    /// # Panics
+    /// When there are no such windows.
+    pub fn slice(&self, windows: Range<usize>) -> Self {
+        self.keep(&windows.collect::<Vec<_>>())
+    }
+
+    /// The role of each token; `None` if all count.
+    pub fn token_uses(&self) -> Option<&[TokenUse]> {
+        self.uses.as_deref()
+    }
+
+    /// The start of each token's document in its window; `None` if every window is a single segment.
+    pub fn document_starts(&self) -> Option<&[u32]> {
+        self.starts.as_deref()
     }
 
     /// Keeps only the first `count` windows.

@@ -129,8 +129,8 @@ impl Plan {
             true => (self.sampling.samples as u64).saturating_mul(self.sampling.length as u64),
             false => 0,
         };
-        let transforms = self.transforms();
-        let gptq = self.method.rounding == Rounding::Gptq;
+        let transforms = if self.is_forward() { Vec::new() } else { self.transforms() };
+        let gptq = self.method.rounding == Rounding::Gptq && !self.is_forward();
         // GPTQ on the inputs of the quantized model processes experts one at a time, unless a transform has rewritten
         // all of them.
         let passes = PassPlan::new(self, false);
@@ -219,6 +219,9 @@ impl Plan {
 
     /// Bytes of a block's weights that are in memory at the same time.
     fn block_bytes(&self, kind: BlockKind<'_>, one_expert: bool) -> u64 {
+        if let Some(largest) = self.forward {
+            return largest;
+        }
         let of_block = self.entries.iter().filter(|e| e.layer == Some(kind.first));
         let node = |entry: &super::PlanEntry| match entry.action {
             Action::Quantize { node, .. } => node,

@@ -76,9 +76,26 @@ pub fn write(
     jobs: &[Job<'_>],
     directory: &ModelDirectory,
     outputs: &[PathBuf],
+    replacing: (bool, bool),
+    residence: Residence,
+    host: &Host<'_>,
+) -> Result<Vec<(Published, QuantReport)>> {
+    write_filled(jobs, directory, outputs, replacing, residence, host, &mut |_| Ok(()))
+}
+
+/// Like [`write`], but `fill` may first write tensors that were computed elsewhere, with their reports as records. Only
+/// the rest is computed; the input of every tensor is compared with its report.
+///
+/// # Errors
+/// As [`write`], and those of `fill`.
+pub(crate) fn write_filled(
+    jobs: &[Job<'_>],
+    directory: &ModelDirectory,
+    outputs: &[PathBuf],
     (force, resume): (bool, bool),
     residence: Residence,
     host: &Host<'_>,
+    fill: &mut dyn FnMut(&mut [CheckpointWriter]) -> Result<()>,
 ) -> Result<Vec<(Published, QuantReport)>> {
     let program = host.program()?;
     let mut writers: Vec<CheckpointWriter> = Vec::with_capacity(jobs.len());
@@ -108,6 +125,9 @@ pub fn write(
             host.note(note.as_str());
         }
         writers.push(writer);
+    }
+    if let Err(error) = fill(&mut writers) {
+        return Err(given_up(writers, error));
     }
     let states = states(&writers, jobs, directory, &program, residence);
     let sinks = writers.iter_mut().map(|w| w as &mut dyn TensorSink).collect();

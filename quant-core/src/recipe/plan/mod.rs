@@ -10,6 +10,7 @@ pub(super) use draft::FoldedNodes;
 
 use draft::{Draft, Drafted};
 
+use super::part::Calibrated;
 use super::scale_groups::ScaleGroups;
 use super::select::Selection;
 use super::{CacheScale, Recipe, SelectorMatches};
@@ -165,6 +166,10 @@ pub struct Plan {
     pub entries: Vec<PlanEntry>,
     /// The blocks covered by the plan.
     pub(super) blocks: Range<usize>,
+    /// For a part of a plan: what the whole plan calibrates.
+    pub(super) calibrated: Option<Calibrated>,
+    /// The bytes of the largest block, if the plan only moves the batch through the float model.
+    pub(super) forward: Option<u64>,
     /// The SHA-256 of the schemes and scale dtypes of all quantized modules, including those outside the covered
     /// blocks.
     pub(super) grids_sha256: String,
@@ -305,6 +310,8 @@ impl Plan {
             gptq: recipe.gptq,
             entries,
             blocks: 0..architecture.layers,
+            calibrated: None,
+            forward: None,
             grids_sha256: String::new(),
             selectors,
             float_modules,
