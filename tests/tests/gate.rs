@@ -232,7 +232,7 @@ fn ci_systems_are_notified() {
         "| held | size | ",
         " %, better |",
         " %, worse |",
-        "other weights",
+        "different weights",
     ] {
         assert!(markdown.contains(part), "no `{part}` in {markdown}");
     }

@@ -397,7 +397,7 @@ fn importance_matrices_are_gathered_written_and_read() {
     let other = at("other");
     write_cut_demo_model(&other, 3);
     let run = quant(quantize(&other, &at("no.gguf"), &["--scheme", "iq4_xs", "--imatrix", &gguf]));
-    check_message("another model", &run, 2, &["has no entry for 7 tensor(s)", "blk.2."]);
+    check_message("another model", &run, 2, &["has no entry for 7 tensors", "blk.2."]);
     std::fs::write(at("bad.dat"), [1, 0, 0, 0, 255, 255, 255, 127]).unwrap();
     let run = quant(quantize(&model, &at("no.gguf"), &["--imatrix", &saved("bad.dat")]));
     check_message("damaged", &run, 4, &["bad.dat", "at byte 4"]);

@@ -18,7 +18,7 @@ pub struct Change {
     pub before: Option<String>,
     /// The property's value now, as text.
     pub now: String,
-    /// The difference, as text: `same`, `-2.1 %`, `other weights`; absent without a baseline.
+    /// The difference, as text: `same`, `-2.1 %`, `different weights`; absent without a baseline.
     pub change: Option<String>,
     /// Whether it is better or worse than in the baseline, if that is known.
     pub trend: Option<Trend>,
@@ -84,7 +84,7 @@ fn of_result(name: &str, before: Option<&Evaluation>, now: &Evaluation, level: f
         // Weights are compared by their hash: the same path may hold different ones.
         model.change = before.map(|b| match b.model.sha256 == now.model.sha256 {
             true => "same weights".into(),
-            false => "other weights".into(),
+            false => "different weights".into(),
         });
         rows.push(model);
     }

@@ -312,6 +312,7 @@ fn bind(
             ("profile", &result.profile, &before.profile),
             ("text", &result.text.sha256, &before.text.sha256),
             ("tokenizer", &result.tokenizer_sha256, &before.tokenizer_sha256),
+            ("number of windows", &result.windows.to_string(), &before.windows.to_string()),
             ("tokenization", &result.tokens_sha256, &before.tokens_sha256),
         ] {
             if now != then {
@@ -395,7 +396,9 @@ fn non_inferiority(
         None => "no interval, because there is only one window".into(),
     };
     let need = match test.windows_needed {
-        Some(n) => format!("; about {n} windows would decide it with 80 % probability"),
+        Some(n) => format!(
+            "; about {n} windows would be needed to decide (with 80 % probability), or a larger margin"
+        ),
         None => String::new(),
     };
     let allowed = format!("at most {}", unit(check.margin));

@@ -141,7 +141,7 @@ pub fn closest_of(results: &[(&str, &Evaluation)]) -> Option<String> {
             kl(found.next)
         ),
         false => format!(
-            "Closest to the reference: {best}, but this text shows no clear difference to {next} (mean KL {} and {} nats).",
+            "Closest to the reference: {best}, but not significantly closer than {next} (mean KL {} and {} nats).",
             kl(found.index),
             kl(found.next)
         ),

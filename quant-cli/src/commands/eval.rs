@@ -8,6 +8,7 @@ use quant_core::digest::sha256_hex;
 use quant_core::model::{CudaRunner, Decoder};
 use quant_core::pipeline::QuantReport;
 use quant_core::run::{self, Text};
+use quant_core::wording::counted;
 use quant_core::{Error, Result};
 use quant_evaluator::report::{EvaluationReport, WorstWindow, nats};
 use quant_evaluator::statistics::Quantile;
@@ -63,8 +64,8 @@ pub struct Args {
     /// else, including a reference, runs on the processor
     #[arg(long, value_enum, default_value_t, value_name = "DEVICE")]
     pub device: Device,
-    /// Precision of MODEL's KV cache: auto is that of its config.json, 16 means floats. A reference always uses
-    /// that of its own config.json
+    /// Precision of MODEL's KV cache (auto: as in its config.json; 16: floats). A reference always uses that of its
+    /// own config.json
     #[arg(long, value_enum, default_value_t, value_name = "BITS")]
     pub kv: KvBits,
     /// Record measurements in FILE while the evaluation runs, and continue an interrupted evaluation from it
@@ -464,11 +465,11 @@ fn show(result: &Evaluation) -> String {
     let cache =
         cache_of(",", Some(&result.model)) + &cache_of("; the reference with", result.reference.as_ref());
     text.push_str(&format!(
-        "\n{} on {}: {} tokens in {} windows, {:.0} tokens/s; weights of {}{cache}\n",
+        "\n{} on {}: {} in {}, {:.0} tokens/s; weights of {}{cache}\n",
         result.profile,
         Path::new(&result.text.name).display(),
-        result.tokens_scored,
-        result.windows,
+        counted(result.tokens_scored, "token"),
+        counted(result.windows, "window"),
         result.tokens_per_second,
         bytes(result.model.size_bytes),
     ));

@@ -29,7 +29,7 @@ pub struct Args {
     /// Make these results the new baseline, and show what changes
     #[arg(long, conflicts_with_all = ["policy", "junit", "json"])]
     update: bool,
-    /// Print a policy that these results pass, with some margin, as a starting point to edit
+    /// Print a draft policy that these results pass with some slack
     #[arg(long, conflicts_with_all = ["policy", "baseline", "update", "junit", "json", "report"])]
     suggest: bool,
     /// Write an HTML report to FILE
@@ -148,7 +148,7 @@ fn show(outcome: &Outcome) -> String {
     }
     text.push('\n');
     text.push_str(&changed(outcome));
-    text.push_str(&format!("\nby {}: {}\n", printable(&outcome.policy), outcome.verdict.name()));
+    text.push_str(&format!("\n{}: {}\n", printable(&outcome.policy), outcome.verdict.name()));
     text
 }
 

@@ -1,5 +1,6 @@
 //! `quant quantize MODEL -o OUT`: quantizes a model.
 
+use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 
 use quant_core::gguf;
@@ -57,6 +58,15 @@ pub struct Args {
 }
 
 impl Args {
+    /// Whether the finished work of an interrupted run is stored next to the output, or in it with several formats.
+    pub fn has_job(&self) -> bool {
+        let is_job = |path: &Path| path.extension() == Some(OsStr::new("job")) && path.is_dir();
+        let mut own = self.output.clone().into_os_string();
+        own.push(".job");
+        let within = std::fs::read_dir(&self.output).into_iter().flatten().flatten();
+        is_job(Path::new(&own)) || within.into_iter().any(|entry| is_job(&entry.path()))
+    }
+
     fn request(&self, session: &Session) -> Result<QuantizeRequest> {
         let mut settings = self.recipe.settings();
         let names_format =
@@ -194,8 +204,7 @@ pub(super) fn text(summary: &QuantizeSummary, model: &Path) -> String {
         ));
         if let Some(worst) = &output.worst_tensor {
             text.push_str(&format!(
-                "largest weight error: {:.2} % in {} (rounding error relative to the weight, root mean square; it does \
-                 not predict quality)\n",
+                "largest weight error: {:.2} % in {} (RMS relative to the weight; not a measure of quality)\n",
                 100.0 * worst.relative_rms,
                 worst.tensor
             ));

@@ -15,6 +15,7 @@ use crate::model::{Architecture, Model};
 use crate::quantize::gptq::GptqSettings;
 use crate::recipe::Pattern;
 use crate::scheme::{Granularity, WeightFormat};
+use crate::wording::counted;
 use crate::{Error, Result};
 
 /// The options of a run.

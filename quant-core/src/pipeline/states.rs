@@ -362,12 +362,7 @@ pub(super) fn load(
 ///
 /// # Errors
 /// As [`quantize_part`](super::quantize_part) for states that it reads.
-pub(crate) fn check_states(
-    path: &Path,
-    job: &Job<'_>,
-    layer: usize,
-    depends_on: &Value,
-) -> Result<()> {
+pub(crate) fn check_states(path: &Path, job: &Job<'_>, layer: usize, depends_on: &Value) -> Result<()> {
     let paths = [path.to_owned()];
     load(&paths, job, layer, depends_on, [false; 2], None).map(drop)
 }

@@ -17,6 +17,7 @@ use crate::calibrate::TokenWindows;
 use crate::checkpoint::{CheckpointWriter, Published, WriteOptions, refuse_overlap};
 use crate::gguf::{Curvature, GgufPlan, GgufReport, Importance, write_tensors};
 use crate::pipeline::REPORT;
+use crate::wording::counted;
 use crate::{Error, Result};
 
 /// The name of the file in an output directory.
@@ -113,8 +114,8 @@ pub(super) fn quantize(request: &QuantizeRequest, started: Instant, host: &Host<
     if let Some(missing) = importance.as_ref().map(|im| im.missing(&plan.tensors)).filter(|m| !m.is_empty()) {
         return Err(Error::usage(
             format!(
-                "the importance matrix has no entry for {} tensor(s), such as {}",
-                missing.len(),
+                "the importance matrix has no entry for {}, such as {}",
+                counted(missing.len(), "tensor"),
                 missing[0]
             ),
             "use an importance matrix of the same model",
