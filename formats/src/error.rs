@@ -111,7 +111,7 @@ pub enum Error {
     },
 
     /// The directory holds no safetensors checkpoint.
-    #[error("{} does not contain a checkpoint: {reason}", path.display())]
+    #[error("{} {}", path.display(), no_checkpoint(reason))]
     NoCheckpoint {
         /// The directory that was searched.
         path: PathBuf,
@@ -422,11 +422,39 @@ impl From<candle_core::Error> for Error {
     }
 }
 
+/// Lists linears, one line for those that differ only in the index of the block.
 fn list_indivisible(offenders: &[Indivisible]) -> String {
-    offenders
-        .iter()
-        .map(|o| format!("\n  {}: width {}, group size {}", o.tensor, o.columns, o.group_size))
-        .collect()
+    let mut kinds: Vec<(String, &Indivisible, usize)> = Vec::new();
+    for offender in offenders {
+        let digits = |part: &str| part.bytes().all(|b| b.is_ascii_digit());
+        let parts: Vec<&str> =
+            offender.tensor.split('.').map(|part| if digits(part) { "*" } else { part }).collect();
+        let kind = parts.join(".");
+        let alike = |known: &&mut (String, &Indivisible, usize)| {
+            known.0 == kind
+                && known.1.columns == offender.columns
+                && known.1.group_size == offender.group_size
+        };
+        match kinds.iter_mut().find(alike) {
+            Some(known) => known.2 += 1,
+            None => kinds.push((kind, offender, 1)),
+        }
+    }
+    let line = |(kind, one, number): (String, &Indivisible, usize)| {
+        let (name, times) = match number {
+            1 => (one.tensor.clone(), String::new()),
+            _ => (kind, format!("{number} × ")),
+        };
+        format!("\n  {times}{name}: width {}, group size {}", one.columns, one.group_size)
+    };
+    kinds.into_iter().map(line).collect()
+}
+
+fn no_checkpoint(reason: &str) -> String {
+    match reason {
+        "it does not exist" => "does not exist".to_owned(),
+        _ => format!("does not contain a checkpoint: {reason}"),
+    }
 }
 
 fn list_differences(nearest: &Option<&'static str>, differences: &[String]) -> String {

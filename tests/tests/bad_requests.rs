@@ -139,8 +139,8 @@ fn recipes() {
             &["--group-size", "64"],
             &[
                 "does not divide the input width of 2 tensors",
-                "\n  model.layers.0.mlp.down_proj.weight: width 96, group size 64",
-                "\n  model.layers.1.mlp.down_proj.weight: width 96, group size 64",
+                "\n  2 × model.layers.*.mlp.down_proj.weight: width 96, group size 64\n",
+                "or --group-size channel",
                 "--override 'down_proj=w4a16-channel'",
             ],
         ),
@@ -148,13 +148,13 @@ fn recipes() {
             &[],
             &[
                 "does not divide the input width of 14 tensors",
-                "model.layers.0.self_attn.q_proj.weight: width 64, group size 128",
-                "model.layers.1.mlp.down_proj.weight: width 96, group size 128",
+                "\n  2 × model.layers.*.self_attn.q_proj.weight: width 64, group size 128",
+                "\n  2 × model.layers.*.mlp.down_proj.weight: width 96, group size 128",
             ],
         ),
         (
             &["--group-size", "32", "--override", "up_proj=w8a16-g48"],
-            &["model.layers.0.mlp.up_proj.weight: width 64, group size 48"],
+            &["mlp.up_proj.weight: width 64, group size 48"],
         ),
     ];
     for (options, expected) in cases {

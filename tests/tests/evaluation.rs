@@ -181,6 +181,12 @@ fn outputs_and_comparisons_that_make_no_sense() {
     let run = eval(args!["--report", at("pipe")]);
     assert!(run.code() == Some(2) && run.stderr.contains("named pipe"), "{run}");
 
+    // A quantized reference of a float model is probably a mistake.
+    let rtn = args!["quantize", demo_model(), "-o", at("w4"), "--method", "rtn", "--scheme", "w4a16-g64-sym"];
+    quant(rtn).succeeded();
+    let swapped = eval(args!["--reference", at("w4")]).succeeded();
+    assert!(swapped.stderr.contains("warning: the reference is quantized"), "{swapped}");
+
     // The same model, evaluated alone and against a second one.
     eval(args![json(&at("alone.json"))]).succeeded();
     let run =

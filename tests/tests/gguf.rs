@@ -229,16 +229,39 @@ fn rows_that_do_not_fit_are_refused_or_listed() {
     let at = |name: &str| scratch.path().join(name);
     let model = data.join("models/stories260k");
     let run = quant(quantize(&model, &at("out.gguf"), &["--scheme", "q4_k_m"]));
-    check_message("narrow rows", &run, 2, &["do not suit", "blk.0.attn_q.weight", "row width 64"]);
+    check_message("narrow rows", &run, 2, &["do not suit", "blk.0.attn_q.weight", "row width 64", "--allow-fallback", "Q5_0 for Q4_K"]);
     assert!(!at("out.gguf").exists());
     let options = ["--scheme", "q4_k_m", "--allow-fallback", "--json"];
     let summary = quant(quantize(&model, &at("out.gguf"), &options)).json();
     let replaced = summary["replaced"].as_array().unwrap();
     let down = replaced.iter().find(|r| r["tensor"] == "blk.2.ffn_down.weight").unwrap();
     assert_eq!((&down["wanted"], &down["got"]), (&"Q6_K".into(), &"F16".into()));
+    // llama.cpp cannot use a vocabulary without byte tokens; the remedy names the only way out.
+    let run = quant(quantize(&data.join("models/tinystories-656k"), &at("no.gguf"), &["--allow-fallback"]));
+    check_message("byte tokens", &run, 4, &["only 0 of the 256 byte tokens", "set --pre none"]);
+    assert!(!run.stderr.contains("add the model's tokenizer.json"), "{run}");
     // A SentencePiece vocabulary is rebuilt from scores.
     let [a, b] = [&model, &at("out.gguf")].map(|m| perplexity(m));
     assert!((a / b - 1.0).abs() < 0.2, "{a} and {b}");
+}
+
+/// The name of the output implies the format, unless a different format is named.
+#[test]
+fn the_name_of_the_output_implies_the_format() {
+    let scratch = tempfile::tempdir().unwrap();
+    let at = |name: &str| scratch.path().join(name);
+    let model = at("model");
+    write_cut_demo_model(&model, 1);
+    quant(quantize(&model, &at("named.gguf"), &["--scheme", "q8_0"])).succeeded();
+    let run =
+        quant(args!["quantize", &model, "-o", at("implied.gguf"), "--scheme", "q8_0"]).succeeded();
+    assert!(run.stderr.contains("--format gguf is implied by the name of the output"), "{run}");
+    assert_eq!(digest(&at("implied.gguf")), digest(&at("named.gguf")));
+    for other in [["--format", "awq"], ["--preset", "awq-w4a16"]] {
+        let run = quant(args!["quantize", &model, "-o", at("no.gguf"), other[0], other[1]]);
+        check_message(other[1], &run, 2, &["no.gguf has the name of a GGUF file", "set --format gguf"]);
+        assert!(!at("no.gguf").exists());
+    }
 }
 
 #[test]

@@ -12,7 +12,7 @@ use crate::report::{bytes, nats, schemes};
 pub struct Change {
     /// The result's name.
     pub result: String,
-    /// The property: `model`, `reference`, `scheme`, `size`, `perplexity`, `mean KL`, `same top token`.
+    /// The property: `model`, `reference`, `scheme`, `method`, `size`, `perplexity`, `mean KL`, `same top token`.
     pub name: &'static str,
     /// The property's value in the baseline, as text; absent without a baseline.
     pub before: Option<String>,
@@ -52,12 +52,8 @@ impl Change {
     }
 }
 
-/// The properties of all results.
-pub(super) fn changes(
-    baseline: Option<&Baseline>,
-    results: &[(String, Evaluation)],
-    level: f64,
-) -> Vec<Change> {
+/// Returns the properties of all results, and how they differ from a baseline.
+pub fn changes(baseline: Option<&Baseline>, results: &[(String, Evaluation)], level: f64) -> Vec<Change> {
     let of = |(name, now): &(String, Evaluation)| {
         let before = baseline.and_then(|b| b.results.get(name));
         of_result(name, before, now, level)
@@ -94,6 +90,7 @@ fn of_result(name: &str, before: Option<&Evaluation>, now: &Evaluation, level: f
         reference
     }));
     rows.extend(row("scheme", &|e| Some(schemes(&e.model))));
+    rows.extend(row("method", &|e| e.model.method.clone()));
     let numbers = [
         ("size", Metric::SizeBytes),
         ("perplexity", Metric::Perplexity),
@@ -145,6 +142,10 @@ fn trend(metric: Metric, before: &Evaluation, now: &Evaluation, level: f64) -> O
             of_sign(change, change)
         }
         Metric::Perplexity | Metric::Kl => {
+            // Values of other windows cannot be paired.
+            if now.tokens_sha256 != before.tokens_sha256 || now.window_tokens != before.window_tokens {
+                return None;
+            }
             let (is, was) = (metric.windows(now)?, metric.windows(before)?);
             let differences: Vec<f64> = is.iter().zip(was).map(|(n, t)| n - t).collect();
             let (low, high) = decision::test(&differences, &now.window_tokens, 0.0, level).bounds?;

@@ -28,7 +28,7 @@ use quant_core::{Error, Result};
 use serde::Serialize;
 
 pub use self::baseline::Baseline;
-pub use self::changes::{Change, Trend};
+pub use self::changes::{Change, Trend, changes};
 pub use self::decision::Verdict;
 pub use self::github::{annotations, summary};
 pub use self::junit::junit;
@@ -450,7 +450,8 @@ fn capped(policy: &Policy, cap: &Cap, name: &str, result: &Evaluation) -> Result
         cap.at_least.map(|l| format!("at least {}", unit(l, l.to_string()))),
     ];
     let allowed = bounds.into_iter().flatten().collect::<Vec<_>>().join(", ");
-    let error = number.standard_error.map(|e| format!(" ± {e:.2e}")).unwrap_or_default();
+    let digits = |e: f64| if e != 0.0 && e < 1e-5 { format!("{e:.1e}") } else { format!("{e:.6}") };
+    let error = number.standard_error.map(|e| format!(" ± {}", digits(e))).unwrap_or_default();
     let measured = format!("{}{error}", unit(value, shown(value)));
     Ok(Check {
         result: name.to_owned(),

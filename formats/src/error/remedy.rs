@@ -18,15 +18,15 @@ impl Error {
                 format!("did you mean {}? ‹plan(MODEL)› lists all names", nearest.join(", "))
             }
             Self::GroupSizeDoesNotDivide(offenders) => format!(
-                "choose a ‹group_size› that divides these widths, or a different scheme for these tensors, \
-                for example ‹override='{}=w4a16-channel'›",
+                "choose a ‹group_size› that divides these widths, or ‹group_size=channel›, which fits all; or a \
+                different scheme for these tensors, for example ‹override='{}=w4a16-channel'›",
                 offenders.first().map(|o| suggestion_pattern(&o.tensor)).unwrap_or_default()
             ),
             Self::OutputExists { .. } => "choose a different output, or replace it with ‹force›".into(),
             Self::OutputIsInput { .. } => "choose an output outside the model directory".into(),
             Self::NoCheckpoint { .. } => {
-                "give a Hugging Face model directory with config.json and either model.safetensors or \
-                model.safetensors.index.json and its shards"
+                "give a GGUF file, or a Hugging Face model directory with config.json and either \
+                model.safetensors or model.safetensors.index.json and its shards"
                     .into()
             }
             Self::PickleOnly { .. } => {

@@ -21,7 +21,7 @@ use crate::output::{JsonOption, bytes, table};
 /// The model to inspect.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// Model directory, float or quantized, or org/name or org/name@revision on a hub
+    /// Model directory or GGUF file, float or quantized, or org/name or org/name@revision on a hub
     pub model: PathBuf,
     /// List every tensor, not one line per kind
     #[arg(long)]
@@ -293,7 +293,12 @@ fn show(report: &Report, all: bool) -> String {
                 file.bits_per_weight
             ));
         }
-        (Some(method), None) => text.push_str(&format!("quantized: {method}\n")),
+        (Some(method), None) => {
+            // The name with which ‹format› asks for it, and that in the configuration if it is another.
+            let format = container_of(method).map_or(method.as_str(), |container| container.name());
+            let other = if format == method { String::new() } else { format!(" (quant_method {method})") };
+            text.push_str(&format!("quantized: {format}{other}\n"));
+        }
         (None, _) => text.push_str("not quantized\n"),
     }
     if report.keeps_levels {

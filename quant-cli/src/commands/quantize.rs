@@ -21,7 +21,7 @@ use crate::recipe::RecipeOptions;
 /// The model to quantize, and where to write the result.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// Model directory, or org/name or org/name@revision on a hub
+    /// Model directory or GGUF file, or org/name or org/name@revision on a hub
     pub model: PathBuf,
     /// Output directory, or a file whose name ends in .gguf; it is created only when complete and verified
     ///
@@ -99,7 +99,13 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
     let (_, summary) = quantize(&request, args.report.as_deref(), session)?;
     args.json.emit_by(&summary, || {
         output::print(&match &summary {
-            Summary::Checkpoints(summary) => text(summary, &args.model),
+            Summary::Checkpoints(summary) => {
+                let hint = match session.progress.is_quiet() {
+                    true => String::new(),
+                    false => next_step(summary, &args.model),
+                };
+                text(summary) + &hint
+            }
             Summary::Gguf(summary) => super::gguf::text(summary),
             _ => return Err(Error::Internal("a summary of the wrong kind".into())),
         })
@@ -168,7 +174,7 @@ fn breakdown(summary: &QuantizeSummary) -> String {
 }
 
 /// The summary of a run that wrote checkpoints, for people.
-pub(super) fn text(summary: &QuantizeSummary, model: &Path) -> String {
+pub(super) fn text(summary: &QuantizeSummary) -> String {
     let mut text = String::new();
     if let Some(Calibration { tokens, tokens_counted, padding, few, all, .. }) = &summary.calibration {
         let (tokens, tokens_counted) = (*tokens, *tokens_counted);
@@ -212,12 +218,11 @@ pub(super) fn text(summary: &QuantizeSummary, model: &Path) -> String {
         text.push_str(&format!("written to {}\n", output.path));
     }
     text.push_str(&format!("in {}{}\n", duration(summary.seconds), breakdown(summary)));
-    text.push_str(&next_step(summary, model));
     text
 }
 
 /// Returns the command that compares the output with its source.
-fn next_step(summary: &QuantizeSummary, model: &Path) -> String {
+pub(super) fn next_step(summary: &QuantizeSummary, model: &Path) -> String {
     let Some(output) = summary.outputs.first() else { return String::new() };
     let model = model.display().to_string();
     let words = ["quant", "eval", &output.path, "--reference", &model, "--text", inputs::HELDOUT_NAME];
