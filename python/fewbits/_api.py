@@ -169,7 +169,7 @@ def plan(
     imatrix: PathOrName | None = None,
     threads: int | None = None,
 ) -> Plan:
-    """Shows what :func:`quantize` with the same arguments would do to every tensor; reads only headers.
+    """Shows what :func:`quantize` with the same arguments would do to every tensor, without quantizing anything.
 
     ``format`` is one format or several, ``symmetric=False`` selects grids with a zero point, and ``override`` is
     ``{"PATTERN": "SCHEME"}`` or a list of ``"PATTERN=SCHEME"``. The other arguments are those of the command line.

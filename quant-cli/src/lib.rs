@@ -131,14 +131,14 @@ fn run(cli: &cli::Cli, embedding: Option<Embedding>) -> quant_core::Result<u8> {
 /// Returns the number of threads to run on: `asked`, or by default the available parallelism.
 ///
 /// # Errors
-/// [`Error::Memory`] if there is not enough memory for the threads' stacks; [`Error::Usage`] if `QUANT_ISA` names an
-/// instruction set that the processor does not have.
+/// [`Error::Memory`] if there is not enough memory for the threads' stacks; [`Error::Usage`] if `QUANT_ISA` is an
+/// unknown name or an instruction set that the processor does not have.
 pub fn threads(asked: Option<usize>) -> quant_core::Result<usize> {
     // Report an unavailable instruction set before anything is computed with a different one.
     quant_kernels_cpu::Isa::detect_checked().map_err(|error| Error::Usage {
         message: error.to_string(),
-        remedy: "set QUANT_ISA to one of these names, or unset it to use the widest instruction set of this \
-            processor"
+        remedy: "set QUANT_ISA to one of these names, or unset it to use the fastest instruction set \
+                 of this processor"
             .into(),
     })?;
     let all = || std::thread::available_parallelism().map_or(1, usize::from);

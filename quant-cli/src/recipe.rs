@@ -69,7 +69,7 @@ pub struct RecipeOptions {
     /// SmoothQuant: read channel maxima from FILE (written by --save-channel-maxima) instead of calibrating
     #[arg(long, hide_short_help = true, value_name = "FILE", help_heading = "Recipe")]
     pub channel_maxima: Option<PathBuf>,
-    /// QoQ: skip a step, or several separated by commas; `quant plan` lists the steps
+    /// QoQ: skip a step, or several separated by commas: rotate, reorder, smooth-attention, smooth-outputs, clip
     #[arg(long, hide_short_help = true, value_name = "STEP", value_delimiter = ',', help_heading = "Recipe")]
     pub skip: Vec<String>,
     /// QoQ: smoothing exponent of the inputs of o_proj and down_proj, 0 to 1, or auto [default: 0.3, or 0.1 with one
@@ -91,7 +91,8 @@ pub struct RecipeOptions {
         help_heading = "Recipe"
     )]
     pub attention_alpha: Option<String>,
-    /// AWQ: compare candidate scales on increasing parts of the batch (fast) or on all of it (reference) [default: fast]
+    /// AWQ: compare candidate scales on increasing parts of the batch (fast) or on all of it (reference) [default:
+    /// fast]
     #[arg(long, hide_short_help = true, value_name = "fast|reference", help_heading = "Recipe")]
     pub search: Option<String>,
     /// GPTQ: damping added to the diagonal of the Hessian, as a fraction of the diagonal's mean [default: 0.01]
@@ -109,8 +110,8 @@ pub struct RecipeOptions {
         help_heading = "Recipe"
     )]
     pub act_order: Option<String>,
-    /// GPTQ: inputs on which a linear's error is measured, from the quantized or the float model [default: quantized; float
-    /// for qoq]
+    /// GPTQ: inputs on which a linear's error is measured, from the quantized or the float model [default: quantized;
+    /// float for qoq]
     #[arg(long, hide_short_help = true, value_name = "quantized|float", help_heading = "Recipe")]
     pub layer_inputs: Option<String>,
     /// GPTQ: blocks in a span; the first block of a span gets its inputs from the float model, so that spans can be

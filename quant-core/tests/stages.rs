@@ -258,7 +258,8 @@ fn names_of_containers_and_families_are_data() {
     assert_eq!(excused.len(), OTHER_NAMES.len(), "{excused:?}");
 }
 
-/// The files that call the operating system directly, and why. A port to another system changes only these.
+/// The files of the libraries that call the operating system directly, and why. A port of the libraries to another
+/// system changes only these.
 const SYSTEM_CALLS: [(&str, &str); 5] = [
     ("formats/src/system.rs", "files"),
     (

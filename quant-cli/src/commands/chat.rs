@@ -217,7 +217,7 @@ impl Input {
                     path: path(),
                     line: Some(*number),
                     reason: reason.into(),
-                    remedy: "write one message of UTF-8 text per line".into(),
+                    remedy: "write one message of UTF-8 text per line, of at most 1 MiB".into(),
                 };
                 match bytes.len() {
                     0 => Ok(None),

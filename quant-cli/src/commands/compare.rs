@@ -110,7 +110,7 @@ pub fn check(first: &Evaluation, others: &[(String, Evaluation)]) -> Result<()> 
         };
         return Err(Error::usage(
             format!(
-                "`{}` was measured {differs}, so it cannot be shown next to this result",
+                "`{}` was measured {differs}, so the results cannot be shown next to each other",
                 name.escape_default()
             ),
             "give only results that were measured on the same text with the same profile and reference",

@@ -97,7 +97,7 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
 
     let (mut rows, mut quantized) = (Vec::new(), Vec::new());
     for scheme in SCHEMES {
-        // The other methods need 8-bit activations.
+        // The other methods need quantized activations.
         for method in METHODS.iter().rev().filter(|m| !m.is_for_rounded_inputs() && m.preparation.is_none()) {
             session.progress.note(&format!("{} {scheme}", method.name));
             let out = scratch.path().join(format!("{}-{scheme}", method.name));

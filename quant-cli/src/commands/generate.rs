@@ -15,7 +15,7 @@ use crate::generation::{self, DecodingOptions};
 use crate::inputs;
 use crate::output::{self, JsonOption};
 
-/// Longer prompts are rejected before they are tokenized.
+/// Longer prompts from a file or standard input are rejected before they are tokenized.
 const MAX_PROMPT_BYTES: u64 = 16 << 20;
 
 /// The model and the prompt.

@@ -40,7 +40,8 @@ pub struct Report {
     family: &'static str,
     layers: usize,
     hidden_size: usize,
-    /// Query heads of the first block. `kv_heads` and `head_dim` also describe the first block.
+    /// Query heads of the first attention. `kv_heads` and `head_dim` also describe this attention; all three are 0 if
+    /// there is none.
     heads: usize,
     kv_heads: usize,
     head_dim: usize,
@@ -55,7 +56,7 @@ pub struct Report {
     kv_cache: Option<KvScheme>,
     /// The parts of the requested quantization that the format could not represent.
     loses: Vec<String>,
-    /// Whether scales have two levels.
+    /// Whether some linear's scales have two levels.
     keeps_levels: bool,
     bytes: u64,
     /// Absent if the checkpoint is not a GGUF file.

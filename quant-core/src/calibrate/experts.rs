@@ -53,7 +53,7 @@ impl ExpertStates {
                     chosen.for_each(|(tokens, weight)| tokens.push((first, *weight)));
                     first = first
                         .checked_add(1)
-                        .ok_or_else(|| Error::Internal("a batch exceeds 2^32 tokens".into()))?;
+                        .ok_or_else(|| Error::Internal("a batch has 2^32 or more tokens".into()))?;
                 }
                 Ok(())
             })

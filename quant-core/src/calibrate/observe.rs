@@ -310,7 +310,8 @@ impl HiddenStates {
     }
 
     /// Passes the values of the two `targets` to `take`, piece by piece. The states are the values of `from`, and the
-    /// targets must have a row for every token.
+    /// targets must have a row for every token. The second target determines whether pieces are whole windows, so if
+    /// only one of the targets depends on several tokens, it must come second.
     ///
     /// # Errors
     /// As [`advance_between`](Self::advance_between), and those of `take`.

@@ -16,8 +16,8 @@ use crate::{CancelToken, Error, Result};
 
 /// A statistic of one value.
 pub trait Statistic {
-    /// Takes some rows of the value. Every row of the batch arrives once, in ascending order of tokens, in pieces of
-    /// any size.
+    /// Takes some rows of the value. Every row of the value arrives once, in ascending order of tokens, in pieces of
+    /// any size. A value inside an expert has rows only for some tokens of the batch.
     ///
     /// # Errors
     /// Any error stops the pass.
@@ -172,7 +172,8 @@ impl Statistic for AbsMean {
     }
 }
 
-/// A sample of the rows of an input, which the clip search uses: every `stride`-th row that counts.
+/// A sample of the rows of an input, which the clip search uses: the rows of every `stride`-th counted token of the
+/// batch.
 #[derive(Debug, Clone)]
 pub struct SampledRows {
     channels: usize,

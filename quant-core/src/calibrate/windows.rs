@@ -208,8 +208,8 @@ impl TokenWindows {
     }
 
     /// The SHA-256 of the information on every token: a byte for its use (0 counted, 1 context, 2 padding) and the
-    /// start of its document in the window as a little-endian `u32`. `None` if every window is a single segment and all
-    /// tokens count.
+    /// start of its document in the window as a little-endian `u32`. `None` if the windows have no such information:
+    /// they were cut from a stream of tokens that all count.
     pub fn layout_sha256(&self) -> Option<String> {
         if self.uses.is_none() && self.starts.is_none() {
             return None;

@@ -156,7 +156,7 @@ fn turbomind_with(
 pub(super) fn mlx(outline: &Outline, _ranks: usize) -> Compatibility {
     match outline.schemes()[..] {
         [LinearScheme { granularity: Granularity::Group(32 | 64 | 128), .. }] => Yes,
-        _ => No("it supports only groups of 32, 64 and 128".into()),
+        _ => No("it supports only one scheme per checkpoint, with groups of 32, 64 or 128".into()),
     }
 }
 
@@ -204,9 +204,10 @@ fn llama_cpp_with(outline: &Outline, takes: fn(&LinearScheme) -> bool) -> Compat
         {
             Yes
         }
-        [LinearScheme { granularity: Granularity::Channel, .. }] => {
-            No("it does not support scales per channel".into())
-        }
+        [LinearScheme { granularity: Granularity::Channel, .. }] => No(
+            "it does not support scales per channel with this scheme, or with a quantized head or embedding"
+                .into(),
+        ),
         [scheme] => {
             No(format!("it does not support {scheme}, or does not support a quantized head or embedding"))
         }

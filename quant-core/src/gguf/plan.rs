@@ -123,7 +123,8 @@ struct Draft {
 }
 
 impl GgufPlan {
-    /// Plans the file for a model. A model that is already quantized keeps its codes: its linears become Q4_0 or Q8_0.
+    /// Plans the file for a model. A model that is already quantized keeps its codes: its linears become Q4_0 or Q8_0,
+    /// and weights in MXFP4 blocks stay MXFP4.
     ///
     /// # Errors
     /// [`Error::Usage`] if llama.cpp does not support the family or a property of the model, a pattern matches nothing,
@@ -135,8 +136,12 @@ impl GgufPlan {
         let family = families::family(a.family).filter(is_held).ok_or_else(|| {
             let known: Vec<&str> = families::FAMILIES.iter().map(|f| f.family).collect();
             Error::usage(
-                format!("models of the family {} cannot be written as GGUF", a.family),
-                format!("write a different format; families supported by GGUF: {}", known.join(", ")),
+                format!("this model of the family {} cannot be written as GGUF", a.family),
+                format!(
+                    "write a different format; supported families, some of them only outside of vision-language \
+                     models: {}",
+                    known.join(", ")
+                ),
             )
         })?;
         let mixture = request.mixture;

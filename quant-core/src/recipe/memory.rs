@@ -18,8 +18,8 @@ const MIN_ROUND_BYTES: u64 = 32 << 20;
 const CHUNK_TOKENS: u64 = 2048;
 
 impl Plan {
-    /// Estimates the peak memory in bytes of one run of all these plans, with hidden states in memory. The file of
-    /// channel maxima that a run may write is not counted.
+    /// Estimates the peak memory in bytes of one run of all these plans, with hidden states in memory. What a run needs
+    /// in addition to write a file of channel maxima is not counted.
     pub fn peak_memory(plans: &[Self], model: &Model) -> u64 {
         Self::peak_memory_in(plans, model, Residence::Memory)
     }
@@ -102,7 +102,7 @@ impl Plan {
     }
 
     /// The memory in bytes for writing the largest tensor: the stored bytes of this tensor and the next one, codes,
-    /// packed codes, and an `f32` copy if a transform may rewrite it.
+    /// packed codes, and an `f32` copy if the plan processes whole blocks.
     fn largest_tensor(&self) -> u64 {
         let of = |entry: &super::PlanEntry| match entry.action {
             Action::Copy => 16 << 20,

@@ -175,9 +175,9 @@ pub struct Plan {
     pub(super) grids_sha256: String,
     /// The modules that the patterns of the recipe selected.
     pub selectors: Vec<SelectorMatches>,
-    /// Linears that stay float, in model order, including the head.
+    /// Linears that stay float: those of the blocks in model order, then others such as the head.
     pub float_modules: Vec<String>,
-    /// Whether rotation unties the head from the embedding.
+    /// Whether the preparation (rotation or folding of norms) unties the head from the embedding.
     pub(super) untied_by_preparation: bool,
     /// The head's module.
     pub(super) head: String,
@@ -196,12 +196,13 @@ pub struct Plan {
 }
 
 impl Plan {
-    /// Plans a recipe for a model, for one of its formats.
+    /// Plans a recipe for a model and one of the recipe's formats. The model must be prepared by
+    /// [`Recipe::prepared`].
     ///
     /// # Errors
     /// If the model is already quantized, a pattern matches nothing or has no effect, the model, method or format does
     /// not support a scheme or setting, a group size does not divide a width (the error lists all such weights), or
-    /// nothing is left to quantize.
+    /// nothing is left to quantize; [`Error::Internal`] if the model is not prepared.
     pub fn new(model: &Model, recipe: &Recipe, container: &'static dyn Container) -> Result<Self> {
         model.require_float()?;
         let architecture = model.architecture();

@@ -1,4 +1,4 @@
-//! What a plan amounts to: its tensors, sizes and schemes, what the format loses, and notes for the user.
+//! Summaries of a plan: its tensors, sizes and schemes, the properties that the format loses, and notes for the user.
 
 use super::{Action, Plan, PlanEntry};
 use crate::checkpoint::TensorSpec;
@@ -14,7 +14,7 @@ impl Plan {
 
     /// The size of all input tensors in bytes.
     pub fn input_bytes(&self) -> u64 {
-        // A head that rotation unties from the embedding is not a tensor of the input.
+        // A head that the preparation unties from the embedding is not a tensor of the input.
         let virtual_head =
             |e: &&PlanEntry| self.untied_by_preparation && e.stored == format!("{}.weight", self.head);
         let sources = self.entries.iter().filter(|e| !virtual_head(e)).flat_map(PlanEntry::sources);
