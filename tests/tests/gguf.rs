@@ -229,7 +229,12 @@ fn rows_that_do_not_fit_are_refused_or_listed() {
     let at = |name: &str| scratch.path().join(name);
     let model = data.join("models/stories260k");
     let run = quant(quantize(&model, &at("out.gguf"), &["--scheme", "q4_k_m"]));
-    check_message("narrow rows", &run, 2, &["do not suit", "blk.0.attn_q.weight", "row width 64", "--allow-fallback", "Q5_0 for Q4_K"]);
+    check_message(
+        "narrow rows",
+        &run,
+        2,
+        &["do not suit", "blk.0.attn_q.weight", "row width 64", "--allow-fallback", "Q5_0 for Q4_K"],
+    );
     assert!(!at("out.gguf").exists());
     let options = ["--scheme", "q4_k_m", "--allow-fallback", "--json"];
     let summary = quant(quantize(&model, &at("out.gguf"), &options)).json();
@@ -253,8 +258,7 @@ fn the_name_of_the_output_implies_the_format() {
     let model = at("model");
     write_cut_demo_model(&model, 1);
     quant(quantize(&model, &at("named.gguf"), &["--scheme", "q8_0"])).succeeded();
-    let run =
-        quant(args!["quantize", &model, "-o", at("implied.gguf"), "--scheme", "q8_0"]).succeeded();
+    let run = quant(args!["quantize", &model, "-o", at("implied.gguf"), "--scheme", "q8_0"]).succeeded();
     assert!(run.stderr.contains("--format gguf is implied by the name of the output"), "{run}");
     assert_eq!(digest(&at("implied.gguf")), digest(&at("named.gguf")));
     for other in [["--format", "awq"], ["--preset", "awq-w4a16"]] {

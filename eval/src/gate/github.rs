@@ -40,7 +40,9 @@ pub fn summary(outcome: &Outcome) -> String {
 fn changed(outcome: &Outcome) -> String {
     let compares = outcome.changes.iter().any(|c| c.before.is_some());
     let mut text = match compares {
-        true => "\n| result | property | baseline | now | change |\n| --- | --- | --- | --- | --- |\n".to_owned(),
+        true => {
+            "\n| result | property | baseline | now | change |\n| --- | --- | --- | --- | --- |\n".to_owned()
+        }
         false => "\n| result | property | now |\n| --- | --- | --- |\n".to_owned(),
     };
     for change in &outcome.changes {
