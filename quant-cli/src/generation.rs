@@ -7,6 +7,7 @@ use clap::builder::NonEmptyStringValueParser;
 use quant_core::calibrate::{TextTokenizer, TokenizerSettings};
 use quant_core::generate::{Choice, End, GenerationSettings, Generator, TextStream};
 use quant_core::model::{CudaRunner, Decoder, KvCaching};
+use quant_core::wording::counted;
 use quant_core::{CancelToken, Error, Result};
 
 use crate::commands::Session;
@@ -175,14 +176,14 @@ impl Written {
         let steps = self.choices.len().saturating_sub(1);
         let rate = |tokens: usize, seconds: f64| match tokens {
             0 => String::new(),
-            _ => format!(" ({:.1}/s)", tokens as f64 / seconds.max(1e-9)),
+            _ => format!(" ({:.1} tokens/s)", tokens as f64 / seconds.max(1e-9)),
         };
         format!(
-            "{} prompt tokens in {:.2} s{}, {} new tokens in {:.2} s{}",
-            self.prompt_tokens,
+            "{} in {:.2} s{}, {} in {:.2} s{}",
+            counted(self.prompt_tokens, "prompt token"),
             self.prompt_seconds,
             rate(self.prompt_tokens, self.prompt_seconds),
-            self.choices.len(),
+            counted(self.choices.len(), "new token"),
             self.seconds,
             rate(steps, self.seconds),
         )

@@ -87,20 +87,20 @@ fn begin(arguments: &[OsString], embedding: Option<Embedding>) -> u8 {
     let outcome = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| run(&cli, embedding)));
     match outcome {
         Ok(Ok(code)) => code,
-        Ok(Err(error)) => ended(&error, cli.command.resuming(arguments)),
+        Ok(Err(error)) => {
+            let interrupted = matches!(error, Error::Interrupted);
+            ended(&error, interrupted.then(|| cli.command.after_interruption(arguments)))
+        }
         Err(_) => ended(&Error::Internal("the program panicked".into()), None),
     }
 }
 
-/// Prints an error with its remedy, or after an interruption with the command that resumes the run. Returns the exit
-/// code.
-fn ended(error: &Error, resuming: Option<String>) -> u8 {
+/// Prints an error with its remedy, or with `remedy` if there is a more specific one. Returns the exit code.
+fn ended(error: &Error, remedy: Option<String>) -> u8 {
     if output::is_closed_pipe(error) {
         return 0;
     }
-    let resuming = resuming.filter(|_| matches!(error, Error::Interrupted));
-    let remedy =
-        resuming.map_or_else(|| error.remedy().to_string(), |command| format!("resume with: {command}"));
+    let remedy = remedy.unwrap_or_else(|| error.remedy().to_string());
     output::print_message(&format!("error: {error}\n  {remedy}"));
     error.category().exit_code()
 }

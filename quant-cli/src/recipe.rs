@@ -23,7 +23,8 @@ pub struct RecipeOptions {
     /// preset's]
     #[arg(long, help_heading = "Recipe", long_help = method_help())]
     pub method: Option<String>,
-    /// Number format, such as w4a16, w4a16-g64-asym, w8a8, fp8 or nvfp4 [default: the preset's]
+    /// Number format, such as w4a16, w4a16-g64-asym, w8a8, fp8 or nvfp4 [default: the preset's]; for GGUF a type or
+    /// mixture, such as Q8_0 [default: Q4_K_M]
     ///
     /// Integers: w2 to w8, then a16 or a8, then optionally kv4 or kv8 (KV cache), -gSIZE or -channel, -sym or -asym,
     /// -progressive (two levels of scales), and after a8 -static or -static-asym. Floats: fp8, fp8-static, fp8-block,
@@ -137,7 +138,7 @@ pub struct RecipeOptions {
     /// auto (documents for conversations, stream for text) [default: auto]
     #[arg(long, hide_short_help = true, value_name = "auto|stream|documents", help_heading = "Calibration")]
     pub packing: Option<String>,
-    /// Tokens that do not count: none, or prompts (only the assistant's answers count) [default: none]
+    /// Tokens to leave out: none, or prompts (only the assistant's answers count) [default: none]
     #[arg(long, hide_short_help = true, value_name = "none|prompts", help_heading = "Calibration")]
     pub mask: Option<String>,
     /// Calibrate experts on the tokens routed to them, or on all [default: routed]

@@ -429,7 +429,7 @@ fn tokenizers() {
         (
             "no tokenizer",
             |m| std::fs::remove_file(m.join("tokenizer.json")).unwrap(),
-            &["tokenizer.json: is missing"],
+            &["tokenizer.json is missing"],
         ),
         ("not JSON", |m| overwrite(m, "tokenizer.json", "{"), &["tokenizer.json", "is not a tokenizer"]),
         (

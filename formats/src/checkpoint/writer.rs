@@ -28,6 +28,7 @@ use super::verify::{each_chunk, tensor_digest, verify_file, verify_shard};
 use super::{Archive, SafetensorsDirectory, ShardLayout, Sidecar, TensorSink, TensorSpec};
 use crate::digest::Digest256;
 use crate::progress::timed;
+use crate::wording::counted;
 use crate::{CancelToken, Error, Event, Observer, Result, Silent};
 
 /// How a checkpoint is written.
@@ -162,7 +163,14 @@ impl CheckpointWriter {
         }
         job.clear(&*fs)?;
         match stage(&*fs, &job, &layout, &record) {
-            Ok((shards, journal)) => Ok(Self::assemble(fs, job, layout, options, shards, journal)),
+            Ok((shards, journal)) => {
+                let resumes = options.resume;
+                let mut writer = Self::assemble(fs, job, layout, options, shards, journal);
+                if resumes {
+                    writer.notes.push("there is nothing to resume: the run starts from the beginning".into());
+                }
+                Ok(writer)
+            }
             Err(error) => {
                 // Incomplete staging files cannot be resumed, and may fill the disk.
                 let _ = job.remove(&*fs);
@@ -218,14 +226,14 @@ impl CheckpointWriter {
         writer.records = entries.records;
         let held = entries.tensors;
         writer.notes.push(format!(
-            "resumed: {} of {} tensors are complete",
+            "resumed: {} of {} tensors of the output are complete",
             held.len(),
             writer.tensors.len()
         ));
         if !lost.is_empty() {
             writer.notes.push(format!(
-                "{} tensor(s) did not match the journal and will be written again: {}",
-                lost.len(),
+                "{} did not match the journal and will be written again: {}",
+                counted(lost.len(), "tensor"),
                 listed(lost.iter().map(String::as_str), 8)
             ));
         }

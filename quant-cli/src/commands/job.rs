@@ -339,7 +339,7 @@ pub fn merge(args: &MergeArgs, session: &Session) -> Result<()> {
     let summary = done.summary().with_peak_memory(output::peak_memory());
     args.json.emit_by(&summary, || match &summary {
         quant_core::run::Summary::Checkpoints(summary) => {
-            output::print(&quantize::text(summary, job.model_directory()))
+            output::print(&(quantize::text(summary) + &quantize::next_step(summary, job.model_directory())))
         }
         _ => Err(Error::Internal("a summary of the wrong kind".into())),
     })

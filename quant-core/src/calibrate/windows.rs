@@ -23,6 +23,7 @@ use super::{BatchLayout, ExpertSampling, Mask, Packing, TextTokenizer, TokenUse}
 use crate::digest::hex;
 use crate::model::Segments;
 use crate::random::SplitMix64;
+use crate::wording::counted;
 use crate::{Error, Result};
 
 /// The largest number of calibration windows that can be requested.
@@ -182,14 +183,15 @@ impl TokenWindows {
                 0 => String::new(),
                 some => format!(" (and {some} without counted tokens)"),
             };
-            return Err(Error::Text {
+            let (has, fill) = (counted(total, "token"), if total == 1 { "fills" } else { "fill" });
+            let (filled, needed) = (counted(useful.len(), "window"), counted(sampling.samples, "window"));
+            let are = if sampling.samples == 1 { "is" } else { "are" };
+            return Err(Error::InputFile {
                 path: origin.to_owned(),
                 line: None,
-                reason: format!(
-                    "has {total} tokens, enough for only {} windows of {length}{idle}; {} are needed",
-                    useful.len(),
-                    sampling.samples
-                ),
+                reason: format!("has {has}, which {fill} {filled} of {length}{idle}; {needed} {are} needed"),
+                remedy: "give a longer text, or request fewer or shorter windows (‹samples›, ‹seq_len›)"
+                    .into(),
             });
         }
         let all = if left_out > 0 { all.keep(&useful) } else { all };

@@ -3,6 +3,7 @@
 use super::Compatibility::{self, No, Unsure, With, Yes};
 use super::outline::{LayerKind, Outline};
 use crate::scheme::{ActivationScheme, Granularity, LinearScheme, ScaleFormat};
+use crate::wording::counted;
 
 /// All schemes of a checkpoint, head and embedding included.
 fn all_schemes(outline: &Outline) -> Vec<LinearScheme> {
@@ -143,9 +144,9 @@ fn turbomind_with(
         outline.layers.iter().find(|l| l.kind == LayerKind::Row && !(l.k / group).is_multiple_of(ranks));
     match output {
         Some(layer) => Unsure(format!(
-            "`{}`: whether {} groups can be split across {ranks} ranks was not checked",
+            "`{}`: whether {} can be split across {ranks} ranks was not checked",
             layer.parts.first().map_or("", |p| &p.module),
-            layer.k / group
+            counted(layer.k / group, "group")
         )),
         None => Yes,
     }

@@ -15,6 +15,7 @@ use crate::model::{Architecture, Model};
 use crate::quantize::gptq::GptqSettings;
 use crate::recipe::Pattern;
 use crate::scheme::{Granularity, WeightFormat};
+use crate::wording::counted;
 use crate::{Error, Result};
 
 /// The options of a run.
@@ -188,13 +189,17 @@ impl GgufPlan {
             let listed: Vec<String> = unfit.iter().take(8).map(|reason| format!("\n  {reason}")).collect();
             let more = unfit.len().saturating_sub(8);
             let more = if more > 0 { format!("\n  and {more} more") } else { String::new() };
+            let one = unfit.len() == 1;
             return Err(Error::usage(
                 format!(
-                    "the row widths of {} tensor(s) do not suit their types:{}{more}",
-                    unfit.len(),
+                    "the row {} of {} not suit {}:{}{more}",
+                    if one { "width" } else { "widths" },
+                    counted(unfit.len(), "tensor") + if one { " does" } else { " do" },
+                    if one { "its type" } else { "their types" },
                     listed.concat()
                 ),
-                "set a type with a suitable block size with ‹override›, or allow fallbacks to larger types",
+                "set ‹allow_fallback› to use the fallback types of llama-quantize (Q5_0 for Q4_K), which have smaller blocks \
+                and more bits; or set a type with a suitable block size with ‹override›",
             ));
         }
         let is_quantized = tensors.iter().any(|t| !t.kind.is_float());

@@ -136,6 +136,12 @@ impl<'a> QuantizeJob<'a> {
             return Ok(Self { request, checkpoints: None });
         }
         settings.gguf.refuse()?;
+        if is_gguf_name(&request.output) {
+            return Err(Error::usage(
+                format!("{} has the name of a GGUF file, but another format", request.output.display()),
+                "set ‹format=gguf›, or choose an output whose name does not end in .gguf",
+            ));
+        }
         let recipe = settings.recipe_with(&request.extensions)?;
         if let (Some(text), false) = (&request.calibration, recipe.needs_text()) {
             return Err(settings.needs_no_text(&recipe.method, &text.setting("calibration")));
@@ -327,7 +333,8 @@ pub(crate) fn report_notes(plans: &[Plan], model: &Model, host: &Host<'_>) {
     }
 }
 
-/// Returns whether a GGUF output is a file rather than a directory that holds one.
-pub(super) fn is_single_file(output: &Path) -> bool {
+/// Returns whether an output has the name of a GGUF file: it ends in `.gguf`. A GGUF output with any other name is a
+/// directory that holds the file.
+pub fn is_gguf_name(output: &Path) -> bool {
     output.extension() == Some(OsStr::new("gguf"))
 }

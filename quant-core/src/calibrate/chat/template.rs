@@ -65,7 +65,8 @@ impl ChatTemplate {
                     conversations cannot be rendered"
                 ),
                 remedy: format!(
-                    "use a chat model, put its {TEMPLATE} next to the weights, or calibrate on plain text"
+                    "use a chat model, put its {TEMPLATE} next to the weights, or use plain text: ‹calibration=FILE› \
+                    without `messages`, or ‹generate(MODEL, prompt=TEXT)›"
                 )
                 .into(),
             }),
