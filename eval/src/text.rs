@@ -210,6 +210,7 @@ impl EvaluationText {
             profile,
             bos: BosPolicy { policy: Bos::None, token: None },
             warnings: Vec::new(),
+            notes: Vec::new(),
             text_sha256: String::new(),
             text_bytes: 0,
             tokenizer_sha256: String::new(),

@@ -127,7 +127,7 @@ impl Importance {
         if let Some(channel) = sum.sums.iter().position(|s| !(*s as f32).is_finite()) {
             return Err(Error::Calibration {
                 tensor: format!("{}.weight", a.in_block(layer, linear.name())),
-                what: format!("the square of channel {channel} of the input"),
+                what: format!("the sum of squares of input channel {channel}"),
             });
         }
         let weight = linear.parameters().into_iter().find(|parameter| parameter.name == "weight");

@@ -1,4 +1,4 @@
-//! Writes a plan. Rows are read, transformed, encoded and written piece by piece, so memory does not grow with the
+//! Writes the tensors of a planned GGUF file. Rows are read, transformed, encoded and written piece by piece, so memory does not grow with the
 //! model.
 
 use std::sync::Arc;

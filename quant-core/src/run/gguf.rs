@@ -146,7 +146,7 @@ fn spill(request: &QuantizeRequest, opened: &Opened, gptq: bool, host: &Host<'_>
     if let Some(note) = note {
         host.note(note);
     }
-    let Residence::Files { round_bytes } = residence else { return Ok(None) };
+    let Residence::Files { round_bytes, .. } = residence else { return Ok(None) };
     let exists = |path: &&Path| !path.as_os_str().is_empty() && path.is_dir();
     let parent = request.output.ancestors().skip(1).find(exists).unwrap_or(Path::new("."));
     Ok(Some(Spill::new(parent, round_bytes)))

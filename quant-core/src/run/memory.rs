@@ -116,7 +116,7 @@ pub(super) fn residence_by(
             None => return Ok((Residence::Memory, None)),
         },
     };
-    let files = Residence::Files { round_bytes: 0 };
+    let files = Residence::Files { round_bytes: 0, experts_apart: false };
     let in_memory = peak(Residence::Memory);
     if in_memory <= limit {
         return Ok((Residence::Memory, None));

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use serde::Serialize;
 
-use crate::calibrate::{Residence, TokenWindows, windows_per_piece};
+use crate::calibrate::{TokenWindows, windows_per_piece};
 use crate::checkpoint::TensorSpec;
 use crate::model::Model;
 use crate::recipe::{PassPlan, Plan, Rates};
@@ -182,7 +182,8 @@ impl Unit {
             Work::Outside => (part.input_bytes(), part.output_bytes()),
         };
         let memory_bytes = Plan::peak_memory(parts, model);
-        let in_files = Plan::peak_memory_in(parts, model, Residence::Files { round_bytes: 0 });
+        // No run fits into a budget of 0 bytes.
+        let smallest = Plan::residence(parts, model, 0, false).err();
         // Units without blocks only write.
         let seconds = match self.work {
             Work::Outside => 2.0 * (input_bytes + output_bytes) as f64 / rates.hashed,
@@ -191,7 +192,7 @@ impl Unit {
         Ok(Cost {
             seconds,
             memory_bytes,
-            smallest_budget_bytes: in_files.min(memory_bytes),
+            smallest_budget_bytes: smallest.unwrap_or(memory_bytes),
             input_bytes,
             output_bytes,
         })

@@ -274,7 +274,9 @@ impl UnitJob {
         let scratch = options.scratch.clone().unwrap_or_else(|| self.store.temporary());
         let spill = match residence {
             Residence::Memory => None,
-            Residence::Files { round_bytes } => Some(Spill::new(scratch, round_bytes)),
+            Residence::Files { round_bytes, experts_apart } => {
+                Some(Spill::new(scratch, round_bytes).with_experts_apart(experts_apart))
+            }
         };
         let needs = unit.needs.iter().map(|id| self.identity(self.unit(id)?));
         let needs = needs.collect::<Result<Option<Vec<_>>>>()?.unwrap_or_default();
