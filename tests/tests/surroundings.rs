@@ -124,18 +124,18 @@ fn permissions_that_are_missing() {
     mode(bench.scratch.path(), 0o755);
     mode(&bench.at("model"), 0o755);
     // A user id that no other process has.
-    let nobody = ["setpriv", "--reuid=64321", "--regid=64321", "--clear-groups"];
+    let unprivileged = ["setpriv", "--reuid=64321", "--regid=64321", "--clear-groups"];
     let inspect = args!["inspect", bench.at("model")];
-    if through(&nobody, &inspect, &[]).code() != Some(0) {
+    if through(&unprivileged, &inspect, &[]).code() != Some(0) {
         return skip("another user cannot run the program here");
     }
     let out = bench.at("out");
-    let run = through(&nobody, &quantize(&bench.at("model"), &out, &RTN), &[]);
+    let run = through(&unprivileged, &quantize(&bench.at("model"), &out, &RTN), &[]);
     check_message("an output", &run, 5, &["out.job", "Permission denied"]);
     assert!(!out.exists() && !job_of(&out).exists());
     for file in ["model.safetensors", "config.json"] {
         mode(&bench.at("model").join(file), 0o000);
-        check_message(file, &through(&nobody, &inspect, &[]), 5, &[file, "Permission denied"]);
+        check_message(file, &through(&unprivileged, &inspect, &[]), 5, &[file, "Permission denied"]);
         mode(&bench.at("model").join(file), 0o644);
     }
 }
