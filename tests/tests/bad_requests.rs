@@ -131,6 +131,10 @@ fn recipes() {
         (&["--method", "rtn", "--packing", "documents"], &["--packing has no effect"]),
         (&["--method", "rtn", "--mask", "prompts"], &["--mask has no effect"]),
         (&["--group-size", "32", "--ignore", "re:("], &["pattern `re:(`", "a regular expression after re:"]),
+        (
+            &["--group-size", "32", "--ignore", "re:(a{1000}){1000}{1000}"],
+            &["pattern `re:(a{1000}){1000}{1000}`", "exceeds size limit"],
+        ),
         (&["--group-size", "32", "--ignore", ""], &["pattern ``", "is empty"]),
         (&["--group-size", "32", "--ignore", "*"], &["nothing is left to quantize"]),
         (&["--group-size", "32", "--override", "down_proj"], &["`down_proj` has no `=`", "PATTERN=SCHEME"]),
@@ -285,6 +289,7 @@ fn arguments() {
         (args!["perplexity", m], "tip: to measure: quant eval MODEL --text builtin-heldout"),
         (args!["plan", m, "--symmetric", "--asymmetric"], "cannot be used with"),
         (args!["plan", m, "--threads", "0"], "expected a number from 1 to 1024"),
+        (args!["plan", m, "--threads", "1000000"], "expected a number from 1 to 1024"),
         (args!["plan", m, "--threads=-1"], "expected a number from 1 to 1024"),
         (args!["plan", m, "--threads", "two"], "expected a number from 1 to 1024"),
         (args!["plan"], "<MODEL>"),

@@ -91,6 +91,7 @@ pub struct CheckpointWriter {
     fresh_records: BTreeMap<String, Value>,
     options: WriteOptions,
     notes: Vec<String>,
+    is_resumed: bool,
     /// Set after a failed sync, because the system may have dropped unwritten data.
     sync_failed: bool,
 }
@@ -201,6 +202,7 @@ impl CheckpointWriter {
             fresh_records: BTreeMap::new(),
             options,
             notes: Vec::new(),
+            is_resumed: false,
             sync_failed: false,
         }
     }
@@ -224,6 +226,7 @@ impl CheckpointWriter {
         let journal = WriteJournal::start(&*fs, &job.journal(), &entries)?;
         let mut writer = Self::assemble(fs, job, layout, options, shards, journal);
         writer.records = entries.records;
+        writer.is_resumed = true;
         let held = entries.tensors;
         writer.notes.push(format!(
             "resumed: {} of {} tensors of the output are complete",
@@ -250,6 +253,11 @@ impl CheckpointWriter {
     /// Notes on how the job was resumed, one line each.
     pub fn notes(&self) -> &[String] {
         &self.notes
+    }
+
+    /// Whether the job directory is that of an earlier run.
+    pub fn is_resumed(&self) -> bool {
+        self.is_resumed
     }
 
     /// The files to be written, without those of [`Self::add_file`].
