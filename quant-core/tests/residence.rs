@@ -196,6 +196,20 @@ fn interrupted(tiny: &Tiny, recipe: &Recipe, blocks: usize, prepare: impl Fn(&Pa
     second
 }
 
+/// A run is resumed at the beginning of a span, inside one, and after one.
+#[test]
+fn a_resumed_run_keeps_its_spans() {
+    for span in [2, 3] {
+        for blocks in [1, 2, 3] {
+            let gptq = GptqSettings { span_blocks: Some(span), ..GptqSettings::default() };
+            for method in ["gptq", "awq-gptq"] {
+                let recipe = Recipe { gptq, ..recipe(method, "w4a16-g32-sym") };
+                interrupted(&tiny(Kind::Qwen3), &recipe, blocks, |path| assert!(path.exists()));
+            }
+        }
+    }
+}
+
 #[test]
 fn a_resumed_run_starts_from_saved_states() {
     let mut two = recipe("awq", "w4a16-g32-sym");
@@ -203,12 +217,10 @@ fn a_resumed_run_starts_from_saved_states() {
     two.containers.push(*other);
     let mut two_gptq = recipe("gptq", "w4a16-g32-sym");
     two_gptq.containers.push(*other);
-    let spans = GptqSettings { span_blocks: Some(2), ..GptqSettings::default() };
     for (family, recipe, step) in [
         (Kind::Llama, recipe("awq", "w4a16-g32-asym"), "search"),
         (Kind::Llama, recipe("gptq", "w4a16-g32-sym"), "gptq"),
         (Kind::Llama, on_float(recipe("gptq", "w4a16-g32-sym")), "gptq"),
-        (Kind::Llama, Recipe { gptq: spans, ..recipe("gptq", "w4a16-g32-sym") }, "gptq"),
         (Kind::Qwen3, recipe("awq-gptq", "w4a16-g32-sym"), "gptq"),
         (Kind::Llama, recipe("smoothquant", "w8a8-channel-sym-static"), "ranges"),
         (Kind::Mixtral, recipe("gptq", "w4a16-g32-sym"), "gptq"),

@@ -178,8 +178,8 @@ fn exit_codes_tell_schedulers_what_to_do() {
     case("other settings", &bench.init(&["--method", "rtn", "--scheme", "w8a16"]), 2, &["schemes."]);
     for (options, code, expected) in [
         (&["--unit", "blocks/7"][..], 2, "no unit `blocks/7`"),
-        (&["--memory-budget", "2MiB"], 5, "memory"),
-        (&["--model", "/no/such/model"], 4, "/no/such/model"),
+        (&["--memory-budget", "2MiB"][..], 5, "memory"),
+        (&["--model", "/no/such/model"][..], 4, "/no/such/model"),
     ] {
         case("run", &bench.run(options), code, &[expected]);
     }
