@@ -40,6 +40,9 @@ pub struct Args {
     /// Rounds in which all programs run once
     #[arg(long, default_value_t = 5)]
     pub rounds: usize,
+    /// Measure only the reference search
+    #[arg(long)]
+    pub reference_only: bool,
     /// Measure peak memory instead of time, with models of this many and of half as many layers
     #[arg(long)]
     pub memory: Option<usize>,
@@ -101,9 +104,10 @@ fn speed(args: &Args, quant: &Path, scratch: &Path) -> Result<()> {
     command.args(["--scheme", "f32", "--calibration", "builtin", "--samples", "8", "--seq-len", "128"]);
     output(command.arg("--save-imatrix").arg(&imatrix))?;
     let llama_quantize = target_dir().join("interop-llama-cpp/bin/llama-quantize");
+    let searches = &SEARCHES[..if args.reference_only { 1 } else { SEARCHES.len() }];
     let mut csv = vec!["round,type,program,seconds,cpu_seconds,peak_bytes".to_owned()];
     // By type, then by program: `llama-quantize` and the searches.
-    let mut runs = vec![vec![Vec::<Usage>::new(); 1 + SEARCHES.len()]; TYPES.len()];
+    let mut runs = vec![vec![Vec::<Usage>::new(); 1 + searches.len()]; TYPES.len()];
     let mut compared = 0;
     for round in 0..args.rounds {
         for (t, (mixture, kind, _)) in TYPES.into_iter().enumerate() {
@@ -119,11 +123,11 @@ fn speed(args: &Args, quant: &Path, scratch: &Path) -> Result<()> {
             let mut line = format!("{kind}: llama-quantize {:.2} s", usage.seconds);
             csv.push(line_of(round, kind, "llama-quantize", &usage));
             runs[t][0].push(usage);
-            for (s, (name, options)) in SEARCHES.into_iter().enumerate() {
+            for (s, (name, options)) in searches.iter().enumerate() {
                 let ours = scratch.join("ours.gguf");
                 let mut command = quantize(quant, &model, &ours);
                 command.args(["--threads", "1", "--scheme", mixture, "--imatrix"]).arg(&imatrix);
-                command.args(["--override", &format!("*={kind}")]).args(options);
+                command.args(["--override", &format!("*={kind}")]).args(*options);
                 let usage = measure::run(&mut command)?;
                 line += &format!(", {name} {:.2} s", usage.seconds);
                 csv.push(line_of(round, kind, name, &usage));
@@ -152,11 +156,11 @@ fn speed(args: &Args, quant: &Path, scratch: &Path) -> Result<()> {
             format!("{:.1}", rate(&runs[0])),
             "1".to_owned(),
         ]);
-        for ((name, options), ours) in SEARCHES.into_iter().zip(&runs[1..]) {
+        for ((name, options), ours) in searches.iter().zip(&runs[1..]) {
             let ratio = median(runs[0].iter().zip(ours).map(|(theirs, ours)| theirs.seconds / ours.seconds));
             lines.push(vec![
                 kind.to_owned(),
-                name.to_owned(),
+                (*name).to_owned(),
                 format!("{:.1}", rate(ours)),
                 format!("{ratio:.2}"),
             ]);

@@ -57,6 +57,9 @@ pub struct Args {
     /// Milliseconds per turn
     #[arg(long, default_value_t = 40)]
     milliseconds: usize,
+    /// Measure this `kernels-worker` instead of building one
+    #[arg(long)]
+    program: Option<PathBuf>,
     /// One shape, few tokens and short turns, to check that everything works; writes no record
     #[arg(long)]
     quick: bool,
@@ -83,7 +86,7 @@ pub fn run(args: &Args) -> Result<()> {
     }
     ensure!(args.rounds > 0 && args.milliseconds > 0, "nothing to measure");
     let shapes = args.shapes.iter().map(|s| shape(s)).collect::<Result<Vec<_>>>()?;
-    let programs = install::programs(&args.peers)?;
+    let programs = install::programs(&args.peers, args.program.as_deref())?;
     let kept =
         target_dir().join("peers-kernels").join(format!("{}.csv", clean_commit().unwrap_or("trial".into())));
     let mut measured = Measured::default();
