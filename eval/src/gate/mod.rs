@@ -140,6 +140,48 @@ pub struct Check {
 
 /// Judges results by a policy.
 ///
+/// ```
+/// use quant_core::digest::sha256_hex;
+/// use quant_evaluator::gate::{Baseline, Policy, Verdict, judge};
+/// use quant_evaluator::{Evaluation, EvaluationText, ModelIdentity, Profile, Scores, Tool, Window};
+///
+/// // Results of an engine on 32 windows: of a model that is known to be good, and of new ones. `perplexity` computes
+/// // such scores.
+/// let windows = (0..32).map(|i| Window { tokens: vec![i; 3], first: 1 }).collect();
+/// let text = EvaluationText::of_windows(windows, Profile::gptq(3)?)?;
+/// let tool = Tool { name: "engine".into(), version: "7".into(), sha256: None, isa: "avx2".into() };
+/// let result = |model: &str, worse: f64| {
+///     let nll = (0..32).map(|i| 2.0 + 0.01 * f64::from(i) + worse * (1.0 + 0.1 * f64::from(i % 3))).collect();
+///     let scores = Scores::of_windows(nll, &[2; 32]);
+///     let identity = ModelIdentity {
+///         path: model.into(),
+///         sha256: sha256_hex(model),
+///         size_bytes: 1 << 20,
+///         schemes: Vec::new(),
+///         kv_cache: None,
+///     };
+///     let numbers = ((scores, None), (1.0, 64.0));
+///     Evaluation::new(tool.clone(), identity, None, ("held-out".into(), &text), numbers.0, numbers.1)
+/// };
+/// let named = |evaluation| [("held-out".to_owned(), evaluation)];
+///
+/// let baseline = Baseline::new(&named(result("good", 0.0)));
+/// let policy = r#"
+///     schema = "quant-gate-policy/1"
+///     [[non_inferiority]]
+///     metric = "perplexity"
+///     against = "baseline"
+///     margin = 0.01
+/// "#;
+/// let policy = Policy::parse(policy, "policy.toml".as_ref())?;
+/// let before = Some((&baseline, "baseline.json".as_ref()));
+/// assert_eq!(judge(&policy, before, &named(result("close", 0.001)))?.verdict, Verdict::Pass);
+/// let outcome = judge(&policy, before, &named(result("worse", 0.1)))?;
+/// assert_eq!(outcome.verdict, Verdict::Fail);
+/// println!("{}", outcome.checks[0].message);
+/// # Ok::<(), quant_core::Error>(())
+/// ```
+///
 /// # Errors
 /// [`Error::InputFile`] and [`Error::Usage`] when something that a check needs is missing or does not match.
 pub fn judge(

@@ -77,6 +77,30 @@ impl WriteOptions {
 /// Writes a checkpoint. The target does not change before [`CheckpointWriter::publish`].
 ///
 /// Dropping it leaves the job directory, from which another writer can resume.
+///
+/// ```
+/// use quant_formats::checkpoint::{
+///     CheckpointWriter, Dtype, ShardedCheckpoint, TensorSink, TensorSource, TensorSpec, WriteOptions,
+/// };
+/// # let temporary = tempfile::tempdir().unwrap();
+/// # let target = temporary.path().join("out");
+///
+/// // All tensors are announced first, so the files have their full length from the start.
+/// let tensors = vec![TensorSpec::new("a", Dtype::F32, [2]), TensorSpec::new("b", Dtype::U8, [3])];
+/// let mut writer = CheckpointWriter::create(&target, tensors, WriteOptions::default())?;
+/// writer.write("b", 0, &[1, 2, 3])?; // in any order, and each in as many parts as you like
+/// writer.write("a", 0, &1.5_f32.to_le_bytes())?;
+/// writer.write("a", 4, &2.5_f32.to_le_bytes())?;
+/// writer.commit()?; // a job that is killed from here on can be resumed with these tensors
+/// writer.add_file("config.json", b"{}")?;
+/// assert!(!target.exists());
+///
+/// // Everything is read back and compared before the directory gets its name.
+/// let published = writer.publish()?;
+/// assert!(published.files.iter().any(|file| file.name == "model.safetensors"));
+/// assert_eq!(ShardedCheckpoint::open(&target)?.read_f32("a")?, [1.5, 2.5]);
+/// # Ok::<(), quant_formats::Error>(())
+/// ```
 pub struct CheckpointWriter {
     fs: Arc<dyn FileSystem>,
     job: Job,

@@ -156,6 +156,77 @@ pub struct Needs {
 /// A transform that another crate defines either stores its settings itself, and returns them from
 /// [`fingerprint`](Self::fingerprint), or lists [`keys`](Self::keys) that recipes may set. The values of these keys are
 /// in [`TransformSettings::others`]. [`Extensions`](crate::recipe::Extensions) makes it known by its name.
+///
+/// ```
+/// use quant_core::calibrate::HiddenStates;
+/// use quant_core::model::{BlockGraph, FoldGroup, NodeId};
+/// use quant_core::recipe::Extensions;
+/// use quant_core::run::{Done, Host, Nothing, QuantizeRequest, RecipeSettings, quantize};
+/// use quant_core::transform::{BlockTask, Needs, Rewrite, Transform, TransformSettings, fold};
+/// use quant_core::{CancelToken, Result, Silent};
+/// # mod tiny { include!(concat!(env!("CARGO_MANIFEST_DIR"), "/examples/support/tiny.rs")); }
+/// # let temporary = tempfile::tempdir().unwrap();
+/// # let path = temporary.path().join("model");
+/// # std::fs::create_dir(&path).unwrap();
+/// # tiny::tiny_llama(&path).unwrap();
+/// # let recipe = temporary.path().join("recipe.toml");
+/// # let out = temporary.path().join("out");
+///
+/// /// Gives all columns of linears that read norms the same largest weight. It needs no calibration text.
+/// #[derive(Debug)]
+/// struct EvenColumns;
+///
+/// fn groups(graph: &BlockGraph) -> impl Iterator<Item = FoldGroup> {
+///     graph.fold_groups().into_iter().filter(|group| group.repeat == 1)
+/// }
+///
+/// impl Transform for EvenColumns {
+///     fn name(&self) -> &'static str {
+///         "even-columns"
+///     }
+///
+///     fn summary(&self) -> &'static str {
+///         "evens out the columns of weights"
+///     }
+///
+///     fn folded_nodes(&self, graph: &BlockGraph, _: &TransformSettings) -> Vec<NodeId> {
+///         groups(graph).flat_map(|group| std::iter::once(group.producer).chain(group.consumers)).collect()
+///     }
+///
+///     fn needs(&self, _: &TransformSettings) -> Needs {
+///         Needs { ranges: false, states: false }
+///     }
+///
+///     fn search(&self, tasks: &[BlockTask<'_>], _: Option<&mut HiddenStates>, _: bool) -> Result<Vec<Rewrite>> {
+///         let one = |task: &BlockTask<'_>| {
+///             let mut rewrite = Rewrite::default();
+///             for group in groups(task.block.graph()) {
+///                 let mut largest = vec![1e-3_f32; group.rows.len()];
+///                 for &consumer in &group.consumers {
+///                     let weight = task.block.linear(consumer).weight().read()?.to_f32()?;
+///                     for row in weight.chunks_exact(largest.len()) {
+///                         largest.iter_mut().zip(row).for_each(|(l, w)| *l = l.max(w.abs()));
+///                     }
+///                 }
+///                 let scales: Vec<f32> = largest.iter().map(|l| 1.0 / l).collect();
+///                 fold(&mut rewrite, task, &group, &scales)?; // columns times scales, the norm divided by them
+///             }
+///             Ok(rewrite)
+///         };
+///         tasks.iter().map(one).collect()
+///     }
+/// }
+///
+/// let text = "format = 'awq'\n[[transform]]\nkind = 'even-columns'\n[quantize]\nscheme = 'w4a16-g32'\n";
+/// std::fs::write(&recipe, text).unwrap();
+/// let settings = RecipeSettings { recipe: Some(recipe), ..RecipeSettings::default() };
+/// let extensions = Extensions { transforms: vec![&EvenColumns], ..Extensions::default() };
+/// let request = QuantizeRequest { settings, extensions, ..QuantizeRequest::new(&path, &out) };
+/// let done = quantize(&request, &Host::new(&Silent, &CancelToken::new(), &Nothing))?;
+/// let Done::Checkpoints(done) = done else { panic!("a GGUF file") };
+/// assert_eq!(done.outputs[0].1.steps, ["even-columns"]);
+/// # Ok::<(), quant_core::Error>(())
+/// ```
 pub trait Transform: Debug + Send + Sync {
     /// The name in recipes.
     fn name(&self) -> &'static str;

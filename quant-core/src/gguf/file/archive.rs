@@ -17,7 +17,6 @@ use crate::{Error, Result};
 
 /// A GGUF file with this metadata.
 #[derive(Debug, Clone)]
-#[non_exhaustive]
 pub struct GgufArchive {
     /// The file's name.
     pub file_name: String,
