@@ -111,7 +111,8 @@ impl Bench {
             calibration: self.calibration.clone(),
             blocks_per_unit: Some(blocks_per_unit),
             // A single group of blocks needs no states.
-            forward_shards: (self.calibration.is_some() && blocks_per_unit < BLOCKS).then_some(forward_shards),
+            forward_shards: (self.calibration.is_some() && blocks_per_unit < BLOCKS)
+                .then_some(forward_shards),
         }
     }
 
