@@ -104,6 +104,10 @@ struct Context {
 ggml_type type_of(const std::string & name) {
     if (name == "Q4_0") return GGML_TYPE_Q4_0;
     if (name == "Q4_K") return GGML_TYPE_Q4_K;
+    if (name == "Q5_K") return GGML_TYPE_Q5_K;
+    if (name == "Q6_K") return GGML_TYPE_Q6_K;
+    if (name == "IQ4_XS") return GGML_TYPE_IQ4_XS;
+    if (name == "IQ4_NL") return GGML_TYPE_IQ4_NL;
     if (name == "Q8_0") return GGML_TYPE_Q8_0;
     if (name == "MXFP4") return GGML_TYPE_MXFP4;
     if (name == "NVFP4") return GGML_TYPE_NVFP4;

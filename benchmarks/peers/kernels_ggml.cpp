@@ -90,7 +90,7 @@ struct Case {
 int main(int argc, char ** argv) {
     std::map<std::string, std::unique_ptr<Case>> cases;
     using Words = std::istringstream;
-    return serve(argc, argv, "\"Q4_0\",\"Q4_K\",\"Q8_0\",\"MXFP4\",\"NVFP4\"", [&](Cpu & cpu, const std::string & request, const std::string & name, Words & words) {
+    return serve(argc, argv, "\"Q4_0\",\"Q4_K\",\"Q5_K\",\"Q6_K\",\"IQ4_XS\",\"IQ4_NL\",\"Q8_0\",\"MXFP4\",\"NVFP4\"", [&](Cpu & cpu, const std::string & request, const std::string & name, Words & words) {
         if (request == "prepare") {
             int64_t n, k;
             size_t rotate;

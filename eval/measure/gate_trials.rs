@@ -158,6 +158,7 @@ fn evaluation(text: &EvaluationText, means: Vec<f64>) -> Evaluation {
         size_bytes: 0,
         schemes: Vec::new(),
         kv_cache: None,
+        method: None,
     };
     Evaluation::new(tool, model, None, ("trial".into(), text), (scores, None), (0.0, 0.0))
 }

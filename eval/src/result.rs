@@ -98,6 +98,9 @@ pub struct ModelIdentity {
     pub schemes: Vec<SchemeShare>,
     /// The format of the model's KV cache during the measurement; absent if the cache held floats.
     pub kv_cache: Option<KvScheme>,
+    /// The quantization method, if the model has a report that names it. Results of earlier versions do not have it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub method: Option<String>,
 }
 
 /// The number of linears of a model that have a scheme.

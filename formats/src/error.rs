@@ -10,7 +10,7 @@ mod subject;
 use std::path::PathBuf;
 
 use crate::checkpoint::{HeaderError, printable};
-use crate::wording::Remedy;
+use crate::wording::{Remedy, about_file, counted};
 
 /// The result of every fallible function of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -93,7 +93,7 @@ pub enum Error {
         nearest: Vec<String>,
     },
     /// The group size does not divide the input width of some linears.
-    #[error("the group size does not divide the input width of {} tensor(s):{}", .0.len(), list_indivisible(.0))]
+    #[error("the group size does not divide the input width of {}:{}", counted(.0.len(), "tensor"), list_indivisible(.0))]
     GroupSizeDoesNotDivide(Vec<Indivisible>),
     /// The target exists, and the request does not allow replacing it.
     #[error("{} exists already", path.display())]
@@ -111,7 +111,7 @@ pub enum Error {
     },
 
     /// The directory holds no safetensors checkpoint.
-    #[error("{} does not contain a checkpoint: {reason}", path.display())]
+    #[error("{} {}", path.display(), no_checkpoint(reason))]
     NoCheckpoint {
         /// The directory that was searched.
         path: PathBuf,
@@ -217,7 +217,7 @@ pub enum Error {
         method: String,
     },
     /// A quantized checkpoint that this version cannot read.
-    #[error("{}: {reason}", path.display())]
+    #[error("{}", about_file(path, None, reason))]
     UnsupportedQuantization {
         /// The file that specifies it.
         path: PathBuf,
@@ -235,7 +235,7 @@ pub enum Error {
         reason: String,
     },
     /// `tokenizer.json` is missing, unusable, or does not match the model.
-    #[error("{}: {reason}", path.display())]
+    #[error("{}", about_file(path, None, reason))]
     Tokenizer {
         /// The file.
         path: PathBuf,
@@ -243,7 +243,7 @@ pub enum Error {
         reason: String,
     },
     /// A text for calibration or evaluation is missing, malformed or too short.
-    #[error("{}{}: {reason}", path.display(), line.map(|l| format!(":{l}")).unwrap_or_default())]
+    #[error("{}", about_file(path, *line, reason))]
     Text {
         /// The file.
         path: PathBuf,
@@ -253,7 +253,7 @@ pub enum Error {
         reason: String,
     },
     /// An unusable input file of a stage: a chat template, a conversation to render, an evaluation, a policy.
-    #[error("{}{}: {reason}", path.display(), line.map(|l| format!(":{l}")).unwrap_or_default())]
+    #[error("{}", about_file(path, *line, reason))]
     InputFile {
         /// The file.
         path: PathBuf,
@@ -314,7 +314,7 @@ pub enum Error {
         module: String,
     },
     /// A recipe file cannot be used.
-    #[error("{}: {reason}", path.display())]
+    #[error("{}", about_file(path, None, reason))]
     Recipe {
         /// The file.
         path: PathBuf,
@@ -350,7 +350,7 @@ pub enum Error {
         holder: String,
     },
     /// The data read back differs from what was written.
-    #[error("{}: {reason}", path.display())]
+    #[error("{}", about_file(path, None, reason))]
     Verification {
         /// The file that was read back.
         path: PathBuf,
@@ -359,7 +359,7 @@ pub enum Error {
     },
 
     /// A weight holds NaN or infinity.
-    #[error("{}: tensor `{tensor}` contains {count} non-finite value(s), the first at index {first_index}", path.display())]
+    #[error("{}: tensor `{tensor}` contains {}, the first at index {first_index}", path.display(), counted(*count as usize, "non-finite value"))]
     NonFinite {
         /// The shard.
         path: PathBuf,
@@ -425,11 +425,39 @@ impl From<candle_core::Error> for Error {
     }
 }
 
+/// Lists linears, one line for those that differ only in the index of the block.
 fn list_indivisible(offenders: &[Indivisible]) -> String {
-    offenders
-        .iter()
-        .map(|o| format!("\n  {}: width {}, group size {}", o.tensor, o.columns, o.group_size))
-        .collect()
+    let mut kinds: Vec<(String, &Indivisible, usize)> = Vec::new();
+    for offender in offenders {
+        let digits = |part: &str| part.bytes().all(|b| b.is_ascii_digit());
+        let parts: Vec<&str> =
+            offender.tensor.split('.').map(|part| if digits(part) { "*" } else { part }).collect();
+        let kind = parts.join(".");
+        let alike = |known: &&mut (String, &Indivisible, usize)| {
+            known.0 == kind
+                && known.1.columns == offender.columns
+                && known.1.group_size == offender.group_size
+        };
+        match kinds.iter_mut().find(alike) {
+            Some(known) => known.2 += 1,
+            None => kinds.push((kind, offender, 1)),
+        }
+    }
+    let line = |(kind, one, number): (String, &Indivisible, usize)| {
+        let (name, times) = match number {
+            1 => (one.tensor.clone(), String::new()),
+            _ => (kind, format!("{number} × ")),
+        };
+        format!("\n  {times}{name}: width {}, group size {}", one.columns, one.group_size)
+    };
+    kinds.into_iter().map(line).collect()
+}
+
+fn no_checkpoint(reason: &str) -> String {
+    match reason {
+        "it does not exist" => "does not exist".to_owned(),
+        _ => format!("does not contain a checkpoint: {reason}"),
+    }
 }
 
 fn list_differences(nearest: &Option<&'static str>, differences: &[String]) -> String {

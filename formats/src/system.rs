@@ -87,6 +87,14 @@ pub fn running_program() -> io::Result<PathBuf> {
     if link.exists() { Ok(link) } else { std::env::current_exe() }
 }
 
+/// Returns the name of this machine, with only letters, digits and hyphens; `unknown` if the system does not report it.
+pub fn host_name() -> String {
+    let name = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
+    let plain = |c: char| if c.is_ascii_alphanumeric() { c } else { '-' };
+    let name: String = name.trim().chars().take(64).map(plain).collect();
+    if name.is_empty() { "unknown".into() } else { name }
+}
+
 /// Renames a file or directory atomically, without replacing anything.
 ///
 /// # Errors

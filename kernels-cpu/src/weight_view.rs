@@ -88,11 +88,12 @@ pub enum Scales<'a> {
     Super(SuperScales<'a>),
 }
 
-/// The scales of super-blocks: 256 input features share a float, and each group within them has an integer. GGUF's Q4_K
-/// and Q5_K have such scales with minima, its Q6_K without.
+/// The scales of super-blocks: 256 input features share a float, and each group in them has an integer. These are
+/// GGUF's Q4_K and Q5_K, which have minima, and Q6_K, which has none.
 ///
-/// Codes of 2 to 5 bits must have minima, and their zero point is 0; codes of 6 bits have none, and their zero point is
-/// 32. The group size must divide 256 and be a multiple of 8; of 16 for codes of 6 bits, and of 32 for codes of 5 bits.
+/// Codes of 2 to 5 bits have minima, and a zero point of 0; codes of 6 bits have none, and a zero point of 32. Codes of
+/// [`FloatFormat::Iq4`] have neither. The group size divides 256 and is a multiple of 8; of 16 for codes of 6 bits, and
+/// of 32 for codes of 5.
 ///
 /// ```
 /// use half::f16;
@@ -176,7 +177,8 @@ impl<'a> WeightView<'a> {
     /// Creates a view of a matrix with floating-point codes and any scales that these support.
     ///
     /// # Errors
-    /// See [`new`](Self::new); also when the scales are progressive or those of super-blocks.
+    /// See [`new`](Self::new); also when the scales are progressive; when they are those of super-blocks, except for
+    /// IQ4 without minima; or when they are E4M3 codes for IQ4.
     pub fn float_with_scales(
         shape: [usize; 2],
         format: FloatFormat,
@@ -184,11 +186,14 @@ impl<'a> WeightView<'a> {
         codes: &'a [u8],
         scales: Scales<'a>,
     ) -> Result<Self, ViewError> {
-        if let Scales::Progressive { .. } | Scales::Super(_) = scales {
-            return Err(ViewError::Scales);
+        match (scales, format) {
+            (Scales::Progressive { .. }, _) | (Scales::E4m3 { .. }, FloatFormat::Iq4) => {
+                return Err(ViewError::Scales);
+            }
+            (Scales::Super(_), FloatFormat::E4m3 | FloatFormat::E2m1) => return Err(ViewError::Scales),
+            _ => {}
         }
-        let view = Self::checked(shape, format.bits(), group_size, codes, scales, None)?;
-        Ok(Self { float: Some(format), ..view })
+        Self::checked(shape, format.bits(), group_size, codes, scales, None, Some(format))
     }
 
     /// Creates a view of a matrix with integer codes and any scales that these support.
@@ -207,7 +212,7 @@ impl<'a> WeightView<'a> {
         if let Scales::E4m3 { .. } = scales {
             return Err(ViewError::Scales);
         }
-        Self::checked([n, k], bits, group_size, codes, scales, zeros)
+        Self::checked([n, k], bits, group_size, codes, scales, zeros, None)
     }
 
     fn checked(
@@ -217,6 +222,7 @@ impl<'a> WeightView<'a> {
         codes: &'a [u8],
         scales: Scales<'a>,
         zeros: Option<&'a [u8]>,
+        float: Option<FloatFormat>,
     ) -> Result<Self, ViewError> {
         if !(2..=8).contains(&bits) {
             return Err(ViewError::Bits(bits));
@@ -238,7 +244,7 @@ impl<'a> WeightView<'a> {
             }
             Scales::E4m3 { groups: scales, .. } => length("group scales", groups, scales.len())?,
             Scales::Super(scales) => {
-                let fits = super_block_fits(usize::from(bits), scales.mins.is_some(), group_size);
+                let fits = super_block_fits(usize::from(bits), scales.mins.is_some(), float, group_size);
                 if zeros.is_some() || !fits {
                     return Err(ViewError::Scales);
                 }
@@ -257,7 +263,7 @@ impl<'a> WeightView<'a> {
         if let Some(zeros) = zeros {
             length("zeros", groups, zeros.len())?;
         }
-        Ok(Self { n, k, bits, group_size, codes, scales, zeros, float: None })
+        Ok(Self { n, k, bits, group_size, codes, scales, zeros, float })
     }
 
     /// Output features.
@@ -292,6 +298,9 @@ impl<'a> WeightView<'a> {
             }
             Some(FloatFormat::E2m1) => {
                 Err(KernelError::Scheme("this kernel supports integer weights only, not FP4 (E2M1)"))
+            }
+            Some(FloatFormat::Iq4) => {
+                Err(KernelError::Scheme("this kernel supports integer weights only, not the levels of IQ4"))
             }
         }
     }
@@ -372,10 +381,18 @@ impl<'a> WeightView<'a> {
 /// Whether codes of this many bits, in groups of this size, with or without minima, can form super-blocks: 6 bits have
 /// no minima and fewer bits do, groups divide a super-block, and the steps of a group form whole
 /// [units](crate::layout::unit_of).
-pub(crate) fn super_block_fits(bits: usize, mins: bool, group_size: usize) -> bool {
+pub(crate) fn super_block_fits(
+    bits: usize,
+    mins: bool,
+    float: Option<FloatFormat>,
+    group_size: usize,
+) -> bool {
     let unit = STEP * unit_of(bits.max(4));
-    (if mins { bits <= 5 } else { bits == 6 })
-        && group_size > 0
+    (match float {
+        Some(format) => format == FloatFormat::Iq4 && !mins,
+        None if mins => bits <= 5,
+        None => bits == 6,
+    }) && group_size > 0
         && SUPER_BLOCK.is_multiple_of(group_size)
         && group_size.is_multiple_of(unit)
 }

@@ -127,7 +127,7 @@ impl WeightLayout {
     /// - A symmetric grid in `Order::Int8` whose zero point is more than half the number of its codes.
     /// - `sums` with float activations.
     /// - Progressive weights of 8 bits.
-    /// - Super-blocks.
+    /// - Super-blocks, and the levels of IQ4.
     /// - A symmetric grid of 4 bits in `Order::Int8` whose rows are one group of more than 131,071 features (65,793
     ///   with `sums`), because its sums are multiplied by 16.
     pub fn of(view: &WeightView<'_>, order: Order, sums: bool) -> Result<Self, KernelError> {
@@ -190,6 +190,9 @@ impl WeightLayout {
         scales: ScaleType,
     ) -> Result<Self, KernelError> {
         let cpu = Layout::from_float_parts([n, k], format, group_size, scales)?;
+        if format == FloatFormat::Iq4 {
+            return Err(KernelError::Scheme("the levels of IQ4 on a GPU"));
+        }
         let (code_bits, zero_point, order) = (cpu.code_bits(), cpu.zero_point(), Order::Float);
         let (float, sums, sections) = (Some(format), false, [0; 6]);
         Self { n, k, code_bits, group_size, scales, zero_point, float, order, sums, sections }.checked()

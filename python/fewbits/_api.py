@@ -67,6 +67,7 @@ def _settings(
     block_size: int | None,
     act_order: str | None,
     layer_inputs: str | None,
+    span_blocks: int | None,
     scale_search: str | None,
     requantize: bool,
     samples: int | None,
@@ -85,6 +86,7 @@ def _settings(
     """Converts the settings of a recipe to the form that the extension takes."""
     counts = {
         "block_size": block_size,
+        "span_blocks": span_blocks,
         "samples": samples,
         "seq_len": seq_len,
         "seed": seed,
@@ -151,6 +153,7 @@ def plan(
     block_size: int | None = None,
     act_order: str | None = None,
     layer_inputs: str | None = None,
+    span_blocks: int | None = None,
     scale_search: str | None = None,
     requantize: bool = False,
     samples: int | None = None,
@@ -166,7 +169,7 @@ def plan(
     imatrix: PathOrName | None = None,
     threads: int | None = None,
 ) -> Plan:
-    """Shows what :func:`quantize` with the same arguments would do to every tensor; reads only headers.
+    """Shows what :func:`quantize` with the same arguments would do to every tensor, without quantizing anything.
 
     ``format`` is one format or several, ``symmetric=False`` selects grids with a zero point, and ``override`` is
     ``{"PATTERN": "SCHEME"}`` or a list of ``"PATTERN=SCHEME"``. The other arguments are those of the command line.
@@ -194,6 +197,7 @@ def plan(
         block_size=block_size,
         act_order=act_order,
         layer_inputs=layer_inputs,
+        span_blocks=span_blocks,
         scale_search=scale_search,
         requantize=requantize,
         samples=samples,
@@ -235,6 +239,7 @@ def quantize(
     block_size: int | None = None,
     act_order: str | None = None,
     layer_inputs: str | None = None,
+    span_blocks: int | None = None,
     scale_search: str | None = None,
     requantize: bool = False,
     samples: int | None = None,
@@ -295,6 +300,7 @@ def quantize(
         block_size=block_size,
         act_order=act_order,
         layer_inputs=layer_inputs,
+        span_blocks=span_blocks,
         scale_search=scale_search,
         requantize=requantize,
         samples=samples,

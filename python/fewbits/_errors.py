@@ -42,7 +42,7 @@ class QuantError(Exception):
 
 
 class UsageError(QuantError, ValueError):
-    """The request itself is invalid."""
+    """The request is invalid or cannot be carried out."""
 
     category = "usage"
     exit_code = 2

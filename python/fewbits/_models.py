@@ -20,7 +20,7 @@ class Generated:
     """A text that a model generated."""
 
     text: str
-    #: The generated tokens, without the token that ended the text.
+    #: The generated tokens, including those of a stop string, but without an end-of-text token.
     tokens: tuple[int, ...]
     #: The reason why the text ended: ``eos``, ``length``, ``context`` or ``stop``.
     end: str

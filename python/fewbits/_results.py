@@ -177,7 +177,7 @@ class Gguf(Result):
 
     @property
     def path(self) -> str:
-        """The path of the file, or of the directory that contains it."""
+        """The path of the file, or of the directory that contains it or its parts."""
         return str(self._fields["path"])
 
     @property
@@ -207,7 +207,7 @@ class Gguf(Result):
 
     @property
     def worst_tensor(self) -> TensorError | None:
-        """The tensor with the largest rounding error."""
+        """The tensor with the largest rounding error, if any was rounded."""
         return _worst(self._fields)
 
     @property
@@ -284,7 +284,8 @@ class Evaluation(Result):
 
     @property
     def at_noise_floor(self) -> bool | None:
-        """Whether the divergence is too small to be measured on this text; None without a reference."""
+        """Whether the divergence is below three times its noise floor, so that this text shows no difference; None
+        without a reference."""
         comparison = self._fields.get("comparison")
         return None if comparison is None else comparison.get("at_noise_floor")
 
@@ -332,19 +333,28 @@ class Check:
 
     result: str
     profile: str
+    #: What was checked, such as ``perplexity against baseline``.
     name: str
+    #: The line of the policy that requires the check.
     line: int
+    #: ``pass``, ``fail`` or ``inconclusive``.
     verdict: str
+    #: The value that was checked: a degradation, or the capped metric.
     value: float
     standard_error: float | None
+    #: The confidence bounds of the degradation, at the one-sided level of the policy.
     low: float | None
     high: float | None
+    #: The limits of the value.
     at_most: float | None
     at_least: float | None
     windows: int
+    #: The approximate number of windows that would decide an inconclusive check with 80 % power.
     windows_needed: int | None
+    #: The value with its interval or error, and the limits, in the same unit.
     measured: str
     allowed: str
+    #: The check as a sentence.
     message: str
 
     def to_dict(self) -> dict[str, Any]:

@@ -87,7 +87,7 @@ class PackedLinear(torch.nn.Module):  # type: ignore[misc,unused-ignore]
         static: tuple[float, int] | None = None,
     ) -> None:
         """``codes`` ``[n, k]`` are unsigned, one per byte, with the zero point at ``2^(bits − 1)``; ``scales`` are
-        ``[n, groups]``."""
+        ``[n, groups]``; ``activations`` and ``static`` are as in :func:`fewbits._kernels.linear`."""
         super().__init__()
         self.out_features, self.in_features = codes.shape
         codes, scales = codes.contiguous(), scales.to(torch.float32).contiguous()

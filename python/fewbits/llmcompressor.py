@@ -46,6 +46,9 @@ SCHEMES = {
     "MXFP8": "mxfp8",
 }
 
+#: Schemes whose activation scales are calibrated, even if weights are rounded to nearest.
+CALIBRATED = ("fp8-static", "nvfp4")
+
 #: Column orders in llm-compressor and here.
 ACT_ORDERS: dict[object, str] = {
     "static": "static-groups",
@@ -230,8 +233,9 @@ def oneshot(
     """Quantizes a model directory into ``output_dir``, as compressed-tensors.
 
     ``recipe`` is a modifier or several. ``dataset`` takes the same values as ``calibration`` of
-    :func:`fewbits.quantize`; None selects the built-in text. The last five arguments are those of
-    :func:`fewbits.quantize`.
+    :func:`fewbits.quantize`; None selects the built-in text. With a ``QuantizationModifier`` alone, ``dataset``,
+    ``num_calibration_samples`` and ``max_seq_length`` are used only if the scheme has static activation scales (``FP8``,
+    ``NVFP4``). The last five arguments are those of :func:`fewbits.quantize`.
 
     Raises :class:`fewbits.QuantError`; :class:`fewbits.UsageError` names each unknown argument.
     """
@@ -245,7 +249,8 @@ def oneshot(
     if not save_compressed:
         raise UsageError("save_compressed=False is not supported: the output is always packed", "omit it")
     settings = _settings(recipe)
-    if settings["method"] != "rtn":
+    # A data-free run refuses settings for a text that it does not read.
+    if settings["method"] != "rtn" or settings["scheme"] in CALIBRATED:
         settings.update(samples=num_calibration_samples, seq_len=max_seq_length)
         settings["calibration"] = None if dataset is None else _rows(dataset, text_column)
     return quantize(

@@ -21,7 +21,7 @@ use crate::{gate, requests};
 
 /// Interval at which the caller's thread checks for signals.
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
-/// Stack size of the job's thread: that of a main thread, because the command line runs the same code there.
+/// Stack size of the job's thread: that of the thread on which the command line runs the same code.
 const STACK: usize = 8 << 20;
 
 /// The work of a job, run on its own thread.

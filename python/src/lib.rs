@@ -23,7 +23,7 @@ mod _native {
     use crate::job::{self, Place};
     #[pymodule_export]
     use crate::models::Model;
-    // `fewbits.transformers` calls its exported functions by name.
+    // Links the C interface, whose exported functions `fewbits.transformers` calls by name.
     use quant_kernels as _;
 
     #[pymodule_export]

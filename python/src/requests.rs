@@ -44,8 +44,9 @@ fn text(name: Option<String>, rows: Option<Vec<String>>, called: &str) -> Result
         serde_json::from_str(row).map_err(|e| Error::InputFile {
             path: origin.to_owned(),
             line: Some(line),
-            reason: format!("is not valid Unicode text: {e}"),
-            remedy: "remove this row, or replace its invalid characters".into(),
+            reason: format!("cannot be represented as JSON: {e}"),
+            remedy: "remove this row, or replace its invalid characters and its NaN or infinite numbers"
+                .into(),
         })
     });
     let values = values.collect::<Result<Vec<Value>>>()?;

@@ -129,6 +129,18 @@ def shot(**arguments: Any) -> object:
     return oneshot(**{**given, **arguments})
 
 
+@pytest.mark.parametrize(("scheme", "is_calibrated"), [("FP8", True), ("NVFP4", True), ("FP8_DYNAMIC", False)])
+def test_static_scales_are_calibrated_on_the_dataset(
+    scheme: str, is_calibrated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[dict[str, Any]] = []
+    monkeypatch.setattr(llmcompressor, "quantize", lambda *_, **arguments: calls.append(arguments))
+    shot(recipe=QuantizationModifier(scheme=scheme), dataset=["one", "two"], num_calibration_samples=2)
+    [arguments] = calls
+    assert (arguments.get("calibration") == ["one", "two"]) == is_calibrated
+    assert arguments.get("samples") == (2 if is_calibrated else None)
+
+
 def page_of_the_guide() -> str:
     return (Path(os.environ["FEWBITS_ROOT"]) / "docs/guide/python.md").read_text()
 

@@ -1,5 +1,5 @@
 //! Colors on a terminal: the first word of a message, and the verdicts of a gate. Output to files and pipes has no
-//! colors, and neither has any output if `NO_COLOR` is set.
+//! colors unless `CLICOLOR_FORCE` is set, and no output has colors if `NO_COLOR` is set.
 
 use std::borrow::Cow;
 

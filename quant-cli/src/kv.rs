@@ -17,7 +17,7 @@ pub enum KvBits {
     /// 4 bits.
     #[value(name = "4")]
     Four,
-    /// FP8, with the model's scales, or 1 if it has none.
+    /// FP8, with the scales of the model, or with a scale of 1 if the model has none.
     Fp8,
 }
 

@@ -88,20 +88,20 @@ fn begin(arguments: &[OsString], embedding: Option<Embedding>) -> u8 {
     let outcome = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| run(&cli, embedding)));
     match outcome {
         Ok(Ok(code)) => code,
-        Ok(Err(error)) => ended(&error, cli.command.resuming(arguments)),
+        Ok(Err(error)) => {
+            let interrupted = matches!(error, Error::Interrupted);
+            ended(&error, interrupted.then(|| cli.command.after_interruption(arguments)))
+        }
         Err(_) => ended(&Error::Internal("the program panicked".into()), None),
     }
 }
 
-/// Prints an error with its remedy, or after an interruption with the command that resumes the run. Returns the exit
-/// code.
-fn ended(error: &Error, resuming: Option<String>) -> u8 {
+/// Prints an error with its remedy, or with `remedy` if there is a more specific one. Returns the exit code.
+fn ended(error: &Error, remedy: Option<String>) -> u8 {
     if output::is_closed_pipe(error) {
         return 0;
     }
-    let resuming = resuming.filter(|_| matches!(error, Error::Interrupted));
-    let remedy =
-        resuming.map_or_else(|| error.remedy().to_string(), |command| format!("resume with: {command}"));
+    let remedy = remedy.unwrap_or_else(|| error.remedy().to_string());
     output::print_message(&format!("error: {error}\n  {remedy}"));
     error.category().exit_code()
 }
@@ -133,14 +133,14 @@ fn run(cli: &cli::Cli, embedding: Option<Embedding>) -> quant_core::Result<u8> {
 /// Returns the number of threads to run on: `asked`, or by default the available parallelism.
 ///
 /// # Errors
-/// [`Error::Memory`] if there is not enough memory for the threads' stacks; [`Error::Usage`] if `QUANT_ISA` names an
-/// instruction set that the processor does not have.
+/// [`Error::Memory`] if there is not enough memory for the threads' stacks; [`Error::Usage`] if `QUANT_ISA` is an
+/// unknown name or an instruction set that the processor does not have.
 pub fn threads(asked: Option<usize>) -> quant_core::Result<usize> {
     // Report an unavailable instruction set before anything is computed with a different one.
     quant_kernels_cpu::Isa::detect_checked().map_err(|error| Error::Usage {
         message: error.to_string(),
-        remedy: "set QUANT_ISA to one of these names, or unset it to use the widest instruction set of this \
-            processor"
+        remedy: "set QUANT_ISA to one of these names, or unset it to use the fastest instruction set \
+                 of this processor"
             .into(),
     })?;
     let all = || std::thread::available_parallelism().map_or(1, usize::from);

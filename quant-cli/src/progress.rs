@@ -101,6 +101,11 @@ impl Progress {
         Self { mode, state: Mutex::new(None), expected: Mutex::default() }
     }
 
+    /// Whether notes and hints are suppressed.
+    pub fn is_quiet(&self) -> bool {
+        matches!(self.mode, Mode::Quiet)
+    }
+
     /// Forwards all events and notes to another observer, and prints nothing.
     pub fn forwarded(to: Arc<dyn Observer>) -> Self {
         Self { mode: Mode::Forward(to), state: Mutex::default(), expected: Mutex::default() }

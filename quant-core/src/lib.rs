@@ -50,6 +50,7 @@ pub mod recipe;
 pub mod run;
 pub mod system;
 pub mod transform;
+pub mod units;
 pub mod worker;
 
 pub use quant_formats::{

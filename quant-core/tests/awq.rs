@@ -354,8 +354,8 @@ fn searches_never_end_worse_and_change_what_is_written() {
                 clips += 1;
             }
         }
-        // With grouped queries, the value projection and the linear that reads it are not scaled, so 6 of 7 linears
-        // are.
+        // With grouped queries, no scale is searched between the value projection and `o_proj`, so 6 of 7 linears have
+        // scaled inputs.
         assert_eq!((folds, clips), (2 * 6, 2 * 5), "{scheme}");
         let mut changed = 0;
         for tensor in awq.report.tensors.iter().filter(|t| t.action == "quantized") {

@@ -1,4 +1,4 @@
-//! Documents that share a window give the same results as they do separately, in every family's block.
+//! Documents that share a window give the same results as they do separately, in the blocks of several families.
 
 mod common;
 

@@ -91,7 +91,7 @@ fn parts_make_the_whole() {
         for ends in [[0, 1], [1, 3], [3, 4]] {
             let at = |block: usize| directory.path().join(format!("states-{block}.safetensors"));
             let files = StateFiles {
-                before: (ends[0] > 0).then(|| at(ends[0])),
+                before: (ends[0] > 0).then(|| at(ends[0])).into_iter().collect(),
                 after: (ends[1] < 4).then(|| at(ends[1])),
                 depends_on: json!({ "model": "small" }),
                 ..StateFiles::default()

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 /// The stages from bottom to top. Those up to `format` are in `quant-formats`, and `quant-core` re-exports them under
 /// the same names; it has more of `quantize`. Whole runs use all stages.
-const STAGES: [&str; 14] = [
+const STAGES: [&str; 15] = [
     "blocks",
     "checkpoint",
     "scheme",
@@ -20,6 +20,7 @@ const STAGES: [&str; 14] = [
     "gguf",
     "engines",
     "run",
+    "units",
 ];
 /// Modules that every stage may use. They use no stage, except that `error` uses `checkpoint`.
 const SHARED: [&str; 8] = ["digest", "error", "progress", "random", "system", "vector", "wording", "worker"];

@@ -246,7 +246,7 @@ fn conversations_that_cannot_be_used() {
         with(&format!("{good}\n\n{line}\n")).refuses(case, &[], 4, &["chats.jsonl:3: ", phrase]);
     }
     with(&format!("{good}\n{{")).refuses("no JSON", &[], 4, &["chats.jsonl:2: is not JSON"]);
-    with(&good).refuses("too few", &[], 4, &["chats.jsonl: has ", "windows of 96", "3 are needed"]);
+    with(&good).refuses("too few", &[], 4, &["chats.jsonl has ", "of 96", "3 windows are needed"]);
     let phrase = ["no assistant tokens", "--mask none"];
     with(&good).refuses("no answers", &["--mask", "prompts"], 4, &phrase);
     // Plain text has no prompts to mask.

@@ -15,8 +15,8 @@ fn rules_that_score_nothing_are_refused() {
         (vec!["--profile", "hf-stride-64-65"], 2, "the stride is 65"),
         (vec!["--windows", "0", "--window", "64"], 2, "--windows"),
         (vec!["--profile", "wt2-gptq-2048"], 2, "test split of WikiText-2"),
-        (vec!["--window", "64", "--windows", "999999999"], 4, "999999999 are needed"),
-        (vec!["--profile", "llamacpp-99999"], 4, "llama.cpp profiles need at least 2"),
+        (vec!["--window", "99999"], 4, "fewer than one window of 99999"),
+        (vec!["--profile", "llamacpp-99999"], 4, "fewer than the 2 windows of 99999 that llama.cpp"),
     ] {
         let mut arguments = args!["eval", demo_model()];
         arguments.extend(text.map(Into::into));
@@ -25,6 +25,24 @@ fn rules_that_score_nothing_are_refused() {
         assert_eq!(run.code(), Some(code), "{run}");
         assert!(run.stderr.contains(expected), "{run}");
     }
+}
+
+/// A limit on the number of windows is not a requirement.
+#[test]
+fn a_text_with_fewer_windows_than_the_limit_is_scored_whole() {
+    let scratch = tempfile::tempdir().unwrap();
+    let text = scratch.path().join("text.txt");
+    std::fs::write(&text, "rain ".repeat(200)).unwrap();
+    let measure = |limit: &[&str]| {
+        let fixed = args!["eval", demo_model(), "--text", &text, "--window", "64", "--json"];
+        quant(fixed.into_iter().chain(limit.iter().map(Into::into)))
+    };
+    let (whole, limited) = (measure(&[]), measure(&["--windows", "1000"]));
+    assert!(limited.stderr.contains("text.txt has only "), "{limited}");
+    assert!(limited.stderr.contains(" of 64; all are scored"), "{limited}");
+    let (whole, limited) = (whole.json(), limited.json());
+    assert_eq!(limited["tokens_sha256"], whole["tokens_sha256"]);
+    assert_eq!(limited["nll"], whole["nll"]);
 }
 
 /// A last window of one token would score nothing, so it is dropped.
@@ -162,6 +180,12 @@ fn outputs_and_comparisons_that_make_no_sense() {
     assert!(made.success());
     let run = eval(args!["--report", at("pipe")]);
     assert!(run.code() == Some(2) && run.stderr.contains("named pipe"), "{run}");
+
+    // A quantized reference of a float model is probably a mistake.
+    let rtn = args!["quantize", demo_model(), "-o", at("w4"), "--method", "rtn", "--scheme", "w4a16-g64-sym"];
+    quant(rtn).succeeded();
+    let swapped = eval(args!["--reference", at("w4")]).succeeded();
+    assert!(swapped.stderr.contains("warning: the reference is quantized"), "{swapped}");
 
     // The same model, evaluated alone and against a second one.
     eval(args![json(&at("alone.json"))]).succeeded();

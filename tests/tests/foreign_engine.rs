@@ -151,6 +151,7 @@ fn the_results_of_an_engine_are_gated() {
         size_bytes: 0,
         schemes: Vec::new(),
         kv_cache: None,
+        method: None,
     };
     let tool = Tool { name: "their-engine".into(), version: "7".into(), sha256: None, isa: "none".into() };
     let measured = |name: &str, engine: &dyn LogitsModel| {

@@ -5,10 +5,10 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 use xtask::{
-    ablation, bench_awq_memory, bench_cpu_time, bench_eval, bench_gptq, bench_kernels, bench_qoq, bench_rtn,
-    book, charts, ci, cuda, dist, fuzz, gate_trials, gpu, interop, nightly, outside, peers_experts,
-    peers_kernels, peers_models, peers_quantizers, plant, python, quality, quality_floats, quality_gguf,
-    quality_qoq, quality_w8a8, same_bytes, sanitize, search_agreement, synth,
+    ablation, bench_awq_memory, bench_cpu_time, bench_eval, bench_gguf, bench_gptq, bench_kernels, bench_qoq,
+    bench_rtn, book, charts, ci, cuda, dist, fuzz, gate_trials, gpu, interop, nightly, outside,
+    peers_experts, peers_kernels, peers_models, peers_quantizers, plant, python, quality, quality_floats,
+    quality_gguf, quality_qoq, quality_w8a8, same_bytes, sanitize, search_agreement, synth,
 };
 
 #[derive(Parser)]
@@ -67,7 +67,10 @@ enum Command {
     PeersFloats(quality::Args),
     /// Measure the accuracy loss of GGUF types on a real model: by llama-quantize, by quant's search and by GPTQ
     #[command(name = "quality-gguf")]
-    QualityGguf(quality::Args),
+    QualityGguf(quality_gguf::Args),
+    /// Measure the speed of GGUF's searches against llama-quantize, and peak memory
+    #[command(name = "bench-gguf")]
+    BenchGguf(bench_gguf::Args),
     /// Measure the error rates of the accuracy gate on a real model
     GateTrials(gate_trials::Args),
     /// Measure the kernels against the limits of the machine, and write a record
@@ -123,6 +126,7 @@ fn main() -> ExitCode {
         Command::QualityFloats(args) => quality_floats::run(&args),
         Command::PeersFloats(args) => quality_floats::peers::run(&args),
         Command::QualityGguf(args) => quality_gguf::run(&args),
+        Command::BenchGguf(args) => bench_gguf::run(&args),
         Command::QualityW8a8(args) => quality_w8a8::run(&args),
         Command::GateTrials(args) => gate_trials::run(&args),
         Command::BenchKernels(args) => bench_kernels::run(&args),

@@ -1,6 +1,7 @@
 //! The kernels of quant.
 
 use anyhow::{Context, Result};
+use quant_formats::blocks::block_type;
 use quant_kernels_cpu::limits::{dot_limit, read_limit};
 use quant_kernels_cpu::{
     FloatFormat, FloatRows, Int8Rows, IsaToken, PackedLinear, Rayon, RowLayout, Scales, WeightView,
@@ -28,6 +29,8 @@ enum Codes {
     Mxfp4,
     /// E2M1 with E4M3 scales and a global scale.
     Nvfp4,
+    /// Blocks of a GGUF type, encoded as in llama.cpp.
+    Blocks(&'static str),
 }
 
 /// The form of the activations.
@@ -41,7 +44,7 @@ enum Rows {
     Float,
 }
 
-pub const CONTESTANTS: [Contestant; 7] = [
+pub const CONTESTANTS: [Contestant; 12] = [
     Contestant { name: "w4a8-g128", codes: Codes::Int(4), group_size: Some(128), rows: Rows::Int8 },
     Contestant {
         name: "w4a8-g128-ready",
@@ -54,7 +57,16 @@ pub const CONTESTANTS: [Contestant; 7] = [
     Contestant { name: "w4a16-g128", codes: Codes::Int(4), group_size: Some(128), rows: Rows::Float },
     Contestant { name: "wf4a8-g32-mx", codes: Codes::Mxfp4, group_size: Some(32), rows: Rows::Int8 },
     Contestant { name: "wf4a8-g16-nv", codes: Codes::Nvfp4, group_size: Some(16), rows: Rows::Int8 },
+    blocks("q4_k"),
+    blocks("q5_k"),
+    blocks("q6_k"),
+    blocks("iq4_xs"),
+    blocks("iq4_nl"),
 ];
+
+const fn blocks(name: &'static str) -> Contestant {
+    Contestant { name, codes: Codes::Blocks(name), group_size: None, rows: Rows::Int8 }
+}
 
 pub fn version() -> String {
     format!("{}, {}", env!("CARGO_PKG_VERSION"), IsaToken::detect().isa().name())
@@ -112,6 +124,19 @@ fn pack_fp4([n, k]: [usize; 2], codes: Codes, group_size: usize) -> Result<Packe
     Ok(PackedLinear::pack(&view, None, false, &Rayon)?)
 }
 
+/// Encodes weights `[n, k]` as blocks of a GGUF type.
+fn pack_blocks([n, k]: [usize; 2], name: &str) -> Result<PackedLinear> {
+    let kind = block_type(name).context("no such type")?;
+    let row_bytes = kind.row_bytes(k).context("rows are not whole blocks")?;
+    let mut bytes = vec![0; BASE * row_bytes];
+    for (row, out) in weights(k).chunks_exact(k).zip(bytes.chunks_exact_mut(row_bytes)) {
+        kind.encode(row, None, out);
+    }
+    let pack = |view: &WeightView<'_>| PackedLinear::pack(view, None, false, &Rayon);
+    let packed = kind.with_view([n, k], &repeated(&bytes, n), pack)?;
+    Ok(packed.context("no kernel for this type")??)
+}
+
 /// The weights of a contestant.
 pub struct Linear {
     rows: Rows,
@@ -129,6 +154,7 @@ impl Linear {
         let group_size = contestant.group_size.unwrap_or(k);
         let packed = match contestant.codes {
             Codes::Int(bits) => pack([n, k], bits, group_size)?,
+            Codes::Blocks(name) => pack_blocks([n, k], name)?,
             codes => pack_fp4([n, k], codes, group_size)?,
         };
         let copies = rotate.div_ceil(packed.layout().bytes()).max(1);

@@ -28,7 +28,7 @@ use quant_core::{Error, Result};
 use serde::Serialize;
 
 pub use self::baseline::Baseline;
-pub use self::changes::{Change, Trend};
+pub use self::changes::{Change, Trend, changes};
 pub use self::decision::Verdict;
 pub use self::github::{annotations, summary};
 pub use self::junit::junit;
@@ -354,6 +354,7 @@ fn bind(
             ("profile", &result.profile, &before.profile),
             ("text", &result.text.sha256, &before.text.sha256),
             ("tokenizer", &result.tokenizer_sha256, &before.tokenizer_sha256),
+            ("number of windows", &result.windows.to_string(), &before.windows.to_string()),
             ("tokenization", &result.tokens_sha256, &before.tokens_sha256),
         ] {
             if now != then {
@@ -437,7 +438,9 @@ fn non_inferiority(
         None => "no interval, because there is only one window".into(),
     };
     let need = match test.windows_needed {
-        Some(n) => format!("; about {n} windows would decide it with 80 % probability"),
+        Some(n) => format!(
+            "; about {n} windows would be needed to decide (with 80 % probability), or a larger margin"
+        ),
         None => String::new(),
     };
     let allowed = format!("at most {}", unit(check.margin));
@@ -489,7 +492,8 @@ fn capped(policy: &Policy, cap: &Cap, name: &str, result: &Evaluation) -> Result
         cap.at_least.map(|l| format!("at least {}", unit(l, l.to_string()))),
     ];
     let allowed = bounds.into_iter().flatten().collect::<Vec<_>>().join(", ");
-    let error = number.standard_error.map(|e| format!(" ± {e:.2e}")).unwrap_or_default();
+    let digits = |e: f64| if e != 0.0 && e < 1e-5 { format!("{e:.1e}") } else { format!("{e:.6}") };
+    let error = number.standard_error.map(|e| format!(" ± {}", digits(e))).unwrap_or_default();
     let measured = format!("{}{error}", unit(value, shown(value)));
     Ok(Check {
         result: name.to_owned(),

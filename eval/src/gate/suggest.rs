@@ -20,7 +20,9 @@ pub fn suggest(results: &[(String, Evaluation)]) -> String {
     let margin = results.iter().filter_map(|(_, e)| detectable(e)).fold(MARGIN, f64::max);
     let mut text = format!(
         "schema = \"quant-gate-policy/1\"\nlevel = {LEVEL}\non_inconclusive = \"inconclusive\"\n\n\
-         # Against the baseline: at most {:.1} % more perplexity. These windows can decide a difference of this size.\n\
+         # Against the baseline: at most {:.1} % more perplexity. With these windows, an equally good model passes with\n\
+         # a probability of 80 %. If a difference such as that between two calibration seeds must pass too, measure it,\n\
+         # and set the margin above it by the same amount.\n\
          [[non_inferiority]]\nmetric = \"perplexity\"\nagainst = \"baseline\"\nmargin = {}\n",
         100.0 * rounded_up(margin),
         rounded_up(margin),

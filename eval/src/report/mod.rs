@@ -65,12 +65,18 @@ pub fn nats(value: f64) -> String {
     if value != 0.0 && value.abs() < 1e-3 { format!("{value:.1e}") } else { format!("{value:.5}") }
 }
 
-/// The formatted value with its standard error.
-fn nats_of(estimate: Estimate) -> String {
+/// Formats a divergence with its standard error.
+pub fn nats_of(estimate: Estimate) -> String {
+    format!("{} ± {}", nats(estimate.mean), error_in_nats(estimate))
+}
+
+/// Formats the standard error of a divergence: five digits after the point, as the divergence itself, or one
+/// significant digit if that is below 0.001.
+pub fn error_in_nats(estimate: Estimate) -> String {
     match estimate.standard_error {
-        Some(error) if estimate.mean.abs() < 1e-3 => format!("{} ± {error:.0e}", nats(estimate.mean)),
-        Some(error) => format!("{} ± {error:.5}", nats(estimate.mean)),
-        None => format!("{} ± ?", nats(estimate.mean)),
+        Some(error) if error != 0.0 && estimate.mean.abs() < 1e-3 => format!("{error:.0e}"),
+        Some(error) => format!("{error:.5}"),
+        None => "?".to_owned(),
     }
 }
 
@@ -141,7 +147,7 @@ pub fn closest_of(results: &[(&str, &Evaluation)]) -> Option<String> {
             kl(found.next)
         ),
         false => format!(
-            "Closest to the reference: {best}, but this text shows no clear difference to {next} (mean KL {} and {} nats).",
+            "Closest to the reference: {best}, but not significantly closer than {next} (mean KL {} and {} nats).",
             kl(found.index),
             kl(found.next)
         ),

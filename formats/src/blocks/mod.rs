@@ -14,6 +14,7 @@ mod fp4;
 mod grid;
 mod iq4;
 mod kernels;
+mod minimum_blocks;
 mod q2_k;
 mod q3_k;
 mod q4_k;

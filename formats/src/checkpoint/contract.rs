@@ -64,5 +64,5 @@ pub(crate) fn unknown(name: &str) -> Error {
 /// The error for incomplete tensors.
 pub(crate) fn incomplete(names: &[&str]) -> Error {
     let some = names.iter().take(4).copied().collect::<Vec<_>>().join(", ");
-    Error::Internal(format!("{} output tensor(s) are incomplete: {some}", names.len()))
+    Error::Internal(format!("output tensors are incomplete ({}): {some}", names.len()))
 }

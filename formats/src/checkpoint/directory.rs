@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use serde_json::{Map, Value};
 
-use super::input_file::{Lookup, Root, read_capped};
+use super::input_file::{Lookup, Root, placeholder, read_capped};
 use super::names::printable;
 use super::{Checkpoint, ConfigFields, ShardedCheckpoint, strict_json};
 use crate::worker::TextWorkers;
@@ -259,6 +259,9 @@ fn read_config(root: &Root, path: &Path) -> Result<Map<String, Value>> {
         Lookup::Refused(reason) => return Err(broken(reason)),
     };
     let bytes = read_capped(&real, path, MAX_CONFIG_BYTES)?.map_err(broken)?;
+    if let Some(reason) = placeholder(&bytes) {
+        return Err(broken(reason.into()));
+    }
     match strict_json::parse(&bytes) {
         Ok(Value::Object(map)) => Ok(map),
         Ok(_) => Err(broken("must contain one JSON object".into())),

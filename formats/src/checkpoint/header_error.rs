@@ -17,6 +17,9 @@ pub enum HeaderError {
         /// Bytes of the file after the first 8.
         available: u64,
     },
+    /// The file is a Git LFS pointer or an HTML page.
+    #[error("the file {0}")]
+    Placeholder(&'static str),
     /// The header exceeds the maximum length.
     #[error("the header length is {declared} bytes; the limit is {limit}")]
     HeaderTooLarge {

@@ -189,6 +189,20 @@ pub fn read_capped(real: &Path, shown: &Path, cap: u64) -> Result<Result<Vec<u8>
     Ok(Ok(bytes))
 }
 
+/// Bytes at the start of a file that [`placeholder`] needs.
+pub(crate) const PLACEHOLDER_BYTES: usize = 64;
+
+/// Names what is often found in place of a file after an incomplete download: a Git LFS pointer, or an HTML page. Returns
+/// the end of a sentence that begins with the file; `None` if these first bytes of the file are neither.
+pub fn placeholder(start: &[u8]) -> Option<&'static str> {
+    let start = start.trim_ascii_start();
+    let begins = |word: &[u8]| start.len() >= word.len() && start[..word.len()].eq_ignore_ascii_case(word);
+    if begins(b"version https://git-lfs") {
+        return Some("is a Git LFS pointer, not the file itself; `git lfs pull` fetches the file");
+    }
+    (begins(b"<!doctype html") || begins(b"<html")).then_some("is an HTML page, not the file itself")
+}
+
 /// Fills `buffer` with the bytes at `offset`, continuing after interrupts and short reads.
 ///
 /// # Errors

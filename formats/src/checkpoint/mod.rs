@@ -60,13 +60,13 @@ pub use header_error::HeaderError;
 pub use identity::file_blake3;
 #[cfg(feature = "write")]
 pub use identity::file_sha256;
-pub use input_file::{open_regular, read_capped, read_exact_at};
+pub use input_file::{open_regular, placeholder, read_capped, read_exact_at};
 #[cfg(feature = "write")]
 pub use job::differences;
 #[cfg(feature = "write")]
 pub use layout::{PlacedTensor, ShardFile, ShardLayout};
 #[cfg(feature = "write")]
-pub use manifest::PublishedFile;
+pub use manifest::{PublishedFile, VerifiedFiles, verify_checkpoint};
 pub use memory::{MemorySink, MemorySource};
 pub use names::printable;
 pub use names::{is_unprintable, printable_lines};

@@ -310,7 +310,7 @@ fn match_index(
     }
     for (shard, names) in extra {
         warnings.push(format!(
-            "{} contains {} tensor(s) that are not in {INDEX} and are ignored: {}",
+            "tensors in {} that are not in {INDEX} are ignored ({}): {}",
             index.shards[shard],
             names.len(),
             listed(names, 8)

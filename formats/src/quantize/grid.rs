@@ -397,7 +397,8 @@ impl Grid {
         steps(w, self.scale, limits)
     }
 
-    /// Returns the code nearest to one weight: the definition, for a method that rounds one weight at a time. NaN and
+    /// Returns the code nearest to a weight. This defines the results of `encode` and `nearest`; methods that round one
+    /// weight at a time call it directly. NaN and
     /// infinity get the lowest or highest code.
     pub fn code(self, w: f32) -> u8 {
         if let Some(format) = self.float {

@@ -62,7 +62,7 @@ impl RowLayout {
     /// Returns the layout that rows must have to be multiplied by these weights.
     pub fn of(weights: &Layout) -> Self {
         // The tile unit does not support the two levels of scales of super-blocks.
-        let tiled = !weights.is_super();
+        let tiled = weights.has_tiles();
         Self { k: weights.k(), group_size: weights.group_size(), steps: weights.steps(), tiled }
     }
 

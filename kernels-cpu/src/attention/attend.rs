@@ -125,7 +125,12 @@ impl<'a> KvPages<'a> {
         let there = self.bytes.len() / layout.page_bytes();
         for list in (0..heads.kv).map(lists) {
             let needed = list.tokens.div_ceil(PAGE_TOKENS);
-            if list.pages.len() < needed || list.first > list.tokens {
+            if list.first > list.tokens {
+                let (expected, got) = (list.tokens, list.first);
+                let what = "the number of hidden tokens in a list must be at most its number of tokens,";
+                return Err(KernelError::Mismatch { what, expected, got });
+            }
+            if list.pages.len() < needed {
                 let (expected, got) = (needed, list.pages.len());
                 return Err(KernelError::Mismatch {
                     what: "the number of pages in a list must be at least",

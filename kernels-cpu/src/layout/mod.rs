@@ -167,7 +167,11 @@ impl Layout {
         };
         let scales = match view.all_scales() {
             Scales::Float(scales) => match view.float_format() {
-                Some(_) if scales.iter().all(|&s| e8m0_code(s).is_some()) => ScaleType::E8m0,
+                Some(FloatFormat::E4m3 | FloatFormat::E2m1)
+                    if scales.iter().all(|&s| e8m0_code(s).is_some()) =>
+                {
+                    ScaleType::E8m0
+                }
                 _ => ScaleType::narrowest(scales),
             },
             Scales::Progressive { .. } => ScaleType::Progressive,
@@ -215,16 +219,23 @@ impl Layout {
     /// The layout of floating-point codes with these properties.
     ///
     /// # Errors
-    /// When the scales are progressive or those of super-blocks, the matrix is empty or its packed size overflows, the
-    /// group size does not divide `k`, or a group is too wide (see [`of`](Self::of)).
+    /// When the scales are progressive, are those of super-blocks (except for IQ4 without minima), or are E4M3 or E8M0
+    /// for IQ4; when the matrix is empty or its packed size overflows, the group size does not divide `k`, or a group is
+    /// too wide (see [`of`](Self::of)).
     pub fn from_float_parts(
         shape: [usize; 2],
         format: FloatFormat,
         group_size: usize,
         scales: ScaleType,
     ) -> Result<Self, KernelError> {
-        if scales == ScaleType::Progressive || scales.is_super() {
-            return Err(KernelError::Scheme("progressive scales and super-blocks require integer codes"));
+        let fits = match (scales, format) {
+            (ScaleType::Progressive | ScaleType::SuperMins, _) => false,
+            (ScaleType::Super, _) => format == FloatFormat::Iq4,
+            (ScaleType::E4m3 | ScaleType::E8m0, _) => format != FloatFormat::Iq4,
+            _ => true,
+        };
+        if !fits {
+            return Err(KernelError::Scheme("scales that codes of this format do not have"));
         }
         let zero_point = Some(0);
         Self::with_codes(
@@ -258,12 +269,13 @@ impl Layout {
         }
         if scales.is_super() {
             let mins = scales == ScaleType::SuperMins;
-            if k % SUPER_BLOCK != 0 || !super_block_fits(code_bits, mins, group_size) {
+            if k % SUPER_BLOCK != 0 || !super_block_fits(code_bits, mins, float, group_size) {
                 return Err(KernelError::Scheme(
                     "this width, code size and group size do not form super-blocks",
                 ));
             }
-            if sums || zero_point != Some(if mins { 0 } else { 1 << (code_bits - 1) }) {
+            let zero = if mins || float.is_some() { 0 } else { 1 << (code_bits - 1) };
+            if sums || zero_point != Some(zero) {
                 return Err(KernelError::Scheme("super-blocks have a fixed zero point and no sums"));
             }
         }
@@ -279,9 +291,11 @@ impl Layout {
         // over the whole row.
         let (width, weight) = match (scales, code_bits) {
             (ScaleType::Progressive, _) => (k, PROGRESSIVE_MAX as usize),
-            // An integer scale is at most 128 in magnitude, a code without its zero point below 64.
-            (ScaleType::Super | ScaleType::SuperMins, _) => (SUPER_BLOCK, 128 * 64),
+            // An integer scale is at most 128 in magnitude, a code without its zero point below 64, a level below 128.
+            (ScaleType::Super | ScaleType::SuperMins, _) => (SUPER_BLOCK, 128 * 128),
+            // Levels are multiplied with an offset that makes them unsigned.
             (_, 8) => (group_size, 255),
+            _ if float == Some(FloatFormat::Iq4) => (group_size, 255),
             _ => (group_size, 15),
         };
         let activation = if sums { 255 } else { 128 };
@@ -400,6 +414,11 @@ impl Layout {
         PANEL_ROWS * STEP * self.code_bits / 8
     }
 
+    /// Whether the tile unit, if the processor has one, multiplies these weights; activations for it have another form.
+    pub(crate) fn has_tiles(&self) -> bool {
+        !self.is_super() && self.float != Some(FloatFormat::Iq4)
+    }
+
     /// Whether groups form super-blocks.
     pub(crate) fn is_super(&self) -> bool {
         self.scales.is_super()
@@ -479,6 +498,7 @@ impl Layout {
         let float = self.float.map(|format| match format {
             FloatFormat::E4m3 => 1,
             FloatFormat::E2m1 => 2,
+            FloatFormat::Iq4 => 3,
         });
         let zero_point = self.zero_point.map_or(0, |m| 1 + u64::from(m));
         let sizes = [self.n, self.k, self.code_bits, self.group_size].map(|s| s as u64);

@@ -151,10 +151,14 @@ impl Layout {
                         self.block(panel, row, g * self.group_size / SUPER_BLOCK).map(f16::to_f32);
                     let (scale, min) = (of_scales * scale, of_mins * self.min(panel, row, g));
                     for (i, out) in out.iter_mut().enumerate() {
-                        let code = i32::from(self.code(panel, row, g * self.group_size + i)) - zero;
+                        let code = self.code(panel, row, g * self.group_size + i);
+                        let code = match self.float {
+                            Some(format) => format.value(code),
+                            None => (i32::from(code) - zero) as f32,
+                        };
                         *out = match self.scales {
-                            ScaleType::SuperMins => scale * code as f32 - min,
-                            _ => scale * code as f32,
+                            ScaleType::SuperMins => scale * code - min,
+                            _ => scale * code,
                         };
                     }
                     continue;
@@ -174,7 +178,7 @@ impl Layout {
                     if let Some(format) = self.float {
                         let value = match format {
                             FloatFormat::E4m3 => e4m3_packed(code),
-                            FloatFormat::E2m1 => format.value(code),
+                            FloatFormat::E2m1 | FloatFormat::Iq4 => format.value(code),
                         };
                         *out = value * scale;
                         continue;

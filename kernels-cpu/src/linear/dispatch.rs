@@ -48,6 +48,7 @@ fn codes_of(layout: &Layout) -> usize {
     match layout.float_format() {
         None => layout.code_bits(),
         Some(FloatFormat::E2m1) => codes::E2M1,
+        Some(FloatFormat::Iq4) => codes::IQ4,
         Some(FloatFormat::E4m3) => codes::E4M3,
     }
 }
@@ -58,6 +59,7 @@ impl Path {
         let kind = match layout.zero_point() {
             _ if layout.scales() == ScaleType::Progressive => PROGRESSIVE,
             _ if layout.is_super() => SUPER,
+            _ if layout.float_format() == Some(FloatFormat::Iq4) => ZEROS,
             _ if layout.float_format().is_some() => CENTRED,
             Some(tile::CENTRE) if zero == 0 => CENTRED,
             _ => ZEROS,
@@ -73,8 +75,8 @@ impl Path {
     /// The functions of the tile unit and their helper steps, if the path uses one.
     pub(super) fn tiled(self) -> Option<(TiledFn, Steps)> {
         match (self.codes, self.kind) {
-            // Rows for super-blocks are not stored in tiles, whether they are integers or floats.
-            (_, SUPER) | (5 | 6, _) => None,
+            // Rows for super-blocks and IQ4 are not stored in tiles, whether they are integers or floats.
+            (_, SUPER) | (5 | 6 | codes::IQ4, _) => None,
             (codes::E2M1, FLOAT) => self.choose_tiled::<{ codes::E2M1 }, FLOAT, BF16>(),
             (codes::E2M1, _) => self.choose_tiled::<{ codes::E2M1 }, ZEROS, SIGNED>(),
             (codes::E4M3, _) => self.choose_tiled::<{ codes::E4M3 }, FLOAT, BF16>(),
@@ -145,6 +147,9 @@ impl Path {
         match (self.codes, self.kind) {
             (codes::E2M1, FLOAT) => self.choose::<{ codes::E2M1 }, FLOAT>(rows, panels),
             (codes::E2M1, _) => self.choose::<{ codes::E2M1 }, CENTRED>(rows, panels),
+            (codes::IQ4, FLOAT) => self.choose::<{ codes::IQ4 }, FLOAT>(rows, panels),
+            (codes::IQ4, SUPER) => self.choose::<{ codes::IQ4 }, SUPER>(rows, panels),
+            (codes::IQ4, _) => self.choose::<{ codes::IQ4 }, ZEROS>(rows, panels),
             // Integer activations do not support these codes.
             (codes::E4M3, _) => self.choose::<{ codes::E4M3 }, FLOAT>(rows, panels),
             (4, CENTRED) => self.choose::<4, CENTRED>(rows, panels),

@@ -106,7 +106,7 @@ unsafe fn table_of<L: FloatLanes, const CODES: usize>(layout: &Layout) -> L::Tab
     // SAFETY: the caller guarantees that the processor has the instructions of `L`.
     unsafe {
         match CODES {
-            codes::E2M1 | codes::E4M3 => L::values::<CODES>(),
+            codes::E2M1 | codes::IQ4 | codes::E4M3 => L::values::<CODES>(),
             _ => L::centre(centre::<CODES>(layout)),
         }
     }

@@ -5,8 +5,9 @@
 #![allow(clippy::needless_range_loop, reason = "rows and panels index several arrays at once")]
 
 use super::prefetcher::{self, Prefetcher, next_parameters};
+use crate::FloatFormat;
 use crate::layout::{Layout, PANEL_ROWS, STEP, ScaleType};
-use crate::simd::{Lanes, codes};
+use crate::simd::{IQ4_OFFSET, Lanes, codes};
 
 /// The operands of a tile, and where it writes.
 pub(crate) struct Tile<'a> {
@@ -85,7 +86,7 @@ pub(crate) unsafe fn multiply<
     let (scales_at, zeros_at, sums_at) = (layout.scales_at(), layout.zeros_at(), layout.sums_at());
     let ahead = Prefetcher::new(layout, NP, prefetcher::distance(MR, bits));
     // `codes8` subtracts this offset from every code, so it is subtracted from the zero points, too.
-    let offset = if bits == 4 { 0 } else { L::OFFSET };
+    let offset = if bits == 4 && CODES != codes::IQ4 { 0 } else { L::OFFSET };
     // SAFETY: all reads are within the memory that the caller guarantees to be valid: step, group and row stay below
     // their counts, and the offsets are those of the layout.
     unsafe {
@@ -117,6 +118,7 @@ pub(crate) unsafe fn multiply<
             let (mut zeros, mut shift) = ([L::splat(0); NP], [L::splat(0); NP]);
             for p in 0..NP {
                 zeros[p] = match layout.zero_point() {
+                    _ if CODES == codes::IQ4 => L::splat(IQ4_OFFSET - offset),
                     Some(zero_point) => L::splat(i32::from(zero_point) - offset),
                     None => {
                         let zeros = t.weights.add(p * panel + zeros_at + g * PANEL_ROWS * bits / 8);
@@ -236,6 +238,7 @@ unsafe fn add_step<L: Lanes, const CODES: usize, const S: usize, const MR: usize
                 4 => L::codes4(from),
                 5 | 6 => L::codes_in_unit::<CODES>(from, S),
                 codes::E2M1 => L::codes_e2m1(from),
+                codes::IQ4 => L::codes_iq4(from),
                 _ => L::codes8(from),
             };
             L::prefetch(from.wrapping_add(ahead + 64 * S));
@@ -247,8 +250,8 @@ unsafe fn add_step<L: Lanes, const CODES: usize, const S: usize, const MR: usize
         for m in 0..MR {
             let x = L::activations(a.add((S * strip + m) * STEP));
             for p in 0..NP {
-                acc[m][p] = match bits {
-                    4..=6 => L::dot4(acc[m][p], step[p], x),
+                acc[m][p] = match CODES {
+                    4..=6 | codes::E2M1 => L::dot4(acc[m][p], step[p], x),
                     _ => L::dot8(acc[m][p], step[p], x),
                 };
             }
@@ -346,8 +349,8 @@ pub(crate) unsafe fn finish<L: Lanes, const MR: usize, const NP: usize>(
             let scale = match (t.scales.is_null(), t.layout.float_format()) {
                 (true, _) => 1.0,
                 // E2M1 codes were multiplied as twice their values.
-                (false, Some(_)) => 0.5 * *t.scales.add(m),
-                (false, None) => *t.scales.add(m),
+                (false, Some(FloatFormat::E2m1)) => 0.5 * *t.scales.add(m),
+                (false, _) => *t.scales.add(m),
             };
             let scale = L::splat_f32(scale);
             for p in 0..NP {

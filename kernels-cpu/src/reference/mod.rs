@@ -45,7 +45,8 @@ pub fn dequantize_rows(weight: &WeightView<'_>, rows: Range<usize>, out: &mut [f
                 Scales::Super(scales) => {
                     let (scale, min) = of_super_block(scales, [groups, k], r, g);
                     for (o, &c) in out[span.clone()].iter_mut().zip(&codes[span]) {
-                        let product = scale * (i32::from(c) - zero) as f32;
+                        let code = format.map_or_else(|| (i32::from(c) - zero) as f32, |f| f.value(c));
+                        let product = scale * code;
                         *o = min.map_or(product, |min| product - min);
                     }
                     continue;
@@ -78,14 +79,14 @@ pub fn dequantize_rows(weight: &WeightView<'_>, rows: Range<usize>, out: &mut [f
 /// For super-blocks, `y = s_x · Σ_b (d_b Σ_{g∈b} s_g I_g − e_b Σ_{g∈b} m_g A_g) + b` with `A_g = Σ_{k∈g} a`: both sums
 /// of a block are exact, each is rounded to a float and added by a fused multiply-add, the scaled sum first.
 ///
-/// For E2M1 codes, `I_g = Σ_{k∈g} 2q (a − a₀)`, which is exact, and `s_x / 2` replaces `s_x`. If their scales are E4M3
+/// For IQ4 codes, `I_g = Σ_{k∈g} value(q) a`, exact. For E2M1 codes, `I_g = Σ_{k∈g} 2q (a − a₀)`, which is exact, and `s_x / 2` replaces `s_x`. If their scales are E4M3
 /// under a global scale `G`, `y = (s_x / 2) · ((256 / G) · Σ_g (s_g / 256) I_g) + b`.
 ///
 /// # Panics
-/// When the rows have the wrong width, or codes are of a floating-point format other than E2M1.
+/// When the rows have the wrong width, or codes are of a floating-point format other than E2M1 and IQ4.
 pub fn int8_linear(weight: &WeightView<'_>, x: &Int8Rows, bias: Option<&[f32]>) -> Vec<f32> {
     assert!(!matches!(weight.float_format(), Some(FloatFormat::E4m3)), "codes are not integers");
-    let e2m1 = weight.float_format().is_some();
+    let e2m1 = weight.float_format() == Some(FloatFormat::E2m1);
     let (n, size, groups) = (weight.n(), weight.group_size(), weight.groups());
     let mut out = Vec::with_capacity(x.m() * n);
     for m in 0..x.m() {
@@ -97,9 +98,10 @@ pub fn int8_linear(weight: &WeightView<'_>, x: &Int8Rows, bias: Option<&[f32]>) 
                 let zero = i32::from(weight.zero(o, g));
                 let group = g * size..(g + 1) * size;
                 let terms = codes[group.clone()].iter().zip(&a[group]);
-                let weight = |q: u8| match e2m1 {
-                    true => (2.0 * FloatFormat::E2m1.value(q)) as i32,
-                    false => i32::from(q) - zero,
+                let weight = |q: u8| match weight.float_format() {
+                    Some(FloatFormat::E2m1) => (2.0 * FloatFormat::E2m1.value(q)) as i32,
+                    Some(format) => format.value(q) as i32,
+                    None => i32::from(q) - zero,
                 };
                 terms.map(|(&q, &a)| weight(q) * (i32::from(a) - x.zero())).sum()
             };

@@ -24,14 +24,14 @@ const DEFAULT_ANSWER: usize = 1024;
 
 const COMMANDS: &str = "/new           start a new conversation
 /system TEXT   start a new conversation with this system message (no TEXT: without one)
-/retry         generate the last answer again, with a different seed
+/retry         generate the last answer again, with a different seed (without sampling: the same answer)
 /help          list these commands
 /exit          leave (also Ctrl-D); Ctrl-C stops an answer";
 
 /// The model to talk to.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// Model directory with a chat template, float or quantized, or org/name or org/name@revision on a hub
+    /// Model directory or GGUF file with a chat template, float or quantized, or org/name or org/name@revision on a hub
     pub model: PathBuf,
     /// System message
     #[arg(long, value_name = "TEXT")]
@@ -106,10 +106,12 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
             }
             "/new" => {
                 talk = Messages::new(args.system.as_deref());
+                session.progress.note("[new conversation]");
                 continue;
             }
             "/system" => {
                 talk = Messages::new(Some(rest.trim()));
+                session.progress.note("[new conversation with this system message]");
                 continue;
             }
             "/retry" => {
@@ -215,7 +217,7 @@ impl Input {
                     path: path(),
                     line: Some(*number),
                     reason: reason.into(),
-                    remedy: "write one message of UTF-8 text per line".into(),
+                    remedy: "write one message of UTF-8 text per line, of at most 1 MiB".into(),
                 };
                 match bytes.len() {
                     0 => Ok(None),

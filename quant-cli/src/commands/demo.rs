@@ -97,7 +97,7 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
 
     let (mut rows, mut quantized) = (Vec::new(), Vec::new());
     for scheme in SCHEMES {
-        // The other methods need 8-bit activations.
+        // The other methods need quantized activations.
         for method in METHODS.iter().rev().filter(|m| !m.is_for_rounded_inputs() && m.preparation.is_none()) {
             session.progress.note(&format!("{} {scheme}", method.name));
             let out = scratch.path().join(format!("{}-{scheme}", method.name));
@@ -275,7 +275,7 @@ fn show(report: &Report) -> String {
     }
     text.push_str(&format!(
         "\nScored {} tokens of the built-in held-out text ({}); differences from the float model are paired \
-        window by window. KL noise floor (the KL that f32 rounding alone causes): {}. Total time: {}.\n",
+        window by window. KL noise floor (the KL that rounding of every block's output to about bfloat16 causes): {}. Total time: {}.\n",
         report.tokens_scored,
         report.profile,
         noise,

@@ -28,9 +28,9 @@ pub fn text(summary: &GgufSummary) -> String {
         ));
     }
     if let Some(Worst { tensor, relative_rms, .. }) = &summary.worst_tensor {
-        text.push_str(&format!("largest relative error: {relative_rms:.4} in {tensor}\n"));
+        text.push_str(&format!("largest weight error: {:.2} % in {tensor} (RMS relative to the weight; not a measure of quality)\n", 100.0 * relative_rms));
     }
-    text.push_str(&format!("took {}\n", duration(summary.seconds)));
+    text.push_str(&format!("in {}\n", duration(summary.seconds)));
     text
 }
 

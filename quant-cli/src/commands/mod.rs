@@ -11,6 +11,7 @@ pub mod gate;
 pub mod generate;
 pub mod gguf;
 pub mod inspect;
+pub mod job;
 pub mod plan;
 pub mod quantize;
 mod reference;
@@ -58,6 +59,8 @@ pub fn run(command: &Command, session: &Session) -> Result<u8> {
         Command::Demo(args) => demo::run(args, session),
         Command::Plan(args) => plan::run(args, session),
         Command::Quantize(args) => quantize::run(args, session),
+        Command::Job(args) => job::run(args, session),
+        Command::Merge(args) => job::merge(args, session),
         Command::Eval(args) => eval::run(args, session),
         Command::Compare(args) => compare::run(args),
         Command::Inspect(args) => inspect::run(args, session),

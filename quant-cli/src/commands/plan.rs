@@ -8,7 +8,7 @@ use quant_core::engines::{Basis, ENGINES, Engine, Known, Outline, RANKS};
 use quant_core::model::Carried;
 use quant_core::recipe::{Action, Plan, PlanEntry, Rates, Recipe};
 use quant_core::run::{self, RecipeSettings, plan_gguf};
-use quant_core::wording::{CommandLine, Wording, worded};
+use quant_core::wording::{CommandLine, Wording, counted, worded};
 use quant_core::{Error, Result};
 use serde::Serialize;
 
@@ -19,7 +19,7 @@ use crate::recipe::RecipeOptions;
 /// What to plan.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// Model directory, or org/name or org/name@revision on a hub
+    /// Model directory or GGUF file, or org/name or org/name@revision on a hub
     #[arg(required_unless_present_any = ["print_recipe", "print_recipe_schema"])]
     pub model: Option<PathBuf>,
     /// Print a preset as a recipe file, and nothing else
@@ -307,9 +307,10 @@ fn text(planned: &Planned, all: bool) -> String {
     }
     for s in plans.first().into_iter().flat_map(|plan| &plan.selectors) {
         text.push_str(&format!(
-            "{}: {} linear(s) get {}\n",
+            "{}: {} {} {}\n",
             CommandLine.setting(s.option, Some(&s.pattern)),
-            s.modules.len(),
+            counted(s.modules.len(), "linear"),
+            if s.modules.len() == 1 { "gets" } else { "get" },
             s.outcome
         ));
         for module in s.modules.iter().filter(|_| all) {
@@ -382,8 +383,8 @@ fn engines_text(outline: &Outline) -> String {
     let read: BTreeSet<&str> = ENGINES.iter().map(|engine| engine.loader.read).collect();
     let read = read.into_iter().collect::<Vec<_>>().join(" and ");
     text.push_str(&format!(
-        "model family: how each engine's support for the family was checked. Formats: according to the \
-        source code of these versions, read on {read}; see docs/formats/engines.md\n"
+        "(model family: how the engine's support for the family was checked; formats: according to the source code \
+        of these versions, read on {read}; see docs/formats/engines.md)\n"
     ));
     text
 }

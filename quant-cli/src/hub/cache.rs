@@ -73,9 +73,9 @@ pub struct Announced {
 pub enum BlobCheck {
     /// The content matches what the hub announced.
     Matches,
-    /// The hub announced nothing that could be checked.
+    /// Neither the hub's announcement nor the blob's tag contains a hash.
     Unknown,
-    /// The content differs from what the hub announced.
+    /// The content differs from what the hub announced, or from the blob's tag.
     Wrong {
         /// What the hub announced.
         announced: String,

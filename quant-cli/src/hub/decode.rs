@@ -19,8 +19,7 @@ use ruzstd::decoding::{BlockDecodingStrategy, FrameDecoder};
 
 /// Maximum bytes of text taken from a set. Whole documents are taken, from the start of the set.
 pub const MAX_TEXT_BYTES: usize = 64 << 20;
-/// Limit on the decompressed size of JSON, as a multiple of the text that is taken from it. JSON also contains other
-/// fields.
+/// Limit on the decompressed size of JSON, as a multiple of the limit on its text. JSON also contains other fields.
 const OVERHEAD: u64 = 8;
 
 /// Returns the documents of a data file. `name` is the file's name in its repository, which determines the format;
@@ -227,7 +226,7 @@ mod tests {
         for (name, content) in
             [("b.jsonl.zst", zstd(LINES)), ("b.json.gz", gzip(LINES)), ("b.parquet", parquet(&rows))]
         {
-            // The limit of eight times three bytes of JSON ends before the second line does.
+            // The third document would bring the total to 12 bytes.
             assert_eq!(read(name, &content, 11).unwrap(), ["one", "two\n"], "{name}");
         }
         // A megabyte that decompresses to a gigabyte of blank lines: reading stops long before the end.

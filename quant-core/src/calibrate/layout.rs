@@ -49,7 +49,7 @@ impl BatchLayout {
         assert!(starts.is_none_or(|s| s.len() == tokens), "starts are not [windows, length]");
         assert!(uses.is_none_or(|u| u.len() == tokens), "uses are not [windows, length]");
         let ranks = uses.filter(|u| u.iter().any(|u| *u != TokenUse::Counted)).map(|uses| {
-            assert!(u32::try_from(tokens).is_ok(), "more than 2^32 tokens");
+            assert!(u32::try_from(tokens).is_ok(), "2^32 or more tokens");
             let mut rank = 0;
             let before = uses.iter().map(|u| {
                 rank += u32::from(*u == TokenUse::Counted);
@@ -86,7 +86,7 @@ impl BatchLayout {
     /// The number of counted tokens among the first `tokens`.
     ///
     /// # Panics
-    /// When the batch has fewer tokens.
+    /// May panic when the batch has fewer tokens.
     pub fn counted_before(&self, tokens: usize) -> usize {
         self.ranks.as_ref().map_or(tokens, |r| r[tokens] as usize)
     }
@@ -94,7 +94,7 @@ impl BatchLayout {
     /// Whether a token counts.
     ///
     /// # Panics
-    /// When there is no such token.
+    /// May panic when there is no such token.
     pub fn counts(&self, token: usize) -> bool {
         self.ranks.as_ref().is_none_or(|r| r[token] < r[token + 1])
     }
@@ -102,7 +102,7 @@ impl BatchLayout {
     /// Whether a token is padding, which no other token attends to.
     ///
     /// # Panics
-    /// When there is no such token.
+    /// May panic when there is no such token.
     pub fn is_padding(&self, token: usize) -> bool {
         self.padding.as_ref().is_some_and(|padding| padding[token])
     }
@@ -110,7 +110,7 @@ impl BatchLayout {
     /// A token's position in its segment, from 0.
     ///
     /// # Panics
-    /// When there is no such token.
+    /// May panic when there is no such token.
     pub fn place(&self, token: usize) -> usize {
         token % self.length - self.starts.as_ref().map_or(0, |s| s[token] as usize)
     }

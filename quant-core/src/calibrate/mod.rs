@@ -5,6 +5,7 @@
 //! conversations ─► chat template ──┘
 //! ```
 
+mod by_expert;
 mod cached;
 mod chat;
 mod expert_tokens;
@@ -34,6 +35,7 @@ pub use in_process::InProcess;
 pub use layout::{BatchLayout, TokenUse};
 pub use maxima::ChannelMaxima;
 pub use observe::HiddenStates;
+pub(crate) use observe::windows_per_piece;
 pub use packing::{Mask, Packing};
 pub use ranges::ChannelRanges;
 pub use rows::InputRows;

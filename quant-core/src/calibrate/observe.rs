@@ -13,14 +13,20 @@ use crate::{CancelToken, Error, Result};
 /// small.
 pub(super) const CHUNK_TOKENS: usize = 2048;
 
-/// Adapts a tap on the whole batch to a piece: token indices of the piece become token indices of the batch.
-struct PieceTap<'a> {
-    tap: &'a mut dyn Tap,
-    /// The first token of the piece.
-    first: usize,
+/// The number of windows of this length that go through a block at a time. A batch that is split at multiples of it
+/// passes through the model in the same pieces as the whole.
+pub(crate) fn windows_per_piece(length: usize) -> usize {
+    (CHUNK_TOKENS / length.max(1)).max(1)
 }
 
-impl Tap for PieceTap<'_> {
+/// Adapts a tap on the whole batch to a piece: token indices of the piece become token indices of the batch.
+pub(super) struct PieceTap<'a, 't> {
+    pub(super) tap: &'a mut (dyn Tap + 't),
+    /// The first token of the piece.
+    pub(super) first: usize,
+}
+
+impl Tap for PieceTap<'_, '_> {
     fn linear_input(&mut self, linear: NodeId, x: &Tensor, tokens: TokenRows<'_>) -> Result<()> {
         self.tap.linear_input(linear, x, tokens.shifted(self.first))
     }
@@ -145,7 +151,7 @@ impl HiddenStates {
 
     /// The number of windows per piece: at least one.
     fn chunk_windows(&self) -> usize {
-        (CHUNK_TOKENS / self.layout.length()).max(1)
+        windows_per_piece(self.layout.length())
     }
 
     /// Returns the batch in pieces `[windows, length, width]` of whole windows, in order, each with the index of its
@@ -209,10 +215,15 @@ impl HiddenStates {
         })
     }
 
+    /// The number of tokens that go through a block at a time, as whole windows.
+    pub(super) fn window_piece(&self) -> usize {
+        self.chunk_windows() * self.layout.length()
+    }
+
     /// Replaces the states with states of `width` features, in pieces of `piece` tokens. `run` gets the index of a
     /// piece's first token, its states, their width, and a function that writes new rows, given the offset of the first
     /// one in the piece.
-    fn replace(
+    pub(super) fn replace(
         &mut self,
         width: usize,
         piece: usize,
@@ -304,7 +315,8 @@ impl HiddenStates {
     }
 
     /// Passes the values of the two `targets` to `take`, piece by piece. The states are the values of `from`, and the
-    /// targets must have a row for every token.
+    /// targets must have a row for every token. The second target determines whether pieces are whole windows, so if
+    /// only one of the targets depends on several tokens, it must come second.
     ///
     /// # Errors
     /// As [`advance_between`](Self::advance_between), and those of `take`.
@@ -369,7 +381,7 @@ impl HiddenStates {
 
 /// The rows of a piece as `[windows, length, width]` if it consists of whole windows, otherwise as
 /// `[1, tokens, width]`.
-fn piece_of(rows: &[f32], width: usize, length: usize, piece: usize) -> Result<Tensor> {
+pub(super) fn piece_of(rows: &[f32], width: usize, length: usize, piece: usize) -> Result<Tensor> {
     let tokens = rows.len() / width.max(1);
     let length = if piece.is_multiple_of(length) && tokens.is_multiple_of(length) { length } else { tokens };
     Ok(Tensor::from_slice(rows, (tokens / length.max(1), length, width), &Device::Cpu)?)
@@ -424,12 +436,26 @@ fn run_piece(
     tap: &mut dyn Tap,
     take: &mut dyn FnMut(usize, &Tensor) -> Result<()>,
 ) -> Result<()> {
+    run_piece_to(block, layout, first, before, block.graph().output(), tap, take)
+}
+
+/// Same as [`run_piece`], up to a node that comes after all operations that mix tokens.
+pub(super) fn run_piece_to(
+    block: &Block,
+    layout: &BatchLayout,
+    first: usize,
+    before: &Tensor,
+    to: NodeId,
+    tap: &mut dyn Tap,
+    take: &mut dyn FnMut(usize, &Tensor) -> Result<()>,
+) -> Result<()> {
     let (windows, length, _) = before.dims3()?;
     let segments = layout.segments(first..first + windows * length);
     let graph = block.graph();
     let mut tap = PieceTap { tap, first };
     let Some(attention) = graph.only_mixing().filter(|_| length > CHUNK_TOKENS) else {
-        let after = block.forward_packed(before, segments, &mut tap)?;
+        let known = [(graph.input(), before.clone())];
+        let after = block.evaluate_packed(&known, &[to], segments, &mut tap)?.swap_remove(0);
         return take(0, &after);
     };
     let known = [(graph.input(), before.clone())];
@@ -438,7 +464,7 @@ fn run_piece(
         tap.first = first + at;
         let rows = |whole: &Tensor| whole.narrow(1, at, CHUNK_TOKENS.min(length - at))?.contiguous();
         let known = [(graph.input(), rows(before)?), (attention, rows(&attended)?)];
-        let after = block.evaluate(&known, &[graph.output()], &mut tap)?.swap_remove(0);
+        let after = block.evaluate(&known, &[to], &mut tap)?.swap_remove(0);
         take(at, &after)?;
     }
     Ok(())

@@ -16,8 +16,8 @@ use crate::{CancelToken, Error, Result};
 
 /// A statistic of one value.
 pub trait Statistic {
-    /// Takes some rows of the value. Every row of the batch arrives once, in ascending order of tokens, in pieces of
-    /// any size.
+    /// Takes some rows of the value. Every row of the value arrives once, in ascending order of tokens, in pieces of
+    /// any size. A value inside an expert has rows only for some tokens of the batch.
     ///
     /// # Errors
     /// Any error stops the pass.
@@ -68,6 +68,20 @@ impl<'a> StatisticsPass<'a> {
     /// Sets the statistic of an attention layer's queries and keys, and replaces any earlier one.
     pub fn gather_attention(&mut self, attention: NodeId, statistic: &'a mut dyn AttentionStatistic) {
         self.attentions.insert(attention, statistic);
+    }
+
+    /// The block that the batch passes through.
+    pub(super) fn block(&self) -> &'a Block {
+        self.block
+    }
+
+    pub(super) fn cancel(&self) -> &'a CancelToken {
+        self.cancel
+    }
+
+    /// Returns how many counted tokens went through each linear so far.
+    pub(crate) fn into_tokens(self) -> BTreeMap<NodeId, u64> {
+        self.tokens
     }
 
     /// Runs the pass, and replaces the states with the output of the block if `advance` is set. Returns how many
@@ -172,7 +186,8 @@ impl Statistic for AbsMean {
     }
 }
 
-/// A sample of the rows of an input, which the clip search uses: every `stride`-th row that counts.
+/// A sample of the rows of an input, which the clip search uses: the rows of every `stride`-th counted token of the
+/// batch.
 #[derive(Debug, Clone)]
 pub struct SampledRows {
     channels: usize,

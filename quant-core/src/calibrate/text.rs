@@ -165,9 +165,9 @@ fn read_jsonl(path: &Path, file: File) -> Result<Vec<String>> {
     read_json_lines(BufReader::new(file.take(MAX_FILE_BYTES)), "text", path, usize::MAX)
 }
 
-/// Reads documents from JSON lines, one object with a string `field` each, until the input ends or the documents have
-/// `limit` bytes. The document that would exceed the limit is dropped, and nothing after it is read. `origin` names the
-/// input in messages.
+/// Reads documents from JSON lines, one object with a string `field` each, until the input ends or a document would
+/// bring the total to more than `limit` bytes. That document is dropped, and nothing after it is read. `origin` names
+/// the input in messages.
 ///
 /// # Errors
 /// When the input fails, or a line is not such an object or is longer than 64 MiB; the error names the line.
@@ -186,8 +186,8 @@ pub fn read_json_lines(input: impl BufRead, field: &str, origin: &Path, limit: u
     Ok(documents)
 }
 
-/// Passes each line's number and value to `take` until it returns `false`. An error from `take` is reported with its
-/// line.
+/// Passes the number and the value of each line that is not blank to `take`, until it returns `false`. An error from
+/// `take` is reported with its line.
 fn each_json_line(
     mut input: impl BufRead,
     origin: &Path,

@@ -20,8 +20,8 @@ pub(super) fn one_scheme(
     let schemes: Vec<_> = outline.experts.iter().collect();
     let [one] = schemes[..] else {
         return Unsure(
-            "it applies the scheme of a block's first expert to all its experts, but here they differ; the effect was \
-            not checked"
+            "it applies the scheme of a block's first expert to all experts of the block, but the experts of this \
+            model have different schemes; the effect was not checked"
                 .into(),
         );
     };
@@ -72,7 +72,8 @@ pub(super) fn vllm_kernel(share: &Share<'_>, width: usize) -> Compatibility {
     }
 }
 
-/// vLLM's kernels for integer experts with float activations: Marlin, and Triton for shapes that Marlin cannot run.
+/// vLLM's kernels for integer experts with float activations: Marlin, and Triton for shapes and group sizes that Marlin
+/// cannot run.
 fn vllm_packed(share: &Share<'_>, width: usize) -> Compatibility {
     let (scheme, bits) = (share.scheme, share.scheme.bits());
     if !matches!(bits, 4 | 8) {

@@ -51,7 +51,7 @@ impl Share<'_> {
 /// Returns one rank's shares of all quantized linears.
 ///
 /// # Errors
-/// The reason why a linear cannot be split.
+/// The reason why the heads or a linear cannot be split.
 fn shares(outline: &Outline, ranks: usize) -> Result<Vec<Share<'_>>, String> {
     for shape in &outline.attentions {
         let (heads, kv_heads) = (shape.heads(), shape.kv_heads);

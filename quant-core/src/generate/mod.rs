@@ -114,8 +114,8 @@ impl<'a> Generator<'a> {
         let positions = self.decoder.positions();
         if prompt.is_empty() {
             return Err(Error::usage(
-                "the prompt is empty, and the tokenizer of this model adds no tokens",
-                "give a prompt that is not empty",
+                "the prompt is empty: it has no tokens",
+                "give a prompt that has at least one token",
             ));
         }
         if prompt.len() > positions {

@@ -179,7 +179,7 @@ impl GenerationSettings {
         let range = |name, value: f32, is_valid: bool, range: &str| {
             (!is_valid).then(|| (name, format!("is {value}; it must be {range}")))
         };
-        range("temperature", self.temperature, positive(self.temperature), "greater than 0")
+        range("temperature", self.temperature, positive(self.temperature), "a finite number greater than 0")
             .or(range(
                 "top_p",
                 self.top_p,
@@ -271,7 +271,7 @@ mod tests {
     #[test]
     fn what_is_out_of_range_is_named() {
         for (value, phrase) in [
-            (json!({"temperature": -1}), "`temperature` is -1; it must be greater than 0"),
+            (json!({"temperature": -1}), "`temperature` is -1; it must be a finite number greater than 0"),
             (json!({"top_p": 0}), "`top_p` is 0"),
             (json!({"top_p": 1.5}), "`top_p` is 1.5"),
             (json!({"min_p": 2}), "`min_p` is 2"),

@@ -7,7 +7,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use super::plan::PlannedTensor;
-use crate::calibrate::{HiddenStates, StatisticsPass, TokenWindows};
+use crate::calibrate::{HiddenStates, Spill, StatisticsPass, TokenWindows};
 use crate::model::{Model, NodeId, RopeTables};
 use crate::quantize::gptq::{Factor, FactorError, GptqSettings, Hessian};
 use crate::{CancelToken, Error, Result};
@@ -44,19 +44,21 @@ impl<'a> Curvature<'a> {
         }
     }
 
-    /// Prepares the computation of factors, beginning with the first block.
+    /// Prepares the computation of factors, beginning with the first block; hidden states are in a file if `spill` is
+    /// given.
     ///
     /// # Errors
     /// As [`check`](Self::check); [`Error::Usage`] when settings are invalid; errors of the embedding.
     pub fn new(
         model: &'a Model,
         windows: &TokenWindows,
+        spill: Option<&Spill>,
         settings: GptqSettings,
         cancel: &'a CancelToken,
     ) -> Result<Self> {
         settings.check()?;
         Self::check(model)?;
-        let states = HiddenStates::embed(model, windows)?;
+        let states = HiddenStates::embed_in(model, windows, spill)?;
         let ropes = model.rope(windows.length())?;
         let damping = settings.damping;
         Ok(Self { model, cancel, damping, ropes, states, next: 0, factors: BTreeMap::new() })

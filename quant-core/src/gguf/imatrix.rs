@@ -12,7 +12,7 @@ use super::file::{GgufFile, MAGIC, Value, write_file};
 use super::layout;
 use super::metadata::strings;
 use super::plan::PlannedTensor;
-use crate::calibrate::{HiddenStates, InputRows, Statistic, StatisticsPass, TokenWindows};
+use crate::calibrate::{HiddenStates, InputRows, Spill, Statistic, StatisticsPass, TokenWindows};
 use crate::checkpoint::{printable, read_capped};
 use crate::model::{Architecture, Model, NodeId, Op};
 use crate::{CancelToken, Error, Event, Observer, Result};
@@ -68,7 +68,7 @@ impl Statistic for SquareSum {
 }
 
 impl Importance {
-    /// Gathers an importance matrix on a batch, block by block.
+    /// Gathers an importance matrix on a batch, block by block; hidden states are in a file if `spill` is given.
     ///
     /// # Errors
     /// When the family cannot be written as GGUF, a block fails, or a channel's sum is not finite;
@@ -76,6 +76,7 @@ impl Importance {
     pub fn gather(
         model: &Model,
         windows: &TokenWindows,
+        spill: Option<&Spill>,
         dataset: &str,
         observer: &dyn Observer,
         cancel: &CancelToken,
@@ -85,7 +86,7 @@ impl Importance {
             Error::Internal(format!("models of the family {} cannot be written as GGUF", a.family))
         })?;
         observer.event(&Event::StageStarted { stage: "importance", unit: "block", units: a.layers as u64 });
-        let mut states = HiddenStates::embed(model, windows)?;
+        let mut states = HiddenStates::embed_in(model, windows, spill)?;
         let ropes = model.rope(windows.length())?;
         let mut found = Self {
             datasets: vec![dataset.to_owned()],
@@ -126,7 +127,7 @@ impl Importance {
         if let Some(channel) = sum.sums.iter().position(|s| !(*s as f32).is_finite()) {
             return Err(Error::Calibration {
                 tensor: format!("{}.weight", a.in_block(layer, linear.name())),
-                what: format!("the square of channel {channel} of the input"),
+                what: format!("the sum of squares of input channel {channel}"),
             });
         }
         let weight = linear.parameters().into_iter().find(|parameter| parameter.name == "weight");

@@ -49,6 +49,7 @@ mod file;
 mod gemma4;
 mod imatrix;
 mod layout;
+mod memory;
 mod metadata;
 #[cfg(test)]
 mod metadata_tests;
@@ -65,6 +66,7 @@ use serde_json::json;
 pub use curvature::Curvature;
 pub use file::{Array, GgufArchive, GgufFault, GgufFile, GgufHeader, GgufTensor, MAGIC, Value};
 pub use imatrix::{Entry, Importance};
+pub use memory::{Gathering, peak_memory};
 pub use mixture::{MIXTURES, Mixture, mixture};
 pub use plan::{GgufPlan, GgufRequest, PlannedTensor};
 pub use read::{GgufSource, is_gguf, open};

@@ -1,4 +1,4 @@
-//! Writes a plan. Rows are read, transformed, encoded and written piece by piece, so memory does not grow with the
+//! Writes the tensors of a planned GGUF file. Rows are read, transformed, encoded and written piece by piece, so memory does not grow with the
 //! model.
 
 use std::sync::Arc;
@@ -18,7 +18,7 @@ use crate::quantize::gptq::{Factor, encode_blocks};
 use crate::{CancelToken, Error, Event, Observer, Result, TensorSink};
 
 /// The number of values encoded at a time.
-const CHUNK_VALUES: usize = 1 << 22;
+pub(super) const CHUNK_VALUES: usize = 1 << 22;
 
 /// The report on a tensor.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -42,7 +42,7 @@ pub struct GgufTensorReport {
     /// `gptq` if codes compensate each other's rounding errors.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub method: Option<String>,
-    /// The square root of the sum of squared errors divided by the sum of squared values; absent if codes were kept.
+    /// The sum of squared errors divided by the sum of squared values, then the square root; `null` if codes were kept.
     pub relative_rms: Option<f64>,
     /// BLAKE3 of the values before encoding, in F32 and file order; if codes are kept, of the codes and scales.
     pub source_blake3: String,

@@ -120,6 +120,13 @@ impl Block {
         self.linears.values().filter_map(|linear| linear.weight().as_stored())
     }
 
+    /// Drops the bytes of an expert's weights. They are read again when they are used again. `selects` is the node that
+    /// selects the expert's rows.
+    pub(crate) fn release_expert(&self, selects: NodeId) {
+        let own = self.linears.iter().filter(|(id, _)| self.graph.expert_of(**id) == Some(selects));
+        own.filter_map(|(_, linear)| linear.weight().as_stored()).for_each(|weight| drop(weight.release()));
+    }
+
     /// Returns a norm's weight, `[width]`.
     ///
     /// # Panics

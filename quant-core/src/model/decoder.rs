@@ -189,7 +189,8 @@ impl Decoder {
     /// and values that later blocks share are appended in the same way.
     ///
     /// # Errors
-    /// When the windows differ in length or are longer than the decoder supports, or a token is outside the vocabulary.
+    /// When the windows differ in length, a token is outside the vocabulary, or the model has learned positions and the
+    /// windows are longer than [`positions`](Self::positions).
     pub fn embed(&self, windows: &[&[u32]]) -> Result<Tensor> {
         self.embed_from(windows, 0)
     }

@@ -188,7 +188,8 @@ impl Model {
     /// Checks that the vocabulary contains the token.
     ///
     /// # Errors
-    /// [`Error::Tokenizer`] when it does not, which means that the tokenizer does not belong to the model.
+    /// [`Error::Tokenizer`] when it does not. If the token came from the tokenizer, the tokenizer does not belong to
+    /// the model.
     pub fn check_token(&self, token: u32) -> Result<()> {
         let vocab = self.architecture().vocab;
         if (token as usize) < vocab {

@@ -41,7 +41,7 @@ impl GroupedExperts {
     /// Computes the sum of the experts for weights `[…, experts]` and `x` `[…, width]`.
     ///
     /// # Errors
-    /// When a shape does not match.
+    /// When a shape does not match, or a token has more nonzero weights than experts per token.
     pub(super) fn run(&self, weights: &Tensor, x: &Tensor) -> Result<Tensor> {
         let (count, width) = (self.experts.count(), self.experts.hidden());
         if weights.dim(D::Minus1)? != count || x.dim(D::Minus1)? != width {

@@ -14,8 +14,7 @@ use super::{Linear, LogitsTransform, WeightBody, WeightRows};
 use crate::checkpoint::Dtype;
 use crate::{Error, Result};
 
-/// Maximum number of output features per product of a tile. It is fixed, so that a column is always computed by the
-/// same product.
+/// Maximum number of output features per tile. It is fixed, so that a column is always computed by the same product.
 pub const HEAD_TILE: usize = 256;
 
 /// A head whose weight is in memory.

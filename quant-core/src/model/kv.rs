@@ -205,7 +205,8 @@ pub(super) fn refusal(kind: KvType, head_dim: usize) -> Option<String> {
     Some(format!("the cache of the kernels does not support a head width of {head_dim}: {error}"))
 }
 
-/// Converts an error of the cache. Sizes were checked earlier, so the cause is a value.
+/// Converts an error of the cache. Sizes were checked earlier, so the cause is a value or a lack of memory; anything
+/// else is a bug.
 pub(super) fn cache_error(error: KernelError) -> Error {
     let reason = match error {
         KernelError::TooLarge("a key or value") => {

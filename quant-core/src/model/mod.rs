@@ -40,13 +40,13 @@ mod tensor_values;
 mod tokens;
 mod unrouted;
 
-pub(crate) use arch::describe;
 pub use arch::{
     Activation, Architecture, AttentionShape, BlockGraph, BlockKind, Blocks, Computes, Convolution,
     Correction, DeltaNet, EmbeddingScale, FoldGroup, Groups, LayerNormParameters, LearnedPositions,
     LogitsTransform, Node, NodeId, Op, OrderGroup, Parameter, PerLayerInputs, PositionScale, ProducerRows,
     QueryKey, Reach, Recurrent, RecurrentKind, RouterScores, Routing, Wrapper,
 };
+pub(crate) use arch::{ExpertOrder, describe};
 pub use block::Block;
 pub(crate) use by_columns::transposed;
 pub use cache::{LayerCache, SequenceCache};

@@ -24,6 +24,7 @@ pub use finish::{REPORT, add_companions, companion_bytes, fingerprint, quantized
 pub use program::Program;
 pub use report::{CalibrationReport, InputReport, QuantReport, SourceDigest, TensorReport, WeightError};
 pub use states::{SavedStates, StateFiles};
+pub(crate) use states::{check_states, sources_of};
 
 use self::batch::{Batch, BlockDone};
 use self::conveyor::{Conveyor, SpanWork};
@@ -127,8 +128,10 @@ pub fn quantize_each_with(
     }
     let looks = jobs.iter().any(|job| job.plan.needs_text());
     let incomplete = blocks.clone().find(|layer| conveyors.iter().any(|c| !c.is_complete(layer + 1)));
+    let is_done = incomplete.is_none() && job.maxima.is_none() && states.after.is_none();
     let (mut hidden, first) = match (job.plan.needs_blocks(), job.windows) {
         (false, _) => (None, 0),
+        (true, Some(_)) if is_done => (None, 0),
         (true, windows) if windows.is_some() || !looks => {
             // If no work is left, no states are needed.
             let incomplete = incomplete.unwrap_or(blocks.start);

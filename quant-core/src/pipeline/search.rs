@@ -22,6 +22,8 @@ pub(super) struct Context<'a, 'j> {
     pub(super) norm_dtypes: &'a BTreeMap<NodeId, Dtype>,
     /// The ranges of the inputs of linears, in the block as stored in the checkpoint.
     pub(super) ranges: &'a BTreeMap<NodeId, ChannelRanges>,
+    /// Whether the block's experts are processed one at a time.
+    pub(super) experts_apart: bool,
 }
 
 impl Context<'_, '_> {
@@ -34,6 +36,7 @@ impl Context<'_, '_> {
             settings: &self.job.plan.settings,
             smoothing: self.job.model.architecture().smoothing,
             ranges: self.ranges,
+            experts_apart: self.experts_apart,
             cancel: self.job.cancel,
         }
     }

@@ -5,6 +5,7 @@ use std::borrow::Cow;
 use super::method::TRANSFORMS;
 use super::{METHODS, Method, Rounding};
 use crate::format::{CONTAINERS, Container, containers_with};
+use crate::gguf;
 use crate::model::Preparation;
 use crate::transform::Transform;
 use crate::{Error, Result};
@@ -124,9 +125,23 @@ impl Extensions {
     /// # Errors
     /// [`Error::Usage`] if no format has that name; the remedy lists the known names.
     pub fn container(&self, name: &str) -> Result<&'static dyn Container> {
+        if name == gguf::FORMAT {
+            return Err(Error::usage(
+                "a recipe cannot name the format gguf, because no recipe applies to GGUF files",
+                "set ‹format=gguf›, and ‹scheme› in place of the recipe",
+            ));
+        }
         self.containers().find(|c| c.name() == name).ok_or_else(|| {
-            let known: Vec<_> = self.containers().map(|c| c.name()).collect();
-            Error::usage(format!("unknown format `{name}`"), format!("known formats: {}", known.join(", ")))
+            let mut known: Vec<_> = self.containers().map(|c| c.name()).collect();
+            known.push(gguf::FORMAT);
+            let listed = format!("known formats: {}", known.join(", "));
+            let distances = known.iter().map(|known| (strsim::levenshtein(known, name), known));
+            let near = distances.min().filter(|(distance, _)| 2 * distance <= name.len());
+            let remedy = match near {
+                Some((_, near)) => format!("did you mean {near}? {listed}"),
+                None => listed.clone(),
+            };
+            Error::usage(format!("unknown format `{name}`"), remedy)
         })
     }
 

@@ -15,8 +15,8 @@ use crate::{Error, Result};
 /// A quantization method: one of [`METHODS`], or steps in a [custom order](Self::of).
 #[derive(Debug, Clone)]
 pub struct Method {
-    /// The name for `--method`. A method without a name of its own is named by its steps and its rounding, separated by
-    /// commas.
+    /// The name for `--method`. A method without a name of its own is named by its steps, separated by commas, followed
+    /// by its rounding unless that is [`Rounding::Nearest`].
     pub name: Cow<'static, str>,
     /// A one-line description for help and tables.
     pub summary: &'static str,
@@ -120,8 +120,8 @@ impl Method {
     /// returns that.
     ///
     /// # Errors
-    /// [`Error::Usage`] with the reason, for an unknown step, a repeated step, or an order in which a step undoes the
-    /// result of an earlier one.
+    /// [`Error::Usage`] with the reason, for an unknown step, a repeated step, steps that exclude each other, or an
+    /// order in which a step undoes the result of an earlier one.
     pub fn of(steps: &[&str], rounding: Rounding) -> Result<Self> {
         Self::composed(steps, rounding, (METHODS, TRANSFORMS))
     }
@@ -290,7 +290,12 @@ pub static METHODS: &[Method] = &[
         Rounding::Gptq,
     ),
     qoq("qoq-rtn", "QServe's steps, then rounding to nearest", Rounding::Nearest),
-    plain("rtn", "rounds to nearest; needs no calibration text", &[], Rounding::Nearest),
+    plain(
+        "rtn",
+        "rounds to nearest; needs a calibration text only for static scales",
+        &[],
+        Rounding::Nearest,
+    ),
     plain(
         "smoothquant",
         "moves outliers from activations into weights, for 8-bit activations",

@@ -96,6 +96,8 @@ impl Plan {
             gptq: GptqSettings::default(),
             entries,
             blocks: 0..architecture.layers,
+            calibrated: None,
+            forward: None,
             grids_sha256: String::new(),
             selectors: Vec::new(),
             float_modules,

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use serde::Deserialize;
+use serde::{Deserialize, Serialize};
 
 use super::settings::RecipeSettings;
 use crate::blocks::{BLOCK_TYPES, BlockType, ScaleSearch, block_type};
@@ -16,7 +16,7 @@ use crate::{Error, Result};
 const DEFAULT_MIXTURE: &str = "Q4_K_M";
 
 /// Settings that apply only to GGUF files.
-#[derive(Debug, Clone, Default, Deserialize)]
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct GgufSettings {
     /// The pre-tokenizer, as llama.cpp names it; `none` writes a file without a vocabulary.
@@ -157,6 +157,7 @@ impl RecipeSettings {
             ("block_size", self.block_size.is_some()),
             ("act_order", self.act_order.is_some()),
             ("layer_inputs", self.layer_inputs.is_some()),
+            ("span_blocks", self.span_blocks.is_some()),
             ("scale_search", self.scale_search.is_some()),
         ]
     }

@@ -96,18 +96,18 @@ impl<'a> Host<'a> {
         Host { observer, text_workers: self.text_workers.clone(), ..*self }
     }
 
-    pub(super) fn program(&self) -> Result<Program> {
+    pub(crate) fn program(&self) -> Result<Program> {
         match self.code {
             Some(path) => Program::at(path, self.cancel),
             None => Program::current(self.cancel),
         }
     }
 
-    pub(super) fn note(&self, message: impl Into<String>) {
+    pub(crate) fn note(&self, message: impl Into<String>) {
         self.observer.event(&Event::Note { label: "note", message: message.into() });
     }
 
-    pub(super) fn warn(&self, message: impl Into<String>) {
+    pub(crate) fn warn(&self, message: impl Into<String>) {
         self.observer.event(&Event::Warning { message: message.into() });
     }
 }

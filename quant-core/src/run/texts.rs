@@ -41,7 +41,7 @@ impl Text {
     }
 
     /// Returns the setting with this text as its value, for messages.
-    pub(super) fn setting(&self, name: &str) -> String {
+    pub(crate) fn setting(&self, name: &str) -> String {
         match self {
             Self::Named(text) => format!("{name}={text}"),
             Self::Given(..) => name.to_owned(),

@@ -10,6 +10,8 @@
 //! any transform runs.
 
 mod awq;
+mod awq_by_expert;
+mod by_expert;
 mod candidates;
 mod clip;
 mod difference;
@@ -93,6 +95,9 @@ pub struct BlockTask<'a> {
     pub smoothing: f32,
     /// The ranges of linears' inputs in the block as stored in the checkpoint, if some transform or grid needs them.
     pub ranges: &'a BTreeMap<NodeId, ChannelRanges>,
+    /// Whether the weights of only one expert may be in memory at a time, if the transform
+    /// [allows it](Transform::takes_experts_apart).
+    pub experts_apart: bool,
     /// Checked between pieces of work.
     pub cancel: &'a CancelToken,
 }
@@ -118,8 +123,16 @@ impl<'a> BlockTask<'a> {
             settings,
             smoothing: 0.5,
             ranges: &NO_RANGES,
+            experts_apart: false,
             cancel,
         }
+    }
+
+    /// Drops the bytes of a weight that was read, if it belongs to an expert and experts are processed one at a time.
+    fn done_with(&self, node: NodeId) {
+        let of_expert = self.experts_apart && self.block.graph().expert_of(node).is_some();
+        let stored = self.block.linear(node).weight().as_stored();
+        stored.filter(|_| of_expert).map(|weight| weight.release());
     }
 
     /// A node's full module name.
@@ -271,6 +284,11 @@ pub trait Transform: Debug + Send + Sync {
 
     /// Whether the transform narrows the ranges of weights, which later steps must not change.
     fn narrows_ranges(&self) -> bool {
+        false
+    }
+
+    /// Whether the search of a block with this graph can process the block's experts one at a time, with the same result.
+    fn takes_experts_apart(&self, _graph: &BlockGraph, _settings: &TransformSettings) -> bool {
         false
     }
 

@@ -22,6 +22,8 @@ pub struct Workload<'a> {
     pub schemes: BTreeMap<NodeId, LinearScheme>,
     /// The storage for samples of the batch.
     pub residence: Residence,
+    /// Whether the experts of the block are processed one at a time.
+    pub experts_apart: bool,
 }
 
 /// The operations of a search.

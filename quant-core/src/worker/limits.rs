@@ -27,7 +27,7 @@ pub struct Limits {
 
 impl Default for Limits {
     /// 2 GiB and 10 seconds, plus 32 bytes per byte of the loaded file, 256 bytes per byte of the longest question, and
-    /// 20 microseconds per byte of both.
+    /// 20 microseconds per byte of the file and of every question.
     fn default() -> Self {
         Self {
             memory: 2 << 30,

@@ -28,7 +28,9 @@ pub struct Case {
     pub unlike_kernels: bool,
     /// Whether rotary frequencies depend on the length of the sequence.
     pub grows: bool,
+    /// If they do, the longest sequence that a cache rotates as whole windows do.
     pub positions: usize,
+    /// A part of the message that says why the family cannot be rotated.
     pub not_rotated_for: Option<&'static str>,
 }
 
@@ -67,7 +69,8 @@ impl Case {
         self.architecture().family
     }
 
-    /// Names of the producers that can be rescaled in blocks of kind `kind`, an index into the model's distinct block graphs.
+    /// Names of the producers that can be rescaled in blocks of kind `kind`, an index into the model's distinct block
+    /// graphs.
     pub fn producers_of(&self, kind: usize) -> &[&'static str] {
         match kind.checked_sub(1).filter(|_| !self.other_producers.is_empty()) {
             Some(other) => &self.other_producers[other],

@@ -8,10 +8,16 @@ use super::worker::Program;
 use crate::support::llama_cpp::LlamaCpp;
 use crate::support::shell::{self, cargo, root, target_dir};
 
-/// quant's worker first, then these peers.
-pub fn programs(peers: &[String]) -> Result<Vec<Program>> {
-    shell::run(&mut cargo(&["build", "--release", "--locked", "-p", "kernels-worker"]))?;
-    let mut programs = vec![program(&[&target_dir().join("release/kernels-worker").display(), &"ours"])];
+/// quant's worker first, built unless it is given, then these peers.
+pub fn programs(peers: &[String], ours: Option<&Path>) -> Result<Vec<Program>> {
+    let ours = match ours {
+        Some(path) => std::path::absolute(path)?,
+        None => {
+            shell::run(&mut cargo(&["build", "--release", "--locked", "-p", "kernels-worker"]))?;
+            target_dir().join("release/kernels-worker")
+        }
+    };
+    let mut programs = vec![program(&[&ours.display(), &"ours"])];
     for peer in peers {
         programs.push(match peer.as_str() {
             "candle" => candle()?,

@@ -3,7 +3,7 @@
 use super::super::grid::{Fields, Grid, Levels, PARTS, Scales};
 use super::{LANES, MAX_ITERATIONS, total};
 
-/// Number of starting scales of a part's search, for each sign.
+/// Number of starting scales of a part's search, for each sign; a multiple of the lanes.
 const STARTS: usize = 24;
 /// Number of block scales that are refined, out of all candidates.
 const REFINED: usize = 4;
@@ -24,6 +24,30 @@ fn sums<L: Levels>(levels: L, inverse: f32, x: &[f32], w: &[f32]) -> (f32, f32) 
         }
     }
     (total(xl), total(ll))
+}
+
+/// The [`sums`] for several scales side by side, in the same order.
+#[inline(always)]
+fn sums_side_by_side<L: Levels>(
+    levels: L,
+    inverse: &[f32; LANES],
+    x: &[f32],
+    w: &[f32],
+) -> [[f32; LANES]; 2] {
+    let mut of_lanes = [[[0.0; LANES]; LANES]; 2];
+    for lane in 0..LANES {
+        let (mut xl, mut ll) = ([0.0; LANES], [0.0; LANES]);
+        for (x, w) in x.chunks_exact(LANES).zip(w.chunks_exact(LANES)) {
+            let (x, w) = (x[lane], w[lane]);
+            for i in 0..LANES {
+                let l = levels.level(x * inverse[i]);
+                xl[i] += w * x * l;
+                ll[i] += w * l * l;
+            }
+        }
+        [of_lanes[0][lane], of_lanes[1][lane]] = [xl, ll];
+    }
+    of_lanes.map(|lanes| std::array::from_fn(|i| total(lanes.map(|lane| lane[i]))))
 }
 
 /// The weighted squared error for a scale.
@@ -53,16 +77,25 @@ fn fit<L: Levels>(levels: L, x: &[f32], w: &[f32]) -> (f32, f32) {
     let (first, last) = ((0.09 * low).max(-step), levels.beyond());
     let mut best = (0.0, 0.0, 0.0);
     for end in [low, -low] {
-        for start in 0..STARTS {
-            let beyond = first + (last - first) * start as f32 / (STARTS - 1) as f32;
-            let mut inverse = (end + end.signum() * beyond) / max;
-            for _ in 0..3 {
-                let (xl, ll) = sums(levels, inverse, x, w);
-                if ll <= 0.0 || xl * xl <= best.0 * ll {
-                    break;
+        for start in (0..STARTS).step_by(LANES) {
+            let mut inverse = [0.0; LANES];
+            for (i, inverse) in inverse.iter_mut().enumerate() {
+                let beyond = first + (last - first) * (start + i) as f32 / (STARTS - 1) as f32;
+                *inverse = (end + end.signum() * beyond) / max;
+            }
+            // Few starting points are better than those before, so most need only their first sums.
+            let [xl, ll] = sums_side_by_side(levels, &inverse, x, w);
+            for (xl, ll) in xl.into_iter().zip(ll) {
+                let (mut xl, mut ll) = (xl, ll);
+                for step in 0..3 {
+                    if ll <= 0.0 || xl * xl <= best.0 * ll {
+                        break;
+                    }
+                    best = (xl * xl / ll, xl / ll, ll);
+                    if step < 2 {
+                        (xl, ll) = sums(levels, ll / xl, x, w);
+                    }
                 }
-                best = (xl * xl / ll, xl / ll, ll);
-                inverse = ll / xl;
             }
         }
     }

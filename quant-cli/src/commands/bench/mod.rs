@@ -20,7 +20,7 @@ use crate::provenance;
 /// What to measure.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// Model directory, float or quantized, or org/name or org/name@revision on a hub; or `kernels`, to measure the
+    /// Model directory or GGUF file, float or quantized, or org/name or org/name@revision on a hub; or `kernels`, to measure the
     /// kernels against the limits of this machine
     pub model: PathBuf,
     /// Tokens of the prompt, processed at once

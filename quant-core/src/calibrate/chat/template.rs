@@ -65,7 +65,8 @@ impl ChatTemplate {
                     conversations cannot be rendered"
                 ),
                 remedy: format!(
-                    "use a chat model, put its {TEMPLATE} next to the weights, or calibrate on plain text"
+                    "use a chat model, put its {TEMPLATE} next to the weights, or use plain text: ‹calibration=FILE› \
+                    without `messages`, or ‹generate(MODEL, prompt=TEXT)›"
                 )
                 .into(),
             }),
@@ -76,7 +77,8 @@ impl ChatTemplate {
     /// messages.
     ///
     /// # Errors
-    /// [`Error::InputFile`] with the line of the syntax error in the template.
+    /// [`Error::InputFile`] if the template is malformed, with the line of a syntax error; [`Error::Unavailable`] in
+    /// builds without the feature `chat-templates`.
     pub fn compile(source: String, tokens: Vec<(&'static str, String)>, path: PathBuf) -> Result<Self> {
         Self::load(None, source, tokens, path)
     }

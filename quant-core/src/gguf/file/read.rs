@@ -86,7 +86,7 @@ impl<R: Read> Cursor<R> {
         let version = u32::from_le_bytes(self.array("version")?);
         match version {
             2 | 3 => {}
-            v if v & 0xffff == 0 => {
+            v if v != 0 && v & 0xffff == 0 => {
                 return Err(GgufFault::Unread("is in big-endian order, which is not supported".into()));
             }
             v => {

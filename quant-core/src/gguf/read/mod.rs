@@ -38,13 +38,13 @@ pub fn open(path: &Path) -> Result<ModelDirectory> {
     let source = GgufSource::new(file.clone(), &about, &architecture)?;
     let mut notes = Vec::new();
     let kinds = source.kinds();
-    if !kinds.is_empty() {
-        notes.push(format!("the weights are stored in blocks of {}", kinds.join(", ")));
-    }
     let directory = match tokenizer::files(&about)? {
         Ok(files) => ModelDirectory::in_memory(path, config, Arc::new(source), files, notes),
         Err(reason) => {
-            notes.push(format!("the tokenizer in the file cannot be used: {reason}"));
+            notes.push(match reason == tokenizer::NONE {
+                true => format!("{reason}: it can be inspected and converted, but not run on text"),
+                false => format!("the tokenizer in the file cannot be used: {reason}"),
+            });
             ModelDirectory::in_memory(path, config, Arc::new(source), Vec::new(), notes)
                 .without_tokenizer(reason)
         }

@@ -532,7 +532,7 @@ fn yarn_is_read_as_llama_cpp_computes_it() {
 }
 
 proptest::proptest! {
-    /// A file of arbitrary bytes is rejected or read; if it is read, all its tensors can be read.
+    /// A file with a few changed bytes is rejected or read; if it is read, all its tensors can be read.
     #[test]
     fn changed_bytes_of_models_are_refused_or_read(
         changes in proptest::collection::vec((0_usize..1 << 16, proptest::prelude::any::<u8>()), 1..4),

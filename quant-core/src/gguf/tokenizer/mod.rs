@@ -34,7 +34,8 @@ const JSON: &str = "tokenizer.json";
 /// [`NFC`] or [`NO_VOCABULARY`]. Other programs ignore it.
 pub(super) const NORMALIZER: &str = "quant.tokenizer.normalizer";
 pub(super) const NFC: &str = "NFC";
-/// The value of the pre-tokenizer setting for a file without a vocabulary.
+/// The value of ‹pre› and of `tokenizer.ggml.model` for a file without a vocabulary, and of [`NORMALIZER`] for a
+/// tokenizer without a normalizer.
 pub(super) const NO_VOCABULARY: &str = "none";
 
 /// Token types.

@@ -3,9 +3,10 @@
 //! AWQ, SmoothQuant and QoQ all rest on one identity: divide an output channel of a producer (a norm's weight, a
 //! linear's row) by `s` and multiply the matching input column of *every* linear that reads it by `s`. The graph
 //! determines the producers and consumers. A channel's scale passes unchanged through the `up` side of a gated product,
-//! a ReLU and the value side of attention, is squared by a squared ReLU, and is stopped by everything else. Balance
-//! lists are therefore computed, never written by hand, and no consumer can be forgotten. Scales are positive, since a
-//! ReLU only commutes with positive scales.
+//! other products, the selection of an expert's rows, a ReLU, a convolution without bias and activation, and the value
+//! side of attention; it is squared by a squared ReLU; everything else stops it ([`Op::scale_pass`]). Balance lists are
+//! therefore computed, never written by hand, and no consumer can be forgotten. Scales are positive, since a ReLU only
+//! commutes with positive scales.
 
 use std::ops::Range;
 

@@ -6,6 +6,7 @@ mod bloom;
 mod cohere;
 mod decoder;
 mod deepseek;
+mod expert_order;
 mod experts;
 mod experts_variants;
 mod falcon_h1;
@@ -49,6 +50,7 @@ mod windows;
 
 pub use attention_shape::AttentionShape;
 pub use blocks::{BlockKind, Blocks};
+pub(crate) use expert_order::ExpertOrder;
 pub use fused_experts::FusedExperts;
 pub use graph::{BlockGraph, FoldGroup, GraphBuilder, Node, NodeId, OrderGroup};
 pub(crate) use multimodal::TEXT as TEXT_CONFIG;

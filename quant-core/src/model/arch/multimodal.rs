@@ -449,7 +449,11 @@ fn rename(
     let head = only(heads.collect())?.unwrap_or(layout.heads[0]);
 
     let family = architecture.family;
-    let unexpected = || Error::Internal(format!("the family `{family}` has names of its own"));
+    let unexpected = || {
+        Error::Internal(format!(
+            "the tensors of family `{family}` are not named as its vision-language class requires"
+        ))
+    };
     let rebased = |name: &str| Some(format!("{}{}", layout.base, name.strip_prefix(BASE)?));
     let embedding = rebased(&architecture.embedding).ok_or_else(unexpected)?;
     if architecture.block_prefix != BLOCKS || architecture.learned_positions.is_some() {

@@ -309,7 +309,7 @@ fn differences(
     }
     let kinds = [config, fields].map(|fields| fields.optional_str("model_type").ok().flatten().unwrap_or(""));
     let facts = |kind: &str| {
-        // The longest name wins: `qwen3_vl_moe` before `qwen3`.
+        // If several names are prefixes of the type, the longest wins.
         let of = FACTS.iter().filter(|(family, _)| kind.starts_with(family));
         of.max_by_key(|(family, _)| family.len()).map_or(&[][..], |(_, facts)| *facts)
     };

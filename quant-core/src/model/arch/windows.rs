@@ -56,8 +56,9 @@ impl Windows {
         }
     }
 
-    /// Reads the window of a family in which either all blocks have one or none: it has neither `layer_types` nor
-    /// `max_window_layers`. `default` is the window if the key is missing.
+    /// Reads the window of a family in which either all blocks have one or none. `layer_types`, if present, must agree
+    /// with that, and `max_window_layers` is not read. `default` is the window if the key is missing; `on`: whether the
+    /// family's configuration enables sliding windows.
     pub(super) fn uniform(config: &ConfigFields<'_>, default: Option<usize>, on: bool) -> Result<Self> {
         let window = window(config, default)?.filter(|_| on);
         let wanted = if window.is_some() { SLIDING } else { FULL };

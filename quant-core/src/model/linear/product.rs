@@ -1,9 +1,9 @@
-//! The dense product of all weights that are not packed, in tiles of fixed size. Each is computed by one call of faer,
-//! or by dot products if there are few tokens.
+//! The dense product of all weights that are neither packed nor on a GPU, in tiles. Each tile is computed by one call
+//! of faer, or by dot products if it has few tokens.
 //!
 //! The tiles depend only on the shapes, and every output element is computed inside one tile, so the result does not
-//! depend on the number of threads. A weight that is not `f32` is widened (or dequantized) one tile at a time. For `m`
-//! tokens, this is about `1/m` of the work.
+//! depend on the number of threads. A weight that is not `f32` is widened (or dequantized) one tile at a time, which
+//! for `m` tokens is about `1/m` of the work.
 
 use candle_core::{CpuStorage, CustomOp1, Layout, Shape};
 use faer::linalg::matmul::matmul;

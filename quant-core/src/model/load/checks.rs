@@ -6,7 +6,7 @@ use crate::model::{CachedValue, KvScheme, Model, cached_values};
 use crate::{Error, Result};
 
 impl Model {
-    /// Returns the tensors outside the blocks that the configuration requires, with their shapes. Quantized weights are
+    /// Returns the tensors that the configuration requires outside the blocks, with their shapes. Quantized weights are
     /// not included, because their tensors depend on the checkpoint format.
     fn expected_outside(&self) -> Vec<(String, Vec<usize>)> {
         let a = &self.architecture;

@@ -126,7 +126,7 @@ impl Model {
     }
 
     /// Returns this float model with the tensors of its prepared equivalent. If these contain both a head and an
-    /// embedding, the head is tied only if both are equal. `modified` are the names of the modified tensors.
+    /// embedding, the head is tied only if both are equal. `modified` contains the names of the modified tensors.
     pub(crate) fn prepared(
         &self,
         by: Preparation,
@@ -296,8 +296,8 @@ impl Model {
         format!("{}.weight", self.architecture.head)
     }
 
-    /// Returns everything that may be quantized, in model order, each with its block, its name and its shape `[n, k]`:
-    /// the linears, the head unless it is tied, the projection of per-layer inputs, and the embedding.
+    /// Returns everything that may be quantized, each with its block, its name and its shape `[n, k]`: the linears of
+    /// the blocks in model order, the head unless it is tied, the projection of per-layer inputs, and the embedding.
     pub(crate) fn weight_modules(&self) -> Vec<(Option<usize>, String, [usize; 2])> {
         let a = &self.architecture;
         let head = (!a.tied).then(|| (None, a.head.clone(), [a.vocab, a.hidden]));

@@ -31,7 +31,7 @@ struct Head {
     stepped: Vec<f32>,
     /// Logarithms of the state's decay factors, one per token; at most 0.
     decay: Vec<f32>,
-    /// Factor of the inputs `x`, which are added to the output.
+    /// Factor of the inputs `x` when they are added to the output.
     skip: f32,
 }
 

@@ -36,7 +36,7 @@ pub struct RopeRequest<'a> {
     pub original_positions: Option<usize>,
     /// Other names of `longrope` in the family's checkpoints.
     pub longrope_names: &'a [&'a str],
-    /// Whether `alpha` next to the type `dynamic` means a fixed factor of the base.
+    /// Whether `alpha` next to the type `dynamic` means that the base is scaled by a fixed factor.
     pub has_alpha: bool,
 }
 
@@ -188,16 +188,18 @@ impl Reader<'_, '_, '_> {
         }
     }
 
-    /// Reads HunYuan's fixed NTK scaling: the factor by which the base grows, independent of the length.
+    /// Reads HunYuan's fixed NTK scaling: with `dim` rotated channels, the base is multiplied by
+    /// `alpha^(dim / (dim − 2))`, whatever the length.
     fn alpha(&self) -> Result<Option<f64>> {
         let Some(fields) = self.nested.filter(|_| self.request.has_alpha) else { return Ok(None) };
         if self.kind()? != "dynamic" {
             return Ok(None);
         }
         match fields.optional_f64("alpha")?.filter(|alpha| *alpha != 0.0) {
-            Some(alpha) if !(1.0..=1e9).contains(&alpha) || self.request.head_dim <= 2 => {
-                Err(fields.error("alpha", format!("is {alpha}; it must be from 1 to 1e9")))
-            }
+            Some(alpha) if !(1.0..=1e9).contains(&alpha) || self.request.head_dim <= 2 => Err(fields.error(
+                "alpha",
+                format!("is {alpha}; it must be from 1 to 1e9, and the width of a head greater than 2"),
+            )),
             alpha => Ok(alpha),
         }
     }
@@ -221,7 +223,7 @@ impl Reader<'_, '_, '_> {
                 Ok(found as usize)
             }
             (None, Some(found)) => {
-                Err(fields.error(KEY, format!("is {found}; it must be a positive integer")))
+                Err(fields.error(KEY, format!("is {found}; it must be a positive integer below 2^32")))
             }
             (None, None) => self.config.require_positive("max_position_embeddings"),
         }

@@ -178,7 +178,8 @@ impl RopeTable {
     /// Rotates every head of `x`, with positions counted from the start of each segment.
     ///
     /// # Errors
-    /// When the tables are too short, or the segments do not match the batch.
+    /// When the tables are too short, the segments do not match the batch, or they are [whole](Segments::whole)
+    /// windows.
     pub fn apply_packed(&self, x: &Tensor, segments: Segments<'_>) -> Result<Tensor> {
         let (batch, positions, _) = x.dims3()?;
         let fits = segments.fit(batch, positions);

@@ -31,7 +31,7 @@ const ATTEMPTS: u32 = 8;
 #[non_exhaustive]
 pub enum FactorError {
     /// Inputs were NaN or infinite, or their squares overflow.
-    #[error("channel {channel} of the input becomes NaN or infinite on the calibration text")]
+    #[error("channel {channel} of the input, or its square, becomes NaN or infinite on the calibration text")]
     NonFinite {
         /// The first channel with such inputs.
         channel: usize,

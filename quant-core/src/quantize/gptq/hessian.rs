@@ -71,8 +71,8 @@ impl Hessian {
         values(channels).saturating_mul(Self::number(channels)).saturating_add(4 * PANEL as u64 * channels)
     }
 
-    /// The peak memory in bytes of a Hessian and its factor: the larger of both triangles, and of the sum with the
-    /// pending panel.
+    /// The peak memory in bytes of a Hessian and its factor: that of both triangles together, or of the sum with the
+    /// pending panel, whichever is larger.
     pub fn peak_bytes(channels: u64) -> u64 {
         let triangles = values(channels).saturating_mul(2 * Self::number(channels));
         triangles.max(Self::kept_bytes(channels))

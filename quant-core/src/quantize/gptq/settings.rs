@@ -96,6 +96,10 @@ pub struct GptqSettings {
     pub act_order: ActOrder,
     /// The model whose activations are the inputs of linears.
     pub inputs: LayerInputs,
+    /// With inputs of the quantized model: the number of blocks in a span. The first block of a span gets the hidden
+    /// states of the float model, so spans do not depend on each other. `None` means that all blocks are one span.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub span_blocks: Option<usize>,
 }
 
 impl GptqSettings {
@@ -124,7 +128,20 @@ impl GptqSettings {
                 common)",
             ));
         }
-        Ok(())
+        match self.span_blocks {
+            Some(0) => Err(Error::usage("a span has 0 blocks", "choose a positive number of blocks")),
+            Some(_) if self.inputs == LayerInputs::Float => Err(Error::usage(
+                "‹span_blocks› has no effect: all inputs come from the float model",
+                "leave it out, or set ‹layer_inputs=quantized›",
+            )),
+            _ => Ok(()),
+        }
+    }
+
+    /// Whether a block is the first of a span that begins with states of the float model.
+    pub(crate) fn begins_span(&self, layer: usize) -> bool {
+        self.inputs == LayerInputs::Quantized
+            && self.span_blocks.is_some_and(|blocks| blocks > 0 && layer.is_multiple_of(blocks))
     }
 }
 
@@ -137,6 +154,7 @@ impl Default for GptqSettings {
             block_size: 128,
             act_order: ActOrder::default(),
             inputs: LayerInputs::default(),
+            span_blocks: None,
         }
     }
 }

@@ -3,8 +3,8 @@
 //! A tile is stored transposed: the values of a column are contiguous, and columns are in the order of rounding, so
 //! that an operation on a column covers many rows. Columns are rounded in runs of 32. One matrix product propagates the
 //! errors of a run to the rest of its block, and another one the errors of a block to the rest of the row. If grids are
-//! computed when groups are reached, no group starts in the middle of a run, or in a block that does not contain the
-//! whole group. All weights of a group therefore include the updates of all earlier columns when its grid is computed.
+//! computed when groups are reached, runs and blocks may be shorter: each consists of whole groups, or lies within one
+//! group. All weights of a group therefore include the updates of all earlier columns when its grid is computed.
 
 use faer::linalg::matmul::matmul;
 use faer::{Accum, MatMut, MatRef, Par};
@@ -46,7 +46,8 @@ struct TileEnd {
 
 /// Quantizes a weight `[n, k]`, row-major, with the factor of its input's Hessian.
 ///
-/// * `scale_dtype`: F16, BF16 or F32. Scales are rounded to it before codes are computed.
+/// * `scale_dtype`: F16, BF16 or F32, or the scheme's own dtype if its scales have a fixed format. Scales are rounded
+///   to it before codes are computed.
 /// * `clip`: bounds `[n, k / group_size]` on the ranges from which grids are computed. Weights beyond them saturate,
 ///   and others compensate for it.
 ///

@@ -163,16 +163,22 @@ pub(super) struct GptqEntry {
     /// The model whose activations are the inputs of linears: the quantized or the float model.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(super) inputs: Option<LayerInputs>,
+    /// With inputs of the quantized model: blocks in a span, whose first block gets the hidden states of the float model.
+    /// Without it, all blocks are one span.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(range(min = 1))]
+    pub(super) span_blocks: Option<usize>,
 }
 
 impl From<GptqSettings> for GptqEntry {
     fn from(settings: GptqSettings) -> Self {
-        let GptqSettings { damping, block_size, act_order, inputs } = settings;
+        let GptqSettings { damping, block_size, act_order, inputs, span_blocks } = settings;
         Self {
             damping: Some(damping),
             block_size: Some(block_size),
             act_order: Some(act_order),
             inputs: Some(inputs),
+            span_blocks,
         }
     }
 }
@@ -184,6 +190,7 @@ impl GptqEntry {
             block_size: self.block_size.unwrap_or(defaults.block_size),
             act_order: self.act_order.unwrap_or(defaults.act_order),
             inputs: self.inputs.unwrap_or(defaults.inputs),
+            span_blocks: self.span_blocks.or(defaults.span_blocks),
         }
     }
 }

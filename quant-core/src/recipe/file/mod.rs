@@ -39,7 +39,7 @@
 //! ```
 //!
 //! Transforms run in the order in which they are listed, then weights are rounded. Unknown keys are errors, and so are
-//! `[calibration]`, `[quantize.gptq]` and keys of `[[transform]]` without effect.
+//! `[calibration]`, `[quantize.gptq]`, `scale_search` and keys of `[[transform]]` if they have no effect.
 
 mod entries;
 

@@ -10,6 +10,7 @@ pub(super) use draft::FoldedNodes;
 
 use draft::{Draft, Drafted};
 
+use super::part::Calibrated;
 use super::scale_groups::ScaleGroups;
 use super::select::Selection;
 use super::{CacheScale, Recipe, SelectorMatches};
@@ -165,14 +166,18 @@ pub struct Plan {
     pub entries: Vec<PlanEntry>,
     /// The blocks covered by the plan.
     pub(super) blocks: Range<usize>,
+    /// For a part of a plan: what the whole plan calibrates.
+    pub(super) calibrated: Option<Calibrated>,
+    /// The bytes of the largest block, if the plan only moves the batch through the float model.
+    pub(super) forward: Option<u64>,
     /// The SHA-256 of the schemes and scale dtypes of all quantized modules, including those outside the covered
     /// blocks.
     pub(super) grids_sha256: String,
     /// The modules that the patterns of the recipe selected.
     pub selectors: Vec<SelectorMatches>,
-    /// Linears that stay float, in model order, including the head.
+    /// Linears that stay float: those of the blocks in model order, then others such as the head.
     pub float_modules: Vec<String>,
-    /// Whether rotation unties the head from the embedding.
+    /// Whether the preparation (rotation or folding of norms) unties the head from the embedding.
     pub(super) untied_by_preparation: bool,
     /// The head's module.
     pub(super) head: String,
@@ -191,12 +196,13 @@ pub struct Plan {
 }
 
 impl Plan {
-    /// Plans a recipe for a model, for one of its formats.
+    /// Plans a recipe for a model and one of the recipe's formats. The model must be prepared by
+    /// [`Recipe::prepared`].
     ///
     /// # Errors
     /// If the model is already quantized, a pattern matches nothing or has no effect, the model, method or format does
     /// not support a scheme or setting, a group size does not divide a width (the error lists all such weights), or
-    /// nothing is left to quantize.
+    /// nothing is left to quantize; [`Error::Internal`] if the model is not prepared.
     pub fn new(model: &Model, recipe: &Recipe, container: &'static dyn Container) -> Result<Self> {
         model.require_float()?;
         let architecture = model.architecture();
@@ -305,6 +311,8 @@ impl Plan {
             gptq: recipe.gptq,
             entries,
             blocks: 0..architecture.layers,
+            calibrated: None,
+            forward: None,
             grids_sha256: String::new(),
             selectors,
             float_modules,

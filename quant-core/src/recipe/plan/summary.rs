@@ -1,9 +1,10 @@
-//! What a plan amounts to: its tensors, sizes and schemes, what the format loses, and notes for the user.
+//! Summaries of a plan: its tensors, sizes and schemes, the properties that the format loses, and notes for the user.
 
 use super::{Action, Plan, PlanEntry};
 use crate::checkpoint::TensorSpec;
 use crate::format::ModuleSchemes;
-use crate::model::KvScheme;
+use crate::model::{BlockGraph, ExpertOrder, KvScheme};
+use crate::recipe::{PassPlan, Rounding};
 use crate::transform::Transform;
 
 impl Plan {
@@ -14,7 +15,7 @@ impl Plan {
 
     /// The size of all input tensors in bytes.
     pub fn input_bytes(&self) -> u64 {
-        // A head that rotation unties from the embedding is not a tensor of the input.
+        // A head that the preparation unties from the embedding is not a tensor of the input.
         let virtual_head =
             |e: &&PlanEntry| self.untied_by_preparation && e.stored == format!("{}.weight", self.head);
         let sources = self.entries.iter().filter(|e| !virtual_head(e)).flat_map(PlanEntry::sources);
@@ -105,6 +106,19 @@ impl Plan {
     /// The transforms of blocks, in order.
     pub(crate) fn transforms(&self) -> Vec<&'static dyn Transform> {
         self.method.transforms.to_vec()
+    }
+
+    /// Whether the experts of a block with this graph can be processed one at a time while the block is searched, with
+    /// the same result. GPTQ processes experts in its own way.
+    pub(crate) fn takes_experts_apart(&self, graph: &BlockGraph) -> bool {
+        // A second transform works on the rewritten block, all of which is in memory.
+        let transforms = self.transforms();
+        self.method.rounding == Rounding::Nearest
+            && transforms.len() <= 1
+            && transforms.iter().all(|t| t.takes_experts_apart(graph, &self.settings))
+            && self.sampling.experts.is_routed()
+            && PassPlan::new(self, false).cache.is_none()
+            && ExpertOrder::of(graph).is_some()
     }
 
     /// Notes for the user: what the steps of the method leave unchanged, and engines that cannot load the result.

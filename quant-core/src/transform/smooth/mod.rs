@@ -239,6 +239,10 @@ impl Transform for SmoothQuant {
         settings.smooth.producers == Producers::All
     }
 
+    fn takes_experts_apart(&self, _graph: &BlockGraph, settings: &TransformSettings) -> bool {
+        !Smoothing::of_inputs(settings).is_searched()
+    }
+
     fn fingerprint(&self, settings: &TransformSettings) -> Value {
         let SmoothSettings { alpha, producers, maxima } = &settings.smooth;
         let maxima = maxima.as_ref().map(|m| m.sha256());
@@ -358,6 +362,8 @@ impl Migration {
                     *max = max.max(w.abs());
                 }
             }
+            drop(weight);
+            task.done_with(*consumer);
         }
         let weights = group.gather_largest(&columns);
         Ok(Self { group, activations, weights })

@@ -22,7 +22,7 @@ const TOKENS: [usize; 5] = [1, 4, 16, 64, 512];
 /// Bytes of weights that are read in turn if there are few tokens: more than the last-level caches of most processors
 /// hold.
 const ROTATED: usize = 192 << 20;
-/// Measurements per case; the median is reported.
+/// Minimum number of rounds per case, including those that only warm up; the median of the others is reported.
 const ROUNDS: usize = 7;
 
 /// A scheme and whether activations are integers.
@@ -84,7 +84,7 @@ pub(super) struct Case {
     k: usize,
     tokens: usize,
     bits_per_weight: f64,
-    /// Seconds of each round.
+    /// Seconds of each round, without those that only warm up.
     seconds: Vec<f64>,
     gb_per_second: f64,
     /// `gb_per_second` as a share of the memory bandwidth measured just before and after.
@@ -198,7 +198,8 @@ fn time(
     // Ones, because the system would allocate the pages of a zeroed vector only on the first write.
     let mut out = vec![1.0; tokens * n];
     let mut seconds = Vec::new();
-    // The first rounds, half as many as there are copies, only warm up and are not recorded.
+    // The first rounds, half as many as there are copies or, if there are fewer, rounds, only warm up and are not
+    // recorded.
     let rounds = if tokens <= 16 { ROUNDS.max(2 * copies.len()) } else { ROUNDS };
     for round in 0..rounds {
         let weights = &copies[round % copies.len()];

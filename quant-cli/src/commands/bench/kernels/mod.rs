@@ -244,7 +244,7 @@ mod tests {
         let all = |floats| [narrow, peak(Isa::Avx512Bf16, 1e12, floats)];
         assert!(warnings(&all(1e12), Isa::Avx512Bf16).is_empty());
         assert!(warnings(&all(2e11), Isa::Avx512Vnni).is_empty());
-        // The default path has half the f32 rate of the other, and takes twice as many products per activation.
+        // The default path has half the other's rate of float products, and takes twice as many of them per activation.
         let slow = warnings(&all(2e11), Isa::Avx512Bf16);
         assert!(slow.len() == 1 && slow[0].contains("QUANT_ISA=avx512vnni"), "{slow:?}");
         assert!(warnings(&[], Isa::Scalar).is_empty());

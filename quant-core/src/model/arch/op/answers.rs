@@ -133,7 +133,8 @@ pub enum Computes<'a> {
         /// Upper bound of the gate, and of the magnitude of the other factor.
         limit: f32,
     },
-    /// An operation that is fully described by its inputs, its module or its attention shape.
+    /// An operation whose other properties exporters read from the graph, such as its inputs, module or attention
+    /// shape.
     Structure,
     /// Anything else: the exporter must handle it by name or reject it.
     Other,

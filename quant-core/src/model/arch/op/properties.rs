@@ -195,8 +195,8 @@ impl Op {
         }
     }
 
-    /// Returns whether the output has the same heads as the input. An attention that reads the output then has the
-    /// queries, keys or values of the input.
+    /// Returns whether the output has the same heads as the input. If an attention reads the output as queries, keys or
+    /// values, the input is then made of queries, keys or values too.
     pub fn keeps_heads(&self) -> bool {
         match self {
             Self::Rope(_)
