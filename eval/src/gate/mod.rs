@@ -158,6 +158,7 @@ pub struct Check {
 ///         sha256: sha256_hex(model),
 ///         size_bytes: 1 << 20,
 ///         schemes: Vec::new(),
+///         method: None,
 ///         kv_cache: None,
 ///     };
 ///     let numbers = ((scores, None), (1.0, 64.0));
