@@ -340,11 +340,11 @@ mod tests {
     }
 
     #[test]
-    fn a_weight_that_the_kernels_lack_can_be_told_from_other_errors() {
-        let weights: Vec<f32> = (0..4 * 8).map(|i| i as f32).collect();
-        let narrow =
-            quantize_rtn("w", &weights, [4, 8], "w4a16-channel-sym".parse().unwrap(), Dtype::F16, None);
-        let error = narrow.unwrap().pack(None, &quant_kernels_cpu::Serial).unwrap_err();
+    fn a_weight_that_the_kernels_refuse_can_be_told_from_other_errors() {
+        let mut weight = tensor("w4a16-g32-sym", Dtype::F16);
+        assert!(weight.pack(None, &quant_kernels_cpu::Serial).is_ok());
+        weight.codes[3] = 16;
+        let error = weight.pack(None, &quant_kernels_cpu::Serial).unwrap_err();
         let Error::Kernel(cause) = &error else { panic!("{error:?}") };
         assert_eq!(error.to_string(), format!("the kernels cannot use this weight: {cause}"));
         assert_eq!((error.category().exit_code(), error.remedy().marked()), (2, "run it in floats"));
