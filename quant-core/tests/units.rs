@@ -60,11 +60,7 @@ fn tiny(family: Kind) -> Tiny {
 }
 
 fn settings(method: &str, scheme: &str) -> RecipeSettings {
-    RecipeSettings {
-        method: Some(method.into()),
-        scheme: Some(scheme.into()),
-        ..RecipeSettings::default()
-    }
+    RecipeSettings { method: Some(method.into()), scheme: Some(scheme.into()), ..RecipeSettings::default() }
 }
 
 /// Settings of a method that is calibrated on several pieces of windows.
@@ -83,9 +79,7 @@ struct Bench {
 fn files(directory: &Path) -> BTreeMap<String, Vec<u8>> {
     let entries = std::fs::read_dir(directory).unwrap().map(|entry| entry.unwrap().path());
     entries
-        .map(|path| {
-            (path.file_name().unwrap().to_string_lossy().into_owned(), std::fs::read(&path).unwrap())
-        })
+        .map(|path| (path.file_name().unwrap().to_string_lossy().into_owned(), std::fs::read(&path).unwrap()))
         .collect()
 }
 
@@ -117,7 +111,8 @@ impl Bench {
             calibration: self.calibration.clone(),
             blocks_per_unit: Some(blocks_per_unit),
             // A single group of blocks needs no states.
-            forward_shards: (self.calibration.is_some() && blocks_per_unit < BLOCKS).then_some(forward_shards),
+            forward_shards: (self.calibration.is_some() && blocks_per_unit < BLOCKS)
+                .then_some(forward_shards),
         }
     }
 
@@ -298,21 +293,24 @@ fn any_order(bench: &Bench, store: &Path, steps: &[Step], workers: usize) -> Tes
 #[test]
 fn any_order_any_partition_any_interruption() {
     let float = RecipeSettings { layer_inputs: Some("float".into()), ..calibrated("gptq", "w4a16-g32-sym") };
-    let benches =
-        [(Kind::Llama, settings("rtn", "w4a16-g32-sym")), (Kind::Llama, float)].map(|(f, s)| Bench::new(f, s));
+    let benches = [(Kind::Llama, settings("rtn", "w4a16-g32-sym")), (Kind::Llama, float)]
+        .map(|(f, s)| Bench::new(f, s));
     let steps = prop::collection::vec((0..64_usize, prop::option::weighted(0.4, 1..12_usize)), 0..8);
     let config = ProptestConfig { cases: 12, failure_persistence: None, ..ProptestConfig::default() };
     let mut runner = proptest::test_runner::TestRunner::new(config);
     let number = std::cell::Cell::new(0);
     runner
-        .run(&(0..2_usize, 1..4_usize, 1..4_usize, steps, 1..4_usize), |(which, blocks, shards, steps, workers)| {
-            number.set(number.get() + 1);
-            let bench = &benches[which];
-            let store = bench.init(&format!("store-{}", number.get()), blocks, shards);
-            any_order(bench, &store, &steps, workers)?;
-            std::fs::remove_dir_all(store).unwrap();
-            Ok(())
-        })
+        .run(
+            &(0..2_usize, 1..4_usize, 1..4_usize, steps, 1..4_usize),
+            |(which, blocks, shards, steps, workers)| {
+                number.set(number.get() + 1);
+                let bench = &benches[which];
+                let store = bench.init(&format!("store-{}", number.get()), blocks, shards);
+                any_order(bench, &store, &steps, workers)?;
+                std::fs::remove_dir_all(store).unwrap();
+                Ok(())
+            },
+        )
         .unwrap();
 }
 
@@ -322,11 +320,8 @@ fn shards_cover_every_unit_once() {
     let store = bench.init("store", 1, 3);
     let total = on(&store, &Silent, |job, _| Ok(job.units().len())).unwrap();
     let phase = |phase, index| {
-        let options = WorkOptions {
-            phase: Some(phase),
-            memory_budget: MemoryBudget::Auto,
-            ..WorkOptions::default()
-        };
+        let options =
+            WorkOptions { phase: Some(phase), memory_budget: MemoryBudget::Auto, ..WorkOptions::default() };
         on(&store, &Silent, |job, host| job.run(&Selection::Shard { index, count: 2 }, &options, host))
     };
     // The second phase needs the first.
@@ -412,9 +407,8 @@ fn results_that_differ_are_an_error() {
     }
     std::fs::remove_file(&path).unwrap();
     let publishes = Publishes(path.clone(), other.clone());
-    let error =
-        on(&store, &publishes, |job, host| job.run(&unit("blocks/1"), &WorkOptions::default(), host))
-            .unwrap_err();
+    let error = on(&store, &publishes, |job, host| job.run(&unit("blocks/1"), &WorkOptions::default(), host))
+        .unwrap_err();
     assert_eq!(error.category(), Category::Input, "{error}");
     let message = error.to_string();
     let own = quant_core::system::host_name();
@@ -561,7 +555,8 @@ fn a_model_that_changes_is_noticed() {
     let last = bytes.len() - 2;
     bytes[last] ^= 1;
     std::fs::write(&path, bytes).unwrap();
-    let error = on(&store, &Silent, |job, host| job.merge(&bench.at("no"), (false, false), host)).unwrap_err();
+    let error =
+        on(&store, &Silent, |job, host| job.merge(&bench.at("no"), (false, false), host)).unwrap_err();
     assert_eq!(error.category(), Category::Usage, "{error}");
     assert!(error.to_string().contains("has changed"), "{error}");
     assert!(!bench.at("no").exists());
@@ -583,7 +578,8 @@ fn workers_with_different_models_are_noticed() {
         job.run(&unit(id), &WorkOptions::default(), &host).unwrap();
     }
     run(&store, &Selection::All).unwrap();
-    let error = on(&store, &Silent, |job, host| job.merge(&bench.at("no"), (false, false), host)).unwrap_err();
+    let error =
+        on(&store, &Silent, |job, host| job.merge(&bench.at("no"), (false, false), host)).unwrap_err();
     assert_eq!(error.category(), Category::Usage, "{error}");
     let message = error.to_string();
     assert!(message.contains("forward/0/1") && message.contains("layers.1.mlp.up_proj"), "{message}");

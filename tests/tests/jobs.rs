@@ -94,9 +94,8 @@ fn workers_share_a_job() {
     check_message("early merge", &bench.merge(&[]), 5, &["not finished", "quant job run STORE"]);
     assert!(!bench.at("out").exists());
     for phase in ["forward", "blocks"] {
-        let start = |shard: &str| {
-            Running::start(command(bench.run_arguments(&["--phase", phase, "--shard", shard])))
-        };
+        let start =
+            |shard: &str| Running::start(command(bench.run_arguments(&["--phase", phase, "--shard", shard])));
         let workers = ["0/2", "1/2"].map(start);
         workers.into_iter().for_each(|worker| drop(worker.wait().succeeded()));
     }
@@ -165,7 +164,12 @@ fn exit_codes_tell_schedulers_what_to_do() {
     let rtn = ["--method", "rtn"];
     let case = |name: &str, run: &Run, code: i32, expected: &[&str]| check_message(name, run, code, expected);
     case("no job", &bench.run(&[]), 2, &["is not a job", "quant job init"]);
-    case("calibrated in order", &bench.init(&["--method", "gptq"]), 2, &["--span-blocks", "--layer-inputs float"]);
+    case(
+        "calibrated in order",
+        &bench.init(&["--method", "gptq"]),
+        2,
+        &["--span-blocks", "--layer-inputs float"],
+    );
     case("formats", &bench.init(&["--format", "awq", "--format", "gptq"]), 2, &["one format"]);
     case("gguf", &bench.init(&["--format", "gguf", "--scheme", "q4_0"]), 2, &["GGUF", "quant quantize"]);
     case("no effect", &bench.init(&["--method", "rtn", "--forward-shards", "2"]), 2, &["--forward-shards"]);
@@ -193,7 +197,12 @@ fn exit_codes_tell_schedulers_what_to_do() {
     bench.run(&["--unit", "blocks/0", "--model", copy.to_str().unwrap()]).succeeded();
     let fewer = bench.at("fewer");
     write_cut_demo_model(&fewer, 2);
-    case("another model", &bench.run(&["--model", fewer.to_str().unwrap()]), 2, &["different", "config_sha256"]);
+    case(
+        "another model",
+        &bench.run(&["--model", fewer.to_str().unwrap()]),
+        2,
+        &["different", "config_sha256"],
+    );
     bench.run(&[]).succeeded();
     // A result that was damaged afterwards.
     let path = bench.results()[0].clone();

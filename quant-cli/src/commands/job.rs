@@ -242,8 +242,7 @@ fn list(args: &UnitsArgs, session: &Session) -> Result<()> {
         needs: &unit.needs,
         cost: *cost,
     });
-    let json =
-        UnitsJson { schema: "quant-job-units/1", job: job.digest(), units: units.collect::<Vec<_>>() };
+    let json = UnitsJson { schema: "quant-job-units/1", job: job.digest(), units: units.collect::<Vec<_>>() };
     args.json.emit(&json, || {
         let row = |unit: &UnitJson<'_>| {
             let needs = match unit.needs {
@@ -280,7 +279,8 @@ fn work(args: &RunArgs, session: &Session) -> Result<()> {
     let job = UnitJob::open(&args.store, args.model.as_deref(), &host)?;
     let done = job.run(&selection, &options, &host)?;
     let units = done.iter();
-    let units = units.map(|unit| RunUnitJson { id: &unit.id, computed: unit.computed, seconds: unit.seconds });
+    let units =
+        units.map(|unit| RunUnitJson { id: &unit.id, computed: unit.computed, seconds: unit.seconds });
     let json = RunJson {
         schema: "quant-job-run/1",
         job: job.digest(),

@@ -90,16 +90,13 @@ impl Batch {
             _ if wanted == [false; 2] => [None, None],
             // The quantized model begins a span with the states of the float model.
             paths if !paths.is_empty() && wanted[1] && plan.gptq.begins_span(first) => {
-                let [float, _] =
-                    states::load(paths, job, first, &files.depends_on, [true, false], spill)?;
+                let [float, _] = states::load(paths, job, first, &files.depends_on, [true, false], spill)?;
                 match wanted[0] {
                     true => [float.as_ref().map(HiddenStates::try_clone).transpose()?, float],
                     false => [None, float],
                 }
             }
-            paths if !paths.is_empty() => {
-                states::load(paths, job, first, &files.depends_on, wanted, spill)?
-            }
+            paths if !paths.is_empty() => states::load(paths, job, first, &files.depends_on, wanted, spill)?,
             _ if first == 0 => {
                 let states = HiddenStates::embed_in(model, windows, spill)?;
                 match wanted {

@@ -23,8 +23,8 @@ pub use decision::GptqRecord;
 pub use finish::{REPORT, add_companions, companion_bytes, fingerprint, quantized_config};
 pub use program::Program;
 pub use report::{CalibrationReport, InputReport, QuantReport, SourceDigest, TensorReport, WeightError};
-pub(crate) use states::{check_states, sources_of};
 pub use states::{SavedStates, StateFiles};
+pub(crate) use states::{check_states, sources_of};
 
 use self::batch::{Batch, BlockDone};
 use self::conveyor::{Conveyor, SpanWork};

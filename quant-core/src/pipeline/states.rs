@@ -36,7 +36,7 @@ const ABOUT: &str = "about";
 const SOURCES: &str = "sources";
 const SHA256: &str = "sha256";
 /// The maximum size of `about` in bytes.
-const MAX_ABOUT_BYTES: u64 = 4 << 20;
+const MAX_ABOUT_BYTES: u64 = 64 << 20;
 
 /// Where the hidden states of a job are read, kept and written.
 #[derive(Debug, Clone, Default)]
@@ -362,12 +362,7 @@ pub(super) fn load(
 ///
 /// # Errors
 /// As [`quantize_part`](super::quantize_part) for states that it reads.
-pub(crate) fn check_states(
-    path: &Path,
-    job: &Job<'_>,
-    layer: usize,
-    depends_on: &Value,
-) -> Result<()> {
+pub(crate) fn check_states(path: &Path, job: &Job<'_>, layer: usize, depends_on: &Value) -> Result<()> {
     let paths = [path.to_owned()];
     load(&paths, job, layer, depends_on, [false; 2], None).map(drop)
 }

@@ -34,9 +34,7 @@ impl Plan {
 
     pub(super) fn has_static_activations(&self) -> bool {
         // Weights that are already quantized come with the scales of their inputs.
-        let is_static = |e: &PlanEntry| {
-            matches!(e.action, Action::Quantize { scheme, .. } if scheme.has_static_activations())
-        };
+        let is_static = |e: &PlanEntry| matches!(e.action, Action::Quantize { scheme, .. } if scheme.has_static_activations());
         match self.calibrated {
             Some(whole) => whole.static_activations,
             None => self.entries.iter().any(is_static),

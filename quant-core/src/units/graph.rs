@@ -102,8 +102,7 @@ pub(super) fn units(
     }
     for (group, blocks) in groups.into_iter().enumerate() {
         let before = group.checked_sub(1);
-        let needs =
-            before.into_iter().flat_map(|before| (0..shards.len()).map(move |s| forward(s, before)));
+        let needs = before.into_iter().flat_map(|before| (0..shards.len()).map(move |s| forward(s, before)));
         let (id, needs) = (format!("blocks/{group}"), needs.collect());
         units.push(Unit { id, work: Work::Blocks(blocks), needs });
     }

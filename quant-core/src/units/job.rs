@@ -69,8 +69,7 @@ pub fn init(request: &JobRequest, directory: &Path, host: &Host<'_>) -> Result<I
     if recipe.containers.len() != 1 {
         return Err(Error::usage("a job writes one format", "create a job for each format"));
     }
-    let no_text =
-        |text: &Text| settings.needs_no_text(&recipe.method, &text.setting("calibration"));
+    let no_text = |text: &Text| settings.needs_no_text(&recipe.method, &text.setting("calibration"));
     if let (Some(text), false) = (&request.calibration, recipe.needs_text()) {
         return Err(no_text(text));
     }
@@ -101,9 +100,7 @@ pub fn init(request: &JobRequest, directory: &Path, host: &Host<'_>) -> Result<I
     stored.channel_maxima =
         copied(&store, settings.channel_maxima.as_deref(), "channel-maxima", "safetensors")?;
     let tokens = match &windows {
-        Some(windows) => {
-            Some(kept(&store, &windows::to_bytes(windows)?, "windows", "safetensors")?)
-        }
+        Some(windows) => Some(kept(&store, &windows::to_bytes(windows)?, "windows", "safetensors")?),
         None => None,
     };
     let record = JobRecord {

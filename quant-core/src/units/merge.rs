@@ -29,12 +29,7 @@ impl UnitJob {
     /// # Errors
     /// [`Error::Unavailable`] if units are missing or damaged; [`Error::Usage`] if the model has changed since a unit
     /// read it; as [`run::quantize`](crate::run::quantize) for the output.
-    pub fn merge(
-        &self,
-        output: &Path,
-        (force, resume): (bool, bool),
-        host: &Host<'_>,
-    ) -> Result<Quantized> {
+    pub fn merge(&self, output: &Path, (force, resume): (bool, bool), host: &Host<'_>) -> Result<Quantized> {
         let started = Instant::now();
         let steps = StepTimes::new(host.observer);
         let host = host.observed(&steps);

@@ -228,8 +228,9 @@ pub(super) fn damaged(path: &Path, reason: String) -> Error {
         path: path.to_owned(),
         line: None,
         reason,
-        remedy: "remove the file if it does not belong to the job, or create the job again in a new directory"
-            .into(),
+        remedy:
+            "remove the file if it does not belong to the job, or create the job again in a new directory"
+                .into(),
     }
 }
 
@@ -250,9 +251,8 @@ pub(super) fn is_regular(path: &Path) -> Result<bool> {
 fn have_same_bytes(one: &Path, other: &Path) -> Result<bool> {
     let open = |path: &Path| open_regular(path, path);
     let (mut one_file, mut other_file) = (open(one)?, open(other)?);
-    let len = |file: &File, path: &Path| {
-        file.metadata().map(|m| m.len()).map_err(|e| Error::io("read", path, e))
-    };
+    let len =
+        |file: &File, path: &Path| file.metadata().map(|m| m.len()).map_err(|e| Error::io("read", path, e));
     if len(&one_file, one)? != len(&other_file, other)? {
         return Ok(false);
     }

@@ -384,9 +384,10 @@ impl UnitJob {
                 computes wrong results",
                 system::host_name()
             ),
-            remedy: "compute the unit on a third machine in a new job, remove the wrong file, and give the other \
+            remedy:
+                "compute the unit on a third machine in a new job, remove the wrong file, and give the other \
                 one the name of the result"
-                .into(),
+                    .into(),
         })
     }
 
