@@ -53,8 +53,8 @@ def test_metadata() -> None:
 
 
 def test_stubs_are_those_of_the_extension(tmp_path: Path) -> None:
-    # Excluded: modules that need torch or Ray, which are not installed here; fields that ctypes creates; and a class whose base
-    # class has no types.
+    # Excluded: modules that need torch or Ray, which are not installed here; fields that ctypes creates; and a class whose
+    # base class has no types.
     allowed = tmp_path / "allowed"
     allowed.write_text("fewbits\\._torch\nfewbits\\.ray\nfewbits\\._kernels\\._?[A-Z].*\nfewbits\\.lm_eval\\.FewbitsLM.*\n")
     options = ["--ignore-disjoint-bases", "--allowlist", str(allowed), "--ignore-unused-allowlist"]
