@@ -60,10 +60,11 @@ struct Case {
     }
 
     void pass() {
-        require(ggml_backend_graph_compute(cpu.backend, graph) == GGML_STATUS_SUCCESS, "the graph fails");
+        require(ggml_backend_graph_compute(cpu.backend, graph) == GGML_STATUS_SUCCESS, "cannot compute the graph");
     }
 
-    // Error of some outputs relative to the product of the unquantized weights: RMS over RMS.
+    // Relative error of some outputs, compared with the product of the unquantized weights: the root mean square of the
+    // difference divided by that of the product.
     double error() {
         const std::vector<float> values = normal(m * k, 1.0f, 1);
         std::vector<float> out(m * n);
@@ -89,7 +90,7 @@ struct Case {
 int main(int argc, char ** argv) {
     std::map<std::string, std::unique_ptr<Case>> cases;
     using Words = std::istringstream;
-    return serve(argc, argv, "\"Q4_0\",\"Q4_K\",\"Q8_0\",\"MXFP4\",\"NVFP4\"", [&](Cpu & cpu, const std::string & request, const std::string & name, Words & words) {
+    return serve(argc, argv, "\"Q4_0\",\"Q4_K\",\"Q5_K\",\"Q6_K\",\"IQ4_XS\",\"IQ4_NL\",\"Q8_0\",\"MXFP4\",\"NVFP4\"", [&](Cpu & cpu, const std::string & request, const std::string & name, Words & words) {
         if (request == "prepare") {
             int64_t n, k;
             size_t rotate;

@@ -42,7 +42,7 @@ pub struct qz1_kv_layout {
 pub struct qz1_heads {
     /// `sizeof(qz1_heads)`
     pub struct_size: u32,
-    /// Factor of the scores, usually `1 / √head_dim`; finite.
+    /// Factor of the scores, typically `1 / √head_dim`; finite.
     pub scale: f32,
     /// Query heads: a multiple of the key-value heads, at most 65536. Query head `h` attends to key-value head `h /
     /// (query / kv)`.
@@ -188,8 +188,8 @@ pub unsafe extern "C" fn qz1_kv_layout_of(
 }
 
 /// Quantizes one token of one head into `slot` of a page, 0 to 63. `key` and `value` are `[head_dim]`, the key after
-/// rotary embedding. Other slots keep their contents. If a magnitude exceeds 65504, the call fails and nothing is
-/// written.
+/// rotary embedding. Other slots keep their contents. If a number is NaN or its magnitude exceeds 65504, the call fails
+/// and nothing is written.
 ///
 /// # Safety
 /// Same as for `qz1_layout_of`.
@@ -215,7 +215,7 @@ pub unsafe extern "C" fn qz1_kv_write(
     })
 }
 
-/// Dequantizes one token of one head to floats, `[head_dim]` each for key and value.
+/// Reads one token of one head as floats (dequantized, or the stored f16 values), `[head_dim]` each for key and value.
 ///
 /// # Safety
 /// Same as for `qz1_layout_of`.
@@ -243,7 +243,8 @@ pub unsafe extern "C" fn qz1_kv_read(
 
 /// Quantizes `m` tokens and appends them after the `tokens` of each list, with one list per key-value head. `keys` and
 /// `values` are `[m, lists_len, head_dim]`; `pages` is a whole number of pages. Lists must already contain the pages
-/// for the new tokens, and each of these pages only once. The caller must increase `tokens` afterwards.
+/// for the new tokens, and each of these pages only once. If a number is NaN or its magnitude exceeds 65504, the call
+/// fails and nothing is written. The caller must increase `tokens` afterwards.
 ///
 /// # Safety
 /// Same as for `qz1_layout_of`.
@@ -303,10 +304,11 @@ pub unsafe extern "C" fn qz1_attend_workspace(
 /// shape of `q`; `lse` `[m, heads.query]` receives the logarithm of the sum of `exp(score)`, with which
 /// `qz1_attend_merge` merges results on parts of a sequence.
 ///
-/// A query that sees no tokens gets zeros in `out` and minus infinity in `lse`; a head whose query is not finite gets
-/// NaN in both. `isa` is a `QZ1_ISA_…`. Results are bit-identical for all instruction sets and any number of threads,
-/// except for `out` with `QZ1_ISA_AVX512BF16`. The caller allocates the workspace. Its contents do not matter between
-/// calls, and concurrent calls need separate ones.
+/// A query that sees no tokens gets zeros in `out` and minus infinity in `lse`. A head gets NaN in both if its query is
+/// not finite, or if a magnitude exceeds 1e27 before or after multiplication by the scale. `isa` is a `QZ1_ISA_…`.
+/// Results are bit-identical for all instruction sets and any number of threads, except for `out` with
+/// `QZ1_ISA_AVX512BF16`. The caller allocates the workspace. Its contents do not matter between calls, and concurrent
+/// calls need separate ones.
 ///
 /// # Safety
 /// Same as for `qz1_layout_of`; no thread may write to the pages during the call.

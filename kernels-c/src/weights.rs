@@ -32,7 +32,7 @@ pub const QZ1_CODES_E2M1: u32 = 2;
 
 /// A quantized matrix `[n, k]` in logical order, row-major: `(code − zero) · scale`, with a scale and zero point for
 /// each group of `group_size` neighbouring input features. With floating-point codes: `value(code) · scale`. E4M3 codes
-/// can only be multiplied with float activations.
+/// can only be multiplied by float activations.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct qz1_weights {
@@ -302,8 +302,9 @@ pub(crate) unsafe fn packed(
     }
 }
 
-/// The layout of weights. If `sums` is not 0, it includes the sums that are required for activations with a zero point.
-/// Fills `out`, whose `struct_size` must be set by the caller.
+/// Computes the layout of weights. If `sums` is not 0, it includes the sums that are required for activations with a
+/// zero point. Scales are stored in the narrowest type that represents all of them exactly. Fills `out`, whose
+/// `struct_size` must be set by the caller.
 ///
 /// # Safety
 /// The caller must uphold the pointer contract of the crate.
@@ -323,8 +324,8 @@ pub unsafe extern "C" fn qz1_layout_of(
     })
 }
 
-/// Packs `panels` panels of weights, from `first_panel` on, into `out`, which has `panels · panel_bytes` bytes. Pass 0
-/// and `layout.panels` to pack all of them. `parallel` is null or describes the caller's threads.
+/// Packs `panels` panels of weights, beginning with `first_panel`, into `out`, which has `panels · panel_bytes` bytes.
+/// Pass 0 and `layout.panels` to pack all of them. `parallel` is null or describes the caller's threads.
 ///
 /// # Safety
 /// Same as for `qz1_layout_of`.
@@ -384,9 +385,11 @@ fn pack(
     }
 }
 
-/// Checks that packed bytes from an external source, such as a file, are bytes that `qz1_pack` could have written: no
-/// code or scale may be NaN. Reads all bytes once. Kernels accept other bytes too, but read a NaN code as 480, and a
-/// NaN scale as 480 or infinity.
+/// Checks packed bytes from an external source, such as a file, for values that `qz1_pack` never writes: NaN codes,
+/// E4M3 scales that are negative or NaN, E8M0 scales that are NaN, a divisor of E4M3 scales that is not positive and
+/// finite, and weights with two levels of scales that exceed 8 bits. Scales of f16, bf16 and f32 are not checked. Reads
+/// all bytes once. Kernels accept other bytes too, but read a NaN code as ±480, a NaN E4M3 scale as 480, and a NaN E8M0
+/// scale as infinity.
 ///
 /// # Safety
 /// Same as for `qz1_layout_of`.
@@ -397,7 +400,7 @@ pub unsafe extern "C" fn qz1_check(
     packed_len: usize,
     message: *const qz1_message,
 ) -> qz1_status {
-    // SAFETY: the caller guarantees the requirements of `# Safety`: valid pointers, and `packed_len` readable bytes.
+    // SAFETY: the caller upholds the pointer contract.
     call(message, |scope| unsafe { Ok(self::packed(scope, layout, packed, packed_len)?.check()?) })
 }
 
@@ -438,7 +441,7 @@ pub unsafe extern "C" fn qz1_unpack(
     })
 }
 
-/// Dequantizes `rows` rows of packed weights, from `first_row` on, to floats `[rows, k]`.
+/// Dequantizes `rows` rows of packed weights, beginning with `first_row`, to floats `[rows, k]`.
 ///
 /// # Safety
 /// Same as for `qz1_layout_of`.

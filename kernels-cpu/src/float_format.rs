@@ -17,6 +17,9 @@
 //! 1.5, 2, 3, 4 and 6. There is no infinity and no NaN. Rounding is the same: to nearest, ties to the even code,
 //! saturating at ±6.
 //!
+//! IQ4 has sixteen integers, closer together near zero, which GGUF's IQ4 types look up. A value halfway between two
+//! rounds up. No scheme is named after it.
+//!
 //! Scales may be powers of two, E8M0: [`e8m0_value`]. E5M2 can be read, but no scheme writes it: [`e5m2_value`].
 
 /// A floating-point format of weights.
@@ -27,17 +30,20 @@ pub enum FloatFormat {
     E4m3,
     /// E2M1, four bits (`float4_e2m1fn`).
     E2m1,
+    /// The sixteen integers of GGUF's IQ4 types, four bits.
+    Iq4,
 }
 
 impl FloatFormat {
-    /// All formats.
+    /// All formats that schemes name.
     pub const ALL: [Self; 2] = [Self::E4m3, Self::E2m1];
 
-    /// The name in schemes: `f8` for E4M3, `f4` for E2M1.
+    /// The name in schemes: `f8` for E4M3, `f4` for E2M1. IQ4, which has none, is `iq4`.
     pub const fn name(self) -> &'static str {
         match self {
             Self::E4m3 => "f8",
             Self::E2m1 => "f4",
+            Self::Iq4 => "iq4",
         }
     }
 
@@ -45,7 +51,7 @@ impl FloatFormat {
     pub const fn bits(self) -> u8 {
         match self {
             Self::E4m3 => 8,
-            Self::E2m1 => 4,
+            Self::E2m1 | Self::Iq4 => 4,
         }
     }
 
@@ -54,6 +60,7 @@ impl FloatFormat {
         match self {
             Self::E4m3 => 448.0,
             Self::E2m1 => 6.0,
+            Self::Iq4 => 113.0,
         }
     }
 
@@ -63,6 +70,7 @@ impl FloatFormat {
         match self {
             Self::E4m3 => &E4M3_VALUES,
             Self::E2m1 => &E2M1_VALUES,
+            Self::Iq4 => &IQ4_VALUES,
         }
     }
 
@@ -90,22 +98,25 @@ impl FloatFormat {
         !self.value(code).is_nan()
     }
 
-    /// The nearest value of the format, ties to even, saturating: `value(code(x))`. NaN becomes the largest value.
+    /// The nearest value of the format, ties to even (in IQ4 up), saturating: `value(code(x))`. NaN becomes the largest
+    /// value.
     #[inline(always)]
     pub fn round(self, x: f32) -> f32 {
         match self {
             Self::E4m3 => e4m3_round(x),
             Self::E2m1 => e2m1_round(x),
+            Self::Iq4 => f32::from(IQ4_LEVELS[usize::from(iq4_code(x))]),
         }
     }
 
-    /// The code of the nearest value, ties to even, saturating. NaN becomes the code of the largest value; callers
+    /// The code of the nearest value, ties to even (in IQ4 up), saturating. NaN becomes the code of the largest value; callers
     /// reject values that are not finite.
     #[inline(always)]
     pub fn code(self, x: f32) -> u8 {
         match self {
             Self::E4m3 => e4m3_code(x),
             Self::E2m1 => e2m1_code(x),
+            Self::Iq4 => iq4_code(x),
         }
     }
 }
@@ -211,7 +222,33 @@ static E2M1_VALUES: [f32; 256] = {
     values
 };
 
-/// The magnitude of `x`, at most 6 (which NaN becomes), and the distance between the values of E2M1 around it.
+/// The values of IQ4.
+pub(crate) const IQ4_LEVELS: [i8; 16] =
+    [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113];
+
+/// The values of IQ4; NaN for codes of more than four bits.
+static IQ4_VALUES: [f32; 256] = {
+    let mut values = [f32::NAN; 256];
+    let mut code = 0;
+    while code < 16 {
+        values[code] = IQ4_LEVELS[code] as f32;
+        code += 1;
+    }
+    values
+};
+
+fn iq4_code(x: f32) -> u8 {
+    // NaN is not below any middle.
+    let above = |pair: &&[i8]| !matches!(x.partial_cmp(&middle(pair)), Some(std::cmp::Ordering::Less));
+    IQ4_LEVELS.windows(2).filter(above).count() as u8
+}
+
+/// The middle of two levels, exact.
+fn middle(pair: &[i8]) -> f32 {
+    (f32::from(pair[0]) + f32::from(pair[1])) / 2.0
+}
+
+/// The magnitude of `x`, at most 6 (also for NaN), and the spacing of E2M1's values there.
 #[inline(always)]
 fn e2m1_step(x: f32) -> (f32, f32) {
     let magnitude = x.abs();
@@ -267,6 +304,21 @@ mod tests {
     use super::*;
 
     const E4M3: FloatFormat = FloatFormat::E4m3;
+    #[test]
+    fn the_levels_of_iq4_round_to_themselves_and_middles_up() {
+        let iq4 = FloatFormat::Iq4;
+        for (code, level) in IQ4_LEVELS.iter().enumerate() {
+            assert_eq!((iq4.value(code as u8), iq4.code(f32::from(*level))), (f32::from(*level), code as u8));
+        }
+        for (below, pair) in IQ4_LEVELS.windows(2).enumerate() {
+            let middle = middle(pair);
+            let codes = [middle.next_down(), middle].map(|x| iq4.code(x));
+            assert_eq!(codes, [below as u8, below as u8 + 1], "{middle}");
+        }
+        assert_eq!([-1e9, 1e9, f32::NAN].map(|x| iq4.code(x)), [0, 15, 15]);
+        assert!(!iq4.is_number(16) && iq4.round(112.0) == 113.0);
+    }
+
     const E2M1: FloatFormat = FloatFormat::E2m1;
 
     /// Computes the value in f64 from sign, exponent and mantissa, as an independent check of the table.

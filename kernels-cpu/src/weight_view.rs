@@ -1,4 +1,4 @@
-//! The form in which every kernel receives weights.
+//! Quantized weights as plain slices: the input of packing and of the reference kernels.
 
 use std::ops::Range;
 
@@ -16,7 +16,10 @@ pub enum ViewError {
     Bits(u8),
     #[error("the group size must divide the number of input features, {k}, got {group_size}")]
     GroupSize { group_size: usize, k: usize },
-    #[error("progressive scales require integer codes, and E4M3 scales require floating-point codes")]
+    #[error(
+        "progressive and super-block scales require integer codes, and E4M3 scales floating-point codes; super-blocks \
+        have no zero points, and fixed combinations of bits, minima and group size"
+    )]
     Scales,
     #[error("{what}: expected {expected} elements, got {got}")]
     Length { what: &'static str, expected: usize, got: usize },
@@ -25,7 +28,8 @@ pub enum ViewError {
 /// A quantized weight matrix `[n, k]` in logical order, row-major, as plain slices.
 ///
 /// `ŵ[o, i] = (codes[o, i] − zeros[o, i / group_size]) · scales[o, i / group_size]`, with unsigned codes below
-/// `2^bits`. Without `zeros` the grid is symmetric: every zero point is `2^(bits − 1)`.
+/// `2^bits`. Without `zeros` the grid is symmetric: every zero point is `2^(bits − 1)`, or 0 for super-blocks that have
+/// minima.
 ///
 /// Progressive quantization (QServe, §4.1) has two levels of scales, an integer per group and a float per row:
 /// `ŵ[o, i] = ((codes[o, i] − zeros[…]) · groups[…]) · channels[o]`, where the inner product is exact.
@@ -45,7 +49,7 @@ pub enum ViewError {
 /// quant_kernels_cpu::reference::dequantize_rows(&view, 0..1, &mut floats);
 /// assert_eq!(floats, [1.0, 0.0, -4.0, 0.0]);
 ///
-/// // What does not fit is refused.
+/// // A group size that does not divide the number of input features is an error.
 /// assert!(WeightView::new([1, 4], 2, 3, &[3, 1, 0, 2], &[0.5, 2.0], None).is_err());
 /// # Ok::<(), quant_kernels_cpu::ViewError>(())
 /// ```
@@ -80,15 +84,16 @@ pub enum Scales<'a> {
         /// The divisor of all scales: positive and finite.
         global: f32,
     },
-    /// An integer per group, under a float for every [`SUPER_BLOCK`] input features.
+    /// An integer per group, and a float per super-block of [`SUPER_BLOCK`] input features.
     Super(SuperScales<'a>),
 }
 
 /// The scales of super-blocks: 256 input features share a float, and each group in them has an integer. These are
 /// GGUF's Q4_K and Q5_K, which have minima, and Q6_K, which has none.
 ///
-/// Codes of 2 to 5 bits have minima, and a zero point of 0; codes of 6 bits have none, and a zero point of 32. The group
-/// size divides 256 and is a multiple of 8; of 16 for codes of 6 bits, and of 32 for codes of 5.
+/// Codes of 2 to 5 bits have minima, and a zero point of 0; codes of 6 bits have none, and a zero point of 32. Codes of
+/// [`FloatFormat::Iq4`] have neither. The group size divides 256 and is a multiple of 8; of 16 for codes of 6 bits, and
+/// of 32 for codes of 5.
 ///
 /// ```
 /// use half::f16;
@@ -109,7 +114,7 @@ pub struct SuperScales<'a> {
     pub groups: &'a [i8],
     /// `[n, k / 256]`
     pub blocks: &'a [f16],
-    /// What is subtracted from every weight of a group.
+    /// The minima, which are subtracted from every weight of a group; `None` for codes of 6 bits.
     pub mins: Option<SuperMins<'a>>,
 }
 
@@ -172,7 +177,8 @@ impl<'a> WeightView<'a> {
     /// Creates a view of a matrix with floating-point codes and any scales that these support.
     ///
     /// # Errors
-    /// See [`new`](Self::new); also when the scales are progressive or those of super-blocks.
+    /// See [`new`](Self::new); also when the scales are progressive; when they are those of super-blocks, except for
+    /// IQ4 without minima; or when they are E4M3 codes for IQ4.
     pub fn float_with_scales(
         shape: [usize; 2],
         format: FloatFormat,
@@ -180,18 +186,21 @@ impl<'a> WeightView<'a> {
         codes: &'a [u8],
         scales: Scales<'a>,
     ) -> Result<Self, ViewError> {
-        if let Scales::Progressive { .. } | Scales::Super(_) = scales {
-            return Err(ViewError::Scales);
+        match (scales, format) {
+            (Scales::Progressive { .. }, _) | (Scales::E4m3 { .. }, FloatFormat::Iq4) => {
+                return Err(ViewError::Scales);
+            }
+            (Scales::Super(_), FloatFormat::E4m3 | FloatFormat::E2m1) => return Err(ViewError::Scales),
+            _ => {}
         }
-        let view = Self::checked(shape, format.bits(), group_size, codes, scales, None)?;
-        Ok(Self { float: Some(format), ..view })
+        Self::checked(shape, format.bits(), group_size, codes, scales, None, Some(format))
     }
 
     /// Creates a view of a matrix with integer codes and any scales that these support.
     ///
     /// # Errors
-    /// See [`new`](Self::new); also when the scales are E4M3 codes, or when they are those of super-blocks and the width
-    /// of codes or groups is not one of theirs, or zero points are given.
+    /// See [`new`](Self::new); also when the scales are E4M3 codes. For super-blocks also when `k` is not a multiple of
+    /// 256, zero points are given, or [`SuperScales`] does not allow the bits, minima and group size together.
     pub fn with_scales(
         [n, k]: [usize; 2],
         bits: u8,
@@ -203,7 +212,7 @@ impl<'a> WeightView<'a> {
         if let Scales::E4m3 { .. } = scales {
             return Err(ViewError::Scales);
         }
-        Self::checked([n, k], bits, group_size, codes, scales, zeros)
+        Self::checked([n, k], bits, group_size, codes, scales, zeros, None)
     }
 
     fn checked(
@@ -213,6 +222,7 @@ impl<'a> WeightView<'a> {
         codes: &'a [u8],
         scales: Scales<'a>,
         zeros: Option<&'a [u8]>,
+        float: Option<FloatFormat>,
     ) -> Result<Self, ViewError> {
         if !(2..=8).contains(&bits) {
             return Err(ViewError::Bits(bits));
@@ -234,7 +244,7 @@ impl<'a> WeightView<'a> {
             }
             Scales::E4m3 { groups: scales, .. } => length("group scales", groups, scales.len())?,
             Scales::Super(scales) => {
-                let fits = super_block_fits(usize::from(bits), scales.mins.is_some(), group_size);
+                let fits = super_block_fits(usize::from(bits), scales.mins.is_some(), float, group_size);
                 if zeros.is_some() || !fits {
                     return Err(ViewError::Scales);
                 }
@@ -253,7 +263,7 @@ impl<'a> WeightView<'a> {
         if let Some(zeros) = zeros {
             length("zeros", groups, zeros.len())?;
         }
-        Ok(Self { n, k, bits, group_size, codes, scales, zeros, float: None })
+        Ok(Self { n, k, bits, group_size, codes, scales, zeros, float })
     }
 
     /// Output features.
@@ -288,6 +298,9 @@ impl<'a> WeightView<'a> {
             }
             Some(FloatFormat::E2m1) => {
                 Err(KernelError::Scheme("this kernel supports integer weights only, not FP4 (E2M1)"))
+            }
+            Some(FloatFormat::Iq4) => {
+                Err(KernelError::Scheme("this kernel supports integer weights only, not the levels of IQ4"))
             }
         }
     }
@@ -345,10 +358,10 @@ impl<'a> WeightView<'a> {
     }
 
     /// The zero point of a group: the stored one, the midpoint of a symmetric grid, or 0 if super-blocks have minima.
-    /// Floating-point codes have none.
+    /// For floating-point codes the value has no meaning.
     ///
     /// # Panics
-    /// When zero points are stored and the row is out of range.
+    /// When zero points are stored, and the index `row · groups + group` is out of range.
     pub fn zero(&self, row: usize, group: usize) -> u8 {
         match self.zeros {
             Some(zeros) => zeros[row * self.groups() + group],
@@ -365,12 +378,21 @@ impl<'a> WeightView<'a> {
     }
 }
 
-/// Whether codes and groups of these widths, with or without minima, can be those of super-blocks: groups divide a
-/// super-block, and the steps of a group are whole [units](crate::layout::unit_of).
-pub(crate) fn super_block_fits(bits: usize, mins: bool, group_size: usize) -> bool {
+/// Whether codes of this many bits, in groups of this size, with or without minima, can form super-blocks: 6 bits have
+/// no minima and fewer bits do, groups divide a super-block, and the steps of a group form whole
+/// [units](crate::layout::unit_of).
+pub(crate) fn super_block_fits(
+    bits: usize,
+    mins: bool,
+    float: Option<FloatFormat>,
+    group_size: usize,
+) -> bool {
     let unit = STEP * unit_of(bits.max(4));
-    (if mins { bits <= 5 } else { bits == 6 })
-        && group_size > 0
+    (match float {
+        Some(format) => format == FloatFormat::Iq4 && !mins,
+        None if mins => bits <= 5,
+        None => bits == 6,
+    }) && group_size > 0
         && SUPER_BLOCK.is_multiple_of(group_size)
         && group_size.is_multiple_of(unit)
 }

@@ -10,6 +10,9 @@ use quant_kernels_cpu::{
     ScaleType, Scales, Serial, StaticScale, WeightView, e8m0_value, reference,
 };
 
+/// The formats that kernels multiply.
+const FORMATS: [FloatFormat; 3] = [FloatFormat::E4m3, FloatFormat::E2m1, FloatFormat::Iq4];
+
 /// The storage type of scales.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Kind {
@@ -161,6 +164,10 @@ fn cases(formats: &'static [FloatFormat]) -> impl Strategy<Value = Case> {
     let group = prop_oneof![1usize..40, Just(16), Just(32), Just(128)];
     (shape, group, prop::sample::select(formats), kind, any::<[bool; 2]>(), any::<u64>()).prop_map(
         |((m, n, groups), group, format, kind, flags, seed)| {
+            let kind = match (format, kind) {
+                (FloatFormat::Iq4, Kind::E8m0 | Kind::E4m3) => Kind::F32,
+                _ => kind,
+            };
             Case::new([m, n, groups], group, format, kind, flags, seed)
         },
     )
@@ -168,17 +175,17 @@ fn cases(formats: &'static [FloatFormat]) -> impl Strategy<Value = Case> {
 
 proptest! {
     #[test]
-    fn integer_products_of_e2m1_equal_the_definition(case in cases(&[FloatFormat::E2m1])) {
+    fn integer_products_equal_the_definition(case in cases(&FORMATS[1..])) {
         case.check_integers();
     }
 
     #[test]
-    fn float_products_are_within_their_bound(case in cases(&FloatFormat::ALL)) {
+    fn float_products_are_within_their_bound(case in cases(&FORMATS)) {
         case.check_floats();
     }
 
     #[test]
-    fn packing_keeps_everything(case in cases(&FloatFormat::ALL)) {
+    fn packing_keeps_everything(case in cases(&FORMATS)) {
         let (view, packed) = (case.view(), case.packed());
         let layout = packed.layout();
         let parts = layout.unpack(packed.view().bytes()).unwrap();
@@ -202,11 +209,11 @@ proptest! {
     }
 }
 
-/// Every code of both formats, alone in its row, has the same value on every path, including subnormals, the largest
+/// Every code of all formats, alone in its row, has the same value on every path, including subnormals, the largest
 /// values and both zeros.
 #[test]
 fn every_code_is_what_it_means() {
-    for format in FloatFormat::ALL {
+    for format in FORMATS {
         let codes: Vec<u8> = (0..=255).filter(|&code| format.is_number(code)).collect();
         let n = codes.len();
         let matrix: Vec<u8> = codes.iter().flat_map(|&code| [0, code, 0, 0]).collect();

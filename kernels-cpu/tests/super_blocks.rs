@@ -1,4 +1,5 @@
-//! Super-blocks, GGUF's K types: every instruction set against the definition, their bytes, and their bounds.
+//! Super-blocks, as in GGUF's K types: every instruction set is compared with the definition, and packed bytes and
+//! error bounds are checked.
 
 mod common;
 
@@ -6,13 +7,16 @@ use common::{Backwards, Stream, Threads};
 use half::f16;
 use proptest::prelude::*;
 use quant_kernels_cpu::{
-    FloatRows, Int8Rows, Isa, IsaToken, KernelError, Layout, PackedLinear, PackedView, Parallel, RowLayout,
-    SUPER_BLOCK, ScaleType, Scales, Serial, StaticScale, SuperMins, SuperScales, ViewError, WeightView,
-    dequantize_rows, reference,
+    FloatFormat, FloatRows, Int8Rows, Isa, IsaToken, KernelError, Layout, PackedLinear, PackedView, Parallel,
+    RowLayout, SUPER_BLOCK, ScaleType, Scales, Serial, StaticScale, SuperMins, SuperScales, ViewError,
+    WeightView, dequantize_rows, reference,
 };
 
-/// The widths of codes and groups of Q4_K, Q5_K and Q6_K, and others that the same kernels support.
-const WIDTHS: [(u8, usize); 8] = [(4, 32), (5, 32), (6, 16), (4, 8), (4, 256), (5, 128), (6, 64), (2, 16)];
+/// In the place of a width: the four bits of IQ4.
+const IQ4: u8 = 0x84;
+/// The widths of codes and groups of Q4_K, Q5_K, Q6_K and IQ4_XS, and others that the same kernels support.
+const WIDTHS: [(u8, usize); 10] =
+    [(4, 32), (5, 32), (6, 16), (IQ4, 32), (4, 8), (4, 256), (5, 128), (6, 64), (2, 16), (IQ4, 8)];
 
 #[derive(Debug, Clone)]
 struct Case {
@@ -34,13 +38,13 @@ impl Case {
         let mut s = Stream(seed);
         let [m, n, blocks] = shape;
         let k = blocks * SUPER_BLOCK;
-        let top = (1_u64 << bits) - 1;
-        // The largest codes, scales and minima everywhere, times activations of the largest magnitude.
+        let top = (1_u64 << (bits & 0x0f)) - 1;
+        // Only extreme codes, scales, minima and activations.
         let extreme = s.below(4) == 0;
         let codes = (0..n * k).map(|_| if extreme { s.below(2) * top } else { s.below(top + 1) } as u8);
         let codes = codes.collect();
         let scale = |s: &mut Stream| match (extreme, bits) {
-            (false, 6) => s.below(256) as u8 as i8,
+            (false, 6 | IQ4) => s.below(256) as u8 as i8,
             (false, _) => s.below(64) as i8,
             (true, _) => [i8::MIN, i8::MAX][s.below(2) as usize],
         };
@@ -66,15 +70,21 @@ impl Case {
     }
 
     fn mins(&self) -> Option<SuperMins<'_>> {
-        (self.bits != 6).then_some(SuperMins { groups: &self.min_groups, blocks: &self.min_blocks })
+        (!matches!(self.bits, 6 | IQ4))
+            .then_some(SuperMins { groups: &self.min_groups, blocks: &self.min_blocks })
     }
 
     fn view(&self) -> WeightView<'_> {
         let [_, n, blocks] = self.shape;
         let scales = SuperScales { groups: &self.groups, blocks: &self.blocks, mins: self.mins() };
-        let shape = [n, blocks * SUPER_BLOCK];
-        WeightView::with_scales(shape, self.bits, self.group_size, &self.codes, Scales::Super(scales), None)
-            .unwrap()
+        let (shape, scales) = ([n, blocks * SUPER_BLOCK], Scales::Super(scales));
+        let view = match self.bits {
+            IQ4 => {
+                WeightView::float_with_scales(shape, FloatFormat::Iq4, self.group_size, &self.codes, scales)
+            }
+            bits => WeightView::with_scales(shape, bits, self.group_size, &self.codes, scales, None),
+        };
+        view.unwrap()
     }
 
     fn pack(&self) -> PackedLinear {
@@ -91,7 +101,8 @@ impl Case {
         rows
     }
 
-    /// Integers, bit for bit, with a scale per token and with a static scale, whose codes can be −128.
+    /// Products with int8 activations are bit-identical to the reference, with a scale per token and with a static
+    /// scale, whose codes can be −128.
     fn check(&self) {
         let (view, packed) = (self.view(), self.pack());
         for fixed in [None, Some(StaticScale { scale: 0.004, zero: 0 })] {
@@ -109,7 +120,8 @@ impl Case {
         }
     }
 
-    /// Floats, within their bound, and bit-identical on all paths that do not split activations.
+    /// Products with float activations are within their bound, and bit-identical on all paths except `avx512bf16`: the
+    /// paths with tiles do not split the activations of super-blocks.
     fn check_float(&self) {
         let (view, packed) = (self.view(), self.pack());
         let expected = reference::float_linear(&view, &self.x, self.bias.as_deref());
@@ -187,7 +199,8 @@ proptest! {
 
 #[test]
 fn large_shapes_do_not_depend_on_the_split() {
-    for (shape, widths) in [([1, 3000, 2], (4, 32)), ([70, 520, 4], (6, 16)), ([300, 200, 3], (5, 32))] {
+    let shapes = [[1, 3000, 2], [70, 520, 4], [300, 200, 3], [90, 310, 3]];
+    for (shape, widths) in shapes.into_iter().zip([(4, 32), (6, 16), (5, 32), (IQ4, 32)]) {
         let case = Case::new(shape, widths, true, 7);
         let packed = case.pack();
         let rows = case.rows(IsaToken::detect(), packed.layout(), None);
@@ -201,10 +214,10 @@ fn large_shapes_do_not_depend_on_the_split() {
     }
 }
 
-/// A row's result is the same alone and in every batch.
+/// A row's result is bit-identical whether it is computed alone or in a batch.
 #[test]
 fn rows_are_the_same_in_every_batch() {
-    for widths in [(4, 32), (5, 32), (6, 16)] {
+    for widths in [(4, 32), (5, 32), (6, 16), (IQ4, 32)] {
         let case = Case::new([40, 83, 3], widths, false, 9);
         let (packed, k) = (case.pack(), 3 * SUPER_BLOCK);
         for isa in Isa::runnable() {
@@ -270,7 +283,7 @@ fn packed_weights_are_in_their_order() {
     assert!(bad.is_empty(), "packed otherwise:\n{}", bad.join("\n"));
 }
 
-/// Bits per weight: 4.5, 5.5 and 6.5625 in a file.
+/// Bits per packed weight. In GGUF files they are 4.5, 5.5 and 6.5625.
 #[test]
 fn packed_weights_are_small() {
     let of = |code_bits, group_size, scales, zero_point| {
@@ -283,6 +296,12 @@ fn packed_weights_are_small() {
         of(6, 16, ScaleType::Super, 32),
     ];
     assert_eq!(sizes, [4.625, 5.625, 6.5625]);
+    // IQ4_XS and IQ4_NL: 4.25 and 4.5 in a file.
+    let of = |scales| {
+        let layout = Layout::from_float_parts([256, 4096], FloatFormat::Iq4, 32, scales).unwrap();
+        layout.bits_per_weight()
+    };
+    assert_eq!([ScaleType::Super, ScaleType::F16].map(of), [4.3125, 4.5]);
 }
 
 #[test]
@@ -316,14 +335,23 @@ fn misuse_is_an_error() {
     assert_eq!(view(shape, 4, 32, short, None), length("group minima", 24, 23));
     let short = SuperScales { mins: mins.map(|m| SuperMins { blocks: &m.blocks[1..], ..m }), ..scales };
     assert_eq!(view(shape, 4, 32, short, None), length("super-block minima", 3, 2));
-    let floats = WeightView::float_with_scales(
-        shape,
-        quant_kernels_cpu::FloatFormat::E2m1,
-        32,
-        &case.codes,
-        Scales::Super(scales),
-    );
-    assert_eq!(floats.unwrap_err(), ViewError::Scales);
+    let floats = |format, scales| {
+        WeightView::float_with_scales(shape, format, 32, &case.codes, scales).map(|_| ()).unwrap_err()
+    };
+    assert_eq!(floats(FloatFormat::E2m1, Scales::Super(scales)), ViewError::Scales);
+    // IQ4 has no minima, and no scales of other floating-point formats.
+    assert_eq!(floats(FloatFormat::Iq4, Scales::Super(scales)), ViewError::Scales);
+    let nvfp4 = Scales::E4m3 { groups: &[1; 24], global: 1.0 };
+    assert_eq!(floats(FloatFormat::Iq4, nvfp4), ViewError::Scales);
+    for (format, scales) in [
+        (FloatFormat::Iq4, ScaleType::SuperMins),
+        (FloatFormat::Iq4, ScaleType::E8m0),
+        (FloatFormat::Iq4, ScaleType::E4m3),
+        (FloatFormat::E2m1, ScaleType::Super),
+    ] {
+        let error = Layout::from_float_parts([16, 256], format, 32, scales).unwrap_err();
+        assert_eq!(error.code(), 3, "{format:?} {scales:?}");
+    }
     // Sums, zero points and widths of layouts.
     assert_eq!(Layout::of(&case.view(), true).unwrap_err().code(), 3);
     let parts = |k, bits, size, scales, zero| Layout::from_parts([16, k], bits, size, scales, zero, false);
@@ -352,7 +380,7 @@ fn misuse_is_an_error() {
     let other = WeightView::new(shape, 4, 32, &case.codes, &[1.0; 24], None).unwrap();
     let rows = case.rows(IsaToken::detect(), &Layout::of(&other, false).unwrap(), None);
     assert_eq!(packed.multiply(&rows, &mut [0.0; 6], &Serial).unwrap_err().code(), 4);
-    // Any bytes of a layout are safe to read: its integers have no values that packing refuses.
+    // In this layout every byte value is valid, so the check accepts any bytes.
     let layout = *packed.layout();
     let bytes = vec![0xff; layout.bytes()];
     PackedView::new(layout, layout.id(), &bytes).unwrap().check().unwrap();

@@ -195,9 +195,9 @@ fn block_of(k: usize) -> [usize; 2] {
 /// A scale and zero point for all rows: `x ≈ scale · (code − zero)`.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct FixedScale {
-    /// Positive, with a finite inverse.
+    /// The scale: positive, with a finite inverse.
     pub scale: f32,
-    /// −128 to 127.
+    /// The zero point, −128 to 127.
     pub zero: i8,
 }
 
@@ -221,11 +221,11 @@ pub struct ActivationArguments {
     pub weight: Region,
     /// ε, for norms; positive.
     pub eps: f32,
-    /// Required if the shape has `fixed`.
+    /// The static scale; required if the shape has `fixed`.
     pub fixed: Option<FixedScale>,
     /// i8 `[m, k]`, with rows `code_stride` bytes apart; bytes between rows are left unchanged.
     pub codes: Region,
-    /// f32 `[m]`.
+    /// f32 `[m]`: the scale of each row.
     pub scales: Region,
     /// i32 `[m]`: the sum of each row's codes; may be [`Region::NONE`].
     pub row_sums: Region,
@@ -308,8 +308,8 @@ impl ActivationPlan {
     }
 }
 
-/// The variants that are compiled for every architecture before a release: every source and type, each combined with
-/// some block shapes and other options. All other variants are compiled when first used.
+/// The variants that the tests compile for the architectures: every source and type, each combined with some block
+/// shapes and other options.
 pub fn variants() -> Vec<Entry> {
     use Float::{Bf16, F16, F32};
     let mut kinds = Vec::new();

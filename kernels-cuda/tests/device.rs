@@ -44,7 +44,7 @@ fn on_a_stand_in() {
         return;
     }
     let Some(directory) = std::env::var_os(STAND_IN).filter(|path| !path.is_empty()) else {
-        support::is_there(Err(format!("{STAND_IN} names no library in the driver's place")));
+        support::is_there(Err(format!("{STAND_IN} does not name a stand-in for the driver")));
         return;
     };
     let mut command = Command::new(std::env::current_exe().unwrap());
@@ -286,7 +286,6 @@ fn linears_of_a_program_without_a_framework() {
     let runner = Arc::new(Runner::new().unwrap());
     let (n, m) = (70, 3);
     let by = StaticScale { scale: 0.03, zero: 5 };
-    // The group size of the last case is not supported by these kernels.
     for (bits, k, group, activations) in [
         (4, 256, 128, Activations::Float),
         (8, 264, 264, Activations::PerToken),
@@ -335,6 +334,7 @@ fn linears_of_a_program_without_a_framework() {
         assert!(linear.multiply(&x[1..], &mut got).is_err() && linear.multiply(&x, &mut got[1..]).is_err());
         linear.multiply(&[], &mut []).unwrap();
     }
+    // The kernels do not support groups of 16 with integer codes.
     let (codes, scales) = (vec![1; 16 * 48], vec![1.0; 16 * 3]);
     let view = WeightView::new([16, 48], 4, 16, &codes, &scales, None).unwrap();
     assert!(matches!(Linear::new(&view, Activations::Float, &runner), Err(Error::Operands(_))));

@@ -102,7 +102,7 @@ fn run(
         Residence::Files { round_bytes, experts_apart } => {
             Some(Spill::new(directory, round_bytes).with_experts_apart(experts_apart))
         }
-        Residence::Memory => None,
+        _ => None,
     };
     let files = StateFiles { spill, ..StateFiles::default() };
     let mut sink = Hashed::default();
@@ -126,9 +126,9 @@ fn run(
 /// What is not in memory.
 fn place(residence: Residence) -> &'static str {
     match residence {
-        Residence::Memory => "all in memory",
         Residence::Files { experts_apart: false, .. } => "states in files",
         Residence::Files { experts_apart: true, .. } => "states in files, experts one at a time",
+        _ => "all in memory",
     }
 }
 

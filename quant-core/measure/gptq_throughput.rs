@@ -6,9 +6,9 @@
 //!
 //! Defaults: one thread, a weight of 4096 × 4096, 16384 tokens. The solver is compared with faer's Cholesky chain
 //! (factor, inverse, factor of the inverse, all in `f32`) plus the blocked update at 60 % of the rate of faer's largest
-//! product; the Hessian is compared with faer's triangular product of all tokens at once. All measurements alternate.
-//! faer always runs on one thread, so ratios compare the two only if THREADS is 1. With more threads, the ratios show
-//! how GPTQ scales.
+//! product; the Hessian is compared with faer's triangular product of all tokens at once. The measurements take turns,
+//! and the best of three counts. faer always runs on one thread, so ratios compare the two only if THREADS is 1. With
+//! more threads, the ratios show how GPTQ scales.
 
 use std::process::ExitCode;
 use std::time::Instant;
@@ -60,7 +60,7 @@ fn values(len: usize, seed: u64) -> Vec<f32> {
     std::iter::repeat_with(next).take(len).collect()
 }
 
-/// Seconds.
+/// Runs `work`, and lowers `best` to its time in seconds if that is less.
 fn timed<R>(best: &mut f64, work: impl FnOnce() -> R) -> R {
     let start = Instant::now();
     let result = work();

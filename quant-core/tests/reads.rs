@@ -402,8 +402,8 @@ fn every_weight_of_a_rotated_model_is_read_once() {
     }
 }
 
-/// A resumed run reads every weight at most once and gives the same result, regardless of where it was interrupted: also
-/// between the experts of a block.
+/// A resumed run reads every weight at most once and gives the same result, wherever it was interrupted, even between
+/// the experts of a block.
 #[test]
 fn a_resumed_run_reads_every_weight_once() {
     for tiny in [&tinies()[0], &tinies()[2], &tinies()[3]] {

@@ -89,7 +89,7 @@ fn a_run_stays_within_its_budget() {
         assert!(smallest + (80 << 20) < memory, "{options:?}: {smallest} and {memory}");
         let large = bench.run("large", &["--memory-budget", &mib(memory)]).succeeded();
         assert!(!large.stderr.contains(IN_FILES), "{large}");
-        // More than the states of the batch, so that the budget below would not suffice.
+        // Otherwise, the run would also fit in the smaller budget without files.
         assert!(used(&large) > smallest, "{options:?}: {} of {smallest}", used(&large));
         assert!(used(&large) <= memory, "{options:?}: {} of {memory}", used(&large));
         let small = bench.run("small", &["--memory-budget", &mib(smallest)]).succeeded();
@@ -123,10 +123,27 @@ fn a_size_needs_a_unit() {
         let refused = bench.run("out", &[&format!("--memory-budget={size}")]);
         check_message(size, &refused, 2, &[size, "8GiB"]);
     }
-    let gguf = ["--format", "gguf", "--scheme", "Q8_0", "--memory-budget", "8GiB"];
-    let mut arguments = args!["quantize", bench.at("model"), "-o", bench.at("x.gguf")];
-    arguments.extend(gguf.map(Into::into));
-    check_message("GGUF", &quant(arguments), 2, &["--memory-budget has no effect"]);
+}
+
+#[test]
+fn gguf_files_are_the_same_under_every_budget() {
+    for options in [&["--scheme", "q4_k_m"][..], &["--scheme", "q4_k_m", "--method", "gptq"]] {
+        let bench = Bench::new(&[&["--format", "gguf", "--pre", "none"], options].concat());
+        let large = bench.run("large", &[]).succeeded();
+        assert!(!large.stderr.contains(IN_FILES), "{large}");
+        let refused = bench.run("out", &["--memory-budget", "1MiB"]);
+        check_message("1 MiB", &refused, 5, &["the budget is 1 MiB", "--memory-budget"]);
+        assert!(!bench.at("out").exists() && !job_of(&bench.at("out")).exists());
+        let suggested =
+            refused.stderr.split_once("--memory-budget ").or(refused.stderr.split_once("--memory-budget="));
+        let suggested = suggested.unwrap_or_else(|| panic!("{refused}")).1;
+        let suggested: String = suggested.chars().take_while(char::is_ascii_alphanumeric).collect();
+        let bytes = suggested.trim_end_matches("MiB").parse::<u64>().unwrap() << 20;
+        let small = bench.run("small", &["--memory-budget", &suggested]).succeeded();
+        assert!(small.stderr.contains(IN_FILES), "{small}");
+        assert!(used(&small) <= bytes, "{options:?}: {} of {bytes}", used(&small));
+        assert_eq!(hashes(&bench.at("small")), hashes(&bench.at("large")), "{options:?}");
+    }
 }
 
 /// A killed run is resumed under a different budget.

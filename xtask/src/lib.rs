@@ -7,6 +7,7 @@ pub mod ablation;
 pub mod bench_awq_memory;
 pub mod bench_cpu_time;
 pub mod bench_eval;
+pub mod bench_gguf;
 pub mod bench_gptq;
 pub mod bench_kernels;
 pub mod bench_qoq;

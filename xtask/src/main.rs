@@ -5,10 +5,10 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 use xtask::{
-    ablation, bench_awq_memory, bench_cpu_time, bench_eval, bench_gptq, bench_kernels, bench_qoq, bench_rtn,
-    book, charts, ci, cuda, dist, fuzz, gate_trials, gpu, interop, nightly, outside, peers_experts,
-    peers_kernels, peers_models, peers_quantizers, plant, python, quality, quality_floats, quality_gguf,
-    quality_qoq, quality_w8a8, same_bytes, sanitize, search_agreement, synth,
+    ablation, bench_awq_memory, bench_cpu_time, bench_eval, bench_gguf, bench_gptq, bench_kernels, bench_qoq,
+    bench_rtn, book, charts, ci, cuda, dist, fuzz, gate_trials, gpu, interop, nightly, outside,
+    peers_experts, peers_kernels, peers_models, peers_quantizers, plant, python, quality, quality_floats,
+    quality_gguf, quality_qoq, quality_w8a8, same_bytes, sanitize, search_agreement, synth,
 };
 
 #[derive(Parser)]
@@ -22,7 +22,7 @@ struct Cli {
 enum Command {
     /// Run everything CI checks, with the time of each step
     Ci(ci::Args),
-    /// Run what takes too long for CI: advisories, wide property tests, benchmarks
+    /// Run what takes too long for CI, such as long property tests, fuzzing and benchmarks
     Nightly(nightly::Args),
     /// Load quant's output with independent implementations
     Interop,
@@ -44,7 +44,7 @@ enum Command {
     Fuzz(fuzz::Args),
     /// Build the static release binary and run it in an empty root
     Dist(dist::Args),
-    /// Prove that existing recipes give the same bytes as an earlier revision
+    /// Check that existing recipes give the same bytes as an earlier revision
     SameBytes(same_bytes::Args),
     /// Write a random Llama checkpoint of any size
     Synth(synth::Args),
@@ -65,9 +65,12 @@ enum Command {
     QualityFloats(quality::Args),
     /// Compare quant's floating-point weights with those of llm-compressor and Model Optimizer on the same tokens
     PeersFloats(quality::Args),
-    /// Measure the accuracy loss of GGUF types on the real model by llama-quantize, by quant's search and by GPTQ
+    /// Measure the accuracy loss of GGUF types on a real model: by llama-quantize, by quant's search and by GPTQ
     #[command(name = "quality-gguf")]
-    QualityGguf(quality::Args),
+    QualityGguf(quality_gguf::Args),
+    /// Measure the speed of GGUF's searches against llama-quantize, and peak memory
+    #[command(name = "bench-gguf")]
+    BenchGguf(bench_gguf::Args),
     /// Measure the error rates of the accuracy gate on a real model
     GateTrials(gate_trials::Args),
     /// Measure the kernels against the limits of the machine, and write a record
@@ -123,6 +126,7 @@ fn main() -> ExitCode {
         Command::QualityFloats(args) => quality_floats::run(&args),
         Command::PeersFloats(args) => quality_floats::peers::run(&args),
         Command::QualityGguf(args) => quality_gguf::run(&args),
+        Command::BenchGguf(args) => bench_gguf::run(&args),
         Command::QualityW8a8(args) => quality_w8a8::run(&args),
         Command::GateTrials(args) => gate_trials::run(&args),
         Command::BenchKernels(args) => bench_kernels::run(&args),

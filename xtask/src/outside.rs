@@ -70,10 +70,10 @@ pub fn run() -> Result<()> {
     drive_and_score(&programs, &model, &scratch.join("driven"))
 }
 
-/// Checks that the pipeline and the evaluator build without features.
+/// Checks that the evaluator compiles without its default features.
 ///
 /// # Errors
-/// When they do not.
+/// When it does not.
 pub fn without_features() -> Result<()> {
     let mut check = cargo(&["check", "-p", "quant-evaluator", "--no-default-features"]);
     execute(check.arg("--target-dir").arg(target_dir().join("xtask/no-default-features")))

@@ -1,6 +1,7 @@
 //! The kernels of quant.
 
 use anyhow::{Context, Result};
+use quant_formats::blocks::block_type;
 use quant_kernels_cpu::limits::{dot_limit, read_limit};
 use quant_kernels_cpu::{
     FloatFormat, FloatRows, Int8Rows, IsaToken, PackedLinear, Rayon, RowLayout, Scales, WeightView,
@@ -28,6 +29,8 @@ enum Codes {
     Mxfp4,
     /// E2M1 with E4M3 scales and a global scale.
     Nvfp4,
+    /// Blocks of a GGUF type, encoded as in llama.cpp.
+    Blocks(&'static str),
 }
 
 /// The form of the activations.
@@ -35,13 +38,13 @@ enum Codes {
 enum Rows {
     /// Quantized in every product.
     Int8,
-    /// Quantized beforehand, as when several linears read the same input. No peer is measured this way.
+    /// Quantized beforehand, as when several linear layers read the same input. No peer is measured this way.
     Int8Ready,
     /// As floats.
     Float,
 }
 
-pub const CONTESTANTS: [Contestant; 7] = [
+pub const CONTESTANTS: [Contestant; 12] = [
     Contestant { name: "w4a8-g128", codes: Codes::Int(4), group_size: Some(128), rows: Rows::Int8 },
     Contestant {
         name: "w4a8-g128-ready",
@@ -54,13 +57,23 @@ pub const CONTESTANTS: [Contestant; 7] = [
     Contestant { name: "w4a16-g128", codes: Codes::Int(4), group_size: Some(128), rows: Rows::Float },
     Contestant { name: "wf4a8-g32-mx", codes: Codes::Mxfp4, group_size: Some(32), rows: Rows::Int8 },
     Contestant { name: "wf4a8-g16-nv", codes: Codes::Nvfp4, group_size: Some(16), rows: Rows::Int8 },
+    blocks("q4_k"),
+    blocks("q5_k"),
+    blocks("q6_k"),
+    blocks("iq4_xs"),
+    blocks("iq4_nl"),
 ];
+
+const fn blocks(name: &'static str) -> Contestant {
+    Contestant { name, codes: Codes::Blocks(name), group_size: None, rows: Rows::Int8 }
+}
 
 pub fn version() -> String {
     format!("{}, {}", env!("CARGO_PKG_VERSION"), IsaToken::detect().isa().name())
 }
 
-/// Quantizes weights `[n, k]` so that each group's largest magnitude is at the end of the symmetric grid.
+/// Quantizes weights `[n, k]` so that each group's largest magnitude is at the end of the symmetric grid, up to the
+/// rounding of scales to bf16.
 pub fn pack([n, k]: [usize; 2], bits: u8, group_size: usize) -> Result<PackedLinear> {
     let base = weights(k);
     let half = 1 << (bits - 1);
@@ -79,8 +92,8 @@ pub fn pack([n, k]: [usize; 2], bits: u8, group_size: usize) -> Result<PackedLin
     Ok(PackedLinear::pack(&view, None, false, &Rayon)?)
 }
 
-/// Quantizes weights `[n, k]` to E2M1 codes so that each group's largest magnitude is at the end of the format, or,
-/// because scales are rounded, at most half a step from it.
+/// Quantizes weights `[n, k]` to E2M1 codes. The largest magnitude of each group, divided by the scale, is 6 up to the
+/// rounding of E4M3 scales for NVFP4, and from 3.5 to 7 for MXFP4, whose scales are powers of two.
 fn pack_fp4([n, k]: [usize; 2], codes: Codes, group_size: usize) -> Result<PackedLinear> {
     let (base, format) = (weights(k), FloatFormat::E2m1);
     let largest = |values: &[f32]| values.iter().fold(0.0_f32, |a, b| a.max(b.abs()));
@@ -111,6 +124,19 @@ fn pack_fp4([n, k]: [usize; 2], codes: Codes, group_size: usize) -> Result<Packe
     Ok(PackedLinear::pack(&view, None, false, &Rayon)?)
 }
 
+/// Encodes weights `[n, k]` as blocks of a GGUF type.
+fn pack_blocks([n, k]: [usize; 2], name: &str) -> Result<PackedLinear> {
+    let kind = block_type(name).context("no such type")?;
+    let row_bytes = kind.row_bytes(k).context("rows are not whole blocks")?;
+    let mut bytes = vec![0; BASE * row_bytes];
+    for (row, out) in weights(k).chunks_exact(k).zip(bytes.chunks_exact_mut(row_bytes)) {
+        kind.encode(row, None, out);
+    }
+    let pack = |view: &WeightView<'_>| PackedLinear::pack(view, None, false, &Rayon);
+    let packed = kind.with_view([n, k], &repeated(&bytes, n), pack)?;
+    Ok(packed.context("no kernel for this type")??)
+}
+
 /// The weights of a contestant.
 pub struct Linear {
     rows: Rows,
@@ -124,10 +150,11 @@ pub struct Linear {
 impl Linear {
     pub fn new(name: &str, [n, k]: [usize; 2], rotate: usize) -> Result<Self> {
         let found = CONTESTANTS.iter().find(|c| c.name == name);
-        let contestant = found.with_context(|| format!("{name} is none of ours"))?;
+        let contestant = found.with_context(|| format!("unknown contestant {name}"))?;
         let group_size = contestant.group_size.unwrap_or(k);
         let packed = match contestant.codes {
             Codes::Int(bits) => pack([n, k], bits, group_size)?,
+            Codes::Blocks(name) => pack_blocks([n, k], name)?,
             codes => pack_fp4([n, k], codes, group_size)?,
         };
         let copies = rotate.div_ceil(packed.layout().bytes()).max(1);
@@ -183,18 +210,19 @@ impl Case for Linear {
     }
 }
 
-/// Measures the limits of the machine, between rounds.
+/// Measures the limits of the machine.
 pub struct Limits {
     memory: Vec<u64>,
 }
 
 impl Limits {
-    /// This is larger than any last-level cache.
+    /// Allocates 256 MiB, so that most reads come from main memory instead of a cache.
     pub fn new() -> Self {
         Self { memory: vec![1; 32 << 20] }
     }
 
-    /// Take the best of all read patterns, and the best of several measurements of dot products in registers.
+    /// Returns the best read bandwidth of all numbers of streams, and the best rate of several measurements of dot
+    /// products in registers.
     pub fn probe(&self) -> Value {
         let token = IsaToken::detect();
         let memory = read_limit(token, &self.memory, 1, &Rayon);

@@ -4,8 +4,11 @@
 //! of the eight factors in one 16-bit word, their low four bits in four bytes, then the codes.
 
 use super::grid::{Fields, Grid, Scales, Steps};
-use super::search::{NEGLIGIBLE, largest, nearest, weigh};
+use super::search::{
+    LANES, Lanes, largest, level_code, level_scales, load, nearest, square_sums, squares, weigh_lanes,
+};
 use super::{BlockType, SUPER, f16_bits};
+use crate::vector::vectorized;
 
 /// 4 bits on levels, `d·T[q]`.
 pub static IQ4_NL: BlockType = BlockType {
@@ -49,65 +52,20 @@ pub static IQ4_XS: BlockType = BlockType {
 
 pub(super) const LEVELS: [i8; 16] =
     [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113];
-/// Candidates on each side of the first.
-const TRIES: i32 = 7;
 
-/// The code of the nearest level; the upper one on ties.
-fn code(x: f32) -> u8 {
-    let level = |i: usize| f32::from(LEVELS[i]);
-    if x <= level(0) {
-        return 0;
-    }
-    if x >= level(15) {
-        return 15;
-    }
-    let above = (1..16).find(|&i| x < level(i)).unwrap_or(15);
-    (if x - level(above - 1) < level(above) - x { above - 1 } else { above }) as u8
-}
-
-/// Finds the scale of 32 elements.
-fn scale(x: &[f32], importance: Option<&[f32]>, sigma2: f32) -> f32 {
-    let max = largest(x);
-    if max.abs() < NEGLIGIBLE {
-        return 0.0;
-    }
-    let mut weights = [0.0; 32];
-    match importance {
-        Some(importance) => weigh(importance, sigma2, x, &mut weights),
-        None => weights.iter_mut().zip(x).for_each(|(w, x)| *w = x * x),
-    }
-    let fit = |inverse: f32| {
-        let (mut qx, mut qq) = (0.0, 0.0);
-        for (&x, &w) in x.iter().zip(&weights) {
-            let q = f32::from(LEVELS[usize::from(code(inverse * x))]);
-            qx += w * q * x;
-            qq += w * q * q;
-        }
-        (qx, qq)
-    };
-    let first = f32::from(LEVELS[0]);
-    let (qx, qq) = fit(1.0 / (-max / first));
-    let mut scale = qx / qq;
-    let mut best = scale * qx;
-    for step in -TRIES..=TRIES {
-        let (qx, qq) = fit((step as f32 + first) / max);
-        if qq > 0.0 && qx * qx > best * qq {
-            scale = qx / qq;
-            best = scale * qx;
-        }
-    }
-    scale
-}
-
-/// Writes the codes of 32 elements.
+/// Rounds 32 elements and writes their codes.
+#[inline(always)]
 fn put_codes(bytes: &mut [u8], x: &[f32], scale: f32) {
     let inverse = if scale != 0.0 { 1.0 / scale } else { 0.0 };
-    for (j, byte) in bytes.iter_mut().enumerate() {
-        *byte = code(inverse * x[j]) | code(inverse * x[j + 16]) << 4;
+    let mut codes = [0; 32];
+    for (code, x) in codes.iter_mut().zip(x) {
+        *code = level_code(inverse * x);
     }
+    join_codes(bytes, &codes);
 }
 
-/// Decodes 32 elements.
+/// Writes 32 codes: byte `j` holds code `j` in its low nibble and code `j + 16` in its high nibble.
+#[inline(always)]
 fn join_codes(bytes: &mut [u8], codes: &[u8]) {
     for (j, byte) in bytes.iter_mut().enumerate() {
         *byte = codes[j] | codes[j + 16] << 4;
@@ -129,6 +87,7 @@ fn pack_xs(fields: &Fields, block: &mut [u8]) {
 }
 
 /// Writes the factor of 32 elements, from −32 to 31, into bits that are zero.
+#[inline(always)]
 fn put_factor(block: &mut [u8], j: usize, factor: i32) {
     let factor = (factor + 32) as u8;
     block[4 + j / 2] |= (factor & 15) << (4 * (j % 2));
@@ -143,24 +102,46 @@ fn get_codes(bytes: &[u8], scale: f32, out: &mut [f32]) {
 }
 
 fn encode_nl(row: &[f32], importance: Option<&[f32]>, out: &mut [u8]) {
-    for (i, (x, block)) in row.chunks_exact(32).zip(out.chunks_exact_mut(18)).enumerate() {
-        // If all importances of a block are 0, the reference stores NaN as the scale. Such importances are ignored
-        // here.
-        let weights = importance.map(|im| &im[32 * i..][..32]).filter(|im| im.iter().any(|w| *w > 0.0));
-        let scale = scale(x, weights, sigma2(x));
-        let scale = if scale.is_finite() { scale } else { self::scale(x, None, sigma2(x)) };
-        f16_bits::put(block, 0, scale);
-        put_codes(&mut block[2..], x, scale);
+    const BATCH: usize = 32 * LANES;
+    for (i, (x, out)) in row.chunks(BATCH).zip(out.chunks_mut(18 * LANES)).enumerate() {
+        let importance = importance.map(|importance| &importance[BATCH * i..][..x.len()]);
+        vectorized(
+            #[inline(always)]
+            || encode_nl_batch(x, importance, out),
+        );
     }
 }
 
-/// Twice the mean square, computed as the sum times the quotient to round like the reference.
-fn sigma2(x: &[f32]) -> f32 {
-    let mut sum = 0.0;
-    for &x in x {
-        sum += x * x;
+#[inline(always)]
+fn encode_nl_batch(values: &[f32], importance: Option<&[f32]>, out: &mut [u8]) {
+    let x = load::<32>(values);
+    let plain = squares(&x);
+    let mut scales = match importance {
+        None => level_scales(&x, &plain),
+        Some(importance) => {
+            let importance = load::<32>(importance);
+            let mut sigma2 = [0.0; LANES];
+            for squares in &plain {
+                for i in 0..LANES {
+                    sigma2[i] += squares[i];
+                }
+            }
+            // The product rounds like the reference; the quotient would not.
+            sigma2.iter_mut().for_each(|sum| *sum *= 2.0 / 32.0);
+            level_scales(&x, &weigh_lanes(&importance, &sigma2, &x))
+        }
+    };
+    // If all importances of a block are 0, the reference stores NaN as the scale. Such importances are ignored here.
+    if scales.iter().any(|scale| !scale.is_finite()) {
+        let without = level_scales(&x, &plain);
+        for (scale, without) in scales.iter_mut().zip(without) {
+            *scale = if scale.is_finite() { *scale } else { without };
+        }
     }
-    sum * (2.0 / x.len() as f32)
+    for ((x, block), scale) in values.chunks_exact(32).zip(out.chunks_exact_mut(18)).zip(scales) {
+        f16_bits::put(block, 0, scale);
+        put_codes(&mut block[2..], x, scale);
+    }
 }
 
 fn decode_nl(bytes: &[u8], out: &mut [f32]) {
@@ -170,14 +151,37 @@ fn decode_nl(bytes: &[u8], out: &mut [f32]) {
 }
 
 fn encode_xs(row: &[f32], importance: Option<&[f32]>, out: &mut [u8]) {
-    for (i, (x, block)) in row.chunks_exact(SUPER).zip(out.chunks_exact_mut(136)).enumerate() {
+    const BATCH: usize = SUPER * LANES;
+    for (i, (x, out)) in row.chunks(BATCH).zip(out.chunks_mut(136 * LANES)).enumerate() {
+        let importance = importance.map(|importance| &importance[BATCH * i..][..x.len()]);
+        vectorized(
+            #[inline(always)]
+            || encode_xs_batch(x, importance, out),
+        );
+    }
+}
+
+#[inline(always)]
+fn encode_xs_batch(values: &[f32], importance: Option<&[f32]>, out: &mut [u8]) {
+    // One scale per 32 elements.
+    let mut scales = [[0.0; 8]; LANES];
+    let sums = if importance.is_some() { square_sums(values) } else { [0.0; LANES] };
+    for (g, (values, found)) in values.chunks(32 * LANES).zip(scales.chunks_mut(2)).enumerate() {
+        let x = load::<32>(values);
+        let weights = match importance {
+            None => squares(&x),
+            Some(importance) => {
+                let importance = load::<32>(&importance[32 * LANES * g..][..values.len()]);
+                // The product rounds like the reference; the quotient would not.
+                let sigma2: Lanes = std::array::from_fn(|i| sums[2 * g + i / 8] * (2.0 / SUPER as f32));
+                weigh_lanes(&importance, &sigma2, &x)
+            }
+        };
+        found.as_flattened_mut().copy_from_slice(&level_scales(&x, &weights));
+    }
+    for ((x, block), scales) in values.chunks_exact(SUPER).zip(out.chunks_exact_mut(136)).zip(&scales) {
         block.fill(0);
-        let sigma2 = sigma2(x);
-        let mut scales = [0.0; 8];
-        for (j, (found, x)) in scales.iter_mut().zip(x.chunks_exact(32)).enumerate() {
-            *found = scale(x, importance.map(|im| &im[SUPER * i + 32 * j..][..32]), sigma2);
-        }
-        let d = -largest(&scales) / 32.0;
+        let d = -largest(scales) / 32.0;
         f16_bits::put(block, 0, d);
         let inverse = if d != 0.0 { 1.0 / d } else { 0.0 };
         for (j, (scale, x)) in scales.iter().zip(x.chunks_exact(32)).enumerate() {

@@ -1,12 +1,12 @@
 //! Blocks in the form that the CPU kernels take: one code per byte, and the scales of groups.
 //!
-//! Q2_K, Q4_K, Q5_K and Q6_K keep their two levels of scales ([`SuperScales`]). Other types get one float per group,
-//! which is exact: a scale in half precision times an integer of 7 bits. The levels of IQ4 become 8-bit codes.
+//! Q2_K, Q4_K, Q5_K, Q6_K and IQ4_XS keep their two levels of scales ([`SuperScales`]). Other types get one float per
+//! group, which is exact: a scale in half precision, which Q3_K multiplies by a 6-bit integer, or the power of two of
+//! MXFP4.
 
 use half::f16;
 use quant_kernels_cpu::{FloatFormat, Scales, SuperMins, SuperScales, ViewError, WeightView, e8m0_value};
 
-use super::iq4::LEVELS;
 use super::{
     BlockType, IQ4_NL, IQ4_XS, MXFP4, Q2_K, Q3_K, Q4_0, Q4_K, Q5_0, Q5_K, Q6_K, Q8_0, SUPER, f16_bits, q2_k,
     q3_k, q6_k, scales_6bit,
@@ -20,7 +20,7 @@ struct Form {
     /// Weights per group.
     group: usize,
     grid: Grid,
-    /// The offsets of all numbers in half precision.
+    /// The byte offsets of all `f16` fields of a block.
     halves: &'static [usize],
     /// Writes the codes of a block, which are zero before, and the parameters of its groups.
     unpack: fn(&[u8], &mut [u8], &mut Groups),
@@ -31,11 +31,13 @@ struct Form {
 enum Grid {
     /// Integers with the zero point in the middle, and a float per group.
     Float,
-    /// E2M1 codes, and a float per group.
-    Fp4,
+    /// Codes of this format, and a float per group.
+    Codes(FloatFormat),
+    /// IQ4 codes with two levels of scales.
+    SuperLevels,
     /// Integers with two levels of scales.
     Super,
-    /// The same, with minima.
+    /// Integers with two levels of scales, and two levels of minimums.
     SuperMins,
 }
 
@@ -66,20 +68,19 @@ static FORMS: [Form; 11] = [
         // From two's complement to unsigned with the zero point 128.
         codes.iter_mut().zip(&block[2..]).for_each(|(code, byte)| *code = byte ^ 0x80);
     }),
-    form(&IQ4_NL, (8, 32), Grid::Float, &[0], |block, codes, groups| {
+    form(&IQ4_NL, (4, 32), Grid::Codes(FloatFormat::Iq4), &[0], |block, codes, groups| {
         groups.floats[0] = f16_bits::get(block, 0);
         nibbles(&block[2..], codes);
-        levels(codes);
     }),
-    form(&IQ4_XS, (8, 32), Grid::Float, &[0], |block, codes, groups| {
-        let (d, high) = (f16_bits::get(block, 0), u16::from_le_bytes([block[2], block[3]]));
+    form(&IQ4_XS, (4, 32), Grid::SuperLevels, &[0], |block, codes, groups| {
+        groups.d = half_at(block, 0);
+        let high = u16::from_le_bytes([block[2], block[3]]);
         for (j, codes) in codes.chunks_exact_mut(32).enumerate() {
             let factor =
                 i32::from(block[4 + j / 2] >> (4 * (j % 2)) & 15) | i32::from(high >> (2 * j) & 3) << 4;
-            groups.floats[j] = d * (factor - 32) as f32;
+            groups.factors[j] = (factor - 32) as i8;
             nibbles(&block[8 + 16 * j..][..16], codes);
         }
-        levels(codes);
     }),
     form(&Q3_K, (3, 16), Grid::Float, &[q3_k::D], |block, codes, groups| {
         let d = f16_bits::get(block, q3_k::D);
@@ -90,7 +91,7 @@ static FORMS: [Form; 11] = [
             *code = q3_k::get_code(block, e);
         }
     }),
-    form(&MXFP4, (4, 32), Grid::Fp4, &[], |block, codes, groups| {
+    form(&MXFP4, (4, 32), Grid::Codes(FloatFormat::E2m1), &[], |block, codes, groups| {
         groups.floats[0] = e8m0_value(block[0]);
         nibbles(&block[1..], codes);
     }),
@@ -144,19 +145,14 @@ fn half_at(block: &[u8], at: usize) -> f16 {
     f16::from_le_bytes([block[at], block[at + 1]])
 }
 
-/// Codes of each 32 elements: byte `j` holds element `j` in its low nibble and `j + 16` in its high nibble.
+/// Unpacks 32 codes: byte `j` holds element `j` in its low nibble and `j + 16` in its high nibble.
 fn nibbles(bytes: &[u8], codes: &mut [u8]) {
     for (i, code) in codes.iter_mut().enumerate() {
         *code = bytes[i % 16] >> (4 * (i / 16)) & 15;
     }
 }
 
-/// Replaces the codes of IQ4 by their levels, with the zero point 128.
-fn levels(codes: &mut [u8]) {
-    codes.iter_mut().for_each(|code| *code = LEVELS[usize::from(*code)] as u8 ^ 0x80);
-}
-
-/// The scales and minimums of Q4_K and Q5_K.
+/// Reads the scales and minimums of a block of Q4_K or Q5_K.
 fn six_bit(block: &[u8], groups: &mut Groups) {
     [groups.d, groups.dmin] = [0, 2].map(|at| half_at(block, at));
     for j in 0..8 {
@@ -176,19 +172,19 @@ impl BlockType {
         self.form().is_some()
     }
 
-    /// Whether all scales in these blocks are certain to give finite weights.
+    /// Whether all scales in these blocks are certain to give finite weights; `false` for types without a kernel.
     pub fn has_finite_scales(&self, bytes: &[u8]) -> bool {
         let Some(form) = self.form() else { return false };
         bytes.chunks_exact(self.bytes).all(|block| match form.grid {
             // Six times the scale must not overflow.
-            Grid::Fp4 => block[0] < 253,
+            Grid::Codes(FloatFormat::E2m1) => block[0] < 253,
             _ => form.halves.iter().all(|&at| half_at(block, at).is_finite()),
         })
     }
 
     /// Passes the weight `[n, k]` in these rows of blocks to a function in the form that the kernels take; `None` if
     /// they have none for this type. The weights are those of [`decode`](Self::decode), bit for bit, except that zeros
-    /// of MXFP4 keep their sign. Allocates a byte per weight.
+    /// of MXFP4 keep their sign. Allocates a byte per weight, and the scales.
     ///
     /// # Errors
     /// When the length of `bytes` does not match the shape.
@@ -210,15 +206,15 @@ impl BlockType {
         let (mut floats, mut factors, mut mins) = (Vec::new(), Vec::new(), Vec::new());
         let (mut of_scales, mut of_mins) = (Vec::new(), Vec::new());
         match form.grid {
-            Grid::Float | Grid::Fp4 => floats.reserve_exact(blocks * groups),
-            Grid::Super | Grid::SuperMins => factors.reserve_exact(blocks * groups),
+            Grid::Float | Grid::Codes(_) => floats.reserve_exact(blocks * groups),
+            Grid::Super | Grid::SuperMins | Grid::SuperLevels => factors.reserve_exact(blocks * groups),
         }
         for (block, codes) in bytes.chunks_exact(self.bytes).zip(codes.chunks_exact_mut(self.elements)) {
             let mut of = Groups::default();
             (form.unpack)(block, codes, &mut of);
             match form.grid {
-                Grid::Float | Grid::Fp4 => floats.extend_from_slice(&of.floats[..groups]),
-                Grid::Super | Grid::SuperMins => {
+                Grid::Float | Grid::Codes(_) => floats.extend_from_slice(&of.floats[..groups]),
+                Grid::Super | Grid::SuperMins | Grid::SuperLevels => {
                     factors.extend_from_slice(&of.factors[..groups]);
                     of_scales.push(of.d);
                 }
@@ -233,7 +229,11 @@ impl BlockType {
         let scales = SuperScales { groups: &factors, blocks: &of_scales, mins: minimums };
         let view = match form.grid {
             Grid::Float => WeightView::new([n, k], form.bits, form.group, &codes, &floats, None),
-            Grid::Fp4 => WeightView::float([n, k], FloatFormat::E2m1, form.group, &codes, &floats),
+            Grid::Codes(format) => WeightView::float([n, k], format, form.group, &codes, &floats),
+            Grid::SuperLevels => {
+                let (format, scales) = (FloatFormat::Iq4, Scales::Super(scales));
+                WeightView::float_with_scales([n, k], format, form.group, &codes, scales)
+            }
             Grid::Super | Grid::SuperMins => {
                 let scales = Scales::Super(scales);
                 WeightView::with_scales([n, k], form.bits, form.group, &codes, scales, None)
@@ -252,6 +252,7 @@ mod tests {
     use quant_kernels_cpu::reference;
 
     use super::super::BLOCK_TYPES;
+    use super::super::iq4::LEVELS;
     use super::*;
 
     proptest! {
@@ -269,7 +270,7 @@ mod tests {
             // Any bytes are valid, except scales that are not finite.
             for block in bytes.chunks_exact_mut(kind.bytes) {
                 form.halves.iter().for_each(|at| block[at + 1] &= 0xbb);
-                if form.grid == Grid::Fp4 {
+                if form.kind == &MXFP4 {
                     block[0] = block[0].min(252);
                 }
             }
@@ -281,9 +282,16 @@ mod tests {
             let mut got = vec![f32::NAN; n * k];
             kind.with_view([n, k], &bytes, |view| reference::dequantize_rows(view, 0..n, &mut got)).unwrap();
             // The sum turns negative zeros into positive ones.
-            let plus = if form.grid == Grid::Fp4 { 0.0 } else { -0.0 };
+            let plus = if form.kind == &MXFP4 { 0.0 } else { -0.0 };
             let bits = |v: &[f32]| v.iter().map(|x| (x + plus).to_bits()).collect::<Vec<_>>();
             prop_assert_eq!(bits(&got), bits(&expected), "{:?}", kind);
+        }
+    }
+
+    #[test]
+    fn the_levels_of_iq4_are_those_of_the_kernels() {
+        for (code, level) in LEVELS.iter().enumerate() {
+            assert_eq!(FloatFormat::Iq4.value(code as u8), f32::from(*level));
         }
     }
 

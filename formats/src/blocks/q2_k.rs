@@ -5,8 +5,8 @@
 //! and `j + 96`.
 
 use super::grid::{Fields, Grid, Scales, Steps};
-use super::q4_k::{by_largest, round_again};
-use super::search::{Offsets, mean_square, positive, weigh, with_minimum};
+use super::minimum_blocks::MinimumBlocks;
+use super::search::Offsets;
 use super::{BlockType, SUPER, f16_bits};
 
 /// 2 bits, `d·sc·q − dmin·m`.
@@ -29,7 +29,12 @@ pub static Q2_K: BlockType = BlockType {
     decode,
 };
 
-const PLAIN: Offsets = Offsets { top: 3, first: -0.5, step: 0.1, steps: 15, absolute: true };
+const REFERENCE: MinimumBlocks = MinimumBlocks {
+    plain: Offsets { top: 3, first: -0.5, step: 0.1, steps: 15, absolute: true },
+    rms: false,
+    sigma2: 1.0,
+    top: 15,
+};
 
 /// Byte and shift of the two low bits of element `e`, in Q2_K and Q3_K.
 pub(super) fn place(e: usize) -> (usize, usize) {
@@ -37,49 +42,18 @@ pub(super) fn place(e: usize) -> (usize, usize) {
 }
 
 fn encode(row: &[f32], importance: Option<&[f32]>, out: &mut [u8]) {
-    for (i, (x, block)) in row.chunks_exact(SUPER).zip(out.chunks_exact_mut(84)).enumerate() {
-        let importance = importance.map(|importance| &importance[SUPER * i..][..SUPER]);
-        block.fill(0);
-        let mut codes = [0_u8; SUPER];
-        let (mut scales, mut minimums, mut sums) = ([0.0_f32; 16], [0.0_f32; 16], [0.0_f32; 16]);
-        let sigma2 = mean_square(x);
-        let mut weights = [0.0; 16];
-        for j in 0..16 {
-            let part = 16 * j..16 * (j + 1);
-            let x = &x[part.clone()];
-            let search = match importance {
-                Some(importance) => {
-                    weigh(&importance[part.clone()], sigma2, x, &mut weights);
-                    Offsets::weighted(PLAIN.top)
-                }
-                None => {
-                    weights.iter_mut().zip(x).for_each(|(w, x)| *w = x.abs());
-                    PLAIN
-                }
-            };
-            for w in weights {
-                sums[j] += w;
-            }
-            (scales[j], minimums[j]) = with_minimum(search, x, &weights, &mut codes[part]);
+    REFERENCE.encode::<16, 16>(row, importance, (out, 84), |found, block| {
+        block[80..82].copy_from_slice(&found.d.to_le_bytes());
+        block[82..84].copy_from_slice(&found.dmin.to_le_bytes());
+        for (byte, (s, m)) in block.iter_mut().zip(found.scales.iter().zip(&found.minimums)) {
+            *byte = s | m << 4;
         }
-        let (mut s, mut m) = ([0_u8; 16], [0_u8; 16]);
-        let (d, dmin) = match importance {
-            Some(_) => (positive(15, &scales, &sums, &mut s), positive(15, &minimums, &sums, &mut m)),
-            None => (by_largest(15, &scales, &mut s), by_largest(15, &minimums, &mut m)),
-        };
-        let (d, dmin) = (f16_bits::put(block, 80, d), f16_bits::put(block, 82, dmin));
-        for j in 0..16 {
-            block[j] = s[j] | m[j] << 4;
-            let part = 16 * j..16 * (j + 1);
-            let (scale, minimum) = (d * f32::from(s[j]), dmin * f32::from(m[j]));
-            round_again(scale, minimum, PLAIN.top, &x[part.clone()], &mut codes[part]);
-        }
-        put_codes(&codes, block);
-    }
+        put_codes(found.codes, block);
+    });
 }
 
 /// Writes all codes into bytes that are zero.
-fn put_codes(codes: &[u8; SUPER], block: &mut [u8]) {
+fn put_codes(codes: &[u8], block: &mut [u8]) {
     for (e, code) in codes.iter().enumerate() {
         let (byte, shift) = place(e);
         block[16 + byte] |= code << shift;

@@ -6,8 +6,11 @@
 
 use super::grid::{Fields, Grid, Scales, Steps};
 use super::q2_k::place;
-use super::search::{largest, mean_square, nearest, symmetric, symmetric_by_descent, weigh};
+use super::search::{
+    LANES, largest, load, nearest, square_sums, symmetric, symmetric_by_descent, weigh_lanes,
+};
 use super::{BlockType, SUPER, f16_bits};
+use crate::vector::vectorized;
 
 /// 3 bits, `d·(sc − 32)·(q − 4)`.
 pub static Q3_K: BlockType = BlockType {
@@ -35,52 +38,82 @@ pub(super) const SCALES: usize = 96;
 pub(super) const D: usize = 108;
 
 fn encode(row: &[f32], importance: Option<&[f32]>, out: &mut [u8]) {
-    for (i, (x, block)) in row.chunks_exact(SUPER).zip(out.chunks_exact_mut(110)).enumerate() {
-        let importance = importance.map(|importance| &importance[SUPER * i..][..SUPER]);
-        block.fill(0);
-        let (mut codes, mut scales, mut sums) = ([0_u8; SUPER], [0.0_f32; 16], [0.0_f32; 16]);
-        let sigma2 = 2.0 * mean_square(x);
-        let mut weights = [0.0; 16];
-        for j in 0..16 {
-            let part = 16 * j..16 * (j + 1);
-            let x = &x[part.clone()];
-            scales[j] = match importance {
-                Some(importance) => {
-                    weigh(&importance[part.clone()], sigma2, x, &mut weights);
-                    for w in weights {
-                        sums[j] += w;
-                    }
-                    symmetric(4, x, Some(&weights), &mut codes[part])
-                }
-                None => symmetric_by_descent(4, x, &mut codes[part]),
-            };
+    const BATCH: usize = SUPER * LANES;
+    out.fill(0);
+    for (i, (x, out)) in row.chunks(BATCH).zip(out.chunks_mut(110 * LANES)).enumerate() {
+        let importance = importance.map(|importance| &importance[BATCH * i..][..x.len()]);
+        vectorized(
+            #[inline(always)]
+            || encode_batch(x, importance, out),
+        );
+    }
+}
+
+/// Encodes up to [`LANES`] blocks, whose bytes are zero.
+#[inline(always)]
+fn encode_batch(row: &[f32], importance: Option<&[f32]>, out: &mut [u8]) {
+    let mut codes = [0_u8; SUPER * LANES];
+    // Of each part, with the blocks in lanes.
+    let (mut scales, mut weights) = ([[0.0; LANES]; 16], [[0.0; LANES]; 16]);
+    let sums = if importance.is_some() { square_sums(row) } else { [0.0; LANES] };
+    for (b, (values, codes)) in row.chunks_exact(SUPER).zip(codes.chunks_exact_mut(SUPER)).enumerate() {
+        let x = load::<16>(values);
+        let parts = values.chunks_exact(16).zip(codes.chunks_exact_mut(16)).enumerate();
+        let Some(importance) = importance else {
+            let mut found = [[0.0; LANES]; 16];
+            let scale = symmetric_by_descent(4, &x, &mut found);
+            for (j, (_, codes)) in parts {
+                scales[j][b] = scale[j];
+                codes.iter_mut().zip(&found).for_each(|(code, found)| *code = found[j] as u8);
+            }
+            continue;
+        };
+        let importance = load::<16>(&importance[SUPER * b..][..SUPER]);
+        let w = weigh_lanes(&importance, &[2.0 * (sums[b] / SUPER as f32); LANES], &x);
+        let found = symmetric(4, &x, &w);
+        let mut of_parts = [0.0; LANES];
+        for w in &w {
+            for j in 0..LANES {
+                of_parts[j] += w[j];
+            }
         }
+        for (j, (values, codes)) in parts {
+            (scales[j][b], weights[j][b]) = (found.scale[j], of_parts[j]);
+            found.codes(j, values, codes);
+        }
+    }
+    let units = importance.map(|_| symmetric(32, &scales, &weights));
+    let blocks = row.chunks_exact(SUPER).zip(codes.chunks_exact_mut(SUPER)).zip(out.chunks_exact_mut(110));
+    for (b, ((x, codes), block)) in blocks.enumerate() {
+        let scales: [f32; 16] = std::array::from_fn(|j| scales[j][b]);
         let mut s = [0_u8; 16];
-        let d = match importance {
-            Some(_) => symmetric(32, &scales, Some(&sums), &mut s),
+        let d = match &units {
+            Some(units) => {
+                units.codes(b, &scales, &mut s);
+                units.scale[b]
+            }
             None => by_largest(&scales, &mut s),
         };
-        // If all scales are zero, their bytes stay zero.
+        // Without importance, the bytes of the scales stay zero if all scales are zero.
         if importance.is_some() || largest(&scales) != 0.0 {
             put_scales(&mut block[SCALES..D], &s);
         }
         let d = f16_bits::put(block, D, d);
-        for j in 0..16 {
+        for (j, (x, codes)) in x.chunks_exact(16).zip(codes.chunks_exact_mut(16)).enumerate() {
             let scale = d * f32::from(get_scale(&block[SCALES..D], j));
             if scale == 0.0 {
                 continue;
             }
-            let part = 16 * j..16 * (j + 1);
-            for (code, x) in codes[part.clone()].iter_mut().zip(&x[part]) {
-                *code = (nearest(x / scale).clamp(-4, 3) + 4) as u8;
+            for (code, x) in codes.iter_mut().zip(x) {
+                *code = (nearest(x / scale).max(-4).min(3) + 4) as u8;
             }
         }
-        put_codes(&codes, block);
+        put_codes(codes, block);
     }
 }
 
 /// Writes all codes into bytes that are zero.
-fn put_codes(codes: &[u8; SUPER], block: &mut [u8]) {
+fn put_codes(codes: &[u8], block: &mut [u8]) {
     for (e, code) in codes.iter().enumerate() {
         let (byte, shift) = place(e);
         block[e % 32] |= (code >> 2) << (e / 32);

@@ -2,7 +2,8 @@
 //! byte `l` belongs to element `l` of sub-block `j`.
 
 use super::grid::{Fields, Grid, Scales, Steps};
-use super::q4_k::{put_scales, super_block};
+use super::minimum_blocks::MinimumBlocks;
+use super::q4_k::{put_found, put_scales};
 use super::search::Offsets;
 use super::{BlockType, SUPER, f16_bits, scales_6bit};
 
@@ -26,20 +27,22 @@ pub static Q5_K: BlockType = BlockType {
     decode,
 };
 
-const PLAIN: Offsets = Offsets { top: 31, first: -0.5, step: 0.1, steps: 15, absolute: false };
+const REFERENCE: MinimumBlocks = MinimumBlocks {
+    plain: Offsets { top: 31, first: -0.5, step: 0.1, steps: 15, absolute: false },
+    rms: true,
+    sigma2: 2.0,
+    top: 63,
+};
 
 fn encode(row: &[f32], importance: Option<&[f32]>, out: &mut [u8]) {
-    for (i, (x, block)) in row.chunks_exact(SUPER).zip(out.chunks_exact_mut(176)).enumerate() {
-        let importance = importance.map(|importance| &importance[SUPER * i..][..SUPER]);
-        let mut codes = [0; SUPER];
-        block.fill(0);
-        super_block(x, importance, PLAIN, &mut codes, block);
-        put_codes(&codes, block);
-    }
+    REFERENCE.encode::<32, 8>(row, importance, (out, 176), |found, block| {
+        put_found(found, block);
+        put_codes(found.codes, block);
+    });
 }
 
 /// Writes all codes into bytes that are zero.
-fn put_codes(codes: &[u8; SUPER], block: &mut [u8]) {
+fn put_codes(codes: &[u8], block: &mut [u8]) {
     let (high, low) = block[16..].split_at_mut(32);
     for (e, code) in codes.iter().enumerate() {
         let (j, l) = (e / 32, e % 32);

@@ -5,8 +5,9 @@
 //! high nibbles; the second and fourth run share the next 32. The high bits of all four runs share 32 bytes.
 
 use super::grid::{Fields, Grid, Scales, Steps};
-use super::search::{NEGLIGIBLE, largest, nearest, symmetric};
+use super::search::{NEGLIGIBLE, largest, load, nearest, squares, symmetric};
 use super::{BlockType, SUPER, f16_bits};
+use crate::vector::vectorized;
 
 /// 6 bits, `d·sc·(q − 32)`.
 pub static Q6_K: BlockType = BlockType {
@@ -35,35 +36,46 @@ fn place(e: usize) -> (usize, usize, usize, usize) {
 }
 
 fn encode(row: &[f32], importance: Option<&[f32]>, out: &mut [u8]) {
+    out.fill(0);
     for (i, (x, block)) in row.chunks_exact(SUPER).zip(out.chunks_exact_mut(210)).enumerate() {
         let importance = importance.map(|importance| &importance[SUPER * i..][..SUPER]);
-        block.fill(0);
-        let (mut codes, mut scales) = ([0_u8; SUPER], [0.0_f32; 16]);
-        for (j, scale) in scales.iter_mut().enumerate() {
-            let part = 16 * j..16 * (j + 1);
-            let weights = importance.map(|importance| &importance[part.clone()]);
-            *scale = symmetric(32, &x[part.clone()], weights, &mut codes[part]);
-        }
-        let max = largest(&scales);
-        if max.abs() < NEGLIGIBLE {
+        vectorized(
+            #[inline(always)]
+            || encode_block(x, importance, block),
+        );
+    }
+}
+
+/// Encodes a block, whose bytes are zero.
+#[inline(always)]
+fn encode_block(values: &[f32], importance: Option<&[f32]>, block: &mut [u8]) {
+    let x = load::<16>(values);
+    let weights = match importance {
+        Some(importance) => load::<16>(importance),
+        None => squares(&x),
+    };
+    let found = symmetric(32, &x, &weights);
+    let max = largest(&found.scale);
+    if max.abs() < NEGLIGIBLE {
+        return;
+    }
+    let inverse = -128.0 / max;
+    let d = f16_bits::put(block, 208, 1.0 / inverse);
+    let mut codes = [0_u8; SUPER];
+    let parts = values.chunks_exact(16).zip(codes.chunks_exact_mut(16));
+    for (j, (x, codes)) in parts.enumerate() {
+        let scale = nearest(inverse * found.scale[j]).min(127) as i8;
+        block[192 + j] = scale as u8;
+        let scale = d * f32::from(scale);
+        if scale == 0.0 {
+            found.codes(j, x, codes);
             continue;
         }
-        let inverse = -128.0 / max;
-        let d = f16_bits::put(block, 208, 1.0 / inverse);
-        for (j, scale) in scales.iter().enumerate() {
-            let scale = nearest(inverse * scale).min(127) as i8;
-            block[192 + j] = scale as u8;
-            let scale = d * f32::from(scale);
-            if scale == 0.0 {
-                continue;
-            }
-            let part = 16 * j..16 * (j + 1);
-            for (code, x) in codes[part.clone()].iter_mut().zip(&x[part]) {
-                *code = (nearest(x / scale).clamp(-32, 31) + 32) as u8;
-            }
+        for (code, x) in codes.iter_mut().zip(x) {
+            *code = (nearest(x / scale).max(-32).min(31) + 32) as u8;
         }
-        put_codes(&codes, block);
     }
+    put_codes(&codes, block);
 }
 
 /// Writes all codes into bytes that are zero.

@@ -1,11 +1,14 @@
-//! 32 4-bit or 5-bit codes with a scale, and a minimum in the types that end in 1.
+//! 32 4-bit or 5-bit codes with a scale, and a minimum in the types whose names end in 1.
 //!
-//! `d`, `m` if there is one, the fifth bits of all codes as one little-endian 32-bit word, then 16 bytes: byte `j`
-//! holds element `j` in its low nibble and `j + 16` in its high nibble.
+//! A block holds `d`; `m` if there is one; the fifth bits of 5-bit codes as one little-endian 32-bit word; then 16
+//! bytes: byte `j` holds element `j` in its low nibble and `j + 16` in its high nibble.
 
 use super::grid::{Fields, Grid, Scales, Steps};
-use super::search::{Offsets, largest, mean_square, symmetric, truncate, weigh, with_minimum};
+use super::search::{
+    LANES, Offsets, largest, load, mean_square, symmetric, truncate, weigh_lanes, with_minimum,
+};
 use super::{BlockType, f16_bits};
+use crate::vector::vectorized;
 
 /// 4 bits, `d·(q − 8)`.
 pub static Q4_0: BlockType = BlockType { name: "Q4_0", id: 2, ..kind::<4, false>() };
@@ -60,30 +63,64 @@ fn pack<const BITS: usize, const MINIMUM: bool>(fields: &Fields, block: &mut [u8
 }
 
 fn encode<const BITS: usize, const MINIMUM: bool>(row: &[f32], importance: Option<&[f32]>, out: &mut [u8]) {
+    const BATCH: usize = 32 * LANES;
     let bytes = head(BITS, MINIMUM) + 16;
-    let sigma2 = mean_square(row);
-    let mut weights = [0.0; 32];
-    for (i, (x, block)) in row.chunks_exact(32).zip(out.chunks_exact_mut(bytes)).enumerate() {
-        let mut codes = [0_u8; 32];
-        let weights = importance.map(|importance| {
-            weigh(&importance[32 * i..][..32], sigma2, x, &mut weights);
-            &weights
-        });
-        let (scale, minimum) = match (weights, MINIMUM) {
-            (Some(weights), false) => (symmetric(1 << (BITS - 1), x, Some(weights), &mut codes), 0.0),
-            (Some(weights), true) => {
-                let (scale, below) = with_minimum(Offsets::weighted((1 << BITS) - 1), x, weights, &mut codes);
-                (scale, -below)
-            }
-            (None, false) => plain_symmetric::<BITS>(x, &mut codes),
-            (None, true) => plain_minimum::<BITS>(x, &mut codes),
-        };
-        f16_bits::put(block, 0, scale);
-        if MINIMUM {
-            f16_bits::put(block, 2, minimum);
+    let Some(importance) = importance else {
+        for (x, block) in row.chunks_exact(32).zip(out.chunks_exact_mut(bytes)) {
+            let mut codes = [0_u8; 32];
+            let (scale, minimum) = match MINIMUM {
+                false => plain_symmetric::<BITS>(x, &mut codes),
+                true => plain_minimum::<BITS>(x, &mut codes),
+            };
+            put::<BITS, MINIMUM>(block, scale, minimum, &codes);
         }
-        put_codes::<BITS, MINIMUM>(block, &codes);
+        return;
+    };
+    let sigma2 = mean_square(row);
+    for (i, (x, out)) in row.chunks(BATCH).zip(out.chunks_mut(bytes * LANES)).enumerate() {
+        let importance = &importance[BATCH * i..][..x.len()];
+        vectorized(
+            #[inline(always)]
+            || encode_batch::<BITS, MINIMUM>(x, importance, sigma2, out),
+        );
     }
+}
+
+/// Encodes up to [`LANES`] blocks with an importance matrix.
+#[inline(always)]
+fn encode_batch<const BITS: usize, const MINIMUM: bool>(
+    values: &[f32],
+    importance: &[f32],
+    sigma2: f32,
+    out: &mut [u8],
+) {
+    let x = load::<32>(values);
+    let weights = weigh_lanes(&load::<32>(importance), &[sigma2; LANES], &x);
+    let blocks = values.chunks_exact(32).zip(out.chunks_exact_mut(head(BITS, MINIMUM) + 16)).enumerate();
+    let mut codes = [0_u8; 32];
+    if MINIMUM {
+        let found = with_minimum(Offsets::weighted((1 << BITS) - 1), &x, &weights);
+        for (i, (x, block)) in blocks {
+            found.codes(i, x, &mut codes);
+            put::<BITS, MINIMUM>(block, found.scale[i], -found.minimum[i], &codes);
+        }
+    } else {
+        let found = symmetric(1 << (BITS - 1), &x, &weights);
+        for (i, (x, block)) in blocks {
+            found.codes(i, x, &mut codes);
+            put::<BITS, MINIMUM>(block, found.scale[i], 0.0, &codes);
+        }
+    }
+}
+
+/// Writes all bytes of a block.
+#[inline(always)]
+fn put<const BITS: usize, const MINIMUM: bool>(block: &mut [u8], scale: f32, minimum: f32, codes: &[u8; 32]) {
+    f16_bits::put(block, 0, scale);
+    if MINIMUM {
+        f16_bits::put(block, 2, minimum);
+    }
+    put_codes::<BITS, MINIMUM>(block, codes);
 }
 
 /// The element of largest magnitude gets the smallest code.
@@ -97,7 +134,7 @@ fn plain_symmetric<const BITS: usize>(x: &[f32], codes: &mut [u8; 32]) -> (f32, 
     (d, 0.0)
 }
 
-/// The range from the smallest element to the largest.
+/// Spreads the codes evenly from the smallest element to the largest.
 fn plain_minimum<const BITS: usize>(x: &[f32], codes: &mut [u8; 32]) -> (f32, f32) {
     let (mut min, mut max) = (f32::MAX, f32::MIN);
     for &v in x {
@@ -148,7 +185,7 @@ fn decode<const BITS: usize, const MINIMUM: bool>(bytes: &[u8], out: &mut [f32])
     }
 }
 
-/// A block of Q4_0 from codes on its grid: `d·(q − 8)`, `q` below 16.
+/// Writes a block of Q4_0 from its scale `d` and its codes `q`, which are below 16: its values are `d·(q − 8)`.
 pub fn pack_q4_0(scale: half::f16, codes: &[u8; 32], block: &mut [u8]) {
     block[..2].copy_from_slice(&scale.to_le_bytes());
     put_codes::<4, false>(block, codes);

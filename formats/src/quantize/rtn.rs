@@ -2,8 +2,8 @@
 //!
 //! The baseline method, and the last step of those that first modify weights (AWQ, clipping). Work is split into runs
 //! of full rows whose size depends only on the width, and nothing is summed across rows, so results do not depend on
-//! the number of threads. Besides its inputs and outputs, a thread needs one row in `f32`. Rows are distributed over
-//! the current rayon pool.
+//! the number of threads. Besides its inputs and outputs, a thread needs at most two rows in `f32`. The work is
+//! distributed over the current rayon pool.
 
 use rayon::prelude::*;
 
@@ -36,7 +36,8 @@ pub struct QuantizedRows<'a> {
 
 /// Quantizes a weight `[n, k]`, row-major, to the nearest codes.
 ///
-/// * `scale_dtype`: F16, BF16 or F32. Scales are rounded to it before codes are computed.
+/// * `scale_dtype`: F16, BF16 or F32, or the type that the scheme
+///   [prescribes](LinearScheme::fixed_scales). Scales are rounded to it before codes are computed.
 /// * `clip`: a bound `m ≥ 0` for each row and group, `[n, k / group_size]` row-major: weights are
 ///   clamped to `[−m, m]` first. An infinite bound leaves a group unchanged.
 ///
@@ -280,7 +281,8 @@ pub fn row_scales(
 }
 
 /// Applies [`fake_quantize`] to one group of every row, `[rows, group_size]`, with the same result as in complete rows.
-/// If the scheme has two levels, `row_scales` are the scales of these rows.
+/// `bounds` are the clip bounds of these groups, `[rows]`. If the scheme has two levels, `row_scales` are the scales of
+/// these rows.
 ///
 /// # Errors
 /// See [`quantize_rows`].
@@ -348,7 +350,7 @@ impl<'a> RowQuantizer<'a> {
             check_len("clip bounds", clip.len(), rows * (columns / group_size))?;
             if let Some(m) = clip.iter().find(|m| m.is_nan() || **m < 0.0) {
                 return Err(RowsError::Layout(format!(
-                    "the clip bound is {m}; it must be finite and not negative"
+                    "the clip bound is {m}; it must be at least 0, or infinite for no clipping"
                 )));
             }
         }

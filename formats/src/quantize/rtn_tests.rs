@@ -135,7 +135,7 @@ fn non_finite_weights_are_counted_across_tasks() {
     let error = quantize_rtn("a.weight", &weights, [n, k], scheme("w4a16"), Dtype::F16, None).unwrap_err();
     assert_eq!(
         error.to_string(),
-        format!("tensor `a.weight`: 3 non-finite value(s), the first at index {}", at[0])
+        format!("tensor `a.weight`: 3 non-finite values, the first at index {}", at[0])
     );
     let located = expected.shifted(10, k).within("a.weight", Some("model.safetensors".into()));
     match located {

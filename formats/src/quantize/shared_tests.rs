@@ -109,7 +109,7 @@ proptest! {
         }
     }
 
-    /// Blocks compared with a loop over all pairs, on shapes that are not multiples of 128.
+    /// Blocks compared with a plain loop over the weights, on shapes that are rarely multiples of 128.
     #[test]
     fn blocks_share_the_scale_of_their_largest_weight(n in 1_usize..300, k in 1_usize..20, step in 1_usize..30) {
         let k = k * step;

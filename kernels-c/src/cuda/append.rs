@@ -111,7 +111,7 @@ pub struct qz1_cuda_append_arguments {
     pub reserved: u32,
     /// `[tokens, kv_heads, head_dim]`, after rotary embedding.
     pub keys: qz1_cuda_region,
-    /// As keys.
+    /// `[tokens, kv_heads, head_dim]`
     pub values: qz1_cuda_region,
     /// u32 `[tokens]`: the table row of each token.
     pub sequence: qz1_cuda_region,
@@ -120,8 +120,8 @@ pub struct qz1_cuda_append_arguments {
     /// u32 `[sequences, table_stride]`: page numbers in order. The kernel does not check that entries of `sequence` are
     /// below the number of rows.
     pub table: qz1_cuda_region,
-    /// Pages of all heads, from the first head of page 0 on. Tokens whose page is not entirely within this region are
-    /// skipped.
+    /// Pages of all heads, beginning with the first head of page 0. Tokens whose page is not entirely within this
+    /// region are skipped.
     pub pages: qz1_cuda_region,
     /// A u32, aligned to its type, that is incremented for each row with a NaN or a magnitude above 65504 (which is
     /// clamped when stored); or absent.

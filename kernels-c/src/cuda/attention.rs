@@ -52,11 +52,11 @@ pub struct qz1_cuda_decode_shape {
 pub struct qz1_cuda_decode_arguments {
     /// `sizeof(qz1_cuda_decode_arguments)`
     pub struct_size: u32,
-    /// Factor of the scores, usually `1 / √head_dim`; finite.
+    /// Factor of the scores, typically `1 / √head_dim`; finite.
     pub scale: f32,
     /// `[sequences, queries, query_heads, head_dim]`
     pub query: qz1_cuda_region,
-    /// Pages of all heads, from the first head of page 0 on. Page numbers are not checked against this size.
+    /// Pages of all heads, beginning with the first head of page 0. Page numbers are not checked against this size.
     pub pages: qz1_cuda_region,
     /// u32 page numbers in order; those of one list must be contiguous.
     pub table: qz1_cuda_region,
@@ -82,11 +82,11 @@ pub struct qz1_cuda_decode_arguments {
     pub head_stride: usize,
     /// Table entries between sequences.
     pub table_stride: usize,
-    /// Table entries between key-value heads, usually 0.
+    /// Table entries between key-value heads, typically 0.
     pub table_head_stride: usize,
-    /// Entries of `tokens` and `first` between sequences: usually 1.
+    /// Entries of `tokens` and `first` between sequences, typically 1.
     pub count_stride: usize,
-    /// Entries of `tokens` and `first` between key-value heads: usually 0.
+    /// Entries of `tokens` and `first` between key-value heads, typically 0.
     pub count_head_stride: usize,
 }
 

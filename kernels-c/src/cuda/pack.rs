@@ -20,7 +20,7 @@ use crate::status::{Fault, qz1_message, qz1_status};
 pub struct qz1_cuda_pack_shape {
     /// `sizeof(qz1_cuda_pack_shape)`
     pub struct_size: u32,
-    /// Bits per code, 2 to 8; not more than the bits that the layout stores per code.
+    /// Bits per code: 2 to 4 if the layout stores 4 bits per code, 5 to 8 if it stores 8.
     pub bits: u32,
     /// Layout of the packed matrix.
     pub layout: *const qz1_cuda_layout,
@@ -129,7 +129,7 @@ pub unsafe extern "C" fn qz1_cuda_pack_launch(
     unsafe { kernels::launch::<Pack>(plan, arguments, stream, message) }
 }
 
-/// The arguments of the kernels, in launch order.
+/// The arguments of the kernels `pack_codes`, `pack_parameters` and `pack_rows`.
 struct Each {
     codes: [Argument; 7],
     parameters: [Argument; 10],

@@ -7,9 +7,9 @@ use crate::memory::fields;
 use crate::status::{Fault, call, qz1_message, qz1_status};
 use crate::weights::{format, format_number, qz1_weights, scales, scales_number, view};
 
-/// Weights that are multiplied with f16 or bf16.
+/// Weights that are multiplied by f16 or bf16.
 pub const QZ1_CUDA_ORDER_FLOAT: u32 = 1;
-/// Weights that are multiplied with 8-bit integers.
+/// Weights that are multiplied by 8-bit integers.
 pub const QZ1_CUDA_ORDER_INT8: u32 = 2;
 
 /// The layout of packed bytes. They consist of tiles of 16 output features and 128 input features, in the same order on
@@ -125,7 +125,7 @@ impl Described for qz1_cuda_layout {
     }
 }
 
-/// The layout of weights that are multiplied with the activations of `order`, a `QZ1_CUDA_ORDER_…`. If `sums` is not 0,
+/// The layout of weights that are multiplied by the activations of `order`, a `QZ1_CUDA_ORDER_…`. If `sums` is not 0,
 /// it includes the sums that are required for 8-bit activations with a zero point. Scales are stored in the narrowest
 /// type that represents all of them exactly. Fills `out`, whose `struct_size` must be set by the caller.
 ///
@@ -148,9 +148,9 @@ pub unsafe extern "C" fn qz1_cuda_layout_of(
     })
 }
 
-/// The layout with these fields: computes `bytes` and `id` from the other fields of `parts`. Use it for weights that
-/// are packed on the device, or to determine their size. Fills `out`, whose `struct_size` must be set by the caller;
-/// `parts` and `out` must not overlap.
+/// Computes a layout from its parameters: `bytes` and `id` follow from the other fields of `parts`. Use it for weights
+/// that are packed on the device, or to determine their size. Fills `out`, whose `struct_size` must be set by the
+/// caller; `parts` and `out` must not overlap.
 ///
 /// # Safety
 /// Same as for `qz1_cuda_require_device`.

@@ -9,13 +9,15 @@ use crate::weight_view::Scales;
 use crate::{KernelError, WeightView};
 
 impl Layout {
-    /// Packs some panels of a view into `out`, which has exactly their size. Callers that use threads give each its own
-    /// panels.
+    /// Packs a range of panels of a view into `out`, which has exactly their size. Callers may give each of their
+    /// threads its own panels.
     ///
     /// # Errors
-    /// When the view does not have this layout, `out` has the wrong length, a code or zero point is above `2^bits − 1`
-    /// or a code is not a number of its format, a progressive weight `(code − zero) · group` is beyond ±128, or an E4M3
-    /// scale is negative or NaN.
+    /// When
+    /// - the view does not have this layout, `panels` is out of range, or `out` has the wrong length;
+    /// - a code or zero point is above `2^bits − 1`, or a floating-point code is not a number;
+    /// - a progressive weight `(code − zero) · group` is beyond ±128;
+    /// - an E4M3 scale is negative or NaN.
     pub fn pack(
         &self,
         view: &WeightView<'_>,
@@ -33,7 +35,8 @@ impl Layout {
         self.pack_panels(view, panels, out)
     }
 
-    /// Same as [`pack`](Self::pack), for a view that is known to have this layout and for `out` of the right length.
+    /// Packs panels as [`pack`](Self::pack) does; the caller has checked the layout of the view, the range and the
+    /// length of `out`.
     pub(crate) fn pack_panels(
         &self,
         view: &WeightView<'_>,
@@ -49,7 +52,7 @@ impl Layout {
         Ok(())
     }
 
-    /// Fails on values that the bounds of sums do not allow.
+    /// Fails on values of a group that [`pack`](Self::pack) rejects.
     fn check_group(
         &self,
         view: &WeightView<'_>,

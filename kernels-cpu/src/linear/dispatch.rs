@@ -18,12 +18,12 @@ use crate::{FloatFormat, Isa, IsaToken, Layout};
 /// Maximum number of rows per strip, if there are several strips.
 pub(crate) const MAX_ROWS: usize = 12;
 
-/// Up to this many rows form one strip, since they wait for memory: a second strip would read its weights from a cache
-/// while memory is idle.
+/// Up to this many rows form one strip, because memory bandwidth limits them: a second strip would read its weights
+/// from a cache while memory is idle.
 pub(crate) const ONE_STRIP: usize = 16;
 
-/// Kinds of tiles: integers on a symmetric 4-bit grid or of E2M1; integers on any other grid; integers with two levels
-/// of scales; floats; and integers of super-blocks.
+// Kinds of tiles. With integer activations: a symmetric 4-bit grid or E2M1 codes; any other grid; progressive weights;
+// super-blocks. `FLOAT` is for float activations and any weights.
 const CENTRED: usize = 0;
 const ZEROS: usize = 1;
 pub(super) const PROGRESSIVE: usize = 2;
@@ -31,7 +31,7 @@ pub(super) const FLOAT: usize = 3;
 const SUPER: usize = 4;
 
 type TileFn = unsafe fn(&Tile<'_>);
-/// Multiplies some row tiles with some panels.
+/// Multiplies some row tiles by some panels.
 type TiledFn = unsafe fn(&Tiled<'_>, Range<usize>, Range<usize>);
 
 /// An instruction set, a code format, and a kind of tile.
@@ -48,6 +48,7 @@ fn codes_of(layout: &Layout) -> usize {
     match layout.float_format() {
         None => layout.code_bits(),
         Some(FloatFormat::E2m1) => codes::E2M1,
+        Some(FloatFormat::Iq4) => codes::IQ4,
         Some(FloatFormat::E4m3) => codes::E4M3,
     }
 }
@@ -58,6 +59,7 @@ impl Path {
         let kind = match layout.zero_point() {
             _ if layout.scales() == ScaleType::Progressive => PROGRESSIVE,
             _ if layout.is_super() => SUPER,
+            _ if layout.float_format() == Some(FloatFormat::Iq4) => ZEROS,
             _ if layout.float_format().is_some() => CENTRED,
             Some(tile::CENTRE) if zero == 0 => CENTRED,
             _ => ZEROS,
@@ -73,8 +75,8 @@ impl Path {
     /// The functions of the tile unit and their helper steps, if the path uses one.
     pub(super) fn tiled(self) -> Option<(TiledFn, Steps)> {
         match (self.codes, self.kind) {
-            // Rows for super-blocks are not stored in tiles, whether they are integers or floats.
-            (_, SUPER) | (5 | 6, _) => None,
+            // Rows for super-blocks and IQ4 are not stored in tiles, whether they are integers or floats.
+            (_, SUPER) | (5 | 6 | codes::IQ4, _) => None,
             (codes::E2M1, FLOAT) => self.choose_tiled::<{ codes::E2M1 }, FLOAT, BF16>(),
             (codes::E2M1, _) => self.choose_tiled::<{ codes::E2M1 }, ZEROS, SIGNED>(),
             (codes::E4M3, _) => self.choose_tiled::<{ codes::E4M3 }, FLOAT, BF16>(),
@@ -112,13 +114,13 @@ impl Path {
         }
     }
 
-    /// How many of `rows` rows a tile processes.
+    /// The number of rows that the next tile processes if `left` rows are left.
     pub(super) fn rows(self, left: usize) -> usize {
         match self.isa {
             Isa::Scalar | Isa::AmxEmulated => left.min(2),
             // Sixteen registers hold the sums of four rows, two each, and their operands.
             Isa::Avx2 | Isa::AvxVnni if left > 4 => left.div_ceil(left.div_ceil(4)),
-            // Thirty-two hold the sums of four rows, four each, and a step of codes.
+            // Thirty-two registers hold the sums of four rows, four each, and a step of codes.
             Isa::Neon | Isa::NeonDotprod | Isa::NeonI8mm if left > 4 => left.div_ceil(left.div_ceil(4)),
             // Floats are limited by arithmetic.
             _ if self.kind == FLOAT && left > MAX_ROWS => left.div_ceil(2),
@@ -126,14 +128,14 @@ impl Path {
         }
     }
 
-    /// How many panels a tile of these rows processes if enough are left; otherwise it processes one.
+    /// The number of panels that a tile of `rows` rows processes if enough are left; otherwise it processes one.
     pub(super) fn panels(self, rows: usize) -> usize {
         match (self.isa, rows) {
             (Isa::Avx2 | Isa::AvxVnni, 1 | 2) => 2,
             (Isa::Neon | Isa::NeonDotprod | Isa::NeonI8mm, 1) => 2,
             (Isa::Neon | Isa::NeonDotprod | Isa::NeonI8mm, _) => 1,
             (Isa::Scalar | Isa::AmxEmulated | Isa::Avx2 | Isa::AvxVnni, _) => 1,
-            // Few rows wait for memory: four panels are four streams. Many rows fill the registers.
+            // With few rows the tile waits for memory, and four panels are four streams. Many rows fill the registers.
             (Isa::Avx512Vnni | Isa::Avx512Bf16 | Isa::Amx, ..=4) => 4,
             (Isa::Avx512Vnni | Isa::Avx512Bf16 | Isa::Amx, ..=MAX_ROWS) => 2,
             (Isa::Avx512Vnni | Isa::Avx512Bf16 | Isa::Amx, _) => 1,
@@ -145,6 +147,9 @@ impl Path {
         match (self.codes, self.kind) {
             (codes::E2M1, FLOAT) => self.choose::<{ codes::E2M1 }, FLOAT>(rows, panels),
             (codes::E2M1, _) => self.choose::<{ codes::E2M1 }, CENTRED>(rows, panels),
+            (codes::IQ4, FLOAT) => self.choose::<{ codes::IQ4 }, FLOAT>(rows, panels),
+            (codes::IQ4, SUPER) => self.choose::<{ codes::IQ4 }, SUPER>(rows, panels),
+            (codes::IQ4, _) => self.choose::<{ codes::IQ4 }, ZEROS>(rows, panels),
             // Integer activations do not support these codes.
             (codes::E4M3, _) => self.choose::<{ codes::E4M3 }, FLOAT>(rows, panels),
             (4, CENTRED) => self.choose::<4, CENTRED>(rows, panels),

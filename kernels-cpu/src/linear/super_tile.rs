@@ -1,13 +1,13 @@
 //! The inner loop for super-blocks: an integer scale per group, and a float per super-block.
 //!
-//! Sums of groups times their scales are added as integers, exactly, over a super-block, which then costs one
-//! multiply-add in `f32`. So do its minima, whose factors are the sums of the activations.
+//! Within a super-block, the sums of groups times their scales are added exactly, as integers, so a super-block costs
+//! one multiply-add in `f32`. Its minima, each times the group's sum of activations, cost another.
 #![allow(clippy::needless_range_loop, reason = "rows and panels index several arrays at once")]
 
 use super::prefetcher::{self, Prefetcher, next_parameters};
 use super::tile::{Tile, finish, group_sums, prefetch_out};
 use crate::layout::{PANEL_ROWS, SUPER_BLOCK};
-use crate::simd::{Lanes, codes};
+use crate::simd::{IQ4_OFFSET, Lanes, codes};
 
 /// Multiplies a tile.
 ///
@@ -17,15 +17,18 @@ use crate::simd::{Lanes, codes};
 pub(crate) unsafe fn multiply<L: Lanes, const CODES: usize, const MR: usize, const NP: usize>(t: &Tile<'_>) {
     let layout = t.layout;
     let panel = layout.panel_bytes();
-    // Codes of other widths have minima instead of a zero point.
-    let centred = const { codes::bits(CODES) == 6 };
+    // Other codes have minima instead of a zero point.
+    let centred = const { codes::bits(CODES) == 6 || CODES == codes::IQ4 };
     let (groups, blocks) = (SUPER_BLOCK / layout.group_size(), layout.blocks());
     let (scales_at, mins_at, channels_at) = (layout.scales_at(), layout.zeros_at(), layout.channels_at());
     let ahead = Prefetcher::new(layout, NP, prefetcher::distance(MR, const { codes::bits(CODES) }));
     // SAFETY: all reads are within the memory that the caller guarantees to be valid: block, group and row stay below
     // their counts, and the offsets are those of the layout.
     unsafe {
-        let zero = L::splat(layout.zero_point().map_or(0, i32::from));
+        let zero = match CODES {
+            codes::IQ4 => L::splat(IQ4_OFFSET - L::OFFSET),
+            _ => L::splat(layout.zero_point().map_or(0, i32::from)),
+        };
         let mut totals = [[L::zero(); NP]; MR];
         let mut at = (t.weights, t.activations.cast::<i8>());
         prefetch_out::<L, MR, NP>(t);

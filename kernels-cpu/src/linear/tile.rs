@@ -5,8 +5,9 @@
 #![allow(clippy::needless_range_loop, reason = "rows and panels index several arrays at once")]
 
 use super::prefetcher::{self, Prefetcher, next_parameters};
+use crate::FloatFormat;
 use crate::layout::{Layout, PANEL_ROWS, STEP, ScaleType};
-use crate::simd::{Lanes, codes};
+use crate::simd::{IQ4_OFFSET, Lanes, codes};
 
 /// The operands of a tile, and where it writes.
 pub(crate) struct Tile<'a> {
@@ -84,8 +85,8 @@ pub(crate) unsafe fn multiply<
     let bits = const { codes::bits(CODES) };
     let (scales_at, zeros_at, sums_at) = (layout.scales_at(), layout.zeros_at(), layout.sums_at());
     let ahead = Prefetcher::new(layout, NP, prefetcher::distance(MR, bits));
-    // The offset that was subtracted from every code becomes part of its zero point.
-    let offset = if bits == 4 { 0 } else { L::OFFSET };
+    // `codes8` subtracts this offset from every code, so it is subtracted from the zero points, too.
+    let offset = if bits == 4 && CODES != codes::IQ4 { 0 } else { L::OFFSET };
     // SAFETY: all reads are within the memory that the caller guarantees to be valid: step, group and row stay below
     // their counts, and the offsets are those of the layout.
     unsafe {
@@ -104,7 +105,7 @@ pub(crate) unsafe fn multiply<
                 for m in 0..MR {
                     let mut eight = L::splat(*eights.add(m));
                     if CODES == codes::E2M1 {
-                        // Sums are of twice the values, plus an offset of 16 that makes them unsigned.
+                        // The codes are twice the values, plus an offset of 16 that makes them unsigned.
                         eight = L::add(eight, eight);
                     }
                     for p in 0..NP {
@@ -117,6 +118,7 @@ pub(crate) unsafe fn multiply<
             let (mut zeros, mut shift) = ([L::splat(0); NP], [L::splat(0); NP]);
             for p in 0..NP {
                 zeros[p] = match layout.zero_point() {
+                    _ if CODES == codes::IQ4 => L::splat(IQ4_OFFSET - offset),
                     Some(zero_point) => L::splat(i32::from(zero_point) - offset),
                     None => {
                         let zeros = t.weights.add(p * panel + zeros_at + g * PANEL_ROWS * bits / 8);
@@ -151,7 +153,7 @@ pub(crate) unsafe fn multiply<
     }
 }
 
-/// Prefetches the results of a tile with so many rows that they would otherwise be waited for.
+/// Prefetches the output of a tile with more than four rows: as many stores would wait for memory.
 ///
 /// # Safety
 /// The processor must have the instructions of `L`. Addresses need not be valid.
@@ -169,7 +171,8 @@ pub(super) unsafe fn prefetch_out<L: Lanes, const MR: usize, const NP: usize>(t:
     }
 }
 
-/// The integer sums of the group at `at`, its codes and activations, which then are those of the next group.
+/// Returns the integer sums of the group whose codes and activations `at` points to, and advances `at` to the next
+/// group.
 ///
 /// # Safety
 /// See [`multiply`]; the group must exist.
@@ -235,6 +238,7 @@ unsafe fn add_step<L: Lanes, const CODES: usize, const S: usize, const MR: usize
                 4 => L::codes4(from),
                 5 | 6 => L::codes_in_unit::<CODES>(from, S),
                 codes::E2M1 => L::codes_e2m1(from),
+                codes::IQ4 => L::codes_iq4(from),
                 _ => L::codes8(from),
             };
             L::prefetch(from.wrapping_add(ahead + 64 * S));
@@ -246,8 +250,8 @@ unsafe fn add_step<L: Lanes, const CODES: usize, const S: usize, const MR: usize
         for m in 0..MR {
             let x = L::activations(a.add((S * strip + m) * STEP));
             for p in 0..NP {
-                acc[m][p] = match bits {
-                    4..=6 => L::dot4(acc[m][p], step[p], x),
+                acc[m][p] = match CODES {
+                    4..=6 | codes::E2M1 => L::dot4(acc[m][p], step[p], x),
                     _ => L::dot8(acc[m][p], step[p], x),
                 };
             }
@@ -255,11 +259,12 @@ unsafe fn add_step<L: Lanes, const CODES: usize, const S: usize, const MR: usize
     }
 }
 
-/// The scales of a group in `NP` panels that are `panel` bytes apart. For progressive weights and super-blocks the bits
-/// of integers, for E4M3 scales each times `2⁻⁸`.
+/// Loads the scales of a group in `NP` panels that are `panel` bytes apart; `first` is the index of its first scale in
+/// a panel. The result is the bits of integers for progressive weights and super-blocks, and `2⁻⁸` times the scale for
+/// E4M3 scales.
 ///
 /// # Safety
-/// See [`multiply`]; `first` must be a multiple of sixteen, and that group must be within the panels.
+/// See [`multiply`]; `first` must be sixteen times the number of a group of the panels.
 #[inline(always)]
 pub(crate) unsafe fn scales_of<L: Lanes, const NP: usize>(
     kind: ScaleType,
@@ -311,7 +316,7 @@ pub(crate) unsafe fn scales_of<L: Lanes, const NP: usize>(
     }
 }
 
-/// Multiplies totals with the scales of rows (for progressive or E4M3 scales) and of activations, adds the bias, and
+/// Multiplies totals by the scales of rows (for progressive or E4M3 scales) and of activations, adds the bias, and
 /// writes the results.
 ///
 /// # Safety
@@ -343,9 +348,9 @@ pub(crate) unsafe fn finish<L: Lanes, const MR: usize, const NP: usize>(
         for m in 0..MR {
             let scale = match (t.scales.is_null(), t.layout.float_format()) {
                 (true, _) => 1.0,
-                // Integers are twice the values.
-                (false, Some(_)) => 0.5 * *t.scales.add(m),
-                (false, None) => *t.scales.add(m),
+                // E2M1 codes were multiplied as twice their values.
+                (false, Some(FloatFormat::E2m1)) => 0.5 * *t.scales.add(m),
+                (false, _) => *t.scales.add(m),
             };
             let scale = L::splat_f32(scale);
             for p in 0..NP {

@@ -17,12 +17,13 @@ pub use self::hadamard::hadamard;
 use crate::layout::{SUPER_BLOCK, factor};
 use crate::{FloatFormat, Int8Rows, Scales, SuperScales, WeightView};
 
-/// Dequantizes some rows: `out[o − rows.start, i] = (code − zero) · scale`, rounded once; for progressive weights
-/// `((code − zero) · group) · channel`, also rounded once, since the integer is exact; for super-blocks `(block · group) ·
-/// (code − zero) − min_block · min_group`, where both the product and the difference are rounded, as in GGUF's
-/// definition; for a floating-point format `value(code) · scale`.
+/// Dequantizes a range of rows into `out`, `[rows.len(), k]`, row-major. The value of a weight is
 ///
-/// `out` is `[rows.len(), k]`, row-major.
+/// - `(code − zero) · scale`, rounded once;
+/// - for progressive weights `((code − zero) · group) · channel`, rounded once, since the integer product is exact;
+/// - for super-blocks `(block · group) · (code − zero) − min_block · min_group`, where the first product and the
+///   difference are rounded, as in GGUF's definition;
+/// - for floating-point codes `value(code) · scale`, rounded once. An E4M3 scale is `value(group) / global`, rounded.
 ///
 /// # Panics
 /// When `rows` is out of range or `out` has the wrong length.
@@ -44,7 +45,8 @@ pub fn dequantize_rows(weight: &WeightView<'_>, rows: Range<usize>, out: &mut [f
                 Scales::Super(scales) => {
                     let (scale, min) = of_super_block(scales, [groups, k], r, g);
                     for (o, &c) in out[span.clone()].iter_mut().zip(&codes[span]) {
-                        let product = scale * (i32::from(c) - zero) as f32;
+                        let code = format.map_or_else(|| (i32::from(c) - zero) as f32, |f| f.value(c));
+                        let product = scale * code;
                         *o = min.map_or(product, |min| product - min);
                     }
                     continue;
@@ -67,8 +69,8 @@ pub fn dequantize_rows(weight: &WeightView<'_>, rows: Range<usize>, out: &mut [f
     }
 }
 
-/// A linear layer on integers, `[m, n]` row-major; [`PackedView::multiply`](crate::PackedView::multiply) must match it
-/// bit for bit:
+/// Multiplies int8 activations by a weight, `[m, n]` row-major; [`PackedView::multiply`](crate::PackedView::multiply)
+/// must match it bit for bit:
 ///
 /// `y = s_x · Σ_g s_g I_g + b` with `I_g = Σ_{k∈g} (q − z)(a − a₀)` exact, each group's sum rounded to a float and
 /// added by a fused multiply-add in order of groups; for progressive weights `y = s_x · (s_row · Σ_g s_g I_g) + b`,
@@ -77,14 +79,14 @@ pub fn dequantize_rows(weight: &WeightView<'_>, rows: Range<usize>, out: &mut [f
 /// For super-blocks, `y = s_x · Σ_b (d_b Σ_{g∈b} s_g I_g − e_b Σ_{g∈b} m_g A_g) + b` with `A_g = Σ_{k∈g} a`: both sums
 /// of a block are exact, each is rounded to a float and added by a fused multiply-add, the scaled sum first.
 ///
-/// For E2M1 codes, `I_g = Σ_{k∈g} 2q (a − a₀)`, which is exact, and `s_x / 2` replaces `s_x`. If their scales are E4M3
+/// For IQ4 codes, `I_g = Σ_{k∈g} value(q) a`, exact. For E2M1 codes, `I_g = Σ_{k∈g} 2q (a − a₀)`, which is exact, and `s_x / 2` replaces `s_x`. If their scales are E4M3
 /// under a global scale `G`, `y = (s_x / 2) · ((256 / G) · Σ_g (s_g / 256) I_g) + b`.
 ///
 /// # Panics
-/// When the rows have the wrong width, or codes are of a floating-point format other than E2M1.
+/// When the rows have the wrong width, or codes are of a floating-point format other than E2M1 and IQ4.
 pub fn int8_linear(weight: &WeightView<'_>, x: &Int8Rows, bias: Option<&[f32]>) -> Vec<f32> {
     assert!(!matches!(weight.float_format(), Some(FloatFormat::E4m3)), "codes are not integers");
-    let e2m1 = weight.float_format().is_some();
+    let e2m1 = weight.float_format() == Some(FloatFormat::E2m1);
     let (n, size, groups) = (weight.n(), weight.group_size(), weight.groups());
     let mut out = Vec::with_capacity(x.m() * n);
     for m in 0..x.m() {
@@ -96,9 +98,10 @@ pub fn int8_linear(weight: &WeightView<'_>, x: &Int8Rows, bias: Option<&[f32]>) 
                 let zero = i32::from(weight.zero(o, g));
                 let group = g * size..(g + 1) * size;
                 let terms = codes[group.clone()].iter().zip(&a[group]);
-                let weight = |q: u8| match e2m1 {
-                    true => (2.0 * FloatFormat::E2m1.value(q)) as i32,
-                    false => i32::from(q) - zero,
+                let weight = |q: u8| match weight.float_format() {
+                    Some(FloatFormat::E2m1) => (2.0 * FloatFormat::E2m1.value(q)) as i32,
+                    Some(format) => format.value(q) as i32,
+                    None => i32::from(q) - zero,
                 };
                 terms.map(|(&q, &a)| weight(q) * (i32::from(a) - x.zero())).sum()
             };
@@ -141,12 +144,11 @@ pub fn int8_linear(weight: &WeightView<'_>, x: &Int8Rows, bias: Option<&[f32]>) 
     out
 }
 
-/// A linear layer on floats in `f64`, `[m, n]` row-major. Each value is paired with the sum of magnitudes that its
-/// error bound is a multiple of: `Σ_g |s_g| Σ_{k∈g} (|q − c| + |c − z|) |x|` and the bias, see
-/// [`PackedView::multiply_float`](crate::PackedView::multiply_float). For floating-point codes it is `Σ |ŵ| |x|`; minima
-/// of super-blocks add their magnitude times `Σ |x|`.
-///
-/// `x` is `[m, k]`.
+/// Multiplies float activations `x` `[m, k]` by a weight in `f64`, `[m, n]` row-major. Each value is paired with the
+/// sum of magnitudes to which the error bound of
+/// [`PackedView::multiply_float`](crate::PackedView::multiply_float) is proportional:
+/// `Σ_g |s_g| Σ_{k∈g} (|q − c| + |c − z|) |x|` plus the magnitude of the bias. For floating-point codes the sum is
+/// `Σ |ŵ| |x|`; minima of super-blocks add their magnitude times `Σ |x|`.
 ///
 /// # Panics
 /// When `x` is not whole rows.
@@ -198,8 +200,8 @@ pub fn float_linear(weight: &WeightView<'_>, x: &[f32], bias: Option<&[f32]>) ->
     out
 }
 
-/// The scale and the minimum of a group, if it has one, in super-blocks of rows of `groups` groups and `k` features:
-/// exact products of 11 and 8 bits.
+/// The scale of a group of super-blocks, and its minimum if it has one, in rows of `groups` groups and `k` features.
+/// Both are exact products of 11 and 8 bits.
 fn of_super_block(
     scales: SuperScales<'_>,
     [groups, k]: [usize; 2],
@@ -215,7 +217,7 @@ fn of_super_block(
 /// output, the log-sum-exp of the scores, and each token's probability; without tokens, zeros and minus infinity.
 ///
 /// # Panics
-/// When `keys` is not whole tokens, or `values` has a different length.
+/// When `q` is empty, `keys` is not whole tokens, or `values` has a different length.
 pub fn attention(q: &[f64], keys: &[f32], values: &[f32], scale: f64) -> (Vec<f64>, f64, Vec<f64>) {
     let d = q.len();
     assert!(d > 0 && keys.len().is_multiple_of(d) && values.len() == keys.len(), "not whole tokens");

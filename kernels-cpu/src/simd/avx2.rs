@@ -7,8 +7,9 @@
 
 use core::arch::x86_64::*;
 
-use super::{E2M1_DOUBLED, E4M3_BIAS, E4M3_BITS, E4M3_SMALLEST_NORMAL, FloatLanes, Lanes, codes};
+use super::{E2M1_DOUBLED, E4M3_BIAS, E4M3_BITS, E4M3_SMALLEST_NORMAL, FloatLanes, Lanes, codes, iq4_bytes};
 use crate::FloatFormat;
+use crate::float_format::IQ4_LEVELS;
 use crate::layout::STEP;
 
 /// AVX2, FMA and F16C.
@@ -231,6 +232,22 @@ macro_rules! lanes {
                 }
             }
             #[inline(always)]
+            unsafe fn iq4_table() -> Self::I {
+                // SAFETY: the contract of `Lanes`; the table is the 16 bytes that are loaded.
+                unsafe { [_mm256_broadcastsi128_si256(_mm_loadu_si128(IQ4_LEVELS.as_ptr().cast())); 2] }
+            }
+            #[inline(always)]
+            unsafe fn iq4(codes: Self::I, table: Self::I) -> Self::F {
+                // SAFETY: the contract of `Lanes`.
+                unsafe {
+                    codes.map(|codes| {
+                        // The lowest byte of a lane is the code; its value is widened with its sign.
+                        let values = _mm256_slli_epi32::<24>(_mm256_shuffle_epi8(table[0], codes));
+                        _mm256_cvtepi32_ps(_mm256_srai_epi32::<24>(values))
+                    })
+                }
+            }
+            #[inline(always)]
             unsafe fn e4m3(codes: Self::I) -> Self::F {
                 // SAFETY: the contract of `Lanes`.
                 unsafe {
@@ -269,6 +286,15 @@ macro_rules! lanes {
                 // SAFETY: the contract of `Lanes`; the table is the 16 bytes that are loaded.
                 unsafe {
                     let table = _mm256_broadcastsi128_si256(_mm_loadu_si128(E2M1_DOUBLED.as_ptr().cast()));
+                    Self::codes4(at).map(|half| half.map(|codes| _mm256_shuffle_epi8(table, codes)))
+                }
+            }
+            #[inline(always)]
+            unsafe fn codes_iq4(at: *const u8) -> [Self::B; 2] {
+                let bytes = const { iq4_bytes(<Self as Lanes>::OFFSET) };
+                // SAFETY: the contract of `Lanes`; the table is the 16 bytes that are loaded.
+                unsafe {
+                    let table = _mm256_broadcastsi128_si256(_mm_loadu_si128(bytes.as_ptr().cast()));
                     Self::codes4(at).map(|half| half.map(|codes| _mm256_shuffle_epi8(table, codes)))
                 }
             }

@@ -3,7 +3,10 @@
 
 use core::arch::x86_64::*;
 
-use super::{E2M1_DOUBLED, E4M3_BIAS, E4M3_BITS, E4M3_SMALLEST_NORMAL, FloatLanes, Lanes, ValueLanes, codes};
+use super::{
+    E2M1_DOUBLED, E4M3_BIAS, E4M3_BITS, E4M3_SMALLEST_NORMAL, FloatLanes, IQ4_FLOATS, Lanes, ValueLanes,
+    codes, iq4_bytes,
+};
 use crate::FloatFormat;
 use crate::layout::STEP;
 
@@ -150,6 +153,16 @@ macro_rules! lanes {
                 unsafe { _mm512_permutexvar_ps(codes, _mm512_castsi512_ps(table)) }
             }
             #[inline(always)]
+            unsafe fn iq4_table() -> __m512i {
+                // SAFETY: the table is the sixteen floats that are loaded; see `splat`.
+                unsafe { _mm512_loadu_si512(IQ4_FLOATS.as_ptr().cast()) }
+            }
+            #[inline(always)]
+            unsafe fn iq4(codes: __m512i, table: __m512i) -> __m512 {
+                // SAFETY: see `splat`.
+                unsafe { _mm512_permutexvar_ps(codes, _mm512_castsi512_ps(table)) }
+            }
+            #[inline(always)]
             unsafe fn e4m3(codes: __m512i) -> __m512 {
                 // SAFETY: see `splat`.
                 unsafe {
@@ -183,6 +196,16 @@ macro_rules! lanes {
                 // are loaded.
                 unsafe {
                     let table = _mm512_broadcast_i32x4(_mm_loadu_si128(E2M1_DOUBLED.as_ptr().cast()));
+                    Self::codes4(at).map(|codes| _mm512_shuffle_epi8(table, codes))
+                }
+            }
+            #[inline(always)]
+            unsafe fn codes_iq4(at: *const u8) -> [__m512i; 2] {
+                let bytes = const { iq4_bytes(<Self as Lanes>::OFFSET) };
+                // SAFETY: the caller guarantees that the pointer is valid for 64 bytes; the table is the 16 bytes that
+                // are loaded.
+                unsafe {
+                    let table = _mm512_broadcast_i32x4(_mm_loadu_si128(bytes.as_ptr().cast()));
                     Self::codes4(at).map(|codes| _mm512_shuffle_epi8(table, codes))
                 }
             }
@@ -276,7 +299,8 @@ super::one_by_one!(Avx512Vnni, wide: true);
 impl FloatLanes for Avx512Bf16 {
     const PARTS: usize = 4;
     const ORDERED: bool = false;
-    /// For 4-bit codes, the 16 floats, twice; for 8-bit codes, the centre. For E4M3, the eight subnormal values.
+    /// First the values of 16 codes as bf16, twice: for 4-bit codes all values; for E4M3 those of the smallest codes,
+    /// of which the subnormal ones are used. Then the centre, for wider integer codes.
     type Table = (__m512i, __m512i);
     type W = __m512bh;
 
@@ -293,7 +317,11 @@ impl FloatLanes for Avx512Bf16 {
     }
     #[inline(always)]
     unsafe fn values<const CODES: usize>() -> Self::Table {
-        let format = if CODES == codes::E2M1 { FloatFormat::E2m1 } else { FloatFormat::E4m3 };
+        let format = match CODES {
+            codes::E2M1 => FloatFormat::E2m1,
+            codes::IQ4 => FloatFormat::Iq4,
+            _ => FloatFormat::E4m3,
+        };
         let mut words = [0_u16; 32];
         for (i, word) in words.iter_mut().enumerate() {
             // All values are exact in bf16.

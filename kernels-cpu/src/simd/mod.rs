@@ -19,11 +19,14 @@ pub(crate) mod scalar;
 pub(crate) mod tiles;
 
 use crate::FloatFormat;
+use crate::float_format::IQ4_LEVELS;
 
 /// The code formats of a step, as const parameters: for integers, their width of 4, 5, 6 or 8 bits.
 pub(crate) mod codes {
     /// E2M1: 4 bits.
     pub(crate) const E2M1: usize = 0x104;
+    /// IQ4: 4 bits.
+    pub(crate) const IQ4: usize = 0x204;
     /// E4M3: 8 bits.
     pub(crate) const E4M3: usize = 0x108;
 
@@ -52,6 +55,31 @@ pub(crate) const E2M1_DOUBLED: [u8; 16] = {
 
 /// The offset that [`Lanes::codes_e2m1`] adds to twice a value, so that it is not negative.
 pub(crate) const E2M1_OFFSET: i32 = 16;
+
+/// The values of IQ4 plus [`IQ4_OFFSET`] and minus the offset of 8-bit codes, see [`Lanes::OFFSET`].
+pub(crate) const fn iq4_bytes(offset: i32) -> [u8; 16] {
+    let mut bytes = [0; 16];
+    let mut code = 0;
+    while code < 16 {
+        bytes[code] = (IQ4_LEVELS[code] as i32 + IQ4_OFFSET - offset) as u8;
+        code += 1;
+    }
+    bytes
+}
+
+/// What makes the values of IQ4 unsigned.
+pub(crate) const IQ4_OFFSET: i32 = 128;
+
+/// The values of IQ4 as floats.
+pub(crate) const IQ4_FLOATS: [f32; 16] = {
+    let mut floats = [0.0; 16];
+    let mut code = 0;
+    while code < 16 {
+        floats[code] = IQ4_LEVELS[code] as f32;
+        code += 1;
+    }
+    floats
+};
 
 /// The exponent and mantissa of an E4M3 code, at the position that they have in an `f32`.
 pub(crate) const E4M3_BITS: i32 = 0x7f << 20;
@@ -96,8 +124,9 @@ pub(crate) trait Lanes: Copy {
     unsafe fn zero() -> Self::F;
     unsafe fn splat_f32(value: f32) -> Self::F;
     unsafe fn to_f32(a: Self::I) -> Self::F;
-    /// Reinterprets the bits as floats, and back.
+    /// Reinterprets the bits as floats.
     unsafe fn as_f32(a: Self::I) -> Self::F;
+    /// Reinterprets the bits as integers.
     unsafe fn as_i32(a: Self::F) -> Self::I;
     /// `a · b + c`, rounded once.
     unsafe fn fma(a: Self::F, b: Self::F, c: Self::F) -> Self::F;
@@ -114,9 +143,11 @@ pub(crate) trait Lanes: Copy {
             Self::load_f32(left.as_ptr().cast())
         }
     }
-    /// Loads sixteen `f32`, bf16 or f16.
+    /// Loads sixteen `f32`.
     unsafe fn load_f32(at: *const u8) -> Self::F;
+    /// Loads sixteen bf16.
     unsafe fn load_bf16(at: *const u8) -> Self::F;
+    /// Loads sixteen f16.
     unsafe fn load_f16(at: *const u8) -> Self::F;
     /// Loads sixteen powers of two, E8M0.
     unsafe fn load_e8m0(at: *const u8) -> Self::F;
@@ -126,7 +157,11 @@ pub(crate) trait Lanes: Copy {
     unsafe fn e2m1_table() -> Self::I;
     /// The values of E2M1 codes.
     unsafe fn e2m1(codes: Self::I, table: Self::I) -> Self::F;
-    /// The values of E4M3 codes, except NaN; exact however subnormal operands are treated.
+    /// The lookup table of [`iq4`](Self::iq4).
+    unsafe fn iq4_table() -> Self::I;
+    /// The values of IQ4 codes.
+    unsafe fn iq4(codes: Self::I, table: Self::I) -> Self::F;
+    /// The values of E4M3 codes; NaN codes give ±480. Exact, also if the processor treats subnormals as zero.
     unsafe fn e4m3(codes: Self::I) -> Self::F;
     /// Stores sixteen `f32`.
     unsafe fn store_f32(at: *mut f32, a: Self::F);
@@ -135,6 +170,9 @@ pub(crate) trait Lanes: Copy {
     unsafe fn codes4(at: *const u8) -> [Self::B; 2];
     /// Loads the 64 bytes of a step of E2M1 codes, each replaced by twice its value plus [`E2M1_OFFSET`].
     unsafe fn codes_e2m1(at: *const u8) -> [Self::B; 2];
+    /// Loads the 64 bytes of a step of IQ4 codes, each replaced by its value plus [`IQ4_OFFSET`] and minus
+    /// [`OFFSET`](Self::OFFSET).
+    unsafe fn codes_iq4(at: *const u8) -> [Self::B; 2];
     /// Loads step `step` of the unit at `at`, of codes of 5 or 6 bits.
     unsafe fn codes_in_unit<const CODES: usize>(at: *const u8, step: usize) -> [Self::B; 2];
     /// Loads the 128 bytes of a step of 8-bit codes, minus [`OFFSET`](Self::OFFSET).
@@ -143,7 +181,7 @@ pub(crate) trait Lanes: Copy {
     unsafe fn activations(at: *const i8) -> [Self::A; 2];
     /// Adds the eight products of a step to every row's sum; codes must be below 64.
     unsafe fn dot4(sum: Self::I, codes: [Self::B; 2], a: [Self::A; 2]) -> Self::I;
-    /// Adds the eight products of a step to every row's sum, for codes loaded by `codes8`.
+    /// Adds the eight products of a step to every row's sum, for codes loaded by `codes8` or `codes_iq4`.
     unsafe fn dot8(sum: Self::I, codes: [Self::B; 2], a: [Self::A; 2]) -> Self::I;
     /// Optionally adds the products of the first steps for all rows of a tile at once, and returns the number of these
     /// steps; the tile processes the others row by row. `at` points to the codes of the first of `NP` panels that are
@@ -159,7 +197,7 @@ pub(crate) trait Lanes: Copy {
     ) -> usize {
         0
     }
-    /// Loads feature `part` of a step, or of a unit of steps, for every row.
+    /// Loads the code of feature `part` of a step, or of a unit of steps, for every row.
     unsafe fn code<const BITS: usize>(at: *const u8, part: usize) -> Self::I;
     /// Prefetches the line at an address that need not be valid.
     unsafe fn prefetch(at: *const u8);
@@ -193,7 +231,7 @@ pub(crate) trait FloatLanes: Lanes {
     unsafe fn dot_float<const REST: bool>(sum: Self::F, w: Self::W, x: *const u8, part: usize) -> Self::F;
 }
 
-/// Lanes that multiply codes with probabilities, in the precision that is fastest on the instruction set.
+/// Lanes that multiply codes by probabilities, in the precision that is fastest on the instruction set.
 ///
 /// # Safety
 /// See [`Lanes`].
@@ -203,13 +241,14 @@ pub(crate) trait ValueLanes: FloatLanes {
     /// Bytes of the eight probabilities of a step.
     const STEP_BYTES: usize;
 
-    /// Stores sixteen probabilities in the form in which they are read, `2 · STEP_BYTES`.
+    /// Stores sixteen probabilities in the form in which they are read, in `2 · STEP_BYTES` bytes.
     unsafe fn store_probabilities(at: *mut u8, p: Self::F);
     /// Adds the products of a part; `p` points to a step's probabilities.
     unsafe fn dot_probabilities(sum: Self::F, w: Self::W, p: *const u8, part: usize) -> Self::F;
 }
 
-/// Feature `part` of a step as `f32`, times a float: the order of all paths except those with bf16.
+/// Implements [`FloatLanes`] and [`ValueLanes`] with one `f32` FMA per feature, in order: for all lanes except those
+/// that multiply bf16.
 macro_rules! one_by_one {
     ($lanes:ty) => {
         $crate::simd::one_by_one!($lanes, wide: false);
@@ -229,7 +268,13 @@ macro_rules! one_by_one {
             #[inline(always)]
             unsafe fn values<const CODES: usize>() -> Self::Table {
                 // SAFETY: the caller guarantees that the processor has the instruction set.
-                unsafe { if CODES == $crate::simd::codes::E2M1 { Self::e2m1_table() } else { Self::splat(0) } }
+                unsafe {
+                    match CODES {
+                        $crate::simd::codes::E2M1 => Self::e2m1_table(),
+                        $crate::simd::codes::IQ4 => Self::iq4_table(),
+                        _ => Self::splat(0),
+                    }
+                }
             }
             #[inline(always)]
             unsafe fn weights<const CODES: usize>(at: *const u8, part: usize, table: Self::Table) -> Self::W {
@@ -238,6 +283,7 @@ macro_rules! one_by_one {
                 unsafe {
                     match CODES {
                         $crate::simd::codes::E2M1 => Self::e2m1(Self::code::<4>(at, part), table),
+                        $crate::simd::codes::IQ4 => Self::iq4(Self::code::<4>(at, part), table),
                         $crate::simd::codes::E4M3 => Self::e4m3(Self::code::<8>(at, part)),
                         _ => Self::to_f32(Self::sub(Self::code::<CODES>(at, part), table)),
                     }

@@ -14,7 +14,9 @@ use core::arch::asm;
 
 use super::{
     E2M1_DOUBLED, E2M1_OFFSET, E4M3_BIAS, E4M3_BITS, E4M3_SMALLEST_NORMAL, FloatLanes, Lanes, codes,
+    iq4_bytes,
 };
+use crate::float_format::IQ4_LEVELS;
 use crate::layout::STEP;
 
 /// Advanced SIMD, which every AArch64 processor that runs an operating system has.
@@ -247,6 +249,7 @@ unsafe fn matrices<const CODES: usize, const MR: usize>(
             let [low, high] = match CODES {
                 4 => NeonI8mm::codes4(at),
                 codes::E2M1 => NeonI8mm::codes_e2m1(at),
+                codes::IQ4 => NeonI8mm::codes_iq4(at),
                 _ => NeonI8mm::codes8(at),
             };
             let words = |bytes| vreinterpretq_u32_u8(bytes);
@@ -444,6 +447,23 @@ macro_rules! lanes {
                 }
             }
             #[inline(always)]
+            unsafe fn iq4_table() -> Self::I {
+                // SAFETY: the contract of `Lanes`; the table is the 16 bytes that are loaded.
+                unsafe { [vreinterpretq_s32_s8(vld1q_s8(IQ4_LEVELS.as_ptr())); 4] }
+            }
+            #[inline(always)]
+            unsafe fn iq4(codes: Self::I, table: Self::I) -> Self::F {
+                // SAFETY: the contract of `Lanes`.
+                unsafe {
+                    let table = vreinterpretq_s8_s32(table[0]);
+                    codes.map(|codes| {
+                        // The lowest byte of a lane is the code; its value is widened with its sign.
+                        let values = vqtbl1q_s8(table, vreinterpretq_u8_s32(codes));
+                        vcvtq_f32_s32(vshrq_n_s32::<24>(vshlq_n_s32::<24>(vreinterpretq_s32_s8(values))))
+                    })
+                }
+            }
+            #[inline(always)]
             unsafe fn e4m3(codes: Self::I) -> Self::F {
                 // SAFETY: the contract of `Lanes`.
                 unsafe {
@@ -480,6 +500,15 @@ macro_rules! lanes {
                 // SAFETY: the contract of `Lanes`; the table is the 16 bytes that are loaded.
                 unsafe {
                     let table = vld1q_u8(E2M1_DOUBLED.as_ptr());
+                    Self::codes4(at).map(|half| half.map(|codes| vqtbl1q_u8(table, codes)))
+                }
+            }
+            #[inline(always)]
+            unsafe fn codes_iq4(at: *const u8) -> [Self::B; 2] {
+                let bytes = const { iq4_bytes(<Self as Lanes>::OFFSET) };
+                // SAFETY: the contract of `Lanes`; the table is the 16 bytes that are loaded.
+                unsafe {
+                    let table = vld1q_u8(bytes.as_ptr());
                     Self::codes4(at).map(|half| half.map(|codes| vqtbl1q_u8(table, codes)))
                 }
             }

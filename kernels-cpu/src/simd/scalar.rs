@@ -4,7 +4,7 @@ use core::array::from_fn;
 
 use half::{bf16, f16};
 
-use super::{E2M1_DOUBLED, FloatLanes, Lanes, codes};
+use super::{E2M1_DOUBLED, FloatLanes, IQ4_FLOATS, Lanes, codes, iq4_bytes};
 use crate::FloatFormat;
 use crate::float_format::{e4m3_packed, e4m3_scale_packed, e8m0_packed};
 use crate::layout::STEP;
@@ -25,7 +25,7 @@ fn dot(sum: [i32; 16], codes: [[u8; 64]; 2], a: [[i8; 4]; 2]) -> [i32; 16] {
     })
 }
 
-#[allow(unsafe_code, reason = "reads and writes where the caller says")]
+#[allow(unsafe_code, reason = "reads and writes through pointers that the caller guarantees to be valid")]
 impl Lanes for Scalar {
     type I = [i32; 16];
     type F = [f32; 16];
@@ -131,6 +131,14 @@ impl Lanes for Scalar {
         codes.map(|code| f32::from_bits(table[code as usize & 15] as u32))
     }
     #[inline(always)]
+    unsafe fn iq4_table() -> Self::I {
+        IQ4_FLOATS.map(|value| value.to_bits() as i32)
+    }
+    #[inline(always)]
+    unsafe fn iq4(codes: Self::I, table: Self::I) -> Self::F {
+        codes.map(|code| f32::from_bits(table[code as usize & 15] as u32))
+    }
+    #[inline(always)]
     unsafe fn e4m3(codes: Self::I) -> Self::F {
         codes.map(|code| e4m3_packed(code as u8))
     }
@@ -149,6 +157,12 @@ impl Lanes for Scalar {
     unsafe fn codes_e2m1(at: *const u8) -> [Self::B; 2] {
         // SAFETY: the caller guarantees that the pointer is valid for 64 bytes.
         unsafe { Self::codes4(at) }.map(|codes| codes.map(|code| E2M1_DOUBLED[usize::from(code)]))
+    }
+    #[inline(always)]
+    unsafe fn codes_iq4(at: *const u8) -> [Self::B; 2] {
+        let table = const { iq4_bytes(<Self as Lanes>::OFFSET) };
+        // SAFETY: the caller guarantees that the pointer is valid for 64 bytes.
+        unsafe { Self::codes4(at) }.map(|codes| codes.map(|code| table[usize::from(code)]))
     }
     #[inline(always)]
     unsafe fn codes_in_unit<const CODES: usize>(at: *const u8, step: usize) -> [Self::B; 2] {

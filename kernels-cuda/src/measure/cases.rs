@@ -24,7 +24,7 @@ pub(super) enum Product {
 pub enum Bound {
     /// Memory traffic.
     Bytes,
-    /// Products.
+    /// Products on tensor cores.
     Products,
 }
 
@@ -34,7 +34,7 @@ pub struct Case {
     pub name: String,
     /// `n x k` for weights, `k` for rows, `sequences x tokens` or `heads x features` for caches.
     pub shape: String,
-    /// Tokens.
+    /// Number of tokens.
     pub tokens: usize,
     /// The number of bytes that are read or written, each counted once.
     pub bytes: usize,

@@ -240,9 +240,9 @@ fn bytes_are_the_floor() {
     }
 }
 
-/// PTX instructions per value of long rows, summed over lanes, not counting moves between registers, which mostly
-/// disappear in machine code. The limits are the current numbers, rounded up; lower them when possible. A division or
-/// reciprocal counts as one instruction here, but takes more in machine code.
+/// PTX instructions of a lane per value of long rows. Moves between registers, which mostly disappear in machine code,
+/// are not counted. The limits are the current numbers, rounded up; lower them when possible. A division or reciprocal
+/// counts as one instruction here, but takes more in machine code.
 #[test]
 fn instructions_stay_within_their_budgets() {
     if !has_nvrtc() {
@@ -259,7 +259,7 @@ fn instructions_stay_within_their_budgets() {
         let counters = Problem::new(shape, 5).run(&Options::default()).1.counters;
         let taken = counters.instructions - counters.opcode("mov.");
         let each = 32.0 * taken as f64 / (m * k) as f64;
-        println!("{rows:?}: {each:.1} instructions of PTX a value");
+        println!("{rows:?}: {each:.1} PTX instructions per value");
         assert!(each <= max, "{each} instructions per value, {rows:?}");
     }
 }

@@ -117,10 +117,10 @@ impl Problem {
         }
     }
 
-    /// Rows `stride` apart; the gaps are unwritten, so that reading them is a fault.
+    /// Adds a buffer with rows `stride` elements apart.
     fn place(&self, memory: &mut ptx::Memory, name: &str, values: &[f32], stride: usize) -> Region {
         let (k, element) = (self.shape.k, self.shape.element);
-        // The interpreter treats the whole buffer as written. Gaps are therefore NaN, so that reading them shows.
+        // To the interpreter, the whole buffer counts as written. The gaps are NaN, so that reading them changes results.
         let mut padded = Vec::new();
         for (r, row) in values.chunks(k).enumerate() {
             padded.resize(r * stride, f32::NAN);

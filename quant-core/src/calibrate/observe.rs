@@ -13,6 +13,12 @@ use crate::{CancelToken, Error, Result};
 /// small.
 pub(super) const CHUNK_TOKENS: usize = 2048;
 
+/// The number of windows of this length that go through a block at a time. A batch that is split at multiples of it
+/// passes through the model in the same pieces as the whole.
+pub(crate) fn windows_per_piece(length: usize) -> usize {
+    (CHUNK_TOKENS / length.max(1)).max(1)
+}
+
 /// Adapts a tap on the whole batch to a piece: token indices of the piece become token indices of the batch.
 pub(super) struct PieceTap<'a, 't> {
     pub(super) tap: &'a mut (dyn Tap + 't),
@@ -145,10 +151,10 @@ impl HiddenStates {
 
     /// The number of windows per piece: at least one.
     fn chunk_windows(&self) -> usize {
-        (CHUNK_TOKENS / self.layout.length()).max(1)
+        windows_per_piece(self.layout.length())
     }
 
-    /// Returns the batch in pieces `[windows, length, hidden]` of whole windows, in order, each with the index of its
+    /// Returns the batch in pieces `[windows, length, width]` of whole windows, in order, each with the index of its
     /// first token.
     pub fn chunks(&self) -> impl Iterator<Item = Result<(usize, Tensor)>> {
         let (length, piece) = (self.layout.length(), self.chunk_windows() * self.layout.length());
@@ -258,10 +264,10 @@ impl HiddenStates {
     }
 }
 
-/// Evaluates parts of a block, from the values of one node to those of a later one.
+/// Methods that evaluate parts of a block, from the values of one node to those of a later one.
 impl HiddenStates {
-    /// Replaces the states, which are the values of the first of `nodes`, with the values of the second. All later
-    /// values must depend on the second node only.
+    /// Replaces the states, which are the values of the first of `nodes`, with the values of the second. Nodes after
+    /// the second may depend on earlier nodes only through it.
     ///
     /// # Errors
     /// When the second node does not depend on the first, or the run is cancelled. Some states may then already be
@@ -309,7 +315,8 @@ impl HiddenStates {
     }
 
     /// Passes the values of the two `targets` to `take`, piece by piece. The states are the values of `from`, and the
-    /// targets must have a row for every token.
+    /// targets must have a row for every token. The second target determines whether pieces are whole windows, so if
+    /// only one of the targets depends on several tokens, it must come second.
     ///
     /// # Errors
     /// As [`advance_between`](Self::advance_between), and those of `take`.
@@ -338,7 +345,7 @@ impl HiddenStates {
     }
 
     /// Replaces the states, which are the values of `from`, with the output of the block, given the values of another
-    /// node, `[tokens, features]`.
+    /// node, `[tokens, features]`. The rest of the block must process each token independently.
     ///
     /// # Errors
     /// As [`advance_between`](Self::advance_between).
@@ -416,11 +423,11 @@ fn run_between(
     Ok(())
 }
 
-/// Runs a piece `[windows, length, hidden]` of the batch, whose first token is `first`, through a block. Passes the
+/// Runs a piece `[windows, length, width]` of the batch, whose first token is `first`, through a block. Passes the
 /// output to `take` in one or more parts, each with the offset of its first token in the piece.
 ///
-/// Attention always processes whole windows. If a window is longer than [`CHUNK_TOKENS`], the rest of the block, which
-/// processes each token independently, runs on parts of the window.
+/// Attention always processes whole windows. If a window is longer than [`CHUNK_TOKENS`] and only one node of the block
+/// mixes tokens, the nodes after it run on parts of the window.
 fn run_piece(
     block: &Block,
     layout: &BatchLayout,

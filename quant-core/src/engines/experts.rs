@@ -20,8 +20,8 @@ pub(super) fn one_scheme(
     let schemes: Vec<_> = outline.experts.iter().collect();
     let [one] = schemes[..] else {
         return Unsure(
-            "it applies the scheme of a block's first expert to all its experts, but here they differ; the effect was \
-            not checked"
+            "it applies the scheme of a block's first expert to all experts of the block, but the experts of this \
+            model have different schemes; the effect was not checked"
                 .into(),
         );
     };
@@ -37,12 +37,12 @@ pub(super) fn vllm_cuda(outline: &Outline) -> Compatibility {
 pub(super) fn vllm_cuda_gptq(outline: &Outline) -> Compatibility {
     one_scheme(outline, |scheme| match scheme.is_symmetric() {
         true => Yes,
-        false => No(format!("in the gptq format it reads only symmetric experts, not {scheme}")),
+        false => No(format!("in the gptq format it supports only symmetric experts, not {scheme}")),
     })
 }
 
-/// vLLM's kernels for experts on NVIDIA devices, compressed-tensors and ModelOpt formats. `width` is the width of the
-/// stream.
+/// vLLM's kernels for experts on NVIDIA devices, compressed-tensors and ModelOpt formats. `width` is the hidden size,
+/// which experts read and write.
 pub(super) fn vllm_kernel(share: &Share<'_>, width: usize) -> Compatibility {
     let scheme = share.scheme;
     let no = |what: String| No(share.fault(format!("experts {what}")));
@@ -52,7 +52,7 @@ pub(super) fn vllm_kernel(share: &Share<'_>, width: usize) -> Compatibility {
     match scheme.activations {
         ActivationScheme::Float => vllm_packed(share, width),
         ActivationScheme::Token if scheme.bits() == 8 => match (scheme.granularity, scheme.is_symmetric()) {
-            (Granularity::Channel, true) => With("experts of int8 products run on Triton".into()),
+            (Granularity::Channel, true) => With("int8 experts run on Triton kernels".into()),
             _ => no(format!("of {scheme} have no kernel: scales must be symmetric and per channel")),
         },
         ActivationScheme::Token => no(format!("of {scheme} run on CPUs only")),
@@ -72,14 +72,15 @@ pub(super) fn vllm_kernel(share: &Share<'_>, width: usize) -> Compatibility {
     }
 }
 
-/// vLLM's kernels for integer experts with float activations: Marlin, and Triton for shapes that Marlin does not support.
+/// vLLM's kernels for integer experts with float activations: Marlin, and Triton for shapes and group sizes that Marlin
+/// cannot run.
 fn vllm_packed(share: &Share<'_>, width: usize) -> Compatibility {
     let (scheme, bits) = (share.scheme, share.scheme.bits());
     if !matches!(bits, 4 | 8) {
-        return Unsure(share.fault(format!("which kernel runs experts of {bits} bits")));
+        return Unsure(share.fault(format!("which kernel runs experts of {bits} bits was not checked")));
     }
     if bits == 8 && !scheme.is_symmetric() {
-        return Unsure(share.fault("which kernel runs 8-bit experts with zero points"));
+        return Unsure(share.fault("which kernel runs 8-bit experts with zero points was not checked"));
     }
     match share.group() {
         None | Some(32 | 64 | 128) if width.is_multiple_of(128) => Yes,

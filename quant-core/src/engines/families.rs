@@ -4,8 +4,8 @@ use super::Compatibility::{self, No, Unsure, With, Yes};
 use super::outline::Outline;
 use crate::scheme::{FloatFormat, LinearScheme};
 
-/// In the sources that were read, which are older than this version, OPT's head and embedding are created without a
-/// quantization configuration.
+/// In the sources that were read for OPT, which are older than the version of the engine's entry, the head and the
+/// embedding are created without a quantization configuration.
 pub(super) fn head_of_opt(outline: &Outline) -> Compatibility {
     match outline.head.is_some() || outline.embedding.is_some() {
         true => Unsure("whether its OPT class supports a quantized head or embedding was not checked".into()),
@@ -21,7 +21,7 @@ pub(super) fn no_turned_codes(outline: &Outline) -> Compatibility {
     };
     match outline.schemes().iter().find(is_called_so) {
         Some(scheme) => No(format!(
-            "it transposes all weights of this family when loading them, also the codes of {scheme}"
+            "it transposes all weights of this family when loading them, including the codes of {scheme}"
         )),
         None => Yes,
     }
@@ -42,7 +42,7 @@ pub(super) fn position_scale(_: &Outline) -> Compatibility {
 }
 
 /// vLLM's Bloom splits every tensor of `query_key_value` by head along its first dimension. In the compressed-tensors
-/// format, this works if each code is stored in a byte.
+/// format, this works if each integer code is stored in a byte, and no activation scale is stored.
 pub(super) fn parted_by_rows(outline: &Outline) -> Compatibility {
     let has_rows = |scheme: &LinearScheme| scheme.is_stored_as_bytes() && !scheme.has_static_activations();
     match outline.schemes().iter().all(has_rows) {
@@ -51,9 +51,9 @@ pub(super) fn parted_by_rows(outline: &Outline) -> Compatibility {
     }
 }
 
-/// Why packed codes are not supported.
-pub(super) const PARTED_BY_ROWS: &str =
-    "it splits every tensor of `query_key_value` by head, which does not work with packed codes";
+/// Why other layouts are not supported.
+pub(super) const PARTED_BY_ROWS: &str = "it splits every tensor of `query_key_value` by head, which works only in \
+     the compressed-tensors format, with int8 weights, scales per channel and dynamic activation scales";
 
 /// Families for which vLLM has no class: it runs the class of transformers with vLLM's linear layers.
 pub(super) fn by_transformers(_: &Outline) -> Compatibility {

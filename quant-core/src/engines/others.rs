@@ -3,6 +3,7 @@
 use super::Compatibility::{self, No, Unsure, With, Yes};
 use super::outline::{LayerKind, Outline};
 use crate::scheme::{ActivationScheme, Granularity, LinearScheme, ScaleFormat};
+use crate::wording::counted;
 
 /// All schemes of a checkpoint, head and embedding included.
 fn all_schemes(outline: &Outline) -> Vec<LinearScheme> {
@@ -143,9 +144,9 @@ fn turbomind_with(
         outline.layers.iter().find(|l| l.kind == LayerKind::Row && !(l.k / group).is_multiple_of(ranks));
     match output {
         Some(layer) => Unsure(format!(
-            "`{}`: whether {} groups can be split across {ranks} ranks was not checked",
+            "`{}`: whether {} can be split across {ranks} ranks was not checked",
             layer.parts.first().map_or("", |p| &p.module),
-            layer.k / group
+            counted(layer.k / group, "group")
         )),
         None => Yes,
     }
@@ -155,7 +156,7 @@ fn turbomind_with(
 pub(super) fn mlx(outline: &Outline, _ranks: usize) -> Compatibility {
     match outline.schemes()[..] {
         [LinearScheme { granularity: Granularity::Group(32 | 64 | 128), .. }] => Yes,
-        _ => No("it supports only groups of 32, 64 and 128".into()),
+        _ => No("it supports only one scheme per checkpoint, with groups of 32, 64 or 128".into()),
     }
 }
 
@@ -203,9 +204,10 @@ fn llama_cpp_with(outline: &Outline, takes: fn(&LinearScheme) -> bool) -> Compat
         {
             Yes
         }
-        [LinearScheme { granularity: Granularity::Channel, .. }] => {
-            No("it does not support scales per channel".into())
-        }
+        [LinearScheme { granularity: Granularity::Channel, .. }] => No(
+            "it does not support scales per channel with this scheme, or with a quantized head or embedding"
+                .into(),
+        ),
         [scheme] => {
             No(format!("it does not support {scheme}, or does not support a quantized head or embedding"))
         }

@@ -34,12 +34,12 @@ pub(super) fn opt(outline: &Outline) -> Compatibility {
     if outline.head.is_some() {
         return No("its OPT class does not support a quantized head".into());
     }
-    uniform(outline, "OPT")
+    uniform(outline, |module| format!("its OPT uses a different name for `{module}`"))
 }
 
-/// Classes in which some linears have no names.
+/// Classes in which some linears have no names, so that settings for single linears do not reach them.
 pub(super) fn unnamed(outline: &Outline) -> Compatibility {
-    uniform(outline, "class")
+    uniform(outline, |module| format!("its class has no name for `{module}`"))
 }
 
 /// SGLang's latent attention, compressed-tensors format. It fuses the linears that compute latents while loading, and
@@ -69,7 +69,7 @@ pub(super) fn latent_gptq(_: &Outline) -> Compatibility {
 /// A class that contains a text model. If all linears have the same scheme, the setting for the class `Linear` applies.
 /// How settings for single linears reach modules with different names was not checked.
 pub(super) fn container(outline: &Outline) -> Compatibility {
-    match uniform(outline, "class") {
+    match uniform(outline, str::to_owned) {
         No(_) => Unsure(
             "whether it applies schemes of single linears was not checked: its module names differ from the \
             tensor names"
@@ -98,15 +98,13 @@ pub(super) fn experts_of_others(outline: &Outline) -> Compatibility {
 }
 
 /// Checks that all linears have the same scheme, because the class ignores settings for single linears.
-fn uniform(outline: &Outline, class: &str) -> Compatibility {
+/// `cause` describes the class's names for a linear.
+fn uniform(outline: &Outline, cause: impl Fn(&str) -> String) -> Compatibility {
     let mut parts = outline.layers.iter().flat_map(|layer| &layer.parts);
     let first = parts.next().and_then(|part| part.scheme);
     match parts.find(|part| part.scheme != first) {
         None => Yes,
-        Some(part) => No(format!(
-            "its {class} uses a different name for `{}`, so it ignores the schemes of single linears",
-            part.module
-        )),
+        Some(part) => No(format!("{}, so it ignores the schemes of single linears", cause(&part.module))),
     }
 }
 

@@ -49,7 +49,7 @@ fn cuda_with(outline: &Outline, ranks: usize, packed: fn(&Share<'_>) -> Compatib
             No(format!("a quantized embedding cannot have {} bits", scheme.bits()))
         }
         Some(scheme) if scheme.float_format().is_some() => {
-            Unsure("whether it supports an FP8 embedding was not checked".into())
+            Unsure("whether it supports an embedding in a floating-point format was not checked".into())
         }
         _ => Yes,
     };
@@ -106,7 +106,7 @@ fn cuda_int8_kernel(share: &Share<'_>) -> Compatibility {
             "int8 activations require compute capability 7.5 to 9.0; 10.0 and later are not supported".into(),
         ),
         false => With(share.fault(format!(
-            "{n} × {k} per rank is not a multiple of 16 in both dimensions, and runs on a slower kernel"
+            "{n} and {k} per rank are not both multiples of 16, so it runs on a slower kernel"
         ))),
     }
 }

@@ -2,7 +2,8 @@
 //!
 //! [`arch`] describes a family as data: a graph of producers and consumers that determines the evaluation order, the
 //! valid folds and the balance lists. [`Block`] evaluates that graph on candle tensors; [`Decoder`] chains blocks for
-//! evaluation. Every dense product goes through [`Linear`], whose weight may be float in any dtype, or quantized.
+//! evaluation. Every product with a weight matrix goes through [`Linear`], whose weight may be float (F32, F16 or BF16)
+//! or quantized.
 
 pub mod arch;
 mod attention;

@@ -78,7 +78,7 @@ pub(super) fn search_rewrites(
         timed(observer, first.name(), || first.search(&tasks, states.as_deref_mut(), advance))?;
     for (grids, rewrite) in grids.iter().zip(&mut rewrites) {
         for transform in rest {
-            // The rewritten blocks may differ by their grids, so each is searched separately.
+            // Tasks with different grids may have different rewritten blocks, so each is searched separately.
             let rewritten = rewrite.apply(block)?;
             let ranges = rewrite.ranges(block.graph(), context.ranges.clone());
             let context = Context { ranges: &ranges, ..*context };

@@ -78,7 +78,7 @@ pub(super) fn apply_rewrite(
     }
 }
 
-/// Returns the scale exponents of an MXFP4 weight and of the weights with which engines give it one scale.
+/// Returns the scale exponents of an MXFP4 weight and of the weights that share a tensor scale with it in engines.
 fn shared_exponents(job: &Job<'_>, (entry, module): (&PlanEntry, &String)) -> Result<ScaleExponents> {
     let parts = job.plan.shares_scale_with(module);
     let shares = |entry: &&PlanEntry| match &entry.action {

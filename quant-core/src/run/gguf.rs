@@ -8,15 +8,16 @@ use std::time::Instant;
 use super::files::{check_writable, distinct, outside, write_file};
 use super::gguf_settings::{check_importance, sampling};
 use super::host::{Host, Opened, as_floats, open};
-use super::memory::MemoryBudget;
+use super::memory::residence_by;
 use super::outputs::given_up;
-use super::quantize::{QuantizeRequest, is_single_file};
+use super::quantize::{QuantizeRequest, is_gguf_name};
 use super::settings::RecipeSettings;
 use super::texts::{BUILTIN, Text, calibration};
-use crate::calibrate::TokenWindows;
+use crate::calibrate::{Residence, Spill, TokenWindows};
 use crate::checkpoint::{CheckpointWriter, Published, WriteOptions, refuse_overlap};
-use crate::gguf::{Curvature, GgufPlan, GgufReport, Importance, write_tensors};
+use crate::gguf::{Curvature, Gathering, GgufPlan, GgufReport, Importance, peak_memory, write_tensors};
 use crate::pipeline::REPORT;
+use crate::wording::counted;
 use crate::{Error, Result};
 
 /// The name of the file in an output directory.
@@ -32,7 +33,7 @@ pub struct GgufDone {
     pub published: Published,
     /// The report on every tensor.
     pub report: GgufReport,
-    /// Bytes of the model's files.
+    /// The size of the model's files in bytes.
     pub bytes_before: u64,
     /// The duration of the run in seconds.
     pub seconds: f64,
@@ -46,13 +47,10 @@ fn gathers(request: &QuantizeRequest) -> bool {
 /// Checks everything about a request that can be checked without its model.
 pub(super) fn check(request: &QuantizeRequest) -> Result<()> {
     let settings = &request.settings;
-    if request.memory_budget != MemoryBudget::Auto {
-        return Err(Error::usage("‹memory_budget› has no effect with ‹format=gguf›", "leave it out"));
-    }
     if request.save_channel_maxima.is_some() {
         return Err(Error::usage("‹save_channel_maxima› has no effect with ‹format=gguf›", "leave it out"));
     }
-    if settings.gguf.split_max_size.is_some() && is_single_file(&request.output) {
+    if settings.gguf.split_max_size.is_some() && is_gguf_name(&request.output) {
         return Err(Error::usage(
             format!(
                 "‹split_max_size› writes several files, but the output {} is a single file",
@@ -90,13 +88,15 @@ pub(super) fn quantize(request: &QuantizeRequest, started: Instant, host: &Host<
     if gptq {
         Curvature::check(&opened.model)?;
     }
+    let spill = spill(request, &opened, gptq, host)?;
     let default = Text::Named(BUILTIN.to_owned());
     let text = request.calibration.as_ref().unwrap_or(&default);
     let windows = match gathers(request) {
         true => Some(calibration(&opened, text, sampling(settings)?, host)?),
         false => None,
     };
-    let importance = importance(settings, text.name(), &opened, windows.as_ref(), host)?;
+    let batch = windows.as_ref().map(|windows| (windows, spill.as_ref()));
+    let importance = importance(settings, text.name(), &opened, batch, host)?;
     let (importance, origin) = match importance {
         Some((importance, origin)) => (Some(importance), origin),
         None => (None, String::new()),
@@ -113,8 +113,8 @@ pub(super) fn quantize(request: &QuantizeRequest, started: Instant, host: &Host<
     if let Some(missing) = importance.as_ref().map(|im| im.missing(&plan.tensors)).filter(|m| !m.is_empty()) {
         return Err(Error::usage(
             format!(
-                "the importance matrix has no entry for {} tensor(s), such as {}",
-                missing.len(),
+                "the importance matrix has no entry for {}, such as {}",
+                counted(missing.len(), "tensor"),
                 missing[0]
             ),
             "use an importance matrix of the same model",
@@ -122,7 +122,7 @@ pub(super) fn quantize(request: &QuantizeRequest, started: Instant, host: &Host<
     }
     let mut curvature = match (plan.request.gptq, &windows) {
         (Some(settings), Some(windows)) => {
-            Some(Curvature::new(&opened.model, windows, settings, host.cancel)?)
+            Some(Curvature::new(&opened.model, windows, spill.as_ref(), settings, host.cancel)?)
         }
         _ => None,
     };
@@ -131,6 +131,25 @@ pub(super) fn quantize(request: &QuantizeRequest, started: Instant, host: &Host<
     let bytes_before = opened.directory.source().file_bytes();
     drop(curvature);
     Ok(GgufDone { plan, published, report, bytes_before, seconds: started.elapsed().as_secs_f64() })
+}
+
+/// Checks the memory budget. If hidden states do not fit, they are kept in unnamed files next to the output.
+fn spill(request: &QuantizeRequest, opened: &Opened, gptq: bool, host: &Host<'_>) -> Result<Option<Spill>> {
+    let gathering = match gathers(request) {
+        true => Some(Gathering { sampling: sampling(&request.settings)?, hessians: gptq }),
+        false => None,
+    };
+    let peak = |residence| peak_memory(&opened.model, gathering.as_ref(), residence);
+    let width = opened.model.architecture().state_width(0) as u64;
+    let tokens = gathering.map_or(0, |of| of.sampling.samples as u64 * of.sampling.length as u64);
+    let (residence, note) = residence_by(peak, 4 * width * tokens, request.memory_budget)?;
+    if let Some(note) = note {
+        host.note(note);
+    }
+    let Residence::Files { round_bytes, .. } = residence else { return Ok(None) };
+    let exists = |path: &&Path| !path.as_os_str().is_empty() && path.is_dir();
+    let parent = request.output.ancestors().skip(1).find(exists).unwrap_or(Path::new("."));
+    Ok(Some(Spill::new(parent, round_bytes)))
 }
 
 /// Opens the model, dequantized if requested. The values of GGUF blocks may be written as floats without such a
@@ -146,11 +165,11 @@ fn importance(
     settings: &RecipeSettings,
     text: &str,
     opened: &Opened,
-    windows: Option<&TokenWindows>,
+    batch: Option<(&TokenWindows, Option<&Spill>)>,
     host: &Host<'_>,
 ) -> Result<Option<(Importance, String)>> {
     let gguf = &settings.gguf;
-    if (windows.is_some() || gguf.imatrix.is_some()) && opened.model.quant_method().is_some() {
+    if (batch.is_some() || gguf.imatrix.is_some()) && opened.model.quant_method().is_some() {
         return Err(Error::usage(
             "an importance matrix has no effect: the model is already quantized, and its codes are kept",
             "leave it out, or add ‹requantize›",
@@ -159,8 +178,8 @@ fn importance(
     if let Some(path) = &gguf.imatrix {
         return Ok(Some((Importance::read(path)?, path.display().to_string())));
     }
-    let Some(windows) = windows else { return Ok(None) };
-    let found = Importance::gather(&opened.model, windows, text, host.observer, host.cancel)?;
+    let Some((windows, spill)) = batch else { return Ok(None) };
+    let found = Importance::gather(&opened.model, windows, spill, text, host.observer, host.cancel)?;
     if let Some(path) = &gguf.save_imatrix {
         let bytes = match path.extension() == Some(OsStr::new("dat")) {
             true => found.to_dat(),
@@ -181,7 +200,7 @@ fn write(
     request: &QuantizeRequest,
     host: &Host<'_>,
 ) -> Result<(Published, GgufReport)> {
-    let single_file = is_single_file(&request.output);
+    let single_file = is_gguf_name(&request.output);
     let file_name = match request.output.file_name() {
         Some(name) if single_file => name.to_string_lossy().into_owned(),
         _ => FILE.to_owned(),

@@ -13,6 +13,7 @@ const DEFAULT_FRACTION: f64 = 0.8;
 
 /// How much memory a run may use. It decides where hidden states are kept, never what is written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
 pub enum MemoryBudget {
     /// 80 % of the available memory.
     #[default]
@@ -92,15 +93,54 @@ pub fn residence(
             return Err(Error::MemoryBudget { needed, budget: None, available: Some(available) });
         }
     };
-    let note = (residence != Residence::Memory).then(|| {
-        format!(
-            "hidden states are kept in files ({} of disk space): the run would need {} of memory if they \
-            were kept in memory",
-            super::bytes(Plan::scratch_bytes(plans, model, residence)),
-            super::bytes(Plan::peak_memory(plans, model)),
-        )
-    });
+    let note = (residence != Residence::Memory)
+        .then(|| note(Plan::scratch_bytes(plans, model, residence), Plan::peak_memory(plans, model)));
     Ok((residence, note))
+}
+
+/// Decides where a run with this peak memory keeps hidden states, and returns a note for the user if that is not in
+/// memory. `scratch` is the disk space for them.
+///
+/// # Errors
+/// As [`residence`].
+pub(super) fn residence_by(
+    peak: impl Fn(Residence) -> u64,
+    scratch: u64,
+    budget: MemoryBudget,
+) -> Result<(Residence, Option<String>)> {
+    let (limit, most) = match budget {
+        MemoryBudget::Bytes(bytes) => (bytes, bytes),
+        MemoryBudget::Auto => match available_memory() {
+            // A run that needs nearly all of the memory may still succeed.
+            Some(available) => ((available as f64 * DEFAULT_FRACTION) as u64, available),
+            None => return Ok((Residence::Memory, None)),
+        },
+    };
+    let files = Residence::Files { round_bytes: 0, experts_apart: false };
+    let in_memory = peak(Residence::Memory);
+    if in_memory <= limit {
+        return Ok((Residence::Memory, None));
+    }
+    let needed = peak(files).min(in_memory);
+    if needed > most {
+        let given = matches!(budget, MemoryBudget::Bytes(_));
+        let [budget, available] = [given, !given].map(|is| is.then_some(most));
+        return Err(Error::MemoryBudget { needed, budget, available });
+    }
+    match peak(files) < in_memory {
+        true => Ok((files, Some(note(scratch, in_memory)))),
+        false => Ok((Residence::Memory, None)),
+    }
+}
+
+/// Why hidden states are in files.
+fn note(scratch: u64, in_memory: u64) -> String {
+    format!(
+        "hidden states are kept in files ({} of disk space): the run would need {} of memory if they were kept in \
+        memory",
+        super::bytes(scratch),
+        super::bytes(in_memory),
+    )
 }
 
 /// What limits the memory of a run.

@@ -7,12 +7,12 @@
 //! The others continue on as many tokens again, up to a quarter of the batch. A batch of few windows, or of little more
 //! than a thousand tokens, is used whole at once, and the choice is then that of the reference search.
 //!
-//! If the watched output depends only on a token's own input (an MLP, a single linear), rounds use every 16th token,
-//! then every 8th and so on, of all windows. The first tokens of a window, where models are known to have outsized
-//! activations, are all used with a weight of one; the others are weighted by the inverse of their fraction. If
-//! documents share a window, each has such first tokens. If the output depends on attention, whole windows are used, in
-//! an order that spreads over the batch. Tokens that do not count (masked prompts, padding) are then context for
-//! attention, and are otherwise ignored.
+//! If the watched output depends only on a token's own input (an MLP, a single linear), rounds use every 16th token
+//! (the first stride depends on the size of the batch), then every 8th and so on, of all windows. The first tokens of a
+//! window, where models are known to have outsized activations, are all used with a weight of one; the others are
+//! weighted by the inverse of their fraction. If documents share a window, each has such first tokens. If the output
+//! depends on attention, whole windows are used, in an order that spreads over the batch. Tokens that do not count
+//! (masked prompts, padding) are then context for attention, and are otherwise ignored.
 //!
 //! If the processor supports it, candidates are compared by [differences in bfloat16](super::difference).
 
@@ -260,7 +260,7 @@ enum Batch<'a> {
     Differences(Vec<Prepared>),
 }
 
-/// `[windows, length, channels]`, or `[1, tokens, channels]`.
+/// The inputs and the float outputs of a piece, `[windows, length, channels]` or `[1, tokens, channels]`.
 struct Chunk {
     x: Tensor,
     y: Tensor,

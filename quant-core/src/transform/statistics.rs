@@ -26,11 +26,11 @@ pub(super) struct Wanted<'a> {
 pub(super) struct InputStatistics {
     /// Means of the inputs of groups, by the node that the consumers read.
     pub(super) means: BTreeMap<NodeId, AbsMean>,
-    /// For the clip search.
+    /// Samples of rows for the clip search, by the node that linears read.
     pub(super) sampled: BTreeMap<NodeId, SampledRows>,
-    /// For races.
+    /// Samples for races, by the node that the consumers read.
     pub(super) samples: BTreeMap<NodeId, SearchSample>,
-    /// For linears that are judged by their input's Gram matrix.
+    /// The Gram matrices of inputs whose linears are judged by them.
     pub(super) grams: BTreeMap<NodeId, Arc<Input>>,
     /// The number of counted tokens that went through each linear.
     pub(super) tokens: BTreeMap<NodeId, u64>,

@@ -10,6 +10,7 @@ use crate::transform::{Transform, TransformSettings};
 
 /// A block, and the batch that a transform uses.
 #[derive(Debug, Clone)]
+#[non_exhaustive]
 pub struct Workload<'a> {
     /// The block.
     pub graph: &'a BlockGraph,
@@ -77,6 +78,7 @@ impl Workload<'_> {
 }
 
 /// The request of a plan, as a step [checks](crate::transform::Transform::check) it.
+#[non_exhaustive]
 pub struct StepContext<'a> {
     /// The model.
     pub architecture: &'a Architecture,

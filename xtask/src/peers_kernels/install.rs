@@ -8,10 +8,16 @@ use super::worker::Program;
 use crate::support::llama_cpp::LlamaCpp;
 use crate::support::shell::{self, cargo, root, target_dir};
 
-/// quant's worker first, then these peers.
-pub fn programs(peers: &[String]) -> Result<Vec<Program>> {
-    shell::run(&mut cargo(&["build", "--release", "--locked", "-p", "kernels-worker"]))?;
-    let mut programs = vec![program(&[&target_dir().join("release/kernels-worker").display(), &"ours"])];
+/// quant's worker first, built unless it is given, then these peers.
+pub fn programs(peers: &[String], ours: Option<&Path>) -> Result<Vec<Program>> {
+    let ours = match ours {
+        Some(path) => std::path::absolute(path)?,
+        None => {
+            shell::run(&mut cargo(&["build", "--release", "--locked", "-p", "kernels-worker"]))?;
+            target_dir().join("release/kernels-worker")
+        }
+    };
+    let mut programs = vec![program(&[&ours.display(), &"ours"])];
     for peer in peers {
         programs.push(match peer.as_str() {
             "candle" => candle()?,
@@ -34,7 +40,7 @@ fn program(words: &[&dyn std::fmt::Display]) -> Program {
     Program { command: words.iter().map(ToString::to_string).collect() }
 }
 
-/// Built for exactly this processor, because some of the peer's kernels exist only in such builds.
+/// Builds candle's worker for exactly this processor, because some of candle's kernels exist only in such builds.
 fn candle() -> Result<Program> {
     let target = target_dir().join("peers-native");
     let mut command = cargo(&["build", "--release", "--locked", "-p", "kernels-worker"]);
@@ -42,7 +48,8 @@ fn candle() -> Result<Program> {
     Ok(program(&[&target.join("release/kernels-worker").display(), &"candle"]))
 }
 
-/// The published libraries, which contain code for several processors and select at run time.
+/// Compiles the worker for ggml's published libraries, which contain code for several processors and select at run
+/// time.
 fn ggml() -> Result<Program> {
     compiled("benchmarks/peers/kernels_ggml.cpp")
 }

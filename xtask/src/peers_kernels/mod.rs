@@ -5,7 +5,7 @@
 //! all others wait at their standard input, so that a disturbance of the machine affects all contestants. The limits of
 //! the machine are probed in every round, and ratios are computed per round.
 //!
-//! Results are kept until a record is written, so a run may be split by threads and shapes.
+//! Results are kept in a file for each commit, so a run may be split by threads and shapes.
 
 pub(crate) mod install;
 mod report;
@@ -48,15 +48,29 @@ pub struct Args {
     /// Numbers of tokens
     #[arg(long, value_delimiter = ',', default_value = "1,4,16,64,512")]
     tokens: Vec<usize>,
+    /// Measure only kernels whose names contain one of these, in any case, such as `q4_k,q6_k,iq4`
+    #[arg(long, value_delimiter = ',')]
+    only: Vec<String>,
     /// Turns per contestant
     #[arg(long, default_value_t = 5)]
     rounds: usize,
     /// Milliseconds per turn
     #[arg(long, default_value_t = 40)]
     milliseconds: usize,
+    /// Measure this `kernels-worker` instead of building one
+    #[arg(long)]
+    program: Option<PathBuf>,
     /// One shape, few tokens and short turns, to check that everything works; writes no record
     #[arg(long)]
     quick: bool,
+}
+
+impl Args {
+    /// Whether a kernel of this name is measured.
+    fn measures(&self, name: &str) -> bool {
+        let name = name.to_lowercase();
+        self.only.is_empty() || self.only.iter().any(|part| name.contains(&part.to_lowercase()))
+    }
 }
 
 /// Measures and writes the record. A peer that cannot be started, fails, or gives a wrong result is reported and left
@@ -72,7 +86,7 @@ pub fn run(args: &Args) -> Result<()> {
     }
     ensure!(args.rounds > 0 && args.milliseconds > 0, "nothing to measure");
     let shapes = args.shapes.iter().map(|s| shape(s)).collect::<Result<Vec<_>>>()?;
-    let programs = install::programs(&args.peers)?;
+    let programs = install::programs(&args.peers, args.program.as_deref())?;
     let kept =
         target_dir().join("peers-kernels").join(format!("{}.csv", clean_commit().unwrap_or("trial".into())));
     let mut measured = Measured::default();
@@ -81,7 +95,10 @@ pub fn run(args: &Args) -> Result<()> {
         let mut workers = Vec::new();
         for (i, program) in programs.iter().enumerate() {
             match Worker::start(program, threads, &cpus) {
-                Ok(worker) => workers.push(worker),
+                Ok(mut worker) => {
+                    worker.contestants.retain(|name| args.measures(name));
+                    workers.push(worker);
+                }
                 Err(error) if i > 0 => leave_out(&mut measured, threads, &program.command.join(" "), &error),
                 Err(error) => return Err(error),
             }

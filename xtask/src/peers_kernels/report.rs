@@ -21,6 +21,15 @@ const FP4: [[&str; 2]; 4] = [
     ["ours wf4a8-g16-nv", "ggml NVFP4"],
 ];
 
+/// quant's kernels for types of GGUF, and those of ggml.
+const GGUF: [[&str; 2]; 5] = [
+    ["ours q4_k", "ggml Q4_K"],
+    ["ours q5_k", "ggml Q5_K"],
+    ["ours q6_k", "ggml Q6_K"],
+    ["ours iq4_xs", "ggml IQ4_XS"],
+    ["ours iq4_nl", "ggml IQ4_NL"],
+];
+
 /// One turn of a contestant.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Turn {
@@ -215,7 +224,9 @@ impl Measured {
                         let turns: Vec<&Turn> = self.turns.iter().filter(at).collect();
                         best(&turns, ours).unwrap_or_default()
                     }));
-                    rows.push(row);
+                    if row[2..].iter().any(|cell| !cell.is_empty()) {
+                        rows.push(row);
+                    }
                 }
             }
             let mut header = vec!["n × k".to_owned(), "ours".to_owned()];
@@ -225,17 +236,27 @@ impl Measured {
                 "### {threads} thread(s): speed relative to the fastest peer with the same number of bits\n\n{}\n",
                 table(&header, &rows)
             );
-            page += &self.fp4(threads, &tokens);
+            let by_work = |t: &Turn, m: usize| t.rates()[usize::from(m > FEW_TOKENS)];
+            let fp4 = format!("FP4, relative speed, in bytes up to {FEW_TOKENS} tokens");
+            page += &self.pairs(threads, &tokens, &FP4, &fp4, by_work);
+            let by_time = |t: &Turn, _| 1.0 / t.seconds;
+            page += &self.pairs(threads, &tokens, &GGUF, "types of GGUF, relative speed", by_time);
         }
         page
     }
 
-    /// FP4 weights compared with integers and with other engines' FP4, round by round: bytes per second for few tokens,
-    /// operations per second for many.
-    fn fp4(&self, threads: usize, tokens: &[usize]) -> String {
+    /// Contestants compared with others, round by round, by a rate at each number of tokens.
+    fn pairs(
+        &self,
+        threads: usize,
+        tokens: &[usize],
+        pairs: &[[&'static str; 2]],
+        title: &str,
+        rate: impl Fn(&Turn, usize) -> f64,
+    ) -> String {
         let mut rows = Vec::new();
         for shape in self.shapes(threads) {
-            for [one, other] in FP4 {
+            for &[one, other] in pairs {
                 let ratios = |m: usize| {
                     let at = |who: &'static str| {
                         let is = move |t: &&Turn| {
@@ -243,10 +264,9 @@ impl Measured {
                         };
                         self.turns.iter().filter(is)
                     };
-                    let rate = |t: &Turn| t.rates()[usize::from(m > FEW_TOKENS)];
                     let pairs =
                         at(one).flat_map(|a| at(other).filter(|b| b.round == a.round).map(move |b| (a, b)));
-                    pairs.map(|(a, b)| rate(a) / rate(b)).collect::<Vec<f64>>()
+                    pairs.map(|(a, b)| rate(a, m) / rate(b, m)).collect::<Vec<f64>>()
                 };
                 let all: Vec<Vec<f64>> = tokens.iter().map(|m| ratios(*m)).collect();
                 if all.iter().any(|ratios| !ratios.is_empty()) {
@@ -266,10 +286,7 @@ impl Measured {
         let mut header = vec!["n × k".to_owned(), "kernel".to_owned(), "compared with".to_owned()];
         header.extend(tokens.iter().map(|m| format!("{m} token(s)")));
         let header: Vec<&str> = header.iter().map(String::as_str).collect();
-        format!(
-            "### {threads} thread(s): FP4, relative speed, in bytes up to {FEW_TOKENS} tokens\n\n{}\n",
-            table(&header, &rows)
-        )
+        format!("### {threads} thread(s): {title}\n\n{}\n", table(&header, &rows))
     }
 }
 
@@ -346,6 +363,15 @@ mod tests {
         let many = Measured { turns, ..Measured::default() }.comparison();
         assert!(many.contains("| ours wf4a8-g32-mx | ours w4a8-g32 | 1.00 |"), "{many}");
         assert!(!many.contains("wf4a8-g16-nv"), "{many}");
+    }
+
+    #[test]
+    fn types_of_gguf_are_compared_in_time() {
+        let mut wide = turn(OURS, "q4_k", 0, 1.0);
+        wide.bytes *= 2;
+        let turns = vec![wide, turn("ggml", "Q4_K", 0, 1.5), turn("ggml", "Q4_K", 1, 9.0)];
+        let page = Measured { turns, ..Measured::default() }.comparison();
+        assert!(page.contains("| ours q4_k | ggml Q4_K | 1.50 |"), "{page}");
     }
 
     #[test]

@@ -2,6 +2,7 @@
 
 pub mod base;
 pub mod excerpt;
+pub mod gguf;
 pub mod host;
 pub mod llama;
 pub mod llama_cpp;

@@ -5,7 +5,8 @@ use std::process::Command;
 
 use anyhow::Result;
 
-use super::shell::target_dir;
+use super::shell::{self, root, target_dir};
+use super::venv::interop_python;
 use crate::plant;
 
 /// A row of the tables.
@@ -51,6 +52,12 @@ pub const ROWS: [Row; 9] = [
     row(SMALL, 256, "64", &["--override", "down_proj=BITS-channel"]),
 ];
 
+/// Rows of models that are trained here with widths that are multiples of 256, on their calibration text only.
+pub const TRAINED: [Row; 2] = [
+    row(("calib-llama", "books_calib.txt", "books_valid.txt"), 128, "channel", &[]),
+    row(("calib-qwen3", "c4_calib.txt", "wiki.test.raw"), 128, "channel", &[]),
+];
+
 /// The first row of each model and text, for uses where the group size does not matter.
 pub fn texts() -> Vec<&'static Row> {
     let mut rows: Vec<&Row> = Vec::new();
@@ -76,6 +83,20 @@ impl Row {
             false => Ok(data.join("models").join(self.name)),
             true => self.planted(data, "planted", [4, 0]),
         }
+    }
+
+    /// Returns the directory of a model of [`TRAINED`], which is trained on first use.
+    pub fn trained(&self, data: &Path) -> Result<PathBuf> {
+        let out = target_dir().join("trained").join(self.name);
+        if !out.is_dir() {
+            std::fs::create_dir_all(target_dir().join("trained"))?;
+            let mut command = Command::new(interop_python()?);
+            command.arg(root().join("benchmarks/peers/train_models.py")).arg(self.name);
+            // All share a tokenizer.
+            command.arg(data.join("models").join(BOOKS.0)).arg(self.calibration(data)).arg(&out);
+            shell::run(&mut command)?;
+        }
+        Ok(out)
     }
 
     /// Returns the directory of a copy of the model with outliers in keys, which is created on first use.

@@ -3,16 +3,16 @@
 use super::super::grid::{Fields, Grid, Levels, PARTS, Scales};
 use super::{LANES, MAX_ITERATIONS, total};
 
-/// Number of starting scales of a part's search, for each sign.
+/// Number of starting scales of a part's search, for each sign; a multiple of the lanes.
 const STARTS: usize = 24;
 /// Number of block scales that are refined, out of all candidates.
 const REFINED: usize = 4;
-/// Number of candidates for a block's scale. Between neighbouring candidates, the factor of the part with the largest
-/// scale differs by `CANDIDATE`.
+/// Number of candidates for a block's scale, for each end of the factors' range. Between neighboring candidates, the
+/// factor of the part with the largest scale differs by `CANDIDATE`.
 const CANDIDATES: usize = 24;
 const CANDIDATE: f32 = 0.4;
 
-/// `Σ w·x·l` and `Σ w·l²` for the levels nearest to `x / scale`.
+/// `Σ w·x·l` and `Σ w·l²` for the levels `l` nearest to `x·inverse`.
 #[inline(always)]
 fn sums<L: Levels>(levels: L, inverse: f32, x: &[f32], w: &[f32]) -> (f32, f32) {
     let (mut xl, mut ll) = ([0.0; LANES], [0.0; LANES]);
@@ -24,6 +24,30 @@ fn sums<L: Levels>(levels: L, inverse: f32, x: &[f32], w: &[f32]) -> (f32, f32) 
         }
     }
     (total(xl), total(ll))
+}
+
+/// The [`sums`] for several scales side by side, in the same order.
+#[inline(always)]
+fn sums_side_by_side<L: Levels>(
+    levels: L,
+    inverse: &[f32; LANES],
+    x: &[f32],
+    w: &[f32],
+) -> [[f32; LANES]; 2] {
+    let mut of_lanes = [[[0.0; LANES]; LANES]; 2];
+    for lane in 0..LANES {
+        let (mut xl, mut ll) = ([0.0; LANES], [0.0; LANES]);
+        for (x, w) in x.chunks_exact(LANES).zip(w.chunks_exact(LANES)) {
+            let (x, w) = (x[lane], w[lane]);
+            for i in 0..LANES {
+                let l = levels.level(x * inverse[i]);
+                xl[i] += w * x * l;
+                ll[i] += w * l * l;
+            }
+        }
+        [of_lanes[0][lane], of_lanes[1][lane]] = [xl, ll];
+    }
+    of_lanes.map(|lanes| std::array::from_fn(|i| total(lanes.map(|lane| lane[i]))))
 }
 
 /// The weighted squared error for a scale.
@@ -40,7 +64,7 @@ fn error<L: Levels>(levels: L, scale: f32, x: &[f32], w: &[f32]) -> f32 {
     total(sum)
 }
 
-/// Returns the best scale found for a part, and `Σ w·l²` with that scale.
+/// Returns the best scale found for a part, and `Σ w·l²` for the levels for which it is optimal.
 #[inline(always)]
 fn fit<L: Levels>(levels: L, x: &[f32], w: &[f32]) -> (f32, f32) {
     let max = x.iter().fold(0.0_f32, |max, v| max.max(v.abs()));
@@ -48,20 +72,30 @@ fn fit<L: Levels>(levels: L, x: &[f32], w: &[f32]) -> (f32, f32) {
         return (0.0, 0.0);
     }
     let [low, step] = [levels.ends()[0], levels.step()];
-    // Starting scales range from one at which the last code is unused to one at which the largest values saturate.
+    // Starting scales range from one at which the largest value stays a little below the last level to one at which
+    // the largest values saturate.
     let (first, last) = ((0.09 * low).max(-step), levels.beyond());
     let mut best = (0.0, 0.0, 0.0);
     for end in [low, -low] {
-        for start in 0..STARTS {
-            let beyond = first + (last - first) * start as f32 / (STARTS - 1) as f32;
-            let mut inverse = (end + end.signum() * beyond) / max;
-            for _ in 0..3 {
-                let (xl, ll) = sums(levels, inverse, x, w);
-                if ll <= 0.0 || xl * xl <= best.0 * ll {
-                    break;
+        for start in (0..STARTS).step_by(LANES) {
+            let mut inverse = [0.0; LANES];
+            for (i, inverse) in inverse.iter_mut().enumerate() {
+                let beyond = first + (last - first) * (start + i) as f32 / (STARTS - 1) as f32;
+                *inverse = (end + end.signum() * beyond) / max;
+            }
+            // Few starting points are better than those before, so most need only their first sums.
+            let [xl, ll] = sums_side_by_side(levels, &inverse, x, w);
+            for (xl, ll) in xl.into_iter().zip(ll) {
+                let (mut xl, mut ll) = (xl, ll);
+                for step in 0..3 {
+                    if ll <= 0.0 || xl * xl <= best.0 * ll {
+                        break;
+                    }
+                    best = (xl * xl / ll, xl / ll, ll);
+                    if step < 2 {
+                        (xl, ll) = sums(levels, ll / xl, x, w);
+                    }
                 }
-                best = (xl * xl / ll, xl / ll, ll);
-                inverse = ll / xl;
             }
         }
     }
@@ -139,7 +173,8 @@ pub(super) fn fields<L: Levels>(
     best.1
 }
 
-/// Finds the fields if each part has its own scale code. The values `x` have been divided by `power`.
+/// Finds the fields of a block whose parts have scale codes of their own, without its codes. The values `x` have been
+/// divided by `power`.
 #[inline(always)]
 pub(super) fn own_scales<L: Levels>(levels: L, grid: &Grid, x: &[f32], w: &[f32], power: f32) -> Fields {
     let mut fields = Fields::ZERO;
@@ -168,8 +203,8 @@ pub(super) fn own_scales<L: Levels>(levels: L, grid: &Grid, x: &[f32], w: &[f32]
     fields
 }
 
-/// Returns candidates for a block's scale, best first, from the optimal scales of its parts. The error from rounding
-/// the parts' factors is modelled as a parabola around each optimum.
+/// Returns candidates for a block's scale, best first, from the optimal scales of its parts; for blocks without
+/// factors, these scales. The error from rounding the parts' factors is modeled as a parabola around each optimum.
 #[inline(always)]
 fn starts(scales: &[f32], curves: &[f32], [low, high]: [i32; 2]) -> Vec<f32> {
     if low == high {

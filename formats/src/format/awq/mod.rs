@@ -26,7 +26,7 @@ const BITS: u8 = 4;
 const HEAD: &str = "lm_head";
 /// Outputs whose codes share a word; the number of rows must be a multiple of it.
 const ROWS_PER_WORD: usize = 8;
-/// Group sizes that vLLM's kernels support.
+/// Group sizes that vLLM's fast kernels support.
 const MARLIN_GROUPS: [usize; 3] = [32, 64, 128];
 
 /// What loaders do not support.

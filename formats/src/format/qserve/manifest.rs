@@ -20,7 +20,7 @@ use crate::scheme::LinearScheme;
 pub(super) const FILE: &str = "qserve_manifest.json";
 /// The version of its schema.
 const SCHEMA: &str = "quant-qserve/1";
-/// `layout_version`: stands for the tables of `docs/formats/qserve.md`.
+/// `layout_version`: the layout that the tables of `docs/formats/qserve.md` define.
 pub(super) const LAYOUT_VERSION: u64 = 1;
 
 /// The kind of all quantized linears: `check` accepts only one scheme.
@@ -64,7 +64,7 @@ pub(super) fn manifest(schemes: &ModuleSchemes<'_>) -> Value {
             "n": "32*nt + 16*p + 8*h + nl",
             "k": "32*kt + 16*kh + 4*kl + kr",
             "byte": "((nt*(K/32) + kt)*32 + 4*nl + kl)*16 + 8*kh + 4*h + kr",
-            "nibble": "low where p is 0, high where p is 1",
+            "nibble": "low if p is 0, high if p is 1",
         });
     }
     match kind {
@@ -95,19 +95,19 @@ pub(super) fn manifest(schemes: &ModuleSchemes<'_>) -> Value {
         "activations": {
             "bits": 8,
             "symmetric": true,
-            "scale": "max |x| / 127 of every token, when it comes",
+            "scale": "max |x| / 127 per token, computed at run time",
             "rounding": "nearest, ties to even",
         },
         "kv_cache": {
-            "scheme": format!("as `{KV_CONFIG_KEY}` in config.json says; float where it says nothing"),
+            "scheme": format!("see `{KV_CONFIG_KEY}` in config.json; float if the key is absent"),
             "value": "code * scale + zero: the zero is the value of code 0, F16, not a code",
             "keys": "after rotary embedding",
-            "rounding": "zero down and scale up in F16, so that all values lie within the codes; codes to the nearest, ties to even",
+            "rounding": "zero down and scale up in F16, so that the codes cover all values; codes to the nearest, ties to even",
         },
         "modules_to_not_convert": schemes.float,
         "float_tensors": "in the type of the original checkpoint",
-        "norms": "stored with their weights, to be applied: a loader that skips tensors whose names contain `norm` must \
-                  first see that all of these are 1",
+        "norms": "stored with their weights: a loader may skip tensors whose names contain `norm` only if it has checked \
+                  that all of these are 1",
     })
 }
 

@@ -3,9 +3,10 @@
 //! AWQ, SmoothQuant and QoQ all rest on one identity: divide an output channel of a producer (a norm's weight, a
 //! linear's row) by `s` and multiply the matching input column of *every* linear that reads it by `s`. The graph
 //! determines the producers and consumers. A channel's scale passes unchanged through the `up` side of a gated product,
-//! a ReLU and the value side of attention, is squared by a squared ReLU, and is stopped by everything else. Balance
-//! lists are therefore computed, never written by hand, and no consumer can be forgotten. Scales are positive, since a
-//! ReLU only commutes with positive scales.
+//! other products, the selection of an expert's rows, a ReLU, a convolution without bias and activation, and the value
+//! side of attention; it is squared by a squared ReLU; everything else stops it ([`Op::scale_pass`]). Balance lists are
+//! therefore computed, never written by hand, and no consumer can be forgotten. Scales are positive, since a ReLU only
+//! commutes with positive scales.
 
 use std::ops::Range;
 
@@ -17,6 +18,7 @@ pub type NodeId = usize;
 
 /// One step of a block.
 #[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
 pub struct Node {
     /// The operation.
     pub op: Op,
@@ -100,6 +102,7 @@ impl FoldGroup {
 
 /// Channels between linears that may be permuted, and everything that must be permuted with them.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct OrderGroup {
     /// The linears whose rows are permuted: all linears that compute the channels.
     pub producers: Vec<NodeId>,
@@ -333,8 +336,8 @@ impl BlockGraph {
         })
     }
 
-    /// Returns every producer that can be rescaled, in evaluation order. If several values are multiplied with each
-    /// other, any of them could carry the scale; the first one does.
+    /// Returns every producer that can be rescaled, in evaluation order. If several values are multiplied, any of them
+    /// could carry the scale; the first one does.
     pub fn fold_groups(&self) -> Vec<FoldGroup> {
         let mut groups: Vec<FoldGroup> = Vec::new();
         for group in (0..self.nodes.len()).flat_map(|id| self.fold_groups_of(id)) {

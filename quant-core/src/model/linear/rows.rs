@@ -29,10 +29,10 @@ enum Values<'a> {
 }
 
 impl<'a> WeightRows<'a> {
-    /// A float weight as stored in a file or computed by a transform.
+    /// Creates the rows of a float weight, as stored in a file or computed by a transform.
     ///
     /// # Errors
-    /// [`Error::Internal`] when the size of `rows` does not match the shape.
+    /// [`Error::Internal`] when the size of `rows` does not match the shape, or their dtype is not F32, F16 or BF16.
     pub fn float(shape: [usize; 2], rows: SourceRows<'a>) -> Result<Self> {
         let fits = |len: usize, size: usize| {
             let elements = shape[0].checked_mul(shape[1]);
@@ -65,7 +65,7 @@ impl<'a> WeightRows<'a> {
         Self { shape, values: Values::Packed(linear) }
     }
 
-    /// `[n, k]`: output and input features.
+    /// Returns the shape `[n, k]`: output and input features.
     pub fn shape(&self) -> [usize; 2] {
         self.shape
     }
@@ -79,7 +79,7 @@ impl<'a> WeightRows<'a> {
         }
     }
 
-    /// Returns all rows as stored in their checkpoint, if they came from one.
+    /// Returns all rows as stored, with their dtype, if they were created by [`stored`](Self::stored).
     pub(in crate::model) fn stored_bytes(&self) -> Option<(Dtype, Arc<Vec<u8>>)> {
         match &self.values {
             Values::Stored(dtype, bytes) => Some((*dtype, bytes.clone())),

@@ -37,7 +37,7 @@ pub(in crate::recipe) struct RecipeFile {
 
 /// One format, or several.
 #[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
-#[serde(untagged, expecting = "format is the name of a checkpoint format, or an array of names")]
+#[serde(untagged, expecting = "format must be the name of a checkpoint format, or an array of names")]
 pub(super) enum Formats {
     /// One format.
     One(#[schemars(schema_with = "schema::container")] String),
@@ -49,7 +49,7 @@ pub(super) enum Formats {
 #[derive(Debug, Clone, Default)]
 pub(super) struct TransformEntry {
     pub(super) kind: String,
-    /// The values, with the byte of the file at which each starts.
+    /// Each key with its value and the byte offset of the value in the file.
     pub(super) keys: Vec<(String, Value, usize)>,
 }
 
@@ -57,7 +57,8 @@ impl<'de> Deserialize<'de> for TransformEntry {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Self, D::Error> {
         let mut entries = BTreeMap::<String, Spanned<Value>>::deserialize(deserializer)?;
         let kind = entries.remove("kind").ok_or_else(|| D::Error::missing_field("kind"))?.into_inner();
-        let kind = kind.as_str().ok_or_else(|| D::Error::custom("kind is the name of a step"))?.to_owned();
+        let kind =
+            kind.as_str().ok_or_else(|| D::Error::custom("kind must be the name of a step"))?.to_owned();
         let keys = entries.into_iter().map(|(key, value)| {
             let start = value.span().start;
             (key, value.into_inner(), start)
@@ -86,7 +87,7 @@ impl JsonSchema for TransformEntry {
 }
 
 impl TransformEntry {
-    /// Applies the keys that are set to the settings of the method's transform.
+    /// Applies the keys of this entry to `settings`.
     pub(super) fn add_to(
         &self,
         settings: &mut TransformSettings,
@@ -162,16 +163,22 @@ pub(super) struct GptqEntry {
     /// The model whose activations are the inputs of linears: the quantized or the float model.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(super) inputs: Option<LayerInputs>,
+    /// With inputs of the quantized model: blocks in a span, whose first block gets the hidden states of the float model.
+    /// Without it, all blocks are one span.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(range(min = 1))]
+    pub(super) span_blocks: Option<usize>,
 }
 
 impl From<GptqSettings> for GptqEntry {
     fn from(settings: GptqSettings) -> Self {
-        let GptqSettings { damping, block_size, act_order, inputs } = settings;
+        let GptqSettings { damping, block_size, act_order, inputs, span_blocks } = settings;
         Self {
             damping: Some(damping),
             block_size: Some(block_size),
             act_order: Some(act_order),
             inputs: Some(inputs),
+            span_blocks,
         }
     }
 }
@@ -183,6 +190,7 @@ impl GptqEntry {
             block_size: self.block_size.unwrap_or(defaults.block_size),
             act_order: self.act_order.unwrap_or(defaults.act_order),
             inputs: self.inputs.unwrap_or(defaults.inputs),
+            span_blocks: self.span_blocks.or(defaults.span_blocks),
         }
     }
 }
@@ -204,7 +212,7 @@ pub(super) struct OverrideEntry {
 #[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, expecting = "a table, which begins with [calibration]")]
 pub(super) struct CalibrationEntry {
-    /// A file next to the recipe, the path of a file, or the name of a set.
+    /// A file next to the recipe, the path of a file, or the name of a text, such as `builtin`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(super) text: Option<String>,
     /// The number of windows.

@@ -38,8 +38,8 @@
 //! expert_floor = 0
 //! ```
 //!
-//! Transforms run in the order in which they are listed, then weights are rounded. Unknown keys and keys without effect
-//! are errors.
+//! Transforms run in the order in which they are listed, then weights are rounded. Unknown keys are errors, and so are
+//! `[calibration]`, `[quantize.gptq]`, `scale_search` and keys of `[[transform]]` if they have no effect.
 
 mod entries;
 
@@ -70,8 +70,8 @@ impl Recipe {
     /// Reads a recipe file. If it names a calibration text in its own directory, the recipe has the text's path.
     ///
     /// # Errors
-    /// [`Error::Recipe`] that names the file and, for faults of the text itself, the line; [`Error::Io`] when it cannot
-    /// be read.
+    /// [`Error::Recipe`] if the file does not exist, is not a regular file, has more than 1 MiB, is not UTF-8, or is
+    /// invalid; then the message names the line or the key. [`Error::Io`] if it cannot be read.
     pub fn read(path: &Path) -> Result<Self> {
         Self::read_with(path, &Extensions::default())
     }
@@ -114,7 +114,7 @@ impl Recipe {
     /// Parses a recipe from TOML.
     ///
     /// # Errors
-    /// [`Error::Usage`] with the line or the key.
+    /// [`Error::Usage`] if the text is not a valid recipe; the message names the line or the key.
     pub fn parse(text: &str) -> Result<Self> {
         Self::parse_with(text, &Extensions::default())
     }
@@ -193,6 +193,12 @@ impl Recipe {
             gptq: gptq.map_or(default_gptq, |entry| entry.settings(default_gptq)),
             calibration: calibration.and_then(|c| c.text.clone()),
         };
+        if file.quantize.scale_search.is_some() && !recipe.searches_scales() {
+            return Err(Error::usage(
+                "quantize.scale_search has no effect: it applies only to NVFP4 scales",
+                "remove it, or choose a scheme such as wf4a16-g16-nv",
+            ));
+        }
         if calibration.is_some() && !recipe.needs_text() {
             return Err(Error::usage(
                 "[calibration] has no effect, because no step uses a text",
@@ -246,7 +252,7 @@ impl Recipe {
     }
 }
 
-/// A value that is to be written, and so has no place yet.
+/// Wraps a value that does not come from a file, and so has an empty span.
 fn written(text: String) -> Spanned<String> {
     Spanned::new(0..0, text)
 }

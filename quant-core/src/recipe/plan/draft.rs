@@ -1,4 +1,4 @@
-//! What becomes of a tensor, before its outputs are known.
+//! A weight and its scheme, before its output tensors are known.
 
 use std::collections::BTreeSet;
 

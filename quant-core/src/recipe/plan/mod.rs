@@ -10,6 +10,7 @@ pub(super) use draft::FoldedNodes;
 
 use draft::{Draft, Drafted};
 
+use super::part::Calibrated;
 use super::scale_groups::ScaleGroups;
 use super::select::Selection;
 use super::{CacheScale, Recipe, SelectorMatches};
@@ -49,7 +50,7 @@ pub enum Action {
         /// The dtype of stored scales.
         scale_dtype: Dtype,
     },
-    /// Already quantized: the same codes, scales and zero points in another format.
+    /// Already quantized, and written in a different format with the same values.
     Repack {
         /// The linear's name.
         module: String,
@@ -70,8 +71,8 @@ pub enum Action {
 pub struct PlanEntry {
     /// The name as a float tensor of the model.
     pub tensor: String,
-    /// The tensor of the input that contains it, if there is one. For a head that is tied in the input, this is the
-    /// embedding.
+    /// The tensor of the input that contains it; for a repacked weight, the first of its tensors. For a head that is
+    /// tied in the input, this is the embedding, unless the preparation unties the head.
     pub stored: String,
     /// The index of the block that contains it; `None` outside the blocks.
     pub layer: Option<usize>,
@@ -90,7 +91,7 @@ pub struct PlanEntry {
 }
 
 impl PlanEntry {
-    /// The tensors of the input from which the tensor is computed.
+    /// The tensors of the input from which the tensor is computed, with their sizes in bytes.
     pub fn sources(&self) -> Vec<(&str, u64)> {
         match &self.action {
             Action::Repack { sources, .. } => {
@@ -165,13 +166,18 @@ pub struct Plan {
     pub entries: Vec<PlanEntry>,
     /// The blocks covered by the plan.
     pub(super) blocks: Range<usize>,
-    /// A hash of the grids of all linears, including those outside the covered blocks.
+    /// For a part of a plan: what the whole plan calibrates.
+    pub(super) calibrated: Option<Calibrated>,
+    /// The bytes of the largest block, if the plan only moves the batch through the float model.
+    pub(super) forward: Option<u64>,
+    /// The SHA-256 of the schemes and scale dtypes of all quantized modules, including those outside the covered
+    /// blocks.
     pub(super) grids_sha256: String,
     /// The modules that the patterns of the recipe selected.
     pub selectors: Vec<SelectorMatches>,
-    /// Linears that stay float, in model order, including the head.
+    /// Linears that stay float: those of the blocks in model order, then others such as the head.
     pub float_modules: Vec<String>,
-    /// Whether rotation unties the head from the embedding.
+    /// Whether the preparation (rotation or folding of norms) unties the head from the embedding.
     pub(super) untied_by_preparation: bool,
     /// The head's module.
     pub(super) head: String,
@@ -181,20 +187,22 @@ pub struct Plan {
     pub(super) embedding: String,
     /// Linears that engines fuse into one.
     pub(super) fused: Vec<FusedLinears>,
-    /// Linears for which engines keep one scale over the whole tensor.
+    /// Groups of linears for which engines use one common tensor scale.
     pub(super) scale_groups: ScaleGroups,
     /// Notes about the steps of the method.
     pub(super) step_notes: Vec<String>,
-    /// The larger model that contains the decoder, if there is one.
+    /// Names in the larger model that contains the decoder, if there is one.
     pub(super) wrapper: Option<WrapperNames>,
 }
 
 impl Plan {
-    /// Plans a recipe for a model, for one of its formats.
+    /// Plans a recipe for a model and one of the recipe's formats. The model must be prepared by
+    /// [`Recipe::prepared`].
     ///
     /// # Errors
-    /// When the model is already quantized, a pattern matches nothing, a group size does not divide a width (all
-    /// offenders are listed), the format cannot express a scheme, or nothing is left to quantize.
+    /// If the model is already quantized, a pattern matches nothing or has no effect, the model, method or format does
+    /// not support a scheme or setting, a group size does not divide a width (the error lists all such weights), or
+    /// nothing is left to quantize; [`Error::Internal`] if the model is not prepared.
     pub fn new(model: &Model, recipe: &Recipe, container: &'static dyn Container) -> Result<Self> {
         model.require_float()?;
         let architecture = model.architecture();
@@ -303,6 +311,8 @@ impl Plan {
             gptq: recipe.gptq,
             entries,
             blocks: 0..architecture.layers,
+            calibrated: None,
+            forward: None,
             grids_sha256: String::new(),
             selectors,
             float_modules,
@@ -367,7 +377,8 @@ impl Plan {
         sha256_hex(self.entries.iter().map(grid).collect::<String>())
     }
 
-    /// A hash of the grids of all linears of the whole plan, even if this is a part of it.
+    /// The SHA-256 of the schemes and scale dtypes of all quantized modules of the whole plan, even if this is a part
+    /// of it.
     pub(crate) fn grids_sha256(&self) -> &str {
         &self.grids_sha256
     }
@@ -459,8 +470,8 @@ impl Plan {
         Ok(())
     }
 
-    /// Sorts blocks in order between the tensors before and after them, so that a program that streams the file finds
-    /// each block in one place.
+    /// Sorts the entries: the embedding, the blocks in order, then all other tensors. A program that streams the file
+    /// finds each block in one place.
     fn sort(&mut self, model: &Model) {
         let embedding = [model.embedding_name(), model.architecture().embedding.clone()];
         let layers = model.architecture().layers;

@@ -1,4 +1,4 @@
-//! What a plan amounts to: its tensors, sizes and schemes, what the format loses, and notes for the user.
+//! Summaries of a plan: its tensors, sizes and schemes, the properties that the format loses, and notes for the user.
 
 use super::{Action, Plan, PlanEntry};
 use crate::checkpoint::TensorSpec;
@@ -15,7 +15,7 @@ impl Plan {
 
     /// The size of all input tensors in bytes.
     pub fn input_bytes(&self) -> u64 {
-        // A head that rotation unties from the embedding is not a tensor of the input.
+        // A head that the preparation unties from the embedding is not a tensor of the input.
         let virtual_head =
             |e: &&PlanEntry| self.untied_by_preparation && e.stored == format!("{}.weight", self.head);
         let sources = self.entries.iter().filter(|e| !virtual_head(e)).flat_map(PlanEntry::sources);
@@ -77,8 +77,8 @@ impl Plan {
         losses
     }
 
-    /// The linears for which engines keep the same scale over the whole tensor as for this one, including itself; `None`
-    /// if there are no others.
+    /// The linears, including this one, for which engines use one common tensor scale; `None` if this linear has its
+    /// own.
     pub(crate) fn shares_scale_with(&self, module: &str) -> Option<&[String]> {
         self.scale_groups.with(module)
     }
@@ -88,7 +88,7 @@ impl Plan {
         self.entries.iter().any(|e| e.quantized().is_some_and(|(quantized, _)| quantized == module))
     }
 
-    /// Whether the head is tied to the embedding in the input and written separately.
+    /// Whether the output must not tie the head to the embedding: the preparation unties it, or it is quantized.
     pub fn unties_head(&self) -> bool {
         self.untied_by_preparation || self.quantizes(&self.head)
     }
@@ -127,7 +127,7 @@ impl Plan {
         self.step_notes.iter().cloned().chain(of_format).collect()
     }
 
-    /// What the steps of the method leave unchanged, with the reasons.
+    /// Notes on parts of the model that the steps of the method leave unchanged, with the reasons.
     pub fn step_notes(&self) -> &[String] {
         &self.step_notes
     }

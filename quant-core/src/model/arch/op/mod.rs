@@ -62,7 +62,7 @@ pub enum Op {
         shape: [usize; 2],
         /// Whether it has a bias.
         bias: bool,
-        /// Whether the weight takes part in folds but is never quantized: a router or a gate, because rounding it would
+        /// Whether the weight takes part in folds but is never quantized. Routers stay float because rounding would
         /// change which experts run.
         stays_float: bool,
     },
@@ -112,7 +112,7 @@ pub enum Op {
     ClampedGated {
         /// Factor of the gate inside the sigmoid.
         alpha: f32,
-        /// Bound of both inputs.
+        /// Upper bound of `g`, and of the magnitude of `u`.
         limit: f32,
     },
     /// The first input times the sigmoid of the second, which has one feature per token.
@@ -261,7 +261,7 @@ impl Op {
         }
     }
 
-    /// Returns whether the operation is a norm with a module in the checkpoint, with or without parameters.
+    /// Returns whether the operation is a norm with a module name, with or without parameters.
     pub fn is_norm(&self) -> bool {
         matches!(self.stored(), Stored::Norm { .. })
     }
@@ -366,8 +366,8 @@ impl Op {
         self.computes() == Computes::ExpertSum
     }
 
-    /// Returns whether the output is the residual stream, normalized or not. An engine that splits a model has the
-    /// complete stream on every device.
+    /// Returns whether the output is the residual stream, normalized or not. An engine that splits a model across
+    /// devices has the complete stream on each.
     pub fn gives_stream(&self) -> bool {
         match self {
             Self::Input { .. } | Self::Add | Self::RmsNorm { .. } | Self::LayerNorm { .. } => true,

@@ -1,4 +1,5 @@
-//! The effects of operations, as the pipeline needs to know them: on rows, scales, orders of channels, caches and cost.
+//! Properties of operations: their rows and widths, their effect on scales and on the order of channels, the caches of
+//! attentions, and the cost.
 
 use super::{Activation, AttentionInput, ChannelOrder, Op, Reach, RowCoverage, ScalePass};
 use crate::model::arch::AttentionShape;
@@ -194,8 +195,8 @@ impl Op {
         }
     }
 
-    /// Returns whether the output has the same heads as the input. An attention that reads the output then has the
-    /// queries, keys or values of the input.
+    /// Returns whether the output has the same heads as the input. If an attention reads the output as queries, keys or
+    /// values, the input is then made of queries, keys or values too.
     pub fn keeps_heads(&self) -> bool {
         match self {
             Self::Rope(_)
@@ -254,8 +255,8 @@ impl Op {
         }
     }
 
-    /// Returns the floating-point operations of matrix products on `tokens` tokens in windows of `length`, for time
-    /// estimates. Elementwise operations are not counted.
+    /// Returns the number of floating-point operations of matrix products on `tokens` tokens in windows of `length`
+    /// tokens, for time estimates. Elementwise operations are not counted.
     pub fn product_operations(&self, tokens: f64, length: f64) -> f64 {
         match self {
             Self::Linear { shape: [n, k], .. } => 2.0 * tokens * *n as f64 * *k as f64,

@@ -1,39 +1,7 @@
-//! Searches for the scale and minimum of a block with the least weighted squared error.
-//!
-//! Each search tries a series of candidate scales, rounds to codes, and takes the closed-form optimal scale for these
-//! codes. Sums run in element order in `f32` and nothing is fused, so that the result equals the reference's, bit for
-//! bit.
+//! The searches for one part at a time, as the reference computes them: what the searches in lanes must equal.
 
-/// A block whose largest magnitude is below this becomes all zeros.
-pub(super) const NEGLIGIBLE: f32 = 1e-15;
-
-/// Rounds to the nearest integer, half to even, for magnitudes below 2²². Beyond that, and for NaN, the result is taken
-/// from the low bits of the sum with 1.5·2²³, as in the reference.
-#[inline(always)]
-pub(super) fn nearest(value: f32) -> i32 {
-    ((value + 12_582_912.0).to_bits() & 0x007f_ffff) as i32 - 0x0040_0000
-}
-
-/// Returns the low eight bits of the integer part. Values that do not fit 32 bits, such as quotients by subnormal
-/// scales, give 0, as on x86.
-#[inline(always)]
-pub(super) fn truncate(value: f32) -> i8 {
-    match value.abs() < 2_147_483_648.0 {
-        true => value as i32 as i8,
-        false => 0,
-    }
-}
-
-/// The element of largest magnitude, with its sign; the first one on ties.
-pub(super) fn largest(values: &[f32]) -> f32 {
-    let mut found = 0.0_f32;
-    for &v in values {
-        if v.abs() > found.abs() {
-            found = v;
-        }
-    }
-    found
-}
+use super::super::iq4::LEVELS;
+use super::{NEGLIGIBLE, Offsets, largest, nearest};
 
 /// `Σ w·x·l` and `Σ w·l²`, whose quotient is the optimal scale for codes `l`.
 #[derive(Clone, Copy, Default)]
@@ -61,7 +29,8 @@ impl Fit {
     }
 }
 
-/// Searches a symmetric grid of codes `-n..n`: returns the scale, and codes plus `n`. `weights` default to `x²`.
+/// Searches a symmetric grid of codes `-n..n`: returns the scale, and writes the codes plus `n`. `weights` default to
+/// `x²`.
 pub(super) fn symmetric(n: i32, x: &[f32], weights: Option<&[f32]>, codes: &mut [u8]) -> f32 {
     let max = largest(x);
     if max.abs() < NEGLIGIBLE {
@@ -97,7 +66,7 @@ pub(super) fn symmetric(n: i32, x: &[f32], weights: Option<&[f32]>, codes: &mut 
 }
 
 /// Searches a symmetric grid of codes `-n..n`, weighted by `x²`, by moving one code at a time as long as that reduces
-/// the error: returns the scale, and codes plus `n`.
+/// the error, at most five times each: returns the scale, and writes the codes plus `n`. For at most 16 values.
 pub(super) fn symmetric_by_descent(n: i32, x: &[f32], codes: &mut [u8]) -> f32 {
     let max = largest(x);
     if max.abs() < NEGLIGIBLE {
@@ -136,28 +105,6 @@ pub(super) fn symmetric_by_descent(n: i32, x: &[f32], codes: &mut [u8]) -> f32 {
         *code = (l + n) as u8;
     }
     fit.scale()
-}
-
-/// Parameters of the search for a grid with a minimum.
-#[derive(Clone, Copy)]
-pub(super) struct Offsets {
-    /// The largest code.
-    pub(super) top: i32,
-    /// The first candidate has `top + first` steps between the smallest and the largest value.
-    pub(super) first: f32,
-    /// Increment between candidates.
-    pub(super) step: f32,
-    /// Candidates after the first.
-    pub(super) steps: i32,
-    /// Whether the cost is the absolute error instead of the squared one.
-    pub(super) absolute: bool,
-}
-
-impl Offsets {
-    /// The search that uses an importance matrix.
-    pub(super) const fn weighted(top: i32) -> Self {
-        Self { top, first: -0.9, step: 0.05, steps: 36, absolute: false }
-    }
 }
 
 /// Searches a grid `scale·code − minimum` with codes `0..=top` and `minimum ≥ 0`: returns scale and minimum, and writes
@@ -293,18 +240,47 @@ pub(super) fn positive(top: i32, x: &[f32], weights: &[f32], codes: &mut [u8]) -
     fit.scale()
 }
 
-/// The mean square of a row, summed in order.
-pub(super) fn mean_square(x: &[f32]) -> f32 {
-    let mut sum = 0.0;
-    for &x in x {
-        sum += x * x;
+/// Candidates on each side of the first.
+const TRIES: i32 = 7;
+
+/// The code of the nearest level; the upper one on ties.
+pub(super) fn code(x: f32) -> u8 {
+    let level = |i: usize| f32::from(LEVELS[i]);
+    if x <= level(0) {
+        return 0;
     }
-    sum / x.len() as f32
+    if x >= level(15) {
+        return 15;
+    }
+    let above = (1..16).find(|&i| x < level(i)).unwrap_or(15);
+    (if x - level(above - 1) < level(above) - x { above - 1 } else { above }) as u8
 }
 
-/// `im·√(σ² + x²)`, the weights of a block.
-pub(super) fn weigh(importance: &[f32], sigma2: f32, x: &[f32], weights: &mut [f32]) {
-    for ((w, &im), &x) in weights.iter_mut().zip(importance).zip(x) {
-        *w = im * (sigma2 + x * x).sqrt();
+/// Finds the scale of a part.
+pub(super) fn level_scale(x: &[f32], weights: &[f32]) -> f32 {
+    let max = largest(x);
+    if max.abs() < NEGLIGIBLE {
+        return 0.0;
     }
+    let fit = |inverse: f32| {
+        let (mut qx, mut qq) = (0.0, 0.0);
+        for (&x, &w) in x.iter().zip(weights) {
+            let q = f32::from(LEVELS[usize::from(code(inverse * x))]);
+            qx += w * q * x;
+            qq += w * q * q;
+        }
+        (qx, qq)
+    };
+    let first = f32::from(LEVELS[0]);
+    let (qx, qq) = fit(1.0 / (-max / first));
+    let mut scale = qx / qq;
+    let mut best = scale * qx;
+    for step in -TRIES..=TRIES {
+        let (qx, qq) = fit((step as f32 + first) / max);
+        if qq > 0.0 && qx * qx > best * qq {
+            scale = qx / qq;
+            best = scale * qx;
+        }
+    }
+    scale
 }
