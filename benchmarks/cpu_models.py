@@ -1,18 +1,17 @@
-"""Measures the memory and time of quantized models in transformers on a CPU, and of evaluating one, on random models of
-real shapes.
+"""Measures the memory and time of quantized models in transformers on a CPU, and the time of evaluating one, on random
+models of real shapes.
 
     python benchmarks/cpu_models.py transformers QUANT OUT [--shape 8B --layers 8] [--rounds 3] [--threads 2]
     python benchmarks/cpu_models.py eval QUANT OUT [--shape 1B --layers 16]
+    python benchmarks/cpu_models.py make QUANT OUT [--shape 1B --layers 16]
 
 `transformers` alternates between the bf16 original, the W4A16 and W8A8 checkpoints as transformers loads them, and the
 same checkpoints with `fewbits.transformers`, each in its own process. The package is taken from FEWBITS_PACKAGE
 (default target/python/package). `eval` times `quant eval` alone and with --reference. Both write a record of their
-measurements.
+measurements. `make` only creates the models.
 """
 
 import argparse
-import csv
-import datetime
 import json
 import os
 import shutil
@@ -22,7 +21,8 @@ import sys
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+import records
+
 VOCAB = 128256
 SHAPES = {
     "1B": dict(hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32, head_dim=64, tie_word_embeddings=True),
@@ -33,7 +33,7 @@ PROMPT, NEW = 64, 24
 
 
 def make(out: Path, shape: str, layers: int | None) -> Path:
-    """A random Llama in bf16."""
+    """Creates a random Llama in bf16, unless it exists, and returns its directory."""
     import torch
     from safetensors.torch import save_file
 
@@ -71,7 +71,7 @@ def make(out: Path, shape: str, layers: int | None) -> Path:
         "hidden_act": "silu", "bos_token_id": 0, "eos_token_id": 1,
     }
     (model / "config.json").write_text(json.dumps(config))
-    shutil.copy(ROOT / "calibration-data/demo-model/tokenizer.json", model)
+    shutil.copy(records.ROOT / "calibration-data/demo-model/tokenizer.json", model)
     return model
 
 
@@ -81,13 +81,13 @@ def peak() -> int:
 
 
 def measure(model: str, packed: bool, threads: int) -> None:
-    """Loads a model, generates once, and prints the measurements as JSON."""
+    """Loads a model, processes a prompt, generates tokens, and prints the measurements as JSON."""
     import torch
     from transformers import AutoModelForCausalLM
 
     torch.set_num_threads(threads)
     if packed:
-        sys.path.insert(0, os.environ.get("FEWBITS_PACKAGE", str(ROOT / "target/python/package")))
+        sys.path.insert(0, os.environ.get("FEWBITS_PACKAGE", str(records.ROOT / "target/python/package")))
         import fewbits.transformers
 
         fewbits.transformers.enable()
@@ -120,27 +120,6 @@ def quantized(quant: str, model: Path) -> dict[str, Path]:
     return found
 
 
-def head(title: str, command: str) -> list[str]:
-    commit = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
-    return [f"# {title}", "", f"- date: {today()}", f"- commit: {commit}, development profile (numerical crates optimized)",
-            "- host: AMD EPYC (Zen 5), 2 CPUs, 24 GiB", f"- command: `{command}`", ""]
-
-
-def today() -> datetime.date:
-    return datetime.datetime.now(datetime.timezone.utc).date()
-
-
-def record(kind: str, lines: list[str], columns: list[str], rows: list[list]) -> None:
-    place = ROOT / "benchmarks/record" / kind
-    place.mkdir(parents=True, exist_ok=True)
-    base = place / f"{today()}-amd-epyc-2cpu"
-    base.with_suffix(".md").write_text("\n".join(lines) + "\n")
-    with open(base.with_suffix(".csv"), "w", newline="") as file:
-        table = csv.writer(file, lineterminator="\n")
-        table.writerow(columns)
-        table.writerows(rows)
-
-
 def in_transformers(arguments) -> None:
     import torch
     import transformers
@@ -167,21 +146,21 @@ def in_transformers(arguments) -> None:
             print(rows[-1], flush=True)
     middle = {name: [statistics.median(row[i] for row in rows if row[1] == name) for i in range(2, 7)] for name in who}
     base = middle["bf16"]
-    lines = head("A quantized model in transformers on a CPU", "python benchmarks/cpu_models.py " + " ".join(
+    lines = records.header("A quantized model in transformers on a CPU", "python benchmarks/cpu_models.py " + " ".join(
         ["transformers", "QUANT", "OUT", "--shape", arguments.shape, "--layers", str(arguments.layers or SHAPES[arguments.shape]["num_hidden_layers"]),
          "--rounds", str(arguments.rounds), "--threads", str(arguments.threads)]))
     lines += [
         f"Random Llama in {arguments.shape} shape, {arguments.layers or SHAPES[arguments.shape]['num_hidden_layers']} layers, embeddings and head float; "
         f"transformers {transformers.__version__}, torch {torch.__version__}, "
-        f"bf16, {arguments.threads} thread(s). A prompt of {PROMPT} tokens, then {NEW} tokens one by one; each in a process of its own, all in "
-        f"turns, medians of {arguments.rounds} round(s). Memory is the peak (VmHWM), imports of torch included. {arguments.note}".rstrip(),
+        f"bf16, {arguments.threads} thread(s). A prompt of {PROMPT} tokens, then {NEW} tokens one by one. Each model runs in its own process, "
+        f"all in turn; medians of {arguments.rounds} round(s). Memory is the peak (VmHWM), including the imports. {arguments.note}".rstrip(),
         "",
-        "| model | load s | prefill, tokens/s | decode, tokens/s | times bf16 | peak GB | of bf16 |",
+        "| model | load, s | prefill, tokens/s | decode, tokens/s | decode relative to bf16 | peak, GB | peak relative to bf16 |",
         "|---|---|---|---|---|---|---|",
     ]
     for name, (load, prefill, decode, _, top) in middle.items():
         lines.append(f"| {name} | {load:.1f} | {prefill:.1f} | {decode:.2f} | {decode / base[2]:.2f} | {top / 1e9:.2f} | {100 * top / base[4]:.0f} % |")
-    record("transformers-cpu", lines, ["round", "model", "load_seconds", "prefill_tokens_per_second", "decode_tokens_per_second", "import_bytes", "peak_bytes"], rows)
+    records.write("transformers-cpu", lines, ["round", "model", "load_seconds", "prefill_tokens_per_second", "decode_tokens_per_second", "import_bytes", "peak_bytes"], rows)
 
 
 def evaluation(arguments) -> None:
@@ -203,11 +182,11 @@ def evaluation(arguments) -> None:
             result = json.loads(done.stdout)
             rows.append([name, what, window * windows, round(time.perf_counter() - before, 2), round(result["tokens_per_second"], 2)])
             print(rows[-1], flush=True)
-    lines = head("What an evaluation costs", f"python benchmarks/cpu_models.py eval QUANT OUT --shape {arguments.shape}")
-    lines += [f"`quant eval` of a W4A16 checkpoint, {arguments.threads} threads; `with --reference` runs the original too, and the noise floor.",
-              "", "| model | | tokens | seconds with loading | tokens/s |", "|---|---|---|---|---|"]
+    lines = records.header("Time of an evaluation", f"python benchmarks/cpu_models.py eval QUANT OUT --shape {arguments.shape}")
+    lines += [f"`quant eval` of a W4A16 checkpoint, {arguments.threads} threads; `with --reference` also runs the original and measures the noise floor.",
+              "", "| model | | tokens | seconds, including loading | tokens/s |", "|---|---|---|---|---|"]
     lines += [f"| {name} | {what} | {tokens} | {seconds} | {rate} |" for name, what, tokens, seconds, rate in rows]
-    record("eval-cost", lines, ["model", "what", "tokens", "seconds", "tokens_per_second"], rows)
+    records.write("eval-cost", lines, ["model", "what", "tokens", "seconds", "tokens_per_second"], rows)
 
 
 def main() -> None:
@@ -223,7 +202,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--only", action="append")
-    parser.add_argument("--note", default="", help="a sentence for the record, such as on the load of the machine")
+    parser.add_argument("--note", default="", help="a sentence for the record, for example about the load of the machine")
     arguments = parser.parse_args()
     if arguments.what == "make":
         quantized(arguments.quant, make(arguments.out, arguments.shape, arguments.layers))

@@ -3,10 +3,11 @@
     python benchmarks/memory_budget.py QUANT XTASK TEXT OUT [--shape 1B|8B|70B] [--layers N] [--samples N] [--seq-len N]
                                        [--methods awq,gptq,…] [--pairs N] [--share 0.33]
 
-For each method, a synthetic model of the shape is quantized without a budget and with a budget: the smallest one, or the
-given share of the memory that the plan predicts without a budget. Runs alternate. The budgeted runs are inside a memory
-control group with the budget as its limit, if this user may create one. Peak memory is the VmHWM that the program reports.
-Outputs must be equal byte for byte. Prints a Markdown table; appends rows to OUT/memory-budget.csv.
+For each method, a synthetic model of the shape is quantized in memory, with the predicted peak as the budget, and with
+a smaller budget: the smallest possible one, or the given share of the predicted peak if that is larger. Runs alternate.
+The runs with the smaller budget are inside a memory control group with this limit, if this user may create one. Peak
+memory is the VmHWM that the program reports. The safetensors files of all runs must be equal byte for byte. Prints a
+Markdown table, and appends its rows to OUT/memory-budget.csv.
 """
 
 import argparse

@@ -2,17 +2,18 @@
 
     python benchmarks/plan_memory.py QUANT OUT
 
-A checkpoint of each shape is created in OUT/models: a config, and sparse safetensors files, so that 141 GB take a few
-kilobytes on disk. `plan` reads only headers. Writes the record to benchmarks/record/plan-memory.
+A checkpoint of each shape is created in OUT/models: a config, and sparse safetensors files that contain only headers,
+so that even the largest one, of 141 GB, takes less than a megabyte on disk. `plan` reads only headers. Writes the
+record to benchmarks/record/plan-memory.
 """
 
-import csv
-import datetime
 import json
 import struct
 import subprocess
 import sys
 from pathlib import Path
+
+import records
 
 SHAPES = {
     "Llama-3.2-1B": dict(hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32),
@@ -92,27 +93,12 @@ def sizes(plan: dict) -> list[int]:
 
 
 def write(rows: list[list]) -> None:
-    root = Path(__file__).parent.parent
-    commit = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], cwd=root, capture_output=True, text=True).stdout.strip()
-    today = datetime.datetime.now(datetime.timezone.utc).date()
-    place = root / "benchmarks/record/plan-memory"
-    place.mkdir(parents=True, exist_ok=True)
-    base = place / f"{today}-amd-epyc-2cpu"
-    with open(base.with_suffix(".csv"), "w", newline="") as file:
-        table = csv.writer(file, lineterminator="\n")
-        table.writerow(["shape", "method", "options", "peak_bytes", "smallest_budget_bytes", "bytes_before", "bytes_after"])
-        table.writerows(rows)
     gb = lambda count: f"{count / 1e9:.1f} GB"  # noqa: E731
     lines = [
-        "# Peak memory that plans predict",
-        "",
-        f"- date: {today}",
-        f"- commit: {commit}",
-        "- host: AMD EPYC (Zen 5), 2 CPUs, 24 GiB",
-        "- command: `python benchmarks/plan_memory.py QUANT OUT`",
+        *records.header("Peak memory that plans predict", "python benchmarks/plan_memory.py QUANT OUT"),
         "",
         "Llama shapes in bf16, 4 bits in groups of 128 (8 bits with SmoothQuant), 2 threads. Predicted, not measured: the files",
-        "have headers and no data. How predictions compare with what was used: [AWQ](../awq-memory), [QoQ](../qoq),",
+        "contain headers and no data. These records compare predictions with measurements: [AWQ](../awq-memory), [QoQ](../qoq),",
         "[experts](../experts-memory).",
         "",
         "| shape | method | calibration | peak | smallest budget | before | after |",
@@ -122,7 +108,8 @@ def write(rows: list[list]) -> None:
         words = options.split()
         text = f"{words[words.index('--samples') + 1]} × {words[words.index('--seq-len') + 1]}" if "--samples" in words else "none"
         lines.append(f"| {name} | {method} | {text} | {gb(peak)} | {gb(smallest)} | {gb(before)} | {gb(after)} |")
-    base.with_suffix(".md").write_text("\n".join(lines) + "\n")
+    columns = ["shape", "method", "options", "peak_bytes", "smallest_budget_bytes", "bytes_before", "bytes_after"]
+    records.write("plan-memory", lines, columns, rows)
 
 
 if __name__ == "__main__":

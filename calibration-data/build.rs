@@ -1,4 +1,4 @@
-//! Finds out whether the demo model is there. A published crate has no room for its weights.
+//! Detects whether the demo model's weights are present; they exceed the size limit of a published crate.
 
 fn main() {
     const WEIGHTS: &str = "demo-model/model.safetensors";

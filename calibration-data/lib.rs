@@ -13,6 +13,7 @@ use serde::Deserialize;
 
 /// The texts of one domain.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Domain {
     /// `narrative`, `code`, `numbers` …
     pub name: &'static str,
@@ -83,6 +84,7 @@ fn split(text: &'static str) -> impl Iterator<Item = &'static str> {
 /// A public text set on a hub.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields)]
+#[non_exhaustive]
 pub struct PublicSet {
     /// The name that `--calibration` and `--text` take.
     pub name: String,
@@ -96,7 +98,7 @@ pub struct PublicSet {
     pub split: String,
     /// The column or field that holds the text.
     pub field: String,
-    /// The licence as the set's authors state it.
+    /// The license as the set's authors state it.
     pub licence: String,
     /// SHA-256 of the file in lower-case hex; empty if no file has been fetched and hashed yet.
     pub sha256: String,
@@ -117,6 +119,7 @@ pub fn public_sets() -> Result<Vec<PublicSet>, toml::de::Error> {
 
 /// A file of a model directory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct ModelFile {
     /// The file name in the directory.
     pub name: &'static str,
@@ -125,14 +128,14 @@ pub struct ModelFile {
 }
 
 /// The demo model: a Llama of 6.8 million parameters in f16, as a Hugging Face directory. `None` in a published crate,
-/// which has no room for its weights.
+/// whose size limit its weights exceed.
 #[cfg(not(demo_model))]
 pub fn demo_model() -> Option<[ModelFile; 4]> {
     None
 }
 
 /// The demo model: a Llama of 6.8 million parameters in f16, as a Hugging Face directory. `None` in a published crate,
-/// which has no room for its weights.
+/// whose size limit its weights exceed.
 #[cfg(demo_model)]
 pub fn demo_model() -> Option<[ModelFile; 4]> {
     macro_rules! file {

@@ -1,7 +1,10 @@
-"""The shapes of `quant bench kernels --device cuda` in torch and Triton, measured in the same way: bench_torch.py
-OURS.json OUT.jsonl
+"""Measures the shapes of `quant bench kernels --device cuda` in torch and Triton, in the same way.
 
-Times are medians over launches between two events. Inputs are taken in turn from more memory than the L2 cache holds.
+    bench_torch.py OURS.json OUT.jsonl
+
+OURS.json is the output of `quant bench kernels --device cuda --json`. Each time is the median of several batches of
+launches between two events. Launches take their weights, caches or rows in turn from copies that fill 512 MiB (at most
+64 copies), so that large ones are not read from the L2 cache.
 """
 
 import json
@@ -16,7 +19,7 @@ REPEATS = 5
 
 
 def seconds(launches):
-    """The median time of one launch; `launches` are functions that are called in turn."""
+    """Returns the median seconds per launch; `launches` are functions that are called in turn."""
 
     def run(count):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -76,7 +79,7 @@ def decode(sequences, tokens):
 
 
 def triton_quantize():
-    """Quantizes a row to int8 with its scale, by Triton; `None` if Triton is missing."""
+    """Returns a function that times the quantization of rows to int8 by Triton, or `None` if Triton is missing."""
     try:
         import triton
         import triton.language as tl

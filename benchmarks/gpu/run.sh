@@ -39,7 +39,7 @@ fi
 # The test `device` compiles kernels for the device that it finds, so it needs NVRTC.
 lacks_compiler() {
     [[ $1 == device && -z ${QUANT_NVRTC:-} ]] && ! ldconfig -p 2>/dev/null | grep -q libnvrtc &&
-        echo "SKIPPED: $1, for there is no NVRTC here"
+        echo "SKIPPED: the test $1 needs NVRTC, which is not installed"
 }
 command -v nvidia-smi >/dev/null && note device.txt nvidia-smi
 
@@ -63,7 +63,7 @@ if wanted sanitizer; then
             done <tests/sanitized.txt
         done
     else
-        echo "SKIPPED: no compute-sanitizer here"
+        echo "SKIPPED: compute-sanitizer is not installed"
     fi
 fi
 
@@ -73,12 +73,12 @@ if wanted torch; then
     if python3 -c 'import torch, sys; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then
         note torch.txt python3 bench_torch.py results/bench.json results/torch.jsonl
     else
-        echo "SKIPPED: no torch with CUDA here"
+        echo "SKIPPED: torch with CUDA is not installed"
     fi
 fi
 
 if ((failed)); then
-    echo "$failed part(s) failed"
+    echo "$failed command(s) failed"
     exit 1
 fi
-echo "all that ran passed; keep results/"
+echo "everything that was run passed; the results are in results/"

@@ -1,8 +1,8 @@
-"""The token windows that `quant quantize --calibration FILE` samples, recomputed.
+"""Recomputes the token windows that `quant quantize --calibration FILE` samples.
 
 The rule is that of quant-core/src/calibrate/windows.rs for plain text: documents are tokenized separately, and their
-tokens are joined and cut into windows of equal length. A selection drawn without replacement by SplitMix64 is taken in
-stream order. `quant_report.json` contains the SHA-256 of the tokens, so a caller can check that both are equal.
+tokens are joined and cut into windows of equal length. A selection is drawn without replacement by SplitMix64 and kept
+in order. `quant_report.json` contains the SHA-256 of the tokens, so a caller can check that both are equal.
 """
 
 import hashlib
@@ -15,7 +15,7 @@ MASK = (1 << 64) - 1
 
 
 def documents(path):
-    """The texts of a `.jsonl` file, one per line, or any other file as one text."""
+    """Returns the `text` of each line of a `.jsonl` file, or any other file as one text."""
     text = Path(path).read_bytes().removeprefix(b"\xef\xbb\xbf").decode()
     if Path(path).suffix.lower() != ".jsonl":
         return [text]
@@ -44,7 +44,7 @@ def select(windows, count, seed):
 
 
 def sample(tokenizer_file, text_file, samples, length, seed):
-    """Windows of token ids, a list of lists."""
+    """Returns windows of token ids, a list of lists."""
     tokenizer = Tokenizer.from_file(str(tokenizer_file))
     tokenizer.no_padding()
     tokenizer.no_truncation()
@@ -52,7 +52,7 @@ def sample(tokenizer_file, text_file, samples, length, seed):
     for document in documents(text_file):
         stream.extend(tokenizer.encode(document).ids)
     windows = [stream[i:i + length] for i in range(0, len(stream) - length + 1, length)]
-    assert len(windows) >= samples, f"{len(windows)} windows, {samples} are needed"
+    assert len(windows) >= samples, f"the text has {len(windows)} windows, but {samples} are needed"
     return select(windows, samples, seed)
 
 

@@ -2,8 +2,8 @@
 
     eval_transformers.py MODEL TEXT WINDOW WINDOWS THREADS
 
-Prints one JSON object: seconds of the forward passes and the log-softmax, the mean negative log-likelihood, and the
-versions. The time does not include loading.
+Prints one JSON object: the seconds of the forward passes and the cross-entropy, without loading; the mean negative
+log-likelihood; the number of scored tokens; and the versions.
 """
 
 import json

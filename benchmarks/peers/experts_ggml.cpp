@@ -2,8 +2,8 @@
 //
 // Computes the experts of a layer as llama.cpp's models do: gate and up by `ggml_mul_mat_id`, their product, down by
 // `ggml_mul_mat_id`, multiplication by the tokens' weights, and the sum over a token's experts. Requests are those of
-// benchmarks/kernels-worker; a line `route NAME TOKENS CALLS TOP_K` is followed by a line with the experts of all tokens
-// of all calls. A pass is one graph with all calls.
+// benchmarks/kernels-worker; a line `route NAME TOKENS CALLS TOP_K` is followed by a line with the experts of all
+// tokens of all calls. A pass is one graph with all calls.
 
 #include "ggml_worker.hpp"
 
@@ -56,7 +56,7 @@ struct Experts {
         m = tokens;
         calls = how_many;
         top_k = slots;
-        require(experts.size() == size_t(m * calls * top_k), "another number of experts");
+        require(experts.size() == size_t(m * calls * top_k), "the number of experts does not match the request");
         const size_t tensors = 2 + calls * (8 + 3 * top_k);
         run = std::make_unique<Context>(tensors);
         ggml_context * at = run->at;
@@ -90,10 +90,11 @@ struct Experts {
     }
 
     void pass() {
-        require(ggml_backend_graph_compute(cpu.backend, graph) == GGML_STATUS_SUCCESS, "the graph fails");
+        require(ggml_backend_graph_compute(cpu.backend, graph) == GGML_STATUS_SUCCESS, "cannot compute the graph");
     }
 
-    // Error of the first token relative to the float weights: all experts are the same, and a token's weights add up to 1.
+    // Relative error of the first outputs of the first token, compared with the unquantized weights. All experts are
+    // the same, and a token's weights add up to 1.
     double error() {
         const std::vector<float> values = normal(m * hidden, 1.0f, 1);
         std::vector<float> out(m * hidden);

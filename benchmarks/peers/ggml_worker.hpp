@@ -1,5 +1,5 @@
-// The common code of the workers of `cargo xtask peers-kernels` and `peers-experts` that run llama.cpp's ggml: the device
-// and its threads, tensor memory, random numbers, and the answers to requests.
+// The common code of the workers of `cargo xtask peers-kernels` and `peers-experts` that run llama.cpp's ggml: the
+// device and its threads, tensor memory, random numbers, and the answers to requests.
 #pragma once
 
 #include "ggml-alloc.h"
@@ -44,13 +44,13 @@ void require(bool holds, const char * what) {
     if (!holds) throw std::runtime_error(what);
 }
 
-// The library with the code for this processor, one of several.
+// The path of the loaded CPU library: there is one for each set of processor features.
 std::string variant() {
     std::ifstream maps("/proc/self/maps");
     for (std::string line; std::getline(maps, line);) {
         if (line.find("libggml-cpu-") != std::string::npos) return line.substr(line.find('/'));
     }
-    throw std::runtime_error("no library of the CPU backend");
+    throw std::runtime_error("the library of the CPU backend is not loaded");
 }
 
 // The device, its threads, and the functions of the library for this processor.
@@ -63,7 +63,7 @@ struct Cpu {
 
     explicit Cpu(int threads) {
         device = ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU);
-        require(device, "no CPU backend");
+        require(device, "there is no CPU backend");
         backend = ggml_backend_dev_init(device, nullptr);
         auto set_threads = function<ggml_backend_set_n_threads_t>("ggml_backend_set_n_threads");
         set_threads(backend, threads);
@@ -114,8 +114,8 @@ ggml_type type_of(const std::string & name) {
     throw std::runtime_error("unknown type");
 }
 
-// Seconds per item of each pass, for as many passes as fit in the time. The first pass is a warm-up and is dropped,
-// unless it is the only one.
+// Runs passes until the time is over, and returns the seconds per item of each. The first pass is a warm-up and is
+// dropped, unless it is the only one.
 template <typename Pass> std::vector<double> passes(double milliseconds, double things, Pass pass) {
     std::vector<double> taken;
     const double started = now();
@@ -151,11 +151,11 @@ template <typename Product> ggml_backend_buffer_type_t choose(Cpu & cpu, Product
         ggml_backend_buffer_free(w->buffer);
         if (can) return candidate;
     }
-    throw std::runtime_error("no place for the weights");
+    throw std::runtime_error("no buffer type supports the product");
 }
 
-// Answers requests until there are no more. `answer` gets the device, the request, the name of a contestant and the rest
-// of the line; it prints a line and returns whether it knows the request.
+// Answers requests until there are no more. `answer` gets the device, the request, the name of a contestant and the
+// rest of the line; it prints a line and returns whether it knows the request.
 template <typename Answer> int serve(int argc, char ** argv, const char * contestants, Answer answer) {
     if (argc != 3) return 2;
     ggml_log_set([](ggml_log_level, const char *, void *) {}, nullptr);

@@ -1,7 +1,7 @@
 """Times GPTQ by gptqmodel on the calibration tokens of `quant`.
 
-Uses its own defaults throughout: group-aware order, damping 0.05, linears in sequence on the activations of the
-quantized model. There are two exceptions. The element type is the requested one, while its default is bfloat16; and
+Uses gptqmodel's defaults: group-aware order, damping 0.05, and linear layers in sequence on the activations of the
+quantized model. There are two exceptions: the element type is the requested one, while the default is bfloat16; and
 finished layers are not moved to disk, which is unnecessary for a model that fits in memory. Options as in peer.py.
 """
 
@@ -18,8 +18,8 @@ from gptqmodel import GPTQModel, QuantizeConfig  # noqa: E402
 
 
 def config():
-    """The grids, and otherwise its defaults."""
-    assert args.group_size != "channel" and not args.channel, "its order by groups needs groups"
+    """The requested bits, groups and settings, and otherwise gptqmodel's defaults."""
+    assert args.group_size != "channel" and not args.channel, "the group-aware order requires groups"
     settings = {name: float(value) for name, value in args.settings.items()}
     return QuantizeConfig(
         bits=args.bits, group_size=int(args.group_size), sym=True, offload_to_disk=False, **settings)

@@ -60,10 +60,11 @@ struct Case {
     }
 
     void pass() {
-        require(ggml_backend_graph_compute(cpu.backend, graph) == GGML_STATUS_SUCCESS, "the graph fails");
+        require(ggml_backend_graph_compute(cpu.backend, graph) == GGML_STATUS_SUCCESS, "cannot compute the graph");
     }
 
-    // Error of some outputs relative to the product of the unquantized weights: RMS over RMS.
+    // Relative error of some outputs, compared with the product of the unquantized weights: the root mean square of the
+    // difference divided by that of the product.
     double error() {
         const std::vector<float> values = normal(m * k, 1.0f, 1);
         std::vector<float> out(m * n);

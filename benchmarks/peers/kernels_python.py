@@ -17,23 +17,23 @@ import warnings
 
 import numpy as np
 
-# The number of distinct weight rows. Further rows repeat them, which no kernel exploits. Each copy begins with a
-# different row, because a peer may store identical weights only once.
+# The number of distinct weight rows. Further rows repeat them, which no kernel exploits. In ONNX Runtime and OpenVINO,
+# each copy begins with a different row, because they may store identical weights only once.
 BASE = 128
 
 
 def weights(k):
-    """[BASE, k], normal within single precision."""
+    """Returns [BASE, k], normally distributed with a standard deviation of 0.02."""
     return np.random.default_rng(k).standard_normal((BASE, k), dtype=np.float32) * np.float32(0.02)
 
 
 def repeated(rows, n):
-    """Repeats the rows up to n rows."""
+    """Repeats the rows to get n rows."""
     return np.ascontiguousarray(np.tile(rows, (-(-n // BASE),) + (1,) * (rows.ndim - 1))[:n])
 
 
 def symmetric(base, group, bits):
-    """int8 codes [BASE, groups, group] from -2^(bits-1) on, and scales [BASE, groups]."""
+    """Returns int8 codes [BASE, groups, group] from -2^(bits-1) to 2^(bits-1) - 1, and scales [BASE, groups]."""
     half = 1 << (bits - 1)
     groups = base.reshape(BASE, -1, group)
     at = np.abs(groups).argmax(axis=2)
@@ -124,7 +124,7 @@ class OnnxRuntime:
 
 
 class OpenVino:
-    """A product with compressed weights, with activations quantized to 8 bits in groups."""
+    """A product with compressed weights, which quantizes activations to 8 bits in groups."""
 
     package = "openvino"
     contestants = ["i4-g128"]
@@ -155,7 +155,7 @@ class OpenVino:
                 "INFERENCE_NUM_THREADS": threads,
                 "NUM_STREAMS": 1,
                 "PERFORMANCE_HINT": "LATENCY",
-                # By default, OpenVINO uses bf16 here, and would compute with float instructions.
+                # By default, OpenVINO uses bf16 on processors that have it, and would compute with float instructions.
                 "INFERENCE_PRECISION_HINT": "f32",
                 "DYNAMIC_QUANTIZATION_GROUP_SIZE": str(group),
             }
@@ -192,7 +192,7 @@ class OpenVino:
 
 
 class Torch:
-    """8-bit linear layers of both engines, with activations quantized by their range."""
+    """8-bit linear layers of oneDNN and FBGEMM, which quantize activations by their range."""
 
     package = "torch"
     contestants = ["int8-onednn", "int8-fbgemm"]
@@ -239,7 +239,8 @@ PEERS = {"onnxruntime": OnnxRuntime, "openvino": OpenVino, "torch": Torch}
 
 
 def error(case, x, k):
-    """Error of some outputs relative to the product of the unquantized weights: RMS over RMS."""
+    """Returns the relative error of some outputs, compared with the product of the unquantized weights: the root mean
+    square of the difference divided by that of the product."""
     rows = [0, len(x) - 1]
     out = case.out()
     columns = np.concatenate([np.arange(BASE), np.arange(out.shape[1] - BASE, out.shape[1])])
@@ -249,8 +250,8 @@ def error(case, x, k):
 
 
 def passes(case, milliseconds):
-    """Seconds per product, for as many passes as fit in the time. The first pass is a warm-up and is dropped, unless it
-    is the only one."""
+    """Runs passes until the time is over, and returns the seconds per product of each. The first pass is a warm-up and
+    is dropped, unless it is the only one."""
     budget, started, taken = milliseconds / 1e3, time.perf_counter(), []
     while True:
         before = time.perf_counter()

@@ -1,12 +1,12 @@
 """Times AWQ, GPTQ or SmoothQuant by llm-compressor on the calibration tokens of `quant`.
 
-Uses its own defaults throughout: one window per batch, the sequential pipeline, the min-max observer, its mappings for
-the architecture. Options as in peer.py; `awq` is AWQModifier (duo scaling, 20 ratios), then rounding to nearest; `gptq`
-is GPTQModifier; `smoothquant` is SmoothQuantModifier, then rounding to nearest to its scheme W8A8, whatever bits and
-groups are given; `rtn` is QuantizationModifier alone.
+Uses llm-compressor's defaults: one window per batch, the sequential pipeline, the min-max observer, and its mappings
+for the architecture. Options as in peer.py. `awq` is AWQModifier (duo scaling, 20 ratios), then rounding to nearest;
+`gptq` is GPTQModifier; `smoothquant` is SmoothQuantModifier, then rounding to nearest with the scheme W8A8, regardless
+of the given bits and groups; `rtn` is QuantizationModifier alone.
 
-`--set scheme=NAME` takes the weights of a preset of compressed-tensors (NVFP4A16, FP8_DYNAMIC, …) instead of bits and
-groups, and leaves activations float; `--set observer=NAME` selects another observer of weights.
+`--set scheme=NAME` uses the weight format of a preset of compressed-tensors (NVFP4A16, FP8_DYNAMIC, …) instead of bits
+and groups, and leaves activations as floats; `--set observer=NAME` selects a different observer of these weights.
 """
 
 import peer
@@ -37,7 +37,7 @@ def grid(group_size):
 
 
 def groups():
-    """The linears that each grid applies to."""
+    """The formats of the weights, and the linear layers that each applies to."""
     if PRESET is not None:
         weights = preset_name_to_scheme(PRESET, ["Linear"]).weights
         if OBSERVER is not None:
@@ -51,7 +51,7 @@ def groups():
 
 
 def recipe():
-    """Its recipe for the method."""
+    """llm-compressor's recipe for the method."""
     settings = {name: float(value) for name, value in args.settings.items()}
     ignore = ["lm_head"]
     if args.method == "awq":

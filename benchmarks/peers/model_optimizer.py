@@ -1,8 +1,8 @@
 """Times NVFP4 by NVIDIA's Model Optimizer (nvidia-modelopt) on a CPU.
 
-Options as in peer.py; `max` is its recipe W4A16_NVFP4_CFG, which only inspects weights, on the calibration tokens of
-`quant`, written by its export to a Hugging Face checkpoint. Its recipes that search scales
-(NVFP4_W4A4_WEIGHT_MSE_FP8_SWEEP_CFG) need triton, and therefore a GPU.
+Options as in peer.py. The only method, `max`, is the recipe W4A16_NVFP4_CFG, whose scales depend only on the weights;
+it also runs the calibration tokens of `quant`. The result is exported to a Hugging Face checkpoint. Recipes that search
+scales (NVFP4_W4A4_WEIGHT_MSE_FP8_SWEEP_CFG) need triton, and therefore a GPU.
 """
 
 import peer
@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM  # noqa: E402
 
 
 def forward(model):
-    """Calibrates."""
+    """Runs the calibration windows."""
     for window in windows:
         model(torch.tensor([window]))
 

@@ -1,8 +1,8 @@
 """Converts a Llama checkpoint in one bf16 safetensors file to GGUF: models_gguf.py MODEL OUT
 
-Only for speed benchmarks: the same weights in the same shape, without vocabulary, with the head written separately from
-the embedding even if they are tied. Rows of queries and keys stay in the order of the checkpoint, and rotary scaling is
-left out: neither changes the amount of computation, only its numbers.
+Only for speed benchmarks: the file has the same weights in the same shapes, no vocabulary, and a head separate from the
+embedding even if they are tied. Rows of queries and keys stay in the order of the checkpoint, and rotary scaling is
+left out. Both change the results, but not the amount of computation.
 """
 
 import json

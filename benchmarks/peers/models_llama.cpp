@@ -3,10 +3,9 @@
 //     models_llama quantize IN.gguf OUT.gguf Q4_0|Q4_K_M|Q8_0 THREADS LIBRARIES
 //     models_llama bench MODEL.gguf PREFILL DECODE REPEAT THREADS LIBRARIES
 //
-// quantize also rounds the head and the embedding to the 4 (or 8) bits of the other weights. bench processes PREFILL
-// tokens at once into an empty cache, then generates DECODE more one at a time, greedily. It repeats this REPEAT times
-// and prints a line of JSON with the seconds of both parts for every repetition. Threads wait for work as in llama.cpp's
-// own programs.
+// quantize also stores the head and the embedding as Q4_0, Q4_K or Q8_0. bench processes PREFILL tokens at once with an
+// empty cache, then generates DECODE more one at a time, greedily. It repeats this REPEAT times and prints a line of
+// JSON with the seconds of both parts for every repetition. Threads wait for work as in llama.cpp's own programs.
 
 #include "ggml-backend.h"
 #include "ggml-cpu.h"
@@ -56,11 +55,11 @@ int bench(const char * file, int prefill, int decode, int repeat, int threads) {
     params.n_threads = params.n_threads_batch = threads;
     params.no_perf = true;
     llama_context * context = llama_init_from_model(model, params);
-    if (!context) return fail("no context");
+    if (!context) return fail("cannot create a context");
     ggml_backend_reg_t cpu = ggml_backend_dev_backend_reg(ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU));
     auto make = reinterpret_cast<decltype(&ggml_threadpool_new)>(
         ggml_backend_reg_get_proc_address(cpu, "ggml_threadpool_new"));
-    if (!make) return fail("no threads");
+    if (!make) return fail("the CPU backend has no thread pool");
     ggml_threadpool_params pool = ggml_threadpool_params_default(threads);
     llama_attach_threadpool(context, make(&pool), nullptr);
 
@@ -79,12 +78,12 @@ int bench(const char * file, int prefill, int decode, int repeat, int threads) {
             return true;
         };
         double started = now();
-        if (!step(prompt.data(), prefill)) return fail("prefill fails");
+        if (!step(prompt.data(), prefill)) return fail("prefill failed");
         prefills.push_back(now() - started);
         started = now();
         for (int i = 0; i < decode; ++i) {
             llama_token last = token;
-            if (!step(&last, 1)) return fail("decode fails");
+            if (!step(&last, 1)) return fail("decode failed");
         }
         decodes.push_back(now() - started);
     }
@@ -107,5 +106,5 @@ int main(int argc, char ** argv) {
         ggml_backend_load_all_from_path(argv[7]);
         return bench(argv[2], std::stoi(argv[3]), std::stoi(argv[4]), std::stoi(argv[5]), std::stoi(argv[6]));
     }
-    return fail("usage: models_llama quantize|bench …");
+    return fail("usage: models_llama quantize IN OUT TYPE THREADS LIBRARIES, or bench MODEL PREFILL DECODE REPEAT THREADS LIBRARIES");
 }

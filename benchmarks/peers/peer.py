@@ -1,16 +1,16 @@
 """The common code of the scripts that run a quantizer: options, the model, and the result.
 
     SCRIPT MODEL OUT --method NAME --calibration FILE --samples N --seq-len L
-        [--bits B] [--group-size G|channel] [--channel NAME]... [--dtype float32|bfloat16|float16]
+        [--seed N] [--bits B] [--group-size G|channel] [--channel NAME]... [--dtype float32|bfloat16|float16]
         [--set OPTION=VALUE]... [--tokens-sha256 HEX] [--threads N] --result FILE
 
-Weights are symmetric; linears whose name ends in NAME are quantized per channel whatever G is; the head stays float.
---set gives a method's other options; everything else is the peer's own default.
+Weights are symmetric. Linear layers whose name ends in NAME are quantized per channel regardless of G. The head is not
+quantized. --set gives a method's other options; everything else is the peer's own default.
 
-FILE receives the seconds of loading, of the quantizing call and of saving, the process's peak memory before and after
-the work, and the versions. With --tokens-sha256 the windows must have that digest.
+The result is the seconds of loading, of the quantizing call and of saving; the process's peak memory before and after
+the work; the number of threads; and the versions. With --tokens-sha256, the windows must have that digest.
 
-Import this before torch, which reads the number of threads when it is loaded.
+Call `arguments` before importing torch, which reads the number of threads when it is loaded.
 """
 
 import argparse
@@ -56,16 +56,16 @@ def arguments(description, methods):
 
 
 def windows(args):
-    """The calibration windows. They must be those of `quant` if their digest is given."""
+    """Returns the calibration windows. If the digest of those of `quant` is given, they must match it."""
     sampled = calibration_windows.sample(
         args.model / "tokenizer.json", args.calibration, args.samples, args.seq_len, args.seed)
     digest = calibration_windows.sha256(sampled)
-    assert args.tokens_sha256 in (None, digest), f"tokens {digest}, {args.tokens_sha256} expected"
+    assert args.tokens_sha256 in (None, digest), f"the windows have digest {digest}, expected {args.tokens_sha256}"
     return sampled
 
 
 def stored_tensors(directory):
-    """All tensors of a checkpoint by name."""
+    """Returns all tensors of a checkpoint by name."""
     from safetensors import safe_open
 
     stored = {}
@@ -107,13 +107,13 @@ class Checkpoint:
 
 
 def peak_bytes():
-    """The high-water mark of resident memory."""
+    """Returns the peak resident memory of the process."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
 
 
 class Run:
-    """The clock of a run, from the end of the imports."""
+    """The measurements of a run, which begin after the imports."""
 
     def __init__(self, args):
         self.args, self.imported_bytes, self.times = args, peak_bytes(), [time.perf_counter()]

@@ -4,8 +4,8 @@
 # PEERS is awq (default) for llm-compressor; modelopt for llm-compressor and NVIDIA's Model Optimizer; or kernels for
 # ONNX Runtime, OpenVINO and PyTorch. DIR defaults to target/peers-venv under the repository root; PYTHON names the
 # interpreter (default python3). A finished environment contains a stamp, the hash of its requirements and the scripts.
-# If the stamp matches, the script returns at once; otherwise it rebuilds everything. torch comes without its GPU
-# libraries; see tests/interop/reduced_torch.sh.
+# If the stamp matches, the script returns at once; otherwise it rebuilds everything. torch is installed without its GPU
+# libraries if it works without them; see tests/interop/reduced_torch.sh.
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -16,7 +16,7 @@ case $peers in
 awq) requirements=$here/requirements.txt ;;
 modelopt) requirements=$here/modelopt_requirements.txt ;;
 kernels) requirements=$here/kernels_requirements.txt ;;
-*) echo "no peers are called $peers" >&2 && exit 2 ;;
+*) echo "unknown peers: $peers" >&2 && exit 2 ;;
 esac
 python=$directory/bin/python
 stamp_file=$directory/peers-stamp
@@ -100,4 +100,4 @@ else
     kind=full
 fi
 echo "$stamp" >"$stamp_file"
-echo "peers environment ($kind) made in ${SECONDS} s: $directory"
+echo "peers environment ($kind) created in ${SECONDS} s: $directory"

@@ -351,7 +351,7 @@ pub extern "C" fn cuEventSynchronize(_event: usize) -> Code {
     in_context(|_| Ok(()))
 }
 
-/// Returns one second between any two events: time is not modelled.
+/// Returns one second between any two events: time is not modeled.
 ///
 /// # Safety
 /// See the driver's documentation.

@@ -103,8 +103,9 @@ impl Bench {
 
     /// Returns the text with only these windows.
     fn some(&self, numbers: &[usize]) -> EvaluationText {
-        let windows = numbers.iter().map(|&n| self.text.windows[n].clone()).collect();
-        EvaluationText { windows, ..self.text.clone() }
+        let mut text = self.text.clone();
+        text.windows = numbers.iter().map(|&n| self.text.windows[n].clone()).collect();
+        text
     }
 
     fn score(&self, decoder: &Decoder, text: &EvaluationText) -> Result<Scores> {
@@ -157,6 +158,7 @@ fn evaluation(text: &EvaluationText, means: Vec<f64>) -> Evaluation {
         size_bytes: 0,
         schemes: Vec::new(),
         kv_cache: None,
+        method: None,
     };
     Evaluation::new(tool, model, None, ("trial".into(), text), (scores, None), (0.0, 0.0))
 }

@@ -22,12 +22,12 @@ pub struct Anatomy {
     pub windows: usize,
     /// For each block, `‖h − h₀‖ / ‖h₀‖` of its output, over all positions.
     pub block_errors: Vec<f64>,
-    /// Inputs of the linears, in order of blocks.
+    /// Inputs of the linears, in order of blocks. An input is left out if the median of its channels is 0.
     pub inputs: Vec<LinearInput>,
 }
 
-/// How uneven the channels of a linear's input are: the ratio of the largest channel's largest magnitude to the median
-/// channel's.
+/// How uneven the channels of a linear's input are: the largest magnitude of every channel is found, and the ratio of
+/// the maximum to the median over channels is given.
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub struct LinearInput {
@@ -66,10 +66,11 @@ impl Magnitudes {
     }
 }
 
-/// Runs both models on some of the windows and compares them.
+/// Runs both models on some of the windows and compares them. If they have different numbers of blocks, only those that
+/// both have are compared.
 ///
 /// # Errors
-/// When a model fails, the models have different blocks, or when cancelled.
+/// When a model fails, or when cancelled.
 pub fn anatomy(
     reference: &Decoder,
     model: &Decoder,

@@ -8,8 +8,9 @@ const LEVEL: f64 = 0.05;
 
 /// The model with the lowest divergence.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Closest {
-    /// Its index.
+    /// The model's index.
     pub index: usize,
     /// The index of the model with the next lowest divergence.
     pub next: usize,
@@ -20,7 +21,7 @@ pub struct Closest {
 /// Returns which of several models is closest to their common reference: the one with the lowest mean KL divergence.
 /// `window_kl` holds each model's means per window in nats per token, and `tokens` the windows' numbers of tokens.
 ///
-/// Returns `None` for fewer than two models, and if their windows differ.
+/// Returns `None` for fewer than two models, without windows, and if a model does not have one mean per window.
 ///
 /// ```
 /// use quant_evaluator::closest;

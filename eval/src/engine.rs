@@ -7,7 +7,8 @@ use quant_core::model::Decoder;
 /// A model that an engine runs, scored by its logits, with the same windows, statistics and gate as a [`Decoder`].
 ///
 /// ```
-/// use quant_evaluator::LogitsModel;
+/// use quant_core::{CancelToken, Silent};
+/// use quant_evaluator::{EvaluationText, Journal, LogitsModel, Profile, Window, perplexity};
 ///
 /// /// Predicts that every token is followed by the next one of the vocabulary.
 /// struct Successor;
@@ -30,16 +31,22 @@ use quant_core::model::Decoder;
 ///     }
 /// }
 ///
-/// let mut out = Vec::new();
-/// Successor.logits(&[5, 6, 7], 1, &mut out).unwrap();
-/// assert_eq!(out.len(), 2 * 512);
+/// // Windows that the engine has tokenized itself; with a tokenizer.json, use `EvaluationText::new`.
+/// let windows = [0, 64].map(|begin| Window { tokens: (begin..begin + 64).collect(), first: 1 });
+/// let text = EvaluationText::of_windows(windows.into(), Profile::gptq(64)?)?;
+/// let (model, cancel): (&dyn LogitsModel, _) = (&Successor, CancelToken::new());
+/// let scores = perplexity(model, &text, &mut Journal::none(), &Silent, &cancel)?;
+/// // The next token has a logit of 3, the other 511 have 0.
+/// let expected = (3.0_f64.exp() + 511.0) / 3.0_f64.exp();
+/// assert!((scores.perplexity.mean / expected - 1.0).abs() < 1e-6);
+/// # Ok::<(), quant_core::Error>(())
 /// ```
 pub trait LogitsModel {
     /// Number of tokens in the vocabulary, which is the length of a row of logits.
     fn vocab(&self) -> usize;
 
     /// Appends the logits for the token after each of `tokens[first..]`, given all tokens before it:
-    /// `[tokens.len() - first, vocab]`, row-major. Positions begin at 0 with the first token; calls are independent of each other.
+    /// `[tokens.len() - first, vocab]`, row-major. The first token has position 0; calls are independent of each other.
     ///
     /// # Errors
     /// Any error of the engine; it ends the evaluation.

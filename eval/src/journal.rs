@@ -1,8 +1,8 @@
 //! The measurements of an evaluation, written to a file while it runs, so that an interrupted run can resume.
 //!
-//! The first line identifies the evaluation; each further line holds one window's results after a checksum, written
-//! when a batch of windows is done. A run that completes removes the file. Numbers are written so that they are read
-//! back bit-identical.
+//! The first line identifies the evaluation; each further line contains one window's results after a checksum, written
+//! when a batch of windows is done. Once the final results are stored, the caller removes the file. Numbers are written
+//! so that they are read back bit-identical.
 
 use std::fs::{File, OpenOptions, TryLockError};
 use std::io::{BufRead, BufReader, Write};
@@ -15,7 +15,7 @@ use serde::de::DeserializeOwned;
 use serde_json::Value;
 
 const SCHEMA: &str = "quant-eval-journal/3";
-/// Longer lines are invalid.
+/// Longer lines count as incomplete.
 const MAX_LINE_BYTES: u64 = 1 << 30;
 
 /// The measurement of one position.
@@ -50,8 +50,8 @@ impl<T: Measured> Journal<T> {
     /// per window.
     ///
     /// # Errors
-    /// [`Error::Usage`] when the file is the journal of a different evaluation or not a journal; [`Error::Io`] when it
-    /// cannot be read or written.
+    /// [`Error::Usage`] when the file is damaged, not a journal, or the journal of a different evaluation;
+    /// [`Error::Locked`] when another process uses it; [`Error::Io`] when it cannot be read or written.
     pub fn open(path: &Path, identity: &Value, windows: &[usize]) -> Result<Self> {
         let head = serde_json::json!({ "schema": SCHEMA, "identity": identity });
         let fault = |e| Error::io("write", path, e);
@@ -84,7 +84,7 @@ impl<T: Measured> Journal<T> {
         std::mem::take(&mut self.known)
     }
 
-    /// Returns the number of windows that an earlier run measured.
+    /// Returns the number of windows that an earlier run measured and that were not [taken](Self::take) yet.
     pub fn windows(&self) -> usize {
         self.known.len()
     }

@@ -20,8 +20,8 @@ pub struct Likelihood {
 /// Windows of equal length run together; results are in the order of the windows.
 ///
 /// # Errors
-/// [`Error::Usage`] when a window scores no token, has none before them, or is longer than the decoder's positions;
-/// also when a token is outside the vocabulary, the model fails, a likelihood is not finite, or when cancelled.
+/// [`Error::Usage`] when a window scores no token, has none before them, is longer than the decoder's positions, or has
+/// a token outside the vocabulary; also when the model fails, a likelihood is not finite, or when cancelled.
 pub fn log_likelihoods(
     decoder: &Decoder,
     windows: &[Window],

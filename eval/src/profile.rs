@@ -15,8 +15,8 @@
 //! `perplexity`; `wt2-llamacpp-512` applies it to the file `wiki.test.raw` unchanged. Only results on exactly these
 //! texts, identified by their SHA-256, get a name with `wt2`.
 //!
-//! `hf-stride` is the sliding window of the Hugging Face documentation. Its program weights a window's mean by one
-//! token less than it averages; here every token has the same weight.
+//! `hf-stride` is the sliding window of the Hugging Face documentation. The program there weights the mean of a window
+//! by a number of tokens that is off by one; here every token has the same weight.
 //!
 //! `lmeval-rolling` is `loglikelihood_rolling` of lm-evaluation-harness with a context of one token: documents begin
 //! with a prefix, the BOS token or else the EOS token. The first window is the prefix and the document's first `L`

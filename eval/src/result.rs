@@ -40,7 +40,7 @@ pub struct Evaluation {
     pub reference: Option<ModelIdentity>,
     /// The text on which the model was measured.
     pub text: TextIdentity,
-    /// The rule of scoring.
+    /// The name of the [`Profile`](crate::Profile) that was used, with the prefix `wt2-` on the text of WikiText-2.
     pub profile: String,
     /// The token before the text's own tokens.
     pub bos: BosPolicy,
@@ -48,13 +48,13 @@ pub struct Evaluation {
     pub tokenizer_sha256: String,
     /// SHA-256 of the scored windows.
     pub tokens_sha256: String,
-    /// Windows.
+    /// Number of windows.
     pub windows: usize,
     /// Number of scored tokens.
     pub tokens_scored: usize,
     /// Number of scored tokens per window.
     pub window_tokens: Vec<usize>,
-    /// Positions whose values were not finite; zero in every valid result.
+    /// Number of positions whose values were not finite; zero in every valid result.
     pub non_finite: usize,
     /// The model's scores.
     #[serde(flatten)]
@@ -70,7 +70,7 @@ pub struct Evaluation {
     pub sha256: String,
 }
 
-/// A build of a program. Its fields are those of the [`SCHEMA`], so others come only with a new version of it.
+/// A build of a program. The fields belong to the [`SCHEMA`]: new ones require a new version of it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Tool {
@@ -84,7 +84,7 @@ pub struct Tool {
     pub isa: String,
 }
 
-/// A model. Its fields are those of the [`SCHEMA`], so others come only with a new version of it.
+/// A model. The fields belong to the [`SCHEMA`]: new ones require a new version of it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ModelIdentity {
@@ -98,6 +98,9 @@ pub struct ModelIdentity {
     pub schemes: Vec<SchemeShare>,
     /// The format of the model's KV cache during the measurement; absent if the cache held floats.
     pub kv_cache: Option<KvScheme>,
+    /// The quantization method, if the model has a report that names it. Results of earlier versions do not have it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub method: Option<String>,
 }
 
 /// The number of linears of a model that have a scheme.

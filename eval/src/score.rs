@@ -8,7 +8,7 @@ use crate::noise::disturb;
 use crate::vocabulary::{Output, Source, Sums, pass};
 use crate::{LogitsModel, Scored, StoredReference, Window};
 
-/// Number of tokens that go through a model at a time.
+/// Maximum number of tokens that go through a model at a time, unless a single window is longer.
 const BATCH_TOKENS: usize = 2048;
 /// Maximum number of windows on which the noise floor is measured.
 const NOISE_WINDOWS: usize = 8;

@@ -65,7 +65,7 @@ pub struct StoredReference {
     file: File,
     header: Header,
     head: HeadParts,
-    /// Offsets of each window's states.
+    /// Offset of each window's hidden states in the file.
     offsets: Vec<u64>,
     digest: String,
 }
@@ -163,8 +163,8 @@ impl StoredReference {
         &self.digest
     }
 
-    /// Fails unless the reference was computed on these windows. With `tokenizer`, the reference must also have been
-    /// computed with the same tokenizer file.
+    /// Fails unless the reference was computed on these windows. If `tokenizer` is set, the reference must also have
+    /// been computed with the same tokenizer file.
     ///
     /// # Errors
     /// [`Error::Usage`] that names the difference.
@@ -229,7 +229,7 @@ struct Sizes {
 }
 
 impl Sizes {
-    /// Returns `None` on overflow, or if the lists are inconsistent.
+    /// Returns `None` if a size is 0 or overflows, the dtype is not a weight type, or the lists differ in length.
     fn of(header: &Header) -> Option<Self> {
         let dtype = Dtype::from_name(&header.head_dtype).filter(|dtype| dtype.is_weight_float())?;
         let weight = header.vocabulary.checked_mul(header.width)?.checked_mul(dtype.size())?;

@@ -5,6 +5,7 @@ use std::path::Path;
 
 use quant_core::calibrate::{TextTokenizer, TokenizerSettings};
 use quant_core::digest::sha256_hex;
+use quant_core::wording::counted;
 use quant_core::{Error, Result};
 use serde::{Deserialize, Serialize};
 
@@ -51,6 +52,7 @@ pub struct BosPolicy {
 /// The position of a BOS token.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
+#[non_exhaustive]
 pub enum Bos {
     /// The tokenizer adds no such token.
     None,
@@ -64,20 +66,23 @@ pub enum Bos {
 
 /// Windows to score.
 #[derive(Debug, Clone)]
+#[non_exhaustive]
 pub struct EvaluationText {
-    /// The windows in order; those of equal length are adjacent.
+    /// The windows, in the order of the text.
     pub windows: Vec<Window>,
     /// The rule they were cut by.
     pub profile: Profile,
-    /// The rule's name, with a prefix for a known text.
+    /// The rule's name, with the prefix `wt2-` if the windows are all those of WikiText-2.
     pub id: String,
     /// The token before the text's own tokens.
     pub bos: BosPolicy,
-    /// Notes on anything unusual, one line each.
+    /// Warnings about anything unusual, one line each.
     pub warnings: Vec<String>,
+    /// Facts about the windows that the user may not expect, one line each.
+    pub notes: Vec<String>,
     /// Bytes of the text that the scored tokens cover.
     pub scored_bytes: u64,
-    /// Words of the documents, if the rule counts them.
+    /// Words of the documents, if the rule counts them and no window was left out.
     pub words: Option<u64>,
     /// SHA-256 of the text, with documents joined by an empty line.
     pub text_sha256: String,
@@ -102,12 +107,12 @@ pub struct Tokenization<'a> {
 }
 
 impl EvaluationText {
-    /// Tokenizes and cuts documents; `windows` limits how many windows are kept, from the start. `origin` names the
-    /// documents in messages.
+    /// Tokenizes and cuts documents; `windows` limits how many windows are kept, from the start. If the text has fewer,
+    /// all are kept, with a [note](Self::notes). `origin` names the documents in messages.
     ///
     /// # Errors
-    /// When the text does not fill one window, or fewer than `windows`; when WikiText-2 is requested and this is a
-    /// different text; when the rule needs a token that the tokenizer does not name.
+    /// When the text does not fill one window; when overlapping windows would read too many tokens; when WikiText-2 is requested and this is a different text; when the rule needs a token that the
+    /// tokenizer does not name.
     pub fn new(
         tokenization: &Tokenization<'_>,
         documents: &[String],
@@ -136,19 +141,31 @@ impl EvaluationText {
             _ => of_stream(tokenization, &scored, profile, windows, origin)?,
         };
         let Cut { windows: mut all, bytes, words, bos, warnings, tokens } = cut;
-        let wanted = windows.unwrap_or(all.len()).max(1);
-        if all.len() < wanted {
-            let (have, window) = (all.len(), profile.window());
-            let needed = match profile {
-                Profile::LlamaCpp { .. } if wanted < 2 => "llama.cpp profiles need at least 2".into(),
-                _ => format!("{wanted} are needed"),
+        if all.is_empty() {
+            let window = profile.window();
+            let lacks = match profile {
+                Profile::LlamaCpp { .. } => {
+                    format!("fewer than the 2 windows of {window} that llama.cpp profiles need")
+                }
+                Profile::Gptq { .. } => format!("fewer than one window of {window}"),
+                _ => "too few to score one".into(),
             };
-            return Err(Error::Text {
+            return Err(Error::InputFile {
                 path: origin.to_owned(),
                 line: None,
-                reason: format!("has {tokens} tokens, enough for only {have} windows of {window}; {needed}"),
+                reason: format!("has {}, {lacks}", counted(tokens, "token")),
+                remedy: "give a longer text, or a shorter ‹window›".into(),
             });
         }
+        let wanted = windows.unwrap_or(all.len()).max(1);
+        let notes = match all.len() < wanted {
+            true => {
+                let has = counted(all.len(), "window");
+                vec![format!("{} has only {has} of {}; all are scored", origin.display(), profile.window())]
+            }
+            false => Vec::new(),
+        };
+        let wanted = wanted.min(all.len());
         let whole = all.len() == wanted;
         all.truncate(wanted);
         Ok(Self {
@@ -162,9 +179,41 @@ impl EvaluationText {
             profile,
             bos,
             warnings,
+            notes,
             text_sha256,
             text_bytes: scored.len() as u64,
             tokenizer_sha256: tokenization.sha256.clone(),
+        })
+    }
+
+    /// Creates a text of windows that an engine has tokenized and cut itself by the rule of `profile`. The number of
+    /// bytes and words and the hashes of the text and of the tokenizer are unknown: set these fields if you know them.
+    /// Without bytes, [`Scores::bits_per_byte`](crate::Scores::bits_per_byte) is absent.
+    ///
+    /// # Errors
+    /// [`Error::Usage`] when there is no window, or one has no token to score or no token before those it scores.
+    pub fn of_windows(windows: Vec<Window>, profile: Profile) -> Result<Self> {
+        let empty = windows.iter().position(|w| w.first == 0 || w.first >= w.tokens.len());
+        if windows.is_empty() || empty.is_some() {
+            let which = empty.map_or("there is no window".into(), |i| format!("window {i} scores no token"));
+            return Err(Error::usage(
+                format!("the text cannot be scored: {which}"),
+                "give windows with at least one token before the first scored one",
+            ));
+        }
+        Ok(Self {
+            id: profile.name(),
+            scored_bytes: 0,
+            words: None,
+            tokens_sha256: tokens_sha256(&windows),
+            windows,
+            profile,
+            bos: BosPolicy { policy: Bos::None, token: None },
+            warnings: Vec::new(),
+            notes: Vec::new(),
+            text_sha256: String::new(),
+            text_bytes: 0,
+            tokenizer_sha256: String::new(),
         })
     }
 
@@ -295,13 +344,14 @@ fn of_stream(
             let max = wanted.map_or(usize::MAX, |n| n.saturating_add(1));
             let tokens_read = (count / stride).min(max).saturating_mul(window.min(count));
             if tokens_read > MAX_READ {
-                return Err(Error::Text {
+                return Err(Error::InputFile {
                     path: origin.to_owned(),
                     line: None,
                     reason: format!(
                         "has {count} tokens, of which windows of {window} with a stride of {stride} would \
                         read {tokens_read} in total; the limit is {MAX_READ}"
                     ),
+                    remedy: "give a shorter text, fewer ‹windows›, or a larger stride".into(),
                 });
             }
             let mut cut = Vec::new();

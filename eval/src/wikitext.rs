@@ -45,7 +45,7 @@ mod tests {
     fn the_raw_file_becomes_the_rows_of_the_literature() {
         let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../shared/data/text/wiki.test.raw");
         let Ok(raw) = std::fs::read_to_string(path) else {
-            eprintln!("SKIPPED: wiki.test.raw is not at hand");
+            eprintln!("SKIPPED: wiki.test.raw is not available");
             return;
         };
         let profile = Profile::Gptq { window: 2048 };

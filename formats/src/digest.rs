@@ -13,14 +13,14 @@ pub fn sha256_hex(bytes: impl AsRef<[u8]>) -> String {
     hex(&sha2::Sha256::digest(bytes))
 }
 
-/// Lower-case hexadecimal digits.
+/// Formats bytes as lower-case hexadecimal digits.
 pub fn hex(bytes: &[u8]) -> String {
     const DIGITS: [char; 16] =
         ['0', '1', '2', '3', '4', '5', '6', '7', '8', '9', 'a', 'b', 'c', 'd', 'e', 'f'];
     bytes.iter().flat_map(|b| [DIGITS[usize::from(b >> 4)], DIGITS[usize::from(b & 15)]]).collect()
 }
 
-/// Parses 64 hexadecimal digits.
+/// Parses a digest of 64 hexadecimal digits; `None` if it is malformed.
 pub fn from_hex(text: &str) -> Option<Digest256> {
     let digits = text.as_bytes();
     if digits.len() != 64 {

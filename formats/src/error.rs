@@ -10,7 +10,7 @@ mod subject;
 use std::path::PathBuf;
 
 use crate::checkpoint::{HeaderError, printable};
-use crate::wording::Remedy;
+use crate::wording::{Remedy, about_file, counted};
 
 /// The result of every fallible function of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -19,22 +19,22 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Category {
-    /// The request itself cannot be fulfilled: 2.
+    /// The request itself cannot be fulfilled: exit code 2.
     Usage,
-    /// An input file is damaged, malicious or unsupported: 4.
+    /// An input file is missing, damaged, malicious or unsupported: exit code 4.
     Input,
-    /// Disk, memory, permission, network: 5.
+    /// Disk, memory, permission, network: exit code 5.
     Environment,
-    /// Non-finite or degenerate numbers: 6.
+    /// Non-finite or degenerate numbers: exit code 6.
     Numeric,
-    /// A bug in this program: 70.
+    /// A bug in this program: exit code 70.
     Internal,
-    /// Stopped by the user; completed work is kept: 75.
+    /// Stopped by the user; completed work is kept: exit code 75.
     Interrupted,
 }
 
 impl Category {
-    /// Its name, for machines: `usage`, `input`, `environment`, `numeric`, `internal` or `interrupted`.
+    /// The machine-readable name: `usage`, `input`, `environment`, `numeric`, `internal` or `interrupted`.
     pub fn name(self) -> &'static str {
         match self {
             Self::Usage => "usage",
@@ -82,7 +82,7 @@ pub enum Error {
         /// What the user can request instead.
         remedy: Remedy,
     },
-    /// A pattern of the settings `ignore` or `override` that matched no tensor.
+    /// A pattern of the settings `ignore` or `override` that matches no linear.
     #[error("‹{option}› `{pattern}` matches no linear of the model")]
     PatternMatchesNothing {
         /// The setting that carried the pattern.
@@ -93,7 +93,7 @@ pub enum Error {
         nearest: Vec<String>,
     },
     /// The group size does not divide the input width of some linears.
-    #[error("the group size does not divide the input width of {} tensor(s):{}", .0.len(), list_indivisible(.0))]
+    #[error("the group size does not divide the input width of {}:{}", counted(.0.len(), "tensor"), list_indivisible(.0))]
     GroupSizeDoesNotDivide(Vec<Indivisible>),
     /// The target exists, and the request does not allow replacing it.
     #[error("{} exists already", path.display())]
@@ -111,7 +111,7 @@ pub enum Error {
     },
 
     /// The directory holds no safetensors checkpoint.
-    #[error("{} does not contain a checkpoint: {reason}", path.display())]
+    #[error("{} {}", path.display(), no_checkpoint(reason))]
     NoCheckpoint {
         /// The directory that was searched.
         path: PathBuf,
@@ -217,7 +217,7 @@ pub enum Error {
         method: String,
     },
     /// A quantized checkpoint that this version cannot read.
-    #[error("{}: {reason}", path.display())]
+    #[error("{}", about_file(path, None, reason))]
     UnsupportedQuantization {
         /// The file that specifies it.
         path: PathBuf,
@@ -235,7 +235,7 @@ pub enum Error {
         reason: String,
     },
     /// `tokenizer.json` is missing, unusable, or does not match the model.
-    #[error("{}: {reason}", path.display())]
+    #[error("{}", about_file(path, None, reason))]
     Tokenizer {
         /// The file.
         path: PathBuf,
@@ -243,7 +243,7 @@ pub enum Error {
         reason: String,
     },
     /// A text for calibration or evaluation is missing, malformed or too short.
-    #[error("{}{}: {reason}", path.display(), line.map(|l| format!(":{l}")).unwrap_or_default())]
+    #[error("{}", about_file(path, *line, reason))]
     Text {
         /// The file.
         path: PathBuf,
@@ -253,7 +253,7 @@ pub enum Error {
         reason: String,
     },
     /// An unusable input file of a stage: a chat template, a conversation to render, an evaluation, a policy.
-    #[error("{}{}: {reason}", path.display(), line.map(|l| format!(":{l}")).unwrap_or_default())]
+    #[error("{}", about_file(path, *line, reason))]
     InputFile {
         /// The file.
         path: PathBuf,
@@ -310,11 +310,11 @@ pub enum Error {
         path: PathBuf,
         /// The name.
         tensor: String,
-        /// The tensor to be quantized.
+        /// The linear to be quantized whose output tensor has this name.
         module: String,
     },
     /// A recipe file cannot be used.
-    #[error("{}: {reason}", path.display())]
+    #[error("{}", about_file(path, None, reason))]
     Recipe {
         /// The file.
         path: PathBuf,
@@ -334,7 +334,7 @@ pub enum Error {
     /// The disk has too little space.
     #[error("{} needs {needed} bytes, but only {free} are free", path.display())]
     DiskFull {
-        /// Where it should have been written.
+        /// The file or directory that does not fit.
         path: PathBuf,
         /// Bytes needed.
         needed: u64,
@@ -344,13 +344,13 @@ pub enum Error {
     /// Another process works on the same output.
     #[error("{} is being written by another process ({holder})", path.display())]
     Locked {
-        /// The job directory.
+        /// The job directory, journal or cache.
         path: PathBuf,
         /// The process that holds the lock.
         holder: String,
     },
     /// The data read back differs from what was written.
-    #[error("{}: {reason}", path.display())]
+    #[error("{}", about_file(path, None, reason))]
     Verification {
         /// The file that was read back.
         path: PathBuf,
@@ -359,7 +359,7 @@ pub enum Error {
     },
 
     /// A weight holds NaN or infinity.
-    #[error("{}: tensor `{tensor}` contains {count} non-finite value(s), the first at index {first_index}", path.display())]
+    #[error("{}: tensor `{tensor}` contains {}, the first at index {first_index}", path.display(), counted(*count as usize, "non-finite value"))]
     NonFinite {
         /// The shard.
         path: PathBuf,
@@ -379,7 +379,7 @@ pub enum Error {
         reason: String,
     },
 
-    /// The float model itself overflows on the calibration text.
+    /// Values that are computed from the calibration text overflow.
     #[error("tensor `{tensor}`: {what} becomes NaN or infinite on the calibration text")]
     Calibration {
         /// The affected tensor or module.
@@ -422,11 +422,39 @@ impl From<candle_core::Error> for Error {
     }
 }
 
+/// Lists linears, one line for those that differ only in the index of the block.
 fn list_indivisible(offenders: &[Indivisible]) -> String {
-    offenders
-        .iter()
-        .map(|o| format!("\n  {}: width {}, group size {}", o.tensor, o.columns, o.group_size))
-        .collect()
+    let mut kinds: Vec<(String, &Indivisible, usize)> = Vec::new();
+    for offender in offenders {
+        let digits = |part: &str| part.bytes().all(|b| b.is_ascii_digit());
+        let parts: Vec<&str> =
+            offender.tensor.split('.').map(|part| if digits(part) { "*" } else { part }).collect();
+        let kind = parts.join(".");
+        let alike = |known: &&mut (String, &Indivisible, usize)| {
+            known.0 == kind
+                && known.1.columns == offender.columns
+                && known.1.group_size == offender.group_size
+        };
+        match kinds.iter_mut().find(alike) {
+            Some(known) => known.2 += 1,
+            None => kinds.push((kind, offender, 1)),
+        }
+    }
+    let line = |(kind, one, number): (String, &Indivisible, usize)| {
+        let (name, times) = match number {
+            1 => (one.tensor.clone(), String::new()),
+            _ => (kind, format!("{number} × ")),
+        };
+        format!("\n  {times}{name}: width {}, group size {}", one.columns, one.group_size)
+    };
+    kinds.into_iter().map(line).collect()
+}
+
+fn no_checkpoint(reason: &str) -> String {
+    match reason {
+        "it does not exist" => "does not exist".to_owned(),
+        _ => format!("does not contain a checkpoint: {reason}"),
+    }
 }
 
 fn list_differences(nearest: &Option<&'static str>, differences: &[String]) -> String {
@@ -491,7 +519,7 @@ impl Error {
         }
     }
 
-    /// Adds the block to a cache's error.
+    /// Adds the block's index to an [`Error::Cache`] without one; returns all other errors unchanged.
     pub fn in_block(self, index: usize) -> Self {
         match self {
             Self::Cache { block: None, reason } => Self::Cache { block: Some(index), reason },

@@ -1,5 +1,5 @@
-//! Quantized checkpoints as files: reads and checks them, unpacks them into codes, scales and zero points, and packs
-//! and writes them again.
+//! Reads and writes quantized checkpoints: checks their files, unpacks their weights into codes, scales and zero
+//! points, and packs and writes them again.
 //!
 //! ```text
 //! checkpoint ─► format ─► quantize ─► WeightView        an engine loads a quantized linear
@@ -9,8 +9,8 @@
 //!             (container)  (writer)
 //! ```
 //!
-//! This is the part of the pipeline that works on bytes, independently of models: it builds without a tensor library, a
-//! tokenizer or CUDA.
+//! This is the part of the pipeline that works on bytes, independently of models: by default, it builds without a
+//! tensor library, and always without a tokenizer or CUDA.
 //!
 //! ```
 //! use quant_formats::checkpoint::Dtype;

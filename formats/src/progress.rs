@@ -37,12 +37,11 @@ pub enum Event {
         /// The step.
         step: &'static str,
     },
-    /// A step took some of the run's time: `read`, a transform, `gptq`, `write` … Steps do not overlap, and recur with
-    /// every block.
+    /// A step of a unit is done: `read`, a transform, `gptq`, `write` … Steps do not overlap; every block repeats them.
     StepDone {
         /// The step.
         step: &'static str,
-        /// The duration this time.
+        /// How long it took.
         elapsed: Duration,
     },
     /// A warning; the run continues. Settings are marked as in [`Error`].
@@ -71,13 +70,13 @@ pub trait Observer: Send + Sync {
     /// Called at each event, in order.
     fn event(&self, event: &Event);
 
-    /// Whether [`Event::Expected`] is wanted: the estimate requires a measurement of a tenth of a second.
+    /// Whether [`Event::Expected`] is wanted: the estimate requires a measurement that takes a tenth of a second.
     fn wants_estimate(&self) -> bool {
         false
     }
 }
 
-/// Runs some of the work of a step, and reports its start and its duration.
+/// Runs `work`, and reports it as a step: its start, then its duration.
 pub fn timed<T>(observer: &dyn Observer, step: &'static str, work: impl FnOnce() -> T) -> T {
     let started = Instant::now();
     observer.event(&Event::StepStarted { step });

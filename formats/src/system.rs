@@ -33,7 +33,7 @@ pub fn write_all_at(file: &File, bytes: &[u8], offset: u64) -> io::Result<()> {
     file.write_all_at(bytes, offset)
 }
 
-/// Returns two numbers that identify an existing file on this machine.
+/// Returns two numbers that identify an existing file on this machine: its device and its inode.
 pub fn identity(metadata: &Metadata) -> (u64, u64) {
     (metadata.dev(), metadata.ino())
 }
@@ -70,6 +70,14 @@ pub fn open_options() -> OpenOptions {
 pub fn running_program() -> io::Result<PathBuf> {
     let link = PathBuf::from("/proc/self/exe");
     if link.exists() { Ok(link) } else { std::env::current_exe() }
+}
+
+/// Returns the name of this machine, with only letters, digits and hyphens; `unknown` if the system does not report it.
+pub fn host_name() -> String {
+    let name = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
+    let plain = |c: char| if c.is_ascii_alphanumeric() { c } else { '-' };
+    let name: String = name.trim().chars().take(64).map(plain).collect();
+    if name.is_empty() { "unknown".into() } else { name }
 }
 
 /// Renames a file or directory atomically, without replacing anything.

@@ -7,9 +7,10 @@
 
 use std::borrow::Cow;
 use std::fmt;
+use std::path::Path;
 
 /// A program's spelling of settings and commands.
-pub trait Wording {
+pub trait Wording: Sync {
     /// Spells a setting, given its name in `snake_case` and the suggested value, if any.
     fn setting(&self, name: &str, value: Option<&str>) -> String;
     /// Spells a command with its arguments: settings with their values, and positional values.
@@ -18,6 +19,7 @@ pub trait Wording {
 
 /// An argument of a command in a message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Argument<'a> {
     /// A positional value.
     Positional(&'a str),
@@ -81,7 +83,42 @@ pub fn worded<'a>(text: &'a str, wording: &dyn Wording) -> Cow<'a, str> {
     Cow::Owned(parts(text).into_iter().map(own).collect())
 }
 
-/// The setting or command between two marks.
+/// Returns a number with its noun: `1 window`, `2 windows`.
+///
+/// ```
+/// assert_eq!(quant_formats::wording::counted(1, "window"), "1 window");
+/// assert_eq!(quant_formats::wording::counted(0, "window"), "0 windows");
+/// ```
+pub fn counted(number: usize, noun: &str) -> String {
+    format!("{number} {noun}{}", if number == 1 { "" } else { "s" })
+}
+
+/// Verbs with which a reason continues a sentence about its file.
+const VERBS: [&str; 12] = [
+    "is", "has", "does", "was", "holds", "contains", "cannot", "must", "needs", "names", "refers", "declares",
+];
+
+/// Returns a message about a file. A reason that begins with a verb continues the sentence, any other reason follows a
+/// colon. With a line, counted from 1, the place is always separated by a colon, as editors expect.
+///
+/// ```
+/// use quant_formats::wording::about_file;
+///
+/// assert_eq!(about_file("a.txt".as_ref(), None, "has 6 tokens"), "a.txt has 6 tokens");
+/// assert_eq!(about_file("a.txt".as_ref(), None, "line 3 is empty"), "a.txt: line 3 is empty");
+/// assert_eq!(about_file("a.txt".as_ref(), Some(3), "is not JSON"), "a.txt:3: is not JSON");
+/// ```
+pub fn about_file(path: &Path, line: Option<usize>, reason: &str) -> String {
+    let path = path.display();
+    let verb = reason.split(' ').next().is_some_and(|word| VERBS.contains(&word));
+    match line {
+        Some(line) => format!("{path}:{line}: {reason}"),
+        None if verb => format!("{path} {reason}"),
+        None => format!("{path}: {reason}"),
+    }
+}
+
+/// Parses the text between two marks; `None` if it is neither a setting nor a command.
 fn one(marked: &str) -> Option<Part<'_>> {
     let end = marked.find(|c: char| !(c.is_ascii_lowercase() || c.is_ascii_digit() || c == '_'));
     let (name, tail) = marked.split_at(end.unwrap_or(marked.len()));
@@ -107,7 +144,7 @@ fn argument(text: &str) -> Argument<'_> {
     }
 }
 
-/// What to do about an error: text in which settings of the request and commands are marked.
+/// Advice on an error: text in which settings of the request and commands are marked.
 ///
 /// [`parts`](Self::parts) returns them as data; [`worded`](Self::worded) returns the text in a program's own spelling.
 ///
@@ -177,7 +214,9 @@ impl Wording for CommandLine {
             Argument::Positional(value) => (*value).to_owned(),
             Argument::Setting(name, value) => self.setting(name, *value),
         });
-        let words: Vec<String> = ["quant", name].into_iter().map(str::to_owned).chain(words).collect();
+        // The name of a subcommand follows that of its command: `job_run`.
+        let name = name.replace('_', " ");
+        let words: Vec<String> = ["quant".to_owned(), name].into_iter().chain(words).collect();
         format!("`{}`", words.join(" "))
     }
 }
@@ -196,6 +235,7 @@ mod tests {
             ),
             ("for example ‹override='{a=b}=w8a16'›", "for example --override '{a=b}=w8a16'"),
             ("‹plan()› predicts", "`quant plan` predicts"),
+            ("‹job_run(STORE)› continues", "`quant job run STORE` continues"),
             ("‹eval(MODEL, text=TEXT, json=FILE)›", "`quant eval MODEL --text TEXT --json=FILE`"),
             ("‹gate(RESULT…, baseline=FILE, update)›", "`quant gate RESULT… --baseline FILE --update`"),
         ] {

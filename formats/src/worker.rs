@@ -133,9 +133,9 @@ pub struct Chat {
 /// How a conversation is rendered.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ChatForm {
-    /// Unchanged.
+    /// The conversation as it is.
     Whole,
-    /// The conversation unchanged, with the spans that the assistant wrote.
+    /// The conversation as it is, with the spans that the assistant wrote.
     Marked,
     /// The conversation followed by the prompt for the assistant's next answer.
     Prompt,

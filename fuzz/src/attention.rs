@@ -53,8 +53,9 @@ fn lists(input: &mut Input<'_>, kv: usize, blocks: usize) -> Vec<List> {
     (0..kv).map(list).collect()
 }
 
-/// Appends to pages and to a cache, then attends with valid and invalid lists. No call may panic, all instruction sets
-/// and the cache must give the same result, and merging with an empty part must change nothing.
+/// Appends to pages and to a cache, then attends with valid and invalid lists. No call may panic, and merging with an
+/// empty part must change nothing. All instruction sets and the cache must give the same result, but AVX-512 BF16 only
+/// with F16 pages.
 ///
 /// # Panics
 /// If a property does not hold.

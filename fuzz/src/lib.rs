@@ -4,7 +4,8 @@
 //! inputs of `corpus/`, on stable Rust, with a fixed number of runs. `cargo xtask fuzz` runs them under libFuzzer,
 //! guided by coverage and with AddressSanitizer, from the crate in `libfuzzer/`, which is outside the workspace.
 //!
-//! To add a target, add a function here, a line in [`TARGETS`], and a file in `libfuzzer/fuzz_targets`.
+//! To add a target, add a function here, a line in [`TARGETS`], a file in `libfuzzer/fuzz_targets`, and a program in
+//! `libfuzzer/Cargo.toml`.
 #![deny(unsafe_code)]
 
 mod attention;

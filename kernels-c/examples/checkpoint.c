@@ -1,4 +1,4 @@
-/* Reads a quantized checkpoint and multiplies each of its linears with one row of ones.
+/* Reads a quantized checkpoint and multiplies each of its linear layers by one row of ones.
  *   cc -std=c11 -I kernels-c/include kernels-c/examples/checkpoint.c libquant_kernels.a -lpthread -ldl -lm */
 #include <stdio.h>
 #include <stdlib.h>

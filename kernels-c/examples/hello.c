@@ -1,4 +1,4 @@
-/* The shortest program: packs a 4-bit matrix and multiplies one row with it.
+/* The shortest program: packs a 4-bit matrix and multiplies one row by it.
  *   cc -std=c11 -I kernels-c/include kernels-c/examples/hello.c libquant_kernels.a -lpthread -ldl -lm */
 #include <stdio.h>
 #include <stdlib.h>

@@ -1,4 +1,4 @@
-//! Quantized checkpoints on disk: opening, listing, and reading one linear at a time, for `qz1_pack`.
+//! Quantized checkpoints on disk: opening, listing, and reading one linear layer at a time, for `qz1_pack`.
 
 use core::ffi::{CStr, c_char};
 use std::ffi::{CString, OsStr};
@@ -16,11 +16,11 @@ use crate::weights::{QZ1_CODES_E2M1, QZ1_CODES_E4M3, QZ1_CODES_INTEGER, qz1_weig
 /// An open checkpoint. It is immutable: any number of threads may use it.
 pub struct qz1_checkpoint {
     opened: QuantizedCheckpoint,
-    /// The name and scheme of each linear.
+    /// The name and scheme of each linear layer.
     texts: Vec<[CString; 2]>,
 }
 
-/// The unpacked weight of a linear, in memory. Immutable.
+/// The unpacked weight of a linear layer, in memory. It is immutable: any number of threads may use it.
 pub struct qz1_tensor {
     tensor: QuantizedTensor,
     /// The E4M3 codes of the group scales, if the tensor has such scales.
@@ -28,7 +28,7 @@ pub struct qz1_tensor {
     bias: Option<Vec<f32>>,
 }
 
-/// A linear whose weight is quantized.
+/// A linear layer whose weight is quantized.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct qz1_linear {
@@ -115,7 +115,7 @@ pub unsafe extern "C" fn qz1_checkpoint_free(checkpoint: *mut qz1_checkpoint) {
     unsafe { memory::free(checkpoint) }
 }
 
-/// The number of quantized linears. They are sorted by name, and numbered from 0.
+/// The number of quantized linear layers. They are sorted by name, and numbered from 0.
 ///
 /// # Safety
 /// Same as for `qz1_layout_of`.
@@ -133,7 +133,7 @@ pub unsafe extern "C" fn qz1_checkpoint_count(
     })
 }
 
-/// The index of the quantized linear with this name. `name` ends with a zero byte.
+/// The index of the quantized linear layer with this name. `name` ends with a zero byte.
 ///
 /// # Safety
 /// Same as for `qz1_layout_of`.
@@ -157,7 +157,7 @@ pub unsafe extern "C" fn qz1_checkpoint_find(
     })
 }
 
-/// Describes a linear. Fills `out`, whose `struct_size` must be set by the caller.
+/// Describes a linear layer. Fills `out`, whose `struct_size` must be set by the caller.
 ///
 /// # Safety
 /// Same as for `qz1_layout_of`.
@@ -186,8 +186,9 @@ pub unsafe extern "C" fn qz1_checkpoint_linear(
     })
 }
 
-/// Reads the weight of a linear, and its bias. Allocates one byte per weight and 4 bytes per scale. The handle must be
-/// freed by `qz1_tensor_free`. On error, `out` is set to null.
+/// Reads the weight of a linear layer, and its bias. The tensor takes one byte per weight, 4 bytes per scale (5 if the
+/// scale is an E4M3 code), one byte per zero point, and the bias as f32. The handle must be freed by
+/// `qz1_tensor_free`. On error, `out` is set to null.
 ///
 /// # Safety
 /// Same as for `qz1_layout_of`.
@@ -258,7 +259,9 @@ fn weights(of: &qz1_tensor) -> Result<qz1_weights, Fault> {
         Scales::Progressive { groups, channels } => (channels, Some(groups)),
         Scales::E4m3 { groups, .. } => (tensor.global.as_slice(), Some(groups)),
         // No quantized tensor of a checkpoint has super-blocks.
-        Scales::Super(_) => return Err(Fault::new(qz1_status::Scheme, "super-blocks")),
+        Scales::Super(_) => {
+            return Err(Fault::new(qz1_status::Scheme, "this interface does not support super-blocks"));
+        }
     };
     let (group_scales, group_scales_len) = at(groups);
     let (zeros, zeros_len) = at(tensor.zeros.as_deref());
@@ -291,7 +294,7 @@ fn weights(of: &qz1_tensor) -> Result<qz1_weights, Fault> {
     })
 }
 
-/// The bias `[n]`, or null if the linear has no bias. It belongs to the tensor.
+/// The bias `[n]`, or null if the layer has no bias. It belongs to the tensor.
 ///
 /// # Safety
 /// Same as for `qz1_layout_of`.
@@ -310,8 +313,8 @@ pub unsafe extern "C" fn qz1_tensor_bias(
     })
 }
 
-/// The calibrated static scale of the linear's activations, for linears whose activations are integers with one scale
-/// for all tokens. For other linears, `scale` is 0. A zero point other than 0 requires a layout with sums.
+/// The calibrated static scale of the layer's activations, for layers whose activations are integers with one scale for
+/// all tokens. For other layers, `scale` is 0. A zero point other than 0 requires a layout with sums.
 ///
 /// # Safety
 /// Same as for `qz1_layout_of`.

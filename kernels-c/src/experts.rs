@@ -13,16 +13,16 @@ use crate::rows::{QZ1_TYPE_BF16, QZ1_TYPE_F16, QZ1_TYPE_F32, by_kind, qz1_values
 use crate::status::{Fault, call, qz1_message, qz1_status};
 use crate::weights::{layout_of_many, qz1_layout};
 
-/// Weights are multiplied with 8-bit integers, with one scale per row.
+/// Weights are multiplied by 8-bit integers, with one scale per row.
 pub const QZ1_EXPERT_ROWS_INT8: u32 = 1;
-/// Weights are multiplied with floats.
+/// Weights are multiplied by floats.
 pub const QZ1_EXPERT_ROWS_FLOAT: u32 = 2;
 
 /// `silu(gate) · up`
 pub const QZ1_GATE_SILU: u32 = 1;
 /// `gelu(gate) · up`, in the tanh approximation.
 pub const QZ1_GATE_GELU_TANH: u32 = 2;
-/// `g · σ(alpha · g) · (u + 1)` with `g = min(gate, limit)` and `u` between `−limit` and `limit`.
+/// `g · σ(alpha · g) · (u + 1)` with `g = min(gate, limit)` and `u` = `up` clamped to `[−limit, limit]`.
 pub const QZ1_GATE_CLAMPED: u32 = 3;
 
 /// Marks a token's slot that has no expert.

@@ -101,7 +101,8 @@ pub extern "C" fn qz1_isa_available(isa: u32) -> u32 {
     u32::from(token(isa).is_ok())
 }
 
-/// The `QZ1_ISA_…` that `QZ1_ISA_DETECT` selects.
+/// The `QZ1_ISA_…` that `QZ1_ISA_DETECT` selects, or `QZ1_ISA_DETECT` itself if `QUANT_ISA` names the emulated tile
+/// unit (`amxemulated`), which has no number.
 #[unsafe(no_mangle)]
 pub extern "C" fn qz1_isa_detect() -> u32 {
     let found = IsaToken::detect().isa().name();

@@ -5,6 +5,7 @@ use quant_kernels_cpu::attention::{
 };
 
 use crate::features::token;
+use crate::layouts::{self, Described};
 use crate::memory::{self, Scope, fields};
 use crate::parallel::{Threads, qz1_parallel};
 use crate::status::{Fault, call, qz1_message, qz1_status};
@@ -41,7 +42,7 @@ pub struct qz1_kv_layout {
 pub struct qz1_heads {
     /// `sizeof(qz1_heads)`
     pub struct_size: u32,
-    /// Factor of the scores, usually `1 / √head_dim`; finite.
+    /// Factor of the scores, typically `1 / √head_dim`; finite.
     pub scale: f32,
     /// Query heads: a multiple of the key-value heads, at most 65536. Query head `h` attends to key-value head `h /
     /// (query / kv)`.
@@ -78,18 +79,36 @@ fields!(qz1_kv_layout, id);
 fields!(qz1_heads, kv);
 fields!(qz1_page_list, seen, reserved);
 
-fn describe(layout: &KvLayout) -> qz1_kv_layout {
-    qz1_kv_layout {
-        struct_size: size_of::<qz1_kv_layout>() as u32,
-        kind: match layout.kind() {
-            KvType::Kv4 => QZ1_KV_4BIT,
-            KvType::Kv8 => QZ1_KV_8BIT,
-            KvType::F16 => QZ1_KV_F16,
-        },
-        head_dim: layout.head_dim() as u32,
-        page_tokens: PAGE_TOKENS as u32,
-        page_bytes: layout.page_bytes() as u64,
-        id: layout.id(),
+impl Described for qz1_kv_layout {
+    type Layout = KvLayout;
+    type Numbers = ([u32; 3], [u64; 2]);
+
+    fn of(layout: &KvLayout) -> Self {
+        Self {
+            struct_size: size_of::<Self>() as u32,
+            kind: kind_number(layout.kind()),
+            head_dim: layout.head_dim() as u32,
+            page_tokens: PAGE_TOKENS as u32,
+            page_bytes: layout.page_bytes() as u64,
+            id: layout.id(),
+        }
+    }
+
+    fn layout(&self) -> Result<KvLayout, Fault> {
+        Ok(KvLayout::new(kind(self.kind)?, self.head_dim as usize)?)
+    }
+
+    fn numbers(&self) -> Self::Numbers {
+        ([self.kind, self.head_dim, self.page_tokens], [self.page_bytes, self.id])
+    }
+}
+
+/// The `QZ1_KV_…` of a type of cache.
+pub(crate) fn kind_number(kind: KvType) -> u32 {
+    match kind {
+        KvType::Kv4 => QZ1_KV_4BIT,
+        KvType::Kv8 => QZ1_KV_8BIT,
+        KvType::F16 => QZ1_KV_F16,
     }
 }
 
@@ -100,20 +119,6 @@ pub(crate) fn kind(kind: u32) -> Result<KvType, Fault> {
         QZ1_KV_F16 => Ok(KvType::F16),
         _ => Err(Fault::new(qz1_status::Scheme, "unknown type of cache (expected a QZ1_KV_ constant)")),
     }
-}
-
-/// Returns the layout that the caller's fields describe; every field is checked.
-///
-/// # Safety
-/// Same as for [`Scope::read`].
-pub(crate) unsafe fn kv_layout(scope: &Scope, at: *const qz1_kv_layout) -> Result<KvLayout, Fault> {
-    // SAFETY: the caller upholds the pointer contract.
-    let l = unsafe { scope.read(at, "the layout") }?;
-    let none = || Fault::new(qz1_status::LayoutId, "the fields of the layout do not match its id");
-    let layout = KvLayout::new(kind(l.kind).map_err(|_| none())?, l.head_dim as usize).map_err(|_| none())?;
-    let same = describe(&layout);
-    let fields = |l: &qz1_kv_layout| (l.kind, l.head_dim, l.page_tokens, l.page_bytes, l.id);
-    if fields(&same) == fields(&l) { Ok(layout) } else { Err(none()) }
 }
 
 /// # Safety
@@ -176,15 +181,15 @@ pub unsafe extern "C" fn qz1_kv_layout_of(
     // SAFETY: the caller upholds the pointer contract.
     call(message, |scope| unsafe {
         let out = scope.place(out, "the layout")?;
-        let layout = describe(&KvLayout::new(self::kind(kind)?, head_dim)?);
+        let layout = Described::of(&KvLayout::new(self::kind(kind)?, head_dim)?);
         out.put(layout);
         Ok(())
     })
 }
 
 /// Quantizes one token of one head into `slot` of a page, 0 to 63. `key` and `value` are `[head_dim]`, the key after
-/// rotary embedding. Other slots keep their contents. If a magnitude exceeds 65504, the call fails and nothing is
-/// written.
+/// rotary embedding. Other slots keep their contents. If a number is NaN or its magnitude exceeds 65504, the call fails
+/// and nothing is written.
 ///
 /// # Safety
 /// Same as for `qz1_layout_of`.
@@ -202,7 +207,7 @@ pub unsafe extern "C" fn qz1_kv_write(
 ) -> qz1_status {
     // SAFETY: the caller upholds the pointer contract; the page overlaps nothing that is read (`Scope`).
     call(message, |scope| unsafe {
-        let layout = kv_layout(scope, layout)?;
+        let layout = layouts::layout(scope, layout)?;
         let key = scope.slice(key, key_len, "the key")?;
         let value = scope.slice(value, value_len, "the value")?;
         let page = scope.output(page, page_len, "the page")?;
@@ -210,7 +215,7 @@ pub unsafe extern "C" fn qz1_kv_write(
     })
 }
 
-/// Dequantizes one token of one head to floats, `[head_dim]` each for key and value.
+/// Reads one token of one head as floats (dequantized, or the stored f16 values), `[head_dim]` each for key and value.
 ///
 /// # Safety
 /// Same as for `qz1_layout_of`.
@@ -228,7 +233,7 @@ pub unsafe extern "C" fn qz1_kv_read(
 ) -> qz1_status {
     // SAFETY: the caller upholds the pointer contract; outputs do not overlap (`Scope`).
     call(message, |scope| unsafe {
-        let layout = kv_layout(scope, layout)?;
+        let layout = layouts::layout(scope, layout)?;
         let page = scope.slice(page, page_len, "the page")?;
         let key = scope.output(key, key_len, "the key")?;
         let value = scope.output(value, value_len, "the value")?;
@@ -238,7 +243,8 @@ pub unsafe extern "C" fn qz1_kv_read(
 
 /// Quantizes `m` tokens and appends them after the `tokens` of each list, with one list per key-value head. `keys` and
 /// `values` are `[m, lists_len, head_dim]`; `pages` is a whole number of pages. Lists must already contain the pages
-/// for the new tokens, and each of these pages only once. The caller must increase `tokens` afterwards.
+/// for the new tokens, and each of these pages only once. If a number is NaN or its magnitude exceeds 65504, the call
+/// fails and nothing is written. The caller must increase `tokens` afterwards.
 ///
 /// # Safety
 /// Same as for `qz1_layout_of`.
@@ -258,7 +264,7 @@ pub unsafe extern "C" fn qz1_kv_append(
 ) -> qz1_status {
     // SAFETY: the caller upholds the pointer contract; the pages overlap nothing that is read (`Scope`).
     call(message, |scope| unsafe {
-        let layout = kv_layout(scope, layout)?;
+        let layout = layouts::layout(scope, layout)?;
         let keys = scope.slice(keys, keys_len, "the keys")?;
         let values = scope.slice(values, values_len, "the values")?;
         let pages = scope.output(pages, pages_len, "the pages")?;
@@ -287,7 +293,7 @@ pub unsafe extern "C" fn qz1_attend_workspace(
 ) -> qz1_status {
     // SAFETY: the caller upholds the pointer contract.
     call(message, |scope| unsafe {
-        let (layout, heads) = (kv_layout(scope, layout)?, self::heads(scope, heads)?);
+        let (layout, heads) = (layouts::layout(scope, layout)?, self::heads(scope, heads)?);
         let words = scope.value(words, "the number of words")?;
         words.put(KvPages::workspace(&layout, heads, queries, tokens)?);
         Ok(())
@@ -298,10 +304,11 @@ pub unsafe extern "C" fn qz1_attend_workspace(
 /// shape of `q`; `lse` `[m, heads.query]` receives the logarithm of the sum of `exp(score)`, with which
 /// `qz1_attend_merge` merges results on parts of a sequence.
 ///
-/// A query that sees no tokens gets zeros in `out` and minus infinity in `lse`; a head whose query is not finite gets
-/// NaN in both. `isa` is a `QZ1_ISA_…`. Results are bit-identical for all instruction sets and any number of threads,
-/// except for `out` with `QZ1_ISA_AVX512BF16`. The caller allocates the workspace. Its contents do not matter between
-/// calls, and concurrent calls need separate ones.
+/// A query that sees no tokens gets zeros in `out` and minus infinity in `lse`. A head gets NaN in both if its query is
+/// not finite, or if a magnitude exceeds 1e27 before or after multiplication by the scale. `isa` is a `QZ1_ISA_…`.
+/// Results are bit-identical for all instruction sets and any number of threads, except for `out` with
+/// `QZ1_ISA_AVX512BF16`. The caller allocates the workspace. Its contents do not matter between calls, and concurrent
+/// calls need separate ones.
 ///
 /// # Safety
 /// Same as for `qz1_layout_of`; no thread may write to the pages during the call.
@@ -328,7 +335,8 @@ pub unsafe extern "C" fn qz1_attend(
     // SAFETY: the caller upholds the pointer contract; what is written overlaps neither itself nor what is read
     // (`Scope`).
     call(message, |scope| unsafe {
-        let (layout, heads, token) = (kv_layout(scope, layout)?, self::heads(scope, heads)?, token(isa)?);
+        let (layout, heads, token) =
+            (layouts::layout(scope, layout)?, self::heads(scope, heads)?, token(isa)?);
         let pages = scope.slice(pages, pages_len, "the pages")?;
         let q = scope.slice(q, q_len, "the queries")?;
         let out = scope.output(out, out_len, "the output")?;

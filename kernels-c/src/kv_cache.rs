@@ -3,7 +3,8 @@
 use quant_kernels_cpu::Parallel;
 use quant_kernels_cpu::attention::{KvCache, Workspace};
 
-use crate::kv::{heads, kv_layout, qz1_heads, qz1_kv_layout};
+use crate::kv::{heads, qz1_heads, qz1_kv_layout};
+use crate::layouts;
 use crate::memory::{self, Scope};
 use crate::parallel::{Threads, qz1_parallel};
 use crate::status::{Fault, call, qz1_message, qz1_status};
@@ -30,7 +31,7 @@ pub unsafe extern "C" fn qz1_kv_cache_new(
     // SAFETY: the caller upholds the pointer contract.
     call(message, |scope| unsafe {
         // Read these before the handle is written, because `out` might overlap them.
-        let (layout, heads) = (kv_layout(scope, layout), self::heads(scope, heads));
+        let (layout, heads) = (layouts::layout(scope, layout), self::heads(scope, heads));
         memory::make(scope, out, || {
             let cache = KvCache::new(layout?, heads?, max_tokens)?;
             Ok(qz1_kv_cache { cache, workspace: Workspace::default() })

@@ -6,18 +6,18 @@
 //! - Functions return a [`qz1_status`], write results through pointers, and on request write an error message to the
 //!   caller's memory ([`qz1_message`]). A panic is caught and becomes a status.
 //! - A structure begins with its size, so that later versions may add fields at its end. A structure that is larger
-//!   than
-//!   this library knows is accepted if the additional bytes are zero. A smaller one, down to the size of its first version,
-//!   is read as if its missing fields were zero. Names begin with `qz1_`, and the meaning of a name never changes.
+//!   than this library knows is accepted if the additional bytes are zero. A smaller one, down to the size of its
+//!   first version, is read as if its missing fields were zero. Names begin with `qz1_`, and the meaning of a name
+//!   never changes.
 //! - A null or misaligned pointer, a length that does not match the shape, an output that overlaps another part of the
-//!   call, or an invalid layout gives an error status before anything is written. No function can check that memory is as
-//!   long as the caller states.
+//!   call, or an invalid layout gives an error status before anything is written. No function can check that memory is
+//!   as long as the caller states.
 //! - If allocation fails, a status is returned too: error values hold no heap memory, and collections use fallible
 //!   allocation.
-//! - There is no global state to initialize, and no threads are started: instruction sets are detected once, and each
-//!   call
-//!   may select its own.
-//! - Only one thread at a time may use a handle; everything else may be used by any number of threads.
+//! - There is no global state to initialize, and no function starts threads, except those of the feature `rayon`.
+//!   Instruction sets are detected once, and each call may select its own.
+//! - Only one thread at a time may use a handle, unless its documentation states otherwise. Calls on different handles
+//!   may run concurrently.
 //!
 //! # The pointer contract
 //!
@@ -25,8 +25,8 @@
 //! the `SAFETY` comments of this crate refer to them as the pointer contract:
 //!
 //! 1. The pointer is valid for as many bytes as the size field of its structure or the accompanying length states. A
-//!    text
-//!    ends with a zero byte. A handle was returned by the function that creates such handles, and was not freed.
+//!    string ends with a zero byte. A handle was returned by the function that creates such handles, and has not been
+//!    freed.
 //! 2. Until the call returns, these bytes stay allocated, no other code writes them, and no other code reads those that
 //!    the function writes.
 //! 3. The `for_each` of a [`qz1_parallel`] behaves as the header requires.
@@ -49,6 +49,7 @@ mod features;
 mod hadamard;
 mod kv;
 mod kv_cache;
+mod layouts;
 mod memory;
 mod multiply;
 mod parallel;

@@ -1,7 +1,7 @@
 //! Checked conversion of pointers to structures and slices.
 //!
 //! Each part of a call is entered into a [`Scope`]. Memory that is written must not overlap any other part. Slices
-//! borrow the scope, so none exists any more when the text of the message is written at the end.
+//! borrow the scope, so none can outlive it: all are gone when the text of the message is written at the end.
 
 use core::cell::{Cell, RefCell};
 use core::mem::{MaybeUninit, align_of, size_of};
@@ -138,8 +138,8 @@ impl Scope {
         self.text_is_apart.get()
     }
 
-    /// Checks memory. Fails if it is null, misaligned or too large, or if it or another part is written and they
-    /// overlap.
+    /// Fails if the memory overlaps a part that was entered before and either of them is written. The caller has
+    /// already checked the pointer and the size.
     fn check<T>(&self, at: *const T, bytes: usize, written: bool, what: &'static str) -> Result<Span, Fault> {
         let new = Span { start: at.addr(), end: at.addr() + bytes, written };
         let parts = self.parts.borrow();
@@ -160,7 +160,7 @@ impl Scope {
         Ok(new)
     }
 
-    /// Checks memory, and adds it to the parts against which later ones are checked.
+    /// Checks memory for overlaps, and adds it to the parts against which later ones are checked.
     fn enter<T>(&self, at: *const T, bytes: usize, written: bool, what: &'static str) -> Result<(), Fault> {
         if bytes == 0 {
             return Ok(());
@@ -201,7 +201,8 @@ impl Scope {
         if at.is_null() { Ok(None) } else { unsafe { self.read(at, what) }.map(Some) }
     }
 
-    /// Enters an array of structures that are only read, all of the size that the first one states.
+    /// Enters an array of structures that are only read, and calls `body` with each index and structure. All must state
+    /// the same size as the first one.
     ///
     /// # Safety
     /// Same as for [`Self::read`], for all structures.
@@ -284,7 +285,7 @@ impl Scope {
     ///
     /// # Safety
     /// Same as for [`Self::look`]; no other code may access the handle.
-    #[allow(clippy::mut_from_ref, reason = "it refuses what overlaps")]
+    #[allow(clippy::mut_from_ref, reason = "overlapping parts are rejected")]
     pub(crate) unsafe fn handle<T>(&self, at: *mut T, what: &'static str) -> Result<&mut T, Fault> {
         usable(at.cast_const(), what)?;
         self.enter(at.cast_const(), size_of::<T>(), true, what)?;
@@ -311,7 +312,7 @@ impl Scope {
         Ok(unsafe { core::slice::from_raw_parts(at, len) })
     }
 
-    /// Enters memory that is only read; returns `None` if the pointer is null.
+    /// Enters memory that is only read; returns `None` if the pointer is null and the length is 0.
     ///
     /// # Safety
     /// Same as for [`Self::slice`].

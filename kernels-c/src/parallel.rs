@@ -53,7 +53,7 @@ impl Threads {
         Ok(Self { of, broken: AtomicBool::new(false), panicked: AtomicBool::new(false) })
     }
 
-    /// Fails if any `for_each` did not call each number exactly once.
+    /// Fails if a piece panicked, or if any `for_each` did not call each number exactly once.
     pub(crate) fn finish(&self) -> Result<(), Fault> {
         if self.panicked.load(Ordering::Relaxed) {
             return Err(Fault::new(qz1_status::Internal, "a piece of work panicked"));
@@ -176,7 +176,7 @@ mod tests {
         let work = Work { piece: &piece, count: 3, called: &called, begun, done, threads: &of };
         let at = (&raw const work).cast_mut().cast();
         for (i, index) in [2, 2, 3, usize::MAX, 0].into_iter().enumerate() {
-            // SAFETY: `ctx` outlives the call.
+            // SAFETY: `work` outlives the call.
             unsafe { run(at, index) };
             assert_eq!([&work.begun, &work.done].map(|n| n.load(Ordering::SeqCst)), [i + 1; 2]);
         }

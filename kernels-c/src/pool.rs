@@ -114,7 +114,7 @@ mod tests {
     fn no_threads_and_too_many_are_refused() {
         for threads in [0, MAX_THREADS + 1] {
             let mut pool = core::ptr::dangling_mut();
-            // SAFETY: the handle was written by `qz1_pool_new`.
+            // SAFETY: `pool` is valid for writes, and there is no message.
             let status = unsafe { qz1_pool_new(threads, &mut pool, core::ptr::null()) };
             assert_eq!((status, pool.is_null()), (qz1_status::Scheme, true));
         }

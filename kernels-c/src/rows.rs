@@ -8,10 +8,11 @@ use quant_kernels_cpu::{
 };
 
 use crate::features::token;
+use crate::layouts;
 use crate::memory::{self, Scope, fields};
 use crate::parallel::{Threads, qz1_parallel};
 use crate::status::{Fault, call, qz1_message, qz1_status};
-use crate::weights::{layout, qz1_layout};
+use crate::weights::qz1_layout;
 
 /// Single precision.
 pub const QZ1_TYPE_F32: u32 = 1;
@@ -182,7 +183,7 @@ unsafe fn make(
 ) -> Result<(), Fault> {
     // SAFETY: the caller upholds the pointer contract.
     unsafe {
-        let (x, layout) = (scope.read(x, "the activations")?, self::layout(scope, layout)?);
+        let (x, layout) = (scope.read(x, "the activations")?, layouts::layout(scope, layout)?);
         let threads = Threads::new(scope, parallel)?;
         by_kind!(x.kind, make_of(scope, x, made, &layout, &threads, sink))?;
         threads.finish()

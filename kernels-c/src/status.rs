@@ -13,7 +13,7 @@ use crate::memory::{Scope, fields};
 #[repr(u32)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum qz1_status {
-    /// Done.
+    /// The call succeeded.
     Ok = 0,
     /// A length does not match the shape.
     Length = 1,
@@ -44,7 +44,7 @@ pub enum qz1_status {
     ForEach = 36,
     /// An internal error of the library; outputs may be partly written.
     Internal = 37,
-    /// A checkpoint cannot be opened or read, or does not contain the linear.
+    /// A checkpoint cannot be opened or read, or does not contain the linear layer.
     Checkpoint = 38,
     /// The CUDA driver, a device or the run-time compiler (NVRTC) is missing.
     CudaMissing = 64,

@@ -4,6 +4,7 @@ use quant_kernels_cpu::{
     FloatFormat, KernelError, Layout, PackedView, Parallel, ScaleType, Scales, WeightView,
 };
 
+use crate::layouts::{self, Described, checked};
 use crate::memory::{self, Scope, fields};
 use crate::parallel::{Threads, qz1_parallel};
 use crate::status::{Fault, call, qz1_message, qz1_status};
@@ -31,7 +32,7 @@ pub const QZ1_CODES_E2M1: u32 = 2;
 
 /// A quantized matrix `[n, k]` in logical order, row-major: `(code − zero) · scale`, with a scale and zero point for
 /// each group of `group_size` neighbouring input features. With floating-point codes: `value(code) · scale`. E4M3 codes
-/// can only be multiplied with float activations.
+/// can only be multiplied by float activations.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct qz1_weights {
@@ -188,46 +189,89 @@ pub(crate) fn format(format: u32) -> Option<Option<FloatFormat>> {
     }
 }
 
-fn describe(layout: &Layout) -> qz1_layout {
-    qz1_layout {
-        struct_size: size_of::<qz1_layout>() as u32,
-        code_bits: layout.code_bits() as u32,
-        scales: match layout.scales() {
-            ScaleType::F16 => QZ1_SCALES_F16,
-            ScaleType::Bf16 => QZ1_SCALES_BF16,
-            ScaleType::F32 => QZ1_SCALES_F32,
-            ScaleType::Progressive => QZ1_SCALES_PROGRESSIVE,
-            ScaleType::E4m3 => QZ1_SCALES_E4M3,
-            ScaleType::E8m0 => QZ1_SCALES_E8M0,
-            // Views of this interface have no super-blocks.
-            ScaleType::Super | ScaleType::SuperMins => 0,
-        },
-        zeros: u32::from(layout.zero_point().is_none()),
-        middle: layout.zero_point().map_or(0, u32::from),
-        sums: u32::from(layout.has_sums()),
-        n: layout.n() as u64,
-        k: layout.k() as u64,
-        group_size: layout.group_size() as u64,
-        panels: layout.panels() as u64,
-        panel_bytes: layout.panel_bytes() as u64,
-        bytes: layout.bytes() as u64,
-        id: layout.id(),
-        format: match layout.float_format() {
-            Some(FloatFormat::E4m3) => QZ1_CODES_E4M3,
-            Some(FloatFormat::E2m1) => QZ1_CODES_E2M1,
-            _ => QZ1_CODES_INTEGER,
-        },
-        reserved: 0,
+/// The `QZ1_CODES_…` of a floating-point format, or that of integers.
+pub(crate) fn format_number(format: Option<FloatFormat>) -> u32 {
+    match format {
+        Some(FloatFormat::E4m3) => QZ1_CODES_E4M3,
+        Some(FloatFormat::E2m1) => QZ1_CODES_E2M1,
+        _ => QZ1_CODES_INTEGER,
     }
 }
 
-/// Returns the layout that the caller's fields describe; every field is checked.
-///
-/// # Safety
-/// Same as for [`Scope::read`].
-pub(crate) unsafe fn layout(scope: &Scope, at: *const qz1_layout) -> Result<Layout, Fault> {
-    // SAFETY: this function has the safety contract of `read`.
-    checked(unsafe { scope.read(at, "the layout") }?)
+/// Returns the type of scales of a `QZ1_SCALES_…`, or `None` for an unknown number.
+pub(crate) fn scales(scales: u32) -> Option<ScaleType> {
+    match scales {
+        QZ1_SCALES_F16 => Some(ScaleType::F16),
+        QZ1_SCALES_BF16 => Some(ScaleType::Bf16),
+        QZ1_SCALES_F32 => Some(ScaleType::F32),
+        QZ1_SCALES_PROGRESSIVE => Some(ScaleType::Progressive),
+        QZ1_SCALES_E4M3 => Some(ScaleType::E4m3),
+        QZ1_SCALES_E8M0 => Some(ScaleType::E8m0),
+        _ => None,
+    }
+}
+
+/// The `QZ1_SCALES_…` of a type of scales.
+pub(crate) fn scales_number(scales: ScaleType) -> u32 {
+    match scales {
+        ScaleType::F16 => QZ1_SCALES_F16,
+        ScaleType::Bf16 => QZ1_SCALES_BF16,
+        ScaleType::F32 => QZ1_SCALES_F32,
+        ScaleType::Progressive => QZ1_SCALES_PROGRESSIVE,
+        ScaleType::E4m3 => QZ1_SCALES_E4M3,
+        ScaleType::E8m0 => QZ1_SCALES_E8M0,
+        // Weights of this interface have no super-blocks.
+        ScaleType::Super | ScaleType::SuperMins => 0,
+    }
+}
+
+impl Described for qz1_layout {
+    type Layout = Layout;
+    type Numbers = ([u32; 6], [u64; 7]);
+
+    fn of(layout: &Layout) -> Self {
+        Self {
+            struct_size: size_of::<Self>() as u32,
+            code_bits: layout.code_bits() as u32,
+            scales: scales_number(layout.scales()),
+            zeros: u32::from(layout.zero_point().is_none()),
+            middle: layout.zero_point().map_or(0, u32::from),
+            sums: u32::from(layout.has_sums()),
+            n: layout.n() as u64,
+            k: layout.k() as u64,
+            group_size: layout.group_size() as u64,
+            panels: layout.panels() as u64,
+            panel_bytes: layout.panel_bytes() as u64,
+            bytes: layout.bytes() as u64,
+            id: layout.id(),
+            format: format_number(layout.float_format()),
+            reserved: 0,
+        }
+    }
+
+    fn layout(&self) -> Result<Layout, Fault> {
+        let unknown = || Fault::new(qz1_status::Scheme, "there is no layout with these fields");
+        let size = |v: u64| usize::try_from(v).map_err(|_| unknown());
+        let scales = scales(self.scales).ok_or_else(unknown)?;
+        let middle = match self.zeros {
+            0 => Some(u8::try_from(self.middle).map_err(|_| unknown())?),
+            _ => None,
+        };
+        let (shape, group) = ([size(self.n)?, size(self.k)?], size(self.group_size)?);
+        Ok(match format(self.format).ok_or_else(unknown)? {
+            Some(format) => Layout::from_float_parts(shape, format, group, scales)?,
+            None => {
+                Layout::from_parts(shape, self.code_bits as usize, group, scales, middle, self.sums == 1)?
+            }
+        })
+    }
+
+    fn numbers(&self) -> Self::Numbers {
+        (
+            [self.code_bits, self.scales, self.zeros, self.middle, self.sums, self.format],
+            [self.n, self.k, self.group_size, self.panels, self.panel_bytes, self.bytes, self.id],
+        )
+    }
 }
 
 /// Returns the layout that the fields of one of any number of structures describe. All memory that is written must have
@@ -237,39 +281,7 @@ pub(crate) unsafe fn layout(scope: &Scope, at: *const qz1_layout) -> Result<Layo
 /// Same as for [`Scope::read`].
 pub(crate) unsafe fn layout_of_many(scope: &Scope, at: *const qz1_layout) -> Result<Layout, Fault> {
     // SAFETY: this function has the safety contract of `read_one_of_many`.
-    checked(unsafe { scope.read_one_of_many(at, "the layout") }?)
-}
-
-/// Returns the layout with these fields.
-fn checked(l: qz1_layout) -> Result<Layout, Fault> {
-    let none = || Fault::new(qz1_status::LayoutId, "the fields of the layout do not match its id");
-    let size = |v: u64| usize::try_from(v).map_err(|_| none());
-    let scales = match l.scales {
-        QZ1_SCALES_F16 => ScaleType::F16,
-        QZ1_SCALES_BF16 => ScaleType::Bf16,
-        QZ1_SCALES_F32 => ScaleType::F32,
-        QZ1_SCALES_PROGRESSIVE => ScaleType::Progressive,
-        QZ1_SCALES_E4M3 => ScaleType::E4m3,
-        QZ1_SCALES_E8M0 => ScaleType::E8m0,
-        _ => return Err(none()),
-    };
-    let middle = match l.zeros {
-        0 => Some(u8::try_from(l.middle).map_err(|_| none())?),
-        _ => None,
-    };
-    let (shape, group) = ([size(l.n)?, size(l.k)?], size(l.group_size)?);
-    let layout = match format(l.format).ok_or_else(none)? {
-        Some(format) => Layout::from_float_parts(shape, format, group, scales),
-        None => Layout::from_parts(shape, l.code_bits as usize, group, scales, middle, l.sums == 1),
-    };
-    let layout = layout.map_err(|_| none())?;
-    // Every field must be equal to the one that would be written for this layout.
-    let same = qz1_layout { struct_size: l.struct_size, ..describe(&layout) };
-    let fields = |l: &qz1_layout| {
-        let small = [l.code_bits, l.scales, l.zeros, l.middle, l.sums, l.format].map(u64::from);
-        (small, [l.n, l.k, l.group_size, l.panels, l.panel_bytes, l.bytes, l.id])
-    };
-    if fields(&same) == fields(&l) { Ok(layout) } else { Err(none()) }
+    checked(&unsafe { scope.read_one_of_many(at, "the layout") }?)
 }
 
 /// Returns packed bytes with their layout.
@@ -284,14 +296,15 @@ pub(crate) unsafe fn packed(
 ) -> Result<PackedView<'_>, Fault> {
     // SAFETY: the caller upholds the pointer contract.
     unsafe {
-        let layout = layout(scope, at)?;
+        let layout = layouts::layout(scope, at)?;
         let bytes = scope.slice(bytes, len, "the packed weights")?;
         Ok(PackedView::new(layout, layout.id(), bytes)?)
     }
 }
 
-/// The layout of weights. If `sums` is not 0, it includes the sums that are required for activations with a zero point.
-/// Fills `out`, whose `struct_size` must be set by the caller.
+/// Computes the layout of weights. If `sums` is not 0, it includes the sums that are required for activations with a
+/// zero point. Scales are stored in the narrowest type that represents all of them exactly. Fills `out`, whose
+/// `struct_size` must be set by the caller.
 ///
 /// # Safety
 /// The caller must uphold the pointer contract of the crate.
@@ -306,14 +319,13 @@ pub unsafe extern "C" fn qz1_layout_of(
     call(message, |scope| unsafe {
         let view = view(scope, weights)?;
         let out = scope.place(out, "the layout")?;
-        let layout = describe(&Layout::of(&view, sums != 0)?);
-        out.put(layout);
+        out.put(Described::of(&Layout::of(&view, sums != 0)?));
         Ok(())
     })
 }
 
-/// Packs `panels` panels of weights, from `first_panel` on, into `out`, which has `panels · panel_bytes` bytes. Pass 0
-/// and `layout.panels` to pack all of them. `parallel` is null or describes the caller's threads.
+/// Packs `panels` panels of weights, beginning with `first_panel`, into `out`, which has `panels · panel_bytes` bytes.
+/// Pass 0 and `layout.panels` to pack all of them. `parallel` is null or describes the caller's threads.
 ///
 /// # Safety
 /// Same as for `qz1_layout_of`.
@@ -330,7 +342,7 @@ pub unsafe extern "C" fn qz1_pack(
 ) -> qz1_status {
     // SAFETY: the caller upholds the pointer contract; `out` does not overlap `weights` (`Scope`).
     call(message, |scope| unsafe {
-        let (view, layout) = (view(scope, weights)?, self::layout(scope, layout)?);
+        let (view, layout) = (view(scope, weights)?, layouts::layout(scope, layout)?);
         let threads = Threads::new(scope, parallel)?;
         let out = scope.output(out, out_len, "the packed weights")?;
         let end = first_panel.checked_add(panels).filter(|&end| end <= layout.panels());
@@ -373,9 +385,11 @@ fn pack(
     }
 }
 
-/// Checks that packed bytes from an external source, such as a file, are bytes that `qz1_pack` could have written: no
-/// code or scale may be NaN. Reads all bytes once. Kernels accept other bytes too, but read a NaN code as 480, and a
-/// NaN scale as 480 or infinity.
+/// Checks packed bytes from an external source, such as a file, for values that `qz1_pack` never writes: NaN codes,
+/// E4M3 scales that are negative or NaN, E8M0 scales that are NaN, a divisor of E4M3 scales that is not positive and
+/// finite, and weights with two levels of scales that exceed 8 bits. Scales of f16, bf16 and f32 are not checked. Reads
+/// all bytes once. Kernels accept other bytes too, but read a NaN code as ±480, a NaN E4M3 scale as 480, and a NaN E8M0
+/// scale as infinity.
 ///
 /// # Safety
 /// Same as for `qz1_layout_of`.
@@ -386,7 +400,7 @@ pub unsafe extern "C" fn qz1_check(
     packed_len: usize,
     message: *const qz1_message,
 ) -> qz1_status {
-    // SAFETY: the caller guarantees the requirements of `# Safety`: valid pointers, and `packed_len` readable bytes.
+    // SAFETY: the caller upholds the pointer contract.
     call(message, |scope| unsafe { Ok(self::packed(scope, layout, packed, packed_len)?.check()?) })
 }
 
@@ -427,7 +441,7 @@ pub unsafe extern "C" fn qz1_unpack(
     })
 }
 
-/// Dequantizes `rows` rows of packed weights, from `first_row` on, to floats `[rows, k]`.
+/// Dequantizes `rows` rows of packed weights, beginning with `first_row`, to floats `[rows, k]`.
 ///
 /// # Safety
 /// Same as for `qz1_layout_of`.

@@ -35,6 +35,12 @@ fn the_attention_example_runs() {
     runs("attention");
 }
 
+#[test]
+#[cfg(unix)]
+fn threads_and_processes_share_weights() {
+    runs("processes");
+}
+
 /// Compile each header alone, with no include before it.
 #[test]
 #[cfg(unix)]

@@ -29,7 +29,7 @@ const CHECKPOINTS: [(&str, &str, Dtype); 7] = [
 const SHAPE: [usize; 2] = [128, 256];
 const BIAS: f32 = 0.25;
 
-/// Writes a checkpoint with two linears, one of them with a bias; returns the sums of their first rows.
+/// Writes a checkpoint with two linear layers, one of them with a bias; returns the sums of their first rows.
 fn write(at: &Path, (format, scheme, scales): (&str, &str, Dtype)) -> [f64; 2] {
     let (container, scheme) = (container(format).unwrap(), scheme.parse().unwrap());
     let mut data: HashMap<String, (safetensors::Dtype, Vec<usize>, Vec<u8>)> = HashMap::new();

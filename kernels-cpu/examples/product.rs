@@ -1,4 +1,4 @@
-//! A linear layer in an engine: its weights are packed once and multiplied with the rows of each step, with integer and
+//! A linear layer in an engine: its weights are packed once and multiplied by the rows of each step, with integer and
 //! with float activations.
 //!
 //! ```text

@@ -1,9 +1,10 @@
 //! Compares the instruction-set paths of linear layers, interleaved within one process, on one thread.
 //!
-//! `paths SHAPES TOKENS [KERNEL] [PATHS]`, such as `paths 4096x4096 1,16,512 w4a8 avx512vnni,amx`. Times are CPU times
-//! of the thread, so that other load on the machine disturbs them less; it still competes for caches and memory
-//! bandwidth. Weights rotate through copies of 256 MiB in total, so that they come from memory. Rates are medians of
-//! the products alone; the time to quantize or pack the rows is reported as a percentage of the product.
+//! `paths [SHAPES] [TOKENS] [KERNEL] [PATHS]`, such as `paths 4096x4096 1,16,512 w4a8 avx512vnni,amx`. `KERNEL` selects
+//! the kernels whose names contain it. Times are CPU times of the thread, so that other load on the machine disturbs
+//! them less; it still competes for caches and memory bandwidth. Products rotate through copies of the weights, 256 MiB
+//! in total, so that weights come from memory. Rates are medians of the products alone; the time to quantize or pack
+//! the rows is reported as a percentage of the product.
 
 #[cfg(target_os = "linux")]
 fn main() {
@@ -27,8 +28,10 @@ mod linux {
     };
     use rustix::time::{ClockId, clock_gettime};
 
+    /// Bytes of all copies of the weights.
     const COPIES: usize = 256 << 20;
-    /// Name, bits, group size (0: per row), integer activations. Names of GGUF's types are super-blocks.
+    /// Name, bits, group size (0: per row), whether activations are int8. Kernels with the names of GGUF's types use
+    /// super-blocks.
     const KERNELS: [(&str, u8, usize, bool); 8] = [
         ("q4_k", 4, 32, true),
         ("q5_k", 5, 32, true),
@@ -57,7 +60,7 @@ mod linux {
     }
 
     fn list<T>(text: &str, of: impl Fn(&str) -> Option<T>) -> Vec<T> {
-        text.split(',').map(|word| of(word).unwrap_or_else(|| panic!("`{word}` is not understood"))).collect()
+        text.split(',').map(|word| of(word).unwrap_or_else(|| panic!("cannot parse `{word}`"))).collect()
     }
 
     pub fn main() {

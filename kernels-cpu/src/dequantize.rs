@@ -1,14 +1,14 @@
-//! Dequantizes packed weights, for layers that are computed densely and for measuring errors.
+//! Dequantizes the weights of a view, for layers that are multiplied as floats and for measuring errors.
 
 use std::ops::Range;
 
 use crate::{KernelError, Scales, WeightView, reference};
 
-/// Dequantizes some rows. The values are bit-identical to those of
+/// Dequantizes a range of rows. The values are bit-identical to those of
 /// [`reference::dequantize_rows`](crate::reference::dequantize_rows).
 ///
-/// `out` is `[rows.len(), k]`, row-major. Allocates nothing and spawns no threads; callers that use threads give each
-/// its own rows.
+/// `out` is `[rows.len(), k]`, row-major. Allocates nothing and spawns no threads; callers may give each of their
+/// threads its own rows.
 ///
 /// # Errors
 /// When `rows` is out of range or `out` has the wrong length.
@@ -19,7 +19,7 @@ pub fn dequantize_rows(
 ) -> Result<(), KernelError> {
     if rows.start > rows.end || rows.end > weight.n() {
         return Err(KernelError::Mismatch {
-            what: "rows must end at or before row",
+            what: "rows must be ascending and end at or before row",
             expected: weight.n(),
             got: rows.end,
         });

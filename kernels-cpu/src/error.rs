@@ -1,6 +1,6 @@
-//! Errors of packing weights and of multiplying packed weights. This crate returns them instead of panicking.
+//! The error of this crate's kernels.
 
-/// An invalid argument.
+/// An invalid argument, or a resource that is not available: an instruction set, or memory.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum KernelError {
@@ -17,15 +17,15 @@ pub enum KernelError {
     /// A shape whose size overflows `usize`, or whose sums overflow 32 bits.
     #[error("{0} is too large")]
     TooLarge(&'static str),
-    /// An argument that the kernel does not support; the text is the whole message.
+    /// An invalid argument, or one that the kernel does not support; the text is the whole message.
     #[error("{0}")]
     Scheme(&'static str),
-    /// Two operands that do not match.
+    /// A number that does not match another argument, or is beyond a bound.
     #[error("{what} {expected}, got {got}")]
     Mismatch {
-        /// The requirement, up to the expected value that ends it.
+        /// The requirement, which the message completes with the expected value.
         what: &'static str,
-        /// The expected value.
+        /// The expected value, or the bound.
         expected: usize,
         /// The given value.
         got: usize,

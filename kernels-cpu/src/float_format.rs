@@ -248,7 +248,7 @@ fn middle(pair: &[i8]) -> f32 {
     (f32::from(pair[0]) + f32::from(pair[1])) / 2.0
 }
 
-/// The magnitude of `x`, at most 6 (which NaN becomes), and the distance between the values of E2M1 around it.
+/// The magnitude of `x`, at most 6 (also for NaN), and the spacing of E2M1's values there.
 #[inline(always)]
 fn e2m1_step(x: f32) -> (f32, f32) {
     let magnitude = x.abs();

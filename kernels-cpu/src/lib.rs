@@ -1,18 +1,18 @@
-//! Kernels that multiply activations with quantized weights on a CPU.
+//! Kernels that multiply activations by quantized weights on a CPU.
 //!
-//! This crate is a leaf: it takes slices and shapes, and knows nothing of checkpoints, models, files or thread pools.
-//! Weights are passed as a [`WeightView`], packed once ([`PackedLinear`], or [`Layout`] for callers that own the
-//! bytes), and multiplied with quantized rows ([`Int8Rows`]). Callers provide threads ([`Parallel`]).
+//! This crate is a leaf: it takes slices and shapes, and knows nothing of checkpoints, models or files. Weights are
+//! passed as a [`WeightView`], packed once ([`PackedLinear`], or [`Layout`] for callers that own the bytes), and
+//! multiplied by int8 or float rows ([`Int8Rows`], [`FloatRows`]). Callers provide threads ([`Parallel`]).
 //!
 //! ```
 //! use quant_kernels_cpu::{Int8Rows, PackedLinear, RowLayout, Serial, WeightView};
 //!
-//! // Two output features of eight inputs: codes of 4 bits whose zero is 8, one scale per row.
+//! // Two output features, eight input features: 4-bit codes with the zero point 8, one scale per row.
 //! let codes = [9, 9, 9, 9, 9, 9, 9, 9, 7, 7, 7, 7, 7, 7, 7, 7];
 //! let view = WeightView::new([2, 8], 4, 8, &codes, &[0.5, 0.25], None)?;
 //! let weight = PackedLinear::pack(&view, None, false, &Serial)?;
 //!
-//! // Three rows, rounded to integers of 8 bits, and multiplied.
+//! // Three rows of activations, quantized to int8 and multiplied.
 //! let mut rows = Int8Rows::default();
 //! rows.quantize(&[1.0f32; 3 * 8], RowLayout::of(weight.layout()), &Serial)?;
 //! let mut out = [0.0; 3 * 2];

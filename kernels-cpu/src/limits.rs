@@ -16,6 +16,7 @@ use crate::{Isa, IsaToken, PANEL_ROWS, STEP};
 
 /// A measured bandwidth limit.
 #[derive(Debug, Clone, Copy, PartialEq)]
+#[non_exhaustive]
 pub struct MemoryLimit {
     /// Bytes per second, summed over threads.
     pub bytes_per_second: f64,
@@ -109,7 +110,8 @@ fn limit(rounds: usize, parallel: &dyn Parallel, run: &(dyn Fn() -> usize + Sync
 /// The number of independent sums: enough to hide the latency of one addition.
 const CHAINS: usize = 12;
 
-/// Adds up all words, so that the compiler cannot skip the reads.
+/// Reads the words in `streams` interleaved streams, and adds them up so that the compiler cannot skip the reads. The
+/// remainder that does not fill a line of every stream is skipped.
 #[inline(always)]
 fn sum(words: &[u64], streams: usize) -> u64 {
     const LINE: usize = 8;
@@ -126,7 +128,7 @@ fn sum(words: &[u64], streams: usize) -> u64 {
     sums.iter().fold(0, |a, &b| a.wrapping_add(b))
 }
 
-/// Multiplies integers; returns the number of operations.
+/// Multiplies integers in `CHAINS` independent chains; returns the number of operations.
 #[inline(always)]
 unsafe fn dot<L: Lanes>(steps: usize) -> usize {
     let (codes, x) = black_box(([1_u8; 64], [1_i8; 8]));

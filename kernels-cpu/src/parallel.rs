@@ -32,7 +32,7 @@
 /// Scoped(2).for_each(5, &|number| _ = sum.fetch_add(number, std::sync::atomic::Ordering::Relaxed));
 /// assert_eq!(sum.into_inner(), 10);
 /// ```
-#[allow(unsafe_code, reason = "what implementations must keep")]
+#[allow(unsafe_code, reason = "kernels rely on the contract of implementations")]
 pub unsafe trait Parallel: Sync {
     /// The number of pieces that may run concurrently; at least 1.
     fn threads(&self) -> usize;
@@ -45,8 +45,8 @@ pub unsafe trait Parallel: Sync {
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Serial;
 
-// SAFETY: the loop calls each number of the range once, and returns when it has ended.
-#[allow(unsafe_code, reason = "it keeps what the trait asks")]
+// SAFETY: the loop calls each number of the range once, and one call ends before the next begins.
+#[allow(unsafe_code, reason = "the implementation upholds the contract of the trait")]
 unsafe impl Parallel for Serial {
     fn threads(&self) -> usize {
         1
@@ -65,7 +65,7 @@ pub struct Rayon;
 #[cfg(feature = "rayon")]
 // SAFETY: `for_each` calls each number of the range once, and returns or unwinds only when rayon has finished all
 // calls.
-#[allow(unsafe_code, reason = "it keeps what the trait asks")]
+#[allow(unsafe_code, reason = "the implementation upholds the contract of the trait")]
 unsafe impl Parallel for Rayon {
     fn threads(&self) -> usize {
         rayon::current_num_threads()
@@ -81,7 +81,7 @@ unsafe impl Parallel for Rayon {
 }
 
 /// The elements of a slice, which pieces of work access in disjoint parts.
-#[allow(unsafe_code, reason = "parts of a slice that threads write to side by side")]
+#[allow(unsafe_code, reason = "threads write to disjoint parts of a slice")]
 mod disjoint {
     use core::marker::PhantomData;
     use core::ops::Range;

@@ -1,4 +1,4 @@
-//! The form in which every kernel receives weights.
+//! Quantized weights as plain slices: the input of packing and of the reference kernels.
 
 use std::ops::Range;
 
@@ -16,7 +16,10 @@ pub enum ViewError {
     Bits(u8),
     #[error("the group size must divide the number of input features, {k}, got {group_size}")]
     GroupSize { group_size: usize, k: usize },
-    #[error("progressive scales require integer codes, and E4M3 scales require floating-point codes")]
+    #[error(
+        "progressive and super-block scales require integer codes, and E4M3 scales floating-point codes; super-blocks \
+        have no zero points, and fixed combinations of bits, minima and group size"
+    )]
     Scales,
     #[error("{what}: expected {expected} elements, got {got}")]
     Length { what: &'static str, expected: usize, got: usize },
@@ -25,7 +28,8 @@ pub enum ViewError {
 /// A quantized weight matrix `[n, k]` in logical order, row-major, as plain slices.
 ///
 /// `ŵ[o, i] = (codes[o, i] − zeros[o, i / group_size]) · scales[o, i / group_size]`, with unsigned codes below
-/// `2^bits`. Without `zeros` the grid is symmetric: every zero point is `2^(bits − 1)`.
+/// `2^bits`. Without `zeros` the grid is symmetric: every zero point is `2^(bits − 1)`, or 0 for super-blocks that have
+/// minima.
 ///
 /// Progressive quantization (QServe, §4.1) has two levels of scales, an integer per group and a float per row:
 /// `ŵ[o, i] = ((codes[o, i] − zeros[…]) · groups[…]) · channels[o]`, where the inner product is exact.
@@ -45,7 +49,7 @@ pub enum ViewError {
 /// quant_kernels_cpu::reference::dequantize_rows(&view, 0..1, &mut floats);
 /// assert_eq!(floats, [1.0, 0.0, -4.0, 0.0]);
 ///
-/// // What does not fit is refused.
+/// // A group size that does not divide the number of input features is an error.
 /// assert!(WeightView::new([1, 4], 2, 3, &[3, 1, 0, 2], &[0.5, 2.0], None).is_err());
 /// # Ok::<(), quant_kernels_cpu::ViewError>(())
 /// ```
@@ -80,7 +84,7 @@ pub enum Scales<'a> {
         /// The divisor of all scales: positive and finite.
         global: f32,
     },
-    /// An integer per group, under a float for every [`SUPER_BLOCK`] input features.
+    /// An integer per group, and a float per super-block of [`SUPER_BLOCK`] input features.
     Super(SuperScales<'a>),
 }
 
@@ -110,7 +114,7 @@ pub struct SuperScales<'a> {
     pub groups: &'a [i8],
     /// `[n, k / 256]`
     pub blocks: &'a [f16],
-    /// What is subtracted from every weight of a group.
+    /// The minima, which are subtracted from every weight of a group; `None` for codes of 6 bits.
     pub mins: Option<SuperMins<'a>>,
 }
 
@@ -195,8 +199,8 @@ impl<'a> WeightView<'a> {
     /// Creates a view of a matrix with integer codes and any scales that these support.
     ///
     /// # Errors
-    /// See [`new`](Self::new); also when the scales are E4M3 codes, or when they are those of super-blocks and the width
-    /// of codes or groups is not one of theirs, or zero points are given.
+    /// See [`new`](Self::new); also when the scales are E4M3 codes. For super-blocks also when `k` is not a multiple of
+    /// 256, zero points are given, or [`SuperScales`] does not allow the bits, minima and group size together.
     pub fn with_scales(
         [n, k]: [usize; 2],
         bits: u8,
@@ -354,10 +358,10 @@ impl<'a> WeightView<'a> {
     }
 
     /// The zero point of a group: the stored one, the midpoint of a symmetric grid, or 0 if super-blocks have minima.
-    /// Floating-point codes have none.
+    /// For floating-point codes the value has no meaning.
     ///
     /// # Panics
-    /// When zero points are stored and the row is out of range.
+    /// When zero points are stored, and the index `row · groups + group` is out of range.
     pub fn zero(&self, row: usize, group: usize) -> u8 {
         match self.zeros {
             Some(zeros) => zeros[row * self.groups() + group],
@@ -374,8 +378,9 @@ impl<'a> WeightView<'a> {
     }
 }
 
-/// Whether codes and groups of these widths, with or without minima, can be those of super-blocks: groups divide a
-/// super-block, and the steps of a group are whole [units](crate::layout::unit_of).
+/// Whether codes of this many bits, in groups of this size, with or without minima, can form super-blocks: 6 bits have
+/// no minima and fewer bits do, groups divide a super-block, and the steps of a group form whole
+/// [units](crate::layout::unit_of).
 pub(crate) fn super_block_fits(
     bits: usize,
     mins: bool,

@@ -44,7 +44,7 @@ fn bits(values: &[f32]) -> Vec<u32> {
     values.iter().map(|v| if v.is_nan() { 0x7fc0_0000 } else { v.to_bits() }).collect()
 }
 
-/// The codes, sums and scale of a row, as the reference defines them.
+/// The codes, sums and scale of a row, computed from the definition.
 fn quantized(x: &[f32], size: usize, by: Option<StaticScale>) -> (Vec<i8>, Vec<i32>, u32) {
     let finite = x.iter().all(|v| v.is_finite());
     let largest = x.iter().fold(0.0_f32, |m, v| m.max(v.abs()));

@@ -183,7 +183,7 @@ fn refused_permission_takes_the_next_path() {
 }
 
 #[test]
-#[ignore = "must run before anything asks for tiles: `refused_permission_takes_the_next_path` runs it"]
+#[ignore = "must run before any request for tiles: `refused_permission_takes_the_next_path` runs it"]
 fn without_permission() {
     /// `stack_t`
     #[repr(C)]

@@ -1,4 +1,4 @@
-//! Linears on candle tensors give results that are bit-identical to those of the underlying kernels.
+//! Linear layers on candle tensors give results that are bit-identical to those of the underlying kernels.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -264,8 +264,8 @@ fn there_is_no_gradient() {
     assert!(y.backward().unwrap_err().to_string().contains("quantized-linear"));
 }
 
-/// Five linears of different sizes run at once, which is more than one parallel call takes. The results are the same as
-/// for separate calls, with fewer parallel calls.
+/// Five layers of different sizes run at once, more than one parallel call can include. The results are the same as for
+/// separate calls, with at most four parallel calls.
 #[test]
 fn linears_that_read_the_same_run_at_once() {
     let threads = Threads::default();
@@ -304,7 +304,7 @@ fn linears_that_read_the_same_run_at_once() {
             .unwrap()
             .is_empty()
     );
-    // Linears whose groups, widths or activations differ do not share rows.
+    // Layers whose groups, widths or activations differ do not share rows.
     let first = QuantizedLinear::new(weights[0].clone(), Activations::Float, &runner).unwrap();
     for (weight, activations) in [
         (weight([8, 96], 96), Activations::Float),

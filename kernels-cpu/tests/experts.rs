@@ -1,5 +1,5 @@
-//! Running the experts of a layer in one call is bit-identical to a loop of separate products: on every path, for every
-//! routing, any number of threads, and experts that differ in bits, groups and formats.
+//! Running the experts of a layer in one call gives results that are bit-identical to a loop of separate products: on
+//! every path, for every routing, any number of threads, and experts that differ in bits, groups and formats.
 
 mod common;
 

@@ -110,7 +110,7 @@ fn widths_of_models() {
         let factors: Vec<usize> = by.factors().map(|(order, _)| order).collect();
         assert_eq!(factors, orders, "{n}");
         assert_eq!(by.sylvester() * factors.iter().product::<usize>(), n);
-        // Multiplying by the matrix and then by its transpose restores the input.
+        // The transform preserves dot products.
         let (a, b) = (values(n, 1), values(n, 2));
         let dot = |a: &[f32], b: &[f32]| a.iter().zip(b).map(|(a, b)| f64::from(a * b)).sum::<f64>();
         let mut rotated = [a.clone(), b.clone()].concat();

@@ -32,7 +32,7 @@ struct Case {
 }
 
 impl Case {
-    #[allow(clippy::too_many_arguments, reason = "a case is what they all say")]
+    #[allow(clippy::too_many_arguments, reason = "they describe one case")]
     fn new(
         [m, n, groups]: [usize; 3],
         group_size: usize,
@@ -45,7 +45,7 @@ impl Case {
     ) -> Self {
         let mut s = Stream(seed);
         let k = groups * group_size;
-        // With two levels of scales, weights must fit 8 signed bits, so use codes of at most 4.
+        // With two levels of scales, weights must fit 8 signed bits, so use codes of at most 4 bits.
         let bits = if kind == Kind::Progressive { bits.min(4) } else { bits };
         let extreme = s.below(4) == 0;
         let top = (1_u64 << bits) - 1;
@@ -118,7 +118,8 @@ impl Case {
         for (isa, parts) in in_parts() {
             let mut rows = FloatRows::in_parts(isa.token().unwrap(), parts);
             rows.pack(&self.x, RowLayout::of(packed.layout()), &Backwards).unwrap();
-            // Other paths that split values use two parts.
+            // The bounds for split values. Paths without a choice are tested with `Two`: those that split use two
+            // parts.
             let off = match parts {
                 Bf16Parts::One => -8,
                 Bf16Parts::Two => -16,
@@ -224,7 +225,7 @@ proptest! {
     }
 }
 
-/// Shapes that are divided by rows as well as by panels, including all paths with tiles.
+/// Shapes that are divided by rows as well as by panels, on the default path.
 #[test]
 fn large_shapes_do_not_depend_on_the_split() {
     for (m, n, groups, size, bits) in

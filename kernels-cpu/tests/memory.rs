@@ -15,7 +15,7 @@ use quant_kernels_cpu::{
 thread_local! {
     /// The number of allocations that this thread may still make; `None` for any number.
     static LEFT: Cell<Option<usize>> = const { Cell::new(None) };
-    /// Bytes that this thread requested.
+    /// Bytes that this thread requested by `alloc`.
     static ASKED: Cell<usize> = const { Cell::new(0) };
 }
 

@@ -27,7 +27,7 @@ fn bits(values: &[f32]) -> Vec<u32> {
     values.iter().map(|x| if x.is_nan() { 0x7fc0_0000 } else { x.to_bits() }).collect()
 }
 
-/// Returns the values that a path uses for the weights, by multiplying them with an identity matrix.
+/// Returns the values that a path uses for the weights, by multiplying them by an identity matrix.
 fn multiplied(view: PackedView<'_>, isa: Isa) -> Vec<f32> {
     let (n, k) = (view.layout().n(), view.layout().k());
     let mut identity = vec![0.0; k * k];
@@ -104,7 +104,7 @@ fn codes_of_nan_count_as_their_bits() {
     assert!(PackedLinear::pack(&view, None, false, &Serial).unwrap().view().check().is_ok());
 }
 
-/// The check accepts whatever packing writes, and rejects every byte that packing never writes, at any position.
+/// The check accepts everything that packing writes, and rejects values that packing never writes, at any position.
 #[test]
 fn what_no_packing_writes_is_reported() {
     let (n, k, size) = (21, 64, 32);

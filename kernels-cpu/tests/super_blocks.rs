@@ -1,4 +1,5 @@
-//! Super-blocks, GGUF's K types: every instruction set against the definition, their bytes, and their bounds.
+//! Super-blocks, as in GGUF's K types: every instruction set is compared with the definition, and packed bytes and
+//! error bounds are checked.
 
 mod common;
 
@@ -38,7 +39,7 @@ impl Case {
         let [m, n, blocks] = shape;
         let k = blocks * SUPER_BLOCK;
         let top = (1_u64 << (bits & 0x0f)) - 1;
-        // The largest codes, scales and minima everywhere, times activations of the largest magnitude.
+        // Only extreme codes, scales, minima and activations.
         let extreme = s.below(4) == 0;
         let codes = (0..n * k).map(|_| if extreme { s.below(2) * top } else { s.below(top + 1) } as u8);
         let codes = codes.collect();
@@ -100,7 +101,8 @@ impl Case {
         rows
     }
 
-    /// Integers, bit for bit, with a scale per token and with a static scale, whose codes can be −128.
+    /// Products with int8 activations are bit-identical to the reference, with a scale per token and with a static
+    /// scale, whose codes can be −128.
     fn check(&self) {
         let (view, packed) = (self.view(), self.pack());
         for fixed in [None, Some(StaticScale { scale: 0.004, zero: 0 })] {
@@ -118,7 +120,8 @@ impl Case {
         }
     }
 
-    /// Floats, within their bound, and bit-identical on all paths that do not split activations.
+    /// Products with float activations are within their bound, and bit-identical on all paths except `avx512bf16`: the
+    /// paths with tiles do not split the activations of super-blocks.
     fn check_float(&self) {
         let (view, packed) = (self.view(), self.pack());
         let expected = reference::float_linear(&view, &self.x, self.bias.as_deref());
@@ -211,7 +214,7 @@ fn large_shapes_do_not_depend_on_the_split() {
     }
 }
 
-/// A row's result is the same alone and in every batch.
+/// A row's result is bit-identical whether it is computed alone or in a batch.
 #[test]
 fn rows_are_the_same_in_every_batch() {
     for widths in [(4, 32), (5, 32), (6, 16), (IQ4, 32)] {
@@ -280,7 +283,7 @@ fn packed_weights_are_in_their_order() {
     assert!(bad.is_empty(), "packed otherwise:\n{}", bad.join("\n"));
 }
 
-/// Bits per weight: 4.5, 5.5 and 6.5625 in a file.
+/// Bits per packed weight. In GGUF files they are 4.5, 5.5 and 6.5625.
 #[test]
 fn packed_weights_are_small() {
     let of = |code_bits, group_size, scales, zero_point| {
@@ -377,7 +380,7 @@ fn misuse_is_an_error() {
     let other = WeightView::new(shape, 4, 32, &case.codes, &[1.0; 24], None).unwrap();
     let rows = case.rows(IsaToken::detect(), &Layout::of(&other, false).unwrap(), None);
     assert_eq!(packed.multiply(&rows, &mut [0.0; 6], &Serial).unwrap_err().code(), 4);
-    // Any bytes of a layout are safe to read: its integers have no values that packing refuses.
+    // In this layout every byte value is valid, so the check accepts any bytes.
     let layout = *packed.layout();
     let bytes = vec![0xff; layout.bytes()];
     PackedView::new(layout, layout.id(), &bytes).unwrap().check().unwrap();

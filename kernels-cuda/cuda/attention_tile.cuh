@@ -8,8 +8,7 @@
 // in bits 6 to 9 with the exponent of 16, it gives 16 + code; and a byte with the exponent of 1024 gives 1024 + code.
 // These offsets are corrected once, in f32: S starts at -sum(offset · q), and from O the offset times the sum of the
 // rounded P is subtracted. A value is v = scale (code - CENTRE) + (zero + CENTRE scale); only the first term is
-// multiplied
-// with the rounded P.
+// multiplied by the rounded P.
 #pragma once
 #include "kv_layout.cuh"
 

@@ -1,9 +1,8 @@
-// Measures the maximum rates of a device: bytes read, bytes copied, and products on tensor cores. The results of
-// kernels
-// are reported relative to these rates.
+// Measures the limits of a device: bytes read and copied per second, products per second on tensor cores, and the time
+// of a launch. The results of kernels are reported relative to these limits.
 //
-// Macros:
-//   PRODUCT    type of `products`: 0 f16, 1 bf16, 2 s8
+// Macro:
+//   PRODUCT    type of the operands in `products`: 0 f16, 1 bf16, 2 s8
 
 typedef unsigned int u32;
 typedef unsigned long long u64;

@@ -1,17 +1,15 @@
 // Converts packed codes to the A fragments of `mma`: the step between the ring in shared memory and the tensor cores.
 //
-// Floats: a code `q` of 4 bits is inserted into the mantissa of a float at the position where its lowest bit counts
-// one,
-// so a fragment holds `offset + q` without a subtraction or multiplication. The excess, `offset · Σ x`, is subtracted
-// together with the zero point:
+// Floats: a code `q` of 4 bits is inserted into the mantissa of a float at the position where its lowest bit has the
+// value 1, so a fragment holds `offset + q` without a subtraction or multiplication. The excess, `offset · Σ x`, is
+// subtracted together with the zero point:
 //
 //     Σ (q − z) x  =  Σ (offset + q) x  −  (offset + z) Σ x
 //
-// f16: 256 + q if the code is at bits 2 to 5 of a half word, 16 + q at bits 6 to 9: two fields from one word, the other
-// two after one rotation by 8, in total 5 instructions for 8 weights. The fields of rows `r` are at bits 2 and 10,
-// those of
-// rows `r + 8` at 6 and 14, so each row has one offset. bf16: 32 + q at bits 2 to 5, with a rotation for each field but
-// the first, in total 7 instructions.
+// f16: 256 + q if the code is at bits 2 to 5 of a half word, 16 + q at bits 6 to 9. Two fields come from the word, and
+// the other two after a rotation by 8: 5 instructions for 8 weights. The fields of row `r` are at bits 2 and 10, those
+// of row `r + 8` at bits 6 and 14, so each row has one offset. bf16: 32 + q at bits 2 to 5, with a rotation for each
+// field except the first: 7 instructions for 8 weights.
 //
 // Integers: nibbles become bytes by an AND, after a shift for the upper ones: 3 instructions for 8 weights. Progressive
 // weights become `128 + (q − z) s` by one multiplication and one addition for four bytes, two more instructions; bytes

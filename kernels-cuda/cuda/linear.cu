@@ -20,12 +20,11 @@
 //
 // Weights are the A operand of `mma`, tokens its columns: eight tokens fill a tile. A set of warps steps along k in
 // tiles of 128 features. The codes, activations and scales of each tile are copied to a ring in shared memory,
-// STAGES − 1 tiles in advance (linear_ring.cuh). Codes are in the order that lanes need (src/layout.rs), activations
-// are
-// swizzled for `ldmatrix`. For the tile after the current one, `mma` with a matrix of ones computes the sums Σ x of
-// each group, distributed over the warps. They are multiplied with the zero points of a grid and the offset of the
-// dequantization (dequantize.cuh), once per group, and the product is the initial value of the group's accumulators; if
-// integers are summed over all of k, this is done once at the end (linear_tile.cuh).
+// STAGES − 1 tiles in advance (linear_ring.cuh). Codes are in the order that lanes need (src/layout.rs), and
+// activations are swizzled for `ldmatrix`. For the tile after the current one, `mma` with a matrix of ones computes the
+// sums Σ x of each group, distributed over the warps. Once per group, Σ x is multiplied by the negated sum of the zero
+// point and the offset of the dequantization (dequantize.cuh), and the product is the initial value of the group's
+// accumulators; if integers are summed over all of k, this is done once at the end (linear_tile.cuh).
 //
 // Parts: k is cut into `chunks` runs of whole tiles, and each run into two halves, by numbers that depend only on the
 // shape of the weights. A half is summed from zero; a chunk is first half + second half, and chunks are added in order,
@@ -195,8 +194,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     u32 slot = 0, left = half_length;
     bool is_second = false, is_first_chunk = true;
     for (u32 tile = begin; tile < end; tile++) {
-        // This tile has arrived, and if sums are computed, the next one too. After the barrier this holds for all
-        // threads, the sums of this tile are written, and no thread reads the slot of the previous tile any more.
+        // This thread's copies of this tile have arrived, and if sums are computed, those of the next tile too. After
+        // the barrier, this holds for all threads, the sums of this tile are written, and no thread still reads the
+        // slot of the previous tile.
         copy_async_wait<STAGES - 2 - (SUMS ? 1 : 0)>();
         set_barrier(set);
         const u32 refill = slot == 0 ? STAGES - 1 : slot - 1;

@@ -5,7 +5,7 @@
 // SCALE (F16, BF16, F32, PROGRESSIVE, E4M3, E8M0), ZEROS, SUMS.
 //
 // There are three kernels: one with a thread per 16 bytes of a lane's codes, one with a thread per pair of rows for the
-// parameters of a tile, and one with a warp per row. Values that the packer on the CPU rejects set `*fault` to one.
+// parameters of a tile, and one with a warp per row. Values that the packer on the CPU rejects set `*fault` to 1.
 // A matrix is packed only once, so plain loads are fast enough.
 #include "dequantize.cuh"
 

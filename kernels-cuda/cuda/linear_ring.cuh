@@ -9,7 +9,7 @@ struct Copies {
     const u8 *codes, *parameters, *x;
     // The distance in bytes between this thread's chunks of codes, and between its chunks of activations.
     u64 codes_step, x_step;
-    // What is left of the matrix from this thread's first chunk on: 16-row tiles, tokens, and bytes of a token.
+    // The remainder of the matrix, from this thread's first chunk: 16-row tiles, tokens, and bytes of a token.
     i32 row_blocks, tokens, left;
 };
 

@@ -1,5 +1,6 @@
-// The work of a warp on a tile of 128 features in shared memory: codes are converted to fragments, `ldmatrix` reads
-// activations, products are added to the sums of a group, and these sums, scaled, to the sums of a part of k.
+// The work of a warp on a tile of 128 features in shared memory: codes are converted to fragments, `ldmatrix` loads
+// activations, products are added to the sums of a group, and these sums are scaled and added to the sums of a part of
+// k.
 //
 // Part of linear.cu, whose constants and arguments it uses.
 #pragma once

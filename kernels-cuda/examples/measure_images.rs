@@ -1,5 +1,5 @@
-//! Compiles the kernels that [`quant_kernels_cuda::measure`] measures into a directory, for architectures such as `sm_80`
-//! whose devices need not be present:
+//! Compiles the kernels that [`quant_kernels_cuda::measure`] measures into a directory, for architectures such as
+//! `sm_80`, whose devices need not be present:
 //!
 //! ```text
 //! measure_images DIR SM...
@@ -30,7 +30,8 @@ fn main() -> ExitCode {
 fn compile(directory: &str, names: &[String]) -> Result<(), String> {
     let find = |name: &String| Architecture::ALL.into_iter().find(|a| a.to_string() == *name);
     let architectures: Option<Vec<Architecture>> = names.iter().map(find).collect();
-    let architectures = architectures.ok_or_else(|| format!("one of {names:?} is no architecture"))?;
+    let architectures =
+        architectures.ok_or_else(|| format!("expected architectures such as sm_90, got {names:?}"))?;
     let count = compile_ahead(directory.as_ref(), &architectures).map_err(|e| e.to_string())?;
     println!("{count} images in {directory}");
     Ok(())

@@ -45,7 +45,7 @@ const WIDE: [usize; 2] = [1024, 0];
 
 /// The values that are quantized.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Rows {
+pub enum RowSource {
     /// The rows, unmodified.
     Plain,
     /// RMSNorm of the rows, `x · (1 / √(mean x² + ε)) · γ`.
@@ -64,7 +64,7 @@ pub enum Rows {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct ActivationShape {
     /// The values that are quantized.
-    pub rows: Rows,
+    pub rows: RowSource,
     /// The type of the values.
     pub element: Float,
     /// Number of rows (tokens). 0 launches nothing.
@@ -90,7 +90,7 @@ pub struct ActivationShape {
 impl ActivationShape {
     /// Creates the shape of `m` contiguous rows of `k` values, with a scale per row and no sums per group. Rows of
     /// codes begin at multiples of 16 bytes.
-    pub fn new(rows: Rows, element: Float, m: usize, k: usize) -> Self {
+    pub fn new(rows: RowSource, element: Float, m: usize, k: usize) -> Self {
         Self {
             rows,
             element,
@@ -152,18 +152,18 @@ impl ActivationShape {
 
     /// The strides of float inputs and outputs.
     fn float_strides(&self) -> impl Iterator<Item = usize> {
-        let up = (self.rows == Rows::SiluMul).then_some(self.up_stride);
+        let up = (self.rows == RowSource::SiluMul).then_some(self.up_stride);
         let residual =
-            matches!(self.rows, Rows::RmsNorm { residual: true, .. }).then_some(self.residual_stride);
+            matches!(self.rows, RowSource::RmsNorm { residual: true, .. }).then_some(self.residual_stride);
         [Some(self.x_stride), up, residual].into_iter().flatten()
     }
 
     fn variant(&self, [threads, held]: [usize; 2]) -> Variant {
         let (source, weight) = match self.rows {
-            Rows::Plain => ("PLAIN", self.element),
-            Rows::RmsNorm { weight, residual: false } => ("NORM", weight),
-            Rows::RmsNorm { weight, residual: true } => ("NORM_RESIDUAL", weight),
-            Rows::SiluMul => ("SILU_MUL", self.element),
+            RowSource::Plain => ("PLAIN", self.element),
+            RowSource::RmsNorm { weight, residual: false } => ("NORM", weight),
+            RowSource::RmsNorm { weight, residual: true } => ("NORM_RESIDUAL", weight),
+            RowSource::SiluMul => ("SILU_MUL", self.element),
         };
         let group = self.group.map_or(0, |g| if is_general(g) { 1 } else { g });
         Variant {
@@ -195,9 +195,9 @@ fn block_of(k: usize) -> [usize; 2] {
 /// A scale and zero point for all rows: `x ≈ scale · (code − zero)`.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct FixedScale {
-    /// Positive, with a finite inverse.
+    /// The scale: positive, with a finite inverse.
     pub scale: f32,
-    /// −128 to 127.
+    /// The zero point, −128 to 127.
     pub zero: i8,
 }
 
@@ -221,11 +221,11 @@ pub struct ActivationArguments {
     pub weight: Region,
     /// ε, for norms; positive.
     pub eps: f32,
-    /// Required if the shape has `fixed`.
+    /// The static scale; required if the shape has `fixed`.
     pub fixed: Option<FixedScale>,
     /// i8 `[m, k]`, with rows `code_stride` bytes apart; bytes between rows are left unchanged.
     pub codes: Region,
-    /// f32 `[m]`.
+    /// f32 `[m]`: the scale of each row.
     pub scales: Region,
     /// i32 `[m]`: the sum of each row's codes; may be [`Region::NONE`].
     pub row_sums: Region,
@@ -265,9 +265,11 @@ impl ActivationPlan {
             at.group_sums.require("group sums", m * k.div_ceil(group) * 4, 4)?;
         }
         match rows {
-            Rows::Plain => {}
-            Rows::SiluMul => at.up.require("up", matrix(self.shape.up_stride, element.bytes())?, floats)?,
-            Rows::RmsNorm { weight, residual } => {
+            RowSource::Plain => {}
+            RowSource::SiluMul => {
+                at.up.require("up", matrix(self.shape.up_stride, element.bytes())?, floats)?
+            }
+            RowSource::RmsNorm { weight, residual } => {
                 let align = if self.shape.aligned { 16 } else { weight.bytes() };
                 at.weight.require("norm weight", k * weight.bytes(), align)?;
                 if residual {
@@ -306,16 +308,16 @@ impl ActivationPlan {
     }
 }
 
-/// The variants that are compiled for every architecture before a release: every source and type, each combined with
-/// some block shapes and other options. All other variants are compiled when first used.
+/// The variants that the tests compile for the architectures: every source and type, each combined with some block
+/// shapes and other options.
 pub fn variants() -> Vec<Entry> {
     use Float::{Bf16, F16, F32};
     let mut kinds = Vec::new();
     for element in [F32, F16, Bf16] {
-        kinds.extend([(Rows::Plain, element), (Rows::SiluMul, element)]);
+        kinds.extend([(RowSource::Plain, element), (RowSource::SiluMul, element)]);
         let weights = if element == F32 { vec![F32] } else { vec![element, F32] };
         for (weight, residual) in weights.into_iter().flat_map(|w| [(w, false), (w, true)]) {
-            kinds.push((Rows::RmsNorm { weight, residual }, element));
+            kinds.push((RowSource::RmsNorm { weight, residual }, element));
         }
     }
     let mut others = Vec::new();
@@ -346,16 +348,16 @@ fn entry(shape: &ActivationShape) -> Entry {
     // Every kernel sums codes four at a time, synchronizes its block and computes a maximum.
     let mut instructions = vec!["IDP.4A.S8.S8", "BAR.SYNC", "REDUX.MAX"];
     // Sums of groups and of floats exchange values between lanes.
-    if shape.group.is_some() || matches!(shape.rows, Rows::RmsNorm { .. }) {
+    if shape.group.is_some() || matches!(shape.rows, RowSource::RmsNorm { .. }) {
         instructions.push("SHFL.BFLY");
     }
     if shape.aligned {
         instructions.push("LDG.E.128");
     }
     instructions.extend(match shape.rows {
-        Rows::Plain => None,
-        Rows::RmsNorm { .. } => Some("MUFU.RSQ"),
-        Rows::SiluMul => Some("MUFU.RCP"),
+        RowSource::Plain => None,
+        RowSource::RmsNorm { .. } => Some("MUFU.RSQ"),
+        RowSource::SiluMul => Some("MUFU.RCP"),
     });
     Entry {
         family: "activation",
@@ -388,7 +390,7 @@ mod tests {
     #[test]
     fn the_variant_does_not_depend_on_the_number_of_rows() {
         for k in [5, 4096, 14_336, 53_248] {
-            let rows = Rows::RmsNorm { weight: Float::F32, residual: true };
+            let rows = RowSource::RmsNorm { weight: Float::F32, residual: true };
             let of = |m| ActivationShape::new(rows, Float::Bf16, m, k).plan().unwrap();
             let (one, many) = (of(1), of(4000));
             assert_eq!(one.variant, many.variant);
@@ -422,7 +424,7 @@ mod tests {
 
     #[test]
     fn wrong_shapes_are_refused() {
-        let good = ActivationShape::new(Rows::SiluMul, Float::F16, 3, 4096);
+        let good = ActivationShape::new(RowSource::SiluMul, Float::F16, 3, 4096);
         assert!(good.plan().is_ok());
         for bad in [
             ActivationShape { k: 0, ..good },
@@ -450,7 +452,12 @@ mod tests {
             group: Some(128),
             fixed: true,
             x_stride: 320,
-            ..ActivationShape::new(Rows::RmsNorm { weight: Float::F32, residual: true }, Float::Bf16, 3, 304)
+            ..ActivationShape::new(
+                RowSource::RmsNorm { weight: Float::F32, residual: true },
+                Float::Bf16,
+                3,
+                304,
+            )
         };
         let plan = shape.plan().unwrap();
         let good = ActivationArguments {

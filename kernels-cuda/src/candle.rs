@@ -122,8 +122,8 @@ impl PackedLinear {
 ///
 /// A kernel is compiled and loaded when it is first needed, which takes about a tenth of a second. To avoid this in
 /// time-critical code or in a graph capture, make one call in advance with the same number of tokens. Images are cached
-/// in the user's cache directory, or in the directory named by `QUANT_CUDA_CACHE`; images found there are run without
-/// verification, so the directory must be trusted. Clones share the device and the kernels.
+/// in the user's cache directory, or in the directory named by `QUANT_CUDA_CACHE`. The origin of images in this
+/// directory is not verified, so only trusted users may write to it. Clones share the device and the kernels.
 #[derive(Clone)]
 pub struct Runner {
     // Declared first so that it is dropped before the device, into whose context the kernels are loaded.

@@ -23,14 +23,14 @@ pub struct Source {
     pub headers: &'static [(&'static str, &'static str)],
 }
 
-/// One kernel of a family, with values of its macros.
+/// One kernel of a family, with the values of its macros.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Variant {
     /// The family.
     pub source: &'static Source,
     /// The `extern "C"` name of the kernel.
     pub kernel: &'static str,
-    /// Macros and their values.
+    /// The names and values of the macros.
     pub defines: Vec<(&'static str, String)>,
 }
 
@@ -117,7 +117,7 @@ impl fmt::Display for Architecture {
 pub enum Form {
     /// Text that the driver compiles for this architecture and all later ones.
     Ptx,
-    /// Machine code for this architecture only.
+    /// Machine code, for the devices of [`Architecture::runs_on`].
     Cubin,
 }
 

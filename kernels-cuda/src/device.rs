@@ -17,6 +17,7 @@ use crate::{Error, Result};
 
 /// The properties of the current context's device that determine plans and images.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct DeviceLimits {
     /// Compute capability, major and minor.
     pub capability: [u32; 2],

@@ -56,7 +56,7 @@ pub enum Error {
     Nvrtc {
         /// The operation that was attempted.
         action: &'static str,
-        /// Its words.
+        /// The compiler's message.
         reason: String,
     },
     /// The run-time compiler rejected a kernel.

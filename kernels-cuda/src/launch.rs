@@ -26,7 +26,7 @@ pub enum Argument {
 /// The number of blocks and threads. If any dimension of the grid is 0, nothing is launched.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LaunchShape {
-    /// Blocks.
+    /// Blocks along x, y and z.
     pub grid: [u32; 3],
     /// Threads per block.
     pub block: u32,

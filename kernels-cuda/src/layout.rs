@@ -110,8 +110,9 @@ pub enum Section {
     RowSums = 4,
 }
 
-/// A scheme that only the CPU has kernels for.
-pub(crate) const SUPER_BLOCKS: &str = "super-blocks on a GPU";
+/// The error for super-blocks, which only the CPU kernels support.
+pub(crate) const SUPER_BLOCKS: &str =
+    "the kernels for GPUs do not support super-blocks (GGUF's Q4_K, Q5_K and Q6_K)";
 
 impl WeightLayout {
     /// Returns the layout of a view. With `sums` it includes the sums that are needed for integer activations with a
@@ -127,8 +128,8 @@ impl WeightLayout {
     /// - `sums` with float activations.
     /// - Progressive weights of 8 bits.
     /// - Super-blocks, and the levels of IQ4.
-    /// - A symmetric grid of 4 bits in `Order::Int8` whose rows are one group wider than 131,071 (65,793 with `sums`),
-    ///   because its sums are multiplied by 16.
+    /// - A symmetric grid of 4 bits in `Order::Int8` whose rows are one group of more than 131,071 features (65,793
+    ///   with `sums`), because its sums are multiplied by 16.
     pub fn of(view: &WeightView<'_>, order: Order, sums: bool) -> Result<Self, KernelError> {
         let cpu = Layout::of(view, sums)?;
         let shape = [cpu.n(), cpu.k()];
@@ -245,12 +246,12 @@ impl WeightLayout {
         isize::try_from(sections[5]).ok().map(|_| sections)
     }
 
-    /// Output features.
+    /// The number of output features.
     pub fn n(&self) -> usize {
         self.n
     }
 
-    /// Input features.
+    /// The number of input features.
     pub fn k(&self) -> usize {
         self.k
     }
@@ -260,7 +261,7 @@ impl WeightLayout {
         self.code_bits
     }
 
-    /// Input features that share a scale.
+    /// The number of input features that share a scale.
     pub fn group_size(&self) -> usize {
         self.group_size
     }
@@ -315,7 +316,7 @@ impl WeightLayout {
         self.k.div_ceil(TILE_K)
     }
 
-    /// Bytes of a tile's codes.
+    /// The size of a tile's codes in bytes.
     pub fn tile_bytes(&self) -> usize {
         TILE_ROWS * TILE_K * self.code_bits / 8
     }
@@ -344,7 +345,7 @@ impl WeightLayout {
         self.zeros_at() + self.tile_groups() * zeros
     }
 
-    /// Bytes of a tile's parameters, a multiple of 16.
+    /// The size of a tile's parameters in bytes, a multiple of 16.
     pub fn parameter_bytes(&self) -> usize {
         let sums = if self.sums && !self.summed_whole() { 4 * TILE_ROWS } else { 0 };
         (self.sums_at() + self.tile_groups() * sums).next_multiple_of(16)
@@ -355,7 +356,7 @@ impl WeightLayout {
         self.sections[section as usize]
     }
 
-    /// Bytes of the whole matrix.
+    /// The size of the whole matrix in bytes.
     pub fn bytes(&self) -> usize {
         self.sections[5]
     }

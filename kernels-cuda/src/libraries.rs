@@ -34,7 +34,8 @@ const LAUNCH_FUNCTIONS: [&str; 10] = [
     "cuFuncSetAttribute",
     "cuLaunchKernel",
 ];
-/// Further functions for programs that have no context of their own, except [`elapsed`].
+/// Further functions for programs without a framework, which create the context themselves; [`elapsed`] looks up one
+/// more.
 const STANDALONE_FUNCTIONS: [&str; 16] = [
     "cuDeviceGet",
     "cuDeviceGetName",

@@ -7,9 +7,9 @@ use crate::layout::{Order, WeightLayout};
 /// A checked input `[.., k]` of a linear `[n, k]`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Input {
-    /// Tokens.
+    /// Number of tokens.
     pub m: usize,
-    /// Elements.
+    /// Number of elements.
     pub elements: usize,
     /// The dimensions of the results, `[.., n]`.
     pub results: Vec<usize>,

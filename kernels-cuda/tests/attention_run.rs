@@ -72,7 +72,7 @@ fn decoding_is_within_its_bound() {
                 lengths.iter().map(|&tokens| Sequence::random(&case, tokens, tokens as u64)).collect();
             let result = decode(&case, &sequences, None, Order::Straight);
             let share = check_random(&case, &sequences, None, &result);
-            println!("{kind:?} {head_dim} {group}: {share:.3} of what is expected");
+            println!("{kind:?} {head_dim} {group}: error is {share:.3} of the bound");
             assert!(share > 1e-3, "{case:?}: {share}");
         }
     }
@@ -263,13 +263,10 @@ fn budgets_are_kept() {
         // The limit is per 8 codes of a lane; an instruction of a warp covers 32 lanes.
         let codes = 256 * 2 * head_dim as u64;
         let per_eight = (extraction * 32 * 8) as f64 / codes as f64;
-        assert!(per_eight <= 7.0, "{kind:?} {head_dim}: {per_eight} instructions for 8 codes");
+        assert!(per_eight <= 7.0, "{kind:?} {head_dim}: {per_eight} instructions per 8 codes");
         let per_token = more(&|c| c.total()) as f64 / 256.0;
-        assert!(
-            per_token <= 32.0,
-            "{kind:?} {head_dim}: {per_token} instructions of a warp for a token and head"
-        );
-        println!("{kind:?} {head_dim}: {per_eight} for 8 codes, {per_token} a token and head");
+        assert!(per_token <= 32.0, "{kind:?} {head_dim}: {per_token} warp instructions per token and head");
+        println!("{kind:?} {head_dim}: {per_eight} per 8 codes, {per_token} per token and head");
     }
 }
 

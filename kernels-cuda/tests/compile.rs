@@ -61,7 +61,10 @@ fn check(architecture: Architecture, look: impl Fn(usize, &Entry, &Image) -> Res
 fn fits(entry: &Entry, image: &Image) -> Result<(), String> {
     let usage = image.usage().ok_or_else(|| format!("no usage in {:?}", image.log))?;
     if usage.spill_stores + usage.spill_loads + usage.stack > 0 || usage.registers > entry.register_ceiling {
-        return Err(format!("{usage:?}, {} registers at most", entry.register_ceiling));
+        return Err(format!(
+            "{usage:?}; at most {} registers, no stack and no spills",
+            entry.register_ceiling
+        ));
     }
     if image.log.contains("warning") { Err(image.log.clone()) } else { Ok(()) }
 }

@@ -15,7 +15,7 @@ use quant_kernels_cpu::{
     WeightView,
 };
 use quant_kernels_cuda::Error;
-use quant_kernels_cuda::activation::{ActivationArguments, ActivationShape, FixedScale, Float, Rows};
+use quant_kernels_cuda::activation::{ActivationArguments, ActivationShape, FixedScale, Float, RowSource};
 use quant_kernels_cuda::compile::{Form, Image};
 use quant_kernels_cuda::device::{DeviceLimits, Kernel, Kernels};
 use quant_kernels_cuda::image_cache::{CACHE_DIRECTORY, ImageCache, Nvrtc};
@@ -44,7 +44,7 @@ fn on_a_stand_in() {
         return;
     }
     let Some(directory) = std::env::var_os(STAND_IN).filter(|path| !path.is_empty()) else {
-        support::is_there(Err(format!("{STAND_IN} names no library in the driver's place")));
+        support::is_there(Err(format!("{STAND_IN} does not name a stand-in for the driver")));
         return;
     };
     let mut command = Command::new(std::env::current_exe().unwrap());
@@ -67,7 +67,8 @@ fn planned_rows_are_launched() {
     let (m, k) = (5, 520);
     let values: Vec<f16> =
         (0..m * k).map(|i| f16::from_f32(((i * 37 % 997) as f32 - 498.0) / 61.0)).collect();
-    let shape = ActivationShape { group: Some(128), ..ActivationShape::new(Rows::Plain, Float::F16, m, k) };
+    let shape =
+        ActivationShape { group: Some(128), ..ActivationShape::new(RowSource::Plain, Float::F16, m, k) };
     let plan = shape.plan().unwrap();
     let x = Bytes::of(&values.iter().flat_map(|v| v.to_le_bytes()).collect::<Vec<u8>>());
     let outputs = [m * shape.code_stride, 4 * m, 4 * m, 4 * m * k.div_ceil(128)];
@@ -221,7 +222,7 @@ fn without_blocks_nothing_is_launched() {
         return;
     }
     Gpu::get();
-    let plan = ActivationShape::new(Rows::Plain, Float::F32, 0, 64).plan().unwrap();
+    let plan = ActivationShape::new(RowSource::Plain, Float::F32, 0, 64).plan().unwrap();
     // SAFETY: the primary context is never released, and images come from this crate.
     let kernel = unsafe { kernels(None).kernel(&plan.variant, 0) }.unwrap();
     // SAFETY: nothing is launched, so nothing is accessed through these arguments.
@@ -235,7 +236,7 @@ fn a_thread_without_a_context_is_an_error() {
         return;
     }
     Gpu::get();
-    let plan = ActivationShape::new(Rows::Plain, Float::F32, 1, 64).plan().unwrap();
+    let plan = ActivationShape::new(RowSource::Plain, Float::F32, 1, 64).plan().unwrap();
     let elsewhere = std::thread::spawn(move || {
         // SAFETY: nothing is loaded.
         let kernel = unsafe { kernels(None).kernel(&plan.variant, 0) };
@@ -256,7 +257,7 @@ fn invalid_images_are_refused() {
     let refused = unsafe { Kernel::load(&image, "k", 0) }.unwrap_err();
     assert!(matches!(refused, Error::Driver { action: "load a kernel", .. }), "{refused}");
     // The image lacks this kernel, and no device has this much shared memory.
-    let plan = ActivationShape::new(Rows::Plain, Float::F32, 1, 64).plan().unwrap();
+    let plan = ActivationShape::new(RowSource::Plain, Float::F32, 1, 64).plan().unwrap();
     let (architecture, form) = limits.target().unwrap();
     let cache = ImageCache::in_directory(None, Nvrtc);
     let Ok(image) = cache.image(&plan.variant, architecture, form) else { return };
@@ -285,7 +286,6 @@ fn linears_of_a_program_without_a_framework() {
     let runner = Arc::new(Runner::new().unwrap());
     let (n, m) = (70, 3);
     let by = StaticScale { scale: 0.03, zero: 5 };
-    // The group size of the last case is not supported by these kernels.
     for (bits, k, group, activations) in [
         (4, 256, 128, Activations::Float),
         (8, 264, 264, Activations::PerToken),
@@ -334,6 +334,7 @@ fn linears_of_a_program_without_a_framework() {
         assert!(linear.multiply(&x[1..], &mut got).is_err() && linear.multiply(&x, &mut got[1..]).is_err());
         linear.multiply(&[], &mut []).unwrap();
     }
+    // The kernels do not support groups of 16 with integer codes.
     let (codes, scales) = (vec![1; 16 * 48], vec![1.0; 16 * 3]);
     let view = WeightView::new([16, 48], 4, 16, &codes, &scales, None).unwrap();
     assert!(matches!(Linear::new(&view, Activations::Float, &runner), Err(Error::Operands(_))));

@@ -31,7 +31,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         let report = module.launch("k", &launch, &mut Memory::new(), &Options::default())?;
         let seconds = start.elapsed().as_secs_f64();
         println!(
-            "{name}: {:.2} million warp instructions a second",
+            "{name}: {:.2} million warp instructions per second",
             report.counters.instructions as f64 / seconds / 1e6
         );
     }

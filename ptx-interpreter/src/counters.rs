@@ -40,7 +40,7 @@ pub struct Wavefronts {
 /// is false in all lanes.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Counters {
-    /// Warp instructions.
+    /// Number of warp instructions.
     pub instructions: u64,
     /// Warp instructions by opcode with its modifiers.
     pub by_opcode: BTreeMap<String, u64>,
@@ -56,9 +56,9 @@ pub struct Counters {
     pub shared_writes: Wavefronts,
     /// Loads and stores by line of the PTX text.
     pub shared_by_line: BTreeMap<u32, Wavefronts>,
-    /// Completed barriers.
+    /// Number of completed barriers.
     pub barriers: u64,
-    /// Executed blocks.
+    /// Number of executed blocks.
     pub blocks: u64,
 }
 
@@ -72,7 +72,7 @@ impl Counters {
 /// The counters of a running launch.
 #[derive(Default)]
 pub(crate) struct Tally {
-    /// Executions by instruction.
+    /// The number of executions of each instruction.
     pub executed: Vec<u64>,
     pub reads: Vec<Wavefronts>,
     pub writes: Vec<Wavefronts>,

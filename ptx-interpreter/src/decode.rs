@@ -342,11 +342,13 @@ fn control<'a>(r: &mut Resolver<'a>, s: &Statement<'a>, o: &Opcode<'_>) -> Resul
     Ok(Some(match o.name {
         "bra" => match operand(s, 0)? {
             Operand::Name(name) => Operation::Branch { target: r.label(s, name)? },
-            other => return Resolver::wrong(s, format!("{other:?} is no label")),
+            other => return Resolver::wrong(s, format!("{other:?} is not a label")),
         },
         "brx" => {
             let index = r.source(s, operand(s, 0)?, Type::U32)?;
-            let Operand::Name(list) = operand(s, 1)? else { return Resolver::wrong(s, "no list of targets") };
+            let Operand::Name(list) = operand(s, 1)? else {
+                return Resolver::wrong(s, "the second operand must name a list of targets");
+            };
             let targets = r.targets(s, list)?.iter().map(|name| r.label(s, name)).collect::<Result<_>>()?;
             Operation::BranchIndex { index, targets }
         }
@@ -366,7 +368,7 @@ fn logic3<'a>(r: &mut Resolver<'a>, s: &Statement<'a>) -> Result<Operation> {
     };
     match table {
         Some(table) => Ok(Operation::Logic3 { d, a, b, c, table }),
-        None => Resolver::wrong(s, "the table is no number below 256"),
+        None => Resolver::wrong(s, "the lookup table must be a number below 256"),
     }
 }
 

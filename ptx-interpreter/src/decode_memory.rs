@@ -173,7 +173,7 @@ fn constant(s: &Statement<'_>, index: usize) -> Result<u64> {
     {
         return Ok(value);
     }
-    Resolver::wrong(s, format!("operand {index} is no constant"))
+    Resolver::wrong(s, format!("operand {index} is not a constant"))
 }
 
 fn copy<'a>(r: &mut Resolver<'a>, s: &Statement<'a>, o: &Opcode<'_>) -> Result<Option<Operation>> {
@@ -194,7 +194,7 @@ fn copy<'a>(r: &mut Resolver<'a>, s: &Statement<'a>, o: &Opcode<'_>) -> Result<O
     let from = r.address(s, operand(s, 1)?)?;
     let bytes = constant(s, 2)? as usize;
     if !matches!(bytes, 4 | 8 | 16) || (o.has("cg") && bytes != 16) {
-        return Resolver::wrong(s, format!("copies have 4, 8 or 16 bytes, `cg` 16, not {bytes}"));
+        return Resolver::wrong(s, format!("copies must have 4, 8 or 16 bytes (`cg`: 16), not {bytes}"));
     }
     // A fourth operand is the number of bytes to read, or a predicate that disables the read; a cache policy comes
     // last.

@@ -99,7 +99,7 @@ impl Machine<'_> {
                     warp.set(*p, active, &inside);
                 }
                 if let Some((lane, from)) = missing {
-                    let detail = format!("it reads lane {from}, which takes no part");
+                    let detail = format!("it reads lane {from}, which does not participate");
                     self.report(w, pc, Some(lane), Self::plain(FaultKind::WarpDivergence, detail))?;
                 }
             }

@@ -60,7 +60,7 @@ macro_rules! of_f32 {
     }};
 }
 
-/// One source.
+/// Instructions with one source.
 pub(crate) fn unary(name: &str, ty: Type, modifiers: Modifiers) -> Option<One> {
     match (name, ty) {
         ("neg", Type::F32) if modifiers.ftz => Some(one!(f32, |a| -flush(a))),

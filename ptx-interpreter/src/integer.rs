@@ -18,7 +18,7 @@ pub(crate) fn unary(name: &str, ty: Type) -> Option<One> {
         ("clz", Type::B64) => Some(one!(u64, |a| a.leading_zeros())),
         ("brev", Type::B32) => Some(one!(u32, |a| a.reverse_bits())),
         ("brev", Type::B64) => Some(one!(u64, |a| a.reverse_bits())),
-        // The position of the highest bit that differs from the sign bit; all ones if there is none.
+        // The position of the highest bit that differs from the sign bit; all ones if no bit differs.
         ("bfind", Type::U32) => Some(one!(u32, |a| if a == 0 { u32::MAX } else { 31 - a.leading_zeros() })),
         ("bfind", Type::U64) => Some(one!(u64, |a| if a == 0 { u32::MAX } else { 63 - a.leading_zeros() })),
         ("bfind", Type::S32) => Some(one!(i32, |a| {

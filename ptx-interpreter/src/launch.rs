@@ -255,23 +255,26 @@ fn check(kernel: &Kernel, launch: &Launch) -> Result<Vec<u8>> {
     let wrong = |message: String| Err(Error::Launch { kernel: kernel.name.clone(), message });
     let product = |sizes: [u32; 3]| sizes.iter().try_fold(1u32, |all, n| all.checked_mul(*n)).unwrap_or(0);
     if product(launch.grid) == 0 || product(launch.grid) > MAX_BLOCKS {
-        return wrong(format!("a grid of {:?} blocks", launch.grid));
+        return wrong(format!("a grid must have 1 to {MAX_BLOCKS} blocks, got {:?}", launch.grid));
     }
     let threads = product(launch.block);
     if threads == 0 || threads > MAX_THREADS {
-        return wrong(format!("a block of {:?} threads", launch.block));
+        return wrong(format!("a block must have 1 to {MAX_THREADS} threads, got {:?}", launch.block));
     }
     if let Some(max) = kernel.max_threads
         && threads > product(max)
     {
-        return wrong(format!("{threads} threads a block, compiled for {max:?}"));
+        return wrong(format!("{threads} threads per block, compiled for at most {max:?}"));
     }
     let shared = kernel.static_shared + launch.dynamic_shared as usize;
     if shared > MAX_SHARED {
         return wrong(format!("{shared} bytes of shared memory, at most {MAX_SHARED}"));
     }
     if kernel.local_bytes > MAX_LOCAL {
-        return wrong(format!("{} bytes of local memory a thread, at most {MAX_LOCAL}", kernel.local_bytes));
+        return wrong(format!(
+            "{} bytes of local memory per thread, at most {MAX_LOCAL}",
+            kernel.local_bytes
+        ));
     }
     if launch.arguments.len() != kernel.parameters.len() {
         let (given, wanted) = (launch.arguments.len(), kernel.parameters.len());
@@ -282,7 +285,10 @@ fn check(kernel: &Kernel, launch: &Launch) -> Result<Vec<u8>> {
         let value = argument.bytes();
         if value.len() != parameter.bytes {
             let (given, wanted) = (value.len(), parameter.bytes);
-            return wrong(format!("argument {i} has {given} bytes, {:?} wants {wanted}", parameter.ty));
+            return wrong(format!(
+                "argument {i} has {given} bytes, its parameter ({:?}) {wanted}",
+                parameter.ty
+            ));
         }
         bytes[parameter.offset..parameter.offset + value.len()].copy_from_slice(&value);
     }

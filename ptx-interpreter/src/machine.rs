@@ -162,7 +162,7 @@ impl<'a> Machine<'a> {
                     return Ok(());
                 };
                 let pc = self.warps[stuck].groups.first().map_or(0, |g| g.pc.saturating_sub(1));
-                let detail = "the others ended or wait at another barrier".to_owned();
+                let detail = "the other warps have exited or wait at a different barrier".to_owned();
                 return Err(self
                     .fault(stuck, pc, None, Self::plain(FaultKind::BarrierDivergence, detail))
                     .into());
@@ -193,7 +193,7 @@ impl<'a> Machine<'a> {
             }
             let Some(index) = self.warps[w].select() else {
                 let pc = self.warps[w].groups[0].pc;
-                let detail = "lanes of the mask never come here".to_owned();
+                let detail = "some lanes of the mask never reach this instruction".to_owned();
                 return Err(self.fault(w, pc, None, Self::plain(FaultKind::WarpDivergence, detail)).into());
             };
             let Group { mut pc, mask, .. } = self.warps[w].groups[index];
@@ -302,7 +302,7 @@ impl<'a> Machine<'a> {
         let warp = &self.warps[w];
         let lane = active.trailing_zeros() as usize;
         if active != warp.all {
-            let detail = format!("lanes {active:#010x} of {:#010x} came", warp.all);
+            let detail = format!("only lanes {active:#010x} of {:#010x} arrived", warp.all);
             return Err(self.fault(w, pc, None, Self::plain(FaultKind::BarrierDivergence, detail)).into());
         }
         let id = warp.get(id)[lane] as u32 as usize;
@@ -312,7 +312,7 @@ impl<'a> Machine<'a> {
             Some(slot) => warp.get(slot)[lane] as u32,
         };
         if id >= self.barriers.len() {
-            let detail = format!("no barrier {id}");
+            let detail = format!("there is no barrier {id}");
             return Err(self.fault(w, pc, None, Self::plain(FaultKind::BarrierDivergence, detail)).into());
         }
         let reduced = match operation {
@@ -343,7 +343,8 @@ impl<'a> Machine<'a> {
         }
         let complete = barrier.threads >= barrier.expected;
         if !same {
-            let detail = "another warp waits at another instruction with the same barrier".to_owned();
+            let detail =
+                "another warp uses this barrier elsewhere or for a different number of threads".to_owned();
             return Err(self.fault(w, pc, None, Self::plain(FaultKind::BarrierDivergence, detail)).into());
         }
         if waits {
@@ -380,7 +381,7 @@ impl<'a> Machine<'a> {
         };
         if active & !wanted != 0 {
             let lane = (active & !wanted).trailing_zeros() as usize;
-            let detail = format!("the mask {wanted:#010x} leaves it out");
+            let detail = format!("the mask {wanted:#010x} does not include it");
             self.report(w, pc, Some(lane), Self::plain(FaultKind::WarpDivergence, detail))?;
             return Ok(None);
         }

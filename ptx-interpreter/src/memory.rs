@@ -130,8 +130,12 @@ impl Memory {
             return Err(Error::Memory { message: format!("no buffer begins at {address:#x}") });
         };
         let Some(target) = buffer.bytes.get_mut(..bytes.len()) else {
-            let message =
-                format!("{} bytes do not fit {} of {}", bytes.len(), buffer.bytes.len(), buffer.name);
+            let message = format!(
+                "{} bytes do not fit in the {} bytes of {}",
+                bytes.len(),
+                buffer.bytes.len(),
+                buffer.name
+            );
             return Err(Error::Memory { message });
         };
         target.copy_from_slice(bytes);

@@ -172,7 +172,7 @@ impl<'a> Resolver<'a> {
                 Some(found) => Ok(found),
                 None => Self::wrong(statement, format!("no register `{name}`")),
             },
-            other => Self::wrong(statement, format!("{other:?} is no destination")),
+            other => Self::wrong(statement, format!("{other:?} is not a destination")),
         }
     }
 
@@ -181,7 +181,7 @@ impl<'a> Resolver<'a> {
         match operand {
             Operand::Number(word, negative) => match number(word, *negative, ty) {
                 Some(bits) => Ok(self.constant(Initial::Constant(bits & low_bits(ty.bits().max(8))))),
-                None => Self::wrong(statement, format!("`{word}` is no number")),
+                None => Self::wrong(statement, format!("`{word}` is not a number")),
             },
             Operand::Name(name) => {
                 if let Some((slot, _)) = self.register(statement, name) {
@@ -202,7 +202,7 @@ impl<'a> Resolver<'a> {
                     None => Self::wrong(statement, format!("no register or variable `{name}`")),
                 }
             }
-            other => Self::wrong(statement, format!("{other:?} is no source")),
+            other => Self::wrong(statement, format!("{other:?} is not a source")),
         }
     }
 
@@ -219,7 +219,7 @@ impl<'a> Resolver<'a> {
             Operand::Address(base, offset) => {
                 Ok(Address { base: self.source(statement, base, Type::U64)?, offset: *offset })
             }
-            other => Self::wrong(statement, format!("{other:?} is no address")),
+            other => Self::wrong(statement, format!("{other:?} is not an address")),
         }
     }
 
@@ -232,7 +232,7 @@ impl<'a> Resolver<'a> {
         {
             return Ok(sum);
         }
-        Self::wrong(statement, "only addresses of parameters by name are known")
+        Self::wrong(statement, "parameters can only be addressed by name")
     }
 
     /// Returns the slots of a vector of destinations, or of a single one, and the type of the first register.
@@ -257,7 +257,7 @@ impl<'a> Resolver<'a> {
         }
         match Slots::new(&slots) {
             Some(slots) if !parts.is_empty() => Ok((slots, first)),
-            _ => Self::wrong(statement, "a vector has 1 to 8 parts"),
+            _ => Self::wrong(statement, "a vector must have 1 to 8 parts"),
         }
     }
 
@@ -271,7 +271,7 @@ impl<'a> Resolver<'a> {
         let slots = parts.iter().map(|p| self.source(statement, p, ty)).collect::<Result<Vec<_>>>()?;
         match Slots::new(&slots) {
             Some(slots) if !parts.is_empty() => Ok(slots),
-            _ => Self::wrong(statement, "a vector has 1 to 8 parts"),
+            _ => Self::wrong(statement, "a vector must have 1 to 8 parts"),
         }
     }
 }

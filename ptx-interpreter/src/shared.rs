@@ -197,7 +197,7 @@ impl Shared {
         Ok(())
     }
 
-    /// Writes.
+    /// Writes bytes.
     pub fn store(&mut self, address: u64, bytes: &[u8], who: Actor) -> Result<(), AccessError> {
         let start = self.locate(address, bytes.len())?;
         for i in start..start + bytes.len() {

@@ -31,7 +31,7 @@ impl<'a> Reader<'a> {
     }
 
     fn next(&mut self) -> Result<Token<'a>> {
-        let Some(token) = self.peek() else { return self.wrong("the text ends too early") };
+        let Some(token) = self.peek() else { return self.wrong("unexpected end of the text") };
         self.at += 1;
         Ok(token)
     }
@@ -145,7 +145,7 @@ impl<'a> Reader<'a> {
                 let negative = self.takes('-');
                 let word = self.word()?;
                 let Some(bits) = number(word, negative, ty) else {
-                    return self.wrong(format!("initial value `{word}` is no number"));
+                    return self.wrong(format!("initial value `{word}` is not a number"));
                 };
                 out.extend_from_slice(&bits.to_le_bytes()[..ty.bytes().min(8)]);
             }
@@ -160,7 +160,7 @@ impl<'a> Reader<'a> {
 
     fn operand(&mut self, depth: usize) -> Result<Operand<'a>> {
         if depth > MAX_DEPTH {
-            return self.wrong("braces within braces within braces");
+            return self.wrong(format!("braces nested more than {MAX_DEPTH} deep"));
         }
         match self.next()? {
             Token::Word(word) => {
@@ -238,7 +238,7 @@ impl<'a> Reader<'a> {
                     scope = entry.scopes.len() - 1;
                     depth += 1;
                     if depth > MAX_DEPTH {
-                        return self.wrong("blocks within blocks within blocks");
+                        return self.wrong(format!("blocks nested more than {MAX_DEPTH} deep"));
                     }
                 }
                 Token::Mark('}') => match entry.scopes[scope].parent {

@@ -43,7 +43,7 @@ pub(crate) fn tokenize(text: &str) -> Result<Vec<Located<'_>>> {
             rest = &rest[end..];
         } else if c == '"' {
             let Some(end) = rest[1..].find('"') else {
-                return Err(Error::Parse { line, message: "a quote does not end".to_owned() });
+                return Err(Error::Parse { line, message: "unterminated string".to_owned() });
             };
             let inside = &rest[1..=end];
             tokens.push(Located { token: Token::Text(inside), line });

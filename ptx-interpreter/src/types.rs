@@ -100,7 +100,7 @@ pub(crate) fn low_bits(bits: u32) -> u64 {
     if bits >= 64 { u64::MAX } else { (1u64 << bits) - 1 }
 }
 
-/// Two f16 in 32 bits, low half first.
+/// Two 16-bit floats in 32 bits, low half first.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct Pair<T>(pub T, pub T);
 

@@ -67,6 +67,7 @@ def _settings(
     block_size: int | None,
     act_order: str | None,
     layer_inputs: str | None,
+    span_blocks: int | None,
     scale_search: str | None,
     requantize: bool,
     samples: int | None,
@@ -82,9 +83,10 @@ def _settings(
     imatrix: PathOrName | None,
     save_imatrix: PathOrName | None = None,
 ) -> dict[str, Any]:
-    """Converts the settings of the recipe to the form that the native part takes."""
+    """Converts the settings of a recipe to the form that the extension takes."""
     counts = {
         "block_size": block_size,
+        "span_blocks": span_blocks,
         "samples": samples,
         "seq_len": seq_len,
         "seed": seed,
@@ -151,6 +153,7 @@ def plan(
     block_size: int | None = None,
     act_order: str | None = None,
     layer_inputs: str | None = None,
+    span_blocks: int | None = None,
     scale_search: str | None = None,
     requantize: bool = False,
     samples: int | None = None,
@@ -166,7 +169,7 @@ def plan(
     imatrix: PathOrName | None = None,
     threads: int | None = None,
 ) -> Plan:
-    """Shows what :func:`quantize` with the same arguments would do to every tensor; reads only headers.
+    """Shows what :func:`quantize` with the same arguments would do to every tensor, without quantizing anything.
 
     ``format`` is one format or several, ``symmetric=False`` selects grids with a zero point, and ``override`` is
     ``{"PATTERN": "SCHEME"}`` or a list of ``"PATTERN=SCHEME"``. The other arguments are those of the command line.
@@ -194,6 +197,7 @@ def plan(
         block_size=block_size,
         act_order=act_order,
         layer_inputs=layer_inputs,
+        span_blocks=span_blocks,
         scale_search=scale_search,
         requantize=requantize,
         samples=samples,
@@ -235,6 +239,7 @@ def quantize(
     block_size: int | None = None,
     act_order: str | None = None,
     layer_inputs: str | None = None,
+    span_blocks: int | None = None,
     scale_search: str | None = None,
     requantize: bool = False,
     samples: int | None = None,
@@ -269,8 +274,8 @@ def quantize(
     budget.
 
     ``on_event`` is called with every :class:`Event` on the calling thread; an exception that it raises stops the run.
-    ``progress=True`` shows a tqdm bar. Ctrl-C stops the run without losing work and raises ``KeyboardInterrupt``; the
-    same call with ``resume=True`` continues it, and the result is the same, byte for byte.
+    ``progress=True`` shows a tqdm bar. Ctrl-C stops the run, keeps the finished work and raises ``KeyboardInterrupt``;
+    the same call with ``resume=True`` continues it, and the result is the same, byte for byte.
 
     Raises :class:`QuantError`.
     """
@@ -295,6 +300,7 @@ def quantize(
         block_size=block_size,
         act_order=act_order,
         layer_inputs=layer_inputs,
+        span_blocks=span_blocks,
         scale_search=scale_search,
         requantize=requantize,
         samples=samples,
@@ -395,7 +401,7 @@ _Results = Union[PathOrName, Evaluation, Mapping[str, Evaluation], Sequence[Unio
 
 
 def _results(given: _Results) -> list[dict[str, Any]]:
-    """Returns the results with the names that a policy and a baseline use for them."""
+    """Converts results to the form that the extension takes, with their names if they are evaluations."""
     if isinstance(given, Mapping):
         return [{"name": name, "result": result.to_dict()} for name, result in given.items()]
     if isinstance(given, (str, Evaluation)) or not isinstance(given, Sequence):

@@ -1,4 +1,4 @@
-"""Calls from the package into its native part."""
+"""Calls from the package into its extension module, the native part."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Texts = Union[str, "PathLike[str]", Iterable[Any]]
 
 
 def code() -> str:
-    """The file of the native part. A run can only be resumed with the same file."""
+    """Returns the path of the native part. A run can only be resumed with the same version of this file."""
     found = _native.__file__
     if found is None:
         raise AssertionError("the native part has no file")
@@ -28,8 +28,8 @@ def code() -> str:
 
 
 def python() -> str | None:
-    """The path of the interpreter, or None if it cannot be started again. Tokenizers run in processes of this
-    interpreter."""
+    """Returns the path of the interpreter, or None if it is not a file, as when Python is embedded. Tokenizers run in
+    processes of this interpreter."""
     named = sys.executable
     return named if named and Path(named).is_file() else None
 

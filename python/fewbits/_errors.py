@@ -1,4 +1,4 @@
-"""The exceptions: one class for each exit code of the command line."""
+"""The exceptions: one class for each category of error, with the exit code of the command line."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class QuantError(Exception):
     def __init__(
         self, message: str, remedy: str = "", tensor: str | None = None, path: str | None = None
     ) -> None:
-        # Not the other base class's ``__init__``: OSError would interpret the arguments as an error number and file
+        # Skips the other base class's ``__init__``: OSError would interpret the arguments as an error number and file
         # names.
         Exception.__init__(self, message, remedy, tensor, path)
         self.message = message
@@ -42,7 +42,7 @@ class QuantError(Exception):
 
 
 class UsageError(QuantError, ValueError):
-    """The request itself is invalid."""
+    """The request is invalid or cannot be carried out."""
 
     category = "usage"
     exit_code = 2

@@ -19,7 +19,7 @@ class Event:
     """Something that happened during a job."""
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields."""
+        """Returns the fields."""
         return asdict(self)
 
 
@@ -36,7 +36,8 @@ class StageStarted(Event):
 
 @dataclass(frozen=True)
 class Resumed(Event):
-    """An earlier run has finished this many units of the stage. They are the first ones, and pass quickly."""
+    """An earlier run has finished this many units of the stage. They are the first ones; only the results that later
+    units need are computed again."""
 
     units: int
 
@@ -138,7 +139,7 @@ class Bar:
             self.close()
 
     def close(self) -> None:
-        """Leaves the bar as it is."""
+        """Closes the bar of the current stage, if there is one."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None

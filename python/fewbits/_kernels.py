@@ -1,5 +1,5 @@
-"""The extension's kernels, called through function pointers of its C interface. This avoids copies, and nothing is
-built against torch."""
+"""The extension's kernels, called through its C interface with ctypes. This avoids copies, and nothing is built against
+torch."""
 
 from __future__ import annotations
 
@@ -143,7 +143,8 @@ _POOLS: dict[tuple[int, int], _Parallel] = {}
 
 
 def _parallel(threads: int) -> _Parallel | None:
-    """The threads to run on. A forked child creates its own, because threads are not inherited."""
+    """Returns the threads to run on; None for a single one. A forked child creates its own, because threads are not
+    inherited."""
     if threads <= 1:
         return None
     known = _POOLS.get((os.getpid(), threads))
@@ -158,8 +159,8 @@ def _parallel(threads: int) -> _Parallel | None:
 
 
 def layout_of(bits: int, shape: tuple[int, int], group_size: int, codes: int, scales: int, sums: bool) -> tuple[_Weights, Layout]:
-    """Returns a matrix ``[n, k]`` with one code per byte and ``f32`` scales ``[n, k / group_size]`` at these
-    addresses, and its layout."""
+    """Describes a matrix ``[n, k]`` with one code per byte and ``f32`` scales ``[n, k / group_size]`` at these
+    addresses, and returns it with its layout. ``sums`` adds the sums that static activations with a zero point need."""
     n, k = shape
     weights = _Weights(
         struct_size=ctypes.sizeof(_Weights),
@@ -225,8 +226,8 @@ def linear(
     static: tuple[float, int] | None,
     threads: int,
 ) -> None:
-    """Computes ``out = x · Wᵀ + bias``. ``x`` has ``count`` values of the type ``kind``, and ``out`` is ``f32``. All
-    arguments of arrays are addresses.
+    """Computes ``out = x · Wᵀ + bias``. ``x`` has ``count`` values of the type ``kind`` (see :data:`TYPES`); ``bias``
+    and ``out`` are ``f32``. Arrays are passed by address.
 
     ``activations`` is ``float``, or ``int8`` for 8 bits with a scale per row, or with the scale and zero point of
     ``static``.

@@ -20,7 +20,7 @@ class Generated:
     """A text that a model generated."""
 
     text: str
-    #: The generated tokens, without the token that ended the text.
+    #: The generated tokens, including those of a stop string, but without an end-of-text token.
     tokens: tuple[int, ...]
     #: The reason why the text ended: ``eos``, ``length``, ``context`` or ``stop``.
     end: str
@@ -29,9 +29,9 @@ class Generated:
 class Model:
     """A checkpoint, float or quantized, ready to score and generate text.
 
-    Quantized linears stay packed and are multiplied by the kernels (``execution="kernels"``), or are dequantized
-    (``"fake"``). ``kv`` is the precision of the KV cache, ``max_length`` the maximum context length, by default the
-    model's own. Weights that are not packed are held in memory as floats.
+    Quantized linears are packed and multiplied by the kernels (``execution="kernels"``), or dequantized for each
+    product (``"fake"``). ``kv`` is the precision of the KV cache, ``max_length`` the maximum context length in tokens,
+    by default that of the model, but at most 1,048,576. Float weights stay in the checkpoint's dtype.
 
     Raises :class:`QuantError`, as all methods do.
     """
@@ -60,9 +60,9 @@ class Model:
             listener.close()
         about: dict[str, Any] = json.loads(self._native.about)
         self._special: dict[str, dict[str, Any]] = about["special_tokens"]
-        #: Tokens that end a text, from ``generation_config.json`` or ``config.json``.
+        #: Tokens that end a text, from ``generation_config.json``, ``config.json`` or the tokenizer.
         self.eos_token_ids: tuple[int, ...] = tuple(about["eos_token_ids"])
-        #: The maximum context length.
+        #: The maximum context length in tokens.
         self.max_length: int = about["positions"]
         #: Size of the model's vocabulary.
         self.vocab_size: int = about["vocab"]
@@ -71,12 +71,12 @@ class Model:
         return f"Model({self.path!r}, max_length={self.max_length})"
 
     def special_token(self, name: str) -> str | None:
-        """The text of the special token ``name``, such as ``bos_token``, or None if the tokenizer does not have it."""
+        """Returns the text of the special token ``name``, such as ``bos_token``; None if the tokenizer lacks it."""
         found = self._special.get(name)
         return None if found is None else str(found["text"])
 
     def special_token_id(self, name: str) -> int | None:
-        """The id of the special token ``name``, such as ``bos_token``, or None if the tokenizer does not have it."""
+        """Returns the id of the special token ``name``, such as ``bos_token``; None if the tokenizer lacks it."""
         found = self._special.get(name)
         return None if found is None or found["id"] is None else int(found["id"])
 
@@ -131,8 +131,8 @@ class Model:
         """Generates text after each prompt, one prompt after the other. A prompt is a text or a list of tokens. A
         text ends before the first occurrence of a string in ``stop``.
 
-        The most likely token is taken unless ``do_sample=True``; settings that are not given then come from the model's
-        ``generation_config.json``. The same seed gives the same text.
+        The most likely token is taken unless ``do_sample=True``. Settings that are None, and settings without an
+        argument, come from the model's ``generation_config.json``. The same seed gives the same text.
         """
         asked = list(prompts)
         texts = self.encode(prompt for prompt in asked if isinstance(prompt, str))

@@ -12,7 +12,7 @@ from fewbits._results import Result, _size, _table
 
 @dataclass(frozen=True)
 class EngineVerdict:
-    """Whether an engine loads the planned output."""
+    """A verdict on whether an engine loads the planned output."""
 
     engine: str
     version: str
@@ -23,7 +23,7 @@ class EngineVerdict:
     reason: str | None
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields."""
+        """Returns the fields."""
         return asdict(self)
 
 
@@ -36,14 +36,14 @@ class PlannedFormat:
     #: Bits per quantized weight; None for GGUF files, whose bits are counted over all weights.
     bits_per_quantized_weight: float | None
     warnings: tuple[str, ...]
-    #: What the format cannot represent of the requested quantization.
+    #: The parts of the requested quantization that the format cannot represent.
     loses: tuple[str, ...]
     engines: tuple[EngineVerdict, ...]
     #: One dictionary per tensor, with the keys of the JSON output.
     tensors: tuple[Mapping[str, Any], ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields."""
+        """Returns the fields."""
         return asdict(self)
 
 
@@ -52,7 +52,7 @@ class Plan(Result):
 
     __slots__ = ("seconds",)
 
-    #: The estimated time of a run on this machine, if known.
+    #: The estimated time of a run on this machine in seconds, if known.
     seconds: float | None
 
     def __init__(self, answer: Mapping[str, Any]) -> None:
@@ -71,17 +71,17 @@ class Plan(Result):
 
     @property
     def input_bytes(self) -> int:
-        """Bytes of the model."""
+        """The size of the model in bytes."""
         return int(self._fields["input_bytes"])
 
     @property
     def peak_memory_bytes(self) -> int | None:
-        """The estimated memory of a run, if known."""
+        """The estimated peak memory of a run in bytes, if known."""
         return self._fields.get("peak_memory_bytes")
 
     @property
     def smallest_budget_bytes(self) -> int | None:
-        """The smallest ``memory_budget``, if known; with it, hidden states are kept in files."""
+        """The smallest sufficient ``memory_budget`` in bytes, if known. With it, hidden states are kept in files."""
         return self._fields.get("smallest_budget_bytes")
 
     @property
@@ -95,7 +95,7 @@ class Plan(Result):
 
     @property
     def output_bytes(self) -> int:
-        """Bytes of the output in the first format."""
+        """The size of the output in the first format, in bytes."""
         return self.formats[0].output_bytes
 
     def _shown(self) -> str:
@@ -147,7 +147,7 @@ class LinearInfo:
     stored: str
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields."""
+        """Returns the fields."""
         return asdict(self)
 
 
@@ -162,7 +162,7 @@ class TensorInfo:
     file: str
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields."""
+        """Returns the fields."""
         return asdict(self)
 
 
@@ -178,22 +178,22 @@ class Inspection(Result):
 
     @property
     def layers(self) -> int:
-        """Blocks."""
+        """The number of decoder blocks."""
         return int(self._fields["layers"])
 
     @property
     def hidden_size(self) -> int:
-        """Width of the hidden states."""
+        """The width of the hidden states."""
         return int(self._fields["hidden_size"])
 
     @property
     def vocab_size(self) -> int:
-        """Rows of the embedding."""
+        """The size of the vocabulary: the rows of the embedding."""
         return int(self._fields["vocab_size"])
 
     @property
     def max_positions(self) -> int:
-        """Maximum number of positions in the model's configuration."""
+        """The maximum number of positions in the model's configuration."""
         return int(self._fields["max_positions"])
 
     @property
@@ -204,7 +204,7 @@ class Inspection(Result):
 
     @property
     def bytes(self) -> int:
-        """Bytes of all tensors."""
+        """The size of all tensors in bytes."""
         return int(self._fields["bytes"])
 
     @property

@@ -22,14 +22,14 @@ def _size(count: int) -> str:
 
 
 def _table(header: list[str], rows: Iterator[list[str]]) -> str:
-    """A table in a notebook. Names come from files and are escaped."""
+    """Returns a table for a notebook (HTML). Names come from files and are escaped."""
     cells = "".join(f"<th>{html.escape(name)}</th>" for name in header)
     body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     return f"<table><thead><tr>{cells}</tr></thead><tbody>{body}</tbody></table>"
 
 
 def _frame(page: str) -> str:
-    """A separate page inside a notebook. It has no scripts, and the frame would not run any."""
+    """Returns a frame that shows a page inside a notebook. The page has no scripts, and the frame would not run any."""
     return (
         f'<iframe sandbox style="width:100%;height:36rem;border:0" title="report" '
         f'srcdoc="{html.escape(page, quote=True)}"></iframe>'
@@ -45,7 +45,7 @@ class Result:
         self._fields = dict(fields)
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields of the JSON output."""
+        """Returns all fields of the JSON output."""
         copy: dict[str, Any] = json.loads(json.dumps(self._fields))
         return copy
 
@@ -75,7 +75,7 @@ class TensorError:
     relative_rms: float
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields."""
+        """Returns the fields."""
         return asdict(self)
 
 
@@ -91,11 +91,11 @@ class Checkpoint:
     worst_tensor: TensorError | None
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields."""
+        """Returns the fields."""
         return asdict(self)
 
     def report_page(self) -> str:
-        """The report as a page (HTML), read from the checkpoint's directory."""
+        """Returns the report as a page (HTML), read from the checkpoint's directory."""
         from fewbits._call import run
 
         page = run("page", self.path)
@@ -132,12 +132,12 @@ class Quantized(Result):
 
     @property
     def bytes_before(self) -> int:
-        """Bytes of the model's tensors."""
+        """The size of the model's tensors in bytes."""
         return int(self._fields["bytes_before"])
 
     @property
     def bytes_after(self) -> int:
-        """Bytes of the first checkpoint's tensors."""
+        """The size of the first checkpoint's tensors in bytes."""
         return self.outputs[0].bytes_after
 
     @property
@@ -152,7 +152,7 @@ class Quantized(Result):
 
     @property
     def peak_memory_bytes(self) -> int | None:
-        """Peak memory of this process so far, including other work."""
+        """The peak memory of this process so far in bytes, including other work."""
         peak = self._fields["peak_memory_bytes"]
         return None if peak is None else int(peak)
 
@@ -177,7 +177,7 @@ class Gguf(Result):
 
     @property
     def path(self) -> str:
-        """The path of the file, or of the directory that contains it."""
+        """The path of the file, or of the directory that contains it or its parts."""
         return str(self._fields["path"])
 
     @property
@@ -187,17 +187,17 @@ class Gguf(Result):
 
     @property
     def bytes_before(self) -> int:
-        """Bytes of the model's files."""
+        """The size of the model's files in bytes."""
         return int(self._fields["bytes_before"])
 
     @property
     def bytes_after(self) -> int:
-        """Bytes written."""
+        """The size of the output in bytes."""
         return int(self._fields["bytes_after"])
 
     @property
     def bits_per_weight(self) -> float:
-        """Mean bits per weight over all tensors."""
+        """The mean number of bits per weight over all tensors."""
         return float(self._fields["bits_per_weight"])
 
     @property
@@ -207,7 +207,7 @@ class Gguf(Result):
 
     @property
     def worst_tensor(self) -> TensorError | None:
-        """The tensor with the largest rounding error."""
+        """The tensor with the largest rounding error, if any was rounded."""
         return _worst(self._fields)
 
     @property
@@ -227,7 +227,7 @@ class Estimate:
     standard_error: float | None
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields."""
+        """Returns the fields."""
         return asdict(self)
 
     def __format__(self, spec: str) -> str:
@@ -260,7 +260,7 @@ class Evaluation(Result):
 
     @property
     def nll(self) -> Estimate:
-        """Nats per token."""
+        """The mean negative log-likelihood, in nats per token."""
         return _estimate(self._fields["nll"])
 
     def _of_comparison(self, name: str) -> Estimate | None:
@@ -269,38 +269,39 @@ class Evaluation(Result):
 
     @property
     def kl(self) -> Estimate | None:
-        """Mean KL divergence from the reference, in nats per token; lower is better."""
+        """The mean KL divergence from the reference, in nats per token; lower is better."""
         return self._of_comparison("kl")
 
     @property
     def perplexity_ratio(self) -> Estimate | None:
-        """Perplexity divided by the reference's."""
+        """The perplexity divided by that of the reference."""
         return self._of_comparison("perplexity_ratio")
 
     @property
     def top1_agreement(self) -> Estimate | None:
-        """Share of positions with the same most likely token as the reference."""
+        """The share of positions with the same most likely token as the reference, from 0 to 1."""
         return self._of_comparison("top1_agreement")
 
     @property
     def at_noise_floor(self) -> bool | None:
-        """Whether the divergence is too small to be measured on this text; None without a reference."""
+        """Whether the divergence is below three times its noise floor, so that this text shows no difference; None
+        without a reference."""
         comparison = self._fields.get("comparison")
         return None if comparison is None else comparison.get("at_noise_floor")
 
     @property
     def profile(self) -> str:
-        """The scoring rule."""
+        """The profile: the rule by which texts are split into windows and scored."""
         return str(self._fields["profile"])
 
     @property
     def windows(self) -> int:
-        """Scored windows."""
+        """The number of scored windows."""
         return int(self._fields["windows"])
 
     @property
     def tokens_scored(self) -> int:
-        """Scored tokens."""
+        """The number of scored tokens."""
         return int(self._fields["tokens_scored"])
 
     @property
@@ -309,12 +310,12 @@ class Evaluation(Result):
         return float(self._fields["seconds"])
 
     def page(self) -> str | None:
-        """The report as a page (HTML); None for a result that was read from a file."""
+        """Returns the report as a page (HTML); None for a result that was read from a file."""
         return self._page
 
     @classmethod
     def load(cls, file: str | os.PathLike[str]) -> Evaluation:
-        """Reads a file written by :meth:`save`. A gate validates the whole file."""
+        """Reads a file written by :meth:`save`. The fields are not validated until a gate uses the result."""
         with open(file, encoding="utf-8") as read:
             return cls(json.load(read))
 
@@ -332,23 +333,32 @@ class Check:
 
     result: str
     profile: str
+    #: What was checked, such as ``perplexity against baseline``.
     name: str
+    #: The line of the policy that requires the check.
     line: int
+    #: ``pass``, ``fail`` or ``inconclusive``.
     verdict: str
+    #: The value that was checked: a degradation, or the capped metric.
     value: float
     standard_error: float | None
+    #: The confidence bounds of the degradation, at the one-sided level of the policy.
     low: float | None
     high: float | None
+    #: The limits of the value.
     at_most: float | None
     at_least: float | None
     windows: int
+    #: The approximate number of windows that would decide an inconclusive check with 80 % power.
     windows_needed: int | None
+    #: The value with its interval or error, and the limits, in the same unit.
     measured: str
     allowed: str
+    #: The check as a sentence.
     message: str
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields."""
+        """Returns the fields."""
         return asdict(self)
 
 
@@ -382,7 +392,7 @@ class GateResult(Result):
 
     @property
     def checks(self) -> tuple[Check, ...]:
-        """Each check."""
+        """The checks."""
         return tuple(Check(**{name: one[name] for name in Check.__dataclass_fields__}) for one in self._fields["checks"])
 
     def check(self) -> None:
@@ -392,7 +402,7 @@ class GateResult(Result):
             raise AssertionError("\n".join([f"the gate is {self.verdict}", *lines]))
 
     def page(self) -> str:
-        """The report as a page (HTML)."""
+        """Returns the report as a page (HTML)."""
         return self._page
 
     def _shown(self) -> str:

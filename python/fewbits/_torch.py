@@ -87,7 +87,7 @@ class PackedLinear(torch.nn.Module):  # type: ignore[misc,unused-ignore]
         static: tuple[float, int] | None = None,
     ) -> None:
         """``codes`` ``[n, k]`` are unsigned, one per byte, with the zero point at ``2^(bits − 1)``; ``scales`` are
-        ``[n, groups]``."""
+        ``[n, groups]``; ``activations`` and ``static`` are as in :func:`fewbits._kernels.linear`."""
         super().__init__()
         self.out_features, self.in_features = codes.shape
         codes, scales = codes.contiguous(), scales.to(torch.float32).contiguous()
@@ -131,7 +131,7 @@ class PackedLinear(torch.nn.Module):  # type: ignore[misc,unused-ignore]
 
 
 def _codes(module: torch.nn.Module, bits: int, shape: tuple[int, int]) -> torch.Tensor:
-    """Unsigned codes, one per byte."""
+    """Returns the unsigned codes of a linear, one per byte, with the zero point at ``2^(bits − 1)``."""
     n, k = shape
     if hasattr(module, "weight_packed"):
         # Codes are packed in little-endian words, so the bytes of a word are in the order of columns.
@@ -145,7 +145,8 @@ def _codes(module: torch.nn.Module, bits: int, shape: tuple[int, int]) -> torch.
 
 
 def _activations(scheme: Any, module: torch.nn.Module) -> tuple[str, tuple[float, int] | None] | None:
-    """How a scheme treats the inputs, or None if the kernels do not support it."""
+    """Returns how a scheme treats the inputs: the arguments ``activations`` and ``static`` of :class:`PackedLinear`;
+    None if the kernels do not support it."""
     inputs = scheme.input_activations
     if inputs is None:
         return "float", None
@@ -163,7 +164,7 @@ def _activations(scheme: Any, module: torch.nn.Module) -> tuple[str, tuple[float
 
 
 def _packed(module: torch.nn.Module) -> PackedLinear | None:
-    """The packed form of a quantized linear; None if the kernels do not support it."""
+    """Returns the packed form of a quantized linear; None if the kernels do not support it."""
     scheme = getattr(module, "quantization_scheme", None)
     weights = getattr(scheme, "weights", None)
     if weights is None or not isinstance(module, torch.nn.Linear):

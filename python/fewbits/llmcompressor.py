@@ -46,6 +46,9 @@ SCHEMES = {
     "MXFP8": "mxfp8",
 }
 
+#: Schemes whose activation scales are calibrated, even if weights are rounded to nearest.
+CALIBRATED = ("fp8-static", "nvfp4")
+
 #: Column orders in llm-compressor and here.
 ACT_ORDERS: dict[object, str] = {
     "static": "static-groups",
@@ -119,7 +122,7 @@ class GPTQModifier(_Scheme):
 
 
 class AWQModifier(_Scheme):
-    """Scales channels by AWQ, and rounds to nearest unless another modifier rounds."""
+    """Scales channels with AWQ, and rounds to nearest unless another modifier rounds."""
 
     def __init__(
         self, *, targets: _Names = "Linear", scheme: str | None = None, ignore: _Names = (), **unknown: object
@@ -129,7 +132,7 @@ class AWQModifier(_Scheme):
 
 
 class SmoothQuantModifier:
-    """Divides activations by scales, and multiplies weights by them."""
+    """Divides activations by a scale per channel, and multiplies the weights by it."""
 
     def __init__(self, *, smoothing_strength: float = 0.5, **unknown: object) -> None:
         _refuse("SmoothQuantModifier", unknown, ("smoothing_strength",))
@@ -193,7 +196,7 @@ def _settings(recipe: _Modifier | Sequence[_Modifier]) -> dict[str, Any]:
 
 
 def _rows(dataset: Texts, column: str) -> Texts:
-    """Yields the rows of a dataset whose texts are in a column with a different name."""
+    """Returns the rows of a dataset with their texts, which are in ``column``, under the name ``text``."""
     if isinstance(dataset, (str, PathLike)):
         return dataset
 
@@ -230,8 +233,9 @@ def oneshot(
     """Quantizes a model directory into ``output_dir``, as compressed-tensors.
 
     ``recipe`` is a modifier or several. ``dataset`` takes the same values as ``calibration`` of
-    :func:`fewbits.quantize`; None selects the built-in text. The last five arguments are those of
-    :func:`fewbits.quantize`.
+    :func:`fewbits.quantize`; None selects the built-in text. With a ``QuantizationModifier`` alone, ``dataset``,
+    ``num_calibration_samples`` and ``max_seq_length`` are used only if the scheme has static activation scales (``FP8``,
+    ``NVFP4``). The last five arguments are those of :func:`fewbits.quantize`.
 
     Raises :class:`fewbits.QuantError`; :class:`fewbits.UsageError` names each unknown argument.
     """
@@ -239,13 +243,14 @@ def oneshot(
     _refuse("oneshot", unknown, (*known, "save_compressed", "resume", "force", "threads", "on_event", "progress"))
     if not isinstance(model, (str, PathLike)):
         raise UsageError(
-            f"model= is a {type(model).__name__}, but it must be the path of a model directory",
+            f"model= must be the path of a model directory, not {type(model).__name__}",
             "pass the directory that the model was loaded from",
         )
     if not save_compressed:
         raise UsageError("save_compressed=False is not supported: the output is always packed", "omit it")
     settings = _settings(recipe)
-    if settings["method"] != "rtn":
+    # A data-free run refuses settings for a text that it does not read.
+    if settings["method"] != "rtn" or settings["scheme"] in CALIBRATED:
         settings.update(samples=num_calibration_samples, seq_len=max_seq_length)
         settings["calibration"] = None if dataset is None else _rows(dataset, text_column)
     return quantize(

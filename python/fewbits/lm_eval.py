@@ -33,8 +33,8 @@ class FewbitsLM(TemplateLM):  # type: ignore[misc,unused-ignore]
 
     ``pretrained`` is its directory. ``execution``, ``kv``, ``max_length`` and ``threads`` are as in
     :class:`fewbits.Model`; ``add_bos_token``, ``prefix_token_id`` and ``max_gen_toks`` as in the harness's ``hf``
-    model. ``batch_size`` and ``device`` are accepted and have no effect: requests of equal length run together, on the
-    processor.
+    model. ``batch_size`` and ``max_batch_size`` have no effect, because requests of equal length run together;
+    ``device`` may only be ``cpu``.
     """
 
     backend = "causal"
@@ -93,7 +93,8 @@ class FewbitsLM(TemplateLM):  # type: ignore[misc,unused-ignore]
         return self._encode([string], add_special_tokens)[0]
 
     def _encode(self, texts: Sequence[str], special: bool | None = None) -> list[list[int]]:
-        """Tokenizes many texts at once. No prefix token is added to a text that already begins with it."""
+        """Tokenizes many texts at once. By default, no special tokens are added to a text that already begins with the
+        prefix token."""
         flags = [self._adds_special(text) if special is None else special for text in texts]
         found: list[list[int]] = [[] for _ in texts]
         for flag in (True, False):

@@ -6,9 +6,9 @@ package's kernels multiply them.
 >>> model = AutoModelForCausalLM.from_pretrained("OUT")                 # doctest: +SKIP
 
 Without this, transformers dequantizes a compressed-tensors checkpoint before the first token. With it, these linears
-keep their codes: symmetric integer weights of 2, 4 or 8 bits, in groups or per channel, with float activations, or
-with 8-bit activations per token or static. torch computes all other linears and the rest of the model as before.
-Packed linears have no gradients, so they can be used for inference only.
+keep their codes: symmetric integer weights of 2, 4 or 8 bits with a scale per group, channel or tensor, and with float
+activations, or 8-bit activations that are dynamic per token or static. torch computes all other linears and the rest of
+the model as before. Packed linears have no gradients, so they can be used for inference only.
 
 Needs torch, transformers and compressed-tensors, which this package does not install.
 """

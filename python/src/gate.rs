@@ -1,4 +1,4 @@
-//! The gate: judges results by a policy, and writes baselines.
+//! The gate: checks results against a policy, and writes baselines.
 
 use std::path::{Path, PathBuf};
 
@@ -52,7 +52,8 @@ fn results(given: Vec<Given>) -> Result<Vec<(String, Evaluation)>> {
     Ok(results)
 }
 
-/// Judges results; the verdict is part of the result.
+/// Checks results against a policy; returns the verdict, the report page and a summary as JSON. A failed gate is not an
+/// error.
 pub fn gate(request: &str, session: &Session) -> Result<String> {
     let asked: Gate = parse(request)?;
     let files = asked.results.iter().filter_map(|given| match given {
@@ -87,7 +88,7 @@ pub fn gate(request: &str, session: &Session) -> Result<String> {
     Ok(json!({ "outcome": outcome, "page": page, "summary": summary(&outcome) }).to_string())
 }
 
-/// Writes results as the new baseline.
+/// Writes results as the new baseline; returns its path as JSON.
 pub fn update_baseline(request: &str) -> Result<String> {
     let Update { results: given, baseline } = parse(request)?;
     let results = results(given)?;

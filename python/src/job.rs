@@ -16,11 +16,12 @@ use quant_core::{CancelToken, Error, Event, Result};
 
 use crate::error::exception;
 use crate::events::{Channel, fields};
+use crate::wording::Keywords;
 use crate::{gate, requests};
 
 /// Interval at which the caller's thread checks for signals.
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
-/// Stack size of the job's thread. It reads files, so it is as large as that of the program's main thread.
+/// Stack size of the job's thread: that of the thread on which the command line runs the same code.
 const STACK: usize = 8 << 20;
 
 /// The work of a job, run on its own thread.
@@ -39,14 +40,14 @@ const WORKER: &str = "import sys; from importlib.util import spec_from_file_loca
                       f = s('fewbits._native', sys.argv[1]); n = m(f); f.loader.exec_module(n); sys.exit(n.text_worker())";
 
 impl Place {
-    /// This location in the form that the command line takes.
+    /// Converts the location to the form that the command line takes.
     pub fn embedding(self) -> quant_cli::Embedding {
         let worker = self.worker();
         quant_cli::Embedding { code: self.code, worker }
     }
 
-    /// The command that starts a text worker. It runs Python in isolated mode and without `site`, so that nothing of
-    /// the user's environment is loaded.
+    /// Returns the command that starts a text worker. It runs Python in isolated mode and without `site`, so that
+    /// nothing from the user's environment is loaded.
     fn worker(&self) -> Option<(PathBuf, Vec<OsString>)> {
         let words = ["-I", "-S", "-c", WORKER].map(OsString::from);
         let arguments = words.into_iter().chain([self.code.clone().into_os_string()]).collect();
@@ -100,7 +101,8 @@ pub fn run(
         let pool = quant_cli::pool(threads)?;
         let text_workers = quant_cli::text_workers(threads, &token, Some(place.worker()));
         let progress = Progress::forwarded(observer);
-        let session = Session { progress, cancel: token, text_workers, code: Some(place.code) };
+        let code = Some(place.code);
+        let session = Session { progress, cancel: token, text_workers, code, wording: &Keywords };
         pool.install(|| work(&session))
     };
     // No state that a panic could leave inconsistent is used afterwards.

@@ -2,7 +2,7 @@
 //! Python part (`fewbits/`) adds keyword arguments and typed results.
 //!
 //! A job runs on its own thread and does not hold the GIL. The caller's thread waits, passes events to the callback and
-//! checks for signals. The extension sets no process-wide state: no allocator, no thread pool, no signal handler.
+//! checks for signals. Jobs set no process-wide state: no allocator, no global thread pool, no signal handler.
 
 mod error;
 mod events;
@@ -23,11 +23,11 @@ mod _native {
     use crate::job::{self, Place};
     #[pymodule_export]
     use crate::models::Model;
-    // `fewbits.transformers` calls its exported functions by name.
+    // Links the C interface, whose exported functions `fewbits.transformers` calls by name.
     use quant_kernels as _;
 
     #[pymodule_export]
-    #[expect(non_upper_case_globals, reason = "the name that Python has for it")]
+    #[expect(non_upper_case_globals, reason = "the name that Python modules use")]
     const __version__: &str = env!("CARGO_PKG_VERSION");
 
     /// Runs the command line with these arguments, the first of which is the program's name, and returns its exit code.

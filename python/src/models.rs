@@ -31,7 +31,7 @@ struct Loaded {
     tokenizer: TextTokenizer,
     /// Tokens that end a text.
     eos: Vec<u32>,
-    /// The tokenizer, loaded on first use: scoring tokens does not need it.
+    /// The chat template, loaded on first use: only prompts for conversations need it.
     template: Mutex<Option<Arc<ChatTemplate>>>,
 }
 
@@ -69,8 +69,8 @@ impl Model {
         Ok(Self { loaded, about })
     }
 
-    /// Scores, generates, tokenizes, or renders a conversation. `kind` names the operation, and `request` is its JSON
-    /// request.
+    /// Encodes or decodes text, renders a conversation, scores or generates. `kind` names the operation, and `request`
+    /// is its JSON request. Returns the answer as JSON.
     #[pyo3(signature = (kind, request, on_event, code, python, threads=None))]
     #[expect(clippy::too_many_arguments, reason = "called from one place, by position")]
     fn ask(
@@ -128,7 +128,7 @@ fn load(request: &str, session: &Session) -> Result<(Loaded, Value)> {
     let positions = asked.max_length.unwrap_or(max);
     if !(1..=max).contains(&positions) {
         return Err(Error::usage(
-            format!("‹max_length={positions}› is not possible: the model has {max} positions"),
+            format!("‹max_length={positions}› is not possible; the maximum for this model is {max}"),
             format!("use ‹max_length› from 1 to {max}"),
         ));
     }
@@ -173,7 +173,7 @@ struct Scored {
     first: usize,
 }
 
-/// Settings that are not given come from the model. Sampling is only used if it is requested.
+/// A request for text. Settings that are not given come from the model. Sampling is only used if it is requested.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Generate {
@@ -207,7 +207,7 @@ impl Loaded {
         Ok(json!(self.tokenizer.decode(&tokens)?))
     }
 
-    /// The prompt for the next answer of a conversation.
+    /// Returns the prompt for the next answer of a conversation.
     fn prompt(&self, request: &str, session: &Session) -> Result<String> {
         let messages: Vec<Value> = parse(request)?;
         session.cancel.check()?;

@@ -43,8 +43,9 @@ fn text(name: Option<String>, rows: Option<Vec<String>>, called: &str) -> Result
         serde_json::from_str(row).map_err(|e| Error::InputFile {
             path: origin.to_owned(),
             line: Some(line),
-            reason: format!("is not valid Unicode text: {e}"),
-            remedy: "remove this row, or replace its invalid characters".into(),
+            reason: format!("cannot be represented as JSON: {e}"),
+            remedy: "remove this row, or replace its invalid characters and its NaN or infinite numbers"
+                .into(),
         })
     });
     let values = values.collect::<Result<Vec<Value>>>()?;
@@ -161,13 +162,14 @@ pub fn choice<T: ValueEnum>(setting: &str, given: &str) -> Result<T> {
     })
 }
 
-/// Describes the contents of a checkpoint.
+/// Describes the contents of a checkpoint; returns the description as JSON.
 pub fn inspect(request: &str, session: &Session) -> Result<String> {
     let model: PathBuf = parse(request)?;
     Ok(to_json(&inspect::report(&model, session)?)?.to_string())
 }
 
-/// Renders the report page of a quantized checkpoint from the report beside its weights; `null` if there is no report.
+/// Renders the report page of a quantized checkpoint from the report next to its weights; returns it as JSON, `null` if
+/// there is no report.
 pub fn page(request: &str, session: &Session) -> Result<String> {
     let path: PathBuf = parse(request)?;
     let opened = open(&path, &session.host())?;
@@ -177,7 +179,7 @@ pub fn page(request: &str, session: &Session) -> Result<String> {
     Ok(json!(page).to_string())
 }
 
-/// Returns a preset as the contents of a recipe file.
+/// Returns a preset as the contents of a recipe file, in a JSON string.
 pub fn preset_recipe(request: &str) -> Result<String> {
     let preset: String = parse(request)?;
     Ok(json!(Recipe::preset(&preset)?.to_toml()).to_string())

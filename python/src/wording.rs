@@ -6,7 +6,7 @@ use quant_core::wording::{Argument, Wording};
 #[derive(Debug, Clone, Copy)]
 pub struct Keywords;
 
-/// Settings and commands whose names differ between the package and the command line.
+/// Returns the name of the function for a command.
 fn function(command: &str) -> &str {
     match command {
         "eval" => "evaluate",
@@ -56,6 +56,7 @@ impl Wording for Keywords {
             Argument::Positional(given) => Some((*given).to_owned()),
             Argument::Setting("json", _) => None,
             Argument::Setting(name, given) => Some(self.setting(name, *given)),
+            _ => None,
         });
         let words: Vec<String> = words.collect();
         let save = if saved { ".save(FILE)" } else { "" };

@@ -1,4 +1,4 @@
-"""Fixtures: the demo model, cut to a few blocks, which every test uses."""
+"""Fixtures: the demo model, cut to a few blocks, and its quantized form."""
 
 from __future__ import annotations
 

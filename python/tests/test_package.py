@@ -109,7 +109,7 @@ def test_schemes_of_oneshot_exist(model: Path) -> None:
         (lambda: QuantizationModifier(scheme="W3A5"), "unknown scheme='W3A5'"),
         (lambda: QuantizationModifier(scheme="W4A16", targets=["re:.*mlp.*"]), "targets="),
         (lambda: shot(pipeline="basic"), "oneshot does not support `pipeline`"),
-        (lambda: shot(model=3), "model= is a int"),
+        (lambda: shot(model=3), "model= must be the path of a model directory, not int"),
         (lambda: shot(recipe="recipe.yaml"), "recipes as text or files are not supported here"),
         (lambda: shot(recipe=object()), "not iterable"),
         (lambda: shot(recipe=[GPTQModifier(), GPTQModifier()]), "GPTQModifier then GPTQModifier is not a supported recipe"),
@@ -127,6 +127,18 @@ def test_what_oneshot_does_not_know_is_refused_by_name(call: Any, message: str) 
 def shot(**arguments: Any) -> object:
     given: dict[str, Any] = {"model": "M", "recipe": QuantizationModifier(scheme="W4A16"), "output_dir": "O"}
     return oneshot(**{**given, **arguments})
+
+
+@pytest.mark.parametrize(("scheme", "is_calibrated"), [("FP8", True), ("NVFP4", True), ("FP8_DYNAMIC", False)])
+def test_static_scales_are_calibrated_on_the_dataset(
+    scheme: str, is_calibrated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[dict[str, Any]] = []
+    monkeypatch.setattr(llmcompressor, "quantize", lambda *_, **arguments: calls.append(arguments))
+    shot(recipe=QuantizationModifier(scheme=scheme), dataset=["one", "two"], num_calibration_samples=2)
+    [arguments] = calls
+    assert (arguments.get("calibration") == ["one", "two"]) == is_calibrated
+    assert arguments.get("samples") == (2 if is_calibrated else None)
 
 
 def page_of_the_guide() -> str:

@@ -74,8 +74,8 @@ fn end(size: usize) -> ! {
     signal_hook::low_level::exit(i32::from(Category::Environment.exit_code()))
 }
 
-/// Fails if the address-space limit leaves no room to start this many threads. In a new thread, the standard library
-/// can only panic when memory is short.
+/// Returns an error if the address-space limit leaves no room to start this many threads. In a new thread, the standard
+/// library can only panic when memory is short.
 pub fn check_room_for_threads(threads: usize) -> Result<()> {
     /// Estimated size of the stack and the other memory that a thread maps before it runs.
     const PER_THREAD: u64 = 5 << 19;

@@ -5,7 +5,7 @@ use std::ffi::OsString;
 use clap::{Parser, Subcommand};
 
 use crate::commands::{
-    bench, chat, compare, completions, demo, eval, gate, generate, inspect, plan, quantize,
+    bench, chat, compare, completions, demo, eval, gate, generate, inspect, job, plan, quantize,
 };
 
 const EXIT_CODES: &str = "Exit codes:
@@ -44,11 +44,15 @@ pub enum Command {
     Plan(plan::Args),
     /// Quantize a model
     Quantize(quantize::Args),
+    /// Quantize a model in units that several processes or machines compute
+    Job(job::Args),
+    /// Write the checkpoint of a job whose units are finished
+    Merge(job::MergeArgs),
     /// Measure perplexity, and the divergence from a reference model
     Eval(eval::Args),
-    /// Show results of eval next to each other, and which model is closest to the reference
+    /// Compare results of `quant eval`, and show which model is closest to the reference
     Compare(compare::Args),
-    /// Check with a policy whether a model has become worse
+    /// Fail if a model is worse than a policy allows
     Gate(gate::Args),
     /// Show the contents of a checkpoint
     Inspect(inspect::Args),
@@ -63,19 +67,38 @@ pub enum Command {
 }
 
 impl Command {
-    /// The command line that resumes this run after an interruption, if the run can be resumed.
-    pub fn resuming(&self, words: &[OsString]) -> Option<String> {
+    /// Returns what to do after this run, started with these words, was interrupted.
+    pub fn after_interruption(&self, words: &[OsString]) -> String {
+        const AGAIN: &str = "run the same command again";
         let adds = match self {
+            Self::Quantize(args) if !args.has_job() => return format!("nothing was saved yet: {AGAIN}"),
             Self::Quantize(args) => !args.resume,
+            Self::Merge(args) => !args.resume,
+            Self::Job(args) if args.continues() => false,
             Self::Eval(args) if args.journal.is_some() => false,
-            _ => return None,
+            Self::Eval(_) => {
+                return format!(
+                    "nothing was saved: {AGAIN}; with ‹journal=FILE›, an interrupted evaluation can be continued"
+                );
+            }
+            _ => return AGAIN.to_owned(),
         };
-        let mut words: Vec<String> =
-            words.iter().map(|word| word.to_str().map(str::to_owned)).collect::<Option<_>>()?;
-        if adds {
-            words.push("--resume".into());
+        let added = adds.then_some("--resume");
+        let words = words.iter().map(|word| word.to_str()).chain(added.map(Some));
+        let words: Option<Vec<String>> = words.map(|word| quoted(word?)).collect();
+        match words {
+            Some(words) => format!("resume with: {}", words.join(" ")),
+            None => format!("{AGAIN}, with ‹resume› if it is a command that has this option"),
         }
-        shlex::try_join(words.iter().map(String::as_str)).ok()
+    }
+}
+
+/// Quotes a word for a shell, if that is necessary. An equals sign needs no quotes inside an option.
+fn quoted(word: &str) -> Option<String> {
+    let plain = |c: char| c.is_ascii_alphanumeric() || "-_=./,:+@".contains(c);
+    match word.starts_with("--") && word.chars().all(plain) {
+        true => Some(word.to_owned()),
+        false => shlex::try_quote(word).ok().map(std::borrow::Cow::into_owned),
     }
 }
 
@@ -83,5 +106,34 @@ fn threads(text: &str) -> Result<usize, String> {
     match text.parse() {
         Ok(n) if (1..=1024).contains(&n) => Ok(n),
         _ => Err("expected a number from 1 to 1024".into()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn after(words: &[&str]) -> String {
+        let words: Vec<OsString> = words.iter().map(OsString::from).collect();
+        Cli::try_parse_from(&words).expect("a command line").command.after_interruption(&words)
+    }
+
+    #[test]
+    fn only_what_was_saved_is_resumed() {
+        let folder = tempfile::tempdir().expect("a directory");
+        let out = folder.path().join("out");
+        let quantize = ["quant", "quantize", "m", "-o", out.to_str().expect("UTF-8"), "--scheme=w4a16"];
+        assert_eq!(after(&quantize), "nothing was saved yet: run the same command again");
+        std::fs::create_dir(folder.path().join("out.job")).expect("a directory");
+        let resumes = after(&quantize);
+        assert!(resumes.starts_with("resume with: quant quantize m -o "), "{resumes}");
+        assert!(resumes.ends_with(" --scheme=w4a16 --resume"), "{resumes}");
+        let eval = ["quant", "eval", "m", "--text", "a text"];
+        assert!(after(&eval).contains("with ‹journal=FILE›"));
+        assert_eq!(
+            after(&[&eval[..], &["--journal", "j"]].concat()),
+            "resume with: quant eval m --text 'a text' --journal j"
+        );
+        assert_eq!(after(&["quant", "inspect", "m"]), "run the same command again");
     }
 }

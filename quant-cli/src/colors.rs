@@ -1,17 +1,17 @@
 //! Colors on a terminal: the first word of a message, and the verdicts of a gate. Output to files and pipes has no
-//! colors, and neither has any output if `NO_COLOR` is set.
+//! colors unless `CLICOLOR_FORCE` is set, and no output has colors if `NO_COLOR` is set.
 
 use std::borrow::Cow;
 
 use anstream::{AutoStream, ColorChoice, stream::RawStream};
 use anstyle::{AnsiColor, Style};
 
-/// Whether a stream shows colors.
+/// Returns whether a stream shows colors.
 pub fn shows(stream: &impl RawStream) -> bool {
     AutoStream::choice(stream) != ColorChoice::Never
 }
 
-/// A message with its first word in color.
+/// Returns a message with its first word in color if it is `error`, `warning`, `lost` or `note`.
 pub fn message(text: &str) -> Cow<'_, str> {
     let color = match text.split_once(": ").map(|(word, _)| word) {
         Some("error") => AnsiColor::Red,
@@ -23,7 +23,7 @@ pub fn message(text: &str) -> Cow<'_, str> {
     Cow::Owned(format!("{}{rest}", paint(word, color)))
 }
 
-/// A gate's table with colored verdicts: the first word of each line, and the last word of the table.
+/// Returns a gate's table with colored verdicts: the first word of each line, and the last word of the table.
 pub fn verdicts(text: &str) -> String {
     let line = |line: &str| {
         let first = line.split(' ').next().unwrap_or_default();

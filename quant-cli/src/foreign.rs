@@ -51,7 +51,7 @@ const OPTIONS: &[(&[&str], &str, &str)] = &[
     ),
     (&["desc-act"], "act-order", "--act-order static-groups keeps groups in order, which engines prefer"),
     (&["damp-percent", "percdamp", "dampening-frac"], "damping", "--damping 0.01"),
-    (&["targets"], "override", "--ignore leaves linears out, --override gives them another scheme"),
+    (&["targets"], "override", "--ignore leaves linears out, --override gives them a different scheme"),
     (
         &["tasks", "task"],
         "text",
@@ -69,7 +69,7 @@ const OPTIONS: &[(&[&str], &str, &str)] = &[
     ),
 ];
 
-/// Commands of other tools, and how this one does the same.
+/// Commands of other tools, and the command here that does the same.
 const COMMANDS: &[(&[&str], &str)] = &[
     (
         &["convert", "export", "repack", "save", "pack"],
@@ -99,7 +99,7 @@ const COMMANDS: &[(&[&str], &str)] = &[
 /// Adds a tip to an error of the argument parser that is about an option or a command of another tool.
 pub fn explained(mut error: clap::Error, arguments: &[OsString]) -> clap::Error {
     let Some(tip) = tip(&error, arguments) else { return error };
-    // These would be guesses by spelling.
+    // The parser's own suggestions are guesses based on spelling.
     for kind in [ContextKind::SuggestedArg, ContextKind::SuggestedSubcommand] {
         error.remove(kind);
     }
@@ -144,7 +144,7 @@ mod tests {
         for (names, here, _) in OPTIONS {
             let verbs: Vec<&Command> = cli.get_subcommands().filter(|verb| has_option(verb, here)).collect();
             assert!(!verbs.is_empty(), "{here}");
-            // A name that the program has itself is never unknown there.
+            // The parser accepts options that the command has, so a tip on one of them would never be shown.
             for name in *names {
                 assert!(verbs.iter().all(|verb| !has_option(verb, name)), "{name}");
             }

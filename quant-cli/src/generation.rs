@@ -7,6 +7,7 @@ use clap::builder::NonEmptyStringValueParser;
 use quant_core::calibrate::{TextTokenizer, TokenizerSettings};
 use quant_core::generate::{Choice, End, GenerationSettings, Generator, TextStream};
 use quant_core::model::{CudaRunner, Decoder, KvCaching};
+use quant_core::wording::counted;
 use quant_core::{CancelToken, Error, Result};
 
 use crate::commands::Session;
@@ -15,7 +16,7 @@ use crate::inputs::{self, Opened};
 use crate::kv::KvBits;
 use crate::provenance;
 
-/// Maximum context length, more than any model has. The tables and the cache grow with the number of positions.
+/// Maximum context length, because the tables and the cache grow with the number of positions.
 const MAX_CONTEXT: usize = 1 << 20;
 
 /// How tokens are chosen. Options that are not given come from the model's generation_config.json.
@@ -43,7 +44,8 @@ pub struct DecodingOptions {
     /// Seed for sampling; the same seed gives the same text [default: 0]
     #[arg(long, value_name = "N")]
     seed: Option<u64>,
-    /// Make tokens that have already occurred less likely: divide their logits by X if positive, multiply them if negative
+    /// Make tokens that have already occurred less likely: divide their logits by X if positive, multiply them if
+    /// negative
     #[arg(long, value_name = "X", allow_negative_numbers = true)]
     repetition_penalty: Option<f32>,
     /// Stop before TEXT, which is not printed; can be repeated
@@ -61,7 +63,7 @@ pub struct DecodingOptions {
 }
 
 impl DecodingOptions {
-    /// The sampling settings: those of the model, overridden by the given options.
+    /// Returns the decoding settings: those of the model, overridden by the given options.
     pub fn settings(
         &self,
         opened: &Opened,
@@ -102,23 +104,23 @@ impl DecodingOptions {
         Ok(settings)
     }
 
-    /// Whether the user set the maximum number of tokens.
+    /// Returns whether the user set the maximum number of tokens.
     pub fn bounds_answers(&self) -> bool {
         self.max_new_tokens.is_some()
     }
 
-    /// The stop strings; the text ends before the first one.
+    /// Returns the stop strings; the text ends before the first one.
     pub fn stop(&self) -> &[String] {
         &self.stop
     }
 
-    /// Loads the model for `positions` tokens, with its quantized linears packed for the kernels.
+    /// Loads the model for `positions` tokens, with its quantized linears packed for the kernels or on the GPU.
     pub fn load(&self, opened: &Opened, positions: usize, session: &Session) -> Result<Decoder> {
         let max = opened.model.architecture().max_positions.min(MAX_CONTEXT);
         if positions > max {
             return Err(Error::usage(
-                format!("the prompt and the new tokens need {positions} positions, but the model has {max}"),
-                "shorten the prompt, or request fewer tokens (--max-new-tokens)",
+                format!("the text needs {positions} positions, but the maximum is {max}"),
+                "shorten the prompt, or request fewer tokens (--max-new-tokens; in a chat, --context)",
             ));
         }
         let gpu = (self.device == Device::Cuda).then(CudaRunner::new).transpose()?;
@@ -146,7 +148,7 @@ pub fn checked_tokens(opened: &Opened, tokens: Vec<u32>) -> Result<Vec<u32>> {
     Ok(tokens)
 }
 
-/// The tokenizer that belongs to a model.
+/// Returns the tokenizer of a model.
 pub fn tokenizer(opened: &Opened) -> Result<TextTokenizer> {
     inputs::tokenizer(&opened.directory)
 }
@@ -155,9 +157,9 @@ pub fn tokenizer(opened: &Opened) -> Result<TextTokenizer> {
 pub struct Written {
     /// The text.
     pub text: String,
-    /// The generated tokens, without the token that ended the text.
+    /// The generated tokens, including those of a stop string, but without an end-of-text token.
     pub choices: Vec<Choice>,
-    /// Why the generation ended.
+    /// The reason why the generation ended.
     pub end: End,
     /// Seconds spent on the prompt.
     pub prompt_seconds: f64,
@@ -174,14 +176,14 @@ impl Written {
         let steps = self.choices.len().saturating_sub(1);
         let rate = |tokens: usize, seconds: f64| match tokens {
             0 => String::new(),
-            _ => format!(" ({:.1}/s)", tokens as f64 / seconds.max(1e-9)),
+            _ => format!(" ({:.1} tokens/s)", tokens as f64 / seconds.max(1e-9)),
         };
         format!(
-            "{} prompt tokens in {:.2} s{}, {} new tokens in {:.2} s{}",
-            self.prompt_tokens,
+            "{} in {:.2} s{}, {} in {:.2} s{}",
+            counted(self.prompt_tokens, "prompt token"),
             self.prompt_seconds,
             rate(self.prompt_tokens, self.prompt_seconds),
-            self.choices.len(),
+            counted(self.choices.len(), "new token"),
             self.seconds,
             rate(steps, self.seconds),
         )

@@ -18,12 +18,12 @@ pub fn open(path: &Path, session: &Session) -> Result<Opened> {
     run::open(path, &session.host())
 }
 
-/// The tokenizer of a model directory, checked against the model's embedding.
+/// Returns the tokenizer of a model directory.
 pub fn tokenizer(directory: &ModelDirectory) -> Result<TextTokenizer> {
     TextTokenizer::of(directory)
 }
 
-/// The calibration windows of `source`: a file, or the name of a text set.
+/// Returns the calibration windows of `source`: a file, or the name of a text set.
 pub fn calibration(
     opened: &Opened,
     source: &str,
@@ -62,7 +62,7 @@ impl Catalog for Session {
     }
 }
 
-/// The help for the text of an evaluation.
+/// Returns the help for the text of an evaluation.
 pub fn evaluation_text_help() -> String {
     let public: Vec<String> = sets().unwrap_or_default().into_iter().map(|set| set.name).collect();
     format!(

@@ -17,12 +17,12 @@ pub enum KvBits {
     /// 4 bits.
     #[value(name = "4")]
     Four,
-    /// FP8, with the model's scales, or 1 if it has none.
+    /// FP8, with the scales of the model, or with a scale of 1 if the model has none.
     Fp8,
 }
 
 impl KvBits {
-    /// The KV scheme that this option selects for a model.
+    /// Returns the KV scheme that this option selects for a model; `None` means floats.
     pub fn scheme(self, model: &Model) -> Option<KvScheme> {
         match self {
             Self::Auto => model.kv_scheme(),

@@ -87,20 +87,20 @@ fn begin(arguments: &[OsString], embedding: Option<Embedding>) -> u8 {
     let outcome = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| run(&cli, embedding)));
     match outcome {
         Ok(Ok(code)) => code,
-        Ok(Err(error)) => ended(&error, cli.command.resuming(arguments)),
+        Ok(Err(error)) => {
+            let interrupted = matches!(error, Error::Interrupted);
+            ended(&error, interrupted.then(|| cli.command.after_interruption(arguments)))
+        }
         Err(_) => ended(&Error::Internal("the program panicked".into()), None),
     }
 }
 
-/// Prints an error with its remedy, or after an interruption with the command that resumes the run. Returns the exit
-/// code.
-fn ended(error: &Error, resuming: Option<String>) -> u8 {
+/// Prints an error with its remedy, or with `remedy` if there is a more specific one. Returns the exit code.
+fn ended(error: &Error, remedy: Option<String>) -> u8 {
     if output::is_closed_pipe(error) {
         return 0;
     }
-    let resuming = resuming.filter(|_| matches!(error, Error::Interrupted));
-    let remedy =
-        resuming.map_or_else(|| error.remedy().to_string(), |command| format!("resume with: {command}"));
+    let remedy = remedy.unwrap_or_else(|| error.remedy().to_string());
     output::print_message(&format!("error: {error}\n  {remedy}"));
     error.category().exit_code()
 }
@@ -124,6 +124,7 @@ fn run(cli: &cli::Cli, embedding: Option<Embedding>) -> quant_core::Result<u8> {
         text_workers: text_workers(threads, &cancel, embedding.as_ref().map(|e| e.worker.clone())),
         cancel,
         code: embedding.map(|embedding| embedding.code),
+        wording: &quant_core::wording::CommandLine,
     };
     pool.install(|| commands::run(&cli.command, &session))
 }
@@ -131,14 +132,14 @@ fn run(cli: &cli::Cli, embedding: Option<Embedding>) -> quant_core::Result<u8> {
 /// Returns the number of threads to run on: `asked`, or by default the available parallelism.
 ///
 /// # Errors
-/// [`Error::Memory`] if there is not enough memory for the threads' stacks; [`Error::Usage`] if `QUANT_ISA` names an
-/// instruction set that the processor does not have.
+/// [`Error::Memory`] if there is not enough memory for the threads' stacks; [`Error::Usage`] if `QUANT_ISA` is an
+/// unknown name or an instruction set that the processor does not have.
 pub fn threads(asked: Option<usize>) -> quant_core::Result<usize> {
     // Report an unavailable instruction set before anything is computed with a different one.
     quant_kernels_cpu::Isa::detect_checked().map_err(|error| Error::Usage {
         message: error.to_string(),
-        remedy: "set QUANT_ISA to one of these names, or unset it to use the widest instruction set of this \
-            processor"
+        remedy: "set QUANT_ISA to one of these names, or unset it to use the fastest instruction set \
+                 of this processor"
             .into(),
     })?;
     let all = || std::thread::available_parallelism().map_or(1, usize::from);
@@ -155,8 +156,8 @@ pub fn pool(threads: usize) -> quant_core::Result<rayon::ThreadPool> {
     rayon::ThreadPoolBuilder::new().num_threads(threads).build().map_err(|e| no_threads(&e))
 }
 
-/// The workers that run tokenizers and templates: separate processes if the system can limit them. A program that
-/// embeds this one passes the command that starts a worker, or `Some(None)` if it has none.
+/// Returns the workers that run tokenizers and templates: separate processes if the system can limit them. A program
+/// that embeds this one passes the command that starts a worker, or `Some(None)` if it has none.
 #[cfg(target_os = "linux")]
 pub fn text_workers(
     threads: usize,
@@ -173,7 +174,7 @@ pub fn text_workers(
     Arc::new(workers.or_else(Arc::new(InProcess)))
 }
 
-/// The worker that runs tokenizers and templates within this process.
+/// Returns the worker that runs tokenizers and templates within this process.
 #[cfg(not(target_os = "linux"))]
 pub fn text_workers(
     _threads: usize,

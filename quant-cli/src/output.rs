@@ -1,4 +1,4 @@
-//! Results go to stdout: text for people, or JSON.
+//! Output of results to stdout, as text or JSON, and of messages to stderr.
 
 use std::borrow::Cow;
 use std::io::{ErrorKind, IsTerminal, Write};
@@ -65,13 +65,13 @@ pub fn refused_arguments(error: &clap::Error) -> u8 {
     u8::try_from(error.exit_code()).unwrap_or(2)
 }
 
-/// Whether a run ended because its output was closed.
+/// Returns whether a run ended because its output was closed.
 pub fn is_closed_pipe(error: &Error) -> bool {
     matches!(error, Error::Io { path, source, .. }
         if path == Path::new("standard output") && source.kind() == ErrorKind::BrokenPipe)
 }
 
-/// A result as JSON with a final newline.
+/// Formats a result as JSON with a final newline. Control characters are escaped.
 pub fn json<T: Serialize>(value: &T) -> Result<String> {
     let text = serde_json::to_string_pretty(value).map_err(|e| Error::Internal(e.to_string()))?;
     if !text.chars().any(is_unprintable) {
@@ -88,7 +88,7 @@ pub fn json<T: Serialize>(value: &T) -> Result<String> {
     Ok(escaped + "\n")
 }
 
-/// Where `--json[=FILE]` writes a result.
+/// The destination of a result as JSON: `--json[=FILE]`.
 #[derive(Debug, Clone, clap::Args)]
 pub struct JsonOption {
     /// Print the result as JSON, or print the table and write the JSON to FILE
@@ -97,7 +97,8 @@ pub struct JsonOption {
 }
 
 impl JsonOption {
-    /// Fails if the file cannot be written. Commands call this before they start work whose result would be lost.
+    /// Returns an error if the file cannot be written. Commands call this before they start work whose result would be
+    /// lost.
     pub fn check(&self) -> Result<()> {
         match self.json.as_deref().filter(|p| *p != Path::new("-")) {
             Some(path) => check_writable(path),
@@ -105,7 +106,7 @@ impl JsonOption {
         }
     }
 
-    /// Like `check`, but also fails if the file is an input or lies in the directory of an input model.
+    /// Like `check`, but also returns an error if the file is an input or lies in the directory of an input model.
     pub fn check_distinct(&self, model: &Path, read: &[&Path]) -> Result<()> {
         let written = [("json", self.json.as_deref())];
         distinct(&written, read)?;
@@ -131,7 +132,7 @@ impl JsonOption {
     }
 }
 
-/// Seconds as `4.2 s`, `3 min 20 s`, `2 h 5 min`.
+/// Formats seconds as `4.2 s`, `3 min 20 s` or `2 h 5 min`.
 pub fn duration(seconds: f64) -> String {
     if seconds < 60.0 {
         return format!("{seconds:.1} s");
@@ -143,7 +144,7 @@ pub fn duration(seconds: f64) -> String {
     format!("{} h {} min", whole / 3600, whole % 3600 / 60)
 }
 
-/// A table with columns wide enough for their content: the first left-aligned, the rest right.
+/// Formats a table with columns wide enough for their content: the first is left-aligned, the others are right-aligned.
 pub fn table(header: &[&str], rows: &[Vec<String>]) -> String {
     let width = |column: usize| {
         let cells = rows.iter().filter_map(|r| r.get(column)).map(|c| c.chars().count());
@@ -171,7 +172,7 @@ pub fn table(header: &[&str], rows: &[Vec<String>]) -> String {
     text
 }
 
-/// Peak resident memory of this process so far, if the system reports it.
+/// Returns the peak resident memory of this process so far in bytes, if the system reports it.
 pub fn peak_memory() -> Option<u64> {
     let status = std::fs::read_to_string("/proc/self/status").ok()?;
     let line = status.lines().find_map(|l| l.strip_prefix("VmHWM:"))?;

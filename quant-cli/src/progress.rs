@@ -69,7 +69,7 @@ impl Timing {
         }
     }
 
-    /// The number of units that the bar shows as done. It includes those of the earlier run from the beginning.
+    /// Returns the number of units that the bar shows as done. It includes those of the earlier run from the beginning.
     fn shown(&self) -> u64 {
         self.done.max(self.resumed.0).min(self.units)
     }
@@ -99,6 +99,11 @@ impl Progress {
             (false, false) => Mode::Lines,
         };
         Self { mode, state: Mutex::new(None), expected: Mutex::default() }
+    }
+
+    /// Whether notes and hints are suppressed.
+    pub fn is_quiet(&self) -> bool {
+        matches!(self.mode, Mode::Quiet)
     }
 
     /// Forwards all events and notes to another observer, and prints nothing.
@@ -238,7 +243,7 @@ impl Stage {
         Some(format!("{:.0} tokens/s", (self.timing.done * tokens) as f64 / elapsed))
     }
 
-    /// Updates the bar, and the text beside it: the rate, the last unit that was finished, and the current step of the
+    /// Updates the bar and the text next to it: the rate, the last unit that was finished, and the current step of the
     /// next unit.
     fn draw(&self) {
         let Some(bar) = &self.bar else { return };

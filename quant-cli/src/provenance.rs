@@ -3,6 +3,7 @@
 use quant_core::Result;
 use quant_core::checkpoint::file_sha256;
 use quant_core::model::{KvScheme, Model, kernels};
+use quant_core::pipeline::QuantReport;
 use quant_evaluator::report::LinearCell;
 use quant_evaluator::{ModelIdentity, SchemeShare, Tool};
 
@@ -59,7 +60,8 @@ pub fn note_floats(model: &Model, on_gpu: bool, session: &Session) {
     }
 }
 
-/// The architecture and the widest vectors used for products. Sums in vectors of different widths round differently.
+/// Returns the processor's architecture and the widest vectors used for products. Sums in vectors of different widths
+/// round differently.
 fn isa() -> String {
     #[cfg(target_arch = "x86_64")]
     let vectors = match () {
@@ -108,11 +110,15 @@ pub fn identity(
             None => schemes.push(SchemeShare { scheme, linears: 1 }),
         }
     }
+    // The report only labels the result, so a report of different weights is not an error here.
+    let report = QuantReport::find(opened.directory.path(), &opened.model).ok().flatten();
+    let method = report.map(|report| report.method);
     Ok(ModelIdentity {
         path,
         sha256: opened.directory.sha256(&session.cancel)?,
         size_bytes: opened.directory.source().file_bytes(),
         schemes,
         kv_cache: kv,
+        method,
     })
 }

@@ -10,7 +10,7 @@ use quant_core::{format, gguf};
 
 use crate::gguf::GgufOptions;
 
-/// What to do with a model.
+/// The options of a recipe.
 #[derive(Debug, Clone, clap::Args)]
 pub struct RecipeOptions {
     /// Method and scheme by one name [default: awq-w4a16]
@@ -23,7 +23,8 @@ pub struct RecipeOptions {
     /// preset's]
     #[arg(long, help_heading = "Recipe", long_help = method_help())]
     pub method: Option<String>,
-    /// Number format, such as w4a16, w4a16-g64-asym, w8a8, fp8 or nvfp4 [default: the preset's]
+    /// Number format, such as w4a16, w4a16-g64-asym, w8a8, fp8 or nvfp4 [default: the preset's]; for GGUF a type or
+    /// mixture, such as Q8_0 [default: Q4_K_M]
     ///
     /// Integers: w2 to w8, then a16 or a8, then optionally kv4 or kv8 (KV cache), -gSIZE or -channel, -sym or -asym,
     /// -progressive (two levels of scales), and after a8 -static or -static-asym. Floats: fp8, fp8-static, fp8-block,
@@ -68,7 +69,7 @@ pub struct RecipeOptions {
     /// SmoothQuant: read channel maxima from FILE (written by --save-channel-maxima) instead of calibrating
     #[arg(long, hide_short_help = true, value_name = "FILE", help_heading = "Recipe")]
     pub channel_maxima: Option<PathBuf>,
-    /// QoQ: skip a step, or several separated by commas; `quant plan` lists the steps
+    /// QoQ: skip a step, or several separated by commas: rotate, reorder, smooth-attention, smooth-outputs, clip
     #[arg(long, hide_short_help = true, value_name = "STEP", value_delimiter = ',', help_heading = "Recipe")]
     pub skip: Vec<String>,
     /// QoQ: smoothing exponent of the inputs of o_proj and down_proj, 0 to 1, or auto [default: 0.3, or 0.1 with one
@@ -90,7 +91,8 @@ pub struct RecipeOptions {
         help_heading = "Recipe"
     )]
     pub attention_alpha: Option<String>,
-    /// AWQ: compare candidate scales on increasing parts of the batch (fast) or on all of it (reference) [default: fast]
+    /// AWQ: compare candidate scales on increasing parts of the batch (fast) or on all of it (reference) [default:
+    /// fast]
     #[arg(long, hide_short_help = true, value_name = "fast|reference", help_heading = "Recipe")]
     pub search: Option<String>,
     /// GPTQ: damping added to the diagonal of the Hessian, as a fraction of the diagonal's mean [default: 0.01]
@@ -108,10 +110,14 @@ pub struct RecipeOptions {
         help_heading = "Recipe"
     )]
     pub act_order: Option<String>,
-    /// GPTQ: inputs on which a linear's error is measured, from the quantized or the float model [default: quantized; float
-    /// for qoq]
+    /// GPTQ: inputs on which a linear's error is measured, from the quantized or the float model [default: quantized;
+    /// float for qoq]
     #[arg(long, hide_short_help = true, value_name = "quantized|float", help_heading = "Recipe")]
     pub layer_inputs: Option<String>,
+    /// GPTQ: blocks in a span; the first block of a span gets its inputs from the float model, so that spans can be
+    /// quantized at the same time [default: all blocks]
+    #[arg(long, hide_short_help = true, value_name = "N", help_heading = "Recipe")]
+    pub span_blocks: Option<usize>,
     /// NVFP4: how group scales are chosen: amax, four-over-six (the better of two) or sweep (the best of 13) [default:
     /// sweep]
     #[arg(long, hide_short_help = true, value_name = "amax|four-over-six|sweep", help_heading = "Recipe")]
@@ -128,11 +134,11 @@ pub struct RecipeOptions {
     /// Seed for selecting windows [default: 0]
     #[arg(long, hide_short_help = true, value_name = "S", help_heading = "Calibration")]
     pub seed: Option<u64>,
-    /// How windows are made from documents: stream (joined, then cut), documents (whole, one or more to a window) or auto (documents
-    /// for conversations, stream for text) [default: auto]
+    /// How windows are made from documents: stream (joined, then cut), documents (whole, one or more per window) or
+    /// auto (documents for conversations, stream for text) [default: auto]
     #[arg(long, hide_short_help = true, value_name = "auto|stream|documents", help_heading = "Calibration")]
     pub packing: Option<String>,
-    /// Tokens that do not count: none, or prompts (only the assistant's answers count) [default: none]
+    /// Tokens to leave out: none, or prompts (only the assistant's answers count) [default: none]
     #[arg(long, hide_short_help = true, value_name = "none|prompts", help_heading = "Calibration")]
     pub mask: Option<String>,
     /// Calibrate experts on the tokens routed to them, or on all [default: routed]
@@ -170,6 +176,7 @@ impl RecipeOptions {
             block_size: options.block_size,
             act_order: options.act_order,
             layer_inputs: options.layer_inputs,
+            span_blocks: options.span_blocks,
             scale_search: options.scale_search,
             requantize: options.requantize,
             samples: options.samples,

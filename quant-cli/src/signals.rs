@@ -32,7 +32,7 @@ pub fn install() -> Result<CancelToken> {
     Ok(CancelToken::from_flag(cancelled))
 }
 
-/// Whether the process was started with this signal ignored, if the system reports it.
+/// Returns whether the process was started with this signal ignored; false if the system does not report it.
 fn is_ignored(signal: i32) -> bool {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));

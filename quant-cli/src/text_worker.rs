@@ -11,12 +11,12 @@ use quant_core::worker::{WORKER_ARGUMENT, serve};
 use quant_core::{Error, Result};
 use signal_hook::low_level;
 
-/// Whether this process was started as a worker.
+/// Returns whether this process was started as a worker.
 pub fn is_asked_for(arguments: &[OsString]) -> bool {
     arguments.get(1).is_some_and(|argument| argument == WORKER_ARGUMENT)
 }
 
-/// Serves requests until the requesting process closes the connection or ends.
+/// Serves requests until the requesting process closes the connection or ends. Returns the exit code.
 pub fn run() -> u8 {
     // A panic on a crafted file is reported as a response, since the output of this process is not shown.
     std::panic::set_hook(Box::new(|_| ()));

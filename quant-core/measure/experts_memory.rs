@@ -1,7 +1,7 @@
 //! Measures the memory and time of quantizing one block of experts whose weights are generated when they are read.
 //!
 //! ```text
-//! cargo run --release -p quant-core --example experts_memory -- METHOD [BLOCK] [EXPERTS] [HIDDEN] [WIDTH] [SAMPLES] [LENGTH]
+//! cargo run --release -p quant-core --example experts_memory -- METHOD [BLOCK] [EXPERTS] [HIDDEN] [WIDTH] [SAMPLES] [LENGTH] [BUDGET]
 //! ```
 //!
 //! METHOD is a method such as `rtn` or `gptq`. BLOCK is one of:
@@ -11,7 +11,9 @@
 //! - `plain`: as in Qwen3-MoE, with attention of HIDDEN / 128 heads.
 //!
 //! Default sizes are those of DeepSeek-V3: 256 experts of 7168 × 2048, 8 per token; 128 windows of 512 random tokens.
-//! The output is hashed and dropped. Prints the time, the peak resident memory (VmHWM), the plan's prediction, and the
+//! BUDGET is the memory budget in bytes, or `smallest` for the smallest that suffices; without it, everything is in
+//! memory. SmoothQuant quantizes to `w8a8-channel-sym`, other methods to `w4a16-g128-sym`. The output is hashed and
+//! dropped. Prints the time, the peak resident memory (VmHWM), the plan's prediction, and the
 //! hash.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -20,10 +22,10 @@ use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Instant;
 
-use quant_core::calibrate::{Sampling, TokenWindows};
+use quant_core::calibrate::{Residence, Sampling, Spill, TokenWindows};
 use quant_core::checkpoint::{Dtype, TensorInfo};
 use quant_core::model::Model;
-use quant_core::pipeline::{Job, quantize};
+use quant_core::pipeline::{Job, StateFiles, quantize_each_with};
 use quant_core::recipe::{Plan, Recipe, method};
 use quant_core::{CancelToken, Error, Result, Silent, TensorSink, TensorSource};
 use serde_json::{Map, Value, json};
@@ -40,16 +42,22 @@ fn main() -> ExitCode {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let mut rest = arguments.iter().skip(1).peekable();
     let plain = rest.next_if(|a| ["plain", "latent"].contains(&a.as_str())).is_some_and(|a| a == "plain");
-    let sizes: std::result::Result<Vec<usize>, _> = rest.map(|a| a.parse()).collect();
+    let mut rest: Vec<&String> = rest.collect();
+    let budget = match rest.last().map(|last| last.as_str()) {
+        Some("smallest") => rest.pop().map(|_| 0),
+        _ if rest.len() > 5 => rest.pop().and_then(|budget| budget.parse().ok()),
+        _ => None,
+    };
+    let sizes: std::result::Result<Vec<usize>, _> = rest.into_iter().map(|a| a.parse()).collect();
     let (Some(name), Ok(sizes)) = (arguments.first(), sizes) else {
         eprintln!(
-            "usage: experts_memory METHOD [plain|latent] [EXPERTS] [HIDDEN] [WIDTH] [SAMPLES] [LENGTH]"
+            "usage: experts_memory METHOD [plain|latent] [EXPERTS] [HIDDEN] [WIDTH] [SAMPLES] [LENGTH] [BUDGET]"
         );
         return ExitCode::from(2);
     };
     let size = |i: usize, default: usize| sizes.get(i).copied().unwrap_or(default);
     let shape = [size(0, 256), size(1, 7168), size(2, 2048), size(3, 128), size(4, 512)];
-    match run(name, plain, shape) {
+    match run(name, plain, shape, budget) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("error: {error}\n  {}", error.remedy());
@@ -58,7 +66,12 @@ fn main() -> ExitCode {
     }
 }
 
-fn run(name: &str, plain: bool, [experts, hidden, width, samples, length]: [usize; 5]) -> Result<()> {
+fn run(
+    name: &str,
+    plain: bool,
+    [experts, hidden, width, samples, length]: [usize; 5],
+    budget: Option<u64>,
+) -> Result<()> {
     let (config, source) = match plain {
         true => (plain_config(experts, hidden, width), Generated::plain(experts, hidden, width)),
         false => (latent_config(experts, hidden, width), Generated::latent(experts, hidden, width)),
@@ -67,7 +80,7 @@ fn run(name: &str, plain: bool, [experts, hidden, width, samples, length]: [usiz
     let model = Model::new(source, Path::new("config.json"), &config)?;
     let recipe = Recipe {
         method: method(name)?,
-        scheme: "w4a16-g128-sym".parse()?,
+        scheme: if name == "smoothquant" { "w8a8-channel-sym" } else { "w4a16-g128-sym" }.parse()?,
         sampling: Sampling { samples, length, ..Sampling::default() },
         ..Recipe::preset("rtn-w4a16")?
     };
@@ -75,22 +88,47 @@ fn run(name: &str, plain: bool, [experts, hidden, width, samples, length]: [usiz
     let mut random = Random(7);
     let tokens = (0..samples * length).map(|_| (random.next() % VOCAB as u64) as u32).collect();
     let windows = plan.needs_text().then(|| TokenWindows::cut(tokens, length));
-    let predicted = Plan::peak_memory(std::slice::from_ref(&plan), &model);
+    let plans = std::slice::from_ref(&plan);
+    let residence = match budget {
+        None => Residence::Memory,
+        Some(budget) => Plan::residence(plans, &model, budget, false)
+            .or_else(|smallest| Plan::residence(plans, &model, smallest, false))
+            .unwrap_or_default(),
+    };
+    let predicted = Plan::peak_memory_in(plans, &model, residence);
+    let directory = std::env::temp_dir();
+    let spill = match residence {
+        Residence::Files { round_bytes, experts_apart } => {
+            Some(Spill::new(directory, round_bytes).with_experts_apart(experts_apart))
+        }
+        _ => None,
+    };
+    let files = StateFiles { spill, ..StateFiles::default() };
     let mut sink = Hashed::default();
     let (observer, cancel) = (&Silent, &CancelToken::new());
     let job = Job { model: &model, plan: &plan, windows: windows.as_ref(), maxima: None, observer, cancel };
     let started = Instant::now();
-    quantize(&job, &mut sink)?;
+    quantize_each_with(&[job], vec![&mut sink], &files)?;
     println!(
-        "{name}, {} attention, {experts} experts of {hidden} x {width}, {TOP_K} per token, {samples} x {length} tokens: {:.0} s, \
-         peak {:.2} GB, predicted {:.2} GB, sha256 {}",
+        "{name}, {} attention, {experts} experts of {hidden} x {width}, {TOP_K} per token, {samples} x {length} tokens, {}: \
+         {:.0} s, peak {:.2} GB, predicted {:.2} GB, sha256 {}",
         if plain { "plain" } else { "latent" },
+        place(residence),
         started.elapsed().as_secs_f64(),
         peak_bytes()? as f64 / 1e9,
         predicted as f64 / 1e9,
         sink.hash(),
     );
     Ok(())
+}
+
+/// What is not in memory.
+fn place(residence: Residence) -> &'static str {
+    match residence {
+        Residence::Files { experts_apart: false, .. } => "states in files",
+        Residence::Files { experts_apart: true, .. } => "states in files, experts one at a time",
+        _ => "all in memory",
+    }
 }
 
 /// Returns the number of heads, and the widths of the query latent and the key-value latent.

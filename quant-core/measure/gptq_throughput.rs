@@ -6,9 +6,9 @@
 //!
 //! Defaults: one thread, a weight of 4096 × 4096, 16384 tokens. The solver is compared with faer's Cholesky chain
 //! (factor, inverse, factor of the inverse, all in `f32`) plus the blocked update at 60 % of the rate of faer's largest
-//! product; the Hessian is compared with faer's triangular product of all tokens at once. All measurements alternate.
-//! faer always runs on one thread, so ratios compare the two only if THREADS is 1. With more threads, the ratios show
-//! how GPTQ scales.
+//! product; the Hessian is compared with faer's triangular product of all tokens at once. The measurements take turns,
+//! and the best of three counts. faer always runs on one thread, so ratios compare the two only if THREADS is 1. With
+//! more threads, the ratios show how GPTQ scales.
 
 use std::process::ExitCode;
 use std::time::Instant;
@@ -18,7 +18,7 @@ use faer::linalg::matmul::triangular::{self, BlockStructure};
 use faer::linalg::solvers::{DenseSolveCore, Llt};
 use faer::{Accum, Mat, MatRef, Par, Side};
 use quant_core::checkpoint::Dtype;
-use quant_core::quantize::Rows;
+use quant_core::quantize::SourceRows;
 use quant_core::quantize::gptq::{Factor, GptqSettings, Hessian, solve};
 use quant_core::scheme::LinearScheme;
 
@@ -60,7 +60,7 @@ fn values(len: usize, seed: u64) -> Vec<f32> {
     std::iter::repeat_with(next).take(len).collect()
 }
 
-/// Seconds.
+/// Runs `work`, and lowers `best` to its time in seconds if that is less.
 fn timed<R>(best: &mut f64, work: impl FnOnce() -> R) -> R {
     let start = Instant::now();
     let result = work();
@@ -128,7 +128,7 @@ fn measure(
             Factor::new(&hessian, columns, settings.damping)
         })?;
         let result = timed(&mut solved, || {
-            solve(Rows::Floats(&weights), [side, side], scheme, Dtype::F16, None, &factor, settings)
+            solve(SourceRows::Floats(&weights), [side, side], scheme, Dtype::F16, None, &factor, settings)
         })?;
         solved_all = solved_all.min(start.elapsed().as_secs_f64());
         loss = result.loss;

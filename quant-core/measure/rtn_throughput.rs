@@ -12,7 +12,7 @@ use std::time::Instant;
 
 use quant_core::checkpoint::Dtype;
 use quant_core::format::pack_rows;
-use quant_core::quantize::{QuantizedRows, Rows, quantize_rows};
+use quant_core::quantize::{QuantizedRows, SourceRows, quantize_rows};
 use quant_core::scheme::LinearScheme;
 
 const RUNS: usize = 9;
@@ -83,7 +83,7 @@ fn measure(
             zeros: (!scheme.is_symmetric()).then_some(&mut zeros[..]),
             rows: scheme.is_progressive().then_some(&mut rows[..]),
         };
-        quantize_rows(Rows::Bytes(bytes, Dtype::Bf16), k, scheme, Dtype::Bf16, None, out)?;
+        quantize_rows(SourceRows::Bytes(bytes, Dtype::Bf16), k, scheme, Dtype::Bf16, None, out)?;
         let coded = start.elapsed().as_secs_f64();
         let packed = pack_rows(&codes, k, scheme.bits());
         let total = start.elapsed().as_secs_f64();

@@ -11,9 +11,9 @@
 //! ```
 //!
 //! [`pipeline`] drives them, and [`run`] is what programs call: directories in, directories out. The pipeline is itself
-//! driven through traits, so that the library uses no terminal, clock, or global state: weights come from a
-//! [`TensorSource`] and go to a [`TensorSink`], progress is reported to an [`Observer`], and a [`CancelToken`] stops it
-//! between units of work. Parallel steps run on the caller's rayon pool.
+//! driven through traits, so that it depends on no terminal and no file layout: weights come from a [`TensorSource`]
+//! and go to a [`TensorSink`], progress is reported to an [`Observer`], and a [`CancelToken`] stops it between units of
+//! work. Parallel steps run on the caller's rayon pool.
 //!
 //! ```
 //! use quant_core::checkpoint::{MemorySink, ModelDirectory};
@@ -49,6 +49,7 @@ pub mod quantize;
 pub mod recipe;
 pub mod run;
 pub mod transform;
+pub mod units;
 pub mod worker;
 
 pub use quant_formats::{

@@ -64,16 +64,10 @@ impl Search {
             LinearGrid { scheme: scheme.parse().unwrap(), scale_dtype: checkpoint.tiny.dtype, fused: None };
         let grids = block.graph().linears().map(|(id, ..)| (id, grid)).collect();
         let norm_dtypes = block.graph().norms().map(|(id, ..)| (id, checkpoint.tiny.norm_dtype)).collect();
-        let task = BlockTask {
-            prefix: "block.",
-            block: &block,
-            grids: &grids,
-            norm_dtypes: &norm_dtypes,
-            settings: &TransformSettings { search, ..TransformSettings::default() },
-            smoothing: 0.5,
-            ranges: &BTreeMap::new(),
-            cancel: &CancelToken::new(),
-        };
+        let settings = TransformSettings { search, ..TransformSettings::default() };
+        let cancel = CancelToken::new();
+        let mut task = BlockTask::new("block.", &block, &settings, &cancel);
+        (task.grids, task.norm_dtypes) = (&grids, &norm_dtypes);
         let rewrite = Awq.search(&[task], Some(&mut hidden), true).unwrap().remove(0);
         // The search has advanced the batch to the next block, regardless of its sample.
         let mut next = embed();
@@ -360,8 +354,8 @@ fn searches_never_end_worse_and_change_what_is_written() {
                 clips += 1;
             }
         }
-        // With grouped queries, the value projection and the linear that reads it are not scaled, so 6 of 7 linears
-        // are.
+        // With grouped queries, no scale is searched between the value projection and `o_proj`, so 6 of 7 linears have
+        // scaled inputs.
         assert_eq!((folds, clips), (2 * 6, 2 * 5), "{scheme}");
         let mut changed = 0;
         for tensor in awq.report.tensors.iter().filter(|t| t.action == "quantized") {

@@ -1,4 +1,4 @@
-//! The model stage against its definition in double precision, for models that no other available decoder supports:
+//! Compares the model stage with its definition in double precision, for models that `candle_oracle.rs` cannot cover:
 //! biases, heads that do not add up to the hidden size, linear position interpolation, OPT.
 
 mod common;

@@ -19,7 +19,7 @@ fn same_on_any_number_of_threads(tiny: &Tiny, method: &str, scheme: &str, window
     for threads in [2, 3, 2] {
         let other = on(threads);
         // `assert_eq!` would print megabytes.
-        assert!(one.source == other.source, "{method} {scheme}: other tensors on {threads} threads");
+        assert!(one.source == other.source, "{method} {scheme}: different tensors on {threads} threads");
         assert_eq!(report, other.report.to_json().unwrap(), "{method} {scheme} on {threads} threads");
     }
 }

@@ -11,7 +11,9 @@ use std::sync::Arc;
 use common::{Tiny, logits, mean_divergence, recipe, run, windows};
 use quant_core::calibrate::HiddenStates;
 use quant_core::checkpoint::{Dtype, ModelDirectory, TensorSpec};
-use quant_core::format::{Container, ModuleSchemes, PackedReader, PackedWeight, QuantizedCheckpoint};
+use quant_core::format::{
+    Container, LoaderRule, ModuleSchemes, PackedReader, PackedWeight, QuantizedCheckpoint,
+};
 use quant_core::model::{BlockGraph, Model, NodeId};
 use quant_core::quantize::QuantizedTensor;
 use quant_core::recipe::{Extensions, Method, Plan, Rates, Recipe};
@@ -23,15 +25,15 @@ use quant_core::transform::{
 use quant_core::{CancelToken, Category, Error, Result, Silent, TensorSource};
 use serde_json::{Map, Value, json};
 
-/// Makes the two types known by their names.
+/// Registers the two types under their names.
 fn extensions() -> Extensions {
     Extensions { transforms: vec![&EVEN], containers: vec![&PlainBytes], ..Extensions::default() }
 }
 
-/// Equalizes the columns of linears that read norms, by a power of their largest weight. Needs no text.
+/// Equalizes the columns of linears whose inputs can be rescaled, by a power of their largest weight. Needs no text.
 #[derive(Debug)]
 struct EvenColumns {
-    /// The power, unless a recipe has another.
+    /// The power, unless a recipe sets a different one.
     strength: f32,
 }
 
@@ -217,8 +219,9 @@ impl Container for PlainBytes {
         json!({ "quant_method": "plain-bytes", "scheme": scheme })
     }
 
-    fn warnings(&self, _: &ModuleSchemes<'_>) -> Vec<String> {
-        vec!["no engine loads this".to_owned()]
+    fn loader_rules(&self) -> &'static [LoaderRule] {
+        static RULES: [LoaderRule; 1] = [LoaderRule::new(&[], |_| true, "no engine loads this")];
+        &RULES
     }
 
     fn reader(&self, config: &Value) -> Result<Option<Box<dyn PackedReader>>, String> {
@@ -262,17 +265,9 @@ impl PackedReader for PlainReader {
     }
 
     fn read(&self, source: &dyn TensorSource, weight: PackedWeight<'_>) -> Result<QuantizedTensor> {
-        Ok(QuantizedTensor {
-            shape: weight.shape,
-            scheme: weight.scheme,
-            codes: source.read(&format!("{}.bytes", weight.module))?,
-            scales: source.read_f32(&format!("{}.steps", weight.module))?,
-            scale_dtype: Dtype::F32,
-            levels: None,
-            zeros: None,
-            global: None,
-            input: None,
-        })
+        let codes = source.read(&format!("{}.bytes", weight.module))?;
+        let scales = source.read_f32(&format!("{}.steps", weight.module))?;
+        Ok(QuantizedTensor::new(weight.shape, weight.scheme, codes, scales, Dtype::F32))
     }
 }
 
@@ -364,7 +359,7 @@ fn one_call_writes_them_and_reads_them_back() {
     assert_eq!(done.outputs[0].1.steps, ["even-columns"]);
     assert!(done.steps.iter().any(|step| step.step == "even-columns"), "{:?}", done.steps);
 
-    // The same by settings.
+    // The same step with the same key, from settings instead of a recipe file.
     let keys = Map::from_iter([("strength".to_owned(), json!(0.75))]);
     let steps = [("even-columns".to_owned(), keys)].into();
     run("model", "of-settings", RecipeSettings { steps, ..of("even-columns", "plain-bytes") }).unwrap();
@@ -373,7 +368,7 @@ fn one_call_writes_them_and_reads_them_back() {
     assert_eq!(bytes("of-recipe"), bytes("of-settings"));
     assert_ne!(bytes("of-recipe"), bytes("default"), "0.5 is the default");
 
-    // The model that was written computes what the same codes in a known format compute.
+    // The written model gives the same results as the same codes in a known format.
     run(
         "of-recipe",
         "converted",

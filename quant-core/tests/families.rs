@@ -7,7 +7,6 @@ mod common;
 #[path = "families/configs.rs"]
 mod configs;
 
-use std::collections::BTreeMap;
 use std::path::Path;
 
 use candle_core::{Device, Tensor};
@@ -68,16 +67,9 @@ impl Bench {
     fn fold(&self, rewrite: &mut Rewrite, group: &FoldGroup, norms: Dtype, seed: u64) {
         let prefix = self.model.architecture().in_block(self.layer, "");
         let norm_dtypes = self.block.graph().norms().map(|(id, ..)| (id, norms)).collect();
-        let task = BlockTask {
-            prefix: &prefix,
-            block: &self.block,
-            grids: &BTreeMap::new(),
-            norm_dtypes: &norm_dtypes,
-            settings: &TransformSettings::default(),
-            smoothing: 0.5,
-            ranges: &BTreeMap::new(),
-            cancel: &CancelToken::new(),
-        };
+        let (settings, cancel) = (TransformSettings::default(), CancelToken::new());
+        let mut task = BlockTask::new(&prefix, &self.block, &settings, &cancel);
+        task.norm_dtypes = &norm_dtypes;
         fold(rewrite, &task, group, &scales(self.channels(group), seed)).unwrap();
     }
 
@@ -98,7 +90,7 @@ impl Bench {
     }
 }
 
-/// Log-uniform over `2^±3`.
+/// Random scales, log-uniform between 1/8 and 8.
 fn scales(channels: usize, seed: u64) -> Vec<f32> {
     let mut rng = StdRng::seed_from_u64(seed);
     (0..channels).map(|_| rng.random_range(-3.0_f32..3.0).exp2()).collect()
@@ -370,7 +362,7 @@ fn windows_of(tokens: &[u32]) -> quant_core::calibrate::TokenWindows {
     quant_core::calibrate::TokenWindows::cut(tokens.to_vec(), tokens.len())
 }
 
-/// Documents that share a window give the same results as separately, with any rotation or scaling.
+/// In every family, documents that share a window give the same results as they do separately, up to rounding.
 #[test]
 fn documents_in_one_window_do_not_see_each_other() {
     for case in cases() {
@@ -425,8 +417,8 @@ fn every_method_takes_every_family_through() {
     }
 }
 
-/// Every family in the formats that have one scale over a tensor, rounded to nearest, searched and with GPTQ. Linears
-/// for which engines keep one scale have the same one.
+/// Every family in the formats with one scale per tensor: rounded to nearest, with searched scales, and with GPTQ.
+/// Linears for which engines keep one scale in common share it.
 #[test]
 fn linears_of_one_scale_share_it_in_every_family() {
     let float = |quantized: &Quantized, name: &str| {
@@ -496,7 +488,7 @@ fn scale_groups_cover_experts_and_shared_keys() {
     }
 }
 
-/// Keys and values that have no scales of their own are named as what they are.
+/// The error for keys and values without scales of their own says why they have none.
 #[test]
 fn an_fp8_cache_is_refused_with_the_reason() {
     for (name, reason) in [
@@ -755,7 +747,7 @@ fn patterns_of_layers_are_those_of_the_family() {
     }
 }
 
-/// A family is recognized by both of its names in a configuration.
+/// `model_type` and `architectures` in a configuration must name the same family.
 #[test]
 fn model_types_must_fit() {
     for case in cases() {

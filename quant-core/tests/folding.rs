@@ -50,16 +50,9 @@ impl Bench {
 
     fn fold(&self, rewrite: &mut Rewrite, group: &FoldGroup, scales: &[f32]) -> quant_core::Result<()> {
         let prefix = self.model.architecture().in_block(0, "");
-        let task = BlockTask {
-            prefix: &prefix,
-            block: &self.block,
-            grids: &BTreeMap::new(),
-            norm_dtypes: &self.norm_dtypes,
-            settings: &TransformSettings::default(),
-            smoothing: 0.5,
-            ranges: &BTreeMap::new(),
-            cancel: &CancelToken::new(),
-        };
+        let (settings, cancel) = (TransformSettings::default(), CancelToken::new());
+        let mut task = BlockTask::new(&prefix, &self.block, &settings, &cancel);
+        task.norm_dtypes = &self.norm_dtypes;
         fold(rewrite, &task, group, scales)
     }
 
@@ -89,7 +82,7 @@ impl Bench {
     }
 }
 
-/// Log-uniform over `2^±6`.
+/// Random scales, log-uniform between 1/64 and 64.
 fn random_scales(channels: usize, seed: u64) -> Vec<f32> {
     let mut rng = StdRng::seed_from_u64(seed);
     (0..channels).map(|_| rng.random_range(-6.0_f32..6.0).exp2()).collect()
@@ -363,7 +356,8 @@ fn rewrites_follow_on_each_other() {
             assert!(weight.iter().all(|&w| dtype.round(w) == w), "{name} {}", bench.graph().name(*node));
         }
     }
-    let clipped = Rewrite { clips: BTreeMap::from([(0, vec![1.0])]), ..Rewrite::default() };
+    let mut clipped = Rewrite::default();
+    clipped.clips = BTreeMap::from([(0, vec![1.0])]);
     assert!(clipped.then(Rewrite::default()).is_err());
 }
 

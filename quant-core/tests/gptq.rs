@@ -11,7 +11,7 @@ use quant_core::calibrate::{BatchLayout, HiddenStates, TokenWindows};
 use quant_core::checkpoint::MemorySink;
 use quant_core::model::{Block, Model, NodeId, Tap, TokenRows, WeightBody};
 use quant_core::pipeline::{Job, quantize};
-use quant_core::quantize::Rows;
+use quant_core::quantize::SourceRows;
 use quant_core::quantize::gptq::{ActOrder, Factor, GptqSettings, Hessian, LayerInputs, solve};
 use quant_core::recipe::{Plan, Recipe};
 use quant_core::{CancelToken, Category, Error, Result, Silent, TensorSink, TensorSource};
@@ -65,8 +65,8 @@ fn holds(checkpoint: &Checkpoint, windows: &TokenWindows, settings: GptqSettings
         let (exact, rounded) = (float.block(layer, &rope).unwrap(), written.block(layer, &rope).unwrap());
         // A linear's input depends only on earlier linears, and all of those are quantized in the result.
         let runs = match settings.inputs {
-            LayerInputs::Quantized => &rounded,
             LayerInputs::Float => &exact,
+            _ => &rounded,
         };
         for (node, hessian) in hessians(runs, &mut states) {
             let name = exact.graph().name(node).to_owned();
@@ -79,7 +79,7 @@ fn holds(checkpoint: &Checkpoint, windows: &TokenWindows, settings: GptqSettings
             let group_size = found.scheme.granularity.group_size(weight.shape()[1]);
             let columns = settings.act_order.columns(&hessian.diagonal(), group_size);
             let factor = Factor::new(&hessian, columns, settings.damping).unwrap();
-            let rows = Rows::Floats(&values);
+            let rows = SourceRows::Floats(&values);
             let expected =
                 solve(rows, weight.shape(), found.scheme, found.scale_dtype, None, &factor, settings)
                     .unwrap();
@@ -137,7 +137,8 @@ fn less_is_lost_than_by_rounding() {
     assert!(with_gptq < 0.7 * rtn, "{with_gptq} with GPTQ, {rtn} without");
 }
 
-/// A sink that does not keep its data, like one that streams elsewhere, and that may be interrupted.
+/// A sink that may be unable to read its data back, like one that streams elsewhere. It may cancel a token after a
+/// number of commits.
 struct Forgetful {
     inner: MemorySink,
     records: BTreeMap<String, serde_json::Value>,

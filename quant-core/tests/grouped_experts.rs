@@ -1,9 +1,9 @@
-//! Experts with packed linears run in one kernel call, in every family that has experts, with the same results as
-//! running them individually.
+//! Packed linears that run together in one kernel call: the experts of a block, and linears together with the norm or
+//! gate that they read. Up to rounding, the results are those of running them individually.
 
 mod common;
 #[path = "families/configs.rs"]
-#[allow(dead_code, reason = "what folds are tested by")]
+#[allow(dead_code, reason = "only the tests of folds use all of it")]
 mod configs;
 
 use candle_core::Tensor;
@@ -22,7 +22,8 @@ impl Tap for Watch {
     }
 }
 
-/// The largest relative difference of a block's output between running linears individually and running unobserved.
+/// The difference of a block's output between running linears individually and running unobserved: its root mean square
+/// relative to that of the output, the largest over all blocks.
 fn relative_distance(decoder: &Decoder, batch: &[&[u32]]) -> f64 {
     let (mut max, mut index) = (0.0_f64, 0);
     let mut before = decoder.embed(batch).unwrap();
@@ -66,7 +67,7 @@ fn norms_and_gates_run_with_the_products_that_read_them() {
             // The last bits of sums differ; with integer activations they may change a rounding.
             let bound = if scheme.contains("a16") { 5e-6 } else { 5e-3 };
             assert!(off < bound, "{} {scheme}: {off}", case.name);
-            // Without fused operations, results are bit-identical.
+            // Fused operations change the last bits, which shows that they ran.
             assert!(off > 0.0 || fused.iter().all(|count| *count == 0), "{} {scheme}", case.name);
         }
     }

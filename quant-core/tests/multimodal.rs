@@ -14,7 +14,7 @@ use quant_core::recipe::{Plan, Recipe};
 use quant_core::{Category, Error, TensorSource};
 use serde_json::{Map, Value, json};
 
-/// Base of the text tower, head.
+/// The name prefixes of the text tower and of the head.
 type Layout = (&'static str, &'static str);
 const PLAIN: Layout = ("model.", "lm_head.");
 const MODULES: Layout = ("model.language_model.", "lm_head.");

@@ -97,7 +97,8 @@ fn decoding_by_steps_is_prefill() {
     }
 }
 
-/// There are as many positions as rows: longer windows are rejected with a message that states the maximum length.
+/// There are only as many positions as learned rows: longer windows are rejected with a message that states the maximum
+/// length.
 #[test]
 fn windows_longer_than_the_positions_are_refused() {
     let tiny = Tiny::opt();

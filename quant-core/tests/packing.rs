@@ -1,4 +1,4 @@
-//! Documents that share a window give the same results as separately, in every family's block.
+//! Documents that share a window give the same results as they do separately, in the blocks of several families.
 
 mod common;
 
@@ -50,7 +50,6 @@ fn packed_documents_run_as_if_alone() {
                 continue;
             }
             let length = end - first;
-            // A batch cannot consist of one single-token window, but it may contain one.
             let alone = TokenWindows::cut(windows.tokens()[first..end].to_vec(), length);
             let difference =
                 relative_difference(&packed[first * hidden..end * hidden], &states(&model, &alone));

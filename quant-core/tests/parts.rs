@@ -54,7 +54,7 @@ fn part(
 fn files(directory: &Path, before: usize, after: usize) -> StateFiles {
     let at = |block: usize| directory.join(format!("states-{block}.safetensors"));
     StateFiles {
-        before: (before > 0).then(|| at(before)),
+        before: (before > 0).then(|| at(before)).into_iter().collect(),
         after: (after < BLOCKS).then(|| at(after)),
         depends_on: json!({ "model": "tiny" }),
         ..StateFiles::default()
@@ -64,11 +64,14 @@ fn files(directory: &Path, before: usize, after: usize) -> StateFiles {
 #[test]
 fn parts_make_the_whole() {
     let float = GptqSettings { inputs: LayerInputs::Float, ..GptqSettings::default() };
+    let spans = GptqSettings { span_blocks: Some(2), ..GptqSettings::default() };
     let cases: Vec<(Kind, Recipe)> = vec![
         (Kind::Llama, recipe("rtn", "w4a16-g32-sym")),
         (Kind::Llama, recipe("awq", "w4a16-g32-asym")),
         (Kind::Llama, recipe("gptq", "w4a16-g32-sym")),
         (Kind::Llama, Recipe { gptq: float, ..recipe("gptq", "w4a16-g32-sym") }),
+        (Kind::Llama, Recipe { gptq: spans, ..recipe("gptq", "w4a16-g32-sym") }),
+        (Kind::Qwen3, Recipe { gptq: spans, ..recipe("awq-gptq", "w4a16-g32-sym") }),
         (Kind::Qwen3, recipe("awq-gptq", "w4a16-g32-sym")),
         (Kind::Llama, recipe("smoothquant", "w8a8-channel-sym-static")),
         (Kind::Mixtral, recipe("gptq", "w4a16-g32-sym")),
@@ -92,7 +95,7 @@ fn parts_make_the_whole() {
                 reports.extend(report.tensors);
             }
             let name = plan.method.name.clone();
-            assert!(together == whole, "{family:?}, {name}, {cuts:?}: other bytes");
+            assert!(together == whole, "{family:?}, {name}, {cuts:?}: different bytes");
             assert_eq!(reports, reason.tensors, "{family:?}, {name}, {cuts:?}");
         }
     }
@@ -108,7 +111,7 @@ fn states_of_another_run_or_damaged_are_refused() {
     let first = files(directory.path(), 0, 1);
     part(&model, &plan, &windows, Some(0..1), &first).unwrap();
     let before = files(directory.path(), 1, BLOCKS);
-    let path = before.before.clone().unwrap();
+    let path = before.before[0].clone();
     let run = |plan: &Plan, windows: &TokenWindows, blocks: Range<usize>, files: &StateFiles| {
         part(&model, plan, windows, Some(blocks), files).unwrap_err()
     };
@@ -146,7 +149,7 @@ fn states_of_another_run_or_damaged_are_refused() {
     part(&model, &nvfp4(ScaleSearch::Amax), &windows, Some(0..1), &first).unwrap();
     let searched = run(&nvfp4(ScaleSearch::Sweep), &windows, 1..3, &files(other.path(), 1, BLOCKS));
     refused(searched, "scale_search");
-    // If the run needs float states, those of the quantized model are not sufficient.
+    // A job that does not begin with the first block needs states.
     let missing = run(&plan, &windows, 1..3, &StateFiles::default());
     assert_eq!(missing.category(), Category::Usage);
     assert!(missing.to_string().contains("block 1"), "{missing}");

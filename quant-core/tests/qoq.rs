@@ -165,7 +165,7 @@ fn what_cannot_be_rotated_is_refused_with_the_reason() {
         error.to_string()
     };
     assert!(refused(Tiny::opt()).contains("learned positions"));
-    // 37 · 2 has no Hadamard matrix.
+    // There is no Hadamard matrix of order 74: beyond 2, the order must be a multiple of 4.
     let message = refused(Tiny { hidden: 74, ..Tiny::default() });
     assert!(message.contains("order 74"), "{message}");
     let checkpoint = Tiny::default().random(2);
@@ -236,17 +236,10 @@ impl Bench {
     fn search(&mut self, transform: &dyn Transform, block: &Block, before: &Rewrite) -> Result<Rewrite> {
         let prefix = self.model.architecture().in_block(0, "");
         let ranges = before.ranges(self.block.graph(), self.ranges.clone());
-        let task = [BlockTask {
-            prefix: &prefix,
-            block,
-            grids: &self.grids,
-            norm_dtypes: &self.norm_dtypes,
-            settings: &self.settings,
-            smoothing: 0.5,
-            ranges: &ranges,
-            cancel: &CancelToken::new(),
-        }];
-        Ok(transform.search(&task, Some(&mut self.hidden), false)?.swap_remove(0))
+        let cancel = CancelToken::new();
+        let mut task = BlockTask::new(&prefix, block, &self.settings, &cancel);
+        (task.grids, task.norm_dtypes, task.ranges) = (&self.grids, &self.norm_dtypes, &ranges);
+        Ok(transform.search(&[task], Some(&mut self.hidden), false)?.swap_remove(0))
     }
 
     /// The change of the block's output by a rewrite, relative to its largest value.
@@ -358,7 +351,8 @@ fn channels_are_sorted_by_what_the_text_drives_them_to() {
     }
 }
 
-/// Keys in which two channels are twenty times as large as the others.
+/// Weights by which three channels of every key head are twenty times as large as at random, and the same channels of
+/// query heads a twentieth.
 fn outlying_keys(tiny: &Tiny) -> common::Checkpoint {
     let mut checkpoint = tiny.random(21);
     let (hidden, d) = (tiny.hidden, tiny.head_dim);
@@ -424,7 +418,7 @@ fn qoq(method: &str, scheme: &str) -> Recipe {
     recipe
 }
 
-/// Whole models in the pipeline: close to the float model, and, if there are outliers, closer than without the steps.
+/// Whole models in the pipeline: the output is close to that of the float model.
 #[test]
 fn whole_models_come_out_close_to_the_float_ones() {
     for (name, tiny) in families() {

@@ -11,11 +11,11 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
 
 use common::{Checkpoint, EXPERTS, Kind, Tiny, normal, recipe, windows};
-use quant_core::calibrate::TokenWindows;
+use quant_core::calibrate::{Spill, TokenWindows};
 use quant_core::checkpoint::{Dtype, MemorySource, TensorInfo};
 use quant_core::format::CONTAINERS;
 use quant_core::model::Model;
-use quant_core::pipeline::{Job, QuantReport, quantize_each};
+use quant_core::pipeline::{Job, QuantReport, StateFiles, quantize_each_with};
 use quant_core::quantize::gptq::{GptqSettings, LayerInputs};
 use quant_core::recipe::{Pattern, Plan, Recipe};
 use quant_core::transform::{Search, TransformSettings};
@@ -118,6 +118,15 @@ impl Bench {
         sinks: &mut [Resumable],
         events: usize,
     ) -> (BTreeMap<String, u64>, Option<Vec<QuantReport>>, usize) {
+        self.run_with(sinks, events, &StateFiles::default())
+    }
+
+    fn run_with(
+        &self,
+        sinks: &mut [Resumable],
+        events: usize,
+        files: &StateFiles,
+    ) -> (BTreeMap<String, u64>, Option<Vec<QuantReport>>, usize) {
         let cancel = CancelToken::new();
         let until = Until { events, seen: Mutex::new(0), cancel: cancel.clone() };
         let windows = Some(&self.windows).filter(|_| self.plans[0].needs_text());
@@ -125,7 +134,7 @@ impl Bench {
             |plan| Job { model: &self.model, plan, windows, maxima: None, observer: &until, cancel: &cancel };
         let jobs: Vec<_> = self.plans.iter().map(job).collect();
         let sinks = sinks.iter_mut().map(|sink| sink as &mut dyn TensorSink).collect();
-        let reports = match quantize_each(&jobs, sinks) {
+        let reports = match quantize_each_with(&jobs, sinks, files) {
             Ok(reports) => Some(reports),
             Err(Error::Interrupted) => None,
             Err(error) => panic!("{error}"),
@@ -220,6 +229,37 @@ fn every_weight_is_read_once() {
                 let tensors = report.tensors.iter().map(|t| &t.tensor);
                 assert!(tensors.eq(plan.entries.iter().map(|e| &e.tensor)), "{what}");
             }
+        }
+    }
+}
+
+/// If experts are processed one at a time, their weights are read several times, because none is kept; all others are
+/// read once.
+#[test]
+fn experts_that_are_apart_are_read_again() {
+    let directory = tempfile::tempdir().unwrap();
+    for (method, scheme) in [("awq", "w4a16-g32-sym"), ("smoothquant", "w8a8-channel-sym")] {
+        for family in [Kind::Mixtral, Kind::Qwen3Moe(true)] {
+            let tiny = Tiny { family, dtype: Dtype::Bf16, ..Tiny::default() };
+            let bench = Bench::new(&tiny, &recipe(method, scheme));
+            let read = |apart: bool| {
+                let spill = Spill::new(directory.path(), 1 << 20).with_experts_apart(apart);
+                let files = StateFiles { spill: Some(spill), ..StateFiles::default() };
+                let mut sinks = bench.sinks();
+                let read = bench.run_with(&mut sinks, usize::MAX, &files).0;
+                (read, sinks.into_iter().map(Resumable::tensors).collect::<Vec<_>>())
+            };
+            let (whole, apart) = (read(false), read(true));
+            assert!(apart.1 == whole.1, "{method} of {family:?}: other bytes");
+            bench.assert_read_once(&whole.0, method);
+            let mut again = 0;
+            for (name, bytes) in &apart.0 {
+                let of_expert = name.contains(".experts.");
+                let once = bytes == &whole.0[name];
+                assert_eq!(of_expert, !once, "{method} of {family:?}: {bytes} bytes of {name}");
+                again += usize::from(!once);
+            }
+            assert!(again > 0, "{method} of {family:?}");
         }
     }
 }
@@ -362,8 +402,8 @@ fn every_weight_of_a_rotated_model_is_read_once() {
     }
 }
 
-/// A resumed run reads every weight at most once and gives the same result, regardless of where it was interrupted: also
-/// between the experts of a block.
+/// A resumed run reads every weight at most once and gives the same result, wherever it was interrupted, even between
+/// the experts of a block.
 #[test]
 fn a_resumed_run_reads_every_weight_once() {
     for tiny in [&tinies()[0], &tinies()[2], &tinies()[3]] {

@@ -14,7 +14,7 @@ use quant_core::model::Model;
 use quant_core::quantize::quantize_rtn;
 use quant_core::recipe::{Pattern, Recipe};
 
-/// The model's directory, and the scheme of linears whose width is not a multiple of the group size.
+/// A model's directory, its scheme, and the scheme of `down_proj` if its width is not a multiple of the group size.
 const MODELS: [(&str, &str, Option<&str>); 3] = [
     ("books-7m", "w4a16", None),
     ("tinystories-656k", "w4a16", None),

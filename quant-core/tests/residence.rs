@@ -121,6 +121,9 @@ fn files_do_not_change_the_output() {
         (Kind::Llama, recipe("qoq", "w4a8-g32")),
         (Kind::Mixtral, recipe("gptq", "w4a16-g32-sym")),
         (Kind::Qwen3Moe(true), recipe("awq", "w4a16-g32-sym")),
+        (Kind::Mixtral, recipe("awq", "w4a16-g32-asym")),
+        (Kind::Mixtral, recipe("smoothquant", "w8a8-channel-sym")),
+        (Kind::Qwen3Moe(true), recipe("smoothquant", "w8a8-channel-sym-static")),
         (Kind::Opt, recipe("gptq", "w4a16-g32-sym")),
     ];
     let directory = tempfile::tempdir().unwrap();
@@ -133,17 +136,19 @@ fn files_do_not_change_the_output() {
         // Enough windows for a race of several rounds, and more than one piece.
         let windows = masked_windows(tiny.vocab, 150, 40, 3);
         let memory = whole(&model, &recipe, &windows, &StateFiles::default());
-        for round_bytes in [0, 700_000, u64::MAX] {
-            let files = whole(&model, &recipe, &windows, &spilled(directory.path(), round_bytes));
-            let name = &recipe.method.name;
-            assert!(files.0 == memory.0, "{family:?}, {name}, {round_bytes}: other bytes");
-            assert_eq!(files.1[0].tensors, memory.1[0].tensors, "{family:?}, {name}, {round_bytes}");
+        for (round_bytes, apart) in [(0, false), (700_000, true), (u64::MAX, false), (0, true)] {
+            let spill = Spill::new(directory.path(), round_bytes).with_experts_apart(apart);
+            let states = StateFiles { spill: Some(spill), ..StateFiles::default() };
+            let files = whole(&model, &recipe, &windows, &states);
+            let case = format!("{family:?}, {}, {round_bytes}, {apart}", recipe.method.name);
+            assert!(files.0 == memory.0, "{case}: other bytes");
+            assert_eq!(files.1[0].tensors, memory.1[0].tensors, "{case}");
         }
     }
     assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 0, "files are left over");
 }
 
-/// On processors with bfloat16 instructions, candidates of larger blocks are compared by differences.
+/// On processors with bfloat16 instructions, candidates for groups of this size are compared by differences.
 #[test]
 fn rounds_in_several_batches_choose_the_same() {
     let tiny = Tiny { hidden: 256, intermediate: 512, layers: 1, ..tiny(Kind::Llama) };
@@ -154,7 +159,7 @@ fn rounds_in_several_batches_choose_the_same() {
     let directory = tempfile::tempdir().unwrap();
     for round_bytes in [0, 3 << 20] {
         let files = whole(&model, &recipe, &windows, &spilled(directory.path(), round_bytes));
-        assert!(files.0 == memory.0, "{round_bytes}: other bytes");
+        assert!(files.0 == memory.0, "{round_bytes}: different bytes");
         assert_eq!(files.1[0].tensors, memory.1[0].tensors);
     }
 }
@@ -184,11 +189,25 @@ fn interrupted(tiny: &Tiny, recipe: &Recipe, blocks: usize, prepare: impl Fn(&Pa
     let files = saved(&path, Some(Spill::new(directory.path(), 0)));
     let reports = run(&model, &plans, &windows, &mut sinks, &files, &second).unwrap();
     let tensors: Vec<_> = sinks.into_iter().map(Resumable::tensors).collect();
-    assert!(tensors == expected.0, "{}: other bytes", recipe.method.name);
+    assert!(tensors == expected.0, "{}: different bytes", recipe.method.name);
     for (report, expected) in reports.iter().zip(&expected.1) {
         assert_eq!(report.tensors, expected.tensors);
     }
     second
+}
+
+/// A run is resumed at the beginning of a span, inside one, and after one.
+#[test]
+fn a_resumed_run_keeps_its_spans() {
+    for span in [2, 3] {
+        for blocks in [1, 2, 3] {
+            let gptq = GptqSettings { span_blocks: Some(span), ..GptqSettings::default() };
+            for method in ["gptq", "awq-gptq"] {
+                let recipe = Recipe { gptq, ..recipe(method, "w4a16-g32-sym") };
+                interrupted(&tiny(Kind::Qwen3), &recipe, blocks, |path| assert!(path.exists()));
+            }
+        }
+    }
 }
 
 #[test]
@@ -251,8 +270,8 @@ fn saving_may_fail() {
     assert!(warnings.len() == 1 && warnings[0].contains("cannot be saved"), "{warnings:?}");
 }
 
-/// States are written to a new file: a link in its place is replaced, and its target stays as it is. A finished run leaves
-/// no states.
+/// States are written to a new file: a link in its place is replaced, and its target stays as it is. A run that
+/// finishes leaves no states.
 #[test]
 fn saving_follows_no_link() {
     let tiny = tiny(Kind::Llama);
@@ -299,7 +318,7 @@ fn a_budget_decides_where_states_are() {
         assert!(Plan::residence(&plans, &model, smallest - 1, false).is_err(), "{method}");
         for budget in [smallest, (smallest + memory) / 2, memory - 1] {
             let residence = Plan::residence(&plans, &model, budget, false).unwrap();
-            let Residence::Files { round_bytes } = residence else {
+            let Residence::Files { round_bytes, .. } = residence else {
                 panic!("{method}: in memory at {budget}")
             };
             assert!(round_bytes > 0);

@@ -34,7 +34,7 @@ fn quantized(checkpoint: &Checkpoint, recipe: &Recipe, windows: &TokenWindows) -
     run(&checkpoint.model(), &checkpoint.tiny.config(), recipe, Some(windows))
 }
 
-/// The smallest and largest input of every channel of every linear, by definition.
+/// The smallest and largest input of every channel of every linear, computed directly.
 struct Watch {
     layout: BatchLayout,
     ranges: BTreeMap<NodeId, Vec<[f32; 2]>>,
@@ -167,7 +167,7 @@ fn producers_that_are_linears_are_smoothed_on_request() {
     let ranges = watched(&exact, &mut states);
     let graph = exact.graph();
     let (value, out) = (id(graph, "self_attn.v_proj"), id(graph, "self_attn.o_proj"));
-    // For every channel of a value head, the larger of the two query heads that read it.
+    // For every channel of a value head, the largest input and weight over the two query heads that read it.
     let of_columns = scales(&exact, &ranges, &[out], 1.0);
     let weights = scales(&exact, &ranges, &[out], 0.0);
     let of_heads = |columns: &[f64], better: fn(f64, f64) -> f64| -> Vec<f64> {
@@ -211,7 +211,7 @@ fn static_grids_are_the_ranges_after_smoothing() {
             for layer in 0..tiny.layers {
                 let (exact, rounded) =
                     (float.block(layer, &rope).unwrap(), written.block(layer, &rope).unwrap());
-                // The block as written, but with float weights: its inputs are the float block's, divided.
+                // The input ranges of the float block. They determine the grids of `rtn`, which divides no inputs.
                 let ranges = watched(&exact, &mut states);
                 for (node, name, ..) in exact.graph().linears() {
                     let WeightBody::Quantized(tensor) = &**rounded.linear(node).weight() else {
@@ -237,8 +237,7 @@ fn static_grids_are_the_ranges_after_smoothing() {
                     }
                 }
             }
-            // All calibration inputs are on the grid, so clipping costs nothing beyond rounding on the calibration
-            // text.
+            // The grids span the ranges of all calibration inputs, so on this text only rounding costs accuracy.
             let exact = logits(&float, &windows);
             let lost = mean_divergence(&exact, &logits(&written, &windows), tiny.vocab);
             assert!(lost < 0.02, "{method} {scheme}: {lost}");

@@ -3,9 +3,9 @@
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
-/// The stages from bottom to top. Those up to `format` are in `quant-formats`, and re-exported by `quant-core` under
-/// the same names. Engine rules are next to the pipeline, on top of everything below it; whole runs use all stages.
-const STAGES: [&str; 14] = [
+/// The stages from bottom to top. Those up to `format` are in `quant-formats`, and `quant-core` re-exports them under
+/// the same names; it has more of `quantize`. Whole runs use all stages.
+const STAGES: [&str; 15] = [
     "blocks",
     "checkpoint",
     "scheme",
@@ -20,8 +20,9 @@ const STAGES: [&str; 14] = [
     "gguf",
     "engines",
     "run",
+    "units",
 ];
-/// Modules that every stage may use. They use only the error types of stages.
+/// Modules that every stage may use. They use no stage, except that `error` uses `checkpoint`.
 const SHARED: [&str; 8] = ["digest", "error", "progress", "random", "system", "vector", "wording", "worker"];
 
 fn sources(directory: &Path, found: &mut Vec<PathBuf>) {
@@ -35,7 +36,7 @@ fn sources(directory: &Path, found: &mut Vec<PathBuf>) {
     }
 }
 
-/// Returns the source without comments and without items after `#[cfg(test)]`.
+/// Returns the source without comments and without top-level items under `#[cfg(test)]`.
 fn without_tests(text: &str) -> String {
     let (mut kept, mut skipping) = (String::new(), false);
     for line in text.lines() {
@@ -43,7 +44,7 @@ fn without_tests(text: &str) -> String {
         if line.trim() == "#[cfg(test)]" && indent == 0 {
             skipping = true;
         } else if skipping {
-            // The item ends at a closing line with the same indent.
+            // The item ends at the first unindented line that ends with `}` or `;`.
             skipping = !(indent == 0 && (line.ends_with('}') || line.ends_with(';')));
         } else if !line.trim_start().starts_with("//") {
             kept.push_str(line.split(" //").next().unwrap_or_default());
@@ -141,7 +142,7 @@ fn no_stage_uses_one_above_it() {
 /// The files that may match on the operations of a block, and why a match there cannot miss a new operation. All other
 /// code calls a method of `Op`, whose match is exhaustive.
 const NAMES_OPERATIONS: [(&str, &str); 8] = [
-    ("model/arch/", "graphs are built of operations here, and each operation answers every question"),
+    ("model/arch/", "graphs are built from operations here, and each operation answers every question"),
     ("model/block.rs", "evaluates them; an unknown one is an error"),
     ("model/norm.rs", "evaluates norms; another operation is an error"),
     (
@@ -257,12 +258,13 @@ fn names_of_containers_and_families_are_data() {
     assert_eq!(excused.len(), OTHER_NAMES.len(), "{excused:?}");
 }
 
-/// The files that call the operating system directly, and why. A port to another system changes only these.
+/// The files of the libraries that call the operating system directly, and why. A port of the libraries to another
+/// system changes only these.
 const SYSTEM_CALLS: [(&str, &str); 5] = [
     ("formats/src/system.rs", "files"),
     (
         "quant-core/src/run/memory.rs",
-        "the available memory; on other systems than Linux a run has no default budget",
+        "the available memory; on systems other than Linux a run has no default budget",
     ),
     ("quant-core/src/worker/process.rs", "processes that run tokenizers, on Linux only"),
     ("quant-core/src/worker/limits.rs", "their limits, and the size of the memory, on Linux only"),
@@ -284,6 +286,72 @@ fn the_operating_system_is_asked_in_few_places() {
         }
     }
     assert_eq!(asking, SYSTEM_CALLS.iter().map(|(place, _)| (*place).to_owned()).collect());
+}
+
+/// Returns the public enums and structures of a source that other crates could match in full or write as literals, and
+/// that are not `#[non_exhaustive]`.
+fn closed_types(text: &str) -> BTreeSet<String> {
+    let (mut found, mut is_open) = (BTreeSet::new(), false);
+    let mut lines = text.lines();
+    while let Some(line) = lines.next() {
+        is_open = line == "#[non_exhaustive]" || is_open && !line.is_empty();
+        let Some(item) = line.strip_prefix("pub enum ").or(line.strip_prefix("pub struct ")) else {
+            continue;
+        };
+        let name: String = item.chars().take_while(|c| c.is_alphanumeric()).collect();
+        let mut is_closed = line.starts_with("pub enum");
+        if line.starts_with("pub struct") && line.ends_with('{') {
+            let body = lines.by_ref().take_while(|line| *line != "}");
+            let fields =
+                body.filter(|line| line.starts_with(|c: char| c == ' ') && !line.starts_with("     "));
+            let fields: Vec<&str> =
+                fields.map(str::trim).filter(|f| !f.starts_with(['#', ')', '}'])).collect();
+            is_closed = !fields.is_empty() && fields.iter().all(|field| field.starts_with("pub "));
+        }
+        if is_closed && !is_open {
+            found.insert(name);
+        }
+        is_open = false;
+    }
+    found
+}
+
+#[test]
+fn types_that_cannot_grow_are_listed() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+    let page = std::fs::read_to_string(root.join("docs/crates.md")).unwrap();
+    let (_, section) = page.split_once("### Types that callers fill in or match").unwrap();
+    for (folder, package) in [
+        ("formats/src", "quant-formats"),
+        ("quant-core/src", "quant-core"),
+        ("eval/src", "quant-evaluator"),
+        ("kernels-cpu/src", "quant-kernels-cpu"),
+        ("kernels-cuda/src", "quant-kernels-cuda"),
+        ("calibration-data", "quant-calibration-data"),
+    ] {
+        let (mut files, mut closed) = (Vec::new(), BTreeSet::new());
+        sources(&root.join(folder), &mut files);
+        assert!(!files.is_empty(), "{folder}");
+        for file in files.iter().filter(|file| !is_for_tests(file.strip_prefix(&root).unwrap())) {
+            closed.extend(closed_types(&without_tests(&std::fs::read_to_string(file).unwrap())));
+        }
+        let start = format!("| `{package}` | ");
+        let row = section.lines().find_map(|line| line.strip_prefix(start.as_str())).unwrap();
+        let listed = row.split('`').skip(1).step_by(2).map(str::to_owned).collect::<BTreeSet<_>>();
+        let missing: Vec<_> = closed.difference(&listed).collect();
+        let stale: Vec<_> = listed.difference(&closed).collect();
+        assert!(missing.is_empty(), "{package}: make these #[non_exhaustive], or list them: {missing:?}");
+        assert!(stale.is_empty(), "{package}: the list names types that may grow or do not exist: {stale:?}");
+    }
+}
+
+#[test]
+fn types_that_cannot_grow_are_found() {
+    let text = "#[non_exhaustive]\npub enum A {\n    B,\n}\n\n#[derive(Debug)]\npub enum C {\n    D,\n}\n\n\
+                pub struct E {\n    pub f: u8,\n    g: u8,\n}\n\npub struct H<'a> {\n    #[serde(default)]\n    \
+                pub i: &'a u8,\n}\n\n#[non_exhaustive]\n#[derive(Debug)]\npub struct J {\n    pub k: u8,\n}\n\n\
+                pub struct L(pub u8);\n";
+    assert_eq!(closed_types(text), BTreeSet::from(["C".to_owned(), "H".to_owned()]));
 }
 
 #[test]

@@ -1,12 +1,13 @@
 """The interop check: compares quant's results with those of transformers, and its dequantized weights with those of
 an independent implementation.
 
-There are twelve kinds of checks. Each prints a line with its measurements:
+Each check prints a line with its measurements. There are these kinds:
 
-  float     logits of float models, quant's against transformers', at most 1e-3 of the largest logit
+  float     logits of float models, from whole windows and, for some, from a cache: quant's against transformers', at
+            most 1e-3 of the largest logit apart
   loads     a checkpoint that `quant quantize` wrote, loaded by transformers with compressed-tensors
             without a missing or unexpected key: logits against quant's own dequantization, at most
-            2e-3 of the largest; perplexity against `quant eval`, within 0.1 % (5e-2 and 0.5 %
+            2e-3 of the largest apart; perplexity against `quant eval`, within 0.1 % (5e-2 and 0.5 %
             if activations are rounded, because transformers' steps differ from quant's)
   bits      every linear of that checkpoint, dequantized by quant and by independent_pack.py: equal
             bit for bit
@@ -22,6 +23,9 @@ There are twelve kinds of checks. Each prints a line with its measurements:
   workflow  the examples under docs/ci, against the schemas of GitHub and GitLab, and their policy
             as `quant gate` reads it: see check_workflows.py
   page      reports opened in Chromium: the displayed contents; see check_pages.py
+  numbers, floats, shared, inputs, layouts, source, converted, cache
+            floating-point formats: see check_numbers.py and check_floats.py
+  generate  text and probabilities of `quant generate`: see check_generate.py
 
 Exits with 1 if a check fails.
 """
@@ -246,7 +250,7 @@ class Check:
         print(f"{'ok    ' if ok else 'FAILED'} {title}: {measured} ({took:.1f} s)", flush=True)
 
     def text(self, name):
-        """A text that suits a model, or the held-out text that every model can read."""
+        """The held-out text, which every model can read."""
         return ROOT / "calibration-data/heldout/narrative.txt"
 
     def tokens(self, model, name):
@@ -256,7 +260,7 @@ class Check:
         return out
 
     def logits(self, model, name, reference_options=()):
-        """quant's logits and transformers' of the same windows."""
+        """The function that compares logits, and transformers' and quant's logits of the same windows."""
         tokens = self.tokens(model, name)
         ours, theirs = self.scratch / "ours.safetensors", self.scratch / "theirs.safetensors"
         command = "decoded" if "--decode" in reference_options else "logits"
@@ -353,17 +357,17 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--programs", type=Path, required=True, metavar="DIR",
-                        help="where `quant` and `interop-dump` are")
+                        help="the directory of `quant` and `interop-dump`")
     parser.add_argument("--data", type=Path, required=True, metavar="DIR",
-                        help="real models and texts; may be missing")
+                        help="real models and texts; checks that need them are skipped if it does not exist")
     parser.add_argument("--llama-cpp", type=Path, metavar="DIR",
-                        help="what setup_llama_cpp.sh made; may be missing")
-    parser.add_argument("--chromium", metavar="PROGRAM", help="a browser; may be missing")
-    parser.add_argument("--whole", action="store_true", help="what takes minutes as well")
+                        help="the directory that setup_llama_cpp.sh made; without it, its checks are skipped")
+    parser.add_argument("--chromium", metavar="PROGRAM", help="a browser; without it, checks of pages are skipped")
+    parser.add_argument("--whole", action="store_true", help="also run the checks that take minutes")
     parser.add_argument("--families", metavar="NAME", default="some",
-                        help="the families to check: one by its name in make_tiny.py, `all`, or `some`: a few every day "
-                             "(default)")
-    parser.add_argument("--only", metavar="TEXT", default="", help="cases whose title has TEXT")
+                        help="the families to check: one by its name in make_tiny.py, `all`, or `some` (default): a "
+                             "few, which change every day")
+    parser.add_argument("--only", metavar="TEXT", default="", help="run only cases whose titles contain TEXT")
     arguments = parser.parse_args()
 
     with tempfile.TemporaryDirectory() as directory:

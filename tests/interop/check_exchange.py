@@ -1,7 +1,7 @@
 """GGUF files, splits and importance matrices that quant and llama.cpp's programs pass to each other.
 
-  imatrix   a matrix by llama-imatrix, with --whole in both formats, read by quant; one by quant in the older format read by
-            llama-quantize: the same file as with the other program
+  imatrix   a matrix by llama-imatrix (with --whole, in both formats), and one by quant in the older format: quant and
+            llama-quantize write the same tensors with it
   splits    parts written by quant, scored by llama.cpp; parts written by llama-gguf-split, read by quant
   theirs    a file written by llama-quantize, evaluated by quant and, dequantized, by llama.cpp
   kl        perplexity and KL divergence of a quantized file from the float model, as `llamacpp-512` and as

@@ -345,7 +345,7 @@ class Family:
         window = self.tokens(LENGTHS[-1])
         model = reference_model.load(self.as_floats(out) if self.name in THROUGH_FLOATS else out)
         theirs = reference_model.logits(model, window).numpy()
-        # The first run writes the weights of this model as floats.
+        # The first forward pass replaced the packed weights by floats.
         with torch.inference_mode():
             model.double()
         exact = reference_model.logits(model, window, torch.float64).numpy()

@@ -72,12 +72,13 @@ def lm_eval_agrees(model):
     settings = {"until": ["."], "max_gen_toks": 24, "do_sample": False}
     for a, b in zip(*ask("generate_until", *((" ".join(words[n:n + 12]), settings) for n in range(0, 60, 12))), strict=True):
         assert a == b, (a, b)
-    say("lm-eval: log-likelihoods, rolling ones and texts of `hf` in float32", start)
+    say("lm-eval: log-likelihoods, also rolling, and texts equal those of `hf` in float32", start)
 
 
 @torch.no_grad()
 def transformers_agrees(fewbits, model, scratch):
-    """Compares logits and texts of packed checkpoints, unpacked by transformers and packed for quant's kernels."""
+    """Compares logits and texts of packed checkpoints: transformers, which unpacks the weights, against quant's
+    kernels, which multiply with packed weights."""
     import fewbits.transformers
 
     tokens = torch.tensor([[1, 17, 99, 250, 31, 8, 77, 402, 5, 5, 300, 12]])
@@ -143,7 +144,7 @@ def operator(linear):
             linear(wrong)
         except (ValueError, TypeError):
             continue
-        raise AssertionError("a foreign input was taken")
+        raise AssertionError("an invalid input was accepted")
     # A row's result does not depend on other rows or on the number of threads.
     whole = linear(x)
     torch.set_num_threads(1)

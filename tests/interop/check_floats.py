@@ -1,14 +1,14 @@
 """Compares floating-point formats with torch, transformers and compressed-tensors.
 
-  numbers  the value of every code, in the tables of the independent implementation and in torch
+  numbers  the value of every code, in the tables of the independent implementation and in torch or compressed-tensors
   floats   a checkpoint that `quant quantize` wrote: the weights that quant reads from it, those of the independent one
            (equal in f32) and those of transformers after its first forward pass (equal in the type it was loaded
-           in), without a missing, unexpected or mismatched key; linears that engines fuse have one global scale
-           files that mix formats, and W4A8 with FP8 activations, too
+           in), without a missing, unexpected or mismatched key; linears that engines fuse have one global scale;
+           also files that mix formats, and W4A8 with FP8 activations
   shared   models with experts, latent attention and keys that are also values: linears that engines fuse have one
            global scale, and the weights that quant reads are those of the independent reader
   inputs   activations on tensors, quant's and compressed-tensors' own simulation of them, equal bit for bit
-  modelopt NVFP4 in ModelOpt's layout: the weights that quant reads are those of the independent one, except for
+  layouts  NVFP4 in ModelOpt's layout: the weights that quant reads are those of the independent one, except for
            the rounding of a reciprocal; converted from a compressed-tensors file it has the same codes and scales, and
            converts back to that file byte for byte
   source   FP8 blocks as they are published (`quant_method: fp8`), and ModelOpt's FP8, made by torch: the weights that
@@ -55,7 +55,8 @@ CASES = [
     ("demo", "wf8a16-g32-mx", ["--method", "rtn"]),
     ("qwen2", "wf8af8-g32-mx", ["--method", "rtn"]),
 ]
-# W4A8 with FP8 activations, and files that mix several formats, also load in the default way.
+# Model, scheme, type in which transformers loads the result, and options: W4A8 with FP8 activations, and files that mix
+# several formats.
 MIXED = [
     ("demo", "w4af8-g128-sym", "float32", ["--method", "rtn"]),
     ("demo", "w4af8-g128-sym", "float32", ["--method", "gptq", *QUICK]),
@@ -63,12 +64,12 @@ MIXED = [
     ("demo", "wf4af4-g16-nv", "bfloat16", ["--method", "rtn", *QUICK, "--override", "*down_proj=wf8af8-channel",
                                           "--override", "*o_proj=wf8a16-g32-mx"]),
 ]
-# Models whose experts, latent vectors or shared keys also have one scale. transformers keeps all experts of a layer in
-# one parameter, so its weights are not compared.
+# Models in which other linears share a scale, too: those of experts and of latent attention, and keys that are also
+# values. transformers keeps all experts of a layer in one parameter, so its weights are not compared.
 SHARED = ["qwen3-moe", "mixtral", "deepseek_v3-mla", "gemma4-shared-keys", "gemma4-with-experts"]
 SHARED_SCHEMES = [("wf4a16-g16-nv", ["--method", "rtn"]), ("wf4af4-g16-nv", ["--method", "awq", *QUICK]),
                   ("wf4a16-g16-nv", ["--method", "gptq", *QUICK]), ("wf8a16-tensor", ["--method", "rtn"])]
-# Linears that engines fuse; a block may lack some of them, such as values that are also keys.
+# Linears that engines fuse. A block may lack some of them, such as `v_proj` if its keys are also values.
 FUSED = [("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"), ("q_a_proj", "kv_a_proj_with_mqa")]
 
 
@@ -104,7 +105,7 @@ def transformers_weights(path, dtype):
 
 
 def shares(written):
-    """The linears that engines fuse whose per-tensor scales differ, if there are any, and the number of equal groups."""
+    """The names of scales that differ within fused linears, or None, and the number of groups with equal scales."""
     equal = 0
     kinds = ("weight_global_scale", "weight_scale", "input_scale", "input_global_scale")
     prefixes = sorted({name.rsplit(".", 2)[0] for name in written if name.rsplit(".", 1)[-1] in kinds})
@@ -454,7 +455,7 @@ def run_all(check, only, llama_cpp):
         if only not in title:
             continue
         if llama_cpp is None or not (llama_cpp / "source").is_dir():
-            print(f"SKIPPED: llama.cpp is not at hand: {title}", flush=True)
+            print(f"SKIPPED: llama.cpp is not available: {title}", flush=True)
             continue
         check.step(title, lambda scheme=scheme, options=options: converted(check, llama_cpp.resolve(), scheme, options))
     for name, scheme, options in CASES:

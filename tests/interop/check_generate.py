@@ -51,7 +51,7 @@ def write(check, model, settings, *options):
 
 @torch.no_grad()
 def logits(model, report):
-    """The logits before each token that quant generated."""
+    """The prompt and the tokens that quant generated, and the logits from which each of the latter is chosen."""
     tokens = report["prompt_tokens"] + [token["id"] for token in report["tokens"]]
     return torch.tensor(tokens), model(torch.tensor([tokens])).logits[0, len(report["prompt_tokens"]) - 1:-1]
 

@@ -6,7 +6,8 @@
   files     mixtures of a dense model and of models with wide experts: each tensor of quant's file equal to that of
             llama-quantize, also with an importance matrix that quant wrote; all mixtures with --whole
   convert   tensors and keys of quant's F32 file equal to the converter's
-  score     llama-perplexity on quant's file against `quant eval` on the same file, both with float weights
+  score     a quantized file and the same weights as floats, written by llama-quantize: `quant eval` on both, and
+            llama-perplexity on the floats
   loads     files of other families, loaded and scored by llama.cpp; for many also the tensors equal to the converter's
 
 check.py runs these as its `gguf` checks.
@@ -18,8 +19,8 @@ import sys
 
 import numpy
 
-# Mixtures that together cover these types; the others run with --whole. All again with an importance matrix there; the
-# second list on every change. Q2_K_S needs one.
+# Mixtures that are written without an importance matrix, and mixtures that are written with one. With --whole, the
+# others are added, and all are written both ways; Q2_K_S, which requires a matrix, only with one.
 MIXTURES = ["Q4_K_M", "Q3_K_M", "IQ4_XS", "Q5_0", "TQ1_0"]
 WEIGHTED = ["Q4_K_M", "IQ4_XS", "Q2_K_S"]
 WHOLE = ["Q2_K", "Q8_0", "F16", "BF16", "Q4_0", "Q4_1", "Q5_1", "Q3_K_S", "Q3_K_L", "Q4_K_S", "Q5_K_S", "Q5_K_M", "Q6_K",
@@ -38,7 +39,7 @@ CONVERTED = ["fused", "fused-longrope", "smollm3-fourth", "granite", "glm4", "ol
              "starcoder2-plain", "qwen2_moe-all", "gpt_oss-plain", "gpt_oss-codes", "qwen3_5-equal", "qwen3_5_moe-equal",
              "qwen3_next-equal", "glm4_moe-first", "deepseek_v3-mla", "deepseek_v2-mla", "olmoe-plain", "granitemoe-plain",
              "cohere2-fourth", "ernie4_5-plain", "gemma4-shared-keys", "gemma4-own-inputs", "gemma4-with-experts"]
-# Mixtures in which every one of these models is also written, because mixtures choose types by the roles of tensors.
+# Mixtures in which these models, except gpt_oss-codes, are also written, because mixtures choose types by the roles of tensors.
 TYPED = ["Q4_K_M", "Q3_K_M", "MXFP4_MOE"]
 # llama-perplexity prints four digits after the decimal point.
 DIGITS = 5e-5
@@ -281,7 +282,7 @@ def loads(check, llama_cpp, name):
 
 def run_all(check, llama_cpp, only, whole):
     if llama_cpp is None or not (llama_cpp / "bin/llama-quantize").exists():
-        print("SKIPPED: llama.cpp is not at hand: gguf", flush=True)
+        print("SKIPPED: llama.cpp is not available: gguf", flush=True)
         return
     llama_cpp = llama_cpp.resolve()
     every = MIXTURES + WHOLE

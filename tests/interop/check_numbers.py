@@ -27,7 +27,8 @@ def table():
 
 
 def plant(weight):
-    """Rows with scale 1, so that weights equal their values: every code, every tie, and the neighboring values."""
+    """Writes rows with scale 1, whose weights are rounded as they are: the value of every code, every tie, and values
+    near ties; and two rows of zeros."""
     numbers = torch.from_numpy(e4m3_numbers())
     numbers = numbers[numbers.isfinite()]
     ordered = numbers.unique()

@@ -106,10 +106,10 @@ def look(browser, file, scheme, width):
     if found["scripts"] or found["bold"]:
         wrong.append("markup in a name became markup")
     if found["sideways"] > 0:
-        wrong.append(f"sticks out by {found['sideways']} pixels")
+        wrong.append(f"overflows horizontally by {found['sideways']} pixels")
     wrong += [f"wider than the page: {name}" for name in found["clipped"]]
     if (found["paper"] > 0.5) != (scheme == "light"):
-        wrong.append(f"paper of luminance {found['paper']:.2f}")
+        wrong.append(f"background with luminance {found['paper']:.2f}")
     wrong += [f"faint: {text}" for text in found["faint"][:3]]
     for chart in found["charts"]:
         if not chart["seen"] or not chart["labels"] or not chart["bars"] + chart["points"]:
@@ -192,7 +192,7 @@ def expect_map(found, report):
                     for name, scheme in schemes.items())
     yield "cells", sorted(title for title, _ in found["cells"]), titles
     colors = {(title.split(": ")[1], color) for title, color in found["cells"]}
-    yield "a colour for each scheme", len({color for _, color in colors}), len(set(schemes.values()))
+    yield "a color for each scheme", len({color for _, color in colors}), len(set(schemes.values()))
 
 
 def expect_evaluated(found, result, report, other):
@@ -211,7 +211,7 @@ def expect_evaluated(found, result, report, other):
     floor = comparison["noise_floor"]["kl_histogram"]["counts"]
     filled = sum(n > 0 for n in comparison["kl_histogram"]["counts"] + floor)
     yield "bars of divergence and noise floor", histogram["bars"], filled
-    yield "their colours", len(histogram["paints"]), 2
+    yield "their colors", len(histogram["paints"]), 2
     kl = comparison["window_kl"]
     worst = sorted(range(len(kl)), key=lambda i: -kl[i])[:8]
     rows = table(found, "window")
@@ -264,7 +264,7 @@ def run_all(check, chromium, only):
         return
     program = chromium and shutil.which(chromium)
     if not program:
-        print("SKIPPED: the reports in a browser, which is not at hand", flush=True)
+        print("SKIPPED: the reports in a browser, because there is none", flush=True)
         return
     bench = Bench(check)
     report = bench.quantize()

@@ -46,9 +46,9 @@ WHOLE = [
     ("tinystories-656k", None, "wt2-gptq-2048", "wikitext-2", None),
     ("books-7m", None, "wt2-llamacpp-512", "wikitext-2", None),
 ]
-# Formats, and the options to make such checkpoints, that llama.cpp's converter reads, dequantizes and writes as f32.
-# The converter supports only groups, and only widths that fill whole words. It reads GPTQ zero points of 0 as a
-# different number (docs/formats/gptq.md).
+# Formats, schemes and methods of checkpoints that llama.cpp's converter reads, dequantizes and writes as f32. For packed
+# codes, it supports only groups, and only widths that fill whole words. It reads GPTQ zero points of 0 as a different
+# number (docs/formats/gptq.md).
 PACKED = [
     ("gptq", "w4a16-g64-sym", ["--method", "rtn"]),
     ("gptq", "w8a16-g32-sym", ["--method", "gptq"]),
@@ -189,7 +189,7 @@ def run(check, llama_cpp, name, tokenizer, profile, text, windows):
 
 
 def run_packed(check, llama_cpp, form, scheme, method):
-    """Results of `quant eval` for a checkpoint, and of llama.cpp for the same file, which it reads itself."""
+    """Compares `quant eval` of a checkpoint with llama.cpp, whose own converter reads the checkpoint."""
 
     def work():
         model = with_tokenizer(check.model("demo"), "bos", check.scratch / "demo-bos")
@@ -237,7 +237,7 @@ def available(llama_cpp):
     """The directory of llama.cpp, or None with a message."""
     if llama_cpp and (Path(llama_cpp) / "bin/llama-perplexity").exists():
         return Path(llama_cpp).resolve()
-    print("SKIPPED: llamacpp profiles against llama.cpp itself, which is not at hand", flush=True)
+    print("SKIPPED: llama.cpp is not available: llamacpp profiles against the program itself", flush=True)
     return None
 
 

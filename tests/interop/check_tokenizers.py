@@ -24,8 +24,8 @@ import numpy
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer
 
-# llama.cpp's own expressions for these are not those of the published tokenizers: letters that are not cased, and
-# combining marks.
+# For these, llama.cpp's own expressions differ from those of the published tokenizers in uncased letters and combining
+# marks.
 APPROXIMATE = {"tekken", "gpt-4o", "kanana2", "llama4", "minimax-m2", "talkie"}
 # llama.cpp splits around digits by a function that differs from the published expression: before letters, and in the
 # spaces before a number.
@@ -50,7 +50,7 @@ CONFIG = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_
 
 
 def write_model(out, data, size=None):
-    """A random model with a tokenizer, some rows of whose embedding have no token."""
+    """A random model with this tokenizer, and with more rows in the embedding than tokens."""
     out.mkdir(parents=True, exist_ok=True)
     ids = [*data["model"]["vocab"].values(), *(token["id"] for token in data["added_tokens"])]
     size = size or max(ids) + 4
@@ -167,7 +167,8 @@ def gemma4(check, data):
 
 
 def named(check, llama_cpp, names):
-    """One vocabulary under every name. The expressions differ, so do the tokens; llama.cpp's own are approximate for some."""
+    """One vocabulary under every name. Tokens differ because expressions do; for some names, llama.cpp's are only
+    approximations."""
     data, texts = json.loads(make_tokenizers.byte_level("gpt-2").to_str()), make_tokenizers.texts()
     model, kinds = write_model(check.scratch / "tokenizer-named", data), set()
     for name in names:
@@ -215,7 +216,7 @@ def with_vocabulary(check, llama_cpp, name):
     return out
 
 
-# Where llama.cpp and the published tokenizers differ: it does not normalize, and it does not know all letters.
+# Vocabularies whose published tokenizers normalize texts, which llama.cpp does not.
 SHIPPED_APART = {"qwen2": "NFC", "qwen35": "NFC"}
 
 
@@ -278,7 +279,7 @@ def alike(name, ours, theirs, kind):
         # The converter leaves out the rows of the embedding that have no token.
         return ours[:len(theirs)] == theirs and len(ours) >= len(theirs)
     if kind == "sentencepiece" and name.endswith(".token_type"):
-        # For quant, the unknown token stays one. llama.cpp treats both types alike.
+        # quant keeps the type of the unknown token; the converter makes it a control token. llama.cpp treats both alike.
         return ours[1:] == theirs[1:] and (ours[0], theirs[0]) == (2, 3)
     if kind == "sentencepiece" and name.endswith(".scores"):
         return ours[1:] == theirs[1:]

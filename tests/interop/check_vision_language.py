@@ -1,6 +1,7 @@
 """The checks of vision-language models: a part of check.py, which describes the comparisons.
 
-  float    logits of the text tower against those of transformers' class given text alone, at most 5e-6 of the largest (Gemma 4: 1e-5)
+  float    logits of the text tower against those of transformers' class given text alone, at most 5e-6 of the largest
+           apart (Gemma 4: 1e-5)
   loads    as for other models, by transformers' own class
   carried  everything except the text tower, and every file except the weights, equal byte for byte; and the
            configuration, except for what quantization adds

@@ -130,7 +130,7 @@ class Vllm:
         return out
 
     def quantized(self, name, case, options):
-        """The quantized model, and the verdict of `quant plan` on the engine."""
+        """The quantized model, and the verdict of `quant plan` on the engine; None if the model is not available."""
         model, out = self.model(name), self.scratch / f"{name}-{case.replace(' ', '-')}"
         if model is None:
             print(f"SKIPPED: {name} is not in {self.arguments.data}", flush=True)
@@ -176,10 +176,10 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--programs", type=Path, required=True, metavar="DIR",
-                        help="where `quant` and `interop-dump` are")
-    parser.add_argument("--vllm", type=Path, required=True, metavar="DIR", help="what setup_vllm.sh made")
-    parser.add_argument("--data", type=Path, required=True, metavar="DIR", help="real models; may be missing")
-    parser.add_argument("--only", metavar="TEXT", default="", help="cases whose title has TEXT")
+                        help="the directory of `quant` and `interop-dump`")
+    parser.add_argument("--vllm", type=Path, required=True, metavar="DIR", help="the environment that setup_vllm.sh made")
+    parser.add_argument("--data", type=Path, required=True, metavar="DIR", help="real models; cases that need them are skipped if it does not exist")
+    parser.add_argument("--only", metavar="TEXT", default="", help="run only cases whose titles contain TEXT")
     arguments = parser.parse_args()
     arguments.programs, arguments.vllm = arguments.programs.resolve(), arguments.vllm.absolute()
 

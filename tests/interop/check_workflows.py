@@ -84,12 +84,10 @@ def action(check):
             "url": program.as_uri(),
             "sha256": hashlib.sha256(program.read_bytes()).hexdigest(),
             "reference": str(model),
-            "text": str(check.text("demo")),
-            "windows": "8",
-            "options": "--window 64",
         }
+        short = {"text": str(check.text("demo")), "windows": "8", "options": "--window 64"}
 
-        def run(**inputs):
+        def run(given=given | short, **inputs):
             values = {**defaults, **given, **inputs}
             for step in described["runs"]["steps"]:
                 if "run" not in step:
@@ -105,7 +103,12 @@ def action(check):
 
         found = [run(model="w8", update="true"), run(model="w8"), run(model="w2"), run(model="w8", sha256="0" * 64)]
         wanted = [(None, 0), (None, 0), ("Gate", 1), ("Install quant", 1)]
-        return f"{found}", found == wanted and (folder / ".quant-action/reference.bin").is_file()
+        stored = folder / ".quant-action/reference.bin"
+        right = found == wanted and stored.is_file()
+        # The defaults of the action: all windows of the built-in text, for which a runner has another cache.
+        stored.unlink(missing_ok=True)
+        found += [run(given, model="w8", update="true"), run(given, model="w8"), run(given, model="w2")]
+        return f"{found}", right and found[len(wanted):] == [(None, 0), (None, 0), ("Gate", 1)]
 
     check.step(f"workflow {ACTION}", work)
 

@@ -2,14 +2,16 @@
 //!
 //! * `interop-dump logits MODEL TOKENS.json OUT`: `logits` `[windows, length, vocab]` of some token windows, float or
 //!   quantized model;
-//! * `interop-dump decoded MODEL TOKENS.json OUT`: the same logits from a cache: half of each window at once, the rest
-//!   token by token;
-//! * `interop-dump weights MODEL OUT`: every linear of the blocks as `f32`, dequantized, by its tensor name;
+//! * `interop-dump decoded MODEL TOKENS.json OUT`: logits from a cache: the first half of each window at once, of which
+//!   only the last logits are written, and the rest token by token;
+//! * `interop-dump weights MODEL OUT`: the embedding, every linear of the blocks and the head as `f32`, dequantized, by
+//!   tensor name;
 //! * `interop-dump chats MODEL CHATS.jsonl OUT.json`: the text, the tokens and the assistant's part of every
 //!   conversation;
 //! * `interop-dump tokens MODEL TEXT LENGTH COUNT OUT.json`: the first windows of a text;
 //! * `interop-dump ids MODEL TEXTS.json OUT.json`: the tokens of texts, with those that the tokenizer adds;
-//! * `interop-dump encode TYPE COLUMNS VALUES OUT [IMPORTANCE]`: rows encoded in a block type; files are little-endian;
+//! * `interop-dump encode TYPE COLUMNS VALUES OUT [IMPORTANCE]`: rows encoded in a block type as ggml does; files are
+//!   little-endian;
 //! * `interop-dump refine TYPE COLUMNS VALUES OUT [IMPORTANCE]`: rows encoded with quant's own search;
 //! * `interop-dump decode TYPE COLUMNS BYTES OUT`: the floats that rows of a block type represent;
 //! * `interop-dump inputs RULE IN OUT [SCALE]`: `x` `[tokens, k]` rounded as inputs of a linear: `fp8-token`,
@@ -54,7 +56,7 @@ fn main() -> ExitCode {
             Ok(scale) => inputs(rule, Some(scale), from, out),
             Err(error) => Err(format!("scale {scale}: {error}").into()),
         },
-        _ => Err("usage: interop-dump logits|decoded|weights|tokens|chats ...; see the source".into()),
+        _ => Err("usage: interop-dump logits|decoded|weights|chats|tokens|ids|encode|refine|decode|inputs ...; see the source".into()),
     };
     match outcome {
         Ok(()) => ExitCode::SUCCESS,
@@ -86,7 +88,7 @@ fn save(tensors: &BTreeMap<String, (Vec<usize>, Vec<f32>)>, out: &str) -> Result
 fn rows_of(kind: &str, columns: &str) -> Result<(&'static BlockType, usize, usize), Failure> {
     let kind = block_type(kind).ok_or_else(|| format!("no block type {kind}"))?;
     let columns = columns.parse()?;
-    Ok((kind, columns, kind.row_bytes(columns).ok_or("rows that are no whole blocks")?))
+    Ok((kind, columns, kind.row_bytes(columns).ok_or("the rows are not whole blocks")?))
 }
 
 fn floats(path: &str) -> Result<Vec<f32>, Failure> {

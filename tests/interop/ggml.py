@@ -1,4 +1,4 @@
-"""ggml's own functions, from the library that setup_llama_cpp.sh unpacks: the reference for the bytes of blocks."""
+"""ggml's own quantizers, from the library that setup_llama_cpp.sh unpacks: the reference for the bytes of blocks."""
 
 import ctypes
 from pathlib import Path
@@ -7,7 +7,7 @@ import numpy
 
 
 class Ggml:
-    """libggml-base: quantizers and dequantizers by type id."""
+    """The quantizers of libggml-base, by type ID."""
 
     def __init__(self, llama_cpp):
         self.library = ctypes.CDLL(str(Path(llama_cpp) / "bin/libggml-base.so"))

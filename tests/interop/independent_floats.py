@@ -15,7 +15,8 @@ compressed-tensors. For a linear layer X of shape [out, in]:
   mxfp8-quantized       X.weight               F8_E4M3 [out, in]
                         X.weight_scale         U8      [out, in/32]
 
-A weight is its number times its scale, one rounding in f32; of NVFP4 the scale is scale / global, rounded to f32 first.
+A weight is its number times its scale, with one rounding in f32; for NVFP4, the scale is scale / global, rounded to f32
+first.
 """
 
 import numpy
@@ -86,7 +87,7 @@ def check_input(checkpoint, module, activations):
     for suffix, wanted in stored.items():
         name = f"{module}.{suffix}"
         if wanted != (name in checkpoint.places):
-            raise ValueError(f"{name} is there, or not, against what the group says of the activations")
+            raise ValueError(f"the group's input_activations require {name}, or rule it out")
         if wanted:
             scale = checkpoint.read(name)
             expect(f"shape of {name}", scale.shape, (1,))
@@ -124,7 +125,7 @@ def dequantize(checkpoint, module, scheme, form):
         scale = e8m0_numbers()[stored(checkpoint, name, "U8")]
     expect(f"shape of {name}", scale.shape, (rows, columns // group))
     if not (numpy.isfinite(scale).all() and (scale >= 0).all()):
-        raise ValueError(f"{name} holds what is not a scale")
+        raise ValueError(f"{name} has a value that is negative or not finite")
     return numbers * scale.repeat(group, axis=1)
 
 
@@ -144,6 +145,6 @@ def modelopt(checkpoint, module):
     expect(f"shape of {module}.weight_scale_2", factor.shape, ())
     expect(f"shape of {module}.weight_scale", scales.shape, (len(codes), codes.shape[1] // 16))
     if not numpy.isfinite(scales).all() or (scales < 0).any() or not 0 < float(factor) < 1:
-        raise ValueError(f"{module}: a scale is no number, negative, or a divisor")
+        raise ValueError(f"{module}: a scale is negative or not finite, or weight_scale_2 is not between 0 and 1")
     scales = (scales * numpy.float32(factor)).astype(numpy.float32)
     return e2m1_numbers()[codes] * numpy.repeat(scales, 16, axis=1)

@@ -128,7 +128,7 @@ def check_input(checkpoint, module, activations):
     for suffix, wanted in stored.items():
         name = f"{module}.{suffix}"
         if wanted != (name in checkpoint.places):
-            raise ValueError(f"{name} must be there if and only if the activations are static")
+            raise ValueError(f"{name} must be there if and only if the group's input_activations require it")
         if wanted:
             expect(f"shape of {name}", checkpoint.read(name).shape, (1,))
     if static and not checkpoint.read(f"{module}.input_scale")[0] > 0:
@@ -194,7 +194,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("quantized", metavar="QUANTIZED_DIR")
-    parser.add_argument("--original", metavar="FLOAT_DIR", help="report errors to its weights")
+    parser.add_argument("--original", metavar="FLOAT_DIR", help="report errors relative to its weights")
     parser.add_argument("--out", metavar="FILE",
                         help="write the dequantized weights, f32, HF names")
     parser.add_argument("--checkpoint", metavar="DIR", type=Path,

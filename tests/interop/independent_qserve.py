@@ -11,7 +11,7 @@ any engine. For a linear layer X of shape [N, K]:
   X.s2_zeros   int8 [K/128, N]   likewise; to be added to code * s2 modulo 256
   X.s1_szeros  half [N]          without groups: zero * s1
 
-or, of 8 bits, X.weight int8 [N, K] and X.dequant_scale half [N]. A kernel computes
+or, with 8 bits, X.weight int8 [N, K] and X.dequant_scale half [N]. A kernel computes
 w[n, k] = int8(code * s2 + s2_zero) * s1, or (code - zero) * s1, computed in f32 with one rounding.
 """
 
@@ -69,7 +69,7 @@ def of_rows(checkpoint, module):
     s1, szeros = (checkpoint.read(f"{module}.{name}").astype(numpy.float32) for name in ("s1_scales", "s1_szeros"))
     zeros = numpy.rint(szeros / s1)
     if not numpy.array_equal((zeros * s1).astype(numpy.float16).astype(numpy.float32), szeros):
-        raise ValueError(f"{module}.s1_szeros: no whole zeros")
+        raise ValueError(f"{module}.s1_szeros: the zeros are not integers")
     return (q - zeros.astype(numpy.int32)[:, None]).astype(numpy.float32) * s1[:, None]
 
 
@@ -106,7 +106,7 @@ def main():
     if config["quant_method"] != "qoq" or config["layout_version"] != 1 or kind is None:
         raise ValueError(f"quantization_config says {config}")
     if config.get("s2_order", "kernel") != "kernel":
-        raise ValueError(f"scales stand in the order {config['s2_order']}")
+        raise ValueError(f"scales are in the order {config['s2_order']}")
     check_manifest(arguments.quantized, config)
     dequantize, suffix = kind
     modules = [name.removesuffix(suffix) for name in checkpoint.places if name.endswith(suffix)]

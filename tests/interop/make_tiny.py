@@ -145,8 +145,8 @@ def rope(**parameters):
 
 
 # Small models of each family, with every feature enabled and values that make its effect visible. The check runs
-# windows of 24 and of 112 tokens and decodes starting at the 56th token. All attention windows, and all lengths at
-# which a rotation changes, are between 24 and 112.
+# windows of 24 and of 112 tokens, of which it decodes the second half token by token. Unless a comment says otherwise,
+# attention windows, and lengths at which a rotation changes, are between 24 and 112.
 WINDOW, ORIGINAL = 40, 64
 LAYERS = {"num_hidden_layers": 4, "sliding_window": WINDOW}
 GEMMA = LAYERS | {"query_pre_attn_scalar": 10, "hidden_activation": "gelu_pytorch_tanh"}
@@ -324,7 +324,6 @@ FAMILIES = {
     "internlm3": {"model_type": "internlm3", "attention_bias": True, "mlp_bias": True,
                   "max_position_embeddings": ORIGINAL} | rope(rope_type="dynamic", factor=6.0),
     "internlm3-published": {"model_type": "internlm3", "num_key_value_heads": 1},
-    # transformers has no class for it, so it is built from Llama's class and read as such.
     "phimoe": {"model_type": "phimoe", "num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 64,
                "router_jitter_noise": 0.4, "attention_bias": True, "lm_head_bias": True},
     # Not longer than the original length: beyond it, implementations differ.
@@ -344,6 +343,7 @@ FAMILIES = {
     "mistral4": DEEPSEEK | LATENT | {"model_type": "mistral4", "n_group": 2, "topk_group": 1, "num_experts_per_tok": 3,
                                      "routed_scaling_factor": 1.4} | rope(
         **yarn(mscale=1.0, mscale_all_dim=0.7, llama_4_scaling_beta=0.3)),
+    # transformers has no class for it, so it is built from Llama's class and read as such.
     "internlm2": {"model_type": "llama", "attention_bias": True},
     "internlm2-plain": {"model_type": "llama", "num_key_value_heads": 1, "num_hidden_layers": 2},
     "cohere-norms": {"model_type": "cohere", "use_qk_norm": True, "logit_scale": 0.3, "tie_word_embeddings": False},

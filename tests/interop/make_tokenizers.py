@@ -99,7 +99,7 @@ def bytes_of_fallback():
 
 
 def spaced(prefix=False, size=900):
-    """A BPE with `▁` for spaces and byte fallback, as of Gemma (no space at the start) and Llama 2 (with one)."""
+    """A BPE with `▁` for spaces and byte fallback, like those of Gemma (no space at the start) and Llama 2 (with one)."""
     special = ["<pad>", "<eos>", "<bos>", "<unk>", "<|channel>", "<|turn>"]
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
     # For training only: words do not reach across a space or a newline.
@@ -114,7 +114,7 @@ def spaced(prefix=False, size=900):
         steps.insert(0, {"type": "Prepend", "prepend": "▁"})
     data["normalizer"] = {"type": "Sequence", "normalizers": steps} if prefix else steps[0]
     data["pre_tokenizer"] = None
-    # Bytes are no added tokens.
+    # The tokens of bytes are not added tokens.
     data["added_tokens"] = [token for token in data["added_tokens"] if not token["content"].startswith("<0x")]
     # Runs of newlines are tokens without merges, as in Gemma's vocabulary.
     for run in ("\n\n", "\n\n\n", "\n\n\n\n"):

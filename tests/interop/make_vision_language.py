@@ -1,7 +1,7 @@
 """Makes a tiny random vision-language model, to compare the text tower of each class with transformers'.
 
 Shares the vocabulary and the tokenizer of make_tiny.py. Names are those that transformers saves. A variant with
-`modules` has the names of transformers' modules instead, and one with `flat` has the fields of the text model at the
+`-modules` has the names of transformers' modules instead, and one with `-flat` has the fields of the text model at the
 top level of config.json, like the published Qwen2-VL models.
 """
 
@@ -136,7 +136,7 @@ ENGINES = {
     "qwen3-vl-moe-normed": QWEN3_VL_MOE | {"text_config": QWEN3_VL_MOE["text_config"] | {"norm_topk_prob": True}},
     "gemma3-vl-64": GEMMA3 | {"text_config": GEMMA3["text_config"] | {"head_dim": 64}},
     "gemma4-vl-64": GEMMA4 | {"text_config": GEMMA4["text_config"] | {"head_dim": 64, "final_logit_softcapping": 2.0}},
-    # Its yarn tables end at the original positions times the factor.
+    # vLLM's YaRN tables end at the original positions times the factor.
     "mistral3-ministral3-512": MISTRAL3 | {"text_config": MINISTRAL3["text_config"] | {
         "rope_parameters": MINISTRAL3["text_config"]["rope_parameters"] | {"original_max_position_embeddings": 512}}},
 }

@@ -53,7 +53,7 @@ def read_tokens(file, length, chunks):
     """Tokens from the header of the program's logits file, i32 [chunks, length]."""
     magic, head = file[:8], numpy.frombuffer(file[8:20], dtype="<i4")
     if magic != b"_logits_" or (head[0], head[2]) != (length, chunks):
-        raise SystemExit(f"error: unexpected head of the file of logits: {magic} {head}")
+        raise SystemExit(f"error: unexpected header of the logits file: {magic} {head}")
     return numpy.frombuffer(file[20:20 + 4 * length * chunks], dtype="<i4").reshape(chunks, length)
 
 

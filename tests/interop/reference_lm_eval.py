@@ -90,7 +90,7 @@ def main():
     arguments = parser.parse_args()
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     with reference_model.stop_on_error():
-        # Progress bars and greetings belong on stderr; stdout is for the result.
+        # Progress bars and messages belong on stderr; stdout is for the result.
         with contextlib.redirect_stdout(sys.stderr):
             result = measure(arguments.model, read_documents(arguments.text), arguments.length)
         print(json.dumps(result))

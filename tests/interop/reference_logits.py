@@ -1,7 +1,8 @@
 """Writes the logits that transformers gives for some token windows.
 
-The output contains one tensor, `logits`, f32 [windows, length, vocab]. Exits with 1 if the checkpoint does not load
-perfectly (see reference_model.py) or a logit is not finite.
+The output contains one tensor, `logits`, f32 [windows, length, vocab]; with --decode, only the logits from the last
+token of the first half on. Exits with 1 if the checkpoint does not load perfectly (see reference_model.py) or a logit
+is not finite.
 """
 
 import argparse
@@ -29,7 +30,7 @@ def main():
 
     windows = json.loads(arguments.tokens.read_text())
     if len({len(window) for window in windows}) != 1:
-        parser.error("the token windows must be at least one and of equal length")
+        parser.error("there must be at least one token window, and all must have the same length")
     with reference_model.stop_on_error():
         model = reference_model.load(arguments.model, arguments.dequantize)
         logits = torch.stack([compute(model, window) for window in windows])

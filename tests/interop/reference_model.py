@@ -92,7 +92,8 @@ def logits(model, tokens, dtype=torch.float32):
 
 
 def decoded_logits(model, tokens, dtype=torch.float32):
-    """The same logits from a cache: the first half of the window at once, then token by token."""
+    """Logits from a cache, [length - length // 2 + 1, vocab]: the last of the first half, which is run at once, and
+    those of every token after it."""
     half = len(tokens) // 2
     pieces, cache = [tokens[:half], *([token] for token in tokens[half:])], None
     rows = []

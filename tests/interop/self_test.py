@@ -157,7 +157,7 @@ class Interop(unittest.TestCase):
 
 
 class Profiles(unittest.TestCase):
-    """Tests check_profiles.py. In place of `quant eval`, reference_profiles.py runs with a wrong rule."""
+    """Tests check_profiles.py. In place of `quant eval`, reference_profiles.py runs, with its own rules or wrong ones."""
 
     @classmethod
     def setUpClass(cls):
@@ -249,7 +249,7 @@ class Profiles(unittest.TestCase):
                      [([prefix, *tokens][i:i + length + 1], 1) for i in range(0, len(tokens), length)]}
             self.assertGreater(self.verdict("lmeval-rolling-128", wrong=wrong)[0], 0)
             if not (Path(__file__).parents[2] / "target/interop-llama-cpp").exists():
-                self.skipTest("llama.cpp is not at hand")
+                self.skipTest("llama.cpp is not available")
             llama_cpp = rules.llama_cpp
             wrong = {"llama_cpp": lambda tokens, bos, length: llama_cpp(tokens, None, length)}
             self.assertGreater(self.verdict("llamacpp-512", wrong=wrong)[0], 0)
@@ -350,8 +350,8 @@ class Pages(unittest.TestCase):
             ("</h1>", "</h1><img src='http://127.0.0.1:9/a.png'>", "fetched"),
             ("<h1>a", "<h1><script>1</script>a", "markup"),
             ("<h1>a", "<h1><b>a</b>", "markup"),
-            ("<h1>a", "<h1 style='width: 1400px'>a", "sticks out"),
-            ("Canvas;", "#ffffff;", "paper"),
+            ("<h1>a", "<h1 style='width: 1400px'>a", "overflows"),
+            ("Canvas;", "#ffffff;", "background"),
             ('<svg viewBox="0 0 100 100"', '<div class="wide" style="overflow-x: auto"><svg style="width: 1400px" viewBox="0 0 100 100"', "wider"),
             ("<h1>a", "<h1 style='color: #888888'>a", "faint"),
             ('x="10" y="10"', 'x="95" y="10"', "outside"),

@@ -13,7 +13,7 @@ if find_browser; then
     exit 0
 fi
 if ! command -v apt-get >/dev/null || ((EUID != 0)); then
-    echo "SKIPPED: opening the reports takes chromium, and only root of a Debian system can install it"
+    echo "SKIPPED: opening the reports requires Chromium, which this script can install only as root, on Debian"
     exit 3
 fi
 SECONDS=0

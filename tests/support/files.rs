@@ -5,7 +5,8 @@ use std::path::Path;
 
 use sha2::{Digest, Sha256};
 
-/// The contents of every file below a directory, by relative path; directories have no entry.
+/// The contents of every file below a directory, and the target of every link, by relative path. The value of a
+/// directory is `None`.
 ///
 /// # Panics
 /// When something cannot be read.
@@ -33,7 +34,7 @@ fn collect(directory: &Path, prefix: &str, found: &mut BTreeMap<String, Option<V
     }
 }
 
-/// The SHA-256 of every file in a directory.
+/// The SHA-256 of every file below a directory, by relative path.
 ///
 /// # Panics
 /// When something cannot be read.
@@ -48,7 +49,7 @@ pub fn sha256(bytes: &[u8]) -> String {
     Sha256::digest(bytes).iter().map(|b| format!("{b:02x}")).collect()
 }
 
-/// Copies the files of a directory into a new one.
+/// Copies the files of a directory, which must have no subdirectories, into another, which is created if necessary.
 ///
 /// # Panics
 /// When something cannot be copied.

@@ -58,7 +58,7 @@ pub fn skip(why: &str) {
         // A single write in append mode, because tests of several processes share the file.
         let file = std::fs::OpenOptions::new().append(true).create(true).open(&log);
         let noted = file.and_then(|mut file| file.write_all(line.as_bytes()));
-        assert!(noted.is_ok(), "cannot note the skip in {}", Path::new(&log).display());
+        assert!(noted.is_ok(), "cannot record the skip in {}", Path::new(&log).display());
     }
 }
 

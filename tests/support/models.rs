@@ -91,17 +91,17 @@ pub struct TinyLlama {
     pub hidden: u64,
     /// Width of the MLP.
     pub intermediate: u64,
-    /// Query heads.
+    /// Number of query heads.
     pub heads: u64,
-    /// Key and value heads.
+    /// Number of key and value heads.
     pub kv_heads: u64,
     /// Width of a head.
     pub head_dim: u64,
-    /// Blocks.
+    /// Number of blocks.
     pub layers: u64,
-    /// Rows of the embedding.
+    /// Number of rows of the embedding.
     pub vocab: u64,
-    /// Whether the head is the embedding.
+    /// Whether the head uses the embedding's weights.
     pub tied: bool,
 }
 
@@ -284,7 +284,7 @@ pub fn byte_tokenizer() -> Value {
 pub(crate) struct Random(pub(crate) u64);
 
 impl Random {
-    /// In the range from −1 to 1.
+    /// A value from −1 up to, but excluding, 1.
     pub(crate) fn signed(&mut self) -> f32 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut z = self.0;

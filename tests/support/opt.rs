@@ -13,11 +13,11 @@ pub struct TinyOpt {
     pub hidden: u64,
     /// Width of the MLP.
     pub ffn: u64,
-    /// Heads.
+    /// Number of heads.
     pub heads: u64,
-    /// Blocks.
+    /// Number of blocks.
     pub layers: u64,
-    /// Learned positions.
+    /// Number of learned positions.
     pub positions: u64,
 }
 

@@ -10,6 +10,7 @@ use std::sync::OnceLock;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use quant_kernels_cpu::Isa;
 use rustix::process::{Pid, kill_process};
 
 pub use rustix::process::Signal;
@@ -64,9 +65,9 @@ pub struct Run {
     pub arguments: String,
     /// The exit status.
     pub status: ExitStatus,
-    /// The result.
+    /// What it printed on stdout: the result.
     pub stdout: String,
-    /// Progress, notes and errors.
+    /// What it printed on stderr: progress, notes and errors.
     pub stderr: String,
 }
 
@@ -123,6 +124,13 @@ macro_rules! args {
     ($($argument:expr),* $(,)?) => {
         ::std::vec::Vec::<::std::ffi::OsString>::from([$(::std::ffi::OsString::from($argument)),*])
     };
+}
+
+/// Values of `QUANT_ISA` to run the program with: the default path, and those of two generations of x86-64 processors that
+/// this processor has.
+pub fn isa_values() -> impl Iterator<Item = &'static str> {
+    let names: Vec<_> = Isa::available().map(Isa::name).collect();
+    ["", "avx2", "avx512vnni"].into_iter().filter(move |name| name.is_empty() || names.contains(name))
 }
 
 /// A command for the program with these arguments, unaffected by the environment.

@@ -16,7 +16,7 @@ use crate::program::{Run, quant};
 #[track_caller]
 pub fn check_message(case: &str, run: &Run, code: i32, expected: &[&str]) {
     assert_eq!(run.code(), Some(code), "{case}: {run}");
-    assert_eq!(run.stdout, "", "{case}: an error leaves stdout alone: {run}");
+    assert_eq!(run.stdout, "", "{case}: an error must not write to stdout: {run}");
     let at = run.stderr.find("error: ");
     let message = &run.stderr[at.unwrap_or_else(|| panic!("{case}: no error was reported: {run}"))..];
     assert!(message.trim_end().lines().count() >= 2, "{case}: the message has no remedy: {run}");

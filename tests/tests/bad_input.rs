@@ -29,7 +29,7 @@ fn broken(fault: fn(&Path)) -> TempDir {
     directory
 }
 
-/// Faults in headers and configurations, which every command refuses in the same way.
+/// Checks that every command refuses faults in headers and configurations in the same way.
 fn refused_by_all_verbs(faults: &[Fault]) {
     for (case, fault, expected) in faults {
         let model = broken(*fault);
@@ -56,7 +56,7 @@ fn overwrite(model: &Path, name: &str, bytes: impl AsRef<[u8]>) {
     std::fs::write(model.join(name), bytes).unwrap();
 }
 
-/// A file with one tensor with this description.
+/// Replaces the weights by a file with one tensor that has this description.
 fn described_as(model: &Path, entry: Value, data: &[u8]) {
     let header = json!({ "model.norm.weight": entry }).to_string();
     overwrite(model, WEIGHTS, safetensors_with_header(&header, data));
@@ -97,6 +97,22 @@ fn weights() {
             "a header longer than the file",
             |m| overwrite(m, WEIGHTS, [1_000_000u64.to_le_bytes().as_slice(), b"{}"].concat()),
             &[WEIGHTS, "the header length is 1000000 bytes, but only 2 bytes follow"],
+        ),
+        (
+            "a Git LFS pointer",
+            |m| {
+                overwrite(
+                    m,
+                    WEIGHTS,
+                    "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 27263736\n",
+                )
+            },
+            &[WEIGHTS, "is a Git LFS pointer", "git lfs pull"],
+        ),
+        (
+            "a page",
+            |m| overwrite(m, WEIGHTS, "\n<!DOCTYPE html>\n<html><title>Sign in</title></html>\n"),
+            &[WEIGHTS, "is an HTML page"],
         ),
         (
             "a header of 2^64 bytes",
@@ -255,6 +271,7 @@ fn configuration() {
     refused_by_all_verbs(&[
         ("no configuration", |m| std::fs::remove_file(m.join(CONFIG)).unwrap(), &[CONFIG, "is missing"]),
         ("not JSON", |m| overwrite(m, CONFIG, "{"), &[CONFIG, "not valid JSON"]),
+        ("a page", |m| overwrite(m, CONFIG, "<html></html>"), &[CONFIG, "is an HTML page"]),
         ("no object", |m| overwrite(m, CONFIG, "[]"), &[CONFIG, "one JSON object"]),
         ("a key twice", |m| overwrite(m, CONFIG, r#"{"a":1,"a":2}"#), &[CONFIG, "`a`"]),
         ("over 1 MiB", |m| overwrite(m, CONFIG, vec![b' '; (1 << 20) + 1]), &[CONFIG, "1048577", "1048576"]),
@@ -412,9 +429,14 @@ fn tokenizers() {
         (
             "no tokenizer",
             |m| std::fs::remove_file(m.join("tokenizer.json")).unwrap(),
-            &["tokenizer.json: is missing"],
+            &["tokenizer.json is missing"],
         ),
         ("not JSON", |m| overwrite(m, "tokenizer.json", "{"), &["tokenizer.json", "is not a tokenizer"]),
+        (
+            "a Git LFS pointer",
+            |m| overwrite(m, "tokenizer.json", "version https://git-lfs.github.com/spec/v1\noid sha256:00\n"),
+            &["tokenizer.json", "is a Git LFS pointer"],
+        ),
         ("empty", |m| overwrite(m, "tokenizer.json", ""), &["tokenizer.json", "is not a tokenizer"]),
         ("a pipe", |m| fifo(&m.join("tokenizer.json")), &["tokenizer.json"]),
         (

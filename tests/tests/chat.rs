@@ -110,7 +110,7 @@ fn importance_matrices_of_conversations() {
     };
     let masked = importance("masked", &["--mask", "prompts", "--threads", "1"]);
     assert_eq!(masked, importance("again", &["--mask", "prompts", "--threads", "2"]));
-    // Tokens of prompts count, or rendered without the template, they are other tokens.
+    // Without the mask, tokens of prompts count; with a different template, the tokens differ.
     assert_ne!(masked, importance("whole", &["--mask", "none"]));
     bench.write("model/chat_template.jinja", &TEMPLATE.replace("eos_token", "'!!'"));
     assert_ne!(masked, importance("other", &["--mask", "prompts"]));
@@ -136,8 +136,8 @@ fn masked_conversations() {
     assert!(run.stdout.contains(&expected), "{run}");
     assert!(bench.at("masked/chat_template.jinja").is_file(), "the template is copied");
 
-    // The bytes are the same with a different number of threads and from a recipe. They differ without the mask, or as
-    // a stream.
+    // The bytes are the same with a different number of threads and from a recipe. With other settings, the report
+    // differs, and without the mask, the weights.
     let masked = hashes(&bench.at("masked"));
     bench.quantize("again", &["--mask", "prompts", "--threads", "2"]);
     assert_eq!(masked, hashes(&bench.at("again")));
@@ -246,7 +246,7 @@ fn conversations_that_cannot_be_used() {
         with(&format!("{good}\n\n{line}\n")).refuses(case, &[], 4, &["chats.jsonl:3: ", phrase]);
     }
     with(&format!("{good}\n{{")).refuses("no JSON", &[], 4, &["chats.jsonl:2: is not JSON"]);
-    with(&good).refuses("too few", &[], 4, &["chats.jsonl: has ", "windows of 96", "3 are needed"]);
+    with(&good).refuses("too few", &[], 4, &["chats.jsonl has ", "of 96", "3 windows are needed"]);
     let phrase = ["no assistant tokens", "--mask none"];
     with(&good).refuses("no answers", &["--mask", "prompts"], 4, &phrase);
     // Plain text has no prompts to mask.

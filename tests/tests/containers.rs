@@ -180,7 +180,7 @@ fn a_checkpoint_that_does_not_fit_the_other_format_is_refused() {
         2,
         &["down_proj", "4-bit weights only, not 8", "original float checkpoint"],
     );
-    // A scale that F16 cannot represent, in a BF16 file.
+    // A quantized head, which the awq format does not support.
     quant(quantize(&model, &at("head"), &[&rtn[..], &["--override", "lm_head=w4a16-g32"]].concat()))
         .succeeded();
     let run = quant(quantize(&at("head"), &at("no"), &["--format", "awq"]));

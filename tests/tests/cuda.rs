@@ -18,12 +18,12 @@ const REQUIRED: &str = "QUANT_REQUIRE_NVRTC";
 const TEXT: [&str; 8] =
     ["--text", "builtin-heldout", "--window", "24", "--windows", "1", "--execution", "kernels"];
 
-/// The command, set up to find the stand-in; `None`, with a message, if there is none.
+/// The command, set up to find the stand-in; without one, `None`, after a message.
 fn on_stand_in(arguments: Vec<OsString>, images: &Path) -> Option<Command> {
     let Some(directory) = std::env::var_os(STAND_IN).filter(|path| !path.is_empty()) else {
         assert!(std::env::var_os(REQUIRED).is_none(), "{REQUIRED} is set, but {STAND_IN} is not");
         // Not recorded as skipped, because a machine with all models may lack it: a separate CI step provides it.
-        eprintln!("SKIPPED: {STAND_IN} names no library in the driver's place");
+        eprintln!("SKIPPED: {STAND_IN} does not name a stand-in for the driver");
         return None;
     };
     let mut command = command(arguments);

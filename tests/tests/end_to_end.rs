@@ -121,8 +121,8 @@ fn checked(options: &[&str], out: &Path, scheme_of: impl Fn(&str) -> String) {
     }
 }
 
-/// Returns the ratio of the perplexity of a quantized demo model to that of the float model on held-out text, after
-/// checking that it is at most `max`.
+/// Checks that the perplexities of a quantized demo model and of the float model on held-out text differ by at most the
+/// factor `max`, and that the KL divergence is in proportion.
 fn check_quality(out: &Path, case: &str, max: f64) {
     let arguments = args![
         "eval",
@@ -216,7 +216,7 @@ fn overrides_and_ignored_linears() {
         assert!(ignored.contains(&"lm_head") && ignored.contains(&"model.layers.0.self_attn.q_proj"));
         assert!(ignored.contains(&"model.layers.0.self_attn.qkv_proj"), "engines fuse three of them");
         assert_eq!(ignored.len(), 6, "{ignored:?}");
-        // Linears that are ignored and not rescaled are copied bit for bit.
+        // The embedding is neither quantized nor rescaled, so it is copied bit for bit.
         let embedding = |dir: &Path| {
             let tensors = read_safetensors(&dir.join("model.safetensors"));
             tensors.into_iter().find(|t| t.name == "model.embed_tokens.weight").unwrap()

@@ -1,7 +1,8 @@
-//! `quant eval`: refused requests, and the contents of its pages. Verdicts on its results are in `gate.rs`.
+//! `quant eval`: refused requests, the contents of its pages, and execution on the kernels. Verdicts on its results are
+//! in `gate.rs`.
 
 use quant_tests::files::copy_files;
-use quant_tests::program::{command, quant};
+use quant_tests::program::{command, isa_values, quant};
 use quant_tests::refusal::check_message;
 use quant_tests::{args, demo_model};
 
@@ -14,8 +15,8 @@ fn rules_that_score_nothing_are_refused() {
         (vec!["--profile", "hf-stride-64-65"], 2, "the stride is 65"),
         (vec!["--windows", "0", "--window", "64"], 2, "--windows"),
         (vec!["--profile", "wt2-gptq-2048"], 2, "test split of WikiText-2"),
-        (vec!["--window", "64", "--windows", "999999999"], 4, "999999999 are needed"),
-        (vec!["--profile", "llamacpp-99999"], 4, "llama.cpp profiles need at least 2"),
+        (vec!["--window", "99999"], 4, "fewer than one window of 99999"),
+        (vec!["--profile", "llamacpp-99999"], 4, "fewer than the 2 windows of 99999 that llama.cpp"),
     ] {
         let mut arguments = args!["eval", demo_model()];
         arguments.extend(text.map(Into::into));
@@ -24,6 +25,24 @@ fn rules_that_score_nothing_are_refused() {
         assert_eq!(run.code(), Some(code), "{run}");
         assert!(run.stderr.contains(expected), "{run}");
     }
+}
+
+/// A limit on the number of windows is not a requirement.
+#[test]
+fn a_text_with_fewer_windows_than_the_limit_is_scored_whole() {
+    let scratch = tempfile::tempdir().unwrap();
+    let text = scratch.path().join("text.txt");
+    std::fs::write(&text, "rain ".repeat(200)).unwrap();
+    let measure = |limit: &[&str]| {
+        let fixed = args!["eval", demo_model(), "--text", &text, "--window", "64", "--json"];
+        quant(fixed.into_iter().chain(limit.iter().map(Into::into)))
+    };
+    let (whole, limited) = (measure(&[]), measure(&["--windows", "1000"]));
+    assert!(limited.stderr.contains("text.txt has only "), "{limited}");
+    assert!(limited.stderr.contains(" of 64; all are scored"), "{limited}");
+    let (whole, limited) = (whole.json(), limited.json());
+    assert_eq!(limited["tokens_sha256"], whole["tokens_sha256"]);
+    assert_eq!(limited["nll"], whole["nll"]);
 }
 
 /// A last window of one token would score nothing, so it is dropped.
@@ -162,6 +181,12 @@ fn outputs_and_comparisons_that_make_no_sense() {
     let run = eval(args!["--report", at("pipe")]);
     assert!(run.code() == Some(2) && run.stderr.contains("named pipe"), "{run}");
 
+    // A quantized reference of a float model is probably a mistake.
+    let rtn = args!["quantize", demo_model(), "-o", at("w4"), "--method", "rtn", "--scheme", "w4a16-g64-sym"];
+    quant(rtn).succeeded();
+    let swapped = eval(args!["--reference", at("w4")]).succeeded();
+    assert!(swapped.stderr.contains("warning: the reference is quantized"), "{swapped}");
+
     // The same model, evaluated alone and against a second one.
     eval(args![json(&at("alone.json"))]).succeeded();
     let run =
@@ -202,7 +227,8 @@ fn small_strides_do_not_take_the_memory() {
     assert!(run.stderr.contains("in total; the limit is"), "{run}");
 }
 
-/// Kernels on packed codes give the perplexity of dequantized weights, on every path that this machine supports.
+/// Kernels on packed codes give the perplexity of dequantized weights: on the default path, and on those for AVX2 and
+/// AVX-512 VNNI, which the machine must have.
 #[test]
 fn kernels_agree_with_dequantized_weights() {
     let scratch = tempfile::tempdir().unwrap();
@@ -226,7 +252,7 @@ fn kernels_agree_with_dequantized_weights() {
             (result["perplexity"]["mean"].as_f64().unwrap(), message)
         };
         let (fake, _) = eval("fake", "");
-        for isa in ["", "avx2", "avx512vnni"] {
+        for isa in isa_values() {
             let (kernels, message) = eval("kernels", isa);
             assert!(message.contains(", kernels "), "{message}");
             let distance = (kernels / fake - 1.0).abs();

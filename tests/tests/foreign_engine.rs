@@ -18,7 +18,7 @@ use quant_tests::{args, demo_model};
 
 type Failure = Box<dyn std::error::Error + Send + Sync>;
 
-/// A third-party engine: here a decoder of `quant-core` that returns all logits of a window.
+/// A third-party engine: here a decoder of `quant-core`, which computes the logits of whole windows.
 struct Foreign<'a> {
     decoder: &'a Decoder,
     asked: Cell<usize>,
@@ -151,6 +151,7 @@ fn the_results_of_an_engine_are_gated() {
         size_bytes: 0,
         schemes: Vec::new(),
         kv_cache: None,
+        method: None,
     };
     let tool = Tool { name: "their-engine".into(), version: "7".into(), sha256: None, isa: "none".into() };
     let measured = |name: &str, engine: &dyn LogitsModel| {

@@ -52,7 +52,7 @@ impl Bench {
             let update =
                 args!["gate", bench.result("4"), "--baseline", bench.at("baseline.json"), "--update"];
             let run = quant(update).succeeded();
-            assert!(run.stdout.contains("perplexity") && run.stdout.contains("new"), "{run}");
+            assert!(run.stdout.contains("perplexity") && run.stdout.contains(" now"), "{run}");
             bench
         })
     }
@@ -221,7 +221,7 @@ fn ci_systems_are_notified() {
     let xml = std::fs::read_to_string(junit).unwrap();
     assert!(xml.contains(&format!("tests=\"3\" skipped=\"0\" failures=\"{failed}\"")), "{xml}");
     let markdown = std::fs::read_to_string(summary).unwrap();
-    assert!(markdown.starts_with("### quant gate: fail\n") && markdown.contains("| held |"), "{markdown}");
+    assert!(markdown.starts_with("### Accuracy gate: fail\n") && markdown.contains("| held |"), "{markdown}");
     // The same form as on the terminal, and what has changed.
     let values: Vec<&str> = checks.iter().map(|c| c["measured"].as_str().unwrap()).collect();
     assert!(values[0].contains(" % (between "), "{values:?}");
@@ -232,7 +232,7 @@ fn ci_systems_are_notified() {
         "| held | size | ",
         " %, better |",
         " %, worse |",
-        "other weights",
+        "different weights",
     ] {
         assert!(markdown.contains(part), "no `{part}` in {markdown}");
     }
@@ -291,10 +291,19 @@ fn results_are_compared() {
     });
     let run = quant(args!["compare", &named[1], &named[2], &named[0]]).succeeded();
     let rows: Vec<&str> = run.stdout.lines().filter(|line| line.starts_with('w')).collect();
-    assert!(rows.len() == 3 && rows[0].contains("w4a16-g64-sym"), "{run}");
+    // The closest to the reference comes first.
+    assert!(rows.len() == 3 && rows[0].contains("w8a16-g64-sym"), "{run}");
+    assert!(rows[1].contains("w4a16-g64-sym") && rows[1].contains("  rtn  "), "{run}");
+    // Files of the same name are distinguished by their directories, and the same file twice is a mistake.
+    let run = quant(args!["compare", bench.result("4"), bench.result("3")]).succeeded();
+    assert!(run.stdout.contains("\nClosest to the reference: 4/held, with a mean KL of "), "{run}");
+    let twice = quant(args!["compare", &named[0], &named[0]]);
+    check_message("the same file twice", &twice, 2, &["w8.json was given twice"]);
+    let run = quant(args!["compare", &named[1], &named[2], &named[0]]).succeeded();
     assert!(run.stdout.contains("\nClosest to the reference: w8, with a mean KL of "), "{run}");
     let json = quant(args!["compare", &named[1], &named[2], "--json"]).json();
     assert_eq!((&json["schema"], &json["rows"][1]["result"]), (&json!("quant-compare/1"), &json!("w3")));
+    assert_eq!(json["rows"][0]["method"], "rtn");
     assert!(json["closest"].as_str().unwrap().starts_with("Closest to the reference: w4"), "{json}");
 
     let mut eval = args!["eval", bench.at("w3"), "--reference", demo_model(), "--compare", &named[1]];
@@ -343,7 +352,7 @@ fn nothing_that_is_missing_or_broken_passes() {
     std::fs::write(at("spaced.json"), &edited).unwrap();
     let value = read(&good).pointer("/comparison/kl_quantiles/p99/value").unwrap().to_string();
     std::fs::write(at("edited.json"), text.replacen(&value, "0.5", 1)).unwrap();
-    judge("no baseline", &good, &at("absent.json"), 4, &["absent.json: does not exist", "--update"]);
+    judge("no baseline", &good, &at("absent.json"), 4, &["absent.json does not exist", "--update"]);
     judge("an empty baseline", &good, &at("empty.json"), 4, &["is empty", "--update"]);
     judge("a baseline of nothing", &good, &at("no-results.json"), 4, &["contains no results"]);
     judge("half a baseline", &good, &at("cut.json"), 4, &["is not a baseline"]);
@@ -354,7 +363,7 @@ fn nothing_that_is_missing_or_broken_passes() {
         "a policy without its baseline",
         &quant(args!["gate", &good, "--policy", &policy]),
         4,
-        &["gate.toml: has tests against a baseline", "--baseline"],
+        &["gate.toml has tests against a baseline", "--baseline"],
     );
 
     // Broken results. Each keeps its name, which links it to the baseline.
@@ -376,6 +385,12 @@ fn nothing_that_is_missing_or_broken_passes() {
     );
     broken("another tokenizer", &set("/tokenizer_sha256", json!("0".repeat(64))), &["the tokenizer of"]);
     broken("other tokens", &set("/tokens_sha256", json!("0".repeat(64))), &["the tokenization of"]);
+    let mut fewer = args!["eval", bench.at("w4"), "--reference", demo_model()];
+    fewer.push(format!("--json={}", at("held.json").display()).into());
+    fewer.extend(TEXT.map(|word| if word == "24" { "4" } else { word }.into()));
+    quant(fewer).succeeded();
+    let expected = ["the number of windows of `held` differs: 24 in the baseline, 4 now"];
+    judge("fewer windows", &at("held.json"), &baseline, 4, &expected);
     broken("another rule", &set("/profile", json!("gptq-65")), &["the profile of"]);
     broken("another reference", &set("/reference/sha256", json!("0".repeat(64))), &["a different reference"]);
     broken("a newer result", &set("/schema", json!("quant-eval/9")), &["quant-eval/9"]);
@@ -480,7 +495,7 @@ fn nothing_that_is_missing_or_broken_passes() {
         check_message("an output that is an input", &run, 2, &["a separate file"]);
         assert_eq!(std::fs::read(path).unwrap(), before, "{option}");
     }
-    judge("no result", &at("absent.json"), &baseline, 4, &["absent.json: does not exist"]);
+    judge("no result", &at("absent.json"), &baseline, 4, &["absent.json does not exist"]);
     let twice = args!["gate", &good, bench.result("3"), "--policy", &policy, "--baseline", &baseline];
     check_message("one name twice", &quant(twice), 2, &["two results have the name `held`"]);
     let twice = args!["gate", &good, bench.result("3"), "--baseline", at("new.json"), "--update"];
@@ -536,10 +551,13 @@ fn a_baseline_is_the_same_bytes_and_shows_what_changes() {
     let first = std::fs::read(&path).unwrap();
     assert_eq!(first, std::fs::read(bench.at("baseline.json")).unwrap());
     let run = update("3");
-    assert!(run.stdout.contains('+') && run.stdout.contains(" %"), "{run}");
+    // An update says, as the gate does, what has become worse.
+    assert!(run.stdout.contains('+') && run.stdout.contains(" %, worse"), "{run}");
+    assert!(run.stdout.contains(" points"), "{run}");
     assert_ne!(first, std::fs::read(&path).unwrap());
     let run = update("3");
-    assert!(run.stdout.contains("same") && !run.stdout.contains('%'), "{run}");
+    assert!(run.stdout.contains("same") && !run.stdout.contains("worse"), "{run}");
+    assert!(!run.stdout.contains("different weights") && !run.stdout.contains("points"), "{run}");
     check_message(
         "an update by a policy",
         &quant(args!["gate", bench.result("4"), "--baseline", &path, "--update", "--policy", "x"]),

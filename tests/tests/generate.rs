@@ -207,7 +207,7 @@ fn prompts_come_from_files_and_standard_input() {
 fn what_cannot_be_done_is_refused() {
     let bench = Bench::new();
     for (options, phrase) in [
-        (&["--temperature", "-1"][..], "`temperature` is -1; it must be greater than 0"),
+        (&["--temperature", "-1"][..], "`temperature` is -1; it must be a finite number greater than 0"),
         (&["--top-p", "0"], "`top_p` is 0"),
         (&["--min-p", "nan"], "`min_p` is NaN"),
         (&["--repetition-penalty", "0"], "`repetition_penalty` is 0"),

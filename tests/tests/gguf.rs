@@ -64,6 +64,22 @@ fn a_file_is_written_and_read_back() {
     assert_eq!(report["tensors"].as_array().map(Vec::len), Some(57));
     let inspected = quant(args!["inspect", at("q4.gguf"), "--json"]).json();
     assert_eq!((&inspected["family"], &inspected["layers"]), (&"llama".into(), &6.into()));
+    // Types, sizes and bits per weight are those of the file, not of the decoded tensors.
+    assert_eq!(
+        (&inspected["quant_method"], &inspected["gguf"]["mixture"]),
+        (&"gguf".into(), &"Q4_K_M".into())
+    );
+    assert_eq!(inspected["gguf"]["bits_per_weight"], summary["bits_per_weight"]);
+    let file_bytes = std::fs::metadata(at("q4.gguf")).unwrap().len();
+    assert_eq!(inspected["gguf"]["file_bytes"], file_bytes);
+    let tensors = inspected["tensors"].as_array().unwrap();
+    assert_eq!(tensors.iter().filter(|t| t["dtype"] == "Q6_K").count(), 5);
+    assert_eq!(inspected["bytes"], tensors.iter().map(|t| t["bytes"].as_u64().unwrap()).sum::<u64>());
+    assert!(inspected["linears"].as_array().unwrap().iter().all(|l| l["stored"] != "F32"), "{inspected}");
+    let shown = quant(args!["inspect", at("q4.gguf")]).succeeded();
+    assert!(shown.stdout.contains("quantized: GGUF, Q4_K_M, ") && shown.stderr.is_empty(), "{shown}");
+    let float = quant(args!["inspect", at("f16.gguf")]).succeeded();
+    assert!(float.stdout.contains("not quantized"), "{float}");
 }
 
 #[test]
@@ -161,7 +177,7 @@ fn a_failed_run_leaves_no_file_and_an_interrupted_one_resumes() {
     let run = run.wait();
     check_message("SIGINT", &run, 75, &["--resume"]);
     assert!(!out.exists());
-    // An interrupted job with different types is a different job.
+    // With different types, the interrupted job is not continued.
     let run = quant(quantize(&model, &out, &["--scheme", "q4_k_s", "--resume"]));
     check_message("other types", &run, 2, &["different inputs or settings"]);
     let run = quant(quantize(&model, &out, &["--scheme", "iq4_xs", "--resume"])).succeeded();
@@ -213,16 +229,43 @@ fn rows_that_do_not_fit_are_refused_or_listed() {
     let at = |name: &str| scratch.path().join(name);
     let model = data.join("models/stories260k");
     let run = quant(quantize(&model, &at("out.gguf"), &["--scheme", "q4_k_m"]));
-    check_message("narrow rows", &run, 2, &["do not suit", "blk.0.attn_q.weight", "row width 64"]);
+    check_message(
+        "narrow rows",
+        &run,
+        2,
+        &["do not suit", "blk.0.attn_q.weight", "row width 64", "--allow-fallback", "Q5_0 for Q4_K"],
+    );
     assert!(!at("out.gguf").exists());
     let options = ["--scheme", "q4_k_m", "--allow-fallback", "--json"];
     let summary = quant(quantize(&model, &at("out.gguf"), &options)).json();
     let replaced = summary["replaced"].as_array().unwrap();
     let down = replaced.iter().find(|r| r["tensor"] == "blk.2.ffn_down.weight").unwrap();
     assert_eq!((&down["wanted"], &down["got"]), (&"Q6_K".into(), &"F16".into()));
+    // llama.cpp cannot use a vocabulary without byte tokens; the remedy names the only way out.
+    let run = quant(quantize(&data.join("models/tinystories-656k"), &at("no.gguf"), &["--allow-fallback"]));
+    check_message("byte tokens", &run, 4, &["only 0 of the 256 byte tokens", "set --pre none"]);
+    assert!(!run.stderr.contains("add the model's tokenizer.json"), "{run}");
     // A SentencePiece vocabulary is rebuilt from scores.
     let [a, b] = [&model, &at("out.gguf")].map(|m| perplexity(m));
     assert!((a / b - 1.0).abs() < 0.2, "{a} and {b}");
+}
+
+/// The name of the output implies the format, unless a different format is named.
+#[test]
+fn the_name_of_the_output_implies_the_format() {
+    let scratch = tempfile::tempdir().unwrap();
+    let at = |name: &str| scratch.path().join(name);
+    let model = at("model");
+    write_cut_demo_model(&model, 1);
+    quant(quantize(&model, &at("named.gguf"), &["--scheme", "q8_0"])).succeeded();
+    let run = quant(args!["quantize", &model, "-o", at("implied.gguf"), "--scheme", "q8_0"]).succeeded();
+    assert!(run.stderr.contains("--format gguf is implied by the name of the output"), "{run}");
+    assert_eq!(digest(&at("implied.gguf")), digest(&at("named.gguf")));
+    for other in [["--format", "awq"], ["--preset", "awq-w4a16"]] {
+        let run = quant(args!["quantize", &model, "-o", at("no.gguf"), other[0], other[1]]);
+        check_message(other[1], &run, 2, &["no.gguf has the name of a GGUF file", "set --format gguf"]);
+        assert!(!at("no.gguf").exists());
+    }
 }
 
 #[test]
@@ -328,7 +371,7 @@ fn pre_tokenizers_are_found_or_named_and_chat_templates_kept() {
     assert!(
         has(&without, "tokenizer.ggml.model", "none") && !has(&without, "tokenizer.chat_template", template)
     );
-    // Only one keeps contractions together. Without a vocabulary, there are no tokens.
+    // Only one of the two pre-tokenizers keeps contractions together. Without a vocabulary, there are no tokens.
     std::fs::write(at("short.txt"), "And I've nothing. ".repeat(100)).unwrap();
     let tokens = |name: &str| {
         let text = at("short.txt");
@@ -348,7 +391,7 @@ fn pre_tokenizers_are_found_or_named_and_chat_templates_kept() {
     assert_ne!(tokens("found.gguf"), tokens("named.gguf"));
     let run = quant(args!["eval", at("without.gguf"), "--text", "builtin-heldout"]);
     check_message("no vocabulary", &run, 4, &["without.gguf"]);
-    // The file keeps the name when it is written again, and the template.
+    // A file that is written again keeps the name of its pre-tokenizer and its template.
     quant(quantize(&at("named.gguf"), &at("again.gguf"), &["--scheme", "f16", "--requantize"])).succeeded();
     let again = std::fs::read(at("again.gguf")).unwrap();
     assert!(has(&again, "tokenizer.chat_template", template));
@@ -381,7 +424,7 @@ fn importance_matrices_are_gathered_written_and_read() {
     let other = at("other");
     write_cut_demo_model(&other, 3);
     let run = quant(quantize(&other, &at("no.gguf"), &["--scheme", "iq4_xs", "--imatrix", &gguf]));
-    check_message("another model", &run, 2, &["has no entry for 7 tensor(s)", "blk.2."]);
+    check_message("another model", &run, 2, &["has no entry for 7 tensors", "blk.2."]);
     std::fs::write(at("bad.dat"), [1, 0, 0, 0, 255, 255, 255, 127]).unwrap();
     let run = quant(quantize(&model, &at("no.gguf"), &["--imatrix", &saved("bad.dat")]));
     check_message("damaged", &run, 4, &["bad.dat", "at byte 4"]);
@@ -532,7 +575,7 @@ fn blocks_run_on_the_kernels() {
         let off = (mean(&kernels) / mean(&dense)).ln().abs();
         assert!(off > 0.0 && off < 0.01, "{scheme}: {} became {}", mean(&dense), mean(&kernels));
     }
-    // The same kernels run when text is generated and speed is measured.
+    // The same kernels run when speed is measured.
     let arguments =
         args!["bench", at("q4_k_m.gguf"), "--prefill", "8", "--decode", "2", "--repeat", "1", "--json"];
     assert_ne!(quant(arguments).json()["kernels"], "dense");

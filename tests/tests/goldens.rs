@@ -1,5 +1,5 @@
-//! Bytes that must not change unintentionally: hashes of the demo model rounded to nearest, and of the output of `plan`
-//! for it, kept in `tests/goldens/`.
+//! Results that must not change unintentionally, kept in `tests/goldens/`: hashes of the demo model rounded to nearest
+//! and of the output of `plan` for it, and its sizes.
 //!
 //! After an intentional change, run `QUANT_BLESS=1 cargo test -p quant-tests --test goldens` and commit the difference.
 //! Methods that read a text (AWQ, SmoothQuant, GPTQ, QoQ, static activations) have no goldens, because they run in

@@ -144,7 +144,7 @@ fn an_interrupted_run_resumes_to_the_same_bytes() {
         assert!(run.wait_until(block_done), "ended before a block was finished");
         run.signal(Signal::INT);
         check_message("SIGINT", &run.wait(), 75, &["--resume"]);
-        // A job with a different damping is a different job.
+        // With a different damping, the interrupted job is not continued.
         let other = [&options[..], &["--resume", "--damping", "0.5"]].concat();
         let differs = "inputs or settings:\n  gptq.damping: was 0.01, is 0.5\n  run with the settings";
         check_message("other settings", &quant(quantize(&model, &out, &other)), 2, &[differs]);
@@ -287,7 +287,7 @@ fn inputs_that_are_not_finite_are_a_numeric_error() {
     }
 }
 
-/// KL of a checkpoint relative to the float model, and its perplexity.
+/// The mean KL divergence of a checkpoint from the float model.
 fn divergence(model: &Path, checkpoint: &Path, text: &Path, windows: &str, length: &str) -> f64 {
     let run = quant(args![
         "eval",

@@ -130,6 +130,12 @@ fn little_memory() {
 }
 
 #[test]
+fn several_machines() {
+    let left = run_page("jobs.md");
+    assert!(["OUT-rtn", "OUT-awq", "OUT-gptq"].iter().all(|name| left.contains(*name)), "{left:?}");
+}
+
+#[test]
 fn own_chats() {
     assert!(run_page("chats.md").contains("OUT-default"));
 }

@@ -63,7 +63,6 @@ fn run(command: Command) -> Run {
     Running::start(command).wait()
 }
 
-/// Repeats a text.
 fn times(count: usize, text: &str) -> String {
     text.repeat(count)
 }
@@ -102,7 +101,7 @@ fn templates_that_overflow_the_stack() {
         bench.write(TEMPLATE, &template);
         check_message(case, &run(bench.chat()), 4, &[TEMPLATE, "overflows the stack", "put a different one"]);
     }
-    // The same faults in calibration on conversations.
+    // The error is the same in calibration on conversations.
     bench.write(TEMPLATE, "{% set n = namespace() %}{% set n.a = n %}{{ n }}");
     let chats = bench.scratch.path().join("chats.jsonl");
     let line =
@@ -181,17 +180,33 @@ fn tokenizers_that_grow() {
     assert!(matches!(run.code(), Some(0 | 4)), "{run}");
 }
 
+/// A tokenizer whose regular expression takes time that grows with the square of the text's length, and a text of this
+/// many bytes.
+fn endless(bench: &Bench, bytes: usize) -> PathBuf {
+    let pattern = json!({ "Regex": "(?:(?:.|\\n)*)*+(?=ZZZ)" });
+    let split = json!({ "type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": false });
+    bench.tokenizer("pre_tokenizer", split);
+    bench.text(bytes)
+}
+
+/// A regular expression that takes too much processor time is stopped without an interrupt.
+#[test]
+fn regular_expressions_that_take_time() {
+    let bench = Bench::new();
+    let text = endless(&bench, 210_000);
+    check_message("a split", &run(bench.eval(&text)), 4, &[TOKENIZER, "seconds of processor time"]);
+    let out = bench.scratch.path().join("out");
+    let mut quantize = command(args!["quantize", bench.model(), "-o", &out]);
+    quantize.args(["--scheme", "w4a16-g32", "--samples", "1", "--seq-len", "8", "--calibration"]).arg(&text);
+    check_message("quantize", &run(quantize), 4, &[TOKENIZER, "seconds of processor time"]);
+    assert!(!out.exists());
+}
+
 /// A regular expression that never ends: the first interrupt ends the run.
 #[test]
 fn an_interrupt_ends_what_a_file_never_does() {
-    let endless = |bench: &Bench| {
-        let pattern = json!({ "Regex": "(?:(?:.|\\n)*)*+(?=ZZZ)" });
-        let split = json!({ "type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": false });
-        bench.tokenizer("pre_tokenizer", split);
-        bench.text(400_000)
-    };
     let bench = Bench::new();
-    let text = endless(&bench);
+    let text = endless(&bench, 400_000);
     for signal in [Signal::INT, Signal::TERM] {
         let mut run = Running::start(bench.eval(&text));
         let pid = run.id();

@@ -10,7 +10,7 @@ use std::sync::OnceLock;
 
 use quant_tests::args;
 use quant_tests::files::{hashes, snapshot};
-use quant_tests::models::write_cut_demo_model;
+use quant_tests::models::{read_safetensors, safetensors, write_cut_demo_model};
 use quant_tests::program::{Run, Running, Signal, command, command_that_hangs_up, program, quant};
 use quant_tests::refusal::{check_message, job_of, old_checkpoint};
 use tempfile::TempDir;
@@ -60,7 +60,7 @@ impl Bench {
         let note = run.stderr.lines().find_map(|l| l.strip_prefix("note: resumed: "));
         let note = note.unwrap_or_else(|| panic!("not resumed: {run}"));
         let complete: usize = note.split(' ').next().unwrap().parse().unwrap();
-        assert!(complete > 10, "a block's tensors were complete: {run}");
+        assert!(complete > 10, "only {complete} tensors were complete: {run}");
         assert_eq!(&hashes(out), undisturbed());
         assert!(!job_of(out).exists());
     }
@@ -165,6 +165,42 @@ fn another_program_or_instruction_set_does_not_resume() {
     };
     assert_eq!(but_lock(hashes(&job_of(&out))), but_lock(left), "a refused run leaves the job as it was");
     bench.assert_resumes(&out, &AWQ);
+}
+
+/// A run is not resumed if the model or the calibration text has changed since it was interrupted.
+#[test]
+fn inputs_that_changed_meanwhile() {
+    let bench = Bench::new();
+    let (out, text) = (bench.at("out"), bench.at("text.txt"));
+    std::fs::write(&text, "The kettle was on, and the window was open.\n".repeat(500)).unwrap();
+    let options = [&AWQ[..], &["--calibration", text.to_str().unwrap()]].concat();
+    let run = bench.midway(&out, &options);
+    run.signal(Signal::INT);
+    check_message("interrupted", &run.wait(), 75, &["--resume"]);
+    let refused = |path: &Path, changed: &[u8], expected: &str| {
+        let before = std::fs::read(path).unwrap();
+        assert_ne!(before, changed);
+        std::fs::write(path, changed).unwrap();
+        check_message(expected, &bench.resume(&out, &options), 2, &[expected, "without --resume"]);
+        assert!(!out.exists(), "{expected}");
+        assert!(job_of(&out).exists(), "{expected}: the work of the first run is gone");
+        std::fs::write(path, before).unwrap();
+    };
+    let upper = std::fs::read(&text).unwrap().to_ascii_uppercase();
+    refused(&text, &upper, "calibration text: has changed");
+    let config = bench.model.join("config.json");
+    let mut fields: serde_json::Value = serde_json::from_slice(&std::fs::read(&config).unwrap()).unwrap();
+    fields["rms_norm_eps"] = 0.25.into();
+    refused(&config, fields.to_string().as_bytes(), "config.json: has changed");
+    // One bit of a weight that an output tensor was already made from.
+    let weights = bench.model.join("model.safetensors");
+    let mut tensors = read_safetensors(&weights);
+    let name = "model.layers.0.self_attn.v_proj.weight";
+    tensors.iter_mut().find(|tensor| tensor.name == name).unwrap().data[0] ^= 1;
+    refused(&weights, &safetensors(&tensors), &format!("tensor `{name}` has changed since"));
+    // With the inputs as before, the finished work is used.
+    let run = bench.resume(&out, &options).succeeded();
+    assert!(run.stderr.contains("tensors are complete"), "{run}");
 }
 
 #[test]

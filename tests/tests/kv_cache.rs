@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use quant_tests::models::{TinyLlama, edit_config};
-use quant_tests::program::{Run, command, quant};
+use quant_tests::program::{Run, command, isa_values, quant};
 use quant_tests::refusal::check_message;
 use quant_tests::{args, demo_model};
 use serde_json::{Value, json};
@@ -121,7 +121,7 @@ fn pages_agree_with_what_is_simulated() {
     quant(args!["quantize", demo_model(), "-o", &model].into_iter().chain(rtn)).succeeded();
     for bits in ["4", "8"] {
         let simulated = result(&model, &["--kv", bits]);
-        for isa in ["", "avx2", "avx512vnni"] {
+        for isa in isa_values() {
             let mut arguments = args!["eval", &model, "--kv", bits, "--execution", "kernels", "--json"];
             arguments.extend(TEXT.map(Into::into));
             let output = command(arguments).env("QUANT_ISA", isa).output().unwrap();

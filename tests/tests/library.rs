@@ -9,7 +9,7 @@ use quant_core::calibrate::Corpus;
 use quant_core::run::{
     Catalog, Done, Host, Nothing, QuantizeRequest, RecipeSettings, Summary, Text, quantize,
 };
-use quant_core::wording::{CommandLine, worded};
+use quant_core::wording::{Argument, CommandLine, Wording, worded};
 use quant_core::{CancelToken, Category, Error, Event, Observer, Silent};
 use quant_tests::args;
 use quant_tests::files::hashes;
@@ -105,13 +105,27 @@ fn one_call_gives_the_program_s_bytes_and_resumes_to_them() {
     );
 }
 
+/// The spelling of a program whose users press buttons.
+struct Buttons;
+
+impl Wording for Buttons {
+    fn setting(&self, name: &str, _: Option<&str>) -> String {
+        format!("[{name}]")
+    }
+
+    fn command(&self, name: &str, _: &[Argument<'_>]) -> String {
+        format!("the button {name}")
+    }
+}
+
 #[test]
 fn several_formats_and_a_gguf_file() {
     let scratch = tempfile::tempdir().unwrap();
     let (model, out) = (scratch.path().join("model"), scratch.path().join("out"));
     write_cut_demo_model(&model, 2);
     let (cancel, formats) = (CancelToken::new(), ["compressed-tensors", "gptq"]);
-    let host = Host::new(&Silent, &cancel, &Nothing);
+    let mut host = Host::new(&Silent, &cancel, &Nothing);
+    host.wording = &Buttons;
     let settings = RecipeSettings {
         method: Some("rtn".into()),
         symmetric: Some(true),
@@ -122,9 +136,14 @@ fn several_formats_and_a_gguf_file() {
     let Done::Checkpoints(done) = quantize(&written, &host).unwrap() else { panic!("a GGUF file") };
     let paths: Vec<_> = done.outputs.iter().map(|(published, _)| published.path.clone()).collect();
     assert_eq!(paths, formats.map(|format| out.join(format)));
-    assert!(
-        paths.iter().all(|path| path.join("README.md").is_file() && path.join("quant_report.json").is_file())
-    );
+    for path in &paths {
+        assert!(path.join("quant_report.json").is_file());
+        // The card is in the words of the program that made the checkpoint.
+        let card = std::fs::read_to_string(path.join("README.md")).unwrap();
+        assert!(card.contains("```\nthe button eval\n```"), "{card}");
+        assert!(card.contains("\nthe button plan shows more"), "{card}");
+        assert!(!card.contains("quant eval") && !card.contains("quant plan"), "{card}");
+    }
 
     let settings = RecipeSettings {
         format: vec!["gguf".into()],
@@ -186,13 +205,13 @@ fn messages_name_settings_and_no_options() {
     );
 }
 
-/// The sources of a library, without comments and without the model card, which is about the program.
+/// The sources of a library, without comments.
 fn code(directory: &Path, found: &mut Vec<(PathBuf, String)>) {
     for entry in std::fs::read_dir(directory).unwrap() {
         let path = entry.unwrap().path();
         if path.is_dir() {
             code(&path, found);
-        } else if path.extension().is_some_and(|e| e == "rs") && !path.ends_with("model_card.rs") {
+        } else if path.extension().is_some_and(|e| e == "rs") {
             let text = std::fs::read_to_string(&path).unwrap();
             let lines = text.lines().filter(|line| !line.trim_start().starts_with("//"));
             found.push((path, lines.collect::<Vec<_>>().join("\n")));
@@ -201,7 +220,7 @@ fn code(directory: &Path, found: &mut Vec<(PathBuf, String)>) {
 }
 
 #[test]
-fn no_source_of_a_library_names_an_option() {
+fn no_source_of_a_library_names_an_option_or_a_command() {
     let mut sources = Vec::new();
     for library in ["formats/src", "quant-core/src", "eval/src"] {
         code(&workspace_root().join(library), &mut sources);
@@ -216,7 +235,19 @@ fn no_source_of_a_library_names_an_option() {
         }));
     }
     assert!(options.len() > 50 && options.contains("--group-size"), "{options:?}");
+    let help = quant(["--help"]).succeeded().stdout;
+    let listed = help.lines().skip_while(|line| !line.starts_with("Commands:")).skip(1);
+    let commands: Vec<String> = listed
+        .take_while(|line| line.starts_with("  "))
+        .filter_map(|line| Some(format!("quant {}", line.split_whitespace().next()?)))
+        .collect();
+    assert!(commands.len() > 8 && commands.contains(&"quant gate".to_owned()), "{commands:?}");
     for (path, text) in sources {
+        for command in &commands {
+            let named = text.contains(command.as_str());
+            // The tests in `wording.rs` contain commands.
+            assert!(!named || path.ends_with("wording.rs"), "{} names `{command}`", path.display());
+        }
         for option in &options {
             let is_whole = |(at, _): (usize, &str)| {
                 let after = text[at + option.len()..].chars().next();

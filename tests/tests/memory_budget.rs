@@ -89,7 +89,7 @@ fn a_run_stays_within_its_budget() {
         assert!(smallest + (80 << 20) < memory, "{options:?}: {smallest} and {memory}");
         let large = bench.run("large", &["--memory-budget", &mib(memory)]).succeeded();
         assert!(!large.stderr.contains(IN_FILES), "{large}");
-        // More than the states of the batch, so that the budget below would not suffice.
+        // Otherwise, the run would also fit in the smaller budget without files.
         assert!(used(&large) > smallest, "{options:?}: {} of {smallest}", used(&large));
         assert!(used(&large) <= memory, "{options:?}: {} of {memory}", used(&large));
         let small = bench.run("small", &["--memory-budget", &mib(smallest)]).succeeded();

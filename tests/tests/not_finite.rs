@@ -26,26 +26,26 @@ fn values_that_are_not_finite() {
         (
             "model.layers.1.mlp.down_proj.weight",
             vec![(3, nan), (500, nan)],
-            "2 non-finite value(s), the first at index 3",
+            "2 non-finite values, the first at index 3",
         ),
         (
             "model.layers.0.self_attn.k_proj.weight",
             vec![(77, -inf)],
-            "1 non-finite value(s), the first at index 77",
+            "1 non-finite value, the first at index 77",
         ),
         (
             "model.layers.0.post_attention_layernorm.weight",
             vec![(5, inf), (6, nan)],
-            "2 non-finite value(s), the first at index 5",
+            "2 non-finite values, the first at index 5",
         ),
-        ("model.norm.weight", vec![(63, nan)], "1 non-finite value(s), the first at index 63"),
+        ("model.norm.weight", vec![(63, nan)], "1 non-finite value, the first at index 63"),
         // Row 32, the space, occurs in every text; row 255 in none.
         (
             "model.embed_tokens.weight",
             vec![(32 * 64 + 7, nan), (255 * 64, inf)],
-            "2 non-finite value(s), the first at index 2055",
+            "2 non-finite values, the first at index 2055",
         ),
-        ("lm_head.weight", vec![(0, inf)], "1 non-finite value(s), the first at index 0"),
+        ("lm_head.weight", vec![(0, inf)], "1 non-finite value, the first at index 0"),
     ] {
         let model = poisoned(name, &places);
         let expected = [WEIGHTS, &format!("tensor `{name}`"), expected];
@@ -78,7 +78,7 @@ fn values_that_are_not_finite_in_a_large_tensor() {
     }
     let model = tempfile::tempdir().unwrap();
     large.write_with(model.path(), &tensors);
-    let expected = ["`model.embed_tokens.weight`", "3 non-finite value(s), the first at index 1"];
+    let expected = ["`model.embed_tokens.weight`", "3 non-finite values, the first at index 1"];
     refuses_to_quantize("a large embedding", model.path(), &RTN, 6, &expected);
     refuses_to_quantize("a large embedding", model.path(), &AWQ, 6, &expected);
 }

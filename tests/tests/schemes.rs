@@ -227,7 +227,7 @@ fn what_makes_no_sense_for_floating_point_weights_is_refused() {
         check_message(scheme, &run, 2, &["down_proj.weight", expected]);
         assert!(!out.exists(), "{scheme}: an output was created");
     }
-    // With quantized weights alone, a width may end inside a block.
+    // If only weights are quantized, widths need not be multiples of the block's.
     quantize(&narrow, &scratch.path().join("blocks"), "wf8a16-b128", &["--method", "rtn"]).succeeded();
 }
 
@@ -322,8 +322,8 @@ fn unknown_types_of_tensors_are_copied() {
     assert!(listed.contains("\"C64\"") && listed.contains("\"F8_E4M3FNUZ\""), "{listed}");
 }
 
-/// Several formats in one checkpoint. Groups are disjoint: they list exact names, including those of fused linears, so
-/// that the order in which an engine looks them up does not matter. Reading gives back what was written.
+/// Several formats in one checkpoint. One group has the class as its target; the others list exact names, including
+/// those of fused linears. Reading gives back what was written.
 #[test]
 fn attention_in_fp8_and_mlps_in_nvfp4() {
     let scratch = tempfile::tempdir().unwrap();

@@ -1,5 +1,5 @@
-//! SmoothQuant on the command line: every option changes the output; the bytes do not depend on threads or
-//! interruptions; and stored channel maxima replace the text, or are refused if they cannot.
+//! SmoothQuant on the command line: every option changes the output; the bytes do not depend on the number of threads;
+//! and stored channel maxima replace the text, or are refused if they cannot.
 
 use std::collections::BTreeSet;
 use std::ffi::OsString;
@@ -120,7 +120,7 @@ fn opt_is_smoothed_by_every_method_that_its_norms_allow() {
             quantize(&model, &scratch.path().join("no"), &["--method", &method, "--scheme", "w8a8"]);
         check_message(step, &refused, 2, &["of the family `opt`", &format!("--skip {step}")]);
     }
-    // An unknown key is reported, and nothing is written.
+    // An unsupported activation function is an error of the input.
     edit_config(&model, &json!({ "activation_function": "gelu" }));
     let refused = quantize(&model, &scratch.path().join("no"), &["--preset", "smoothquant-w8a8"]);
     assert_eq!(refused.code(), Some(4), "{refused}");

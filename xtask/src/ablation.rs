@@ -2,7 +2,7 @@
 //! --ablation`.
 //!
 //! Changes of the KL from row to row are paired by window. A step that adds bits or only transforms the model should
-//! not raise the KL. The record lists the steps that raise it by more than twice the error of the change.
+//! not raise the KL. The record marks such steps if they raise it by more than twice the error of the change.
 
 use std::path::PathBuf;
 use std::process::Command;

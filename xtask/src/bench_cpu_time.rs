@@ -87,7 +87,7 @@ impl Times {
 pub fn run(args: &Args) -> Result<()> {
     let chosen: Vec<Method> =
         METHODS.into_iter().filter(|m| args.only.iter().any(|name| name == m.name)).collect();
-    ensure!(chosen.len() == args.only.len(), "--only knows rtn, awq and gptq");
+    ensure!(chosen.len() == args.only.len(), "--only accepts rtn, awq and gptq");
     ensure!((1..=1000).contains(&args.pairs), "--pairs must be 1 to 1000");
     let programs = args.programs.programs()?;
     let mut measured = Vec::new();

@@ -23,7 +23,7 @@ const HEAD: f64 = 2048.0 * 128_256.0;
 /// What to measure.
 #[derive(Debug, Clone, clap::Args)]
 pub struct Args {
-    /// Decoder blocks; the model has 16
+    /// Decoder blocks; the full model has 16
     #[arg(long, default_value_t = 2)]
     layers: usize,
     /// Tokens per window
@@ -46,7 +46,8 @@ pub struct Args {
     before: Option<PathBuf>,
 }
 
-/// The measured variants: a single model, a reference model, and a stored reference.
+/// The measured variants: an earlier program, transformers, and quant on a single model, with a reference model and
+/// with a stored reference.
 const WAYS: [&str; 5] = ["before, alone", "transformers f32", "alone", "--reference", "stored reference"];
 
 /// Measures and writes the record.

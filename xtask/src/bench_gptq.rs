@@ -6,8 +6,8 @@ use anyhow::{Context, Result, ensure};
 use crate::support::record::{Record, typed_command};
 use crate::support::shell::{cargo, output};
 
-/// Time limit of a solve, as a multiple of the time for faer's Cholesky chain and for the blocked update at 60 % of
-/// faer's rate.
+/// Time limit of a solve with its factorization, as a multiple of the time for faer's Cholesky chain and for the
+/// blocked update at 60 % of faer's rate.
 const SOLVE_LIMIT: f64 = 2.0;
 /// The share of the rate of faer's triangular product that the Hessian must reach.
 const HESSIAN_LIMIT: f64 = 0.7;
@@ -105,7 +105,8 @@ mod tests {
 
     #[test]
     fn promises_can_be_broken() {
-        // The update takes 2 s and the chain 1 s, so a solve may take 6 s.
+        // The update takes 2 s and the chain 1 s, so the factorization, which takes 1 s, and the solve may take 6 s
+        // together.
         let of = |hessian: f64, solve: f64| {
             broken_promises(&format!("1,4096,16384,2.4,{hessian},7,1,1,{solve}")).unwrap().len()
         };

@@ -19,7 +19,7 @@ const PRESET: &str = "qoq-w4a8kv4";
 /// What to measure.
 #[derive(Debug, Clone, clap::Args)]
 pub struct Args {
-    /// Decoder blocks; the model has 16. A second run has half as many
+    /// Decoder blocks; the full model has 16. A second run has half as many
     #[arg(long, default_value_t = 16)]
     layers: usize,
     /// Calibration windows
@@ -39,8 +39,8 @@ pub struct Args {
     check: bool,
 }
 
-/// Number of bytes by which the peak memory of the deeper model may be larger, for names and statistics but not for
-/// weights.
+/// Largest allowed ratio of the deeper model's peak memory to the other's. It leaves room for names and statistics, but
+/// not for weights.
 const GROWTH_LIMIT: f64 = 1.05;
 
 /// One run.

@@ -1,10 +1,10 @@
 //! `cargo xtask bench-rtn`: compares the speed of RTN on a synthetic checkpoint with that of the disk.
 //!
 //! Baseline and program alternate within one run. The baseline reads, hashes and writes the same number of bytes with
-//! fsync on one thread; the program is `quant quantize --method rtn`. The record holds medians, their ratio and the
-//! program's peak memory for each requested thread count. It also holds the time of rounding and packing in memory,
-//! measured by the example `rtn_throughput`. With `--scheme`, a different scheme is written, and the baseline also
-//! reads back its output, as the program does.
+//! fsync on one thread; the program is `quant quantize --method rtn`. The record contains the medians of the times and
+//! of their ratios and the program's peak memory for each requested thread count. It also contains the time of rounding
+//! and packing in memory, measured by the example `rtn_throughput`. With `--scheme`, a different scheme is written, the
+//! baseline also reads back its output, as the program does, and the example is not run.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -28,7 +28,7 @@ pub const PEAK_LIMIT: u64 = 1_200_000_000;
 /// What to measure.
 #[derive(Debug, Clone, clap::Args)]
 pub struct Args {
-    /// Decoder blocks of the synthetic model; 16 are 1.24 billion parameters
+    /// Decoder blocks of the synthetic model; with 16, it has 1.24 billion parameters
     #[arg(long, default_value_t = 16)]
     pub layers: usize,
     /// Repetitions of baseline and program, alternating

@@ -34,7 +34,7 @@ pub fn run() -> Result<()> {
     Ok(())
 }
 
-/// Files of the repository below a directory, listed by `git`.
+/// The tracked files that match a pathspec, as `git ls-files` lists them.
 fn tracked(pattern: &str) -> Result<Vec<PathBuf>> {
     let list = output(Command::new("git").current_dir(root()).args(["ls-files", "--", pattern]))?;
     Ok(list.lines().map(PathBuf::from).collect())

@@ -192,7 +192,7 @@ fn installed(name: &str, packages: &[&str], parts: &[&str]) -> Result<PathBuf> {
     for part in parts {
         ensure!(toolkit.join(part).exists(), "the CUDA packages have no {part}");
     }
-    // The directory gets its name only when the installation is complete.
+    // The stamp is written last, so that an incomplete installation is repeated.
     std::fs::write(&stamp, wanted).with_context(|| format!("cannot write {}", stamp.display()))?;
     Ok(std::path::absolute(toolkit)?)
 }

@@ -16,10 +16,10 @@ const FALSE_FAILURES: f64 = 0.05;
 /// What to measure.
 #[derive(Debug, Clone, clap::Args)]
 pub struct Args {
-    /// Model, from those beside the checkout
+    /// Model, one of those next to the checkout
     #[arg(long, default_value = "books-7m")]
     model: String,
-    /// Text, from those beside the checkout
+    /// Text, one of those next to the checkout
     #[arg(long, default_value = "books_valid.txt")]
     text: String,
     /// Fail if an error rate exceeds its limit

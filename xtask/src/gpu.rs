@@ -20,7 +20,7 @@ use crate::support::shell::{
 /// Where to make the directory, and for which architectures.
 #[derive(Debug, Clone, clap::Args)]
 pub struct Args {
-    /// The directory, which must not contain anything else [default: target/gpu]
+    /// The directory, which must be new, empty, or made by this command [default: target/gpu]
     #[arg(long, value_name = "DIR")]
     pub out: Option<PathBuf>,
     /// Architectures to compile the benchmarked kernels for

@@ -22,7 +22,7 @@ struct Cli {
 enum Command {
     /// Run everything CI checks, with the time of each step
     Ci(ci::Args),
-    /// Run what takes too long for CI: advisories, wide property tests, benchmarks
+    /// Run what takes too long for CI, such as long property tests, fuzzing and benchmarks
     Nightly(nightly::Args),
     /// Load quant's output with independent implementations
     Interop,
@@ -44,7 +44,7 @@ enum Command {
     Fuzz(fuzz::Args),
     /// Build the static release binary and run it in an empty root
     Dist(dist::Args),
-    /// Prove that existing recipes give the same bytes as an earlier revision
+    /// Check that existing recipes give the same bytes as an earlier revision
     SameBytes(same_bytes::Args),
     /// Write a random Llama checkpoint of any size
     Synth(synth::Args),
@@ -65,7 +65,7 @@ enum Command {
     QualityFloats(quality::Args),
     /// Compare quant's floating-point weights with those of llm-compressor and Model Optimizer on the same tokens
     PeersFloats(quality::Args),
-    /// Measure the accuracy loss of GGUF types on the real model by llama-quantize, by quant's search and by GPTQ
+    /// Measure the accuracy loss of GGUF types on a real model: by llama-quantize, by quant's search and by GPTQ
     #[command(name = "quality-gguf")]
     QualityGguf(quality_gguf::Args),
     /// Measure the speed of GGUF's searches against llama-quantize, and peak memory

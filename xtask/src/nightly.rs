@@ -8,7 +8,7 @@ use crate::{bench_awq_memory, bench_rtn, book, ci, cuda, dist, fuzz, interop, ou
 /// The steps to run.
 #[derive(Debug, Clone, clap::Args)]
 pub struct Args {
-    /// Run these steps only: advisories, semver, proptest, hub, book, sanitize, aarch64, cuda-variants, cuda-candle, interop, vllm, outside, dist, fuzz, bench-rtn, bench-awq-memory
+    /// Run these steps only: advisories, semver, proptest, hub, book, sanitize, aarch64, cuda-variants, cuda-candle, interop, vllm, no-features, dist, fuzz, bench-rtn, bench-awq-memory
     #[arg(long, value_delimiter = ',')]
     pub only: Vec<String>,
     /// Cases per property test
@@ -41,7 +41,7 @@ pub fn run(args: &Args) -> Result<()> {
         interop::run(&["--families", "all", "--only", "family"])
     });
     steps.step("vllm", || interop::script("tests/interop/run_vllm.sh", &[]));
-    steps.step("outside", outside::pipeline);
+    steps.step("no-features", outside::without_features);
     steps.step("dist", || dist::run(&dist::Args { no_build: false }));
     steps.step("fuzz", || fuzz::run(&fuzz::Args { only: Vec::new(), seconds: 300 }));
     steps.step("bench-rtn", || {

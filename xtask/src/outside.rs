@@ -1,13 +1,16 @@
 //! `cargo xtask outside`: builds and runs programs outside the workspace, as an engine's author would write them.
 //!
 //! `read` links only the leaf crates; `drive` and `score` link the pipeline and the evaluator. The dependencies of all
-//! three are counted. They use the versions in the workspace's lock file. `drive` and `score` run here as examples of
-//! the workspace; [`pipeline`], a nightly step, also builds them outside it.
+//! three are counted. They use the versions in the workspace's lock file and its target directory. `drive` and `score`
+//! have the workspace's settings for crates from the registry, so after the tests only the workspace's own crates are
+//! compiled again.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::time::Instant;
 
 use anyhow::{Context, Result, ensure};
+use serde_json::Value;
 
 use crate::support::shell::{cargo, root, run as execute, target_dir};
 
@@ -35,22 +38,13 @@ const CHECKPOINTS: [(&str, &str); 5] = [
 /// When a program does not build, prints unexpected output, or has too many dependencies.
 pub fn run() -> Result<()> {
     let scratch = scratch("outside-run")?;
-    let read = build("read")?.join("read");
     count("read", MAX_DEPENDENCIES, &["candle", "token"])?;
     count("pipeline", MAX_PIPELINE_CRATES, &LEFT_OUT)?;
-
-    // The tests have already built these programs.
-    execute(&mut cargo(&[
-        "build",
-        "--workspace",
-        "--bin",
-        "quant",
-        "--example",
-        "drive",
-        "--example",
-        "score",
-    ]))?;
-    let quant = target_dir().join("debug/quant");
+    build("read", &[])?;
+    build("pipeline", &["--features", "as-workspace"])?;
+    execute(&mut cargo(&["build", "--workspace", "--bin", "quant"]))?;
+    let programs = target_dir().join("debug");
+    let (quant, read) = (programs.join("quant"), programs.join("read"));
     let model = demo(&scratch)?;
     let mut first: Vec<(String, f64)> = Vec::new();
     for (format, scheme) in CHECKPOINTS {
@@ -73,21 +67,16 @@ pub fn run() -> Result<()> {
     let refused = Command::new(&read).arg(&model).output()?;
     ensure!(refused.status.code() == Some(4), "the run on a float model exited with {}", refused.status);
 
-    drive_and_score(&target_dir().join("debug/examples"), &model, &scratch.join("driven"))
+    drive_and_score(&programs, &model, &scratch.join("driven"))
 }
 
-/// Builds the pipeline's example programs outside the workspace, as users do, and runs them. Also checks that the
-/// crates build without features.
+/// Checks that the evaluator compiles without its default features.
 ///
 /// # Errors
-/// When a program does not build or prints unexpected output.
-pub fn pipeline() -> Result<()> {
-    let scratch = scratch("outside-pipeline-run")?;
-    let programs = build("pipeline")?;
-    execute(&mut cargo(&["build", "--workspace", "--bin", "quant"]))?;
-    drive_and_score(&programs, &demo(&scratch)?, &scratch.join("driven"))?;
-    let mut bare = cargo(&["check", "-p", "quant-evaluator", "--no-default-features"]);
-    execute(bare.arg("--target-dir").arg(target_dir().join("xtask/no-default-features")))
+/// When it does not.
+pub fn without_features() -> Result<()> {
+    let mut check = cargo(&["check", "-p", "quant-evaluator", "--no-default-features"]);
+    execute(check.arg("--target-dir").arg(target_dir().join("xtask/no-default-features")))
 }
 
 /// Creates an empty directory in the target directory.
@@ -129,14 +118,40 @@ fn cargo_in(package: &str, args: &[&str]) -> Result<Command> {
     let directory = directory(package);
     std::fs::copy(root().join("Cargo.lock"), directory.join("Cargo.lock"))?;
     let mut command = cargo(args);
-    command.current_dir(directory).env("CARGO_TARGET_DIR", target_dir().join("outside"));
+    command.current_dir(directory).env("CARGO_TARGET_DIR", target_dir());
     Ok(command)
 }
 
-/// Builds a package and returns the directory of its programs.
-fn build(package: &str) -> Result<PathBuf> {
-    execute(&mut cargo_in(package, &["build"])?)?;
-    Ok(target_dir().join("outside/debug"))
+/// Builds a package, and prints how many crates were compiled.
+fn build(package: &str, options: &[&str]) -> Result<()> {
+    let started = Instant::now();
+    let mut command = cargo_in(package, &["build", "--message-format", "json-render-diagnostics"])?;
+    let messages = output(command.args(options))?;
+    let (compiled, reused) = artifacts(&messages)?;
+    println!(
+        "outside: {package} built in {:.1} s: compiled {} ({}), reused {reused}",
+        started.elapsed().as_secs_f64(),
+        compiled.len(),
+        compiled.join(" ")
+    );
+    Ok(())
+}
+
+/// Returns the names of the crates that cargo compiled, according to its messages, and the number of those that it
+/// reused.
+fn artifacts(messages: &str) -> Result<(Vec<String>, usize)> {
+    let (mut compiled, mut reused) = (Vec::new(), 0);
+    for line in messages.lines() {
+        let message: Value = serde_json::from_str(line).with_context(|| line.to_owned())?;
+        match (message["reason"].as_str(), message["fresh"].as_bool()) {
+            (Some("compiler-artifact"), Some(true)) => reused += 1,
+            (Some("compiler-artifact"), _) => {
+                compiled.push(message["target"]["name"].as_str().unwrap_or_default().to_owned());
+            }
+            _ => {}
+        }
+    }
+    Ok((compiled, reused))
 }
 
 /// Counts the crates that a program links. Fails if there are more than `max`, or if a name contains an entry of
@@ -189,9 +204,10 @@ fn agree(format: &str, first: &[(String, f64)], other: &[(String, f64)]) -> Resu
     Ok(())
 }
 
-/// Lock files are copied from the workspace, and build outputs are outside these packages.
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeSet;
+
     use super::*;
 
     #[test]
@@ -233,6 +249,34 @@ mod tests {
             }
         }
         assert!(shortest <= 30, "the shortest example in C has {shortest} lines");
+    }
+
+    /// Otherwise `cargo xtask ci` would compile these crates a third time.
+    #[test]
+    fn crates_of_the_registry_have_the_settings_of_the_workspace() {
+        let settings = |path: PathBuf| {
+            let text = std::fs::read_to_string(path).unwrap();
+            let sections = text.split("\n[profile.dev.package.").skip(1);
+            let sections = sections.map(|section| section.split("\n\n").next().unwrap_or(section).trim());
+            sections.map(str::to_owned).collect::<BTreeSet<_>>()
+        };
+        // Crates of the workspace, and crates that the programs do not link.
+        let others = ["quant-", "xtask]", "candle-transformers]"];
+        let registry = |section: &String| !others.iter().any(|name| section.starts_with(name));
+        let here = settings(directory("pipeline").join("Cargo.toml"));
+        let there = settings(root().join("Cargo.toml"));
+        let [here, there] = [here, there].map(|all| all.into_iter().filter(registry).collect::<Vec<_>>());
+        assert!(here.len() > 10, "{here:?}");
+        assert_eq!(here, there);
+    }
+
+    #[test]
+    fn messages_of_cargo_are_read() {
+        let messages = "{\"reason\":\"compiler-artifact\",\"target\":{\"name\":\"a\"},\"fresh\":true}\n\
+             {\"reason\":\"compiler-artifact\",\"target\":{\"name\":\"b\"},\"fresh\":false}\n\
+             {\"reason\":\"build-finished\",\"success\":true}\n";
+        assert_eq!(artifacts(messages).unwrap(), (vec!["b".to_owned()], 1));
+        assert!(artifacts("Compiling a").is_err());
     }
 
     #[test]

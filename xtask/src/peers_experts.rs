@@ -142,7 +142,8 @@ fn described(args: &Args) -> String {
          graph of its own operations (`mul_mat_id`, `swiglu_split`, `mul`, `add`). `loop` is ours with separate \
          products for each expert that has rows; `dense` is the same products with equal numbers of rows per expert \
          and without gathering or summing. Uniform: all experts are equally likely; skewed: {HOT} of the {EXPERTS} \
-         experts take half of the slots. Each of 16 one-token calls reads different experts. {} rounds, in each of \
+         experts take half of the slots. With one token, 16 calls are made, which read different experts if routing is \
+         uniform. {} rounds, in each of \
          which every contestant has a turn of {} ms, in reverse order every second round. Percentages are relative \
          to memory bandwidth (each expert used counts once) and to dot products of 8-bit integers in registers, \
          measured in the same round; ratios are computed per round, and figures are medians. The machine is shared \
@@ -167,7 +168,7 @@ fn routed(spread: Spread, tokens: usize, calls: usize) -> (Vec<u32>, f64) {
             while chosen.len() < TOP_K {
                 let hot = spread == Spread::Skewed && chosen.len() % 2 == 0;
                 let expert = match (spread, hot) {
-                    // Calls with one token use all experts in random order before any is used again.
+                    // Calls with one token use all experts, in descending order, before any is used again.
                     (Spread::Uniform, _) if tokens == 1 => match all.pop() {
                         Some(expert) => expert,
                         None => {

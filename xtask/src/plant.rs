@@ -72,10 +72,11 @@ pub fn run(args: &Args) -> Result<()> {
     Ok(())
 }
 
-/// Writes the rewritten model.
+/// Writes a copy of the model with the outliers.
 ///
 /// # Errors
-/// When the input is not a float Llama model, a result is not exact even in F32, or writing fails.
+/// When an option is invalid, the input is not a float Llama model, a result is not exact even in F32, the output
+/// exists, or writing fails.
 pub fn plant(args: &Args) -> Result<Planted> {
     for (option, factor) in [("--factor", args.factor), ("--key-factor", args.key_factor)] {
         ensure!(factor.is_power_of_two() && factor > 1, "{option} must be a power of two above 1");
@@ -241,7 +242,8 @@ impl Keys {
     }
 }
 
-/// A power of two changes only the exponent, unless the result leaves the normal range.
+/// Returns the result of a multiplication by a power of two. Fails if it is neither zero nor a normal number, because
+/// it may then have lost bits.
 fn exact(entry: &Entry, value: f32) -> Result<f32> {
     ensure!(
         value.is_finite() && Float::F32.holds_exactly(value),
@@ -266,7 +268,8 @@ fn widen_entry(entry: &mut Entry) {
     }
 }
 
-/// Tokenizer and generation files, and any other small JSON files beside the weights.
+/// Copies the tokenizer and generation files: all `.json` and `.model` files next to the weights, except `config.json`
+/// and the index.
 fn copy_side_files(from: &Path, to: &Path) -> Result<()> {
     for file in std::fs::read_dir(from)? {
         let path = file?.path();

@@ -35,7 +35,7 @@ pub fn dry_run() -> Result<()> {
         ensure!(bytes <= MAX_CRATE_BYTES, "{} exceeds {MAX_CRATE_BYTES} bytes", path.display());
         found += 1;
     }
-    ensure!(found > 0, "{} holds no crate", packages.display());
+    ensure!(found > 0, "{} contains no crate", packages.display());
     Ok(())
 }
 

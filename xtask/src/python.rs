@@ -51,7 +51,7 @@ pub fn run() -> Result<()> {
     let mut unpack = Command::new(&python);
     unpack.args(["-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target"]).arg(&package);
     execute(unpack.arg(&wheel))?;
-    // Tests run in this directory, so that nothing is imported from the checkout and they use the wheel.
+    // Tests run in their own directory, where imports find the installed wheel and not the sources of the package.
     let mut tests = Command::new(fresh.join("bin/pytest"));
     tests.current_dir(root().join("python/tests")).args(["-q", "-p", "no:cacheprovider", "--durations=5"]);
     execute(tests.env("FEWBITS_ROOT", root()).env("PYTHONDONTWRITEBYTECODE", "1"))
@@ -61,7 +61,7 @@ fn directory() -> PathBuf {
     target_dir().join("python")
 }
 
-/// The programs of an environment with maturin.
+/// The directory of the programs of an environment with maturin, which is created if it is missing.
 fn tools() -> Result<PathBuf> {
     let tools = directory().join("tools");
     let programs = tools.join("bin");
@@ -72,7 +72,7 @@ fn tools() -> Result<PathBuf> {
     Ok(programs)
 }
 
-/// The packages that the tests need, downloaded.
+/// The directory with the packages that the tests need, which are downloaded if the requirements have changed.
 fn wheels() -> Result<PathBuf> {
     let wheels = directory().join("packages");
     let requirements = root().join(REQUIREMENTS);

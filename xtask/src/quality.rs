@@ -4,8 +4,8 @@
 //! tokens, so differences are paired. The checked claims are:
 //!
 //! * at 3 bits, AWQ's mean KL to float, pooled over the rows by tokens, is below RTN's;
-//! * on planted outliers at 4 bits, AWQ removes at least 40 % of the perplexity that RTN loses,
-//!   pooled over the rows;
+//! * on planted outliers at 4 bits, AWQ removes at least 40 % of the log-perplexity that RTN adds, pooled over the
+//!   rows;
 //! * on every row, no search ends with a larger error than that without scaling and clipping.
 
 use std::path::{Path, PathBuf};

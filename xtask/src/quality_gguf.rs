@@ -72,8 +72,8 @@ impl Calibration<'_> {
     }
 }
 
-/// Writes a file by one of the methods. Its size differs from that of `llama-quantize` by at most one block of
-/// metadata.
+/// Writes `out.gguf` by one of the methods. Fails if its size differs by 4096 bytes or more from that of the file that
+/// it replaces; the first of the methods is `llama-quantize`, which replaces any file.
 fn write(
     quant: &Path,
     model: &Path,
@@ -107,7 +107,7 @@ fn write(
     Ok(())
 }
 
-/// The float file and the importance matrix of a row.
+/// Writes the float file and the importance matrix of a row.
 fn prepare(quant: &Path, model: &Path, scratch: &Path, calibration: &Calibration<'_>) -> Result<()> {
     std::fs::create_dir_all(scratch)?;
     let mut command = quantize(quant, model, &scratch.join("floats.gguf"));

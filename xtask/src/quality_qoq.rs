@@ -8,7 +8,7 @@
 //! * planted outliers in activations raise QoQ's KL by at most a tenth of the amount by which they raise that of plain
 //!   W4A8KV4;
 //! * with planted outliers in keys, QoQ with SmoothAttention is no worse than without it, and SmoothAttention recovers
-//!   more than half of the loss that the outliers cause.
+//!   at least half of the loss that the outliers cause.
 
 use std::path::Path;
 use std::process::Command;
@@ -21,7 +21,7 @@ use crate::support::record::{Record, table, typed_command};
 use crate::support::rows::{ROWS, Row};
 use crate::support::shell::{output, remove_dir, shared_dir, target_dir};
 
-/// Perplexity that QoQ may lose relative to AWQ, as a share.
+/// Maximum relative excess of QoQ's perplexity over AWQ's.
 const PERPLEXITY: f64 = 0.015;
 /// Maximum effect of planted activation outliers on QoQ, as a share of their effect on plain W4A8KV4.
 const WIDENED: f64 = 0.1;
@@ -74,7 +74,7 @@ const SETS: [Set; 3] = [
     },
 ];
 
-/// Returns the pooled KL and the loss of log-perplexity of a way to quantize, on a set of models.
+/// The pooled KL and increase of log-perplexity of a way to quantize, on a set of models.
 #[derive(Clone, Copy, Default)]
 struct Pooled {
     kl: f64,

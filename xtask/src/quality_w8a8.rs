@@ -7,7 +7,7 @@
 //! * with activation scales per token, SmoothQuant's perplexity is within 0.5 % of the float models', on the models as
 //!   they are;
 //! * on planted outliers with one symmetric static scale per linear, SmoothQuant recovers at least 90 % of the
-//!   log-perplexity that W8A8 loses without it.
+//!   log-perplexity that W8A8 adds without it.
 
 use anyhow::{Context, Result};
 
@@ -17,7 +17,7 @@ use crate::support::record::{Record, table, typed_command};
 use crate::support::rows::{quantize, texts};
 use crate::support::shell::{output, remove_dir, shared_dir, target_dir};
 
-/// Log-perplexity per token that SmoothQuant may lose on the models as they are.
+/// Maximum increase of log-perplexity by SmoothQuant on the models as they are.
 const LOST: f64 = 0.005;
 /// Share of W8A8's loss on planted outliers that SmoothQuant must recover.
 const RECOVERED: f64 = 0.9;

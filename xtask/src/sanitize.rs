@@ -1,9 +1,9 @@
-//! `cargo xtask sanitize`: runs the tests of all unsafe code under AddressSanitizer; the nightly run also includes the
-//! tests of the fuzz targets.
+//! `cargo xtask sanitize`: runs the integration tests of the CPU kernels and their C interface, which are unsafe code,
+//! under AddressSanitizer; the nightly run also includes their unit tests and the tests of the fuzz targets.
 //!
 //! The compiler flag requires a nightly feature, but the sanitizer's runtime comes with the stable toolchain. The
 //! standard library and the dependencies' build scripts are not instrumented. For every instruction set, tests plant
-//! one fault within the heap and one past its end, and fail if the sanitizer does not report them. The C examples are
+//! accesses beyond heap buffers and to freed memory, and fail if the sanitizer does not report them. The C examples are
 //! linked with the same runtime.
 
 use std::process::Command;
@@ -13,28 +13,29 @@ use anyhow::{Context, Result};
 use crate::ci::judge_skips;
 use crate::support::shell::{cargo, output, run as execute, shared_dir, target_dir};
 
-/// The packages with unsafe code.
+/// The packages with unsafe code for the CPU.
 const UNSAFE: [&str; 2] = ["quant-kernels-cpu", "quant-kernels-c"];
 /// The package whose tests pass hostile files to safe code, and so to its dependencies.
 const FUZZ: &str = "quant-fuzz";
 
-/// Runs the tests of unsafe code.
+/// Runs the integration tests of unsafe code for the CPU. Its unit tests would compile the kernels a second time, which
+/// takes minutes.
 ///
 /// # Errors
 /// When a test fails, or is skipped although the shared models and texts are available.
 pub fn run() -> Result<()> {
-    tests(&UNSAFE)
+    tests(&UNSAFE, &["--test", "*"])
 }
 
-/// Also runs the tests of the fuzz targets, for which all dependencies are compiled again.
+/// Also runs the unit tests, and the tests of the fuzz targets, for which all dependencies are compiled again.
 ///
 /// # Errors
 /// Same as [`run`].
 pub fn all() -> Result<()> {
-    tests(&[&UNSAFE[..], &[FUZZ]].concat())
+    tests(&[&UNSAFE[..], &[FUZZ]].concat(), &["--lib", "--tests"])
 }
 
-fn tests(packages: &[&str]) -> Result<()> {
+fn tests(packages: &[&str], targets: &[&str]) -> Result<()> {
     let libraries = output(Command::new("rustc").args(["--print", "target-libdir"]))?;
     let has_runtime = std::fs::read_dir(&libraries)
         .with_context(|| format!("cannot list {libraries}"))?
@@ -46,7 +47,8 @@ fn tests(packages: &[&str]) -> Result<()> {
     let host = output(Command::new("rustc").args(["--print", "host-tuple"]))?;
     // With optimization for speed, the instrumented kernels take minutes to compile.
     let quick = "profile.dev.package.quant-kernels-cpu.opt-level=1";
-    let mut command = cargo(&["test", "--locked", "--target", &host, "--config", quick, "--lib", "--tests"]);
+    let mut command = cargo(&["test", "--locked", "--target", &host, "--config", quick]);
+    command.args(targets);
     for package in packages {
         command.args(["--package", package]);
     }

@@ -9,7 +9,7 @@ use candle_core::{Device, Module, Tensor};
 use crate::Case;
 use crate::data::{BASE, repeated, weights};
 
-/// The version of candle that this program was built with.
+/// The version of candle that this program was built with, and whether it was built with AVX2.
 pub fn version() -> String {
     let lock = include_str!("../../../Cargo.lock").split_once("name = \"candle-core\"\nversion = \"");
     let version = lock.and_then(|(_, rest)| rest.split('"').next()).unwrap_or("?");
@@ -32,7 +32,7 @@ pub struct Linear {
 impl Linear {
     pub fn new(name: &str, [n, k]: [usize; 2], rotate: usize) -> Result<Self> {
         let found = CONTESTANTS.iter().find(|c| c.0 == name);
-        let (_, dtype) = *found.with_context(|| format!("candle has no {name}"))?;
+        let (_, dtype) = *found.with_context(|| format!("unknown contestant {name}"))?;
         let base = QTensor::quantize(&Tensor::from_vec(weights(k), (BASE, k), &Device::Cpu)?, dtype)?;
         let bytes = repeated(&base.data()?, n);
         let copies = rotate.div_ceil(bytes.len()).max(1);

@@ -13,14 +13,14 @@ pub fn activations(m: usize, k: usize) -> Vec<f32> {
     noise(1, m * k, 1.0)
 }
 
-/// Repeats the rows `[BASE, width]` up to `n` rows.
+/// Repeats the rows `[BASE, width]` to get `n` rows.
 pub fn repeated<T: Copy>(base: &[T], n: usize) -> Vec<T> {
     let mut all: Vec<T> = base.iter().copied().cycle().take(base.len() * n.div_ceil(BASE)).collect();
     all.truncate(base.len() / BASE * n);
     all
 }
 
-/// Sums of twelve uniform values: approximately normal, up to six standard deviations.
+/// Sums of twelve uniform values, minus their mean: approximately normal, within six standard deviations.
 fn noise(seed: u64, count: usize, deviation: f32) -> Vec<f32> {
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     let mut uniform = || {
@@ -33,8 +33,8 @@ fn noise(seed: u64, count: usize, deviation: f32) -> Vec<f32> {
     (0..count).map(|_| ((0..12).map(|_| uniform()).sum::<f32>() - 6.0) * deviation).collect()
 }
 
-/// Returns the relative error of some outputs of the first and the last token, compared with the product of the
-/// unquantized weights.
+/// Returns the relative error of the first and the last outputs of the first and the last token, compared with the
+/// product of the unquantized weights.
 pub fn error(out: &[f32], x: &[f32], [n, k]: [usize; 2]) -> f64 {
     let (base, m) = (weights(k), x.len() / k);
     let (mut wrong, mut all) = (0.0, 0.0);

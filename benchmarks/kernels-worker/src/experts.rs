@@ -29,7 +29,8 @@ pub struct Contestant {
 enum How {
     /// One call.
     Grouped,
-    /// Single products for each expert that has rows: gathers its rows, computes three products, and adds the result.
+    /// Single products for each expert that has rows: gathers its rows, computes three products, and adds the weighted
+    /// result.
     Loop,
     /// Single products with the same number of rows for every expert, without gathering and summing, like dense layers
     /// of this shape.
@@ -48,7 +49,7 @@ pub const CONTESTANTS: [Contestant; 7] = [
     Contestant { name: "w4a16-g128-dense", group_size: 128, rows: FLOAT, how: How::Dense },
 ];
 
-/// A layer, with the state of the last request.
+/// A layer, with the state that requests set.
 pub struct Layer {
     of: Contestant,
     hidden: usize,
@@ -57,7 +58,7 @@ pub struct Layer {
     x: Vec<f32>,
     tokens: usize,
     top_k: usize,
-    /// The experts of each call.
+    /// The experts of each call, `[tokens, top_k]`.
     calls: Vec<Vec<u32>>,
     weights: Vec<f32>,
     workspace: ExpertsWorkspace,
@@ -94,9 +95,12 @@ pub fn serve(
     let layer = layers.get_mut(name).with_context(|| format!("{name} was not prepared"))?;
     match (request, numbers) {
         ("route", &[tokens, calls, top_k]) => {
-            let routed = routed.context("no experts follow")?.split_whitespace();
+            let routed = routed.context("the line with the experts is missing")?.split_whitespace();
             let routed: Vec<u32> = routed.map(str::parse).collect::<Result<_, _>>()?;
-            ensure!(tokens > 0 && routed.len() == tokens * calls * top_k, "another number of experts");
+            ensure!(
+                tokens > 0 && routed.len() == tokens * calls * top_k,
+                "the number of experts does not match the request"
+            );
             layer.route(tokens, top_k, &routed)?;
             layer.pass()?;
             Ok(json!({"error": layer.error()}))
@@ -109,14 +113,14 @@ pub fn serve(
             layers.remove(name);
             Ok(json!({}))
         }
-        _ => bail!("a request that is not understood: {request}"),
+        _ => bail!("unknown request or wrong number of arguments: {request}"),
     }
 }
 
 impl Layer {
     fn new(name: &str, inner: usize, hidden: usize, count: usize) -> Result<Self> {
         let found = CONTESTANTS.iter().find(|c| c.name == name);
-        let of = *found.with_context(|| format!("{name} is none of ours"))?;
+        let of = *found.with_context(|| format!("unknown contestant {name}"))?;
         ensure!(count > 0, "no experts");
         let reads = pack([inner, hidden], 4, of.group_size)?;
         let down = pack([hidden, inner], 4, of.group_size)?;
@@ -203,8 +207,8 @@ impl Layer {
         Ok(())
     }
 
-    /// Returns the error of the first token, compared with the float weights. All experts have the same weights, and a
-    /// token's routing weights add up to 1, so one expert gives the reference.
+    /// Returns the relative error of the first outputs of the first token, compared with the unquantized weights. All
+    /// experts have the same weights, and a token's routing weights add up to 1, so one expert gives the reference.
     fn error(&self) -> f64 {
         let (reads, down) = (weights(self.hidden), weights(self.inner));
         let dot = |row: &[f32], x: &dyn Fn(usize) -> f64| -> f64 {

@@ -8,18 +8,19 @@
 //! at the start              {"name", "version", "contestants": [name…]}
 //! prepare NAME N K BYTES    weights [n, k], in copies of BYTES bytes together      {"bytes", "copies", "note"}
 //! tokens NAME M 0|1         activations [m, k]; 1: every copy is read in turn      {"error"}
-//! run NAME MILLISECONDS     passes over the copies, for this long                  {"seconds": [of a product…]}
-//! drop NAME                                                                       {}
-//! limits                    `ours` only: of memory and of dot products             {"memory", "streams", "tops"}
+//! run NAME MILLISECONDS     passes over the copies, for this long                  {"seconds": [per product…]}
+//! drop NAME                 frees the weights                                      {}
+//! limits                    this program only: memory and dot products             {"memory", "streams", "tops"}
 //! ```
 //!
 //! For experts, `prepare NAME INNER HIDDEN COUNT` creates the experts of a layer. Instead of `tokens` there is `route
-//! NAME M CALLS TOP_K`, followed by a line with the experts of all tokens of all calls. A pass makes all calls, and
-//! `bytes` is the size of one expert.
+//! NAME M CALLS TOP_K`, followed by a line with the experts of all tokens of all calls. A pass makes all calls,
+//! `seconds` are per call, and `bytes` is the size of one expert.
 //!
 //! A failure is answered with `{"failed": reason}`. `bytes` is the size of one packed copy. `error` compares some
 //! outputs with the product of the unquantized weights: the root mean square of the difference divided by that of the
-//! product. Processing of activations inside a kernel counts in its time, as for all peers.
+//! product. `memory` is in GB/s and `tops` in 10¹² integer operations per second. The times of all peers include the
+//! processing of activations inside a kernel.
 #![forbid(unsafe_code)]
 
 mod candle;
@@ -41,7 +42,7 @@ trait Case {
     /// Bytes of one copy.
     fn bytes(&self) -> usize;
 
-    /// Copies.
+    /// The number of copies.
     fn copies(&self) -> usize;
 
     /// A note to be shown with the figures.
@@ -50,14 +51,14 @@ trait Case {
     /// Sets the input rows `[m, k]`.
     fn tokens(&mut self, x: &[f32], m: usize) -> Result<()>;
 
-    /// Multiplies them by the first `copies` copies in turn.
+    /// Multiplies the input rows by each of the first `copies` copies.
     fn pass(&mut self, copies: usize) -> Result<()>;
 
     /// The output of the last product, `[m, n]`.
     fn out(&self) -> Result<Vec<f32>>;
 }
 
-/// A case, with the state of the last request.
+/// A case, and the number of copies that a pass reads.
 struct Running {
     case: Box<dyn Case>,
     n: usize,
@@ -70,7 +71,7 @@ fn main() -> Result<()> {
     let mut args = std::env::args().skip(1);
     let (who, threads) = args.next().zip(args.next()).context(usage)?;
     let threads: usize = threads.parse().context(usage)?;
-    // Call products from within the thread pool, as a program does that computes several.
+    // Call products from within the thread pool, as a program that computes several in a row does.
     rayon::ThreadPoolBuilder::new().num_threads(threads).build()?.install(|| serve(&who))
 }
 
@@ -79,7 +80,7 @@ fn serve(who: &str) -> Result<()> {
         "ours" => (ours::version(), ours::CONTESTANTS.map(|c| c.name).to_vec()),
         "candle" => (candle::version(), candle::CONTESTANTS.map(|c| c.0).to_vec()),
         "experts" => (ours::version(), experts::CONTESTANTS.map(|c| c.name).to_vec()),
-        _ => bail!("no worker is called `{who}`"),
+        _ => bail!("unknown worker `{who}`"),
     };
     answer(&json!({"name": who, "version": version, "contestants": contestants}))?;
     let (mut cases, mut layers) = (BTreeMap::new(), BTreeMap::new());
@@ -143,11 +144,11 @@ fn serve_case(
             cases.remove(name);
             Ok(json!({}))
         }
-        _ => bail!("a request that is not understood: {request}"),
+        _ => bail!("unknown request or wrong number of arguments: {request}"),
     }
 }
 
-/// Returns the seconds per item of each pass, for as many passes as fit in the time. The first pass is a warm-up and is
+/// Runs passes until the time is over, and returns the seconds per item of each. The first pass is a warm-up and is
 /// dropped, unless it is the only one.
 fn passes(milliseconds: usize, things: usize, pass: &mut dyn FnMut() -> Result<()>) -> Result<Vec<f64>> {
     let (started, mut taken) = (Instant::now(), Vec::new());

@@ -38,7 +38,7 @@ enum Codes {
 enum Rows {
     /// Quantized in every product.
     Int8,
-    /// Quantized beforehand, as when several linears read the same input. No peer is measured this way.
+    /// Quantized beforehand, as when several linear layers read the same input. No peer is measured this way.
     Int8Ready,
     /// As floats.
     Float,
@@ -72,7 +72,8 @@ pub fn version() -> String {
     format!("{}, {}", env!("CARGO_PKG_VERSION"), IsaToken::detect().isa().name())
 }
 
-/// Quantizes weights `[n, k]` so that each group's largest magnitude is at the end of the symmetric grid.
+/// Quantizes weights `[n, k]` so that each group's largest magnitude is at the end of the symmetric grid, up to the
+/// rounding of scales to bf16.
 pub fn pack([n, k]: [usize; 2], bits: u8, group_size: usize) -> Result<PackedLinear> {
     let base = weights(k);
     let half = 1 << (bits - 1);
@@ -91,8 +92,8 @@ pub fn pack([n, k]: [usize; 2], bits: u8, group_size: usize) -> Result<PackedLin
     Ok(PackedLinear::pack(&view, None, false, &Rayon)?)
 }
 
-/// Quantizes weights `[n, k]` to E2M1 codes so that each group's largest magnitude is at the end of the format, or,
-/// because scales are rounded, at most half a step from it.
+/// Quantizes weights `[n, k]` to E2M1 codes. The largest magnitude of each group, divided by the scale, is 6 up to the
+/// rounding of E4M3 scales for NVFP4, and from 3.5 to 7 for MXFP4, whose scales are powers of two.
 fn pack_fp4([n, k]: [usize; 2], codes: Codes, group_size: usize) -> Result<PackedLinear> {
     let (base, format) = (weights(k), FloatFormat::E2m1);
     let largest = |values: &[f32]| values.iter().fold(0.0_f32, |a, b| a.max(b.abs()));
@@ -149,7 +150,7 @@ pub struct Linear {
 impl Linear {
     pub fn new(name: &str, [n, k]: [usize; 2], rotate: usize) -> Result<Self> {
         let found = CONTESTANTS.iter().find(|c| c.name == name);
-        let contestant = found.with_context(|| format!("{name} is none of ours"))?;
+        let contestant = found.with_context(|| format!("unknown contestant {name}"))?;
         let group_size = contestant.group_size.unwrap_or(k);
         let packed = match contestant.codes {
             Codes::Int(bits) => pack([n, k], bits, group_size)?,
@@ -209,18 +210,19 @@ impl Case for Linear {
     }
 }
 
-/// Measures the limits of the machine, between rounds.
+/// Measures the limits of the machine.
 pub struct Limits {
     memory: Vec<u64>,
 }
 
 impl Limits {
-    /// This is larger than any last-level cache.
+    /// Allocates 256 MiB, so that most reads come from main memory instead of a cache.
     pub fn new() -> Self {
         Self { memory: vec![1; 32 << 20] }
     }
 
-    /// Take the best of all read patterns, and the best of several measurements of dot products in registers.
+    /// Returns the best read bandwidth of all numbers of streams, and the best rate of several measurements of dot
+    /// products in registers.
     pub fn probe(&self) -> Value {
         let token = IsaToken::detect();
         let memory = read_limit(token, &self.memory, 1, &Rayon);

@@ -12,13 +12,13 @@ use crate::report::{bytes, nats, schemes};
 pub struct Change {
     /// The result's name.
     pub result: String,
-    /// The property: `model`, `reference`, `scheme`, `size`, `perplexity`, `mean KL`, `same top token`.
+    /// The property: `model`, `reference`, `scheme`, `method`, `size`, `perplexity`, `mean KL`, `same top token`.
     pub name: &'static str,
-    /// Its value in the baseline, as text; absent without a baseline.
+    /// The property's value in the baseline, as text; absent without a baseline.
     pub before: Option<String>,
-    /// Its value now.
+    /// The property's value now, as text.
     pub now: String,
-    /// The difference, as text: `same`, `-2.1 %`, `other weights`; absent without a baseline.
+    /// The difference, as text: `same`, `-2.1 %`, `different weights`; absent without a baseline.
     pub change: Option<String>,
     /// Whether it is better or worse than in the baseline, if that is known.
     pub trend: Option<Trend>,
@@ -27,15 +27,16 @@ pub struct Change {
 /// The direction of a change.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
+#[non_exhaustive]
 pub enum Trend {
     /// Smaller or more accurate; for measurements, significantly at the policy's level.
     Better,
-    /// Larger or less accurate, likewise.
+    /// Larger or less accurate; for measurements, significantly at the policy's level.
     Worse,
 }
 
 impl Trend {
-    /// Its name.
+    /// Returns `better` or `worse`.
     pub fn name(self) -> &'static str {
         match self {
             Self::Better => "better",
@@ -52,12 +53,8 @@ impl Change {
     }
 }
 
-/// The properties of all results.
-pub(super) fn changes(
-    baseline: Option<&Baseline>,
-    results: &[(String, Evaluation)],
-    level: f64,
-) -> Vec<Change> {
+/// Returns the properties of all results, and how they differ from a baseline.
+pub fn changes(baseline: Option<&Baseline>, results: &[(String, Evaluation)], level: f64) -> Vec<Change> {
     let of = |(name, now): &(String, Evaluation)| {
         let before = baseline.and_then(|b| b.results.get(name));
         of_result(name, before, now, level)
@@ -81,19 +78,20 @@ fn of_result(name: &str, before: Option<&Evaluation>, now: &Evaluation, level: f
     };
     let mut rows = Vec::new();
     if let Some(mut model) = row("model", &|e| Some(e.model.path.clone())) {
-        // Weights are compared by their hash: the same path may hold other ones.
+        // Weights are compared by their hash: the same path may hold different ones.
         model.change = before.map(|b| match b.model.sha256 == now.model.sha256 {
             true => "same weights".into(),
-            false => "other weights".into(),
+            false => "different weights".into(),
         });
         rows.push(model);
     }
     rows.extend(row("reference", &|e| e.reference.as_ref().map(|r| r.path.clone())).map(|mut reference| {
-        // Another reference would be an error.
+        // A different reference would have been an error.
         reference.change = before.map(|_| "same weights".into());
         reference
     }));
     rows.extend(row("scheme", &|e| Some(schemes(&e.model))));
+    rows.extend(row("method", &|e| e.model.method.clone()));
     let numbers = [
         ("size", Metric::SizeBytes),
         ("perplexity", Metric::Perplexity),
@@ -145,6 +143,10 @@ fn trend(metric: Metric, before: &Evaluation, now: &Evaluation, level: f64) -> O
             of_sign(change, change)
         }
         Metric::Perplexity | Metric::Kl => {
+            // Values of other windows cannot be paired.
+            if now.tokens_sha256 != before.tokens_sha256 || now.window_tokens != before.window_tokens {
+                return None;
+            }
             let (is, was) = (metric.windows(now)?, metric.windows(before)?);
             let differences: Vec<f64> = is.iter().zip(was).map(|(n, t)| n - t).collect();
             let (low, high) = decision::test(&differences, &now.window_tokens, 0.0, level).bounds?;

@@ -21,7 +21,7 @@ const POWER: f64 = 0.8;
 
 /// The outcome of a check.
 ///
-/// There will be no other outcome, so that a program which acts on each of them does not need a default.
+/// No outcomes will be added, so a `match` needs no default case.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Verdict {

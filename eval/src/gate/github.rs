@@ -5,9 +5,9 @@ use super::{Outcome, Verdict};
 
 /// The outcome as Markdown.
 pub fn summary(outcome: &Outcome) -> String {
-    let mut text = format!("### quant gate: {}\n\n", outcome.verdict.name());
+    let mut text = format!("### Accuracy gate: {}\n\n", outcome.verdict.name());
     text.push_str(
-        "| | result | check | measured | allowed | windows |\n| --- | --- | --- | --- | --- | ---: |\n",
+        "| verdict | result | check | measured | allowed | windows |\n| --- | --- | --- | --- | --- | ---: |\n",
     );
     for check in &outcome.checks {
         let sign = match check.verdict {
@@ -16,7 +16,7 @@ pub fn summary(outcome: &Outcome) -> String {
             Verdict::Inconclusive => "❔",
         };
         let windows = match check.windows_needed {
-            Some(needed) => format!("{}; about {needed} would decide", check.windows),
+            Some(needed) => format!("{}; about {needed} would be needed", check.windows),
             None => check.windows.to_string(),
         };
         text.push_str(&format!(
@@ -40,8 +40,10 @@ pub fn summary(outcome: &Outcome) -> String {
 fn changed(outcome: &Outcome) -> String {
     let compares = outcome.changes.iter().any(|c| c.before.is_some());
     let mut text = match compares {
-        true => "\n| result | | baseline | now | change |\n| --- | --- | --- | --- | --- |\n".to_owned(),
-        false => "\n| result | | now |\n| --- | --- | --- |\n".to_owned(),
+        true => {
+            "\n| result | property | baseline | now | change |\n| --- | --- | --- | --- | --- |\n".to_owned()
+        }
+        false => "\n| result | property | now |\n| --- | --- | --- |\n".to_owned(),
     };
     for change in &outcome.changes {
         text.push_str(&format!("| {} | {} |", cell(&change.result), change.name));
@@ -70,7 +72,7 @@ pub fn annotations(outcome: &Outcome) -> Vec<String> {
                 "::{kind} file={},line={},title={}::{}",
                 property(&outcome.policy),
                 check.line,
-                property(&format!("quant gate: {} {}", check.result, check.verdict.name())),
+                property(&format!("accuracy gate: {} {}", check.result, check.verdict.name())),
                 escaped(
                     &[Some(check.message.clone()), cause(&outcome.changes, &check.result)]
                         .into_iter()

@@ -11,7 +11,7 @@ use super::{Outcome, Verdict};
 /// # Errors
 /// [`Error::Internal`] if the XML cannot be written, which would be a bug.
 pub fn junit(outcome: &Outcome) -> Result<String> {
-    let mut report = Report::new("quant gate");
+    let mut report = Report::new("accuracy gate");
     let mut suites: Vec<TestSuite> = Vec::new();
     for check in &outcome.checks {
         let status = match check.verdict {

@@ -71,7 +71,7 @@ impl Metric {
         }
     }
 
-    /// Whether the metric can be tested with paired windows.
+    /// Fails unless the metric can be tested with paired windows.
     pub(super) fn check_paired(self, against: Against) -> Result<(), String> {
         match (self, against) {
             (Self::Perplexity, _) | (Self::Kl, Against::Baseline) => Ok(()),
@@ -87,7 +87,8 @@ impl Metric {
         }
     }
 
-    /// The formatted value with its standard error.
+    /// The metric's value in a result, with its standard error; `None` if the result lacks the measurements that the
+    /// metric needs.
     pub(super) fn of(self, result: &Evaluation) -> Option<Value> {
         let compared = |of: fn(&Divergence) -> Value| result.comparison.as_ref().map(of);
         let exact = |value| Value { value, standard_error: None };

@@ -28,7 +28,7 @@ use quant_core::{Error, Result};
 use serde::Serialize;
 
 pub use self::baseline::Baseline;
-pub use self::changes::{Change, Trend};
+pub use self::changes::{Change, Trend, changes};
 pub use self::decision::Verdict;
 pub use self::github::{annotations, summary};
 pub use self::junit::junit;
@@ -126,7 +126,7 @@ pub struct Check {
     pub at_most: Option<f64>,
     /// The lower limit.
     pub at_least: Option<f64>,
-    /// Windows.
+    /// Number of windows.
     pub windows: usize,
     /// The approximate number of windows that would decide an inconclusive test with 80 % power.
     pub windows_needed: Option<u64>,
@@ -139,6 +139,48 @@ pub struct Check {
 }
 
 /// Judges results by a policy.
+///
+/// ```
+/// use quant_core::digest::sha256_hex;
+/// use quant_evaluator::gate::{Baseline, Policy, Verdict, judge};
+/// use quant_evaluator::{Evaluation, EvaluationText, ModelIdentity, Profile, Scores, Tool, Window};
+///
+/// // Results of an engine on 32 windows: of a model that is known to be good, and of new ones. `perplexity` computes
+/// // such scores.
+/// let windows = (0..32).map(|i| Window { tokens: vec![i; 3], first: 1 }).collect();
+/// let text = EvaluationText::of_windows(windows, Profile::gptq(3)?)?;
+/// let tool = Tool { name: "engine".into(), version: "7".into(), sha256: None, isa: "avx2".into() };
+/// let result = |model: &str, worse: f64| {
+///     let nll = (0..32).map(|i| 2.0 + 0.01 * f64::from(i) + worse * (1.0 + 0.1 * f64::from(i % 3))).collect();
+///     let scores = Scores::of_windows(nll, &[2; 32]);
+///     let identity = ModelIdentity {
+///         path: model.into(),
+///         sha256: sha256_hex(model),
+///         size_bytes: 1 << 20,
+///         schemes: Vec::new(),
+///         kv_cache: None,
+///     };
+///     let numbers = ((scores, None), (1.0, 64.0));
+///     Evaluation::new(tool.clone(), identity, None, ("held-out".into(), &text), numbers.0, numbers.1)
+/// };
+/// let named = |evaluation| [("held-out".to_owned(), evaluation)];
+///
+/// let baseline = Baseline::new(&named(result("good", 0.0)));
+/// let policy = r#"
+///     schema = "quant-gate-policy/1"
+///     [[non_inferiority]]
+///     metric = "perplexity"
+///     against = "baseline"
+///     margin = 0.01
+/// "#;
+/// let policy = Policy::parse(policy, "policy.toml".as_ref())?;
+/// let before = Some((&baseline, "baseline.json".as_ref()));
+/// assert_eq!(judge(&policy, before, &named(result("close", 0.001)))?.verdict, Verdict::Pass);
+/// let outcome = judge(&policy, before, &named(result("worse", 0.1)))?;
+/// assert_eq!(outcome.verdict, Verdict::Fail);
+/// println!("{}", outcome.checks[0].message);
+/// # Ok::<(), quant_core::Error>(())
+/// ```
 ///
 /// # Errors
 /// [`Error::InputFile`] and [`Error::Usage`] when something that a check needs is missing or does not match.
@@ -205,8 +247,8 @@ pub fn judge(
     let verdict = match (any(Verdict::Fail), any(Verdict::Inconclusive), policy.on_inconclusive) {
         (true, ..) | (_, true, OnInconclusive::Fail) => Verdict::Fail,
         (_, true, OnInconclusive::Inconclusive) => Verdict::Inconclusive,
-        // Some test fails on its own and only passes through Holm's correction. Adding tests to a policy must not turn
-        // a failure into a pass.
+        // Some test fails on its own, but not after Holm's correction. Adding tests to a policy must not turn a failure
+        // into a pass.
         (_, true, OnInconclusive::Pass) if doubted => Verdict::Inconclusive,
         _ => Verdict::Pass,
     };
@@ -312,6 +354,7 @@ fn bind(
             ("profile", &result.profile, &before.profile),
             ("text", &result.text.sha256, &before.text.sha256),
             ("tokenizer", &result.tokenizer_sha256, &before.tokenizer_sha256),
+            ("number of windows", &result.windows.to_string(), &before.windows.to_string()),
             ("tokenization", &result.tokens_sha256, &before.tokens_sha256),
         ] {
             if now != then {
@@ -395,7 +438,9 @@ fn non_inferiority(
         None => "no interval, because there is only one window".into(),
     };
     let need = match test.windows_needed {
-        Some(n) => format!("; about {n} windows would decide it with 80 % probability"),
+        Some(n) => format!(
+            "; about {n} windows would be needed to decide (with 80 % probability), or a larger margin"
+        ),
         None => String::new(),
     };
     let allowed = format!("at most {}", unit(check.margin));
@@ -447,7 +492,8 @@ fn capped(policy: &Policy, cap: &Cap, name: &str, result: &Evaluation) -> Result
         cap.at_least.map(|l| format!("at least {}", unit(l, l.to_string()))),
     ];
     let allowed = bounds.into_iter().flatten().collect::<Vec<_>>().join(", ");
-    let error = number.standard_error.map(|e| format!(" ± {e:.2e}")).unwrap_or_default();
+    let digits = |e: f64| if e != 0.0 && e < 1e-5 { format!("{e:.1e}") } else { format!("{e:.6}") };
+    let error = number.standard_error.map(|e| format!(" ± {}", digits(e))).unwrap_or_default();
     let measured = format!("{}{error}", unit(value, shown(value)));
     Ok(Check {
         result: name.to_owned(),

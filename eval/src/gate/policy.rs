@@ -31,6 +31,7 @@ use super::metric::Metric;
 pub const SCHEMA: &str = "quant-gate-policy/1";
 /// Larger files are rejected.
 const MAX_FILE_BYTES: u64 = 1 << 20;
+const ABSENT: &str = "does not exist";
 
 /// Requirements on results.
 ///
@@ -48,6 +49,7 @@ const MAX_FILE_BYTES: u64 = 1 << 20;
 /// # Ok::<(), quant_core::Error>(())
 /// ```
 #[derive(Debug, Clone)]
+#[non_exhaustive]
 pub struct Policy {
     /// SHA-256 of its text.
     pub sha256: String,
@@ -73,7 +75,7 @@ pub enum OnInconclusive {
     Inconclusive,
     /// The gate fails.
     Fail,
-    /// The gate passes.
+    /// The gate passes. If a test failed before Holm's correction, the gate is inconclusive.
     Pass,
 }
 
@@ -159,7 +161,7 @@ impl Policy {
     pub fn read(path: &Path) -> Result<Self> {
         let fault = |reason: String| fault(path, None, reason);
         let metadata = std::fs::metadata(path).map_err(|e| match e.kind() {
-            std::io::ErrorKind::NotFound => fault("does not exist".into()),
+            std::io::ErrorKind::NotFound => fault(ABSENT.into()),
             _ => Error::io("read", path, e),
         })?;
         if !metadata.is_file() || metadata.len() > MAX_FILE_BYTES {
@@ -264,8 +266,12 @@ impl Policy {
         let checks = self.non_inferiority.iter().map(|c| (&c.results, c.line));
         for (results, line) in checks.chain(self.caps.iter().map(|c| (&c.results, c.line))) {
             if let Some(missing) = results.iter().find(|r| !names.contains(&r.as_str())) {
-                let reason =
-                    format!("refers to the result `{}`, which was not given", missing.escape_default());
+                let given: Vec<String> = names.iter().map(|n| format!("`{}`", n.escape_default())).collect();
+                let reason = format!(
+                    "refers to the result `{}`, which was not given (given: {}; a result is named after its file)",
+                    missing.escape_default(),
+                    given.join(", ")
+                );
                 return Err(fault(&self.path, Some(line), reason));
             }
         }
@@ -274,12 +280,11 @@ impl Policy {
 }
 
 pub(super) fn fault(path: &Path, line: Option<usize>, reason: String) -> Error {
-    Error::InputFile {
-        path: path.to_owned(),
-        line,
-        reason,
-        remedy: "correct the policy; its format is described in docs/evaluation.md".into(),
-    }
+    let remedy = match reason == ABSENT {
+        true => "check the path; ‹gate(RESULT…, suggest)› prints a policy to start from",
+        false => "correct the policy; its format is described in docs/evaluation.md",
+    };
+    Error::InputFile { path: path.to_owned(), line, reason, remedy: remedy.into() }
 }
 
 #[cfg(test)]
@@ -309,6 +314,7 @@ results = ["books"]
         assert!(policy.check_names(&["books"]).is_ok());
         let error = policy.check_names(&["wiki"]).unwrap_err().to_string();
         assert!(error.contains("gate.toml:9") && error.contains("books"), "{error}");
+        assert!(error.contains("(given: `wiki`;"), "{error}");
     }
 
     #[test]

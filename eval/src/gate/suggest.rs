@@ -3,15 +3,16 @@
 use super::Metric;
 use crate::Evaluation;
 
-/// The room that a suggested cap leaves, as a fraction of the measured value.
+/// The headroom of a suggested cap on a measurement, as a fraction of the measured value or, for an agreement, of its
+/// distance from 1.
 const HEADROOM: f64 = 0.25;
-/// The smallest suggested margin for the perplexity: a half percent.
+/// The smallest suggested margin for the perplexity: half a percent.
 const MARGIN: f64 = 0.005;
 /// The one-sided level of the suggested policy.
 const LEVEL: f64 = 0.05;
 
-/// Returns a policy (TOML) that these results pass: caps at the measured values with 25 % of room, and a margin for the
-/// perplexity that the number of windows can decide.
+/// Returns a policy (TOML) that these results pass: caps at the measured values with a headroom of 25 % (2 % for the
+/// size), and a margin for the perplexity that the number of windows can decide.
 ///
 /// The limits are a start. They say that a later model must not be much worse than these results, not that these
 /// results are good enough.
@@ -19,7 +20,9 @@ pub fn suggest(results: &[(String, Evaluation)]) -> String {
     let margin = results.iter().filter_map(|(_, e)| detectable(e)).fold(MARGIN, f64::max);
     let mut text = format!(
         "schema = \"quant-gate-policy/1\"\nlevel = {LEVEL}\non_inconclusive = \"inconclusive\"\n\n\
-         # Against the baseline: at most {:.1} % more perplexity. These windows can decide a difference of this size.\n\
+         # Against the baseline: at most {:.1} % more perplexity. With these windows, an equally good model passes with\n\
+         # a probability of 80 %. If a difference such as that between two calibration seeds must pass too, measure it,\n\
+         # and set the margin above it by the same amount.\n\
          [[non_inferiority]]\nmetric = \"perplexity\"\nagainst = \"baseline\"\nmargin = {}\n",
         100.0 * rounded_up(margin),
         rounded_up(margin),
@@ -68,7 +71,7 @@ fn rounded_up(value: f64) -> f64 {
     let near: f64 = text.parse().unwrap_or(value);
     let step = 10_f64.powi(-digits);
     let up = if near >= value { near } else { near + step };
-    // Without the digits that the addition leaves.
+    // The addition may leave further digits.
     format!("{up:.*}", digits.clamp(0, 17) as usize).parse().unwrap_or(up)
 }
 

@@ -40,7 +40,8 @@ pub struct WorstWindow {
 }
 
 impl EvaluationReport<'_> {
-    /// Returns the numbers of the worst windows, worst first: by divergence, or by likelihood without a reference.
+    /// Returns the indices of the worst windows, worst first: by divergence, or without a reference by negative
+    /// log-likelihood.
     pub fn worst_windows(result: &Evaluation) -> Vec<usize> {
         let by = match &result.comparison {
             Some(comparison) => &comparison.window_kl,
@@ -151,10 +152,10 @@ fn conclusion(r: &Evaluation) -> String {
             r.scores.perplexity
         );
     };
-    let kl = format!("mean KL {} nats", nats(c.kl.mean));
+    let kl = format!("mean KL is {} nats", nats(c.kl.mean));
     if c.at_noise_floor == Some(true) {
         return format!(
-            "No measurable difference to the reference on this text: {kl}, near the noise floor."
+            "No measurable difference from the reference on this text: the {kl}, near the noise floor."
         );
     }
     let change = 100.0 * (c.perplexity_ratio.mean - 1.0);
@@ -167,7 +168,7 @@ fn conclusion(r: &Evaluation) -> String {
         (true, true) => format!("Perplexity is {change:.2} % higher than the reference's"),
         (true, false) => format!("Perplexity is {:.2} % lower than the reference's", -change),
     };
-    format!("{perplexity}; {kl}; the same top token at {top:.1} % of positions.")
+    format!("{perplexity}. The {kl}, and the top token is the same at {top:.1} % of positions.")
 }
 
 fn tiles(r: &Evaluation) -> Markup {
@@ -182,7 +183,7 @@ fn tiles(r: &Evaluation) -> Markup {
                 (estimate_tile("same top token", c.top1_agreement, 4, "fraction of positions"))
             }
             @if let Some(bits) = scores.bits_per_byte {
-                (estimate_tile("bits per byte", bits, 4, "across tokenizers"))
+                (estimate_tile("bits per byte", bits, 4, "comparable across tokenizers"))
             }
             @let before = r.reference.as_ref().map(|m| format!("reference {}", bytes(m.size_bytes))).unwrap_or_default();
             (tile("weight files", &bytes(r.model.size_bytes), &before))
@@ -226,9 +227,9 @@ fn divergence(c: &Divergence) -> Markup {
         div.two {
             div.wide { table {
                 caption { "Quantiles over positions" }
-                tr { th { "share" } th { "KL" } th { "95 % interval" } }
+                tr { th { "quantile" } th { "KL" } th { "95 % interval" } }
                 (quantile("50 %", &q.median)) (quantile("90 %", &q.p90)) (quantile("99 %", &q.p99))
-                (quantile("99.9 %", &q.p999)) (quantile("all", &q.max))
+                (quantile("99.9 %", &q.p999)) (quantile("maximum", &q.max))
             } }
             div.wide { table {
                 caption { "By confidence of the reference" }
@@ -318,10 +319,10 @@ fn provenance(r: &Evaluation) -> Markup {
             (row("tool, SHA-256", &tool(&r.tool)))
             (row("this result, SHA-256", &r.sha256))
             (row("model, SHA-256", &r.model.sha256))
-            (row("its keys and values", &cache(&r.model)))
+            (row("keys and values of the model", &cache(&r.model)))
             @if let Some(reference) = &r.reference {
                 (row("reference, SHA-256", &reference.sha256))
-                (row("its keys and values", &cache(reference)))
+                (row("keys and values of the reference", &cache(reference)))
             }
             (row("text, SHA-256", &r.text.sha256))
             (row("tokenizer, SHA-256", &r.tokenizer_sha256))

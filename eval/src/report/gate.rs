@@ -23,21 +23,21 @@ pub fn gate_page(outcome: &Outcome, results: &[(String, Evaluation)], baseline: 
             div class=(format!("tile verdict {verdict}")) { small { "verdict" } b { (verdict) } small { (reason(outcome)) } }
             (tile("checks that pass", &count("pass"), ""))
             (tile("checks that fail", &count("fail"), ""))
-            (tile("inconclusive checks", &count("inconclusive"), "too few windows to decide"))
+            (tile("inconclusive checks", &count("inconclusive"), if count("inconclusive") == "0" { "" } else { "too few windows to decide" }))
         }
         h2 { "Checks" }
-        div.wide { table.cards {
-            tr { th { "result" } th { "" } th.text { "check" } th.text { "measured" } th.text { "allowed" } th { "" } }
+        div.wide { table.cards.labelled {
+            tr { th { "result" } th.name { "verdict" } th.text { "check" } th.text { "measured" } th.text { "allowed" } th.text { "windows" } }
             @for check in &outcome.checks {
                 tr {
                     td.text { (check.result) }
-                    td class=(check.verdict.name()) { (check.verdict.name()) }
-                    td.text { (check.name) }
-                    td.text { (check.measured) }
-                    td.text { (check.allowed) }
-                    td {
-                        (check.windows) " windows"
-                        @if let Some(needed) = check.windows_needed { "; about " (needed) " would decide" }
+                    td class=(format!("name {}", check.verdict.name())) { (check.verdict.name()) }
+                    td.text data-label="check" { (check.name) }
+                    td.text data-label="measured" { (check.measured) }
+                    td.text data-label="allowed" { (check.allowed) }
+                    td.text data-label="windows" {
+                        (check.windows)
+                        @if let Some(needed) = check.windows_needed { "; about " (needed) " would be needed" }
                     }
                 }
             }
@@ -62,7 +62,7 @@ pub fn gate_page(outcome: &Outcome, results: &[(String, Evaluation)], baseline: 
             }
         } }
     };
-    page("quant gate", &subtitle, &body)
+    page("accuracy gate", &subtitle, &body)
 }
 
 /// The checks that decided, for the tile of the verdict.
@@ -79,9 +79,9 @@ fn reason(outcome: &Outcome) -> String {
 
 fn changed(outcome: &Outcome, compares: bool) -> Markup {
     html! {
-        div.wide { table.cards {
+        div.wide { table.cards.labelled {
             tr {
-                th { "result" } th.name { "" }
+                th { "result" } th.name { "property" }
                 th.text { @if compares { "baseline → now" } @else { "now" } }
                 @if compares { th.name { "change" } }
             }

@@ -60,17 +60,23 @@ fn tool(tool: &Tool) -> String {
     format!("{} {} ({}), {sha256}", tool.name, tool.version, tool.isa)
 }
 
-/// A divergence: five digits after the point, or two significant digits if those would be zero.
+/// Formats a divergence: five digits after the point, or two significant digits below 0.001.
 pub fn nats(value: f64) -> String {
     if value != 0.0 && value.abs() < 1e-3 { format!("{value:.1e}") } else { format!("{value:.5}") }
 }
 
-/// The formatted value with its standard error.
-fn nats_of(estimate: Estimate) -> String {
+/// Formats a divergence with its standard error.
+pub fn nats_of(estimate: Estimate) -> String {
+    format!("{} ± {}", nats(estimate.mean), error_in_nats(estimate))
+}
+
+/// Formats the standard error of a divergence: five digits after the point, as the divergence itself, or one
+/// significant digit if that is below 0.001.
+pub fn error_in_nats(estimate: Estimate) -> String {
     match estimate.standard_error {
-        Some(error) if estimate.mean.abs() < 1e-3 => format!("{} ± {error:.0e}", nats(estimate.mean)),
-        Some(error) => format!("{} ± {error:.5}", nats(estimate.mean)),
-        None => format!("{} ± ?", nats(estimate.mean)),
+        Some(error) if error != 0.0 && estimate.mean.abs() < 1e-3 => format!("{error:.0e}"),
+        Some(error) => format!("{error:.5}"),
+        None => "?".to_owned(),
     }
 }
 
@@ -121,8 +127,8 @@ fn pareto(results: &[(String, &Evaluation)]) -> Markup {
     }
 }
 
-/// Which of several results is closest to their reference, as a sentence; `None` for fewer than two results with one,
-/// and if they were measured on different tokens.
+/// Which of several results is closest to their reference, as a sentence; `None` for fewer than two results with a
+/// reference, and if they were measured on different tokens.
 pub fn closest_of(results: &[(&str, &Evaluation)]) -> Option<String> {
     let compared: Vec<_> =
         results.iter().filter_map(|(name, e)| Some((*name, *e, e.comparison.as_ref()?))).collect();
@@ -141,14 +147,14 @@ pub fn closest_of(results: &[(&str, &Evaluation)]) -> Option<String> {
             kl(found.next)
         ),
         false => format!(
-            "Closest to the reference: {best}, but this text shows no clear difference to {next} (mean KL {} and {} nats).",
+            "Closest to the reference: {best}, but not significantly closer than {next} (mean KL {} and {} nats).",
             kl(found.index),
             kl(found.next)
         ),
     })
 }
 
-/// The bits per code of a model's linears: `4`, `4 to 8`, or a dash for floats and unknown schemes.
+/// The bits per code of a model's linears: `4`, `4 to 8`, or a dash if some are float or have an unknown scheme.
 pub fn bits(model: &ModelIdentity) -> String {
     let parsed = |share: &SchemeShare| share.scheme.parse::<LinearScheme>().ok().map(|scheme| scheme.bits());
     let bits: Option<BTreeSet<u8>> = model.schemes.iter().map(parsed).collect();

@@ -23,7 +23,7 @@ pub struct LinearCell {
     pub bits: Option<u8>,
 }
 
-/// Every linear of every block, coloured by bit width.
+/// Every linear of every block, colored by bit width.
 pub(super) fn bit_map(linears: &[LinearCell]) -> Markup {
     let mut names: Vec<&str> = Vec::new();
     let mut cells: BTreeMap<(usize, &str), &LinearCell> = BTreeMap::new();
@@ -75,17 +75,17 @@ pub(super) fn tensor_errors(report: &QuantReport, shown: usize) -> Markup {
     let searched = quantized.iter().any(|t| t.scale_search.is_some());
     let gptq = quantized.iter().any(|t| t.gptq.is_some());
     html! {
-        p { "RMS of the rounding error divided by the RMS of the weight, in percent. Tensors are in model \
-            order." }
+        p { "RMS of the rounding error divided by the RMS of the weight, in percent. The chart shows the tensors \
+            in the order of the model, the table by error." }
         @if gptq {
             p { "GPTQ minimizes the error of a linear's output, not that of its weight: the mean squared error over \
                 outputs and calibration tokens is shown beside it." }
         }
-        (svg::bars("Error of every quantized tensor", "tensor", &[], &[errors]))
+        (svg::bars("Error of every quantized tensor", "Horizontal: tensors. Vertical: error in percent.", &[], &[errors]))
         div.wide { table.cards {
             @if worst.len() > shown { caption { "The worst " (shown) " of " (worst.len()) } }
             tr {
-                th { "tensor" } th { "scheme" } th { "error, %" } th { "SQNR, dB" }
+                th { "tensor" } th { "scheme" } th { "error, %" } th { "signal to noise (SQNR), dB" }
                 @if scaled { th { "exponent of scales" } }
                 @if searched { th { "error before and after the search" } }
                 @if gptq { th { "GPTQ: output error" } }
@@ -98,12 +98,24 @@ pub(super) fn tensor_errors(report: &QuantReport, shown: usize) -> Markup {
                     td { (t.weight_error.and_then(|e| e.sqnr_db).map_or("∞".to_owned(), |db| format!("{db:.1}"))) }
                     @if scaled { td { (exponents(t)) } }
                     @if searched {
-                        td { @if let Some(s) = &t.scale_search { (format!("{:.3e} → {:.3e}", s.error_before, s.error_after)) } }
+                        td { @if let Some(s) = &t.scale_search { (number(s.error_before)) " → " (number(s.error_after)) } }
                     }
-                    @if gptq { td { @if let Some(g) = &t.gptq { (format!("{:.3e}", g.loss)) } } }
+                    @if gptq { td { @if let Some(g) = &t.gptq { (number(g.loss)) } } }
                 }
             }
         } }
+    }
+}
+
+/// A number with four significant digits.
+fn number(value: f64) -> String {
+    match value.abs() {
+        0.0 => "0".to_owned(),
+        size if (1e-3..1e4).contains(&size) => {
+            let digits = 3 - size.log10().floor() as i32;
+            format!("{value:.*}", digits.max(0) as usize)
+        }
+        _ => format!("{value:.3e}"),
     }
 }
 
@@ -196,7 +208,7 @@ fn few_tokens(report: &QuantReport) -> Option<Markup> {
     })
 }
 
-/// Renders the page of a `quant quantize` run; `title` names the output.
+/// Renders the page of a quantization; `title` names the output.
 pub fn quantization_page(title: &str, report: &QuantReport, linears: &[LinearCell]) -> String {
     let quantized = report.tensors.iter().filter(|t| t.weight_error.is_some()).count();
     let schemes: BTreeSet<&str> = report.tensors.iter().filter_map(|t| t.scheme.as_deref()).collect();

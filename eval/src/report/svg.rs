@@ -1,4 +1,4 @@
-//! Charts as SVG, drawn only from numbers: no scripts, no fonts, and only colours that are classes of the page's style.
+//! Charts as SVG without scripts or fonts. All colors are classes of the page's style.
 
 use maud::{Markup, html};
 
@@ -14,11 +14,11 @@ const BOTTOM: f64 = 54.0;
 const TOP: f64 = 12.0;
 const RIGHT: f64 = 20.0;
 
-/// A series of numbers, drawn in one colour.
+/// A series of numbers, drawn in one color.
 pub(super) struct Series<'a> {
     /// The series' label.
     pub(super) name: &'a str,
-    /// The CSS class of its colour.
+    /// The CSS class of its color.
     pub(super) class: &'static str,
     /// Its values; on a logarithmic scale, only positive ones are drawn.
     pub(super) values: Vec<f64>,
@@ -67,14 +67,14 @@ impl Axis {
         }
         let (from, to) = (self.from.log10().floor() as i32, self.to.log10().ceil() as i32);
         let step = ((to - from) as usize).div_ceil(6).max(1);
-        // Over few decades, also marks in between.
+        // A short axis also gets marks within the decades.
         let within: &[f64] = if self.to / self.from < 150.0 { &[1.0, 2.0, 5.0] } else { &[1.0] };
         let marks = (from..=to).step_by(step).flat_map(|d| within.iter().map(move |w| w * 10_f64.powi(d)));
         marks.filter(|m| (self.from * 0.999..=self.to * 1.001).contains(m)).collect()
     }
 }
 
-/// The nearest 1, 2 or 5 times a power of ten around these bounds, at least two marks apart.
+/// The narrowest range that contains these bounds and has 1, 2 or 5 times a power of ten at both ends, which differ.
 fn enclosing(low: f64, high: f64) -> (f64, f64) {
     let marks = |value: f64| {
         let decade = value.log10().floor() as i32;

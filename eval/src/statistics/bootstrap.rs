@@ -17,6 +17,7 @@ const SEED: u64 = 0x0071_7561_6e74;
 /// A quantile over positions with its 95 % interval.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
+#[non_exhaustive]
 pub struct Quantile {
     /// The quantile over all positions.
     pub value: f64,

@@ -5,6 +5,7 @@ use serde::{Deserialize, Serialize};
 /// A histogram of ten decades with four bins each.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
+#[non_exhaustive]
 pub struct Histogram {
     /// The decimal logarithm of the lower edge of the first bin, which also counts smaller values.
     pub first_decade: i32,
@@ -31,7 +32,7 @@ impl Histogram {
         Self { first_decade: FIRST_DECADE, bins_per_decade: BINS, counts }
     }
 
-    /// All values.
+    /// The number of counted values.
     pub fn total(&self) -> u64 {
         self.counts.iter().fold(0, |sum, n| sum.saturating_add(*n))
     }

@@ -2,10 +2,16 @@
 //!
 //! Tokens of one window depend on each other, so they are not independent samples. The statistics therefore treat
 //! windows as the samples. Let there be `W` windows; window `w` has `n_w` tokens and the total `T_w`, `N = Σ n_w`, and
-//! the overall mean is `m = Σ T_w / N`. The standard error is the jackknife's, `√((W − 1) / W · Σ (r_w / (1 − n_w /
-//! N))²) / N` with `r_w = T_w − m n_w`: the effect of leaving out each window. With windows of one size it is `√(W / (W
-//! − 1) · Σ r_w²) / N`. A window that holds much of the text pulls the mean towards itself, so that its residual is too
-//! small; dividing by `1 − n_w / N` compensates for this.
+//! the overall mean is `m = Σ T_w / N`. The standard error is the jackknife's, which is computed from the effect of
+//! leaving out each window:
+//!
+//! ```text
+//! √((W − 1) / W · Σ (r_w / (1 − n_w / N))²) / N   with r_w = T_w − m n_w
+//! √(W / (W − 1) · Σ r_w²) / N                     for windows of one size
+//! ```
+//!
+//! A window that holds much of the text pulls the mean towards itself, so that its residual is too small; dividing by
+//! `1 − n_w / N` compensates for this.
 //!
 //! Significance follows from Student's t with `N² / Σ n_w² − 1` degrees of freedom ([`student`]), which are `W − 1` for
 //! windows of one size and fewer if some windows hold most of the text. For quantiles, it follows from a bootstrap over

@@ -25,7 +25,6 @@ fn distribution(degrees: f64) -> Option<StudentsT> {
 mod tests {
     use super::*;
 
-    /// Against textbook tables.
     #[test]
     fn quantiles_are_those_of_the_tables() {
         for (p, degrees, value) in [

@@ -160,7 +160,7 @@ fn exponentials(row: &[f32], shift: f64, terms: &mut [f64]) -> f64 {
 #[inline(always)]
 fn cross(weights: &[f64], reference: &[f32], row: &[f32]) -> f64 {
     let term = |w: f64, r: f32, x: f32| {
-        // Where the reference's probability is zero, the model's logit does not matter.
+        // If the reference's probability is zero, the model's logit does not matter.
         let product = w * (f64::from(r) - f64::from(x));
         if w == 0.0 { 0.0 } else { product }
     };

@@ -10,7 +10,8 @@ pub struct OpenBlock {
 }
 
 impl BlockType {
-    /// Finds the scales of one block of values with the least error, weighted by `importance`; `None` for float types.
+    /// Finds scales for one block of values by this crate's own search. `importance` weights the squared errors.
+    /// `None` for float types.
     pub fn fit_scales(&self, x: &[f32], importance: &[f32]) -> Option<OpenBlock> {
         let grid = self.grid?;
         Some(OpenBlock { grid, fields: refine::block(grid, x, importance) })
@@ -18,7 +19,7 @@ impl BlockType {
 }
 
 impl OpenBlock {
-    /// Chooses the code of element `e` nearest to a value; returns the stored value.
+    /// Gives element `e` the code that decodes to the value nearest to `value`; returns the decoded value.
     pub fn choose(&mut self, e: usize, value: f32) -> f32 {
         let (code, stored) = self.grid.round(self.grid.part(&self.fields, e / self.grid.part), value);
         self.fields.codes[e] = code;

@@ -60,7 +60,7 @@ fn half_of_e8m0(code: u8) -> f32 {
     })
 }
 
-/// Half of the code's E4M3 value. The sign is ignored, and NaN becomes 0.
+/// Half of the code's E4M3 value, without its sign. `0x7f`, which is NaN, becomes 0; `0xff` becomes 240.
 fn half_of_e4m3(code: u8) -> f32 {
     if code == 0x7f {
         return 0.0;
@@ -73,7 +73,8 @@ fn half_of_e4m3(code: u8) -> f32 {
     }
 }
 
-/// The code of a scale: rounded to nearest, ties up. Scales that are too large get the largest code.
+/// The code of a scale: rounded to nearest, ties up. As in the reference, scales that round to 256 or more get the
+/// code of 448, and those that round to 0 or less, and NaN, get 0.
 fn e4m3(x: f32) -> u8 {
     if x.is_nan() || x <= 0.0 {
         return 0;
@@ -128,7 +129,7 @@ fn pack_mx(fields: &Fields, block: &mut [u8]) {
     put_codes(&mut block[1..], |e| fields.codes[e]);
 }
 
-/// The exponent that scales the largest magnitude to between 4 and 8.
+/// The E8M0 code of the scale that brings the largest magnitude `max` into the range from 4 to less than 8.
 fn exponent(max: f32) -> u8 {
     // As in the reference, the logarithm is rounded to single precision. For values just below a large power of two, it
     // rounds up to an integer.
@@ -186,7 +187,7 @@ fn decode_nv(bytes: &[u8], out: &mut [f32]) {
     }
 }
 
-/// Builds a block of MXFP4 from an exponent and codes as in checkpoints, two neighbouring columns per byte.
+/// Builds a block of MXFP4 from an exponent and codes as in checkpoints, two neighboring columns per byte.
 pub fn repack_mxfp4(exponent: u8, codes: &[u8], block: &mut [u8]) {
     block[0] = exponent;
     put_codes(&mut block[1..], |e| codes[e / 2] >> (4 * (e % 2)) & 15);

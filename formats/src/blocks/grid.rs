@@ -124,15 +124,15 @@ fn within(value: f32, low: f32, high: f32) -> f32 {
     if value < high { value } else { high }
 }
 
-/// Rounds to the levels of a symmetric grid.
+/// The levels of a grid without a minimum, in units of the scale.
 pub(super) trait Levels: Copy {
-    /// The level nearest to a value. NaN becomes the lowest.
+    /// The level nearest to a value. NaN becomes the lowest, or a zero for E2M1.
     fn level(self, value: f32) -> f32;
     /// The lowest and the highest level.
     fn ends(self) -> [f32; 2];
     /// The approximate distance between levels.
     fn step(self) -> f32;
-    /// The maximum by which the search lets the largest value exceed the last level.
+    /// The maximum by which the largest value may exceed the last level at the start of a search.
     fn beyond(self) -> f32 {
         (-0.4 * self.ends()[0]).min(5.0 * self.step())
     }
@@ -173,7 +173,7 @@ impl Levels for Ternary {
         1.0
     }
 
-    // With many values per part, the best level is near the middle of their magnitudes, far below the largest value.
+    // With many values per part, the best scale is near the middle of their magnitudes, far below the largest value.
     fn beyond(self) -> f32 {
         8.0
     }

@@ -52,7 +52,8 @@ pub static IQ4_XS: BlockType = BlockType {
 
 pub(super) const LEVELS: [i8; 16] =
     [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113];
-/// Writes the codes of 32 elements.
+
+/// Rounds 32 elements and writes their codes.
 #[inline(always)]
 fn put_codes(bytes: &mut [u8], x: &[f32], scale: f32) {
     let inverse = if scale != 0.0 { 1.0 / scale } else { 0.0 };
@@ -63,7 +64,7 @@ fn put_codes(bytes: &mut [u8], x: &[f32], scale: f32) {
     join_codes(bytes, &codes);
 }
 
-/// Writes 32 codes.
+/// Writes 32 codes: byte `j` holds code `j` in its low nibble and code `j + 16` in its high nibble.
 #[inline(always)]
 fn join_codes(bytes: &mut [u8], codes: &[u8]) {
     for (j, byte) in bytes.iter_mut().enumerate() {

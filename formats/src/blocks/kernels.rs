@@ -1,7 +1,8 @@
 //! Blocks in the form that the CPU kernels take: one code per byte, and the scales of groups.
 //!
 //! Q2_K, Q4_K, Q5_K, Q6_K and IQ4_XS keep their two levels of scales ([`SuperScales`]). Other types get one float per
-//! group, which is exact: a scale in half precision times an integer of 7 bits.
+//! group, which is exact: a scale in half precision, which Q3_K multiplies by a 6-bit integer, or the power of two of
+//! MXFP4.
 
 use half::f16;
 use quant_kernels_cpu::{FloatFormat, Scales, SuperMins, SuperScales, ViewError, WeightView, e8m0_value};
@@ -19,7 +20,7 @@ struct Form {
     /// Weights per group.
     group: usize,
     grid: Grid,
-    /// The offsets of all numbers in half precision.
+    /// The byte offsets of all `f16` fields of a block.
     halves: &'static [usize],
     /// Writes the codes of a block, which are zero before, and the parameters of its groups.
     unpack: fn(&[u8], &mut [u8], &mut Groups),
@@ -36,7 +37,7 @@ enum Grid {
     SuperLevels,
     /// Integers with two levels of scales.
     Super,
-    /// The same, with minima.
+    /// Integers with two levels of scales, and two levels of minimums.
     SuperMins,
 }
 
@@ -144,14 +145,14 @@ fn half_at(block: &[u8], at: usize) -> f16 {
     f16::from_le_bytes([block[at], block[at + 1]])
 }
 
-/// Codes of each 32 elements: byte `j` holds element `j` in its low nibble and `j + 16` in its high nibble.
+/// Unpacks 32 codes: byte `j` holds element `j` in its low nibble and `j + 16` in its high nibble.
 fn nibbles(bytes: &[u8], codes: &mut [u8]) {
     for (i, code) in codes.iter_mut().enumerate() {
         *code = bytes[i % 16] >> (4 * (i / 16)) & 15;
     }
 }
 
-/// The scales and minimums of Q4_K and Q5_K.
+/// Reads the scales and minimums of a block of Q4_K or Q5_K.
 fn six_bit(block: &[u8], groups: &mut Groups) {
     [groups.d, groups.dmin] = [0, 2].map(|at| half_at(block, at));
     for j in 0..8 {
@@ -171,7 +172,7 @@ impl BlockType {
         self.form().is_some()
     }
 
-    /// Whether all scales in these blocks are certain to give finite weights.
+    /// Whether all scales in these blocks are certain to give finite weights; `false` for types without a kernel.
     pub fn has_finite_scales(&self, bytes: &[u8]) -> bool {
         let Some(form) = self.form() else { return false };
         bytes.chunks_exact(self.bytes).all(|block| match form.grid {
@@ -183,7 +184,7 @@ impl BlockType {
 
     /// Passes the weight `[n, k]` in these rows of blocks to a function in the form that the kernels take; `None` if
     /// they have none for this type. The weights are those of [`decode`](Self::decode), bit for bit, except that zeros
-    /// of MXFP4 keep their sign. Allocates a byte per weight.
+    /// of MXFP4 keep their sign. Allocates a byte per weight, and the scales.
     ///
     /// # Errors
     /// When the length of `bytes` does not match the shape.

@@ -1,8 +1,11 @@
-//! Block types: rows of weights in blocks of 32 or 256, each with its own scales, as in ggml's files.
+//! Block types: rows of weights in blocks of 32, 64 or 256, each with its own scales, as in ggml's files; also plain
+//! floats.
 //!
-//! A block type is data ([`BlockType`]): name, id, length and bytes of a block, and two functions. Each type's
-//! arithmetic is in its own file. Encoding uses the reference search by default: its bytes equal those of llama.cpp's
-//! quantizer, which computes in scalar `f32` in the same order. `docs/formats/gguf.md` draws the blocks.
+//! A block type is data ([`BlockType`]): its name and id, the size of a block, and functions that encode and decode
+//! rows. The arithmetic of each family of types is in its own file. [`BlockType::encode`] uses the reference search:
+//! its bytes equal those of llama.cpp's quantizer, which computes in scalar `f32` in the same order, except where that
+//! stores NaN as a scale of IQ4_NL. [`BlockType::encode_refined`] uses this crate's own search.
+//! `docs/formats/gguf.md` draws the blocks.
 
 mod block;
 mod f16_bits;
@@ -56,9 +59,10 @@ pub struct BlockType {
     pub bytes: usize,
     /// Whether encoding requires an importance matrix.
     pub needs_importance: bool,
-    /// Whether an importance matrix changes the result.
+    /// Whether tensors of this type are encoded with an importance matrix if there is one. The reference search
+    /// ignores it for some of these types.
     pub uses_importance: bool,
-    /// The type that llama.cpp uses instead for rows whose length is not a multiple of the block.
+    /// The type that llama.cpp uses instead for rows whose length is not a multiple of `elements`.
     pub fallback: Option<&'static BlockType>,
     /// The values that a block can represent; `None` for floats.
     grid: Option<&'static grid::Grid>,
@@ -165,7 +169,9 @@ impl BlockType {
         self.elements == 1
     }
 
-    /// Encodes a row. `importance` weights the squared error of each element; only its ratios within a row matter.
+    /// Encodes a row with the [reference](Search::Reference) search. `importance`, which must be nonnegative, weights
+    /// the squared error of each element; only its ratios within a row matter. Floats, Q8_0, the ternary types and the
+    /// 4-bit floats ignore it.
     ///
     /// # Panics
     /// When the lengths are inconsistent; see [`row_bytes`](Self::row_bytes).
@@ -188,9 +194,10 @@ impl BlockType {
         }
     }
 
-    /// Encodes a row with scales from this crate's own search, which gives a smaller error than
+    /// Encodes a row with scales from this crate's own search, which usually gives a smaller error than
     /// [`encode`](Self::encode). It minimizes `Σ importance·(σ² + value²)^¼·(value − stored)²`, with the mean square
-    /// `σ²` of the row. Without `importance`, every element has an importance of 1.
+    /// `σ²` of the row. Without `importance`, every element has an importance of 1. Floats are encoded as by
+    /// [`encode`](Self::encode).
     ///
     /// # Panics
     /// See [`encode`](Self::encode).

@@ -94,7 +94,7 @@ fn encode_batch(row: &[f32], importance: Option<&[f32]>, out: &mut [u8]) {
             }
             None => by_largest(&scales, &mut s),
         };
-        // If all scales are zero, their bytes stay zero.
+        // Without importance, the bytes of the scales stay zero if all scales are zero.
         if importance.is_some() || largest(&scales) != 0.0 {
             put_scales(&mut block[SCALES..D], &s);
         }

@@ -8,7 +8,7 @@
 use super::grid::{Fields, Grid, Scales, Steps};
 use super::{BlockType, Q4_0, SUPER, f16_bits};
 
-/// 1.69 bits, `d·(q − 1)`.
+/// 1.625 bits, `d·(q − 1)`.
 pub static TQ1_0: BlockType = BlockType {
     name: "TQ1_0",
     id: 34,
@@ -88,13 +88,14 @@ fn pack_2(fields: &Fields, block: &mut [u8]) {
     put_2(&fields.codes[..SUPER], fields.d, block);
 }
 
-/// The scale, such that the largest magnitude becomes 1.
+/// Returns the codes of 256 values and their scale, the largest magnitude.
 fn codes(x: &[f32]) -> ([u8; SUPER], f32) {
     let d = x.iter().fold(0.0_f32, |max, v| max.max(v.abs()));
     let inverse = if d != 0.0 { 1.0 / d } else { 0.0 };
     let mut codes = [1; SUPER];
     for (code, x) in codes.iter_mut().zip(x) {
-        // Rounds half away from zero. The inverse of a subnormal scale overflows, which may give NaN; NaN becomes 0.
+        // Rounds half away from zero. The inverse of a subnormal scale may overflow; infinite and NaN products become
+        // the value 0.
         *code = match (x * inverse).round() {
             1.0 => 2,
             -1.0 => 0,
@@ -165,7 +166,7 @@ mod tests {
         }
     }
 
-    /// A block computed by hand, whose first element is 1 and all others −1; and the positions of codes.
+    /// Blocks computed by hand, with a first element of `d` and all others `−d`.
     #[test]
     fn bytes_of_a_block() {
         let mut row = [-2.0; 256];

@@ -4,7 +4,7 @@ use proptest::prelude::*;
 
 use super::*;
 
-/// The largest error of a weight within its sub-block's range, relative to the largest magnitude there.
+/// A bound for the error of a weight, relative to the largest magnitude in the row.
 fn coarseness(kind: &BlockType) -> f32 {
     match kind.name {
         "F32" => 0.0,

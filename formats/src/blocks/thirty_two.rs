@@ -1,7 +1,7 @@
-//! 32 4-bit or 5-bit codes with a scale, and a minimum in the types that end in 1.
+//! 32 4-bit or 5-bit codes with a scale, and a minimum in the types whose names end in 1.
 //!
-//! `d`, `m` if there is one, the fifth bits of all codes as one little-endian 32-bit word, then 16 bytes: byte `j`
-//! holds element `j` in its low nibble and `j + 16` in its high nibble.
+//! A block holds `d`; `m` if there is one; the fifth bits of 5-bit codes as one little-endian 32-bit word; then 16
+//! bytes: byte `j` holds element `j` in its low nibble and `j + 16` in its high nibble.
 
 use super::grid::{Fields, Grid, Scales, Steps};
 use super::search::{
@@ -134,7 +134,7 @@ fn plain_symmetric<const BITS: usize>(x: &[f32], codes: &mut [u8; 32]) -> (f32, 
     (d, 0.0)
 }
 
-/// The range from the smallest element to the largest.
+/// Spreads the codes evenly from the smallest element to the largest.
 fn plain_minimum<const BITS: usize>(x: &[f32], codes: &mut [u8; 32]) -> (f32, f32) {
     let (mut min, mut max) = (f32::MAX, f32::MIN);
     for &v in x {
@@ -185,7 +185,7 @@ fn decode<const BITS: usize, const MINIMUM: bool>(bytes: &[u8], out: &mut [f32])
     }
 }
 
-/// A block of Q4_0 from codes on its grid: `d·(q − 8)`, `q` below 16.
+/// Writes a block of Q4_0 from its scale `d` and its codes `q`, which are below 16: its values are `d·(q − 8)`.
 pub fn pack_q4_0(scale: half::f16, codes: &[u8; 32], block: &mut [u8]) {
     block[..2].copy_from_slice(&scale.to_le_bytes());
     put_codes::<4, false>(block, codes);

@@ -1,4 +1,4 @@
-//! The checks that every sink makes of its callers' arguments.
+//! Checks of arguments that every sink shares.
 
 use std::collections::BTreeSet;
 
@@ -29,7 +29,7 @@ pub fn check_specs(specs: &[TensorSpec]) -> Result<()> {
             return Err(fault("overflows"));
         }
         if info.dtype.byte_len(info.elements() as u64).is_none() {
-            return Err(fault("is not whole bytes"));
+            return Err(fault("does not fill whole bytes"));
         }
         if !names.insert(name) {
             return Err(fault("was declared twice"));
@@ -64,5 +64,5 @@ pub(crate) fn unknown(name: &str) -> Error {
 /// The error for incomplete tensors.
 pub(crate) fn incomplete(names: &[&str]) -> Error {
     let some = names.iter().take(4).copied().collect::<Vec<_>>().join(", ");
-    Error::Internal(format!("{} output tensor(s) are incomplete: {some}", names.len()))
+    Error::Internal(format!("output tensors are incomplete ({}): {some}", names.len()))
 }

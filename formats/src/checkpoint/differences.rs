@@ -1,4 +1,4 @@
-//! How the request of a run differs from that of the interrupted run that it should resume.
+//! Differences between the request of a run and that of the interrupted run that it should resume.
 
 use std::collections::BTreeMap;
 
@@ -7,13 +7,14 @@ use serde_json::Value;
 use super::names::printable;
 
 const FINGERPRINT: &str = "fingerprint.";
-/// The program that ran: no setting can make two of them agree.
+/// Prefix of the fields that describe the program. If they differ, changing settings does not help.
 const PROGRAM: &str = "program.";
-/// The scheme of each linear.
+/// Prefix of the fields that hold the scheme of each linear.
 const SCHEMES: &str = "schemes.";
-/// What follows from the method, and is not mentioned if the method itself has changed.
+/// Fields that follow from the method. They are not listed if the method itself has changed.
 const OF_METHOD: [&str; 4] = ["steps", "transforms", "gptq", "calibration"];
-/// What follows from the calibration text and the other settings of `calibration`.
+/// Fields that follow from the calibration text and the other settings of `calibration`. They are not listed if one of
+/// these settings has changed; otherwise one line reports that the text has changed.
 const OF_TEXT: [&str; 5] = [
     "calibration.tokens",
     "calibration.tokens_counted",
@@ -21,7 +22,7 @@ const OF_TEXT: [&str; 5] = [
     "calibration.tokens_sha256",
     "calibration.layout_sha256",
 ];
-/// Characters of a value that are shown.
+/// Maximum number of characters that are shown of a value.
 const MAX_SHOWN: usize = 80;
 
 /// A field in which two requests differ.
@@ -95,7 +96,7 @@ impl Difference {
     }
 }
 
-/// The schemes that have changed, each with the number of linears, or their name if there is one.
+/// The schemes that have changed, each with the number of linears, or with the linear's name if there is only one.
 fn schemes(all: &[Difference]) -> Vec<String> {
     let mut changes: BTreeMap<(String, String), Vec<&str>> = BTreeMap::new();
     for difference in all {
@@ -189,7 +190,7 @@ mod tests {
         assert_eq!(
             lines(was.clone(), of("awq", &["awq"], 7, "b")),
             ["calibration.seed: was 0, is 7"],
-            "another seed gives other tokens"
+            "a different seed gives different tokens"
         );
         assert_eq!(lines(was, of("awq", &["awq"], 0, "b")), ["calibration text: has changed"]);
         assert_eq!(

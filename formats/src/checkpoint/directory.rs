@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use serde_json::{Map, Value};
 
-use super::input_file::{Lookup, Root, read_capped};
+use super::input_file::{Lookup, Root, placeholder, read_capped};
 use super::names::printable;
 use super::{Checkpoint, ConfigFields, ShardedCheckpoint, strict_json};
 use crate::worker::TextWorkers;
@@ -54,7 +54,8 @@ const LEGAL: [&str; 3] = ["LICENSE", "NOTICE", "USE_POLICY"];
 /// # let bytes = [&(header.len() as u64).to_le_bytes()[..], header, &[0; 8]].concat();
 /// # std::fs::write(path.join("model.safetensors"), bytes).unwrap();
 ///
-/// // `config.json`, and safetensors in one file or in shards: headers are read and checked, and no tensor.
+/// // A directory with `config.json` and safetensors in one file or in shards. Opening it reads and checks the headers,
+/// // but no tensor data.
 /// let directory = ModelDirectory::open(path)?;
 /// assert_eq!(directory.fields().require_usize("hidden_size")?, 2);
 /// assert_eq!(directory.source().read("norm.weight")?.len(), 8);
@@ -119,7 +120,7 @@ impl ModelDirectory {
     ///
     /// # Errors
     /// - [`Error::NoCheckpoint`], [`Error::PickleOnly`]: there is no supported model.
-    /// - [`Error::Config`]: `config.json` is over 1 MiB, not JSON, not an object, or has a duplicate key.
+    /// - [`Error::Config`]: `config.json` is missing, over 1 MiB, not JSON, not an object, or has a duplicate key.
     /// - The errors of [`ShardedCheckpoint::open`].
     pub fn open(path: &Path) -> Result<ModelDirectory> {
         let root = Root::open(path)?;
@@ -209,7 +210,7 @@ impl ModelDirectory {
         &self.config
     }
 
-    /// The path of `config.json`.
+    /// The path of `config.json`, or of a single-file model.
     pub fn config_path(&self) -> &Path {
         &self.config_path
     }
@@ -224,18 +225,19 @@ impl ModelDirectory {
         &self.source
     }
 
-    /// `tokenizer.json`, if it exists and is readable.
+    /// The path of `tokenizer.json`, if it is among the [accompanying files](Self::sidecar_files).
     pub fn tokenizer_path(&self) -> Option<PathBuf> {
         self.sidecar(TOKENIZER).map(|s| s.path.clone())
     }
 
-    /// Returns the accompanying file with this name, if it exists and is readable.
+    /// Returns the [accompanying file](Self::sidecar_files) with this name.
     pub fn sidecar(&self, name: &str) -> Option<&Sidecar> {
         self.sidecars.iter().find(|s| s.path.file_name() == Some(OsStr::new(name)))
     }
 
-    /// Files to copy to a converted model, sorted by name: tokenizer, generation settings, chat template, licence
-    /// texts; never code or weights.
+    /// Files to copy to a converted model, sorted by name: tokenizer, generation settings, chat template, license
+    /// texts; never code or weights. Broken links, links to files outside the model, and anything but regular files are
+    /// left out, with a [warning](Self::warnings).
     pub fn sidecar_files(&self) -> &[Sidecar] {
         &self.sidecars
     }
@@ -257,6 +259,9 @@ fn read_config(root: &Root, path: &Path) -> Result<Map<String, Value>> {
         Lookup::Refused(reason) => return Err(broken(reason)),
     };
     let bytes = read_capped(&real, path, MAX_CONFIG_BYTES)?.map_err(broken)?;
+    if let Some(reason) = placeholder(&bytes) {
+        return Err(broken(reason.into()));
+    }
     match strict_json::parse(&bytes) {
         Ok(Value::Object(map)) => Ok(map),
         Ok(_) => Err(broken("must contain one JSON object".into())),

@@ -14,7 +14,7 @@ use std::path::Path;
 use serde::Deserialize;
 use serde::de::{self, DeserializeSeed, IgnoredAny, MapAccess, SeqAccess, Visitor};
 
-use super::input_file::read_exact_at;
+use super::input_file::{PLACEHOLDER_BYTES, placeholder, read_exact_at};
 use super::names::{name_fault, printable};
 use super::{Dtype, HeaderError, OpaqueDtype, TensorInfo};
 use crate::{Error, Result};
@@ -69,7 +69,11 @@ impl Header {
         let mut prefix = [0; 8];
         read_exact_at(file, path, 0, &mut prefix)?;
         let limits = Limits::default();
-        let len = checked_len(prefix, file_len, limits).map_err(broken)?;
+        let len = checked_len(prefix, file_len, limits).map_err(|fault| {
+            let mut start = vec![0; file_len.min(PLACEHOLDER_BYTES as u64) as usize];
+            let found = read_exact_at(file, path, 0, &mut start).ok().and_then(|()| placeholder(&start));
+            broken(found.map_or(fault, HeaderError::Placeholder))
+        })?;
         let mut json = vec![0; len];
         read_exact_at(file, path, 8, &mut json)?;
         Self::parse(&json, file_len, limits).map_err(broken)
@@ -307,8 +311,8 @@ impl RawEntry {
     }
 }
 
-/// Number of dimensions and elements of a tensor of known type. A zero dimension does not excuse an overflow of the
-/// others: code that multiplies strides would overflow too.
+/// Dimensions and number of elements; `None` if the size overflows. The product of the nonzero dimensions is checked,
+/// even if another dimension is zero: code that multiplies strides would overflow as well.
 fn checked_elements(shape: &[u64], dtype: Dtype) -> Option<(Vec<usize>, u64)> {
     let mut dims = Vec::with_capacity(shape.len());
     let mut elements = 1u64;

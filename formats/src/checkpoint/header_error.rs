@@ -17,6 +17,9 @@ pub enum HeaderError {
         /// Bytes of the file after the first 8.
         available: u64,
     },
+    /// The file is a Git LFS pointer or an HTML page.
+    #[error("the file {0}")]
+    Placeholder(&'static str),
     /// The header exceeds the maximum length.
     #[error("the header length is {declared} bytes; the limit is {limit}")]
     HeaderTooLarge {
@@ -52,7 +55,8 @@ pub enum HeaderError {
         /// The parser's error, with line and column.
         reason: String,
     },
-    /// A tensor's entry lacks the fields `dtype`, `shape` and `data_offsets` with the right types.
+    /// A tensor's entry is not an object with exactly the fields `dtype`, `shape` and `data_offsets`, each of the right
+    /// type.
     #[error("tensor `{tensor}`: {reason}")]
     BadEntry {
         /// The tensor.
@@ -101,7 +105,7 @@ pub enum HeaderError {
         /// The maximum.
         limit: usize,
     },
-    /// The size of a tensor overflows 64 bits.
+    /// The size of a tensor in bytes overflows 64 bits, or exceeds the address space.
     #[error("tensor `{tensor}`: the size of shape {shape:?} overflows")]
     SizeOverflow {
         /// The tensor.

@@ -46,7 +46,10 @@ pub fn file_sha256(path: &Path, cancel: &CancelToken) -> Result<String> {
     Ok(hex(&hash.finalize()))
 }
 
-/// Computes the BLAKE3 of a file in hexadecimal digits.
+/// Computes the BLAKE3 of a file in hexadecimal digits, reading it in chunks.
+///
+/// # Errors
+/// When it cannot be read, or when cancelled.
 pub fn file_blake3(path: &Path, cancel: &CancelToken) -> Result<String> {
     let mut hash = blake3::Hasher::new();
     each_piece(path, cancel, |piece| {

@@ -31,7 +31,7 @@ pub(crate) enum Lookup {
     File(PathBuf),
     /// The name does not exist.
     Absent,
-    /// A dangling link.
+    /// A dangling link, or a link to an incomplete download in a cache.
     Dangling,
     /// Something that must not be read; the reason is the rest of a sentence that begins with the name.
     Refused(String),
@@ -157,7 +157,7 @@ pub(crate) fn relative_name_fault(name: &str) -> Option<&'static str> {
     (plain.as_os_str() != path.as_os_str()).then_some("is not a plain relative path")
 }
 
-/// Opens a regular file for reading without blocking on a pipe.
+/// Opens a regular file for reading without following a link or blocking on a pipe. `shown` is the path for messages.
 ///
 /// # Errors
 /// [`Error::Io`], also when it is no longer a regular file.
@@ -170,7 +170,10 @@ pub fn open_regular(real: &Path, shown: &Path) -> Result<File> {
     Ok(file)
 }
 
-/// Reads a whole small file, or returns why its size is not accepted.
+/// Reads a whole small file, or returns the reason why its size is not accepted. `shown` is the path for messages.
+///
+/// # Errors
+/// [`Error::Io`] when it is not a regular file, or cannot be read.
 pub fn read_capped(real: &Path, shown: &Path, cap: u64) -> Result<Result<Vec<u8>, String>> {
     let file = open_regular(real, shown)?;
     let len = file.metadata().map_err(|e| Error::io("read", shown, e))?.len();
@@ -184,6 +187,20 @@ pub fn read_capped(real: &Path, shown: &Path, cap: u64) -> Result<Result<Vec<u8>
         return Ok(Err(format!("exceeds the limit of {cap} bytes")));
     }
     Ok(Ok(bytes))
+}
+
+/// Bytes at the start of a file that [`placeholder`] needs.
+pub(crate) const PLACEHOLDER_BYTES: usize = 64;
+
+/// Names what is often found in place of a file after an incomplete download: a Git LFS pointer, or an HTML page. Returns
+/// the end of a sentence that begins with the file; `None` if these first bytes of the file are neither.
+pub fn placeholder(start: &[u8]) -> Option<&'static str> {
+    let start = start.trim_ascii_start();
+    let begins = |word: &[u8]| start.len() >= word.len() && start[..word.len()].eq_ignore_ascii_case(word);
+    if begins(b"version https://git-lfs") {
+        return Some("is a Git LFS pointer, not the file itself; `git lfs pull` fetches the file");
+    }
+    (begins(b"<!doctype html") || begins(b"<html")).then_some("is an HTML page, not the file itself")
 }
 
 /// Fills `buffer` with the bytes at `offset`, continuing after interrupts and short reads.

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! OUT.job/lock            held while a run writes; the system releases it when the process ends
-//!        /job.json        the request: a run that resumes must have the same
+//!        /job.json        the request: a run that resumes must have the same one
 //!        /journal.jsonl   completed tensors
 //!        /out/            the future OUT
 //!        /states.safetensors
@@ -29,9 +29,9 @@ const JOURNAL: &str = "journal.jsonl";
 const OUT: &str = "out";
 const PREVIOUS: &str = "previous";
 const STATES: &str = "states.safetensors";
-/// Maximum size of a record, which lists the result for every linear; a longer one was not written by this program.
+/// Maximum size of a record, which lists the scheme of every linear; a longer one was not written by this program.
 const MAX_RECORD_BYTES: u64 = 256 << 20;
-/// A lock file holds only a process number.
+/// Maximum size of a lock file, which holds only a process number.
 const LOCK_BYTES: u64 = 32;
 /// Entries of a job directory except the lock, in the order of removal: without its record, a job is never resumed.
 const CONTENTS: [&str; 8] =

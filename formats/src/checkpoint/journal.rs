@@ -1,8 +1,8 @@
 //! The journal of completed tensors, for a run that resumes after an interruption.
 //!
 //! It has one line per tensor, appended only after the tensor's bytes are durable. Its entries are verified: on
-//! resuming, every tensor it names is read back and hashed. So a line that was torn by a crash, or damaged later, only
-//! costs the work on that tensor. It also holds records that a caller stores for a resumed run.
+//! resuming, every tensor it names is read back and hashed. So a line that a crash tore, or that was damaged later, only
+//! costs the work on that tensor. The journal also holds records that a caller stores for a resumed run.
 
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, ErrorKind};
@@ -94,7 +94,8 @@ impl WriteJournal {
     }
 }
 
-/// Records first: if a tensor's line is there, so are the records kept before it.
+/// Formats entries as lines. Records come first, so that if a tensor's line is complete, the records stored before it
+/// are complete, too.
 fn lines(entries: &Entries) -> Result<Vec<u8>> {
     let records = entries
         .records

@@ -33,7 +33,7 @@ pub struct ShardLayout {
 pub struct ShardFile {
     /// The file's name, such as `model-00001-of-00002.safetensors`.
     pub name: String,
-    /// The header, which precedes the data.
+    /// All bytes before the data: in a safetensors file, the length field and the JSON.
     pub header: Vec<u8>,
     /// The tensors in the order of their data.
     pub tensors: Vec<PlacedTensor>,

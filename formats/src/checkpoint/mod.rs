@@ -1,4 +1,4 @@
-//! The first and last stage of the pipeline: checkpoints are read by ranges and written atomically.
+//! The first and last stages of the pipeline: reading checkpoints by byte ranges, and writing them atomically.
 //!
 //! ```text
 //! read    directory ─► shards ─► header         config.json, shards and index, checks of each file
@@ -60,13 +60,13 @@ pub use header_error::HeaderError;
 pub use identity::file_blake3;
 #[cfg(feature = "write")]
 pub use identity::file_sha256;
-pub use input_file::{open_regular, read_capped, read_exact_at};
+pub use input_file::{open_regular, placeholder, read_capped, read_exact_at};
 #[cfg(feature = "write")]
 pub use job::differences;
 #[cfg(feature = "write")]
 pub use layout::{PlacedTensor, ShardFile, ShardLayout};
 #[cfg(feature = "write")]
-pub use manifest::PublishedFile;
+pub use manifest::{PublishedFile, VerifiedFiles, verify_checkpoint};
 pub use memory::{MemorySink, MemorySource};
 pub use names::printable;
 pub use names::{is_unprintable, printable_lines};

@@ -12,7 +12,7 @@ pub(crate) fn name_fault(name: &str) -> Option<&'static str> {
     } else if name.len() > MAX_NAME_BYTES {
         Some("is longer than 1024 bytes")
     } else if name.contains('\0') {
-        Some("holds NUL")
+        Some("contains NUL")
     } else if name.chars().any(char::is_control) {
         Some("contains control characters")
     } else if name.chars().any(is_deceptive) {

@@ -31,6 +31,7 @@ pub(crate) struct ReplacePolicy {
 
 /// A published checkpoint.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Published {
     /// The directory, or the single file, absolute and with links resolved.
     pub path: PathBuf,
@@ -40,7 +41,7 @@ pub struct Published {
     pub bytes: u64,
     /// Whether an older target was replaced.
     pub replaced: bool,
-    /// Staging files that could not be removed, if any; they do not affect the result.
+    /// The job directory, if it could not be removed; this does not affect the result.
     pub leftover: Option<PathBuf>,
 }
 

@@ -13,7 +13,7 @@ use crate::{Error, Result};
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct WantedFiles {
     /// `config.json`, whether it was listed or not, then the accompanying files: tokenizer, generation settings, chat
-    /// template, licence texts. Never code or pickle files.
+    /// template, license texts. Never code or pickle files.
     pub companions: Vec<String>,
     /// The weights, or the index of their shards.
     pub weights: String,
@@ -21,7 +21,7 @@ pub struct WantedFiles {
     pub sharded: bool,
 }
 
-/// Selects from the names in a repository; `repository` is for messages.
+/// Selects a checkpoint's files from the names in a repository; `repository` is for messages.
 ///
 /// # Errors
 /// [`Error::NoCheckpoint`] or [`Error::PickleOnly`]: there are no weights that this crate reads.

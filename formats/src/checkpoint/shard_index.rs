@@ -7,7 +7,7 @@ use std::fmt;
 use serde::Deserialize;
 use serde::de::{self, DeserializeSeed, IgnoredAny, MapAccess, Visitor};
 
-use super::input_file::relative_name_fault;
+use super::input_file::{placeholder, relative_name_fault};
 use super::names::{name_fault, printable};
 
 /// The maximum size of an index.
@@ -30,6 +30,9 @@ impl ShardIndex {
     /// # Errors
     /// A description of the problem that names the field.
     pub(crate) fn parse(bytes: &[u8]) -> Result<Self, String> {
+        if let Some(reason) = placeholder(bytes) {
+            return Err(reason.into());
+        }
         let text = std::str::from_utf8(bytes)
             .map_err(|e| format!("is not valid UTF-8 at byte {}", e.valid_up_to()))?;
         let mut raw = RawIndex::default();

@@ -243,7 +243,8 @@ impl From<Error> for ShardFault {
     }
 }
 
-/// Opens one of the two files that a checkpoint can begin with, if it exists.
+/// Looks up one of the two files that a checkpoint can begin with; returns its resolved path, or `None` if it does not
+/// exist.
 pub(crate) fn weight_file(root: &Root, name: &str) -> Result<Option<PathBuf>> {
     let reason = match root.lookup(name)? {
         Lookup::File(real) => return Ok(Some(real)),
@@ -309,7 +310,7 @@ fn match_index(
     }
     for (shard, names) in extra {
         warnings.push(format!(
-            "{} contains {} tensor(s) that are not in {INDEX} and are ignored: {}",
+            "tensors in {} that are not in {INDEX} are ignored ({}): {}",
             index.shards[shard],
             names.len(),
             listed(names, 8)
@@ -341,7 +342,8 @@ fn compare_single(
     )))
 }
 
-/// Warns about weight files that the index does not name, such as leftover shards or the files of a different model.
+/// Warns about weight files that are not part of the checkpoint, such as leftover shards or the files of a different
+/// model.
 fn stray_weights(root: &Root, known: &[String]) -> Result<Vec<String>> {
     let entries = root.entries()?;
     let stray: Vec<&str> = entries

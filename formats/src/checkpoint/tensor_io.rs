@@ -45,13 +45,14 @@ pub trait TensorSource: Send + Sync {
     /// Returns the file that holds the tensor, for messages.
     fn location(&self, name: &str) -> PathBuf;
 
-    /// Returns the type of the blocks that a tensor's floats are decoded from, if [`read_blocks`](Self::read_blocks) can
-    /// return these blocks.
+    /// Returns the type of the blocks that a tensor's floats are decoded from, if [`read_blocks`](Self::read_blocks)
+    /// can return these blocks.
     fn block_type(&self, _name: &str) -> Option<&'static BlockType> {
         None
     }
 
-    /// Returns these blocks, row by row; `None` if the tensor has no [`block_type`](Self::block_type).
+    /// Returns the blocks that a tensor's floats are decoded from, row by row; `None` if the tensor has no
+    /// [`block_type`](Self::block_type).
     ///
     /// # Errors
     /// When reading fails.
@@ -64,7 +65,7 @@ pub trait TensorSource: Send + Sync {
         false
     }
 
-    /// Returns the MXFP4 blocks of a tensor, row by row: codes, two neighbouring columns per byte with the lower one in
+    /// Returns the MXFP4 blocks of a tensor, row by row: codes, two neighboring columns per byte with the lower one in
     /// the low nibble; and exponents, one per 32 columns. `None` if the tensor is not stored in MXFP4 blocks.
     ///
     /// # Errors
@@ -80,6 +81,9 @@ pub trait TensorSource: Send + Sync {
     }
 
     /// Reads the tensor's bytes.
+    ///
+    /// # Errors
+    /// When there is no such tensor, reading fails, or it exceeds the address space.
     fn read(&self, name: &str) -> Result<Vec<u8>> {
         let len = self.require(name)?.byte_len();
         let len = usize::try_from(len)

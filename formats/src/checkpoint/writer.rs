@@ -28,6 +28,7 @@ use super::verify::{each_chunk, tensor_digest, verify_file, verify_shard};
 use super::{Archive, SafetensorsDirectory, ShardLayout, Sidecar, TensorSink, TensorSpec};
 use crate::digest::Digest256;
 use crate::progress::timed;
+use crate::wording::counted;
 use crate::{CancelToken, Error, Event, Observer, Result, Silent};
 
 /// How a checkpoint is written.
@@ -73,9 +74,33 @@ impl WriteOptions {
     }
 }
 
-/// Writes a checkpoint; the target does not exist before [`CheckpointWriter::publish`].
+/// Writes a checkpoint. The target does not change before [`CheckpointWriter::publish`].
 ///
 /// Dropping it leaves the job directory, from which another writer can resume.
+///
+/// ```
+/// use quant_formats::checkpoint::{
+///     CheckpointWriter, Dtype, ShardedCheckpoint, TensorSink, TensorSource, TensorSpec, WriteOptions,
+/// };
+/// # let temporary = tempfile::tempdir().unwrap();
+/// # let target = temporary.path().join("out");
+///
+/// // All tensors are announced first, so the files have their full length from the start.
+/// let tensors = vec![TensorSpec::new("a", Dtype::F32, [2]), TensorSpec::new("b", Dtype::U8, [3])];
+/// let mut writer = CheckpointWriter::create(&target, tensors, WriteOptions::default())?;
+/// writer.write("b", 0, &[1, 2, 3])?; // in any order, and each in as many parts as you like
+/// writer.write("a", 0, &1.5_f32.to_le_bytes())?;
+/// writer.write("a", 4, &2.5_f32.to_le_bytes())?;
+/// writer.commit()?; // a job that is killed from here on can be resumed with these tensors
+/// writer.add_file("config.json", b"{}")?;
+/// assert!(!target.exists());
+///
+/// // Everything is read back and compared before the directory gets its name.
+/// let published = writer.publish()?;
+/// assert!(published.files.iter().any(|file| file.name == "model.safetensors"));
+/// assert_eq!(ShardedCheckpoint::open(&target)?.read_f32("a")?, [1.5, 2.5]);
+/// # Ok::<(), quant_formats::Error>(())
+/// ```
 pub struct CheckpointWriter {
     fs: Arc<dyn FileSystem>,
     job: Job,
@@ -84,11 +109,13 @@ pub struct CheckpointWriter {
     tensors: HashMap<String, Progress>,
     files: BTreeMap<String, PublishedFile>,
     journal: WriteJournal,
-    /// All records, and below them the records that are not in the journal yet.
+    /// All records.
     records: BTreeMap<String, Value>,
+    /// The records that are not in the journal yet.
     fresh_records: BTreeMap<String, Value>,
     options: WriteOptions,
     notes: Vec<String>,
+    is_resumed: bool,
     /// Set after a failed sync, because the system may have dropped unwritten data.
     sync_failed: bool,
 }
@@ -107,7 +134,9 @@ impl fmt::Debug for CheckpointWriter {
 /// The progress of a tensor.
 struct Progress {
     written: u64,
-    running: blake3::Hasher,
+    /// The digest of the bytes so far, while the tensor is incomplete and has some. A hasher has 2 kB, and a model can have
+    /// a hundred thousand tensors.
+    running: Option<Box<blake3::Hasher>>,
     /// The digest of all bytes of the tensor, once they are written.
     hash: Option<Digest256>,
     journaled: bool,
@@ -159,7 +188,14 @@ impl CheckpointWriter {
         }
         job.clear(&*fs)?;
         match stage(&*fs, &job, &layout, &record) {
-            Ok((shards, journal)) => Ok(Self::assemble(fs, job, layout, options, shards, journal)),
+            Ok((shards, journal)) => {
+                let resumes = options.resume;
+                let mut writer = Self::assemble(fs, job, layout, options, shards, journal);
+                if resumes {
+                    writer.notes.push("there is nothing to resume: the run starts from the beginning".into());
+                }
+                Ok(writer)
+            }
             Err(error) => {
                 // Incomplete staging files cannot be resumed, and may fill the disk.
                 let _ = job.remove(&*fs);
@@ -190,6 +226,7 @@ impl CheckpointWriter {
             fresh_records: BTreeMap::new(),
             options,
             notes: Vec::new(),
+            is_resumed: false,
             sync_failed: false,
         }
     }
@@ -213,16 +250,17 @@ impl CheckpointWriter {
         let journal = WriteJournal::start(&*fs, &job.journal(), &entries)?;
         let mut writer = Self::assemble(fs, job, layout, options, shards, journal);
         writer.records = entries.records;
+        writer.is_resumed = true;
         let held = entries.tensors;
         writer.notes.push(format!(
-            "resumed: {} of {} tensors are complete",
+            "resumed: {} of {} tensors of the output are complete",
             held.len(),
             writer.tensors.len()
         ));
         if !lost.is_empty() {
             writer.notes.push(format!(
-                "{} tensor(s) did not match the journal and will be written again: {}",
-                lost.len(),
+                "{} did not match the journal and will be written again: {}",
+                counted(lost.len(), "tensor"),
                 listed(lost.iter().map(String::as_str), 8)
             ));
         }
@@ -239,6 +277,11 @@ impl CheckpointWriter {
     /// Notes on how the job was resumed, one line each.
     pub fn notes(&self) -> &[String] {
         &self.notes
+    }
+
+    /// Whether the job directory is that of an earlier run.
+    pub fn is_resumed(&self) -> bool {
+        self.is_resumed
     }
 
     /// The files to be written, without those of [`Self::add_file`].
@@ -371,7 +414,7 @@ impl CheckpointWriter {
             files.push(manifest);
         }
         self.sync_dir(&out)?;
-        // The last point at which cancelling has no effect on the target.
+        // The last check: nothing remains but the rename.
         cancel.check()?;
         // The shards are closed with the writer: open files could keep a network file system from moving their
         // directory.
@@ -444,6 +487,7 @@ impl Prepared {
     ///
     /// # Errors
     /// - [`Error::OutputExists`]: the target has appeared in the meantime and `force` is not set.
+    /// - [`Error::Usage`]: the target has changed in the meantime and may not be replaced.
     /// - [`Error::DiskFull`], [`Error::Io`].
     ///
     /// The target is then unchanged, and the job can be resumed; only if syncing after the rename fails may the target
@@ -537,18 +581,23 @@ impl TensorSink for CheckpointWriter {
 
 impl Progress {
     fn new(len: u64) -> Self {
-        let mut progress =
-            Self { written: 0, running: blake3::Hasher::new(), hash: None, journaled: false, resumed: false };
+        let mut progress = Self { written: 0, running: None, hash: None, journaled: false, resumed: false };
         // A tensor without bytes is complete from the start.
         progress.advance(&[], len);
         progress
     }
 
     fn advance(&mut self, bytes: &[u8], len: u64) {
-        self.running.update(bytes);
+        if self.hash.is_some() {
+            return;
+        }
+        let mut running = self.running.take().unwrap_or_default();
+        running.update(bytes);
         self.written += bytes.len() as u64;
-        if self.written == len && self.hash.is_none() {
-            self.hash = Some(self.running.finalize().into());
+        if self.written == len {
+            self.hash = Some(running.finalize().into());
+        } else {
+            self.running = Some(running);
         }
     }
 }

@@ -18,15 +18,15 @@ impl Error {
                 format!("did you mean {}? ‹plan(MODEL)› lists all names", nearest.join(", "))
             }
             Self::GroupSizeDoesNotDivide(offenders) => format!(
-                "choose a ‹group_size› that divides these widths, or a different scheme for these tensors, \
-                for example ‹override='{}=w4a16-channel'›",
+                "choose a ‹group_size› that divides these widths, or ‹group_size=channel›, which fits all; or a \
+                different scheme for these tensors, for example ‹override='{}=w4a16-channel'›",
                 offenders.first().map(|o| suggestion_pattern(&o.tensor)).unwrap_or_default()
             ),
             Self::OutputExists { .. } => "choose a different output, or replace it with ‹force›".into(),
             Self::OutputIsInput { .. } => "choose an output outside the model directory".into(),
             Self::NoCheckpoint { .. } => {
-                "give a Hugging Face model directory with config.json and either model.safetensors or \
-                model.safetensors.index.json and its shards"
+                "give a GGUF file, or a Hugging Face model directory with config.json and either \
+                model.safetensors or model.safetensors.index.json and its shards"
                     .into()
             }
             Self::PickleOnly { .. } => {
@@ -79,9 +79,7 @@ impl Error {
                     .into()
             }
             Self::Text { .. } => {
-                "give a longer text (UTF-8, or JSONL whose lines have a field `text` or, for calibration, \
-                `messages`), or request fewer or shorter windows (‹samples› and ‹seq_len›, or ‹windows› and \
-                ‹window›)"
+                "give a text: UTF-8, or JSONL whose lines have a field `text` or, for calibration, `messages`"
                     .into()
             }
             Self::NameTaken { .. } => {
@@ -124,7 +122,7 @@ impl Error {
                 "check whether the original model produces finite logits on the same text".into()
             }
             Self::Calibration { .. } => {
-                "the float model itself overflows: check whether ‹eval()› reports a finite perplexity on \
+                "the model probably overflows on this text: check whether ‹eval()› reports a finite perplexity on \
                 this text, choose a different ‹calibration› text, or use ‹method=rtn›, which needs no text"
                     .into()
             }

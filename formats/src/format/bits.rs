@@ -26,6 +26,7 @@ pub fn words_for(count: usize, bits: u8) -> usize {
 /// The number of words is not what [`words_for`] returns for these codes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("{count} codes of {bits} bits take {} words of 32 bits, got {got}", words_for(*count, *bits))]
+#[non_exhaustive]
 pub struct WordCount {
     /// Number of codes to unpack.
     pub count: usize,
@@ -37,7 +38,7 @@ pub struct WordCount {
 
 /// Packs one row of codes into `words_for(codes.len(), bits)` words.
 ///
-/// Codes must be below `2^bits`; larger ones corrupt their neighbours.
+/// Codes must be below `2^bits`; larger ones corrupt their neighbors.
 ///
 /// # Panics
 /// When `bits` is not 1 to 8.
@@ -66,7 +67,7 @@ pub fn unpack_words(words: &[u32], bits: u8, count: usize) -> Result<Vec<u8>, Wo
 
 /// Packs rows of `columns` codes, each padded to full words, into the words' bytes, row after row.
 ///
-/// Codes must be below `2^bits`; larger ones corrupt their neighbours. Rows are distributed over the current rayon
+/// Codes must be below `2^bits`; larger ones corrupt their neighbors. Rows are distributed over the current rayon
 /// pool.
 ///
 /// # Panics

@@ -7,6 +7,7 @@ mod awq;
 mod bits;
 mod compressed_tensors;
 mod gptq;
+pub mod loaders;
 mod modelopt;
 pub mod mxfp4;
 mod native_fp8;
@@ -28,6 +29,7 @@ pub use awq::AutoAwq;
 pub use bits::{WordCount, pack_rows, pack_words, unpack_rows, unpack_words, words_for};
 pub use compressed_tensors::CompressedTensors;
 pub use gptq::GptqV1;
+pub use loaders::{Loader, LoaderRule};
 pub use modelopt::ModelOpt;
 pub use numbers::read_positive;
 pub use qserve::QServe;
@@ -113,6 +115,71 @@ impl ModuleSchemes<'_> {
 }
 
 /// A format of quantized checkpoints.
+///
+/// A format of your own needs this trait for writing, and a [`PackedReader`] for reading:
+///
+/// ```
+/// use quant_formats::checkpoint::{Dtype, TensorSpec};
+/// use quant_formats::format::{Container, LoaderRule, ModuleSchemes, PackedReader};
+/// use quant_formats::quantize::{QuantizedTensor, quantize_rtn};
+/// use quant_formats::scheme::LinearScheme;
+/// use quant_formats::{Error, Result};
+/// use serde_json::{Value, json};
+///
+/// /// Codes as bytes in `MODULE.codes`, with scales in single precision in `MODULE.scales`.
+/// #[derive(Debug)]
+/// struct Bytes;
+///
+/// impl Container for Bytes {
+///     fn name(&self) -> &'static str {
+///         "bytes"
+///     }
+///
+///     fn summary(&self) -> &'static str {
+///         "a byte for each code"
+///     }
+///
+///     fn layout(
+///         &self,
+///         module: &str,
+///         [n, k]: [usize; 2],
+///         scheme: LinearScheme,
+///         _: Dtype,
+///     ) -> Result<Vec<TensorSpec>> {
+///         if !scheme.is_symmetric() {
+///             return Err(Error::usage("`bytes` has no zero points", "choose a symmetric scheme"));
+///         }
+///         let groups = k / scheme.granularity.group_size(k);
+///         let codes = TensorSpec::new(format!("{module}.codes"), Dtype::U8, [n, k]);
+///         Ok(vec![codes, TensorSpec::new(format!("{module}.scales"), Dtype::F32, [n, groups])])
+///     }
+///
+///     fn pack(&self, module: &str, tensor: &QuantizedTensor) -> Result<Vec<(TensorSpec, Vec<u8>)>> {
+///         let specs = self.layout(module, tensor.shape, tensor.scheme, tensor.scale_dtype)?;
+///         let scales = tensor.scales.iter().flat_map(|scale| scale.to_le_bytes()).collect();
+///         Ok(specs.into_iter().zip([tensor.codes.clone(), scales]).collect())
+///     }
+///
+///     fn quantization_config(&self, schemes: &ModuleSchemes<'_>) -> Value {
+///         json!({ "quant_method": "bytes", "linears": schemes.quantized.len() })
+///     }
+///
+///     fn loader_rules(&self) -> &'static [LoaderRule] {
+///         &[]
+///     }
+///
+///     fn reader(&self, _: &Value) -> Result<Option<Box<dyn PackedReader>>, String> {
+///         Ok(None) // checkpoints of this format can be written, but not read
+///     }
+/// }
+///
+/// let weight: Vec<f32> = (0..4 * 32).map(|i| (i as f32 * 0.7).sin()).collect();
+/// let rounded = quantize_rtn("proj", &weight, [4, 32], "w8a16-g32-sym".parse()?, Dtype::F32, None)?;
+/// let tensors = Bytes.pack("proj", &rounded)?;
+/// assert_eq!(tensors[0].1, rounded.codes);
+/// assert!(Bytes.layout("proj", [4, 32], "w8a16-g32-asym".parse()?, Dtype::F32).is_err());
+/// # Ok::<(), Error>(())
+/// ```
 pub trait Container: std::fmt::Debug + Send + Sync {
     /// The name that `--format` takes.
     fn name(&self) -> &'static str;
@@ -234,8 +301,14 @@ pub trait Container: std::fmt::Debug + Send + Sync {
         Vec::new()
     }
 
-    /// Warnings about loaders that do not support these schemes.
-    fn warnings(&self, schemes: &ModuleSchemes<'_>) -> Vec<String>;
+    /// What loaders of this format do not support, with the versions of these loaders.
+    fn loader_rules(&self) -> &'static [LoaderRule];
+
+    /// Warnings about loaders that do not support these schemes: the notes of all [rules](Self::loader_rules) that
+    /// apply, in order.
+    fn warnings(&self, schemes: &ModuleSchemes<'_>) -> Vec<String> {
+        self.loader_rules().iter().flat_map(|rule| rule.notes(schemes)).collect()
+    }
 
     /// Returns a reader for checkpoints with this `quantization_config`; `None` if it describes a different format.
     ///
@@ -256,6 +329,34 @@ pub struct PackedWeight<'a> {
 }
 
 /// Reads quantized weights of one checkpoint back into logical order.
+///
+/// ```
+/// use quant_formats::checkpoint::{Dtype, MemorySource};
+/// use quant_formats::format::{CONTAINERS, ModuleSchemes, PackedWeight};
+/// use quant_formats::quantize::quantize_rtn;
+///
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// let weight: Vec<f32> = (0..64 * 128).map(|i| (i as f32 * 0.7).sin()).collect();
+/// let scheme = "w4a16-g128-asym".parse()?;
+/// let rounded = quantize_rtn("proj", &weight, [64, 128], scheme, Dtype::F16, None)?;
+/// let schemes = ModuleSchemes { quantized: vec![("proj", scheme)], ..Default::default() };
+/// let mut formats = Vec::new();
+/// for container in CONTAINERS {
+///     let Ok(tensors) = container.pack("proj", &rounded) else { continue };
+///     let mut source = MemorySource::new();
+///     for (spec, bytes) in tensors {
+///         source.insert(&spec.name, spec.info.dtype, spec.info.shape.clone(), bytes)?;
+///     }
+///     let mut reader = container.reader(&container.quantization_config(&schemes))?.unwrap();
+///     reader.survey(&source)?;
+///     let stored = PackedWeight { module: "proj", shape: [64, 128], scheme: reader.scheme("proj").unwrap() };
+///     assert_eq!(reader.read(&source, stored)?.codes, rounded.codes);
+///     formats.push(container.name());
+/// }
+/// assert!(formats.contains(&"awq") && formats.contains(&"gptq"), "{formats:?}");
+/// # Ok(())
+/// # }
+/// ```
 pub trait PackedReader: Send + Sync {
     /// Examines the tensors, if the configuration alone does not determine which modules are quantized and how. This is
     /// called once, before any other method.
@@ -349,7 +450,8 @@ pub fn containers(names: &[String]) -> Result<Vec<&'static dyn Container>> {
     containers_with(names, container)
 }
 
-/// Returns the formats of those names, each found by `find`. A program with its own formats looks them up too.
+/// Returns the formats of those names, each looked up with `find`: [`container`], or a function that also knows the
+/// formats of a program.
 ///
 /// # Errors
 /// Those of `find`; also when the list is empty or has a duplicate.
@@ -393,6 +495,6 @@ pub fn reader_with(
     if let Some(reader) = mxfp4::reader(quantization_config) {
         return Ok(Box::new(reader));
     }
-    let method = quantization_config.get("quant_method").and_then(Value::as_str).unwrap_or("none stated");
+    let method = quantization_config.get("quant_method").and_then(Value::as_str).unwrap_or("missing");
     Err(format!("`quantization_config.quant_method` is {method}, which is not supported"))
 }

@@ -5,10 +5,10 @@
 //! | tensor | type | shape | holds |
 //! |---|---|---|---|
 //! | `X.weight` | F8_E4M3 | `[n, k]` | codes |
-//! | `X.weight_scale_inv`, or `X.weight_scale`, `X.scale` | F32, BF16, F16, F8_E8M0 or U8 | `[⌈n/128⌉, ⌈k/128⌉]`, or one number | scales |
+//! | `X.weight_scale_inv`, or `X.weight_scale`, `X.scale`, `X.qscale_weight` | F32, BF16, F16, F8_E8M0 or U8 | `[⌈n/128⌉, ⌈k/128⌉]`, `[n]`, or one number | scales |
 //! | `X.weight`, as DeepSeek-V4 stores experts | I8 | `[n, k/2]` | E2M1 codes, with the even column in the low bits |
 //! | its scale, under the same names | F8_E8M0 or U8 | `[n, k/32]` | exponents |
-//! | `X.input_scale` or `X.activation_scale` | float | one number | the input's scale, if it is static |
+//! | `X.input_scale`, `X.activation_scale` or `X.qscale_act` | float | one number | the input's scale, if it is static |
 //!
 //! Scales are multipliers, whatever their name suggests. One-byte scales are exponents, `2^(byte − 127)`. The dtypes of
 //! tensors determine which linears are quantized: configurations leave some linears float without naming them.

@@ -11,7 +11,7 @@
 //! | [`Fp8Token`](InputGrid::Fp8Token), [`Fp8Group`](InputGrid::Fp8Group) | `s = a / 448`; 2⁻²³ if that is 0 | `E4M3(x / s) · s` |
 //! | [`Fp8Static`](InputGrid::Fp8Static) | `s`, calibrated | `E4M3(x / s) · s` |
 //! | [`Mxfp8`](InputGrid::Mxfp8) | `s = 2^(⌊log₂ a⌋ − 8)`, twice that if the mantissa of `a` is at least 1.75 | `E4M3(x / s) · s` |
-//! | [`Nvfp4`](InputGrid::Nvfp4) | `s = E4M3(g · (a / 6)) / g`, `g` calibrated; 0.125 if the E4M3 value is 0 | `E2M1(x / s) · s` |
+//! | [`Nvfp4`](InputGrid::Nvfp4) | `s = e / g` with `e = E4M3(g · (a / 6))`, or 0.125 if that is 0; `g` calibrated | `E2M1(x / s) · s` |
 
 use quant_kernels_cpu::activation::SMALLEST;
 use quant_kernels_cpu::{StaticScale, e8m0_value};
@@ -148,8 +148,8 @@ fn round_token(row: &mut [f32]) {
 /// Returns the grid of inputs from `lowest` to `highest`.
 ///
 /// Symmetric: `s = max(|lowest|, |highest|) / 127`, zero point 0. Otherwise, with the range widened to include 0,
-/// `s = (highest − lowest) / 255` and `zero = round(−128 − lowest / s)`. An input that was always 0 does not determine
-/// a scale; it gets 1.
+/// `s = (highest − lowest) / 255` and `zero = round(−128 − lowest / s)`. If the input was always 0, or so small that
+/// `1 / s` would overflow, the scale is 1.
 pub fn static_grid([lowest, highest]: [f32; 2], symmetric: bool) -> StaticScale {
     let (lowest, highest) = (lowest.min(0.0), highest.max(0.0));
     let scale = match symmetric {
@@ -166,7 +166,7 @@ pub fn static_grid([lowest, highest]: [f32; 2], symmetric: bool) -> StaticScale 
 }
 
 /// Returns the scale of FP8 inputs from `lowest` to `highest`: `max |x| / 448`, rounded to BF16, which every
-/// implementation represents exactly; 1 for an input that was always 0.
+/// implementation represents exactly; 1 if the scale or its inverse would be 0 or infinite.
 pub fn fp8_static_scale([lowest, highest]: [f32; 2]) -> f32 {
     let exact = highest.max(-lowest) / FloatFormat::E4m3.largest();
     let scale = half::bf16::from_f32(exact).to_f32();
@@ -174,8 +174,8 @@ pub fn fp8_static_scale([lowest, highest]: [f32; 2]) -> f32 {
     if scale < SMALLEST || !scale.is_finite() { 1.0 } else { scale }
 }
 
-/// Returns the global scale of NVFP4 inputs from `lowest` to `highest`, a divisor: `448 · 6 / max |x|`; 1 for an input
-/// that was always 0.
+/// Returns the global scale of NVFP4 inputs from `lowest` to `highest`, a divisor: `448 · 6 / max |x|`; 1 if the input
+/// was always 0, or so small that this overflows.
 pub fn nvfp4_input_scale([lowest, highest]: [f32; 2]) -> f32 {
     super::ScaleSearch::Amax.global_scale(highest.max(-lowest))
 }
@@ -261,7 +261,7 @@ mod tests {
             .collect()
     }
 
-    /// Whether every value is the multiple of `scale` nearest to the original.
+    /// Whether every value is the nearest to the original among the products of `scale` and `numbers`, up to rounding.
     fn is_nearest(x: &[f32], rounded: &[f32], scale: f64, numbers: &[f64]) -> bool {
         x.iter().zip(rounded).all(|(x, got)| {
             let exact = f64::from(*x).abs() / scale;

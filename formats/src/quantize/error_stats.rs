@@ -107,7 +107,7 @@ impl ErrorStats {
 mod tests {
     use super::*;
     use crate::checkpoint::Dtype;
-    use crate::quantize::{Rows, quantize_rtn, quantize_tensor};
+    use crate::quantize::{SourceRows, quantize_rtn, quantize_tensor};
     use crate::scheme::LinearScheme;
 
     fn wave(n: usize, k: usize) -> Vec<f32> {
@@ -178,7 +178,7 @@ mod tests {
         let bytes = Dtype::F32.narrow(&weights);
         for scheme in ["w3a16", "w4a16", "w8a16-asym"] {
             for clip in [None, Some(&clip[..])] {
-                let rows = Rows::Bytes(&bytes, Dtype::F32);
+                let rows = SourceRows::Bytes(&bytes, Dtype::F32);
                 let (tensor, reported) =
                     quantize_tensor(rows, [67, 384], scheme.parse().unwrap(), Dtype::Bf16, clip).unwrap();
                 assert_eq!(reported, ErrorStats::of(&weights, &tensor).unwrap(), "{scheme}");

@@ -357,8 +357,8 @@ fn largest(dtype: Dtype) -> f32 {
     }
 }
 
-/// The grid of one group: `value = (code − zero) · scale`, codes from 0 to `2^bits − 1` or, for a progressive group,
-/// those whose integers are in the protective range.
+/// The grid of one group: `value = (code − zero) · scale`. Codes are 0 to `2^bits − 1`; in a progressive group, only
+/// those whose int8 values are within the protective range.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Grid {
     pub(super) scale: f32,
@@ -397,8 +397,9 @@ impl Grid {
         steps(w, self.scale, limits)
     }
 
-    /// Returns the code nearest to one weight: the definition, for a method that rounds one weight at a time. A weight
-    /// that is not finite gets an end of the grid.
+    /// Returns the code nearest to a weight. This defines the results of `encode` and `nearest`; methods that round one
+    /// weight at a time call it directly. NaN and
+    /// infinity get the lowest or highest code.
     pub fn code(self, w: f32) -> u8 {
         if let Some(format) = self.float {
             return format.code(w / self.scale);
@@ -428,7 +429,7 @@ impl Grid {
         }
         let limits = self.limits();
         for (code, &w) in codes.iter_mut().zip(weights) {
-            // The low byte of the sum is the number of steps modulo 256, and so is its sum with the zero point.
+            // The low byte of the sum is the number of steps modulo 256; adding the zero point gives the code.
             *code = ((self.steps(w, limits) + MAGIC).to_bits() as u8).wrapping_add(self.zero);
         }
     }

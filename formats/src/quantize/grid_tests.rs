@@ -243,7 +243,7 @@ fn float_rule(scale_dtype: Dtype) -> GridRule {
 
 #[test]
 fn floating_point_by_hand() {
-    // The largest becomes 448 scales.
+    // The largest magnitude is 448 times the scale.
     let weights = [-896.0, 2.0, 0.0, 3.0, 500.0, -0.001];
     let grid = float_rule(Dtype::Bf16).fit_weights(&weights).unwrap();
     assert_eq!((grid.scale(), grid.zero()), (2.0, 0));

@@ -19,7 +19,7 @@ pub use activations::{InputGrid, fp8_static_scale, nvfp4_input_scale, static_gri
 pub use error_stats::ErrorStats;
 pub use mx_to_nv::ScaleExponents;
 pub use progressive::Levels;
-pub use rows::{Rows, RowsError, group_size};
+pub use rows::{RowsError, SourceRows, group_size};
 pub use rtn::{
     QuantizedRows, fake_quantize, fake_quantize_group, fake_quantize_within, quantize_rows, quantize_rtn,
     quantize_tensor, quantize_within, row_scales,

@@ -1,8 +1,8 @@
 //! QServe's progressive group quantization (Lin et al., MLSys 2025, §4.1): two levels of scales for each code.
 //!
 //! The first level maps a row to int8 values, with a float scale per row; the second maps each group of those to 4-bit
-//! codes, with an integer scale and an integer zero point. A kernel gets from codes to the int8 values by integer
-//! arithmetic, multiplies them with 8-bit activations, and uses floats only once per row:
+//! codes, with an integer scale and an integer zero point. A kernel converts codes to the int8 values by integer
+//! arithmetic, multiplies them by 8-bit activations, and uses floats only once per row:
 //!
 //! ```text
 //! s₁ = f16(max |w| / 119)                      per row; 1 for a row of zeros
@@ -18,8 +18,8 @@
 //! `(q − z) · s₂` must fit int8 for every stored code, or the kernel's bytes wrap around. With rows that extend to ±127
 //! it may not: a group from −113 to 120 has `s₂ = 16` and `z = 7`, and its 120 becomes `(15 − 7) · 16 = 128`. Within
 //! ±119, `s₂ ≤ round(238 / 15) = 16`, and the integer nearest to an `x` is less than `119 + s₂ / 2 ≤ 127` from 0. This
-//! holds for weights *within the range*. GPTQ moves weights beyond it, so a [`Grid`] has no codes for them here, and
-//! they saturate at the last integer that the range rounds to.
+//! holds for weights *within the range*. GPTQ can move weights beyond it, so the [`Grid`] of a progressive group has no
+//! codes there: such weights saturate at the last integer to which a weight within the range rounds.
 
 use super::grid::{Extent, Grid, GridError, GridRule, round_even, smallest_positive};
 use crate::checkpoint::Dtype;
@@ -117,7 +117,7 @@ impl GridRule {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::quantize::{Rows, quantize_tensor};
+    use crate::quantize::{SourceRows, quantize_tensor};
     use crate::scheme::{LinearScheme, ScaleFormat};
     use proptest::prelude::*;
 
@@ -149,7 +149,8 @@ mod tests {
                 }
             }
         }
-        // 119 / 15 rounds from 7.93 to a step of 8, so 8 steps; symmetric groups have no 8th step upwards.
+        // Asymmetric: 11 steps of 11, since 119 / 11 rounds to 11. Symmetric: 8 steps of 15, since 119 / 15 rounds to
+        // 8; only the negative side has 8 steps.
         assert_eq!(furthest, [121.0, 120.0]);
     }
 
@@ -185,7 +186,7 @@ mod tests {
         ) {
             let scheme = "w4a8-g32-progressive".parse::<LinearScheme>().unwrap().with_symmetry(symmetric);
             let (tensor, _) =
-                quantize_tensor(Rows::Floats(&weights), [1, 128], scheme, Dtype::Bf16, None).unwrap();
+                quantize_tensor(SourceRows::Floats(&weights), [1, 128], scheme, Dtype::Bf16, None).unwrap();
             let levels = tensor.levels.as_ref().unwrap();
             let largest = weights.iter().fold(0.0_f32, |m, w| m.max(w.abs()));
             let row = half::f16::from_f32(largest / 119.0).to_f32();

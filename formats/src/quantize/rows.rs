@@ -6,6 +6,7 @@ use super::grid::GridError;
 use crate::checkpoint::Dtype;
 use crate::error::Indivisible;
 use crate::scheme::LinearScheme;
+use crate::wording::counted;
 use crate::{Error, Result};
 
 /// Rows of a weight `[rows, k]`, row-major.
@@ -13,14 +14,14 @@ use crate::{Error, Result};
 /// Either as stored in a file, so that a large weight never needs a second copy in `f32`, or as values from a
 /// transform.
 #[derive(Debug, Clone, Copy)]
-pub enum Rows<'a> {
+pub enum SourceRows<'a> {
     /// Little-endian bytes of elements of this type: F16, BF16 or F32.
     Bytes(&'a [u8], Dtype),
     /// Values.
     Floats(&'a [f32]),
 }
 
-impl Rows<'_> {
+impl SourceRows<'_> {
     /// Returns the number of rows of `columns` values.
     ///
     /// # Errors
@@ -35,7 +36,7 @@ impl Rows<'_> {
         };
         if row == 0 || len % row != 0 {
             return Err(RowsError::Layout(format!(
-                "{len} elements are not a multiple of the row width {row}"
+                "a length of {len} is not a multiple of the row length {row}"
             )));
         }
         Ok(len / row)
@@ -64,7 +65,7 @@ impl Rows<'_> {
 #[non_exhaustive]
 pub enum RowsError {
     /// Weights are NaN or infinite.
-    #[error("{count} non-finite value(s), the first at index {first_index}")]
+    #[error("{}, the first at index {first_index}", counted(*count as usize, "non-finite value"))]
     NonFinite {
         /// Number of non-finite weights.
         count: u64,

@@ -2,15 +2,15 @@
 //!
 //! The baseline method, and the last step of those that first modify weights (AWQ, clipping). Work is split into runs
 //! of full rows whose size depends only on the width, and nothing is summed across rows, so results do not depend on
-//! the number of threads. Besides its inputs and outputs, a thread needs one row in `f32`. Rows are distributed over
-//! the current rayon pool.
+//! the number of threads. Besides its inputs and outputs, a thread needs at most two rows in `f32`. The work is
+//! distributed over the current rayon pool.
 
 use rayon::prelude::*;
 
 use super::error_stats::ErrorStats;
 use super::grid::{self, Extent, GridRule};
 use super::progressive::Levels;
-use super::rows::{Rows, RowsError, group_size};
+use super::rows::{RowsError, SourceRows, group_size};
 use super::shared::{ScaleContext, SharedScales};
 use super::tensor::QuantizedTensor;
 use crate::Result;
@@ -36,7 +36,8 @@ pub struct QuantizedRows<'a> {
 
 /// Quantizes a weight `[n, k]`, row-major, to the nearest codes.
 ///
-/// * `scale_dtype`: F16, BF16 or F32. Scales are rounded to it before codes are computed.
+/// * `scale_dtype`: F16, BF16 or F32, or the type that the scheme
+///   [prescribes](LinearScheme::fixed_scales). Scales are rounded to it before codes are computed.
 /// * `clip`: a bound `m ≥ 0` for each row and group, `[n, k / group_size]` row-major: weights are
 ///   clamped to `[−m, m]` first. An infinite bound leaves a group unchanged.
 ///
@@ -51,7 +52,7 @@ pub fn quantize_rtn(
     scale_dtype: Dtype,
     clip: Option<&[f32]>,
 ) -> Result<QuantizedTensor> {
-    quantize_tensor(Rows::Floats(weights), shape, scheme, scale_dtype, clip)
+    quantize_tensor(SourceRows::Floats(weights), shape, scheme, scale_dtype, clip)
         .map(|(tensor, _)| tensor)
         .map_err(|e| e.within(name, None))
 }
@@ -62,7 +63,7 @@ pub fn quantize_rtn(
 /// # Errors
 /// See [`quantize_rows`].
 pub fn quantize_tensor(
-    rows: Rows<'_>,
+    rows: SourceRows<'_>,
     shape: [usize; 2],
     scheme: LinearScheme,
     scale_dtype: Dtype,
@@ -76,7 +77,7 @@ pub fn quantize_tensor(
 /// # Errors
 /// See [`quantize_rows`].
 pub fn quantize_within(
-    rows: Rows<'_>,
+    rows: SourceRows<'_>,
     shape: [usize; 2],
     (scheme, scale_dtype): (LinearScheme, Dtype),
     clip: Option<&[f32]>,
@@ -119,7 +120,7 @@ pub fn quantize_within(
 /// errors, non-finite weights are reported first, with the count over all rows given. The contents of `out` are then
 /// unspecified.
 pub fn quantize_rows(
-    rows: Rows<'_>,
+    rows: SourceRows<'_>,
     columns: usize,
     scheme: LinearScheme,
     scale_dtype: Dtype,
@@ -134,7 +135,7 @@ pub fn quantize_rows(
 
 fn quantize_with(
     work: &RowQuantizer<'_>,
-    rows: Rows<'_>,
+    rows: SourceRows<'_>,
     out: QuantizedRows<'_>,
 ) -> Result<ErrorStats, RowsError> {
     let columns = work.columns;
@@ -209,8 +210,12 @@ pub fn fake_quantize(
     scale_dtype: Dtype,
     clip: Option<&[f32]>,
 ) -> Result<(), RowsError> {
-    let shared =
-        SharedScales::of(Rows::Floats(weights), columns, (scheme, scale_dtype), ScaleContext::default())?;
+    let shared = SharedScales::of(
+        SourceRows::Floats(weights),
+        columns,
+        (scheme, scale_dtype),
+        ScaleContext::default(),
+    )?;
     fake_quantize_within(weights, columns, (scheme, scale_dtype), clip, (&shared, 0))
 }
 
@@ -226,7 +231,7 @@ pub fn fake_quantize_within(
     clip: Option<&[f32]>,
     (shared, first): (&SharedScales, usize),
 ) -> Result<(), RowsError> {
-    let count = Rows::Floats(weights).count(columns)?;
+    let count = SourceRows::Floats(weights).count(columns)?;
     let work = RowQuantizer::new(columns, scheme, scale_dtype, clip, count)?.sharing(shared, first);
     let outcomes: Vec<Faults> = weights
         .par_chunks_mut(work.task_rows() * columns)
@@ -265,7 +270,7 @@ pub fn row_scales(
     if !scheme.is_progressive() {
         return Ok(None);
     }
-    let count = Rows::Floats(weights).count(columns)?;
+    let count = SourceRows::Floats(weights).count(columns)?;
     let work = RowQuantizer::new(columns, scheme, Dtype::F32, None, count)?;
     let mut faults = Faults::default();
     let rows = weights.chunks_exact(columns).enumerate();
@@ -276,7 +281,8 @@ pub fn row_scales(
 }
 
 /// Applies [`fake_quantize`] to one group of every row, `[rows, group_size]`, with the same result as in complete rows.
-/// If the scheme has two levels, `row_scales` are the scales of these rows.
+/// `bounds` are the clip bounds of these groups, `[rows]`. If the scheme has two levels, `row_scales` are the scales of
+/// these rows.
 ///
 /// # Errors
 /// See [`quantize_rows`].
@@ -287,7 +293,7 @@ pub fn fake_quantize_group(
     bounds: &[f32],
     row_scales: Option<&[f32]>,
 ) -> Result<(), RowsError> {
-    let count = Rows::Floats(weights).count(group_size)?;
+    let count = SourceRows::Floats(weights).count(group_size)?;
     let rule = rule(scheme, scale_dtype)?;
     let work = RowQuantizer::of(group_size, group_size, rule, Some(bounds), count)?;
     check_len(
@@ -344,7 +350,7 @@ impl<'a> RowQuantizer<'a> {
             check_len("clip bounds", clip.len(), rows * (columns / group_size))?;
             if let Some(m) = clip.iter().find(|m| m.is_nan() || **m < 0.0) {
                 return Err(RowsError::Layout(format!(
-                    "the clip bound is {m}; it must be finite and not negative"
+                    "the clip bound is {m}; it must be at least 0, or infinite for no clipping"
                 )));
             }
         }
@@ -370,7 +376,7 @@ impl<'a> RowQuantizer<'a> {
     #[inline(always)]
     fn quantize_row(
         &self,
-        rows: Rows<'_>,
+        rows: SourceRows<'_>,
         at: usize,
         mut out: QuantizedRows<'_>,
         (row, rounded): (&mut [f32], &mut [f32]),

@@ -69,7 +69,7 @@ fn bytes_in_parts_give_the_same_as_values_at_once() {
                 zeros: Some(&mut zeros[from * groups..to * groups]),
                 rows: None,
             };
-            let rows = Rows::Bytes(&bytes[from * k * dtype.size()..to * k * dtype.size()], dtype);
+            let rows = SourceRows::Bytes(&bytes[from * k * dtype.size()..to * k * dtype.size()], dtype);
             quantize_rows(rows, k, scheme, Dtype::F16, None, out).unwrap();
         }
         assert_eq!((codes, scales, Some(zeros)), (whole.codes, whole.scales, whole.zeros));
@@ -135,7 +135,7 @@ fn non_finite_weights_are_counted_across_tasks() {
     let error = quantize_rtn("a.weight", &weights, [n, k], scheme("w4a16"), Dtype::F16, None).unwrap_err();
     assert_eq!(
         error.to_string(),
-        format!("tensor `a.weight`: 3 non-finite value(s), the first at index {}", at[0])
+        format!("tensor `a.weight`: 3 non-finite values, the first at index {}", at[0])
     );
     let located = expected.shifted(10, k).within("a.weight", Some("model.safetensors".into()));
     match located {
@@ -194,11 +194,11 @@ fn requests_that_do_not_fit() {
     };
     let floats = [0.5; 128];
     for error in [
-        rows(Rows::Floats(&floats), &mut [0.0; 2], None, "w4a16"),
-        rows(Rows::Floats(&floats), &mut [0.0], Some(&mut [0]), "w4a16"),
-        rows(Rows::Floats(&floats), &mut [0.0], None, "w4a16-asym"),
-        rows(Rows::Bytes(&[0; 255], Dtype::F16), &mut [0.0], None, "w4a16"),
-        rows(Rows::Bytes(&[0; 128], Dtype::U8), &mut [0.0], None, "w4a16"),
+        rows(SourceRows::Floats(&floats), &mut [0.0; 2], None, "w4a16"),
+        rows(SourceRows::Floats(&floats), &mut [0.0], Some(&mut [0]), "w4a16"),
+        rows(SourceRows::Floats(&floats), &mut [0.0], None, "w4a16-asym"),
+        rows(SourceRows::Bytes(&[0; 255], Dtype::F16), &mut [0.0], None, "w4a16"),
+        rows(SourceRows::Bytes(&[0; 128], Dtype::U8), &mut [0.0], None, "w4a16"),
     ] {
         assert!(matches!(error, RowsError::Layout(_)), "{error:?}");
     }
@@ -238,7 +238,7 @@ fn floating_point_rows_are_clipped_and_measured() {
     let scheme = scheme("wf8a16");
     let bounds = [f32::INFINITY, 0.5, 0.01, f32::INFINITY];
     let (tensor, stats) =
-        quantize_tensor(Rows::Floats(&weights), [n, k], scheme, Dtype::Bf16, Some(&bounds)).unwrap();
+        quantize_tensor(SourceRows::Floats(&weights), [n, k], scheme, Dtype::Bf16, Some(&bounds)).unwrap();
     assert_eq!(tensor.scales[1], 1.0, "a row of zeros");
     assert!(tensor.codes[k..2 * k].iter().all(|code| code & 0x7f == 0));
     assert_eq!(tensor.scales[2], Dtype::Bf16.round(0.01_f32.min(2.0) / 448.0));
@@ -248,6 +248,6 @@ fn floating_point_rows_are_clipped_and_measured() {
     fake_quantize(&mut faked, k, scheme, Dtype::Bf16, Some(&bounds)).unwrap();
     assert_eq!(tensor.dequantize().unwrap(), faked);
     weights[5] = f32::NAN;
-    let refused = quantize_tensor(Rows::Floats(&weights), [n, k], scheme, Dtype::Bf16, None);
+    let refused = quantize_tensor(SourceRows::Floats(&weights), [n, k], scheme, Dtype::Bf16, None);
     assert_eq!(refused.unwrap_err(), RowsError::NonFinite { count: 1, first_index: 5 });
 }

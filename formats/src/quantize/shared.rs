@@ -8,7 +8,8 @@
 //! | `-b128` | `s = round(a / 448)` per block of 128 × 128 | that of its block |
 //! | `-nv` (NVFP4) | the global scale `g = 2688 / a` per tensor, a divisor | `E4M3(g · a / 6) / g`, from the group's own `a` |
 //!
-//! 2688 is 448 · 6: the largest weight has the largest scale and the largest code. Linears that engines run as one need
+//! 2688 is 448 · 6: the largest weight has the largest scale and the largest code. With [`ScaleSearch::FourOverSix`],
+//! `g` is `1536 / a` (256 · 6), so that scales can still be multiplied by 1.5. Linears that engines fuse into one need
 //! a common `s` or `g`, so callers may pass the largest magnitude of all of them.
 //!
 //! In memory every row and group has its own scale ([`QuantizedTensor::scales`](super::QuantizedTensor)); formats write
@@ -20,7 +21,7 @@ use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 
 use super::grid::{Grid, GridError, GridRule};
-use super::rows::{Rows, RowsError, group_size};
+use super::rows::{RowsError, SourceRows, group_size};
 use crate::checkpoint::Dtype;
 use crate::scheme::{BLOCK, FloatFormat, Granularity, LinearScheme, ScaleFormat};
 use crate::{Error, Result};
@@ -45,15 +46,14 @@ pub enum ScaleSearch {
     /// The largest magnitude gets the code of 6 or that of 4, whichever leaves the smaller squared error
     /// (arXiv 2512.02010).
     FourOverSix,
-    /// Of 13 neighbouring E4M3 values, from 4 below to 8 above that of the largest magnitude, the one that leaves the
+    /// Of 13 neighboring E4M3 values, from 4 below to 8 above that of the largest magnitude, the one that leaves the
     /// smallest squared error.
     #[default]
     Sweep,
 }
 
 impl ScaleSearch {
-    /// The global scale of a tensor with this largest magnitude; 1 if that is 0, or so small that its inverse
-    /// overflows.
+    /// The global scale of a tensor with this largest magnitude; 1 if that is 0, or so small that the scale overflows.
     pub fn global_scale(self, amax: f32) -> f32 {
         let reach = match self {
             Self::FourOverSix => SCALE_WITH_ROOM,
@@ -211,7 +211,7 @@ impl SharedScales {
     /// # Errors
     /// See [`SharedExtents::scales`].
     pub fn of(
-        rows: Rows<'_>,
+        rows: SourceRows<'_>,
         columns: usize,
         (scheme, scale_dtype): (LinearScheme, Dtype),
         context: ScaleContext,

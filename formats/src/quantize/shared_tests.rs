@@ -26,7 +26,7 @@ fn quantize(weights: &[f32], shape: [usize; 2], scheme: &str, search: ScaleSearc
     let scheme: LinearScheme = scheme.parse().unwrap();
     let target = (scheme, scheme.scale_dtype(Dtype::Bf16));
     let context = ScaleContext { search, amax: None };
-    quantize_within(Rows::Floats(weights), shape, target, None, context).unwrap().0
+    quantize_within(SourceRows::Floats(weights), shape, target, None, context).unwrap().0
 }
 
 fn error(weights: &[f32], shape: [usize; 2], scheme: &str, search: ScaleSearch) -> f64 {
@@ -109,7 +109,7 @@ proptest! {
         }
     }
 
-    /// Blocks compared with a loop over all pairs, on shapes that are not multiples of 128.
+    /// Blocks compared with a plain loop over the weights, on shapes that are rarely multiples of 128.
     #[test]
     fn blocks_share_the_scale_of_their_largest_weight(n in 1_usize..300, k in 1_usize..20, step in 1_usize..30) {
         let k = k * step;
@@ -139,7 +139,7 @@ fn a_tensor_has_one_scale_which_others_may_widen() {
     let scheme: LinearScheme = "wf8a16-tensor".parse().unwrap();
     let with = |amax| {
         let context = ScaleContext { amax, ..ScaleContext::default() };
-        quantize_within(Rows::Floats(&weights), [2, 3], (scheme, Dtype::Bf16), None, context).unwrap().0
+        quantize_within(SourceRows::Floats(&weights), [2, 3], (scheme, Dtype::Bf16), None, context).unwrap().0
     };
     assert_eq!(with(None).scales, [Dtype::Bf16.round(2.0 / 448.0); 2]);
     assert_eq!(with(Some(7.0)).scales, [Dtype::Bf16.round(7.0 / 448.0); 2]);
@@ -149,7 +149,7 @@ fn a_tensor_has_one_scale_which_others_may_widen() {
     let context = ScaleContext { amax: Some(28.0), ..ScaleContext::default() };
     let weights = vec![1.0; 16];
     let (tensor, _) =
-        quantize_within(Rows::Floats(&weights), [1, 16], (nv, Dtype::F8E4M3), None, context).unwrap();
+        quantize_within(SourceRows::Floats(&weights), [1, 16], (nv, Dtype::F8E4M3), None, context).unwrap();
     assert_eq!(tensor.global, Some(96.0));
     assert_eq!(tensor.dequantize().unwrap(), weights);
 }
@@ -188,7 +188,7 @@ fn zeros_and_extremes() {
         weights[40] = bad;
         for scheme in ["wf8a16-tensor", "wf8a16-b128", "wf4a16-g16-nv", "wf8a16-g32-mx"] {
             let scheme: LinearScheme = scheme.parse().unwrap();
-            let rows = Rows::Floats(&weights);
+            let rows = SourceRows::Floats(&weights);
             let refused = quantize_within(
                 rows,
                 [1, 64],
@@ -244,7 +244,7 @@ fn threads_and_bytes_do_not_change_a_bit() {
         let whole = quantize_rtn("w", &weights, shape, scheme, dtype, None).unwrap();
         for threads in [1, 3] {
             let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
-            let rows = Rows::Bytes(&bytes, Dtype::Bf16);
+            let rows = SourceRows::Bytes(&bytes, Dtype::Bf16);
             let context = ScaleContext::default();
             let again =
                 pool.install(|| quantize_within(rows, shape, (scheme, dtype), None, context)).unwrap();

@@ -15,10 +15,11 @@ use crate::{Error, Result};
 /// `ŵ[o, i] = (codes[o, i] − zeros[o, g]) · scales[o, g]` with `g = i / group_size`; a symmetric scheme stores no zero
 /// points, which are then `2^(bits − 1)`. For a floating-point format, `ŵ[o, i] = number(codes[o, i]) · scales[o, g]`.
 #[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
 pub struct QuantizedTensor {
     /// `[n, k]`: output and input features.
     pub shape: [usize; 2],
-    /// The grid.
+    /// The quantization scheme of the weight and of the input.
     pub scheme: LinearScheme,
     /// `[n, k]` row-major, one unsigned code below `2^bits` per byte.
     pub codes: Vec<u8>,
@@ -39,6 +40,29 @@ pub struct QuantizedTensor {
 }
 
 impl QuantizedTensor {
+    /// Creates a tensor with one level of scales, without stored zero points, global scale or input scale, for readers of
+    /// other formats: set these fields where the format has them. [`require_storable`](Self::require_storable) checks
+    /// the result.
+    pub fn new(
+        shape: [usize; 2],
+        scheme: LinearScheme,
+        codes: Vec<u8>,
+        scales: Vec<f32>,
+        scale_dtype: Dtype,
+    ) -> Self {
+        Self {
+            shape,
+            scheme,
+            codes,
+            scales,
+            scale_dtype,
+            levels: None,
+            zeros: None,
+            global: None,
+            input: None,
+        }
+    }
+
     /// Returns a view of the matrix for the kernels.
     ///
     /// # Errors
@@ -143,7 +167,7 @@ impl QuantizedTensor {
     ///
     /// # Errors
     /// [`Error::Internal`] when the parts are inconsistent, zero points contradict the scheme, a code has too many bits
-    /// (it would change its neighbours), or a scale is not exact in its dtype.
+    /// (it would change its neighbors), or a scale is not exact in its dtype.
     pub fn require_storable(&self, module: &str) -> Result<()> {
         let inconsistent = |what: &str| Error::Internal(format!("quantized `{module}.weight`: {what}"));
         self.view()?;

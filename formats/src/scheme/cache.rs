@@ -17,7 +17,7 @@ impl CachePart {
     /// Keys and values.
     pub const ALL: [Self; 2] = [Self::Keys, Self::Values];
 
-    /// The last part of the name of the scale.
+    /// The last part of the scale's tensor name.
     pub fn scale(self) -> &'static str {
         match self {
             Self::Keys => "k_scale",
@@ -39,8 +39,8 @@ impl CachePart {
         format!("{linear}.{}", self.scale())
     }
 
-    /// Returns all names that files use for the scale, given the linear that computes the keys or values. The last name
-    /// is from old files.
+    /// Returns all tensor names that checkpoints use for the scale, given the linear that computes the keys or values.
+    /// Only old checkpoints use the last one.
     pub fn known_names(self, linear: &str) -> [String; 3] {
         [self.of_attention(linear), self.of_linear(linear), format!("{linear}.output_scale")]
     }

@@ -181,7 +181,7 @@ impl LinearScheme {
         self.fixed_scales() == Some(ScaleFormat::E4m3)
     }
 
-    /// Whether linears that engines run as one need a common scale: that of the tensor, or the F32 global scale.
+    /// Whether linears that engines fuse into one need a common scale: the tensor's scale, or the global F32 scale.
     pub fn shares_over_tensor(&self) -> bool {
         self.granularity == Granularity::Tensor || self.has_global_scale()
     }

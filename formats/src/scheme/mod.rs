@@ -266,7 +266,7 @@ impl LinearScheme {
         is_w8a8 && self.granularity == Granularity::Channel && self.is_symmetric()
     }
 
-    /// Whether the input's scale is calibrated, or one of its two scales.
+    /// Whether a scale of the input is calibrated.
     pub fn has_static_activations(&self) -> bool {
         self.activations.is_static()
     }
@@ -282,7 +282,7 @@ impl Default for LinearScheme {
 impl FromStr for LinearScheme {
     type Err = Error;
 
-    /// Omitted parts come from the default.
+    /// Parses a name; omitted parts come from [`LinearScheme::default`], as in [`SchemeRequest::refine`].
     fn from_str(text: &str) -> Result<Self> {
         let request: SchemeRequest = text.parse()?;
         Ok(request.with_default_symmetry(true))

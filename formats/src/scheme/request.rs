@@ -42,8 +42,8 @@ fn number(text: &str) -> Option<usize> {
     (number.to_string() == text).then_some(number)
 }
 
-/// A requested scheme: symmetry may be left to the format, since engines prefer symmetric grids in one and support only
-/// asymmetric ones in another.
+/// A requested scheme. Its symmetry may be left open, because it depends on the checkpoint format: engines prefer
+/// symmetric grids in some formats and support only asymmetric ones in others.
 ///
 /// Written like a [`LinearScheme`], without `-sym` or `-asym` if it is left open.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -56,13 +56,18 @@ pub struct SchemeRequest {
     pub activations: ActivationScheme,
 }
 
-/// Inputs that share a scale with FP8 activations, if weights are integers.
+/// The group size of integer weights with FP8 activations.
 const W4AFP8_GROUP: usize = 128;
 
 impl SchemeRequest {
-    /// Parses `text` such as `w3a16`, `w4a16-g64`, `w8a8-channel-sym-static`. Omitted parts come from `self`, except
-    /// that `w8a8` and floating-point weights have one scale per row unless `self` is such a scheme itself. Two levels
-    /// of scales must be requested explicitly. Aliases such as `fp8` and `nvfp4` are accepted.
+    /// Parses `text` such as `w3a16`, `w4a16-g64`, `w8a8-channel-sym-static`. Aliases such as `fp8` and `nvfp4` are
+    /// accepted. The first part is required. Omitted symmetry and granularity come from `self`, except in these cases:
+    ///
+    /// - `w8a8` has one scale per row, unless `self` is W8A8, too.
+    /// - Floating-point weights have one scale per row, unless `self` has the same format; `wf4af4` has groups of 16.
+    /// - Other integer weights have groups of 128 if the weights of `self` are floating-point.
+    ///
+    /// Two levels of scales must be requested explicitly.
     ///
     /// # Errors
     /// When a part is invalid; the message lists the valid ones.
@@ -157,8 +162,8 @@ impl SchemeRequest {
     /// Fails when its parts contradict each other, or this version does not support the scheme.
     ///
     /// # Errors
-    /// [`Error::Usage`] for two levels of scales with one scale per row, and for floating-point weights with
-    /// unsupported scales or activations.
+    /// [`Error::Usage`] for two levels of scales with one scale per row, for floating-point weights with unsupported
+    /// scales or activations, and for integer weights with FP8 activations other than `w4af8-g128-sym`.
     pub fn check(&self) -> Result<()> {
         match self.weight {
             WeightRequest::Int { two_level: true, .. } if self.granularity == Granularity::Channel => {
@@ -227,8 +232,8 @@ impl SchemeRequest {
         Ok(())
     }
 
-    /// Resolves the request; if symmetry is left open, integers with some number of bits are symmetric if `default`
-    /// returns true for it.
+    /// Resolves the request. If symmetry is left open, `default` decides from the number of bits whether integers are
+    /// symmetric.
     pub fn resolve(self, default: impl FnOnce(u8) -> bool) -> LinearScheme {
         let weight = match self.weight {
             WeightRequest::Int { bits, symmetric, two_level } => {
@@ -245,7 +250,7 @@ impl SchemeRequest {
     }
 }
 
-/// The supported integer weights, for messages: `w2, w3, w4 or w8`.
+/// The supported integer weights, for messages: `w2, w3, w4, w5, w6, w7 or w8`.
 fn known_integers() -> String {
     let names: Vec<String> = WeightFormat::INT_BITS.iter().map(|bits| format!("w{bits}")).collect();
     match names.split_last() {
@@ -272,7 +277,7 @@ const FOREIGN: [(&str, &str); 12] = [
 /// Common schemes, with which a misspelled name is compared in addition to the float schemes.
 const FREQUENT: [&str; 7] =
     ["w4a16-g128", "w4a16", "w8a16", "w8a8", "w4a8", "w3a16", "w4a8-g128-progressive"];
-/// The minimum similarity of a misspelled name.
+/// The minimum Jaro-Winkler similarity of a misspelled name to a suggested one.
 const ALIKE: f64 = 0.8;
 
 /// The scheme that was probably intended.
@@ -303,7 +308,7 @@ fn not_understood(text: &str, part: &str) -> Error {
     let meant = suggestion(text).filter(|_| text.starts_with(part));
     let meant = meant.map_or_else(String::new, |name| format!("did you mean {name}?\n  "));
     let integers = known_integers();
-    // The grammar helps only where the first part is one of its words.
+    // The whole grammar helps only if the first part is valid.
     if text.starts_with(part) {
         return Error::usage(
             message,
@@ -326,7 +331,7 @@ fn not_understood(text: &str, part: &str) -> Error {
     )
 }
 
-/// Parses what follows `-static` in a name.
+/// Parses the rest of a name after `-static`.
 fn static_activations<'a>(text: &str, parts: &mut impl Iterator<Item = &'a str>) -> Result<ActivationScheme> {
     let symmetric = match parts.next() {
         None | Some("sym") => true,

@@ -4,12 +4,12 @@ use core::ffi::c_void;
 
 use quant_kernels_cuda::Float;
 use quant_kernels_cuda::activation::{
-    ActivationArguments, ActivationPlan, ActivationShape, FixedScale, Rows,
+    ActivationArguments, ActivationPlan, ActivationShape, FixedScale, RowSource,
 };
 use quant_kernels_cuda::compile::Variant;
 use quant_kernels_cuda::launch::LaunchShape;
 
-use super::kernels::{self, Launch, is_family, qz1_cuda_kernels, qz1_cuda_plan};
+use super::kernels::{self, Launch, Launcher, is_family, qz1_cuda_kernels, qz1_cuda_plan};
 use super::region::{qz1_cuda_region, region};
 use crate::memory::{Scope, fields};
 use crate::rows::{QZ1_TYPE_BF16, QZ1_TYPE_F16, QZ1_TYPE_F32};
@@ -115,10 +115,10 @@ fn settle(s: &qz1_cuda_activation_shape) -> Result<ActivationShape, Fault> {
     let element = float(s.x_type)?;
     let weight = if s.weight_type == 0 { element } else { float(s.weight_type)? };
     let rows = match s.rows {
-        QZ1_CUDA_ROWS_PLAIN => Rows::Plain,
-        QZ1_CUDA_ROWS_RMS_NORM => Rows::RmsNorm { weight, residual: false },
-        QZ1_CUDA_ROWS_RESIDUAL_RMS_NORM => Rows::RmsNorm { weight, residual: true },
-        QZ1_CUDA_ROWS_SILU_MUL => Rows::SiluMul,
+        QZ1_CUDA_ROWS_PLAIN => RowSource::Plain,
+        QZ1_CUDA_ROWS_RMS_NORM => RowSource::RmsNorm { weight, residual: false },
+        QZ1_CUDA_ROWS_RESIDUAL_RMS_NORM => RowSource::RmsNorm { weight, residual: true },
+        QZ1_CUDA_ROWS_SILU_MUL => RowSource::SiluMul,
         _ => {
             return Err(Fault::new(
                 qz1_status::Scheme,
@@ -159,17 +159,12 @@ impl Launch for Activation {
         Ok((Self { plan, shape }, wanted))
     }
 
-    unsafe fn launch(
-        &self,
-        plan: &qz1_cuda_plan,
-        at: Self::Arguments,
-        stream: *mut c_void,
-    ) -> Result<(), Fault> {
+    fn launch(&self, at: &Self::Arguments, launch: &mut Launcher<'_>) -> Result<(), Fault> {
         let shape = &self.shape;
         let of = |element: Float| if shape.aligned { 16 } else { element.bytes() };
         let floats = of(shape.element);
         let weight = match shape.rows {
-            Rows::RmsNorm { weight, .. } => of(weight),
+            RowSource::RmsNorm { weight, .. } => of(weight),
             _ => floats,
         };
         let zero = i8::try_from(at.zero);
@@ -188,8 +183,7 @@ impl Launch for Activation {
             row_sums: region(at.row_sums, "the row sums", 4)?,
             group_sums: region(at.group_sums, "the group sums", 4)?,
         })?;
-        // SAFETY: the caller upholds the pointer contract.
-        unsafe { plan.launch(&arguments, stream) }
+        launch(&[&arguments])
     }
 }
 

@@ -2,15 +2,15 @@
 
 use core::ffi::c_void;
 
-use quant_kernels_cpu::attention::KvType;
 use quant_kernels_cuda::attention::{AppendArguments, AppendPlan, AppendShape, KvPageLayout};
 use quant_kernels_cuda::compile::Variant;
 use quant_kernels_cuda::launch::LaunchShape;
 
 use super::activation::float;
-use super::kernels::{self, Launch, is_family, qz1_cuda_kernels, qz1_cuda_plan};
+use super::kernels::{self, Launch, Launcher, is_family, qz1_cuda_kernels, qz1_cuda_plan};
 use super::region::{address, address_optional, product, qz1_cuda_region, region, rows};
-use crate::kv::{QZ1_KV_4BIT, QZ1_KV_8BIT, QZ1_KV_F16, kind};
+use crate::kv::{kind, kind_number};
+use crate::layouts::{self, Described};
 use crate::memory::{Scope, fields};
 use crate::status::{Fault, call, qz1_message, qz1_status};
 
@@ -35,33 +35,28 @@ pub struct qz1_cuda_kv_layout {
 
 fields!(qz1_cuda_kv_layout, id);
 
-fn describe(layout: &KvPageLayout) -> qz1_cuda_kv_layout {
-    qz1_cuda_kv_layout {
-        struct_size: size_of::<qz1_cuda_kv_layout>() as u32,
-        kind: match layout.kind() {
-            KvType::Kv4 => QZ1_KV_4BIT,
-            KvType::Kv8 => QZ1_KV_8BIT,
-            KvType::F16 => QZ1_KV_F16,
-        },
-        head_dim: layout.head_dim() as u32,
-        page_tokens: layout.page_tokens() as u32,
-        page_bytes: layout.page_bytes() as u64,
-        id: layout.id(),
-    }
-}
+impl Described for qz1_cuda_kv_layout {
+    type Layout = KvPageLayout;
+    type Numbers = ([u32; 3], [u64; 2]);
 
-/// Returns the layout that the caller's fields describe; every field is checked.
-///
-/// # Safety
-/// Same as for [`Scope::read`].
-pub(super) unsafe fn layout(scope: &Scope, at: *const qz1_cuda_kv_layout) -> Result<KvPageLayout, Fault> {
-    // SAFETY: the caller upholds the pointer contract.
-    let l = unsafe { scope.read(at, "the layout") }?;
-    let none = || Fault::new(qz1_status::LayoutId, "the fields of the layout do not match its id");
-    let kind = kind(l.kind).map_err(|_| none())?;
-    let layout = KvPageLayout::new(kind, l.head_dim as usize, l.page_tokens as usize).map_err(|_| none())?;
-    let same = describe(&layout);
-    if (same.page_bytes, same.id) == (l.page_bytes, l.id) { Ok(layout) } else { Err(none()) }
+    fn of(layout: &KvPageLayout) -> Self {
+        Self {
+            struct_size: size_of::<Self>() as u32,
+            kind: kind_number(layout.kind()),
+            head_dim: layout.head_dim() as u32,
+            page_tokens: layout.page_tokens() as u32,
+            page_bytes: layout.page_bytes() as u64,
+            id: layout.id(),
+        }
+    }
+
+    fn layout(&self) -> Result<KvPageLayout, Fault> {
+        Ok(KvPageLayout::new(kind(self.kind)?, self.head_dim as usize, self.page_tokens as usize)?)
+    }
+
+    fn numbers(&self) -> Self::Numbers {
+        ([self.kind, self.head_dim, self.page_tokens], [self.page_bytes, self.id])
+    }
 }
 
 /// Checks a number that is passed to kernels as 32 bits.
@@ -85,7 +80,7 @@ pub unsafe extern "C" fn qz1_cuda_kv_layout_of(
     // SAFETY: the caller upholds the pointer contract.
     call(message, |scope| unsafe {
         let out = scope.place(out, "the layout")?;
-        out.put(describe(&KvPageLayout::new(crate::kv::kind(kind)?, head_dim, page_tokens)?));
+        out.put(Described::of(&KvPageLayout::new(crate::kv::kind(kind)?, head_dim, page_tokens)?));
         Ok(())
     })
 }
@@ -116,7 +111,7 @@ pub struct qz1_cuda_append_arguments {
     pub reserved: u32,
     /// `[tokens, kv_heads, head_dim]`, after rotary embedding.
     pub keys: qz1_cuda_region,
-    /// As keys.
+    /// `[tokens, kv_heads, head_dim]`
     pub values: qz1_cuda_region,
     /// u32 `[tokens]`: the table row of each token.
     pub sequence: qz1_cuda_region,
@@ -125,8 +120,8 @@ pub struct qz1_cuda_append_arguments {
     /// u32 `[sequences, table_stride]`: page numbers in order. The kernel does not check that entries of `sequence` are
     /// below the number of rows.
     pub table: qz1_cuda_region,
-    /// Pages of all heads, from the first head of page 0 on. Tokens whose page is not entirely within this region are
-    /// skipped.
+    /// Pages of all heads, beginning with the first head of page 0. Tokens whose page is not entirely within this
+    /// region are skipped.
     pub pages: qz1_cuda_region,
     /// A u32, aligned to its type, that is incremented for each row with a NaN or a magnitude above 65504 (which is
     /// clamped when stored); or absent.
@@ -160,7 +155,7 @@ impl Launch for Append {
 
     unsafe fn plan(scope: &Scope, s: Self::Shape) -> Result<(Self, Vec<(Variant, LaunchShape)>), Fault> {
         // SAFETY: the caller upholds the pointer contract.
-        let layout = unsafe { layout(scope, s.layout) }?;
+        let layout = unsafe { layouts::layout(scope, s.layout) }?;
         let (tokens, input) = (s.tokens, float(s.x_type)?);
         let shape = AppendShape { layout, kv_heads: heads(s.kv_heads)?, tokens, input };
         let plan = shape.plan()?;
@@ -168,15 +163,9 @@ impl Launch for Append {
         Ok((Self { plan, shape }, wanted))
     }
 
-    unsafe fn launch(
-        &self,
-        plan: &qz1_cuda_plan,
-        at: Self::Arguments,
-        stream: *mut c_void,
-    ) -> Result<(), Fault> {
-        let arguments = self.plan.arguments(&settle(&self.shape, &at)?);
-        // SAFETY: the caller upholds the pointer contract.
-        unsafe { plan.launch(&arguments, stream) }
+    fn launch(&self, at: &Self::Arguments, launch: &mut Launcher<'_>) -> Result<(), Fault> {
+        let arguments = self.plan.arguments(&settle(&self.shape, at)?);
+        launch(&[&arguments])
     }
 }
 
@@ -304,6 +293,8 @@ impl PageStrides {
 
 #[cfg(test)]
 mod tests {
+    use quant_kernels_cpu::attention::KvType;
+
     use super::*;
 
     #[test]

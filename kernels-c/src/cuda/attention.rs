@@ -9,9 +9,10 @@ use quant_kernels_cuda::compile::Variant;
 use quant_kernels_cuda::launch::LaunchShape;
 
 use super::activation::float;
-use super::append::{PageStrides, heads, layout, qz1_cuda_kv_layout, row_stride, short};
-use super::kernels::{self, Launch, is_family, qz1_cuda_kernels, qz1_cuda_plan};
+use super::append::{PageStrides, heads, qz1_cuda_kv_layout, row_stride, short};
+use super::kernels::{self, Launch, Launcher, is_family, qz1_cuda_kernels, qz1_cuda_plan};
 use super::region::{address, address_optional, product, qz1_cuda_region, rows};
+use crate::layouts;
 use crate::memory::{Scope, fields};
 use crate::status::{Fault, qz1_message, qz1_status};
 
@@ -51,11 +52,11 @@ pub struct qz1_cuda_decode_shape {
 pub struct qz1_cuda_decode_arguments {
     /// `sizeof(qz1_cuda_decode_arguments)`
     pub struct_size: u32,
-    /// Factor of the scores, usually `1 / √head_dim`; finite.
+    /// Factor of the scores, typically `1 / √head_dim`; finite.
     pub scale: f32,
     /// `[sequences, queries, query_heads, head_dim]`
     pub query: qz1_cuda_region,
-    /// Pages of all heads, from the first head of page 0 on. Page numbers are not checked against this size.
+    /// Pages of all heads, beginning with the first head of page 0. Page numbers are not checked against this size.
     pub pages: qz1_cuda_region,
     /// u32 page numbers in order; those of one list must be contiguous.
     pub table: qz1_cuda_region,
@@ -81,11 +82,11 @@ pub struct qz1_cuda_decode_arguments {
     pub head_stride: usize,
     /// Table entries between sequences.
     pub table_stride: usize,
-    /// Table entries between key-value heads, usually 0.
+    /// Table entries between key-value heads, typically 0.
     pub table_head_stride: usize,
-    /// Entries of `tokens` and `first` between sequences: usually 1.
+    /// Entries of `tokens` and `first` between sequences, typically 1.
     pub count_stride: usize,
-    /// Entries of `tokens` and `first` between key-value heads: usually 0.
+    /// Entries of `tokens` and `first` between key-value heads, typically 0.
     pub count_head_stride: usize,
 }
 
@@ -107,7 +108,7 @@ impl Launch for Decode {
     unsafe fn plan(scope: &Scope, s: Self::Shape) -> Result<(Self, Vec<(Variant, LaunchShape)>), Fault> {
         let shape = DecodeShape {
             // SAFETY: the caller upholds the pointer contract.
-            layout: unsafe { layout(scope, s.layout) }?,
+            layout: unsafe { layouts::layout(scope, s.layout) }?,
             query_heads: heads(s.query_heads)?,
             kv_heads: heads(s.kv_heads)?,
             sequences: s.sequences,
@@ -121,16 +122,10 @@ impl Launch for Decode {
         Ok((Self { plan, shape }, wanted))
     }
 
-    unsafe fn launch(
-        &self,
-        plan: &qz1_cuda_plan,
-        at: Self::Arguments,
-        stream: *mut c_void,
-    ) -> Result<(), Fault> {
+    fn launch(&self, at: &Self::Arguments, launch: &mut Launcher<'_>) -> Result<(), Fault> {
         let memory = [self.plan.tickets(), self.plan.workspace()];
-        let arguments = self.plan.arguments(&settle(&self.shape, memory, &at)?);
-        // SAFETY: the caller upholds the pointer contract.
-        unsafe { plan.launch(&arguments, stream) }
+        let arguments = self.plan.arguments(&settle(&self.shape, memory, at)?);
+        launch(&[&arguments])
     }
 
     fn workspace(&self) -> (usize, usize) {
@@ -282,12 +277,7 @@ impl Launch for Merge {
         Ok((Self { plan, shape }, wanted))
     }
 
-    unsafe fn launch(
-        &self,
-        plan: &qz1_cuda_plan,
-        at: Self::Arguments,
-        stream: *mut c_void,
-    ) -> Result<(), Fault> {
+    fn launch(&self, at: &Self::Arguments, launch: &mut Launcher<'_>) -> Result<(), Fault> {
         let MergeShape { parts, rows, head_dim, out } = self.shape;
         let to = MergeArguments {
             sums: address(at.sums, "the parts", product([parts, rows, head_dim, 4]), 4)?,
@@ -295,8 +285,7 @@ impl Launch for Merge {
             out: address(at.out, "the outputs", product([rows, head_dim, out.bytes()]), out.bytes())?,
             lse: address_optional(at.lse, "the log-sum-exps", product([rows, 4]), 4)?,
         };
-        // SAFETY: the caller upholds the pointer contract.
-        unsafe { plan.launch(&self.plan.arguments(&to), stream) }
+        launch(&[&self.plan.arguments(&to)])
     }
 }
 

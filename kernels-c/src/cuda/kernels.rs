@@ -37,7 +37,7 @@ pub struct qz1_cuda_device {
 
 fields!(qz1_cuda_device, shared_of_multiprocessor);
 
-/// Kernels, compiled and loaded when a plan first needs them. Any number of threads may use it at once.
+/// A set of kernels. Each is compiled and loaded when a plan first needs it. Any number of threads may use the set at once.
 pub struct qz1_cuda_kernels {
     pub(super) kernels: Kernels,
 }
@@ -51,7 +51,7 @@ pub struct qz1_cuda_plan {
 }
 
 /// Maximum number of kernels per plan, reached when packing weights.
-const MAX_KERNELS: usize = 3;
+pub(super) const MAX_KERNELS: usize = 3;
 
 /// A family of launches, with everything in which its plan and launch functions differ from those of other families.
 pub(super) trait Launch: Sized {
@@ -66,16 +66,9 @@ pub(super) trait Launch: Sized {
     /// Same as for [`Scope::read`], for the memory that the shape points to.
     unsafe fn plan(scope: &Scope, shape: Self::Shape) -> Result<(Self, Vec<(Variant, LaunchShape)>), Fault>;
 
-    /// Checks the arguments and launches the kernels of `plan`, which must have been made for `self`.
-    ///
-    /// # Safety
-    /// Same as for [`Kernel::launch`].
-    unsafe fn launch(
-        &self,
-        plan: &qz1_cuda_plan,
-        at: Self::Arguments,
-        stream: *mut c_void,
-    ) -> Result<(), Fault>;
+    /// Checks the arguments, and calls `launch` once with the arguments of each kernel, in launch order. They are lent
+    /// to `launch` so that a launch does not allocate.
+    fn launch(&self, at: &Self::Arguments, launch: &mut Launcher<'_>) -> Result<(), Fault>;
 
     /// Returns the sizes of the workspace and of the tickets in bytes.
     fn workspace(&self) -> (usize, usize) {
@@ -85,6 +78,9 @@ pub(super) trait Launch: Sized {
     /// Returns the plan if it is of this family, else `None`.
     fn of(family: &Family) -> Option<&Self>;
 }
+
+/// Launches kernels with these arguments, in launch order.
+pub(super) type Launcher<'a> = dyn FnMut(&[&[Argument]]) -> Result<(), Fault> + 'a;
 
 macro_rules! families {
     ($($name:ident),*) => {
@@ -177,32 +173,20 @@ pub(super) unsafe fn launch<F: Launch>(
         let plan = scope.look(plan, "the plan")?;
         let at = scope.read(arguments, "the arguments")?;
         let another = || Fault::new(qz1_status::Mismatch, "the plan is for a different kernel family");
-        F::of(&plan.family).ok_or_else(another)?.launch(plan, at, stream)
+        let family = F::of(&plan.family).ok_or_else(another)?;
+        family.launch(&at, &mut |arguments| plan.launch(arguments, stream))
     })
 }
 
 impl qz1_cuda_plan {
-    /// Launches the only kernel of a plan.
+    /// Launches the kernels of a plan.
     ///
     /// # Safety
     /// Same as for [`Kernel::launch`].
-    pub(super) unsafe fn launch(&self, arguments: &[Argument], stream: *mut c_void) -> Result<(), Fault> {
-        // SAFETY: the caller upholds the pointer contract.
-        unsafe { self.launch_each(stream, |_| arguments) }
-    }
-
-    /// Launches all kernels of a plan.
-    ///
-    /// # Safety
-    /// Same as for [`Kernel::launch`].
-    pub(super) unsafe fn launch_each<'a>(
-        &self,
-        stream: *mut c_void,
-        arguments: impl Fn(usize) -> &'a [Argument],
-    ) -> Result<(), Fault> {
-        for (i, (kernel, shape)) in self.loaded.iter().flatten().enumerate() {
+    unsafe fn launch(&self, arguments: &[&[Argument]], stream: *mut c_void) -> Result<(), Fault> {
+        for ((kernel, shape), arguments) in self.loaded.iter().flatten().zip(arguments) {
             // SAFETY: the caller upholds the pointer contract.
-            unsafe { kernel.launch(shape, arguments(i), Stream(stream)) }?;
+            unsafe { kernel.launch(shape, arguments, Stream(stream)) }?;
         }
         Ok(())
     }

@@ -8,9 +8,10 @@ use quant_kernels_cuda::launch::LaunchShape;
 use quant_kernels_cuda::layout::{SECTION, WeightLayout};
 use quant_kernels_cuda::linear::{InputType, KernelScheme, LinearArguments, LinearPlan, Output};
 
-use super::kernels::{self, Launch, is_family, qz1_cuda_kernels, qz1_cuda_plan};
+use super::kernels::{self, Launch, Launcher, is_family, qz1_cuda_kernels, qz1_cuda_plan};
 use super::region::{qz1_cuda_region, region};
-use super::weights::{layout, qz1_cuda_layout};
+use super::weights::qz1_cuda_layout;
+use crate::layouts;
 use crate::memory::{Scope, fields};
 use crate::rows::{QZ1_TYPE_BF16, QZ1_TYPE_F16, QZ1_TYPE_F32};
 use crate::status::{Fault, qz1_message, qz1_status};
@@ -85,7 +86,7 @@ impl Launch for Linear {
 
     unsafe fn plan(scope: &Scope, s: Self::Shape) -> Result<(Self, Vec<(Variant, LaunchShape)>), Fault> {
         // SAFETY: the caller upholds the pointer contract.
-        let layout = unsafe { layout(scope, s.layout) }?;
+        let layout = unsafe { layouts::layout(scope, s.layout) }?;
         let activation = match s.x_type {
             QZ1_TYPE_F16 => InputType::F16,
             QZ1_TYPE_BF16 => InputType::Bf16,
@@ -116,12 +117,7 @@ impl Launch for Linear {
         Ok((Self { plan, layout }, wanted))
     }
 
-    unsafe fn launch(
-        &self,
-        plan: &qz1_cuda_plan,
-        at: Self::Arguments,
-        stream: *mut c_void,
-    ) -> Result<(), Fault> {
+    fn launch(&self, at: &Self::Arguments, launch: &mut Launcher<'_>) -> Result<(), Fault> {
         let (layout, scheme) = (&self.layout, &self.plan.variant.scheme);
         let natural = |stride: usize, width: usize, each: usize| match stride {
             0 => width.next_multiple_of(each),
@@ -139,8 +135,7 @@ impl Launch for Linear {
             tickets: region(at.tickets, "the tickets", 256)?,
             workspace: region(at.workspace, "the workspace", 256)?,
         })?;
-        // SAFETY: the caller upholds the pointer contract.
-        unsafe { plan.launch(&arguments, stream) }
+        launch(&[&arguments])
     }
 
     fn workspace(&self) -> (usize, usize) {

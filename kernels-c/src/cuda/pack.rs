@@ -7,9 +7,10 @@ use quant_kernels_cuda::compile::Variant;
 use quant_kernels_cuda::launch::{Argument, LaunchShape};
 use quant_kernels_cuda::layout::{SECTION, Section, WeightLayout};
 
-use super::kernels::{self, Launch, is_family, qz1_cuda_kernels, qz1_cuda_plan};
+use super::kernels::{self, Launch, Launcher, MAX_KERNELS, is_family, qz1_cuda_kernels, qz1_cuda_plan};
 use super::region::{address, product, qz1_cuda_region};
-use super::weights::{layout, qz1_cuda_layout};
+use super::weights::qz1_cuda_layout;
+use crate::layouts;
 use crate::memory::{Scope, fields};
 use crate::status::{Fault, qz1_message, qz1_status};
 
@@ -19,7 +20,7 @@ use crate::status::{Fault, qz1_message, qz1_status};
 pub struct qz1_cuda_pack_shape {
     /// `sizeof(qz1_cuda_pack_shape)`
     pub struct_size: u32,
-    /// Bits per code, 2 to 8; not more than the bits that the layout stores per code.
+    /// Bits per code: 2 to 4 if the layout stores 4 bits per code, 5 to 8 if it stores 8.
     pub bits: u32,
     /// Layout of the packed matrix.
     pub layout: *const qz1_cuda_layout,
@@ -69,7 +70,7 @@ impl Launch for Pack {
 
     unsafe fn plan(scope: &Scope, s: Self::Shape) -> Result<(Self, Vec<(Variant, LaunchShape)>), Fault> {
         // SAFETY: the caller upholds the pointer contract.
-        let layout = unsafe { layout(scope, s.layout) }?;
+        let layout = unsafe { layouts::layout(scope, s.layout) }?;
         let stored = if s.bits <= 4 { 4 } else { 8 };
         if !(2..=8).contains(&s.bits) || layout.code_bits() != stored {
             return Err(Fault::new(
@@ -83,21 +84,16 @@ impl Launch for Pack {
         Ok((Self { layout, bits: s.bits, names }, wanted.collect()))
     }
 
-    unsafe fn launch(
-        &self,
-        plan: &qz1_cuda_plan,
-        at: Self::Arguments,
-        stream: *mut c_void,
-    ) -> Result<(), Fault> {
-        let each = self.arguments(&at)?;
-        // SAFETY: the caller upholds the pointer contract.
-        unsafe {
-            plan.launch_each(stream, |i| match self.names.get(i) {
-                Some(&"pack_codes") => &each.codes,
-                Some(&"pack_parameters") => &each.parameters,
-                _ => &each.rows,
-            })
-        }
+    fn launch(&self, at: &Self::Arguments, launch: &mut Launcher<'_>) -> Result<(), Fault> {
+        let each = self.arguments(at)?;
+        let of = |name: &&str| match *name {
+            "pack_codes" => &each.codes[..],
+            "pack_parameters" => &each.parameters,
+            _ => &each.rows,
+        };
+        let mut arguments: [&[Argument]; MAX_KERNELS] = [&[]; MAX_KERNELS];
+        arguments.iter_mut().zip(&self.names).for_each(|(to, name)| *to = of(name));
+        launch(&arguments)
     }
 }
 
@@ -133,7 +129,7 @@ pub unsafe extern "C" fn qz1_cuda_pack_launch(
     unsafe { kernels::launch::<Pack>(plan, arguments, stream, message) }
 }
 
-/// Returns the arguments of the kernels, in launch order.
+/// The arguments of the kernels `pack_codes`, `pack_parameters` and `pack_rows`.
 struct Each {
     codes: [Argument; 7],
     parameters: [Argument; 10],

@@ -12,7 +12,7 @@ use crate::status::{Fault, qz1_status};
 pub struct qz1_cuda_region {
     /// The address.
     pub address: u64,
-    /// The number of bytes from the address on.
+    /// The number of bytes that begin at the address.
     pub bytes: u64,
 }
 
@@ -54,7 +54,7 @@ pub(super) fn address(
     Ok(region.address)
 }
 
-/// Same as [`address`], but returns 0 if the region is absent.
+/// Checks a region like [`address`], or returns 0 if it is absent.
 pub(super) fn address_optional(
     at: qz1_cuda_region,
     what: &'static str,
@@ -64,7 +64,8 @@ pub(super) fn address_optional(
     if at.is_none() { Ok(0) } else { address(at, what, bytes, align) }
 }
 
-/// The index, in elements, of the end of the last of `count` rows of `width` elements that begin `stride` apart.
+/// The index, in elements, of the end of the last of `count` rows of `width` elements that begin `stride` apart. `None`
+/// if it overflows.
 pub(super) fn rows(count: usize, stride: usize, width: usize) -> Option<usize> {
     match count {
         0 => Some(0),
@@ -72,7 +73,7 @@ pub(super) fn rows(count: usize, stride: usize, width: usize) -> Option<usize> {
     }
 }
 
-/// The product of all factors; an error if it overflows.
+/// The product of all factors; `None` if it overflows.
 pub(super) fn product<const N: usize>(of: [usize; N]) -> Option<usize> {
     of.into_iter().try_fold(1_usize, usize::checked_mul)
 }

@@ -1,18 +1,15 @@
 //! Weights in the order of the GPU kernels: their layout, and packing on the CPU.
 
-use quant_kernels_cpu::{FloatFormat, ScaleType};
 use quant_kernels_cuda::layout::{Order, WeightLayout};
 
-use crate::memory::{Scope, fields};
+use crate::layouts::{self, Described};
+use crate::memory::fields;
 use crate::status::{Fault, call, qz1_message, qz1_status};
-use crate::weights::{
-    QZ1_CODES_E2M1, QZ1_CODES_E4M3, QZ1_CODES_INTEGER, QZ1_SCALES_BF16, QZ1_SCALES_E4M3, QZ1_SCALES_E8M0,
-    QZ1_SCALES_F16, QZ1_SCALES_F32, QZ1_SCALES_PROGRESSIVE, format, qz1_weights, view,
-};
+use crate::weights::{format, format_number, qz1_weights, scales, scales_number, view};
 
-/// Weights that are multiplied with f16 or bf16.
+/// Weights that are multiplied by f16 or bf16.
 pub const QZ1_CUDA_ORDER_FLOAT: u32 = 1;
-/// Weights that are multiplied with 8-bit integers.
+/// Weights that are multiplied by 8-bit integers.
 pub const QZ1_CUDA_ORDER_INT8: u32 = 2;
 
 /// The layout of packed bytes. They consist of tiles of 16 output features and 128 input features, in the same order on
@@ -52,40 +49,6 @@ pub struct qz1_cuda_layout {
 
 fields!(qz1_cuda_layout, id);
 
-fn describe(layout: &WeightLayout) -> qz1_cuda_layout {
-    qz1_cuda_layout {
-        struct_size: size_of::<qz1_cuda_layout>() as u32,
-        order: match layout.order() {
-            Order::Float => QZ1_CUDA_ORDER_FLOAT,
-            Order::Int8 => QZ1_CUDA_ORDER_INT8,
-        },
-        code_bits: layout.code_bits() as u32,
-        scales: match layout.scales() {
-            ScaleType::F16 => QZ1_SCALES_F16,
-            ScaleType::Bf16 => QZ1_SCALES_BF16,
-            ScaleType::F32 => QZ1_SCALES_F32,
-            ScaleType::Progressive => QZ1_SCALES_PROGRESSIVE,
-            ScaleType::E4m3 => QZ1_SCALES_E4M3,
-            ScaleType::E8m0 => QZ1_SCALES_E8M0,
-            // GPU layouts have no super-blocks.
-            ScaleType::Super | ScaleType::SuperMins => 0,
-        },
-        zeros: u32::from(layout.zero_point().is_none()),
-        middle: layout.zero_point().map_or(0, u32::from),
-        sums: u32::from(layout.has_sums()),
-        format: match layout.float_format() {
-            Some(FloatFormat::E4m3) => QZ1_CODES_E4M3,
-            Some(FloatFormat::E2m1) => QZ1_CODES_E2M1,
-            _ => QZ1_CODES_INTEGER,
-        },
-        n: layout.n() as u64,
-        k: layout.k() as u64,
-        group_size: layout.group_size() as u64,
-        bytes: layout.bytes() as u64,
-        id: layout.id(),
-    }
-}
-
 fn order(order: u32) -> Result<Order, Fault> {
     match order {
         QZ1_CUDA_ORDER_FLOAT => Ok(Order::Float),
@@ -97,59 +60,72 @@ fn order(order: u32) -> Result<Order, Fault> {
     }
 }
 
-/// Returns the layout that the caller's fields describe, without checking `bytes` and `id`.
-fn of_fields(l: &qz1_cuda_layout) -> Result<WeightLayout, Fault> {
-    let unknown = |what| Fault::new(qz1_status::Scheme, what);
-    let size = |v: u64| {
-        usize::try_from(v)
-            .map_err(|_| Fault::new(qz1_status::TooLarge, "the matrix exceeds the address space"))
-    };
-    let scales = match l.scales {
-        QZ1_SCALES_F16 => ScaleType::F16,
-        QZ1_SCALES_BF16 => ScaleType::Bf16,
-        QZ1_SCALES_F32 => ScaleType::F32,
-        QZ1_SCALES_PROGRESSIVE => ScaleType::Progressive,
-        QZ1_SCALES_E4M3 => ScaleType::E4m3,
-        QZ1_SCALES_E8M0 => ScaleType::E8m0,
-        _ => return Err(unknown("unknown type of scales (expected a QZ1_SCALES_ constant)")),
-    };
-    let middle = match (l.zeros, l.middle) {
-        (1, 0) => None,
-        (0, middle) => Some(u8::try_from(middle).map_err(|_| unknown("`middle` exceeds 8 bits"))?),
-        _ => return Err(unknown("`zeros` must be 0 or 1, and `middle` must be 0 if it is 1")),
-    };
-    if l.sums > 1 {
-        return Err(unknown("`sums` must be 0 or 1"));
-    }
-    let (shape, group, bits) = ([size(l.n)?, size(l.k)?], size(l.group_size)?, l.code_bits as usize);
-    if let Some(format) =
-        format(l.format).ok_or_else(|| unknown("unknown code format (expected a QZ1_CODES_ constant)"))?
-    {
-        let fits = (bits, middle, l.sums) == (usize::from(format.bits()), Some(0), 0);
-        if !fits || order(l.order)? != Order::Float {
-            return Err(unknown(
-                "`code_bits`, `middle`, `sums` or `order` does not match the floating-point code format",
-            ));
+impl Described for qz1_cuda_layout {
+    type Layout = WeightLayout;
+    type Numbers = ([u32; 7], [u64; 5]);
+
+    fn of(layout: &WeightLayout) -> Self {
+        Self {
+            struct_size: size_of::<Self>() as u32,
+            order: match layout.order() {
+                Order::Float => QZ1_CUDA_ORDER_FLOAT,
+                Order::Int8 => QZ1_CUDA_ORDER_INT8,
+            },
+            code_bits: layout.code_bits() as u32,
+            scales: scales_number(layout.scales()),
+            zeros: u32::from(layout.zero_point().is_none()),
+            middle: layout.zero_point().map_or(0, u32::from),
+            sums: u32::from(layout.has_sums()),
+            format: format_number(layout.float_format()),
+            n: layout.n() as u64,
+            k: layout.k() as u64,
+            group_size: layout.group_size() as u64,
+            bytes: layout.bytes() as u64,
+            id: layout.id(),
         }
-        return Ok(WeightLayout::from_float_parts(shape, format, group, scales)?);
     }
-    Ok(WeightLayout::from_parts(shape, bits, group, scales, middle, order(l.order)?, l.sums == 1)?)
+
+    fn layout(&self) -> Result<WeightLayout, Fault> {
+        let unknown = |what| Fault::new(qz1_status::Scheme, what);
+        let size = |v: u64| {
+            usize::try_from(v)
+                .map_err(|_| Fault::new(qz1_status::TooLarge, "the matrix exceeds the address space"))
+        };
+        let scales = scales(self.scales)
+            .ok_or_else(|| unknown("unknown type of scales (expected a QZ1_SCALES_ constant)"))?;
+        let middle = match (self.zeros, self.middle) {
+            (1, 0) => None,
+            (0, middle) => Some(u8::try_from(middle).map_err(|_| unknown("`middle` exceeds 8 bits"))?),
+            _ => return Err(unknown("`zeros` must be 0 or 1, and `middle` must be 0 if it is 1")),
+        };
+        if self.sums > 1 {
+            return Err(unknown("`sums` must be 0 or 1"));
+        }
+        let (shape, group, bits) =
+            ([size(self.n)?, size(self.k)?], size(self.group_size)?, self.code_bits as usize);
+        if let Some(format) = format(self.format)
+            .ok_or_else(|| unknown("unknown code format (expected a QZ1_CODES_ constant)"))?
+        {
+            let fits = (bits, middle, self.sums) == (usize::from(format.bits()), Some(0), 0);
+            if !fits || order(self.order)? != Order::Float {
+                return Err(unknown(
+                    "`code_bits`, `middle`, `sums` or `order` does not match the floating-point code format",
+                ));
+            }
+            return Ok(WeightLayout::from_float_parts(shape, format, group, scales)?);
+        }
+        Ok(WeightLayout::from_parts(shape, bits, group, scales, middle, order(self.order)?, self.sums == 1)?)
+    }
+
+    fn numbers(&self) -> Self::Numbers {
+        (
+            [self.order, self.code_bits, self.scales, self.zeros, self.middle, self.sums, self.format],
+            [self.n, self.k, self.group_size, self.bytes, self.id],
+        )
+    }
 }
 
-/// Returns the layout that the caller's fields describe; every field is checked.
-///
-/// # Safety
-/// Same as for [`Scope::read`].
-pub(super) unsafe fn layout(scope: &Scope, at: *const qz1_cuda_layout) -> Result<WeightLayout, Fault> {
-    // SAFETY: the caller upholds the pointer contract.
-    let l = unsafe { scope.read(at, "the layout") }?;
-    let none = || Fault::new(qz1_status::LayoutId, "the fields of the layout do not match its id");
-    let layout = of_fields(&l).map_err(|_| none())?;
-    let same = describe(&layout);
-    if (same.bytes, same.id) == (l.bytes, l.id) { Ok(layout) } else { Err(none()) }
-}
-
-/// The layout of weights that are multiplied with the activations of `order`, a `QZ1_CUDA_ORDER_…`. If `sums` is not 0,
+/// The layout of weights that are multiplied by the activations of `order`, a `QZ1_CUDA_ORDER_…`. If `sums` is not 0,
 /// it includes the sums that are required for 8-bit activations with a zero point. Scales are stored in the narrowest
 /// type that represents all of them exactly. Fills `out`, whose `struct_size` must be set by the caller.
 ///
@@ -167,14 +143,14 @@ pub unsafe extern "C" fn qz1_cuda_layout_of(
     call(message, |scope| unsafe {
         let view = view(scope, weights)?;
         let out = scope.place(out, "the layout")?;
-        out.put(describe(&WeightLayout::of(&view, self::order(order)?, sums != 0)?));
+        out.put(Described::of(&WeightLayout::of(&view, self::order(order)?, sums != 0)?));
         Ok(())
     })
 }
 
-/// The layout with these fields: computes `bytes` and `id` from the other fields of `parts`. Use it for weights that
-/// are packed on the device, or to determine their size. Fills `out`, whose `struct_size` must be set by the caller;
-/// `parts` and `out` must not overlap.
+/// Computes a layout from its parameters: `bytes` and `id` follow from the other fields of `parts`. Use it for weights
+/// that are packed on the device, or to determine their size. Fills `out`, whose `struct_size` must be set by the
+/// caller; `parts` and `out` must not overlap.
 ///
 /// # Safety
 /// Same as for `qz1_cuda_require_device`.
@@ -188,7 +164,7 @@ pub unsafe extern "C" fn qz1_cuda_layout_from(
     call(message, |scope| unsafe {
         let parts = scope.read(parts, "the parts")?;
         let out = scope.place(out, "the layout")?;
-        out.put(describe(&of_fields(&parts)?));
+        out.put(Described::of(&parts.layout()?));
         Ok(())
     })
 }
@@ -208,7 +184,7 @@ pub unsafe extern "C" fn qz1_cuda_pack(
 ) -> qz1_status {
     // SAFETY: the caller upholds the pointer contract; `out` does not overlap `weights` (`Scope`).
     call(message, |scope| unsafe {
-        let (view, layout) = (view(scope, weights)?, self::layout(scope, layout)?);
+        let (view, layout) = (view(scope, weights)?, layouts::layout(scope, layout)?);
         let out = scope.output(out, out_len, "the packed weights")?;
         Ok(layout.pack(&view, out.slice())?)
     })

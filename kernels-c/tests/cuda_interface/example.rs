@@ -33,7 +33,7 @@ fn library() -> PathBuf {
     // this one.
     assert!(
         bytes.windows(name.len()).any(|window| window == name),
-        "{} is of another build: remove it and test again",
+        "{} comes from a different build: remove it and run the test again",
         library.display()
     );
     library

@@ -1,4 +1,4 @@
-//! Linears and quantized activations on a device, from packing to results.
+//! Linear layers and quantized activations on a device, from packing to results.
 
 use core::ptr::null_mut;
 
@@ -187,7 +187,7 @@ fn weights_are_packed_on_the_device() {
     }
 }
 
-/// NVFP4: the device packs the same bytes as the CPU, and multiplies them with f16.
+/// NVFP4: the device packs the same bytes as the CPU, and multiplies them by f16.
 #[test]
 fn floating_point_weights() {
     if !on_gpu() {

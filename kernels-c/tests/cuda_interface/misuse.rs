@@ -78,10 +78,10 @@ fn layouts_are_those_of_the_library() {
         let mut bytes = vec![0; expected.bytes()];
         expected.pack(&view, &mut bytes).unwrap();
         assert!(matrix.packed(&layout) == bytes);
-        // Without the weights.
+        // The same layout, from its parameters instead of weights.
         let parts = qz1_cuda_layout { bytes: 0, id: 0, ..layout };
         let mut from: qz1_cuda_layout = sized();
-        // SAFETY: every pointer is null, misaligned (which is rejected before anything is read), or points to a live value.
+        // SAFETY: every pointer is null or points to a live value.
         done(|m| unsafe { qz1_cuda_layout_from(&parts, &mut from, m) });
         assert_eq!(format!("{from:?}"), format!("{layout:?}"));
     }
@@ -223,7 +223,7 @@ fn planned<S: Copy>(kernels: *const qz1_cuda_kernels, shape: *const S, make: Mak
     // SAFETY: every pointer is null or points to a live value.
     let status = refused(|m| unsafe { make(kernels, shape, &mut plan, m) });
     assert_eq!(plan.is_null(), status != qz1_status::Ok);
-    // SAFETY: made above, or null.
+    // SAFETY: the handle was created above, or is null.
     unsafe { qz1_cuda_plan_free(plan) };
     status
 }

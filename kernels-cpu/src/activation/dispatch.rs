@@ -18,11 +18,11 @@ dispatched! { rows,
     fn rms_norm[E][](x: &[E], residual: Option<&mut [E]>, weight: &[f32], eps: f32, out: &mut [f32]) -> f32;
     /// Computes a row of `silu(gate) · up`; returns its largest magnitude.
     fn silu_mul[E][](gate: &[E], up: &[E], out: &mut [f32]) -> f32;
-    /// Computes a row of `gelu(gate) · up`.
+    /// Computes a row of `gelu(gate) · up` in the tanh approximation.
     fn gelu_tanh_mul[][](gate: &[f32], up: &[f32], out: &mut [f32]);
-    /// Computes a row of the clamped gate.
+    /// Computes a row of the clamped gate, see [`clamped_gate`](crate::reference::clamped_gate).
     fn clamped_mul[][](gate: &[f32], up: &[f32], alpha_and_limit: [f32; 2], out: &mut [f32]);
-    /// Adds a row, multiplied by a weight, to another.
+    /// Adds a row, multiplied by a weight, to a sum of rows.
     fn add_weighted[][](sum: &mut [f32], weight: f32, y: &[f32]);
     /// Quantizes a row, and sums its codes per group.
     fn quantize[][STATIC](row: &[f32], grid: Grid, to: RowDestination<'_>);

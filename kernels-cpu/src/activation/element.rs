@@ -13,7 +13,6 @@ impl Element for bf16 {}
 pub(crate) mod sealed {
     use super::*;
 
-    /// The type.
     #[derive(Debug, Clone, Copy, PartialEq)]
     pub enum Kind {
         F32,

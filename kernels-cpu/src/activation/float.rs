@@ -11,14 +11,16 @@ use crate::parallel::Disjoint;
 use crate::simd::elementwise::RowLanes;
 use crate::{IsaToken, KernelError, Parallel};
 
-/// Features of a step in the order in which pairs of bf16 are multiplied: (0, 2), (4, 6), (1, 3), (5, 7).
+/// The first feature of each pair of bf16, in the order in which the pairs of a step are multiplied: (0, 2), (4, 6),
+/// (1, 3), (5, 7).
 pub(crate) const PAIRS: [usize; 4] = [0, 4, 1, 5];
 
 /// The number of bf16 values that represent an activation on paths that multiply bf16. The first is the rounded value,
 /// and each further one the rounded remainder. The number of products is proportional to the number of parts.
 ///
-/// On [`Isa::Amx`](crate::Isa::Amx) any number may be chosen. [`Isa::Avx512Bf16`](crate::Isa::Avx512Bf16) always uses
-/// two, and all other paths multiply the `f32` itself. Activations of type bf16 have one part on every path.
+/// On [`Isa::Amx`](crate::Isa::Amx) any number may be chosen; for super-blocks it multiplies the `f32` itself.
+/// [`Isa::Avx512Bf16`](crate::Isa::Avx512Bf16) always uses two parts, and all other paths multiply the `f32` itself.
+/// Activations of type bf16 need only one part.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Default)]
 pub enum Bf16Parts {
     /// Relative error at most `2⁻⁸`.
@@ -32,23 +34,23 @@ pub enum Bf16Parts {
 
 /// Rows `[m, k]` of floats, packed for one instruction set.
 ///
-/// On instruction sets that multiply bf16, each value is stored as a sum of several bf16, see [`Bf16Parts`]; on others,
-/// as `f32`.
+/// If the instruction set multiplies these rows in bf16, each value is stored as a sum of several bf16, see
+/// [`Bf16Parts`]; otherwise as `f32`.
 #[derive(Debug, Clone)]
 pub struct FloatRows {
     pub(crate) m: usize,
     pub(crate) layout: Option<RowLayout>,
     pub(crate) token: IsaToken,
     parts: Bf16Parts,
-    /// `[strips][padded_k / STEP][rows of the strip][STEP]`: bits of an `f32`, or of two pairs of bf16. Empty if the
-    /// instruction set has a tile unit.
+    /// `[strips][padded_k / STEP][rows of the strip][STEP]`: bits of an `f32`, or a pair of bf16. Unused if rows are
+    /// stored in tiles.
     pub(crate) words: Vec<u32>,
-    /// `[strips][groups][rows of the strip]`; for a tile unit `[row tiles][groups][rows]`.
+    /// `[strips][groups][rows of the strip]`; in tiles `[row tiles][groups][rows]`.
     pub(crate) sums: Vec<f32>,
-    /// The tiling for the tile unit, if the instruction set has one.
+    /// The tiling for the tile unit, if rows are stored in tiles.
     pub(crate) tiling: Option<Tiling>,
     pub(crate) tiles: Vec<Line>,
-    /// Whether the input type was bf16, so that a second bf16 part would be zero.
+    /// Whether the packed rows were bf16, so that a second bf16 part would be zero.
     pub(crate) exact_in_bf16: bool,
     /// `[strips][k]` or `[row tiles][k]`: scratch for rows that are computed before they are packed.
     computed: Vec<f32>,
@@ -72,7 +74,7 @@ impl FloatRows {
         self.m
     }
 
-    /// Whether the input type was bf16.
+    /// Whether the packed rows were bf16. Always `false` for norms and gates, which are computed in `f32`.
     pub fn exact_in_bf16(&self) -> bool {
         self.exact_in_bf16
     }
@@ -96,7 +98,7 @@ impl FloatRows {
     /// [`Int8Rows::quantize_rms_norm`](super::Int8Rows::quantize_rms_norm).
     ///
     /// # Errors
-    /// When a length is wrong, or the norm's ε is not positive and finite.
+    /// When a length is wrong, the norm's ε is not positive and finite, or memory allocation fails.
     pub fn pack_rms_norm<E: Element>(
         &mut self,
         x: &[E],
@@ -112,7 +114,7 @@ impl FloatRows {
     /// Packs `silu(gate) · up`, with [`silu`](crate::reference::silu) as defined in the reference.
     ///
     /// # Errors
-    /// When a length is wrong.
+    /// When a length is wrong, or memory allocation fails.
     pub fn pack_silu_mul<E: Element>(
         &mut self,
         x: GateUp<'_, E>,
@@ -158,7 +160,7 @@ impl FloatRows {
         self.layout.map(|layout| Segment::standalone(self.m, layout, self.tiling))
     }
 
-    /// The tiling for the tile unit, if the instruction set has one.
+    /// The tiling for the tile unit, if the instruction set has one and it supports the weights.
     pub(crate) fn tiling_of(&self, m: usize, layout: RowLayout, in_bf16: bool) -> Option<Tiling> {
         let parts = if in_bf16 { 1 } else { 1 + self.parts as usize };
         (self.token.has_tiles() && layout.is_tiled()).then(|| Tiling::new(m, layout, 2 * STEP, parts))
@@ -174,7 +176,7 @@ impl FloatRows {
         resize(&mut self.computed, Some(computed))
     }
 
-    /// The capacity.
+    /// The capacity of the buffers.
     pub(crate) fn room(&self) -> Extent {
         Extent {
             rows: usize::MAX,
@@ -213,7 +215,7 @@ pub(crate) struct FloatMemory<'a> {
 }
 
 impl FloatMemory<'_> {
-    /// Packs strip `i` of a segment, or row tile `i` if there is a tile unit. Its rows are read from the source,
+    /// Packs strip `i` of a segment, or row tile `i` if it is stored in tiles. Its rows are read from the source,
     /// starting at the segment's first row.
     ///
     /// # Safety
@@ -302,8 +304,8 @@ pub(crate) fn split_in_pairs<const PARTS: usize>(values: [f32; STEP]) -> [[u32; 
     split::<PARTS>(values).map(|part| PAIRS.map(|i| part[i] >> 16 | part[i + 2]))
 }
 
-/// Splits values into sums of `PARTS` bf16: the rounded value, then the rounded remainder of the parts before. Each
-/// part is in the upper half of its word; the lower half is zero.
+/// Splits values into sums of `PARTS` bf16: the rounded value, then what the parts before leave, rounded. Each part is
+/// in the upper half of its word; the lower half is zero.
 #[inline(always)]
 fn split<const PARTS: usize>(values: [f32; STEP]) -> [[u32; STEP]; PARTS] {
     let mut parts = [[0; STEP]; PARTS];
@@ -346,7 +348,7 @@ pub(super) fn pack_row<const SPLIT: bool>(
     }
 }
 
-/// Each pair of values, rounded, then the pair of their remainders.
+/// Writes each pair of values, rounded to bf16, followed by the pair of their remainders.
 #[inline(always)]
 fn in_pairs(values: [f32; STEP], words: &mut [u32]) {
     let [high, low] = split(values);
@@ -407,7 +409,7 @@ mod tests {
         }
     }
 
-    /// Three parts represent a float exactly, unless the third part is subnormal.
+    /// The error of one, two and three parts is within the bounds of [`Bf16Parts`].
     #[test]
     fn three_parts_are_exact() {
         let mut bits = 1_u32;

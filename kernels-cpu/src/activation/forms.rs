@@ -1,4 +1,4 @@
-//! Norms and gates as floats, for layers that are not quantized, and rounding of results to the type of the
+//! Norms and gates that return floats, for layers that are not quantized, and rounding of results to the type of the
 //! activations.
 
 use super::element::Element;
@@ -33,7 +33,7 @@ pub fn rms_norm<E: Element>(
 /// defined in the reference.
 ///
 /// # Errors
-/// When a length is wrong.
+/// When a length is wrong, or `k` is 0.
 pub fn silu_mul<E: Element>(
     token: IsaToken,
     x: GateUp<'_, E>,
@@ -50,7 +50,7 @@ pub fn silu_mul<E: Element>(
     Ok(())
 }
 
-/// Values per piece of work when results are rounded to f16 or bf16.
+/// Values per piece of work of [`narrow`].
 const TASK_VALUES: usize = 1 << 14;
 
 /// Rounds `f32` values to the type of `out`, ties to even; values out of range become infinite, and NaN stays NaN.

@@ -1,18 +1,19 @@
 //! Activations quantized to int8, in the order in which the kernels read them.
 //!
 //! Per token: `s = max |x| / 127`, `a = round(x · (127 / max |x|))`, ties to even, so `x ≈ s · a` with `|a| ≤ 127`. A
-//! row of zeros, or whose largest magnitude is below [`SMALLEST`], has `s = 0`; a row that contains NaN or an infinity
-//! has `s = NaN`, and so does everything that is computed from it.
+//! row whose largest magnitude is below [`SMALLEST`] has `s = 0`; a row that contains NaN or an infinity has `s = NaN`,
+//! and everything computed from it is NaN.
 //!
-//! Static: one scale and one zero point for all tokens, from calibration: `a = clamp(round(x · (1 / s)) + a₀, −128,
-//! 127)`, `x ≈ s · (a − a₀)`. Such codes can be −128 even with a zero point of 0; the widths that [`Layout::of`]
-//! accepts allow for it.
+//! Static: one scale and one zero point for all tokens, from calibration:
+//! `a = clamp(round(x · (1 / s)) + a₀, −128, 127)`, `x ≈ s · (a − a₀)`. Such codes can be −128 even with a zero point
+//! of 0; the widths that [`Layout::of`] accepts allow for it. A row that contains NaN or an infinity has `s = NaN`
+//! here, too.
 //!
-//! The codes are stored with their sums over the groups of the weights, which are multiplied with the zero points of
-//! the weights.
+//! The codes are stored with their sums over the groups of the weights. Kernels multiply the sums by the weights' zero
+//! points.
 //!
 //! The input may be the activations themselves, their RMSNorm, or `silu(gate) · up`: the latter two are computed into
-//! memory that stays in the L1 or L2 cache, and rounded from there. Activations are `f32`, f16 or bf16 ([`Element`]);
+//! memory that stays in the L1 or L2 cache, and quantized from there. Activations are `f32`, f16 or bf16 ([`Element`]);
 //! all arithmetic is in `f32`, in the order of [`reference`](crate::reference), and results are bit-identical for every
 //! instruction set, division of work and number of threads.
 //!
@@ -58,9 +59,9 @@ pub struct RowLayout {
 }
 
 impl RowLayout {
-    /// Returns the layout that rows must have to be multiplied with these weights.
+    /// Returns the layout that rows must have to be multiplied by these weights.
     pub fn of(weights: &Layout) -> Self {
-        // The sums of super-blocks are integers of two levels, which tiles do not keep.
+        // The tile unit does not support the two levels of scales of super-blocks.
         let tiled = weights.has_tiles();
         Self { k: weights.k(), group_size: weights.group_size(), steps: weights.steps(), tiled }
     }
@@ -95,7 +96,7 @@ pub struct StaticScale {
     pub zero: i8,
 }
 
-/// The form in which weights are multiplied with activations, on the CPU and on GPUs.
+/// The form of the activations that weights are multiplied by, on the CPU and on GPUs.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Activations {
     /// Floats (W4A16, W8A16, FP4 and FP8 weights).
@@ -116,13 +117,13 @@ pub enum Activations {
 /// let layout = RowLayout::of(weight.layout());
 /// let (mut rows, mut out) = (Int8Rows::default(), [0.0]);
 ///
-/// // A norm in front of the linear: its values are rounded without being written as floats.
+/// // A norm before the linear layer, quantized in the same pass.
 /// let norm = RmsNorm { weight: &[2.0; 8], eps: 1e-6 };
 /// rows.quantize_rms_norm(&[3.0f32; 8], norm, None, layout, None, &Serial)?;
 /// weight.multiply(&rows, &mut out, &Serial)?;
 /// assert!((out[0] - 8.0).abs() < 0.1);
 ///
-/// // And the gate of an MLP.
+/// // The gate of an MLP, also quantized in the same pass.
 /// let (gate, up) = (&[20.0f32; 8][..], &[0.5f32; 8][..]);
 /// rows.quantize_silu_mul(GateUp::Apart { gate, up }, layout, None, &Serial)?;
 /// weight.multiply(&rows, &mut out, &Serial)?;
@@ -143,11 +144,11 @@ pub struct Int8Rows {
     /// `[m]`
     pub(crate) scales: Vec<f32>,
     pub(crate) zero: i32,
-    /// The same rows for the tile unit, if the instruction set has one and there are enough rows for it.
+    /// The tiling of the rows for the tile unit, if it multiplies them. They are then stored in tiles as well.
     pub(crate) tiling: Option<Tiling>,
     pub(crate) tiles: Vec<Line>,
     pub(crate) tile_sums: Vec<i32>,
-    /// `[strips][k]`: scratch for rows that are computed before they are rounded.
+    /// `[strips][k]`: scratch for rows that are computed before they are quantized.
     computed: Vec<f32>,
 }
 
@@ -247,8 +248,8 @@ impl Int8Rows {
     /// Quantizes the RMSNorm of rows `[m, k]`: with the scale and zero point `by` for all rows, or if `by` is `None`,
     /// each row by its own largest magnitude.
     ///
-    /// With a residual `[m, k]`, each row is first added to it, `residual += x`, rounded to its type, and the norm is
-    /// computed from the result. A row whose sum of squares overflows `f32` is treated as not finite.
+    /// With a residual `[m, k]`, each row is first added to it, `residual += x`, rounded to the residual's type, and
+    /// the norm is computed from the result. A row whose sum of squares overflows `f32` is treated as not finite.
     ///
     /// # Errors
     /// See [`quantize_static`](Self::quantize_static); also when a length is wrong, or the norm's ε is not positive and
@@ -318,7 +319,7 @@ impl Int8Rows {
         self.layout.map(|layout| Segment::standalone(self.m, layout, self.tiling))
     }
 
-    /// The tiling for the tile unit, if it is used for this number of rows.
+    /// The tiling for the tile unit, if it is used for these weights and this number of rows.
     pub(crate) fn tiling_of(&self, m: usize, layout: RowLayout) -> Option<Tiling> {
         let tiled = self.token.has_tiles() && layout.tiled;
         let tiled = tiled && m >= TILED_ROWS && layout.group_size > UNTILED_GROUP;
@@ -339,7 +340,7 @@ impl Int8Rows {
         resize(&mut self.computed, Some(computed))
     }
 
-    /// The capacity.
+    /// The capacity of the buffers.
     pub(crate) fn room(&self) -> Extent {
         Extent {
             rows: self.scales.len(),
@@ -372,14 +373,14 @@ impl Int8Rows {
         Some((layout, strip))
     }
 
-    /// The sums of a row per group, for inspection.
+    /// The sums of a row's codes per group, for inspection; empty if there is no such row.
     pub fn sums(&self, row: usize) -> Vec<i32> {
         let Some((layout, strip)) = self.strip_of(row) else { return Vec::new() };
         let sums = &self.sums[strip.start * layout.groups() + row - strip.start..];
         sums.iter().step_by(strip.len()).take(layout.groups()).copied().collect()
     }
 
-    /// The codes of a row in logical order, for inspection.
+    /// The codes of a row in logical order, for inspection; empty if there is no such row.
     pub fn row(&self, row: usize) -> Vec<i8> {
         let Some((layout, strip)) = self.strip_of(row) else { return Vec::new() };
         let codes = &self.codes[strip.start * layout.padded()..];

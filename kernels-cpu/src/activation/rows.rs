@@ -23,7 +23,7 @@ pub(crate) struct Grid {
     pub(super) zero: f32,
 }
 
-/// The destination of a row in a strip: row `r` of `rows`.
+/// The destination of a row: row `r` of the `rows` rows of a strip.
 pub(crate) struct RowDestination<'a> {
     pub(super) layout: RowLayout,
     pub(super) r: usize,
@@ -136,7 +136,8 @@ pub(super) unsafe fn narrow<L: RowLanes, E: Element>(x: &[f32], out: &mut [E]) {
     }
 }
 
-/// `out = x / √(mean x² + ε) · γ`, with `x` added to the residual first; returns the largest magnitude.
+/// `out = x / √(mean x² + ε) · γ`. If there is a residual, `x` is first added to it and then replaced by the sum.
+/// Returns the largest magnitude of `out`.
 #[inline(always)]
 pub(super) unsafe fn rms_norm<L: RowLanes, E: Element>(
     x: &[E],
@@ -187,7 +188,7 @@ fn inverse_root(lanes: &mut [f32; 64], k: usize, eps: f32) -> f32 {
     if lanes[0].is_finite() { 1.0 / (lanes[0] / k as f32 + eps).sqrt() } else { f32::NAN }
 }
 
-/// `out = silu(gate) · up`; returns the largest magnitude.
+/// `out = silu(gate) · up`; returns the largest magnitude of `out`.
 #[inline(always)]
 pub(super) unsafe fn silu_mul<L: RowLanes, E: Element>(gate: &[E], up: &[E], out: &mut [f32]) -> f32 {
     assert!(gate.len() == up.len() && gate.len() == out.len());

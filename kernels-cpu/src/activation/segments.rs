@@ -1,4 +1,4 @@
-//! The positions of segments in a shared buffer. A segment holds the rows that are multiplied by one matrix: one call
+//! The positions of segments in shared buffers. A segment is the rows that are multiplied by one matrix: one call
 //! prepares the rows of several experts, and each expert's rows have their own strips and tiles.
 
 use super::RowLayout;
@@ -15,7 +15,7 @@ pub(crate) struct Segment {
     pub(crate) tiling: Option<Tiling>,
     /// The index of the segment's first row among all rows.
     pub(crate) row: usize,
-    /// The offset of the segment in each buffer, in elements.
+    /// The offsets of the segment in the buffers, in elements.
     pub(crate) at: Extent,
 }
 
@@ -25,7 +25,7 @@ impl Segment {
         Self { m, layout, tiling, row: 0, at: Extent::default() }
     }
 
-    /// The number of strips, or of row tiles if rows are stored in tiles only.
+    /// The number of row tiles, if there is a tiling and rows are stored in tiles only; otherwise the number of strips.
     pub(crate) fn units(&self, in_strips: bool) -> usize {
         match self.tiling {
             Some(tiling) if !in_strips => tiling.tiles(self.m),
@@ -48,14 +48,14 @@ impl Segment {
     }
 }
 
-/// The size of each buffer that rows need, in elements.
+/// The sizes of the buffers that rows need, in elements.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct Extent {
     pub(crate) rows: usize,
     /// Codes or words in strips.
     pub(crate) codes: usize,
     pub(crate) sums: usize,
-    /// Lines.
+    /// Lines of tiles.
     pub(crate) tiles: usize,
     pub(crate) tile_sums: usize,
     /// Values of rows that are computed before they are rounded or packed.
@@ -86,7 +86,7 @@ impl Extent {
         Some(segment)
     }
 
-    /// The maximum size for `rows` rows, for any division into at most `segments` segments.
+    /// An upper bound for `rows` rows, for any division into at most `segments` segments. `None` on overflow.
     pub(crate) fn bound(
         rows: usize,
         segments: usize,

@@ -24,7 +24,8 @@ pub enum GateUp<'a, E> {
         /// `[m, k]`
         up: &'a [E],
     },
-    /// The output of one linear that computes both, `[m, 2k]`: each row holds the gate's `k` values, then those of up.
+    /// The output of one linear layer that computes both, `[m, 2k]`: each row holds the gate's `k` values, then those
+    /// of up.
     Joined(&'a [E]),
 }
 

@@ -74,11 +74,12 @@ impl Tiling {
     }
 }
 
-/// Copies row `r` of a strip of `rows` rows into its tiles, which begin at `to`. The codes are in strip order.
+/// Copies row `r` of a strip of `rows` rows into row `tile_row` of its tiles, which begin at `to`. The codes are in
+/// strip order.
 ///
 /// # Safety
-/// `to` must be valid for [`Tiling::bytes_across`], and no other thread may access the bytes of row `r` during the
-/// call.
+/// `to` must be valid for [`Tiling::bytes_across`], and no other thread may access the bytes of row `tile_row` during
+/// the call.
 #[allow(unsafe_code, reason = "rows of one tile are written by several threads")]
 pub(super) unsafe fn copy_row(
     tiling: Tiling,
@@ -136,7 +137,7 @@ mod tests {
 
     /// Rows of a strip are copied to their tiles step by step, and the end of each group is padded with zeros.
     #[test]
-    #[allow(unsafe_code, reason = "the tiles are as large as the tiling says")]
+    #[allow(unsafe_code, reason = "the tiles have the size that the tiling requires")]
     fn rows_are_copied_to_their_places() {
         for (m, size) in [(16, 72), (16, 36), (17, 128)] {
             let steps = size_of_steps(size);

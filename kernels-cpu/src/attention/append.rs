@@ -17,8 +17,9 @@ impl KvLayout {
     /// and `seen` are ignored. Work is divided by heads.
     ///
     /// # Errors
-    /// When a length is wrong, a list is too short or contains an invalid page number, a page to be written occurs
-    /// twice, or the magnitude of a value exceeds 65504. On error, nothing is written.
+    /// When there are no lists, a length is wrong, a list has too few pages, a page to be written has an invalid number
+    /// or occurs twice, a value is NaN or exceeds 65504 in magnitude, or memory allocation fails. On error, nothing is
+    /// written.
     pub fn append(
         &self,
         bytes: &mut [u8],
@@ -65,7 +66,7 @@ impl KvLayout {
         unsafe { self.write_all(bytes, kv, m, &place, keys, values, parallel) }
     }
 
-    /// Writes `m` tokens of `kv` heads to the page and slot that `place` returns, which must exist.
+    /// Writes `m` tokens of `kv` heads. `place` returns the page and slot of a head and a token; both must exist.
     ///
     /// # Safety
     /// `place` must not return the same page for two heads.

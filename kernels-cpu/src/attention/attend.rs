@@ -9,7 +9,8 @@ use super::query::{MAX_QUERY, largest, quantize};
 use crate::parallel::Disjoint;
 use crate::{IsaToken, KernelError, Parallel};
 
-/// Query rows per block of one key-value head; a chunk stays in the L2 cache while a block reads it.
+/// Maximum number of query rows per block of one key-value head. A chunk stays in the L2 cache while the rows of a
+/// block read it.
 const BLOCK_ROWS: usize = 64;
 /// The maximum number of query heads.
 pub const MAX_HEADS: usize = 1 << 16;
@@ -24,13 +25,15 @@ pub struct KvPages<'a> {
 /// Returns the list of a key-value head.
 pub(super) type Lists<'a, 'l> = dyn Fn(usize) -> PageList<'l> + Sync + 'a;
 
-/// Offsets in the workspace, in words.
+/// The division of the workspace. Offsets are in words.
 struct Room {
+    /// The number of query rows.
     rows: usize,
     sums: usize,
     totals: usize,
     masses: usize,
     parts: usize,
+    /// The size of the workspace.
     words: usize,
 }
 
@@ -49,7 +52,7 @@ impl<'a> KvPages<'a> {
         Ok(Self { layout, bytes })
     }
 
-    /// Bytes that are whole pages of this layout.
+    /// Creates a view of bytes that are known to be whole pages of this layout.
     pub(super) fn of(layout: KvLayout, bytes: &'a [u8]) -> Self {
         Self { layout, bytes }
     }
@@ -76,12 +79,12 @@ impl<'a> KvPages<'a> {
     /// Computes the attention of queries `q` `[m, heads.query, head_dim]`, with one page list per key-value head. `out`
     /// has the shape of `q`; `lse` `[m, heads.query]` receives the logarithm of the sum of `exp(score)`, with which
     /// results on parts of a sequence can be [merged](super::merge). A query that sees no token gets zeros and minus
-    /// infinity. A query head that is not finite, or whose `scale · q` exceeds [`MAX_QUERY`] in magnitude, gets NaN.
+    /// infinity. A query head that is not finite, or whose magnitude is beyond the bounds of [`MAX_QUERY`], gets NaN.
     ///
     /// # Errors
-    /// When a length is wrong, the number of query heads is not a multiple of the number of key-value heads, the scale
-    /// is not finite, a list contains invalid page numbers, has fewer pages than its tokens need or skips more tokens
-    /// than it has, or the workspace is too short.
+    /// When a length is wrong, the number of query heads is not a multiple of the number of key-value heads or exceeds
+    /// [`MAX_HEADS`], the scale is not finite, a list contains invalid page numbers, has fewer pages than its tokens
+    /// need or skips more tokens than it has, or the workspace is too short.
     #[allow(clippy::too_many_arguments, reason = "nothing here is kept between calls")]
     pub fn attend(
         &self,
@@ -98,7 +101,7 @@ impl<'a> KvPages<'a> {
         self.attend_to(token, heads, &|head| lists[head], q, out, lse, workspace, parallel)
     }
 
-    /// Same as [`attend`](Self::attend), but `lists` is a function that returns the list of each key-value head.
+    /// Computes attention as [`attend`](Self::attend) does; `lists` returns the list of each key-value head.
     #[allow(clippy::too_many_arguments, reason = "nothing here is kept between calls")]
     pub(super) fn attend_to(
         &self,
@@ -122,7 +125,12 @@ impl<'a> KvPages<'a> {
         let there = self.bytes.len() / layout.page_bytes();
         for list in (0..heads.kv).map(lists) {
             let needed = list.tokens.div_ceil(PAGE_TOKENS);
-            if list.pages.len() < needed || list.first > list.tokens {
+            if list.first > list.tokens {
+                let (expected, got) = (list.tokens, list.first);
+                let what = "the number of hidden tokens in a list must be at most its number of tokens,";
+                return Err(KernelError::Mismatch { what, expected, got });
+            }
+            if list.pages.len() < needed {
                 let (expected, got) = (needed, list.pages.len());
                 return Err(KernelError::Mismatch {
                     what: "the number of pages in a list must be at least",
@@ -209,14 +217,15 @@ struct Call<'a, 'l> {
     pages: KvPages<'a>,
     heads: Heads,
     lists: &'a Lists<'a, 'l>,
-    /// Queries.
+    /// The number of queries.
     m: usize,
     q: &'a [f32],
     room: &'a Room,
     out: Disjoint<'a, f32>,
     lse: Disjoint<'a, f32>,
-    /// The codes of queries `[rows][head_dim]`, then the factors, the sums of codes and the totals, with one word per
-    /// row in each. If chunks are pieces of work, a mass and a partial result for every chunk and row follow.
+    /// The codes of queries `[rows][head_dim]` (unless pages are f16), then the factors, the sums of codes and the
+    /// totals, with one word per row in each. If chunks are pieces of work, the masses of all chunks and rows follow,
+    /// and then their partial results.
     workspace: Disjoint<'a, u32>,
 }
 
@@ -289,7 +298,8 @@ impl<'l> Call<'_, 'l> {
         unsafe { self.word(self.room.sums - self.room.rows + row).cast() }
     }
 
-    /// Computes the codes, factors and sums of one query's heads.
+    /// Computes the codes, factors and sums of one query's heads. The factor of a row whose scores might overflow is
+    /// NaN.
     ///
     /// # Safety
     /// No other thread may access these rows.
@@ -316,7 +326,7 @@ impl<'l> Call<'_, 'l> {
         }
     }
 
-    /// Attends some rows of a head to one chunk of its list.
+    /// Computes the attention of some rows of a head to one chunk of its list.
     ///
     /// # Safety
     /// See [`kernel::attend`](super::kernel::attend): `out` must be valid for `rows.len()` rows, at most [`TILE_ROWS`].
@@ -368,7 +378,7 @@ impl<'l> Call<'_, 'l> {
         unsafe { (self.path.attend[rows.len() - 1])(&tile) }
     }
 
-    /// Attends some rows to all tokens that they see, chunk after chunk.
+    /// Computes the attention of some rows to all tokens that they see, chunk after chunk.
     ///
     /// # Safety
     /// No other thread may access these rows.
@@ -407,7 +417,7 @@ impl<'l> Call<'_, 'l> {
         }
     }
 
-    /// Attends all rows of a head to one chunk.
+    /// Computes the attention of all rows of a head to one chunk.
     ///
     /// # Safety
     /// No other thread may access the results of this chunk and head; the workspace must have room for chunks.

@@ -100,12 +100,12 @@ impl KvCache {
         self.lines.len() * LINE
     }
 
-    /// The maximum number of bytes of its pages.
+    /// Bytes of the pages for the maximum number of tokens.
     pub fn max_bytes(&self) -> usize {
         self.max_tokens.div_ceil(PAGE_TOKENS) * self.heads.kv * self.layout.page_bytes()
     }
 
-    /// The layout of its pages.
+    /// The layout of the pages.
     pub fn layout(&self) -> &KvLayout {
         &self.layout
     }
@@ -131,8 +131,8 @@ impl KvCache {
     /// Appends tokens: `keys` and `values` are `[m, heads.kv, head_dim]`.
     ///
     /// # Errors
-    /// When `keys` and `values` differ in length or are not whole tokens, the magnitude of a value exceeds 65504, the
-    /// tokens exceed `max_tokens`, or memory allocation fails. The cache is then unchanged.
+    /// When `keys` and `values` differ in length or are not whole tokens, a value is NaN or exceeds 65504 in magnitude,
+    /// the tokens exceed `max_tokens`, or memory allocation fails. The tokens of the cache are then unchanged.
     pub fn append(
         &mut self,
         keys: &[f32],
@@ -198,11 +198,7 @@ impl KvCache {
         workspace: &mut Workspace,
         parallel: &dyn Parallel,
     ) -> Result<(), KernelError> {
-        KernelError::length(
-            "the number of queries must be at most",
-            self.heads.query * self.layout.head_dim(),
-            q.len(),
-        )?;
+        KernelError::length("query", self.heads.query * self.layout.head_dim(), q.len())?;
         self.attend(1, q, out, lse, workspace, parallel)
     }
 

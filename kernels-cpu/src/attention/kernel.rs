@@ -13,7 +13,7 @@ use super::prefetcher::{KEY_LINES, Prefetcher, SCORE_LINES, VALUE_LINES};
 use crate::layout::{PANEL_ROWS, STEP};
 use crate::simd::{Lanes, ValueLanes};
 
-/// Pages per chunk. Softmax is computed per chunk and then merged, for any division of the work.
+/// Pages per chunk. Softmax is computed per chunk and then merged, however the work is divided.
 pub(super) const CHUNK_PAGES: usize = 16;
 /// Tokens per chunk.
 pub(super) const CHUNK: usize = CHUNK_PAGES * PAGE_TOKENS;
@@ -32,13 +32,14 @@ pub(super) struct Tile<'a> {
     pub(super) next: &'a [u32],
     /// Whether this is the first tile to read the chunk. Its pages then come from memory, and are prefetched.
     pub(super) is_first: bool,
-    /// Tokens at the beginning of the chunk that no row sees.
+    /// The number of tokens at the beginning of the chunk that no row sees.
     pub(super) first: usize,
     /// For each row, the number of the chunk's tokens up to the last that the row sees.
     pub(super) seen: [usize; TILE_ROWS],
     /// Each row's query, `[head_dim]`: `i8` codes, or `f32` for pages of f16.
     pub(super) q: [*const u8; TILE_ROWS],
-    /// For each row, the factor that converts integer products to scores.
+    /// For each row, the factor of its scores: the scale of attention, for quantized pages times the scale of its
+    /// codes.
     pub(super) factor: [f32; TILE_ROWS],
     /// The sum of each row's codes.
     pub(super) sum: [f32; TILE_ROWS],
@@ -58,7 +59,7 @@ impl Mass {
     pub(super) const NONE: Self = Self { max: f32::NEG_INFINITY, total: 0.0 };
 }
 
-/// For each row, the scores of the tokens of a chunk, which are later overwritten by probabilities.
+/// For each row, the scores of a chunk's tokens. Probabilities later overwrite them.
 #[repr(C, align(64))]
 struct Scores<const MR: usize>([[f32; CHUNK]; MR]);
 
@@ -216,8 +217,8 @@ unsafe fn keys<L: ValueLanes, const BITS: usize, const MR: usize, const NP: usiz
     }
 }
 
-/// Converts scores to probabilities that are not yet divided by their sum. Except for f16, also multiplies them by the
-/// scales of the values. Returns each row's constant part, `Σ p · (zero + centre · scale)`.
+/// Converts scores to probabilities that are not yet divided by their sum. Unless pages are f16, also multiplies them
+/// by the scales of the values. Returns each row's constant part, `Σ p · (zero + centre · scale)`; 0 for f16.
 ///
 /// # Safety
 /// See [`attend`]; `rows` must hold the scores of all tokens from `first`'s page to `end`'s.
@@ -340,7 +341,7 @@ unsafe fn array<L: Lanes>(lanes: L::F) -> [f32; PANEL_ROWS] {
     array
 }
 
-/// Each step adds the upper half to the lower half, so the order is the same on all instruction sets.
+/// Adds all lanes. Each step adds the upper half to the lower half, so the order is the same on all instruction sets.
 #[inline(always)]
 fn sum(mut lanes: [f32; PANEL_ROWS]) -> f32 {
     for width in [8, 4, 2, 1] {
@@ -351,7 +352,8 @@ fn sum(mut lanes: [f32; PANEL_ROWS]) -> f32 {
     lanes[0]
 }
 
-/// Adds the values of some tokens of a page, in `NF` panels of features starting at `f`, token after token.
+/// Adds the weighted values of tokens `first..last` of a page to the output, in `NF` panels of features starting at
+/// `f`, token after token.
 ///
 /// # Safety
 /// See [`attend`]; `p` must point to the probabilities of the page.
@@ -424,7 +426,8 @@ unsafe fn weighted<L: ValueLanes, const BITS: usize, const MR: usize, const NF: 
     }
 }
 
-/// Merges a partial result into `out`: `out` and `part` are `[head_dim]`, not yet divided by their totals.
+/// Merges a partial result into `out` and returns the mass of both. `out` and `part` are `[head_dim]`, not yet divided
+/// by their totals.
 ///
 /// # Safety
 /// The processor must have the instructions of `L`; `out` and `part` must be valid for `head_dim` values, and no other

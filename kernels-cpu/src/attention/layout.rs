@@ -1,12 +1,12 @@
 //! Pages of the cache: 64 tokens of one key-value head, in the order in which the kernels read them.
 //!
 //! ```text
-//! page:  key codes     [4 panels of 16 tokens][head_dim / 8 steps] of 64 bytes (4 bits) or 128 (8)
+//! page:  key codes     [4 panels of 16 tokens][head_dim / 8 steps] of 64 bytes (4 bits) or 128 bytes (8 bits)
 //!        key scales    [64] f16
 //!        key zeros     [64] f16
-//!        value scales  [64] f16, here because they are read with the keys, before any value
+//!        value scales  [64] f16, here because they are read before any value
 //!        value zeros   [64] f16
-//!        value codes   [head_dim / 16 panels of 16 features][8 steps of 8 tokens], as those of keys
+//!        value codes   [head_dim / 16 panels of 16 features][8 steps of 8 tokens], with steps of the same size
 //!
 //! step, 4 bits:  byte 4·r + i = code(r, i) | code(r, i + 4) << 4      r < 16, i < 4
 //! step, 8 bits:  byte 4·r + i = code(r, i), byte 64 + 4·r + i = code(r, i + 4)
@@ -16,7 +16,7 @@
 //!
 //! A step has the format of packed weights ([`Layout`](crate::Layout)). For keys its rows are tokens and its columns
 //! features, so lanes are scores; for values its rows are features and its columns tokens, so lanes are outputs.
-//! Appending a token writes four bytes per step of the keys, and half a byte per feature of the values.
+//! With 4 bits, appending a token writes four bytes per step of the keys, and half a byte per feature of the values.
 
 use half::f16;
 
@@ -26,7 +26,7 @@ use crate::{KernelError, LINE};
 
 /// Tokens per page.
 pub const PAGE_TOKENS: usize = 64;
-/// The largest `head_dim`.
+/// The maximum number of features per head.
 pub const MAX_HEAD_DIM: usize = 512;
 /// The version of the layout; it increases whenever the order of bytes changes.
 const VERSION: u64 = 1;
@@ -43,7 +43,7 @@ pub enum KvType {
 }
 
 impl KvType {
-    /// The name in kernels, benchmarks and messages.
+    /// The name in benchmarks and messages: `kv4`, `kv8` or `f16`.
     pub fn name(self) -> &'static str {
         match self {
             Self::Kv4 => "kv4",
@@ -105,7 +105,7 @@ impl KvLayout {
         })
     }
 
-    /// The size in bytes of the codes (or f16) of the keys of a page; those of the values have the same size.
+    /// The size in bytes of the codes (or f16) of a page's keys, which is also that of its values.
     fn code_bytes(&self) -> usize {
         PAGE_TOKENS * self.head_dim * self.bits() / 8
     }
@@ -203,7 +203,7 @@ impl KvLayout {
         2 * (rows * PANEL_ROWS + place) + if is_key { 0 } else { self.values_at() }
     }
 
-    /// Reads a token back as floats: the results of [`dequantize_head`], or the stored f16.
+    /// Reads the token in `slot` of a page back as floats: the results of [`dequantize_head`], or the stored f16.
     ///
     /// # Errors
     /// When a length is wrong, or the page has no such slot.

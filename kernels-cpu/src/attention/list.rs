@@ -43,14 +43,14 @@ impl<'a> PageList<'a> {
     }
 }
 
-/// The numbers of heads, and the factor of scores.
+/// The numbers of heads, and the scale of scores.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Heads {
-    /// Query heads, a multiple of the key-value heads, up to [`MAX_HEADS`](super::MAX_HEADS): query head `h` uses
+    /// The number of query heads: a multiple of `kv`, at most [`MAX_HEADS`](super::MAX_HEADS). Query head `h` uses
     /// key-value head `h / (query / kv)`.
     pub query: usize,
-    /// Key-value heads.
+    /// The number of key-value heads.
     pub kv: usize,
-    /// The factor of scores, normally `1 / √head_dim`.
+    /// The factor of `q · k` in scores, normally `1 / √head_dim`.
     pub scale: f32,
 }

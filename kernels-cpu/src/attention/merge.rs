@@ -2,8 +2,8 @@
 
 use crate::KernelError;
 
-/// Merges the results of the same queries on further tokens into `out` and `lse`: `out` and `other` are `[rows,
-/// head_dim]`, `lse` and `other_lse` are `[rows]`, as computed by [`attend`](super::KvPages::attend).
+/// Merges the results of the same queries on other tokens into `out` and `lse`: `out` and `other` are
+/// `[rows, head_dim]`, `lse` and `other_lse` are `[rows]`, as computed by [`attend`](super::KvPages::attend).
 ///
 /// `out = (w · out + w' · other) / (w + w')` with `w = exp(lse − max)`, `lse = max + ln(w + w')`, computed in `f64`. An
 /// error of `ε` in a log-sum-exp changes the result by at most `ε · |out − other| / 2`; rounding it to `f32` alone

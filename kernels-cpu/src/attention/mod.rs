@@ -36,9 +36,10 @@
 //!   that are practically zero; and each ratio of a `p_t` to their sum a relative error of at most `2ε`.
 //! - Sums of at most 1024 values in a chunk, merging of chunks, and a division: `(1024 + 3 · ⌈n / 1024⌉ + 8) · 2⁻²⁴`.
 //!
-//! `|out − exact| ≤ (2ε + 2 (1040 + 3 ⌈n / 1024⌉) · 2⁻²⁴ [+ 2⁻⁸]) Σ P_t (|s_t| |c_t − centre| + |z_t + centre · s_t|)`,
-//! where the term in brackets applies to `avx512bf16`; and `|lse − exact| ≤ 2ε + (1040 + 3 ⌈n / 1024⌉) · 2⁻²⁴ + 2⁻²³
-//! |lse|`. These bounds assume that no `p_t · s_t` that matters is below `10⁻³⁸`.
+//! Together, `|out − exact|` is at most
+//! `(2ε + 2 (1040 + 3 ⌈n / 1024⌉) · 2⁻²⁴ [+ 2⁻⁸]) Σ P_t (|s_t| |c_t − centre| + |z_t + centre · s_t|)`, where the term
+//! in brackets applies to `avx512bf16` only; and `|lse − exact|` at most `2ε + (1040 + 3 ⌈n / 1024⌉) · 2⁻²⁴ + 2⁻²³
+//! |lse|`. These bounds assume that no `p_t · s_t` that contributes to the result is below `10⁻³⁸`.
 
 mod append;
 mod attend;

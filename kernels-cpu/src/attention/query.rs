@@ -4,8 +4,9 @@ use super::grid::ROUND;
 use crate::KernelError;
 use crate::activation::SMALLEST;
 
-/// The largest allowed magnitude of queries and factors. Beyond it scores might overflow `f32`, so the row's result is
-/// NaN.
+/// The bound beyond which the scores of a query might overflow `f32`, so that its result is NaN. For quantized pages it
+/// applies to the factor of the integer products, `|scale| · max |q| / 127`; for f16 pages to `max |q|` and
+/// `|scale| · max |q|`.
 pub const MAX_QUERY: f32 = 1e27;
 
 /// The largest magnitude; infinite or NaN if any value is.
@@ -24,7 +25,7 @@ pub fn quantize_query(q: &[f32], codes: &mut [i8]) -> Result<(f32, i32), KernelE
     Ok(quantize(q, codes))
 }
 
-/// Same as [`quantize_query`], but `codes` must have the length of `q`.
+/// Quantizes a query as [`quantize_query`] does. `codes` must have the length of `q`.
 pub(super) fn quantize(q: &[f32], codes: &mut [i8]) -> (f32, i32) {
     let largest = largest(q);
     if !largest.is_finite() || largest < SMALLEST {

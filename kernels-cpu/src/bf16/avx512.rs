@@ -14,7 +14,7 @@ const LANES: usize = 16;
 
 /// The product of a strip `[pairs, LEFT_ROWS]` and a panel `[pairs, RIGHT_ROWS]`.
 pub(super) fn multiply(_: Bf16Token, strip: &[u32], panel: &[u32]) -> Tile {
-    // SAFETY: the `IsaToken` proves that the processor has the features that the function is compiled for.
+    // SAFETY: the `Bf16Token` proves that the processor has the features that the function is compiled for.
     unsafe { tile(strip, panel) }
 }
 

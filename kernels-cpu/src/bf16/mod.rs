@@ -1,17 +1,18 @@
 //! Dense products in bfloat16: `out[m, n] = left[m, k] · right[n, k]ᵀ`, operands rounded to bf16 (half to even), sums
 //! in `f32`.
 //!
-//! The instruction `vdpbf16ps` multiplies and adds twice as many pairs as an `f32` FMA. The operands are packed once
-//! and used often: [`LeftBf16`] in strips of [`LEFT_ROWS`] rows whose values are broadcast, [`RightBf16`] in panels of
-//! [`RIGHT_ROWS`] rows that fill two registers. Both store pairs of neighbouring `k` in a 32-bit word, the first in the
-//! low half, as the instruction requires; a last odd `k`, and missing rows of a strip or panel, are zero.
+//! The instruction `vdpbf16ps` adds twice as many products as an `f32` FMA. The operands are packed once and used
+//! often: [`LeftBf16`] in strips of [`LEFT_ROWS`] rows whose values are broadcast, [`RightBf16`] in panels of
+//! [`RIGHT_ROWS`] rows that fill two registers. Both store two neighbouring values of a row in a 32-bit word, the first
+//! in the low half, as the instruction requires. If `k` is odd, the last pair is padded with zero, as are the missing
+//! rows of a last strip or panel.
 //!
 //! Error bound per element: each operand has a relative error of at most `2⁻⁸`, so the result has an error of at most
 //! `(2⁻⁷ + 2⁻¹⁶ + k · 2⁻²⁴) Σ |left · right|`. The instruction treats subnormal operands as zero and flushes subnormal
 //! sums.
 //!
-//! An element's sum runs over `k` in order, whatever part of the product is computed, so results do not depend on how
-//! callers split the work.
+//! Each element is summed over `k` in order, regardless of which part of the product is computed, so results do not
+//! depend on how callers split the work.
 
 #[cfg(target_arch = "x86_64")]
 #[allow(unsafe_code, reason = "vector loads and stores")]
@@ -103,12 +104,12 @@ macro_rules! operand {
                 packed
             }
 
-            #[doc = concat!("Room for ", $what, " with this many rows, zero until [`Self::pack_rows`] fills it.")]
+            #[doc = concat!("Room for ", $what, " `[rows, k]`, zero until [`Self::pack_rows`] fills it.")]
             pub fn zeros(rows: usize, k: usize) -> Self {
                 Self(Packed::zeros(rows, k))
             }
 
-            /// The strips, for callers that pack them in parallel.
+            /// The strips (of a right operand, the panels), for callers that pack them in parallel.
             pub fn strips_mut(&mut self) -> std::slice::ChunksMut<'_, u32> {
                 self.0.words.chunks_mut((self.0.pairs * $rows).max(1))
             }
@@ -116,7 +117,8 @@ macro_rules! operand {
             /// Packs rows of width `k` into a zeroed strip.
             ///
             /// # Panics
-            /// When there are more rows than a strip holds, or the length of `rows` is not a multiple of `k`.
+            /// When the length of `rows` is not a multiple of `k`, there are more rows than a strip holds, or the strip
+            /// is one of an operand of a different width.
             pub fn pack_rows(rows: &[f32], k: usize, strip: &mut [u32]) {
                 assert!(k > 0 && rows.len().is_multiple_of(k), "not whole rows");
                 assert!(rows.len() / k <= $rows, "more rows than a strip has");
@@ -135,18 +137,17 @@ macro_rules! operand {
 operand!(LeftBf16, LEFT_ROWS, "a left operand");
 operand!(RightBf16, RIGHT_ROWS, "a right operand");
 
-/// Computes some rows of `left · rightᵀ`: those of the strips from `first` to before `first + ⌈rows / LEFT_ROWS⌉`.
+/// Computes rows of `left · rightᵀ`, beginning with the first row of strip `first` of `left`, as many as `out` holds.
 ///
 /// `out` is `[rows, n]`, row-major; it is overwritten. Allocates nothing and spawns no threads.
 ///
 /// # Panics
-/// When the operands have different widths, the length of `out` is not a multiple of `n`, or `left` has fewer rows from
-/// strip `first` on than `out`.
+/// When the operands have different widths, the length of `out` is not a multiple of `n`, or `left` has too few rows.
 pub fn bf16_gemm(token: Bf16Token, left: &LeftBf16, first: usize, right: &RightBf16, out: &mut [f32]) {
     check(left, first, right, out.len());
     let (left, right) = (&left.0, &right.0);
     let n = right.rows;
-    // Panels are the outer loop, so that a panel stays in the L1 cache while all strips are multiplied with it.
+    // Panels are the outer loop, so that a panel stays in the L1 cache while all strips are multiplied by it.
     for panel in 0..n.div_ceil(RIGHT_ROWS) {
         let columns = panel * RIGHT_ROWS..((panel + 1) * RIGHT_ROWS).min(n);
         for (i, out) in out.chunks_mut(LEFT_ROWS * n).enumerate() {

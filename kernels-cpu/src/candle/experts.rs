@@ -10,11 +10,11 @@ use crate::activation::resize;
 use crate::experts::{Expert, ExpertGate, ExpertRows, ExpertWeight, Experts, ExpertsPlan, Routing};
 use crate::{Bf16Parts, Element, IsaToken, KernelError, PackedLinear, narrow};
 
-/// The maximum number of tokens per call. It limits the memory for long prompts, but is large enough for many rows per
-/// expert.
+/// The maximum number of tokens that are processed at a time. It limits the memory for long prompts, but is large
+/// enough for many rows per expert.
 const TOKENS: usize = 1024;
 
-/// A linear of an expert.
+/// A linear layer of an expert.
 #[derive(Debug, Clone)]
 pub struct ExpertLinear {
     /// The weights `[n, k]`.
@@ -35,11 +35,11 @@ impl From<Arc<PackedLinear>> for ExpertLinear {
     }
 }
 
-/// `y[t] = Σ_e w[t, e] · down_e(act(gate_e(x[t]), up_e(x[t])))`, the experts of a layer in one call, see
+/// The experts of a layer in one call: `y[t] = Σ_e w[t, e] · down_e(act(gate_e(x[t]), up_e(x[t])))`, see
 /// [`experts`](crate::experts). Clones share the weights and the runner.
 ///
-/// The [`Runner`] keeps as much memory as the largest call needed. Longer inputs are processed 1024 tokens at a time,
-/// which does not change the results.
+/// The [`Runner`] keeps as much memory as the largest call needed. Inputs of more than 1024 tokens are processed 1024
+/// tokens at a time, which does not change the results.
 #[derive(Debug, Clone)]
 pub struct QuantizedExperts {
     experts: Arc<[[ExpertLinear; 3]]>,
@@ -52,7 +52,7 @@ pub struct QuantizedExperts {
 }
 
 impl QuantizedExperts {
-    /// Creates the operation from the gate, up and down linears of each expert.
+    /// Creates the operation from the gate, up and down layers of each expert.
     ///
     /// # Errors
     /// When the experts do not match each other (see [`Experts::new`]) or do not support these activations. Static
@@ -190,7 +190,7 @@ impl QuantizedExperts {
         }
     }
 
-    /// Same as [`run`](Self::run), but rounds the results to the type of `x`.
+    /// Runs the experts as [`run`](Self::run) does, and rounds the results to the type of `x`.
     fn run_narrow<E: Element>(
         &self,
         x: &[E],

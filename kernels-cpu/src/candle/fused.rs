@@ -1,4 +1,4 @@
-//! RMSNorm and gated SiLU computed while rows are packed for linears.
+//! RMSNorm and gated SiLU, computed while rows are packed for linear layers.
 
 use candle_core::{CpuStorage, DType, Device, Error, Result, Shape, Storage, Tensor, bail};
 
@@ -8,7 +8,7 @@ use crate::{
     multiply_each, multiply_float_each,
 };
 
-/// The operation that computes the input rows of linears. Tensors are `f32` in main memory.
+/// An operation that computes the input rows of linear layers. Tensors are `f32` in main memory.
 #[derive(Debug, Clone, Copy)]
 #[non_exhaustive]
 pub enum Fused<'a> {
@@ -38,13 +38,13 @@ pub(super) enum Values<'a, E: Element> {
 }
 
 impl QuantizedLinear {
-    /// Computes input rows and multiplies them with several linears. The kernels compute the rows while packing them,
-    /// so the rows are never stored as floats. Results are bit-identical to [`rms_norm`](crate::rms_norm) or
+    /// Computes input rows and multiplies them by the weights of several layers. The kernels compute the rows while
+    /// packing them, without an intermediate tensor. Results are bit-identical to [`rms_norm`](crate::rms_norm) or
     /// [`silu_mul`](crate::silu_mul) followed by [`forward_each`](Self::forward_each).
     ///
     /// # Errors
-    /// When two linears do not [share their input](Self::shares_input_with), an input is not `f32` in main memory or
-    /// has the wrong width, or the weight or `eps` of the norm is invalid.
+    /// When two layers cannot [share their input](Self::shares_input_with), an input is not `f32` in main memory or has
+    /// the wrong width, gate and up differ in shape, or the weight or `eps` of the norm is invalid.
     pub fn forward_fused(linears: &[&Self], from: Fused<'_>) -> Result<Vec<Tensor>> {
         let Some(first) = Self::first_of(linears)? else { return Ok(Vec::new()) };
         let (x, up) = match from {
@@ -68,7 +68,7 @@ impl QuantizedLinear {
         })
     }
 
-    /// Returns the first linear, or an error if some linears cannot share their input.
+    /// Returns the first layer, or an error if some of the layers cannot share its input. `None` if there are none.
     pub(super) fn first_of<'a>(linears: &[&'a Self]) -> Result<Option<&'a Self>> {
         let Some(first) = linears.first() else { return Ok(None) };
         if let Some(other) = linears.iter().find(|l| !first.shares_input_with(l)) {
@@ -100,8 +100,8 @@ impl QuantizedLinear {
         work(Lent { values: part(values, start, x.elem_count())?, dims })
     }
 
-    /// Multiplies rows with linears that share their input. `made` computes the rows from the values of `x`; their
-    /// number does not change.
+    /// Multiplies rows by the weights of layers that share their input. `made` describes how the rows are computed from
+    /// the values of `x`; there is one row per row of `x`.
     pub(super) fn products_of<'x>(
         linears: &[&Self],
         x: Lent<'x>,
@@ -130,7 +130,7 @@ impl QuantizedLinear {
         results.map(|(l, out)| Tensor::from_vec(out, shape(l.weight.layout().n()), &Device::Cpu)).collect()
     }
 
-    /// Computes products of rows, quantized or packed for this linear, with weights of the same [`RowLayout`].
+    /// Quantizes or packs rows for this layer, and multiplies them by weights of the same [`RowLayout`].
     pub(super) fn multiply_products<E: Element>(
         &self,
         float: &mut FloatRows,

@@ -1,7 +1,7 @@
-//! Linears on packed weights as operations on candle tensors, for engines that use candle.
+//! Linear layers on packed weights as operations on candle tensors, for engines that use candle.
 //!
 //! A [`QuantizedLinear`] is a [`Module`] like `candle_nn::Linear`, and also a [`CustomOp1`]. A [`Runner`] holds the
-//! threads and memory that the linears of a model share; [`Activations`] is the form that their input is converted to.
+//! threads and memory that the layers of a model share; [`Activations`] is the form that their input is converted to.
 //! Results are bit-identical to those of [`PackedLinear::multiply`] and
 //! [`multiply_float`](PackedLinear::multiply_float).
 //!
@@ -12,12 +12,12 @@
 //! use quant_kernels_cpu::candle::{Activations, QuantizedLinear, Runner};
 //! use quant_kernels_cpu::{PackedLinear, Serial, WeightView};
 //!
-//! // Two output features of eight inputs: 4-bit codes with zero point 8, one scale per row.
+//! // Two output features, eight input features: 4-bit codes with the zero point 8, one scale per row.
 //! let (codes, scales) = ([9, 9, 9, 9, 9, 9, 9, 9, 7, 7, 7, 7, 7, 7, 7, 7], [0.5, 0.25]);
 //! let view = WeightView::new([2, 8], 4, 8, &codes, &scales, None)?;
 //! let weight = Arc::new(PackedLinear::pack(&view, None, false, &Serial)?);
 //!
-//! let runner = Runner::new(Serial); // one for all linears; `Rayon` with the feature `rayon`
+//! let runner = Runner::new(Serial); // one for all layers; `Rayon` with the feature `rayon`
 //! let linear = QuantizedLinear::new(weight, Activations::PerToken, &runner)?;
 //!
 //! let x = Tensor::ones((1, 3, 8), DType::BF16, &Device::Cpu)?; // [batch, positions, k]
@@ -53,7 +53,7 @@ use crate::{
     Element, FloatRows, Int8Rows, IsaToken, KernelError, PackedLinear, Parallel, Product, RowLayout, narrow,
 };
 
-/// The threads and memory that the linears of a model share.
+/// The threads and memory that the linear layers of a model share.
 ///
 /// The memory of a finished call is reused by later calls, so the runner keeps as much as the largest concurrent calls
 /// have needed. Clones share the same threads and memory.
@@ -76,7 +76,7 @@ impl Runner {
         drop(idle);
     }
 
-    /// Lends memory to a call.
+    /// Runs `call` with idle memory, or new memory if none is idle. The memory is kept for later calls.
     fn with_memory<T>(&self, call: impl FnOnce(&mut CallMemory, &dyn Parallel) -> T) -> T {
         let left = self.idle.lock().unwrap_or_else(PoisonError::into_inner).pop();
         let mut rows = left.unwrap_or_else(CallMemory::new);
@@ -126,11 +126,11 @@ pub struct QuantizedLinear {
 }
 
 impl QuantizedLinear {
-    /// Creates a linear with these weights, and the bias that they were packed with.
+    /// Creates a linear layer with these weights, and the bias that they were packed with.
     ///
     /// # Errors
-    /// When a static scale is not positive and finite, or its zero point requires sums and the weights were packed
-    /// without them.
+    /// When the weights are FP8 (E4M3) and the activations int8, a static scale is not positive and finite, or its zero
+    /// point requires sums and the weights were packed without them.
     pub fn new(
         weight: Arc<PackedLinear>,
         activations: Activations,
@@ -147,7 +147,7 @@ impl QuantizedLinear {
         &self.weight
     }
 
-    /// The threads and memory that this linear uses.
+    /// The threads and memory that this layer uses.
     pub fn runner(&self) -> &Runner {
         &self.runner
     }
@@ -157,10 +157,10 @@ impl QuantizedLinear {
         self.activations
     }
 
-    /// Runs the linear on slices: `x` is `[m, k]`, `out` is `[m, n]`, row-major and overwritten.
+    /// Runs the layer on slices: `x` is `[m, k]`, `out` is `[m, n]`, row-major and overwritten.
     ///
     /// # Errors
-    /// When the length of `x` is not a multiple of `k`, or `out` has the wrong length.
+    /// When the length of `x` is not a multiple of `k`, `out` has the wrong length, or memory allocation fails.
     pub fn multiply<E: Element>(&self, x: &[E], out: &mut [f32]) -> std::result::Result<(), KernelError> {
         self.runner.with_memory(|rows, parallel| {
             self.multiply_in(&mut rows.float, &mut rows.whole, x, out, parallel)
@@ -185,12 +185,12 @@ impl QuantizedLinear {
             && RowLayout::of(self.weight.layout()) == RowLayout::of(other.weight.layout())
     }
 
-    /// Runs several linears on the same input, such as those of queries, keys and values. The input is quantized or
-    /// packed once, and threads synchronize once. Results are bit-identical to separate calls of
-    /// [`forward`](Module::forward).
+    /// Runs several linear layers on the same input, such as those of queries, keys and values. An `f32` input is
+    /// quantized or packed once for all layers; other types are processed layer by layer. Results are bit-identical to
+    /// separate calls of [`forward`](Module::forward).
     ///
     /// # Errors
-    /// When two linears cannot [share their input](Self::shares_input_with), or for any reason for which
+    /// When two layers cannot [share their input](Self::shares_input_with), or for any reason for which
     /// [`forward`](Module::forward) fails.
     pub fn forward_each(linears: &[&Self], x: &Tensor) -> Result<Vec<Tensor>> {
         let Some(first) = Self::first_of(linears)? else { return Ok(Vec::new()) };
@@ -200,7 +200,7 @@ impl QuantizedLinear {
         first.with_rows(x, |x| Self::products_of(linears, x, Values::Plain))
     }
 
-    /// Same as [`run`](Self::run), but rounds the results to the type of `x`.
+    /// Runs the layer as [`multiply`](Self::multiply) does, and rounds the results to the type of `x`.
     fn multiply_narrow<E: Element>(&self, x: &[E], out: &mut [E]) -> std::result::Result<(), KernelError> {
         self.runner.with_memory(|rows, parallel| {
             // The buffer never shrinks. Otherwise it would have to be zeroed again when a call with few rows is
@@ -280,7 +280,7 @@ impl CustomOp1 for QuantizedLinear {
     }
 }
 
-/// Returns the `count` elements from `start` on, or an error if `x` is shorter.
+/// Returns `count` elements beginning at `start`, or an error if `x` is shorter.
 fn part<E>(x: &[E], start: usize, count: usize) -> Result<&[E]> {
     let left = x.get(start..).and_then(|left| left.get(..count));
     left.ok_or_else(|| {

@@ -14,11 +14,12 @@
 //! A call has four steps. Threads share the work of each step, and synchronize at its end:
 //!
 //! 1. The rows of each expert are gathered and quantized or packed.
-//! 2. Gate and up are multiplied in pieces of some rows and panels. The activation is applied to each piece while its
-//!    results are in the L1 cache.
+//! 2. The products with gate and up are computed in pieces of some rows and panels. The activation is applied to each
+//!    piece while its results are in the L1 cache.
 //! 3. The result is quantized or packed.
-//! 4. `down` is multiplied by columns: a piece of work computes some columns of all experts, and adds each row to its
-//!    token as soon as it is multiplied. The work is thus balanced even if one expert has most of the tokens.
+//! 4. The products with `down` are divided by columns: a piece of work computes some columns of all experts, and adds
+//!    each row to its token as soon as it is computed. The work is thus balanced even if one expert has most of the
+//!    tokens.
 
 mod plan;
 mod routing;
@@ -75,7 +76,7 @@ pub enum ExpertGate {
     Clamped {
         /// The factor of the gate inside the sigmoid.
         alpha: f32,
-        /// The bound to which both inputs are clamped; not negative.
+        /// The upper bound of the gate, and the bound of the magnitude of up; not negative.
         limit: f32,
     },
 }
@@ -93,7 +94,7 @@ impl ExpertGate {
     }
 }
 
-/// The form of the rows that the weights are multiplied with.
+/// The form of the rows that the weights are multiplied by.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ExpertRows {
@@ -138,7 +139,7 @@ pub struct Experts<'a> {
 }
 
 impl<'a> Experts<'a> {
-    /// Checks that experts match.
+    /// Creates the experts of a layer and checks that they match.
     ///
     /// # Errors
     /// When there are no experts or 2³² or more, a shape differs from that of the first expert, gate and up have
@@ -204,7 +205,7 @@ impl<'a> Experts<'a> {
         self.hidden
     }
 
-    /// Features between an expert's linears.
+    /// The intermediate size: the output features of gate and up, and the input features of `down`.
     pub fn inner(&self) -> usize {
         self.inner
     }
@@ -233,7 +234,7 @@ mod tests {
     use crate::Isa;
     use crate::reference::{clamped_gate, gelu_tanh, silu};
 
-    /// All pairs of values from ordinary, tiny, huge and not finite ones.
+    /// Pairs of values, among them tiny, huge, infinite and NaN.
     fn pairs() -> (Vec<f32>, Vec<f32>) {
         let special = [0.0, -0.0, 1e-40, -1e-30, 87.1, -87.1, 3e20, -3e20, f32::MAX, f32::INFINITY, f32::NAN];
         let ordinary = (-300..300).map(|i| i as f32 * 0.037);

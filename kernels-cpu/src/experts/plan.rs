@@ -21,9 +21,9 @@ pub struct ExpertsPlan {
     pub(super) top_k: usize,
     /// The element type of activations.
     pub(super) kind: Kind,
-    /// The number of experts, features per token, and features between an expert's linears.
+    /// The number of experts, features per token, and the intermediate size.
     pub(super) shape: [usize; 3],
-    /// The sizes of the rows that gate and up read, and of those that `down` reads.
+    /// The sizes of the buffers for the rows that gate and up read, and for those that `down` reads.
     extents: [Extent; 2],
 }
 
@@ -85,7 +85,7 @@ impl ExpertsPlan {
         self.top_k
     }
 
-    /// The number of bytes that an [`ExpertsWorkspace`] holds at least after [`reserve`](ExpertsWorkspace::reserve).
+    /// The minimum number of bytes that an [`ExpertsWorkspace`] holds after [`reserve`](ExpertsWorkspace::reserve).
     pub fn workspace_bytes(&self) -> usize {
         self.bytes().unwrap_or(usize::MAX)
     }
@@ -123,7 +123,7 @@ impl ExpertsPlan {
         self.shape[0].min(self.max_rows())
     }
 
-    /// Creates the empty buffers for both kinds of rows.
+    /// Creates the empty buffers for the rows that gate and up read, and for those that `down` reads.
     fn buffers(&self) -> [Buffer; 2] {
         [(); 2].map(|()| match self.rows {
             ExpertRows::Int8 => Buffer::Int8(Int8Rows::new(self.token)),
@@ -198,7 +198,7 @@ impl ExpertsWorkspace {
 /// Clears the vector and reserves room for `count` values.
 fn reserve<T>(values: &mut Vec<T>, count: usize) -> Result<(), KernelError> {
     values.clear();
-    values.try_reserve_exact(count).map_err(|_| KernelError::Memory("the number of expert rows"))
+    values.try_reserve_exact(count).map_err(|_| KernelError::Memory("the expert rows"))
 }
 
 /// Int8 or floating-point rows.
@@ -232,7 +232,7 @@ impl Buffer {
         }
     }
 
-    /// The maximum size for `rows` rows of this layout, divided among `count` experts.
+    /// An upper bound of the memory for `rows` rows of this layout, divided among `count` experts.
     fn bound(&self, rows: usize, count: usize, layout: RowLayout, buffer_len: usize) -> Option<Extent> {
         let tiling = self.tiling_of(TILE_ROWS, layout, false);
         Extent::bound(rows, count, layout, tiling, self.in_strips(layout), buffer_len)

@@ -75,12 +75,12 @@ impl SortedRows {
         Ok(())
     }
 
-    /// Rows of all experts.
+    /// The number of rows of all experts.
     pub(super) fn len(&self) -> usize {
         self.tokens.len()
     }
 
-    /// Rows of an expert.
+    /// The range of an expert's rows.
     pub(super) fn of(&self, expert: usize) -> core::ops::Range<usize> {
         self.starts[expert] as usize..self.starts[expert + 1] as usize
     }

@@ -26,9 +26,10 @@ const FEW_PIECES_PER_THREAD: usize = 4;
 const CHUNK: [usize; 2] = [4, 16];
 /// The maximum number of panels per piece for few rows.
 const FEW_CHUNK: usize = 64;
-/// Bytes of weights per piece that fit in the L2 cache while several groups of rows are multiplied with them.
+/// Maximum bytes of weights per piece, so that they stay in the L2 cache while several groups of rows are multiplied
+/// with them.
 const WEIGHTS: usize = 512 << 10;
-/// The maximum number of rows (for a plan, the average per expert) that counts as few.
+/// The maximum number of rows that counts as few: of one expert, or on average over all experts that have rows.
 const FEW_ROWS: usize = 4;
 /// Up to this number of values, preparing rows on one thread is faster than waking other threads.
 const FEW: usize = 1 << 15;
@@ -39,9 +40,9 @@ pub(super) struct Active {
     expert: u32,
     /// The rows that its gate and up read, and those that its `down` reads.
     rows: [Segment; 2],
-    /// The indices of its first strips or tiles among those of all experts.
+    /// The index of its first strip or tile among those of all experts, for both kinds of rows.
     units: [usize; 2],
-    /// The index of its first piece of gate and up.
+    /// The index of its first piece of gate and up among those of all experts.
     first: usize,
     /// The number of strips or tiles per piece, and the number of blocks of this size.
     block: usize,

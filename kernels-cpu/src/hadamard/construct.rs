@@ -29,7 +29,7 @@ pub enum Construction {
 /// The largest order that is constructed. Multiplying by a matrix costs as many additions per element as its order.
 pub(super) const MAX_ORDER: usize = 256;
 
-/// The maximum number of orbits. The search tries all sequences, which are exponential in it.
+/// The maximum number of orbits. The search tries all sequences, and their number is exponential in that of orbits.
 const CLASSES: usize = 11;
 
 /// Returns the matrix of order `4t`, `t` odd and greater than 1, row-major, with entries ±1. Uses the first
@@ -60,7 +60,7 @@ fn is_prime(q: usize) -> bool {
     q > 1 && (2..).take_while(|d| d * d <= q).all(|d| !q.is_multiple_of(d))
 }
 
-/// The Legendre symbol: 1 for squares, −1 for non-squares, 0 for zero, modulo a prime.
+/// The Legendre symbol of every residue modulo a prime: 1 for squares, −1 for non-squares, 0 for zero.
 fn residues(q: usize) -> Vec<f32> {
     let mut character = vec![-1.0; q];
     for x in 1..q {
@@ -226,7 +226,7 @@ fn cancelling(t: usize, classes: &[Vec<usize>]) -> Option<[Vec<f32>; 4]> {
 mod tests {
     use super::*;
 
-    /// `H · Hᵀ = n · I` for every order that is constructed, and the list of these orders.
+    /// `H · Hᵀ = n · I` for every order that is constructed; all orders are, except those listed.
     #[test]
     fn matrices_are_hadamard() {
         let mut none = Vec::new();

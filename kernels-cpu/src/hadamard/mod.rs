@@ -1,17 +1,17 @@
 //! Rotations of activations: the orthonormal Hadamard transform of rows.
 //!
 //! `y = H x / √n` with `H` a matrix of ±1 and `H Hᵀ = n I`: it spreads outlier channels over all channels (QuaRot, §4).
-//! The rows of a weight that is multiplied with rotated activations are rotated once beforehand by the same transform,
-//! which leaves the product unchanged: `(W Hᵀ)(H x) = n W x`.
+//! The rows of a weight that is multiplied by rotated activations are rotated once beforehand by the same transform,
+//! which leaves the product unchanged: `(W Hᵀ / √n)(H x / √n) = W x`.
 //!
 //! Orders are `2^p · m`, `m` odd: `H = H₁ ⊗ H₂ ⊗ … ⊗ S`, with factors `Hᵢ` of orders `4 mᵢ ≤ 256`, `m = Π mᵢ`, and
-//! Sylvester's matrix `S`, `S[r, c] = (−1)^(number of bits that r and c share)`. Factorizations of `m` that leave `S`
-//! an order of at least 16 are preferred; among these, the one with the smallest sum of orders is used, with the
+//! Sylvester's matrix `S`, `S[r, c] = (−1)^(number of bits that are 1 in both r and c)`. Factorizations of `m` that leave
+//! `S` an order of at least 16 are preferred; among these, the one with the smallest sum of orders is used, with the
 //! smaller factors first. For a power of two, `H` is Sylvester's matrix, which is symmetric; otherwise it is one of
 //! many Hadamard matrices of that order, and not symmetric. [`Hadamard::sign`] returns its entries.
 //!
-//! Factors can be [constructed](Construction) for every order `4 t`, `t` odd, up to 252 except 100, 116, 188, 236 and
-//! 244 (`t` = 25, 29, 47, 59 and 61). The factors for the widths of common models, each times Sylvester's matrix:
+//! Factors can be [constructed](Construction) for every order `4 t`, `t` odd, from 12 to 252, except 100, 116, 188, 236
+//! and 244 (`t` = 25, 29, 47, 59 and 61). The factors for the widths of common models, each times Sylvester's matrix:
 //!
 //! | width | factors |
 //! |---|---|
@@ -103,7 +103,7 @@ impl Hadamard {
         Ok(Self { n, power, factors, scale: (1.0 / (n as f64).sqrt()) as f32 })
     }
 
-    /// The order.
+    /// The order of the matrix, which is the width of rows.
     pub fn n(&self) -> usize {
         self.n
     }

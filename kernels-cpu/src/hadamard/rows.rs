@@ -143,7 +143,7 @@ unsafe fn sylvester<L: RowLanes>(x: &mut [f32], order: usize) {
     }
 }
 
-/// Multiplies a factor with `order` vectors of `stride` values, `ROWS` rows of the factor at a time.
+/// Multiplies a factor by the `order` vectors of `stride` values in `x`, `ROWS` rows of the factor at a time.
 #[inline(always)]
 unsafe fn multiply<L: RowLanes, const ROWS: usize>(x: &mut [f32], factor: &Factor, stride: usize) {
     let order = factor.order;

@@ -1,5 +1,5 @@
-//! Checks whether this process may use the tile unit (AMX): whether the processor has it, and the operating system
-//! saves its state and permits its use.
+//! Checks whether this process may use the tile unit (AMX): the processor must have it, and the operating system must
+//! save its state and permit its use.
 //!
 //! Tiles are 8 KiB of state per thread, which Linux saves only for processes that request it. The request is made once,
 //! when the instruction set is first queried. If it is refused (an old kernel, a system-call filter, signal stacks that

@@ -4,8 +4,9 @@
 //! `neon`, `neondot` or `neoni8mm`; on any processor `amxemulated`, or `f32` for the widest path that does not split
 //! floats into bf16. Surrounding whitespace and case are ignored. For an unknown name, or a path that the processor
 //! lacks, [`Isa::detect_checked`] returns an error; a program should call it when it starts. [`Isa::detect`] cannot
-//! fail: for a path that the processor lacks it selects the widest available path that is not wider, and for an unknown
-//! name the default. So a typo never selects a slow path.
+//! fail: for a path that the processor lacks it selects the widest available path that is not wider, but never the
+//! portable one if there is another; if there is no such path, or the name is unknown, the default. So a typo never
+//! selects a slow path.
 //!
 //! The default is the fastest path of the processor: the widest, except where the table in `preference` says otherwise.
 
@@ -138,14 +139,14 @@ impl Isa {
     }
 
     /// Returns the path that `QUANT_ISA` names, or the fastest path of this processor if it is not set; detected once.
-    /// When [`detect_checked`](Self::detect_checked) would fail, returns the widest available path that is not wider
-    /// than the one named, or the fastest if the name is unknown.
+    /// When [`detect_checked`](Self::detect_checked) would fail, returns the widest available path, other than portable
+    /// code, that is not wider than the one named, or the fastest path if there is none or the name is unknown.
     pub fn detect() -> Self {
         *FOUND.as_ref().unwrap_or_else(|(instead, _)| instead)
     }
 
-    /// Same as [`detect`](Self::detect), but reports an invalid `QUANT_ISA`, for programs that check it when they
-    /// start.
+    /// Returns the path of [`detect`](Self::detect), or an error for an invalid `QUANT_ISA`, for programs that check it
+    /// when they start.
     ///
     /// # Errors
     /// [`KernelError::IsaName`] when `QUANT_ISA` is an unknown name, or names a path that this processor lacks.

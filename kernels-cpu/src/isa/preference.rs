@@ -22,7 +22,7 @@ struct SlowPath {
 const SLOW_PATHS: [SlowPath; 1] = [
     // Intel's server cores since Sapphire Rapids, identified by AVX512-FP16: `vdpbf16ps` on 512 bits reaches half the
     // operations per second of f32 FMA (0.11 against 0.21 TFLOP/s per core, benchmarks/record/kernels, 2026-11-24).
-    // Where tiles are available they are preferred to both, so this row matters only if they are not permitted.
+    // If tiles are available they are preferred to both, so this row matters only if they are not permitted.
     SlowPath {
         vendor: "GenuineIntel",
         applies: || is_x86_feature_detected!("avx512fp16"),

@@ -5,35 +5,34 @@
 //! features. The last step is padded: padding codes are 0, and so are the corresponding activations.
 //!
 //! ```text
-//! panel:  codes    [groups][steps] of 64 bytes (4 bits) or 128 bytes (8 bits); of super-blocks also 80 (5) or 96 (6)
-//!         scales   [groups][16]    f16, bf16 or f32; of progressive weights u8; of floating-point codes also E4M3 or E8M0;
-//!                                  of super-blocks i8
-//!         zeros    [groups][16]    of 4 bits, low half first, or 8; absent in a symmetric grid; of super-blocks the
+//! panel:  codes    [groups][steps] 64 bytes for 4 bits, 128 for 8; in super-blocks also 80 for 5 bits, 96 for 6
+//!         scales   [groups][16]    f16, bf16 or f32; u8 for progressive weights; i8 for super-blocks; E4M3 or E8M0 are
+//!                                  also possible for floating-point codes
+//!         zeros    [groups][16]    4 bits, low half first, or 8 bits; absent in a symmetric grid; for super-blocks the
 //!                                  minima, u8
-//!         channels [16]            f32, of progressive weights only
-//!         blocks   [k / 256][16]   f16, of super-blocks only: scales, and after all of them minima
-//!         factors  [2][16]         f32, of E4M3 scales only: 256 / global, and the global scale itself
-//!         sums     [groups][16]    i32, Σ (code − zero), on request
-//!         padding  up to a multiple of 64 bytes
+//!         channels [16]            f32; progressive weights only
+//!         blocks   [k / 256][16]   f16; super-blocks only: all scales, then all minima
+//!         factors  [2][16]         f32; E4M3 scales only: 256 / global, then the global scale itself
+//!         sums     [groups][16]    i32, Σ (code − zero); on request
+//!         padding  to a multiple of 64 bytes
 //!
 //! step, 4 bits:  byte 4·r + i = code(r, i) | code(r, i + 4) << 4      row r < 16, i < 4
 //! step, 8 bits:  byte 4·r + i = code(r, i), byte 64 + 4·r + i = code(r, i + 4)
 //! ```
 //!
-//! Super-blocks have codes of 5 and 6 bits too. Their steps are stored in units of four (5 bits) or two (6 bits): first
-//! the low four bits of each step as above, then 64 bytes with the high bits of all, so that every part is a line:
+//! Codes of super-blocks may also have 5 or 6 bits. Their steps are stored in units of four (5 bits) or two (6 bits):
+//! first the low four bits of each step as above, then one line of 64 bytes with the high bits of all steps:
 //!
 //! ```text
-//! high bits:  byte 4·r + i, at bit w·(2·s + h) = high bits of code(r, i + 4·h) of step s      w = 1 or 2, h < 2
+//! high bits:  byte 4·r + i, at bit w·(2·s + h) = high w bits of code(r, i + 4·h) of step s    w = 1 or 2, h < 2
 //! ```
 //!
 //! So one load of 64 bytes, an AND and a shift give two registers whose 32-bit lanes are rows with four neighbouring
-//! codes each, the operands of `vpdpbusd`, `vpmaddubsw` and `sdot`; and its 16-bit words hold, at shifts of 0, 4, 8 and
-//! 12, the pairs for a bf16 dot product.
+//! codes each: the operands of `vpdpbusd`, `vpmaddubsw` and `sdot`. The 16-bit words of the loaded bytes hold, at
+//! shifts of 0, 4, 8 and 12, the pairs for a bf16 dot product.
 
+mod pack;
 mod unpack;
-
-use std::ops::Range;
 
 use half::{bf16, f16};
 
@@ -51,7 +50,7 @@ pub const SUPER_BLOCK: usize = 256;
 /// Bytes of a cache line, and the alignment of panels.
 pub const LINE: usize = 64;
 
-/// Steps that share a line with the high bits of their codes; 1 if codes are stored whole.
+/// The number of steps that share a line for the high bits of their codes; 1 if codes are stored whole.
 pub(crate) const fn unit_of(code_bits: usize) -> usize {
     match code_bits {
         5 => 4,
@@ -80,15 +79,16 @@ pub enum ScaleType {
     Bf16,
     /// Single precision.
     F32,
-    /// 8-bit integers, under an `f32` scale per row: QServe's progressive quantization.
+    /// Unsigned 8-bit integers, and an `f32` scale per row: QServe's progressive quantization.
     Progressive,
     /// E4M3 without a sign, divided by an `f32`: NVFP4. Only for floating-point codes.
     E4m3,
-    /// Powers of two: the MX formats. Only for floating-point codes.
+    /// E8M0, powers of two: the MX formats. Only for floating-point codes.
     E8m0,
-    /// 8-bit signed integers, under an f16 scale per super-block: GGUF's Q6_K.
+    /// Signed 8-bit integers, and an f16 scale per super-block: GGUF's Q6_K.
     Super,
-    /// The same, with minima, 8-bit unsigned integers under an f16 per super-block: GGUF's Q4_K and Q5_K.
+    /// Scales as in [`Super`](Self::Super), and minima: unsigned 8-bit integers, and an f16 per super-block. GGUF's
+    /// Q4_K and Q5_K.
     SuperMins,
 }
 
@@ -149,13 +149,16 @@ pub struct Layout {
 }
 
 impl Layout {
-    /// The layout for a view; with `sums` it includes the sums that activations with a zero point require.
+    /// The layout for a view; with `sums` it includes the sums of codes that activations with a zero point require.
     ///
     /// # Errors
-    /// When the matrix is empty; when `sums` is set for floating-point codes or super-blocks, or their global scale is not positive and
-    /// finite; or when a group is so wide that its sums might overflow 32 bits: wider than 65,793 at 8 bits and
-    /// 1,118,481 at 4, with `sums` 33,025 and 561,433; for progressive weights a row wider than 131,071, with `sums`
-    /// 65,793.
+    /// When
+    /// - the matrix is empty, or its packed size overflows;
+    /// - `sums` is set for floating-point codes or super-blocks;
+    /// - a global scale is not positive and finite;
+    /// - a group is so wide that its sums might overflow 32 bits: wider than 65,793 for codes stored in 8 bits or
+    ///   1,118,481 in 4 bits, with `sums` 33,025 or 561,433. For progressive weights the bound is on the width of rows:
+    ///   131,071, with `sums` 65,793.
     pub fn of(view: &WeightView<'_>, sums: bool) -> Result<Self, KernelError> {
         let code_bits = match (view.bits(), view.all_scales()) {
             (..=4, _) => 4,
@@ -192,11 +195,13 @@ impl Layout {
         Self::from_parts([view.n(), view.k()], code_bits, view.group_size(), scales, zero_point, sums)
     }
 
-    /// The layout with these properties, for callers that have packed bytes and no view: `code_bits` is 4 or 8, for
-    /// super-blocks 4 to 6; `zero_point` is the zero point of every group, or `None` if each has its own.
+    /// The layout of integer codes with these properties, for callers that have packed bytes and no view: `code_bits`
+    /// is 4 or 8, for super-blocks 4 to 6; `zero_point` is the zero point of every group, or `None` if each has its
+    /// own.
     ///
     /// # Errors
-    /// See [`of`](Self::of); also when the group size does not divide `k`, or the code width or zero point is invalid.
+    /// See [`of`](Self::of); also when the group size does not divide `k`, the code width or zero point is invalid, or
+    /// the scales are E4M3 or E8M0.
     pub fn from_parts(
         [n, k]: [usize; 2],
         code_bits: usize,
@@ -214,8 +219,9 @@ impl Layout {
     /// The layout of floating-point codes with these properties.
     ///
     /// # Errors
-    /// See [`from_parts`](Self::from_parts); also when the scales are progressive; when they are those of super-blocks,
-    /// except for IQ4 without minima; or when they are E4M3 or E8M0 for IQ4.
+    /// When the scales are progressive, are those of super-blocks (except for IQ4 without minima), or are E4M3 or E8M0
+    /// for IQ4; when the matrix is empty or its packed size overflows, the group size does not divide `k`, or a group is
+    /// too wide (see [`of`](Self::of)).
     pub fn from_float_parts(
         shape: [usize; 2],
         format: FloatFormat,
@@ -258,17 +264,19 @@ impl Layout {
         let widths: &[usize] = if scales.is_super() { &[4, 5, 6] } else { &[4, 8] };
         if !widths.contains(&code_bits) || zero_point.is_some_and(|m| usize::from(m) >> code_bits != 0) {
             return Err(KernelError::Scheme(
-                "codes must be stored in 4 or 8 bits, and the zero point must fit in them",
+                "codes must be stored in 4 or 8 bits (4, 5 or 6 in super-blocks), and the zero point must fit in them",
             ));
         }
         if scales.is_super() {
             let mins = scales == ScaleType::SuperMins;
             if k % SUPER_BLOCK != 0 || !super_block_fits(code_bits, mins, float, group_size) {
-                return Err(KernelError::Scheme("groups that do not form super-blocks"));
+                return Err(KernelError::Scheme(
+                    "this width, code size and group size do not form super-blocks",
+                ));
             }
             let zero = if mins || float.is_some() { 0 } else { 1 << (code_bits - 1) };
             if sums || zero_point != Some(zero) {
-                return Err(KernelError::Scheme("zero points or sums of super-blocks"));
+                return Err(KernelError::Scheme("super-blocks have a fixed zero point and no sums"));
             }
         }
         if group_size == 0 || k % group_size != 0 {
@@ -326,7 +334,7 @@ impl Layout {
         self.n
     }
 
-    /// The layout of `n` of these rows, from a panel boundary. Only `n` differs, because panels are independent of each other.
+    /// The layout of `n` of these rows, from a panel boundary. Only `n` differs, because panels are independent.
     pub(crate) fn of_rows(&self, n: usize) -> Self {
         Self { n, ..*self }
     }
@@ -361,13 +369,13 @@ impl Layout {
         self.float
     }
 
-    /// The zero point of every group, or `None` if each has its own. For floating-point codes it is 0 and has no
-    /// meaning.
+    /// The zero point of every group, or `None` if each has its own. For floating-point codes it is always 0, and
+    /// unused.
     pub fn zero_point(&self) -> Option<u8> {
         self.zero_point
     }
 
-    /// Whether the sums of rows are stored.
+    /// Whether the sum of the codes of each group and row is stored.
     pub fn has_sums(&self) -> bool {
         self.sums
     }
@@ -416,7 +424,7 @@ impl Layout {
         self.scales.is_super()
     }
 
-    /// The offset of a step in the codes of a panel, which is that of its low bits if it is one of a unit.
+    /// The offset of a step's codes in a panel; of their low four bits, if the high bits are stored separately.
     pub(crate) fn step_at(&self, step: usize) -> usize {
         let unit = unit_of(self.code_bits);
         match unit {
@@ -449,7 +457,8 @@ impl Layout {
         }
     }
 
-    /// The line with the high bits of a step's codes, and their place in a byte; `None` if codes are stored whole.
+    /// The offset of the line with the high bits of half a step's codes, and the shift of these bits in a byte; `None`
+    /// if codes are stored whole.
     pub(crate) fn high_bits(&self, step: usize, half: usize) -> Option<(usize, usize)> {
         let unit = unit_of(self.code_bits);
         let at = step / unit * unit * self.step_bytes() + unit * LINE;
@@ -473,8 +482,8 @@ impl Layout {
         self.channels_at() + self.channel_bytes()
     }
 
-    /// Identifies the order of bytes and everything that it depends on, so that bytes of one layout are never read with
-    /// a different one.
+    /// A hash of the order of bytes and everything that it depends on. Stored with packed bytes, it shows whether they
+    /// have this layout.
     pub fn id(&self) -> u64 {
         let scales = match self.scales {
             ScaleType::F16 => 1,
@@ -494,171 +503,17 @@ impl Layout {
         let zero_point = self.zero_point.map_or(0, |m| 1 + u64::from(m));
         let sizes = [self.n, self.k, self.code_bits, self.group_size].map(|s| s as u64);
         let words = [VERSION].into_iter().chain(sizes).chain([scales, zero_point, u64::from(self.sums)]);
-        // Integer formats are not hashed, so that their ids remain those from before other formats existed.
+        // Integer codes add no word, so that their ids remain those from before floating-point codes existed.
         let words = words.chain(float);
         // FNV-1a.
         words.flat_map(u64::to_le_bytes).fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
             (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3)
         })
     }
-
-    /// Packs some panels of a view into `out`, which has exactly their size. Callers that use threads give each its own
-    /// panels.
-    ///
-    /// # Errors
-    /// When the view does not have this layout, `out` has the wrong length, a code or zero point is above `2^bits − 1`
-    /// or a code is not a number of its format, a progressive weight `(code − zero) · group` is beyond ±128, or an E4M3
-    /// scale is negative or NaN.
-    pub fn pack(
-        &self,
-        view: &WeightView<'_>,
-        panels: Range<usize>,
-        out: &mut [u8],
-    ) -> Result<(), KernelError> {
-        if Self::of(view, self.sums)? != *self {
-            return Err(KernelError::Scheme("the weight view does not match the layout"));
-        }
-        if panels.start > panels.end || panels.end > self.panels() {
-            let (expected, got) = (self.panels(), panels.end);
-            return Err(KernelError::Mismatch { what: "panels must end at or before panel", expected, got });
-        }
-        KernelError::length("packed panels", panels.len() * self.panel_bytes, out.len())?;
-        self.pack_panels(view, panels, out)
-    }
-
-    /// Same as [`pack`](Self::pack), for a view that is known to have this layout and for `out` of the right length.
-    pub(crate) fn pack_panels(
-        &self,
-        view: &WeightView<'_>,
-        panels: Range<usize>,
-        out: &mut [u8],
-    ) -> Result<(), KernelError> {
-        out.fill(0);
-        for (panel, bytes) in panels.zip(out.chunks_exact_mut(self.panel_bytes)) {
-            for r in 0..PANEL_ROWS.min(self.n - panel * PANEL_ROWS) {
-                self.pack_row(view, panel * PANEL_ROWS + r, r, bytes)?;
-            }
-        }
-        Ok(())
-    }
-
-    /// Fails on values that the bounds of sums do not allow.
-    fn check_group(
-        &self,
-        view: &WeightView<'_>,
-        row: usize,
-        g: usize,
-        group: &[u8],
-    ) -> Result<(), KernelError> {
-        if let Some(format) = view.float_format() {
-            if !group.iter().all(|&code| format.is_number(code)) {
-                return Err(KernelError::Scheme("a code is not a number in its format"));
-            }
-            return match view.all_scales() {
-                Scales::E4m3 { groups, .. } if groups[row * self.groups() + g] >= E4M3_NAN => {
-                    Err(KernelError::Scheme("a group scale is negative or NaN"))
-                }
-                _ => Ok(()),
-            };
-        }
-        let zero = view.zero(row, g);
-        let (low, high) = group.iter().fold((u8::MAX, 0), |(low, high), &c| (low.min(c), high.max(c)));
-        if high.max(zero) > u8::MAX >> (8 - view.bits()) {
-            return Err(KernelError::Scheme("a code or zero point exceeds the bits of the weight"));
-        }
-        if let Scales::Progressive { groups, .. } = view.all_scales() {
-            let scale = i32::from(groups[row * self.groups() + g]);
-            let reach = |code: u8| ((i32::from(code) - i32::from(zero)) * scale).abs();
-            if reach(low).max(reach(high)) > PROGRESSIVE_MAX {
-                return Err(KernelError::Scheme("a progressive weight exceeds 8 bits"));
-            }
-        }
-        Ok(())
-    }
-
-    fn pack_row(
-        &self,
-        view: &WeightView<'_>,
-        row: usize,
-        r: usize,
-        panel: &mut [u8],
-    ) -> Result<(), KernelError> {
-        let codes = view.codes(row..row + 1);
-        for (g, group) in codes.chunks_exact(self.group_size).enumerate() {
-            self.check_group(view, row, g, group)?;
-            for (i, &code) in group.iter().enumerate() {
-                let step = g * self.steps() + i / STEP;
-                let (at, half, byte) = (self.step_at(step), (i % STEP) / 4, 4 * r + i % 4);
-                match self.code_bits {
-                    8 => panel[at + 64 * half + byte] = code,
-                    _ => panel[at + byte] |= (code & 0x0f) << (4 * half),
-                }
-                if let Some((at, shift)) = self.high_bits(step, half) {
-                    panel[at + byte] |= code >> 4 << shift;
-                }
-            }
-            let at = g * PANEL_ROWS + r;
-            let zero = view.zero(row, g);
-            if self.zero_point.is_none() {
-                match self.code_bits {
-                    4 => panel[self.zeros_at() + at / 2] |= zero << (4 * (at % 2)),
-                    _ => panel[self.zeros_at() + at] = zero,
-                }
-            }
-            if self.sums {
-                let sum: i32 = group.iter().map(|&c| i32::from(c) - i32::from(zero)).sum();
-                panel[self.sums_at() + 4 * at..][..4].copy_from_slice(&sum.to_le_bytes());
-            }
-        }
-        let mut write = |at: usize, bytes: &[u8]| panel[at..at + bytes.len()].copy_from_slice(bytes);
-        let (groups, size) = (self.groups(), self.scales.bytes());
-        for g in 0..groups {
-            let at = self.scales_at() + (g * PANEL_ROWS + r) * size;
-            match (view.all_scales(), self.scales) {
-                (Scales::Float(s), ScaleType::F16) => {
-                    write(at, &f16::from_f32(s[row * groups + g]).to_le_bytes())
-                }
-                (Scales::Float(s), ScaleType::Bf16) => {
-                    write(at, &bf16::from_f32(s[row * groups + g]).to_le_bytes())
-                }
-                // In this layout, all scales have a code.
-                (Scales::Float(s), ScaleType::E8m0) => {
-                    write(at, &[e8m0_code(s[row * groups + g]).unwrap_or_default()])
-                }
-                (Scales::Float(s), _) => write(at, &s[row * groups + g].to_le_bytes()),
-                (Scales::Progressive { groups: s, .. } | Scales::E4m3 { groups: s, .. }, _) => {
-                    write(at, &[s[row * groups + g]])
-                }
-                (Scales::Super(s), _) => {
-                    write(at, &s.groups[row * groups + g].to_le_bytes());
-                    if let Some(mins) = s.mins {
-                        write(self.zeros_at() + g * PANEL_ROWS + r, &[mins.groups[row * groups + g]]);
-                    }
-                }
-            }
-        }
-        if let Scales::Super(s) = view.all_scales() {
-            let blocks = self.blocks();
-            for b in 0..blocks {
-                let at = self.channels_at() + 2 * (b * PANEL_ROWS + r);
-                write(at, &s.blocks[row * blocks + b].to_le_bytes());
-                if let Some(mins) = s.mins {
-                    write(at + 2 * PANEL_ROWS * blocks, &mins.blocks[row * blocks + b].to_le_bytes());
-                }
-            }
-        }
-        if let Scales::Progressive { channels, .. } = view.all_scales() {
-            write(self.channels_at() + 4 * r, &channels[row].to_le_bytes());
-        }
-        if let Scales::E4m3 { global, .. } = view.all_scales() {
-            write(self.channels_at() + 4 * r, &factor(global).to_le_bytes());
-            write(self.channels_at() + 4 * (PANEL_ROWS + r), &global.to_le_bytes());
-        }
-        Ok(())
-    }
 }
 
-/// The factor of sums whose terms use the scales of [`load_e4m3`](crate::simd::Lanes::load_e4m3).
+/// The factor of sums over terms with the scales of [`load_e4m3`](crate::simd::Lanes::load_e4m3), which are `2⁻⁸` times
+/// the stored ones.
 pub(crate) fn factor(global: f32) -> f32 {
     256.0 / global
 }

@@ -24,7 +24,8 @@ impl Layout {
         }
     }
 
-    /// The scale of a group: for progressive weights and super-blocks an integer, for E4M3 scales the value before division.
+    /// The scale of a group: for progressive weights and super-blocks an integer, for E4M3 scales the value before the
+    /// division by the global scale.
     fn scale(&self, panel: &[u8], row: usize, g: usize) -> f32 {
         let at = self.scales_at() + (g * PANEL_ROWS + row % PANEL_ROWS) * self.scales.bytes();
         let bytes = |n| &panel[at..at + n];
@@ -81,7 +82,7 @@ impl Layout {
     /// Restores the parts of the view from the whole matrix.
     ///
     /// # Errors
-    /// When `packed` has the wrong length, or memory is short.
+    /// When `packed` has the wrong length, or an allocation fails.
     pub fn unpack(&self, packed: &[u8]) -> Result<Unpacked, KernelError> {
         KernelError::length("packed weights", self.bytes(), packed.len())?;
         let mut out = Unpacked::default();
@@ -125,7 +126,7 @@ impl Layout {
         Ok(out)
     }
 
-    /// Dequantizes some rows, `[rows.len(), k]`, row-major.
+    /// Dequantizes a range of rows into `out`, `[rows.len(), k]`, row-major.
     pub(crate) fn dequantize(
         &self,
         packed: &[u8],
@@ -135,7 +136,7 @@ impl Layout {
         KernelError::length("packed weights", self.bytes(), packed.len())?;
         if rows.start > rows.end || rows.end > self.n {
             return Err(KernelError::Mismatch {
-                what: "rows must end at or before row",
+                what: "rows must be ascending and end at or before row",
                 expected: self.n,
                 got: rows.end,
             });
@@ -184,7 +185,7 @@ impl Layout {
                     }
                     let code = i32::from(code) - zero;
                     *out = match self.scales {
-                        // Integers with a single zero point.
+                        // The product of the two integers is exact.
                         ScaleType::Progressive => (code * scale as i32) as f32 * self.channel(panel, row),
                         _ => code as f32 * scale,
                     };
@@ -200,14 +201,15 @@ impl Layout {
 pub struct Unpacked {
     /// `[n, k]`
     pub codes: Vec<u8>,
-    /// `[n, k / group_size]`; for progressive weights and super-blocks integers, for E4M3 scales the values before division by the
-    /// global one
+    /// `[n, k / group_size]`: scales. Integers for progressive weights and super-blocks; for E4M3 scales the values
+    /// before the division by the global scale.
     pub scales: Vec<f32>,
-    /// `[n, k / group_size]`, or empty for a symmetric grid; for super-blocks the integers of their minima
+    /// `[n, k / group_size]`: zero points, or empty if all groups have the same. For super-blocks with minima, the
+    /// integers of the minima.
     pub zeros: Vec<u8>,
-    /// `[n]`, for progressive weights only, and for E4M3 scales the global one; for super-blocks their scales,
-    /// `[n, k / 256]`
+    /// `[n]`: the row scales of progressive weights, or the global scale of E4M3 scales. `[n, k / 256]`: the float
+    /// scales of super-blocks. Otherwise empty.
     pub channels: Vec<f32>,
-    /// `[n, k / 256]`, the minima of super-blocks that have them
+    /// `[n, k / 256]`: the float minima of super-blocks; empty if they have none.
     pub block_mins: Vec<f32>,
 }

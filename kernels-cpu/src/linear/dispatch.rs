@@ -18,12 +18,12 @@ use crate::{FloatFormat, Isa, IsaToken, Layout};
 /// Maximum number of rows per strip, if there are several strips.
 pub(crate) const MAX_ROWS: usize = 12;
 
-/// Up to this many rows form one strip, since they wait for memory: a second strip would read its weights from a cache
-/// while memory is idle.
+/// Up to this many rows form one strip, because memory bandwidth limits them: a second strip would read its weights
+/// from a cache while memory is idle.
 pub(crate) const ONE_STRIP: usize = 16;
 
-/// Kinds of tiles: integers on a symmetric 4-bit grid or of E2M1; integers on any other grid; integers with two levels
-/// of scales; floats; and integers of super-blocks.
+// Kinds of tiles. With integer activations: a symmetric 4-bit grid or E2M1 codes; any other grid; progressive weights;
+// super-blocks. `FLOAT` is for float activations and any weights.
 const CENTRED: usize = 0;
 const ZEROS: usize = 1;
 pub(super) const PROGRESSIVE: usize = 2;
@@ -31,7 +31,7 @@ pub(super) const FLOAT: usize = 3;
 const SUPER: usize = 4;
 
 type TileFn = unsafe fn(&Tile<'_>);
-/// Multiplies some row tiles with some panels.
+/// Multiplies some row tiles by some panels.
 type TiledFn = unsafe fn(&Tiled<'_>, Range<usize>, Range<usize>);
 
 /// An instruction set, a code format, and a kind of tile.
@@ -114,13 +114,13 @@ impl Path {
         }
     }
 
-    /// How many of `rows` rows a tile processes.
+    /// The number of rows that the next tile processes if `left` rows are left.
     pub(super) fn rows(self, left: usize) -> usize {
         match self.isa {
             Isa::Scalar | Isa::AmxEmulated => left.min(2),
             // Sixteen registers hold the sums of four rows, two each, and their operands.
             Isa::Avx2 | Isa::AvxVnni if left > 4 => left.div_ceil(left.div_ceil(4)),
-            // Thirty-two hold the sums of four rows, four each, and a step of codes.
+            // Thirty-two registers hold the sums of four rows, four each, and a step of codes.
             Isa::Neon | Isa::NeonDotprod | Isa::NeonI8mm if left > 4 => left.div_ceil(left.div_ceil(4)),
             // Floats are limited by arithmetic.
             _ if self.kind == FLOAT && left > MAX_ROWS => left.div_ceil(2),
@@ -128,14 +128,14 @@ impl Path {
         }
     }
 
-    /// How many panels a tile of these rows processes if enough are left; otherwise it processes one.
+    /// The number of panels that a tile of `rows` rows processes if enough are left; otherwise it processes one.
     pub(super) fn panels(self, rows: usize) -> usize {
         match (self.isa, rows) {
             (Isa::Avx2 | Isa::AvxVnni, 1 | 2) => 2,
             (Isa::Neon | Isa::NeonDotprod | Isa::NeonI8mm, 1) => 2,
             (Isa::Neon | Isa::NeonDotprod | Isa::NeonI8mm, _) => 1,
             (Isa::Scalar | Isa::AmxEmulated | Isa::Avx2 | Isa::AvxVnni, _) => 1,
-            // Few rows wait for memory: four panels are four streams. Many rows fill the registers.
+            // With few rows the tile waits for memory, and four panels are four streams. Many rows fill the registers.
             (Isa::Avx512Vnni | Isa::Avx512Bf16 | Isa::Amx, ..=4) => 4,
             (Isa::Avx512Vnni | Isa::Avx512Bf16 | Isa::Amx, ..=MAX_ROWS) => 2,
             (Isa::Avx512Vnni | Isa::Avx512Bf16 | Isa::Amx, _) => 1,

@@ -1,16 +1,16 @@
 //! The inner loop for float activations: codes are converted to floats in registers, exactly.
 //!
 //! Integer codes are multiplied as `code − c`, with `c` the zero point of a symmetric grid, or 8 or 128: small
-//! integers, exact in bf16 and `f32`. A group's own zero point then costs one term `(z − c) Σ x`, and the scale one
+//! integers, exact in bf16 and `f32`. A group's own zero point then costs one term `(c − z) Σ x`, and the scale one
 //! multiply-add.
 //!
 //! Floating-point codes are multiplied as their value, which is also exact in both.
 //!
 //! A group's products are added in order; pairs of bf16 are added in blocks of 256 features, and the blocks in order.
 //! So a row's result is bit-identical whether it is computed alone or in a batch. With one or two rows there are too
-//! few independent sums to hide the latency of a product, which shows on paths with two bf16 per value: there, two
-//! groups, or blocks, are computed in parallel. More than two would read more memory locations at once, and are slower;
-//! with groups that are not divided into blocks, the processor cannot overlap one with the next.
+//! few independent sums to hide the latency of a product, which matters on paths with two bf16 per value: there, two
+//! groups, or two blocks of a wide group, are computed in parallel. Using more than two is slower, because they read
+//! more memory locations at once.
 #![allow(clippy::needless_range_loop, reason = "rows and panels index several arrays at once")]
 
 use crate::layout::{Layout, PANEL_ROWS, STEP, SUPER_BLOCK, ScaleType};
@@ -52,7 +52,8 @@ pub(crate) unsafe fn multiply<
                         g * steps,
                         steps,
                     );
-                    // One round trip through memory; otherwise the compiler keeps them there in the inner loop.
+                    // One round trip through memory; without it, the compiler keeps the sums in memory throughout the
+                    // inner loop.
                     let [first, second] = core::hint::black_box(both);
                     join::<L, CODES, MR, NP>(t, first, g, &mut totals);
                     join::<L, CODES, MR, NP>(t, second, g + 1, &mut totals);
@@ -154,7 +155,7 @@ unsafe fn add_steps<
 ) -> [[[L::F; NP]; MR]; NG] {
     let panel = t.layout.panel_bytes();
     let (step_bytes, unit) = (PANEL_ROWS * STEP * codes::bits(CODES) / 8, const { codes::unit(CODES) });
-    // With two groups in parallel, the prefetched lines follow both.
+    // With two groups in parallel, the prefetched lines are those after both.
     let waits = MR <= 4;
     let ahead = Prefetcher::new(t.layout, NP, (NG * count * step_bytes).clamp(2048, 8192));
     let ahead_of = |at: *const u8| if waits { ahead.of(at.addr() - t.weights.addr()) } else { 0 };
@@ -210,7 +211,7 @@ unsafe fn join<L: FloatLanes, const CODES: usize, const MR: usize, const NP: usi
             if layout.zero_point().is_none() {
                 let zeros = t.weights.add(p * panel + zeros_at + g * PANEL_ROWS * codes::bits(CODES) / 8);
                 let zeros = if codes::bits(CODES) == 4 { L::load_u4(zeros) } else { L::load_u8(zeros) };
-                // Minus the zero point, relative to the centre.
+                // The centre minus the zero point.
                 let zeros = L::to_f32(L::sub(L::splat(centre::<CODES>(layout)), zeros));
                 for m in 0..MR {
                     let sum = *t.sums.cast::<f32>().add(g * t.strip + m);
@@ -225,7 +226,7 @@ unsafe fn join<L: FloatLanes, const CODES: usize, const MR: usize, const NP: usi
                     if layout.scales() == ScaleType::SuperMins {
                         let mins = t.weights.add(p * panel + zeros_at + g * PANEL_ROWS);
                         let by = L::load_f16(at.add(2 * layout.blocks() * PANEL_ROWS));
-                        // Minus the minimum. These products are exact, as are those of scales.
+                        // The negated minimum. This product is exact, as is that of the two scales below.
                         let mins = L::to_f32(L::sub(L::splat(0), L::load_u8(mins)));
                         let mins = L::mul_f32(mins, by);
                         for m in 0..MR {
@@ -244,8 +245,8 @@ unsafe fn join<L: FloatLanes, const CODES: usize, const MR: usize, const NP: usi
     }
 }
 
-/// Adds the products of a step to the sums of its group; `at` points to the codes of its unit, in which it is number
-/// `step`, and `x` to the activations.
+/// Adds the products of a step to the sums of its group. `at` points to the codes of the step's unit, `step` is its
+/// number within the unit, and `x` points to the activations.
 ///
 /// # Safety
 /// See [`multiply`]; `at` must be a step of `NP` panels that are `panel` bytes apart, `x` the same step of `MR` rows.

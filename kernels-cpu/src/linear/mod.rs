@@ -21,9 +21,9 @@
 //! grid, otherwise 8 or 128, the midpoint of the 4 or 8 bits that codes are stored in. Each group's products are added
 //! in order of `k` by fused multiply-adds, and so are groups. Results are bit-identical on all paths except
 //! `avx512bf16` and `amx`: there a value of `x` is the sum of several bf16 ([`Bf16Parts`](crate::Bf16Parts), by default
-//! two, with an error of at most `2⁻¹⁶`), and their products are added in `f32` in a different order. All are within
-//! `(2⁻¹⁶ + (k + 4) · 2⁻²³) Σ |ŵ| |x|` of the exact result, `|ŵ|` with `|q − c| + |c − z|` instead of `|q − z|`; with
-//! one part `2⁻⁸` replaces `2⁻¹⁶`, with three `2⁻²⁴`. Split values treat subnormals as zero.
+//! two, with a relative error of at most `2⁻¹⁶`), and their products are added in `f32` in a different order. All are
+//! within `(2⁻¹⁶ + (k + 4) · 2⁻²³) Σ |ŵ| |x|` of the exact result, where `|ŵ| = |s_g| (|q − c| + |c − z|)`; with one
+//! part `2⁻⁸` replaces `2⁻¹⁶`, with three `2⁻²⁴`. Split values treat subnormals as zero.
 //!
 //! On every path a row's result depends only on the row, the weights and the path, not on the number of rows.
 
@@ -53,7 +53,7 @@ use crate::{FloatRows, Int8Rows, IsaToken, KernelError, Layout, Parallel, Weight
 /// ```
 /// use quant_kernels_cpu::{FloatRows, IsaToken, Layout, PackedView, RowLayout, Serial, WeightView};
 ///
-/// // Packed into memory of the caller's own, which may be kept in a file with the id of its layout.
+/// // Packed into memory of the caller, which may write it to a file together with the id of its layout.
 /// let view = WeightView::new([1, 8], 4, 8, &[9; 8], &[0.5], None)?;
 /// let layout = Layout::of(&view, false)?;
 /// let mut bytes = vec![0; layout.bytes()];
@@ -97,9 +97,9 @@ impl<'a> PackedView<'a> {
         self.bytes
     }
 
-    /// Some rows (output features) as a separate matrix, which is multiplied with the same activations. Its results are
-    /// bit-identical to those columns of the whole product. `rows` must start at a multiple of [`PANEL_ROWS`], and end
-    /// at one or at the end of the matrix. Nothing is copied.
+    /// A range of rows (output features) as a separate matrix, which is multiplied by the same activations. Its
+    /// product is bit-identical to these columns of the whole product. `rows` must start at a multiple of
+    /// [`PANEL_ROWS`], and end at one or at the end of the matrix. Nothing is copied.
     ///
     /// # Errors
     /// When `rows` is empty or out of range, or starts or ends within a panel.
@@ -107,7 +107,7 @@ impl<'a> PackedView<'a> {
         let n = self.layout.n();
         if rows.start >= rows.end || rows.end > n {
             return Err(KernelError::Mismatch {
-                what: "rows must end at or before row",
+                what: "rows must be ascending, not empty, and end at or before row",
                 expected: n,
                 got: rows.end,
             });
@@ -127,8 +127,8 @@ impl<'a> PackedView<'a> {
     /// `bias` is `[n]`.
     ///
     /// # Errors
-    /// When `x` was quantized for a different [`RowLayout`](crate::RowLayout), a length is wrong, or `x` has a zero
-    /// point and the layout no sums.
+    /// When `x` was quantized for a different [`RowLayout`](crate::RowLayout), a length is wrong, `x` has a zero point
+    /// and the weights have no sums, or the weights are FP8 (E4M3).
     pub fn multiply(
         &self,
         token: IsaToken,
@@ -154,7 +154,7 @@ impl<'a> PackedView<'a> {
         multiply_float_each(x, &mut [Product { weight: *self, bias, out }], parallel)
     }
 
-    /// Dequantizes some rows, `[rows.len(), k]`, row-major: the values of
+    /// Dequantizes a range of rows into `out`, `[rows.len(), k]`, row-major: the values of
     /// [`reference::dequantize_rows`](crate::reference::dequantize_rows).
     ///
     /// # Errors
@@ -188,7 +188,7 @@ fn zeros(count: usize) -> Result<Vec<Line>, KernelError> {
 ///
 /// let view = WeightView::new([1, 8], 4, 8, &[9; 8], &[0.5], None)?;
 /// let weight = PackedLinear::pack(&view, Some(&[1.0]), false, &Serial)?; // with its bias
-/// let mut rows = FloatRows::new(IsaToken::detect()); // once; its memory is used again
+/// let mut rows = FloatRows::new(IsaToken::detect()); // create it once: it reuses its memory
 /// rows.pack(&[2.0f32; 8], RowLayout::of(weight.layout()), &Serial)?;
 /// let mut out = [0.0];
 /// weight.multiply_float(&rows, &mut out, &Serial)?;
@@ -203,10 +203,10 @@ pub struct PackedLinear {
 }
 
 impl PackedLinear {
-    /// Packs a view, with `sums` if activations may have a zero point.
+    /// Packs a view. `sums` must be set if activations may have a zero point.
     ///
     /// # Errors
-    /// See [`Layout::pack`]; also when the bias is not `[n]` or memory is short.
+    /// See [`Layout::of`] and [`Layout::pack`]; also when the bias is not `[n]`, or an allocation fails.
     pub fn pack(
         view: &WeightView<'_>,
         bias: Option<&[f32]>,
@@ -253,7 +253,7 @@ impl PackedLinear {
         &self.layout
     }
 
-    /// The bias that the weights were packed with.
+    /// The bias, if the weights were packed with one.
     pub fn bias(&self) -> Option<&[f32]> {
         self.bias.as_deref()
     }

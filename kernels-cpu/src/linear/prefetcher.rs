@@ -33,7 +33,7 @@ pub(super) struct Prefetcher {
 }
 
 impl Prefetcher {
-    /// A distance of `distance` bytes in panels of this layout, for tiles of `panels` panels.
+    /// A prefetcher of `distance` bytes ahead in panels of this layout, for tiles of `panels` panels.
     #[inline(always)]
     pub(super) fn new(layout: &Layout, panels: usize, distance: usize) -> Self {
         let codes = layout.scales_at();
@@ -41,14 +41,14 @@ impl Prefetcher {
         Self { distance, last: codes.saturating_sub(distance), hop }
     }
 
-    /// The distance from the code at this byte of its panel.
+    /// How many bytes ahead to prefetch when the tile reads this byte of a panel.
     #[inline(always)]
     pub(super) fn of(self, byte: usize) -> usize {
         if byte < self.last { self.distance } else { self.distance + self.hop }
     }
 }
 
-/// Prefetches the scales, and the zero points or minima, of a group in the next panels.
+/// Prefetches the scales, and the zero points or minima, of a group in the panels of the next tile.
 ///
 /// # Safety
 /// The processor must have the instructions of `L`. Addresses need not be valid.
@@ -67,16 +67,16 @@ pub(super) unsafe fn next_parameters<L: Lanes, const NP: usize>(
     };
     let scales = layout.scales_at() + group * PANEL_ROWS * scale_bytes;
     for p in NP..2 * NP {
-        // SAFETY: the caller guarantees that the processor has the instructions of `L`; a prefetch has no other effect,
-        // whatever the address.
+        // SAFETY: the caller guarantees that the processor has the instructions of `L`; a prefetch of any address,
+        // valid or not, has no other effect.
         unsafe { L::prefetch(weights.wrapping_add(p * panel + scales)) };
     }
     if layout.zero_point().is_none() || layout.scales() == ScaleType::SuperMins {
         let bytes = if layout.is_super() { PANEL_ROWS } else { PANEL_ROWS * layout.code_bits() / 8 };
         let zeros = layout.zeros_at() + group * bytes;
         for p in NP..2 * NP {
-            // SAFETY: the caller guarantees that the processor has the instructions of `L`; a prefetch has no other
-            // effect, whatever the address.
+            // SAFETY: the caller guarantees that the processor has the instructions of `L`; a prefetch of any address,
+            // valid or not, has no other effect.
             unsafe { L::prefetch(weights.wrapping_add(p * panel + zeros)) };
         }
     }

@@ -12,11 +12,11 @@ use crate::layout::{PANEL_ROWS, STEP};
 use crate::parallel::Disjoint;
 use crate::{FloatFormat, FloatRows, Int8Rows, IsaToken, KernelError, Layout, Parallel};
 
-/// Bytes of activations that stay in the L2 cache while panels pass.
+/// Bytes of activations that stay in the L2 cache while panels are read.
 const BLOCK: usize = 1024 << 10;
-/// Maximum number of panels per piece of work: more save nothing.
+/// Maximum number of panels per piece of work; larger pieces are not faster.
 const CHUNK: usize = 16;
-/// Pieces per thread for a product that is large enough; threads wait for the last piece to end.
+/// Pieces per thread, if the product is large enough. Small pieces shorten the time that threads wait for the last one.
 const PIECES_PER_THREAD: usize = 16;
 
 /// One of several products with the same activations.
@@ -30,9 +30,9 @@ pub struct Product<'a> {
     pub out: &'a mut [f32],
 }
 
-/// [`PackedView::multiply`] of several weights with the same activations, such as those of queries, keys and values:
-/// one call of `parallel` for all, so that threads synchronize once. Results are bit-identical to those of separate
-/// products.
+/// Multiplies several weights by the same activations, such as those of queries, keys and values, as
+/// [`PackedView::multiply`] does for one. Threads synchronize once per four products. Results are bit-identical to
+/// those of separate products.
 ///
 /// # Errors
 /// See [`PackedView::multiply`]; nothing is written on error.
@@ -75,8 +75,8 @@ pub fn multiply_each(
     run(&|layout| Path::whole(token, layout, x.zero), &rows, products, parallel)
 }
 
-/// [`PackedView::multiply_float`] of several weights with the same activations, with the instructions that `x` was
-/// packed for.
+/// Multiplies several weights by the same activations, as [`PackedView::multiply_float`] does for one, with the
+/// instructions that `x` was packed for. Threads synchronize once per four products.
 ///
 /// # Errors
 /// See [`PackedView::multiply_float`]; nothing is written on error.
@@ -89,7 +89,7 @@ pub fn multiply_float_each(
     run(&|layout| Path::float(x.token, layout), &rows, products, parallel)
 }
 
-/// Maximum number of products per parallel call of [`run`]: their descriptions are on the stack.
+/// Maximum number of products per call of `Parallel::for_each`: [`run`] keeps their divisions on the stack.
 const MAX_PRODUCTS: usize = 4;
 
 fn run(
@@ -137,7 +137,7 @@ impl Product<'_> {
         if x.layout != Some(RowLayout::of(layout)) {
             let got = x.layout.map_or(0, |l| l.group_size());
             return Err(KernelError::Mismatch {
-                what: "the activations must have the group size of the weights: expected",
+                what: "the activations must have the width, grouping and padding of the weights: expected group size",
                 expected: layout.group_size(),
                 got,
             });
@@ -157,7 +157,7 @@ struct Pieces<'a> {
     path: Path,
     bias: Option<&'a [f32]>,
     out: Disjoint<'a, f32>,
-    /// The index of its first piece.
+    /// The index of the product's first piece among those of all products.
     first: usize,
     /// Strips per block, and the number of blocks.
     block: usize,
@@ -179,8 +179,8 @@ impl<'a> Pieces<'a> {
         let (weight, bias) = (product.weight, product.bias);
         let shares = parallel.threads().max(1).saturating_mul(PIECES_PER_THREAD);
         if let Some(rows) = x.tiled {
-            // As many row tiles as a piece keeps sums for, in blocks of similar size; and many panels, since each piece
-            // reads all of its activations.
+            // Blocks of similar size, of at most as many row tiles as a piece keeps sums for; and many panels, since
+            // each piece reads the activations of its block.
             let blocks = x.strips().div_ceil(tiled::max_tiles(rows.tiling));
             let block = x.strips().div_ceil(blocks);
             let chunk = (layout.panels() * blocks).div_ceil(shares / 2).next_multiple_of(4).min(tiled::CHUNK);
@@ -188,7 +188,7 @@ impl<'a> Pieces<'a> {
             let out = Disjoint::new(product.out);
             return Self { weight, path, bias, out, first, block, blocks, chunk, chunks };
         }
-        // Strips whose activations stay in the L2 cache while panels pass.
+        // Strips whose activations stay in the L2 cache while panels are read.
         let strip_bytes = MAX_ROWS * layout.padded_k() / STEP * x.step_bytes;
         let block = (BLOCK / strip_bytes.max(1)).clamp(1, strips(x.m));
         // Blocks of similar size, since each reads all weights; no extra block for a small remainder.
@@ -203,7 +203,7 @@ impl<'a> Pieces<'a> {
 }
 
 impl PackedView<'_> {
-    /// Multiplies some strips of rows with some panels.
+    /// Multiplies a range of strips of rows by a range of panels.
     ///
     /// # Safety
     /// The ranges must be within `x` and the layout; `out` must be valid for these rows and columns, which no other

@@ -1,4 +1,4 @@
-//! Activations in the form that products read: those of a whole matrix, or of a segment among others.
+//! Activations in the form that products read: a whole matrix, or one segment of several.
 
 use core::marker::PhantomData;
 use core::ops::Range;
@@ -85,7 +85,7 @@ impl<'a> ActivationRows<'a> {
         let [words, sums] = all.map_or([0..0, 0..0], Segment::strips);
         let [tiles, tile_sums] = all.map_or([0..0, 0..0], Segment::tiles);
         let tiling = all.and_then(|all| all.tiling);
-        // They are stored in strips or in tiles.
+        // Float rows are stored either in strips or in tiles.
         let [words, sums] = if tiling.is_some() { [0..0, 0..0] } else { [words, sums] };
         Self {
             m: all.map_or(0, |all| all.m),
@@ -110,7 +110,7 @@ impl<'a> ActivationRows<'a> {
         self.m
     }
 
-    /// Maximum number of strips or row tiles per piece of work, and how many rows each has.
+    /// The maximum number of strips or row tiles per piece of work, and the maximum number of rows in each.
     pub(crate) fn max_units(&self) -> [usize; 2] {
         match self.tiled {
             Some(rows) => [tiled::max_tiles(rows.tiling), rows.tiling.rows],
@@ -118,7 +118,7 @@ impl<'a> ActivationRows<'a> {
         }
     }
 
-    /// The rows of some strips, or row tiles.
+    /// The rows of a range of strips, or of row tiles if a tile unit multiplies.
     pub(crate) fn rows_of(&self, units: Range<usize>) -> Range<usize> {
         if units.is_empty() {
             return 0..0;
@@ -144,7 +144,7 @@ impl<'a> ActivationRows<'a> {
                 Some(expected) => Err(KernelError::Length { what, expected, got }),
                 None => Err(KernelError::TooLarge(what)),
             };
-            // Steps and groups have the same source, so only lengths remain to be checked.
+            // The row layouts are equal, so the tiling has the steps and groups of the weights: only lengths remain.
             enough("activation buffer", tiling.bytes(self.m), tiles.len)?;
             enough("buffer of sums", tiling.sums(self.m).and_then(|sums| sums.checked_mul(4)), sums.len)?;
             return self.scales.map_or(Ok(()), |s| KernelError::length("scales", self.m, s.len()));

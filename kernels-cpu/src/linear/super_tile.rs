@@ -1,7 +1,7 @@
 //! The inner loop for super-blocks: an integer scale per group, and a float per super-block.
 //!
-//! Sums of groups times their scales are added as integers, exactly, over a super-block, which then costs one
-//! multiply-add in `f32`. So do its minima, whose factors are the sums of the activations.
+//! Within a super-block, the sums of groups times their scales are added exactly, as integers, so a super-block costs
+//! one multiply-add in `f32`. Its minima, each times the group's sum of activations, cost another.
 #![allow(clippy::needless_range_loop, reason = "rows and panels index several arrays at once")]
 
 use super::prefetcher::{self, Prefetcher, next_parameters};

@@ -85,7 +85,7 @@ pub(crate) unsafe fn multiply<
     let bits = const { codes::bits(CODES) };
     let (scales_at, zeros_at, sums_at) = (layout.scales_at(), layout.zeros_at(), layout.sums_at());
     let ahead = Prefetcher::new(layout, NP, prefetcher::distance(MR, bits));
-    // The offset that was subtracted from every code becomes part of its zero point.
+    // `codes8` subtracts this offset from every code, so it is subtracted from the zero points, too.
     let offset = if bits == 4 && CODES != codes::IQ4 { 0 } else { L::OFFSET };
     // SAFETY: all reads are within the memory that the caller guarantees to be valid: step, group and row stay below
     // their counts, and the offsets are those of the layout.
@@ -105,7 +105,7 @@ pub(crate) unsafe fn multiply<
                 for m in 0..MR {
                     let mut eight = L::splat(*eights.add(m));
                     if CODES == codes::E2M1 {
-                        // Sums are of twice the values, plus an offset of 16 that makes them unsigned.
+                        // The codes are twice the values, plus an offset of 16 that makes them unsigned.
                         eight = L::add(eight, eight);
                     }
                     for p in 0..NP {
@@ -153,7 +153,7 @@ pub(crate) unsafe fn multiply<
     }
 }
 
-/// Prefetches the results of a tile with so many rows that they would otherwise be waited for.
+/// Prefetches the output of a tile with more than four rows: as many stores would wait for memory.
 ///
 /// # Safety
 /// The processor must have the instructions of `L`. Addresses need not be valid.
@@ -171,7 +171,8 @@ pub(super) unsafe fn prefetch_out<L: Lanes, const MR: usize, const NP: usize>(t:
     }
 }
 
-/// The integer sums of the group at `at`, its codes and activations, which then are those of the next group.
+/// Returns the integer sums of the group whose codes and activations `at` points to, and advances `at` to the next
+/// group.
 ///
 /// # Safety
 /// See [`multiply`]; the group must exist.
@@ -258,11 +259,12 @@ unsafe fn add_step<L: Lanes, const CODES: usize, const S: usize, const MR: usize
     }
 }
 
-/// The scales of a group in `NP` panels that are `panel` bytes apart. For progressive weights and super-blocks the bits
-/// of integers, for E4M3 scales each times `2⁻⁸`.
+/// Loads the scales of a group in `NP` panels that are `panel` bytes apart; `first` is the index of its first scale in
+/// a panel. The result is the bits of integers for progressive weights and super-blocks, and `2⁻⁸` times the scale for
+/// E4M3 scales.
 ///
 /// # Safety
-/// See [`multiply`]; `first` must be a multiple of sixteen, and that group must be within the panels.
+/// See [`multiply`]; `first` must be sixteen times the number of a group of the panels.
 #[inline(always)]
 pub(crate) unsafe fn scales_of<L: Lanes, const NP: usize>(
     kind: ScaleType,
@@ -314,7 +316,7 @@ pub(crate) unsafe fn scales_of<L: Lanes, const NP: usize>(
     }
 }
 
-/// Multiplies totals with the scales of rows (for progressive or E4M3 scales) and of activations, adds the bias, and
+/// Multiplies totals by the scales of rows (for progressive or E4M3 scales) and of activations, adds the bias, and
 /// writes the results.
 ///
 /// # Safety
@@ -346,7 +348,7 @@ pub(crate) unsafe fn finish<L: Lanes, const MR: usize, const NP: usize>(
         for m in 0..MR {
             let scale = match (t.scales.is_null(), t.layout.float_format()) {
                 (true, _) => 1.0,
-                // Integers are twice the values.
+                // E2M1 codes were multiplied as twice their values.
                 (false, Some(FloatFormat::E2m1)) => 0.5 * *t.scales.add(m),
                 (false, _) => *t.scales.add(m),
             };

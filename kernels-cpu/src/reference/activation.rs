@@ -26,7 +26,7 @@ pub fn rms_norm(x: &[f32], weight: &[f32], eps: f32) -> Vec<f32> {
     x.iter().zip(weight).map(|(x, w)| x * r * w).collect()
 }
 
-/// Below its negative, `silu` is zero: there `|g · e^g|` is less than `1.5 · 10⁻³⁶`.
+/// `silu` is zero below the negative of this: there `|g · e^g|` is less than `1.5 · 10⁻³⁶`.
 pub(crate) const SILU_END: f32 = 87.0;
 pub(crate) const LOG2_E: f32 = core::f32::consts::LOG2_E;
 /// `ln 2` in two parts.
@@ -39,8 +39,8 @@ pub(crate) const EXP_TERMS: [f32; 8] =
 /// `e^z = 2^n · Σ rⁱ / i!`, `n = round(z · log₂ e)`, `r = z − n · ln 2`, where the sum up to `i = 7` is computed by
 /// Horner's rule with fused multiply-adds.
 ///
-/// The relative error is at most `2⁻²²` where `silu(g)` is normal and `g ≥ −87`; below, the result is −0, with an
-/// absolute error of at most `1.5 · 10⁻³⁶`. NaN and −∞ give NaN, as in the formula.
+/// For `g ≥ −87`, the relative error is at most `2⁻²²` if `silu(g)` is a normal number. For smaller `g`, the result is
+/// −0, with an absolute error of at most `1.5 · 10⁻³⁶`. NaN and −∞ give NaN, as in the formula.
 pub fn silu(g: f32) -> f32 {
     g * sigmoid(g)
 }

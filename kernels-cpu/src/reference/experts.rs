@@ -4,8 +4,9 @@ use super::{clamped_gate, gelu_tanh, silu};
 use crate::experts::{ExpertGate, ExpertRows, ExpertWeight, Experts, NO_EXPERT, Routing};
 use crate::{FloatRows, Int8Rows, IsaToken, KernelError, RowLayout, Serial};
 
-/// The results that [`Experts::run`] must match bit for bit: for each expert, three separate products of the rows that
-/// are routed to it, and each result times its weight, rounded, added to its token, in order of experts.
+/// Computes the results that [`Experts::run`] must match bit for bit: for each expert, in order, three separate
+/// products of the rows that are routed to it. Each result row is multiplied by its weight, rounded, and added to the
+/// row of its token.
 ///
 /// # Errors
 /// When a length is wrong, or an expert does not support rows of this kind.

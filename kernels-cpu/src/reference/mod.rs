@@ -17,12 +17,13 @@ pub use self::hadamard::hadamard;
 use crate::layout::{SUPER_BLOCK, factor};
 use crate::{FloatFormat, Int8Rows, Scales, SuperScales, WeightView};
 
-/// Dequantizes some rows: `out[o − rows.start, i] = (code − zero) · scale`, rounded once; for progressive weights
-/// `((code − zero) · group) · channel`, also rounded once, since the integer is exact; for super-blocks `(block · group) ·
-/// (code − zero) − min_block · min_group`, where both the product and the difference are rounded, as in GGUF's
-/// definition; for a floating-point format `value(code) · scale`.
+/// Dequantizes a range of rows into `out`, `[rows.len(), k]`, row-major. The value of a weight is
 ///
-/// `out` is `[rows.len(), k]`, row-major.
+/// - `(code − zero) · scale`, rounded once;
+/// - for progressive weights `((code − zero) · group) · channel`, rounded once, since the integer product is exact;
+/// - for super-blocks `(block · group) · (code − zero) − min_block · min_group`, where the first product and the
+///   difference are rounded, as in GGUF's definition;
+/// - for floating-point codes `value(code) · scale`, rounded once. An E4M3 scale is `value(group) / global`, rounded.
 ///
 /// # Panics
 /// When `rows` is out of range or `out` has the wrong length.
@@ -68,8 +69,8 @@ pub fn dequantize_rows(weight: &WeightView<'_>, rows: Range<usize>, out: &mut [f
     }
 }
 
-/// A linear layer on integers, `[m, n]` row-major; [`PackedView::multiply`](crate::PackedView::multiply) must match it
-/// bit for bit:
+/// Multiplies int8 activations by a weight, `[m, n]` row-major; [`PackedView::multiply`](crate::PackedView::multiply)
+/// must match it bit for bit:
 ///
 /// `y = s_x · Σ_g s_g I_g + b` with `I_g = Σ_{k∈g} (q − z)(a − a₀)` exact, each group's sum rounded to a float and
 /// added by a fused multiply-add in order of groups; for progressive weights `y = s_x · (s_row · Σ_g s_g I_g) + b`,
@@ -143,12 +144,11 @@ pub fn int8_linear(weight: &WeightView<'_>, x: &Int8Rows, bias: Option<&[f32]>) 
     out
 }
 
-/// A linear layer on floats in `f64`, `[m, n]` row-major. Each value is paired with the sum of magnitudes that its
-/// error bound is a multiple of: `Σ_g |s_g| Σ_{k∈g} (|q − c| + |c − z|) |x|` and the bias, see
-/// [`PackedView::multiply_float`](crate::PackedView::multiply_float). For floating-point codes it is `Σ |ŵ| |x|`; minima
-/// of super-blocks add their magnitude times `Σ |x|`.
-///
-/// `x` is `[m, k]`.
+/// Multiplies float activations `x` `[m, k]` by a weight in `f64`, `[m, n]` row-major. Each value is paired with the
+/// sum of magnitudes to which the error bound of
+/// [`PackedView::multiply_float`](crate::PackedView::multiply_float) is proportional:
+/// `Σ_g |s_g| Σ_{k∈g} (|q − c| + |c − z|) |x|` plus the magnitude of the bias. For floating-point codes the sum is
+/// `Σ |ŵ| |x|`; minima of super-blocks add their magnitude times `Σ |x|`.
 ///
 /// # Panics
 /// When `x` is not whole rows.
@@ -200,8 +200,8 @@ pub fn float_linear(weight: &WeightView<'_>, x: &[f32], bias: Option<&[f32]>) ->
     out
 }
 
-/// The scale and the minimum of a group, if it has one, in super-blocks of rows of `groups` groups and `k` features:
-/// exact products of 11 and 8 bits.
+/// The scale of a group of super-blocks, and its minimum if it has one, in rows of `groups` groups and `k` features.
+/// Both are exact products of 11 and 8 bits.
 fn of_super_block(
     scales: SuperScales<'_>,
     [groups, k]: [usize; 2],
@@ -217,7 +217,7 @@ fn of_super_block(
 /// output, the log-sum-exp of the scores, and each token's probability; without tokens, zeros and minus infinity.
 ///
 /// # Panics
-/// When `keys` is not whole tokens, or `values` has a different length.
+/// When `q` is empty, `keys` is not whole tokens, or `values` has a different length.
 pub fn attention(q: &[f64], keys: &[f32], values: &[f32], scale: f64) -> (Vec<f64>, f64, Vec<f64>) {
     let d = q.len();
     assert!(d > 0 && keys.len().is_multiple_of(d) && values.len() == keys.len(), "not whole tokens");

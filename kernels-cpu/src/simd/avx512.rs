@@ -299,7 +299,8 @@ super::one_by_one!(Avx512Vnni, wide: true);
 impl FloatLanes for Avx512Bf16 {
     const PARTS: usize = 4;
     const ORDERED: bool = false;
-    /// For 4-bit codes, the 16 floats, twice; for 8-bit codes, the centre. For E4M3, the eight subnormal values.
+    /// First the values of 16 codes as bf16, twice: for 4-bit codes all values; for E4M3 those of the smallest codes,
+    /// of which the subnormal ones are used. Then the centre, for wider integer codes.
     type Table = (__m512i, __m512i);
     type W = __m512bh;
 

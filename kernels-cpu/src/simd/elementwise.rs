@@ -41,8 +41,9 @@ pub(crate) trait RowLanes: Lanes {
     unsafe fn and(a: Self::I, b: Self::I) -> Self::I;
     /// Stores the first eight integers as bytes at `low`, and the others at `high`; all are within −128 to 127.
     unsafe fn store_codes(a: Self::I, low: *mut i8, high: *mut i8);
-    /// Stores sixteen bf16 or f16, rounded half to even.
+    /// Stores sixteen bf16, rounded half to even.
     unsafe fn store_bf16(at: *mut bf16, a: Self::F);
+    /// Stores sixteen f16, rounded half to even.
     unsafe fn store_f16(at: *mut f16, a: Self::F);
 
     /// The sum of all lanes, modulo `2³²`.

@@ -124,8 +124,9 @@ pub(crate) trait Lanes: Copy {
     unsafe fn zero() -> Self::F;
     unsafe fn splat_f32(value: f32) -> Self::F;
     unsafe fn to_f32(a: Self::I) -> Self::F;
-    /// Reinterprets the bits as floats, and back.
+    /// Reinterprets the bits as floats.
     unsafe fn as_f32(a: Self::I) -> Self::F;
+    /// Reinterprets the bits as integers.
     unsafe fn as_i32(a: Self::F) -> Self::I;
     /// `a · b + c`, rounded once.
     unsafe fn fma(a: Self::F, b: Self::F, c: Self::F) -> Self::F;
@@ -142,9 +143,11 @@ pub(crate) trait Lanes: Copy {
             Self::load_f32(left.as_ptr().cast())
         }
     }
-    /// Loads sixteen `f32`, bf16 or f16.
+    /// Loads sixteen `f32`.
     unsafe fn load_f32(at: *const u8) -> Self::F;
+    /// Loads sixteen bf16.
     unsafe fn load_bf16(at: *const u8) -> Self::F;
+    /// Loads sixteen f16.
     unsafe fn load_f16(at: *const u8) -> Self::F;
     /// Loads sixteen powers of two, E8M0.
     unsafe fn load_e8m0(at: *const u8) -> Self::F;
@@ -158,7 +161,7 @@ pub(crate) trait Lanes: Copy {
     unsafe fn iq4_table() -> Self::I;
     /// The values of IQ4 codes.
     unsafe fn iq4(codes: Self::I, table: Self::I) -> Self::F;
-    /// The values of E4M3 codes, except NaN; exact however subnormal operands are treated.
+    /// The values of E4M3 codes; NaN codes give ±480. Exact, also if the processor treats subnormals as zero.
     unsafe fn e4m3(codes: Self::I) -> Self::F;
     /// Stores sixteen `f32`.
     unsafe fn store_f32(at: *mut f32, a: Self::F);
@@ -194,7 +197,7 @@ pub(crate) trait Lanes: Copy {
     ) -> usize {
         0
     }
-    /// Loads feature `part` of a step, or of a unit of steps, for every row.
+    /// Loads the code of feature `part` of a step, or of a unit of steps, for every row.
     unsafe fn code<const BITS: usize>(at: *const u8, part: usize) -> Self::I;
     /// Prefetches the line at an address that need not be valid.
     unsafe fn prefetch(at: *const u8);
@@ -228,7 +231,7 @@ pub(crate) trait FloatLanes: Lanes {
     unsafe fn dot_float<const REST: bool>(sum: Self::F, w: Self::W, x: *const u8, part: usize) -> Self::F;
 }
 
-/// Lanes that multiply codes with probabilities, in the precision that is fastest on the instruction set.
+/// Lanes that multiply codes by probabilities, in the precision that is fastest on the instruction set.
 ///
 /// # Safety
 /// See [`Lanes`].
@@ -238,13 +241,14 @@ pub(crate) trait ValueLanes: FloatLanes {
     /// Bytes of the eight probabilities of a step.
     const STEP_BYTES: usize;
 
-    /// Stores sixteen probabilities in the form in which they are read, `2 · STEP_BYTES`.
+    /// Stores sixteen probabilities in the form in which they are read, in `2 · STEP_BYTES` bytes.
     unsafe fn store_probabilities(at: *mut u8, p: Self::F);
     /// Adds the products of a part; `p` points to a step's probabilities.
     unsafe fn dot_probabilities(sum: Self::F, w: Self::W, p: *const u8, part: usize) -> Self::F;
 }
 
-/// Feature `part` of a step as `f32`, times a float: the order of all paths except those with bf16.
+/// Implements [`FloatLanes`] and [`ValueLanes`] with one `f32` FMA per feature, in order: for all lanes except those
+/// that multiply bf16.
 macro_rules! one_by_one {
     ($lanes:ty) => {
         $crate::simd::one_by_one!($lanes, wide: false);

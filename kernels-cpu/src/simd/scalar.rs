@@ -25,7 +25,7 @@ fn dot(sum: [i32; 16], codes: [[u8; 64]; 2], a: [[i8; 4]; 2]) -> [i32; 16] {
     })
 }
 
-#[allow(unsafe_code, reason = "reads and writes where the caller says")]
+#[allow(unsafe_code, reason = "reads and writes through pointers that the caller guarantees to be valid")]
 impl Lanes for Scalar {
     type I = [i32; 16];
     type F = [f32; 16];

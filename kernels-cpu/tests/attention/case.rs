@@ -34,7 +34,8 @@ impl Case {
         let head = |s: &mut Stream, out: &mut Vec<f32>| {
             let (style, size, shift) = (s.below(12), 2.0_f32.powi(s.below(5) as i32 - 2), 2.0 * s.unit());
             out.extend((0..d).map(|_| match style {
-                // Extreme codes, zeros, constants, grids with subnormal scales, one outlier, and typical values.
+                // Extreme codes, zeros, constants, grids with subnormal scales, values close together, outliers, and
+                // typical values.
                 0 => [-size, size][s.below(2) as usize],
                 1 => 0.0,
                 2 => shift,

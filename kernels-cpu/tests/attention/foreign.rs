@@ -10,7 +10,7 @@ use crate::case::{Case, KINDS, bits};
 const TOKENS: usize = 1100;
 const D: usize = 16;
 
-/// Overwrites the scale (with `is_scale`) or zero of a token's key, or one of its f16 values.
+/// Overwrites the scale (with `is_scale`) or the zero of a token's key; in f16 pages, one feature of the key.
 fn poison(case: &mut Case, token: usize, is_scale: bool, value: f16) {
     let slot = token % PAGE_TOKENS;
     let codes = PAGE_TOKENS * D * case.layout.bits() / 8;

@@ -16,7 +16,7 @@ const THREADS: usize = 128;
 pub struct AppendShape {
     /// The pages.
     pub layout: KvPageLayout,
-    /// Key-value heads.
+    /// Number of key-value heads.
     pub kv_heads: usize,
     /// The number of tokens of a launch, of any sequences.
     pub tokens: usize,
@@ -31,9 +31,9 @@ pub struct AppendArguments {
     pub keys: u64,
     /// Elements between tokens; rows begin at multiples of 16 bytes.
     pub key_stride: u64,
-    /// As keys.
+    /// The values, in rows like those of the keys, `value_stride` elements apart.
     pub values: u64,
-    /// Elements between tokens.
+    /// Elements between tokens; rows begin at multiples of 16 bytes.
     pub value_stride: u64,
     /// u32 `[tokens]`: the table row of each token.
     pub sequence: u64,
@@ -49,7 +49,7 @@ pub struct AppendArguments {
     pub page_stride: u64,
     /// Bytes between heads of one page: a multiple of 16.
     pub head_stride: u64,
-    /// The number of pages. Tokens whose page number is not below it are skipped.
+    /// The number of pages. Tokens whose page number is greater than or equal to it are skipped.
     pub page_count: u32,
     /// A u32 that is incremented for each row with a NaN or a magnitude above 65504 (which is clamped when stored), or
     /// 0 to count nothing.

@@ -13,12 +13,14 @@ use crate::registry::Entry;
 pub const MAX_SPLITS: usize = 32;
 /// Minimum number of tokens per split.
 pub const MIN_SPLIT: usize = 512;
-/// The shared memory that a block can have on every architecture, with opt-in.
+/// The shared memory in bytes that a block can have on every architecture, with opt-in.
 const SHARED_LIMIT: usize = 96 * 1024;
-/// The shared memory of a multiprocessor on architectures that have much.
+/// The shared memory in bytes of a multiprocessor, as the tuning assumes it: sm_90 has more, all other architectures
+/// less.
 const SHARED_TOTAL: usize = 200 * 1024;
-/// The number of registers of a multiprocessor, and the maximum per thread.
+/// The number of registers of a multiprocessor.
 const REGISTERS: usize = 65536;
+/// The maximum number of registers per thread.
 const MAX_REGISTERS: usize = 255;
 
 /// The parameters from which a launch is planned. A plan is valid for any number of tokens up to `max_tokens`, so it
@@ -29,9 +31,9 @@ pub struct DecodeShape {
     pub layout: KvPageLayout,
     /// A multiple of the key-value heads: query head `h` attends to key-value head `h / (query_heads / kv_heads)`.
     pub query_heads: usize,
-    /// Key-value heads.
+    /// Number of key-value heads.
     pub kv_heads: usize,
-    /// Sequences of a launch, at most 65535.
+    /// Number of sequences in a launch, at most 65535.
     pub sequences: usize,
     /// Queries per sequence, which belong to its last tokens, in order. Each query sees no tokens after its own. 1 for
     /// decoding; more to verify drafts or to prefill, after their keys and values were appended.
@@ -135,7 +137,7 @@ pub struct DecodeArguments {
 }
 
 impl DecodeShape {
-    /// Query heads that share a key-value head.
+    /// The number of query heads that share a key-value head.
     pub fn group(&self) -> usize {
         self.query_heads / self.kv_heads
     }

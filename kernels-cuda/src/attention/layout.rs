@@ -74,12 +74,12 @@ impl KvPageLayout {
         self.kind
     }
 
-    /// Features of a head.
+    /// The number of features of a head.
     pub fn head_dim(&self) -> usize {
         self.head_dim
     }
 
-    /// Tokens per page.
+    /// The number of tokens per page.
     pub fn page_tokens(&self) -> usize {
         self.page_tokens
     }
@@ -89,7 +89,7 @@ impl KvPageLayout {
         (self.page_tokens / TILE_TOKENS).trailing_zeros()
     }
 
-    /// Features per row, including padding.
+    /// The number of features per row, including padding.
     pub fn dim(&self) -> usize {
         self.head_dim.next_multiple_of(32)
     }
@@ -108,12 +108,12 @@ impl KvPageLayout {
         self.dim() * self.bits() / 8
     }
 
-    /// Bytes of a tile: a multiple of 128.
+    /// The size of a tile in bytes: a multiple of 128.
     pub fn tile_bytes(&self) -> usize {
         2 * TILE_TOKENS * self.row_bytes() + if self.has_grids() { 8 * TILE_TOKENS } else { 0 }
     }
 
-    /// Bytes of a page of one head: a multiple of 128.
+    /// The size of a page of one head in bytes: a multiple of 128.
     pub fn page_bytes(&self) -> usize {
         self.page_tokens / TILE_TOKENS * self.tile_bytes()
     }

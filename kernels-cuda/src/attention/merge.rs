@@ -14,9 +14,9 @@ const THREADS: usize = 128;
 pub struct MergeShape {
     /// Number of parts to merge.
     pub parts: usize,
-    /// Rows of each part: sequences times query heads.
+    /// Number of rows of each part: sequences times query heads.
     pub rows: usize,
-    /// Features per row.
+    /// Number of features per row.
     pub head_dim: usize,
     /// Type of the merged rows; parts are f32.
     pub out: Float,
@@ -25,13 +25,13 @@ pub struct MergeShape {
 /// Device addresses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MergeArguments {
-    /// f32 `[parts, rows, head_dim]`.
+    /// f32 `[parts, rows, head_dim]`: the results of the parts.
     pub sums: u64,
     /// f32 `[parts, rows]`: log-sum-exps, minus infinity for parts without tokens.
     pub logs: u64,
-    /// `[rows, head_dim]`.
+    /// `[rows, head_dim]`: the merged rows.
     pub out: u64,
-    /// f32 `[rows]`; 0 if it is not needed.
+    /// f32 `[rows]`: the merged log-sum-exps; 0 if they are not needed.
     pub lse: u64,
 }
 

@@ -89,8 +89,8 @@ pub static MERGE_SOURCE: Source = Source {
     headers: &HEADERS,
 };
 
-/// The variants for common head sizes, layouts and types, which are compiled for every architecture before a release.
-/// Other shapes are planned and compiled in the same way when first used.
+/// The variants that the tests compile for the architectures: those for common head sizes, layouts and types. Other
+/// shapes are planned and compiled in the same way.
 pub fn variants() -> Vec<Entry> {
     // If a shape could not be planned, no variants would be listed; a test checks that this does not happen.
     listed().unwrap_or_default()

@@ -25,6 +25,7 @@ pub static SOURCE: Source = Source {
 /// Outputs are the sections of the packed matrix. `most` is `2^bits − 1`. `fault` must be 0 before, and is 1 afterwards
 /// if packing on the CPU would have rejected a value. Padding between sections is left unchanged.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct PackLaunch {
     /// The kernel.
     pub variant: Variant,

@@ -8,7 +8,7 @@ use quant_kernels_cpu::KernelError;
 use super::plan::{LinearArguments, LinearPlan};
 use super::scheme::{InputType, Output};
 use super::variant::PlanLimits;
-use crate::activation::{ActivationArguments, ActivationPlan, ActivationShape, FixedScale, Rows};
+use crate::activation::{ActivationArguments, ActivationPlan, ActivationShape, FixedScale, RowSource};
 use crate::compile::Variant;
 use crate::float::Float;
 use crate::launch::{Argument, LaunchShape, Region};
@@ -20,7 +20,7 @@ const ALIGN: usize = 256;
 /// The types and strides of the activations and results of a call.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct CallShape {
-    /// Tokens.
+    /// Number of tokens.
     pub m: usize,
     /// The type of the activations `[m, k]`.
     pub element: Float,
@@ -88,6 +88,7 @@ pub struct CallArguments {
 /// One launch of a call. Pass the launches to [`Kernels::kernel`](crate::device::Kernels::kernel) and
 /// [`Kernel::launch`](crate::device::Kernel::launch) in order, on one stream.
 #[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
 pub struct CallLaunch {
     /// The kernel.
     pub variant: Variant,
@@ -103,12 +104,10 @@ impl LinearCall {
     /// scale per token, or with one scale and zero point if [`fixed`](CallShape::fixed) is set.
     ///
     /// # Errors
-    /// - Weights that are packed for floats: `f32` activations, a `fixed` scale, or rows that are less than `k`
-    ///   elements
-    ///   apart.
-    /// - Weights that are packed for integers: rows that are not exactly `k` elements apart, a scale that is not
-    ///   positive,
-    ///   or a zero point if the layout has no sums.
+    /// - Weights of [`Order::Float`]: `f32` activations, a `fixed` scale, or rows that are less than `k` elements or
+    ///   not a multiple of 8 elements apart.
+    /// - Weights of [`Order::Int8`]: rows that are not exactly `k` elements apart, a scale that is not positive and
+    ///   finite, or a nonzero zero point if the layout has no sums.
     /// - All errors of planning the product and the quantization.
     pub fn new(layout: &WeightLayout, shape: &CallShape, device: &PlanLimits) -> Result<Self, KernelError> {
         let (n, k) = (layout.n(), layout.k());
@@ -155,7 +154,7 @@ impl LinearCall {
             }
             let shape = ActivationShape {
                 fixed: fixed.is_some(),
-                ..ActivationShape::new(Rows::Plain, element, m, k)
+                ..ActivationShape::new(RowSource::Plain, element, m, k)
             };
             let (plan, stride) = (shape.plan()?, shape.code_stride);
             let (codes_at, codes_bytes) = place(m.checked_mul(stride))?;

@@ -1,4 +1,4 @@
-//! The variants that are compiled for every architecture before a release.
+//! The variants that the tests compile for the architectures.
 
 use quant_kernels_cpu::{FloatFormat, ScaleType};
 
@@ -8,9 +8,9 @@ use crate::compile::{Architecture, Variant};
 use crate::layout::{Order, WeightLayout};
 use crate::registry::Entry;
 
-/// A selection of variants: for every scheme, one for few tokens or one for many, alternately; for common schemes every
-/// shape, the depths of rings for small and large multiprocessors, and the variants for matrices that are not cut along
-/// `k`.
+/// A selection of variants: for every scheme, one for few tokens or one for many, alternately; for common schemes,
+/// every block shape, the depths of rings for multiprocessors with little and much shared memory, and the variants for
+/// matrices that are not cut along `k`.
 pub fn variants() -> Vec<Entry> {
     let mut variants = listed(Architecture::Sm86, true);
     for variant in listed(Architecture::Sm90, false) {

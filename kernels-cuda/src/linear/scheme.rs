@@ -131,9 +131,8 @@ impl KernelScheme {
         self.group.map_or(1, |g| TILE_K / g)
     }
 
-    /// The name according to `docs/naming.md`, without the machine: `w4a16_g128_gemm`, with the suffixes `f16`, `bf16`,
-    /// `asym`, `static` and the type of results; for floating-point codes `wf4a16_g16_gemm`, with `nv` and `mx` for
-    /// their one-byte scales.
+    /// The name according to `docs/naming.md`, such as `w4a16_g128_gemm_f16_asym_f16`: types of weights and
+    /// activations, groups, then suffixes for the input type, the scales and zero points, and the type of the results.
     pub fn name(&self) -> String {
         let (bits, kind) = match self.activation {
             InputType::F16 => ("a16", "_f16"),

@@ -9,18 +9,19 @@ use crate::layout::{TILE_K, TILE_ROWS};
 
 /// The shape of a block of threads.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub struct BlockShape {
     /// Warps along output features, each with `row_tiles` tiles of 16.
     pub row_warps: usize,
-    /// Tiles of 16 output features per warp.
+    /// Number of tiles of 16 output features per warp.
     pub row_tiles: usize,
-    /// Warps along tokens, each with `token_tiles` tiles of 8.
+    /// Number of warps along tokens, each with `token_tiles` tiles of 8.
     pub token_warps: usize,
-    /// Tiles of 8 tokens per warp.
+    /// Number of tiles of 8 tokens per warp.
     pub token_tiles: usize,
     /// Number of sets of warps, each with its own ring: two sets compute the halves of a chunk concurrently.
     pub sets: usize,
-    /// Depth of a ring.
+    /// Number of stages of a ring.
     pub stages: usize,
     /// Intended number of blocks per multiprocessor, which bounds the registers per thread.
     pub blocks: usize,
@@ -97,6 +98,7 @@ impl PlanLimits {
 
 /// A kernel variant: scheme, block shape and division of `k`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub struct LinearVariant {
     /// The types and groups of the operands.
     pub scheme: KernelScheme,
@@ -262,7 +264,7 @@ impl Parts {
         Self { chunks: if halved { wanted } else { 1 }, halved }
     }
 
-    /// Tiles per chunk, except the last.
+    /// The number of tiles per chunk; the last chunk may have fewer.
     pub fn chunk_tiles(&self, k: usize) -> usize {
         k.div_ceil(TILE_K).div_ceil(self.chunks)
     }

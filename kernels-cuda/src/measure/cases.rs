@@ -4,7 +4,7 @@ use quant_kernels_cpu::attention::KvType;
 use quant_kernels_cpu::{FloatFormat, KernelError, ScaleType};
 
 use super::Ceilings;
-use crate::activation::{ActivationArguments, ActivationShape, Float, Rows};
+use crate::activation::{ActivationArguments, ActivationShape, Float, RowSource};
 use crate::attention::{self, AppendArguments, AppendShape, DecodeArguments, DecodeShape, KvPageLayout};
 use crate::compile::Variant;
 use crate::launch::{Argument, LaunchShape, Region};
@@ -24,7 +24,7 @@ pub(super) enum Product {
 pub enum Bound {
     /// Memory traffic.
     Bytes,
-    /// Products.
+    /// Products on tensor cores.
     Products,
 }
 
@@ -34,7 +34,7 @@ pub struct Case {
     pub name: String,
     /// `n x k` for weights, `k` for rows, `sequences x tokens` or `heads x features` for caches.
     pub shape: String,
-    /// Tokens.
+    /// Number of tokens.
     pub tokens: usize,
     /// The number of bytes that are read or written, each counted once.
     pub bytes: usize,
@@ -111,8 +111,8 @@ pub fn cases(device: &PlanLimits) -> Result<Vec<Case>, KernelError> {
     let mut cases = Vec::new();
     for m in [1, 64, 4096] {
         for k in [4096, 8192, 14_336] {
-            let norm = Rows::RmsNorm { weight: Float::F16, residual: true };
-            for rows in [norm, Rows::SiluMul, Rows::Plain] {
+            let norm = RowSource::RmsNorm { weight: Float::F16, residual: true };
+            for rows in [norm, RowSource::SiluMul, RowSource::Plain] {
                 cases.push(activation(rows, m, k)?);
             }
         }
@@ -154,14 +154,14 @@ pub fn cases(device: &PlanLimits) -> Result<Vec<Case>, KernelError> {
     Ok(cases)
 }
 
-fn activation(rows: Rows, m: usize, k: usize) -> Result<Case, KernelError> {
+fn activation(rows: RowSource, m: usize, k: usize) -> Result<Case, KernelError> {
     let shape = ActivationShape { group: Some(128), ..ActivationShape::new(rows, Float::F16, m, k) };
     let plan = shape.plan()?;
     let (floats, sums) = (m * k * 2, m * k.div_ceil(128) * 4);
     let (name, matrices) = match rows {
-        Rows::Plain => ("quantize", 1),
-        Rows::SiluMul => ("silu_mul_quantize", 2),
-        Rows::RmsNorm { .. } => ("add_rms_norm_quantize", 3),
+        RowSource::Plain => ("quantize", 1),
+        RowSource::SiluMul => ("silu_mul_quantize", 2),
+        RowSource::RmsNorm { .. } => ("add_rms_norm_quantize", 3),
     };
     let buffer = |bytes, fill, turns| Buffer { bytes, fill, turns };
     let buffers = vec![

@@ -15,8 +15,8 @@ const FLIGHT: usize = 8;
 const CHAINS: u32 = 8;
 /// The size of the buffer that is read, in multiples of the L2 cache, so that cached bytes are negligible.
 const CACHES: usize = 32;
-/// The first and the maximum number of rounds of products. It is multiplied by eight until a launch takes long enough
-/// for its overhead to be negligible.
+/// The initial and the maximum number of rounds of products. The number is multiplied by eight until a launch takes at
+/// least [`MIN_SECONDS`], so that its overhead is negligible.
 const ROUNDS: [u32; 2] = [4, 1 << 20];
 const MIN_SECONDS: f64 = 1e-3;
 

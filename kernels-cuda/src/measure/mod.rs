@@ -1,9 +1,9 @@
 //! Measures how close the kernels come to the limits of a device: for `quant bench kernels --device cuda`, and for the
 //! benchmarks that `cargo xtask gpu` packs for a machine with a GPU.
 //!
-//! First the device's own ceilings are measured ([`Ceilings`]), then launches of every kernel on shapes of common
-//! models ([`cases`]): many in a row between two events, on memory that is not in any cache. The efficiency of a kernel
-//! is the time that its bytes or products take at those ceilings, divided by its measured time.
+//! First the limits of the device are measured ([`Ceilings`]), then launches of every kernel on shapes of common models
+//! ([`cases`]): many in a row between two events, on memory that is not in the L2 cache. The efficiency of a kernel is
+//! the time that its bytes or products take at those limits, divided by its measured time.
 
 mod cases;
 mod ceilings;
@@ -21,19 +21,20 @@ use crate::standalone::{Event, Gpu, Memory};
 use crate::{Error, Result, linear};
 use cases::{Buffer, Fill};
 
-/// The minimum number of seconds of a measurement, and the number of measurements.
+/// The duration in seconds that a measurement aims at.
 const MIN_SECONDS: f64 = 0.05;
+/// The number of measurements.
 const REPEATS: usize = 5;
 /// Maximum number of launches per measurement.
 const MAX_LAUNCHES: usize = 20_000;
-/// The total size of the copies of a buffer that are used in turn, in multiples of the L2 cache, and the maximum number
-/// of copies.
+/// The total size of the copies of a launch's buffers that are used in turn, in multiples of the L2 cache.
 const TURNS_OVER_CACHE: usize = 10;
+/// The maximum number of copies.
 const MAX_TURNS: usize = 64;
 /// The number of random bytes; larger buffers repeat them.
 const RANDOM: usize = 8 << 20;
 
-/// One launch.
+/// A launch that is timed.
 #[derive(Debug, Clone)]
 struct TimedLaunch {
     shape: LaunchShape,
@@ -44,7 +45,7 @@ struct TimedLaunch {
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub struct Times {
-    /// The mean over the launches of each measurement, in ascending order.
+    /// The mean seconds per launch of each measurement, in ascending order.
     pub seconds: Vec<f64>,
 }
 
@@ -67,7 +68,7 @@ pub struct Meter {
 }
 
 impl Meter {
-    /// Measures on the first device.
+    /// Opens the first device.
     ///
     /// # Errors
     /// When there is no driver or device.

@@ -96,12 +96,12 @@ impl Linear {
         Ok(linear)
     }
 
-    /// Output features.
+    /// The number of output features.
     pub fn n(&self) -> usize {
         self.layout.n()
     }
 
-    /// Input features.
+    /// The number of input features.
     pub fn k(&self) -> usize {
         self.layout.k()
     }

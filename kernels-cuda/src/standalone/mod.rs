@@ -63,7 +63,7 @@ impl Gpu {
     /// When the driver returns an error.
     pub fn driver_version(&self) -> Result<u32> {
         let mut version = 0;
-        // SAFETY: the driver is present, checked above; the pointer is to a live number.
+        // SAFETY: `find` checked that the driver is present; the pointer is to a live number.
         checked("get the driver's version", unsafe { sys::cuDriverGetVersion(&mut version) })?;
         Ok(u32::try_from(version).unwrap_or(0))
     }
@@ -75,7 +75,7 @@ impl Gpu {
     pub fn cache_bytes(&self) -> Result<usize> {
         let device = in_action("get the first device", result::device::get(0))?;
         let which = sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE;
-        // SAFETY: the device is valid.
+        // SAFETY: the driver returned this device.
         let bytes = in_action("get the properties of the device", unsafe {
             result::device::get_attribute(device, which)
         })?;
@@ -113,10 +113,11 @@ impl Gpu {
 
 /// The size of a device's memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct DeviceMemory {
     /// The number of bytes that are not allocated.
     pub free: usize,
-    /// All.
+    /// The total number of bytes.
     pub total: usize,
 }
 
@@ -135,7 +136,7 @@ impl Memory {
     /// When there is no device, or too little memory.
     pub fn filled(len: usize, fill: u8) -> Result<Self> {
         let gpu = Gpu::first()?;
-        // SAFETY: a context is current.
+        // SAFETY: `Gpu::first` made a context current.
         let address = in_action("allocate memory", unsafe { result::malloc_sync(len.max(1)) })?;
         let memory = Self { gpu, address, len };
         // SAFETY: this many bytes were just allocated.

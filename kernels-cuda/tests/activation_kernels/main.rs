@@ -6,15 +6,15 @@ mod problem;
 mod support;
 
 use problem::{Numbers, Outcome, Problem};
-use quant_kernels_cuda::activation::{ActivationShape, Float, HELD_WIDTH, Rows};
+use quant_kernels_cuda::activation::{ActivationShape, Float, HELD_WIDTH, RowSource};
 use quant_kernels_cuda::compile::{Source, Variant};
 use quant_ptx_interpreter::{BlockOrder, Error, FaultKind, Options, WarpOrder};
 use support::has_nvrtc;
 
 const ELEMENTS: [Float; 3] = [Float::F32, Float::F16, Float::Bf16];
 
-fn norm(weight: Float, residual: bool) -> Rows {
-    Rows::RmsNorm { weight, residual }
+fn norm(weight: Float, residual: bool) -> RowSource {
+    RowSource::RmsNorm { weight, residual }
 }
 
 /// The maximum relative error of a norm: see the module `activation`.
@@ -30,7 +30,7 @@ fn norm_bound(shape: &ActivationShape) -> f64 {
 fn assert_agrees(problem: &Problem, got: &Outcome, expected: &Outcome) {
     let shape = &problem.shape;
     assert_eq!(got.residual, expected.residual, "residual of {shape:?}");
-    if !matches!(shape.rows, Rows::RmsNorm { .. }) {
+    if !matches!(shape.rows, RowSource::RmsNorm { .. }) {
         assert_eq!(got, expected, "{shape:?}");
         return;
     }
@@ -60,7 +60,7 @@ fn shapes(widths: &[usize]) -> Vec<ActivationShape> {
     let mut pick = |n: usize| numbers.next() as usize % n;
     let mut out = Vec::new();
     for element in ELEMENTS {
-        for rows in [Rows::Plain, Rows::SiluMul, norm(element, false), norm(Float::F32, true)] {
+        for rows in [RowSource::Plain, RowSource::SiluMul, norm(element, false), norm(Float::F32, true)] {
             for &k in widths {
                 let base = ActivationShape::new(rows, element, 3, k);
                 let aligned = pick(2) == 0;
@@ -102,7 +102,7 @@ fn wide_rows_are_what_the_cpu_makes() {
     }
     for (i, k) in [1025, 2049, 4104, 8195, 16_400, HELD_WIDTH + 40].into_iter().enumerate() {
         for (rows, group) in
-            [(Rows::Plain, None), (Rows::SiluMul, Some(128)), (norm(Float::Bf16, true), Some(160))]
+            [(RowSource::Plain, None), (RowSource::SiluMul, Some(128)), (norm(Float::Bf16, true), Some(160))]
         {
             let base = ActivationShape { group, ..ActivationShape::new(rows, Float::Bf16, 2, k) };
             let problem = Problem::new(base, i as u64);
@@ -117,7 +117,7 @@ fn extremes_are_what_the_cpu_makes() {
         return;
     }
     for element in ELEMENTS {
-        for rows in [Rows::Plain, Rows::SiluMul, norm(element, false), norm(element, true)] {
+        for rows in [RowSource::Plain, RowSource::SiluMul, norm(element, false), norm(element, true)] {
             for fixed in [false, true] {
                 let shape = ActivationShape { fixed, ..ActivationShape::new(rows, element, 9, 136) };
                 let mut problem = Problem::new(shape, 3);
@@ -142,7 +142,7 @@ fn extremes_are_what_the_cpu_makes() {
         }
     }
     // Values so small that they count as zero, which only f32 can represent; then the largest values of f32.
-    let mut problem = Problem::new(ActivationShape::new(Rows::Plain, Float::F32, 2, 40), 1);
+    let mut problem = Problem::new(ActivationShape::new(RowSource::Plain, Float::F32, 2, 40), 1);
     problem.x[..40].iter_mut().for_each(|x| *x *= 1e-38);
     problem.x[40..].fill(f32::MAX);
     let got = problem.run(&Options::default()).0;
@@ -159,8 +159,8 @@ fn a_row_does_not_depend_on_its_neighbours() {
     for (rows, k, group) in [
         (norm(Float::F16, true), 1000, Some(128)),
         (norm(Float::F32, false), 2100, Some(96)),
-        (Rows::SiluMul, 520, Some(32)),
-        (Rows::Plain, 300, Some(288)),
+        (RowSource::SiluMul, 520, Some(32)),
+        (RowSource::Plain, 300, Some(288)),
     ] {
         let problem =
             Problem::new(ActivationShape { group, ..ActivationShape::new(rows, Float::F16, 4, k) }, 11);
@@ -195,8 +195,8 @@ fn bytes_are_the_floor() {
     }
     for element in ELEMENTS {
         for (rows, group) in [
-            (Rows::Plain, Some(128)),
-            (Rows::SiluMul, None),
+            (RowSource::Plain, Some(128)),
+            (RowSource::SiluMul, None),
             (norm(element, false), Some(256)),
             (norm(element, true), Some(32)),
         ] {
@@ -240,26 +240,26 @@ fn bytes_are_the_floor() {
     }
 }
 
-/// PTX instructions per value of long rows, summed over lanes, not counting moves between registers, which mostly
-/// disappear in machine code. The limits are the current numbers, rounded up; lower them when possible. A division or
-/// reciprocal counts as one instruction here, but takes more in machine code.
+/// PTX instructions of a lane per value of long rows. Moves between registers, which mostly disappear in machine code,
+/// are not counted. The limits are the current numbers, rounded up; lower them when possible. A division or reciprocal
+/// counts as one instruction here, but takes more in machine code.
 #[test]
 fn instructions_stay_within_their_budgets() {
     if !has_nvrtc() {
         return;
     }
     for (rows, max) in [
-        (Rows::Plain, 16.0),
+        (RowSource::Plain, 16.0),
         (norm(Float::Bf16, false), 23.0),
         (norm(Float::Bf16, true), 30.0),
-        (Rows::SiluMul, 42.0),
+        (RowSource::SiluMul, 42.0),
     ] {
         let (m, k) = (1, 8192);
         let shape = ActivationShape { group: Some(128), ..ActivationShape::new(rows, Float::Bf16, m, k) };
         let counters = Problem::new(shape, 5).run(&Options::default()).1.counters;
         let taken = counters.instructions - counters.opcode("mov.");
         let each = 32.0 * taken as f64 / (m * k) as f64;
-        println!("{rows:?}: {each:.1} instructions of PTX a value");
+        println!("{rows:?}: {each:.1} PTX instructions per value");
         assert!(each <= max, "{each} instructions per value, {rows:?}");
     }
 }

@@ -7,7 +7,7 @@ use half::{bf16, f16};
 use quant_kernels_cpu::activation::{GateUp, RmsNorm, RowLayout, StaticScale};
 use quant_kernels_cpu::{Int8Rows, Layout, ScaleType, Serial};
 use quant_kernels_cuda::activation::{
-    ActivationArguments, ActivationPlan, ActivationShape, FixedScale, Float, Rows,
+    ActivationArguments, ActivationPlan, ActivationShape, FixedScale, Float, RowSource,
 };
 use quant_kernels_cuda::compile::Variant;
 use quant_kernels_cuda::launch::{Argument, Region};
@@ -97,8 +97,8 @@ impl Problem {
             |scale: f32| -> Vec<f32> { (0..len).map(|_| round(element, numbers.float() * scale)).collect() };
         let (x, up, residual) = (matrix(8.0), matrix(2.0), matrix(4.0));
         let of_weight = match shape.rows {
-            Rows::RmsNorm { weight, .. } => weight,
-            Rows::Plain | Rows::SiluMul => Float::F32,
+            RowSource::RmsNorm { weight, .. } => weight,
+            RowSource::Plain | RowSource::SiluMul => Float::F32,
         };
         let weight = (0..shape.k).map(|_| round(of_weight, numbers.float() + 1.5)).collect();
         Self { shape, x, up, residual, weight, row_sums: true, align: 16 }
@@ -117,10 +117,10 @@ impl Problem {
         }
     }
 
-    /// Rows `stride` apart; the gaps are unwritten, so that reading them is a fault.
+    /// Adds a buffer with rows `stride` elements apart.
     fn place(&self, memory: &mut ptx::Memory, name: &str, values: &[f32], stride: usize) -> Region {
         let (k, element) = (self.shape.k, self.shape.element);
-        // The interpreter treats the whole buffer as written. Gaps are therefore NaN, so that reading them shows.
+        // To the interpreter, the whole buffer counts as written. The gaps are NaN, so that reading them changes results.
         let mut padded = Vec::new();
         for (r, row) in values.chunks(k).enumerate() {
             padded.resize(r * stride, f32::NAN);
@@ -151,9 +151,9 @@ impl Problem {
         let x = self.place(&mut memory, "x", &self.x, self.shape.x_stride);
         let (mut up, mut residual, mut weight) = (Region::NONE, Region::NONE, Region::NONE);
         match self.shape.rows {
-            Rows::Plain => {}
-            Rows::SiluMul => up = self.place(&mut memory, "up", &self.up, self.shape.up_stride),
-            Rows::RmsNorm { weight: of, residual: adds } => {
+            RowSource::Plain => {}
+            RowSource::SiluMul => up = self.place(&mut memory, "up", &self.up, self.shape.up_stride),
+            RowSource::RmsNorm { weight: of, residual: adds } => {
                 weight = region(&mut memory, "weight", &encode(of, self.weight.iter().copied()), self.align);
                 if adds {
                     residual =
@@ -240,12 +240,12 @@ impl Problem {
         let mut rows = Int8Rows::default();
         let mut sum = Vec::new();
         match (self.shape.rows, by) {
-            (Rows::Plain, None) => rows.quantize(&x, layout, &Serial).unwrap(),
-            (Rows::Plain, Some(by)) => rows.quantize_static(&x, layout, by, &Serial).unwrap(),
-            (Rows::SiluMul, by) => {
+            (RowSource::Plain, None) => rows.quantize(&x, layout, &Serial).unwrap(),
+            (RowSource::Plain, Some(by)) => rows.quantize_static(&x, layout, by, &Serial).unwrap(),
+            (RowSource::SiluMul, by) => {
                 rows.quantize_silu_mul(GateUp::Apart { gate: &x, up: &up }, layout, by, &Serial).unwrap();
             }
-            (Rows::RmsNorm { residual: adds, .. }, by) => {
+            (RowSource::RmsNorm { residual: adds, .. }, by) => {
                 let norm = RmsNorm { weight: &self.weight, eps: EPS };
                 let with = adds.then_some(&mut residual[..]);
                 rows.quantize_rms_norm(&x, norm, with, layout, by, &Serial).unwrap();

@@ -197,7 +197,7 @@ pub fn try_decode(
     machine.fill(arguments.out, &[0xff; 4], rows * case.head_dim);
     machine.launch(&variant, &plan.launch, &plan.arguments(&arguments), order)?;
     if bits(&out) != bits(&floats(&machine.bytes(arguments.out))) {
-        return Err("the second launch gives something else".to_owned());
+        return Err("the second launch gives different results".to_owned());
     }
     let held = sequences.iter().map(|s| s.tokens).sum::<usize>() * case.kv_heads;
     let page_bytes_held = (held * layout.tile_bytes() / 16) as u64;
@@ -289,7 +289,9 @@ pub fn share(
                 let seen = (sequence.tokens + number + 1).saturating_sub(case.queries);
                 if from >= seen {
                     if out.iter().any(|x| x.to_bits() != 0) || result.lse[row] != f32::NEG_INFINITY {
-                        return Err(format!("sequence {i}, row {row}: something where nothing is seen"));
+                        return Err(format!(
+                            "sequence {i}, row {row}: the result is not zero, but the query sees no tokens"
+                        ));
                     }
                     continue;
                 }

@@ -24,7 +24,7 @@ pub struct Counters {
 }
 
 impl Counters {
-    /// Warp instructions by opcode.
+    /// The number of warp instructions whose opcode begins with `opcode`.
     pub fn of(&self, opcode: &str) -> u64 {
         self.all.opcode(opcode)
     }

@@ -43,12 +43,12 @@ fn planted_bugs_are_found() {
             ["copy in flight", "shared+"],
         ),
         (
-            "no barrier before warps meet",
+            "no barrier before the results of warps are combined",
             ["    __syncthreads();\n    float* meet", "    float* meet"],
             ["race in shared memory", "st.shared"],
         ),
         (
-            "no barrier after warps met",
+            "no barrier after warps stored their results",
             ["        }\n    __syncthreads();\n\n    for (u32 item", "        }\n\n    for (u32 item"],
             ["race in shared memory", "shared+"],
         ),
@@ -63,11 +63,11 @@ fn planted_bugs_are_found() {
             ["race in", ""],
         ),
         (
-            "the first block joins",
+            "the first block merges",
             ["add_device(ticket, 1) == splits - 1", "add_device(ticket, 1) == 0"],
             ["uninitialised", "workspace+"],
         ),
-        ("a ticket that is not taken back", ["if (is_last) *ticket = 0;", ""], ["second launch", ""]),
+        ("a ticket that is not reset", ["if (is_last) *ticket = 0;", ""], ["second launch", ""]),
         (
             "rows beyond the end are read",
             ["token >= skipped && token < valid ? 16 : 0", "16"],
@@ -79,23 +79,27 @@ fn planted_bugs_are_found() {
             [" bytes read of ", ""],
         ),
         (
-            "grids of the last tile are left out",
+            "grids of the last tile are not copied",
             ["            bytes = min(max(4 * (valid", "            bytes = 0 * min(max(4 * (valid"],
             ["lse", " for "],
         ),
         (
-            "keys are not exchanged back",
+            "the halves of keys are swapped in the wrong layouts",
             ["ROW_WORDS % 32 == 0 ? 16 : 0", "ROW_WORDS % 16 == 0 ? 16 : 0"],
             ["lse", " for "],
         ),
-        ("values are exchanged otherwise", ["row >> 1 & 1 : 0;", "row & 1 : 0;"], ["row", " for "]),
+        (
+            "blocks of values are swapped in the wrong rows",
+            ["row >> 1 & 1 : 0;", "row & 1 : 0;"],
+            ["row", " for "],
+        ),
         (
             "a warp's tiles are skipped",
             ["next += WARPS;", "next += WARPS + 1;"],
             ["out of bounds", "cp.async"],
         ),
         (
-            "too few bytes of the ring",
+            "tiles are copied incompletely",
             ["constexpr int CHUNKS = TILE_BYTES / 16;", "constexpr int CHUNKS = TILE_BYTES / 16 - 1;"],
             ["uninitialised", "shared+"],
         ),

@@ -141,9 +141,9 @@ impl Judge {
         }
         Ok(match self {
             Self::Last(_) => format!("within {worst} units in the last place"),
-            Self::Near(_) => format!("within {worst:.1e} of one and the magnitude"),
+            Self::Near(_) => format!("within {worst:.1e} · (1 + magnitude)"),
             Self::Sum(_) => format!("within {worst:.1e} of the sum of magnitudes"),
-            _ => "the same bits".to_owned(),
+            _ => "bit-identical".to_owned(),
         })
     }
 }
@@ -152,11 +152,11 @@ impl Judge {
 pub struct Instruction {
     /// Its name in reports.
     pub name: String,
-    /// PTX.
+    /// The PTX.
     pub body: String,
-    /// Words per lane.
+    /// The contents of each input word of a lane.
     pub inputs: Vec<Inputs>,
-    /// Words per lane.
+    /// The number of result words of a lane.
     pub outputs: usize,
     /// How results are compared.
     pub judge: Judge,
@@ -215,7 +215,7 @@ fn copy() -> Instruction {
     let loads: String = (0..4).map(|i| format!("\nld.shared.u32 %d{i}, [%t4+{}];", i * 4)).collect();
     Instruction {
         name: name.to_owned(),
-        // The source begins at the start of the first input; each lane copies 16 of its warp's bytes.
+        // The source is within the first input; each lane copies 16 bytes.
         body: format!(
             "mov.u32 %t3, words;\nshl.b32 %t4, %t1, 4;\nadd.s32 %t4, %t4, %t3;\nand.b32 %t5, %t2, 511;\nmul.wide.u32 %rd6, %t5, 16;\n\
              add.s64 %rd6, %rd1, %rd6;\ncp.async.cg.shared.global [%t4], [%rd6], 16, %a1;\ncp.async.commit_group;\n\

@@ -68,7 +68,7 @@ fn bytes_of_memory_are_the_floors() {
             let x = problem.m * K * if name.contains("a16") { 2 } else { 1 };
             let floor = (weights + x + 2 * problem.m * N) as f64;
             let ratio = moved(&counters) as f64 / floor;
-            println!("{name}, {m} tokens: {ratio:.4} of the floor");
+            println!("{name}, {m} tokens: {ratio:.4} times the floor");
             assert!(ratio <= 1.03, "{name}, {m} tokens: {ratio}");
             assert!(!counters.buffers.contains_key("partials"));
             // No weight is read twice.
@@ -231,7 +231,7 @@ fn instructions_of_a_slot_are_few() {
             let slots = (N / 128 * K / 128 * plan.launch.block as usize / 32) as u64;
             let each = counters.instructions as f64 / slots as f64;
             println!(
-                "{name}, {m} tokens: {each:.0} instructions of PTX a warp and slot, ends of blocks included"
+                "{name}, {m} tokens: {each:.0} PTX instructions per warp and slot, with the code around the loop"
             );
             assert!(each < max, "{name}, {m} tokens: {each}");
         }

@@ -309,7 +309,7 @@ fn what_they_cost() {
                 .map(|t| 32 * (t.read.unique_sectors + t.written.unique_sectors))
                 .sum();
             let ratio = moved as f64 / floor;
-            println!("{format:?} {kind:?}, {m} tokens: {ratio:.4} of the floor's bytes");
+            println!("{format:?} {kind:?}, {m} tokens: {ratio:.4} times the floor");
             assert!(ratio <= 1.03, "{format:?} {kind:?}, {m} tokens: {ratio}");
         }
     }

@@ -133,12 +133,12 @@ pub fn run(
         let values: Vec<f32> = values.collect();
         if let Some(Outcome { values: before, .. }) = &outcome {
             let bits = |values: &[f32]| values.iter().map(|v| v.to_bits()).collect::<Vec<_>>();
-            assert_eq!(bits(before), bits(&values), "the second launch");
+            assert_eq!(bits(before), bits(&values), "the second launch gives different results");
         }
         outcome = Some(Outcome { values, report });
     }
     if plan.workspace_bytes > 0 {
-        assert!(memory.bytes(tickets)?.iter().all(|&b| b == 0), "tickets are zero again");
+        assert!(memory.bytes(tickets)?.iter().all(|&b| b == 0), "tickets were not reset to 0");
     }
     Ok(outcome.unwrap())
 }

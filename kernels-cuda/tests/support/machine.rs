@@ -196,9 +196,11 @@ impl Module {
             (Text::Gpu { image, kernels }, Place::Gpu(buffers)) => {
                 let failed = |message: String| Error::Launch { kernel: kernel.to_owned(), message };
                 on_device(image, kernels, kernel, launch).map_err(failed)?;
-                let trespassed = buffers
-                    .iter()
-                    .find_map(|b| b.trespassed().map(|at| format!("byte {at} of {} was written", b.name)));
+                let trespassed = buffers.iter().find_map(|b| {
+                    b.trespassed().map(|at| {
+                        format!("the guard byte at offset {at} of buffer `{}` was overwritten", b.name)
+                    })
+                });
                 match trespassed {
                     None => Ok(Report::default()),
                     Some(message) => Err(failed(message)),
@@ -233,10 +235,12 @@ fn on_device(
         Argument::U32(v) => Ok(launch::Argument::U32(v)),
         Argument::I32(v) => Ok(launch::Argument::U32(v as u32)),
         Argument::F32(v) => Ok(launch::Argument::F32(v)),
-        ref other => Err(format!("no launch takes {other:?}")),
+        ref other => Err(format!("launches on a GPU do not support the argument {other:?}")),
     });
     let arguments: Vec<launch::Argument> = arguments.collect::<Result<_, _>>()?;
-    let [block, 1, 1] = launch.block else { return Err(format!("a block of {:?}", launch.block)) };
+    let [block, 1, 1] = launch.block else {
+        return Err(format!("blocks must have the shape [n, 1, 1], got {:?}", launch.block));
+    };
     let shape = LaunchShape { grid: launch.grid, block, shared_bytes: launch.dynamic_shared };
     // SAFETY: tests pass arguments that match the kernel, and wait for the launch.
     unsafe { kernel.launch(&shape, &arguments, Stream::DEFAULT) }.map_err(|e| e.to_string())?;

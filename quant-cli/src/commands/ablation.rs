@@ -218,7 +218,7 @@ fn sampling(options: &AblationOptions) -> Sampling {
     }
 }
 
-/// The rows, without those that only add a skipped step.
+/// Returns the rows, without those that only add a skipped step.
 fn steps(options: &AblationOptions) -> Result<Vec<&'static Step>> {
     // This check rejects unknown steps with an error that lists the valid ones.
     method("qoq")?.without(&options.skip)?;
@@ -227,7 +227,7 @@ fn steps(options: &AblationOptions) -> Result<Vec<&'static Step>> {
 }
 
 impl Step {
-    /// The error of a row that cannot be computed, with a remedy that fits `quant eval`.
+    /// Converts the error of a row that cannot be computed, so that its remedy fits `quant eval`.
     fn refused(&self, error: Error) -> Error {
         match error {
             Error::GroupSizeDoesNotDivide(_) => Error::usage(

@@ -19,19 +19,19 @@ use crate::output;
 const DEFAULT_CONTEXT: usize = 8192;
 /// Longer lines of standard input are rejected.
 const MAX_LINE_BYTES: usize = 1 << 20;
-/// Default maximum of new tokens per answer, if neither the user nor the model sets one.
+/// Maximum of new tokens per answer, unless the user sets one or the model's own is larger.
 const DEFAULT_ANSWER: usize = 1024;
 
 const COMMANDS: &str = "/new           start a new conversation
 /system TEXT   start a new conversation with this system message (no TEXT: without one)
-/retry         generate the last answer again, with a different seed
+/retry         generate the last answer again, with a different seed (without sampling: the same answer)
 /help          list these commands
 /exit          leave (also Ctrl-D); Ctrl-C stops an answer";
 
 /// The model to talk to.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// Model directory with a chat template, float or quantized, or org/name or org/name@revision on a hub
+    /// Model directory or GGUF file with a chat template, float or quantized, or org/name or org/name@revision on a hub
     pub model: PathBuf,
     /// System message
     #[arg(long, value_name = "TEXT")]
@@ -83,7 +83,9 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
     let context = args.context.unwrap_or_else(|| positions.min(DEFAULT_CONTEXT));
     if !(2..=positions).contains(&context) {
         return Err(Error::usage(
-            format!("--context is {context}, but the model has {positions} positions"),
+            format!(
+                "--context is {context}; it must be at least 2 and at most the model's {positions} positions"
+            ),
             format!("choose a value from 2 to {positions}"),
         ));
     }
@@ -104,10 +106,12 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
             }
             "/new" => {
                 talk = Messages::new(args.system.as_deref());
+                session.progress.note("[new conversation]");
                 continue;
             }
             "/system" => {
                 talk = Messages::new(Some(rest.trim()));
+                session.progress.note("[new conversation with this system message]");
                 continue;
             }
             "/retry" => {
@@ -157,7 +161,7 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
                         .progress
                         .note("[cut off at the token limit; raise --max-new-tokens for longer answers]"),
                     End::Context => session.progress.note("[cut off: the context is full]"),
-                    End::EndOfSequence | End::Stopped => {}
+                    _ => {}
                 }
             }
             // The user stopped the answer; the text so far stays in the conversation.
@@ -191,7 +195,7 @@ impl Input {
         matches!(self, Self::Terminal(_))
     }
 
-    /// The next message, or `None` at the end; on a terminal, Ctrl-C and Ctrl-D end the input.
+    /// Returns the next message, or `None` at the end; on a terminal, Ctrl-C and Ctrl-D end the input.
     fn line(&mut self) -> Result<Option<String>> {
         match self {
             Self::Terminal(editor) => match editor.readline("> ") {
@@ -213,7 +217,7 @@ impl Input {
                     path: path(),
                     line: Some(*number),
                     reason: reason.into(),
-                    remedy: "write one message of UTF-8 text per line".into(),
+                    remedy: "write one message of UTF-8 text per line, of at most 1 MiB".into(),
                 };
                 match bytes.len() {
                     0 => Ok(None),

@@ -1,10 +1,11 @@
 //! `quant compare RESULT…`: shows results of `quant eval` next to each other.
 
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 use quant_core::{Error, Result};
 use quant_evaluator::Evaluation;
-use quant_evaluator::report::{bits, closest_of, nats, schemes};
+use quant_evaluator::report::{bits, closest_of, nats_of, schemes};
 use serde::Serialize;
 
 use crate::output::{self, JsonOption, bytes, table};
@@ -12,7 +13,7 @@ use crate::output::{self, JsonOption, bytes, table};
 /// The results to compare.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// Results of `quant eval --json=FILE`, of the same text, rule and reference
+    /// Results of `quant eval --json=FILE` on the same text, with the same profile and reference
     #[arg(required = true, num_args = 2.., value_name = "RESULT")]
     results: Vec<PathBuf>,
     #[command(flatten)]
@@ -36,6 +37,7 @@ struct Row {
     result: String,
     model: String,
     scheme: String,
+    method: Option<String>,
     size_bytes: u64,
     perplexity: f64,
     perplexity_standard_error: Option<f64>,
@@ -44,14 +46,15 @@ struct Row {
     top1_agreement: Option<f64>,
 }
 
-/// Compares.
+/// Compares the results, and prints the table or the JSON.
 pub fn run(args: &Args) -> Result<()> {
     let inputs: Vec<&Path> = args.results.iter().map(PathBuf::as_path).collect();
     output::distinct(&[("json", args.json.json.as_deref())], &inputs)?;
     args.json.check()?;
-    let results = (args.results.iter())
-        .map(|path| Ok((Evaluation::name(path), Evaluation::read(path)?)))
-        .collect::<Result<Vec<_>>>()?;
+    let mut results = read(&args.results)?;
+    // The closest to the reference first.
+    let score = |e: &Evaluation| e.comparison.as_ref().map_or(e.scores.perplexity.mean, |c| c.kl.mean);
+    results.sort_by(|(_, a), (_, b)| score(a).total_cmp(&score(b)));
     if let Some((first, others)) = results.split_first() {
         check(&first.1, others)?;
     }
@@ -59,10 +62,44 @@ pub fn run(args: &Args) -> Result<()> {
     args.json.emit(&comparison(&compared), || text(&compared))
 }
 
-/// Fails unless all results were measured on the same tokens, against the same reference.
+/// Reads results, and names each after its file, with as many parts of the path as distinguish the names.
 ///
 /// # Errors
-/// [`Error::Usage`] that names the first one that differs.
+/// [`Error::Usage`] for a file that is given twice; those of [`Evaluation::read`].
+pub fn read(paths: &[PathBuf]) -> Result<Vec<(String, Evaluation)>> {
+    let mut seen = BTreeSet::new();
+    for path in paths {
+        let real = path.canonicalize().unwrap_or_else(|_| path.clone());
+        if !seen.insert(real) {
+            return Err(Error::usage(
+                format!("the result {} was given twice", path.display()),
+                "give every result once",
+            ));
+        }
+    }
+    let results: Vec<Evaluation> = paths.iter().map(|path| Evaluation::read(path)).collect::<Result<_>>()?;
+    Ok(names(paths).into_iter().zip(results).collect())
+}
+
+/// Returns the names of files without the extension; names that several files share begin with their directories.
+fn names(paths: &[PathBuf]) -> Vec<String> {
+    let parts = |path: &Path, number: usize| {
+        let parents = path.parent().into_iter().flat_map(Path::components);
+        let mut parts: Vec<_> = parents.map(|part| part.as_os_str().to_string_lossy().into_owned()).collect();
+        parts.push(Evaluation::name(path));
+        let first = parts.len().saturating_sub(number);
+        parts[first..].join("/")
+    };
+    let longest = paths.iter().map(|path| path.components().count()).max().unwrap_or(1);
+    let all = |number: usize| paths.iter().map(move |path| parts(path, number)).collect::<Vec<_>>();
+    let differ = |names: &Vec<String>| names.iter().collect::<BTreeSet<_>>().len() == names.len();
+    (1..longest).map(all).find(differ).unwrap_or_else(|| all(longest))
+}
+
+/// Checks that all results were measured on the same tokens, against the same reference.
+///
+/// # Errors
+/// [`Error::Usage`], which names the first result that differs.
 pub fn check(first: &Evaluation, others: &[(String, Evaluation)]) -> Result<()> {
     let reference = |e: &Evaluation| e.reference.as_ref().map(|r| r.sha256.clone());
     for (name, other) in others {
@@ -73,7 +110,7 @@ pub fn check(first: &Evaluation, others: &[(String, Evaluation)]) -> Result<()> 
         };
         return Err(Error::usage(
             format!(
-                "`{}` was measured {differs}, so it cannot be shown next to this result",
+                "`{}` was measured {differs}, so the results cannot be shown next to each other",
                 name.escape_default()
             ),
             "give only results that were measured on the same text with the same profile and reference",
@@ -82,7 +119,7 @@ pub fn check(first: &Evaluation, others: &[(String, Evaluation)]) -> Result<()> 
     Ok(())
 }
 
-/// The table of results, and which is closest to the reference.
+/// Returns the table of results, and a sentence that names the result closest to the reference.
 pub fn text(results: &[(&str, &Evaluation)]) -> String {
     let plus_minus =
         |value: String, error: Option<String>| format!("{value} ± {}", error.unwrap_or("?".into()));
@@ -92,6 +129,7 @@ pub fn text(results: &[(&str, &Evaluation)]) -> String {
             let mut row = vec![
                 (*name).to_owned(),
                 schemes(&e.model),
+                e.model.method.clone().unwrap_or_else(|| "–".into()),
                 bits(&e.model),
                 bytes(e.model.size_bytes),
                 plus_minus(
@@ -100,16 +138,14 @@ pub fn text(results: &[(&str, &Evaluation)]) -> String {
                 ),
             ];
             if let Some(c) = &e.comparison {
-                row.push(plus_minus(
-                    nats(c.kl.mean),
-                    c.kl.standard_error.map(|error| format!("{error:.0e}")),
-                ));
+                row.push(nats_of(c.kl));
                 row.push(format!("{:.2} %", 100.0 * c.top1_agreement.mean));
             }
             row
         })
         .collect();
-    let header = ["result", "scheme", "bits", "size", "perplexity", "mean KL (nats)", "same top token"];
+    let header =
+        ["result", "scheme", "method", "code bits", "size", "perplexity", "mean KL (nats)", "same top token"];
     let columns = rows.iter().map(Vec::len).min().unwrap_or_default();
     let mut text = table(&header[..columns], &rows);
     match closest_of(results) {
@@ -133,6 +169,7 @@ fn comparison(results: &[(&str, &Evaluation)]) -> Comparison {
                     result: (*name).to_owned(),
                     model: e.model.path.clone(),
                     scheme: schemes(&e.model),
+                    method: e.model.method.clone(),
                     size_bytes: e.model.size_bytes,
                     perplexity: e.scores.perplexity.mean,
                     perplexity_standard_error: e.scores.perplexity.standard_error,
@@ -143,5 +180,21 @@ fn comparison(results: &[(&str, &Evaluation)]) -> Comparison {
             })
             .collect(),
         closest: closest_of(results),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_have_as_many_parts_as_distinguish_them() {
+        let of = |paths: &[&str]| names(&paths.iter().map(PathBuf::from).collect::<Vec<_>>());
+        assert_eq!(of(&["a/awq.json", "b/gptq.json"]), ["awq", "gptq"]);
+        assert_eq!(of(&["a/result.json", "b/result.json"]), ["a/result", "b/result"]);
+        assert_eq!(
+            of(&["x/a/result.json", "y/a/result.json", "result.json"]),
+            ["x/a/result", "y/a/result", "result"]
+        );
     }
 }

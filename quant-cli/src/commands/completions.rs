@@ -1,4 +1,4 @@
-//! `quant completions SHELL`.
+//! `quant completions SHELL`: prints a completion script.
 
 use clap::CommandFactory;
 use clap_complete::Shell;

@@ -26,7 +26,7 @@ const SCHEMES: [&str; 2] = ["w4a16-g128-sym", "w3a16-g64-asym"];
 /// Fewer calibration windows than the default, so that the demo takes well under two minutes.
 const SAMPLES: usize = 16;
 
-/// How long the demo may take.
+/// The options of the demo.
 #[derive(Debug, clap::Args)]
 pub struct Args {
     /// Use fewer windows, to check that everything works rather than to measure
@@ -50,7 +50,7 @@ struct Report {
     noise_floor_kl: f64,
     noise_floor_kl_standard_error: Option<f64>,
     rows: Vec<Row>,
-    /// For each scheme, which method is closest to the float model.
+    /// For each scheme, the method that is closest to the float model.
     closest: Vec<SchemeWinner>,
     seconds: f64,
 }
@@ -78,7 +78,7 @@ struct Row {
     seconds: f64,
 }
 
-/// Shows it.
+/// Quantizes the built-in model with each method and scheme, compares the results, and prints the table or the JSON.
 pub fn run(args: &Args, session: &Session) -> Result<()> {
     if let Some(directory) = &args.save_model {
         save(directory)?;
@@ -97,7 +97,7 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
 
     let (mut rows, mut quantized) = (Vec::new(), Vec::new());
     for scheme in SCHEMES {
-        // The other methods need 8-bit activations.
+        // The other methods need quantized activations.
         for method in METHODS.iter().rev().filter(|m| !m.is_for_rounded_inputs() && m.preparation.is_none()) {
             session.progress.note(&format!("{} {scheme}", method.name));
             let out = scratch.path().join(format!("{}-{scheme}", method.name));
@@ -161,7 +161,7 @@ fn save(directory: &Path) -> Result<()> {
 fn unpack(directory: &Path) -> Result<()> {
     let files = demo_model().ok_or_else(|| Error::Unavailable {
         what: "the demo model".into(),
-        reason: "a published crate has no room for it".into(),
+        reason: "it is too large for a published crate".into(),
         remedy: "build quant from its source repository, or use a model of your own".into(),
     })?;
     std::fs::create_dir(directory).map_err(|e| Error::io("create", directory, e))?;
@@ -172,7 +172,7 @@ fn unpack(directory: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Quantizes the model as the `quantize` command does; returns the bytes of the written tensors.
+/// Quantizes the model as the `quantize` command does; returns the size of the written tensors in bytes.
 fn produce(
     opened: &Opened,
     name: &str,
@@ -220,7 +220,7 @@ impl Row {
     }
 }
 
-/// The method that is closest to the float model with a scheme.
+/// Returns the method that is closest to the float model with a scheme.
 fn winner(
     scheme: &'static str,
     rows: &[Row],
@@ -275,7 +275,7 @@ fn show(report: &Report) -> String {
     }
     text.push_str(&format!(
         "\nScored {} tokens of the built-in held-out text ({}); differences from the float model are paired \
-        window by window. KL noise floor (the KL that f32 rounding alone causes): {}. Total time: {}.\n",
+        window by window. KL noise floor (the KL that rounding of every block's output to about bfloat16 causes): {}. Total time: {}.\n",
         report.tokens_scored,
         report.profile,
         noise,

@@ -8,8 +8,9 @@ use quant_core::digest::sha256_hex;
 use quant_core::model::{CudaRunner, Decoder};
 use quant_core::pipeline::QuantReport;
 use quant_core::run::{self, Text};
+use quant_core::wording::counted;
 use quant_core::{Error, Result};
-use quant_evaluator::report::{EvaluationReport, WorstWindow, nats};
+use quant_evaluator::report::{EvaluationReport, WorstWindow, error_in_nats, nats};
 use quant_evaluator::statistics::Quantile;
 use quant_evaluator::{
     Anatomy, Divergence, Estimate, Evaluation, EvaluationText, Journal, Measured, ModelIdentity, Position,
@@ -30,7 +31,7 @@ use crate::provenance;
 /// The model and the text to evaluate.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// Model directory, float or quantized, or org/name or org/name@revision on a hub
+    /// Model directory or GGUF file, float or quantized, or org/name or org/name@revision on a hub
     pub model: PathBuf,
     /// Compare with this model on the same tokens, such as the float model that MODEL was quantized from; or with a
     /// file written by --save-reference
@@ -52,8 +53,8 @@ pub struct Args {
     /// Window of the scoring rule, in tokens
     #[arg(long, value_name = "L")]
     pub window: Option<usize>,
-    /// Score only the first N windows
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
+    /// Score only the first N windows, or all if the text has fewer
+    #[arg(long, value_name = "N", value_parser = at_least_one)]
     pub windows: Option<u64>,
     /// How quantized linears are computed: fake dequantizes them and multiplies floats; kernels runs the
     /// packed kernels, as engines that link them do
@@ -63,8 +64,8 @@ pub struct Args {
     /// else, including a reference, runs on the processor
     #[arg(long, value_enum, default_value_t, value_name = "DEVICE")]
     pub device: Device,
-    /// Precision of MODEL's KV cache: auto is that of its config.json, 16 means floats. A reference always uses
-    /// that of its own config.json
+    /// Precision of MODEL's KV cache (auto: as in its config.json; 16: floats). A reference always uses that of its
+    /// own config.json
     #[arg(long, value_enum, default_value_t, value_name = "BITS")]
     pub kv: KvBits,
     /// Record measurements in FILE while the evaluation runs, and continue an interrupted evaluation from it
@@ -85,6 +86,10 @@ pub struct Args {
     pub json: JsonOption,
 }
 
+fn at_least_one(text: &str) -> std::result::Result<u64, String> {
+    text.parse().ok().filter(|n| *n > 0).ok_or_else(|| "expected a whole number of at least 1".to_owned())
+}
+
 /// How quantized linears are computed.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, clap::ValueEnum)]
 pub enum Execution {
@@ -95,7 +100,7 @@ pub enum Execution {
     Kernels,
 }
 
-/// The window of the default rule, if the model has this many positions.
+/// The window of the default profile in tokens, if the model has this many positions.
 const DEFAULT_WINDOW: usize = 2048;
 /// Tokens of a window that the report shows.
 const EXCERPT_TOKENS: usize = 48;
@@ -125,7 +130,7 @@ impl Evaluated {
     }
 }
 
-/// Evaluates.
+/// Evaluates a model and prints the table or the JSON; with `--ablation`, runs the ablation instead.
 pub fn run(args: &Args, session: &Session) -> Result<()> {
     let text = Text::Named(args.text.clone());
     if args.ablation.ablation {
@@ -180,7 +185,7 @@ impl Prepared {
     }
 }
 
-/// Fails if an output would overwrite an input, or if settings exclude each other.
+/// Returns an error if an output would overwrite an input, or if settings exclude each other.
 fn check(args: &Args, source: &Text) -> Result<()> {
     let outputs = [
         ("json", args.json.json.as_deref()),
@@ -230,6 +235,15 @@ pub fn evaluate(args: &Args, source: &Text, with_page: bool, session: &Session) 
         (Some(opened), Some(path)) => Some(opened.identity(path, session)?),
         _ => None,
     };
+    if let Some(reference) = &compared_with
+        && is_quantized(reference)
+        && (!is_quantized(&model) || reference.size_bytes < model.size_bytes)
+    {
+        session.progress.note(
+            "warning: the reference is quantized, and MODEL is larger: usually, MODEL is the quantized model and \
+            ‹reference› the original",
+        );
+    }
     let simulated = match args.execution {
         Execution::Kernels => kv.and_then(|kv| opened.model.kernels_refuse(kv)),
         Execution::Fake => None,
@@ -307,7 +321,11 @@ pub fn evaluate(args: &Args, source: &Text, with_page: bool, session: &Session) 
     Ok(Evaluated { result, page, others, journal })
 }
 
-/// The GPU, if one is requested. A missing GPU is reported before anything is read.
+fn is_quantized(model: &ModelIdentity) -> bool {
+    model.schemes.iter().any(|share| share.scheme != "float")
+}
+
+/// Opens the GPU, if one is requested. A missing GPU is reported before anything is read.
 fn gpu(args: &Args) -> Result<Option<CudaRunner>> {
     match (args.device, args.execution) {
         (Device::Cpu, _) => Ok(None),
@@ -319,12 +337,13 @@ fn gpu(args: &Args) -> Result<Option<CudaRunner>> {
     }
 }
 
-/// Results to show next to this one.
+/// Reads the results to show next to this one.
 fn compared(paths: &[PathBuf]) -> Result<Vec<(String, Evaluation)>> {
-    paths.iter().map(|path| Ok((Evaluation::name(path), Evaluation::read(path)?))).collect()
+    compare_results::read(paths)
 }
 
-/// The quantization report stored beside the model's weights.
+/// Returns the quantization report stored next to the model's weights, if there is one. An invalid report is only a
+/// warning.
 fn quantization(opened: &Opened, session: &Session) -> Option<QuantReport> {
     QuantReport::find(opened.directory.path(), &opened.model).unwrap_or_else(|error| {
         session.progress.note(&format!("warning: {error}; the report will not show the errors of tensors"));
@@ -356,7 +375,7 @@ fn page(
     Ok(EvaluationReport { result, anatomy, linears: &linears, quantization, worst: &worst, others }.page())
 }
 
-/// The journal, if one was requested.
+/// Opens the journal, if one was requested.
 fn journal<T: Measured>(
     args: &Args,
     identity: &serde_json::Value,
@@ -404,6 +423,9 @@ pub fn text(
     for warning in &text.warnings {
         session.progress.note(&format!("warning: {warning}"));
     }
+    for note in &text.notes {
+        session.progress.note(note);
+    }
     // If the tokenizer is larger than the embedding, even the tokens that the embedding has may have a different
     // meaning.
     if let Some(largest) = text.largest_token().max(tokenizer.largest_token()?) {
@@ -438,11 +460,9 @@ fn show(result: &Evaluation) -> String {
     if let Some(comparison) = &result.comparison {
         rows.push(row("reference perplexity", &comparison.reference.perplexity, 3));
         rows.push(row("perplexity ratio", &comparison.perplexity_ratio, 5));
-        let error = |e: &Estimate, shown: fn(f64) -> String| e.standard_error.map_or("?".into(), shown);
-        let small = |x: f64| if x < 1e-3 { format!("{x:.0e}") } else { format!("{x:.5}") };
-        rows.push(vec!["mean KL (nats)".into(), nats(comparison.kl.mean), error(&comparison.kl, small)]);
+        rows.push(vec!["mean KL (nats)".into(), nats(comparison.kl.mean), error_in_nats(comparison.kl)]);
         if let Some(floor) = &comparison.noise_floor {
-            rows.push(vec!["  its noise floor".into(), nats(floor.kl.mean), error(&floor.kl, small)]);
+            rows.push(vec!["  its noise floor".into(), nats(floor.kl.mean), error_in_nats(floor.kl)]);
         }
         rows.push(row("same top token", &comparison.top1_agreement, 4));
         rows.push(row("same top five tokens", &comparison.top5_overlap, 4));
@@ -460,18 +480,18 @@ fn show(result: &Evaluation) -> String {
     let cache =
         cache_of(",", Some(&result.model)) + &cache_of("; the reference with", result.reference.as_ref());
     text.push_str(&format!(
-        "\n{} on {}: {} tokens in {} windows, {:.0} tokens/s; weights of {}{cache}\n",
+        "\n{} on {}: {} in {}, {:.0} tokens/s; weights of {}{cache}\n",
         result.profile,
         Path::new(&result.text.name).display(),
-        result.tokens_scored,
-        result.windows,
+        counted(result.tokens_scored, "token"),
+        counted(result.windows, "window"),
         result.tokens_per_second,
         bytes(result.model.size_bytes),
     ));
     text
 }
 
-/// The distribution of the divergence over positions.
+/// Returns a table of the distribution of the divergence over tokens.
 fn spread(comparison: &Divergence) -> String {
     let row = |name: &str, q: &Quantile| {
         let interval = match (q.low, q.high) {

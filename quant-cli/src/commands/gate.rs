@@ -7,14 +7,18 @@ use std::path::{Path, PathBuf};
 use quant_core::{Error, Result};
 use quant_evaluator::Evaluation;
 use quant_evaluator::gate::{
-    Baseline, Metric, Outcome, Policy, Verdict, annotations, check_given, judge, junit, suggest, summary,
+    Baseline, Change, Outcome, Policy, Verdict, annotations, changes, check_given, judge, junit, suggest,
+    summary,
 };
 use quant_evaluator::report::gate_page;
 
 use super::Session;
 use crate::output::{self, JsonOption, table};
 
-/// The results to judge, and the policy and baseline to judge them by.
+/// The level at which an update calls a change better or worse, the default of policies.
+const LEVEL: f64 = 0.05;
+
+/// The results to check, the policy and the baseline.
 #[derive(Debug, clap::Args)]
 pub struct Args {
     /// Results of `quant eval --json=FILE`; each is identified by its file name without the extension
@@ -29,7 +33,7 @@ pub struct Args {
     /// Make these results the new baseline, and show what changes
     #[arg(long, conflicts_with_all = ["policy", "junit", "json"])]
     update: bool,
-    /// Print a policy that these results pass, with room for later ones: a start, to be edited
+    /// Print a draft policy that these results pass with some slack
     #[arg(long, conflicts_with_all = ["policy", "baseline", "update", "junit", "json", "report"])]
     suggest: bool,
     /// Write an HTML report to FILE
@@ -42,7 +46,7 @@ pub struct Args {
     json: JsonOption,
 }
 
-/// Judges the results; the exit code is the verdict.
+/// Checks the results against the policy; the exit code is the verdict.
 pub fn run(args: &Args, session: &Session) -> Result<u8> {
     let inputs =
         args.results.iter().chain(&args.policy).chain(args.baseline.as_ref().filter(|_| !args.update));
@@ -128,7 +132,7 @@ fn on_github(outcome: &Outcome) -> Result<()> {
     file.and_then(|mut f| f.write_all(summary(outcome).as_bytes())).map_err(|e| Error::io("write", &path, e))
 }
 
-/// A name with its control characters escaped, so that it cannot end a line.
+/// Returns a name with its control characters escaped, so that it cannot end a line.
 fn printable(text: &str) -> String {
     text.chars().flat_map(|c| if c.is_control() { c.escape_default().collect() } else { vec![c] }).collect()
 }
@@ -147,15 +151,15 @@ fn show(outcome: &Outcome) -> String {
         text.push_str(&format!("{:first$}  {:second$}  {}\n", row[0], row[1], row[2]));
     }
     text.push('\n');
-    text.push_str(&changed(outcome));
-    text.push_str(&format!("\nby {}: {}\n", printable(&outcome.policy), outcome.verdict.name()));
+    text.push_str(&changed(&outcome.changes));
+    text.push_str(&format!("\n{}: {}\n", printable(&outcome.policy), outcome.verdict.name()));
     text
 }
 
-/// What was judged, and what has changed since the baseline.
-fn changed(outcome: &Outcome) -> String {
-    let compares = outcome.changes.iter().any(|c| c.before.is_some());
-    let rows: Vec<Vec<String>> = (outcome.changes.iter())
+/// Returns a table of the checked values, and of their changes since the baseline.
+fn changed(changes: &[Change]) -> String {
+    let compares = changes.iter().any(|c| c.before.is_some());
+    let rows: Vec<Vec<String>> = (changes.iter())
         .map(|c| {
             let before = compares.then(|| printable(c.before.as_deref().unwrap_or("–")));
             let change = compares.then(|| c.described());
@@ -166,8 +170,8 @@ fn changed(outcome: &Outcome) -> String {
         })
         .collect();
     match compares {
-        true => table(&["", "result", "baseline", "now", "change"], &rows),
-        false => table(&["", "result", "now"], &rows),
+        true => table(&["property", "result", "baseline", "now", "change"], &rows),
+        false => table(&["property", "result", "now"], &rows),
     }
 }
 
@@ -179,7 +183,11 @@ fn update(path: &Path, results: &[(String, Evaluation)]) -> Result<u8> {
         false => Baseline { results: Default::default() },
     };
     let after = Baseline::new(results);
-    let text = difference(&before, &after);
+    let compared = (!before.results.is_empty()).then_some(&before);
+    let mut text = changed(&changes(compared, results, LEVEL));
+    for gone in before.results.keys().filter(|name| !after.results.contains_key(*name)) {
+        text.push_str(&format!("\nremoved from the baseline: {}\n", printable(gone)));
+    }
     output::write_file(path, after.to_json()?.as_bytes())?;
     output::print(&format!("{text}\nwritten to {}\n", path.display()))?;
     Ok(0)
@@ -197,44 +205,4 @@ fn not_replaced(path: &Path, error: Error) -> Error {
         },
         other => other,
     }
-}
-
-/// All numbers of both files, or of only one.
-fn difference(before: &Baseline, after: &Baseline) -> String {
-    const SHOWN: [Metric; 6] = [
-        Metric::Perplexity,
-        Metric::Kl,
-        Metric::KlP99,
-        Metric::Top1Agreement,
-        Metric::RmsDeltaP,
-        Metric::SizeBytes,
-    ];
-    let mut names: Vec<&String> = before.results.keys().chain(after.results.keys()).collect();
-    names.sort();
-    names.dedup();
-    let mut rows = Vec::new();
-    for name in names {
-        for metric in SHOWN {
-            let value = |b: &Baseline| b.results.get(name).and_then(|e| metric.value(e));
-            let (old, new) = (value(before), value(after));
-            if old.is_none() && new.is_none() {
-                continue;
-            }
-            let shown = |v: Option<f64>| {
-                v.map_or("–".to_owned(), |v| {
-                    format!("{v:.6}").trim_end_matches('0').trim_end_matches('.').to_owned()
-                })
-            };
-            let change = match (old, new) {
-                (Some(old), Some(new)) if old == new => "same".into(),
-                (Some(old), Some(new)) if old != 0.0 => format!("{:+.3} %", 100.0 * (new / old - 1.0)),
-                (Some(_), Some(_)) => "changed".into(),
-                (None, _) => "new".into(),
-                (_, None) => "gone".into(),
-            };
-            rows.push(vec![metric.name().to_owned(), printable(name), shown(old), shown(new), change]);
-        }
-    }
-    // The first column is the metric, so that no line begins with a name.
-    table(&["", "result", "before", "now", "change"], &rows)
 }

@@ -15,13 +15,13 @@ use crate::generation::{self, DecodingOptions};
 use crate::inputs;
 use crate::output::{self, JsonOption};
 
-/// Longer prompts are rejected before they are tokenized.
+/// Longer prompts from a file or standard input are rejected before they are tokenized.
 const MAX_PROMPT_BYTES: u64 = 16 << 20;
 
 /// The model and the prompt.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// Model directory, float or quantized, or org/name or org/name@revision on a hub
+    /// Model directory or GGUF file, float or quantized, or org/name or org/name@revision on a hub
     pub model: PathBuf,
     /// Prompt; without it and --prompt-file, standard input is read
     #[arg(long, short, value_name = "TEXT", conflicts_with = "prompt_file")]
@@ -138,7 +138,7 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
     }
 }
 
-/// The prompt and its source.
+/// Reads the prompt; returns it with its source, for messages.
 fn prompt(args: &Args) -> Result<(String, PathBuf)> {
     let standard = || PathBuf::from("standard input");
     let (text, origin) = match (&args.prompt, args.prompt_file.as_deref()) {

@@ -1,4 +1,4 @@
-//! The output of `quant quantize` and `quant plan` with `--format gguf`.
+//! Shows the results of `quant quantize` and `quant plan` with `--format gguf`.
 
 use std::path::Path;
 
@@ -10,7 +10,7 @@ use serde::Serialize;
 use super::Session;
 use crate::output::{JsonOption, bytes, duration, table};
 
-/// The summary of a run as text.
+/// Formats the summary of a run as text.
 pub fn text(summary: &GgufSummary) -> String {
     let mut text = format!(
         "{}: {} as {}, {:.2} bits per weight; before: {}\n",
@@ -28,9 +28,9 @@ pub fn text(summary: &GgufSummary) -> String {
         ));
     }
     if let Some(Worst { tensor, relative_rms, .. }) = &summary.worst_tensor {
-        text.push_str(&format!("largest relative error: {relative_rms:.4} in {tensor}\n"));
+        text.push_str(&format!("largest weight error: {:.2} % in {tensor} (RMS relative to the weight; not a measure of quality)\n", 100.0 * relative_rms));
     }
-    text.push_str(&format!("took {}\n", duration(summary.seconds)));
+    text.push_str(&format!("in {}\n", duration(summary.seconds)));
     text
 }
 
@@ -71,7 +71,7 @@ pub fn plan(
     json.emit(&value(&plan, input_bytes), || plan_text(&plan, all))
 }
 
-/// A plan as JSON.
+/// Returns a plan in the form of its JSON.
 pub(super) fn value(plan: &GgufPlan, input_bytes: u64) -> PlanJson<'_> {
     let tensors = plan.tensors.iter().map(|t| TensorJson {
         tensor: &t.name,

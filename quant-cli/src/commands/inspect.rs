@@ -4,10 +4,13 @@ use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};
 
 use quant_core::Result;
+use quant_core::checkpoint::verify_checkpoint;
 use quant_core::format::container_of;
+use quant_core::gguf::{self, GgufFile, Value};
 use quant_core::model::{Carried, KvScheme};
 use quant_core::pipeline::QuantReport;
 use quant_core::scheme::LinearScheme;
+use quant_core::wording::counted;
 use serde::Serialize;
 
 use super::Session;
@@ -18,11 +21,14 @@ use crate::output::{JsonOption, bytes, table};
 /// The model to inspect.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// Model directory, float or quantized, or org/name or org/name@revision on a hub
+    /// Model directory or GGUF file, float or quantized, or org/name or org/name@revision on a hub
     pub model: PathBuf,
     /// List every tensor, not one line per kind
     #[arg(long)]
     all: bool,
+    /// Read all files and compare them with quant_manifest.json, to detect an incomplete or damaged copy
+    #[arg(long)]
+    verify: bool,
     #[command(flatten)]
     json: JsonOption,
 }
@@ -34,12 +40,13 @@ pub struct Report {
     family: &'static str,
     layers: usize,
     hidden_size: usize,
-    /// Query heads of the first block. `kv_heads` and `head_dim` also describe the first block.
+    /// Query heads of the first attention. `kv_heads` and `head_dim` also describe this attention; all three are 0 if
+    /// there is none.
     heads: usize,
     kv_heads: usize,
     head_dim: usize,
-    /// Per block, in order: the number of positions that a query attends to, including its own; null if it attends to
-    /// all positions before it.
+    /// Per block, in order: the length of the sliding window, that is, the number of positions that a query attends to,
+    /// including its own; null if the block has none.
     windows: Vec<Option<usize>>,
     vocab_size: usize,
     max_positions: usize,
@@ -47,16 +54,42 @@ pub struct Report {
     quant_method: Option<String>,
     /// The precision of the KV cache that the model's configuration requests; `None` means floats.
     kv_cache: Option<KvScheme>,
-    /// What the format could not represent of the requested quantization.
+    /// The parts of the requested quantization that the format could not represent.
     loses: Vec<String>,
-    /// Whether scales have two levels.
+    /// Whether some linear's scales have two levels.
     keeps_levels: bool,
     bytes: u64,
+    /// Absent if the checkpoint is not a GGUF file.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    gguf: Option<GgufReport>,
     /// The parts of a vision-language model outside its text tower; absent for other models.
     #[serde(skip_serializing_if = "Option::is_none")]
     carried: Option<Carried>,
+    /// The result of `--verify`; absent without it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    verified: Option<Verified>,
     linears: Vec<LinearReport>,
     tensors: Vec<TensorReport>,
+}
+
+/// A GGUF file.
+#[derive(Serialize)]
+struct GgufReport {
+    /// The mixture that the file names; null if it names none, or an unknown one.
+    mixture: Option<&'static str>,
+    /// Bits of all tensors divided by the number of their elements.
+    bits_per_weight: f64,
+    /// The size of the file, or of all files of a model in parts.
+    file_bytes: u64,
+}
+
+/// Files that match the manifest.
+#[derive(Serialize)]
+struct Verified {
+    files: usize,
+    bytes: u64,
+    /// Files that the manifest does not list.
+    unlisted: Vec<String>,
 }
 
 #[derive(Serialize)]
@@ -78,11 +111,19 @@ struct TensorReport {
 /// Prints the contents.
 pub fn run(args: &Args, session: &Session) -> Result<()> {
     args.json.check_distinct(&args.model, &[])?;
-    let report = report(&args.model, session)?;
+    let verified = args.verify.then(|| verify(&args.model, session)).transpose()?;
+    let report = Report { verified, ..report(&args.model, session)? };
     args.json.emit(&report, || show(&report, args.all))
 }
 
-/// The contents of a checkpoint.
+/// Compares the files of a checkpoint with its manifest.
+fn verify(path: &Path, session: &Session) -> Result<Verified> {
+    let opened = inputs::open(path, session)?;
+    let files = verify_checkpoint(opened.directory.path(), &session.progress, &session.cancel)?;
+    Ok(Verified { files: files.files, bytes: files.bytes, unlisted: files.unlisted })
+}
+
+/// Returns the contents of a checkpoint.
 ///
 /// # Errors
 /// When the model cannot be opened.
@@ -90,28 +131,39 @@ pub fn report(path: &Path, session: &Session) -> Result<Report> {
     let opened = inputs::open(path, session)?;
     let (model, a) = (&opened.model, opened.model.architecture());
     let source = model.source();
-    let tensors: Vec<TensorReport> = source
-        .names()
-        .into_iter()
-        .filter_map(|name| {
-            let info = source.info(name)?;
-            let file = source.location(name);
-            Some(TensorReport {
-                tensor: name.to_owned(),
-                dtype: info.dtype.to_string(),
-                shape: info.shape.clone(),
-                bytes: info.byte_len(),
-                file: file.file_name().unwrap_or_default().to_string_lossy().into_owned(),
+    // The tensors of a GGUF file are shown as stored, not as they are decoded.
+    let file = match gguf::is_gguf(opened.directory.path()) {
+        true => Some(GgufFile::open_model(opened.directory.path())?),
+        false => None,
+    };
+    let decoded = || {
+        source
+            .names()
+            .into_iter()
+            .filter_map(|name| {
+                let info = source.info(name)?;
+                let file = source.location(name);
+                Some(TensorReport {
+                    tensor: name.to_owned(),
+                    dtype: info.dtype.to_string(),
+                    shape: info.shape.clone(),
+                    bytes: info.byte_len(),
+                    file: file_name(&file),
+                })
             })
-        })
-        .collect();
+            .collect()
+    };
+    let tensors: Vec<TensorReport> = file.as_ref().map_or_else(decoded, stored);
     let mut linears = Vec::new();
     for layer in 0..a.layers {
         for (_, name, shape, _) in a.graph(layer).linears() {
             let module = a.in_block(layer, name);
             let float = || {
-                let info = source.info(&format!("{module}.weight"));
-                info.map_or("missing".to_owned(), |i| i.dtype.to_string())
+                let weight = format!("{module}.weight");
+                if let Some(kind) = source.block_type(&weight) {
+                    return kind.name.to_owned();
+                }
+                source.info(&weight).map_or("missing".to_owned(), |i| i.dtype.to_string())
             };
             let stored = model.module_scheme(&module).map_or_else(float, |s| s.to_string());
             linears.push(LinearReport { module, shape, stored });
@@ -133,21 +185,58 @@ pub fn report(path: &Path, session: &Session) -> Result<Report> {
         vocab_size: a.vocab,
         max_positions: a.max_positions,
         tied_embeddings: a.tied,
-        quant_method: model.quant_method().map(str::to_owned),
+        quant_method: match opened.directory.rounded_to() {
+            Some(_) => Some(gguf::FORMAT.to_owned()),
+            None => model.quant_method().map(str::to_owned),
+        },
         kv_cache: model.kv_scheme(),
         keeps_levels: linears
             .iter()
             .any(|l| model.module_scheme(&l.module).is_some_and(|s| s.is_progressive())),
         loses,
         bytes: tensors.iter().map(|t| t.bytes).sum(),
+        gguf: file.as_ref().map(GgufReport::of),
         carried: model.carried(),
+        verified: None,
         linears,
         tensors,
     })
 }
 
-/// What the format could not represent. This compares the stored weights with the schemes in the run's report if it
-/// lies beside them, and otherwise describes the stored weights alone.
+fn file_name(path: &Path) -> String {
+    path.file_name().unwrap_or_default().to_string_lossy().into_owned()
+}
+
+/// Returns the tensors of a GGUF file.
+fn stored(file: &GgufFile) -> Vec<TensorReport> {
+    let paths: Vec<String> = file.paths().map(file_name).collect();
+    let tensors = file.header().tensors.iter().map(|t| TensorReport {
+        tensor: t.name.clone(),
+        dtype: t.kind.name.to_owned(),
+        shape: t.shape.clone(),
+        bytes: t.bytes,
+        file: paths.get(t.part).cloned().unwrap_or_default(),
+    });
+    tensors.collect()
+}
+
+impl GgufReport {
+    fn of(file: &GgufFile) -> Self {
+        let header = file.header();
+        let id = header.get("general.file_type").and_then(Value::as_u64);
+        let mixture = gguf::MIXTURES.iter().find(|mixture| Some(u64::from(mixture.id)) == id);
+        let bits = header.tensors.iter().map(|t| 8.0 * t.bytes as f64).sum::<f64>();
+        let elements = header.tensors.iter().map(|t| t.shape.iter().product::<usize>() as f64).sum::<f64>();
+        Self {
+            mixture: mixture.map(|mixture| mixture.name),
+            bits_per_weight: bits / elements.max(1.0),
+            file_bytes: file.bytes(),
+        }
+    }
+}
+
+/// Returns the parts of the requested quantization that the format could not represent. The request is taken from the
+/// run's report, if it is stored next to the weights, and otherwise from the stored weights themselves.
 fn losses<'a>(
     opened: &Opened,
     session: &Session,
@@ -197,9 +286,21 @@ fn show(report: &Report, all: bool) -> String {
             bytes(*size)
         ));
     }
-    match &report.quant_method {
-        Some(method) => text.push_str(&format!("quantized: {method}\n")),
-        None => text.push_str("not quantized\n"),
+    match (&report.quant_method, &report.gguf) {
+        (Some(_), Some(file)) => {
+            let mixture = file.mixture.map(|name| format!(", {name}")).unwrap_or_default();
+            text.push_str(&format!(
+                "quantized: GGUF{mixture}, {:.2} bits per weight\n",
+                file.bits_per_weight
+            ));
+        }
+        (Some(method), None) => {
+            // The name with which ‹format› asks for it, and that in the configuration if it is another.
+            let format = container_of(method).map_or(method.as_str(), |container| container.name());
+            let other = if format == method { String::new() } else { format!(" (quant_method {method})") };
+            text.push_str(&format!("quantized: {format}{other}\n"));
+        }
+        (None, _) => text.push_str("not quantized\n"),
     }
     if report.keeps_levels {
         text.push_str("kept: both levels of scales\n");
@@ -209,6 +310,13 @@ fn show(report: &Report, all: bool) -> String {
     }
     if let Some(kv) = report.kv_cache {
         text.push_str(&format!("KV cache: {kv}\n"));
+    }
+    if let Some(verified) = &report.verified {
+        let (files, size) = (verified.files, bytes(verified.bytes));
+        text.push_str(&format!("verified: {files} files, {size}, match quant_manifest.json\n"));
+        if !verified.unlisted.is_empty() {
+            text.push_str(&format!("not in the manifest: {}\n", verified.unlisted.join(", ")));
+        }
     }
     text.push('\n');
     let mut stored: Vec<(String, u64, u64)> = Vec::new();
@@ -229,11 +337,15 @@ fn show(report: &Report, all: bool) -> String {
     text.push_str(&table(&["linears stored as", "linears", "weights"], &rows));
     text.push('\n');
     text.push_str(&tensors_text(&report.tensors, all));
-    text.push_str(&format!("\n{} tensors, {}\n", report.tensors.len(), bytes(report.bytes)));
+    let size = match &report.gguf {
+        Some(file) => format!("{} with metadata", bytes(file.file_bytes)),
+        None => bytes(report.bytes),
+    };
+    text.push_str(&format!("\n{}, {size}\n", counted(report.tensors.len(), "tensor")));
     text
 }
 
-/// The tensors, or one line per kind with the number of its tensors and their total size.
+/// Returns a table of the tensors, or of their kinds with the number of tensors and their total size.
 fn tensors_text(tensors: &[TensorReport], all: bool) -> String {
     let mut kinds: Vec<(String, &TensorReport, u64, u64)> = Vec::new();
     let mut places = HashMap::new();

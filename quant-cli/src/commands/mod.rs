@@ -11,6 +11,7 @@ pub mod gate;
 pub mod generate;
 pub mod gguf;
 pub mod inspect;
+pub mod job;
 pub mod plan;
 pub mod quantize;
 mod reference;
@@ -19,6 +20,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use quant_core::run::Host;
+use quant_core::wording::Wording;
 use quant_core::worker::TextWorkers;
 use quant_core::{CancelToken, Result};
 
@@ -27,7 +29,7 @@ use crate::progress::Progress;
 
 /// The state that every command shares.
 pub struct Session {
-    /// Where progress and notes go.
+    /// Shows progress and notes.
     pub progress: Progress,
     /// Cancelled by signals.
     pub cancel: CancelToken,
@@ -35,18 +37,18 @@ pub struct Session {
     pub text_workers: Arc<dyn TextWorkers>,
     /// The file that contains this code, if it is not the executable.
     pub code: Option<PathBuf>,
+    /// How model cards spell settings and commands.
+    pub wording: &'static dyn Wording,
 }
 
 impl Session {
-    /// This session in the form that the library takes.
+    /// Returns this session in the form that the library takes.
     pub fn host(&self) -> Host<'_> {
-        Host {
-            observer: &self.progress,
-            cancel: &self.cancel,
-            catalog: self,
-            text_workers: self.text_workers.clone(),
-            code: self.code.as_deref(),
-        }
+        let mut host = Host::new(&self.progress, &self.cancel, self);
+        host.text_workers = self.text_workers.clone();
+        host.code = self.code.as_deref();
+        host.wording = self.wording;
+        host
     }
 }
 
@@ -57,6 +59,8 @@ pub fn run(command: &Command, session: &Session) -> Result<u8> {
         Command::Demo(args) => demo::run(args, session),
         Command::Plan(args) => plan::run(args, session),
         Command::Quantize(args) => quantize::run(args, session),
+        Command::Job(args) => job::run(args, session),
+        Command::Merge(args) => job::merge(args, session),
         Command::Eval(args) => eval::run(args, session),
         Command::Compare(args) => compare::run(args),
         Command::Inspect(args) => inspect::run(args, session),

@@ -1,14 +1,14 @@
 //! `quant plan MODEL`: shows what would happen to every tensor.
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::path::{Path, PathBuf};
 
 use quant_core::calibrate::Residence;
-use quant_core::engines::{Basis, ENGINES, Engine, Known, Outline, RANKS, READ};
+use quant_core::engines::{Basis, ENGINES, Engine, Known, Outline, RANKS};
 use quant_core::model::Carried;
 use quant_core::recipe::{Action, Plan, PlanEntry, Rates, Recipe};
 use quant_core::run::{self, RecipeSettings, plan_gguf};
-use quant_core::wording::{CommandLine, Wording, worded};
+use quant_core::wording::{CommandLine, Wording, counted, worded};
 use quant_core::{Error, Result};
 use serde::Serialize;
 
@@ -19,7 +19,7 @@ use crate::recipe::RecipeOptions;
 /// What to plan.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// Model directory, or org/name or org/name@revision on a hub
+    /// Model directory or GGUF file, or org/name or org/name@revision on a hub
     #[arg(required_unless_present_any = ["print_recipe", "print_recipe_schema"])]
     pub model: Option<PathBuf>,
     /// Print a preset as a recipe file, and nothing else
@@ -60,7 +60,7 @@ struct FormatJson<'a> {
     output_bytes: u64,
     bits_per_quantized_weight: f64,
     warnings: Vec<String>,
-    /// What the format cannot represent of the requested quantization.
+    /// The parts of the requested quantization that the format cannot represent.
     loses: Vec<String>,
     engines: Vec<EngineJson>,
     tensors: Vec<TensorJson<'a>>,
@@ -143,7 +143,7 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
         .emit(&json(&planned, &CommandLine), || worded(&text(&planned, args.all), &CommandLine).into_owned())
 }
 
-/// A plan as JSON with the given wording, and the estimated seconds of a run if they are known.
+/// Returns a plan as JSON with the given wording, and the estimated seconds of a run if they are known.
 ///
 /// # Errors
 /// Same as `quant plan`.
@@ -194,8 +194,7 @@ impl Planned {
             smallest: (smallest, scratch),
             memory: Plan::peak_memory(&plans, &opened.model),
             outlines: plans.iter().map(|plan| Outline::new(plan, &opened.model)).collect(),
-            // The estimated time depends on a measurement, so it is only shown to people. The JSON omits it, so that
-            // equal plans give equal JSON.
+            // The estimated time depends on a measurement, so the JSON omits it: equal plans give equal JSON.
             seconds: Plan::seconds(&plans, &opened.model, Rates::measure()?),
             carried: opened.model.carried(),
             plans,
@@ -279,7 +278,13 @@ fn engine_json(engine: &Engine, outline: &Outline) -> EngineJson {
         version: checked.then_some(version),
         date: checked.then_some(date),
     };
-    EngineJson { engine: engine.name, version: engine.version, read: engine.read, family, ranks }
+    EngineJson {
+        engine: engine.name,
+        version: engine.loader.version,
+        read: engine.loader.read,
+        family,
+        ranks,
+    }
 }
 
 fn text(planned: &Planned, all: bool) -> String {
@@ -302,9 +307,10 @@ fn text(planned: &Planned, all: bool) -> String {
     }
     for s in plans.first().into_iter().flat_map(|plan| &plan.selectors) {
         text.push_str(&format!(
-            "{}: {} linear(s) get {}\n",
+            "{}: {} {} {}\n",
             CommandLine.setting(s.option, Some(&s.pattern)),
-            s.modules.len(),
+            counted(s.modules.len(), "linear"),
+            if s.modules.len() == 1 { "gets" } else { "get" },
             s.outcome
         ));
         for module in s.modules.iter().filter(|_| all) {
@@ -327,13 +333,13 @@ fn text(planned: &Planned, all: bool) -> String {
     text
 }
 
-/// Which engines load the checkpoint, on how many ranks, and the reasons of those that do not.
+/// Returns a table of the engines that load the checkpoint, by number of ranks, and the reasons of those that do not.
 fn engines_text(outline: &Outline) -> String {
     // Engines with the same reason are grouped, and a reason is listed at the first rank count to which it applies.
     let mut reasons: Vec<(String, usize, Vec<&str>)> = Vec::new();
     let (mut rows, mut dated) = (Vec::new(), Vec::new());
     for engine in ENGINES {
-        let mut row = vec![format!("{} {}", engine.name, engine.version)];
+        let mut row = vec![format!("{} {}", engine.name, engine.loader.version)];
         let mut last = None;
         for ranks in RANKS {
             let verdict = engine.loads(outline, ranks);
@@ -351,7 +357,9 @@ fn engines_text(outline: &Outline) -> String {
         row.push(known.basis.word().to_owned());
         rows.push(row);
         // The family was checked in a different version or on a different day from the rest of the row.
-        if known.basis != Basis::NotChecked && (known.version, known.date) != (engine.version, engine.read) {
+        if known.basis != Basis::NotChecked
+            && (known.version, known.date) != (engine.loader.version, engine.loader.read)
+        {
             let Known { basis, version, date, .. } = known;
             dated.push(format!(
                 "{}: support for the model family was {} in {version} on {date}\n",
@@ -372,14 +380,16 @@ fn engines_text(outline: &Outline) -> String {
         text.push_str(&format!("{}{from}: {reason}\n", engines.join("; ")));
     }
     dated.into_iter().for_each(|line| text.push_str(&line));
+    let read: BTreeSet<&str> = ENGINES.iter().map(|engine| engine.loader.read).collect();
+    let read = read.into_iter().collect::<Vec<_>>().join(" and ");
     text.push_str(&format!(
-        "model family: how each engine's support for the family was checked. Formats: according to the \
-        source code of these versions, read on {READ}; see docs/formats/engines.md\n"
+        "(model family: how the engine's support for the family was checked; formats: according to the source code \
+        of these versions, read on {read}; see docs/formats/engines.md)\n"
     ));
     text
 }
 
-/// The tensors of a plan, and their totals.
+/// Returns a table of the tensors of a plan, and their totals.
 fn plan_text(plan: &Plan, all: bool) -> String {
     let header = ["tensor", "shape", "dtype", "gets", "bytes before", "after"];
     let row = |name: String, e: &PlanEntry, count: u64, before: u64, after: u64| {
@@ -433,7 +443,7 @@ fn plan_text(plan: &Plan, all: bool) -> String {
     text
 }
 
-/// A duration with no more digits than an estimate deserves.
+/// Formats an estimated duration, rounded to a whole unit.
 fn about(seconds: f64) -> String {
     match seconds {
         s if s < 1.5 => "a second".into(),

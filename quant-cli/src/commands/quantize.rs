@@ -1,11 +1,13 @@
 //! `quant quantize MODEL -o OUT`: quantizes a model.
 
+use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 
+use quant_core::gguf;
 use quant_core::recipe::Extensions;
 use quant_core::run::{
     Calibration, Done, FullBatchLinears, MIN_EXPERT_TOKENS, QuantizeJob, QuantizeRequest, QuantizeSummary,
-    Summary, Text, UndersampledLinears,
+    Summary, Text, UndersampledLinears, is_gguf_name,
 };
 use quant_core::{Error, Result};
 use quant_evaluator::report::quantization_page;
@@ -19,11 +21,11 @@ use crate::recipe::RecipeOptions;
 /// The model to quantize, and where to write the result.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// Model directory, or org/name or org/name@revision on a hub
+    /// Model directory or GGUF file, or org/name or org/name@revision on a hub
     pub model: PathBuf,
-    /// Output directory; it is created only when complete and verified
+    /// Output directory, or a file whose name ends in .gguf; it is created only when complete and verified
     ///
-    /// With several formats it contains one directory per format.
+    /// With several formats it contains one directory per format. The name of a .gguf file implies --format gguf.
     #[arg(long, short)]
     pub output: PathBuf,
     // Not a doc comment, which would become part of the help.
@@ -56,12 +58,28 @@ pub struct Args {
 }
 
 impl Args {
-    fn request(&self) -> Result<QuantizeRequest> {
+    /// Whether the finished work of an interrupted run is stored next to the output, or in it with several formats.
+    pub fn has_job(&self) -> bool {
+        let is_job = |path: &Path| path.extension() == Some(OsStr::new("job")) && path.is_dir();
+        let mut own = self.output.clone().into_os_string();
+        own.push(".job");
+        let within = std::fs::read_dir(&self.output).into_iter().flatten().flatten();
+        is_job(Path::new(&own)) || within.into_iter().any(|entry| is_job(&entry.path()))
+    }
+
+    fn request(&self, session: &Session) -> Result<QuantizeRequest> {
+        let mut settings = self.recipe.settings();
+        let names_format =
+            !settings.format.is_empty() || settings.recipe.is_some() || settings.preset.is_some();
+        if !names_format && is_gguf_name(&self.output) {
+            session.progress.note("note: ‹format=gguf› is implied by the name of the output");
+            settings.format.push(gguf::FORMAT.to_owned());
+        }
         Ok(QuantizeRequest {
             extensions: Extensions::default(),
             model: self.model.clone(),
             output: self.output.clone(),
-            settings: self.recipe.settings(),
+            settings,
             calibration: self.calibration.clone().map(Text::Named),
             save_channel_maxima: self.save_channel_maxima.clone(),
             memory_budget: self.memory_budget.parse()?,
@@ -73,7 +91,7 @@ impl Args {
 
 /// Quantizes a model and prints the summary.
 pub fn run(args: &Args, session: &Session) -> Result<()> {
-    let request = args.request()?;
+    let request = args.request(session)?;
     let written = [("json", args.json.json.as_deref()), ("report", args.report.as_deref())];
     output::distinct(&written, &request.files_read())?;
     output::outside(&written[..1], &[&args.model, &args.output])?;
@@ -81,7 +99,13 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
     let (_, summary) = quantize(&request, args.report.as_deref(), session)?;
     args.json.emit_by(&summary, || {
         output::print(&match &summary {
-            Summary::Checkpoints(summary) => text(summary, &args.model),
+            Summary::Checkpoints(summary) => {
+                let hint = match session.progress.is_quiet() {
+                    true => String::new(),
+                    false => next_step(summary, &args.model),
+                };
+                text(summary) + &hint
+            }
             Summary::Gguf(summary) => super::gguf::text(summary),
             _ => return Err(Error::Internal("a summary of the wrong kind".into())),
         })
@@ -138,7 +162,7 @@ fn check_report(path: &Path, request: &QuantizeRequest, outputs: usize) -> Resul
     output::check_writable(path)
 }
 
-/// The time per stage, if the run was long enough for it to matter.
+/// Returns the time per step, if the run was long enough for it to matter.
 fn breakdown(summary: &QuantizeSummary) -> String {
     const MIN_REPORTED: f64 = 10.0;
     let notable = summary.steps.iter().filter(|s| s.seconds >= 0.01 * summary.seconds);
@@ -149,7 +173,8 @@ fn breakdown(summary: &QuantizeSummary) -> String {
     }
 }
 
-fn text(summary: &QuantizeSummary, model: &Path) -> String {
+/// The summary of a run that wrote checkpoints, for people.
+pub(super) fn text(summary: &QuantizeSummary) -> String {
     let mut text = String::new();
     if let Some(Calibration { tokens, tokens_counted, padding, few, all, .. }) = &summary.calibration {
         let (tokens, tokens_counted) = (*tokens, *tokens_counted);
@@ -185,8 +210,7 @@ fn text(summary: &QuantizeSummary, model: &Path) -> String {
         ));
         if let Some(worst) = &output.worst_tensor {
             text.push_str(&format!(
-                "largest weight error: {:.2} % in {} (rounding error relative to the weight, root mean square; it does \
-                 not predict quality)\n",
+                "largest weight error: {:.2} % in {} (RMS relative to the weight; not a measure of quality)\n",
                 100.0 * worst.relative_rms,
                 worst.tensor
             ));
@@ -194,12 +218,11 @@ fn text(summary: &QuantizeSummary, model: &Path) -> String {
         text.push_str(&format!("written to {}\n", output.path));
     }
     text.push_str(&format!("in {}{}\n", duration(summary.seconds), breakdown(summary)));
-    text.push_str(&next_step(summary, model));
     text
 }
 
-/// The command that compares the output with its source.
-fn next_step(summary: &QuantizeSummary, model: &Path) -> String {
+/// Returns the command that compares the output with its source.
+pub(super) fn next_step(summary: &QuantizeSummary, model: &Path) -> String {
     let Some(output) = summary.outputs.first() else { return String::new() };
     let model = model.display().to_string();
     let words = ["quant", "eval", &output.path, "--reference", &model, "--text", inputs::HELDOUT_NAME];

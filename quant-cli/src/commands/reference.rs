@@ -36,7 +36,7 @@ pub fn open(path: &Path, session: &Session) -> Result<OpenedReference> {
 }
 
 impl OpenedReference {
-    /// Fails unless the reference and the model read the same tokens. If the reference is a model, `theirs` tokenizes
+    /// Checks that the reference and the model read the same tokens. If the reference is a model, `theirs` tokenizes
     /// the text with its tokenizer.
     pub fn check(
         &self,
@@ -52,7 +52,7 @@ impl OpenedReference {
         }
     }
 
-    /// The identity of the reference model; `path` is the argument that named it.
+    /// Returns the identity of the reference model; `path` is the argument that named it.
     pub fn identity(&self, path: &Path, session: &Session) -> Result<ModelIdentity> {
         let path = path.display().to_string();
         match self {
@@ -61,8 +61,8 @@ impl OpenedReference {
         }
     }
 
-    /// The digest of a stored reference; `None` for a model. The journal of a comparison records it in addition to the
-    /// models, because the reference may have been computed on a different processor.
+    /// Returns the digest of a stored reference; `None` for a model. The journal of a comparison records it in addition
+    /// to the models, because the reference may have been computed on a different processor.
     pub fn digest(&self) -> Option<&str> {
         match self {
             Self::Model(_) => None,
@@ -88,7 +88,7 @@ impl LoadedReference {
         }
     }
 
-    /// The model itself, unless the reference is stored.
+    /// Returns the model itself, unless the reference is stored.
     pub fn decoder(&self) -> Option<&Decoder> {
         match self {
             Self::Model(decoder) => Some(decoder),
@@ -97,12 +97,12 @@ impl LoadedReference {
     }
 }
 
-/// The tokenizer that was built from metadata, if the model has one.
+/// Returns the contents of the tokenizer if it was built from metadata, as for a GGUF file.
 fn made_tokenizer(opened: &Opened) -> Option<&[u8]> {
     opened.directory.sidecar("tokenizer.json")?.contents.as_deref()
 }
 
-/// Fails if the tokenizers differ, because results of different tokenizers cannot be compared position by position.
+/// Returns an error if the tokenizers differ, because their results cannot be compared position by position.
 ///
 /// A tokenizer that was built from metadata is never the same file. In that case the tokens of the text decide;
 /// `tokens` returns the hashes for the model and for the reference.

@@ -10,7 +10,7 @@ use super::id::HubId;
 use crate::commands::Session;
 use crate::inputs::{BUILTIN, HELDOUT_NAME};
 
-/// The error for a model that is not available locally.
+/// Returns the error for a model that is not available locally.
 pub fn model(id: &HubId, _session: &Session) -> Result<Cow<'static, Path>> {
     let revision = id.revision.as_ref().map(|r| format!(" --revision {r}")).unwrap_or_default();
     Err(Error::Unavailable {
@@ -25,7 +25,7 @@ pub fn model(id: &HubId, _session: &Session) -> Result<Cow<'static, Path>> {
     })
 }
 
-/// The error for a public text set that is not available locally.
+/// Returns the error for a public text set, which this build cannot download.
 pub fn documents(set: &PublicSet, _session: &Session) -> Result<Vec<String>> {
     Err(Error::Unavailable {
         what: format!("the text set `{}`", set.name),

@@ -73,9 +73,9 @@ pub struct Announced {
 pub enum BlobCheck {
     /// The content matches what the hub announced.
     Matches,
-    /// The hub announced nothing that could be checked.
+    /// Neither the hub's announcement nor the blob's tag contains a hash.
     Unknown,
-    /// The content differs from what the hub announced.
+    /// The content differs from what the hub announced, or from the blob's tag.
     Wrong {
         /// What the hub announced.
         announced: String,
@@ -91,12 +91,13 @@ pub struct RepositoryCache {
 }
 
 impl RepositoryCache {
-    /// `kind` is `models` or `datasets`, `repository` is `org/name`.
+    /// Names the part of a cache that belongs to a repository. `kind` is `models` or `datasets`, `repository` is
+    /// `org/name`.
     pub fn new(cache: &Path, kind: &str, repository: &str) -> Self {
         Self { root: cache.join(format!("{kind}--{}", repository.replace('/', "--"))) }
     }
 
-    /// The directory of a commit.
+    /// Returns the directory of a commit.
     pub fn snapshot(&self, commit: &str) -> PathBuf {
         self.root.join("snapshots").join(commit)
     }
@@ -171,12 +172,13 @@ impl RepositoryCache {
         remove_file(link)
     }
 
-    /// The file that records the hash of a data file at its first download, with lines in the format of `sha256sum`.
+    /// Returns the path of the file that records the hash of each data file at its first download, with lines in the
+    /// format of `sha256sum`.
     pub fn sums_path(&self) -> PathBuf {
         self.root.join(".quant").join("sha256sums")
     }
 
-    /// The recorded hash of a data file.
+    /// Returns the recorded hash of a data file, if there is one.
     pub fn recorded_sum(&self, file: &str) -> Result<Option<String>> {
         let path = self.sums_path();
         let text = match fs::read_to_string(&path) {
@@ -206,12 +208,12 @@ impl RepositoryCache {
     }
 }
 
-/// Whether a revision is a full commit hash.
+/// Returns whether a revision is a full commit hash.
 pub fn is_commit(revision: &str) -> bool {
     revision.len() == 40 && revision.bytes().all(|b| b.is_ascii_hexdigit())
 }
 
-/// The SHA-256 of a file in hexadecimal digits.
+/// Returns the SHA-256 of a file in hexadecimal digits.
 pub fn sha256_of(path: &Path, cancel: &CancelToken) -> Result<String> {
     let mut hash = Sha256::new();
     each_chunk(path, cancel, |bytes| hash.update(bytes))?;

@@ -19,12 +19,11 @@ use ruzstd::decoding::{BlockDecodingStrategy, FrameDecoder};
 
 /// Maximum bytes of text taken from a set. Whole documents are taken, from the start of the set.
 pub const MAX_TEXT_BYTES: usize = 64 << 20;
-/// Limit on the decompressed size of JSON, as a multiple of the text that is taken from it. JSON also contains other
-/// fields.
+/// Limit on the decompressed size of JSON, as a multiple of the limit on its text. JSON also contains other fields.
 const OVERHEAD: u64 = 8;
 
-/// The documents of a data file. `name` is the file's name in its repository, which determines the format; `field` is
-/// the JSON field or the Parquet column that contains the text.
+/// Returns the documents of a data file. `name` is the file's name in its repository, which determines the format;
+/// `field` is the JSON field or the Parquet column that contains the text.
 pub fn documents(path: &Path, name: &str, field: &str) -> Result<Vec<String>> {
     limited(path, name, field, MAX_TEXT_BYTES)
 }
@@ -41,7 +40,7 @@ fn limited(path: &Path, name: &str, field: &str, limit: usize) -> Result<Vec<Str
         } else if name.ends_with(".parquet") {
             column(file, field, path, limit)
         } else {
-            Err(fault("is not a .jsonl.zst, .json.gz or .parquet file"))
+            Err(fault("is neither a .parquet file nor a .json or .jsonl file compressed as .zst or .gz"))
         }
     });
     let documents =
@@ -120,7 +119,7 @@ fn bounded(unpacked: impl Read, limit: usize) -> impl BufRead {
     BufReader::new(unpacked.take((limit as u64).saturating_mul(OVERHEAD)))
 }
 
-/// The strings of a Parquet column, one per row; empty rows count.
+/// Returns the strings of a Parquet column, one per row, including empty ones.
 fn column(file: File, field: &str, path: &Path, limit: usize) -> Result<Vec<String>> {
     let fault = |reason: String| Error::Text { path: path.to_owned(), line: None, reason };
     let broken = |e| fault(format!("is not valid Parquet: {e}"));
@@ -227,7 +226,7 @@ mod tests {
         for (name, content) in
             [("b.jsonl.zst", zstd(LINES)), ("b.json.gz", gzip(LINES)), ("b.parquet", parquet(&rows))]
         {
-            // The limit of eight times three bytes of JSON ends before the second line does.
+            // The third document would bring the total to 12 bytes.
             assert_eq!(read(name, &content, 11).unwrap(), ["one", "two\n"], "{name}");
         }
         // A megabyte that decompresses to a gigabyte of blank lines: reading stops long before the end.

@@ -24,7 +24,7 @@ pub struct Request<'a> {
 }
 
 impl Request<'_> {
-    /// An error about this request.
+    /// Returns an error about this request.
     pub fn unavailable(&self, reason: impl Into<String>, remedy: impl Into<Remedy>) -> Error {
         let file = self.file.map(|f| format!("the file {} of ", printable(f))).unwrap_or_default();
         let revision = self.revision;
@@ -32,7 +32,7 @@ impl Request<'_> {
         Error::Unavailable { what, reason: reason.into(), remedy: remedy.into() }
     }
 
-    /// The error for a listed file that is missing.
+    /// Returns the error for a file that the repository does not contain.
     pub fn no_such_file(&self) -> Error {
         self.unavailable(
             "the repository does not contain this file at this revision",
@@ -40,7 +40,7 @@ impl Request<'_> {
         )
     }
 
-    /// The error for a server that has sent nothing for this long.
+    /// Returns the error for a server that has sent nothing for this many seconds.
     pub fn stalled(&self, seconds: u64) -> Error {
         self.unavailable(
             format!("no data from {} for {seconds} s", self.endpoint),
@@ -49,7 +49,7 @@ impl Request<'_> {
         )
     }
 
-    /// The error for content that differs from the hub's announcement.
+    /// Returns the error for content that differs from the hub's announcement.
     pub fn wrong_content(&self, announced: &str, found: &str) -> Error {
         self.unavailable(
             format!("the hub announced {announced}, but the file has {found}; it was removed from the cache"),
@@ -135,7 +135,7 @@ impl Request<'_> {
         kept); or set HF_HUB_OFFLINE=1 to use only files that are already in the cache"
     }
 
-    /// The base address of a repository's pages.
+    /// Returns the base address of the pages of repositories of this kind.
     fn page(&self) -> String {
         match self.kind {
             "model" => self.endpoint.to_owned(),
@@ -144,7 +144,7 @@ impl Request<'_> {
     }
 }
 
-/// An error with its chain of causes, each once.
+/// Formats an error with its chain of causes, without repeating a cause that the text already ends with.
 fn causes(error: &dyn std::error::Error) -> String {
     let mut text = error.to_string();
     let mut next = error.source();
@@ -162,7 +162,7 @@ fn quoted(message: Option<&str>) -> String {
     message.filter(|m| !m.is_empty()).map(|m| format!(" ({})", printable(m))).unwrap_or_default()
 }
 
-/// A server's message, shortened and without terminal control characters.
+/// Returns a server's message, shortened and without terminal control characters.
 fn printable(text: &str) -> String {
     text.chars().map(|c| if c.is_control() { ' ' } else { c }).take(400).collect()
 }

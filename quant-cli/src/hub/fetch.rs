@@ -15,7 +15,7 @@ use crate::commands::Session;
 /// The default branch, used if no revision is given.
 pub const MAIN: &str = "main";
 
-/// The directory of a model in the cache, complete and verified.
+/// Returns the directory of a model in the cache, complete and verified.
 pub fn model(id: &HubId, session: &Session) -> Result<PathBuf> {
     let revision = id.revision.as_deref().unwrap_or(MAIN);
     if is_offline() {
@@ -61,12 +61,12 @@ fn cached_model(id: &HubId, revision: &str, session: &Session) -> Result<PathBuf
     Ok(snapshot)
 }
 
-/// A request that only the cache can serve.
+/// Describes a request that only the cache can serve.
 pub fn offline_request<'a, K: Kind>(repository: &'a str, revision: &'a str, cache: &'a Path) -> Request<'a> {
     Request { kind: K::WORD, repository, revision, file: None, endpoint: "", cache }
 }
 
-/// The error for a request that would need a download.
+/// Returns the error for a request that would need a download.
 pub fn not_cached(request: &Request<'_>) -> Error {
     request.unavailable(
         format!("HF_HUB_OFFLINE is set, and the cache {} does not contain it", request.cache.display()),
@@ -74,7 +74,7 @@ pub fn not_cached(request: &Request<'_>) -> Error {
     )
 }
 
-/// Names of the entries of a directory.
+/// Returns the names of the entries of a directory, without those that are not UTF-8.
 fn entries(directory: &Path) -> Result<Vec<String>> {
     let list = || -> std::io::Result<Vec<String>> {
         let names = std::fs::read_dir(directory)?.map(|entry| Ok(entry?.file_name().into_string().ok()));

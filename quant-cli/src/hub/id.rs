@@ -15,8 +15,8 @@ pub struct HubId {
 }
 
 impl HubId {
-    /// The hub model that an argument names if it is not a local path. Returns `None` if something of that name exists
-    /// here, even a broken link, or if it cannot be the name of a model.
+    /// Returns the hub model that an argument names; `None` if a local file of that name exists, even a broken link, or
+    /// if the argument cannot be the name of a model.
     pub fn of(argument: &Path) -> Option<Self> {
         if argument.symlink_metadata().is_ok() {
             return None;
@@ -38,7 +38,7 @@ impl HubId {
         })
     }
 
-    /// `org/name`.
+    /// Returns `org/name`.
     pub fn repository(&self) -> String {
         format!("{}/{}", self.owner, self.name)
     }
@@ -51,7 +51,7 @@ impl fmt::Display for HubId {
     }
 }
 
-/// Checks the hub's rules for owners and names. Names that satisfy them are also safe as parts of a path.
+/// Returns whether an owner or a name satisfies the hub's rules. If so, it is also safe as part of a path.
 fn is_part(text: &str) -> bool {
     let known = |b: u8| b.is_ascii_alphanumeric() || matches!(b, b'-' | b'_' | b'.');
     let at_edge = |c: char| matches!(c, '-' | '.');
@@ -63,7 +63,8 @@ fn is_part(text: &str) -> bool {
         && !text.contains("..")
 }
 
-/// Checks that a revision is a valid git name and a plain relative path, because the cache stores a file under it.
+/// Returns whether a revision is a plain relative path of characters that are common in git names, because the cache
+/// stores a file under it.
 fn is_revision(text: &str) -> bool {
     let known = |b: u8| b.is_ascii_alphanumeric() || matches!(b, b'-' | b'_' | b'.' | b'+');
     let is_part = |p: &str| !p.is_empty() && !p.starts_with('.') && !p.contains("..") && p.bytes().all(known);

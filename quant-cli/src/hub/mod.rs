@@ -38,12 +38,12 @@ pub use absent::documents;
 #[cfg(feature = "hub")]
 pub use sets::documents;
 
-/// Whether a model argument is the name of a model on a hub instead of a local path.
+/// Returns whether a model argument is the name of a model on a hub instead of a local path.
 pub fn is_named(given: &Path) -> bool {
     id::HubId::of(given).is_some()
 }
 
-/// The directory of the requested model: the path itself, or the cached download of the model of that name.
+/// Returns the directory of the requested model: the path itself, or the cached download of the model of that name.
 pub fn model_directory<'a>(given: &'a Path, session: &Session) -> Result<Cow<'a, Path>> {
     let Some(id) = id::HubId::of(given) else { return Ok(Cow::Borrowed(given)) };
     #[cfg(feature = "hub")]

@@ -1,5 +1,5 @@
-//! A repository on a hub, accessed through hf-hub. hf-hub can neither be cancelled nor does it time out if a server
-//! sends nothing. Therefore every call runs on its own thread, and the calling thread watches it.
+//! A repository on a hub, accessed through hf-hub. hf-hub cannot be cancelled, and does not time out if a server sends
+//! nothing. Therefore every call runs on its own thread, and the calling thread watches it.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -27,7 +27,7 @@ const DEFAULT_TIMEOUT: Duration = Duration::from_secs(60);
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
 const MIB: u64 = 1 << 20;
 
-/// Whether `HF_HUB_OFFLINE` disables network access.
+/// Returns whether `HF_HUB_OFFLINE` disables network access.
 pub fn is_offline() -> bool {
     let value = std::env::var("HF_HUB_OFFLINE").unwrap_or_default();
     matches!(value.to_ascii_uppercase().as_str(), "1" | "ON" | "YES" | "TRUE")

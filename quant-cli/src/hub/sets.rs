@@ -1,5 +1,5 @@
-//! Public text sets: one file of a data set, downloaded, compared with the hash of the first download, and
-//! decompressed.
+//! Public text sets: one file of a data set, downloaded, compared with the hash in the manifest or that of the first
+//! download, and decompressed.
 
 use std::path::{Path, PathBuf};
 
@@ -14,7 +14,7 @@ use super::fetch::{MAIN, not_cached, offline_request};
 use super::remote::{Kind, Remote, check, is_offline};
 use crate::commands::Session;
 
-/// The documents of a public set.
+/// Returns the documents of a public set.
 pub fn documents(set: &PublicSet, session: &Session) -> Result<Vec<String>> {
     let (cache, path) = if is_offline() { cached(set, session)? } else { fetched(set, session)? };
     check_first_hash(set, &cache, &path, session)?;
@@ -56,10 +56,12 @@ fn check_first_hash(set: &PublicSet, cache: &RepositoryCache, path: &Path, sessi
         Some(recorded) if recorded == found => Ok(()),
         Some(recorded) => Err(Error::Unavailable {
             what: format!("the text set `{}`, {} of {}", set.name, set.file, set.hub_id),
-            reason: format!("its SHA-256 is {found}, but an earlier download had {recorded}"),
+            reason: format!(
+                "its SHA-256 is {found}, but the manifest of text sets or an earlier download has {recorded}"
+            ),
             remedy: format!(
                 "results measured on the two versions cannot be compared; give the path of the older file, \
-                or accept the new one by removing its line from {}",
+                or, if the hash is that of an earlier download, accept the new file by removing its line from {}",
                 cache.sums_path().display()
             )
             .into(),
@@ -85,6 +87,7 @@ mod tests {
             cancel: CancelToken::new(),
             text_workers: std::sync::Arc::new(quant_core::calibrate::InProcess),
             code: None,
+            wording: &quant_core::wording::CommandLine,
         };
         let cache = RepositoryCache::new(scratch.path(), "datasets", "a/b");
         let path = scratch.path().join("file");
@@ -96,7 +99,7 @@ mod tests {
         };
         let error = hold("abd", ABC).unwrap_err();
         assert!(
-            error.contains(&format!("an earlier download had {ABC}")) && error.contains("a52d159f"),
+            error.contains(&format!("an earlier download has {ABC}")) && error.contains("a52d159f"),
             "{error}"
         );
         hold("abc", ABC).unwrap();

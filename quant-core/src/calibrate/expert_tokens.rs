@@ -70,7 +70,7 @@ impl ExpertSampling {
     /// Checks that both settings have an effect.
     ///
     /// # Errors
-    /// [`Error::Usage`].
+    /// [`Error::Usage`] if there is a floor although all experts are calibrated on all tokens.
     pub fn check(self) -> Result<()> {
         match self.tokens == ExpertTokens::All && self.floor > 0 {
             true => Err(Error::usage(

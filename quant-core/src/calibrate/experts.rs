@@ -2,11 +2,14 @@
 //! and only for the tokens routed to that expert, which are kept as an index. Outputs are added up as experts run, so
 //! an expert's weights are needed only while it is processed.
 
-use candle_core::D;
+use candle_core::{D, Tensor};
 
+use super::by_expert::{TokensTap, no_rows};
 use super::observe::CHUNK_TOKENS;
 use super::{BatchLayout, ExpertSampling, HiddenStates, InputRows, Statistic, Values};
-use crate::model::{Block, BlockGraph, CancelTap, NodeId, TokenRows, add_expert, with_values};
+use crate::model::{
+    Block, BlockGraph, CancelTap, ExpertOrder, NodeId, Tap, TokenRows, add_expert, with_values,
+};
 use crate::{CancelToken, Error, Result};
 
 /// The tokens routed to each expert of a block, and the sum of the outputs of the experts that have run. The inputs of
@@ -25,6 +28,8 @@ pub struct ExpertStates {
     outputs: Vec<NodeId>,
     /// The number of experts in the sum.
     added: usize,
+    /// The first token of each piece of the batch; `None` for pieces of [`CHUNK_TOKENS`].
+    pieces: Option<Vec<usize>>,
 }
 
 impl ExpertStates {
@@ -44,24 +49,93 @@ impl ExpertStates {
         let [_, weights, ..] = graph.nodes()[selects].inputs[..] else { return Err(no_experts(selects)) };
         let sum = sum_of(graph, weights).ok_or_else(|| no_experts(selects))?;
         let experts = graph.width(weights);
-        let mut tokens: Vec<Vec<(u32, f32)>> = vec![Vec::new(); experts];
-        let mut first = 0_u32;
-        states.values_between(block, from, [weights; 2], cancel, &mut |values| {
-            with_values(&values[0], |values| {
-                for row in values.chunks_exact(experts.max(1)) {
-                    let chosen = tokens.iter_mut().zip(row).filter(|(_, weight)| **weight != 0.0);
-                    chosen.for_each(|(tokens, weight)| tokens.push((first, *weight)));
-                    first = first
-                        .checked_add(1)
-                        .ok_or_else(|| Error::Internal("a batch exceeds 2^32 tokens".into()))?;
-                }
-                Ok(())
-            })
-        })?;
+        let mut routed = Routed::new(experts);
+        states.values_between(block, from, [weights; 2], cancel, &mut |values| routed.take(&values[0]))?;
+        let tokens = routed.tokens;
         let (layout, width) = (states.layout().clone(), graph.width(sum));
         let sums = states.values().zeros_like(states.tokens() * width)?;
         let outputs = graph.nodes()[sum].inputs[1..].to_vec();
-        Ok(Self { layout, from, tokens, sum, width, sums, outputs, added: 0 })
+        Ok(Self { layout, from, tokens, sum, width, sums, outputs, added: 0, pieces: None })
+    }
+
+    /// Routes the tokens of `states`, which are the values of [`ExpertOrder::from`]. All values are computed in the
+    /// pieces of a pass of the whole block, so they are bit-identical to those.
+    pub(crate) fn in_parts(
+        states: &HiddenStates,
+        block: &Block,
+        order: &ExpertOrder,
+        cancel: &CancelToken,
+    ) -> Result<Self> {
+        let graph = block.graph();
+        let mut routed = Routed::new(graph.width(order.weights));
+        let (nodes, tap) = ((order.from, &[order.weights][..]), &mut CancelTap(cancel));
+        states.watch_parts(block, nodes, cancel, tap, &mut |_, values| routed.take(&values[0]))?;
+        let (layout, sum, width) = (states.layout().clone(), order.sum, graph.width(order.sum));
+        let sums = states.values().zeros_like(states.tokens() * width)?;
+        let outputs = order.experts.iter().map(|(_, output)| *output).collect();
+        let pieces = Some(states.parts(block).into_iter().map(|part| part.start).collect());
+        let (from, tokens) = (order.from, routed.tokens);
+        Ok(Self { layout, from, tokens, sum, width, sums, outputs, added: 0, pieces })
+    }
+
+    /// The number of counted tokens that are routed to the expert for which `selects` selects rows.
+    pub(crate) fn counted(&self, graph: &BlockGraph, selects: NodeId) -> u64 {
+        let tokens = self.expert_of(graph, selects).map_or(&[][..], |expert| &self.tokens[expert]);
+        tokens.iter().filter(|(token, _)| self.layout.counts(*token as usize)).count() as u64
+    }
+
+    /// Runs the next expert while `tap` observes the evaluation, and adds its output to the sum if that is `wanted`.
+    pub(crate) fn pass_next(
+        &mut self,
+        states: &HiddenStates,
+        block: &Block,
+        tap: &mut dyn Tap,
+        wanted: bool,
+        cancel: &CancelToken,
+    ) -> Result<()> {
+        let (expert, graph) = (self.added, block.graph());
+        let output = *self.outputs.get(expert).ok_or_else(|| no_experts(expert))?;
+        let selects = graph.rows_selected_by(output).ok_or_else(|| no_experts(output))?;
+        if self.tokens[expert].is_empty() {
+            // An observer counts linears without tokens too.
+            for (id, _, [_, k], _) in graph.linears().filter(|(id, ..)| graph.expert_of(*id) == Some(selects))
+            {
+                tap.linear_input(id, &no_rows(k)?, TokenRows::indices(&[]))?;
+            }
+        }
+        self.add(states, block, ([selects, output], expert), tap, wanted, cancel)?;
+        self.added += 1;
+        Ok(())
+    }
+
+    /// Runs an expert, and adds its output to the sum if that is `wanted`.
+    fn add(
+        &mut self,
+        states: &HiddenStates,
+        block: &Block,
+        (nodes, expert): ([NodeId; 2], usize),
+        tap: &mut dyn Tap,
+        wanted: bool,
+        cancel: &CancelToken,
+    ) -> Result<()> {
+        let (width, weights) = (self.width, &self.tokens[expert]);
+        let tokens: Vec<u32> = weights.iter().map(|(token, _)| *token).collect();
+        // Nothing reads the sums while a piece is computed.
+        let mut sums = std::mem::replace(&mut self.sums, Values::from(Vec::new()));
+        let added = self.each_piece(states, block, nodes, &tokens, (tap, cancel), |tokens, values, _| {
+            if !wanted {
+                return Ok(());
+            }
+            let weight = |token: u32| {
+                let found = weights.binary_search_by_key(&token, |(token, _)| *token);
+                found.map_or(0.0, |i| weights[i].1)
+            };
+            sums.update_rows(tokens, width, |sums, token| {
+                add_expert(sums, width, |row| weight(token(row)), values)
+            })
+        });
+        self.sums = sums;
+        added
     }
 
     /// Gathers a statistic of a value inside the expert for which `selects` selects rows. Depending on `sampling`, the
@@ -85,7 +159,8 @@ impl ExpertStates {
         let all: Vec<u32> = if takes_all { (0..self.layout.tokens() as u32).collect() } else { Vec::new() };
         let own: Vec<u32> = self.tokens[expert].iter().map(|(token, _)| *token).collect();
         let tokens = if takes_all { &all } else { &own };
-        self.each_piece(states, block, [selects, value], tokens, cancel, |tokens, values, width| {
+        let tap = &mut CancelTap(cancel);
+        self.each_piece(states, block, [selects, value], tokens, (tap, cancel), |tokens, values, width| {
             statistic.take(&InputRows::new(values, width, TokenRows::indices(tokens), &self.layout)?)
         })?;
         Ok(takes_all.then_some(routed))
@@ -124,22 +199,7 @@ impl ExpertStates {
         let output = *self.outputs.get(expert).ok_or_else(|| no_experts(expert))?;
         let selects = block.graph().rows_selected_by(output).ok_or_else(|| no_experts(output))?;
         if wanted {
-            let (width, weights) = (self.width, &self.tokens[expert]);
-            let tokens: Vec<u32> = weights.iter().map(|(token, _)| *token).collect();
-            // Nothing reads the sums while a piece is computed.
-            let mut sums = std::mem::replace(&mut self.sums, Values::from(Vec::new()));
-            let added =
-                self.each_piece(states, block, [selects, output], &tokens, cancel, |tokens, values, _| {
-                    let weight = |token: u32| {
-                        let found = weights.binary_search_by_key(&token, |(token, _)| *token);
-                        found.map_or(0.0, |i| weights[i].1)
-                    };
-                    sums.update_rows(tokens, width, |sums, token| {
-                        add_expert(sums, width, |row| weight(token(row)), values)
-                    })
-                });
-            self.sums = sums;
-            added?;
+            self.add(states, block, ([selects, output], expert), &mut CancelTap(cancel), true, cancel)?;
         }
         self.added += 1;
         Ok(selects)
@@ -158,20 +218,51 @@ impl ExpertStates {
         block: &Block,
         [selects, value]: [NodeId; 2],
         tokens: &[u32],
-        cancel: &CancelToken,
+        (tap, cancel): (&mut dyn Tap, &CancelToken),
         mut take: impl FnMut(&[u32], &[f32], usize) -> Result<()>,
     ) -> Result<()> {
         // Pieces have the same boundaries as if the whole block ran at once, so matrix products have the same shapes.
-        for piece in tokens.chunk_by(|a, b| *a as usize / CHUNK_TOKENS == *b as usize / CHUNK_TOKENS) {
-            let tap = &mut CancelTap(cancel);
+        let piece_of = |token: u32| match &self.pieces {
+            None => token as usize / CHUNK_TOKENS,
+            Some(starts) => starts.partition_point(|start| *start <= token as usize),
+        };
+        for piece in tokens.chunk_by(|a, b| piece_of(*a) == piece_of(*b)) {
             cancel.check()?;
             let before = [(self.from, states.rows(piece)?)];
-            let read = block.expert_rows(&before, selects, tap)?;
-            let rows = block.evaluate(&[(selects, read)], &[value], tap)?.swap_remove(0);
+            let read = block.expert_rows(&before, selects, &mut CancelTap(cancel))?;
+            let mut tap = TokensTap { tap: &mut *tap, tokens: piece };
+            let rows = block.evaluate(&[(selects, read)], &[value], &mut tap)?.swap_remove(0);
             let width = rows.dim(D::Minus1)?;
             with_values(&rows, |rows| take(piece, rows, width))?;
         }
         Ok(())
+    }
+}
+
+/// The tokens routed to each expert, with their router weights.
+struct Routed {
+    tokens: Vec<Vec<(u32, f32)>>,
+    next: u32,
+}
+
+impl Routed {
+    fn new(experts: usize) -> Self {
+        Self { tokens: vec![Vec::new(); experts], next: 0 }
+    }
+
+    /// Takes the router weights `[…, experts]` of the next tokens.
+    fn take(&mut self, weights: &Tensor) -> Result<()> {
+        let Self { tokens, next } = self;
+        with_values(weights, |weights| {
+            for row in weights.chunks_exact(tokens.len().max(1)) {
+                let chosen = tokens.iter_mut().zip(row).filter(|(_, weight)| **weight != 0.0);
+                chosen.for_each(|(tokens, weight)| tokens.push((*next, *weight)));
+                *next = next
+                    .checked_add(1)
+                    .ok_or_else(|| Error::Internal("a batch exceeds 2^32 tokens".into()))?;
+            }
+            Ok(())
+        })
     }
 }
 

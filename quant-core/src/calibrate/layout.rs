@@ -9,9 +9,9 @@ use crate::model::{Segments, TokenRows};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub enum TokenUse {
-    /// The token runs through the model, and searches use it.
+    /// The token runs through the model, and statistics include it.
     Counted,
-    /// The token runs through the model as context for other tokens, but searches ignore it.
+    /// The token runs through the model as context for other tokens, but statistics ignore it.
     Context,
     /// The token fills the end of a window that no document fills. No other token attends to it.
     Padding,
@@ -42,13 +42,14 @@ impl BatchLayout {
     /// Windows with segments and uses; each is `[windows, length]` if given.
     ///
     /// # Panics
-    /// When one of them has a length other than `windows · length`, or there are more than 2³² tokens.
+    /// When one of them has a length other than `windows · length`, or some tokens are not counted and there are 2³² or
+    /// more in total.
     pub fn new(windows: usize, length: usize, starts: Option<&[u32]>, uses: Option<&[TokenUse]>) -> Self {
         let tokens = windows * length;
         assert!(starts.is_none_or(|s| s.len() == tokens), "starts are not [windows, length]");
         assert!(uses.is_none_or(|u| u.len() == tokens), "uses are not [windows, length]");
         let ranks = uses.filter(|u| u.iter().any(|u| *u != TokenUse::Counted)).map(|uses| {
-            assert!(u32::try_from(tokens).is_ok(), "more than 2^32 tokens");
+            assert!(u32::try_from(tokens).is_ok(), "2^32 or more tokens");
             let mut rank = 0;
             let before = uses.iter().map(|u| {
                 rank += u32::from(*u == TokenUse::Counted);
@@ -85,7 +86,7 @@ impl BatchLayout {
     /// The number of counted tokens among the first `tokens`.
     ///
     /// # Panics
-    /// When the batch has fewer tokens.
+    /// May panic when the batch has fewer tokens.
     pub fn counted_before(&self, tokens: usize) -> usize {
         self.ranks.as_ref().map_or(tokens, |r| r[tokens] as usize)
     }
@@ -93,7 +94,7 @@ impl BatchLayout {
     /// Whether a token counts.
     ///
     /// # Panics
-    /// When there is no such token.
+    /// May panic when there is no such token.
     pub fn counts(&self, token: usize) -> bool {
         self.ranks.as_ref().is_none_or(|r| r[token] < r[token + 1])
     }
@@ -101,15 +102,15 @@ impl BatchLayout {
     /// Whether a token is padding, which no other token attends to.
     ///
     /// # Panics
-    /// When there is no such token.
+    /// May panic when there is no such token.
     pub fn is_padding(&self, token: usize) -> bool {
         self.padding.as_ref().is_some_and(|padding| padding[token])
     }
 
-    /// A token's position in its segment.
+    /// A token's position in its segment, from 0.
     ///
     /// # Panics
-    /// When there is no such token.
+    /// May panic when there is no such token.
     pub fn place(&self, token: usize) -> usize {
         token % self.length - self.starts.as_ref().map_or(0, |s| s[token] as usize)
     }

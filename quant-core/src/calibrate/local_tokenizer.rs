@@ -37,11 +37,11 @@ fn parse(json: &[u8]) -> Result<Tokenizer, String> {
     Ok(tokenizer)
 }
 
-/// The fault of files that make the tokenizers crate panic, as crafted vocabularies do. The panic must not end the
+/// The fault of a file that makes the tokenizers crate panic, as a crafted vocabulary can. The panic must not end the
 /// process.
 const PANICS: &str = "makes the tokenizer library panic";
 
-/// The file name, for messages.
+/// The loaded file, for messages.
 #[derive(Debug)]
 struct LoadedFile {
     loadable: Loadable,

@@ -1,7 +1,7 @@
 //! Files of channel maxima: `max |x|` of the inputs of linears, gathered once and reused.
 //!
-//! A safetensors file with one F32 tensor `[k]` per linear, under the linear's name in the model, which is the naming
-//! of SmoothQuant's own `act_scales` files.
+//! A file is in the safetensors format and has one vector `[k]` per linear, under the linear's name in the model, as in
+//! SmoothQuant's `act_scales` files. Vectors are written in F32; other float dtypes can be read.
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};
@@ -21,7 +21,7 @@ impl ChannelMaxima {
     /// Reads a file.
     ///
     /// # Errors
-    /// When it is not a safetensors file, or a tensor is not a vector of finite magnitudes; [`Error::Io`] when it
+    /// If it is not a safetensors file, or a tensor is not a vector of finite, non-negative floats; [`Error::Io`] if it
     /// cannot be read.
     pub fn read(path: &Path) -> Result<Self> {
         let source = ShardedCheckpoint::open_file(path)?;
@@ -103,7 +103,7 @@ impl ChannelMaxima {
         sha256_hex(bytes)
     }
 
-    /// Returns the contents of the file.
+    /// Returns the maxima as the content of a safetensors file.
     ///
     /// # Errors
     /// [`Error::Internal`] when serialization fails, which only a bug can cause.

@@ -1,10 +1,11 @@
 //! The third stage of the pipeline: turns text into token windows and observes the inputs of linears.
 //!
 //! ```text
-//! file or set ─► documents ─► tokens ─► windows ─► hidden states ─► statistics
+//! file or rows ──► documents ────────► tokens ─► windows ─► hidden states ─► statistics
 //! conversations ─► chat template ──┘
 //! ```
 
+mod by_expert;
 mod cached;
 mod chat;
 mod expert_tokens;
@@ -34,6 +35,7 @@ pub use in_process::InProcess;
 pub use layout::{BatchLayout, TokenUse};
 pub use maxima::ChannelMaxima;
 pub use observe::HiddenStates;
+pub(crate) use observe::windows_per_piece;
 pub use packing::{Mask, Packing};
 pub use ranges::ChannelRanges;
 pub use rows::InputRows;

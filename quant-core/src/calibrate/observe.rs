@@ -13,14 +13,20 @@ use crate::{CancelToken, Error, Result};
 /// small.
 pub(super) const CHUNK_TOKENS: usize = 2048;
 
-/// Adapts a tap on the whole batch to a piece: token indices of the piece become token indices of the batch.
-struct PieceTap<'a> {
-    tap: &'a mut dyn Tap,
-    /// The first token of the piece.
-    first: usize,
+/// The number of windows of this length that go through a block at a time. A batch that is split at multiples of it
+/// passes through the model in the same pieces as the whole.
+pub(crate) fn windows_per_piece(length: usize) -> usize {
+    (CHUNK_TOKENS / length.max(1)).max(1)
 }
 
-impl Tap for PieceTap<'_> {
+/// Adapts a tap on the whole batch to a piece: token indices of the piece become token indices of the batch.
+pub(super) struct PieceTap<'a, 't> {
+    pub(super) tap: &'a mut (dyn Tap + 't),
+    /// The first token of the piece.
+    pub(super) first: usize,
+}
+
+impl Tap for PieceTap<'_, '_> {
     fn linear_input(&mut self, linear: NodeId, x: &Tensor, tokens: TokenRows<'_>) -> Result<()> {
         self.tap.linear_input(linear, x, tokens.shifted(self.first))
     }
@@ -145,10 +151,10 @@ impl HiddenStates {
 
     /// The number of windows per piece: at least one.
     fn chunk_windows(&self) -> usize {
-        (CHUNK_TOKENS / self.layout.length()).max(1)
+        windows_per_piece(self.layout.length())
     }
 
-    /// Returns the batch in pieces `[windows, length, hidden]` of whole windows, in order, each with the index of its
+    /// Returns the batch in pieces `[windows, length, width]` of whole windows, in order, each with the index of its
     /// first token.
     pub fn chunks(&self) -> impl Iterator<Item = Result<(usize, Tensor)>> {
         let (length, piece) = (self.layout.length(), self.chunk_windows() * self.layout.length());
@@ -209,10 +215,15 @@ impl HiddenStates {
         })
     }
 
+    /// The number of tokens that go through a block at a time, as whole windows.
+    pub(super) fn window_piece(&self) -> usize {
+        self.chunk_windows() * self.layout.length()
+    }
+
     /// Replaces the states with states of `width` features, in pieces of `piece` tokens. `run` gets the index of a
     /// piece's first token, its states, their width, and a function that writes new rows, given the offset of the first
     /// one in the piece.
-    fn replace(
+    pub(super) fn replace(
         &mut self,
         width: usize,
         piece: usize,
@@ -253,10 +264,10 @@ impl HiddenStates {
     }
 }
 
-/// Evaluates parts of a block, from the values of one node to those of a later one.
+/// Methods that evaluate parts of a block, from the values of one node to those of a later one.
 impl HiddenStates {
-    /// Replaces the states, which are the values of the first of `nodes`, with the values of the second. All later
-    /// values must depend on the second node only.
+    /// Replaces the states, which are the values of the first of `nodes`, with the values of the second. Nodes after
+    /// the second may depend on earlier nodes only through it.
     ///
     /// # Errors
     /// When the second node does not depend on the first, or the run is cancelled. Some states may then already be
@@ -304,7 +315,8 @@ impl HiddenStates {
     }
 
     /// Passes the values of the two `targets` to `take`, piece by piece. The states are the values of `from`, and the
-    /// targets must have a row for every token.
+    /// targets must have a row for every token. The second target determines whether pieces are whole windows, so if
+    /// only one of the targets depends on several tokens, it must come second.
     ///
     /// # Errors
     /// As [`advance_between`](Self::advance_between), and those of `take`.
@@ -333,7 +345,7 @@ impl HiddenStates {
     }
 
     /// Replaces the states, which are the values of `from`, with the output of the block, given the values of another
-    /// node, `[tokens, features]`.
+    /// node, `[tokens, features]`. The rest of the block must process each token independently.
     ///
     /// # Errors
     /// As [`advance_between`](Self::advance_between).
@@ -369,7 +381,7 @@ impl HiddenStates {
 
 /// The rows of a piece as `[windows, length, width]` if it consists of whole windows, otherwise as
 /// `[1, tokens, width]`.
-fn piece_of(rows: &[f32], width: usize, length: usize, piece: usize) -> Result<Tensor> {
+pub(super) fn piece_of(rows: &[f32], width: usize, length: usize, piece: usize) -> Result<Tensor> {
     let tokens = rows.len() / width.max(1);
     let length = if piece.is_multiple_of(length) && tokens.is_multiple_of(length) { length } else { tokens };
     Ok(Tensor::from_slice(rows, (tokens / length.max(1), length, width), &Device::Cpu)?)
@@ -411,11 +423,11 @@ fn run_between(
     Ok(())
 }
 
-/// Runs a piece `[windows, length, hidden]` of the batch, whose first token is `first`, through a block. Passes the
+/// Runs a piece `[windows, length, width]` of the batch, whose first token is `first`, through a block. Passes the
 /// output to `take` in one or more parts, each with the offset of its first token in the piece.
 ///
-/// Attention always processes whole windows. If a window is longer than [`CHUNK_TOKENS`], the rest of the block, which
-/// processes each token independently, runs on parts of the window.
+/// Attention always processes whole windows. If a window is longer than [`CHUNK_TOKENS`] and only one node of the block
+/// mixes tokens, the nodes after it run on parts of the window.
 fn run_piece(
     block: &Block,
     layout: &BatchLayout,
@@ -424,12 +436,26 @@ fn run_piece(
     tap: &mut dyn Tap,
     take: &mut dyn FnMut(usize, &Tensor) -> Result<()>,
 ) -> Result<()> {
+    run_piece_to(block, layout, first, before, block.graph().output(), tap, take)
+}
+
+/// Same as [`run_piece`], up to a node that comes after all operations that mix tokens.
+pub(super) fn run_piece_to(
+    block: &Block,
+    layout: &BatchLayout,
+    first: usize,
+    before: &Tensor,
+    to: NodeId,
+    tap: &mut dyn Tap,
+    take: &mut dyn FnMut(usize, &Tensor) -> Result<()>,
+) -> Result<()> {
     let (windows, length, _) = before.dims3()?;
     let segments = layout.segments(first..first + windows * length);
     let graph = block.graph();
     let mut tap = PieceTap { tap, first };
     let Some(attention) = graph.only_mixing().filter(|_| length > CHUNK_TOKENS) else {
-        let after = block.forward_packed(before, segments, &mut tap)?;
+        let known = [(graph.input(), before.clone())];
+        let after = block.evaluate_packed(&known, &[to], segments, &mut tap)?.swap_remove(0);
         return take(0, &after);
     };
     let known = [(graph.input(), before.clone())];
@@ -438,7 +464,7 @@ fn run_piece(
         tap.first = first + at;
         let rows = |whole: &Tensor| whole.narrow(1, at, CHUNK_TOKENS.min(length - at))?.contiguous();
         let known = [(graph.input(), rows(before)?), (attention, rows(&attended)?)];
-        let after = block.evaluate(&known, &[graph.output()], &mut tap)?.swap_remove(0);
+        let after = block.evaluate(&known, &[to], &mut tap)?.swap_remove(0);
         take(at, &after)?;
     }
     Ok(())

@@ -2,12 +2,10 @@
 //!
 //! # The rule
 //!
-//! 1. A document longer than a window is cut into pieces of a window's length, and a shorter last piece. Any other
-//!    document
-//!    is one piece.
-//! 2. Pieces are placed in descending order of length; pieces of equal length are placed in document order. Each piece
-//!    is
-//!    put into the window in which it leaves the least room (the first such window), or opens a new window (best-fit
+//! 1. A document longer than a window is cut into pieces of a window's length and a shorter last piece. Any other
+//!    document is one piece.
+//! 2. Pieces are placed in descending order of length, pieces of equal length in document order. Each piece is put into
+//!    the window in which it leaves the least room (the first such window), or opens a new window (best-fit
 //!    decreasing).
 //! 3. The pieces of a window are sorted in document order, and windows by their first piece. The unused end of a window
 //!    is filled with token 0, to which no other token attends.
@@ -36,7 +34,7 @@ pub enum Packing {
     Documents,
 }
 
-/// Which tokens searches use.
+/// Which tokens the statistics of calibration include.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 #[non_exhaustive]

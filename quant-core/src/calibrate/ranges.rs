@@ -10,13 +10,13 @@ pub struct ChannelRanges {
 }
 
 impl ChannelRanges {
-    /// The ranges of an input with `channels` features before any token.
+    /// The ranges of an input with this many channels, before any token.
     pub fn new(channels: usize) -> Self {
         let (lowest, highest) = (vec![f32::INFINITY; channels], vec![f32::NEG_INFINITY; channels]);
         Self { lowest, highest, has_nan: false }
     }
 
-    /// Features of the input.
+    /// The number of channels of the input.
     pub fn channels(&self) -> usize {
         self.lowest.len()
     }
@@ -33,7 +33,7 @@ impl ChannelRanges {
         }
     }
 
-    /// Whether any value was NaN or infinite.
+    /// Whether no value was NaN or infinite.
     pub fn is_finite(&self) -> bool {
         let finite = |v: &f32| v.abs() < f32::INFINITY;
         let seen = |(low, high): (&f32, &f32)| low > high || (finite(low) && finite(high));
@@ -45,14 +45,14 @@ impl ChannelRanges {
         self.lowest.iter().zip(&self.highest).map(|(low, high)| (-low).max(*high).max(0.0)).collect()
     }
 
-    /// The ranges after channels are reordered such that new channel `i` is old channel `order[i]`.
+    /// Reorders the channels: new channel `i` is old channel `order[i]`.
     pub fn reorder(&mut self, order: &[u32]) {
         for ends in [&mut self.lowest, &mut self.highest] {
             *ends = order.iter().map(|&from| ends[from as usize]).collect();
         }
     }
 
-    /// The ranges after every channel is divided by its scale, which is positive.
+    /// Divides the range of every channel by its scale, which must be positive.
     pub fn divide(&mut self, scales: &[f32]) {
         for ends in [&mut self.lowest, &mut self.highest] {
             ends.iter_mut().zip(scales).for_each(|(end, scale)| *end /= scale);

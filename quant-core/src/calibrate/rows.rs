@@ -45,7 +45,7 @@ impl<'a> InputRows<'a> {
         Ok(Self { values, channels, tokens, layout, counted: OnceCell::new() })
     }
 
-    /// Features of a row.
+    /// The number of channels of a row.
     pub fn channels(&self) -> usize {
         self.channels
     }

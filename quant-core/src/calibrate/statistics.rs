@@ -16,8 +16,8 @@ use crate::{CancelToken, Error, Result};
 
 /// A statistic of one value.
 pub trait Statistic {
-    /// Takes some rows of the value. Every row of the batch arrives once, in ascending order of tokens, in pieces of
-    /// any size.
+    /// Takes some rows of the value. Every row of the value arrives once, in ascending order of tokens, in pieces of
+    /// any size. A value inside an expert has rows only for some tokens of the batch.
     ///
     /// # Errors
     /// Any error stops the pass.
@@ -68,6 +68,20 @@ impl<'a> StatisticsPass<'a> {
     /// Sets the statistic of an attention layer's queries and keys, and replaces any earlier one.
     pub fn gather_attention(&mut self, attention: NodeId, statistic: &'a mut dyn AttentionStatistic) {
         self.attentions.insert(attention, statistic);
+    }
+
+    /// The block that the batch passes through.
+    pub(super) fn block(&self) -> &'a Block {
+        self.block
+    }
+
+    pub(super) fn cancel(&self) -> &'a CancelToken {
+        self.cancel
+    }
+
+    /// Returns how many counted tokens went through each linear so far.
+    pub(crate) fn into_tokens(self) -> BTreeMap<NodeId, u64> {
+        self.tokens
     }
 
     /// Runs the pass, and replaces the states with the output of the block if `advance` is set. Returns how many
@@ -136,7 +150,7 @@ impl Statistic for Hessian {
     }
 }
 
-/// The mean of `|x[:, c]|` over tokens for every channel: AWQ's activation statistic.
+/// The mean of `|x[:, c]|` over counted tokens for every channel `c`: AWQ's activation statistic.
 #[derive(Debug, Clone)]
 pub struct AbsMean {
     sums: Vec<f64>,
@@ -149,7 +163,7 @@ impl AbsMean {
         Self { sums: vec![0.0; channels], tokens: 0 }
     }
 
-    /// Features of the input.
+    /// The number of features of the input.
     pub fn channels(&self) -> usize {
         self.sums.len()
     }
@@ -172,7 +186,8 @@ impl Statistic for AbsMean {
     }
 }
 
-/// A sample of the rows of an input, which the clip search uses: every `stride`-th row that counts.
+/// A sample of the rows of an input, which the clip search uses: the rows of every `stride`-th counted token of the
+/// batch.
 #[derive(Debug, Clone)]
 pub struct SampledRows {
     channels: usize,
@@ -228,12 +243,12 @@ impl GramSum {
         Self { channels, sum: vec![0.0; channels * channels] }
     }
 
-    /// Features of the input.
+    /// The number of features of the input.
     pub fn channels(&self) -> usize {
         self.channels
     }
 
-    /// The lower triangle (in tiles), `[channels, channels]` row-major.
+    /// The sum, `[channels, channels]` row-major. Only the lower triangle is valid; see [`gram`].
     pub fn into_lower(self) -> Vec<f32> {
         self.sum
     }
@@ -249,8 +264,8 @@ impl Statistic for GramSum {
 /// Rows of a Gram matrix per task.
 const GRAM_TILE: usize = 128;
 
-/// Adds `xᵀx` of rows `x` `[tokens, channels]` to the lower triangle (in tiles) of `sum` `[channels, channels]`. Tiles
-/// above the diagonal do not change.
+/// Adds `xᵀx` of rows `x` `[tokens, channels]` to the lower triangle of `sum` `[channels, channels]`. Values above the
+/// diagonal change only in the tiles on it.
 ///
 /// # Panics
 /// When the slices do not have these shapes.

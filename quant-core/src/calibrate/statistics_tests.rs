@@ -143,7 +143,8 @@ impl Case {
     }
 }
 
-/// Batches with masked tokens and padding; in a third of the cases the value has rows for all tokens.
+/// Batches, two thirds of them with masked tokens and padding; in a third of all cases the value has rows for all
+/// tokens.
 fn case() -> impl Strategy<Value = Case> {
     let sizes = (1_usize..5, 1_usize..40, 1_usize..5, any::<u64>(), 0_u8..3);
     sizes.prop_map(|(windows, length, channels, seed, kind)| {
@@ -223,7 +224,7 @@ fn parallel_block() -> Block {
     Block::new(graph, BTreeMap::new(), linears, BTreeMap::new(), &ropes).unwrap()
 }
 
-/// Counts tokens and calls, and keeps every row.
+/// Keeps the token of every row, and the values of the rows that count.
 #[derive(Default)]
 struct Noted(Vec<usize>, Vec<f32>);
 

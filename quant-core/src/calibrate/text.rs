@@ -28,8 +28,8 @@ pub enum Corpus {
 /// one document.
 ///
 /// # Errors
-/// When the file cannot be read, is not UTF-8, is larger than 1 GiB or contains no text. For JSONL, the error names the
-/// line.
+/// If the file cannot be read, is not UTF-8, is larger than 1 GiB or contains no text, or a line of JSONL is malformed;
+/// then the error names the line.
 pub fn read_documents(path: &Path) -> Result<Vec<String>> {
     let file = open(path)?;
     let documents = if is_jsonl(path) { read_jsonl(path, file)? } else { vec![read_plain(path, file)?] };
@@ -69,8 +69,8 @@ pub fn read_corpus(path: &Path) -> Result<Corpus> {
 /// conversations (an object with `messages`, or a list of messages). `origin` names the corpus in messages.
 ///
 /// # Errors
-/// [`Error::Text`] with the row number, counted from 1, for a malformed row or a row of a different kind; when the rows
-/// contain no text, or more than 1 GiB.
+/// [`Error::InputFile`] with the row number, counted from 1, for a malformed row, a row of a different kind, or the row
+/// after which the rows exceed 1 GiB; [`Error::Text`] if there are no rows, or only texts without content.
 pub fn corpus_of_rows(rows: impl IntoIterator<Item = Value>, origin: &Path) -> Result<Corpus> {
     let (mut texts, mut chats, mut bytes) = (Vec::new(), Vec::new(), 0);
     for (number, row) in (1..).zip(rows) {
@@ -165,9 +165,9 @@ fn read_jsonl(path: &Path, file: File) -> Result<Vec<String>> {
     read_json_lines(BufReader::new(file.take(MAX_FILE_BYTES)), "text", path, usize::MAX)
 }
 
-/// Reads documents from JSON lines, one object with a string `field` each, until the input ends or the documents have
-/// `limit` bytes. The document that would exceed the limit is dropped, and nothing after it is read. `origin` names the
-/// input in messages.
+/// Reads documents from JSON lines, one object with a string `field` each, until the input ends or a document would
+/// bring the total to more than `limit` bytes. That document is dropped, and nothing after it is read. `origin` names
+/// the input in messages.
 ///
 /// # Errors
 /// When the input fails, or a line is not such an object or is longer than 64 MiB; the error names the line.
@@ -186,7 +186,8 @@ pub fn read_json_lines(input: impl BufRead, field: &str, origin: &Path, limit: u
     Ok(documents)
 }
 
-/// Passes each line's number and value to `take` until it asks to stop. An error from `take` is reported with its line.
+/// Passes the number and the value of each line that is not blank to `take`, until it returns `false`. An error from
+/// `take` is reported with its line.
 fn each_json_line(
     mut input: impl BufRead,
     origin: &Path,

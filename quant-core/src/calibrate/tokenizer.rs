@@ -7,7 +7,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 
 use super::InProcess;
-use crate::checkpoint::{ModelDirectory, Sidecar, read_capped};
+use crate::checkpoint::{ModelDirectory, Sidecar, placeholder, read_capped};
 use crate::worker::{Answer, Content, Encoded, Loadable, Question, TextWorker, TextWorkers};
 use crate::{Error, Result};
 
@@ -102,6 +102,9 @@ impl TextTokenizer {
     /// # Errors
     /// When the bytes are malformed, or no worker can be started.
     pub fn load(workers: Option<&dyn TextWorkers>, path: &Path, bytes: Vec<u8>) -> Result<Self> {
+        if let Some(reason) = placeholder(&bytes) {
+            return Err(Self::fault(path, reason.into()));
+        }
         let loadable = Loadable { path: path.to_owned(), content: Content::Tokenizer(bytes) };
         let worker = workers.unwrap_or(&InProcess).load(loadable)?;
         Ok(Self { worker, path: path.to_owned() })
@@ -207,7 +210,7 @@ impl TextTokenizer {
         }
     }
 
-    /// The largest token ID, including special tokens.
+    /// The largest token ID, including special tokens; `None` if the vocabulary is empty.
     ///
     /// # Errors
     /// When the worker fails.

@@ -14,14 +14,18 @@ const CHUNK_BYTES: usize = 1 << 20;
 
 /// The storage for hidden states and samples of the calibration batch. The output of a run does not depend on it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
 pub enum Residence {
     /// In memory.
     #[default]
     Memory,
     /// In files; a round of a search uses about `round_bytes` bytes of memory for the tokens that it compares.
     Files {
-        /// Bytes of memory.
+        /// The memory of a round in bytes.
         round_bytes: u64,
+        /// Whether the experts of a block are read and processed one at a time, some of them several times, if the
+        /// method allows it.
+        experts_apart: bool,
     },
 }
 
@@ -32,13 +36,27 @@ pub enum Residence {
 pub struct Spill {
     directory: PathBuf,
     round_bytes: u64,
+    experts_apart: bool,
 }
 
 impl Spill {
-    /// Keeps values in unnamed files in `directory`, which the system removes when the process ends. One round of a search
-    /// uses about `round_bytes` bytes of memory for the tokens that it compares.
+    /// Keeps values in unnamed files in `directory`; the system removes them when the process ends. One round of a
+    /// search uses about `round_bytes` bytes of memory for the tokens that it compares.
     pub fn new(directory: impl Into<PathBuf>, round_bytes: u64) -> Self {
-        Self { directory: directory.into(), round_bytes }
+        Self { directory: directory.into(), round_bytes, experts_apart: false }
+    }
+
+    /// Sets whether the experts of a block are processed one at a time, if the method allows it. Their weights are then
+    /// read several times.
+    #[must_use]
+    pub fn with_experts_apart(mut self, experts_apart: bool) -> Self {
+        self.experts_apart = experts_apart;
+        self
+    }
+
+    /// Returns whether the experts of a block are processed one at a time, if the method allows it.
+    pub fn experts_apart(&self) -> bool {
+        self.experts_apart
     }
 
     /// Returns the memory in bytes for the tokens that one round of a search compares.
@@ -46,7 +64,7 @@ impl Spill {
         self.round_bytes
     }
 
-    /// Creates a new file.
+    /// Creates an unnamed file.
     ///
     /// # Errors
     /// [`Error::Io`] when it cannot be created.
@@ -57,7 +75,7 @@ impl Spill {
     }
 }
 
-/// Creates an unnamed file.
+/// An unnamed file in the directory of a [`Spill`].
 #[derive(Debug)]
 pub(crate) struct SpillFile {
     file: Mutex<File>,

@@ -13,6 +13,7 @@
 //!
 //! The result depends only on the documents, the tokenizer, the template and [`Sampling`].
 
+use std::ops::Range;
 use std::path::Path;
 
 use sha2::{Digest, Sha256};
@@ -22,6 +23,7 @@ use super::{BatchLayout, ExpertSampling, Mask, Packing, TextTokenizer, TokenUse}
 use crate::digest::hex;
 use crate::model::Segments;
 use crate::random::SplitMix64;
+use crate::wording::counted;
 use crate::{Error, Result};
 
 /// The largest number of calibration windows that can be requested.
@@ -40,17 +42,17 @@ pub struct Sampling {
     pub seed: u64,
     /// How documents are packed into windows.
     pub packing: Packing,
-    /// Which tokens searches use.
+    /// Which tokens the statistics of calibration include.
     pub mask: Mask,
     /// The tokens on which experts are calibrated.
     pub experts: ExpertSampling,
 }
 
 impl Sampling {
-    /// Checks that the settings leave something to calibrate on.
+    /// Checks the number and length of windows, and the settings for experts.
     ///
     /// # Errors
-    /// [`Error::Usage`] for no windows, windows of fewer than two tokens, or as [`ExpertSampling::check`].
+    /// [`Error::Usage`] unless there are 1 to 2²⁰ windows of 2 to 2²⁰ tokens; as [`ExpertSampling::check`].
     pub fn check(self) -> Result<()> {
         if self.length > MAX_LENGTH || self.samples > MAX_SAMPLES {
             return Err(Error::usage(
@@ -138,8 +140,8 @@ impl TokenWindows {
     /// Samples windows from texts by the rule of this module; `origin` names the text in messages.
     ///
     /// # Errors
-    /// When the text yields fewer windows than requested, or tokenizing fails; [`Error::Usage`] when prompts are
-    /// masked, as a text has no prompts.
+    /// If the text yields fewer windows than requested, or tokenizing fails; [`Error::Usage`] if [`Sampling::check`]
+    /// fails, or prompts are masked, because a text has no prompts.
     pub fn sample(
         tokenizer: &TextTokenizer,
         documents: &[String],
@@ -181,14 +183,15 @@ impl TokenWindows {
                 0 => String::new(),
                 some => format!(" (and {some} without counted tokens)"),
             };
-            return Err(Error::Text {
+            let (has, fill) = (counted(total, "token"), if total == 1 { "fills" } else { "fill" });
+            let (filled, needed) = (counted(useful.len(), "window"), counted(sampling.samples, "window"));
+            let are = if sampling.samples == 1 { "is" } else { "are" };
+            return Err(Error::InputFile {
                 path: origin.to_owned(),
                 line: None,
-                reason: format!(
-                    "has {total} tokens, enough for only {} windows of {length}{idle}; {} are needed",
-                    useful.len(),
-                    sampling.samples
-                ),
+                reason: format!("has {has}, which {fill} {filled} of {length}{idle}; {needed} {are} needed"),
+                remedy: "give a longer text, or request fewer or shorter windows (‹samples›, ‹seq_len›)"
+                    .into(),
             });
         }
         let all = if left_out > 0 { all.keep(&useful) } else { all };
@@ -205,8 +208,8 @@ impl TokenWindows {
     }
 
     /// The SHA-256 of the information on every token: a byte for its use (0 counted, 1 context, 2 padding) and the
-    /// start of its document in the window as a little-endian `u32`. `None` if every window is a single segment and all
-    /// tokens count.
+    /// start of its document in the window as a little-endian `u32`. `None` if the windows have no such information:
+    /// they were cut from a stream of tokens that all count.
     pub fn layout_sha256(&self) -> Option<String> {
         if self.uses.is_none() && self.starts.is_none() {
             return None;
@@ -224,7 +227,7 @@ impl TokenWindows {
         if self.starts.is_some() { Packing::Documents } else { Packing::Stream }
     }
 
-    /// The layout of the batch, as used by searches.
+    /// The layout of the batch: its shape, its documents, and which tokens count.
     pub fn layout(&self) -> BatchLayout {
         BatchLayout::new(self.len(), self.length, self.starts.as_deref(), self.uses.as_deref())
     }
@@ -261,6 +264,24 @@ impl TokenWindows {
             uses: self.uses.as_ref().map(|u| of(u, self.length, indices)),
             starts: self.starts.as_ref().map(|s| of(s, self.length, indices)),
         }
+    }
+
+    /// Returns some consecutive windows.
+    ///
+    /// # Panics
+    /// When there are no such windows.
+    pub fn slice(&self, windows: Range<usize>) -> Self {
+        self.keep(&windows.collect::<Vec<_>>())
+    }
+
+    /// The role of each token; `None` if all count.
+    pub fn token_uses(&self) -> Option<&[TokenUse]> {
+        self.uses.as_deref()
+    }
+
+    /// The start of each token's document in its window; `None` if every window is a single segment.
+    pub fn document_starts(&self) -> Option<&[u32]> {
+        self.starts.as_deref()
     }
 
     /// Keeps only the first `count` windows.

@@ -6,7 +6,7 @@ use super::in_process::left_out;
 use crate::Result;
 use crate::worker::TextWorker;
 
-/// Always fails. Tokenizers need [`TextWorkers`](crate::worker::TextWorkers) of the host.
+/// Always fails: in these builds, tokenizers need [`TextWorkers`](crate::worker::TextWorkers) of the host.
 ///
 /// # Errors
 /// Always.

@@ -1,24 +1,27 @@
 //! Rules for experts: engines have separate kernels for experts, and most loaders keep all experts of a block in one
 //! parameter.
 
-use super::Verdict::{self, No, Unsure, With, Yes};
+use super::Compatibility::{self, No, Unsure, With, Yes};
 use super::outline::Outline;
 use super::sharding::Share;
 use crate::scheme::{ActivationScheme, FloatFormat, Granularity, LinearScheme, ScaleFormat};
 
 /// An engine whose kernels for experts were not checked.
-pub(super) fn not_followed(_outline: &Outline) -> Verdict {
+pub(super) fn not_followed(_outline: &Outline) -> Compatibility {
     Unsure("which shapes and schemes its expert kernels support was not checked".into())
 }
 
 /// Engines that apply the scheme of a block's first expert to all its experts: `rules` judges the scheme. Float experts
 /// are supported.
-pub(super) fn one_scheme(outline: &Outline, rules: impl FnOnce(LinearScheme) -> Verdict) -> Verdict {
+pub(super) fn one_scheme(
+    outline: &Outline,
+    rules: impl FnOnce(LinearScheme) -> Compatibility,
+) -> Compatibility {
     let schemes: Vec<_> = outline.experts.iter().collect();
     let [one] = schemes[..] else {
         return Unsure(
-            "it applies the scheme of a block's first expert to all its experts, but here they differ; the effect was \
-            not checked"
+            "it applies the scheme of a block's first expert to all experts of the block, but the experts of this \
+            model have different schemes; the effect was not checked"
                 .into(),
         );
     };
@@ -26,21 +29,21 @@ pub(super) fn one_scheme(outline: &Outline, rules: impl FnOnce(LinearScheme) -> 
 }
 
 /// vLLM on NVIDIA devices. [`vllm_kernel`] judges the shapes.
-pub(super) fn vllm_cuda(outline: &Outline) -> Verdict {
+pub(super) fn vllm_cuda(outline: &Outline) -> Compatibility {
     one_scheme(outline, |_| Yes)
 }
 
 /// vLLM on NVIDIA devices, GPTQ format.
-pub(super) fn vllm_cuda_gptq(outline: &Outline) -> Verdict {
+pub(super) fn vllm_cuda_gptq(outline: &Outline) -> Compatibility {
     one_scheme(outline, |scheme| match scheme.is_symmetric() {
         true => Yes,
-        false => No(format!("in the gptq format it reads only symmetric experts, not {scheme}")),
+        false => No(format!("in the gptq format it supports only symmetric experts, not {scheme}")),
     })
 }
 
-/// vLLM's kernels for experts on NVIDIA devices, compressed-tensors and ModelOpt formats. `width` is the width of the
-/// stream.
-pub(super) fn vllm_kernel(share: &Share<'_>, width: usize) -> Verdict {
+/// vLLM's kernels for experts on NVIDIA devices, compressed-tensors and ModelOpt formats. `width` is the hidden size,
+/// which experts read and write.
+pub(super) fn vllm_kernel(share: &Share<'_>, width: usize) -> Compatibility {
     let scheme = share.scheme;
     let no = |what: String| No(share.fault(format!("experts {what}")));
     if let Some(format) = scheme.float_format() {
@@ -49,7 +52,7 @@ pub(super) fn vllm_kernel(share: &Share<'_>, width: usize) -> Verdict {
     match scheme.activations {
         ActivationScheme::Float => vllm_packed(share, width),
         ActivationScheme::Token if scheme.bits() == 8 => match (scheme.granularity, scheme.is_symmetric()) {
-            (Granularity::Channel, true) => With("experts of int8 products run on Triton".into()),
+            (Granularity::Channel, true) => With("int8 experts run on Triton kernels".into()),
             _ => no(format!("of {scheme} have no kernel: scales must be symmetric and per channel")),
         },
         ActivationScheme::Token => no(format!("of {scheme} run on CPUs only")),
@@ -69,14 +72,15 @@ pub(super) fn vllm_kernel(share: &Share<'_>, width: usize) -> Verdict {
     }
 }
 
-/// vLLM's kernels for integer experts with float activations: Marlin, and Triton for shapes that Marlin does not support.
-fn vllm_packed(share: &Share<'_>, width: usize) -> Verdict {
+/// vLLM's kernels for integer experts with float activations: Marlin, and Triton for shapes and group sizes that Marlin
+/// cannot run.
+fn vllm_packed(share: &Share<'_>, width: usize) -> Compatibility {
     let (scheme, bits) = (share.scheme, share.scheme.bits());
     if !matches!(bits, 4 | 8) {
-        return Unsure(share.fault(format!("which kernel runs experts of {bits} bits")));
+        return Unsure(share.fault(format!("which kernel runs experts of {bits} bits was not checked")));
     }
     if bits == 8 && !scheme.is_symmetric() {
-        return Unsure(share.fault("which kernel runs 8-bit experts with zero points"));
+        return Unsure(share.fault("which kernel runs 8-bit experts with zero points was not checked"));
     }
     match share.group() {
         None | Some(32 | 64 | 128) if width.is_multiple_of(128) => Yes,
@@ -89,7 +93,7 @@ fn vllm_packed(share: &Share<'_>, width: usize) -> Verdict {
 }
 
 /// vLLM's kernels for FP8 and FP4 experts on NVIDIA devices.
-fn vllm_float_kernel(share: &Share<'_>, format: FloatFormat) -> Verdict {
+fn vllm_float_kernel(share: &Share<'_>, format: FloatFormat) -> Compatibility {
     let scheme = share.scheme;
     let rounds = scheme.activations != ActivationScheme::Float;
     match (format, scheme.fixed_scales()) {
@@ -113,7 +117,7 @@ fn vllm_float_kernel(share: &Share<'_>, format: FloatFormat) -> Verdict {
 }
 
 /// vLLM on a CPU. Version 0.32.0 ran float experts only.
-pub(super) fn vllm_cpu(outline: &Outline) -> Verdict {
+pub(super) fn vllm_cpu(outline: &Outline) -> Compatibility {
     let is_packed = |scheme: &&LinearScheme| {
         scheme.activations == ActivationScheme::Float && scheme.float_format().is_none()
     };
@@ -127,7 +131,7 @@ pub(super) fn vllm_cpu(outline: &Outline) -> Verdict {
 const FLOAT_EXPERTS: &str = "it does not support float experts together with quantized linears";
 
 /// Loaders of transformers that do not support experts.
-pub(super) fn transformers_others(outline: &Outline) -> Verdict {
+pub(super) fn transformers_others(outline: &Outline) -> Compatibility {
     match outline.experts.iter().all(Option::is_none) {
         true => No(FLOAT_EXPERTS.into()),
         false => No(format!("its loader for the {} format does not support experts", outline.container)),
@@ -135,7 +139,7 @@ pub(super) fn transformers_others(outline: &Outline) -> Verdict {
 }
 
 /// transformers, which keeps the experts of a block in one parameter and applies one scheme to all experts.
-pub(super) fn transformers(outline: &Outline) -> Verdict {
+pub(super) fn transformers(outline: &Outline) -> Compatibility {
     let schemes: Vec<_> = outline.experts.iter().collect();
     match schemes[..] {
         [None] => No(FLOAT_EXPERTS.into()),

@@ -15,18 +15,18 @@ mod sglang;
 mod sharding;
 mod vllm;
 
+use crate::format::loaders::{self, Loader};
+
 pub use models::{Basis, Known};
 pub use outline::{FusedLayer, LayerKind, Outline, Part};
 
-/// The date on which the engines' sources were read.
-pub const READ: &str = "2026-11-22";
 /// The numbers of tensor-parallel ranks that are checked.
 pub const RANKS: [usize; 4] = [1, 2, 4, 8];
 
-/// The verdict on whether an engine loads a checkpoint. Variants are ordered from best to worst.
+/// Whether an engine loads a checkpoint. Variants are ordered from best to worst.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 #[non_exhaustive]
-pub enum Verdict {
+pub enum Compatibility {
     /// It loads and runs on the engine's fast path.
     Yes,
     /// It loads, with a caveat: a slower kernel, or a required option.
@@ -37,7 +37,7 @@ pub enum Verdict {
     No(String),
 }
 
-impl Verdict {
+impl Compatibility {
     /// `yes`, `yes, but`, `unsure`, `no`.
     pub fn word(&self) -> &'static str {
         match self {
@@ -56,7 +56,7 @@ impl Verdict {
         }
     }
 
-    /// Returns the worse verdict, or the first if both are equally bad.
+    /// Returns the worse of the two, or the first if both are equally bad.
     fn and(self, other: Self) -> Self {
         let rank = |v: &Self| match v {
             Self::Yes => 0,
@@ -74,15 +74,15 @@ struct Reading {
     /// The container's name.
     container: &'static str,
     /// The rule for linears, given the number of ranks.
-    loads: fn(&Outline, usize) -> Verdict,
+    loads: fn(&Outline, usize) -> Compatibility,
     /// The additional rule for models with experts.
-    experts: fn(&Outline) -> Verdict,
+    experts: fn(&Outline) -> Compatibility,
 }
 
 const fn reading(
     container: &'static str,
-    loads: fn(&Outline, usize) -> Verdict,
-    experts: fn(&Outline) -> Verdict,
+    loads: fn(&Outline, usize) -> Compatibility,
+    experts: fn(&Outline) -> Compatibility,
 ) -> Reading {
     Reading { container, loads, experts }
 }
@@ -93,10 +93,8 @@ const fn reading(
 pub struct Engine {
     /// Its name, with the device or tool if that matters.
     pub name: &'static str,
-    /// The version whose sources were read.
-    pub version: &'static str,
-    /// The date on which the sources were read.
-    pub read: &'static str,
+    /// The program, with the version whose sources were read and the date.
+    pub loader: Loader,
     /// The command or call that loads a checkpoint from the directory `OUT`.
     pub command: &'static str,
     /// Whether the engine is so common that `quant quantize` prints a note if it would not load the result.
@@ -112,10 +110,10 @@ pub struct Engine {
 impl Engine {
     /// Returns whether the engine loads a checkpoint on `ranks` ranks; `None` if `ranks` is greater than 1 and the
     /// engine has no tensor parallelism.
-    pub fn loads(&self, outline: &Outline, ranks: usize) -> Option<Verdict> {
+    pub fn loads(&self, outline: &Outline, ranks: usize) -> Option<Compatibility> {
         (ranks == 1 || self.tensor_parallel).then(|| {
             let Some(rules) = self.reads.iter().find(|reading| reading.container == outline.container) else {
-                return Verdict::No(format!("it does not support the {} format", outline.container));
+                return Compatibility::No(format!("it does not support the {} format", outline.container));
             };
             models::verdict(self.models, outline, || match outline.experts.is_empty() {
                 true => (rules.loads)(outline, ranks),
@@ -131,7 +129,7 @@ impl Engine {
 
     /// Returns the evidence for whether the engine supports the model, with the engine's version and the date.
     pub fn known(&self, outline: &Outline) -> Known {
-        models::known(self.models, outline, (self.version, self.read))
+        models::known(self.models, outline, (self.loader.version, self.loader.read))
     }
 }
 
@@ -144,7 +142,7 @@ const MODELOPT: &str = "modelopt";
 ///
 /// ```
 /// use quant_core::checkpoint::ModelDirectory;
-/// use quant_core::engines::{ENGINES, Outline, Verdict};
+/// use quant_core::engines::{Compatibility, ENGINES, Outline};
 /// use quant_core::model::Model;
 /// use quant_core::recipe::{Plan, Recipe};
 /// # mod tiny { include!(concat!(env!("CARGO_MANIFEST_DIR"), "/examples/support/tiny.rs")); }
@@ -156,14 +154,13 @@ const MODELOPT: &str = "modelopt";
 /// let recipe = Recipe { scheme: "w4a16-g32".parse()?, ..Recipe::preset("awq-w4a16")? };
 /// let outline = Outline::new(&Plan::new(&model, &recipe, recipe.containers[0])?, &model);
 /// let transformers = ENGINES.iter().find(|engine| engine.name == "transformers").unwrap();
-/// assert!(matches!(transformers.loads(&outline, 1), Some(Verdict::Yes | Verdict::With(_))));
+/// assert!(matches!(transformers.loads(&outline, 1), Some(Compatibility::Yes | Compatibility::With(_))));
 /// # Ok::<(), quant_core::Error>(())
 /// ```
 pub static ENGINES: &[Engine] = &[
     Engine {
         name: "vLLM, CUDA",
-        version: "0.33.0",
-        read: READ,
+        loader: loaders::VLLM,
         command: "vllm serve OUT",
         is_common: true,
         tensor_parallel: true,
@@ -177,8 +174,7 @@ pub static ENGINES: &[Engine] = &[
     },
     Engine {
         name: "vLLM, CPU",
-        version: "0.33.0",
-        read: READ,
+        loader: loaders::VLLM,
         command: "vllm serve OUT",
         is_common: false,
         tensor_parallel: true,
@@ -191,8 +187,7 @@ pub static ENGINES: &[Engine] = &[
     },
     Engine {
         name: "SGLang, CUDA",
-        version: "0.5.23",
-        read: READ,
+        loader: loaders::SGLANG,
         command: "python -m sglang.launch_server --model-path OUT",
         is_common: true,
         tensor_parallel: true,
@@ -206,8 +201,7 @@ pub static ENGINES: &[Engine] = &[
     },
     Engine {
         name: "transformers",
-        version: "5.23.0",
-        read: READ,
+        loader: loaders::TRANSFORMERS,
         command: "AutoModelForCausalLM.from_pretrained(\"OUT\")",
         is_common: true,
         tensor_parallel: false,
@@ -220,8 +214,7 @@ pub static ENGINES: &[Engine] = &[
     },
     Engine {
         name: "LMDeploy TurboMind",
-        version: "0.18.0",
-        read: READ,
+        loader: loaders::LMDEPLOY,
         command: "lmdeploy serve api_server OUT --backend turbomind",
         is_common: false,
         tensor_parallel: true,
@@ -234,8 +227,7 @@ pub static ENGINES: &[Engine] = &[
     },
     Engine {
         name: "mlx-lm",
-        version: "0.32.2",
-        read: READ,
+        loader: loaders::MLX,
         command: "mlx_lm.generate --model OUT --prompt TEXT",
         is_common: false,
         tensor_parallel: false,
@@ -244,8 +236,7 @@ pub static ENGINES: &[Engine] = &[
     },
     Engine {
         name: "llama.cpp, converter",
-        version: "0.5.0",
-        read: READ,
+        loader: loaders::LLAMA_CPP,
         command: "convert_hf_to_gguf.py OUT",
         is_common: false,
         tensor_parallel: false,

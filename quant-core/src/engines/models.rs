@@ -1,10 +1,10 @@
 //! Which models an engine supports: one fact for each engine and set of models, with its evidence.
 //!
 //! A model is a family (`llama`), or a class of vision-language models (`LlavaForConditionalGeneration`) with any text
-//! model. A model without a fact was not checked, and the verdict says so. Unless a fact states a version and a date,
-//! the engine's own version was read on the date [`READ`](super::READ).
+//! model. A model without a fact was not checked, and the result says so. Unless a fact states a version and a date,
+//! they are those of the engine's [`loader`](super::Engine::loader).
 
-use super::Verdict::{self, No, Unsure};
+use super::Compatibility::{self, No, Unsure};
 use super::families;
 use super::outline::Outline;
 use super::{COMPRESSED_TENSORS, GPTQ};
@@ -36,7 +36,7 @@ impl Basis {
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Has {
     /// It does, with an additional rule for this model.
-    With(fn(&Outline) -> Verdict),
+    With(fn(&Outline) -> Compatibility),
     /// It does.
     Yes,
     /// It does not, for this reason.
@@ -53,7 +53,7 @@ pub struct Known {
     pub basis: Basis,
     /// The version that was run or read.
     pub version: &'static str,
-    /// The date.
+    /// The date on which it was run or read.
     pub date: &'static str,
 }
 
@@ -111,7 +111,7 @@ const BY_MODULE: &[&str] = &[COMPRESSED_TENSORS];
 const REMOTE: &[&str] = &["internlm2"];
 /// Families with experts; the rules for experts decide, not the model.
 const EXPERTS: &[&str] = &["mixtral", "qwen3_moe"];
-/// Families with experts that were run only in transformers, with compressed-tensors checkpoints.
+/// Families with experts that transformers ran, with compressed-tensors checkpoints only.
 const OTHER_EXPERTS: &[&str] = &[
     "qwen2_moe",
     "olmoe",
@@ -125,7 +125,7 @@ const OTHER_EXPERTS: &[&str] = &[
     "qwen3_5_moe_text",
     "lfm2_moe",
 ];
-/// Families without experts that were run only in transformers, with compressed-tensors checkpoints.
+/// Families without experts that transformers ran, with compressed-tensors checkpoints only.
 const OTHER_DENSE: &[&str] = &[
     "smollm3",
     "granite",
@@ -152,7 +152,7 @@ const OTHER_DENSE: &[&str] = &[
     "qwen3_5_text",
     "qwen3_next",
 ];
-/// Families without experts that were run in transformers at a later date.
+/// Families without experts that transformers ran at a later date, with compressed-tensors checkpoints only.
 const NEWER_DENSE: &[&str] = &["internlm3", "bloom"];
 /// Families in which only some models have experts. transformers cannot read their experts if these are stored
 /// separately.
@@ -177,7 +177,7 @@ const BY_PUBLISHED_CLASS: Has = Has::Unsure(
 const MISTRAL4_ALONE: Has =
     Has::Unsure("it has no Mistral 4 class of this name; what it runs instead was not checked");
 
-/// Classes that were checked in transformers only.
+/// More classes of vision-language models that transformers ran.
 const OTHER_VISION_LANGUAGE: &[&str] = &[
     "Gemma3ForConditionalGeneration",
     "Qwen3_5ForConditionalGeneration",
@@ -191,8 +191,8 @@ const EXPERTS_BY_OTHER_NAMES: Has =
 const GRANITE_BY_OTHER_NAMES: Has =
     Has::No("it expects tensor names for Granite experts that differ from those that quant writes");
 
-/// The date on which the registries and classes of vLLM 0.33.0 and SGLang 0.5.23 were read for the families after
-/// Llama's.
+/// The date on which the registries and classes of vLLM 0.33.0 and SGLang 0.5.23 were read for most families, and on
+/// which vLLM's CPU build and transformers ran some of them.
 const REGISTRIES: &str = "2026-11-25";
 const VLLM: &str = "0.33.0";
 const SGL: &str = "0.5.23";
@@ -256,8 +256,9 @@ const CLASSES_IN_VLLM: &[&str] = &[
     "Qwen3_5MoeForConditionalGeneration",
 ];
 
-/// The families among these that vLLM's CPU build ran: it gave the perplexity of a quantized random model
-/// (`benchmarks/record/engines`). Families that run through the classes of transformers are listed separately.
+/// The families of [`IN_VLLM`] that vLLM's CPU build ran: the perplexity of a quantized random model equals that of
+/// quant (`benchmarks/record/engines`). [`RUN_BY_TRANSFORMERS`] lists those that run through the classes of
+/// transformers.
 const RUN_ON_CPU: &[&str] = &[
     "granite",
     "gemma2",
@@ -274,9 +275,10 @@ const RUN_ON_CPU: &[&str] = &[
     "phi3",
     "lfm2",
 ];
-/// Classes for which vLLM's CPU build gave the perplexity of a quantized random model.
+/// Classes for which vLLM's CPU build and quant computed the same perplexity of a quantized random model.
 const CLASSES_RUN_ON_CPU: &[&str] =
     &["Gemma3ForConditionalGeneration", "Gemma4ForConditionalGeneration", "Qwen3_5ForConditionalGeneration"];
+/// The families of [`BY_TRANSFORMERS_IN_VLLM`] that vLLM's CPU build ran.
 const RUN_BY_TRANSFORMERS: &[&str] =
     &["smollm3", "olmo2", "olmo3", "starcoder2", "gpt_neox", "phi", "seed_oss", "hunyuan_v1_dense", "glm"];
 
@@ -510,7 +512,7 @@ fn find<'a>(facts: &'a [Fact], outline: &Outline) -> Option<&'a Fact> {
     facts.iter().find(|fact| fact.is_about(outline))
 }
 
-/// Returns the evidence for whether the engine supports the model; `engine` is its version and the default date.
+/// Returns the evidence for whether the engine supports the model; `engine` is the default version and date.
 pub(super) fn known(facts: &[Fact], outline: &Outline, engine: (&'static str, &'static str)) -> Known {
     let fact = find(facts, outline);
     let basis = fact.map_or(Basis::NotChecked, |fact| fact.basis);
@@ -518,8 +520,13 @@ pub(super) fn known(facts: &[Fact], outline: &Outline, engine: (&'static str, &'
     Known { basis, version, date }
 }
 
-/// Returns the verdict of the facts about models and, if these do not decide, of the `rules` for linears.
-pub(super) fn verdict(facts: &[Fact], outline: &Outline, rules: impl FnOnce() -> Verdict) -> Verdict {
+/// Returns the verdict for a checkpoint. If the first fact that applies to it is neither `No` nor `Unsure`, it is
+/// combined with the `rules` for linears; without such a fact, the verdict is at best `Unsure`.
+pub(super) fn verdict(
+    facts: &[Fact],
+    outline: &Outline,
+    rules: impl FnOnce() -> Compatibility,
+) -> Compatibility {
     match find(facts, outline).map(|fact| fact.has) {
         Some(Has::Yes) => rules(),
         Some(Has::With(own)) => own(outline).and(rules()),

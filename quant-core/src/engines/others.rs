@@ -1,8 +1,9 @@
 //! Engines with few rules.
 
-use super::Verdict::{self, No, Unsure, With, Yes};
+use super::Compatibility::{self, No, Unsure, With, Yes};
 use super::outline::{LayerKind, Outline};
 use crate::scheme::{ActivationScheme, Granularity, LinearScheme, ScaleFormat};
+use crate::wording::counted;
 
 /// All schemes of a checkpoint, head and embedding included.
 fn all_schemes(outline: &Outline) -> Vec<LinearScheme> {
@@ -16,7 +17,7 @@ fn all_schemes(outline: &Outline) -> Vec<LinearScheme> {
 const EMBEDDING: &str = "it does not support quantized embeddings (AttributeError on initialization)";
 
 /// transformers with gptqmodel, GPTQ format.
-pub(super) fn transformers_gptq(outline: &Outline, _ranks: usize) -> Verdict {
+pub(super) fn transformers_gptq(outline: &Outline, _ranks: usize) -> Compatibility {
     if outline.embedding.is_some() {
         return No(EMBEDDING.into());
     }
@@ -39,7 +40,7 @@ pub(super) fn transformers_gptq(outline: &Outline, _ranks: usize) -> Verdict {
 }
 
 /// transformers with gptqmodel, AWQ format.
-pub(super) fn transformers_awq(outline: &Outline, _ranks: usize) -> Verdict {
+pub(super) fn transformers_awq(outline: &Outline, _ranks: usize) -> Compatibility {
     if outline.embedding.is_some() {
         return No(EMBEDDING.into());
     }
@@ -57,7 +58,7 @@ pub(super) fn transformers_awq(outline: &Outline, _ranks: usize) -> Verdict {
 }
 
 /// transformers with the compressed-tensors package.
-pub(super) fn transformers(outline: &Outline, _ranks: usize) -> Verdict {
+pub(super) fn transformers(outline: &Outline, _ranks: usize) -> Compatibility {
     if outline.embedding.is_some() {
         return No(EMBEDDING.into());
     }
@@ -83,17 +84,17 @@ pub(super) fn transformers(outline: &Outline, _ranks: usize) -> Verdict {
 }
 
 /// LMDeploy's TurboMind, compressed-tensors format.
-pub(super) fn turbomind(outline: &Outline, ranks: usize) -> Verdict {
+pub(super) fn turbomind(outline: &Outline, ranks: usize) -> Compatibility {
     turbomind_with(outline, ranks, &[32, 128], |_| Yes)
 }
 
 /// LMDeploy's TurboMind, AWQ format.
-pub(super) fn turbomind_awq(outline: &Outline, ranks: usize) -> Verdict {
+pub(super) fn turbomind_awq(outline: &Outline, ranks: usize) -> Compatibility {
     turbomind_with(outline, ranks, &[128], |_| Yes)
 }
 
 /// LMDeploy's TurboMind, GPTQ format.
-pub(super) fn turbomind_gptq(outline: &Outline, ranks: usize) -> Verdict {
+pub(super) fn turbomind_gptq(outline: &Outline, ranks: usize) -> Compatibility {
     turbomind_with(outline, ranks, &[128], |scheme| match scheme.is_symmetric() {
         true => Yes,
         false => No("it supports only symmetric grids in the gptq format".into()),
@@ -105,8 +106,8 @@ fn turbomind_with(
     outline: &Outline,
     ranks: usize,
     known: &[usize],
-    grid: fn(&LinearScheme) -> Verdict,
-) -> Verdict {
+    grid: fn(&LinearScheme) -> Compatibility,
+) -> Compatibility {
     if outline.embedding.is_some() {
         return No("it does not support a quantized embedding".into());
     }
@@ -143,24 +144,24 @@ fn turbomind_with(
         outline.layers.iter().find(|l| l.kind == LayerKind::Row && !(l.k / group).is_multiple_of(ranks));
     match output {
         Some(layer) => Unsure(format!(
-            "`{}`: whether {} groups can be split across {ranks} ranks was not checked",
+            "`{}`: whether {} can be split across {ranks} ranks was not checked",
             layer.parts.first().map_or("", |p| &p.module),
-            layer.k / group
+            counted(layer.k / group, "group")
         )),
         None => Yes,
     }
 }
 
 /// mlx-lm on Apple silicon.
-pub(super) fn mlx(outline: &Outline, _ranks: usize) -> Verdict {
+pub(super) fn mlx(outline: &Outline, _ranks: usize) -> Compatibility {
     match outline.schemes()[..] {
         [LinearScheme { granularity: Granularity::Group(32 | 64 | 128), .. }] => Yes,
-        _ => No("it supports only groups of 32, 64 and 128".into()),
+        _ => No("it supports only one scheme per checkpoint, with groups of 32, 64 or 128".into()),
     }
 }
 
 /// llama.cpp's converter reads FP8 with scales per row or block, and NVFP4 if the number of inputs is a multiple of 64.
-fn llama_cpp_floats(outline: &Outline, scheme: LinearScheme) -> Verdict {
+fn llama_cpp_floats(outline: &Outline, scheme: LinearScheme) -> Compatibility {
     match (scheme.fixed_scales(), scheme.granularity) {
         (None, Granularity::Channel | Granularity::Block) => Yes,
         (Some(ScaleFormat::E4m3), _) => match outline.layers.iter().find(|l| !l.k.is_multiple_of(64)) {
@@ -177,17 +178,17 @@ fn llama_cpp_floats(outline: &Outline, scheme: LinearScheme) -> Verdict {
 
 /// llama.cpp's converter to GGUF, compressed-tensors and ModelOpt formats. With 8-bit activations, it reads the weights
 /// and leaves activations float; it does not support static scales.
-pub(super) fn llama_cpp(outline: &Outline, _ranks: usize) -> Verdict {
+pub(super) fn llama_cpp(outline: &Outline, _ranks: usize) -> Compatibility {
     llama_cpp_with(outline, |_| false)
 }
 
 /// llama.cpp's converter to GGUF, GPTQ format.
-pub(super) fn llama_cpp_gptq(outline: &Outline, _ranks: usize) -> Verdict {
+pub(super) fn llama_cpp_gptq(outline: &Outline, _ranks: usize) -> Compatibility {
     llama_cpp_with(outline, |scheme| matches!(scheme.bits(), 2 | 4 | 8))
 }
 
 /// `takes` returns whether a scheme is supported in this format. Some schemes are supported in all formats.
-fn llama_cpp_with(outline: &Outline, takes: fn(&LinearScheme) -> bool) -> Verdict {
+fn llama_cpp_with(outline: &Outline, takes: fn(&LinearScheme) -> bool) -> Compatibility {
     let schemes = all_schemes(outline);
     // It reads the input scale of NVFP4 only.
     if schemes.iter().any(|s| s.has_static_activations() && !s.has_global_scale()) {
@@ -203,9 +204,10 @@ fn llama_cpp_with(outline: &Outline, takes: fn(&LinearScheme) -> bool) -> Verdic
         {
             Yes
         }
-        [LinearScheme { granularity: Granularity::Channel, .. }] => {
-            No("it does not support scales per channel".into())
-        }
+        [LinearScheme { granularity: Granularity::Channel, .. }] => No(
+            "it does not support scales per channel with this scheme, or with a quantized head or embedding"
+                .into(),
+        ),
         [scheme] => {
             No(format!("it does not support {scheme}, or does not support a quantized head or embedding"))
         }

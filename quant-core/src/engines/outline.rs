@@ -22,10 +22,11 @@ pub enum LayerKind {
 
 /// A linear of the model, as part of a [`FusedLayer`].
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Part {
-    /// Its module.
+    /// The name of its module.
     pub module: String,
-    /// Output features.
+    /// The number of output features.
     pub n: usize,
     /// Its scheme; `None` if it is float.
     pub scheme: Option<LinearScheme>,
@@ -33,12 +34,13 @@ pub struct Part {
 
 /// A matrix as an engine runs it: one linear, or several fused.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct FusedLayer {
     /// How it is split.
     pub kind: LayerKind,
     /// The linears that it consists of: queries, keys, values; gate, up; or a single linear.
     pub parts: Vec<Part>,
-    /// Input features.
+    /// The number of input features.
     pub k: usize,
     /// Whether it is a linear of an expert, which reads only the rows of the expert's tokens.
     pub of_expert: bool,
@@ -60,6 +62,7 @@ impl FusedLayer {
 
 /// The properties of a checkpoint that decide whether an engine loads it.
 #[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
 pub struct Outline {
     /// The format's name.
     pub container: &'static str,
@@ -71,7 +74,7 @@ pub struct Outline {
     pub attentions: Vec<AttentionShape>,
     /// The distinct schemes of the experts' linears, with `None` for float linears; empty for models without experts.
     pub experts: BTreeSet<Option<LinearScheme>>,
-    /// The linears of all blocks.
+    /// The linears of all blocks, except routers and gates.
     pub layers: Vec<FusedLayer>,
     /// The head's scheme, if it is quantized.
     pub head: Option<LinearScheme>,

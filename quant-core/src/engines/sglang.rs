@@ -1,27 +1,27 @@
 //! SGLang: Marlin kernels without padding, with a slow fallback for the AWQ format.
 
-use super::Verdict::{self, No, Unsure, With, Yes};
+use super::Compatibility::{self, No, Unsure, With, Yes};
 use super::experts::one_scheme;
 use super::outline::Outline;
 use super::sharding::{Share, linears};
 use crate::scheme::{ActivationScheme, FloatFormat, ScaleFormat};
 
 /// SGLang on NVIDIA devices of compute capability 8.0 or later, compressed-tensors and ModelOpt formats.
-pub(super) fn cuda(outline: &Outline, ranks: usize) -> Verdict {
+pub(super) fn cuda(outline: &Outline, ranks: usize) -> Compatibility {
     cuda_with(outline, ranks, compressed_tensors)
 }
 
 /// SGLang on NVIDIA devices, AWQ format.
-pub(super) fn cuda_awq(outline: &Outline, ranks: usize) -> Verdict {
+pub(super) fn cuda_awq(outline: &Outline, ranks: usize) -> Compatibility {
     cuda_with(outline, ranks, awq)
 }
 
 /// SGLang on NVIDIA devices, GPTQ format.
-pub(super) fn cuda_gptq(outline: &Outline, ranks: usize) -> Verdict {
+pub(super) fn cuda_gptq(outline: &Outline, ranks: usize) -> Compatibility {
     cuda_with(outline, ranks, gptq)
 }
 
-fn cuda_with(outline: &Outline, ranks: usize, kernel: fn(&Share<'_>) -> Verdict) -> Verdict {
+fn cuda_with(outline: &Outline, ranks: usize, kernel: fn(&Share<'_>) -> Compatibility) -> Compatibility {
     if outline.embedding.is_some() {
         return No("it does not support a quantized embedding, and leaves it uninitialized".into());
     }
@@ -30,21 +30,21 @@ fn cuda_with(outline: &Outline, ranks: usize, kernel: fn(&Share<'_>) -> Verdict)
 
 /// SGLang's OPT renames `self_attn.out_proj` to `o_proj` and omits `decoder` from the names of blocks, so it ignores
 /// settings for single modules.
-pub(super) fn opt(outline: &Outline) -> Verdict {
+pub(super) fn opt(outline: &Outline) -> Compatibility {
     if outline.head.is_some() {
         return No("its OPT class does not support a quantized head".into());
     }
-    uniform(outline, "OPT")
+    uniform(outline, |module| format!("its OPT uses a different name for `{module}`"))
 }
 
-/// Classes in which some linears have no names.
-pub(super) fn unnamed(outline: &Outline) -> Verdict {
-    uniform(outline, "class")
+/// Classes in which some linears have no names, so that settings for single linears do not reach them.
+pub(super) fn unnamed(outline: &Outline) -> Compatibility {
+    uniform(outline, |module| format!("its class has no name for `{module}`"))
 }
 
 /// SGLang's latent attention, compressed-tensors format. It fuses the linears that compute latents while loading, and
 /// splits `kv_b_proj` into float matrices, which it supports for few layouts only.
-pub(super) fn latent(outline: &Outline) -> Verdict {
+pub(super) fn latent(outline: &Outline) -> Compatibility {
     let is_packed = |name: &str| {
         let parts = outline.layers.iter().flat_map(|layer| &layer.parts);
         let of_name = parts.filter(|part| part.module.ends_with(name));
@@ -62,14 +62,14 @@ pub(super) fn latent(outline: &Outline) -> Verdict {
 }
 
 /// SGLang's latent attention, GPTQ format.
-pub(super) fn latent_gptq(_: &Outline) -> Verdict {
+pub(super) fn latent_gptq(_: &Outline) -> Compatibility {
     Unsure("whether its latent attention supports `kv_b_proj` in the gptq format was not checked".into())
 }
 
 /// A class that contains a text model. If all linears have the same scheme, the setting for the class `Linear` applies.
 /// How settings for single linears reach modules with different names was not checked.
-pub(super) fn container(outline: &Outline) -> Verdict {
-    match uniform(outline, "class") {
+pub(super) fn container(outline: &Outline) -> Compatibility {
+    match uniform(outline, str::to_owned) {
         No(_) => Unsure(
             "whether it applies schemes of single linears was not checked: its module names differ from the \
             tensor names"
@@ -80,7 +80,7 @@ pub(super) fn container(outline: &Outline) -> Verdict {
 }
 
 /// Experts run on Marlin or Triton, with the scheme of the first expert.
-pub(super) fn experts(outline: &Outline) -> Verdict {
+pub(super) fn experts(outline: &Outline) -> Compatibility {
     one_scheme(outline, |scheme| match scheme.activations {
         ActivationScheme::Float if scheme.float_format().is_none() => Yes,
         ActivationScheme::Token if scheme.float_format().is_none() => {
@@ -91,22 +91,20 @@ pub(super) fn experts(outline: &Outline) -> Verdict {
 }
 
 /// Experts in formats that were not checked.
-pub(super) fn experts_of_others(outline: &Outline) -> Verdict {
+pub(super) fn experts_of_others(outline: &Outline) -> Compatibility {
     one_scheme(outline, |_| {
         Unsure(format!("how it runs experts in the {} format was not checked", outline.container))
     })
 }
 
 /// Checks that all linears have the same scheme, because the class ignores settings for single linears.
-fn uniform(outline: &Outline, class: &str) -> Verdict {
+/// `cause` describes the class's names for a linear.
+fn uniform(outline: &Outline, cause: impl Fn(&str) -> String) -> Compatibility {
     let mut parts = outline.layers.iter().flat_map(|layer| &layer.parts);
     let first = parts.next().and_then(|part| part.scheme);
     match parts.find(|part| part.scheme != first) {
         None => Yes,
-        Some(part) => No(format!(
-            "its {class} uses a different name for `{}`, so it ignores the schemes of single linears",
-            part.module
-        )),
+        Some(part) => No(format!("{}, so it ignores the schemes of single linears", cause(&part.module))),
     }
 }
 
@@ -115,7 +113,7 @@ fn is_marlin_group(share: &Share<'_>) -> bool {
 }
 
 /// Floating-point weights: FP8 and FP4 products on recent devices, and Marlin with float activations on older ones.
-fn float_kernel(share: &Share<'_>, format: FloatFormat) -> Verdict {
+fn float_kernel(share: &Share<'_>, format: FloatFormat) -> Compatibility {
     let rounds = share.scheme.activations != ActivationScheme::Float;
     match (format, share.scheme.fixed_scales()) {
         (_, Some(ScaleFormat::E4m3)) if rounds => With(
@@ -133,7 +131,7 @@ fn float_kernel(share: &Share<'_>, format: FloatFormat) -> Verdict {
     }
 }
 
-fn compressed_tensors(share: &Share<'_>) -> Verdict {
+fn compressed_tensors(share: &Share<'_>) -> Compatibility {
     let scheme = share.scheme;
     let (n, k) = (share.n(), share.k);
     if let Some(format) = scheme.float_format() {
@@ -176,7 +174,7 @@ fn compressed_tensors(share: &Share<'_>) -> Verdict {
     }
 }
 
-fn gptq(share: &Share<'_>) -> Verdict {
+fn gptq(share: &Share<'_>) -> Compatibility {
     if share.scheme.is_symmetric() && matches!(share.scheme.bits(), 4 | 8) {
         return compressed_tensors(share);
     }
@@ -186,7 +184,7 @@ fn gptq(share: &Share<'_>) -> Verdict {
     )))
 }
 
-fn awq(share: &Share<'_>) -> Verdict {
+fn awq(share: &Share<'_>) -> Compatibility {
     let (n, k) = (share.n(), share.k);
     match is_marlin_group(share) && n.is_multiple_of(64) && k.is_multiple_of(128) {
         true => Yes,

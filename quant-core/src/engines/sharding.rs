@@ -1,6 +1,6 @@
 //! Each rank's share of a linear, and the alignment that packing requires of it. Engines share these rules.
 
-use super::Verdict::{self, No, Yes};
+use super::Compatibility::{self, No, Yes};
 use super::outline::{FusedLayer, LayerKind, Outline};
 use super::{AWQ, COMPRESSED_TENSORS, GPTQ, MODELOPT};
 use crate::scheme::{BLOCK, Granularity, LinearScheme};
@@ -10,21 +10,21 @@ use crate::scheme::{BLOCK, Granularity, LinearScheme};
 pub(super) struct Share<'a> {
     /// The first part's module, for messages.
     pub(super) module: &'a str,
-    /// Output features of each part.
+    /// The number of output features of each part.
     pub(super) parts: Vec<usize>,
-    /// Input features.
+    /// The number of input features.
     pub(super) k: usize,
     /// Whether the inputs are split.
     pub(super) split_inputs: bool,
     /// Whether the outputs are split.
     pub(super) split_outputs: bool,
-    /// For a linear of an expert, the width of the stream that the experts read and write, which is not split.
+    /// For a linear of an expert, the hidden size, which experts read and write and which is not split.
     pub(super) expert_width: Option<usize>,
     pub(super) scheme: LinearScheme,
 }
 
 impl Share<'_> {
-    /// Output features of all parts.
+    /// The number of output features of all parts together.
     pub(super) fn n(&self) -> usize {
         self.parts.iter().sum()
     }
@@ -51,14 +51,14 @@ impl Share<'_> {
 /// Returns one rank's shares of all quantized linears.
 ///
 /// # Errors
-/// The reason why a linear cannot be split.
+/// The reason why the heads or a linear cannot be split.
 fn shares(outline: &Outline, ranks: usize) -> Result<Vec<Share<'_>>, String> {
     for shape in &outline.attentions {
         let (heads, kv_heads) = (shape.heads(), shape.kv_heads);
         if !heads.is_multiple_of(ranks) {
             return Err(format!("{heads} heads cannot be split across {ranks} ranks"));
         }
-        // Engines repeat key heads if there are fewer than ranks.
+        // Engines replicate key-value heads if there are fewer of them than ranks.
         let whole =
             if kv_heads >= ranks { kv_heads.is_multiple_of(ranks) } else { ranks.is_multiple_of(kv_heads) };
         if !whole {
@@ -210,7 +210,11 @@ fn blocks(share: &Share<'_>) -> Result<(), String> {
 }
 
 /// Returns the worst verdict of `kernel` for any linear, or `No` if a linear cannot be fused or split.
-pub(super) fn linears(outline: &Outline, ranks: usize, kernel: impl Fn(&Share<'_>) -> Verdict) -> Verdict {
+pub(super) fn linears(
+    outline: &Outline,
+    ranks: usize,
+    kernel: impl Fn(&Share<'_>) -> Compatibility,
+) -> Compatibility {
     for layer in &outline.layers {
         if let Err((one, other)) = layer.scheme() {
             return No(format!(
@@ -226,5 +230,5 @@ pub(super) fn linears(outline: &Outline, ranks: usize, kernel: impl Fn(&Share<'_
         Ok(()) => kernel(share),
         Err(reason) => No(reason),
     };
-    shares.iter().map(of_share).fold(Yes, Verdict::and)
+    shares.iter().map(of_share).fold(Yes, Compatibility::and)
 }

@@ -1,19 +1,19 @@
 //! vLLM: the kernel that runs each linear. vLLM tries its kernels in order and fails if none supports the linear. The
 //! rules for CUDA assume compute capability 8.0 or later.
 
-use super::Verdict::{self, No, Unsure, With, Yes};
+use super::Compatibility::{self, No, Unsure, With, Yes};
 use super::experts;
 use super::outline::Outline;
 use super::sharding::{Share, linears};
 use crate::scheme::{ActivationScheme, FloatFormat, Granularity, ScaleFormat};
 
 /// vLLM on NVIDIA devices, compressed-tensors and ModelOpt formats.
-pub(super) fn cuda(outline: &Outline, ranks: usize) -> Verdict {
+pub(super) fn cuda(outline: &Outline, ranks: usize) -> Compatibility {
     cuda_with(outline, ranks, cuda_packed)
 }
 
 /// vLLM on NVIDIA devices, AWQ format. Group sizes that Marlin does not support run on a separate kernel.
-pub(super) fn cuda_awq(outline: &Outline, ranks: usize) -> Verdict {
+pub(super) fn cuda_awq(outline: &Outline, ranks: usize) -> Compatibility {
     cuda_with(outline, ranks, |share| {
         if is_marlin_group(share) {
             return cuda_packed(share);
@@ -29,7 +29,7 @@ pub(super) fn cuda_awq(outline: &Outline, ranks: usize) -> Verdict {
 }
 
 /// vLLM on NVIDIA devices, GPTQ format, which it supports on Marlin only.
-pub(super) fn cuda_gptq(outline: &Outline, ranks: usize) -> Verdict {
+pub(super) fn cuda_gptq(outline: &Outline, ranks: usize) -> Compatibility {
     cuda_with(outline, ranks, |share| {
         let scheme = share.scheme;
         match is_marlin_group(share) && scheme.is_symmetric() && matches!(scheme.bits(), 4 | 8) {
@@ -42,14 +42,14 @@ pub(super) fn cuda_gptq(outline: &Outline, ranks: usize) -> Verdict {
     })
 }
 
-fn cuda_with(outline: &Outline, ranks: usize, packed: fn(&Share<'_>) -> Verdict) -> Verdict {
+fn cuda_with(outline: &Outline, ranks: usize, packed: fn(&Share<'_>) -> Compatibility) -> Compatibility {
     let embedding = match outline.embedding {
         Some(scheme) if !scheme.is_symmetric() => No("a quantized embedding must be symmetric".into()),
         Some(scheme) if !matches!(scheme.bits(), 2 | 4 | 8) => {
             No(format!("a quantized embedding cannot have {} bits", scheme.bits()))
         }
         Some(scheme) if scheme.float_format().is_some() => {
-            Unsure("whether it supports an FP8 embedding was not checked".into())
+            Unsure("whether it supports an embedding in a floating-point format was not checked".into())
         }
         _ => Yes,
     };
@@ -57,12 +57,12 @@ fn cuda_with(outline: &Outline, ranks: usize, packed: fn(&Share<'_>) -> Verdict)
 }
 
 /// vLLM on x86-64 CPUs, compressed-tensors and AWQ formats.
-pub(super) fn cpu(outline: &Outline, ranks: usize) -> Verdict {
+pub(super) fn cpu(outline: &Outline, ranks: usize) -> Compatibility {
     outside_blocks(outline).and(linears(outline, ranks, cpu_kernel))
 }
 
 /// vLLM on x86-64 CPUs, GPTQ format.
-pub(super) fn cpu_gptq(outline: &Outline, ranks: usize) -> Verdict {
+pub(super) fn cpu_gptq(outline: &Outline, ranks: usize) -> Compatibility {
     let grids = match outline.schemes().iter().find(|scheme| !scheme.is_symmetric()) {
         Some(scheme) => No(format!("it supports only symmetric grids in the gptq format, not {scheme}")),
         None => Yes,
@@ -71,7 +71,7 @@ pub(super) fn cpu_gptq(outline: &Outline, ranks: usize) -> Verdict {
 }
 
 /// Rules for a quantized embedding or head on CPUs.
-fn outside_blocks(outline: &Outline) -> Verdict {
+fn outside_blocks(outline: &Outline) -> Compatibility {
     match (outline.embedding, outline.head) {
         (Some(_), _) => No("a quantized embedding needs a GPU".into()),
         (_, Some(head)) if head.bits() != 4 => {
@@ -88,7 +88,7 @@ fn is_marlin_group(share: &Share<'_>) -> bool {
 
 /// Products with 8-bit activations: CUTLASS for unpacked bytes, in multiples of 16, and a kernel compiled at startup
 /// for packed weights.
-fn cuda_int8_kernel(share: &Share<'_>) -> Verdict {
+fn cuda_int8_kernel(share: &Share<'_>) -> Compatibility {
     let (n, k) = (share.n(), share.k);
     if !share.scheme.is_stored_as_bytes() {
         return match share.scheme.has_static_activations() {
@@ -106,13 +106,13 @@ fn cuda_int8_kernel(share: &Share<'_>) -> Verdict {
             "int8 activations require compute capability 7.5 to 9.0; 10.0 and later are not supported".into(),
         ),
         false => With(share.fault(format!(
-            "{n} × {k} per rank is not a multiple of 16 in both dimensions, and runs on a slower kernel"
+            "{n} and {k} per rank are not both multiples of 16, so it runs on a slower kernel"
         ))),
     }
 }
 
 /// Floating-point weights: FP8 and FP4 products on recent devices, and Marlin with float activations on older ones.
-fn cuda_float_kernel(share: &Share<'_>, format: FloatFormat) -> Verdict {
+fn cuda_float_kernel(share: &Share<'_>, format: FloatFormat) -> Compatibility {
     let rounds = share.scheme.activations != ActivationScheme::Float;
     match (format, share.scheme.fixed_scales()) {
         (_, Some(ScaleFormat::E4m3)) if rounds => With(
@@ -136,7 +136,7 @@ fn cuda_float_kernel(share: &Share<'_>, format: FloatFormat) -> Verdict {
 }
 
 /// `packed` is the format's rule for integer weights with float activations outside experts.
-fn cuda_kernel(share: &Share<'_>, packed: fn(&Share<'_>) -> Verdict) -> Verdict {
+fn cuda_kernel(share: &Share<'_>, packed: fn(&Share<'_>) -> Compatibility) -> Compatibility {
     if let Some(width) = share.expert_width {
         return experts::vllm_kernel(share, width);
     }
@@ -153,7 +153,7 @@ fn cuda_kernel(share: &Share<'_>, packed: fn(&Share<'_>) -> Verdict) -> Verdict 
 }
 
 /// Integer weights with float activations.
-fn cuda_packed(share: &Share<'_>) -> Verdict {
+fn cuda_packed(share: &Share<'_>) -> Compatibility {
     let (bits, symmetric, group) = (share.scheme.bits(), share.scheme.is_symmetric(), share.group());
     let (n, k) = (share.n(), share.k);
     if is_marlin_group(share) && (bits == 4 || (bits == 8 && symmetric)) {
@@ -175,7 +175,7 @@ fn cuda_packed(share: &Share<'_>) -> Verdict {
     }
 }
 
-fn cpu_float_kernel(share: &Share<'_>, format: FloatFormat) -> Verdict {
+fn cpu_float_kernel(share: &Share<'_>, format: FloatFormat) -> Compatibility {
     let rounds = share.scheme.activations != ActivationScheme::Float;
     match (format, share.scheme.fixed_scales(), share.scheme.granularity) {
         (FloatFormat::E2m1, ..) => No(share.fault("no CPU kernel for FP4 weights")),
@@ -194,7 +194,7 @@ fn cpu_float_kernel(share: &Share<'_>, format: FloatFormat) -> Verdict {
     }
 }
 
-fn cpu_kernel(share: &Share<'_>) -> Verdict {
+fn cpu_kernel(share: &Share<'_>) -> Compatibility {
     let (n, k) = (share.n(), share.k);
     if let Some(format) = share.scheme.float_format() {
         return cpu_float_kernel(share, format);

@@ -1,4 +1,4 @@
-//! Text generation, one token at a time, for `quant generate` and `quant chat`.
+//! Text generation, one token at a time.
 //!
 //! ```text
 //! prompt ─► tokens ─► Decoder::step ─► logits ─► Sampler ─► token ─► TextStream ─► text
@@ -6,9 +6,9 @@
 //!                        └───────────────────────────────────┘
 //! ```
 //!
-//! The settings are those of transformers' `GenerationConfig`, with its names, defaults and order of operations, so a
-//! model's `generation_config.json` has the same meaning here. The same tokens, settings, seed, program and instruction
-//! set produce the same text, regardless of the number of threads.
+//! The settings have the names, meanings and order of transformers' `GenerationConfig`, so a model's
+//! `generation_config.json` has the same meaning here. The same tokens, settings, seed, program and instruction set
+//! produce the same text, regardless of the number of threads.
 
 mod sampler;
 #[cfg(test)]
@@ -24,12 +24,13 @@ pub use self::text_stream::TextStream;
 use crate::model::{Decoder, SequenceCache};
 use crate::{CancelToken, Error, Result};
 
-/// Prompt tokens per step: enough for efficient matrix products, few enough to stop soon when cancelled and to keep
-/// intermediate values small.
+/// Maximum number of prompt tokens per step: enough for efficient matrix products, few enough to stop soon when
+/// cancelled and to keep intermediate values small.
 const PROMPT_CHUNK: usize = 512;
 
-/// Why generation stopped.
+/// The reason why generation stopped.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum End {
     /// The model emitted an end-of-sequence token.
     EndOfSequence,
@@ -42,7 +43,7 @@ pub enum End {
 }
 
 impl End {
-    /// A name for reports: `eos`, `length`, `context` or `stop`.
+    /// Returns the name for reports: `eos`, `length`, `context` or `stop`.
     pub fn name(self) -> &'static str {
         match self {
             Self::EndOfSequence => "eos",
@@ -88,23 +89,23 @@ pub struct Generator<'a> {
 }
 
 impl<'a> Generator<'a> {
-    /// An empty sequence.
+    /// Creates an empty sequence.
     pub fn new(decoder: &'a Decoder) -> Self {
         Self { decoder, cache: decoder.cache(), tokens: Vec::new() }
     }
 
-    /// The tokens whose keys and values are cached.
+    /// Returns the tokens whose keys and values are cached.
     pub fn tokens(&self) -> &[u32] {
         &self.tokens
     }
 
-    /// The size of the cache in bytes.
+    /// Returns the size of the cache in bytes.
     pub fn cache_bytes(&self) -> usize {
         self.cache.bytes()
     }
 
     /// Sets the sequence to `prompt` and returns the logits `[vocab]` after its last token. If the prompt continues the
-    /// cached tokens, only the new ones are processed; otherwise all are.
+    /// cached tokens by at least one, only the new ones are processed; otherwise all are.
     ///
     /// # Errors
     /// [`Error::Usage`] when the prompt is empty or longer than the decoder's positions; [`Error::Interrupted`] when
@@ -113,8 +114,8 @@ impl<'a> Generator<'a> {
         let positions = self.decoder.positions();
         if prompt.is_empty() {
             return Err(Error::usage(
-                "the prompt is empty, and the tokenizer of this model adds no tokens",
-                "give a prompt that is not empty",
+                "the prompt is empty: it has no tokens",
+                "give a prompt that has at least one token",
             ));
         }
         if prompt.len() > positions {

@@ -68,8 +68,8 @@ impl<'a> Sampler<'a> {
         })
     }
 
-    /// The candidates for the next token, in descending order of probability; equal probabilities are ordered by token
-    /// ID. Without sampling, there is only one.
+    /// Returns the candidates for the next token, in descending order of probability; equal probabilities are ordered
+    /// by token ID. Without sampling, there is only one.
     ///
     /// # Errors
     /// As [`choose`](Self::choose).
@@ -131,7 +131,7 @@ impl<'a> Sampler<'a> {
         s.suppress_tokens.iter().copied().for_each(&mut exclude);
     }
 
-    /// Temperature, `top_k`, `top_p` and `min_p`.
+    /// Applies temperature, `top_k`, `top_p` and `min_p`.
     fn warp(&self, mut candidates: Vec<(u32, f32)>) -> Vec<Candidate> {
         let s = self.settings;
         candidates.iter_mut().for_each(|(_, score)| *score /= s.temperature);

@@ -1,4 +1,4 @@
-//! How tokens are chosen and when generation stops: `generation_config.json`.
+//! The settings of text generation, and their file: `generation_config.json`.
 
 use serde_json::{Map, Value};
 
@@ -33,19 +33,20 @@ const IGNORED: [(&str, Neutral); 17] = [
     ("watermarking_config", Neutral::Nothing),
 ];
 
-/// The value with which a field has no effect, in addition to `null`.
+/// The value with which a field has no effect, in addition to `null` and an empty list.
 #[derive(Debug, Clone, Copy)]
 enum Neutral {
     Nothing,
     Number(f64),
 }
 
-/// How tokens are chosen and when generation stops, with the names and meanings of transformers' `GenerationConfig`.
+/// Settings that determine how tokens are chosen and when generation stops, with the names and meanings of
+/// transformers' `GenerationConfig`.
 #[derive(Debug, Clone, PartialEq)]
 pub struct GenerationSettings {
     /// The maximum number of new tokens.
     pub max_new_tokens: usize,
-    /// End-of-sequence tokens are excluded until this many new tokens are emitted.
+    /// The number of new tokens before which end-of-sequence tokens are excluded.
     pub min_new_tokens: usize,
     /// Whether to sample; otherwise the most probable token is taken.
     pub do_sample: bool,
@@ -56,7 +57,7 @@ pub struct GenerationSettings {
     /// Sampling is restricted to the smallest set of most probable tokens with at least this total probability; above
     /// 0, at most 1.
     pub top_p: f32,
-    /// Tokens whose probability is below this fraction of the largest one are not sampled; 0 to 1.
+    /// Tokens whose probability is below this fraction of the largest one are not sampled; from 0 to 1.
     pub min_p: f32,
     /// Logits of tokens that are already in the prompt or the text are divided by the penalty if positive, and
     /// multiplied by it if negative; greater than 0.
@@ -72,7 +73,8 @@ pub struct GenerationSettings {
 }
 
 impl Default for GenerationSettings {
-    /// The defaults of transformers, which are greedy, with at most 256 new tokens and no end-of-sequence token.
+    /// Returns the defaults of transformers, which are greedy, but with at most 256 new tokens. There is no
+    /// end-of-sequence token.
     fn default() -> Self {
         Self {
             max_new_tokens: 256,
@@ -92,8 +94,8 @@ impl Default for GenerationSettings {
 }
 
 impl GenerationSettings {
-    /// The settings recommended by a model's authors: `generation_config.json` next to the model, with the
-    /// end-of-sequence tokens of `config.json` if that file specifies none. Also returns a note on each field that
+    /// Reads the settings recommended by a model's authors: `generation_config.json` next to the model, with the
+    /// end-of-sequence tokens of `config.json` if the former specifies none. Also returns a note on each field that
     /// would change the text and is not implemented.
     ///
     /// # Errors
@@ -171,13 +173,13 @@ impl GenerationSettings {
         }
     }
 
-    /// The first setting that is out of range, with the rest of a sentence that begins with its name.
+    /// Returns the first setting that is out of range, with the rest of a sentence that begins with its name.
     fn fault(&self) -> Option<(&'static str, String)> {
         let positive = |value: f32| value.is_finite() && value > 0.0;
         let range = |name, value: f32, is_valid: bool, range: &str| {
             (!is_valid).then(|| (name, format!("is {value}; it must be {range}")))
         };
-        range("temperature", self.temperature, positive(self.temperature), "greater than 0")
+        range("temperature", self.temperature, positive(self.temperature), "a finite number greater than 0")
             .or(range(
                 "top_p",
                 self.top_p,
@@ -269,7 +271,7 @@ mod tests {
     #[test]
     fn what_is_out_of_range_is_named() {
         for (value, phrase) in [
-            (json!({"temperature": -1}), "`temperature` is -1; it must be greater than 0"),
+            (json!({"temperature": -1}), "`temperature` is -1; it must be a finite number greater than 0"),
             (json!({"top_p": 0}), "`top_p` is 0"),
             (json!({"top_p": 1.5}), "`top_p` is 1.5"),
             (json!({"min_p": 2}), "`min_p` is 2"),

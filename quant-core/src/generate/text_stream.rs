@@ -31,7 +31,7 @@ impl<'a> TextStream<'a> {
         Self { tokenizer, stop, decoded: tokens.len(), tokens, held: String::new(), stopped: false }
     }
 
-    /// Whether a stop string has occurred. No more text follows.
+    /// Returns whether a stop string has occurred. If so, no more text follows.
     pub fn is_stopped(&self) -> bool {
         self.stopped
     }
@@ -63,7 +63,7 @@ impl<'a> TextStream<'a> {
         Ok(if self.stopped { certain } else { certain + &self.held })
     }
 
-    /// The text of the tokens after `decoded`.
+    /// Returns the text of the tokens after the first `decoded`.
     fn new_text(&self) -> Result<String> {
         let [before, all] = self.tokenizer.decode_each([&self.tokens[..self.decoded], &self.tokens])?;
         // Some tokenizers change the end of the preceding text, such as a space before a comma.

@@ -12,7 +12,7 @@ use crate::model::{Model, NodeId, RopeTables};
 use crate::quantize::gptq::{Factor, FactorError, GptqSettings, Hessian};
 use crate::{CancelToken, Error, Result};
 
-/// The factors of one block at a time.
+/// Computes the factors of one block at a time.
 pub struct Curvature<'a> {
     model: &'a Model,
     cancel: &'a CancelToken,
@@ -21,7 +21,7 @@ pub struct Curvature<'a> {
     states: HiddenStates,
     /// The next block to run.
     next: usize,
-    /// The factors of the previous block, by the names of weights in the checkpoint.
+    /// The factors of the block before `next`, by the names of weights in the checkpoint.
     factors: BTreeMap<String, Arc<Factor>>,
 }
 
@@ -64,8 +64,8 @@ impl<'a> Curvature<'a> {
         Ok(Self { model, cancel, damping, ropes, states, next: 0, factors: BTreeMap::new() })
     }
 
-    /// Returns the factor for a tensor of the file; `None` if the statistics of its input are unknown, or it stays
-    /// float. Blocks must come in ascending order.
+    /// Returns the factor for a tensor of the file; `None` if it is outside the blocks, stays float, is not a linear's
+    /// weight, or has its columns reordered. Blocks must come in ascending order.
     ///
     /// # Errors
     /// When a block fails, an input is not finite, or a Hessian has no factor; [`Error::Interrupted`].

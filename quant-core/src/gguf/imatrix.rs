@@ -127,7 +127,7 @@ impl Importance {
         if let Some(channel) = sum.sums.iter().position(|s| !(*s as f32).is_finite()) {
             return Err(Error::Calibration {
                 tensor: format!("{}.weight", a.in_block(layer, linear.name())),
-                what: format!("the square of channel {channel} of the input"),
+                what: format!("the sum of squares of input channel {channel}"),
             });
         }
         let weight = linear.parameters().into_iter().find(|parameter| parameter.name == "weight");
@@ -155,8 +155,9 @@ impl Importance {
         Ok(())
     }
 
-    /// The importance of a tensor's channels, `[matrices, columns]`; `None` if there is no entry for the tensor. If no
-    /// token reached a matrix, all its channels have the same importance.
+    /// The importance of a tensor's channels, `[matrices, columns]`; `None` if there is no entry for the tensor, its
+    /// type does not use one, or its codes are kept. If no token reached a matrix, all its channels have the same
+    /// importance.
     ///
     /// # Errors
     /// [`Error::InputFile`] when an entry has the wrong size, or the weights in a file for a matrix are all zero or not
@@ -199,7 +200,7 @@ impl Importance {
         Ok(Some(importance))
     }
 
-    /// Tensors of a plan whose errors would be weighted, but that have no entry.
+    /// The names of planned tensors whose rounding errors would be weighted, but that have no entry.
     pub fn missing<'p>(&self, tensors: &'p [PlannedTensor]) -> Vec<&'p str> {
         let in_block = |t: &&PlannedTensor| {
             t.name.starts_with("blk.") && t.shape.len() > 1 && !(t.shape.len() > 2 && t.sources().len() < 2)
@@ -224,8 +225,8 @@ impl Importance {
     /// Reads a file of either format.
     ///
     /// # Errors
-    /// [`Error::InputFile`] when it has neither format, is damaged, or contains values that are not finite;
-    /// [`Error::Io`].
+    /// [`Error::InputFile`] if it has neither format, is damaged, or contains negative or non-finite values;
+    /// [`Error::Io`] if it cannot be read.
     pub fn read(path: &Path) -> Result<Self> {
         let fault = |reason| Self::fault(path, reason);
         let bytes = read_capped(path, path, MAX_FILE_BYTES)?.map_err(fault)?;

@@ -143,7 +143,8 @@ pub(super) fn of_parameter(
     Ok(vec![place(format!("{stored}.{}", parameter.name), shape.clone(), view)])
 }
 
-/// Whether a mixture chooses the type of a tensor: true for matrices except routers and small ones.
+/// Whether a mixture chooses the type of a tensor: true for weight matrices except routers, convolutions and the
+/// projection of per-layer inputs.
 pub(super) fn takes_type(name: &str, shape: &[usize]) -> bool {
     const KEPT: [&str; 5] = [
         "_norm.weight",

@@ -19,7 +19,7 @@ pub(super) struct ModelMetadata {
     pub(super) rope_factors: Vec<(&'static str, Vec<f32>)>,
 }
 
-/// Properties of the blocks' graphs, which must be the same in all blocks.
+/// Properties of the blocks' graphs that a file describes once for all blocks.
 struct Facts<'a> {
     attention: AttentionShape,
     ropes: Vec<&'a Rope>,
@@ -280,7 +280,7 @@ fn check_graph(a: &Architecture, family: &GgufFamily, facts: &Facts<'_>) -> Resu
                     if other != family.activation {
                         return Err(unfit(
                             family,
-                            format!("its MLP contains the unsupported operation {other:?}"),
+                            format!("its blocks contain the unsupported activation function {other:?}"),
                         ));
                     }
                 }

@@ -29,7 +29,7 @@ enum When {
     Always,
     /// In the first and the last eighth of the layers, and in every third layer between.
     More,
-    /// In the first layers, up to this number.
+    /// In this many layers from the first on.
     First(usize),
     /// In the first `1 / n` of the layers.
     FirstOf(usize),

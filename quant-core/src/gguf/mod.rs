@@ -8,6 +8,39 @@
 //!
 //! A file is written in one pass over the checkpoint's tensors, without an intermediate form of the model. The encoding
 //! of rows as bytes is in [`blocks`](crate::blocks).
+//!
+//! [`run::quantize`](crate::run::quantize) writes a model. A file of other tensors is written with [`GgufArchive`], and
+//! any file is read with [`GgufFile`]:
+//!
+//! ```
+//! use std::sync::Arc;
+//! use quant_core::blocks::Q8_0;
+//! use quant_core::checkpoint::{CheckpointWriter, TensorSink, WriteOptions};
+//! use quant_core::gguf::{GgufArchive, GgufFile, Value};
+//! # let temporary = tempfile::tempdir().unwrap();
+//! # let path = temporary.path().join("a.gguf");
+//!
+//! let row: Vec<f32> = (0..64).map(|i| (i as f32 * 0.7).sin()).collect();
+//! let mut bytes = vec![0; Q8_0.row_bytes(64).unwrap()];
+//! Q8_0.encode(&row, None, &mut bytes);
+//!
+//! let metadata = vec![("general.name".to_owned(), Value::string("a row"))];
+//! let archive = GgufArchive { file_name: "a.gguf".into(), metadata, in_parts: false };
+//! let options = WriteOptions { archive: Arc::new(archive), single_file: true, ..WriteOptions::default() };
+//! let tensors = vec![GgufArchive::spec("row", &Q8_0, &[1, 64])?];
+//! let mut writer = CheckpointWriter::create(&path, tensors, options)?;
+//! writer.write("row", 0, &bytes)?;
+//! writer.publish()?;
+//!
+//! let file = GgufFile::open(&path)?;
+//! assert_eq!(file.header().get("general.name").and_then(Value::as_str), Some("a row"));
+//! let tensor = file.tensor("row").unwrap();
+//! let (mut stored, mut decoded) = (vec![0; bytes.len()], vec![0.0; 64]);
+//! file.read(tensor, 0, &mut stored)?;
+//! tensor.kind.decode(&stored, &mut decoded);
+//! assert!(row.iter().zip(&decoded).all(|(a, b)| (a - b).abs() < 0.01));
+//! # Ok::<(), quant_core::Error>(())
+//! ```
 
 mod codes;
 mod curvature;
@@ -50,7 +83,7 @@ pub const SUMMARY: &str = "one file for llama.cpp; ‹scheme› is a type such a
 
 impl GgufPlan {
     /// The archive of a plan: its metadata, with the entries for an importance matrix. `in_parts`: whether to write
-    /// several files if one would be too large.
+    /// several files if one would be too large. `origin`: the file name to record for the importance matrix.
     pub fn archive(
         &self,
         file_name: &str,

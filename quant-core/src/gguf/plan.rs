@@ -15,6 +15,7 @@ use crate::model::{Architecture, Model};
 use crate::quantize::gptq::GptqSettings;
 use crate::recipe::Pattern;
 use crate::scheme::{Granularity, WeightFormat};
+use crate::wording::counted;
 use crate::{Error, Result};
 
 /// The options of a run.
@@ -25,7 +26,7 @@ pub struct GgufRequest {
     /// Tensors with a type of their own, by the names of their modules in the checkpoint or in the file; the last match
     /// wins.
     pub overrides: Vec<(Pattern, &'static BlockType)>,
-    /// Tensors that stay float.
+    /// Tensors that keep the float type in which they are stored.
     pub ignore: Vec<Pattern>,
     /// The pre-tokenizer; recognized automatically if `None`.
     pub pre: Option<String>,
@@ -97,6 +98,7 @@ impl PlannedTensor {
 
 /// The contents of a file.
 #[derive(Debug, Clone)]
+#[non_exhaustive]
 pub struct GgufPlan {
     /// The options.
     pub request: GgufRequest,
@@ -122,20 +124,25 @@ struct Draft {
 }
 
 impl GgufPlan {
-    /// Plans the file for a model. A model that is already quantized keeps its codes: its linears become Q4_0 or Q8_0.
+    /// Plans the file for a model. A model that is already quantized keeps its codes: its linears become Q4_0 or Q8_0,
+    /// and weights in MXFP4 blocks stay MXFP4.
     ///
     /// # Errors
-    /// [`Error::Usage`] when llama.cpp does not support the family, a pattern matches nothing, a mixture needs an
-    /// importance matrix, or rows do not fit their type; [`Error::NotRepackable`] when codes cannot be kept;
-    /// [`Error::Tokenizer`] when the tokenizer cannot be written.
+    /// [`Error::Usage`] if llama.cpp does not support the family or a property of the model, a pattern matches nothing,
+    /// a mixture needs an importance matrix, or rows do not fit their type; [`Error::NotRepackable`] if codes cannot be
+    /// kept; [`Error::Tokenizer`] if the tokenizer cannot be written.
     pub fn new(model: &Model, directory: &ModelDirectory, request: GgufRequest) -> Result<Self> {
         let a = model.architecture();
         let is_held = |family: &&GgufFamily| a.wrapper.is_none() || family.is_text_of_larger;
         let family = families::family(a.family).filter(is_held).ok_or_else(|| {
             let known: Vec<&str> = families::FAMILIES.iter().map(|f| f.family).collect();
             Error::usage(
-                format!("models of the family {} cannot be written as GGUF", a.family),
-                format!("write a different format; families supported by GGUF: {}", known.join(", ")),
+                format!("this model of the family {} cannot be written as GGUF", a.family),
+                format!(
+                    "write a different format; supported families, some of them only outside of vision-language \
+                     models: {}",
+                    known.join(", ")
+                ),
             )
         })?;
         let mixture = request.mixture;
@@ -182,13 +189,17 @@ impl GgufPlan {
             let listed: Vec<String> = unfit.iter().take(8).map(|reason| format!("\n  {reason}")).collect();
             let more = unfit.len().saturating_sub(8);
             let more = if more > 0 { format!("\n  and {more} more") } else { String::new() };
+            let one = unfit.len() == 1;
             return Err(Error::usage(
                 format!(
-                    "the row widths of {} tensor(s) do not suit their types:{}{more}",
-                    unfit.len(),
+                    "the row {} of {} not suit {}:{}{more}",
+                    if one { "width" } else { "widths" },
+                    counted(unfit.len(), "tensor") + if one { " does" } else { " do" },
+                    if one { "its type" } else { "their types" },
                     listed.concat()
                 ),
-                "set a type with a suitable block size with ‹override›, or allow fallbacks to larger types",
+                "set ‹allow_fallback› to use the fallback types of llama-quantize (Q5_0 for Q4_K), which have smaller blocks \
+                and more bits; or set a type with a suitable block size with ‹override›",
             ));
         }
         let is_quantized = tensors.iter().any(|t| !t.kind.is_float());
@@ -202,7 +213,7 @@ impl GgufPlan {
         Ok(Self { request, metadata, tensors, notes })
     }
 
-    /// The tensors as a writer expects them.
+    /// The specifications of all tensors, in file order.
     ///
     /// # Errors
     /// Only if this crate has a bug.

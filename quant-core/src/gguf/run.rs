@@ -1,4 +1,4 @@
-//! Writes a plan. Rows are read, transformed, encoded and written piece by piece, so memory does not grow with the
+//! Writes the tensors of a planned GGUF file. Rows are read, transformed, encoded and written piece by piece, so memory does not grow with the
 //! model.
 
 use std::sync::Arc;
@@ -42,9 +42,9 @@ pub struct GgufTensorReport {
     /// `gptq` if codes compensate each other's rounding errors.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub method: Option<String>,
-    /// The square root of the sum of squared errors divided by the sum of squared values; absent if codes were kept.
+    /// The sum of squared errors divided by the sum of squared values, then the square root; `null` if codes were kept.
     pub relative_rms: Option<f64>,
-    /// BLAKE3 of the values as read, in f32 and file order; if codes are kept, of the codes and scales.
+    /// BLAKE3 of the values before encoding, in F32 and file order; if codes are kept, of the codes and scales.
     pub source_blake3: String,
 }
 
@@ -70,14 +70,14 @@ impl GgufReport {
         text.map(|t| t + "\n").map_err(|e| Error::Internal(format!("JSON cannot be written: {e}")))
     }
 
-    /// Tensors that do not have the type of the mixture, because their rows do not fit it.
+    /// Tensors that do not have the requested type, because their rows do not fit it.
     pub fn replaced(&self) -> impl Iterator<Item = &GgufTensorReport> {
         self.tensors.iter().filter(|t| t.replaces.is_some())
     }
 }
 
 /// Writes every tensor of a plan. Tensors that `sink` has from an interrupted run are not encoded again. With
-/// `curvature`, weights that have an importance are encoded by GPTQ.
+/// `curvature`, weights that have an importance and a Hessian factor are encoded by GPTQ.
 ///
 /// # Errors
 /// When a tensor cannot be read or written, or its values cannot be encoded; [`Error::Interrupted`].

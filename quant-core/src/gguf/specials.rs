@@ -125,7 +125,7 @@ pub(super) fn gating(scores: RouterScores) -> u32 {
     }
 }
 
-/// Writes the delta nets, and which blocks have them.
+/// Writes the entries for delta nets, including which blocks have them.
 pub(super) fn delta_nets(
     a: &Architecture,
     family: &GgufFamily,
@@ -193,7 +193,7 @@ fn sections(config: &Map<String, Json>, pairs: usize) -> Vec<i32> {
     if sections.iter().zip(&even).all(|(found, due)| found >= due) { sections } else { even }
 }
 
-/// Writes YaRN; returns a note for the user.
+/// Writes the entries for YaRN, and returns a note for the user if one is due.
 pub(super) fn yarn(
     a: &Architecture,
     family: &GgufFamily,

@@ -1,4 +1,4 @@
-//! Operations between linears: causal attention with grouped queries, gated products and activations.
+//! Operations between linears: causal grouped-query attention, gated products and activations.
 //!
 //! They run on plain slices, divided into pieces of fixed size, so results do not depend on the number of threads.
 
@@ -24,13 +24,13 @@ const ELEMENT_TILE: usize = 1 << 14;
 /// `softmax(q kᵀ · scale + causal mask) v` for every head. With a soft cap `c`, scaled scores `s` become
 /// `c tanh(s / c)` before the mask.
 ///
-/// `q` is `[batch, queries, heads · head_dim]`, `k` `[batch, keys, kv_heads · head_dim]` and `v`
-/// `[batch, keys, kv_heads · value_dim]`; the last query has the last key's position. `repeat` consecutive query heads
-/// share one key/value head. With a `window`, a query attends to that many positions, including its own; with a
-/// `chunk`, to the positions since the last multiple of `chunk`. No query attends to a key of a different segment;
-/// several segments require as many keys as queries. `sinks` has one score per query head that takes part in the
-/// softmax but has no value. With `alibi`, the head's slope times the distance between query and key is subtracted from
-/// each scaled score.
+/// The shapes are `[batch, queries, heads · head_dim]` for `q`, `[batch, keys, kv_heads · head_dim]` for `k`, and
+/// `[batch, keys, kv_heads · value_dim]` for `v`. The last query has the last key's position. `repeat` consecutive
+/// query heads share one key/value head. With a `window`, a query attends to that many positions, including its own;
+/// with a `chunk`, to the positions since the last multiple of `chunk`, counted from the start of its segment. No query
+/// attends to a key of a different segment; several segments require as many keys as queries. `sinks` has one score per
+/// query head, which takes part in the softmax but has no value. With `alibi`, the head's slope times the distance
+/// between query and key is subtracted from each scaled score.
 ///
 /// # Errors
 /// When shapes do not match.
@@ -54,10 +54,10 @@ pub(crate) fn gated(activation: Activation, gate: &Tensor, up: &Tensor) -> Resul
     Ok(gate.contiguous()?.apply_op2_no_bwd(&up.contiguous()?, &Gated(activation))?)
 }
 
-/// An elementwise activation; NaN stays NaN.
+/// Applies an activation elementwise; NaN stays NaN.
 ///
 /// # Errors
-/// When the result cannot be allocated.
+/// When `x` is not an `f32` tensor.
 pub(crate) fn activate(activation: Activation, x: &Tensor) -> Result<Tensor> {
     Ok(x.contiguous()?.apply_op1_no_bwd(&Activate(activation))?)
 }
@@ -271,7 +271,7 @@ fn softmax_range(row: &mut [f32], seen: Range<usize>, sink: Option<f32>) {
     }
 }
 
-/// Applies a vectorizable function to every value.
+/// Applies an activation to every value; inlined into loops that are vectorized as a whole.
 #[inline(always)]
 pub(super) fn in_place(activation: Activation, values: &mut [f32]) {
     match activation {

@@ -43,7 +43,8 @@ impl Block {
     /// parameters of other operations, and the tables of its rotary embeddings.
     ///
     /// # Errors
-    /// When a norm, linear, parameter or table of the graph is missing.
+    /// When a norm, linear, parameter or table of the graph is missing, or a norm has a bias that the graph does not
+    /// have, or the reverse.
     pub fn new(
         graph: Arc<BlockGraph>,
         mut norms: BTreeMap<NodeId, Norm>,
@@ -119,6 +120,13 @@ impl Block {
         self.linears.values().filter_map(|linear| linear.weight().as_stored())
     }
 
+    /// Drops the bytes of an expert's weights. They are read again when they are used again. `selects` is the node that
+    /// selects the expert's rows.
+    pub(crate) fn release_expert(&self, selects: NodeId) {
+        let own = self.linears.iter().filter(|(id, _)| self.graph.expert_of(**id) == Some(selects));
+        own.filter_map(|(_, linear)| linear.weight().as_stored()).for_each(|weight| drop(weight.release()));
+    }
+
     /// Returns a norm's weight, `[width]`.
     ///
     /// # Panics
@@ -143,11 +151,11 @@ impl Block {
         self.linears.insert(id, linear);
     }
 
-    /// Returns the block with all its quantized linears packed for the kernels. Experts whose linears are all packed
-    /// run in one call.
+    /// Returns the block with all its quantized linears packed for the kernels. If the linears of all experts are
+    /// packed and quantize their inputs in the same way, the experts run in one call.
     ///
     /// # Errors
-    /// As [`WeightBody::packed`](super::WeightBody::packed).
+    /// As [`WeightBody::packed`](super::WeightBody::packed), and when the shapes of experts do not match.
     pub fn packed(mut self, runner: &Runner) -> Result<Self> {
         for linear in self.linears.values_mut() {
             *linear = linear.packed(runner)?;
@@ -187,7 +195,8 @@ impl Block {
     /// without a cache, the number of cached positions with one.
     ///
     /// # Errors
-    /// When shapes do not match, the rotary tables are too short, or the tap stops the run.
+    /// When shapes do not match, the rotary tables are too short, a router logit is not finite, or the tap stops the
+    /// run.
     pub fn forward(
         &self,
         hidden: &Tensor,
@@ -213,7 +222,7 @@ impl Block {
         Run { block: self, start: 0, cache: None, segments, tap, selected: BTreeMap::new() }.output(hidden)
     }
 
-    /// Computes the values of some nodes from known ones, in prefill at position 0.
+    /// Computes the values of some nodes from known ones, without a cache and from position 0.
     ///
     /// # Errors
     /// When a target cannot be computed from the known values, or shapes do not match.
@@ -277,13 +286,13 @@ impl<'a> Run<'a> {
         values.pop().ok_or_else(|| Error::Internal("a block has no output".into()))
     }
 
-    /// The experts that run in one call in this run.
+    /// Returns the experts that node `id` sums, if this run computes them in one call.
     fn grouped(&self, id: NodeId) -> Option<&GroupedExperts> {
         let whole = !self.tap.watches() && self.block.unrouted.is_empty();
         self.block.grouped.get(&id).filter(|_| whole)
     }
 
-    /// The inputs of a node.
+    /// Returns the nodes that are needed to compute a node: its inputs, or those of the call that runs its experts.
     fn inputs(&self, id: NodeId) -> &[NodeId] {
         self.grouped(id).map_or(&self.block.graph.nodes()[id].inputs, |experts| experts.inputs())
     }
@@ -542,7 +551,8 @@ impl<'a> Run<'a> {
     }
 }
 
-/// Concatenates the features of two values `[batch, positions, features]` within each head.
+/// Concatenates the features of two values `[batch, positions, features]` within each head. A value with a single head
+/// is repeated for all `heads`.
 fn join_heads(values: [&Tensor; 2], heads: usize, widths: [usize; 2]) -> Result<Tensor> {
     let (batch, positions, _) = values[0].dims3()?;
     let split = |i: usize| -> Result<Tensor> {

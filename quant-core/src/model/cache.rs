@@ -48,7 +48,7 @@ pub struct LayerCache {
     states: BTreeMap<NodeId, State>,
 }
 
-/// The format of the cached values, which the first tokens determine.
+/// The cached keys and values. Their format is chosen when the first tokens are appended.
 #[derive(Debug, Clone)]
 pub(super) enum CacheContents {
     Nothing,

@@ -1,4 +1,4 @@
-//! A whole model in memory, for evaluation: prefill of a batch of windows, and decoding one position at a time.
+//! A whole model in memory: prefill of a batch of windows, and incremental decoding of one sequence.
 
 use std::sync::Arc;
 
@@ -53,7 +53,8 @@ impl Decoder {
     /// Loads the model for windows of up to `positions` tokens.
     ///
     /// # Errors
-    /// When a tensor cannot be read or is not finite, the model has fewer positions, or the run is cancelled.
+    /// When a tensor cannot be read or is not finite, the model has fewer than `positions` learned positions, or the
+    /// run is cancelled.
     pub fn load(
         model: &Model,
         positions: usize,
@@ -108,8 +109,8 @@ impl Decoder {
         self.blocks.first().map_or(KvCaching::Float, Block::caching)
     }
 
-    /// Replaces an `f32` cache with 16-bit floats in the kernels' pages, if the kernels support the attention shapes.
-    /// Engines usually have 16-bit caches, so speed should be measured with one.
+    /// Replaces an `f32` cache with the kernels' paged cache of 16-bit floats, if the kernels support the attention
+    /// shapes. Engines usually have 16-bit caches, so speed should be measured with one.
     pub fn with_half_cache(self) -> Self {
         match self.caching() {
             KvCaching::Float if KvCaching::refusal(Some(KvType::F16), &self.attentions).is_none() => {
@@ -133,9 +134,9 @@ impl Decoder {
         Ok(self.with_kernel_cache())
     }
 
-    /// Returns the decoder with its quantized linears on a GPU, multiplied by the GPU kernels. Everything else stays on
-    /// the CPU: norms, rotary embeddings, attention, which runs as after [`packed`](Self::packed), and unquantized
-    /// linears.
+    /// Returns the decoder with its quantized linears on a GPU, multiplied by the GPU kernels. Norms, rotary
+    /// embeddings, attention and unquantized linears stay on the CPU. As after [`packed`](Self::packed), attention runs
+    /// on the kernels' own cache if they support it.
     ///
     /// # Errors
     /// As [`WeightBody::on_cuda`].
@@ -166,7 +167,7 @@ impl Decoder {
         self.positions
     }
 
-    /// Returns the features of the hidden states.
+    /// Returns the number of features of the hidden states.
     pub fn width(&self) -> usize {
         self.hidden
     }
@@ -176,18 +177,20 @@ impl Decoder {
         self.blocks.len()
     }
 
-    /// Returns the linears of block `index` with their names, in order of the block's graph; empty if there is no such
-    /// block.
+    /// Returns the linears of block `index` with their names, in the order of the block's graph; empty if there is no
+    /// such block.
     pub fn linears(&self, index: usize) -> impl Iterator<Item = (NodeId, &str)> {
         let block = self.blocks.get(index).into_iter();
         block.flat_map(|b| b.graph().linears().map(|(id, name, ..)| (id, name)))
     }
 
-    /// Returns the input of the first block for windows of equal length, `[batch, positions, hidden]`. Per-layer
-    /// inputs, and keys and values that later blocks share, follow the hidden states, here and between blocks.
+    /// Returns the input of the first block for windows of equal length, `[batch, positions, features]`. The first
+    /// `hidden` features are the embeddings. In families that have them, per-layer inputs follow; between blocks, keys
+    /// and values that later blocks share are appended in the same way.
     ///
     /// # Errors
-    /// When the windows differ in length or are longer than the decoder supports, or a token is outside the vocabulary.
+    /// When the windows differ in length, a token is outside the vocabulary, or the model has learned positions and the
+    /// windows are longer than [`positions`](Self::positions).
     pub fn embed(&self, windows: &[&[u32]]) -> Result<Tensor> {
         self.embed_from(windows, 0)
     }
@@ -264,8 +267,8 @@ impl Decoder {
         self.hidden_through(windows, &mut |_, hidden| Ok(hidden))
     }
 
-    /// Like [`hidden`](Self::hidden), but passes the index and the output of each block, `[batch, positions, hidden]`,
-    /// to `after`, which may inspect or change the output.
+    /// Like [`hidden`](Self::hidden), but passes the index and the output of each block to `after`, which may inspect
+    /// or change the output. Outputs have the layout of [`embed`](Self::embed).
     ///
     /// # Errors
     /// As [`hidden`](Self::hidden), and errors of `after`.
@@ -281,7 +284,7 @@ impl Decoder {
         self.finish(&hidden)
     }
 
-    /// Returns logits of normalized hidden states: `[…, hidden]` → `[…, vocab]`.
+    /// Returns the logits of normalized hidden states: `[…, hidden]` → `[…, vocab]`.
     ///
     /// # Errors
     /// When the width does not match.
@@ -311,7 +314,8 @@ impl Decoder {
     /// Appends `tokens` of one sequence to the cache and returns the logits of the last one, `[vocab]`.
     ///
     /// # Errors
-    /// When a token is outside the vocabulary, or the cache is full.
+    /// When `tokens` is empty, a token is outside the vocabulary, or the sequence would exceed
+    /// [`positions`](Self::positions).
     pub fn step(&self, tokens: &[u32], cache: &mut SequenceCache) -> Result<Tensor> {
         let start = cache.positions();
         if tokens.is_empty() || start + tokens.len() > self.positions {

@@ -2,8 +2,8 @@
 //!
 //! All checkpoint formats that quant can read are supported. Quantized linears appear as F32 weights with exactly their
 //! dequantized values. The tensors that store them are hidden, and so are tensors that are meaningless without them:
-//! scales of inputs and of cached keys and values. A weight is dequantized when it is read. The last one is kept,
-//! because weights are read in pieces.
+//! scales and zero points of activations and of cached keys and values. A weight is dequantized when it is read. The
+//! last one is kept, because weights are read in pieces.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;

@@ -37,8 +37,8 @@ impl Rows {
         self.dtype
     }
 
-    /// Passes the row of every token to the callback, with the token's index. Each distinct row is read once, in file
-    /// order.
+    /// Passes the row of every token to the callback, with the token's index in `tokens`. Each distinct row is read
+    /// once, in file order.
     ///
     /// # Errors
     /// When a token has no row, or a row cannot be read or is not finite.
@@ -83,7 +83,7 @@ impl EmbeddingNorm {
 }
 
 impl Model {
-    /// Returns the factor of the embeddings; 1 if the family does not scale them.
+    /// Returns the factor that embeddings are multiplied by; 1 if the family does not scale them.
     ///
     /// # Errors
     /// When the embedding is missing.
@@ -145,12 +145,12 @@ impl Model {
         Ok(Some(PositionTable::new(self.architecture().hidden, values)))
     }
 
-    /// Returns the embeddings of a batch of token windows of equal length, `[batch, positions, hidden]`. They are
-    /// [scaled](Self::embedding_scale) and normalized if the family does so. Rows are read from the checkpoint one at a
-    /// time; the table itself is never in memory. [`position_table`](Self::position_table) is not added yet.
+    /// Returns the embeddings of `tokens`, `[tokens, hidden]`, [scaled](Self::embedding_scale) and normalized if the
+    /// family does so. Rows are read from the checkpoint one at a time; the table itself is never in memory. The caller
+    /// adds [`position_table`](Self::position_table).
     ///
     /// # Errors
-    /// When a token is outside the vocabulary or a row cannot be read or is not finite.
+    /// When the model is quantized, a token is outside the vocabulary, or a row cannot be read or is not finite.
     pub fn embed_streamed(&self, tokens: &[u32]) -> Result<Vec<f32>> {
         // Calibration only uses float models, but other callers may pass a quantized one.
         self.require_float()?;
@@ -168,10 +168,10 @@ impl Model {
         }
     }
 
-    /// Returns the computation of per-layer inputs, if the family has them.
+    /// Returns the weights that compute per-layer inputs, if the family has such inputs.
     ///
     /// # Errors
-    /// When the projection or the norm cannot be read or is not finite.
+    /// When the table is missing, or the projection or the norm cannot be read or is not finite.
     pub(crate) fn per_layer_inputs(&self) -> Result<Option<PerLayer>> {
         let a = self.architecture();
         let Some(inputs) = &a.per_layer_inputs else { return Ok(None) };
@@ -188,7 +188,8 @@ impl Model {
     /// Checks that the vocabulary contains the token.
     ///
     /// # Errors
-    /// [`Error::Tokenizer`] when it does not, which means that the tokenizer does not belong to the model.
+    /// [`Error::Tokenizer`] when it does not. If the token came from the tokenizer, the tokenizer does not belong to
+    /// the model.
     pub fn check_token(&self, token: u32) -> Result<()> {
         let vocab = self.architecture().vocab;
         if (token as usize) < vocab {

@@ -47,7 +47,7 @@ struct Scratch {
     order: Vec<u32>,
 }
 
-/// `weights` must be 0 on entry.
+/// Computes the expert weights of one token. `weights` must be all zeros on entry.
 fn route_token(
     logits: &[f32],
     routing: Routing,
@@ -113,12 +113,12 @@ fn route_token(
     }
 }
 
-/// [`RouterScores::Sparse`]; `weights` must be 0 on entry.
+/// [`route_token`] for [`RouterScores::Sparse`]. `weights` must be all zeros on entry.
 fn route_one_by_one(logits: &[f32], top_k: usize, tolerance: f32, weights: &mut [f32]) {
     let mut chosen = vec![false; logits.len()];
     for _ in 0..top_k.min(logits.len()) {
         let open = || logits.iter().enumerate().filter(|(expert, _)| !chosen[*expert]);
-        // The first of equal logits wins.
+        // If logits are equal, the first expert wins.
         let Some((expert, &largest)) = open().reduce(|a, b| if *b.1 > *a.1 { b } else { a }) else { return };
         let counts = |logit: f32| {
             let gap = (largest - logit) / logit.abs().max(largest);
@@ -164,7 +164,7 @@ pub(super) fn tokens_of_expert(weights: &Tensor, expert: usize) -> Result<Vec<u3
     })
 }
 
-/// Returns rows of `x` `[…, width]`, as `[1, tokens, width]`.
+/// Returns the rows `tokens` of `x` `[…, width]`, as `[1, tokens, width]`.
 ///
 /// # Errors
 /// When a token index is out of range.
@@ -226,7 +226,7 @@ pub(super) fn sum(weights: &Tensor, outputs: &[Tensor]) -> Result<Tensor> {
 /// has one row for each token whose weight is not 0.
 ///
 /// # Errors
-/// When the number of rows differs from the number of tokens with a weight.
+/// When the number of rows differs from the number of these tokens.
 pub(crate) fn add_expert(
     sums: &mut [f32],
     width: usize,

@@ -1,8 +1,8 @@
 //! Norms and gates that the kernels compute while packing the rows of linears, instead of as separate operations.
 //!
-//! When a block is packed, they are found in its graph: RMSNorms of whole rows, and `silu(gate) · up`. Their values
-//! must be read only by packed linears that share their input. All other norms and gates are computed separately. If a
-//! tap observes the inputs of linears, fused norms and gates are computed separately, too.
+//! When a block is packed, they are found in its graph: RMSNorms of whole rows, and `silu(gate) · up`. Only packed
+//! linears that can run in one call may read their values. All other norms and gates are computed separately. If a tap
+//! observes the inputs of linears, fused norms and gates are computed separately, too.
 
 use std::collections::BTreeMap;
 
@@ -43,7 +43,7 @@ pub(super) fn readers(
     with_readers.collect()
 }
 
-/// Computes `op` on `inputs` and multiplies the result with each of the linears.
+/// Computes `op` on `inputs` and multiplies the result by each of the linears.
 ///
 /// # Errors
 /// When shapes do not match.

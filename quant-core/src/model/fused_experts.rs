@@ -46,7 +46,7 @@ pub(super) fn split(
     Ok(Arc::new(view))
 }
 
-/// The layout in the tensor of an expert's matrix `[n, k]`, or of the fused matrix of two linears.
+/// How a tensor lays out the matrix `[n, k]` of each expert, or the fused matrix of two linears.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Form {
     /// Rows are outputs.
@@ -248,7 +248,7 @@ impl Split {
 }
 
 impl Part {
-    /// Appends one output's weights, `row_bytes` bytes in total, to `out`.
+    /// Appends the `k` weights of one output to `out`, as bytes.
     fn append_row(&self, slab: &Slab, output: usize, out: &mut Vec<u8>) {
         let &Self { form, all, first, step, k, .. } = self;
         let (row, size) = (first + output * step, self.info.dtype.size());

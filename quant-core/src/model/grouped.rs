@@ -1,4 +1,4 @@
-//! Experts of a block that the kernels run in one call, in place of three products per expert.
+//! Experts of a block that the kernels run in one call, instead of three products per expert.
 //!
 //! Packing a block finds them in its graph: all linears between the sum of experts and the selected rows must be packed
 //! and must quantize their inputs in the same way. Otherwise, for example if inputs have a static or floating-point
@@ -41,7 +41,7 @@ impl GroupedExperts {
     /// Computes the sum of the experts for weights `[…, experts]` and `x` `[…, width]`.
     ///
     /// # Errors
-    /// When a shape does not match.
+    /// When a shape does not match, or a token has more nonzero weights than experts per token.
     pub(super) fn run(&self, weights: &Tensor, x: &Tensor) -> Result<Tensor> {
         let (count, width) = (self.experts.count(), self.experts.hidden());
         if weights.dim(D::Minus1)? != count || x.dim(D::Minus1)? != width {
@@ -170,8 +170,8 @@ fn experts_of(
     Ok(Some(GroupedExperts { inputs, top_k: parts.top_k, experts: experts.map_err(kernel_error)? }))
 }
 
-/// Returns a packed linear, and the form with its bias that the kernels use; `None` if it is not packed or its input
-/// has a floating-point grid.
+/// Returns a packed linear, and its weight and bias in the form that the expert kernels use; `None` if it is not packed
+/// or its input has a floating-point grid.
 fn packed(linear: &Linear) -> Result<Option<(&QuantizedLinear, ExpertLinear)>> {
     let WeightBody::Packed { linear: packed, grid: None } = &**linear.weight() else { return Ok(None) };
     let bias = linear.bias().map(|bias| bias.flatten_all()?.to_vec1::<f32>()).transpose()?;

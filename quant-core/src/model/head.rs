@@ -14,8 +14,7 @@ use super::{Linear, LogitsTransform, WeightBody, WeightRows};
 use crate::checkpoint::Dtype;
 use crate::{Error, Result};
 
-/// Maximum number of output features per product of a tile. It is fixed, so that a column is always computed by the
-/// same product.
+/// Maximum number of output features per tile. It is fixed, so that a column is always computed by the same product.
 pub const HEAD_TILE: usize = 256;
 
 /// A head whose weight is in memory.
@@ -76,7 +75,7 @@ impl<'a> Head<'a> {
     /// Returns the parts of a head that multiplies floats.
     ///
     /// # Errors
-    /// [`Error::Internal`] for a head that can only compute all logits at once; when a quantized weight's parts do not
+    /// [`Error::Internal`] when the head can only compute all logits at once, or the parts of a quantized weight do not
     /// match.
     pub fn to_parts(&self) -> Result<HeadParts> {
         let rows = self.rows.as_ref().ok_or_else(|| Error::Internal("a packed head has no floats".into()))?;
@@ -92,7 +91,7 @@ impl<'a> Head<'a> {
         self.shape[0]
     }
 
-    /// Returns the features of a hidden state.
+    /// Returns the number of features of a hidden state.
     pub fn width(&self) -> usize {
         self.shape[1]
     }
@@ -121,8 +120,9 @@ impl<'a> Head<'a> {
         }
     }
 
-    /// Computes the logits of the tokens `columns`, at most [`HEAD_TILE`], for [`inputs`](Self::inputs) `[m, width]`.
-    /// The result `out` is `[m, columns]`; everything runs on this thread. `scratch` holds the weight.
+    /// Computes the logits of the tokens `columns` for [`inputs`](Self::inputs) `[m, width]`, on this thread. The
+    /// result `out` is `[m, columns]`. `scratch` is a buffer for the rows of the weight. Callers pass at most
+    /// [`HEAD_TILE`] columns, to limit its size.
     ///
     /// # Errors
     /// When a quantized weight's parts do not match, or the head can only compute all logits at once.
@@ -149,7 +149,7 @@ impl<'a> Head<'a> {
     /// Computes the logits of all tokens, `[m, vocabulary]`, on the threads of the head's own kernels.
     ///
     /// # Errors
-    /// When a kernel or a GPU fails.
+    /// When the head was created [from parts](Self::from_parts), or a kernel or a GPU fails.
     pub fn all_logits(&self, inputs: &[f32], out: &mut Vec<f32>) -> Result<()> {
         let linear = self.linear.ok_or_else(|| Error::Internal("a head without a linear".into()))?;
         let m = inputs.len().checked_div(self.width()).unwrap_or(0);

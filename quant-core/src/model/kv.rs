@@ -123,7 +123,7 @@ impl KvScheme {
     }
 
     /// Rounds keys or values as the cache does. `x` is `[tokens, heads, head_dim]`, and `scale` is the static scale of
-    /// FP8; values beyond 448 times it saturate. Integer schemes compute their own scales.
+    /// FP8; values beyond 448 times the scale saturate. Integer schemes compute their own scales.
     ///
     /// # Errors
     /// When the length of `x` is not a multiple of `head_dim`, or a value is not finite or, for integers, beyond
@@ -156,13 +156,14 @@ impl KvScheme {
 
 /// How a block caches keys and values before queries read them.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum KvCaching {
     /// As `f32`.
     #[default]
     Float,
     /// Rounded as the cache would round them, with attention on floats. Queries stay float, too.
     Simulated(KvScheme),
-    /// In the kernels' pages, with attention in the kernels; queries have 8 bits if the cache holds codes.
+    /// In the kernels' pages, with attention in the kernels. If the pages hold codes, queries are rounded to 8 bits.
     Kernels(KvType),
 }
 
@@ -204,7 +205,8 @@ pub(super) fn refusal(kind: KvType, head_dim: usize) -> Option<String> {
     Some(format!("the cache of the kernels does not support a head width of {head_dim}: {error}"))
 }
 
-/// Converts an error of the cache. Sizes were checked earlier, so the cause is a value.
+/// Converts an error of the cache. Sizes were checked earlier, so the cause is a value or a lack of memory; anything
+/// else is a bug.
 pub(super) fn cache_error(error: KernelError) -> Error {
     let reason = match error {
         KernelError::TooLarge("a key or value") => {
@@ -221,6 +223,17 @@ pub(super) fn cache_error(error: KernelError) -> Error {
         other => return Error::Internal(format!("the cache rejected its operands: {other}")),
     };
     Error::Cache { block: None, reason }
+}
+
+impl fmt::Display for KvCaching {
+    /// The type of cached values, such as `kv8`, and whether it is simulated.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Float => f.write_str("f32"),
+            Self::Simulated(scheme) => write!(f, "{scheme} (simulated)"),
+            Self::Kernels(kind) => f.write_str(kind.name()),
+        }
+    }
 }
 
 impl fmt::Display for KvScheme {

@@ -10,6 +10,7 @@ pub type KvScales = BTreeMap<(NodeId, CachePart), f32>;
 
 /// The keys or values that an attention caches.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct CachedValue {
     /// The attention.
     pub attention: NodeId,
@@ -23,10 +24,12 @@ pub struct CachedValue {
 
 /// Why the keys and values of a block cannot have static scales.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum NoCacheScales {
     /// Engines cache a latent vector from which keys and values are computed.
     Latent,
-    /// They are those of an earlier block. Engines read the cache of that block, but with scales of this one.
+    /// The block uses the keys and values of an earlier block. Engines read the cache of that block, but with the
+    /// scales of this one.
     OfAnotherBlock,
 }
 

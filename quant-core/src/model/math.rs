@@ -1,7 +1,7 @@
 //! Elementwise functions written so that the compiler vectorizes them. Results are the same on every machine,
 //! independent of its libm.
 
-/// `eˣ` within 2 ulp for `x ≤ 88`; 0 below −87.3, which is what softmax and sigmoid need.
+/// `eˣ` within 2 ulp for `x` from −87.3 to 88; 0 below, and `e⁸⁸` above, which is enough for softmax and sigmoid.
 ///
 /// Range reduction by `ln 2` in two parts and a degree-6 polynomial on `±ln 2 / 2`.
 #[inline(always)]

@@ -2,7 +2,8 @@
 //!
 //! [`arch`] describes a family as data: a graph of producers and consumers that determines the evaluation order, the
 //! valid folds and the balance lists. [`Block`] evaluates that graph on candle tensors; [`Decoder`] chains blocks for
-//! evaluation. Every dense product goes through [`Linear`], whose weight may be float in any dtype, or quantized.
+//! evaluation. Every product with a weight matrix goes through [`Linear`], whose weight may be float (F32, F16 or BF16)
+//! or quantized.
 
 pub mod arch;
 mod attention;
@@ -39,13 +40,13 @@ mod tensor_values;
 mod tokens;
 mod unrouted;
 
-pub(crate) use arch::describe;
 pub use arch::{
     Activation, Architecture, AttentionShape, BlockGraph, BlockKind, Blocks, Computes, Convolution,
     Correction, DeltaNet, EmbeddingScale, FoldGroup, Groups, LayerNormParameters, LearnedPositions,
     LogitsTransform, Node, NodeId, Op, OrderGroup, Parameter, PerLayerInputs, PositionScale, ProducerRows,
     QueryKey, Reach, Recurrent, RecurrentKind, RouterScores, Routing, Wrapper,
 };
+pub(crate) use arch::{ExpertOrder, describe};
 pub use block::Block;
 pub(crate) use by_columns::transposed;
 pub use cache::{LayerCache, SequenceCache};

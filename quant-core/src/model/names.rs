@@ -28,7 +28,7 @@ pub(super) fn with_base(source: Arc<dyn TensorSource>, architecture: &Architectu
     };
     let names: BTreeMap<String, String> =
         source.names().into_iter().map(|name| (full(name), name.to_owned())).collect();
-    // Several tensors would get the same name, and all but one of these would be lost.
+    // If several tensors get the same name, all but one of them would be lost.
     if names.len() != source.names().len() {
         return source;
     }

@@ -10,6 +10,7 @@ use crate::{Error, Result};
 
 /// The parameters of a norm.
 #[derive(Debug, Clone)]
+#[non_exhaustive]
 pub struct Norm {
     /// `[width]`, as stored: [`Op::weight_offset`] is added when it is applied.
     pub weight: Tensor,
@@ -18,7 +19,7 @@ pub struct Norm {
 }
 
 impl Norm {
-    /// The parameters of a norm without any: ones and zeros.
+    /// Returns the parameters for a norm that stores none: a weight of ones and a bias of zeros.
     ///
     /// # Errors
     /// When the tensors cannot be created.
@@ -27,7 +28,7 @@ impl Norm {
         Ok(Self { weight: filled(1.0)?, bias: Some(filled(0.0)?) })
     }
 
-    /// Returns the factors of an RMSNorm, `[width]`.
+    /// Returns the factors of an RMSNorm, `[width]`: the weight, plus 1 if it is centered at zero.
     ///
     /// # Errors
     /// When the tensor cannot be created.
@@ -81,9 +82,9 @@ pub(super) fn normalize(x: &Tensor, width: usize, eps: f64) -> Result<Tensor> {
 
 /// `(x − mean) / √(variance + eps) · weight + bias` along the last dimension.
 ///
-/// The variance is computed in a second pass, from differences to the mean. In families with this norm, a few features
-/// are hundreds of times larger than the others, and the textbook formula `E[x²] − E[x]²` would lose the small ones in
-/// `f32`.
+/// The variance is computed in a second pass, from differences from the mean. In families with this norm, a few
+/// features are hundreds of times larger than the others, and the textbook formula `E[x²] − E[x]²` would lose the small
+/// ones in `f32`.
 struct LayerNorm {
     eps: f32,
 }

@@ -1,4 +1,5 @@
-//! Attention in the kernels: keys and values are quantized into pages when they are appended, and read from there.
+//! Attention in the kernels: keys and values are converted to the format of the cache when they are appended, stored in
+//! pages, and read from there.
 
 use std::ops::Range;
 
@@ -228,9 +229,9 @@ mod tests {
     }
 
     /// Returns exact attention of float queries on the dequantized cache, with the maximum deviation of the kernels.
-    /// Rounding a query to 8 bits changes each feature by at most half a step of its grid, so scores change by `δ ≤
-    /// scale · s_q / 2 · Σ |k̂|` and probabilities by a factor within `e^±2δ`. The deviation also includes `2⁻⁸`, for
-    /// paths that round to bf16, and `10⁻⁴` for everything else.
+    /// Rounding a query to 8 bits changes each feature by at most half a step of its grid. Scores therefore change by
+    /// `δ ≤ scale · s_q / 2 · Σ |k̂|`, and probabilities by a factor within `e^±2δ`. The deviation also includes `2⁻⁸`,
+    /// for paths that round to bf16, and `10⁻⁴` for everything else.
     #[allow(clippy::needless_range_loop, reason = "positions are counted")]
     fn exact(case: &Case, q: &[f32], k: &[f32], v: &[f32], starts: Option<&[u32]>) -> Vec<(f64, f64)> {
         let AttentionShape { repeat, head_dim: d, window, .. } = case.shape;

@@ -18,7 +18,7 @@ const CHUNK_TOKENS: usize = 2048;
 #[derive(Debug)]
 pub(crate) struct PerLayer {
     pub(super) rows: Rows,
-    /// The factor of the rows.
+    /// The factor that rows of the table are multiplied by.
     pub(super) scale: f32,
     /// `[layers · width, hidden]`.
     pub(super) projection: Linear,

@@ -15,7 +15,8 @@ impl PositionTable {
         Self { hidden, values }
     }
 
-    /// Adds the row of each token's position to `states` `[tokens, hidden]`.
+    /// Adds the row of each token's position to `states` `[tokens, hidden]`. `place` returns the position of a token,
+    /// given its index in `states`.
     ///
     /// # Errors
     /// When a position is beyond the table.

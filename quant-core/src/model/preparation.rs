@@ -14,7 +14,7 @@ impl Preparation {
     /// All preparations.
     pub const ALL: [Self; 2] = [Self::FoldNorms, Self::Rotate];
 
-    /// Whether this preparation does everything that `other` does.
+    /// Returns whether this preparation does everything that `other` does, and more. No preparation includes itself.
     pub fn includes(self, other: Self) -> bool {
         matches!((self, other), (Self::Rotate, Self::FoldNorms))
     }

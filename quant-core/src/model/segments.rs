@@ -36,7 +36,7 @@ impl<'a> Segments<'a> {
         starts.len() == batch * positions && starts.chunks_exact(positions.max(1)).all(window)
     }
 
-    /// Returns the segments from row `row` of `[batch · positions]` to the end.
+    /// Returns the segment starts from row `row` of `[batch · positions]` to the end.
     pub(super) fn starts_from(self, row: usize) -> Option<&'a [u32]> {
         self.starts.and_then(|s| s.get(row..))
     }

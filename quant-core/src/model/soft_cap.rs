@@ -14,7 +14,7 @@ const ELEMENT_TILE: usize = 1 << 14;
 /// `cap · tanh(x / cap)`, elementwise.
 ///
 /// # Errors
-/// When the result cannot be allocated.
+/// When `x` is not an `f32` tensor.
 pub(crate) fn soft_capped(x: &Tensor, cap: f32) -> Result<Tensor> {
     Ok(x.contiguous()?.apply_op1_no_bwd(&SoftCap(cap))?)
 }

@@ -8,7 +8,9 @@ use crate::{CancelToken, Result};
 
 /// Observes the inputs of linears while a block runs.
 pub trait Tap {
-    /// Returns whether the tap observes the inputs of linears. If not, several linears may run in one call.
+    /// Returns whether the tap observes the inputs of linears. If not, operations may be fused:
+    /// [`linear_input`](Self::linear_input) may then get the input of a fused operation instead of the linear's own,
+    /// and is not called for experts that run in one call.
     fn watches(&self) -> bool {
         true
     }
@@ -50,8 +52,8 @@ impl Tap for NoTap {
     }
 }
 
-/// A [`Tap`] that observes nothing, but stops a cancelled run between two linears. With long windows, waiting for the
-/// end of the block would take long.
+/// A [`Tap`] that observes nothing, but stops a cancelled run at the next linear, because a block may run for long on
+/// long windows.
 #[derive(Debug, Clone, Copy)]
 pub struct CancelTap<'a>(pub &'a CancelToken);
 

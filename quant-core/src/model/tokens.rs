@@ -6,6 +6,7 @@
 /// The tokens of rows `[rows, channels]`, as indices into the tokens of the run, or into those of a whole batch. They
 /// are strictly ascending.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum TokenRows<'a> {
     /// Row `i` is token `first + i`.
     Range {

@@ -29,13 +29,13 @@ impl Block {
         !self.unrouted.is_empty()
     }
 
-    /// Returns whether the expert whose rows the node `selects` runs on all tokens.
+    /// Returns whether the expert whose rows the node `selects` selects runs on all tokens.
     pub(super) fn takes_all_rows(&self, selects: NodeId) -> bool {
         self.unrouted.contains(&selects)
     }
 
-    /// Returns the input of the expert whose rows `selects` selects, for all known tokens as if each were routed to it:
-    /// `[1, tokens, width]`.
+    /// Returns the input of an expert for all known tokens, as if each were routed to it: `[…, width]`, with a row per
+    /// token. `selects` is the node that selects the expert's rows.
     ///
     /// # Errors
     /// As [`evaluate`](Self::evaluate).

@@ -1,4 +1,4 @@
-//! The calibration batch as it passes through the blocks, with the passes that the plan asks for in each.
+//! The calibration batch as it passes through the blocks, with the passes that the plan requires in each.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -16,9 +16,10 @@ use super::source::{Hashes, ReadWeights};
 use super::states::{self, StateFiles, Streams};
 use super::{Job, Program, WRITE};
 use crate::calibrate::{
-    CachedMaxima, ChannelRanges, HiddenStates, StatisticsPass, routed_to_linears, watched,
+    CachedMaxima, ChannelRanges, HiddenStates, Spill, StatisticsPass, routed_to_linears, watched,
 };
-use crate::model::{Block, NodeId, Preparation, RopeTables, cached_values};
+use crate::digest::sha256_hex;
+use crate::model::{Block, ExpertOrder, NodeId, Preparation, RopeTables, cached_values};
 use crate::recipe::{FirstPass, PassPlan, Rounding, States};
 use crate::transform::{LinearGrid, Rewrite, Transform};
 use crate::{Category, Error, Event, Result};
@@ -39,6 +40,12 @@ pub(super) struct Batch {
     transforms: Vec<&'static dyn Transform>,
     states: BatchStates,
     ropes: RopeTables,
+    /// The block before which the quantized model has the states of the float model already.
+    is_float_before: Option<usize>,
+    /// The hashes of the weights that a job without tensors has read, by name.
+    sources: BTreeMap<String, String>,
+    /// Whether the experts of a block are processed one at a time, if the plan allows it.
+    experts_apart: bool,
 }
 
 /// The hidden states that the passes run on; all `None` if the plan needs no calibration text.
@@ -69,21 +76,31 @@ impl Batch {
         let transforms = plan.transforms();
         let passes = PassPlan::new(plan, maxima.is_some() && windows.is_some());
         let first = plan.blocks().start;
+        let experts_apart = files.spill.as_ref().is_some_and(Spill::experts_apart);
         let Some(windows) = windows else {
             let (states, ropes) = (BatchStates::default(), model.rope(1)?);
-            return Ok((Self { passes, transforms, states, ropes }, first));
+            return Ok((Self::with(passes, transforms, states, ropes, None, experts_apart), first));
         };
         let wanted = [passes.follow_float(), passes.follow_quantized()];
         let ropes = model.rope(windows.length())?;
         if let Some((streams, layer)) = saved_states(job, files, wanted, first + 1..incomplete + 1)? {
             let [float, quantized] = streams;
             let states = BatchStates { float, copy: None, quantized };
-            return Ok((Self { passes, transforms, states, ropes }, layer));
+            return Ok((Self::with(passes, transforms, states, ropes, None, experts_apart), layer));
         }
         let spill = files.spill.as_ref();
-        let [float, quantized] = match &files.before {
-            Some(path) => states::load(path, job, first, &files.depends_on, wanted, spill)?,
-            None if first == 0 => {
+        let [float, quantized] = match &files.before[..] {
+            _ if wanted == [false; 2] => [None, None],
+            // The quantized model begins a span with the states of the float model.
+            paths if !paths.is_empty() && wanted[1] && plan.gptq.begins_span(first) => {
+                let [float, _] = states::load(paths, job, first, &files.depends_on, [true, false], spill)?;
+                match wanted[0] {
+                    true => [float.as_ref().map(HiddenStates::try_clone).transpose()?, float],
+                    false => [None, float],
+                }
+            }
+            paths if !paths.is_empty() => states::load(paths, job, first, &files.depends_on, wanted, spill)?,
+            _ if first == 0 => {
                 let states = HiddenStates::embed_in(model, windows, spill)?;
                 match wanted {
                     [true, true] => [Some(states.try_clone()?), Some(states)],
@@ -93,7 +110,7 @@ impl Batch {
                     }
                 }
             }
-            None => {
+            _ => {
                 return Err(Error::usage(
                     format!("a job that starts at block {first} needs the hidden states before that block"),
                     "pass the file that the job on the preceding blocks wrote",
@@ -101,7 +118,18 @@ impl Batch {
             }
         };
         let states = BatchStates { float, copy: None, quantized };
-        Ok((Self { passes, transforms, states, ropes }, first))
+        Ok((Self::with(passes, transforms, states, ropes, Some(first), experts_apart), first))
+    }
+
+    fn with(
+        passes: PassPlan,
+        transforms: Vec<&'static dyn Transform>,
+        states: BatchStates,
+        ropes: RopeTables,
+        is_float_before: Option<usize>,
+        experts_apart: bool,
+    ) -> Self {
+        Self { passes, transforms, states, ropes, is_float_before, sources: BTreeMap::new(), experts_apart }
     }
 
     /// Returns the current states.
@@ -113,7 +141,8 @@ impl Batch {
     pub(super) fn save(&self, job: &Job<'_>, layer: usize, path: &Path, depends_on: &Value) -> Result<()> {
         let program = Program::current(job.cancel)?;
         let go_on = || job.cancel.check().map(|()| true);
-        states::save(path, job, layer, (depends_on, &program), self.streams(), &go_on).map(|_| ())
+        let about = (depends_on, &program, &self.sources);
+        states::save(path, job, layer, about, self.streams(), &go_on).map(|_| ())
     }
 
     /// Makes the decisions about block `layer` for the jobs at the positions `open`, whose results are still missing,
@@ -131,9 +160,15 @@ impl Batch {
         if open.is_empty() && !advance && job.maxima.is_none() {
             return Ok(BlockDone::default());
         }
+        self.begin_span(job, layer)?;
         let block = timed(job.observer, reading(job), || job.model.stored_block(layer, &self.ropes))?;
         let prefix = job.model.architecture().in_block(layer, "");
         if open.is_empty() && self.pass_by(&conveyors[0], span, &prefix, &block, advance)? {
+            if job.plan.is_forward() {
+                let read = block.stored_weights();
+                let read = read.filter_map(|w| Some((w.name().to_owned(), sha256_hex(&*w.held()?))));
+                self.sources.extend(read);
+            }
             return Ok(BlockDone { block: Some(block), decisions: BTreeMap::new() });
         }
         // The sink cannot read back what it holds, so the decisions are recomputed.
@@ -153,7 +188,9 @@ impl Batch {
         let norm_dtypes = norm_dtypes(job.model, layer)?;
         let grids: Vec<_> =
             open.iter().map(|&i| grids(conveyors[i].job().plan, conveyors[i].entries(span))).collect();
-        let context = Context { job, prefix: &prefix, norm_dtypes: &norm_dtypes, ranges: &ranges };
+        let experts_apart = self.order(job, &block).is_some();
+        let context =
+            Context { job, prefix: &prefix, norm_dtypes: &norm_dtypes, ranges: &ranges, experts_apart };
         let rewrites = self.search(&context, [&block, &watched], &grids)?;
         let mut decisions = BTreeMap::new();
         for ((&i, grids), rewrite) in open.iter().zip(&grids).zip(rewrites) {
@@ -176,8 +213,25 @@ impl Batch {
         Ok(BlockDone { block: Some(block), decisions })
     }
 
-    /// Returns the experts of the block that are calibrated on all tokens of the float model, and how many tokens are
-    /// routed to each.
+    /// Gives the quantized model the states of the float model if a span begins at block `layer`.
+    fn begin_span(&mut self, job: &Job<'_>, layer: usize) -> Result<()> {
+        if self.is_float_before == Some(layer) || !job.plan.gptq.begins_span(layer) {
+            return Ok(());
+        }
+        if let (Some(float), Some(quantized)) = (&self.states.float, &mut self.states.quantized) {
+            *quantized = float.try_clone()?;
+        }
+        Ok(())
+    }
+
+    /// Returns how the experts of a block are processed one at a time; `None` if all are in memory.
+    fn order(&self, job: &Job<'_>, block: &Block) -> Option<ExpertOrder> {
+        let graph = Some(block.graph()).filter(|_| self.experts_apart)?;
+        ExpertOrder::of(graph).filter(|_| job.plan.takes_experts_apart(graph))
+    }
+
+    /// Returns the experts of the block that are calibrated on all tokens, and how many tokens are routed to each in
+    /// the float model. Empty without float states.
     fn unrouted(&self, job: &Job<'_>, block: &Block) -> Result<BTreeMap<NodeId, u64>> {
         let sampling = job.plan.sampling.experts;
         match &self.states.float {
@@ -198,7 +252,7 @@ impl Batch {
     ) -> Result<Vec<Rewrite>> {
         let job = context.job;
         let states = self.passes.search.and_then(|which| self.states.of(which));
-        if states.is_some() {
+        if states.is_some() && !context.experts_apart {
             timed(job.observer, reading(job), || block.load())?;
         }
         let advance = self.passes.search == Some(States::Float);
@@ -227,8 +281,9 @@ impl Batch {
         })
     }
 
-    /// Moves the states past a finished block if `advance` is set. Does nothing and returns `false` if the states of
-    /// the quantized model cannot be moved because the sink does not read back what was written.
+    /// Moves the states past a finished block if `advance` is set, and gathers channel maxima if the job records them.
+    /// Does nothing and returns `false` if the states of the quantized model cannot be moved because the sink does not
+    /// read back what was written.
     fn pass_by(
         &mut self,
         conveyor: &Conveyor<'_, '_>,
@@ -261,16 +316,24 @@ impl Batch {
         [block, watched]: [&Block; 2],
         FirstPass { ranges, advance }: FirstPass,
     ) -> Result<BTreeMap<NodeId, ChannelRanges>> {
+        let order = self.order(job, block);
         let Some(float) = self.states.float.as_mut().filter(|_| ranges || advance) else {
             return Ok(BTreeMap::new());
         };
-        timed(job.observer, reading(job), || block.load())?;
+        if order.is_none() {
+            timed(job.observer, reading(job), || block.load())?;
+        } else if !ranges {
+            let pass = StatisticsPass::new(block, float.layout(), job.cancel);
+            run_pass(job, pass, float, true, order.as_ref())?;
+            return Ok(BTreeMap::new());
+        }
         if !ranges {
             timed(job.observer, "forward", || float.advance(block, job.cancel))?;
             return Ok(BTreeMap::new());
         }
         let together = advance && !watched.runs_unrouted();
-        let ranges = timed(job.observer, "ranges", || input_ranges(job, prefix, watched, float, together))?;
+        let pass = (together, order.as_ref());
+        let ranges = timed(job.observer, "ranges", || input_ranges(job, prefix, watched, float, pass))?;
         if advance && !together {
             timed(job.observer, "forward", || float.advance(block, job.cancel))?;
         }
@@ -329,7 +392,8 @@ fn saved_states(
     let saved = files.saved.as_ref().filter(|_| job.maxima.is_none());
     let found = saved.and_then(|saved| Some((saved, states::saved_before(&saved.path, blocks)?)));
     let Some((saved, layer)) = found else { return Ok(None) };
-    let loaded = states::load(&saved.path, job, layer, &files.depends_on, wanted, files.spill.as_ref());
+    let paths = std::slice::from_ref(&saved.path);
+    let loaded = states::load(paths, job, layer, &files.depends_on, wanted, files.spill.as_ref());
     match loaded {
         Ok(streams) => Ok(Some((streams, layer))),
         Err(error) if error.category() == Category::Input => {
@@ -369,6 +433,21 @@ fn reading(job: &Job<'_>) -> &'static str {
     }
 }
 
+/// Runs a pass of the batch through a block, one expert at a time if `order` is given.
+fn run_pass(
+    job: &Job<'_>,
+    pass: StatisticsPass<'_>,
+    states: &mut HiddenStates,
+    advance: bool,
+    order: Option<&ExpertOrder>,
+) -> Result<()> {
+    match order {
+        Some(order) => timed(job.observer, "forward", || pass.run_by_expert(states, advance, order)),
+        None => pass.run(states, advance),
+    }
+    .map(|_| ())
+}
+
 /// Gathers the ranges of all inputs of linears in one pass, and advances the states if `advance` is set. If a range is
 /// not finite, the error names a linear that reads it.
 fn input_ranges(
@@ -376,7 +455,7 @@ fn input_ranges(
     prefix: &str,
     block: &Block,
     states: &mut HiddenStates,
-    advance: bool,
+    (advance, order): (bool, Option<&ExpertOrder>),
 ) -> Result<BTreeMap<NodeId, ChannelRanges>> {
     let graph = block.graph();
     let value = |linear: NodeId| graph.nodes()[linear].inputs[0];
@@ -386,7 +465,7 @@ fn input_ranges(
     for (value, ranges) in &mut ranges {
         pass.gather(*value, ranges)?;
     }
-    pass.run(states, advance)?;
+    run_pass(job, pass, states, advance, order)?;
     match ranges.iter().find(|(_, ranges)| !ranges.is_finite()) {
         None => Ok(ranges),
         Some((bad, _)) => {

@@ -59,7 +59,7 @@ pub struct GptqRecord {
     /// term.
     pub loss: f64,
     /// The damping that was used. It exceeds the requested damping if the Hessian was not positive definite with that,
-    /// or is so wide that it is factored in `f32`.
+    /// or if a wide Hessian, which is factored in `f32`, needs more.
     pub damping: f64,
     /// The number of input channels that were always 0.
     pub dead_channels: usize,

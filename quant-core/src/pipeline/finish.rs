@@ -11,12 +11,14 @@ use crate::recipe::{Plan, PlanEntry, REPACK, Rounding};
 use crate::scheme::KV_CONFIG_KEY;
 use crate::{Error, Result};
 
-/// The limit in bytes on files copied next to the weights. Real models have some tens of megabytes.
+/// The limit in bytes on the total size of the files copied next to the weights. Real models have some tens of
+/// megabytes.
 const MAX_SIDECAR_BYTES: u64 = 1 << 30;
 /// The file name of the report in a checkpoint.
 pub const REPORT: &str = "quant_report.json";
 
-/// Returns the `config.json` of the quantized model: the original, key by key, plus `quantization_config`.
+/// Returns the `config.json` of the quantized model: the original with a new `quantization_config`, with the key for
+/// quantized keys and values set or removed, and with `tie_word_embeddings` set to false if the head is untied.
 ///
 /// # Errors
 /// Never for configurations that were read from JSON.
@@ -104,9 +106,10 @@ pub fn add_companions(
     writer.add_file(REPORT, report.to_json()?.as_bytes())
 }
 
-/// Returns what the output of a run depends on, for [`WriteOptions::fingerprint`](crate::checkpoint::WriteOptions):
-/// only the same program, with the same instruction set and the same settings, may resume an interrupted job. The
-/// contents of the input are checked tensor by tensor when the job is resumed.
+/// Returns the inputs that determine the output of a run, for
+/// [`WriteOptions::fingerprint`](crate::checkpoint::WriteOptions): only the same program, with the same instruction set
+/// and the same settings, may resume an interrupted job. The contents of the input are checked tensor by tensor when
+/// the job is resumed.
 pub fn fingerprint(job: &Job<'_>, directory: &ModelDirectory, program: &Program) -> Value {
     let quantized = job.plan.entries.iter().filter_map(PlanEntry::quantized);
     let schemes: serde_json::Map<String, Value> =

@@ -37,7 +37,7 @@ pub(super) struct GptqTask<'a> {
     pub(super) settings: GptqSettings,
     /// The tokens that each expert is calibrated on.
     pub(super) experts: ExpertSampling,
-    /// Experts that are calibrated on all tokens of the float model, and the number of tokens routed to each.
+    /// Experts that are calibrated on all tokens, and the number of tokens routed to each in the float model.
     pub(super) unrouted: &'a BTreeMap<NodeId, u64>,
     /// How the E4M3 scales of NVFP4 are chosen.
     pub(super) scale_search: ScaleSearch,

@@ -24,6 +24,7 @@ pub use finish::{REPORT, add_companions, companion_bytes, fingerprint, quantized
 pub use program::Program;
 pub use report::{CalibrationReport, InputReport, QuantReport, SourceDigest, TensorReport, WeightError};
 pub use states::{SavedStates, StateFiles};
+pub(crate) use states::{check_states, sources_of};
 
 use self::batch::{Batch, BlockDone};
 use self::conveyor::{Conveyor, SpanWork};
@@ -47,11 +48,12 @@ pub struct Job<'a> {
     pub plan: &'a Plan,
     /// The calibration batch; required by plans that use one.
     pub windows: Option<&'a TokenWindows>,
-    /// Receives the maxima of linear inputs in every block that the batch passes in the float model.
+    /// Receives the channel maxima of the linears' inputs for every block of the float model that the batch passes
+    /// through.
     pub maxima: Option<&'a Mutex<ChannelMaxima>>,
-    /// Receives an event for every block.
+    /// Receives the events of the run.
     pub observer: &'a dyn Observer,
-    /// Cancels the run between tensors.
+    /// Cancels the run: checked between tensors, and during searches.
     pub cancel: &'a CancelToken,
 }
 
@@ -83,8 +85,8 @@ pub fn quantize_each(jobs: &[Job<'_>], sinks: Vec<&mut dyn TensorSink>) -> Resul
 /// The jobs over the parts of a plan, run in order, write the same bytes as [`quantize`].
 ///
 /// # Errors
-/// As [`quantize`]; [`Error::Usage`] when a job that begins inside the model has no states; [`Error::InputFile`] when
-/// the states belong to another run or are damaged.
+/// As [`quantize`]; [`Error::Usage`] when a job that begins inside the model has no states; [`Error::InputFile`] if the
+/// states belong to a different run or are damaged.
 pub fn quantize_part(job: &Job<'_>, sink: &mut dyn TensorSink, states: &StateFiles) -> Result<QuantReport> {
     let mut reports = quantize_each_with(std::slice::from_ref(job), vec![sink], states)?;
     reports.pop().ok_or_else(|| Error::Internal("the run produced no report".into()))
@@ -126,8 +128,10 @@ pub fn quantize_each_with(
     }
     let looks = jobs.iter().any(|job| job.plan.needs_text());
     let incomplete = blocks.clone().find(|layer| conveyors.iter().any(|c| !c.is_complete(layer + 1)));
+    let is_done = incomplete.is_none() && job.maxima.is_none() && states.after.is_none();
     let (mut hidden, first) = match (job.plan.needs_blocks(), job.windows) {
         (false, _) => (None, 0),
+        (true, Some(_)) if is_done => (None, 0),
         (true, windows) if windows.is_some() || !looks => {
             // If no work is left, no states are needed.
             let incomplete = incomplete.unwrap_or(blocks.start);

@@ -25,8 +25,9 @@ pub struct Program {
 }
 
 impl Program {
-    /// Returns the running executable. A host that loads this crate as a shared library, such as a Python extension,
-    /// must name that library with [`Program::at`] instead, because its executable does not identify this code.
+    /// Returns the running program, identified by its executable. A host that loads this crate as a shared library,
+    /// such as a Python extension, must name that library with [`Program::at`] instead, because its executable does not
+    /// identify this code.
     ///
     /// # Errors
     /// When the executable cannot be read, or the run is cancelled.

@@ -87,11 +87,11 @@ pub struct CalibrationReport {
     /// How candidates were compared, for methods that search.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub search: Option<Search>,
-    /// Windows.
+    /// The number of windows.
     pub samples: usize,
     /// Tokens per window.
     pub length: usize,
-    /// The seed that selected them.
+    /// The seed that selected the windows.
     pub seed: u64,
     /// How documents became windows: `stream` or `documents`.
     pub packing: Packing,
@@ -147,7 +147,7 @@ pub struct TensorReport {
     pub action: String,
     /// The tensor's type in the input.
     pub dtype: String,
-    /// Its shape.
+    /// The tensor's shape in the input.
     pub shape: Vec<usize>,
     /// The scheme, for quantized tensors.
     pub scheme: Option<String>,
@@ -156,7 +156,7 @@ pub struct TensorReport {
     pub rounded_to: Option<String>,
     /// Bits per code.
     pub bits: Option<u8>,
-    /// Weights that share a scale.
+    /// The number of weights in a row that share a scale.
     pub group_size: Option<usize>,
     /// The exponent that AWQ chose; absent if no scaling was best or no search was run.
     pub ratio: Option<f32>,
@@ -203,7 +203,7 @@ pub struct TensorReport {
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct InputReport {
-    /// The step.
+    /// The scale.
     pub scale: f32,
     /// The code that represents 0.
     pub zero: i8,

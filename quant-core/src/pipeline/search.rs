@@ -22,6 +22,8 @@ pub(super) struct Context<'a, 'j> {
     pub(super) norm_dtypes: &'a BTreeMap<NodeId, Dtype>,
     /// The ranges of the inputs of linears, in the block as stored in the checkpoint.
     pub(super) ranges: &'a BTreeMap<NodeId, ChannelRanges>,
+    /// Whether the block's experts are processed one at a time.
+    pub(super) experts_apart: bool,
 }
 
 impl Context<'_, '_> {
@@ -34,6 +36,7 @@ impl Context<'_, '_> {
             settings: &self.job.plan.settings,
             smoothing: self.job.model.architecture().smoothing,
             ranges: self.ranges,
+            experts_apart: self.experts_apart,
             cancel: self.job.cancel,
         }
     }
@@ -75,7 +78,7 @@ pub(super) fn search_rewrites(
         timed(observer, first.name(), || first.search(&tasks, states.as_deref_mut(), advance))?;
     for (grids, rewrite) in grids.iter().zip(&mut rewrites) {
         for transform in rest {
-            // The rewritten blocks may differ by their grids, so each is searched separately.
+            // Tasks with different grids may have different rewritten blocks, so each is searched separately.
             let rewritten = rewrite.apply(block)?;
             let ranges = rewrite.ranges(block.graph(), context.ranges.clone());
             let context = Context { ranges: &ranges, ..*context };

@@ -1,10 +1,12 @@
 //! The hidden states passed between two jobs over parts of a model: written at the end of one job, read at the start of
 //! the next.
 //!
-//! A safetensors file with `float` and `quantized`, each `[windows, length, hidden]` in F32 if the run follows these
-//! states, and two U8 vectors: `about`, the JSON description of what the states depend on, and `sha256`, the hash of
-//! everything before it in the file. Files of another run and damaged files are rejected.
+//! The file is a safetensors file. It holds `float`, `quantized` or both, as the run needs them, each `[windows,
+//! length, width]` in F32 with the width of the states before the block, and two U8 vectors: `about`, the JSON
+//! description of what the states depend on, and `sha256`, the hash of the values of all other tensors, in file order.
+//! Files of a different run and damaged files are rejected.
 
+use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{BufWriter, Write};
 use std::ops::Range;
@@ -16,10 +18,9 @@ use sha2::{Digest, Sha256};
 
 use super::report::calibration;
 use super::{Job, Program};
-use crate::calibrate::{BatchLayout, HiddenStates, Spill, Values};
+use crate::calibrate::{HiddenStates, Spill, Values};
 use crate::checkpoint::{Dtype, ShardedCheckpoint, TensorSource, differences};
 use crate::digest::hex;
-use crate::recipe::PassPlan;
 use crate::{CancelToken, Error, Event, Result};
 
 /// Values written at a time.
@@ -31,6 +32,8 @@ const MIN_ALLOWED: Duration = Duration::from_secs(5);
 /// The streams that a file may hold, in order.
 const STREAMS: [&str; 2] = ["float", "quantized"];
 const ABOUT: &str = "about";
+/// In `about`: the SHA-256 of the weights through which the states passed, if the job wrote nothing else.
+const SOURCES: &str = "sources";
 const SHA256: &str = "sha256";
 /// The maximum size of `about` in bytes.
 const MAX_ABOUT_BYTES: u64 = 4 << 20;
@@ -38,8 +41,9 @@ const MAX_ABOUT_BYTES: u64 = 4 << 20;
 /// Where the hidden states of a job are read, kept and written.
 #[derive(Debug, Clone, Default)]
 pub struct StateFiles {
-    /// The states before the first block of the job; without them the job must begin with the model's first block.
-    pub before: Option<PathBuf>,
+    /// The states before the first block of the job; without them the job must begin with the model's first block. If
+    /// there are several files, each holds the states of some consecutive windows, in order.
+    pub before: Vec<PathBuf>,
     /// Where the states after its last block are written, if at all.
     pub after: Option<PathBuf>,
     /// What else the states depend on, such as a hash of the model. A file whose value differs is rejected.
@@ -55,9 +59,9 @@ pub struct StateFiles {
 pub struct SavedStates {
     /// The file. It appears complete or not at all.
     pub path: PathBuf,
-    /// The minimum time between two saves. Saving also takes at most a twentieth of the run time, or five seconds if that
-    /// is more, so a save on a slow disk is abandoned and tried again later. [`Duration::ZERO`] saves before every block,
-    /// however long it takes.
+    /// The minimum time between two saves. Saving also takes at most a twentieth of the run time, or five seconds if
+    /// that is more: a save on a slow disk is abandoned and tried again later. [`Duration::ZERO`] saves before every
+    /// block, however long it takes.
     pub every: Duration,
 }
 
@@ -102,7 +106,7 @@ impl<'a> Saver<'a> {
             let in_time = if job.cancel.is_cancelled() { taken < MIN_ALLOWED } else { taken < allowed };
             Ok(in_time || (every.is_zero() && !job.cancel.is_cancelled()))
         };
-        match save(path, job, layer, (self.depends_on, program), streams, &go_on) {
+        match save(path, job, layer, (self.depends_on, program, &BTreeMap::new()), streams, &go_on) {
             Ok(_) => {}
             Err(error) => {
                 let message = format!(
@@ -119,12 +123,18 @@ impl<'a> Saver<'a> {
 /// The state streams of a run: of the float model, and of the quantized model that is being written.
 pub(super) type Streams<T> = [Option<T>; 2];
 
-/// Describes what the states before block `layer` depend on.
-fn about(job: &Job<'_>, layer: usize, depends_on: &Value, program: &Program) -> Value {
+/// Describes what the states before block `layer` depend on. `has_quantized` says whether they include states of the
+/// quantized model.
+fn about(
+    job: &Job<'_>,
+    layer: usize,
+    (depends_on, program): (&Value, &Program),
+    has_quantized: bool,
+) -> Value {
     let plan = job.plan;
     let architecture = job.model.architecture();
     // The quantized model's states depend on what was written of the earlier blocks; the float model's states do not.
-    let quantized = PassPlan::new(plan, false).follow_quantized().then(|| {
+    let quantized = has_quantized.then(|| {
         json!({
             "grids_sha256": plan.grids_sha256(),
             "transforms": plan.method.fingerprint(&plan.settings),
@@ -152,8 +162,9 @@ fn about(job: &Job<'_>, layer: usize, depends_on: &Value, program: &Program) -> 
     serde_json::from_str(&about.to_string()).unwrap_or(about)
 }
 
-/// Writes the states before block `layer` to a file, which appears complete or not at all. If `go_on` returns
-/// `false` first, returns `false` and leaves an existing file unchanged.
+/// Writes the states before block `layer` to a file, which appears complete or not at all. `sources` are the hashes of
+/// the weights that were read, if no report has them. If `go_on` returns `false` first, returns `false` and leaves an
+/// existing file unchanged.
 ///
 /// # Errors
 /// [`Error::Io`] when it cannot be written, and those of `go_on`.
@@ -161,11 +172,15 @@ pub(super) fn save(
     path: &Path,
     job: &Job<'_>,
     layer: usize,
-    (depends_on, program): (&Value, &Program),
+    (depends_on, program, sources): (&Value, &Program, &BTreeMap<String, String>),
     streams: Streams<&HiddenStates>,
     go_on: &dyn Fn() -> Result<bool>,
 ) -> Result<bool> {
-    let about = about(job, layer, depends_on, program).to_string();
+    let mut about = about(job, layer, (depends_on, program), streams[1].is_some());
+    if !sources.is_empty() {
+        about[SOURCES] = json!(sources);
+    }
+    let about = about.to_string();
     let mut new = path.as_os_str().to_owned();
     new.push(".new");
     let new = PathBuf::from(new);
@@ -250,7 +265,7 @@ fn write(
 }
 
 /// Returns the block whose input states a file holds, if it is one of `blocks`. The file may still be damaged or belong
-/// to another run.
+/// to a different run.
 pub(super) fn saved_before(path: &Path, blocks: Range<usize>) -> Option<usize> {
     let source = ShardedCheckpoint::open_file(path).ok()?;
     source.info(ABOUT).filter(|info| info.byte_len() <= MAX_ABOUT_BYTES)?;
@@ -259,79 +274,156 @@ pub(super) fn saved_before(path: &Path, blocks: Range<usize>) -> Option<usize> {
     blocks.contains(&layer).then_some(layer)
 }
 
-/// Reads the states before block `layer`: each stream that is `wanted`.
+/// Reads the states before block `layer`: each stream that is `wanted`. If there are several files, each holds the
+/// states of some consecutive windows.
 ///
 /// # Errors
-/// [`Error::InputFile`] when the file is damaged, or holds the states of another run or block; errors of reading.
+/// [`Error::InputFile`] if a file is damaged, or holds the states of a different run or block; errors of reading.
 pub(super) fn load(
-    path: &Path,
+    paths: &[PathBuf],
     job: &Job<'_>,
     layer: usize,
     depends_on: &Value,
     wanted: [bool; 2],
     spill: Option<&Spill>,
 ) -> Result<Streams<HiddenStates>> {
-    let broken = |reason: String| Error::InputFile {
+    let program = Program::current(job.cancel)?;
+    let width = job.model.architecture().state_width(layer);
+    let mut streams: Streams<Values> = [None, None];
+    let mut loaded = 0;
+    for path in paths {
+        let broken = |reason: String| broken(path, reason);
+        let source = ShardedCheckpoint::open_file(path)?;
+        let Some(windows) = job.windows else {
+            return Err(broken("can only be used together with a calibration batch".into()));
+        };
+        let found = source.read(ABOUT).map_err(|_| broken("contains no hidden states".into()))?;
+        let mut found: Value =
+            serde_json::from_slice(&found).map_err(|e| broken(format!("is damaged: {e}")))?;
+        if let Some(fields) = found.as_object_mut() {
+            fields.shift_remove(SOURCES);
+        }
+        let count = match paths {
+            [_] => windows.len(),
+            _ => windows_in(&source),
+        };
+        if count == 0 || count > windows.len() - loaded {
+            return Err(broken(format!("contains {count} windows, but {} remain", windows.len() - loaded)));
+        }
+        let part = (count < windows.len()).then(|| windows.slice(loaded..loaded + count));
+        let job = Job { windows: part.as_ref().or(Some(windows)), ..*job };
+        let has_quantized = source.info(STREAMS[1]).is_some();
+        let expected = about(&job, layer, (depends_on, &program), has_quantized);
+        if let Some(first) = differences(&found, &expected).first() {
+            return Err(broken(format!("contains the hidden states of a different run: {first}")));
+        }
+        let mut hash = Sha256::new();
+        for ((name, stream), wanted) in STREAMS.iter().zip(&mut streams).zip(wanted) {
+            match (source.info(name), wanted) {
+                (None, false) => {}
+                (None, true) => return Err(broken(format!("has no hidden states `{name}`"))),
+                (Some(_), _) => {
+                    let shape = [count, windows.length(), width];
+                    check_shape(&source, name, shape, &broken)?;
+                    let mut put = |at: usize, values: &[f32]| {
+                        if !wanted {
+                            return Ok(());
+                        }
+                        let all = match stream {
+                            Some(all) => all,
+                            // The headers are checked against the lengths of the files, which bound this allocation.
+                            None => stream.insert(Values::zeros(spill, windows.tokens().len() * width)?),
+                        };
+                        all.write(loaded * windows.length() * width + at, values)
+                    };
+                    each_piece(&source, name, &mut hash, &mut put)?;
+                }
+            }
+        }
+        hash.update(source.read(ABOUT)?);
+        let sum = source.read(SHA256).map_err(|_| broken("is damaged: the hash is missing".into()))?;
+        if hex(&sum) != hex(&hash.finalize()) {
+            return Err(broken("is damaged: the contents do not match the stored hash".into()));
+        }
+        loaded += count;
+    }
+    if let (Some(path), Some(windows)) = (paths.last(), job.windows.filter(|w| w.len() != loaded)) {
+        return Err(broken(path, format!("ends after {loaded} of {} windows", windows.len())));
+    }
+    let states = |values: Option<Values>| match (values, job.windows) {
+        (Some(values), Some(windows)) => HiddenStates::new(windows.layout(), width, values).map(Some),
+        _ => Ok(None),
+    };
+    let [float, quantized] = streams;
+    Ok([states(float)?, states(quantized)?])
+}
+
+/// Checks the states before block `layer` that a part of a job has written.
+///
+/// # Errors
+/// As [`quantize_part`](super::quantize_part) for states that it reads.
+pub(crate) fn check_states(path: &Path, job: &Job<'_>, layer: usize, depends_on: &Value) -> Result<()> {
+    let paths = [path.to_owned()];
+    load(&paths, job, layer, depends_on, [false; 2], None).map(drop)
+}
+
+/// Returns the hashes of the weights through which the states in a file passed, by tensor name.
+///
+/// # Errors
+/// [`Error::InputFile`] when the file is damaged; errors of reading.
+pub(crate) fn sources_of(path: &Path) -> Result<BTreeMap<String, String>> {
+    let source = ShardedCheckpoint::open_file(path)?;
+    if !source.info(ABOUT).is_some_and(|info| info.byte_len() <= MAX_ABOUT_BYTES) {
+        return Err(broken(path, "contains no hidden states".into()));
+    }
+    let about = serde_json::from_slice::<Value>(&source.read(ABOUT)?);
+    let sources = about.and_then(|about| match about.get(SOURCES) {
+        Some(sources) => serde_json::from_value(sources.clone()),
+        None => Ok(BTreeMap::new()),
+    });
+    sources.map_err(|e| broken(path, format!("is damaged: {e}")))
+}
+
+fn broken(path: &Path, reason: String) -> Error {
+    Error::InputFile {
         path: path.to_owned(),
         line: None,
         reason,
         remedy: "pass the states that the job on the preceding blocks wrote".into(),
-    };
-    let source = ShardedCheckpoint::open_file(path)?;
-    let Some(windows) = job.windows else {
-        return Err(broken("can only be used together with a calibration batch".into()));
-    };
-    let layout = windows.layout();
-    let found = source.read(ABOUT).map_err(|_| broken("contains no hidden states".into()))?;
-    let found: Value = serde_json::from_slice(&found).map_err(|e| broken(format!("is damaged: {e}")))?;
-    if let Some(first) =
-        differences(&found, &about(job, layer, depends_on, &Program::current(job.cancel)?)).first()
-    {
-        return Err(broken(format!("contains the hidden states of a different run: {first}")));
     }
-    let mut hash = Sha256::new();
-    let mut streams: Streams<HiddenStates> = [None, None];
-    for ((name, stream), wanted) in STREAMS.iter().zip(&mut streams).zip(wanted) {
-        match (source.info(name), wanted) {
-            (None, false) => {}
-            (None, true) => return Err(broken(format!("has no hidden states `{name}`"))),
-            (Some(_), _) => {
-                let width = job.model.architecture().state_width(layer);
-                let values = read(&source, name, (&layout, width), &mut hash, spill, &broken)?;
-                *stream = match wanted {
-                    true => Some(HiddenStates::new(layout.clone(), width, values)?),
-                    false => None,
-                };
-            }
-        }
-    }
-    hash.update(source.read(ABOUT)?);
-    let sum = source.read(SHA256).map_err(|_| broken("is damaged: the hash is missing".into()))?;
-    if hex(&sum) != hex(&hash.finalize()) {
-        return Err(broken("is damaged: the contents do not match the stored hash".into()));
-    }
-    Ok(streams)
 }
 
-fn read(
+/// The number of windows in a file that holds a part of the batch.
+fn windows_in(source: &ShardedCheckpoint) -> usize {
+    let info = STREAMS.iter().find_map(|name| source.info(name));
+    info.and_then(|info| info.shape.first().copied()).unwrap_or(0)
+}
+
+fn check_shape(
     source: &ShardedCheckpoint,
     name: &str,
-    (layout, hidden): (&BatchLayout, usize),
-    hash: &mut Sha256,
-    spill: Option<&Spill>,
+    shape: [usize; 3],
     broken: &dyn Fn(String) -> Error,
-) -> Result<Values> {
+) -> Result<()> {
     let info = source.require(name)?;
-    let shape = [layout.windows(), layout.length(), hidden];
     if info.dtype != Dtype::F32 || info.shape != shape {
         return Err(broken(format!(
             "contains hidden states {} {:?}, expected F32 {shape:?}",
             info.dtype, info.shape
         )));
     }
-    // The header was checked against the file's length, so this allocation is bounded by the file's size.
-    let mut values = Values::zeros(spill, layout.tokens() * hidden)?;
-    let (len, piece) = (info.byte_len(), 4 * CHUNK_VALUES as u64);
+    Ok(())
+}
+
+/// Passes the values of a tensor on in pieces, each with the index of its first value, and hashes them.
+fn each_piece(
+    source: &ShardedCheckpoint,
+    name: &str,
+    hash: &mut Sha256,
+    put: &mut dyn FnMut(usize, &[f32]) -> Result<()>,
+) -> Result<()> {
+    let len = source.require(name)?.byte_len();
+    let piece = 4 * CHUNK_VALUES as u64;
     let (mut bytes, mut floats) = (Vec::new(), Vec::new());
     let mut at = 0;
     while at < len {
@@ -340,15 +432,16 @@ fn read(
         hash.update(&bytes);
         floats.clear();
         floats.extend(bytes.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])));
-        values.write((at / 4) as usize, &floats)?;
+        put((at / 4) as usize, &floats)?;
         at += bytes.len() as u64;
     }
-    Ok(values)
+    Ok(())
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::calibrate::BatchLayout;
 
     /// A save that takes too long stops before its next piece, and a cancelled one reports the interruption.
     #[test]

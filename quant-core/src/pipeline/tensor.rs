@@ -9,7 +9,7 @@ use super::source::{Bytes, ReadWeights, Source, read_into};
 use crate::checkpoint::{Dtype, require_finite_bytes};
 use crate::model::{NodeId, WeightRows, transposed};
 use crate::quantize::{
-    ErrorStats, QuantizedTensor, Rows, ScaleContext, ScaleExponents, SharedExtents, fp8_static_scale,
+    ErrorStats, QuantizedTensor, ScaleContext, ScaleExponents, SharedExtents, SourceRows, fp8_static_scale,
     quantize_within,
 };
 use crate::recipe::{Action, CacheScale, PlanEntry};
@@ -78,7 +78,7 @@ pub(super) fn apply_rewrite(
     }
 }
 
-/// Returns the scale exponents of an MXFP4 weight and of the weights with which engines give it one scale.
+/// Returns the scale exponents of an MXFP4 weight and of the weights that share a tensor scale with it in engines.
 fn shared_exponents(job: &Job<'_>, (entry, module): (&PlanEntry, &String)) -> Result<ScaleExponents> {
     let parts = job.plan.shares_scale_with(module);
     let shares = |entry: &&PlanEntry| match &entry.action {
@@ -110,13 +110,13 @@ pub(super) fn largest_magnitude(
     let (Action::Quantize { node, scheme, .. }, &[n, k]) = (&entry.action, &entry.info.shape[..]) else {
         return Err(Error::Internal(format!("`{}` is not a weight to be rounded", entry.tensor)));
     };
-    let rows = Rows::Bytes(&bytes, entry.info.dtype);
+    let rows = SourceRows::Bytes(&bytes, entry.info.dtype);
     let weight = WeightRows::float([n, k], rows)?;
     let values = match node.filter(|node| decision.rewrite.changes(*node)) {
         Some(node) => Some(decision.rewrite.weight(node, &weight)?),
         None => None,
     };
-    let rows = values.as_ref().map_or(rows, |values| Rows::Floats(values));
+    let rows = values.as_ref().map_or(rows, |values| SourceRows::Floats(values));
     let load = |at: usize, row: &mut [f32]| {
         rows.load(at, row);
         Ok(())
@@ -201,7 +201,7 @@ fn rewritten(
     }
     let Some(shape) = op.linear_shape().filter(|_| rewrite.changes(node)) else { return Ok(None) };
     if entry.info.shape.len() == 2 {
-        let rows = WeightRows::float(shape, Rows::Bytes(bytes, entry.info.dtype))?;
+        let rows = WeightRows::float(shape, SourceRows::Bytes(bytes, entry.info.dtype))?;
         return Ok(Some(rewrite.weight(node, &rows)?));
     }
     let mut values = vec![0.0; entry.info.elements()];
@@ -261,12 +261,12 @@ impl Linear<'_> {
     }
 
     fn rows<'b>(&self, bytes: &'b [u8]) -> Result<WeightRows<'b>> {
-        WeightRows::float(self.shape, Rows::Bytes(bytes, self.entry.info.dtype))
+        WeightRows::float(self.shape, SourceRows::Bytes(bytes, self.entry.info.dtype))
     }
 
     fn round_values(&self, values: &[f32], clip: Option<&[f32]>) -> Result<(QuantizedTensor, ErrorStats)> {
         let target = (self.scheme, self.scale_dtype);
-        let rounded = quantize_within(Rows::Floats(values), self.shape, target, clip, self.context);
+        let rounded = quantize_within(SourceRows::Floats(values), self.shape, target, clip, self.context);
         let (tensor, error) = rounded.map_err(|e| e.within(&self.entry.tensor, None))?;
         let (tensor, is_other) = self.as_stored(tensor)?;
         let error = if is_other { ErrorStats::of(values, &tensor)? } else { error };
@@ -277,7 +277,7 @@ impl Linear<'_> {
         let Self { entry, shape, scheme, scale_dtype, .. } = *self;
         let path = self.job.model.source().location(&entry.stored);
         let (tensor, error) = quantize_within(
-            Rows::Bytes(bytes, entry.info.dtype),
+            SourceRows::Bytes(bytes, entry.info.dtype),
             shape,
             (scheme, scale_dtype),
             None,

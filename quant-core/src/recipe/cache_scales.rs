@@ -1,4 +1,4 @@
-//! The static scales of keys and values in an FP8 cache: the tensors they become, and the linears with which they are
+//! Static scales of keys and values for an FP8 cache: the tensors that store them, and the linears with which they are
 //! written.
 //!
 //! A scale is written with the linear that produces its keys or values, in the same shard and commit, so that a resumed
@@ -10,14 +10,15 @@ use crate::model::{KvScheme, Model, NodeId, cached_values};
 use crate::scheme::CachePart;
 use crate::{Error, Result};
 
-/// A scale of keys or values that is found on the calibration text and written with a linear.
+/// A scale of keys or values that is computed from the calibration text and written with a linear.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct CacheScale {
-    /// The attention layer, in the block of the linear.
+    /// The attention node, in the block of the linear.
     pub attention: NodeId,
-    /// Keys or values.
+    /// Whether the scale is for keys or for values.
     pub part: CachePart,
-    /// The tensor.
+    /// The name of the tensor that stores the scale.
     pub tensor: String,
 }
 

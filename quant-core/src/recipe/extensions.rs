@@ -5,6 +5,7 @@ use std::borrow::Cow;
 use super::method::TRANSFORMS;
 use super::{METHODS, Method, Rounding};
 use crate::format::{CONTAINERS, Container, containers_with};
+use crate::gguf;
 use crate::model::Preparation;
 use crate::transform::Transform;
 use crate::{Error, Result};
@@ -35,7 +36,7 @@ pub struct Extensions {
 }
 
 impl Extensions {
-    /// Checks that every name is new and can be written in a list.
+    /// Checks that every name is unique and can be part of a comma-separated list.
     ///
     /// # Errors
     /// [`Error::Usage`] for a name that is empty, has a comma or a space, or is taken.
@@ -50,17 +51,17 @@ impl Extensions {
             .try_for_each(|(kind, names): (_, Vec<&str>)| are_distinct(kind, &names))
     }
 
-    /// All transforms.
+    /// The transforms of this library, then those of the calling program.
     pub fn transforms(&self) -> impl Iterator<Item = &'static dyn Transform> {
         TRANSFORMS.iter().chain(&self.transforms).copied()
     }
 
-    /// All methods with a name of their own.
+    /// The named methods of this library, then those of the calling program.
     fn methods(&self) -> impl Iterator<Item = &Method> {
         METHODS.iter().chain(&self.methods)
     }
 
-    /// All formats.
+    /// The formats of this library, then those of the calling program.
     pub fn containers(&self) -> impl Iterator<Item = &'static dyn Container> {
         CONTAINERS.iter().chain(&self.containers).copied()
     }
@@ -82,7 +83,7 @@ impl Extensions {
     /// rounding: `rotate,awq,gptq`.
     ///
     /// # Errors
-    /// [`Error::Usage`] when there is no such method, with a list of all; otherwise as [`Method::of`].
+    /// [`Error::Usage`] if the name is unknown, with a remedy that lists the methods; otherwise as [`Method::of`].
     pub fn method(&self, name: &str) -> Result<Method> {
         if let Some(named) = self.methods().find(|m| m.name == name) {
             return Ok(named.clone());
@@ -106,7 +107,7 @@ impl Extensions {
         self.method_of(&steps, named.unwrap_or(Rounding::Nearest))
     }
 
-    /// As [`Method::of`], with all steps and methods.
+    /// [`Method::of`] with the steps and methods of this library and of the calling program.
     ///
     /// # Errors
     /// As [`Method::of`].
@@ -122,18 +123,32 @@ impl Extensions {
     /// Returns the format with this name.
     ///
     /// # Errors
-    /// When no format has that name; the message lists the known names.
+    /// [`Error::Usage`] if no format has that name; the remedy lists the known names.
     pub fn container(&self, name: &str) -> Result<&'static dyn Container> {
+        if name == gguf::FORMAT {
+            return Err(Error::usage(
+                "a recipe cannot name the format gguf, because no recipe applies to GGUF files",
+                "set ‹format=gguf›, and ‹scheme› in place of the recipe",
+            ));
+        }
         self.containers().find(|c| c.name() == name).ok_or_else(|| {
-            let known: Vec<_> = self.containers().map(|c| c.name()).collect();
-            Error::usage(format!("unknown format `{name}`"), format!("known formats: {}", known.join(", ")))
+            let mut known: Vec<_> = self.containers().map(|c| c.name()).collect();
+            known.push(gguf::FORMAT);
+            let listed = format!("known formats: {}", known.join(", "));
+            let distances = known.iter().map(|known| (strsim::levenshtein(known, name), known));
+            let near = distances.min().filter(|(distance, _)| 2 * distance <= name.len());
+            let remedy = match near {
+                Some((_, near)) => format!("did you mean {near}? {listed}"),
+                None => listed.clone(),
+            };
+            Error::usage(format!("unknown format `{name}`"), remedy)
         })
     }
 
     /// Returns the formats with these names.
     ///
     /// # Errors
-    /// See [`container`](Self::container); also when the list is empty or has a duplicate.
+    /// As [`container`](Self::container); also if the list is empty or has a duplicate.
     pub fn containers_of(&self, names: &[String]) -> Result<Vec<&'static dyn Container>> {
         containers_with(names, |name| self.container(name))
     }

@@ -3,10 +3,11 @@
 use crate::model::KvScheme;
 use crate::{Error, Result};
 
-/// Splits a scheme into its text without the cache, and the cache if it names one.
+/// Splits a scheme into the text without the cache, and the scheme of the cache: `None` for `kv16` or if the text names
+/// no cache.
 ///
 /// # Errors
-/// [`Error::Usage`] for other bits.
+/// [`Error::Usage`] if the cache is not `kv4`, `kv8`, `kvf8` or `kv16`.
 pub fn split(text: &str) -> Result<(String, Option<KvScheme>)> {
     let (head, rest) = match text.split_once('-') {
         Some((head, rest)) => (head, Some(rest)),
@@ -26,7 +27,7 @@ pub fn split(text: &str) -> Result<(String, Option<KvScheme>)> {
     Ok((format!("{linear}{rest}"), bits))
 }
 
-/// The text of a scheme with this cache.
+/// Inserts the cache into the text of a scheme, after its first word.
 pub fn joined(scheme: &str, kv: Option<KvScheme>) -> String {
     let Some(bits) = kv.map(KvScheme::suffix) else { return scheme.to_owned() };
     match scheme.split_once('-') {

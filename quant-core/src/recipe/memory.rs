@@ -18,8 +18,8 @@ const MIN_ROUND_BYTES: u64 = 32 << 20;
 const CHUNK_TOKENS: u64 = 2048;
 
 impl Plan {
-    /// Estimates the peak memory in bytes of one run of all these plans, with hidden states in memory. The file of
-    /// channel maxima that a run may write is not counted.
+    /// Estimates the peak memory in bytes of one run of all these plans, with hidden states in memory. What a run needs
+    /// in addition to write a file of channel maxima is not counted.
     pub fn peak_memory(plans: &[Self], model: &Model) -> u64 {
         Self::peak_memory_in(plans, model, Residence::Memory)
     }
@@ -43,12 +43,17 @@ impl Plan {
         if memory <= budget {
             return Ok(Residence::Memory);
         }
-        let peak = |round_bytes| Self::peak_memory_in(plans, model, Residence::Files { round_bytes });
-        let smallest = peak(MIN_ROUND_BYTES);
-        if smallest > budget {
-            return Err(smallest.min(memory));
+        // Experts that are processed one at a time are read several times, so that comes last.
+        let mut needed = memory;
+        for experts_apart in [false, true] {
+            let files = |round_bytes| Residence::Files { round_bytes, experts_apart };
+            let smallest = Self::peak_memory_in(plans, model, files(MIN_ROUND_BYTES));
+            if smallest <= budget {
+                return Ok(files(MIN_ROUND_BYTES + (budget - smallest)));
+            }
+            needed = needed.min(smallest);
         }
-        Ok(Residence::Files { round_bytes: MIN_ROUND_BYTES + (budget - smallest) })
+        Err(needed)
     }
 
     /// The size in bytes of the hidden states that are in memory only because channel maxima are gathered.
@@ -102,7 +107,7 @@ impl Plan {
     }
 
     /// The memory in bytes for writing the largest tensor: the stored bytes of this tensor and the next one, codes,
-    /// packed codes, and an `f32` copy if a transform may rewrite it.
+    /// packed codes, and an `f32` copy if the plan processes whole blocks.
     fn largest_tensor(&self) -> u64 {
         let of = |entry: &super::PlanEntry| match entry.action {
             Action::Copy => 16 << 20,
@@ -129,8 +134,8 @@ impl Plan {
             true => (self.sampling.samples as u64).saturating_mul(self.sampling.length as u64),
             false => 0,
         };
-        let transforms = self.transforms();
-        let gptq = self.method.rounding == Rounding::Gptq;
+        let transforms = if self.is_forward() { Vec::new() } else { self.transforms() };
+        let gptq = self.method.rounding == Rounding::Gptq && !self.is_forward();
         // GPTQ on the inputs of the quantized model processes experts one at a time, unless a transform has rewritten
         // all of them.
         let passes = PassPlan::new(self, false);
@@ -140,7 +145,10 @@ impl Plan {
             // A pass of the float block reads all experts.
             && passes.first.is_none()
             && passes.cache.is_none();
-        let work = Workload { residence, ..self.workload(kind) };
+        let apart = matches!(residence, Residence::Files { experts_apart: true, .. });
+        let experts_apart = apart && self.takes_experts_apart(graph);
+        let one_expert = one_expert || experts_apart;
+        let work = Workload { residence, experts_apart, ..self.workload(kind) };
         let pieces = self.piece_memory(graph, tokens);
         let gathering = transforms.iter().map(|t| t.gathering_memory(&work)).max().unwrap_or(0);
         let searching = transforms.iter().map(|t| t.memory(&work)).max().unwrap_or(0);
@@ -163,8 +171,8 @@ impl Plan {
 
     /// Bytes per token that are kept for the whole batch while a block is processed.
     fn state_bytes(&self, graph: &BlockGraph, residence: Residence, one_expert: bool) -> u64 {
-        // For each token, the layout stores the start of its document and whether it counts. There are two copies while
-        // it is built.
+        // For each token, the layout stores the start of its document, its rank among counted tokens and whether it is
+        // padding. While it is built, there is also a copy of the starts and the role of each token.
         let plain = self.sampling.mask == Mask::None && self.sampling.packing != Packing::Documents;
         let layout = if plain { 0 } else { 16 };
         // The sum of the experts' outputs and the tokens of each expert are kept for the whole batch.
@@ -187,7 +195,8 @@ impl Plan {
     /// The memory in bytes for the intermediate values of the tokens that go through a block at a time.
     fn piece_memory(&self, graph: &BlockGraph, tokens: u64) -> u64 {
         let length = self.sampling.length as u64;
-        // In an MLP, the outputs of gate and up and their product are in memory together, with the inputs of the linears.
+        // In an MLP, the outputs of gate and up and their product are in memory together with the inputs of the
+        // linears.
         let widest: u64 = graph.linears().map(|(_, _, [n, k], _)| (n + k) as u64).max().unwrap_or(0);
         match self.method.search_mode(&self.settings).unwrap_or_default() {
             // Attention processes a longer window as a whole; the rest of the block processes it in pieces.
@@ -212,12 +221,16 @@ impl Plan {
             _ => None,
         };
         let schemes = of_block.filter_map(scheme).collect();
-        let residence = Residence::Memory;
-        Workload { graph: kind.graph, sampling: self.sampling, settings: &self.settings, schemes, residence }
+        let (residence, experts_apart) = (Residence::Memory, false);
+        let (sampling, settings) = (self.sampling, &self.settings);
+        Workload { graph: kind.graph, sampling, settings, schemes, residence, experts_apart }
     }
 
     /// Bytes of a block's weights that are in memory at the same time.
     fn block_bytes(&self, kind: BlockKind<'_>, one_expert: bool) -> u64 {
+        if let Some(largest) = self.forward {
+            return largest;
+        }
         let of_block = self.entries.iter().filter(|e| e.layer == Some(kind.first));
         let node = |entry: &super::PlanEntry| match entry.action {
             Action::Quantize { node, .. } => node,

@@ -15,8 +15,8 @@ use crate::{Error, Result};
 /// A quantization method: one of [`METHODS`], or steps in a [custom order](Self::of).
 #[derive(Debug, Clone)]
 pub struct Method {
-    /// The name for `--method`. A method without a name of its own is named by its steps and its rounding, separated by
-    /// commas.
+    /// The name for `--method`. A method without a name of its own is named by its steps, separated by commas, followed
+    /// by its rounding unless that is [`Rounding::Nearest`].
     pub name: Cow<'static, str>,
     /// A one-line description for help and tables.
     pub summary: &'static str,
@@ -43,7 +43,7 @@ impl Eq for Method {}
 pub(super) const TRANSFORMS: &[&dyn Transform] =
     &[&Awq, &Clip, &Reorder, &SmoothAttention, &SmoothOutputs, &SmoothQuant];
 
-/// The transform that has this setting.
+/// The name of the transform that has this setting.
 pub fn step_of(setting: &str) -> Option<&'static str> {
     TRANSFORMS.iter().find(|t| t.settings().contains(&setting)).map(|t| t.name())
 }
@@ -54,7 +54,7 @@ pub fn steps() -> Vec<(&'static str, &'static str)> {
 }
 
 impl Method {
-    /// Whether one of the steps has this setting.
+    /// Whether one of the transforms has this setting.
     pub fn takes(&self, setting: &str) -> bool {
         self.transforms.iter().any(|t| t.settings().contains(&setting))
     }
@@ -69,7 +69,7 @@ impl Method {
         self.transforms.iter().any(|t| t.is_for_rounded_inputs())
     }
 
-    /// The settings of each step.
+    /// The settings of each transform, by its name.
     pub fn fingerprint(&self, settings: &TransformSettings) -> Value {
         self.transforms
             .iter()
@@ -90,7 +90,7 @@ impl Method {
         self.rounding == Rounding::Gptq || self.transforms.iter().any(looks)
     }
 
-    /// The default settings of GPTQ.
+    /// The default settings of GPTQ for this method.
     pub fn default_gptq(&self) -> GptqSettings {
         GptqSettings { inputs: self.default_inputs, ..GptqSettings::default() }
     }
@@ -120,13 +120,13 @@ impl Method {
     /// returns that.
     ///
     /// # Errors
-    /// [`Error::Usage`] with the reason, for an unknown step, a repeated step, or an order in which a step undoes the
-    /// result of an earlier one.
+    /// [`Error::Usage`] with the reason, for an unknown step, a repeated step, steps that exclude each other, or an
+    /// order in which a step undoes the result of an earlier one.
     pub fn of(steps: &[&str], rounding: Rounding) -> Result<Self> {
         Self::composed(steps, rounding, (METHODS, TRANSFORMS))
     }
 
-    /// [`of`](Self::of) with the methods and transforms that may be named.
+    /// [`of`](Self::of) with the given methods and transforms.
     pub(super) fn composed(
         steps: &[&str],
         rounding: Rounding,
@@ -290,7 +290,12 @@ pub static METHODS: &[Method] = &[
         Rounding::Gptq,
     ),
     qoq("qoq-rtn", "QServe's steps, then rounding to nearest", Rounding::Nearest),
-    plain("rtn", "rounds to nearest; needs no calibration text", &[], Rounding::Nearest),
+    plain(
+        "rtn",
+        "rounds to nearest; needs a calibration text only for static scales",
+        &[],
+        Rounding::Nearest,
+    ),
     plain(
         "smoothquant",
         "moves outliers from activations into weights, for 8-bit activations",
@@ -314,7 +319,7 @@ const QOQ: &[&dyn Transform] = &[&Reorder, &SmoothAttention, &SmoothOutputs, &Cl
 /// rounding: `rotate,awq,gptq`.
 ///
 /// # Errors
-/// [`Error::Usage`] when there is no such method, with a list of all; otherwise as [`Method::of`].
+/// [`Error::Usage`] if the name is unknown, with a remedy that lists the methods; otherwise as [`Method::of`].
 ///
 /// ```
 /// use quant_core::recipe::{Rounding, method};

@@ -40,6 +40,7 @@ use crate::{Error, Result};
 
 /// A named combination of method and scheme.
 #[derive(Debug)]
+#[non_exhaustive]
 pub struct Preset {
     /// The name for `--preset`.
     pub name: &'static str,
@@ -90,7 +91,7 @@ pub struct Recipe {
     pub settings: TransformSettings,
     /// Settings of GPTQ, for methods that round with it.
     pub gptq: GptqSettings,
-    /// The calibration text, if the recipe names one: a file or the name of a set.
+    /// The calibration text, if the recipe names one: a file or the name of a text, such as `builtin`.
     pub calibration: Option<String>,
 }
 
@@ -117,7 +118,7 @@ impl Recipe {
         cached || self.method.needs_text(&self.settings) || activations.any(ActivationScheme::is_static)
     }
 
-    /// Whether any scheme, such as NVFP4, has scales that are found by a search.
+    /// Whether any scheme has group scales that [`TransformSettings::scale_search`] affects, as NVFP4 has.
     pub fn searches_scales(&self) -> bool {
         let schemes = std::iter::once(&self.scheme).chain(self.overrides.iter().map(|(_, scheme)| scheme));
         schemes.into_iter().any(|s| s.with_default_symmetry(true).has_global_scale())
@@ -126,7 +127,7 @@ impl Recipe {
     /// The recipe of a preset.
     ///
     /// # Errors
-    /// When there is no such preset; the message lists all.
+    /// [`Error::Usage`] if there is no such preset; the remedy lists all.
     pub fn preset(name: &str) -> Result<Self> {
         let preset = PRESETS.iter().find(|p| p.name == name).ok_or_else(|| {
             let known: Vec<_> = PRESETS.iter().map(|p| p.name).collect();

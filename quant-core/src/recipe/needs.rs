@@ -26,17 +26,22 @@ impl Plan {
 
     /// Whether static scales of cached keys and values are computed.
     pub(crate) fn calibrates_cache(&self) -> bool {
-        self.entries.iter().any(|entry| !entry.cache.is_empty())
+        match self.calibrated {
+            Some(whole) => whole.cache,
+            None => self.entries.iter().any(|entry| !entry.cache.is_empty()),
+        }
     }
 
-    fn has_static_activations(&self) -> bool {
+    pub(super) fn has_static_activations(&self) -> bool {
         // Weights that are already quantized come with the scales of their inputs.
-        self.entries
-            .iter()
-            .any(|e| matches!(e.action, Action::Quantize { scheme, .. } if scheme.has_static_activations()))
+        let is_static = |e: &PlanEntry| matches!(e.action, Action::Quantize { scheme, .. } if scheme.has_static_activations());
+        match self.calibrated {
+            Some(whole) => whole.static_activations,
+            None => self.entries.iter().any(is_static),
+        }
     }
 
-    /// Whether group scales are searched for, as for NVFP4.
+    /// Whether any linear has group scales that the setting `scale_search` affects, as NVFP4 has.
     pub(crate) fn searches_scales(&self) -> bool {
         self.entries
             .iter()

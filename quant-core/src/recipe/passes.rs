@@ -4,8 +4,8 @@
 //! The run follows this plan, and the memory estimate is based on it.
 //!
 //! The states of the float model are advanced by the original float block, never by a rewritten one: the two differ by
-//! rounding, and a resumed run only has the original. Exactly one pass advances them. Later passes use a copy from
-//! before that pass.
+//! rounding, and a resumed run only has the original. If they are needed, exactly one pass advances them. Later passes
+//! use a copy from before that pass.
 
 use super::{Plan, Rounding};
 use crate::quantize::gptq::LayerInputs;
@@ -38,7 +38,7 @@ pub(crate) struct PassPlan {
     /// The states for searches, if one of them needs any: [`States::Float`] or [`States::Copy`].
     pub(crate) search: Option<States>,
     /// The states for the maxima of cached keys and values, if they are computed: [`States::Float`] before the first
-    /// pass, which do not change, or [`States::Copy`] in the rewritten block.
+    /// pass, without advancing them, or [`States::Copy`] through the rewritten block.
     pub(crate) cache: Option<States>,
     /// The states for GPTQ, if it is the rounding.
     pub(crate) gptq: Option<States>,
@@ -57,11 +57,17 @@ struct Wanted {
     cache: bool,
     /// The model whose states GPTQ uses, if it is the rounding.
     gptq: Option<LayerInputs>,
+    /// Whether GPTQ on states of the quantized model takes those of the float model again after some blocks.
+    spans: bool,
 }
 
 impl PassPlan {
     /// The passes of every block of a plan. With `keeps_maxima`, the maxima of linears' inputs are kept as well.
     pub(crate) fn new(plan: &Plan, keeps_maxima: bool) -> Self {
+        if plan.is_forward() {
+            let first = Some(FirstPass { ranges: false, advance: true });
+            return Self { first, search: None, cache: None, gptq: None };
+        }
         let transforms = plan.transforms();
         Self::of(Wanted {
             transforms: transforms.len(),
@@ -69,11 +75,13 @@ impl PassPlan {
             ranges: plan.needs_ranges() || keeps_maxima,
             cache: plan.calibrates_cache(),
             gptq: (plan.method.rounding == Rounding::Gptq).then_some(plan.gptq.inputs),
+            spans: plan.method.rounding == Rounding::Gptq
+                && (plan.blocks().start + 1..plan.last_reader()).any(|layer| plan.gptq.begins_span(layer)),
         })
     }
 
     fn of(wanted: Wanted) -> Self {
-        let Wanted { transforms, searched, ranges, cache, gptq } = wanted;
+        let Wanted { transforms, searched, ranges, cache, gptq, spans } = wanted;
         // A single search advances the states itself; several consecutive ones use the same states.
         let search = match (searched, transforms, ranges) {
             (false, ..) => None,
@@ -90,7 +98,7 @@ impl PassPlan {
         let cache = cache.then_some(if transforms == 0 { States::Float } else { States::Copy });
         let mut passes = Self { first: None, search, cache, gptq };
         let advance = !passes.uses(States::Float);
-        if ranges || advance && (passes.uses(States::Copy) || cache.is_some()) {
+        if ranges || advance && (passes.uses(States::Copy) || cache.is_some() || spans) {
             passes.first = Some(FirstPass { ranges, advance });
         }
         passes
@@ -179,7 +187,7 @@ mod tests {
     fn every_combination_has_its_passes() {
         for ((transforms, searched, ranges, gptq), (first, search, on), states) in ALL {
             for transforms in if transforms == 2 { 2..5 } else { transforms..transforms + 1 } {
-                let wanted = Wanted { transforms, searched, ranges, cache: false, gptq };
+                let wanted = Wanted { transforms, searched, ranges, cache: false, gptq, spans: false };
                 let passes = PassPlan::of(wanted);
                 assert_eq!(passes, PassPlan { first, search, cache: None, gptq: on }, "{wanted:?}");
                 assert_eq!(passes.states_in_memory(), states, "{wanted:?}");
@@ -191,7 +199,12 @@ mod tests {
     fn one_pass_moves_the_float_states_on() {
         for ((transforms, searched, ranges, gptq), ..) in ALL {
             for cache in [false, true] {
-                let passes = PassPlan::of(Wanted { transforms, searched, ranges, cache, gptq });
+                let wanted = Wanted { transforms, searched, ranges, cache, gptq, spans: false };
+                let passes = PassPlan::of(wanted);
+                // With spans, the float states are followed in any case.
+                let spans = PassPlan::of(Wanted { spans: true, ..wanted });
+                assert!(spans.follow_float(), "{wanted:?}");
+                assert!(spans == passes || !passes.follow_float(), "{wanted:?}");
                 let first = passes.first.is_some_and(|first| first.advance);
                 let moving =
                     [first, passes.search == FLOAT, passes.gptq == FLOAT].into_iter().filter(|m| *m).count();

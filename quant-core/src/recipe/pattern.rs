@@ -15,7 +15,7 @@ use crate::{Error, Result};
 /// * a text with `*` or `?` is a glob over the whole name (`*` also matches dots);
 /// * anything else is a name, or its last parts: `down_proj`, `mlp.down_proj`.
 ///
-/// A trailing `.weight` is ignored, so tensor names work too.
+/// A trailing `.weight` of a name or glob is ignored, so tensor names work too.
 #[derive(Debug, Clone)]
 pub struct Pattern {
     text: String,
@@ -23,7 +23,7 @@ pub struct Pattern {
     place: Option<Place>,
 }
 
-/// Where a recipe has a pattern.
+/// The place of a pattern in a recipe.
 #[derive(Debug, Clone)]
 struct Place {
     /// The file, unless the recipe was parsed from a text.
@@ -35,7 +35,7 @@ impl Pattern {
     /// Parses a pattern.
     ///
     /// # Errors
-    /// When it is empty or not a valid expression.
+    /// [`Error::Usage`] if it is empty, or not a valid expression of at most 1 MiB when compiled.
     pub fn new(text: &str) -> Result<Self> {
         let fault = |reason: String| {
             Error::usage(
@@ -74,7 +74,7 @@ impl Pattern {
         }
     }
 
-    /// The error for a pattern that matches none of `names`, which the setting `option` carried.
+    /// The error for a pattern of the setting `option` that matches none of `names`.
     pub(crate) fn matches_nothing(&self, option: &'static str, names: &[&str]) -> Error {
         let error =
             Error::PatternMatchesNothing { option, pattern: self.text.clone(), nearest: self.nearest(names) };
@@ -84,7 +84,7 @@ impl Pattern {
         }
     }
 
-    /// The error for a pattern whose matches are all taken by others.
+    /// The error for a pattern if other patterns take precedence for all modules that it matches.
     pub(super) fn has_no_effect(&self, option: &'static str) -> Error {
         self.fault(
             option,
@@ -119,7 +119,8 @@ impl Pattern {
         self.regex.is_match(module)
     }
 
-    /// Up to three of `names` that resemble the pattern.
+    /// The last parts of up to three of `names` that resemble the pattern, most similar first; as many parts as the
+    /// pattern has.
     pub fn nearest(&self, names: &[&str]) -> Vec<String> {
         let parts = self.text.matches('.').count() + 1;
         let mut scored: Vec<(f64, String)> = names

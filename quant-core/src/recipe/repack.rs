@@ -30,8 +30,8 @@ impl Plan {
     /// format makes the distinction.
     ///
     /// # Errors
-    /// [`Error::Usage`] when nothing is quantized, or the format cannot express a grid; errors of the input when zero
-    /// points cannot be read. Whether scales fit the format's dtype is only checked when they are read.
+    /// [`Error::Usage`] if no linear is quantized or the format cannot express a grid; errors of the input if its
+    /// tensors cannot be read. Whether scales fit the format's dtype is checked only when they are read.
     pub fn repack(model: &Model, container: &'static dyn Container) -> Result<Self> {
         if model.quant_method().is_none() {
             return Err(Error::usage(
@@ -96,6 +96,8 @@ impl Plan {
             gptq: GptqSettings::default(),
             entries,
             blocks: 0..architecture.layers,
+            calibrated: None,
+            forward: None,
             grids_sha256: String::new(),
             selectors: Vec::new(),
             float_modules,

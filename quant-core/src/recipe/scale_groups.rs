@@ -1,4 +1,4 @@
-//! The linears of a plan for which engines keep one scale over the whole tensor.
+//! Groups of linears for which engines use one common tensor scale.
 
 use std::collections::HashMap;
 

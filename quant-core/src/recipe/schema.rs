@@ -1,6 +1,7 @@
 //! The JSON schema of recipe files, for editors that complete and check TOML.
 //!
-//! Names of formats, methods and bit widths come from the registries, so the schema includes new ones automatically.
+//! Names of formats, steps and bit widths come from the library's tables, so the schema includes new ones
+//! automatically.
 
 use schemars::{Schema, SchemaGenerator, json_schema};
 use serde_json::{Map, Value, json};
@@ -66,7 +67,7 @@ pub(super) fn scheme(_: &mut SchemaGenerator) -> Schema {
     let symmetry = "(-a?sym)?";
     // Granularity and symmetry may be given in either order.
     let weights = format!("({granularity}{symmetry}|{symmetry}{granularity})");
-    let (kv, progressive) = ("(kv(4|8|16))?", "(-progressive)?");
+    let (kv, progressive) = ("(kv(4|8|16|f8))?", "(-progressive)?");
     let weights = format!("{kv}{weights}{progressive}");
     let pattern =
         format!("^w({})(a16{weights}|a8{weights}(-static(-a?sym)?)?)$|{}", bits.join("|"), floats(kv));
@@ -158,6 +159,13 @@ mod tests {
             "w4a16-sym-asym",
             "x",
             "w4a16-g64-sym-",
+            "w8a16kv8",
+            "w4a8kv4-g128",
+            "w8a8kvf8",
+            "wf8af8kvf8-channel",
+            "wf4a16kv4-g16-nv",
+            "w8a8kv2",
+            "w8a8kvf4",
             "W4A16",
         ] {
             assert_eq!(pattern.is_match(text), text.parse::<SchemeRequest>().is_ok(), "{text}");

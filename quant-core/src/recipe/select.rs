@@ -7,11 +7,11 @@ use crate::scheme::SchemeRequest;
 const IGNORE: &str = "ignore";
 const OVERRIDE: &str = "override";
 
-/// The modules selected by an `--ignore` or `--override`.
+/// The modules selected by one pattern of `ignore` or `override`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct SelectorMatches {
-    /// The name of the option.
+    /// The name of the setting: `ignore` or `override`.
     pub option: &'static str,
     /// The pattern.
     pub pattern: String,
@@ -23,9 +23,9 @@ pub struct SelectorMatches {
 
 /// The patterns of a recipe applied to the modules of a model.
 ///
-/// `--ignore` takes precedence, then the last override that matches. Modules outside the blocks (the head, the
-/// embedding) stay float unless an override selects them. An override selects them only if it matches no linear of a
-/// block, so `*=w8a16` applies to the blocks only.
+/// A pattern of `ignore` takes precedence, then the last override that matches. Modules outside the blocks (the head,
+/// the embedding) stay float unless an override selects them. An override selects them only if it matches no linear of
+/// a block, so `*=w8a16` applies to the blocks only.
 pub(super) struct Selection<'r> {
     recipe: &'r Recipe,
     /// Whether each override matches a linear of a block.
@@ -56,7 +56,7 @@ impl<'r> Selection<'r> {
         selector.checked_sub(self.recipe.ignore.len()).map(|i| self.recipe.overrides[i].1)
     }
 
-    /// The index of the selector that applies to a module; `--ignore` patterns take precedence.
+    /// The index of the selector that applies to a module, with the patterns of `ignore` before the overrides.
     fn decisive(&self, module: &str, in_block: bool) -> Option<usize> {
         let Recipe { ignore, overrides, .. } = self.recipe;
         let ignored = ignore.iter().position(|p| p.matches(module));
@@ -70,7 +70,8 @@ impl<'r> Selection<'r> {
     /// The modules to which each selector applies. A selector that matches nothing, or only modules that other
     /// selectors take, is an error, because it would have no effect.
     ///
-    /// `outside` are the modules outside the blocks. They stay float anyway, but ignoring one by name is not an error.
+    /// `outside` are the embedding, the head, and the linears of blocks that are never quantized. Unless overridden,
+    /// they stay float, but ignoring one by name is not an error.
     pub(super) fn matches(&self, linears: &[&str], outside: &[&str]) -> Result<Vec<SelectorMatches>> {
         let Recipe { ignore, overrides, .. } = self.recipe;
         let ignored = ignore.iter().map(|p| (IGNORE, p, "float".to_owned()));

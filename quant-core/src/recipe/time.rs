@@ -3,12 +3,12 @@
 
 use std::time::Instant;
 
-use super::{Action, Plan, Rounding};
+use super::{Action, PassPlan, Plan, Rounding};
 use crate::checkpoint::Dtype;
 use crate::digest::sha256_hex;
 use crate::model::{Model, WeightBody, multiply};
 use crate::quantize::gptq::LayerInputs;
-use crate::quantize::{Rows, quantize_tensor};
+use crate::quantize::{SourceRows, quantize_tensor};
 use crate::transform::Workload;
 use crate::{Error, Result};
 
@@ -20,7 +20,7 @@ const PASSES: f64 = 2.0;
 pub struct Rates {
     /// Floating-point operations of a large matrix product.
     pub operations: f64,
-    /// Weights rounded.
+    /// Weights rounded to nearest.
     pub rounded: f64,
     /// Bytes hashed by one thread.
     pub hashed: f64,
@@ -41,7 +41,7 @@ impl Rates {
         let rows: Vec<f32> = values.iter().chain(&values).copied().collect();
         let rounding = best(3, || {
             let scheme = crate::scheme::LinearScheme::default();
-            quantize_tensor(Rows::Floats(&rows), WEIGHTS, scheme, Dtype::F16, None)
+            quantize_tensor(SourceRows::Floats(&rows), WEIGHTS, scheme, Dtype::F16, None)
                 .map(drop)
                 .map_err(|e| Error::Internal(e.to_string()))
         })?;
@@ -80,10 +80,10 @@ impl Plan {
         if first.needs_text() {
             // Ranges are gathered in a separate pass, before the pass of a search.
             let looks = first.transforms().iter().any(|t| t.needs(&first.settings).states);
-            let again = if first.needs_ranges() && looks { 2.0 } else { 1.0 };
+            let again = if first.needs_ranges() && looks && !first.is_forward() { 2.0 } else { 1.0 };
             operations += again * first.forward_operations(model);
         }
-        for plan in plans {
+        for plan in plans.iter().filter(|plan| !plan.is_forward()) {
             for transform in plan.transforms() {
                 operations += plan.in_all_blocks(model, |work| transform.work(work).operations);
                 rounded += plan.in_all_blocks(model, |work| transform.work(work).rounded);
@@ -119,6 +119,8 @@ impl Plan {
             operations
         };
         let again = match self.gptq.inputs {
+            // Spans need a pass of the float model too.
+            LayerInputs::Quantized if PassPlan::new(self, false).first.is_some() => 1.75,
             LayerInputs::Quantized => 0.75,
             LayerInputs::Float => 0.0,
         };

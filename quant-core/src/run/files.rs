@@ -58,7 +58,7 @@ fn real(path: &Path) -> PathBuf {
 /// Fails if a file to be written lies in the directory of a model that is read; `-` is standard output.
 ///
 /// # Errors
-/// [`Error::Usage`].
+/// [`Error::Usage`] that names the setting and the file.
 pub fn outside(written: &[(&str, Option<&Path>)], models: &[&Path]) -> Result<()> {
     for (option, path) in written {
         let Some(path) = path.filter(|p| *p != Path::new("-")) else { continue };
@@ -80,7 +80,7 @@ pub fn outside(written: &[(&str, Option<&Path>)], models: &[&Path]) -> Result<()
 /// Call this before anything is written.
 ///
 /// # Errors
-/// [`Error::Usage`].
+/// [`Error::Usage`] that names the setting and the file.
 pub fn distinct(written: &[(&str, Option<&Path>)], read: &[&Path]) -> Result<()> {
     let mut taken: Vec<PathBuf> = read.iter().map(|p| real(p)).collect();
     for (option, path) in written {

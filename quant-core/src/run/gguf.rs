@@ -10,13 +10,14 @@ use super::gguf_settings::{check_importance, sampling};
 use super::host::{Host, Opened, as_floats, open};
 use super::memory::residence_by;
 use super::outputs::given_up;
-use super::quantize::{QuantizeRequest, is_single_file};
+use super::quantize::{QuantizeRequest, is_gguf_name};
 use super::settings::RecipeSettings;
 use super::texts::{BUILTIN, Text, calibration};
 use crate::calibrate::{Residence, Spill, TokenWindows};
 use crate::checkpoint::{CheckpointWriter, Published, WriteOptions, refuse_overlap};
 use crate::gguf::{Curvature, Gathering, GgufPlan, GgufReport, Importance, peak_memory, write_tensors};
 use crate::pipeline::REPORT;
+use crate::wording::counted;
 use crate::{Error, Result};
 
 /// The name of the file in an output directory.
@@ -32,7 +33,7 @@ pub struct GgufDone {
     pub published: Published,
     /// The report on every tensor.
     pub report: GgufReport,
-    /// Bytes of the model's files.
+    /// The size of the model's files in bytes.
     pub bytes_before: u64,
     /// The duration of the run in seconds.
     pub seconds: f64,
@@ -49,7 +50,7 @@ pub(super) fn check(request: &QuantizeRequest) -> Result<()> {
     if request.save_channel_maxima.is_some() {
         return Err(Error::usage("‹save_channel_maxima› has no effect with ‹format=gguf›", "leave it out"));
     }
-    if settings.gguf.split_max_size.is_some() && is_single_file(&request.output) {
+    if settings.gguf.split_max_size.is_some() && is_gguf_name(&request.output) {
         return Err(Error::usage(
             format!(
                 "‹split_max_size› writes several files, but the output {} is a single file",
@@ -112,8 +113,8 @@ pub(super) fn quantize(request: &QuantizeRequest, started: Instant, host: &Host<
     if let Some(missing) = importance.as_ref().map(|im| im.missing(&plan.tensors)).filter(|m| !m.is_empty()) {
         return Err(Error::usage(
             format!(
-                "the importance matrix has no entry for {} tensor(s), such as {}",
-                missing.len(),
+                "the importance matrix has no entry for {}, such as {}",
+                counted(missing.len(), "tensor"),
                 missing[0]
             ),
             "use an importance matrix of the same model",
@@ -145,7 +146,7 @@ fn spill(request: &QuantizeRequest, opened: &Opened, gptq: bool, host: &Host<'_>
     if let Some(note) = note {
         host.note(note);
     }
-    let Residence::Files { round_bytes } = residence else { return Ok(None) };
+    let Residence::Files { round_bytes, .. } = residence else { return Ok(None) };
     let exists = |path: &&Path| !path.as_os_str().is_empty() && path.is_dir();
     let parent = request.output.ancestors().skip(1).find(exists).unwrap_or(Path::new("."));
     Ok(Some(Spill::new(parent, round_bytes)))
@@ -199,7 +200,7 @@ fn write(
     request: &QuantizeRequest,
     host: &Host<'_>,
 ) -> Result<(Published, GgufReport)> {
-    let single_file = is_single_file(&request.output);
+    let single_file = is_gguf_name(&request.output);
     let file_name = match request.output.file_name() {
         Some(name) if single_file => name.to_string_lossy().into_owned(),
         _ => FILE.to_owned(),

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use serde::Deserialize;
+use serde::{Deserialize, Serialize};
 
 use super::settings::RecipeSettings;
 use crate::blocks::{BLOCK_TYPES, BlockType, Search, block_type};
@@ -16,14 +16,14 @@ use crate::{Error, Result};
 const DEFAULT_MIXTURE: &str = "Q4_K_M";
 
 /// Settings that apply only to GGUF files.
-#[derive(Debug, Clone, Default, Deserialize)]
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct GgufSettings {
     /// The pre-tokenizer, as llama.cpp names it; `none` writes a file without a vocabulary.
     pub pre: Option<String>,
-    /// Whether tensors whose rows do not fit their type may get another type.
+    /// Whether tensors whose rows do not fit their type may get a fallback type.
     pub allow_fallback: bool,
-    /// Whether scales are searched like llama-quantize does, with byte-identical results.
+    /// Whether scales are searched as by `llama-quantize`, with byte-identical results.
     pub reference_search: bool,
     /// An importance matrix (GGUF or .dat) that weights errors.
     pub imatrix: Option<PathBuf>,
@@ -48,7 +48,7 @@ impl GgufSettings {
     /// Fails if a GGUF setting is given but no GGUF file is written.
     ///
     /// # Errors
-    /// [`Error::Usage`].
+    /// [`Error::Usage`] that names the setting.
     pub fn refuse(&self) -> Result<()> {
         match self.given().into_iter().find(|(_, given)| *given) {
             Some((option, _)) => Err(Error::usage(
@@ -157,6 +157,7 @@ impl RecipeSettings {
             ("block_size", self.block_size.is_some()),
             ("act_order", self.act_order.is_some()),
             ("layer_inputs", self.layer_inputs.is_some()),
+            ("span_blocks", self.span_blocks.is_some()),
             ("scale_search", self.scale_search.is_some()),
         ]
     }

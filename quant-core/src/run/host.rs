@@ -9,10 +9,12 @@ use crate::checkpoint::ModelDirectory;
 use crate::model::Model;
 use crate::pipeline::Program;
 use crate::recipe::{Extensions, Recipe};
+use crate::wording::{CommandLine, Wording};
 use crate::worker::TextWorkers;
 use crate::{CancelToken, Error, Event, Observer, Result, gguf};
 
-/// The resources that the calling program provides to a run.
+/// The resources that the calling program provides to a run. Create it with [`Host::new`] and set the fields that differ.
+#[non_exhaustive]
 pub struct Host<'a> {
     /// Receives progress events.
     pub observer: &'a dyn Observer,
@@ -24,6 +26,9 @@ pub struct Host<'a> {
     pub text_workers: Arc<dyn TextWorkers>,
     /// The file that holds this crate's code, if that is not the executable.
     pub code: Option<&'a Path>,
+    /// Spells settings and commands in the model card, which later readers of the checkpoint see. Messages to the
+    /// calling program keep their marks, see [`crate::wording`].
+    pub wording: &'a dyn Wording,
 }
 
 /// The models and texts that a program knows by name.
@@ -49,7 +54,7 @@ pub trait Catalog: Sync {
         None
     }
 
-    /// Returns the documents of a text that is fetched.
+    /// Returns the documents of a text that is fetched; `None` if the name is unknown.
     ///
     /// # Errors
     /// When the text cannot be fetched.
@@ -58,7 +63,7 @@ pub trait Catalog: Sync {
         Ok(None)
     }
 
-    /// Lists the names of all these texts, for messages.
+    /// Lists the names of all texts, for messages.
     ///
     /// # Errors
     /// When the list itself is invalid.
@@ -74,9 +79,16 @@ pub struct Nothing;
 impl Catalog for Nothing {}
 
 impl<'a> Host<'a> {
-    /// Creates a host that runs tokenizers in its own process.
+    /// Creates a host that runs tokenizers in its own process, and spells commands as on the command line.
     pub fn new(observer: &'a dyn Observer, cancel: &'a CancelToken, catalog: &'a dyn Catalog) -> Self {
-        Self { observer, cancel, catalog, text_workers: Arc::new(InProcess), code: None }
+        Self {
+            observer,
+            cancel,
+            catalog,
+            text_workers: Arc::new(InProcess),
+            code: None,
+            wording: &CommandLine,
+        }
     }
 
     /// Returns the same host with a different observer.
@@ -84,23 +96,24 @@ impl<'a> Host<'a> {
         Host { observer, text_workers: self.text_workers.clone(), ..*self }
     }
 
-    pub(super) fn program(&self) -> Result<Program> {
+    pub(crate) fn program(&self) -> Result<Program> {
         match self.code {
             Some(path) => Program::at(path, self.cancel),
             None => Program::current(self.cancel),
         }
     }
 
-    pub(super) fn note(&self, message: impl Into<String>) {
+    pub(crate) fn note(&self, message: impl Into<String>) {
         self.observer.event(&Event::Note { label: "note", message: message.into() });
     }
 
-    pub(super) fn warn(&self, message: impl Into<String>) {
+    pub(crate) fn warn(&self, message: impl Into<String>) {
         self.observer.event(&Event::Warning { message: message.into() });
     }
 }
 
 /// A model directory or a GGUF file, and its model.
+#[non_exhaustive]
 pub struct Opened {
     /// The directory.
     pub directory: ModelDirectory,
@@ -173,7 +186,8 @@ pub(super) fn as_floats(opened: Opened, settings: &RecipeSettings, host: &Host<'
 /// Returns the opened model as the recipe prepares it.
 ///
 /// # Errors
-/// [`Error::Usage`] when a float model is to be requantized; as [`Recipe::prepared`].
+/// [`Error::Usage`] if a float model would be requantized, or quantized GGUF blocks would be rounded again without
+/// [`RecipeSettings::requantize`]; as [`Recipe::prepared`].
 pub fn prepared(
     opened: Opened,
     recipe: &Recipe,

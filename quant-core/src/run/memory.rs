@@ -13,6 +13,7 @@ const DEFAULT_FRACTION: f64 = 0.8;
 
 /// How much memory a run may use. It decides where hidden states are kept, never what is written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
 pub enum MemoryBudget {
     /// 80 % of the available memory.
     #[default]
@@ -115,7 +116,7 @@ pub(super) fn residence_by(
             None => return Ok((Residence::Memory, None)),
         },
     };
-    let files = Residence::Files { round_bytes: 0 };
+    let files = Residence::Files { round_bytes: 0, experts_apart: false };
     let in_memory = peak(Residence::Memory);
     if in_memory <= limit {
         return Ok((Residence::Memory, None));

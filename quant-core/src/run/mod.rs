@@ -53,7 +53,9 @@ pub use gguf_settings::GgufSettings;
 pub use host::{Catalog, Host, Nothing, Opened, open, open_with, prepared};
 pub use memory::{MemoryBudget, available_memory, residence};
 pub use outputs::write;
-pub use quantize::{Done, QuantizeJob, QuantizeRequest, Quantized, quantize};
+pub(crate) use outputs::write_filled;
+pub use quantize::{Done, QuantizeJob, QuantizeRequest, Quantized, is_gguf_name, quantize};
+pub(crate) use quantize::{report_notes, warn_of_length, windows};
 pub use settings::RecipeSettings;
 pub use steps::{StepTime, StepTimes};
 pub use summary::{

@@ -7,15 +7,22 @@ use serde_json::Value;
 
 use super::summary::bytes;
 use crate::checkpoint::ModelDirectory;
-use crate::engines::{ENGINES, Engine, Outline, Verdict};
+use crate::engines::{Compatibility, ENGINES, Engine, Outline};
 use crate::pipeline::{Job, QuantReport};
 use crate::recipe::PlanEntry;
+use crate::wording::{Wording, worded};
 
 /// The file name of the card in a checkpoint.
 pub(super) const NAME: &str = "README.md";
 
-/// Returns the card. Like the report it holds no paths and no times, so the same job gives the same bytes.
-pub(super) fn model_card(directory: &ModelDirectory, job: &Job<'_>, report: &QuantReport) -> String {
+/// Returns the card, with settings and commands in this spelling. Like the report it holds no paths and no times, so the
+/// same job gives the same bytes.
+pub(super) fn model_card(
+    directory: &ModelDirectory,
+    job: &Job<'_>,
+    report: &QuantReport,
+    wording: &dyn Wording,
+) -> String {
     let base =
         directory.config().get("_name_or_path").and_then(Value::as_str).filter(|name| is_hub_name(name));
     let mut card = String::from("---\nlibrary_name: transformers\npipeline_tag: text-generation\n");
@@ -44,10 +51,15 @@ pub(super) fn model_card(directory: &ModelDirectory, job: &Job<'_>, report: &Qua
         card += &format!("| Calibration | {tokens} tokens in {samples} windows of {length} |\n");
     }
     card += &format!("| Created by | quant {} |\n\n## Load it\n\n", report.version);
-    card += &engines(job);
-    card + "\n## Accuracy\n\nThe run that wrote this file did not measure it. With the base model in `MODEL`:\n\n```\n\
-            quant eval OUT --reference MODEL --text builtin-heldout\n```\n\n`quant_report.json` has the rounding error of \
-            every tensor, `quant_manifest.json` the SHA-256 of every file.\n"
+    card += &engines(job, wording);
+    // A command is spelled with backquotes around it, for sentences; here it is a block of its own.
+    let measure = worded("‹eval(OUT, reference=MODEL, text=builtin-heldout)›", wording);
+    card + &format!(
+        "\n## Accuracy\n\nThe run that wrote this file did not measure it. With the base model in `MODEL`:\n\n```\n\
+         {}\n```\n\n`quant_report.json` has the rounding error of every tensor, `quant_manifest.json` the SHA-256 of \
+         every file.\n",
+        measure.trim_matches('`')
+    )
 }
 
 /// Returns whether an id is `organization/name`, with only the characters that hubs allow.
@@ -79,23 +91,24 @@ fn counts(job: &Job<'_>) -> String {
 }
 
 /// Lists the engines that load the checkpoint, with their commands.
-fn engines(job: &Job<'_>) -> String {
+fn engines(job: &Job<'_>, wording: &dyn Wording) -> String {
     let outline = Outline::new(job.plan, job.model);
     let row = |engine: &Engine| {
         let remark = match engine.loads(&outline, 1)? {
-            Verdict::Yes => String::new(),
-            Verdict::With(remark) => cell(&remark),
-            Verdict::Unsure(_) | Verdict::No(_) => return None,
+            Compatibility::Yes => String::new(),
+            Compatibility::With(remark) => cell(&remark),
+            Compatibility::Unsure(_) | Compatibility::No(_) => return None,
         };
-        Some(format!("| {} {} | `{}` | {remark} |\n", engine.name, engine.version, engine.command))
+        Some(format!("| {} {} | `{}` | {remark} |\n", engine.name, engine.loader.version, engine.command))
     };
     let rows: Vec<String> = ENGINES.iter().filter_map(row).collect();
     match rows.is_empty() {
         true => "`quant` does not know of an engine that loads it.\n".to_owned(),
         false => format!(
-            "| engine | command | remark |\n|---|---|---|\n{}\n`quant plan` shows more, such as the supported \
-             numbers of GPUs.\n",
-            rows.concat()
+            "| engine | command | remark |\n|---|---|---|\n{}\n{} shows more, such as the supported numbers of \
+             GPUs.\n",
+            rows.concat(),
+            worded("‹plan()›", wording)
         ),
     }
 }

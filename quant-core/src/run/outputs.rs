@@ -76,9 +76,26 @@ pub fn write(
     jobs: &[Job<'_>],
     directory: &ModelDirectory,
     outputs: &[PathBuf],
+    replacing: (bool, bool),
+    residence: Residence,
+    host: &Host<'_>,
+) -> Result<Vec<(Published, QuantReport)>> {
+    write_filled(jobs, directory, outputs, replacing, residence, host, &mut |_| Ok(()))
+}
+
+/// Like [`write`], but `fill` may first write tensors that were computed elsewhere, with their reports as records. Only
+/// the rest is computed; the input of every tensor is compared with its report.
+///
+/// # Errors
+/// As [`write`], and those of `fill`.
+pub(crate) fn write_filled(
+    jobs: &[Job<'_>],
+    directory: &ModelDirectory,
+    outputs: &[PathBuf],
     (force, resume): (bool, bool),
     residence: Residence,
     host: &Host<'_>,
+    fill: &mut dyn FnMut(&mut [CheckpointWriter]) -> Result<()>,
 ) -> Result<Vec<(Published, QuantReport)>> {
     let program = host.program()?;
     let mut writers: Vec<CheckpointWriter> = Vec::with_capacity(jobs.len());
@@ -109,12 +126,16 @@ pub fn write(
         }
         writers.push(writer);
     }
+    if let Err(error) = fill(&mut writers) {
+        return Err(given_up(writers, error));
+    }
     let states = states(&writers, jobs, directory, &program, residence);
     let sinks = writers.iter_mut().map(|w| w as &mut dyn TensorSink).collect();
     let outcome = pipeline::quantize_each_with(jobs, sinks, &states).and_then(|reports| {
         for ((job, report), writer) in jobs.iter().zip(&reports).zip(&mut writers) {
             pipeline::add_companions(directory, job.plan, report, writer)?;
-            writer.add_file(model_card::NAME, model_card(directory, job, report).as_bytes())?;
+            let card = model_card(directory, job, report, host.wording);
+            writer.add_file(model_card::NAME, card.as_bytes())?;
         }
         Ok(reports)
     });
@@ -139,7 +160,9 @@ fn states(
     let (Some(writer), Some(job)) = (writers.first(), jobs.first()) else { return StateFiles::default() };
     let spill = match residence {
         Residence::Memory => None,
-        Residence::Files { round_bytes } => Some(Spill::new(writer.job_directory(), round_bytes)),
+        Residence::Files { round_bytes, experts_apart } => {
+            Some(Spill::new(writer.job_directory(), round_bytes).with_experts_apart(experts_apart))
+        }
     };
     let fingerprint = pipeline::fingerprint(job, directory, program).to_string();
     StateFiles {
@@ -150,11 +173,12 @@ fn states(
     }
 }
 
-/// Removes unfinished outputs, unless the finished work is worth keeping because the same job can succeed later.
+/// Removes unfinished outputs, unless the finished work is worth keeping because the same job can succeed later. The work
+/// of earlier runs is always kept: the error may be that an input has changed since, and the user can restore it.
 pub(super) fn given_up(writers: Vec<CheckpointWriter>, error: Error) -> Error {
     let resumable = matches!(error.category(), Category::Interrupted | Category::Environment);
     if !resumable {
-        for writer in writers {
+        for writer in writers.into_iter().filter(|writer| !writer.is_resumed()) {
             if let Err(worse) = writer.abandon() {
                 return worse;
             }

@@ -14,9 +14,9 @@ use super::settings::RecipeSettings;
 use super::steps::{StepTime, StepTimes};
 use super::summary::Summary;
 use super::texts::{BUILTIN, Text, calibration};
-use crate::calibrate::ChannelMaxima;
+use crate::calibrate::{ChannelMaxima, TokenWindows};
 use crate::checkpoint::{Published, refuse_overlap};
-use crate::engines::{ENGINES, Outline, Verdict};
+use crate::engines::{Compatibility, ENGINES, Outline};
 use crate::model::Model;
 use crate::pipeline::{Job, QuantReport};
 use crate::recipe::{Extensions, Plan, Rates, Recipe};
@@ -33,7 +33,7 @@ pub struct QuantizeRequest {
     /// The directory to write; several formats get one subdirectory each. A path that ends in `.gguf` is written as a
     /// file if that is the format.
     pub output: PathBuf,
-    /// How.
+    /// How to quantize it.
     pub settings: RecipeSettings,
     /// Steps, methods and formats of the calling program, which the settings and a recipe file may name.
     pub extensions: Extensions,
@@ -110,8 +110,8 @@ impl Done {
 /// continues it; the result is byte-identical.
 ///
 /// # Errors
-/// [`Error::Usage`] and similar errors for invalid requests, before anything is read or written; errors of the model
-/// and the text; [`Error::Interrupted`] when cancelled.
+/// [`Error::Usage`] and similar errors for invalid requests, before anything is written; errors of the model and the
+/// text; [`Error::Interrupted`] when cancelled.
 pub fn quantize(request: &QuantizeRequest, host: &Host<'_>) -> Result<Done> {
     QuantizeJob::new(request)?.run(host)
 }
@@ -128,7 +128,7 @@ impl<'a> QuantizeJob<'a> {
     /// Checks a request.
     ///
     /// # Errors
-    /// [`Error::Usage`]; errors of recipe files; when an output cannot be written.
+    /// [`Error::Usage`] for an invalid request; errors of recipe files; errors if an output cannot be written.
     pub fn new(request: &'a QuantizeRequest) -> Result<Self> {
         let settings = &request.settings;
         if settings.writes_gguf()? {
@@ -136,6 +136,12 @@ impl<'a> QuantizeJob<'a> {
             return Ok(Self { request, checkpoints: None });
         }
         settings.gguf.refuse()?;
+        if is_gguf_name(&request.output) {
+            return Err(Error::usage(
+                format!("{} has the name of a GGUF file, but another format", request.output.display()),
+                "set ‹format=gguf›, or choose an output whose name does not end in .gguf",
+            ));
+        }
         let recipe = settings.recipe_with(&request.extensions)?;
         if let (Some(text), false) = (&request.calibration, recipe.needs_text()) {
             return Err(settings.needs_no_text(&recipe.method, &text.setting("calibration")));
@@ -224,34 +230,14 @@ fn checkpoints(
     if request.save_channel_maxima.is_some() && !plan.needs_text() {
         return Err(settings.needs_no_text(&plan.method, "save_channel_maxima"));
     }
-    let positions = opened.model.architecture().max_positions;
-    if plan.needs_text() && plan.sampling.length > positions {
-        host.warn(format!(
-            "calibration windows of {} tokens are longer than the {positions} positions the model was \
-            trained for; use ‹seq_len={positions}› or less",
-            plan.sampling.length
-        ));
-    }
+    warn_of_length(plan, &opened.model, host);
     report_notes(&plans, &opened.model, host);
     let (residence, note) =
         residence(&plans, &opened.model, request.memory_budget, request.save_channel_maxima.is_some())?;
     if let Some(note) = note {
         host.note(note);
     }
-    let windows = match plan.needs_text() {
-        true => {
-            let of_recipe = || recipe.calibration.clone().unwrap_or_else(|| BUILTIN.to_owned());
-            let text = request.calibration.clone().unwrap_or_else(|| Text::Named(of_recipe()));
-            Some(calibration(opened, &text, plan.sampling, host)?)
-        }
-        false => None,
-    };
-    if let Some(counted) = windows.as_ref().map(|w| w.layout().counted()).filter(|c| *c < FEW_TOKENS) {
-        host.warn(format!(
-            "only {counted} token(s) of the calibration text are counted, which are too few to choose \
-            scales reliably"
-        ));
-    }
+    let windows = windows(opened, plan, recipe, request.calibration.as_ref(), host)?;
     host.cancel.check()?;
     if host.observer.wants_estimate() && plan.needs_text() {
         let seconds = Plan::seconds(&plans, &opened.model, Rates::measure()?);
@@ -287,8 +273,46 @@ fn checkpoints(
     Ok(written)
 }
 
+/// Returns the calibration windows of a plan, if it needs a text: of `text`, or of the text that the recipe names.
+///
+/// # Errors
+/// As [`calibration`].
+pub(crate) fn windows(
+    opened: &Opened,
+    plan: &Plan,
+    recipe: &Recipe,
+    text: Option<&Text>,
+    host: &Host<'_>,
+) -> Result<Option<TokenWindows>> {
+    if !plan.needs_text() {
+        return Ok(None);
+    }
+    let of_recipe = || Text::Named(recipe.calibration.clone().unwrap_or_else(|| BUILTIN.to_owned()));
+    let text = text.cloned().unwrap_or_else(of_recipe);
+    let windows = calibration(opened, &text, plan.sampling, host)?;
+    let counted = windows.layout().counted();
+    if counted < FEW_TOKENS {
+        host.warn(format!(
+            "only {counted} token(s) of the calibration text are counted, too few to choose scales reliably"
+        ));
+    }
+    Ok(Some(windows))
+}
+
+/// Warns if windows are longer than the model was trained for.
+pub(crate) fn warn_of_length(plan: &Plan, model: &Model, host: &Host<'_>) {
+    let positions = model.architecture().max_positions;
+    if plan.needs_text() && plan.sampling.length > positions {
+        host.warn(format!(
+            "calibration windows of {} tokens are longer than the {positions} positions the model was \
+            trained for; use ‹seq_len={positions}› or less",
+            plan.sampling.length
+        ));
+    }
+}
+
 /// Reports what the formats cannot represent, and which common engines cannot load the result.
-fn report_notes(plans: &[Plan], model: &Model, host: &Host<'_>) {
+pub(crate) fn report_notes(plans: &[Plan], model: &Model, host: &Host<'_>) {
     let lost = |plan: &Plan| plan.losses().into_iter().map(|message| ("lost", message)).collect::<Vec<_>>();
     let warnings =
         |plan: &Plan| plan.warnings().into_iter().map(|message| ("note", message)).collect::<Vec<_>>();
@@ -297,8 +321,8 @@ fn report_notes(plans: &[Plan], model: &Model, host: &Host<'_>) {
     for plan in plans {
         let outline = Outline::new(plan, model);
         for engine in ENGINES.iter().filter(|engine| engine.is_common) {
-            if let Some(Verdict::No(reason)) = engine.loads(&outline, 1) {
-                let (name, version, format) = (engine.name, engine.version, outline.container);
+            if let Some(Compatibility::No(reason)) = engine.loads(&outline, 1) {
+                let (name, version, format) = (engine.name, engine.loader.version, outline.container);
                 notes.push(("note", format!("{name} {version} does not load this as {format}: {reason}")));
             }
         }
@@ -309,7 +333,8 @@ fn report_notes(plans: &[Plan], model: &Model, host: &Host<'_>) {
     }
 }
 
-/// Returns whether a GGUF output is a file rather than a directory that holds one.
-pub(super) fn is_single_file(output: &Path) -> bool {
+/// Returns whether an output has the name of a GGUF file: it ends in `.gguf`. A GGUF output with any other name is a
+/// directory that holds the file.
+pub fn is_gguf_name(output: &Path) -> bool {
     output.extension() == Some(OsStr::new("gguf"))
 }

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use serde::Deserialize;
+use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 use super::gguf_settings::GgufSettings;
@@ -22,7 +22,7 @@ const ANOTHER_METHOD: &str = "leave it out, or choose a different ‹method›";
 /// The settings of `plan` and `quantize`. Fields that are `None` or empty are taken from the preset or the recipe.
 ///
 /// Messages refer to a setting by its field name, between `‹` and `›` ([`wording`](crate::wording)).
-#[derive(Debug, Clone, Default, Deserialize)]
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct RecipeSettings {
     /// A preset, which names a method and a scheme; `awq-w4a16` if no preset, recipe or method is given.
@@ -33,7 +33,7 @@ pub struct RecipeSettings {
     pub method: Option<String>,
     /// The number format, such as `w4a16-g64-asym`; for GGUF files the name of a mixture.
     pub scheme: Option<String>,
-    /// The checkpoint formats; empty means `compressed-tensors`.
+    /// The checkpoint formats. If empty: those of the recipe file, or `compressed-tensors`.
     pub format: Vec<String>,
     /// The number of weights in a row that share a scale, or `channel`.
     pub group_size: Option<String>,
@@ -70,11 +70,13 @@ pub struct RecipeSettings {
     pub act_order: Option<String>,
     /// GPTQ: whether inputs come from the `quantized` or the `float` model.
     pub layer_inputs: Option<String>,
+    /// GPTQ: blocks in a span, whose first block gets the hidden states of the float model.
+    pub span_blocks: Option<usize>,
     /// NVFP4: `amax`, `four-over-six` or `sweep`.
     pub scale_search: Option<String>,
     /// Whether a quantized model is dequantized and quantized again.
     pub requantize: bool,
-    /// Calibration windows.
+    /// The number of calibration windows.
     pub samples: Option<usize>,
     /// Tokens per calibration window.
     pub seq_len: Option<usize>,
@@ -215,6 +217,7 @@ impl RecipeSettings {
             block_size: self.block_size.unwrap_or(gptq.block_size),
             act_order: self.act_order.as_deref().map_or(Ok(gptq.act_order), str::parse)?,
             inputs: self.layer_inputs.as_deref().map_or(Ok(gptq.inputs), str::parse)?,
+            span_blocks: self.span_blocks.or(gptq.span_blocks),
         };
         gptq.check()?;
         let sampling = &mut recipe.sampling;
@@ -275,7 +278,7 @@ impl RecipeSettings {
     }
 
     /// Returns the error for a setting of the calibration text that has no effect.
-    pub(super) fn needs_no_text(&self, method: &Method, option: &str) -> Error {
+    pub(crate) fn needs_no_text(&self, method: &Method, option: &str) -> Error {
         self.has_no_effect(method, option, SEARCHES_NO_TEXT)
     }
 
@@ -283,7 +286,7 @@ impl RecipeSettings {
         Error::usage(format!("‹{option}› has no effect: method `{}` {why}", method.name), ANOTHER_METHOD)
     }
 
-    /// Settings that apply to one step of a method.
+    /// The settings that apply to one step of a method, each with whether it is given.
     fn transform_options(&self) -> [(&'static str, bool); 6] {
         [
             ("search", self.search.is_some()),
@@ -313,12 +316,13 @@ impl RecipeSettings {
         ))
     }
 
-    fn gptq_options(&self) -> [(&'static str, bool); 4] {
+    fn gptq_options(&self) -> [(&'static str, bool); 5] {
         [
             ("damping", self.damping.is_some()),
             ("block_size", self.block_size.is_some()),
             ("act_order", self.act_order.is_some()),
             ("layer_inputs", self.layer_inputs.is_some()),
+            ("span_blocks", self.span_blocks.is_some()),
         ]
     }
 
@@ -359,7 +363,11 @@ fn set_keys(
             let known: Vec<_> = known.iter().map(|k| k.name).collect();
             return Err(Error::usage(
                 format!("‹steps› has the key `{key}`, which `{step}` does not know"),
-                if known.is_empty() { "it has no keys".to_owned() } else { known.join(", ") },
+                if known.is_empty() {
+                    "it has no keys".to_owned()
+                } else {
+                    format!("its keys are {}", known.join(", "))
+                },
             ));
         }
         transform.set(key, value, settings)?;

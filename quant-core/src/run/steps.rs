@@ -10,9 +10,9 @@ use crate::{Event, Observer};
 #[derive(Debug, Clone, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct StepTime {
-    /// Its name.
+    /// The name of the step.
     pub step: &'static str,
-    /// Seconds.
+    /// The duration in seconds.
     pub seconds: f64,
 }
 

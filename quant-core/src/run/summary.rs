@@ -64,19 +64,19 @@ pub struct Output {
 #[derive(Debug, Serialize)]
 #[non_exhaustive]
 pub struct Worst {
-    /// Its name.
+    /// The name of the tensor.
     pub tensor: String,
     /// The root mean square of the error, relative to that of the weights.
     pub relative_rms: f64,
 }
 
-/// The number of tokens in the calibration text, and how many of them were used, if not all.
+/// The number of tokens in the calibration batch, and how many of them were used, if not all.
 #[derive(Debug, Serialize)]
 #[non_exhaustive]
 pub struct Calibration {
-    /// Tokens.
+    /// The number of text tokens in all windows.
     pub tokens: u64,
-    /// Tokens that were counted.
+    /// The number of these tokens that were counted.
     pub tokens_counted: u64,
     /// Padding: positions that no document fills.
     pub padding: u64,
@@ -92,7 +92,7 @@ pub struct Calibration {
 #[derive(Debug, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct FullBatchLinears {
-    /// How many.
+    /// The number of linears.
     pub linears: usize,
     /// The smallest number of tokens routed to one of them.
     pub least_routed: u64,
@@ -109,7 +109,7 @@ impl FullBatchLinears {
 #[derive(Debug, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct UndersampledLinears {
-    /// How many.
+    /// The number of linears.
     pub linears: usize,
     /// The smallest number of tokens that one of them saw.
     pub least: u64,
@@ -174,7 +174,7 @@ pub struct GgufSummary {
     pub bytes_after: u64,
     /// Bits per weight, over all tensors.
     pub bits_per_weight: f64,
-    /// Tensors by type.
+    /// The number of tensors of each type.
     pub types: BTreeMap<String, usize>,
     /// Tensors whose rows did not fit their type.
     pub replaced: Vec<Replaced>,
@@ -192,9 +192,9 @@ pub struct GgufSummary {
 #[derive(Debug, Serialize)]
 #[non_exhaustive]
 pub struct Replaced {
-    /// Its name.
+    /// The name of the tensor.
     pub tensor: String,
-    /// The type that the mixture prescribes.
+    /// The requested type.
     pub wanted: String,
     /// The type that it has instead.
     pub got: String,
@@ -283,7 +283,7 @@ fn calibration(report: &QuantReport) -> Option<Calibration> {
     notable.then_some(Calibration { tokens, tokens_counted, padding, few, all })
 }
 
-/// `1234567` → `1.23 MB`.
+/// Formats a number of bytes with a decimal unit: `1234567` becomes `1.23 MB`.
 pub fn bytes(count: u64) -> String {
     let units = ["B", "kB", "MB", "GB", "TB"];
     let mut value = count as f64;

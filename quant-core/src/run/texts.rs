@@ -14,7 +14,7 @@ pub const BUILTIN: &str = "builtin";
 /// The name of the evaluation text that is built into programs.
 pub const HELDOUT: &str = "builtin-heldout";
 
-/// A text.
+/// A calibration or evaluation text.
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub enum Text {
@@ -32,7 +32,7 @@ impl Text {
         }
     }
 
-    /// Returns the file, if the text is one.
+    /// Returns the name as a path, if the text is named. It may also be a name in the catalog.
     pub fn file(&self) -> Option<&Path> {
         match self {
             Self::Named(name) => Some(Path::new(name)),
@@ -41,7 +41,7 @@ impl Text {
     }
 
     /// Returns the setting with this text as its value, for messages.
-    pub(super) fn setting(&self, name: &str) -> String {
+    pub(crate) fn setting(&self, name: &str) -> String {
         match self {
             Self::Named(text) => format!("{name}={text}"),
             Self::Given(..) => name.to_owned(),

@@ -18,6 +18,8 @@
 //! Groups whose channels are repeated (values under grouped-query attention) are not scaled, as in the reference
 //! implementation.
 
+use std::collections::BTreeMap;
+
 use serde_json::{Map, Value, json};
 
 use super::candidates::{Candidate, Choice, choose_exactly};
@@ -27,10 +29,10 @@ use super::settings::{enum_key, parse_text};
 use super::statistics::{InputStatistics, Kept, Wanted};
 use super::{
     BlockTask, ChannelOutlier, FoldRecord, Needs, Rewrite, SCALE_CANDIDATES, Search, SearchWork, StepKey,
-    Transform, TransformSettings, Workload, clip, difference, fold, race,
+    Transform, TransformSettings, Workload, awq_by_expert, by_expert, clip, difference, fold, race,
 };
 use crate::calibrate::{HiddenStates, Residence};
-use crate::model::{BlockGraph, FoldGroup, NodeId};
+use crate::model::{BlockGraph, ExpertOrder, FoldGroup, NodeId};
 use crate::{Error, Result};
 
 /// The number of points of the exponent's grid.
@@ -41,7 +43,7 @@ pub(super) const GRID: usize = 20;
 pub struct Awq;
 
 /// The groups that AWQ may scale.
-fn groups(graph: &BlockGraph) -> Vec<FoldGroup> {
+pub(super) fn groups(graph: &BlockGraph) -> Vec<FoldGroup> {
     graph.fold_groups().into_iter().filter(|g| g.repeat == 1).collect()
 }
 
@@ -56,7 +58,29 @@ fn memory(work: &Workload<'_>) -> [u64; 2] {
         let largest = groups.iter().map(|g| whole_batch_memory(work, g)).max().unwrap_or(0);
         return [largest; 2];
     }
-    // All inputs are gathered in one pass; then groups race one after the other.
+    if work.experts_apart {
+        return memory_by_expert(work, &groups);
+    }
+    gathered_memory(work, &groups.iter().collect::<Vec<_>>())
+}
+
+/// The memory in bytes if experts are searched one at a time: first everything outside the experts, then each expert.
+/// The clip bounds of all linears are kept until the block is written.
+fn memory_by_expert(work: &Workload<'_>, groups: &[FoldGroup]) -> [u64; 2] {
+    let mut parts: BTreeMap<Option<NodeId>, Vec<&FoldGroup>> = BTreeMap::new();
+    for group in groups {
+        parts.entry(awq_by_expert::part_of(work.graph, group)).or_default().push(group);
+    }
+    let part = |(part, groups): (&Option<NodeId>, &Vec<&FoldGroup>)| {
+        let clipped = clip::sample_bytes(work, |node| work.graph.expert_of(node) == *part);
+        gathered_memory(work, groups).map(|bytes| bytes.saturating_add(clipped))
+    };
+    let largest = parts.iter().map(part).fold([0; 2], |a, b| [a[0].max(b[0]), a[1].max(b[1])]);
+    largest.map(|bytes| bytes.saturating_add(clip::bound_bytes(work)))
+}
+
+/// The memory in bytes for groups whose inputs are gathered in one pass, and which then race one after the other.
+fn gathered_memory(work: &Workload<'_>, groups: &[&FoldGroup]) -> [u64; 2] {
     let kept: Vec<Kept> = groups.iter().map(|g| kept(work, g)).collect();
     let bytes = groups.iter().zip(&kept).map(|(g, kept)| {
         let row = match work.residence {
@@ -90,6 +114,9 @@ fn sample_value_bytes(work: &Workload<'_>, group: &FoldGroup) -> u64 {
 /// The memory in bytes of the largest round of a race, including the weights of a candidate.
 fn race_memory(work: &Workload<'_>, group: &FoldGroup, kept: Kept) -> u64 {
     let differences = compares_differences(work, group);
+    if work.experts_apart && awq_by_expert::reads_experts_apart(work.graph, group) {
+        return race_by_expert_memory(work, group, kept);
+    }
     let weights: u64 = group.consumers.iter().map(|&c| work.weights(c) as u64).sum();
     let candidate = match (differences, group.consumers.len()) {
         (true, 1) => 2 * weights,
@@ -110,10 +137,39 @@ fn race_memory(work: &Workload<'_>, group: &FoldGroup, kept: Kept) -> u64 {
     let round = match work.residence {
         Residence::Memory => round,
         // A round processes at least one piece at a time.
-        Residence::Files { round_bytes } => round.min(round_bytes.max(piece.saturating_mul(token))),
+        Residence::Files { round_bytes, .. } => round.min(round_bytes.max(piece.saturating_mul(token))),
     };
     let values = 4 * (shape.outputs + 2 * shape.read + shape.inspected) as u64;
     candidate.saturating_add(round).saturating_add(piece.saturating_mul(values))
+}
+
+/// The memory in bytes of the largest round of a race in which experts run one after the other.
+fn race_by_expert_memory(work: &Workload<'_>, group: &FoldGroup, kept: Kept) -> u64 {
+    let mut weights: BTreeMap<Option<NodeId>, [u64; 2]> = BTreeMap::new();
+    for &consumer in &group.consumers {
+        let [own, outputs] = weights.entry(work.graph.expert_of(consumer)).or_default();
+        *own += work.weights(consumer) as u64;
+        *outputs += work.shape(consumer)[0] as u64;
+    }
+    let [own, outputs] = weights.into_values().fold([0; 2], |a, b| [a[0].max(b[0]), a[1].max(b[1])]);
+    let width = work.graph.width(group.inspected);
+    let k = work.shape(group.consumers[0])[1];
+    let shape = RaceShape { k, outputs: 0, read: 0, inspected: width };
+    let experts = awq_by_expert::order(work.graph).map_or(0, |order| order.experts.len());
+    let token = shape.token_bytes(false, false) + by_expert::token_bytes(width, experts);
+    let piece = race::piece(false, work.sampling.length) as u64;
+    let tokens = kept.tokens.div_ceil(2);
+    let tokens = match work.residence {
+        Residence::Memory => tokens,
+        Residence::Files { round_bytes, .. } => tokens.min(piece.max(round_bytes / token.max(1))),
+    };
+    let sums = by_expert::SUM_BYTES.min((4 * width * (SCALE_CANDIDATES - 1)) as u64 * tokens);
+    let values = 4 * (outputs + 2 * k as u64 + 2 * width as u64);
+    tokens
+        .saturating_mul(token)
+        .saturating_add(4 * own)
+        .saturating_add(sums)
+        .saturating_add(piece.saturating_mul(values))
 }
 
 /// The memory in bytes of the reference search for a group, which uses the whole batch.
@@ -206,6 +262,10 @@ impl Transform for Awq {
         true
     }
 
+    fn takes_experts_apart(&self, graph: &BlockGraph, settings: &TransformSettings) -> bool {
+        settings.search == Search::Fast && awq_by_expert::order(graph).is_some()
+    }
+
     fn memory(&self, work: &Workload<'_>) -> u64 {
         memory(work)[0]
     }
@@ -236,6 +296,11 @@ impl Transform for Awq {
         let wanted = Wanted { groups: &groups, candidates: SCALE_CANDIDATES, clip_tokens: clip::TOKENS };
         // The reference search uses the whole batch again.
         let searches_all = first.settings.search == Search::Reference;
+        let order =
+            Some(first.block).filter(|block| first.experts_apart && !searches_all && !block.runs_unrouted());
+        if let Some(order) = order.and_then(|block| awq_by_expert::order(block.graph())) {
+            return awq_by_expert::search(tasks, &groups, hidden, advance, &order);
+        }
         let inputs = InputStatistics::gather(first, &wanted, hidden, advance && !searches_all)?;
         let searched = tasks.iter().map(|task| scaled(task, &groups, &inputs, hidden));
         let chosen = searched.collect::<Result<Vec<_>>>()?;
@@ -245,6 +310,15 @@ impl Transform for Awq {
         let tasks = tasks.iter().zip(chosen);
         tasks.map(|(task, rewrite)| clip::clipped(task, &inputs, rewrite)).collect()
     }
+}
+
+/// What a search of scales runs on.
+#[derive(Clone, Copy)]
+pub(super) enum Searched<'a> {
+    /// A block in memory, and the states that enter it, for the reference search.
+    Whole(&'a HiddenStates),
+    /// A block whose experts are read one at a time.
+    ByExpert(&'a ExpertOrder),
 }
 
 /// Searches the scales of all groups and folds them. `hidden` are the states that enter the block, for the reference
@@ -259,25 +333,7 @@ fn scaled(
     let mut rewrite = Rewrite { tokens: inputs.tokens.clone(), ..Rewrite::default() };
     let mut chosen = Vec::with_capacity(groups.len());
     for group in groups {
-        // The number of all tokens, or of those routed to the consumers' expert.
-        let tokens = inputs.tokens.get(&group.consumers[0]).map_or(0, |&tokens| tokens as usize);
-        let means = inputs.means[&group.input].means();
-        let candidates = candidates(task, group, &means)?;
-        let choice = if tokens == 0 {
-            Ok(Choice::unsearched())
-        } else if let Some(sample) = inputs.samples.get(&group.input) {
-            race::choose(task, group, sample, &candidates)
-        } else {
-            let objective = match inputs.grams.get(&group.input) {
-                Some(gram) => {
-                    let (node, input) = (group.inspected, gram.clone());
-                    Objective::Linear { node, input, tokens }
-                }
-                None => Objective::new(task, hidden, group, tokens)?,
-            };
-            choose_exactly(&candidates, tokens, |c| objective.error(task, &c.scales))
-        };
-        let (record, scales) = chosen_scales(task, group, &means, candidates, choice)?;
+        let (record, scales) = choose(task, group, inputs, Searched::Whole(hidden))?;
         chosen.push(scales);
         rewrite.folds.push(record);
     }
@@ -287,6 +343,43 @@ fn scaled(
         }
     }
     Ok(rewrite)
+}
+
+/// Chooses the scales of a group; `None` if no scaling is best.
+pub(super) fn choose(
+    task: &BlockTask<'_>,
+    group: &FoldGroup,
+    inputs: &InputStatistics,
+    searched: Searched<'_>,
+) -> Result<(FoldRecord, Option<Vec<f32>>)> {
+    // The number of all tokens, or of those routed to the consumers' expert.
+    let tokens = inputs.tokens.get(&group.consumers[0]).map_or(0, |&tokens| tokens as usize);
+    let means = inputs.means[&group.input].means();
+    let candidates = candidates(task, group, &means)?;
+    let choice = if tokens == 0 {
+        Ok(Choice::unsearched())
+    } else if let Some(sample) = inputs.samples.get(&group.input) {
+        let order = match searched {
+            Searched::ByExpert(order) if awq_by_expert::reads_experts_apart(task.block.graph(), group) => {
+                Some(order)
+            }
+            _ => None,
+        };
+        race::choose(task, group, sample, &candidates, order)
+    } else {
+        let objective = match (inputs.grams.get(&group.input), searched) {
+            (Some(gram), _) => {
+                let (node, input) = (group.inspected, gram.clone());
+                Objective::Linear { node, input, tokens }
+            }
+            (None, Searched::Whole(hidden)) => Objective::new(task, hidden, group, tokens)?,
+            (None, Searched::ByExpert(_)) => {
+                return Err(Error::Internal("the reference search needs all experts at once".into()));
+            }
+        };
+        choose_exactly(&candidates, tokens, |c| objective.error(task, &c.scales))
+    };
+    chosen_scales(task, group, &means, candidates, choice)
 }
 
 /// No scaling, followed by the points of the grid.
@@ -382,6 +475,10 @@ fn relative_weights(task: &BlockTask<'_>, group: &FoldGroup) -> Result<Vec<f32>>
                     *sum += f64::from(w.abs() / max);
                 }
             }
+        }
+        drop(weight);
+        if awq_by_expert::reads_experts_apart(task.block.graph(), group) {
+            task.done_with(node);
         }
     }
     Ok(sums.into_iter().map(|s| (s / rows.max(1) as f64) as f32).collect())

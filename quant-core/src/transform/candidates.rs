@@ -43,13 +43,14 @@ impl FromStr for Search {
 
 /// A candidate with its measured error.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct TriedScales {
     /// The exponent of the activations; `None` for no scaling.
     pub ratio: Option<f32>,
     /// Mean squared error of the inspected output with every consumer rounded.
     pub error: f64,
-    /// The number of tokens on which the candidate was measured before it was eliminated, or the number of all tokens
-    /// in the race.
+    /// The number of tokens on which the error was measured: those before the candidate was eliminated, or all tokens
+    /// of the race.
     pub tokens: u64,
 }
 

@@ -42,6 +42,34 @@ pub(super) fn work(work: &Workload<'_>) -> SearchWork {
     all
 }
 
+/// The memory in bytes for the sampled inputs of those clipped linears for which `which` returns true.
+pub(super) fn sample_bytes(work: &Workload<'_>, which: impl Fn(NodeId) -> bool) -> u64 {
+    let mut inputs = std::collections::BTreeMap::new();
+    for (id, _, [_, k], _) in clipped_linears(work).filter(|(id, ..)| which(*id)) {
+        inputs.insert(work.graph.nodes()[id].inputs[0], k as u64);
+    }
+    // Every n-th row is kept, where n is rounded down; the list of rows grows by doubling.
+    inputs.values().map(|k| 4 * k * 2 * (2 * TOKENS as u64)).sum()
+}
+
+/// The memory in bytes for the bounds of all linears.
+pub(super) fn bound_bytes(work: &Workload<'_>) -> u64 {
+    let bounds = clipped_linears(work).map(|(id, _, [n, k], _)| {
+        let group = work.schemes[&id].granularity.group_size(k).max(1);
+        4 * (n * k.div_ceil(group)) as u64
+    });
+    bounds.sum()
+}
+
+/// The linears of the block that are clipped.
+fn clipped_linears<'a>(work: &'a Workload<'_>) -> impl Iterator<Item = (NodeId, &'a str, [usize; 2], bool)> {
+    let is_clipped = |id: NodeId| {
+        let takes = work.schemes.get(&id).is_some_and(|scheme| scheme.takes_clip_bounds());
+        takes && !work.graph.feeds_queries_or_keys(id)
+    };
+    work.graph.linears().filter(move |(id, ..)| is_clipped(*id))
+}
+
 impl Transform for Clip {
     fn name(&self) -> &'static str {
         "clip"
@@ -101,8 +129,21 @@ pub(super) fn clipped(
     inputs: &InputStatistics,
     mut rewrite: Rewrite,
 ) -> Result<Rewrite> {
+    let records = clip_linears(task, inputs, &mut rewrite, |_| true)?;
+    rewrite.clip_records.extend(records.into_iter().map(|(_, record)| record));
+    Ok(rewrite)
+}
+
+/// Adds the clip search of the linears for which `which` returns true, and returns its records.
+pub(super) fn clip_linears(
+    task: &BlockTask<'_>,
+    inputs: &InputStatistics,
+    rewrite: &mut Rewrite,
+    which: impl Fn(NodeId) -> bool,
+) -> Result<Vec<(NodeId, ClipRecord)>> {
     let graph = task.block.graph().clone();
-    for (&node, &grid) in task.grids {
+    let mut records = Vec::new();
+    for (&node, &grid) in task.grids.iter().filter(|(node, _)| which(**node)) {
         // Bounds do not apply to scales that are shared by rows or searched for during rounding.
         if graph.feeds_queries_or_keys(node) || !grid.scheme.takes_clip_bounds() {
             continue;
@@ -112,13 +153,13 @@ pub(super) fn clipped(
         if let Some(scales) = rewrite.columns.get(&node) {
             input.divide(scales);
         }
-        let (bounds, record) = search(task, node, grid, &rewrite, &input)?;
+        let (bounds, record) = search(task, node, grid, rewrite, &input)?;
         if let Some(bounds) = bounds {
             rewrite.clips.insert(node, bounds);
         }
-        rewrite.clip_records.push(record);
+        records.push((node, record));
     }
-    Ok(rewrite)
+    Ok(records)
 }
 
 /// Finds the bounds `[n, groups]` of a linear with a rewritten weight; `input` must already be scaled. `None` if no

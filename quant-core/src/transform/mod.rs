@@ -10,6 +10,8 @@
 //! any transform runs.
 
 mod awq;
+mod awq_by_expert;
+mod by_expert;
 mod candidates;
 mod clip;
 mod difference;
@@ -61,8 +63,7 @@ pub struct LinearGrid {
     pub scheme: LinearScheme,
     /// The dtype of stored scales.
     pub scale_dtype: Dtype,
-    /// The first of the linears for which engines keep one scale over the whole tensor, if there are others besides
-    /// this one.
+    /// The first of the linears for which engines use one common tensor scale, if this linear shares it with others.
     pub fused: Option<NodeId>,
 }
 
@@ -78,6 +79,7 @@ impl LinearGrid {
 
 /// A block and the information about it that a [`Transform`] needs.
 #[derive(Debug)]
+#[non_exhaustive]
 pub struct BlockTask<'a> {
     /// The prefix of the block's modules, for messages and records.
     pub prefix: &'a str,
@@ -93,11 +95,46 @@ pub struct BlockTask<'a> {
     pub smoothing: f32,
     /// The ranges of linears' inputs in the block as stored in the checkpoint, if some transform or grid needs them.
     pub ranges: &'a BTreeMap<NodeId, ChannelRanges>,
+    /// Whether the weights of only one expert may be in memory at a time, if the transform
+    /// [allows it](Transform::takes_experts_apart).
+    pub experts_apart: bool,
     /// Checked between pieces of work.
     pub cancel: &'a CancelToken,
 }
 
-impl BlockTask<'_> {
+static NO_GRIDS: BTreeMap<NodeId, LinearGrid> = BTreeMap::new();
+static NO_DTYPES: BTreeMap<NodeId, Dtype> = BTreeMap::new();
+static NO_RANGES: BTreeMap<NodeId, ChannelRanges> = BTreeMap::new();
+
+impl<'a> BlockTask<'a> {
+    /// Creates a task for a block of which no linear is quantized, with SmoothQuant's usual exponent 0.5. Set the
+    /// other fields as needed.
+    pub fn new(
+        prefix: &'a str,
+        block: &'a Block,
+        settings: &'a TransformSettings,
+        cancel: &'a CancelToken,
+    ) -> Self {
+        Self {
+            prefix,
+            block,
+            grids: &NO_GRIDS,
+            norm_dtypes: &NO_DTYPES,
+            settings,
+            smoothing: 0.5,
+            ranges: &NO_RANGES,
+            experts_apart: false,
+            cancel,
+        }
+    }
+
+    /// Drops the bytes of a weight that was read, if it belongs to an expert and experts are processed one at a time.
+    fn done_with(&self, node: NodeId) {
+        let of_expert = self.experts_apart && self.block.graph().expert_of(node).is_some();
+        let stored = self.block.linear(node).weight().as_stored();
+        stored.filter(|_| of_expert).map(|weight| weight.release());
+    }
+
     /// A node's full module name.
     pub fn module(&self, node: NodeId) -> String {
         format!("{}{}", self.prefix, self.block.graph().name(node))
@@ -114,11 +151,82 @@ pub struct Needs {
 }
 
 /// A search for a rewrite of a block, with everything that a run needs to know about it: its settings, whether it makes
-/// sense, and its costs. No other code refers to a transform by name.
+/// sense, and its cost. No other code refers to a transform by name.
 ///
 /// A transform that another crate defines either stores its settings itself, and returns them from
 /// [`fingerprint`](Self::fingerprint), or lists [`keys`](Self::keys) that recipes may set. The values of these keys are
 /// in [`TransformSettings::others`]. [`Extensions`](crate::recipe::Extensions) makes it known by its name.
+///
+/// ```
+/// use quant_core::calibrate::HiddenStates;
+/// use quant_core::model::{BlockGraph, FoldGroup, NodeId};
+/// use quant_core::recipe::Extensions;
+/// use quant_core::run::{Done, Host, Nothing, QuantizeRequest, RecipeSettings, quantize};
+/// use quant_core::transform::{BlockTask, Needs, Rewrite, Transform, TransformSettings, fold};
+/// use quant_core::{CancelToken, Result, Silent};
+/// # mod tiny { include!(concat!(env!("CARGO_MANIFEST_DIR"), "/examples/support/tiny.rs")); }
+/// # let temporary = tempfile::tempdir().unwrap();
+/// # let path = temporary.path().join("model");
+/// # std::fs::create_dir(&path).unwrap();
+/// # tiny::tiny_llama(&path).unwrap();
+/// # let recipe = temporary.path().join("recipe.toml");
+/// # let out = temporary.path().join("out");
+///
+/// /// Gives all columns of linears that read norms the same largest weight. It needs no calibration text.
+/// #[derive(Debug)]
+/// struct EvenColumns;
+///
+/// fn groups(graph: &BlockGraph) -> impl Iterator<Item = FoldGroup> {
+///     graph.fold_groups().into_iter().filter(|group| group.repeat == 1)
+/// }
+///
+/// impl Transform for EvenColumns {
+///     fn name(&self) -> &'static str {
+///         "even-columns"
+///     }
+///
+///     fn summary(&self) -> &'static str {
+///         "evens out the columns of weights"
+///     }
+///
+///     fn folded_nodes(&self, graph: &BlockGraph, _: &TransformSettings) -> Vec<NodeId> {
+///         groups(graph).flat_map(|group| std::iter::once(group.producer).chain(group.consumers)).collect()
+///     }
+///
+///     fn needs(&self, _: &TransformSettings) -> Needs {
+///         Needs { ranges: false, states: false }
+///     }
+///
+///     fn search(&self, tasks: &[BlockTask<'_>], _: Option<&mut HiddenStates>, _: bool) -> Result<Vec<Rewrite>> {
+///         let one = |task: &BlockTask<'_>| {
+///             let mut rewrite = Rewrite::default();
+///             for group in groups(task.block.graph()) {
+///                 let mut largest = vec![1e-3_f32; group.rows.len()];
+///                 for &consumer in &group.consumers {
+///                     let weight = task.block.linear(consumer).weight().read()?.to_f32()?;
+///                     for row in weight.chunks_exact(largest.len()) {
+///                         largest.iter_mut().zip(row).for_each(|(l, w)| *l = l.max(w.abs()));
+///                     }
+///                 }
+///                 let scales: Vec<f32> = largest.iter().map(|l| 1.0 / l).collect();
+///                 fold(&mut rewrite, task, &group, &scales)?; // columns times scales, the norm divided by them
+///             }
+///             Ok(rewrite)
+///         };
+///         tasks.iter().map(one).collect()
+///     }
+/// }
+///
+/// let text = "format = 'awq'\n[[transform]]\nkind = 'even-columns'\n[quantize]\nscheme = 'w4a16-g32'\n";
+/// std::fs::write(&recipe, text).unwrap();
+/// let settings = RecipeSettings { recipe: Some(recipe), ..RecipeSettings::default() };
+/// let extensions = Extensions { transforms: vec![&EvenColumns], ..Extensions::default() };
+/// let request = QuantizeRequest { settings, extensions, ..QuantizeRequest::new(&path, &out) };
+/// let done = quantize(&request, &Host::new(&Silent, &CancelToken::new(), &Nothing))?;
+/// let Done::Checkpoints(done) = done else { panic!("a GGUF file") };
+/// assert_eq!(done.outputs[0].1.steps, ["even-columns"]);
+/// # Ok::<(), quant_core::Error>(())
+/// ```
 pub trait Transform: Debug + Send + Sync {
     /// The name in recipes.
     fn name(&self) -> &'static str;
@@ -142,11 +250,11 @@ pub trait Transform: Debug + Send + Sync {
         Vec::new()
     }
 
-    /// Applies the value of one of the [`keys`](Self::keys) to the settings. By default the value goes into
+    /// Applies the value of one of the [`keys`](Self::keys) to the settings. By default, the value goes into
     /// [`TransformSettings::others`]; a transform that checks it overrides this method.
     ///
     /// # Errors
-    /// [`Error::Usage`](crate::Error::Usage) when the value is invalid. The reader of recipes adds the line.
+    /// [`Error::Usage`](crate::Error::Usage) when the value is invalid. The recipe parser adds the line number.
     fn set(&self, key: &str, value: &Value, settings: &mut TransformSettings) -> Result<()> {
         settings.others.entry(self.name()).or_default().insert(key.to_owned(), value.clone());
         Ok(())
@@ -168,14 +276,19 @@ pub trait Transform: Debug + Send + Sync {
         false
     }
 
-    /// Whether the transform divides the outputs of linears by scales computed from the maxima of activations. Two steps
-    /// that do so repeat each other.
+    /// Whether the transform divides the outputs of linears by scales computed from the maxima of activations. Two such
+    /// steps repeat each other.
     fn smooths_linears(&self, _settings: &TransformSettings) -> bool {
         false
     }
 
     /// Whether the transform narrows the ranges of weights, which later steps must not change.
     fn narrows_ranges(&self) -> bool {
+        false
+    }
+
+    /// Whether the search of a block with this graph can process the block's experts one at a time, with the same result.
+    fn takes_experts_apart(&self, _graph: &BlockGraph, _settings: &TransformSettings) -> bool {
         false
     }
 

@@ -7,12 +7,12 @@
 //! The others continue on as many tokens again, up to a quarter of the batch. A batch of few windows, or of little more
 //! than a thousand tokens, is used whole at once, and the choice is then that of the reference search.
 //!
-//! If the watched output depends only on a token's own input (an MLP, a single linear), rounds use every 16th token,
-//! then every 8th and so on, of all windows. The first tokens of a window, where models are known to have outsized
-//! activations, are all used with a weight of one; the others are weighted by the inverse of their fraction. If
-//! documents share a window, each has such first tokens. If the output depends on attention, whole windows are used, in
-//! an order that spreads over the batch. Tokens that do not count (masked prompts, padding) are then context for
-//! attention, and are otherwise ignored.
+//! If the watched output depends only on a token's own input (an MLP, a single linear), rounds use every 16th token
+//! (the first stride depends on the size of the batch), then every 8th and so on, of all windows. The first tokens of a
+//! window, where models are known to have outsized activations, are all used with a weight of one; the others are
+//! weighted by the inverse of their fraction. If documents share a window, each has such first tokens. If the output
+//! depends on attention, whole windows are used, in an order that spreads over the batch. Tokens that do not count
+//! (masked prompts, padding) are then context for attention, and are otherwise ignored.
 //!
 //! If the processor supports it, candidates are compared by [differences in bfloat16](super::difference).
 
@@ -20,12 +20,12 @@ use candle_core::{Device, Tensor};
 use quant_kernels_cpu::bf16::{Bf16Token, RightBf16};
 use rayon::prelude::*;
 
-use super::BlockTask;
 use super::candidates::{Candidate, Choice, TriedScales, not_finite};
 use super::difference::{self, Differences, Prepared};
 use super::objective::candidate_block;
 use super::sample::{FIRST_WINDOWS, Place, RaceShape, Schedule, SearchSample};
-use crate::model::{Block, CancelTap, FoldGroup, Segments};
+use super::{BlockTask, by_expert};
+use crate::model::{Block, CancelTap, ExpertOrder, FoldGroup, Segments};
 use crate::{CancelToken, Error, Result};
 
 /// A candidate is eliminated if it is worse by more than this many standard errors. With few units, more are required.
@@ -63,7 +63,8 @@ impl UsedTokens {
     }
 }
 
-/// Runs a race of candidates, the first of which is no scaling.
+/// Runs a race of candidates, the first of which is no scaling. If the group's consumers are in several experts, which
+/// must not be in memory together, `order` is given.
 ///
 /// # Errors
 /// When the block fails, the run is cancelled, or no candidate gives finite outputs ([`Error::Numeric`]).
@@ -72,6 +73,7 @@ pub(super) fn choose(
     group: &FoldGroup,
     sample: &SearchSample,
     candidates: &[Candidate],
+    order: Option<&ExpertOrder>,
 ) -> Result<Choice> {
     let tokens = sample.counted();
     if tokens == 0 {
@@ -104,25 +106,33 @@ pub(super) fn choose(
         let weight = used.weight(tokens);
         // The errors of a candidate are summed in token order, so they are bit-identical for any number of batches.
         let piece = piece_tokens(sample, kernel);
-        let token_bytes = token_bytes(task, group, sample.channels, kernel.is_some());
+        let token_bytes = token_bytes(task, group, sample.channels, kernel.is_some(), order);
         for rows in rows.chunks(sample.tokens_at_a_time(token_bytes, piece)) {
             let (values, places) = sample.rows(rows)?;
-            let batch = Batch::new(task, group, sample, values, &places, kernel)?;
+            let batch = Batch::new(task, (group, order), sample, values, &places, kernel)?;
             let mut still = Vec::with_capacity(running.len());
-            for mut contender in running {
-                task.cancel.check()?;
-                let candidate = &candidates[contender.index];
-                let errors = match batch.errors(task, group, &candidate.scales, watched.as_ref()) {
-                    // A scaled weight may need a quantization scale that overflows its dtype. Such a candidate is
-                    // skipped.
-                    Err(Error::Numeric { .. }) if candidate.ratio.is_some() => continue,
-                    other => other?,
-                };
-                for (place, error) in places.iter().zip(errors).filter(|(p, _)| p.counts) {
-                    let sums = if place.head { &mut contender.heads } else { &mut contender.tails };
-                    sums[place.unit] += error;
+            let mut waiting = running.into_iter();
+            loop {
+                let some: Vec<Contender> = waiting.by_ref().take(batch.at_once()).collect();
+                if some.is_empty() {
+                    break;
                 }
-                still.push(contender);
+                task.cancel.check()?;
+                let scales: Vec<&[f32]> = some.iter().map(|c| &candidates[c.index].scales[..]).collect();
+                let errors = batch.errors(task, group, &scales, watched.as_ref())?;
+                for (mut contender, errors) in some.into_iter().zip(errors) {
+                    let errors = match errors {
+                        // A scaled weight may need a quantization scale that overflows its dtype. Such a candidate is
+                        // skipped.
+                        Err(Error::Numeric { .. }) if candidates[contender.index].ratio.is_some() => continue,
+                        other => other?,
+                    };
+                    for (place, error) in places.iter().zip(errors).filter(|(p, _)| p.counts) {
+                        let sums = if place.head { &mut contender.heads } else { &mut contender.tails };
+                        sums[place.unit] += error;
+                    }
+                    still.push(contender);
+                }
             }
             running = still;
         }
@@ -225,23 +235,32 @@ pub(super) fn piece(differences: bool, length: usize) -> usize {
 }
 
 /// The memory in bytes that each token takes while a round compares candidates.
-fn token_bytes(task: &BlockTask<'_>, group: &FoldGroup, k: usize, differences: bool) -> u64 {
+fn token_bytes(
+    task: &BlockTask<'_>,
+    group: &FoldGroup,
+    k: usize,
+    differences: bool,
+    order: Option<&ExpertOrder>,
+) -> u64 {
     let graph = task.block.graph();
     let outputs = group.consumers.iter().map(|&c| task.block.linear(c).weight().shape()[0]).sum();
     let read = graph.nodes()[group.inspected].op.linear_shape().map_or(0, |[_, read]| read);
     let shape = RaceShape { k, outputs, read, inspected: graph.width(group.inspected) };
-    shape.token_bytes(group.consumers.len() == 1, differences)
+    let more = order.map_or(0, |order| by_expert::token_bytes(shape.inspected, order.experts.len()));
+    shape.token_bytes(group.consumers.len() == 1, differences) + more
 }
 
 /// Rows of one round, prepared for candidates.
-enum Batch {
+enum Batch<'a> {
     /// With the outputs of the float module, for computing the outputs of candidates.
     Whole(Vec<Chunk>),
+    /// The same, for experts that run one after the other.
+    ByExpert(Vec<Chunk>, &'a ExpertOrder),
     /// Prepared for computing differences.
     Differences(Vec<Prepared>),
 }
 
-/// `[windows, length, channels]`, or `[1, tokens, channels]`.
+/// The inputs and the float outputs of a piece, `[windows, length, channels]` or `[1, tokens, channels]`.
 struct Chunk {
     x: Tensor,
     y: Tensor,
@@ -255,10 +274,10 @@ impl Chunk {
     }
 }
 
-impl Batch {
+impl<'a> Batch<'a> {
     fn new(
         task: &BlockTask<'_>,
-        group: &FoldGroup,
+        (group, order): (&FoldGroup, Option<&'a ExpertOrder>),
         sample: &SearchSample,
         rows: Vec<f32>,
         places: &[Place],
@@ -280,6 +299,18 @@ impl Batch {
             };
             Ok((x, starts))
         });
+        if let Some(order) = order {
+            let mut chunks = chunks
+                .map(|chunk: Result<_>| {
+                    let (x, starts) = chunk?;
+                    Ok(Chunk { y: x.clone(), x, starts })
+                })
+                .collect::<Result<Vec<Chunk>>>()?;
+            let float =
+                by_expert::watched(task, (group, order), &rows_of(&chunks), &[None])?.swap_remove(0)?;
+            chunks.iter_mut().zip(float).for_each(|(chunk, y)| chunk.y = y);
+            return Ok(Self::ByExpert(chunks, order));
+        }
         match kernel {
             Some(token) => {
                 let prepared = chunks.map(|chunk: Result<_>| {
@@ -301,9 +332,42 @@ impl Batch {
         }
     }
 
-    /// The squared error of every token's output with every quantized consumer replaced by `Q(W · s) / s`. `weight` is
-    /// the weight of the watched linear, if differences need it.
+    /// The number of candidates that are compared at the same time.
+    fn at_once(&self) -> usize {
+        match self {
+            Self::Whole(_) | Self::Differences(_) => 1,
+            Self::ByExpert(chunks, _) => {
+                let values: usize = chunks.iter().map(|chunk| chunk.y.elem_count()).sum();
+                by_expert::at_once(values)
+            }
+        }
+    }
+
+    /// For each of the scales, the squared error of every token's output with every quantized consumer replaced by
+    /// `Q(W · s) / s`. `weight` is the weight of the watched linear, if differences need it.
     fn errors(
+        &self,
+        task: &BlockTask<'_>,
+        group: &FoldGroup,
+        scales: &[&[f32]],
+        weight: Option<&RightBf16>,
+    ) -> Result<Vec<Result<Vec<f64>>>> {
+        let Self::ByExpert(chunks, order) = self else {
+            return Ok(scales.iter().map(|scales| self.errors_of(task, group, scales, weight)).collect());
+        };
+        let candidates: Vec<_> = scales.iter().map(|scales| Some(*scales)).collect();
+        let outputs = by_expert::watched(task, (group, order), &rows_of(chunks), &candidates)?;
+        let errors = outputs.into_iter().map(|outputs| {
+            let mut errors = Vec::new();
+            for (output, chunk) in outputs?.iter().zip(chunks) {
+                token_errors(output, &chunk.y, &mut errors)?;
+            }
+            Ok(errors)
+        });
+        Ok(errors.collect())
+    }
+
+    fn errors_of(
         &self,
         task: &BlockTask<'_>,
         group: &FoldGroup,
@@ -312,6 +376,9 @@ impl Batch {
     ) -> Result<Vec<f64>> {
         let mut errors = Vec::new();
         match self {
+            Self::ByExpert(..) => {
+                return Err(Error::Internal("experts in a batch that is processed as a whole".into()));
+            }
             Self::Whole(chunks) => {
                 let block = candidate_block(task, &group.consumers, scales)?;
                 for chunk in chunks {
@@ -329,6 +396,10 @@ impl Batch {
         }
         Ok(errors)
     }
+}
+
+fn rows_of(chunks: &[Chunk]) -> Vec<by_expert::Rows<'_>> {
+    chunks.iter().map(|chunk| by_expert::Rows { x: &chunk.x, segments: chunk.segments() }).collect()
 }
 
 fn watched(block: &Block, group: &FoldGroup, chunk: &Chunk, cancel: &CancelToken) -> Result<Tensor> {

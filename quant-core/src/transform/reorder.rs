@@ -16,7 +16,7 @@ use crate::model::{BlockGraph, NodeId, OrderGroup};
 use crate::scheme::Granularity;
 use crate::{Error, Result};
 
-/// The transform.
+/// The channel reordering.
 #[derive(Debug, Clone, Copy)]
 pub struct Reorder;
 

@@ -65,7 +65,8 @@ impl FoldRecord {
     }
 }
 
-/// The mean magnitude of the largest channel divided by that of the median channel.
+/// The magnitude of the largest channel divided by that of the median channel: mean magnitudes for AWQ, maxima for
+/// SmoothQuant.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct ChannelOutlier {
@@ -76,7 +77,7 @@ pub struct ChannelOutlier {
 }
 
 impl ChannelOutlier {
-    /// The ratio for channels with these mean magnitudes, which are divided by `scales` if given.
+    /// The ratio for channels with these magnitudes, which are divided by `scales` if given.
     pub(super) fn new(means: &[f32], scales: Option<&[f32]>) -> Option<Self> {
         let before = outlier_ratio(means.to_vec())?;
         let after = match scales {
@@ -106,7 +107,7 @@ pub struct ClipRecord {
     pub module: String,
     /// The number of groups whose range was narrowed.
     pub clipped_groups: u64,
-    /// All groups.
+    /// The number of all groups.
     pub groups: u64,
     /// The mean squared error of the groups' partial outputs without clipping.
     pub error_before: f64,
@@ -116,6 +117,7 @@ pub struct ClipRecord {
 
 /// The changes to one block's float weights before they are rounded.
 #[derive(Debug, Clone, Default)]
+#[non_exhaustive]
 pub struct Rewrite {
     /// The number of counted tokens that went through each linear in the search.
     pub tokens: BTreeMap<NodeId, u64>,
@@ -123,13 +125,13 @@ pub struct Rewrite {
     pub norms: BTreeMap<NodeId, Vec<f32>>,
     /// New biases of norms. Like those of linears, they are rounded to their dtype when they are written.
     pub norm_biases: BTreeMap<NodeId, Vec<f32>>,
-    /// The order of the rows, and bias, of linears: new row `i` is old row `order[i]`. Divisors are in the new order.
+    /// The order of the rows and biases of linears: new row `i` is old row `order[i]`. Divisors are in the new order.
     pub row_order: BTreeMap<NodeId, Vec<u32>>,
     /// The order of the columns of linears: new column `i` is old column `order[i]`. Factors are in the new order.
     pub column_order: BTreeMap<NodeId, Vec<u32>>,
     /// Factors for the columns of linears.
     pub columns: BTreeMap<NodeId, Vec<f32>>,
-    /// Divisors for the rows, and bias, of linears.
+    /// Divisors for the rows and biases of linears.
     pub rows: BTreeMap<NodeId, Vec<f32>>,
     /// Bounds `[rows, groups]` to which weights are clamped, after factors and divisors.
     pub clips: BTreeMap<NodeId, Vec<f32>>,

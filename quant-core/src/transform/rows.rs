@@ -100,7 +100,7 @@ impl StoredValues {
 }
 
 impl SpilledRows {
-    /// Bytes of a value.
+    /// The size of a value in bytes.
     fn size(&self) -> usize {
         if self.rounded { 2 } else { 4 }
     }

@@ -18,7 +18,7 @@ pub(super) const FIRST_WINDOWS: usize = 4;
 /// The minimum number of windows used, if whole windows are used. A batch with at most this many windows is used whole
 /// in the first round.
 const MIN_WINDOWS: usize = 8;
-/// Positions at the start of a window that are always used.
+/// The number of tokens at the start of a document, or of a window without documents, that are always used.
 const HEAD: usize = 4;
 /// The minimum number of units for estimating the variance.
 const UNITS: usize = 16;
@@ -214,8 +214,8 @@ impl Statistic for SearchSample {
 /// The size in bytes of a token's place in a sample.
 pub(super) const PLACE_BYTES: u64 = size_of::<Place>() as u64;
 
-/// The widths of the values in a race: the input, the outputs of all consumers together, the input of the watched linear,
-/// and the watched output.
+/// The widths of the values in a race: the input, the outputs of all consumers together, the input of the watched
+/// linear and the watched output.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct RaceShape {
     pub(super) k: usize,
@@ -225,8 +225,9 @@ pub(super) struct RaceShape {
 }
 
 impl RaceShape {
-    /// The memory in bytes of a token while candidates are compared on it: its row, and the float module's values, either
-    /// its output or the values from which [differences](super::difference) are computed.
+    /// The memory in bytes of a token while candidates are compared on it: its row, the row's copy in the prepared
+    /// batch, and the float module's values, either its output or those from which [differences](super::difference) are
+    /// computed.
     pub(super) fn token_bytes(self, one_consumer: bool, differences: bool) -> u64 {
         let Self { k, outputs, read, inspected } = self;
         let kept = match (differences, one_consumer) {

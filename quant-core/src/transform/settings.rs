@@ -18,7 +18,7 @@ use crate::{Error, Result};
 pub struct TransformSettings {
     /// AWQ: how candidates are compared.
     pub search: Search,
-    /// SmoothQuant.
+    /// Settings of SmoothQuant.
     pub smooth: SmoothSettings,
     /// The exponent for smoothing outputs; the default depends on the granularity.
     pub outputs: Option<Alpha>,
@@ -92,7 +92,7 @@ pub enum Alpha {
     Auto(Automatic),
 }
 
-/// `auto`
+/// The value `auto` of an exponent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Automatic {
@@ -101,10 +101,10 @@ pub enum Automatic {
 }
 
 impl Alpha {
-    /// Checks that the exponent is between 0 and 1.
+    /// Checks that the exponent is from 0 to 1, or `auto`.
     ///
     /// # Errors
-    /// [`Error::Usage`].
+    /// [`Error::Usage`] if it is not.
     pub fn check(self) -> Result<()> {
         match self {
             Self::Fixed(alpha) if !(0.0..=1.0).contains(&alpha) => Err(Error::usage(

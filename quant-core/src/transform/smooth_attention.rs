@@ -9,8 +9,8 @@
 //! ```
 //!
 //! rows of `q_proj` are multiplied by `λ` and rows of `k_proj` divided, including biases, also if both are rows of one
-//! fused linear; the query heads that share a
-//! key head share its `λ`. Keys are measured as they are cached, after the rotary embedding.
+//! fused linear. The query heads that share a key head share its `λ`. Keys are measured as they are cached, after the
+//! rotary embedding.
 //!
 //! If queries and keys are normalized after their linears (Qwen3), `λ` is folded into the weights of these norms. All
 //! heads share the weights, and thus one `λ`. It is rounded to powers of two, which norms of any dtype hold exactly:
@@ -38,7 +38,7 @@ use crate::{Error, Result};
 const SEARCH_TOKENS: usize = 1024;
 /// The exponents that a search tries, in tenths.
 const TENTHS: std::ops::RangeInclusive<u8> = 0..=10;
-/// The default cache for plans that do not specify one.
+/// The cache for which the exponent is searched if the plan does not specify one.
 const DEFAULT_CACHE: KvScheme = KvScheme::Kv4;
 
 /// The result of SmoothAttention for an attention layer.
@@ -54,7 +54,7 @@ pub struct AttentionRecord {
     pub tried: Vec<TriedScales>,
 }
 
-/// The transform.
+/// The SmoothAttention step.
 #[derive(Debug, Clone, Copy)]
 pub struct SmoothAttention;
 

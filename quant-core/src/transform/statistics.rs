@@ -26,11 +26,11 @@ pub(super) struct Wanted<'a> {
 pub(super) struct InputStatistics {
     /// Means of the inputs of groups, by the node that the consumers read.
     pub(super) means: BTreeMap<NodeId, AbsMean>,
-    /// For the clip search.
+    /// Samples of rows for the clip search, by the node that linears read.
     pub(super) sampled: BTreeMap<NodeId, SampledRows>,
-    /// For races.
+    /// Samples for races, by the node that the consumers read.
     pub(super) samples: BTreeMap<NodeId, SearchSample>,
-    /// For linears that are judged by their input's Gram matrix.
+    /// The Gram matrices of inputs whose linears are judged by them.
     pub(super) grams: BTreeMap<NodeId, Arc<Input>>,
     /// The number of counted tokens that went through each linear.
     pub(super) tokens: BTreeMap<NodeId, u64>,
@@ -48,22 +48,62 @@ impl InputStatistics {
         advance: bool,
     ) -> Result<Self> {
         let layout = states.layout().clone();
-        let (mut means, mut sampled) = (means(task, wanted), sampled(task, wanted, &layout));
-        let (mut samples, mut grams) = match task.settings.search {
-            Search::Fast => kept(task, wanted, &layout, states.spill())?,
+        let mut gathering = Gathering::new(task, wanted, states, &|_| true)?;
+        let mut pass = StatisticsPass::new(task.block, &layout, task.cancel);
+        gathering.add_to(&mut pass)?;
+        let tokens = pass.run(states, advance)?;
+        Ok(gathering.finish(tokens))
+    }
+}
+
+/// Statistics while they are gathered.
+pub(super) struct Gathering {
+    means: BTreeMap<NodeId, AbsMean>,
+    sampled: BTreeMap<NodeId, SampledRows>,
+    samples: BTreeMap<NodeId, SearchSample>,
+    grams: BTreeMap<NodeId, GramSum>,
+}
+
+impl Gathering {
+    /// Prepares the wanted statistics of groups, and of the inputs of those linears for which `is_part` returns true.
+    ///
+    /// # Errors
+    /// When a file for samples cannot be created.
+    pub(super) fn new(
+        task: &BlockTask<'_>,
+        wanted: &Wanted<'_>,
+        states: &HiddenStates,
+        is_part: &dyn Fn(NodeId) -> bool,
+    ) -> Result<Self> {
+        let layout = states.layout();
+        let (means, sampled) = (means(task, wanted), sampled(task, wanted, layout, is_part));
+        let (samples, grams) = match task.settings.search {
+            Search::Fast => kept(task, wanted, layout, states.spill())?,
             Search::Reference => (BTreeMap::new(), BTreeMap::new()),
         };
-        let mut pass = StatisticsPass::new(task.block, &layout, task.cancel);
-        means.iter_mut().try_for_each(|(value, mean)| pass.gather(*value, mean))?;
-        sampled.iter_mut().try_for_each(|(value, rows)| pass.gather(*value, rows))?;
-        samples.iter_mut().try_for_each(|(value, sample)| pass.gather(*value, sample))?;
-        grams.iter_mut().try_for_each(|(value, sum)| pass.gather(*value, sum))?;
-        let tokens = pass.run(states, advance)?;
+        Ok(Self { means, sampled, samples, grams })
+    }
+
+    /// Adds the statistics to a pass.
+    ///
+    /// # Errors
+    /// When no linear reads one of the values.
+    pub(super) fn add_to<'a>(&'a mut self, pass: &mut StatisticsPass<'a>) -> Result<()> {
+        self.means.iter_mut().try_for_each(|(value, mean)| pass.gather(*value, mean))?;
+        self.sampled.iter_mut().try_for_each(|(value, rows)| pass.gather(*value, rows))?;
+        self.samples.iter_mut().try_for_each(|(value, sample)| pass.gather(*value, sample))?;
+        self.grams.iter_mut().try_for_each(|(value, sum)| pass.gather(*value, sum))
+    }
+
+    /// Returns the statistics after the pass, which counted these tokens.
+    pub(super) fn finish(self, tokens: BTreeMap<NodeId, u64>) -> InputStatistics {
+        let Self { means, sampled, samples, grams } = self;
         let whole = |(value, sum): (NodeId, GramSum)| {
             let channels = sum.channels();
             (value, Arc::new(Input::gram(sum.into_lower(), channels)))
         };
-        Ok(Self { means, sampled, samples, grams: grams.into_iter().map(whole).collect(), tokens })
+        let grams = grams.into_iter().map(whole).collect();
+        InputStatistics { means, sampled, samples, grams, tokens }
     }
 }
 
@@ -77,9 +117,14 @@ fn means(task: &BlockTask<'_>, wanted: &Wanted<'_>) -> BTreeMap<NodeId, AbsMean>
 }
 
 /// Samples for the inputs of all linears that may be clipped.
-fn sampled(task: &BlockTask<'_>, wanted: &Wanted<'_>, layout: &BatchLayout) -> BTreeMap<NodeId, SampledRows> {
+fn sampled(
+    task: &BlockTask<'_>,
+    wanted: &Wanted<'_>,
+    layout: &BatchLayout,
+    is_part: &dyn Fn(NodeId) -> bool,
+) -> BTreeMap<NodeId, SampledRows> {
     let graph = task.block.graph();
-    let clipped = task.grids.keys().filter(|&&node| !graph.feeds_queries_or_keys(node));
+    let clipped = task.grids.keys().filter(|&&node| is_part(node) && !graph.feeds_queries_or_keys(node));
     let rows = |&node: &NodeId| {
         let input = graph.nodes()[node].inputs[0];
         // If a value has rows for only a fraction of the tokens, a larger part of its rows is kept.

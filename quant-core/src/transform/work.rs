@@ -10,6 +10,7 @@ use crate::transform::{Transform, TransformSettings};
 
 /// A block, and the batch that a transform uses.
 #[derive(Debug, Clone)]
+#[non_exhaustive]
 pub struct Workload<'a> {
     /// The block.
     pub graph: &'a BlockGraph,
@@ -21,6 +22,8 @@ pub struct Workload<'a> {
     pub schemes: BTreeMap<NodeId, LinearScheme>,
     /// The storage for samples of the batch.
     pub residence: Residence,
+    /// Whether the experts of the block are processed one at a time.
+    pub experts_apart: bool,
 }
 
 /// The operations of a search.
@@ -75,6 +78,7 @@ impl Workload<'_> {
 }
 
 /// The request of a plan, as a step [checks](crate::transform::Transform::check) it.
+#[non_exhaustive]
 pub struct StepContext<'a> {
     /// The model.
     pub architecture: &'a Architecture,

@@ -40,7 +40,7 @@ impl<'a> Frame<'a> {
         self.parts.concat()
     }
 
-    /// Writes it.
+    /// Writes the length, then the parts.
     pub(super) fn write_to(&self, out: &mut dyn Write) -> io::Result<()> {
         // The length and a small first part share one write.
         let mut head = self.len().to_le_bytes().to_vec();

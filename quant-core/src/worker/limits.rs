@@ -1,7 +1,8 @@
 //! The resource limits of a worker process, which depend on the questions asked.
 //!
 //! Tokenizing takes about a hundred bytes and about a microsecond per byte of text. The limits grow with the text, so
-//! legitimate texts never reach them. The growth is bounded by the resources of the machine.
+//! legitimate texts never reach them. The memory limit is also bounded by the memory of the machine and by the limit of
+//! this process.
 
 use std::time::Duration;
 
@@ -26,7 +27,8 @@ pub struct Limits {
 }
 
 impl Default for Limits {
-    /// 2 GiB and 10 seconds, plus 256 bytes and 20 microseconds per byte of text.
+    /// 2 GiB and 10 seconds, plus 32 bytes per byte of the loaded file, 256 bytes per byte of the longest question, and
+    /// 20 microseconds per byte of the file and of every question.
     fn default() -> Self {
         Self {
             memory: 2 << 30,
@@ -75,7 +77,7 @@ impl Granted {
             Question::Render { chats, .. } => {
                 let bytes = |value: &serde_json::Value| value.to_string().len() as u64;
                 let of_chat = |c: &super::Chat| c.messages.iter().map(bytes).sum::<u64>() + bytes(&c.tools);
-                // Finding the assistant's text renders a conversation once per message.
+                // Finding the assistant's text can render a conversation twice per answer.
                 let messages = chats.iter().map(|c| c.messages.len() as u64).max().unwrap_or(0);
                 (chats.iter().map(|c| of_chat(c)).sum(), 2 + messages / 8)
             }

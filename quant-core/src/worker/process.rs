@@ -1,8 +1,8 @@
 //! Workers in processes of their own: one per file, limited in memory, stack and time.
 //!
-//! The file's contents are sent through a socket after the limits are set. If the process ends for any reason, this is
-//! reported as an error in the file. If it hangs, it is killed when the run is cancelled. This program never waits for
-//! it to end: it ends with this program, because its standard input then closes.
+//! The file's contents are sent through a socket after the limits are set. If the process crashes or exceeds a limit,
+//! the error names the file. If it hangs, it is killed when the run is cancelled. It never outlives this program,
+//! because it ends when its standard input closes.
 
 use std::ffi::OsString;
 use std::io::{self, ErrorKind, Read, Write};
@@ -74,7 +74,8 @@ impl ProcessWorkers {
         Self { limits, ..self }
     }
 
-    /// Sets a fallback for systems on which no process can be started. Using it logs a warning.
+    /// Sets a fallback for systems on which no process can be started. Using it logs a warning. A temporary lack of
+    /// memory, processes or open files is still an error.
     pub fn or_else(self, instead: Arc<dyn TextWorkers>) -> Self {
         Self { instead: Some(instead), ..self }
     }

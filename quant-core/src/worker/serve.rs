@@ -16,7 +16,7 @@ pub(super) const READY: u8 = b'r';
 /// Reads the file to load and then questions from `input`, and writes answers to `output`, until the input ends.
 ///
 /// A program calls this in the process that [`ProcessWorkers`](super::ProcessWorkers) starts. `workers` run tokenizers
-/// and templates there: [`calibrate::InProcess`](crate::calibrate::InProcess).
+/// and templates there, for example [`calibrate::InProcess`](crate::calibrate::InProcess).
 ///
 /// # Errors
 /// [`Error::Io`] when input or output fail; [`Error::Unavailable`] when no thread can be started.

@@ -384,7 +384,7 @@ pub fn windows(vocab: usize, count: usize, length: usize, seed: u64) -> TokenWin
 }
 
 /// The tokens of [`windows`], split into documents of different lengths. The first half of each document is an
-/// uncounted prompt, and the end of each window is padding.
+/// uncounted prompt, and less than an eighth of each window, at its end, is padding.
 pub fn masked_windows(vocab: usize, count: usize, length: usize, seed: u64) -> TokenWindows {
     let mut rng = StdRng::seed_from_u64(seed + 1);
     let (mut uses, mut starts) = (Vec::new(), Vec::new());

@@ -22,13 +22,15 @@ pub struct Case {
     pub other_producers: Vec<Vec<&'static str>>,
     /// Whether queries and keys can be scaled against each other.
     pub has_pairs: bool,
-    /// Maximum change of logits by 4-bit rounding, relative to the largest.
+    /// Bound on the change of logits by 4-bit rounding, relative to the largest logit.
     pub rounding: f64,
     /// Whether its attention has a feature that the kernels' attention lacks.
     pub unlike_kernels: bool,
     /// Whether rotary frequencies depend on the length of the sequence.
     pub grows: bool,
+    /// If they do, the longest sequence that a cache rotates as whole windows do.
     pub positions: usize,
+    /// A part of the message that says why the family cannot be rotated.
     pub not_rotated_for: Option<&'static str>,
 }
 
@@ -67,7 +69,8 @@ impl Case {
         self.architecture().family
     }
 
-    /// Names of the producers that can be rescaled in a distinct block.
+    /// Names of the producers that can be rescaled in blocks of kind `kind`, an index into the model's distinct block
+    /// graphs.
     pub fn producers_of(&self, kind: usize) -> &[&'static str] {
         match kind.checked_sub(1).filter(|_| !self.other_producers.is_empty()) {
             Some(other) => &self.other_producers[other],
@@ -197,7 +200,8 @@ pub fn cases() -> Vec<Case> {
         let ups = ["block_sparse_moe.experts.0.w3", "block_sparse_moe.experts.1.w3"];
         plain().into_iter().chain(ups).collect::<Vec<_>>()
     };
-    // Producers of a block with latent attention. Values are some rows of each head, and are not folded.
+    // Producers of a block with latent attention. Values are only some of the rows of each head of `kv_b_proj`, which
+    // is not rescaled.
     let latent = |has_query: bool| {
         let attention = if has_query {
             vec!["input_layernorm", "self_attn.q_a_layernorm", "self_attn.kv_a_layernorm"]

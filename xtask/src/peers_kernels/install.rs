@@ -40,7 +40,7 @@ fn program(words: &[&dyn std::fmt::Display]) -> Program {
     Program { command: words.iter().map(ToString::to_string).collect() }
 }
 
-/// Built for exactly this processor, because some of the peer's kernels exist only in such builds.
+/// Builds candle's worker for exactly this processor, because some of candle's kernels exist only in such builds.
 fn candle() -> Result<Program> {
     let target = target_dir().join("peers-native");
     let mut command = cargo(&["build", "--release", "--locked", "-p", "kernels-worker"]);
@@ -48,7 +48,8 @@ fn candle() -> Result<Program> {
     Ok(program(&[&target.join("release/kernels-worker").display(), &"candle"]))
 }
 
-/// The published libraries, which contain code for several processors and select at run time.
+/// Compiles the worker for ggml's published libraries, which contain code for several processors and select at run
+/// time.
 fn ggml() -> Result<Program> {
     compiled("benchmarks/peers/kernels_ggml.cpp")
 }

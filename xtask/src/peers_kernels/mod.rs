@@ -5,7 +5,7 @@
 //! all others wait at their standard input, so that a disturbance of the machine affects all contestants. The limits of
 //! the machine are probed in every round, and ratios are computed per round.
 //!
-//! Results are kept until a record is written, so a run may be split by threads and shapes.
+//! Results are kept in a file for each commit, so a run may be split by threads and shapes.
 
 pub(crate) mod install;
 mod report;

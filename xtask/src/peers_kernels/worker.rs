@@ -82,7 +82,8 @@ impl Worker {
         Ok(worker)
     }
 
-    /// Makes weights of this shape, in as many copies as take `rotated` bytes together.
+    /// Makes weights of this shape, in enough copies to fill `rotated` bytes. For workers of experts, `rotated` is the
+    /// number of experts.
     pub fn prepare(&mut self, contestant: &str, [n, k]: [usize; 2], rotated: usize) -> Result<Prepared> {
         let reply = self.ask(&format!("prepare {contestant} {n} {k} {rotated}"))?;
         Ok(Prepared {
@@ -204,7 +205,7 @@ impl Drop for Worker {
     }
 }
 
-/// The first `count` of the cores that this process may use, such as `0,1`.
+/// The first `threads` of the cores that this process may use, such as `0,1`.
 pub fn cpus(threads: usize) -> Result<String> {
     let status = std::fs::read_to_string("/proc/self/status")?;
     let list =

@@ -48,7 +48,7 @@ pub(super) struct Claim {
     pub metric: Metric,
     /// The contestant that the claim is about.
     pub who: &'static str,
-    /// The contestants that it is compared with. The best of these counts.
+    /// The contestants that it is compared with. The claim must hold against each of them.
     pub than: &'static [&'static str],
     pub how: How,
 }
@@ -72,7 +72,7 @@ pub(super) struct Speed {
     /// quant's contestant, listed first.
     pub ours: &'static Contestant,
     pub peers: &'static [Entry],
-    /// Minimum speedup over each of these contestants. Over all others it is [`OVER_BEST`].
+    /// Minimum speedups over some entries, by name. The speedup over every entry must be at least [`OVER_BEST`].
     pub promised: &'static [(&'static str, f64)],
 }
 
@@ -84,7 +84,7 @@ pub(super) struct Entry {
     pub dtype: &'static str,
 }
 
-/// Minimum speedup over a peer in its fastest element type.
+/// Minimum speedup over the fastest entry.
 pub(super) const OVER_BEST: f64 = 2.0;
 
 const FLOAT32: &str = "float32";

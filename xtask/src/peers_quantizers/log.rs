@@ -43,7 +43,8 @@ pub fn time_until_steps(log: &str, start: f64, end: f64) -> Result<BTreeMap<Stri
     Ok(steps)
 }
 
-/// The seconds of a line that starts with `2026-01-31T01:02:03.456Z`.
+/// The time of a log line that starts like `2026-01-31T01:02:03.456Z`, in seconds since midnight; `None` if it has no such
+/// time.
 fn seconds_of_day(line: &str) -> Option<f64> {
     let time = line.split_once('T')?.1.split_once('Z')?.0;
     let mut parts = time.split(':').map(str::parse::<f64>);

@@ -7,7 +7,7 @@
 //!
 //! * of NVFP4's scale searches, `sweep` loses no more than `four-over-six`, which loses no more than `amax`: each
 //!   search either has a smaller loss than the next, by more than two paired errors, or is reported as a tie;
-//! * NVFP4 with `sweep` loses less than INT4 in groups of 32, which takes as many bits;
+//! * NVFP4 with `sweep` loses no more, in the same sense, than INT4 in groups of 32, which takes as many bits;
 //! * FP8 per channel loses at most 0.0004 nats per token on books-7m.
 
 pub mod peers;
@@ -38,7 +38,7 @@ const CASES: [(&str, &str, &[&str]); 10] = [
     ("INT4, g128", "w4a16-g128-sym", &[]),
 ];
 const FP8: usize = 0;
-/// Pairs of cases: the first of each must lose less than the second.
+/// Pairs of cases: the first of each must not lose more than the second, by more than two paired errors.
 const PAIRS: [(usize, usize); 3] = [(6, 5), (5, 4), (6, 7)];
 /// Nats per token that FP8 per channel may lose on the model of this name.
 const FP8_MAX: (&str, f64) = ("books-7m", 0.0004);
@@ -75,7 +75,7 @@ fn cases(row: &Row) -> &'static [(&'static str, &'static str, &'static [&'static
     if row.name == "stories260k" { &CASES[..CASES.len() - 1] } else { &CASES }
 }
 
-/// Linears of a row's model whose width no group divides.
+/// Options that leave those linears of a row's model float whose width no group size divides.
 fn ignored(row: &Row) -> Vec<String> {
     let ends = ROWS.iter().filter(|other| other.name == row.name).flat_map(Row::per_channel);
     ends.flat_map(|end| ["--ignore".to_owned(), end.to_owned()]).collect()

@@ -34,7 +34,7 @@ pub struct Known {
     pub presets: Vec<String>,
     /// Methods that have their own names.
     pub methods: Vec<String>,
-    /// Containers.
+    /// Checkpoint formats.
     pub formats: Vec<String>,
 }
 
@@ -181,7 +181,7 @@ impl Workspace {
 
     /// Expands an abbreviation: `CAL` stands for options with short calibration windows, `TEXT=x` for a calibration
     /// text, `RECIPE=x` for a recipe, `MAXIMA` for writing the channel maxima, and `KEPT` for reading the kept ones.
-    /// Any other word is returned unchanged.
+    /// Any other word becomes an option unchanged.
     fn words(&self, word: &str, case: &mut Case) {
         let file = |name: &str| self.dir.join("files").join(name).to_string_lossy().into_owned();
         let pair = |option: &str, value: String| [option.to_owned(), value];
@@ -201,7 +201,7 @@ impl Workspace {
     }
 }
 
-/// The option that makes a method fit a format that cannot hold its default scheme.
+/// The option that selects a scheme for a method if the format cannot store its default scheme.
 fn scheme_of(method: &str, format: &str) -> &'static str {
     let has_activations = method.starts_with("smoothquant") || method.starts_with("qoq");
     if format == "qserve" && !has_activations { "--scheme w4a8-g128-progressive" } else { "" }

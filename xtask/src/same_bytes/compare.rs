@@ -1,13 +1,13 @@
 //! Compares the outputs of two programs and reports the first difference.
 //!
-//! The output of `quant plan` is compared as JSON, without engines, messages and predicted memory ([`plans`]). Files are compared byte for byte,
-//! with two exceptions:
+//! The output of `quant plan` is compared as JSON, without engines, messages and predicted memory ([`plans`]). Files
+//! are compared byte for byte, except for model cards and job directories, which are not compared, and
 //!
 //! * `quant_report.json`: the keys [`VERSIONS`] at its top are left out, everything else must be equal as JSON. If the
 //!   schema versions differ, the new program's may have keys that the base does not have, and may leave out keys whose
 //!   value is `null` in the base.
-//! * `quant_manifest.json`: the entry of `quant_report.json` (its size and hash) is left out, everything else must be
-//!   equal as JSON.
+//! * `quant_manifest.json`: the entries of `quant_report.json` and the model card (their sizes and hashes) are left
+//!   out, everything else must be equal as JSON.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -23,7 +23,7 @@ const MANIFEST: &str = "quant_manifest.json";
 const CARD: &str = "README.md";
 /// Top-level keys of a report that identify the version of the program that wrote it.
 const VERSIONS: [&str; 2] = ["schema", "version"];
-/// The journal of a run. A failed run may leave it behind; it names the program that wrote it.
+/// Suffix of a run's job directory, which a failed run may leave behind. Its record names the program that wrote it.
 const JOB_SUFFIX: &str = ".job";
 
 /// The first difference between the files of two directories, subdirectories included.
@@ -76,7 +76,8 @@ pub fn plans(base: &[u8], ours: &[u8]) -> Option<String> {
     }
 }
 
-/// All files below a directory by relative path, without journals and model cards; empty if there is no such directory.
+/// All files below a directory by relative path, without job directories and model cards; empty if there is no such
+/// directory.
 fn files(dir: &Path) -> Result<BTreeMap<String, PathBuf>> {
     let mut found = BTreeMap::new();
     if !dir.is_dir() {

@@ -5,7 +5,7 @@
 
 use super::models::{MAIN, RAGGED};
 
-/// A checkpoint that the base makes first: its name, the model and the options.
+/// The checkpoints that the base makes first: name, model and options.
 pub const PREPARED: [(&str, &str, &str); 9] = [
     ("w4-g32-asym", MAIN, "--method rtn --scheme w4a16-g32-asym"),
     ("w4-g128-sym", MAIN, "--method awq CAL --format gptq --scheme w4a16-g128-sym"),
@@ -39,8 +39,8 @@ pub const ON_EVERY_MODEL: [(&str, &str); 10] = [
     ),
 ];
 
-/// Schemes with quantized activations, quantized caches or progressive scales. Each is run with `rtn`, and with `gptq` in
-/// the qserve format.
+/// Schemes with quantized activations, quantized caches or progressive scales. Each is run with `rtn`, and with `gptq`
+/// in the qserve format.
 pub const SCHEMES: [&str; 15] = [
     "w8a8",
     "w8a8-sym",

@@ -1,7 +1,8 @@
-//! `cargo xtask same-bytes`: proves that no tensor, configuration, index or plan of an existing recipe has changed.
+//! `cargo xtask same-bytes`: checks that no tensor, configuration, index or plan of an existing recipe has changed.
 //!
-//! Two programs, one from an earlier revision, quantize tiny random checkpoints of every family by every method into
-//! every format, and also plan them. Their outputs are compared as described in `compare.rs`; exit codes must be equal.
+//! Two programs, one from an earlier revision, quantize tiny random checkpoints of several families by every method
+//! into every format, and also plan them. Their outputs are compared as described in `compare.rs`; exit codes must be
+//! equal.
 //! Cases are built from the features of the base, so features that only the new program has are not covered.
 
 mod cases;

@@ -1,7 +1,7 @@
-//! Tiny random checkpoints of every family, with all parameters random.
+//! Tiny checkpoints of several families, with all parameters random.
 //!
-//! Sizes are multiples of 128, except in models that exist to test other sizes. The tensors of a model are derived from
-//! its configuration, so that the two cannot disagree.
+//! The linears' input widths are multiples of 128, except in models that exist to test other widths. The tensors of a
+//! model are derived from its configuration, so that the two cannot disagree.
 
 use std::path::{Path, PathBuf};
 
@@ -67,7 +67,7 @@ pub fn write_all(dir: &Path) -> Result<Vec<&'static str>> {
     Ok(models.iter().map(|tiny| tiny.name).collect())
 }
 
-/// Writes calibration texts; returns the plain one, the documents and the conversations.
+/// Writes calibration texts; returns the paths of the plain one, the documents and the conversations.
 ///
 /// # Errors
 /// When writing fails.
@@ -194,7 +194,7 @@ fn gated(name: &'static str, family: &str, shape: Shape, float: Float, changes: 
     Tiny { name, float, shard_bytes: ONE_SHARD, config, tensors }
 }
 
-/// An OPT.
+/// An OPT model.
 fn opt(name: &'static str, float: Float, changes: Value) -> Tiny {
     let Shape { layers, hidden, intermediate, heads, vocab, .. } = DEFAULT;
     let config = changed(

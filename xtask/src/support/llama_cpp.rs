@@ -9,6 +9,7 @@ use anyhow::{Context, Result};
 use super::shell::{self, root, target_dir};
 
 /// The package with llama.cpp's libraries and headers.
+#[derive(Debug)]
 pub struct LlamaCpp {
     directory: PathBuf,
 }

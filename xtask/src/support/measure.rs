@@ -208,7 +208,7 @@ mod tests {
 
     #[test]
     fn the_peak_of_a_child_is_seen() {
-        // `head` buffers the whole line, about 40 MB, and keeps it for longer than a polling interval.
+        // The shell keeps the whole line, 20 MB, in a variable for longer than a polling interval.
         let script = "x=$(head -c 20000000 /dev/zero | tr '\\0' a); sleep 0.05; echo ${#x}";
         let (usage, printed) = run_with_output(Command::new("bash").args(["-c", script])).unwrap();
         assert_eq!(printed, "20000000\n");

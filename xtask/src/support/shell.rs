@@ -23,7 +23,7 @@ pub fn target_dir() -> PathBuf {
     }
 }
 
-/// The real models and texts beside the checkout, if any.
+/// The directory with real models and texts next to the checkout, if it exists.
 pub fn shared_dir() -> Option<PathBuf> {
     Some(root().join("../shared")).filter(|p| p.is_dir())
 }
@@ -139,7 +139,8 @@ pub fn succeeds(command: &mut Command) -> bool {
     command.output().is_ok_and(|o| o.status.success())
 }
 
-/// The path of a program, which is first installed from the crate registry if it is missing.
+/// A program by name if it can be run that way, otherwise the path of an own installation, which is made from the crate
+/// registry if it is missing. The version applies only to that installation.
 pub fn tool(name: &str, version: &str) -> Result<PathBuf> {
     if succeeds(Command::new(name).arg("--version")) {
         return Ok(PathBuf::from(name));
@@ -154,7 +155,7 @@ pub fn tool(name: &str, version: &str) -> Result<PathBuf> {
     Ok(program)
 }
 
-/// The total size of all files in a directory.
+/// The total size of the files in a directory, in bytes, without subdirectories.
 pub fn directory_bytes(dir: &Path) -> Result<u64> {
     let mut total = 0;
     for entry in std::fs::read_dir(dir).with_context(|| format!("cannot list {}", dir.display()))? {

@@ -40,6 +40,14 @@ pub fn interop_python() -> Result<PathBuf> {
     python("tests/interop/setup_venv.sh", "interop-venv", &[])
 }
 
+/// The interpreter of the environment with vLLM's CPU build, which is created if it is missing.
+///
+/// # Errors
+/// When the environment cannot be created, for example because there is no wheel for this machine.
+pub fn vllm_python() -> Result<PathBuf> {
+    python("tests/interop/setup_vllm.sh", "interop-vllm", &[])
+}
+
 fn python(script: &str, directory: &str, peers: &[&str]) -> Result<PathBuf> {
     let directory = target_dir().join(directory);
     shell::run(Command::new("bash").arg(root().join(script)).arg(&directory).args(peers))?;

@@ -7,12 +7,12 @@ use super::{LANES, MAX_ITERATIONS, total};
 const STARTS: usize = 24;
 /// Number of block scales that are refined, out of all candidates.
 const REFINED: usize = 4;
-/// Number of candidates for a block's scale. Between neighbouring candidates, the factor of the part with the largest
-/// scale differs by `CANDIDATE`.
+/// Number of candidates for a block's scale, for each end of the factors' range. Between neighboring candidates, the
+/// factor of the part with the largest scale differs by `CANDIDATE`.
 const CANDIDATES: usize = 24;
 const CANDIDATE: f32 = 0.4;
 
-/// `Σ w·x·l` and `Σ w·l²` for the levels nearest to `x / scale`.
+/// `Σ w·x·l` and `Σ w·l²` for the levels `l` nearest to `x·inverse`.
 #[inline(always)]
 fn sums<L: Levels>(levels: L, inverse: f32, x: &[f32], w: &[f32]) -> (f32, f32) {
     let (mut xl, mut ll) = ([0.0; LANES], [0.0; LANES]);
@@ -64,7 +64,7 @@ fn error<L: Levels>(levels: L, scale: f32, x: &[f32], w: &[f32]) -> f32 {
     total(sum)
 }
 
-/// Returns the best scale found for a part, and `Σ w·l²` with that scale.
+/// Returns the best scale found for a part, and `Σ w·l²` for the levels for which it is optimal.
 #[inline(always)]
 fn fit<L: Levels>(levels: L, x: &[f32], w: &[f32]) -> (f32, f32) {
     let max = x.iter().fold(0.0_f32, |max, v| max.max(v.abs()));
@@ -72,7 +72,8 @@ fn fit<L: Levels>(levels: L, x: &[f32], w: &[f32]) -> (f32, f32) {
         return (0.0, 0.0);
     }
     let [low, step] = [levels.ends()[0], levels.step()];
-    // Starting scales range from one at which the last code is unused to one at which the largest values saturate.
+    // Starting scales range from one at which the largest value stays a little below the last level to one at which
+    // the largest values saturate.
     let (first, last) = ((0.09 * low).max(-step), levels.beyond());
     let mut best = (0.0, 0.0, 0.0);
     for end in [low, -low] {
@@ -172,7 +173,8 @@ pub(super) fn fields<L: Levels>(
     best.1
 }
 
-/// Finds the fields if each part has its own scale code. The values `x` have been divided by `power`.
+/// Finds the fields of a block whose parts have scale codes of their own, without its codes. The values `x` have been
+/// divided by `power`.
 #[inline(always)]
 pub(super) fn own_scales<L: Levels>(levels: L, grid: &Grid, x: &[f32], w: &[f32], power: f32) -> Fields {
     let mut fields = Fields::ZERO;
@@ -201,8 +203,8 @@ pub(super) fn own_scales<L: Levels>(levels: L, grid: &Grid, x: &[f32], w: &[f32]
     fields
 }
 
-/// Returns candidates for a block's scale, best first, from the optimal scales of its parts. The error from rounding
-/// the parts' factors is modelled as a parabola around each optimum.
+/// Returns candidates for a block's scale, best first, from the optimal scales of its parts; for blocks without
+/// factors, these scales. The error from rounding the parts' factors is modeled as a parabola around each optimum.
 #[inline(always)]
 fn starts(scales: &[f32], curves: &[f32], [low, high]: [i32; 2]) -> Vec<f32> {
     if low == high {

@@ -9,9 +9,12 @@
 use super::super::grid::{Fields, Grid, MAX_CODES, PARTS, code_above};
 use super::{LANES, MAX_ITERATIONS, total};
 
-/// Starting points of a part's search: the range of its values, shrunk at each end by these fractions.
+/// Starting points of a part's search: the range of its values, shrunk at each end by these fractions, or widened if
+/// they are negative.
 const DRAWN_IN: [f32; 6] = [-0.04, 0.0, 0.04, 0.09, 0.15, 0.23];
-/// Number of candidates for a block's scale, and for the scale of its minimums.
+/// Number of candidates for a block's scale, and for the scale of its minimums. Between neighboring candidates, the
+/// factor of the part with the largest value differs by `CANDIDATE`, or less if factors have fewer than six bits. All
+/// pairs of the best `REFINED` of each are refined.
 const CANDIDATES: usize = 24;
 const CANDIDATE: f32 = 0.4;
 const REFINED: usize = 2;
@@ -102,7 +105,8 @@ fn total_of(lanes: &[Wide; LANES]) -> Wide {
     sum
 }
 
-/// Returns the best scale and minimum found for a part, and the curvature of the error with respect to each.
+/// Returns the best scale and minimum found for a part, and the curvature of the error with respect to each. The
+/// minimum is nonnegative unless `any_sign`.
 #[inline(always)]
 fn fit(top: i32, x: &[f32], w: &[f32], any_sign: bool) -> ([f32; 2], [f32; 2]) {
     let [sum_w, sum_x] = moments(x, w);

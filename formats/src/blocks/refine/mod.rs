@@ -1,11 +1,12 @@
-//! This crate's own search: chooses scales, factors and minimums of a block together, for the least weighted squared
+//! This crate's own search: chooses scales, factors and minimums of a block together, for a small weighted squared
 //! error of the stored values.
 //!
 //! The reference also weights errors by magnitude, but searches each part's scale independently and rounds it to the
 //! block's grid afterwards. Here, the error of every candidate is that of the stored bytes. First, parts are fitted
 //! from many starting points, alternating between codes and scales. Then the block's scale is searched among candidates
 //! that fit the scales of all parts; each part takes the best integer factor near its optimum. Finally, scale and
-//! factors are refined alternately. Sums run in eight lanes, in the same order on all machines.
+//! factors are refined alternately. If parts have scales of their own, the codes of these scales near the optimum are
+//! tried instead. Sums run in eight lanes, in the same order on all machines.
 
 mod levels;
 mod minimum;
@@ -98,7 +99,8 @@ pub(super) fn block(grid: &Grid, x: &[f32], weights: &[f32]) -> Fields {
     fields
 }
 
-/// A block of zeros; if values are not finite, its scale is infinite.
+/// A block of zeros. If the largest magnitude `max` is infinite, `d` is too, which the check of the encoded bytes
+/// reports.
 fn zero(grid: &Grid, max: f32) -> Fields {
     let mut fields = Fields { d: if max == 0.0 { 0.0 } else { f32::INFINITY }, ..Fields::ZERO };
     let (code, _) = grid.round([0.0, 0.0], 0.0);
@@ -109,7 +111,7 @@ fn zero(grid: &Grid, max: f32) -> Fields {
     fields
 }
 
-/// The largest normal power of two that is not above a positive value.
+/// The largest power of two that is not above a positive value; the smallest normal number for subnormal values.
 fn power_of_two_below(value: f32) -> f32 {
     f32::from_bits(value.to_bits() & 0x7f80_0000).max(f32::MIN_POSITIVE)
 }

@@ -99,7 +99,7 @@ fn rows_at_the_ends_of_the_range_are_finite_and_no_worse() {
         ("large", scaled(1e5)),
         ("small", scaled(1e-3)),
     ];
-    // Half of the channels have zero importance, including all channels of some parts.
+    // Most channels have zero importance, including all channels of some parts.
     let gaps: Vec<f32> = (0..256).map(|i| if i < 96 || i % 2 == 0 { 0.0 } else { 1.0 }).collect();
     for kind in BLOCK_TYPES.iter().filter(|kind| !kind.is_float()) {
         for (what, row) in &rows {

@@ -1,8 +1,7 @@
-//! Searches for the scale and minimum of a block with the least weighted squared error.
+//! The searches of the reference for the scale and minimum of a block, which aim at a small weighted error.
 //!
-//! Each search tries a series of candidate scales, rounds to codes, and takes the closed-form optimal scale for these
-//! codes. Sums run in element order in `f32` and nothing is fused, so that the result equals the reference's, bit for
-//! bit. Parts of blocks are independent of each other, so [`LANES`] of them are searched side by side: every operation
+//! They try candidate scales, or move single codes, and take the closed-form optimal scale for the resulting codes. Sums
+//! run in element order in `f32` and nothing is fused, so that the result equals the reference's, bit for bit. Parts of blocks are independent of each other, so [`LANES`] of them are searched side by side: every operation
 //! is a loop over lanes, which the compiler turns into vector instructions, and the order within a lane is that of the
 //! reference.
 //!
@@ -30,7 +29,7 @@ pub(super) use minimum::with_minimum;
 pub(super) use positive::{by_largest, positive};
 pub(super) use symmetric::{symmetric, symmetric_by_descent};
 
-/// A block whose largest magnitude is below this becomes all zeros.
+/// Values, or scales of sub-blocks, whose largest magnitude is below this get the scale 0.
 pub(super) const NEGLIGIBLE: f32 = 1e-15;
 
 /// Rounds to the nearest integer, half to even, for magnitudes below 2²². Beyond that, and for NaN, the result is taken
@@ -83,7 +82,7 @@ impl Offsets {
     }
 }
 
-/// The mean square of a row, summed in order.
+/// The mean square of values, summed in order.
 pub(super) fn mean_square(x: &[f32]) -> f32 {
     let mut sum = 0.0;
     for &x in x {

@@ -29,7 +29,8 @@ impl Fit {
     }
 }
 
-/// Searches a symmetric grid of codes `-n..n`: returns the scale, and codes plus `n`. `weights` default to `x²`.
+/// Searches a symmetric grid of codes `-n..n`: returns the scale, and writes the codes plus `n`. `weights` default to
+/// `x²`.
 pub(super) fn symmetric(n: i32, x: &[f32], weights: Option<&[f32]>, codes: &mut [u8]) -> f32 {
     let max = largest(x);
     if max.abs() < NEGLIGIBLE {
@@ -65,7 +66,7 @@ pub(super) fn symmetric(n: i32, x: &[f32], weights: Option<&[f32]>, codes: &mut 
 }
 
 /// Searches a symmetric grid of codes `-n..n`, weighted by `x²`, by moving one code at a time as long as that reduces
-/// the error: returns the scale, and codes plus `n`.
+/// the error, at most five times each: returns the scale, and writes the codes plus `n`. For at most 16 values.
 pub(super) fn symmetric_by_descent(n: i32, x: &[f32], codes: &mut [u8]) -> f32 {
     let max = largest(x);
     if max.abs() < NEGLIGIBLE {

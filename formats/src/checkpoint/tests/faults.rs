@@ -24,7 +24,7 @@ use crate::{Error, Result};
 enum Fault {
     /// The operation fails because the disk is full; later ones succeed.
     DiskFull,
-    /// Only part of the operation is done, and all later operations fail.
+    /// The operation fails, although part or all of it may have been done; all later operations fail.
     PowerLoss,
 }
 
@@ -49,7 +49,7 @@ struct State {
 /// The outcome of the next operation.
 enum Turn {
     Succeed,
-    /// Do part of the operation, then report the error.
+    /// Report the error, after doing part of the operation where it can be divided.
     Fail(io::Error),
 }
 
@@ -104,7 +104,7 @@ impl FaultyFileSystem {
         state.operations > state.fault_at
     }
 
-    /// The disk's contents after the power loss.
+    /// Damages the disk as a power loss does: unsynced ranges turn to garbage, unsynced files disappear.
     fn lose_unsynced(&self) {
         let state = self.state.lock().unwrap();
         for (file, offset, len) in &state.dirty {
@@ -240,7 +240,7 @@ impl FileSystem for FaultyFileSystem {
         match self.turn()? {
             Turn::Succeed => fs::remove_dir_all(path),
             Turn::Fail(error) => {
-                // Some of the unsynced data is lost.
+                // The removal stops halfway: every other file is gone.
                 for entry in fs::read_dir(path)?.step_by(2) {
                     let _ = fs::remove_file(entry?.path());
                 }
@@ -312,7 +312,7 @@ fn scratch() -> TempDir {
     tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir()).unwrap()
 }
 
-/// Makes operation `k` fail, for every `k` of a run, and checks what is left.
+/// Makes operation `k` fail, for every `k` of a run, and checks the state of the disk.
 fn every_operation(fault: Fault, old: Option<Files>, can_exchange: bool) {
     let reference = scratch();
     let place = reference.path().join("out");
@@ -322,7 +322,7 @@ fn every_operation(fault: Fault, old: Option<Files>, can_exchange: bool) {
     let force = old.is_some();
     let mut was_aside = false;
     for k in 0.. {
-        assert!(k < 500, "a run has no end");
+        assert!(k < 500, "the run did not end");
         let mut hit = true;
         for resume in [false, true] {
             let dir = scratch();
@@ -442,5 +442,5 @@ fn power_loss_while_resuming() {
             return;
         }
     }
-    panic!("a run has no end");
+    panic!("the run did not end");
 }

@@ -1,4 +1,4 @@
-//! Tests of the checkpoint stage.
+//! Tests of reading and writing checkpoints.
 
 mod directories;
 mod faults;
@@ -25,7 +25,7 @@ fn file(header: impl AsRef<[u8]>, data: &[u8]) -> Vec<u8> {
     bytes
 }
 
-/// A file of U8 vectors that hold 0, 1, 2 …
+/// A file of U8 vectors, whose data together are the bytes 0, 1, 2 …
 fn vectors(lengths: &[(&str, usize)]) -> Vec<u8> {
     let mut header = serde_json::Map::new();
     let mut end = 0;

@@ -304,7 +304,7 @@ fn a_file_that_shrinks_is_an_error() {
     shard.set_len(shard.metadata().unwrap().len() - 2).unwrap();
     let message = checkpoint.read("c").unwrap_err().to_string();
     assert!(message.contains("s2.safetensors") && message.contains("but only 3 are left"), "{message}");
-    // A file that takes over this name later is not read.
+    // A shard that is deleted after opening can still be read.
     let dir = sharded(&good());
     let checkpoint = open(&dir).unwrap();
     fs::remove_file(dir.path().join("s2.safetensors")).unwrap();

@@ -9,6 +9,7 @@ mod reader;
 
 use serde_json::{Value, json};
 
+use super::loaders::{LoaderRule, VLLM};
 use super::{Container, ModuleSchemes, PackedReader};
 use crate::checkpoint::{Dtype, TensorSpec};
 use crate::quantize::QuantizedTensor;
@@ -25,8 +26,26 @@ const BITS: u8 = 4;
 const HEAD: &str = "lm_head";
 /// Outputs whose codes share a word; the number of rows must be a multiple of it.
 const ROWS_PER_WORD: usize = 8;
-/// Group sizes that vLLM's kernels support.
+/// Group sizes that vLLM's fast kernels support.
 const MARLIN_GROUPS: [usize; 3] = [32, 64, 128];
+
+/// What loaders do not support.
+static LOADER_RULES: &[LoaderRule] = &[
+    LoaderRule::computed(&[VLLM], |schemes| match schemes.quantized.first() {
+        Some((_, LinearScheme { granularity: Granularity::Group(size), .. }))
+            if !MARLIN_GROUPS.contains(size) =>
+        {
+            vec![format!("vLLM's fast kernels support groups of 32, 64 and 128, not {size}")]
+        }
+        _ => Vec::new(),
+    }),
+    LoaderRule::new(
+        &[VLLM],
+        |schemes| schemes.float.len() > 1,
+        "engines match the entries of `modules_to_not_convert` anywhere in a name, and vLLM requires linears that \
+        it fuses (queries, keys and values; gate and up) to be all quantized or all float",
+    ),
+];
 
 /// The format that vLLM, SGLang and transformers read as `awq`.
 #[derive(Debug, Clone, Copy)]
@@ -124,23 +143,8 @@ impl Container for AutoAwq {
         })
     }
 
-    fn warnings(&self, schemes: &ModuleSchemes<'_>) -> Vec<String> {
-        let mut notes = Vec::new();
-        if let Some((_, LinearScheme { granularity: Granularity::Group(size), .. })) =
-            schemes.quantized.first()
-            && !MARLIN_GROUPS.contains(size)
-        {
-            notes.push(format!("vLLM's fast kernels support groups of 32, 64 and 128, not {size}"));
-        }
-        if schemes.float.len() > 1 {
-            notes.push(
-                "engines match the entries of `modules_to_not_convert` anywhere in a name, and vLLM \
-                requires linears that it fuses (queries, keys and values; gate and up) to be all quantized \
-                or all float"
-                    .to_owned(),
-            );
-        }
-        notes
+    fn loader_rules(&self) -> &'static [LoaderRule] {
+        LOADER_RULES
     }
 
     fn reader(&self, quantization_config: &Value) -> Result<Option<Box<dyn PackedReader>>, String> {

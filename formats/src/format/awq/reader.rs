@@ -11,7 +11,7 @@ use crate::quantize::QuantizedTensor;
 use crate::scheme::{Granularity, LinearScheme, WeightFormat};
 use crate::{Error, Result};
 
-/// The quantized modules, all with one scheme.
+/// A reader of checkpoints whose quantized modules all have one scheme.
 #[derive(Debug)]
 pub(super) struct Reader {
     granularity: Granularity,

@@ -4,16 +4,12 @@
 //! same meaning in all versions is written: no `zp_dtype`, `actorder`, `observer` or `version`, and `scale_dtype` only
 //! if loaders need it.
 
-use std::collections::BTreeSet;
-
 use serde_json::{Map, Value, json};
 
 use super::layout::Storage;
 use super::{E4M3_SCALES, E8M0_SCALES, EMBEDDING, LINEAR, METHOD, MIXED, REGEX, STATUS};
 use crate::format::ModuleSchemes;
-use crate::scheme::{
-    ActivationScheme, BLOCK, FloatFormat, Granularity, LinearScheme, MX_GROUP, NV_GROUP, ScaleFormat,
-};
+use crate::scheme::{ActivationScheme, BLOCK, Granularity, LinearScheme, MX_GROUP, NV_GROUP, ScaleFormat};
 
 /// The modules of one scheme.
 struct Group<'a> {
@@ -159,103 +155,10 @@ fn input_activations(scheme: ActivationScheme) -> Value {
     json!({ "num_bits": 8, "type": "int", "symmetric": symmetric, "strategy": strategy, "dynamic": dynamic })
 }
 
-/// See [`Container::warnings`](crate::format::Container::warnings).
-pub(super) fn warnings(schemes: &ModuleSchemes<'_>) -> Vec<String> {
-    let groups = groups(schemes);
-    let any = |test: fn(LinearScheme) -> bool| groups.iter().any(|g| test(g.scheme));
-    let mut notes = Vec::new();
-    if any(|s| !s.is_symmetric()) {
-        notes.push(
-            "with compressed-tensors 0.18 to 0.20, transformers loads asymmetric weights only with \
-            CompressedTensorsConfig(dequantize=True)"
-                .to_owned(),
-        );
-    }
-    notes.extend(float_notes(schemes));
-    let bits: BTreeSet<u8> = groups.iter().map(|g| g.scheme.bits()).collect();
-    notes.extend(bits.into_iter().filter(|bits| !bits.is_power_of_two()).map(|bits| {
-        format!(
-            "{bits}-bit weights load in transformers with compressed-tensors 0.18 or later, and in vLLM \
-            0.33 on CUDA; SGLang and llama.cpp's converter do not support them"
-        )
-    }));
-    let mut note = |applies, text: &str| notes.extend(Some(text.to_owned()).filter(|_| applies));
-    note(
-        any(|s| s.granularity == Granularity::Channel && Storage::of(s) == Storage::Packed),
-        "llama.cpp's converter supports scales per group only, not per channel",
-    );
-    note(
-        any(|s| s.has_static_activations() && s.float_format().is_none()),
-        "llama.cpp's converter does not support static activation scales",
-    );
-    note(groups.len() > 1, "llama.cpp's converter does not support checkpoints with several schemes");
-    note(
-        schemes.fp8_cache,
-        "vLLM 0.33 caches keys and values in FP8 and uses these scales only if it is started with \
-        --kv-cache-dtype fp8",
-    );
-    note(
-        schemes.fp8_cache && !groups.iter().all(|g| g.scheme.has_global_scale()),
-        "llama.cpp's converter rejects FP8 cache scales unless the weights are NVFP4",
-    );
-    notes
-}
-
-/// Notes on floating-point weights. Statements about engines are based on their sources; see `docs/formats/engines.md`.
-fn float_notes(schemes: &ModuleSchemes<'_>) -> Vec<String> {
-    let all = || schemes.quantized.iter().map(|(module, scheme)| (*module, *scheme));
-    let any = |test: fn(LinearScheme) -> bool| all().any(|(_, scheme)| test(scheme));
-    let is_fp8 = |s: LinearScheme| s.float_format() == Some(FloatFormat::E4m3) && s.fixed_scales().is_none();
-    let mut notes = Vec::new();
-    let mut note = |applies: bool, text: &str| notes.extend(Some(text.to_owned()).filter(|_| applies));
-    note(
-        all().any(|(_, s)| is_fp8(s) && s.activations == ActivationScheme::Float),
-        "FP8 weights with float activations load in transformers; whether vLLM and SGLang load them is not \
-        known",
-    );
-    note(
-        all().any(|(_, s)| is_fp8(s) && s.activations != ActivationScheme::Float),
-        "in vLLM 0.33 and SGLang 0.5, FP8 activations require an NVIDIA GPU of compute capability 8.9 or \
-        later; on older GPUs, activations stay float",
-    );
-    note(
-        any(|s| s.granularity == Granularity::Tensor),
-        "llama.cpp's converter supports FP8 with one scale per row or block, not per tensor",
-    );
-    note(
-        any(|s| s.activations == ActivationScheme::Nvfp4),
-        "in vLLM 0.33 and SGLang 0.5, FP4 activations require an NVIDIA GPU of compute capability 10.0 or \
-        later; on older GPUs, activations stay float",
-    );
-    note(
-        any(|s| s.has_global_scale()),
-        "transformers 5.23 loads NVFP4 in BF16 (dtype=torch.bfloat16), but not in F32",
-    );
-    note(
-        any(|s| s.fixed_scales() == Some(ScaleFormat::E8m0)),
-        "transformers 5.23 loads the MX formats in BF16 (dtype=torch.bfloat16) or with \
-        CompressedTensorsConfig(dequantize=True); llama.cpp's converter does not support them",
-    );
-    note(
-        any(|s| Storage::of(s) == Storage::Mxfp4),
-        "on GPUs of compute capability 10.0 or later, vLLM 0.33 runs MXFP4 with FP4 activations, even if \
-        the checkpoint specifies float activations; SGLang 0.5 supports MXFP4 for experts only",
-    );
-    note(
-        any(|s| s.int_bits().is_some() && s.activations == ActivationScheme::Fp8Token),
-        "vLLM 0.33 loads 4-bit integers with FP8 activations on GPUs of compute capability 9.0 only",
-    );
-    let ragged = all().find(|(module, s)| {
-        s.has_global_scale() && schemes.shapes.get(module).is_some_and(|[_, k]| !k.is_multiple_of(64))
-    });
-    if let Some((module, _)) = ragged {
-        notes.push(format!(
-            "llama.cpp stores NVFP4 in blocks of 64 inputs, but `{module}` has {} inputs, which is not a \
-            multiple of 64",
-            schemes.shapes[module][1]
-        ));
-    }
-    notes
+#[cfg(test)]
+fn warnings(schemes: &ModuleSchemes<'_>) -> Vec<String> {
+    use crate::format::Container;
+    super::CompressedTensors.warnings(schemes)
 }
 
 #[cfg(test)]

@@ -73,7 +73,7 @@ pub(super) fn fp8_cache(root: &Object<'_>) -> Result<bool, String> {
     }
 }
 
-/// The `input_activations` of a group with floating-point activations.
+/// The floating-point activations that the `input_activations` of a group, or the `kv_cache_scheme`, describe.
 fn float_activations(input: &Object<'_>) -> Result<ActivationScheme, String> {
     for key in ["block_structure", "actorder"] {
         input.require_absent(key)?;
@@ -222,7 +222,7 @@ pub(super) fn scheme(weights: &Object<'_>) -> Result<LinearScheme, String> {
     }
 }
 
-/// Before 0.18, codes whose width does not divide 32 were not allowed to straddle words.
+/// Rejects checkpoints written before 0.18: there, codes whose width does not divide 32 do not straddle words.
 pub(super) fn reject_padded_words(root: &Object<'_>) -> Result<(), String> {
     let Some(version) = root.get("version").and_then(Value::as_str) else { return Ok(()) };
     let mut numbers = version.split('.').map(|n| n.parse::<u32>().ok());

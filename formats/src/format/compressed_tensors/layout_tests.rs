@@ -243,7 +243,7 @@ fn four_bit_floats_by_hand() {
         ]
     );
     nv.scales[0] = 1.6 / 4.0;
-    assert!(matches!(CompressedTensors.pack("m", &nv), Err(Error::Internal(_))), "no E4M3");
+    assert!(matches!(CompressedTensors.pack("m", &nv), Err(Error::Internal(_))), "not an E4M3 value");
     let codes: Vec<u8> = (0..16).chain(0..16).collect();
     let mut mx = tensor([1, 32], "wf4a16-g32-mx", &codes, &[0.25], None);
     mx.scale_dtype = Dtype::F8E8M0;
@@ -255,5 +255,5 @@ fn four_bit_floats_by_hand() {
         ]
     );
     mx.scales[0] = 0.3;
-    assert!(matches!(CompressedTensors.pack("m", &mx), Err(Error::Internal(_))), "no power of two");
+    assert!(matches!(CompressedTensors.pack("m", &mx), Err(Error::Internal(_))), "not a power of two");
 }

@@ -12,10 +12,11 @@ mod group;
 mod layout;
 mod object;
 mod reader;
+mod rules;
 
 use serde_json::Value;
 
-use super::{Container, ModuleSchemes, PackedReader};
+use super::{Container, LoaderRule, ModuleSchemes, PackedReader};
 use crate::Result;
 use crate::checkpoint::{Dtype, TensorSpec};
 use crate::quantize::QuantizedTensor;
@@ -73,8 +74,8 @@ impl Container for CompressedTensors {
         config::quantization_config(schemes)
     }
 
-    fn warnings(&self, schemes: &ModuleSchemes<'_>) -> Vec<String> {
-        config::warnings(schemes)
+    fn loader_rules(&self) -> &'static [LoaderRule] {
+        rules::RULES
     }
 
     fn reader(&self, quantization_config: &Value) -> Result<Option<Box<dyn PackedReader>>, String> {

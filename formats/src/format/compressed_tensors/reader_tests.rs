@@ -382,7 +382,7 @@ fn tensors_are_checked() {
 
 #[test]
 fn another_logical_shape_is_refused() {
-    // 15 and 16 columns pack to the same words; only `weight_shape` distinguishes them.
+    // 15 and 16 columns take the same number of words; only `weight_shape` distinguishes them.
     for (n, k) in [(4i64, 15i64), (5, 16), (-4, 16), (i64::MAX, 16)] {
         let error = read_changed("w4a16-channel", |s| {
             let bytes = [n, k].iter().flat_map(|d| d.to_le_bytes()).collect();

@@ -10,6 +10,7 @@ mod reader;
 
 use serde_json::{Map, Value, json};
 
+use super::loaders::{GPTQMODEL, LLAMA_CPP, LoaderRule, SGLANG, VLLM};
 use super::{Container, ModuleSchemes, PackedReader};
 use crate::checkpoint::{Dtype, TensorSpec};
 use crate::quantize::QuantizedTensor;
@@ -28,6 +29,35 @@ const HEAD: &str = "lm_head";
 const CONFIG_FILE: &str = "quantize_config.json";
 /// Prefix of the keys of `dynamic` whose modules stay float.
 const EXCLUDED: &str = "-:";
+
+/// What loaders do not support.
+static LOADER_RULES: &[LoaderRule] = &[
+    LoaderRule::new(
+        &[VLLM, SGLANG],
+        is_asymmetric,
+        "vLLM and SGLang support only symmetric grids in the gptq format; they ignore zero points",
+    ),
+    LoaderRule::new(
+        &[LLAMA_CPP],
+        is_asymmetric,
+        "llama.cpp's converter misreads groups with a zero point of 0 in the gptq format",
+    ),
+    LoaderRule::computed(&[VLLM, SGLANG], |schemes| match schemes.quantized.first().map(|(_, s)| s.bits()) {
+        None | Some(4 | 8) => Vec::new(),
+        Some(bits) => vec![format!("vLLM and SGLang support 4 and 8 bits in the gptq format, not {bits}")],
+    }),
+    LoaderRule::new(
+        &[VLLM, SGLANG, GPTQMODEL],
+        |schemes| !schemes.quantized.is_empty() && schemes.float.iter().any(|m| *m != HEAD),
+        "linears that stay float are listed in `dynamic`, which vLLM, SGLang and gptqmodel support and older \
+        implementations ignore",
+    ),
+];
+
+/// All linears have one scheme.
+fn is_asymmetric(schemes: &ModuleSchemes<'_>) -> bool {
+    schemes.quantized.first().is_some_and(|(_, scheme)| !scheme.is_symmetric())
+}
 
 /// The format that gptqmodel, vLLM, SGLang and llama.cpp's converter read as `gptq`.
 #[derive(Debug, Clone, Copy)]
@@ -121,30 +151,8 @@ impl Container for GptqV1 {
         vec![(CONFIG_FILE, self.quantization_config(schemes))]
     }
 
-    fn warnings(&self, schemes: &ModuleSchemes<'_>) -> Vec<String> {
-        let mut notes = Vec::new();
-        let Some(&(_, scheme)) = schemes.quantized.first() else { return notes };
-        let bits = scheme.bits();
-        if !scheme.is_symmetric() {
-            notes.push(
-                "vLLM and SGLang support only symmetric grids in the gptq format; they ignore zero points"
-                    .to_owned(),
-            );
-            notes.push(
-                "llama.cpp's converter misreads groups with a zero point of 0 in the gptq format".to_owned(),
-            );
-        }
-        if !matches!(bits, 4 | 8) {
-            notes.push(format!("vLLM and SGLang support 4 and 8 bits in the gptq format, not {bits}"));
-        }
-        if schemes.float.iter().any(|m| *m != HEAD) {
-            notes.push(
-                "linears that stay float are listed in `dynamic`, which vLLM, SGLang and gptqmodel support \
-                and older implementations ignore"
-                    .to_owned(),
-            );
-        }
-        notes
+    fn loader_rules(&self) -> &'static [LoaderRule] {
+        LOADER_RULES
     }
 
     fn reader(&self, quantization_config: &Value) -> Result<Option<Box<dyn PackedReader>>, String> {

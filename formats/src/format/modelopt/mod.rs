@@ -19,6 +19,7 @@ mod reciprocal;
 use serde_json::{Value, json};
 
 use self::reciprocal::reciprocal;
+use super::loaders::{LoaderRule, TRANSFORMERS, VLLM};
 use super::nibbles::pack_nibbles;
 use super::{Container, ModuleSchemes, PackedReader};
 use crate::checkpoint::{Dtype, TensorSpec};
@@ -174,25 +175,32 @@ impl Container for ModelOpt {
         vec![(CONFIG_FILE, config)]
     }
 
-    fn warnings(&self, schemes: &ModuleSchemes<'_>) -> Vec<String> {
-        let mut notes = vec!["transformers 5.23 does not load the modelopt format".to_owned()];
-        let names: Vec<&str> = schemes.quantized.iter().map(|(module, _)| *module).collect();
-        let quantized = schemes.all_names(&names);
-        // vLLM searches for excluded names as substrings of module names.
-        let taken = |excluded: &String| quantized.iter().find(|module| module.contains(excluded.as_str()));
-        if let Some((float, module)) =
-            excluded(schemes).iter().find_map(|float| Some((float.clone(), taken(float)?)))
-        {
-            notes.push(format!(
-                "vLLM 0.33 will treat `{module}` as float, too, because its name contains `{float}`: write \
-                ‹format=compressed-tensors› instead"
-            ));
-        }
-        notes
+    fn loader_rules(&self) -> &'static [LoaderRule] {
+        LOADER_RULES
     }
 
     fn reader(&self, quantization_config: &Value) -> Result<Option<Box<dyn PackedReader>>, String> {
         Ok(reader::Reader::new(quantization_config)?.map(|r| Box::new(r) as Box<dyn PackedReader>))
+    }
+}
+
+/// What loaders do not support.
+static LOADER_RULES: &[LoaderRule] = &[
+    LoaderRule::new(&[TRANSFORMERS], |_| true, "transformers 5.23 does not load the modelopt format"),
+    LoaderRule::computed(&[VLLM], excluded_by_substring),
+];
+
+/// vLLM searches for excluded names as substrings of module names.
+fn excluded_by_substring(schemes: &ModuleSchemes<'_>) -> Vec<String> {
+    let names: Vec<&str> = schemes.quantized.iter().map(|(module, _)| *module).collect();
+    let quantized = schemes.all_names(&names);
+    let taken = |excluded: &String| quantized.iter().find(|module| module.contains(excluded.as_str()));
+    match excluded(schemes).iter().find_map(|float| Some((float.clone(), taken(float)?))) {
+        Some((float, module)) => vec![format!(
+            "vLLM 0.33 will treat `{module}` as float, too, because its name contains `{float}`: write \
+            ‹format=compressed-tensors› instead"
+        )],
+        None => Vec::new(),
     }
 }
 

@@ -18,7 +18,7 @@ use crate::quantize::QuantizedTensor;
 use crate::scheme::{ActivationScheme, FloatFormat, Granularity, LinearScheme, NV_GROUP, WeightFormat};
 use crate::{Error, Result};
 
-/// Keys of `quantization_config`, and of `quantization`, if it is nested.
+/// Known keys of `quantization_config`, or of the object `quantization` in it.
 const KEYS: [&str; 12] = [
     "quant_method",
     "quant_algo",
@@ -87,7 +87,7 @@ impl Reader {
         };
         if !ALGORITHMS.contains(&algorithm.as_str()) {
             let known = ALGORITHMS.join(", ");
-            return Err(format!("`{path}.quant_algo` is {algorithm}; only {known} is supported"));
+            return Err(format!("`{path}.quant_algo` is {algorithm}; supported algorithms: {known}"));
         }
         let algorithm_of_cache = field("kv_cache_quant_algo");
         if let Some(other) = algorithm_of_cache.filter(|field| !field.as_str().is_some_and(is_fp8)) {

@@ -118,7 +118,8 @@ fn tensors_of_each_kind() {
     }
 }
 
-/// One output of a group by hand: scale 3, zero point 5, codes 0 to 15 repeated.
+/// 32 outputs of one group by hand, with scales from 1 to 16 and codes from 0 to 15: the stored bytes, and the kernel's
+/// arithmetic with them.
 #[test]
 fn a_group_by_hand() {
     let mut tensor = quantized([32, 128], GROUPS);
@@ -154,7 +155,7 @@ fn zeros_of_rows_are_stored_times_their_scales() {
     let mut stored = vec![0.0; 32];
     Dtype::F16.widen(&parts[2].1, &mut stored);
     for ((stored, scale), &zero) in stored.iter().zip(&tensor.scales).zip(tensor.zeros.as_ref().unwrap()) {
-        assert!(zero > 0, "a test of something");
+        assert!(zero > 0, "zero points of 0 would test nothing");
         assert_eq!(*stored, half::f16::from_f32(scale * f32::from(zero)).to_f32());
     }
     let mut wide = tensor;

@@ -11,6 +11,7 @@ use super::layout::{Kind, S2Order};
 use super::{GROUP, HEAD, QUANT_METHOD, TILE};
 use crate::checkpoint::Dtype;
 use crate::format::ModuleSchemes;
+use crate::format::loaders::{LoaderRule, QSERVE};
 use crate::quantize::progressive::PROTECTIVE_RANGE;
 use crate::scheme::KV_CONFIG_KEY;
 use crate::scheme::LinearScheme;
@@ -19,7 +20,7 @@ use crate::scheme::LinearScheme;
 pub(super) const FILE: &str = "qserve_manifest.json";
 /// The version of its schema.
 const SCHEMA: &str = "quant-qserve/1";
-/// `layout_version`: stands for the tables of `docs/formats/qserve.md`.
+/// `layout_version`: the layout that the tables of `docs/formats/qserve.md` define.
 pub(super) const LAYOUT_VERSION: u64 = 1;
 
 /// The kind of all quantized linears: `check` accepts only one scheme.
@@ -63,7 +64,7 @@ pub(super) fn manifest(schemes: &ModuleSchemes<'_>) -> Value {
             "n": "32*nt + 16*p + 8*h + nl",
             "k": "32*kt + 16*kh + 4*kl + kr",
             "byte": "((nt*(K/32) + kt)*32 + 4*nl + kl)*16 + 8*kh + 4*h + kr",
-            "nibble": "low where p is 0, high where p is 1",
+            "nibble": "low if p is 0, high if p is 1",
         });
     }
     match kind {
@@ -94,19 +95,19 @@ pub(super) fn manifest(schemes: &ModuleSchemes<'_>) -> Value {
         "activations": {
             "bits": 8,
             "symmetric": true,
-            "scale": "max |x| / 127 of every token, when it comes",
+            "scale": "max |x| / 127 per token, computed at run time",
             "rounding": "nearest, ties to even",
         },
         "kv_cache": {
-            "scheme": format!("as `{KV_CONFIG_KEY}` in config.json says; float where it says nothing"),
+            "scheme": format!("see `{KV_CONFIG_KEY}` in config.json; float if the key is absent"),
             "value": "code * scale + zero: the zero is the value of code 0, F16, not a code",
             "keys": "after rotary embedding",
-            "rounding": "zero down and scale up in F16, so that all values lie within the codes; codes to the nearest, ties to even",
+            "rounding": "zero down and scale up in F16, so that the codes cover all values; codes to the nearest, ties to even",
         },
         "modules_to_not_convert": schemes.float,
         "float_tensors": "in the type of the original checkpoint",
-        "norms": "stored with their weights, to be applied: a loader that skips tensors whose names contain `norm` must \
-                  first see that all of these are 1",
+        "norms": "stored with their weights: a loader may skip tensors whose names contain `norm` only if it has checked \
+                  that all of these are 1",
     })
 }
 
@@ -120,34 +121,36 @@ fn tiles(kind: Kind) -> [usize; 3] {
     }
 }
 
-/// See [`Container::warnings`](crate::format::Container::warnings).
-pub(super) fn warnings(schemes: &ModuleSchemes<'_>) -> Vec<String> {
-    let mut notes = vec![
-        "norm weights are stored, but QServe's own loader skips them, which is correct only if all of these \
-        weights are 1"
-            .to_owned(),
-    ];
-    let of_f16 = |dtype: &&Dtype| **dtype != Dtype::F16 && dtype.is_weight_float();
-    if let Some(dtype) = schemes.float_dtypes.iter().find(of_f16) {
-        notes.push(format!(
-            "float tensors keep their type (such as {dtype}), but QServe's loaders support F16 only"
-        ));
-    }
-    let float = schemes.float.iter().filter(|m| **m != HEAD).count();
-    if float > 0 {
-        notes.push(format!(
-            "{float} linear(s) in blocks stay float, but QServe's loaders treat all linears in blocks as \
-            quantized"
-        ));
-    }
-    if let Some((name, [n, k], [rows, columns, min])) = narrow(schemes) {
-        notes.push(format!(
-            "`{name}` has shape [{n}, {k}], but QServe's kernels need a multiple of {rows} outputs, and a \
-            multiple of {columns} inputs that is at least {min}"
-        ));
-    }
-    notes
-}
+/// What loaders do not support.
+pub(super) static LOADER_RULES: &[LoaderRule] = &[
+    LoaderRule::new(
+        &[QSERVE],
+        |_| true,
+        "norm weights are stored, but QServe's own loader skips them, which is correct only if all of these weights \
+        are 1",
+    ),
+    LoaderRule::computed(&[QSERVE], |schemes| {
+        let other = |dtype: &&Dtype| **dtype != Dtype::F16 && dtype.is_weight_float();
+        let dtype = schemes.float_dtypes.iter().find(other);
+        let note = |dtype| {
+            format!("float tensors keep their type (such as {dtype}), but QServe's loaders support F16 only")
+        };
+        dtype.map(note).into_iter().collect()
+    }),
+    LoaderRule::computed(&[QSERVE], |schemes| match schemes.float.iter().filter(|m| **m != HEAD).count() {
+        0 => Vec::new(),
+        float => vec![format!(
+            "{float} linear(s) in blocks stay float, but QServe's loaders treat all linears in blocks as quantized"
+        )],
+    }),
+    LoaderRule::computed(&[QSERVE], |schemes| match narrow(schemes) {
+        None => Vec::new(),
+        Some((name, [n, k], [rows, columns, min])) => vec![format!(
+            "`{name}` has shape [{n}, {k}], but QServe's kernels need a multiple of {rows} outputs, and a multiple \
+            of {columns} inputs that is at least {min}"
+        )],
+    }),
+];
 
 /// The first matrix, counting fused linears as one, that does not consist of complete kernel tiles.
 fn narrow<'a>(schemes: &'a ModuleSchemes<'_>) -> Option<(&'a str, [usize; 2], [usize; 3])> {
@@ -184,6 +187,10 @@ mod tests {
             float_dtypes: vec![Dtype::F16],
             ..Default::default()
         }
+    }
+
+    fn warnings(schemes: &ModuleSchemes<'_>) -> Vec<String> {
+        QServe.warnings(schemes)
     }
 
     #[test]

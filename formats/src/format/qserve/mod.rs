@@ -11,7 +11,7 @@ mod reader;
 
 use serde_json::Value;
 
-use super::{Container, ModuleSchemes, PackedReader};
+use super::{Container, LoaderRule, ModuleSchemes, PackedReader};
 use crate::checkpoint::{Dtype, TensorSpec};
 use crate::quantize::QuantizedTensor;
 use crate::scheme::LinearScheme;
@@ -123,8 +123,8 @@ impl Container for QServe {
         vec![(manifest::FILE, manifest::manifest(schemes))]
     }
 
-    fn warnings(&self, schemes: &ModuleSchemes<'_>) -> Vec<String> {
-        manifest::warnings(schemes)
+    fn loader_rules(&self) -> &'static [LoaderRule] {
+        manifest::LOADER_RULES
     }
 
     fn reader(&self, quantization_config: &Value) -> Result<Option<Box<dyn PackedReader>>, String> {

@@ -30,7 +30,7 @@ const KEYS: [&str; 7] = [
     "manifest",
 ];
 
-/// The quantized modules, all with one scheme.
+/// A reader of checkpoints whose quantized modules all have one scheme.
 #[derive(Debug)]
 pub(super) struct Reader {
     kind: Kind,

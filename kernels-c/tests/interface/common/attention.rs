@@ -126,7 +126,8 @@ impl Case {
         Call { lists: (lists.as_ptr(), lists.len()), ..self.call() }.run()
     }
 
-    /// Same as `attend`, but with one change. If the call fails, the output must be unchanged.
+    /// Attends to all tokens with one change of the arguments. If the call fails, except for an incorrect `for_each`,
+    /// the output must be unchanged.
     pub fn with(&mut self, change: impl FnOnce(&mut Call)) -> qz1_status {
         let lists = self.lists(TOKENS);
         let mut call = Call { lists: (lists.as_ptr(), KV), ..self.call() };

@@ -91,7 +91,7 @@ impl Layer {
     }
 }
 
-/// A plan for at most `max_tokens` tokens with two experts each.
+/// The configuration of calls with at most `tokens` tokens of two experts each.
 pub fn config(tokens: usize, kind: u32, rows: u32, gate: u32) -> qz1_experts_config {
     let struct_size = size_of::<qz1_experts_config>() as u32;
     let (isa, alpha, limit) = (QZ1_ISA_DETECT, 1.7, 0.8);

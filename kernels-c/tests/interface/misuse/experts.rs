@@ -18,7 +18,7 @@ fn experts_that_do_not_fit() {
             qz1_experts_new(experts.as_ptr(), experts.len(), config, null_mut(), &mut handle, null())
         };
         assert_eq!(handle.is_null(), status != qz1_status::Ok);
-        // SAFETY: made above, or null.
+        // SAFETY: the handle was created above, or is null.
         unsafe { qz1_experts_free(handle) };
         status
     };

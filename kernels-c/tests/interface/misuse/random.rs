@@ -8,7 +8,7 @@ use quant_kernels::*;
 use crate::common::*;
 
 proptest! {
-    /// Any bytes are valid packed weights: they unpack, pack again to the same codes, and multiply.
+    /// Any bytes are valid packed weights: the scalar path and the detected one give the same products.
     #[test]
     fn any_packed_bytes_are_taken(seed in any::<u64>(), m in 1usize..5) {
         let (matrix, rows) = (Matrix::new(), Rows::new());

@@ -1,4 +1,4 @@
-//! Attention on pages and on caches gives bit-identical results, which are also those of the Rust interface.
+//! Attention on pages, attention on caches, and the Rust interface give bit-identical results.
 
 use core::ptr::null;
 

@@ -32,7 +32,7 @@ const FORMS: [Form; 5] = [
     Form::Gate { joined: true },
 ];
 
-/// Activations of one type, and everything that they are multiplied with.
+/// Activations of one type, and everything that they are multiplied by.
 struct Case<E> {
     kind: u32,
     x: Vec<E>,

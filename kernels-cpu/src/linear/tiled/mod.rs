@@ -4,8 +4,8 @@
 //! A piece of work is up to [`SLOTS`] / 2 row tiles ([`max_tiles`]) times some panels. Its input features are divided
 //! into
 //!
-//! - stretches, whose activations stay in the L2 cache while all panels pass. Between stretches the totals are kept in
-//!   `out`;
+//! - stretches, whose activations stay in the L2 cache while all panels are read. Between stretches the totals are kept
+//!   in `out`;
 //! - chunks, for which the codes of two panels (four for a single row tile) are expanded into the L1 cache, once for
 //!   all rows;
 //! - blocks, which fit in a tile. Two row tiles times two panels are four products for four loads.
@@ -16,10 +16,11 @@
 //! byte; codes of 8 bits are multiplied as stored, and their zero points are subtracted from the sums when the group
 //! ends.
 //!
-//! For floats a group's sums are added block by block and, within a block, part by part, whatever the number of rows: a
-//! row's result does not depend on the other rows. Each block is summed as described at [`TileUnit::add_bf16`]. A
-//! group's result is within `(k + 4) · 2⁻²³ Σ |q − c| |x|` of the exact sum of the products of the parts.
-#![allow(clippy::too_many_arguments, reason = "a product is what they all say")]
+//! For floats, a group's sums are added block by block and, within a block, part by part, regardless of the number of
+//! rows, so a row's result does not depend on the other rows. Each block is summed as described at
+//! [`TileUnit::add_bf16`]. A group's result is within `(k + 4) · 2⁻²³ Σ |q − c| |x|` of the exact sum of the products
+//! of the parts.
+#![allow(clippy::too_many_arguments, reason = "they describe one product")]
 
 mod steps;
 
@@ -35,14 +36,15 @@ use crate::simd::tiles::{ROW, Shape, TILE, TileUnit};
 
 /// Minimum number of rows for int8 products on the tile unit: fewer rows wait for memory on any path.
 pub(crate) const TILED_ROWS: usize = 16;
-/// Int8 products with groups up to this width do not use the tile unit: a step of a tile is 64 byte products, of which
-/// such a group fills a quarter, and the sums of every group must be stored and added. Vector lanes are faster there.
+/// Int8 products with groups up to this width do not use the tile unit: a tile product adds 64 products of bytes per
+/// sum, of which such a group fills a quarter, and the sums of every group must be stored and added. Vector lanes are
+/// faster there.
 pub(crate) const UNTILED_GROUP: usize = 16;
-/// Tiles of sums that a piece of work keeps: row tiles times panels.
+/// Maximum number of tiles of sums that a piece of work keeps: row tiles times panels.
 const SLOTS: usize = 32;
 /// Maximum number of panels per piece of work, so that the totals in `out` between stretches stay in the L2 cache, too.
 pub(super) const CHUNK: usize = 64;
-/// Tiles of expanded codes.
+/// Number of tiles for expanded codes.
 const RIGHT: usize = 16;
 /// Bytes of activations per stretch.
 const STRETCH_BYTES: usize = 1 << 20;
@@ -65,7 +67,7 @@ pub(super) struct Tiled<'a> {
     pub(super) zero: i32,
     /// The bias `[n]`, or null.
     pub(super) bias: *const f32,
-    /// The rows and columns of these tiles and panels.
+    /// The destination of the rows and columns of these tiles and panels.
     pub(super) out: Out,
     pub(super) steps: Steps,
 }
@@ -107,7 +109,7 @@ struct Scratch {
     stages: [MaybeUninit<u8>; 8 * TILE],
 }
 
-/// Multiplies some row tiles, at most [`SLOTS`] / 2, with some panels.
+/// Multiplies a range of row tiles, at most [`max_tiles`], by a range of panels.
 ///
 /// # Safety
 /// The processor must have the instructions of `U` and its lanes. All pointers must be valid as their fields describe,
@@ -122,8 +124,8 @@ pub(super) unsafe fn multiply<U: TileUnit, const OF: usize>(
     let mut scratch = MaybeUninit::<Scratch>::uninit();
     let scratch = scratch.as_mut_ptr();
     let tiling = t.tiling;
-    // A single row tile waits for memory, and for the previous product on the same sums: four panels are four
-    // independent streams of each.
+    // With a single row tile, products wait for memory and for the previous product on the same sums. Four panels are
+    // four streams of memory, and four independent sums.
     let wide = if tiles.len() == 1 { 4 } else { 2 };
     // SAFETY: the caller guarantees that all pointers are valid; shapes of tilings have 1 to 16 rows of 8 to 64 bytes.
     unsafe {
@@ -148,8 +150,8 @@ pub(super) unsafe fn multiply<U: TileUnit, const OF: usize>(
     }
 }
 
-/// Maximum number of row tiles per piece of work: as many as there are slots for. If rows are wide, no more than fit in
-/// two stretches, down to half of that. Floats take more bytes, and use half as many rows.
+/// Maximum number of row tiles per piece of work. For int8 activations the number that fits in two stretches, but at
+/// least 8 and at most 16, for which there are slots; for floats, which take more bytes, 8.
 pub(super) fn max_tiles(tiling: Tiling) -> usize {
     if tiling.step_bytes > STEP {
         return SLOTS / 4;
@@ -172,7 +174,7 @@ fn stretches(tiling: Tiling, tiles: usize) -> impl Iterator<Item = Range<usize>>
     (0..all).step_by(each).map(move |at| at..(at + each).min(all))
 }
 
-/// The sums and totals of a slot.
+/// The memory for the sums and totals of a slot.
 #[inline(always)]
 unsafe fn slots(scratch: *mut Scratch, slot: usize) -> (*mut u8, *mut f32) {
     debug_assert!(slot < SLOTS);
@@ -183,7 +185,7 @@ unsafe fn slots(scratch: *mut Scratch, slot: usize) -> (*mut u8, *mut f32) {
     }
 }
 
-/// The sums of a group that is completed within one chunk, tile `t` of four.
+/// The memory for tile `t` (of four) of the sums of group `g`, if the group is completed within one chunk.
 #[inline(always)]
 unsafe fn stage(scratch: *mut Scratch, g: usize, t: usize) -> *mut u8 {
     // SAFETY: the caller guarantees that the scratch memory is valid; there are two stages of four tiles.
@@ -232,7 +234,7 @@ unsafe fn stretch_of<U: TileUnit, const OF: usize, const NP: usize>(
                     right
                 }
             };
-            // With two panels, the next codes are prefetched gradually, while row tiles pass.
+            // With up to two panels, the next codes are prefetched gradually, while row tiles are multiplied.
             let next = weights.wrapping_add(match direct {
                 true => end * right_bytes,
                 false => (end / blocks * layout.steps() + end % blocks * tiling.steps) * layout.step_bytes(),
@@ -285,7 +287,7 @@ struct Right {
 struct Next {
     at: *const u8,
     panel: usize,
-    /// Lines per panel: in total, and per block.
+    /// Lines per panel that are left, and lines to prefetch per block.
     lines: usize,
     each: usize,
 }
@@ -505,8 +507,8 @@ unsafe fn add<U: TileUnit, const OF: usize, const SUM: usize, const LEFT: usize,
     }
 }
 
-/// Saves the state of a stretch for the next one in `out`, or restores it from there: the sums of the group if there is
-/// only one, otherwise the totals.
+/// With `KEEP`, saves the state of a stretch for the next one in `out`; otherwise restores it from there. The state is
+/// the sums of the group if there is only one, otherwise the totals.
 ///
 /// # Safety
 /// See [`multiply`].

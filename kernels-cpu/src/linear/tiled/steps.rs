@@ -32,8 +32,7 @@ pub(in crate::linear) unsafe fn expand<U: TileUnit, const CODES: usize, const KI
     let (panels, waits) = (count, count > 2);
     let ahead = Prefetcher::new(layout, panels, AHEAD);
     let centre = layout.zero_point().map_or(1 << (codes::bits(CODES) - 1), i32::from);
-    // SAFETY: the caller guarantees the contract above; every step is less than the steps of a group, and every group
-    // is less than their count.
+    // SAFETY: the caller guarantees the contract above; every step and every group is less than its count.
     unsafe {
         let table = U::table::<CODES>(centre);
         for (i, block) in blocks.enumerate() {
@@ -167,8 +166,8 @@ unsafe fn join_integers<
     }
 }
 
-/// Adds a group's float sums to the totals, times its scale; the differences of zero points from the centre are
-/// multiplied with the sums of activations.
+/// Adds a group's float sums to the totals, times its scale. If zero points are stored, the centre minus the zero
+/// point, times the sum of the activations, is added to the sums first.
 ///
 /// # Safety
 /// See [`join`].
@@ -206,7 +205,8 @@ unsafe fn join_floats<L: Lanes, const CODES: usize, const FIRST: bool>(
     }
 }
 
-/// Multiplies the totals of a tile with the remaining factors, and writes them to the columns of panel `number`.
+/// Multiplies the totals of a tile by the remaining scales, adds the bias, and writes the results to the columns of
+/// panel `number`.
 ///
 /// # Safety
 /// See [`multiply`](super::multiply); all groups must have been added to the totals.

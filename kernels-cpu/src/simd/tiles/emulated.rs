@@ -35,7 +35,8 @@ impl Emulated {
         [bytes[0], bytes[1], bytes[2], bytes[3]]
     }
 
-    /// Replaces each sum by `of` of the sum, its row of the left operand and its column of the right one.
+    /// Replaces each sum by the result of `of`, which receives the sum, and the words of its row of the left operand
+    /// paired with those of its column of the right operand.
     fn each(&mut self, [sum, left, right]: [usize; 3], of: impl Fn([u8; 4], &[[[u8; 4]; 2]]) -> [u8; 4]) {
         for row in 0..self.shape.rows {
             for column in 0..16 {
@@ -79,7 +80,7 @@ fn floats(sum: [u8; 4], terms: &[[[u8; 4]; 2]]) -> [u8; 4] {
     flush(flush(f32::from_le_bytes(sum)) + both).to_le_bytes()
 }
 
-#[allow(unsafe_code, reason = "reads and writes where the caller says")]
+#[allow(unsafe_code, reason = "reads and writes through pointers that the caller guarantees to be valid")]
 impl TileUnit for Emulated {
     type Lanes = Scalar;
     /// The centre that is subtracted from every code.

@@ -5,8 +5,8 @@
 //!
 //! Weights are the right operand of a product. Its tile has one row of 64 bytes for every four bytes of a row of the
 //! left one: for each of 16 output features, four neighbouring codes, or two neighbouring bf16. This is the order of a
-//! panel's steps ([`layout`](crate::layout)), so codes of 8 bits are multiplied in place, and others are expanded step
-//! by step.
+//! panel's steps ([`layout`](crate::layout)), so codes of 8 bits can be multiplied in place, and others are expanded
+//! step by step.
 
 #[cfg(target_arch = "x86_64")]
 pub(crate) mod amx;
@@ -35,8 +35,7 @@ pub(crate) struct Shape {
     pub(crate) depth: usize,
 }
 
-/// A unit that multiplies tiles. A value is the unit in its configured state, on one thread; dropping it releases the
-/// unit, also during unwinding.
+/// A unit that multiplies tiles. A value represents the configured unit of one thread; dropping it releases the unit.
 ///
 /// # Safety
 /// Methods may be called only if the processor has the instructions of the implementation. `SUM`, `LEFT` and `RIGHT`
@@ -69,9 +68,10 @@ pub(crate) trait TileUnit: Sized {
     unsafe fn expand_signed(step: *const u8, minus: <Self::Lanes as Lanes>::I, to: *mut u8);
     /// Expands a step of 64 bytes of E2M1 codes to 128 bytes at `to`, each twice its value.
     unsafe fn expand_e2m1(step: *const u8, to: *mut u8);
-    /// The table for [`expand_bf16`](Self::expand_bf16); for integer codes `centre` is subtracted from every code.
+    /// The table for [`expand_bf16`](Self::expand_bf16), which subtracts `centre` from integer codes.
     unsafe fn table<const CODES: usize>(centre: i32) -> Self::Table;
-    /// Expands a step of codes, for integers minus the centre, to 256 bytes of pairs of bf16 at `to`.
+    /// Expands a step of codes to 256 bytes of pairs of bf16 at `to`: the values of floating-point codes, or integer
+    /// codes minus the centre.
     unsafe fn expand_bf16<const CODES: usize>(step: *const u8, table: Self::Table, to: *mut u8);
 }
 

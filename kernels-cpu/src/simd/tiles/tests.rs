@@ -68,16 +68,17 @@ fn shapes() -> impl Iterator<Item = Shape> {
     [1, 2, 5, 15, 16].into_iter().flat_map(|rows| [1, 3, 8, 16].map(|depth| Shape { rows, depth }))
 }
 
-/// Bytes of all kinds of numbers; with `wild`, bf16 of all magnitudes, subnormal, infinite and NaN.
+/// Random bytes. With `wild`, the bf16 numbers that they form have any magnitude, and may be subnormal, infinite or
+/// NaN; otherwise their magnitudes are from `2⁻⁷` to 2.
 fn byte(random: &mut Random, wild: bool) -> impl FnMut(usize) -> u8 {
     move |i| {
         let byte = random.next() as u8;
-        // The upper byte of a bf16, and of an f32: exponents near 1 unless all are requested.
+        // The upper byte of a bf16, and of an f32.
         if i % 2 == 1 && !wild { 0x3c + (byte & 0x83) } else { byte }
     }
 }
 
-/// Treats all NaN as equal, whatever their bits.
+/// Returns the words of `out`, with all bf16 NaNs replaced by the same one.
 fn comparable(kind: Kind, out: &[u8]) -> Vec<u32> {
     let words = out.chunks_exact(4).map(|w| u32::from_le_bytes([w[0], w[1], w[2], w[3]]));
     words.map(|w| if kind == Kind::Bf16 && f32::from_bits(w).is_nan() { 0x7fc0_0000 } else { w }).collect()

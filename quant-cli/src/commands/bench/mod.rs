@@ -20,7 +20,7 @@ use crate::provenance;
 /// What to measure.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// Model directory, float or quantized, or org/name or org/name@revision on a hub; or `kernels`, to measure the
+    /// Model directory or GGUF file, float or quantized, or org/name or org/name@revision on a hub; or `kernels`, to measure the
     /// kernels against the limits of this machine
     pub model: PathBuf,
     /// Tokens of the prompt, processed at once
@@ -35,7 +35,7 @@ pub struct Args {
     /// Precision of the KV cache: auto (as in config.json), 16 (floats), 8, 4 or fp8
     #[arg(long, value_enum, default_value_t, value_name = "BITS")]
     kv: KvBits,
-    /// Measure only kernels with TEXT in their name, shape or number of tokens
+    /// Measure only kernels with TEXT in their name or shape, or on a GPU in their number of tokens
     #[arg(long, value_name = "TEXT")]
     only: Option<String>,
     /// Device for quantized linears or for the measured kernels: cuda is the first NVIDIA GPU
@@ -50,10 +50,10 @@ struct Report {
     schema: &'static str,
     model: String,
     threads: usize,
-    /// The path that multiplies quantized weights: a path of the processor, or `cuda on` and a GPU.
+    /// The code path that multiplies quantized weights: an instruction set, `dense`, or `cuda on` and the GPU's name.
     kernels: String,
-    /// How keys and values are cached: `kv4`, `kv8`, `f16`, or `f32` if the kernels do not support such heads. Ends in
-    /// ` (simulated)` if quantized ones are simulated for that reason.
+    /// How keys and values are cached: `kv4`, `kv8` or `f16`; if the kernels do not support the attention, `f32`, or
+    /// the quantized format followed by ` (simulated)`, as always for `kvf8`.
     kv_cache: String,
     /// Bytes of the cache at the end.
     kv_cache_bytes: usize,
@@ -64,7 +64,7 @@ struct Report {
 #[derive(Serialize)]
 struct Rate {
     tokens: usize,
-    /// Values per repetition.
+    /// One value per repetition.
     seconds: Vec<f64>,
     tokens_per_second: f64,
 }
@@ -95,11 +95,11 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
     let gpu = (args.device == Device::Cuda).then(CudaRunner::new).transpose()?;
     let opened = inputs::open(&args.model, session)?;
     let positions = args.prefill.saturating_add(args.decode);
-    // The tables and the cache grow with the positions: an absurd number must not use up the memory.
+    // The tables and the cache grow with the number of positions, so it is limited.
     if positions > 1 << 20 {
         return Err(Error::usage(
-            format!("prefill and decode together need {positions} positions, which is too many"),
-            "choose --prefill and --decode so that their sum is less than 1048576",
+            format!("prefill and decode together need {positions} positions; the maximum is 1048576"),
+            "choose --prefill and --decode so that their sum is at most 1048576",
         ));
     }
     provenance::note_floats(&opened.model, gpu.is_some(), session);
@@ -136,11 +136,7 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
         model: args.model.display().to_string(),
         threads: rayon::current_num_threads(),
         kernels: gpu.as_ref().map_or_else(|| kernels().to_owned(), |gpu| format!("cuda on {}", gpu.device())),
-        kv_cache: match decoder.caching() {
-            KvCaching::Float => "f32".into(),
-            KvCaching::Simulated(kv) => format!("{kv} (simulated)"),
-            KvCaching::Kernels(kind) => kind.name().into(),
-        },
+        kv_cache: decoder.caching().to_string(),
         kv_cache_bytes,
         prefill: Rate::new(args.prefill, prefill),
         decode: Rate::new(args.decode, decode),

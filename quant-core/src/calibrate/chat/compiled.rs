@@ -34,7 +34,7 @@ pub(super) struct Compiled {
 /// Compiles a template; `path` is for messages.
 ///
 /// # Errors
-/// [`Error::InputFile`] with the line of the syntax error in the template.
+/// [`Error::InputFile`] if the template is malformed, with the line of a syntax error.
 pub(in crate::calibrate) fn load(
     source: String,
     tokens: Vec<(String, String)>,
@@ -51,7 +51,8 @@ impl Compiled {
     /// Compiles a template; `path` is for messages.
     ///
     /// # Errors
-    /// [`Error::InputFile`] with the line of the syntax error in the template.
+    /// [`Error::InputFile`] if the template has a syntax error (with its line), contains one of [`MARKS`], or makes the
+    /// template library panic.
     fn new(source: String, tokens: Vec<(String, String)>, path: PathBuf) -> Result<Self> {
         if source.contains(MARKS) {
             return Err(fault(&path, "contains a noncharacter (U+FDD0 or U+FDD1)".into()));

@@ -107,7 +107,7 @@ pub(super) fn take_marks(marked: &str) -> Result<(String, Vec<Range<usize>>), St
         }
     }
     match open {
-        Some(_) => Err("a generation block is split".into()),
+        Some(_) => Err("a generation block is cut off".into()),
         None => Ok((text, spans)),
     }
 }

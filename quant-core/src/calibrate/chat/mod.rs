@@ -23,14 +23,14 @@ use super::{Mask, Packing, Sampling, TextTokenizer, TokenUse, TokenWindows};
 use crate::worker::Chat;
 use crate::{CancelToken, Error, Result};
 
-/// Conversations with more messages are rejected: finding the assistant's text renders the conversation once per
-/// message.
+/// Conversations with more messages are rejected, because finding the assistant's text can render the conversation
+/// twice per answer.
 const MAX_MESSAGES: usize = 1024;
 /// The number of conversations rendered between two checks of the cancel token.
 const CONVERSATIONS_PER_BATCH: usize = 64;
 
-/// One line of a file of conversations: `{"messages": [{"role": …, "content": …}, …]}`, optionally with the `tools`
-/// that are passed to the template.
+/// One line of a file of conversations: `{"messages": [{"role": …, "content": …}, …]}`, optionally with a list `tools`,
+/// which is passed to the template.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Conversation {
     line: usize,
@@ -80,6 +80,7 @@ impl Conversation {
 
 /// A conversation as text.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct RenderedChat {
     /// The text, with the special tokens that the template writes.
     pub text: String,
@@ -95,8 +96,8 @@ impl TokenWindows {
     /// adds none.
     ///
     /// # Errors
-    /// When the template or the tokenizer fails on a conversation, there are fewer windows than requested, the run is
-    /// cancelled, or prompts are masked and no assistant wrote anything.
+    /// If [`Sampling::check`] fails, the template or the tokenizer fails on a conversation, there are fewer windows
+    /// than requested, prompts are masked but there are no assistant tokens, or the run is cancelled.
     pub fn sample_chats(
         tokenizer: &TextTokenizer,
         template: &ChatTemplate,

@@ -24,7 +24,7 @@ const MAX_TEXT_BYTES: usize = 16 << 20;
 const ASSISTANT: &str = "assistant";
 
 impl Compiled {
-    /// Renders a conversation in a form.
+    /// Renders a conversation in the given form.
     ///
     /// # Errors
     /// When the template rejects it, exceeds its limits, or does not separate the assistant's text from the rest.

@@ -107,7 +107,7 @@ fn answers_are_found_in_every_style() {
     let (text, spans) = written(GENERATION, &thinking);
     assert_eq!(text, "<user>Hé?<end><assistant>Yes.<end>#2");
     assert_eq!(spans, ["Yes.<end>"]);
-    // Without a mask, the order of answers does not matter.
+    // A conversation without answers has no text of the assistant.
     let prompt = chat(&[("user", "only")]);
     assert_eq!(written(BRACKETS, &prompt).1, Vec::<String>::new());
 }

@@ -32,7 +32,8 @@ impl ChatTemplate {
     /// tokens come from `tokenizer_config.json`. The template is run by the directory's workers.
     ///
     /// # Errors
-    /// [`Error::InputFile`] when there is no template, or it or the settings cannot be read.
+    /// [`Error::InputFile`] if there is no template, or it is larger than 1 MiB, not UTF-8 or malformed;
+    /// [`Error::Tokenizer`] if `tokenizer_config.json` is malformed.
     pub fn open(directory: &ModelDirectory) -> Result<Self> {
         let settings = TokenizerSettings::open(directory)?;
         let tokens = settings.special_tokens()?;
@@ -64,7 +65,8 @@ impl ChatTemplate {
                     conversations cannot be rendered"
                 ),
                 remedy: format!(
-                    "use a chat model, put its {TEMPLATE} next to the weights, or calibrate on plain text"
+                    "use a chat model, put its {TEMPLATE} next to the weights, or use plain text: ‹calibration=FILE› \
+                    without `messages`, or ‹generate(MODEL, prompt=TEXT)›"
                 )
                 .into(),
             }),
@@ -75,7 +77,8 @@ impl ChatTemplate {
     /// messages.
     ///
     /// # Errors
-    /// [`Error::InputFile`] with the line of the syntax error in the template.
+    /// [`Error::InputFile`] if the template is malformed, with the line of a syntax error; [`Error::Unavailable`] in
+    /// builds without the feature `chat-templates`.
     pub fn compile(source: String, tokens: Vec<(&'static str, String)>, path: PathBuf) -> Result<Self> {
         Self::load(None, source, tokens, path)
     }

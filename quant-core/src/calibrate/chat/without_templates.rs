@@ -6,7 +6,7 @@ use crate::Result;
 use crate::calibrate::in_process::left_out;
 use crate::worker::TextWorker;
 
-/// Always fails. Templates need [`TextWorkers`](crate::worker::TextWorkers) of the host.
+/// Always fails: in these builds, templates need [`TextWorkers`](crate::worker::TextWorkers) of the host.
 ///
 /// # Errors
 /// Always.

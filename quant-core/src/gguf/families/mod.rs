@@ -1,5 +1,4 @@
-//! Families in llama.cpp: its names for architectures and tensors, and what it expects of their values. These names
-//! appear nowhere else.
+//! Families in llama.cpp: its names for architectures and tensors, and what it expects of their values.
 
 mod table;
 
@@ -65,7 +64,8 @@ pub(super) struct GgufFamily {
     pub(super) gates_attention: bool,
     /// Which keys describe routing, in addition to the numbers of experts.
     pub(super) routing: RoutingKeys,
-    /// The score function of experts in files that do not state it: softmax if true, else sigmoid.
+    /// Among families with the same `arch` and with routing keys: whether this one scores experts by softmax rather
+    /// than sigmoid. A file that does not state the function is read as softmax if a family has it.
     pub(super) softmax_scores: bool,
     /// Whether files contain rotation divisors for short and for long texts.
     pub(super) has_long_rope: bool,

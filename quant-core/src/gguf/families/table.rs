@@ -99,8 +99,8 @@ const LLAMA: GgufFamily = GgufFamily {
     roles: &[],
 };
 
-/// The families that can be written and read. If several have the same `arch`, a file is read as the first one, unless
-/// it has experts.
+/// The families that can be written and read. If several have the same `arch`, a file is read as the first one that
+/// agrees with it on whether there are experts and on their score function.
 pub(in crate::gguf) static FAMILIES: &[GgufFamily] = &[
     LLAMA,
     GgufFamily { family: "mistral", class: "MistralForCausalLM", ..LLAMA },

@@ -30,7 +30,8 @@ impl GgufArchive {
     /// The specification of a tensor of a block type.
     ///
     /// # Errors
-    /// [`Error::Internal`] when the row length is not a multiple of the block size.
+    /// [`Error::Internal`] when GGUF cannot store the name or shape, or the row length is not a multiple of the block
+    /// size.
     pub fn spec(name: &str, kind: &'static BlockType, shape: &[usize]) -> Result<TensorSpec> {
         let bytes = Described { name, shape, kind }.bytes()?;
         Ok(TensorSpec::new(name, dtype(kind, bytes)?, shape))

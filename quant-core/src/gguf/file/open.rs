@@ -28,7 +28,8 @@ impl GgufFile {
     /// Opens a file and checks its header.
     ///
     /// # Errors
-    /// [`Error::InputFile`] for the rule that it breaks, with field and offset; [`Error::Io`].
+    /// [`Error::InputFile`] if it breaks a rule of the format, with field and offset; [`Error::Io`] if it cannot be
+    /// read.
     pub fn open(path: &Path) -> Result<Self> {
         let real = path.canonicalize().map_err(|e| Error::io("open", path, e))?;
         let file = open_regular(&real, path)?;
@@ -151,7 +152,7 @@ impl GgufFile {
     /// Fills `buffer` with a tensor's bytes, starting at `offset`.
     ///
     /// # Errors
-    /// [`Error::Internal`] when the range exceeds the tensor; [`Error::Io`].
+    /// [`Error::Internal`] if the range exceeds the tensor; [`Error::Io`] if the file cannot be read.
     pub fn read(&self, tensor: &GgufTensor, offset: u64, buffer: &mut [u8]) -> Result<()> {
         let (path, file) = self.files.get(tensor.part).ok_or_else(|| {
             Error::Internal(format!("tensor `{}` belongs to a different file", tensor.name))

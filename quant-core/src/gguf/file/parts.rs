@@ -1,4 +1,4 @@
-//! Models in several files: their names, and the metadata that identify each part.
+//! Models in several files: their names, and the metadata that identifies each part.
 
 use std::path::{Path, PathBuf};
 
@@ -45,7 +45,10 @@ impl Part {
             count,
             tensors: number(TENSORS)?.ok_or_else(|| missing(TENSORS))?,
         };
-        if count > MAX_FILES || part.number >= count {
+        if count > MAX_FILES {
+            return Err(format!("`{COUNT}` is {count}, but the maximum is {MAX_FILES}").into());
+        }
+        if part.number >= count {
             return Err(format!("`{NUMBER}` is {}, but there are only {count} files", part.number).into());
         }
         Ok(Some(part))

@@ -20,6 +20,7 @@ const MAX_ELEMENTS: u64 = 1 << 24;
 
 /// The header of a file.
 #[derive(Debug, Clone)]
+#[non_exhaustive]
 pub struct GgufHeader {
     /// 2 or 3. The versions do not differ in anything that is read here.
     pub version: u32,
@@ -31,6 +32,7 @@ pub struct GgufHeader {
 
 /// A tensor of a file.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct GgufTensor {
     /// The name.
     pub name: String,
@@ -84,7 +86,7 @@ impl<R: Read> Cursor<R> {
         let version = u32::from_le_bytes(self.array("version")?);
         match version {
             2 | 3 => {}
-            v if v & 0xffff == 0 => {
+            v if v != 0 && v & 0xffff == 0 => {
                 return Err(GgufFault::Unread("is in big-endian order, which is not supported".into()));
             }
             v => {

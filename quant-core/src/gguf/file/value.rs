@@ -23,6 +23,7 @@ pub enum Value {
 /// A list of values of one type.
 #[derive(Debug, Clone, PartialEq)]
 #[allow(missing_docs)]
+#[non_exhaustive]
 pub enum Array {
     U8(Vec<u8>),
     I8(Vec<i8>),
@@ -75,7 +76,7 @@ impl Value {
         }
     }
 
-    /// A text.
+    /// Creates a string value.
     pub fn string(text: impl Into<String>) -> Self {
         Self::String(text.into())
     }

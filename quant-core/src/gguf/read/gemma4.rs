@@ -5,6 +5,7 @@ use serde_json::{Map, Value as Json, json};
 use super::About;
 use super::config::{divisors, shortest};
 use crate::Result;
+use crate::gguf::GgufFile;
 use crate::gguf::families::ROPE_FACTORS;
 
 /// Pairs with divisors from this value on are not rotated.
@@ -62,10 +63,9 @@ pub(super) fn config(about: &About<'_>, set: &mut impl FnMut(&str, Json)) -> Res
             if divisors[..pairs].iter().any(|divisor| *divisor != factor)
                 || divisors[pairs..].iter().any(|divisor| *divisor < UNROTATED_DIVISOR)
             {
-                return Err(about.unread(
-                    "rope.dimension_count",
-                    "has different frequency divisors, which is not supported",
-                ));
+                let reason =
+                    format!("`{ROPE_FACTORS}` has different frequency divisors, which is not supported");
+                return Err(GgufFile::unread(about.file.path(), reason));
             }
             (pairs as u64, factor)
         }

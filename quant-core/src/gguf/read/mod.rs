@@ -1,7 +1,7 @@
 //! A GGUF file presented as a model directory: float tensors under the names of the checkpoint, a configuration, and a
 //! tokenizer.
 //!
-//! Decoding blocks to `f32` is exact. The changes that the writer made are undone: rows of queries and keys return to
+//! Blocks are decoded to `f32`, and the changes that the writer made are undone: rows of queries and keys return to
 //! their original order, offsets of norms are subtracted, and experts are separate tensors again.
 
 mod config;
@@ -28,7 +28,7 @@ pub use tensors::GgufSource;
 ///
 /// # Errors
 /// [`Error::InputFile`] when the file is damaged, contains an importance matrix or a later part of a model, or has an
-/// unsupported architecture; [`Error::Io`].
+/// unsupported architecture; [`Error::Io`] if it cannot be read.
 pub fn open(path: &Path) -> Result<ModelDirectory> {
     let file = Arc::new(GgufFile::open_model(path)?);
     let about = About::of(&file)?;
@@ -38,13 +38,13 @@ pub fn open(path: &Path) -> Result<ModelDirectory> {
     let source = GgufSource::new(file.clone(), &about, &architecture)?;
     let mut notes = Vec::new();
     let kinds = source.kinds();
-    if !kinds.is_empty() {
-        notes.push(format!("the weights are stored in blocks of {}", kinds.join(", ")));
-    }
     let directory = match tokenizer::files(&about)? {
         Ok(files) => ModelDirectory::in_memory(path, config, Arc::new(source), files, notes),
         Err(reason) => {
-            notes.push(format!("the tokenizer in the file cannot be used: {reason}"));
+            notes.push(match reason == tokenizer::NONE {
+                true => format!("{reason}: it can be inspected and converted, but not run on text"),
+                false => format!("the tokenizer in the file cannot be used: {reason}"),
+            });
             ModelDirectory::in_memory(path, config, Arc::new(source), Vec::new(), notes)
                 .without_tokenizer(reason)
         }

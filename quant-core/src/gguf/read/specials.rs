@@ -76,7 +76,7 @@ pub(super) fn routing(about: &About<'_>, set: &mut impl FnMut(&str, Json)) -> Re
     Ok(())
 }
 
-/// Sets the delta nets, and which blocks have them.
+/// Sets the fields for delta nets, including which blocks have them.
 pub(super) fn delta_nets(about: &About<'_>, set: &mut impl FnMut(&str, Json)) -> Result<()> {
     if !about.family.gates_attention {
         return Ok(());
@@ -116,7 +116,7 @@ pub(super) fn delta_nets(about: &About<'_>, set: &mut impl FnMut(&str, Json)) ->
     Ok(())
 }
 
-/// YaRN with this factor.
+/// Returns the RoPE parameters for YaRN with this factor.
 pub(super) fn yarn(about: &About<'_>, factor: Option<f64>) -> Result<Json> {
     let float = |key: &str, default: f64| Ok::<_, crate::Error>(about.float(key)?.unwrap_or(default));
     let factor = factor.ok_or_else(|| about.broken("rope.scaling.factor", "is missing"))?;

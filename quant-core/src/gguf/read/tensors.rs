@@ -353,7 +353,7 @@ impl TensorSource for GgufSource {
         let row_bytes = kind.row_bytes(columns);
         let bytes = row_bytes
             .and_then(|bytes| bytes.checked_mul(rows))
-            .ok_or_else(|| Error::Internal(format!("rows of `{name}` that are not whole blocks")))?;
+            .ok_or_else(|| Error::Internal(format!("rows of `{name}` are not whole blocks")))?;
         let mut blocks = Vec::new();
         if let [piece] = place.pieces.as_slice()
             && piece.view.order == RowOrder::AsStored

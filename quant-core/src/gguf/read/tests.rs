@@ -135,7 +135,7 @@ fn a_tensor_has_one_name() {
     }
 }
 
-/// A Mixtral of 2 experts.
+/// A Mixtral with 2 experts by its metadata and `count` by its tensors.
 fn experts(count: usize) -> (Metadata, Tensors) {
     let (mut metadata, mut tensors) = model();
     set(&mut metadata, "llama.expert_count", Value::U32(2));
@@ -357,6 +357,12 @@ fn models_in_parts_are_read_as_one() {
         &refused(&second(2, 2, 11), NAMES, &as_it_is),
         &[NAMES[1], "`split.no` is 2, but there are only 2 files"],
     );
+    let mut too_many = second(1, 2, 11);
+    too_many[1].1 = Value::U32(u32::from(u16::MAX) + 1);
+    assert_contains(
+        &refused(&too_many, NAMES, &as_it_is),
+        &[NAMES[1], "`split.count` is 65536, but the maximum is 65535"],
+    );
     assert_contains(
         &refused(&second(1, 2, -1), NAMES, &as_it_is),
         &[NAMES[1], "`split.tensors.count` is not an integer"],
@@ -526,7 +532,7 @@ fn yarn_is_read_as_llama_cpp_computes_it() {
 }
 
 proptest::proptest! {
-    /// A file of arbitrary bytes is rejected or read; if it is read, all its tensors can be read.
+    /// A file with a few changed bytes is rejected or read; if it is read, all its tensors can be read.
     #[test]
     fn changed_bytes_of_models_are_refused_or_read(
         changes in proptest::collection::vec((0_usize..1 << 16, proptest::prelude::any::<u8>()), 1..4),

@@ -17,6 +17,9 @@ const MAX_TOKEN_BYTES: usize = 1024;
 /// The maximum number of merges per token, on average. Published vocabularies have two or three.
 const MERGES_PER_TOKEN: usize = 32;
 
+/// The reason for a file that was written without a vocabulary.
+pub(super) const NONE: &str = "the file has no tokenizer";
+
 /// Tokens and their types.
 struct Vocabulary<'a> {
     tokens: &'a [String],
@@ -27,10 +30,10 @@ struct Vocabulary<'a> {
 /// converted.
 pub(super) fn files(about: &About<'_>) -> Result<Result<Vec<Sidecar>, String>> {
     let Some(model) = about.text("tokenizer.ggml.model")? else {
-        return Ok(Err("the file has no tokenizer".into()));
+        return Ok(Err(NONE.into()));
     };
     if model == "none" {
-        return Ok(Err("the file has no tokenizer".into()));
+        return Ok(Err(NONE.into()));
     }
     let vocabulary = vocabulary(about)?;
     let json = match model {
@@ -191,7 +194,7 @@ fn byte_level(about: &About<'_>, vocabulary: &Vocabulary<'_>, form: &Form) -> Re
     }))
 }
 
-/// A BPE with `▁` for spaces and byte fallback. Texts always begin with BOS.
+/// A BPE with `▁` for spaces and byte fallback. Texts begin with BOS unless the file states otherwise.
 fn spaced(about: &About<'_>, vocabulary: &Vocabulary<'_>) -> Result<Json> {
     let (vocab, mut added) = vocabulary.parts();
     // Runs of newlines are one token if there is one, whatever the merges.

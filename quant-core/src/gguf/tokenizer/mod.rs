@@ -34,7 +34,8 @@ const JSON: &str = "tokenizer.json";
 /// [`NFC`] or [`NO_VOCABULARY`]. Other programs ignore it.
 pub(super) const NORMALIZER: &str = "quant.tokenizer.normalizer";
 pub(super) const NFC: &str = "NFC";
-/// The value of the pre-tokenizer setting for a file without a vocabulary.
+/// The value of ‹pre› and of `tokenizer.ggml.model` for a file without a vocabulary, and of [`NORMALIZER`] for a
+/// tokenizer without a normalizer.
 pub(super) const NO_VOCABULARY: &str = "none";
 
 /// Token types.
@@ -69,10 +70,12 @@ pub(super) struct TokenizerMetadata {
     pub(super) notes: Vec<String>,
 }
 
-/// The metadata of the tokenizer of a model of `family`, for an embedding of `rows`; `pre` is the pre-tokenizer, if the user names one.
+/// The metadata of the tokenizer of a model of `family`, for an embedding with `rows` rows; `pre` is the pre-tokenizer,
+/// if the user names one.
 ///
 /// # Errors
-/// [`Error::Tokenizer`] when files are malformed, do not fit the model, or are of a kind that cannot be written.
+/// [`Error::Tokenizer`] if files are malformed, do not fit the model, or are of a kind that cannot be written;
+/// [`Error::InputFile`] if the pre-tokenizer is not recognized; [`Error::Usage`] if `pre` has no effect.
 pub(super) fn metadata(
     directory: &ModelDirectory,
     family: &GgufFamily,
@@ -136,7 +139,7 @@ fn without_vocabulary() -> (String, Value) {
     ("tokenizer.ggml.model".to_owned(), Value::string(NO_VOCABULARY))
 }
 
-/// Renames duplicate tokens except for the first, because llama.cpp's loader aborts on them.
+/// Renames empty tokens, and duplicates except for the first, because llama.cpp's loader aborts on them.
 fn make_distinct(tokens: &mut [String]) {
     let mut seen = std::collections::HashSet::new();
     for (id, token) in tokens.iter_mut().enumerate() {

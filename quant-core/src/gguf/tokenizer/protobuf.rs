@@ -5,7 +5,7 @@
 pub(super) struct Piece {
     pub(super) text: String,
     pub(super) score: f32,
-    /// 1 normal, 2 unknown, 3 control, 4 user defined, 5 unused, 6 byte.
+    /// 1 for normal, 2 for unknown, 3 for control, 4 for user-defined, 5 for unused, 6 for byte.
     pub(super) kind: u64,
 }
 
@@ -15,7 +15,7 @@ pub(super) struct SentencePieceModel {
     pub(super) pieces: Vec<Piece>,
     /// Whether a space is added at the start of texts.
     pub(super) adds_space: Option<bool>,
-    /// 1 unigram, 2 BPE, 3 words, 4 characters.
+    /// 1 for unigram, 2 for BPE, 3 for words, 4 for characters.
     pub(super) algorithm: u64,
 }
 

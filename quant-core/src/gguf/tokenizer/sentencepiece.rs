@@ -54,13 +54,16 @@ pub(super) fn read(directory: &ModelDirectory, json: &Json, rows: usize) -> Resu
     // llama.cpp aborts if a text contains a byte without a token.
     let bytes = vocabulary.types.iter().filter(|kind| **kind == kinds::BYTE).count();
     if bytes != 256 {
-        return Err(fault(
-            &json_path,
-            format!(
-                "has only {bytes} of the 256 byte tokens that llama.cpp needs for characters outside the \
-                vocabulary; set ‹pre=none› to write a file without a vocabulary"
+        return Err(Error::InputFile {
+            path: json_path,
+            line: None,
+            reason: format!(
+                "has only {bytes} of the 256 byte tokens that llama.cpp needs for characters outside the vocabulary"
             ),
-        ));
+            remedy: "set ‹pre=none› to write a file without a tokenizer; programs that read it, including this one, \
+                need token IDs as input then"
+                .into(),
+        });
     }
     Ok(vocabulary)
 }
@@ -123,7 +126,7 @@ fn from_json(json: &Json, vocabulary: &mut Vocabulary) -> Result<(), String> {
     Ok(())
 }
 
-/// `<0x0A>`.
+/// Whether a token stands for a byte, such as `<0x0A>`.
 pub(super) fn is_byte(text: &str) -> bool {
     let digits = text.strip_prefix("<0x").and_then(|t| t.strip_suffix('>'));
     digits.is_some_and(|d| d.len() == 2 && u8::from_str_radix(d, 16).is_ok())

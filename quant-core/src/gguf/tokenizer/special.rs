@@ -24,7 +24,7 @@ const MAX_TEMPLATE_BYTES: u64 = 1 << 20;
 /// Metadata of special tokens.
 pub(super) struct Specials {
     pub(super) entries: Vec<(String, Value)>,
-    /// What llama.cpp does differently.
+    /// A note for the user if llama.cpp adds fewer tokens to texts than the tokenizer.
     pub(super) note: Option<String>,
 }
 

@@ -2,6 +2,7 @@
 
 /// The heads, window and score modifications of an attention.
 #[derive(Debug, Clone, Copy, PartialEq)]
+#[non_exhaustive]
 pub struct AttentionShape {
     /// Number of key and value heads.
     pub kv_heads: usize,
@@ -11,7 +12,7 @@ pub struct AttentionShape {
     pub head_dim: usize,
     /// Width of a value head.
     pub value_dim: usize,
-    /// Number of positions that a query attends to, including its own; `None` means all earlier positions.
+    /// Number of positions that a query attends to, including its own; `None` means all positions up to its own.
     pub window: Option<usize>,
     /// Chunk length in positions, if a query attends only to its own chunk.
     pub chunk: Option<usize>,
@@ -28,7 +29,8 @@ pub struct AttentionShape {
 }
 
 impl AttentionShape {
-    /// Attention to all positions, with scores scaled by `1 / √head_dim` and values as wide as keys.
+    /// Creates attention to all positions up to the query's own, with scores scaled by `1 / √head_dim` and values as
+    /// wide as keys.
     pub fn new(kv_heads: usize, repeat: usize, head_dim: usize) -> Self {
         Self {
             kv_heads,
@@ -44,7 +46,7 @@ impl AttentionShape {
         }
     }
 
-    /// Number of query heads.
+    /// Returns the number of query heads.
     pub fn heads(&self) -> usize {
         self.kv_heads * self.repeat
     }
@@ -60,7 +62,7 @@ impl AttentionShape {
         first.chain((0..heads - whole.min(heads)).map(|n| term(2 * whole, 2 * n + 1))).collect()
     }
 
-    /// The factor of the query-key products.
+    /// Returns the factor of the query-key products.
     pub fn scale(&self) -> f32 {
         self.score_scale.unwrap_or_else(|| 1.0 / (self.head_dim as f32).sqrt())
     }

@@ -21,6 +21,7 @@ pub struct Blocks {
 
 /// A block graph and the layers that use it.
 #[derive(Debug, Clone, Copy)]
+#[non_exhaustive]
 pub struct BlockKind<'a> {
     /// The graph.
     pub graph: &'a BlockGraph,

@@ -1,4 +1,4 @@
-//! Bloom: layer norms with biases, one of them on the embeddings; ALiBi in place of position embeddings; queries, keys
+//! Bloom: layer norms with biases, one of them on the embeddings; ALiBi instead of position embeddings; queries, keys
 //! and values of each head in consecutive rows of one linear.
 
 use super::decoder::{Decoder, Defaults, either};

@@ -108,7 +108,7 @@ impl Family for Cohere2Moe {
     }
 }
 
-/// The experts of Cohere 2. Their sum and the shared expert's output may be averaged.
+/// Reads the experts of Cohere 2 MoE. Their sum and the shared expert's output may be averaged.
 fn experts(d: &Decoder<'_>) -> Result<GatedExperts> {
     const CHOICE: &str = "expert_selection_fn";
     const STRATEGY: &str = "shared_expert_combination_strategy";

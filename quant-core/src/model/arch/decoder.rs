@@ -138,7 +138,9 @@ impl<'a> Decoder<'a> {
     pub(super) fn factor(&self, key: &str) -> Result<Option<f64>> {
         match self.config.optional_f64(key)? {
             Some(value) if value > 0.0 && (value as f32).is_normal() => Ok(Some(value)),
-            Some(value) => Err(self.config.error(key, format!("is {value}; it must be positive"))),
+            Some(value) => Err(self
+                .config
+                .error(key, format!("is {value}; it must be positive and in the range of f32"))),
             None => Ok(None),
         }
     }

@@ -149,7 +149,7 @@ pub(super) fn decoder<'a>(
     family: &'static str,
     norm_eps: f64,
 ) -> Result<Decoder<'a>> {
-    // `head_dim`, if present, is the width of the rotated part and is not read.
+    // `head_dim`, if present, is the width of the rotated part and is not used.
     let (_, shape) = Latent::read(config)?;
     let head_dim = Some(shape.head_dim);
     let d = Decoder::read(config, Defaults { head_dim, norm_eps, ..Defaults::new(family) })?;
@@ -180,7 +180,8 @@ pub(super) fn corrected_sigmoid(
     Ok(Routing { groups: groups(d.config, routing, groups_by_default, 2)?, ..routing })
 }
 
-/// Reads the groups that experts are chosen from. A group is ranked by the sum of its `by_largest` largest scores.
+/// Reads the groups that experts are chosen from, with these defaults for `n_group` and `topk_group`. A group is ranked
+/// by the sum of its `by_largest` largest scores. Returns `None` if all groups are chosen.
 pub(super) fn groups(
     config: &ConfigFields<'_>,
     routing: Routing,
@@ -211,7 +212,7 @@ pub(super) fn groups(
     Ok((chosen < count).then_some(Groups { count, chosen, by_largest }))
 }
 
-/// Experts plus a shared expert that is as wide as `n_shared_experts` experts.
+/// Experts plus a shared expert that is as wide as `n_shared_experts` experts; `shared` is the default of that key.
 pub(super) fn with_shared(
     config: &ConfigFields<'_>,
     routing: Routing,

@@ -15,7 +15,7 @@ use crate::model::rope::Rope;
 #[derive(Debug, Clone, Copy)]
 pub(super) struct FalconH1;
 
-/// The multipliers of attention and MLP.
+/// The multipliers of attention, the mixer's output and the MLP.
 #[derive(Debug, Clone, Copy)]
 struct Multipliers {
     attention_in: f32,

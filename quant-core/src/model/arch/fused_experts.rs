@@ -3,6 +3,7 @@
 /// The fused tensors of a checkpoint: one holds the gates and ups of all experts of a block, another the downs. The
 /// dimension that holds the rows of a matrix depends on the checkpoint and is derived from the shapes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct FusedExperts {
     /// Name inside the block of the tensor of gates and ups, `[experts, 2 · intermediate, hidden]`, or
     /// `[experts, hidden, 2 · intermediate]`.

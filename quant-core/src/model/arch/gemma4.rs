@@ -115,7 +115,7 @@ impl Family for Gemma4Text {
     }
 }
 
-/// Features of the per-block input; 0 if there is none.
+/// Returns the number of features of a block's own input; 0 if there is none.
 fn own_width(d: &Decoder<'_>) -> Result<usize> {
     const KEY: &str = "hidden_size_per_layer_input";
     let width = match d.config.has(KEY) {
@@ -135,7 +135,7 @@ fn few_layers(d: &Decoder<'_>, all_differ: bool) -> Result<()> {
     Ok(())
 }
 
-/// The index of the key-value pair that a layer computes or reads.
+/// Returns the index of the key-value pair that a layer computes or reads: 0 if it has a window, else 1.
 fn pair_of(attention: &Attention) -> usize {
     usize::from(attention.shape.window.is_none())
 }
@@ -181,7 +181,7 @@ fn side_values(layer: usize, attentions: &[Attention], own: usize) -> SideValues
             _ => SharedKeys::default(),
         }
     });
-    // Blocks that neither receive nor pass on shared keys are identical.
+    // Blocks that neither receive nor pass on shared keys get the same default, so that they share one graph.
     let shared = shared.map(|keys| if keys.enter || keys.leave { keys } else { SharedKeys::default() });
     let input = OwnInput { width: own, activation: Activation::GeluTanh, names: OWN };
     SideValues { own: (own > 0).then_some(input), later: own * (attentions.len() - layer - 1), shared }
@@ -203,7 +203,7 @@ fn check(d: &Decoder<'_>) -> Result<()> {
     }
 }
 
-/// The attention shape of a layer. Values in `per_layer_config` take precedence.
+/// Returns the attention shape of a layer. Values in `per_layer_config` take precedence.
 fn shape(d: &Decoder<'_>, layer: usize, window: Option<usize>, shares: bool) -> Result<AttentionShape> {
     let (config, heads) = (d.config, d.shape.heads());
     let (mut head_dim, mut kv_heads) = (d.shape.head_dim, d.shape.kv_heads);

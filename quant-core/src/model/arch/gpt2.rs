@@ -1,4 +1,4 @@
-//! GPT-2: layer norms with biases, learned positions, queries, keys and values in one linear, two linears with a GELU
+//! GPT-2: layer norms with biases; learned positions; queries, keys and values in one linear; two linears with a GELU
 //! between them. Linear weights are stored as `[in, out]`.
 //!
 //! The configuration has its own key names; transformers accepts those of other families as aliases.
@@ -39,7 +39,8 @@ impl Family for Gpt2 {
             Some("gelu") => Activation::Gelu,
             Some("relu") => Activation::Relu,
             Some(other) => {
-                let reason = format!("is `{}`; this family supports only `gelu_new`", other.escape_default());
+                let reason =
+                    format!("is `{}`; this family supports gelu_new, gelu and relu", other.escape_default());
                 return Err(config.error(ACTIVATION, reason));
             }
         };

@@ -1,5 +1,5 @@
-//! GPT-NeoX and Pythia: layer norms with biases, attention and MLP in parallel with one norm each, queries, keys and
-//! values of each head in consecutive rows of one linear, partially rotated heads.
+//! GPT-NeoX and Pythia: layer norms with biases; attention and MLP in parallel with one norm each; queries, keys and
+//! values of each head in consecutive rows of one linear; partially rotated heads.
 
 use super::decoder::{Decoder, Defaults, GELU_TANH};
 use super::parts::{DecoderBlock, Mlp, NormKind, PRE, Placement, Projections};
@@ -37,7 +37,7 @@ impl Family for GptNeoX {
         };
         let d = Decoder::read(config, defaults)?;
         if d.shape.repeat != 1 || d.shape.heads() * d.shape.head_dim != d.hidden {
-            let reason = "is not supported: in this family, the heads divide the hidden size, and every \
+            let reason = "or `head_dim` is not supported: in this family, the heads divide the hidden size, and every \
                 head has its own keys";
             return Err(config.error("num_key_value_heads", reason));
         }

@@ -63,7 +63,7 @@ impl Family for GraniteMoeHybrid {
             }
         };
         let mut attention = d.attention(rope, [d.flag("attention_bias", false)?; 2]);
-        // Unlike in other families, scores are not divided by √head_dim.
+        // Unlike in most families, scores are not divided by √head_dim.
         attention.shape.score_scale = Some(d.factor("attention_multiplier")?.unwrap_or(1.0) as f32);
         let mut block = d.block(attention, mlp);
         block.residual_scale = d.granite_residual()?;

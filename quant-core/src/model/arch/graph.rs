@@ -3,20 +3,22 @@
 //! AWQ, SmoothQuant and QoQ all rest on one identity: divide an output channel of a producer (a norm's weight, a
 //! linear's row) by `s` and multiply the matching input column of *every* linear that reads it by `s`. The graph
 //! determines the producers and consumers. A channel's scale passes unchanged through the `up` side of a gated product,
-//! a ReLU and the value side of attention, is squared by a squared ReLU, and is stopped by everything else. Balance
-//! lists are therefore computed, never written by hand, and no consumer can be forgotten. Scales are positive, since a
-//! ReLU only commutes with positive scales.
+//! other products, the selection of an expert's rows, a ReLU, a convolution without bias and activation, and the value
+//! side of attention; it is squared by a squared ReLU; everything else stops it ([`Op::scale_pass`]). Balance lists are
+//! therefore computed, never written by hand, and no consumer can be forgotten. Scales are positive, since a ReLU only
+//! commutes with positive scales.
 
 use std::ops::Range;
 
 use super::AttentionShape;
-use super::op::{AttentionInput, ChannelOrder, Computes, Op, Reach, Rows, ScalePass};
+use super::op::{AttentionInput, ChannelOrder, Computes, Op, Reach, RowCoverage, ScalePass};
 
 /// Index of a [`Node`] in its [`BlockGraph`]; nodes are in evaluation order.
 pub type NodeId = usize;
 
 /// One step of a block.
 #[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
 pub struct Node {
     /// The operation.
     pub op: Op,
@@ -100,6 +102,7 @@ impl FoldGroup {
 
 /// Channels between linears that may be permuted, and everything that must be permuted with them.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct OrderGroup {
     /// The linears whose rows are permuted: all linears that compute the channels.
     pub producers: Vec<NodeId>,
@@ -137,9 +140,9 @@ impl GraphBuilder {
             let inputs: Vec<usize> = node.inputs.iter().map(|&input| widths[input]).collect();
             widths.push(node.op.width(&inputs));
             rows.push(match node.op.rows() {
-                Rows::All => None,
-                Rows::OfInputs => node.inputs.iter().find_map(|&input| rows[input]),
-                Rows::Selected { .. } => Some(id),
+                RowCoverage::All => None,
+                RowCoverage::OfInputs => node.inputs.iter().find_map(|&input| rows[input]),
+                RowCoverage::Selected { .. } => Some(id),
             });
             for (port, &input) in node.inputs.iter().enumerate() {
                 users[input].push((id, port));
@@ -203,7 +206,7 @@ impl BlockGraph {
     /// Returns the fraction of all tokens that a node's value has rows for, if tokens are distributed evenly.
     pub fn share_of_tokens(&self, id: NodeId) -> f64 {
         match self.rows[id].map(|selects| self.nodes[selects].op.rows()) {
-            Some(Rows::Selected { share, .. }) => share,
+            Some(RowCoverage::Selected { share, .. }) => share,
             _ => 1.0,
         }
     }
@@ -211,8 +214,8 @@ impl BlockGraph {
     /// Returns the node whose value has a row for every token and the same channels as the value of `id`.
     pub fn all_rows_of(&self, id: NodeId) -> NodeId {
         match self.nodes[id].op.rows() {
-            Rows::Selected { port, .. } => self.nodes[id].inputs[port],
-            Rows::All | Rows::OfInputs => id,
+            RowCoverage::Selected { port, .. } => self.nodes[id].inputs[port],
+            RowCoverage::All | RowCoverage::OfInputs => id,
         }
     }
 
@@ -333,8 +336,8 @@ impl BlockGraph {
         })
     }
 
-    /// Returns every producer that can be rescaled, in evaluation order. If several values are multiplied with each
-    /// other, any of them could carry the scale; the first one does.
+    /// Returns every producer that can be rescaled, in evaluation order. If several values are multiplied, any of them
+    /// could carry the scale; the first one does.
     pub fn fold_groups(&self) -> Vec<FoldGroup> {
         let mut groups: Vec<FoldGroup> = Vec::new();
         for group in (0..self.nodes.len()).flat_map(|id| self.fold_groups_of(id)) {

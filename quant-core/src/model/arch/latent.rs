@@ -56,7 +56,7 @@ impl Latent {
         Ok((latent, shape))
     }
 
-    /// Rotated features of a head.
+    /// Returns the number of rotated features of a head.
     pub(super) fn rotated(&self) -> usize {
         self.rotated
     }
@@ -104,15 +104,15 @@ impl Latent {
     }
 }
 
-/// Splits every `widths[0] + widths[1]` features into the first and the second part.
+/// Splits every `widths[0] + widths[1]` consecutive features into a first and a second part of these widths.
 fn split(g: &mut GraphBuilder, value: NodeId, widths: [usize; 2]) -> [NodeId; 2] {
     let period = widths[0] + widths[1];
     [(0, widths[0]), (widths[0], widths[1])]
         .map(|(start, width)| g.add(Op::Slice { period, start, width }, &[value]))
 }
 
-/// The factor of the scores on top of `1 / √head_dim`: for contexts longer than in training, the square of YaRN's
-/// recommended factor, weighted by `mscale_all_dim`.
+/// Returns the factor of the scores in addition to `1 / √head_dim`: for contexts longer than in training, the square of
+/// YaRN's recommended factor, weighted by `mscale_all_dim`; else 1.
 fn score_factor(config: &ConfigFields<'_>) -> Result<f64> {
     const KEY: &str = "mscale_all_dim";
     let older = config.optional_object("rope_scaling")?;

@@ -110,7 +110,8 @@ fn architecture(
     Ok(architecture)
 }
 
-/// Intermediate size of the MLP: two thirds of the configured value, times a factor, rounded up.
+/// Intermediate size of the MLP: the configured value or, if `block_auto_adjust_ff_dim` is set, two thirds of it, which
+/// are then multiplied by a factor and rounded up to a multiple, unless the factor is `null`.
 fn intermediate(d: &Decoder<'_>) -> Result<usize> {
     let config = d.config;
     let given = config.optional_positive("block_ff_dim")?.unwrap_or(d.intermediate);

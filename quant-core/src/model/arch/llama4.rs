@@ -132,7 +132,8 @@ fn rotated_layers(d: &Decoder<'_>) -> Result<Vec<bool>> {
     }
 }
 
-/// Returns the chunk length of each layer with chunked attention: according to `layer_types`, else all rotated layers.
+/// Returns the chunk length of each layer; `None` for full attention. `layer_types` says which layers have chunked
+/// attention. If it is missing, all rotated layers do.
 fn chunks(d: &Decoder<'_>, rotated: &[bool]) -> Result<Vec<Option<usize>>> {
     const TYPES: &str = "layer_types";
     const SIZE: &str = "attention_chunk_size";

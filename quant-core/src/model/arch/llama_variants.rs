@@ -220,7 +220,7 @@ impl Decoder<'_> {
     /// Granite's architecture, with factors on embeddings, scores, the residual stream and logits.
     pub(super) fn granite(&self, mlp: Mlp) -> Result<Architecture> {
         let mut attention = self.attention(Some(self.rope()?), [self.flag("attention_bias", false)?; 2]);
-        // Unlike in other families, scores are not divided by √head_dim.
+        // Unlike in most families, scores are not divided by √head_dim.
         let scale = self.factor("attention_multiplier")?.unwrap_or(1.0);
         attention.shape.score_scale = Some(scale as f32);
         let mut block = self.block(attention, mlp);

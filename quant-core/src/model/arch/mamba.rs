@@ -88,8 +88,8 @@ pub(super) fn scaled(g: &mut GraphBuilder, value: NodeId, scale: f32) -> NodeId 
     if scale == 1.0 { value } else { g.add(Op::Scale(scale), &[value]) }
 }
 
-/// Maximum for heads, groups and channels per head. Real models have less than a hundredth of it; a larger number means
-/// that the configuration is damaged.
+/// Maximum number of heads, groups, channels per head and channels per state. A larger number means that the
+/// configuration is damaged.
 const MAX_DIM: usize = 1 << 16;
 
 /// Reads the sizes of a state-space operation. `keys` are the keys of heads, channels per head, groups and channels per

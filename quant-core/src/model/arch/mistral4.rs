@@ -1,5 +1,5 @@
-//! Mistral 4, the text model of a Mistral 3 class: DeepSeek-V3's blocks, with softmax routing and queries scaled by
-//! position.
+//! Mistral 4, a text model of `Mistral3ForConditionalGeneration`: DeepSeek-V3's blocks, with softmax routing and
+//! queries scaled by position.
 
 use super::deepseek::{EXPERTS, architecture, decoder, groups, with_shared};
 use super::experts::routing;

@@ -6,6 +6,7 @@ mod bloom;
 mod cohere;
 mod decoder;
 mod deepseek;
+mod expert_order;
 mod experts;
 mod experts_variants;
 mod falcon_h1;
@@ -49,6 +50,7 @@ mod windows;
 
 pub use attention_shape::AttentionShape;
 pub use blocks::{BlockKind, Blocks};
+pub(crate) use expert_order::ExpertOrder;
 pub use fused_experts::FusedExperts;
 pub use graph::{BlockGraph, FoldGroup, GraphBuilder, Node, NodeId, OrderGroup};
 pub(crate) use multimodal::TEXT as TEXT_CONFIG;
@@ -65,8 +67,9 @@ use crate::model::rope::Rope;
 
 /// Everything the pipeline needs to know about a model's family and sizes.
 #[derive(Debug, Clone)]
+#[non_exhaustive]
 pub struct Architecture {
-    /// The family's name, as users write it.
+    /// The family's name: in most families, the `model_type` of the decoder's configuration.
     pub family: &'static str,
     /// Width of the residual stream.
     pub hidden: usize,
@@ -78,12 +81,12 @@ pub struct Architecture {
     pub max_positions: usize,
     /// SmoothQuant's default exponent α for the family; `docs/smoothquant.md` lists the sources.
     pub smoothing: f32,
-    /// The learned position embeddings, if the family has them. Other families rotate queries and keys inside the
-    /// blocks.
+    /// The learned position embeddings, if the family has them. Other families use rotary embeddings or ALiBi inside
+    /// the blocks, or no positions at all.
     pub learned_positions: Option<LearnedPositions>,
     /// The norm of the embeddings before the first block, with its full name, if there is one.
     pub embedding_norm: Option<Op>,
-    /// The factor of the embeddings before the first block, if there is one.
+    /// The factor that embeddings are multiplied by before the first block, if there is one.
     pub embedding_scale: Option<EmbeddingScale>,
     /// The transform from the head's output to logits.
     pub logits: LogitsTransform,
@@ -154,6 +157,7 @@ impl LogitsTransform {
 
 /// A table of position embeddings. The number of its rows limits the number of positions.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct LearnedPositions {
     /// Name of the tensor `[offset + positions, hidden]`.
     pub table: String,
@@ -165,8 +169,9 @@ pub struct LearnedPositions {
 /// `(table[token] · √width + norm(projection(x) / √hidden)) / √2`. All terms have `width` features per block, and each
 /// block's features are normalized separately.
 ///
-/// In the input of the first block, they follow the embedding.
+/// In the input of the first block, the per-layer inputs follow the embedding.
 #[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
 pub struct PerLayerInputs {
     /// Features of one block's input.
     pub width: usize,
@@ -182,6 +187,7 @@ pub struct PerLayerInputs {
 
 /// Modules that some blocks do not use, though checkpoints may contain them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Unread {
     /// The first of the blocks that do not use them; all later blocks do not use them either.
     pub first: usize,
@@ -190,8 +196,8 @@ pub struct Unread {
 }
 
 impl Architecture {
-    /// Returns the features of the input of block `layer`, or of the output of the last block: the hidden states and
-    /// the values that travel with them.
+    /// Returns the number of features of the input of block `layer`: the hidden states, and in some families per-layer
+    /// inputs and shared keys and values. For [`layers`](Self::layers), it is the width of the last block's output.
     pub fn state_width(&self, layer: usize) -> usize {
         match layer < self.layers {
             true => self.graph(layer).width(self.graph(layer).input()),
@@ -252,7 +258,7 @@ impl Architecture {
         format!("{}{name}", self.block_prefix.replace("{}", &index.to_string()))
     }
 
-    /// Returns the modules that loaders may name differently, with these other names.
+    /// Returns the modules that loaders may name differently, with their alternative names.
     pub fn aliases(&self) -> Vec<(String, String)> {
         let routers = self.router_alias.into_iter().flat_map(|names| {
             (0..self.layers).map(move |layer| names.map(|name| self.in_block(layer, name)).into())

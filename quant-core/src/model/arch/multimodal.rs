@@ -60,7 +60,7 @@ impl Wrapper {
 }
 
 impl Architecture {
-    /// Returns whether a tensor is outside the decoder, in the model that wraps it.
+    /// Returns whether a tensor belongs to the model that contains the decoder, but not to the decoder itself.
     pub fn is_carried(&self, tensor: &str) -> bool {
         self.wrapper.as_ref().is_some_and(|wrapper| wrapper.carries(tensor, &self.head))
     }
@@ -387,7 +387,7 @@ fn take_sections(map: &mut Map<String, Value>) -> Option<(&'static str, Value)> 
     found
 }
 
-/// Every frequency of a head must belong to one of the sections; otherwise no position would define its angle.
+/// Checks that every frequency of a head belongs to one of the sections; otherwise no position would define its angle.
 fn check_sections(
     fields: &ConfigFields<'_>,
     sections: Option<&(&'static str, Value)>,
@@ -449,7 +449,11 @@ fn rename(
     let head = only(heads.collect())?.unwrap_or(layout.heads[0]);
 
     let family = architecture.family;
-    let unexpected = || Error::Internal(format!("the family `{family}` has names of its own"));
+    let unexpected = || {
+        Error::Internal(format!(
+            "the tensors of family `{family}` are not named as its vision-language class requires"
+        ))
+    };
     let rebased = |name: &str| Some(format!("{}{}", layout.base, name.strip_prefix(BASE)?));
     let embedding = rebased(&architecture.embedding).ok_or_else(unexpected)?;
     if architecture.block_prefix != BLOCKS || architecture.learned_positions.is_some() {

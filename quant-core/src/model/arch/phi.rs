@@ -1,4 +1,4 @@
-//! Phi-3 and Phi-4, with fused linears, and Phi-1 and 2, with one layer norm for attention and MLP, which run in
+//! Phi-3 and Phi-4, with fused linears, and Phi-1 and Phi-2, with one layer norm for attention and MLP, which run in
 //! parallel.
 
 use super::decoder::{Decoder, Defaults, GELU_TANH};

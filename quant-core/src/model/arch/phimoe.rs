@@ -73,7 +73,7 @@ fn rope(d: &Decoder<'_>) -> Result<Rope> {
     let Some(fields) = fields.or(d.config.optional_object("rope_parameters")?) else { return Ok(rope) };
     let (short, long) = (fields.require_f64(SHORT)?, fields.require_f64(LONG)?);
     if !(short > 0.0 && (short as f32).is_normal()) {
-        return Err(fields.error(SHORT, format!("is {short}; it must be positive")));
+        return Err(fields.error(SHORT, format!("is {short}; it must be positive and in the range of f32")));
     }
     if short != long {
         return Err(fields.error(LONG, format!("is {long}, but {SHORT} is {short}; both must be equal")));

@@ -5,6 +5,7 @@ use crate::model::rope::Rope;
 
 /// An attention and the producers, norms and rotation of its queries and keys.
 #[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
 pub struct QueryKey {
     /// The attention.
     pub attention: NodeId,
@@ -23,6 +24,7 @@ pub struct QueryKey {
 
 /// The rows of a producer that compute a value: `width` of every `period` rows, from row `start`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct ProducerRows {
     /// The period.
     pub period: usize,
@@ -44,7 +46,7 @@ impl ProducerRows {
         channel / self.width * self.period + self.start + channel % self.width
     }
 
-    /// The number of channels of the value.
+    /// Returns the number of channels of the value.
     pub fn channels(&self) -> usize {
         self.all / self.period * self.width
     }
@@ -58,10 +60,10 @@ struct Made<'a> {
     rope: Option<&'a Rope>,
 }
 
-// Why queries and keys of an attention cannot be scaled against each other.
+// Reasons why queries and keys of an attention cannot be scaled against each other.
 const BY_BOTH: &str = "queries and keys are rotated differently";
 const REUSED: &str = "something else reads the queries or keys too";
-const ZERO_CENTERED: &str = "the norms of queries and keys store their weights less 1";
+const ZERO_CENTERED: &str = "the norms of queries and keys store their weights minus 1";
 const OF_HEADS: &str = "the norms of queries and keys have different weights for each head";
 const WEIGHTLESS: &str = "queries and keys are normalized without weights";
 const LATENT: &str = "queries or keys are computed from latent vectors or by another block";

@@ -143,8 +143,8 @@ const FUSED: &[(&str, &[&str])] = &[
     ("mlp.shared_expert.gate_up_proj", &["mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"]),
 ];
 
-/// Maximum for heads and channels per head. Real models have less than a hundredth of it; a larger number means that
-/// the configuration is damaged.
+/// Maximum number of heads and of channels per head. Real models have less than a hundredth of it; a larger number
+/// means that the configuration is damaged.
 const MAX_DIM: usize = 1 << 16;
 
 fn delta_net(config: &ConfigFields<'_>) -> Result<DeltaNet> {

@@ -1,4 +1,4 @@
-//! Operations that carry a state from token to token: causal convolutions and linear attention.
+//! Operations that carry a state from token to token: causal convolutions, linear attention and state spaces.
 //!
 //! Their properties are defined here, those of other operations in [`op`](super::op).
 
@@ -9,6 +9,7 @@ use super::op::{Parameter, ScalePass};
 ///
 /// The state is zero before the first token of a segment.
 #[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
 pub struct Recurrent {
     /// Module name inside the block.
     pub name: String,
@@ -30,6 +31,7 @@ pub enum RecurrentKind {
 
 /// `y[t, c] = f(Σ_j w[c, j] · x[t − kernel + 1 + j, c] + bias[c])`, with `x = 0` before the first token.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Convolution {
     /// Input and output channels.
     pub channels: usize,
@@ -50,6 +52,7 @@ pub struct Convolution {
 /// The first input holds the queries of all key heads, then their keys, then the values of all value heads. The other
 /// two inputs have one channel per value head.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct DeltaNet {
     /// Number of query and key heads.
     pub key_heads: usize,
@@ -67,12 +70,12 @@ impl DeltaNet {
         self.key_heads * self.repeat
     }
 
-    /// Returns the features of the first input.
+    /// Returns the number of features of the first input.
     pub fn mixed_width(&self) -> usize {
         2 * self.key_heads * self.key_dim + self.width()
     }
 
-    /// Returns the features of the output.
+    /// Returns the number of features of the output.
     pub fn width(&self) -> usize {
         self.value_heads() * self.value_dim
     }
@@ -87,8 +90,9 @@ impl DeltaNet {
 /// The first input holds the `x` of all heads, then the `b` of all groups, then their `c`. The other input has one
 /// channel per head.
 #[derive(Debug, Clone, Copy, PartialEq)]
+#[non_exhaustive]
 pub struct StateSpace {
-    /// Heads.
+    /// Number of heads.
     pub heads: usize,
     /// Number of groups of consecutive heads that share `b` and `c`.
     pub groups: usize,
@@ -101,12 +105,12 @@ pub struct StateSpace {
 }
 
 impl StateSpace {
-    /// Returns the features of the first input.
+    /// Returns the number of features of the first input.
     pub fn mixed_width(&self) -> usize {
         self.width() + 2 * self.groups * self.state_dim
     }
 
-    /// Returns the features of the output.
+    /// Returns the number of features of the output.
     pub fn width(&self) -> usize {
         self.heads * self.head_dim
     }
@@ -164,7 +168,7 @@ impl Recurrent {
         }
     }
 
-    /// Returns the floating-point operations of matrix products on `tokens` tokens.
+    /// Returns the number of floating-point operations of matrix products on `tokens` tokens.
     pub(super) fn product_operations(&self, tokens: f64) -> f64 {
         match &self.kind {
             RecurrentKind::Convolution(_) => 0.0,

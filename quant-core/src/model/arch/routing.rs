@@ -6,6 +6,7 @@
 /// after adding the [correction](Self::correction) and excluding experts outside the best [groups](Self::groups). Their
 /// weights are the scores without the correction, [normalized](Self::normalized) and then [scaled](Self::scale).
 #[derive(Debug, Clone, Copy, PartialEq)]
+#[non_exhaustive]
 pub struct Routing {
     /// Number of experts.
     pub experts: usize,
@@ -19,9 +20,9 @@ pub struct Routing {
     pub groups: Option<Groups>,
     /// Whether the weights of a token's experts are divided by their sum.
     pub normalized: bool,
-    /// Added to that sum.
+    /// Added to the sum of the weights before they are divided by it.
     pub epsilon: f32,
-    /// Lower bound of that sum.
+    /// Lower bound of the sum that weights are divided by.
     pub min_sum: f32,
     /// The final factor of the weights.
     pub scale: f32,
@@ -30,7 +31,7 @@ pub struct Routing {
 }
 
 impl Routing {
-    /// Chooses the experts with the largest softmax, which is also their weight.
+    /// Creates a routing to the experts with the largest softmax scores, which are also their weights.
     pub fn new(experts: usize, top_k: usize) -> Self {
         Self {
             experts,
@@ -66,6 +67,7 @@ pub enum RouterScores {
 
 /// A stored bias per expert, added to the scores for the choice of experts only.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Correction {
     /// The module that the bias is stored in.
     pub module: &'static str,
@@ -84,6 +86,7 @@ impl Correction {
 
 /// Experts in groups of equal size, of which only the best are considered.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Groups {
     /// Number of groups; each group is a range of consecutive experts.
     pub count: usize,

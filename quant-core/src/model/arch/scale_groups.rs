@@ -1,4 +1,4 @@
-//! The linears for which engines keep one scale over the whole tensor.
+//! Groups of linears for which engines keep one common scale per tensor.
 
 use std::collections::BTreeSet;
 

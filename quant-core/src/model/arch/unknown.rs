@@ -161,7 +161,7 @@ fn is_unset(value: &Value) -> bool {
 /// Maximum number of fields that a family may reject before the search stops.
 const REFUSALS: usize = 16;
 
-/// What a family reads from a configuration, and what it rejects.
+/// The keys that a family reads from a configuration, and the fields that it rejects.
 struct Reading {
     family: &'static dyn Family,
     /// The keys that the family reads.
@@ -309,7 +309,7 @@ fn differences(
     }
     let kinds = [config, fields].map(|fields| fields.optional_str("model_type").ok().flatten().unwrap_or(""));
     let facts = |kind: &str| {
-        // The longest name wins: `qwen3_vl_moe` before `qwen3`.
+        // If several names are prefixes of the type, the longest wins.
         let of = FACTS.iter().filter(|(family, _)| kind.starts_with(family));
         of.max_by_key(|(family, _)| family.len()).map_or(&[][..], |(_, facts)| *facts)
     };

@@ -24,7 +24,7 @@ impl Windows {
     ///
     /// As in transformers, a missing `sliding_window` means 4096, and `null` means no window. `layer_types` says for
     /// each block whether it has a window. If it is missing, all blocks have one, except the first `max_window_layers`
-    /// in families with that key.
+    /// (default 28) in configurations with `use_sliding_window`.
     pub(super) fn read(config: &ConfigFields<'_>, on: bool) -> Result<Self> {
         let window = window(config, Some(4096))?.filter(|_| on);
         if let Some(slides) = layer_types(config)? {
@@ -56,8 +56,9 @@ impl Windows {
         }
     }
 
-    /// Reads the window of a family in which either all blocks have one or none: it has neither `layer_types` nor
-    /// `max_window_layers`. `default` is the window if the key is missing.
+    /// Reads the window of a family in which either all blocks have one or none. `layer_types`, if present, must agree
+    /// with that, and `max_window_layers` is not read. `default` is the window if the key is missing; `on`: whether the
+    /// family's configuration enables sliding windows.
     pub(super) fn uniform(config: &ConfigFields<'_>, default: Option<usize>, on: bool) -> Result<Self> {
         let window = window(config, default)?.filter(|_| on);
         let wanted = if window.is_some() { SLIDING } else { FULL };
@@ -70,7 +71,8 @@ impl Windows {
         Ok(window.map_or(Self::Never, |window| Self::From { first: 0, window }))
     }
 
-    /// Reads a configuration with sliding windows disabled, and ignores the length of the window.
+    /// Reads a configuration with sliding windows disabled. The length of the window is ignored, but `layer_types` must
+    /// not contain sliding attention.
     pub(super) fn off(config: &ConfigFields<'_>) -> Result<Self> {
         let slides = layer_types(config)?.unwrap_or_default();
         Self::listed(config, slides, None)

@@ -18,8 +18,8 @@ pub struct BlockWeight {
 }
 
 impl BlockWeight {
-    /// Reads a tensor of a checkpoint, if it is stored in blocks that the kernels multiply. `None` also if a scale is not
-    /// finite: reading the tensor as floats then tells which value is not.
+    /// Reads a tensor of a checkpoint, if it is stored in blocks that the kernels multiply. Also returns `None` if a
+    /// scale is not finite; reading the tensor as floats then reports the value.
     ///
     /// # Errors
     /// When it cannot be read, or its shape does not match.
@@ -42,20 +42,18 @@ impl BlockWeight {
         Ok(finite.then(|| Self { name: name.to_owned(), shape, kind, bytes }))
     }
 
-    /// `[n, k]`
+    /// Returns the shape `[n, k]`.
     pub fn shape(&self) -> [usize; 2] {
         self.shape
     }
 
-    /// The type of the blocks.
+    /// Returns the type of the blocks.
     pub fn kind(&self) -> &'static BlockType {
         self.kind
     }
 
-    /// Decodes rows from `first` on, `[rows, k]`.
-    ///
-    /// # Panics
-    /// When `out` is not whole rows of the weight.
+    /// Decodes consecutive rows into `out` `[rows, k]`, beginning with row `first`. The caller guarantees that the
+    /// weight has these rows.
     pub(super) fn decode(&self, first: usize, out: &mut [f32]) {
         let k = self.shape[1];
         if k == 0 {
@@ -70,7 +68,7 @@ impl BlockWeight {
     /// Packs the weight for the kernels.
     ///
     /// # Errors
-    /// When memory is short.
+    /// When the kernels do not accept the blocks, or there is not enough memory.
     pub(super) fn pack(&self) -> Result<PackedLinear> {
         let pack = |view: &WeightView<'_>| PackedLinear::pack(view, None, false, &Rayon);
         let fault = |what: &dyn std::fmt::Display| {

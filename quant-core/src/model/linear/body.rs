@@ -7,7 +7,7 @@ use quant_kernels_cpu::{Activations, Isa, KernelError, Rayon};
 
 use super::cuda::{CudaLinear, CudaRunner};
 use super::{BlockWeight, StoredWeight, WeightRows};
-use crate::quantize::{InputGrid, QuantizedTensor, Rows};
+use crate::quantize::{InputGrid, QuantizedTensor, SourceRows};
 use crate::{Error, Result};
 
 /// A weight `[n, k]`, row-major.
@@ -40,12 +40,12 @@ pub enum WeightBody {
     Cuda {
         /// The weight on the GPU.
         linear: CudaLinear,
-        /// As in `Packed`.
+        /// The floating-point grid that the input is rounded to before it is multiplied as floats.
         grid: Option<InputGrid>,
     },
 }
 
-/// The activations that kernels multiply for this input grid, and the floating-point grid that the input must be
+/// Returns how the kernels treat activations with this input grid, and the floating-point grid that the input must be
 /// rounded to first, if there is one.
 pub(super) fn kernel_activations(grid: Option<InputGrid>) -> (Activations, Option<InputGrid>) {
     match grid {
@@ -66,12 +66,13 @@ pub(super) fn kernel_activations(grid: Option<InputGrid>) -> (Activations, Optio
 
 impl WeightBody {
     /// Returns the weight packed for the kernels, to be multiplied by `runner`. Blocks of a GGUF file are multiplied by
-    /// activations that are rounded to 8 bits, with a scale per token. `None` if it is not quantized, or if
-    /// the kernels have no vector instructions on this machine. The portable path is a reference, and slower than dense
-    /// products.
+    /// activations that are rounded to 8 bits, with a scale per token.
+    ///
+    /// Returns `None` if the weight is float or was packed before, or if this CPU has no vector instructions that the
+    /// kernels use: their portable path is a reference, and slower than dense products.
     ///
     /// # Errors
-    /// When its parts do not match, or the kernels do not support its scheme.
+    /// When the parts of the weight do not match, or the kernels do not support its scheme.
     pub fn packed(&self, runner: &Runner) -> Result<Option<Self>> {
         if Isa::detect() == Isa::Scalar {
             return Ok(None);
@@ -90,17 +91,17 @@ impl WeightBody {
         Ok(Some(Self::Packed { linear: linear.map_err(kernel_error)?, grid }))
     }
 
-    /// Returns the weight on a GPU, if it is quantized.
+    /// Returns a [`Quantized`](Self::Quantized) weight on a GPU; `None` for all other weights.
     ///
     /// # Errors
-    /// When its parts do not match, the kernels do not support its scheme, or the GPU is out of memory.
+    /// When the parts of the weight do not match, the kernels do not support its scheme, or the GPU is out of memory.
     pub fn on_cuda(&self, runner: &CudaRunner) -> Result<Option<Self>> {
         let Self::Quantized(tensor) = self else { return Ok(None) };
         let (linear, grid) = runner.put(tensor)?;
         Ok(Some(Self::Cuda { linear, grid }))
     }
 
-    /// `[n, k]`: output and input features.
+    /// Returns the shape `[n, k]`: output and input features.
     pub fn shape(&self) -> [usize; 2] {
         match self {
             Self::F32 { shape, .. } => *shape,
@@ -115,11 +116,12 @@ impl WeightBody {
     /// Returns the rows of the weight, read from the checkpoint if they are not yet in memory.
     ///
     /// # Errors
-    /// When they cannot be read or are not finite, a quantized weight's parts do not match, or the weight is on a GPU.
+    /// When the rows cannot be read or are not finite, the parts of a quantized weight do not match, or the weight is
+    /// on a GPU.
     pub fn read(&self) -> Result<WeightRows<'_>> {
         let shape = self.shape();
         match self {
-            Self::F32 { values, .. } => WeightRows::float(shape, Rows::Floats(values)),
+            Self::F32 { values, .. } => WeightRows::float(shape, SourceRows::Floats(values)),
             Self::Stored(weight) => Ok(WeightRows::stored(shape, weight.dtype(), weight.bytes()?)),
             Self::Blocks(weight) => Ok(WeightRows::blocks(weight)),
             Self::Quantized(tensor) => Ok(WeightRows::quantized(tensor.view()?, shape)),
@@ -136,7 +138,7 @@ impl WeightBody {
         self.read()?.to_f32()
     }
 
-    /// Reads the weight now, if it is one that is read on first use.
+    /// Reads a weight now that would otherwise be read on first use.
     ///
     /// # Errors
     /// When it cannot be read or is not finite.
@@ -153,7 +155,7 @@ impl WeightBody {
     }
 }
 
-/// Shapes were checked when the weight was read, so an error from a kernel is a bug in this crate.
+/// Converts an error of a kernel. Shapes were checked when the weight was read, so the error is a bug in this crate.
 pub(in crate::model) fn kernel_error(error: KernelError) -> Error {
     Error::Internal(format!("a kernel rejected its operands: {error}"))
 }

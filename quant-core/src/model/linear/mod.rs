@@ -27,7 +27,7 @@ pub use stored::StoredWeight;
 use crate::quantize::InputGrid;
 use crate::{Error, Result};
 
-/// Returns the name of the code path that multiplies quantized weights on this CPU.
+/// Returns the name of the code path that multiplies quantized weights on this CPU: an instruction set, or `dense`.
 pub fn kernels() -> &'static str {
     match Isa::detect() {
         Isa::Scalar => "dense",
@@ -48,7 +48,7 @@ impl Linear {
         Self { weight, bias }
     }
 
-    /// The weight.
+    /// Returns the weight.
     pub fn weight(&self) -> &Arc<WeightBody> {
         &self.weight
     }
@@ -71,7 +71,7 @@ impl Linear {
         Ok(self.weight.packed(runner)?.map_or_else(|| self.clone(), |weight| self.with_weight(weight)))
     }
 
-    /// Returns the linear with its weight on a GPU, if it is quantized.
+    /// Returns the linear with its weight on a GPU, if it is quantized in codes; unchanged otherwise.
     ///
     /// # Errors
     /// As [`WeightBody::on_cuda`].
@@ -107,9 +107,10 @@ impl Linear {
     }
 
     /// Multiplies the same `x` `[batch, positions, k]` by linears that can run [in one call](Self::shares_input_with).
+    /// If some linears are not packed, all run separately.
     ///
     /// # Errors
-    /// As [`forward`](Self::forward), and when the linears cannot run in one call.
+    /// As [`forward`](Self::forward), and when packed linears cannot run in one call.
     pub fn forward_each(linears: &[&Self], x: &Tensor) -> Result<Vec<Tensor>> {
         let packed = linears.iter().filter_map(|linear| match &*linear.weight {
             WeightBody::Packed { linear, .. } => Some(linear),
@@ -129,7 +130,7 @@ impl Linear {
         matches!(&*self.weight, WeightBody::Packed { grid: None, .. })
     }
 
-    /// Multiplies rows that the kernels compute with linears that [share their input](Self::shares_input_with).
+    /// Multiplies rows that the kernels compute by linears that [share their input](Self::shares_input_with).
     ///
     /// # Errors
     /// When the linears cannot share their input, or shapes do not match.
@@ -142,7 +143,7 @@ impl Linear {
         products.into_iter().zip(linears).map(|(y, linear)| linear.with_bias(y)).collect()
     }
 
-    /// Multiplies `x` `[batch, positions, k]`.
+    /// Returns `x Ŵᵀ + b` for `x` `[batch, positions, k]`, rounded to the input's grid first if there is one.
     ///
     /// # Errors
     /// When the width of `x` does not match, the weight cannot be read, or a GPU fails.

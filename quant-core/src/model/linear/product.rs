@@ -1,8 +1,9 @@
-//! The dense product of all weights that are not packed, in tiles of fixed size, each computed by one call of faer.
+//! The dense product of all weights that are neither packed nor on a GPU, in tiles. Each tile is computed by one call
+//! of faer, or by dot products if it has few tokens.
 //!
 //! The tiles depend only on the shapes, and every output element is computed inside one tile, so the result does not
 //! depend on the number of threads. A weight that is not `f32` is widened (or dequantized) one tile at a time, which
-//! costs `1/m` of the multiplication.
+//! for `m` tokens is about `1/m` of the work.
 
 use candle_core::{CpuStorage, CustomOp1, Layout, Shape};
 use faer::linalg::matmul::matmul;
@@ -22,7 +23,8 @@ const TILE_M: usize = 2048;
 const FEW_TOKENS: usize = 4;
 
 /// `out[m, n] = x[m, k] · weight[n, k]ᵀ`, all row-major, on the current rayon pool. Packed weights are multiplied on
-/// their runner's threads or on their GPU.
+/// their runner's threads or on their GPU. `x` is not rounded to a floating-point grid, nor to any grid if the weight
+/// is not packed; [`Linear`](super::Linear) does this.
 ///
 /// # Errors
 /// When the weight cannot be read, a quantized weight's parts do not match, or a GPU fails.
@@ -55,7 +57,7 @@ fn multiply_rows(x: &[f32], weight: &WeightRows<'_>, m: usize, out: &mut [f32]) 
         out.fill(0.0);
         return Ok(());
     }
-    // Narrow outputs get narrower tiles, so that at least two threads have work.
+    // Narrow outputs get narrower tiles, so that up to eight threads have work.
     let tile_n = TILE_N.min(n.div_ceil(8).next_multiple_of(16));
     let mut tiles = Vec::new();
     let mut rest = MatMut::from_row_major_slice_mut(out, m, n);

@@ -9,7 +9,7 @@ use quant_kernels_cpu::{WeightView, dequantize_rows};
 use super::BlockWeight;
 use super::body::kernel_error;
 use crate::checkpoint::Dtype;
-use crate::quantize::Rows;
+use crate::quantize::SourceRows;
 use crate::{Error, Result};
 
 /// The rows of a weight `[n, k]`. Using them reads no files, so threads may share the work on them.
@@ -21,7 +21,7 @@ pub struct WeightRows<'a> {
 
 #[derive(Debug)]
 enum Values<'a> {
-    Float(Rows<'a>),
+    Float(SourceRows<'a>),
     Stored(Dtype, Arc<Vec<u8>>),
     Blocks(&'a BlockWeight),
     Quantized(WeightView<'a>),
@@ -29,18 +29,18 @@ enum Values<'a> {
 }
 
 impl<'a> WeightRows<'a> {
-    /// A float weight as stored in a file or computed by a transform.
+    /// Creates the rows of a float weight, as stored in a file or computed by a transform.
     ///
     /// # Errors
-    /// [`Error::Internal`] when the size of `rows` does not match the shape.
-    pub fn float(shape: [usize; 2], rows: Rows<'a>) -> Result<Self> {
+    /// [`Error::Internal`] when the size of `rows` does not match the shape, or their dtype is not F32, F16 or BF16.
+    pub fn float(shape: [usize; 2], rows: SourceRows<'a>) -> Result<Self> {
         let fits = |len: usize, size: usize| {
             let elements = shape[0].checked_mul(shape[1]);
             elements.and_then(|elements| elements.checked_mul(size)) == Some(len)
         };
         let fits = match rows {
-            Rows::Bytes(bytes, dtype) => dtype.is_weight_float() && fits(bytes.len(), dtype.size()),
-            Rows::Floats(values) => fits(values.len(), 1),
+            SourceRows::Bytes(bytes, dtype) => dtype.is_weight_float() && fits(bytes.len(), dtype.size()),
+            SourceRows::Floats(values) => fits(values.len(), 1),
         };
         match fits {
             true => Ok(Self { shape, values: Values::Float(rows) }),
@@ -65,21 +65,21 @@ impl<'a> WeightRows<'a> {
         Self { shape, values: Values::Packed(linear) }
     }
 
-    /// `[n, k]`: output and input features.
+    /// Returns the shape `[n, k]`: output and input features.
     pub fn shape(&self) -> [usize; 2] {
         self.shape
     }
 
     /// Returns all rows in the form that quantizers use, if they are float.
-    pub fn as_float(&self) -> Option<Rows<'_>> {
+    pub fn as_float(&self) -> Option<SourceRows<'_>> {
         match &self.values {
             Values::Float(rows) => Some(*rows),
-            Values::Stored(dtype, bytes) => Some(Rows::Bytes(bytes, *dtype)),
+            Values::Stored(dtype, bytes) => Some(SourceRows::Bytes(bytes, *dtype)),
             Values::Blocks(_) | Values::Quantized(_) | Values::Packed(_) => None,
         }
     }
 
-    /// Returns all rows as stored in their checkpoint, if they came from one.
+    /// Returns all rows as stored, with their dtype, if they were created by [`stored`](Self::stored).
     pub(in crate::model) fn stored_bytes(&self) -> Option<(Dtype, Arc<Vec<u8>>)> {
         match &self.values {
             Values::Stored(dtype, bytes) => Some((*dtype, bytes.clone())),
@@ -96,7 +96,7 @@ impl<'a> WeightRows<'a> {
     /// When the range is out of bounds.
     pub fn rows<'s>(&'s self, rows: Range<usize>, scratch: &'s mut Vec<f32>) -> Result<&'s [f32]> {
         let k = self.shape[1];
-        if let Values::Float(Rows::Floats(values)) = &self.values {
+        if let Values::Float(SourceRows::Floats(values)) = &self.values {
             return Ok(&values[rows.start * k..rows.end * k]);
         }
         scratch.resize(rows.len() * k, 0.0);
@@ -115,8 +115,8 @@ impl<'a> WeightRows<'a> {
         let span = rows.start * self.shape[1]..rows.end * self.shape[1];
         assert_eq!(out.len(), span.len(), "out is not [rows, k]");
         match &self.values {
-            Values::Float(Rows::Floats(values)) => out.copy_from_slice(&values[span]),
-            Values::Float(Rows::Bytes(bytes, dtype)) => widen(*dtype, bytes, span, out),
+            Values::Float(SourceRows::Floats(values)) => out.copy_from_slice(&values[span]),
+            Values::Float(SourceRows::Bytes(bytes, dtype)) => widen(*dtype, bytes, span, out),
             Values::Stored(dtype, bytes) => widen(*dtype, bytes, span, out),
             Values::Blocks(weight) => weight.decode(rows.start, out),
             Values::Quantized(view) => dequantize_rows(view, rows, out).map_err(kernel_error)?,
@@ -153,7 +153,7 @@ mod tests {
         let values: Vec<f32> = (0..12).map(|i| i as f32 / 4.0).collect();
         for dtype in [Dtype::F32, Dtype::F16, Dtype::Bf16] {
             let bytes = dtype.narrow(&values);
-            let (floats, narrow) = (Rows::Floats(&values), Rows::Bytes(&bytes, dtype));
+            let (floats, narrow) = (SourceRows::Floats(&values), SourceRows::Bytes(&bytes, dtype));
             let stored = WeightRows::stored([4, 3], dtype, Arc::new(bytes.clone()));
             for weight in [
                 WeightRows::float([4, 3], floats).unwrap(),
@@ -171,10 +171,10 @@ mod tests {
     fn values_of_another_shape_are_refused() {
         let refuses =
             |shape, rows| assert!(matches!(WeightRows::float(shape, rows), Err(Error::Internal(_))));
-        refuses([2, 2], Rows::Floats(&[0.0; 3]));
-        refuses([2, 2], Rows::Bytes(&[0; 16], Dtype::F16));
-        refuses([2, 2], Rows::Bytes(&[0; 16], Dtype::I32));
-        refuses([usize::MAX, 2], Rows::Floats(&[]));
-        assert!(WeightRows::float([2, 0], Rows::Floats(&[])).is_ok());
+        refuses([2, 2], SourceRows::Floats(&[0.0; 3]));
+        refuses([2, 2], SourceRows::Bytes(&[0; 16], Dtype::F16));
+        refuses([2, 2], SourceRows::Bytes(&[0; 16], Dtype::I32));
+        refuses([usize::MAX, 2], SourceRows::Floats(&[]));
+        assert!(WeightRows::float([2, 0], SourceRows::Floats(&[])).is_ok());
     }
 }

@@ -43,12 +43,12 @@ impl StoredWeight {
         &self.name
     }
 
-    /// `[n, k]`
+    /// Returns the shape `[n, k]`.
     pub fn shape(&self) -> [usize; 2] {
         self.shape
     }
 
-    /// F32, F16 or BF16.
+    /// Returns the dtype: F32, F16 or BF16.
     pub fn dtype(&self) -> Dtype {
         self.dtype
     }

@@ -22,7 +22,7 @@ impl CudaRunner {
         })
     }
 
-    /// Returns the driver's name of the device.
+    /// Returns the device name reported by the driver.
     pub fn device(&self) -> &str {
         match self.0 {}
     }

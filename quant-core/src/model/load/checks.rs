@@ -6,7 +6,7 @@ use crate::model::{CachedValue, KvScheme, Model, cached_values};
 use crate::{Error, Result};
 
 impl Model {
-    /// Returns the tensors outside the blocks that the configuration requires, with their shapes. Quantized weights are
+    /// Returns the tensors that the configuration requires outside the blocks, with their shapes. Quantized weights are
     /// not included, because their tensors depend on the checkpoint format.
     fn expected_outside(&self) -> Vec<(String, Vec<usize>)> {
         let a = &self.architecture;
@@ -81,7 +81,8 @@ impl Model {
     /// needs none.
     ///
     /// # Errors
-    /// When a scale is missing (some engines then use 1, others read garbage), or does not have exactly one element.
+    /// When the keys and values cannot have static scales, or a scale is missing, has the wrong dtype, or does not have
+    /// exactly one element. Without a scale, some engines use 1 and others read uninitialized memory.
     pub(crate) fn kv_scale_tensors(&self, layer: usize) -> Result<Vec<(CachedValue, String)>> {
         if self.kv != Some(KvScheme::Kvf8) {
             return Ok(Vec::new());

@@ -54,7 +54,8 @@ impl Model {
     /// Opens the model in a directory, float or quantized.
     ///
     /// # Errors
-    /// When the configuration is malformed, has an unknown family or container, or disagrees with the tensors.
+    /// When the configuration is malformed, names an unknown family or quantization format, or disagrees with the
+    /// tensors.
     pub fn open(directory: &ModelDirectory) -> Result<Self> {
         Self::open_with(directory, &[])
     }
@@ -125,7 +126,7 @@ impl Model {
     }
 
     /// Returns this float model with the tensors of its prepared equivalent. If these contain both a head and an
-    /// embedding, the head is tied only if both are equal. `modified` are the names of the modified tensors.
+    /// embedding, the head is tied only if both are equal. `modified` contains the names of the modified tensors.
     pub(crate) fn prepared(
         &self,
         by: Preparation,
@@ -184,7 +185,7 @@ impl Model {
         self.source_method.as_deref()
     }
 
-    /// Returns whether a tensor differs from the one in the checkpoint.
+    /// Returns whether the preparation changed a tensor.
     pub fn is_modified(&self, name: &str) -> bool {
         self.prepared.as_ref().is_some_and(|(_, modified)| modified.contains(name))
     }
@@ -199,7 +200,7 @@ impl Model {
         self.prepared.as_ref().map(|(by, _)| *by)
     }
 
-    /// Returns whether its hidden states are rotated, compared with the checkpoint's.
+    /// Returns whether the hidden states are rotated relative to the checkpoint's.
     pub fn is_rotated(&self) -> bool {
         self.preparation() == Some(Preparation::Rotate)
     }
@@ -224,7 +225,7 @@ impl Model {
         self.quantization.as_ref().map(|q| q.method.as_str())
     }
 
-    /// Returns the model's intended cache of keys and values; `None` means floats.
+    /// Returns the cache of keys and values that the configuration describes; `None` means floats.
     pub fn kv_scheme(&self) -> Option<KvScheme> {
         self.kv
     }
@@ -264,8 +265,8 @@ impl Model {
         if only_head { head } else { a.embedding.clone() }
     }
 
-    /// Whether the head is tied to the embedding: the configuration says so, and no different head is stored. Loaders
-    /// do not tie two tensors that differ.
+    /// Returns whether the head is tied to the embedding: the configuration says so, and no different head is stored.
+    /// Loaders do not tie two tensors that differ.
     fn shares_head(&self) -> Result<bool> {
         let a = &self.architecture;
         let head = self.head_weight();
@@ -295,8 +296,8 @@ impl Model {
         format!("{}.weight", self.architecture.head)
     }
 
-    /// Returns everything that may be quantized, in model order, each with its block, its name and its shape `[n, k]`:
-    /// the linears, the head unless it is tied, the projection of per-layer inputs, and the embedding.
+    /// Returns everything that may be quantized, each with its block, its name and its shape `[n, k]`: the linears of
+    /// the blocks in model order, the head unless it is tied, the projection of per-layer inputs, and the embedding.
     pub(crate) fn weight_modules(&self) -> Vec<(Option<usize>, String, [usize; 2])> {
         let a = &self.architecture;
         let head = (!a.tied).then(|| (None, a.head.clone(), [a.vocab, a.hidden]));

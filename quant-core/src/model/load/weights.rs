@@ -17,7 +17,7 @@ use crate::scheme::LinearScheme;
 use crate::{Error, Result};
 
 impl Model {
-    /// A quantized weight and its reader.
+    /// Returns the reader and the description of a quantized weight of shape `[n, k]`.
     fn packed_weight<'a>(
         &self,
         module: &'a str,
@@ -30,7 +30,8 @@ impl Model {
         }
     }
 
-    /// Returns the scheme in which a linear or the embedding is stored, also if its codes are shown as floats.
+    /// Returns the scheme in which a linear or the embedding is stored, also if the source presents its codes as
+    /// floats.
     pub(crate) fn stored_scheme(&self, module: &str) -> Option<LinearScheme> {
         let coded = || self.source.is_mxfp4(&format!("{module}.weight")).then_some(mxfp4::SCHEME);
         self.module_scheme(module).or_else(coded)
@@ -63,7 +64,7 @@ impl Model {
         reader.zeros(self.source.as_ref(), weight)
     }
 
-    /// A quantized weight.
+    /// Reads a quantized weight of shape `[n, k]`.
     pub(crate) fn packed(&self, module: &str, shape: [usize; 2]) -> Result<QuantizedTensor> {
         if let Some(name) = self.shown_as_float(module) {
             let stored = self.source.read_mxfp4(&name)?;
@@ -74,13 +75,13 @@ impl Model {
         reader.read(self.source.as_ref(), weight)
     }
 
-    /// Returns the name of a linear's weight whose codes are shown as floats.
+    /// Returns the name of a linear's weight, if the source presents its codes as floats.
     fn shown_as_float(&self, module: &str) -> Option<String> {
         let name = format!("{module}.weight");
         (self.module_scheme(module).is_none() && self.source.is_mxfp4(&name)).then_some(name)
     }
 
-    /// A float matrix in the file's dtype, not read yet.
+    /// Returns a float matrix in the file's dtype, which is read on first use.
     fn stored_weight(&self, name: String, shape: [usize; 2]) -> Result<WeightBody> {
         Ok(WeightBody::Stored(StoredWeight::new(self.source.clone(), name, shape)?))
     }
@@ -159,8 +160,8 @@ impl Model {
         }
     }
 
-    /// A linear's weight for running it. If it is stored in [blocks](BlockWeight) that kernels multiply, it is read as
-    /// such.
+    /// Returns a linear's weight for running it. If the weight is stored in [blocks](BlockWeight) that kernels
+    /// multiply, it stays in blocks.
     fn running_weight(&self, module: &str, shape: [usize; 2]) -> Result<WeightBody> {
         match self.module_scheme(module) {
             Some(_) => self.linear_weight(module, shape),
@@ -175,8 +176,8 @@ impl Model {
         }
     }
 
-    /// Returns the names of the block types of linears of blocks and the head, in the order in which they occur: those
-    /// that the CPU kernels multiply, and those that are multiplied as floats.
+    /// Returns the names of the GGUF block types of the decoder blocks' linears and of the head, in the order in which
+    /// they occur: those that the CPU kernels multiply, and those that are multiplied as floats.
     pub fn block_types(&self) -> [Vec<&'static str>; 2] {
         let a = &self.architecture;
         let in_blocks = (0..a.layers).flat_map(|layer| {

@@ -1,4 +1,4 @@
-//! Causal convolutions with one kernel per channel.
+//! Causal depthwise convolutions: one kernel per channel.
 
 use rayon::prelude::*;
 

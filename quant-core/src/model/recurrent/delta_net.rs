@@ -69,7 +69,7 @@ impl Head {
     }
 }
 
-/// Divides every row by its norm and multiplies it by `factor`.
+/// Divides every row by its norm, with [`EPS`] under the root, and multiplies it by `factor`.
 fn normalize(rows: &mut [f32], width: usize, factor: f32) {
     for row in rows.chunks_exact_mut(width) {
         let squares: f32 = row.iter().map(|v| v * v).sum();
@@ -159,7 +159,7 @@ pub(super) fn matrix(values: &[f32], rows: usize, columns: usize) -> MatRef<'_, 
     MatRef::from_row_major_slice(values, rows, columns)
 }
 
-/// `into = a b`, or `into += factor · a b`.
+/// `into = factor · a b`, or `into += factor · a b` with [`Accum::Add`].
 pub(super) fn product(into: &mut [f32], accum: Accum, a: MatRef<'_, f32>, b: MatRef<'_, f32>, factor: f32) {
     let into = MatMut::from_row_major_slice_mut(into, a.nrows(), b.ncols());
     matmul(into, accum, a, b, factor, Par::Seq);
@@ -245,8 +245,8 @@ impl Chunk {
         product(state, Accum::Add, keys, matrix(&self.changes, n, dv), 1.0);
     }
 
-    /// Solves `(1 + A) y = β v` and `(1 + A) y = β e^G k` for all columns, where `A[i, j] = β_i k_i · k_j e^{G_i − G_j}`
-    /// for `j < i`, and 0 elsewhere.
+    /// Solves `(1 + A) y = β v` and `(1 + A) y = β e^G k` for all columns, where `A[i, j] = β_i k_i · k_j e^{G_i −
+    /// G_j}` for `j < i`, and 0 elsewhere.
     fn solve(&mut self, [dk, dv]: [usize; 2], k: &[f32], v: &[f32], step: &[f32]) {
         let (n, width) = (step.len(), dv + dk);
         self.solved.resize(n * width, 0.0);

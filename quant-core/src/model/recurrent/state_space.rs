@@ -22,16 +22,16 @@ pub(super) struct Parameters<'a> {
 
 /// The inputs of a head, for consecutive tokens.
 struct Head {
-    /// `[tokens, state]` each: `B`, which writes to the state, and `C`, which reads it.
+    /// `[tokens, state_dim]` each: `B`, which writes to the state, and `C`, which reads it.
     b: Vec<f32>,
     c: Vec<f32>,
-    /// `[tokens, width]`.
+    /// `[tokens, head_dim]`.
     x: Vec<f32>,
-    /// The inputs times each token's step.
+    /// The inputs `x` times each token's step.
     stepped: Vec<f32>,
-    /// Logarithms of the states' decay factors; at most 0.
+    /// Logarithms of the state's decay factors, one per token; at most 0.
     decay: Vec<f32>,
-    /// Factor of the inputs that are added to the output.
+    /// Factor of the inputs `x` when they are added to the output.
     skip: f32,
 }
 

@@ -14,6 +14,7 @@ const MAX_FACTORS: usize = 1 << 14;
 
 /// A family's defaults for its rotary embedding, and its names for keys.
 #[derive(Debug, Clone, Copy)]
+#[non_exhaustive]
 pub struct RopeRequest<'a> {
     /// Width of a head.
     pub head_dim: usize,
@@ -31,16 +32,16 @@ pub struct RopeRequest<'a> {
     pub layer_type: Option<&'a str>,
     /// Whether `rope_scaling` applies to this layer type too.
     pub is_scaled: bool,
-    /// The original training context, in positions.
+    /// The original training context, in positions, if the family has a default.
     pub original_positions: Option<usize>,
     /// Other names of `longrope` in the family's checkpoints.
     pub longrope_names: &'a [&'a str],
-    /// Whether `alpha` next to the type `dynamic` means a fixed factor of the base.
+    /// Whether `alpha` next to the type `dynamic` means that the base is scaled by a fixed factor.
     pub has_alpha: bool,
 }
 
 impl<'a> RopeRequest<'a> {
-    /// Whole heads, paired by halves, one rotation for all layers.
+    /// Creates a request for whole heads, paired by halves, with one rotation for all layers.
     pub fn new(head_dim: usize, theta: f64) -> Self {
         Self {
             head_dim,
@@ -132,9 +133,10 @@ impl Reader<'_, '_, '_> {
             None => self.config.optional_f64(request.theta_key)?.unwrap_or(request.theta),
         };
         if theta <= 1.0 || !(theta as f32).is_finite() {
-            return Err(self
-                .config
-                .error(request.theta_key, format!("is {theta}; it must be greater than 1")));
+            return Err(self.config.error(
+                request.theta_key,
+                format!("is {theta}; it must be greater than 1 and at most 3.4e38"),
+            ));
         }
         Ok(theta)
     }
@@ -186,22 +188,24 @@ impl Reader<'_, '_, '_> {
         }
     }
 
-    /// Reads HunYuan's fixed NTK scaling: the factor by which the base grows, independent of the length.
+    /// Reads HunYuan's fixed NTK scaling: with `dim` rotated channels, the base is multiplied by
+    /// `alpha^(dim / (dim − 2))`, whatever the length.
     fn alpha(&self) -> Result<Option<f64>> {
         let Some(fields) = self.nested.filter(|_| self.request.has_alpha) else { return Ok(None) };
         if self.kind()? != "dynamic" {
             return Ok(None);
         }
         match fields.optional_f64("alpha")?.filter(|alpha| *alpha != 0.0) {
-            Some(alpha) if !(1.0..=1e9).contains(&alpha) || self.request.head_dim <= 2 => {
-                Err(fields.error("alpha", format!("is {alpha}; it must be from 1 to 1e9")))
-            }
+            Some(alpha) if !(1.0..=1e9).contains(&alpha) || self.request.head_dim <= 2 => Err(fields.error(
+                "alpha",
+                format!("is {alpha}; it must be from 1 to 1e9, and the width of a head greater than 2"),
+            )),
             alpha => Ok(alpha),
         }
     }
 
-    /// Reads the original training context: from the top level, else from the scaling, else the model's maximum
-    /// positions.
+    /// Reads the original training context. The first of these that exists is used: the top-level key and the request's
+    /// value (both only without a layer type), the key in the scaling, and the model's maximum positions.
     fn original_positions(&self, fields: &ConfigFields<'_>) -> Result<usize> {
         const KEY: &str = "original_max_position_embeddings";
         let outer = match self.request.layer_type {
@@ -219,7 +223,7 @@ impl Reader<'_, '_, '_> {
                 Ok(found as usize)
             }
             (None, Some(found)) => {
-                Err(fields.error(KEY, format!("is {found}; it must be a positive integer")))
+                Err(fields.error(KEY, format!("is {found}; it must be a positive integer below 2^32")))
             }
             (None, None) => self.config.require_positive("max_position_embeddings"),
         }
@@ -233,7 +237,7 @@ impl Reader<'_, '_, '_> {
             if (value as f32).is_normal() && value > 0.0 {
                 Ok(value)
             } else {
-                Err(fields.error(key, format!("is {value}; it must be positive")))
+                Err(fields.error(key, format!("is {value}; it must be positive and in the range of f32")))
             }
         };
         let optional_positive = |key: &str| match fields.optional_f64(key)? {
@@ -310,7 +314,10 @@ impl Reader<'_, '_, '_> {
     fn factor(&self, fields: &ConfigFields<'_>, original: usize, required: bool) -> Result<f64> {
         match fields.optional_f64("factor")? {
             Some(factor) if factor > 0.0 && (factor as f32).is_normal() => Ok(factor),
-            Some(factor) => Err(fields.error("factor", format!("is {factor}; it must be positive"))),
+            Some(factor) => {
+                Err(fields
+                    .error("factor", format!("is {factor}; it must be positive and in the range of f32")))
+            }
             None if required && !fields.has("factor") => Err(fields.error("factor", "is missing")),
             None => Ok(self.config.require_positive("max_position_embeddings")? as f64 / original as f64),
         }
@@ -323,7 +330,9 @@ impl Reader<'_, '_, '_> {
         let or = |key: &str, default: f64| -> Result<f64> {
             match fields.optional_f64(key)?.filter(|value| *value != 0.0) {
                 Some(value) if value > 0.0 && (value as f32).is_normal() => Ok(value),
-                Some(value) => Err(fields.error(key, format!("is {value}; it must be positive"))),
+                Some(value) => {
+                    Err(fields.error(key, format!("is {value}; it must be positive and in the range of f32")))
+                }
                 None => Ok(default),
             }
         };
@@ -332,7 +341,10 @@ impl Reader<'_, '_, '_> {
         let attention_factor = match fields.optional_f64("attention_factor")? {
             Some(factor) if (factor as f32).is_normal() && factor > 0.0 => factor,
             Some(factor) => {
-                return Err(fields.error("attention_factor", format!("is {factor}; it must be positive")));
+                return Err(fields.error(
+                    "attention_factor",
+                    format!("is {factor}; it must be positive and in the range of f32"),
+                ));
             }
             None if mscale > 0.0 && all_dim > 0.0 => {
                 Yarn::recommended_factor(factor, mscale) / Yarn::recommended_factor(factor, all_dim)

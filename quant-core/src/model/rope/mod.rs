@@ -18,6 +18,7 @@ use crate::{Error, Result};
 
 /// A rotary position embedding.
 #[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
 pub struct Rope {
     /// Width of a head.
     pub head_dim: usize,
@@ -33,6 +34,7 @@ pub struct Rope {
 
 /// The pairs of channels that a rotation mixes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum RopeLayout {
     /// Channel `i` of the first half with channel `i` of the second (GPT-NeoX, Llama).
     Halves,
@@ -51,7 +53,7 @@ impl Rope {
         self.scaling.frequencies(self.theta, self.rotary_dim, length).0
     }
 
-    /// Returns the channel that a channel of a head is paired with: itself if it is not rotated.
+    /// Returns the channel that a channel of a head is paired with; a channel that is not rotated is its own partner.
     pub fn partner(&self, channel: usize) -> usize {
         let half = self.rotary_dim / 2;
         match self.layout {
@@ -87,7 +89,7 @@ impl Angles {
     }
 }
 
-/// The angles for the positions of a run.
+/// The angles of a rotary embedding at positions `0..positions`.
 ///
 /// With some scalings, frequencies depend on the length of the whole sequence. Tokens that are appended to a cache are
 /// rotated with the frequencies for the new length; cached keys are not updated. transformers does the same.
@@ -176,7 +178,8 @@ impl RopeTable {
     /// Rotates every head of `x`, with positions counted from the start of each segment.
     ///
     /// # Errors
-    /// When the tables are too short, or the segments do not match the batch.
+    /// When the tables are too short, the segments do not match the batch, or they are [whole](Segments::whole)
+    /// windows.
     pub fn apply_packed(&self, x: &Tensor, segments: Segments<'_>) -> Result<Tensor> {
         let (batch, positions, _) = x.dims3()?;
         let fits = segments.fit(batch, positions);

@@ -9,27 +9,28 @@ use std::sync::Arc;
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub enum RopeScaling {
-    /// Not at all.
+    /// No change.
     None,
     /// Every frequency divided by `factor` (position interpolation).
     Linear {
         /// The divisor.
         factor: f64,
     },
-    /// Llama 3: long wavelengths are divided by `factor`, short ones kept, with a smooth transition.
+    /// Llama 3: low frequencies are divided by `factor` and high ones kept, with a smooth transition.
     Llama3 {
-        /// The divisor of long wavelengths.
+        /// The divisor of low frequencies.
         factor: f64,
-        /// Wavelengths above `original_positions / low` are divided.
+        /// Frequencies whose wavelength is above `original_positions / low` are divided.
         low: f64,
-        /// Wavelengths below `original_positions / high` are kept.
+        /// Frequencies whose wavelength is below `original_positions / high` are kept.
         high: f64,
         /// The original training context, in positions.
         original_positions: f64,
     },
     /// Dynamic NTK scaling: in sequences longer than the original training context, the base grows with the length.
     Dynamic {
-        /// The rate of growth.
+        /// The factor of the context. In `dim` rotated channels and a sequence of `length` tokens, the base is
+        /// multiplied by `(factor · length / positions − (factor − 1))^(dim / (dim − 2))`.
         factor: f64,
         /// The longest sequence with unscaled frequencies.
         positions: usize,
@@ -50,12 +51,13 @@ pub enum RopeScaling {
 
 /// High frequencies are kept and low frequencies are divided, with a linear ramp over the pairs in between.
 #[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
 pub struct Yarn {
-    /// The divisor of long wavelengths.
+    /// The divisor of low frequencies.
     pub factor: f64,
     /// The pair at which the ramp begins.
     pub low: f64,
-    /// The pair at which it ends.
+    /// The pair at which the ramp ends.
     pub high: f64,
     /// Factor of cosines and sines.
     pub attention_factor: f64,
@@ -69,6 +71,7 @@ pub struct Yarn {
 
 /// Every frequency is divided by its own factor, from one list for short sequences and another for long ones.
 #[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
 pub struct LongRope {
     /// Divisors for sequences up to `original_positions`, one per pair.
     pub short: Arc<[f32]>,

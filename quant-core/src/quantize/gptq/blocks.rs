@@ -20,7 +20,7 @@ const TILE: usize = 32;
 const RUN: usize = 256;
 
 /// Encodes rows `[n, k]` as blocks, with the factor of their inputs' Hessian for columns in ascending order.
-/// `importance` weights the errors by which scales are chosen. Types without blocks are only rounded.
+/// `importance` weights the errors by which scales are chosen. Types without scales, such as F16, are only rounded.
 ///
 /// # Panics
 /// When lengths are inconsistent, or the factor has the wrong width or column order.

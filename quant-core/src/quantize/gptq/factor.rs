@@ -19,11 +19,11 @@ use rayon::prelude::*;
 
 use super::Hessian;
 
-/// The size of a block, in rows and columns.
+/// The number of rows and columns of a block.
 const BLOCK: usize = 256;
 /// The factor by which damping grows after a failure.
 const STEP: f64 = 10.0;
-/// The maximum number of attempts.
+/// The maximum number of attempts, including the first.
 const ATTEMPTS: u32 = 8;
 
 /// The reason why a Hessian has no factor.
@@ -31,7 +31,7 @@ const ATTEMPTS: u32 = 8;
 #[non_exhaustive]
 pub enum FactorError {
     /// Inputs were NaN or infinite, or their squares overflow.
-    #[error("channel {channel} of the input becomes NaN or infinite on the calibration text")]
+    #[error("channel {channel} of the input, or its square, becomes NaN or infinite on the calibration text")]
     NonFinite {
         /// The first channel with such inputs.
         channel: usize,
@@ -51,7 +51,7 @@ pub enum FactorError {
 #[derive(Debug)]
 pub struct Factor {
     columns: Vec<usize>,
-    /// In the order of `columns`.
+    /// The ratios `U_cj / U_cc`, in the order of `columns`.
     ratios: Ratios,
     /// `1 / U_cc²`: twice the loss of a unit of error in a column.
     weights: Vec<f64>,
@@ -64,9 +64,9 @@ impl Factor {
     /// Factors a Hessian for columns that are rounded in this order.
     ///
     /// `damping` times the mean of the diagonal is added to the diagonal. If the matrix is still not positive definite,
-    /// the damping is multiplied by ten, repeatedly. A *dead* channel, whose input was always 0, is excluded from the
-    /// mean, which replaces its 0 on the diagonal. Its column is rounded to nearest, since its errors neither can nor
-    /// need to be compensated.
+    /// the damping is multiplied by ten, up to seven times. For a Hessian in `f32`, the damping has a minimum that
+    /// grows with the width. A *dead* channel, whose input was always 0, is excluded from the mean, which replaces its
+    /// 0 on the diagonal. Its column is rounded to nearest, since its errors neither can nor need to be compensated.
     ///
     /// # Errors
     /// When inputs were not finite, or no damping helps.
@@ -198,7 +198,7 @@ impl<T: Real> Triangle<T> {
         self.blocks.iter().filter_map(|row| row.last()).flat_map(|d| (0..d.nrows()).map(|i| d[(i, i)]))
     }
 
-    /// Replaces the matrix by its Cholesky factor, one block column at a time.
+    /// Replaces the matrix with its Cholesky factor, one block column at a time.
     fn factor(&mut self) -> Option<()> {
         for b in 0..self.blocks.len() {
             let (above, below) = self.blocks.split_at_mut(b + 1);
@@ -257,8 +257,8 @@ impl<T: Real> Triangle<T> {
         Self { blocks: inverse }
     }
 
-    /// The matrix with rows and columns in reverse order, which is upper triangular. Each row is divided by its diagonal
-    /// element. Also returns the diagonal. Blocks are freed as their rows are converted, so memory never holds both
+    /// Returns the matrix with rows and columns in reverse order, which is upper triangular, with each row divided by
+    /// its diagonal element, and the diagonal. Blocks are freed as their rows are converted, so memory never holds both
     /// matrices in full.
     fn upper(mut self, k: usize) -> (Ratios, Vec<f64>) {
         let (mut bands, mut diagonal) = (Vec::with_capacity(k.div_ceil(BLOCK)), Vec::with_capacity(k));
@@ -285,8 +285,8 @@ impl<T: Real> Triangle<T> {
     }
 }
 
-/// The elements on and above the diagonal of an upper triangular matrix, in bands of [`BLOCK`] rows: a band has the columns
-/// from its first row on, row-major.
+/// The elements on and above the diagonal of an upper triangular matrix, in bands of [`BLOCK`] rows: a band starts at
+/// the column of its first row, row-major.
 #[derive(Debug)]
 pub(super) struct Ratios {
     k: usize,

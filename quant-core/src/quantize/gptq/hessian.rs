@@ -8,8 +8,8 @@ use rayon::prelude::*;
 const PANEL: usize = 2048;
 /// Rows of the sum per task.
 const TILE: usize = 256;
-/// Up to this width, the sum and everything computed from it are `f64`. The limit does not depend on the machine, so
-/// results do not either.
+/// Up to this width, the sum and its factorization are in `f64`. The limit does not depend on the machine, so results
+/// do not either.
 const WIDEST_F64: usize = 8192;
 
 /// `2/N · Σ x xᵀ` over the `N` tokens that went through a linear.
@@ -71,13 +71,14 @@ impl Hessian {
         values(channels).saturating_mul(Self::number(channels)).saturating_add(4 * PANEL as u64 * channels)
     }
 
-    /// The peak memory in bytes of a Hessian and its factor: both triangles, or the sum and the pending panel.
+    /// The peak memory in bytes of a Hessian and its factor: that of both triangles together, or of the sum with the
+    /// pending panel, whichever is larger.
     pub fn peak_bytes(channels: u64) -> u64 {
         let triangles = values(channels).saturating_mul(2 * Self::number(channels));
         triangles.max(Self::kept_bytes(channels))
     }
 
-    /// The width of the input.
+    /// The number of channels of the input.
     pub fn channels(&self) -> usize {
         self.channels
     }

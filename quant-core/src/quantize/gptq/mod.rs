@@ -1,10 +1,9 @@
 //! GPTQ: codes that compensate each other's rounding errors (Frantar et al., ICLR 2023).
 //!
 //! Rounding to nearest minimizes the error of every weight. What matters is the error of a linear's output, which over
-//! the batch is `tr((W − Ŵ) H (W − Ŵ)ᵀ) / 2` with the [`Hessian`] `H = 2/N · Σ x xᵀ`. GPTQ processes columns in
-//! sequence,
-//! rounds each to its grid, and adjusts the remaining weights of the row such that the output error grows least (eqs. 2
-//! and 3 of the paper):
+//! the batch is `tr((W − Ŵ) H (W − Ŵ)ᵀ) / 2` with the [`Hessian`] `H = 2/N · Σ x xᵀ`. GPTQ processes columns one after
+//! the other, rounds each to its grid, and adjusts the remaining weights of the row such that the output error grows
+//! least (eqs. 2 and 3 of the paper):
 //!
 //! ```text
 //! H⁻¹ = Uᵀ U, U upper triangular              `U` is all that GPTQ needs from `H`    [`Factor`]

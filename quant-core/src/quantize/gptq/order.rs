@@ -5,7 +5,8 @@ use super::ActOrder;
 impl ActOrder {
     /// The columns in the order in which they are rounded, for a Hessian with this diagonal.
     ///
-    /// Columns with equal diagonal elements keep their order; dead ones come last.
+    /// When columns are sorted, those with equal diagonal elements keep their order, and dead ones come last, or last
+    /// in their group with [`GroupAware`](Self::GroupAware).
     pub fn columns(self, diagonal: &[f64], group_size: usize) -> Vec<usize> {
         let heaviest_first = |columns: &mut [usize], weight: &dyn Fn(usize) -> f64| {
             columns.sort_by(|&a, &b| weight(b).total_cmp(&weight(a)));

@@ -55,6 +55,7 @@ impl FromStr for ActOrder {
 /// The model whose activations are the inputs of linears: the quantized or the float model.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
+#[non_exhaustive]
 pub enum LayerInputs {
     /// All earlier layers are quantized, as they will be at inference (`true_sequential`, within blocks and from block
     /// to block): a linear compensates the errors of those before it.
@@ -95,6 +96,10 @@ pub struct GptqSettings {
     pub act_order: ActOrder,
     /// The model whose activations are the inputs of linears.
     pub inputs: LayerInputs,
+    /// With inputs of the quantized model: the number of blocks in a span. The first block of a span gets the hidden
+    /// states of the float model, so spans do not depend on each other. `None` means that all blocks are one span.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub span_blocks: Option<usize>,
 }
 
 impl GptqSettings {
@@ -123,7 +128,20 @@ impl GptqSettings {
                 common)",
             ));
         }
-        Ok(())
+        match self.span_blocks {
+            Some(0) => Err(Error::usage("a span has 0 blocks", "choose a positive number of blocks")),
+            Some(_) if self.inputs == LayerInputs::Float => Err(Error::usage(
+                "‹span_blocks› has no effect: all inputs come from the float model",
+                "leave it out, or set ‹layer_inputs=quantized›",
+            )),
+            _ => Ok(()),
+        }
+    }
+
+    /// Whether a block is the first of a span that begins with states of the float model.
+    pub(crate) fn begins_span(&self, layer: usize) -> bool {
+        self.inputs == LayerInputs::Quantized
+            && self.span_blocks.is_some_and(|blocks| blocks > 0 && layer.is_multiple_of(blocks))
     }
 }
 
@@ -136,6 +154,7 @@ impl Default for GptqSettings {
             block_size: 128,
             act_order: ActOrder::default(),
             inputs: LayerInputs::default(),
+            span_blocks: None,
         }
     }
 }

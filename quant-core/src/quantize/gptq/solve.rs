@@ -3,15 +3,17 @@
 //! A tile is stored transposed: the values of a column are contiguous, and columns are in the order of rounding, so
 //! that an operation on a column covers many rows. Columns are rounded in runs of 32. One matrix product propagates the
 //! errors of a run to the rest of its block, and another one the errors of a block to the rest of the row. If grids are
-//! computed when groups are reached, no group starts in the middle of a run, or in a block that does not contain the
-//! whole group. All weights of a group therefore include the updates of all earlier columns when its grid is computed.
+//! computed when groups are reached, runs and blocks may be shorter: each consists of whole groups, or lies within one
+//! group. All weights of a group therefore include the updates of all earlier columns when its grid is computed.
 
 use faer::linalg::matmul::matmul;
 use faer::{Accum, MatMut, MatRef, Par};
 use rayon::prelude::*;
 
 use super::super::grid::{Extent, GridError, GridRule, nearest};
-use super::super::{Levels, QuantizedTensor, Rows, RowsError, ScaleContext, group_size, quantize_within};
+use super::super::{
+    Levels, QuantizedTensor, RowsError, ScaleContext, SourceRows, group_size, quantize_within,
+};
 use super::{ActOrder, Factor, GptqSettings};
 use crate::checkpoint::Dtype;
 use crate::scheme::{LinearScheme, ScaleFormat};
@@ -24,6 +26,7 @@ const RUN: usize = 32;
 
 /// A weight quantized by GPTQ.
 #[derive(Debug)]
+#[non_exhaustive]
 pub struct Solved {
     /// Codes, scales and zero points.
     pub tensor: QuantizedTensor,
@@ -43,16 +46,18 @@ struct TileEnd {
 
 /// Quantizes a weight `[n, k]`, row-major, with the factor of its input's Hessian.
 ///
-/// * `scale_dtype`: F16, BF16 or F32. Scales are rounded to it before codes are computed.
+/// * `scale_dtype`: F16, BF16 or F32, or the scheme's own dtype if its scales have a fixed format. Scales are rounded
+///   to it before codes are computed.
 /// * `clip`: bounds `[n, k / group_size]` on the ranges from which grids are computed. Weights beyond them saturate,
 ///   and others compensate for it.
 ///
 /// The factor's columns must be in the order of `settings.act_order`.
 ///
 /// # Errors
-/// When the group size does not divide `k`, a weight is or becomes NaN or infinite, or a scale overflows its dtype.
+/// If the scheme or the scale dtype is not supported, an argument does not match the shape, the group size does not
+/// divide `k`, a weight is or becomes NaN or infinite, or a scale overflows its dtype.
 pub fn solve(
-    rows: Rows<'_>,
+    rows: SourceRows<'_>,
     shape: [usize; 2],
     scheme: LinearScheme,
     scale_dtype: Dtype,
@@ -68,7 +73,7 @@ pub fn solve(
 /// # Errors
 /// As [`solve`].
 pub fn solve_within(
-    rows: Rows<'_>,
+    rows: SourceRows<'_>,
     shape: [usize; 2],
     (scheme, scale_dtype): (LinearScheme, Dtype),
     (clip, context): (Option<&[f32]>, ScaleContext),
@@ -104,17 +109,10 @@ pub fn solve_within(
         is_static: settings.act_order == ActOrder::StaticGroups || settled.is_some(),
         settled: settled.as_ref().map(|tensor| &tensor.scales[..]),
     };
-    let mut tensor = QuantizedTensor {
-        shape,
-        scheme,
-        codes: vec![0; n * k],
-        scales: vec![0.0; n * groups],
-        scale_dtype,
-        zeros: (!scheme.is_symmetric()).then(|| vec![0; n * groups]),
-        levels: None,
-        global: settled.as_ref().and_then(|tensor| tensor.global),
-        input: None,
-    };
+    let (codes, scales) = (vec![0; n * k], vec![0.0; n * groups]);
+    let mut tensor = QuantizedTensor::new(shape, scheme, codes, scales, scale_dtype);
+    tensor.zeros = (!scheme.is_symmetric()).then(|| vec![0; n * groups]);
+    tensor.global = settled.as_ref().and_then(|tensor| tensor.global);
     let codes = tensor.codes.par_chunks_mut(TILE * k);
     let scales = tensor.scales.par_chunks_mut(TILE * groups);
     let tiles = codes.zip(scales).enumerate();
@@ -140,14 +138,14 @@ pub fn solve_within(
         loss += losses.iter().sum::<f64>();
     }
     tensor.levels = scheme.is_progressive().then(|| Levels::of(&tensor.scales, row_scales));
-    // Each loss is the sum over a row of (w − q)² / 2, in units of the inverse's diagonal. With H = 2/N Σ x xᵀ, this is
-    // the mean squared error of the row's output.
+    // Each loss is the sum over a row of ((w − q) / U_cc)² / 2. With H = 2/N Σ x xᵀ, this is the mean squared error of
+    // the row's output.
     Ok(Solved { tensor, loss: loss / n.max(1) as f64 })
 }
 
 /// The validated arguments.
 struct SolveArguments<'a> {
-    rows: Rows<'a>,
+    rows: SourceRows<'a>,
     k: usize,
     group_size: usize,
     rule: GridRule,
@@ -200,23 +198,23 @@ struct Tile {
     r: usize,
     /// `[k, r]`, in the order in which columns are rounded.
     weights: Vec<f32>,
-    /// Alike.
+    /// Codes, `[k, r]`, in the same order.
     codes: Vec<u8>,
     /// The errors of a block's columns, `[block, r]`.
     errors: Vec<f32>,
-    /// Grids, `[groups, r]`: the scale, and the lowest and the highest code in steps from 0.
+    /// Grids, `[groups, r]`: the scale, and the lowest and the highest code relative to the zero point.
     scales: Vec<f32>,
     lows: Vec<f32>,
     highs: Vec<f32>,
     zeros: Vec<u8>,
     /// The first-level scales of rows, if there are two levels.
     rows: Vec<Option<f32>>,
-    /// One per row.
+    /// The loss of each row.
     losses: Vec<f64>,
 }
 
 impl Tile {
-    /// Loads rows.
+    /// Loads `r` rows from row `first` on, and resets the losses.
     fn start(&mut self, work: &SolveArguments<'_>, first: usize, r: usize) -> Result<(), RowsError> {
         let (k, groups) = (work.k, work.groups());
         (self.first, self.r) = (first, r);

@@ -6,7 +6,7 @@ use super::reference::{Row, chain, damped};
 use super::*;
 use crate::checkpoint::Dtype;
 use crate::quantize::grid::GridRule;
-use crate::quantize::{QuantizedTensor, Rows, RowsError, fake_quantize, quantize_rtn};
+use crate::quantize::{QuantizedTensor, RowsError, SourceRows, fake_quantize, quantize_rtn};
 use crate::scheme::{LinearScheme, ScaleFormat, WeightFormat};
 
 /// Values from −1 to 1.
@@ -60,7 +60,7 @@ fn held(n: usize, k: usize, scheme: &str, settings: GptqSettings, seed: u64, dea
     let (h, w) = (hessian(&inputs(3 * k, k, seed, dead), k), weights(n, k, seed));
     let factor = factor(&h, settings, group_size);
     let Solved { tensor, loss } =
-        solve(Rows::Floats(&w), [n, k], scheme, Dtype::F32, None, &factor, settings).unwrap();
+        solve(SourceRows::Floats(&w), [n, k], scheme, Dtype::F32, None, &factor, settings).unwrap();
     tensor.require_storable("m").unwrap();
     let upper = chain(&damped(&h, factor.columns(), factor.damping()), k);
     let rule = GridRule::new(scheme, ScaleFormat::F32).unwrap();
@@ -119,7 +119,7 @@ fn codes_are_the_definition_s_own_where_no_tie_is_near() {
     let scheme: LinearScheme = "w4a16-g32-asym".parse().unwrap();
     let (h, w) = (hessian(&inputs(200, k, 9, &[]), k), weights(n, k, 9));
     let factor = factor(&h, settings, 32);
-    let solved = solve(Rows::Floats(&w), [n, k], scheme, Dtype::F16, None, &factor, settings).unwrap();
+    let solved = solve(SourceRows::Floats(&w), [n, k], scheme, Dtype::F16, None, &factor, settings).unwrap();
     let upper = chain(&damped(&h, factor.columns(), factor.damping()), k);
     let (rule, columns) = (GridRule::new(scheme, ScaleFormat::F16).unwrap(), factor.columns());
     for (r, row) in w.chunks_exact(k).enumerate() {
@@ -196,7 +196,7 @@ fn threads_do_not_change_a_bit() {
         pool.install(|| {
             let factor = factor(&h, settings, 64);
             let solved =
-                solve(Rows::Floats(&w), [n, k], scheme, Dtype::F16, None, &factor, settings).unwrap();
+                solve(SourceRows::Floats(&w), [n, k], scheme, Dtype::F16, None, &factor, settings).unwrap();
             (solved.tensor, solved.loss)
         })
     };
@@ -232,7 +232,7 @@ fn it_leaves_less_output_error_than_rounding() {
             let settings = GptqSettings { act_order, damping: 1e-6, ..GptqSettings::default() };
             let factor = factor(&h, settings, scheme.granularity.group_size(k));
             let solved =
-                solve(Rows::Floats(&w), [n, k], scheme, Dtype::F16, None, &factor, settings).unwrap();
+                solve(SourceRows::Floats(&w), [n, k], scheme, Dtype::F16, None, &factor, settings).unwrap();
             let error = output_error(&x, &w, &solved.tensor.dequantize().unwrap(), k);
             assert!(error < 0.7 * rtn, "{scheme} {act_order:?}: {error} for {rtn}");
             // The reported loss is this error if damping is negligible.
@@ -252,7 +252,8 @@ fn without_correlation_it_is_rounding_to_nearest() {
     for act_order in ORDERS {
         let settings = GptqSettings { act_order, ..GptqSettings::default() };
         let factor = factor(&h, settings, 32);
-        let solved = solve(Rows::Floats(&w), [n, k], scheme, Dtype::F16, None, &factor, settings).unwrap();
+        let solved =
+            solve(SourceRows::Floats(&w), [n, k], scheme, Dtype::F16, None, &factor, settings).unwrap();
         assert_eq!(solved.tensor, quantize_rtn("m", &w, [n, k], scheme, Dtype::F16, None).unwrap());
     }
 }
@@ -270,15 +271,16 @@ fn dead_channels_and_batches_of_one_token_are_defined() {
             let factor = factor(&hessian(&x, k), settings, 32);
             assert_eq!(factor.dead(), k);
             let solved =
-                solve(Rows::Floats(&w), [n, k], scheme, Dtype::F16, None, &factor, settings).unwrap();
+                solve(SourceRows::Floats(&w), [n, k], scheme, Dtype::F16, None, &factor, settings).unwrap();
             assert_eq!(solved.tensor, nearest);
         }
         // A dead channel among others is rounded on its group's grid, and not set to 0.
         let dead = [3, 40];
         let factor_of = factor(&hessian(&inputs(100, k, 11, &dead), k), settings, 32);
         assert_eq!(factor_of.dead(), 2);
-        let solved =
-            solve(Rows::Floats(&w), [n, k], scheme, Dtype::F32, None, &factor_of, settings).unwrap().tensor;
+        let solved = solve(SourceRows::Floats(&w), [n, k], scheme, Dtype::F32, None, &factor_of, settings)
+            .unwrap()
+            .tensor;
         let values = solved.dequantize().unwrap();
         for (r, c) in (0..n).flat_map(|r| dead.map(|c| (r, c))) {
             let scale = solved.scales[r * 2 + c / 32];
@@ -288,7 +290,7 @@ fn dead_channels_and_batches_of_one_token_are_defined() {
         }
         // One token: a Hessian of rank one, which damping makes positive definite.
         let one = factor(&hessian(&inputs(1, k, 12, &[]), k), settings, 32);
-        let solved = solve(Rows::Floats(&w), [n, k], scheme, Dtype::F16, None, &one, settings).unwrap();
+        let solved = solve(SourceRows::Floats(&w), [n, k], scheme, Dtype::F16, None, &one, settings).unwrap();
         assert!(solved.loss.is_finite() && solved.tensor.scales.iter().all(|s| s.is_finite()));
     }
 }
@@ -304,7 +306,8 @@ fn indefinite_hessians_get_more_damping() {
     let scheme: LinearScheme = "w4a16-g8-sym".parse().unwrap();
     let w = weights(3, k, 14);
     let solved =
-        solve(Rows::Floats(&w), [3, k], scheme, Dtype::F16, None, &factor, GptqSettings::default()).unwrap();
+        solve(SourceRows::Floats(&w), [3, k], scheme, Dtype::F16, None, &factor, GptqSettings::default())
+            .unwrap();
     assert!(solved.loss.is_finite());
 }
 
@@ -323,12 +326,13 @@ fn what_is_not_finite_is_an_error() {
     for bad in [f32::NAN, f32::NEG_INFINITY, 3e38] {
         let mut w = weights(n, k, 17);
         w[k + 33] = bad;
-        let error = solve(Rows::Floats(&w), [n, k], scheme, Dtype::F16, None, &factor, settings).unwrap_err();
+        let error =
+            solve(SourceRows::Floats(&w), [n, k], scheme, Dtype::F16, None, &factor, settings).unwrap_err();
         assert!(matches!(error, RowsError::Grid { row: 1, .. }), "{error}");
     }
     let refused = |shape, scheme: &str| {
         solve(
-            Rows::Floats(&weights(n, k, 1)),
+            SourceRows::Floats(&weights(n, k, 1)),
             shape,
             scheme.parse().unwrap(),
             Dtype::F16,
@@ -349,8 +353,9 @@ fn bounds_narrow_the_range_of_grids() {
     let (h, w) = (hessian(&inputs(300, k, 18, &[]), k), weights(n, k, 18));
     let factor = factor(&h, settings, 32);
     let scheme: LinearScheme = "w4a16-g32-sym".parse().unwrap();
-    let run =
-        |clip: &[f32]| solve(Rows::Floats(&w), [n, k], scheme, Dtype::F32, Some(clip), &factor, settings);
+    let run = |clip: &[f32]| {
+        solve(SourceRows::Floats(&w), [n, k], scheme, Dtype::F32, Some(clip), &factor, settings)
+    };
     let mut bounds = vec![f32::INFINITY; n * 2];
     bounds[5] = 0.03;
     let free = run(&vec![f32::INFINITY; n * 2]).unwrap().tensor;
@@ -410,7 +415,7 @@ fn floating_point_codes() {
         let settings = GptqSettings { act_order, ..Default::default() };
         let solved = |h: &Hessian| {
             let factor = factor(h, settings, size);
-            solve(Rows::Floats(&w), [n, k], scheme, dtype, None, &factor, settings).unwrap()
+            solve(SourceRows::Floats(&w), [n, k], scheme, dtype, None, &factor, settings).unwrap()
         };
         let mut identity = vec![0.0; k * k];
         (0..k).for_each(|i| identity[i * k + i] = 1.0);

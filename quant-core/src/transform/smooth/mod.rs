@@ -37,7 +37,7 @@ use super::{
 use crate::calibrate::{ChannelRanges, HiddenStates, InputRows};
 use crate::model::{Block, BlockGraph, CancelTap, FoldGroup, NodeId, TokenRows, WeightBody, with_values};
 use crate::quantize::{
-    Rows, ScaleContext, fp8_static_scale, nvfp4_input_scale, quantize_within, static_grid,
+    ScaleContext, SourceRows, fp8_static_scale, nvfp4_input_scale, quantize_within, static_grid,
 };
 use crate::scheme::{ActivationScheme, Granularity};
 use crate::{Error, Result};
@@ -239,6 +239,10 @@ impl Transform for SmoothQuant {
         settings.smooth.producers == Producers::All
     }
 
+    fn takes_experts_apart(&self, _graph: &BlockGraph, settings: &TransformSettings) -> bool {
+        !Smoothing::of_inputs(settings).is_searched()
+    }
+
     fn fingerprint(&self, settings: &TransformSettings) -> Value {
         let SmoothSettings { alpha, producers, maxima } = &settings.smooth;
         let maxima = maxima.as_ref().map(|m| m.sha256());
@@ -358,6 +362,8 @@ impl Migration {
                     *max = max.max(w.abs());
                 }
             }
+            drop(weight);
+            task.done_with(*consumer);
         }
         let weights = group.gather_largest(&columns);
         Ok(Self { group, activations, weights })
@@ -503,8 +509,9 @@ impl<'a> BlockSearch<'a> {
             // alike.
             let context = ScaleContext { search: task.settings.scale_search, amax: None };
             let target = (grid.scheme, grid.scale_dtype);
-            let (mut quantized, _) = quantize_within(Rows::Floats(&values), shape, target, None, context)
-                .map_err(|e| e.within(&tensor, None))?;
+            let (mut quantized, _) =
+                quantize_within(SourceRows::Floats(&values), shape, target, None, context)
+                    .map_err(|e| e.within(&tensor, None))?;
             quantized.input = task.input_grid(node, &ranges)?;
             let linear = linear.with_weight(WeightBody::Quantized(quantized));
             self.rounded.insert(node, (key, linear.clone()));

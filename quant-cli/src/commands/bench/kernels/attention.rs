@@ -1,5 +1,5 @@
-//! Attention on the cache: decoding reads all of it for one token, so memory limits it; prefill is limited by
-//! arithmetic.
+//! Attention on the cache. Decoding reads the whole cache for one token, so it is limited by memory bandwidth; prefill
+//! is limited by arithmetic.
 
 use std::hint::black_box;
 use std::ops::RangeInclusive;
@@ -20,7 +20,8 @@ pub(super) const NAME: &str = "attention kv4 kv8 f16";
 /// Query heads, and key and value heads, of a model with 8 billion parameters.
 const HEADS: [usize; 2] = [32, 8];
 const HEAD_DIM: usize = 128;
-/// Tokens per layer, and the number of layers that are read in turn. Together they exceed every last-level cache.
+/// Tokens per layer, and the number of layers that are read in turn. Together they exceed the last-level caches of most
+/// processors.
 const TOKENS: usize = 32 << 10;
 const LAYERS: usize = 8;
 /// Queries of a prefill, and its context length; the queries are the last tokens of the context.
@@ -146,7 +147,7 @@ pub(super) fn measure(limits: &mut Limits, session: &Session) -> Result<Vec<Case
     Ok(cases)
 }
 
-/// The queries of the last tokens; each attends to all tokens before it.
+/// Measures prefill with queries of the last tokens. Each attends to all tokens up to its own.
 fn prefill(case: &mut Case, cache: &KvCache, queries: &[f32]) -> Result<(), KernelError> {
     let [m, tokens] = PREFILL;
     let mut workspace = Workspace::default();
@@ -165,7 +166,7 @@ fn prefill(case: &mut Case, cache: &KvCache, queries: &[f32]) -> Result<(), Kern
     Ok(())
 }
 
-/// One line per kind; empty if nothing was measured.
+/// Returns a table with one line per type of cache; `None` if nothing was measured.
 pub(super) fn show(cases: &[Case]) -> Option<String> {
     if cases.is_empty() {
         return None;

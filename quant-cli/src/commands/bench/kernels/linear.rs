@@ -1,4 +1,4 @@
-//! Linear layers: with few tokens, memory is the limit; with many, arithmetic.
+//! Linear layers: with few tokens, they are limited by memory bandwidth; with many, by arithmetic.
 
 use std::hint::black_box;
 use std::ops::RangeInclusive;
@@ -19,9 +19,10 @@ use crate::output::table;
 /// `[n, k]` of the linears, as in models of 1 and 8 billion parameters.
 const SHAPES: [[usize; 2]; 5] = [[4096, 4096], [14336, 4096], [4096, 14336], [2048, 2048], [8192, 2048]];
 const TOKENS: [usize; 5] = [1, 4, 16, 64, 512];
-/// Bytes of weights that are read in turn if there are few tokens: more than any last-level cache holds.
+/// Bytes of weights that are read in turn if there are few tokens: more than the last-level caches of most processors
+/// hold.
 const ROTATED: usize = 192 << 20;
-/// Measurements per case; the median is reported.
+/// Minimum number of rounds per case, including those that only warm up; the median of the others is reported.
 const ROUNDS: usize = 7;
 
 /// A scheme and whether activations are integers.
@@ -83,15 +84,15 @@ pub(super) struct Case {
     k: usize,
     tokens: usize,
     bits_per_weight: f64,
-    /// Seconds of each round.
+    /// Seconds of each round, without those that only warm up.
     seconds: Vec<f64>,
     gb_per_second: f64,
     /// `gb_per_second` as a share of the memory bandwidth measured just before and after.
     memory_share: f64,
     tops: f64,
-    /// `tops` as a share of the rate at which this path multiplies in registers, measured just before and after. The
-    /// rate is that of integers or of floats, as the activations are. For floats, every product that an `f32`
-    /// activation takes on this path is counted.
+    /// `tops` as a share of the rate at which this path multiplies in registers, measured just before and after: that
+    /// of integers for integer activations, and that of floats for float activations. For floats, every product that
+    /// an `f32` activation takes on this path is counted.
     dot_share: f64,
     #[serde(skip)]
     products: Option<f64>,
@@ -121,7 +122,7 @@ fn name(scheme: Scheme, [n, k]: [usize; 2]) -> String {
     format!("{} {n} x {k}", scheme.name)
 }
 
-/// The number of chosen cases.
+/// Returns the number of chosen schemes and shapes.
 pub(super) fn taken(only: &Only<'_>) -> usize {
     chosen(only).count()
 }
@@ -197,7 +198,8 @@ fn time(
     // Ones, because the system would allocate the pages of a zeroed vector only on the first write.
     let mut out = vec![1.0; tokens * n];
     let mut seconds = Vec::new();
-    // The first round over all copies only brings them into memory.
+    // The first rounds, half as many as there are copies or, if there are fewer, rounds, only warm up and are not
+    // recorded.
     let rounds = if tokens <= 16 { ROUNDS.max(2 * copies.len()) } else { ROUNDS };
     for round in 0..rounds {
         let weights = &copies[round % copies.len()];
@@ -229,7 +231,8 @@ fn time(
     })
 }
 
-/// One line per scheme and shape, one column per number of tokens; empty if nothing was measured.
+/// Returns a table with one line per scheme and shape, and one column per number of tokens; `None` if nothing was
+/// measured.
 pub(super) fn show(cases: &[Case]) -> Option<String> {
     if cases.is_empty() {
         return None;

@@ -54,7 +54,7 @@ impl From<&limits::Peak> for Peak {
     }
 }
 
-/// Warns about paths that multiply faster than this processor's default.
+/// Returns warnings about paths that multiply faster than this processor's default.
 fn warnings(peaks: &[limits::Peak], default: Isa) -> Vec<String> {
     /// Smaller ratios are treated as noise, because other programs may use the machine.
     const MIN_RATIO: f64 = 1.3;
@@ -88,7 +88,7 @@ impl Only<'_> {
         self.0.is_none_or(|part| name.contains(part))
     }
 
-    /// Fails if the filter matches nothing.
+    /// Returns an error if the filter matches nothing.
     fn check(&self, taken: usize) -> Result<()> {
         match self.0 {
             Some(part) if taken == 0 => Err(Error::usage(
@@ -144,12 +144,12 @@ pub fn run(only: Option<&str>, device: Device, json: &JsonOption, session: &Sess
 /// The machine's limits, probed before and after each case, because they vary over time on a shared machine.
 struct Limits {
     token: IsaToken,
-    /// The memory that each probe reads: more than any last-level cache holds.
+    /// The memory that each probe reads: more than the last-level caches of most processors hold.
     words: Vec<u64>,
     probes: Vec<Probe>,
 }
 
-/// The limits at one time, each with its best access pattern.
+/// The limits at one time. That of memory is for the access pattern that reaches the highest bandwidth.
 struct Probe {
     memory: MemoryLimit,
     dot: f64,
@@ -169,7 +169,7 @@ impl Limits {
         self.probes.len() - 1
     }
 
-    /// The medians over these probes: memory bandwidth in GB/s, and products of integers and of floats in TOPS.
+    /// Returns the medians over these probes: memory bandwidth in GB/s, and products of integers and of floats in TOPS.
     fn during(&self, probes: &RangeInclusive<usize>) -> [f64; 3] {
         let probes = self.probes.get(probes.clone()).unwrap_or_default();
         let median_of = |of: fn(&Probe) -> f64| median(&probes.iter().map(of).collect::<Vec<_>>());
@@ -177,7 +177,7 @@ impl Limits {
         [median_of(|probe| probe.memory.bytes_per_second) / 1e9, dot / 1e12, float / 1e12]
     }
 
-    /// The probe with the median memory bandwidth.
+    /// Returns the memory bandwidth of the median and of the best probe, and the median rates of products in TOPS.
     fn median(mut self) -> (Memory, [f64; 2]) {
         let [_, dot, float] = self.during(&(0..=self.probes.len() - 1));
         self.probes.sort_by(|a, b| a.memory.bytes_per_second.total_cmp(&b.memory.bytes_per_second));
@@ -192,7 +192,7 @@ impl Limits {
     }
 }
 
-/// The median, with the mean of the two middle values for an even count.
+/// Returns the median; for an even count, the mean of the two middle values.
 fn median(values: &[f64]) -> f64 {
     let mut sorted = values.to_vec();
     sorted.sort_by(f64::total_cmp);
@@ -244,7 +244,7 @@ mod tests {
         let all = |floats| [narrow, peak(Isa::Avx512Bf16, 1e12, floats)];
         assert!(warnings(&all(1e12), Isa::Avx512Bf16).is_empty());
         assert!(warnings(&all(2e11), Isa::Avx512Vnni).is_empty());
-        // The default path has half the f32 rate of the other, and takes twice as many products per activation.
+        // The default path has half the other's rate of float products, and takes twice as many of them per activation.
         let slow = warnings(&all(2e11), Isa::Avx512Bf16);
         assert!(slow.len() == 1 && slow[0].contains("QUANT_ISA=avx512vnni"), "{slow:?}");
         assert!(warnings(&[], Isa::Scalar).is_empty());

@@ -200,14 +200,14 @@ impl Form {
         FORMS.iter().find(|form| form.names.contains(&name))
     }
 
-    /// The name of a pre-tokenizer with these steps. Several have Qwen2's steps, with and without NFC: llama.cpp treats
-    /// all alike, so the best known name is taken.
+    /// The name of a pre-tokenizer with these steps. Several pre-tokenizers have Qwen2's steps, with and without NFC.
+    /// llama.cpp treats them alike, so the first name in the table is returned.
     pub(super) fn name(steps: &[Step], whole: bool) -> Option<&'static str> {
         let alike = |form: &&Self| form.steps == steps && form.whole == whole;
         FORMS.iter().find(alike).and_then(|form| form.names.first().copied())
     }
 
-    /// It as the `pre_tokenizer` of a `tokenizer.json`.
+    /// The JSON of the pre-tokenizer, for `pre_tokenizer` in a `tokenizer.json`.
     pub(in crate::gguf) fn json(&self) -> Json {
         let one = |step: &Step| match step {
             Step::Split(expression) => json!({

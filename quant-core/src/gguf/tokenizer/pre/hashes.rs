@@ -1,7 +1,7 @@
 //! Names of pre-tokenizers by the tokens of one text, which identify published vocabularies.
 
-/// Names by the SHA-256 of the tokens, written as a Python list. Where several names have the same hash, this is the one
-/// that llama.cpp's converter writes. Encoders without a decoder are left out.
+/// Names by the SHA-256 of the tokens, written as a Python list. If several names have the same hash, this is the one
+/// that llama.cpp's converter writes. Encoder-only models are left out.
 pub(super) const HASHES: &[(&str, &str)] = &[
     ("a.x-4.0", "b0a6b1c0bd5998ebd9df08611efde34a4ff03faed45ae09c43e6b31ebd4b94cf"),
     ("afmoe", "49fc0303c9e0d2c2c565c510f64b2d9b271276acdcdadff733249eda9f7d59df"),

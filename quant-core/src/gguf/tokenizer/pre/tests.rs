@@ -8,7 +8,7 @@ use super::*;
 #[test]
 fn steps_have_names() {
     let form = |name: &str| Form::named(name).unwrap();
-    // What is read from a file of any of these names is recognized again by its steps, unless another name has the same.
+    // The steps of each name are recognized under the same name, or under another name that has the same steps.
     for (name, found) in [
         ("gpt-2", "gpt-2"),
         ("olmo", "gpt-2"),

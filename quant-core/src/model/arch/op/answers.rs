@@ -6,6 +6,7 @@ use crate::model::rope::Rope;
 
 /// How much of the batch one token's value depends on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+#[non_exhaustive]
 pub enum Reach {
     /// A token's value depends only on the same token's inputs.
     Token,
@@ -17,6 +18,7 @@ pub enum Reach {
 
 /// The effect of positive scales on the channels of an input.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum ScalePass {
     /// The output is not proportional to the scales.
     Stopped,
@@ -38,6 +40,7 @@ impl ScalePass {
 
 /// The origin of an output's channels, with regard to reordering.
 #[derive(Debug, Clone, Copy, PartialEq)]
+#[non_exhaustive]
 pub enum ChannelOrder {
     /// Rows of a weight: they can have any order.
     OfRows,
@@ -56,7 +59,8 @@ pub enum ChannelOrder {
 
 /// The tokens for which a value has rows.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub enum Rows {
+#[non_exhaustive]
+pub enum RowCoverage {
     /// All tokens.
     All,
     /// The same tokens as the inputs.
@@ -72,17 +76,19 @@ pub enum Rows {
 
 /// The role of an attention's input.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum AttentionInput {
     /// Queries. Their errors pass through a softmax.
     Queries,
     /// Keys. Their errors pass through a softmax.
     Keys,
-    /// Averaged.
+    /// Values, which are averaged with the attention weights.
     Values,
 }
 
 /// A stored tensor of an operation.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Parameter {
     /// The name within the module, such as `weight`.
     pub name: &'static str,
@@ -92,8 +98,9 @@ pub struct Parameter {
 
 /// The computation of an operation, for code that exports a graph to another program.
 #[derive(Debug, Clone, Copy, PartialEq)]
+#[non_exhaustive]
 pub enum Computes<'a> {
-    /// A norm with a module in the checkpoint.
+    /// A norm with a module name, with or without parameters.
     Norm {
         /// The epsilon that is added to the mean square or the variance.
         eps: f64,
@@ -123,10 +130,11 @@ pub enum Computes<'a> {
     ClampedGated {
         /// Factor of the gate inside the sigmoid.
         alpha: f32,
-        /// Bound of both inputs.
+        /// Upper bound of the gate, and of the magnitude of the other factor.
         limit: f32,
     },
-    /// An operation that is fully described by its inputs, its module or its attention shape.
+    /// An operation whose other properties exporters read from the graph, such as its inputs, module or attention
+    /// shape.
     Structure,
     /// Anything else: the exporter must handle it by name or reject it.
     Other,

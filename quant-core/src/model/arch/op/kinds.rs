@@ -2,6 +2,7 @@
 
 /// The stored parameters of a layer norm.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum LayerNormParameters {
     /// Neither weight nor bias.
     None,
@@ -32,10 +33,11 @@ pub enum Activation {
 /// `1 + beta · ln(1 + ⌊(position + offset) / original_positions⌋)`: a factor of queries that keeps attention sharp in
 /// contexts longer than the original training context (Llama 4, Ministral 3).
 #[derive(Debug, Clone, Copy, PartialEq)]
+#[non_exhaustive]
 pub struct PositionScale {
     /// Coefficient of the logarithm.
     pub beta: f32,
-    /// Number of positions for which the factor is 1.
+    /// The original training context, in positions. The factor is 1 up to its end.
     pub original_positions: usize,
     /// Index of the first position: 0 or 1.
     pub offset: usize,

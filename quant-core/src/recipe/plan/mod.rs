@@ -1,8 +1,16 @@
 //! The plan: the action for every tensor, determined before any computation.
 
-use std::collections::{BTreeSet, HashMap};
+mod draft;
+mod summary;
+
+use std::collections::HashMap;
 use std::ops::Range;
 
+pub(super) use draft::FoldedNodes;
+
+use draft::{Draft, Drafted};
+
+use super::part::Calibrated;
 use super::scale_groups::ScaleGroups;
 use super::select::Selection;
 use super::{CacheScale, Recipe, SelectorMatches};
@@ -10,14 +18,13 @@ use crate::calibrate::Sampling;
 use crate::checkpoint::{Dtype, TensorInfo, TensorSpec};
 use crate::digest::sha256_hex;
 use crate::format::FusedLinears;
-use crate::format::{Container, ModuleSchemes, WrapperNames};
-use crate::model::{Architecture, KvScheme, Model, NodeId};
+use crate::format::{Container, WrapperNames};
+use crate::model::{Model, NodeId};
 use crate::quantize::gptq::GptqSettings;
 use crate::recipe::{Method, Rounding};
-use crate::scheme::{LinearScheme, SchemeRequest};
-use crate::transform::{Transform, TransformSettings};
+use crate::scheme::LinearScheme;
+use crate::transform::TransformSettings;
 use crate::{Error, Result};
-use quant_formats::Indivisible;
 
 /// The action for a tensor of the input.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -43,7 +50,7 @@ pub enum Action {
         /// The dtype of stored scales.
         scale_dtype: Dtype,
     },
-    /// Already quantized: the same codes, scales and zero points in another format.
+    /// Already quantized, and written in a different format with the same values.
     Repack {
         /// The linear's name.
         module: String,
@@ -64,8 +71,8 @@ pub enum Action {
 pub struct PlanEntry {
     /// The name as a float tensor of the model.
     pub tensor: String,
-    /// The tensor of the input that contains it, if there is one. For a head that is tied in the input, this is the
-    /// embedding.
+    /// The tensor of the input that contains it; for a repacked weight, the first of its tensors. For a head that is
+    /// tied in the input, this is the embedding, unless the preparation unties the head.
     pub stored: String,
     /// The index of the block that contains it; `None` outside the blocks.
     pub layer: Option<usize>,
@@ -84,7 +91,7 @@ pub struct PlanEntry {
 }
 
 impl PlanEntry {
-    /// The tensors of the input from which the tensor is computed.
+    /// The tensors of the input from which the tensor is computed, with their sizes in bytes.
     pub fn sources(&self) -> Vec<(&str, u64)> {
         match &self.action {
             Action::Repack { sources, .. } => {
@@ -118,80 +125,6 @@ impl PlanEntry {
     /// The number of bytes to write.
     pub fn output_bytes(&self) -> u64 {
         self.outputs.iter().map(|t| t.info.byte_len()).sum()
-    }
-}
-
-/// The norms and linears of each layer whose stored parameters a method may rewrite.
-#[derive(Debug, Default)]
-pub(super) struct FoldedNodes {
-    layers: Vec<BTreeSet<NodeId>>,
-}
-
-impl FoldedNodes {
-    fn new(architecture: &Architecture, transforms: &[&dyn Transform], settings: &TransformSettings) -> Self {
-        let of = |layer: usize| {
-            let graph = architecture.graph(layer);
-            transforms.iter().flat_map(|t| t.folded_nodes(graph, settings)).collect()
-        };
-        Self { layers: (0..architecture.layers).map(of).collect() }
-    }
-
-    fn contains(&self, layer: usize, node: NodeId) -> bool {
-        self.layers.get(layer).is_some_and(|nodes| nodes.contains(&node))
-    }
-}
-
-/// A weight with its scheme, before its output tensors are known.
-struct Draft {
-    layer: Option<usize>,
-    node: Option<NodeId>,
-    module: String,
-    shape: [usize; 2],
-    /// The tensor in the input.
-    stored: String,
-    /// The name if it stays float.
-    name: String,
-    scheme: Option<SchemeRequest>,
-    /// The action for the weight if it is not quantized.
-    float: Action,
-}
-
-enum Drafted {
-    Entry(Box<PlanEntry>),
-    Indivisible(Indivisible),
-}
-
-impl Draft {
-    fn entry(self, model: &Model, container: &dyn Container) -> Result<Drafted> {
-        let Self { layer, node, module, shape, stored, name: tensor, scheme, float } = self;
-        let info = model.source().require(&stored)?.clone();
-        let Some(request) = scheme else {
-            let outputs = vec![TensorSpec { name: tensor.clone(), info: info.clone() }];
-            return Ok(Drafted::Entry(Box::new(PlanEntry {
-                tensor,
-                stored,
-                layer,
-                info,
-                modified: false,
-                by_columns: false,
-                action: float,
-                outputs,
-                cache: Vec::new(),
-            })));
-        };
-        let scheme = request.resolve(|bits| container.symmetric_by_default(bits));
-        let (columns, group_size) = (shape[1], scheme.needed_divisor(shape[1]));
-        if !columns.is_multiple_of(group_size) {
-            return Ok(Drafted::Indivisible(Indivisible { tensor, columns, group_size }));
-        }
-        let scale_dtype = container.scale_dtype(scheme, info.dtype);
-        let outputs = container.layout(&module, shape, container.stored_scheme(scheme), scale_dtype)?;
-        let action = Action::Quantize { node, module, scheme, scale_dtype };
-        let cache = Vec::new();
-        let by_columns = false;
-        let entry =
-            PlanEntry { tensor, stored, layer, info, modified: false, by_columns, action, outputs, cache };
-        Ok(Drafted::Entry(Box::new(entry)))
     }
 }
 
@@ -233,13 +166,18 @@ pub struct Plan {
     pub entries: Vec<PlanEntry>,
     /// The blocks covered by the plan.
     pub(super) blocks: Range<usize>,
-    /// A hash of the grids of all linears, including those outside the covered blocks.
+    /// For a part of a plan: what the whole plan calibrates.
+    pub(super) calibrated: Option<Calibrated>,
+    /// The bytes of the largest block, if the plan only moves the batch through the float model.
+    pub(super) forward: Option<u64>,
+    /// The SHA-256 of the schemes and scale dtypes of all quantized modules, including those outside the covered
+    /// blocks.
     pub(super) grids_sha256: String,
     /// The modules that the patterns of the recipe selected.
     pub selectors: Vec<SelectorMatches>,
-    /// Linears that stay float, in model order, including the head.
+    /// Linears that stay float: those of the blocks in model order, then others such as the head.
     pub float_modules: Vec<String>,
-    /// Whether rotation unties the head from the embedding.
+    /// Whether the preparation (rotation or folding of norms) unties the head from the embedding.
     pub(super) untied_by_preparation: bool,
     /// The head's module.
     pub(super) head: String,
@@ -249,20 +187,22 @@ pub struct Plan {
     pub(super) embedding: String,
     /// Linears that engines fuse into one.
     pub(super) fused: Vec<FusedLinears>,
-    /// Linears for which engines keep one scale over the whole tensor.
+    /// Groups of linears for which engines use one common tensor scale.
     pub(super) scale_groups: ScaleGroups,
     /// Notes about the steps of the method.
     pub(super) step_notes: Vec<String>,
-    /// The larger model that contains the decoder, if there is one.
+    /// Names in the larger model that contains the decoder, if there is one.
     pub(super) wrapper: Option<WrapperNames>,
 }
 
 impl Plan {
-    /// Plans a recipe for a model, for one of its formats.
+    /// Plans a recipe for a model and one of the recipe's formats. The model must be prepared by
+    /// [`Recipe::prepared`].
     ///
     /// # Errors
-    /// When the model is already quantized, a pattern matches nothing, a group size does not divide a width (all
-    /// offenders are listed), the format cannot express a scheme, or nothing is left to quantize.
+    /// If the model is already quantized, a pattern matches nothing or has no effect, the model, method or format does
+    /// not support a scheme or setting, a group size does not divide a width (the error lists all such weights), or
+    /// nothing is left to quantize; [`Error::Internal`] if the model is not prepared.
     pub fn new(model: &Model, recipe: &Recipe, container: &'static dyn Container) -> Result<Self> {
         model.require_float()?;
         let architecture = model.architecture();
@@ -371,6 +311,8 @@ impl Plan {
             gptq: recipe.gptq,
             entries,
             blocks: 0..architecture.layers,
+            calibrated: None,
+            forward: None,
             grids_sha256: String::new(),
             selectors,
             float_modules,
@@ -435,7 +377,8 @@ impl Plan {
         sha256_hex(self.entries.iter().map(grid).collect::<String>())
     }
 
-    /// A hash of the grids of all linears of the whole plan, even if this is a part of it.
+    /// The SHA-256 of the schemes and scale dtypes of all quantized modules of the whole plan, even if this is a part
+    /// of it.
     pub(crate) fn grids_sha256(&self) -> &str {
         &self.grids_sha256
     }
@@ -527,8 +470,8 @@ impl Plan {
         Ok(())
     }
 
-    /// Sorts blocks in order between the tensors before and after them, so that a program that streams the file finds
-    /// each block in one place.
+    /// Sorts the entries: the embedding, the blocks in order, then all other tensors. A program that streams the file
+    /// finds each block in one place.
     fn sort(&mut self, model: &Model) {
         let embedding = [model.embedding_name(), model.architecture().embedding.clone()];
         let layers = model.architecture().layers;
@@ -538,116 +481,5 @@ impl Plan {
             None => layers + 1,
         };
         self.entries.sort_by(|a, b| (place(a), &a.tensor).cmp(&(place(b), &b.tensor)));
-    }
-
-    /// Every tensor that will be written, in order.
-    pub fn outputs(&self) -> Vec<TensorSpec> {
-        self.entries.iter().flat_map(|e| e.outputs.iter().cloned()).collect()
-    }
-
-    /// The size of all input tensors in bytes.
-    pub fn input_bytes(&self) -> u64 {
-        // A head that rotation unties from the embedding is not a tensor of the input.
-        let virtual_head =
-            |e: &&PlanEntry| self.untied_by_preparation && e.stored == format!("{}.weight", self.head);
-        let sources = self.entries.iter().filter(|e| !virtual_head(e)).flat_map(PlanEntry::sources);
-        sources.collect::<std::collections::BTreeMap<_, _>>().values().sum()
-    }
-
-    /// The size of all tensors that will be written, in bytes.
-    pub fn output_bytes(&self) -> u64 {
-        self.entries.iter().map(PlanEntry::output_bytes).sum()
-    }
-
-    /// The average number of bits per quantized weight, including scales and zero points.
-    pub fn bits_per_quantized_weight(&self) -> f64 {
-        let quantized = || self.entries.iter().filter(|e| e.quantized().is_some());
-        let weights: usize = quantized().map(|e| e.info.elements()).sum();
-        let bytes: u64 = quantized().map(PlanEntry::output_bytes).sum();
-        bytes as f64 * 8.0 / weights.max(1) as f64
-    }
-
-    /// The schemes of all modules, as needed for a format's configuration.
-    pub fn module_schemes(&self) -> ModuleSchemes<'_> {
-        let stored = |(module, scheme)| (module, self.container.stored_scheme(scheme));
-        let quantized = || self.entries.iter().filter_map(PlanEntry::quantized).map(stored);
-        let mut float_dtypes = Vec::new();
-        for entry in self.entries.iter().filter(|e| e.quantized().is_none()) {
-            float_dtypes.extend(Some(entry.info.dtype).filter(|dtype| !float_dtypes.contains(dtype)));
-        }
-        let aliases = self.aliases.iter().filter(|(module, _)| self.float_modules.contains(module));
-        ModuleSchemes {
-            quantized: quantized().filter(|(module, _)| *module != self.embedding).collect(),
-            float: self
-                .float_modules
-                .iter()
-                .map(String::as_str)
-                .chain(aliases.map(|(_, alias)| alias.as_str()))
-                .collect(),
-            fused: &self.fused,
-            head: self.quantizes(&self.head).then_some(self.head.as_str()),
-            embedding: quantized().find(|(module, _)| *module == self.embedding).map(|(_, scheme)| scheme),
-            shapes: self.entries.iter().filter_map(PlanEntry::quantized_shape).collect(),
-            fp8_cache: self.settings.kv == Some(KvScheme::Kvf8),
-            float_dtypes,
-            wrapper: self.wrapper.as_ref(),
-        }
-    }
-
-    /// The properties of the schemes that the format loses, without duplicates.
-    pub fn losses(&self) -> Vec<String> {
-        let mut losses: Vec<String> = Vec::new();
-        for entry in &self.entries {
-            let (Action::Quantize { scheme, scale_dtype, .. }
-            | Action::Repack { from: scheme, scale_dtype, .. }) = &entry.action
-            else {
-                continue;
-            };
-            let new = self.container.loses(*scheme, *scale_dtype);
-            losses.extend(new.into_iter().filter(|loss| !losses.contains(loss)).collect::<Vec<_>>());
-        }
-        losses
-    }
-
-    /// The linears for which engines keep the same scale over the whole tensor as for this one, including itself; `None`
-    /// if there are no others.
-    pub(crate) fn shares_scale_with(&self, module: &str) -> Option<&[String]> {
-        self.scale_groups.with(module)
-    }
-
-    /// Whether a module is stored quantized.
-    fn quantizes(&self, module: &str) -> bool {
-        self.entries.iter().any(|e| e.quantized().is_some_and(|(quantized, _)| quantized == module))
-    }
-
-    /// Whether the head is tied to the embedding in the input and written separately.
-    pub fn unties_head(&self) -> bool {
-        self.untied_by_preparation || self.quantizes(&self.head)
-    }
-
-    /// Whether the decoder is part of a larger model.
-    pub fn is_wrapped(&self) -> bool {
-        self.wrapper.is_some()
-    }
-
-    /// The names of the steps before rounding, in order.
-    pub fn steps(&self) -> Vec<&'static str> {
-        self.method.steps()
-    }
-
-    /// The transforms of blocks, in order.
-    pub(crate) fn transforms(&self) -> Vec<&'static dyn Transform> {
-        self.method.transforms.to_vec()
-    }
-
-    /// Notes for the user: what the steps of the method leave unchanged, and engines that cannot load the result.
-    pub fn warnings(&self) -> Vec<String> {
-        let of_format = self.container.warnings(&self.module_schemes());
-        self.step_notes.iter().cloned().chain(of_format).collect()
-    }
-
-    /// What the steps of the method leave unchanged, with the reasons.
-    pub fn step_notes(&self) -> &[String] {
-        &self.step_notes
     }
 }

@@ -1,0 +1,200 @@
+//! The units of a job, what each of them needs, and what it is predicted to cost.
+
+use std::ops::Range;
+
+use serde::Serialize;
+
+use crate::calibrate::{TokenWindows, windows_per_piece};
+use crate::checkpoint::TensorSpec;
+use crate::model::Model;
+use crate::recipe::{PassPlan, Plan, Rates};
+use crate::{Error, Result};
+
+/// Tokens in which inputs per layer are computed, beside the embeddings.
+const PIECE_TOKENS: usize = 2048;
+
+/// A part of a job that one process computes.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Unit {
+    /// Its name: `forward/SHARD/GROUP`, `blocks/GROUP` or `outside`.
+    pub id: String,
+    /// What it computes.
+    pub work: Work,
+    /// The names of the units whose results it reads.
+    pub needs: Vec<String>,
+}
+
+/// What a unit computes.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Work {
+    /// The hidden states of some calibration windows after some blocks of the float model.
+    Forward {
+        /// The number of the shard of windows.
+        shard: usize,
+        /// The windows.
+        windows: Range<usize>,
+        /// The blocks.
+        blocks: Range<usize>,
+    },
+    /// The tensors of some blocks.
+    Blocks(Range<usize>),
+    /// The tensors outside the blocks.
+    Outside,
+}
+
+/// The predicted cost of a unit.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub struct Cost {
+    /// Seconds on this machine.
+    pub seconds: f64,
+    /// Peak memory in bytes, with hidden states in memory.
+    pub memory_bytes: u64,
+    /// Peak memory in bytes, with hidden states in files.
+    pub smallest_budget_bytes: u64,
+    /// Bytes of tensors and hidden states that are read.
+    pub input_bytes: u64,
+    /// Bytes of the result.
+    pub output_bytes: u64,
+}
+
+/// Returns the units of a plan, in an order in which each follows those that it needs.
+///
+/// # Errors
+/// [`Error::Usage`] if a result would depend on the results of all earlier blocks.
+pub(super) fn units(
+    plan: &Plan,
+    model: &Model,
+    windows: Option<&TokenWindows>,
+    [blocks_per_unit, forward_shards]: [usize; 2],
+) -> Result<Vec<Unit>> {
+    let groups: Vec<Range<usize>> = plan
+        .blocks()
+        .step_by(blocks_per_unit.max(1))
+        .map(|first| first..(first + blocks_per_unit.max(1)).min(plan.blocks().end))
+        .collect();
+    let passes = PassPlan::new(plan, false);
+    let in_spans = passes.follow_quantized();
+    if in_spans && !groups.iter().all(|blocks| plan.gptq.begins_span(blocks.start)) {
+        return Err(match plan.gptq.span_blocks {
+            None => Error::usage(
+                "with inputs of the quantized model, each block depends on the results of all blocks before it",
+                "set ‹span_blocks›, for example to 4, or ‹layer_inputs=float›; or run ‹quantize()›",
+            ),
+            Some(span) => Error::usage(
+                format!("a unit of {blocks_per_unit} blocks does not consist of spans of {span} blocks"),
+                "choose a multiple for ‹blocks_per_unit›, or leave it out",
+            ),
+        });
+    }
+    let shards = match windows.filter(|_| passes.follow_float() || in_spans) {
+        Some(windows) => shards(windows, model, forward_shards),
+        None => Vec::new(),
+    };
+    let forward = |shard: usize, group: usize| format!("forward/{shard}/{group}");
+    let mut units = Vec::new();
+    // The last group has no successor that would read states after it.
+    for (group, blocks) in groups.iter().enumerate().take(groups.len().saturating_sub(1)) {
+        for (shard, windows) in shards.iter().enumerate() {
+            let needs = group.checked_sub(1).map(|before| forward(shard, before));
+            let work = Work::Forward { shard, windows: windows.clone(), blocks: blocks.clone() };
+            units.push(Unit { id: forward(shard, group), work, needs: needs.into_iter().collect() });
+        }
+    }
+    for (group, blocks) in groups.into_iter().enumerate() {
+        let before = group.checked_sub(1);
+        let needs = before.into_iter().flat_map(|before| (0..shards.len()).map(move |s| forward(s, before)));
+        let (id, needs) = (format!("blocks/{group}"), needs.collect());
+        units.push(Unit { id, work: Work::Blocks(blocks), needs });
+    }
+    if !plan.only_outside().entries.is_empty() {
+        units.push(Unit { id: "outside".into(), work: Work::Outside, needs: Vec::new() });
+    }
+    Ok(units)
+}
+
+/// Splits the calibration windows into at most `count` shards. They begin where the pieces begin in which the batch
+/// passes through the model, so the shards have the same states as the whole batch.
+fn shards(windows: &TokenWindows, model: &Model, count: usize) -> Vec<Range<usize>> {
+    let piece = windows_per_piece(windows.length());
+    let pieces = windows.len().div_ceil(piece);
+    let has_other_pieces = model.architecture().per_layer_inputs.is_some()
+        && !(piece * windows.length()).is_multiple_of(PIECE_TOKENS);
+    let count = if has_other_pieces { 1 } else { count.clamp(1, pieces.max(1)) };
+    let at = |shard: usize| (pieces * shard / count * piece).min(windows.len());
+    (0..count).map(|shard| at(shard)..at(shard + 1)).collect()
+}
+
+impl Unit {
+    /// Returns the part of the plan that the unit computes.
+    ///
+    /// # Errors
+    /// Never for units of this plan.
+    pub(super) fn part(&self, plan: &Plan) -> Result<Plan> {
+        match &self.work {
+            Work::Forward { windows, blocks, .. } => {
+                let mut part = plan.only_forward(blocks.clone())?;
+                part.sampling.samples = windows.len();
+                Ok(part)
+            }
+            Work::Blocks(blocks) => plan.only_blocks(blocks.clone()),
+            Work::Outside => Ok(plan.only_outside()),
+        }
+    }
+
+    /// Returns the tensors of the unit's file; none if it holds hidden states.
+    ///
+    /// # Errors
+    /// As [`part`](Self::part).
+    pub(super) fn tensors(&self, plan: &Plan) -> Result<Vec<TensorSpec>> {
+        Ok(self.part(plan)?.outputs())
+    }
+
+    /// Whether the result holds hidden states instead of tensors.
+    pub fn is_forward(&self) -> bool {
+        matches!(self.work, Work::Forward { .. })
+    }
+
+    /// Predicts the cost of the unit on a machine with these rates.
+    ///
+    /// # Errors
+    /// As [`part`](Self::part).
+    pub(super) fn cost(&self, plan: &Plan, model: &Model, rates: Rates) -> Result<Cost> {
+        let part = self.part(plan)?;
+        let parts = std::slice::from_ref(&part);
+        let states = |layer: usize, windows: usize| {
+            (4 * model.architecture().state_width(layer) as u64)
+                .saturating_mul(windows as u64)
+                .saturating_mul(part.sampling.length as u64)
+        };
+        let (input_bytes, output_bytes) = match &self.work {
+            Work::Forward { windows, blocks, .. } => {
+                let before = if blocks.start == 0 { 0 } else { states(blocks.start, windows.len()) };
+                let weights = plan.only_blocks(blocks.clone())?.input_bytes();
+                (weights.saturating_add(before), states(blocks.end, windows.len()))
+            }
+            Work::Blocks(blocks) => {
+                let before = match self.needs.is_empty() {
+                    true => 0,
+                    false => states(blocks.start, part.sampling.samples),
+                };
+                (part.input_bytes().saturating_add(before), part.output_bytes())
+            }
+            Work::Outside => (part.input_bytes(), part.output_bytes()),
+        };
+        let memory_bytes = Plan::peak_memory(parts, model);
+        // No run fits into a budget of 0 bytes.
+        let smallest = Plan::residence(parts, model, 0, false).err();
+        // Units without blocks only write.
+        let seconds = match self.work {
+            Work::Outside => 2.0 * (input_bytes + output_bytes) as f64 / rates.hashed,
+            _ => Plan::seconds(parts, model, rates),
+        };
+        Ok(Cost {
+            seconds,
+            memory_bytes,
+            smallest_budget_bytes: smallest.unwrap_or(memory_bytes),
+            input_bytes,
+            output_bytes,
+        })
+    }
+}

@@ -1,0 +1,269 @@
+//! Creating jobs, and opening them as a worker does.
+
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+use std::sync::Mutex;
+
+use serde_json::Value;
+
+use super::graph::{self, Cost, Unit};
+use super::record::{JobRecord, SCHEMA, normalized, tensors_sha256};
+use super::store::{Publication, Store, damaged, is_regular};
+use super::windows;
+use crate::calibrate::TokenWindows;
+use crate::checkpoint::{read_capped, refuse_overlap};
+use crate::digest::sha256_hex;
+use crate::pipeline::{self, Job};
+use crate::recipe::{Plan, Rates};
+use crate::run::{self, Host, Opened, RecipeSettings, Text, open, prepared};
+use crate::{CancelToken, Error, Observer, Result};
+
+/// A larger recipe or file of channel maxima is not copied into a job.
+const MAX_INPUT_BYTES: u64 = 1 << 30;
+
+/// A job to be created.
+#[derive(Debug, Clone, Default)]
+pub struct JobRequest {
+    /// A model directory, a GGUF file, or a name in the host's catalog.
+    pub model: PathBuf,
+    /// How the model is quantized, in one format.
+    pub settings: RecipeSettings,
+    /// The calibration text; `None` means the recipe's, or the catalog's default.
+    pub calibration: Option<Text>,
+    /// Blocks per unit; by default 1, or a span of GPTQ. With more, there are fewer files of hidden states, and larger units.
+    pub blocks_per_unit: Option<usize>,
+    /// The number of shards of calibration windows for the passage through the float model; 1 by default.
+    pub forward_shards: Option<usize>,
+}
+
+/// A job that was created, or existed already.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Initialized {
+    /// Whether the job is new.
+    pub created: bool,
+    /// The number of units.
+    pub units: usize,
+    /// The digest of what the job depends on.
+    pub job: String,
+}
+
+/// Creates a job in a directory. If the directory holds the same job already, nothing changes.
+///
+/// # Errors
+/// [`Error::Usage`] for invalid requests, and if the directory holds a different job; errors of the model and the text.
+pub fn init(request: &JobRequest, directory: &Path, host: &Host<'_>) -> Result<Initialized> {
+    let settings = &request.settings;
+    if settings.writes_gguf()? {
+        return Err(Error::usage("jobs in units do not write GGUF files", "run ‹quantize()›"));
+    }
+    settings.gguf.refuse()?;
+    for (name, value) in
+        [("blocks_per_unit", request.blocks_per_unit), ("forward_shards", request.forward_shards)]
+    {
+        if value == Some(0) {
+            return Err(Error::usage(format!("‹{name}› is 0"), "choose a positive number"));
+        }
+    }
+    let recipe = settings.recipe()?;
+    if recipe.containers.len() != 1 {
+        return Err(Error::usage("a job writes one format", "create a job for each format"));
+    }
+    let no_text = |text: &Text| settings.needs_no_text(&recipe.method, &text.setting("calibration"));
+    if let (Some(text), false) = (&request.calibration, recipe.needs_text()) {
+        return Err(no_text(text));
+    }
+    let opened = prepared(open(&request.model, host)?, &recipe, settings, host)?;
+    refuse_overlap(opened.directory.path(), directory)?;
+    let mut plans = settings.plans(&opened.model, &recipe)?;
+    let Some(plan) = plans.pop() else { return Err(Error::Internal("no plan was made".into())) };
+    if let (Some(text), false) = (&request.calibration, plan.needs_text()) {
+        return Err(no_text(text));
+    }
+    run::warn_of_length(&plan, &opened.model, host);
+    run::report_notes(std::slice::from_ref(&plan), &opened.model, host);
+    let windows = run::windows(&opened, &plan, &recipe, request.calibration.as_ref(), host)?;
+    let blocks_per_unit = request.blocks_per_unit.or(plan.gptq.span_blocks).unwrap_or(1);
+    let split = [blocks_per_unit, request.forward_shards.unwrap_or(1)];
+    let units = graph::units(&plan, &opened.model, windows.as_ref(), split)?;
+    if request.forward_shards.is_some() && !units.iter().any(Unit::is_forward) {
+        return Err(Error::usage(
+            "‹forward_shards› has no effect: no unit passes calibration windows through the float model",
+            "leave it out",
+        ));
+    }
+    host.cancel.check()?;
+
+    let store = Store::create(directory)?;
+    let mut stored = settings.clone();
+    stored.recipe = copied(&store, settings.recipe.as_deref(), "recipe", "toml")?;
+    stored.channel_maxima =
+        copied(&store, settings.channel_maxima.as_deref(), "channel-maxima", "safetensors")?;
+    let tokens = match &windows {
+        Some(windows) => Some(kept(&store, &windows::to_bytes(windows)?, "windows", "safetensors")?),
+        None => None,
+    };
+    let record = JobRecord {
+        schema: SCHEMA.into(),
+        model: absolute(&request.model, &opened)?,
+        settings: stored,
+        windows: tokens,
+        blocks_per_unit: split[0],
+        forward_shards: split[1],
+        run: run_record(&opened, &plan, windows.as_ref(), host)?,
+        tensors_sha256: tensors_sha256(&plan),
+    };
+    let created = store.publish_bytes(&store.record(), &record.to_bytes()?)?;
+    if created == Publication::Different {
+        let existing = JobRecord::read(&store.record())?;
+        existing.check(directory, &record.run, &record.tensors_sha256)?;
+        if existing.digest() != record.digest() {
+            return Err(Error::usage(
+                format!("{} holds a job with other units", directory.display()),
+                "create the job in a new directory",
+            ));
+        }
+    }
+    let created = created == Publication::Created;
+    Ok(Initialized { created, units: units.len(), job: record.digest() })
+}
+
+/// Copies a file into the inputs of a job, and returns its name there.
+fn copied(store: &Store, path: Option<&Path>, kind: &str, extension: &str) -> Result<Option<PathBuf>> {
+    let Some(path) = path else { return Ok(None) };
+    let real = path.canonicalize().map_err(|e| Error::io("read", path, e))?;
+    let bytes = read_capped(&real, path, MAX_INPUT_BYTES)?.map_err(|reason| damaged(path, reason))?;
+    Ok(Some(PathBuf::from(kept(store, &bytes, kind, extension)?)))
+}
+
+/// Writes an input under a name that has the hash of its contents.
+fn kept(store: &Store, bytes: &[u8], kind: &str, extension: &str) -> Result<String> {
+    let hash = sha256_hex(bytes);
+    let name = format!("{kind}-{}.{extension}", &hash[..32]);
+    let path = store.input(&name)?;
+    match store.publish_bytes(&path, bytes)? {
+        Publication::Different => Err(damaged(&path, "does not have the contents of its name".into())),
+        Publication::Created | Publication::Same => Ok(name),
+    }
+}
+
+/// Returns the path at which workers find the model.
+fn absolute(model: &Path, opened: &Opened) -> Result<PathBuf> {
+    let path = if crate::gguf::is_gguf(model) { model } else { opened.directory.path() };
+    path.canonicalize().map_err(|e| Error::io("open", path, e))
+}
+
+/// Returns what the results of a plan depend on.
+fn run_record(
+    opened: &Opened,
+    plan: &Plan,
+    windows: Option<&TokenWindows>,
+    host: &Host<'_>,
+) -> Result<Value> {
+    let program = host.program()?;
+    let job = job(opened, plan, windows, (host.observer, host.cancel));
+    Ok(normalized(&pipeline::fingerprint(&job, &opened.directory, &program)))
+}
+
+/// Returns a part of a job for the pipeline.
+pub(super) fn job<'a>(
+    opened: &'a Opened,
+    plan: &'a Plan,
+    windows: Option<&'a TokenWindows>,
+    (observer, cancel): (&'a dyn Observer, &'a CancelToken),
+) -> Job<'a> {
+    Job { model: &opened.model, plan, windows, maxima: None, observer, cancel }
+}
+
+/// A job as a worker opens it.
+pub struct UnitJob {
+    pub(super) store: Store,
+    pub(super) opened: Opened,
+    pub(super) plan: Plan,
+    pub(super) windows: Option<TokenWindows>,
+    pub(super) units: Vec<Unit>,
+    pub(super) digest: String,
+    /// The digests of results that were read, by unit.
+    pub(super) known: Mutex<HashMap<String, String>>,
+}
+
+impl UnitJob {
+    /// Opens a job. `model` is a copy of the job's model; without it, the model is read where it was when the job was
+    /// created.
+    ///
+    /// # Errors
+    /// [`Error::Usage`] if the directory holds no job, or the program, the model or the settings differ from those of
+    /// the job; [`Error::Unavailable`] if this machine has a different instruction set; [`Error::InputFile`] if the
+    /// store is damaged; errors of the model.
+    pub fn open(directory: &Path, model: Option<&Path>, host: &Host<'_>) -> Result<Self> {
+        let store = Store::open(directory)?;
+        let record = JobRecord::read(&store.record())?;
+        let mut settings = record.settings.clone();
+        for path in [&mut settings.recipe, &mut settings.channel_maxima].into_iter().flatten() {
+            *path = store.input(&path.to_string_lossy())?;
+            is_regular(path)?;
+        }
+        let recipe = settings.recipe()?;
+        let opened = open(model.unwrap_or(&record.model), host)?;
+        let opened = prepared(opened, &recipe, &settings, host)?;
+        let mut plans = settings.plans(&opened.model, &recipe)?;
+        let plan = plans.pop().filter(|_| plans.is_empty());
+        let plan = plan.ok_or_else(|| damaged(&store.record(), "does not name one format".into()))?;
+        let windows = match (&record.windows, plan.needs_text()) {
+            (Some(name), true) => Some(windows::read(&store.input(name)?)?),
+            (None, false) => None,
+            _ => return Err(damaged(&store.record(), "has the wrong inputs".into())),
+        };
+        if let Some(largest) = windows.as_ref().and_then(|w| w.tokens().iter().max()) {
+            opened.model.check_token(*largest)?;
+        }
+        let run = run_record(&opened, &plan, windows.as_ref(), host)?;
+        record.check(directory, &run, &tensors_sha256(&plan))?;
+        let split = [record.blocks_per_unit, record.forward_shards];
+        let units = graph::units(&plan, &opened.model, windows.as_ref(), split)?;
+        let (digest, known) = (record.digest(), Mutex::default());
+        Ok(Self { store, opened, plan, windows, units, digest, known })
+    }
+
+    /// The units, in an order in which each follows those that it needs.
+    pub fn units(&self) -> &[Unit] {
+        &self.units
+    }
+
+    /// The directory or file of the model.
+    pub fn model_directory(&self) -> &Path {
+        self.opened.directory.path()
+    }
+
+    /// The directory of the job.
+    pub fn directory(&self) -> &Path {
+        self.store.path()
+    }
+
+    /// The digest of what the job depends on.
+    pub fn digest(&self) -> &str {
+        &self.digest
+    }
+
+    /// Predicts the cost of every unit on this machine, which takes about a tenth of a second.
+    ///
+    /// # Errors
+    /// Only if this crate has a bug.
+    pub fn costs(&self) -> Result<Vec<Cost>> {
+        let rates = Rates::measure()?;
+        self.units.iter().map(|unit| unit.cost(&self.plan, &self.opened.model, rates)).collect()
+    }
+
+    /// Returns the unit of a name.
+    ///
+    /// # Errors
+    /// [`Error::Usage`] if there is none.
+    pub fn unit(&self, id: &str) -> Result<&Unit> {
+        self.units.iter().find(|unit| unit.id == id).ok_or_else(|| {
+            Error::usage(
+                format!("{} has no unit `{id}`", self.store.path().display()),
+                "‹job_units(STORE)› lists the units",
+            )
+        })
+    }
+}

@@ -1,0 +1,140 @@
+//! Merging: the results of all units become a checkpoint.
+//!
+//! Nothing is computed. Each result is verified while its tensors are copied into the staging directory of the
+//! checkpoint, together with their reports. From there on, it is a run in which every tensor is finished already: the
+//! pipeline compares the report of each tensor with the model, and the writer verifies and publishes the checkpoint.
+
+use std::collections::HashMap;
+use std::path::Path;
+use std::time::Instant;
+
+use super::job::{UnitJob, job};
+use super::store::is_regular;
+use super::unit_file::UnitFile;
+use crate::calibrate::Residence;
+use crate::checkpoint::{CheckpointWriter, TensorSink, refuse_overlap};
+use crate::pipeline::sources_of;
+use crate::run::{Host, Quantized, StepTimes, write_filled};
+use crate::{Category, Error, Event, Result};
+
+/// Units that a message lists.
+const MAX_LISTED: usize = 4;
+
+impl UnitJob {
+    /// Writes the checkpoint of a job whose units are finished. `force` replaces an existing output, `resume` continues
+    /// an interrupted merge.
+    ///
+    /// The result is byte-identical to that of [`run::quantize`](crate::run::quantize).
+    ///
+    /// # Errors
+    /// [`Error::Unavailable`] if units are missing or damaged; [`Error::Usage`] if the model has changed since a unit
+    /// read it; as [`run::quantize`](crate::run::quantize) for the output.
+    pub fn merge(&self, output: &Path, (force, resume): (bool, bool), host: &Host<'_>) -> Result<Quantized> {
+        let started = Instant::now();
+        let steps = StepTimes::new(host.observer);
+        let host = host.observed(&steps);
+        if !force && output.exists() {
+            return Err(Error::OutputExists { path: output.to_owned() });
+        }
+        refuse_overlap(self.opened.directory.path(), output)?;
+        refuse_overlap(self.directory(), output)?;
+        self.require_all()?;
+        let job = job(&self.opened, &self.plan, self.windows.as_ref(), (host.observer, host.cancel));
+        let outputs = [output.to_owned()];
+        let mut fill = |writers: &mut [CheckpointWriter]| match writers {
+            [writer] => self.fill(writer, &host),
+            _ => Err(Error::Internal("a merge writes one checkpoint".into())),
+        };
+        let outputs = write_filled(
+            std::slice::from_ref(&job),
+            &self.opened.directory,
+            &outputs,
+            (force, resume),
+            Residence::Memory,
+            &host,
+            &mut fill,
+        )?;
+        Ok(Quantized { outputs, steps: steps.times(), seconds: started.elapsed().as_secs_f64() })
+    }
+
+    /// Fails if a unit is not finished.
+    fn require_all(&self) -> Result<()> {
+        let status = self.status()?;
+        let missing = status.units.iter().filter(|unit| unit.file.is_none()).map(|unit| unit.unit.as_str());
+        let missing: Vec<&str> = missing.collect();
+        if missing.is_empty() {
+            return Ok(());
+        }
+        let more = if missing.len() > MAX_LISTED { ", …" } else { "" };
+        Err(Error::Unavailable {
+            what: format!("{} of {} units", missing.len(), status.total),
+            reason: format!("not finished: {}{more}", missing[..missing.len().min(MAX_LISTED)].join(", ")),
+            remedy: "finish them with ‹job_run(STORE)›, then merge again".into(),
+        })
+    }
+
+    /// Copies the tensors and reports of all units to the writer.
+    fn fill(&self, writer: &mut CheckpointWriter, host: &Host<'_>) -> Result<()> {
+        let units: Vec<_> = self.units().iter().filter(|unit| !unit.is_forward()).collect();
+        let count = units.len() as u64;
+        host.observer.event(&Event::StageStarted { stage: "merge", unit: "unit", units: count });
+        for unit in units {
+            host.cancel.check()?;
+            let part = unit.part(&self.plan)?;
+            let is_held = part.entries.iter().all(|entry| {
+                let mut outputs = entry.outputs.iter();
+                writer.recall(&entry.tensor).is_some() && outputs.all(|o| writer.is_complete(&o.name))
+            });
+            if !is_held {
+                let identity = self.identity(unit)?;
+                let identity =
+                    identity.ok_or_else(|| Error::Internal(format!("`{}` has no inputs", unit.id)))?;
+                let path = self.path(&identity);
+                is_regular(&path)?;
+                let copied = UnitFile::open(&path, part.outputs(), &identity).and_then(|file| {
+                    file.read(host.cancel, &mut |name, at, bytes| writer.write(name, at, bytes))?;
+                    file.reports().try_for_each(|(tensor, report)| writer.remember(tensor, report))
+                });
+                match copied {
+                    Err(error) if error.category() == Category::Input => {
+                        self.set_aside(unit, &path, &error, host)?;
+                        return Err(Error::Unavailable {
+                            what: format!("the result of `{}`", unit.id),
+                            reason: error.to_string(),
+                            remedy: "compute it again with ‹job_run(STORE)›, then merge again".into(),
+                        });
+                    }
+                    other => other?,
+                }
+                writer.commit()?;
+            }
+            host.observer.event(&Event::UnitDone { detail: unit.id.clone() });
+        }
+        self.compare_sources(writer)?;
+        host.observer.event(&Event::StageDone);
+        Ok(())
+    }
+
+    /// Fails unless the weights that units passed hidden states through are those that other units rounded, and which
+    /// the pipeline compares with the model.
+    fn compare_sources(&self, writer: &CheckpointWriter) -> Result<()> {
+        let reported = |stored: &str| {
+            let entry = self.plan.entries.iter().find(|entry| entry.stored == stored)?;
+            writer.recall(&entry.tensor)?.get("source_sha256")?.as_str().map(str::to_owned)
+        };
+        let mut known: HashMap<String, Option<String>> = HashMap::new();
+        for unit in self.units().iter().filter(|unit| unit.is_forward()) {
+            let Some(identity) = self.identity(unit)? else { continue };
+            for (stored, sha256) in sources_of(&self.path(&identity))? {
+                let expected = known.entry(stored.clone()).or_insert_with(|| reported(&stored));
+                if expected.as_ref().is_some_and(|expected| *expected != sha256) {
+                    return Err(Error::usage(
+                        format!("the unit `{}` has read a different tensor `{stored}`", unit.id),
+                        "create a new job, and give all workers the same model",
+                    ));
+                }
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,139 @@
+//! The record of a job: what its results depend on, and how a worker finds its inputs.
+
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
+
+use super::store::{damaged, is_regular};
+use crate::checkpoint::{differences, parse_strictly, read_capped};
+use crate::digest::{hex, sha256_hex};
+use crate::recipe::Plan;
+use crate::run::RecipeSettings;
+use crate::{Error, Result};
+
+pub(super) const SCHEMA: &str = "quant-job/1";
+/// The record lists the scheme of every linear.
+const MAX_BYTES: u64 = 256 << 20;
+/// Differences that a message lists.
+const MAX_LISTED: usize = 8;
+/// The fields of the program that depend on the machine.
+const MACHINE: [&str; 2] = ["instruction_set", "processor"];
+
+/// The contents of `job.json`.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct JobRecord {
+    pub(super) schema: String,
+    /// The model's directory or GGUF file, where the job was created.
+    pub(super) model: PathBuf,
+    /// The settings. A recipe and a file of channel maxima are copied to the inputs, and named as there.
+    pub(super) settings: RecipeSettings,
+    /// The calibration tokens, as an input.
+    pub(super) windows: Option<String>,
+    /// Blocks per unit.
+    pub(super) blocks_per_unit: usize,
+    /// The number of units that the passage through the same blocks of the float model consists of.
+    pub(super) forward_shards: usize,
+    /// What the results depend on: the program, the configuration of the model, all settings, and the tokens.
+    pub(super) run: Value,
+    /// A hash of the name, type, shape and outputs of every tensor.
+    pub(super) tensors_sha256: String,
+}
+
+impl JobRecord {
+    /// Reads the record of a job.
+    ///
+    /// # Errors
+    /// [`Error::InputFile`] if it is damaged; [`Error::Usage`] if a different version wrote it; [`Error::Io`].
+    pub(super) fn read(path: &Path) -> Result<Self> {
+        is_regular(path)?;
+        let bytes = read_capped(path, path, MAX_BYTES)?.map_err(|reason| damaged(path, reason))?;
+        let value = parse_strictly(&bytes).map_err(|reason| damaged(path, reason))?;
+        match value["schema"].as_str() {
+            Some(SCHEMA) => {}
+            Some(other) => {
+                return Err(Error::usage(
+                    format!("{} has the schema `{other}`, expected `{SCHEMA}`", path.display()),
+                    "use the version of the program that created the job",
+                ));
+            }
+            None => return Err(damaged(path, "is not the record of a job".into())),
+        }
+        serde_json::from_value(value).map_err(|e| damaged(path, e.to_string()))
+    }
+
+    /// Returns the contents of the file.
+    pub(super) fn to_bytes(&self) -> Result<Vec<u8>> {
+        let text = serde_json::to_string_pretty(self).map_err(|e| Error::Internal(e.to_string()))?;
+        Ok(format!("{text}\n").into_bytes())
+    }
+
+    /// Returns a hash of everything that the results depend on, which excludes the model's path.
+    pub(super) fn digest(&self) -> String {
+        let results = json!({
+            "schema": self.schema,
+            "run": self.run,
+            "tensors_sha256": self.tensors_sha256,
+            "blocks_per_unit": self.blocks_per_unit,
+            "forward_shards": self.forward_shards,
+        });
+        hex(blake3::hash(results.to_string().as_bytes()).as_bytes())
+    }
+
+    /// Fails unless a worker with this `run` and these tensors computes the results of the job.
+    ///
+    /// # Errors
+    /// [`Error::Unavailable`] if the job needs another machine; [`Error::Usage`] for all other differences.
+    pub(super) fn check(&self, path: &Path, run: &Value, tensors_sha256: &str) -> Result<()> {
+        let program = |run: &Value, field: &str| run["program"][field].clone();
+        let is_other = |field: &&str| program(&self.run, field) != program(run, field);
+        if self.run["program"]["executable_blake3"] == run["program"]["executable_blake3"]
+            && let Some(field) = MACHINE.iter().find(|field| is_other(field))
+        {
+            return Err(Error::Unavailable {
+                what: format!("the instruction set of the job in {}", path.display()),
+                reason: format!(
+                    "{field} was {}, and is {} on this machine, where float sums may differ in their last bits",
+                    program(&self.run, field),
+                    program(run, field)
+                ),
+                remedy: "run all units on machines of the same type; QUANT_ISA selects the instruction set of the \
+                    kernels"
+                    .into(),
+            });
+        }
+        let mut different = differences(&self.run, run);
+        if self.tensors_sha256 != tensors_sha256 {
+            different.push("the model has tensors of different names, types or shapes".into());
+        }
+        if different.is_empty() {
+            return Ok(());
+        }
+        let mut list: String = different.iter().take(MAX_LISTED).map(|d| format!("\n  {d}")).collect();
+        if different.len() > MAX_LISTED {
+            list.push_str(&format!("\n  and {} more", different.len() - MAX_LISTED));
+        }
+        Err(Error::usage(
+            format!("the job in {} has a different program, model or settings:{list}", path.display()),
+            "use the program and the model with which the job was created, or create a new job",
+        ))
+    }
+}
+
+/// Returns a hash of the name, type, shape and outputs of every tensor of a plan.
+pub(super) fn tensors_sha256(plan: &Plan) -> String {
+    let mut text = String::new();
+    for entry in &plan.entries {
+        text.push_str(&format!("{} {} {:?}\n", entry.stored, entry.info.dtype, entry.info.shape));
+        for output in &entry.outputs {
+            text.push_str(&format!("  {} {} {:?}\n", output.name, output.info.dtype, output.info.shape));
+        }
+    }
+    sha256_hex(text)
+}
+
+/// A round trip through text, after which equal numbers compare equal.
+pub(super) fn normalized(value: &Value) -> Value {
+    serde_json::from_str(&value.to_string()).unwrap_or_else(|_| value.clone())
+}

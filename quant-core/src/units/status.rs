@@ -1,0 +1,101 @@
+//! Which units of a job are finished.
+
+use std::collections::BTreeSet;
+
+use serde::Serialize;
+
+use super::job::UnitJob;
+use super::store::is_regular;
+use super::work::file_name;
+use crate::checkpoint::printable;
+use crate::{Error, Result};
+
+/// The state of a unit.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum State {
+    /// Its result exists.
+    Done,
+    /// It can be computed.
+    Ready,
+    /// Units that it needs are not finished.
+    Waiting,
+}
+
+/// A unit and its state.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct UnitStatus {
+    /// Its name.
+    pub unit: String,
+    /// Its state.
+    pub state: State,
+    /// The file of the result, if it exists.
+    pub file: Option<String>,
+}
+
+/// The state of a job.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct JobStatus {
+    /// Name and version of this format.
+    pub schema: &'static str,
+    /// The digest of what the job depends on.
+    pub job: String,
+    /// The number of units.
+    pub total: usize,
+    /// The number of finished units.
+    pub done: usize,
+    /// All units.
+    pub units: Vec<UnitStatus>,
+    /// Files among the results that are not the result of a unit: damaged results, and files of others.
+    pub other_files: Vec<String>,
+    /// Temporary files of running or killed workers.
+    pub temporary_files: usize,
+}
+
+impl UnitJob {
+    /// Returns which units are finished. Contents of results are not checked.
+    ///
+    /// # Errors
+    /// [`Error::InputFile`] if something else has the name of a result; [`Error::Io`].
+    pub fn status(&self) -> Result<JobStatus> {
+        let (mut units, mut names) = (Vec::new(), BTreeSet::new());
+        for unit in self.units() {
+            let identity = self.identity(unit)?;
+            let file = match &identity {
+                Some(identity) if is_regular(&self.path(identity))? => Some(file_name(identity)),
+                _ => None,
+            };
+            names.extend(file.clone());
+            let state = match (&identity, &file) {
+                (_, Some(_)) => State::Done,
+                (Some(_), None) => State::Ready,
+                (None, None) => State::Waiting,
+            };
+            units.push(UnitStatus { unit: unit.id.clone(), state, file });
+        }
+        let listed = |directory: &std::path::Path| -> Result<Vec<String>> {
+            let entries = match std::fs::read_dir(directory) {
+                Ok(entries) => entries,
+                Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
+                Err(e) => return Err(Error::io("list", directory, e)),
+            };
+            let name = |entry: std::io::Result<std::fs::DirEntry>| {
+                let entry = entry.map_err(|e| Error::io("list", directory, e))?;
+                Ok(entry.file_name().to_string_lossy().into_owned())
+            };
+            entries.map(name).collect()
+        };
+        let others = listed(&self.store.units())?.into_iter().filter(|name| !names.contains(name));
+        let mut other_files: Vec<String> = others.map(|name| printable(&name)).collect();
+        other_files.sort_unstable();
+        Ok(JobStatus {
+            schema: "quant-job-status/1",
+            job: self.digest().to_owned(),
+            total: units.len(),
+            done: units.iter().filter(|unit| unit.state == State::Done).count(),
+            units,
+            other_files,
+            temporary_files: listed(&self.store.temporary())?.len(),
+        })
+    }
+}

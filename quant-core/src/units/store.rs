@@ -1,0 +1,285 @@
+//! The directory of a job, which all workers share.
+//!
+//! ```text
+//! STORE/job.json    the record, written last by `init`
+//!      /inputs/     recipe, channel maxima and tokens, named by their contents
+//!      /units/      results, named by unit and by a hash of what they depend on
+//!      /log/        who computed which unit, and how long it took
+//!      /tmp/        files that are being written; those of killed workers stay
+//! ```
+//!
+//! A file is written under a temporary name, synced, and then linked to its name, which fails if the name exists. So a
+//! name never refers to an incomplete file, and the first of several workers wins. The file system must support hard
+//! links.
+
+use std::fs::File;
+use std::io::{ErrorKind, Read};
+use std::path::{Path, PathBuf};
+
+use crate::checkpoint::{open_regular, printable};
+use crate::{Error, Result, system};
+
+pub(super) const RECORD: &str = "job.json";
+const INPUTS: &str = "inputs";
+const UNITS: &str = "units";
+const LOG: &str = "log";
+const TEMPORARY: &str = "tmp";
+/// Files are compared in pieces of this many bytes.
+const PIECE: usize = 1 << 20;
+
+/// The directory of a job.
+#[derive(Debug, Clone)]
+pub(super) struct Store {
+    path: PathBuf,
+}
+
+/// How a file got its name.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Publication {
+    /// It is new.
+    Created,
+    /// A file with the same contents has the name already.
+    Same,
+    /// A file with different contents has the name.
+    Different,
+}
+
+impl Store {
+    /// Returns the store of an existing job.
+    ///
+    /// # Errors
+    /// [`Error::Usage`] if the directory holds no job.
+    pub(super) fn open(path: &Path) -> Result<Self> {
+        if std::fs::symlink_metadata(path.join(RECORD)).is_err() {
+            return Err(Error::usage(
+                format!("{} is not a job: it has no {RECORD}", path.display()),
+                "create a job with ‹job_init()›",
+            ));
+        }
+        Ok(Self { path: path.to_owned() })
+    }
+
+    /// Creates the directories of a job.
+    ///
+    /// # Errors
+    /// [`Error::Usage`] if the directory holds anything else; [`Error::Io`].
+    pub(super) fn create(path: &Path) -> Result<Self> {
+        let known = [RECORD, INPUTS, UNITS, LOG, TEMPORARY];
+        match std::fs::read_dir(path) {
+            Ok(entries) => {
+                for entry in entries {
+                    let name = entry.map_err(|e| Error::io("list", path, e))?.file_name();
+                    if !known.iter().any(|known| name == *known) {
+                        return Err(Error::usage(
+                            format!(
+                                "{} contains `{}`, which is not part of a job",
+                                path.display(),
+                                printable(&name.to_string_lossy())
+                            ),
+                            "choose a new directory",
+                        ));
+                    }
+                }
+            }
+            Err(e) if e.kind() == ErrorKind::NotFound => {}
+            Err(e) => return Err(Error::io("list", path, e)),
+        }
+        for directory in [INPUTS, UNITS, LOG, TEMPORARY] {
+            let directory = path.join(directory);
+            std::fs::create_dir_all(&directory).map_err(|e| Error::io("create", &directory, e))?;
+        }
+        sync(path)?;
+        Ok(Self { path: path.to_owned() })
+    }
+
+    pub(super) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    pub(super) fn record(&self) -> PathBuf {
+        self.path.join(RECORD)
+    }
+
+    pub(super) fn units(&self) -> PathBuf {
+        self.path.join(UNITS)
+    }
+
+    pub(super) fn log(&self) -> PathBuf {
+        self.path.join(LOG)
+    }
+
+    pub(super) fn temporary(&self) -> PathBuf {
+        self.path.join(TEMPORARY)
+    }
+
+    /// Returns the path of an input.
+    ///
+    /// # Errors
+    /// [`Error::InputFile`] if the name leads out of the directory.
+    pub(super) fn input(&self, name: &str) -> Result<PathBuf> {
+        let plain = name.bytes().all(|b| b.is_ascii_alphanumeric() || b"-._".contains(&b));
+        match plain && !name.starts_with('.') && !name.is_empty() {
+            true => Ok(self.path.join(INPUTS).join(name)),
+            false => Err(damaged(&self.record(), format!("names the input `{}`", printable(name)))),
+        }
+    }
+
+    /// Writes a small file that does not exist yet.
+    ///
+    /// # Errors
+    /// [`Error::Io`], [`Error::DiskFull`].
+    pub(super) fn publish_bytes(&self, target: &Path, bytes: &[u8]) -> Result<Publication> {
+        let directory = self.temporary_directory("new")?;
+        let path = directory.path().join("file");
+        std::fs::write(&path, bytes).map_err(|e| written(&path, bytes.len() as u64, e))?;
+        let file = File::open(&path).map_err(|e| Error::io("open", &path, e))?;
+        file.sync_all().map_err(|e| written(&path, bytes.len() as u64, e))?;
+        self.publish(&path, target)
+    }
+
+    /// Creates a directory for temporary files, which is removed when it is dropped.
+    ///
+    /// # Errors
+    /// [`Error::Io`].
+    pub(super) fn temporary_directory(&self, prefix: &str) -> Result<tempfile::TempDir> {
+        let parent = self.temporary();
+        let create = || tempfile::Builder::new().prefix(&format!("{prefix}-")).tempdir_in(&parent);
+        let created = match create() {
+            // Empty directories may be removed by whoever cleans up or copies a store.
+            Err(e) if e.kind() == ErrorKind::NotFound => {
+                std::fs::create_dir_all(&parent).map_err(|e| Error::io("create", &parent, e))?;
+                create()
+            }
+            other => other,
+        };
+        created.map_err(|e| written(&parent, 0, e))
+    }
+
+    /// Gives a synced file its name, if no file has the name.
+    ///
+    /// # Errors
+    /// [`Error::Io`], also if the file system has no hard links; as [`open_regular`] for an existing file.
+    pub(super) fn publish(&self, file: &Path, target: &Path) -> Result<Publication> {
+        match std::fs::hard_link(file, target) {
+            Ok(()) => {}
+            Err(e) if e.kind() == ErrorKind::AlreadyExists => {
+                is_regular(target)?;
+                return match have_same_bytes(file, target)? {
+                    true => Ok(Publication::Same),
+                    false => Ok(Publication::Different),
+                };
+            }
+            Err(e) => return Err(written(target, 0, e)),
+        }
+        if let Some(directory) = target.parent() {
+            sync(directory)?;
+        }
+        Ok(Publication::Created)
+    }
+
+    /// Renames a damaged file, so that its unit is computed again. Returns the new name; `None` if another worker has
+    /// renamed it already.
+    ///
+    /// # Errors
+    /// [`Error::Io`].
+    pub(super) fn set_aside(&self, path: &Path) -> Result<Option<PathBuf>> {
+        for number in 0..1000 {
+            let mut name = path.as_os_str().to_owned();
+            name.push(format!(".bad-{number}"));
+            let aside = PathBuf::from(name);
+            match system::rename_new(path, &aside) {
+                Ok(()) => {
+                    sync(&self.units())?;
+                    return Ok(Some(aside));
+                }
+                Err(e) if e.kind() == ErrorKind::AlreadyExists => {}
+                Err(e) if e.kind() == ErrorKind::NotFound => return Ok(None),
+                Err(e) if system::is_unsupported(&e) => {
+                    std::fs::rename(path, &aside).map_err(|e| Error::io("rename", path, e))?;
+                    return Ok(Some(aside));
+                }
+                Err(e) => return Err(Error::io("rename", path, e)),
+            }
+        }
+        Err(damaged(path, "is damaged, and so are 1000 earlier versions".into()))
+    }
+}
+
+/// Makes the entries of a directory durable.
+fn sync(directory: &Path) -> Result<()> {
+    system::sync_directory(directory).map_err(|e| Error::io("sync", directory, e))
+}
+
+/// Returns the error of a file that cannot be written.
+pub(super) fn written(path: &Path, needed: u64, error: std::io::Error) -> Error {
+    match system::is_disk_full(&error) {
+        true => Error::DiskFull {
+            path: path.to_owned(),
+            needed: needed.max(1),
+            free: path.parent().and_then(|p| system::free_bytes(p).ok().flatten()).unwrap_or(0),
+        },
+        false => Error::io("write", path, error),
+    }
+}
+
+/// Returns the error of a file in a store that no worker can have written.
+pub(super) fn damaged(path: &Path, reason: String) -> Error {
+    Error::InputFile {
+        path: path.to_owned(),
+        line: None,
+        reason,
+        remedy:
+            "remove the file if it does not belong to the job, or create the job again in a new directory"
+                .into(),
+    }
+}
+
+/// Returns whether a file exists.
+///
+/// # Errors
+/// [`Error::InputFile`] if the path is a link, a pipe or anything else but a regular file; [`Error::Io`].
+pub(super) fn is_regular(path: &Path) -> Result<bool> {
+    match std::fs::symlink_metadata(path) {
+        Ok(metadata) if metadata.is_file() => Ok(true),
+        Ok(_) => Err(damaged(path, "is not a regular file".into())),
+        Err(e) if e.kind() == ErrorKind::NotFound => Ok(false),
+        Err(e) => Err(Error::io("read", path, e)),
+    }
+}
+
+/// Returns whether two regular files have the same contents.
+fn have_same_bytes(one: &Path, other: &Path) -> Result<bool> {
+    let open = |path: &Path| open_regular(path, path);
+    let (mut one_file, mut other_file) = (open(one)?, open(other)?);
+    let len =
+        |file: &File, path: &Path| file.metadata().map(|m| m.len()).map_err(|e| Error::io("read", path, e));
+    if len(&one_file, one)? != len(&other_file, other)? {
+        return Ok(false);
+    }
+    let mut pieces = [vec![0; PIECE], vec![0; PIECE]];
+    loop {
+        let [a, b] = &mut pieces;
+        let read = fill(&mut one_file, a).map_err(|e| Error::io("read", one, e))?;
+        if fill(&mut other_file, &mut b[..read]).map_err(|e| Error::io("read", other, e))? != read
+            || a[..read] != b[..read]
+        {
+            return Ok(false);
+        }
+        if read < PIECE {
+            return Ok(true);
+        }
+    }
+}
+
+fn fill(file: &mut File, buffer: &mut [u8]) -> std::io::Result<usize> {
+    let mut at = 0;
+    while at < buffer.len() {
+        match file.read(&mut buffer[at..]) {
+            Ok(0) => break,
+            Ok(read) => at += read,
+            Err(e) if e.kind() == ErrorKind::Interrupted => {}
+            Err(e) => return Err(e),
+        }
+    }
+    Ok(at)
+}

@@ -1,0 +1,438 @@
+//! Computing units.
+
+use std::collections::{BTreeMap, HashSet};
+use std::path::{Path, PathBuf};
+use std::time::Instant;
+
+use serde_json::{Value, json};
+
+use super::graph::{Unit, Work};
+use super::job::{UnitJob, job};
+use super::store::{Publication, is_regular};
+use super::unit_file::{Identity, UnitFile, UnitSink, stored_digest};
+use crate::calibrate::{Residence, Spill, TokenWindows};
+use crate::checkpoint::MemorySink;
+use crate::pipeline::{self, StateFiles, quantize_part};
+use crate::run::{Host, MemoryBudget, residence};
+use crate::{Category, Error, Result, system};
+
+/// The number of hexadecimal digits of a key in a file name.
+const KEY_DIGITS: usize = 32;
+/// Units that a message lists.
+const MAX_LISTED: usize = 4;
+
+/// Which units a worker computes.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Selection {
+    /// All.
+    All,
+    /// The unit of this name.
+    Unit(String),
+    /// The share of the worker `index` of `count`.
+    Shard {
+        /// The number of the worker, from 0.
+        index: usize,
+        /// The number of workers.
+        count: usize,
+    },
+}
+
+/// A phase of a job.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Phase {
+    /// Units that write hidden states.
+    Forward,
+    /// Units that write tensors.
+    Blocks,
+}
+
+/// How a worker computes units.
+#[derive(Debug, Clone, Default)]
+pub struct WorkOptions {
+    /// Only units of this phase.
+    pub phase: Option<Phase>,
+    /// How much memory a unit may use. Beyond that, hidden states are kept in files.
+    pub memory_budget: MemoryBudget,
+    /// The directory for these files; a directory of the job by default.
+    pub scratch: Option<PathBuf>,
+}
+
+/// A unit that is finished.
+#[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
+pub struct UnitDone {
+    /// Its name.
+    pub id: String,
+    /// Whether this call computed it; otherwise the result existed.
+    pub computed: bool,
+    /// The seconds that this took.
+    pub seconds: f64,
+}
+
+impl UnitJob {
+    /// Computes the selected units whose results do not exist yet, and checks the others. A result that another worker
+    /// publishes in the meantime is compared with the own one.
+    ///
+    /// # Errors
+    /// [`Error::Unavailable`] if units of other workers must be finished first; [`Error::InputFile`] if two results of a
+    /// unit differ, or something else has the name of a result; errors of the pipeline. Finished units are kept.
+    pub fn run(
+        &self,
+        selection: &Selection,
+        options: &WorkOptions,
+        host: &Host<'_>,
+    ) -> Result<Vec<UnitDone>> {
+        let mut pending = self.selected(selection, options.phase)?;
+        let (mut done, total) = (Vec::new(), pending.len());
+        loop {
+            let mut waiting = Vec::new();
+            let before = done.len();
+            for unit in pending {
+                host.cancel.check()?;
+                if self.missing(unit)?.is_some() {
+                    waiting.push(unit);
+                    continue;
+                }
+                let number = done.len() + 1;
+                host.note(format!("unit {} ({number} of {total})", unit.id));
+                done.push(self.run_unit(unit, options, host)?);
+            }
+            pending = waiting;
+            if pending.is_empty() {
+                return Ok(done);
+            }
+            if done.len() == before {
+                return Err(self.waits(&pending)?);
+            }
+        }
+    }
+
+    /// Returns the units that a worker computes, in order.
+    fn selected(&self, selection: &Selection, phase: Option<Phase>) -> Result<Vec<&Unit>> {
+        let of_phase = |unit: &&Unit| match phase {
+            Some(Phase::Forward) => unit.is_forward(),
+            Some(Phase::Blocks) => !unit.is_forward(),
+            None => true,
+        };
+        match selection {
+            Selection::All => Ok(self.units.iter().filter(of_phase).collect()),
+            Selection::Unit(id) => {
+                let unit = self.unit(id)?;
+                match of_phase(&unit) {
+                    true => Ok(vec![unit]),
+                    false => Err(Error::usage(
+                        format!("the unit `{id}` does not belong to this ‹phase›"),
+                        "leave out ‹phase›",
+                    )),
+                }
+            }
+            Selection::Shard { index, count } => {
+                if index >= count {
+                    return Err(Error::usage(
+                        format!("‹shard› {index} of {count} does not exist"),
+                        "shards are numbered from 0",
+                    ));
+                }
+                let tensors = self.units.iter().filter(|unit| !unit.is_forward());
+                let places: BTreeMap<&str, usize> = tensors.zip(0..).map(|(u, i)| (&*u.id, i)).collect();
+                // A worker follows its windows through all blocks.
+                let place = |unit: &Unit| match unit.work {
+                    Work::Forward { shard, .. } => shard,
+                    _ => places[&*unit.id],
+                };
+                let is_own = |unit: &&Unit| place(unit) % count == *index;
+                Ok(self.units.iter().filter(of_phase).filter(is_own).collect())
+            }
+        }
+    }
+
+    /// Returns a unit whose result `unit` needs, and which does not exist.
+    fn missing(&self, unit: &Unit) -> Result<Option<String>> {
+        for id in &unit.needs {
+            if self.digest_of(self.unit(id)?)?.is_none() {
+                return Ok(Some(id.clone()));
+            }
+        }
+        Ok(None)
+    }
+
+    fn waits(&self, pending: &[&Unit]) -> Result<Error> {
+        let missing = pending.iter().filter_map(|unit| self.missing(unit).transpose());
+        let missing = missing.collect::<Result<HashSet<String>>>()?;
+        let mut missing: Vec<String> = missing.into_iter().collect();
+        missing.sort_unstable();
+        let more = if missing.len() > MAX_LISTED { ", …" } else { "" };
+        missing.truncate(MAX_LISTED);
+        Ok(Error::Unavailable {
+            what: format!("the input of {} unit(s)", pending.len()),
+            reason: format!("not finished yet: {}{more}", missing.join(", ")),
+            remedy: "run the same command again when these units are finished".into(),
+        })
+    }
+
+    /// Returns the identity of a unit's result; `None` if a result that it needs does not exist.
+    pub(super) fn identity(&self, unit: &Unit) -> Result<Option<Identity>> {
+        let mut hash = blake3::Hasher::new();
+        let mut line = |text: &str| {
+            hash.update(text.as_bytes());
+            hash.update(b"\n");
+        };
+        line(&self.digest);
+        line(&unit.id);
+        for id in &unit.needs {
+            let Some(digest) = self.digest_of(self.unit(id)?)? else { return Ok(None) };
+            line(&format!("{id} {digest}"));
+        }
+        let key = crate::digest::hex(hash.finalize().as_bytes());
+        Ok(Some(Identity { unit: unit.id.clone(), job: self.digest.clone(), key }))
+    }
+
+    /// Returns the path of a unit's result.
+    pub(super) fn path(&self, identity: &Identity) -> PathBuf {
+        self.store.units().join(file_name(identity))
+    }
+
+    /// Returns the hash that the result of a unit contains; `None` if there is no result.
+    fn digest_of(&self, unit: &Unit) -> Result<Option<String>> {
+        let known = || self.known.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        if let Some(digest) = known().get(&unit.id) {
+            return Ok(Some(digest.clone()));
+        }
+        let Some(identity) = self.identity(unit)? else { return Ok(None) };
+        let path = self.path(&identity);
+        if !is_regular(&path)? {
+            return Ok(None);
+        }
+        match stored_digest(&path) {
+            Ok(digest) => {
+                known().insert(unit.id.clone(), digest.clone());
+                Ok(Some(digest))
+            }
+            // The worker of that unit will set it aside.
+            Err(error) if error.category() == Category::Input => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
+    fn forget(&self, unit: &Unit) {
+        self.known.lock().unwrap_or_else(std::sync::PoisonError::into_inner).remove(&unit.id);
+    }
+
+    /// Computes a unit, unless its result exists and is intact.
+    fn run_unit(&self, unit: &Unit, options: &WorkOptions, host: &Host<'_>) -> Result<UnitDone> {
+        let started = Instant::now();
+        let Some(identity) = self.identity(unit)? else {
+            return Err(Error::Internal(format!("`{}` runs too early", unit.id)));
+        };
+        let target = self.path(&identity);
+        let done = |computed: bool| {
+            let seconds = started.elapsed().as_secs_f64();
+            UnitDone { id: unit.id.clone(), computed, seconds }
+        };
+        if is_regular(&target)? && self.is_intact(unit, &identity, &target, host)? {
+            return Ok(done(false));
+        }
+        // A link cannot lead to another file system, so a result is always written in the store.
+        let directory = self.store.temporary_directory(&unit.id.replace('/', "-"))?;
+        let file = directory.path().join("unit.safetensors");
+        match self.compute(unit, &identity, (&file, options), host) {
+            Err(error) if error.category() == Category::Input => {
+                self.check_inputs(unit, host)?;
+                return Err(error);
+            }
+            other => other?,
+        }
+        host.cancel.check()?;
+        let mut published = self.store.publish(&file, &target)?;
+        if published == Publication::Different && !self.is_intact(unit, &identity, &target, host)? {
+            published = self.store.publish(&file, &target)?;
+        }
+        if published == Publication::Different {
+            return Err(self.conflict(&identity, &file, &target)?);
+        }
+        let done = done(true);
+        self.log(&identity, &done, published)?;
+        Ok(done)
+    }
+
+    /// Computes a unit into a file, and syncs it.
+    fn compute(
+        &self,
+        unit: &Unit,
+        identity: &Identity,
+        (file, options): (&Path, &WorkOptions),
+        host: &Host<'_>,
+    ) -> Result<()> {
+        let part = unit.part(&self.plan)?;
+        let shard = self.windows_of(unit);
+        let windows = shard.as_ref().or(self.windows.as_ref());
+        let parts = std::slice::from_ref(&part);
+        let (residence, note) = residence(parts, &self.opened.model, options.memory_budget, false)?;
+        if let Some(note) = note {
+            host.note(note);
+        }
+        let scratch = options.scratch.clone().unwrap_or_else(|| self.store.temporary());
+        let spill = match residence {
+            Residence::Memory => None,
+            Residence::Files { round_bytes, experts_apart } => {
+                Some(Spill::new(scratch, round_bytes).with_experts_apart(experts_apart))
+            }
+        };
+        let needs = unit.needs.iter().map(|id| self.identity(self.unit(id)?));
+        let needs = needs.collect::<Result<Option<Vec<_>>>>()?.unwrap_or_default();
+        let states = StateFiles {
+            before: needs.iter().map(|identity| self.path(identity)).collect(),
+            after: unit.is_forward().then(|| file.to_owned()),
+            depends_on: self.depends_on(),
+            spill,
+            saved: None,
+        };
+        let job = job(&self.opened, &part, windows, (host.observer, host.cancel));
+        if unit.is_forward() {
+            return quantize_part(&job, &mut MemorySink::new(Vec::new())?, &states).map(drop);
+        }
+        let mut sink = UnitSink::create(file, part.outputs())?;
+        quantize_part(&job, &mut sink, &states)?;
+        sink.finish(identity)
+    }
+
+    /// The windows of a unit that computes the states of a shard.
+    fn windows_of(&self, unit: &Unit) -> Option<TokenWindows> {
+        match (&unit.work, &self.windows) {
+            (Work::Forward { windows, .. }, Some(all)) => Some(all.slice(windows.clone())),
+            _ => None,
+        }
+    }
+
+    /// What hidden states depend on besides the plan.
+    fn depends_on(&self) -> Value {
+        json!(self.digest)
+    }
+
+    /// Sets damaged results that a unit needs aside, so that they are computed again.
+    ///
+    /// # Errors
+    /// [`Error::Unavailable`] if there are any.
+    fn check_inputs(&self, unit: &Unit, host: &Host<'_>) -> Result<()> {
+        let mut damaged = Vec::new();
+        for id in &unit.needs {
+            let need = self.unit(id)?;
+            let Some(identity) = self.identity(need)? else { continue };
+            let path = self.path(&identity);
+            if is_regular(&path)? && !self.is_intact(need, &identity, &path, host)? {
+                damaged.push(id.clone());
+            }
+        }
+        if damaged.is_empty() {
+            return Ok(());
+        }
+        Err(Error::Unavailable {
+            what: format!("the input of `{}`", unit.id),
+            reason: format!("damaged, and must be computed again: {}", damaged.join(", ")),
+            remedy: "run the job again".into(),
+        })
+    }
+
+    /// Returns whether a result is intact. A damaged one is set aside, with a warning.
+    pub(super) fn is_intact(
+        &self,
+        unit: &Unit,
+        identity: &Identity,
+        path: &Path,
+        host: &Host<'_>,
+    ) -> Result<bool> {
+        let checked = match unit.is_forward() {
+            true => {
+                let (part, shard) = (unit.part(&self.plan)?, self.windows_of(unit));
+                let job = job(&self.opened, &part, shard.as_ref(), (host.observer, host.cancel));
+                pipeline::check_states(path, &job, part.blocks().end, &self.depends_on())
+            }
+            false => UnitFile::open(path, unit.tensors(&self.plan)?, identity)
+                .and_then(|file| file.read(host.cancel, &mut |_, _, _| Ok(())).map(drop)),
+        };
+        match checked {
+            Ok(()) => Ok(true),
+            Err(error) if error.category() == Category::Input => {
+                self.set_aside(unit, path, &error, host)?;
+                Ok(false)
+            }
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Renames a damaged result, and says so.
+    pub(super) fn set_aside(&self, unit: &Unit, path: &Path, error: &Error, host: &Host<'_>) -> Result<()> {
+        let aside = self.store.set_aside(path)?;
+        self.forget(unit);
+        if let Some(aside) = aside {
+            let aside = aside.file_name().unwrap_or_default().to_string_lossy();
+            host.warn(format!("{error}; it was renamed to {aside}"));
+        }
+        Ok(())
+    }
+
+    /// Keeps the result that differs from the published one, and returns the error.
+    fn conflict(&self, identity: &Identity, file: &Path, target: &Path) -> Result<Error> {
+        let own = format!("{}.other-{}-{}", file_name(identity), system::host_name(), std::process::id());
+        let kept = target.with_file_name(&own);
+        std::fs::hard_link(file, &kept).map_err(|e| Error::io("create", &kept, e))?;
+        let others = self.computed_by(identity);
+        let others = if others.is_empty() { "an unknown machine".to_owned() } else { others.join(", ") };
+        Ok(Error::InputFile {
+            path: target.to_owned(),
+            line: None,
+            reason: format!(
+                "was computed by {others}, and differs from the result of {} in {own}: one of the machines \
+                computes wrong results",
+                system::host_name()
+            ),
+            remedy:
+                "compute the unit on a third machine in a new job, remove the wrong file, and give the other \
+                one the name of the result"
+                    .into(),
+        })
+    }
+
+    /// The machines that computed a result, according to the log.
+    fn computed_by(&self, identity: &Identity) -> Vec<String> {
+        let stem = stem(identity);
+        let entries = std::fs::read_dir(self.store.log()).into_iter().flatten().flatten();
+        let names = entries.filter_map(|e| e.file_name().into_string().ok());
+        let mut hosts: Vec<String> = names
+            .filter_map(|name| {
+                let (host, _) = name.strip_prefix(&stem)?.strip_prefix('.')?.rsplit_once('-')?;
+                Some(host.to_owned())
+            })
+            .collect();
+        hosts.sort_unstable();
+        hosts.dedup();
+        hosts
+    }
+
+    /// Records who computed a result.
+    fn log(&self, identity: &Identity, done: &UnitDone, published: Publication) -> Result<()> {
+        let (host, process) = (system::host_name(), std::process::id());
+        let entry = json!({
+            "schema": "quant-unit-log/1",
+            "unit": identity.unit,
+            "key": identity.key,
+            "host": host,
+            "process": process,
+            "seconds": done.seconds,
+            "published": published == Publication::Created,
+        });
+        let path = self.store.log().join(format!("{}.{host}-{process}.json", stem(identity)));
+        // The process number may have been used before.
+        self.store.publish_bytes(&path, format!("{entry:#}\n").as_bytes()).map(drop)
+    }
+}
+
+/// The name of a result without its ending.
+fn stem(identity: &Identity) -> String {
+    format!("{}.{}", identity.unit.replace('/', "-"), &identity.key[..KEY_DIGITS])
+}
+
+/// The name of a result.
+pub(super) fn file_name(identity: &Identity) -> String {
+    format!("{}.safetensors", stem(identity))
+}

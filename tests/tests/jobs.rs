@@ -1,0 +1,253 @@
+//! `quant job` and `quant merge` as schedulers use them: exit codes, killed and concurrent workers, and the same bytes as
+//! `quant quantize`.
+
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
+
+use quant_tests::args;
+use quant_tests::files::hashes;
+use quant_tests::models::write_cut_demo_model;
+use quant_tests::program::{Run, Running, Signal, command, command_that_hangs_up, quant};
+use quant_tests::refusal::check_message;
+use tempfile::TempDir;
+
+/// A search that lasts seconds, block by block.
+const AWQ: [&str; 4] = ["--samples", "8", "--seq-len", "512"];
+
+/// A model with three blocks, and a directory for jobs and outputs.
+struct Bench {
+    scratch: TempDir,
+    model: PathBuf,
+}
+
+impl Bench {
+    fn new() -> Self {
+        let scratch = tempfile::tempdir().unwrap();
+        let model = scratch.path().join("model");
+        write_cut_demo_model(&model, 3);
+        Self { scratch, model }
+    }
+
+    fn at(&self, name: &str) -> PathBuf {
+        self.scratch.path().join(name)
+    }
+
+    fn init(&self, options: &[&str]) -> Run {
+        let mut arguments = args!["job", "init", &self.model, "--job", self.at("store")];
+        arguments.extend(options.iter().map(OsString::from));
+        quant(arguments)
+    }
+
+    fn run_arguments(&self, options: &[&str]) -> Vec<OsString> {
+        let mut arguments = args!["job", "run", self.at("store")];
+        arguments.extend(options.iter().map(OsString::from));
+        arguments
+    }
+
+    fn run(&self, options: &[&str]) -> Run {
+        quant(self.run_arguments(options))
+    }
+
+    fn merge(&self, options: &[&str]) -> Run {
+        let mut arguments = args!["merge", self.at("store"), "-o", self.at("out")];
+        arguments.extend(options.iter().map(OsString::from));
+        quant(arguments)
+    }
+
+    /// Compares the merged checkpoint with that of one process.
+    #[track_caller]
+    fn assert_same(&self, options: &[&str]) {
+        let mut arguments = args!["quantize", &self.model, "-o", self.at("whole")];
+        arguments.extend(options.iter().map(OsString::from));
+        quant(arguments).succeeded();
+        assert_eq!(hashes(&self.at("out")), hashes(&self.at("whole")));
+    }
+
+    fn results(&self) -> Vec<PathBuf> {
+        let entries = std::fs::read_dir(self.at("store/units")).unwrap();
+        let mut found: Vec<_> = entries.map(|entry| entry.unwrap().path()).collect();
+        found.sort();
+        found
+    }
+}
+
+#[test]
+fn workers_share_a_job() {
+    let bench = Bench::new();
+    let split = ["--forward-shards", "2"];
+    let made = bench.init(&[&AWQ[..], &split].concat()).succeeded();
+    assert!(made.stdout.contains("created, 8 units"), "{made}");
+    assert!(bench.init(&[&AWQ[..], &split].concat()).succeeded().stdout.contains("exists already"));
+    let units = quant(args!["job", "units", bench.at("store"), "--json"]).json();
+    let units = units["units"].as_array().unwrap().clone();
+    assert_eq!(units.len(), 8);
+    for unit in &units {
+        for cost in ["seconds", "memory_bytes", "smallest_budget_bytes", "input_bytes", "output_bytes"] {
+            assert!(unit[cost].as_f64().unwrap() > 0.0, "{unit}");
+        }
+    }
+    assert_eq!(units[6]["id"], "blocks/2");
+    assert_eq!(units[6]["needs"].as_array().unwrap().len(), 2);
+    // The results of the first phase are missing, so a scheduler tries again later.
+    let early = bench.run(&["--phase", "blocks", "--shard", "1/2"]);
+    check_message("early", &early, 5, &["forward/0/0", "run the same command again"]);
+    check_message("early merge", &bench.merge(&[]), 5, &["not finished", "quant job run STORE"]);
+    assert!(!bench.at("out").exists());
+    for phase in ["forward", "blocks"] {
+        let start =
+            |shard: &str| Running::start(command(bench.run_arguments(&["--phase", phase, "--shard", shard])));
+        let workers = ["0/2", "1/2"].map(start);
+        workers.into_iter().for_each(|worker| drop(worker.wait().succeeded()));
+    }
+    let status = quant(args!["job", "status", bench.at("store"), "--json"]).json();
+    assert_eq!((&status["done"], &status["total"]), (&8.into(), &8.into()), "{status}");
+    assert_eq!(status["temporary_files"], 0);
+    let again = bench.run(&["--json"]).json();
+    assert!(again["units"].as_array().unwrap().iter().all(|unit| unit["computed"] == false), "{again}");
+    let merged = bench.merge(&[]).succeeded();
+    assert!(merged.stdout.contains("written to"), "{merged}");
+    bench.assert_same(&AWQ);
+    check_message("exists", &bench.merge(&[]), 2, &["exists", "--force"]);
+    bench.merge(&["--force"]).succeeded();
+    bench.assert_same(&["--force"].into_iter().chain(AWQ).collect::<Vec<_>>());
+}
+
+/// Every worker does everything, and is killed again and again; whatever was linked is complete.
+#[test]
+fn killed_workers_lose_only_their_unit() {
+    let bench = Bench::new();
+    bench.init(&[&AWQ[..], &["--forward-shards", "2"]].concat()).succeeded();
+    let mut kills = 0;
+    for round in 0..40_usize {
+        let before = bench.results().len();
+        let mut worker = Running::start(command_that_hangs_up(bench.run_arguments(&[])));
+        // Sometimes in the middle of a unit, and sometimes just after one was published.
+        let at_most = before + round % 2;
+        let delay = std::time::Duration::from_millis(37 * (round as u64 % 7));
+        worker.wait_until(|| bench.results().len() > at_most);
+        std::thread::sleep(delay);
+        if worker.has_ended() {
+            worker.wait().succeeded();
+            break;
+        }
+        worker.signal(Signal::KILL);
+        assert_ne!(worker.wait().code(), Some(0));
+        kills += 1;
+    }
+    assert!(kills > 1, "workers were killed {kills} times");
+    bench.run(&[]).succeeded();
+    let status = quant(args!["job", "status", bench.at("store"), "--json"]).json();
+    assert_eq!(status["done"], status["total"]);
+    assert_eq!(status["other_files"].as_array().unwrap().len(), 0, "{status}");
+    bench.merge(&[]).succeeded();
+    bench.assert_same(&AWQ);
+}
+
+#[test]
+fn an_interrupted_worker_can_be_run_again() {
+    let bench = Bench::new();
+    bench.init(&AWQ).succeeded();
+    let mut worker = Running::start(command_that_hangs_up(bench.run_arguments(&[])));
+    assert!(worker.wait_until(|| bench.results().len() == 1), "{}", worker.wait());
+    worker.signal(Signal::TERM);
+    check_message("interrupted", &worker.wait(), 75, &["interrupted", "resume with: ", "job run"]);
+    let status = quant(args!["job", "status", bench.at("store"), "--json"]).json();
+    assert_eq!(status["temporary_files"], 0, "{status}");
+    bench.run(&[]).succeeded();
+    bench.merge(&[]).succeeded();
+    bench.assert_same(&AWQ);
+}
+
+#[test]
+fn exit_codes_tell_schedulers_what_to_do() {
+    let bench = Bench::new();
+    let rtn = ["--method", "rtn"];
+    let case = |name: &str, run: &Run, code: i32, expected: &[&str]| check_message(name, run, code, expected);
+    case("no job", &bench.run(&[]), 2, &["is not a job", "quant job init"]);
+    case(
+        "calibrated in order",
+        &bench.init(&["--method", "gptq"]),
+        2,
+        &["--span-blocks", "--layer-inputs float"],
+    );
+    case("formats", &bench.init(&["--format", "awq", "--format", "gptq"]), 2, &["one format"]);
+    case("gguf", &bench.init(&["--format", "gguf", "--scheme", "q4_0"]), 2, &["GGUF", "quant quantize"]);
+    case("no effect", &bench.init(&["--method", "rtn", "--forward-shards", "2"]), 2, &["--forward-shards"]);
+    assert!(!bench.at("store").exists());
+    bench.init(&rtn).succeeded();
+    case("other settings", &bench.init(&["--method", "rtn", "--scheme", "w8a16"]), 2, &["schemes."]);
+    for (options, code, expected) in [
+        (&["--unit", "blocks/7"][..], 2, "no unit `blocks/7`"),
+        (&["--memory-budget", "2MiB"][..], 5, "memory"),
+        (&["--model", "/no/such/model"][..], 4, "/no/such/model"),
+    ] {
+        case("run", &bench.run(options), code, &[expected]);
+    }
+    for shard in ["2/2", "x/2", "1", "0/0"] {
+        assert_eq!(bench.run(&["--shard", shard]).code(), Some(2), "{shard}");
+    }
+    // A different instruction set, as on a machine with an older processor.
+    let mut other = command(bench.run_arguments(&[]));
+    other.env("QUANT_ISA", "scalar");
+    let other = Running::start(other).wait();
+    case("another machine", &other, 5, &["instruction_set", "machines of the same type"]);
+    // A copy of the model gives the same results; another model does not.
+    let copy = bench.at("copy");
+    write_cut_demo_model(&copy, 3);
+    bench.run(&["--unit", "blocks/0", "--model", copy.to_str().unwrap()]).succeeded();
+    let fewer = bench.at("fewer");
+    write_cut_demo_model(&fewer, 2);
+    case(
+        "another model",
+        &bench.run(&["--model", fewer.to_str().unwrap()]),
+        2,
+        &["different", "config_sha256"],
+    );
+    bench.run(&[]).succeeded();
+    // A result that was damaged afterwards.
+    let path = bench.results()[0].clone();
+    let mut bytes = std::fs::read(&path).unwrap();
+    let middle = bytes.len() / 2;
+    bytes[middle] ^= 1;
+    std::fs::write(&path, bytes).unwrap();
+    case("damaged", &bench.merge(&[]), 5, &["hash", "compute it again"]);
+    let again = bench.run(&[]).succeeded();
+    assert!(again.stdout.starts_with("1 units computed, 3 existed"), "{again}");
+    bench.merge(&["--resume"]).succeeded();
+    bench.assert_same(&rtn);
+}
+
+#[test]
+fn gptq_in_spans() {
+    let bench = Bench::new();
+    let spans = [&AWQ[..2], &["--seq-len", "128", "--method", "gptq", "--span-blocks", "2"]].concat();
+    bench.init(&spans).succeeded();
+    bench.run(&["--memory-budget", "200GiB"]).succeeded();
+    bench.merge(&[]).succeeded();
+    bench.assert_same(&spans);
+    let report = std::fs::read_to_string(bench.at("out").join("quant_report.json")).unwrap();
+    assert!(report.contains("\"span_blocks\": 2"));
+    let no_effect = [&spans[..], &["--layer-inputs", "float"]].concat();
+    let mut arguments = args!["quantize", &bench.model, "-o", bench.at("no")];
+    arguments.extend(no_effect.iter().map(OsString::from));
+    check_message("no effect", &quant(arguments), 2, &["--span-blocks", "has no effect"]);
+}
+
+/// A recipe file is part of the job, so it may be gone when workers run.
+#[test]
+fn a_job_keeps_its_recipe() {
+    let bench = Bench::new();
+    let recipe = bench.at("recipe.toml");
+    std::fs::write(&recipe, "[quantize]\nmethod = \"rtn\"\nscheme = \"w4a16-g64-asym\"\n").unwrap();
+    let options = ["--recipe", recipe.to_str().unwrap()];
+    bench.init(&options).succeeded();
+    let moved = bench.at("moved.toml");
+    std::fs::rename(&recipe, &moved).unwrap();
+    bench.run(&[]).succeeded();
+    bench.merge(&[]).succeeded();
+    bench.assert_same(&["--recipe", path(&moved)]);
+}
+
+fn path(path: &Path) -> &str {
+    path.to_str().unwrap()
+}
