@@ -46,6 +46,14 @@ pub struct Document {
 
 /// Returns the documents of a set in a fixed order. The domains alternate, so that a prefix of any length is as mixed
 /// as possible; when a domain runs out of documents, the others continue.
+///
+/// ```
+/// use quant_calibration_data::{CORPUS, documents};
+///
+/// let first: Vec<&str> = documents(CORPUS).take(CORPUS.len()).map(|document| document.domain).collect();
+/// let domains: Vec<&str> = CORPUS.iter().map(|domain| domain.name).collect();
+/// assert_eq!(first, domains);
+/// ```
 pub fn documents(set: &[Domain]) -> impl Iterator<Item = Document> + use<> {
     let mut queues: Vec<_> = set.iter().map(|d| (d.name, split(d.text))).collect();
     let mut ordered = Vec::new();

@@ -404,6 +404,9 @@ pub enum Error {
         reason: String,
     },
 
+    /// The kernels do not support a weight.
+    #[error("the kernels cannot use this weight: {0}")]
+    Kernel(quant_kernels_cpu::KernelError),
     /// An unexpected failure of the tensor library.
     #[error("tensor computation failed: {0}")]
     Tensor(Box<dyn std::error::Error + Send + Sync>),
@@ -482,6 +485,7 @@ impl Error {
             | Self::Recipe { .. }
             | Self::PatternMatchesNothing { .. }
             | Self::GroupSizeDoesNotDivide(_)
+            | Self::Kernel(_)
             | Self::OutputExists { .. }
             | Self::OutputIsInput { .. } => Category::Usage,
             Self::NoCheckpoint { .. }

@@ -1,8 +1,13 @@
 //! Operating system calls on files that Rust's standard library does not cover. All are available on Unix, some only on
 //! Linux. `docs/crates.md` lists what other systems would need.
 
+#[cfg(not(unix))]
+compile_error!("quant-formats supports only Unix systems; docs/crates.md lists what others would need");
+
+use std::ffi::OsStr;
 use std::fs::{File, Metadata, OpenOptions, Permissions};
 use std::io;
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{FileExt, FileTypeExt, MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
@@ -60,6 +65,16 @@ pub fn open_options() -> OpenOptions {
     let mut options = OpenOptions::new();
     options.custom_flags(flags);
     options
+}
+
+/// Returns the bytes of a path, which need not be UTF-8.
+pub fn path_bytes(path: &Path) -> &[u8] {
+    path.as_os_str().as_bytes()
+}
+
+/// Returns the path with these bytes; the inverse of [`path_bytes`].
+pub fn path_of_bytes(bytes: &[u8]) -> PathBuf {
+    PathBuf::from(OsStr::from_bytes(bytes))
 }
 
 /// Returns a path to the executable of this process. On Linux it leads to the running file even if an upgrade has

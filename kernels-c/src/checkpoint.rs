@@ -4,7 +4,7 @@ use core::ffi::{CStr, c_char};
 use std::ffi::{CString, OsStr};
 use std::path::Path;
 
-use quant_formats::format::{QuantizedCheckpoint, QuantizedLinear};
+use quant_formats::format::{LinearInfo, QuantizedCheckpoint};
 use quant_formats::quantize::QuantizedTensor;
 use quant_kernels_cpu::{FloatFormat, Scales};
 
@@ -73,7 +73,7 @@ fn path(text: &CStr) -> Result<&Path, Fault> {
     Ok(Path::new(OsStr::new(text)))
 }
 
-fn linear(checkpoint: &qz1_checkpoint, index: usize) -> Result<&QuantizedLinear, Fault> {
+fn linear(checkpoint: &qz1_checkpoint, index: usize) -> Result<&LinearInfo, Fault> {
     let linear = checkpoint.opened.linears().get(index);
     linear.ok_or_else(|| {
         Fault::new(qz1_status::Checkpoint, "the index is not less than the number of quantized linears")
@@ -98,7 +98,7 @@ pub unsafe extern "C" fn qz1_checkpoint_open(
             let opened = QuantizedCheckpoint::open(self::path(text(path, "the path")?)?)?;
             // Names contain no zero bytes, because headers with control characters are rejected.
             let c_text = |text: &str| CString::new(text).unwrap_or_default();
-            let both = |linear: &QuantizedLinear| [c_text(&linear.name), c_text(&linear.scheme.to_string())];
+            let both = |linear: &LinearInfo| [c_text(&linear.name), c_text(&linear.scheme.to_string())];
             let texts = opened.linears().iter().map(both).collect();
             Ok(qz1_checkpoint { opened, texts })
         })
@@ -172,7 +172,7 @@ pub unsafe extern "C" fn qz1_checkpoint_linear(
     call(message, |scope| unsafe {
         let checkpoint = scope.look(checkpoint, "the checkpoint")?;
         let out = scope.place(out, "the linear")?;
-        let QuantizedLinear { shape: [n, k], scheme, .. } = linear(checkpoint, index)?;
+        let LinearInfo { shape: [n, k], scheme, .. } = linear(checkpoint, index)?;
         let [name, scheme_name] = &checkpoint.texts[index];
         out.put(qz1_linear {
             struct_size: size_of::<qz1_linear>() as u32,

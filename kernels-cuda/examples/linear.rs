@@ -8,7 +8,7 @@ use std::error::Error;
 use std::sync::Arc;
 
 use quant_kernels_cpu::WeightView;
-use quant_kernels_cuda::standalone::{Activations, Linear, Runner};
+use quant_kernels_cuda::standalone::{Activations, Launcher, Linear};
 
 fn main() -> Result<(), Box<dyn Error>> {
     if let Err(missing) = quant_kernels_cuda::require_device() {
@@ -20,10 +20,10 @@ fn main() -> Result<(), Box<dyn Error>> {
     let scales: Vec<f32> = (0..n * k / group).map(|i| 0.01 + (i % 5) as f32 * 0.001).collect();
     let view = WeightView::new([n, k], 4, group, &codes, &scales, None)?;
 
-    let runner = Arc::new(Runner::new()?); // one for all linears
-    let linear = Linear::new(&view, Activations::Float, &runner)?;
+    let launcher = Arc::new(Launcher::new()?); // one for all linears
+    let linear = Linear::new(&view, Activations::Float, &launcher)?;
     let mut out = vec![0.0; 2 * n];
     linear.multiply(&vec![0.5; 2 * k], &mut out)?;
-    println!("{} bytes on {}: {:?}", linear.bytes(), runner.device(), &out[..4]);
+    println!("{} bytes on {}: {:?}", linear.bytes(), launcher.device(), &out[..4]);
     Ok(())
 }

@@ -282,8 +282,8 @@ fn linears_of_a_program_without_a_framework() {
     if !on_gpu() {
         return;
     }
-    use quant_kernels_cuda::standalone::{Activations, Linear, Runner};
-    let runner = Arc::new(Runner::new().unwrap());
+    use quant_kernels_cuda::standalone::{Activations, Launcher, Linear};
+    let runner = Arc::new(Launcher::new().unwrap());
     let (n, m) = (70, 3);
     let by = StaticScale { scale: 0.03, zero: 5 };
     for (bits, k, group, activations) in [

@@ -10,13 +10,13 @@
 
 use std::alloc::{GlobalAlloc, Layout};
 use std::fmt::Write;
-use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use mimalloc::MiMalloc;
 use quant_core::{Category, Error, Result};
-use rustix::process::{Resource, getrlimit};
+
+use crate::system::{address_space, address_space_limit, write_to_stderr};
 
 /// [`MiMalloc`], except that a failed allocation ends the program.
 pub struct Allocator;
@@ -68,8 +68,7 @@ fn end(size: usize) -> ! {
             predicts how much memory a run needs, and `quant quantize --resume` continues an interrupted \
             run\n"
         );
-        // Write errors are ignored: stderr may be closed.
-        let _ = rustix::io::write(std::io::stderr().as_fd(), &text.bytes[..text.len]);
+        write_to_stderr(&text.bytes[..text.len]);
     }
     signal_hook::low_level::exit(i32::from(Category::Environment.exit_code()))
 }
@@ -80,13 +79,9 @@ pub fn check_room_for_threads(threads: usize) -> Result<()> {
     /// Estimated size of the stack and the other memory that a thread maps before it runs.
     const PER_THREAD: u64 = 5 << 19;
     const PER_PROGRAM: u64 = 16 << 20;
-    let Some(limit) = getrlimit(Resource::As).current else { return Ok(()) };
-    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
-    let taken = status
-        .lines()
-        .find_map(|line| line.strip_prefix("VmSize:")?.trim().strip_suffix("kB")?.trim().parse().ok());
+    let Some(limit) = address_space_limit() else { return Ok(()) };
     let bytes = PER_PROGRAM + PER_THREAD * threads as u64;
-    match taken.map(|kib: u64| limit.saturating_sub(kib << 10)) {
+    match address_space().map(|taken| limit.saturating_sub(taken)) {
         Some(room) if room < bytes => {
             Err(Error::Memory { what: format!("{threads} threads"), bytes: Some(bytes) })
         }

@@ -34,8 +34,5 @@ pub fn install() -> Result<CancelToken> {
 
 /// Returns whether the process was started with this signal ignored; false if the system does not report it.
 fn is_ignored(signal: i32) -> bool {
-    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
-    let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
-    let mask = mask.and_then(|digits| u64::from_str_radix(digits.trim(), 16).ok()).unwrap_or(0);
-    mask & 1 << (signal - 1) != 0
+    crate::system::ignored_signals() & 1 << (signal - 1) != 0
 }

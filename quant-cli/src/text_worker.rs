@@ -3,8 +3,6 @@
 
 use std::ffi::OsString;
 use std::io::{ErrorKind, Read};
-use std::os::fd::AsFd;
-use std::os::unix::net::UnixStream;
 
 use quant_core::calibrate::InProcess;
 use quant_core::worker::{WORKER_ARGUMENT, serve};
@@ -39,6 +37,6 @@ fn answer() -> Result<()> {
         .stack_size(64 << 10)
         .spawn(lifeline)
         .map_err(failed)?;
-    let socket = std::io::stdout().as_fd().try_clone_to_owned().map(UnixStream::from).map_err(failed)?;
+    let socket = crate::system::standard_output().map_err(failed)?;
     serve(&mut &socket, &mut &socket, &InProcess)
 }

@@ -48,11 +48,12 @@ pub mod pipeline;
 pub mod quantize;
 pub mod recipe;
 pub mod run;
+pub mod system;
 pub mod transform;
 pub mod units;
 pub mod worker;
 
 pub use quant_formats::{
     CancelToken, Category, Error, Event, Observer, Result, Silent, TensorSink, TensorSource, blocks,
-    checkpoint, digest, format, random, scheme, system, vector, wording,
+    checkpoint, digest, format, random, scheme, vector, wording,
 };

@@ -258,34 +258,40 @@ fn names_of_containers_and_families_are_data() {
     assert_eq!(excused.len(), OTHER_NAMES.len(), "{excused:?}");
 }
 
-/// The files of the libraries that call the operating system directly, and why. A port of the libraries to another
-/// system changes only these.
-const SYSTEM_CALLS: [(&str, &str); 5] = [
-    ("formats/src/system.rs", "files"),
-    (
-        "quant-core/src/run/memory.rs",
-        "the available memory; on systems other than Linux a run has no default budget",
-    ),
-    ("quant-core/src/worker/process.rs", "processes that run tokenizers, on Linux only"),
-    ("quant-core/src/worker/limits.rs", "their limits, and the size of the memory, on Linux only"),
-    ("quant-core/src/worker/wire.rs", "paths as bytes, between processes of the same program"),
+/// The modules that call the operating system directly, one per crate, if the crate does. A port to another system
+/// changes only these, and `docs/crates.md` lists them.
+const SYSTEM_MODULES: [(&str, Option<&str>); 5] = [
+    ("formats", Some("src/system.rs")),
+    ("quant-core", Some("src/system/")),
+    ("quant-cli", Some("src/system.rs")),
+    ("eval", None),
+    ("python", None),
 ];
 
 #[test]
-fn the_operating_system_is_asked_in_few_places() {
+fn the_operating_system_is_asked_in_one_module_of_a_crate() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
-    let mut asking = BTreeSet::new();
-    for folder in ["formats", "quant-core", "eval"] {
-        let mut files = Vec::new();
+    let page = std::fs::read_to_string(root.join("docs/crates.md")).unwrap();
+    for (folder, module) in SYSTEM_MODULES {
+        let (mut files, mut asking) = (Vec::new(), BTreeSet::new());
         sources(&root.join(folder).join("src"), &mut files);
+        assert!(!files.is_empty(), "{folder}");
         for file in files.iter().filter(|file| !is_for_tests(file.strip_prefix(&root).unwrap())) {
             let text = without_tests(&std::fs::read_to_string(file).unwrap());
-            if ["std::os::", "rustix::", "\"/proc/"].iter().any(|call| text.contains(call)) {
+            let calls = ["std::os::", "rustix::", "libc::", "\"/proc/", "\"/sys/"];
+            if calls.iter().any(|call| text.contains(call)) {
                 asking.insert(file.strip_prefix(&root).unwrap().to_string_lossy().replace('\\', "/"));
             }
         }
+        let module = module.map(|module| format!("{folder}/{module}"));
+        let is_system = |file: &&String| module.as_ref().is_some_and(|module| file.starts_with(module));
+        let others: Vec<_> = asking.iter().filter(|file| !is_system(file)).collect();
+        assert!(others.is_empty(), "these calls belong into the system module: {others:?}");
+        if let Some(module) = &module {
+            assert!(!asking.is_empty(), "{module} makes no calls");
+            assert!(page.contains(&format!("| `{module}`")), "docs/crates.md does not list {module}");
+        }
     }
-    assert_eq!(asking, SYSTEM_CALLS.iter().map(|(place, _)| (*place).to_owned()).collect());
 }
 
 /// Returns the public enums and structures of a source that other crates could match in full or write as literals, and
@@ -303,7 +309,7 @@ fn closed_types(text: &str) -> BTreeSet<String> {
         if line.starts_with("pub struct") && line.ends_with('{') {
             let body = lines.by_ref().take_while(|line| *line != "}");
             let fields =
-                body.filter(|line| line.starts_with(|c: char| c == ' ') && !line.starts_with("     "));
+                body.filter(|line| line.starts_with(' ') && !line.starts_with("     "));
             let fields: Vec<&str> =
                 fields.map(str::trim).filter(|f| !f.starts_with(['#', ')', '}'])).collect();
             is_closed = !fields.is_empty() && fields.iter().all(|field| field.starts_with("pub "));

@@ -6,7 +6,7 @@ use std::path::Path;
 use quant_core::Category;
 use quant_core::checkpoint::ModelDirectory;
 use quant_core::model::Model;
-use quant_formats::format::{QuantizedCheckpoint, QuantizedLinear};
+use quant_formats::format::{LinearInfo, QuantizedCheckpoint};
 use quant_kernels_cpu::{FloatRows, IsaToken, RowLayout, Serial};
 use quant_tests::args;
 use quant_tests::models::{RawTensor, edit_config, read_safetensors, safetensors, write_cut_demo_model};
@@ -30,7 +30,7 @@ fn quantize(model: &Path, out: &Path, format: &str, scheme: &str) -> QuantizedCh
 }
 
 /// Multiplies two rows by the packed weight and by its floats.
-fn check_product(checkpoint: &QuantizedCheckpoint, linear: &QuantizedLinear, weight: &[f32]) {
+fn check_product(checkpoint: &QuantizedCheckpoint, linear: &LinearInfo, weight: &[f32]) {
     let [n, k] = linear.shape;
     let packed = checkpoint.read(&linear.name).unwrap().pack(None, &Serial).unwrap();
     let x: Vec<f32> = (0..2 * k).map(|i| (i as f32 * 0.37).sin()).collect();

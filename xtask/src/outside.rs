@@ -1,7 +1,7 @@
 //! `cargo xtask outside`: builds and runs programs outside the workspace, as an engine's author would write them.
 //!
 //! `read` links only the leaf crates; `drive` and `score` link the pipeline and the evaluator. The dependencies of all
-//! three are counted. They use the versions in the workspace's lock file and its target directory. `drive` and `score`
+//! three are counted, and so are those of the library for C programs. They use the versions in the workspace's lock file and its target directory. `drive` and `score`
 //! have the workspace's settings for crates from the registry, so after the tests only the workspace's own crates are
 //! compiled again.
 
@@ -15,7 +15,7 @@ use serde_json::Value;
 use crate::support::shell::{cargo, root, run as execute, target_dir};
 
 /// Maximum number of crates that an engine depends on with `quant-formats` and `quant-kernels-cpu`, including these
-/// two.
+/// two; a C program with `quant-kernels-c` likewise.
 const MAX_DEPENDENCIES: usize = 40;
 /// Maximum number of crates that a program depends on with the pipeline and the evaluator, without the features `cuda`
 /// and `chat-templates`.
@@ -40,6 +40,7 @@ pub fn run() -> Result<()> {
     let scratch = scratch("outside-run")?;
     count("read", MAX_DEPENDENCIES, &["candle", "token"])?;
     count("pipeline", MAX_PIPELINE_CRATES, &LEFT_OUT)?;
+    count_c()?;
     build("read", &[])?;
     build("pipeline", &["--features", "as-workspace"])?;
     execute(&mut cargo(&["build", "--workspace", "--bin", "quant"]))?;
@@ -157,8 +158,21 @@ fn artifacts(messages: &str) -> Result<(Vec<String>, usize)> {
 /// Counts the crates that a program links. Fails if there are more than `max`, or if a name contains an entry of
 /// `without`.
 fn count(package: &str, max: usize, without: &[&str]) -> Result<()> {
-    let tree = cargo_in(package, &["tree", "--edges", "normal", "--prefix", "none", "--format", "{p}"])?;
-    let tree = output(&mut { tree })?;
+    count_in(package, cargo_in(package, &TREE)?, max, without)
+}
+
+/// Counts the crates in the library that C programs link.
+fn count_c() -> Result<()> {
+    let mut tree = cargo(&TREE);
+    tree.args(["-p", "quant-kernels-c"]);
+    count_in("quant-kernels-c", tree, MAX_DEPENDENCIES, &["candle", "token"])
+}
+
+/// Arguments of cargo for the crates that a package links, one per line.
+const TREE: [&str; 7] = ["tree", "--edges", "normal", "--prefix", "none", "--format", "{p}"];
+
+fn count_in(package: &str, mut tree: Command, max: usize, without: &[&str]) -> Result<()> {
+    let tree = output(&mut tree)?;
     let crates: std::collections::BTreeSet<&str> =
         tree.lines().filter_map(|line| line.split(' ').next()).filter(|name| *name != package).collect();
     println!("outside: {package} depends on {} crates", crates.len());
@@ -232,7 +246,7 @@ mod tests {
     /// `examples/` has short programs for users of a crate; programs that measure are in `measure/`.
     #[test]
     fn every_library_has_short_examples() {
-        let libraries = ["formats", "quant-core", "eval", "kernels-cpu", "kernels-cuda"];
+        let libraries = ["formats", "quant-core", "eval", "kernels-cpu", "kernels-cuda", "calibration-data"];
         let libraries = libraries.map(|name| (name, "rs")).into_iter().chain([("kernels-c", "c")]);
         let mut shortest = usize::MAX;
         for (library, extension) in libraries {
@@ -249,6 +263,37 @@ mod tests {
             }
         }
         assert!(shortest <= 30, "the shortest example in C has {shortest} lines");
+    }
+
+    /// The tables of crates, examples and stability have a row for every published crate.
+    #[test]
+    fn every_published_crate_is_documented() {
+        let page = std::fs::read_to_string(root().join("docs/crates.md")).unwrap();
+        let section = |heading: &str| {
+            let (_, section) = page.split_once(heading).unwrap();
+            section.split("\n#").next().unwrap()
+        };
+        let sections = ["# Crates for engine authors", "\n## Examples", "\n## Stability"].map(section);
+        let workspace = std::fs::read_to_string(root().join("Cargo.toml")).unwrap();
+        let (_, members) = workspace.split_once("members = [").unwrap();
+        let (members, _) = members.split_once(']').unwrap();
+        let mut published = 0;
+        for member in members.split('"').skip(1).step_by(2) {
+            let manifest = std::fs::read_to_string(root().join(member).join("Cargo.toml")).unwrap();
+            let (_, name) = manifest.split_once("name = \"").unwrap();
+            let (name, _) = name.split_once('"').unwrap();
+            if manifest.lines().any(|line| line.starts_with("publish")) {
+                continue;
+            }
+            published += 1;
+            for section in sections {
+                let cells = section.lines().filter_map(|line| line.split('|').nth(1));
+                let found = cells.filter(|cell| cell.contains(&format!("`{name}`"))).count();
+                let heading = section.lines().find(|line| !line.is_empty());
+                assert!(found == 1, "docs/crates.md: {found} rows for {name} under {heading:?}");
+            }
+        }
+        assert!(published > 5, "{published} published crates");
     }
 
     /// Otherwise `cargo xtask ci` would compile these crates a third time.

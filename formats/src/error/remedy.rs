@@ -22,6 +22,7 @@ impl Error {
                 different scheme for these tensors, for example ‹override='{}=w4a16-channel'›",
                 offenders.first().map(|o| suggestion_pattern(&o.tensor)).unwrap_or_default()
             ),
+            Self::Kernel(_) => "run it in floats".into(),
             Self::OutputExists { .. } => "choose a different output, or replace it with ‹force›".into(),
             Self::OutputIsInput { .. } => "choose an output outside the model directory".into(),
             Self::NoCheckpoint { .. } => {

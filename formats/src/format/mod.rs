@@ -5,6 +5,7 @@
 
 mod awq;
 mod bits;
+mod checks;
 mod compressed_tensors;
 mod gptq;
 pub mod loaders;
@@ -33,7 +34,7 @@ pub use loaders::{Loader, LoaderRule};
 pub use modelopt::ModelOpt;
 pub use numbers::read_positive;
 pub use qserve::QServe;
-pub use quantized::{QuantizedCheckpoint, QuantizedLinear, quantization_settings};
+pub use quantized::{LinearInfo, QuantizedCheckpoint, quantization_settings};
 
 /// Linears that engines run as one matrix.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -40,7 +40,7 @@ pub fn quantization_settings<'a>(config: &ConfigFields<'a>) -> Result<Option<&'a
 /// A linear with a quantized weight.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
-pub struct QuantizedLinear {
+pub struct LinearInfo {
     /// The module: `model.layers.0.mlp.down_proj`.
     pub name: String,
     /// `[n, k]`: output and input features.
@@ -90,7 +90,7 @@ pub struct QuantizedCheckpoint {
     source: Arc<dyn TensorSource>,
     config: Map<String, Value>,
     reader: Box<dyn PackedReader>,
-    linears: Vec<QuantizedLinear>,
+    linears: Vec<LinearInfo>,
     warnings: Vec<String>,
 }
 
@@ -143,12 +143,12 @@ impl QuantizedCheckpoint {
 
     /// The quantized linears, sorted by name. Every expert's linears are listed individually; embeddings are not
     /// included, and linears that stay float are in [`source`](Self::source).
-    pub fn linears(&self) -> &[QuantizedLinear] {
+    pub fn linears(&self) -> &[LinearInfo] {
         &self.linears
     }
 
     /// Returns the linear of that name, if it is quantized.
-    pub fn linear(&self, name: &str) -> Option<&QuantizedLinear> {
+    pub fn linear(&self, name: &str) -> Option<&LinearInfo> {
         let at = self.linears.binary_search_by(|linear| linear.name.as_str().cmp(name)).ok()?;
         Some(&self.linears[at])
     }
@@ -160,7 +160,7 @@ impl QuantizedCheckpoint {
     /// [`Error::MissingTensor`] when no quantized linear has that name; otherwise when the file cannot be read, or
     /// violates the format.
     pub fn read(&self, name: &str) -> Result<QuantizedTensor> {
-        let Some(QuantizedLinear { shape, scheme, .. }) = self.linear(name) else {
+        let Some(LinearInfo { shape, scheme, .. }) = self.linear(name) else {
             let tensor = format!("{name}.weight");
             return Err(Error::MissingTensor { path: self.source.location(&tensor), tensor });
         };
@@ -203,7 +203,7 @@ impl QuantizedCheckpoint {
 }
 
 /// Finds the modules that have codes and are quantized according to the configuration.
-fn linears(source: &dyn TensorSource, reader: &dyn PackedReader) -> Result<Vec<QuantizedLinear>> {
+fn linears(source: &dyn TensorSource, reader: &dyn PackedReader) -> Result<Vec<LinearInfo>> {
     let (mut found, suffixes) = (Vec::new(), reader.code_suffixes());
     for tensor in source.names() {
         let Some(module) = suffixes.iter().find_map(|suffix| tensor.strip_suffix(suffix)) else { continue };
@@ -214,7 +214,7 @@ fn linears(source: &dyn TensorSource, reader: &dyn PackedReader) -> Result<Vec<Q
         let Some(scheme) = reader.scheme(module) else { continue };
         let Some(shape) = reader.shape(source, module)? else { continue };
         reader.tensors(source, PackedWeight { module, shape, scheme })?;
-        found.push(QuantizedLinear { name: module.to_owned(), shape, scheme });
+        found.push(LinearInfo { name: module.to_owned(), shape, scheme });
     }
     found.sort_by(|a, b| a.name.cmp(&b.name));
     found.dedup_by(|a, b| a.name == b.name);

@@ -106,15 +106,13 @@ impl QuantizedTensor {
     /// zero point, the packed matrix contains the sums that they need.
     ///
     /// # Errors
-    /// When its parts are inconsistent, or the kernels do not support its scheme: groups that are too wide, widths
-    /// below 16.
+    /// When its parts are inconsistent; [`Error::Kernel`] when the kernels do not support its scheme: groups that are
+    /// too wide, widths below 16. An engine can then run the weight in floats.
     pub fn pack(&self, bias: Option<&[f32]>, parallel: &dyn Parallel) -> Result<PackedLinear> {
         let sums = matches!(self.input_grid()?, Some(InputGrid::Static(by)) if by.zero != 0);
         let codes = self.global.and_then(|_| self.scale_codes());
         let packed = PackedLinear::pack(&self.view_with(codes.as_deref())?, bias, sums, parallel);
-        packed.map_err(|error| {
-            Error::usage(format!("the kernels cannot use this weight: {error}"), "run it in floats")
-        })
+        packed.map_err(Error::Kernel)
     }
 
     /// Returns the same codes and zero points with one level of scales, the products of two rounded to `scale_dtype`,
@@ -339,6 +337,17 @@ mod tests {
         // One group per row is equivalent to one scale per row.
         let channel = tensor("w4a16-g64-sym", Dtype::F16);
         assert!(channel.restated("w4a16-channel-sym".parse().unwrap(), Dtype::F16).is_ok());
+    }
+
+    #[test]
+    fn a_weight_that_the_kernels_lack_can_be_told_from_other_errors() {
+        let weights: Vec<f32> = (0..4 * 8).map(|i| i as f32).collect();
+        let narrow =
+            quantize_rtn("w", &weights, [4, 8], "w4a16-channel-sym".parse().unwrap(), Dtype::F16, None);
+        let error = narrow.unwrap().pack(None, &quant_kernels_cpu::Serial).unwrap_err();
+        let Error::Kernel(cause) = &error else { panic!("{error:?}") };
+        assert_eq!(error.to_string(), format!("the kernels cannot use this weight: {cause}"));
+        assert_eq!((error.category().exit_code(), error.remedy().marked()), (2, "run it in floats"));
     }
 
     #[test]

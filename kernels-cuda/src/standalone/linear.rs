@@ -28,7 +28,7 @@ const EXPONENT: i32 = 14;
 
 /// The kernels and the device memory that the linears of a model share.
 #[derive(Debug)]
-pub struct Runner {
+pub struct Launcher {
     gpu: &'static Gpu,
     kernels: Kernels,
     scratch: Mutex<Scratch>,
@@ -45,8 +45,8 @@ struct Scratch {
     results: Vec<u8>,
 }
 
-impl Runner {
-    /// Creates a runner on the first device, with images in the default directory.
+impl Launcher {
+    /// Creates a launcher on the first device, with images in the default directory.
     ///
     /// # Errors
     /// When there is no driver or device.
@@ -70,7 +70,7 @@ pub struct Linear {
     weight: Memory,
     activations: Activations,
     limits: PlanLimits,
-    runner: Arc<Runner>,
+    launcher: Arc<Launcher>,
 }
 
 impl Linear {
@@ -79,7 +79,7 @@ impl Linear {
     /// # Errors
     /// When the kernels do not support the scheme ([`WeightLayout::of`]), a static scale is not positive, or there is
     /// not enough memory.
-    pub fn new(view: &WeightView<'_>, activations: Activations, runner: &Arc<Runner>) -> Result<Self> {
+    pub fn new(view: &WeightView<'_>, activations: Activations, launcher: &Arc<Launcher>) -> Result<Self> {
         let (order, sums) = match activations {
             Activations::Float => (Order::Float, false),
             Activations::PerToken => (Order::Int8, false),
@@ -89,8 +89,8 @@ impl Linear {
         let mut packed = vec![0; layout.bytes()];
         layout.pack(view, &mut packed)?;
         let weight = Memory::of(&packed)?;
-        let limits = PlanLimits::from(&runner.gpu.limits);
-        let linear = Self { layout, weight, activations, limits, runner: Arc::clone(runner) };
+        let limits = PlanLimits::from(&launcher.gpu.limits);
+        let linear = Self { layout, weight, activations, limits, launcher: Arc::clone(launcher) };
         // Planning a call with zero rows reports every error that does not depend on the input.
         linear.call(0)?;
         Ok(linear)
@@ -138,8 +138,8 @@ impl Linear {
     fn multiply_rows(&self, x: &[f32], out: &mut [f32]) -> Result<()> {
         let (n, k) = (self.n(), self.k());
         let call = self.call(x.len() / k)?;
-        self.runner.gpu.make_current()?;
-        let mut scratch = self.runner.scratch.lock().unwrap_or_else(PoisonError::into_inner);
+        self.launcher.gpu.make_current()?;
+        let mut scratch = self.launcher.scratch.lock().unwrap_or_else(PoisonError::into_inner);
         let scratch = &mut *scratch;
         let mut shifts = Vec::new();
         match self.activations {
@@ -165,7 +165,7 @@ impl Linear {
         for CallLaunch { variant, shape, arguments } in call.launches(&places)? {
             // SAFETY: the primary context is never released, and images come from this crate or from the user's own
             // directory.
-            let kernel = unsafe { self.runner.kernels.kernel(&variant, shape.shared_bytes) }?;
+            let kernel = unsafe { self.launcher.kernels.kernel(&variant, shape.shared_bytes) }?;
             // SAFETY: the arguments match the plan, on memory that lives until the results have been read.
             unsafe { kernel.launch(&shape, &arguments, Stream::DEFAULT) }?;
         }

@@ -143,7 +143,7 @@ pub fn quantize(
             return Err(error);
         }
     }
-    let summary = done.summary().with_peak_memory(output::peak_memory());
+    let summary = done.summary().with_peak_memory(crate::system::peak_memory());
     Ok((done, summary))
 }
 

@@ -12,7 +12,7 @@ use super::curvature::Curvature;
 use super::imatrix::Importance;
 use super::plan::{GgufPlan, PlannedTensor};
 use super::rows::{Source, matrix, read_rows};
-use crate::blocks::{BlockType, Search, repack_mxfp4};
+use crate::blocks::{BlockType, ScaleSearch, repack_mxfp4};
 use crate::model::Model;
 use crate::quantize::gptq::{Factor, encode_blocks};
 use crate::{CancelToken, Error, Event, Observer, Result, TensorSink};
@@ -122,7 +122,7 @@ pub fn write_tensors(
 /// The state of writing one tensor.
 struct Writer<'a> {
     tensor: &'a PlannedTensor,
-    search: Search,
+    search: ScaleSearch,
     /// The importance of all columns, for each matrix of the tensor.
     importance: Option<Vec<f32>>,
     /// The Hessian factor of its input, for GPTQ.

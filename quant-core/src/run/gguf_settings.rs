@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use serde::{Deserialize, Serialize};
 
 use super::settings::RecipeSettings;
-use crate::blocks::{BLOCK_TYPES, BlockType, Search, block_type};
+use crate::blocks::{BLOCK_TYPES, BlockType, ScaleSearch, block_type};
 use crate::calibrate::{Packing, Sampling};
 use crate::gguf::{self, GgufRequest, MIXTURES, Mixture};
 use crate::quantize::gptq::GptqSettings;
@@ -106,8 +106,8 @@ impl RecipeSettings {
             weighted,
             gptq: self.gguf_method()?,
             search: match self.gguf.reference_search {
-                true => Search::Reference,
-                false => Search::Refined,
+                true => ScaleSearch::Reference,
+                false => ScaleSearch::Refined,
             },
         })
     }

@@ -48,10 +48,11 @@ mod steps;
 mod summary;
 mod texts;
 
+pub use crate::system::available_memory;
 pub use gguf::{GgufDone, bits_per_weight, plan_gguf};
 pub use gguf_settings::GgufSettings;
 pub use host::{Catalog, Host, Nothing, Opened, open, open_with, prepared};
-pub use memory::{MemoryBudget, available_memory, residence};
+pub use memory::{MemoryBudget, residence};
 pub use outputs::write;
 pub(crate) use outputs::write_filled;
 pub use quantize::{Done, QuantizeJob, QuantizeRequest, Quantized, is_gguf_name, quantize};

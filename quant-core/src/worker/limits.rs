@@ -6,10 +6,9 @@
 
 use std::time::Duration;
 
-use rustix::process::{Pid, Resource, Rlimit, getrlimit, prlimit};
-
 use super::Loadable;
 use super::{Content, Question};
+use crate::system::{ProcessLimits, WorkerProcess};
 
 /// Limits of a worker process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -61,8 +60,8 @@ impl Granted {
             Content::Template { source, .. } => source.len(),
         } as u64;
         let limits = Limits { memory: limits.memory.saturating_add(stacks), ..limits };
-        let inherited = getrlimit(Resource::As).current;
-        let machine = machine_memory().map(|bytes| (bytes / 4 * 3).max(limits.memory / 2));
+        let (machine, inherited) = ProcessLimits::of_this_process();
+        let machine = machine.map(|bytes| (bytes / 4 * 3).max(limits.memory / 2));
         let time = limits.time.saturating_add(of_bytes(limits.time_of_byte, loaded));
         Self { limits, loaded, longest: 0, time, max: machine, inherited, set: None }
     }
@@ -105,42 +104,16 @@ impl Granted {
     }
 
     /// Sets the limits of the process if they have changed.
-    pub(super) fn set(&mut self, process: Pid) {
-        let wanted = (self.memory().0, self.seconds());
-        if self.set == Some(wanted) {
-            return;
+    pub(super) fn set(&mut self, process: &WorkerProcess) {
+        let (memory, seconds) = (self.memory().0, self.seconds());
+        if self.set != Some((memory, seconds)) {
+            process.limit(ProcessLimits { memory, seconds, is_first: self.set.is_none() });
+            self.set = Some((memory, seconds));
         }
-        if self.set.is_none() {
-            // The process may write neither core dumps nor other files.
-            let none = Rlimit { current: Some(0), maximum: Some(0) };
-            lower(process, Resource::Core, none);
-            lower(process, Resource::Fsize, none);
-        }
-        for (resource, max) in [(Resource::As, wanted.0), (Resource::Cpu, wanted.1)] {
-            let Rlimit { current, maximum } = getrlimit(resource);
-            let current = [Some(max), current, maximum].into_iter().flatten().min();
-            lower(process, resource, Rlimit { current, maximum });
-        }
-        self.set = Some(wanted);
-    }
-}
-
-/// Lowers a limit of a process. If the system refuses, the process runs without it; its crashes still do not affect
-/// this process.
-fn lower(process: Pid, resource: Resource, limit: Rlimit) {
-    if let Err(error) = prlimit(Some(process), resource, limit) {
-        tracing::debug!("{resource:?} of the text worker is not limited: {error}");
     }
 }
 
 fn of_bytes(each: Duration, bytes: u64) -> Duration {
     let nanos = each.as_nanos().saturating_mul(u128::from(bytes));
     Duration::from_nanos(u64::try_from(nanos).unwrap_or(u64::MAX))
-}
-
-/// The machine's memory in bytes.
-fn machine_memory() -> Option<u64> {
-    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
-    let line = text.lines().find_map(|line| line.strip_prefix("MemTotal:"))?;
-    line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?.checked_mul(1024)
 }

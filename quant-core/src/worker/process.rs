@@ -6,29 +6,23 @@
 
 use std::ffi::OsString;
 use std::io::{self, ErrorKind, Read, Write};
-use std::os::fd::OwnedFd;
-use std::os::unix::net::UnixStream;
-use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, ExitStatus, Stdio};
+use std::process::Command;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
-
-use rustix::process::{Pid, Signal};
 
 use super::frame::{Frame, read_frame};
 use super::limits::{Granted, Limits};
 use super::serve::{READY, STACK};
 use super::wire::{longest_answer, read_answer, write_load, write_question};
 use super::{Answer, Content, Fault, Loadable, Question, TextWorker, TextWorkers};
+use crate::system::{Ending, RUNNING_PROGRAM, Socket, WorkerProcess, ending, is_shortage};
 use crate::{CancelToken, Category, Error, Result};
 
 /// The first argument of a worker process.
 pub const WORKER_ARGUMENT: &str = "__text-worker";
 /// How often a wait checks whether the run was cancelled.
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
-/// The time that a process may take to end after it has closed its socket.
-const EXIT_TIMEOUT: Duration = Duration::from_secs(2);
 /// More threads gain little on batches.
 const MAX_THREADS: usize = 16;
 
@@ -47,8 +41,7 @@ pub struct ProcessWorkers {
 impl ProcessWorkers {
     /// Workers that run this executable on `threads` threads; cancelling `cancel` ends them.
     pub fn of_this_program(threads: usize, cancel: CancelToken) -> Self {
-        // The link refers to the running file, even after an upgrade has replaced its path.
-        Self::of(Path::new("/proc/self/exe"), threads, cancel)
+        Self::of(Path::new(RUNNING_PROGRAM), threads, cancel)
     }
 
     /// Workers that run the given executable instead of this one.
@@ -81,23 +74,16 @@ impl ProcessWorkers {
     }
 
     fn spawn(&self) -> io::Result<Running> {
-        let (ours, theirs) = UnixStream::pair()?;
-        ours.set_read_timeout(Some(POLL_INTERVAL))?;
-        ours.set_write_timeout(Some(POLL_INTERVAL))?;
         let mut command = Command::new(&self.program);
-        if self.arguments.is_empty() {
-            // Skipped for programs with arguments: these may be interpreters, which find their installation by this
-            // name.
-            command.arg0("quant-text-worker");
-        } else {
+        // Programs with arguments keep their name: these may be interpreters, which find their installation by it.
+        let name = self.arguments.is_empty().then_some("quant-text-worker");
+        if name.is_none() {
             // An interpreter's allocator reserves address space for each thread, which counts against the limit.
             command.env("MALLOC_ARENA_MAX", "2");
         }
         command.args(&self.arguments).arg(WORKER_ARGUMENT).env("RUST_BACKTRACE", "0");
-        // In a process group of its own, it does not receive signals from the terminal; only this process decides when
-        // it ends.
-        command.process_group(0).stdin(Stdio::piped()).stdout(OwnedFd::from(theirs)).stderr(Stdio::null());
-        Ok(Running { child: command.spawn()?, socket: ours, granted: None })
+        let process = WorkerProcess::start(&mut command, name, POLL_INTERVAL)?;
+        Ok(Running { process, granted: None })
     }
 }
 
@@ -123,13 +109,6 @@ impl TextWorkers for ProcessWorkers {
     }
 }
 
-/// Whether the error is a lack of resources, so that a process might start later.
-fn is_shortage(error: &io::Error) -> bool {
-    const TOO_MANY_FILES: [i32; 2] = [23, 24];
-    matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::OutOfMemory)
-        || error.raw_os_error().is_some_and(|code| TOO_MANY_FILES.contains(&code))
-}
-
 /// A worker whose process is restarted after it was killed.
 #[derive(Debug)]
 struct ProcessWorker {
@@ -138,11 +117,10 @@ struct ProcessWorker {
     running: Mutex<Option<Running>>,
 }
 
-/// A running process; dropping this kills it.
+/// A running process and its limits; dropping this kills it.
 #[derive(Debug)]
 struct Running {
-    child: Child,
-    socket: UnixStream,
+    process: WorkerProcess,
     granted: Option<Granted>,
 }
 
@@ -162,17 +140,17 @@ impl ProcessWorker {
     /// Waits until a process is ready, sets its limits, and makes it load the file.
     fn start(&self, mut running: Running) -> Result<Running> {
         let mut ready = [0];
-        let mut socket = CancellableSocket::new(&running.socket, &self.workers.cancel);
+        let mut socket = CancellableSocket::new(running.process.socket(), &self.workers.cancel);
         if socket.read_exact(&mut ready).is_err() || ready != [READY] {
             if socket.is_cancelled {
                 return Err(Error::Interrupted);
             }
-            let status = running.end();
+            let status = running.process.end();
             return Err(self.unavailable(&format!("the process ended before it was ready ({status})")));
         }
         let stacks = (self.workers.threads as u64 + 1) * STACK as u64;
         let mut granted = Granted::for_loading(self.workers.limits, &self.loadable, stacks);
-        granted.set(Pid::from_child(&running.child));
+        granted.set(&running.process);
         running.granted = Some(granted);
         let load = write_load(&self.loadable, self.workers.threads);
         match self.exchange(&running, &load, longest_answer(&Question::LargestToken)) {
@@ -189,7 +167,7 @@ impl ProcessWorker {
         frame: &Frame<'_>,
         max: u64,
     ) -> Result<Result<Answer, Fault>, Failure> {
-        let mut socket = CancellableSocket::new(&running.socket, &self.workers.cancel);
+        let mut socket = CancellableSocket::new(running.process.socket(), &self.workers.cancel);
         let answer = frame.write_to(&mut socket).and_then(|()| read_frame(&mut socket, max));
         match answer {
             Ok(Some(bytes)) => read_answer(&bytes).ok_or(Failure::Malformed),
@@ -204,10 +182,10 @@ impl ProcessWorker {
         if matches!(failure, Failure::Cancelled) {
             return Error::Interrupted;
         }
-        let status = running.end();
-        // These signals are usually sent to all processes of a program, so this process was meant to stop too.
-        let signal = status.signal();
-        if [Signal::TERM, Signal::INT, Signal::HUP].iter().any(|s| signal == Some(s.as_raw())) {
+        let status = running.process.end();
+        let ending = ending(status);
+        if ending == Ending::Stopped {
+            // This process was meant to stop too.
             return Error::Interrupted;
         }
         let what = match self.loadable.content {
@@ -217,8 +195,7 @@ impl ProcessWorker {
         let Some(granted) = running.granted else { return self.unavailable(&status.to_string()) };
         let (memory, is_ours) = granted.memory();
         let out_of_memory = status.code() == Some(i32::from(Category::Environment.exit_code()));
-        let is = |s: Signal| signal == Some(s.as_raw());
-        if is(Signal::KILL) || out_of_memory && !is_ours {
+        if ending == Ending::Killed || out_of_memory && !is_ours {
             return Error::Memory {
                 what: format!("{what} with {}", self.loadable.path.display()),
                 bytes: None,
@@ -228,9 +205,9 @@ impl ProcessWorker {
             "produces implausibly large output for the text".to_owned()
         } else if out_of_memory {
             format!("needs more than {} MiB of memory", memory >> 20)
-        } else if is(Signal::XCPU) {
+        } else if ending == Ending::OutOfTime {
             format!("needs more than {} seconds of processor time", granted.seconds())
-        } else if [Signal::ABORT, Signal::SEGV, Signal::BUS, Signal::ILL].into_iter().any(is) {
+        } else if ending == Ending::Crashed {
             "overflows the stack or crashes the library that parses it".to_owned()
         } else {
             format!("makes the worker process fail ({status})")
@@ -269,7 +246,7 @@ impl TextWorker for ProcessWorker {
         };
         if let Some(granted) = &mut running.granted {
             granted.add(question);
-            granted.set(Pid::from_child(&running.child));
+            granted.set(&running.process);
         }
         match self.exchange(&running, &write_question(question), longest_answer(question)) {
             Ok(Ok(answer)) if question.fits(&answer) => {
@@ -286,48 +263,22 @@ impl TextWorker for ProcessWorker {
     }
 }
 
-impl Running {
-    /// Waits for a process that is about to end, and kills it if it does not.
-    fn end(&mut self) -> ExitStatus {
-        let started = Instant::now();
-        let _ = self.socket.shutdown(std::net::Shutdown::Both);
-        let mut pause = Duration::from_micros(100);
-        loop {
-            match self.child.try_wait() {
-                Ok(Some(status)) => return status,
-                Ok(None) if started.elapsed() < EXIT_TIMEOUT => std::thread::sleep(pause),
-                _ => break,
-            }
-            pause = (pause * 2).min(Duration::from_millis(10));
-        }
-        let _ = self.child.kill();
-        self.child.wait().unwrap_or_default()
-    }
-}
-
-impl Drop for Running {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
-}
-
 /// A socket whose reads and writes end when the run is cancelled.
 struct CancellableSocket<'a> {
-    socket: &'a UnixStream,
+    socket: &'a Socket,
     cancel: &'a CancelToken,
     since: Option<Instant>,
     is_cancelled: bool,
 }
 
 impl<'a> CancellableSocket<'a> {
-    fn new(socket: &'a UnixStream, cancel: &'a CancelToken) -> Self {
+    fn new(socket: &'a Socket, cancel: &'a CancelToken) -> Self {
         Self { socket, cancel, since: None, is_cancelled: false }
     }
 
     /// Retries an operation until it makes progress. After cancellation, it gets a short time to finish, so that
     /// cancelling a chat answer does not require a new process.
-    fn wait<T>(&mut self, mut operation: impl FnMut(&UnixStream) -> io::Result<T>) -> io::Result<T> {
+    fn wait<T>(&mut self, mut operation: impl FnMut(&Socket) -> io::Result<T>) -> io::Result<T> {
         loop {
             if self.cancel.is_cancelled() {
                 let since = *self.since.get_or_insert_with(Instant::now);

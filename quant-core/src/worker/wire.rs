@@ -1,14 +1,12 @@
 //! Questions and answers as bytes. All integers are little-endian; a list is its length followed by its items.
 
 use std::borrow::Cow;
-use std::ffi::OsStr;
-use std::os::unix::ffi::OsStrExt;
-use std::path::PathBuf;
 
 use serde_json::{Value, json};
 
 use super::frame::Frame;
 use super::{Answer, Chat, ChatForm, Content, Encoded, Fault, Loadable, Question, RenderedText};
+use crate::system::{path_bytes, path_of_bytes};
 
 /// The version of the protocol, which must be the same on both sides.
 const VERSION: u64 = 1;
@@ -97,7 +95,7 @@ pub(super) fn write_load(loadable: &Loadable, threads: usize) -> Frame<'_> {
     let mut frame = Frame::default();
     frame.number(VERSION);
     frame.number(threads as u64);
-    frame.large(loadable.path.as_os_str().as_bytes());
+    frame.large(path_bytes(&loadable.path));
     match &loadable.content {
         Content::Tokenizer(json) => {
             frame.number(0);
@@ -124,7 +122,7 @@ pub(super) fn read_load(bytes: &[u8]) -> Option<(Loadable, usize)> {
     }
     let threads = take.len()?;
     let len = take.len()?;
-    let path = PathBuf::from(OsStr::from_bytes(take.bytes(len)?));
+    let path = path_of_bytes(take.bytes(len)?);
     let content = match take.number()? {
         0 => {
             let len = take.len()?;

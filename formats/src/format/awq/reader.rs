@@ -4,7 +4,8 @@ use serde_json::Value;
 
 use super::layout::{self, codes_name, scales_name, unpack_transposed, zeros_name};
 use super::{BITS, HEAD, METHOD, VERSION};
-use crate::checkpoint::{Dtype, TensorInfo, TensorSource, TensorSpec, require_finite};
+use crate::checkpoint::{Dtype, TensorSource, TensorSpec, require_finite};
+use crate::format::checks::{check_specs, modules_to_not_convert};
 use crate::format::numbers::matrix;
 use crate::format::{PackedReader, PackedWeight};
 use crate::quantize::QuantizedTensor;
@@ -47,20 +48,7 @@ impl Reader {
             Some(Some(size)) if size > 0 => Granularity::Group(usize::try_from(size).unwrap_or(usize::MAX)),
             _ => return refuse("group_size", "must be positive, or -1"),
         };
-        let float = match get("modules_to_not_convert") {
-            None => Vec::new(),
-            Some(Value::Array(names)) => {
-                let names: Option<Vec<_>> = names.iter().map(|n| n.as_str().map(str::to_owned)).collect();
-                match names {
-                    Some(names) => names,
-                    None => {
-                        return refuse("modules_to_not_convert", "contains an entry that is not a string");
-                    }
-                }
-            }
-            Some(_) => return refuse("modules_to_not_convert", "is not an array"),
-        };
-        Ok(Some(Self { granularity, float }))
+        Ok(Some(Self { granularity, float: modules_to_not_convert(map)? }))
     }
 }
 
@@ -92,23 +80,7 @@ impl PackedReader for Reader {
                 reason: format!("`{module}` does not support {scheme}: {e}"),
             }
         })?;
-        for spec in &specs {
-            let TensorInfo { dtype, shape } = source.require(&spec.name)?.clone();
-            let path = source.location(&spec.name);
-            let tensor = spec.name.clone();
-            if dtype != spec.info.dtype {
-                let (expected, got) = (spec.info.dtype.to_string(), dtype.to_string());
-                return Err(Error::TensorDtype { path, tensor, expected, got });
-            }
-            if shape != spec.info.shape {
-                return Err(Error::TensorShape {
-                    path,
-                    tensor,
-                    expected: spec.info.shape.clone(),
-                    got: shape,
-                });
-            }
-        }
+        check_specs(source, &specs, |_, _| false)?;
         Ok(specs)
     }
 

@@ -16,8 +16,9 @@ use super::layout::{
 };
 use super::object::Object;
 use super::{EMBEDDING, LINEAR, METHOD, REGEX, STATUS, floats};
-use crate::checkpoint::{Dtype, TensorInfo, TensorSource, TensorSpec, require_finite, require_weight_float};
+use crate::checkpoint::{Dtype, TensorSource, TensorSpec, require_finite, require_weight_float};
 use crate::format::bits::{unpack_rows, words_for};
+use crate::format::checks::check_specs;
 use crate::format::numbers::matrix;
 use crate::format::{PackedReader, PackedWeight};
 use crate::quantize::QuantizedTensor;
@@ -357,29 +358,12 @@ fn read_input(source: &dyn TensorSource, module: &str, scheme: LinearScheme) -> 
 
 /// Checks a tensor's dtype and shape against the spec that the scheme implies.
 fn check_spec(source: &dyn TensorSource, spec: &TensorSpec, module: &str) -> Result<()> {
-    let TensorInfo { dtype, shape } = source.require(&spec.name)?;
     // quant writes I64, but some files have I32; some files have scales in the model's dtype. Both are accepted.
-    let accepted = *dtype == spec.info.dtype
-        || (spec.name == shape_name(module) && *dtype == Dtype::I32)
-        || (spec.name == input_scale_name(module) && dtype.is_weight_float())
-        || (spec.name == scale_name(module) && spec.info.dtype == Dtype::U8 && *dtype == Dtype::F8E8M0);
-    if !accepted {
-        return Err(Error::TensorDtype {
-            path: source.location(&spec.name),
-            tensor: spec.name.clone(),
-            expected: spec.info.dtype.to_string(),
-            got: dtype.to_string(),
-        });
-    }
-    if *shape != spec.info.shape {
-        return Err(Error::TensorShape {
-            path: source.location(&spec.name),
-            tensor: spec.name.clone(),
-            expected: spec.info.shape.clone(),
-            got: shape.clone(),
-        });
-    }
-    Ok(())
+    check_specs(source, std::slice::from_ref(spec), |spec, dtype| {
+        (spec.name == shape_name(module) && dtype == Dtype::I32)
+            || (spec.name == input_scale_name(module) && dtype.is_weight_float())
+            || (spec.name == scale_name(module) && spec.info.dtype == Dtype::U8 && dtype == Dtype::F8E8M0)
+    })
 }
 
 /// Reads the numbers of a `weight_shape` without checking them.

@@ -7,6 +7,7 @@ use serde_json::json;
 
 use super::*;
 
+use crate::checkpoint::TensorInfo;
 use crate::format::{CompressedTensors, Container, ModuleSchemes};
 use crate::quantize::quantize_rtn;
 use crate::scheme::{FLOAT_SCHEMES, Granularity, WeightFormat};

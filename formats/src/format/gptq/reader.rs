@@ -7,7 +7,8 @@ use super::layout::{
     self, codes_name, group_index, index_name, scales_name, unpack_codes, unpack_zeros, zeros_name,
 };
 use super::{EXCLUDED, HEAD, METHOD, V1, V2};
-use crate::checkpoint::{Dtype, TensorInfo, TensorSource, TensorSpec, require_finite};
+use crate::checkpoint::{Dtype, TensorSource, TensorSpec, require_finite};
+use crate::format::checks::check_specs;
 use crate::format::numbers::matrix;
 use crate::format::{PackedReader, PackedWeight};
 use crate::quantize::QuantizedTensor;
@@ -127,30 +128,13 @@ impl PackedReader for Reader {
                 reason: format!("`{module}` does not support {scheme}: {e}"),
             }
         })?;
-        for spec in &specs {
-            let TensorInfo { dtype, shape } = source.require(&spec.name)?.clone();
-            let path = source.location(&spec.name);
-            let tensor = spec.name.clone();
-            let is_index = tensor == index_name(module);
-            let fits = match dtype {
-                // Other tools store scales in the model's dtype.
-                Dtype::F16 | Dtype::Bf16 | Dtype::F32 => spec.info.dtype == Dtype::F16,
-                Dtype::I64 => is_index,
-                other => other == spec.info.dtype,
-            };
-            if !fits {
-                let (expected, got) = (spec.info.dtype.to_string(), dtype.to_string());
-                return Err(Error::TensorDtype { path, tensor, expected, got });
-            }
-            if shape != spec.info.shape {
-                return Err(Error::TensorShape {
-                    path,
-                    tensor,
-                    expected: spec.info.shape.clone(),
-                    got: shape,
-                });
-            }
-        }
+        let index = index_name(module);
+        check_specs(source, &specs, |spec, dtype| match dtype {
+            // Other tools store scales in the model's dtype.
+            Dtype::Bf16 | Dtype::F32 => spec.info.dtype == Dtype::F16,
+            Dtype::I64 => spec.name == index,
+            _ => false,
+        })?;
         Ok(specs)
     }
 
@@ -217,7 +201,7 @@ mod tests {
     use serde_json::json;
 
     use super::*;
-    use crate::checkpoint::MemorySource;
+    use crate::checkpoint::{MemorySource, TensorInfo};
     use crate::format::gptq::GptqV1;
     use crate::format::{Container, ModuleSchemes};
     use crate::quantize::quantize_rtn;

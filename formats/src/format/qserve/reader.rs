@@ -12,7 +12,8 @@ use super::layout::{
 };
 use super::manifest::LAYOUT_VERSION;
 use super::{GROUP, HEAD, METHOD, QUANT_METHOD};
-use crate::checkpoint::{Dtype, TensorInfo, TensorSource, TensorSpec, require_finite};
+use crate::checkpoint::{Dtype, TensorSource, TensorSpec, require_finite};
+use crate::format::checks::{check_specs, modules_to_not_convert};
 use crate::format::numbers::matrix;
 use crate::format::{PackedReader, PackedWeight};
 use crate::quantize::{Levels, QuantizedTensor};
@@ -66,7 +67,7 @@ impl Reader {
         if get("layout_version").is_some_and(|v| v.as_u64() != Some(LAYOUT_VERSION)) {
             return refuse("layout_version", "must be 1");
         }
-        Ok(Some(Self { kind, order: order(map, kind)?, float: float(map)? }))
+        Ok(Some(Self { kind, order: order(map, kind)?, float: modules_to_not_convert(map)? }))
     }
 
     /// The error for contents that a checkpoint of this kind cannot have.
@@ -173,19 +174,6 @@ fn order(map: &Map<String, Value>, kind: Kind) -> Result<S2Order, String> {
     })
 }
 
-/// The modules that a configuration leaves float.
-fn float(map: &Map<String, Value>) -> Result<Vec<String>, String> {
-    const KEY: &str = "`quantization_config.modules_to_not_convert`";
-    match map.get("modules_to_not_convert").filter(|v| !v.is_null()) {
-        None => Ok(Vec::new()),
-        Some(Value::Array(names)) => {
-            let names: Option<_> = names.iter().map(|n| n.as_str().map(str::to_owned)).collect();
-            names.ok_or_else(|| format!("{KEY} contains an entry that is not a string"))
-        }
-        Some(_) => Err(format!("{KEY} is not an array")),
-    }
-}
-
 /// Reads an F16 tensor, all of it finite.
 fn half_precision(source: &dyn TensorSource, name: &str, len: usize) -> Result<Vec<f32>> {
     let mut values = vec![0.0; len];
@@ -227,19 +215,7 @@ impl PackedReader for Reader {
                 reason: format!("`{module}` does not support {scheme} in the {METHOD} format: {e}"),
             }
         })?;
-        for spec in &specs {
-            let TensorInfo { dtype, shape } = source.require(&spec.name)?.clone();
-            let path = source.location(&spec.name);
-            let tensor = spec.name.clone();
-            if dtype != spec.info.dtype {
-                let (expected, got) = (spec.info.dtype.to_string(), dtype.to_string());
-                return Err(Error::TensorDtype { path, tensor, expected, got });
-            }
-            if shape != spec.info.shape {
-                let expected = spec.info.shape.clone();
-                return Err(Error::TensorShape { path, tensor, expected, got: shape });
-            }
-        }
+        check_specs(source, &specs, |_, _| false)?;
         Ok(specs)
     }
 

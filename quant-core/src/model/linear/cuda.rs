@@ -2,8 +2,8 @@
 
 use std::sync::Arc;
 
+use quant_kernels_cuda::standalone::Launcher;
 pub use quant_kernels_cuda::standalone::Linear as CudaLinear;
-use quant_kernels_cuda::standalone::Runner;
 
 use super::body::kernel_activations;
 use crate::quantize::{InputGrid, QuantizedTensor};
@@ -11,7 +11,7 @@ use crate::{Error, Result};
 
 /// The GPU that multiplies a model's quantized linears; clones share it.
 #[derive(Debug, Clone)]
-pub struct CudaRunner(Arc<Runner>);
+pub struct CudaRunner(Arc<Launcher>);
 
 impl CudaRunner {
     /// Opens the first GPU.
@@ -26,7 +26,7 @@ impl CudaRunner {
                 remedy: "use a dynamically linked build, or omit ‹device›".into(),
             });
         }
-        let runner = Runner::new().map_err(|e| Error::Unavailable {
+        let runner = Launcher::new().map_err(|e| Error::Unavailable {
             what: "an NVIDIA GPU".into(),
             reason: e.to_string(),
             remedy: "run on a machine with an NVIDIA GPU and its driver, or omit ‹device›".into(),
