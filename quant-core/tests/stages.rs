@@ -308,8 +308,7 @@ fn closed_types(text: &str) -> BTreeSet<String> {
         let mut is_closed = line.starts_with("pub enum");
         if line.starts_with("pub struct") && line.ends_with('{') {
             let body = lines.by_ref().take_while(|line| *line != "}");
-            let fields =
-                body.filter(|line| line.starts_with(' ') && !line.starts_with("     "));
+            let fields = body.filter(|line| line.starts_with(' ') && !line.starts_with("     "));
             let fields: Vec<&str> =
                 fields.map(str::trim).filter(|f| !f.starts_with(['#', ')', '}'])).collect();
             is_closed = !fields.is_empty() && fields.iter().all(|field| field.starts_with("pub "));
