@@ -15,6 +15,7 @@ const PIECE_TOKENS: usize = 2048;
 
 /// A part of a job that one process computes.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Unit {
     /// Its name: `forward/SHARD/GROUP`, `blocks/GROUP` or `outside`.
     pub id: String,
@@ -26,6 +27,7 @@ pub struct Unit {
 
 /// What a unit computes.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Work {
     /// The hidden states of some calibration windows after some blocks of the float model.
     Forward {
@@ -44,6 +46,7 @@ pub enum Work {
 
 /// The predicted cost of a unit.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+#[non_exhaustive]
 pub struct Cost {
     /// Seconds on this machine.
     pub seconds: f64,

@@ -13,6 +13,7 @@ use crate::{Error, Result};
 /// The state of a unit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
+#[non_exhaustive]
 pub enum State {
     /// Its result exists.
     Done,
@@ -24,6 +25,7 @@ pub enum State {
 
 /// A unit and its state.
 #[derive(Debug, Clone, PartialEq, Serialize)]
+#[non_exhaustive]
 pub struct UnitStatus {
     /// Its name.
     pub unit: String,
@@ -35,6 +37,7 @@ pub struct UnitStatus {
 
 /// The state of a job.
 #[derive(Debug, Clone, PartialEq, Serialize)]
+#[non_exhaustive]
 pub struct JobStatus {
     /// Name and version of this format.
     pub schema: &'static str,

@@ -23,6 +23,7 @@ const MAX_LISTED: usize = 4;
 
 /// Which units a worker computes.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Selection {
     /// All.
     All,
@@ -39,6 +40,7 @@ pub enum Selection {
 
 /// A phase of a job.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Phase {
     /// Units that write hidden states.
     Forward,
