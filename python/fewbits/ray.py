@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import ray
+import ray  # type: ignore[import-untyped,import-not-found,unused-ignore]
 
 __all__ = ["JobFailed", "Summary", "run"]
 

@@ -96,6 +96,7 @@ fn run(
             .unwrap_or_default(),
     };
     let predicted = Plan::peak_memory_in(plans, &model, residence);
+    eprintln!("predicted {:.2} GB, {}", predicted as f64 / 1e9, place(residence));
     let directory = std::env::temp_dir();
     let spill = match residence {
         Residence::Files { round_bytes, experts_apart } => {

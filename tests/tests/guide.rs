@@ -202,6 +202,7 @@ fn no_page_is_forgotten() {
         "engines.md",
         "llama-cpp.md",
         "memory.md",
+        "jobs.md",
         "chats.md",
         "coming-from.md",
         "results.md",

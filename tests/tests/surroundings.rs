@@ -140,13 +140,16 @@ fn permissions_that_are_missing() {
     }
 }
 
+/// The name and value of a umask, and environment variables.
+type Case<'a> = (&'a str, u32, &'a [(&'a str, &'a str)]);
+
 /// Umask, time zone and locale change no byte; modes of files follow the umask.
 #[test]
 fn umask_time_zone_and_locale() {
     let bench = Bench::new();
     let expected = bench.at("expected");
     quant(quantize(&bench.at("model"), &expected, &AWQ)).succeeded();
-    let cases: [(&str, u32, &[(&str, &str)]); 4] = [
+    let cases: [Case<'_>; 4] = [
         ("000", 0o000, &[("TZ", "Pacific/Kiritimati")]),
         ("022", 0o022, &[("TZ", "not a time zone"), ("LC_ALL", "C")]),
         ("027", 0o027, &[("LC_ALL", "de_DE.UTF-8"), ("LC_NUMERIC", "de_DE.UTF-8")]),

@@ -105,7 +105,7 @@ fn encode_batch(row: &[f32], importance: Option<&[f32]>, out: &mut [u8]) {
                 continue;
             }
             for (code, x) in codes.iter_mut().zip(x) {
-                *code = (nearest(x / scale).max(-4).min(3) + 4) as u8;
+                *code = (nearest(x / scale).clamp(-4, 3) + 4) as u8;
             }
         }
         put_codes(codes, block);

@@ -72,7 +72,7 @@ fn encode_block(values: &[f32], importance: Option<&[f32]>, block: &mut [u8]) {
             continue;
         }
         for (code, x) in codes.iter_mut().zip(x) {
-            *code = (nearest(x / scale).max(-32).min(31) + 32) as u8;
+            *code = (nearest(x / scale).clamp(-32, 31) + 32) as u8;
         }
     }
     put_codes(&codes, block);

@@ -12,6 +12,7 @@ use serde::Serialize;
 use super::{Session, quantize};
 use crate::output::{self, JsonOption, bytes, duration, table};
 use crate::recipe::RecipeOptions;
+use crate::system::peak_memory;
 
 /// The subcommands of `quant job`.
 #[derive(Debug, clap::Args)]
@@ -285,7 +286,7 @@ fn work(args: &RunArgs, session: &Session) -> Result<()> {
         schema: "quant-job-run/1",
         job: job.digest(),
         units: units.collect(),
-        peak_memory_bytes: crate::system::peak_memory(),
+        peak_memory_bytes: peak_memory(),
     };
     args.json.emit(&json, || {
         let computed = done.iter().filter(|unit: &&UnitDone| unit.computed).count();
@@ -336,7 +337,7 @@ pub fn merge(args: &MergeArgs, session: &Session) -> Result<()> {
     output::outside(&[("json", args.json.json.as_deref())], &[job.model_directory(), &args.output])?;
     let done: Quantized = job.merge(&args.output, (args.force, args.resume), &host)?;
     let done = Done::Checkpoints(done);
-    let summary = done.summary().with_peak_memory(crate::system::peak_memory());
+    let summary = done.summary().with_peak_memory(peak_memory());
     args.json.emit_by(&summary, || match &summary {
         quant_core::run::Summary::Checkpoints(summary) => {
             output::print(&(quantize::text(summary) + &quantize::next_step(summary, job.model_directory())))

@@ -174,7 +174,7 @@ pub(super) fn unchanged_report(
     if held.sha256(job, entry)? != tensor.source_sha256 {
         return Err(Error::usage(
             format!("tensor `{}` has changed since the run was interrupted", entry.tensor),
-            "run without ‹resume› to start over",
+            "run without ‹resume› to start over; for a merge, create a new job",
         ));
     }
     Ok(tensor)

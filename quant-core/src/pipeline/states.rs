@@ -36,7 +36,7 @@ const ABOUT: &str = "about";
 const SOURCES: &str = "sources";
 const SHA256: &str = "sha256";
 /// The maximum size of `about` in bytes.
-const MAX_ABOUT_BYTES: u64 = 4 << 20;
+const MAX_ABOUT_BYTES: u64 = 64 << 20;
 
 /// Where the hidden states of a job are read, kept and written.
 #[derive(Debug, Clone, Default)]
@@ -373,7 +373,7 @@ pub(crate) fn check_states(path: &Path, job: &Job<'_>, layer: usize, depends_on:
 /// [`Error::InputFile`] when the file is damaged; errors of reading.
 pub(crate) fn sources_of(path: &Path) -> Result<BTreeMap<String, String>> {
     let source = ShardedCheckpoint::open_file(path)?;
-    if !source.info(ABOUT).is_some_and(|info| info.byte_len() <= MAX_ABOUT_BYTES) {
+    if source.info(ABOUT).is_none_or(|info| info.byte_len() > MAX_ABOUT_BYTES) {
         return Err(broken(path, "contains no hidden states".into()));
     }
     let about = serde_json::from_slice::<Value>(&source.read(ABOUT)?);

@@ -180,6 +180,9 @@ impl TensorSink for UnitSink {
     }
 }
 
+/// Receives a piece of a tensor: its name, the offset of the piece, and the bytes.
+pub(super) type TakePiece<'t> = dyn FnMut(&str, u64, &[u8]) -> Result<()> + 't;
+
 /// The file of a unit that writes tensors, with a header and `about` that match the unit.
 pub(super) struct UnitFile<'a> {
     path: &'a Path,
@@ -221,11 +224,7 @@ impl<'a> UnitFile<'a> {
     ///
     /// # Errors
     /// [`Error::InputFile`] if the contents are damaged; [`Error::Io`]; those of `take`.
-    pub(super) fn read(
-        &self,
-        cancel: &CancelToken,
-        take: &mut dyn FnMut(&str, u64, &[u8]) -> Result<()>,
-    ) -> Result<String> {
+    pub(super) fn read(&self, cancel: &CancelToken, take: &mut TakePiece<'_>) -> Result<String> {
         let (mut hash, mut piece) = (Sha256::new(), Vec::new());
         for TensorSpec { name, info } in &self.specs {
             let len = info.byte_len();

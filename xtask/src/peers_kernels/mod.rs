@@ -48,7 +48,8 @@ pub struct Args {
     /// Numbers of tokens
     #[arg(long, value_delimiter = ',', default_value = "1,4,16,64,512")]
     tokens: Vec<usize>,
-    /// Measure only kernels whose names contain one of these, in any case, such as `q4_k,q6_k,iq4`
+    /// Measure only kernels whose names contain one of these, in any case, such as the types of GGUF, `q4_k,q6_k,iq4`
+    /// (record `peers-kernels-gguf`)
     #[arg(long, value_delimiter = ',')]
     only: Vec<String>,
     /// Turns per contestant
@@ -131,7 +132,8 @@ pub fn run(args: &Args) -> Result<()> {
     }
     let (body, csv) = (measured.page(&notes(&args, measured.rotated)), measured.csv());
     let record = Record {
-        benchmark: "peers-kernels",
+        // A part of the kernels does not replace a record of all.
+        benchmark: if args.only.is_empty() { "peers-kernels" } else { "peers-kernels-gguf" },
         title: "Linear kernels: ours and other libraries'".into(),
         command: typed_command(),
         body,

@@ -1,5 +1,11 @@
 //! Grids with minimums: `d·factor·q − dmin·minimum`.
 
+#![allow(
+    clippy::needless_range_loop,
+    clippy::neg_cmp_op_on_partial_ord,
+    reason = "lanes index several arrays at once; negated comparisons also hold for NaN"
+)]
+
 use super::super::grid::{Fields, Grid, MAX_CODES, PARTS, code_above};
 use super::{LANES, MAX_ITERATIONS, total};
 
@@ -141,7 +147,7 @@ fn fit(top: i32, x: &[f32], w: &[f32], any_sign: bool) -> ([f32; 2], [f32; 2]) {
                 let at_zero = (offset > 0.0) & !any_sign;
                 let new = if at_zero { xl[i] / ll[i] } else { of_both };
                 // Comparisons are those that let the search go on even with NaN.
-                open[i] = open[i] & !(determinant <= 0.0) & !(ll[i] <= 0.0) & !(new <= 0.0) & new.is_finite();
+                open[i] &= !(determinant <= 0.0) & !(ll[i] <= 0.0) & !(new <= 0.0) & new.is_finite();
                 scale[i] = if open[i] { new } else { scale[i] };
                 minimum[i] = if open[i] { -if at_zero { 0.0 } else { offset } } else { minimum[i] };
             }
@@ -153,7 +159,7 @@ fn fit(top: i32, x: &[f32], w: &[f32], any_sign: bool) -> ([f32; 2], [f32; 2]) {
                 own[1][i] = if better { scale[i] } else { own[1][i] };
                 own[2][i] = if better { minimum[i] } else { own[2][i] };
                 own[3][i] = if better { ll[i] } else { own[3][i] };
-                open[i] = open[i] & !(found[i] >= before[i]);
+                open[i] &= !(found[i] >= before[i]);
                 before[i] = found[i];
                 any |= open[i];
             }

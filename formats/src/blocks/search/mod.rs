@@ -7,6 +7,12 @@
 //!
 //! All functions on lanes are inlined into a closure of [`vectorized`](crate::vector::vectorized).
 
+#![allow(
+    clippy::needless_range_loop,
+    clippy::neg_cmp_op_on_partial_ord,
+    reason = "lanes index several arrays at once; negated comparisons also hold for NaN"
+)]
+
 mod lanes;
 mod levels;
 mod minimum;

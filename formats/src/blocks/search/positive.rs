@@ -56,7 +56,7 @@ pub(in crate::blocks) fn positive<const N: usize>(
             other.add(&w[e], &x[e], &l);
             let mut better = fit.is_improved_by(&other);
             for i in 0..LANES {
-                better[i] = better[i] & open[i];
+                better[i] &= open[i];
                 own[e][i] = if better[i] { new[i] } else { own[e][i] };
                 changed |= better[i];
             }

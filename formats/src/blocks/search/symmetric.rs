@@ -172,7 +172,7 @@ pub(in crate::blocks) fn symmetric_by_descent<const N: usize>(
             other.add(w, x, &new);
             let mut better = fit.is_improved_by(&other);
             for i in 0..LANES {
-                better[i] = better[i] & open[i] & (other.ll[i] > 0.0);
+                better[i] &= open[i] & (other.ll[i] > 0.0);
                 l[i] = if better[i] { new[i] } else { l[i] };
                 changed |= better[i];
             }

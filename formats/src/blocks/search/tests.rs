@@ -90,7 +90,8 @@ fn compare_symmetric<const N: usize>(seed: u64, n: i32, weighted: bool) {
 
 fn compare_positive<const N: usize>(seed: u64, top: i32) {
     // Scales are rarely negative.
-    let x: Vec<f32> = values(seed, N).iter().map(|x| if seed % 4 == 0 { *x } else { x.abs() }).collect();
+    let x: Vec<f32> =
+        values(seed, N).iter().map(|x| if seed.is_multiple_of(4) { *x } else { x.abs() }).collect();
     let w = weights(seed, N);
     let mut codes = [[0; LANES]; N];
     let scales = positive(top, &load::<N>(&x), &load::<N>(&w), &mut codes);
