@@ -76,8 +76,8 @@ use crate::checkpoint::ModelDirectory;
 use crate::digest::sha256_hex;
 use crate::pipeline::Program;
 
-/// The name of the output format.
-pub const FORMAT: &str = "gguf";
+pub use crate::recipe::GGUF as FORMAT;
+
 /// A one-line description for help and tables.
 pub const SUMMARY: &str = "one file for llama.cpp; ‹scheme› is a type such as Q4_K_M";
 

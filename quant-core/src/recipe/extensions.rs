@@ -5,10 +5,12 @@ use std::borrow::Cow;
 use super::method::TRANSFORMS;
 use super::{METHODS, Method, Rounding};
 use crate::format::{CONTAINERS, Container, containers_with};
-use crate::gguf;
 use crate::model::Preparation;
 use crate::transform::Transform;
 use crate::{Error, Result};
+
+/// The name of GGUF as an output format. Its files are not described by recipes, but have plans of their own.
+pub const GGUF: &str = "gguf";
 
 /// Steps, methods and formats that the calling program adds to those of this library.
 ///
@@ -125,7 +127,7 @@ impl Extensions {
     /// # Errors
     /// [`Error::Usage`] if no format has that name; the remedy lists the known names.
     pub fn container(&self, name: &str) -> Result<&'static dyn Container> {
-        if name == gguf::FORMAT {
+        if name == GGUF {
             return Err(Error::usage(
                 "a recipe cannot name the format gguf, because no recipe applies to GGUF files",
                 "set ‹format=gguf›, and ‹scheme› in place of the recipe",
@@ -133,7 +135,7 @@ impl Extensions {
         }
         self.containers().find(|c| c.name() == name).ok_or_else(|| {
             let mut known: Vec<_> = self.containers().map(|c| c.name()).collect();
-            known.push(gguf::FORMAT);
+            known.push(GGUF);
             let listed = format!("known formats: {}", known.join(", "));
             let distances = known.iter().map(|known| (strsim::levenshtein(known, name), known));
             let near = distances.min().filter(|(distance, _)| 2 * distance <= name.len());
