@@ -115,7 +115,7 @@ pub enum Error {
     NoCheckpoint {
         /// The directory that was searched.
         path: PathBuf,
-        /// What is missing.
+        /// The reason, for example the missing file.
         reason: String,
     },
     /// The directory holds only pickle files, which execute code when they are read.
@@ -298,7 +298,7 @@ pub enum Error {
     MemoryBudget {
         /// The smallest budget in bytes that suffices.
         needed: u64,
-        /// The budget that was set.
+        /// The budget, if one was set.
         budget: Option<u64>,
         /// The memory that is available, if that is the limit.
         available: Option<u64>,
@@ -398,7 +398,7 @@ pub enum Error {
     /// Keys or values exceed the range of the KV cache.
     #[error("keys and values{}: {reason}", block.map(|b| format!(" of block {b}")).unwrap_or_default())]
     Cache {
-        /// The block.
+        /// The index of the block, if known.
         block: Option<usize>,
         /// A description of the failure.
         reason: String,

@@ -243,7 +243,7 @@ impl BlockType {
     }
 }
 
-/// Elements of the types with two levels of scales are those of the kernels' super-blocks.
+/// The super-blocks of these types and of the kernels have the same number of elements.
 const _: () = assert!(SUPER == quant_kernels_cpu::SUPER_BLOCK);
 
 #[cfg(test)]

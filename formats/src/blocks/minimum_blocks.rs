@@ -65,7 +65,7 @@ impl MinimumBlocks {
         mut take: impl FnMut(usize, &MinimumBlock<'_, PARTS>),
     ) {
         let top = self.plain.top;
-        // Of each part, with the blocks in lanes.
+        // One entry per part, with one block per lane.
         let (mut scales, mut minimums, mut weights) =
             ([[0.0; LANES]; PARTS], [[0.0; LANES]; PARTS], [[0.0; LANES]; PARTS]);
         let mut codes = [0_u8; SUPER * LANES];

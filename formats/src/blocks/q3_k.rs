@@ -53,7 +53,7 @@ fn encode(row: &[f32], importance: Option<&[f32]>, out: &mut [u8]) {
 #[inline(always)]
 fn encode_batch(row: &[f32], importance: Option<&[f32]>, out: &mut [u8]) {
     let mut codes = [0_u8; SUPER * LANES];
-    // Of each part, with the blocks in lanes.
+    // One entry per part, with one block per lane.
     let (mut scales, mut weights) = ([[0.0; LANES]; 16], [[0.0; LANES]; 16]);
     let sums = if importance.is_some() { square_sums(row) } else { [0.0; LANES] };
     for (b, (values, codes)) in row.chunks_exact(SUPER).zip(codes.chunks_exact_mut(SUPER)).enumerate() {

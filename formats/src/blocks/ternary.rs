@@ -8,7 +8,7 @@
 use super::grid::{Fields, Grid, Scales, Steps};
 use super::{BlockType, Q4_0, SUPER, f16_bits};
 
-/// 1.625 bits, `d·(q − 1)`.
+/// 1.625 bits per code, `d·(q − 1)`.
 pub static TQ1_0: BlockType = BlockType {
     name: "TQ1_0",
     id: 34,

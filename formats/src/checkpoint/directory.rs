@@ -236,8 +236,8 @@ impl ModelDirectory {
     }
 
     /// Files to copy to a converted model, sorted by name: tokenizer, generation settings, chat template, license
-    /// texts; never code or weights. Broken links, links to files outside the model, and anything but regular files are
-    /// left out, with a [warning](Self::warnings).
+    /// texts; never code or weights. Broken links, links to files outside the model, anything but regular files, and
+    /// files whose names differ from an earlier one only in case are left out, with a [warning](Self::warnings).
     pub fn sidecar_files(&self) -> &[Sidecar] {
         &self.sidecars
     }

@@ -44,8 +44,8 @@ impl OpaqueDtype {
     /// Maximum length of a stored name in bytes.
     pub const MAX_NAME_BYTES: usize = 15;
 
-    /// Creates the type with this name for a tensor of `bytes` bytes; `None` if the name is too long or contains
-    /// anything but letters, digits and underscores.
+    /// Creates the type with this name for a tensor of `bytes` bytes; `None` if the name is empty, longer than
+    /// [`MAX_NAME_BYTES`](Self::MAX_NAME_BYTES), or contains anything but letters, digits and underscores.
     pub fn new(name: &str, bytes: u64) -> Option<Self> {
         let is_plain = |c: u8| c.is_ascii_alphanumeric() || c == b'_';
         if name.is_empty() || name.len() > Self::MAX_NAME_BYTES || !name.bytes().all(is_plain) {
@@ -136,7 +136,8 @@ impl Dtype {
         }
     }
 
-    /// Bytes per element; 1 for types of less than a byte, which is the smallest unit that is read or written.
+    /// Bytes per element; 1 for types of less than a byte and for unknown types, because a byte is the smallest unit
+    /// that is read or written.
     pub fn size(self) -> usize {
         (self.bits() / 8).max(1)
     }

@@ -25,7 +25,7 @@ pub(crate) trait FileSystem: Send + Sync {
     fn sync_dir(&self, path: &Path) -> io::Result<()>;
     /// Renames a file or directory, replacing an existing file.
     fn rename(&self, from: &Path, to: &Path) -> io::Result<()>;
-    /// Renames a directory; fails if the new name exists.
+    /// Renames a file or directory; fails if the new name exists.
     fn rename_new(&self, from: &Path, to: &Path) -> io::Result<()>;
     /// Exchanges two names atomically.
     fn exchange(&self, one: &Path, other: &Path) -> io::Result<()>;

@@ -160,7 +160,7 @@ pub(crate) fn relative_name_fault(name: &str) -> Option<&'static str> {
 /// Opens a regular file for reading without following a link or blocking on a pipe. `shown` is the path for messages.
 ///
 /// # Errors
-/// [`Error::Io`], also when it is no longer a regular file.
+/// [`Error::Io`], also when it is not a regular file.
 pub fn open_regular(real: &Path, shown: &Path) -> Result<File> {
     let file = system::open_options().read(true).open(real).map_err(|e| Error::io("open", shown, e))?;
     let metadata = file.metadata().map_err(|e| Error::io("open", shown, e))?;

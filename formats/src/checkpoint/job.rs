@@ -96,7 +96,7 @@ impl Job {
     /// [`Error::Locked`] when another run uses it; [`Error::Usage`] when something else has its name.
     pub(crate) fn acquire(fs: &dyn FileSystem, target: &Path) -> Result<Self> {
         let path = job_path(target)?;
-        // An attempt only fails if another run removes the directory in the meantime.
+        // An attempt is repeated only if another run removed the directory in the meantime.
         for _ in 0..16 {
             create_or_accept(fs, &path)?;
             let lock_path = path.join(LOCK);

@@ -12,8 +12,8 @@ use crate::{Error, Result};
 /// The files to fetch from a repository.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct WantedFiles {
-    /// `config.json`, whether it was listed or not, then the accompanying files: tokenizer, generation settings, chat
-    /// template, license texts. Never code or pickle files.
+    /// `config.json`, whether it was listed or not, and the accompanying files (tokenizer, generation settings, chat
+    /// template, license texts), sorted by name. Never code or pickle files.
     pub companions: Vec<String>,
     /// The weights, or the index of their shards.
     pub weights: String,

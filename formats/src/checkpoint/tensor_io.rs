@@ -175,7 +175,7 @@ pub trait TensorSink: Send {
     fn write(&mut self, name: &str, offset: u64, bytes: &[u8]) -> Result<()>;
 
     /// Stores a record with the tensors, so that a resumed run can report the results of an earlier one. It becomes
-    /// durable with the next [`commit`](Self::commit), never before the tensors written ahead of it.
+    /// durable with the next [`commit`](Self::commit), after the bytes of all tensors written before that.
     ///
     /// A sink that cannot be resumed need not store records.
     ///

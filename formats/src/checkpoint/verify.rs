@@ -1,4 +1,4 @@
-//! Reads back what was written before it becomes visible.
+//! Reads the written files back before they become visible.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -22,7 +22,7 @@ const CHUNK: usize = 4 << 20;
 /// of the bytes that were written.
 ///
 /// # Errors
-/// [`Error::Verification`] naming the tensor; [`Error::Interrupted`].
+/// [`Error::Verification`] when the length, the header or a tensor differs; [`Error::Interrupted`], [`Error::Io`].
 pub(crate) fn verify_shard(
     fs: &dyn FileSystem,
     archive: &dyn Archive,

@@ -184,7 +184,7 @@ fn unpack_octets<const BITS: usize>(bytes: &[u8], codes: &mut [u8]) {
     rest.copy_from_slice(&widened(last)[..rest.len()]);
 }
 
-/// Packs eight codes within a 64-bit word: first pairs close the gap between them, then pairs of pairs, then the two
+/// Packs eight codes within a 64-bit word: first joins the two codes of each pair, then every two pairs, then the two
 /// halves. The first `BITS` bytes are the stream.
 fn squeeze<const BITS: usize>(octet: [u8; 8]) -> [u8; 8] {
     let codes = u64::from_le_bytes(octet);

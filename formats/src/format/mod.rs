@@ -244,8 +244,10 @@ pub trait Container: std::fmt::Debug + Send + Sync {
         lost
     }
 
-    /// The scheme in which a linear quantized to this scheme is stored. Static activations are always kept, since their
-    /// calibrated scales would be lost.
+    /// The scheme in which a linear quantized to this scheme is stored: with one level of scales if the format does not
+    /// [keep both](Self::keeps_levels), and with float activations in place of 8-bit ones with a dynamic scale per
+    /// token if it does not [keep activations](Self::keeps_activations). Other activations are always kept: the
+    /// calibrated scales of static ones, for example, would be lost.
     fn stored_scheme(&self, scheme: LinearScheme) -> LinearScheme {
         let scheme = if self.keeps_levels() { scheme } else { scheme.flattened() };
         match scheme.activations {

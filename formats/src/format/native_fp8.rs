@@ -200,7 +200,7 @@ impl PackedReader for NativeFp8 {
         if let Some(fixed) = module.scheme.fixed_scales() {
             return Ok(fixed.dtype());
         }
-        // The exponents are powers of two, which every wider float type represents exactly.
+        // Exponents stand for powers of two, which BF16 represents exactly.
         let dtype = source.require(&module.scale)?.dtype;
         Ok(if dtype.is_weight_float() { dtype } else { Dtype::Bf16 })
     }

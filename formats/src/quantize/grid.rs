@@ -24,8 +24,9 @@
 //!
 //! # Edge cases
 //!
-//! * **All zeros** (including −0.0): `s = 1`, every code is `z`, every value exactly 0. Floating-point codes keep the
-//!   sign of a zero. (compressed-tensors writes the smallest step of the dtype as the scale; the values are the same.)
+//! * **All zeros** (including −0.0): `s = 1` (2⁻¹²⁷ in the MX formats), every code is `z`, every value exactly 0.
+//!   Floating-point codes keep the sign of a zero. (compressed-tensors writes the smallest step of the dtype as the
+//!   scale; the values are the same.)
 //! * **A scale that rounds to 0** becomes the smallest positive value of its dtype: 2⁻²⁴ in F16, 2⁻¹³³ in BF16, 2⁻¹⁴⁹
 //!   in F32. The grid is then coarser than the group requires, and weights below half of it become 0: the error is at
 //!   most 2⁻²⁵ in F16, but the entire group may become 0.
@@ -358,7 +359,7 @@ fn largest(dtype: Dtype) -> f32 {
 }
 
 /// The grid of one group: `value = (code − zero) · scale`. Codes are 0 to `2^bits − 1`; in a progressive group, only
-/// those whose int8 values are within the protective range.
+/// those to which a value within the protective range can round.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Grid {
     pub(super) scale: f32,
@@ -398,8 +399,7 @@ impl Grid {
     }
 
     /// Returns the code nearest to a weight. This defines the results of `encode` and `nearest`; methods that round one
-    /// weight at a time call it directly. NaN and
-    /// infinity get the lowest or highest code.
+    /// weight at a time call it directly. NaN and infinity get the lowest or highest code.
     pub fn code(self, w: f32) -> u8 {
         if let Some(format) = self.float {
             return format.code(w / self.scale);

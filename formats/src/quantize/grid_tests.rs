@@ -110,7 +110,7 @@ fn an_underflowing_scale_becomes_the_smallest_of_its_type() {
         for symmetric in [true, false] {
             let grid = rule(4, symmetric, dtype).fit_weights(&[tiny, -tiny]).unwrap();
             assert_eq!(grid.scale(), smallest, "{dtype}");
-            // The loss is at most half of that scale, and zero if the weight is a multiple of it.
+            // The error is at most half of that scale, and zero if the weight is a multiple of it.
             let back = grid.value(grid.code(tiny));
             assert!((back - tiny).abs() <= smallest / 2.0, "{dtype}: {tiny:e} became {back:e}");
         }

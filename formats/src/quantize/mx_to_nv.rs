@@ -81,7 +81,7 @@ impl QuantizedTensor {
     /// share the scale.
     ///
     /// # Errors
-    /// When it is not MXFP4, or its scales are too far apart.
+    /// When it is not MXFP4, or its scales are too far apart or too large.
     pub fn into_nvfp4(self, exponents: ScaleExponents) -> Result<Self, String> {
         let scheme = self.scheme.as_nvfp4().ok_or_else(|| format!("its weights are {}", self.scheme))?;
         let global = power(-exponents.multiplier()?);

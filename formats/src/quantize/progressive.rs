@@ -130,7 +130,7 @@ mod tests {
         (f32::from(code) - f32::from(grid.zero())) * (grid.scale() / row)
     }
 
-    /// All integer ranges, sampled in steps of a quarter, with every code of the grid.
+    /// All ranges within ±119 in steps of a quarter, with every code of the grid.
     #[test]
     fn integers_of_every_group_have_8_bits() {
         let mut furthest = [0.0_f32; 2];

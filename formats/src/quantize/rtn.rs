@@ -43,7 +43,7 @@ pub struct QuantizedRows<'a> {
 ///
 /// # Errors
 /// When the group size does not divide `k`, a weight is not finite, or a scale overflows its dtype: the error names the
-/// tensor, the row and the group.
+/// tensor and the position in it.
 pub fn quantize_rtn(
     name: &str,
     weights: &[f32],

@@ -52,7 +52,8 @@ fn every_group_gets_its_own_grid() {
 
 #[test]
 fn bytes_in_parts_give_the_same_as_values_at_once() {
-    // About 70 000 weights per task, so that the matrix is split into several tasks, and the parts into different ones.
+    // A task has 64 rows (65 536 weights), so that the matrix is split into several tasks, and the parts into different
+    // ones.
     let (n, k) = (150, 1024);
     for dtype in [Dtype::F16, Dtype::Bf16, Dtype::F32] {
         let bytes = dtype.narrow(&weights(n, k, 2));

@@ -23,7 +23,8 @@ pub struct QuantizedTensor {
     pub scheme: LinearScheme,
     /// `[n, k]` row-major, one unsigned code below `2^bits` per byte.
     pub codes: Vec<u8>,
-    /// `[n, k / group_size]` row-major; each value is exact in `scale_dtype`, unless there are `levels`.
+    /// `[n, k / group_size]` row-major; each value is exact in `scale_dtype`, unless there are `levels` or a `global`
+    /// scale.
     pub scales: Vec<f32>,
     /// The dtype of stored scales, if they have one level: F16, BF16 or F32, F8_E8M0 (powers of two), or F8_E4M3 with a
     /// `global` scale.
@@ -66,7 +67,7 @@ impl QuantizedTensor {
     /// Returns a view of the matrix for the kernels.
     ///
     /// # Errors
-    /// When the parts are inconsistent; code that reads files must call this to rule it out.
+    /// When the parts are inconsistent. Code that creates a tensor from a file must call this to check it.
     pub fn view(&self) -> Result<WeightView<'_>> {
         self.view_with(None)
     }
@@ -102,8 +103,8 @@ impl QuantizedTensor {
         view.map_err(|e| Error::Internal(format!("quantized tensor is inconsistent: {e}")))
     }
 
-    /// Packs the matrix for the kernels, with a bias `[n]` if there is one. If the checkpoint has activations with a
-    /// zero point, the packed matrix contains the sums that they need.
+    /// Packs the matrix for the kernels, with a bias `[n]` if there is one. If the static grid of the input has a zero
+    /// point other than 0, the packed matrix contains the sums that it requires.
     ///
     /// # Errors
     /// When its parts are inconsistent; [`Error::Kernel`] when the kernels do not support its scheme: groups that are
@@ -119,7 +120,8 @@ impl QuantizedTensor {
     /// which is the only error: half a unit in the last place.
     ///
     /// # Errors
-    /// The scale that overflows it, so that the caller can name the tensor.
+    /// The first scale that overflows `scale_dtype`, or whose largest value overflows `f32`, so that the caller can
+    /// name the tensor.
     pub fn flattened(mut self, scale_dtype: Dtype) -> Result<Self, f32> {
         if self.levels.take().is_none() {
             return Ok(self);

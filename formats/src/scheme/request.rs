@@ -274,7 +274,7 @@ const FOREIGN: [(&str, &str); 12] = [
     ("w8", "w8a16"),
     ("nf4", "w4a16"),
 ];
-/// Common schemes, with which a misspelled name is compared in addition to the float schemes.
+/// Common schemes, with which a misspelled name is compared in addition to the aliases and the float schemes.
 const FREQUENT: [&str; 7] =
     ["w4a16-g128", "w4a16", "w8a16", "w8a8", "w4a8", "w3a16", "w4a8-g128-progressive"];
 /// The minimum Jaro-Winkler similarity of a misspelled name to a suggested one.

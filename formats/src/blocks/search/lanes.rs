@@ -8,8 +8,8 @@ pub(in crate::blocks) const LANES: usize = 16;
 /// One value of each part.
 pub(in crate::blocks) type Lanes = [f32; LANES];
 
-/// Takes up to [`LANES`] parts of `N` values, one after the other, apart into lanes: result `e` holds value `e` of each
-/// part. Lanes without a part are zero.
+/// Distributes up to [`LANES`] consecutive parts of `N` values to lanes: result `e` holds value `e` of each part. Lanes
+/// without a part are zero.
 #[inline(always)]
 pub(in crate::blocks) fn load<const N: usize>(values: &[f32]) -> [Lanes; N] {
     let mut lanes = [[0.0; LANES]; N];

@@ -7,8 +7,9 @@ use super::{LANES, Lanes, NEGLIGIBLE};
 /// Candidates on each side of the first.
 const TRIES: i32 = 7;
 
-/// The middle between level `k` and the one below it; it rounds up. A value rounds to one of two levels by its
-/// distances from them in `f32`. Near the middle these are exact, so comparing with the middle is the same.
+/// The midpoint between level `k` and the one below it; a value at the midpoint rounds up. The reference chooses
+/// between two levels by the distances of the value from them, computed in `f32`. Near the midpoint, these distances
+/// are exact, so comparing with the midpoint gives the same level.
 const fn middle(k: usize) -> f32 {
     (LEVELS[k - 1] as i32 + LEVELS[k] as i32) as f32 / 2.0
 }
@@ -26,7 +27,7 @@ pub(in crate::blocks) fn level_code(x: f32) -> u8 {
 /// The nearest level itself.
 #[inline(always)]
 fn level(x: f32) -> f32 {
-    // Whole numbers, so that the order of the sum does not matter: two sums are faster than one.
+    // All terms are integers, so the order of the sum does not matter, and two sums are faster than one.
     let (mut odd, mut even) = (f32::from(LEVELS[0]), 0.0);
     for k in 1..LEVELS.len() {
         let step = if x < middle(k) { 0.0 } else { (LEVELS[k] as i32 - LEVELS[k - 1] as i32) as f32 };

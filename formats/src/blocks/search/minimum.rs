@@ -2,15 +2,16 @@
 
 use super::{LANES, Lanes, Offsets, nearest};
 
-/// What the search found for each part.
+/// The results of the search, with one part per lane.
 pub(in crate::blocks) struct Minimums {
     /// The scale.
     pub(in crate::blocks) scale: Lanes,
-    /// What is subtracted, not negative.
+    /// The value that is subtracted; nonnegative.
     pub(in crate::blocks) minimum: Lanes,
     /// The sum of weights.
     pub(in crate::blocks) weight: Lanes,
-    /// The codes are those of `inverse·(x − from)`. For parts without any positive range, they are zero.
+    /// The codes are those of `inverse·(x − from)`. They are zero for `flat` parts, whose values are all equal and at
+    /// most 0.
     inverse: Lanes,
     from: Lanes,
     flat: [bool; LANES],

@@ -1,8 +1,9 @@
 //! The searches of the reference for the scale and minimum of a block, which aim at a small weighted error.
 //!
-//! They try candidate scales, or move single codes, and take the closed-form optimal scale for the resulting codes. Sums
-//! run in element order in `f32` and nothing is fused, so that the result equals the reference's, bit for bit. Parts of blocks are independent of each other, so [`LANES`] of them are searched side by side: every operation
-//! is a loop over lanes, which the compiler turns into vector instructions, and the order within a lane is that of the
+//! They try candidate scales, or move single codes, and take the closed-form optimal scale for the resulting codes.
+//! Sums run in element order in `f32` and nothing is fused, so that the result equals the reference's, bit for bit.
+//! Parts of blocks are independent of each other, so [`LANES`] of them are searched side by side: every operation is a
+//! loop over lanes, which the compiler turns into vector instructions, and the order within a lane is that of the
 //! reference.
 //!
 //! All functions on lanes are inlined into a closure of [`vectorized`](crate::vector::vectorized).

@@ -1,4 +1,5 @@
-//! The searches for one part at a time, as the reference computes them: what the searches in lanes must equal.
+//! The searches for one part at a time, as the reference computes them. The searches in lanes must give the same
+//! results.
 
 use super::super::iq4::LEVELS;
 use super::{NEGLIGIBLE, Offsets, largest, nearest};
@@ -65,8 +66,9 @@ pub(super) fn symmetric(n: i32, x: &[f32], weights: Option<&[f32]>, codes: &mut 
     scale
 }
 
-/// Searches a symmetric grid of codes `-n..n`, weighted by `x²`, by moving one code at a time as long as that reduces
-/// the error, at most five times each: returns the scale, and writes the codes plus `n`. For at most 16 values.
+/// Searches a symmetric grid of codes `-n..n`, weighted by `x²`, by moving one code at a time, in at most five passes
+/// over the values, as long as that reduces the error. Returns the scale, and writes the codes plus `n`. For at most 16
+/// values.
 pub(super) fn symmetric_by_descent(n: i32, x: &[f32], codes: &mut [u8]) -> f32 {
     let max = largest(x);
     if max.abs() < NEGLIGIBLE {

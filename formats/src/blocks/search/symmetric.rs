@@ -3,7 +3,7 @@
 use super::lanes::{largest, squares};
 use super::{LANES, Lanes, NEGLIGIBLE, nearest};
 
-/// What the search found for each part.
+/// The results of the search, with one part per lane.
 pub(in crate::blocks) struct Scales {
     /// The scale; 0 for parts of zeros.
     pub(in crate::blocks) scale: Lanes,
@@ -141,8 +141,9 @@ fn round(n: i32, inverse: &Lanes, x: &Lanes) -> Lanes {
     l
 }
 
-/// Searches a symmetric grid of codes `-n..n`, weighted by `x²`, by moving one code at a time as long as that reduces
-/// the error. Returns the scale of each part, and writes the codes of part `i` in lane `i`, plus `n`, as floats.
+/// Searches a symmetric grid of codes `-n..n`, weighted by `x²`, by moving one code at a time, in at most five passes
+/// over the values, as long as that reduces the error. Returns the scale of each part, and writes the codes of part `i`
+/// in lane `i`, plus `n`, as floats.
 #[inline(always)]
 pub(in crate::blocks) fn symmetric_by_descent<const N: usize>(
     n: i32,

@@ -132,7 +132,8 @@ proptest! {
         prop_assert_eq!(level_code(x), scalar::code(x), "{}", x);
     }
 
-    /// Blocks whose weights do not depend on other blocks have the same bytes alone and in a row.
+    /// Blocks whose weights do not depend on other blocks get the same bytes whether they are encoded alone or within a
+    /// row.
     #[test]
     fn blocks_do_not_depend_on_others(seed: u64, weighted: bool) {
         let mut random = SplitMix64(seed);

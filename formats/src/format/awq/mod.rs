@@ -86,8 +86,8 @@ impl Container for AutoAwq {
         layout::pack(module, tensor)
     }
 
-    /// All linears must have one scheme, because the configuration can hold only one. The head stays float: loaders do
-    /// not support a quantized head.
+    /// All linears must have one scheme, because the configuration can hold only one. Head and embedding stay float,
+    /// because loaders do not support them quantized.
     fn check(&self, schemes: &ModuleSchemes<'_>) -> Result<()> {
         let named_head = schemes.quantized.iter().any(|(module, _)| *module == HEAD).then_some(HEAD);
         let head = schemes.head.or(named_head);

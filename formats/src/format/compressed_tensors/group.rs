@@ -222,7 +222,8 @@ pub(super) fn scheme(weights: &Object<'_>) -> Result<LinearScheme, String> {
     }
 }
 
-/// Rejects checkpoints written before 0.18: there, codes whose width does not divide 32 do not straddle words.
+/// Rejects checkpoints written by compressed-tensors before 0.18, in which codes whose width does not divide 32 do not
+/// straddle words.
 pub(super) fn reject_padded_words(root: &Object<'_>) -> Result<(), String> {
     let Some(version) = root.get("version").and_then(Value::as_str) else { return Ok(()) };
     let mut numbers = version.split('.').map(|n| n.parse::<u32>().ok());

@@ -25,7 +25,8 @@ use crate::quantize::QuantizedTensor;
 use crate::scheme::{ActivationScheme, LinearScheme, SchemeRequest};
 use crate::{Error, Result};
 
-/// Maximum number of regular expressions in a configuration; real ones have a few.
+/// Maximum number of regular expressions among the targets, and among the ignored modules; real configurations have a
+/// few.
 const MAX_PATTERNS: usize = 256;
 /// Maximum size of a compiled expression in bytes.
 const PATTERN_SIZE: usize = 1 << 20;
@@ -338,7 +339,7 @@ fn has_null_zero_points(source: &dyn TensorSource, storage: Storage, module: &st
     }
 }
 
-/// Reads the grid of the input, if the scheme uses one grid for all tokens.
+/// Reads the int8 grid of the input, if the scheme uses one for all tokens.
 fn read_input(source: &dyn TensorSource, module: &str, scheme: LinearScheme) -> Result<Option<StaticScale>> {
     let ActivationScheme::Static { symmetric } = scheme.activations else { return Ok(None) };
     let name = input_scale_name(module);

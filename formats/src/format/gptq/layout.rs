@@ -5,16 +5,17 @@
 //! | tensor | type | shape | holds |
 //! |---|---|---|---|
 //! | `X.qweight` | I32 | `[k·b/32, n]` | codes of each output, packed along the inputs (columns) |
-//! | `X.qzeros` | I32 | `[k/g, n·b/32]` | zero points minus one modulo `2^b`, of each group, packed along the outputs |
+//! | `X.qzeros` | I32 | `[k/g, n·b/32]` | zero points of each group minus one, packed along the outputs |
 //! | `X.scales` | F16 | `[k/g, n]` | scales |
 //! | `X.g_idx` | I32 | `[k]` | the group of every input |
 //!
 //! Codes and zero points are a dense little-endian bit stream ([`bits`](crate::format::bits)).
 //!
 //! A zero point of 0 minus one does not fit. The one is subtracted from whole words, with a borrow from the next zero
-//! point, as in gptqmodel, which adds it back the same way. Implementations that add one to each zero point
-//! (llama.cpp's converter) get `2^b`. If the codes of such a group are below the maximum, codes and zero point are
-//! stored one higher, which gives the same weights in all implementations.
+//! point, as in gptqmodel, which adds it back the same way. At 3 bits, where zero points straddle words, it is
+//! subtracted from each zero point modulo 8. Implementations that add one to each zero point (llama.cpp's converter)
+//! get `2^b`. If the codes of such a group are below the maximum, codes and zero point are stored one higher, which
+//! gives the same weights in all implementations.
 
 use std::borrow::Cow;
 
@@ -242,8 +243,8 @@ mod tests {
         let zeros: Vec<u8> = (0..8).flat_map(|o| [o, 15 - o]).collect();
         let parts = pack("x", &tensor("w4a16-g8-asym", [8, 16], codes, Some(zeros))).unwrap();
         let codes = words(&parts[0].1);
-        // Inputs 0 to 7 of outputs 0 to 7, then inputs 8 to 15. Codes of output 0 are one higher, because its zero
-        // point was 0.
+        // Inputs 0 to 7 of outputs 0 to 7, then inputs 8 to 15. The first eight codes of output 0 are one higher,
+        // because the zero point of their group was 0.
         assert_eq!(codes[..3], [0x8765_4321, 0x8765_4321, 0x9876_5432]);
         assert_eq!(codes[8], 0xfedc_ba98);
         assert_eq!(words(&parts[1].1), [0x6543_2100, 0x789a_bcde]);

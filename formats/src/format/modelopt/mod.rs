@@ -113,8 +113,8 @@ impl Container for ModelOpt {
         Ok(specs.into_iter().zip(bytes).collect())
     }
 
-    /// All linears must have one scheme. The algorithm `MIXED_PRECISION`, which would have to list every layer, is not
-    /// written.
+    /// All linears must have one scheme, and the embedding stays float. The algorithm `MIXED_PRECISION`, which would
+    /// have to list every layer, is not written.
     fn check(&self, schemes: &ModuleSchemes<'_>) -> Result<()> {
         if schemes.embedding.is_some() {
             return Err(Error::usage(

@@ -281,8 +281,8 @@ pub(super) fn outlier(codes: &[u8], scales: &[u8], zeros: &[u8], groups: usize) 
 
 /// Packs 4-bit codes `[n, k]` into the bytes that QServe's kernels load, half as many; `n` and `k` are multiples of 32.
 ///
-/// A tile is 32 outputs by 32 inputs, 512 bytes; tiles are stored row by row. With `n = 32·nt + 16·p + 8·h + nl` and
-/// `k = 32·kt + 16·kh + 4·kl + kr`,
+/// A tile is 32 outputs by 32 inputs, 512 bytes; tiles are stored row by row. For output `32·nt + 16·p + 8·h + nl` and
+/// input `32·kt + 16·kh + 4·kl + kr` of `K` inputs,
 ///
 /// ```text
 /// byte   = ((nt · K/32 + kt) · 32 + 4·nl + kl) · 16 + 8·kh + 4·h + kr

@@ -2,8 +2,8 @@
 //! `qserve_manifest.json` next to it.
 //!
 //! QServe's own loader takes bits and group size from its command line, and assumes the rest: the order of scales,
-//! which two converters wrote differently; norms of all ones, which it does not load. The manifest states all of this
-//! explicitly.
+//! which two converters wrote differently, and norm weights of 1, because it does not load them. The manifest states
+//! all of this explicitly.
 
 use serde_json::{Value, json};
 
@@ -152,7 +152,8 @@ pub(super) static LOADER_RULES: &[LoaderRule] = &[
     }),
 ];
 
-/// The first matrix, counting fused linears as one, that does not consist of complete kernel tiles.
+/// The first matrix, counting fused linears as one, that does not consist of complete kernel tiles or has too few
+/// inputs.
 fn narrow<'a>(schemes: &'a ModuleSchemes<'_>) -> Option<(&'a str, [usize; 2], [usize; 3])> {
     let shape = |module: &str| schemes.shapes.get(module).copied();
     let kind_of = |scheme: &LinearScheme| Kind::of(*scheme);

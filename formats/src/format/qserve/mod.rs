@@ -84,7 +84,8 @@ impl Container for QServe {
         layout::pack(module, tensor)
     }
 
-    /// All linears must have one scheme, because loaders read a single scheme. Head and embedding stay float.
+    /// All linears must have one scheme, because loaders read a single scheme. Head and embedding stay float. Only text
+    /// models are supported.
     fn check(&self, schemes: &ModuleSchemes<'_>) -> Result<()> {
         if schemes.wrapper.is_some() {
             return Err(Error::usage(
