@@ -39,8 +39,8 @@ impl Gathering {
         (values + 16).saturating_mul(self.tokens())
     }
 
-    /// Values between the linears of the tokens that go through a block at a time, and sums and Hessians of the inputs of
-    /// linears.
+    /// The values between linears, for the tokens that go through a block at a time, and the sums and Hessians of the
+    /// inputs of linears.
     fn step(&self, kind: &BlockKind<'_>) -> u64 {
         let graph = kind.graph;
         let widest: u64 = graph.linears().map(|(_, _, [n, k], _)| (n + k) as u64).max().unwrap_or(0);

@@ -1,5 +1,5 @@
-//! Writes the tensors of a planned GGUF file. Rows are read, transformed, encoded and written piece by piece, so memory does not grow with the
-//! model.
+//! Writes the tensors of a planned GGUF file. Rows are read, transformed, encoded and written piece by piece, so memory
+//! does not grow with the model.
 
 use std::sync::Arc;
 

@@ -58,8 +58,9 @@ pub struct GptqRecord {
     /// The mean squared error of the linear's output after rounding, over outputs and tokens, including the damping
     /// term.
     pub loss: f64,
-    /// The damping that was used. It exceeds the requested damping if the Hessian was not positive definite with that,
-    /// or if a wide Hessian, which is factored in `f32`, needs more.
+    /// The damping that was used, as a fraction of the mean of the Hessian's diagonal. It exceeds the requested damping
+    /// if the Hessian was not positive definite with that, or if a wide Hessian, which is factored in `f32`, needs
+    /// more.
     pub damping: f64,
     /// The number of input channels that were always 0.
     pub dead_channels: usize,

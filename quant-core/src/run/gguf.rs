@@ -27,9 +27,9 @@ const FILE: &str = "model.gguf";
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct GgufDone {
-    /// The type of each tensor.
+    /// The plan, with the type of each tensor.
     pub plan: GgufPlan,
-    /// The location of the file.
+    /// The file that was written, or the directory with its files.
     pub published: Published,
     /// The report on every tensor.
     pub report: GgufReport,

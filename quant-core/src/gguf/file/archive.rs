@@ -83,8 +83,8 @@ fn divided(tensors: &[TensorSpec], max: u64) -> Vec<&[TensorSpec]> {
 }
 
 impl GgufArchive {
-    /// Lays out one file. If there are several, the first one has all metadata, and the others only their part's
-    /// entries.
+    /// Lays out one file. If there are several, the first one has all metadata, and the others only the entries of
+    /// their part and of the program that wrote them.
     fn file(&self, tensors: &[TensorSpec], part: Option<Part>) -> Result<ShardFile> {
         let described = tensors
             .iter()

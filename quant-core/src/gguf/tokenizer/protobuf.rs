@@ -13,7 +13,7 @@ pub(super) struct Piece {
 #[derive(Debug, Default)]
 pub(super) struct SentencePieceModel {
     pub(super) pieces: Vec<Piece>,
-    /// Whether a space is added at the start of texts.
+    /// Whether a space is added at the start of texts; `None` if the model has no normalizer.
     pub(super) adds_space: Option<bool>,
     /// 1 for unigram, 2 for BPE, 3 for words, 4 for characters.
     pub(super) algorithm: u64,
