@@ -48,7 +48,8 @@ pub struct Divergence {
     pub rms_delta_p: Estimate,
     /// The divergence of a numerically equivalent model, if it was measured.
     pub noise_floor: Option<NoiseFloor>,
-    /// Whether the mean divergence is below three times the noise floor, and therefore no evidence of a difference.
+    /// Whether the mean divergence is below three times the noise floor, and therefore no evidence of a difference;
+    /// absent if the noise floor was not measured.
     pub at_noise_floor: Option<bool>,
 }
 

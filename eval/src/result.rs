@@ -173,7 +173,8 @@ impl Evaluation {
     /// Reads a result and validates it completely.
     ///
     /// # Errors
-    /// [`Error::InputFile`] when it is not a result of this schema, is truncated, or is inconsistent.
+    /// [`Error::InputFile`] when it does not exist, is not a result of this schema, is truncated, or is inconsistent;
+    /// [`Error::Io`] when it cannot be read.
     pub fn read(path: &Path) -> Result<Self> {
         let value = read_json(path, "an evaluation")?;
         Self::from_value(value, path)

@@ -12,7 +12,8 @@ use serde::{Deserialize, Serialize};
 use crate::profile::ProfileRequest;
 use crate::{Profile, wikitext};
 
-/// Maximum number of tokens over all windows. Overlapping windows with a small stride multiply the tokens of a text.
+/// Maximum number of tokens over all windows of `hf-stride`, whose overlapping windows with a small stride multiply the
+/// tokens of a text.
 const MAX_READ: usize = 1 << 28;
 /// Number of documents that are tokenized together.
 const DOCUMENTS_PER_BATCH: usize = 256;
@@ -246,7 +247,7 @@ struct Cut {
     words: Option<u64>,
     bos: BosPolicy,
     warnings: Vec<String>,
-    /// Tokens of the text.
+    /// Number of tokens of the text.
     tokens: usize,
 }
 

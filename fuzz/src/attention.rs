@@ -54,8 +54,8 @@ fn lists(input: &mut Input<'_>, kv: usize, blocks: usize) -> Vec<List> {
 }
 
 /// Appends to pages and to a cache, then attends with valid and invalid lists. No call may panic, and merging with an
-/// empty part must change nothing. All instruction sets and the cache must give the same result, but AVX-512 BF16 only
-/// with F16 pages.
+/// empty part must change nothing. All instruction sets must give the same result, except that AVX-512 BF16 may give
+/// different outputs with quantized pages. The cache must give the result of the detected instruction set.
 ///
 /// # Panics
 /// If a property does not hold.

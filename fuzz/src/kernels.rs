@@ -110,7 +110,8 @@ pub fn pack(data: &[u8]) {
     let sums = input.flag();
     let Some(view) = matrix.view() else { return };
     let Ok(layout) = Layout::of(&view, sums) else { return };
-    // A layout can have many columns, but a view needs as many codes, so keep the number small.
+    // A layout could have any number of columns, but this one is that of a view, which has a code for each weight. The
+    // buffer is therefore small.
     let mut bytes = vec![0xa5; layout.bytes()];
     let outcome = layout.pack(&view, 0..layout.panels(), &mut bytes);
     let bias = input.rarely(3).then(|| input.floats(view.n()));

@@ -15,7 +15,7 @@ use crate::support::record::{Record, table, typed_command};
 use crate::support::rows::texts;
 use crate::support::shell::{output, shared_dir};
 
-/// Smaller changes, in standard errors, are not counted.
+/// Increases of at most this many standard errors are not marked.
 const ERRORS: f64 = 2.0;
 /// Rows with fewer bits than the row above, where the KL is expected to rise.
 const FEWER_BITS: [&str; 2] = ["W4A8, a scale per row", "+ KV4"];
@@ -35,7 +35,8 @@ pub struct Args {
 }
 
 /// The models, each with the group size of the grouped rows. It must be smaller than the width of every linear, so that
-/// groups differ from one scale per row. The third model is left out: no group size divides its 172 columns.
+/// groups differ from one scale per row. The third model is left out: no usual group size divides the 172 columns of
+/// its `down_proj`.
 const GROUPS: [(&str, &str); 2] = [("books-7m", "128"), ("tinystories-656k", "64")];
 
 /// Measures and writes the record.

@@ -26,9 +26,9 @@ use crate::synth;
 const TYPES: [(&str, &str, f64); 2] = [("q4_k_s", "q4_k", 3.0), ("iq4_xs", "iq4_xs", 3.0)];
 /// The searches of `quant`, with their options.
 const SEARCHES: [(&str, &[&str]); 2] = [("reference search", &["--reference-search"]), ("own search", &[])];
-/// The largest peak memory in bytes of a 1B model, without and with an importance matrix.
+/// The largest allowed peak memory in bytes of a 1B model, without and with an importance matrix.
 const PEAKS: [u64; 2] = [1_200_000_000, 1_600_000_000];
-/// The largest ratio of the peak memories of a model and one with half as many layers.
+/// The largest allowed ratio of the peak memories of a model and one with half as many layers.
 const GROWTH: f64 = 1.05;
 
 /// What to measure.

@@ -20,7 +20,7 @@ use crate::synth;
 
 /// Maximum ratio of the program's wall time to the baseline's.
 const RATIO_LIMIT: f64 = 1.5;
-/// Maximum ratio for floating-point schemes, for which the baseline also reads back its output.
+/// Maximum ratio with `--scheme`, where the baseline also reads back its output.
 const FLOAT_RATIO_LIMIT: f64 = 1.3;
 /// Maximum peak resident memory, in bytes.
 pub const PEAK_LIMIT: u64 = 1_200_000_000;

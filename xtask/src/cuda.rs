@@ -171,8 +171,8 @@ fn toolkit() -> Result<PathBuf> {
     installed("cuda-venv", &PACKAGES, &["lib", "bin/nvdisasm"])
 }
 
-/// The directory of CUDA's packages in the environment of this name, installed if it is missing. It must contain these
-/// parts.
+/// The directory of CUDA's packages in the environment of this name, installed if it is missing. The directory must
+/// contain these parts.
 fn installed(name: &str, packages: &[&str], parts: &[&str]) -> Result<PathBuf> {
     let directory = target_dir().join(name);
     let python = directory.join("bin/python");

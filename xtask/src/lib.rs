@@ -1,6 +1,7 @@
-//! Development commands behind `cargo xtask`: one module per command, with shared parts in [`support`].
+//! Development commands behind `cargo xtask`: one module per command or group of related commands, with shared parts in
+//! [`support`].
 //!
-//! A separate library, so that tests can call [`synth`] and [`plant`] directly.
+//! This is a separate library, so that tests can call [`synth`] and [`plant`] directly.
 #![forbid(unsafe_code)]
 
 pub mod ablation;

@@ -1,9 +1,9 @@
 //! `cargo xtask outside`: builds and runs programs outside the workspace, as an engine's author would write them.
 //!
 //! `read` links only the leaf crates; `drive` and `score` link the pipeline and the evaluator. The dependencies of all
-//! three are counted, and so are those of the library for C programs. They use the versions in the workspace's lock file and its target directory. `drive` and `score`
-//! have the workspace's settings for crates from the registry, so after the tests only the workspace's own crates are
-//! compiled again.
+//! three are counted, and so are those of the library for C programs. The programs use the versions in the workspace's
+//! lock file, and the workspace's target directory. `drive` and `score` have the workspace's settings for crates from
+//! the registry, so after the tests only the workspace's own crates are compiled again.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -15,7 +15,7 @@ use serde_json::Value;
 use crate::support::shell::{cargo, root, run as execute, target_dir};
 
 /// Maximum number of crates that an engine depends on with `quant-formats` and `quant-kernels-cpu`, including these
-/// two; a C program with `quant-kernels-c` likewise.
+/// two, and maximum number of crates that `quant-kernels-c` depends on.
 const MAX_DEPENDENCIES: usize = 40;
 /// Maximum number of crates that a program depends on with the pipeline and the evaluator, without the features `cuda`
 /// and `chat-templates`.
@@ -23,7 +23,7 @@ const MAX_PIPELINE_CRATES: usize = 190;
 /// Crates of these two features, which must not be among the dependencies.
 const LEFT_OUT: [&str; 4] = ["cudarc", "libloading", "quant-kernels-cuda", "minijinja"];
 
-/// The formats and schemes of the checkpoints that the first program reads.
+/// The formats and schemes of the checkpoints that `read` reads.
 const CHECKPOINTS: [(&str, &str); 5] = [
     ("awq", "w4a16-g32-asym"),
     ("gptq", "w4a16-g32-sym"),
@@ -296,7 +296,7 @@ mod tests {
         assert!(published > 5, "{published} published crates");
     }
 
-    /// Otherwise `cargo xtask ci` would compile these crates a third time.
+    /// With other settings, `cargo xtask ci` would compile these crates a third time.
     #[test]
     fn crates_of_the_registry_have_the_settings_of_the_workspace() {
         let settings = |path: PathBuf| {

@@ -191,7 +191,7 @@ impl Plan {
 
 /// Outliers of keys.
 struct Keys {
-    /// Pairs of channels in a head.
+    /// Number of pairs of channels in each key head that become outliers.
     count: usize,
     factor: f32,
     head_dim: usize,

@@ -1,4 +1,5 @@
-//! Whether the crates can be published: their packages, the size of each, and breaking changes since the last release.
+//! Checks whether the crates can be published: their packages, the size of each, and breaking changes since the last
+//! release.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;

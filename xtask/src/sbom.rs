@@ -7,8 +7,8 @@ use serde_json::{Value, json};
 
 use crate::support::shell::{cargo, output, root};
 
-/// Returns the components that are compiled into `package` for `target`, as a CycloneDX document. The same sources give
-/// the same bytes.
+/// Returns the components from which `package` is built for `target`, including those of build scripts, as a CycloneDX
+/// document. The same sources give the same bytes.
 ///
 /// # Errors
 /// When Cargo fails, or does not know the package.

@@ -44,7 +44,8 @@ pub struct Args {
 struct Group {
     ratio: Option<f64>,
     error_before: f64,
-    /// Whole-batch error by ratio, from the reference search.
+    /// Ratio, error and number of tokens of every measurement. In the reference search, these are all tokens of the
+    /// batch.
     tried: Vec<(Option<f64>, f64, u64)>,
 }
 

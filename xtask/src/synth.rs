@@ -77,7 +77,7 @@ pub fn write(args: &Args) -> Result<u64> {
 pub struct Spread {
     /// Standard deviation of two-dimensional tensors.
     pub matrices: f32,
-    /// Standard deviation of one-dimensional tensors.
+    /// Standard deviation of one-dimensional tensors, except biases.
     pub norms: f32,
     /// Standard deviation of one-dimensional tensors named `….bias`.
     pub biases: f32,

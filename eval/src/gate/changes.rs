@@ -29,9 +29,9 @@ pub struct Change {
 #[serde(rename_all = "kebab-case")]
 #[non_exhaustive]
 pub enum Trend {
-    /// Smaller or more accurate; for measurements, significantly at the policy's level.
+    /// Smaller or more accurate; for measurements, significantly so at the policy's significance level.
     Better,
-    /// Larger or less accurate; for measurements, significantly at the policy's level.
+    /// Larger or less accurate; for measurements, significantly so at the policy's significance level.
     Worse,
 }
 
@@ -113,7 +113,7 @@ fn of_result(name: &str, before: Option<&Evaluation>, now: &Evaluation, level: f
 
 fn text_of(metric: Metric, value: f64) -> String {
     match metric {
-        // A size is a whole number below 2^53.
+        // A size is an integer below 2^53.
         Metric::SizeBytes => bytes(value as u64),
         Metric::Perplexity => format!("{value:.3}"),
         Metric::Kl => format!("{} nats", nats(value)),
@@ -143,7 +143,7 @@ fn trend(metric: Metric, before: &Evaluation, now: &Evaluation, level: f64) -> O
             of_sign(change, change)
         }
         Metric::Perplexity | Metric::Kl => {
-            // Values of other windows cannot be paired.
+            // Values of different windows cannot be paired.
             if now.tokens_sha256 != before.tokens_sha256 || now.window_tokens != before.window_tokens {
                 return None;
             }

@@ -484,7 +484,7 @@ fn capped(policy: &Policy, cap: &Cap, name: &str, result: &Evaluation) -> Result
         && cap.at_most.is_none_or(|max| value <= max)
         && cap.at_least.is_none_or(|min| value >= min);
     let unit = |x: f64, text: String| match cap.metric {
-        // A size is a whole number below 2^53, and a limit may be larger.
+        // A size is an integer below 2^53, and a limit may be larger.
         Metric::SizeBytes => crate::report::bytes(x as u64),
         _ => text,
     };

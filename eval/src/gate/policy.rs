@@ -157,7 +157,7 @@ impl Policy {
     /// Reads a policy.
     ///
     /// # Errors
-    /// [`Error::InputFile`] that names the line.
+    /// [`Error::InputFile`], with the line if it is known; [`Error::Io`] when the file cannot be read.
     pub fn read(path: &Path) -> Result<Self> {
         let fault = |reason: String| fault(path, None, reason);
         let metadata = std::fs::metadata(path).map_err(|e| match e.kind() {
@@ -175,7 +175,7 @@ impl Policy {
     /// Parses a policy; `path` is for messages.
     ///
     /// # Errors
-    /// [`Error::InputFile`] that names the line.
+    /// [`Error::InputFile`], with the line if it is known.
     pub fn parse(text: &str, path: &Path) -> Result<Self> {
         let line =
             |span: Range<usize>| text.get(..span.start).map_or(1, |before| 1 + before.matches('\n').count());

@@ -71,7 +71,7 @@ pub fn nats_of(estimate: Estimate) -> String {
 }
 
 /// Formats the standard error of a divergence: five digits after the point, as the divergence itself, or one
-/// significant digit if that is below 0.001.
+/// significant digit if the divergence is below 0.001.
 pub fn error_in_nats(estimate: Estimate) -> String {
     match estimate.standard_error {
         Some(error) if error != 0.0 && estimate.mean.abs() < 1e-3 => format!("{error:.0e}"),

@@ -87,7 +87,7 @@ fn enclosing(low: f64, high: f64) -> (f64, f64) {
     (from, to)
 }
 
-/// A round distance of tick marks from 0 to `high` that gives three to six marks.
+/// A round distance of tick marks from 0 to `high` that gives three to six intervals.
 fn round_step(high: f64) -> f64 {
     let decade = 10_f64.powf((high / 3.0).log10().floor());
     let steps = [1.0, 2.0, 2.5, 5.0, 10.0];

@@ -9,7 +9,7 @@ use quant_core::random::{below, mix};
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 
-/// Replicates.
+/// The number of replicates.
 const REPLICATES: u64 = 10_000;
 /// Seed of the draws, the same in every run.
 const SEED: u64 = 0x0071_7561_6e74;
@@ -28,7 +28,7 @@ pub struct Quantile {
 }
 
 /// Returns the quantiles of these probabilities over the positions of all windows, with their intervals. A quantile is
-/// the smallest value that at least this fraction of positions does not exceed.
+/// the smallest value such that the values of at least this fraction of positions do not exceed it.
 ///
 /// There must be at least one value, and all must be finite.
 pub fn quantiles(windows: &[Vec<f64>], probabilities: &[f64]) -> Vec<Quantile> {
@@ -67,7 +67,8 @@ pub fn quantiles(windows: &[Vec<f64>], probabilities: &[f64]) -> Vec<Quantile> {
         .collect()
 }
 
-/// Draws windows with replacement; returns how often each was drawn, and their total number of positions.
+/// Draws windows with replacement. Counts in `weights` how often each was drawn, and returns their total number of
+/// positions.
 fn draw(replicate: u64, windows: &[Vec<f64>], weights: &mut [u32]) -> u64 {
     weights.fill(0);
     let stream = mix(SEED ^ mix(replicate));

@@ -58,7 +58,8 @@ impl Estimate {
     }
 
     /// The smallest increase that a test at this one-sided level would find with 80 % power, with windows of these
-    /// sizes: `(t₁₋ₗ + t₀.₈)` standard errors. Absent if there is no standard error.
+    /// sizes: `(t₁₋ₗ + t₀.₈)` standard errors. Absent if there is no standard error, or with fewer than 0.5 degrees of
+    /// freedom.
     pub fn minimum_detectable(self, level: f64, counts: &[usize]) -> Option<f64> {
         let degrees = degrees_of_freedom(counts);
         let t = student::quantile(1.0 - level, degrees)? + student::quantile(0.8, degrees)?;

@@ -68,7 +68,8 @@ pub(super) fn refuse_existing(outputs: &[PathBuf], request: &QuantizeRequest) ->
 }
 
 /// Runs jobs on one model, each into a directory that appears only when its contents are verified; none appears before
-/// all are. `force` replaces existing outputs, `resume` continues an interrupted run.
+/// all are. `replacing` is `(force, resume)`: the first replaces existing outputs, the second continues an interrupted
+/// run.
 ///
 /// # Errors
 /// As [`pipeline::quantize_each`] and [`CheckpointWriter`]. Finished work is kept if the same jobs can succeed later.

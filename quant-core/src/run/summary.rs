@@ -105,7 +105,8 @@ impl FullBatchLinears {
     }
 }
 
-/// Linears that saw fewer than [`MIN_EXPERT_TOKENS`] tokens.
+/// Linears that saw fewer than [`MIN_EXPERT_TOKENS`] tokens or, if no linear saw that many, fewer than the linear that
+/// saw most.
 #[derive(Debug, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct UndersampledLinears {

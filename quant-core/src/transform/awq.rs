@@ -312,7 +312,7 @@ impl Transform for Awq {
     }
 }
 
-/// What a search of scales runs on.
+/// The block that a search of scales runs on.
 #[derive(Clone, Copy)]
 pub(super) enum Searched<'a> {
     /// A block in memory, and the states that enter it, for the reference search.

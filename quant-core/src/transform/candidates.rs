@@ -79,7 +79,7 @@ impl Choice {
 ///
 /// # Errors
 /// Those of `measure`, except that a candidate whose scaled weights need a scale beyond the range of its dtype is
-/// skipped. [`Error::Numeric`] when no error is finite.
+/// skipped. [`Error::Numeric`] when the error without scaling is not finite.
 pub(super) fn choose_exactly(
     candidates: &[Candidate],
     tokens: usize,

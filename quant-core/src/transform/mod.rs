@@ -3,8 +3,8 @@
 //!
 //! A [`Transform`] takes one float block and its inputs and returns a [`Rewrite`]. Several transforms are applied in
 //! sequence, each to the block as rewritten by the previous ones. A rewrite consists of orders of rows and columns,
-//! factors for columns, divisors for rows, new norm weights, and clip bounds. Nothing is changed in place; the
-//! quantizer applies the rewrite to each weight as it reads it.
+//! factors for columns, divisors for rows, new weights and biases of norms, and clip bounds. Nothing is changed in
+//! place; the quantizer applies the rewrite to each weight as it reads it.
 //!
 //! Steps that concern the whole model are not transforms: [`rotate`] and [`fold_norms`] prepare a modified model before
 //! any transform runs.

@@ -26,7 +26,7 @@ const ROW_TILE: usize = 64;
 /// The mean squared error of the watched output for given scales.
 pub(super) enum Objective {
     /// One linear: `mean((X (Ŵ − W)ᵀ)²)`, computed from `X` or, if there are more tokens than channels, from its Gram
-    /// matrix, which gives the same value: `tr(D XᵀX Dᵀ)`.
+    /// matrix, which gives the same value: the sum of the squares is `tr(D XᵀX Dᵀ)` with `D = Ŵ − W`.
     Linear { node: NodeId, input: Arc<Input>, tokens: usize },
     /// A module: its output is recomputed with the candidate's weights.
     Module {

@@ -10,7 +10,7 @@ use crate::model::Model;
 use crate::recipe::{PassPlan, Plan, Rates};
 use crate::{Error, Result};
 
-/// Tokens in which inputs per layer are computed, beside the embeddings.
+/// The number of tokens for which the inputs per layer are computed at a time, together with the embeddings.
 const PIECE_TOKENS: usize = 2048;
 
 /// A part of a job that one process computes.
@@ -63,7 +63,8 @@ pub struct Cost {
 /// Returns the units of a plan, in an order in which each follows those that it needs.
 ///
 /// # Errors
-/// [`Error::Usage`] if a result would depend on the results of all earlier blocks.
+/// [`Error::Usage`] if a result would depend on the results of all earlier blocks, or if a unit would not consist of
+/// whole spans.
 pub(super) fn units(
     plan: &Plan,
     model: &Model,

@@ -17,7 +17,7 @@ use crate::pipeline::sources_of;
 use crate::run::{Host, Quantized, StepTimes, write_filled};
 use crate::{Category, Error, Event, Result};
 
-/// Units that a message lists.
+/// The maximum number of units that a message lists.
 const MAX_LISTED: usize = 4;
 
 impl UnitJob {

@@ -13,9 +13,9 @@ use crate::run::RecipeSettings;
 use crate::{Error, Result};
 
 pub(super) const SCHEMA: &str = "quant-job/1";
-/// The record lists the scheme of every linear.
+/// The maximum size of a record, which lists the scheme of every linear.
 const MAX_BYTES: u64 = 256 << 20;
-/// Differences that a message lists.
+/// The maximum number of differences that a message lists.
 const MAX_LISTED: usize = 8;
 /// The fields of the program that depend on the machine.
 const MACHINE: [&str; 2] = ["instruction_set", "processor"];
@@ -84,7 +84,8 @@ impl JobRecord {
     /// Fails unless a worker with this `run` and these tensors computes the results of the job.
     ///
     /// # Errors
-    /// [`Error::Unavailable`] if the job needs another machine; [`Error::Usage`] for all other differences.
+    /// [`Error::Unavailable`] if the same program runs with a different instruction set or on a different processor;
+    /// [`Error::Usage`] for all other differences.
     pub(super) fn check(&self, path: &Path, run: &Value, tensors_sha256: &str) -> Result<()> {
         let program = |run: &Value, field: &str| run["program"][field].clone();
         let is_other = |field: &&str| program(&self.run, field) != program(run, field);

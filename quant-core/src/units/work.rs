@@ -18,7 +18,7 @@ use crate::{Category, Error, Result, system};
 
 /// The number of hexadecimal digits of a key in a file name.
 const KEY_DIGITS: usize = 32;
-/// Units that a message lists.
+/// The maximum number of units that a message lists.
 const MAX_LISTED: usize = 4;
 
 /// Which units a worker computes.
@@ -73,7 +73,7 @@ pub struct UnitDone {
 
 impl UnitJob {
     /// Computes the selected units whose results do not exist yet, and checks the others. A result that another worker
-    /// publishes in the meantime is compared with the own one.
+    /// publishes in the meantime is compared with this worker's.
     ///
     /// # Errors
     /// [`Error::Unavailable`] if units of other workers must be finished first; [`Error::InputFile`] if two results of a

@@ -271,7 +271,7 @@ mod tests {
     fn rotation_is_bounded_by_free_memory() {
         assert_eq!(free_memory("MemTotal: 9 kB\nMemAvailable:    2048 kB\n"), Some(2 << 20));
         assert_eq!(free_memory("MemTotal: 9 kB\n"), None);
-        // A small cache, a cache that reports 480 MB, and a machine that does not report its free memory.
+        // A small cache; a cache that reports 480 MB, with much, with little and with unknown free memory.
         assert_eq!(bounded(32 << 20, Some(64 << 30), 16), ROTATED);
         assert_eq!(bounded(480 << 20, Some(64 << 30), 16), 1920 << 20);
         assert_eq!(bounded(480 << 20, Some(16 << 30), 16), 512 << 20);

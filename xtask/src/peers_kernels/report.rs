@@ -290,7 +290,7 @@ impl Measured {
     }
 }
 
-/// quant against the fastest peer with the same number of bits.
+/// quant against the fastest peer with a similar number of bits: both have more than 6 bits per weight, or neither has.
 fn best(turns: &[&Turn], ours: &str) -> Option<String> {
     let wide = |t: &Turn| t.bits() > 6.0;
     let mine: Vec<&&Turn> = turns.iter().filter(|t| t.peer == OURS && t.contestant == ours).collect();

@@ -98,7 +98,7 @@ struct Rates {
 /// Measures and writes the record.
 ///
 /// # Errors
-/// When a model or program cannot be built, or a participant fails.
+/// When a model or program cannot be built, or quant fails.
 pub fn run(args: &Args) -> Result<()> {
     let mut args = args.clone();
     args.types.retain(|kind| !kind.is_empty());

@@ -21,8 +21,8 @@ pub fn time_of_day() -> f64 {
     since.as_secs_f64().rem_euclid(DAY)
 }
 
-/// Seconds between consecutive lines of the program's log, attributed to the step of the later line and summed over
-/// blocks. `start` and `end` are the times at which the process started and ended.
+/// Seconds between consecutive lines about steps in the program's log, attributed to the step of the later line and
+/// summed over blocks. `start` and `end` are the times at which the process started and ended.
 pub fn time_until_steps(log: &str, start: f64, end: f64) -> Result<BTreeMap<String, f64>> {
     let mut steps = BTreeMap::new();
     let mut before = start;

@@ -8,7 +8,7 @@ use std::path::Path;
 use anyhow::{Context, Result, ensure};
 use sha2::{Digest, Sha256};
 
-/// A tensor's type, dimensions without trailing ones, and the hash of its bytes.
+/// A tensor's type, dimensions without trailing dimensions of 1, and the hash of its bytes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Tensor {
     /// The id of its type.

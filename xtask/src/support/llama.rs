@@ -35,7 +35,7 @@ pub struct Shape {
     pub tied: bool,
 }
 
-/// Ids that the tokenizer needs: 256 bytes, begin and end of text.
+/// Number of ids that the tokenizer needs: 256 bytes, begin and end of text.
 pub const TOKENIZER_IDS: usize = 258;
 const BEGIN_OF_TEXT: usize = 256;
 const END_OF_TEXT: usize = 257;

@@ -42,8 +42,9 @@ impl Entry {
     }
 }
 
-/// Distributes tensors over shards of at most `limit` bytes each, in order; a larger tensor gets its own shard. Names
-/// follow the convention `model-00001-of-00003.safetensors`.
+/// Distributes tensors over shards of at most `limit` bytes each, in order; a larger tensor gets its own shard. A
+/// single shard is named `model.safetensors`; names of several follow the convention
+/// `model-00001-of-00003.safetensors`.
 pub fn plan_shards(entries: Vec<Entry>, limit: u64) -> Vec<(String, Vec<Entry>)> {
     let mut shards: Vec<Vec<Entry>> = vec![Vec::new()];
     let mut used = 0;

@@ -34,8 +34,8 @@ impl Steps {
         self.only.is_empty() || self.only.iter().any(|o| o == name)
     }
 
-    /// Runs a command as a step in parallel with other steps, and prints its output after they have ended. Only the
-    /// time after the other steps have ended is counted.
+    /// Runs a command as a step in parallel with other steps, and prints its output after they have ended. Of its wall
+    /// time, only the part after the other steps have ended is counted.
     pub fn alongside(&mut self, name: &str, command: &mut Command, others: impl FnOnce(&mut Self)) {
         let started = self.is_chosen(name).then(|| Held::start(command));
         others(self);
