@@ -22,7 +22,7 @@ const SMALLEST_MULTIPLIER: i32 = -120;
 pub struct ScaleExponents(Option<[i32; 2]>);
 
 impl ScaleExponents {
-    /// Returns the exponents of an MXFP4 weight.
+    /// Returns the exponents of an MXFP4 weight. Groups whose codes are all zero do not count.
     pub fn of(tensor: &QuantizedTensor) -> Self {
         let groups = tensor.codes.chunks_exact(MX_GROUP).zip(&tensor.scales);
         let used = groups.filter(|(codes, _)| codes.iter().any(|code| code & 7 != 0));

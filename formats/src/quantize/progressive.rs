@@ -130,7 +130,8 @@ mod tests {
         (f32::from(code) - f32::from(grid.zero())) * (grid.scale() / row)
     }
 
-    /// All ranges within ±119 in steps of a quarter, with every code of the grid.
+    /// All ranges within ±119 in steps of a quarter, with the codes of both ends of the range and both ends of the
+    /// grid.
     #[test]
     fn integers_of_every_group_have_8_bits() {
         let mut furthest = [0.0_f32; 2];

@@ -359,7 +359,8 @@ fn read_input(source: &dyn TensorSource, module: &str, scheme: LinearScheme) -> 
 
 /// Checks a tensor's dtype and shape against the spec that the scheme implies.
 fn check_spec(source: &dyn TensorSource, spec: &TensorSpec, module: &str) -> Result<()> {
-    // quant writes I64, but some files have I32; some files have scales in the model's dtype. Both are accepted.
+    // Some files differ from quant's in ways that are accepted: they have `weight_shape` as I32 instead of I64, input
+    // scales in a different float dtype, or the scales of MXFP4 and MXFP8 as E8M0 instead of U8.
     check_specs(source, std::slice::from_ref(spec), |spec, dtype| {
         (spec.name == shape_name(module) && dtype == Dtype::I32)
             || (spec.name == input_scale_name(module) && dtype.is_weight_float())
