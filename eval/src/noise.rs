@@ -14,8 +14,8 @@ const SCALE: f32 = 1.0 / 512.0;
 /// Number of values that one task disturbs.
 const CHUNK: usize = 1 << 14;
 
-/// Disturbs the output of block `block` for consecutive windows, the first of which has the index `first`. The noise
-/// depends only on the window's index, not on how windows are batched.
+/// Disturbs the output of block `block` for consecutive windows, the first of which has the index `first`. With a given
+/// seed, the noise of a block in a window depends only on the indices of the two, not on how windows are batched.
 pub(crate) fn disturb(hidden: &Tensor, seed: u64, block: usize, first: usize) -> Result<Tensor> {
     let (windows, length, width) = hidden.dims3()?;
     let mut values = hidden.flatten_all()?.to_vec1::<f32>()?;

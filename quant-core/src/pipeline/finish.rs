@@ -18,7 +18,8 @@ const MAX_SIDECAR_BYTES: u64 = 1 << 30;
 pub const REPORT: &str = "quant_report.json";
 
 /// Returns the `config.json` of the quantized model: the original with a new `quantization_config`, with the key for
-/// quantized keys and values set or removed, and with `tie_word_embeddings` set to false if the head is untied.
+/// quantized keys and values set, removed or, by repacking, kept, and with `tie_word_embeddings` set to false if the
+/// head is untied.
 ///
 /// # Errors
 /// Never for configurations that were read from JSON.

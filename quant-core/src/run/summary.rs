@@ -70,7 +70,7 @@ pub struct Worst {
     pub relative_rms: f64,
 }
 
-/// The number of tokens in the calibration batch, and how many of them were used, if not all.
+/// The number of tokens in the calibration batch, and how many of them were counted.
 #[derive(Debug, Serialize)]
 #[non_exhaustive]
 pub struct Calibration {

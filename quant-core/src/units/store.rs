@@ -158,7 +158,8 @@ impl Store {
     /// Gives a synced file its name, if no file has the name.
     ///
     /// # Errors
-    /// [`Error::Io`], also if the file system has no hard links; as [`open_regular`] for an existing file.
+    /// [`Error::Io`], also if the file system has no hard links. For an existing file, those of [`is_regular`] and
+    /// [`open_regular`].
     pub(super) fn publish(&self, file: &Path, target: &Path) -> Result<Publication> {
         match std::fs::hard_link(file, target) {
             Ok(()) => {}
