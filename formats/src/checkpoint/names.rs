@@ -46,7 +46,7 @@ pub fn is_unprintable(c: char) -> bool {
     c.is_control() && !matches!(c, '\n' | '\t') || is_deceptive(c)
 }
 
-/// Multi-line text made safe for a terminal by escaping control characters.
+/// Multi-line text made safe for a terminal by escaping [unprintable](is_unprintable) characters.
 pub fn printable_lines(text: &str) -> Cow<'_, str> {
     if !text.chars().any(is_unprintable) {
         return Cow::Borrowed(text);

@@ -129,7 +129,8 @@ fn not_replaceable(directory: &Path) -> Result<Option<String>> {
 /// Gives the prepared directory or file its final name; returns whether it replaced an old one.
 ///
 /// # Errors
-/// If a file operation fails. The target is then unchanged, unless the operation that failed was syncing or restoring.
+/// Those of [`check_target`], and if a file operation fails. The target is then unchanged, unless the operation that
+/// failed was syncing or restoring.
 pub(crate) fn move_into_place(fs: &dyn FileSystem, job: &Job, place: &ReplacePolicy) -> Result<bool> {
     let target = job.target();
     let out = match (&place.file_of, target.file_name()) {

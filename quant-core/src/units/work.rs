@@ -234,7 +234,8 @@ impl UnitJob {
         if is_regular(&target)? && self.is_intact(unit, &identity, &target, host)? {
             return Ok(done(false));
         }
-        // A link cannot lead to another file system, so a result is always written in the store.
+        // A result gets its name by a hard link, which cannot lead to another file system. It is therefore always
+        // written in the store.
         let directory = self.store.temporary_directory(&unit.id.replace('/', "-"))?;
         let file = directory.path().join("unit.safetensors");
         match self.compute(unit, &identity, (&file, options), host) {
