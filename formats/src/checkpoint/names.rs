@@ -27,7 +27,8 @@ fn is_deceptive(c: char) -> bool {
     matches!(c, '\u{61c}' | '\u{200e}' | '\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
 }
 
-/// Text from a file, made safe for a message: control characters are escaped, and long text is truncated.
+/// Text from a file, made safe for a message: control characters and characters that reorder text are escaped, and text
+/// after 160 characters is cut off.
 pub fn printable(text: &str) -> String {
     const MAX_CHARS: usize = 160;
     let mut out = String::new();
@@ -41,7 +42,7 @@ pub fn printable(text: &str) -> String {
     out
 }
 
-/// Whether a character could control a terminal or reorder displayed text.
+/// Whether a character could control a terminal or reorder displayed text. Line feeds and tabs are printable.
 pub fn is_unprintable(c: char) -> bool {
     c.is_control() && !matches!(c, '\n' | '\t') || is_deceptive(c)
 }
