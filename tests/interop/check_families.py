@@ -356,8 +356,8 @@ class Family:
         return f"{ours} (transformers {theirs})", ours.within(theirs, QUANTIZED_TOLERANCE)
 
     def reference(self, model):
-        """The model that transformers runs. If the model is stored quantized or its code is not in transformers, this is a model with the same values
-        as floats."""
+        """The model that transformers runs. If the model is stored quantized, this is a model with the same values
+        as floats; for InternLM2, it is an equivalent Llama."""
         if self.name == "gpt_oss-mxfp4":
             return self.check.model("gpt_oss-floats")
         if self.name in make_tiny.BUILT_AS_LLAMA:
