@@ -1,7 +1,8 @@
 """Makes a tiny random checkpoint of a family, to compare decoders on features that small real models lack.
 
 Norm weights are random too, so that an implementation that ignores them must fail. The tokenizer maps every byte to
-one token and adds <s> at the start, except for variants of Gemma 4 that llama.cpp reads, whose tokenizer is like Gemma's.
+one token and adds <s> at the start, except for variants of Gemma 4 that llama.cpp reads, whose
+tokenizer is like Gemma's.
 """
 
 import argparse
