@@ -6,8 +6,9 @@
 # which are unpacked and not installed: rustc for this machine, its standard library for both machines, the C library
 # for AArch64, and qemu. Nothing is written outside DIR except DIR.lock, and root is not needed.
 #
-# Exits with 3 and a line that starts with SKIPPED if this cannot work: another platform, no apt-get, apt-cache, dpkg-deb
-# or rust-lld, or no Debian archive or keys. A finished directory contains a stamp; if the stamp matches, nothing is done.
+# Exits with 3 and a line that starts with SKIPPED if this cannot work: another platform, no apt-get, apt-cache,
+# dpkg-deb or rust-lld, or no Debian archive or keys. A finished directory contains a stamp; if the stamp matches,
+# nothing is done.
 set -euo pipefail
 
 # Backports are included, because rustc in the stable suite is older than the minimum supported version.

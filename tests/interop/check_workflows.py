@@ -64,8 +64,8 @@ def policy(check):
 
 
 def action(check):
-    """The action is valid, and its scripts do what they say: for a baseline, a passing model, a failing one, and a wrong
-    checksum of quant."""
+    """The action is valid, and its scripts do what they say: for a baseline, a passing model, a failing one, and a
+    wrong checksum of quant."""
 
     def work():
         wrong = validate(FOLDER / ACTION, ["--builtin-schema", "vendor.github-actions"])
