@@ -61,8 +61,8 @@ pub enum FaultKind {
     NotVisible,
     /// Two warps of a block accessed the same shared bytes without a barrier in between, and at least one wrote.
     SharedRace,
-    /// Two blocks accessed the same global bytes without an ordering atomic, or two warps of a block without a barrier
-    /// in between, and at least one wrote.
+    /// Two blocks accessed the same global bytes without an ordering atomic, and at least one wrote; or a warp accessed
+    /// bytes that another warp of its block wrote, without a barrier in between.
     GlobalRace,
     /// Not all threads reached the same barrier, warps disagree about its thread count, or there is no such barrier.
     BarrierDivergence,
