@@ -7,8 +7,8 @@ models of real shapes.
 
 `transformers` alternates between the bf16 original, the W4A16 and W8A8 checkpoints as transformers loads them, and the
 same checkpoints with `fewbits.transformers`, each in its own process. The package is taken from FEWBITS_PACKAGE
-(default target/python/package). `eval` times `quant eval` alone and with --reference. Both write a record of their
-measurements. `make` only creates the models.
+(default target/python/package). `eval` times `quant eval` alone and with --reference, on the demo model too. Both write
+a record of their measurements. `make` only creates the models.
 """
 
 import argparse

@@ -4,8 +4,9 @@
 
 Reads requests from standard input, one per line, and answers each with a line of JSON; the protocol is that of
 `benchmarks/kernels-worker`. Each contestant is the peer's own product of float activations with quantized weights,
-including its processing of the activations. Weights that are read in turn form one graph with several products of the
-same activations. So the cost of starting a graph from Python, which is not part of a kernel, matters little.
+including its processing of the activations. In ONNX Runtime and OpenVINO, weights that are read in turn form one graph
+with several products of the same activations. So the cost of starting a graph from Python, which is not part of a
+kernel, matters little. In PyTorch, each product is a call.
 """
 
 import importlib.metadata

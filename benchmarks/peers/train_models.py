@@ -1,4 +1,5 @@
 """Trains the small models of `cargo xtask quality-gguf`: train_models.py NAME TOKENIZER TEXT OUT
+[THREADS]
 
 All widths are multiples of 256, as super-blocks require. A model sees only the given text, which must not be one that
 evaluations use. The same arguments give the same model on the same machine.

@@ -65,7 +65,7 @@ pub(crate) struct Device {
     modules: HashMap<usize, Loaded>,
     functions: HashMap<usize, Function>,
     handles: usize,
-    /// The error of a failed launch, which all later calls return.
+    /// The error of a failed launch, which all later calls that need a context return.
     pub(crate) broken: Option<Code>,
 }
 

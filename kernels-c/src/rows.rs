@@ -392,7 +392,7 @@ pub unsafe extern "C" fn qz1_float_rows_pack(
     })
 }
 
-/// Packs the RMSNorm of rows, with the same arguments as `qz1_int8_rows_quantize_rms_norm`.
+/// Packs the RMSNorm of rows, with the arguments of `qz1_int8_rows_quantize_rms_norm` other than the static scale.
 ///
 /// # Safety
 /// Same as for `qz1_float_rows_pack`.
@@ -413,7 +413,7 @@ pub unsafe extern "C" fn qz1_float_rows_pack_rms_norm(
     })
 }
 
-/// Packs `silu(gate) · up`, with the same arguments as `qz1_int8_rows_quantize_silu_mul`.
+/// Packs `silu(gate) · up`, with the arguments of `qz1_int8_rows_quantize_silu_mul` other than the static scale.
 ///
 /// # Safety
 /// Same as for `qz1_float_rows_pack`.

@@ -17,7 +17,7 @@ pub enum qz1_status {
     Ok = 0,
     /// A length does not match the shape.
     Length = 1,
-    /// A shape or sum overflows on this machine.
+    /// A shape or sum overflows or exceeds a limit, or a key or value is beyond the range of f16.
     TooLarge = 2,
     /// No kernel supports the scheme, type or value.
     Scheme = 3,
@@ -25,7 +25,7 @@ pub enum qz1_status {
     Mismatch = 4,
     /// The layout is invalid, or the packed bytes have a different layout.
     LayoutId = 5,
-    /// The processor lacks the requested instructions.
+    /// The instruction set is unknown, or the processor lacks it.
     Isa = 6,
     /// The library cannot construct a Hadamard matrix of this size.
     Order = 7,

@@ -14,7 +14,8 @@ pub enum KernelError {
         /// The actual number of elements.
         got: usize,
     },
-    /// A shape whose size overflows `usize`, or whose sums overflow 32 bits.
+    /// A shape whose size overflows `usize`, whose sums overflow 32 bits, or that exceeds a limit; also keys or values
+    /// beyond the range of f16.
     #[error("{0} is too large")]
     TooLarge(&'static str),
     /// An invalid argument, or one that the kernel does not support; the text is the whole message.

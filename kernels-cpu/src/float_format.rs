@@ -109,8 +109,8 @@ impl FloatFormat {
         }
     }
 
-    /// The code of the nearest value, ties to even (in IQ4 up), saturating. NaN becomes the code of the largest value; callers
-    /// reject values that are not finite.
+    /// The code of the nearest value, ties to even (in IQ4 up), saturating. NaN becomes the code of the largest
+    /// value; callers reject values that are not finite.
     #[inline(always)]
     pub fn code(self, x: f32) -> u8 {
         match self {

@@ -114,7 +114,7 @@ pub struct SuperScales<'a> {
     pub groups: &'a [i8],
     /// `[n, k / 256]`
     pub blocks: &'a [f16],
-    /// The minima, which are subtracted from every weight of a group; `None` for codes of 6 bits.
+    /// The minima, which are subtracted from every weight of a group; `None` for integer codes of 6 bits and for IQ4.
     pub mins: Option<SuperMins<'a>>,
 }
 

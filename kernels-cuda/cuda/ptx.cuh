@@ -150,7 +150,7 @@ INLINE u16 f16_of_float(float value) {
     return out;
 }
 
-// Rounds to f16: down, and up below.
+// Rounds down to f16; the next function rounds up.
 INLINE u16 f16_below(float value) {
     u16 out;
     asm("cvt.rm.f16.f32 %0, %1;" : "=h"(out) : "f"(value));

@@ -52,8 +52,8 @@ pub enum RowSource {
     RmsNorm {
         /// The type of γ.
         weight: Float,
-        /// Whether `x` is first added to a residual, `residual += x` rounded to its type, which is then normalized
-        /// instead of `x`.
+        /// Whether `x` is first added to a residual. The sum is rounded to the type of the rows, stored in the
+        /// residual, and normalized instead of `x`.
         residual: bool,
     },
     /// `silu(gate) · up`.
@@ -219,7 +219,7 @@ pub struct ActivationArguments {
     pub residual: Region,
     /// `[k]`: γ, for norms.
     pub weight: Region,
-    /// ε, for norms; positive.
+    /// ε, for norms; positive and finite.
     pub eps: f32,
     /// The static scale; required if the shape has `fixed`.
     pub fixed: Option<FixedScale>,

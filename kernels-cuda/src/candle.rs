@@ -223,7 +223,8 @@ impl QuantizedLinear {
     ///
     /// # Errors
     /// - The weights are not on the runner's device, or are packed for different activations.
-    /// - A static scale is not positive, or its zero point requires sums and the weights were packed without them.
+    /// - A static scale is not positive and finite, or its zero point requires sums and the weights were packed without
+    ///   them.
     /// - With [`Activations::Float`], `k` is not a multiple of 8.
     pub fn new(
         weight: Arc<PackedLinear>,

@@ -172,7 +172,7 @@ impl<C: Compiler> Kernels<C> {
     /// When the driver or the compiler is missing, or compiling or loading fails.
     ///
     /// # Safety
-    /// The context must outlive `self`, and images in the cache's directory must be trusted.
+    /// The context must outlive `self` and the returned kernel, and images in the cache's directory must be trusted.
     pub unsafe fn kernel(&self, variant: &Variant, shared_bytes: u32) -> Result<Arc<Kernel>> {
         let key = (current_context()? as usize, variant.clone(), shared_bytes);
         // A poisoned lock is harmless: kernels are inserted only when they are complete.

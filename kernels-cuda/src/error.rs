@@ -48,7 +48,8 @@ pub enum Error {
     /// Operands that the kernels do not support.
     #[error(transparent)]
     Operands(#[from] quant_kernels_cpu::KernelError),
-    /// A launch that no device supports.
+    /// A launch that no device supports, with too many arguments, or with more shared memory than the kernel was loaded
+    /// with.
     #[error("cannot launch a kernel: {0}")]
     Launch(&'static str),
     /// The run-time compiler failed, but not because of a kernel's source.

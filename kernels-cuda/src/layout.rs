@@ -126,7 +126,7 @@ impl WeightLayout {
     /// - An unsupported group size.
     /// - A symmetric grid in `Order::Int8` whose zero point is more than half the number of its codes.
     /// - `sums` with float activations.
-    /// - Progressive weights of 8 bits.
+    /// - Progressive weights of 8 bits, or with float activations.
     /// - Super-blocks, and the levels of IQ4.
     /// - A symmetric grid of 4 bits in `Order::Int8` whose rows are one group of more than 131,071 features (65,793
     ///   with `sums`), because its sums are multiplied by 16.

@@ -59,7 +59,7 @@ const STANDALONE_FUNCTIONS: [&str; 16] = [
 const ELAPSED_FUNCTIONS: [&str; 2] = ["cuEventElapsedTime_v2", "cuEventElapsedTime"];
 /// Names of the driver's library, in the order in which cudarc tries them.
 const DRIVER_NAMES: &[&str] = if cfg!(windows) { &["nvcuda.dll"] } else { &["libcuda.so", "libcuda.so.1"] };
-/// Names of the run-time compiler's library, the newest first.
+/// Names of the run-time compiler's library, in the order in which they are tried.
 const NVRTC_NAMES: &[&str] = if cfg!(windows) {
     &["nvrtc64_130_0.dll", "nvrtc64_120_0.dll"]
 } else {

@@ -1,4 +1,4 @@
-//! All kernels, with requirements on their machine code.
+//! Variants of all kernels, with requirements on their machine code.
 //!
 //! `tests/compile.rs` compiles them for every architecture and checks their registers and instructions.
 

@@ -29,7 +29,7 @@ const KINDS: [KvType; 3] = [KvType::Kv4, KvType::Kv8, KvType::F16];
 const SHORT: SplitRule = SplitRule { max_splits: 8, min_split: 64 };
 
 /// Heads that are hard to quantize, in turn: constant, zero, negative zero, tiny, as wide as possible, nearly constant,
-/// and beyond the f16 range without scaling.
+/// near the end of the f16 range, and small; then evenly spaced and normally distributed ones.
 fn hard_row(turn: usize, d: usize, random: &mut Random) -> Vec<f32> {
     let around = |centre: f32, by: f32, random: &mut Random| -> Vec<f32> {
         random.normals(d).into_iter().map(|x| (centre + by * x).clamp(-65504.0, 65504.0)).collect()
@@ -238,8 +238,8 @@ fn scores_and_scales_grow_together() {
     }
 }
 
-/// Every byte of the cache is read once, and no others; shared memory has no bank conflicts; and the number of
-/// instructions per code is small.
+/// At most 3 % more page bytes are read than the sequences occupy; shared memory has no bank conflicts; and the number
+/// of instructions per code is small.
 #[test]
 fn budgets_are_kept() {
     if !has_nvrtc() {

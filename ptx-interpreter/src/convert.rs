@@ -11,8 +11,9 @@ use crate::types::{Lane, One, Pair, Two, Type, low_bits, one, two};
 pub(crate) struct Conversion {
     pub to: Type,
     pub from: Type,
-    /// The rounding direction, and whether the result is rounded to an integral value (`rni`, ...).
+    /// The rounding direction.
     pub direction: Option<Direction>,
+    /// Whether the result is rounded to an integral value (`rni`, …).
     pub integral: bool,
     pub ftz: bool,
     pub sat: bool,

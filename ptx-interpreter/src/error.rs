@@ -33,7 +33,8 @@ pub enum Error {
         /// A description of the mismatch.
         message: String,
     },
-    /// No buffer begins at the address that the host accesses, or the buffer has bytes that were never written.
+    /// No buffer begins at the address that the host accesses, the data do not fit in the buffer, or the buffer has
+    /// bytes that were never written.
     #[error("memory: {message}")]
     Memory {
         /// The reason.
@@ -60,11 +61,13 @@ pub enum FaultKind {
     NotVisible,
     /// Two warps of a block accessed the same shared bytes without a barrier in between, and at least one wrote.
     SharedRace,
-    /// Two blocks accessed the same global bytes without an ordering atomic, and at least one wrote.
+    /// Two blocks accessed the same global bytes without an ordering atomic, and at least one wrote; or a warp accessed
+    /// bytes that another warp of its block wrote, without a barrier in between.
     GlobalRace,
-    /// Not all threads reached the same barrier.
+    /// Not all threads reached the same barrier, warps disagree about its thread count, or there is no such barrier.
     BarrierDivergence,
-    /// Lanes that a warp-wide instruction requires are at a different instruction.
+    /// Lanes that a warp-wide instruction requires are at a different instruction, its mask excludes a lane that
+    /// executes it, or a shuffle reads a lane that does not take part.
     WarpDivergence,
     /// The launch executed more instructions than the options allow.
     Runaway,

@@ -109,8 +109,10 @@ pub struct Options {
     pub warp_order: WarpOrder,
     /// The order of blocks, which run one after the other.
     pub block_order: BlockOrder,
-    /// Whether the first fault ends the launch. If not, memory faults are collected (up to 1000), faulting reads return
-    /// zeros, and faulting writes are ignored. Control-flow faults always end the launch.
+    /// Whether the first fault ends the launch. If not, faults of memory accesses and of the masks and source lanes of
+    /// warp-wide instructions are collected (up to 1000). Faulting reads then return zeros and faulting writes are
+    /// ignored, except that global memory is accessed despite races and uninitialised bytes. All other faults always
+    /// end the launch.
     pub fault_is_error: bool,
     /// The maximum number of warp instructions.
     pub max_instructions: u64,

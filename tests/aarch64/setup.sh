@@ -4,10 +4,11 @@
 # DIR defaults to target/aarch64 under the repository root. A standard library only works with the compiler that built
 # it, and rustup's toolchains include only the library of their own machine. Therefore both come from Debian's packages,
 # which are unpacked and not installed: rustc for this machine, its standard library for both machines, the C library
-# for AArch64, and qemu. Nothing outside DIR is written, and root is not needed.
+# for AArch64, and qemu. Nothing is written outside DIR except DIR.lock, and root is not needed.
 #
-# Exits with 3 and a line that starts with SKIPPED if this cannot work: another platform, no apt-get or dpkg-deb, or no
-# rust-lld. A finished directory contains a stamp; if the stamp matches, nothing is done.
+# Exits with 3 and a line that starts with SKIPPED if this cannot work: another platform, no apt-get, apt-cache,
+# dpkg-deb or rust-lld, or no Debian archive or keys. A finished directory contains a stamp; if the stamp matches,
+# nothing is done.
 set -euo pipefail
 
 # Backports are included, because rustc in the stable suite is older than the minimum supported version.

@@ -37,15 +37,15 @@ METHODS = {"rtn": ["--method", "rtn"], "awq": SAMPLES, "gptq": ["--method", "gpt
 # Checked on every change; the other families take turns by the day.
 ALWAYS = ["gemma3", "phi3"]
 PER_DAY = 6
-# Families whose quantized experts transformers cannot read. An independent implementation dequantizes the experts, and
-# transformers runs the resulting float model.
+# Families whose quantized checkpoints transformers cannot read. An independent implementation dequantizes the weights,
+# and transformers runs the resulting float model.
 THROUGH_FLOATS = ["gpt_oss", "gpt_oss-mxfp4", "gpt_oss-floats", "granitemoe", "gemma4-experts", "gpt2", "gpt2-scaled",
                   "gpt2-bare", "granitemoehybrid-experts", "llama4", "llama4-bias", "mistral4", *make_tiny.BUILT_AS_LLAMA]
 # Models whose published checkpoints are quantized. Their values are computed from codes and scales without quant.
 STORED_QUANTIZED = ["gpt_oss-mxfp4", "deepseek_v3-fp8"]
 
-# Mistakes that an implementation could make, expressed as a different configuration of the same weights; the logits
-# must then differ.
+# Mistakes that an implementation could make, expressed as a different configuration, or by setting the tensors whose
+# names have the given ending to zero; the logits must then differ.
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
 TRAPS = {
     "a window one longer": ("gemma2", {"sliding_window": make_tiny.WINDOW + 1}),
@@ -241,7 +241,7 @@ def norms_swapped(tensors):
     return {name: tensors[other.get(name, name)] for name in tensors}
 
 
-# A mistake that changes both the tensors and the configuration.
+# Mistakes that are expressed as a change of all tensors, and in one case also of the configuration.
 TENSOR_TRAPS = {
     "keys of each block's own": ("gemma4-shared", {"num_kv_shared_layers": 0}, with_keys_of_their_own),
     "experts behind the norm of the MLP": ("gemma4-experts", {}, norms_swapped),
@@ -357,7 +357,7 @@ class Family:
 
     def reference(self, model):
         """The model that transformers runs. If the model is stored quantized, this is a model with the same values
-        as floats."""
+        as floats; for InternLM2, it is an equivalent Llama."""
         if self.name == "gpt_oss-mxfp4":
             return self.check.model("gpt_oss-floats")
         if self.name in make_tiny.BUILT_AS_LLAMA:

@@ -103,7 +103,7 @@ def transformers_agrees(fewbits, model, scratch):
         # The packed weights are the only copy of the weights in memory.
         assert not any("weight_packed" in key or "weight_scale" in key for key in packed.state_dict())
         found = packed(tokens).logits
-        # If a difference in the last bit changes an 8-bit code, it moves a logit by one step of that code.
+        # A difference in the last bit of an activation can change its 8-bit code by one, which changes the logits.
         bound = 5e-2 if "a8" in name else 2e-4
         error = ((found - expected).norm() / expected.norm()).item()
         assert error <= bound, (name, error)

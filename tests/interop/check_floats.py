@@ -10,7 +10,7 @@
   inputs   activations on tensors, quant's and compressed-tensors' own simulation of them, equal bit for bit
   layouts  NVFP4 in ModelOpt's layout: the weights that quant reads are those of the independent one, except for
            the rounding of a reciprocal; converted from a compressed-tensors file it has the same codes and scales, and
-           converts back to that file byte for byte
+           converts back to equal tensors
   source   FP8 blocks as they are published (`quant_method: fp8`), and ModelOpt's FP8, made by torch: the weights that
            quant reads
   converted FP8 per row and in blocks, and NVFP4 in both layouts, by llama.cpp's converter: the tensors of its file,

@@ -41,7 +41,7 @@ def processors(settings):
 
 
 def write(check, model, settings, *options):
-    """Runs `quant generate` with the model's own settings and returns the report."""
+    """Runs `quant generate` on a copy of the model whose own settings are `settings`, and returns the report."""
     path = check.scratch / "generating"
     shutil.copytree(model, path, dirs_exist_ok=True)
     (path / "generation_config.json").write_text(json.dumps(settings))

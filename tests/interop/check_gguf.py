@@ -122,7 +122,7 @@ def blocks(check, llama_cpp):
             if len(wrong):
                 return f"{name}: {len(wrong)} rows differ, the first {wrong[0]}", False
             compared += len(values)
-        # Arbitrary bytes; rows with scales that are not finite are excluded.
+        # Arbitrary bytes. Where gguf-py's value is not finite, quant's must not be finite either.
         noise = random.integers(0, 256, ours.shape).astype(numpy.uint8)
         kind = gguf.GGMLQuantizationType(kind)
         with numpy.errstate(all="ignore"):

@@ -156,7 +156,7 @@ def number(value, digits):
 
 
 def nats(value):
-    """Formats a divergence: with two significant digits if it is very small."""
+    """Formats a divergence; if it is below 0.001, with two significant digits, and its standard error with one."""
     if value["mean"] >= 1e-3:
         return number(value, 5)
     shown = [f"{value['mean']:.1e}", f"{value['standard_error']:.0e}"]

@@ -19,7 +19,7 @@ import math
 import shutil
 from pathlib import Path
 
-# Tolerance in nats, or relative to the other value. The error of f32 arithmetic in a different order is far smaller.
+# Relative tolerance. The error of f32 arithmetic in a different order is far smaller.
 TOLERANCE = 1e-4
 # Digits after the decimal point that llama-perplexity prints.
 PERPLEXITY_DIGITS, ERROR_DIGITS = 4, 5
@@ -104,7 +104,7 @@ class Comparison:
         self.apart, self.different = 0.0, []
 
     def number(self, name, our, their, digits=None):
-        """Compares relatively; a printed number may also differ by half of its last digit."""
+        """Compares relatively; a printed number may also differ by half a unit of its last digit."""
         slack = 0.5 * 10 ** -digits if digits else 0.0
         apart = max(abs(our - their) - slack, 0.0) / abs(their)
         self.apart = max(self.apart, apart)

@@ -55,8 +55,8 @@ CASES = [
     ("llava-llama", "w4a16-g32", GROUP_32),
     ("llava-modules", "awq", ["--format", "awq", *GROUP_32]),
 ]
-# Random models of every family that vLLM supports, the most used first; those of make_tiny.py. InternLM2 and 3 are left
-# out, because this version's transformers lacks their configurations.
+# Random models of every family that vLLM supports, the most used first, by their names in make_tiny.py. InternLM2
+# and 3 are left out, because this version's transformers lacks their configurations.
 FAMILIES = [
     "gqa", "qwen2", "qwen3-unbiased", "gemma3-sixth", "gemma2-alternating", "phi3-128", "mistral", "granite-128", "olmo2-plain",
     "smollm3-fourth", "gemma4-128", "glm4-128", "cohere-plain", "cohere2-128",
@@ -141,7 +141,7 @@ class Vllm:
         return out, engine["ranks"][0]["loads"]
 
     def cases(self, cases):
-        """Cases whose models share a tokenizer."""
+        """Runs cases whose models share a tokenizer."""
         started, made = time.monotonic(), {}
         for name, case, options in cases:
             try:

@@ -64,7 +64,8 @@ def policy(check):
 
 
 def action(check):
-    """The action is valid, and its scripts do what they say: a baseline, a passing model, a failing one."""
+    """The action is valid, and its scripts do what they say: for a baseline, a passing model, a failing one, and a
+    wrong checksum of quant."""
 
     def work():
         wrong = validate(FOLDER / ACTION, ["--builtin-schema", "vendor.github-actions"])
@@ -105,7 +106,8 @@ def action(check):
         wanted = [(None, 0), (None, 0), ("Gate", 1), ("Install quant", 1)]
         stored = folder / ".quant-action/reference.bin"
         right = found == wanted and stored.is_file()
-        # The defaults of the action: all windows of the built-in text, for which a runner has another cache.
+        # The defaults of the action: all windows of the built-in text. The stored reference of the other text is
+        # deleted, since a runner would not find it in its cache.
         stored.unlink(missing_ok=True)
         found += [run(given, model="w8", update="true"), run(given, model="w8"), run(given, model="w2")]
         return f"{found}", right and found[len(wanted):] == [(None, 0), (None, 0), ("Gate", 1)]

@@ -1,7 +1,7 @@
 """Compares the tensors `logits` of two safetensors files and prints a verdict as JSON.
 
-The verdict is `ok` if max |A - B| <= tolerance * max |A|. Otherwise, or if the shapes differ or a value is not
-finite, the script exits with 1.
+The verdict is `ok` if max |A - B| <= tolerance * max |A|. Otherwise, or if the shapes differ, there are no
+logits or a value is not finite, the script exits with 1.
 """
 
 import argparse

@@ -25,7 +25,7 @@ FORMATS = ("float-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized", "m
 
 
 def e4m3_numbers():
-    """f32 [256]: the value of each code of F8_E4M3, which has no infinity; NaN is all ones."""
+    """f32 [256]: the value of each code of F8_E4M3, which has no infinity; NaN is all ones except for the sign."""
     codes = numpy.arange(256)
     exponent, mantissa = codes >> 3 & 15, codes & 7
     magnitude = numpy.where(exponent == 0, mantissa / 8 * 2.0 ** -6,
@@ -136,7 +136,7 @@ def modelopt(checkpoint, module):
       X.weight_scale    F8_E4M3 [out, in/16]
       X.weight_scale_2  F32     []
 
-    A weight is its number times scale * scale_2, rounded to f32 first.
+    A weight is its number times scale * scale_2, a product that is rounded to f32 first.
     """
     packed = stored(checkpoint, f"{module}.weight", "U8")
     codes = numpy.stack([packed & 15, packed >> 4], axis=-1).reshape(len(packed), -1)

@@ -38,7 +38,8 @@ DTYPES = {"F8_E4M3": "<u1", "U8": "<u1", "I8": "<i1", "F32": "<f4", "F16": "<f2"
 
 
 class Checkpoint:
-    """The tensors of all safetensors files in a directory, by name; floats are converted to f32."""
+    """The tensors of all safetensors files in a directory, by name; f16 and bf16 are converted to f32,
+    FP8 is read as codes."""
 
     def __init__(self, directory):
         self.directory = Path(directory)

@@ -1,7 +1,8 @@
 """Makes a tiny random checkpoint of a family, to compare decoders on features that small real models lack.
 
 Norm weights are random too, so that an implementation that ignores them must fail. The tokenizer maps every byte to
-one token and adds <s> at the start.
+one token and adds <s> at the start, except for variants of Gemma 4 that llama.cpp reads, whose
+tokenizer is like Gemma's.
 """
 
 import argparse
@@ -326,7 +327,7 @@ FAMILIES = {
     "internlm3-published": {"model_type": "internlm3", "num_key_value_heads": 1},
     "phimoe": {"model_type": "phimoe", "num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 64,
                "router_jitter_noise": 0.4, "attention_bias": True, "lm_head_bias": True},
-    # Not longer than the original length: beyond it, implementations differ.
+    # The windows are not longer than the original length: beyond it, implementations differ.
     "phimoe-longrope": {
         "model_type": "phimoe", "num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 64,
         "max_position_embeddings": 512, "original_max_position_embeddings": 128, "sliding_window": WINDOW} | rope(

@@ -63,7 +63,7 @@ def corpus():
 
 
 def texts():
-    """Texts to compare: hard ones and parts of held-out ones."""
+    """Texts to compare: hard ones, and parts of the held-out texts and of the corpus."""
     heldout = [path.read_text()[:4000] for path in sorted((ROOT / "calibration-data/heldout").glob("*.txt"))]
     return HARD + heldout + [path.read_text()[-1500:] for path in sorted(CORPUS.glob("*.txt"))]
 

@@ -21,7 +21,7 @@ TEXT = {"vocab_size": make_tiny.VOCABULARY, "hidden_size": 128, "intermediate_si
         "eos_token_id": 1}
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 MROPE = {"rope_parameters": ROPE | {"mrope_section": [4, 6, 6]}}
-# A token id beyond the tokenizer's vocabulary.
+# Token ids beyond the tokenizer's vocabulary.
 QWEN_TOKENS = {"image_token_id": 268, "video_token_id": 269, "vision_start_token_id": 270, "vision_end_token_id": 271}
 QWEN2_VISION = {"depth": 2, "embed_dim": 32, "hidden_size": 128, "num_heads": 2, "mlp_ratio": 2}
 QWEN2_5_VISION = {"depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 128,

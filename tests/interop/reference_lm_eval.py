@@ -1,8 +1,8 @@
 """Prints the results of lm-evaluation-harness for the documents of a file, as one line of JSON.
 
-The harness's own code tokenizes, cuts, scores, counts words and bytes, and aggregates. Only the model is loaded by
-reference_model.py, which refuses a load that is not perfect. A .jsonl file contains one document per line, in `text`;
-any other file is one document.
+The harness's own code tokenizes, cuts, scores, counts words and bytes, and aggregates. The model is loaded by
+reference_model.py instead, which refuses a load that is not perfect. A .jsonl file contains one document per line,
+in `text`; any other file is one document.
 
 The harness imports packages that load data sets and compute BLEU. Neither is done here, so empty modules stand in for
 them during the import.

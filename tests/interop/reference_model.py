@@ -1,7 +1,7 @@
 """Loads a checkpoint with Hugging Face transformers and refuses any load that is not perfect.
 
 transformers replaces a missing tensor by random values and continues. Therefore `load` fails on every key in the
-loading report, and checks that a checkpoint that claims to be quantized really was read through compressed-tensors.
+loading report, and checks that exactly the modules that a checkpoint packs were read as packed.
 """
 
 import contextlib

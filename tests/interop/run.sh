@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The interop check: independent implementations load quant's output. See README.md.
 #
-# Creates the environment and builds the programs it needs; nothing else is required. Real models are taken from
+# Creates the environment and builds the programs it needs. Real models are taken from
 # ../shared/data if that exists; otherwise the parts that need them are SKIPPED.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
@@ -29,7 +29,7 @@ if [[ "$*" != "--only fewbits" ]]; then
         --llama-cpp "$llama_cpp" --chromium "$chromium" "$@"
 fi
 
-# The Python package, unpacked by `cargo xtask python`. If one kind of check is requested, only that one runs.
+# The Python package, unpacked by `cargo xtask python`. Its checks run without arguments, or with `--only fewbits`.
 package=${CARGO_TARGET_DIR:-target}/python/package
 if (($# == 0)) || [[ "$*" == "--only fewbits" ]]; then
     if [[ -d $package/fewbits ]]; then

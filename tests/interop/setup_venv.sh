@@ -26,8 +26,8 @@ is_ready() {
 install() {
     "$python" -m pip install --quiet --disable-pip-version-check --no-compile \
         "$@" --requirement "$requirements"
-    # Only its source is published. It is plain Python, and its build inspects the installed torch, so it comes last and
-    # without build isolation.
+    # Of gptqmodel, only the source is published. It is plain Python, and its build inspects the installed torch,
+    # so it comes last and without build isolation.
     "$python" -m pip install --quiet --disable-pip-version-check --no-compile \
         --no-deps --no-build-isolation gptqmodel==7.7.0
 }

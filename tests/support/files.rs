@@ -34,7 +34,7 @@ fn collect(directory: &Path, prefix: &str, found: &mut BTreeMap<String, Option<V
     }
 }
 
-/// The SHA-256 of every file below a directory, by relative path.
+/// The SHA-256 of every file below a directory, and of every link's target, by relative path.
 ///
 /// # Panics
 /// When something cannot be read.

@@ -133,7 +133,8 @@ pub fn isa_values() -> impl Iterator<Item = &'static str> {
     ["", "avx2", "avx512vnni"].into_iter().filter(move |name| name.is_empty() || names.contains(name))
 }
 
-/// A command for the program with these arguments, unaffected by the environment.
+/// A command for the program with these arguments, without the caller's settings of logging, network access and GitHub
+/// Actions.
 pub fn command<A: AsRef<OsStr>>(arguments: impl IntoIterator<Item = A>) -> Command {
     without_environment(Command::new(program()), arguments)
 }

@@ -228,7 +228,7 @@ fn small_strides_do_not_take_the_memory() {
 }
 
 /// Kernels on packed codes give the perplexity of dequantized weights: on the default path, and on those for AVX2 and
-/// AVX-512 VNNI, which the machine must have.
+/// AVX-512 VNNI if the processor has them.
 #[test]
 fn kernels_agree_with_dequantized_weights() {
     let scratch = tempfile::tempdir().unwrap();

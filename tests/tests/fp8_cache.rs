@@ -235,7 +235,7 @@ fn models_generate_with_an_fp8_cache() {
     assert!(!generate(&["--kv", "16"]).stderr.contains("simulated"));
 }
 
-/// Saturation: a scale that is far too small clips keys, which is simulated and not an error.
+/// Saturation: scales that are far too small clip values, which is simulated and not an error.
 #[test]
 fn keys_beyond_the_scale_saturate() {
     let scratch = tempfile::tempdir().unwrap();

@@ -172,7 +172,7 @@ fn tokenizers_that_grow() {
     quantize.args(awq);
     check_message("quantize", &run(quantize), 4, &[TOKENIZER, "MiB of memory"]);
     assert!(!out.exists());
-    // A decoder that grows stops the generation of a text.
+    // A decoder that grows may end the generation of a text, with an error of its file.
     bench.tokenizer("decoder", replace("", &times(10_000_000, "e")));
     let generate =
         command(args!["generate", bench.model(), "--prompt", times(900, "e"), "--max-new-tokens", "900"]);
@@ -202,7 +202,7 @@ fn regular_expressions_that_take_time() {
     assert!(!out.exists());
 }
 
-/// A regular expression that never ends: the first interrupt ends the run.
+/// A regular expression that takes very long: the first interrupt ends the run.
 #[test]
 fn an_interrupt_ends_what_a_file_never_does() {
     let bench = Bench::new();

@@ -112,7 +112,7 @@ fn workers_share_a_job() {
     bench.assert_same(&["--force"].into_iter().chain(AWQ).collect::<Vec<_>>());
 }
 
-/// Every worker does everything, and is killed again and again; whatever was linked is complete.
+/// Every worker does everything, and is killed again and again; every published result is complete.
 #[test]
 fn killed_workers_lose_only_their_unit() {
     let bench = Bench::new();

@@ -112,7 +112,7 @@ fn a_model_is_compared_with_itself_on_floats() {
     check_message("no cache", &gate("eight.json"), 4, &["is not an evaluation result"]);
 }
 
-/// The kernels' cache pages agree with the simulation; they differ only in that queries are rounded to 8 bits.
+/// The kernels' cache pages agree with the simulation; they differ mainly in that queries are rounded to 8 bits.
 #[test]
 fn pages_agree_with_what_is_simulated() {
     let scratch = tempfile::tempdir().unwrap();
@@ -251,7 +251,7 @@ fn journals_of_another_cache_are_refused() {
     let scratch = tempfile::tempdir().unwrap();
     let journal = scratch.path().join("journal");
     let path = journal.display().to_string();
-    // If the page cannot be written at the end, the journal is kept.
+    // The journal is removed when the run ends, so it is copied while the run continues.
     let page = scratch.path().join("page.html");
     let mut arguments = args!["eval", demo_model(), "--kv", "4", "--journal", &journal, "--report", &page];
     arguments.extend(TEXT.map(Into::into));

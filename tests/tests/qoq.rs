@@ -1,4 +1,4 @@
-//! QoQ on the command line: both execution modes give the same numbers for the output, steps can be left out or are
+//! QoQ on the command line: both execution modes give similar perplexities of the output, steps can be left out or are
 //! refused, and the ablation prints a table.
 
 use quant_tests::files::snapshot;

@@ -376,7 +376,8 @@ fn attention_in_fp8_and_mlps_in_nvfp4() {
     }
 }
 
-/// NVFP4 in ModelOpt's layout is equivalent to that of compressed-tensors: each converts to the other, byte for byte.
+/// NVFP4 in ModelOpt's layout is equivalent to that of compressed-tensors: each converts to the other, byte for byte
+/// except for the scales of inputs.
 #[test]
 fn nvfp4_goes_from_layout_to_layout() {
     let scratch = tempfile::tempdir().unwrap();

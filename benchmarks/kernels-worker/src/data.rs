@@ -24,7 +24,7 @@ pub fn repeated<T: Copy>(base: &[T], n: usize) -> Vec<T> {
 fn noise(seed: u64, count: usize, deviation: f32) -> Vec<f32> {
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     let mut uniform = || {
-        // xorshift64*; only the upper half of its output is used, since the low bits are less random.
+        // xorshift64*; only the upper 24 bits of its output are used, since the low bits are less random.
         state ^= state >> 12;
         state ^= state << 25;
         state ^= state >> 27;

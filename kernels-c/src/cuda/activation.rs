@@ -19,7 +19,7 @@ use crate::status::{Fault, qz1_message, qz1_status};
 pub const QZ1_CUDA_ROWS_PLAIN: u32 = 1;
 /// RMSNorm of the rows: `x / √(mean x² + eps) · weight`.
 pub const QZ1_CUDA_ROWS_RMS_NORM: u32 = 2;
-/// RMSNorm of `residual + x`; the sum is rounded to its type and stored in the residual.
+/// RMSNorm of `residual + x`; the sum is rounded to the type of the rows and stored in the residual.
 pub const QZ1_CUDA_ROWS_RESIDUAL_RMS_NORM: u32 = 3;
 /// `silu(x) · up`.
 pub const QZ1_CUDA_ROWS_SILU_MUL: u32 = 4;

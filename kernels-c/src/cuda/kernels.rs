@@ -37,7 +37,8 @@ pub struct qz1_cuda_device {
 
 fields!(qz1_cuda_device, shared_of_multiprocessor);
 
-/// A set of kernels. Each is compiled and loaded when a plan first needs it. Any number of threads may use the set at once.
+/// A set of kernels. Each is compiled and loaded when a plan first needs it. Any number of threads may use the set at
+/// once.
 pub struct qz1_cuda_kernels {
     pub(super) kernels: Kernels,
 }

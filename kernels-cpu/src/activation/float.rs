@@ -304,8 +304,8 @@ pub(crate) fn split_in_pairs<const PARTS: usize>(values: [f32; STEP]) -> [[u32; 
     split::<PARTS>(values).map(|part| PAIRS.map(|i| part[i] >> 16 | part[i + 2]))
 }
 
-/// Splits values into sums of `PARTS` bf16: the rounded value, then what the parts before leave, rounded. Each part is
-/// in the upper half of its word; the lower half is zero.
+/// Splits values into sums of `PARTS` bf16: the rounded value, then repeatedly the rounded remainder. Each part is in
+/// the upper half of its word; the lower half is zero.
 #[inline(always)]
 fn split<const PARTS: usize>(values: [f32; STEP]) -> [[u32; STEP]; PARTS] {
     let mut parts = [[0; STEP]; PARTS];

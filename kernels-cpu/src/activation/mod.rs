@@ -17,9 +17,9 @@
 //! all arithmetic is in `f32`, in the order of [`reference`](crate::reference), and results are bit-identical for every
 //! instruction set, division of work and number of threads.
 //!
-//! Rows are stored in strips of up to twelve rows, the height of a kernel tile; up to sixteen rows form a single strip.
-//! A strip stores the eight codes of every row step by step, so that a kernel reads it sequentially. For a tile unit,
-//! rows are stored in tiles as well.
+//! Up to sixteen rows are stored as a single strip; more rows are divided into strips of up to twelve, the height of a
+//! kernel tile. A strip is stored step by step, with the eight codes of each of its rows, so that a kernel reads it
+//! sequentially. For a tile unit, rows are stored in tiles as well.
 #![allow(unsafe_code, reason = "vector instructions, and threads that fill parts of one vector")]
 
 pub(crate) mod dispatch;

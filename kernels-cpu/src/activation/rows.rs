@@ -1,8 +1,8 @@
 //! The inner loops along one row, written once over [`RowLanes`].
 //!
-//! Sums use 64 lanes: value `i` is added to lane `i mod 64` by a fused multiply-add, in order; then the upper half of
-//! the lanes is added to the lower half, from 32 + 32 down to 1 + 1. This order is part of the definition, so results
-//! are bit-identical on all instruction sets.
+//! Sums of squares use 64 lanes: the square of value `i` is added to lane `i mod 64` by a fused multiply-add, in order;
+//! then the upper half of the lanes is added to the lower half, from 32 + 32 down to 1 + 1. This order is part of the
+//! definition, so results are bit-identical on all instruction sets.
 
 use super::RowLayout;
 use super::element::{Element, sealed::Kind};
@@ -264,7 +264,7 @@ unsafe fn silu<L: RowLanes>(g: L::F) -> L::F {
     unsafe { L::mul_f32(g, sigmoid::<L>(g)) }
 }
 
-/// `1 / (1 + e^−g)`, set to 0 for `g` so small that the result is negligible.
+/// `1 / (1 + e^−g)`, but 0 for `g` below `−SILU_END`, where it is negligible.
 #[inline(always)]
 unsafe fn sigmoid<L: RowLanes>(g: L::F) -> L::F {
     use crate::reference::{EXP_TERMS, LN_2, LOG2_E, SILU_END};

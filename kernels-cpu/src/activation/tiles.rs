@@ -63,12 +63,12 @@ impl Tiling {
         tiles.checked_mul(self.rows * self.row_bytes())
     }
 
-    /// Bytes of all tiles of `m` rows.
+    /// Bytes of all tiles of `m` rows; `None` on overflow.
     pub(crate) fn bytes(self, m: usize) -> Option<usize> {
         self.bytes_across()?.checked_mul(self.tiles(m))
     }
 
-    /// Sums per group of `m` rows, including padding rows.
+    /// The number of sums of `m` rows: one per row and group, including padding rows; `None` on overflow.
     pub(crate) fn sums(self, m: usize) -> Option<usize> {
         self.groups.checked_mul(self.rows)?.checked_mul(self.tiles(m))
     }

@@ -76,7 +76,7 @@ impl KvCache {
     /// [`max_bytes`](Self::max_bytes).
     ///
     /// # Errors
-    /// When `heads` is invalid, or the size overflows.
+    /// When `heads` is invalid, the size overflows, 2³² pages or more would be needed, or memory allocation fails.
     pub fn new(layout: KvLayout, heads: Heads, max_tokens: usize) -> Result<Self, KernelError> {
         KvPages::workspace(&layout, heads, 1, max_tokens)?;
         let too_large = KernelError::TooLarge("the cache");

@@ -77,8 +77,8 @@ pub fn dequantize_head(codes: &[u8], grid: HeadGrid, out: &mut [f32]) -> Result<
     Ok(())
 }
 
-/// `1.5 · 2²³`. Adding it to a number below `2²²` rounds the number half to even; the lowest bits of the sum are then
-/// the integer.
+/// `1.5 · 2²³`. Adding it to a number of magnitude below `2²²` rounds the number half to even; the lowest bits of the
+/// sum are then the integer.
 pub(crate) const ROUND: f32 = 12_582_912.0;
 
 /// Fails if any value cannot be stored.

@@ -16,7 +16,7 @@ pub struct PageList<'a> {
     /// The number of tokens at the beginning that no query sees.
     pub first: usize,
     /// The number of tokens up to the last one that the first query sees. Each query sees one more than the previous
-    /// one, up to `tokens`. If it is negative, the first queries see no tokens.
+    /// one, up to `tokens`. If it is 0 or negative, the first queries see no tokens.
     pub seen: isize,
 }
 

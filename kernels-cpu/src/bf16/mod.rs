@@ -142,7 +142,8 @@ operand!(RightBf16, RIGHT_ROWS, "a right operand");
 /// `out` is `[rows, n]`, row-major; it is overwritten. Allocates nothing and spawns no threads.
 ///
 /// # Panics
-/// When the operands have different widths, the length of `out` is not a multiple of `n`, or `left` has too few rows.
+/// When the operands have different widths, `right` has no rows, the length of `out` is not a multiple of `n`, or
+/// `left` has too few rows.
 pub fn bf16_gemm(token: Bf16Token, left: &LeftBf16, first: usize, right: &RightBf16, out: &mut [f32]) {
     check(left, first, right, out.len());
     let (left, right) = (&left.0, &right.0);

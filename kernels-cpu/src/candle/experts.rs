@@ -55,8 +55,8 @@ impl QuantizedExperts {
     /// Creates the operation from the gate, up and down layers of each expert.
     ///
     /// # Errors
-    /// When the experts do not match each other (see [`Experts::new`]) or do not support these activations. Static
-    /// activations are not supported.
+    /// When the experts do not match each other (see [`Experts::new`]) or do not support these activations, or
+    /// when the limit of the gate is negative or NaN. Static activations are not supported.
     pub fn new(
         experts: Vec<[ExpertLinear; 3]>,
         activations: Activations,

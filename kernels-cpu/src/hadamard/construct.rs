@@ -4,7 +4,8 @@
 //!   `q ≡ 3 mod 4`; the second has order `2 (q + 1)` for `q ≡ 1 mod 4`.
 //! - Williamson (1944): four symmetric circulant sequences of ±1 of length `t`, whose autocorrelations cancel, give
 //!   order `4t`. The search is restricted to sequences that are constant on the orbits of a group of multipliers, and
-//!   tries the largest group first. There are few of these sequences, so the search is exhaustive.
+//!   tries the largest group first. It is exhaustive for each group with at most eleven orbits; other groups
+//!   are skipped.
 //! - Cooper and Wallis (1972): Williamson's four sequences of length `w`, combined three at a time into sequences of
 //!   length `3w`, give order `12w`.
 //!
@@ -20,9 +21,9 @@ pub enum Construction {
     PaleyFirst(usize),
     /// From the quadratic residues of this prime, order `2 (q + 1)`.
     PaleySecond(usize),
-    /// From four sequences of this length, order `4t`.
+    /// From four sequences of this length `t`, order `4t`.
     Williamson(usize),
-    /// From four sequences of this length, order `12w`.
+    /// From four sequences of this length `w`, order `12w`.
     CooperWallis(usize),
 }
 

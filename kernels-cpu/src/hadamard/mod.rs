@@ -5,9 +5,9 @@
 //! which leaves the product unchanged: `(W Hᵀ / √n)(H x / √n) = W x`.
 //!
 //! Orders are `2^p · m`, `m` odd: `H = H₁ ⊗ H₂ ⊗ … ⊗ S`, with factors `Hᵢ` of orders `4 mᵢ ≤ 256`, `m = Π mᵢ`, and
-//! Sylvester's matrix `S`, `S[r, c] = (−1)^(number of bits that are 1 in both r and c)`. Factorizations of `m` that leave
-//! `S` an order of at least 16 are preferred; among these, the one with the smallest sum of orders is used, with the
-//! smaller factors first. For a power of two, `H` is Sylvester's matrix, which is symmetric; otherwise it is one of
+//! Sylvester's matrix `S`, `S[r, c] = (−1)^(number of bits that are 1 in both r and c)`. Factorizations of `m` that
+//! leave `S` an order of at least 16 are preferred; among these, the one with the smallest sum of orders is used, with
+//! the smaller factors first. For a power of two, `H` is Sylvester's matrix, which is symmetric; otherwise it is one of
 //! many Hadamard matrices of that order, and not symmetric. [`Hadamard::sign`] returns its entries.
 //!
 //! Factors can be [constructed](Construction) for every order `4 t`, `t` odd, from 12 to 252, except 100, 116, 188, 236
@@ -25,8 +25,8 @@
 //! | 18944 (37) | 148 |
 //! | 11008 (43) | 172 |
 //!
-//! A width is not supported if `m` has a factor without a construction, or `p` is less than twice the number of
-//! factors.
+//! A width is not supported if `m` is not a product of odd numbers `mᵢ` whose orders `4mᵢ` can be constructed, or if
+//! every such product has more than `p / 2` factors.
 //!
 //! A row costs `n (p − 2f + Σ 4mᵢ)` additions, where `f` is the number of factors. The Sylvester part comes first, with
 //! additions at distances 1, 2, 4 and so on; then the factors are applied from the last to the first, each sum in order

@@ -91,8 +91,8 @@ unsafe fn within<L: RowLanes, const DISTANCE: usize>(v: L::F, signs: L::F) -> L:
 /// Transforms every block of `order` values, `order` a power of two, at distances 1, 2, 4 and so on.
 #[inline(always)]
 unsafe fn sylvester<L: RowLanes>(x: &mut [f32], order: usize) {
-    // SAFETY: the caller guarantees that the processor has the instructions of `L`; `step` is within the block, which
-    // is whole registers.
+    // SAFETY: the caller guarantees that the processor has the instructions of `L`; all offsets are within the
+    // block, which is whole registers.
     unsafe {
         let signs = SIGNS.map(|s| L::load_f32(s.as_ptr().cast()));
         for part in x.chunks_mut(LANES) {

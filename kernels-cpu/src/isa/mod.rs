@@ -116,7 +116,7 @@ impl Isa {
         }
     }
 
-    /// All paths that this processor has, the narrowest first.
+    /// All paths that this processor has, the narrowest first, without the emulated one.
     pub fn available() -> impl Iterator<Item = Self> {
         Self::ALL.into_iter().filter(|isa| isa.is_available())
     }

@@ -155,7 +155,7 @@ impl Layout {
     /// When
     /// - the matrix is empty, or its packed size overflows;
     /// - `sums` is set for floating-point codes or super-blocks;
-    /// - a global scale is not positive and finite;
+    /// - a global scale is not positive and finite, or so small that 256 divided by it overflows;
     /// - a group is so wide that its sums might overflow 32 bits: wider than 65,793 for codes stored in 8 bits or
     ///   1,118,481 in 4 bits, with `sums` 33,025 or 561,433. For progressive weights the bound is on the width of rows:
     ///   131,071, with `sums` 65,793.
@@ -220,8 +220,8 @@ impl Layout {
     ///
     /// # Errors
     /// When the scales are progressive, are those of super-blocks (except for IQ4 without minima), or are E4M3 or E8M0
-    /// for IQ4; when the matrix is empty or its packed size overflows, the group size does not divide `k`, or a group is
-    /// too wide (see [`of`](Self::of)).
+    /// for IQ4; when the matrix is empty or its packed size overflows, the group size does not divide `k`, or a group
+    /// is too wide (see [`of`](Self::of)).
     pub fn from_float_parts(
         shape: [usize; 2],
         format: FloatFormat,

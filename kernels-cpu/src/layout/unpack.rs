@@ -82,7 +82,7 @@ impl Layout {
     /// Restores the parts of the view from the whole matrix.
     ///
     /// # Errors
-    /// When `packed` has the wrong length, or an allocation fails.
+    /// When `packed` has the wrong length, the number of weights overflows, or an allocation fails.
     pub fn unpack(&self, packed: &[u8]) -> Result<Unpacked, KernelError> {
         KernelError::length("packed weights", self.bytes(), packed.len())?;
         let mut out = Unpacked::default();

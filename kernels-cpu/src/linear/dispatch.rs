@@ -18,8 +18,8 @@ use crate::{FloatFormat, Isa, IsaToken, Layout};
 /// Maximum number of rows per strip, if there are several strips.
 pub(crate) const MAX_ROWS: usize = 12;
 
-/// Up to this many rows form one strip, because memory bandwidth limits them: a second strip would read its weights
-/// from a cache while memory is idle.
+/// Up to this many rows form one strip, because memory bandwidth limits such products: a second strip would read its
+/// weights from a cache while memory is idle.
 pub(crate) const ONE_STRIP: usize = 16;
 
 // Kinds of tiles. With integer activations: a symmetric 4-bit grid or E2M1 codes; any other grid; progressive weights;

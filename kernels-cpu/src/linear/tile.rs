@@ -153,7 +153,8 @@ pub(crate) unsafe fn multiply<
     }
 }
 
-/// Prefetches the output of a tile with more than four rows: as many stores would wait for memory.
+/// Prefetches the output of a tile with more than four rows: the stores of that many rows would otherwise
+/// wait for memory.
 ///
 /// # Safety
 /// The processor must have the instructions of `L`. Addresses need not be valid.

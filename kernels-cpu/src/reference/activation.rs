@@ -2,9 +2,9 @@
 
 /// RMSNorm of a row: `y = (x · r) · γ` with `r = 1 / √(Σ x² / k + ε)`, each step rounded once.
 ///
-/// The sum uses 64 lanes: value `i` is added to lane `i mod 64` by a fused multiply-add, in order; then lane `i + 32`
-/// is added to lane `i`, then `i + 16`, down to `i + 1`. Its relative error is at most `(k / 64 + 7) · 2⁻²⁴`, since
-/// nothing cancels. If the sum overflows `f32`, `r` is NaN.
+/// The sum of squares uses 64 lanes: the square of value `i` is added to lane `i mod 64` by a fused multiply-add, in
+/// order; then lane `i + 32` is added to lane `i`, then `i + 16`, down to `i + 1`. Its relative error is at most
+/// `(k / 64 + 7) · 2⁻²⁴`, since nothing cancels. If the sum overflows `f32`, `r` is NaN.
 ///
 /// # Panics
 /// When `x` and the weight have different lengths.

@@ -79,8 +79,9 @@ pub fn dequantize_rows(weight: &WeightView<'_>, rows: Range<usize>, out: &mut [f
 /// For super-blocks, `y = s_x · Σ_b (d_b Σ_{g∈b} s_g I_g − e_b Σ_{g∈b} m_g A_g) + b` with `A_g = Σ_{k∈g} a`: both sums
 /// of a block are exact, each is rounded to a float and added by a fused multiply-add, the scaled sum first.
 ///
-/// For IQ4 codes, `I_g = Σ_{k∈g} value(q) a`, exact. For E2M1 codes, `I_g = Σ_{k∈g} 2q (a − a₀)`, which is exact, and `s_x / 2` replaces `s_x`. If their scales are E4M3
-/// under a global scale `G`, `y = (s_x / 2) · ((256 / G) · Σ_g (s_g / 256) I_g) + b`.
+/// For IQ4 codes, `I_g = Σ_{k∈g} value(q) a`, exact. For E2M1 codes, `I_g = Σ_{k∈g} 2q (a − a₀)`, which is exact, and
+/// `s_x / 2` replaces `s_x`. If the scales of E2M1 codes are E4M3 under a global scale `G`,
+/// `y = (s_x / 2) · ((256 / G) · Σ_g (s_g / 256) I_g) + b`.
 ///
 /// # Panics
 /// When the rows have the wrong width, or codes are of a floating-point format other than E2M1 and IQ4.

@@ -65,12 +65,12 @@ impl Stream {
         self.next() % n
     }
 
-    /// A random value from −1 to 1.
+    /// A random value from −1 up to, but excluding, 1.
     pub fn unit(&mut self) -> f32 {
         self.below(1 << 24) as f32 / (1 << 23) as f32 - 1.0
     }
 
-    /// A random value of either sign whose magnitude spans twelve powers of two.
+    /// A random value of either sign, scaled by a random power of two from 2⁻⁸ to 2³.
     pub fn float(&mut self) -> f32 {
         let scale = 2.0_f32.powi(self.below(12) as i32 - 8);
         self.unit() * scale

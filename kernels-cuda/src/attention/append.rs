@@ -24,7 +24,7 @@ pub struct AppendShape {
     pub input: Float,
 }
 
-/// Device addresses and strides. Addresses are multiples of 16.
+/// Device addresses and strides. Addresses are multiples of 16, except `refused`, a multiple of 4.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct AppendArguments {
     /// The keys, after rotary embedding: `[tokens]` rows of `[kv_heads, head_dim]`, `key_stride` elements apart.

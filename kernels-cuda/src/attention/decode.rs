@@ -84,8 +84,8 @@ impl SplitRule {
 pub struct DecodePlan {
     /// The kernel, the same for all architectures.
     pub variant: Variant,
-    /// Blocks, threads and shared memory. If the shared memory exceeds 48 KiB, the kernel must be loaded with this
-    /// amount.
+    /// Blocks, threads and shared memory. The kernel must be loaded with at least this amount of shared
+    /// memory.
     pub launch: LaunchShape,
     register_ceiling: u32,
     shape: DecodeShape,

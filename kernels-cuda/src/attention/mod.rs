@@ -36,8 +36,8 @@
 //!   roundings. So `δ = |scale| Σ |q| · (6 d + 32) u · max_t ((o + l) s_t + |z_t|)`, for f16 pages `δ = |scale| (2 d +
 //!   16) u · max_t Σ |q k_t|`; bf16 adds `|scale| d · 2⁻³⁹ max |q| · max_t max |k̂_t|`.
 //! - Exponentials have an error of `2⁻²²`, and differences of scores are rounded: `ε = 2 δ + 2⁻²¹ + 2⁻²² · max_t
-//!   |score_t|`, so each `p_t` has a relative error within `1 ± ε`, and each ratio to their sum within `1 ± (2 ε + 2 T
-//!   u)`.
+//!   |score_t|`, so each `p_t` is exact up to a factor within `1 ± ε`, and each ratio to their sum up to a factor
+//!   within `1 ± (2 ε + 2 T u)`.
 //! - `h` has an error of `2⁻¹¹` of `p_t s_t`, or, below the normal f16 range, of `2⁻³¹` of the largest scale; it
 //!   affects `c − centre` only.
 //! - Sums of `h (c + o)` and the subtracted offset: `4 T u (o + l) Σ P_t s_t`.

@@ -80,8 +80,9 @@ pub struct CallArguments {
     pub x: Region,
     /// `[m, n]`, contiguous.
     pub out: Region,
-    /// The scratch memory: at least as many bytes as the call needs, at a multiple of 256. Its first bytes must be 0
-    /// before the launches; clear them if a different call has used the memory.
+    /// The scratch memory: at least as many bytes as the call needs, at a multiple of 256. Its first
+    /// [`LinearCall::zero_bytes`] bytes must be 0 before the launches; clear them if a different call has used the
+    /// memory.
     pub scratch: Region,
 }
 

@@ -77,7 +77,7 @@ pub struct LinearTraffic {
     pub weights: usize,
     /// Activations and their scales, read from memory once; further reads by other blocks come from the L2 cache.
     pub activations: usize,
-    /// Results, written once, and the bias.
+    /// Results, written once.
     pub results: usize,
     /// Sums of chunks, written once and read once, which stay in the L2 cache if it is large enough. All blocks of a
     /// tile except the last one write their sums, only for tokens that exist. Does not include tickets, 8 bytes per

@@ -252,9 +252,9 @@ pub struct Parts {
 }
 
 impl Parts {
-    /// Returns the parts of weights `[n, k]`: as many chunks as are needed to occupy about 128 blocks, each chunk with
-    /// two halves of at least four tiles. A matrix with at least 256 row tiles, or with fewer than eight tiles along
-    /// `k`, is one part.
+    /// Returns the parts of weights `[n, k]`: as many chunks as are needed to occupy about 128 blocks, but at most 4,
+    /// and at most one per eight tiles along `k`; each chunk has two halves. A matrix with at least 256 tiles of
+    /// [`BLOCK_ROWS`] rows, or with fewer than eight tiles along `k`, is one part.
     pub fn of([n, k]: [usize; 2]) -> Self {
         let (rows, tiles) = (n.div_ceil(BLOCK_ROWS).max(1), k.div_ceil(TILE_K).max(1));
         let halved = rows < 256 && tiles >= 8;

@@ -68,7 +68,7 @@ pub(super) enum Fill {
     /// f16 values of either sign with magnitudes below 2⁻⁷ and random low bits. Pages contain f16 grids among the
     /// codes, which must be finite.
     SmallFloats,
-    /// f16 or bf16 values around one.
+    /// f16 values of either sign with magnitudes from a quarter to two.
     Floats,
     /// 0, 1, 2, … as u32.
     Counted,
@@ -255,7 +255,7 @@ fn linear(
     })
 }
 
-/// As in Llama 3: 32 query heads of 128 features on 8 key-value heads.
+/// As in Llama 3 8B: 32 query heads of 128 features on 8 key-value heads.
 const HEADS: [usize; 3] = [32, 8, 128];
 const PAGE: usize = 64;
 

@@ -77,8 +77,8 @@ impl Linear {
     /// Packs weights and copies them to the device.
     ///
     /// # Errors
-    /// When the kernels do not support the scheme ([`WeightLayout::of`]), a static scale is not positive, or there is
-    /// not enough memory.
+    /// When the kernels do not support the scheme ([`WeightLayout::of`]), a static scale is not positive and
+    /// finite, or there is not enough memory.
     pub fn new(view: &WeightView<'_>, activations: Activations, launcher: &Arc<Launcher>) -> Result<Self> {
         let (order, sums) = match activations {
             Activations::Float => (Order::Float, false),

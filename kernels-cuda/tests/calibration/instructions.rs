@@ -7,9 +7,10 @@ use half::{bf16, f16};
 pub enum Inputs {
     /// Any bits.
     Bits,
-    /// f32 values around one, of all magnitudes, and occasionally zeros, infinities, NaN and subnormal numbers.
+    /// f32: half of them from −4 to 4, the others of any bits or special: zeros, infinities, NaN, and the ends of the
+    /// range.
     Float,
-    /// Positive f32 with exponents within ± 60.
+    /// Positive f32 with exponents from −60 to 59.
     Positive,
     /// f32 from −30 to 30.
     Small,
@@ -17,15 +18,15 @@ pub enum Inputs {
     WholeHalves,
     /// Two bf16 that are integers from −8 to 8.
     WholeBfloats,
-    /// Two f16 around one.
+    /// Two f16 from −1 to 1.
     Halves,
-    /// Two bf16 around one.
+    /// Two bf16 from −1 to 1.
     Bfloats,
     /// Two f16 of any bits.
     AnyHalves,
     /// Integral f32 from −1000 to 1000.
     WholeFloat,
-    /// Small integers.
+    /// Integers below this number.
     Below(u32),
 }
 
@@ -209,7 +210,7 @@ fn matrices(count: usize, transposed: bool) -> Instruction {
     }
 }
 
-/// Asynchronously copies `%a4 % 17` of 16 bytes; the others become zero.
+/// Asynchronously copies the first `%a1` of 16 bytes; the others become zero.
 fn copy() -> Instruction {
     let name = "cp.async.cg.shared.global 16 bytes, fewer read";
     let loads: String = (0..4).map(|i| format!("\nld.shared.u32 %d{i}, [%t4+{}];", i * 4)).collect();

@@ -21,7 +21,7 @@ impl Random {
         self.next() % bound
     }
 
-    /// From −1 to 1.
+    /// From −1 up to, but excluding, 1.
     pub fn float(&mut self) -> f32 {
         (self.next() >> 40) as f32 / (1 << 23) as f32 - 1.0
     }

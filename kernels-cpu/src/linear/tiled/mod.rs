@@ -10,11 +10,11 @@
 //!   all rows;
 //! - blocks, which fit in a tile. Two row tiles times two panels are four products for four loads.
 //!
-//! The sums of a group start from zero in a tile, and at its end are added to the totals as in [`tile`](super::tile)
-//! and [`float_tile`](super::float_tile): one multiply-add in `f32` per group, in order. Integers are exact, so results
-//! equal those of all other paths. Codes of 4 bits are expanded with their zero point subtracted, which fits a signed
-//! byte; codes of 8 bits are multiplied as stored, and their zero points are subtracted from the sums when the group
-//! ends.
+//! The sums of a group start from zero in a tile. At the end of the group, they are added to the totals as in
+//! [`tile`](super::tile) and [`float_tile`](super::float_tile): one multiply-add in `f32` per group, in order. Integers
+//! are exact, so results equal those of all other paths. Codes of 4 bits are expanded with their zero point subtracted,
+//! which fits a signed byte; codes of 8 bits are multiplied as stored, and their zero points are subtracted from the
+//! sums when the group ends.
 //!
 //! For floats, a group's sums are added block by block and, within a block, part by part, regardless of the number of
 //! rows, so a row's result does not depend on the other rows. Each block is summed as described at

@@ -143,7 +143,7 @@ fn the_emulated_unit_flushes_subnormals() {
         // SAFETY: the emulated unit needs no instructions.
         f32::from_bits(comparable(Kind::Bf16, &unsafe { case.run::<Emulated>(Kind::Bf16) })[3])
     };
-    // 1 · 1 twice; a subnormal operand; a subnormal product; a subnormal sum.
+    // 1 · 1 twice; a subnormal operand; a subnormal product; a subnormal sum; an infinity; infinities of both signs.
     assert_eq!(product(0.5, [0x3f80, 0], [0x3f80, 0]), 2.5);
     assert_eq!(product(0.5, [0x007f, 0], [0x4000, 0]), 0.5);
     assert_eq!(product(0.0, [0x0080, 0], [0x3f00, 0]), 0.0);
