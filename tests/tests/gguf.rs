@@ -218,7 +218,7 @@ fn requests_that_cannot_be_met() {
         check_message(expected, &run, 2, &[expected]);
         assert!(!out.exists(), "{options:?}");
     }
-    let run = quant(args!["quantize", &demo, "-o", &out, "--pre", "smollm"]);
+    let run = quant(args!["quantize", &demo, "-o", out.with_extension(""), "--pre", "smollm"]);
     check_message("--pre", &run, 2, &["--pre has no effect"]);
 }
 

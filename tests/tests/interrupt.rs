@@ -200,7 +200,7 @@ fn inputs_that_changed_meanwhile() {
     refused(&weights, &safetensors(&tensors), &format!("tensor `{name}` has changed since"));
     // With the inputs as before, the finished work is used.
     let run = bench.resume(&out, &options).succeeded();
-    assert!(run.stderr.contains("tensors are complete"), "{run}");
+    assert!(run.stderr.contains("of the output are complete"), "{run}");
 }
 
 #[test]

@@ -258,10 +258,10 @@ fn unusual_texts() {
         File::create(bench.at(name)).unwrap().set_len(100 << 30).unwrap();
     }
     for (name, expected) in [
-        ("utf16.txt", "utf16.txt: is not valid UTF-8 at byte 0"),
-        ("bytes.bin", "bytes.bin: is not valid UTF-8 at byte 128"),
-        ("large.txt", "large.txt: has 107374182400 bytes; the limit is "),
-        ("large.jsonl", "large.jsonl: has 107374182400 bytes; the limit is "),
+        ("utf16.txt", "utf16.txt is not valid UTF-8 at byte 0"),
+        ("bytes.bin", "bytes.bin is not valid UTF-8 at byte 128"),
+        ("large.txt", "large.txt has 107374182400 bytes; the limit is "),
+        ("large.jsonl", "large.jsonl has 107374182400 bytes; the limit is "),
     ] {
         let path = bench.at(name);
         let options = [&AWQ[..], &["--calibration", path.to_str().unwrap()]].concat();

@@ -232,7 +232,7 @@ fn terminals() {
     {
         let run = on_terminal(terminal, no_color, &inspect);
         assert_eq!(run.code(), Some(4), "{run}");
-        assert!(run.stdout.contains("does not contain a checkpoint: it does not exist"), "{run}");
+        assert!(run.stdout.contains("nowhere does not exist"), "{run}");
         assert_eq!(run.stdout.contains(ESCAPE), colored, "{terminal}, NO_COLOR {no_color}: {run}");
         let options = [&RTN[..], &["--force"]].concat();
         let run = on_terminal(terminal, no_color, &quantize(&bench.at("model"), &bench.at("out"), &options));

@@ -20,7 +20,7 @@ use crate::{CancelToken, Error, Event, Observer, Result};
 pub(crate) const MANIFEST: &str = "quant_manifest.json";
 const SCHEMA: &str = "quant-manifest/1";
 /// Maximum size of a manifest, which has about 120 bytes per file.
-const MAX_BYTES: u64 = 16 << 20;
+pub(crate) const MAX_BYTES: u64 = 64 << 20;
 
 /// A file of a checkpoint that was written and read back.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]

@@ -13,12 +13,9 @@ use super::Archive;
 use super::file_system::{FileSystem, failure, is_unsupported};
 use super::input_file::read_capped;
 use super::job::{Job, parent_of};
-use super::manifest::{MANIFEST, PublishedFile, manifest_files};
+use super::manifest::{MANIFEST, MAX_BYTES, PublishedFile, manifest_files};
 use super::names::printable;
 use crate::{Error, Result};
-
-/// A larger manifest was not written by this program.
-const MAX_MANIFEST_BYTES: u64 = 64 << 20;
 
 /// The targets that may be replaced.
 #[derive(Debug, Clone)]
@@ -90,7 +87,7 @@ fn not_replaceable(directory: &Path) -> Result<Option<String>> {
         return Ok(None);
     }
     let manifest = directory.join(MANIFEST);
-    let listed = match read_capped(&manifest, &manifest, MAX_MANIFEST_BYTES) {
+    let listed = match read_capped(&manifest, &manifest, MAX_BYTES) {
         Ok(Ok(bytes)) => manifest_files(&bytes),
         Ok(Err(_)) => None,
         Err(Error::Io { source, .. }) if source.kind() == ErrorKind::NotFound => {

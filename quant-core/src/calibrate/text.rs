@@ -270,8 +270,8 @@ mod tests {
             (json!([3]), "dataset:1: must be a text"),
             (json!([{ "txt": "a" }]), "dataset:1: has no string field `text`"),
             (json!([["a"]]), "dataset:1: has no string field `role`"),
-            (json!([" "]), "dataset: holds no text"),
-            (json!([]), "dataset: holds no text"),
+            (json!([" "]), "dataset holds no text"),
+            (json!([]), "dataset holds no text"),
         ] {
             let error = of(rows).unwrap_err().to_string();
             assert!(error.starts_with(expected), "{error}");

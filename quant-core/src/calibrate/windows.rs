@@ -362,7 +362,7 @@ mod tests {
             assert_eq!(windows.uses(), [8, 0, 0]);
             assert_eq!(windows.layout().counted(), 8);
             let error = make(2, [Counted, Context, Context]).unwrap_err().to_string();
-            assert!(error.contains("1 windows of 4 (and 2 without counted tokens); 2"), "{error}");
+            assert!(error.contains("1 window of 4 (and 2 without counted tokens); 2"), "{error}");
         }
     }
 

@@ -157,7 +157,7 @@ fn activations_of_8_bits() {
     assert_eq!(words("SGLang", &bytes), ["yes"; 4]);
     assert!(reason("transformers", &bytes, 1).contains("multiplied as floats"));
     let odd = outline("compressed-tensors", [4, 4, 10, 40, 88], "w8a8");
-    assert!(reason("vLLM, CUDA", &odd, 1).contains("not a multiple of 16"));
+    assert!(reason("vLLM, CUDA", &odd, 1).contains("not both multiples of 16"));
     assert_eq!(words("SGLang", &odd)[0], "unsure");
     let fixed = outline("compressed-tensors", LLAMA_8B, "w8a8-static-asym");
     assert_eq!((words("vLLM, CPU", &fixed), words("SGLang", &fixed)), (vec!["yes"; 4], vec!["unsure"; 4]));

@@ -460,7 +460,7 @@ mod tests {
         ] {
             let error = of("up", shape, sums, counts).unwrap_err();
             assert_eq!(error.category(), crate::Category::Input, "{error}");
-            assert_eq!(error.to_string(), format!("some.imatrix: {expected}"));
+            assert_eq!(error.to_string(), format!("some.imatrix {expected}"));
         }
     }
 

@@ -15,7 +15,6 @@ use crate::model::{Architecture, Model};
 use crate::quantize::gptq::GptqSettings;
 use crate::recipe::Pattern;
 use crate::scheme::{Granularity, WeightFormat};
-use crate::wording::counted;
 use crate::{Error, Result};
 
 /// The options of a run.
@@ -190,15 +189,12 @@ impl GgufPlan {
             let listed: Vec<String> = unfit.iter().take(8).map(|reason| format!("\n  {reason}")).collect();
             let more = unfit.len().saturating_sub(8);
             let more = if more > 0 { format!("\n  and {more} more") } else { String::new() };
-            let one = unfit.len() == 1;
+            let fault = match unfit.len() {
+                1 => "the row width of 1 tensor does not suit its type".to_owned(),
+                n => format!("the row widths of {n} tensors do not suit their types"),
+            };
             return Err(Error::usage(
-                format!(
-                    "the row {} of {} not suit {}:{}{more}",
-                    if one { "width" } else { "widths" },
-                    counted(unfit.len(), "tensor") + if one { " does" } else { " do" },
-                    if one { "its type" } else { "their types" },
-                    listed.concat()
-                ),
+                format!("{fault}:{}{more}", listed.concat()),
                 "set ‹allow_fallback› to use the fallback types of llama-quantize (Q5_0 for Q4_K), which have smaller blocks \
                 and more bits; or set a type with a suitable block size with ‹override›",
             ));

@@ -93,7 +93,7 @@ fn floats(kv: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::recipe::PRESETS;
+    use crate::recipe::{PRESETS, kv};
     use crate::scheme::SchemeRequest;
 
     fn schema() -> Value {
@@ -168,7 +168,8 @@ mod tests {
             "w8a8kvf4",
             "W4A16",
         ] {
-            assert_eq!(pattern.is_match(text), text.parse::<SchemeRequest>().is_ok(), "{text}");
+            let parsed = kv::split(text).and_then(|(scheme, _)| scheme.parse::<SchemeRequest>());
+            assert_eq!(pattern.is_match(text), parsed.is_ok(), "{text}");
         }
     }
 }

@@ -107,7 +107,7 @@ static NO_DTYPES: BTreeMap<NodeId, Dtype> = BTreeMap::new();
 static NO_RANGES: BTreeMap<NodeId, ChannelRanges> = BTreeMap::new();
 
 impl<'a> BlockTask<'a> {
-    /// Creates a task for a block of which no linear is quantized, with SmoothQuant's usual exponent 0.5. Set the
+    /// Creates a task for a block of which no linear is quantized, with SmoothQuant's default exponent 0.5. Set the
     /// other fields as needed.
     pub fn new(
         prefix: &'a str,

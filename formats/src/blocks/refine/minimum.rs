@@ -216,13 +216,13 @@ pub(super) fn fields(top: i32, grid: &Grid, x: &[f32], w: &[f32], half: impl Fn(
             for first in (0..count).step_by(WIDTH) {
                 let side = &sides[first / WIDTH * grid.part..][..grid.part];
                 let at = |e: usize, i: usize| [side[e][0][i], side[e][1][i]];
-                let (mut near, mut usual) = ([0; WIDTH], [0; WIDTH]);
+                let (mut near, mut rounded) = ([0; WIDTH], [0; WIDTH]);
                 for i in 0..WIDTH {
                     near[i] = integer(scales[first + i], d);
-                    usual[i] = integer(minimums[first + i], dmin);
+                    rounded[i] = integer(minimums[first + i], dmin);
                 }
-                let minimum = usual.map(|m| dmin * m as f32);
-                let (mut errors_of, mut f, mut m) = ([f32::INFINITY; WIDTH], near, usual);
+                let minimum = rounded.map(|m| dmin * m as f32);
+                let (mut errors_of, mut f, mut m) = ([f32::INFINITY; WIDTH], near, rounded);
                 for step in -1..=1 {
                     let scale = near.map(|near| d * (near + step) as f32);
                     let [l, ..] = sums(top, [&scale, &minimum], grid.part, at);
@@ -231,13 +231,13 @@ pub(super) fn fields(top: i32, grid: &Grid, x: &[f32], w: &[f32], half: impl Fn(
                     for i in 0..WIDTH {
                         second[i] = integer((scale[i] * l[i] - sums_x[first + i]) / weights[first + i], dmin);
                     }
-                    for (candidate, again) in [(usual, false), (second, true)] {
+                    for (candidate, again) in [(rounded, false), (second, true)] {
                         let minimum = candidate.map(|m| dmin * m as f32);
                         let found = errors(top, [&scale, &minimum], grid.part, at);
                         for i in 0..WIDTH {
                             let factor = near[i] + step;
                             let fits =
-                                (factor >= low) & (factor <= high) & !(again & (second[i] == usual[i]));
+                                (factor >= low) & (factor <= high) & !(again & (second[i] == rounded[i]));
                             let better = fits & (found[i] < errors_of[i]);
                             errors_of[i] = if better { found[i] } else { errors_of[i] };
                             f[i] = if better { factor } else { f[i] };
