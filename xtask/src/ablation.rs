@@ -35,7 +35,7 @@ pub struct Args {
 }
 
 /// The models, each with the group size of the grouped rows. It must be smaller than the width of every linear, so that
-/// groups differ from one scale per row. The third model is left out: no usual group size divides the 172 columns of
+/// groups differ from one scale per row. The third model is left out: no common group size divides the 172 columns of
 /// its `down_proj`.
 const GROUPS: [(&str, &str); 2] = [("books-7m", "128"), ("tinystories-656k", "64")];
 

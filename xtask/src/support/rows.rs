@@ -48,7 +48,7 @@ pub const ROWS: [Row; 9] = [
     row(STORIES, 512, "64", &[]),
     row(STORIES, 512, "128", &[]),
     row(SMALL, 256, "channel", &[]),
-    // No usual group size divides the 172 columns of `down_proj`.
+    // No common group size divides the 172 columns of `down_proj`.
     row(SMALL, 256, "64", &["--override", "down_proj=BITS-channel"]),
 ];
 
