@@ -12,11 +12,11 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use quant_cli::commands::Session;
 use quant_cli::progress::Progress;
+use quant_core::wording::CommandLine;
 use quant_core::{CancelToken, Error, Event, Result};
 
 use crate::error::exception;
 use crate::events::{Channel, fields};
-use crate::wording::Keywords;
 use crate::{gate, requests};
 
 /// Interval at which the caller's thread checks for signals.
@@ -102,7 +102,8 @@ pub fn run(
         let text_workers = quant_cli::text_workers(threads, &token, Some(place.worker()));
         let progress = Progress::forwarded(observer);
         let code = Some(place.code);
-        let session = Session { progress, cancel: token, text_workers, code, wording: &Keywords };
+        // The model card is worded for the command line, so that the same request gives the same bytes from both.
+        let session = Session { progress, cancel: token, text_workers, code, wording: &CommandLine };
         pool.install(|| work(&session))
     };
     // No state that a panic could leave inconsistent is used afterwards.

@@ -146,7 +146,7 @@ pub fn with_toolkit(command: &mut Command) -> Result<&mut Command> {
 }
 
 /// The cargo names of the integration tests in a directory.
-fn test_names(directory: &Path) -> Result<Vec<String>> {
+pub(crate) fn test_names(directory: &Path) -> Result<Vec<String>> {
     let mut names = Vec::new();
     let list =
         std::fs::read_dir(directory).with_context(|| format!("cannot list {}", directory.display()))?;

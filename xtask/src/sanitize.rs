@@ -11,10 +11,13 @@ use std::process::Command;
 use anyhow::{Context, Result};
 
 use crate::ci::judge_skips;
-use crate::support::shell::{cargo, output, run as execute, shared_dir, target_dir};
+use crate::cuda::test_names;
+use crate::support::shell::{cargo, output, root, run as execute, shared_dir, target_dir};
 
 /// The packages with unsafe code for the CPU.
 const UNSAFE: [&str; 2] = ["quant-kernels-cpu", "quant-kernels-c"];
+/// Tests of these packages that need a feature.
+const FEATURE_TESTS: [&str; 2] = ["candle", "cuda_interface"];
 /// The package whose tests pass hostile files to safe code, and so to its dependencies.
 const FUZZ: &str = "quant-fuzz";
 
@@ -24,7 +27,17 @@ const FUZZ: &str = "quant-fuzz";
 /// # Errors
 /// When a test fails, or is skipped although the shared models and texts are available.
 pub fn run() -> Result<()> {
-    tests(&UNSAFE, &["--test", "*"])
+    let mut targets = Vec::new();
+    for name in test_names(&root().join("kernels-cpu/tests"))?
+        .into_iter()
+        .chain(test_names(&root().join("kernels-c/tests"))?)
+    {
+        // Cargo rejects the names of tests whose feature is disabled.
+        if !FEATURE_TESTS.contains(&name.as_str()) {
+            targets.extend(["--test".to_owned(), name]);
+        }
+    }
+    tests(&UNSAFE, &targets.iter().map(String::as_str).collect::<Vec<_>>())
 }
 
 /// Also runs the unit tests, and the tests of the fuzz targets, for which all dependencies are compiled again.

@@ -97,7 +97,7 @@ pub fn pack([n, k]: [usize; 2], bits: u8, group_size: usize) -> Result<PackedLin
 fn pack_fp4([n, k]: [usize; 2], codes: Codes, group_size: usize) -> Result<PackedLinear> {
     let (base, format) = (weights(k), FloatFormat::E2m1);
     let largest = |values: &[f32]| values.iter().fold(0.0_f32, |a, b| a.max(b.abs()));
-    // The global scale, computed as in checkpoints of these formats.
+    // The global scale of NVFP4, computed as in its checkpoints; MXFP4 has none.
     let global = FloatFormat::E4m3.largest() * format.largest() / largest(&base);
     let (mut all, mut groups, mut scales) = (Vec::with_capacity(BASE * k), Vec::new(), Vec::new());
     for group in base.chunks_exact(group_size) {

@@ -115,7 +115,8 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
 /// Carries out a request, and writes a report if one is requested.
 ///
 /// # Errors
-/// Same as [`quant_core::run::quantize`]; [`Error::Usage`] for a report that cannot be written.
+/// Same as [`quant_core::run::quantize`]; also [`Error::Usage`] for a report that these formats do not support or whose
+/// path is not allowed, and [`Error::Io`](quant_core::Error::Io) for one that cannot be written.
 pub fn quantize(
     request: &QuantizeRequest,
     report: Option<&Path>,

@@ -107,7 +107,7 @@ const BLOOM: &[&str] = &["bloom"];
 const MINISTRAL3: &[&str] = &["ministral3"];
 /// The format whose configuration can describe each module separately.
 const BY_MODULE: &[&str] = &[COMPRESSED_TENSORS];
-/// Families whose configuration is the model's own code.
+/// Families whose configuration class is code that comes with the model, so engines need `--trust-remote-code`.
 const REMOTE: &[&str] = &["internlm2"];
 /// Families with experts; the rules for experts decide, not the model.
 const EXPERTS: &[&str] = &["mixtral", "qwen3_moe"];
