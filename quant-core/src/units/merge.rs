@@ -67,8 +67,13 @@ impl UnitJob {
         }
         let more = if missing.len() > MAX_LISTED { ", …" } else { "" };
         Err(Error::Unavailable {
-            what: format!("{} of {} units", missing.len(), status.total),
-            reason: format!("not finished: {}{more}", missing[..missing.len().min(MAX_LISTED)].join(", ")),
+            what: "the result of the job".into(),
+            reason: format!(
+                "{} of {} units not finished: {}{more}",
+                missing.len(),
+                status.total,
+                missing[..missing.len().min(MAX_LISTED)].join(", ")
+            ),
             remedy: "finish them with ‹job_run(STORE)›, then merge again".into(),
         })
     }
