@@ -116,7 +116,7 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
 ///
 /// # Errors
 /// Same as [`quant_core::run::quantize`]; also [`Error::Usage`] for a report that these formats do not support or whose
-/// path is not allowed, and [`Error::Io`](quant_core::Error::Io) for one that cannot be written.
+/// path is not allowed, and [`Error::Io`] for one that cannot be written.
 pub fn quantize(
     request: &QuantizeRequest,
     report: Option<&Path>,
