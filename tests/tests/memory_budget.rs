@@ -100,16 +100,21 @@ fn a_run_stays_within_its_budget() {
     }
 }
 
-#[test]
-fn a_budget_that_is_too_small_is_refused_with_one_that_suffices() {
-    let bench = Bench::new(&["--scheme", "w4a16-g32"]);
+/// The budget that the refusal of one of 1 MiB suggests, in MiB, such as `160MiB`. Nothing is written.
+fn suggested_budget(bench: &Bench) -> String {
     let refused = bench.run("out", &["--memory-budget", "1MiB"]);
     check_message("1 MiB", &refused, 5, &["the budget is 1 MiB", "--memory-budget"]);
     assert!(!bench.at("out").exists() && !job_of(&bench.at("out")).exists());
     let suggested =
         refused.stderr.split_once("--memory-budget ").or(refused.stderr.split_once("--memory-budget="));
     let suggested = suggested.unwrap_or_else(|| panic!("{refused}")).1;
-    let suggested: String = suggested.chars().take_while(char::is_ascii_alphanumeric).collect();
+    suggested.chars().take_while(char::is_ascii_alphanumeric).collect()
+}
+
+#[test]
+fn a_budget_that_is_too_small_is_refused_with_one_that_suffices() {
+    let bench = Bench::new(&["--scheme", "w4a16-g32"]);
+    let suggested = suggested_budget(&bench);
     let less = suggested.trim_end_matches("MiB").parse::<u64>().unwrap() - 1;
     let refused = bench.run("out", &["--memory-budget", &format!("{less}MiB")]);
     check_message("one MiB less", &refused, 5, &[&suggested]);
@@ -131,13 +136,7 @@ fn gguf_files_are_the_same_under_every_budget() {
         let bench = Bench::new(&[&["--format", "gguf", "--pre", "none"], options].concat());
         let large = bench.run("large", &[]).succeeded();
         assert!(!large.stderr.contains(IN_FILES), "{large}");
-        let refused = bench.run("out", &["--memory-budget", "1MiB"]);
-        check_message("1 MiB", &refused, 5, &["the budget is 1 MiB", "--memory-budget"]);
-        assert!(!bench.at("out").exists() && !job_of(&bench.at("out")).exists());
-        let suggested =
-            refused.stderr.split_once("--memory-budget ").or(refused.stderr.split_once("--memory-budget="));
-        let suggested = suggested.unwrap_or_else(|| panic!("{refused}")).1;
-        let suggested: String = suggested.chars().take_while(char::is_ascii_alphanumeric).collect();
+        let suggested = suggested_budget(&bench);
         let bytes = suggested.trim_end_matches("MiB").parse::<u64>().unwrap() << 20;
         let small = bench.run("small", &["--memory-budget", &suggested]).succeeded();
         assert!(small.stderr.contains(IN_FILES), "{small}");

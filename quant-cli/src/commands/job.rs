@@ -26,11 +26,11 @@ enum Command {
     /// Create a job: plan it and store what its workers need
     Init(Box<InitArgs>),
     /// List the units of a job, with the predicted cost of each
-    Units(UnitsArgs),
+    Units(ListArgs),
     /// Compute units whose results do not exist yet
     Run(RunArgs),
     /// Show which units are finished
-    Status(StatusArgs),
+    Status(ListArgs),
 }
 
 /// The model to quantize, and the directory of the job.
@@ -59,8 +59,9 @@ struct InitArgs {
     json: JsonOption,
 }
 
+/// The job to list.
 #[derive(Debug, clap::Args)]
-struct UnitsArgs {
+struct ListArgs {
     /// Directory of the job
     store: PathBuf,
     /// Copy of the model to read instead of the model that the job was created for
@@ -93,18 +94,6 @@ struct RunArgs {
     /// Directory for hidden states that do not fit into memory [default: a directory in STORE]
     #[arg(long, value_name = "DIR")]
     scratch: Option<PathBuf>,
-    #[allow(missing_docs)]
-    #[command(flatten)]
-    json: JsonOption,
-}
-
-#[derive(Debug, clap::Args)]
-struct StatusArgs {
-    /// Directory of the job
-    store: PathBuf,
-    /// Copy of the model to read instead of the model that the job was created for
-    #[arg(long, value_name = "MODEL")]
-    model: Option<PathBuf>,
     #[allow(missing_docs)]
     #[command(flatten)]
     json: JsonOption,
@@ -232,7 +221,7 @@ fn create(args: &InitArgs, session: &Session) -> Result<()> {
     })
 }
 
-fn list(args: &UnitsArgs, session: &Session) -> Result<()> {
+fn list(args: &ListArgs, session: &Session) -> Result<()> {
     args.json.check()?;
     let job = UnitJob::open(&args.store, args.model.as_deref(), &session.host())?;
     let costs = job.costs()?;
@@ -299,7 +288,7 @@ fn work(args: &RunArgs, session: &Session) -> Result<()> {
     })
 }
 
-fn status(args: &StatusArgs, session: &Session) -> Result<()> {
+fn status(args: &ListArgs, session: &Session) -> Result<()> {
     args.json.check()?;
     let job = UnitJob::open(&args.store, args.model.as_deref(), &session.host())?;
     let status = job.status()?;
