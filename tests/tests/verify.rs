@@ -52,6 +52,11 @@ fn damaged_and_incomplete_copies_are_detected() {
     std::fs::remove_file(incomplete.join("generation_config.json")).unwrap();
     refused(&incomplete, &["generation_config.json", "does not exist"]);
 
+    let other = copy("other");
+    std::fs::remove_file(other.join("README.md")).unwrap();
+    std::fs::create_dir(other.join("README.md")).unwrap();
+    refused(&other, &["README.md", "not a regular file"]);
+
     let with_more = copy("with-more");
     std::fs::write(with_more.join("notes.txt"), "mine").unwrap();
     let shown = quant(args!["inspect", &with_more, "--verify"]).succeeded();

@@ -107,6 +107,10 @@ pub fn verify_checkpoint(
         reason,
         remedy: Remedy::from("copy or download the checkpoint again, or quantize the model again"),
     };
+    let is_file = |real: &Path| real.metadata().is_ok_and(|metadata| metadata.is_file());
+    if !is_file(&real(&path)?) {
+        return Err(broken(&path, "is not a regular file".into()));
+    }
     let text = read_capped(&real(&path)?, &path, MAX_BYTES)?.map_err(|reason| broken(&path, reason))?;
     let listed = listed(&text).map_err(|reason| broken(&path, reason))?;
     observer.event(&Event::StageStarted { stage: "verify", unit: "file", units: listed.len() as u64 });
@@ -114,6 +118,9 @@ pub fn verify_checkpoint(
         let path = directory.join(&file.name);
         let differs = |reason: String| Err(broken(&path, reason));
         let opened = match path.canonicalize() {
+            Ok(real) if !is_file(&real) => {
+                return differs(format!("the file is listed in {MANIFEST}, but it is not a regular file"));
+            }
             Ok(real) => open_regular(&real, &path)?,
             Err(e) if e.kind() == std::io::ErrorKind::NotFound => {
                 return differs(format!("the file is listed in {MANIFEST}, but it does not exist"));

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};
 
 use quant_core::Result;
-use quant_core::checkpoint::verify_checkpoint;
+use quant_core::checkpoint::{printable, verify_checkpoint};
 use quant_core::format::container_of;
 use quant_core::gguf::{self, GgufFile, Value};
 use quant_core::model::{Carried, KvScheme};
@@ -315,7 +315,10 @@ fn show(report: &Report, all: bool) -> String {
         let (files, size) = (verified.files, bytes(verified.bytes));
         text.push_str(&format!("verified: {files} files, {size}, match quant_manifest.json\n"));
         if !verified.unlisted.is_empty() {
-            text.push_str(&format!("not in the manifest: {}\n", verified.unlisted.join(", ")));
+            text.push_str(&format!(
+                "not in the manifest: {}\n",
+                verified.unlisted.iter().map(|name| printable(name)).collect::<Vec<_>>().join(", ")
+            ));
         }
     }
     text.push('\n');

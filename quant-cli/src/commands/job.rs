@@ -222,7 +222,7 @@ fn create(args: &InitArgs, session: &Session) -> Result<()> {
 }
 
 fn list(args: &ListArgs, session: &Session) -> Result<()> {
-    args.json.check()?;
+    args.json.check_distinct(&args.store, &[])?;
     let job = UnitJob::open(&args.store, args.model.as_deref(), &session.host())?;
     let costs = job.costs()?;
     let units = job.units().iter().zip(&costs);
@@ -254,7 +254,7 @@ fn list(args: &ListArgs, session: &Session) -> Result<()> {
 }
 
 fn work(args: &RunArgs, session: &Session) -> Result<()> {
-    args.json.check()?;
+    args.json.check_distinct(&args.store, &[])?;
     let host = session.host();
     let selection = match (&args.unit, args.shard) {
         (Some(id), _) => Selection::Unit(id.clone()),
@@ -279,7 +279,8 @@ fn work(args: &RunArgs, session: &Session) -> Result<()> {
     };
     args.json.emit(&json, || {
         let computed = done.iter().filter(|unit: &&UnitDone| unit.computed).count();
-        let seconds: f64 = done.iter().map(|unit| unit.seconds).sum();
+        // Not `sum`, which is -0 for no unit.
+        let seconds = done.iter().fold(0.0, |sum, unit| sum + unit.seconds);
         format!(
             "{computed} units computed, {} existed already, in {}\n",
             done.len() - computed,
@@ -289,7 +290,7 @@ fn work(args: &RunArgs, session: &Session) -> Result<()> {
 }
 
 fn status(args: &ListArgs, session: &Session) -> Result<()> {
-    args.json.check()?;
+    args.json.check_distinct(&args.store, &[])?;
     let job = UnitJob::open(&args.store, args.model.as_deref(), &session.host())?;
     let status = job.status()?;
     args.json.emit(&status, || status_text(&status))
