@@ -26,7 +26,7 @@ from fewbits._api import quantize
 from fewbits._call import PathOrName, Texts
 from fewbits._errors import UsageError
 from fewbits._events import Event
-from fewbits._results import Gguf, Quantized
+from fewbits._results import Floats, Gguf, Quantized
 
 __all__ = ["AWQModifier", "GPTQModifier", "QuantizationModifier", "SmoothQuantModifier", "oneshot"]
 
@@ -229,7 +229,7 @@ def oneshot(
     on_event: Callable[[Event], object] | None = None,
     progress: bool = False,
     **unknown: object,
-) -> Quantized | Gguf:
+) -> Quantized | Gguf | Floats:
     """Quantizes a model directory into ``output_dir``, as compressed-tensors.
 
     ``recipe`` is a modifier or several. ``dataset`` takes the same values as ``calibration`` of

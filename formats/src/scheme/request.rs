@@ -305,6 +305,12 @@ fn not_understood(text: &str, part: &str) -> Error {
         let name = text.to_ascii_uppercase();
         return Error::usage(message, format!("{name} is a GGUF quantization type: add ‹format=gguf›"));
     }
+    if ["bf16", "f16", "f32"].iter().any(|name| text.eq_ignore_ascii_case(name)) {
+        return Error::usage(
+            message,
+            "to write floats, add ‹format=safetensors›, or ‹format=gguf› for a GGUF file",
+        );
+    }
     let meant = suggestion(text).filter(|_| text.starts_with(part));
     let meant = meant.map_or_else(String::new, |name| format!("did you mean {name}?\n  "));
     let integers = known_integers();

@@ -154,8 +154,8 @@ pub fn value(
     session: &Session,
 ) -> Result<(serde_json::Value, Option<f64>)> {
     let (value, seconds) = if settings.writes_gguf()? {
-        let (plan, input_bytes) = plan_gguf(model, settings, &session.host())?;
-        (serde_json::to_value(super::gguf::value(&plan, input_bytes)), None)
+        let planned = plan_gguf(model, settings, &session.host())?;
+        (serde_json::to_value(super::gguf::value(&planned)), None)
     } else {
         let planned = Planned::new(model, settings, session)?;
         (serde_json::to_value(json(&planned, wording)), Some(planned.seconds))
@@ -176,6 +176,12 @@ struct Planned {
 
 impl Planned {
     fn new(model: &Path, settings: &RecipeSettings, session: &Session) -> Result<Self> {
+        if settings.writes_floats()?.is_some() {
+            return Err(Error::usage(
+                "there is no plan for float checkpoints: every float gets the requested type",
+                "run ‹quantize()›, or plan a different format",
+            ));
+        }
         settings.gguf.refuse()?;
         let recipe = settings.recipe()?;
         let host = session.host();

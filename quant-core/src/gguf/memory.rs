@@ -57,6 +57,12 @@ impl Gathering {
     }
 }
 
+/// The estimated disk space in bytes for hidden states that are kept in files.
+pub fn scratch_bytes(model: &Model, gathering: &Gathering) -> u64 {
+    let width = model.architecture().state_width(0) as u64;
+    (4 * width).saturating_mul(gathering.tokens())
+}
+
 /// Estimates the peak memory in bytes of a run that writes GGUF.
 pub fn peak_memory(model: &Model, gathering: Option<&Gathering>, residence: Residence) -> u64 {
     let a = model.architecture();

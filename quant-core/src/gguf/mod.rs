@@ -66,7 +66,7 @@ use serde_json::json;
 pub use curvature::Curvature;
 pub use file::{Array, GgufArchive, GgufFault, GgufFile, GgufHeader, GgufTensor, MAGIC, Value};
 pub use imatrix::{Entry, Importance};
-pub use memory::{Gathering, peak_memory};
+pub use memory::{Gathering, peak_memory, scratch_bytes};
 pub use mixture::{MIXTURES, Mixture, mixture};
 pub use plan::{GgufPlan, GgufRequest, PlannedTensor};
 pub use read::{GgufSource, is_gguf, open};

@@ -40,6 +40,11 @@ pub struct GgufRequest {
 }
 
 impl GgufRequest {
+    /// Whether a requested type needs an importance matrix.
+    pub fn needs_importance(&self) -> bool {
+        self.mixture.needs_importance || self.overrides.iter().any(|(_, kind)| kind.needs_importance)
+    }
+
     /// Whether only float types are requested.
     pub fn is_float(&self) -> bool {
         self.mixture.base.is_float() && self.overrides.iter().all(|(_, kind)| kind.is_float())
@@ -332,9 +337,12 @@ fn family_experts(a: &Architecture, layer: usize) -> usize {
 
 fn role(stored: &str) -> Role {
     match stored {
+        "attn_q" => Role::Query,
         "attn_k" => Role::Key,
         "attn_v" | "attn_qkv" => Role::Value,
         "attn_output" => Role::AttentionOutput,
+        "ffn_gate" | "ffn_gate_exps" | "ffn_gate_shexp" => Role::Gate,
+        "ffn_up" | "ffn_up_exps" | "ffn_up_shexp" => Role::Up,
         "ffn_down" | "ffn_down_exps" | "ffn_down_shexp" => Role::Down,
         _ => Role::Other,
     }
@@ -346,6 +354,8 @@ struct Types<'a> {
     facts: ModelFacts,
     /// Blocks that compute values, which are numbered separately.
     values: BTreeSet<usize>,
+    /// The layers and names of all tensors in the role `down`.
+    downs: BTreeSet<(usize, String)>,
 }
 
 impl<'a> Types<'a> {
@@ -354,6 +364,8 @@ impl<'a> Types<'a> {
         let experts = (0..a.layers).map(|layer| family_experts(a, layer));
         let makes_values = drafts.iter().filter(|draft| draft.role == Role::Value && draft.is_weight);
         let values: BTreeSet<usize> = makes_values.map(|draft| draft.layer).collect();
+        let downs = drafts.iter().filter(|draft| draft.role == Role::Down && draft.is_weight);
+        let downs = downs.map(|draft| (draft.layer, draft.name.clone())).collect();
         let facts = ModelFacts {
             layers: a.layers,
             values: values.len(),
@@ -362,7 +374,7 @@ impl<'a> Types<'a> {
             weighted: request.weighted,
             favours_values: ModelFacts::favours_values(family, a.layers, heads_per_key),
         };
-        Self { request, facts, values }
+        Self { request, facts, values, downs }
     }
 
     /// Checks that every pattern selects a tensor whose type can be chosen.
@@ -408,6 +420,10 @@ impl<'a> Types<'a> {
             None => {
                 let place = match draft.role {
                     Role::Value => self.values.range(..draft.layer).count(),
+                    Role::Down if self.request.mixture.counts_downs() => {
+                        let this = (draft.layer, draft.name.clone());
+                        self.downs.range(..this).count()
+                    }
                     _ => draft.layer,
                 };
                 self.request.mixture.of(draft.role, place, [matrices, columns], &self.facts)
@@ -422,6 +438,13 @@ impl<'a> Types<'a> {
                 )));
             };
             kind = fallback;
+        }
+        let outside = matches!(draft.role, Role::Head | Role::Embedding);
+        if kind.needs_importance && !self.request.weighted && !outside {
+            return Err(Error::usage(
+                format!("the type {} of `{name}` needs an importance matrix", kind.name),
+                "set ‹calibration› or ‹imatrix›, or choose a larger type",
+            ));
         }
         Ok(Ok(planned(kind, (kind != wanted).then_some(wanted), source)))
     }

@@ -19,6 +19,8 @@ use crate::{CancelToken, Error, Event, Observer, Result, TensorSink};
 
 /// The number of values encoded at a time.
 pub(super) const CHUNK_VALUES: usize = 1 << 22;
+/// The number of values hashed at a time.
+const HASHED_VALUES: usize = 1 << 16;
 
 /// The report on a tensor.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -248,8 +250,12 @@ impl Writer<'_> {
         squares: &mut Squares,
     ) -> Result<()> {
         self.cancel.check()?;
-        let as_bytes: Vec<u8> = values.par_iter().flat_map_iter(|v| v.to_le_bytes()).collect();
-        self.hash.update(&as_bytes);
+        let mut bytes = vec![0; 4 * HASHED_VALUES.min(values.len())];
+        for part in values.chunks(HASHED_VALUES) {
+            let bytes = &mut bytes[..4 * part.len()];
+            bytes.chunks_exact_mut(4).zip(part).for_each(|(out, v)| out.copy_from_slice(&v.to_le_bytes()));
+            self.hash.update(bytes);
+        }
         if skip {
             return Ok(());
         }

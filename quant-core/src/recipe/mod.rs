@@ -21,7 +21,7 @@ mod select;
 mod time;
 
 pub use cache_scales::CacheScale;
-pub use extensions::{Extensions, GGUF};
+pub use extensions::{Extensions, FLOATS, GGUF};
 pub use method::{METHODS, Method, Rounding, method, step_of, steps};
 pub(crate) use passes::{FirstPass, PassPlan, States};
 pub use pattern::Pattern;

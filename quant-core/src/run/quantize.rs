@@ -6,6 +6,7 @@ use std::sync::{Mutex, PoisonError};
 use std::time::Instant;
 
 use super::files::{check_writable, distinct, outside, write_file};
+use super::floats::{self, FloatsDone};
 use super::gguf::{self, GgufDone};
 use super::host::{Host, Opened, open_with, prepared};
 use super::memory::{MemoryBudget, residence};
@@ -15,7 +16,7 @@ use super::steps::{StepTime, StepTimes};
 use super::summary::Summary;
 use super::texts::{BUILTIN, Text, calibration};
 use crate::calibrate::{ChannelMaxima, TokenWindows};
-use crate::checkpoint::{Published, refuse_overlap};
+use crate::checkpoint::{Dtype, Published, refuse_overlap};
 use crate::engines::{Compatibility, ENGINES, Outline};
 use crate::model::Model;
 use crate::pipeline::{Job, QuantReport};
@@ -72,6 +73,8 @@ pub enum Done {
     Checkpoints(Quantized),
     /// A GGUF file.
     Gguf(Box<GgufDone>),
+    /// A float checkpoint.
+    Floats(Box<FloatsDone>),
 }
 
 /// Checkpoints that were written, one per format.
@@ -92,6 +95,7 @@ impl Done {
         match self {
             Self::Checkpoints(done) => Summary::of_checkpoints(done),
             Self::Gguf(done) => Summary::of_gguf(done),
+            Self::Floats(done) => Summary::of_floats(done),
         }
     }
 
@@ -120,8 +124,17 @@ pub fn quantize(request: &QuantizeRequest, host: &Host<'_>) -> Result<Done> {
 #[derive(Debug)]
 pub struct QuantizeJob<'a> {
     request: &'a QuantizeRequest,
-    /// `None` if a GGUF file is written.
-    checkpoints: Option<(Recipe, Vec<PathBuf>)>,
+    output: Output,
+}
+
+/// What a job writes.
+#[derive(Debug)]
+enum Output {
+    Gguf,
+    /// A checkpoint with floats of this type.
+    Floats(Dtype),
+    /// A checkpoint per format of the recipe, in these directories.
+    Checkpoints(Recipe, Vec<PathBuf>),
 }
 
 impl<'a> QuantizeJob<'a> {
@@ -133,7 +146,11 @@ impl<'a> QuantizeJob<'a> {
         let settings = &request.settings;
         if settings.writes_gguf()? {
             gguf::check(request)?;
-            return Ok(Self { request, checkpoints: None });
+            return Ok(Self { request, output: Output::Gguf });
+        }
+        if let Some(dtype) = settings.writes_floats()? {
+            floats::check(request)?;
+            return Ok(Self { request, output: Output::Floats(dtype) });
         }
         settings.gguf.refuse()?;
         if is_gguf_name(&request.output) {
@@ -150,12 +167,15 @@ impl<'a> QuantizeJob<'a> {
         if let Some(path) = &request.save_channel_maxima {
             check_maxima(path, &recipe, request)?;
         }
-        Ok(Self { request, checkpoints: Some((recipe, outputs)) })
+        Ok(Self { request, output: Output::Checkpoints(recipe, outputs) })
     }
 
-    /// Returns the directories that will be written, or none if the output is a GGUF file.
+    /// Returns the directories of quantized checkpoints that will be written.
     pub fn outputs(&self) -> &[PathBuf] {
-        self.checkpoints.as_ref().map_or(&[], |(_, outputs)| outputs)
+        match &self.output {
+            Output::Checkpoints(_, outputs) => outputs,
+            Output::Gguf | Output::Floats(_) => &[],
+        }
     }
 
     /// Runs the request.
@@ -166,10 +186,14 @@ impl<'a> QuantizeJob<'a> {
         let started = Instant::now();
         let steps = StepTimes::new(host.observer);
         let host = host.observed(&steps);
-        let Some((recipe, outputs)) = &self.checkpoints else {
-            return Ok(Done::Gguf(Box::new(gguf::quantize(self.request, started, &host)?)));
-        };
         let request = self.request;
+        let (recipe, outputs) = match &self.output {
+            Output::Gguf => return Ok(Done::Gguf(Box::new(gguf::quantize(request, started, &host)?))),
+            Output::Floats(dtype) => {
+                return Ok(Done::Floats(Box::new(floats::write(request, *dtype, started, &host)?)));
+            }
+            Output::Checkpoints(recipe, outputs) => (recipe, outputs),
+        };
         // For a local model this is checked later; here it prevents fetching a model for a run that cannot write.
         if host.catalog.is_named(&request.model) {
             refuse_existing(outputs, request)?;

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 
 use serde::Serialize;
 
+use super::floats::FloatsDone;
 use super::gguf::{GgufDone, bits_per_weight};
 use super::quantize::Quantized;
 use super::steps::StepTime;
@@ -19,6 +20,8 @@ pub enum Summary {
     Checkpoints(QuantizeSummary),
     /// A GGUF file was written.
     Gguf(GgufSummary),
+    /// A float checkpoint was written.
+    Floats(FloatsSummary),
 }
 
 /// The summary of a run that wrote checkpoints.
@@ -189,6 +192,31 @@ pub struct GgufSummary {
     pub peak_memory_bytes: Option<u64>,
 }
 
+/// The summary of a run that wrote a float checkpoint.
+#[derive(Debug, Serialize)]
+#[non_exhaustive]
+pub struct FloatsSummary {
+    /// Name and version of this format.
+    pub schema: &'static str,
+    /// The directory.
+    pub path: String,
+    /// The type of the floats.
+    pub dtype: String,
+    /// What the model was quantized to: a method, or the types of GGUF blocks.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub dequantized_from: Option<String>,
+    /// Bytes of the model's tensors.
+    pub bytes_before: u64,
+    /// Bytes written.
+    pub bytes_after: u64,
+    /// The number of tensors of each type.
+    pub types: BTreeMap<String, usize>,
+    /// The duration of the run in seconds.
+    pub seconds: f64,
+    /// The peak memory of the process, if the program reports it.
+    pub peak_memory_bytes: Option<u64>,
+}
+
 /// A tensor whose rows did not fit its type.
 #[derive(Debug, Serialize)]
 #[non_exhaustive]
@@ -245,11 +273,26 @@ impl Summary {
         })
     }
 
+    pub(super) fn of_floats(done: &FloatsDone) -> Self {
+        Self::Floats(FloatsSummary {
+            schema: "quant-floats-summary/1",
+            path: done.published.path.display().to_string(),
+            dtype: done.dtype.name().to_owned(),
+            dequantized_from: done.report.dequantized_from.clone(),
+            bytes_before: done.bytes_before,
+            bytes_after: done.published.bytes,
+            types: done.report.types(),
+            seconds: done.seconds,
+            peak_memory_bytes: None,
+        })
+    }
+
     /// Returns the summary with the peak memory of the process, which the library does not query.
     pub fn with_peak_memory(mut self, bytes: Option<u64>) -> Self {
         match &mut self {
             Self::Checkpoints(summary) => summary.peak_memory_bytes = bytes,
             Self::Gguf(summary) => summary.peak_memory_bytes = bytes,
+            Self::Floats(summary) => summary.peak_memory_bytes = bytes,
         }
         self
     }

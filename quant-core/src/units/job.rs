@@ -57,6 +57,9 @@ pub fn init(request: &JobRequest, directory: &Path, host: &Host<'_>) -> Result<I
     if settings.writes_gguf()? {
         return Err(Error::usage("jobs in units do not write GGUF files", "run ‹quantize()›"));
     }
+    if settings.writes_floats()?.is_some() {
+        return Err(Error::usage("jobs in units do not write float checkpoints", "run ‹quantize()›"));
+    }
     settings.gguf.refuse()?;
     for (name, value) in
         [("blocks_per_unit", request.blocks_per_unit), ("forward_shards", request.forward_shards)]
