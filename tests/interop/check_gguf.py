@@ -124,7 +124,12 @@ def blocks(check, llama_cpp):
             check.program("interop-dump", "encode", name, COLUMNS, source, out, *options)
             ours = numpy.fromfile(out, numpy.uint8).reshape(len(values), -1)
             theirs = library.quantize(kind, values, weight).reshape(len(values), -1)
-            wrong = numpy.nonzero((ours != theirs).any(axis=1))[0]
+            differs = (ours != theirs).any(axis=1)
+            if name == "IQ3_S":
+                # ggml skips a part of zeros without leaving room for its indices and signs, so those of later parts are in
+                # the wrong place.
+                differs &= values.reshape(len(values), -1, 32).any(axis=2).all(axis=1)
+            wrong = numpy.nonzero(differs)[0]
             if len(wrong):
                 return f"{name}: {len(wrong)} rows differ, the first {wrong[0]}", False
             compared += len(values)

@@ -55,14 +55,17 @@ fn bytes(of: &Value, key: &str) -> u64 {
     of[key].as_u64().unwrap_or_else(|| panic!("{key} in {of}"))
 }
 
-/// Checks that a run used no more than predicted, and that the prediction is within 20 % or 64 MB.
+/// Checks that a run used no more than predicted, and that the prediction is at most `percent` or 64 MB above that.
 #[track_caller]
-fn check(what: &str, run: &Run, predicted: u64) {
+fn check(what: &str, run: &Run, predicted: u64, percent: u64) {
     let summary: Value = serde_json::from_str(&run.stdout).unwrap();
     let used = bytes(&summary, "peak_memory_bytes");
     println!("{what}: {:.1} of {:.1} MB", used as f64 / 1e6, predicted as f64 / 1e6);
     assert!(used <= predicted, "{what}: {used} of {predicted}");
-    assert!(predicted <= (used + used / 5).max(used + 64_000_000), "{what}: {used} of {predicted}");
+    assert!(
+        predicted <= (used + used * percent / 100).max(used + 64_000_000),
+        "{what}: {used} of {predicted}"
+    );
 }
 
 #[test]
@@ -78,22 +81,23 @@ fn runs_use_the_predicted_memory() {
             let options = ["--scheme", scheme];
             let plan = bench.plan(&options);
             let run = bench.run(&bench.at("free"), &[&options[..], &["--force"]].concat()).succeeded();
-            check(&format!("{hidden} {scheme}"), &run, bytes(&plan, "peak_memory_bytes"));
+            check(&format!("{hidden} {scheme}"), &run, bytes(&plan, "peak_memory_bytes"), 20);
             assert_eq!(bytes(&plan, "scratch_bytes"), 0);
         }
         for method in [&[][..], &["--method", "gptq"]] {
             let options = [&["--scheme", "q4_k_m"][..], method, &batch].concat();
             let plan = bench.plan(&options);
-            // GPTQ always needs a text.
+            // GPTQ always needs a text. Its second pass may or may not reuse the memory of the first.
+            let percent = if method.is_empty() { 20 } else { 30 };
             let plan = if method.is_empty() { &plan["with_calibration"] } else { &plan };
             let options = [&options[..], &["--calibration", &text, "--force"]].concat();
             let run = bench.run(&bench.at("large"), &options).succeeded();
-            check(&format!("{hidden} {method:?}"), &run, bytes(plan, "peak_memory_bytes"));
+            check(&format!("{hidden} {method:?}"), &run, bytes(plan, "peak_memory_bytes"), percent);
             let smallest = bytes(plan, "smallest_budget_bytes");
             assert!(smallest <= bytes(plan, "peak_memory_bytes"));
             let budget = format!("{}MiB", smallest.div_ceil(1 << 20));
             let run = bench.run(&bench.at("small"), &[&options[..], &["--memory-budget", &budget]].concat());
-            check(&format!("{hidden} {method:?} in {budget}"), &run.succeeded(), smallest);
+            check(&format!("{hidden} {method:?} in {budget}"), &run.succeeded(), smallest, percent);
             assert_eq!(hashes(&bench.at("small")), hashes(&bench.at("large")), "{method:?}");
         }
     }

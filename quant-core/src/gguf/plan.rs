@@ -40,6 +40,12 @@ pub struct GgufRequest {
 }
 
 impl GgufRequest {
+    /// The bytes of a value in the largest requested type, rounded up.
+    pub(super) fn largest_value(&self) -> u64 {
+        let kinds = self.overrides.iter().map(|(_, kind)| *kind).chain([self.mixture.base]);
+        kinds.map(|kind| kind.bytes.div_ceil(kind.elements) as u64).max().unwrap_or(4)
+    }
+
     /// Whether a requested type needs an importance matrix.
     pub fn needs_importance(&self) -> bool {
         self.mixture.needs_importance || self.overrides.iter().any(|(_, kind)| kind.needs_importance)

@@ -18,7 +18,8 @@ use super::texts::{BUILTIN, Text, calibration};
 use crate::calibrate::{Residence, Spill, TokenWindows};
 use crate::checkpoint::{CheckpointWriter, Published, WriteOptions, refuse_overlap};
 use crate::gguf::{
-    Curvature, Gathering, GgufPlan, GgufReport, Importance, peak_memory, scratch_bytes, write_tensors,
+    Curvature, Gathering, GgufPlan, GgufReport, GgufRequest, Importance, peak_memory, scratch_bytes,
+    write_tensors,
 };
 use crate::model::Model;
 use crate::pipeline::REPORT;
@@ -144,8 +145,10 @@ fn spill(request: &QuantizeRequest, opened: &Opened, gptq: bool, host: &Host<'_>
         true => Some(Gathering { sampling: sampling(&request.settings)?, hessians: gptq }),
         false => None,
     };
-    let matrix = bytes_of_matrix(&request.settings);
-    let peak = |residence| peak_memory(&opened.model, gathering.as_ref(), residence).saturating_add(matrix);
+    let file = request.settings.gguf_request(true)?;
+    let further = further_bytes(&request.settings, opened);
+    let peak =
+        |residence| peak_memory(&opened.model, &file, gathering.as_ref(), residence).saturating_add(further);
     let scratch = gathering.map_or(0, |gathering| scratch_bytes(&opened.model, &gathering));
     let (residence, note) = residence_by(peak, scratch, request.memory_budget)?;
     if let Some(note) = note {
@@ -157,10 +160,17 @@ fn spill(request: &QuantizeRequest, opened: &Opened, gptq: bool, host: &Host<'_>
     Ok(Some(Spill::new(parent, round_bytes)))
 }
 
-/// The memory for an importance matrix from a file: its bytes, and the values.
-fn bytes_of_matrix(settings: &RecipeSettings) -> u64 {
-    let file = settings.gguf.imatrix.as_ref().and_then(|path| std::fs::metadata(path).ok());
-    file.map_or(0, |file| file.len().saturating_mul(2))
+/// The memory for an importance matrix from a file, and for the vocabulary.
+fn further_bytes(settings: &RecipeSettings, opened: &Opened) -> u64 {
+    /// The memory for a tokenizer, as JSON and as metadata, relative to the size of its file.
+    const TOKENIZER: u64 = 8;
+    let matrix = settings.gguf.imatrix.as_ref().and_then(|path| std::fs::metadata(path).ok());
+    // The bytes of the file, and its values.
+    let matrix = matrix.map_or(0, |file| file.len().saturating_mul(2));
+    let tokenizer = opened.directory.sidecar("tokenizer.json").and_then(|file| file.bytes().ok());
+    let has_vocabulary = settings.gguf.pre.as_deref() != Some("none");
+    let tokenizer = tokenizer.filter(|_| has_vocabulary).unwrap_or(0).saturating_mul(TOKENIZER);
+    matrix.saturating_add(tokenizer)
 }
 
 /// Opens the model, dequantized if requested. The values of GGUF blocks may be written as floats without such a
@@ -279,9 +289,9 @@ pub struct GgufNeeds {
 }
 
 impl GgufNeeds {
-    fn of(model: &Model, gathering: Option<&Gathering>, matrix: u64) -> Self {
+    fn of(model: &Model, request: &GgufRequest, gathering: Option<&Gathering>, further: u64) -> Self {
         let files = Residence::Files { round_bytes: 0, experts_apart: false };
-        let peak = |residence| peak_memory(model, gathering, residence).saturating_add(matrix);
+        let peak = |residence| peak_memory(model, request, gathering, residence).saturating_add(further);
         let [memory, in_files] = [peak(Residence::Memory), peak(files)];
         Self {
             peak_memory_bytes: memory,
@@ -313,11 +323,11 @@ pub fn plan_gguf(model: &Path, settings: &RecipeSettings, host: &Host<'_>) -> Re
     let request = settings.gguf_request(calibrates || importance.is_some())?;
     let plan = GgufPlan::new(&opened.model, &opened.directory, request)?;
     let gathering = Gathering { sampling: sampling(settings)?, hessians: weighted.gptq.is_some() };
-    let needs = match calibrates {
-        true => GgufNeeds::of(&opened.model, Some(&gathering), 0),
-        false => GgufNeeds::of(&opened.model, None, bytes_of_matrix(settings)),
-    };
+    let further = further_bytes(settings, &opened);
+    let of = |gathering| GgufNeeds::of(&opened.model, &plan.request, gathering, further);
+    let needs = of(calibrates.then_some(&gathering));
     let may_calibrate = !calibrates && importance.is_none() && opened.model.quant_method().is_none();
-    let calibrated = may_calibrate.then(|| GgufNeeds::of(&opened.model, Some(&gathering), 0));
-    Ok(GgufPlanned { plan, input_bytes: opened.directory.source().file_bytes(), needs, calibrated })
+    let calibrated = may_calibrate.then(|| of(Some(&gathering)));
+    let input_bytes = opened.directory.source().file_bytes();
+    Ok(GgufPlanned { plan, input_bytes, needs, calibrated })
 }
