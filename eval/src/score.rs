@@ -15,7 +15,7 @@ const NOISE_WINDOWS: usize = 8;
 /// Seed of the noise.
 const NOISE_SEED: u64 = 0;
 
-/// The source of hidden states.
+/// The source of the output stage's inputs.
 #[derive(Clone, Copy)]
 pub(crate) enum Origin<'a> {
     /// A model.
@@ -116,7 +116,7 @@ impl<'a> Panel<'a> {
     /// Creates a panel of one model, or of a reference and the models to compare with it.
     ///
     /// # Errors
-    /// When a head cannot be read, or the vocabularies differ.
+    /// When a head cannot be read, an engine's vocabulary is empty, or the vocabularies differ.
     pub(crate) fn new(origins: impl IntoIterator<Item = Origin<'a>>) -> Result<Self> {
         let with_output = |origin: Origin<'a>| Ok((origin, origin.output()?));
         let origins = origins.into_iter().map(with_output).collect::<Result<Vec<_>>>()?;

@@ -153,7 +153,7 @@ impl StoredReference {
         &self.header.model
     }
 
-    /// Returns the noise floor of that model on these windows.
+    /// Returns the noise floor of that model, measured on some of the windows.
     pub fn noise_floor(&self) -> &NoiseFloor {
         &self.header.noise_floor
     }
@@ -249,8 +249,8 @@ impl Sizes {
     }
 }
 
-/// Scores a text with a model, and stores the data that later comparisons with the model need. `about` identifies the
-/// program, the model and the text.
+/// Scores a text with a model, and stores the data that later comparisons with the model need. `tool`, `model` and
+/// `name` identify the program, the model and the text.
 ///
 /// States are written to a temporary file while the model runs. The file is renamed to its final name when it is
 /// complete.

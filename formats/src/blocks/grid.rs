@@ -3,8 +3,9 @@
 
 use super::iq4::LEVELS;
 
-/// Maximum numbers of elements and of parts in a block.
+/// Maximum number of elements in a block.
 pub(super) const MAX_CODES: usize = 256;
+/// Maximum number of parts in a block.
 pub(super) const PARTS: usize = 16;
 
 /// The grid of a block type.
