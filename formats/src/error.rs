@@ -338,7 +338,7 @@ pub enum Error {
         path: PathBuf,
         /// Bytes needed.
         needed: u64,
-        /// Bytes available.
+        /// Bytes available; 0 if unknown.
         free: u64,
     },
     /// Another process works on the same output.

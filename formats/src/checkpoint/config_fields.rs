@@ -49,7 +49,7 @@ impl<'a> ConfigFields<'a> {
         ConfigFields { path: self.path, map: self.map, prefix: self.prefix.clone(), asked: Some(asked) }
     }
 
-    /// Returns typed access to a different object with the same path.
+    /// Returns typed access to a different object in place of this one: errors name the same file and outer keys.
     pub fn with_map<'b>(&'b self, map: &'b Map<String, Value>) -> ConfigFields<'b> {
         ConfigFields { path: self.path, map, prefix: self.prefix.clone(), asked: self.asked }
     }

@@ -7,7 +7,7 @@ use super::header::MAX_RANK;
 use super::names::{name_fault, printable};
 use crate::{Error, Result};
 
-/// Checks the specs: distinct names, and shapes that this crate's reader accepts.
+/// Checks that names are valid and distinct, and that this crate's reader accepts the shapes.
 ///
 /// # Errors
 /// [`Error::Internal`]: specs come from the caller, not from a file.

@@ -94,7 +94,7 @@ impl ShardLayout {
         Ok(Self { shards, places, index: None, tensor_bytes })
     }
 
-    /// Names and lengths of all files: the shards, then the index if there is more than one shard.
+    /// Names and lengths of all files: the shards, then the index if there is one.
     pub fn files(&self) -> impl Iterator<Item = (&str, u64)> {
         let index = self.index.iter().map(|bytes| (INDEX, bytes.len() as u64));
         self.shards.iter().map(|s| (s.name.as_str(), s.bytes)).chain(index)

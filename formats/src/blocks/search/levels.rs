@@ -39,7 +39,7 @@ fn level(x: f32) -> f32 {
     odd + even
 }
 
-/// Returns the scale of each part; 0 for parts of zeros.
+/// Returns the scale of each part; 0 for parts whose values are all negligible.
 #[inline(always)]
 pub(in crate::blocks) fn level_scales<const N: usize>(x: &[Lanes; N], w: &[Lanes; N]) -> Lanes {
     let max = largest(x);
