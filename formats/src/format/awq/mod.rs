@@ -87,7 +87,8 @@ impl Container for AutoAwq {
     }
 
     /// All linears must have one scheme, because the configuration can hold only one. Head and embedding stay float,
-    /// because loaders do not support them quantized.
+    /// because loaders do not support them quantized. The name of a quantized linear must not contain that of a module
+    /// outside the decoder, which would make it float.
     fn check(&self, schemes: &ModuleSchemes<'_>) -> Result<()> {
         let named_head = schemes.quantized.iter().any(|(module, _)| *module == HEAD).then_some(HEAD);
         let head = schemes.head.or(named_head);

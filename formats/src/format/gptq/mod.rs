@@ -54,7 +54,7 @@ static LOADER_RULES: &[LoaderRule] = &[
     ),
 ];
 
-/// All linears have one scheme.
+/// Whether the scheme of the linears, which all have the same, is asymmetric.
 fn is_asymmetric(schemes: &ModuleSchemes<'_>) -> bool {
     schemes.quantized.first().is_some_and(|(_, scheme)| !scheme.is_symmetric())
 }

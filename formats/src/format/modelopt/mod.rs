@@ -7,7 +7,7 @@
 //! | `X.weight` | U8 | `[n, k/2]` | two codes per byte, with the even column in the low bits |
 //! | `X.weight_scale` | F8_E4M3 | `[n, k/16]` | group scales |
 //! | `X.weight_scale_2` | F32 | `[]` | the multiplier of the group scales |
-//! | `X.input_scale` | F32 | `[]` | the input's global scale, a multiplier; rounded activations only |
+//! | `X.input_scale` | F32 | `[]` | the input's global scale, a multiplier; NVFP4 activations only |
 //! | `…k_proj.k_scale`, `…v_proj.v_scale` | F32 | `[]` | the multiplier of cached keys and values; FP8 caches only |
 //!
 //! Codes and group scales are those of compressed-tensors, byte for byte. The global scale is a multiplier here and a
