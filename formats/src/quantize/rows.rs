@@ -132,7 +132,8 @@ impl RowsError {
     }
 }
 
-/// The group size of a scheme in rows of this width.
+/// Returns the group size of a scheme in rows of this width, or [`RowsError::Indivisible`] if it does not divide the
+/// width.
 pub fn group_size(scheme: LinearScheme, columns: usize) -> Result<usize, RowsError> {
     let group_size = scheme.granularity.group_size(columns);
     if group_size == 0 || !columns.is_multiple_of(group_size) {

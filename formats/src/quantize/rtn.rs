@@ -42,8 +42,8 @@ pub struct QuantizedRows<'a> {
 ///   clamped to `[−m, m]` first. An infinite bound leaves a group unchanged.
 ///
 /// # Errors
-/// When the group size does not divide `k`, a weight is not finite, or a scale overflows its dtype: the error names the
-/// tensor and the position in it.
+/// When the scheme or the dtype of scales is not supported, the group size does not divide `k`, a weight is not finite,
+/// or a scale overflows its dtype. The error names the tensor, and the position in it if there is one.
 pub fn quantize_rtn(
     name: &str,
     weights: &[f32],
