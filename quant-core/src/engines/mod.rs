@@ -71,7 +71,7 @@ impl Compatibility {
 /// An engine's rules for one format.
 #[derive(Debug)]
 struct Reading {
-    /// The container's name.
+    /// The format's name.
     container: &'static str,
     /// The rule for linears, given the number of ranks.
     loads: fn(&Outline, usize) -> Compatibility,

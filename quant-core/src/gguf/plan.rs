@@ -130,7 +130,7 @@ impl GgufPlan {
     /// [`Error::Usage`] if llama.cpp does not support the family or a property of the model, a pattern matches nothing,
     /// a mixture needs an importance matrix, or rows do not fit their type; [`Error::NotRepackable`] if codes cannot be
     /// kept; [`Error::Tokenizer`] if the tokenizer cannot be written; [`Error::InputFile`] if its pre-tokenizer is not
-    /// recognized.
+    /// recognized or its byte tokens are incomplete.
     pub fn new(model: &Model, directory: &ModelDirectory, request: GgufRequest) -> Result<Self> {
         let a = model.architecture();
         let is_held = |family: &&GgufFamily| a.wrapper.is_none() || family.is_text_of_larger;
@@ -213,7 +213,7 @@ impl GgufPlan {
     /// The specifications of all tensors, in file order.
     ///
     /// # Errors
-    /// Only if this crate has a bug.
+    /// [`Error::Internal`] if this crate has a bug.
     pub fn outputs(&self) -> Result<Vec<TensorSpec>> {
         self.tensors.iter().map(|t| GgufArchive::spec(&t.name, t.kind, &t.shape)).collect()
     }
@@ -291,7 +291,7 @@ fn drafts(model: &Model, family: &GgufFamily) -> Result<Vec<Draft>> {
     Ok(drafts)
 }
 
-/// The tensors of one block, in order of use. All experts share one tensor.
+/// The tensors of one block: in order of use, then those of experts, by name. All experts share one tensor.
 fn block(a: &Architecture, family: &GgufFamily, layer: usize, drafts: &mut Vec<Draft>) -> Result<()> {
     let mut experts: BTreeMap<String, Draft> = BTreeMap::new();
     for placed in layout::of_block(a, family, layer)? {

@@ -56,7 +56,7 @@ impl Part {
 
     /// The metadata entries of the part.
     pub(super) fn entries(self) -> [(String, Value); 3] {
-        // The casts are lossless: there are at most `MAX_FILES` files, and fewer tensors than a header may describe.
+        // The casts are lossless: there are at most `MAX_FILES` files, and models have far fewer than 2³¹ tensors.
         [
             (NUMBER.to_owned(), Value::U16(self.number as u16)),
             (COUNT.to_owned(), Value::U16(self.count as u16)),

@@ -28,7 +28,8 @@ pub use tensors::GgufSource;
 ///
 /// # Errors
 /// [`Error::InputFile`] when the file is damaged, contains an importance matrix or a later part of a model, or has an
-/// unsupported architecture; [`Error::Io`] if it cannot be read.
+/// unsupported architecture or tensor; [`Error::Config`] if its metadata imply an invalid or unsupported configuration;
+/// [`Error::Io`] if it cannot be read.
 pub fn open(path: &Path) -> Result<ModelDirectory> {
     let file = Arc::new(GgufFile::open_model(path)?);
     let about = About::of(&file)?;

@@ -259,7 +259,7 @@ fn sentencepiece(about: &About<'_>, vocabulary: &Vocabulary<'_>) -> Result<Json>
     }))
 }
 
-/// All pairs of tokens whose concatenation is a token, in descending order of its score.
+/// All pairs of tokens whose concatenation is a normal token, in descending order of its score.
 fn merges(about: &About<'_>, vocabulary: &Vocabulary<'_>, scores: &[f32]) -> Result<Vec<Json>> {
     const TOKENS: &str = "tokenizer.ggml.tokens";
     let max = MERGES_PER_TOKEN.saturating_mul(vocabulary.tokens.len());

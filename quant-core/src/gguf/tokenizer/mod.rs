@@ -30,8 +30,8 @@ use crate::{Error, Result};
 /// The largest file that is read, in bytes.
 const MAX_FILE_BYTES: u64 = 256 << 20;
 const JSON: &str = "tokenizer.json";
-/// Whether the tokenizer normalizes texts, if that differs from the published tokenizers with the same pre-tokenizer:
-/// [`NFC`] or [`NO_VOCABULARY`]. Other programs ignore it.
+/// The key for the normalizer, [`NFC`] or [`NO_VOCABULARY`], if it is not that of the published tokenizers with the
+/// same pre-tokenizer. Other programs ignore it.
 pub(super) const NORMALIZER: &str = "quant.tokenizer.normalizer";
 pub(super) const NFC: &str = "NFC";
 /// The value of ‹pre› and of `tokenizer.ggml.model` for a file without a vocabulary, and of [`NORMALIZER`] for a
@@ -75,7 +75,8 @@ pub(super) struct TokenizerMetadata {
 ///
 /// # Errors
 /// [`Error::Tokenizer`] if files are malformed, do not fit the model, or are of a kind that cannot be written;
-/// [`Error::InputFile`] if the pre-tokenizer is not recognized; [`Error::Usage`] if `pre` has no effect.
+/// [`Error::InputFile`] if the pre-tokenizer is not recognized or byte tokens are missing; [`Error::Usage`] if `pre`
+/// has no effect.
 pub(super) fn metadata(
     directory: &ModelDirectory,
     family: &GgufFamily,

@@ -1,4 +1,4 @@
-//! SentencePiece BPE: pieces with scores, where the merge whose result has the highest score comes first.
+//! SentencePiece BPE: pieces with scores. The merge whose result has the highest score comes first.
 //!
 //! `tokenizer.model` contains pieces and scores. Without it, the merges in `tokenizer.json` are ordered, and the score
 //! of a piece is minus the rank of the first merge that produces it, so that scores give the same order as ranks.
@@ -15,7 +15,7 @@ use crate::checkpoint::ModelDirectory;
 use crate::{Error, Result};
 
 const MODEL: &str = "tokenizer.model";
-/// The score of tokens that no merge produces.
+/// The score of added tokens, and of tokens that no merge produces.
 const ADDED_SCORE: f32 = -1000.0;
 /// The score of IDs without a token.
 const UNUSED_SCORE: f32 = -10_000.0;

@@ -9,7 +9,7 @@ use super::bpe::merges;
 use super::sentencepiece::is_byte;
 use super::{Vocabulary, kinds};
 
-/// `tokenizer.ggml.model`.
+/// The value of `tokenizer.ggml.model`.
 pub(in crate::gguf) const MODEL: &str = "gemma4";
 /// llama.cpp does not use the scores of these files; its converter gives all tokens the same.
 const SCORE: f32 = -1000.0;
@@ -38,7 +38,7 @@ pub(super) fn read(json: &Json, rows: usize) -> Result<Vocabulary, String> {
         let kind = match token.content {
             text if VISIBLE.contains(&text) => kinds::USER_DEFINED,
             _ if token.special => kinds::CONTROL,
-            // Runs of newlines, for instance, which are tokens of the vocabulary, too.
+            // Some added tokens, such as runs of newlines, are in the vocabulary, too.
             text if known.contains_key(text) => continue,
             _ => kinds::USER_DEFINED,
         };

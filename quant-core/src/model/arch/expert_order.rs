@@ -52,7 +52,7 @@ impl ExpertOrder {
     }
 }
 
-/// Whether a linear is evaluated between two nodes.
+/// Whether node `to` depends on a linear after node `from`.
 fn has_linear(graph: &BlockGraph, from: NodeId, to: NodeId) -> bool {
     let mut needed = vec![false; to + 1];
     needed[to] = true;
