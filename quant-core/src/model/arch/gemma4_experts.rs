@@ -1,5 +1,6 @@
 //! Experts in addition to the MLP of a block: both have their own norms before and after, and their outputs are added.
-//! The router reads the unnormalized residual stream, divided by its root mean square and multiplied by a stored scale.
+//! The router reads the residual stream, divided by its root mean square and by `√hidden`, and multiplied by a stored
+//! scale.
 
 use super::experts::{GATE_UP_DOWN, GatedExperts, Product, routing_by};
 use super::parts::DecoderBlock;
