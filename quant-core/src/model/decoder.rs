@@ -262,7 +262,8 @@ impl Decoder {
     /// [`logits`](Self::logits) converts any part of them to logits.
     ///
     /// # Errors
-    /// When a token is outside the vocabulary or the windows are longer than the decoder supports.
+    /// When the windows differ in length, a token is outside the vocabulary, or the windows are longer than the decoder
+    /// supports.
     pub fn hidden(&self, windows: &[&[u32]]) -> Result<Tensor> {
         self.hidden_through(windows, &mut |_, hidden| Ok(hidden))
     }
