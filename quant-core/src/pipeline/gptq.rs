@@ -4,8 +4,8 @@
 //! run one after another, and each sees the outputs of the previous stages as the quantized model computes them. On
 //! inputs of the float model, all Hessians are gathered in one pass.
 //!
-//! Experts are processed one at a time: their inputs are computed once, and an expert's weights are dropped when its
-//! output has been added to the sum.
+//! In the first case, experts are processed one at a time: their inputs are computed once, and an expert's weights are
+//! dropped when its output has been added to the sum.
 
 use std::collections::{BTreeMap, btree_map};
 use std::sync::Arc;
@@ -67,9 +67,9 @@ enum StageInputs {
 }
 
 impl<'a> GptqRun<'a> {
-    /// Prepares to round a block on the states before it. With `advance`, states of the quantized model become the
-    /// outputs of the rounded block, and states of the float model become the outputs of the float block. A copy of the
-    /// float states is never changed.
+    /// Prepares to round a block on the states before it. States of the quantized model become the outputs of the
+    /// rounded block if `advance` is set. States of the float model always become the outputs of the float block; a
+    /// copy of them is never changed.
     pub(super) fn new(
         task: GptqTask<'a>,
         which: States,

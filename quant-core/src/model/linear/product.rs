@@ -24,7 +24,7 @@ const FEW_TOKENS: usize = 4;
 
 /// `out[m, n] = x[m, k] · weight[n, k]ᵀ`, all row-major, on the current rayon pool. Packed weights are multiplied on
 /// their runner's threads or on their GPU. `x` is not rounded to a floating-point grid, nor to any grid if the weight
-/// is not packed; [`Linear`](super::Linear) does this.
+/// is neither packed nor on a GPU; [`Linear`](super::Linear) does this.
 ///
 /// # Errors
 /// When the weight cannot be read, a quantized weight's parts do not match, or a GPU fails.
