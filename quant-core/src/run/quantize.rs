@@ -25,7 +25,7 @@ use crate::{Error, Event, Result};
 /// With fewer tokens, the result of a search depends on chance.
 const FEW_TOKENS: usize = 256;
 
-/// What to quantize, how, and where the result is written.
+/// A request: the model, the settings, and the destination of the result.
 #[derive(Debug, Clone, Default)]
 pub struct QuantizeRequest {
     /// A model directory, a GGUF file, or a name in the host's catalog.

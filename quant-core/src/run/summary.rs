@@ -31,7 +31,7 @@ pub struct QuantizeSummary {
     pub method: String,
     /// Bytes of the model's tensors.
     pub bytes_before: u64,
-    /// Which part of the calibration batch was counted, if not all of it.
+    /// The use of the calibration batch, if not all of it was counted, or experts saw few or all of its tokens.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub calibration: Option<Calibration>,
     /// The checkpoints, one per format.
@@ -270,7 +270,7 @@ impl Output {
     }
 }
 
-/// Returns which part of the calibration batch was counted, if not all of it.
+/// Returns the use of the calibration batch, if not all of it was counted, or experts saw few or all of its tokens.
 fn calibration(report: &QuantReport) -> Option<Calibration> {
     let batch = report.calibration.as_ref()?;
     let (tokens, padding) = (batch.tokens, batch.padding);

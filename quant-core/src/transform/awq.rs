@@ -453,7 +453,7 @@ fn scales(means: &[f32], relative: &[f32], ratio: f32) -> Vec<f32> {
     scales
 }
 
-/// For every column, the mean of `|w| / max |w| in its group` over the rows of all consumers.
+/// For every column, the mean of `|w| / max |w| in its group` over the rows of all quantized consumers.
 fn relative_weights(task: &BlockTask<'_>, group: &FoldGroup) -> Result<Vec<f32>> {
     const ROWS: usize = 256;
     let quantized = || group.consumers.iter().filter_map(|c| task.grids.get(c).map(|g| (*c, g)));
