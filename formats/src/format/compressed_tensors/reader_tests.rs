@@ -44,7 +44,7 @@ impl Memory {
     }
 }
 
-/// The weight `m`, with the scheme of the reader's configuration.
+/// Reads the weight `m`, with the scheme of the reader's configuration.
 fn read(reader: &dyn PackedReader, source: &dyn TensorSource, shape: [usize; 2]) -> Result<QuantizedTensor> {
     let scheme = reader.scheme("m").expect("a quantized linear");
     reader.read(source, PackedWeight { module: "m", shape, scheme })
@@ -62,7 +62,7 @@ fn quantized(shape: [usize; 2], scheme: &str) -> QuantizedTensor {
     quantize_rtn("w", &wave(shape[0], shape[1]), shape, scheme.parse().unwrap(), Dtype::F16, None).unwrap()
 }
 
-/// A configuration that contains the module `m` of that tensor.
+/// The configuration of a checkpoint in which the linear `m` has this scheme.
 fn config_for(scheme: LinearScheme) -> Value {
     CompressedTensors
         .quantization_config(&ModuleSchemes { quantized: vec![("m", scheme)], ..Default::default() })
@@ -346,7 +346,7 @@ fn static_scales_of_others_are_read_and_bad_ones_refused() {
         assert!(message.contains("m.input_scale") && message.contains("an input scale must be"), "{message}");
     }
     assert!(with(Dtype::F32, f32::NAN).is_err());
-    // Some files have redundant zero points with byte storage; other values contradict the scheme.
+    // Some files contain zero points of symmetric bytes, which must be 0.
     let symmetric = quantized([4, 16], "w8a8");
     for (zero, accepted) in [(0, true), (1, false)] {
         let mut source = Memory::of("m", &symmetric);

@@ -1,4 +1,4 @@
-//! Malformed files, each with a single fault.
+//! Files that are read, and malformed files with a single fault each.
 
 use std::path::PathBuf;
 
@@ -448,8 +448,8 @@ fn heads_of_delta_nets_go_back_to_their_groups() {
     // The file has heads 0, 2, 1, 3 of the checkpoint: it separates the heads of a group.
     let steps: Vec<f32> = [0.0, 2.0, 1.0, 3.0].iter().map(|i| i / 1024.0).collect();
     assert_eq!(of("dt_bias"), steps);
-    // Rows of queries and keys keep their places; heads of two rows follow. Rows are identified by their first
-    // elements.
+    // Rows of queries and keys keep their places; value heads of two rows each follow. Rows are identified by their
+    // first elements.
     let mixed: Vec<usize> =
         of("in_proj_qkv.weight").chunks(8).map(|row| (row[0] * 1024.0) as usize / 8).collect();
     assert_eq!(mixed, [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15]);
