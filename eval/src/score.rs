@@ -141,8 +141,8 @@ impl<'a> Panel<'a> {
         self
     }
 
-    /// Also measures the noise floor of the first model, on some of the `windows` windows, spread over the text. Has no
-    /// effect unless the first model is a [`Decoder`].
+    /// Measures the noise floor of the first model as well, on some of the `windows` windows, spread over the text. If
+    /// the first model is not a [`Decoder`], this has no effect.
     pub(crate) fn with_floor(mut self, windows: usize) -> Self {
         if let Some((Origin::Model(decoder), _)) = self.origins.first() {
             let some = windows.min(NOISE_WINDOWS);

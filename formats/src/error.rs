@@ -79,7 +79,7 @@ pub enum Error {
     Usage {
         /// The problem with the request.
         message: String,
-        /// What the user can request instead.
+        /// The request to make instead.
         remedy: Remedy,
     },
     /// A pattern of the settings `ignore` or `override` that matches no linear.
@@ -231,7 +231,7 @@ pub enum Error {
         path: PathBuf,
         /// The linear.
         module: String,
-        /// What the format cannot represent.
+        /// The property of the weight that the format cannot represent.
         reason: String,
     },
     /// `tokenizer.json` is missing, unusable, or does not match the model.
@@ -278,7 +278,7 @@ pub enum Error {
     /// Something that is not present locally cannot be fetched.
     #[error("{what} is not available: {reason}")]
     Unavailable {
-        /// What was requested.
+        /// The requested object.
         what: String,
         /// The reason why it is not available.
         reason: String,
@@ -320,7 +320,7 @@ pub enum Error {
         path: PathBuf,
         /// The reason, including the line or the key.
         reason: String,
-        /// What the user can do about it.
+        /// The action that the user can take.
         remedy: Remedy,
     },
     /// The named text is neither a file nor a known set.
@@ -425,7 +425,7 @@ impl From<candle_core::Error> for Error {
     }
 }
 
-/// Lists linears, one line for those that differ only in the index of the block.
+/// Lists linears, with one line for those whose names differ only in numbers.
 fn list_indivisible(offenders: &[Indivisible]) -> String {
     let mut kinds: Vec<(String, &Indivisible, usize)> = Vec::new();
     for offender in offenders {

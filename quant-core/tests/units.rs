@@ -254,7 +254,7 @@ fn spans_give_what_one_run_gives() {
     }
 }
 
-/// What a worker does: the position of its unit among all, and after how many events it is interrupted.
+/// A worker's step: the position of its unit among all, and the number of events after which it is interrupted.
 type Step = (usize, Option<usize>);
 
 fn any_order(bench: &Bench, store: &Path, steps: &[Step], workers: usize) -> TestCaseResult {

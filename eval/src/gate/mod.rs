@@ -60,7 +60,7 @@ pub struct Outcome {
     pub results: Vec<Judged>,
     /// Every check of every result.
     pub checks: Vec<Check>,
-    /// What was judged, and how it differs from the baseline. No verdict depends on it.
+    /// The properties of all results, and how they differ from the baseline. No verdict depends on them.
     pub changes: Vec<Change>,
     /// Further notes, one line each.
     pub notes: Vec<String>,
@@ -108,7 +108,7 @@ pub struct Check {
     pub result: String,
     /// The rule that it was scored by.
     pub profile: String,
-    /// What was checked, such as `perplexity against baseline`.
+    /// The check's name, such as `perplexity against baseline`.
     pub name: String,
     /// The line of the policy that requires the check.
     pub line: usize,

@@ -94,7 +94,7 @@ pub struct NonInferiority {
     pub line: usize,
 }
 
-/// What a result is compared with.
+/// The result that another one is compared with.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 #[non_exhaustive]

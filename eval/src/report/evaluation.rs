@@ -94,7 +94,7 @@ impl EvaluationReport<'_> {
         page(&r.model.path, &subtitle, &body)
     }
 
-    /// What was measured, and the result in one sentence.
+    /// The model, its quantization, and the result in one sentence.
     fn verdict(&self) -> Markup {
         let r = self.result;
         let what = match self.quantization {

@@ -29,7 +29,7 @@ pub(super) enum Scales {
     Own(fn(u8) -> f32),
 }
 
-/// The values of a part, where `scale` is the one given by its factor.
+/// The values of a part, with the `scale` that its factor gives.
 #[derive(Clone, Copy, PartialEq)]
 pub(super) enum Steps {
     /// `scale·(q − half)`, `q` below `2·half`.

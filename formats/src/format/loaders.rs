@@ -52,7 +52,7 @@ pub struct LoaderRule {
     notes: Notes,
 }
 
-/// When a rule applies, and what it says.
+/// The condition under which a rule applies, and its sentences.
 #[derive(Debug, Clone, Copy)]
 enum Notes {
     /// One sentence, if the condition holds.

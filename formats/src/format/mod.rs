@@ -304,7 +304,7 @@ pub trait Container: std::fmt::Debug + Send + Sync {
         Vec::new()
     }
 
-    /// What loaders of this format do not support, with the versions of these loaders.
+    /// The limitations of this format's loaders, with the versions of the loaders.
     fn loader_rules(&self) -> &'static [LoaderRule];
 
     /// Warnings about loaders that do not support these schemes: the notes of all [rules](Self::loader_rules) that

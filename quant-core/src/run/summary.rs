@@ -143,7 +143,7 @@ impl UndersampledLinears {
 
     /// Summarizes the numbers of tokens that each linear saw.
     fn of(seen: &[(String, u64)]) -> Option<Self> {
-        // Without experts all linears see the same number of tokens.
+        // Without experts, all linears see the same number of tokens.
         let enough = MIN_EXPERT_TOKENS.min(seen.iter().map(|(_, tokens)| *tokens).max()?);
         let below: Vec<_> = seen.iter().filter(|(_, tokens)| *tokens < enough).collect();
         let mut experts: Vec<UndersampledExpert> = Vec::new();

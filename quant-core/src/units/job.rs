@@ -167,7 +167,7 @@ fn run_record(
     Ok(normalized(&pipeline::fingerprint(&job, &opened.directory, &program)))
 }
 
-/// Returns a part of a job for the pipeline.
+/// Returns the pipeline's job for a plan or a part of one.
 pub(super) fn job<'a>(
     opened: &'a Opened,
     plan: &'a Plan,
@@ -195,8 +195,8 @@ impl UnitJob {
     ///
     /// # Errors
     /// [`Error::Usage`] if the directory holds no job, or the program, the model or the settings differ from those of
-    /// the job; [`Error::Unavailable`] if this machine has a different instruction set; [`Error::InputFile`] if the
-    /// store is damaged; errors of the model.
+    /// the job; [`Error::Unavailable`] if this machine has a different instruction set or processor;
+    /// [`Error::InputFile`] if the store is damaged; errors of the model.
     pub fn open(directory: &Path, model: Option<&Path>, host: &Host<'_>) -> Result<Self> {
         let store = Store::open(directory)?;
         let record = JobRecord::read(&store.record())?;

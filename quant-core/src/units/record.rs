@@ -35,7 +35,7 @@ pub(super) struct JobRecord {
     pub(super) blocks_per_unit: usize,
     /// The requested number of shards of calibration windows for the passage through the float model.
     pub(super) forward_shards: usize,
-    /// What the results depend on: the program, the configuration of the model, all settings, and the tokens.
+    /// The data on which the results depend: the program, the configuration of the model, all settings, and the tokens.
     pub(super) run: Value,
     /// A hash of the name, type, shape and outputs of every tensor.
     pub(super) tensors_sha256: String,

@@ -26,7 +26,7 @@ const HASH_BYTES: u64 = 32;
 /// Bytes read or copied at a time.
 const PIECE: usize = 4 << 20;
 
-/// What identifies the result of a unit.
+/// The identity of a unit's result.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Identity {
     pub(super) unit: String,

@@ -29,7 +29,7 @@ const ROWS_PER_WORD: usize = 8;
 /// Group sizes that vLLM's fast kernels support.
 const MARLIN_GROUPS: [usize; 3] = [32, 64, 128];
 
-/// What loaders do not support.
+/// The limitations of loaders.
 static LOADER_RULES: &[LoaderRule] = &[
     LoaderRule::computed(&[VLLM], |schemes| match schemes.quantized.first() {
         Some((_, LinearScheme { granularity: Granularity::Group(size), .. }))

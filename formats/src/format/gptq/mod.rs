@@ -30,7 +30,7 @@ const CONFIG_FILE: &str = "quantize_config.json";
 /// Prefix of the keys of `dynamic` whose modules stay float.
 const EXCLUDED: &str = "-:";
 
-/// What loaders do not support.
+/// The limitations of loaders.
 static LOADER_RULES: &[LoaderRule] = &[
     LoaderRule::new(
         &[VLLM, SGLANG],

@@ -184,7 +184,7 @@ impl Container for ModelOpt {
     }
 }
 
-/// What loaders do not support.
+/// The limitations of loaders.
 static LOADER_RULES: &[LoaderRule] = &[
     LoaderRule::new(&[TRANSFORMERS], |_| true, "transformers 5.23 does not load the modelopt format"),
     LoaderRule::computed(&[VLLM], excluded_by_substring),

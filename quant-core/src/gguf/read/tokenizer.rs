@@ -197,7 +197,7 @@ fn byte_level(about: &About<'_>, vocabulary: &Vocabulary<'_>, form: &Form) -> Re
 /// A BPE with `▁` for spaces and byte fallback. Texts begin with BOS unless the file states otherwise.
 fn spaced(about: &About<'_>, vocabulary: &Vocabulary<'_>) -> Result<Json> {
     let (vocab, mut added) = vocabulary.parts();
-    // Runs of newlines are one token if there is one, whatever the merges.
+    // A run of newlines is encoded as one token if the vocabulary contains it, regardless of the merges.
     let is_newlines = |token: &str| !token.is_empty() && token.bytes().all(|byte| byte == b'\n');
     for (id, token) in vocabulary.tokens.iter().enumerate().filter(|(_, token)| is_newlines(token)) {
         added.extend(vocabulary.is(id, kinds::NORMAL).then(|| added_token(id, token, false)));

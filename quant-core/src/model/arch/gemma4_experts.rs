@@ -13,7 +13,7 @@ use crate::checkpoint::ConfigFields;
 pub(super) struct ParallelExperts(pub(super) GatedExperts);
 
 impl ParallelExperts {
-    /// Reads their sizes.
+    /// Reads the sizes of the experts.
     pub(super) fn read(config: &ConfigFields<'_>) -> Result<Self> {
         let routing = routing_by(config, &["num_experts"], &["top_k_experts"])?;
         let routing = Routing { normalized: true, ..routing };
