@@ -72,7 +72,7 @@ pub enum RowsError {
         /// Index of the first non-finite weight, in row-major order.
         first_index: u64,
     },
-    /// A group's grid overflows the dtype of its scale.
+    /// A group has no grid: its weights are not finite, or its scale overflows the scale dtype.
     #[error("row {row}, group {group}: {source}")]
     Grid {
         /// The row.

@@ -100,8 +100,8 @@ fn ends(tokenizer: &TextTokenizer) -> Result<([Option<u32>; 2], Option<String>)>
     Ok(([before.first().copied(), after.last().copied()], note))
 }
 
-/// Chat templates: `chat_template.jinja` first, as everywhere in this program, then `tokenizer_config.json`, then
-/// `chat_template.json`.
+/// Reads the chat templates from the first of these that has any: `chat_template.jinja`, as everywhere in this program,
+/// `tokenizer_config.json` and `chat_template.json`.
 pub(super) fn chat_templates(directory: &ModelDirectory) -> Result<Vec<(String, Value)>> {
     let text = |name: &str| -> Result<Option<String>> {
         let Some(sidecar) = directory.sidecar(name) else { return Ok(None) };
