@@ -25,7 +25,7 @@ impl WeightLayout {
     /// # Errors
     /// When the view does not have this layout, the length of `out` is not [`bytes`](Self::bytes), a code or zero point
     /// is above `2^bits − 1`, a code is NaN in its format, an E4M3 scale is negative or NaN, or a progressive weight
-    /// `(code − zero) · group` is outside −128 to 127.
+    /// `(code − zero) · scale`, with the integer scale of its group, is outside −128 to 127.
     pub fn pack(&self, view: &WeightView<'_>, out: &mut [u8]) -> Result<(), KernelError> {
         if Self::of(view, self.order, self.sums)? != *self {
             return Err(KernelError::Scheme("the weight view does not match the layout"));
