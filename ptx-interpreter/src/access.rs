@@ -373,8 +373,8 @@ impl Machine<'_> {
         Ok(())
     }
 
-    /// Reads a row on behalf of the lane that provides its address, so bytes that a different lane copied asynchronously
-    /// require a warp barrier first.
+    /// Reads a row on behalf of the lane that provides its address, so bytes that a different lane copied
+    /// asynchronously require a warp barrier first.
     fn read_row(
         &mut self,
         w: usize,
