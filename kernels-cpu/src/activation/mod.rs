@@ -90,7 +90,7 @@ impl RowLayout {
 /// One scale and zero point for all tokens.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct StaticScale {
-    /// Positive and finite.
+    /// Positive and finite, and so is its inverse.
     pub scale: f32,
     /// −128 to 127.
     pub zero: i8,
@@ -153,7 +153,7 @@ pub struct Int8Rows {
 }
 
 impl Default for Int8Rows {
-    /// An empty buffer for the widest available instruction set.
+    /// An empty buffer for the instruction set of [`IsaToken::detect`].
     fn default() -> Self {
         Self::new(IsaToken::detect())
     }

@@ -430,8 +430,8 @@ unsafe fn weighted<L: ValueLanes, const BITS: usize, const MR: usize, const NF: 
 /// by their totals.
 ///
 /// # Safety
-/// The processor must have the instructions of `L`; `out` and `part` must be valid for `head_dim` values, and no other
-/// thread may access `out` or write to `part` during the call.
+/// The processor must have the instructions of `L`; `out` and `part` must be valid for `head_dim` values, a multiple of
+/// 16, and no other thread may access `out` or write to `part` during the call.
 #[inline(always)]
 pub(super) unsafe fn join<L: ValueLanes>(
     head_dim: usize,

@@ -206,8 +206,9 @@ impl PackedView<'_> {
     /// Multiplies a range of strips of rows by a range of panels.
     ///
     /// # Safety
-    /// The ranges must be within `x` and the layout; `out` must be valid for these rows and columns, which no other
-    /// thread may access; and the processor must have the path's instructions.
+    /// `x` must have the lengths that the layout requires; the ranges must be within both; a bias must be `[n]`; `out`
+    /// must be valid for these rows and columns, which no other thread may access; and the processor must have the
+    /// path's instructions.
     pub(crate) unsafe fn part(
         &self,
         path: Path,
