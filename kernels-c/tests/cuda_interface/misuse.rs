@@ -8,7 +8,7 @@ use quant_kernels_cuda::layout::{Order, WeightLayout};
 
 use crate::common::*;
 
-/// The possible statuses without a driver, or with a driver but no current context.
+/// Whether this is the status of a missing driver or, if there is a driver, of a missing context.
 fn without_a_context(status: qz1_status) -> bool {
     use qz1_status as S;
     match quant_kernels_cuda::driver_available() {
@@ -217,7 +217,7 @@ type Make<S> = unsafe extern "C" fn(
     *const qz1_message,
 ) -> qz1_status;
 
-/// The status of planning. On an error the handle must be null, or unchanged if it overlaps.
+/// Returns the status of planning. On an error the handle must be null.
 fn planned<S: Copy>(kernels: *const qz1_cuda_kernels, shape: *const S, make: Make<S>) -> qz1_status {
     let mut plan = core::ptr::dangling_mut();
     // SAFETY: every pointer is null or points to a live value.

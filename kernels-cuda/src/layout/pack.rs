@@ -120,7 +120,7 @@ impl WeightLayout {
         Ok(Group { scale, zero, sum })
     }
 
-    /// Same as `group`, for codes of a floating-point format.
+    /// Does what `group` does, for codes of a floating-point format.
     fn float_group(
         &self,
         view: &WeightView<'_>,
