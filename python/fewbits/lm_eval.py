@@ -220,5 +220,5 @@ class FewbitsLM(TemplateLM):  # type: ignore[misc,unused-ignore]
         return self.model.chat_prompt(chat_history)
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        # The harness only stores this text with the results; the library applies the template itself.
+        # The harness only stores this text with the results; `apply_chat_template` renders the template.
         return "the model's own" if chat_template else None

@@ -21,7 +21,7 @@ use serde_json::{Value, json};
 use crate::job::{self, Place};
 use crate::requests::{choice, parse};
 
-/// Longer contexts are rejected, because tables and the KV cache grow with the context length.
+/// The maximum context length. It bounds the tables and the KV cache, which grow with the length.
 const MAX_CONTEXT: usize = 1 << 20;
 
 /// A loaded model.
