@@ -180,7 +180,7 @@ def floats(check, name, scheme, options, dtype=None):
 
 
 def inputs(check):
-    """Checks every rule for activations on values of many magnitudes, including zeros and rows of few distinct values."""
+    """Checks every rule for activations on values of many magnitudes, with zeros and rows of few distinct values."""
     from compressed_tensors.quantization import QuantizationArgs
     from compressed_tensors.quantization.lifecycle.forward import fake_quantize
     from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp
