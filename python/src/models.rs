@@ -70,7 +70,7 @@ impl Model {
     }
 
     /// Encodes or decodes text, renders a conversation, scores or generates. `kind` names the operation, and `request`
-    /// is its JSON request. Returns the answer as JSON.
+    /// has its arguments as JSON. Returns the answer as JSON.
     #[pyo3(signature = (kind, request, on_event, code, python, threads=None))]
     #[expect(clippy::too_many_arguments, reason = "called from one place, by position")]
     fn ask(

@@ -65,7 +65,7 @@ pub fn run(args: &Args) -> Result<()> {
 /// Reads results, and names each after its file, with as many parts of the path as distinguish the names.
 ///
 /// # Errors
-/// [`Error::Usage`] for a file that is given twice; those of [`Evaluation::read`].
+/// [`Error::Usage`] if a file is given twice; any error of [`Evaluation::read`].
 pub fn read(paths: &[PathBuf]) -> Result<Vec<(String, Evaluation)>> {
     let mut seen = BTreeSet::new();
     for path in paths {

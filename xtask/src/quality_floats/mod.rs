@@ -177,7 +177,7 @@ pub fn run(args: &Args) -> Result<()> {
 mod tests {
     use super::*;
 
-    /// `texts` selects the per-channel row of stories260k, so `ignored` must also look at its other rows.
+    /// `texts` selects the per-channel row of stories260k, so `ignored` must also search its other rows.
     #[test]
     fn widths_that_no_group_divides_stay_float() {
         let of =
