@@ -328,7 +328,7 @@ impl WeightLayout {
     fn scale_bytes(&self) -> usize {
         match self.scales {
             ScaleType::Progressive | ScaleType::E4m3 | ScaleType::E8m0 => 1,
-            // Refused for every layout.
+            // No layout has these scales.
             ScaleType::Super | ScaleType::SuperMins => 1,
             ScaleType::F16 | ScaleType::Bf16 => 2,
             ScaleType::F32 => 4,

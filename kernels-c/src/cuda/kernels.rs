@@ -47,7 +47,7 @@ pub struct qz1_cuda_kernels {
 /// threads may use it at once, and it may be launched repeatedly. It belongs to the context in which it was created.
 pub struct qz1_cuda_plan {
     family: Family,
-    /// In launch order.
+    /// The kernels in launch order.
     loaded: [Option<(Arc<Kernel>, LaunchShape)>; MAX_KERNELS],
 }
 

@@ -145,7 +145,7 @@ fn layouts_that_are_none() {
         wrong.codes[100] = 16;
         let wrong = wrong.weights();
         assert_eq!(refused(|m| qz1_cuda_pack(&wrong, &good, at, len, m)), qz1_status::Scheme);
-        // Pages.
+        // Layouts of pages.
         let mut pages: qz1_cuda_kv_layout = sized();
         for (kind, dim, tokens) in
             [(0, 64, 16), (QZ1_KV_4BIT, 40, 16), (QZ1_KV_8BIT, 512, 16), (QZ1_KV_F16, 64, 48)]

@@ -24,7 +24,7 @@ pub(super) const TILE_ROWS: usize = 4;
 #[derive(Clone, Copy)]
 pub(super) struct Tile<'a> {
     pub(super) layout: KvLayout,
-    /// All pages.
+    /// The bytes of all pages.
     pub(super) bytes: *const u8,
     /// The pages of the chunk, at most [`CHUNK_PAGES`].
     pub(super) pages: &'a [u32],

@@ -157,7 +157,7 @@ impl WeightLayout {
             // With this type, scales are powers of two; the smallest one, 2⁻¹²⁷, is subnormal and has code 0.
             ScaleType::E8m0 => bytes[0] = (scale.to_bits() >> 23) as u8,
             ScaleType::F32 | ScaleType::Progressive | ScaleType::E4m3 => bytes = scale.to_le_bytes(),
-            // Refused for every layout.
+            // No layout has these scales.
             ScaleType::Super | ScaleType::SuperMins => {}
         }
         bytes

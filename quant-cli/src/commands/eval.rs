@@ -107,7 +107,7 @@ const EXCERPT_TOKENS: usize = 48;
 
 /// The result of an evaluation.
 pub struct Evaluated {
-    /// The numbers.
+    /// The measurements, as in the JSON output.
     pub result: Evaluation,
     /// The page, if one was requested.
     pub page: Option<String>,
