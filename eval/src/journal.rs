@@ -119,7 +119,8 @@ fn checksum(window: usize, line: &str) -> String {
 fn other(path: &Path, what: &str) -> Error {
     Error::usage(
         format!("{} is {what}", path.display()),
-        "run with the options that it was created with, remove the file, or set ‹journal› to a different file",
+        "remove the file, or set ‹journal› to a different file; a journal can be continued only with the options that \
+         it was created with",
     )
 }
 

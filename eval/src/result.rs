@@ -203,7 +203,7 @@ impl Evaluation {
         }
         if self.window_tokens.len() != self.windows || self.window_tokens.contains(&0) {
             return Err(format!(
-                "has {} windows, but {} entries in `window_tokens`, all of which must be positive",
+                "must have one positive entry in `window_tokens` for each of {} windows, but has {} entries",
                 self.windows,
                 self.window_tokens.len()
             ));
@@ -407,7 +407,7 @@ fn check_estimate(name: &str, estimate: Estimate, min: f64) -> Result<(), String
     if estimate.mean.is_finite() && estimate.mean >= min && error_fits {
         return Ok(());
     }
-    Err(format!("has an invalid `{name}`: {} ± {:?}", estimate.mean, estimate.standard_error))
+    Err(format!("has an invalid `{name}`: {estimate}"))
 }
 
 /// Whether a number is an integer, except for rounding.

@@ -74,13 +74,15 @@ pub fn read_corpus(path: &Path) -> Result<Corpus> {
 pub fn corpus_of_rows(rows: impl IntoIterator<Item = Value>, origin: &Path) -> Result<Corpus> {
     let (mut texts, mut chats, mut bytes) = (Vec::new(), Vec::new(), 0);
     for (number, row) in (1..).zip(rows) {
-        let fault = |reason: String| Error::InputFile {
+        let fault = |reason: String| {
+            Error::InputFile {
             path: origin.to_owned(),
             line: Some(number),
             reason,
-            remedy: "give either texts (strings, or objects with a field `text`) or conversations (lists of \
-                messages, or objects with a field `messages`)"
+            remedy: "give rows of at most 1 GiB in total: either texts (strings, or objects with a field `text`) or \
+                conversations (lists of messages with a `role`, or objects with such a list as field `messages`)"
                 .into(),
+        }
         };
         let chat = match row {
             Value::Array(messages) => Some(json!({ "messages": messages })),

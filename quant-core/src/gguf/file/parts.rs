@@ -49,7 +49,8 @@ impl Part {
             return Err(format!("`{COUNT}` is {count}, but the maximum is {MAX_FILES}").into());
         }
         if part.number >= count {
-            return Err(format!("`{NUMBER}` is {}, but there are only {count} files", part.number).into());
+            let number = part.number;
+            return Err(format!("`{NUMBER}` is {number}; it must be less than `{COUNT}`, {count}").into());
         }
         Ok(Some(part))
     }

@@ -279,11 +279,10 @@ fn merges(about: &About<'_>, vocabulary: &Vocabulary<'_>, scores: &[f32]) -> Res
             }
         }
         if merges.len() > max {
-            return Err(broken(
-                about,
-                TOKENS,
-                &format!("has more than {max} pairs that merge into a token, which is not supported"),
-            ));
+            let reason = format!(
+                "`{TOKENS}` has more than {max} pairs that merge into a token, which is not supported"
+            );
+            return Err(GgufFile::unread(about.file.path(), reason));
         }
     }
     merges.sort_by(|a, b| b.0.total_cmp(&a.0).then_with(|| (a.1, a.2, a.3).cmp(&(b.1, b.2, b.3))));
