@@ -124,7 +124,7 @@ impl DecodingOptions {
         let max = opened.model.architecture().max_positions.min(MAX_CONTEXT);
         if positions > max {
             return Err(Error::usage(
-                format!("the prompt and the new tokens need {positions} positions, but the maximum is {max}"),
+                format!("a context of {positions} positions is needed, but the maximum is {max}"),
                 "shorten the prompt, or request fewer tokens (--max-new-tokens; in a chat, --context)",
             ));
         }

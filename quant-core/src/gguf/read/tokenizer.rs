@@ -149,7 +149,7 @@ fn ends(about: &About<'_>, vocabulary: &Vocabulary<'_>, bos_by_default: bool) ->
 /// The ID of a special token as stored in the file. If there is no such token, the ID may be negative or outside the
 /// vocabulary.
 fn special(about: &About<'_>, name: &str) -> Result<Option<i128>> {
-    about.typed(&format!("tokenizer.ggml.{name}_token_id"), "integer", |value| match *value {
+    about.typed(&format!("tokenizer.ggml.{name}_token_id"), "an integer", |value| match *value {
         Value::I32(v) if v < 0 => Some(v.into()),
         Value::I64(v) if v < 0 => Some(v.into()),
         ref other => other.as_u64().map(i128::from),
