@@ -43,7 +43,7 @@ fn check(layout: &Layout, panel: &[u8]) -> Result<(), KernelError> {
                 let fits = global > 0.0 && global.is_finite() && by.is_normal() && by == factor(global);
                 if !is_filler && !fits {
                     return Err(KernelError::Scheme(
-                        "a global scale is not positive and finite, or 256 divided by it is not a normal number",
+                        "a global scale is not positive and finite, or so small that 256 divided by it overflows",
                     ));
                 }
             }

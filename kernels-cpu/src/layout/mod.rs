@@ -178,7 +178,7 @@ impl Layout {
             Scales::E4m3 { global, .. } => {
                 if !(global > 0.0 && global.is_finite() && factor(global).is_normal()) {
                     return Err(KernelError::Scheme(
-                        "a global scale is not positive and finite, or 256 divided by it is not a normal number",
+                        "a global scale is not positive and finite, or so small that 256 divided by it overflows",
                     ));
                 }
                 ScaleType::E4m3

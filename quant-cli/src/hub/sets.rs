@@ -18,7 +18,22 @@ use crate::commands::Session;
 pub fn documents(set: &PublicSet, session: &Session) -> Result<Vec<String>> {
     let (cache, path) = if is_offline() { cached(set, session)? } else { fetched(set, session)? };
     check_first_hash(set, &cache, &path, session)?;
-    decode::documents(&path, &set.file, &set.field)
+    decode::documents(&path, &set.file, &set.field).map_err(unreadable)
+}
+
+/// Replaces the remedy, which is for files that the user wrote.
+fn unreadable(error: Error) -> Error {
+    match error {
+        Error::Text { path, line, reason } => Error::InputFile {
+            path,
+            line,
+            reason,
+            remedy: "give the path of a text or .jsonl file, or use a different set; if this file is damaged, remove \
+                it, so that the next run downloads it again"
+                .into(),
+        },
+        other => other,
+    }
 }
 
 fn fetched(set: &PublicSet, session: &Session) -> Result<(RepositoryCache, PathBuf)> {
