@@ -341,7 +341,8 @@ impl Divergence {
         let rising = [q.median, q.p90, q.p99, q.p999, q.max].map(|q| q.value);
         if !rising.iter().all(|v| v.is_finite() && *v >= 0.0) || !rising.is_sorted() {
             return Err(
-                "has `comparison.kl_quantiles` that are not finite, nonnegative and increasing".into()
+                "has `comparison.kl_quantiles` that are not finite, nonnegative and in ascending order"
+                    .into(),
             );
         }
         let ordered = |q: &Quantile| match (q.low, q.high) {
