@@ -35,7 +35,7 @@ impl Part {
             None => Ok(None),
             Some(value) => match value.as_u64().and_then(|n| usize::try_from(n).ok()) {
                 Some(n) => Ok(Some(n)),
-                None => Err(GgufFault::from(format!("`{key}` is not an integer"))),
+                None => Err(GgufFault::from(format!("`{key}` must be an integer of at least 0"))),
             },
         };
         let Some(count) = number(COUNT)?.filter(|count| *count > 1) else { return Ok(None) };

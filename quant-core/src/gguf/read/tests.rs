@@ -368,7 +368,7 @@ fn models_in_parts_are_read_as_one() {
     );
     assert_contains(
         &refused(&second(1, 2, -1), NAMES, &as_it_is),
-        &[NAMES[1], "`split.tensors.count` is not an integer"],
+        &[NAMES[1], "`split.tensors.count` must be an integer of at least 0"],
     );
     assert_contains(
         &refused(&good, ["x.gguf", NAMES[1]], &as_it_is),
