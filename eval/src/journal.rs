@@ -65,7 +65,7 @@ impl<T: Measured> Journal<T> {
             Err(TryLockError::WouldBlock) => {
                 return Err(Error::Locked {
                     path: path.to_owned(),
-                    holder: "which holds a lock on the journal".into(),
+                    holder: "an evaluation with the same journal".into(),
                 });
             }
             Err(TryLockError::Error(e)) => return Err(fault(e)),

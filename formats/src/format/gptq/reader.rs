@@ -151,7 +151,7 @@ impl PackedReader for Reader {
             false => Err(Self::broken(
                 source,
                 &name,
-                "has zero points that differ from the middle code, but `sym` is true",
+                "has zero points that differ from the middle code, but `sym` is true, which is its default",
             )),
         }
     }
