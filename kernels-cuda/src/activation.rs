@@ -284,7 +284,11 @@ impl ActivationPlan {
         let fixed = match (self.shape.fixed, at.fixed) {
             (false, _) => FixedScale { scale: 1.0, zero: 0 },
             (true, Some(by)) if by.is_valid() => by,
-            (true, _) => return Err(KernelError::Scheme("the activation scale must be positive and finite")),
+            (true, _) => {
+                return Err(KernelError::Scheme(
+                    "the activation scale and its reciprocal must be positive and finite",
+                ));
+            }
         };
         Ok([
             Argument::U64(at.x.address),

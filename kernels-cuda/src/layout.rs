@@ -190,7 +190,7 @@ impl WeightLayout {
     ) -> Result<Self, KernelError> {
         let cpu = Layout::from_float_parts([n, k], format, group_size, scales)?;
         if format == FloatFormat::Iq4 {
-            return Err(KernelError::Scheme("the levels of IQ4 on a GPU"));
+            return Err(KernelError::Scheme("the kernels for GPUs do not support the levels of IQ4"));
         }
         let (code_bits, zero_point, order) = (cpu.code_bits(), cpu.zero_point(), Order::Float);
         let (float, sums, sections) = (Some(format), false, [0; 6]);

@@ -128,7 +128,7 @@ fn load(request: &str, session: &Session) -> Result<(Loaded, Value)> {
     let positions = asked.max_length.unwrap_or(max);
     if !(1..=max).contains(&positions) {
         return Err(Error::usage(
-            format!("‹max_length={positions}› is not possible; the maximum for this model is {max}"),
+            format!("‹max_length={positions}› is out of range for this model"),
             format!("use ‹max_length› from 1 to {max}"),
         ));
     }

@@ -470,7 +470,9 @@ impl StaticScale {
         let inverse = 1.0 / self.scale;
         match self.scale > 0.0 && self.scale.is_finite() && inverse.is_finite() {
             true => Ok(inverse),
-            false => Err(KernelError::Scheme("the activation scale must be positive and finite")),
+            false => Err(KernelError::Scheme(
+                "the activation scale and its reciprocal must be positive and finite",
+            )),
         }
     }
 }

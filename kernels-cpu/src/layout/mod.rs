@@ -177,7 +177,9 @@ impl Layout {
             Scales::Progressive { .. } => ScaleType::Progressive,
             Scales::E4m3 { global, .. } => {
                 if !(global > 0.0 && global.is_finite() && factor(global).is_normal()) {
-                    return Err(KernelError::Scheme("a global scale is not positive and finite"));
+                    return Err(KernelError::Scheme(
+                        "a global scale is not positive and finite, or so small that 256 divided by it overflows",
+                    ));
                 }
                 ScaleType::E4m3
             }
@@ -235,7 +237,7 @@ impl Layout {
             _ => true,
         };
         if !fits {
-            return Err(KernelError::Scheme("scales that codes of this format do not have"));
+            return Err(KernelError::Scheme("codes of this format cannot have scales of this type"));
         }
         let zero_point = Some(0);
         Self::with_codes(

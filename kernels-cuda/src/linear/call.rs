@@ -151,7 +151,9 @@ impl LinearCall {
         let mut rounding = None;
         if layout.order() == Order::Int8 {
             if fixed.is_some_and(|by| !by.is_valid()) {
-                return Err(KernelError::Scheme("the activation scale must be positive and finite"));
+                return Err(KernelError::Scheme(
+                    "the activation scale and its reciprocal must be positive and finite",
+                ));
             }
             let shape = ActivationShape {
                 fixed: fixed.is_some(),
