@@ -169,7 +169,7 @@ fn companions_of_any_size() {
     assert!(!bench.at("out").exists());
 }
 
-/// Nothing is written into the job directory of another run.
+/// Nothing is written into a different run's job directory.
 #[test]
 fn an_output_in_the_job_of_another_run() {
     let bench = Bench::new();
