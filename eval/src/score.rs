@@ -2,6 +2,7 @@
 
 use candle_core::Tensor;
 use quant_core::model::Decoder;
+use quant_core::wording::counted;
 use quant_core::{CancelToken, Error, Event, Observer, Result};
 
 use crate::noise::disturb;
@@ -283,6 +284,10 @@ pub(crate) fn require_finite(values: impl Iterator<Item = f64>) -> Result<()> {
         return Ok(());
     }
     Err(Error::Logits {
-        reason: format!("{bad} scored position(s) are NaN or infinite, because activations overflow"),
+        reason: format!(
+            "{} computed from them {} NaN or infinite",
+            counted(bad, "value"),
+            if bad == 1 { "is" } else { "are" }
+        ),
     })
 }

@@ -102,7 +102,9 @@ impl StoredReference {
             )));
         }
         if offset < PRELUDE || offset.checked_add(length) != Some(metadata.len()) {
-            return Err(fault("is truncated: the header does not end at the end of the file".into()));
+            return Err(fault(
+                "is incomplete or damaged: the header does not end at the end of the file".into(),
+            ));
         }
         let mut bytes = vec![0; length as usize];
         system::read_exact_at(&file, &mut bytes, offset).map_err(io)?;

@@ -135,7 +135,7 @@ pub enum Error {
         source: Box<HeaderError>,
     },
     /// `model.safetensors.index.json` is malformed, or inconsistent with the shards.
-    #[error("{}: {reason}", path.display())]
+    #[error("{}", about_file(path, None, reason))]
     Index {
         /// The index file.
         path: PathBuf,
@@ -150,14 +150,14 @@ pub enum Error {
         /// The tensor's name.
         tensor: String,
     },
-    /// A tensor's shape is inconsistent with the configuration.
-    #[error("{}: tensor `{tensor}` has shape {got:?}, but config.json implies {expected:?}", path.display())]
+    /// A tensor does not have the shape that the configuration or another tensor implies.
+    #[error("{}: tensor `{tensor}` has shape {got:?}, expected {expected:?}", path.display())]
     TensorShape {
         /// The shard.
         path: PathBuf,
         /// The tensor's name.
         tensor: String,
-        /// The shape that the configuration implies.
+        /// The shape that the configuration or another tensor implies.
         expected: Vec<usize>,
         /// The shape in the file.
         got: Vec<usize>,
@@ -346,7 +346,7 @@ pub enum Error {
     Locked {
         /// The job directory, journal or cache.
         path: PathBuf,
-        /// The process that holds the lock.
+        /// A description of the process that holds the lock.
         holder: String,
     },
     /// The data read back differs from what was written.

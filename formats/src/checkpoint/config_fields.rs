@@ -234,7 +234,9 @@ impl<'a> ConfigFields<'a> {
         let list = value.as_array().ok_or_else(|| wrong(value))?;
         let numbers = list.iter().map(|item| {
             let number = item.as_u64().filter(|n| *n <= MAX_SIZE).and_then(|n| usize::try_from(n).ok());
-            number.ok_or_else(|| self.error(key, format!("contains {}, expected integers", describe(item))))
+            number.ok_or_else(|| {
+                self.error(key, format!("contains {}, expected integers from 0 to 2^31", describe(item)))
+            })
         });
         numbers.collect::<Result<_>>().map(Some)
     }

@@ -26,7 +26,7 @@ pub fn check_specs(specs: &[TensorSpec]) -> Result<()> {
         }
         let max = info.shape.iter().try_fold(info.dtype.size(), |size, &dim| size.checked_mul(dim.max(1)));
         if max.is_none() {
-            return Err(fault("overflows"));
+            return Err(fault("has a size that overflows"));
         }
         if info.dtype.byte_len(info.elements() as u64).is_none() {
             return Err(fault("does not fill whole bytes"));

@@ -82,7 +82,7 @@ impl Root {
                 return Ok(if is_link { Lookup::Dangling } else { Lookup::Absent });
             }
             Err(e) if system::is_link_loop(&e) => {
-                return Ok(Lookup::Refused("is a symbolic link to itself".into()));
+                return Ok(Lookup::Refused("is a symbolic link in a loop of links".into()));
             }
             Err(e) if e.kind() == ErrorKind::InvalidFilename => {
                 return Ok(Lookup::Refused("is too long for a file name".into()));

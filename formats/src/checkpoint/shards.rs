@@ -297,7 +297,7 @@ fn match_index(
         };
         if place.shard != shard {
             let (stated, real) = (&index.shards[shard], &index.shards[place.shard]);
-            missing.push(format!("`{name}` is in {real}, not in {stated}"));
+            missing.push(format!("`{name}` is in {real}, but listed in {stated}"));
         }
         tensors.insert(name, place);
     }

@@ -498,6 +498,10 @@ pub fn reader_with(
     if let Some(reader) = mxfp4::reader(quantization_config) {
         return Ok(Box::new(reader));
     }
-    let method = quantization_config.get("quant_method").and_then(Value::as_str).unwrap_or("missing");
-    Err(format!("`quantization_config.quant_method` is {method}, which is not supported"))
+    match quantization_config.get("quant_method").and_then(Value::as_str) {
+        Some(method) => {
+            Err(format!("`quantization_config.quant_method` is {method}, which is not supported"))
+        }
+        None => Err("`quantization_config.quant_method` is missing or not a string".into()),
+    }
 }

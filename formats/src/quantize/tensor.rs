@@ -350,7 +350,10 @@ mod tests {
         let error = weight.pack(None, &quant_kernels_cpu::Serial).unwrap_err();
         let Error::Kernel(cause) = &error else { panic!("{error:?}") };
         assert_eq!(error.to_string(), format!("the kernels cannot use this weight: {cause}"));
-        assert_eq!((error.category().exit_code(), error.remedy().marked()), (2, "run it in floats"));
+        assert_eq!(
+            (error.category().exit_code(), error.remedy().marked()),
+            (2, "dequantize the weight, and multiply by the floats")
+        );
     }
 
     #[test]

@@ -57,9 +57,9 @@ impl Experts<'_> {
     /// hidden]`; `out` has the same shape and is overwritten. A token without experts gets zeros. Allocates nothing.
     ///
     /// # Errors
-    /// When the plan is for experts of a different shape or for different activations, there are more tokens or slots
-    /// than planned, a length is wrong, the index of an expert is out of range, or the workspace was not reserved for
-    /// the plan. `out` is then unchanged.
+    /// When the plan does not fit these experts or activations, there are more tokens or slots than planned, a length
+    /// is wrong, the index of an expert is out of range, or the workspace was not reserved for the plan. `out` is then
+    /// unchanged.
     pub fn run<E: Element>(
         &self,
         plan: &ExpertsPlan,

@@ -58,7 +58,7 @@ pub struct Args {
 }
 
 impl Args {
-    /// Whether the finished work of an interrupted run is stored next to the output, or in it with several formats.
+    /// Whether an interrupted run has stored finished work next to the output or, with several formats, inside it.
     pub fn has_job(&self) -> bool {
         let is_job = |path: &Path| path.extension() == Some(OsStr::new("job")) && path.is_dir();
         let mut own = self.output.clone().into_os_string();

@@ -78,8 +78,9 @@ pub fn corpus_of_rows(rows: impl IntoIterator<Item = Value>, origin: &Path) -> R
             path: origin.to_owned(),
             line: Some(number),
             reason,
-            remedy: "give either texts (strings, or objects with a field `text`) or conversations (lists of \
-                messages, or objects with a field `messages`)"
+            remedy: "give rows of at most 1 GiB in total: either texts (strings, or objects with a field \
+                `text`) or conversations (lists of messages with a `role`, or objects with such a list as \
+                field `messages`)"
                 .into(),
         };
         let chat = match row {
@@ -113,7 +114,7 @@ pub fn corpus_of_rows(rows: impl IntoIterator<Item = Value>, origin: &Path) -> R
             ));
         }
         if bytes as u64 > MAX_FILE_BYTES {
-            return Err(fault(format!("exceeds the limit of {MAX_FILE_BYTES} bytes in total")));
+            return Err(fault(format!("makes the rows exceed the limit of {MAX_FILE_BYTES} bytes")));
         }
     }
     match chats.is_empty() {

@@ -129,8 +129,8 @@ impl GgufPlan {
     /// # Errors
     /// [`Error::Usage`] if llama.cpp does not support the family or a property of the model, a pattern matches nothing,
     /// a mixture needs an importance matrix, or rows do not fit their type; [`Error::NotRepackable`] if codes cannot be
-    /// kept; [`Error::Tokenizer`] if the tokenizer cannot be written; [`Error::InputFile`] if its pre-tokenizer is not
-    /// recognized or its byte tokens are incomplete.
+    /// kept; [`Error::Tokenizer`] if the tokenizer cannot be loaded; [`Error::InputFile`] if it cannot be written or its
+    /// pre-tokenizer is not recognized.
     pub fn new(model: &Model, directory: &ModelDirectory, request: GgufRequest) -> Result<Self> {
         let a = model.architecture();
         let is_held = |family: &&GgufFamily| a.wrapper.is_none() || family.is_text_of_larger;
@@ -481,9 +481,12 @@ fn codes(model: &Model, draft: &Draft) -> Result<Option<(&'static BlockType, Sou
             }
         };
         if size == 0 || !size.is_multiple_of(32) || scheme.is_progressive() {
-            return Err(refuse(format!(
-                "{scheme} has groups that are not multiples of 32 inputs, or progressive scales"
-            )));
+            return Err(refuse(match scheme.is_progressive() {
+                true => format!("no GGUF type can store {scheme}, because its scales are progressive"),
+                false => {
+                    format!("no GGUF type can store {scheme}: groups of {size} are not a multiple of 32")
+                }
+            }));
         }
         if kind.is_some_and(|known: &BlockType| known != found) {
             return Err(refuse("the experts of one tensor have different schemes".into()));

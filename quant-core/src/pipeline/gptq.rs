@@ -225,7 +225,7 @@ impl GptqTask<'_> {
         let factor = Factor::new(hessian, columns, self.settings.damping).map_err(|e| match e {
             FactorError::NonFinite { channel } => Error::Calibration {
                 tensor: tensor.to_owned(),
-                what: format!("channel {channel} of the input"),
+                what: format!("the sum of squares of input channel {channel}"),
             },
             FactorError::Indefinite { .. } => {
                 Error::Numeric { tensor: tensor.to_owned(), reason: e.to_string() }

@@ -139,7 +139,10 @@ impl<'a> QuantizeJob<'a> {
         settings.gguf.refuse()?;
         if is_gguf_name(&request.output) {
             return Err(Error::usage(
-                format!("{} has the name of a GGUF file, but another format", request.output.display()),
+                format!(
+                    "{} has the name of a GGUF file, but the format is not gguf",
+                    request.output.display()
+                ),
                 "set ‹format=gguf›, or choose an output whose name does not end in .gguf",
             ));
         }

@@ -387,7 +387,7 @@ fn candidates(task: &BlockTask<'_>, group: &FoldGroup, means: &[f32]) -> Result<
     if let Some(channel) = means.iter().position(|m| !m.is_finite()) {
         return Err(Error::Calibration {
             tensor: task.module(group.producer),
-            what: format!("channel {channel} of the output"),
+            what: format!("the mean magnitude of output channel {channel}"),
         });
     }
     let relative = relative_weights(task, group)?;

@@ -134,7 +134,11 @@ impl UnitJob {
                 let expected = known.entry(stored.clone()).or_insert_with(|| reported(&stored));
                 if expected.as_ref().is_some_and(|expected| *expected != sha256) {
                     return Err(Error::usage(
-                        format!("the unit `{}` has read a different tensor `{stored}`", unit.id),
+                        format!(
+                            "the unit `{}` has read a tensor `{stored}` whose contents differ from those that were \
+                             quantized",
+                            unit.id
+                        ),
                         "create a new job, and give all workers the same model",
                     ));
                 }

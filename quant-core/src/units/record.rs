@@ -93,7 +93,7 @@ impl JobRecord {
             && let Some(field) = MACHINE.iter().find(|field| is_other(field))
         {
             return Err(Error::Unavailable {
-                what: format!("the instruction set of the job in {}", path.display()),
+                what: format!("a machine of the type that the job in {} needs", path.display()),
                 reason: format!(
                     "{field} was {}, and is {} on this machine, where float sums may differ in their last bits",
                     program(&self.run, field),

@@ -51,7 +51,7 @@ pub enum Phase {
 /// How a worker computes units.
 #[derive(Debug, Clone, Default)]
 pub struct WorkOptions {
-    /// Only units of this phase.
+    /// The phase whose units are computed; all phases if `None`.
     pub phase: Option<Phase>,
     /// The memory that a unit may use. If it is predicted to need more, hidden states are kept in files.
     pub memory_budget: MemoryBudget,

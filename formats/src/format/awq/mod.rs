@@ -105,11 +105,10 @@ impl Container for AutoAwq {
                 "write ‹format=compressed-tensors›",
             ));
         }
-        if let Some(module) = head.or(schemes.embedding.map(|_| "the embedding")) {
+        let head = head.map(|head| format!("`{head}`"));
+        if let Some(module) = head.or(schemes.embedding.map(|_| "the embedding".to_owned())) {
             return Err(Error::usage(
-                format!(
-                    "`{module}` cannot be quantized in the {METHOD} format, because engines keep it float"
-                ),
+                format!("{module} cannot be quantized in the {METHOD} format, because engines keep it float"),
                 "leave it float, or write ‹format=compressed-tensors›",
             ));
         }

@@ -98,11 +98,11 @@ impl Container for GptqV1 {
     /// embedding stay float.
     fn check(&self, schemes: &ModuleSchemes<'_>) -> Result<()> {
         const REMEDY: &str = "leave it float, or write ‹format=compressed-tensors›";
-        let head = schemes.head.or(schemes.embedding.map(|_| "the embedding"));
-        if let Some(module) = head {
+        let head = schemes.head.map(|head| format!("`{head}`"));
+        if let Some(module) = head.or(schemes.embedding.map(|_| "the embedding".to_owned())) {
             return Err(Error::usage(
                 format!(
-                    "`{module}` cannot be quantized in the {METHOD} format, because not all engines support it"
+                    "{module} cannot be quantized in the {METHOD} format, because not all engines support it"
                 ),
                 REMEDY,
             ));

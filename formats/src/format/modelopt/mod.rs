@@ -81,7 +81,13 @@ impl Container for ModelOpt {
         scale_dtype: Dtype,
     ) -> Result<Vec<TensorSpec>> {
         let is_nvfp4 = scheme.has_global_scale() && scale_dtype == Dtype::F8E4M3;
-        if !is_nvfp4 || n.checked_mul(k).is_none_or(|elements| elements > isize::MAX as usize / 8) {
+        if n.checked_mul(k).is_none_or(|elements| elements > isize::MAX as usize / 8) {
+            return Err(Error::usage(
+                format!("`{module}.weight`: a weight of shape [{n}, {k}] exceeds the address space"),
+                "leave it float with ‹ignore›",
+            ));
+        }
+        if !is_nvfp4 {
             return Err(Error::usage(
                 format!("`{module}.weight`: the {METHOD} format supports only NVFP4 weights, not {scheme}"),
                 "choose ‹scheme=nvfp4› or ‹scheme=nvfp4a16›, or write ‹format=compressed-tensors›",

@@ -165,7 +165,7 @@ fn configurations_of_others_are_read_strictly() {
     assert!(ModelOpt.reader(&json!({ "quant_method": "fp8" })).unwrap().is_none());
     for (change, expected) in [
         (json!({ "quant_algo": "W4A8_AWQ" }), "quant_algo` is W4A8_AWQ"),
-        (json!({ "quant_algo": null }), "quant_algo` is not a string"),
+        (json!({ "quant_algo": null }), "quant_algo` must be a string"),
         (json!({ "group_size": 32 }), "group_size` is 32"),
         (json!({ "kv_cache_scheme": { "num_bits": 4, "type": "float" } }), "kv_cache_scheme` must be"),
         (json!({ "kv_cache_scheme": "FP8" }), "kv_cache_scheme` must be"),

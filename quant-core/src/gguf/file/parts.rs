@@ -35,7 +35,7 @@ impl Part {
             None => Ok(None),
             Some(value) => match value.as_u64().and_then(|n| usize::try_from(n).ok()) {
                 Some(n) => Ok(Some(n)),
-                None => Err(GgufFault::from(format!("`{key}` is not an integer"))),
+                None => Err(GgufFault::from(format!("`{key}` must be an integer of at least 0"))),
             },
         };
         let Some(count) = number(COUNT)?.filter(|count| *count > 1) else { return Ok(None) };
@@ -49,7 +49,8 @@ impl Part {
             return Err(format!("`{COUNT}` is {count}, but the maximum is {MAX_FILES}").into());
         }
         if part.number >= count {
-            return Err(format!("`{NUMBER}` is {}, but there are only {count} files", part.number).into());
+            let number = part.number;
+            return Err(format!("`{NUMBER}` is {number}; it must be less than `{COUNT}`, {count}").into());
         }
         Ok(Some(part))
     }

@@ -32,7 +32,7 @@ impl Described<'_> {
             .row_bytes(columns)
             .ok_or_else(|| fault("has rows that are not a multiple of the block size"))?;
         let bytes = outer.iter().try_fold(row, |bytes, &dim| bytes.checked_mul(dim));
-        bytes.map(|bytes| bytes as u64).ok_or_else(|| fault("overflows"))
+        bytes.map(|bytes| bytes as u64).ok_or_else(|| fault("has a size that overflows"))
     }
 }
 

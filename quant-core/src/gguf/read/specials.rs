@@ -121,7 +121,7 @@ pub(super) fn yarn(about: &About<'_>, factor: Option<f64>) -> Result<Json> {
     let float = |key: &str, default: f64| Ok::<_, crate::Error>(about.float(key)?.unwrap_or(default));
     let factor = factor.ok_or_else(|| about.broken("rope.scaling.factor", "is missing"))?;
     if factor <= 0.0 {
-        return Err(about.broken("rope.scaling.factor", &format!("is {factor}")));
+        return Err(about.broken("rope.scaling.factor", &format!("is {factor}; it must be greater than 0")));
     }
     let key = "rope.scaling.yarn_ext_factor";
     if let Some(other) = about.float(key)?.filter(|mix| *mix >= 0.0 && *mix != 1.0) {

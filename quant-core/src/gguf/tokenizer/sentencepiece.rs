@@ -4,7 +4,6 @@
 //! of a piece is minus the rank of the first merge that produces it, so that scores give the same order as ranks.
 
 use std::collections::HashMap;
-use std::path::Path;
 
 use serde_json::Value as Json;
 
@@ -22,7 +21,7 @@ const UNUSED_SCORE: f32 = -10_000.0;
 
 /// Reads the vocabulary for an embedding of `rows`.
 pub(super) fn read(directory: &ModelDirectory, json: &Json, rows: usize) -> Result<Vocabulary> {
-    let fault = |path: &Path, reason: String| Error::Tokenizer { path: path.to_owned(), reason };
+    let fault = super::unwritable;
     let mut vocabulary = Vocabulary::unused("llama", rows);
     vocabulary.scores = Some(vec![UNUSED_SCORE; rows]);
     let json_path = directory.path().join(super::JSON);

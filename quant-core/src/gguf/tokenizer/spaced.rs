@@ -30,7 +30,7 @@ pub(super) fn read(json: &Json, rows: usize) -> Result<Vocabulary, String> {
     let known = json.get("model").and_then(|model| model.get("vocab")).and_then(Json::as_object);
     let known = known.ok_or("`model.vocab` is missing or malformed")?;
     for (text, id) in known {
-        let id = id.as_u64().ok_or_else(|| format!("`model.vocab` has no ID for `{text}`"))?;
+        let id = id.as_u64().ok_or_else(|| format!("`model.vocab` has an invalid ID for `{text}`"))?;
         let kind = if is_byte(text) { kinds::BYTE } else { kinds::NORMAL };
         vocabulary.set(id, text, kind)?;
     }

@@ -30,10 +30,10 @@ const ATTEMPTS: u32 = 8;
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum FactorError {
-    /// Inputs were NaN or infinite, or their squares overflow.
-    #[error("channel {channel} of the input, or its square, becomes NaN or infinite on the calibration text")]
+    /// Inputs were NaN or infinite, or the sum of their squares overflows.
+    #[error("the sum of squares of input channel {channel} is NaN or infinite")]
     NonFinite {
-        /// The first channel with such inputs.
+        /// The first such channel.
         channel: usize,
     },
     /// The Hessian was not positive definite even with the maximum damping.

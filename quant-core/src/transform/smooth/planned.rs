@@ -30,7 +30,7 @@ pub(super) fn check_inputs(context: &StepContext<'_>) -> Result<()> {
             format!(
                 "`{other}` and SmoothQuant with all producers cannot be combined: both scale the inputs of o_proj and down_proj"
             ),
-            format!("remove `{other}`, or set SmoothQuant's producers to `norms`"),
+            format!("remove `{other}`, or set ‹smooth_producers=norms›"),
         ));
     }
     if let (Some(_), Some(step)) = (&smooth.maxima, context.earlier.first()) {
