@@ -64,7 +64,7 @@ fn has_linear(graph: &BlockGraph, from: NodeId, to: NodeId) -> bool {
     })
 }
 
-/// Whether all linears outside the experts can run before the experts have.
+/// Whether no linear depends on the sum of the experts, so that all others can run before the experts.
 fn reads_no_expert(graph: &BlockGraph, sum: NodeId) -> bool {
     let mut depends = vec![false; graph.nodes().len()];
     depends[sum] = true;
