@@ -99,7 +99,7 @@ pub struct FullBatchLinears {
 }
 
 impl FullBatchLinears {
-    /// Summarizes the numbers of tokens routed to each of them.
+    /// Summarizes the linears, given the number of tokens routed to each; `None` without linears.
     fn of(routed: impl Iterator<Item = u64> + Clone) -> Option<Self> {
         Some(Self { least_routed: routed.clone().min()?, linears: routed.count() })
     }
