@@ -79,7 +79,7 @@ impl<'a> StatisticsPass<'a> {
         self.cancel
     }
 
-    /// Returns how many counted tokens went through each linear so far.
+    /// Returns how many counted tokens went through each linear.
     pub(crate) fn into_tokens(self) -> BTreeMap<NodeId, u64> {
         self.tokens
     }

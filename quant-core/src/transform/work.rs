@@ -92,7 +92,7 @@ pub struct StepContext<'a> {
     pub settings: &'a TransformSettings,
     /// The schemes of all weights that are quantized.
     pub schemes: Vec<LinearScheme>,
-    /// Linears of blocks whose inputs are rounded, by layer.
+    /// The linears in blocks whose inputs are rounded, each with its layer.
     pub rounded_inputs: std::collections::BTreeSet<(usize, NodeId)>,
     /// Whether the inputs of any weight in a block are rounded.
     pub rounds_in_blocks: bool,
