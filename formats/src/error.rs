@@ -110,20 +110,20 @@ pub enum Error {
         input: PathBuf,
     },
 
-    /// The directory holds no safetensors checkpoint.
+    /// The path is not a directory with a safetensors checkpoint.
     #[error("{} {}", path.display(), no_checkpoint(reason))]
     NoCheckpoint {
-        /// The directory that was searched.
+        /// The path that was searched.
         path: PathBuf,
         /// The reason, for example the missing file.
         reason: String,
     },
-    /// The directory holds only pickle files, which execute code when they are read.
+    /// The directory's weights are only in pickle files, which can execute code when they are read.
     #[error("{} contains only pickle weights ({}), which are not read", path.display(), files.join(", "))]
     PickleOnly {
         /// The model directory.
         path: PathBuf,
-        /// The pickle files that were found.
+        /// The names of the first few pickle files.
         files: Vec<String>,
     },
     /// A safetensors file violates the format.
@@ -184,7 +184,7 @@ pub enum Error {
         /// The reason, as the end of a sentence that begins with the key.
         reason: String,
     },
-    /// The model's architecture is unknown.
+    /// The model's architecture is not supported.
     #[error("{}: architecture `{}` is not supported{}", path.display(), printable(found), list_differences(nearest, differences))]
     UnknownArchitecture {
         /// The file.
@@ -195,7 +195,7 @@ pub enum Error {
         nearest: Option<&'static str>,
         /// The unsupported features of the model, one line each.
         differences: Vec<String>,
-        /// The supported families.
+        /// The supported architectures.
         known: Vec<&'static str>,
     },
     /// A checkpoint uses the tensor names of two layouts.
@@ -221,7 +221,7 @@ pub enum Error {
     UnsupportedQuantization {
         /// The file that specifies it.
         path: PathBuf,
-        /// The unsupported feature, including the key.
+        /// The unsupported feature or invalid value, including its key or tensor.
         reason: String,
     },
     /// A quantized weight cannot be written in another format without changing it.
@@ -234,7 +234,7 @@ pub enum Error {
         /// The property of the weight that the format cannot represent.
         reason: String,
     },
-    /// `tokenizer.json` is missing, unusable, or does not match the model.
+    /// A tokenizer file is missing, unusable, or does not match the model.
     #[error("{}", about_file(path, None, reason))]
     Tokenizer {
         /// The file.
