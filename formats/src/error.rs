@@ -187,9 +187,9 @@ pub enum Error {
     /// The model's architecture is not supported.
     #[error("{}: architecture `{}` is not supported{}", path.display(), printable(found), list_differences(nearest, differences))]
     UnknownArchitecture {
-        /// The file.
+        /// The file that names the architecture.
         path: PathBuf,
-        /// The architecture that it names.
+        /// The architecture as named there.
         found: String,
         /// The most similar supported architecture, if one is similar.
         nearest: Option<&'static str>,
