@@ -87,7 +87,7 @@ impl Gathering {
     /// Adds the statistics to a pass.
     ///
     /// # Errors
-    /// [`Error::Internal`] when no linear reads one of the values.
+    /// [`Error::Internal`](crate::Error::Internal) when no linear reads one of the values.
     pub(super) fn add_to<'a>(&'a mut self, pass: &mut StatisticsPass<'a>) -> Result<()> {
         self.means.iter_mut().try_for_each(|(value, mean)| pass.gather(*value, mean))?;
         self.sampled.iter_mut().try_for_each(|(value, rows)| pass.gather(*value, rows))?;
