@@ -69,7 +69,8 @@ impl Factor {
     /// 0 on the diagonal. Its column is rounded to nearest, since its errors neither can nor need to be compensated.
     ///
     /// # Errors
-    /// [`FactorError::NonFinite`] when inputs were not finite; [`FactorError::Indefinite`] when no damping helps.
+    /// [`FactorError::NonFinite`] when a channel's sum of squares is not finite; [`FactorError::Indefinite`] when no
+    /// damping helps.
     pub fn new(hessian: &Hessian, columns: Vec<usize>, damping: f64) -> Result<Self, FactorError> {
         let k = hessian.channels();
         let diagonal = hessian.diagonal();
