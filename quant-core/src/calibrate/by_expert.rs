@@ -31,7 +31,8 @@ impl Tap for TokensTap<'_, '_> {
 }
 
 impl HiddenStates {
-    /// The pieces of the batch in which a pass evaluates the part of a block after its last operation that mixes tokens.
+    /// The pieces of the batch in which a pass evaluates the part of a block after its last operation that mixes
+    /// tokens.
     pub(super) fn parts(&self, block: &Block) -> Vec<Range<usize>> {
         let (length, tokens) = (self.layout().length(), self.tokens());
         let splits = length > CHUNK_TOKENS && block.graph().only_mixing().is_some();

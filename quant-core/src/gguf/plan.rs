@@ -129,8 +129,8 @@ impl GgufPlan {
     /// # Errors
     /// [`Error::Usage`] if llama.cpp does not support the family or a property of the model, a pattern matches nothing,
     /// a mixture needs an importance matrix, or rows do not fit their type; [`Error::NotRepackable`] if codes cannot be
-    /// kept; [`Error::Tokenizer`] if the tokenizer cannot be loaded; [`Error::InputFile`] if it cannot be written or its
-    /// pre-tokenizer is not recognized.
+    /// kept; [`Error::Tokenizer`] if the tokenizer cannot be loaded; [`Error::InputFile`] if it cannot be written or
+    /// its pre-tokenizer is not recognized.
     pub fn new(model: &Model, directory: &ModelDirectory, request: GgufRequest) -> Result<Self> {
         let a = model.architecture();
         let is_held = |family: &&GgufFamily| a.wrapper.is_none() || family.is_text_of_larger;
