@@ -113,7 +113,7 @@ pub struct SchemeShare {
     pub linears: usize,
 }
 
-/// A text.
+/// The text on which models were evaluated.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 #[non_exhaustive]

@@ -109,7 +109,7 @@ pub struct CheckpointWriter {
     tensors: HashMap<String, Progress>,
     files: BTreeMap<String, PublishedFile>,
     journal: WriteJournal,
-    /// All records.
+    /// All records of the caller, by key.
     records: BTreeMap<String, Value>,
     /// The records that are not in the journal yet.
     fresh_records: BTreeMap<String, Value>,

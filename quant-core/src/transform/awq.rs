@@ -38,7 +38,7 @@ use crate::{Error, Result};
 /// The number of points of the exponent's grid.
 pub(super) const GRID: usize = 20;
 
-/// The AWQ search.
+/// The transform of AWQ.
 #[derive(Debug, Clone, Copy)]
 pub struct Awq;
 

@@ -24,7 +24,7 @@ pub(in crate::blocks) fn level_code(x: f32) -> u8 {
     code
 }
 
-/// The nearest level itself.
+/// The nearest level; the upper one on ties, and the last one for NaN.
 #[inline(always)]
 fn level(x: f32) -> f32 {
     // All terms are integers, so the order of the sum does not matter, and two sums are faster than one.
