@@ -290,7 +290,7 @@ pub enum Error {
     Memory {
         /// The purpose of the memory.
         what: String,
-        /// The amount, if known.
+        /// The size in bytes, if known.
         bytes: Option<u64>,
     },
     /// A run needs more memory than it may use, even if everything that can be moved to files is moved.
@@ -298,9 +298,9 @@ pub enum Error {
     MemoryBudget {
         /// The smallest budget in bytes that suffices.
         needed: u64,
-        /// The budget, if one was set.
+        /// The budget in bytes, if one was set.
         budget: Option<u64>,
-        /// The memory that is available, if that is the limit.
+        /// The available memory in bytes, if that is the limit.
         available: Option<u64>,
     },
     /// An input tensor has the same name as an output tensor of a different linear.

@@ -10,7 +10,7 @@ use crate::{Error, Result};
 pub(super) struct Calibrated {
     pub(super) static_activations: bool,
     pub(super) cache: bool,
-    /// The end of the blocks that get their states from this part or from those after it.
+    /// The end of the blocks whose input states this part or a later one computes.
     pub(super) until: usize,
 }
 
@@ -94,7 +94,7 @@ impl Plan {
         Ok(whole)
     }
 
-    /// The end of the blocks that get their states from this plan or from later parts.
+    /// The end of the blocks whose input states this plan or a later part computes.
     pub(super) fn last_reader(&self) -> usize {
         self.calibrated.map_or(self.blocks.end, |whole| whole.until)
     }
