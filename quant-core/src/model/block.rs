@@ -195,8 +195,8 @@ impl Block {
     /// without a cache, the number of cached positions with one.
     ///
     /// # Errors
-    /// When shapes do not match, the rotary tables are too short, a router logit is not finite, or the tap stops the
-    /// run.
+    /// When shapes do not match, the rotary tables are too short, a weight cannot be read, a router logit is not finite,
+    /// keys or values exceed the range of their cache, or the tap stops the run.
     pub fn forward(
         &self,
         hidden: &Tensor,

@@ -77,8 +77,8 @@ pub(super) struct TokenizerMetadata {
 ///
 /// # Errors
 /// [`Error::Tokenizer`] if the tokenizer cannot be loaded, or its settings or chat templates are malformed;
-/// vocabulary is malformed, does not fit the model, or is of a kind that cannot be written, or the pre-tokenizer is not
-/// recognized; [`Error::Usage`] if `pre` has no effect.
+/// [`Error::InputFile`] if its file is malformed, does not fit the model, or is of a kind that cannot be written, or its
+/// pre-tokenizer is not recognized; [`Error::Usage`] if `pre` has no effect.
 pub(super) fn metadata(
     directory: &ModelDirectory,
     family: &GgufFamily,
