@@ -316,7 +316,7 @@ impl Decoder {
     ///
     /// # Errors
     /// When `tokens` is empty, a token is outside the vocabulary, or the sequence would exceed
-    /// [`positions`](Self::positions).
+    /// [`positions`](Self::positions); otherwise as [`Block::forward`].
     pub fn step(&self, tokens: &[u32], cache: &mut SequenceCache) -> Result<Tensor> {
         let start = cache.positions();
         if tokens.is_empty() || start + tokens.len() > self.positions {
