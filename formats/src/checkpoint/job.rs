@@ -64,7 +64,7 @@ pub(crate) fn refuse_within_job(target: &Path) -> Result<()> {
     match target.ancestors().skip(1).find(is_job) {
         Some(job) => Err(Error::usage(
             format!(
-                "{} is inside {}, which holds the unfinished output of another run",
+                "{} is inside {}, which holds another run's unfinished output",
                 target.display(),
                 job.display()
             ),
