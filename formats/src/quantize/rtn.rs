@@ -423,7 +423,8 @@ impl<'a> RowQuantizer<'a> {
         self.rule.row_scale(abs_max).map_err(|source| faults.grid((at, 0), source))
     }
 
-    /// Clips a group of a row with this scale and finds its grid, or records the fault.
+    /// Clips a group if there are clip bounds, and finds its grid; records the fault if there is no grid. `scale` is
+    /// the row's first-level scale, if there are two levels.
     #[inline(always)]
     fn fit(
         &self,

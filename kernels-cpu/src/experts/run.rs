@@ -340,8 +340,9 @@ impl Part<'_> {
     /// Computes their product with the weights of an expert, and returns it row by row.
     ///
     /// # Safety
-    /// The rows must be prepared for the layout of the weights; units and panels must be within both; a bias must have
-    /// one value per output feature; and the processor must have the path's instructions.
+    /// The path must be one for this layout and kind of rows. The rows must be prepared for the layout of the weights;
+    /// units must be within the rows, and panels within the layout. A bias must have one value per output feature. The
+    /// processor must have the path's instructions.
     unsafe fn multiply<'r>(
         &self,
         (of, path): (ExpertWeight<'_>, Path),

@@ -213,9 +213,9 @@ impl PackedView<'_> {
     /// Multiplies a range of strips of rows by a range of panels.
     ///
     /// # Safety
-    /// `x` must have the lengths that the layout requires; the ranges must be within both; a bias must be `[n]`; `out`
-    /// must be valid for these rows and columns, which no other thread may access; and the processor must have the
-    /// path's instructions.
+    /// `path` must be one for this layout and for the kind of rows in `x`. `x` must have the lengths that the layout
+    /// requires, `strips` must be within `x`, and `panels` within the layout. A bias must be `[n]`. `out` must be valid
+    /// for these rows and columns, which no other thread may access. The processor must have the path's instructions.
     pub(crate) unsafe fn part(
         &self,
         path: Path,
