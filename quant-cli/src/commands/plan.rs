@@ -205,7 +205,7 @@ impl Planned {
 fn outcome(entry: &PlanEntry) -> String {
     match &entry.action {
         Action::Copy if entry.modified => "float, folded or rotated".into(),
-        Action::Copy => "as it is".into(),
+        Action::Copy => "unchanged".into(),
         Action::Rewrite { .. } => "float, possibly rescaled".into(),
         Action::Quantize { scheme, .. } => scheme.to_string(),
         Action::Repack { scheme, .. } => format!("{scheme}, same values"),
