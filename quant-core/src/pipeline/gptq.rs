@@ -67,9 +67,9 @@ enum StageInputs {
 }
 
 impl<'a> GptqRun<'a> {
-    /// Prepares to round a block on the states before it. States of the quantized model become the outputs of the
-    /// rounded block if `advance` is set. States of the float model always become the outputs of the float block; a
-    /// copy of them is never changed.
+    /// Prepares to round a block on the states before it. If `advance` is set, states of the quantized model become the
+    /// outputs of the rounded block, and states of the float model those of the float block. A copy of the latter is
+    /// never changed.
     pub(super) fn new(
         task: GptqTask<'a>,
         which: States,
@@ -81,7 +81,7 @@ impl<'a> GptqRun<'a> {
             States::Quantized => {
                 StageInputs::Rounded { from: task.block.graph().input(), experts: None, advance }
             }
-            States::Float => StageInputs::Gathered(task.gather(&stages, states, true)?.into_iter()),
+            States::Float => StageInputs::Gathered(task.gather(&stages, states, advance)?.into_iter()),
             States::Copy => StageInputs::Gathered(task.gather(&stages, states, false)?.into_iter()),
         };
         let before = task.block.clone();
