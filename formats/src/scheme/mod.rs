@@ -34,7 +34,8 @@ pub enum Granularity {
 
 impl Granularity {
     /// The group size for rows of width `columns`: the longest runs of equal length in which all weights of a row have
-    /// one scale. In memory every row and group has its own scale, even if several share one.
+    /// one scale. In memory, a scale is stored for every row and group, so a scale that several of them share is
+    /// repeated.
     pub fn group_size(self, columns: usize) -> usize {
         match self {
             Self::Group(size) => size,
