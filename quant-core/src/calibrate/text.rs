@@ -152,13 +152,12 @@ fn read_plain(path: &Path, file: File) -> Result<String> {
     let mut bytes = Vec::new();
     file.take(MAX_FILE_BYTES).read_to_end(&mut bytes).map_err(|e| Error::io("read", path, e))?;
     // A byte-order mark is not part of the text.
-    if bytes.starts_with(BOM) {
-        bytes.drain(..BOM.len());
-    }
+    let skipped = if bytes.starts_with(BOM) { BOM.len() } else { 0 };
+    bytes.drain(..skipped);
     String::from_utf8(bytes).map_err(|e| Error::Text {
         path: path.to_owned(),
         line: None,
-        reason: format!("is not valid UTF-8 at byte {}", e.utf8_error().valid_up_to()),
+        reason: format!("is not valid UTF-8 at byte {}", skipped + e.utf8_error().valid_up_to()),
     })
 }
 

@@ -229,7 +229,8 @@ impl Writer<'_> {
             bytes: self.tensor.bytes(),
             keeps_codes,
             weighted: self.importance.is_some(),
-            method: self.factor.is_some().then(|| "gptq".to_owned()),
+            // Without importance, which Q8_0 does not use, values are encoded by the search.
+            method: (self.factor.is_some() && self.importance.is_some()).then(|| "gptq".to_owned()),
             relative_rms: (!keeps_codes).then(|| match squares.value {
                 0.0 => 0.0,
                 value => (squares.error / value).sqrt(),

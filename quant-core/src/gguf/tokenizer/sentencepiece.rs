@@ -57,7 +57,7 @@ pub(super) fn read(directory: &ModelDirectory, json: &Json, rows: usize) -> Resu
             path: json_path,
             line: None,
             reason: format!(
-                "has only {bytes} of the 256 byte tokens that llama.cpp needs for characters outside the vocabulary"
+                "has {bytes} byte tokens; llama.cpp needs 256, one per byte, for characters outside the vocabulary"
             ),
             remedy: "set ‹pre=none› to write a file without a tokenizer; programs that read it, including this one, \
                 need token IDs as input then"
