@@ -48,7 +48,6 @@ struct Stage {
 struct Timing {
     units: u64,
     done: u64,
-    started: Instant,
     /// The number of units that an earlier run finished, which pass quickly, and the time at which this run passed the
     /// last one.
     resumed: (u64, Instant),
