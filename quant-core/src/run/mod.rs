@@ -49,6 +49,7 @@ mod summary;
 mod texts;
 
 pub use crate::system::available_memory;
+pub use crate::wording::bytes;
 pub use gguf::{GgufDone, bits_per_weight, plan_gguf};
 pub use gguf_settings::GgufSettings;
 pub use host::{Catalog, Host, Nothing, Opened, open, open_with, prepared};
@@ -61,6 +62,6 @@ pub use settings::RecipeSettings;
 pub use steps::{StepTime, StepTimes};
 pub use summary::{
     Calibration, FullBatchLinears, GgufSummary, MIN_EXPERT_TOKENS, Output, QuantizeSummary, Replaced,
-    Summary, UndersampledExpert, UndersampledLinears, Worst, bytes,
+    Summary, UndersampledExpert, UndersampledLinears, Worst,
 };
 pub use texts::{BUILTIN, HELDOUT, Text, calibration, documents};
