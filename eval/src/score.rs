@@ -2,6 +2,7 @@
 
 use std::ops::Range;
 
+use quant_formats::wording::counted;
 use quant_formats::{CancelToken, Error, Event, Observer, Result};
 
 use crate::Window;
@@ -79,7 +80,7 @@ impl<'a> Panel<'a> {
     /// Creates a panel of one model, or of a reference and the models to compare with it.
     ///
     /// # Errors
-    /// When an output stage cannot be read, or the vocabularies differ.
+    /// When an output stage cannot be read, an engine's vocabulary is empty, or the vocabularies differ.
     pub(crate) fn new(origins: impl IntoIterator<Item = Origin<'a>>) -> Result<Self> {
         let with_output = |origin: Origin<'a>| {
             let output = origin.output()?;
@@ -250,6 +251,10 @@ pub(crate) fn require_finite(values: impl Iterator<Item = f64>) -> Result<()> {
         return Ok(());
     }
     Err(Error::Logits {
-        reason: format!("{bad} scored position(s) are NaN or infinite, because activations overflow"),
+        reason: format!(
+            "{} computed from them {} NaN or infinite",
+            counted(bad, "value"),
+            if bad == 1 { "is" } else { "are" }
+        ),
     })
 }

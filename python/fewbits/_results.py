@@ -377,7 +377,7 @@ class GateResult(Result):
 
     @property
     def verdict(self) -> str:
-        """``pass``, ``fail`` or ``inconclusive``."""
+        """The verdict: ``pass``, ``fail`` or ``inconclusive``."""
         return str(self._fields["verdict"])
 
     @property

@@ -189,7 +189,7 @@ def _settings(recipe: _Modifier | Sequence[_Modifier]) -> dict[str, Any]:
             f"the recipe has {len(schemes)} different schemes, but must have one",
             "set the same scheme= in its modifiers, or set it in only one of them",
         )
-    # The head stays float even if `ignore` does not list it.
+    # The head stays float in any case. Its name may differ, and a pattern that matches nothing is an error.
     settings["ignore"] = [name for name in ignore if name not in ("lm_head", "re:.*lm_head")]
     settings["scheme"] = schemes.pop()
     return settings

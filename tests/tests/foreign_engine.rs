@@ -305,8 +305,9 @@ impl LogitsModel for Ranged {
 impl LogitsBatch for Running<'_> {
     fn logits(&mut self, window: usize, positions: Range<usize>, out: &mut Vec<f32>) -> Result<(), Failure> {
         let (tokens, first) = &self.1[window];
-        for position in first + positions.start..first + positions.end {
-            out.extend(hashed(tokens[position], position, self.0.vocab));
+        let numbered = tokens.iter().enumerate().skip(first + positions.start);
+        for (position, &token) in numbered.take(positions.len()) {
+            out.extend(hashed(token, position, self.0.vocab));
         }
         self.0.asked.borrow_mut().push((window, positions));
         Ok(())

@@ -15,14 +15,15 @@ pub use run::anatomy;
 pub struct Anatomy {
     /// Number of windows that were run.
     pub windows: usize,
-    /// For each block, `‖h − h₀‖ / ‖h₀‖` of its output, over all positions.
+    /// For each block, `‖h − h₀‖ / ‖h₀‖` over all positions, where `h` is its output and `h₀` the reference's.
     pub block_errors: Vec<f64>,
-    /// Inputs of the linears, in order of blocks. An input is left out if the median of its channels is 0.
+    /// Inputs of the linears, in order of blocks. An input is left out if half of its channels or more are 0 in either
+    /// model.
     pub inputs: Vec<LinearInput>,
 }
 
-/// How uneven the channels of a linear's input are: the largest magnitude of every channel is found, and the ratio of
-/// the maximum to the median over channels is given.
+/// How uneven the channels of a linear's input are: the largest magnitude of any channel, divided by the median over
+/// the channels of their largest magnitudes.
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub struct LinearInput {

@@ -9,7 +9,7 @@ use quant_formats::{CancelToken, Result};
 use super::{Anatomy, LinearInput};
 use crate::EvaluationText;
 
-/// Number of windows to run, spread over the text.
+/// Maximum number of windows to run; they are spread over the text.
 const WINDOWS: usize = 4;
 
 /// The largest magnitude of every channel of every linear's input.

@@ -169,9 +169,9 @@ impl BlockType {
         self.elements == 1
     }
 
-    /// Encodes a row with the [reference](ScaleSearch::Reference) search. `importance`, which must be nonnegative, weights
-    /// the squared error of each element; only its ratios within a row matter. Floats, Q8_0, the ternary types and the
-    /// 4-bit floats ignore it.
+    /// Encodes a row with the [reference](ScaleSearch::Reference) search. `importance`, which must be nonnegative,
+    /// weights the squared error of each element; only its ratios within a row matter. Floats, Q8_0, the ternary types
+    /// and the 4-bit floats ignore it.
     ///
     /// # Panics
     /// When the lengths are inconsistent; see [`row_bytes`](Self::row_bytes).

@@ -94,7 +94,7 @@ impl ShardLayout {
         Ok(Self { shards, places, index: None, tensor_bytes })
     }
 
-    /// Names and lengths of all files: the shards, then the index if there is more than one shard.
+    /// Names and lengths of all files: the shards, then the index if there is one.
     pub fn files(&self) -> impl Iterator<Item = (&str, u64)> {
         let index = self.index.iter().map(|bytes| (INDEX, bytes.len() as u64));
         self.shards.iter().map(|s| (s.name.as_str(), s.bytes)).chain(index)
@@ -192,10 +192,13 @@ impl ShardFile {
         if tensors.len() > limits.tensors || text.len() as u64 > limits.header_bytes {
             return Err(Error::usage(
                 format!(
-                    "{name} would contain {} tensors, more than a safetensors header can describe",
-                    tensors.len()
+                    "{name} would contain {} tensors in a header of {} bytes; the limits are {} tensors and {} bytes",
+                    tensors.len(),
+                    text.len(),
+                    limits.tensors,
+                    limits.header_bytes
                 ),
-                "split the checkpoint into smaller shards",
+                "write smaller shards",
             ));
         }
         let mut header = (text.len() as u64).to_le_bytes().to_vec();

@@ -109,7 +109,7 @@ pub struct CheckpointWriter {
     tensors: HashMap<String, Progress>,
     files: BTreeMap<String, PublishedFile>,
     journal: WriteJournal,
-    /// All records.
+    /// All records of the caller, by key.
     records: BTreeMap<String, Value>,
     /// The records that are not in the journal yet.
     fresh_records: BTreeMap<String, Value>,
@@ -134,8 +134,8 @@ impl fmt::Debug for CheckpointWriter {
 /// The progress of a tensor.
 struct Progress {
     written: u64,
-    /// The digest of the bytes so far, while the tensor is incomplete and has some. A hasher has 2 kB, and a model can have
-    /// a hundred thousand tensors.
+    /// The digest of the bytes so far, while the tensor is incomplete and has some. A hasher takes 2 kB, and a model
+    /// can have a hundred thousand tensors.
     running: Option<Box<blake3::Hasher>>,
     /// The digest of all bytes of the tensor, once they are written.
     hash: Option<Digest256>,
@@ -153,6 +153,7 @@ impl CheckpointWriter {
     ///   interrupted job had a different request; the differing fields are listed.
     /// - [`Error::Locked`]: another writer works on the same target.
     /// - [`Error::DiskFull`]: the files and 2 % more do not fit.
+    /// - [`Error::Internal`]: the name or the shape of a tensor is invalid.
     /// - [`Error::Io`].
     pub fn create(target: &Path, tensors: Vec<TensorSpec>, options: WriteOptions) -> Result<Self> {
         Self::create_on(Arc::new(RealFileSystem), target, tensors, options)
@@ -304,7 +305,8 @@ impl CheckpointWriter {
     /// After resuming, files must be added again; only tensors are kept.
     ///
     /// # Errors
-    /// [`Error::Internal`] when the name is not a plain file name, or exists; [`Error::DiskFull`], [`Error::Io`].
+    /// [`Error::Internal`] when the name is not a plain file name or exists, or the target is a single file;
+    /// [`Error::DiskFull`], [`Error::Io`].
     pub fn add_file(&mut self, name: &str, bytes: &[u8]) -> Result<()> {
         self.refuse_with_single_file(name)?;
         self.check_file_name(name)?;

@@ -45,7 +45,7 @@ fn number(text: &str) -> Option<usize> {
 /// A requested scheme. Its symmetry may be left open, because it depends on the checkpoint format: engines prefer
 /// symmetric grids in some formats and support only asymmetric ones in others.
 ///
-/// Written like a [`LinearScheme`], without `-sym` or `-asym` if it is left open.
+/// It is written like a [`LinearScheme`], without `-sym` or `-asym` if the symmetry is left open.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct SchemeRequest {
     /// The format of the weight.

@@ -205,7 +205,7 @@ impl Planned {
 fn outcome(entry: &PlanEntry) -> String {
     match &entry.action {
         Action::Copy if entry.modified => "float, folded or rotated".into(),
-        Action::Copy => "as it is".into(),
+        Action::Copy => "unchanged".into(),
         Action::Rewrite { .. } => "float, possibly rescaled".into(),
         Action::Quantize { scheme, .. } => scheme.to_string(),
         Action::Repack { scheme, .. } => format!("{scheme}, same values"),
@@ -333,7 +333,7 @@ fn text(planned: &Planned, all: bool) -> String {
     text
 }
 
-/// Returns a table of the engines that load the checkpoint, by number of ranks, and the reasons of those that do not.
+/// Returns a table of whether each engine loads the checkpoint, per number of ranks, and the reasons why not.
 fn engines_text(outline: &Outline) -> String {
     // Engines with the same reason are grouped, and a reason is listed at the first rank count to which it applies.
     let mut reasons: Vec<(String, usize, Vec<&str>)> = Vec::new();

@@ -58,7 +58,7 @@ pub struct Args {
 }
 
 impl Args {
-    /// Whether the finished work of an interrupted run is stored next to the output, or in it with several formats.
+    /// Whether an interrupted run has stored finished work next to the output or, with several formats, inside it.
     pub fn has_job(&self) -> bool {
         let is_job = |path: &Path| path.extension() == Some(OsStr::new("job")) && path.is_dir();
         let mut own = self.output.clone().into_os_string();
@@ -180,7 +180,8 @@ pub(super) fn text(summary: &QuantizeSummary) -> String {
     if let Some(Calibration { tokens, tokens_counted, padding, few, all, .. }) = &summary.calibration {
         let (tokens, tokens_counted) = (*tokens, *tokens_counted);
         let share = 100.0 * tokens_counted as f64 / tokens.max(1) as f64;
-        text.push_str(&format!("calibrated on {tokens_counted} of {tokens} tokens ({share:.0} %)"));
+        let rest = if tokens_counted < tokens { "; the rest is masked" } else { "" };
+        text.push_str(&format!("calibrated on {tokens_counted} of {tokens} tokens ({share:.0} %{rest})"));
         text.push_str(&match padding {
             0 => "\n".to_owned(),
             some => format!("; {some} positions were padding\n"),

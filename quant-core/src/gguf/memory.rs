@@ -1,4 +1,4 @@
-//! The peak memory of a run that writes GGUF, estimated from shapes alone.
+//! The peak memory of a run that writes GGUF, estimated from shapes and dtypes.
 
 use std::collections::BTreeMap;
 
@@ -12,7 +12,7 @@ const PROGRAM: u64 = 128 << 20;
 /// Tokens that go through a block at a time, unless a window is longer.
 const CHUNK_TOKENS: u64 = 2048;
 
-/// What a run computes from a calibration text.
+/// The use of a calibration text in a run.
 #[derive(Debug, Clone, Copy)]
 pub struct Gathering {
     /// The windows of the text.
@@ -26,7 +26,7 @@ impl Gathering {
         (self.sampling.samples as u64).saturating_mul(self.sampling.length as u64)
     }
 
-    /// The hidden states of the batch, and the layout of its tokens.
+    /// The bytes of the batch's hidden states and of the layout of its tokens.
     fn states(&self, kind: &BlockKind<'_>, residence: Residence) -> u64 {
         let graph = kind.graph;
         let [before, after] = [graph.input(), graph.output()].map(|node| 4 * graph.width(node) as u64);
@@ -39,8 +39,8 @@ impl Gathering {
         (values + 16).saturating_mul(self.tokens())
     }
 
-    /// The values between linears, for the tokens that go through a block at a time, and the sums and Hessians of the
-    /// inputs of linears.
+    /// The bytes of the values between linears, for the tokens that go through a block at a time, and of the sums and
+    /// Hessians of the inputs of linears.
     fn step(&self, kind: &BlockKind<'_>) -> u64 {
         let graph = kind.graph;
         let widest: u64 = graph.linears().map(|(_, _, [n, k], _)| (n + k) as u64).max().unwrap_or(0);
@@ -88,7 +88,8 @@ pub fn peak_memory(model: &Model, gathering: Option<&Gathering>, residence: Resi
     with_program(step.saturating_add(importance))
 }
 
-/// The allocator keeps some memory of earlier steps.
+/// Adds the memory of the program, and an eighth of the step's, because the allocator keeps some memory of earlier
+/// steps.
 fn with_program(step: u64) -> u64 {
     step.saturating_add(step / 8).saturating_add(PROGRAM)
 }

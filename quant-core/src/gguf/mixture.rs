@@ -1,7 +1,8 @@
 //! Mixtures: which tensor gets which block type, under the names used by `llama-quantize`.
 //!
-//! A mixture is a base type and a list of rules with exceptions. The type of a tensor depends on its role, on its
-//! layer, on the number of query heads per key head, and on whether there is an importance matrix.
+//! A mixture is a base type and a list of rules for the tensors with other types. The type of a tensor depends on its
+//! role, on its layer, on the numbers of experts and of query heads per key head, and on whether there is an importance
+//! matrix.
 
 use super::families::GgufFamily;
 use crate::blocks::{
@@ -50,7 +51,7 @@ struct Rule(Role, When, &'static BlockType);
 pub struct Mixture {
     /// The name, as in `llama-quantize`.
     pub name: &'static str,
-    /// `general.file_type`.
+    /// The value of `general.file_type`.
     pub id: u32,
     /// The type of tensors without a rule.
     pub base: &'static BlockType,

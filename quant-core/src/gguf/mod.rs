@@ -104,7 +104,8 @@ impl GgufPlan {
         GgufArchive { file_name: file_name.to_owned(), metadata, in_parts }
     }
 
-    /// The inputs on which a run depends, except the contents of the checkpoint, which are checked during a resume.
+    /// The inputs on which a run depends, except the file's header and the contents of the checkpoint, which a resume
+    /// checks separately.
     pub fn fingerprint(
         &self,
         directory: &ModelDirectory,

@@ -129,8 +129,8 @@ impl GgufPlan {
     /// # Errors
     /// [`Error::Usage`] if llama.cpp does not support the family or a property of the model, a pattern matches nothing,
     /// a mixture needs an importance matrix, or rows do not fit their type; [`Error::NotRepackable`] if codes cannot be
-    /// kept; [`Error::Tokenizer`] if the tokenizer cannot be written; [`Error::InputFile`] if its pre-tokenizer is not
-    /// recognized.
+    /// kept; [`Error::Tokenizer`] if the tokenizer cannot be loaded; [`Error::InputFile`] if it cannot be written or
+    /// its pre-tokenizer is not recognized.
     pub fn new(model: &Model, directory: &ModelDirectory, request: GgufRequest) -> Result<Self> {
         let a = model.architecture();
         let is_held = |family: &&GgufFamily| a.wrapper.is_none() || family.is_text_of_larger;
@@ -213,7 +213,7 @@ impl GgufPlan {
     /// The specifications of all tensors, in file order.
     ///
     /// # Errors
-    /// Only if this crate has a bug.
+    /// [`Error::Internal`] if this crate has a bug.
     pub fn outputs(&self) -> Result<Vec<TensorSpec>> {
         self.tensors.iter().map(|t| GgufArchive::spec(&t.name, t.kind, &t.shape)).collect()
     }
@@ -291,7 +291,7 @@ fn drafts(model: &Model, family: &GgufFamily) -> Result<Vec<Draft>> {
     Ok(drafts)
 }
 
-/// The tensors of one block, in order of use. All experts share one tensor.
+/// The tensors of one block: in order of use, then those of experts, by name. All experts share one tensor.
 fn block(a: &Architecture, family: &GgufFamily, layer: usize, drafts: &mut Vec<Draft>) -> Result<()> {
     let mut experts: BTreeMap<String, Draft> = BTreeMap::new();
     for placed in layout::of_block(a, family, layer)? {
@@ -481,9 +481,12 @@ fn codes(model: &Model, draft: &Draft) -> Result<Option<(&'static BlockType, Sou
             }
         };
         if size == 0 || !size.is_multiple_of(32) || scheme.is_progressive() {
-            return Err(refuse(format!(
-                "{scheme} has groups that are not multiples of 32 inputs, or progressive scales"
-            )));
+            return Err(refuse(match scheme.is_progressive() {
+                true => format!("no GGUF type can store {scheme}, because its scales are progressive"),
+                false => {
+                    format!("no GGUF type can store {scheme}: groups of {size} are not a multiple of 32")
+                }
+            }));
         }
         if kind.is_some_and(|known: &BlockType| known != found) {
             return Err(refuse("the experts of one tensor have different schemes".into()));

@@ -1,4 +1,4 @@
-//! The peak memory of a plan, estimated from shapes alone.
+//! The peak memory of a plan, estimated without reading weights.
 
 use std::collections::BTreeMap;
 

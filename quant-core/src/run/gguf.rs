@@ -244,7 +244,8 @@ pub fn bits_per_weight(plan: &GgufPlan) -> f64 {
 /// Returns the plan of a GGUF file, and the size in bytes of the model's files.
 ///
 /// # Errors
-/// As [`RecipeSettings::gguf_request`], [`open`] and [`GgufPlan::new`].
+/// [`Error::Usage`] if `save_imatrix` is set; as [`RecipeSettings::gguf_request`], [`open`], [`Importance::read`] and
+/// [`GgufPlan::new`].
 pub fn plan_gguf(model: &Path, settings: &RecipeSettings, host: &Host<'_>) -> Result<(GgufPlan, u64)> {
     if settings.gguf.save_imatrix.is_some() {
         return Err(Error::usage(

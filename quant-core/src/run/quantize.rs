@@ -1,4 +1,4 @@
-//! The entry point of a run: what `quant quantize` does.
+//! The entry point of a run, which `quant quantize` calls.
 
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
@@ -25,7 +25,7 @@ use crate::{Error, Event, Result};
 /// With fewer tokens, the result of a search depends on chance.
 const FEW_TOKENS: usize = 256;
 
-/// What to quantize, how, and where the result is written.
+/// A request: the model, the settings, and the destination of the result.
 #[derive(Debug, Clone, Default)]
 pub struct QuantizeRequest {
     /// A model directory, a GGUF file, or a name in the host's catalog.
@@ -33,7 +33,7 @@ pub struct QuantizeRequest {
     /// The directory to write; several formats get one subdirectory each. A path that ends in `.gguf` is written as a
     /// file if that is the format.
     pub output: PathBuf,
-    /// How to quantize it.
+    /// The settings of the quantization.
     pub settings: RecipeSettings,
     /// Steps, methods and formats of the calling program, which the settings and a recipe file may name.
     pub extensions: Extensions,
@@ -41,7 +41,8 @@ pub struct QuantizeRequest {
     pub calibration: Option<Text>,
     /// Where to write the maxima of all input channels (safetensors).
     pub save_channel_maxima: Option<PathBuf>,
-    /// How much memory the run may use. Beyond that, hidden states are kept in files next to the output.
+    /// The memory that the run may use. If it is predicted to need more, hidden states are kept in files next to the
+    /// output.
     pub memory_budget: MemoryBudget,
     /// Whether an existing output is replaced once the new one is complete.
     pub force: bool,
@@ -138,7 +139,10 @@ impl<'a> QuantizeJob<'a> {
         settings.gguf.refuse()?;
         if is_gguf_name(&request.output) {
             return Err(Error::usage(
-                format!("{} has the name of a GGUF file, but another format", request.output.display()),
+                format!(
+                    "{} has the name of a GGUF file, but the format is not gguf",
+                    request.output.display()
+                ),
                 "set ‹format=gguf›, or choose an output whose name does not end in .gguf",
             ));
         }

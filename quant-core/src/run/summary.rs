@@ -31,7 +31,7 @@ pub struct QuantizeSummary {
     pub method: String,
     /// Bytes of the model's tensors.
     pub bytes_before: u64,
-    /// Which part of the calibration batch was counted, if not all of it.
+    /// The use of the calibration batch, if not all of it was counted, or experts saw few or all of its tokens.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub calibration: Option<Calibration>,
     /// The checkpoints, one per format.
@@ -99,7 +99,7 @@ pub struct FullBatchLinears {
 }
 
 impl FullBatchLinears {
-    /// Summarizes the numbers of tokens routed to each of them.
+    /// Summarizes the linears, given the number of tokens routed to each; `None` without linears.
     fn of(routed: impl Iterator<Item = u64> + Clone) -> Option<Self> {
         Some(Self { least_routed: routed.clone().min()?, linears: routed.count() })
     }
@@ -143,7 +143,7 @@ impl UndersampledLinears {
 
     /// Summarizes the numbers of tokens that each linear saw.
     fn of(seen: &[(String, u64)]) -> Option<Self> {
-        // Without experts all linears see the same number of tokens.
+        // Without experts, all linears see the same number of tokens.
         let enough = MIN_EXPERT_TOKENS.min(seen.iter().map(|(_, tokens)| *tokens).max()?);
         let below: Vec<_> = seen.iter().filter(|(_, tokens)| *tokens < enough).collect();
         let mut experts: Vec<UndersampledExpert> = Vec::new();
@@ -270,7 +270,7 @@ impl Output {
     }
 }
 
-/// Returns which part of the calibration batch was counted, if not all of it.
+/// Returns the use of the calibration batch, if not all of it was counted, or experts saw few or all of its tokens.
 fn calibration(report: &QuantReport) -> Option<Calibration> {
     let batch = report.calibration.as_ref()?;
     let (tokens, padding) = (batch.tokens, batch.padding);

@@ -1,8 +1,8 @@
 //! Merging: the results of all units become a checkpoint.
 //!
 //! Nothing is computed. Each result is verified while its tensors are copied into the staging directory of the
-//! checkpoint, together with their reports. From there on, it is a run in which every tensor is finished already: the
-//! pipeline compares the report of each tensor with the model, and the writer verifies and publishes the checkpoint.
+//! checkpoint, together with their reports. The rest is a run in which every tensor is finished already: the pipeline
+//! compares the report of each tensor with the model, and the writer verifies and publishes the checkpoint.
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -120,8 +120,8 @@ impl UnitJob {
         Ok(())
     }
 
-    /// Fails unless the weights that units passed hidden states through are those that other units rounded, and which
-    /// the pipeline compares with the model.
+    /// Fails if units passed hidden states through weights other than those in the reports, which the pipeline compares
+    /// with the model.
     fn compare_sources(&self, writer: &CheckpointWriter) -> Result<()> {
         let reported = |stored: &str| {
             let entry = self.plan.entries.iter().find(|entry| entry.stored == stored)?;
@@ -134,7 +134,11 @@ impl UnitJob {
                 let expected = known.entry(stored.clone()).or_insert_with(|| reported(&stored));
                 if expected.as_ref().is_some_and(|expected| *expected != sha256) {
                     return Err(Error::usage(
-                        format!("the unit `{}` has read a different tensor `{stored}`", unit.id),
+                        format!(
+                            "the unit `{}` has read a tensor `{stored}` whose contents differ from those that were \
+                             quantized",
+                            unit.id
+                        ),
                         "create a new job, and give all workers the same model",
                     ));
                 }

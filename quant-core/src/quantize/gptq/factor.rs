@@ -30,10 +30,10 @@ const ATTEMPTS: u32 = 8;
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum FactorError {
-    /// Inputs were NaN or infinite, or their squares overflow.
-    #[error("channel {channel} of the input, or its square, becomes NaN or infinite on the calibration text")]
+    /// Inputs were NaN or infinite, or the sum of their squares overflows.
+    #[error("the sum of squares of input channel {channel} is NaN or infinite")]
     NonFinite {
-        /// The first channel with such inputs.
+        /// The first such channel.
         channel: usize,
     },
     /// The Hessian was not positive definite even with the maximum damping.
@@ -69,7 +69,8 @@ impl Factor {
     /// 0 on the diagonal. Its column is rounded to nearest, since its errors neither can nor need to be compensated.
     ///
     /// # Errors
-    /// When inputs were not finite, or no damping helps.
+    /// [`FactorError::NonFinite`] when a channel's sum of squares is not finite; [`FactorError::Indefinite`] when no
+    /// damping helps.
     pub fn new(hessian: &Hessian, columns: Vec<usize>, damping: f64) -> Result<Self, FactorError> {
         let k = hessian.channels();
         let diagonal = hessian.diagonal();

@@ -111,7 +111,7 @@ pub struct GptqSettings {
 }
 
 impl GptqSettings {
-    /// Larger blocks would only take more time.
+    /// The maximum block size: larger blocks would only take more time.
     const MAX_BLOCK_SIZE: usize = 4096;
 
     /// The keys of these settings, for recipe files, requests and the command line.
