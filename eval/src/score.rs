@@ -11,8 +11,10 @@ use crate::vocabulary::{Output, Source, Sums, pass};
 /// Maximum number of tokens that go through a model at a time, unless a single window is longer.
 const BATCH_TOKENS: usize = 2048;
 /// Maximum number of windows on which the noise floor is measured.
+#[cfg(feature = "decoders")]
 const NOISE_WINDOWS: usize = 8;
 /// Seed of the noise.
+#[cfg(feature = "decoders")]
 const NOISE_SEED: u64 = 0;
 
 /// A model as a panel runs it.
@@ -34,6 +36,7 @@ pub(crate) trait Runner<'a> {
     }
 
     /// The same model with noise from this seed on its blocks' outputs; `None` for a model without blocks.
+    #[cfg(feature = "decoders")]
     fn disturbed(&self, _seed: u64) -> Option<Origin<'a>> {
         None
     }
@@ -54,8 +57,10 @@ pub(crate) trait StageInputs {
 }
 
 /// Inputs that are in memory, and their width.
+#[cfg(feature = "decoders")]
 pub(crate) struct InMemory(pub(crate) Vec<f32>, pub(crate) usize);
 
+#[cfg(feature = "decoders")]
 impl StageInputs for InMemory {
     fn at(&mut self, positions: Range<usize>) -> Result<&[f32]> {
         Ok(&self.0[positions.start * self.1..positions.end * self.1])

@@ -41,6 +41,7 @@ pub(crate) trait Output: Sync {
     fn width(&self) -> usize;
 
     /// Converts hidden states to the inputs of this stage.
+    #[cfg(feature = "decoders")]
     fn inputs(&self, hidden: Vec<f32>) -> Result<Vec<f32>> {
         Ok(hidden)
     }
