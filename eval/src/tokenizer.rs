@@ -54,7 +54,7 @@ pub trait Tokenizer: fmt::Debug {
         None
     }
 
-    /// SHA-256 of the tokenizer's file in hexadecimal, which results store; empty if there is none.
+    /// SHA-256 of the tokenizer's file in hexadecimal, which results store; empty without a file.
     fn sha256(&self) -> &str {
         ""
     }

@@ -2,7 +2,7 @@
 
 use maud::Markup;
 
-/// The report of a quantization. There is none without the feature `decoders`.
+/// The report of a quantization. Without the feature `decoders`, it has no values.
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum QuantReport {}
