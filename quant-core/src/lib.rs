@@ -43,6 +43,7 @@ pub mod calibrate;
 pub mod engines;
 pub mod generate;
 pub mod gguf;
+mod keys;
 pub mod model;
 pub mod pipeline;
 pub mod quantize;
