@@ -1,5 +1,5 @@
-"""What the records of Python benchmarks share: the header with the machine, and the name of the files, both in the form
-that `cargo xtask` uses.
+"""The common code of the Python benchmarks that write records: the header with the machine, and the names of the files,
+both in the form that `cargo xtask` uses.
 """
 
 import csv

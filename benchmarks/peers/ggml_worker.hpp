@@ -69,7 +69,7 @@ struct Cpu {
         set_threads(backend, threads);
         ggml_threadpool_params params = ggml_threadpool_params_default(threads);
         pool = function<decltype(&ggml_threadpool_new)>("ggml_threadpool_new")(&params);
-        // This function is not available by name, but it is in the loaded library.
+        // The backend does not list this function, but its library exports it.
         void * library = dlopen(variant().c_str(), RTLD_NOW | RTLD_NOLOAD);
         require(library, "the library of the CPU backend is not loaded");
         pause = reinterpret_cast<decltype(pause)>(dlsym(library, "ggml_threadpool_pause"));

@@ -38,7 +38,7 @@ impl Code {
 /// The first address, far from those of the host and of the interpreter.
 const FIRST: u64 = 0x7000_0000_0000;
 const ALIGN: u64 = 256;
-/// The size of a kernel's dynamic shared memory by default, and the maximum.
+/// The default limit on a kernel's dynamic shared memory in bytes; [`MAX_SHARED`] is the highest that can be set.
 const DEFAULT_SHARED: u32 = 48 * 1024;
 pub(crate) const MAX_SHARED: u32 = 227 * 1024;
 /// The size of the device's memory in bytes.

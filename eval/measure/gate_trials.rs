@@ -29,8 +29,9 @@ use quant_evaluator::{
 
 const POLICY: &str = "schema = \"quant-gate-policy/1\"\n[[non_inferiority]]\nmetric = \"perplexity\"\nagainst = \
                       \"baseline\"\nmargin = 0.005\n";
-/// The perplexity increase of a planted regression, and its tolerance.
+/// The relative perplexity increase of a planted regression.
 const REGRESSION: f64 = 0.01;
+/// The tolerance of that increase, as a fraction of it.
 const NEAR: f64 = 0.03;
 const WINDOW: usize = 512;
 /// Windows per trial.

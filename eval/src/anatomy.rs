@@ -11,7 +11,7 @@ use quant_core::{CancelToken, Result};
 
 use crate::EvaluationText;
 
-/// Number of windows to run, spread over the text.
+/// Maximum number of windows to run; they are spread over the text.
 const WINDOWS: usize = 4;
 
 /// Differences between two models, block by block.
@@ -20,14 +20,15 @@ const WINDOWS: usize = 4;
 pub struct Anatomy {
     /// Number of windows that were run.
     pub windows: usize,
-    /// For each block, `‖h − h₀‖ / ‖h₀‖` of its output, over all positions.
+    /// For each block, `‖h − h₀‖ / ‖h₀‖` over all positions, where `h` is its output and `h₀` the reference's.
     pub block_errors: Vec<f64>,
-    /// Inputs of the linears, in order of blocks. An input is left out if the median of its channels is 0.
+    /// Inputs of the linears, in order of blocks. An input is left out if half of its channels or more are 0 in either
+    /// model.
     pub inputs: Vec<LinearInput>,
 }
 
-/// How uneven the channels of a linear's input are: the largest magnitude of every channel is found, and the ratio of
-/// the maximum to the median over channels is given.
+/// How uneven the channels of a linear's input are: the largest magnitude of any channel, divided by the median over
+/// the channels of their largest magnitudes.
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub struct LinearInput {

@@ -1,4 +1,4 @@
-//! Which of several models is closest to the reference.
+//! Finds which of several models is closest to the reference.
 
 use crate::Estimate;
 use crate::statistics::{degrees_of_freedom, student};

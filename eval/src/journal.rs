@@ -65,7 +65,7 @@ impl<T: Measured> Journal<T> {
             Err(TryLockError::WouldBlock) => {
                 return Err(Error::Locked {
                     path: path.to_owned(),
-                    holder: "which holds a lock on the journal".into(),
+                    holder: "an evaluation with the same journal".into(),
                 });
             }
             Err(TryLockError::Error(e)) => return Err(fault(e)),
@@ -119,7 +119,8 @@ fn checksum(window: usize, line: &str) -> String {
 fn other(path: &Path, what: &str) -> Error {
     Error::usage(
         format!("{} is {what}", path.display()),
-        "run with the options that it was created with, remove the file, or set ‹journal› to a different file",
+        "remove the file, or set ‹journal› to a different file; a journal can be continued only with the options that \
+         it was created with",
     )
 }
 

@@ -32,7 +32,8 @@ pub fn log_likelihoods(
         check(decoder, window).map_err(|reason| {
             Error::usage(
                 format!("request {number}: {reason}"),
-                "shorten the request, or add context before it",
+                "give at least one token of context and one to score, all of them in the vocabulary, and at most as many \
+                 as the model was loaded for",
             )
         })?;
     }

@@ -113,7 +113,7 @@ pub struct SchemeShare {
     pub linears: usize,
 }
 
-/// A text.
+/// The text on which models were evaluated.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 #[non_exhaustive]
@@ -203,7 +203,7 @@ impl Evaluation {
         }
         if self.window_tokens.len() != self.windows || self.window_tokens.contains(&0) {
             return Err(format!(
-                "has {} windows, but {} entries in `window_tokens`, all of which must be positive",
+                "must have one positive entry in `window_tokens` for each of {} windows, but has {} entries",
                 self.windows,
                 self.window_tokens.len()
             ));
@@ -341,7 +341,8 @@ impl Divergence {
         let rising = [q.median, q.p90, q.p99, q.p999, q.max].map(|q| q.value);
         if !rising.iter().all(|v| v.is_finite() && *v >= 0.0) || !rising.is_sorted() {
             return Err(
-                "has `comparison.kl_quantiles` that are not finite, nonnegative and increasing".into()
+                "has `comparison.kl_quantiles` that are not finite, nonnegative and in ascending order"
+                    .into(),
             );
         }
         let ordered = |q: &Quantile| match (q.low, q.high) {
@@ -407,7 +408,7 @@ fn check_estimate(name: &str, estimate: Estimate, min: f64) -> Result<(), String
     if estimate.mean.is_finite() && estimate.mean >= min && error_fits {
         return Ok(());
     }
-    Err(format!("has an invalid `{name}`: {} ± {:?}", estimate.mean, estimate.standard_error))
+    Err(format!("has an invalid `{name}`: {estimate}"))
 }
 
 /// Whether a number is an integer, except for rounding.

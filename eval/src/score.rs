@@ -2,6 +2,7 @@
 
 use candle_core::Tensor;
 use quant_core::model::Decoder;
+use quant_core::wording::counted;
 use quant_core::{CancelToken, Error, Event, Observer, Result};
 
 use crate::noise::disturb;
@@ -15,7 +16,7 @@ const NOISE_WINDOWS: usize = 8;
 /// Seed of the noise.
 const NOISE_SEED: u64 = 0;
 
-/// The source of hidden states.
+/// The source of the output stage's inputs.
 #[derive(Clone, Copy)]
 pub(crate) enum Origin<'a> {
     /// A model.
@@ -116,7 +117,7 @@ impl<'a> Panel<'a> {
     /// Creates a panel of one model, or of a reference and the models to compare with it.
     ///
     /// # Errors
-    /// When a head cannot be read, or the vocabularies differ.
+    /// When a head cannot be read, an engine's vocabulary is empty, or the vocabularies differ.
     pub(crate) fn new(origins: impl IntoIterator<Item = Origin<'a>>) -> Result<Self> {
         let with_output = |origin: Origin<'a>| Ok((origin, origin.output()?));
         let origins = origins.into_iter().map(with_output).collect::<Result<Vec<_>>>()?;
@@ -141,8 +142,8 @@ impl<'a> Panel<'a> {
         self
     }
 
-    /// Also measures the noise floor of the first model, on some of the `windows` windows, spread over the text. Has no
-    /// effect unless the first model is a [`Decoder`].
+    /// Measures the noise floor of the first model as well, on some of the `windows` windows, spread over the text. If
+    /// the first model is not a [`Decoder`], this has no effect.
     pub(crate) fn with_floor(mut self, windows: usize) -> Self {
         if let Some((Origin::Model(decoder), _)) = self.origins.first() {
             let some = windows.min(NOISE_WINDOWS);
@@ -283,6 +284,10 @@ pub(crate) fn require_finite(values: impl Iterator<Item = f64>) -> Result<()> {
         return Ok(());
     }
     Err(Error::Logits {
-        reason: format!("{bad} scored position(s) are NaN or infinite, because activations overflow"),
+        reason: format!(
+            "{} computed from them {} NaN or infinite",
+            counted(bad, "value"),
+            if bad == 1 { "is" } else { "are" }
+        ),
     })
 }

@@ -102,7 +102,9 @@ impl StoredReference {
             )));
         }
         if offset < PRELUDE || offset.checked_add(length) != Some(metadata.len()) {
-            return Err(fault("is truncated: the header does not end at the end of the file".into()));
+            return Err(fault(
+                "is incomplete or damaged: the header does not end at the end of the file".into(),
+            ));
         }
         let mut bytes = vec![0; length as usize];
         system::read_exact_at(&file, &mut bytes, offset).map_err(io)?;
@@ -153,7 +155,7 @@ impl StoredReference {
         &self.header.model
     }
 
-    /// Returns the noise floor of that model on these windows.
+    /// Returns the noise floor of that model, measured on some of the windows.
     pub fn noise_floor(&self) -> &NoiseFloor {
         &self.header.noise_floor
     }
@@ -249,8 +251,8 @@ impl Sizes {
     }
 }
 
-/// Scores a text with a model, and stores the data that later comparisons with the model need. `about` identifies the
-/// program, the model and the text.
+/// Scores a text with a model, and stores the data that later comparisons with the model need. `tool`, `model` and
+/// `name` identify the program, the model and the text.
 ///
 /// States are written to a temporary file while the model runs. The file is renamed to its final name when it is
 /// complete.

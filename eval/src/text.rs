@@ -112,8 +112,9 @@ impl EvaluationText {
     /// all are kept, with a [note](Self::notes). `origin` names the documents in messages.
     ///
     /// # Errors
-    /// When the text does not fill one window; when overlapping windows would read too many tokens; when WikiText-2 is requested and this is a different text; when the rule needs a token that the
-    /// tokenizer does not name.
+    /// [`Error::Usage`] if WikiText-2 is requested and this is a different text. [`Error::InputFile`] if the text is
+    /// too short for the rule, overlapping windows would read too many tokens, or the rule needs a token that the
+    /// tokenizer's configuration does not name. Errors of the tokenizer.
     pub fn new(
         tokenization: &Tokenization<'_>,
         documents: &[String],

@@ -79,7 +79,7 @@ pub enum Error {
     Usage {
         /// The problem with the request.
         message: String,
-        /// What the user can request instead.
+        /// The request to make instead.
         remedy: Remedy,
     },
     /// A pattern of the settings `ignore` or `override` that matches no linear.
@@ -117,20 +117,20 @@ pub enum Error {
         tensor: String,
     },
 
-    /// The directory holds no safetensors checkpoint.
+    /// The path is not a directory with a safetensors checkpoint.
     #[error("{} {}", path.display(), no_checkpoint(reason))]
     NoCheckpoint {
-        /// The directory that was searched.
+        /// The path that was searched.
         path: PathBuf,
         /// The reason, for example the missing file.
         reason: String,
     },
-    /// The directory holds only pickle files, which execute code when they are read.
+    /// The directory's weights are only in pickle files, which can execute code when they are read.
     #[error("{} contains only pickle weights ({}), which are not read", path.display(), files.join(", "))]
     PickleOnly {
         /// The model directory.
         path: PathBuf,
-        /// The pickle files that were found.
+        /// The names of the first few pickle files.
         files: Vec<String>,
     },
     /// A safetensors file violates the format.
@@ -142,7 +142,7 @@ pub enum Error {
         source: Box<HeaderError>,
     },
     /// `model.safetensors.index.json` is malformed, or inconsistent with the shards.
-    #[error("{}: {reason}", path.display())]
+    #[error("{}", about_file(path, None, reason))]
     Index {
         /// The index file.
         path: PathBuf,
@@ -157,14 +157,14 @@ pub enum Error {
         /// The tensor's name.
         tensor: String,
     },
-    /// A tensor's shape is inconsistent with the configuration.
-    #[error("{}: tensor `{tensor}` has shape {got:?}, but config.json implies {expected:?}", path.display())]
+    /// A tensor does not have the shape that the configuration or another tensor implies.
+    #[error("{}: tensor `{tensor}` has shape {got:?}, expected {expected:?}", path.display())]
     TensorShape {
         /// The shard.
         path: PathBuf,
         /// The tensor's name.
         tensor: String,
-        /// The shape that the configuration implies.
+        /// The shape that the configuration or another tensor implies.
         expected: Vec<usize>,
         /// The shape in the file.
         got: Vec<usize>,
@@ -191,18 +191,18 @@ pub enum Error {
         /// The reason, as the end of a sentence that begins with the key.
         reason: String,
     },
-    /// The model's architecture is unknown.
+    /// The model's architecture is not supported.
     #[error("{}: architecture `{}` is not supported{}", path.display(), printable(found), list_differences(nearest, differences))]
     UnknownArchitecture {
-        /// The file.
+        /// The file that names the architecture.
         path: PathBuf,
-        /// The architecture that it names.
+        /// The architecture as named there.
         found: String,
         /// The most similar supported architecture, if one is similar.
         nearest: Option<&'static str>,
         /// The unsupported features of the model, one line each.
         differences: Vec<String>,
-        /// The supported families.
+        /// The supported architectures.
         known: Vec<&'static str>,
     },
     /// A checkpoint uses the tensor names of two layouts.
@@ -228,7 +228,7 @@ pub enum Error {
     UnsupportedQuantization {
         /// The file that specifies it.
         path: PathBuf,
-        /// The unsupported feature, including the key.
+        /// The unsupported feature or invalid value, including its key or tensor.
         reason: String,
     },
     /// A quantized weight cannot be written in another format without changing it.
@@ -238,10 +238,10 @@ pub enum Error {
         path: PathBuf,
         /// The linear.
         module: String,
-        /// What the format cannot represent.
+        /// The property of the weight that the format cannot represent.
         reason: String,
     },
-    /// `tokenizer.json` is missing, unusable, or does not match the model.
+    /// A tokenizer file is missing, unusable, or does not match the model.
     #[error("{}", about_file(path, None, reason))]
     Tokenizer {
         /// The file.
@@ -285,7 +285,7 @@ pub enum Error {
     /// Something that is not present locally cannot be fetched.
     #[error("{what} is not available: {reason}")]
     Unavailable {
-        /// What was requested.
+        /// The requested object.
         what: String,
         /// The reason why it is not available.
         reason: String,
@@ -297,7 +297,7 @@ pub enum Error {
     Memory {
         /// The purpose of the memory.
         what: String,
-        /// The amount, if known.
+        /// The size in bytes, if known.
         bytes: Option<u64>,
     },
     /// A run needs more memory than it may use, even if everything that can be moved to files is moved.
@@ -305,9 +305,9 @@ pub enum Error {
     MemoryBudget {
         /// The smallest budget in bytes that suffices.
         needed: u64,
-        /// The budget, if one was set.
+        /// The budget in bytes, if one was set.
         budget: Option<u64>,
-        /// The memory that is available, if that is the limit.
+        /// The available memory in bytes, if that is the limit.
         available: Option<u64>,
     },
     /// An input tensor has the same name as an output tensor of a different linear.
@@ -327,7 +327,7 @@ pub enum Error {
         path: PathBuf,
         /// The reason, including the line or the key.
         reason: String,
-        /// What the user can do about it.
+        /// The action that the user can take.
         remedy: Remedy,
     },
     /// The named text is neither a file nor a known set.
@@ -345,7 +345,7 @@ pub enum Error {
         path: PathBuf,
         /// Bytes needed.
         needed: u64,
-        /// Bytes available.
+        /// Bytes available; 0 if unknown.
         free: u64,
     },
     /// Another process works on the same output.
@@ -353,7 +353,7 @@ pub enum Error {
     Locked {
         /// The job directory, journal or cache.
         path: PathBuf,
-        /// The process that holds the lock.
+        /// A description of the process that holds the lock.
         holder: String,
     },
     /// The data read back differs from what was written.
@@ -432,7 +432,7 @@ impl From<candle_core::Error> for Error {
     }
 }
 
-/// Lists linears, one line for those that differ only in the index of the block.
+/// Lists linears, with one line for those whose names differ only in numbers.
 fn list_indivisible(offenders: &[Indivisible]) -> String {
     let mut kinds: Vec<(String, &Indivisible, usize)> = Vec::new();
     for offender in offenders {

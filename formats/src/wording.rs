@@ -94,8 +94,29 @@ pub fn counted(number: usize, noun: &str) -> String {
 }
 
 /// Verbs with which a reason continues a sentence about its file.
-const VERBS: [&str; 12] = [
-    "is", "has", "does", "was", "holds", "contains", "cannot", "must", "needs", "names", "refers", "declares",
+const VERBS: [&str; 22] = [
+    "is",
+    "has",
+    "does",
+    "was",
+    "holds",
+    "contains",
+    "cannot",
+    "must",
+    "needs",
+    "names",
+    "refers",
+    "declares",
+    "adds",
+    "copies",
+    "ends",
+    "exceeds",
+    "fails",
+    "makes",
+    "overflows",
+    "produces",
+    "renders",
+    "uses",
 ];
 
 /// Returns a message about a file. A reason that begins with a verb continues the sentence, any other reason follows a

@@ -51,7 +51,7 @@ fields!(qz1_linear, scheme);
 /// Reads a string of the caller.
 ///
 /// # Safety
-/// It must end with a zero byte, and must not change during the call.
+/// If `at` is not null, the string must end with a zero byte, and must not change during the call.
 unsafe fn text<'a>(at: *const c_char, what: &'static str) -> Result<&'a CStr, Fault> {
     if at.is_null() {
         return Err(Fault::part(qz1_status::Null, what, "null pointer"));
@@ -229,8 +229,8 @@ pub unsafe extern "C" fn qz1_tensor_free(tensor: *mut qz1_tensor) {
 }
 
 /// The weight in the form that `qz1_layout_of` and `qz1_pack` take. Fills `out`, whose `struct_size` must be set by the
-/// caller. The memory that `out` points to belongs to the tensor. Packing copies it, so packed weights remain valid
-/// when the tensor is freed.
+/// caller. The pointers in `out` point to memory of the tensor. Packing copies it, so packed weights remain valid when
+/// the tensor is freed.
 ///
 /// # Safety
 /// Same as for `qz1_layout_of`.

@@ -242,9 +242,9 @@ pub unsafe extern "C" fn qz1_kv_read(
 }
 
 /// Quantizes `m` tokens and appends them after the `tokens` of each list, with one list per key-value head. `keys` and
-/// `values` are `[m, lists_len, head_dim]`; `pages` is a whole number of pages. Lists must already contain the pages
-/// for the new tokens, and each of these pages only once. If a number is NaN or its magnitude exceeds 65504, the call
-/// fails and nothing is written. The caller must increase `tokens` afterwards.
+/// `values` are `[m, lists_len, head_dim]`; `pages_len` is a multiple of `page_bytes`. Lists must already contain the
+/// pages for the new tokens, and each of these pages only once. If a number is NaN or its magnitude exceeds 65504, the
+/// call fails and nothing is written. The caller must increase `tokens` afterwards.
 ///
 /// # Safety
 /// Same as for `qz1_layout_of`.

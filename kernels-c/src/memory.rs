@@ -244,7 +244,7 @@ impl Scope {
         at: *const T,
         what: &'static str,
     ) -> Result<T, Fault> {
-        // SAFETY: this function has the safety contract of both functions that it calls.
+        // SAFETY: this function has the safety contract of both unsafe functions that it calls.
         unsafe {
             let size = size_at(at, what)?;
             self.check(at, size, false, what)?;

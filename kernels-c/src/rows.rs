@@ -65,7 +65,7 @@ pub struct qz1_residual {
 pub struct qz1_static_scale {
     /// `sizeof(qz1_static_scale)`
     pub struct_size: u32,
-    /// Positive and finite.
+    /// Positive and finite, with a finite inverse.
     pub scale: f32,
     /// −128 to 127; values other than 0 require a layout with sums.
     pub zero: i32,

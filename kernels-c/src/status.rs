@@ -33,7 +33,7 @@ pub enum qz1_status {
     Memory = 8,
     /// A required pointer is null.
     Null = 32,
-    /// A pointer is not aligned to its type.
+    /// A pointer, a device address or a stride is not a multiple of its alignment.
     Misaligned = 33,
     /// A structure has a size that no version of it has, sets fields that this library does not know, or has a reserved
     /// field that is not 0.

@@ -44,7 +44,7 @@ pub struct qz1_weights {
     pub n: usize,
     /// Input features.
     pub k: usize,
-    /// Input features that share a scale: a divisor of `k`, or `k` for one scale per row.
+    /// Input features that share a scale: a divisor of `k`; `k` itself for one scale per row.
     pub group_size: usize,
     /// `[n, k]`, one code per byte.
     pub codes: *const u8,

@@ -41,7 +41,7 @@ fn threads_and_processes_share_weights() {
     runs("processes");
 }
 
-/// Compile each header alone, with no include before it.
+/// Each header compiles alone, with no include before it.
 #[test]
 #[cfg(unix)]
 fn the_header_is_c_and_cpp() {

@@ -99,7 +99,7 @@ impl FloatFormat {
     }
 
     /// The nearest value of the format, ties to even (in IQ4 up), saturating: `value(code(x))`. NaN becomes the largest
-    /// value.
+    /// value or, if its sign bit is set and the format is not IQ4, the negative of it.
     #[inline(always)]
     pub fn round(self, x: f32) -> f32 {
         match self {
@@ -109,8 +109,8 @@ impl FloatFormat {
         }
     }
 
-    /// The code of the nearest value, ties to even (in IQ4 up), saturating. NaN becomes the code of the largest
-    /// value; callers reject values that are not finite.
+    /// The code of the nearest value, ties to even (in IQ4 up), saturating. NaN becomes the code that
+    /// [`round`](Self::round) defines; callers reject values that are not finite.
     #[inline(always)]
     pub fn code(self, x: f32) -> u8 {
         match self {

@@ -42,7 +42,9 @@ fn check(layout: &Layout, panel: &[u8]) -> Result<(), KernelError> {
                 let is_filler = by == 0.0 && global == 0.0;
                 let fits = global > 0.0 && global.is_finite() && by.is_normal() && by == factor(global);
                 if !is_filler && !fits {
-                    return Err(KernelError::Scheme("a global scale is not positive and finite"));
+                    return Err(KernelError::Scheme(
+                        "a global scale is not positive and finite, or so small that 256 divided by it overflows",
+                    ));
                 }
             }
         }

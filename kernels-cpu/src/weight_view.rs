@@ -349,7 +349,7 @@ impl<'a> WeightView<'a> {
         self.zeros.is_some()
     }
 
-    /// The stored zero points of some rows, in the order of [`scales`](Self::scales); `None` for a symmetric grid.
+    /// The stored zero points of some rows, in the order of [`scales`](Self::scales); `None` if none are stored.
     ///
     /// # Panics
     /// When `rows` is out of range.

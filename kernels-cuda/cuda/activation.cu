@@ -314,7 +314,7 @@ INLINE void add_up(int sum, int at, int k, int *sums, int *segments) {
 // x, up, residual: [m, stride] of ELEMENT, strides in elements; weight: [k] of WEIGHT.
 // codes: [m, code_stride]; the stride and the address are multiples of 16 bytes.
 // scales: [m]; with STATIC each is the given scale, or NaN.
-// row_sums: [m]; group_sums: [m, ⌈k / group⌉]; both may be null.
+// row_sums: [m], may be null; group_sums: [m, ⌈k / group⌉], may be null if GROUP is 0.
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     activation(const element_t *x, const element_t *up, element_t *residual, const weight_t *weight, u8 *codes, float *scales,
                int *row_sums, int *group_sums, u64 x_stride, u64 up_stride, u64 residual_stride, u64 code_stride, int k,

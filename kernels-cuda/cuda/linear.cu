@@ -46,7 +46,7 @@ constexpr float UNIT = ACTIVATION != F16 || CODES == INTEGER ? 1.0f : CODES == E
 static_assert(CODES == INTEGER || (FLOAT && !ZEROS), "floating-point codes have no zeros, and meet floats");
 constexpr int SHIFT = SIGNED && CODE_BITS == 4 ? 4 : 0;
 
-// Per set.
+// Warps and threads per set, and threads of the block.
 constexpr int WARPS = ROW_WARPS * TOKEN_WARPS;
 constexpr int SET_THREADS = 32 * WARPS;
 constexpr int THREADS = SETS * SET_THREADS;

@@ -31,7 +31,7 @@ pub const HELD_WIDTH: usize = 32_768;
 /// KiB.
 pub const MAX_WIDTH: usize = 360_448;
 
-/// For each block shape: the maximum width of rows, threads per block and values per thread.
+/// For each block shape: the maximum width of rows, threads per block and values that a thread keeps in registers.
 const SHAPES: [[usize; 3]; 6] = [
     [1024, 64, 16],
     [2048, 128, 16],
@@ -40,7 +40,7 @@ const SHAPES: [[usize; 3]; 6] = [
     [16_384, 512, 32],
     [HELD_WIDTH, 1024, 32],
 ];
-/// Threads per block and values per thread for wider rows.
+/// Threads per block for wider rows; threads keep none of their values.
 const WIDE: [usize; 2] = [1024, 0];
 
 /// The values that are quantized.
@@ -195,20 +195,20 @@ fn block_of(k: usize) -> [usize; 2] {
 /// A scale and zero point for all rows: `x ≈ scale · (code − zero)`.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct FixedScale {
-    /// The scale: positive, with a finite inverse.
+    /// The scale: positive and finite, with a finite inverse.
     pub scale: f32,
     /// The zero point, −128 to 127.
     pub zero: i8,
 }
 
 impl FixedScale {
-    /// Whether the scale can be used for quantization: it is positive and has a finite inverse.
+    /// Whether the scale can be used for quantization: it is positive and finite, and so is its inverse.
     pub(crate) fn is_valid(&self) -> bool {
         self.scale > 0.0 && self.scale.is_finite() && (1.0 / self.scale).is_finite()
     }
 }
 
-/// Device addresses. Regions that the shape does not use are [`Region::NONE`].
+/// Device addresses. Regions that the shape does not use may be [`Region::NONE`].
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct ActivationArguments {
     /// `[m, k]`: activations, or the gate.
@@ -227,7 +227,7 @@ pub struct ActivationArguments {
     pub codes: Region,
     /// f32 `[m]`: the scale of each row.
     pub scales: Region,
-    /// i32 `[m]`: the sum of each row's codes; may be [`Region::NONE`].
+    /// i32 `[m]`: the sum of each row's codes; [`Region::NONE`] if they are not needed.
     pub row_sums: Region,
     /// i32 `[m, ⌈k / group⌉]`, if the shape has groups.
     pub group_sums: Region,
@@ -284,7 +284,11 @@ impl ActivationPlan {
         let fixed = match (self.shape.fixed, at.fixed) {
             (false, _) => FixedScale { scale: 1.0, zero: 0 },
             (true, Some(by)) if by.is_valid() => by,
-            (true, _) => return Err(KernelError::Scheme("the activation scale must be positive and finite")),
+            (true, _) => {
+                return Err(KernelError::Scheme(
+                    "the activation scale and its reciprocal must be positive and finite",
+                ));
+            }
         };
         Ok([
             Argument::U64(at.x.address),

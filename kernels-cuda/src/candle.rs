@@ -154,7 +154,7 @@ impl Runner {
         start: usize,
     ) -> Result<CudaSlice<T>> {
         let stream = self.device.cuda_stream();
-        // SAFETY: the launches write every result; if there are none, the one allocated element is never read.
+        // SAFETY: the launches write every result; without results, the one allocated element is never read.
         let mut out = unsafe { self.device.alloc::<T>(call.results().max(1)) }?;
         if call.results() == 0 {
             return Ok(out);
@@ -183,12 +183,12 @@ impl Runner {
         let launches = call.launches(&at).map_err(Error::wrap)?;
         stream.context().bind_to_thread().w()?;
         for launch in &launches {
-            // SAFETY: the kernels are dropped before the device, and with it the context. Images come from the user's
-            // own directory, which must be trusted according to the documentation of [`Runner`].
+            // SAFETY: the kernels are dropped before the device, which keeps the context alive. Images come from the
+            // user's own directory, which must be trusted according to the documentation of [`Runner`].
             let kernel = unsafe { self.kernels.kernel(&launch.variant, launch.shape.shared_bytes) };
             let kernel = kernel.map_err(Error::wrap)?;
-            // SAFETY: the arguments are those of the call, on regions that it has checked. They are freed on this
-            // stream, after the launch, and the stream belongs to the context.
+            // SAFETY: the arguments are those of the call, on regions that it has checked. The regions are freed on
+            // this stream, after the launch, and the stream belongs to the context.
             let launched =
                 unsafe { kernel.launch(&launch.shape, &launch.arguments, Stream(stream.cu_stream().cast())) };
             launched.map_err(Error::wrap)?;
@@ -223,8 +223,8 @@ impl QuantizedLinear {
     ///
     /// # Errors
     /// - The weights are not on the runner's device, or are packed for different activations.
-    /// - A static scale is not positive and finite, or its zero point requires sums and the weights were packed without
-    ///   them.
+    /// - A static scale is not positive, it or its reciprocal is not finite, or its zero point requires sums and the
+    ///   weights were packed without them.
     /// - With [`Activations::Float`], `k` is not a multiple of 8.
     pub fn new(
         weight: Arc<PackedLinear>,

@@ -169,7 +169,7 @@ impl Image {
 /// The compiler's version, such as `[13, 0]`.
 ///
 /// # Errors
-/// When it is missing.
+/// When there is no compiler, or it returns an error.
 pub fn compiler_version() -> Result<[u32; 2]> {
     let nvrtc = nvrtc()?;
     let (mut major, mut minor): (c_int, c_int) = (0, 0);
@@ -204,7 +204,7 @@ pub fn compile(variant: &Variant, architecture: Architecture, form: Form) -> Res
     let options: Vec<CString> = options.into_iter().map(text).collect::<Result<_>>()?;
     let pointers: Vec<*const c_char> = options.iter().map(|option| option.as_ptr()).collect();
     let count = c_int::try_from(pointers.len()).map_err(|_| too_much())?;
-    // SAFETY: the program is alive, and there are as many options as passed, each ending with a zero byte.
+    // SAFETY: the program is alive, and `pointers` holds `count` strings, each ending with a zero byte.
     let result = unsafe { (nvrtc.compile)(program.handle, count, pointers.as_ptr()) };
     let log = program.log()?;
     if result != SUCCESS {
@@ -242,7 +242,7 @@ impl Program {
         let (name_pointers, body_pointers) = (pointers(&names), pointers(&bodies));
         let count = c_int::try_from(names.len()).map_err(|_| too_much())?;
         let mut handle = ptr::null_mut();
-        // SAFETY: all strings end with a zero byte, and there are as many headers as passed; the compiler copies them.
+        // SAFETY: all strings end with a zero byte, and there are `count` headers and names; the compiler copies them.
         let result = unsafe {
             (nvrtc.create)(
                 &mut handle,

@@ -169,7 +169,7 @@ impl<C: Compiler> Kernels<C> {
     /// a tenth of a second and may synchronize with the device, so make it before time-critical code.
     ///
     /// # Errors
-    /// When the driver or the compiler is missing, or compiling or loading fails.
+    /// When the driver is missing, no context is current, the device is too old, or compiling or loading fails.
     ///
     /// # Safety
     /// The context must outlive `self` and the returned kernel, and images in the cache's directory must be trusted.

@@ -79,12 +79,12 @@ pub enum Error {
         Python package nvidia-cuda-nvrtc, and set QUANT_NVRTC to the directory of its library"
     )]
     NvrtcMissing,
-    /// The run-time compiler cannot be loaded from the given path.
+    /// The run-time compiler cannot be loaded from the path in `QUANT_NVRTC`.
     #[error("CUDA run-time compiler: QUANT_NVRTC is set to {path}, but {reason}")]
     NvrtcNamed {
-        /// The path from the environment variable.
+        /// The value of `QUANT_NVRTC`.
         path: String,
-        /// The reason why it is invalid.
+        /// The reason, such as the loader's message.
         reason: String,
     },
     /// The driver rejected an image.

@@ -87,7 +87,7 @@ impl<C: Compiler> ImageCache<C> {
     /// Returns the image of a variant: read from the directory, or compiled and stored.
     ///
     /// # Errors
-    /// All errors of [`Compiler::compile`].
+    /// When the compiler fails, and the directory has no image of this variant from a different compiler version.
     pub fn image(&self, variant: &Variant, architecture: Architecture, form: Form) -> Result<Image> {
         let Some(directory) = &self.directory else {
             return self.compiler.compile(variant, architecture, form);

@@ -9,11 +9,10 @@
 //! ```text
 //! codes        [n16 / 16][k128 / 128] tiles of 1024 bytes (4 bits) or 2048 (8 bits)
 //! parameters   [n16 / 16][k128 / 128] blocks with the parameters of a tile; none if a row is one group:
-//!                scales [groups][16]   f16, bf16, f32; progressive: u8
+//!                scales [groups][16]   f16, bf16, f32; progressive: u8; floating-point codes also: E4M3, E8M0
 //!                zeros  [groups][16]   u4 or u8, if there are any
 //!                sums   [groups][16]   i32, Σ (q − z), on request, unless rows are summed whole
 //!                padding to a multiple of 16 bytes
-//!                floating-point codes: f16, bf16, f32, E4M3 or E8M0
 //! row scales   [n16] f32               if a row is one group, and for progressive weights
 //!              [2][n16] f32            for E4M3 scales: 256 / global, and the global scale itself
 //! row zeros    [n16] u8                if a row is one group and has a zero point
@@ -191,7 +190,7 @@ impl WeightLayout {
     ) -> Result<Self, KernelError> {
         let cpu = Layout::from_float_parts([n, k], format, group_size, scales)?;
         if format == FloatFormat::Iq4 {
-            return Err(KernelError::Scheme("the levels of IQ4 on a GPU"));
+            return Err(KernelError::Scheme("the kernels for GPUs do not support the levels of IQ4"));
         }
         let (code_bits, zero_point, order) = (cpu.code_bits(), cpu.zero_point(), Order::Float);
         let (float, sums, sections) = (Some(format), false, [0; 6]);
@@ -329,7 +328,7 @@ impl WeightLayout {
     fn scale_bytes(&self) -> usize {
         match self.scales {
             ScaleType::Progressive | ScaleType::E4m3 | ScaleType::E8m0 => 1,
-            // Refused for every layout.
+            // No layout has these scales.
             ScaleType::Super | ScaleType::SuperMins => 1,
             ScaleType::F16 | ScaleType::Bf16 => 2,
             ScaleType::F32 => 4,

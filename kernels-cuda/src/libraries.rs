@@ -104,7 +104,7 @@ pub fn device_count() -> Result<usize> {
 /// Checks that there is a GPU.
 ///
 /// # Errors
-/// When the driver or a device is missing.
+/// When there is no driver or device, or the driver cannot be initialized.
 pub fn require_device() -> Result<()> {
     match device_count()? {
         0 => Err(Error::NoDevice),
@@ -160,7 +160,7 @@ pub(crate) fn elapsed() -> Result<Elapsed> {
     ELAPSED_FUNCTIONS.iter().find_map(find).ok_or(missing)
 }
 
-/// Looks up functions of the driver.
+/// Checks that the driver has these functions.
 fn has_driver_functions(functions: &[&'static str]) -> Result<()> {
     let library = driver_library()?;
     for function in functions {
@@ -242,7 +242,7 @@ fn with_causes(error: &dyn std::error::Error) -> String {
     causes.fold(error.to_string(), |all, cause| format!("{all}: {cause}"))
 }
 
-/// Returns a file of the directory with a matching name. If there are several, the last by name, which is the newest
+/// Returns a file of the directory with a matching name. If there are several, the last by name, normally the newest
 /// version.
 fn sibling(directory: &Path, such: impl Fn(&str) -> bool) -> Option<PathBuf> {
     let files = std::fs::read_dir(directory).ok()?.filter_map(|entry| Some(entry.ok()?.path()));

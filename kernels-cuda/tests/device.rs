@@ -270,7 +270,7 @@ fn invalid_images_are_refused() {
     // SAFETY: the image comes from this crate, and the context is never released.
     let kernel = unsafe { Kernel::load(&image, plan.variant.kernel, 1024) }.unwrap();
     let shape = LaunchShape { shared_bytes: 1025, ..plan.launch };
-    // SAFETY: nothing is launched.
+    // SAFETY: the launch is refused, because it needs more shared memory than the kernel was loaded with.
     let refused = unsafe { kernel.launch(&shape, &[Argument::U64(0); 17], Stream::DEFAULT) };
     assert!(matches!(refused, Err(Error::Launch(_))), "{refused:?}");
     assert!(form == Form::Cubin || architecture.number() < 10 * limits.capability[0] + limits.capability[1]);

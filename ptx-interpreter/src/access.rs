@@ -29,7 +29,7 @@ impl Machine<'_> {
         let value = self.warps[w].get(address.base)[lane].wrapping_add(address.offset as u64);
         match place {
             MemorySpace::Global => Location::Global(value),
-            // Addresses in the shared window may be given as 32-bit numbers.
+            // Shared addresses may be 32-bit numbers, so a sum below 0 wraps around at 32 bits.
             MemorySpace::Shared => {
                 Location::Shared(if value >> 32 == 0xffff_ffff { value & low_bits(32) } else { value })
             }
@@ -251,7 +251,7 @@ impl Machine<'_> {
         Ok(())
     }
 
-    /// The source of a copy must be aligned to the size of the copy, even if fewer bytes are read.
+    /// Reads the source of a copy, which must be aligned to the size of the copy even if fewer bytes are read.
     fn read_aligned(
         &mut self,
         w: usize,
@@ -343,7 +343,7 @@ impl Machine<'_> {
         Ok(())
     }
 
-    /// Lanes 8i to 8i + 7 provide the row addresses of matrix `i`.
+    /// Loads matrices; lanes 8i to 8i + 7 provide the row addresses of matrix `i`.
     fn load_matrix(
         &mut self,
         w: usize,
@@ -373,8 +373,8 @@ impl Machine<'_> {
         Ok(())
     }
 
-    /// Reads a row on behalf of the lane that provides its address. Since other lanes receive the row, bytes that were
-    /// copied asynchronously require a warp barrier first.
+    /// Reads a row on behalf of the lane that provides its address, so bytes that a different lane copied
+    /// asynchronously require a warp barrier first.
     fn read_row(
         &mut self,
         w: usize,

@@ -35,7 +35,8 @@ impl Conversion {
         known(self.to) && known(self.from)
     }
 
-    /// A function over all lanes for frequent conversions. It requires registers that are as wide as the types.
+    /// A function over all lanes, for frequent conversions. A signed result must have a register as wide as its type,
+    /// because the function does not extend its sign.
     pub fn fast(&self) -> Option<One> {
         if self.sat || self.ftz || self.relu {
             return None;

@@ -36,8 +36,8 @@ pub struct Wavefronts {
     pub ideal: u64,
 }
 
-/// Counters of a launch. An instruction is counted once per warp, even if only some lanes execute it, or if its guard
-/// is false in all lanes.
+/// Counters of a launch. An instruction counts once for all lanes of a warp that reach it together, even if its guard
+/// is false in all of them.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Counters {
     /// Number of warp instructions.
@@ -52,7 +52,7 @@ pub struct Counters {
     pub buffers: BTreeMap<String, BufferTraffic>,
     /// Loads from shared memory, including `ldmatrix` and atomics.
     pub shared_reads: Wavefronts,
-    /// Stores to shared memory, including those of asynchronous copies.
+    /// Stores to shared memory, including `stmatrix`, atomics and asynchronous copies.
     pub shared_writes: Wavefronts,
     /// Loads and stores by line of the PTX text.
     pub shared_by_line: BTreeMap<u32, Wavefronts>,

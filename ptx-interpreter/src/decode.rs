@@ -58,7 +58,7 @@ impl<'a> Opcode<'a> {
     }
 }
 
-/// A statement's operands by position.
+/// Returns a statement's operand at this position.
 pub(crate) fn operand<'s, 'a>(statement: &'s Statement<'a>, index: usize) -> Result<&'s Operand<'a>> {
     match statement.operands.get(index) {
         Some(operand) => Ok(operand),

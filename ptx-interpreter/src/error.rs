@@ -55,7 +55,7 @@ pub enum FaultKind {
     Misaligned,
     /// A read of bytes that were never written.
     Uninitialised,
-    /// An access to bytes of an asynchronous copy that its thread has not waited for.
+    /// An access to bytes of an asynchronous copy for which the copying thread has not waited.
     InFlight,
     /// A read of copied bytes by another lane of the warp without a `bar.warp.sync` after the wait.
     NotVisible,

@@ -111,8 +111,8 @@ pub struct Options {
     pub block_order: BlockOrder,
     /// Whether the first fault ends the launch. If not, faults of memory accesses and of the masks and source lanes of
     /// warp-wide instructions are collected (up to 1000). Faulting reads then return zeros and faulting writes are
-    /// ignored, except that global memory is accessed despite races and uninitialised bytes. All other faults always
-    /// end the launch.
+    /// ignored, except that loads and stores access global memory despite races and uninitialised bytes. All other
+    /// faults always end the launch.
     pub fault_is_error: bool,
     /// The maximum number of warp instructions.
     pub max_instructions: u64,
@@ -148,7 +148,8 @@ pub struct Module {
 }
 
 impl Module {
-    /// Parses a PTX text. Unsupported instructions cause an error only when they are executed.
+    /// Parses a PTX text. Unsupported instructions cause an error only when they are executed, except calls with
+    /// arguments, which cannot be parsed.
     ///
     /// # Errors
     /// When the text is not PTX that this crate can parse.

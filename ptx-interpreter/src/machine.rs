@@ -388,7 +388,7 @@ impl<'a> Machine<'a> {
         Ok((wanted & warp.live() & !active != 0).then_some(Next::Together))
     }
 
-    /// Executes instructions that no other function handles.
+    /// Executes an instruction, or passes it to the function for its kind.
     fn execute(
         &mut self,
         w: usize,

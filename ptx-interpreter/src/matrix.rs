@@ -195,7 +195,7 @@ pub(crate) fn widen(c: [&Lanes; 2]) -> [Lanes; 4] {
     out
 }
 
-/// Packs four registers of one f32 into two f16 per register, rounding to nearest: the inverse of unpacking.
+/// Packs four registers of one f32 into two registers of two f16, rounding to nearest: the inverse of [`widen`].
 pub(crate) fn narrow(d: &[Lanes; 4]) -> [Lanes; 2] {
     let half = |bits: u64| u64::from(f16::from_f32(f32::from_bits(bits as u32)).to_bits());
     let mut out = [[0; LANES]; 2];

@@ -14,7 +14,7 @@ pub(crate) const SECTOR: u64 = 32;
 const WRITTEN_EVER: u8 = 1;
 const READ_NOW: u8 = 2;
 const WRITTEN_NOW: u8 = 4;
-/// The reader of a byte that several blocks have read.
+/// Stands for the readers of a byte that several blocks have read.
 const MANY: Party = (u32::MAX, 0);
 
 /// The last accesses to a byte in this launch.

@@ -14,7 +14,7 @@ pub(crate) type Slot = u32;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum Initial {
     Constant(u64),
-    /// `%tid`, `%ntid`, `%ctaid`, `%nctaid` along an axis.
+    /// `%tid` along an axis; the next three are `%ntid`, `%ctaid` and `%nctaid`.
     Thread(u8),
     Threads(u8),
     Block(u8),

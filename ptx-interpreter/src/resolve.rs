@@ -45,7 +45,7 @@ fn place<'a>(
     end
 }
 
-/// Returns the offsets of a module's global variables, which are contiguous up to alignment, and their end.
+/// Adds the offsets of a module's global variables to `into`, contiguous up to alignment, and returns their end.
 pub(crate) fn globals<'a>(variables: &'a [Variable<'a>], into: &mut HashMap<&'a str, (Space, u64)>) -> usize {
     place(variables.iter(), Space::Global, 0, into)
 }

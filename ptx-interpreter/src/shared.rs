@@ -1,8 +1,8 @@
 //! The shared memory of a block: bytes, their last accesses, copies in flight, and bank conflicts.
 //!
-//! Accesses of different warps are ordered only by barriers. Every access is recorded with the number of barriers that
-//! the block had completed. Accesses of warp `u` whose number is below `seen[w][u]` are ordered before the next access
-//! of warp `w`.
+//! Accesses of different warps are ordered only by barriers. Every access is recorded with the time of the block, which
+//! advances when a barrier completes and when a warp arrives at a barrier without waiting. Accesses of warp `u` whose
+//! time is below `seen[w][u]` are ordered before the next access of warp `w`.
 
 use crate::error::FaultKind;
 use crate::memory::AccessError;
@@ -16,10 +16,9 @@ const NO_LANE: u8 = u8::MAX;
 /// The last accesses to a byte.
 #[derive(Debug, Clone, Copy, Default)]
 struct Trace {
-    /// The number of barriers that were completed before the last write, plus one; 0 if the byte was never written.
+    /// The time of the last write; 0 if the byte was never written.
     written: u32,
-    /// The number of barriers that were completed before the last reads, plus one; 0 if there were none. These reads
-    /// are not ordered among each other.
+    /// The time of the last reads; 0 if there were none. These reads are not ordered among each other.
     read: u32,
     /// The warps of those reads.
     readers: u32,
@@ -46,7 +45,7 @@ pub(crate) struct Actor {
 pub(crate) struct Shared {
     bytes: Vec<u8>,
     traces: Vec<Trace>,
-    /// The number of completed barriers.
+    /// The current time, at least 1.
     pub epoch: u32,
     /// `seen[w][u]`, as described in the module documentation.
     seen: Vec<Vec<u32>>,

@@ -315,7 +315,6 @@ impl<'a> Reader<'a> {
         let mut operands = Vec::new();
         while !self.takes(';') {
             operands.push(self.operand(0)?);
-            // Skip the operands of a call, which are in parentheses; calls are rejected later.
             if !self.takes(',') && self.peek() != Some(Token::Mark(';')) {
                 return self.wrong(format!("expected `,` or `;` after an operand of `{opcode}`"));
             }

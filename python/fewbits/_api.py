@@ -9,7 +9,7 @@ from fewbits._call import PathOrName, Texts, optional_path, path, run, text_argu
 from fewbits._errors import UsageError
 from fewbits._events import Event
 from fewbits._plans import Inspection, Plan
-from fewbits._results import Evaluation, GateResult, Gguf, Quantized
+from fewbits._results import Evaluation, Floats, GateResult, Gguf, Quantized
 
 _OnEvent = Union[Callable[[Event], object], None]
 _Patterns = Union[str, Sequence[str]]
@@ -263,7 +263,7 @@ def quantize(
     threads: int | None = None,
     on_event: _OnEvent = None,
     progress: bool = False,
-) -> Quantized | Gguf:
+) -> Quantized | Gguf | Floats:
     """Quantizes a model into ``output``, which appears only when it is complete and verified.
 
     ``calibration`` is the path of a text or ``.jsonl`` file, the name of a built-in text, or rows: strings, rows of a
@@ -337,7 +337,8 @@ def quantize(
         threads=threads,
         resume_with="resume=True",
     )
-    return Gguf(done) if done["schema"].startswith("quant-gguf-summary/") else Quantized(done)
+    kinds = {"quant-gguf-summary": Gguf, "quant-floats-summary": Floats}
+    return kinds.get(done["schema"].partition("/")[0], Quantized)(done)
 
 
 def evaluate(

@@ -229,8 +229,8 @@ def linear(
     """Computes ``out = x · Wᵀ + bias``. ``x`` has ``count`` values of the type ``kind`` (see :data:`TYPES`); ``bias``
     and ``out`` are ``f32``. Arrays are passed by address.
 
-    ``activations`` is ``float``, or ``int8`` for 8 bits with a scale per row, or with the scale and zero point of
-    ``static``.
+    ``activations`` is ``float`` or ``int8``. For ``int8``, ``static`` is the scale and zero point of all rows; None
+    gives each row its own scale.
     """
     layout = _layout(numbers)
     message, text = _message()

@@ -18,7 +18,7 @@ class EngineVerdict:
     version: str
     #: The number of ranks (GPUs).
     ranks: int
-    #: ``yes``, ``no``, or a value in between, such as support with conditions.
+    #: ``yes``, ``yes, but`` (under the conditions in ``reason``), ``unsure`` or ``no``.
     loads: str
     reason: str | None
 

@@ -219,6 +219,50 @@ class Gguf(Result):
         return f"{self.path!r}: {self.mixture}, {_size(self.bytes_after)}, {self.bits_per_weight:.2f} bits per weight"
 
 
+class Floats(Result):
+    """The float checkpoint written by :func:`fewbits.quantize` with ``format="safetensors"``."""
+
+    __slots__ = ()
+
+    @property
+    def path(self) -> str:
+        """The directory."""
+        return str(self._fields["path"])
+
+    @property
+    def dtype(self) -> str:
+        """The type of the floats."""
+        return str(self._fields["dtype"])
+
+    @property
+    def dequantized_from(self) -> str | None:
+        """What the model was quantized to: a method, or the types of GGUF blocks; None for a float model."""
+        return self._fields.get("dequantized_from")
+
+    @property
+    def bytes_before(self) -> int:
+        """The size of the model's tensors in bytes."""
+        return int(self._fields["bytes_before"])
+
+    @property
+    def bytes_after(self) -> int:
+        """The size of the output in bytes."""
+        return int(self._fields["bytes_after"])
+
+    @property
+    def types(self) -> dict[str, int]:
+        """The number of tensors of each type."""
+        return dict(self._fields["types"])
+
+    @property
+    def seconds(self) -> float:
+        """Duration in seconds."""
+        return float(self._fields["seconds"])
+
+    def _shown(self) -> str:
+        return f"{self.path!r}: {self.dtype}, {_size(self.bytes_after)}"
+
+
 @dataclass(frozen=True)
 class Estimate:
     """A mean and its standard error, if there are enough windows for one."""
@@ -377,7 +421,7 @@ class GateResult(Result):
 
     @property
     def verdict(self) -> str:
-        """``pass``, ``fail`` or ``inconclusive``."""
+        """The verdict: ``pass``, ``fail`` or ``inconclusive``."""
         return str(self._fields["verdict"])
 
     @property

@@ -28,8 +28,13 @@ def _linear(
 ) -> torch.Tensor:
     # Indices of fields of `layout`: see _kernels.Layout.
     n, k = layout[6], layout[7]
-    if x.shape[-1] != k or packed.numel() < layout[11] or packed.dtype != torch.uint8 or not packed.is_contiguous():
-        raise ValueError(f"input of width {x.shape[-1]} for a linear of [{n}, {k}], or invalid packed weights")
+    if x.shape[-1] != k:
+        raise ValueError(f"the input must have the width {k}, got shape {tuple(x.shape)}")
+    if packed.numel() < layout[11] or packed.dtype != torch.uint8 or not packed.is_contiguous():
+        raise ValueError(
+            f"packed weights must have at least {layout[11]} contiguous uint8 values, got shape {tuple(packed.shape)} "
+            f"and dtype {packed.dtype}"
+        )
     kind = _kernels.TYPES.get(str(x.dtype).removeprefix("torch."))
     if kind is None:
         raise TypeError(f"packed weights do not support activations of type {x.dtype}")
@@ -93,7 +98,10 @@ class PackedLinear(torch.nn.Module):  # type: ignore[misc,unused-ignore]
         codes, scales = codes.contiguous(), scales.to(torch.float32).contiguous()
         groups = scales.shape[1]
         if codes.dtype != torch.uint8 or scales.shape[0] != codes.shape[0] or codes.shape[1] % groups:
-            raise ValueError(f"codes {tuple(codes.shape)} and scales {tuple(scales.shape)} have incompatible shapes")
+            raise ValueError(
+                "expected uint8 codes [n, k] and scales [n, groups], with k a multiple of groups, got "
+                f"{codes.dtype} {tuple(codes.shape)} and {tuple(scales.shape)}"
+            )
         has_zero = static is not None and static[1] != 0
         weights, layout = _kernels.layout_of(
             bits,

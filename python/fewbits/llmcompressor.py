@@ -26,7 +26,7 @@ from fewbits._api import quantize
 from fewbits._call import PathOrName, Texts
 from fewbits._errors import UsageError
 from fewbits._events import Event
-from fewbits._results import Gguf, Quantized
+from fewbits._results import Floats, Gguf, Quantized
 
 __all__ = ["AWQModifier", "GPTQModifier", "QuantizationModifier", "SmoothQuantModifier", "oneshot"]
 
@@ -189,7 +189,7 @@ def _settings(recipe: _Modifier | Sequence[_Modifier]) -> dict[str, Any]:
             f"the recipe has {len(schemes)} different schemes, but must have one",
             "set the same scheme= in its modifiers, or set it in only one of them",
         )
-    # The head stays float even if `ignore` does not list it.
+    # The head stays float in any case. Its name may differ, and a pattern that matches nothing is an error.
     settings["ignore"] = [name for name in ignore if name not in ("lm_head", "re:.*lm_head")]
     settings["scheme"] = schemes.pop()
     return settings
@@ -229,7 +229,7 @@ def oneshot(
     on_event: Callable[[Event], object] | None = None,
     progress: bool = False,
     **unknown: object,
-) -> Quantized | Gguf:
+) -> Quantized | Gguf | Floats:
     """Quantizes a model directory into ``output_dir``, as compressed-tensors.
 
     ``recipe`` is a modifier or several. ``dataset`` takes the same values as ``calibration`` of

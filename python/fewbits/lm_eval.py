@@ -73,7 +73,10 @@ class FewbitsLM(TemplateLM):  # type: ignore[misc,unused-ignore]
         if prefix_token_id is None:
             prefix_token_id = bos if bos is not None else eos
         if eos is None or prefix_token_id is None:
-            raise ValueError(f"{pretrained} has no token that begins or ends a text; set prefix_token_id=")
+            raise ValueError(
+                f"{pretrained} has no token that ends a text: set `eos_token` in its tokenizer_config.json, "
+                "or `eos_token_id` in its generation_config.json"
+            )
         self._eos, self._prefix = eos, prefix_token_id
         self._prefix_text = self.model.special_token("bos_token" if prefix_token_id == bos else "eos_token")
 
@@ -220,5 +223,5 @@ class FewbitsLM(TemplateLM):  # type: ignore[misc,unused-ignore]
         return self.model.chat_prompt(chat_history)
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        # The harness only stores this text with the results; the library applies the template itself.
+        # The harness only stores this text with the results; `apply_chat_template` renders the template.
         return "the model's own" if chat_template else None

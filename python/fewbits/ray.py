@@ -28,12 +28,13 @@ __all__ = ["JobFailed", "Summary", "run"]
 
 #: Exit codes after which the same unit may succeed: environment and interruption.
 _TRANSIENT = frozenset({5, 75})
-#: The part of a message that is kept.
+#: The number of characters kept from the end of a unit's messages.
 _MAX_MESSAGE = 4000
 
 
 class JobFailed(RuntimeError):
-    """A unit failed for a reason that a further attempt would not change, or too often."""
+    """A unit failed for a reason that a further attempt would not change, or too often; or the job's units could not be
+    listed."""
 
     def __init__(self, unit: str, code: int, message: str) -> None:
         super().__init__(f"unit {unit} ended with exit code {code}: {message.strip()}")
@@ -101,15 +102,15 @@ def run(
         max_retries: How often a unit is repeated after exit code 5 or 75, or if its process was killed. A unit whose
             node is lost is always repeated.
         retry_seconds: The pause before a unit is repeated.
-        duplicate_from: The share of finished units from which a unit that takes more than twice the median time is
-            started a second time, in case its node is slow.
+        duplicate_from: The share of finished units from which a unit that takes longer than twice the median time plus
+          ``retry_seconds`` is started a second time, in case its node is slow.
         progress: Called with the numbers of finished units and of all units.
 
     Returns:
         What was done.
 
     Raises:
-        JobFailed: If a unit fails for good. Finished units are kept.
+        JobFailed: If a unit fails for good, or the job's units cannot be listed. Finished units are kept.
     """
     command = list(command or [sys.executable, "-m", "fewbits"])
     place = [os.fspath(store)] + (["--model", os.fspath(model)] if model is not None else [])
@@ -118,7 +119,7 @@ def run(
     done = {unit["unit"] for unit in states if unit["state"] == "done"}
     summary = Summary(existed=len(done))
     remote = ray.remote(_compute)
-    # When each waiting unit may start, and how often it failed.
+    # When each waiting unit may start, how often units failed, and which of them were killed.
     waiting = {unit: 0.0 for unit in units if unit not in done}
     failures: dict[str, int] = {}
     smaller: set[str] = set()
@@ -129,7 +130,7 @@ def run(
         in_files = unit in smaller
         memory = int(cost["smallest_budget_bytes" if in_files else "memory_bytes"])
         arguments = ["job", "run", *place, "--unit", unit, "--quiet", "--threads", str(max(1, int(cpus_per_unit)))]
-        # The limit is soft: a prediction that is slightly too small should not stop the unit.
+        # 10 % more than predicted: a prediction that is slightly too small should not stop the unit.
         arguments += ["--memory-budget", f"{max(memory, 1 << 20) / (1 << 20) * 1.1 + 1:.0f}MiB"]
         arguments += ["--scratch", os.fspath(scratch)] if scratch is not None else []
         task = remote.options(num_cpus=cpus_per_unit, memory=memory, max_retries=-1, name=f"quant {unit}")

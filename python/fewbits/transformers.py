@@ -22,7 +22,7 @@ __all__ = ["disable", "enable", "is_enabled"]
 
 _METHOD = "compressed-tensors"
 _LOGGER = logging.getLogger("fewbits")
-#: The quantizer that this package replaced.
+#: The quantizer that :func:`enable` replaced, while it is replaced.
 _BEFORE: list[Any] = []
 
 

@@ -21,7 +21,7 @@ use serde_json::{Value, json};
 use crate::job::{self, Place};
 use crate::requests::{choice, parse};
 
-/// Longer contexts are rejected, because tables and the KV cache grow with the context length.
+/// The maximum context length. It bounds the tables and the KV cache, which grow with the length.
 const MAX_CONTEXT: usize = 1 << 20;
 
 /// A loaded model.
@@ -70,7 +70,7 @@ impl Model {
     }
 
     /// Encodes or decodes text, renders a conversation, scores or generates. `kind` names the operation, and `request`
-    /// is its JSON request. Returns the answer as JSON.
+    /// has its arguments as JSON. Returns the answer as JSON.
     #[pyo3(signature = (kind, request, on_event, code, python, threads=None))]
     #[expect(clippy::too_many_arguments, reason = "called from one place, by position")]
     fn ask(
@@ -128,7 +128,7 @@ fn load(request: &str, session: &Session) -> Result<(Loaded, Value)> {
     let positions = asked.max_length.unwrap_or(max);
     if !(1..=max).contains(&positions) {
         return Err(Error::usage(
-            format!("‹max_length={positions}› is not possible; the maximum for this model is {max}"),
+            format!("‹max_length={positions}› is out of range for this model"),
             format!("use ‹max_length› from 1 to {max}"),
         ));
     }

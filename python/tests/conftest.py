@@ -21,14 +21,14 @@ QUICK = {"samples": 4, "seq_len": 64}
 
 
 def digests(directory: str | Path) -> dict[str, str]:
-    """The SHA-256 of every file in a directory."""
+    """Returns the SHA-256 of every file in a directory by its relative path."""
     files = [path for path in Path(directory).rglob("*") if path.is_file()]
     assert files
     return {str(p.relative_to(directory)): hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
 
 
 def read_safetensors(path: Path) -> dict[str, tuple[str, list[int], bytes]]:
-    """The tensors of a file: type, shape and bytes."""
+    """Returns the tensors of a file by name: type, shape and bytes."""
     data = path.read_bytes()
     (length,) = struct.unpack("<Q", data[:8])
     header = json.loads(data[8 : 8 + length])
@@ -52,7 +52,7 @@ def write_safetensors(path: Path, tensors: dict[str, tuple[str, list[int], bytes
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The demo model with its first blocks."""
+    """The demo model, cut to its first blocks."""
     directory = tmp_path_factory.mktemp("model") / "demo-model"
     command = [sys.executable, "-m", "fewbits", "demo", "--save-model", str(directory)]
     subprocess.run(command, check=True, capture_output=True)

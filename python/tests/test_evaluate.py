@@ -147,7 +147,7 @@ def test_faults_of_gates(model: Path, tmp_path: Path) -> None:
 
 
 def test_evaluations_in_a_thread(model: Path) -> None:
-    """Jobs also run on threads other than the main thread, which cannot check for signals."""
+    """Jobs also run on other threads, although only the main thread can check for signals."""
     results: list[fewbits.Evaluation] = []
     worker = threading.Thread(
         target=lambda: results.append(fewbits.evaluate(model, text="builtin-heldout", **SHORT))

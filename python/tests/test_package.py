@@ -173,7 +173,7 @@ def test_the_code_of_the_guide_runs(model: Path, tmp_path: Path, monkeypatch: py
 
 @pytest.mark.parametrize("page", ["README.md", "python/README.md"])
 def test_the_code_of_the_readmes_runs(page: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs the example as it is printed, with fewer windows."""
+    """Runs the examples as printed, except for fewer calibration samples and windows."""
     text = (Path(os.environ["FEWBITS_ROOT"]) / page).read_text()
     blocks = re.findall(r"^```python\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE)
     assert blocks

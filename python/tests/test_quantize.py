@@ -81,6 +81,15 @@ def test_a_gguf_file(model: Path, tmp_path: Path) -> None:
     assert done.bytes_after < done.bytes_before and "Q8_0" in repr(done)
     plan = fewbits.plan(model, format="gguf", scheme="Q8_0")
     assert plan.is_gguf and plan.method is None and plan.formats[0].format == "gguf"
+    assert plan.peak_memory_bytes is not None and plan.smallest_budget_bytes == plan.peak_memory_bytes
+
+
+def test_a_float_checkpoint(model: Path, tmp_path: Path) -> None:
+    source = fewbits.quantize(model, tmp_path / "a.gguf", format="gguf", scheme="Q8_0")
+    done = fewbits.quantize(source.path, tmp_path / "floats", format="safetensors", scheme="bf16")
+    assert isinstance(done, fewbits.Floats)
+    assert done.dtype == "BF16" and done.dequantized_from == "Q8_0" and done.types["BF16"] > 0
+    assert fewbits.inspect(done.path).quant_method is None and "BF16" in repr(done)
 
 
 def test_inspect(model: Path, rtn: Path) -> None:

@@ -94,7 +94,7 @@ def test_failures_are_repeated_or_end_the_run(cluster: Any, tmp_path: Path) -> N
     )
     killer.join()
     assert seen == list(range(1, 11)) and len(summary.seconds) == 10 and summary.existed == 0
-    # One unit asked for it, one was killed, and the slow one was started twice.
+    # blocks/0 ended with exit code 5, blocks/2 was killed, and the slow blocks/3 was started twice.
     assert summary.retries == 2 and summary.duplicates >= 1
     attempts = [json.loads(file.read_text()) for file in (tmp_path / "attempts/blocks-2").iterdir()]
     budgets = sorted(arguments[arguments.index("--memory-budget") + 1] for arguments in attempts)

@@ -99,7 +99,7 @@ def test_ctrl_c_and_resuming_give_the_bytes_of_an_undisturbed_run(model: Path, t
 
 
 def test_ctrl_c_in_another_process_ends_it_as_python_does(model: Path, tmp_path: Path) -> None:
-    """Without a callback, as in a notebook cell. The command line continues the run."""
+    """The run has no callback, as in a notebook cell, and the command line continues it."""
     script = (
         "import sys, fewbits\n"
         "print('ready', flush=True)\n"

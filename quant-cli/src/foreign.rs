@@ -28,7 +28,7 @@ const OPTIONS: &[(&[&str], &str, &str)] = &[
         "output",
         "--output (-o) names the directory for the checkpoint",
     ),
-    // Before --calibration, which eval has for its ablation.
+    // Before the entry for --calibration: eval has both options, and a data set there is its text.
     (
         &["dataset", "data", "file"],
         "text",

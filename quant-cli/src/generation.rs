@@ -114,16 +114,21 @@ impl DecodingOptions {
         &self.stop
     }
 
+    /// Returns whether quantized linears run on a GPU.
+    pub fn is_on_gpu(&self) -> bool {
+        self.device == Device::Cuda
+    }
+
     /// Loads the model for `positions` tokens, with its quantized linears packed for the kernels or on the GPU.
     pub fn load(&self, opened: &Opened, positions: usize, session: &Session) -> Result<Decoder> {
         let max = opened.model.architecture().max_positions.min(MAX_CONTEXT);
         if positions > max {
             return Err(Error::usage(
-                format!("the text needs {positions} positions, but the maximum is {max}"),
+                format!("a context of {positions} positions is needed, but the maximum is {max}"),
                 "shorten the prompt, or request fewer tokens (--max-new-tokens; in a chat, --context)",
             ));
         }
-        let gpu = (self.device == Device::Cuda).then(CudaRunner::new).transpose()?;
+        let gpu = self.is_on_gpu().then(CudaRunner::new).transpose()?;
         provenance::note_floats(&opened.model, gpu.is_some(), session);
         let decoder = Decoder::load(&opened.model, positions, &session.progress, &session.cancel)?
             .with_kv(self.kv.scheme(&opened.model));

@@ -50,7 +50,7 @@ pub fn print_message(text: &str) {
 pub fn refused_arguments(error: &clap::Error) -> u8 {
     let plain = error.render().to_string();
     match printable_lines(plain.trim_end()) {
-        // Arguments that contain terminal control characters are shown without colors too.
+        // A text with terminal control characters is printed escaped, not as the parser formats it.
         escaped @ Cow::Owned(_) if error.use_stderr() => print_message(&escaped),
         _ if error.use_stderr() => drop(error.print()),
         _ => {

@@ -48,10 +48,11 @@ struct Stage {
 struct Timing {
     units: u64,
     done: u64,
-    started: Instant,
     /// The number of units that an earlier run finished, which pass quickly, and the time at which this run passed the
     /// last one.
     resumed: (u64, Instant),
+    /// When the last unit was finished.
+    last: Instant,
     /// Expected seconds for all units.
     expected: Option<f64>,
 }
@@ -59,14 +60,22 @@ struct Timing {
 impl Timing {
     fn new(units: u64, expected: Option<f64>) -> Self {
         let started = Instant::now();
-        Self { units, done: 0, started, resumed: (0, started), expected }
+        Self { units, done: 0, resumed: (0, started), last: started, expected }
     }
 
     fn advance(&mut self) {
         self.done += 1;
+        self.last = Instant::now();
         if self.done <= self.resumed.0 {
-            self.resumed.1 = Instant::now();
+            self.resumed.1 = self.last;
         }
+    }
+
+    /// Returns the mean number of seconds that this run took per finished unit; `None` before the first one.
+    fn pace(&self) -> Option<f64> {
+        let (resumed, since) = self.resumed;
+        let own = self.done.checked_sub(resumed).filter(|own| *own > 0)?;
+        Some(self.last.saturating_duration_since(since).as_secs_f64() / own as f64)
     }
 
     /// Returns the number of units that the bar shows as done. It includes those of the earlier run from the beginning.
@@ -76,15 +85,19 @@ impl Timing {
 
     /// Returns the remaining seconds. They are extrapolated from the units that this run has finished; before the first
     /// unit, they come from the expected time.
+    ///
+    /// They decrease while a unit runs. If it takes longer than the units before it, they stay at what the others need.
     fn left(&self) -> Option<f64> {
-        let (resumed, since) = self.resumed;
-        let spent = since.elapsed().as_secs_f64();
-        match self.done.saturating_sub(resumed) {
-            0 => {
-                let share = self.units.saturating_sub(resumed) as f64 / self.units.max(1) as f64;
+        let spent = self.last.elapsed().as_secs_f64();
+        match self.pace() {
+            None => {
+                let share = self.units.saturating_sub(self.resumed.0) as f64 / self.units.max(1) as f64;
                 self.expected.map(|all| all * share - spent).filter(|left| *left > 0.0)
             }
-            own => Some(spent / own as f64 * self.units.saturating_sub(self.done) as f64),
+            Some(pace) => {
+                let units = self.units.saturating_sub(self.done) as f64;
+                Some((pace * units - spent).max(pace * (units - 1.0)).max(0.0))
+            }
         }
     }
 }
@@ -218,7 +231,7 @@ impl Stage {
     fn new(name: &'static str, unit: &'static str, timing: Timing, mode: &Mode, rate: Option<u64>) -> Self {
         let shown = Arc::new(Mutex::new(timing));
         let bar = matches!(mode, Mode::Bar).then(|| bar(name, timing.units, shown.clone()));
-        let (last_line, detail) = (timing.started, String::new());
+        let (last_line, detail) = (timing.last, String::new());
         Self { name, unit, timing, last_line, bar, shown, rate, step: "", detail }
     }
 
@@ -238,9 +251,8 @@ impl Stage {
     }
 
     fn tokens_per_second(&self) -> Option<String> {
-        let elapsed = self.timing.started.elapsed().as_secs_f64();
-        let tokens = self.rate.filter(|_| elapsed > 0.0)?;
-        Some(format!("{:.0} tokens/s", (self.timing.done * tokens) as f64 / elapsed))
+        let pace = self.timing.pace().filter(|pace| *pace > 0.0)?;
+        Some(format!("{:.0} tokens/s", self.rate? as f64 / pace))
     }
 
     /// Updates the bar and the text next to it: the rate, the last unit that was finished, and the current step of the
@@ -249,7 +261,7 @@ impl Stage {
         let Some(bar) = &self.bar else { return };
         *self.shown.lock().unwrap_or_else(std::sync::PoisonError::into_inner) = self.timing;
         bar.set_position(self.timing.shown());
-        let rate = self.tokens_per_second().filter(|_| self.timing.done > 0);
+        let rate = self.tokens_per_second();
         let detail = Some(self.detail.clone()).filter(|text| !text.is_empty());
         let done = [rate, detail].into_iter().flatten().collect::<Vec<_>>().join(" ");
         if self.timing.done < self.timing.resumed.0 {
@@ -301,7 +313,7 @@ mod tests {
         let mut timing = Timing::new(10, None);
         assert_eq!(timing.left(), None);
         timing.expected = Some(100.0);
-        (timing.started, timing.resumed.1) = (ago(10), ago(10));
+        (timing.last, timing.resumed.1) = (ago(10), ago(10));
         assert!((timing.left().unwrap() - 90.0).abs() < 1.0);
         // The first unit took 10 s, and nine remain.
         timing.advance();
@@ -313,8 +325,21 @@ mod tests {
     #[test]
     fn nothing_is_said_once_the_expectation_has_passed() {
         let mut timing = Timing::new(10, Some(5.0));
-        (timing.started, timing.resumed.1) = (ago(10), ago(10));
+        (timing.last, timing.resumed.1) = (ago(10), ago(10));
         assert_eq!(timing.left(), None);
+    }
+
+    #[test]
+    fn time_left_decreases_while_a_unit_runs_but_not_below_what_the_others_need() {
+        let mut timing = Timing::new(10, None);
+        timing.resumed.1 = ago(30);
+        timing.advance();
+        // The first unit took 20 s, and the second has run for 10 s.
+        timing.last = ago(10);
+        assert!((timing.left().unwrap() - 170.0).abs() < 1.0);
+        // The second unit has run for 100 s; the eight after it need 160 s.
+        (timing.last, timing.resumed.1) = (ago(100), ago(120));
+        assert!((timing.left().unwrap() - 160.0).abs() < 1.0);
     }
 
     #[test]
@@ -327,10 +352,12 @@ mod tests {
         }
         // Four of ten units are resumed, and all ten are expected to take 100 s, so six remain.
         assert!((timing.left().unwrap() - 60.0).abs() < 1.0);
-        timing.resumed.1 = ago(20);
+        assert_eq!(timing.pace(), None);
+        (timing.last, timing.resumed.1) = (ago(20), ago(20));
         timing.advance();
         assert_eq!(timing.shown(), 5);
         // This run's first unit took 20 s.
+        assert!((timing.pace().unwrap() - 20.0).abs() < 1.0);
         assert!((timing.left().unwrap() - 100.0).abs() < 1.0);
     }
 }

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
-use quant_core::recipe::{METHODS, PRESETS, steps};
+use quant_core::recipe::{FLOATS, METHODS, PRESETS, steps};
 use quant_core::run::RecipeSettings;
 use quant_core::wording::{CommandLine, worded};
 use quant_core::{format, gguf};
@@ -219,5 +219,9 @@ fn format_help() -> String {
     let what = "Checkpoint format [default: compressed-tensors]; repeat the option to write several into \
                 OUT/FORMAT, with one calibration pass for all";
     let containers = format::CONTAINERS.iter().map(|c| (c.name(), c.summary().to_owned()));
-    listed(what, containers.chain([(gguf::FORMAT, worded(gguf::SUMMARY, &CommandLine).into_owned())]))
+    let others = [
+        (gguf::FORMAT, gguf::SUMMARY),
+        (FLOATS, "floats, for GGUF files and quantized checkpoints; ‹scheme› is bf16, f16 or f32"),
+    ];
+    listed(what, containers.chain(others.map(|(name, what)| (name, worded(what, &CommandLine).into_owned()))))
 }

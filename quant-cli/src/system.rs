@@ -45,7 +45,7 @@ fn kibibytes(field: &str) -> Option<u64> {
     status(field)?.strip_suffix("kB")?.trim().parse::<u64>().ok()?.checked_mul(1024)
 }
 
-/// A field of the status of this process.
+/// Returns a field of `/proc/self/status`.
 fn status(field: &str) -> Option<String> {
     let status = std::fs::read_to_string("/proc/self/status").ok()?;
     Some(status.lines().find_map(|line| line.strip_prefix(field))?.trim().to_owned())

@@ -123,7 +123,7 @@ fn run(
     Ok(())
 }
 
-/// What is not in memory.
+/// Describes what is in files instead of in memory.
 fn place(residence: Residence) -> &'static str {
     match residence {
         Residence::Files { experts_apart: false, .. } => "states in files",

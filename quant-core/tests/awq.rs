@@ -22,7 +22,7 @@ fn tiny() -> Tiny {
 }
 
 /// A random model in which some norm channels are multiplied by 32 and the columns that read them are divided by 32.
-/// The float model is unchanged, but it is hard to quantize.
+/// The outputs of the float model are unchanged, but it is hard to quantize.
 fn planted(tiny: &Tiny, seed: u64) -> Checkpoint {
     let mut checkpoint = tiny.random(seed);
     for layer in 0..tiny.layers {
@@ -171,9 +171,8 @@ fn assert_near(found: f64, exact: f64, tolerance: f64, what: &str) {
 
 #[test]
 fn recorded_errors_are_those_of_the_definition_by_every_route() {
-    // The input of the down projection is kept as rows for fewer than 256 tokens, and otherwise as its Gram matrix.
-    // 2100 tokens form two chunks. For up to 1023 tokens, clipping uses all of them. The fast search uses all of a
-    // small batch.
+    // For more than 256 tokens, the reference search keeps the Gram matrix of the down projection's input. 2100 tokens
+    // form two chunks. For up to 1023 tokens, clipping uses all of them. The fast search uses all of a small batch.
     for (mode, scheme, count, length) in [
         (SearchMode::Fast, "w4a16-g32", 4, 30),
         (SearchMode::Fast, "w4a16-channel", 7, 40),

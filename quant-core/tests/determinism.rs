@@ -67,11 +67,11 @@ fn awq_on_a_4096_wide_layer() {
 
 #[test]
 fn awq_on_a_batch_that_comes_in_pieces() {
-    // More than 2048 tokens form two chunks; with more tokens than channels, there are Gram matrices in two tiles.
+    // More than 2048 tokens form two chunks. The search uses the Gram matrix of the output projection's input.
     let tiny = Tiny { hidden: 128, intermediate: 256, kv_heads: 4, layers: 2, ..Tiny::default() };
     let windows = common::windows(tiny.vocab, 36, 60, 4);
     same_on_any_number_of_threads(&tiny, "awq", "w3a16-g32", Some(&windows));
-    // Also with masked prompts and packed documents.
+    // The same holds for masked prompts and packed documents.
     let windows = common::masked_windows(tiny.vocab, 36, 100, 4);
     same_on_any_number_of_threads(&tiny, "awq", "w3a16-g32", Some(&windows));
 }
@@ -122,7 +122,7 @@ fn gptq_on_a_batch_that_comes_in_pieces() {
     let tiny = Tiny { hidden: 128, intermediate: 640, kv_heads: 4, layers: 2, ..Tiny::default() };
     let windows = common::windows(tiny.vocab, 36, 60, 4);
     same_on_any_number_of_threads(&tiny, "gptq", "w3a16-g32-asym", Some(&windows));
-    // Also with masked prompts and packed documents, after a search.
+    // The same holds for masked prompts and packed documents, after a search.
     let windows = common::masked_windows(tiny.vocab, 36, 100, 4);
     same_on_any_number_of_threads(&tiny, "awq-gptq", "w4a16-g32", Some(&windows));
 }

@@ -21,7 +21,7 @@ use quant_core::quantize::gptq::{GptqSettings, LayerInputs};
 use quant_core::recipe::{Action, Pattern, Plan, Recipe};
 use quant_core::transform::Search;
 
-/// Sizes that are all divisible by groups of 32.
+/// Sizes that are all multiples of 32.
 fn tiny(family: Kind) -> Tiny {
     Tiny { family, ..Tiny::default() }
 }
@@ -216,7 +216,7 @@ fn the_order_of_experts_changes_nothing() {
 }
 
 /// Two models. In the first block of the first, experts 1 and 3 see all tokens and the others none; in the second,
-/// expert 0 sees all tokens.
+/// experts 0 and 2 see all tokens.
 fn starved_and_fed(seed: u64) -> [Checkpoint; 2] {
     let of = |columns: [f32; EXPERTS]| {
         let mut checkpoint = tiny(Kind::Mixtral).random(seed);
@@ -266,7 +266,7 @@ fn experts_may_be_calibrated_on_all_tokens() {
                 }
             }
         }
-        // More tokens than any expert has.
+        // The floor is larger than the number of tokens of any expert, so all experts see all tokens.
         let above = quantized(&starved, &sampled(&base, ExpertTokens::Routed, tokens + 1));
         for name in all.source.names() {
             assert_eq!(above.source.read(name).unwrap(), all.source.read(name).unwrap(), "{name}");

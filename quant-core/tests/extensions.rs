@@ -30,7 +30,7 @@ fn extensions() -> Extensions {
     Extensions { transforms: vec![&EVEN], containers: vec![&PlainBytes], ..Extensions::default() }
 }
 
-/// Equalizes the columns of linears whose inputs can be rescaled, by a power of their largest weight. Needs no text.
+/// Equalizes the columns of linears whose inputs can be rescaled, by a power of their largest weight. It needs no text.
 #[derive(Debug)]
 struct EvenColumns {
     /// The power, unless a recipe sets a different one.

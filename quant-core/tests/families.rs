@@ -23,7 +23,7 @@ use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 use serde_json::{Map, Value, json};
 
-/// Maximum change of an output by rounding of a few products in `f32`, relative to its largest value.
+/// Maximum change of an output by rounding a few products in `f32`, relative to its largest value.
 const BOUND: f64 = 2e-5;
 const LENGTH: usize = 40;
 
@@ -175,7 +175,7 @@ fn tensors_stored_by_columns_are_written_by_columns() {
         assert_eq!(stored.shape, [64, 192], "{method} {scheme}");
         let (stored, seen) = (written.source.read_f32(kept).unwrap(), model.source().read_f32(kept).unwrap());
         let by_rows: Vec<f32> = (0..192 * 64).map(|at| stored[at % 64 * 192 + at / 64]).collect();
-        // AWQ divides the value rows.
+        // AWQ divides the rows of `c_attn` that compute values.
         assert_eq!(by_rows != seen, method == "awq", "{method} {scheme}");
         if scheme.starts_with("w4") {
             assert_eq!(written.source.require(packed).unwrap().shape, [256, 8]);

@@ -14,7 +14,7 @@ use quant_core::transform::{BlockTask, Rewrite, TransformSettings, fold};
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 
-/// Maximum change of the output by rounding of a few products in `f32`, relative to its largest value.
+/// Maximum change of the output by rounding a few products in `f32`, relative to its largest value.
 const BOUND: f64 = 5e-6;
 
 /// A model's first block, ready to be folded.

@@ -577,7 +577,7 @@ fn integers_of_one_linear_are_what_is_simulated() {
                 let (row, column) = (at / n, at % n);
                 let pairs = inputs[row * k..][..k].iter().zip(&values[column * k..][..k]);
                 let size: f32 = pairs.map(|(x, w)| (x * w).abs()).sum();
-                // Half an ulp for every addition.
+                // Half an ulp for every addition of the two sums, with a margin.
                 let bound = (k as f32 + 16.0) * f32::EPSILON * size + f32::MIN_POSITIVE;
                 assert!((a - b).abs() <= bound, "{scheme}, token {row}, output {column}: {a} and {b}");
             }

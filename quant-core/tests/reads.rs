@@ -225,7 +225,7 @@ fn every_weight_is_read_once() {
             let (read, reports, _) = bench.run(&mut sinks, usize::MAX);
             bench.assert_read_once(&read, &what);
             for (report, plan) in reports.unwrap().iter().zip(&bench.plans) {
-                // In the order of the plan, regardless of the order of writing.
+                // Reports are in the order of the plan, regardless of the order of writing.
                 let tensors = report.tensors.iter().map(|t| &t.tensor);
                 assert!(tensors.eq(plan.entries.iter().map(|e| &e.tensor)), "{what}");
             }

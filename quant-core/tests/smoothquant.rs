@@ -245,7 +245,8 @@ fn static_grids_are_the_ranges_after_smoothing() {
     }
 }
 
-/// Multiplies some channels of every norm by 32 and divides the columns that read them; the float model stays the same.
+/// Multiplies some channels of every norm by 32 and divides the columns that read them; the outputs of the float model
+/// stay the same.
 fn planted(tiny: &Tiny, seed: u64) -> Checkpoint {
     let mut checkpoint = tiny.random(seed);
     for layer in 0..tiny.layers {

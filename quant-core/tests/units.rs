@@ -68,7 +68,7 @@ fn calibrated(method: &str, scheme: &str) -> RecipeSettings {
     RecipeSettings { samples: Some(150), seq_len: Some(40), ..settings(method, scheme) }
 }
 
-/// A model, the checkpoint that a run in one process writes, and a job for the same.
+/// A model, the settings of its jobs, and the checkpoint that a run in one process writes.
 struct Bench {
     scratch: TempDir,
     settings: RecipeSettings,
@@ -139,7 +139,7 @@ impl Bench {
     }
 }
 
-/// Opens a job as a new worker does, and does something with it.
+/// Opens a job as a new worker does, and passes it to `work`.
 fn on<T>(
     store: &Path,
     observer: &dyn Observer,
@@ -254,7 +254,7 @@ fn spans_give_what_one_run_gives() {
     }
 }
 
-/// What a worker does: the position of its unit among all, and after how many events it is interrupted.
+/// A worker's step: the position of its unit among all, and the number of events after which it is interrupted.
 type Step = (usize, Option<usize>);
 
 fn any_order(bench: &Bench, store: &Path, steps: &[Step], workers: usize) -> TestCaseResult {
@@ -269,12 +269,12 @@ fn any_order(bench: &Bench, store: &Path, steps: &[Step], workers: usize) -> Tes
             },
             None => match run(store, &selection) {
                 Ok(done) => prop_assert_eq!(done.len(), 1),
-                // The unit needs others.
+                // The unit may need units that are not finished.
                 Err(error) => prop_assert_eq!(error.category(), Category::Environment, "{}", error),
             },
         }
     }
-    // Workers at the same time, each with its share; then all do everything that is left.
+    // Workers run at the same time, each with its share; then each of them computes everything that is left.
     std::thread::scope(|scope| {
         for index in 0..workers {
             scope.spawn(move || {
@@ -413,7 +413,7 @@ fn results_that_differ_are_an_error() {
     let message = error.to_string();
     let own = quant_core::system::host_name();
     assert!(message.contains("differs") && message.matches(&own).count() >= 2, "{message}");
-    // Both are kept.
+    // Both results are kept.
     assert!(std::fs::read(&path).unwrap() == other);
     let status = on(&store, &Silent, |job, _| job.status()).unwrap();
     assert!(status.other_files.iter().any(|name| name.contains(".other-")), "{:?}", status.other_files);
@@ -502,7 +502,7 @@ fn hostile_stores_are_refused() {
     std::fs::create_dir(&path).unwrap();
     fails();
     std::fs::remove_dir(&path).unwrap();
-    // A result of another unit under this name is damaged.
+    // A result of another unit under this name counts as damaged.
     std::fs::copy(result_of(&store, "blocks/1"), &path).unwrap();
     assert!(run(&store, &unit("blocks/2")).unwrap()[0].computed);
     assert!(std::fs::read(&path).unwrap() == std::fs::read(&aside).unwrap());
@@ -702,7 +702,7 @@ fn init_says_how_many_shards_there_are() {
     }
 }
 
-/// A worker reads a copy of the model that differs in a weight, which only hidden states depend on.
+/// A worker that only computes hidden states reads a copy of the model in which one weight differs.
 #[test]
 fn workers_with_different_models_are_noticed() {
     let bench = Bench::new(Kind::Llama, calibrated("awq", "w4a16-g32-asym"));

@@ -13,8 +13,8 @@ set -euo pipefail
 
 # Backports are included, because rustc in the stable suite is older than the minimum supported version.
 suite=trixie
-# Packages for this machine: the compiler, the emulator, and the libraries that they use, whatever versions this machine
-# has.
+# Packages for this machine: the compiler, the emulator, and the libraries that they use, because this machine's own may
+# have different versions.
 here_packages=(
     rustc rust-clippy libstd-rust-dev qemu-user
     libc6 libgcc-s1 libstdc++6 libedit2 libbsd0 libmd0 libtinfo6 libffi8 libxml2 liblzma5 libz3-4 libzstd1 zlib1g
@@ -67,7 +67,7 @@ options=(
     -o APT::Architecture=amd64 -o APT::Architectures=amd64,arm64 -o APT::Sandbox::User= -o Acquire::Languages=none
 )
 apt-get "${options[@]}" -qq update
-# Their names depend on the compiler's version.
+# The names of these two packages depend on the compiler's version.
 versioned=$(apt-cache "${options[@]}" depends libstd-rust-dev | sed -n 's/.*Depends: \(libstd-rust-[0-9.]*\)$/\1/p' | head -n1)
 llvm=$(apt-cache "${options[@]}" depends "$versioned" | sed -n 's/.*Depends: \(libllvm[0-9]*\)$/\1/p' | head -n1)
 (cd "$apt/debs" && apt-get "${options[@]}" -qq download \

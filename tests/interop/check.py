@@ -75,13 +75,13 @@ MIXED = ["mistral-layer-types", "qwen2-layer-types", "qwen2-max-window-layers"]
 EXPERTS = ["mixtral", "qwen3-moe", "qwen3-moe-mixed"]
 TINY = ["gqa", "mha", "tied", "llama3-rope", "linear-rope", "head-dim", "sharded-bf16",
         "mistral", "qwen2", "qwen3", "opt", "opt-plain", "opt-bare", *MIXED, *EXPERTS]
-# Also run token by token from a cache, because the visible tokens differ from block to block.
+# Also run token by token from a cache: models with sliding windows, norms of heads, or experts.
 DECODED = ["mistral", "qwen3", *MIXED, *EXPERTS]
 REAL = ["books-7m", "tinystories-656k", "stories260k"]
 
+QUICK = ["--samples", "8", "--seq-len", "128"]
 # Model, name of the case, options of `quant quantize`, and whether transformers must dequantize; None if it cannot load
 # the checkpoint either way, and only the bits are compared.
-QUICK = ["--samples", "8", "--seq-len", "128"]
 QUANTIZED = [
     ("demo", "awq-w4-g128", QUICK, False),
     ("demo", "awq-w3-g64", ["--scheme", "w3a16-g64", *QUICK], False),
@@ -163,9 +163,9 @@ QUANTIZED = [
     ("demo", "smoothquant-gptq-w8a8", ["--method", "smoothquant-gptq", "--scheme", "w8a8", *QUICK], False),
     ("demo", "smoothquant-awq-w4a8-g64",
      ["--method", "smoothquant-awq", "--scheme", "w4a8-g64", *QUICK], False),
-    # These implementations ignore the configuration's setting of the KV cache.
+    # Without a KV scheme, because transformers ignores it.
     ("demo", "qoq-w4a8-g128", ["--method", "qoq", "--scheme", "w4a8-g128-progressive", *QUICK], False),
-    # The weights are random. With 8-bit inputs, the implementations' different rounding would exceed quant's errors.
+    # The weights are random. With 8-bit inputs, the implementations' different rounding would hide errors of quant.
     ("qwen2", "qoq-w4-channel", ["--method", "qoq", "--scheme", "w4a16-channel-sym", *QUICK], False),
     ("tinystories-656k", "qoq-w4a8-g64", ["--method", "qoq", "--scheme", "w4a8-g64-progressive", *QUICK], False),
     ("qwen3", "qoq-rtn-w8a8", ["--method", "qoq-rtn", "--scheme", "w8a8", *QUICK], False),

@@ -145,17 +145,17 @@ TRAPS = {
 
 
 def scaled(part, change):
-    """Changes the tensors whose names contain `part`."""
+    """Returns a function that changes the tensors whose names contain `part`."""
     return lambda name, tensor: change(tensor).contiguous() if part in name else tensor
 
 
 def halves_swapped(rows):
-    """In every run of `2 * rows` rows, swaps the first and the second half."""
+    """Returns a function that swaps the two halves of every run of `2 * rows` rows."""
     return lambda tensor: tensor.unflatten(0, (-1, 2, rows)).flip(1).flatten(0, 2)
 
 
 def queries_first(tensor):
-    """Reorders rows grouped by key head into all queries, then all keys and values: a different order."""
+    """Reorders rows that are grouped by key head: first all queries, then all keys, then all values."""
     groups = tensor.unflatten(0, (2, 4, -1))
     parts = [groups[:, :2].flatten(0, 2), groups[:, 2].flatten(0, 1), groups[:, 3].flatten(0, 1)]
     return torch.cat(parts)

@@ -123,7 +123,8 @@ def shares(written):
 
 
 def shared(check, name, scheme, options):
-    """One scale for linears that engines fuse, and the weights that quant reads are those of the independent reader."""
+    """Checks that linears that engines fuse have one scale, and that quant reads the same weights as the independent
+    reader."""
     out, dump = check.scratch / f"shared-{name}-{scheme}-{options[1]}", check.scratch / "weights.safetensors"
     check.program("quant", "quantize", check.model(name), "-o", out, "--quiet", "--scheme", scheme, *options)
     check.program("interop-dump", "weights", out, dump)
@@ -179,7 +180,7 @@ def floats(check, name, scheme, options, dtype=None):
 
 
 def inputs(check):
-    """Every rule for activations, on values of many magnitudes, with groups and rows of zeros and of few values."""
+    """Checks every rule for activations on values of many magnitudes, with zeros and rows of few distinct values."""
     from compressed_tensors.quantization import QuantizationArgs
     from compressed_tensors.quantization.lifecycle.forward import fake_quantize
     from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp

@@ -140,7 +140,7 @@ class Bench:
         return self.check.program("quant", *arguments, "--quiet")
 
     def evaluate(self, name, *options, model=None):
-        """A result, and its page if `options` request one."""
+        """Returns a result; also writes its page if `options` request one."""
         file = self.at(f"{name}.json")
         self.quant("eval", model or self.quantized, "--text", self.text, "--window", "64", f"--json={file}", *options)
         return json.loads(file.read_text())

@@ -81,7 +81,7 @@ def with_tokenizer(model, kind, out):
 
 
 def write_text(kind, source, scratch):
-    """Writes the whole text, its beginning (which ends inside a window), or several documents."""
+    """Returns a file with the whole text, its beginning (which ends inside a window), or several documents."""
     text = source.read_text()
     if kind == "text":
         return source
@@ -135,7 +135,7 @@ class Comparison:
         self.number("lm_eval's sum", ours["nll"]["mean"] * ours["tokens_scored"], theirs["nll"])
 
     def llama_cpp(self, ours, theirs):
-        """The program's own numbers, including the perplexity after every chunk."""
+        """Compares with the program's own numbers, including the perplexity after every chunk."""
         self.equal("llama.cpp's chunks", ours["windows"], theirs["windows"])
         self.number("llama.cpp's perplexity", ours["perplexity"]["mean"], theirs["perplexity"],
                     PERPLEXITY_DIGITS)

@@ -8,7 +8,7 @@
   converted metadata of tokenizers equal to the converter's, also the roles that it gives to GLM's tokens
   refused   tokenizers that cannot be written: a unigram model, an unknown pre-tokenizer
 
-Texts for which llama.cpp itself gives other tokens than Hugging Face are listed with the reason. check.py runs these as its
+Texts for which llama.cpp's tokens differ from Hugging Face's are excluded, with the reason. check.py runs these as its
 `tokens` checks.
 """
 
@@ -40,7 +40,7 @@ NAMES = """a.x-4.0 bailingmoe bailingmoe2 bloom chatglm-bpe codeshell cohere2moe
 # Published vocabularies in llama.cpp's sources, and the name that quant finds by the hash of their tokens.
 SHIPPED = {"command-r": "command-r", "deepseek-coder": "deepseek-coder", "deepseek-llm": "deepseek-llm", "falcon": "falcon",
            "gemma-4": None, "gpt-2": "gpt-2", "llama-bpe": "llama-bpe", "llama-spm": None, "mpt": "olmo", "phi-3": None,
-           # The second has the vocabulary of the first, and another pre-tokenizer.
+           # qwen35 has the vocabulary of qwen2, but a different pre-tokenizer.
            "qwen2": "qwen2", "qwen35": "qwen35", "refact": "refact", "starcoder": "starcoder"}
 # Run on every change; the others, with up to 256,000 tokens, with --whole.
 SMALL = ["gpt-2"]
@@ -135,7 +135,7 @@ def trained_bytes(check, llama_cpp, name):
 
 
 def trained_spaces(check, llama_cpp, kind):
-    """BPE with byte fallback: as Gemma 4 stores it, without `tokenizer.model`, and with it."""
+    """BPE with byte fallback: Gemma 4's, and Llama 2's without and with `tokenizer.model`."""
     name = f"tokenizer-{kind}"
     if kind == "gemma4":
         data = make_tokenizers.spaced()
@@ -268,7 +268,7 @@ def converted(check, llama_cpp, kind):
 
     ours, theirs = keys(file), keys(theirs)
     if kind == "sentencepiece":
-        # llama.cpp ignores it.
+        # llama.cpp ignores this key.
         theirs.pop("tokenizer.ggml.pre")
     wrong = sorted(name for name in ours.keys() | theirs.keys() if not alike(name, ours.get(name), theirs.get(name), kind))
     return wrong or f"{len(ours)} keys", not wrong
@@ -283,7 +283,7 @@ def alike(name, ours, theirs, kind):
         return ours[1:] == theirs[1:] and (ours[0], theirs[0]) == (2, 3)
     if kind == "sentencepiece" and name.endswith(".scores"):
         return ours[1:] == theirs[1:]
-    # Written always by quant, and by the converter only from keys of `tokenizer_config.json`.
+    # quant always writes these, the converter only if `tokenizer_config.json` has their keys.
     if name.endswith((".add_space_prefix", ".add_eos_token")) and theirs is None:
         return True
     # The random models have no merges.

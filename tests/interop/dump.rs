@@ -1,7 +1,7 @@
 //! `interop-dump`: quant's numbers for the interop check, as safetensors.
 //!
-//! * `interop-dump logits MODEL TOKENS.json OUT`: `logits` `[windows, length, vocab]` of some token windows, float or
-//!   quantized model;
+//! * `interop-dump logits MODEL TOKENS.json OUT`: `logits` `[windows, length, vocab]` of a float or quantized model for
+//!   some token windows;
 //! * `interop-dump decoded MODEL TOKENS.json OUT`: logits from a cache: the first half of each window at once, of which
 //!   only the last logits are written, and the rest token by token;
 //! * `interop-dump weights MODEL OUT`: the embedding, every linear of the blocks and the head as `f32`, dequantized, by
@@ -84,7 +84,7 @@ fn save(tensors: &BTreeMap<String, (Vec<usize>, Vec<f32>)>, out: &str) -> Result
     Ok(serialize_to_file(views, None, Path::new(out))?)
 }
 
-/// A block type by its name, and the bytes of a row with this many columns.
+/// A block type by its name, the number of columns, and the bytes of a row.
 fn rows_of(kind: &str, columns: &str) -> Result<(&'static BlockType, usize, usize), Failure> {
     let kind = block_type(kind).ok_or_else(|| format!("no block type {kind}"))?;
     let columns = columns.parse()?;

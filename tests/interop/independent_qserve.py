@@ -58,7 +58,7 @@ def of_groups(checkpoint, module):
         raise ValueError(f"{module}.s2_scales: from {scales.min()} to {scales.max()}, not 1 to 16")
     product = q.reshape(outputs, -1, GROUP) * scales
     integers = (product + zeros & 255).astype(numpy.uint8).view(numpy.int8).astype(numpy.int32)
-    # Products must not wrap around: zero * scale must equal the stored byte of the zero, 0 to 240.
+    # The integers must not wrap around: -s2_zero modulo 256 is zero * scale, 0 to 240.
     if not numpy.array_equal(integers, product - (-zeros & 255)):
         raise ValueError(f"{module}: an integer does not fit 8 bits")
     return integers.reshape(outputs, inputs).astype(numpy.float32) * s1.astype(numpy.float32)[:, None]

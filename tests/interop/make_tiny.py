@@ -86,7 +86,8 @@ VARIANTS = {
     "mixtral-wide": {"model_type": "mixtral", "hidden_size": 256, "intermediate_size": 512, "num_local_experts": 8,
                      "num_experts_per_tok": 2},
     "qwen3-moe-wide": QWEN3_MOE | {"hidden_size": 256, "moe_intermediate_size": 256, "norm_topk_prob": True},
-    # Experts that are narrower than the block, in a number that is not a power of two, and heads of a different width.
+    # Six experts, which is not a power of two. Qwen3's are narrower than its dense MLP, and its heads wider than
+    # hidden_size / num_attention_heads.
     "mixtral": {"model_type": "mixtral", "num_local_experts": 6, "num_experts_per_tok": 2},
     "qwen3-moe": QWEN3_MOE | {"norm_topk_prob": True},
     "qwen3-moe-mixed": QWEN3_MOE | {"num_hidden_layers": 4, "mlp_only_layers": [1], "decoder_sparse_step": 1,
@@ -163,8 +164,8 @@ LINEAR = "linear_attention"
 HYBRID = {"num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
           "linear_value_head_dim": 24, "layer_types": [LINEAR, FULL, LINEAR, LINEAR]} | rope(
               rope_type="default", partial_rotary_factor=0.5, mrope_section=[2, 2, 2], mrope_interleaved=True)
-# Several groups of heads, and states narrower than heads. transformers applies the lower bound `time_step_min` only when it
-# processes whole windows; engines never apply it.
+# Several groups of heads, and states wider than heads. transformers applies the lower bound `time_step_min` only when
+# it processes whole windows; engines never apply it.
 NEMOTRON = {"model_type": "nemotron_h", "num_hidden_layers": 4, "ssm_state_size": 16, "mamba_num_heads": 8,
             "mamba_head_dim": 12, "n_groups": 2, "chunk_size": 32, "time_step_min": 1e-9,
             "layers_block_type": [LINEAR, "mlp", FULL, LINEAR]}
@@ -327,7 +328,7 @@ FAMILIES = {
     "internlm3-published": {"model_type": "internlm3", "num_key_value_heads": 1},
     "phimoe": {"model_type": "phimoe", "num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 64,
                "router_jitter_noise": 0.4, "attention_bias": True, "lm_head_bias": True},
-    # The windows are not longer than the original length: beyond it, implementations differ.
+    # The check's windows are not longer than the original length: beyond it, implementations differ.
     "phimoe-longrope": {
         "model_type": "phimoe", "num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 64,
         "max_position_embeddings": 512, "original_max_position_embeddings": 128, "sliding_window": WINDOW} | rope(
@@ -428,7 +429,7 @@ ENGINES = {
         "qk_nope_head_dim": 32, "qk_rope_head_dim": 64, "v_head_dim": 32, "topk_method": "noaux_tc",
         "scoring_func": "sigmoid"},
 }
-# Families whose configurations lack these fields.
+# Families whose configurations lack `num_key_value_heads`, and those that lack `intermediate_size`.
 WITHOUT_KEY_HEADS, FOUR_TIMES_AS_WIDE = ("gpt_neox", "gpt2", "bloom"), ("gpt2", "bloom")
 # For these, transformers derives the head dimension from the hidden size.
 WITHOUT_HEAD_DIM = {"lfm2", "lfm2_moe", "phi3", "phi", "cohere2", "starcoder2", "granite", "cohere", "olmo2", "olmo3",
@@ -488,7 +489,7 @@ def make_model(variant, seed):
                 if model_type == "gemma4_text" and name.endswith("q_norm.weight"):
                     parameter.mul_(0.15)
             else:
-                # transformers stores all experts of a block in one parameter.
+                # Includes experts: transformers stores all of a block in one parameter.
                 parameter.copy_(noise * 1.5 / parameter.shape[-1] ** 0.5)
         # Stored tensors that are not parameters, such as a correction of each expert's score.
         parameters = dict(model.named_parameters())
@@ -655,7 +656,7 @@ def make_spaced_tokenizer():
 
 
 def add_what_the_converter_reads(variant, out, tokenizer):
-    """llama.cpp's converters of some families expect a kind of tokenizer, or tokens by their texts."""
+    """Adds what llama.cpp's converters of some families expect: a kind of tokenizer, or tokens with certain texts."""
     settings = {}
     if variant.startswith("glm4"):
         tokenizer.add_special_tokens(["[gMASK]", "<|endoftext|>", "<|user|>", "<|observation|>"])

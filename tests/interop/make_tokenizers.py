@@ -148,8 +148,8 @@ def train_sentencepiece(kind, out, size=900):
 
 
 def from_sentencepiece(out):
-    """The `tokenizer.json` of a `tokenizer.model` with BPE, as transformers converts Llama 2's: all pairs of pieces whose
-    concatenation is a piece, in the order of its score."""
+    """Writes the `tokenizer.json` of a `tokenizer.model` with BPE, as transformers converts Llama 2's. The merges are
+    all pairs of pieces whose concatenation is a piece, by decreasing score of that piece."""
     import sentencepiece
     model = sentencepiece.SentencePieceProcessor(model_file=str(out / "tokenizer.model"))
     pieces = [model.id_to_piece(i) for i in range(model.get_piece_size())]
@@ -184,7 +184,7 @@ def spaced_frame(ids, merges):
 
 
 def bytes_as_sentencepiece():
-    """A `tokenizer.model` of 256 bytes and no merges, for random models whose converter insists on one."""
+    """A `tokenizer.model` whose pieces are single bytes, for random models whose converter insists on one."""
     def field(number, data):
         return bytes([number << 3 | 2, *varint(len(data))]) + data
 

@@ -163,8 +163,8 @@ def make_model(variant, seed):
                 # Router weights that are so large that rounding to bfloat16 changes few choices.
                 parameter.copy_(noise * 6 / parameter.shape[-1] ** 0.5)
             elif parameter.ndim == 1:
-                # In Gemma, 1 is added to the norm weights. In Qwen3.5 too, except in gated delta nets, where `A_log` is
-                # so small that a state holds many tokens.
+                # In Gemma 3, 1 is added to the norm weights. In Qwen3.5 too, except in gated delta nets, where `A_log`
+                # is so small that a state holds many tokens.
                 outside = ("vision_tower", "visual", "linear_attn")
                 centered = variant.startswith(("gemma3", "qwen3.5")) and not any(part in name for part in outside)
                 center = 0 if centered else -2.5 if name.endswith("A_log") else 1

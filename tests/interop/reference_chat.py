@@ -1,8 +1,8 @@
 """Conversations as transformers renders and tokenizes them: MODEL CHATS.jsonl OUT.json
 
 Writes, for every line, the text of `apply_chat_template`, its tokens, and which of them are the assistant's: by
-transformers' own mask if the template has generation blocks, and otherwise by rendering up to each answer, with the
-generation prompt, and including the answer.
+transformers' own mask if the template has generation blocks; otherwise, what each answer adds to the text before it,
+which ends with the generation prompt.
 """
 
 import argparse

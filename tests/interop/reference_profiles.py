@@ -120,7 +120,7 @@ def plan(profile, text):
 
 
 def score(model, tokens, first):
-    """Negative log-likelihoods of tokens first.. of a window, in f64."""
+    """Negative log-likelihoods of the tokens of a window from number `first` on, in f64."""
     log_probabilities = torch.log_softmax(reference_model.logits(model, tokens)[first - 1:-1], dim=-1)
     targets = torch.tensor(tokens[first:]).unsqueeze(1)
     return -log_probabilities.gather(1, targets).squeeze(1).double()

@@ -29,7 +29,8 @@ if [[ "$*" != "--only fewbits" ]]; then
         --llama-cpp "$llama_cpp" --chromium "$chromium" "$@"
 fi
 
-# The Python package, unpacked by `cargo xtask python`. Its checks run without arguments, or with `--only fewbits`.
+# The Python package, unpacked by `cargo xtask python`. It is checked if this script gets no arguments, or
+# `--only fewbits`.
 package=${CARGO_TARGET_DIR:-target}/python/package
 if (($# == 0)) || [[ "$*" == "--only fewbits" ]]; then
     if [[ -d $package/fewbits ]]; then

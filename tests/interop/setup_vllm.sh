@@ -55,7 +55,7 @@ for metadata in pathlib.Path(sysconfig.get_path("platlib")).glob("torch-*.dist-i
               if not line.startswith(("Requires-Dist: nvidia", "Requires-Dist: cuda", "Requires-Dist: triton")))
     metadata.write_text("".join(needed))
 PYTHON
-# The three small GPU libraries that stand-ins cannot replace, from the release that torch was built with.
+# The three small GPU libraries that stand-ins cannot replace.
 pip install --no-compile --no-deps nvidia-cuda-runtime nvidia-cuda-cupti nvidia-nvshmem-cu13
 pip install --no-compile --requirement "$directory/requirements.txt"
 pip install --no-compile --no-deps "$directory"/wheel/*.whl

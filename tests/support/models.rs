@@ -11,7 +11,7 @@ use serde_json::{Map, Value, json};
 pub struct RawTensor {
     /// The tensor's name.
     pub name: String,
-    /// For example `F16` or `I32`.
+    /// The element type, such as `F16` or `I32`.
     pub dtype: String,
     /// The tensor's shape.
     pub shape: Vec<u64>,

@@ -126,8 +126,8 @@ macro_rules! args {
     };
 }
 
-/// Values of `QUANT_ISA` to run the program with: the default path, and those of two generations of x86-64 processors that
-/// this processor has.
+/// Values of `QUANT_ISA` to run the program with: the default path, and if this processor has them, the paths of two
+/// generations of x86-64 processors.
 pub fn isa_values() -> impl Iterator<Item = &'static str> {
     let names: Vec<_> = Isa::available().map(Isa::name).collect();
     ["", "avx2", "avx512vnni"].into_iter().filter(move |name| name.is_empty() || names.contains(name))

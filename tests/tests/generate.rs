@@ -251,7 +251,7 @@ fn a_conversation_continues() {
     // A message that does not fit is reported, and the next conversation works.
     let long = [b"x".repeat(300), b"\n/new\nOnce\n".to_vec()].concat();
     let run = bench.with_input(&[&options[..], &["--context", "64"]].concat(), &long).succeeded();
-    assert!(run.stderr.contains("the context has room for only 64"), "{}", run.stderr);
+    assert!(run.stderr.contains("leaves no room for an answer in a context of 64"), "{}", run.stderr);
     assert!(run.stdout.starts_with(answer), "{run:?}");
     let run = bench.with_input(&options, b"Once\n\xff\n");
     assert_eq!(run.code(), Some(4), "{run}");

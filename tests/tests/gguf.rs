@@ -243,7 +243,7 @@ fn rows_that_do_not_fit_are_refused_or_listed() {
     assert_eq!((&down["wanted"], &down["got"]), (&"Q6_K".into(), &"F16".into()));
     // llama.cpp cannot use a vocabulary without byte tokens; the remedy names the only way out.
     let run = quant(quantize(&data.join("models/tinystories-656k"), &at("no.gguf"), &["--allow-fallback"]));
-    check_message("byte tokens", &run, 4, &["only 0 of the 256 byte tokens", "set --pre none"]);
+    check_message("byte tokens", &run, 4, &["has 0 byte tokens; llama.cpp needs 256", "set --pre none"]);
     assert!(!run.stderr.contains("add the model's tokenizer.json"), "{run}");
     // A SentencePiece vocabulary is rebuilt from scores.
     let [a, b] = [&model, &at("out.gguf")].map(|m| perplexity(m));

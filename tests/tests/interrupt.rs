@@ -145,7 +145,7 @@ fn another_program_or_instruction_set_does_not_resume() {
         (run.status.code(), String::from_utf8_lossy(&run.stderr).into_owned())
     };
 
-    // Every processor supports this instruction set, and it is never the default.
+    // Every processor supports this instruction set; it is the default only on processors that support no other.
     let mut narrow = Command::new(program());
     narrow.env("QUANT_ISA", "scalar");
     // Trailing bytes do not change the behavior of an executable.

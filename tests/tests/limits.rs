@@ -169,7 +169,7 @@ fn companions_of_any_size() {
     assert!(!bench.at("out").exists());
 }
 
-/// Nothing is written into the job directory of another run.
+/// Nothing is written into a different run's job directory.
 #[test]
 fn an_output_in_the_job_of_another_run() {
     let bench = Bench::new();
@@ -186,7 +186,7 @@ fn an_output_in_the_job_of_another_run() {
             let options =
                 ["--method", "rtn", "--scheme", "w4a16-g32"].into_iter().chain(force).collect::<Vec<_>>();
             let run = run(bench.quantize(inside, &options));
-            check_message(inside, &run, 2, &["out.job", "another run prepares its output"]);
+            check_message(inside, &run, 2, &["out.job", "holds another run's unfinished output"]);
         }
     }
     assert_eq!(snapshot(&job), before);

@@ -17,10 +17,11 @@ fn allowance(used: u64) -> u64 {
 /// Compares the prediction of `plan` with the memory that the run reports, and returns both.
 #[track_caller]
 fn check_prediction(model: &Path, out: &Path, options: &[&str]) -> [u64; 2] {
-    let mut arguments = args!["plan", model, "--json"];
+    // Every thread adds some memory, of which little is used here.
+    let mut arguments = args!["plan", model, "--json", "--threads", "2"];
     arguments.extend(options.iter().map(Into::into));
     let predicted = quant(arguments).json()["peak_memory_bytes"].as_u64().unwrap();
-    let mut arguments = args!["quantize", model, "-o", out, "--json"];
+    let mut arguments = args!["quantize", model, "-o", out, "--json", "--threads", "2"];
     arguments.extend(options.iter().map(Into::into));
     let run: Run = quant(arguments).succeeded();
     let summary: Value = serde_json::from_str(&run.stdout).unwrap();

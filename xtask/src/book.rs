@@ -236,7 +236,7 @@ fn collect(base: &Path, directory: &Path, pages: &mut BTreeMap<PathBuf, String>)
     Ok(())
 }
 
-/// The values of an attribute.
+/// The values of every attribute `name` in `text`.
 fn attributes<'a>(text: &'a str, name: &str) -> Vec<&'a str> {
     let start = format!(" {name}=\"");
     text.split(start.as_str()).skip(1).filter_map(|rest| rest.split('"').next()).collect()

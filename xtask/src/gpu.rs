@@ -61,8 +61,9 @@ const TESTS: [Test; 5] = [
     },
     Test { name: "device", skips: &["on_a_stand_in"], sanitized: &["calls_of_linears_are_launched"] },
 ];
-/// The package and program of the benchmark, and the program that precompiles kernels for it.
+/// The package and the program of the benchmark.
 const BENCH: [&str; 2] = ["quant-cli", "quant"];
+/// The example that compiles the benchmark's kernels in advance.
 const IMAGES: &str = "measure_images";
 const PACKAGE: &str = "quant-kernels-cuda";
 /// A file next to the images, which makes the program use them without asking for a compiler

@@ -14,10 +14,13 @@ use crate::support::host::clean_commit;
 use crate::support::measure::median;
 use crate::support::record::{Record, table, typed_command};
 
-/// Experts per layer, experts per token, width inside an expert, and width of a token.
+/// Experts in the layer.
 const EXPERTS: usize = 128;
+/// Experts that each token is sent to.
 const TOP_K: usize = 8;
+/// Width inside an expert.
 const INNER: usize = 768;
+/// Width of a token.
 const HIDDEN: usize = 2048;
 /// Under skewed routing, this number of experts, a tenth of all, take half of the slots.
 const HOT: usize = EXPERTS / 10;

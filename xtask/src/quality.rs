@@ -6,7 +6,7 @@
 //! * at 3 bits, AWQ's mean KL to float, pooled over the rows by tokens, is below RTN's;
 //! * on planted outliers at 4 bits, AWQ removes at least 40 % of the log-perplexity that RTN adds, pooled over the
 //!   rows;
-//! * on every row, no search ends with a larger error than that without scaling and clipping.
+//! * on every row, no search ends with a larger error than it began with.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;

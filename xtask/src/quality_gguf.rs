@@ -49,7 +49,7 @@ pub struct Args {
 }
 
 impl Args {
-    /// Whether a mixture is measured by a method; the first method always is.
+    /// Whether a method is measured on a mixture. On the chosen mixtures, the first method always is.
     fn measures(&self, mixture: &str, method: usize) -> bool {
         let chosen = |all: &[String], name: &str| all.iter().any(|one| one == name);
         chosen(&self.mixtures, mixture) && (method == 0 || chosen(&self.methods, METHODS[method].0))
@@ -178,7 +178,7 @@ impl Measured {
                         format!("{difference:+.6} ± {error:.6}, {word}")
                     }
                 };
-                // Each line as soon as it is known.
+                // Show each line as soon as it is known.
                 std::io::stdout().flush()?;
                 let kl = format!("{kl:.5} ± {error:.5}");
                 lines.push(vec![mixture.to_owned(), (*by).to_owned(), kl, against]);
@@ -198,7 +198,6 @@ pub fn run(args: &Args) -> Result<()> {
     let scratch = target_dir().join("quality-gguf");
     let csv = vec!["model,planted,text,mixture,method,kl,kl_se".to_owned()];
     let (mut body, broken) = (String::new(), Vec::new());
-    // Windows of all rows together, by mixture and method.
     let pooled = vec![vec![Vec::new(); METHODS.len()]; MIXTURES.len()];
     let of_real = texts().into_iter().filter(|row| row.name == MODEL);
     let mut rows: Vec<(&Row, PathBuf, &str)> = Vec::new();

@@ -21,11 +21,11 @@ const FEATURE_TESTS: [&str; 2] = ["candle", "cuda_interface"];
 /// The package whose tests pass hostile files to safe code, and so to its dependencies.
 const FUZZ: &str = "quant-fuzz";
 
-/// Runs the integration tests of unsafe code for the CPU. Its unit tests would compile the kernels a second time, which
+/// Runs the integration tests of unsafe code for the CPU. Unit tests would compile the kernels a second time, which
 /// takes minutes.
 ///
 /// # Errors
-/// When a test fails, or is skipped although the shared models and texts are available.
+/// When a test fails, or when the toolchain has no AddressSanitizer although the shared models and texts are available.
 pub fn run() -> Result<()> {
     let mut targets = Vec::new();
     for name in test_names(&root().join("kernels-cpu/tests"))?

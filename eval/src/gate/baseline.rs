@@ -38,7 +38,7 @@ impl Baseline {
         Self { results: results.iter().map(|(name, e)| (name.clone(), timeless(e))).collect() }
     }
 
-    /// Computes the SHA-256 of all results as compact JSON, which the file contains.
+    /// Computes the SHA-256 that the file contains. It covers all results, as compact JSON.
     ///
     /// # Errors
     /// [`Error::Internal`] if a result cannot be serialized, which would be a bug.

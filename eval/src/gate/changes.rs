@@ -1,4 +1,4 @@
-//! What has changed since the baseline, for people. No decision depends on it.
+//! Lists what has changed since the baseline, for people. No decision depends on it.
 
 use serde::Serialize;
 
@@ -20,7 +20,7 @@ pub struct Change {
     pub now: String,
     /// The difference, as text: `same`, `-2.1 %`, `different weights`; absent without a baseline.
     pub change: Option<String>,
-    /// Whether it is better or worse than in the baseline, if that is known.
+    /// Whether it is better or worse than in the baseline; absent if that is unknown or not significant.
     pub trend: Option<Trend>,
 }
 
@@ -130,7 +130,8 @@ fn difference(metric: Metric, was: f64, is: f64) -> String {
     }
 }
 
-/// The direction of a size, and of quantities that were measured window by window, if it is significant.
+/// The direction in which a size, a perplexity or a mean KL has changed; `None` for other metrics, if the change is not
+/// significant, or if the windows differ.
 fn trend(metric: Metric, before: &Evaluation, now: &Evaluation, level: f64) -> Option<Trend> {
     let of_sign = |low: f64, high: f64| match () {
         () if high < 0.0 => Some(Trend::Better),

@@ -36,7 +36,7 @@ pub fn summary(outcome: &Outcome) -> String {
     text
 }
 
-/// What was judged, and what has changed since the baseline.
+/// The table of what was judged and, with a baseline, how it has changed.
 fn changed(outcome: &Outcome) -> String {
     let compares = outcome.changes.iter().any(|c| c.before.is_some());
     let mut text = match compares {

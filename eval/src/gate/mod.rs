@@ -60,7 +60,7 @@ pub struct Outcome {
     pub results: Vec<Judged>,
     /// Every check of every result.
     pub checks: Vec<Check>,
-    /// What was judged, and how it differs from the baseline. No verdict depends on it.
+    /// The properties of all results, and how they differ from the baseline. No verdict depends on them.
     pub changes: Vec<Change>,
     /// Further notes, one line each.
     pub notes: Vec<String>,
@@ -108,7 +108,7 @@ pub struct Check {
     pub result: String,
     /// The rule that it was scored by.
     pub profile: String,
-    /// What was checked, such as `perplexity against baseline`.
+    /// The check's name, such as `perplexity against baseline`.
     pub name: String,
     /// The line of the policy that requires the check.
     pub line: usize,
@@ -184,7 +184,8 @@ pub struct Check {
 /// ```
 ///
 /// # Errors
-/// [`Error::InputFile`] and [`Error::Usage`] when something that a check needs is missing or does not match.
+/// [`Error::Usage`] if there are no results, or two have the same name; [`Error::InputFile`] if something that a check
+/// needs is missing, or if policy, results and baseline do not match.
 pub fn judge(
     policy: &Policy,
     baseline: Option<(&Baseline, &std::path::Path)>,
@@ -267,10 +268,10 @@ pub fn judge(
     })
 }
 
-/// Fails unless there are results with unique names.
+/// Checks that there are results, and that their names are unique.
 ///
 /// # Errors
-/// [`Error::Usage`].
+/// [`Error::Usage`] otherwise.
 pub fn check_given(names: &[&str]) -> Result<()> {
     if names.is_empty() {
         return Err(Error::usage(
@@ -324,7 +325,8 @@ fn chosen<'a>(
     results.iter().filter(|(n, _)| names.is_empty() || names.contains(n)).map(|(n, e)| (n.as_str(), e))
 }
 
-/// Fails unless results and baseline use the same texts, cut in the same way.
+/// Fails unless the results and the baseline have the same names, and each pair of results the same profile, windows,
+/// tokenizer, reference and KV caches.
 fn bind(
     baseline: &Baseline,
     path: &std::path::Path,
@@ -403,7 +405,7 @@ fn bind(
     Ok(())
 }
 
-/// A test with its p-value for Holm's procedure.
+/// Runs a test. Also returns its p-value, for Holm's procedure.
 fn non_inferiority(
     policy: &Policy,
     check: &NonInferiority,

@@ -75,7 +75,7 @@ pub enum OnInconclusive {
     Inconclusive,
     /// The gate fails.
     Fail,
-    /// The gate passes. If a test failed before Holm's correction, the gate is inconclusive.
+    /// The gate passes, unless Holm's correction made a failed test inconclusive; then the gate is inconclusive.
     Pass,
 }
 
@@ -94,7 +94,7 @@ pub struct NonInferiority {
     pub line: usize,
 }
 
-/// What a result is compared with.
+/// The result that another one is compared with.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 #[non_exhaustive]
@@ -157,7 +157,8 @@ impl Policy {
     /// Reads a policy.
     ///
     /// # Errors
-    /// [`Error::InputFile`], with the line if it is known; [`Error::Io`] when the file cannot be read.
+    /// [`Error::InputFile`] when the file is missing or not a valid policy, with the line if it is known; [`Error::Io`]
+    /// when it cannot be read.
     pub fn read(path: &Path) -> Result<Self> {
         let fault = |reason: String| fault(path, None, reason);
         let metadata = std::fs::metadata(path).map_err(|e| match e.kind() {

@@ -45,8 +45,8 @@ pub fn suggest(results: &[(String, Evaluation)]) -> String {
     text
 }
 
-/// The smallest relative increase of the perplexity that these windows can find, if the differences to the baseline
-/// are as large as those to the reference.
+/// The smallest relative increase of the perplexity that these windows can detect, if the differences from the baseline
+/// vary as much as those from the reference. `None` without a reference.
 fn detectable(result: &Evaluation) -> Option<f64> {
     let difference = result.comparison.as_ref()?.delta_nll;
     difference.minimum_detectable(LEVEL, &result.window_tokens).map(f64::exp_m1)

@@ -19,7 +19,7 @@ const TENSORS: usize = 16;
 pub struct EvaluationReport<'a> {
     /// The result.
     pub result: &'a Evaluation,
-    /// Block by block comparison of both models, if there is a reference.
+    /// Block-by-block comparison of both models, if there is a reference.
     pub anatomy: Option<&'a Anatomy>,
     /// How the model's linears are stored, in order of blocks.
     pub linears: &'a [LinearCell],
@@ -40,8 +40,8 @@ pub struct WorstWindow {
 }
 
 impl EvaluationReport<'_> {
-    /// Returns the indices of the worst windows, worst first: by divergence, or without a reference by negative
-    /// log-likelihood.
+    /// Returns the indices of the at most 8 worst windows, worst first: by divergence, or without a reference by
+    /// negative log-likelihood.
     pub fn worst_windows(result: &Evaluation) -> Vec<usize> {
         let by = match &result.comparison {
             Some(comparison) => &comparison.window_kl,
@@ -94,7 +94,7 @@ impl EvaluationReport<'_> {
         page(&r.model.path, &subtitle, &body)
     }
 
-    /// What was measured, and the result in one sentence.
+    /// The model, its quantization, and the result in one sentence.
     fn verdict(&self) -> Markup {
         let r = self.result;
         let what = match self.quantization {
@@ -161,7 +161,7 @@ fn conclusion(r: &Evaluation) -> String {
     let change = 100.0 * (c.perplexity_ratio.mean - 1.0);
     let top = 100.0 * c.top1_agreement.mean;
     let t = student::quantile(0.975, degrees_of_freedom(&r.window_tokens));
-    // The test is on the mean difference of the logarithms, which is the ratio's.
+    // The test uses the mean difference of the negative log-likelihoods, which is the logarithm of the ratio.
     let clear = (c.delta_nll.standard_error.zip(t)).is_some_and(|(e, t)| c.delta_nll.mean.abs() > t * e);
     let perplexity = match (clear, change > 0.0) {
         (false, _) => "No clear change of the perplexity".to_owned(),

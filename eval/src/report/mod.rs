@@ -23,7 +23,7 @@ use crate::{Divergence, Estimate, Evaluation, ModelIdentity, SchemeShare, Tool, 
 
 const STYLE: &str = include_str!("style.css");
 
-/// A page.
+/// Returns a complete HTML page.
 fn page(title: &str, subtitle: &Markup, body: &Markup) -> String {
     let markup = html! {
         (DOCTYPE)
@@ -50,7 +50,7 @@ fn tile(name: &str, value: &str, note: &str) -> Markup {
     html! { div.tile { small { (name) } b { (value) } small { (note) } } }
 }
 
-/// A line of the provenance.
+/// A row of the provenance table.
 fn row(name: &str, value: &str) -> Markup {
     html! { tr { td { (name) } td.hash { (value) } } }
 }

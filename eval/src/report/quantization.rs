@@ -119,7 +119,7 @@ fn number(value: f64) -> String {
     }
 }
 
-/// The exponents of the chosen scales; a dash where no scaling was best.
+/// The exponents of the chosen scales; a dash if no scaling was best.
 fn exponents(tensor: &TensorReport) -> String {
     let awq = tensor.scale_search.as_ref().map(|search| search.ratio);
     let smooth = tensor.smooth.as_ref().map(|smooth| smooth.alpha);
@@ -191,7 +191,7 @@ fn outlier_charts<'a>(
     })
 }
 
-/// The experts that saw few tokens, least first.
+/// The experts that saw few tokens, in ascending order of tokens; `None` if there are no such experts.
 fn few_tokens(report: &QuantReport) -> Option<Markup> {
     let mut few = UndersampledLinears::in_report(report)?;
     few.experts.sort_by_key(|expert| expert.tokens);

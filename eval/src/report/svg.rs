@@ -32,7 +32,7 @@ struct Axis {
 }
 
 impl Axis {
-    /// Returns an axis that covers all these values.
+    /// Returns an axis that covers these values; a linear axis begins at 0.
     fn of(values: impl Iterator<Item = f64>, logarithmic: bool) -> Self {
         let usable = values.filter(|v| v.is_finite() && (!logarithmic || *v > 0.0));
         let (low, high) = usable.fold((f64::INFINITY, f64::NEG_INFINITY), |(l, h), v| (l.min(v), h.max(v)));
@@ -223,7 +223,7 @@ pub(super) fn points(title: &str, x_name: &str, points: &[Point]) -> Markup {
     let mut placed = Vec::new();
     for point in points {
         let (left, top) = (x_of(x.place(point.x)), y_of(y.place(point.y), HEIGHT));
-        // Next to the point, where there is no other number.
+        // The number goes next to the point, to the first place without another number.
         let offsets = [(12.0, 0.0), (-12.0, 0.0), (12.0, 16.0), (12.0, -16.0), (-12.0, 16.0), (-12.0, -16.0)];
         let free = |at: &(f64, f64)| {
             let inside = (LEFT..WIDTH).contains(&at.0) && (TOP..HEIGHT - BOTTOM).contains(&at.1);

@@ -93,7 +93,7 @@ pub fn degrees_of_freedom(counts: &[usize]) -> f64 {
 }
 
 impl std::fmt::Display for Estimate {
-    /// Formats it as `43.31 ± 0.52`.
+    /// Formats it as `43.312 ± 0.521`, with the digits of the precision, or three; an absent error is `?`.
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let digits = f.precision().unwrap_or(3);
         write!(f, "{:.digits$}", self.mean)?;

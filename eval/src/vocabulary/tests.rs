@@ -108,7 +108,7 @@ fn exp_is_within_its_bound() {
     assert!(exp(f64::NAN).is_nan());
 }
 
-/// Random logits of two models that differ by about `noise`, with ties among the largest.
+/// Random logits of two models that differ by at most `noise`, with ties among the largest.
 fn pair(vocab: usize, position: usize, spread: f32, noise: f32) -> [Vec<f32>; 2] {
     let r: Vec<f32> = (0..vocab)
         .map(|i| {
@@ -159,8 +159,8 @@ fn a_pass_gives_what_the_definitions_say() {
     }
 }
 
-/// Exponentials in single precision have a relative error of 2⁻²⁵ each, and the same error in their exponent. Single
-/// positions may therefore differ by about 2⁻²³, and their mean by far less.
+/// Rounding exponentials and their arguments to single precision changes them by about 2⁻²⁴ each. Single positions may
+/// therefore differ by about 2⁻²³, and their mean by far less.
 #[test]
 fn means_are_those_of_singles_before() {
     let (vocab, positions) = (3000, 400);

@@ -1,9 +1,9 @@
 //! 4-bit floats, E2M1: a sign, and a magnitude of 0, 0.5, 1, 1.5, 2, 3, 4 or 6.
 //!
-//! MXFP4: a shared E8M0 exponent for 32 elements, then 16 bytes: byte `j` holds element `j` in its low nibble and `j +
-//! 16` in its high nibble. NVFP4: for 64 elements, one unsigned E4M3 scale per 16 elements, then 8 bytes for each 16
-//! elements in the same order. As in ggml, decoded levels are twice the E2M1 values, and decoded scales are half of the
-//! stored ones.
+//! MXFP4: a shared E8M0 exponent for 32 elements, then 16 bytes: byte `j` holds element `j` in its low nibble and
+//! `j + 16` in its high nibble. NVFP4: for 64 elements, one unsigned E4M3 scale per 16 elements, then 8 bytes for each
+//! 16 elements: byte `j` holds element `j` in its low nibble and `j + 8` in its high nibble. As in ggml, decoded levels
+//! are twice the E2M1 values, and decoded scales are half of the stored ones.
 
 use super::grid::{Fields, Grid, Scales, Steps};
 use super::{BlockType, F16};

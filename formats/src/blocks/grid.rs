@@ -3,8 +3,9 @@
 
 use super::iq4::LEVELS;
 
-/// Maximum numbers of elements and of parts in a block.
+/// Maximum number of elements in a block.
 pub(super) const MAX_CODES: usize = 256;
+/// Maximum number of parts in a block.
 pub(super) const PARTS: usize = 16;
 
 /// The grid of a block type.
@@ -28,7 +29,7 @@ pub(super) enum Scales {
     Own(fn(u8) -> f32),
 }
 
-/// The values of a part, where `scale` is the one given by its factor.
+/// The values of a part, with the `scale` that its factor gives.
 #[derive(Clone, Copy, PartialEq)]
 pub(super) enum Steps {
     /// `scale·(q − half)`, `q` below `2·half`.

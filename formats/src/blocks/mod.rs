@@ -8,6 +8,7 @@
 //! `docs/formats/gguf.md` draws the blocks.
 
 mod block;
+mod codebook;
 mod f16_bits;
 mod floats;
 mod fp4;
@@ -32,6 +33,7 @@ mod thirty_two;
 pub use fp4::repack_mxfp4;
 pub use thirty_two::pack_q4_0;
 
+pub use codebook::{IQ2_S, IQ2_XS, IQ2_XXS, IQ3_S, IQ3_XXS};
 pub use floats::{BF16, F16, F32};
 pub use fp4::{MXFP4, NVFP4};
 pub use iq4::{IQ4_NL, IQ4_XS};
@@ -57,14 +59,14 @@ pub struct BlockType {
     pub elements: usize,
     /// Bytes per block.
     pub bytes: usize,
-    /// Whether encoding requires an importance matrix.
+    /// Whether llama.cpp encodes the tensors of blocks only with an importance matrix. Without one, the result is poor.
     pub needs_importance: bool,
     /// Whether tensors of this type are encoded with an importance matrix if there is one. The reference search
     /// ignores it for some of these types.
     pub uses_importance: bool,
     /// The type that llama.cpp uses instead for rows whose length is not a multiple of `elements`.
     pub fallback: Option<&'static BlockType>,
-    /// The values that a block can represent; `None` for floats.
+    /// The values that a block can represent; `None` for floats, and for IQ2 and IQ3.
     grid: Option<&'static grid::Grid>,
     encode: Encode,
     decode: Decode,
@@ -101,20 +103,15 @@ impl Eq for BlockType {}
 
 /// The types that this version reads and writes.
 pub static BLOCK_TYPES: &[&BlockType] = &[
-    &F32, &F16, &BF16, &Q8_0, &Q4_0, &Q4_1, &Q5_0, &Q5_1, &Q2_K, &Q3_K, &Q4_K, &Q5_K, &Q6_K, &IQ4_NL,
-    &IQ4_XS, &TQ1_0, &TQ2_0, &MXFP4, &NVFP4,
+    &F32, &F16, &BF16, &Q8_0, &Q4_0, &Q4_1, &Q5_0, &Q5_1, &Q2_K, &Q3_K, &Q4_K, &Q5_K, &Q6_K, &IQ2_XXS,
+    &IQ2_XS, &IQ2_S, &IQ3_XXS, &IQ3_S, &IQ4_NL, &IQ4_XS, &TQ1_0, &TQ2_0, &MXFP4, &NVFP4,
 ];
 
 /// Names of types that ggml defines but this version does not read, by id, for messages.
-const UNSUPPORTED: [(u32, &str); 16] = [
+const UNSUPPORTED: [(u32, &str); 11] = [
     (9, "Q8_1"),
     (15, "Q8_K"),
-    (16, "IQ2_XXS"),
-    (17, "IQ2_XS"),
-    (18, "IQ3_XXS"),
     (19, "IQ1_S"),
-    (21, "IQ3_S"),
-    (22, "IQ2_S"),
     (24, "I8"),
     (25, "I16"),
     (26, "I32"),
@@ -169,9 +166,9 @@ impl BlockType {
         self.elements == 1
     }
 
-    /// Encodes a row with the [reference](ScaleSearch::Reference) search. `importance`, which must be nonnegative, weights
-    /// the squared error of each element; only its ratios within a row matter. Floats, Q8_0, the ternary types and the
-    /// 4-bit floats ignore it.
+    /// Encodes a row with the [reference](ScaleSearch::Reference) search. `importance`, which must be nonnegative,
+    /// weights the squared error of each element; only its ratios within a row matter. Floats, Q8_0, the ternary types
+    /// and the 4-bit floats ignore it.
     ///
     /// # Panics
     /// When the lengths are inconsistent; see [`row_bytes`](Self::row_bytes).
@@ -202,11 +199,16 @@ impl BlockType {
     /// # Panics
     /// See [`encode`](Self::encode).
     pub fn encode_refined(&self, row: &[f32], importance: Option<&[f32]>, out: &mut [u8]) {
-        let Some(grid) = self.grid else { return self.encode(row, importance, out) };
         assert_eq!(Some(out.len()), self.row_bytes(row.len()), "bytes of a {} row", self.name);
         if let Some(importance) = importance {
             assert_eq!(importance.len(), row.len(), "importance of a {} row", self.name);
         }
+        let Some(grid) = self.grid else {
+            if !codebook::encode_refined(self, row, importance, out) {
+                (self.encode)(row, importance, out);
+            }
+            return;
+        };
         refine::row(grid, row, importance, self.elements, |block, fields| {
             (grid.pack)(fields, &mut out[block * self.bytes..][..self.bytes]);
         });

@@ -18,7 +18,8 @@ fn coarseness(kind: &BlockType) -> f32 {
         "NVFP4" => 0.35,
         "TQ1_0" | "TQ2_0" => 0.501,
         "Q3_K" => 0.6,
-        "Q2_K" => 1.0,
+        "IQ3_S" | "IQ3_XXS" => 0.7,
+        "Q2_K" | "IQ2_XXS" | "IQ2_XS" | "IQ2_S" => 1.0,
         other => panic!("no bound for {other}"),
     }
 }

@@ -123,7 +123,8 @@ fn put<const BITS: usize, const MINIMUM: bool>(block: &mut [u8], scale: f32, min
     put_codes::<BITS, MINIMUM>(block, codes);
 }
 
-/// The element of largest magnitude gets the smallest code.
+/// Writes codes such that the element of largest magnitude gets the smallest one; returns the scale, and 0 as the
+/// minimum.
 fn plain_symmetric<const BITS: usize>(x: &[f32], codes: &mut [u8; 32]) -> (f32, f32) {
     let half = (1 << (BITS - 1)) as f32;
     let d = largest(x) / -half;
@@ -134,7 +135,7 @@ fn plain_symmetric<const BITS: usize>(x: &[f32], codes: &mut [u8; 32]) -> (f32, 
     (d, 0.0)
 }
 
-/// Spreads the codes evenly from the smallest element to the largest.
+/// Writes codes that are spread evenly from the smallest element to the largest; returns the scale and the minimum.
 fn plain_minimum<const BITS: usize>(x: &[f32], codes: &mut [u8; 32]) -> (f32, f32) {
     let (mut min, mut max) = (f32::MAX, f32::MIN);
     for &v in x {

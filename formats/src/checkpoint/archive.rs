@@ -31,7 +31,7 @@ pub trait Archive: Debug + Send + Sync {
     /// Checks all files together, as a loader of the directory does.
     ///
     /// # Errors
-    /// [`Error::Verification`] unless it finds this number of tensors.
+    /// [`Error::Verification`] unless the files open without warnings and have this number of tensors.
     fn check_directory(&self, directory: &Path, tensors: usize) -> Result<()>;
 
     /// Whether a file was written by this program and may therefore be replaced on request.

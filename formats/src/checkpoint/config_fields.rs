@@ -49,7 +49,7 @@ impl<'a> ConfigFields<'a> {
         ConfigFields { path: self.path, map: self.map, prefix: self.prefix.clone(), asked: Some(asked) }
     }
 
-    /// Returns typed access to a different object with the same path.
+    /// Returns typed access to a different object in place of this one: errors name the same file and outer keys.
     pub fn with_map<'b>(&'b self, map: &'b Map<String, Value>) -> ConfigFields<'b> {
         ConfigFields { path: self.path, map, prefix: self.prefix.clone(), asked: self.asked }
     }
@@ -234,7 +234,9 @@ impl<'a> ConfigFields<'a> {
         let list = value.as_array().ok_or_else(|| wrong(value))?;
         let numbers = list.iter().map(|item| {
             let number = item.as_u64().filter(|n| *n <= MAX_SIZE).and_then(|n| usize::try_from(n).ok());
-            number.ok_or_else(|| self.error(key, format!("contains {}, expected integers", describe(item))))
+            number.ok_or_else(|| {
+                self.error(key, format!("contains {}, expected integers from 0 to 2^31", describe(item)))
+            })
         });
         numbers.collect::<Result<_>>().map(Some)
     }

@@ -7,7 +7,7 @@ use super::header::MAX_RANK;
 use super::names::{name_fault, printable};
 use crate::{Error, Result};
 
-/// Checks the specs: distinct names, and shapes that this crate's reader accepts.
+/// Checks that names are valid and distinct, and that this crate's reader accepts the shapes.
 ///
 /// # Errors
 /// [`Error::Internal`]: specs come from the caller, not from a file.
@@ -26,7 +26,7 @@ pub fn check_specs(specs: &[TensorSpec]) -> Result<()> {
         }
         let max = info.shape.iter().try_fold(info.dtype.size(), |size, &dim| size.checked_mul(dim.max(1)));
         if max.is_none() {
-            return Err(fault("overflows"));
+            return Err(fault("has a size that overflows"));
         }
         if info.dtype.byte_len(info.elements() as u64).is_none() {
             return Err(fault("does not fill whole bytes"));

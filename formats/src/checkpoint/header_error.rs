@@ -87,7 +87,7 @@ pub enum HeaderError {
         /// The reason, as the end of the sentence.
         reason: &'static str,
     },
-    /// An unknown element type with an invalid name.
+    /// A tensor's element type is unknown, and its name is invalid.
     #[error("tensor `{tensor}` has unknown dtype `{dtype}`; known dtypes: {}", known_dtypes())]
     UnknownDtype {
         /// The tensor.

@@ -82,7 +82,7 @@ impl Root {
                 return Ok(if is_link { Lookup::Dangling } else { Lookup::Absent });
             }
             Err(e) if system::is_link_loop(&e) => {
-                return Ok(Lookup::Refused("is a symbolic link to itself".into()));
+                return Ok(Lookup::Refused("is a symbolic link in a loop of links".into()));
             }
             Err(e) if e.kind() == ErrorKind::InvalidFilename => {
                 return Ok(Lookup::Refused("is too long for a file name".into()));
@@ -192,8 +192,8 @@ pub fn read_capped(real: &Path, shown: &Path, cap: u64) -> Result<Result<Vec<u8>
 /// Bytes at the start of a file that [`placeholder`] needs.
 pub(crate) const PLACEHOLDER_BYTES: usize = 64;
 
-/// Names what is often found in place of a file after an incomplete download: a Git LFS pointer, or an HTML page. Returns
-/// the end of a sentence that begins with the file; `None` if these first bytes of the file are neither.
+/// Recognizes what an incomplete download often leaves in place of a file: a Git LFS pointer, or an HTML page. Returns
+/// the end of a sentence that begins with the file; `None` if its first bytes are neither.
 pub fn placeholder(start: &[u8]) -> Option<&'static str> {
     let start = start.trim_ascii_start();
     let begins = |word: &[u8]| start.len() >= word.len() && start[..word.len()].eq_ignore_ascii_case(word);

@@ -56,7 +56,7 @@ pub(crate) fn job_path(target: &Path) -> Result<PathBuf> {
 /// Fails if a target is inside a job directory, where it would become part of that job's result or be removed with it.
 ///
 /// # Errors
-/// [`Error::Usage`].
+/// [`Error::Usage`] in that case.
 pub(crate) fn refuse_within_job(target: &Path) -> Result<()> {
     let is_job = |path: &&Path| {
         path.extension() == Some(OsStr::new("job")) && is_lock(&path.join(LOCK)).unwrap_or(false)
@@ -64,7 +64,7 @@ pub(crate) fn refuse_within_job(target: &Path) -> Result<()> {
     match target.ancestors().skip(1).find(is_job) {
         Some(job) => Err(Error::usage(
             format!(
-                "{} is inside {}, in which another run prepares its output",
+                "{} is inside {}, which holds another run's unfinished output",
                 target.display(),
                 job.display()
             ),

@@ -1,8 +1,8 @@
 //! The journal of completed tensors, for a run that resumes after an interruption.
 //!
 //! It has one line per tensor, appended only after the tensor's bytes are durable. Its entries are verified: on
-//! resuming, every tensor it names is read back and hashed. So a line that a crash tore, or that was damaged later, only
-//! costs the work on that tensor. The journal also holds records that a caller stores for a resumed run.
+//! resuming, every tensor it names is read back and hashed. So a line that a crash tore, or that was damaged later,
+//! only costs the work on that tensor. The journal also holds records that a caller stores for a resumed run.
 
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, ErrorKind};

@@ -91,7 +91,7 @@ impl ShardLayout {
         Ok(Self { shards, places, index: None, tensor_bytes })
     }
 
-    /// Names and lengths of all files: the shards, then the index if there is more than one shard.
+    /// Names and lengths of all files: the shards, then the index if there is one.
     pub fn files(&self) -> impl Iterator<Item = (&str, u64)> {
         let index = self.index.iter().map(|bytes| (INDEX, bytes.len() as u64));
         self.shards.iter().map(|s| (s.name.as_str(), s.bytes)).chain(index)
@@ -195,10 +195,13 @@ impl ShardFile {
         if tensors.len() > limits.tensors || header.len() as u64 > 8 + limits.header_bytes {
             return Err(Error::usage(
                 format!(
-                    "{name} would contain {} tensors, more than a safetensors header can describe",
-                    tensors.len()
+                    "{name} would contain {} tensors in a header of {} bytes; the limits are {} tensors and {} bytes",
+                    tensors.len(),
+                    header.len() - 8,
+                    limits.tensors,
+                    limits.header_bytes
                 ),
-                "split the checkpoint into smaller shards",
+                "write smaller shards",
             ));
         }
         let data_start = header.len() as u64;

@@ -129,7 +129,7 @@ impl MemorySink {
     /// Creates a sink for these tensors.
     ///
     /// # Errors
-    /// [`Error::Internal`] when a name is duplicated or could not be written to a file.
+    /// [`Error::Internal`] when a name is duplicated, or a name or shape could not be written to a file.
     pub fn new(specs: Vec<TensorSpec>) -> Result<Self> {
         check_specs(&specs)?;
         let tensors = specs.into_iter().map(|spec| (spec.name, (spec.info, Vec::new()))).collect();

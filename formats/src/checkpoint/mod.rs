@@ -87,6 +87,7 @@ pub use publish::Published;
 pub use repository::{WantedFiles, shards_of_index, wanted_files};
 pub use shards::ShardedCheckpoint;
 pub use strict_json::parse as parse_strictly;
+pub(crate) use tensor_io::WEIGHT_FLOATS;
 pub use tensor_io::non_finite_in_whole;
 pub use tensor_io::{
     Checkpoint, TensorInfo, TensorSink, TensorSource, TensorSpec, require_finite, require_finite_bytes,

@@ -45,7 +45,8 @@ pub fn wanted_files(repository: &Path, names: &[String]) -> Result<WantedFiles> 
 /// directory. They need not exist yet.
 ///
 /// # Errors
-/// [`Error::NoCheckpoint`] when there is no index, [`Error::Index`] when it is malformed.
+/// [`Error::NoCheckpoint`] when there is no index, [`Error::Index`] when it is malformed, [`Error::Io`] when it cannot
+/// be read.
 pub fn shards_of_index(directory: &Path) -> Result<Vec<String>> {
     let root = Root::open(directory)?;
     let shown = root.join(INDEX);

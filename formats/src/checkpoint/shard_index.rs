@@ -20,7 +20,7 @@ pub(crate) struct ShardIndex {
     pub(crate) shards: Vec<String>,
     /// Index into `shards` by tensor.
     pub(crate) weight_map: BTreeMap<String, usize>,
-    /// `metadata.total_size`: absent, a number, or an invalid value.
+    /// `metadata.total_size`: a number of bytes, or the text of a number that cannot be one; `None` if it is absent.
     pub(crate) total_size: Option<Result<u64, String>>,
 }
 
@@ -185,7 +185,7 @@ impl<'de> Deserialize<'de> for IndexMetadata {
     }
 }
 
-/// Some writers give a float here; anything but a number is an error.
+/// A float, which some writers give, and a negative number are kept as text; anything but a number is an error.
 struct TotalSize(Result<u64, String>);
 
 impl<'de> Deserialize<'de> for TotalSize {

@@ -62,7 +62,7 @@ impl ShardedCheckpoint {
     /// Opens one safetensors file with any name, and checks its header.
     ///
     /// # Errors
-    /// See [`open`](Self::open).
+    /// [`Error::Safetensors`] when it violates a rule of the format; [`Error::Io`] when it cannot be read.
     pub fn open_file(path: &Path) -> Result<Self> {
         let (shard, header) = Shard::open(path.to_owned(), path)?;
         let tensors = header
@@ -297,7 +297,7 @@ fn match_index(
         };
         if place.shard != shard {
             let (stated, real) = (&index.shards[shard], &index.shards[place.shard]);
-            missing.push(format!("`{name}` is in {real}, not in {stated}"));
+            missing.push(format!("`{name}` is in {real}, but listed in {stated}"));
         }
         tensors.insert(name, place);
     }
@@ -357,7 +357,7 @@ fn stray_weights(root: &Root, known: &[String]) -> Result<Vec<String>> {
     Ok(vec![format!("ignored, because they are not part of the checkpoint: {}", listed(stray, 8))])
 }
 
-/// The reason why a directory with these entries holds no supported checkpoint.
+/// The error for a directory with these entries, which hold no supported checkpoint.
 pub(crate) fn nothing_to_read(path: &Path, entries: &[String]) -> Error {
     let path = path.to_owned();
     let other: Vec<&str> =

@@ -121,6 +121,9 @@ pub trait Checkpoint: TensorSource + std::fmt::Debug {
     fn files(&self) -> Vec<PathBuf>;
 }
 
+/// The types that are valid for weights, as [`Error::TensorDtype`] names them.
+pub(crate) const WEIGHT_FLOATS: &str = "F32, F16 or BF16";
+
 /// Fails unless the type is valid for weights.
 pub fn require_weight_float(path: PathBuf, tensor: &str, dtype: Dtype) -> Result<()> {
     if dtype.is_weight_float() {
@@ -129,7 +132,7 @@ pub fn require_weight_float(path: PathBuf, tensor: &str, dtype: Dtype) -> Result
     Err(Error::TensorDtype {
         path,
         tensor: tensor.to_owned(),
-        expected: "F32, F16 or BF16".into(),
+        expected: WEIGHT_FLOATS.into(),
         got: dtype.to_string(),
     })
 }

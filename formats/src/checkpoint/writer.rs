@@ -146,6 +146,7 @@ impl CheckpointWriter {
     ///   interrupted job had a different request; the differing fields are listed.
     /// - [`Error::Locked`]: another writer works on the same target.
     /// - [`Error::DiskFull`]: the files and 2 % more do not fit.
+    /// - [`Error::Internal`]: the name or the shape of a tensor is invalid.
     /// - [`Error::Io`].
     pub fn create(target: &Path, tensors: Vec<TensorSpec>, options: WriteOptions) -> Result<Self> {
         Self::create_on(Arc::new(RealFileSystem), target, tensors, options)
@@ -317,7 +318,8 @@ impl CheckpointWriter {
     /// After resuming, files must be added again; only tensors are kept.
     ///
     /// # Errors
-    /// [`Error::Internal`] when the name is not a plain file name, or exists; [`Error::DiskFull`], [`Error::Io`].
+    /// [`Error::Internal`] when the name is not a plain file name or exists, or the target is a single file;
+    /// [`Error::DiskFull`], [`Error::Io`].
     pub fn add_file(&mut self, name: &str, bytes: &[u8]) -> Result<()> {
         self.refuse_with_single_file(name)?;
         self.check_file_name(name)?;

@@ -1,6 +1,7 @@
 //! Remedies for errors.
 
 use super::Error;
+use crate::checkpoint::WEIGHT_FLOATS;
 use crate::wording::Remedy;
 
 impl Error {
@@ -22,7 +23,7 @@ impl Error {
                 different scheme for these tensors, for example ‹override='{}=w4a16-channel'›",
                 offenders.first().map(|o| suggestion_pattern(&o.tensor)).unwrap_or_default()
             ),
-            Self::Kernel(_) => "run it in floats".into(),
+            Self::Kernel(_) => "dequantize the weight, and multiply by the floats".into(),
             Self::OutputExists { .. } => "choose a different output, or replace it with ‹force›".into(),
             Self::OutputIsInput { input, .. } => {
                 format!("choose a path outside {}", input.display())
@@ -51,10 +52,18 @@ impl Error {
             Self::MissingTensor { .. } | Self::TensorShape { .. } => {
                 "config.json and the weights must belong to the same model: download both again".into()
             }
-            Self::TensorDtype { .. } => {
+            Self::TensorDtype { expected, .. } if expected == WEIGHT_FLOATS => {
                 "convert the checkpoint to float32, float16 or bfloat16, or download it again".into()
             }
-            Self::Config { .. } => "correct config.json, or download it again".into(),
+            Self::TensorDtype { .. } => {
+                "the tensors of this linear do not belong together, or do not match `quantization_config`: \
+                download the checkpoint again"
+                    .into()
+            }
+            Self::Config { path, .. } => {
+                let name = path.file_name().unwrap_or_default().to_string_lossy();
+                format!("correct {name}, or download it again")
+            }
             Self::UnknownArchitecture { known, .. } => {
                 format!("supported architectures: {}", known.join(", "))
             }
@@ -76,14 +85,19 @@ impl Error {
                     .into()
             }
             Self::NotRepackable { .. } => "quantize the original float checkpoint to this format".into(),
-            Self::Tokenizer { .. } => "add the model's tokenizer.json to the model directory".into(),
+            Self::Tokenizer { .. } => {
+                "download the model's tokenizer.json and tokenizer_config.json into the model directory, from the \
+                same revision as the weights"
+                    .into()
+            }
             Self::Text { line: Some(_), .. } => {
-                "correct this line: every line must be a JSON object with a field `text` or, for \
+                "correct this line: every line must be a JSON object of at most 64 MiB with a field `text` or, for \
                 calibration, `messages`"
                     .into()
             }
             Self::Text { .. } => {
-                "give a text: UTF-8, or JSONL whose lines have a field `text` or, for calibration, `messages`"
+                "give a text of at most 1 GiB: UTF-8, or JSONL whose lines have a field `text` or, for calibration, \
+                `messages`"
                     .into()
             }
             Self::NameTaken { .. } => {

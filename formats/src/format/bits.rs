@@ -111,7 +111,7 @@ pub fn unpack_rows(bytes: &[u8], columns: usize, bits: u8, codes: &mut [u8]) -> 
     Ok(())
 }
 
-/// `[rows, columns]` → `[columns, rows]`.
+/// Transposes a matrix `[rows, columns]`.
 pub(super) fn transpose<T: Copy>(values: &[T], rows: usize, columns: usize) -> Vec<T> {
     (0..columns).flat_map(|c| (0..rows).map(move |r| values[r * columns + c])).collect()
 }

@@ -42,7 +42,7 @@ pub const LMDEPLOY: Loader = Loader::new("LMDeploy", "0.18.0", READ);
 pub const MLX: Loader = Loader::new("mlx-lm", "0.32.2", READ);
 /// llama.cpp, including its converter to GGUF.
 pub const LLAMA_CPP: Loader = Loader::new("llama.cpp", "0.5.0", READ);
-/// QServe, which has no releases: its last commit.
+/// QServe, which has no releases; the version is the month of its last commit.
 pub const QSERVE: Loader = Loader::new("QServe", "2025-02", READ);
 
 /// A limit of some loaders that checkpoints of a format can exceed.
@@ -52,7 +52,7 @@ pub struct LoaderRule {
     notes: Notes,
 }
 
-/// When a rule applies, and what it says.
+/// The condition under which a rule applies, and its sentences.
 #[derive(Debug, Clone, Copy)]
 enum Notes {
     /// One sentence, if the condition holds.

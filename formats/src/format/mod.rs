@@ -304,7 +304,7 @@ pub trait Container: std::fmt::Debug + Send + Sync {
         Vec::new()
     }
 
-    /// What loaders of this format do not support, with the versions of these loaders.
+    /// The limitations of this format's loaders, with the versions of the loaders.
     fn loader_rules(&self) -> &'static [LoaderRule];
 
     /// Warnings about loaders that do not support these schemes: the notes of all [rules](Self::loader_rules) that
@@ -498,6 +498,10 @@ pub fn reader_with(
     if let Some(reader) = mxfp4::reader(quantization_config) {
         return Ok(Box::new(reader));
     }
-    let method = quantization_config.get("quant_method").and_then(Value::as_str).unwrap_or("missing");
-    Err(format!("`quantization_config.quant_method` is {method}, which is not supported"))
+    match quantization_config.get("quant_method").and_then(Value::as_str) {
+        Some(method) => {
+            Err(format!("`quantization_config.quant_method` is {method}, which is not supported"))
+        }
+        None => Err("`quantization_config.quant_method` is missing or not a string".into()),
+    }
 }

@@ -15,7 +15,7 @@ pub fn read_positive(source: &dyn TensorSource, name: &str) -> Result<f32> {
     }
     Err(Error::UnsupportedQuantization {
         path: source.location(name),
-        reason: format!("tensor `{name}` is {scale}; a scale must be positive and finite"),
+        reason: format!("tensor `{name}` is {scale}; a scale and its reciprocal must be positive and finite"),
     })
 }
 

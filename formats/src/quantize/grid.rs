@@ -186,7 +186,8 @@ impl GridRule {
     /// F32, or in the format that the scheme prescribes.
     ///
     /// # Errors
-    /// [`Error::Usage`] for other bits or scale formats.
+    /// [`Error::Usage`] for other bits or scale formats, and for progressive scales unless they are those of 4-bit
+    /// groups.
     pub fn new(scheme: LinearScheme, scale: ScaleFormat) -> Result<Self> {
         let bits = scheme.bits();
         if !(2..=8).contains(&bits) {

@@ -72,7 +72,7 @@ pub enum RowsError {
         /// Index of the first non-finite weight, in row-major order.
         first_index: u64,
     },
-    /// A group's grid overflows the dtype of its scale.
+    /// A group has no grid: its weights are not finite, or its scale overflows the scale dtype.
     #[error("row {row}, group {group}: {source}")]
     Grid {
         /// The row.
@@ -150,7 +150,8 @@ pub fn zeroed<T: Clone + Default>(count: usize) -> Result<Vec<T>, RowsError> {
     allocate::zeros(count, "").map_err(|_| RowsError::Memory { bytes })
 }
 
-/// The group size of a scheme in rows of this width.
+/// Returns the group size of a scheme in rows of this width, or [`RowsError::Indivisible`] if it does not divide the
+/// width.
 pub fn group_size(scheme: LinearScheme, columns: usize) -> Result<usize, RowsError> {
     let group_size = scheme.granularity.group_size(columns);
     if group_size == 0 || !columns.is_multiple_of(group_size) {

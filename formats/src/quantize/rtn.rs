@@ -42,8 +42,8 @@ pub struct QuantizedRows<'a> {
 ///   clamped to `[−m, m]` first. An infinite bound leaves a group unchanged.
 ///
 /// # Errors
-/// When the group size does not divide `k`, a weight is not finite, or a scale overflows its dtype: the error names the
-/// tensor and the position in it.
+/// When the scheme or the dtype of scales is not supported, the group size does not divide `k`, a weight is not finite,
+/// or a scale overflows its dtype. The error names the tensor, and the position in it if there is one.
 pub fn quantize_rtn(
     name: &str,
     weights: &[f32],
@@ -423,7 +423,8 @@ impl<'a> RowQuantizer<'a> {
         self.rule.row_scale(abs_max).map_err(|source| faults.grid((at, 0), source))
     }
 
-    /// Clips a group of a row with this scale and finds its grid, or records the fault.
+    /// Clips a group if there are clip bounds, and finds its grid; records the fault if there is no grid. `scale` is
+    /// the row's first-level scale, if there are two levels.
     #[inline(always)]
     fn fit(
         &self,

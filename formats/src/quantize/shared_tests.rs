@@ -87,7 +87,7 @@ proptest! {
         }
     }
 
-    /// The scale of a group by definition, and every code the nearest to its weight.
+    /// A group's scale is that of the definition, and every code is the nearest to its weight.
     #[test]
     fn nvfp4_is_rounded_by_the_definition(weights in prop::collection::vec(-2.0_f32..2.0, 64)) {
         let tensor = quantize(&weights, [2, 32], "wf4a16-g16-nv", ScaleSearch::Amax);
@@ -109,7 +109,7 @@ proptest! {
         }
     }
 
-    /// Blocks compared with a plain loop over the weights, on shapes that are rarely multiples of 128.
+    /// Compares blocks with a plain loop over the weights, for shapes that are rarely multiples of 128.
     #[test]
     fn blocks_share_the_scale_of_their_largest_weight(n in 1_usize..300, k in 1_usize..20, step in 1_usize..30) {
         let k = k * step;
@@ -170,7 +170,7 @@ fn zeros_and_extremes() {
         assert!(tensor.require_storable("m").is_ok(), "{scheme}");
         weights[5] = -0.0;
         assert_eq!(quantize(&weights, [1, 64], scheme, ScaleSearch::Sweep).dequantize().unwrap(), [0.0; 64]);
-        // There is a grid with finite values from the smallest numbers to the largest.
+        // From the smallest weights to the largest, the grid's values are finite.
         for size in [f32::from_bits(1), 1e-40, 1e-37, 1e-30, 1e-10, 1.0, 1e10, 1e30, 1e38] {
             let weights: Vec<f32> = (0..64).map(|i| size * (i as f32 / 63.0)).collect();
             let tensor = quantize(&weights, [1, 64], scheme, ScaleSearch::Sweep);

@@ -41,8 +41,8 @@ pub struct QuantizedTensor {
 }
 
 impl QuantizedTensor {
-    /// Creates a tensor with one level of scales, without stored zero points, global scale or input scale, for readers of
-    /// other formats: set these fields where the format has them. [`require_storable`](Self::require_storable) checks
+    /// Creates a tensor with one level of scales, without stored zero points, global scale or input scale, for readers
+    /// of other formats: set these fields if the format has them. [`require_storable`](Self::require_storable) checks
     /// the result.
     pub fn new(
         shape: [usize; 2],
@@ -72,7 +72,8 @@ impl QuantizedTensor {
         self.view_with(None)
     }
 
-    /// Returns a view with the [codes of the scales](Self::scale_codes) in place of scales if there is a global one.
+    /// Returns a view with `scale_codes`, the [codes of the scales](Self::scale_codes), in place of the scales if there
+    /// is a global scale.
     ///
     /// # Errors
     /// See [`view`](Self::view).
@@ -167,7 +168,7 @@ impl QuantizedTensor {
     ///
     /// # Errors
     /// [`Error::Internal`] when the parts are inconsistent, zero points contradict the scheme, a code has too many bits
-    /// (it would change its neighbors), or a scale is not exact in its dtype.
+    /// (it would change its neighbors) or is NaN, or a scale is not exact in its dtype.
     pub fn require_storable(&self, module: &str) -> Result<()> {
         let inconsistent = |what: &str| Error::Internal(format!("quantized `{module}.weight`: {what}"));
         self.view()?;
@@ -349,7 +350,10 @@ mod tests {
         let error = weight.pack(None, &quant_kernels_cpu::Serial).unwrap_err();
         let Error::Kernel(cause) = &error else { panic!("{error:?}") };
         assert_eq!(error.to_string(), format!("the kernels cannot use this weight: {cause}"));
-        assert_eq!((error.category().exit_code(), error.remedy().marked()), (2, "run it in floats"));
+        assert_eq!(
+            (error.category().exit_code(), error.remedy().marked()),
+            (2, "dequantize the weight, and multiply by the floats")
+        );
     }
 
     #[test]

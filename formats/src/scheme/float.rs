@@ -167,7 +167,7 @@ impl LinearScheme {
     /// The dtype of stored scales for weights of dtype `weight`.
     ///
     /// FP8 scales are BF16: some loaders round scales to the model's dtype, and BF16 is exact in F16 (within its
-    /// range), BF16 and F32. Scales of `wf8a16-channel` have the weight's dtype.
+    /// range), BF16 and F32. Scales of integers and of `wf8a16-channel` have the weight's dtype.
     pub fn scale_dtype(&self, weight: Dtype) -> Dtype {
         match (self.fixed_scales(), self.float_format(), self.granularity, self.activations) {
             (Some(fixed), ..) => fixed.dtype(),

@@ -34,7 +34,8 @@ pub enum Granularity {
 
 impl Granularity {
     /// The group size for rows of width `columns`: the longest runs of equal length in which all weights of a row have
-    /// one scale. In memory every row and group has its own scale, even if several share one.
+    /// one scale. In memory, a scale is stored for every row and group, so a scale that several of them share is
+    /// repeated.
     pub fn group_size(self, columns: usize) -> usize {
         match self {
             Self::Group(size) => size,
@@ -168,10 +169,10 @@ impl WeightFormat {
 
 /// The quantization of a linear: the format of its weight, and the grid of its input.
 ///
-/// Written `w4a16-g128-sym`: bits of the weight (`f8` is E4M3, `f4` E2M1); bits of the activations; granularity (`g32`,
-/// `g64`, `g128` … or `channel`; for floating-point weights also `b128` and `tensor`); symmetry for integers (`sym` or
-/// `asym`); `progressive` if scales have two levels; the kind of scales for floating-point groups (`nv` or `mx`); and
-/// for 8-bit activations `-static` or `-static-asym` if their scale is not computed per token.
+/// It is written as `w4a16-g128-sym`: bits of the weight (`f8` is E4M3, `f4` E2M1); bits of the activations;
+/// granularity (`g32`, `g64`, `g128` … or `channel`; for floating-point weights also `b128` and `tensor`); symmetry for
+/// integers (`sym` or `asym`); `progressive` if scales have two levels; the kind of scales for floating-point groups
+/// (`nv` or `mx`); and for 8-bit activations `-static` or `-static-asym` if their scale is not computed per token.
 ///
 /// ```
 /// use quant_formats::scheme::{Granularity, LinearScheme};

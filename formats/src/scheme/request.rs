@@ -45,7 +45,7 @@ fn number(text: &str) -> Option<usize> {
 /// A requested scheme. Its symmetry may be left open, because it depends on the checkpoint format: engines prefer
 /// symmetric grids in some formats and support only asymmetric ones in others.
 ///
-/// Written like a [`LinearScheme`], without `-sym` or `-asym` if it is left open.
+/// It is written like a [`LinearScheme`], without `-sym` or `-asym` if the symmetry is left open.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct SchemeRequest {
     /// The format of the weight.
@@ -304,6 +304,12 @@ fn not_understood(text: &str, part: &str) -> Error {
     if is_gguf_type(text) {
         let name = text.to_ascii_uppercase();
         return Error::usage(message, format!("{name} is a GGUF quantization type: add ‹format=gguf›"));
+    }
+    if ["bf16", "f16", "f32"].iter().any(|name| text.eq_ignore_ascii_case(name)) {
+        return Error::usage(
+            message,
+            "to write floats, add ‹format=safetensors›, or ‹format=gguf› for a GGUF file",
+        );
     }
     let meant = suggestion(text).filter(|_| text.starts_with(part));
     let meant = meant.map_or_else(String::new, |name| format!("did you mean {name}?\n  "));

@@ -66,7 +66,7 @@ pub struct qz1_cuda_activation_arguments {
     pub struct_size: u32,
     /// For norms: positive and finite.
     pub eps: f32,
-    /// With `fixed`: positive, with a finite inverse. `x ≈ scale · (code − zero)`.
+    /// With `fixed`: positive and finite, with a finite inverse. `x ≈ scale · (code − zero)`.
     pub scale: f32,
     /// With `fixed`: −128 to 127.
     pub zero: i32,

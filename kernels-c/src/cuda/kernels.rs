@@ -47,7 +47,7 @@ pub struct qz1_cuda_kernels {
 /// threads may use it at once, and it may be launched repeatedly. It belongs to the context in which it was created.
 pub struct qz1_cuda_plan {
     family: Family,
-    /// In launch order.
+    /// The kernels in launch order.
     loaded: [Option<(Arc<Kernel>, LaunchShape)>; MAX_KERNELS],
 }
 
@@ -133,7 +133,8 @@ pub(super) unsafe fn plan<F: Launch + Into<Family>>(
     out: *mut *mut qz1_cuda_plan,
     message: *const qz1_message,
 ) -> qz1_status {
-    // SAFETY: the caller upholds the pointer contract.
+    // SAFETY: the caller upholds the pointer contract. Kernels are loaded from a trusted directory
+    // (`qz1_cuda_kernels_new`), and their context outlives them (`qz1_cuda_plan_free`, `qz1_cuda_kernels_free`).
     call(message, |scope| unsafe {
         let out = scope.value(out, "the plan")?;
         let made = (|| {
@@ -169,7 +170,8 @@ pub(super) unsafe fn launch<F: Launch>(
     stream: *mut c_void,
     message: *const qz1_message,
 ) -> qz1_status {
-    // SAFETY: the caller upholds the pointer contract.
+    // SAFETY: the caller upholds the pointer contract and the contract of `qz1_cuda_pack_launch`; the arguments are
+    // those of the plan's own kernels.
     call(message, |scope| unsafe {
         let plan = scope.look(plan, "the plan")?;
         let at = scope.read(arguments, "the arguments")?;
@@ -186,7 +188,7 @@ impl qz1_cuda_plan {
     /// Same as for [`Kernel::launch`].
     unsafe fn launch(&self, arguments: &[&[Argument]], stream: *mut c_void) -> Result<(), Fault> {
         for ((kernel, shape), arguments) in self.loaded.iter().flatten().zip(arguments) {
-            // SAFETY: the caller upholds the pointer contract.
+            // SAFETY: the caller upholds the contract of `Kernel::launch`.
             unsafe { kernel.launch(shape, arguments, Stream(stream)) }?;
         }
         Ok(())

@@ -36,8 +36,8 @@ pub struct qz1_cuda_pack_arguments {
     pub reserved: u32,
     /// u8 `[n, k]`, one code per byte.
     pub codes: qz1_cuda_region,
-    /// f32 `[n, k / group_size]`, which are rounded to the scale type of the layout. With two levels of scales: u8, the
-    /// group scales; for E4M3 scales, their codes.
+    /// f32 `[n, k / group_size]`, which the scale type of the layout must represent exactly. With two levels of scales:
+    /// u8, the group scales; for E4M3 scales, their codes.
     pub scales: qz1_cuda_region,
     /// f32 `[n]` with two levels of scales; with E4M3 group scales `[1]`, the number by which they are divided; else
     /// absent.

@@ -68,7 +68,7 @@ fn the_example_runs() {
     assert!(text.ends_with("done\n"), "{text}");
 }
 
-/// Compile the header alone, with no include before it.
+/// The header compiles alone, with no include before it.
 #[test]
 fn the_header_is_c_and_cpp() {
     for (compiler, language, standard) in

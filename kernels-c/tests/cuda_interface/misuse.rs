@@ -8,7 +8,7 @@ use quant_kernels_cuda::layout::{Order, WeightLayout};
 
 use crate::common::*;
 
-/// The possible statuses without a driver, or with a driver but no current context.
+/// Whether this is the status of a missing driver or, if there is a driver, of a missing context.
 fn without_a_context(status: qz1_status) -> bool {
     use qz1_status as S;
     match quant_kernels_cuda::driver_available() {
@@ -145,7 +145,7 @@ fn layouts_that_are_none() {
         wrong.codes[100] = 16;
         let wrong = wrong.weights();
         assert_eq!(refused(|m| qz1_cuda_pack(&wrong, &good, at, len, m)), qz1_status::Scheme);
-        // Pages.
+        // Layouts of pages.
         let mut pages: qz1_cuda_kv_layout = sized();
         for (kind, dim, tokens) in
             [(0, 64, 16), (QZ1_KV_4BIT, 40, 16), (QZ1_KV_8BIT, 512, 16), (QZ1_KV_F16, 64, 48)]
@@ -217,7 +217,7 @@ type Make<S> = unsafe extern "C" fn(
     *const qz1_message,
 ) -> qz1_status;
 
-/// The status of planning. On an error the handle must be null, or unchanged if it overlaps.
+/// Returns the status of planning. On an error the handle must be null.
 fn planned<S: Copy>(kernels: *const qz1_cuda_kernels, shape: *const S, make: Make<S>) -> qz1_status {
     let mut plan = core::ptr::dangling_mut();
     // SAFETY: every pointer is null or points to a live value.

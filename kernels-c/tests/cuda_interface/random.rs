@@ -7,7 +7,7 @@ use quant_kernels::*;
 use crate::common::*;
 use crate::driver;
 
-/// Numbers at which overflow is likely.
+/// Common sizes, and numbers at which overflow is likely.
 const NUMBERS: [u64; 24] = [
     0,
     1,
@@ -44,8 +44,8 @@ impl Random {
         (self.0 >> 33) as usize % end
     }
 
-    /// A structure whose first 16 bytes are small 32-bit numbers, and whose other bytes are numbers from the list
-    /// above.
+    /// A structure with its size, small 32-bit numbers in the rest of its first 16 bytes, and after them 64-bit
+    /// numbers from the list above.
     fn fields<T: Copy>(&mut self) -> T {
         let mut of = sized::<T>();
         let words = (&raw mut of).cast::<u32>();

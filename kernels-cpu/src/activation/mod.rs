@@ -90,7 +90,7 @@ impl RowLayout {
 /// One scale and zero point for all tokens.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct StaticScale {
-    /// Positive and finite.
+    /// Positive and finite, and so is its inverse.
     pub scale: f32,
     /// −128 to 127.
     pub zero: i8,
@@ -153,7 +153,7 @@ pub struct Int8Rows {
 }
 
 impl Default for Int8Rows {
-    /// An empty buffer for the widest available instruction set.
+    /// An empty buffer for the instruction set of [`IsaToken::detect`].
     fn default() -> Self {
         Self::new(IsaToken::detect())
     }
@@ -470,7 +470,9 @@ impl StaticScale {
         let inverse = 1.0 / self.scale;
         match self.scale > 0.0 && self.scale.is_finite() && inverse.is_finite() {
             true => Ok(inverse),
-            false => Err(KernelError::Scheme("the activation scale must be positive and finite")),
+            false => Err(KernelError::Scheme(
+                "the activation scale and its reciprocal must be positive and finite",
+            )),
         }
     }
 }

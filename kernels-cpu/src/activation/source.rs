@@ -107,7 +107,7 @@ impl<E: Element> Source for Gathered<'_, E> {
     }
 }
 
-/// Returns a row as is, or converted to `f32` in `buffer`.
+/// Returns a row as is, or converted to `f32` in `buffer`, and its largest magnitude.
 fn plain<'s, E: Element>(token: IsaToken, x: &'s [E], buffer: &'s mut [f32]) -> (&'s [f32], f32) {
     match E::as_f32(x) {
         Some(x) => (x, dispatch::largest(token, x)),

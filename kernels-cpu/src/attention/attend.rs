@@ -302,7 +302,7 @@ impl<'l> Call<'_, 'l> {
     /// NaN.
     ///
     /// # Safety
-    /// No other thread may access these rows.
+    /// `i` must be less than the number of queries, and no other thread may access its rows.
     unsafe fn quantize(&self, i: usize) {
         let d = self.pages.layout.head_dim();
         let quantized = self.pages.layout.bits() != 16;
@@ -329,7 +329,8 @@ impl<'l> Call<'_, 'l> {
     /// Computes the attention of some rows of a head to one chunk of its list.
     ///
     /// # Safety
-    /// See [`kernel::attend`](super::kernel::attend): `out` must be valid for `rows.len()` rows, at most [`TILE_ROWS`].
+    /// `rows` must be 1 to [`TILE_ROWS`] rows of the head, whose queries are quantized, and `out` must be valid for as
+    /// many rows, which no other thread may access.
     unsafe fn tile(
         &self,
         head: usize,
@@ -381,12 +382,13 @@ impl<'l> Call<'_, 'l> {
     /// Computes the attention of some rows to all tokens that they see, chunk after chunk.
     ///
     /// # Safety
-    /// No other thread may access these rows.
+    /// The head must have these rows, and no other thread may access them.
     unsafe fn block(&self, head: usize, rows: core::ops::Range<usize>) {
         let d = self.pages.layout.head_dim();
         let list = (self.lists)(head);
         let mut part = [0.0_f32; TILE_ROWS * MAX_HEAD_DIM];
-        // SAFETY: rows are below the number of rows, and the caller guarantees that no other thread accesses them.
+        // SAFETY: the caller guarantees that the rows exist and that no other thread accesses them; `part` has room for
+        // a tile.
         unsafe {
             for r in rows.clone() {
                 let row = self.row(head, r);
@@ -420,7 +422,8 @@ impl<'l> Call<'_, 'l> {
     /// Computes the attention of all rows of a head to one chunk.
     ///
     /// # Safety
-    /// No other thread may access the results of this chunk and head; the workspace must have room for chunks.
+    /// The head must exist; no other thread may access the results of this chunk and head; the workspace must have room
+    /// for chunks.
     unsafe fn chunk(&self, head: usize, chunk: usize) {
         if chunk >= (self.lists)(head).chunks() {
             return;
@@ -448,7 +451,7 @@ impl<'l> Call<'_, 'l> {
     /// Merges the results of all chunks of a head, in order.
     ///
     /// # Safety
-    /// No other thread may access these rows, and all chunks must be finished.
+    /// The head must exist, no other thread may access its rows, and all chunks must be finished.
     unsafe fn join(&self, head: usize) {
         let (rows, d) = (self.head_rows(), self.pages.layout.head_dim());
         for r in 0..rows {
@@ -490,7 +493,7 @@ impl<'l> Call<'_, 'l> {
         }
     }
 
-    /// Divides a row by its total.
+    /// Divides a row by its total, and stores its log-sum-exp.
     ///
     /// # Safety
     /// See [`load`](Self::load).

@@ -24,7 +24,7 @@ pub(super) const TILE_ROWS: usize = 4;
 #[derive(Clone, Copy)]
 pub(super) struct Tile<'a> {
     pub(super) layout: KvLayout,
-    /// All pages.
+    /// The bytes of all pages.
     pub(super) bytes: *const u8,
     /// The pages of the chunk, at most [`CHUNK_PAGES`].
     pub(super) pages: &'a [u32],
@@ -430,8 +430,8 @@ unsafe fn weighted<L: ValueLanes, const BITS: usize, const MR: usize, const NF: 
 /// by their totals.
 ///
 /// # Safety
-/// The processor must have the instructions of `L`; `out` and `part` must be valid for `head_dim` values, and no other
-/// thread may access `out` or write to `part` during the call.
+/// The processor must have the instructions of `L`; `out` and `part` must be valid for `head_dim` values, a multiple of
+/// 16, and no other thread may access `out` or write to `part` during the call.
 #[inline(always)]
 pub(super) unsafe fn join<L: ValueLanes>(
     head_dim: usize,

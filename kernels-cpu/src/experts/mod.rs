@@ -279,7 +279,7 @@ mod tests {
             let u = 0.6_f32;
             let exact = x.min(7.0) / (1.0 + (-1.702 * x.min(7.0)).exp()) * 1.6;
             let off = (f64::from(clamped_gate(g, u, 1.702, 7.0)) - exact).abs();
-            // The relative effect on the exponential of rounding 1.702 · g.
+            // Rounding 1.702 · g changes the exponential by up to this share.
             assert!(off <= exact.abs() * 2.0_f64.powi(-18), "clamped gate of {g}");
         }
         assert_eq!((gelu_tanh(100.0), gelu_tanh(-100.0)), (100.0, 0.0));

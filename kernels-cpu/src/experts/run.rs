@@ -57,9 +57,9 @@ impl Experts<'_> {
     /// hidden]`; `out` has the same shape and is overwritten. A token without experts gets zeros. Allocates nothing.
     ///
     /// # Errors
-    /// When the plan is for experts of a different shape or for different activations, there are more tokens or slots
-    /// than planned, a length is wrong, the index of an expert is out of range, or the workspace was not reserved for
-    /// the plan. `out` is then unchanged.
+    /// When the plan does not fit these experts or activations, there are more tokens or slots than planned, a length
+    /// is wrong, the index of an expert is out of range, or the workspace was not reserved for the plan. `out` is then
+    /// unchanged.
     pub fn run<E: Element>(
         &self,
         plan: &ExpertsPlan,
@@ -340,8 +340,9 @@ impl Part<'_> {
     /// Computes their product with the weights of an expert, and returns it row by row.
     ///
     /// # Safety
-    /// The rows must be prepared for the layout of the weights; units and panels must be within both; a bias must have
-    /// one value per output feature; and the processor must have the path's instructions.
+    /// The path must be one for this layout and kind of rows. The rows must be prepared for the layout of the weights;
+    /// units must be within the rows, and panels within the layout. A bias must have one value per output feature. The
+    /// processor must have the path's instructions.
     unsafe fn multiply<'r>(
         &self,
         (of, path): (ExpertWeight<'_>, Path),

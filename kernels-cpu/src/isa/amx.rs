@@ -26,15 +26,18 @@ mod linux {
     use core::arch::asm;
     use core::arch::x86_64::{__cpuid, __cpuid_count};
 
-    /// The components of the extended state: the tile configuration and the tile data.
+    /// The component of the extended state with the tile configuration.
     const TILE_CONFIG: u64 = 1 << 17;
+    /// The component of the extended state with the tile data.
     const TILE_DATA: u64 = 1 << 18;
 
-    /// `arch_prctl`, and its request for permission to use a component that is off by default.
+    /// The number of the system call `arch_prctl`.
     const ARCH_PRCTL: usize = 158;
+    /// Its request for permission to use a component that is off by default.
     const ARCH_REQ_XCOMP_PERM: usize = 0x1023;
 
-    /// Leaf 7 has the feature flags; leaf 0x1d describes palette 1, whose sizes the kernels assume.
+    /// Whether the processor has the instructions (leaf 7 of CPUID), and tiles of the sizes that the kernels assume
+    /// (leaf 0x1d, palette 1).
     #[allow(unused_unsafe, reason = "CPUID is unsafe to call before Rust 1.94")]
     pub(super) fn processor_has_it() -> bool {
         // SAFETY: every x86-64 processor has CPUID, and only leaves up to the largest that it reports are read.
@@ -50,7 +53,7 @@ mod linux {
         }
     }
 
-    /// XCR0 lists the components that the system saves.
+    /// Whether the system saves both components, according to XCR0.
     #[allow(unused_unsafe, reason = "CPUID is unsafe to call before Rust 1.94")]
     pub(super) fn system_saves_it() -> bool {
         // SAFETY: every x86-64 processor has CPUID; XGETBV exists if CPUID reports that the system uses XSAVE (bit 27).
@@ -66,7 +69,7 @@ mod linux {
         }
     }
 
-    /// Requests permission for all threads of the process.
+    /// Requests permission for all threads of the process; returns whether it is granted.
     pub(super) fn permitted() -> bool {
         let refused: isize;
         // SAFETY: the request accesses no memory of this process; a system call changes only rax, rcx and r11.

@@ -181,7 +181,7 @@ impl Isa {
                 let names: Vec<_> = Self::available().map(Self::name).collect();
                 let (value, known) = (name.to_owned(), names.join(", "));
                 let narrower = |max: Self| Self::available().filter(|isa| *isa <= max).last();
-                // For a path of another architecture, only the portable path may be narrower; use the fastest instead.
+                // On AArch64, only the portable path is narrower than those of x86-64; use the fastest instead.
                 let instead = found.and_then(narrower).filter(|isa| *isa != Self::Scalar).unwrap_or(fastest);
                 Err((instead, KernelError::IsaName { value, known }))
             }

@@ -156,9 +156,9 @@ impl Layout {
     /// - the matrix is empty, or its packed size overflows;
     /// - `sums` is set for floating-point codes or super-blocks;
     /// - a global scale is not positive and finite, or so small that 256 divided by it overflows;
-    /// - a group is so wide that its sums might overflow 32 bits: wider than 65,793 for codes stored in 8 bits or
-    ///   1,118,481 in 4 bits, with `sums` 33,025 or 561,433. For progressive weights the bound is on the width of rows:
-    ///   131,071, with `sums` 65,793.
+    /// - a group is so wide that its sums might overflow 32 bits: wider than 65,793 for codes stored in 8 bits and IQ4,
+    ///   or 1,118,481 for other codes in 4 bits; with `sums` 33,025 or 561,433. For progressive weights the bound is on
+    ///   the width of rows: 131,071, with `sums` 65,793.
     pub fn of(view: &WeightView<'_>, sums: bool) -> Result<Self, KernelError> {
         let code_bits = match (view.bits(), view.all_scales()) {
             (..=4, _) => 4,
@@ -177,7 +177,9 @@ impl Layout {
             Scales::Progressive { .. } => ScaleType::Progressive,
             Scales::E4m3 { global, .. } => {
                 if !(global > 0.0 && global.is_finite() && factor(global).is_normal()) {
-                    return Err(KernelError::Scheme("a global scale is not positive and finite"));
+                    return Err(KernelError::Scheme(
+                        "a global scale is not positive and finite, or so small that 256 divided by it overflows",
+                    ));
                 }
                 ScaleType::E4m3
             }
@@ -235,7 +237,7 @@ impl Layout {
             _ => true,
         };
         if !fits {
-            return Err(KernelError::Scheme("scales that codes of this format do not have"));
+            return Err(KernelError::Scheme("codes of this format cannot have scales of this type"));
         }
         let zero_point = Some(0);
         Self::with_codes(
@@ -293,8 +295,8 @@ impl Layout {
             (ScaleType::Progressive, _) => (k, PROGRESSIVE_MAX as usize),
             // An integer scale is at most 128 in magnitude, a code without its zero point below 64, a level below 128.
             (ScaleType::Super | ScaleType::SuperMins, _) => (SUPER_BLOCK, 128 * 128),
-            // Levels are multiplied with an offset that makes them unsigned.
             (_, 8) => (group_size, 255),
+            // Levels are multiplied with an offset that makes them unsigned.
             _ if float == Some(FloatFormat::Iq4) => (group_size, 255),
             _ => (group_size, 15),
         };

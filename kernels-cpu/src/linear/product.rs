@@ -135,11 +135,18 @@ impl Product<'_> {
     fn check(&self, x: &ActivationRows<'_>) -> Result<(), KernelError> {
         let layout = &self.weight.layout;
         if x.layout != Some(RowLayout::of(layout)) {
-            let got = x.layout.map_or(0, |l| l.group_size());
-            return Err(KernelError::Mismatch {
-                what: "the activations must have the width, grouping and padding of the weights: expected group size",
-                expected: layout.group_size(),
-                got,
+            let (k, group_size) = x.layout.map_or((0, 0), |rows| (rows.k(), rows.group_size()));
+            return Err(match k == layout.k() {
+                true => KernelError::Mismatch {
+                    what: "the activations must be arranged in the groups of the weights: expected group size",
+                    expected: layout.group_size(),
+                    got: group_size,
+                },
+                false => KernelError::Mismatch {
+                    what: "the activations must have the width of the weights: expected",
+                    expected: layout.k(),
+                    got: k,
+                },
             });
         }
         if let Some(bias) = self.bias {
@@ -206,8 +213,9 @@ impl PackedView<'_> {
     /// Multiplies a range of strips of rows by a range of panels.
     ///
     /// # Safety
-    /// The ranges must be within `x` and the layout; `out` must be valid for these rows and columns, which no other
-    /// thread may access; and the processor must have the path's instructions.
+    /// `path` must be one for this layout and for the kind of rows in `x`. `x` must have the lengths that the layout
+    /// requires, `strips` must be within `x`, and `panels` within the layout. A bias must be `[n]`. `out` must be valid
+    /// for these rows and columns, which no other thread may access. The processor must have the path's instructions.
     pub(crate) unsafe fn part(
         &self,
         path: Path,

@@ -33,7 +33,7 @@ pub(crate) struct Tile<'a> {
     /// `MR` rows, `stride` elements apart.
     pub(crate) out: *mut f32,
     pub(crate) stride: usize,
-    /// Columns to write, at most `NP · 16`.
+    /// Columns from the first to the end of the matrix, of which at most `NP · 16` are written.
     pub(crate) columns: usize,
 }
 

@@ -112,7 +112,8 @@ impl RowLanes for Avx2 {
     unsafe fn store_codes(a: Self::I, low: *mut i8, high: *mut i8) {
         // SAFETY: the contract of `RowLanes`.
         unsafe {
-            // The pack instruction interleaves the halves of registers: the low and high four of each, in this order.
+            // The pack instruction works within halves of registers, so the permutation restores the order of the
+            // values.
             let words = _mm256_permute4x64_epi64::<0b11_01_10_00>(_mm256_packs_epi32(a[0], a[1]));
             let bytes = _mm256_packs_epi16(words, words);
             _mm_storel_epi64(low.cast(), _mm256_castsi256_si128(bytes));

@@ -67,7 +67,7 @@ pub(crate) const fn iq4_bytes(offset: i32) -> [u8; 16] {
     bytes
 }
 
-/// What makes the values of IQ4 unsigned.
+/// The offset that makes the values of IQ4 unsigned.
 pub(crate) const IQ4_OFFSET: i32 = 128;
 
 /// The values of IQ4 as floats.

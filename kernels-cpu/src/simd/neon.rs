@@ -106,7 +106,7 @@ trait Dot {
     unsafe fn small(sum: int32x4_t, codes: [uint8x16_t; 2], a: [int8x16_t; 2]) -> int32x4_t;
     /// `sum + Σ codes · a` over eight features of four rows, for 8-bit codes minus the offset.
     unsafe fn whole(sum: int32x4_t, codes: [uint8x16_t; 2], a: [int8x16_t; 2]) -> int32x4_t;
-    /// Same as [`Lanes::rows`], for one panel.
+    /// Does what [`Lanes::rows`] does, for one panel.
     #[inline(always)]
     unsafe fn rows<const CODES: usize, const MR: usize>(
         _sums: [&mut Quad<int32x4_t>; MR],
@@ -520,7 +520,7 @@ macro_rules! lanes {
                     let (low, high) = (Self::codes4(at.add(64 * step)), load(at.add(64 * unit)));
                     let mask = vdupq_n_u8(((1 << width) - 1) << 4);
                     let half = |i: usize| {
-                        // To the left if positive.
+                        // A positive shift is to the left.
                         let shift = vdupq_n_s8(4 - ((2 * step + i) * width) as i8);
                         both(low[i], high, |low, high| vorrq_u8(low, vandq_u8(vshlq_u8(high, shift), mask)))
                     };

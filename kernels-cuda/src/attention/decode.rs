@@ -145,7 +145,8 @@ impl DecodeShape {
     /// Plans a launch.
     ///
     /// # Errors
-    /// When the query heads are not a multiple of the key-value heads, queries are f32, or the grid would be too large.
+    /// When the query heads are not a positive multiple of the key-value heads, queries are f32, or `max_tokens` or the
+    /// grid is too large.
     pub fn plan(&self) -> Result<DecodePlan, KernelError> {
         self.plan_with(SplitRule::default())
     }

@@ -22,8 +22,9 @@ pub static SOURCE: Source = Source {
 /// n, k, group_size, middle, most)`; `pack_rows(codes, scales, channels, zeros, fault, row_scales, row_zeros, row_sums,
 /// n, k, group_size, middle, most)`. Inputs are the slices of a [`WeightView`](quant_kernels_cpu::WeightView) in device
 /// memory, or null if the view has none; for E4M3 scales `channels` is the one number that these are divided by.
-/// Outputs are the sections of the packed matrix. `most` is `2^bits − 1`. `fault` must be 0 before, and is 1 afterwards
-/// if packing on the CPU would have rejected a value. Padding between sections is left unchanged.
+/// Outputs are the sections of the packed matrix. `middle` is the zero point of all groups, or 0 if each has its own;
+/// `most` is `2^bits − 1`. `fault` must be 0 before, and is 1 afterwards if packing on the CPU would have rejected a
+/// value. Padding between sections is left unchanged.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct PackLaunch {

@@ -25,7 +25,7 @@ impl WeightLayout {
     /// # Errors
     /// When the view does not have this layout, the length of `out` is not [`bytes`](Self::bytes), a code or zero point
     /// is above `2^bits − 1`, a code is NaN in its format, an E4M3 scale is negative or NaN, or a progressive weight
-    /// `(code − zero) · group` is outside −128 to 127.
+    /// `(code − zero) · scale`, with the integer scale of its group, is outside −128 to 127.
     pub fn pack(&self, view: &WeightView<'_>, out: &mut [u8]) -> Result<(), KernelError> {
         if Self::of(view, self.order, self.sums)? != *self {
             return Err(KernelError::Scheme("the weight view does not match the layout"));
@@ -120,7 +120,7 @@ impl WeightLayout {
         Ok(Group { scale, zero, sum })
     }
 
-    /// Same as `group`, for codes of a floating-point format.
+    /// Does what `group` does, for codes of a floating-point format.
     fn float_group(
         &self,
         view: &WeightView<'_>,
@@ -157,7 +157,7 @@ impl WeightLayout {
             // With this type, scales are powers of two; the smallest one, 2⁻¹²⁷, is subnormal and has code 0.
             ScaleType::E8m0 => bytes[0] = (scale.to_bits() >> 23) as u8,
             ScaleType::F32 | ScaleType::Progressive | ScaleType::E4m3 => bytes = scale.to_le_bytes(),
-            // Refused for every layout.
+            // No layout has these scales.
             ScaleType::Super | ScaleType::SuperMins => {}
         }
         bytes

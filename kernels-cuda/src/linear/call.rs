@@ -24,7 +24,7 @@ pub struct CallShape {
     pub m: usize,
     /// The type of the activations `[m, k]`.
     pub element: Float,
-    /// Elements between rows: `k`. May be larger if the weights are packed for floats.
+    /// Elements between rows: `k`; if the weights are packed for floats, any multiple of 8 that is at least `k`.
     pub stride: usize,
     /// The type of the results `[m, n]`, which are contiguous.
     pub output: Output,
@@ -107,8 +107,8 @@ impl LinearCall {
     /// # Errors
     /// - Weights of [`Order::Float`]: `f32` activations, a `fixed` scale, or rows that are less than `k` elements or
     ///   not a multiple of 8 elements apart.
-    /// - Weights of [`Order::Int8`]: rows that are not exactly `k` elements apart, a scale that is not positive and
-    ///   finite, or a nonzero zero point if the layout has no sums.
+    /// - Weights of [`Order::Int8`]: rows that are not exactly `k` elements apart, a `fixed` scale that is not
+    ///   positive and finite or has no finite reciprocal, or a nonzero zero point if the layout has no sums.
     /// - All errors of planning the product and the quantization.
     pub fn new(layout: &WeightLayout, shape: &CallShape, device: &PlanLimits) -> Result<Self, KernelError> {
         let (n, k) = (layout.n(), layout.k());
@@ -151,7 +151,9 @@ impl LinearCall {
         let mut rounding = None;
         if layout.order() == Order::Int8 {
             if fixed.is_some_and(|by| !by.is_valid()) {
-                return Err(KernelError::Scheme("the activation scale must be positive and finite"));
+                return Err(KernelError::Scheme(
+                    "the activation scale and its reciprocal must be positive and finite",
+                ));
             }
             let shape = ActivationShape {
                 fixed: fixed.is_some(),

@@ -42,7 +42,7 @@ pub struct LinearPlan {
     m: usize,
 }
 
-/// Device addresses. Regions that the plan does not use are [`Region::NONE`].
+/// Device addresses. Regions that the plan does not use may be [`Region::NONE`].
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct LinearArguments {
     /// The packed matrix with all sections.
@@ -112,7 +112,7 @@ impl LinearPlan {
     /// Plans a product with `m` tokens and a given variant, which must have the scheme of the layout.
     ///
     /// # Errors
-    /// See [`new`](Self::new).
+    /// See [`new`](Self::new); also when the variant divides `k` in a different way than [`Parts::of`] the weights.
     pub fn of_variant(variant: LinearVariant, layout: &WeightLayout, m: usize) -> Result<Self, KernelError> {
         let (n, k) = (layout.n(), layout.k());
         let small = |value: usize, max: usize, what| {
@@ -127,8 +127,8 @@ impl LinearPlan {
         // number of output features.
         small(n, max / 8, "the number of output features")?;
         let Parts { chunks, halved } = Parts::of([n, k]);
-        // Halves are computed concurrently by two sets of warps, or one after another in a `serial` variant, but not
-        // both.
+        // A variant may have two sets of warps, one per half of a chunk, or be `serial`, but not both; either requires
+        // halves.
         let ways = usize::from(variant.serial) + variant.shape.sets;
         if variant.halved != halved || !(1..=1 + usize::from(halved)).contains(&ways) {
             return Err(KernelError::Scheme("the kernel variant splits k differently from the plan"));

@@ -165,8 +165,7 @@ impl LinearVariant {
         Variant { source: &SOURCE, kernel: "linear", defines: self.defines() }
     }
 
-    /// A name made of the scheme, tokens per block, depth of the ring, parts of `k`, and whether parts are computed one
-    /// after another.
+    /// A name made of the scheme, the tokens per block, the depth of the ring, and how the parts of `k` are computed.
     pub fn name(&self) -> String {
         let parts = match (self.halved, self.shape.sets, self.serial) {
             (false, ..) => "",
@@ -200,8 +199,9 @@ impl LinearVariant {
         4 * self.shape.rows() * self.shape.tokens()
     }
 
-    /// Chooses the variant for this many tokens on this device: the smallest shape that holds them, or the largest one.
-    /// One block computes all chunks one after another if there are enough tiles of results to occupy the device.
+    /// Chooses the variant for `m` tokens on this device: the smallest shape that holds them, or the largest one, or a
+    /// smaller one if that does not fit in shared memory. For more than 16 tokens per block, one block computes all
+    /// chunks one after another if there are enough tiles of results to occupy the device.
     pub fn choose(scheme: KernelScheme, [n, k]: [usize; 2], m: usize, device: &PlanLimits) -> Self {
         let shapes = if scheme.whole { &SHAPES[..] } else { &SHAPES[..FLOAT_SHAPES] };
         let parts = Parts::of([n, k]);

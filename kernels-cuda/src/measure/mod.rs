@@ -135,7 +135,8 @@ impl Meter {
     /// function returns.
     unsafe fn seconds(&self, variant: &Variant, work: &[TimedLaunch]) -> Result<Times> {
         let shared = work.iter().map(|work| work.shape.shared_bytes).max().unwrap_or(0);
-        // SAFETY: the primary context is never released; images are this crate's.
+        // SAFETY: the primary context is never released; images are compiled from this crate's sources, or come from
+        // the user's own cache directory.
         let kernel = unsafe { self.kernels.kernel(variant, shared) }?;
         let run = |count: usize| -> Result<f64> {
             let begin = Event::now()?;

@@ -49,7 +49,7 @@ impl Launcher {
     /// Creates a launcher on the first device, with images in the default directory.
     ///
     /// # Errors
-    /// When there is no driver or device.
+    /// When there is no driver or device, or the device is too old.
     pub fn new() -> Result<Self> {
         let gpu = Gpu::first()?;
         // Fail now if the device is too old, not at the first call.
@@ -77,8 +77,9 @@ impl Linear {
     /// Packs weights and copies them to the device.
     ///
     /// # Errors
-    /// When the kernels do not support the scheme ([`WeightLayout::of`]), a static scale is not positive and
-    /// finite, or there is not enough memory.
+    /// When the kernels do not support the scheme ([`WeightLayout::of`]), packing rejects a value
+    /// ([`WeightLayout::pack`]), a static scale is not positive, it or its reciprocal is not finite, or the device has
+    /// too little memory.
     pub fn new(view: &WeightView<'_>, activations: Activations, launcher: &Arc<Launcher>) -> Result<Self> {
         let (order, sums) = match activations {
             Activations::Float => (Order::Float, false),

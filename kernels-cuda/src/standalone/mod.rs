@@ -48,7 +48,7 @@ impl Gpu {
     fn find() -> Result<Self> {
         require_standalone()?;
         let device = in_action("get the first device", result::device::get(0))?;
-        // SAFETY: the context is never released, so it outlives everything that is created in it.
+        // SAFETY: the driver returned this device. The context is never released.
         let context =
             in_action("retain the device's context", unsafe { result::primary_ctx::retain(device) })?;
         // SAFETY: the context was just retained.

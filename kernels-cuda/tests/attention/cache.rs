@@ -127,7 +127,7 @@ pub fn decode(case: &Case, sequences: &[Sequence], first: Option<&[u32]>, order:
     try_decode(case, sequences, first, order, None).unwrap_or_else(|fault| panic!("{case:?}: {fault}"))
 }
 
-/// Same as `decode`, but with a part of the kernel's source replaced.
+/// Does what `decode` does, with a part of the kernel's source replaced if `planted` is set; returns faults as errors.
 pub fn try_decode(
     case: &Case,
     sequences: &[Sequence],
@@ -259,8 +259,8 @@ pub fn check(case: &Case, sequences: &[Sequence], first: Option<&[u32]>, result:
     share(case, sequences, first, result, false).unwrap_or_else(|off| panic!("{case:?}: {off}"))
 }
 
-/// Same as `check`, but with tighter bounds for random numbers, whose rounding errors do not reach the worst case:
-/// `2⁻¹¹` of the largest value, which is the error of rounding weights to f16, and `2⁻¹³` for log-sum-exps.
+/// Does what `check` does, with the tighter bounds of random numbers, whose rounding errors do not reach the worst
+/// case: `2⁻¹¹` of the largest value, which is the error of rounding weights to f16, and `2⁻¹³` for log-sum-exps.
 pub fn check_random(case: &Case, sequences: &[Sequence], first: Option<&[u32]>, result: &Result) -> f64 {
     share(case, sequences, first, result, true).unwrap_or_else(|off| panic!("{case:?}: {off}"))
 }

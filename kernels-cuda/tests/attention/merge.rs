@@ -25,7 +25,7 @@ fn merge(
     merge_counted([parts, rows, d], sums, logs, order, planted).map(|(joined, _)| joined)
 }
 
-/// Same as `merge`, but also returns counters.
+/// Merges as `merge` does, and also returns counters.
 fn merge_counted(
     [parts, rows, d]: [usize; 3],
     sums: &[f32],

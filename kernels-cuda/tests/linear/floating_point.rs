@@ -251,7 +251,8 @@ fn what_is_no_number() {
         refused(&nv, &|case| case.groups[3] = scale, "a group scale is negative or NaN");
     }
     for global in [0.0, -1.0, f32::INFINITY, f32::NAN] {
-        refused(&nv, &|case| case.scales[0] = global, "a global scale is not positive and finite");
+        let why = "a global scale is not positive and finite, or so small that 256 divided by it overflows";
+        refused(&nv, &|case| case.scales[0] = global, why);
     }
     // Scales that are not powers of two lead to a different layout; packing them with a layout for E8M0 is detected.
     let powers = WeightLayout::of(&mx.view(), Order::Float, false).unwrap();

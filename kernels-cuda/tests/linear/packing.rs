@@ -15,7 +15,7 @@ pub fn pack(case: &Case, layout: &WeightLayout) -> (Vec<Vec<u8>>, bool) {
     pack_by(case, layout, &[]).unwrap()
 }
 
-/// Same as [`pack`], but with changes in the source.
+/// Packs as [`pack`] does, with changes in the source.
 fn pack_by(case: &Case, layout: &WeightLayout, places: &[[&str; 2]]) -> Result<(Vec<Vec<u8>>, bool), Error> {
     let mut memory = Memory::new();
     let [n, k] = case.shape;

@@ -37,7 +37,7 @@ fn problem(m: usize, k: usize) -> (Problem, LinearPlan) {
     (problem, plan)
 }
 
-/// Runs such a problem with a changed source; returns results and counters, or a fault.
+/// Runs [`problem`] with a changed source; returns results and counters, or a fault.
 fn outcome(places: &[[&str; 2]], m: usize, k: usize) -> Result<(Vec<f32>, Counters), Box<Fault>> {
     let (problem, plan) = problem(m, k);
     let module = compiled(&plan.variant, Some(changed(&SOURCE, places)));

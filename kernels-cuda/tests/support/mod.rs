@@ -19,7 +19,7 @@ pub const REQUIRED: &str = "QUANT_REQUIRE_NVRTC";
 /// Whether something that a test needs is available. If not, prints that the test is skipped.
 ///
 /// # Panics
-/// If it is required.
+/// If it is not, although `QUANT_REQUIRE_NVRTC` is set.
 #[track_caller]
 pub fn is_there<E: std::fmt::Display>(needed: Result<(), E>) -> bool {
     let Err(why) = needed else { return true };

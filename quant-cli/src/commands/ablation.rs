@@ -97,7 +97,7 @@ pub struct AblationOptions {
     pub asymmetric: bool,
 }
 
-/// The table.
+/// The table as JSON.
 #[derive(Serialize)]
 struct Ablation {
     schema: &'static str,

@@ -135,8 +135,8 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
         let tokens = generation::checked_tokens(&opened, tokens)?;
         if tokens.len() >= context {
             output::print_message(&format!(
-                "the conversation has {} tokens, but the context has room for only {context}; start a new \
-                conversation with /new, or restart with a larger --context",
+                "the conversation has {} tokens, which leaves no room for an answer in a context of {context}; start \
+                a new conversation with /new, or restart with a larger --context",
                 tokens.len()
             ));
             talk.pop("user");

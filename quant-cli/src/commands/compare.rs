@@ -52,7 +52,7 @@ pub fn run(args: &Args) -> Result<()> {
     output::distinct(&[("json", args.json.json.as_deref())], &inputs)?;
     args.json.check()?;
     let mut results = read(&args.results)?;
-    // The closest to the reference first.
+    // The closest to the reference first; without a reference, the one with the lowest perplexity.
     let score = |e: &Evaluation| e.comparison.as_ref().map_or(e.scores.perplexity.mean, |c| c.kl.mean);
     results.sort_by(|(_, a), (_, b)| score(a).total_cmp(&score(b)));
     if let Some((first, others)) = results.split_first() {
@@ -65,7 +65,7 @@ pub fn run(args: &Args) -> Result<()> {
 /// Reads results, and names each after its file, with as many parts of the path as distinguish the names.
 ///
 /// # Errors
-/// [`Error::Usage`] for a file that is given twice; those of [`Evaluation::read`].
+/// [`Error::Usage`] if a file is given twice; any error of [`Evaluation::read`].
 pub fn read(paths: &[PathBuf]) -> Result<Vec<(String, Evaluation)>> {
     let mut seen = BTreeSet::new();
     for path in paths {
@@ -81,7 +81,8 @@ pub fn read(paths: &[PathBuf]) -> Result<Vec<(String, Evaluation)>> {
     Ok(names(paths).into_iter().zip(results).collect())
 }
 
-/// Returns the names of files without the extension; names that several files share begin with their directories.
+/// Returns the names of files without the extension. If two names are equal, all names begin with as many of their
+/// directories as make them distinct.
 fn names(paths: &[PathBuf]) -> Vec<String> {
     let parts = |path: &Path, number: usize| {
         let parents = path.parent().into_iter().flat_map(Path::components);

@@ -87,7 +87,7 @@ pub struct Args {
 }
 
 fn at_least_one(text: &str) -> std::result::Result<u64, String> {
-    text.parse().ok().filter(|n| *n > 0).ok_or_else(|| "expected a whole number of at least 1".to_owned())
+    text.parse().ok().filter(|n| *n > 0).ok_or_else(|| "expected an integer of at least 1".to_owned())
 }
 
 /// How quantized linears are computed.
@@ -107,7 +107,7 @@ const EXCERPT_TOKENS: usize = 48;
 
 /// The result of an evaluation.
 pub struct Evaluated {
-    /// The numbers.
+    /// The measurements, as in the JSON output.
     pub result: Evaluation,
     /// The page, if one was requested.
     pub page: Option<String>,
@@ -240,8 +240,8 @@ pub fn evaluate(args: &Args, source: &Text, with_page: bool, session: &Session) 
         && (!is_quantized(&model) || reference.size_bytes < model.size_bytes)
     {
         session.progress.note(
-            "warning: the reference is quantized, and MODEL is larger: usually, MODEL is the quantized model and \
-            ‹reference› the original",
+            "warning: the reference is quantized, and MODEL is float or larger: usually, MODEL is the quantized model \
+             and ‹reference› the original",
         );
     }
     let simulated = match args.execution {

@@ -15,7 +15,7 @@ use quant_evaluator::report::gate_page;
 use super::Session;
 use crate::output::{self, JsonOption, table};
 
-/// The level at which an update calls a change better or worse, the default of policies.
+/// The significance level at which an update calls a change better or worse: the default of policies.
 const LEVEL: f64 = 0.05;
 
 /// The results to check, the policy and the baseline.

@@ -45,7 +45,7 @@ pub struct Args {
 struct Report<'a> {
     schema: &'static str,
     model: String,
-    /// The kernel path that multiplies quantized weights.
+    /// The kernel path that multiplies quantized weights; `cuda` on a GPU.
     kernels: &'static str,
     settings: serde_json::Value,
     prompt_tokens: &'a [u32],
@@ -112,7 +112,7 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
     let report = Report {
         schema: "quant-generate/1",
         model: args.model.display().to_string(),
-        kernels: kernels(),
+        kernels: if args.decoding.is_on_gpu() { "cuda" } else { kernels() },
         settings: json!({
             "max_new_tokens": settings.max_new_tokens,
             "do_sample": settings.do_sample,

@@ -3,8 +3,9 @@
 use std::path::Path;
 
 use quant_core::Result;
-use quant_core::gguf::GgufPlan;
-use quant_core::run::{GgufSummary, RecipeSettings, Replaced, Worst, bits_per_weight, plan_gguf};
+use quant_core::run::{
+    GgufNeeds, GgufPlanned, GgufSummary, RecipeSettings, Replaced, Worst, bits_per_weight, plan_gguf,
+};
 use serde::Serialize;
 
 use super::Session;
@@ -42,6 +43,11 @@ pub(super) struct PlanJson<'a> {
     input_bytes: u64,
     output_bytes: u64,
     bits_per_weight: f64,
+    #[serde(flatten)]
+    needs: GgufNeeds,
+    /// What a run with a calibration text needs, if the text is optional.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    with_calibration: Option<GgufNeeds>,
     notes: &'a [String],
     tensors: Vec<TensorJson<'a>>,
 }
@@ -67,12 +73,13 @@ pub fn plan(
     json: &JsonOption,
     session: &Session,
 ) -> Result<()> {
-    let (plan, input_bytes) = plan_gguf(model, settings, &session.host())?;
-    json.emit(&value(&plan, input_bytes), || plan_text(&plan, all))
+    let planned = plan_gguf(model, settings, &session.host())?;
+    json.emit(&value(&planned), || plan_text(&planned, all))
 }
 
 /// Returns a plan in the form of its JSON.
-pub(super) fn value(plan: &GgufPlan, input_bytes: u64) -> PlanJson<'_> {
+pub(super) fn value(planned: &GgufPlanned) -> PlanJson<'_> {
+    let GgufPlanned { plan, input_bytes, needs, calibrated, .. } = planned;
     let tensors = plan.tensors.iter().map(|t| TensorJson {
         tensor: &t.name,
         kind: t.kind.name,
@@ -83,18 +90,21 @@ pub(super) fn value(plan: &GgufPlan, input_bytes: u64) -> PlanJson<'_> {
         sources: t.sources(),
     });
     PlanJson {
-        schema: "quant-gguf-plan/1",
+        schema: "quant-gguf-plan/2",
         format: quant_core::gguf::FORMAT,
         mixture: plan.request.mixture.name,
-        input_bytes,
+        input_bytes: *input_bytes,
         output_bytes: plan.output_bytes(),
         bits_per_weight: bits_per_weight(plan),
+        needs: *needs,
+        with_calibration: *calibrated,
         notes: &plan.notes,
         tensors: tensors.collect(),
     }
 }
 
-fn plan_text(plan: &GgufPlan, all: bool) -> String {
+fn plan_text(planned: &GgufPlanned, all: bool) -> String {
+    let GgufPlanned { plan, needs, calibrated, .. } = planned;
     let mut text = format!(
         "GGUF, {}: {}, {:.2} bits per weight\n\n",
         plan.request.mixture.name,
@@ -138,6 +148,21 @@ fn plan_text(plan: &GgufPlan, all: bool) -> String {
     for note in &plan.notes {
         text.push_str(&format!("\nnote: {note}"));
     }
-    text.push('\n');
+    text.push_str(&format!("\n\nneeds about {}\n", needs_text(needs)));
+    if let Some(calibrated) = calibrated {
+        text.push_str(&format!("with --calibration: about {}\n", needs_text(calibrated)));
+    }
     text
+}
+
+fn needs_text(needs: &GgufNeeds) -> String {
+    let memory = format!("{} of memory", bytes(needs.peak_memory_bytes));
+    match needs.smallest_budget_bytes < needs.peak_memory_bytes {
+        true => format!(
+            "{memory}; with --memory-budget at least {}, and {} of disk space for hidden states",
+            bytes(needs.smallest_budget_bytes),
+            bytes(needs.scratch_bytes)
+        ),
+        false => memory,
+    }
 }

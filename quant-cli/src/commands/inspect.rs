@@ -295,7 +295,7 @@ fn show(report: &Report, all: bool) -> String {
             ));
         }
         (Some(method), None) => {
-            // The name with which ‹format› asks for it, and that in the configuration if it is another.
+            // The name that ‹format› takes, and the `quant_method` of the configuration if it differs.
             let format = container_of(method).map_or(method.as_str(), |container| container.name());
             let other = if format == method { String::new() } else { format!(" (quant_method {method})") };
             text.push_str(&format!("quantized: {format}{other}\n"));

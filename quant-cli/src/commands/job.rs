@@ -48,7 +48,7 @@ struct InitArgs {
     /// Calibration text: a file (plain text, or .jsonl with `text` or `messages`) or a named set [default: builtin]
     #[arg(long, value_name = "FILE|NAME", help_heading = "Calibration")]
     calibration: Option<String>,
-    /// Blocks per unit [default: 1]
+    /// Blocks per unit [default: 1, or --span-blocks if given]
     #[arg(long, value_name = "N")]
     blocks_per_unit: Option<usize>,
     /// Shards of the calibration windows for the float model [default: 1]

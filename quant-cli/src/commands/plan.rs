@@ -154,8 +154,8 @@ pub fn value(
     session: &Session,
 ) -> Result<(serde_json::Value, Option<f64>)> {
     let (value, seconds) = if settings.writes_gguf()? {
-        let (plan, input_bytes) = plan_gguf(model, settings, &session.host())?;
-        (serde_json::to_value(super::gguf::value(&plan, input_bytes)), None)
+        let planned = plan_gguf(model, settings, &session.host())?;
+        (serde_json::to_value(super::gguf::value(&planned)), None)
     } else {
         let planned = Planned::new(model, settings, session)?;
         (serde_json::to_value(json(&planned, wording)), Some(planned.seconds))
@@ -176,6 +176,12 @@ struct Planned {
 
 impl Planned {
     fn new(model: &Path, settings: &RecipeSettings, session: &Session) -> Result<Self> {
+        if settings.writes_floats()?.is_some() {
+            return Err(Error::usage(
+                "there is no plan for float checkpoints: every float gets the requested type",
+                "run ‹quantize()›, or plan a different format",
+            ));
+        }
         settings.gguf.refuse()?;
         let recipe = settings.recipe()?;
         let host = session.host();
@@ -205,7 +211,7 @@ impl Planned {
 fn outcome(entry: &PlanEntry) -> String {
     match &entry.action {
         Action::Copy if entry.modified => "float, folded or rotated".into(),
-        Action::Copy => "as it is".into(),
+        Action::Copy => "unchanged".into(),
         Action::Rewrite { .. } => "float, possibly rescaled".into(),
         Action::Quantize { scheme, .. } => scheme.to_string(),
         Action::Repack { scheme, .. } => format!("{scheme}, same values"),
@@ -333,7 +339,7 @@ fn text(planned: &Planned, all: bool) -> String {
     text
 }
 
-/// Returns a table of the engines that load the checkpoint, by number of ranks, and the reasons of those that do not.
+/// Returns a table of whether each engine loads the checkpoint, per number of ranks, and the reasons why not.
 fn engines_text(outline: &Outline) -> String {
     // Engines with the same reason are grouped, and a reason is listed at the first rank count to which it applies.
     let mut reasons: Vec<(String, usize, Vec<&str>)> = Vec::new();

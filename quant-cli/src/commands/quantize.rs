@@ -6,8 +6,8 @@ use std::path::{Path, PathBuf};
 use quant_core::gguf;
 use quant_core::recipe::Extensions;
 use quant_core::run::{
-    Calibration, Done, FullBatchLinears, MIN_EXPERT_TOKENS, QuantizeJob, QuantizeRequest, QuantizeSummary,
-    Summary, Text, UndersampledLinears, is_gguf_name,
+    Calibration, Done, FloatsSummary, FullBatchLinears, MIN_EXPERT_TOKENS, QuantizeJob, QuantizeRequest,
+    QuantizeSummary, Summary, Text, UndersampledLinears, is_gguf_name,
 };
 use quant_core::{Error, Result};
 use quant_evaluator::report::quantization_page;
@@ -58,7 +58,7 @@ pub struct Args {
 }
 
 impl Args {
-    /// Whether the finished work of an interrupted run is stored next to the output, or in it with several formats.
+    /// Whether an interrupted run has stored finished work next to the output or, with several formats, inside it.
     pub fn has_job(&self) -> bool {
         let is_job = |path: &Path| path.extension() == Some(OsStr::new("job")) && path.is_dir();
         let mut own = self.output.clone().into_os_string();
@@ -107,6 +107,7 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
                 text(summary) + &hint
             }
             Summary::Gguf(summary) => super::gguf::text(summary),
+            Summary::Floats(summary) => floats_text(summary),
             _ => return Err(Error::Internal("a summary of the wrong kind".into())),
         })
     })
@@ -122,8 +123,10 @@ pub fn quantize(
     report: Option<&Path>,
     session: &Session,
 ) -> Result<(Done, Summary)> {
-    if report.is_some() && request.settings.writes_gguf()? {
-        return Err(Error::usage("‹report› has no effect with ‹format=gguf›", "omit it"));
+    let settings = &request.settings;
+    if report.is_some() && (settings.writes_gguf()? || settings.writes_floats()?.is_some()) {
+        let format = settings.format.concat();
+        return Err(Error::usage(format!("‹report› has no effect with ‹format={format}›"), "omit it"));
     }
     let job = QuantizeJob::new(request)?;
     if let Some(path) = report {
@@ -180,7 +183,8 @@ pub(super) fn text(summary: &QuantizeSummary) -> String {
     if let Some(Calibration { tokens, tokens_counted, padding, few, all, .. }) = &summary.calibration {
         let (tokens, tokens_counted) = (*tokens, *tokens_counted);
         let share = 100.0 * tokens_counted as f64 / tokens.max(1) as f64;
-        text.push_str(&format!("calibrated on {tokens_counted} of {tokens} tokens ({share:.0} %)"));
+        let rest = if tokens_counted < tokens { "; the rest is masked" } else { "" };
+        text.push_str(&format!("calibrated on {tokens_counted} of {tokens} tokens ({share:.0} %{rest})"));
         text.push_str(&match padding {
             0 => "\n".to_owned(),
             some => format!("; {some} positions were padding\n"),
@@ -220,6 +224,21 @@ pub(super) fn text(summary: &QuantizeSummary) -> String {
     }
     text.push_str(&format!("in {}{}\n", duration(summary.seconds), breakdown(summary)));
     text
+}
+
+/// The summary of a run that wrote a float checkpoint, for people.
+fn floats_text(summary: &FloatsSummary) -> String {
+    let from = summary.dequantized_from.as_ref();
+    let types: Vec<String> = summary.types.iter().map(|(kind, n)| format!("{n} × {kind}")).collect();
+    format!(
+        "{} → {} as floats{}\ntensors: {}\nwritten to {}\nin {}\n",
+        bytes(summary.bytes_before),
+        bytes(summary.bytes_after),
+        from.map_or_else(String::new, |from| format!(", dequantized from {from}")),
+        types.join(", "),
+        summary.path,
+        duration(summary.seconds)
+    )
 }
 
 /// Returns the command that compares the output with its source.

@@ -32,8 +32,8 @@ pub fn documents(set: &PublicSet, _session: &Session) -> Result<Vec<String>> {
         reason: "this build does not download texts".into(),
         remedy: format!(
             "use the built-in text ({HELDOUT_NAME} for an evaluation, {BUILTIN} for calibration); or download {} from \
-             the data set {}, unpack it to plain text or .jsonl, and give the path of that file (licence: {}); or build quant \
-             with `--features hub`",
+             the data set {}, convert it to plain text or to a .jsonl file whose lines have a field `text`, and give \
+             the path of the converted file (licence: {}); or build quant with `--features hub`",
             set.file, set.hub_id, set.licence
         )
         .into(),

@@ -102,7 +102,7 @@ impl RepositoryCache {
         self.root.join("snapshots").join(commit)
     }
 
-    /// Returns the commit that a revision pointed to when it was last fetched.
+    /// Returns the commit that a revision pointed to when it was last fetched. Returns a full commit hash unchanged.
     pub fn commit_of(&self, revision: &str) -> Option<String> {
         if is_commit(revision) {
             return Some(revision.to_owned());

@@ -171,7 +171,7 @@ mod tests {
         encoder.finish().unwrap()
     }
 
-    /// A file with a column of numbers and optionally one of texts.
+    /// A file with a column of numbers and one of texts, which may be null.
     fn parquet(rows: &[Option<&str>]) -> Vec<u8> {
         let schema = "message schema { REQUIRED INT64 id; OPTIONAL BYTE_ARRAY text (UTF8); }";
         let schema = Arc::new(parse_message_type(schema).unwrap());

@@ -262,7 +262,7 @@ impl<'a, K: Kind> Remote<'a, K> {
     }
 }
 
-/// Checks a cached file against the announcement, and removes the file if they differ.
+/// Checks a cached file against the announcement; if they differ, removes the file and returns an error.
 pub fn check(
     cache: &RepositoryCache,
     link: &Path,

@@ -18,7 +18,22 @@ use crate::commands::Session;
 pub fn documents(set: &PublicSet, session: &Session) -> Result<Vec<String>> {
     let (cache, path) = if is_offline() { cached(set, session)? } else { fetched(set, session)? };
     check_first_hash(set, &cache, &path, session)?;
-    decode::documents(&path, &set.file, &set.field)
+    decode::documents(&path, &set.file, &set.field).map_err(unreadable)
+}
+
+/// Replaces the remedy, which is for files that the user wrote.
+fn unreadable(error: Error) -> Error {
+    match error {
+        Error::Text { path, line, reason } => Error::InputFile {
+            path,
+            line,
+            reason,
+            remedy: "give the path of a text or .jsonl file, or use a different set; if this file is damaged, remove \
+                it, so that the next run downloads it again"
+                .into(),
+        },
+        other => other,
+    }
 }
 
 fn fetched(set: &PublicSet, session: &Session) -> Result<(RepositoryCache, PathBuf)> {
@@ -47,24 +62,27 @@ fn cached(set: &PublicSet, session: &Session) -> Result<(RepositoryCache, PathBu
 /// download. An unnoticed change of a text would change every number measured on it.
 fn check_first_hash(set: &PublicSet, cache: &RepositoryCache, path: &Path, session: &Session) -> Result<()> {
     let found = sha256_of(path, &session.cancel)?;
-    let recorded = match set.sha256.as_str() {
-        "" => cache.recorded_sum(&set.file)?,
-        known => Some(known.to_owned()),
+    let (recorded, origin) = match set.sha256.as_str() {
+        "" => (cache.recorded_sum(&set.file)?, "an earlier download"),
+        known => (Some(known.to_owned()), "the manifest of text sets"),
     };
     match recorded {
         None => cache.record_sum(&set.file, &found),
         Some(recorded) if recorded == found => Ok(()),
         Some(recorded) => Err(Error::Unavailable {
             what: format!("the text set `{}`, {} of {}", set.name, set.file, set.hub_id),
-            reason: format!(
-                "its SHA-256 is {found}, but the manifest of text sets or an earlier download has {recorded}"
-            ),
-            remedy: format!(
-                "results measured on the two versions cannot be compared; give the path of the older file, \
-                or, if the hash is that of an earlier download, accept the new file by removing its line from {}",
-                cache.sums_path().display()
-            )
-            .into(),
+            reason: format!("its SHA-256 is {found}, but {origin} has {recorded}"),
+            remedy: match set.sha256.is_empty() {
+                true => format!(
+                    "results measured on the two versions cannot be compared; give the path of the older file, or \
+                    accept the new file by removing its line from {}",
+                    cache.sums_path().display()
+                )
+                .into(),
+                false => "results measured on the two versions cannot be compared; give the path of the file that \
+                    the manifest describes, or use a different text"
+                    .into(),
+            },
         }),
     }
 }
@@ -99,7 +117,7 @@ mod tests {
         };
         let error = hold("abd", ABC).unwrap_err();
         assert!(
-            error.contains(&format!("an earlier download has {ABC}")) && error.contains("a52d159f"),
+            error.contains(&format!("the manifest of text sets has {ABC}")) && error.contains("a52d159f"),
             "{error}"
         );
         hold("abc", ABC).unwrap();

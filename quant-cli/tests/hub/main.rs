@@ -77,7 +77,7 @@ impl User {
         Running::start(self.command(&hub.endpoint(), arguments)).wait()
     }
 
-    /// Offline, with an address on which no server listens.
+    /// Runs the program offline, with an address on which no server listens.
     #[track_caller]
     fn run_offline(&self, arguments: Vec<OsString>) -> Run {
         let mut command = self.command("http://127.0.0.1:1", arguments);
@@ -89,13 +89,13 @@ impl User {
         self.at("home/hub/models--org--tiny")
     }
 
-    /// The names of the cache's files, without quant's own files and the locks.
+    /// The names of the files in the cache's snapshots.
     fn cached(&self) -> Vec<String> {
         let all = snapshot(&self.at("home")).into_iter().filter(|(_, bytes)| bytes.is_some());
         all.map(|(name, _)| name).filter(|n| n.contains("/snapshots/")).map(|n| last(&n).to_owned()).collect()
     }
 
-    /// The output of the same options on the local directory.
+    /// The hashes of what `quantize` writes for the local directory.
     fn expected(&self) -> BTreeMap<String, String> {
         let out = self.at("expected");
         let _ = std::fs::remove_dir_all(&out);
@@ -485,7 +485,7 @@ fn a_public_set_that_changed_is_refused() {
     let phrase = [C4, "allenai/c4", &sha256(&before), &sha256(&after), record.to_str().unwrap()];
     check_message("changed", &run, 5, &phrase);
     assert_eq!(std::fs::read_to_string(&record).unwrap(), format!("{}  {C4}\n", sha256(&before)));
-    // The download was requested explicitly.
+    // Removing the record accepts the new file.
     std::fs::remove_file(&record).unwrap();
     user.run(&hub, evaluate()).succeeded();
 

@@ -38,7 +38,7 @@ pub struct Repository {
     pub tag: Option<String>,
     /// The token that requests must carry.
     pub token: Option<String>,
-    /// Whether the listing omits `sha256`, the key that hf-hub reads, as the real hub does.
+    /// Whether the listing gives SHA-256 hashes as `oid`, like the real hub, not as `sha256`, which hf-hub reads.
     pub silent: bool,
 }
 

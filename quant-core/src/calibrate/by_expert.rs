@@ -1,7 +1,7 @@
 //! A pass of the batch through a block, one expert at a time: first the part of the block before its experts, then each
-//! expert on all its tokens, then the rest. Its weights are dropped when an expert has run.
+//! expert on all its tokens, then the rest. The weights of an expert are dropped when it has run.
 //!
-//! Pieces of the batch are those of a pass of the whole block, so all values are bit-identical.
+//! The batch is divided into the same pieces as in a pass of the whole block, so all values are bit-identical to it.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -31,7 +31,8 @@ impl Tap for TokensTap<'_, '_> {
 }
 
 impl HiddenStates {
-    /// The pieces of the batch in which a pass evaluates the part of a block after its last operation that mixes tokens.
+    /// The pieces of the batch in which a pass evaluates the part of a block after its last operation that mixes
+    /// tokens.
     pub(super) fn parts(&self, block: &Block) -> Vec<Range<usize>> {
         let (length, tokens) = (self.layout().length(), self.tokens());
         let splits = length > CHUNK_TOKENS && block.graph().only_mixing().is_some();

@@ -59,7 +59,7 @@ impl ExpertStates {
     }
 
     /// Routes the tokens of `states`, which are the values of [`ExpertOrder::from`]. All values are computed in the
-    /// pieces of a pass of the whole block, so they are bit-identical to those.
+    /// pieces of a pass of the whole block, so they are bit-identical to those of that pass.
     pub(crate) fn in_parts(
         states: &HiddenStates,
         block: &Block,

@@ -270,8 +270,8 @@ impl HiddenStates {
     /// the second may depend on earlier nodes only through it.
     ///
     /// # Errors
-    /// When the second node does not depend on the first, or the run is cancelled. Some states may then already be
-    /// replaced.
+    /// When the block fails, the second node does not depend on the first, or the run is cancelled. Some states may
+    /// then already be replaced.
     pub fn advance_between(&mut self, block: &Block, nodes: [NodeId; 2], cancel: &CancelToken) -> Result<()> {
         let (layout, piece) = (self.layout.clone(), self.piece_between(block, nodes));
         self.replace(block.graph().width(nodes[1]), piece, |first, states, width, put| {

@@ -79,7 +79,7 @@ impl<'a> StatisticsPass<'a> {
         self.cancel
     }
 
-    /// Returns how many counted tokens went through each linear so far.
+    /// Returns how many counted tokens went through each linear.
     pub(crate) fn into_tokens(self) -> BTreeMap<NodeId, u64> {
         self.tokens
     }
@@ -196,7 +196,8 @@ pub struct SampledRows {
 }
 
 impl SampledRows {
-    /// Creates a sample that keeps about `wanted` of `tokens` counted tokens, with `channels` features each.
+    /// Creates a sample that keeps at least `wanted` of `tokens` counted tokens, if there are as many, and fewer than
+    /// twice as many. Each has `channels` features.
     pub fn new(channels: usize, tokens: usize, wanted: usize) -> Self {
         Self { channels, stride: (tokens / wanted.max(1)).max(1), values: Vec::new() }
     }

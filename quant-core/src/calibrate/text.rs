@@ -78,8 +78,9 @@ pub fn corpus_of_rows(rows: impl IntoIterator<Item = Value>, origin: &Path) -> R
             path: origin.to_owned(),
             line: Some(number),
             reason,
-            remedy: "give either texts (strings, or objects with a field `text`) or conversations (lists of \
-                messages, or objects with a field `messages`)"
+            remedy: "give rows of at most 1 GiB in total: either texts (strings, or objects with a field \
+                `text`) or conversations (lists of messages with a `role`, or objects with such a list as \
+                field `messages`)"
                 .into(),
         };
         let chat = match row {
@@ -113,7 +114,7 @@ pub fn corpus_of_rows(rows: impl IntoIterator<Item = Value>, origin: &Path) -> R
             ));
         }
         if bytes as u64 > MAX_FILE_BYTES {
-            return Err(fault(format!("exceeds the limit of {MAX_FILE_BYTES} bytes in total")));
+            return Err(fault(format!("makes the rows exceed the limit of {MAX_FILE_BYTES} bytes")));
         }
     }
     match chats.is_empty() {
@@ -151,13 +152,12 @@ fn read_plain(path: &Path, file: File) -> Result<String> {
     let mut bytes = Vec::new();
     file.take(MAX_FILE_BYTES).read_to_end(&mut bytes).map_err(|e| Error::io("read", path, e))?;
     // A byte-order mark is not part of the text.
-    if bytes.starts_with(BOM) {
-        bytes.drain(..BOM.len());
-    }
+    let skipped = if bytes.starts_with(BOM) { BOM.len() } else { 0 };
+    bytes.drain(..skipped);
     String::from_utf8(bytes).map_err(|e| Error::Text {
         path: path.to_owned(),
         line: None,
-        reason: format!("is not valid UTF-8 at byte {}", e.utf8_error().valid_up_to()),
+        reason: format!("is not valid UTF-8 at byte {}", skipped + e.utf8_error().valid_up_to()),
     })
 }
 

@@ -193,7 +193,7 @@ fn linears_that_run_as_one_need_one_scheme() {
     }
     assert_eq!(words("transformers", &model)[0], "yes");
     assert_eq!(words("llama.cpp", &model)[0], "no");
-    // If all parts are float or have the same other scheme, they can be fused.
+    // If all parts are float or have the same scheme, they can be fused.
     for scheme in [None, Some("w8a16-g128-sym".parse().unwrap())] {
         model.layers[0].parts.iter_mut().for_each(|part| part.scheme = scheme);
         assert_eq!(words("vLLM, CUDA", &model), ["yes"; 4]);

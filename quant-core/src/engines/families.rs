@@ -27,7 +27,7 @@ pub(super) fn no_turned_codes(outline: &Outline) -> Compatibility {
     }
 }
 
-/// Engines read the configuration through transformers, which does not include InternLM2's.
+/// Engines read the configuration through transformers, which has no configuration class for InternLM2.
 pub(super) fn remote_configuration(_: &Outline) -> Compatibility {
     With("it needs the configuration code of the model, and --trust-remote-code".into())
 }

@@ -71,7 +71,7 @@ impl Compatibility {
 /// An engine's rules for one format.
 #[derive(Debug)]
 struct Reading {
-    /// The container's name.
+    /// The format's name.
     container: &'static str,
     /// The rule for linears, given the number of ranks.
     loads: fn(&Outline, usize) -> Compatibility,
@@ -101,7 +101,7 @@ pub struct Engine {
     pub is_common: bool,
     /// Whether it splits linears over ranks.
     tensor_parallel: bool,
-    /// What is known about the models that it supports.
+    /// Facts about the models that it supports.
     models: &'static [models::Fact],
     /// The formats that it can read, each with its rules.
     reads: &'static [Reading],

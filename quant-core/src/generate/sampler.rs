@@ -76,10 +76,10 @@ impl<'a> Sampler<'a> {
     pub fn candidates(&self, logits: &[f32], tokens: &[u32], prompt: usize) -> Result<Vec<Candidate>> {
         let invalid = logits.iter().position(|x| x.is_nan() || *x == f32::INFINITY);
         if let Some(at) = invalid {
-            return Err(numeric(format!("contain {} for token {at}", logits[at])));
+            return Err(numeric(format!("they contain {} for token {at}", logits[at])));
         }
         if logits.iter().all(|x| *x == f32::NEG_INFINITY) {
-            return Err(numeric("are -inf for every token".into()));
+            return Err(numeric("they are -inf for every token".into()));
         }
         let mut scores = logits.to_vec();
         self.process(&mut scores, tokens, prompt);

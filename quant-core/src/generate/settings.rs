@@ -191,7 +191,7 @@ impl GenerationSettings {
                 "repetition_penalty",
                 self.repetition_penalty,
                 positive(self.repetition_penalty),
-                "greater than 0",
+                "a finite number greater than 0",
             ))
     }
 }

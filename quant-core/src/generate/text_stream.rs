@@ -165,7 +165,7 @@ mod tests {
             "a\nUse",
             "a partial stop string does not stop"
         );
-        // Among several stop strings the first occurrence wins; overlapping beginnings do not hide one.
+        // Among several stop strings the first occurrence wins, also if it begins within a partial match.
         assert_eq!(pieces(b"abcd", &["cd", "bc", ""]), (vec!["a".into()], true));
         assert_eq!(pieces(b"xaaab", &["aab"]), (vec!["x".into(), "a".into()], true));
         assert_eq!(pieces("né".as_bytes(), &["é"]), (vec!["n".into()], true));

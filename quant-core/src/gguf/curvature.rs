@@ -117,7 +117,7 @@ fn factor(hessian: &Hessian, damping: f64, tensor: &str) -> Result<Factor> {
     let tensor = tensor.to_owned();
     Factor::new(hessian, (0..hessian.channels()).collect(), damping).map_err(|e| match e {
         FactorError::NonFinite { channel } => {
-            Error::Calibration { tensor, what: format!("channel {channel} of the input") }
+            Error::Calibration { tensor, what: format!("the sum of squares of input channel {channel}") }
         }
         FactorError::Indefinite { .. } => Error::Numeric { tensor, reason: e.to_string() },
         FactorError::Memory { bytes } => {

@@ -71,8 +71,8 @@ impl Importance {
     /// Gathers an importance matrix on a batch, block by block; hidden states are in a file if `spill` is given.
     ///
     /// # Errors
-    /// When the family cannot be written as GGUF, a block fails, or a channel's sum is not finite;
-    /// [`Error::Interrupted`].
+    /// [`Error::Internal`] if the family cannot be written as GGUF; [`Error::Calibration`] if a channel's sum is not
+    /// finite in `f32`; [`Error::Interrupted`]; errors of reading and running blocks.
     pub fn gather(
         model: &Model,
         windows: &TokenWindows,
@@ -160,8 +160,8 @@ impl Importance {
     /// importance.
     ///
     /// # Errors
-    /// [`Error::InputFile`] when an entry has the wrong size, or the weights in a file for a matrix are all zero or not
-    /// finite.
+    /// [`Error::InputFile`] when an entry has the wrong size, or an entry from a file has only zeros or a mean square
+    /// that is not finite for a matrix.
     pub(super) fn of(&self, tensor: &PlannedTensor) -> Result<Option<Vec<f32>>> {
         let Some(entry) = self.entries.get(&tensor.name) else { return Ok(None) };
         if !tensor.kind.uses_importance || tensor.keeps_codes() {
@@ -200,7 +200,8 @@ impl Importance {
         Ok(Some(importance))
     }
 
-    /// The names of planned tensors whose rounding errors would be weighted, but that have no entry.
+    /// The names of planned tensors of blocks whose rounding errors would be weighted, but that have no entry. Matrices
+    /// of latent attention never have one, so they are left out.
     pub fn missing<'p>(&self, tensors: &'p [PlannedTensor]) -> Vec<&'p str> {
         let in_block = |t: &&PlannedTensor| {
             t.name.starts_with("blk.") && t.shape.len() > 1 && !(t.shape.len() > 2 && t.sources().len() < 2)
@@ -225,8 +226,8 @@ impl Importance {
     /// Reads a file of either format.
     ///
     /// # Errors
-    /// [`Error::InputFile`] if it has neither format, is damaged, or contains negative or non-finite values;
-    /// [`Error::Io`] if it cannot be read.
+    /// [`Error::InputFile`] if it is too large, has neither format, is damaged, or contains negative or non-finite
+    /// values; [`Error::Io`] if it cannot be read.
     pub fn read(path: &Path) -> Result<Self> {
         let fault = |reason| Self::fault(path, reason);
         let bytes = read_capped(path, path, MAX_FILE_BYTES)?.map_err(fault)?;
@@ -429,8 +430,8 @@ mod tests {
         std::fs::write(&path, some().to_dat()).unwrap();
         let back = Importance::read(&path).unwrap();
         assert_eq!((back.chunks, back.datasets), (3, some().datasets));
-        // Values are means times the number of windows. No token reached the second expert, which weights all channels
-        // equally.
+        // Values are means times the number of windows. No token reached the second expert, so its channels have equal
+        // weights.
         assert_eq!(back.entries["blk.0.attn_q.weight"].sums, [1.5, 3.0, 6.0, 0.75]);
         assert_eq!(back.entries["blk.0.ffn_up_exps.weight"].sums, [3.0, 6.0, 3.0, 3.0]);
     }

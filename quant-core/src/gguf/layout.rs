@@ -10,7 +10,8 @@ use crate::{Error, Result};
 pub(super) struct Placed {
     /// The name in the checkpoint.
     pub(super) tensor: String,
-    /// The module in the checkpoint; for an expert, the module that the file uses for all experts.
+    /// The module in the checkpoint; for an expert, the file's name for all experts, after the block's prefix in the
+    /// checkpoint.
     pub(super) module: String,
     /// The shape in the checkpoint.
     pub(super) shape: Vec<usize>,
@@ -33,7 +34,8 @@ impl Placed {
 /// The places of all tensors of a block, in order of use.
 ///
 /// # Errors
-/// [`Error::Usage`] for a tensor that has no place in files of the family.
+/// [`Error::Usage`] for a tensor that has no place in files of the family; [`Error::Internal`] if the place depends on
+/// a delta net or latent attention that the block does not have.
 pub(super) fn of_block(a: &Architecture, family: &GgufFamily, layer: usize) -> Result<Vec<Placed>> {
     let graph = a.graph(layer);
     let mut placed = Vec::new();
@@ -143,7 +145,7 @@ pub(super) fn of_parameter(
     Ok(vec![place(format!("{stored}.{}", parameter.name), shape.clone(), view)])
 }
 
-/// Whether a mixture chooses the type of a tensor: true for weight matrices except routers, convolutions and the
+/// Whether a mixture chooses the type of a tensor: true for weight matrices except norms, routers, convolutions and the
 /// projection of per-layer inputs.
 pub(super) fn takes_type(name: &str, shape: &[usize]) -> bool {
     const KEPT: [&str; 5] = [

@@ -1,18 +1,21 @@
-//! The peak memory of a run that writes GGUF, estimated from shapes alone.
+//! The peak memory of a run that writes GGUF, estimated from shapes and dtypes.
 
 use std::collections::BTreeMap;
 
+use super::plan::GgufRequest;
 use super::run::CHUNK_VALUES;
 use crate::calibrate::{Residence, Sampling};
 use crate::model::{BlockKind, Model, NodeId};
 use crate::quantize::gptq::Hessian;
 
-/// Memory in bytes for the program itself, its threads and the tokenizer.
-const PROGRAM: u64 = 128 << 20;
+/// Memory in bytes for the program itself and its threads.
+const PROGRAM: u64 = 56 << 20;
+/// Memory in bytes for the calibration text and its tokens.
+const TEXT: u64 = 32 << 20;
 /// Tokens that go through a block at a time, unless a window is longer.
 const CHUNK_TOKENS: u64 = 2048;
 
-/// What a run computes from a calibration text.
+/// The use of a calibration text in a run.
 #[derive(Debug, Clone, Copy)]
 pub struct Gathering {
     /// The windows of the text.
@@ -26,21 +29,23 @@ impl Gathering {
         (self.sampling.samples as u64).saturating_mul(self.sampling.length as u64)
     }
 
-    /// The hidden states of the batch, and the layout of its tokens.
+    /// The bytes of the batch's hidden states and of the layout of its tokens.
     fn states(&self, kind: &BlockKind<'_>, residence: Residence) -> u64 {
         let graph = kind.graph;
+        // GPTQ begins again with new states, when the allocator may still keep the memory of the first ones.
+        let passes = 1 + u64::from(self.hessians);
         let [before, after] = [graph.input(), graph.output()].map(|node| 4 * graph.width(node) as u64);
         let values = match residence {
             Residence::Files { .. } => 0,
             // If a block changes the width, old and new states are in memory together.
-            Residence::Memory if before == after => before,
-            Residence::Memory => before + after,
+            Residence::Memory if before == after => passes * before,
+            Residence::Memory => passes * (before + after),
         };
         (values + 16).saturating_mul(self.tokens())
     }
 
-    /// The values between linears, for the tokens that go through a block at a time, and the sums and Hessians of the
-    /// inputs of linears.
+    /// The bytes of the values between linears, for the tokens that go through a block at a time, and of the sums and
+    /// Hessians of the inputs of linears.
     fn step(&self, kind: &BlockKind<'_>) -> u64 {
         let graph = kind.graph;
         let widest: u64 = graph.linears().map(|(_, _, [n, k], _)| (n + k) as u64).max().unwrap_or(0);
@@ -49,29 +54,47 @@ impl Gathering {
             graph.linears().map(|(id, _, [_, k], _)| (graph.nodes()[id].inputs[0], k as u64)).collect();
         let sums: u64 = inputs.values().map(|k| 8 * k).sum();
         let hessians: u64 = match self.hessians {
-            // The Hessians, and their factors, which take as much.
-            true => inputs.values().map(|k| 2 * Hessian::kept_bytes(*k)).sum(),
+            // The Hessians, which their factors replace one after the other.
+            true => {
+                let factoring = |k: &u64| Hessian::peak_bytes(*k).saturating_sub(Hessian::kept_bytes(*k));
+                let kept: u64 = inputs.values().map(|k| Hessian::kept_bytes(*k)).sum();
+                kept + inputs.values().map(factoring).max().unwrap_or(0)
+            }
             false => 0,
         };
-        (12 * widest).saturating_mul(at_a_time).saturating_add(sums + hessians)
+        (15 * widest).saturating_mul(at_a_time).saturating_add(sums + hessians)
     }
 }
 
+/// The estimated disk space in bytes for hidden states that are kept in files.
+pub fn scratch_bytes(model: &Model, gathering: &Gathering) -> u64 {
+    let width = model.architecture().state_width(0) as u64;
+    (4 * width).saturating_mul(gathering.tokens())
+}
+
 /// Estimates the peak memory in bytes of a run that writes GGUF.
-pub fn peak_memory(model: &Model, gathering: Option<&Gathering>, residence: Residence) -> u64 {
+pub fn peak_memory(
+    model: &Model,
+    request: &GgufRequest,
+    gathering: Option<&Gathering>,
+    residence: Residence,
+) -> u64 {
     let a = model.architecture();
     let kinds = || a.blocks.kinds_in(0..a.layers);
     let of_linears = |of: fn([usize; 2]) -> usize| {
         let largest = |kind: BlockKind<'_>| kind.graph.linears().map(|(.., shape, _)| of(shape) as u64).max();
         kinds().filter_map(largest).max().unwrap_or(0)
     };
-    // Values in `f32`, their stored bytes, their encoded bytes, and what these decode to.
-    let mut writing = 16 * (CHUNK_VALUES as u64).max(of_linears(|[_, k]| k));
+    // Values in `f32`, their stored bytes and their encoded bytes. The last piece of a tensor is smaller, so its buffers
+    // are new, while the allocator may still keep the others.
+    let largest = of_linears(|[n, k]| n * k).max((a.vocab * a.hidden) as u64);
+    let piece = largest.min((CHUNK_VALUES as u64).max(of_linears(|[_, k]| k)));
+    let mut writing = piece * (4 + stored_size(model) + request.largest_value()) * 8 / 5;
     if model.quant_method().is_some() {
         // Codes of a whole linear, and its packed bytes.
         writing += 3 * of_linears(|[n, k]| n * k);
     }
-    let Some(gathering) = gathering else { return with_program(writing) };
+    let Some(gathering) = gathering else { return PROGRAM.saturating_add(writing) };
     // The importance matrix of all blocks.
     let importance: u64 = kinds()
         .map(|kind| {
@@ -80,17 +103,19 @@ pub fn peak_memory(model: &Model, gathering: Option<&Gathering>, residence: Resi
         .sum();
     let of_block = |kind: BlockKind<'_>| {
         let weights = block_bytes(model, &kind);
-        gathering.states(&kind, residence).saturating_add(weights).saturating_add(gathering.step(&kind))
+        let step = weights.saturating_add(gathering.step(&kind));
+        // The allocator keeps some memory of earlier steps.
+        gathering.states(&kind, residence).saturating_add(step).saturating_add(step / 8)
     };
     let step = kinds().map(of_block).max().unwrap_or(0);
     // With GPTQ, the text goes through a block while its tensors are written.
     let step = if gathering.hessians { step.saturating_add(writing) } else { step.max(writing) };
-    with_program(step.saturating_add(importance))
+    step.saturating_add(importance).saturating_add(PROGRAM + TEXT)
 }
 
-/// The allocator keeps some memory of earlier steps.
-fn with_program(step: u64) -> u64 {
-    step.saturating_add(step / 8).saturating_add(PROGRAM)
+/// The bytes of a stored value, in the type of the embedding.
+fn stored_size(model: &Model) -> u64 {
+    model.source().require(&model.embedding_name()).map_or(4, |info| info.dtype.size() as u64)
 }
 
 /// The bytes of a block's tensors in memory: as stored, or in `f32` if they are computed from others.

@@ -24,7 +24,7 @@ struct Facts<'a> {
     attention: AttentionShape,
     ropes: Vec<&'a Rope>,
     eps: f64,
-    /// The intermediate size of an MLP, and of an expert.
+    /// The intermediate size of an MLP.
     intermediate: Option<usize>,
     expert_intermediate: Option<usize>,
     shared_intermediate: Option<usize>,
@@ -394,7 +394,7 @@ fn rope(
     put("rope.freq_base", Value::F32(first.theta as f32));
     match ropes {
         [_] => {}
-        // Blocks with windows have unscaled frequencies with a different base.
+        // The second RoPE, that of blocks with windows, must be unscaled and have a smaller base.
         [one, other] if family.has_windows => {
             let local = if one.theta < other.theta { one } else { other };
             if local.scaling != RopeScaling::None || local.theta == first.theta {

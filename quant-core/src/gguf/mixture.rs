@@ -1,20 +1,24 @@
 //! Mixtures: which tensor gets which block type, under the names used by `llama-quantize`.
 //!
-//! A mixture is a base type and a list of rules with exceptions. The type of a tensor depends on its role, on its
-//! layer, on the number of query heads per key head, and on whether there is an importance matrix.
+//! A mixture is a base type and a list of rules for the tensors with other types. The type of a tensor depends on its
+//! role, on its layer, on the numbers of experts and of query heads per key head, and on whether there is an importance
+//! matrix.
 
 use super::families::GgufFamily;
 use crate::blocks::{
-    self, BF16, BlockType, F16, F32, IQ4_NL, IQ4_XS, MXFP4, Q2_K, Q3_K, Q4_0, Q4_1, Q4_K, Q5_0, Q5_1, Q5_K,
-    Q6_K, Q8_0, TQ1_0, TQ2_0,
+    self, BF16, BlockType, F16, F32, IQ2_S, IQ2_XS, IQ2_XXS, IQ3_S, IQ3_XXS, IQ4_NL, IQ4_XS, MXFP4, Q2_K,
+    Q3_K, Q4_0, Q4_1, Q4_K, Q5_0, Q5_1, Q5_K, Q6_K, Q8_0, TQ1_0, TQ2_0,
 };
 
 /// The role of a tensor in a mixture.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Role {
+    Query,
     Key,
     Value,
     AttentionOutput,
+    Gate,
+    Up,
     Down,
     /// The output head, or the embedding if it is tied to the head.
     Head,
@@ -29,6 +33,10 @@ enum When {
     Always,
     /// In the first and the last eighth of the layers, and in every third layer between.
     More,
+    /// As [`More`](Self::More), in models with exactly eight experts.
+    MoreWithEightExperts,
+    /// Except in the first and the last eighth of the layers.
+    Middle,
     /// In this many layers from the first on.
     First(usize),
     /// In the first `1 / n` of the layers.
@@ -39,6 +47,8 @@ enum When {
     FirstOfUnweighted(usize),
     /// If at least four query heads share a key head.
     Shared,
+    /// If at least four query heads share a key head, or the model has at least four experts.
+    SharedOrExperts,
     /// In models with exactly eight experts.
     EightExperts,
 }
@@ -50,12 +60,15 @@ struct Rule(Role, When, &'static BlockType);
 pub struct Mixture {
     /// The name, as in `llama-quantize`.
     pub name: &'static str,
-    /// `general.file_type`.
+    /// The value of `general.file_type`.
     pub id: u32,
     /// The type of tensors without a rule.
     pub base: &'static BlockType,
     /// Whether the mixture requires an importance matrix.
     pub needs_importance: bool,
+    /// Whether the types are chosen by the rules of `llama-quantize` for about two bits: `down` tensors are counted one
+    /// by one instead of by their layer, and models with 80 layers are not an exception.
+    two_bits: bool,
     /// The type of tensors with several matrices, such as all experts of a block, if it differs.
     stacked: Option<&'static BlockType>,
     /// Rules for tensors whose type differs from the base type. The first rule that applies is used.
@@ -76,16 +89,41 @@ impl PartialEq for Mixture {
 
 impl Eq for Mixture {}
 
-use Role::{AttentionOutput, Down, Embedding, Head, Key, Value};
-use When::{Always, EightExperts, First, FirstOf, FirstOfUnweighted, FirstOfWeighted, More, Shared};
+use Role::{AttentionOutput, Down, Embedding, Gate, Head, Key, Query, Up, Value};
+use When::{
+    Always, EightExperts, First, FirstOf, FirstOfUnweighted, FirstOfWeighted, Middle, More,
+    MoreWithEightExperts, Shared, SharedOrExperts,
+};
 
 const fn plain(name: &'static str, id: u32, base: &'static BlockType) -> Mixture {
-    Mixture { name, id, base, needs_importance: false, stacked: None, rules: &[] }
+    Mixture { name, id, base, needs_importance: false, two_bits: false, stacked: None, rules: &[] }
 }
 
 /// In models with eight experts, keys and values are small compared to the experts, so they get 8 bits.
 const EIGHT: [Rule; 2] = [Rule(Value, EightExperts, &Q8_0), Rule(Key, EightExperts, &Q8_0)];
 const HEAD: Rule = Rule(Head, Always, &Q6_K);
+const SMALL_HEAD: Rule = Rule(Head, Always, &Q5_K);
+/// The rules of IQ2_XXS and IQ2_XS.
+const TWO_BITS: [Rule; 7] = [
+    Rule(Value, SharedOrExperts, &Q4_K),
+    Rule(Value, Always, &Q2_K),
+    Rule(Key, EightExperts, &Q4_K),
+    Rule(Down, FirstOf(8), &Q2_K),
+    Rule(AttentionOutput, EightExperts, &Q5_K),
+    Rule(Embedding, Always, &Q2_K),
+    SMALL_HEAD,
+];
+/// The rules of IQ2_S and IQ2_M.
+const TWO_BITS_LARGE: [Rule; 8] = [
+    TWO_BITS[0],
+    Rule(Value, Always, &IQ3_S),
+    TWO_BITS[2],
+    Rule(Down, FirstOf(8), &IQ3_S),
+    TWO_BITS[4],
+    Rule(AttentionOutput, Always, &IQ3_S),
+    Rule(Embedding, Always, &IQ3_S),
+    SMALL_HEAD,
+];
 const TERNARY: [Rule; 4] = [EIGHT[0], EIGHT[1], Rule(Embedding, Always, &Q4_K), HEAD];
 
 /// The mixtures that can be written.
@@ -202,6 +240,63 @@ pub static MIXTURES: &[Mixture] = &[
         ],
         ..plain("IQ4_XS", 30, &IQ4_XS)
     },
+    Mixture { needs_importance: true, two_bits: true, rules: &TWO_BITS, ..plain("IQ2_XXS", 19, &IQ2_XXS) },
+    Mixture { needs_importance: true, two_bits: true, rules: &TWO_BITS, ..plain("IQ2_XS", 20, &IQ2_XS) },
+    Mixture { needs_importance: true, two_bits: true, rules: &TWO_BITS_LARGE, ..plain("IQ2_S", 28, &IQ2_XS) },
+    Mixture { needs_importance: true, two_bits: true, rules: &TWO_BITS_LARGE, ..plain("IQ2_M", 29, &IQ2_S) },
+    Mixture {
+        needs_importance: true,
+        rules: &[
+            EIGHT[0],
+            EIGHT[1],
+            Rule(Value, Shared, &Q4_K),
+            Rule(Key, Always, &IQ2_S),
+            Rule(Query, Always, &IQ2_S),
+            Rule(AttentionOutput, EightExperts, &Q5_K),
+            Rule(AttentionOutput, Always, &IQ3_S),
+            Rule(Embedding, Always, &IQ3_S),
+            SMALL_HEAD,
+        ],
+        ..plain("IQ3_XXS", 23, &IQ3_XXS)
+    },
+    Mixture {
+        needs_importance: true,
+        rules: &[
+            EIGHT[0],
+            EIGHT[1],
+            Rule(Value, Shared, &Q4_K),
+            Rule(Key, Always, &IQ3_XXS),
+            Rule(Query, Always, &IQ3_XXS),
+            Rule(Gate, Middle, &IQ3_XXS),
+            Rule(Up, Middle, &IQ3_XXS),
+            Rule(AttentionOutput, EightExperts, &Q5_K),
+            HEAD,
+        ],
+        ..plain("IQ3_XS", 22, &IQ3_S)
+    },
+    Mixture {
+        rules: &[
+            EIGHT[0],
+            EIGHT[1],
+            Rule(Value, Shared, &Q4_K),
+            Rule(AttentionOutput, EightExperts, &Q5_K),
+            HEAD,
+        ],
+        ..plain("IQ3_S", 26, &IQ3_S)
+    },
+    Mixture {
+        rules: &[
+            EIGHT[0],
+            EIGHT[1],
+            Rule(Value, Always, &Q4_K),
+            Rule(Down, FirstOf(8), &Q4_K),
+            Rule(Down, MoreWithEightExperts, &Q4_K),
+            Rule(AttentionOutput, EightExperts, &Q5_K),
+            Rule(AttentionOutput, Always, &Q4_K),
+            HEAD,
+        ],
+        ..plain("IQ3_M", 27, &IQ3_S)
+    },
     Mixture { rules: &TERNARY, ..plain("TQ1_0", 36, &TQ1_0) },
     Mixture { rules: &TERNARY, ..plain("TQ2_0", 37, &TQ2_0) },
     Mixture { stacked: Some(&MXFP4), ..plain("MXFP4_MOE", 38, &Q8_0) },
@@ -237,11 +332,14 @@ impl When {
         match self {
             Self::Always => true,
             Self::More => layer < n / 8 || layer >= 7 * n / 8 || (layer - n / 8) % 3 == 2,
+            Self::MoreWithEightExperts => facts.experts == 8 && Self::More.applies(role, layer, facts),
+            Self::Middle => layer >= n / 8 && layer < 7 * n / 8,
             Self::First(count) => layer < count,
             Self::FirstOf(parts) => layer < n / parts,
             Self::FirstOfWeighted(parts) => facts.weighted && layer < n / parts,
             Self::FirstOfUnweighted(parts) => !facts.weighted && layer < n / parts,
             Self::Shared => facts.heads_per_key >= 4,
+            Self::SharedOrExperts => facts.heads_per_key >= 4 || facts.experts >= 4,
             Self::EightExperts => facts.experts == 8,
         }
     }
@@ -253,6 +351,12 @@ impl Mixture {
         self.stacked
     }
 
+    /// Whether rules depend on the index of a `down` tensor among all of them, instead of its layer. The two differ if
+    /// blocks have several, such as shared experts besides routed ones.
+    pub(super) fn counts_downs(&self) -> bool {
+        self.two_bits
+    }
+
     /// Whether the mixture is for models whose experts have their own block type.
     pub(super) fn is_of_experts(&self) -> bool {
         self.stacked.is_some()
@@ -260,7 +364,7 @@ impl Mixture {
 
     /// Returns the type of a tensor that consists of `matrices` matrices with rows of `columns` elements. The caller
     /// checks whether rows fit the type. `layer` is 0 outside blocks; for values, it is the index among the layers that
-    /// compute values.
+    /// compute values, and for `down` with [`counts_downs`](Self::counts_downs) the index among these tensors.
     pub(super) fn of(
         &self,
         role: Role,
@@ -280,7 +384,7 @@ impl Mixture {
         let rule = self.rules.iter().find(|rule| rule.0 == role && rule.1.applies(role, layer, facts));
         let kind = rule.map_or(self.base, |rule| rule.2);
         let is_small = *kind == blocks::Q3_K || *kind == blocks::Q4_K;
-        if role == Value && facts.favours_values && is_small { &Q5_K } else { kind }
+        if role == Value && facts.favours_values && is_small && !self.two_bits { &Q5_K } else { kind }
     }
 }
 
@@ -323,6 +427,29 @@ mod tests {
         let large = ModelFacts { layers: 80, values: 80, favours_values: true, ..FACTS };
         assert_eq!(q4.of(Value, 11, [1, 256], &large), &Q5_K);
         assert_eq!(mixture("f16").unwrap().of(Head, 0, [1, 100], &FACTS), &F16);
+    }
+
+    #[test]
+    fn rules_of_two_and_three_bits() {
+        let weighted = ModelFacts { weighted: true, ..FACTS };
+        assert!(of("iq2_xxs", Down, weighted).starts_with("Q2_K IQ2_XXS IQ2_XXS"));
+        assert!(of("iq2_s", Down, weighted).starts_with("IQ3_S IQ2_XS"));
+        assert!(of("iq2_m", Value, ModelFacts { experts: 4, ..weighted }).starts_with("Q4_K Q4_K"));
+        let large = ModelFacts { heads_per_key: 8, favours_values: true, ..weighted };
+        assert!(of("iq2_xs", Value, large).starts_with("Q4_K"));
+        assert!(of("iq3_m", Value, large).starts_with("Q5_K"));
+        assert_eq!(of("iq3_xs", Up, weighted), format!("IQ3_S {}IQ3_S ", "IQ3_XXS ".repeat(6)));
+        assert_eq!(of("iq3_m", Down, weighted), format!("Q4_K {}", "IQ3_S ".repeat(7)));
+        let eight = ModelFacts { experts: 8, ..weighted };
+        assert_eq!(of("iq3_m", Down, eight), "Q4_K IQ3_S IQ3_S Q4_K IQ3_S IQ3_S Q4_K Q4_K ");
+        assert!(of("iq2_xs", Key, eight).starts_with("Q4_K") && of("iq3_xs", Key, eight).starts_with("Q8_0"));
+        for mixture in MIXTURES.iter().filter(|m| m.name.starts_with("IQ2") || m.name.starts_with("IQ3")) {
+            let head = mixture.of(Head, 0, [1, 256], &weighted);
+            assert_eq!(
+                head,
+                if mixture.id == 22 || mixture.id > 25 && mixture.id < 28 { &Q6_K } else { &Q5_K }
+            );
+        }
     }
 
     #[test]

@@ -66,7 +66,7 @@ use serde_json::json;
 pub use curvature::Curvature;
 pub use file::{Array, GgufArchive, GgufFault, GgufFile, GgufHeader, GgufTensor, MAGIC, Value};
 pub use imatrix::{Entry, Importance};
-pub use memory::{Gathering, peak_memory};
+pub use memory::{Gathering, peak_memory, scratch_bytes};
 pub use mixture::{MIXTURES, Mixture, mixture};
 pub use plan::{GgufPlan, GgufRequest, PlannedTensor};
 pub use read::{GgufSource, is_gguf, open};
@@ -104,7 +104,8 @@ impl GgufPlan {
         GgufArchive { file_name: file_name.to_owned(), metadata, in_parts }
     }
 
-    /// The inputs on which a run depends, except the contents of the checkpoint, which are checked during a resume.
+    /// The inputs on which a run depends, except the file's header and the contents of the checkpoint, which a resume
+    /// checks separately.
     pub fn fingerprint(
         &self,
         directory: &ModelDirectory,

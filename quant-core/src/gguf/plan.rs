@@ -40,6 +40,17 @@ pub struct GgufRequest {
 }
 
 impl GgufRequest {
+    /// The bytes of a value in the largest requested type, rounded up.
+    pub(super) fn largest_value(&self) -> u64 {
+        let kinds = self.overrides.iter().map(|(_, kind)| *kind).chain([self.mixture.base]);
+        kinds.map(|kind| kind.bytes.div_ceil(kind.elements) as u64).max().unwrap_or(4)
+    }
+
+    /// Whether a requested type needs an importance matrix.
+    pub fn needs_importance(&self) -> bool {
+        self.mixture.needs_importance || self.overrides.iter().any(|(_, kind)| kind.needs_importance)
+    }
+
     /// Whether only float types are requested.
     pub fn is_float(&self) -> bool {
         self.mixture.base.is_float() && self.overrides.iter().all(|(_, kind)| kind.is_float())
@@ -129,8 +140,8 @@ impl GgufPlan {
     /// # Errors
     /// [`Error::Usage`] if llama.cpp does not support the family or a property of the model, a pattern matches nothing,
     /// a mixture needs an importance matrix, or rows do not fit their type; [`Error::NotRepackable`] if codes cannot be
-    /// kept; [`Error::Tokenizer`] if the tokenizer cannot be written; [`Error::InputFile`] if its pre-tokenizer is not
-    /// recognized.
+    /// kept; [`Error::Tokenizer`] if the tokenizer cannot be loaded; [`Error::InputFile`] if it cannot be written or
+    /// its pre-tokenizer is not recognized.
     pub fn new(model: &Model, directory: &ModelDirectory, request: GgufRequest) -> Result<Self> {
         let a = model.architecture();
         let is_held = |family: &&GgufFamily| a.wrapper.is_none() || family.is_text_of_larger;
@@ -213,7 +224,7 @@ impl GgufPlan {
     /// The specifications of all tensors, in file order.
     ///
     /// # Errors
-    /// Only if this crate has a bug.
+    /// [`Error::Internal`] if this crate has a bug.
     pub fn outputs(&self) -> Result<Vec<TensorSpec>> {
         self.tensors.iter().map(|t| GgufArchive::spec(&t.name, t.kind, &t.shape)).collect()
     }
@@ -291,7 +302,7 @@ fn drafts(model: &Model, family: &GgufFamily) -> Result<Vec<Draft>> {
     Ok(drafts)
 }
 
-/// The tensors of one block, in order of use. All experts share one tensor.
+/// The tensors of one block: in order of use, then those of experts, by name. All experts share one tensor.
 fn block(a: &Architecture, family: &GgufFamily, layer: usize, drafts: &mut Vec<Draft>) -> Result<()> {
     let mut experts: BTreeMap<String, Draft> = BTreeMap::new();
     for placed in layout::of_block(a, family, layer)? {
@@ -332,9 +343,12 @@ fn family_experts(a: &Architecture, layer: usize) -> usize {
 
 fn role(stored: &str) -> Role {
     match stored {
+        "attn_q" => Role::Query,
         "attn_k" => Role::Key,
         "attn_v" | "attn_qkv" => Role::Value,
         "attn_output" => Role::AttentionOutput,
+        "ffn_gate" | "ffn_gate_exps" | "ffn_gate_shexp" => Role::Gate,
+        "ffn_up" | "ffn_up_exps" | "ffn_up_shexp" => Role::Up,
         "ffn_down" | "ffn_down_exps" | "ffn_down_shexp" => Role::Down,
         _ => Role::Other,
     }
@@ -346,6 +360,8 @@ struct Types<'a> {
     facts: ModelFacts,
     /// Blocks that compute values, which are numbered separately.
     values: BTreeSet<usize>,
+    /// The layers and names of all tensors in the role `down`.
+    downs: BTreeSet<(usize, String)>,
 }
 
 impl<'a> Types<'a> {
@@ -354,6 +370,8 @@ impl<'a> Types<'a> {
         let experts = (0..a.layers).map(|layer| family_experts(a, layer));
         let makes_values = drafts.iter().filter(|draft| draft.role == Role::Value && draft.is_weight);
         let values: BTreeSet<usize> = makes_values.map(|draft| draft.layer).collect();
+        let downs = drafts.iter().filter(|draft| draft.role == Role::Down && draft.is_weight);
+        let downs = downs.map(|draft| (draft.layer, draft.name.clone())).collect();
         let facts = ModelFacts {
             layers: a.layers,
             values: values.len(),
@@ -362,7 +380,7 @@ impl<'a> Types<'a> {
             weighted: request.weighted,
             favours_values: ModelFacts::favours_values(family, a.layers, heads_per_key),
         };
-        Self { request, facts, values }
+        Self { request, facts, values, downs }
     }
 
     /// Checks that every pattern selects a tensor whose type can be chosen.
@@ -408,6 +426,10 @@ impl<'a> Types<'a> {
             None => {
                 let place = match draft.role {
                     Role::Value => self.values.range(..draft.layer).count(),
+                    Role::Down if self.request.mixture.counts_downs() => {
+                        let this = (draft.layer, draft.name.clone());
+                        self.downs.range(..this).count()
+                    }
                     _ => draft.layer,
                 };
                 self.request.mixture.of(draft.role, place, [matrices, columns], &self.facts)
@@ -422,6 +444,13 @@ impl<'a> Types<'a> {
                 )));
             };
             kind = fallback;
+        }
+        let outside = matches!(draft.role, Role::Head | Role::Embedding);
+        if kind.needs_importance && !self.request.weighted && !outside {
+            return Err(Error::usage(
+                format!("the type {} of `{name}` needs an importance matrix", kind.name),
+                "set ‹calibration› or ‹imatrix›, or choose a larger type",
+            ));
         }
         Ok(Ok(planned(kind, (kind != wanted).then_some(wanted), source)))
     }
@@ -481,9 +510,12 @@ fn codes(model: &Model, draft: &Draft) -> Result<Option<(&'static BlockType, Sou
             }
         };
         if size == 0 || !size.is_multiple_of(32) || scheme.is_progressive() {
-            return Err(refuse(format!(
-                "{scheme} has groups that are not multiples of 32 inputs, or progressive scales"
-            )));
+            return Err(refuse(match scheme.is_progressive() {
+                true => format!("no GGUF type can store {scheme}, because its scales are progressive"),
+                false => {
+                    format!("no GGUF type can store {scheme}: groups of {size} are not a multiple of 32")
+                }
+            }));
         }
         if kind.is_some_and(|known: &BlockType| known != found) {
             return Err(refuse("the experts of one tensor have different schemes".into()));

@@ -170,7 +170,7 @@ impl RowOrder {
     }
 }
 
-/// Reads some rows of one stored tensor `[rows, columns]`, in file order.
+/// Reads a range of the file's rows, with `columns` values each, from one stored tensor.
 pub(super) fn read_rows(
     model: &Model,
     tensor: &str,

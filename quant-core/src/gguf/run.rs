@@ -19,6 +19,8 @@ use crate::{CancelToken, Error, Event, Observer, Result, TensorSink};
 
 /// The number of values encoded at a time.
 pub(super) const CHUNK_VALUES: usize = 1 << 22;
+/// The number of values hashed at a time.
+const HASHED_VALUES: usize = 1 << 16;
 
 /// The report on a tensor.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -42,7 +44,7 @@ pub struct GgufTensorReport {
     /// `gptq` if codes compensate each other's rounding errors.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub method: Option<String>,
-    /// The sum of squared errors divided by the sum of squared values, then the square root; `null` if codes were kept.
+    /// The square root of the sum of squared errors divided by the sum of squared values; `null` if codes were kept.
     pub relative_rms: Option<f64>,
     /// BLAKE3 of the values before encoding, in F32 and file order; if codes are kept, of the codes and scales.
     pub source_blake3: String,
@@ -64,7 +66,7 @@ impl GgufReport {
     /// Returns the report as JSON.
     ///
     /// # Errors
-    /// Only if this crate has a bug.
+    /// [`Error::Internal`] if this crate has a bug.
     pub fn to_json(&self) -> Result<String> {
         let text = serde_json::to_string_pretty(self);
         text.map(|t| t + "\n").map_err(|e| Error::Internal(format!("JSON cannot be written: {e}")))
@@ -80,7 +82,9 @@ impl GgufReport {
 /// `curvature`, weights that have an importance and a Hessian factor are encoded by GPTQ.
 ///
 /// # Errors
-/// When a tensor cannot be read or written, or its values cannot be encoded; [`Error::Interrupted`].
+/// [`Error::Numeric`] if a row exceeds the range of its type; [`Error::InputFile`] if the importance of a tensor is
+/// invalid; [`Error::Usage`] if a source tensor has changed since the interrupted run; [`Error::Interrupted`]; errors
+/// of reading tensors, of `curvature` and of `sink`.
 pub fn write_tensors(
     plan: &GgufPlan,
     model: &Model,
@@ -227,7 +231,8 @@ impl Writer<'_> {
             bytes: self.tensor.bytes(),
             keeps_codes,
             weighted: self.importance.is_some(),
-            method: self.factor.is_some().then(|| "gptq".to_owned()),
+            // Without importance, which Q8_0 does not use, values are encoded by the search.
+            method: (self.factor.is_some() && self.importance.is_some()).then(|| "gptq".to_owned()),
             relative_rms: (!keeps_codes).then(|| match squares.value {
                 0.0 => 0.0,
                 value => (squares.error / value).sqrt(),
@@ -238,7 +243,7 @@ impl Writer<'_> {
         Ok(report)
     }
 
-    /// Encodes whole rows of matrix `index` and writes them.
+    /// Hashes whole rows of matrix `index`; unless `skip`, encodes and writes them.
     fn encode(
         &mut self,
         values: &[f32],
@@ -248,8 +253,12 @@ impl Writer<'_> {
         squares: &mut Squares,
     ) -> Result<()> {
         self.cancel.check()?;
-        let as_bytes: Vec<u8> = values.par_iter().flat_map_iter(|v| v.to_le_bytes()).collect();
-        self.hash.update(&as_bytes);
+        let mut bytes = vec![0; 4 * HASHED_VALUES.min(values.len())];
+        for part in values.chunks(HASHED_VALUES) {
+            let bytes = &mut bytes[..4 * part.len()];
+            bytes.chunks_exact_mut(4).zip(part).for_each(|(out, v)| out.copy_from_slice(&v.to_le_bytes()));
+            self.hash.update(bytes);
+        }
         if skip {
             return Ok(());
         }

@@ -1,4 +1,4 @@
-//! Metadata for parts that only some families have: latent attention, delta nets, groups of experts, YaRN.
+//! Metadata for parts that only some families have: latent attention, delta nets, groups of experts, and YaRN.
 
 use serde_json::{Map, Value as Json};
 
@@ -176,8 +176,8 @@ pub(super) fn delta_nets(
     Ok(())
 }
 
-/// The number of channel pairs rotated by each coordinate of an image; for text, all coordinates are equal. Pairs are
-/// interleaved, so the configuration's numbers are used only if every pair gets a coordinate.
+/// The number of channel pairs rotated by each coordinate of an image; for text, all coordinates are equal. Coordinates
+/// take pairs in turn, so the configuration's numbers are used only if none is below an equal share.
 fn sections(config: &Map<String, Json>, pairs: usize) -> Vec<i32> {
     let text = config.get("text_config").and_then(Json::as_object).unwrap_or(config);
     let found =

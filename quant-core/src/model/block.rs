@@ -43,8 +43,8 @@ impl Block {
     /// parameters of other operations, and the tables of its rotary embeddings.
     ///
     /// # Errors
-    /// When a norm, linear, parameter or table of the graph is missing, or a norm has a bias that the graph does not
-    /// have, or the reverse.
+    /// [`Error::Internal`] when a norm, linear, parameter or table of the graph is missing, or only one of norm and
+    /// graph has a bias.
     pub fn new(
         graph: Arc<BlockGraph>,
         mut norms: BTreeMap<NodeId, Norm>,
@@ -195,8 +195,8 @@ impl Block {
     /// without a cache, the number of cached positions with one.
     ///
     /// # Errors
-    /// When shapes do not match, the rotary tables are too short, a router logit is not finite, or the tap stops the
-    /// run.
+    /// When shapes do not match, the rotary tables are too short, a weight cannot be read, a router logit is not finite,
+    /// keys or values exceed the range of their cache, or the tap stops the run.
     pub fn forward(
         &self,
         hidden: &Tensor,
@@ -373,8 +373,8 @@ impl<'a> Run<'a> {
         (!others.is_empty()).then(|| [vec![id], others].concat())
     }
 
-    /// Returns the linears that compute the node's value while packing it; `None` if its value is needed elsewhere in
-    /// this run.
+    /// Returns the linears that compute the node's value while packing it, if it is fused and this run needs its value
+    /// nowhere else.
     fn fused_readers(
         &self,
         id: NodeId,
@@ -510,7 +510,7 @@ impl<'a> Run<'a> {
         }
     }
 
-    /// Attention with the block's cache, on the cached keys and values and the new ones.
+    /// Runs attention on the new keys and values and, if there is a cache, on the cached ones.
     fn attend(&mut self, id: NodeId, shape: AttentionShape, [q, k, v]: [&Tensor; 3]) -> Result<Tensor> {
         let block = self.block;
         let sinks = block.parameters.get(&id).and_then(OpParameters::first);

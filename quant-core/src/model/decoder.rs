@@ -244,7 +244,7 @@ impl Decoder {
     /// Runs block `index` on hidden states that begin at position 0; `tap` observes the inputs of its linears.
     ///
     /// # Errors
-    /// When there is no such block, the states are longer than the decoder supports, or `tap` fails.
+    /// [`Error::Internal`] when there is no such block; otherwise as [`Block::forward`].
     pub fn advance(&self, index: usize, hidden: &Tensor, tap: &mut dyn Tap) -> Result<Tensor> {
         let block =
             self.blocks.get(index).ok_or_else(|| Error::Internal(format!("block {index} does not exist")))?;
@@ -262,7 +262,8 @@ impl Decoder {
     /// [`logits`](Self::logits) converts any part of them to logits.
     ///
     /// # Errors
-    /// When a token is outside the vocabulary or the windows are longer than the decoder supports.
+    /// When the windows differ in length or are longer than the decoder supports, or a token is outside the vocabulary;
+    /// otherwise as [`Block::forward`].
     pub fn hidden(&self, windows: &[&[u32]]) -> Result<Tensor> {
         self.hidden_through(windows, &mut |_, hidden| Ok(hidden))
     }
@@ -315,7 +316,7 @@ impl Decoder {
     ///
     /// # Errors
     /// When `tokens` is empty, a token is outside the vocabulary, or the sequence would exceed
-    /// [`positions`](Self::positions).
+    /// [`positions`](Self::positions); otherwise as [`Block::forward`].
     pub fn step(&self, tokens: &[u32], cache: &mut SequenceCache) -> Result<Tensor> {
         let start = cache.positions();
         if tokens.is_empty() || start + tokens.len() > self.positions {

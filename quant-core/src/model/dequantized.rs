@@ -13,7 +13,7 @@ use super::Model;
 use crate::checkpoint::{Dtype, TensorInfo, TensorSource};
 use crate::{Error, Result};
 
-/// Names of auxiliary tensors of quantized weights, relative to the module's name.
+/// Names, within a module, of auxiliary tensors of quantized weights, inputs, keys and values.
 const QUANTIZATION_SUFFIXES: [&str; 12] = [
     "input_scale",
     "input_zero_point",

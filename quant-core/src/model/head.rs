@@ -31,7 +31,7 @@ pub struct Head<'a> {
 /// A float head in the form in which it is written to a file and read back.
 #[derive(Debug, Clone, PartialEq)]
 pub struct HeadParts {
-    /// `[vocabulary, width]`
+    /// `[vocabulary, width]`.
     pub shape: [usize; 2],
     /// F32, F16 or BF16.
     pub dtype: Dtype,

@@ -8,7 +8,7 @@ fn random(len: usize, seed: u64) -> Vec<f32> {
     (0..len).map(|_| rng.random_range(-1.0..1.0)).collect()
 }
 
-/// A head of 300 tokens in this dtype, with a bias, a scale and a soft cap.
+/// A head for 300 tokens in this dtype, with a bias and this transform.
 fn parts(dtype: Dtype, transform: LogitsTransform) -> HeadParts {
     let weight = Arc::new(dtype.narrow(&random(300 * 40, 1)));
     HeadParts { shape: [300, 40], dtype, weight, bias: Some(random(300, 2)), transform }

@@ -126,8 +126,8 @@ impl KvScheme {
     /// FP8; values beyond 448 times the scale saturate. Integer schemes compute their own scales.
     ///
     /// # Errors
-    /// When the length of `x` is not a multiple of `head_dim`, or a value is not finite or, for integers, beyond
-    /// ±65504.
+    /// [`Error::Internal`] when the length of `x` is not a multiple of `head_dim`; [`Error::Cache`] when a value is not
+    /// finite or, for integers, beyond ±65504.
     pub fn round(self, x: &mut [f32], head_dim: usize, scale: f32) -> Result<()> {
         if head_dim == 0 || !x.len().is_multiple_of(head_dim) {
             return Err(Error::Internal(format!(

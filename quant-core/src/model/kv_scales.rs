@@ -45,7 +45,7 @@ impl std::fmt::Display for NoCacheScales {
 /// Returns the cached values of a block, in evaluation order.
 ///
 /// # Errors
-/// If a value does not come from a single linear of the block.
+/// The reason why a value does not come from a single linear of the block.
 pub fn cached_values(graph: &BlockGraph) -> Result<Vec<CachedValue>, NoCacheScales> {
     let attentions = graph.nodes().iter().enumerate().filter(|(_, node)| node.op.cached().is_some());
     let values = attentions.flat_map(|(attention, node)| {

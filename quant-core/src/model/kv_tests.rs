@@ -68,7 +68,7 @@ fn configurations_that_say_something_else_are_refused() {
 }
 
 proptest! {
-    /// Every head is quantized separately: the results match the kernels' own functions, regardless of its neighbors.
+    /// Every head is quantized independently of the others, with the results of the kernels' functions for one head.
     #[test]
     fn heads_are_rounded_as_the_cache_rounds_them(
         seed in any::<u64>(),

@@ -19,7 +19,7 @@ pub struct Norm {
 }
 
 impl Norm {
-    /// Returns the parameters for a norm that stores none: a weight of ones and a bias of zeros.
+    /// Returns the parameters for a layer norm that stores none: a weight of ones and a bias of zeros.
     ///
     /// # Errors
     /// When the tensors cannot be created.

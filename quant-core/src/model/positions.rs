@@ -2,7 +2,7 @@
 
 use crate::{Error, Result};
 
-/// The rows of the first positions.
+/// A table with one row per position, from position 0 on.
 #[derive(Debug, Clone)]
 pub struct PositionTable {
     hidden: usize,

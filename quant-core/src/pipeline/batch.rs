@@ -171,7 +171,7 @@ impl Batch {
             }
             return Ok(BlockDone { block: Some(block), decisions: BTreeMap::new() });
         }
-        // The sink cannot read back what it holds, so the decisions are recomputed.
+        // If nothing is missing, the sink cannot read back what it holds, so the decisions are recomputed.
         let open = if open.is_empty() { &[0][..] } else { open };
         let copied = self.states.float.as_ref().filter(|_| self.passes.copy_float());
         self.states.copy = copied.map(HiddenStates::try_clone).transpose()?;
@@ -231,7 +231,7 @@ impl Batch {
     }
 
     /// Returns the experts of the block that are calibrated on all tokens, and how many tokens are routed to each in
-    /// the float model. Empty without float states.
+    /// the float model. Empty without float states, or if all experts are calibrated on their own tokens only.
     fn unrouted(&self, job: &Job<'_>, block: &Block) -> Result<BTreeMap<NodeId, u64>> {
         let sampling = job.plan.sampling.experts;
         match &self.states.float {

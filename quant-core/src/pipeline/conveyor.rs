@@ -56,7 +56,7 @@ pub(super) struct Conveyor<'a, 'j> {
     prefetched: Option<(usize, Result<Source>)>,
     pending: Option<PendingWrite>,
     spare: Vec<u8>,
-    /// The largest magnitudes of linears that share a scale, keyed by the first linear of each group.
+    /// The largest magnitudes of linears that share a scale, keyed by the first linear of each group and the scheme.
     shared: BTreeMap<String, f32>,
 }
 
@@ -67,7 +67,7 @@ struct PendingWrite {
     end: Option<SpanEnd>,
 }
 
-/// The end of a span: the entries of one block, or those outside the blocks.
+/// The end of a span. `layer` is its block, if the span is a block.
 #[derive(Clone, Copy)]
 struct SpanEnd {
     layer: Option<usize>,

@@ -4,8 +4,8 @@
 //! run one after another, and each sees the outputs of the previous stages as the quantized model computes them. On
 //! inputs of the float model, all Hessians are gathered in one pass.
 //!
-//! Experts are processed one at a time: their inputs are computed once, and an expert's weights are dropped when its
-//! output has been added to the sum.
+//! In the first case, experts are processed one at a time: their inputs are computed once, and an expert's weights are
+//! dropped when its output has been added to the sum.
 
 use std::collections::{BTreeMap, btree_map};
 use std::sync::Arc;
@@ -67,9 +67,9 @@ enum StageInputs {
 }
 
 impl<'a> GptqRun<'a> {
-    /// Prepares to round a block on the states before it. With `advance`, states of the quantized model become the
-    /// outputs of the rounded block, and states of the float model become the outputs of the float block. A copy of the
-    /// float states is never changed.
+    /// Prepares to round a block on the states before it. If `advance` is set, states of the quantized model become the
+    /// outputs of the rounded block, and states of the float model those of the float block. A copy of the latter is
+    /// never changed.
     pub(super) fn new(
         task: GptqTask<'a>,
         which: States,
@@ -81,7 +81,7 @@ impl<'a> GptqRun<'a> {
             States::Quantized => {
                 StageInputs::Rounded { from: task.block.graph().input(), experts: None, advance }
             }
-            States::Float => StageInputs::Gathered(task.gather(&stages, states, true)?.into_iter()),
+            States::Float => StageInputs::Gathered(task.gather(&stages, states, advance)?.into_iter()),
             States::Copy => StageInputs::Gathered(task.gather(&stages, states, false)?.into_iter()),
         };
         let before = task.block.clone();
@@ -226,7 +226,7 @@ impl GptqTask<'_> {
         let factor = Factor::new(hessian, columns, self.settings.damping).map_err(|e| match e {
             FactorError::NonFinite { channel } => Error::Calibration {
                 tensor: tensor.to_owned(),
-                what: format!("channel {channel} of the input"),
+                what: format!("the sum of squares of input channel {channel}"),
             },
             FactorError::Indefinite { .. } => {
                 Error::Numeric { tensor: tensor.to_owned(), reason: e.to_string() }

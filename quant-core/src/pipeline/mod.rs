@@ -133,7 +133,8 @@ pub fn quantize_each_with(
         (false, _) => (None, 0),
         (true, Some(_)) if is_done => (None, 0),
         (true, windows) if windows.is_some() || !looks => {
-            // If no work is left, no states are needed.
+            // If all blocks are complete, a pass for channel maxima or for the states after the blocks begins at the
+            // first.
             let incomplete = incomplete.unwrap_or(blocks.start);
             let (batch, first) = timed(job.observer, "embed", || Batch::new(job, states, incomplete))?;
             (Some(batch), first)

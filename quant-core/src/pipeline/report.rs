@@ -204,7 +204,7 @@ pub struct TensorReport {
     pub bytes_before: u64,
     /// The bytes written for it.
     pub bytes_after: u64,
-    /// SHA-256 of the input bytes; if the model is rotated, of the rotated tensor.
+    /// SHA-256 of the input bytes; if norms were folded or the model was rotated before, of the resulting tensor.
     pub source_sha256: String,
 }
 
@@ -405,7 +405,7 @@ impl QuantReport {
         Ok(Some(report))
     }
 
-    /// Returns the linears that were quantized, each with the requested scheme.
+    /// Returns the quantized linears, each with the scheme that its weight was rounded to.
     pub fn schemes(&self) -> impl Iterator<Item = (&str, LinearScheme)> {
         self.tensors.iter().filter_map(|t| {
             let scheme = t.rounded_to.as_deref().or(t.scheme.as_deref())?.parse().ok()?;

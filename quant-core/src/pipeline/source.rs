@@ -162,7 +162,7 @@ pub(super) fn stored_report(entry: &PlanEntry, sink: &dyn TensorSink) -> Option<
     (tensor.tensor == entry.tensor).then_some(tensor)
 }
 
-/// Returns the report of a tensor that an earlier run finished, if the input is still the same.
+/// Returns the report of a tensor that an earlier run finished. Fails if the input has changed since.
 pub(super) fn unchanged_report(
     job: &Job<'_>,
     entry: &PlanEntry,

@@ -44,9 +44,10 @@ pub struct StateFiles {
     /// The states before the first block of the job; without them the job must begin with the model's first block. If
     /// there are several files, each holds the states of some consecutive windows, in order.
     pub before: Vec<PathBuf>,
-    /// Where the states after its last block are written, if at all.
+    /// The file for the states after the job's last block, if they are written.
     pub after: Option<PathBuf>,
-    /// What else the states depend on, such as a hash of the model. A file whose value differs is rejected.
+    /// A value on which the states depend in addition, such as a hash of the model. A file with a different value is
+    /// rejected.
     pub depends_on: Value,
     /// Where states and samples are kept while the job runs; `None` keeps them in memory.
     pub spill: Option<Spill>,

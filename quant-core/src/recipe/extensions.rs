@@ -11,6 +11,8 @@ use crate::{Error, Result};
 
 /// The name of GGUF as an output format. Its files are not described by recipes, but have plans of their own.
 pub const GGUF: &str = "gguf";
+/// The name of safetensors with floats as an output format. It is not described by recipes, because nothing is quantized.
+pub const FLOATS: &str = "safetensors";
 
 /// Steps, methods and formats that the calling program adds to those of this library.
 ///
@@ -133,9 +135,15 @@ impl Extensions {
                 "set ‹format=gguf›, and ‹scheme› in place of the recipe",
             ));
         }
+        if name == FLOATS {
+            return Err(Error::usage(
+                "a recipe cannot name the format safetensors, because no recipe applies to float checkpoints",
+                "set ‹format=safetensors› and ‹scheme=bf16›, ‹scheme=f16› or ‹scheme=f32› in place of the recipe",
+            ));
+        }
         self.containers().find(|c| c.name() == name).ok_or_else(|| {
             let mut known: Vec<_> = self.containers().map(|c| c.name()).collect();
-            known.push(GGUF);
+            known.extend([GGUF, FLOATS]);
             let listed = format!("known formats: {}", known.join(", "));
             let distances = known.iter().map(|known| (strsim::levenshtein(known, name), known));
             let near = distances.min().filter(|(distance, _)| 2 * distance <= name.len());

@@ -1,4 +1,4 @@
-//! The peak memory of a plan, estimated from shapes alone.
+//! The peak memory of a plan, estimated without reading weights.
 
 use std::collections::BTreeMap;
 
@@ -8,8 +8,10 @@ use crate::model::{BlockGraph, BlockKind, Model, NodeId};
 use crate::quantize::gptq::{Hessian, LayerInputs};
 use crate::transform::{Search, Workload};
 
-/// Memory in bytes for the program itself and the tokenizer.
-const PROGRAM: u64 = 64 << 20;
+/// Memory in bytes for the program itself.
+const PROGRAM: u64 = 56 << 20;
+/// Memory in bytes for the tokenizer, and for products of matrices with the values of a calibration batch.
+const TEXT: u64 = 64 << 20;
 /// Memory in bytes for the stack of a thread and what the allocator keeps for it.
 const THREAD: u64 = 4 << 20;
 /// Rows of a weight that a thread of GPTQ's solver processes at a time.
@@ -19,7 +21,7 @@ const PER_INPUT: u64 = 256;
 /// Bytes of a plan per tensor, besides names.
 const PER_PLANNED: u64 = 400;
 /// Bytes per tensor of the report and of the record from which an interrupted run resumes, besides names.
-const PER_REPORT: u64 = 550;
+const PER_REPORT: u64 = 480;
 /// Bytes per quantized linear of the model's graph, of its scheme in the configuration, and of what the report has in
 /// addition.
 const PER_LINEAR: u64 = 6144;
@@ -120,7 +122,8 @@ impl Plan {
         let step = blocks.max(writing);
         // The allocator keeps some memory of earlier steps.
         let working = step.saturating_add(Self::kept_per_tensor(plans, model));
-        let program = PROGRAM + THREAD * rayon::current_num_threads() as u64;
+        let text = if plans.iter().any(Self::needs_blocks) { TEXT } else { 0 };
+        let program = PROGRAM + text + THREAD * rayon::current_num_threads() as u64;
         working.saturating_add(working / 8).saturating_add(program)
     }
 

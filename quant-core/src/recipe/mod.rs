@@ -21,7 +21,7 @@ mod select;
 mod time;
 
 pub use cache_scales::CacheScale;
-pub use extensions::{Extensions, GGUF};
+pub use extensions::{Extensions, FLOATS, GGUF};
 pub use method::{METHODS, Method, Rounding, method, step_of, steps};
 pub(crate) use passes::{FirstPass, PassPlan, States};
 pub use pattern::Pattern;
@@ -62,7 +62,7 @@ pub static PRESETS: &[Preset] = &[
     Preset { name: "smoothquant-w8a8", method: "smoothquant", scheme: "w8a8-channel" },
 ];
 
-/// The user's request.
+/// A request for quantization: the method, its settings, and what is written.
 ///
 /// ```
 /// use quant_core::recipe::Recipe;
@@ -81,11 +81,11 @@ pub struct Recipe {
     pub scheme: SchemeRequest,
     /// The formats to write. Several formats are written to separate directories.
     pub containers: Vec<&'static dyn Container>,
-    /// Linears that stay float.
+    /// Patterns of linears that stay float.
     pub ignore: Vec<Pattern>,
-    /// Linears with a scheme of their own; the last match wins.
+    /// Patterns of linears with schemes of their own, and these schemes; the last match wins.
     pub overrides: Vec<(Pattern, SchemeRequest)>,
-    /// The calibration batch, for methods that need one.
+    /// The selection of the calibration batch, for methods that need one.
     pub sampling: Sampling,
     /// Settings of transforms.
     pub settings: TransformSettings,

@@ -5,12 +5,12 @@ use std::ops::Range;
 use super::{Plan, PlanEntry};
 use crate::{Error, Result};
 
-/// What the whole plan calibrates. A part must make the same passes, even if its own tensors do not need them.
+/// The calibration of the whole plan. A part must make the same passes, even if its own tensors do not need them.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Calibrated {
     pub(super) static_activations: bool,
     pub(super) cache: bool,
-    /// The end of the blocks that get their states from this part or from those after it.
+    /// The end of the blocks whose input states this part or a later one computes.
     pub(super) until: usize,
 }
 
@@ -94,7 +94,7 @@ impl Plan {
         Ok(whole)
     }
 
-    /// The end of the blocks that get their states from this plan or from later parts.
+    /// The end of the blocks whose input states this plan or a later part computes.
     pub(super) fn last_reader(&self) -> usize {
         self.calibrated.map_or(self.blocks.end, |whole| whole.until)
     }

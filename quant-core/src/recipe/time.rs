@@ -30,7 +30,7 @@ impl Rates {
     /// Measures the rates, which takes about a tenth of a second.
     ///
     /// # Errors
-    /// Only if this crate has a bug.
+    /// [`Error::Internal`] if this crate has a bug.
     pub fn measure() -> Result<Self> {
         const SIDE: usize = 1024;
         const WEIGHTS: [usize; 2] = [SIDE, 2048];

@@ -8,7 +8,7 @@ use crate::{Error, Result, system};
 /// Fails if a file cannot be written, before work is done whose result would be lost.
 ///
 /// # Errors
-/// When the file cannot be opened; [`Error::Usage`] for a named pipe.
+/// [`Error::Io`] when the file cannot be opened; [`Error::Usage`] for a named pipe.
 pub fn check_writable(path: &Path) -> Result<()> {
     if std::fs::metadata(path).is_ok_and(|m| system::is_named_pipe(&m)) {
         return Err(Error::usage(
@@ -32,7 +32,7 @@ pub fn check_writable(path: &Path) -> Result<()> {
 /// Writes a file completely or leaves the existing one unchanged. Devices and pipes are written in place.
 ///
 /// # Errors
-/// When it cannot be written.
+/// [`Error::Io`] when it cannot be written.
 pub fn write_file(path: &Path, bytes: &[u8]) -> Result<()> {
     let fault = |e: std::io::Error| Error::io("write", path, e);
     // A symbolic link is kept.

@@ -5,6 +5,8 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Instant;
 
+use serde::Serialize;
+
 use super::files::{check_writable, distinct, outside, write_file};
 use super::gguf_settings::{check_importance, sampling};
 use super::host::{Host, Opened, as_floats, open};
@@ -15,7 +17,11 @@ use super::settings::RecipeSettings;
 use super::texts::{BUILTIN, Text, calibration};
 use crate::calibrate::{Residence, Spill, TokenWindows};
 use crate::checkpoint::{CheckpointWriter, Published, WriteOptions, refuse_overlap};
-use crate::gguf::{Curvature, Gathering, GgufPlan, GgufReport, Importance, peak_memory, write_tensors};
+use crate::gguf::{
+    Curvature, Gathering, GgufPlan, GgufReport, GgufRequest, Importance, peak_memory, scratch_bytes,
+    write_tensors,
+};
+use crate::model::Model;
 use crate::pipeline::REPORT;
 use crate::wording::counted;
 use crate::{Error, Result};
@@ -139,10 +145,12 @@ fn spill(request: &QuantizeRequest, opened: &Opened, gptq: bool, host: &Host<'_>
         true => Some(Gathering { sampling: sampling(&request.settings)?, hessians: gptq }),
         false => None,
     };
-    let peak = |residence| peak_memory(&opened.model, gathering.as_ref(), residence);
-    let width = opened.model.architecture().state_width(0) as u64;
-    let tokens = gathering.map_or(0, |of| of.sampling.samples as u64 * of.sampling.length as u64);
-    let (residence, note) = residence_by(peak, 4 * width * tokens, request.memory_budget)?;
+    let file = request.settings.gguf_request(true)?;
+    let further = further_bytes(&request.settings, opened);
+    let peak =
+        |residence| peak_memory(&opened.model, &file, gathering.as_ref(), residence).saturating_add(further);
+    let scratch = gathering.map_or(0, |gathering| scratch_bytes(&opened.model, &gathering));
+    let (residence, note) = residence_by(peak, scratch, request.memory_budget)?;
     if let Some(note) = note {
         host.note(note);
     }
@@ -150,6 +158,19 @@ fn spill(request: &QuantizeRequest, opened: &Opened, gptq: bool, host: &Host<'_>
     let exists = |path: &&Path| !path.as_os_str().is_empty() && path.is_dir();
     let parent = request.output.ancestors().skip(1).find(exists).unwrap_or(Path::new("."));
     Ok(Some(Spill::new(parent, round_bytes)))
+}
+
+/// The memory for an importance matrix from a file, and for the vocabulary.
+fn further_bytes(settings: &RecipeSettings, opened: &Opened) -> u64 {
+    /// The memory for a tokenizer, as JSON and as metadata, relative to the size of its file.
+    const TOKENIZER: u64 = 8;
+    let matrix = settings.gguf.imatrix.as_ref().and_then(|path| std::fs::metadata(path).ok());
+    // The bytes of the file, and its values.
+    let matrix = matrix.map_or(0, |file| file.len().saturating_mul(2));
+    let tokenizer = opened.directory.sidecar("tokenizer.json").and_then(|file| file.bytes().ok());
+    let has_vocabulary = settings.gguf.pre.as_deref() != Some("none");
+    let tokenizer = tokenizer.filter(|_| has_vocabulary).unwrap_or(0).saturating_mul(TOKENIZER);
+    matrix.saturating_add(tokenizer)
 }
 
 /// Opens the model, dequantized if requested. The values of GGUF blocks may be written as floats without such a
@@ -241,11 +262,54 @@ pub fn bits_per_weight(plan: &GgufPlan) -> f64 {
     plan.output_bytes() as f64 * 8.0 / elements.max(1) as f64
 }
 
-/// Returns the plan of a GGUF file, and the size in bytes of the model's files.
+/// The plan of a GGUF file, and what a run needs.
+#[derive(Debug)]
+#[non_exhaustive]
+pub struct GgufPlanned {
+    /// The plan.
+    pub plan: GgufPlan,
+    /// The size of the model's files in bytes.
+    pub input_bytes: u64,
+    /// What a run needs, with a calibration text if these settings require one.
+    pub needs: GgufNeeds,
+    /// What a run needs that computes an importance matrix, if these settings neither require nor exclude one.
+    pub calibrated: Option<GgufNeeds>,
+}
+
+/// The estimated memory and disk space of a run.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[non_exhaustive]
+pub struct GgufNeeds {
+    /// Memory in bytes, with hidden states in memory.
+    pub peak_memory_bytes: u64,
+    /// The smallest sufficient memory budget in bytes, with hidden states in files.
+    pub smallest_budget_bytes: u64,
+    /// The disk space in bytes for hidden states with that budget.
+    pub scratch_bytes: u64,
+}
+
+impl GgufNeeds {
+    fn of(model: &Model, request: &GgufRequest, gathering: Option<&Gathering>, further: u64) -> Self {
+        let files = Residence::Files { round_bytes: 0, experts_apart: false };
+        let peak = |residence| peak_memory(model, request, gathering, residence).saturating_add(further);
+        let [memory, in_files] = [peak(Residence::Memory), peak(files)];
+        Self {
+            peak_memory_bytes: memory,
+            smallest_budget_bytes: in_files.min(memory),
+            scratch_bytes: match gathering {
+                Some(gathering) if in_files < memory => scratch_bytes(model, gathering),
+                _ => 0,
+            },
+        }
+    }
+}
+
+/// Returns the plan of a GGUF file. If a type needs an importance matrix, the plan is that of a run which computes one.
 ///
 /// # Errors
-/// As [`RecipeSettings::gguf_request`], [`open`] and [`GgufPlan::new`].
-pub fn plan_gguf(model: &Path, settings: &RecipeSettings, host: &Host<'_>) -> Result<(GgufPlan, u64)> {
+/// [`Error::Usage`] if `save_imatrix` is set; as [`RecipeSettings::gguf_request`], [`open`], [`Importance::read`] and
+/// [`GgufPlan::new`].
+pub fn plan_gguf(model: &Path, settings: &RecipeSettings, host: &Host<'_>) -> Result<GgufPlanned> {
     if settings.gguf.save_imatrix.is_some() {
         return Err(Error::usage(
             "‹save_imatrix› has no effect: a plan does not compute an importance matrix",
@@ -255,6 +319,16 @@ pub fn plan_gguf(model: &Path, settings: &RecipeSettings, host: &Host<'_>) -> Re
     let opened = source(model, settings, host)?;
     // Types may depend on whether there is an importance matrix.
     let importance = settings.gguf.imatrix.as_ref().map(|path| Importance::read(path)).transpose()?;
-    let plan = GgufPlan::new(&opened.model, &opened.directory, settings.gguf_request(importance.is_some())?)?;
-    Ok((plan, opened.directory.source().file_bytes()))
+    let weighted = settings.gguf_request(true)?;
+    let calibrates = weighted.gptq.is_some() || weighted.needs_importance() && importance.is_none();
+    let request = settings.gguf_request(calibrates || importance.is_some())?;
+    let plan = GgufPlan::new(&opened.model, &opened.directory, request)?;
+    let gathering = Gathering { sampling: sampling(settings)?, hessians: weighted.gptq.is_some() };
+    let further = further_bytes(settings, &opened);
+    let of = |gathering| GgufNeeds::of(&opened.model, &plan.request, gathering, further);
+    let needs = of(calibrates.then_some(&gathering));
+    let may_calibrate = !calibrates && importance.is_none() && opened.model.quant_method().is_none();
+    let calibrated = may_calibrate.then(|| of(Some(&gathering)));
+    let input_bytes = opened.directory.source().file_bytes();
+    Ok(GgufPlanned { plan, input_bytes, needs, calibrated })
 }

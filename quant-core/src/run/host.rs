@@ -13,7 +13,8 @@ use crate::wording::{CommandLine, Wording};
 use crate::worker::TextWorkers;
 use crate::{CancelToken, Error, Event, Observer, Result, gguf};
 
-/// The resources that the calling program provides to a run. Create it with [`Host::new`] and set the fields that differ.
+/// The resources that the calling program provides to a run. Create it with [`Host::new`] and set the fields that
+/// differ.
 #[non_exhaustive]
 pub struct Host<'a> {
     /// Receives progress events.

@@ -143,7 +143,7 @@ fn note(scratch: u64, in_memory: u64) -> String {
     )
 }
 
-/// What limits the memory of a run.
+/// The limit on the memory of a run.
 enum Limit {
     Budget(u64),
     Available(u64),

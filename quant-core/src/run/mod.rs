@@ -36,6 +36,7 @@
 //! ```
 
 pub mod files;
+mod floats;
 mod gguf;
 mod gguf_settings;
 mod host;
@@ -49,7 +50,8 @@ mod summary;
 mod texts;
 
 pub use crate::system::available_memory;
-pub use gguf::{GgufDone, bits_per_weight, plan_gguf};
+pub use floats::{FloatTensor, FloatsDone, FloatsReport};
+pub use gguf::{GgufDone, GgufNeeds, GgufPlanned, bits_per_weight, plan_gguf};
 pub use gguf_settings::GgufSettings;
 pub use host::{Catalog, Host, Nothing, Opened, open, open_with, prepared};
 pub use memory::{MemoryBudget, residence};
@@ -60,7 +62,7 @@ pub(crate) use quantize::{report_notes, warn_of_length, windows};
 pub use settings::RecipeSettings;
 pub use steps::{StepTime, StepTimes};
 pub use summary::{
-    Calibration, FullBatchLinears, GgufSummary, MIN_EXPERT_TOKENS, Output, QuantizeSummary, Replaced,
-    Summary, UndersampledExpert, UndersampledLinears, Worst, bytes,
+    Calibration, FloatsSummary, FullBatchLinears, GgufSummary, MIN_EXPERT_TOKENS, Output, QuantizeSummary,
+    Replaced, Summary, UndersampledExpert, UndersampledLinears, Worst, bytes,
 };
 pub use texts::{BUILTIN, HELDOUT, Text, calibration, documents};

@@ -15,8 +15,8 @@ use crate::wording::{Wording, worded};
 /// The file name of the card in a checkpoint.
 pub(super) const NAME: &str = "README.md";
 
-/// Returns the card, with settings and commands in this spelling. Like the report it holds no paths and no times, so the
-/// same job gives the same bytes.
+/// Returns the card, with settings and commands in this spelling. Like the report it holds no paths and no times, so
+/// the same job gives the same bytes.
 pub(super) fn model_card(
     directory: &ModelDirectory,
     job: &Job<'_>,

@@ -203,8 +203,8 @@ fn states(
     }
 }
 
-/// Removes unfinished outputs, unless the finished work is worth keeping because the same job can succeed later. The work
-/// of earlier runs is always kept: the error may be that an input has changed since, and the user can restore it.
+/// Removes unfinished outputs, unless the finished work is worth keeping because the same job can succeed later. The
+/// work of earlier runs is always kept: the error may be that an input has changed since, and the user can restore it.
 pub(super) fn given_up(writers: Vec<CheckpointWriter>, error: Error) -> Error {
     let resumable = matches!(error.category(), Category::Interrupted | Category::Environment);
     if !resumable {

@@ -1,4 +1,4 @@
-//! The entry point of a run: what `quant quantize` does.
+//! The entry point of a run, which `quant quantize` calls.
 
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
@@ -6,6 +6,7 @@ use std::sync::{Mutex, PoisonError};
 use std::time::Instant;
 
 use super::files::{check_writable, distinct, outside, write_file};
+use super::floats::{self, FloatsDone};
 use super::gguf::{self, GgufDone};
 use super::host::{Host, Opened, open_with, prepared};
 use super::memory::{MemoryBudget, residence};
@@ -15,7 +16,7 @@ use super::steps::{StepTime, StepTimes};
 use super::summary::Summary;
 use super::texts::{BUILTIN, Text, calibration};
 use crate::calibrate::{ChannelMaxima, TextTokenizer, TokenWindows};
-use crate::checkpoint::{Published, refuse_overlap};
+use crate::checkpoint::{Dtype, Published, refuse_overlap};
 use crate::engines::{Compatibility, ENGINES, Outline};
 use crate::model::Model;
 use crate::pipeline::{Job, QuantReport};
@@ -25,7 +26,7 @@ use crate::{Error, Event, Result};
 /// With fewer tokens, the result of a search depends on chance.
 const FEW_TOKENS: usize = 256;
 
-/// What to quantize, how, and where the result is written.
+/// A request: the model, the settings, and the destination of the result.
 #[derive(Debug, Clone, Default)]
 pub struct QuantizeRequest {
     /// A model directory, a GGUF file, or a name in the host's catalog.
@@ -33,7 +34,7 @@ pub struct QuantizeRequest {
     /// The directory to write; several formats get one subdirectory each. A path that ends in `.gguf` is written as a
     /// file if that is the format.
     pub output: PathBuf,
-    /// How to quantize it.
+    /// The settings of the quantization.
     pub settings: RecipeSettings,
     /// Steps, methods and formats of the calling program, which the settings and a recipe file may name.
     pub extensions: Extensions,
@@ -41,7 +42,8 @@ pub struct QuantizeRequest {
     pub calibration: Option<Text>,
     /// Where to write the maxima of all input channels (safetensors).
     pub save_channel_maxima: Option<PathBuf>,
-    /// How much memory the run may use. Beyond that, hidden states are kept in files next to the output.
+    /// The memory that the run may use. If it is predicted to need more, hidden states are kept in files next to the
+    /// output.
     pub memory_budget: MemoryBudget,
     /// Whether an existing output is replaced once the new one is complete.
     pub force: bool,
@@ -72,6 +74,8 @@ pub enum Done {
     Checkpoints(Quantized),
     /// A GGUF file.
     Gguf(Box<GgufDone>),
+    /// A float checkpoint.
+    Floats(Box<FloatsDone>),
 }
 
 /// Checkpoints that were written, one per format.
@@ -92,6 +96,7 @@ impl Done {
         match self {
             Self::Checkpoints(done) => Summary::of_checkpoints(done),
             Self::Gguf(done) => Summary::of_gguf(done),
+            Self::Floats(done) => Summary::of_floats(done),
         }
     }
 
@@ -120,8 +125,17 @@ pub fn quantize(request: &QuantizeRequest, host: &Host<'_>) -> Result<Done> {
 #[derive(Debug)]
 pub struct QuantizeJob<'a> {
     request: &'a QuantizeRequest,
-    /// `None` if a GGUF file is written.
-    checkpoints: Option<(Recipe, Vec<PathBuf>)>,
+    output: Output,
+}
+
+/// What a job writes.
+#[derive(Debug)]
+enum Output {
+    Gguf,
+    /// A checkpoint with floats of this type.
+    Floats(Dtype),
+    /// A checkpoint per format of the recipe, in these directories.
+    Checkpoints(Recipe, Vec<PathBuf>),
 }
 
 impl<'a> QuantizeJob<'a> {
@@ -133,12 +147,19 @@ impl<'a> QuantizeJob<'a> {
         let settings = &request.settings;
         if settings.writes_gguf()? {
             gguf::check(request)?;
-            return Ok(Self { request, checkpoints: None });
+            return Ok(Self { request, output: Output::Gguf });
+        }
+        if let Some(dtype) = settings.writes_floats()? {
+            floats::check(request)?;
+            return Ok(Self { request, output: Output::Floats(dtype) });
         }
         settings.gguf.refuse()?;
         if is_gguf_name(&request.output) {
             return Err(Error::usage(
-                format!("{} has the name of a GGUF file, but another format", request.output.display()),
+                format!(
+                    "{} has the name of a GGUF file, but the format is not gguf",
+                    request.output.display()
+                ),
                 "set ‹format=gguf›, or choose an output whose name does not end in .gguf",
             ));
         }
@@ -150,12 +171,15 @@ impl<'a> QuantizeJob<'a> {
         if let Some(path) = &request.save_channel_maxima {
             check_maxima(path, &recipe, request)?;
         }
-        Ok(Self { request, checkpoints: Some((recipe, outputs)) })
+        Ok(Self { request, output: Output::Checkpoints(recipe, outputs) })
     }
 
-    /// Returns the directories that will be written, or none if the output is a GGUF file.
+    /// Returns the directories of quantized checkpoints that will be written.
     pub fn outputs(&self) -> &[PathBuf] {
-        self.checkpoints.as_ref().map_or(&[], |(_, outputs)| outputs)
+        match &self.output {
+            Output::Checkpoints(_, outputs) => outputs,
+            Output::Gguf | Output::Floats(_) => &[],
+        }
     }
 
     /// Runs the request.
@@ -166,10 +190,14 @@ impl<'a> QuantizeJob<'a> {
         let started = Instant::now();
         let steps = StepTimes::new(host.observer);
         let host = host.observed(&steps);
-        let Some((recipe, outputs)) = &self.checkpoints else {
-            return Ok(Done::Gguf(Box::new(gguf::quantize(self.request, started, &host)?)));
-        };
         let request = self.request;
+        let (recipe, outputs) = match &self.output {
+            Output::Gguf => return Ok(Done::Gguf(Box::new(gguf::quantize(request, started, &host)?))),
+            Output::Floats(dtype) => {
+                return Ok(Done::Floats(Box::new(floats::write(request, *dtype, started, &host)?)));
+            }
+            Output::Checkpoints(recipe, outputs) => (recipe, outputs),
+        };
         // For a local model this is checked later; here it prevents fetching a model for a run that cannot write.
         if host.catalog.is_named(&request.model) {
             refuse_existing(outputs, request)?;

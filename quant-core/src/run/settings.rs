@@ -46,7 +46,7 @@ pub struct RecipeSettings {
     pub overrides: Vec<String>,
     /// Settings that apply only to GGUF files.
     pub gguf: GgufSettings,
-    /// SmoothQuant: migration strength, 0 to 1, or `auto`.
+    /// SmoothQuant: the exponent of the activations, 0 to 1, or `auto`.
     pub alpha: Option<String>,
     /// SmoothQuant: what is divided by the scales, `norms` or `all`.
     pub smooth_producers: Option<String>,
@@ -54,7 +54,7 @@ pub struct RecipeSettings {
     pub channel_maxima: Option<PathBuf>,
     /// Steps to leave out of the method.
     pub skip: Vec<String>,
-    /// QoQ: smoothing exponent of the inputs of `o_proj` and `down_proj`, 0 to 1, or `auto`.
+    /// QoQ: the exponent for smoothing the inputs of `o_proj` and `down_proj`, 0 to 1, or `auto`.
     pub output_alpha: Option<String>,
     /// QoQ: the exponent of SmoothAttention, 0 to 1, or `auto`.
     pub attention_alpha: Option<String>,

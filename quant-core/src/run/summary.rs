@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 
 use serde::Serialize;
 
+use super::floats::FloatsDone;
 use super::gguf::{GgufDone, bits_per_weight};
 use super::quantize::Quantized;
 use super::steps::StepTime;
@@ -19,6 +20,8 @@ pub enum Summary {
     Checkpoints(QuantizeSummary),
     /// A GGUF file was written.
     Gguf(GgufSummary),
+    /// A float checkpoint was written.
+    Floats(FloatsSummary),
 }
 
 /// The summary of a run that wrote checkpoints.
@@ -31,7 +34,7 @@ pub struct QuantizeSummary {
     pub method: String,
     /// Bytes of the model's tensors.
     pub bytes_before: u64,
-    /// Which part of the calibration batch was counted, if not all of it.
+    /// The use of the calibration batch, if not all of it was counted, or experts saw few or all of its tokens.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub calibration: Option<Calibration>,
     /// The checkpoints, one per format.
@@ -99,7 +102,7 @@ pub struct FullBatchLinears {
 }
 
 impl FullBatchLinears {
-    /// Summarizes the numbers of tokens routed to each of them.
+    /// Summarizes the linears, given the number of tokens routed to each; `None` without linears.
     fn of(routed: impl Iterator<Item = u64> + Clone) -> Option<Self> {
         Some(Self { least_routed: routed.clone().min()?, linears: routed.count() })
     }
@@ -143,7 +146,7 @@ impl UndersampledLinears {
 
     /// Summarizes the numbers of tokens that each linear saw.
     fn of(seen: &[(String, u64)]) -> Option<Self> {
-        // Without experts all linears see the same number of tokens.
+        // Without experts, all linears see the same number of tokens.
         let enough = MIN_EXPERT_TOKENS.min(seen.iter().map(|(_, tokens)| *tokens).max()?);
         let below: Vec<_> = seen.iter().filter(|(_, tokens)| *tokens < enough).collect();
         let mut experts: Vec<UndersampledExpert> = Vec::new();
@@ -183,6 +186,31 @@ pub struct GgufSummary {
     pub weighted: bool,
     /// The tensor with the largest rounding error.
     pub worst_tensor: Option<Worst>,
+    /// The duration of the run in seconds.
+    pub seconds: f64,
+    /// The peak memory of the process, if the program reports it.
+    pub peak_memory_bytes: Option<u64>,
+}
+
+/// The summary of a run that wrote a float checkpoint.
+#[derive(Debug, Serialize)]
+#[non_exhaustive]
+pub struct FloatsSummary {
+    /// Name and version of this format.
+    pub schema: &'static str,
+    /// The directory.
+    pub path: String,
+    /// The type of the floats.
+    pub dtype: String,
+    /// What the model was quantized to: a method, or the types of GGUF blocks.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub dequantized_from: Option<String>,
+    /// Bytes of the model's tensors.
+    pub bytes_before: u64,
+    /// Bytes written.
+    pub bytes_after: u64,
+    /// The number of tensors of each type.
+    pub types: BTreeMap<String, usize>,
     /// The duration of the run in seconds.
     pub seconds: f64,
     /// The peak memory of the process, if the program reports it.
@@ -245,11 +273,26 @@ impl Summary {
         })
     }
 
+    pub(super) fn of_floats(done: &FloatsDone) -> Self {
+        Self::Floats(FloatsSummary {
+            schema: "quant-floats-summary/1",
+            path: done.published.path.display().to_string(),
+            dtype: done.dtype.name().to_owned(),
+            dequantized_from: done.report.dequantized_from.clone(),
+            bytes_before: done.bytes_before,
+            bytes_after: done.published.bytes,
+            types: done.report.types(),
+            seconds: done.seconds,
+            peak_memory_bytes: None,
+        })
+    }
+
     /// Returns the summary with the peak memory of the process, which the library does not query.
     pub fn with_peak_memory(mut self, bytes: Option<u64>) -> Self {
         match &mut self {
             Self::Checkpoints(summary) => summary.peak_memory_bytes = bytes,
             Self::Gguf(summary) => summary.peak_memory_bytes = bytes,
+            Self::Floats(summary) => summary.peak_memory_bytes = bytes,
         }
         self
     }
@@ -270,7 +313,7 @@ impl Output {
     }
 }
 
-/// Returns which part of the calibration batch was counted, if not all of it.
+/// Returns the use of the calibration batch, if not all of it was counted, or experts saw few or all of its tokens.
 fn calibration(report: &QuantReport) -> Option<Calibration> {
     let batch = report.calibration.as_ref()?;
     let (tokens, padding) = (batch.tokens, batch.padding);

@@ -100,7 +100,8 @@ pub(crate) struct ProcessLimits {
 }
 
 impl ProcessLimits {
-    /// Returns the memory of the machine and the limit on the address space of this process, in bytes, if there are any.
+    /// Returns the memory of the machine and the limit on the address space of this process, in bytes, if there are
+    /// any.
     pub(crate) fn of_this_process() -> (Option<u64>, Option<u64>) {
         (machine_memory(), getrlimit(Resource::As).current)
     }

@@ -38,7 +38,7 @@ use crate::{Error, Result};
 /// The number of points of the exponent's grid.
 pub(super) const GRID: usize = 20;
 
-/// The AWQ search.
+/// The transform of AWQ.
 #[derive(Debug, Clone, Copy)]
 pub struct Awq;
 
@@ -387,7 +387,7 @@ fn candidates(task: &BlockTask<'_>, group: &FoldGroup, means: &[f32]) -> Result<
     if let Some(channel) = means.iter().position(|m| !m.is_finite()) {
         return Err(Error::Calibration {
             tensor: task.module(group.producer),
-            what: format!("channel {channel} of the output"),
+            what: format!("the mean magnitude of output channel {channel}"),
         });
     }
     let relative = relative_weights(task, group)?;
@@ -453,7 +453,7 @@ fn scales(means: &[f32], relative: &[f32], ratio: f32) -> Vec<f32> {
     scales
 }
 
-/// For every column, the mean of `|w| / max |w| in its group` over the rows of all consumers.
+/// For every column, the mean of `|w| / max |w| in its group` over the rows of all quantized consumers.
 fn relative_weights(task: &BlockTask<'_>, group: &FoldGroup) -> Result<Vec<f32>> {
     const ROWS: usize = 256;
     let quantized = || group.consumers.iter().filter_map(|c| task.grids.get(c).map(|g| (*c, g)));

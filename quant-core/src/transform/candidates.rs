@@ -114,6 +114,6 @@ pub(super) fn choose_exactly(
 pub(super) fn not_finite() -> Error {
     Error::Numeric {
         tensor: String::new(),
-        reason: "all candidate scales give NaN or infinite outputs".into(),
+        reason: "its outputs are NaN or infinite even without scaling".into(),
     }
 }

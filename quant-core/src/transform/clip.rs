@@ -48,7 +48,7 @@ pub(super) fn sample_bytes(work: &Workload<'_>, which: impl Fn(NodeId) -> bool) 
     for (id, _, [_, k], _) in clipped_linears(work).filter(|(id, ..)| which(*id)) {
         inputs.insert(work.graph.nodes()[id].inputs[0], k as u64);
     }
-    // Every n-th row is kept, where n is rounded down; the list of rows grows by doubling.
+    // Every n-th row is kept, with n rounded down; the list of rows grows by doubling.
     inputs.values().map(|k| 4 * k * 2 * (2 * TOKENS as u64)).sum()
 }
 

@@ -13,8 +13,8 @@ use crate::{Error, Result};
 /// underflows or overflows, the channel keeps a scale of 1.
 ///
 /// # Errors
-/// When there are not as many scales as channels, or one of them is not positive, because operations between producer
-/// and consumers need not commute with such a scale.
+/// [`Error::Internal`] when there are not as many scales as channels, or one of them is not positive and finite,
+/// because operations between producer and consumers need not commute with such a scale.
 pub fn fold(rewrite: &mut Rewrite, task: &BlockTask<'_>, group: &FoldGroup, scales: &[f32]) -> Result<()> {
     if let Some(scale) = scales.iter().find(|s| !(s.is_finite() && **s > 0.0)) {
         return Err(Error::Internal(format!("a scale of {scale} cannot be folded")));

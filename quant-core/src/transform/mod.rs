@@ -287,7 +287,8 @@ pub trait Transform: Debug + Send + Sync {
         false
     }
 
-    /// Whether the search of a block with this graph can process the block's experts one at a time, with the same result.
+    /// Whether the search of a block with this graph can process the block's experts one at a time, with the same
+    /// result.
     fn takes_experts_apart(&self, _graph: &BlockGraph, _settings: &TransformSettings) -> bool {
         false
     }

@@ -251,8 +251,8 @@ pub(super) fn candidate_block(task: &BlockTask<'_>, consumers: &[NodeId], scales
     Ok(block)
 }
 
-/// `w ← Q(w · s) / s` for rows `[rows, k]`. `shared` contains the scales that rows of the whole weight share, and the
-/// index of the first row.
+/// Rounds rows `[rows, k]` under scales: `w ← Q(w · s) / s`. `shared` contains the scales that rows of the whole weight
+/// share, and the index of the first row.
 pub(super) fn round_scaled(
     rows: &mut [f32],
     scales: &[f32],

@@ -41,7 +41,7 @@ const PREPARED_TOKENS: usize = 512;
 /// The state of a candidate in the race.
 struct Contender {
     index: usize,
-    /// Squared errors per unit, for tokens at the start of a window and for the others.
+    /// Squared errors per unit, for [heads](Place::head) and for the other tokens.
     heads: Vec<f64>,
     tails: Vec<f64>,
     /// The estimate for the whole batch after each round: the sum of squared errors.
@@ -56,7 +56,7 @@ struct UsedTokens {
 }
 
 impl UsedTokens {
-    /// The weight of a token that is not at the start of a window.
+    /// The weight of a token that is not a [head](Place::head).
     fn weight(&self, tokens: usize) -> f64 {
         let tails = tokens.saturating_sub(self.heads);
         if self.tails == 0 { 0.0 } else { tails as f64 / self.tails as f64 }

@@ -16,7 +16,7 @@ use crate::model::{BlockGraph, NodeId, OrderGroup};
 use crate::scheme::Granularity;
 use crate::{Error, Result};
 
-/// The channel reordering.
+/// The transform that reorders channels.
 #[derive(Debug, Clone, Copy)]
 pub struct Reorder;
 

@@ -197,7 +197,8 @@ impl Rewrite {
     /// Combines this rewrite with a later one, which was found on the rewritten block.
     ///
     /// # Errors
-    /// When this one clips, because the later one would change the weights to which the bounds apply.
+    /// [`Error::Internal`] when this one clips, because the later one would change the weights to which the bounds
+    /// apply.
     pub fn then(mut self, next: Self) -> Result<Self> {
         let Self { tokens, norms, norm_biases, row_order, column_order, columns, rows, .. } = next;
         let Self { clips, folds, clip_records, smooth, attention, .. } = next;

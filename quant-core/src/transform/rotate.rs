@@ -180,7 +180,7 @@ enum Change {
     Columns,
 }
 
-/// A tensor of the rotated model.
+/// A tensor of the prepared model.
 struct PreparedTensor {
     /// The name in the checkpoint.
     stored: String,
@@ -189,7 +189,7 @@ struct PreparedTensor {
     change: Option<Change>,
 }
 
-/// All tensors of the rotated model.
+/// All tensors of the prepared model.
 fn tensors(model: &Model, by: Preparation) -> Result<BTreeMap<String, PreparedTensor>> {
     let (architecture, source) = (model.architecture(), model.source());
     check_outside(architecture, by)?;
@@ -262,7 +262,7 @@ fn tensors(model: &Model, by: Preparation) -> Result<BTreeMap<String, PreparedTe
     Ok(tensors)
 }
 
-/// The checkpoint, rotated as it is read.
+/// The checkpoint, prepared as it is read.
 struct Rotated {
     source: Arc<dyn TensorSource>,
     tensors: BTreeMap<String, PreparedTensor>,

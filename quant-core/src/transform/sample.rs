@@ -62,6 +62,7 @@ pub(super) struct Place {
     pub(super) token: usize,
     round: usize,
     pub(super) unit: usize,
+    /// Whether it is one of the first tokens of a document, or of a window without documents.
     pub(super) head: bool,
     /// Whether the error of the token is measured. Attention also needs tokens that do not count.
     pub(super) counts: bool,

@@ -76,7 +76,7 @@ pub(super) fn parse_text<T: FromStr<Err = Error>>(key: &str, value: &Value) -> R
 pub struct SmoothSettings {
     /// The exponent of the activations; the family's default if `None`.
     pub alpha: Option<Alpha>,
-    /// Which producers are divided.
+    /// The producers that are divided.
     pub producers: Producers,
     /// Channel maxima from a file; if `None`, they are gathered from the calibration batch.
     pub maxima: Option<Arc<ChannelMaxima>>,

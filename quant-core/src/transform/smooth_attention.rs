@@ -34,7 +34,7 @@ use crate::checkpoint::Dtype;
 use crate::model::{Architecture, BlockGraph, KvScheme, NodeId, QueryKey};
 use crate::{Error, Result};
 
-/// The number of tokens whose queries and keys a search uses.
+/// The maximum number of tokens whose queries and keys a search uses.
 const SEARCH_TOKENS: usize = 1024;
 /// The exponents that a search tries, in tenths.
 const TENTHS: std::ops::RangeInclusive<u8> = 0..=10;
@@ -148,13 +148,13 @@ impl Transform for SmoothAttention {
 /// Queries and keys of one attention layer.
 struct QueryKeyStatistics {
     pair: QueryKey,
-    /// Every `stride`-th counted token is in keys and sums.
+    /// Every `stride`-th counted token is in `keys` and `grams`.
     stride: usize,
     /// `max |k|` of every channel of every key head.
     maxima: Vec<f32>,
-    /// Keys `[tokens, kv_heads · head_dim]` of some tokens.
+    /// The keys of these tokens, `[tokens, kv_heads · head_dim]`.
     keys: Vec<f32>,
-    /// `Σ q qᵀ` of the same tokens, `[kv_heads, head_dim, head_dim]`.
+    /// `Σ q qᵀ` over the same tokens, `[kv_heads, head_dim, head_dim]`.
     grams: Vec<f64>,
     /// The number of queries in the sums, per key head.
     queries: usize,
@@ -211,7 +211,7 @@ impl QueryKeyStatistics {
             }
         }
         let scales = largest.iter().map(|&max| match max.powf(alpha) {
-            // A channel whose keys are always 0 keeps its scale.
+            // A channel keeps its scale if its keys are always 0, or if no float holds its factor and the reciprocal.
             scale if max > 0.0 && scale.is_normal() && (1.0 / scale).is_normal() => scale,
             _ => 1.0,
         });
@@ -223,7 +223,7 @@ impl QueryKeyStatistics {
         Ok(scales)
     }
 
-    /// Sets powers of two to 1 if their products do not fit the narrow dtype of a norm's parameters.
+    /// Sets powers of two to 1 if a norm's dtype cannot hold a parameter multiplied or divided by them.
     fn leave_what_norms_cannot_hold(&self, task: &BlockTask<'_>, scales: &mut [f32]) -> Result<()> {
         let (d, shared) = (self.pair.head_dim, self.pair.head_dim * self.pair.repeat);
         let [queries, keys] = self.pair.producers;
@@ -256,7 +256,7 @@ impl QueryKeyStatistics {
         Ok(())
     }
 
-    /// Multiplies queries and divides keys.
+    /// Adds to the rewrite that queries are multiplied by `scales` and keys divided.
     fn fold(&self, task: &BlockTask<'_>, scales: &[f32], rewrite: &mut Rewrite) -> Result<()> {
         let (d, [queries, keys]) = (self.pair.head_dim, self.pair.producers);
         let shared = d * self.pair.repeat;

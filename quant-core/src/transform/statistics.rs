@@ -16,7 +16,7 @@ use crate::model::{BlockGraph, FoldGroup, NodeId};
 pub(super) struct Wanted<'a> {
     /// The groups whose scales are searched.
     pub(super) groups: &'a [FoldGroup],
-    /// The number of scales tried for each.
+    /// The number of scales tried for each group.
     pub(super) candidates: usize,
     /// The approximate number of tokens for the inputs of clipped linears.
     pub(super) clip_tokens: usize,
@@ -24,7 +24,7 @@ pub(super) struct Wanted<'a> {
 
 /// Statistics of the inputs of a block's linears.
 pub(super) struct InputStatistics {
-    /// Means of the inputs of groups, by the node that the consumers read.
+    /// Mean absolute values of the inputs of groups, by the node that the consumers read.
     pub(super) means: BTreeMap<NodeId, AbsMean>,
     /// Samples of rows for the clip search, by the node that linears read.
     pub(super) sampled: BTreeMap<NodeId, SampledRows>,
@@ -40,7 +40,7 @@ impl InputStatistics {
     /// Gathers the statistics, and replaces the states with the output of the block if `advance` is set.
     ///
     /// # Errors
-    /// When the block fails or the run is cancelled.
+    /// When the block fails, a file for samples cannot be created or written, or the run is cancelled.
     pub(super) fn gather(
         task: &BlockTask<'_>,
         wanted: &Wanted<'_>,
@@ -87,7 +87,7 @@ impl Gathering {
     /// Adds the statistics to a pass.
     ///
     /// # Errors
-    /// When no linear reads one of the values.
+    /// [`Error::Internal`](crate::Error::Internal) when no linear reads one of the values.
     pub(super) fn add_to<'a>(&'a mut self, pass: &mut StatisticsPass<'a>) -> Result<()> {
         self.means.iter_mut().try_for_each(|(value, mean)| pass.gather(*value, mean))?;
         self.sampled.iter_mut().try_for_each(|(value, rows)| pass.gather(*value, rows))?;

@@ -54,24 +54,24 @@ impl Workload<'_> {
         nodes.map(|(id, n)| n.op.product_operations(self.tokens() * self.share_of_tokens(id), length)).sum()
     }
 
-    /// The operations of nodes that mix tokens, for the whole batch.
+    /// The operations of nodes that mix tokens (attentions), for the whole batch.
     pub fn mixing_operations(&self) -> f64 {
         let attentions = self.graph.nodes().iter().filter(|node| node.op.reach() == Reach::Window);
         let length = self.sampling.length as f64;
         attentions.map(|node| node.op.product_operations(self.tokens(), length)).sum()
     }
 
-    /// `[n, k]` of a linear.
+    /// The shape `[n, k]` of a linear.
     pub(crate) fn shape(&self, id: usize) -> [usize; 2] {
         self.graph.nodes()[id].op.linear_shape().unwrap_or_default()
     }
 
-    /// `n · k` of a linear.
+    /// The number of weights `n · k` of a linear.
     pub(crate) fn weights(&self, id: usize) -> f64 {
         self.shape(id).map(|s| s as f64).iter().product()
     }
 
-    /// `n · k` of all linears.
+    /// The number of weights of all linears.
     pub(crate) fn all_weights(&self) -> u64 {
         self.graph.linears().map(|(_, _, [n, k], _)| (n * k) as u64).sum()
     }
@@ -92,7 +92,7 @@ pub struct StepContext<'a> {
     pub settings: &'a TransformSettings,
     /// The schemes of all weights that are quantized.
     pub schemes: Vec<LinearScheme>,
-    /// Linears of blocks whose inputs are rounded, by layer.
+    /// The linears in blocks whose inputs are rounded, each with its layer.
     pub rounded_inputs: std::collections::BTreeSet<(usize, NodeId)>,
     /// Whether the inputs of any weight in a block are rounded.
     pub rounds_in_blocks: bool,

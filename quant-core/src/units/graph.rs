@@ -1,4 +1,4 @@
-//! The units of a job, what each of them needs, and what it is predicted to cost.
+//! The units of a job, the units that each of them needs, and its predicted cost.
 
 use std::ops::Range;
 
@@ -19,13 +19,13 @@ const PIECE_TOKENS: usize = 2048;
 pub struct Unit {
     /// Its name: `forward/SHARD/GROUP`, `blocks/GROUP` or `outside`.
     pub id: String,
-    /// What it computes.
+    /// The tensors or hidden states that it computes.
     pub work: Work,
     /// The names of the units whose results it reads.
     pub needs: Vec<String>,
 }
 
-/// What a unit computes.
+/// The tensors or hidden states that a unit computes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Work {
@@ -116,8 +116,8 @@ pub(super) fn units(
     Ok(units)
 }
 
-/// Splits the calibration windows into at most `count` shards. They begin where the pieces begin in which the batch
-/// passes through the model, so the shards have the same states as the whole batch.
+/// Splits the calibration windows into at most `count` shards. The batch passes through the model in pieces; each shard
+/// consists of whole pieces, so it has the same states as in the whole batch.
 fn shards(windows: &TokenWindows, model: &Model, count: usize) -> Vec<Range<usize>> {
     let piece = windows_per_piece(windows.length());
     let pieces = windows.len().div_ceil(piece);
@@ -204,7 +204,7 @@ impl Unit {
         let memory_bytes = Plan::peak_memory(parts, model);
         // No run fits into a budget of 0 bytes.
         let smallest = Plan::residence(parts, model, 0, false).err();
-        // Units without blocks only write.
+        // Units without blocks only read, hash and write.
         let seconds = match self.work {
             Work::Outside => 2.0 * (input_bytes + output_bytes) as f64 / rates.hashed,
             _ => Plan::seconds(parts, model, rates),

@@ -18,7 +18,7 @@ use crate::recipe::{Plan, Rates};
 use crate::run::{self, Host, Opened, RecipeSettings, Text, open, prepared};
 use crate::{CancelToken, Error, Observer, Result};
 
-/// A larger recipe or file of channel maxima is not copied into a job.
+/// The maximum size in bytes of a recipe or a file of channel maxima.
 const MAX_INPUT_BYTES: u64 = 1 << 30;
 
 /// A job to be created.
@@ -30,7 +30,8 @@ pub struct JobRequest {
     pub settings: RecipeSettings,
     /// The calibration text; `None` means the recipe's, or the catalog's default.
     pub calibration: Option<Text>,
-    /// Blocks per unit; by default 1, or a span of GPTQ. With more, there are fewer files of hidden states, and larger units.
+    /// Blocks per unit; by default 1, or a span of GPTQ. With more, there are fewer files of hidden states and larger
+    /// units.
     pub blocks_per_unit: Option<usize>,
     /// The number of shards of calibration windows for the passage through the float model; 1 by default.
     pub forward_shards: Option<usize>,
@@ -51,11 +52,15 @@ pub struct Initialized {
 /// Creates a job in a directory. If the directory holds the same job already, nothing changes.
 ///
 /// # Errors
-/// [`Error::Usage`] for invalid requests, and if the directory holds a different job; errors of the model and the text.
+/// [`Error::Usage`] for invalid requests, and if the directory holds anything but this job; [`Error::Unavailable`] if
+/// the job was created on a machine of another type; errors of the model, the text and the files.
 pub fn init(request: &JobRequest, directory: &Path, host: &Host<'_>) -> Result<Initialized> {
     let settings = &request.settings;
     if settings.writes_gguf()? {
         return Err(Error::usage("jobs in units do not write GGUF files", "run ‹quantize()›"));
+    }
+    if settings.writes_floats()?.is_some() {
+        return Err(Error::usage("jobs in units do not write float checkpoints", "run ‹quantize()›"));
     }
     settings.gguf.refuse()?;
     for (name, value) in
@@ -189,7 +194,7 @@ fn run_record(
     Ok(normalized(&pipeline::fingerprint(&job, &opened.directory, &program)))
 }
 
-/// Returns a part of a job for the pipeline.
+/// Returns the pipeline's job for a plan or a part of one.
 pub(super) fn job<'a>(
     opened: &'a Opened,
     plan: &'a Plan,
@@ -219,8 +224,8 @@ impl UnitJob {
     ///
     /// # Errors
     /// [`Error::Usage`] if the directory holds no job, or the program, the model or the settings differ from those of
-    /// the job; [`Error::Unavailable`] if this machine has a different instruction set; [`Error::InputFile`] if the
-    /// store is damaged; errors of the model.
+    /// the job; [`Error::Unavailable`] if this machine has a different instruction set or processor;
+    /// [`Error::InputFile`] if the store is damaged; errors of the model.
     pub fn open(directory: &Path, model: Option<&Path>, host: &Host<'_>) -> Result<Self> {
         let store = Store::open(directory)?;
         let record = JobRecord::read(&store.record())?;
@@ -273,7 +278,7 @@ impl UnitJob {
     /// Predicts the cost of every unit on this machine, which takes about a tenth of a second.
     ///
     /// # Errors
-    /// Only if this crate has a bug.
+    /// [`Error::Internal`] if this crate has a bug.
     pub fn costs(&self) -> Result<Vec<Cost>> {
         let rates = Rates::measure()?;
         self.units.iter().map(|unit| unit.cost(&self.plan, &self.opened.model, rates)).collect()

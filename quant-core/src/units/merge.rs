@@ -1,8 +1,8 @@
 //! Merging: the results of all units become a checkpoint.
 //!
 //! Nothing is computed. Each result is verified while its tensors are copied into the staging directory of the
-//! checkpoint, together with their reports. From there on, it is a run in which every tensor is finished already: the
-//! pipeline compares the report of each tensor with the model, and the writer verifies and publishes the checkpoint.
+//! checkpoint, together with their reports. The rest is a run in which every tensor is finished already: the pipeline
+//! compares the report of each tensor with the model, and the writer verifies and publishes the checkpoint.
 
 use std::path::Path;
 use std::time::Instant;

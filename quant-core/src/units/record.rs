@@ -37,9 +37,9 @@ pub(super) struct JobRecord {
     pub(super) windows: Option<String>,
     /// Blocks per unit.
     pub(super) blocks_per_unit: usize,
-    /// The number of units that the passage through the same blocks of the float model consists of.
+    /// The requested number of shards of calibration windows for the passage through the float model.
     pub(super) forward_shards: usize,
-    /// What the results depend on: the program, the configuration of the model, all settings, and the tokens.
+    /// The data on which the results depend: the program, the configuration of the model, all settings, and the tokens.
     pub(super) run: Value,
     /// A hash of the name, type, shape and outputs of every tensor.
     pub(super) tensors_sha256: String,
@@ -103,7 +103,7 @@ impl JobRecord {
             && let Some(field) = MACHINE.iter().find(|field| is_other(field))
         {
             return Err(Error::Unavailable {
-                what: format!("the instruction set of the job in {}", path.display()),
+                what: format!("a machine of the type that the job in {} needs", path.display()),
                 reason: format!(
                     "{field} was {}, and is {} on this machine, where float sums may differ in their last bits",
                     program(&self.run, field),
@@ -166,7 +166,7 @@ pub(super) fn tensors_sha256(plan: &Plan) -> String {
     sha256_hex(text)
 }
 
-/// A round trip through text, after which equal numbers compare equal.
+/// Converts a value to text and back, after which equal numbers compare equal.
 pub(super) fn normalized(value: &Value) -> Value {
     serde_json::from_str(&value.to_string()).unwrap_or_else(|_| value.clone())
 }

@@ -1,4 +1,4 @@
-//! Which units of a job are finished.
+//! The state of a job: the units that are finished, ready or waiting.
 
 use std::collections::BTreeSet;
 
@@ -56,7 +56,7 @@ pub struct JobStatus {
 }
 
 impl UnitJob {
-    /// Returns which units are finished. Contents of results are not checked.
+    /// Returns the state of every unit. Contents of results are not checked.
     ///
     /// # Errors
     /// [`Error::InputFile`] if something else has the name of a result; [`Error::Io`].

@@ -150,10 +150,10 @@ impl Store {
         }
     }
 
-    /// Writes a small file that does not exist yet.
+    /// Writes a small file; if its name exists already, the contents are compared.
     ///
     /// # Errors
-    /// [`Error::Io`], [`Error::DiskFull`].
+    /// As [`publish`](Self::publish).
     pub(super) fn publish_bytes(&self, target: &Path, bytes: &[u8]) -> Result<Publication> {
         let directory = self.temporary_directory("new")?;
         let path = directory.path().join("file");
@@ -166,7 +166,7 @@ impl Store {
     /// Creates a directory for temporary files, which is removed when it is dropped.
     ///
     /// # Errors
-    /// [`Error::Io`].
+    /// [`Error::Io`], [`Error::DiskFull`].
     pub(super) fn temporary_directory(&self, prefix: &str) -> Result<Temporary> {
         let parent = self.temporary();
         let create = || Temporary::create(&parent, prefix);
@@ -184,8 +184,8 @@ impl Store {
     /// Gives a synced file its name, if no file has the name.
     ///
     /// # Errors
-    /// [`Error::Io`], also if the file system has no hard links. For an existing file, those of [`is_regular`] and
-    /// [`open_regular`].
+    /// [`Error::Io`], also if the file system has no hard links; [`Error::DiskFull`]. For an existing file, those of
+    /// [`is_regular`] and [`open_regular`].
     pub(super) fn publish(&self, file: &Path, target: &Path) -> Result<Publication> {
         match std::fs::hard_link(file, target) {
             Ok(()) => {}
@@ -208,7 +208,7 @@ impl Store {
     /// renamed it already.
     ///
     /// # Errors
-    /// [`Error::Io`].
+    /// [`Error::Io`]; [`Error::InputFile`] if 1000 names for damaged versions of the file are in use.
     pub(super) fn set_aside(&self, path: &Path) -> Result<Option<PathBuf>> {
         for number in 0..1000 {
             let mut name = path.as_os_str().to_owned();

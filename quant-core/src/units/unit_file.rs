@@ -1,9 +1,9 @@
 //! The file of a unit that writes tensors.
 //!
-//! A safetensors file with the tensors of the unit as they will be in the checkpoint, in the order of the plan, and two
-//! U8 vectors: `about`, JSON with the unit, the job, and the report of every tensor; and `sha256`, the hash of all bytes
-//! before it, except the header. The header follows from the plan, with which it is compared. Files of hidden states
-//! end with the same two vectors.
+//! It is a safetensors file with the tensors of the unit as they will be in the checkpoint, in the order of the plan,
+//! and two U8 vectors: `about`, JSON with the unit, the job, and the report of every tensor; and `sha256`, the hash of
+//! all bytes before it, except the header. The plan determines the header, which is compared with it. Files of hidden
+//! states end with the same two vectors.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -28,7 +28,7 @@ const HASH_BYTES: u64 = 32;
 /// Bytes read or copied at a time.
 const PIECE: usize = 4 << 20;
 
-/// What identifies the result of a unit.
+/// The identity of a unit's result.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Identity {
     pub(super) unit: String,
@@ -60,7 +60,8 @@ impl UnitSink {
     /// Creates the file, which must not exist.
     ///
     /// # Errors
-    /// [`Error::Io`], [`Error::DiskFull`]; [`Error::Usage`] if a tensor has a reserved name.
+    /// [`Error::Io`], [`Error::DiskFull`]; [`Error::Usage`] if a tensor has the name `about` or `sha256`;
+    /// [`Error::Internal`] if the tensors are inconsistent.
     pub(super) fn create(path: &Path, specs: Vec<TensorSpec>) -> Result<Self> {
         check_specs(&specs)?;
         if let Some(reserved) = specs.iter().find(|s| s.name == ABOUT || s.name == SHA256) {
@@ -87,7 +88,7 @@ impl UnitSink {
     /// Completes and syncs the file.
     ///
     /// # Errors
-    /// [`Error::Internal`] if a tensor is incomplete; [`Error::Io`], [`Error::DiskFull`].
+    /// [`Error::Internal`] if a tensor is incomplete or the reports are too long; [`Error::Io`], [`Error::DiskFull`].
     pub(super) fn finish(self, identity: &Identity) -> Result<()> {
         if let Some((name, _)) = self.tensors.iter().find(|(_, t)| t.written != t.len) {
             return Err(Error::Internal(format!("tensor `{name}` of a unit is incomplete")));
@@ -220,7 +221,7 @@ impl<'a> UnitFile<'a> {
     /// Reads all tensors in order, passes them to `take` in pieces, and compares the hash at the end. Returns the hash.
     ///
     /// # Errors
-    /// [`Error::InputFile`] if the contents are damaged; [`Error::Io`]; those of `take`.
+    /// [`Error::InputFile`] if the contents are damaged; [`Error::Io`]; [`Error::Interrupted`]; those of `take`.
     pub(super) fn read(&self, cancel: &CancelToken, take: &mut TakePiece<'_>) -> Result<String> {
         let (mut hash, mut piece) = (Sha256::new(), Vec::new());
         for TensorSpec { name, info } in &self.specs {

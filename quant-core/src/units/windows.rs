@@ -1,7 +1,7 @@
 //! The calibration tokens of a job as a file.
 //!
-//! A safetensors file with `tokens` U32 `[windows, length]`, and optionally `uses` U8 and `starts` U32 of the same
-//! shape, as in [`TokenWindows::with_layout`].
+//! It is a safetensors file with `tokens` U32 `[windows, length]`, and optionally `uses` U8 and `starts` U32 of the
+//! same shape, as in [`TokenWindows::with_layout`].
 
 use std::path::Path;
 

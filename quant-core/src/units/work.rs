@@ -22,7 +22,7 @@ const KEY_DIGITS: usize = 32;
 /// The maximum number of units that a message lists.
 const MAX_LISTED: usize = 4;
 
-/// Which units a worker computes.
+/// The units that a worker computes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Selection {
@@ -52,9 +52,9 @@ pub enum Phase {
 /// How a worker computes units.
 #[derive(Debug, Clone, Default)]
 pub struct WorkOptions {
-    /// Only units of this phase.
+    /// The phase whose units are computed; all phases if `None`.
     pub phase: Option<Phase>,
-    /// How much memory a unit may use. Beyond that, hidden states are kept in files.
+    /// The memory that a unit may use. If it is predicted to need more, hidden states are kept in files.
     pub memory_budget: MemoryBudget,
     /// The directory for these files; a directory of the job by default.
     pub scratch: Option<PathBuf>,
@@ -77,8 +77,9 @@ impl UnitJob {
     /// publishes in the meantime is compared with this worker's.
     ///
     /// # Errors
-    /// [`Error::Unavailable`] if units of other workers must be finished first; [`Error::InputFile`] if two results of a
-    /// unit differ, or something else has the name of a result; errors of the pipeline. Finished units are kept.
+    /// [`Error::Unavailable`] if units of other workers must be finished first; [`Error::InputFile`] if two results of
+    /// a unit differ, or a result is not a regular file; [`Error::Usage`] for an invalid selection; errors of the
+    /// pipeline. Finished units are kept.
     pub fn run(
         &self,
         selection: &Selection,
@@ -150,7 +151,7 @@ impl UnitJob {
         }
     }
 
-    /// Returns a unit whose result `unit` needs, and which does not exist.
+    /// Returns the name of the first unit that `unit` needs and that has no result.
     fn missing(&self, unit: &Unit) -> Result<Option<String>> {
         for id in &unit.needs {
             if self.digest_of(self.unit(id)?)?.is_none() {
@@ -196,7 +197,7 @@ impl UnitJob {
         self.store.units().join(file_name(identity))
     }
 
-    /// Returns the hash that the result of a unit contains; `None` if there is no result.
+    /// Returns the hash that the result of a unit contains; `None` if there is none that can be read.
     fn digest_of(&self, unit: &Unit) -> Result<Option<String>> {
         let known = || self.known.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         if let Some(digest) = known().get(&unit.id) {
@@ -302,7 +303,7 @@ impl UnitJob {
         sink.finish(identity)
     }
 
-    /// The windows of a unit that computes the states of a shard.
+    /// The windows of a unit that computes hidden states; `None` for other units.
     fn windows_of(&self, unit: &Unit) -> Option<TokenWindows> {
         match (&unit.work, &self.windows) {
             (Work::Forward { windows, .. }, Some(all)) => Some(all.slice(windows.clone())),
@@ -310,7 +311,7 @@ impl UnitJob {
         }
     }
 
-    /// What hidden states depend on besides the plan.
+    /// The value in files of hidden states that identifies the job.
     fn depends_on(&self) -> Value {
         json!(self.digest)
     }
@@ -436,7 +437,7 @@ impl UnitJob {
             "published": published == Publication::Created,
         });
         let path = self.store.log().join(format!("{}.{host}-{process}.json", stem(identity)));
-        // The process number may have been used before.
+        // An earlier process may have had the same number and written a different entry, which is kept.
         self.store.publish_bytes(&path, format!("{entry:#}\n").as_bytes()).map(drop)
     }
 }

@@ -46,8 +46,9 @@ pub(super) struct Granted {
     loaded: u64,
     longest: u64,
     time: Duration,
-    /// A limit derived from the machine's memory, and the limit of this process.
+    /// A limit on address space derived from the machine's memory.
     max: Option<u64>,
+    /// The limit on address space of this process.
     inherited: Option<u64>,
     set: Option<(u64, u64)>,
 }

@@ -23,7 +23,7 @@ use crate::{CancelToken, Category, Error, Result};
 pub const WORKER_ARGUMENT: &str = "__text-worker";
 /// How often a wait checks whether the run was cancelled.
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
-/// More threads gain little on batches.
+/// The maximum number of threads; more gain little on batches.
 const MAX_THREADS: usize = 16;
 
 /// Starts a process per file: a program with the argument [`WORKER_ARGUMENT`], which calls [`serve`](super::serve) on

@@ -90,7 +90,7 @@ impl<'a> FrameReader<'a> {
     }
 }
 
-/// The first message: the file to load, and the number of threads for processing it.
+/// Writes the first message: the file to load, and the number of threads for processing it.
 pub(super) fn write_load(loadable: &Loadable, threads: usize) -> Frame<'_> {
     let mut frame = Frame::default();
     frame.number(VERSION);
@@ -230,7 +230,7 @@ fn take_fault(take: &mut FrameReader<'_>) -> Option<Fault> {
     Some(Fault { line, reason: take.text()?.to_owned(), remedy: take.text()?.into() })
 }
 
-/// An answer, or a fault of the file.
+/// Writes an answer, or a fault of the file.
 pub(super) fn write_answer(answer: &Result<Answer, Fault>) -> Frame<'_> {
     let mut frame = Frame::default();
     match answer {

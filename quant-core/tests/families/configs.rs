@@ -28,7 +28,7 @@ pub struct Case {
     pub unlike_kernels: bool,
     /// Whether rotary frequencies depend on the length of the sequence.
     pub grows: bool,
-    /// If they do, the longest sequence that a cache rotates as whole windows do.
+    /// The longest sequence that a cache rotates as whole windows do, if frequencies depend on the length.
     pub positions: usize,
     /// A part of the message that says why the family cannot be rotated.
     pub not_rotated_for: Option<&'static str>,
@@ -176,7 +176,7 @@ pub fn cases() -> Vec<Case> {
     let half_fused =
         || vec!["input_layernorm", "self_attn.v_proj", "post_attention_layernorm", "mlp.gate_up_proj"];
     let plain = || vec!["input_layernorm", "self_attn.v_proj", "post_attention_layernorm"];
-    // Producers of a block with experts in all layers, and optionally a shared expert.
+    // Producers of a block with these many experts, and optionally a shared one.
     const UPS: [&str; 4] =
         ["mlp.experts.0.up_proj", "mlp.experts.1.up_proj", "mlp.experts.2.up_proj", "mlp.experts.3.up_proj"];
     let experts = |count: usize, shared: Option<&'static str>| {

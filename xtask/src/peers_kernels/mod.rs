@@ -26,7 +26,7 @@ use crate::support::shell::target_dir;
 const SHAPES: [&str; 5] = ["4096x4096", "14336x4096", "4096x14336", "2048x2048", "8192x2048"];
 /// Up to this many tokens, every product reads weights that are not in any cache.
 const ROTATED_TOKENS: usize = 16;
-/// Bytes of all copies of a matrix, or four times the last-level cache if that is larger and memory allows.
+/// Total bytes of the copies of a matrix, unless [`bounded`] needs more for the cache or fewer for the memory.
 const ROTATED: usize = 192 << 20;
 /// Idle time between two turns, after which threads that spin for more work have gone to sleep.
 const SETTLE_TIME: Duration = Duration::from_millis(8);

@@ -136,7 +136,7 @@ impl Measured {
             .with_context(|| format!("cannot write {}", path.display()))
     }
 
-    /// Every turn.
+    /// The measurements of every turn, as CSV.
     pub fn csv(&self) -> Vec<String> {
         std::iter::once(HEADER.to_owned()).chain(self.turns.iter().map(Turn::line)).collect()
     }

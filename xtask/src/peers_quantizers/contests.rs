@@ -9,7 +9,7 @@ pub struct Contest {
     pub(super) speed: Speed,
 }
 
-/// Divergence from the float model.
+/// A comparison of divergences from the float model.
 #[derive(Debug)]
 pub(super) struct Quality {
     /// The folder of the record.
@@ -63,7 +63,7 @@ pub(super) enum How {
     Below,
 }
 
-/// Time and memory of a whole run.
+/// A comparison of the time and memory of whole runs.
 #[derive(Debug)]
 pub(super) struct Speed {
     /// The folder of the record.

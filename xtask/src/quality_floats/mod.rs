@@ -177,7 +177,7 @@ pub fn run(args: &Args) -> Result<()> {
 mod tests {
     use super::*;
 
-    /// The row that is chosen for a model has one scale per row in its own table, but uses groups here.
+    /// `texts` selects the per-channel row of stories260k, so `ignored` must also search its other rows.
     #[test]
     fn widths_that_no_group_divides_stay_float() {
         let of =

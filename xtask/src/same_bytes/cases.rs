@@ -207,7 +207,7 @@ fn scheme_of(method: &str, format: &str) -> &'static str {
     if format == "qserve" && !has_activations { "--scheme w4a8-g128-progressive" } else { "" }
 }
 
-/// All weight-only schemes, rounded to nearest, in every format that supports more than one.
+/// Integer weight-only schemes, rounded to nearest, in every format that supports more than one of them.
 fn weight_schemes(formats: &[String]) -> Vec<(String, String)> {
     let mut cases = Vec::new();
     for format in formats.iter().filter(|format| *format != "qserve") {

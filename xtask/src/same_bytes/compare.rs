@@ -4,8 +4,8 @@
 //! are compared byte for byte, except for model cards and job directories, which are not compared, and
 //!
 //! * `quant_report.json`: the keys [`VERSIONS`] at its top are left out, everything else must be equal as JSON. If the
-//!   schema versions differ, the new program's may have keys that the base does not have, and may leave out keys whose
-//!   value is `null` in the base.
+//!   schema versions differ, the new program's report may have keys that the base's does not have, and may leave out
+//!   keys whose value is `null` in the base's.
 //! * `quant_manifest.json`: the entries of `quant_report.json` and the model card (their sizes and hashes) are left
 //!   out, everything else must be equal as JSON.
 

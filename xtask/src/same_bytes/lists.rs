@@ -59,7 +59,7 @@ pub const SCHEMES: [&str; 15] = [
     "w4a8kv4-channel",
 ];
 
-/// Single options, on the main model unless the name of a case says otherwise.
+/// Options for the main model, with the names of their cases.
 pub const OPTIONS: [(&str, &str); 67] = [
     ("default", "CAL"),
     ("two-threads/awq", "--threads 2 CAL"),
@@ -160,7 +160,7 @@ pub const STEPS: [(&str, &str); 14] = [
     ("fold-norms,smoothquant,awq,gptq", "w4a8-g32 CAL"),
 ];
 
-/// Requests that must still be refused.
+/// Requests that the base refuses; the new program must refuse them with the same exit code.
 pub const REFUSED: [(&str, &str, &str); 16] = [
     ("group-does-not-divide", RAGGED, "--method rtn --scheme w4a16-g64"),
     ("group-of-zero", MAIN, "--method rtn --scheme w4a16 --group-size 0"),
@@ -180,7 +180,7 @@ pub const REFUSED: [(&str, &str, &str); 16] = [
     ("prompts-of-plain-text", MAIN, "--mask prompts TEXT=plain CAL"),
 ];
 
-/// Recipe files: name and contents. `CAL` is the table of a short calibration.
+/// Recipe files: name and contents. `CAL` stands for the table of a short calibration.
 pub const RECIPES: [(&str, &str); 8] = [
     ("awq", "[[transform]]\nkind = \"awq\"\nsearch = \"reference\"\n[quantize]\nscheme = \"w4a16-g64\"\nCAL"),
     (

@@ -2,8 +2,7 @@
 //!
 //! Two programs, one from an earlier revision, quantize tiny random checkpoints of several families by every method
 //! into every format, and also plan them. Their outputs are compared as described in `compare.rs`; exit codes must be
-//! equal.
-//! Cases are built from the features of the base, so features that only the new program has are not covered.
+//! equal. Cases are built from the features of the base, so features that only the new program has are not covered.
 
 mod cases;
 mod compare;

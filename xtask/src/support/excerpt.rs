@@ -4,7 +4,7 @@
 use std::collections::VecDeque;
 use std::io::{BufRead, Write};
 
-/// Lines kept after one that reports a failure; for example, the location of a panic is in the next lines.
+/// Lines kept after one that reports a failure. For example, the message of a panic is in the next lines.
 const LINES_AFTER: usize = 4;
 const MAX_FAILURE_LINES: usize = 60;
 const MAX_LAST_LINES: usize = 40;

@@ -164,7 +164,7 @@ fn byte_symbol(byte: u8) -> char {
     char::from_u32(0x100 + unprintable_before).unwrap_or(char::REPLACEMENT_CHARACTER)
 }
 
-/// The role of a tensor in the equivalence `linear(norm(x))`.
+/// The role of a tensor in `linear(norm(x))`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Role {
     /// The weight of a norm, which scales the channels that the linears after it read.

@@ -146,7 +146,7 @@ impl Noise {
 
 /// 65,536 quantiles of the standard normal distribution at `(i + 0.5) / 65,536`, ascending.
 ///
-/// The distribution function is integrated by Simpson's rule and inverted at the same time.
+/// The density is integrated by Simpson's rule; within a step, the integral is inverted by linear interpolation.
 pub fn standard_normal_quantiles() -> Vec<f32> {
     const HALF: usize = 1 << 15;
     const STEP: f64 = 1.0 / 4096.0;

@@ -36,7 +36,7 @@ impl Entry {
         Self { name, dtype: float.header_name().into(), shape: shape.to_vec(), bytes }
     }
 
-    /// The tensor's float type; `None` if it is not a float type.
+    /// The tensor's element type; `None` if it is not one of [`Float`]'s.
     pub fn float(&self) -> Option<Float> {
         Float::from_header(&self.dtype)
     }
@@ -129,7 +129,7 @@ impl ShardWriter {
         Ok(self.file.write_all(bytes)?)
     }
 
-    /// Finishes the file.
+    /// Finishes the file. Fails if bytes of the tensors are missing.
     pub fn finish(mut self) -> Result<()> {
         ensure!(self.remaining == 0, "{} bytes fewer than the header declares", self.remaining);
         Ok(self.file.flush()?)

@@ -47,8 +47,8 @@ fn file_name(program: &std::ffi::OsStr) -> String {
     path.file_name().unwrap_or(program).to_string_lossy().into_owned()
 }
 
-/// Runs a command with inherited output. Fails if the command fails. If stdout is not a terminal, the error contains an
-/// excerpt of the command's output.
+/// Runs a command and shows its output. Fails if the command fails. If stdout is not a terminal, the error contains an
+/// excerpt of the output.
 pub fn run(command: &mut Command) -> Result<()> {
     let line = display(command);
     println!("$ {line}");
@@ -64,7 +64,7 @@ pub fn run(command: &mut Command) -> Result<()> {
     Ok(())
 }
 
-/// Starts a command whose output, including stderr, goes through the pipe.
+/// Starts a command whose output, including stderr, goes through the returned pipe.
 fn start(command: &mut Command, line: &str) -> Result<(Child, PipeReader)> {
     let (reader, writer) = std::io::pipe()?;
     command.stdin(Stdio::null()).stdout(writer.try_clone()?).stderr(writer);

@@ -28,7 +28,7 @@ fn uniform(random: &mut SplitMix64) -> f32 {
     (random.next_u64() >> 40) as f32 / (1 << 24) as f32
 }
 
-/// Sums of uniform numbers, some of them large.
+/// Approximately normal numbers, some of them larger.
 fn heavy(random: &mut SplitMix64, len: usize) -> Vec<f32> {
     let mut value = || {
         let normal: f32 = (0..12).map(|_| uniform(random)).sum::<f32>() - 6.0;

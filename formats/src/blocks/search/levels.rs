@@ -24,7 +24,7 @@ pub(in crate::blocks) fn level_code(x: f32) -> u8 {
     code
 }
 
-/// The nearest level itself.
+/// The nearest level; the upper one on ties, and the last one for NaN.
 #[inline(always)]
 fn level(x: f32) -> f32 {
     // All terms are integers, so the order of the sum does not matter, and two sums are faster than one.
@@ -39,7 +39,7 @@ fn level(x: f32) -> f32 {
     odd + even
 }
 
-/// Returns the scale of each part; 0 for parts of zeros.
+/// Returns the scale of each part; 0 for parts whose values are all negligible.
 #[inline(always)]
 pub(in crate::blocks) fn level_scales<const N: usize>(x: &[Lanes; N], w: &[Lanes; N]) -> Lanes {
     let max = largest(x);

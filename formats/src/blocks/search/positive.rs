@@ -3,7 +3,7 @@
 use super::symmetric::Fit;
 use super::{LANES, Lanes, NEGLIGIBLE, nearest};
 
-/// Returns the common scale of the nonnegative values in each lane, and writes their codes `0..=top`.
+/// Returns the common scale of the values in each lane, most of them nonnegative, and writes their codes `0..=top`.
 #[inline(always)]
 pub(in crate::blocks) fn positive<const N: usize>(
     top: i32,
@@ -16,15 +16,15 @@ pub(in crate::blocks) fn positive<const N: usize>(
     for i in 0..LANES {
         inverse[i] = top as f32 / max[i];
     }
-    // The first candidate's codes are not limited.
-    let mut best = squared(i32::MAX, &inverse, x, w);
+    // The first candidate's codes are not limited, but stored as bytes.
+    let mut best = squared(|code| code & 0xff, &inverse, x, w);
     for step in (-4..=4).filter(|step| *step != 0) {
         let intervals = 0.1 * step as f32 + top as f32;
         let mut candidate = [0.0; LANES];
         for i in 0..LANES {
             candidate[i] = intervals / max[i];
         }
-        let found = squared(top, &candidate, x, w);
+        let found = squared(|code| code.min(top), &candidate, x, w);
         for i in 0..LANES {
             let better = found[i] < best[i];
             best[i] = if better { found[i] } else { best[i] };
@@ -116,9 +116,14 @@ fn low_bits(code: i32) -> f32 {
     (code & 0xff) as f32
 }
 
-/// The weighted error of codes up to `top`.
+/// The weighted error of codes, which `limit` limits.
 #[inline(always)]
-fn squared<const N: usize>(top: i32, inverse: &Lanes, x: &[Lanes; N], w: &[Lanes; N]) -> Lanes {
+fn squared<const N: usize>(
+    limit: impl Fn(i32) -> i32,
+    inverse: &Lanes,
+    x: &[Lanes; N],
+    w: &[Lanes; N],
+) -> Lanes {
     let mut scale = [0.0; LANES];
     for i in 0..LANES {
         scale[i] = 1.0 / inverse[i];
@@ -126,7 +131,7 @@ fn squared<const N: usize>(top: i32, inverse: &Lanes, x: &[Lanes; N], w: &[Lanes
     let mut sum = [0.0; LANES];
     for (x, w) in x.iter().zip(w) {
         for i in 0..LANES {
-            let off = x[i] - scale[i] * nearest(inverse[i] * x[i]).min(top) as f32;
+            let off = x[i] - scale[i] * limit(nearest(inverse[i] * x[i])) as f32;
             sum[i] += w[i] * off * off;
         }
     }

@@ -199,7 +199,7 @@ pub(super) fn positive(top: i32, x: &[f32], weights: &[f32], codes: &mut [u8]) -
         let mut sum = 0.0;
         for (&x, &w) in x.iter().zip(weights) {
             let l = nearest(inverse * x);
-            let error = x - scale * if capped { l.min(top) } else { l } as f32;
+            let error = x - scale * if capped { l.min(top) } else { l & 0xff } as f32;
             sum += w * error * error;
         }
         sum

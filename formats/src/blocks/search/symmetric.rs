@@ -5,9 +5,9 @@ use super::{LANES, Lanes, NEGLIGIBLE, nearest};
 
 /// The results of the search, with one part per lane.
 pub(in crate::blocks) struct Scales {
-    /// The scale; 0 for parts of zeros.
+    /// The scale; 0 for parts whose values are all negligible.
     pub(in crate::blocks) scale: Lanes,
-    /// The codes are those of `inverse·x`. For parts of zeros, all codes plus `n` are 0.
+    /// The codes are `inverse·x`, rounded. For `zero` parts, whose values are all negligible, all codes are `-n`.
     inverse: Lanes,
     zero: [bool; LANES],
     n: i32,

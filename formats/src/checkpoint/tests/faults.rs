@@ -49,7 +49,7 @@ struct State {
 /// The outcome of the next operation.
 enum Turn {
     Succeed,
-    /// Report the error, after doing part of the operation where it can be divided.
+    /// Report the error, after doing part of the operation if it can be divided.
     Fail(io::Error),
 }
 
@@ -307,7 +307,7 @@ fn put(target: &Path, files: &Files) {
     }
 }
 
-/// In memory if possible: the test creates thousands of small files.
+/// A directory, in memory if possible: the tests create thousands of small files.
 fn scratch() -> TempDir {
     tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir()).unwrap()
 }
@@ -426,7 +426,7 @@ fn power_loss_while_resuming() {
     for k in 0..500 {
         let dir = scratch();
         let target = dir.path().join("out");
-        // Interrupted after the first commit.
+        // The first run is interrupted after its first commit.
         let first = FaultyFileSystem::new(30, Fault::PowerLoss, true);
         run(Arc::new(first.clone()), &target, false, false).unwrap_err();
         first.lose_unsynced();

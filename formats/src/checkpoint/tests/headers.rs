@@ -16,7 +16,7 @@ fn named(name: &str) -> Vec<u8> {
     file(format!(r#"{{{name}:{{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}}}"#), &[0])
 }
 
-/// Two U8 tensors with these offsets.
+/// A file with two U8 tensors at these offsets, and `data` bytes after its header.
 fn two(a: (u64, u64), b: (u64, u64), data: usize) -> Vec<u8> {
     let entry = |(begin, end): (u64, u64)| {
         format!(r#"{{"dtype":"U8","shape":[{}],"data_offsets":[{begin},{end}]}}"#, end - begin)
@@ -144,7 +144,7 @@ fn limits_hold() {
     assert!(parse_with(&vectors(&[("a", 1), ("b", 1)]), few).is_ok());
     let three = vectors(&[("a", 1), ("b", 1), ("c", 1)]);
     assert!(matches!(parse_with(&three, few), Err(HeaderError::TooManyTensors { limit: 2 })));
-    // A length over the limit in a file that is long enough for it: rejected before it is read.
+    // A header longer than the limit is rejected before it is read, even in a file that is long enough.
     let limits = Limits::default();
     let prefix = (40u64 << 20).to_le_bytes();
     let refused = crate::checkpoint::header::checked_len(prefix, 1 << 30, limits);

@@ -18,7 +18,7 @@ fn specs() -> impl Strategy<Value = Vec<TensorSpec>> {
     prop::collection::btree_map("[a-z.\"ü]{1,12}", tensor, 1..12).prop_shuffle_values()
 }
 
-/// Distinct names in any order.
+/// Makes tensors of a map, with distinct names in any order.
 trait ShuffleValues {
     fn prop_shuffle_values(self) -> BoxedStrategy<Vec<TensorSpec>>;
 }

@@ -228,7 +228,7 @@ fn hugging_face_cache_layout() {
     let link = snapshot.join("model.safetensors");
     symlink("../../blobs/0123", &link).unwrap();
     assert_eq!(ShardedCheckpoint::open(&snapshot).unwrap().read("a").unwrap(), [0, 1, 2]);
-    // Also if the snapshot is reached through a link.
+    // The snapshot may also be reached through a link.
     symlink(&snapshot, cache.path().join("model")).unwrap();
     assert!(ShardedCheckpoint::open(&cache.path().join("model")).is_ok());
 

@@ -265,7 +265,7 @@ fn resuming_keeps_what_was_committed() {
     assert_eq!(complete(&writer), [true, true, false, false]);
     assert!(writer.notes()[0].contains("2 of 4"));
     drop(writer);
-    // Once more, after a run that did nothing. A tensor that an earlier run completed may be written again.
+    // A run that did nothing can be resumed as well, and a tensor that an earlier run completed may be written again.
     let mut writer = create(&target, resumed()).unwrap();
     writer.write("a", 0, &content(&specs()[0])).unwrap();
     finish(writer).unwrap();

@@ -29,7 +29,7 @@ const ROWS_PER_WORD: usize = 8;
 /// Group sizes that vLLM's fast kernels support.
 const MARLIN_GROUPS: [usize; 3] = [32, 64, 128];
 
-/// What loaders do not support.
+/// The limitations of loaders.
 static LOADER_RULES: &[LoaderRule] = &[
     LoaderRule::computed(&[VLLM], |schemes| match schemes.quantized.first() {
         Some((_, LinearScheme { granularity: Granularity::Group(size), .. }))
@@ -87,7 +87,8 @@ impl Container for AutoAwq {
     }
 
     /// All linears must have one scheme, because the configuration can hold only one. Head and embedding stay float,
-    /// because loaders do not support them quantized.
+    /// because loaders do not support them quantized. The name of a quantized linear must not contain that of a module
+    /// outside the decoder, which would make it float.
     fn check(&self, schemes: &ModuleSchemes<'_>) -> Result<()> {
         let named_head = schemes.quantized.iter().any(|(module, _)| *module == HEAD).then_some(HEAD);
         let head = schemes.head.or(named_head);
@@ -104,11 +105,10 @@ impl Container for AutoAwq {
                 "write ‹format=compressed-tensors›",
             ));
         }
-        if let Some(module) = head.or(schemes.embedding.map(|_| "the embedding")) {
+        let head = head.map(|head| format!("`{head}`"));
+        if let Some(module) = head.or(schemes.embedding.map(|_| "the embedding".to_owned())) {
             return Err(Error::usage(
-                format!(
-                    "`{module}` cannot be quantized in the {METHOD} format, because engines keep it float"
-                ),
+                format!("{module} cannot be quantized in the {METHOD} format, because engines keep it float"),
                 "leave it float, or write ‹format=compressed-tensors›",
             ));
         }

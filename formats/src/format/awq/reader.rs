@@ -77,7 +77,7 @@ impl PackedReader for Reader {
         let specs = layout::layout(module, shape, scheme, Dtype::F16).map_err(|e| {
             Error::UnsupportedQuantization {
                 path: source.location(&codes_name(module)),
-                reason: format!("`{module}` does not support {scheme}: {e}"),
+                reason: format!("`{module}` cannot have the scheme {scheme}: {e}"),
             }
         })?;
         check_specs(source, &specs, |_, _| false)?;

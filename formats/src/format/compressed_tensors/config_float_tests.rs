@@ -55,7 +55,7 @@ fn fp8_caches_are_reported_and_explained() {
         new.len() == 2 && new[0].contains("--kv-cache-dtype fp8") && new[1].contains("llama.cpp"),
         "{new:?}"
     );
-    // llama.cpp's converter ignores them only if all weights are NVFP4.
+    // llama.cpp's converter ignores cache scales only if all weights are NVFP4.
     let nvfp4 = ModuleSchemes { fp8_cache: true, ..of("wf4a16-g16-nv") };
     assert!(!warnings(&nvfp4).iter().any(|n| n.contains("rejects FP8 cache scales")));
 }

@@ -10,7 +10,7 @@
 //! | `nvfp4-pack-quantized` | `X.weight_packed` | U8 | `[n, k/2]` | two codes per byte, with the even column in the low bits |
 //! | | `X.weight_scale` | F8_E4M3 | `[n, k/16]` | group scales |
 //! | | `X.weight_global_scale` | F32 | `[1]` | the divisor of the group scales |
-//! | | `X.input_global_scale` | F32 | `[1]` | the input's global scale, a divisor; rounded activations only |
+//! | | `X.input_global_scale` | F32 | `[1]` | the input's global scale, a divisor; NVFP4 activations only |
 //! | `mxfp4-pack-quantized` | `X.weight_packed` | U8 | `[n, k/2]` | as above |
 //! | | `X.weight_scale` | U8 | `[n, k/32]` | exponents: `2^(byte − 127)` |
 //! | `mxfp8-quantized` | `X.weight` | F8_E4M3 | `[n, k]` | codes |

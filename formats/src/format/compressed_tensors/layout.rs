@@ -148,7 +148,7 @@ pub(super) fn layout_as(
     if !(2..=8).contains(&bits) {
         return Err(unusable(format!("compressed-tensors supports 2 to 8 bits, not {bits}")));
     }
-    // Every count below is at most 8 bytes per weight.
+    // No tensor below takes more than 8 bytes per weight, so no size overflows.
     if n.checked_mul(k).is_none_or(|elements| elements > isize::MAX as usize / 8) {
         return Err(unusable(format!("a weight of shape [{n}, {k}] exceeds the address space")));
     }

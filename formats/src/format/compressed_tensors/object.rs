@@ -13,7 +13,7 @@ impl<'a> Object<'a> {
         value
             .as_object()
             .map(|map| Self { map, path: path.clone() })
-            .ok_or(format!("`{path}` is not an object"))
+            .ok_or(format!("`{path}` must be an object"))
     }
 
     /// Returns a key's value; `null` counts as absent.
@@ -29,7 +29,7 @@ impl<'a> Object<'a> {
     pub(super) fn strings(&self, key: &str) -> Result<Vec<(String, &'a str)>, String> {
         let path = |i: usize| format!("{}.{key}[{i}]", self.path);
         let array =
-            self.get(key).and_then(Value::as_array).ok_or_else(|| self.refuse(key, "is not an array"))?;
+            self.get(key).and_then(Value::as_array).ok_or_else(|| self.refuse(key, "must be an array"))?;
         let strings = array.iter().enumerate().map(|(i, v)| match v.as_str() {
             Some(s) => Ok((path(i), s)),
             None => Err(format!("`{}` is not a string", path(i))),

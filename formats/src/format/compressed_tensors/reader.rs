@@ -255,7 +255,7 @@ impl PackedReader for Reader {
         let specs = layout::layout_as(storage, module, shape, scheme, scale_dtype).map_err(|e| {
             Error::UnsupportedQuantization {
                 path: source.location(&scale_name),
-                reason: format!("`{module}` does not support {scheme}: {e}"),
+                reason: format!("`{module}` cannot have the scheme {scheme}: {e}"),
             }
         })?;
         for spec in &specs {
@@ -351,7 +351,9 @@ fn read_input(source: &dyn TensorSource, module: &str, scheme: LinearScheme) -> 
     if !(scale > 0.0 && scale.is_finite() && (1.0 / scale).is_finite()) {
         return Err(Error::UnsupportedQuantization {
             path: source.location(&name),
-            reason: format!("tensor `{name}` is {scale}; an input scale must be positive and finite"),
+            reason: format!(
+                "tensor `{name}` is {scale}; an input scale and its reciprocal must be positive and finite"
+            ),
         });
     }
     Ok(Some(StaticScale { scale, zero }))

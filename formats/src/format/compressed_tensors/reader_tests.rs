@@ -44,7 +44,7 @@ impl Memory {
     }
 }
 
-/// The weight `m`, with the scheme of the reader's configuration.
+/// Reads the weight `m`, with the scheme of the reader's configuration.
 fn read(reader: &dyn PackedReader, source: &dyn TensorSource, shape: [usize; 2]) -> Result<QuantizedTensor> {
     let scheme = reader.scheme("m").expect("a quantized linear");
     reader.read(source, PackedWeight { module: "m", shape, scheme })
@@ -62,7 +62,7 @@ fn quantized(shape: [usize; 2], scheme: &str) -> QuantizedTensor {
     quantize_rtn("w", &wave(shape[0], shape[1]), shape, scheme.parse().unwrap(), Dtype::F16, None).unwrap()
 }
 
-/// A configuration that contains the module `m` of that tensor.
+/// The configuration of a checkpoint in which the linear `m` has this scheme.
 fn config_for(scheme: LinearScheme) -> Value {
     CompressedTensors
         .quantization_config(&ModuleSchemes { quantized: vec![("m", scheme)], ..Default::default() })
@@ -215,15 +215,15 @@ fn what_is_not_understood_is_refused_by_its_path() {
         ("/quantization_status", json!(null), "quantization_status` is missing"),
         ("/kv_cache_scheme", json!({"num_bits": 8}), "kv_cache_scheme.type` is missing"),
         ("/sparsity_config", json!({"format": "sparse-24"}), "sparsity_config.format` is"),
-        ("/sparsity_config", json!(7), "sparsity_config` is not an object"),
+        ("/sparsity_config", json!(7), "sparsity_config` must be an object"),
         ("/transform_config", json!({"config_groups": {"R1": {}}}), "transform_config` is not supported"),
-        ("/config_groups", json!(null), "config_groups` is not an object"),
-        ("/config_groups", json!([]), "config_groups` is not an object"),
-        ("/config_groups/group_0", json!("W4A16"), "config_groups.group_0` is not an object"),
-        ("/ignore", json!("lm_head"), "ignore` is not an array"),
+        ("/config_groups", json!(null), "config_groups` must be an object"),
+        ("/config_groups", json!([]), "config_groups` must be an object"),
+        ("/config_groups/group_0", json!("W4A16"), "config_groups.group_0` must be an object"),
+        ("/ignore", json!("lm_head"), "ignore` must be an array"),
         ("/ignore", json!(["a", 7]), "ignore[1]` is not a string"),
         ("/ignore", json!(["re:(?=a)"]), "ignore[0]` is not a supported regular expression"),
-        ("targets", json!(null), "group_0.targets` is not an array"),
+        ("targets", json!(null), "group_0.targets` must be an array"),
         ("targets", json!([null]), "group_0.targets[0]` is not a string"),
         (
             "targets",
@@ -233,7 +233,7 @@ fn what_is_not_understood_is_refused_by_its_path() {
         ),
         ("targets", json!(["re:(a{999}){999}"]), "group_0.targets[0]` is not a supported regular expression"),
         ("targets", json!(vec!["re:a"; 300]), "group_0.targets[256]` exceeds the limit of 256"),
-        ("input_activations", json!(8), "group_0.input_activations` is not an object"),
+        ("input_activations", json!(8), "group_0.input_activations` must be an object"),
         ("input_activations", json!({"num_bits": 8}), "input_activations.strategy` must be token"),
         (
             "input_activations",
@@ -268,7 +268,7 @@ fn what_is_not_understood_is_refused_by_its_path() {
         ("output_activations", json!({"num_bits": 8}), "group_0.output_activations` is not supported"),
         ("format", json!("float-quantized"), "group_0.format` is"),
         ("novelty", json!(1), "group_0.novelty` is an unknown key"),
-        ("weights", json!(null), "group_0.weights` is not an object"),
+        ("weights", json!(null), "group_0.weights` must be an object"),
         ("weights/num_bits", json!(16), "weights.num_bits` must be an integer from 2 to 8"),
         ("weights/num_bits", json!("4"), "weights.num_bits` must be an integer"),
         ("weights/num_bits", json!(null), "weights.num_bits` must be an integer"),
@@ -346,7 +346,7 @@ fn static_scales_of_others_are_read_and_bad_ones_refused() {
         assert!(message.contains("m.input_scale") && message.contains("an input scale must be"), "{message}");
     }
     assert!(with(Dtype::F32, f32::NAN).is_err());
-    // Some files have redundant zero points with byte storage; other values contradict the scheme.
+    // Some files contain zero points of symmetric bytes, which must be 0.
     let symmetric = quantized([4, 16], "w8a8");
     for (zero, accepted) in [(0, true), (1, false)] {
         let mut source = Memory::of("m", &symmetric);

@@ -1,4 +1,4 @@
-//! What loaders of compressed-tensors checkpoints do not support.
+//! The limitations of loaders of compressed-tensors checkpoints.
 
 use std::collections::BTreeSet;
 

@@ -69,10 +69,10 @@ pub(super) fn layout(
     if scale_dtype != Dtype::F16 {
         return Err(unusable(format!("the {METHOD} format stores scales as F16, not {scale_dtype}")));
     }
-    // Every count below is at most 8 bytes per weight, and the index is an int32.
+    // No tensor below takes more than 8 bytes per weight, so no size overflows. The group index is an int32.
     if n.checked_mul(k).is_none_or(|elements| elements > isize::MAX as usize / 8) || i32::try_from(k).is_err()
     {
-        return Err(unusable(format!("a weight of shape [{n}, {k}] exceeds the address space")));
+        return Err(unusable(format!("a weight of shape [{n}, {k}] is too large for the {METHOD} format")));
     }
     for (size, what) in [(k, "inputs"), (n, "outputs")] {
         if !(size * bits).is_multiple_of(32) {

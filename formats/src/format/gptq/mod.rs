@@ -30,7 +30,7 @@ const CONFIG_FILE: &str = "quantize_config.json";
 /// Prefix of the keys of `dynamic` whose modules stay float.
 const EXCLUDED: &str = "-:";
 
-/// What loaders do not support.
+/// The limitations of loaders.
 static LOADER_RULES: &[LoaderRule] = &[
     LoaderRule::new(
         &[VLLM, SGLANG],
@@ -54,7 +54,7 @@ static LOADER_RULES: &[LoaderRule] = &[
     ),
 ];
 
-/// All linears have one scheme.
+/// Whether the scheme of the linears, which all have the same, is asymmetric.
 fn is_asymmetric(schemes: &ModuleSchemes<'_>) -> bool {
     schemes.quantized.first().is_some_and(|(_, scheme)| !scheme.is_symmetric())
 }
@@ -98,11 +98,11 @@ impl Container for GptqV1 {
     /// embedding stay float.
     fn check(&self, schemes: &ModuleSchemes<'_>) -> Result<()> {
         const REMEDY: &str = "leave it float, or write ‹format=compressed-tensors›";
-        let head = schemes.head.or(schemes.embedding.map(|_| "the embedding"));
-        if let Some(module) = head {
+        let head = schemes.head.map(|head| format!("`{head}`"));
+        if let Some(module) = head.or(schemes.embedding.map(|_| "the embedding".to_owned())) {
             return Err(Error::usage(
                 format!(
-                    "`{module}` cannot be quantized in the {METHOD} format, because not all engines support it"
+                    "{module} cannot be quantized in the {METHOD} format, because not all engines support it"
                 ),
                 REMEDY,
             ));

@@ -125,7 +125,7 @@ impl PackedReader for Reader {
         let specs = layout::layout(module, shape, scheme, Dtype::F16).map_err(|e| {
             Error::UnsupportedQuantization {
                 path: source.location(&codes_name(module)),
-                reason: format!("`{module}` does not support {scheme}: {e}"),
+                reason: format!("`{module}` cannot have the scheme {scheme}: {e}"),
             }
         })?;
         let index = index_name(module);
@@ -151,7 +151,7 @@ impl PackedReader for Reader {
             false => Err(Self::broken(
                 source,
                 &name,
-                "has zero points that differ from the middle code, but `sym` is true",
+                "has zero points that differ from the middle code, but `sym` is true, which is its default",
             )),
         }
     }

@@ -7,7 +7,7 @@
 //! | `X.weight` | U8 | `[n, k/2]` | two codes per byte, with the even column in the low bits |
 //! | `X.weight_scale` | F8_E4M3 | `[n, k/16]` | group scales |
 //! | `X.weight_scale_2` | F32 | `[]` | the multiplier of the group scales |
-//! | `X.input_scale` | F32 | `[]` | the input's global scale, a multiplier; rounded activations only |
+//! | `X.input_scale` | F32 | `[]` | the input's global scale, a multiplier; NVFP4 activations only |
 //! | `…k_proj.k_scale`, `…v_proj.v_scale` | F32 | `[]` | the multiplier of cached keys and values; FP8 caches only |
 //!
 //! Codes and group scales are those of compressed-tensors, byte for byte. The global scale is a multiplier here and a
@@ -81,7 +81,13 @@ impl Container for ModelOpt {
         scale_dtype: Dtype,
     ) -> Result<Vec<TensorSpec>> {
         let is_nvfp4 = scheme.has_global_scale() && scale_dtype == Dtype::F8E4M3;
-        if !is_nvfp4 || n.checked_mul(k).is_none_or(|elements| elements > isize::MAX as usize / 8) {
+        if n.checked_mul(k).is_none_or(|elements| elements > isize::MAX as usize / 8) {
+            return Err(Error::usage(
+                format!("`{module}.weight`: a weight of shape [{n}, {k}] exceeds the address space"),
+                "leave it float with ‹ignore›",
+            ));
+        }
+        if !is_nvfp4 {
             return Err(Error::usage(
                 format!("`{module}.weight`: the {METHOD} format supports only NVFP4 weights, not {scheme}"),
                 "choose ‹scheme=nvfp4› or ‹scheme=nvfp4a16›, or write ‹format=compressed-tensors›",
@@ -184,7 +190,7 @@ impl Container for ModelOpt {
     }
 }
 
-/// What loaders do not support.
+/// The limitations of loaders.
 static LOADER_RULES: &[LoaderRule] = &[
     LoaderRule::new(&[TRANSFORMERS], |_| true, "transformers 5.23 does not load the modelopt format"),
     LoaderRule::computed(&[VLLM], excluded_by_substring),

@@ -76,14 +76,14 @@ impl Reader {
             None => (config, "quantization_config"),
             Some(nested) => (nested, "quantization_config.quantization"),
         };
-        let map = config.as_object().ok_or(format!("`{path}` is not an object"))?;
+        let map = config.as_object().ok_or(format!("`{path}` must be an object"))?;
         if let Some(key) = map.keys().find(|key| !KEYS.contains(&key.as_str())) {
             return Err(format!("`{path}.{key}` is an unknown key"));
         }
         let field = |key: &str| map.get(key).filter(|value| !value.is_null());
         let algorithm = match field("quant_algo").map(Value::as_str) {
             Some(Some(name)) => name.to_uppercase(),
-            _ => return Err(format!("`{path}.quant_algo` is not a string")),
+            _ => return Err(format!("`{path}.quant_algo` must be a string")),
         };
         if !ALGORITHMS.contains(&algorithm.as_str()) {
             let known = ALGORITHMS.join(", ");

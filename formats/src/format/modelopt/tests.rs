@@ -75,7 +75,7 @@ proptest! {
         }
     }
 
-    /// Tensors and a configuration with arbitrary modifications: an error, or a consistent tensor.
+    /// Tensors and a configuration with arbitrary modifications give an error or a consistent tensor.
     #[test]
     fn hostile_files_are_errors(
         name in 0_usize..5, dtype in 0..Dtype::ALL.len(), shape in prop::collection::vec(0_usize..70, 0..3), fill: u8,
@@ -165,7 +165,7 @@ fn configurations_of_others_are_read_strictly() {
     assert!(ModelOpt.reader(&json!({ "quant_method": "fp8" })).unwrap().is_none());
     for (change, expected) in [
         (json!({ "quant_algo": "W4A8_AWQ" }), "quant_algo` is W4A8_AWQ"),
-        (json!({ "quant_algo": null }), "quant_algo` is not a string"),
+        (json!({ "quant_algo": null }), "quant_algo` must be a string"),
         (json!({ "group_size": 32 }), "group_size` is 32"),
         (json!({ "kv_cache_scheme": { "num_bits": 4, "type": "float" } }), "kv_cache_scheme` must be"),
         (json!({ "kv_cache_scheme": "FP8" }), "kv_cache_scheme` must be"),
@@ -226,7 +226,7 @@ fn tensors_are_checked() {
             read(&ModelOpt, &config(&ModelOpt, tensor.scheme), &source(&packed), [4, 32]).unwrap_err();
         assert!(error.to_string().contains(expected), "{expected}: {error}");
     }
-    // Input scales may be large, weight scales may not.
+    // Input scales may be large, but weight scales may not.
     let tensor = quantized([4, 32], "wf4af4-g16-nv", 0.25);
     let mut packed = ModelOpt.pack("m", &tensor).unwrap();
     packed[3].1.copy_from_slice(&1.0_f32.to_le_bytes());

@@ -121,7 +121,7 @@ fn tiles(kind: Kind) -> [usize; 3] {
     }
 }
 
-/// What loaders do not support.
+/// The limitations of loaders.
 pub(super) static LOADER_RULES: &[LoaderRule] = &[
     LoaderRule::new(
         &[QSERVE],

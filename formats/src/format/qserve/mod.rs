@@ -94,12 +94,10 @@ impl Container for QServe {
             ));
         }
         let named_head = schemes.quantized.iter().any(|(module, _)| *module == HEAD).then_some(HEAD);
-        let head = schemes.head.or(named_head).or(schemes.embedding.map(|_| "the embedding"));
-        if let Some(module) = head {
+        let head = schemes.head.or(named_head).map(|head| format!("`{head}`"));
+        if let Some(module) = head.or(schemes.embedding.map(|_| "the embedding".to_owned())) {
             return Err(Error::usage(
-                format!(
-                    "`{module}` cannot be quantized in the {METHOD} format, because engines keep it float"
-                ),
+                format!("{module} cannot be quantized in the {METHOD} format, because engines keep it float"),
                 "leave it float, or write ‹format=compressed-tensors›",
             ));
         }

@@ -83,7 +83,7 @@ fn what_is_written_reads_back() {
     }
 }
 
-/// The keys that SGLang's users added to `config.json` by hand.
+/// `config.json` has only the keys that users of SGLang added by hand.
 #[test]
 fn a_checkpoint_of_others_needs_no_keys_of_ours() {
     let tensor = quantized([64, 256], GROUPS, 5);

@@ -144,7 +144,7 @@ pub unsafe extern "C" fn in_a_manner(ctx: *mut c_void, count: usize, piece: qz1_
     }
 }
 
-/// A `for_each` that runs everything on the calling thread.
+/// A `for_each` that runs pieces on the calling thread, in this manner.
 pub fn threads(manner: &'static Manner) -> qz1_parallel {
     let ctx = (&raw const *manner).cast_mut().cast();
     qz1_parallel {

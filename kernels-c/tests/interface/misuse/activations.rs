@@ -57,7 +57,7 @@ fn activations_that_do_not_fit() {
     assert_eq!(gated(&whole), qz1_status::Ok);
     assert_eq!(gated(&qz1_values { len: 2 * K, ..whole }), qz1_status::Length);
     assert_eq!(gated(&qz1_values { kind: QZ1_TYPE_F16, ..whole }), qz1_status::Mismatch);
-    // Three rows of one width do not divide into rows of the other.
+    // Without `up`, rows are twice as wide, and three single rows are not whole rows.
     assert_eq!(gated(null()), qz1_status::Length);
     let mut none = null_mut();
     // SAFETY: null is allowed, and nothing is freed.

@@ -13,7 +13,7 @@ use super::features::number;
 use super::weights::Weights;
 use crate::common::*;
 
-/// More rows than fit in a strip.
+/// Rows of activations.
 const M: usize = 14;
 
 /// The operation that computes rows.

@@ -83,7 +83,7 @@ fn floats(sum: [u8; 4], terms: &[[[u8; 4]; 2]]) -> [u8; 4] {
 #[allow(unsafe_code, reason = "reads and writes through pointers that the caller guarantees to be valid")]
 impl TileUnit for Emulated {
     type Lanes = Scalar;
-    /// The centre that is subtracted from every code.
+    /// The centre that is subtracted from integer codes.
     type Table = i32;
 
     unsafe fn configure(shape: Shape) -> Self {

@@ -120,7 +120,7 @@ fn tools_reach_the_template() {
     assert_eq!(rendered.text, "tools: [{\"name\": \"f\", \"z\": 1, \"a\": 2}]\n<user>x<end>#1");
 }
 
-/// An error names the file of conversations and its line, the template, the fault, and the remedy.
+/// Asserts an error that names the file of conversations and its line, the template, the fault and the remedy.
 #[track_caller]
 fn refused(source: &str, conversation: &Conversation, mask: Mask, expected: &[&str]) {
     let error = render(source, conversation, mask).unwrap_err();

@@ -1,8 +1,8 @@
 //! GGUF files: typed metadata and tensors in blocks, one file or several parts for a whole model.
 //!
 //! `docs/formats/gguf.md` shows the byte layout. The reader is strict, because files may come from untrusted sources:
-//! every length is checked against the remaining bytes of the file before anything is allocated, and errors name
-//! the field and, if it has one, its offset.
+//! every length is checked against the remaining bytes of the file before anything is allocated, and errors name the
+//! field or tensor, mostly with its offset.
 
 mod archive;
 mod fault;

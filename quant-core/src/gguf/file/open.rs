@@ -11,7 +11,7 @@ use super::read::{GgufHeader, GgufTensor};
 use crate::checkpoint::{open_regular, printable, read_exact_at};
 use crate::{Error, Result};
 
-/// A file whose header was read, with the other parts of the model.
+/// An open file, or all parts of a model, with headers that were read.
 #[derive(Debug)]
 pub struct GgufFile {
     /// The path of the first file, as given.
@@ -28,8 +28,8 @@ impl GgufFile {
     /// Opens a file and checks its header.
     ///
     /// # Errors
-    /// [`Error::InputFile`] if it breaks a rule of the format, with field and offset; [`Error::Io`] if it cannot be
-    /// read.
+    /// [`Error::InputFile`] if it breaks a rule of the format or uses an unsupported feature; [`Error::Io`] if it
+    /// cannot be read or is not a regular file.
     pub fn open(path: &Path) -> Result<Self> {
         let real = path.canonicalize().map_err(|e| Error::io("open", path, e))?;
         let file = open_regular(&real, path)?;
@@ -44,8 +44,8 @@ impl GgufFile {
     /// Opens all parts of a model, of which `path` is the first. The others are expected in the same directory.
     ///
     /// # Errors
-    /// As [`open`](Self::open), for each part; [`Error::InputFile`] when `path` is not the first part, or parts do not
-    /// belong together.
+    /// As [`open`](Self::open), for each part; [`Error::InputFile`] when `path` is not the first part, or parts are
+    /// missing or do not belong together.
     pub fn open_model(path: &Path) -> Result<Self> {
         let mut first = Self::open(path)?;
         let Some(part) = Part::of(&first.header).map_err(|fault| Self::broken(path, fault))? else {
@@ -104,7 +104,7 @@ impl GgufFile {
         Ok(())
     }
 
-    /// The error for a file that breaks a rule.
+    /// The error for a faulty file, with the remedy for the kind of the fault.
     pub(crate) fn broken(path: &Path, fault: impl Into<GgufFault>) -> Error {
         match fault.into() {
             GgufFault::Unread(reason) => Self::unread(path, reason),

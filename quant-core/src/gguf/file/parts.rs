@@ -35,7 +35,7 @@ impl Part {
             None => Ok(None),
             Some(value) => match value.as_u64().and_then(|n| usize::try_from(n).ok()) {
                 Some(n) => Ok(Some(n)),
-                None => Err(GgufFault::from(format!("`{key}` is not an integer"))),
+                None => Err(GgufFault::from(format!("`{key}` must be an integer of at least 0"))),
             },
         };
         let Some(count) = number(COUNT)?.filter(|count| *count > 1) else { return Ok(None) };
@@ -49,14 +49,15 @@ impl Part {
             return Err(format!("`{COUNT}` is {count}, but the maximum is {MAX_FILES}").into());
         }
         if part.number >= count {
-            return Err(format!("`{NUMBER}` is {}, but there are only {count} files", part.number).into());
+            let number = part.number;
+            return Err(format!("`{NUMBER}` is {number}; it must be less than `{COUNT}`, {count}").into());
         }
         Ok(Some(part))
     }
 
     /// The metadata entries of the part.
     pub(super) fn entries(self) -> [(String, Value); 3] {
-        // The casts are lossless: there are at most `MAX_FILES` files, and fewer tensors than a header may describe.
+        // The casts are lossless: there are at most `MAX_FILES` files, and models have far fewer than 2³¹ tensors.
         [
             (NUMBER.to_owned(), Value::U16(self.number as u16)),
             (COUNT.to_owned(), Value::U16(self.count as u16)),

@@ -59,7 +59,7 @@ impl GgufHeader {
     /// Reads the header of a file of `len` bytes from its start. Tensor data is not read.
     ///
     /// # Errors
-    /// The rule that the header breaks, with field and offset.
+    /// The rule that the header breaks, or the unsupported feature that it uses.
     pub fn parse(reader: impl Read, len: u64) -> Result<Self, GgufFault> {
         Cursor { reader, at: 0, len, elements: 0 }.header()
     }
@@ -127,7 +127,7 @@ impl<R: Read> Cursor<R> {
         Ok(GgufHeader { version, metadata, tensors: found })
     }
 
-    /// Reads the next bytes, which belong to the field `what`.
+    /// Reads the next `N` bytes, which belong to the field `what`.
     fn array<const N: usize>(&mut self, what: &str) -> Result<[u8; N], String> {
         let mut bytes = [0; N];
         self.fill(what, &mut bytes)?;

@@ -145,7 +145,7 @@ impl Value {
         }
     }
 
-    /// The integers, if the value is a list of them.
+    /// The integers, if the value is a list of them and all fit `i64`.
     pub fn as_integers(&self) -> Option<Vec<i64>> {
         match self {
             Self::Array(Array::U8(v)) => Some(v.iter().map(|&v| v.into()).collect()),

@@ -5,7 +5,7 @@ use super::{ALIGNMENT_KEY, DEFAULT_ALIGNMENT, MAGIC, MAX_DIMS, MAX_NAME, VERSION
 use crate::blocks::BlockType;
 use crate::{Error, Result};
 
-/// The key for the program that wrote the file, with its version. Another run may replace a file that has it.
+/// The key for the version of this program, in files that it wrote. Another run may replace such files.
 pub(super) const WRITER_KEY: &str = "quant.version";
 
 /// A tensor as the header describes it.
@@ -32,7 +32,7 @@ impl Described<'_> {
             .row_bytes(columns)
             .ok_or_else(|| fault("has rows that are not a multiple of the block size"))?;
         let bytes = outer.iter().try_fold(row, |bytes, &dim| bytes.checked_mul(dim));
-        bytes.map(|bytes| bytes as u64).ok_or_else(|| fault("overflows"))
+        bytes.map(|bytes| bytes as u64).ok_or_else(|| fault("has a size that overflows"))
     }
 }
 
@@ -75,7 +75,7 @@ pub(super) fn header(metadata: &[(String, Value)], tensors: &[Described<'_>]) ->
     Ok((bytes, placed.ok_or_else(|| Error::Internal("the size of the output overflows".into()))?))
 }
 
-/// A whole file whose tensors are in memory, such as an importance matrix: name, shape and values of each.
+/// Returns the bytes of a whole file, such as an importance matrix, from the name, shape and values of each tensor.
 pub(crate) fn write_file(
     metadata: &[(String, Value)],
     tensors: &[(String, Vec<usize>, Vec<f32>)],

@@ -143,9 +143,8 @@ fn rope(about: &About<'_>, head_dim: u64, set: &mut impl FnMut(&str, Json)) -> R
     let rotary_dim = about.integer("rope.dimension_count")?.unwrap_or(head_dim);
     if rotary_dim != head_dim {
         if !about.family.partial_rotary || rotary_dim > head_dim {
-            return Err(
-                about.unread("rope.dimension_count", "differs from the head width, which is not supported")
-            );
+            let reason = format!("is {rotary_dim}, which is not supported for heads of width {head_dim}");
+            return Err(about.unread("rope.dimension_count", &reason));
         }
         set("partial_rotary_factor", json!(rotary_dim as f64 / head_dim as f64));
     } else if about.family.partial_rotary {
@@ -182,6 +181,7 @@ fn rope(about: &About<'_>, head_dim: u64, set: &mut impl FnMut(&str, Json)) -> R
                 })
             }
             (None, None) if kind == "none" => Json::Null,
+            (None, Some(_)) => return Err(missing(about.file, ROPE_SHORT)),
             _ => return Err(missing(about.file, ROPE_LONG)),
         },
         ("none", Some(tensor)) => {

@@ -72,9 +72,8 @@ pub(super) fn config(about: &About<'_>, set: &mut impl FnMut(&str, Json)) -> Res
     };
     let rotary = about.integer("rope.dimension_count_swa")?.unwrap_or(windowed);
     if rotary != windowed {
-        return Err(
-            about.unread("rope.dimension_count_swa", "differs from the head width, which is not supported")
-        );
+        let reason = format!("is {rotary}, which is not supported for heads of width {windowed}");
+        return Err(about.unread("rope.dimension_count_swa", &reason));
     }
     set(
         "rope_parameters",

@@ -28,7 +28,8 @@ pub use tensors::GgufSource;
 ///
 /// # Errors
 /// [`Error::InputFile`] when the file is damaged, contains an importance matrix or a later part of a model, or has an
-/// unsupported architecture; [`Error::Io`] if it cannot be read.
+/// unsupported architecture or tensor; [`Error::Config`] if its metadata imply an invalid or unsupported configuration;
+/// [`Error::Io`] if it cannot be read.
 pub fn open(path: &Path) -> Result<ModelDirectory> {
     let file = Arc::new(GgufFile::open_model(path)?);
     let about = About::of(&file)?;
@@ -71,7 +72,7 @@ struct About<'a> {
 
 impl<'a> About<'a> {
     fn of(file: &'a GgufFile) -> Result<Self> {
-        let text = |key: &str| typed(file, key, "text", Value::as_str);
+        let text = |key: &str| typed(file, key, "a string", Value::as_str);
         if let Some(kind) = text("general.type")?.filter(|kind| *kind != "model") {
             let reason = format!("`general.type` is `{}`; only `model` is supported", printable(kind));
             return Err(GgufFile::refused(file.path(), reason, "give the GGUF file of a model"));
@@ -111,10 +112,10 @@ impl<'a> About<'a> {
             let max = self.file.header().tensors.len() as u64;
             return match blocks <= max && blocks > 0 {
                 true => Ok(vec![self.require(key)?; blocks as usize]),
-                false => {
-                    Err(self
-                        .broken("block_count", &format!("is {blocks}, but the file has only {max} tensors")))
-                }
+                false => Err(self.broken(
+                    "block_count",
+                    &format!("is {blocks}; it must be from 1 to the number of tensors, {max}"),
+                )),
             };
         };
         let list = list.into_iter().map(|n| u64::try_from(n).ok()).collect::<Option<Vec<u64>>>();
@@ -136,7 +137,7 @@ impl<'a> About<'a> {
             Some(further) => Ok(further),
             None => Err(self.broken(
                 "nextn_predict_layers",
-                &format!("is {further}, but the model has only {all} blocks"),
+                &format!("is {further}; it must be less than `block_count`, {all}"),
             )),
         }
     }
@@ -180,12 +181,12 @@ impl<'a> About<'a> {
 
     /// A string by its full key.
     fn text(&self, key: &str) -> Result<Option<&'a str>> {
-        self.typed(key, "text", Value::as_str)
+        self.typed(key, "a string", Value::as_str)
     }
 
     /// A flag by its full key.
     fn flag(&self, key: &str) -> Result<Option<bool>> {
-        self.typed(key, "flag", Value::as_bool)
+        self.typed(key, "a boolean", Value::as_bool)
     }
 }
 
@@ -197,20 +198,23 @@ fn typed<'a, T>(
     read: impl Fn(&'a Value) -> Option<T>,
 ) -> Result<Option<T>> {
     let Some(value) = file.header().get(key) else { return Ok(None) };
-    let fault = || GgufFile::broken(file.path(), format!("`{}` is not a valid {what}", printable(key)));
+    let fault = || GgufFile::broken(file.path(), format!("`{}` must be {what}", printable(key)));
     read(value).map(Some).ok_or_else(fault)
 }
 
 /// An integer by its full key. A list with one value per block is accepted if all are equal.
 fn integer(file: &GgufFile, key: &str) -> Result<Option<u64>> {
     let Some(list) = file.header().get(key).and_then(Value::as_integers) else {
-        return typed(file, key, "integer", Value::as_u64);
+        return typed(file, key, "an integer of at least 0", Value::as_u64);
     };
     let first = list.first().and_then(|v| u64::try_from(*v).ok());
     match first.filter(|first| list.iter().all(|v| u64::try_from(*v).ok() == Some(*first))) {
         Some(first) => Ok(Some(first)),
         None => {
-            let reason = format!("`{}` differs between blocks, which is not supported", printable(key));
+            let reason = format!(
+                "`{}` must be the same integer of at least 0 for all blocks; other lists are not supported",
+                printable(key)
+            );
             Err(GgufFile::unread(file.path(), reason))
         }
     }

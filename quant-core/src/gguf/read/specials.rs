@@ -1,5 +1,5 @@
 //! Fields of a `config.json` for parts that only some families have: latent attention, delta nets, groups of experts,
-//! YaRN.
+//! and YaRN.
 
 use serde_json::{Value as Json, json};
 
@@ -9,7 +9,7 @@ use crate::Result;
 use crate::gguf::families::{How, RoutingKeys};
 use crate::gguf::specials::ROTATIONS;
 
-/// Sets the fields of latent attention; returns the number of rotated features per head.
+/// Sets the fields of latent attention, if the family has it, and returns the number of rotated features per head.
 pub(super) fn latent(about: &About<'_>, set: &mut impl FnMut(&str, Json)) -> Result<Option<u64>> {
     if !about.family.tensors.iter().any(|(_, how)| matches!(how, How::Latent(_))) {
         return Ok(None);
@@ -121,7 +121,7 @@ pub(super) fn yarn(about: &About<'_>, factor: Option<f64>) -> Result<Json> {
     let float = |key: &str, default: f64| Ok::<_, crate::Error>(about.float(key)?.unwrap_or(default));
     let factor = factor.ok_or_else(|| about.broken("rope.scaling.factor", "is missing"))?;
     if factor <= 0.0 {
-        return Err(about.broken("rope.scaling.factor", &format!("is {factor}")));
+        return Err(about.broken("rope.scaling.factor", &format!("is {factor}; it must be greater than 0")));
     }
     let key = "rope.scaling.yarn_ext_factor";
     if let Some(other) = about.float(key)?.filter(|mix| *mix >= 0.0 && *mix != 1.0) {

@@ -67,7 +67,8 @@ impl GgufSource {
     /// The tensors of a file that contains this model.
     ///
     /// # Errors
-    /// [`Error::InputFile`] when a tensor is missing, the family has no such tensor, or a shape is invalid.
+    /// [`Error::InputFile`] when a tensor is missing, the file has a tensor that the family does not have, or a shape
+    /// is invalid.
     pub(super) fn new(file: Arc<GgufFile>, about: &About<'_>, a: &Architecture) -> Result<Self> {
         let mut source = Self { file, tensors: BTreeMap::new(), last: Mutex::default() };
         let mut seen: BTreeSet<String> =
@@ -198,7 +199,7 @@ impl GgufSource {
         }
     }
 
-    /// The distinct types of quantized blocks.
+    /// The names of the distinct quantized block types.
     pub(super) fn kinds(&self) -> Vec<&'static str> {
         let mut kinds = Vec::new();
         let pieces = self.tensors.values().flat_map(|place| &place.pieces);
@@ -290,7 +291,7 @@ impl CheckpointTensor {
         }
     }
 
-    /// The type of its blocks, if it is a matrix whose rows are all stored as rows of one such type.
+    /// The type of its blocks, if it is a matrix whose rows are all stored unchanged in blocks of one quantized type.
     fn block_type(&self) -> Option<&'static BlockType> {
         let kind = self.pieces.first()?.tensor.kind;
         let stored_by_rows = |piece: &Piece| {

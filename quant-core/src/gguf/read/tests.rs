@@ -1,4 +1,4 @@
-//! Malformed files, each with a single fault.
+//! Files that are read, and malformed files with a single fault each.
 
 use std::path::PathBuf;
 
@@ -118,10 +118,13 @@ fn heads_as_a_list_count_as_heads() {
         assert_eq!(values(&listed, QUERIES), values(&plain, QUERIES));
     }
     let differs = Value::Array(Array::I32(vec![2, 4]));
-    assert_contains(&refused(&[("llama.attention.head_count", differs)]), &["differs between blocks"]);
+    assert_contains(
+        &refused(&[("llama.attention.head_count", differs)]),
+        &["must be the same integer of at least 0 for all blocks"],
+    );
     assert_contains(
         &refused(&[("llama.attention.head_count", Value::F32(2.0))]),
-        &["head_count` is not a valid integer"],
+        &["head_count` must be an integer of at least 0"],
     );
 }
 
@@ -221,7 +224,7 @@ fn values_of_a_wrong_type_are_refused() {
         assert_contains(&refused(&[(key, wrong)]), &[&format!("`{key}` "), "download it again"]);
     }
     let byte_level = [("tokenizer.ggml.model", Value::string("gpt2")), ("tokenizer.ggml.pre", Value::U32(1))];
-    assert_contains(&refused(&byte_level), &["`tokenizer.ggml.pre` is not a valid text"]);
+    assert_contains(&refused(&byte_level), &["`tokenizer.ggml.pre` must be a string"]);
 }
 
 #[test]
@@ -355,7 +358,7 @@ fn models_in_parts_are_read_as_one() {
     assert_contains(&refused(&[], NAMES, &as_it_is), &[NAMES[1], "is not file 2 of 2"]);
     assert_contains(
         &refused(&second(2, 2, 11), NAMES, &as_it_is),
-        &[NAMES[1], "`split.no` is 2, but there are only 2 files"],
+        &[NAMES[1], "`split.no` is 2; it must be less than `split.count`, 2"],
     );
     let mut too_many = second(1, 2, 11);
     too_many[1].1 = Value::U32(u32::from(u16::MAX) + 1);
@@ -365,7 +368,7 @@ fn models_in_parts_are_read_as_one() {
     );
     assert_contains(
         &refused(&second(1, 2, -1), NAMES, &as_it_is),
-        &[NAMES[1], "`split.tensors.count` is not an integer"],
+        &[NAMES[1], "`split.tensors.count` must be an integer of at least 0"],
     );
     assert_contains(
         &refused(&good, ["x.gguf", NAMES[1]], &as_it_is),
@@ -448,8 +451,8 @@ fn heads_of_delta_nets_go_back_to_their_groups() {
     // The file has heads 0, 2, 1, 3 of the checkpoint: it separates the heads of a group.
     let steps: Vec<f32> = [0.0, 2.0, 1.0, 3.0].iter().map(|i| i / 1024.0).collect();
     assert_eq!(of("dt_bias"), steps);
-    // Rows of queries and keys keep their places; heads of two rows follow. Rows are identified by their first
-    // elements.
+    // Rows of queries and keys keep their places; value heads of two rows each follow. Rows are identified by their
+    // first elements.
     let mixed: Vec<usize> =
         of("in_proj_qkv.weight").chunks(8).map(|row| (row[0] * 1024.0) as usize / 8).collect();
     assert_eq!(mixed, [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15]);
@@ -482,8 +485,7 @@ fn numbers_of_delta_nets_and_blocks_are_compared() {
     says_of(
         "nextn_predict_layers",
         Value::U32(2),
-        &["`qwen35.nextn_predict_layers` is 2, but the model has only \
-        2 blocks"],
+        &["`qwen35.nextn_predict_layers` is 2; it must be less than `block_count`, 2"],
     );
     says_of("block_count", Value::U32(3), &["tensor `blk.2.attn_norm.weight` is missing"]);
     says_of(

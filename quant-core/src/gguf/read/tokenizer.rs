@@ -149,7 +149,7 @@ fn ends(about: &About<'_>, vocabulary: &Vocabulary<'_>, bos_by_default: bool) ->
 /// The ID of a special token as stored in the file. If there is no such token, the ID may be negative or outside the
 /// vocabulary.
 fn special(about: &About<'_>, name: &str) -> Result<Option<i128>> {
-    about.typed(&format!("tokenizer.ggml.{name}_token_id"), "integer", |value| match *value {
+    about.typed(&format!("tokenizer.ggml.{name}_token_id"), "an integer", |value| match *value {
         Value::I32(v) if v < 0 => Some(v.into()),
         Value::I64(v) if v < 0 => Some(v.into()),
         ref other => other.as_u64().map(i128::from),
@@ -197,7 +197,7 @@ fn byte_level(about: &About<'_>, vocabulary: &Vocabulary<'_>, form: &Form) -> Re
 /// A BPE with `▁` for spaces and byte fallback. Texts begin with BOS unless the file states otherwise.
 fn spaced(about: &About<'_>, vocabulary: &Vocabulary<'_>) -> Result<Json> {
     let (vocab, mut added) = vocabulary.parts();
-    // Runs of newlines are one token if there is one, whatever the merges.
+    // A run of newlines is encoded as one token if the vocabulary contains it, regardless of the merges.
     let is_newlines = |token: &str| !token.is_empty() && token.bytes().all(|byte| byte == b'\n');
     for (id, token) in vocabulary.tokens.iter().enumerate().filter(|(_, token)| is_newlines(token)) {
         added.extend(vocabulary.is(id, kinds::NORMAL).then(|| added_token(id, token, false)));
@@ -259,7 +259,7 @@ fn sentencepiece(about: &About<'_>, vocabulary: &Vocabulary<'_>) -> Result<Json>
     }))
 }
 
-/// All pairs of tokens whose concatenation is a token, in descending order of its score.
+/// All pairs of tokens whose concatenation is a normal token, in descending order of its score.
 fn merges(about: &About<'_>, vocabulary: &Vocabulary<'_>, scores: &[f32]) -> Result<Vec<Json>> {
     const TOKENS: &str = "tokenizer.ggml.tokens";
     let max = MERGES_PER_TOKEN.saturating_mul(vocabulary.tokens.len());
@@ -279,11 +279,10 @@ fn merges(about: &About<'_>, vocabulary: &Vocabulary<'_>, scores: &[f32]) -> Res
             }
         }
         if merges.len() > max {
-            return Err(broken(
-                about,
-                TOKENS,
-                &format!("has more than {max} pairs that merge into a token, which is not supported"),
-            ));
+            let reason = format!(
+                "`{TOKENS}` has more than {max} pairs that merge into a token, which is not supported"
+            );
+            return Err(GgufFile::unread(about.file.path(), reason));
         }
     }
     merges.sort_by(|a, b| b.0.total_cmp(&a.0).then_with(|| (a.1, a.2, a.3).cmp(&(b.1, b.2, b.3))));

@@ -15,7 +15,7 @@ impl Kind {
     /// Returns the kind of a tokenizer.
     ///
     /// # Errors
-    /// When the kind cannot be written.
+    /// The reason why the tokenizer cannot be written.
     pub(super) fn of(json: &Json) -> Result<Self, String> {
         let model = json.get("model").ok_or("`model` is missing")?;
         // Old files have no type.

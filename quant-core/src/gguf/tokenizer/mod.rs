@@ -19,6 +19,8 @@ mod special;
 pub(super) use pre::Form;
 pub(super) use spaced::MODEL as SPACED;
 
+use std::path::Path;
+
 use serde_json::Value as Json;
 
 use super::families::GgufFamily;
@@ -30,8 +32,8 @@ use crate::{Error, Result};
 /// The largest file that is read, in bytes.
 const MAX_FILE_BYTES: u64 = 256 << 20;
 const JSON: &str = "tokenizer.json";
-/// Whether the tokenizer normalizes texts, if that differs from the published tokenizers with the same pre-tokenizer:
-/// [`NFC`] or [`NO_VOCABULARY`]. Other programs ignore it.
+/// The key for the normalizer, [`NFC`] or [`NO_VOCABULARY`], if it is not that of the published tokenizers with the
+/// same pre-tokenizer. Other programs ignore it.
 pub(super) const NORMALIZER: &str = "quant.tokenizer.normalizer";
 pub(super) const NFC: &str = "NFC";
 /// The value of ‹pre› and of `tokenizer.ggml.model` for a file without a vocabulary, and of [`NORMALIZER`] for a
@@ -74,8 +76,9 @@ pub(super) struct TokenizerMetadata {
 /// if the user names one.
 ///
 /// # Errors
-/// [`Error::Tokenizer`] if files are malformed, do not fit the model, or are of a kind that cannot be written;
-/// [`Error::InputFile`] if the pre-tokenizer is not recognized; [`Error::Usage`] if `pre` has no effect.
+/// [`Error::Tokenizer`] if the tokenizer cannot be loaded, or its settings or chat templates are malformed;
+/// [`Error::InputFile`] if its file is malformed, does not fit the model, or is of a kind that cannot be written, or its
+/// pre-tokenizer is not recognized; [`Error::Usage`] if `pre` has no effect.
 pub(super) fn metadata(
     directory: &ModelDirectory,
     family: &GgufFamily,
@@ -97,7 +100,7 @@ pub(super) fn metadata(
         return Ok(TokenizerMetadata { entries: vec![without_vocabulary()], notes });
     }
     let path = sidecar.path.clone();
-    let fault = |reason: String| Error::Tokenizer { path: path.clone(), reason };
+    let fault = |reason: String| unwritable(&path, reason);
     let bytes = sidecar.read(MAX_FILE_BYTES)?.map_err(fault)?;
     let json = parse_strictly(&bytes).map_err(|reason| fault(format!("is not valid JSON: {reason}")))?;
     let tokenizer = TextTokenizer::load(directory.text_workers(), &path, bytes)?;
@@ -186,6 +189,18 @@ impl Vocabulary {
         let named = entries.into_iter().map(|(key, value)| (format!("tokenizer.ggml.{key}"), value));
         let ours = self.normalizer.map(|name| (NORMALIZER.to_owned(), Value::string(name)));
         named.chain(ours).collect()
+    }
+}
+
+/// The error for a tokenizer that cannot be written.
+fn unwritable(path: &Path, reason: String) -> Error {
+    Error::InputFile {
+        path: path.to_owned(),
+        line: None,
+        reason,
+        remedy: "use the tokenizer of the original model, or set ‹pre=none› to write a file without a tokenizer; programs \
+            that read it, including this one, need token IDs as input then"
+            .into(),
     }
 }
 

@@ -87,7 +87,7 @@ impl<'a> Fields<'a> {
 /// Reads a model.
 ///
 /// # Errors
-/// The reason why it cannot be read, with an offset within the malformed message.
+/// The reason why it cannot be read. Offsets are within the malformed message, such as a piece.
 pub(super) fn read(bytes: &[u8]) -> Result<SentencePieceModel, String> {
     let mut model = SentencePieceModel { algorithm: 1, ..SentencePieceModel::default() };
     let mut fields = Fields { bytes, at: 0 };

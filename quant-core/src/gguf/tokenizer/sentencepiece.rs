@@ -1,10 +1,9 @@
-//! SentencePiece BPE: pieces with scores, where the merge whose result has the highest score comes first.
+//! SentencePiece BPE: pieces with scores. The merge whose result has the highest score comes first.
 //!
 //! `tokenizer.model` contains pieces and scores. Without it, the merges in `tokenizer.json` are ordered, and the score
 //! of a piece is minus the rank of the first merge that produces it, so that scores give the same order as ranks.
 
 use std::collections::HashMap;
-use std::path::Path;
 
 use serde_json::Value as Json;
 
@@ -15,14 +14,14 @@ use crate::checkpoint::ModelDirectory;
 use crate::{Error, Result};
 
 const MODEL: &str = "tokenizer.model";
-/// The score of tokens that no merge produces.
+/// The score of added tokens, and of tokens that no merge produces.
 const ADDED_SCORE: f32 = -1000.0;
 /// The score of IDs without a token.
 const UNUSED_SCORE: f32 = -10_000.0;
 
 /// Reads the vocabulary for an embedding of `rows`.
 pub(super) fn read(directory: &ModelDirectory, json: &Json, rows: usize) -> Result<Vocabulary> {
-    let fault = |path: &Path, reason: String| Error::Tokenizer { path: path.to_owned(), reason };
+    let fault = super::unwritable;
     let mut vocabulary = Vocabulary::unused("llama", rows);
     vocabulary.scores = Some(vec![UNUSED_SCORE; rows]);
     let json_path = directory.path().join(super::JSON);
@@ -58,7 +57,7 @@ pub(super) fn read(directory: &ModelDirectory, json: &Json, rows: usize) -> Resu
             path: json_path,
             line: None,
             reason: format!(
-                "has only {bytes} of the 256 byte tokens that llama.cpp needs for characters outside the vocabulary"
+                "has {bytes} byte tokens; llama.cpp needs 256, one per byte, for characters outside the vocabulary"
             ),
             remedy: "set ‹pre=none› to write a file without a tokenizer; programs that read it, including this one, \
                 need token IDs as input then"

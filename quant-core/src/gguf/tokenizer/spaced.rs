@@ -9,7 +9,7 @@ use super::bpe::merges;
 use super::sentencepiece::is_byte;
 use super::{Vocabulary, kinds};
 
-/// `tokenizer.ggml.model`.
+/// The value of `tokenizer.ggml.model`.
 pub(in crate::gguf) const MODEL: &str = "gemma4";
 /// llama.cpp does not use the scores of these files; its converter gives all tokens the same.
 const SCORE: f32 = -1000.0;
@@ -30,7 +30,7 @@ pub(super) fn read(json: &Json, rows: usize) -> Result<Vocabulary, String> {
     let known = json.get("model").and_then(|model| model.get("vocab")).and_then(Json::as_object);
     let known = known.ok_or("`model.vocab` is missing or malformed")?;
     for (text, id) in known {
-        let id = id.as_u64().ok_or_else(|| format!("`model.vocab` has no ID for `{text}`"))?;
+        let id = id.as_u64().ok_or_else(|| format!("`model.vocab` has an invalid ID for `{text}`"))?;
         let kind = if is_byte(text) { kinds::BYTE } else { kinds::NORMAL };
         vocabulary.set(id, text, kind)?;
     }
@@ -38,7 +38,7 @@ pub(super) fn read(json: &Json, rows: usize) -> Result<Vocabulary, String> {
         let kind = match token.content {
             text if VISIBLE.contains(&text) => kinds::USER_DEFINED,
             _ if token.special => kinds::CONTROL,
-            // Runs of newlines, for instance, which are tokens of the vocabulary, too.
+            // Some added tokens, such as runs of newlines, are in the vocabulary, too.
             text if known.contains_key(text) => continue,
             _ => kinds::USER_DEFINED,
         };

@@ -39,8 +39,7 @@ pub(super) fn read(
 ) -> Result<Specials> {
     let settings = TokenizerSettings::open(directory)?;
     let named = settings.special_tokens()?;
-    let added = super::added::added(json)
-        .map_err(|reason| Error::Tokenizer { path: tokenizer.path().into(), reason })?;
+    let added = super::added::added(json).map_err(|reason| super::unwritable(tokenizer.path(), reason))?;
     let of_settings = |name: &str| {
         let (_, text) = named.iter().find(|(known, _)| known.strip_suffix("_token") == Some(name))?;
         let added = added.iter().find(|token| token.content == text).map(|token| token.id as u32);
@@ -86,7 +85,7 @@ fn ends(tokenizer: &TextTokenizer) -> Result<([Option<u32>; 2], Option<String>)>
     let with = tokenizer.encode(TEXT)?;
     let without: Vec<u32> = tokenizer.encode_rendered(TEXT)?.into_iter().map(|(id, _)| id).collect();
     let place = (0..=with.len().saturating_sub(without.len())).find(|&at| with[at..].starts_with(&without));
-    let fault = |reason: &str| Error::Tokenizer { path: tokenizer.path().to_owned(), reason: reason.into() };
+    let fault = |reason: &str| super::unwritable(tokenizer.path(), reason.into());
     let place = place.ok_or_else(|| fault("adds tokens within a text, which GGUF cannot express"))?;
     let (before, after) = (&with[..place], &with[place + without.len()..]);
     let note = (before.len() > 1 || after.len() > 1).then(|| {
@@ -100,8 +99,8 @@ fn ends(tokenizer: &TextTokenizer) -> Result<([Option<u32>; 2], Option<String>)>
     Ok(([before.first().copied(), after.last().copied()], note))
 }
 
-/// Chat templates: `chat_template.jinja` first, as everywhere in this program, then `tokenizer_config.json`, then
-/// `chat_template.json`.
+/// Reads the chat templates from the first of these that has any: `chat_template.jinja`, as everywhere in this program,
+/// `tokenizer_config.json` and `chat_template.json`.
 pub(super) fn chat_templates(directory: &ModelDirectory) -> Result<Vec<(String, Value)>> {
     let text = |name: &str| -> Result<Option<String>> {
         let Some(sidecar) = directory.sidecar(name) else { return Ok(None) };

@@ -35,7 +35,7 @@ impl Blocks {
     /// Reads the number of layers from `num_hidden_layers`.
     ///
     /// # Errors
-    /// [`Error::Config`](crate::Error::Config) if it is missing, 0 or too large.
+    /// [`Error::Config`](crate::Error::Config) if it is missing, not a positive integer, or too large.
     pub fn layers(config: &ConfigFields<'_>) -> Result<usize> {
         Self::layers_by(config, "num_hidden_layers")
     }

@@ -159,7 +159,7 @@ impl<'a> Decoder<'a> {
         self.rope_request().read(self.config)
     }
 
-    /// The request that reads this rotary embedding from the configuration.
+    /// The request with which [`rope`](Self::rope) reads the rotary embedding.
     pub(super) fn rope_request(&self) -> RopeRequest<'static> {
         RopeRequest::new(self.shape.head_dim, self.defaults.theta)
     }

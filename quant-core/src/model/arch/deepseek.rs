@@ -334,7 +334,7 @@ mod tests {
         assert!(read("DeepseekV2ForCausalLM", &json!({ "model_type": "kimi_k2" })).is_err());
     }
 
-    /// For longer contexts, scores are multiplied by the square of YaRN's recommended factor.
+    /// With `mscale_all_dim`, scores are multiplied by the square of YaRN's recommended factor.
     #[test]
     fn mscale_multiplies_scores() {
         let scale = |rope: Value| {

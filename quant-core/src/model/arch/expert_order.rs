@@ -52,7 +52,7 @@ impl ExpertOrder {
     }
 }
 
-/// Whether a linear is evaluated between two nodes.
+/// Whether node `to` depends on a linear after node `from`.
 fn has_linear(graph: &BlockGraph, from: NodeId, to: NodeId) -> bool {
     let mut needed = vec![false; to + 1];
     needed[to] = true;
@@ -64,7 +64,7 @@ fn has_linear(graph: &BlockGraph, from: NodeId, to: NodeId) -> bool {
     })
 }
 
-/// Whether all linears outside the experts can run before the experts have.
+/// Whether no linear depends on the sum of the experts, so that all others can run before the experts.
 fn reads_no_expert(graph: &BlockGraph, sum: NodeId) -> bool {
     let mut depends = vec![false; graph.nodes().len()];
     depends[sum] = true;

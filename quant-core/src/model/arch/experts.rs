@@ -1,9 +1,9 @@
 //! Mixtures of experts in a block graph: a router, the experts, and the sum of their outputs.
 //!
 //! Every expert has nodes of its own in the graph. Its linears have names, folds, grids and statistics like all other
-//! linears, and a balance list that begins at a norm holds the router and the linears of every expert. The only
-//! difference is that values inside an expert have rows only for the tokens routed to it. A shared expert reads all
-//! tokens; it is an ordinary MLP whose output is added to that of the experts.
+//! linears, and a balance list that begins at a norm holds the router and the gate and up linears of every expert. The
+//! only difference is that values inside an expert have rows only for the tokens routed to it. A shared expert reads
+//! all tokens; it is an ordinary MLP whose output is added to that of the experts.
 
 use super::parts::fused_gated;
 use super::{Activation, Blocks, FusedExperts, GraphBuilder, NodeId, Op, Routing};

@@ -30,7 +30,7 @@ pub(super) struct HunYuanMoeV1;
 #[derive(Debug, Clone, Copy)]
 pub(super) struct HyV3;
 
-/// Mixtral's names, which other families have adopted.
+/// Mixtral's names of an expert's gate, up and down linears, which other families have adopted.
 const MIXTRAL: [&str; 3] = ["w1", "w3", "w2"];
 
 impl Family for MiniMaxM2 {

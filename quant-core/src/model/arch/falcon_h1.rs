@@ -107,7 +107,13 @@ fn mamba(d: &Decoder<'_>, outer: f32) -> Result<Mamba2> {
         ],
     )?;
     if width % heads != 0 || head_dim.is_some_and(|head_dim| Some(width) != heads.checked_mul(head_dim)) {
-        return Err(config.error(WIDTH, format!("is {width}, which is not the total width of {heads} heads")));
+        let reason = match head_dim {
+            Some(head_dim) => {
+                format!("is {width}, but must be the total width of {heads} heads of width {head_dim}")
+            }
+            None => format!("is {width}, which is not a multiple of the number of heads, {heads}"),
+        };
+        return Err(config.error(WIDTH, reason));
     }
     let space = super::StateSpace { head_dim: width / heads, ..space };
     let norm = d.flag("mamba_rms_norm", false)?.then_some(GatedNorm {

@@ -18,7 +18,7 @@ use crate::checkpoint::ConfigFields;
 /// Maximum number of layers of a model whose blocks all differ; a larger number means that the configuration is
 /// damaged.
 const MAX_LAYERS: usize = 1024;
-/// Module names that process a block's own input.
+/// Modules that process a block's own input.
 const OWN: [&str; 3] = ["per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm"];
 /// Modules that are unused in blocks that read another block's keys and values, though files may contain them.
 const UNUSED_MODULES: &[&str] =
@@ -140,8 +140,8 @@ fn pair_of(attention: &Attention) -> usize {
     usize::from(attention.shape.window.is_none())
 }
 
-/// Makes the last blocks read the keys and values of the last earlier block of their kind; returns the index of the
-/// first block that does.
+/// Makes the last `num_kv_shared_layers` blocks read the keys and values of the last earlier block of their kind;
+/// returns the number of blocks before them.
 fn share(d: &Decoder<'_>, attentions: &mut [Attention]) -> Result<usize> {
     const KEY: &str = "num_kv_shared_layers";
     let readers = d.config.optional_usize(KEY)?.unwrap_or(0);

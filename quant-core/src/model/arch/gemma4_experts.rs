@@ -1,5 +1,6 @@
 //! Experts in addition to the MLP of a block: both have their own norms before and after, and their outputs are added.
-//! The router reads the unnormalized residual stream, divided by its root mean square and multiplied by a stored scale.
+//! The router reads the residual stream, divided by its root mean square and by `√hidden`, and multiplied by a stored
+//! scale.
 
 use super::experts::{GATE_UP_DOWN, GatedExperts, Product, routing_by};
 use super::parts::DecoderBlock;
@@ -12,7 +13,7 @@ use crate::checkpoint::ConfigFields;
 pub(super) struct ParallelExperts(pub(super) GatedExperts);
 
 impl ParallelExperts {
-    /// Reads their sizes.
+    /// Reads the sizes of the experts.
     pub(super) fn read(config: &ConfigFields<'_>) -> Result<Self> {
         let routing = routing_by(config, &["num_experts"], &["top_k_experts"])?;
         let routing = Routing { normalized: true, ..routing };

@@ -490,9 +490,9 @@ impl BlockGraph {
         self.users[value].iter().copied()
     }
 
-    /// Returns the first linear that depends on all `sources`, or the first node of any kind if no linear does. A
-    /// search computes it from the sources' common input, so it must depend on nothing else. Experts chosen by a router
-    /// with a different input do not qualify.
+    /// Returns the first linear that depends on all `sources`, or else the first node of any kind. A search computes it
+    /// from the sources' common input, so a node that depends on anything else does not qualify, such as the sum of
+    /// experts that are chosen by a router with a different input.
     fn meeting_node(&self, sources: &[NodeId], input: NodeId) -> Option<NodeId> {
         // For each node, the number of sources it depends on.
         let mut reached = vec![0_usize; self.nodes.len()];

@@ -111,8 +111,8 @@ fn split(g: &mut GraphBuilder, value: NodeId, widths: [usize; 2]) -> [NodeId; 2]
         .map(|(start, width)| g.add(Op::Slice { period, start, width }, &[value]))
 }
 
-/// Returns the factor of the scores in addition to `1 / √head_dim`: for contexts longer than in training, the square of
-/// YaRN's recommended factor, weighted by `mscale_all_dim`; else 1.
+/// Returns the factor of the scores in addition to `1 / √head_dim`: the square of YaRN's recommended factor with
+/// `mscale_all_dim` as the multiplier of its logarithm, if that is set; else 1.
 fn score_factor(config: &ConfigFields<'_>) -> Result<f64> {
     const KEY: &str = "mscale_all_dim";
     let older = config.optional_object("rope_scaling")?;

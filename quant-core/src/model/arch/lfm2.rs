@@ -110,8 +110,8 @@ fn architecture(
     Ok(architecture)
 }
 
-/// Intermediate size of the MLP: the configured value or, if `block_auto_adjust_ff_dim` is set, two thirds of it, which
-/// are then multiplied by a factor and rounded up to a multiple, unless the factor is `null`.
+/// Intermediate size of the MLP: the configured value or, unless `block_auto_adjust_ff_dim` is false, two thirds of it.
+/// Unless their factor is `null`, these are multiplied by it and rounded up to a multiple.
 fn intermediate(d: &Decoder<'_>) -> Result<usize> {
     let config = d.config;
     let given = config.optional_positive("block_ff_dim")?.unwrap_or(d.intermediate);

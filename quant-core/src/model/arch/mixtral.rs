@@ -24,7 +24,7 @@ pub(super) struct Qwen2Moe;
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Olmoe;
 
-/// transformers 5 accepts either name for either family, and writes the second.
+/// transformers 5 accepts either name for all these families, and writes the second.
 const EXPERTS: [&str; 2] = ["num_experts", "num_local_experts"];
 
 impl Family for Mixtral {
@@ -165,7 +165,7 @@ mod tests {
         family.describe(&ConfigFields::new(path, config.as_object().unwrap()))
     }
 
-    /// The fold groups of the last layer by name: producer, consumers, inspected node, and the consumers' input.
+    /// The fold groups of the last layer by name: producer, consumers and inspected node.
     fn groups(architecture: &Architecture) -> Vec<(String, Vec<String>, String)> {
         let graph = architecture.graph(architecture.layers - 1);
         let name = |id: usize| graph.name(id).to_owned();

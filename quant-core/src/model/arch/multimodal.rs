@@ -109,7 +109,7 @@ impl Text {
     }
 }
 
-/// Qwen2-VL and Qwen2.5-VL.
+/// The defaults of Qwen2-VL and Qwen2.5-VL.
 fn qwen2_vl() -> Value {
     json!({
         "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "max_window_layers": 80,
@@ -117,7 +117,7 @@ fn qwen2_vl() -> Value {
     })
 }
 
-/// The weights of a token's experts always sum to 1.
+/// In this class, the weights of a token's experts always sum to 1.
 fn qwen3_vl_moe() -> Value {
     json!({
         "num_key_value_heads": 16, "rope_theta": 5e5, "max_position_embeddings": 128_000, "norm_topk_prob": true,
@@ -128,7 +128,7 @@ fn qwen3_vl() -> Value {
     json!({ "rope_theta": 5e5, "max_position_embeddings": 128_000 })
 }
 
-/// Qwen3.5, dense and with experts.
+/// The defaults of Qwen3.5, dense and with experts.
 fn qwen3_5() -> Value {
     json!({ "max_position_embeddings": 32768 })
 }

@@ -185,7 +185,7 @@ impl Family for NemotronH {
     }
 }
 
-/// Returns the kind of each layer: from a list of names in either version, or from a string with one letter per layer.
+/// Returns the kind of each layer: from a list of names under either key, or from a string with one letter per layer.
 fn kinds(config: &ConfigFields<'_>) -> Result<Vec<Kind>> {
     const LISTS: [&str; 2] = ["layers_block_type", "layer_types"];
     const PATTERN: &str = "hybrid_override_pattern";
@@ -216,7 +216,7 @@ fn kinds(config: &ConfigFields<'_>) -> Result<Vec<Kind>> {
     pattern.chars().map(kind).collect()
 }
 
-/// `x + f(norm(x))`.
+/// Builds the graph of a layer, `x + f(norm(x))`.
 fn graph(
     d: &Decoder<'_>,
     kind: Kind,

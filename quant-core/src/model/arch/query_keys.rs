@@ -26,11 +26,11 @@ pub struct QueryKey {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct ProducerRows {
-    /// The period.
+    /// The number of rows in a period.
     pub period: usize,
-    /// The first row of each period.
+    /// The first of these rows in each period, counted from the start of the period.
     pub start: usize,
-    /// The number of rows of each period.
+    /// The number of these rows in each period.
     pub width: usize,
     /// The number of all rows of the producer.
     pub all: usize,

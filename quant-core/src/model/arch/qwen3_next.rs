@@ -87,7 +87,7 @@ impl Family for Qwen3Next {
 
 /// transformers 5 accepts either name; the second is the published one.
 const EXPERTS: [&str; 2] = ["num_local_experts", "num_experts"];
-/// The width of an expert.
+/// The key of the width of an expert.
 const INTERMEDIATE: &str = "moe_intermediate_size";
 
 fn defaults(family: &'static str, kv_heads: usize) -> Defaults {

@@ -29,7 +29,8 @@ pub enum RecurrentKind {
     StateSpace(StateSpace),
 }
 
-/// `y[t, c] = f(Σ_j w[c, j] · x[t − kernel + 1 + j, c] + bias[c])`, with `x = 0` before the first token.
+/// The convolution `y[t, c] = f(Σ_j w[c, j] · x[t − kernel + 1 + j, c] + bias[c])`, with `x = 0` before the first
+/// token.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Convolution {

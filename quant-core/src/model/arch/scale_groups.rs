@@ -9,7 +9,7 @@ impl Architecture {
     /// NVFP4 and in FP8 per tensor, the members of a group must have equal scales.
     ///
     /// These are the parts of [fused](Self::fused) linears, as far as a block has them, and gate and up of every
-    /// expert. Engines run queries and keys that are also values as one matrix, without a part for the values.
+    /// expert. If keys are also values, engines run queries and keys as one matrix, without a part for the values.
     pub fn scale_groups(&self) -> Vec<Vec<String>> {
         let of_layer = |layer: usize| {
             let graph = self.graph(layer);

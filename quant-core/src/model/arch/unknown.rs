@@ -158,7 +158,7 @@ fn is_unset(value: &Value) -> bool {
     }
 }
 
-/// Maximum number of fields that a family may reject before the search stops.
+/// Maximum number of times that a family describes a configuration.
 const REFUSALS: usize = 16;
 
 /// The keys that a family reads from a configuration, and the fields that it rejects.

@@ -17,7 +17,8 @@ impl CudaRunner {
     /// Opens the first GPU.
     ///
     /// # Errors
-    /// When there is no driver or device, the device is too old, or this program cannot load the driver's library.
+    /// [`Error::Unavailable`] when there is no driver or device, the device is too old, or this program cannot load the
+    /// driver's library.
     pub fn new() -> Result<Self> {
         if cfg!(target_feature = "crt-static") {
             return Err(Error::Unavailable {
@@ -43,7 +44,7 @@ impl CudaRunner {
     /// first, if there is one.
     ///
     /// # Errors
-    /// When the kernels do not support the scheme, or there is not enough memory.
+    /// [`Error::Unavailable`] when the GPU kernels do not support the scheme, or the GPU has not enough memory.
     pub(super) fn put(&self, tensor: &QuantizedTensor) -> Result<(CudaLinear, Option<InputGrid>)> {
         let (activations, grid) = kernel_activations(tensor.input_grid()?);
         let codes = tensor.global.and_then(|_| tensor.scale_codes());

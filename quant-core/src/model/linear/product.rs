@@ -13,6 +13,7 @@ use rayon::prelude::*;
 use super::body::kernel_error;
 use super::cuda::failed;
 use super::{WeightBody, WeightRows};
+use crate::vector::vectorized;
 use crate::{Error, Result};
 
 /// Output features per tile.
@@ -21,10 +22,13 @@ const TILE_N: usize = 256;
 const TILE_M: usize = 2048;
 /// For up to this many tokens, plain dot products are faster than packing for a matrix product.
 const FEW_TOKENS: usize = 4;
+/// Rows of a float weight that are widened at a time for few tokens, so that they are still in the L1 or L2 cache when they
+/// are multiplied.
+const FEW_ROWS: usize = 4;
 
 /// `out[m, n] = x[m, k] · weight[n, k]ᵀ`, all row-major, on the current rayon pool. Packed weights are multiplied on
 /// their runner's threads or on their GPU. `x` is not rounded to a floating-point grid, nor to any grid if the weight
-/// is not packed; [`Linear`](super::Linear) does this.
+/// is neither packed nor on a GPU; [`Linear`](super::Linear) does this.
 ///
 /// # Errors
 /// When the weight cannot be read, a quantized weight's parts do not match, or a GPU fails.
@@ -78,9 +82,20 @@ fn multiply_rows(x: &[f32], weight: &WeightRows<'_>, m: usize, out: &mut [f32]) 
         row += height;
     }
     tiles.into_par_iter().try_for_each_init(Vec::new, |scratch, (row, column, tile)| {
-        let rows = weight.rows(column..column + tile.ncols(), scratch)?;
         let x = &x[row * k..(row + tile.nrows()) * k];
-        multiply_into(x, rows, k, tile);
+        // Rows of quantized weights are cheaper to dequantize many at a time.
+        if tile.nrows() > FEW_TOKENS || weight.as_float().is_none() {
+            multiply_into(x, weight.rows(column..column + tile.ncols(), scratch)?, k, tile);
+            return Ok(());
+        }
+        let (mut column, mut rest) = (column, tile);
+        while rest.ncols() > 0 {
+            let width = FEW_ROWS.min(rest.ncols());
+            let (part, right) = rest.split_at_col_mut(width);
+            multiply_into(x, weight.rows(column..column + width, scratch)?, k, part);
+            column += width;
+            rest = right;
+        }
         Ok(())
     })
 }
@@ -102,12 +117,13 @@ pub(in crate::model) fn multiply_tile(
 fn multiply_into(x: &[f32], weight: &[f32], k: usize, mut tile: MatMut<'_, f32>) {
     let (m, n) = (tile.nrows(), tile.ncols());
     if m <= FEW_TOKENS {
-        for i in 0..m {
-            for j in 0..n {
-                tile[(i, j)] = dot(&x[i * k..(i + 1) * k], &weight[j * k..(j + 1) * k]);
+        return vectorized(|| {
+            for i in 0..m {
+                for j in 0..n {
+                    tile[(i, j)] = dot(&x[i * k..(i + 1) * k], &weight[j * k..(j + 1) * k]);
+                }
             }
-        }
-        return;
+        });
     }
     let x = MatRef::from_row_major_slice(x, m, k);
     let weight = MatRef::from_row_major_slice(weight, n, k);
@@ -115,6 +131,7 @@ fn multiply_into(x: &[f32], weight: &[f32], k: usize, mut tile: MatMut<'_, f32>)
 }
 
 /// A dot product in 16 partial sums, which the compiler keeps in vector registers.
+#[inline(always)]
 fn dot(a: &[f32], b: &[f32]) -> f32 {
     const LANES: usize = 16;
     let mut sums = [0.0_f32; LANES];
@@ -161,6 +178,9 @@ mod tests {
     use super::*;
     use rand::{RngExt, SeedableRng, rngs::StdRng};
 
+    use crate::checkpoint::Dtype;
+    use crate::quantize::SourceRows;
+
     fn random(len: usize, seed: u64) -> Vec<f32> {
         let mut rng = StdRng::seed_from_u64(seed);
         (0..len).map(|_| rng.random_range(-1.0..1.0)).collect()
@@ -179,6 +199,25 @@ mod tests {
             let exact = double(m, &x).dot(&double(n, &w).t());
             for (got, exact) in out.iter().zip(&exact) {
                 approx::assert_abs_diff_eq!(f64::from(*got), *exact, epsilon = 1e-6 * k as f64);
+            }
+        }
+    }
+
+    #[test]
+    fn widened_weights_give_the_result_of_the_same_values_in_f32() {
+        for dtype in [Dtype::F16, Dtype::Bf16] {
+            for (m, n, k) in [(1, 5, 7), (4, 301, 64), (5, 301, 64)] {
+                let (x, bytes) = (random(m * k, 1), dtype.narrow(&random(n * k, 2)));
+                let mut values = vec![0.0; n * k];
+                dtype.widen(&bytes, &mut values);
+                let run = |rows: &WeightRows<'_>| {
+                    let mut out = vec![f32::NAN; m * n];
+                    multiply_rows(&x, rows, m, &mut out).unwrap();
+                    out
+                };
+                let narrow = WeightRows::float([n, k], SourceRows::Bytes(&bytes, dtype)).unwrap();
+                let wide = WeightRows::float([n, k], SourceRows::Floats(&values)).unwrap();
+                assert_eq!(run(&narrow), run(&wide), "{dtype}, {m} tokens");
             }
         }
     }

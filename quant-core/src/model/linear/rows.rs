@@ -10,6 +10,7 @@ use super::BlockWeight;
 use super::body::kernel_error;
 use crate::checkpoint::Dtype;
 use crate::quantize::SourceRows;
+use crate::vector::vectorized;
 use crate::{Error, Result};
 
 /// The rows of a weight `[n, k]`. Using them reads no files, so threads may share the work on them.
@@ -141,7 +142,8 @@ impl<'a> WeightRows<'a> {
 
 /// Widens the elements `span`.
 fn widen(dtype: Dtype, bytes: &[u8], span: Range<usize>, out: &mut [f32]) {
-    dtype.widen(&bytes[span.start * dtype.size()..span.end * dtype.size()], out);
+    let bytes = &bytes[span.start * dtype.size()..span.end * dtype.size()];
+    vectorized(|| dtype.widen(bytes, out));
 }
 
 #[cfg(test)]

@@ -13,7 +13,7 @@ impl CudaRunner {
     /// Returns an error: this build has no GPU support.
     ///
     /// # Errors
-    /// Always.
+    /// [`Error::Unavailable`], always.
     pub fn new() -> Result<Self> {
         Err(Error::Unavailable {
             what: "an NVIDIA GPU".into(),

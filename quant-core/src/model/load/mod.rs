@@ -296,8 +296,9 @@ impl Model {
         format!("{}.weight", self.architecture.head)
     }
 
-    /// Returns everything that may be quantized, each with its block, its name and its shape `[n, k]`: the linears of
-    /// the blocks in model order, the head unless it is tied, the projection of per-layer inputs, and the embedding.
+    /// Returns all modules whose weights a checkpoint may store quantized, each with its block, its name and its shape
+    /// `[n, k]`: the linears of the blocks in model order, the head unless it is tied, the projection of per-layer
+    /// inputs, and the embedding.
     pub(crate) fn weight_modules(&self) -> Vec<(Option<usize>, String, [usize; 2])> {
         let a = &self.architecture;
         let head = (!a.tied).then(|| (None, a.head.clone(), [a.vocab, a.hidden]));

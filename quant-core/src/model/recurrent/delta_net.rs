@@ -245,8 +245,8 @@ impl Chunk {
         product(state, Accum::Add, keys, matrix(&self.changes, n, dv), 1.0);
     }
 
-    /// Solves `(1 + A) y = β v` and `(1 + A) y = β e^G k` for all columns, where `A[i, j] = β_i k_i · k_j e^{G_i −
-    /// G_j}` for `j < i`, and 0 elsewhere.
+    /// Solves `(1 + A) y = β v` and `(1 + A) y = β e^G k` for all columns. `A[i, j]` is `β_i k_i · k_j e^{G_i − G_j}`
+    /// for `j < i`, and 0 elsewhere.
     fn solve(&mut self, [dk, dv]: [usize; 2], k: &[f32], v: &[f32], step: &[f32]) {
         let (n, width) = (step.len(), dv + dk);
         self.solved.resize(n * width, 0.0);

@@ -18,7 +18,7 @@ struct Case {
 }
 
 impl Case {
-    /// `slow`: states decay slowly, so that chunks depend on each other.
+    /// With `slow`, states decay slowly, so that chunks depend on each other.
     fn new(space: StateSpace, tokens: usize, slow: bool) -> Self {
         let rates = if slow { -5.0 } else { 0.5 };
         Self {

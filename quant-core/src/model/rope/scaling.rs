@@ -154,7 +154,8 @@ impl Yarn {
         dim as f64 * (positions / (rotations * std::f64::consts::TAU)).ln() / (2.0 * theta.ln())
     }
 
-    /// Returns the attention factor that the paper recommends, weighted by `mscale`.
+    /// Returns the attention factor that the paper recommends, with the logarithm multiplied by `mscale`:
+    /// `0.1 · mscale · ln(factor) + 1`, or 1 if `factor` is at most 1.
     pub(in crate::model) fn recommended_factor(factor: f64, mscale: f64) -> f64 {
         if factor <= 1.0 { 1.0 } else { 0.1 * mscale * factor.ln() + 1.0 }
     }

@@ -20,7 +20,8 @@ const TILE: usize = 32;
 const RUN: usize = 256;
 
 /// Encodes rows `[n, k]` as blocks, with the factor of their inputs' Hessian for columns in ascending order.
-/// `importance` weights the errors by which scales are chosen. Types without scales, such as F16, are only rounded.
+/// `importance` weights the errors by which scales are chosen. Floats are only rounded. The codes of IQ2 and IQ3 are
+/// chosen for a whole block.
 ///
 /// # Panics
 /// When lengths are inconsistent, or the factor has the wrong width or column order.
@@ -62,12 +63,20 @@ fn tile(rows: &[f32], k: usize, kind: &BlockType, importance: &[f32], ratios: &R
                 let at = b * kind.elements;
                 let part = at..at + kind.elements;
                 let importance = &importance[first..][part.clone()];
-                let Some(mut block) = kind.fit_scales(&row[part.clone()], importance) else {
-                    kind.encode(&row[part.clone()], Some(importance), out);
-                    continue;
-                };
+                let mut block = kind.fit_scales(&row[part.clone()], importance);
+                let mut stored = [0.0; RUN];
+                let stored = &mut stored[..kind.elements];
+                if block.is_none() {
+                    // The codes of a block are chosen together; its errors are only passed on to later blocks.
+                    kind.encode_refined(&row[part.clone()], Some(importance), out);
+                    if kind.is_float() {
+                        continue;
+                    }
+                    kind.decode(out, stored);
+                }
                 for (e, c) in part.enumerate() {
-                    let error = row[c] - block.choose(e, row[c]);
+                    let stored = block.as_mut().map_or(stored[e], |block| block.choose(e, row[c]));
+                    let error = row[c] - stored;
                     errors[c] = error;
                     let ratios = ratios.row(first + c, first + c + 1..end);
                     vectorized(
@@ -79,7 +88,9 @@ fn tile(rows: &[f32], k: usize, kind: &BlockType, importance: &[f32], ratios: &R
                         },
                     );
                 }
-                block.write(out);
+                if let Some(block) = block {
+                    block.write(out);
+                }
             }
         }
         if end < k {

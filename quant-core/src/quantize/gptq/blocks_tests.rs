@@ -6,7 +6,7 @@ use super::{Factor, Hessian, encode_blocks};
 use crate::blocks::{BLOCK_TYPES, Q4_0, Q4_K, Q6_K};
 use crate::random::SplitMix64;
 
-/// The number of rows is not a multiple of a tile.
+/// This is not a multiple of the number of rows in a tile.
 const ROWS: usize = 37;
 const COLUMNS: usize = 768;
 

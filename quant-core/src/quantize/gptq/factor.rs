@@ -31,10 +31,10 @@ const ATTEMPTS: u32 = 8;
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum FactorError {
-    /// Inputs were NaN or infinite, or their squares overflow.
-    #[error("channel {channel} of the input, or its square, becomes NaN or infinite on the calibration text")]
+    /// Inputs were NaN or infinite, or the sum of their squares overflows.
+    #[error("the sum of squares of input channel {channel} is NaN or infinite")]
     NonFinite {
-        /// The first channel with such inputs.
+        /// The first such channel.
         channel: usize,
     },
     /// There is too little memory.
@@ -76,7 +76,8 @@ impl Factor {
     /// 0 on the diagonal. Its column is rounded to nearest, since its errors neither can nor need to be compensated.
     ///
     /// # Errors
-    /// When inputs were not finite, no damping helps, or there is too little memory.
+    /// [`FactorError::NonFinite`] when a channel's sum of squares is not finite; [`FactorError::Indefinite`] when no
+    /// damping helps; [`FactorError::Memory`].
     pub fn new(hessian: &Hessian, columns: Vec<usize>, damping: f64) -> Result<Self, FactorError> {
         let k = hessian.channels();
         let diagonal = hessian.diagonal();

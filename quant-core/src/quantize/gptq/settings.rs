@@ -103,7 +103,7 @@ pub struct GptqSettings {
 }
 
 impl GptqSettings {
-    /// Larger blocks would only take more time.
+    /// The maximum block size: larger blocks would only take more time.
     const MAX_BLOCK_SIZE: usize = 4096;
 
     /// Checks the ranges of settings.

@@ -134,7 +134,7 @@ fn codes_are_the_definition_s_own_where_no_tie_is_near() {
 
 #[test]
 fn the_factor_is_the_textbook_s() {
-    // More than one block of the factorization.
+    // The factorization takes more than one block.
     let k = 600;
     let h = hessian(&inputs(900, k, 4, &[5]), k);
     let settings = GptqSettings::default();

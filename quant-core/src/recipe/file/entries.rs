@@ -132,7 +132,8 @@ pub(super) struct QuantizeEntry {
     /// Settings of GPTQ, if it is the method.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(super) gptq: Option<GptqEntry>,
-    /// Bits, granularity and symmetry. Without `-sym` or `-asym`, symmetry is that of the format.
+    /// Weights, activations, KV cache, granularity and symmetry. Without `-sym` or `-asym`, integer weights have the
+    /// format's default symmetry.
     #[schemars(schema_with = "schema::scheme")]
     pub(super) scheme: Spanned<String>,
     /// NVFP4: how the E4M3 scale of a group is chosen.

@@ -63,7 +63,7 @@ use crate::{Error, Result, format};
 
 /// The maximum size of a recipe file in bytes.
 const MAX_BYTES: u64 = 1 << 20;
-/// How to get a first recipe.
+/// The remedy that shows how to get a first recipe.
 const START: &str = "‹plan(print_recipe=awq-w4a16)› prints an example";
 
 impl Recipe {

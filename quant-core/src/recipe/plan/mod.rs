@@ -65,7 +65,7 @@ pub enum Action {
     },
 }
 
-/// A tensor of the input, what happens to it, and the tensors that are written for it.
+/// A tensor of the input, the action for it, and the tensors that are written for it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct PlanEntry {

@@ -369,7 +369,7 @@ impl Migration {
         Ok(Self { group, activations, weights })
     }
 
-    /// Equation 4.
+    /// The scales by equation 4; 1 for a channel whose inputs are all 0 or whose scale is not a normal float.
     fn scales(&self, alpha: f32) -> Vec<f32> {
         let scale = |(&x, &w): (&f32, &f32)| match x > 0.0 {
             false => 1.0,
@@ -555,7 +555,7 @@ impl BlockTask<'_> {
     /// for NVFP4. They are computed from the ranges of linears' inputs after all rewrites.
     ///
     /// # Errors
-    /// When the ranges of the input were not gathered.
+    /// [`Error::Internal`] when the ranges of the input were not gathered.
     pub fn input_grid(
         &self,
         node: NodeId,

@@ -1,11 +1,11 @@
-//! Checks before a run whether smoothing makes sense, and the cost of its searches.
+//! Checks before a run that smoothing makes sense, and estimates the memory and work of its searches.
 
 use super::{CANDIDATES, SEARCH_TOKENS, Smoothing};
 use crate::model::NodeId;
 use crate::transform::{Producers, SearchWork, StepContext, Workload};
 use crate::{Error, Result};
 
-/// Fails for schemes whose scales adapt to outliers by themselves.
+/// Fails for NVFP4 and the MX formats, whose scales per group of inputs adapt to outliers by themselves.
 pub(super) fn check_scales(step: &str, context: &StepContext<'_>) -> Result<()> {
     let Some(scheme) = context.schemes.iter().find(|scheme| scheme.fixed_scales().is_some()) else {
         return Ok(());
@@ -30,7 +30,7 @@ pub(super) fn check_inputs(context: &StepContext<'_>) -> Result<()> {
             format!(
                 "`{other}` and SmoothQuant with all producers cannot be combined: both scale the inputs of o_proj and down_proj"
             ),
-            format!("remove `{other}`, or set SmoothQuant's producers to `norms`"),
+            format!("remove `{other}`, or set ‹smooth_producers=norms›"),
         ));
     }
     if let (Some(_), Some(step)) = (&smooth.maxima, context.earlier.first()) {

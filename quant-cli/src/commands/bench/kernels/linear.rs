@@ -91,8 +91,8 @@ pub(super) struct Case {
     memory_share: f64,
     tops: f64,
     /// `tops` as a share of the rate at which this path multiplies in registers, measured just before and after: that
-    /// of integers for integer activations, and that of floats for float activations. For floats, every product that
-    /// an `f32` activation takes on this path is counted.
+    /// of integers for integer activations, and that of floats for float activations. If this path splits an `f32`
+    /// activation into several bf16 values, the products of all of them are counted.
     dot_share: f64,
     #[serde(skip)]
     products: Option<f64>,
@@ -198,8 +198,7 @@ fn time(
     // Ones, because the system would allocate the pages of a zeroed vector only on the first write.
     let mut out = vec![1.0; tokens * n];
     let mut seconds = Vec::new();
-    // The first rounds, half as many as there are copies or, if there are fewer, rounds, only warm up and are not
-    // recorded.
+    // The first `min(rounds, copies) / 2` rounds only warm up and are not recorded.
     let rounds = if tokens <= 16 { ROUNDS.max(2 * copies.len()) } else { ROUNDS };
     for round in 0..rounds {
         let weights = &copies[round % copies.len()];

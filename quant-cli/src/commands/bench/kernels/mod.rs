@@ -92,7 +92,7 @@ impl Only<'_> {
     fn check(&self, taken: usize) -> Result<()> {
         match self.0 {
             Some(part) if taken == 0 => Err(Error::usage(
-                format!("no kernel has `{part}` in its name"),
+                format!("no kernel has `{part}` in its name or shape"),
                 "omit --only to measure all kernels",
             )),
             _ => Ok(()),

@@ -1,6 +1,6 @@
 //! llama.cpp's built-in pre-tokenizers as steps of a `tokenizer.json`.
 //!
-//! Expressions are those of the published tokenizers where they are known; llama.cpp replaces some by others that its
+//! Expressions are those of the published tokenizers if these are known; llama.cpp replaces some by others that its
 //! regular expressions support. Everything between the matches of a step is a piece of its own.
 
 use std::borrow::Cow;

@@ -100,7 +100,7 @@ fn published_vocabularies_have_hashes() {
     assert_eq!(found(&with("starcoder"), STARCODER_2), by_hash);
     // Steps that have no name contradict nothing.
     assert_eq!(found(&json!({ "pre_tokenizer": { "type": "Whitespace" } }), STARCODER_2), by_hash);
-    // Another model with the same vocabulary, and one more token.
+    // The steps of another model for the same tokens, and a vocabulary with one more token.
     assert_eq!(
         found(&with("gpt-2"), STARCODER_2),
         Some("gpt-2, recognized by its pre-tokenization steps".into())

@@ -37,7 +37,7 @@ pub enum Activation {
 pub struct PositionScale {
     /// Coefficient of the logarithm.
     pub beta: f32,
-    /// The original training context, in positions. The factor is 1 up to its end.
+    /// The original training context, in positions. The factor is 1 if `position + offset` is less.
     pub original_positions: usize,
     /// Index of the first position: 0 or 1.
     pub offset: usize,

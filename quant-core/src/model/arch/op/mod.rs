@@ -317,8 +317,8 @@ impl Op {
         }
     }
 
-    /// Returns the computation of the operation, with the numbers that exporters need. A new operation that is not
-    /// described elsewhere is [`Computes::Other`].
+    /// Returns the computation of the operation, with the numbers that exporters need. Operations that exporters must
+    /// handle by name are [`Computes::Other`].
     pub fn computes(&self) -> Computes<'_> {
         match self {
             Self::RmsNorm { eps, .. } | Self::LayerNorm { eps, .. } => Computes::Norm { eps: *eps },

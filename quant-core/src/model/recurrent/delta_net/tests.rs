@@ -16,7 +16,7 @@ struct Case {
 }
 
 impl Case {
-    /// `slow`: states decay slowly, so that chunks depend on each other.
+    /// With `slow`, states decay slowly, so that chunks depend on each other.
     fn new(net: DeltaNet, tokens: usize, slow: bool) -> Self {
         let heads = net.value_heads();
         let rates = if slow { -6.0 } else { 0.5 };
