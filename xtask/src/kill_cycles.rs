@@ -1,5 +1,5 @@
 //! `cargo xtask kill-cycles N`: kills runs, workers of jobs and merges at random points, N times in all, and compares
-//! what is finally written with the files of a run that nobody killed.
+//! what is finally written with the files of a run that was not killed.
 //!
 //! After every kill, the output must be absent, or complete and equal to that of the other run.
 
