@@ -15,7 +15,7 @@ use super::settings::RecipeSettings;
 use super::steps::{StepTime, StepTimes};
 use super::summary::Summary;
 use super::texts::{BUILTIN, Text, calibration};
-use crate::calibrate::{ChannelMaxima, TokenWindows};
+use crate::calibrate::{ChannelMaxima, TextTokenizer, TokenWindows};
 use crate::checkpoint::{Dtype, Published, refuse_overlap};
 use crate::engines::{Compatibility, ENGINES, Outline};
 use crate::model::Model;
@@ -211,6 +211,7 @@ impl<'a> QuantizeJob<'a> {
         if opened.directory.tokenizer_path().is_none() {
             host.warn("the model has no tokenizer.json, so the output will not have one either");
         }
+        TextTokenizer::check(&opened.directory)?;
         refuse_overlap(opened.directory.path(), &request.output)?;
         let outputs = checkpoints(&opened, recipe, request, outputs, &host)?;
         Ok(Done::Checkpoints(Quantized {
