@@ -9,7 +9,7 @@ use super::{RowLayout, dispatch, resize, strip};
 use crate::layout::{LINE, Line, STEP};
 use crate::parallel::Disjoint;
 use crate::simd::elementwise::RowLanes;
-use crate::{IsaToken, KernelError, Parallel};
+use crate::{Isa, IsaToken, KernelError, Parallel};
 
 /// The first feature of each pair of bf16, in the order in which the pairs of a step are multiplied: (0, 2), (4, 6),
 /// (1, 3), (5, 7).
@@ -42,8 +42,9 @@ pub struct FloatRows {
     pub(crate) layout: Option<RowLayout>,
     pub(crate) token: IsaToken,
     parts: Bf16Parts,
-    /// `[strips][padded_k / STEP][rows of the strip][STEP]`: bits of an `f32`, or a pair of bf16. Unused if rows are
-    /// stored in tiles.
+    /// `[strips][padded_k / STEP][rows of the strip][STEP]`: bits of an `f32`, or a pair of bf16. If the packed rows
+    /// were bf16 and are stored as such, a step has half as many words, and the rest of each strip is unused. Unused
+    /// if rows are stored in tiles.
     pub(crate) words: Vec<u32>,
     /// `[strips][groups][rows of the strip]`; in tiles `[row tiles][groups][rows]`.
     pub(crate) sums: Vec<f32>,
@@ -141,18 +142,23 @@ impl FloatRows {
         let all = extent.add(m, layout, tiling, tiling.is_none(), buffer_len);
         let all = all.ok_or(KernelError::TooLarge("the activation buffer"))?;
         self.reserve(&extent)?;
+        self.exact_in_bf16 = in_bf16;
         let memory = self.memory();
         if m > 0 {
             // SAFETY: `reserve` made room for the segment, and `Parallel` calls each unit at most once.
             parallel.for_each(all.units(tiling.is_none()), &|i| unsafe { memory.unit(&all, i, source) });
         }
-        (self.m, self.layout, self.exact_in_bf16) = (m, Some(layout), in_bf16);
-        self.tiling = tiling;
+        (self.m, self.layout, self.tiling) = (m, Some(layout), tiling);
         Ok(())
     }
 
     pub(crate) fn parts(&self) -> Bf16Parts {
         self.parts
+    }
+
+    /// Whether rows in strips are stored as pairs of bf16.
+    pub(crate) fn stores_pairs(&self) -> bool {
+        self.token.isa() == Isa::Avx512Bf16
     }
 
     /// The segment with all rows, if any were packed.
@@ -197,6 +203,8 @@ impl FloatRows {
         let tiles = unsafe { core::slice::from_raw_parts_mut(lines.as_mut_ptr().cast::<u32>(), words) };
         FloatMemory {
             token: self.token,
+            pairs: self.token.isa() == Isa::Avx512Bf16,
+            exact_in_bf16: self.exact_in_bf16,
             words: Disjoint::new(&mut self.words),
             sums: Disjoint::new(&mut self.sums),
             tiles: Disjoint::new(tiles),
@@ -208,6 +216,8 @@ impl FloatRows {
 /// The buffers of [`FloatRows`], which threads write to concurrently.
 pub(crate) struct FloatMemory<'a> {
     token: IsaToken,
+    pairs: bool,
+    exact_in_bf16: bool,
     words: Disjoint<'a, u32>,
     sums: Disjoint<'a, f32>,
     tiles: Disjoint<'a, u32>,
@@ -236,7 +246,12 @@ impl FloatMemory<'_> {
             for r in 0..strip.len() {
                 // SAFETY: each row is in exactly one strip, and the caller guarantees that each strip is packed once.
                 let (row, _) = unsafe { source.row(all.row + strip.start + r, computed) };
-                dispatch::pack(token, row, layout, [r, strip.len()], words, sums);
+                let place = [r, strip.len()];
+                match (self.pairs, self.exact_in_bf16) {
+                    (true, true) => dispatch::pack_pairs::<true>(token, row, layout, place, words, sums),
+                    (true, false) => dispatch::pack_pairs::<false>(token, row, layout, place, words, sums),
+                    (false, _) => dispatch::pack_row(token, row, layout, place, words, sums),
+                }
             }
             return;
         };
@@ -323,7 +338,7 @@ fn split<const PARTS: usize>(values: [f32; STEP]) -> [[u32; STEP]; PARTS] {
 
 /// Packs row `r` of a strip of `rows` rows.
 #[inline(always)]
-pub(super) fn pack_row<const SPLIT: bool>(
+pub(super) fn pack_row(
     row: &[f32],
     layout: RowLayout,
     [r, rows]: [usize; 2],
@@ -337,24 +352,59 @@ pub(super) fn pack_row<const SPLIT: bool>(
             let mut values = [0.0; STEP];
             values[..step.len()].copy_from_slice(step);
             sum.iter_mut().zip(values).for_each(|(sum, v)| *sum += v);
-            let words = &mut words[at..at + STEP];
-            if SPLIT {
-                in_pairs(values, words);
-            } else {
-                words.iter_mut().zip(values).for_each(|(w, v)| *w = v.to_bits());
-            }
+            words[at..at + STEP].iter_mut().zip(values).for_each(|(w, v)| *w = v.to_bits());
         }
         sums[g * rows + r] = sum.iter().sum();
     }
 }
 
-/// Writes each pair of values, rounded to bf16, followed by the pair of their remainders.
+/// Packs row `r` of a strip of `rows` rows as `PARTS` bf16 per value: for each pair of values, the pair of their first
+/// parts, then that of the remainders.
+///
+/// # Safety
+/// The processor must have the instructions of `L`.
 #[inline(always)]
-fn in_pairs(values: [f32; STEP], words: &mut [u32]) {
-    let [high, low] = split(values);
-    for (pair, &i) in words.chunks_exact_mut(2).zip(&PAIRS) {
-        pair[0] = high[i] >> 16 | high[i + 2];
-        pair[1] = low[i] >> 16 | low[i + 2];
+pub(super) unsafe fn pack_pairs<L: RowLanes, const PARTS: usize>(
+    row: &[f32],
+    layout: RowLayout,
+    [r, rows]: [usize; 2],
+    words: &mut [u32],
+    sums: &mut [f32],
+) {
+    let step_words = const { STEP / 2 * PARTS };
+    assert!(
+        r < rows
+            && row.len() == layout.k
+            && words.len() >= rows * layout.groups() * layout.steps * step_words
+    );
+    for (g, group) in row.chunks_exact(layout.group_size).enumerate() {
+        let mut sum = [0.0_f32; STEP];
+        let whole = group.len() / STEP;
+        let at = (g * layout.steps * rows + r) * step_words;
+        // SAFETY: the caller guarantees that the processor has the instructions of `L`. `group` holds `whole` steps;
+        // those of a row are `rows · step_words` words apart, and the last step of the last row ends within `words` by
+        // the assertion above.
+        unsafe {
+            let to = words.as_mut_ptr().add(at);
+            L::pair_steps::<PARTS>(group.as_ptr(), whole, to, rows * step_words, &mut sum);
+        }
+        if whole < layout.steps {
+            let (mut values, left) = ([0.0; STEP], &group[whole * STEP..]);
+            values[..left.len()].copy_from_slice(left);
+            sum.iter_mut().zip(values).for_each(|(sum, v)| *sum += v);
+            let at = at + whole * rows * step_words;
+            in_pairs::<PARTS>(values, &mut words[at..at + step_words]);
+        }
+        sums[g * rows + r] = sum.iter().sum();
+    }
+}
+
+/// Writes each pair of first parts, followed by the pair of their remainders.
+#[inline(always)]
+pub(crate) fn in_pairs<const PARTS: usize>(values: [f32; STEP], words: &mut [u32]) {
+    let parts = split_in_pairs::<PARTS>(values);
+    for (i, words) in words.chunks_exact_mut(PARTS).enumerate() {
+        words.iter_mut().zip(parts).for_each(|(word, part)| *word = part[i]);
     }
 }
 
@@ -381,7 +431,7 @@ mod tests {
 
     fn halves(value: f32) -> [f64; 2] {
         let mut words = [0; STEP];
-        in_pairs([0.0, value, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0], &mut words);
+        in_pairs::<2>([0.0, value, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0], &mut words);
         [words[4], words[5]].map(|w| f64::from(f32::from_bits(w << 16)))
     }
 
@@ -465,10 +515,50 @@ mod tests {
         }
     }
 
+    /// The vector code packs the same bits as the definition, for values of any kind and groups that do not fill steps.
+    #[test]
+    fn rows_lie_in_pairs() {
+        let Ok(token) = Isa::Avx512Bf16.token() else { return };
+        let layout = RowLayout { k: 4 * 36, group_size: 36, steps: 5, tiled: false };
+        let special =
+            [f32::NAN, -f32::NAN, f32::INFINITY, f32::NEG_INFINITY, f32::MAX, f32::MIN, -0.0, 1e-41];
+        let (m, mut bits) = (18, 1_u32);
+        let x: Vec<f32> = (0..m * layout.k)
+            .map(|i| {
+                bits = bits.wrapping_mul(747_796_405).wrapping_add(2_891_336_453);
+                if i % 13 == 0 { special[i / 13 % special.len()] } else { f32::from_bits(bits) }
+            })
+            .collect();
+        let exact: Vec<half::bf16> =
+            x.iter().map(|&v| half::bf16::from_bits((v.to_bits() >> 16) as u16)).collect();
+        let (mut rows, mut exact_rows) = (FloatRows::new(token), FloatRows::new(token));
+        rows.pack(&x, layout, &crate::Serial).unwrap();
+        exact_rows.pack(&exact, layout, &crate::Serial).unwrap();
+        for (strip, r) in (0..2).flat_map(|i| strip(m, i).map(move |r| (strip(m, i), r))) {
+            for (g, s) in (0..4).flat_map(|g| (0..5).map(move |s| (g, s))) {
+                let step = |values: &dyn Fn(usize) -> f32| {
+                    std::array::from_fn(|i| {
+                        let feature = s * STEP + i;
+                        if feature < 36 { values(r * layout.k + g * 36 + feature) } else { 0.0 }
+                    })
+                };
+                let place = |words: usize| {
+                    strip.start * layout.padded() + ((g * 5 + s) * strip.len() + r - strip.start) * words
+                };
+                let mut expected = [0; STEP];
+                in_pairs::<2>(step(&|i| x[i]), &mut expected);
+                assert_eq!(rows.words[place(STEP)..][..STEP], expected, "{r} {g} {s}");
+                let mut expected = [0; STEP / 2];
+                in_pairs::<1>(step(&|i| exact[i].to_f32()), &mut expected);
+                assert_eq!(exact_rows.words[place(STEP / 2)..][..STEP / 2], expected, "{r} {g} {s}");
+            }
+        }
+    }
+
     #[test]
     fn pairs_lie_in_their_order() {
         let mut words = [0; STEP];
-        in_pairs([0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0], &mut words);
+        in_pairs::<2>([0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0], &mut words);
         let pair = |w: u32| [f32::from_bits(w << 16), f32::from_bits(w & 0xffff_0000)];
         let order = [words[0], words[2], words[4], words[6]].map(pair);
         assert_eq!(order, [[0.0, 2.0], [4.0, 6.0], [1.0, 3.0], [5.0, 7.0]]);

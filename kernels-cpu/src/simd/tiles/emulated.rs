@@ -141,6 +141,10 @@ impl TileUnit for Emulated {
         centre
     }
     unsafe fn expand_bf16<const CODES: usize>(step: *const u8, centre: i32, to: *mut u8) {
+        if CODES == codes::BF16 {
+            // SAFETY: the caller guarantees that the pointers are valid for 256 bytes.
+            return unsafe { step.copy_to_nonoverlapping(to, 256) };
+        }
         for (part, first) in PAIRS.into_iter().enumerate() {
             for (half, feature) in [first, first + 2].into_iter().enumerate() {
                 // SAFETY: the caller guarantees that the pointer is valid for the bytes of the step.
