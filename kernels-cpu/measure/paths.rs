@@ -4,7 +4,8 @@
 //! the kernels whose names contain it. Times are CPU times of the thread, so that other load on the machine disturbs
 //! them less; it still competes for caches and memory bandwidth. Products rotate through copies of the weights, 256 MiB
 //! in total, so that weights come from memory. Rates are medians of the products alone, also as a percentage of the rate
-//! in registers that was measured next to them; for float activations, every product that a value takes is counted.
+//! in registers that was measured next to them (for up to four tokens, of the memory bandwidth); for float activations,
+//! every product that a value takes is counted.
 //! The time to quantize or pack the rows is reported as a percentage of the product.
 
 #[cfg(target_os = "linux")]
@@ -22,7 +23,7 @@ mod linux {
     use std::hint::black_box;
 
     use half::{bf16, f16};
-    use quant_kernels_cpu::limits::{dot_limit, float_limit, peaks};
+    use quant_kernels_cpu::limits::{dot_limit, float_limit, peaks, read_limit};
     use quant_kernels_cpu::{
         FloatRows, Int8Rows, Isa, PackedLinear, RowLayout, SUPER_BLOCK, Scales, Serial, SuperMins,
         SuperScales, WeightView,
@@ -31,6 +32,10 @@ mod linux {
 
     /// Bytes of all copies of the weights.
     const COPIES: usize = 256 << 20;
+    /// Bytes that are read to measure the memory bandwidth.
+    const READ: usize = 128 << 20;
+    /// Up to this many tokens, products are limited by memory.
+    const FEW: usize = 4;
     /// The type of activations.
     #[derive(Clone, Copy, PartialEq)]
     enum Rows {
@@ -113,6 +118,7 @@ mod linux {
         let only = arg(2, "");
         let all: Vec<_> = Isa::available().filter(|isa| *isa != Isa::Scalar).map(Isa::name).collect();
         let paths = list(&arg(3, &all.join(",")), |word| Isa::available().find(|isa| isa.name() == word));
+        let memory = vec![1_u64; READ / 8];
         for peak in peaks(5, &Serial) {
             let [integers, floats] = [peak.integers, peak.floats].map(|rate| rate / 1e12);
             println!(
@@ -158,6 +164,7 @@ mod linux {
                             }));
                             black_box(&out);
                             times.2.push(match of_rows {
+                                _ if m <= FEW => read_limit(token, &memory, 1, &Serial).bytes_per_second,
                                 Rows::Int8 => dot_limit(token, 2, &Serial),
                                 _ => float_limit(token, 2, &Serial),
                             });
@@ -166,14 +173,17 @@ mod linux {
                     for (isa, (products, rows, limits)) in paths.iter().zip(&mut times) {
                         let (product, rows, limit) = (median(products), median(rows), median(limits));
                         let parts = if of_rows == Rows::F32 && isa.splits_floats() { 2.0 } else { 1.0 };
-                        let rate = 2.0 * (m * n * k) as f64 / product;
+                        let (rate, read) = (2.0 * (m * n * k) as f64 / product, bytes as f64 / product);
+                        let share = match m {
+                            ..=FEW => format!("{:.0} % of memory", 100.0 * read / limit),
+                            _ => format!("{:.0} % of registers", 100.0 * parts * rate / limit),
+                        };
                         println!(
-                            "{name} {n} x {k}, {m} token(s), {}: {:.3} TOPS, {:.0} % of registers, {:.1} GB/s; rows \
-                             take {:.1} % on top",
+                            "{name} {n} x {k}, {m} token(s), {}: {:.3} TOPS, {:.1} GB/s, {share}; rows take {:.1} % on \
+                             top",
                             isa.name(),
                             rate / 1e12,
-                            100.0 * parts * rate / limit,
-                            bytes as f64 / product / 1e9,
+                            read / 1e9,
                             100.0 * rows / product
                         );
                     }
