@@ -107,10 +107,8 @@ fn limit(rounds: usize, parallel: &dyn Parallel, run: &(dyn Fn() -> usize + Sync
         .fold(0.0, f64::max)
 }
 
-/// The number of independent sums: enough to hide the latency of one addition. Floats of sixteen lanes take two of the
-/// sixteen registers of AVX2 each.
+/// The number of independent sums: enough to hide the latency of one addition.
 const CHAINS: usize = 12;
-const FLOAT_CHAINS_AVX2: usize = 6;
 
 /// Reads the words in `streams` interleaved streams, and adds them up so that the compiler cannot skip the reads. The
 /// remainder that does not fill a line of every stream is skipped.
@@ -233,6 +231,9 @@ mod x86 {
     use crate::simd::avx2::{Avx2, AvxVnni};
     use crate::simd::avx512::{Avx512Bf16, Avx512Vnni};
     use crate::simd::tiles::amx::Amx;
+
+    /// Sixteen lanes take two of the sixteen registers of AVX2.
+    const FLOAT_CHAINS_AVX2: usize = 6;
 
     compiled!(sum_avx2, dot_avx2, float_avx2, Avx2, FLOAT_CHAINS_AVX2, "avx2,fma,f16c");
     compiled!(sum_avxvnni, dot_avxvnni, float_avxvnni, AvxVnni, FLOAT_CHAINS_AVX2, "avx2,fma,f16c,avxvnni");

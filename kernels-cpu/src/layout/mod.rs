@@ -28,7 +28,7 @@
 //! ```
 //!
 //! Dense weights of bf16 have no codes. A step is four lines of pairs, in the order of
-//! [`PAIRS`](crate::activation::float::PAIRS), and the scale of every row is 1:
+//! [`PAIRS`](crate::activation::split::PAIRS), and the scale of every row is 1:
 //!
 //! ```text
 //! step, bf16:  word r of line p = weight(r, PAIRS[p]) | weight(r, PAIRS[p] + 2) << 16
@@ -38,11 +38,14 @@
 //! codes each: the operands of `vpdpbusd`, `vpmaddubsw` and `sdot`. The 16-bit words of the loaded bytes hold, at
 //! shifts of 0, 4, 8 and 12, the pairs for a bf16 dot product.
 
+mod dense;
 mod pack;
 mod unpack;
 
 use half::{bf16, f16};
 
+use dense::DENSE_BITS;
+pub(crate) use dense::dense_place;
 pub use unpack::Unpacked;
 
 use crate::weight_view::{Scales, SuperScales, super_block_fits};
@@ -64,17 +67,6 @@ pub(crate) const fn unit_of(code_bits: usize) -> usize {
         6 => 2,
         _ => 1,
     }
-}
-
-/// Where a step of dense bf16 has a feature: the number of its line, and whether it is in the high half of the words.
-pub(crate) const fn dense_place(feature: usize) -> (usize, bool) {
-    (feature % 2 * 2 + feature / 4, feature / 2 % 2 == 1)
-}
-
-/// The offset of a weight in a step of dense bf16.
-fn dense_at(row: usize, feature: usize) -> usize {
-    let (line, high) = dense_place(feature);
-    LINE * line + 4 * (row % PANEL_ROWS) + 2 * usize::from(high)
 }
 
 /// A cache line.
@@ -272,16 +264,6 @@ impl Layout {
         )
     }
 
-    /// The layout of dense weights of bf16.
-    ///
-    /// # Errors
-    /// When the matrix is empty, or its packed size overflows.
-    pub fn bf16(shape: [usize; 2]) -> Result<Self, KernelError> {
-        // The bytes of a panel, including padding, must not overflow.
-        shape[1].checked_mul(4 * PANEL_ROWS).ok_or(KernelError::TooLarge("the packed matrix"))?;
-        Self::with_codes(shape, DENSE_BITS, shape[1], ScaleType::F16, Some(0), None, false)
-    }
-
     fn with_codes(
         [n, k]: [usize; 2],
         code_bits: usize,
@@ -382,11 +364,6 @@ impl Layout {
     /// Bits per stored code: 4 or 8, for super-blocks 4 to 6, for dense bf16 16.
     pub fn code_bits(&self) -> usize {
         self.code_bits
-    }
-
-    /// Whether these are dense weights of bf16, without codes.
-    pub fn is_bf16(&self) -> bool {
-        self.code_bits == DENSE_BITS
     }
 
     /// Input features that share a scale.
@@ -563,9 +540,6 @@ pub(crate) const E4M3_NAN: u8 = 0x7f;
 
 /// The largest magnitude of a progressive weight's integer part, a signed 8-bit number.
 pub(crate) const PROGRESSIVE_MAX: i32 = 128;
-
-/// Bits per weight of dense bf16.
-const DENSE_BITS: usize = 16;
 
 /// Increases whenever the order of bytes changes.
 const VERSION: u64 = 1;

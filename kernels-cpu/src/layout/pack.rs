@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use half::{bf16, f16};
 
-use super::{E4M3_NAN, Layout, PANEL_ROWS, PROGRESSIVE_MAX, STEP, ScaleType, dense_at, e8m0_code, factor};
+use super::{E4M3_NAN, Layout, PANEL_ROWS, PROGRESSIVE_MAX, STEP, ScaleType, e8m0_code, factor};
 use crate::weight_view::Scales;
 use crate::{KernelError, WeightView};
 
@@ -47,44 +47,6 @@ impl Layout {
         for (panel, bytes) in panels.zip(out.chunks_exact_mut(self.panel_bytes)) {
             for r in 0..PANEL_ROWS.min(self.n - panel * PANEL_ROWS) {
                 self.pack_row(view, panel * PANEL_ROWS + r, r, bytes)?;
-            }
-        }
-        Ok(())
-    }
-
-    /// Packs a range of panels of dense weights, `[n, k]` row-major, into `out`, which has exactly their size. Callers
-    /// may give each of their threads its own panels.
-    ///
-    /// # Errors
-    /// When the layout is not that of bf16, `panels` is out of range, or a length is wrong.
-    pub fn pack_bf16(
-        &self,
-        weight: &[bf16],
-        panels: Range<usize>,
-        out: &mut [u8],
-    ) -> Result<(), KernelError> {
-        if !self.is_bf16() {
-            return Err(KernelError::Scheme("the layout is not that of bf16 weights"));
-        }
-        if panels.start > panels.end || panels.end > self.panels() {
-            let (expected, got) = (self.panels(), panels.end);
-            return Err(KernelError::Mismatch { what: "panels must end at or before panel", expected, got });
-        }
-        let expected = self.n.checked_mul(self.k).ok_or(KernelError::TooLarge("the matrix"))?;
-        KernelError::length("weights", expected, weight.len())?;
-        KernelError::length("packed panels", panels.len() * self.panel_bytes, out.len())?;
-        out.fill(0);
-        for (panel, bytes) in panels.zip(out.chunks_exact_mut(self.panel_bytes)) {
-            let rows = weight.chunks_exact(self.k).skip(panel * PANEL_ROWS).take(PANEL_ROWS);
-            for (r, row) in rows.enumerate() {
-                for (s, step) in row.chunks(STEP).enumerate() {
-                    for (feature, value) in step.iter().enumerate() {
-                        let at = self.step_at(s) + dense_at(r, feature);
-                        bytes[at..at + 2].copy_from_slice(&value.to_le_bytes());
-                    }
-                }
-                let at = self.scales_at() + 2 * r;
-                bytes[at..at + 2].copy_from_slice(&f16::ONE.to_le_bytes());
             }
         }
         Ok(())

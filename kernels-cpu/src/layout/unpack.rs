@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use half::{bf16, f16};
 
-use super::{Layout, PANEL_ROWS, STEP, SUPER_BLOCK, ScaleType, dense_at};
+use super::{Layout, PANEL_ROWS, STEP, SUPER_BLOCK, ScaleType, dense::dense_at};
 use crate::float_format::{e4m3_packed, e4m3_scale_packed, e8m0_packed};
 use crate::{FloatFormat, KernelError, e8m0_value};
 

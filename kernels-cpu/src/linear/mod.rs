@@ -206,6 +206,9 @@ pub struct PackedLinear {
     bias: Option<Vec<f32>>,
 }
 
+/// Packs a range of panels into bytes of their size.
+type PackPanels<'a> = dyn Fn(Range<usize>, &mut [u8]) -> Result<(), KernelError> + Sync + 'a;
+
 impl PackedLinear {
     /// Packs a view. `sums` must be set if activations may have a zero point.
     ///
@@ -226,7 +229,7 @@ impl PackedLinear {
         layout: Layout,
         bias: Option<&[f32]>,
         parallel: &dyn Parallel,
-        pack: &(dyn Fn(Range<usize>, &mut [u8]) -> Result<(), KernelError> + Sync),
+        pack: &PackPanels<'_>,
     ) -> Result<Self, KernelError> {
         if let Some(bias) = bias {
             KernelError::length("bias", layout.n(), bias.len())?;

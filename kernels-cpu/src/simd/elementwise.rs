@@ -9,7 +9,7 @@ use half::{bf16, f16};
 
 use super::Lanes;
 use super::scalar::Scalar;
-use crate::activation::float::{in_pairs, split_in_pairs};
+use crate::activation::split::{in_pairs, split_in_pairs};
 
 /// Lanes that work along rows.
 ///
@@ -52,7 +52,7 @@ pub(crate) trait RowLanes: Lanes {
     unsafe fn largest(a: Self::I) -> i32;
 
     /// Packs steps of eight floats as `PARTS` bf16 each, and adds the floats to `sum`, see
-    /// [`float`](crate::activation::float). Part `p` of step `s` is written to four words at `p · part + 4 s`.
+    /// [`split`](crate::activation::split). Part `p` of step `s` is written to four words at `p · part + 4 s`.
     #[inline(always)]
     unsafe fn split_steps<const PARTS: usize>(
         x: *const f32,

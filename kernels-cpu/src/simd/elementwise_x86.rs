@@ -318,7 +318,7 @@ impl RowLanes for Avx512Vnni {
     }
 }
 
-/// Splits eight values into bf16 parts, see [`float`](crate::activation::float); the words of a part are its pairs.
+/// Splits eight values into bf16 parts, see [`split`](crate::activation::split); the words of a part are its pairs.
 ///
 /// # Safety
 /// The processor must have AVX-512 F, BW and VL.

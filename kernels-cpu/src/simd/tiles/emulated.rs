@@ -5,7 +5,7 @@ use half::bf16;
 
 use super::{ROW, Shape, TileUnit};
 use crate::FloatFormat;
-use crate::activation::float::PAIRS;
+use crate::activation::split::PAIRS;
 use crate::float_format::e4m3_packed;
 use crate::simd::scalar::Scalar;
 use crate::simd::{E2M1_OFFSET, Lanes, codes};
