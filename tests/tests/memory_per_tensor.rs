@@ -9,9 +9,9 @@ use quant_tests::refusal::check_message;
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
-/// The allowance for a prediction: 20 %, or 64 MB.
+/// The allowance for a prediction: 20 %, or 80 MB.
 fn allowance(used: u64) -> u64 {
-    (used / 5).max(64_000_000)
+    (used / 5).max(80_000_000)
 }
 
 /// Compares the prediction of `plan` with the memory that the run reports, and returns both.
