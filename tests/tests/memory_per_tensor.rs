@@ -51,7 +51,7 @@ fn many_empty_tensors() {
         let model = with_empty_tensors(&scratch, count);
         check_prediction(&model, &model.with_extension("out"), &options)
     });
-    // So it does not only fit because of the reserve for everything else.
+    // So it does not only fit because of the reserve for everything else. The memory varies by a tenth between runs.
     let [used, predicted] = [0, 1].map(|which| many[which] - few[which]);
     assert!(
         used <= predicted && predicted <= used + used / 2,
