@@ -31,12 +31,11 @@ unsafe impl GlobalAlloc for Short {
     }
 
     unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
-        // SAFETY: the caller guarantees the contract of `GlobalAlloc`, which is passed on to `System`.
-        if Self::allows(layout.size()) {
-            unsafe { System.alloc_zeroed(layout) }
-        } else {
-            std::ptr::null_mut()
+        if !Self::allows(layout.size()) {
+            return std::ptr::null_mut();
         }
+        // SAFETY: the caller guarantees the contract of `GlobalAlloc`, which is passed on to `System`.
+        unsafe { System.alloc_zeroed(layout) }
     }
 
     unsafe fn realloc(&self, at: *mut u8, layout: Layout, size: usize) -> *mut u8 {

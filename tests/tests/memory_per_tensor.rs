@@ -9,9 +9,9 @@ use quant_tests::refusal::check_message;
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
-/// The allowance for a prediction: 20 %, or 64 MB.
+/// The allowance for a prediction: 20 %, or 80 MB.
 fn allowance(used: u64) -> u64 {
-    (used / 5).max(64_000_000)
+    (used / 5).max(80_000_000)
 }
 
 /// Compares the prediction of `plan` with the memory that the run reports, and returns both.
@@ -51,7 +51,7 @@ fn many_empty_tensors() {
         let model = with_empty_tensors(&scratch, count);
         check_prediction(&model, &model.with_extension("out"), &options)
     });
-    // So it does not only fit because of the reserve for everything else.
+    // So it does not only fit because of the reserve for everything else. The memory varies by a tenth between runs.
     let [used, predicted] = [0, 1].map(|which| many[which] - few[which]);
     assert!(
         used <= predicted && predicted <= used + used / 2,

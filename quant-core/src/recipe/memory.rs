@@ -21,7 +21,7 @@ const PER_INPUT: u64 = 256;
 /// Bytes of a plan per tensor, besides names.
 const PER_PLANNED: u64 = 400;
 /// Bytes per tensor of the report and of the record from which an interrupted run resumes, besides names.
-const PER_REPORT: u64 = 480;
+const PER_REPORT: u64 = 1000;
 /// Bytes per quantized linear of the model's graph, of its scheme in the configuration, and of what the report has in
 /// addition.
 const PER_LINEAR: u64 = 6144;

@@ -135,7 +135,7 @@ enum Output {
     /// A checkpoint with floats of this type.
     Floats(Dtype),
     /// A checkpoint per format of the recipe, in these directories.
-    Checkpoints(Recipe, Vec<PathBuf>),
+    Checkpoints(Box<Recipe>, Vec<PathBuf>),
 }
 
 impl<'a> QuantizeJob<'a> {
@@ -171,7 +171,7 @@ impl<'a> QuantizeJob<'a> {
         if let Some(path) = &request.save_channel_maxima {
             check_maxima(path, &recipe, request)?;
         }
-        Ok(Self { request, output: Output::Checkpoints(recipe, outputs) })
+        Ok(Self { request, output: Output::Checkpoints(Box::new(recipe), outputs) })
     }
 
     /// Returns the directories of quantized checkpoints that will be written.

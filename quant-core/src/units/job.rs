@@ -287,7 +287,7 @@ impl UnitJob {
     /// Returns the unit of a name.
     ///
     /// # Errors
-    /// [`Error::Usage`] if there is none.
+    /// [`Error::Usage`] if the job has no such unit.
     pub fn unit(&self, id: &str) -> Result<&Unit> {
         self.units.iter().find(|unit| unit.id == id).ok_or_else(|| {
             Error::usage(
