@@ -37,12 +37,13 @@ WITH_IMPORTANCE = ["IQ2_XXS", "IQ2_XS"]
 COLUMNS = 512
 # Tiny models of make_tiny.py.
 FAMILIES = ["gqa", "tied", "llama3-rope", "linear-rope", "qwen2", "qwen3-unbiased", "mixtral", "qwen3-moe",
-            "gemma2-alternating", "gemma3-sixth"]
+            "gemma2-alternating", "gemma3-sixth", "hunyuan-moe", "internlm3-published"]
 # Models whose tensors are also compared with the converter's.
 CONVERTED = ["fused", "fused-longrope", "smollm3-fourth", "granite", "glm4", "olmo2-plain", "seed_oss-plain", "cohere-plain",
              "starcoder2-plain", "qwen2_moe-all", "gpt_oss-plain", "gpt_oss-codes", "qwen3_5-equal", "qwen3_5_moe-equal",
              "qwen3_next-equal", "glm4_moe-first", "deepseek_v3-mla", "deepseek_v2-mla", "olmoe-plain", "granitemoe-plain",
-             "cohere2-fourth", "ernie4_5-plain", "gemma4-shared-keys", "gemma4-own-inputs", "gemma4-with-experts"]
+             "cohere2-fourth", "ernie4_5-plain", "gemma4-shared-keys", "gemma4-own-inputs", "gemma4-with-experts",
+             "olmo3-fourth", "minimax_m2-plain", "ernie4_5_moe-plain", "hunyuan-dense-plain"]
 # Mixtures in which these models, except gpt_oss-codes, are also written, because mixtures choose types by the roles of tensors.
 TYPED = ["Q4_K_M", "Q3_K_M", "MXFP4_MOE"]
 # llama-perplexity prints four digits after the decimal point.

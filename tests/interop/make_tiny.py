@@ -120,6 +120,16 @@ VARIANTS = {
                          "residual_multiplier": 0.6, "logits_scaling": 2.5},
     "cohere2-fourth": {"model_type": "cohere2", "num_hidden_layers": 4, "sliding_window": 24, "logit_scale": 0.3, "rotary_pct": 1.0},
     "ernie4_5-plain": {"model_type": "ernie4_5"},
+    "ernie4_5_moe-plain": {"model_type": "ernie4_5_moe", "moe_num_experts": 6, "moe_k": 3, "moe_intermediate_size": 64,
+                           "moe_num_shared_experts": 2, "num_hidden_layers": 3, "moe_layer_interval": 1},
+    "minimax_m2-plain": {"model_type": "minimax_m2", "num_local_experts": 6, "num_experts_per_tok": 3, "head_dim": 32,
+                         "intermediate_size": 64, "rotary_dim": 16, "rope_parameters": {
+                             "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}},
+    "hunyuan-dense-plain": {"model_type": "hunyuan_v1_dense", "head_dim": 32},
+    "olmo3-fourth": {"model_type": "olmo3", "num_hidden_layers": 4, "sliding_window": 24, "rope_parameters": {
+        FULL: {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0,
+               "original_max_position_embeddings": 512},
+        SLIDING: {"rope_type": "default", "rope_theta": 10000.0}}},
     "gemma4-shared-keys": LLAMA_CPP_GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 1,
                                               "hidden_size_per_layer_input": 0, "layer_types": [SLIDING, FULL] * 2},
     "gemma4-own-inputs": LLAMA_CPP_GEMMA4 | {"num_hidden_layers": 6, "hidden_size_per_layer_input": 32,

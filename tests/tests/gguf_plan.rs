@@ -81,14 +81,14 @@ fn runs_use_the_predicted_memory() {
             let options = ["--scheme", scheme];
             let plan = bench.plan(&options);
             let run = bench.run(&bench.at("free"), &[&options[..], &["--force"]].concat()).succeeded();
-            check(&format!("{hidden} {scheme}"), &run, bytes(&plan, "peak_memory_bytes"), 20);
+            check(&format!("{hidden} {scheme}"), &run, bytes(&plan, "peak_memory_bytes"), 25);
             assert_eq!(bytes(&plan, "scratch_bytes"), 0);
         }
         for method in [&[][..], &["--method", "gptq"]] {
             let options = [&["--scheme", "q4_k_m"][..], method, &batch].concat();
             let plan = bench.plan(&options);
             // GPTQ always needs a text. Its second pass may or may not reuse the memory of the first.
-            let percent = if method.is_empty() { 20 } else { 30 };
+            let percent = if method.is_empty() { 25 } else { 40 };
             let plan = if method.is_empty() { &plan["with_calibration"] } else { &plan };
             let options = [&options[..], &["--calibration", &text, "--force"]].concat();
             let run = bench.run(&bench.at("large"), &options).succeeded();

@@ -26,29 +26,11 @@ pub struct Curvature<'a> {
 }
 
 impl<'a> Curvature<'a> {
-    /// Checks that GPTQ can encode the model's linears.
-    ///
-    /// # Errors
-    /// [`Error::Usage`] for a model with experts.
-    pub fn check(model: &Model) -> Result<()> {
-        let a = model.architecture();
-        let has_experts =
-            |layer: usize| a.graph(layer).nodes().iter().any(|node| node.op.routing().is_some());
-        match (0..a.layers).any(has_experts) {
-            true => Err(Error::usage(
-                "GPTQ for GGUF types does not support models with experts",
-                "omit ‹method› to search scales, with errors weighted by the importance of each expert's \
-                channels",
-            )),
-            false => Ok(()),
-        }
-    }
-
     /// Prepares the computation of factors, beginning with the first block; hidden states are in a file if `spill` is
     /// given.
     ///
     /// # Errors
-    /// As [`check`](Self::check); [`Error::Usage`] when settings are invalid; errors of the embedding.
+    /// [`Error::Usage`] when settings are invalid; errors of the embedding.
     pub fn new(
         model: &'a Model,
         windows: &TokenWindows,
@@ -57,27 +39,27 @@ impl<'a> Curvature<'a> {
         cancel: &'a CancelToken,
     ) -> Result<Self> {
         settings.check()?;
-        Self::check(model)?;
         let states = HiddenStates::embed_in(model, windows, spill)?;
         let ropes = model.rope(windows.length())?;
         let damping = settings.damping;
         Ok(Self { model, cancel, damping, ropes, states, next: 0, factors: BTreeMap::new() })
     }
 
-    /// Returns the factor for a tensor of the file; `None` if it is outside the blocks, stays float, is not a linear's
-    /// weight, or has its columns reordered. Blocks must come in ascending order.
+    /// Returns the factors for the matrices of a tensor of the file: one, or one per expert. There is none if the tensor
+    /// is outside the blocks, stays float, is not a linear's weight, or has its columns reordered, and for an expert
+    /// that no token reached. Blocks must come in ascending order.
     ///
     /// # Errors
     /// When a block fails, an input is not finite, or a Hessian has no factor; [`Error::Interrupted`].
-    pub(super) fn of(&mut self, tensor: &PlannedTensor) -> Result<Option<Arc<Factor>>> {
-        let Some(layer) = tensor.layer().filter(|_| !tensor.kind.is_float()) else { return Ok(None) };
+    pub(super) fn of(&mut self, tensor: &PlannedTensor) -> Result<Vec<Option<Arc<Factor>>>> {
+        let Some(layer) = tensor.layer().filter(|_| !tensor.kind.is_float()) else { return Ok(Vec::new()) };
         while self.next <= layer {
             self.advance()?;
         }
         // The factor is for the checkpoint's column order. If the file has a different order, only the scale search
         // uses statistics, namely the importance.
-        let name = tensor.sources().into_iter().next().filter(|_| tensor.keeps_columns());
-        Ok(name.and_then(|name| self.factors.get(name)).cloned())
+        let sources = tensor.sources().into_iter().filter(|_| tensor.keeps_columns());
+        Ok(sources.map(|name| self.factors.get(name).cloned()).collect())
     }
 
     fn advance(&mut self) -> Result<()> {
@@ -100,7 +82,7 @@ impl<'a> Curvature<'a> {
             self.cancel.check()?;
             let value = graph.nodes()[id].inputs[0];
             let tensor = format!("{}.weight", a.in_block(layer, name));
-            if let Some(mut hessian) = hessians.remove(&value) {
+            if let Some(mut hessian) = hessians.remove(&value).filter(|hessian| hessian.tokens() > 0) {
                 hessian.finish();
                 known.insert(value, Arc::new(factor(&hessian, self.damping, &tensor)?));
             }

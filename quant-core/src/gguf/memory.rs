@@ -44,8 +44,8 @@ impl Gathering {
         (values + 16).saturating_mul(self.tokens())
     }
 
-    /// The bytes of the values between linears, for the tokens that go through a block at a time, and of the sums and
-    /// Hessians of the inputs of linears.
+    /// The bytes of the values between linears, for the tokens that go through a block at a time, and of the sums of
+    /// the inputs of linears.
     fn step(&self, kind: &BlockKind<'_>) -> u64 {
         let graph = kind.graph;
         let widest: u64 = graph.linears().map(|(_, _, [n, k], _)| (n + k) as u64).max().unwrap_or(0);
@@ -53,16 +53,21 @@ impl Gathering {
         let inputs: BTreeMap<NodeId, u64> =
             graph.linears().map(|(id, _, [_, k], _)| (graph.nodes()[id].inputs[0], k as u64)).collect();
         let sums: u64 = inputs.values().map(|k| 8 * k).sum();
-        let hessians: u64 = match self.hessians {
-            // The Hessians, which their factors replace one after the other.
-            true => {
-                let factoring = |k: &u64| Hessian::peak_bytes(*k).saturating_sub(Hessian::kept_bytes(*k));
-                let kept: u64 = inputs.values().map(|k| Hessian::kept_bytes(*k)).sum();
-                kept + inputs.values().map(factoring).max().unwrap_or(0)
-            }
-            false => 0,
-        };
-        (15 * widest).saturating_mul(at_a_time).saturating_add(sums + hessians)
+        (17 * widest).saturating_mul(at_a_time).saturating_add(sums)
+    }
+
+    /// The bytes of the Hessians of a block's inputs, and what is needed in addition while their factors replace them
+    /// one after the other.
+    fn hessians(&self, kind: &BlockKind<'_>) -> [u64; 2] {
+        if !self.hessians {
+            return [0; 2];
+        }
+        let graph = kind.graph;
+        let inputs: BTreeMap<NodeId, u64> =
+            graph.linears().map(|(id, _, [_, k], _)| (graph.nodes()[id].inputs[0], k as u64)).collect();
+        let factoring = |k: &u64| Hessian::peak_bytes(*k).saturating_sub(Hessian::kept_bytes(*k));
+        let kept = inputs.values().map(|k| Hessian::kept_bytes(*k)).sum();
+        [kept, inputs.values().map(factoring).max().unwrap_or(0)]
     }
 }
 
@@ -103,13 +108,16 @@ pub fn peak_memory(
         .sum();
     let of_block = |kind: BlockKind<'_>| {
         let weights = block_bytes(model, &kind);
-        let step = weights.saturating_add(gathering.step(&kind));
+        let passing = weights.saturating_add(gathering.step(&kind));
         // The allocator keeps some memory of earlier steps.
-        gathering.states(&kind, residence).saturating_add(step).saturating_add(step / 8)
+        let passing = passing.saturating_add(passing / 8);
+        let [kept, factoring] = gathering.hessians(&kind);
+        // With GPTQ, tensors are written while the states and Hessians are in memory.
+        let written = if gathering.hessians { writing } else { 0 };
+        let largest = passing.max(weights.saturating_add(factoring)).max(written);
+        gathering.states(&kind, residence).saturating_add(kept).saturating_add(largest)
     };
-    let step = kinds().map(of_block).max().unwrap_or(0);
-    // With GPTQ, the text goes through a block while its tensors are written.
-    let step = if gathering.hessians { step.saturating_add(writing) } else { step.max(writing) };
+    let step = kinds().map(of_block).max().unwrap_or(0).max(writing);
     step.saturating_add(importance).saturating_add(PROGRAM + TEXT)
 }
 

@@ -75,6 +75,9 @@ pub(super) fn metadata(
         if family.dense_first {
             put("leading_dense_block_count", count(dense_blocks(a))?);
         }
+        if family.has_expert_step {
+            put("interleave_moe_layer_step", Value::U32(1));
+        }
     }
     specials::delta_nets(a, family, config, &mut put)?;
     let windows: Vec<Option<usize>> =
@@ -232,7 +235,7 @@ fn facts<'a>(a: &'a Architecture, family: &GgufFamily) -> Result<Facts<'a>> {
     }
     if let Some(Routing { normalized, .. }) = facts.routing
         && normalized != family.normalizes_experts
-        && family.routing == RoutingKeys::Implied
+        && family.routing != RoutingKeys::Full
     {
         return Err(fault(match normalized {
             true => "the routing weights of each token are divided by their sum",
@@ -378,7 +381,9 @@ fn rope(
         return Ok((gemma4::rope(a, family, put)?, None));
     }
     let ropes = facts.ropes.as_slice();
-    let Some(first) = ropes.iter().max_by(|x, y| x.theta.total_cmp(&y.theta)) else {
+    let is_scaled = |rope: &Rope| rope.scaling != RopeScaling::None;
+    let order = |x: &&&Rope, y: &&&Rope| x.theta.total_cmp(&y.theta).then(is_scaled(x).cmp(&is_scaled(y)));
+    let Some(first) = ropes.iter().max_by(order) else {
         return Err(unfit(family, "it does not use RoPE".into()));
     };
     if first.rotary_dim != first.head_dim && !family.partial_rotary {
@@ -394,6 +399,12 @@ fn rope(
     put("rope.freq_base", Value::F32(first.theta as f32));
     match ropes {
         [_] => {}
+        [one, other] if family.unscaled_windows => {
+            let local = if is_scaled(one) { other } else { one };
+            if is_scaled(local) || local.theta != first.theta {
+                return Err(unfit(family, "blocks with sliding windows have a different RoPE base".into()));
+            }
+        }
         // The second RoPE, that of blocks with windows, must be unscaled and have a smaller base.
         [one, other] if family.has_windows => {
             let local = if one.theta < other.theta { one } else { other };

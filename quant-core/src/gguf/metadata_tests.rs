@@ -126,7 +126,8 @@ fn every_tensor_has_one_place() {
     // The architecture named in a file leads back to the family that wrote it, or to an equivalent one.
     for family in FAMILIES {
         let scores = (family.family == "deepseek_v2").then_some(1).or(Some(2));
-        let found = families::architecture(family.arch, family.experts.is_some(), scores).unwrap();
+        let found = families::architecture(family.arch, family.experts.is_some(), family.has_windows, scores)
+            .unwrap();
         assert_eq!(found.arch, family.arch);
     }
 }

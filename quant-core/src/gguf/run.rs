@@ -100,16 +100,16 @@ pub fn write_tensors(
     for tensor in &plan.tensors {
         cancel.check()?;
         let importance = importance.map(|im| im.of(tensor)).transpose()?.flatten();
-        let factor = match &mut curvature {
+        let factors = match &mut curvature {
             Some(curvature) => curvature.of(tensor)?,
-            None => None,
+            None => Vec::new(),
         };
         let search = plan.request.search;
         let mut writer = Writer {
             tensor,
             search,
             importance,
-            factor,
+            factors,
             sink,
             cancel,
             written: 0,
@@ -129,8 +129,8 @@ struct Writer<'a> {
     search: ScaleSearch,
     /// The importance of all columns, for each matrix of the tensor.
     importance: Option<Vec<f32>>,
-    /// The Hessian factor of its input, for GPTQ.
-    factor: Option<Arc<Factor>>,
+    /// The Hessian factors of the inputs of its matrices, for GPTQ.
+    factors: Vec<Option<Arc<Factor>>>,
     sink: &'a mut dyn TensorSink,
     cancel: &'a CancelToken,
     written: u64,
@@ -232,7 +232,8 @@ impl Writer<'_> {
             keeps_codes,
             weighted: self.importance.is_some(),
             // Without importance, which Q8_0 does not use, values are encoded by the search.
-            method: (self.factor.is_some() && self.importance.is_some()).then(|| "gptq".to_owned()),
+            method: (self.factors.iter().any(Option::is_some) && self.importance.is_some())
+                .then(|| "gptq".to_owned()),
             relative_rms: (!keeps_codes).then(|| match squares.value {
                 0.0 => 0.0,
                 value => (squares.error / value).sqrt(),
@@ -270,7 +271,8 @@ impl Writer<'_> {
             &im[index.min(matrices.saturating_sub(1)) * columns..][..columns]
         });
         let mut bytes = vec![0; values.len() / columns.max(1) * row_bytes];
-        match (&self.factor, importance) {
+        let factor = self.factors.get(index).and_then(Option::as_ref);
+        match (factor, importance) {
             (Some(factor), Some(importance)) => {
                 encode_blocks(values, columns, kind, importance, factor, &mut bytes);
             }

@@ -85,8 +85,13 @@ pub(super) fn routing(
     [expert, shared]: [Option<usize>; 2],
     put: &mut impl FnMut(&str, Value),
 ) -> Result<()> {
-    if family.routing != RoutingKeys::Full {
-        return Ok(());
+    match family.routing {
+        RoutingKeys::Full => {}
+        RoutingKeys::Implied => return Ok(()),
+        RoutingKeys::Sigmoid => {
+            put("expert_gating_func", Value::U32(gating(routing.scores)));
+            return Ok(());
+        }
     }
     let shared = match (shared, expert) {
         (Some(shared), Some(expert)) if shared % expert == 0 => shared / expert,

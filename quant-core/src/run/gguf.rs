@@ -91,9 +91,6 @@ pub(super) fn quantize(request: &QuantizeRequest, started: Instant, host: &Host<
     let gptq = settings.gguf_request(true)?.gptq.is_some();
     let opened = source(&request.model, settings, host)?;
     refuse_overlap(opened.directory.path(), &request.output)?;
-    if gptq {
-        Curvature::check(&opened.model)?;
-    }
     let spill = spill(request, &opened, gptq, host)?;
     let default = Text::Named(BUILTIN.to_owned());
     let text = request.calibration.as_ref().unwrap_or(&default);

@@ -62,6 +62,10 @@ pub(super) struct GgufFamily {
     pub(super) has_two_kinds: bool,
     /// Whether the output of attention is multiplied by a gate.
     pub(super) gates_attention: bool,
+    /// Whether blocks with sliding windows rotate by unscaled frequencies with the base of the other blocks.
+    pub(super) unscaled_windows: bool,
+    /// Whether a key says that every block after the first ones has experts.
+    pub(super) has_expert_step: bool,
     /// Which keys describe routing, in addition to the numbers of experts.
     pub(super) routing: RoutingKeys,
     /// Among families with the same `arch` and with routing keys: whether this one scores experts by softmax rather
@@ -105,6 +109,8 @@ pub(super) enum How {
 pub(super) enum RoutingKeys {
     /// No keys, because routing follows from the family.
     Implied,
+    /// The function of scores, which is sigmoid.
+    Sigmoid,
     /// All keys.
     Full,
 }
@@ -169,8 +175,14 @@ pub(super) fn family(name: &str) -> Option<&'static GgufFamily> {
 pub(super) fn architecture(
     arch: &str,
     has_experts: bool,
+    has_windows: bool,
     scores: Option<u64>,
 ) -> Option<&'static GgufFamily> {
+    // OLMo 3 is OLMo 2 with sliding windows.
+    let windowed = FAMILIES.iter().find(|f| f.arch == arch && f.unscaled_windows && has_windows);
+    if windowed.is_some() {
+        return windowed;
+    }
     // Gemma 4 has one entry, with or without experts.
     let is_of = |f: &&GgufFamily| f.arch == arch && (f.experts.is_some() == has_experts || f.has_two_kinds);
     let mut known = FAMILIES.iter().filter(is_of);

@@ -11,6 +11,8 @@ const ATTENTION: &[(&str, &str)] = &[
 ];
 const HEAD_NORMS: &[(&str, &str)] =
     &[("self_attn.q_norm", "attn_q_norm"), ("self_attn.k_norm", "attn_k_norm")];
+const HUNYUAN_NORMS: &[(&str, &str)] =
+    &[("self_attn.query_layernorm", "attn_q_norm"), ("self_attn.key_layernorm", "attn_k_norm")];
 const MLP: &[(&str, &str)] =
     &[("mlp.gate_proj", "ffn_gate"), ("mlp.up_proj", "ffn_up"), ("mlp.down_proj", "ffn_down")];
 const PRE: &[(&str, &str)] = &[("input_layernorm", "attn_norm"), ("post_attention_layernorm", "ffn_norm")];
@@ -90,6 +92,8 @@ const LLAMA: GgufFamily = GgufFamily {
     keys_as_wide: false,
     has_two_kinds: false,
     gates_attention: false,
+    unscaled_windows: false,
+    has_expert_step: false,
     routing: RoutingKeys::Implied,
     softmax_scores: false,
     has_long_rope: false,
@@ -210,6 +214,17 @@ pub(in crate::gguf) static FAMILIES: &[GgufFamily] = &[
         pairs_neighbours: false,
         favours_values_of_80_layers: false,
         ..LLAMA
+    },
+    GgufFamily {
+        family: "olmo3",
+        arch: "olmo2",
+        class: "Olmo3ForCausalLM",
+        modules: &[POST, ATTENTION, HEAD_NORMS, MLP],
+        has_windows: true,
+        window_period: 4,
+        full_layer: 3,
+        unscaled_windows: true,
+        ..PLAIN
     },
     GgufFamily {
         family: "seed_oss",
@@ -427,6 +442,66 @@ pub(in crate::gguf) static FAMILIES: &[GgufFamily] = &[
         ..PLAIN
     },
     GgufFamily { family: "ernie4_5", arch: "ernie4_5", class: "Ernie4_5ForCausalLM", ..PLAIN },
+    GgufFamily {
+        family: "ernie4_5_moe",
+        arch: "ernie4_5-moe",
+        class: "Ernie4_5_MoeForCausalLM",
+        modules: &[PRE, ATTENTION, MLP, SHARED_EXPERTS],
+        tensors: &[("mlp.moe_statics.e_score_correction_bias", How::Named("exp_probs_b.bias"))],
+        experts: Some(QWEN_EXPERTS),
+        dense_first: true,
+        has_expert_step: true,
+        routing: RoutingKeys::Full,
+        softmax_scores: true,
+        ..PLAIN
+    },
+    GgufFamily {
+        family: "minimax_m2",
+        arch: "minimax-m2",
+        class: "MiniMaxM2ForCausalLM",
+        modules: &[PRE, ATTENTION, HEAD_NORMS, &[("block_sparse_moe.gate", "ffn_gate_inp")]],
+        tensors: &[("block_sparse_moe.e_score_correction_bias", How::Named("exp_probs_b.bias"))],
+        experts: Some((
+            "block_sparse_moe.experts",
+            &[("w1", "ffn_gate_exps"), ("w3", "ffn_up_exps"), ("w2", "ffn_down_exps")],
+        )),
+        partial_rotary: true,
+        routing: RoutingKeys::Sigmoid,
+        ..PLAIN
+    },
+    GgufFamily {
+        family: "hunyuan_v1_dense",
+        arch: "hunyuan-dense",
+        class: "HunYuanDenseV1ForCausalLM",
+        modules: &[PRE, ATTENTION, HUNYUAN_NORMS, MLP],
+        biases: &["attn_q", "attn_k", "attn_v"],
+        ..PLAIN
+    },
+    GgufFamily {
+        family: "hunyuan_v1_moe",
+        arch: "hunyuan-moe",
+        class: "HunYuanMoEV1ForCausalLM",
+        modules: &[
+            PRE,
+            ATTENTION,
+            HUNYUAN_NORMS,
+            &[
+                ("mlp.gate.wg", "ffn_gate_inp"),
+                ("mlp.shared_mlp.gate_proj", "ffn_gate_shexp"),
+                ("mlp.shared_mlp.up_proj", "ffn_up_shexp"),
+                ("mlp.shared_mlp.down_proj", "ffn_down_shexp"),
+            ],
+        ],
+        experts: Some(QWEN_EXPERTS),
+        biases: &["attn_q", "attn_k", "attn_v"],
+        ..PLAIN
+    },
+    GgufFamily {
+        family: "internlm3",
+        class: "InternLM3ForCausalLM",
+        favours_values_of_80_layers: false,
+        ..LLAMA
+    },
 ];
 
 /// A family of plain blocks without reordered rows.

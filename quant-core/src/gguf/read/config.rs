@@ -154,6 +154,9 @@ fn rope(about: &About<'_>, head_dim: u64, set: &mut impl FnMut(&str, Json)) -> R
     if let Some(theta) = about.float("rope.freq_base_swa")? {
         set("rope_local_base_freq", json!(theta));
     }
+    if about.family.unscaled_windows {
+        set("rope_local_base_freq", json!(about.float("rope.freq_base")?.unwrap_or(10_000.0)));
+    }
     // The older key is used if the newer one is missing. 0 means no factor.
     let factor = match about.float("rope.scaling.factor")? {
         None => about.float("rope.scale_linear")?,

@@ -81,7 +81,8 @@ impl<'a> About<'a> {
             .ok_or_else(|| GgufFile::broken(file.path(), "`general.architecture` is missing"))?;
         let experts = integer(file, &format!("{arch}.expert_count"))?.unwrap_or(0);
         let scores = integer(file, &format!("{arch}.expert_gating_func"))?;
-        match families::architecture(arch, experts > 0, scores) {
+        let windows = integer(file, &format!("{arch}.attention.sliding_window"))?.unwrap_or(0);
+        match families::architecture(arch, experts > 0, windows > 0, scores) {
             Some(family) => Ok(Self { file, family }),
             None => Err(unread_architecture(file, arch, experts)),
         }

@@ -37,8 +37,18 @@ pub(super) fn latent(about: &About<'_>, set: &mut impl FnMut(&str, Json)) -> Res
 /// Sets how tokens are routed, if files of the family describe it.
 pub(super) fn routing(about: &About<'_>, set: &mut impl FnMut(&str, Json)) -> Result<()> {
     let family = about.family;
-    if family.routing != RoutingKeys::Full {
-        return Ok(());
+    match family.routing {
+        RoutingKeys::Full => {}
+        RoutingKeys::Implied => return Ok(()),
+        RoutingKeys::Sigmoid => {
+            if let Some(other) = about.integer("expert_gating_func")?.filter(|function| *function != 2) {
+                return Err(
+                    about.unread("expert_gating_func", &format!("is {other}, which is not supported"))
+                );
+            }
+            set("rotary_dim", json!(about.integer("rope.dimension_count")?));
+            return Ok(());
+        }
     }
     let sigmoid = match about.integer("expert_gating_func")? {
         None => !family.softmax_scores,
@@ -56,8 +66,18 @@ pub(super) fn routing(about: &About<'_>, set: &mut impl FnMut(&str, Json)) -> Re
     }
     let flag = |key: &str| about.flag(&format!("{}.{key}", family.arch));
     set("scoring_func", json!(if sigmoid { "sigmoid" } else { "softmax" }));
-    set("n_shared_experts", json!(about.integer("expert_shared_count")?.unwrap_or(0)));
-    set("first_k_dense_replace", json!(about.integer("leading_dense_block_count")?.unwrap_or(0)));
+    let shared = about.integer("expert_shared_count")?.unwrap_or(0);
+    set("n_shared_experts", json!(shared));
+    let dense = about.integer("leading_dense_block_count")?.unwrap_or(0);
+    set("first_k_dense_replace", json!(dense));
+    if family.has_expert_step {
+        let key = "interleave_moe_layer_step";
+        if let Some(other) = about.integer(key)?.filter(|step| *step != 1) {
+            return Err(about.unread(key, &format!("is {other}, which is not supported")));
+        }
+        set("moe_num_shared_experts", json!(shared));
+        set("moe_layer_start_index", json!(dense));
+    }
     // 0 means no factor.
     let scale = about.float("expert_weights_scale")?.filter(|scale| *scale != 0.0).unwrap_or(1.0);
     set("routed_scaling_factor", json!(shortest(scale)));
