@@ -176,7 +176,7 @@ enum qz1_status
   QZ1_STATUS_MEMORY = 8,
   // A required pointer is null.
   QZ1_STATUS_NULL = 32,
-  // A pointer is not aligned to its type.
+  // A pointer, a device address or a stride is not a multiple of its alignment.
   QZ1_STATUS_MISALIGNED = 33,
   // A structure has a size that no version of it has, sets fields that this library does not know, or has a reserved
   // field that is not 0.
@@ -269,7 +269,7 @@ typedef struct qz1_weights {
   size_t n;
   // Input features.
   size_t k;
-  // Input features that share a scale: a divisor of `k`, or `k` for one scale per row.
+  // Input features that share a scale: a divisor of `k`; `k` itself for one scale per row.
   size_t group_size;
   // `[n, k]`, one code per byte.
   const uint8_t *codes;
@@ -299,7 +299,7 @@ typedef struct qz1_weights {
 typedef struct qz1_static_scale {
   // `sizeof(qz1_static_scale)`
   uint32_t struct_size;
-  // Positive and finite.
+  // Positive and finite, with a finite inverse.
   float scale;
   // −128 to 127; values other than 0 require a layout with sums.
   int32_t zero;
@@ -597,8 +597,8 @@ qz1_status qz1_checkpoint_read(const struct qz1_checkpoint *checkpoint,
 void qz1_tensor_free(struct qz1_tensor *tensor);
 
 // The weight in the form that `qz1_layout_of` and `qz1_pack` take. Fills `out`, whose `struct_size` must be set by the
-// caller. The memory that `out` points to belongs to the tensor. Packing copies it, so packed weights remain valid
-// when the tensor is freed.
+// caller. The pointers in `out` point to memory of the tensor. Packing copies it, so packed weights remain valid when
+// the tensor is freed.
 qz1_status qz1_tensor_weights(const struct qz1_tensor *tensor,
                               struct qz1_weights *out,
                               const struct qz1_message *message);
@@ -713,9 +713,9 @@ qz1_status qz1_kv_read(const struct qz1_kv_layout *layout,
                        const struct qz1_message *message);
 
 // Quantizes `m` tokens and appends them after the `tokens` of each list, with one list per key-value head. `keys` and
-// `values` are `[m, lists_len, head_dim]`; `pages` is a whole number of pages. Lists must already contain the pages
-// for the new tokens, and each of these pages only once. If a number is NaN or its magnitude exceeds 65504, the call
-// fails and nothing is written. The caller must increase `tokens` afterwards.
+// `values` are `[m, lists_len, head_dim]`; `pages_len` is a multiple of `page_bytes`. Lists must already contain the
+// pages for the new tokens, and each of these pages only once. If a number is NaN or its magnitude exceeds 65504, the
+// call fails and nothing is written. The caller must increase `tokens` afterwards.
 qz1_status qz1_kv_append(const struct qz1_kv_layout *layout,
                          uint8_t *pages,
                          size_t pages_len,

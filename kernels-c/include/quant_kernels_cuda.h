@@ -132,8 +132,8 @@ typedef struct qz1_cuda_pack_arguments {
   uint32_t reserved;
   // u8 `[n, k]`, one code per byte.
   struct qz1_cuda_region codes;
-  // f32 `[n, k / group_size]`, which are rounded to the scale type of the layout. With two levels of scales: u8, the
-  // group scales; for E4M3 scales, their codes.
+  // f32 `[n, k / group_size]`, which the scale type of the layout must represent exactly. With two levels of scales:
+  // u8, the group scales; for E4M3 scales, their codes.
   struct qz1_cuda_region scales;
   // f32 `[n]` with two levels of scales; with E4M3 group scales `[1]`, the number by which they are divided; else
   // absent.
@@ -231,7 +231,7 @@ typedef struct qz1_cuda_activation_arguments {
   uint32_t struct_size;
   // For norms: positive and finite.
   float eps;
-  // With `fixed`: positive, with a finite inverse. `x ≈ scale · (code − zero)`.
+  // With `fixed`: positive and finite, with a finite inverse. `x ≈ scale · (code − zero)`.
   float scale;
   // With `fixed`: −128 to 127.
   int32_t zero;

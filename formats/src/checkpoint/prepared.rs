@@ -29,9 +29,9 @@ impl Prepared {
     /// Moves the checkpoint to its target in one step.
     ///
     /// # Errors
-    /// - [`Error::OutputExists`]: the target has appeared in the meantime and `force` is not set.
-    /// - [`Error::Usage`]: the target has changed in the meantime and may not be replaced.
-    /// - [`Error::DiskFull`], [`Error::Io`].
+    /// - [`Error::OutputExists`](crate::Error::OutputExists): the target has appeared in the meantime and `force` is not set.
+    /// - [`Error::Usage`](crate::Error::Usage): the target has changed in the meantime and may not be replaced.
+    /// - [`Error::DiskFull`](crate::Error::DiskFull), [`Error::Io`](crate::Error::Io).
     ///
     /// The target is then unchanged, and the job can be resumed; only if syncing after the rename fails may the target
     /// already be the new one.

@@ -126,7 +126,7 @@ fn headers_that_mislead_are_refused_with_field_and_offset() {
         (crafted(1, 0, &tensor("t", &[u64::MAX], 0, 0)), "an invalid dimension"),
         (crafted(1, 0, &tensor("t", &[1 << 31, 1 << 31, 1 << 31], 0, 0)), "exceeds the address space"),
         (crafted(1, 0, &tensor("t", &[48], 2, 0)), "not a multiple of the block size 32"),
-        (crafted(1, 0, &tensor("t", &[256], 16, 0)), "the type IQ2_XXS"),
+        (crafted(1, 0, &tensor("t", &[256], 19, 0)), "the type IQ1_S"),
         (crafted(1, 0, &tensor("t", &[4], 4, 0)), "unknown type 4"),
         (crafted(1, 0, &tensor("t", &[4], 0, 32)), "is 32, expected 0"),
         (crafted(1, 0, &tensor("t", &[1 << 20], 0, 0)), "the file has"),
@@ -143,7 +143,7 @@ fn unsupported_files_are_distinguished_from_damaged_ones() {
     let is_unread = |bytes: &[u8]| matches!(parse(bytes).unwrap_err(), GgufFault::Unread(_));
     assert!(is_unread(b"GGUF\0\0\0\x03"));
     assert!(is_unread(b"GGUF\x01\0\0\0"));
-    assert!(is_unread(&crafted(1, 0, &tensor("t", &[256], 16, 0))));
+    assert!(is_unread(&crafted(1, 0, &tensor("t", &[256], 19, 0))));
     // Tensor names come from the file, so their words must not affect the kind of the fault.
     assert!(!is_unread(&crafted(1, 0, &tensor("which is not read", &[4], 4, 0))));
     assert!(!is_unread(&crafted(1, 0, &tensor("t", &[1, 1, 1, 1, 1], 0, 0))));
