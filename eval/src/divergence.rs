@@ -1,13 +1,16 @@
 //! Compares a model with its reference, position by position. The comparison is paired, so that text that is difficult
 //! for both cancels out.
 
+#[cfg(feature = "decoders")]
 use quant_core::model::Decoder;
-use quant_core::{CancelToken, Error, Observer, Result};
+use quant_formats::{CancelToken, Error, Observer, Result};
 use serde::{Deserialize, Serialize};
 
 use crate::score::{Origin, Panel, dropped, require_finite};
 use crate::statistics::{Histogram, Quantile, quantiles};
-use crate::{Estimate, EvaluationText, Journal, LogitsModel, Position, Scored, Scores, StoredReference};
+use crate::{Estimate, EvaluationText, Journal, LogitsModel, Position, Scored, Scores};
+#[cfg(feature = "decoders")]
+use crate::{StoredReference, decoder::Blocks};
 
 /// Boundaries of the confidence buckets.
 const CONFIDENCE: [f64; 6] = [0.0, 0.25, 0.5, 0.75, 0.9, 1.0];
@@ -104,6 +107,7 @@ pub struct NoiseFloor {
 #[non_exhaustive]
 pub enum Reference<'a> {
     /// A model that runs in the same process.
+    #[cfg(feature = "decoders")]
     Model {
         /// The model.
         decoder: &'a Decoder,
@@ -111,6 +115,7 @@ pub enum Reference<'a> {
         floor: bool,
     },
     /// A stored reference, including its noise floor.
+    #[cfg(feature = "decoders")]
     Stored(&'a StoredReference),
     /// A model that an engine runs. Its noise floor is not measured.
     Engine(&'a dyn LogitsModel),
@@ -118,23 +123,32 @@ pub enum Reference<'a> {
 
 impl<'a> Reference<'a> {
     /// Returns a panel that runs the reference and the models over the same windows.
+    #[cfg_attr(
+        not(feature = "decoders"),
+        expect(unused_variables, reason = "only decoders have a noise floor")
+    )]
     fn with(self, models: &[Scored<'a>], windows: usize) -> Result<Panel<'a>> {
-        let models = models.iter().map(|model| Origin::from(*model));
+        let own: Origin<'a> = match self {
+            #[cfg(feature = "decoders")]
+            Self::Model { decoder, .. } => Box::new(Blocks(decoder, None)),
+            #[cfg(feature = "decoders")]
+            Self::Stored(stored) => Box::new(stored),
+            Self::Engine(engine) => Box::new(engine),
+        };
+        let panel = Panel::new([own].into_iter().chain(models.iter().map(|model| model.origin())))?;
         match self {
-            Self::Model { decoder, floor } => {
-                let panel = Panel::new([Origin::Model(decoder)].into_iter().chain(models))?;
-                Ok(if floor { panel.with_floor(windows) } else { panel })
-            }
-            Self::Stored(stored) => Panel::new([Origin::Stored(stored)].into_iter().chain(models)),
-            Self::Engine(engine) => Panel::new([Origin::Engine(engine)].into_iter().chain(models)),
+            #[cfg(feature = "decoders")]
+            Self::Model { floor: true, .. } => Ok(panel.with_floor(windows)),
+            _ => Ok(panel),
         }
     }
 
     /// Returns the stored noise floor, or computes it from these positions.
     fn floor(self, positions: &[Vec<Position>]) -> Option<NoiseFloor> {
         match self {
+            #[cfg(feature = "decoders")]
             Self::Stored(stored) => Some(stored.noise_floor().clone()),
-            Self::Model { .. } | Self::Engine(_) => NoiseFloor::of(positions, |p| p.floor),
+            _ => NoiseFloor::of(positions, |p| p.floor),
         }
     }
 }

@@ -1,14 +1,30 @@
-//! Models to score: decoders of `quant-core`, and models that an engine runs itself.
+//! Models to score: models that an engine runs itself, and decoders of `quant-core`.
 
-use std::error::Error;
+use std::error::Error as StdError;
+use std::ops::Range;
 
+#[cfg(feature = "decoders")]
 use quant_core::model::Decoder;
+use quant_formats::{Error, Result};
 
-/// A model that an engine runs, scored by its logits, with the same windows, statistics and gate as a [`Decoder`].
+use crate::Window;
+use crate::score::{Origin, Runner, StageInputs};
+use crate::vocabulary::{Given, Output};
+
+/// Maximum number of bytes of logits that are requested at a time, unless those of a single position are more.
+const MAX_LOGITS_BYTES: usize = 64 << 20;
+
+/// An error of an engine.
+pub type EngineError = Box<dyn StdError + Send + Sync>;
+
+/// A model that an engine runs, scored by its logits, with the same windows, statistics and gate as a decoder of
+/// `quant-core`.
+///
+/// [`logits`](Self::logits) suffices. An engine that has a batch dimension, or for which the logits of a whole window
+/// take too much memory, also implements [`start`](Self::start).
 ///
 /// ```
-/// use quant_core::{CancelToken, Silent};
-/// use quant_evaluator::{EvaluationText, Journal, LogitsModel, Profile, Window, perplexity};
+/// use quant_evaluator::{CancelToken, EngineError, EvaluationText, Journal, LogitsModel, Profile, Silent, Window, perplexity};
 ///
 /// /// Predicts that every token is followed by the next one of the vocabulary.
 /// struct Successor;
@@ -18,12 +34,7 @@ use quant_core::model::Decoder;
 ///         512
 ///     }
 ///
-///     fn logits(
-///         &self,
-///         tokens: &[u32],
-///         first: usize,
-///         out: &mut Vec<f32>,
-///     ) -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
+///     fn logits(&self, tokens: &[u32], first: usize, out: &mut Vec<f32>) -> Result<(), EngineError> {
 ///         for &token in &tokens[first..] {
 ///             out.extend((0..512).map(|next| if next == token + 1 { 3.0 } else { 0.0 }));
 ///         }
@@ -39,7 +50,7 @@ use quant_core::model::Decoder;
 /// // The next token has a logit of 3, the other 511 have 0.
 /// let expected = (3.0_f64.exp() + 511.0) / 3.0_f64.exp();
 /// assert!((scores.perplexity.mean / expected - 1.0).abs() < 1e-6);
-/// # Ok::<(), quant_core::Error>(())
+/// # Ok::<(), quant_evaluator::Error>(())
 /// ```
 pub trait LogitsModel {
     /// Number of tokens in the vocabulary, which is the length of a row of logits.
@@ -55,7 +66,212 @@ pub trait LogitsModel {
         tokens: &[u32],
         first: usize,
         out: &mut Vec<f32>,
-    ) -> Result<(), Box<dyn Error + Send + Sync>>;
+    ) -> std::result::Result<(), EngineError>;
+
+    /// Maximum number of windows that [`start`](Self::start) accepts; 1 by default. Windows that run together have the
+    /// same number of tokens.
+    fn max_windows(&self) -> usize {
+        1
+    }
+
+    /// Runs windows, and returns an object that computes their logits for some positions at a time. By default, it calls
+    /// [`logits`](Self::logits) for each window, and all logits of these windows are in memory:
+    /// `4 · positions · vocab` bytes.
+    ///
+    /// ```
+    /// use std::ops::Range;
+    /// use quant_evaluator::{EngineError, LogitsBatch, LogitsModel, UnscoredWindow};
+    ///
+    /// /// An engine that runs 8 windows at a time, and keeps their hidden states.
+    /// struct Engine;
+    /// struct HiddenStates(Vec<Vec<u32>>);
+    ///
+    /// impl LogitsModel for Engine {
+    ///     fn vocab(&self) -> usize {
+    ///         512
+    ///     }
+    ///
+    ///     fn logits(&self, tokens: &[u32], first: usize, out: &mut Vec<f32>) -> Result<(), EngineError> {
+    ///         let mut batch = self.start(&[UnscoredWindow::new(tokens, first)])?;
+    ///         batch.logits(0, 0..tokens.len() - first, out)
+    ///     }
+    ///
+    ///     fn max_windows(&self) -> usize {
+    ///         8
+    ///     }
+    ///
+    ///     fn start<'a>(&'a self, windows: &[UnscoredWindow<'_>]) -> Result<Box<dyn LogitsBatch + 'a>, EngineError> {
+    ///         // Here the engine would run its blocks on all windows together.
+    ///         Ok(Box::new(HiddenStates(windows.iter().map(|w| w.tokens[w.first..].to_vec()).collect())))
+    ///     }
+    /// }
+    ///
+    /// impl LogitsBatch for HiddenStates {
+    ///     fn logits(&mut self, window: usize, positions: Range<usize>, out: &mut Vec<f32>) -> Result<(), EngineError> {
+    ///         // Here the engine would multiply some hidden states with its head.
+    ///         for &token in &self.0[window][positions] {
+    ///             out.extend((0..512).map(|next| if next == token + 1 { 3.0 } else { 0.0 }));
+    ///         }
+    ///         Ok(())
+    ///     }
+    /// }
+    /// # let mut out = Vec::new();
+    /// # Engine.logits(&[3, 4, 5], 1, &mut out).unwrap();
+    /// # assert_eq!((out.len(), out[512 + 6]), (2 * 512, 3.0));
+    /// ```
+    ///
+    /// # Errors
+    /// Any error of the engine; it ends the evaluation.
+    fn start<'a>(
+        &'a self,
+        windows: &[UnscoredWindow<'_>],
+    ) -> std::result::Result<Box<dyn LogitsBatch + 'a>, EngineError> {
+        let vocab = self.vocab();
+        let each = windows.iter().map(|window| {
+            let mut logits = Vec::new();
+            self.logits(window.tokens, window.first, &mut logits)?;
+            let positions = window.tokens.len().saturating_sub(window.first);
+            match positions.checked_mul(vocab) == Some(logits.len()) {
+                true => Ok(logits),
+                false => Err(Miscounted { logits: logits.len(), positions }.into()),
+            }
+        });
+        Ok(Box::new(AllLogits(each.collect::<std::result::Result<_, EngineError>>()?, vocab)))
+    }
+}
+
+/// A window as an engine runs it.
+#[derive(Debug, Clone, Copy)]
+#[non_exhaustive]
+pub struct UnscoredWindow<'a> {
+    /// The tokens that the model reads; the first has position 0.
+    pub tokens: &'a [u32],
+    /// The first position whose logits are needed: they predict the token after `tokens[first]`.
+    pub first: usize,
+}
+
+impl<'a> UnscoredWindow<'a> {
+    /// Creates a window.
+    pub fn new(tokens: &'a [u32], first: usize) -> Self {
+        Self { tokens, first }
+    }
+}
+
+/// Windows that an engine has run, whose logits are requested for some positions at a time, in order.
+pub trait LogitsBatch {
+    /// Appends the logits of a window at these positions, `[positions.len(), vocab]`, row-major. Positions count from
+    /// the window's [`first`](UnscoredWindow::first).
+    ///
+    /// # Errors
+    /// Any error of the engine; it ends the evaluation.
+    fn logits(
+        &mut self,
+        window: usize,
+        positions: Range<usize>,
+        out: &mut Vec<f32>,
+    ) -> std::result::Result<(), EngineError>;
+}
+
+/// All logits of some windows, for a vocabulary of this size.
+struct AllLogits(Vec<Vec<f32>>, usize);
+
+impl LogitsBatch for AllLogits {
+    fn logits(
+        &mut self,
+        window: usize,
+        positions: Range<usize>,
+        out: &mut Vec<f32>,
+    ) -> std::result::Result<(), EngineError> {
+        out.extend_from_slice(&self.0[window][positions.start * self.1..positions.end * self.1]);
+        Ok(())
+    }
+}
+
+/// The wrong number of logits.
+#[derive(Debug)]
+struct Miscounted {
+    logits: usize,
+    positions: usize,
+}
+
+impl std::fmt::Display for Miscounted {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{} logits for {} positions", self.logits, self.positions)
+    }
+}
+
+impl StdError for Miscounted {}
+
+/// Returns the error of an evaluation that an error of the engine ends.
+fn failed(error: &EngineError, vocab: usize) -> Error {
+    let reason = match error.downcast_ref::<Miscounted>() {
+        Some(count) => format!("the engine returned {count} and a vocabulary of {vocab}"),
+        None => format!("the engine failed: {error}"),
+    };
+    Error::Logits { reason }
+}
+
+impl<'a> Runner<'a> for &'a dyn LogitsModel {
+    fn output(&self) -> Result<Box<dyn Output + 'a>> {
+        match self.vocab() {
+            0 => Err(Error::Logits { reason: "the engine reports a vocabulary of 0 tokens".into() }),
+            vocab => Ok(Box::new(Given(vocab))),
+        }
+    }
+
+    fn run(
+        &self,
+        output: &dyn Output,
+        windows: &[Window],
+        batch: &[usize],
+    ) -> Result<Box<dyn StageInputs + 'a>> {
+        let vocab = output.vocab();
+        let asked = batch.iter().map(|&n| UnscoredWindow::new(windows[n].input(), windows[n].first - 1));
+        let asked: Vec<UnscoredWindow<'_>> = asked.collect();
+        let batch_logits = self.start(&asked).map_err(|e| failed(&e, vocab))?;
+        let scored = batch.iter().map(|&n| windows[n].scored()).collect();
+        Ok(Box::new(OfEngine { batch: batch_logits, scored, vocab, logits: Vec::new() }))
+    }
+
+    fn max_windows(&self) -> usize {
+        (**self).max_windows()
+    }
+}
+
+/// The logits of windows that an engine has run.
+struct OfEngine<'a> {
+    batch: Box<dyn LogitsBatch + 'a>,
+    /// Number of positions per window.
+    scored: Vec<usize>,
+    vocab: usize,
+    /// Those requested last.
+    logits: Vec<f32>,
+}
+
+impl StageInputs for OfEngine<'_> {
+    fn max_positions(&self) -> usize {
+        (MAX_LOGITS_BYTES / 4 / self.vocab).max(1)
+    }
+
+    fn at(&mut self, positions: Range<usize>) -> Result<&[f32]> {
+        self.logits.clear();
+        let mut start = 0;
+        for (window, &scored) in self.scored.iter().enumerate() {
+            let some = positions.start.max(start)..positions.end.min(start + scored);
+            if some.start < some.end {
+                let (before, count) = (self.logits.len(), some.len());
+                let asked = some.start - start..some.end - start;
+                let asked = self.batch.logits(window, asked, &mut self.logits);
+                asked.map_err(|e| failed(&e, self.vocab))?;
+                let got = self.logits.len().saturating_sub(before);
+                if count.checked_mul(self.vocab) != Some(got) {
+                    return Err(failed(&Miscounted { logits: got, positions: count }.into(), self.vocab));
+                }
+            }
+            start += scored;
+        }
+        Ok(&self.logits)
+    }
 }
 
 /// A model to score.
@@ -63,11 +279,23 @@ pub trait LogitsModel {
 #[non_exhaustive]
 pub enum Scored<'a> {
     /// A decoder of `quant-core`.
+    #[cfg(feature = "decoders")]
     Decoder(&'a Decoder),
-    /// A model that an engine runs. All logits of a window are in memory: `4 · positions · vocab` bytes.
+    /// A model that an engine runs.
     Engine(&'a dyn LogitsModel),
 }
 
+impl<'a> Scored<'a> {
+    pub(crate) fn origin(self) -> Origin<'a> {
+        match self {
+            #[cfg(feature = "decoders")]
+            Self::Decoder(decoder) => Box::new(crate::decoder::Blocks(decoder, None)),
+            Self::Engine(engine) => Box::new(engine),
+        }
+    }
+}
+
+#[cfg(feature = "decoders")]
 impl<'a> From<&'a Decoder> for Scored<'a> {
     fn from(decoder: &'a Decoder) -> Self {
         Self::Decoder(decoder)

@@ -8,8 +8,8 @@ use std::fs::{File, OpenOptions, TryLockError};
 use std::io::{BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
 
-use quant_core::digest::sha256_hex;
-use quant_core::{Error, Result};
+use quant_formats::digest::sha256_hex;
+use quant_formats::{Error, Result};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use serde_json::Value;

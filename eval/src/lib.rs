@@ -10,16 +10,21 @@
 //! [`gate`] decides from such files whether a model has become worse, and [`report`] renders them as HTML.
 //!
 //! A model is either a decoder of `quant-core` or implements [`LogitsModel`], so models that other engines run are
-//! scored in the same way.
+//! scored in the same way. Decoders, stored references and reports of quantization need the feature `decoders`, which is
+//! on by default; without it, the crate depends on neither `quant-core` nor candle.
 #![forbid(unsafe_code)]
 
 mod anatomy;
 mod closest;
+#[cfg(feature = "decoders")]
+mod decoder;
 mod divergence;
 mod engine;
 pub mod gate;
 mod journal;
+#[cfg(feature = "decoders")]
 mod likelihood;
+#[cfg(feature = "decoders")]
 mod noise;
 mod perplexity;
 mod position;
@@ -28,23 +33,36 @@ pub mod report;
 mod result;
 mod score;
 pub mod statistics;
+#[cfg(feature = "decoders")]
 mod stored;
 mod text;
+mod tokenizer;
 mod vocabulary;
 mod wikitext;
 
-pub use anatomy::{Anatomy, LinearInput, anatomy};
+#[cfg(feature = "decoders")]
+pub use anatomy::anatomy;
+pub use anatomy::{Anatomy, LinearInput};
 pub use closest::{Closest, closest};
+#[cfg(feature = "decoders")]
+pub use decoder::Tokenization;
 pub use divergence::{
     ConfidenceBucket, Divergence, KlQuantiles, NoiseFloor, Reference, compare, compare_all,
 };
-pub use engine::{LogitsModel, Scored};
+pub use engine::{EngineError, LogitsBatch, LogitsModel, Scored, UnscoredWindow};
 pub use journal::{Journal, Measured};
+#[cfg(feature = "decoders")]
 pub use likelihood::{Likelihood, log_likelihoods};
-pub use perplexity::{Scores, disturbed_perplexity, perplexity};
+#[cfg(feature = "decoders")]
+pub use perplexity::disturbed_perplexity;
+pub use perplexity::{Scores, perplexity};
 pub use position::Position;
 pub use profile::{Profile, ProfileRequest};
 pub use result::{Evaluation, ModelIdentity, SCHEMA, SchemeShare, TextIdentity, Tool};
 pub use statistics::Estimate;
+#[cfg(feature = "decoders")]
 pub use stored::{StoredReference, is_stored_reference, store_reference};
-pub use text::{Bos, BosPolicy, EvaluationText, Tokenization, Window};
+pub use text::{Bos, BosPolicy, EvaluationText, Window};
+pub use tokenizer::{EncodedText, Tokenizer};
+
+pub use quant_formats::{CancelToken, Category, Error, Observer, Result, Silent};

@@ -1,10 +1,11 @@
 //! Log-likelihoods of continuations, as multiple-choice tasks compare them.
 
 use quant_core::model::Decoder;
-use quant_core::{CancelToken, Error, Observer, Result};
+use quant_formats::{CancelToken, Error, Observer, Result};
 
 use crate::Window;
-use crate::score::{Origin, Panel, dropped, require_finite};
+use crate::decoder::Blocks;
+use crate::score::{Panel, dropped, require_finite};
 
 /// The likelihood of a window's scored tokens.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -42,7 +43,7 @@ pub fn log_likelihoods(
     order.sort_by_key(|&number| std::cmp::Reverse(windows[number].tokens.len()));
     let sorted: Vec<Window> = order.iter().map(|&number| windows[number].clone()).collect();
     let next = |window: &Window| window.tokens[window.first..].to_vec();
-    let scored = Panel::new([Origin::Model(decoder)])?.with_ranks().run(
+    let scored = Panel::new([Box::new(Blocks(decoder, None)) as _])?.with_ranks().run(
         &sorted,
         Vec::new(),
         (observer, cancel),

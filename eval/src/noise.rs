@@ -5,8 +5,8 @@
 //! at most 2⁻⁸. A divergence near that between a model and its disturbed copy is not evidence of a difference.
 
 use candle_core::{Device, Tensor};
-use quant_core::Result;
-use quant_core::random::mix;
+use quant_formats::Result;
+use quant_formats::random::mix;
 use rayon::prelude::*;
 
 /// The largest relative disturbance: at most half a unit in the last place of bfloat16.

@@ -1,10 +1,13 @@
 //! Perplexity of one model.
 
+#[cfg(feature = "decoders")]
 use quant_core::model::Decoder;
-use quant_core::{CancelToken, Error, Observer, Result, Silent};
+#[cfg(feature = "decoders")]
+use quant_formats::Silent;
+use quant_formats::{CancelToken, Error, Observer, Result};
 use serde::{Deserialize, Serialize};
 
-use crate::score::{Origin, Panel, dropped, require_finite};
+use crate::score::{Panel, dropped, require_finite};
 use crate::{Estimate, EvaluationText, Journal, Profile, Scored};
 
 /// Perplexity of a model on a text, and related measures.
@@ -92,13 +95,14 @@ impl Scores {
 ///
 /// # Errors
 /// When the model fails, a position's likelihood is not finite, or when cancelled.
+#[cfg(feature = "decoders")]
 pub fn disturbed_perplexity(
     decoder: &Decoder,
     text: &EvaluationText,
     seed: u64,
     cancel: &CancelToken,
 ) -> Result<Scores> {
-    let panel = Panel::new([Origin::Noisy(decoder, seed)])?;
+    let panel = Panel::new([Box::new(crate::decoder::Blocks(decoder, Some(seed))) as _])?;
     let nll = panel.run(
         &text.windows,
         Vec::new(),
@@ -147,7 +151,7 @@ pub fn perplexity<'a>(
     observer: &dyn Observer,
     cancel: &CancelToken,
 ) -> Result<Scores> {
-    let nll = Panel::new([model.into().into()])?.run(
+    let nll = Panel::new([model.into().origin()])?.run(
         &text.windows,
         journal.take(),
         (observer, cancel),

@@ -24,7 +24,7 @@
 //! has more context, so that the model reads `L` tokens. As in the harness, tokens that the tokenizer adds at the start
 //! of a document are scored too: with a tokenizer that adds BOS, BOS is scored after BOS.
 
-use quant_core::{Error, Result};
+use quant_formats::{Error, Result};
 
 /// Default distance between the windows of `hf-stride`, in tokens.
 const STRIDE: usize = 512;

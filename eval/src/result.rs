@@ -5,10 +5,10 @@
 
 use std::path::Path;
 
-use quant_core::checkpoint::parse_strictly;
-use quant_core::digest::sha256_hex;
-use quant_core::model::KvScheme;
-use quant_core::{Error, Result};
+use quant_formats::checkpoint::parse_strictly;
+use quant_formats::digest::sha256_hex;
+use quant_formats::scheme::KvScheme;
+use quant_formats::{Error, Result};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 

@@ -1,112 +1,80 @@
 //! Runs windows through models and passes the sums of every scored position to a measurement.
 
-use candle_core::Tensor;
-use quant_core::model::Decoder;
-use quant_core::wording::counted;
-use quant_core::{CancelToken, Error, Event, Observer, Result};
+use std::ops::Range;
 
-use crate::noise::disturb;
+use quant_formats::wording::counted;
+use quant_formats::{CancelToken, Error, Event, Observer, Result};
+
+use crate::Window;
 use crate::vocabulary::{Output, Source, Sums, pass};
-use crate::{LogitsModel, Scored, StoredReference, Window};
 
 /// Maximum number of tokens that go through a model at a time, unless a single window is longer.
 const BATCH_TOKENS: usize = 2048;
 /// Maximum number of windows on which the noise floor is measured.
+#[cfg(feature = "decoders")]
 const NOISE_WINDOWS: usize = 8;
 /// Seed of the noise.
+#[cfg(feature = "decoders")]
 const NOISE_SEED: u64 = 0;
 
-/// The source of the output stage's inputs.
-#[derive(Clone, Copy)]
-pub(crate) enum Origin<'a> {
-    /// A model.
-    Model(&'a Decoder),
-    /// A model whose blocks' outputs are disturbed by noise from this seed.
-    Noisy(&'a Decoder, u64),
-    /// A stored reference.
-    Stored(&'a StoredReference),
-    /// A model that an engine runs.
-    Engine(&'a dyn LogitsModel),
-}
+/// A model as a panel runs it.
+pub(crate) trait Runner<'a> {
+    /// Returns the output stage.
+    fn output(&self) -> Result<Box<dyn Output + 'a>>;
 
-impl<'a> From<Scored<'a>> for Origin<'a> {
-    fn from(model: Scored<'a>) -> Self {
-        match model {
-            Scored::Decoder(decoder) => Self::Model(decoder),
-            Scored::Engine(engine) => Self::Engine(engine),
-        }
+    /// Runs windows that have the same length, and returns the inputs of the output stage at every scored position.
+    fn run(
+        &self,
+        output: &dyn Output,
+        windows: &[Window],
+        batch: &[usize],
+    ) -> Result<Box<dyn StageInputs + 'a>>;
+
+    /// Maximum number of windows that run together.
+    fn max_windows(&self) -> usize {
+        usize::MAX
+    }
+
+    /// The same model with noise from this seed on its blocks' outputs; `None` for a model without blocks.
+    #[cfg(feature = "decoders")]
+    fn disturbed(&self, _seed: u64) -> Option<Origin<'a>> {
+        None
     }
 }
 
-impl<'a> Origin<'a> {
-    fn output(self) -> Result<Output<'a>> {
-        match self {
-            Self::Model(decoder) | Self::Noisy(decoder, _) => Ok(Output::Head(Box::new(decoder.head()?))),
-            Self::Stored(stored) => Ok(Output::Head(Box::new(stored.head()?))),
-            Self::Engine(engine) => match engine.vocab() {
-                0 => Err(Error::Logits { reason: "the engine reports a vocabulary of 0 tokens".into() }),
-                vocab => Ok(Output::Logits(vocab)),
-            },
-        }
+/// A model, whatever it runs on.
+pub(crate) type Origin<'a> = Box<dyn Runner<'a> + 'a>;
+
+/// The inputs of an output stage at the scored positions of some windows, one window after the other.
+pub(crate) trait StageInputs {
+    /// Maximum number of positions that [`at`](Self::at) returns in one call.
+    fn max_positions(&self) -> usize {
+        usize::MAX
     }
 
-    /// Returns the inputs of the output stage at every scored position of windows that have the same length:
-    /// `[positions, width]`.
-    fn inputs(self, output: &Output<'_>, windows: &[Window], batch: &[usize]) -> Result<Vec<f32>> {
-        let tokens: Vec<&[u32]> = batch.iter().map(|&n| windows[n].input()).collect();
-        let hidden: Tensor = match self {
-            Self::Model(decoder) => decoder.hidden(&tokens)?,
-            Self::Noisy(decoder, seed) => decoder
-                .hidden_through(&tokens, &mut |block, hidden| disturb(&hidden, seed, block, batch[0]))?,
-            Self::Stored(stored) => return stored.inputs(batch),
-            Self::Engine(engine) => return engine_logits(engine, output.vocab(), windows, batch),
-        };
-        let (_, length, width) = hidden.dims3()?;
-        let all = hidden.flatten_all()?.to_vec1::<f32>()?;
-        let mut scored = Vec::with_capacity(all.len());
-        for (row, &number) in batch.iter().enumerate() {
-            // The position before a token predicts it.
-            let start = row * length + windows[number].first - 1;
-            scored.extend_from_slice(&all[start * width..(row + 1) * length * width]);
-        }
-        match output {
-            Output::Head(head) => head.inputs(scored),
-            Output::Logits(_) => Err(Error::Internal("the decoder has no head".into())),
-        }
+    /// Returns the inputs at these positions, `[positions, width]`.
+    fn at(&mut self, positions: Range<usize>) -> Result<&[f32]>;
+}
+
+/// Inputs that are in memory, and their width.
+#[cfg(feature = "decoders")]
+pub(crate) struct InMemory(pub(crate) Vec<f32>, pub(crate) usize);
+
+#[cfg(feature = "decoders")]
+impl StageInputs for InMemory {
+    fn at(&mut self, positions: Range<usize>) -> Result<&[f32]> {
+        Ok(&self.0[positions.start * self.1..positions.end * self.1])
     }
 }
 
-/// Requests the logits at all scored positions of some windows from an engine.
-fn engine_logits(
-    engine: &dyn LogitsModel,
-    vocab: usize,
-    windows: &[Window],
-    batch: &[usize],
-) -> Result<Vec<f32>> {
-    let mut all = Vec::new();
-    for window in batch.iter().map(|&n| &windows[n]) {
-        let before = all.len();
-        let failed = |reason| Error::Logits { reason };
-        engine
-            .logits(window.input(), window.first - 1, &mut all)
-            .map_err(|e| failed(format!("the engine failed: {e}")))?;
-        let (got, wanted) = (all.len().checked_sub(before), window.scored().checked_mul(vocab));
-        if got != wanted {
-            return Err(failed(format!(
-                "the engine returned {} logits for {} positions and a vocabulary of {vocab}",
-                all.len().saturating_sub(before),
-                window.scored()
-            )));
-        }
-    }
-    Ok(all)
-}
+/// A model and its output stage.
+type Member<'a> = (Origin<'a>, Box<dyn Output + 'a>);
 
 /// Models that run over the same windows.
 pub(crate) struct Panel<'a> {
-    origins: Vec<(Origin<'a>, Output<'a>)>,
-    /// The model whose noise floor is measured on some of the windows.
-    floor: Option<&'a Decoder>,
+    members: Vec<Member<'a>>,
+    /// The first model with noise, whose divergence is measured on some of the windows.
+    floor: Option<Origin<'a>>,
     /// Indices of the windows on which the noise floor is measured.
     noisy: Vec<usize>,
     /// Whether to keep the most likely tokens.
@@ -117,12 +85,15 @@ impl<'a> Panel<'a> {
     /// Creates a panel of one model, or of a reference and the models to compare with it.
     ///
     /// # Errors
-    /// When a head cannot be read, an engine's vocabulary is empty, or the vocabularies differ.
+    /// When an output stage cannot be read, an engine's vocabulary is empty, or the vocabularies differ.
     pub(crate) fn new(origins: impl IntoIterator<Item = Origin<'a>>) -> Result<Self> {
-        let with_output = |origin: Origin<'a>| Ok((origin, origin.output()?));
-        let origins = origins.into_iter().map(with_output).collect::<Result<Vec<_>>>()?;
-        for (_, output) in &origins[1..] {
-            let [reference, model] = [origins[0].1.vocab(), output.vocab()];
+        let with_output = |origin: Origin<'a>| {
+            let output = origin.output()?;
+            Ok((origin, output))
+        };
+        let members = origins.into_iter().map(with_output).collect::<Result<Vec<Member<'a>>>>()?;
+        for (_, output) in &members[1..] {
+            let [reference, model] = [members[0].1.vocab(), output.vocab()];
             if reference != model {
                 return Err(Error::usage(
                     format!(
@@ -132,38 +103,32 @@ impl<'a> Panel<'a> {
                 ));
             }
         }
-        let ranked = origins.len() > 1;
-        Ok(Self { origins, floor: None, noisy: Vec::new(), ranked })
+        let ranked = members.len() > 1;
+        Ok(Self { members, floor: None, noisy: Vec::new(), ranked })
     }
 
     /// Keeps the most likely tokens even for a single model.
+    #[cfg(feature = "decoders")]
     pub(crate) fn with_ranks(mut self) -> Self {
         self.ranked = true;
         self
     }
 
-    /// Measures the noise floor of the first model as well, on some of the `windows` windows, spread over the text. If
-    /// the first model is not a [`Decoder`], this has no effect.
+    /// Also measures the noise floor of the first model, on some of the `windows` windows, spread over the text. Has no
+    /// effect on a model without blocks.
+    #[cfg(feature = "decoders")]
     pub(crate) fn with_floor(mut self, windows: usize) -> Self {
-        if let Some((Origin::Model(decoder), _)) = self.origins.first() {
+        if let Some(disturbed) = self.members[0].0.disturbed(NOISE_SEED) {
             let some = windows.min(NOISE_WINDOWS);
-            self.floor = Some(decoder);
+            self.floor = Some(disturbed);
             self.noisy = (0..some).map(|i| i * windows / some).collect();
         }
         self
     }
 
     /// The output stage of the first model.
-    pub(crate) fn output(&self) -> &Output<'a> {
-        &self.origins[0].1
-    }
-
-    /// Groups windows that run together; an engine gets single windows, since all their logits are in memory.
-    fn batches(&self, windows: &[Window]) -> Vec<Vec<usize>> {
-        match self.origins.iter().any(|(origin, _)| matches!(origin, Origin::Engine(_))) {
-            true => (0..windows.len()).map(|number| vec![number]).collect(),
-            false => batches(windows),
-        }
+    fn output(&self) -> &(dyn Output + 'a) {
+        &*self.members[0].1
     }
 
     /// Measures every scored position of a batch's windows; the results of each window are in order of positions.
@@ -175,10 +140,10 @@ impl<'a> Panel<'a> {
         measure: &impl Fn(&[Sums], Option<&Sums>) -> T,
         states: &mut dyn FnMut(usize, &[f32]) -> Result<()>,
     ) -> Result<Vec<Vec<T>>> {
-        let mut inputs = Vec::with_capacity(self.origins.len());
-        for (origin, output) in &self.origins {
+        let mut inputs = Vec::with_capacity(self.members.len() + 1);
+        for (origin, output) in &self.members {
             cancel.check()?;
-            inputs.push(origin.inputs(output, windows, batch)?);
+            inputs.push(origin.run(&**output, windows, batch)?);
         }
         let scored: Vec<usize> = batch.iter().map(|&n| windows[n].scored()).collect();
         let (mut all, mut first, mut position) = (Vec::with_capacity(batch.len()), 0, 0);
@@ -186,31 +151,36 @@ impl<'a> Panel<'a> {
         for run in batch.chunk_by(|a, b| !self.noisy.contains(a) && !self.noisy.contains(b)) {
             let counts = &scored[first..first + run.len()];
             let positions: usize = counts.iter().sum();
-            let span = |width: usize| position * width..(position + positions) * width;
-            let noise = match self.floor.filter(|_| self.noisy.contains(&run[0])) {
-                Some(decoder) => {
-                    Some(Origin::Noisy(decoder, NOISE_SEED).inputs(self.output(), windows, run)?)
-                }
+            let floor = self.floor.as_ref().filter(|_| self.noisy.contains(&run[0]));
+            let mut noise = match floor {
+                Some(disturbed) => Some(disturbed.run(self.output(), windows, run)?),
                 None => None,
             };
-            let mut sources: Vec<Source<'_>> = self
-                .origins
-                .iter()
-                .zip(&inputs)
-                .map(|((_, output), inputs)| Source { output, inputs: &inputs[span(output.width())] })
-                .collect();
-            sources.extend(noise.as_ref().map(|inputs| Source { output: self.output(), inputs }));
             let next: Vec<u32> =
                 run.iter().flat_map(|&n| windows[n].tokens[windows[n].first..].iter().copied()).collect();
-            let sums = pass(&sources, &next, self.ranked, cancel)?;
-            let mut results = sums.chunks_exact(sources.len()).map(|sums| {
-                let (models, noise) = sums.split_at(self.origins.len());
-                measure(models, noise.first())
-            });
-            let mut row = 0;
+            let most = inputs.iter().map(|inputs| inputs.max_positions()).min().unwrap_or(usize::MAX);
+            let mut results = Vec::with_capacity(positions);
+            for start in (0..positions).step_by(most.min(positions).max(1)) {
+                let some = start..positions.min(start + most);
+                let mut sources = Vec::with_capacity(inputs.len() + 1);
+                for ((_, output), inputs) in self.members.iter().zip(&mut inputs) {
+                    let inputs = inputs.at(position + some.start..position + some.end)?;
+                    sources.push(Source { output: &**output, inputs });
+                }
+                if let Some(noise) = &mut noise {
+                    sources.push(Source { output: self.output(), inputs: noise.at(some.clone())? });
+                }
+                let sums = pass(&sources, &next[some], self.ranked, cancel)?;
+                results.extend(sums.chunks_exact(sources.len()).map(|sums| {
+                    let (models, noise) = sums.split_at(self.members.len());
+                    measure(models, noise.first())
+                }));
+            }
+            let (mut results, mut row) = (results.into_iter(), position);
             for (&number, &count) in run.iter().zip(counts) {
-                let width = self.output().width();
-                states(number, &sources[0].inputs[row * width..(row + count) * width])?;
+                if most == usize::MAX {
+                    states(number, inputs[0].at(row..row + count)?)?;
+                }
                 all.push(results.by_ref().take(count).collect());
                 row += count;
             }
@@ -221,8 +191,8 @@ impl<'a> Panel<'a> {
     }
 
     /// Measures all windows. `known` holds the results of the first windows from an earlier run. `keep` receives the
-    /// results of every new batch, and `states` the inputs of the first model's head for each new window. The results
-    /// do not depend on where the earlier run ended.
+    /// results of every new batch, and `states` the inputs of the first model's output stage for each new window, if
+    /// they are in memory. The results do not depend on where the earlier run ended.
     ///
     /// # Errors
     /// When a model, `keep` or `states` fails, or when cancelled.
@@ -237,12 +207,14 @@ impl<'a> Panel<'a> {
     ) -> Result<Vec<Vec<T>>> {
         let units = windows.len() as u64;
         observer.event(&Event::StageStarted { stage: "evaluate", unit: "window", units });
-        // Only complete batches were kept.
         let resumed = known.len();
-        for batch in self.batches(windows) {
+        let most = self.members.iter().map(|(origin, _)| origin.max_windows()).min().unwrap_or(usize::MAX);
+        for batch in batches(windows, most) {
             cancel.check()?;
-            if batch[0] >= resumed {
-                let results = self.measure(windows, &batch, cancel, &measure, states)?;
+            // Only complete batches were kept. An engine may have had a different number of windows per batch.
+            let missing: Vec<usize> = batch.iter().copied().filter(|&number| number >= resumed).collect();
+            if !missing.is_empty() {
+                let results = self.measure(windows, &missing, cancel, &measure, states)?;
                 keep(&results)?;
                 known.extend(results);
             }
@@ -260,13 +232,13 @@ pub(crate) fn dropped(_: usize, _: &[f32]) -> Result<()> {
     Ok(())
 }
 
-/// Groups adjacent windows of equal length that run through a model together. The composition of a batch can change a
-/// window's results in the last bits, but the same text always gives the same batches.
-fn batches(windows: &[Window]) -> Vec<Vec<usize>> {
+/// Groups adjacent windows of equal length that run through a model together, at most `most`. The composition of a batch
+/// can change a window's results in the last bits, but the same text always gives the same batches.
+fn batches(windows: &[Window], most: usize) -> Vec<Vec<usize>> {
     let mut batches: Vec<Vec<usize>> = Vec::new();
     for (number, window) in windows.iter().enumerate() {
         let length = window.input().len();
-        let max = (BATCH_TOKENS / length.max(1)).max(1);
+        let max = most.min(BATCH_TOKENS / length.max(1)).max(1);
         match batches.last_mut() {
             Some(batch) if batch.len() < max && windows[batch[0]].input().len() == length => {
                 batch.push(number)

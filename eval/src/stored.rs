@@ -19,12 +19,13 @@ use std::io::{BufWriter, Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use quant_core::checkpoint::{Dtype, parse_strictly};
 use quant_core::model::{Decoder, Head, HeadParts, LogitsTransform};
-use quant_core::{CancelToken, Error, Observer, Result, system};
+use quant_formats::checkpoint::{Dtype, parse_strictly};
+use quant_formats::{CancelToken, Error, Observer, Result, system};
 use serde::{Deserialize, Serialize};
 
-use crate::score::{Origin, Panel, require_finite};
+use crate::decoder::Blocks;
+use crate::score::{Panel, require_finite};
 use crate::{EvaluationText, ModelIdentity, NoiseFloor, Scores, TextIdentity, Tool};
 
 const MAGIC: [u8; 8] = *b"QUANTREF";
@@ -267,7 +268,7 @@ pub fn store_reference(
     observer: &dyn Observer,
     cancel: &CancelToken,
 ) -> Result<Scores> {
-    let panel = Panel::new([Origin::Model(decoder)])?.with_floor(text.windows.len());
+    let panel = Panel::new([Box::new(Blocks(decoder, None)) as _])?.with_floor(text.windows.len());
     let parts = decoder.head()?.to_parts()?;
     let mut partial = Partial::create(path)?;
     let mut head = parts.weight.to_vec();

@@ -3,14 +3,13 @@
 use std::ops::Range;
 use std::path::Path;
 
-use quant_core::calibrate::{TextTokenizer, TokenizerSettings};
-use quant_core::digest::sha256_hex;
-use quant_core::wording::counted;
-use quant_core::{Error, Result};
+use quant_formats::digest::sha256_hex;
+use quant_formats::wording::counted;
+use quant_formats::{Error, Result};
 use serde::{Deserialize, Serialize};
 
 use crate::profile::ProfileRequest;
-use crate::{Profile, wikitext};
+use crate::{EncodedText, Profile, Tokenizer, wikitext};
 
 /// Maximum number of tokens over all windows of `hf-stride`, whose overlapping windows with a small stride multiply the
 /// tokens of a text.
@@ -96,17 +95,6 @@ pub struct EvaluationText {
     pub tokenizer_sha256: String,
 }
 
-/// A model's tokenizer and its configuration.
-#[derive(Debug)]
-pub struct Tokenization<'a> {
-    /// `tokenizer.json`.
-    pub tokenizer: &'a TextTokenizer,
-    /// `tokenizer_config.json`.
-    pub settings: &'a TokenizerSettings,
-    /// SHA-256 of `tokenizer.json`.
-    pub sha256: String,
-}
-
 impl EvaluationText {
     /// Tokenizes and cuts documents; `windows` limits how many windows are kept, from the start. If the text has fewer,
     /// all are kept, with a [note](Self::notes). `origin` names the documents in messages.
@@ -116,7 +104,7 @@ impl EvaluationText {
     /// too short for the rule, overlapping windows would read too many tokens, or the rule needs a token that the
     /// tokenizer's configuration does not name. Errors of the tokenizer.
     pub fn new(
-        tokenization: &Tokenization<'_>,
+        tokenizer: &dyn Tokenizer,
         documents: &[String],
         request: ProfileRequest,
         windows: Option<usize>,
@@ -139,8 +127,8 @@ impl EvaluationText {
         };
         let text_sha256 = sha256_hex(scored.as_bytes());
         let cut = match profile {
-            Profile::LmEvalRolling { window } => rolling(tokenization, documents, window)?,
-            _ => of_stream(tokenization, &scored, profile, windows, origin)?,
+            Profile::LmEvalRolling { window } => rolling(tokenizer, documents, window)?,
+            _ => of_stream(tokenizer, &scored, profile, windows, origin)?,
         };
         let Cut { windows: mut all, bytes, words, bos, warnings, tokens } = cut;
         if all.is_empty() {
@@ -184,7 +172,7 @@ impl EvaluationText {
             notes,
             text_sha256,
             text_bytes: scored.len() as u64,
-            tokenizer_sha256: tokenization.sha256.clone(),
+            tokenizer_sha256: tokenizer.sha256().to_owned(),
         })
     }
 
@@ -262,15 +250,22 @@ struct Tokens {
 
 impl Tokens {
     /// Tokenizes texts, each separately.
-    fn of_each(tokenizer: &TextTokenizer, texts: &[&str]) -> Result<Vec<Self>> {
-        let alone = tokenizer.encode("")?;
-        let each = tokenizer.encode_all_with_places(texts)?.into_iter();
-        Ok(each.map(|placed| Self::of(placed, &alone)).collect())
+    fn of_each(tokenizer: &dyn Tokenizer, texts: &[&str]) -> Result<Vec<Self>> {
+        let alone = tokenizer.encode(&[""])?.into_iter().flatten().map(|(id, _)| id).collect::<Vec<u32>>();
+        let each = tokenizer.encode(texts)?;
+        if each.len() != texts.len() {
+            return Err(Error::Internal(format!(
+                "the tokenizer returned tokens for {} texts instead of {}",
+                each.len(),
+                texts.len()
+            )));
+        }
+        Ok(each.into_iter().map(|placed| Self::of(placed, &alone)).collect())
     }
 
     /// Collects tokens with their offsets in the text. `alone` holds the tokens of an empty text, which shows whether
     /// the tokenizer adds a first token.
-    fn of(placed: Vec<(u32, Range<usize>)>, alone: &[u32]) -> Self {
+    fn of(placed: EncodedText, alone: &[u32]) -> Self {
         let begins_with_special = placed.first().map(|(id, _)| id) == alone.first() && !alone.is_empty();
         let mut bytes = Vec::with_capacity(placed.len());
         let mut ids = Vec::with_capacity(placed.len());
@@ -294,19 +289,19 @@ impl Tokens {
 
 /// Cuts windows by the rules that use one stream of tokens.
 fn of_stream(
-    tokenization: &Tokenization<'_>,
+    tokenizer: &dyn Tokenizer,
     text: &str,
     profile: Profile,
     wanted: Option<usize>,
     origin: &Path,
 ) -> Result<Cut> {
-    let tokenized = Tokens::of_each(tokenization.tokenizer, &[text])?.into_iter().next();
+    let tokenized = Tokens::of_each(tokenizer, &[text])?.into_iter().next();
     let tokens =
         tokenized.ok_or_else(|| Error::Internal("the tokenizer returned no tokens for a text".into()))?;
     let count = tokens.ids.len();
     let bos = tokens.begins_with_special.then(|| tokens.ids[0]);
     let mut warnings = Vec::new();
-    if bos.is_none() && tokenization.settings.adds_bos() == Some(true) {
+    if bos.is_none() && tokenizer.adds_bos() == Some(true) {
         warnings.push(
             "tokenizer_config.json requests a BOS token (add_bos_token), but tokenizer.json adds none: the \
             text is scored without one"
@@ -376,14 +371,14 @@ fn of_stream(
 }
 
 /// Cuts windows by the rule that scores documents separately.
-fn rolling(tokenization: &Tokenization<'_>, documents: &[String], window: usize) -> Result<Cut> {
-    let prefix = prefix(tokenization)?;
+fn rolling(tokenizer: &dyn Tokenizer, documents: &[String], window: usize) -> Result<Cut> {
+    let prefix = tokenizer.document_prefix()?;
     let (mut windows, mut bytes) = (Vec::new(), Vec::new());
     let (mut words, mut count, mut bytes_without_tokens) = (0, 0, 0);
     let mut warnings = Vec::new();
     for some in documents.chunks(DOCUMENTS_PER_BATCH) {
         let texts: Vec<&str> = some.iter().map(String::as_str).collect();
-        let tokenized = Tokens::of_each(tokenization.tokenizer, &texts)?;
+        let tokenized = Tokens::of_each(tokenizer, &texts)?;
         for (document, tokens) in texts.into_iter().zip(tokenized) {
             words += word_count(document);
             if tokens.ids.is_empty() {
@@ -441,35 +436,6 @@ fn word_count(text: &str) -> u64 {
         inside = space;
     }
     words
-}
-
-/// The token before a document: BOS, or else EOS.
-fn prefix(tokenization: &Tokenization<'_>) -> Result<u32> {
-    let special = tokenization.settings.special_tokens()?;
-    let named = ["bos_token", "eos_token"].iter().find_map(|n| special.iter().find(|(name, _)| name == n));
-    let fault = |reason: String| Error::InputFile {
-        path: tokenization.settings.path().to_owned(),
-        line: None,
-        reason,
-        remedy: "add a tokenizer_config.json with a `bos_token` or `eos_token` of the vocabulary to the \
-            model directory, or choose a different ‹profile›"
-            .into(),
-    };
-    if tokenization.settings.fields().is_empty() {
-        return Err(fault(
-            "is missing, but lmeval-rolling needs the `bos_token` or `eos_token` in it".into(),
-        ));
-    }
-    let (name, token) = named.ok_or_else(|| {
-        fault(
-            "has neither `bos_token` nor `eos_token`, one of which lmeval-rolling puts before documents"
-                .into(),
-        )
-    })?;
-    tokenization
-        .tokenizer
-        .token_id(token)?
-        .ok_or_else(|| fault(format!("has a `{name}` that is not in the vocabulary of tokenizer.json")))
 }
 
 #[cfg(test)]

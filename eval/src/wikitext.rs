@@ -2,7 +2,7 @@
 
 use std::borrow::Cow;
 
-use quant_core::digest::sha256_hex;
+use quant_formats::digest::sha256_hex;
 
 use crate::Profile;
 

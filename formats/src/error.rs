@@ -110,6 +110,13 @@ pub enum Error {
         input: PathBuf,
     },
 
+    /// A tensor of the input is not the one that an interrupted run read.
+    #[error("tensor `{tensor}` has changed since the run was interrupted")]
+    InputChanged {
+        /// The tensor.
+        tensor: String,
+    },
+
     /// The path is not a directory with a safetensors checkpoint.
     #[error("{} {}", path.display(), no_checkpoint(reason))]
     NoCheckpoint {
@@ -487,6 +494,7 @@ impl Error {
             | Self::GroupSizeDoesNotDivide(_)
             | Self::Kernel(_)
             | Self::OutputExists { .. }
+            | Self::InputChanged { .. }
             | Self::OutputIsInput { .. } => Category::Usage,
             Self::NoCheckpoint { .. }
             | Self::PickleOnly { .. }

@@ -26,6 +26,7 @@
 //! ```
 #![forbid(unsafe_code)]
 
+pub mod allocate;
 pub mod blocks;
 pub mod checkpoint;
 #[cfg(feature = "write")]

@@ -95,6 +95,14 @@ pub fn host_name() -> String {
     if name.is_empty() { "unknown".into() } else { name }
 }
 
+/// Returns an identifier of the running kernel, which changes when the machine starts; `None` if the system does not
+/// report it.
+pub fn boot_id() -> Option<String> {
+    let id = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").ok()?;
+    let id: String = id.chars().filter(char::is_ascii_alphanumeric).take(32).collect();
+    Some(id).filter(|id| !id.is_empty())
+}
+
 /// Renames a file or directory atomically, without replacing anything.
 ///
 /// # Errors

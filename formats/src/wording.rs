@@ -93,6 +93,28 @@ pub fn counted(number: usize, noun: &str) -> String {
     format!("{number} {noun}{}", if number == 1 { "" } else { "s" })
 }
 
+/// Formats a number of bytes with a decimal unit: `1234567` becomes `1.23 MB`.
+///
+/// ```
+/// assert_eq!(quant_formats::wording::bytes(1_234_567), "1.23 MB");
+/// assert_eq!(quant_formats::wording::bytes(999), "999 B");
+/// ```
+pub fn bytes(count: u64) -> String {
+    let units = ["B", "kB", "MB", "GB", "TB"];
+    let mut value = count as f64;
+    let mut unit = 0;
+    while value >= 999.5 && unit + 1 < units.len() {
+        value /= 1000.0;
+        unit += 1;
+    }
+    match unit {
+        0 => format!("{count} B"),
+        _ if value < 9.995 => format!("{value:.2} {}", units[unit]),
+        _ if value < 99.95 => format!("{value:.1} {}", units[unit]),
+        _ => format!("{value:.0} {}", units[unit]),
+    }
+}
+
 /// Verbs with which a reason continues a sentence about its file.
 const VERBS: [&str; 22] = [
     "is",
@@ -221,6 +243,8 @@ pub struct CommandLine;
 
 impl Wording for CommandLine {
     fn setting(&self, name: &str, value: Option<&str>) -> String {
+        // Each use of the option sets one key.
+        let name = if name == "steps" { "step" } else { name };
         let option = format!("--{}", name.replace('_', "-"));
         match value {
             None => option,
@@ -255,6 +279,7 @@ mod tests {
                 "leave it float with --ignore, or write --format gptq",
             ),
             ("for example ‹override='{a=b}=w8a16'›", "for example --override '{a=b}=w8a16'"),
+            ("write ‹steps=STEP.KEY=VALUE›", "write --step STEP.KEY=VALUE"),
             ("‹plan()› predicts", "`quant plan` predicts"),
             ("‹job_run(STORE)› continues", "`quant job run STORE` continues"),
             ("‹eval(MODEL, text=TEXT, json=FILE)›", "`quant eval MODEL --text TEXT --json=FILE`"),

@@ -19,8 +19,11 @@ mod checkpoint_files;
 mod float_files;
 mod gguf;
 mod input;
+mod job_files;
 mod kernels;
 mod kernels_floats;
+mod parsers;
+mod texts;
 
 pub use attention::attention;
 pub use c_abi::{c_abi, c_hadamard};
@@ -28,25 +31,44 @@ pub use c_attention::c_attention;
 pub use checkpoint_files::checkpoint_files;
 pub use float_files::float_files;
 pub use gguf::gguf;
+pub use job_files::{job_record, unit_files};
 pub use kernels::{pack, packed, round_trip};
 pub use kernels_floats::floating_point;
+pub use parsers::{
+    channel_maxima, eval_journal, gate_policy, imatrix, model_config, recipe, results, safetensors,
+    shard_index, stored_reference, text_lines, write_journal,
+};
 
 /// A target.
 pub type Target = fn(&[u8]);
 
 /// All targets by name.
-pub const TARGETS: [(&str, Target); 11] = [
+pub const TARGETS: [(&str, Target); 25] = [
     ("attention", attention),
     ("c_abi", c_abi),
     ("c_attention", c_attention),
     ("c_hadamard", c_hadamard),
+    ("channel_maxima", channel_maxima),
     ("checkpoint_files", checkpoint_files),
+    ("eval_journal", eval_journal),
     ("float_files", float_files),
     ("floating_point", floating_point),
+    ("gate_policy", gate_policy),
     ("gguf", gguf),
+    ("imatrix", imatrix),
+    ("job_record", job_record),
+    ("model_config", model_config),
     ("pack", pack),
     ("packed", packed),
+    ("recipe", recipe),
+    ("results", results),
     ("round_trip", round_trip),
+    ("safetensors", safetensors),
+    ("shard_index", shard_index),
+    ("stored_reference", stored_reference),
+    ("text_lines", text_lines),
+    ("unit_files", unit_files),
+    ("write_journal", write_journal),
 ];
 
 fn bits(values: &[f32]) -> Vec<u32> {

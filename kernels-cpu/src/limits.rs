@@ -142,7 +142,7 @@ unsafe fn dot<L: Lanes>(steps: usize) -> usize {
                 *sum = L::dot4(*sum, codes, x);
             }
         }
-        keep::<L>(sums.map(|sum| L::to_f32(sum)));
+        keep::<L, CHAINS>(sums.map(|sum| L::to_f32(sum)));
     }
     2 * PANEL_ROWS * STEP * CHAINS * steps
 }
@@ -150,7 +150,7 @@ unsafe fn dot<L: Lanes>(steps: usize) -> usize {
 /// Multiplies floats, with the rounding remainders if the path splits values into bf16; returns the number of
 /// operations.
 #[inline(always)]
-unsafe fn float<L: FloatLanes>(steps: usize) -> usize {
+unsafe fn float<L: FloatLanes, const CHAINS: usize>(steps: usize) -> usize {
     let (codes, x) = black_box(([1_u8; 64], [0_u8; 32]));
     // SAFETY: the caller guarantees that the processor has the instructions of `L`; the arrays hold all bytes that are
     // read.
@@ -162,7 +162,7 @@ unsafe fn float<L: FloatLanes>(steps: usize) -> usize {
                 *sum = L::dot_float::<true>(*sum, weights, x.as_ptr(), 0);
             }
         }
-        keep::<L>(sums);
+        keep::<L, CHAINS>(sums);
     }
     // Each product covers one feature, or on paths that split floats two features with two bf16 each.
     let features = if L::PARTS == STEP { 1 } else { 4 };
@@ -171,7 +171,7 @@ unsafe fn float<L: FloatLanes>(steps: usize) -> usize {
 
 /// Prevents the compiler from optimizing the sums away.
 #[inline(always)]
-unsafe fn keep<L: Lanes>(sums: [L::F; CHAINS]) {
+unsafe fn keep<L: Lanes, const CHAINS: usize>(sums: [L::F; CHAINS]) {
     let mut out = [0.0_f32; PANEL_ROWS];
     for sum in sums {
         // SAFETY: the caller guarantees that the processor has the instructions of `L`; the array holds the sixteen
@@ -205,7 +205,7 @@ unsafe fn tiles<U: TileUnit, const BF16: bool>(steps: usize) -> usize {
 }
 
 macro_rules! compiled {
-    ($sum:ident, $dot:ident, $float:ident, $lanes:ty, $features:literal) => {
+    ($sum:ident, $dot:ident, $float:ident, $lanes:ty, $chains:expr, $features:literal) => {
         #[target_feature(enable = $features)]
         unsafe fn $sum(words: &[u64], streams: usize) -> u64 {
             sum(words, streams)
@@ -220,7 +220,7 @@ macro_rules! compiled {
         unsafe fn $float(steps: usize) -> usize {
             // SAFETY: this function is compiled with the features that the lanes require; the caller guarantees that
             // the processor has them.
-            unsafe { float::<$lanes>(steps) }
+            unsafe { float::<$lanes, { $chains }>(steps) }
         }
     };
 }
@@ -232,20 +232,24 @@ mod x86 {
     use crate::simd::avx512::{Avx512Bf16, Avx512Vnni};
     use crate::simd::tiles::amx::Amx;
 
-    compiled!(sum_avx2, dot_avx2, float_avx2, Avx2, "avx2,fma,f16c");
-    compiled!(sum_avxvnni, dot_avxvnni, float_avxvnni, AvxVnni, "avx2,fma,f16c,avxvnni");
+    /// Sixteen lanes take two of the sixteen registers of AVX2.
+    const FLOAT_CHAINS_AVX2: usize = 6;
+
+    compiled!(sum_avx2, dot_avx2, float_avx2, Avx2, FLOAT_CHAINS_AVX2, "avx2,fma,f16c");
+    compiled!(sum_avxvnni, dot_avxvnni, float_avxvnni, AvxVnni, FLOAT_CHAINS_AVX2, "avx2,fma,f16c,avxvnni");
     compiled!(
         sum_avx512,
         dot_avx512,
         float_avx512,
         Avx512Vnni,
+        CHAINS,
         "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512vnni"
     );
     #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512vnni,avx512bf16")]
     unsafe fn float_bf16(steps: usize) -> usize {
         // SAFETY: this function is compiled with the features that the lanes require; the caller guarantees that the
         // processor has them.
-        unsafe { float::<Avx512Bf16>(steps) }
+        unsafe { float::<Avx512Bf16, CHAINS>(steps) }
     }
 
     pub(super) fn read(token: IsaToken, words: &[u64], streams: usize) -> u64 {
@@ -284,7 +288,7 @@ mod x86 {
                 Isa::Avx512Bf16 => float_bf16(steps),
                 Isa::Amx => tiles::<Amx, true>(steps),
                 Isa::AmxEmulated => tiles::<Emulated, true>(steps / 1000),
-                _ => float::<Scalar>(steps),
+                _ => float::<Scalar, CHAINS>(steps),
             }
         }
     }
@@ -297,9 +301,9 @@ mod arm {
     use super::*;
     use crate::simd::neon::{Neon, NeonDotprod, NeonI8mm};
 
-    compiled!(sum_neon, dot_neon, float_neon, Neon, "neon");
-    compiled!(sum_neondot, dot_neondot, float_neondot, NeonDotprod, "neon,dotprod");
-    compiled!(sum_neoni8mm, dot_neoni8mm, float_neoni8mm, NeonI8mm, "neon,dotprod,i8mm");
+    compiled!(sum_neon, dot_neon, float_neon, Neon, CHAINS, "neon");
+    compiled!(sum_neondot, dot_neondot, float_neondot, NeonDotprod, CHAINS, "neon,dotprod");
+    compiled!(sum_neoni8mm, dot_neoni8mm, float_neoni8mm, NeonI8mm, CHAINS, "neon,dotprod,i8mm");
 
     pub(super) fn read(token: IsaToken, words: &[u64], streams: usize) -> u64 {
         // SAFETY: the `IsaToken` proves that the processor has the instructions of the chosen function.
@@ -334,7 +338,7 @@ mod arm {
                 Isa::NeonDotprod => float_neondot(steps),
                 Isa::NeonI8mm => float_neoni8mm(steps),
                 Isa::AmxEmulated => tiles::<Emulated, true>(steps / 1000),
-                _ => float::<Scalar>(steps),
+                _ => float::<Scalar, CHAINS>(steps),
             }
         }
     }
@@ -364,7 +368,7 @@ fn floats(token: IsaToken, steps: usize) -> usize {
     unsafe {
         match token.isa() {
             Isa::AmxEmulated => tiles::<Emulated, true>(steps / 1000),
-            _ => float::<Scalar>(steps),
+            _ => float::<Scalar, CHAINS>(steps),
         }
     }
 }

@@ -89,6 +89,9 @@ fn rows_are_the_same_in_every_batch() {
         (8, 16, [3, 600], false, false),
         (8, 2 * 16, [6, 20], true, false),
         (4, 4 * 16, [9, 8], true, true),
+        // More groups, and wider ones, than are converted at once.
+        (4, 2 * 16 + 1, [37, 32], true, false),
+        (8, 3 * 16, [2, 1100], true, false),
     ] {
         let packed = weights(bits, n, groups, zeros, progressive);
         let k = groups[0] * groups[1];
@@ -109,6 +112,30 @@ fn rows_are_the_same_in_every_batch() {
                     let first = MAX_BATCH - m;
                     let got = product(token, &packed, &x[first * k..], parallel);
                     assert!(got == each[first * n..], "{isa:?}, product {i}, {m} rows of {bits} bits");
+                }
+            }
+        }
+    }
+}
+
+/// More rows than the totals that are kept at once, and strips of different heights.
+#[test]
+fn rows_are_the_same_in_large_batches() {
+    for (bits, n, groups, zeros) in [(4, 3 * 16 + 5, [5, 32], true), (8, 2 * 16, [1, 700], false)] {
+        let packed = weights(bits, n, groups, zeros, false);
+        let k = groups[0] * groups[1];
+        let mut s = Stream(11);
+        let x: Vec<f32> = (0..403 * k).map(|_| s.float()).collect();
+        for isa in Isa::available().filter(|isa| *isa != Isa::Scalar) {
+            let token = isa.token().unwrap();
+            for (i, product) in PRODUCTS.into_iter().enumerate() {
+                for m in [191, 193, 403] {
+                    let got = product(token, &packed, &x[..m * k], &Threads(2));
+                    for first in [0, 7, 96, 180, m - 4] {
+                        let rows = first..first + 4;
+                        let alone = product(token, &packed, &x[first * k..(first + 4) * k], &Serial);
+                        assert!(got[rows.start * n..rows.end * n] == alone, "{isa:?}, product {i}, {m} rows");
+                    }
                 }
             }
         }

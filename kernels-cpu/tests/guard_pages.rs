@@ -13,7 +13,7 @@ use std::ptr::null_mut;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use half::f16;
+use half::{bf16, f16};
 use proptest::prelude::*;
 use quant_kernels_cpu::attention::{
     Heads, KvCache, KvLayout, KvPages, KvType, PAGE_TOKENS, PageList, Workspace,
@@ -201,6 +201,30 @@ impl Case {
         if let Some(token) = Bf16Token::detect() {
             let (left, right) = (LeftBf16::pack(&x, k), RightBf16::pack(&vec![1.0; shape[0] * k], k));
             bf16_gemm(token, &left, 0, &right, &mut vec![0.0; m * n]);
+        }
+        self.dense(&x, bias.as_deref());
+    }
+
+    /// Dense weights of bf16.
+    fn dense(&self, x: &[f32], bias: Option<&[f32]>) {
+        let [m, n, k] = self.shape;
+        let weight: Vec<bf16> = (0..n * k).map(|i| bf16::from_f32((i % 19) as f32 - 9.0)).collect();
+        let layout = Layout::bf16([n, k]).unwrap();
+        let mut bytes = vec![0; layout.bytes()];
+        layout.pack_bf16(&weight, 0..layout.panels(), &mut bytes).unwrap();
+        let packed = PackedView::new(layout, layout.id(), &bytes).unwrap();
+        packed.dequantize_rows(n / 3..n, &mut vec![0.0; (n - n / 3) * k]).unwrap();
+        let exact: Vec<bf16> = x.iter().copied().map(bf16::from_f32).collect();
+        for isa in Isa::runnable() {
+            let mut rows = FloatRows::new(isa.token().unwrap());
+            let mut out = vec![f32::NAN; m * n];
+            rows.pack(x, RowLayout::of(&layout), &Serial).unwrap();
+            packed.multiply_float(&rows, bias, &mut out, &Serial).unwrap();
+            assert!(out.iter().all(|v| v.is_finite()), "{isa:?}");
+            rows = FloatRows::new(isa.token().unwrap());
+            rows.pack(&exact, RowLayout::of(&layout), &Serial).unwrap();
+            packed.multiply_float(&rows, bias, &mut out, &Serial).unwrap();
+            assert!(out.iter().all(|v| v.is_finite()), "{isa:?}");
         }
     }
 }

@@ -68,6 +68,7 @@ def _settings(
     act_order: str | None,
     layer_inputs: str | None,
     span_blocks: int | None,
+    steps: Mapping[str, Mapping[str, Any]] | None,
     scale_search: str | None,
     requantize: bool,
     samples: int | None,
@@ -121,6 +122,7 @@ def _settings(
         "damping": damping,
         "act_order": act_order,
         "layer_inputs": layer_inputs,
+        "steps": {step: dict(keys) for step, keys in (steps or {}).items()},
         "scale_search": scale_search,
         "requantize": requantize,
         "packing": packing,
@@ -154,6 +156,7 @@ def plan(
     act_order: str | None = None,
     layer_inputs: str | None = None,
     span_blocks: int | None = None,
+    steps: Mapping[str, Mapping[str, Any]] | None = None,
     scale_search: str | None = None,
     requantize: bool = False,
     samples: int | None = None,
@@ -172,7 +175,8 @@ def plan(
     """Shows what :func:`quantize` with the same arguments would do to every tensor, without quantizing anything.
 
     ``format`` is one format or several, ``symmetric=False`` selects grids with a zero point, and ``override`` is
-    ``{"PATTERN": "SCHEME"}`` or a list of ``"PATTERN=SCHEME"``. The other arguments are those of the command line.
+    ``{"PATTERN": "SCHEME"}`` or a list of ``"PATTERN=SCHEME"``. ``steps`` is ``{"STEP": {"KEY": value}}``, as in a
+    recipe file. The other arguments are those of the command line.
 
     Raises :class:`QuantError`.
     """
@@ -198,6 +202,7 @@ def plan(
         act_order=act_order,
         layer_inputs=layer_inputs,
         span_blocks=span_blocks,
+        steps=steps,
         scale_search=scale_search,
         requantize=requantize,
         samples=samples,
@@ -240,6 +245,7 @@ def quantize(
     act_order: str | None = None,
     layer_inputs: str | None = None,
     span_blocks: int | None = None,
+    steps: Mapping[str, Mapping[str, Any]] | None = None,
     scale_search: str | None = None,
     requantize: bool = False,
     samples: int | None = None,
@@ -301,6 +307,7 @@ def quantize(
         act_order=act_order,
         layer_inputs=layer_inputs,
         span_blocks=span_blocks,
+        steps=steps,
         scale_search=scale_search,
         requantize=requantize,
         samples=samples,

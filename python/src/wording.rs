@@ -29,6 +29,7 @@ impl Wording for Keywords {
             ("symmetric" | "resume" | "force" | "requantize" | "reference_search" | "allow_fallback", _) => {
                 format!("{name}=True")
             }
+            ("steps", Some(_)) => "steps={STEP: {KEY: VALUE}}".into(),
             ("update", _) => "`update_baseline()`".into(),
             ("override" | "ignore" | "skip", Some(given)) => format!("{name}=[{}]", value(given)),
             (_, Some(given)) => format!("{name}={}", value(given)),

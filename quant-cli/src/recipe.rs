@@ -3,7 +3,8 @@
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
-use quant_core::recipe::{FLOATS, METHODS, PRESETS, steps};
+use quant_core::Result;
+use quant_core::recipe::{Extensions, FLOATS, METHODS, PRESETS, step_of, steps};
 use quant_core::run::RecipeSettings;
 use quant_core::wording::{CommandLine, worded};
 use quant_core::{format, gguf};
@@ -53,71 +54,51 @@ pub struct RecipeOptions {
     pub overrides: Vec<String>,
     #[command(flatten)]
     pub gguf: GgufOptions,
-    /// SmoothQuant: migration strength, 0 to 1, or auto (least error per block) [default: the family's]
-    #[arg(
-        long,
-        hide_short_help = true,
-        value_name = "A|auto",
-        allow_hyphen_values = true,
-        help_heading = "Recipe"
-    )]
+    /// `alpha` of [`RecipeSettings`]
+    #[arg(long, hide_short_help = true, help = key_help("alpha"), value_name = "A|auto", allow_hyphen_values = true, help_heading = "Recipe")]
     pub alpha: Option<String>,
-    /// SmoothQuant: where the scales are folded in: norms, or all (also linears that feed a linear channel by channel)
-    /// [default: norms]
-    #[arg(long, hide_short_help = true, value_name = "norms|all", help_heading = "Recipe")]
+    /// `smooth_producers` of [`RecipeSettings`]
+    #[arg(long, hide_short_help = true, help = key_help("smooth_producers"), value_name = "norms|all", help_heading = "Recipe")]
     pub smooth_producers: Option<String>,
-    /// SmoothQuant: read channel maxima from FILE (written by --save-channel-maxima) instead of calibrating
-    #[arg(long, hide_short_help = true, value_name = "FILE", help_heading = "Recipe")]
+    /// `channel_maxima` of [`RecipeSettings`]
+    #[arg(long, hide_short_help = true, help = key_help("channel_maxima"), value_name = "FILE", help_heading = "Recipe")]
     pub channel_maxima: Option<PathBuf>,
     /// QoQ: skip a step, or several separated by commas: rotate, reorder, smooth-attention, smooth-outputs, clip
     #[arg(long, hide_short_help = true, value_name = "STEP", value_delimiter = ',', help_heading = "Recipe")]
     pub skip: Vec<String>,
-    /// QoQ: smoothing exponent of the inputs of o_proj and down_proj, 0 to 1, or auto [default: 0.3, or 0.1 with one
-    /// scale per row]
-    #[arg(
-        long,
-        hide_short_help = true,
-        value_name = "A|auto",
-        allow_hyphen_values = true,
-        help_heading = "Recipe"
-    )]
+    /// `output_alpha` of [`RecipeSettings`]
+    #[arg(long, hide_short_help = true, help = key_help("output_alpha"), value_name = "A|auto", allow_hyphen_values = true, help_heading = "Recipe")]
     pub output_alpha: Option<String>,
-    /// QoQ: exponent of SmoothAttention, 0 to 1, or auto [default: auto]
-    #[arg(
-        long,
-        hide_short_help = true,
-        value_name = "A|auto",
-        allow_hyphen_values = true,
-        help_heading = "Recipe"
-    )]
+    /// `attention_alpha` of [`RecipeSettings`]
+    #[arg(long, hide_short_help = true, help = key_help("attention_alpha"), value_name = "A|auto", allow_hyphen_values = true, help_heading = "Recipe")]
     pub attention_alpha: Option<String>,
-    /// AWQ: compare candidate scales on increasing parts of the batch (fast) or on all of it (reference) [default:
-    /// fast]
-    #[arg(long, hide_short_help = true, value_name = "fast|reference", help_heading = "Recipe")]
+    /// `search` of [`RecipeSettings`]
+    #[arg(long, hide_short_help = true, help = key_help("search"), value_name = "fast|reference", help_heading = "Recipe")]
     pub search: Option<String>,
-    /// GPTQ: damping added to the diagonal of the Hessian, as a fraction of the diagonal's mean [default: 0.01]
-    #[arg(long, hide_short_help = true, value_name = "SHARE", help_heading = "Recipe")]
+    /// `damping` of [`RecipeSettings`]
+    #[arg(long, hide_short_help = true, help = key_help("damping"), value_name = "SHARE", help_heading = "Recipe")]
     pub damping: Option<f64>,
-    /// GPTQ: columns per block of lazy updates; affects speed, and results only by rounding [default: 128]
-    #[arg(long, hide_short_help = true, value_name = "COLUMNS", help_heading = "Recipe")]
+    /// `block_size` of [`RecipeSettings`]
+    #[arg(long, hide_short_help = true, help = key_help("block_size"), value_name = "COLUMNS", help_heading = "Recipe")]
     pub block_size: Option<usize>,
-    /// GPTQ: order of columns: none, static-groups (largest inputs first, grids fixed before) or group-aware (largest
-    /// inputs first among and within groups) [default: static-groups]
-    #[arg(
-        long,
-        hide_short_help = true,
-        value_name = "none|static-groups|group-aware",
-        help_heading = "Recipe"
-    )]
+    /// `act_order` of [`RecipeSettings`]
+    #[arg(long, hide_short_help = true, help = key_help("act_order"), value_name = "none|static-groups|group-aware", help_heading = "Recipe")]
     pub act_order: Option<String>,
-    /// GPTQ: inputs on which a linear's error is measured, from the quantized or the float model [default: quantized;
-    /// float for qoq]
-    #[arg(long, hide_short_help = true, value_name = "quantized|float", help_heading = "Recipe")]
+    /// `layer_inputs` of [`RecipeSettings`]
+    #[arg(long, hide_short_help = true, help = key_help("layer_inputs"), value_name = "quantized|float", help_heading = "Recipe")]
     pub layer_inputs: Option<String>,
-    /// GPTQ: blocks in a span; the first block of a span gets its inputs from the float model, so that spans can be
-    /// quantized at the same time [default: all blocks]
-    #[arg(long, hide_short_help = true, value_name = "N", help_heading = "Recipe")]
+    /// `span_blocks` of [`RecipeSettings`]
+    #[arg(long, hide_short_help = true, help = key_help("span_blocks"), value_name = "N", help_heading = "Recipe")]
     pub span_blocks: Option<usize>,
+    /// Set KEY of STEP: every setting of a step or of gptq, as in a recipe file (smoothquant.alpha=0.5); may be repeated
+    #[arg(
+        long = "step",
+        hide_short_help = true,
+        value_name = "STEP.KEY=VALUE",
+        help_heading = "Recipe",
+        long_help = steps_help()
+    )]
+    pub steps: Vec<String>,
     /// NVFP4: how group scales are chosen: amax, four-over-six (the better of two) or sweep (the best of 13) [default:
     /// sweep]
     #[arg(long, hide_short_help = true, value_name = "amax|four-over-six|sweep", help_heading = "Recipe")]
@@ -151,9 +132,12 @@ pub struct RecipeOptions {
 
 impl RecipeOptions {
     /// Converts these options to the library's settings.
-    pub fn settings(&self) -> RecipeSettings {
+    ///
+    /// # Errors
+    /// When a `--step` is not `STEP.KEY=VALUE`, or repeats a key.
+    pub fn settings(&self) -> Result<RecipeSettings> {
         let options = self.clone();
-        RecipeSettings {
+        let mut settings = RecipeSettings {
             symmetric: options.symmetric.then_some(true).or(options.asymmetric.then_some(false)),
             preset: options.preset,
             recipe: options.recipe,
@@ -186,8 +170,30 @@ impl RecipeOptions {
             mask: options.mask,
             expert_tokens: options.expert_tokens,
             expert_floor: options.expert_floor,
-        }
+        };
+        options.steps.iter().try_for_each(|step| settings.add_step(step))?;
+        Ok(settings)
     }
+}
+
+/// The help of a setting that is a key of a step, which the step brings.
+fn key_help(setting: &str) -> String {
+    let help = step_of(setting).map(|(_, key)| key.help).unwrap_or_default();
+    worded(help, &CommandLine).into_owned()
+}
+
+/// The keys of all steps, for `--step`.
+fn steps_help() -> String {
+    let known = Extensions::default();
+    let lines = known.keys().into_iter().map(|(step, key)| {
+        let description = key.schema["description"].as_str().unwrap_or_default();
+        format!("  {step}.{}: {description}", key.name)
+    });
+    let lines: Vec<String> = lines.collect();
+    format!(
+        "Set KEY of STEP: every setting of a step or of gptq, as in a recipe file; may be repeated\n\n{}",
+        lines.join("\n")
+    )
 }
 
 fn listed<'a>(what: &str, lines: impl Iterator<Item = (&'a str, String)>) -> String {

@@ -102,7 +102,7 @@ fn measure(
             );
         });
         let hessian = timed(&mut summed, || {
-            let mut hessian = Hessian::new(side);
+            let mut hessian = Hessian::new(side).unwrap();
             hessian.add(&x);
             hessian.finish();
             hessian

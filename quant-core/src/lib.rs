@@ -43,6 +43,7 @@ pub mod calibrate;
 pub mod engines;
 pub mod generate;
 pub mod gguf;
+mod keys;
 pub mod model;
 pub mod pipeline;
 pub mod quantize;
@@ -54,6 +55,6 @@ pub mod units;
 pub mod worker;
 
 pub use quant_formats::{
-    CancelToken, Category, Error, Event, Observer, Result, Silent, TensorSink, TensorSource, blocks,
-    checkpoint, digest, format, random, scheme, vector, wording,
+    CancelToken, Category, Error, Event, Observer, Result, Silent, TensorSink, TensorSource, allocate,
+    blocks, checkpoint, digest, format, random, scheme, vector, wording,
 };

@@ -13,7 +13,8 @@ use quant_core::model::{Block, FoldGroup, NoTap, NodeId, TokenRows, WeightBody};
 use quant_core::quantize::quantize_rtn;
 use quant_core::recipe::{Pattern, Recipe};
 use quant_core::transform::{
-    Awq, BlockTask, LinearGrid, Rewrite, Search as SearchMode, Transform, TransformSettings,
+    Awq, AwqSettings, BlockTask, LinearGrid, Rewrite, Search as SearchMode, StepSettings, Transform,
+    TransformSettings,
 };
 use quant_core::{CancelToken, TensorSource};
 
@@ -64,7 +65,10 @@ impl Search {
             LinearGrid { scheme: scheme.parse().unwrap(), scale_dtype: checkpoint.tiny.dtype, fused: None };
         let grids = block.graph().linears().map(|(id, ..)| (id, grid)).collect();
         let norm_dtypes = block.graph().norms().map(|(id, ..)| (id, checkpoint.tiny.norm_dtype)).collect();
-        let settings = TransformSettings { search, ..TransformSettings::default() };
+        let settings = TransformSettings {
+            steps: StepSettings::of(AwqSettings { search }),
+            ..TransformSettings::default()
+        };
         let cancel = CancelToken::new();
         let mut task = BlockTask::new("block.", &block, &settings, &cancel);
         (task.grids, task.norm_dtypes) = (&grids, &norm_dtypes);

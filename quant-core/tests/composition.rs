@@ -12,7 +12,6 @@ use quant_core::calibrate::{Packing, Sampling};
 use quant_core::checkpoint::TensorSource;
 use quant_core::model::KvScheme;
 use quant_core::recipe::{Method, Plan, Recipe, Rounding, method, steps};
-use quant_core::transform::Producers;
 
 const LENGTH: usize = 32;
 
@@ -121,7 +120,7 @@ fn what_would_be_done_twice_is_refused() {
     let model = Tiny::default().random(1).model();
     let mut recipe = recipe(method("smoothquant,smooth-outputs").unwrap());
     assert!(Plan::new(&model, &recipe, recipe.containers[0]).is_ok());
-    recipe.settings.smooth.producers = Producers::All;
+    recipe.set("smoothquant", "producers", &"all".into()).unwrap();
     let error = Plan::new(&model, &recipe, recipe.containers[0]).unwrap_err();
     assert_eq!(error.category(), Category::Usage);
     assert!(

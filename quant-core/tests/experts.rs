@@ -19,7 +19,7 @@ use quant_core::model::Model;
 use quant_core::pipeline::TensorReport;
 use quant_core::quantize::gptq::{GptqSettings, LayerInputs};
 use quant_core::recipe::{Action, Pattern, Plan, Recipe};
-use quant_core::transform::Search;
+use quant_core::transform::{AwqSettings, Search};
 
 /// Sizes that are all multiples of 32.
 fn tiny(family: Kind) -> Tiny {
@@ -287,7 +287,7 @@ fn searches_see_all_tokens_of_an_expert() {
     let [starved, fed] = starved_and_fed(15);
     for search in [Search::Fast, Search::Reference] {
         let mut base = recipe("awq", "w4a16-g32-sym");
-        base.settings.search = search;
+        base.settings.steps.set(AwqSettings { search });
         let all = quantized(&starved, &sampled(&base, ExpertTokens::All, 0));
         let expected = quantized(&fed, &base);
         let down = "model.layers.0.block_sparse_moe.experts.0.w2.weight";

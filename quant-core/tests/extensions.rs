@@ -64,7 +64,8 @@ impl Transform for EvenColumns {
     }
 
     fn keys(&self) -> Vec<StepKey> {
-        vec![StepKey { name: "strength", schema: json!({ "type": "number", "minimum": 0, "maximum": 1 }) }]
+        let schema = json!({ "type": "number", "minimum": 0, "maximum": 1 });
+        vec![StepKey::new("strength", "How much columns are evened out.", schema)]
     }
 
     fn set(&self, key: &str, value: &Value, settings: &mut TransformSettings) -> Result<()> {
@@ -385,6 +386,25 @@ fn one_call_writes_them_and_reads_them_back() {
         Model::open(&ModelDirectory::open(&at("of-recipe")).unwrap()).is_err(),
         "only this program knows it"
     );
+
+    // The same step with the same key, written as on a command line.
+    let mut text = of("even-columns", "plain-bytes");
+    text.add_step("even-columns.strength=0.75").unwrap();
+    run("model", "of-text", text).unwrap();
+    assert_eq!(bytes("of-recipe"), bytes("of-text"));
+    for (given, expected, remedy) in [
+        ("even-columns.strength=7", "strength is 7", "from 0 to 1"),
+        ("even-columns.strenght=0.5", "has the key `strenght`", "did you mean strength?"),
+        ("even-column.strength=0.5", "settings of `even-column`", "did you mean even-columns?"),
+    ] {
+        let mut settings = of("even-columns", "plain-bytes");
+        settings.add_step(given).unwrap();
+        let error = run("model", "refused", settings).unwrap_err();
+        assert_eq!(error.category(), Category::Usage);
+        assert!(error.to_string().contains(expected), "{error}");
+        assert!(error.remedy().marked().contains(remedy), "{}", error.remedy());
+        assert!(!at("refused").exists());
+    }
 
     let error = run(
         "model",

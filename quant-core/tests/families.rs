@@ -17,7 +17,7 @@ use quant_core::model::{
     Block, FoldGroup, KvCaching, KvScheme, Model, NoTap, NodeId, Op, QueryKey, Segments, arch,
 };
 use quant_core::recipe::{Pattern, Plan, Recipe};
-use quant_core::transform::{Alpha, BlockTask, Rewrite, TransformSettings, fold, rotate};
+use quant_core::transform::{Alpha, AttentionSettings, BlockTask, Rewrite, TransformSettings, fold, rotate};
 use quant_core::{CancelToken, Category};
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
@@ -517,7 +517,8 @@ fn smooth_attention_is_run_or_explained_in_every_family() {
         let model = case.random(Dtype::F32, 11);
         let batch = windows(case.vocab(), 6, LENGTH, 12);
         let mut recipe = recipe("reorder,smooth-attention,smooth-outputs,gptq", "w4a8-g32");
-        (recipe.settings.attention, recipe.settings.kv) = (Some(Alpha::Fixed(0.5)), Some(KvScheme::Kv4));
+        recipe.settings.kv = Some(KvScheme::Kv4);
+        recipe.settings.steps.set(AttentionSettings { alpha: Some(Alpha::Fixed(0.5)) });
         let plan = Plan::new(&model, &recipe, recipe.containers[0]).unwrap();
         let explained = plan.step_notes().iter().any(|note| note.contains("`smooth-attention` leaves"));
         let quantized = run(&model, &case.config, &recipe, Some(&batch));

@@ -38,7 +38,7 @@ impl Tap for Watch {
     fn linear_input(&mut self, linear: NodeId, x: &Tensor, tokens: TokenRows<'_>) -> Result<()> {
         let k = x.dims3()?.2;
         let rows = x.flatten_all()?.to_vec1::<f32>()?;
-        let hessian = self.hessians.entry(linear).or_insert_with(|| Hessian::new(k));
+        let hessian = self.hessians.entry(linear).or_insert_with(|| Hessian::new(k).unwrap());
         for (_, row) in tokens.iter().zip(rows.chunks(k)).filter(|(token, _)| self.layout.counts(*token)) {
             hessian.add(row);
         }

@@ -16,8 +16,8 @@ use quant_core::model::{
 use quant_core::quantize::quantize_rtn;
 use quant_core::recipe::{Plan, Recipe, kv, method};
 use quant_core::transform::{
-    Alpha, Automatic, BlockTask, Clip, LinearGrid, Reorder, Rewrite, SmoothAttention, SmoothOutputs,
-    Transform, TransformSettings, fold_norms, rotate,
+    Alpha, AttentionSettings, Automatic, BlockTask, Clip, LinearGrid, OutputSettings, Reorder, Rewrite,
+    SmoothAttention, SmoothOutputs, StepSettings, Transform, TransformSettings, fold_norms, rotate,
 };
 use quant_core::{CancelToken, Category, Result};
 use quant_kernels_cpu::Serial;
@@ -281,8 +281,9 @@ fn every_step_leaves_the_block_unchanged_alone_and_after_others() {
     let auto = Some(Alpha::Auto(Automatic::Auto));
     for (name, tiny) in all_families() {
         for (outputs, attention) in [(None, Some(Alpha::Fixed(0.5))), (auto, auto)] {
-            let settings =
-                TransformSettings { outputs, attention, kv: Some(KvScheme::Kv4), ..Default::default() };
+            let mut steps = StepSettings::of(OutputSettings { alpha: outputs });
+            steps.set(AttentionSettings { alpha: attention });
+            let settings = TransformSettings { steps, kv: Some(KvScheme::Kv4), ..Default::default() };
             let mut bench = Bench::new(&tiny, settings);
             let steps: [&dyn Transform; 3] = [&Reorder, &SmoothAttention, &SmoothOutputs];
             let mut all = Rewrite::default();
@@ -453,7 +454,7 @@ fn steps_can_be_left_out_each_and_all() {
         [vec![], vec!["rotate"], vec!["reorder"], vec!["smooth-outputs"], vec!["clip"], method.steps()]
     {
         let mut recipe = qoq("qoq-rtn", "w4a8-g16-asym");
-        recipe.settings.attention = Some(Alpha::Fixed(0.5));
+        recipe.settings.steps.set(AttentionSettings { alpha: Some(Alpha::Fixed(0.5)) });
         let names: Vec<String> = skipped.iter().map(|s| (*s).to_owned()).collect();
         recipe.method = method.without(&names).unwrap();
         let model = recipe.prepared(checkpoint.model()).unwrap();

@@ -18,7 +18,7 @@ use quant_core::model::Model;
 use quant_core::pipeline::{Job, QuantReport, StateFiles, quantize_each_with};
 use quant_core::quantize::gptq::{GptqSettings, LayerInputs};
 use quant_core::recipe::{Pattern, Plan, Recipe};
-use quant_core::transform::{Search, TransformSettings};
+use quant_core::transform::{AwqSettings, Search, StepSettings, TransformSettings};
 use quant_core::{CancelToken, Error, Event, Observer, Result, TensorSink, TensorSource};
 use rand::SeedableRng;
 use rand::rngs::StdRng;
@@ -191,7 +191,10 @@ fn on_float(recipe: Recipe) -> Recipe {
 }
 
 fn recipes() -> Vec<(&'static str, Recipe)> {
-    let reference = TransformSettings { search: Search::Reference, ..TransformSettings::default() };
+    let reference = TransformSettings {
+        steps: StepSettings::of(AwqSettings { search: Search::Reference }),
+        ..TransformSettings::default()
+    };
     let two = vec![CONTAINERS[0], *CONTAINERS.iter().find(|c| c.name() == "gptq").unwrap()];
     let modelopt = vec![*CONTAINERS.iter().find(|c| c.name() == "modelopt").unwrap()];
     let ignored = vec![Pattern::new("*v_proj").unwrap()];

@@ -16,7 +16,7 @@ use quant_core::model::Model;
 use quant_core::pipeline::{Job, QuantReport, SavedStates, StateFiles, quantize_each_with};
 use quant_core::quantize::gptq::{ActOrder, GptqSettings, LayerInputs};
 use quant_core::recipe::{Plan, Recipe};
-use quant_core::transform::{Search, TransformSettings};
+use quant_core::transform::{AwqSettings, Search, StepSettings, TransformSettings};
 use quant_core::{CancelToken, Error, Event, Observer, Result, TensorSink};
 use serde_json::json;
 use sink::Resumable;
@@ -106,7 +106,10 @@ fn spilled(directory: &Path, round_bytes: u64) -> StateFiles {
 
 #[test]
 fn files_do_not_change_the_output() {
-    let reference = TransformSettings { search: Search::Reference, ..TransformSettings::default() };
+    let reference = TransformSettings {
+        steps: StepSettings::of(AwqSettings { search: Search::Reference }),
+        ..TransformSettings::default()
+    };
     let order = |act_order| GptqSettings { act_order, ..GptqSettings::default() };
     let odd = GptqSettings { block_size: 48, ..GptqSettings::default() };
     let cases: Vec<(Kind, Recipe)> = vec![

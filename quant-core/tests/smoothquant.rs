@@ -5,7 +5,7 @@
 mod common;
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex};
+use std::sync::Mutex;
 
 use candle_core::Tensor;
 use common::{Checkpoint, Kind, Quantized, Tiny, decoder, flat, logits, mean_divergence, recipe, run};
@@ -15,7 +15,7 @@ use quant_core::model::{Block, BlockGraph, Model, NodeId, Tap, TokenRows, Weight
 use quant_core::pipeline::{Job, quantize};
 use quant_core::recipe::{Plan, Recipe};
 use quant_core::scheme::ActivationScheme;
-use quant_core::transform::{Alpha, Automatic, Producers, SmoothSettings, TransformSettings};
+use quant_core::transform::{Alpha, Automatic, Producers, SmoothSettings, StepSettings, TransformSettings};
 use quant_core::{CancelToken, Category, Result, Silent};
 
 const LENGTH: usize = 48;
@@ -26,7 +26,7 @@ fn llama() -> Tiny {
 
 fn smooth(method: &str, scheme: &str, alpha: Option<Alpha>, producers: Producers) -> Recipe {
     let smooth = SmoothSettings { alpha, producers, maxima: None };
-    let settings = TransformSettings { smooth, ..TransformSettings::default() };
+    let settings = TransformSettings { steps: StepSettings::of(smooth), ..TransformSettings::default() };
     Recipe { settings, ..recipe(method, scheme) }
 }
 
@@ -384,7 +384,7 @@ fn maxima_that_were_kept_give_the_same_bytes_without_a_text() {
     let path = directory.path().join("maxima.safetensors");
     std::fs::write(&path, maxima.to_bytes().unwrap()).unwrap();
     let mut given = gathered.clone();
-    given.settings.smooth.maxima = Some(Arc::new(ChannelMaxima::read(&path).unwrap()));
+    given.set_file("smoothquant", "maxima", &path).unwrap();
     assert!(!given.needs_text() && gathered.needs_text());
     let (again, _) = keeping(&model, &given, None);
     assert!(whole == again);

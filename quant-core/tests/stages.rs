@@ -23,7 +23,8 @@ const STAGES: [&str; 15] = [
     "units",
 ];
 /// Modules that every stage may use. They use no stage, except that `error` uses `checkpoint`.
-const SHARED: [&str; 8] = ["digest", "error", "progress", "random", "system", "vector", "wording", "worker"];
+const SHARED: [&str; 10] =
+    ["allocate", "digest", "error", "keys", "progress", "random", "system", "vector", "wording", "worker"];
 
 fn sources(directory: &Path, found: &mut Vec<PathBuf>) {
     for entry in std::fs::read_dir(directory).unwrap() {

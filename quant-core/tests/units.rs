@@ -452,7 +452,7 @@ fn hostile_stores_are_refused() {
     let record = store.join("job.json");
     let intact = std::fs::read_to_string(&record).unwrap();
     for (from, to, expected, says) in [
-        ("quant-job/1", "quant-job/9", Category::Usage, "quant-job/9"),
+        ("quant-job/2", "quant-job/9", Category::Usage, "quant-job/9"),
         ("\"instruction_set\": \"", "\"instruction_set\": \"x", Category::Environment, "instruction_set"),
         ("\"processor\": \"", "\"processor\": \"x", Category::Environment, "processor"),
         ("\"executable_blake3\": \"", "\"executable_blake3\": \"0", Category::Usage, "executable_blake3"),
@@ -463,11 +463,20 @@ fn hostile_stores_are_refused() {
         ("\"forward_shards\"", "\"backward_shards\"", Category::Input, "backward_shards"),
         ("\"recipe\": null", "\"recipe\": \"../../x\"", Category::Input, "../../x"),
         ("\"windows\": null", "\"windows\": \"x\"", Category::Input, "inputs"),
+        ("\"blocks_per_unit\": 1", "\"blocks_per_unit\": 0", Category::Input, "without blocks"),
+        ("\"forward_shards\": 1", "\"forward_shards\": 0", Category::Input, "without blocks or shards"),
         ("{", "[", Category::Input, "job.json"),
     ] {
         assert!(intact.contains(from), "{from}");
         std::fs::write(&record, intact.replacen(from, to, 1)).unwrap();
         refused(open(), expected, says);
+    }
+    let fields: serde_json::Map<String, Value> = serde_json::from_str(&intact).unwrap();
+    for key in fields.keys() {
+        let mut without = fields.clone();
+        without.remove(key);
+        std::fs::write(&record, Value::Object(without).to_string()).unwrap();
+        refused(open(), Category::Input, "job.json");
     }
     std::fs::remove_file(&record).unwrap();
     refused(open(), Category::Usage, "job.json");
@@ -558,8 +567,139 @@ fn a_model_that_changes_is_noticed() {
     let error =
         on(&store, &Silent, |job, host| job.merge(&bench.at("no"), (false, false), host)).unwrap_err();
     assert_eq!(error.category(), Category::Usage, "{error}");
-    assert!(error.to_string().contains("has changed"), "{error}");
+    let message = error.to_string();
+    assert!(message.contains("different tensor") && message.contains("the model has changed"), "{message}");
+    assert!(!message.contains("resume"), "{message}");
     assert!(!bench.at("no").exists());
+}
+
+/// A worker of a job without hidden states reads a copy of the model that differs. Only the merge can notice it; its
+/// message names the file whose removal mends the job.
+#[test]
+fn a_unit_of_another_model_can_be_computed_again() {
+    let bench = Bench::new(Kind::Llama, settings("rtn", "w4a16-g32-sym"));
+    let store = bench.init("store", 1, 1);
+    let copy = bench.at("copy");
+    let mut changed = tiny(Kind::Llama).random(2);
+    changed.values("model.layers.1.mlp.up_proj.weight")[5] += 1.0;
+    write_checkpoint(&changed, &copy);
+    let cancel = CancelToken::new();
+    let host = Host::new(&Silent, &cancel, &Nothing);
+    let job = UnitJob::open(&store, Some(&copy), &host).unwrap();
+    job.run(&unit("blocks/1"), &WorkOptions::default(), &host).unwrap();
+    run(&store, &Selection::All).unwrap();
+    let error =
+        on(&store, &Silent, |job, host| job.merge(&bench.at("no"), (false, false), host)).unwrap_err();
+    assert_eq!(error.category(), Category::Usage, "{error}");
+    let wrong = result_of(&store, "blocks/1");
+    assert!(error.to_string().contains("`blocks/1`"), "{error}");
+    assert!(error.remedy().to_string().contains(wrong.to_str().unwrap()), "{}", error.remedy());
+    assert!(!bench.at("no").exists());
+    std::fs::remove_file(wrong).unwrap();
+    run(&store, &Selection::All).unwrap();
+    bench.assert_merges(&store);
+}
+
+/// The tokenizer and other files that a merge copies must be those with which the job was created.
+#[test]
+fn companions_that_change_are_noticed() {
+    let bench = Bench::new(Kind::Llama, settings("rtn", "w4a16-g32-sym"));
+    let store = bench.init("store", 1, 1);
+    run(&store, &Selection::All).unwrap();
+    let path = bench.at("model/tokenizer.json");
+    let intact = std::fs::read_to_string(&path).unwrap();
+    let merge =
+        || on(&store, &Silent, |job, host| job.merge(&bench.at("no"), (false, false), host).map(drop));
+    let again = || {
+        let cancel = CancelToken::new();
+        init(&bench.request(1, 1), &store, &Host::new(&Silent, &cancel, &Nothing)).map(drop)
+    };
+    let refused = |name: &str| {
+        for outcome in [merge(), again()] {
+            let error = outcome.unwrap_err();
+            assert_eq!(error.category(), Category::Usage, "{error}");
+            assert!(error.to_string().contains(name) && error.to_string().contains("changed"), "{error}");
+        }
+        assert!(!bench.at("no").exists());
+    };
+    std::fs::write(&path, intact.replace("w1\"", "v1\"")).unwrap();
+    refused("tokenizer.json");
+    std::fs::write(&path, &intact).unwrap();
+    std::fs::write(bench.at("model/generation_config.json"), "{}").unwrap();
+    refused("generation_config.json");
+    std::fs::remove_file(bench.at("model/generation_config.json")).unwrap();
+    again().unwrap();
+    bench.assert_merges(&store);
+}
+
+/// A damaged or missing input is bad input, not an error of the tokenizer or the environment, and `init` repairs it.
+#[test]
+fn inputs_are_repaired_by_creating_the_job_again() {
+    let bench = Bench::new(Kind::Llama, calibrated("awq", "w4a16-g32-asym"));
+    let store = bench.init("store", 2, 2);
+    let inputs = || std::fs::read_dir(store.join("inputs")).unwrap().map(|entry| entry.unwrap().path());
+    let [path] = inputs().collect::<Vec<_>>().try_into().unwrap();
+    let intact = std::fs::read(&path).unwrap();
+    let mut flipped = intact.clone();
+    *flipped.last_mut().unwrap() ^= 1;
+    for damaged in [Some(flipped), Some(intact[..100].to_vec()), Some(Vec::new()), None] {
+        match &damaged {
+            Some(bytes) => std::fs::write(&path, bytes).unwrap(),
+            None => std::fs::remove_file(&path).unwrap(),
+        }
+        let error = run(&store, &Selection::All).unwrap_err();
+        assert_eq!(error.category(), Category::Input, "{error}");
+        let (message, remedy) = (error.to_string(), error.remedy().to_string());
+        assert!(message.contains(path.to_str().unwrap()) && !message.contains("tokenizer"), "{message}");
+        assert!(remedy.contains("job_init") && !remedy.contains("download"), "{remedy}");
+        let cancel = CancelToken::new();
+        let host = Host::new(&Silent, &cancel, &Nothing);
+        assert!(!init(&bench.request(2, 2), &store, &host).unwrap().created);
+        assert!(std::fs::read(&path).unwrap() == intact);
+    }
+    run(&store, &Selection::All).unwrap();
+    bench.assert_merges(&store);
+}
+
+#[test]
+fn the_name_of_a_gguf_file_is_refused() {
+    let bench = Bench::new(Kind::Llama, settings("rtn", "w4a16-g32-sym"));
+    let store = bench.init("store", 1, 1);
+    run(&store, &Selection::All).unwrap();
+    let out = bench.at("x.gguf");
+    let error = on(&store, &Silent, |job, host| job.merge(&out, (false, false), host)).unwrap_err();
+    assert_eq!(error.category(), Category::Usage, "{error}");
+    assert!(!out.exists());
+    // The path that overlaps is named, which here is the job's.
+    let inside = store.join("out");
+    let error = on(&store, &Silent, |job, host| job.merge(&inside, (false, false), host)).unwrap_err();
+    assert_eq!(error.category(), Category::Usage, "{error}");
+    assert!(error.remedy().to_string().contains(store.to_str().unwrap()), "{}", error.remedy());
+}
+
+/// Fewer shards than asked for, because the text is short.
+#[test]
+fn init_says_how_many_shards_there_are() {
+    struct Warnings(Mutex<Vec<String>>);
+    impl Observer for Warnings {
+        fn event(&self, event: &Event) {
+            if let Event::Warning { message } = event {
+                self.0.lock().unwrap().push(message.clone());
+            }
+        }
+    }
+    let bench = Bench::new(Kind::Llama, calibrated("awq", "w4a16-g32-asym"));
+    for (asked, warns) in [(3, false), (100, true)] {
+        let (warnings, cancel) = (Warnings(Mutex::default()), CancelToken::new());
+        let host = Host::new(&warnings, &cancel, &Nothing);
+        init(&bench.request(1, asked), &bench.at(&format!("store-{asked}")), &host).unwrap();
+        let found = warnings.0.into_inner().unwrap();
+        assert_eq!(
+            found.iter().any(|message| message.contains("3 forward shard(s), not 100")),
+            warns,
+            "{found:?}"
+        );
+    }
 }
 
 /// A worker that only computes hidden states reads a copy of the model in which one weight differs.
@@ -577,12 +717,26 @@ fn workers_with_different_models_are_noticed() {
     for id in ["forward/0/0", "forward/0/1"] {
         job.run(&unit(id), &WorkOptions::default(), &host).unwrap();
     }
+    let names = |error: Error, says: &str| {
+        assert_eq!(error.category(), Category::Usage, "{error}");
+        let message = error.to_string();
+        assert!(message.contains("`forward/0/1`") && message.contains("layers.1.mlp.up_proj"), "{message}");
+        let remedy = error.remedy().to_string();
+        assert!(remedy.contains(result_of(&store, "forward/0/1").to_str().unwrap()), "{remedy}");
+        assert!(remedy.contains(says), "{remedy}");
+    };
+    // The other shard of the windows passes through the same block.
+    names(run(&store, &Selection::All).unwrap_err(), "give all workers the same model");
+    let wrong = std::fs::read(result_of(&store, "forward/0/1")).unwrap();
+    std::fs::remove_file(result_of(&store, "forward/0/1")).unwrap();
+    run(&store, &Selection::All).unwrap();
+    bench.assert_merges(&store);
+    // Two workers that publish at the same time do not see each other's result. The merge compares all of them.
+    std::fs::write(result_of(&store, "forward/0/1"), wrong).unwrap();
     run(&store, &Selection::All).unwrap();
     let error =
         on(&store, &Silent, |job, host| job.merge(&bench.at("no"), (false, false), host)).unwrap_err();
-    assert_eq!(error.category(), Category::Usage, "{error}");
-    let message = error.to_string();
-    assert!(message.contains("forward/0/1") && message.contains("layers.1.mlp.up_proj"), "{message}");
+    names(error, "restore it or create a new job");
     assert!(!bench.at("no").exists());
 }
 

@@ -25,7 +25,7 @@ use std::process::ExitCode;
 use quant_core::blocks::{BlockType, ScaleSearch, block_type};
 use quant_core::calibrate::{ChatTemplate, Corpus, Mask, TextTokenizer, TokenWindows, read_corpus};
 use quant_core::checkpoint::{Dtype, ModelDirectory};
-use quant_core::model::{Decoder, KvScheme, Model};
+use quant_core::model::{Decoder, KvScheme, Model, round_cached};
 use quant_core::quantize::InputGrid;
 use quant_core::{CancelToken, Silent, gguf};
 use safetensors::tensor::{Dtype as Stored, TensorView, serialize_to_file};
@@ -144,7 +144,7 @@ fn inputs(rule: &str, scale: Option<f32>, from: &str, out: &str) -> Result<(), F
     Dtype::F32.widen(x.data(), &mut values);
     match grid {
         Some(grid) => grid.round(&mut values, k),
-        None => KvScheme::Kvf8.round(&mut values, k, scale.unwrap_or(1.0))?,
+        None => round_cached(KvScheme::Kvf8, &mut values, k, scale.unwrap_or(1.0))?,
     }
     save(&BTreeMap::from([("x".to_owned(), (vec![tokens, k], values))]), out)
 }

@@ -460,6 +460,38 @@ fn tokenizers() {
         let run = quant(args!["eval", model.path(), "--text", "builtin-heldout", "--window", "64"]);
         check_message(case, &run, 4, expected);
     }
+    // A vocabulary is also checked if no text is read.
+    let vocabularies: &[Fault] = &[
+        (
+            "two tokens of one number",
+            |m| {
+                let mut tokenizer = byte_tokenizer();
+                tokenizer["model"]["vocab"]["a"] = json!(98);
+                overwrite(m, "tokenizer.json", tokenizer.to_string());
+            },
+            &["tokenizer.json", "two tokens have the number 98"],
+        ),
+        (
+            "no tokens",
+            |m| {
+                let mut tokenizer = byte_tokenizer();
+                tokenizer["model"]["vocab"] = json!({});
+                overwrite(m, "tokenizer.json", tokenizer.to_string());
+            },
+            &["tokenizer.json", "empty vocabulary"],
+        ),
+        (
+            "deep",
+            |m| overwrite(m, "tokenizer.json", "[".repeat(100_000)),
+            &["tokenizer.json", "not a tokenizer"],
+        ),
+    ];
+    for (case, fault, expected) in vocabularies.iter().chain(&faults[1..4]) {
+        let model = broken(*fault);
+        for options in [&RTN[..], &AWQ] {
+            refuses_to_quantize(case, model.path(), options, 4, expected);
+        }
+    }
     // Rounding to nearest reads no text, so it needs no tokenizer.
     let model = broken(|m| std::fs::remove_file(m.join("tokenizer.json")).unwrap());
     let out = model.path().with_extension("out");

@@ -1,16 +1,18 @@
 //! A model that a different engine runs is scored like quant's: the same windows, sums and statistics from its logits.
 
-use std::cell::Cell;
+use std::cell::{Cell, RefCell};
+use std::ops::Range;
 
 use quant_core::calibrate::{TextTokenizer, TokenizerSettings};
 use quant_core::checkpoint::ModelDirectory;
 use quant_core::digest::sha256_hex;
 use quant_core::model::{Decoder, Model};
+use quant_core::random::mix;
 use quant_core::{CancelToken, Silent};
 use quant_evaluator::gate::{Baseline, Policy, Verdict, judge};
 use quant_evaluator::{
-    Evaluation, EvaluationText, Journal, LogitsModel, ModelIdentity, Profile, Reference, Scored,
-    Tokenization, Tool, compare, perplexity,
+    EncodedText, Evaluation, EvaluationText, Journal, LogitsBatch, LogitsModel, ModelIdentity, Profile,
+    Reference, Scored, Tokenization, Tokenizer, Tool, UnscoredWindow, Window, compare, perplexity,
 };
 use quant_tests::models::write_cut_demo_model;
 use quant_tests::program::quant;
@@ -226,4 +228,226 @@ fn an_engine_that_fails_ends_the_evaluation() {
     };
     assert_eq!((vocab, text.windows[0].scored()), (4096, 63));
     refused(Broken(vocab, nan), 6, "NaN or infinite");
+}
+
+/// Logits that depend on the token and its position only: a hash, from −8 to 8.
+fn hashed(token: u32, position: usize, vocab: usize) -> impl Iterator<Item = f32> {
+    let seed = mix(u64::from(token) ^ (position as u64) << 32);
+    (0..vocab).map(move |next| (mix(seed ^ next as u64) >> 40) as f32 / (1 << 20) as f32 - 8.0)
+}
+
+/// An engine that returns the logits of a whole window.
+struct Whole(usize);
+
+impl LogitsModel for Whole {
+    fn vocab(&self) -> usize {
+        self.0
+    }
+
+    fn logits(&self, tokens: &[u32], first: usize, out: &mut Vec<f32>) -> Result<(), Failure> {
+        for (position, &token) in tokens.iter().enumerate().skip(first) {
+            out.extend(hashed(token, position, self.0));
+        }
+        Ok(())
+    }
+}
+
+/// The same model, which runs several windows together and returns the logits of some positions at a time.
+struct Ranged {
+    vocab: usize,
+    max_windows: usize,
+    /// The number of windows after which the engine fails.
+    fails_after: usize,
+    /// The first token of every window that was run, by batch.
+    batches: RefCell<Vec<Vec<u32>>>,
+    /// The requested positions.
+    asked: RefCell<Vec<(usize, Range<usize>)>>,
+}
+
+impl Ranged {
+    fn new(vocab: usize, max_windows: usize, fails_after: usize) -> Self {
+        let (batches, asked) = Default::default();
+        Self { vocab, max_windows, fails_after, batches, asked }
+    }
+
+    fn windows(&self) -> Vec<u32> {
+        self.batches.borrow().concat()
+    }
+}
+
+struct Running<'a>(&'a Ranged, Vec<(Vec<u32>, usize)>);
+
+impl LogitsModel for Ranged {
+    fn vocab(&self) -> usize {
+        self.vocab
+    }
+
+    fn logits(&self, _: &[u32], _: usize, _: &mut Vec<f32>) -> Result<(), Failure> {
+        Err("windows are started instead".into())
+    }
+
+    fn max_windows(&self) -> usize {
+        self.max_windows
+    }
+
+    fn start<'a>(&'a self, windows: &[UnscoredWindow<'_>]) -> Result<Box<dyn LogitsBatch + 'a>, Failure> {
+        if self.windows().len() + windows.len() > self.fails_after {
+            return Err("out of memory".into());
+        }
+        let same = windows.iter().all(|window| window.tokens.len() == windows[0].tokens.len());
+        assert!(same && (1..=self.max_windows).contains(&windows.len()));
+        self.batches.borrow_mut().push(windows.iter().map(|window| window.tokens[0]).collect());
+        let kept = windows.iter().map(|window| (window.tokens.to_vec(), window.first)).collect();
+        Ok(Box::new(Running(self, kept)))
+    }
+}
+
+impl LogitsBatch for Running<'_> {
+    fn logits(&mut self, window: usize, positions: Range<usize>, out: &mut Vec<f32>) -> Result<(), Failure> {
+        let (tokens, first) = &self.1[window];
+        let numbered = tokens.iter().enumerate().skip(first + positions.start);
+        for (position, &token) in numbered.take(positions.len()) {
+            out.extend(hashed(token, position, self.0.vocab));
+        }
+        self.0.asked.borrow_mut().push((window, positions));
+        Ok(())
+    }
+}
+
+/// Windows whose first tokens are their numbers.
+fn numbered(lengths: &[usize]) -> EvaluationText {
+    let window = |(number, &length): (usize, &usize)| Window {
+        tokens: (0..length as u32).map(|i| if i == 0 { number as u32 } else { i * 7 % 50 }).collect(),
+        first: 1 + number % 3,
+    };
+    let windows = lengths.iter().enumerate().map(window).collect();
+    EvaluationText::of_windows(windows, Profile::gptq(64).unwrap()).unwrap()
+}
+
+/// The logits of a large vocabulary are requested for few positions at a time, with bit-identical results.
+#[test]
+fn an_engine_returns_logits_for_some_positions_at_a_time() {
+    // 64 MiB are the logits of 64 positions.
+    const VOCAB: usize = 1 << 18;
+    let text = numbered(&[30, 30, 30, 100]);
+    let cancel = CancelToken::new();
+    let (whole, ranged) = (Whole(VOCAB), Ranged::new(VOCAB, 2, usize::MAX));
+    let scores =
+        |engine: &dyn LogitsModel| perplexity(engine, &text, &mut Journal::none(), &Silent, &cancel).unwrap();
+    assert_eq!(scores(&ranged), scores(&whole));
+    assert_eq!(*ranged.batches.borrow(), [vec![0, 1], vec![2], vec![3]]);
+    assert_eq!(*ranged.asked.borrow(), [(0, 0..29), (1, 0..28), (0, 0..27), (0, 0..64), (0, 64..99)]);
+
+    // The reference and the model are paired position by position.
+    let (_, divergence) = compare(
+        Reference::Engine(&whole),
+        Scored::Engine(&ranged),
+        &text,
+        &mut Journal::none(),
+        &Silent,
+        &cancel,
+    )
+    .unwrap();
+    assert_eq!((divergence.kl.mean, divergence.top1_agreement.mean), (0.0, 1.0));
+    assert_eq!(divergence.kl_quantiles.max.value, 0.0);
+}
+
+/// An evaluation that stops resumes with the missing windows, even if the engine now runs fewer of them together.
+#[test]
+fn an_interrupted_evaluation_of_an_engine_resumes() {
+    let text = numbered(&[20; 8]);
+    let scratch = tempfile::tempdir().unwrap();
+    let path = scratch.path().join("journal");
+    let counts: Vec<usize> = text.windows.iter().map(Window::scored).collect();
+    let run = |engine: &dyn LogitsModel, journal: &mut Journal<f64>| {
+        perplexity(engine, &text, journal, &Silent, &CancelToken::new())
+    };
+    let open = || Journal::open(&path, &serde_json::json!({ "model": "hashed" }), &counts).unwrap();
+    let expected = run(&Whole(300), &mut Journal::none()).unwrap();
+    let first = Ranged::new(300, 3, 6);
+    let error = run(&first, &mut open()).unwrap_err();
+    assert!(error.to_string().contains("the engine failed: out of memory"), "{error}");
+    assert_eq!(error.category().exit_code(), 6);
+    // Batches of 4 windows would begin before the end of the kept ones.
+    let second = Ranged::new(300, 4, usize::MAX);
+    assert_eq!(run(&second, &mut open()).unwrap(), expected);
+    assert_eq!(*second.batches.borrow(), [[6, 7]]);
+    let third = Ranged::new(300, 5, usize::MAX);
+    assert_eq!(run(&third, &mut open()).unwrap(), expected);
+    assert!(third.windows().is_empty());
+}
+
+/// An engine that returns the wrong number of logits for some positions.
+#[test]
+fn positions_without_logits_end_the_evaluation() {
+    struct Short;
+    impl LogitsBatch for Short {
+        fn logits(&mut self, _: usize, positions: Range<usize>, out: &mut Vec<f32>) -> Result<(), Failure> {
+            out.resize(out.len() + 10 * positions.len() - 1, 0.0);
+            Ok(())
+        }
+    }
+    impl LogitsModel for Short {
+        fn vocab(&self) -> usize {
+            10
+        }
+        fn logits(&self, _: &[u32], _: usize, _: &mut Vec<f32>) -> Result<(), Failure> {
+            Ok(())
+        }
+        fn start<'a>(&'a self, _: &[UnscoredWindow<'_>]) -> Result<Box<dyn LogitsBatch + 'a>, Failure> {
+            Ok(Box::new(Self))
+        }
+    }
+    let (text, engine): (_, &dyn LogitsModel) = (numbered(&[20]), &Short);
+    let error = perplexity(engine, &text, &mut Journal::none(), &Silent, &CancelToken::new()).unwrap_err();
+    assert_eq!(error.category().exit_code(), 6);
+    assert!(error.to_string().contains("189 logits for 19 positions and a vocabulary of 10"), "{error}");
+}
+
+/// A tokenizer of an engine, without a file.
+#[derive(Debug)]
+struct Letters {
+    prefix: bool,
+    /// Texts of which it loses the tokens.
+    lost: usize,
+}
+
+impl Tokenizer for Letters {
+    fn encode(&self, texts: &[&str]) -> quant_core::Result<Vec<EncodedText>> {
+        let one = |text: &&str| text.bytes().enumerate().map(|(i, b)| (b.into(), i..i + 1)).collect();
+        Ok(texts.iter().skip(self.lost).map(one).collect())
+    }
+
+    fn document_prefix(&self) -> quant_core::Result<u32> {
+        match self.prefix {
+            true => Ok(7),
+            false => Err(quant_core::Error::usage("no prefix", "choose a different profile")),
+        }
+    }
+}
+
+#[test]
+fn an_engines_tokenizer_cuts_texts() {
+    let documents = ["abcdefgh".repeat(10), "xyz".repeat(10)];
+    let cut = |letters: &Letters, profile: Profile| {
+        EvaluationText::new(letters, &documents, profile.into(), None, "letters".as_ref())
+    };
+    let letters = Letters { prefix: true, lost: 0 };
+    let text = cut(&letters, Profile::gptq(16).unwrap()).unwrap();
+    // 80 letters, 2 newlines and 30 letters.
+    assert_eq!((text.windows.len(), text.tokens_scored(), text.scored_bytes), (7, 7 * 15, 7 * 15));
+    assert_eq!(text.windows[0].tokens, b"abcdefghabcdefgh".map(u32::from));
+    assert_eq!((text.tokenizer_sha256.as_str(), text.warnings.len()), ("", 0));
+    let rolling = Profile::LmEvalRolling { window: 64 };
+    let text = cut(&letters, rolling).unwrap();
+    assert_eq!(text.windows[0].tokens[..3], [7, u32::from(b'a'), u32::from(b'b')]);
+    assert_eq!((text.words, text.scored_bytes), (Some(2), 110));
+    for (letters, code, expected) in [
+        (Letters { prefix: false, lost: 0 }, 2, "no prefix"),
+        (Letters { prefix: true, lost: 1 }, 70, "tokens for"),
+    ] {
+        let error = cut(&letters, rolling).unwrap_err();
+        assert_eq!(error.category().exit_code(), code, "{error}");
+        assert!(error.to_string().contains(expected), "{error}");
+    }
 }

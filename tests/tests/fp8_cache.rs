@@ -279,8 +279,8 @@ fn what_is_damaged_or_not_known_is_refused() {
     type Damage<'a> = &'a dyn Fn(&mut Vec<RawTensor>);
     let cases: [(&str, i32, &str, Damage<'_>); 6] = [
         ("missing", 4, name, &|t| t.retain(|t| t.name != name)),
-        ("zero", 4, "is 0; a scale must be", &zero),
-        ("negative", 4, "is -1; a scale must be", &negative),
+        ("zero", 4, "is 0; a scale and its reciprocal must be", &zero),
+        ("negative", 4, "is -1; a scale and its reciprocal must be", &negative),
         ("nan", 6, "non-finite", &nan),
         ("one a head", 4, name, &|t| {
             let scale = t.iter_mut().find(|t| t.name == name).unwrap();

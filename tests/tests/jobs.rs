@@ -135,8 +135,20 @@ fn killed_workers_lose_only_their_unit() {
         kills += 1;
     }
     assert!(kills > 1, "workers were killed {kills} times");
-    bench.run(&[]).succeeded();
-    let status = quant(args!["job", "status", bench.at("store"), "--json"]).json();
+    // Their temporary files stay for a minute, in case a worker is just starting. Then the next worker removes them.
+    let status = || quant(args!["job", "status", bench.at("store"), "--json"]).json();
+    assert!(status()["temporary_files"].as_u64().unwrap() > 0);
+    let hour = std::time::SystemTime::now() - std::time::Duration::from_secs(3600);
+    let entries = |path: &Path| std::fs::read_dir(path).unwrap().map(|entry| entry.unwrap().path());
+    for directory in entries(&bench.at("store/tmp")).collect::<Vec<_>>() {
+        for path in entries(&directory).chain([directory.clone()]).collect::<Vec<_>>() {
+            std::fs::File::open(path).unwrap().set_modified(hour).unwrap();
+        }
+    }
+    let cleaned = bench.run(&[]).succeeded();
+    assert!(cleaned.stderr.contains("removed the temporary files of"), "{cleaned}");
+    let status = status();
+    assert_eq!(status["temporary_files"], 0, "{status}");
     assert_eq!(status["done"], status["total"]);
     assert_eq!(status["other_files"].as_array().unwrap().len(), 0, "{status}");
     bench.merge(&[]).succeeded();

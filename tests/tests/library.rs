@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 
 use quant_core::calibrate::Corpus;
+use quant_core::recipe::{Extensions, Recipe, step_of};
 use quant_core::run::{
     Catalog, Done, Host, Nothing, QuantizeRequest, RecipeSettings, Summary, Text, quantize,
 };
@@ -16,6 +17,7 @@ use quant_tests::files::hashes;
 use quant_tests::models::write_cut_demo_model;
 use quant_tests::program::quant;
 use quant_tests::workspace_root;
+use serde_json::{Value, json};
 
 const TEXT: &str = "The mill stood by the river, and nobody knew who owned it. ";
 
@@ -203,6 +205,79 @@ fn messages_name_settings_and_no_options() {
             && message.contains("none is neither an existing file nor a known text set"),
         "{message}"
     );
+}
+
+/// Every setting that is a key of a step can be set by its field and by the step's own name, with the same result, and
+/// its help on the command line is that of the step.
+#[test]
+fn settings_of_steps_are_keys_of_steps() {
+    let help = quant(["quantize", "--help"]).succeeded().stdout;
+    let help = help.split_whitespace().collect::<Vec<_>>().join(" ");
+    let cases = [
+        ("awq", "search", json!("reference")),
+        ("smoothquant", "alpha", json!("0.7")),
+        ("smoothquant", "smooth_producers", json!("all")),
+        ("qoq", "output_alpha", json!("auto")),
+        ("qoq", "attention_alpha", json!("0.25")),
+        ("gptq", "damping", json!(0.05)),
+        ("gptq", "block_size", json!(64)),
+        ("gptq", "act_order", json!("none")),
+        ("qoq", "layer_inputs", json!("quantized")),
+        ("gptq", "span_blocks", json!(2)),
+    ];
+    for (method, setting, value) in &cases {
+        let (step, key) = step_of(setting).unwrap();
+        let read = |fields: Value| -> Recipe {
+            serde_json::from_value::<RecipeSettings>(fields).unwrap().recipe().unwrap()
+        };
+        let (plain, named) = (json!({ "method": method }), json!({ "method": method, *setting: value }));
+        let by_step = json!({ "method": method, "steps": { step: { key.name: value } } });
+        let [plain, named, by_step] = [plain, named, by_step].map(read);
+        assert_eq!((&named.settings, named.gptq), (&by_step.settings, by_step.gptq), "{setting}");
+        assert_ne!(named.to_toml(), plain.to_toml(), "{setting}");
+        assert_eq!(named.to_toml(), by_step.to_toml(), "{setting}");
+        assert!(help.contains(&*worded(key.help, &CommandLine)), "{setting}: {help}");
+    }
+    // No setting of a step was forgotten above, except a file.
+    let known = Extensions::default();
+    let settings = known.keys().into_iter().filter_map(|(_, key)| key.setting);
+    let named: BTreeSet<&str> = cases.iter().map(|(_, setting, _)| *setting).collect();
+    assert_eq!(settings.collect::<BTreeSet<_>>(), named);
+    let (step, key) = step_of("channel_maxima").unwrap();
+    assert!(step == "smoothquant" && key.is_file && help.contains(&*worded(key.help, &CommandLine)));
+    for (step, key) in known.keys() {
+        assert!(help.contains(&format!("{step}.{}: ", key.name)), "{step}.{}", key.name);
+        assert!(key.schema["description"].is_string());
+    }
+}
+
+/// The settings of a job that an earlier version wrote are read, and written with the same bytes.
+#[test]
+fn stored_settings_keep_their_bytes() {
+    let stored = "{\"preset\":null,\"recipe\":null,\"method\":\"qoq\",\"scheme\":null,\"format\":[],\"group_size\":null,\
+        \"symmetric\":null,\"ignore\":[],\"override\":[],\"gguf\":{\"pre\":null,\"allow_fallback\":false,\
+        \"reference_search\":false,\"imatrix\":null,\"save_imatrix\":null,\"split_max_size\":null},\"alpha\":null,\
+        \"smooth_producers\":null,\"channel_maxima\":null,\"skip\":[],\"output_alpha\":\"0.2\",\
+        \"attention_alpha\":\"auto\",\"steps\":{\"smooth-outputs\":{}},\"search\":null,\"damping\":0.02,\
+        \"block_size\":null,\"act_order\":null,\"layer_inputs\":null,\"span_blocks\":null,\"scale_search\":null,\
+        \"requantize\":false,\"samples\":4,\"seq_len\":null,\"seed\":null,\"packing\":null,\"mask\":null,\
+        \"expert_tokens\":null,\"expert_floor\":null}";
+    let settings: RecipeSettings = serde_json::from_str(stored).unwrap();
+    assert_eq!(serde_json::to_string(&settings).unwrap(), stored);
+    let recipe = settings.recipe().unwrap();
+    let print = recipe.method.fingerprint(&recipe.settings);
+    let expected = "{\"reorder\":null,\"smooth-attention\":\"auto\",\"smooth-outputs\":0.2,\"clip\":null}";
+    assert_eq!(print.to_string().replace("0.20000000298023224", "0.2"), expected);
+    assert_eq!(recipe.gptq.damping, 0.02);
+    // The fingerprints of AWQ and SmoothQuant, which an interrupted run must match.
+    let print = |method: &str| {
+        let settings = RecipeSettings { method: Some(method.into()), ..RecipeSettings::default() };
+        let recipe = settings.recipe().unwrap();
+        recipe.method.fingerprint(&recipe.settings).to_string()
+    };
+    assert_eq!(print("awq"), "{\"awq\":null}");
+    let expected = "{\"smoothquant\":{\"alpha\":null,\"producers\":\"norms\",\"maxima\":null}}";
+    assert_eq!(print("smoothquant"), expected);
 }
 
 /// The sources of a library, without comments.

@@ -64,6 +64,44 @@ fn names(directory: &Path) -> Vec<OsString> {
     names
 }
 
+/// A run says of which linears nothing is left: all weights are zero, or one is so large that the others in its group
+/// are rounded to zero.
+#[test]
+fn weights_of_which_nothing_is_left() {
+    let bench = Bench::new();
+    let tiny = TinyLlama::default();
+    let run = |tensors: &[RawTensor], out: &str| {
+        tiny.write_with(&bench.at("model"), tensors);
+        let run = quant(quantize(&bench.at("model"), &bench.at(out), &RTN)).succeeded();
+        let report = std::fs::read(bench.at(out).join("quant_report.json")).unwrap();
+        let report: Value = serde_json::from_slice(&report).unwrap();
+        let with = |key: &str| -> Vec<(String, Value)> {
+            let tensors = report["tensors"].as_array().unwrap().iter().filter(|t| t.get(key).is_some());
+            tensors.map(|t| (t["tensor"].as_str().unwrap().to_owned(), t[key].clone())).collect()
+        };
+        (run, with("all_zero"), with("vanished_groups"))
+    };
+    let (plain, zero, vanished) = run(&tiny.tensors(), "plain");
+    assert!(!plain.stderr.contains("zero") && zero.is_empty() && vanished.is_empty(), "{plain}");
+    let mut tensors = tiny.tensors();
+    let [k_proj, down] = ["layers.0.self_attn.k_proj", "layers.1.mlp.down_proj"]
+        .map(|name| tensors.iter().position(|t| t.name.contains(name)).unwrap());
+    tensors[k_proj].data.fill(0);
+    // Two groups of 32 in a row of 96, and one in another row.
+    for index in [5, 40, 96 * 7 + 95] {
+        tensors[down].set_f16(index, 60000.0);
+    }
+    let (run, zero, vanished) = run(&tensors, "odd");
+    let [k_proj, down] = [k_proj, down].map(|at| tensors[at].name.clone());
+    assert_eq!((zero, vanished), (vec![(k_proj.clone(), json!(true))], vec![(down.clone(), json!(3))]));
+    let warned = |says: &[&str]| {
+        let mut lines = run.stderr.lines().filter(|line| line.starts_with("warning: "));
+        assert!(lines.any(|line| says.iter().all(|part| line.contains(part))), "{says:?}: {run}");
+    };
+    warned(&["all weights are zero in 1 linear", &k_proj]);
+    warned(&["in 3 groups", &format!("{down} (3)")]);
+}
+
 /// Names of tensors are data: a name that looks like a path is written to no file, and a name that would change the
 /// display of a terminal is refused and escaped.
 #[test]

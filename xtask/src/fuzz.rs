@@ -2,6 +2,12 @@
 //!
 //! Findings are written to `target/fuzz/artifacts`. Inputs worth keeping go to `fuzz/corpus/TARGET`, where the tests on
 //! stable Rust read them.
+//!
+//! `target/fuzz` also has the inputs that libFuzzer has found worth keeping (`corpus`), and the seconds for which each
+//! target ran (`seconds.json`). Later runs start from them, so keep the directory between nights.
+
+use std::collections::BTreeMap;
+use std::path::Path;
 
 use anyhow::{Context, Result};
 
@@ -18,6 +24,9 @@ pub struct Args {
     /// Seconds per target
     #[arg(long, default_value_t = 60)]
     pub seconds: u32,
+    /// Seconds in total: the targets that ran least run first, and the others not at all
+    #[arg(long)]
+    pub total: Option<u32>,
 }
 
 /// Runs the targets in sequence.
@@ -27,7 +36,9 @@ pub struct Args {
 pub fn run(args: &Args) -> Result<()> {
     let program = tool("cargo-fuzz", CARGO_FUZZ)?;
     let made = target_dir().join("fuzz");
-    for target in targets()?.iter().filter(|t| args.only.is_empty() || args.only.contains(t)) {
+    let times = made.join("seconds.json");
+    let mut seconds = past(&times);
+    for target in &chosen(targets()?, &seconds, args) {
         let (grown, artifacts) = (made.join("corpus").join(target), made.join("artifacts"));
         for dir in [&grown, &artifacts] {
             std::fs::create_dir_all(dir).with_context(|| format!("cannot create {}", dir.display()))?;
@@ -43,8 +54,26 @@ pub fn run(args: &Args) -> Result<()> {
         // The sanitizer and the coverage counters need nightly flags.
         command.env("RUSTC_BOOTSTRAP", "1").env("CARGO_TARGET_DIR", &made);
         execute(&mut command)?;
+        *seconds.entry(target.clone()).or_default() += u64::from(args.seconds);
+        std::fs::write(&times, serde_json::to_string_pretty(&seconds)?)
+            .with_context(|| format!("cannot write {}", times.display()))?;
     }
     Ok(())
+}
+
+/// The seconds for which each target ran earlier; empty if that is unknown.
+fn past(path: &Path) -> BTreeMap<String, u64> {
+    std::fs::read(path).ok().and_then(|text| serde_json::from_slice(&text).ok()).unwrap_or_default()
+}
+
+/// The targets to run: all that were asked for or, if the time is limited, those that ran least.
+fn chosen(mut targets: Vec<String>, past: &BTreeMap<String, u64>, args: &Args) -> Vec<String> {
+    targets.retain(|target| args.only.is_empty() || args.only.contains(target));
+    if let Some(total) = args.total {
+        targets.sort_by_key(|target| past.get(target).copied().unwrap_or_default());
+        targets.truncate((total / args.seconds.max(1)).max(1) as usize);
+    }
+    targets
 }
 
 /// The names of the targets, each of which is a file.
@@ -57,4 +86,25 @@ fn targets() -> Result<Vec<String>> {
     }
     names.sort();
     Ok(names)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn targets_that_ran_least_run_first() {
+        let targets = || ["a", "b", "c", "d"].map(str::to_owned).to_vec();
+        let past = [("a".to_owned(), 600), ("b".to_owned(), 300), ("d".to_owned(), 900)].into();
+        let args = |only: &[&str], total| Args {
+            only: only.iter().map(|name| (*name).to_owned()).collect(),
+            seconds: 300,
+            total,
+        };
+        assert_eq!(chosen(targets(), &past, &args(&[], Some(900))), ["c", "b", "a"]);
+        assert_eq!(chosen(targets(), &past, &args(&[], Some(1))), ["c"]);
+        assert_eq!(chosen(targets(), &past, &args(&["d", "a"], Some(900))), ["a", "d"]);
+        assert_eq!(chosen(targets(), &past, &args(&[], None)), targets());
+        assert_eq!(chosen(targets(), &BTreeMap::new(), &args(&[], Some(600))), ["a", "b"]);
+    }
 }

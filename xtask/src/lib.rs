@@ -22,6 +22,7 @@ pub mod fuzz;
 pub mod gate_trials;
 pub mod gpu;
 pub mod interop;
+pub mod kill_cycles;
 pub mod nightly;
 pub mod outside;
 pub mod peers_experts;

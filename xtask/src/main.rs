@@ -6,7 +6,7 @@ use std::process::ExitCode;
 use clap::{Parser, Subcommand};
 use xtask::{
     ablation, bench_awq_memory, bench_cpu_time, bench_eval, bench_gguf, bench_gptq, bench_kernels, bench_qoq,
-    bench_rtn, book, charts, ci, cuda, dist, fuzz, gate_trials, gpu, interop, nightly, outside,
+    bench_rtn, book, charts, ci, cuda, dist, fuzz, gate_trials, gpu, interop, kill_cycles, nightly, outside,
     peers_experts, peers_kernels, peers_models, peers_quantizers, plant, python, quality, quality_floats,
     quality_gguf, quality_qoq, quality_w8a8, same_bytes, sanitize, search_agreement, synth,
 };
@@ -42,6 +42,8 @@ enum Command {
     Charts,
     /// Run the fuzz targets under libFuzzer
     Fuzz(fuzz::Args),
+    /// Kill runs, workers of jobs and merges at random points, and compare what they write in the end
+    KillCycles(kill_cycles::Args),
     /// Build the static release binary and run it in an empty root
     Dist(dist::Args),
     /// Check that existing recipes give the same bytes as an earlier revision
@@ -117,6 +119,7 @@ fn main() -> ExitCode {
         Command::Book => book::run(),
         Command::Charts => charts::run(),
         Command::Fuzz(args) => fuzz::run(&args),
+        Command::KillCycles(args) => kill_cycles::run(&args),
         Command::Dist(args) => dist::run(&args),
         Command::SameBytes(args) => same_bytes::run(&args),
         Command::Synth(args) => synth::run(&args),

@@ -43,7 +43,7 @@ pub fn run(args: &Args) -> Result<()> {
     steps.step("vllm", || interop::script("tests/interop/run_vllm.sh", &[]));
     steps.step("no-features", outside::without_features);
     steps.step("dist", || dist::run(&dist::Args { no_build: false }));
-    steps.step("fuzz", || fuzz::run(&fuzz::Args { only: Vec::new(), seconds: 300 }));
+    steps.step("fuzz", || fuzz::run(&fuzz::Args { only: Vec::new(), seconds: 300, total: Some(3600) }));
     steps.step("bench-rtn", || {
         bench_rtn::run(&bench_rtn::Args {
             scheme: None,

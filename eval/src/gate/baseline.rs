@@ -6,8 +6,8 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
-use quant_core::digest::sha256_hex;
-use quant_core::{Error, Result};
+use quant_formats::digest::sha256_hex;
+use quant_formats::{Error, Result};
 use serde::{Deserialize, Serialize};
 
 use crate::Evaluation;

@@ -107,7 +107,7 @@ pub(super) fn holm(probabilities: &[f64], level: f64) -> Vec<bool> {
 
 #[cfg(test)]
 mod tests {
-    use quant_core::random::mix;
+    use quant_formats::random::mix;
 
     use super::*;
 

@@ -1,6 +1,6 @@
 //! An outcome as JUnit XML, which CI systems display as tests: one suite per result, one case per check.
 
-use quant_core::{Error, Result};
+use quant_formats::{Error, Result};
 use quick_junit::{NonSuccessKind, Report, TestCase, TestCaseStatus, TestSuite};
 
 use super::{Outcome, Verdict};

@@ -24,7 +24,7 @@ mod suggest;
 
 use std::collections::BTreeSet;
 
-use quant_core::{Error, Result};
+use quant_formats::{Error, Result};
 use serde::Serialize;
 
 pub use self::baseline::Baseline;

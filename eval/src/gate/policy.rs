@@ -20,8 +20,8 @@
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
-use quant_core::digest::sha256_hex;
-use quant_core::{Error, Result};
+use quant_formats::digest::sha256_hex;
+use quant_formats::{Error, Result};
 use serde::{Deserialize, Serialize};
 use toml::Spanned;
 

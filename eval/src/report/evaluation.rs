@@ -1,10 +1,10 @@
 //! The page of one evaluation.
 
 use maud::{Markup, html};
-use quant_core::model::KvScheme;
-use quant_core::pipeline::QuantReport;
+use quant_formats::scheme::KvScheme;
 
-use super::quantization::{LinearCell, bit_map, tensor_errors};
+use super::bits::{LinearCell, bit_map};
+use super::quantization::{QuantReport, in_one_line, tensor_errors};
 use super::svg::{self, Series};
 use super::{bytes, estimate_tile, nats, nats_of, page, pareto, row, schemes, tile, tool};
 use crate::statistics::{Histogram, Quantile, degrees_of_freedom, student};
@@ -98,13 +98,7 @@ impl EvaluationReport<'_> {
     fn verdict(&self) -> Markup {
         let r = self.result;
         let what = match self.quantization {
-            Some(q) => format!(
-                "{} as {}, {}, {:.2} bits per quantized weight",
-                q.method,
-                q.format,
-                schemes(&r.model),
-                q.bits_per_quantized_weight
-            ),
+            Some(report) => in_one_line(report, &schemes(&r.model)),
             None => schemes(&r.model),
         };
         let size = match &r.reference {

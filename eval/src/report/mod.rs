@@ -3,8 +3,13 @@
 //! A page is one HTML file with embedded style. It needs no network and no script, every text in it is escaped, and the
 //! same numbers give the same bytes: timings are left out.
 
+mod bits;
 mod evaluation;
 mod gate;
+#[cfg(feature = "decoders")]
+mod quantization;
+#[cfg(not(feature = "decoders"))]
+#[path = "no_quantization.rs"]
 mod quantization;
 mod svg;
 
@@ -12,12 +17,15 @@ use std::collections::BTreeSet;
 
 use maud::{DOCTYPE, Markup, PreEscaped, html};
 
+pub use self::bits::LinearCell;
 pub use self::evaluation::{EvaluationReport, WorstWindow};
 pub use self::gate::gate_page;
-pub use self::quantization::{LinearCell, quantization_page};
-pub use quant_core::run::bytes;
+pub use self::quantization::QuantReport;
+#[cfg(feature = "decoders")]
+pub use self::quantization::quantization_page;
+pub use quant_formats::wording::bytes;
 
-use quant_core::scheme::LinearScheme;
+use quant_formats::scheme::LinearScheme;
 
 use crate::{Divergence, Estimate, Evaluation, ModelIdentity, SchemeShare, Tool, closest};
 

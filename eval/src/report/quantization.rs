@@ -1,62 +1,24 @@
-//! The page of a quantization, and the map of a model's bit widths.
+//! The page of a quantization.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 
 use maud::{Markup, html};
-use quant_core::pipeline::{QuantReport, TensorReport};
+pub use quant_core::pipeline::QuantReport;
+
+use quant_core::pipeline::TensorReport;
 use quant_core::run::{MIN_EXPERT_TOKENS, UndersampledLinears};
 use quant_core::transform::ChannelOutlier;
 
+use super::bits::{LinearCell, bit_map};
 use super::svg::{self, Series};
 use super::{bytes, page, tile};
 
-/// The storage of one linear.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct LinearCell {
-    /// The block.
-    pub block: usize,
-    /// The linear's name in the block.
-    pub linear: String,
-    /// The scheme, or `float`.
-    pub scheme: String,
-    /// Bits per code, if it is quantized.
-    pub bits: Option<u8>,
-}
-
-/// Every linear of every block, colored by bit width.
-pub(super) fn bit_map(linears: &[LinearCell]) -> Markup {
-    let mut names: Vec<&str> = Vec::new();
-    let mut cells: BTreeMap<(usize, &str), &LinearCell> = BTreeMap::new();
-    let mut schemes: BTreeMap<&str, (usize, Option<u8>)> = BTreeMap::new();
-    for cell in linears {
-        if !names.contains(&cell.linear.as_str()) {
-            names.push(&cell.linear);
-        }
-        cells.insert((cell.block, &cell.linear), cell);
-        schemes.entry(&cell.scheme).or_insert((0, cell.bits)).0 += 1;
-    }
-    let blocks = linears.iter().map(|c| c.block + 1).max().unwrap_or(0);
-    let class = |bits: Option<u8>| bits.map_or("cell float".to_owned(), |b| format!("cell b{b}"));
-    html! {
-        p.legend {
-            @for (scheme, (count, bits)) in &schemes {
-                span { span class=(class(*bits).replace("cell", "key")) {} " " (scheme) ", " (count) " linears" }
-            }
-        }
-        div.wide { table.map {
-            @for name in names {
-                tr {
-                    th { (name) }
-                    @for block in 0..blocks {
-                        td { @if let Some(cell) = cells.get(&(block, name)) {
-                            span class=(class(cell.bits)) title=(format!("block {block}, {name}: {}", cell.scheme)) {}
-                        } }
-                    }
-                }
-            }
-        } }
-        p.soft { "Blocks 0 to " (blocks.saturating_sub(1)) " from left to right." }
-    }
+/// A quantization in one line, with the schemes of the linears.
+pub(super) fn in_one_line(report: &QuantReport, schemes: &str) -> String {
+    format!(
+        "{} as {}, {schemes}, {:.2} bits per quantized weight",
+        report.method, report.format, report.bits_per_quantized_weight
+    )
 }
 
 /// Quantization errors of every tensor; the table below the chart lists the worst first, `shown` of them at most.

@@ -5,7 +5,7 @@
 //! shows how it would vary with the text (Efron 1979; by clusters: Davison and Hinkley 1997, §3.8). The interval is
 //! between the 2.5th and 97.5th percentiles of the replicates.
 
-use quant_core::random::{below, mix};
+use quant_formats::random::{below, mix};
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 

@@ -10,14 +10,13 @@
 
 mod exp;
 mod sums;
-#[cfg(test)]
+#[cfg(all(test, feature = "decoders"))]
 mod tests;
 
 use std::ops::Range;
 
-use quant_core::model::{HEAD_TILE, Head};
-use quant_core::vector::vectorized;
-use quant_core::{CancelToken, Result};
+use quant_formats::vector::vectorized;
+use quant_formats::{CancelToken, Error, Result};
 use rayon::prelude::*;
 
 pub(crate) use sums::Sums;
@@ -30,40 +29,79 @@ const POSITIONS: usize = 2048;
 /// memory.
 const WHOLE_POSITIONS: usize = 64;
 
-/// The output stage of a model: how logits are obtained.
-pub(crate) enum Output<'a> {
-    /// A head multiplies hidden states.
-    Head(Box<Head<'a>>),
-    /// The inputs are the logits, for a vocabulary of this size.
-    Logits(usize),
-}
+/// Number of columns per tile. A decoder's head has the same.
+pub(crate) const TILE: usize = 256;
 
-impl Output<'_> {
+/// The output stage of a model: how logits are obtained from the inputs of the stage.
+pub(crate) trait Output: Sync {
     /// Number of tokens in the vocabulary.
-    pub(crate) fn vocab(&self) -> usize {
-        match self {
-            Self::Head(head) => head.vocab(),
-            Self::Logits(vocab) => *vocab,
-        }
-    }
+    fn vocab(&self) -> usize;
 
     /// Number of input values per position.
-    pub(crate) fn width(&self) -> usize {
-        match self {
-            Self::Head(head) => head.width(),
-            Self::Logits(vocab) => *vocab,
-        }
+    fn width(&self) -> usize;
+
+    /// Converts hidden states to the inputs of this stage.
+    #[cfg(feature = "decoders")]
+    fn inputs(&self, hidden: Vec<f32>) -> Result<Vec<f32>> {
+        Ok(hidden)
     }
 
+    /// Whether the stage can only compute all logits at once, with [`all_logits`](Self::all_logits).
     fn is_whole(&self) -> bool {
-        matches!(self, Self::Head(head) if head.is_whole())
+        false
+    }
+
+    /// Computes the logits of the tokens `columns`, `[positions, columns]`, on this thread. `scratch` is a buffer.
+    fn tile(
+        &self,
+        inputs: &[f32],
+        columns: Range<usize>,
+        scratch: &mut Vec<f32>,
+        out: &mut Vec<f32>,
+    ) -> Result<()>;
+
+    /// Computes the logits of all tokens, `[positions, vocabulary]`.
+    fn all_logits(&self, _inputs: &[f32], _out: &mut Vec<f32>) -> Result<()> {
+        Err(Error::Internal("this output stage computes tiles".into()))
     }
 }
 
-/// Inputs of the output stage, `[positions, width]`: the head's inputs as [`Head::inputs`] returns them, or logits.
+/// The output stage of a model whose logits are given, for a vocabulary of this size: the inputs are the logits.
+pub(crate) struct Given(pub(crate) usize);
+
+impl Output for Given {
+    fn vocab(&self) -> usize {
+        self.0
+    }
+
+    fn width(&self) -> usize {
+        self.0
+    }
+
+    fn tile(
+        &self,
+        inputs: &[f32],
+        columns: Range<usize>,
+        _scratch: &mut Vec<f32>,
+        out: &mut Vec<f32>,
+    ) -> Result<()> {
+        columns_of(inputs, self.0, columns, out);
+        Ok(())
+    }
+}
+
+/// Copies some columns of rows of `vocab` logits.
+fn columns_of(logits: &[f32], vocab: usize, columns: Range<usize>, out: &mut Vec<f32>) {
+    out.clear();
+    for row in logits.chunks_exact(vocab) {
+        out.extend_from_slice(&row[columns.clone()]);
+    }
+}
+
+/// Inputs of an output stage, `[positions, width]`.
 #[derive(Clone, Copy)]
 pub(crate) struct Source<'a> {
-    pub(crate) output: &'a Output<'a>,
+    pub(crate) output: &'a dyn Output,
     pub(crate) inputs: &'a [f32],
 }
 
@@ -73,28 +111,21 @@ impl Source<'_> {
         &self.inputs[positions.start * width..positions.end * width]
     }
 
-    /// Computes the logits of these tokens at these positions. For a head that cannot compute single tiles, `whole`
+    /// Computes the logits of these tokens at these positions. For a stage that cannot compute single tiles, `whole`
     /// holds the logits of the whole vocabulary, starting at position `first`.
     fn tile(
         &self,
         (rows, first): (Range<usize>, usize),
         columns: Range<usize>,
         whole: &[f32],
-        weight: &mut Vec<f32>,
+        scratch: &mut Vec<f32>,
         out: &mut Vec<f32>,
     ) -> Result<()> {
-        let vocab = self.output.vocab();
-        let (logits, rows) = match self.output {
-            Output::Head(head) if !head.is_whole() => {
-                return head.logits(self.part(rows), columns, weight, out);
-            }
-            Output::Head(_) => (whole, rows.start - first..rows.end - first),
-            Output::Logits(_) => (self.inputs, rows),
-        };
-        out.clear();
-        for row in rows {
-            out.extend_from_slice(&logits[row * vocab..][..vocab][columns.clone()]);
+        if !self.output.is_whole() {
+            return self.output.tile(self.part(rows), columns, scratch, out);
         }
+        let vocab = self.output.vocab();
+        columns_of(&whole[(rows.start - first) * vocab..(rows.end - first) * vocab], vocab, columns, out);
         Ok(())
     }
 }
@@ -139,18 +170,16 @@ fn some_positions(
     cancel: &CancelToken,
 ) -> Result<Vec<Sums>> {
     let vocab = sources.first().map_or(0, |s| s.output.vocab());
-    // Heads that cannot compute single tiles compute all logits in advance.
+    // Stages that cannot compute single tiles compute all logits in advance.
     let whole = sources.iter().map(|source| {
         let mut logits = Vec::new();
-        if let Output::Head(head) = source.output
-            && head.is_whole()
-        {
-            head.all_logits(source.part(positions.clone()), &mut logits)?;
+        if source.output.is_whole() {
+            source.output.all_logits(source.part(positions.clone()), &mut logits)?;
         }
         Ok(logits)
     });
     let whole: Vec<Vec<f32>> = whole.collect::<Result<_>>()?;
-    let stripe = vocab.div_ceil(HEAD_TILE).div_ceil(PIECES).max(1) * HEAD_TILE;
+    let stripe = vocab.div_ceil(TILE).div_ceil(PIECES).max(1) * TILE;
     let stripes = vocab.div_ceil(stripe);
     let part = positions.len().div_ceil(PIECES.div_ceil(stripes.max(1))).max(1);
     let parts = positions.len().div_ceil(part);
@@ -161,8 +190,8 @@ fn some_positions(
             let (first, column) = (positions.start + piece / stripes * part, piece % stripes * stripe);
             let rows = first..positions.end.min(first + part);
             let mut sums = vec![Sums::NONE; rows.len() * sources.len()];
-            for start in (column..vocab.min(column + stripe)).step_by(HEAD_TILE) {
-                let columns = start..vocab.min(start + HEAD_TILE);
+            for start in (column..vocab.min(column + stripe)).step_by(TILE) {
+                let columns = start..vocab.min(start + TILE);
                 scratch.tiles.resize(sources.len(), Vec::new());
                 for ((source, whole), tile) in sources.iter().zip(&whole).zip(&mut scratch.tiles) {
                     let rows = (rows.clone(), positions.start);

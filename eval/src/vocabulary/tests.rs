@@ -2,9 +2,9 @@
 
 use std::sync::Arc;
 
-use quant_core::checkpoint::Dtype;
-use quant_core::model::{HeadParts, LogitsTransform};
-use quant_core::random::mix;
+use quant_core::model::{Head, HeadParts, LogitsTransform};
+use quant_formats::checkpoint::Dtype;
+use quant_formats::random::mix;
 
 use super::exp::{EXP_BOUND, exp};
 use super::*;
@@ -75,13 +75,12 @@ fn head_of(vocab: usize, logits: &[f32]) -> Head<'static> {
 
 /// The result of the pass for these logits, which must be the same from a head and from given logits.
 fn passed(vocab: usize, logits: &[&[f32]], next: &[u32]) -> Vec<Sums> {
-    let heads: Vec<Output<'_>> =
-        logits.iter().map(|logits| Output::Head(Box::new(head_of(vocab, logits)))).collect();
+    let heads: Vec<Head<'_>> = logits.iter().map(|logits| head_of(vocab, logits)).collect();
     let mut unit = vec![0.0_f32; next.len() * next.len()];
     unit.iter_mut().step_by(next.len() + 1).for_each(|x| *x = 1.0);
     let sources: Vec<Source<'_>> = heads.iter().map(|output| Source { output, inputs: &unit }).collect();
     let sums = pass(&sources, next, true, &CancelToken::new()).unwrap();
-    let at_hand = Output::Logits(vocab);
+    let at_hand = Given(vocab);
     let sources: Vec<Source<'_>> = logits.iter().map(|inputs| Source { output: &at_hand, inputs }).collect();
     let again = pass(&sources, next, true, &CancelToken::new()).unwrap();
     // NaN is not equal to itself, but its text is.

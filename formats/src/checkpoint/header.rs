@@ -17,7 +17,7 @@ use serde::de::{self, DeserializeSeed, IgnoredAny, MapAccess, SeqAccess, Visitor
 use super::input_file::{PLACEHOLDER_BYTES, placeholder, read_exact_at};
 use super::names::{name_fault, printable};
 use super::{Dtype, HeaderError, OpaqueDtype, TensorInfo};
-use crate::{Error, Result};
+use crate::{Error, Result, allocate};
 
 /// Maximum number of dimensions of a tensor.
 pub(crate) const MAX_RANK: usize = 8;
@@ -74,7 +74,7 @@ impl Header {
             let found = read_exact_at(file, path, 0, &mut start).ok().and_then(|()| placeholder(&start));
             broken(found.map_or(fault, HeaderError::Placeholder))
         })?;
-        let mut json = vec![0; len];
+        let mut json = allocate::zeros(len, format_args!("the header of {}", path.display()))?;
         read_exact_at(file, path, 8, &mut json)?;
         Self::parse(&json, file_len, limits).map_err(broken)
     }

@@ -4,13 +4,13 @@
 //! the offset of each tensor, the index. So shards can be created at full length, tensors written in any order, and the
 //! same plan always gives the same files.
 
-use std::collections::HashMap;
-
-use serde_json::{Map, Value, json};
+use serde::Serialize;
+use serde::ser::{SerializeMap, Serializer};
 use sha2::{Digest, Sha256};
 
 use super::contract::check_specs;
 use super::header::Limits;
+use super::header_text::HeaderText;
 use super::shards::{INDEX, SINGLE};
 use super::{TensorInfo, TensorSpec};
 use crate::{Error, Result};
@@ -22,8 +22,8 @@ pub(crate) const DEFAULT_SHARD_BYTES: u64 = 5_000_000_000;
 #[derive(Debug, Clone)]
 pub struct ShardLayout {
     shards: Vec<ShardFile>,
-    /// Shard and position within it by tensor.
-    places: HashMap<String, (usize, usize)>,
+    /// Shard and position within it of every tensor, sorted by name.
+    places: Vec<(usize, usize)>,
     index: Option<Vec<u8>>,
     tensor_bytes: u64,
 }
@@ -73,7 +73,7 @@ impl ShardLayout {
             shards.push(ShardFile::new(name, group)?);
         }
         let mut layout = Self::of_files(shards)?;
-        layout.index = (count > 1).then(|| index_bytes(&layout.shards, layout.tensor_bytes));
+        layout.index = if count > 1 { Some(layout.index_bytes()?) } else { None };
         Ok(layout)
     }
 
@@ -82,12 +82,9 @@ impl ShardLayout {
     /// # Errors
     /// [`Error::Internal`] when the total size of all tensors overflows.
     pub fn of_files(shards: Vec<ShardFile>) -> Result<Self> {
-        let mut places = HashMap::new();
-        for (s, shard) in shards.iter().enumerate() {
-            for (t, tensor) in shard.tensors.iter().enumerate() {
-                places.insert(tensor.name.clone(), (s, t));
-            }
-        }
+        let of_shard = |(s, shard): (usize, &ShardFile)| (0..shard.tensors.len()).map(move |t| (s, t));
+        let mut places: Vec<_> = shards.iter().enumerate().flat_map(of_shard).collect();
+        places.sort_unstable_by_key(|&(s, t)| shards[s].tensors[t].name.as_str());
         let tensor_bytes = (shards.iter().flat_map(|shard| &shard.tensors))
             .try_fold(0u64, |sum, tensor| sum.checked_add(tensor.info.byte_len()))
             .ok_or_else(|| Error::Internal("the size of the output overflows".into()))?;
@@ -112,7 +109,7 @@ impl ShardLayout {
 
     /// The name of the shard that holds a tensor.
     pub fn shard_of(&self, tensor: &str) -> Option<&str> {
-        self.places.get(tensor).map(|&(shard, _)| self.shards[shard].name.as_str())
+        self.position(tensor).map(|(shard, _)| self.shards[shard].name.as_str())
     }
 
     pub(crate) fn shards(&self) -> &[ShardFile] {
@@ -125,8 +122,24 @@ impl ShardLayout {
     }
 
     /// The shard of a tensor and the tensor's position in it.
-    pub(crate) fn place(&self, tensor: &str) -> Option<(usize, &PlacedTensor)> {
-        self.places.get(tensor).map(|&(s, t)| (s, &self.shards[s].tensors[t]))
+    pub(crate) fn position(&self, tensor: &str) -> Option<(usize, usize)> {
+        let name = |&(s, t): &(usize, usize)| self.shards[s].tensors[t].name.as_str();
+        self.places.binary_search_by(|place| name(place).cmp(tensor)).ok().map(|i| self.places[i])
+    }
+
+    /// The tensor at a position.
+    pub(crate) fn tensor(&self, (shard, position): (usize, usize)) -> &PlacedTensor {
+        &self.shards[shard].tensors[position]
+    }
+
+    /// The contents of the index: the file of every tensor, sorted by name.
+    fn index_bytes(&self) -> Result<Vec<u8>> {
+        let index =
+            Index { metadata: Metadata { total_size: self.tensor_bytes }, weight_map: WeightMap(self) };
+        let mut text =
+            serde_json::to_vec_pretty(&index).map_err(|e| Error::Internal(format!("the index: {e}")))?;
+        text.push(b'\n');
+        Ok(text)
     }
 
     /// A digest of everything that the layout determines.
@@ -169,40 +182,28 @@ fn split(specs: &[TensorSpec], max_shard_bytes: u64) -> Result<Vec<Vec<&TensorSp
 impl ShardFile {
     fn new(name: String, mut group: Vec<&TensorSpec>) -> Result<Self> {
         group.sort_by(|a, b| b.info.dtype.bits().cmp(&a.info.dtype.bits()).then_with(|| a.name.cmp(&b.name)));
-        let mut entries = Map::new();
-        entries.insert("__metadata__".into(), json!({ "format": "pt" }));
+        let overflow = |_| Error::Internal(format!("the size of {name} overflows"));
+        let mut text = HeaderText::for_transformers();
         let mut tensors = Vec::with_capacity(group.len());
-        let mut end = 0u64;
         for spec in group {
-            let begin = end;
-            end = begin
-                .checked_add(spec.info.byte_len())
-                .ok_or_else(|| Error::Internal(format!("the size of {name} overflows")))?;
-            let entry = json!({
-                "dtype": spec.info.dtype.name(),
-                "shape": spec.info.shape,
-                "data_offsets": [begin, end],
-            });
-            entries.insert(spec.name.clone(), entry);
-            tensors.push(PlacedTensor { name: spec.name.clone(), info: spec.info.clone(), offset: begin });
+            let offset = text.add(&spec.name, &spec.info).map_err(overflow)?;
+            tensors.push(PlacedTensor { name: spec.name.clone(), info: spec.info.clone(), offset });
         }
+        let end = text.data_bytes();
+        let header = text.finish();
         let limits = Limits::default();
-        let mut text = Value::Object(entries).to_string();
-        text.extend(std::iter::repeat_n(' ', text.len().next_multiple_of(8) - text.len()));
-        if tensors.len() > limits.tensors || text.len() as u64 > limits.header_bytes {
+        if tensors.len() > limits.tensors || header.len() as u64 > 8 + limits.header_bytes {
             return Err(Error::usage(
                 format!(
                     "{name} would contain {} tensors in a header of {} bytes; the limits are {} tensors and {} bytes",
                     tensors.len(),
-                    text.len(),
+                    header.len() - 8,
                     limits.tensors,
                     limits.header_bytes
                 ),
                 "write smaller shards",
             ));
         }
-        let mut header = (text.len() as u64).to_le_bytes().to_vec();
-        header.extend_from_slice(text.as_bytes());
         let data_start = header.len() as u64;
         let bytes = data_start
             .checked_add(end)
@@ -214,12 +215,26 @@ impl ShardFile {
     }
 }
 
-fn index_bytes(shards: &[ShardFile], total_size: u64) -> Vec<u8> {
-    let mut pairs: Vec<(&str, &str)> =
-        shards.iter().flat_map(|s| s.tensors.iter().map(|t| (t.name.as_str(), s.name.as_str()))).collect();
-    pairs.sort_unstable();
-    let weight_map: Map<String, Value> =
-        pairs.into_iter().map(|(tensor, shard)| (tensor.to_owned(), shard.into())).collect();
-    let index = json!({ "metadata": { "total_size": total_size }, "weight_map": weight_map });
-    format!("{index:#}\n").into_bytes()
+#[derive(Serialize)]
+struct Index<'a> {
+    metadata: Metadata,
+    weight_map: WeightMap<'a>,
+}
+
+#[derive(Serialize)]
+struct Metadata {
+    total_size: u64,
+}
+
+/// The file of every tensor, sorted by name.
+struct WeightMap<'a>(&'a ShardLayout);
+
+impl Serialize for WeightMap<'_> {
+    fn serialize<S: Serializer>(&self, serializer: S) -> std::result::Result<S::Ok, S::Error> {
+        let mut map = serializer.serialize_map(Some(self.0.places.len()))?;
+        for &place in &self.0.places {
+            map.serialize_entry(&self.0.tensor(place).name, &self.0.shards[place.0].name)?;
+        }
+        map.end()
+    }
 }

@@ -18,6 +18,8 @@ mod file_system;
 mod header;
 mod header_error;
 #[cfg(feature = "write")]
+mod header_text;
+#[cfg(feature = "write")]
 mod identity;
 mod input_file;
 #[cfg(feature = "write")]
@@ -32,6 +34,10 @@ mod memory;
 mod names;
 #[cfg(feature = "write")]
 mod overlap;
+#[cfg(feature = "write")]
+mod prepared;
+#[cfg(feature = "write")]
+mod progress;
 #[cfg(feature = "write")]
 mod publish;
 mod repository;
@@ -57,6 +63,8 @@ pub use directory::{ModelDirectory, Sidecar};
 pub use dtype::{Dtype, OpaqueDtype};
 pub use header_error::HeaderError;
 #[cfg(feature = "write")]
+pub use header_text::HeaderText;
+#[cfg(feature = "write")]
 pub use identity::file_blake3;
 #[cfg(feature = "write")]
 pub use identity::file_sha256;
@@ -73,6 +81,8 @@ pub use names::{is_unprintable, printable_lines};
 #[cfg(feature = "write")]
 pub use overlap::refuse_overlap;
 #[cfg(feature = "write")]
+pub use prepared::Prepared;
+#[cfg(feature = "write")]
 pub use publish::Published;
 pub use repository::{WantedFiles, shards_of_index, wanted_files};
 pub use shards::ShardedCheckpoint;
@@ -84,4 +94,4 @@ pub use tensor_io::{
     require_weight_float,
 };
 #[cfg(feature = "write")]
-pub use writer::{CheckpointWriter, Prepared, WriteOptions};
+pub use writer::{CheckpointWriter, WriteOptions};

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use super::Dtype;
 use crate::blocks::BlockType;
-use crate::{Error, Result};
+use crate::{Error, Result, allocate};
 
 /// The description of one tensor in a checkpoint.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -83,12 +83,13 @@ pub trait TensorSource: Send + Sync {
     /// Reads the tensor's bytes.
     ///
     /// # Errors
-    /// When there is no such tensor, reading fails, or it exceeds the address space.
+    /// When there is no such tensor, reading fails, or it exceeds the address space or the memory
+    /// ([`Error::Memory`]).
     fn read(&self, name: &str) -> Result<Vec<u8>> {
         let len = self.require(name)?.byte_len();
         let len = usize::try_from(len)
             .map_err(|_| Error::Internal(format!("tensor `{name}` exceeds the address space")))?;
-        let mut bytes = vec![0; len];
+        let mut bytes = allocate::zeros(len, format_args!("tensor `{name}`"))?;
         self.read_range(name, 0, &mut bytes)?;
         Ok(bytes)
     }
@@ -96,12 +97,12 @@ pub trait TensorSource: Send + Sync {
     /// Reads the tensor widened to `f32`.
     ///
     /// # Errors
-    /// When the tensor cannot be read, is not F32, F16 or BF16, or holds NaN or infinity.
+    /// When the tensor cannot be read, is not F32, F16 or BF16, holds NaN or infinity, or exceeds the memory.
     fn read_f32(&self, name: &str) -> Result<Vec<f32>> {
         let info = self.require(name)?.clone();
         require_weight_float(self.location(name), name, info.dtype)?;
         let bytes = self.read(name)?;
-        let mut values = vec![0.0; info.elements()];
+        let mut values = allocate::zeros(info.elements(), format_args!("tensor `{name}` in f32"))?;
         info.dtype.widen(&bytes, &mut values);
         require_finite(self.location(name), name, &values)?;
         Ok(values)

@@ -4,8 +4,9 @@
 //! far durable and records it in the journal, so that a run after a crash continues from there. Publishing reads
 //! everything back and renames the directory in one step.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
+use std::io::{self, BufWriter, Write};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -17,19 +18,23 @@ use super::file_system::{FileSystem, RealFileSystem, failure, write_new};
 use super::input_file::{listed, open_regular, read_exact_at, relative_name_fault};
 use super::job::{Job, job_path, parent_of, refuse_within_job};
 use super::journal::{Entries, WriteJournal};
-use super::layout::DEFAULT_SHARD_BYTES;
+use super::layout::{DEFAULT_SHARD_BYTES, ShardFile};
 use super::manifest::{MANIFEST, PublishedFile, manifest_bytes};
 use super::names::printable;
 use super::overlap::resolve;
-use super::publish::{Published, ReplacePolicy, check_target, move_into_place};
+use super::prepared::Prepared;
+use super::progress::{Hashed, Progress};
+use super::publish::{Published, ReplacePolicy, check_target};
 use super::shards::INDEX;
 use super::staging::{Staged, check_space, create_parents, record, refuse_differences, restage, stage};
 use super::verify::{each_chunk, tensor_digest, verify_file, verify_shard};
 use super::{Archive, SafetensorsDirectory, ShardLayout, Sidecar, TensorSink, TensorSpec};
-use crate::digest::Digest256;
 use crate::progress::timed;
 use crate::wording::counted;
-use crate::{CancelToken, Error, Event, Observer, Result, Silent};
+use crate::{CancelToken, Error, Event, Observer, Result, Silent, allocate};
+
+/// A file that is written in pieces is written in pieces of this many bytes.
+const PIECE: usize = 1 << 20;
 
 /// How a checkpoint is written.
 #[derive(Debug, Clone)]
@@ -106,13 +111,14 @@ pub struct CheckpointWriter {
     job: Job,
     layout: ShardLayout,
     shards: Vec<Staged>,
-    tensors: HashMap<String, Progress>,
+    /// The progress of every tensor, by shard and position in it.
+    tensors: Vec<Vec<Progress>>,
     files: BTreeMap<String, PublishedFile>,
     journal: WriteJournal,
-    /// All records of the caller, by key.
-    records: BTreeMap<String, Value>,
-    /// The records that are not in the journal yet.
-    fresh_records: BTreeMap<String, Value>,
+    /// All records, as JSON.
+    records: BTreeMap<String, Box<str>>,
+    /// The keys of the records that are not in the journal yet.
+    fresh_records: BTreeSet<String>,
     options: WriteOptions,
     notes: Vec<String>,
     is_resumed: bool,
@@ -122,26 +128,13 @@ pub struct CheckpointWriter {
 
 impl fmt::Debug for CheckpointWriter {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let complete = self.tensors.values().filter(|p| p.hash.is_some()).count();
+        let complete = self.tensors.iter().flatten().filter(|p| p.hash.is_some()).count();
         f.debug_struct("CheckpointWriter")
             .field("target", &self.job.target())
-            .field("tensors", &self.tensors.len())
+            .field("tensors", &self.count())
             .field("complete", &complete)
             .finish_non_exhaustive()
     }
-}
-
-/// The progress of a tensor.
-struct Progress {
-    written: u64,
-    /// The digest of the bytes so far, while the tensor is incomplete and has some. A hasher takes 2 kB, and a model
-    /// can have a hundred thousand tensors.
-    running: Option<Box<blake3::Hasher>>,
-    /// The digest of all bytes of the tensor, once they are written.
-    hash: Option<Digest256>,
-    journaled: bool,
-    /// Whether an earlier run completed the tensor. It may be written again.
-    resumed: bool,
 }
 
 impl CheckpointWriter {
@@ -182,6 +175,8 @@ impl CheckpointWriter {
         check_target(&target, &place)?;
 
         let record = record(&options, &layout)?;
+        // It lists the scheme of every linear, and is in the record from here on.
+        let options = WriteOptions { fingerprint: Value::Null, ..options };
         let stored = if options.resume { job.read_record()? } else { None };
         if let Some(stored) = &stored {
             refuse_differences(job.path(), stored, &record)?;
@@ -213,8 +208,10 @@ impl CheckpointWriter {
         shards: Vec<Staged>,
         journal: WriteJournal,
     ) -> Self {
-        let tensors = layout.shards().iter().flat_map(|s| &s.tensors);
-        let tensors = tensors.map(|t| (t.name.clone(), Progress::new(t.info.byte_len()))).collect();
+        let progress = |shard: &ShardFile| {
+            shard.tensors.iter().map(|tensor| Progress::new(tensor.info.byte_len())).collect()
+        };
+        let tensors = layout.shards().iter().map(progress).collect();
         Self {
             fs,
             job,
@@ -224,7 +221,7 @@ impl CheckpointWriter {
             files: BTreeMap::new(),
             journal,
             records: BTreeMap::new(),
-            fresh_records: BTreeMap::new(),
+            fresh_records: BTreeSet::new(),
             options,
             notes: Vec::new(),
             is_resumed: false,
@@ -239,9 +236,9 @@ impl CheckpointWriter {
         let mut held = BTreeMap::new();
         let mut lost = Vec::new();
         for (name, hash) in claimed.tensors {
-            let Some((shard, tensor)) = layout.place(&name) else { continue };
-            let Staged { path, file, .. } = &shards[shard];
-            if tensor_digest(file.file(), path, tensor)? == hash {
+            let Some(place) = layout.position(&name) else { continue };
+            let Staged { path, file, .. } = &shards[place.0];
+            if tensor_digest(file.file(), path, layout.tensor(place))? == hash {
                 held.insert(name, hash);
             } else {
                 lost.push(name);
@@ -256,7 +253,7 @@ impl CheckpointWriter {
         writer.notes.push(format!(
             "resumed: {} of {} tensors of the output are complete",
             held.len(),
-            writer.tensors.len()
+            writer.count()
         ));
         if !lost.is_empty() {
             writer.notes.push(format!(
@@ -266,13 +263,29 @@ impl CheckpointWriter {
             ));
         }
         for (name, hash) in held {
-            if let Some(progress) = writer.tensors.get_mut(&name) {
+            if let Some((shard, position)) = writer.layout.position(&name) {
+                let progress = &mut writer.tensors[shard][position];
                 progress.hash = Some(hash);
                 progress.journaled = true;
                 progress.resumed = true;
             }
         }
         Ok(writer)
+    }
+
+    /// The number of tensors.
+    fn count(&self) -> usize {
+        self.tensors.iter().map(Vec::len).sum()
+    }
+
+    fn progress(&self, name: &str) -> Option<&Progress> {
+        self.layout.position(name).map(|(shard, position)| &self.tensors[shard][position])
+    }
+
+    /// The names of all tensors with their progress.
+    fn named(&self) -> impl Iterator<Item = (&str, &Progress)> {
+        let shards = self.layout.shards().iter().zip(&self.tensors);
+        shards.flat_map(|(shard, all)| shard.tensors.iter().map(|t| t.name.as_str()).zip(all))
     }
 
     /// Notes on how the job was resumed, one line each.
@@ -312,6 +325,28 @@ impl CheckpointWriter {
         self.check_file_name(name)?;
         let file = self.write_companion(name, bytes)?;
         self.files.insert(name.to_owned(), file);
+        Ok(())
+    }
+
+    /// Adds a file that `write` writes in pieces, so that it is never in memory as a whole.
+    ///
+    /// # Errors
+    /// See [`Self::add_file`].
+    pub fn add_written(
+        &mut self,
+        name: &str,
+        write: impl FnOnce(&mut dyn Write) -> io::Result<()>,
+    ) -> Result<()> {
+        self.refuse_with_single_file(name)?;
+        self.check_file_name(name)?;
+        let path = self.job.out().join(name);
+        let file = self.fs.create_file(&path).map_err(|e| failure(&*self.fs, "create", &path, 1, e))?;
+        let mut out =
+            BufWriter::with_capacity(PIECE, Hashed { file: &*file, hash: sha2::Sha256::new(), at: 0 });
+        let written = write(&mut out).and_then(|()| out.flush()).and_then(|()| file.sync_data());
+        let Hashed { hash, at, .. } = out.into_parts().0;
+        written.map_err(|e| failure(&*self.fs, "write", &path, at, e))?;
+        self.files.insert(name.to_owned(), PublishedFile::new(name, at, hash.finalize().into()));
         Ok(())
     }
 
@@ -396,7 +431,7 @@ impl CheckpointWriter {
     /// The target is unchanged, and the job can be resumed.
     pub fn prepare(mut self, observer: &dyn Observer, cancel: &CancelToken) -> Result<Prepared> {
         let mut missing: Vec<&str> =
-            self.tensors.iter().filter(|(_, p)| p.hash.is_none()).map(|(name, _)| name.as_str()).collect();
+            self.named().filter(|(_, p)| p.hash.is_none()).map(|(name, _)| name).collect();
         if !missing.is_empty() {
             missing.sort_unstable();
             return Err(incomplete(&missing));
@@ -442,8 +477,7 @@ impl CheckpointWriter {
         observer.event(&Event::StageStarted { stage: "verify", unit: "file", units });
         let mut files = Vec::new();
         for shard in self.layout.shards() {
-            let tensors = &self.tensors;
-            let hash_of = |name: &str| tensors.get(name).and_then(|p| p.hash);
+            let hash_of = |name: &str| self.progress(name).and_then(|p| p.hash);
             files.push(verify_shard(&*self.fs, &*self.options.archive, out, shard, hash_of, cancel)?);
             observer.event(&Event::UnitDone { detail: shard.name.clone() });
         }
@@ -453,7 +487,7 @@ impl CheckpointWriter {
             observer.event(&Event::UnitDone { detail: name.clone() });
         }
         // Checks the directory as a loader will see it, including the index.
-        self.options.archive.check_directory(out, self.tensors.len())?;
+        self.options.archive.check_directory(out, self.count())?;
         observer.event(&Event::StageDone);
         Ok(files)
     }
@@ -468,51 +502,14 @@ impl CheckpointWriter {
     }
 }
 
-/// A checkpoint that is complete and verified, but not at its target yet.
-///
-/// Dropping it leaves the job directory, from which a writer can resume.
-pub struct Prepared {
-    fs: Arc<dyn FileSystem>,
-    job: Job,
-    files: Vec<PublishedFile>,
-    place: ReplacePolicy,
-}
-
-impl fmt::Debug for Prepared {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Prepared").field("target", &self.job.target()).finish_non_exhaustive()
-    }
-}
-
-impl Prepared {
-    /// Moves the checkpoint to its target in one step.
-    ///
-    /// # Errors
-    /// - [`Error::OutputExists`]: the target has appeared in the meantime and `force` is not set.
-    /// - [`Error::Usage`]: the target has changed in the meantime and may not be replaced.
-    /// - [`Error::DiskFull`], [`Error::Io`].
-    ///
-    /// The target is then unchanged, and the job can be resumed; only if syncing after the rename fails may the target
-    /// already be the new one.
-    pub fn publish(self) -> Result<Published> {
-        let Self { fs, job, files, place } = self;
-        let replaced = move_into_place(&*fs, &job, &place)?;
-        let leftover = job.remove(&*fs).is_err().then(|| job.path().to_owned());
-        let bytes = files.iter().map(|f| f.bytes).sum();
-        Ok(Published { path: job.target().to_owned(), files, bytes, replaced, leftover })
-    }
-}
-
 impl TensorSink for CheckpointWriter {
     fn is_complete(&self, name: &str) -> bool {
-        self.tensors.get(name).is_some_and(|p| p.hash.is_some())
+        self.progress(name).is_some_and(|p| p.hash.is_some())
     }
 
     fn write(&mut self, name: &str, offset: u64, bytes: &[u8]) -> Result<()> {
-        let (Some((shard, tensor)), Some(progress)) = (self.layout.place(name), self.tensors.get_mut(name))
-        else {
-            return Err(unknown(name));
-        };
+        let Some(place @ (shard, position)) = self.layout.position(name) else { return Err(unknown(name)) };
+        let (tensor, progress) = (self.layout.tensor(place), &mut self.tensors[shard][position]);
         let len = tensor.info.byte_len();
         if progress.resumed && offset == 0 && !bytes.is_empty() {
             *progress = Progress::new(len);
@@ -529,22 +526,23 @@ impl TensorSink for CheckpointWriter {
     }
 
     fn remember(&mut self, key: &str, value: &Value) -> Result<()> {
-        self.records.insert(key.to_owned(), value.clone());
-        self.fresh_records.insert(key.to_owned(), value.clone());
+        self.records.insert(key.to_owned(), value.to_string().into());
+        self.fresh_records.insert(key.to_owned());
         Ok(())
     }
 
     fn recall(&self, key: &str) -> Option<Value> {
-        self.records.get(key).cloned()
+        serde_json::from_str(self.records.get(key)?).ok()
     }
 
     fn read_back(&self, name: &str) -> Result<Option<Vec<u8>>> {
-        let Some((shard, tensor)) = self.layout.place(name).filter(|_| self.is_complete(name)) else {
+        let Some(place) = self.layout.position(name).filter(|_| self.is_complete(name)) else {
             return Ok(None);
         };
+        let tensor = self.layout.tensor(place);
         let Ok(len) = usize::try_from(tensor.info.byte_len()) else { return Ok(None) };
-        let Staged { path, file, .. } = &self.shards[shard];
-        let mut bytes = vec![0; len];
+        let Staged { path, file, .. } = &self.shards[place.0];
+        let mut bytes = allocate::zeros(len, format_args!("tensor `{name}`"))?;
         read_exact_at(file.file(), path, tensor.offset, &mut bytes)?;
         Ok(Some(bytes))
     }
@@ -561,45 +559,20 @@ impl TensorSink for CheckpointWriter {
             staged.touched = false;
         }
         // Sorted, so that the journal does not depend on the order of writing.
-        let unnoted = |(name, p): (&String, &Progress)| {
-            p.hash.filter(|_| !p.journaled).map(|hash| (name.clone(), hash))
-        };
-        let fresh = Entries {
-            tensors: self.tensors.iter().filter_map(unnoted).collect(),
-            records: std::mem::take(&mut self.fresh_records),
-        };
-        if let Err(error) = self.journal.append(&*self.fs, &fresh) {
+        let fresh = std::mem::take(&mut self.fresh_records);
+        let records = fresh.iter().filter_map(|key| Some((key.as_str(), &**self.records.get(key)?)));
+        let shards = self.layout.shards().iter().zip(&self.tensors);
+        let unnoted = shards.flat_map(|(shard, all)| shard.tensors.iter().zip(all));
+        let unnoted = unnoted.filter(|(_, p)| !p.journaled);
+        let mut tensors: Vec<_> = unnoted.filter_map(|(t, p)| Some((t.name.as_str(), p.hash?))).collect();
+        tensors.sort_unstable();
+        if let Err(error) = self.journal.append(&*self.fs, records, tensors.into_iter()) {
             self.sync_failed = true;
             return Err(error);
         }
-        for name in fresh.tensors.keys() {
-            if let Some(progress) = self.tensors.get_mut(name) {
-                progress.journaled = true;
-            }
+        for progress in self.tensors.iter_mut().flatten() {
+            progress.journaled |= progress.hash.is_some();
         }
         Ok(())
-    }
-}
-
-impl Progress {
-    fn new(len: u64) -> Self {
-        let mut progress = Self { written: 0, running: None, hash: None, journaled: false, resumed: false };
-        // A tensor without bytes is complete from the start.
-        progress.advance(&[], len);
-        progress
-    }
-
-    fn advance(&mut self, bytes: &[u8], len: u64) {
-        if self.hash.is_some() {
-            return;
-        }
-        let mut running = self.running.take().unwrap_or_default();
-        running.update(bytes);
-        self.written += bytes.len() as u64;
-        if self.written == len {
-            self.hash = Some(running.finalize().into());
-        } else {
-            self.running = Some(running);
-        }
     }
 }

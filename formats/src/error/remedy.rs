@@ -25,7 +25,10 @@ impl Error {
             ),
             Self::Kernel(_) => "dequantize the weight, and multiply by the floats".into(),
             Self::OutputExists { .. } => "choose a different output, or replace it with ‹force›".into(),
-            Self::OutputIsInput { .. } => "choose an output outside the model directory".into(),
+            Self::OutputIsInput { input, .. } => {
+                format!("choose a path outside {}", input.display())
+            }
+            Self::InputChanged { .. } => "run without ‹resume› to start over".into(),
             Self::NoCheckpoint { .. } => {
                 "give a GGUF file, or a Hugging Face model directory with config.json and either \
                 model.safetensors or model.safetensors.index.json and its shards"

@@ -14,6 +14,7 @@ pub mod mxfp4;
 mod native_fp8;
 mod nibbles;
 mod numbers;
+mod parts;
 mod qserve;
 mod quantized;
 
@@ -33,6 +34,7 @@ pub use gptq::GptqV1;
 pub use loaders::{Loader, LoaderRule};
 pub use modelopt::ModelOpt;
 pub use numbers::read_positive;
+pub use parts::{Axis, Contents, TensorPart};
 pub use qserve::QServe;
 pub use quantized::{LinearInfo, QuantizedCheckpoint, quantization_settings};
 
@@ -405,6 +407,13 @@ pub trait PackedReader: Send + Sync {
     /// # Errors
     /// When one is missing, or its dtype or shape differs.
     fn tensors(&self, source: &dyn TensorSource, weight: PackedWeight<'_>) -> Result<Vec<TensorSpec>>;
+
+    /// How the tensors of a weight are divided among its outputs and inputs, so that a part of the weight can be read
+    /// alone; tensors that every part needs whole are left out. `None` if parts cannot be read alone, which is the
+    /// default: then the whole weight is read for a part.
+    fn parts(&self, _source: &dyn TensorSource, _weight: PackedWeight<'_>) -> Option<Vec<TensorPart>> {
+        None
+    }
 
     /// The zero points of a weight, `[n, groups]`, if its scheme has any.
     ///

@@ -20,7 +20,7 @@ use serde_json::Value;
 
 use super::nibbles::unpack_nibbles;
 use super::numbers::{matrix, read_numbers, read_positive};
-use super::{PackedReader, PackedWeight};
+use super::{Axis, PackedReader, PackedWeight, TensorPart};
 use crate::checkpoint::{Dtype, TensorSource, TensorSpec, require_finite};
 use crate::quantize::QuantizedTensor;
 use crate::scheme::{ActivationScheme, BLOCK, FloatFormat, Granularity, LinearScheme, WeightFormat};
@@ -232,6 +232,28 @@ impl PackedReader for NativeFp8 {
         let names = [Some(&name), Some(&module.scale), module.input.as_ref()];
         let spec = |name: &String| Ok(TensorSpec { name: name.clone(), info: source.require(name)?.clone() });
         names.into_iter().flatten().map(spec).collect()
+    }
+
+    fn parts(&self, source: &dyn TensorSource, weight: PackedWeight<'_>) -> Option<Vec<TensorPart>> {
+        let Module { scheme, scale, .. } = self.modules.get(weight.module)?;
+        let rows = Some(Axis::new(0, 1, 1));
+        let columns = match scheme.float_format() {
+            Some(FloatFormat::E2m1) => Axis::new(1, 2, 1),
+            _ => Axis::new(1, 1, 1),
+        };
+        let scales = match scheme.granularity {
+            Granularity::Tensor => {
+                return Some(vec![TensorPart::new(format!("{}.weight", weight.module), rows, Some(columns))]);
+            }
+            Granularity::Block => {
+                TensorPart::new(scale.clone(), Axis::of_groups(0, *scheme), Axis::of_groups(1, *scheme))
+            }
+            Granularity::Group(_) | Granularity::Channel => {
+                TensorPart::new(scale.clone(), rows, Axis::of_groups(1, *scheme))
+            }
+        };
+        source.info(scale)?;
+        Some(vec![TensorPart::new(format!("{}.weight", weight.module), rows, Some(columns)), scales])
     }
 
     fn zeros(&self, _source: &dyn TensorSource, _weight: PackedWeight<'_>) -> Result<Option<Vec<u8>>> {

@@ -4,11 +4,13 @@
 //! linears.
 
 use std::fmt;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use serde_json::{Map, Value};
 
+use super::parts::{PartSource, check_range, common_multiple, multiples};
 use super::{PackedReader, PackedWeight, reader};
 use crate::checkpoint::{ConfigFields, ModelDirectory, TensorSource};
 use crate::quantize::QuantizedTensor;
@@ -153,6 +155,13 @@ impl QuantizedCheckpoint {
         Some(&self.linears[at])
     }
 
+    fn require(&self, name: &str) -> Result<&LinearInfo> {
+        self.linear(name).ok_or_else(|| {
+            let tensor = format!("{name}.weight");
+            Error::MissingTensor { path: self.source.location(&tensor), tensor }
+        })
+    }
+
     /// Reads a linear's weight: codes, scales and zero points in the order of the matrix, independent of the order in
     /// the file. Memory: one byte per weight and 4 per scale.
     ///
@@ -160,11 +169,81 @@ impl QuantizedCheckpoint {
     /// [`Error::MissingTensor`] when no quantized linear has that name; otherwise when the file cannot be read, or
     /// violates the format.
     pub fn read(&self, name: &str) -> Result<QuantizedTensor> {
-        let Some(LinearInfo { shape, scheme, .. }) = self.linear(name) else {
-            let tensor = format!("{name}.weight");
-            return Err(Error::MissingTensor { path: self.source.location(&tensor), tensor });
-        };
+        let LinearInfo { shape, scheme, .. } = self.require(name)?;
         self.reader.read(self.source.as_ref(), PackedWeight { module: name, shape: *shape, scheme: *scheme })
+    }
+
+    /// Reads some outputs of a linear's weight, for an engine that divides it among devices by outputs
+    /// (`q_proj`, `up_proj`). Only their bytes are read from the file, and memory is that of the part.
+    ///
+    /// ```
+    /// # use std::sync::Arc;
+    /// # use quant_formats::checkpoint::{Dtype, MemorySource};
+    /// # use quant_formats::format::{AutoAwq, Container, ModuleSchemes, QuantizedCheckpoint};
+    /// # use quant_formats::quantize::quantize_rtn;
+    /// # let weight: Vec<f32> = (0..16 * 64).map(|i| (i as f32 * 0.7).sin()).collect();
+    /// # let scheme = "w4a16-g32-asym".parse()?;
+    /// # let rounded = quantize_rtn("proj", &weight, [16, 64], scheme, Dtype::F16, None)?;
+    /// # let mut source = MemorySource::new();
+    /// # for (spec, bytes) in AutoAwq.pack("proj", &rounded)? {
+    /// #     source.insert(&spec.name, spec.info.dtype, spec.info.shape.clone(), bytes)?;
+    /// # }
+    /// # let schemes = ModuleSchemes { quantized: vec![("proj", scheme)], ..Default::default() };
+    /// # let settings = AutoAwq.quantization_config(&schemes);
+    /// # let checkpoint = QuantizedCheckpoint::new(Arc::new(source), "config.json".as_ref(), &settings)?;
+    /// // The second of two devices: outputs 8 to 15 of 16, and all inputs.
+    /// assert_eq!(checkpoint.part_multiples("proj")?, [8, 32]);
+    /// let part = checkpoint.read_rows("proj", 8..16)?;
+    /// assert_eq!(part, checkpoint.read("proj")?.part(8..16, 0..64)?);
+    /// # Ok::<(), quant_formats::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`read_part`](Self::read_part).
+    pub fn read_rows(&self, name: &str, rows: Range<usize>) -> Result<QuantizedTensor> {
+        let columns = 0..self.require(name)?.shape[1];
+        self.read_part(name, rows, columns)
+    }
+
+    /// Reads some outputs (rows) and inputs (columns) of a linear's weight: the same numbers as
+    /// [`QuantizedTensor::part`] of the whole weight. Engines divide a linear by inputs if its inputs are the outputs of
+    /// a divided one (`o_proj`, `down_proj`); then only one device adds the [bias](Self::bias).
+    ///
+    /// # Errors
+    /// [`Error::Usage`] when the ranges do not begin and end at [multiples](Self::part_multiples) or at the end of the
+    /// weight; otherwise as [`read`](Self::read).
+    pub fn read_part(
+        &self,
+        name: &str,
+        rows: Range<usize>,
+        columns: Range<usize>,
+    ) -> Result<QuantizedTensor> {
+        let &LinearInfo { shape, scheme, .. } = self.require(name)?;
+        let multiples = self.part_multiples(name)?;
+        check_range("rows", &rows, shape[0], multiples[0])?;
+        check_range("columns", &columns, shape[1], multiples[1])?;
+        let weight = PackedWeight { module: name, shape, scheme };
+        let source = self.source.as_ref();
+        let Some(parts) = self.reader.parts(source, weight) else {
+            return self.reader.read(source, weight)?.part(rows, columns);
+        };
+        let part = PartSource::new(source, parts, shape, [&rows, &columns])?;
+        let shape = [rows.len(), columns.len()];
+        self.reader.read(&part, PackedWeight { module: name, shape, scheme })
+    }
+
+    /// Returns the multiples of outputs and of inputs at which parts of a linear's weight may begin and end, besides the
+    /// end of the weight: the format packs codes of several outputs or inputs together, and groups of inputs share
+    /// scales.
+    ///
+    /// # Errors
+    /// [`Error::MissingTensor`] when no quantized linear has that name.
+    pub fn part_multiples(&self, name: &str) -> Result<[usize; 2]> {
+        let &LinearInfo { shape, scheme, .. } = self.require(name)?;
+        let [rows, columns] = QuantizedTensor::part_multiples(scheme);
+        let parts = self.reader.parts(self.source.as_ref(), PackedWeight { module: name, shape, scheme });
+        let [stored_rows, stored_columns] = multiples(&parts.unwrap_or_default());
+        Ok([common_multiple(rows, stored_rows), common_multiple(columns, stored_columns)])
     }
 
     /// Reads a linear's bias `[n]`, if it has one.

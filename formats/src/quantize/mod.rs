@@ -14,15 +14,17 @@ mod rows;
 pub mod rtn;
 mod shared;
 mod tensor;
+mod vanished;
 
 pub use activations::{InputGrid, fp8_static_scale, nvfp4_input_scale, static_grid};
 pub use error_stats::ErrorStats;
 pub use mx_to_nv::ScaleExponents;
 pub use progressive::Levels;
-pub use rows::{RowsError, SourceRows, group_size};
+pub use rows::{RowsError, SourceRows, group_size, zeroed};
 pub use rtn::{
     QuantizedRows, fake_quantize, fake_quantize_group, fake_quantize_within, quantize_rows, quantize_rtn,
     quantize_tensor, quantize_within, row_scales,
 };
 pub use shared::{ScaleContext, ScaleSearch, SharedExtents, SharedScales};
 pub use tensor::QuantizedTensor;
+pub use vanished::vanished_groups;

@@ -7,7 +7,7 @@ use crate::checkpoint::Dtype;
 use crate::error::Indivisible;
 use crate::scheme::LinearScheme;
 use crate::wording::counted;
-use crate::{Error, Result};
+use crate::{Error, Result, allocate};
 
 /// Rows of a weight `[rows, k]`, row-major.
 ///
@@ -96,6 +96,12 @@ pub enum RowsError {
     /// Slices have inconsistent lengths: an error of the caller.
     #[error("{0}")]
     Layout(String),
+    /// There is too little memory for the codes or scales.
+    #[error("not enough memory for {bytes} bytes of codes and scales")]
+    Memory {
+        /// The size of the buffer.
+        bytes: u64,
+    },
 }
 
 impl RowsError {
@@ -127,9 +133,21 @@ impl RowsError {
             (e @ Self::Scheme(_), _) => {
                 Error::usage(format!("tensor `{tensor}`: {e}"), "choose a different ‹scheme›")
             }
+            (Self::Memory { bytes }, _) => {
+                Error::Memory { what: format!("the codes and scales of `{tensor}`"), bytes: Some(bytes) }
+            }
             (e @ Self::Layout(_), _) => Error::Internal(format!("tensor `{tensor}`: {e}")),
         }
     }
+}
+
+/// Returns zeros for codes, scales or zero points.
+///
+/// # Errors
+/// [`RowsError::Memory`].
+pub fn zeroed<T: Clone + Default>(count: usize) -> Result<Vec<T>, RowsError> {
+    let bytes = (count as u64).saturating_mul(size_of::<T>() as u64);
+    allocate::zeros(count, "").map_err(|_| RowsError::Memory { bytes })
 }
 
 /// Returns the group size of a scheme in rows of this width, or [`RowsError::Indivisible`] if it does not divide the

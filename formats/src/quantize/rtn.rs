@@ -10,7 +10,7 @@ use rayon::prelude::*;
 use super::error_stats::ErrorStats;
 use super::grid::{self, Extent, GridRule};
 use super::progressive::Levels;
-use super::rows::{RowsError, SourceRows, group_size};
+use super::rows::{RowsError, SourceRows, group_size, zeroed};
 use super::shared::{ScaleContext, SharedScales};
 use super::tensor::QuantizedTensor;
 use crate::Result;
@@ -88,10 +88,10 @@ pub fn quantize_within(
     let mut tensor = QuantizedTensor {
         shape,
         scheme,
-        codes: vec![0; n * k],
-        scales: vec![0.0; groups],
+        codes: zeroed(n * k)?,
+        scales: zeroed(groups)?,
         scale_dtype,
-        zeros: (!scheme.is_symmetric()).then(|| vec![0; groups]),
+        zeros: (!scheme.is_symmetric()).then(|| zeroed(groups)).transpose()?,
         levels: None,
         global: None,
         input: None,

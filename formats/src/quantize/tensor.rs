@@ -8,7 +8,7 @@ use super::grid::smallest_positive;
 use super::{InputGrid, Levels};
 use crate::checkpoint::Dtype;
 use crate::scheme::{ActivationScheme, BLOCK, FloatFormat, Granularity, LinearScheme, WeightFormat};
-use crate::{Error, Result};
+use crate::{Error, Result, allocate};
 
 /// Codes, scales and zero points of a linear's weight `[n, k]`, unpacked.
 ///
@@ -312,7 +312,7 @@ impl QuantizedTensor {
     /// # Errors
     /// See [`view`](Self::view).
     pub fn dequantize(&self) -> Result<Vec<f32>> {
-        let mut out = vec![0.0; self.shape[0] * self.shape[1]];
+        let mut out = allocate::zeros(self.shape[0] * self.shape[1], "a weight in f32")?;
         let view = self.view()?;
         dequantize_rows(&view, 0..view.n(), &mut out).map_err(|e| Error::Internal(e.to_string()))?;
         Ok(out)

@@ -2,6 +2,7 @@
 
 mod cache;
 mod float;
+mod kv;
 mod request;
 
 use std::fmt;
@@ -9,6 +10,7 @@ use std::str::FromStr;
 
 pub use cache::CachePart;
 pub use float::{BLOCK, FLOAT_SCHEMES, MX_GROUP, NV_GROUP};
+pub use kv::KvScheme;
 pub use quant_kernels_cpu::FloatFormat;
 pub use request::{SchemeRequest, WeightRequest};
 

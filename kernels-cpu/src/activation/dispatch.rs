@@ -5,7 +5,6 @@ use super::element::Element;
 use super::rows::{self, Grid, RowDestination};
 use super::tiles::Tiling;
 use crate::simd::elementwise::dispatched;
-use crate::{Isa, IsaToken};
 
 dispatched! { rows,
     /// The largest magnitude; infinite or NaN if any value is.
@@ -26,26 +25,14 @@ dispatched! { rows,
     fn add_weighted[][](sum: &mut [f32], weight: f32, y: &[f32]);
     /// Quantizes a row, and sums its codes per group.
     fn quantize[][STATIC](row: &[f32], grid: Grid, to: RowDestination<'_>);
-    /// Packs a row of floats, each split into two bf16 if `SPLIT`.
-    fn pack_row[][SPLIT](row: &[f32], layout: RowLayout, place: [usize; 2], words: &mut [u32], sums: &mut [f32]);
+    /// Packs a row of floats.
+    fn pack_row[][](row: &[f32], layout: RowLayout, place: [usize; 2], words: &mut [u32], sums: &mut [f32]);
+    /// Packs a row of floats as two bf16 each, or one if they are bf16.
+    fn pack_pairs[][EXACT](
+        row: &[f32], layout: RowLayout, place: [usize; 2], words: &mut [u32], sums: &mut [f32],
+    );
     /// Packs a row of floats into its tiles, with as many bf16 parts as the tiling has.
     fn pack_tiles[][](
         row: &[f32], layout: RowLayout, tiling: Tiling, r: usize, words: &mut [u32], sums: &mut [f32],
     );
-}
-
-/// Packs a row of floats in the order of this instruction set.
-pub(super) fn pack(
-    token: IsaToken,
-    row: &[f32],
-    layout: RowLayout,
-    place: [usize; 2],
-    words: &mut [u32],
-    sums: &mut [f32],
-) {
-    if token.isa() == Isa::Avx512Bf16 {
-        pack_row::<true>(token, row, layout, place, words, sums);
-    } else {
-        pack_row::<false>(token, row, layout, place, words, sums);
-    }
 }

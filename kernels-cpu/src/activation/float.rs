@@ -4,16 +4,13 @@
 use super::element::{Element, sealed::Kind};
 use super::segments::{Extent, Segment};
 use super::source::{GateUp, Gated, Norm, Plain, RmsNorm, Source};
+use super::split::{in_pairs, split_in_pairs};
 use super::tiles::{TILE_ROWS, Tiling};
 use super::{RowLayout, dispatch, resize, strip};
 use crate::layout::{LINE, Line, STEP};
 use crate::parallel::Disjoint;
 use crate::simd::elementwise::RowLanes;
-use crate::{IsaToken, KernelError, Parallel};
-
-/// The first feature of each pair of bf16, in the order in which the pairs of a step are multiplied: (0, 2), (4, 6),
-/// (1, 3), (5, 7).
-pub(crate) const PAIRS: [usize; 4] = [0, 4, 1, 5];
+use crate::{Isa, IsaToken, KernelError, Parallel};
 
 /// The number of bf16 values that represent an activation on paths that multiply bf16. The first is the rounded value,
 /// and each further one the rounded remainder. The number of products is proportional to the number of parts.
@@ -42,8 +39,9 @@ pub struct FloatRows {
     pub(crate) layout: Option<RowLayout>,
     pub(crate) token: IsaToken,
     parts: Bf16Parts,
-    /// `[strips][padded_k / STEP][rows of the strip][STEP]`: bits of an `f32`, or a pair of bf16. Unused if rows are
-    /// stored in tiles.
+    /// `[strips][padded_k / STEP][rows of the strip][STEP]`: bits of an `f32`, or a pair of bf16. If the packed rows
+    /// were bf16 and are stored as such, a step has half as many words, and the rest of each strip is unused. Unused
+    /// if rows are stored in tiles.
     pub(crate) words: Vec<u32>,
     /// `[strips][groups][rows of the strip]`; in tiles `[row tiles][groups][rows]`.
     pub(crate) sums: Vec<f32>,
@@ -141,18 +139,23 @@ impl FloatRows {
         let all = extent.add(m, layout, tiling, tiling.is_none(), buffer_len);
         let all = all.ok_or(KernelError::TooLarge("the activation buffer"))?;
         self.reserve(&extent)?;
+        self.exact_in_bf16 = in_bf16;
         let memory = self.memory();
         if m > 0 {
             // SAFETY: `reserve` made room for the segment, and `Parallel` calls each unit at most once.
             parallel.for_each(all.units(tiling.is_none()), &|i| unsafe { memory.unit(&all, i, source) });
         }
-        (self.m, self.layout, self.exact_in_bf16) = (m, Some(layout), in_bf16);
-        self.tiling = tiling;
+        (self.m, self.layout, self.tiling) = (m, Some(layout), tiling);
         Ok(())
     }
 
     pub(crate) fn parts(&self) -> Bf16Parts {
         self.parts
+    }
+
+    /// Whether rows in strips are stored as pairs of bf16.
+    pub(crate) fn stores_pairs(&self) -> bool {
+        self.token.isa() == Isa::Avx512Bf16
     }
 
     /// The segment with all rows, if any were packed.
@@ -197,6 +200,8 @@ impl FloatRows {
         let tiles = unsafe { core::slice::from_raw_parts_mut(lines.as_mut_ptr().cast::<u32>(), words) };
         FloatMemory {
             token: self.token,
+            pairs: self.token.isa() == Isa::Avx512Bf16,
+            exact_in_bf16: self.exact_in_bf16,
             words: Disjoint::new(&mut self.words),
             sums: Disjoint::new(&mut self.sums),
             tiles: Disjoint::new(tiles),
@@ -208,6 +213,8 @@ impl FloatRows {
 /// The buffers of [`FloatRows`], which threads write to concurrently.
 pub(crate) struct FloatMemory<'a> {
     token: IsaToken,
+    pairs: bool,
+    exact_in_bf16: bool,
     words: Disjoint<'a, u32>,
     sums: Disjoint<'a, f32>,
     tiles: Disjoint<'a, u32>,
@@ -236,7 +243,12 @@ impl FloatMemory<'_> {
             for r in 0..strip.len() {
                 // SAFETY: each row is in exactly one strip, and the caller guarantees that each strip is packed once.
                 let (row, _) = unsafe { source.row(all.row + strip.start + r, computed) };
-                dispatch::pack(token, row, layout, [r, strip.len()], words, sums);
+                let place = [r, strip.len()];
+                match (self.pairs, self.exact_in_bf16) {
+                    (true, true) => dispatch::pack_pairs::<true>(token, row, layout, place, words, sums),
+                    (true, false) => dispatch::pack_pairs::<false>(token, row, layout, place, words, sums),
+                    (false, _) => dispatch::pack_row(token, row, layout, place, words, sums),
+                }
             }
             return;
         };
@@ -298,32 +310,9 @@ pub(super) unsafe fn pack_tiles<L: RowLanes, const PARTS: usize>(
     }
 }
 
-/// Converts the values of a step to parts, each as pairs of bf16.
-#[inline(always)]
-pub(crate) fn split_in_pairs<const PARTS: usize>(values: [f32; STEP]) -> [[u32; STEP / 2]; PARTS] {
-    split::<PARTS>(values).map(|part| PAIRS.map(|i| part[i] >> 16 | part[i + 2]))
-}
-
-/// Splits values into sums of `PARTS` bf16: the rounded value, then repeatedly the rounded remainder. Each part is in
-/// the upper half of its word; the lower half is zero.
-#[inline(always)]
-fn split<const PARTS: usize>(values: [f32; STEP]) -> [[u32; STEP]; PARTS] {
-    let mut parts = [[0; STEP]; PARTS];
-    parts[0] = values.map(round_within);
-    let mut left = values;
-    for p in 1..PARTS {
-        for i in 0..STEP {
-            // The subtraction is exact. An infinite value has no remainder (∞ − ∞ would be NaN).
-            left[i] -= f32::from_bits(parts[p - 1][i]);
-            parts[p][i] = if values[i].is_infinite() { 0 } else { round(left[i]) };
-        }
-    }
-    parts
-}
-
 /// Packs row `r` of a strip of `rows` rows.
 #[inline(always)]
-pub(super) fn pack_row<const SPLIT: bool>(
+pub(super) fn pack_row(
     row: &[f32],
     layout: RowLayout,
     [r, rows]: [usize; 2],
@@ -337,101 +326,57 @@ pub(super) fn pack_row<const SPLIT: bool>(
             let mut values = [0.0; STEP];
             values[..step.len()].copy_from_slice(step);
             sum.iter_mut().zip(values).for_each(|(sum, v)| *sum += v);
-            let words = &mut words[at..at + STEP];
-            if SPLIT {
-                in_pairs(values, words);
-            } else {
-                words.iter_mut().zip(values).for_each(|(w, v)| *w = v.to_bits());
-            }
+            words[at..at + STEP].iter_mut().zip(values).for_each(|(w, v)| *w = v.to_bits());
         }
         sums[g * rows + r] = sum.iter().sum();
     }
 }
 
-/// Writes each pair of values, rounded to bf16, followed by the pair of their remainders.
+/// Packs row `r` of a strip of `rows` rows as `PARTS` bf16 per value: for each pair of values, the pair of their first
+/// parts, then that of the remainders.
+///
+/// # Safety
+/// The processor must have the instructions of `L`.
 #[inline(always)]
-fn in_pairs(values: [f32; STEP], words: &mut [u32]) {
-    let [high, low] = split(values);
-    for (pair, &i) in words.chunks_exact_mut(2).zip(&PAIRS) {
-        pair[0] = high[i] >> 16 | high[i + 2];
-        pair[1] = low[i] >> 16 | low[i + 2];
+pub(super) unsafe fn pack_pairs<L: RowLanes, const PARTS: usize>(
+    row: &[f32],
+    layout: RowLayout,
+    [r, rows]: [usize; 2],
+    words: &mut [u32],
+    sums: &mut [f32],
+) {
+    let step_words = const { STEP / 2 * PARTS };
+    assert!(
+        r < rows
+            && row.len() == layout.k
+            && words.len() >= rows * layout.groups() * layout.steps * step_words
+    );
+    for (g, group) in row.chunks_exact(layout.group_size).enumerate() {
+        let mut sum = [0.0_f32; STEP];
+        let whole = group.len() / STEP;
+        let at = (g * layout.steps * rows + r) * step_words;
+        // SAFETY: the caller guarantees that the processor has the instructions of `L`. `group` holds `whole` steps;
+        // those of a row are `rows · step_words` words apart, and the last step of the last row ends within `words` by
+        // the assertion above.
+        unsafe {
+            let to = words.as_mut_ptr().add(at);
+            L::pair_steps::<PARTS>(group.as_ptr(), whole, to, rows * step_words, &mut sum);
+        }
+        if whole < layout.steps {
+            let (mut values, left) = ([0.0; STEP], &group[whole * STEP..]);
+            values[..left.len()].copy_from_slice(left);
+            sum.iter_mut().zip(values).for_each(|(sum, v)| *sum += v);
+            let at = at + whole * rows * step_words;
+            in_pairs::<PARTS>(values, &mut words[at..at + step_words]);
+        }
+        sums[g * rows + r] = sum.iter().sum();
     }
-}
-
-/// Rounds a value to bf16, ties to even. The result is in the upper half of the word; the lower half is zero. NaN stays
-/// NaN.
-#[inline(always)]
-fn round(value: f32) -> u32 {
-    let bits = value.to_bits();
-    let rounded = bits.wrapping_add(0x7fff + (bits >> 16 & 1)) & 0xffff_0000;
-    if value.is_nan() { 0x7fc0_0000 } else { rounded }
-}
-
-/// Rounds a value to bf16, but truncates the largest finite values, which would round to infinity.
-#[inline(always)]
-fn round_within(value: f32) -> u32 {
-    let rounded = round(value);
-    let overflows = rounded & 0x7fff_ffff == 0x7f80_0000 && value.is_finite();
-    if overflows { value.to_bits() & 0xffff_0000 } else { rounded }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    fn halves(value: f32) -> [f64; 2] {
-        let mut words = [0; STEP];
-        in_pairs([0.0, value, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0], &mut words);
-        [words[4], words[5]].map(|w| f64::from(f32::from_bits(w << 16)))
-    }
-
-    #[test]
-    fn two_halves_are_within_their_bound() {
-        let mut bits = 1_u32;
-        for _ in 0..20_000 {
-            bits = bits.wrapping_mul(747_796_405).wrapping_add(2_891_336_453);
-            let value = f32::from_bits(bits);
-            if !value.is_finite() || value.abs() < 1e-30 {
-                continue;
-            }
-            let [high, low] = halves(value);
-            let off = (high + low - f64::from(value)).abs();
-            assert!(off <= f64::from(value).abs() * 2.0_f64.powi(-16), "{value}");
-        }
-        let [high, low] = halves(f32::MAX);
-        assert!(high.is_finite() && (high + low) / f64::from(f32::MAX) > 0.999_98);
-        assert_eq!(halves(f32::INFINITY)[0], f64::INFINITY);
-        assert!(halves(f32::NAN)[0].is_nan());
-        for (value, bits) in
-            [(1.0_f32, 0x3f80), (f32::from_bits(0x3f80_8000), 0x3f80), (f32::from_bits(0x3f81_8000), 0x3f82)]
-        {
-            assert_eq!(round(value) >> 16, bits);
-        }
-    }
-
-    /// The error of one, two and three parts is within the bounds of [`Bf16Parts`].
-    #[test]
-    fn three_parts_are_exact() {
-        let mut bits = 1_u32;
-        for _ in 0..20_000 {
-            bits = bits.wrapping_mul(747_796_405).wrapping_add(2_891_336_453);
-            let value = f32::from_bits(bits);
-            if !value.is_finite() || value.abs() < 1e-30 {
-                continue;
-            }
-            let sum =
-                |parts: &[[u32; STEP]]| parts.iter().map(|p| f64::from(f32::from_bits(p[3]))).sum::<f64>();
-            let [one, two, three] = [1, 2, 3].map(|parts| {
-                (sum(&split::<3>([value; STEP])[..parts]) - f64::from(value)).abs() / f64::from(value.abs())
-            });
-            assert!(
-                one <= 2.0_f64.powi(-8) && two <= 2.0_f64.powi(-16) && three <= 2.0_f64.powi(-24),
-                "{value}"
-            );
-        }
-        let parts = split::<3>([f32::NEG_INFINITY; STEP]).map(|part| part[0]);
-        assert_eq!(parts, [0xff80_0000, 0, 0]);
-    }
+    use crate::activation::split::PAIRS;
 
     /// Checks where the packed tiles store each part of each value.
     #[test]
@@ -465,13 +410,43 @@ mod tests {
         }
     }
 
+    /// The vector code packs the same bits as the definition, for values of any kind and groups that do not fill steps.
     #[test]
-    fn pairs_lie_in_their_order() {
-        let mut words = [0; STEP];
-        in_pairs([0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0], &mut words);
-        let pair = |w: u32| [f32::from_bits(w << 16), f32::from_bits(w & 0xffff_0000)];
-        let order = [words[0], words[2], words[4], words[6]].map(pair);
-        assert_eq!(order, [[0.0, 2.0], [4.0, 6.0], [1.0, 3.0], [5.0, 7.0]]);
-        assert_eq!([words[1], words[3], words[5], words[7]], [0; 4]);
+    fn rows_lie_in_pairs() {
+        let Ok(token) = Isa::Avx512Bf16.token() else { return };
+        let layout = RowLayout { k: 4 * 36, group_size: 36, steps: 5, tiled: false };
+        let special =
+            [f32::NAN, -f32::NAN, f32::INFINITY, f32::NEG_INFINITY, f32::MAX, f32::MIN, -0.0, 1e-41];
+        let (m, mut bits) = (18, 1_u32);
+        let x: Vec<f32> = (0..m * layout.k)
+            .map(|i| {
+                bits = bits.wrapping_mul(747_796_405).wrapping_add(2_891_336_453);
+                if i % 13 == 0 { special[i / 13 % special.len()] } else { f32::from_bits(bits) }
+            })
+            .collect();
+        let exact: Vec<half::bf16> =
+            x.iter().map(|&v| half::bf16::from_bits((v.to_bits() >> 16) as u16)).collect();
+        let (mut rows, mut exact_rows) = (FloatRows::new(token), FloatRows::new(token));
+        rows.pack(&x, layout, &crate::Serial).unwrap();
+        exact_rows.pack(&exact, layout, &crate::Serial).unwrap();
+        for (strip, r) in (0..2).flat_map(|i| strip(m, i).map(move |r| (strip(m, i), r))) {
+            for (g, s) in (0..4).flat_map(|g| (0..5).map(move |s| (g, s))) {
+                let step = |values: &dyn Fn(usize) -> f32| {
+                    std::array::from_fn(|i| {
+                        let feature = s * STEP + i;
+                        if feature < 36 { values(r * layout.k + g * 36 + feature) } else { 0.0 }
+                    })
+                };
+                let place = |words: usize| {
+                    strip.start * layout.padded() + ((g * 5 + s) * strip.len() + r - strip.start) * words
+                };
+                let mut expected = [0; STEP];
+                in_pairs::<2>(step(&|i| x[i]), &mut expected);
+                assert_eq!(rows.words[place(STEP)..][..STEP], expected, "{r} {g} {s}");
+                let mut expected = [0; STEP / 2];
+                in_pairs::<1>(step(&|i| exact[i].to_f32()), &mut expected);
+                assert_eq!(exact_rows.words[place(STEP / 2)..][..STEP / 2], expected, "{r} {g} {s}");
+            }
+        }
     }
 }

@@ -29,6 +29,7 @@ mod forms;
 mod rows;
 pub(crate) mod segments;
 pub(crate) mod source;
+pub(crate) mod split;
 pub(crate) mod tiles;
 
 pub use self::element::Element;

@@ -351,14 +351,32 @@ pub(super) unsafe fn quantize<L: RowLanes, const STATIC: bool>(
 /// Packs a row of floats, see [`FloatRows`](super::FloatRows). The code is portable, but compiled for the instructions
 /// of `L`.
 #[inline(always)]
-pub(super) unsafe fn pack_row<L: RowLanes, const SPLIT: bool>(
+pub(super) unsafe fn pack_row<L: RowLanes>(
     row: &[f32],
     layout: RowLayout,
     place: [usize; 2],
     words: &mut [u32],
     sums: &mut [f32],
 ) {
-    super::float::pack_row::<SPLIT>(row, layout, place, words, sums);
+    super::float::pack_row(row, layout, place, words, sums);
+}
+
+/// Packs a row of floats as pairs of bf16, see [`FloatRows`](super::FloatRows).
+#[inline(always)]
+pub(super) unsafe fn pack_pairs<L: RowLanes, const EXACT: bool>(
+    row: &[f32],
+    layout: RowLayout,
+    place: [usize; 2],
+    words: &mut [u32],
+    sums: &mut [f32],
+) {
+    // SAFETY: the caller guarantees that the processor has the instructions of `L`.
+    unsafe {
+        match EXACT {
+            true => super::float::pack_pairs::<L, 1>(row, layout, place, words, sums),
+            false => super::float::pack_pairs::<L, 2>(row, layout, place, words, sums),
+        }
+    }
 }
 
 /// Packs a row of floats into its tiles, see [`tiles`](super::tiles).

@@ -9,7 +9,7 @@
 //! ```
 //!
 //! Int8 activations have one part, with features in order. Floats have one to three parts of bf16, with the features of
-//! a step in the order of [`PAIRS`](super::float::PAIRS). The sums per group are stored separately,
+//! a step in the order of [`PAIRS`](super::split::PAIRS). The sums per group are stored separately,
 //! `[row tiles][groups][rows]`. Padding rows of the last tile may hold anything: no result that is computed from them
 //! is used.
 

@@ -218,9 +218,12 @@ impl<'a> Experts<'a> {
     /// Fails if some expert does not support rows of this kind.
     fn require(&self, rows: ExpertRows) -> Result<(), KernelError> {
         let all = self.experts.iter().flat_map(|e| [e.gate, e.up, e.down]);
-        let mut formats = all.map(|of| of.weight.layout().float_format());
+        let mut layouts = all.map(|of| *of.weight.layout());
         match rows {
-            ExpertRows::Int8 if formats.any(|format| format == Some(FloatFormat::E4m3)) => {
+            ExpertRows::Int8 if layouts.clone().any(|of| of.is_bf16()) => {
+                Err(KernelError::Scheme("bf16 weights cannot be multiplied with int8 activations"))
+            }
+            ExpertRows::Int8 if layouts.any(|of| of.float_format() == Some(FloatFormat::E4m3)) => {
                 Err(KernelError::Scheme("FP8 (E4M3) weights cannot be multiplied with int8 activations"))
             }
             _ => Ok(()),

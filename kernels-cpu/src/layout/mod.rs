@@ -27,15 +27,25 @@
 //! high bits:  byte 4·r + i, at bit w·(2·s + h) = high w bits of code(r, i + 4·h) of step s    w = 1 or 2, h < 2
 //! ```
 //!
+//! Dense weights of bf16 have no codes. A step is four lines of pairs, in the order of
+//! [`PAIRS`](crate::activation::split::PAIRS), and the scale of every row is 1:
+//!
+//! ```text
+//! step, bf16:  word r of line p = weight(r, PAIRS[p]) | weight(r, PAIRS[p] + 2) << 16
+//! ```
+//!
 //! So one load of 64 bytes, an AND and a shift give two registers whose 32-bit lanes are rows with four neighbouring
 //! codes each: the operands of `vpdpbusd`, `vpmaddubsw` and `sdot`. The 16-bit words of the loaded bytes hold, at
 //! shifts of 0, 4, 8 and 12, the pairs for a bf16 dot product.
 
+mod dense;
 mod pack;
 mod unpack;
 
 use half::{bf16, f16};
 
+use dense::DENSE_BITS;
+pub(crate) use dense::dense_place;
 pub use unpack::Unpacked;
 
 use crate::weight_view::{Scales, SuperScales, super_block_fits};
@@ -133,7 +143,7 @@ fn e8m0_code(scale: f32) -> Option<u8> {
 pub struct Layout {
     n: usize,
     k: usize,
-    /// Bits per stored code: 4 or 8; 5 or 6 only in super-blocks.
+    /// Bits per stored code: 4 or 8; 5 or 6 only in super-blocks; 16 for dense bf16.
     code_bits: usize,
     group_size: usize,
     scales: ScaleType,
@@ -212,6 +222,9 @@ impl Layout {
         zero_point: Option<u8>,
         sums: bool,
     ) -> Result<Self, KernelError> {
+        if code_bits == DENSE_BITS {
+            return Err(KernelError::Scheme("codes have at most 8 bits"));
+        }
         if let ScaleType::E4m3 | ScaleType::E8m0 = scales {
             return Err(KernelError::Scheme("E4M3 and E8M0 scales require floating-point codes"));
         }
@@ -263,7 +276,7 @@ impl Layout {
         if n == 0 || k == 0 {
             return Err(KernelError::Scheme("the matrix must have at least one row and one column"));
         }
-        let widths: &[usize] = if scales.is_super() { &[4, 5, 6] } else { &[4, 8] };
+        let widths: &[usize] = if scales.is_super() { &[4, 5, 6] } else { &[4, 8, DENSE_BITS] };
         if !widths.contains(&code_bits) || zero_point.is_some_and(|m| usize::from(m) >> code_bits != 0) {
             return Err(KernelError::Scheme(
                 "codes must be stored in 4 or 8 bits (4, 5 or 6 in super-blocks), and the zero point must fit in them",
@@ -295,6 +308,8 @@ impl Layout {
             (ScaleType::Progressive, _) => (k, PROGRESSIVE_MAX as usize),
             // An integer scale is at most 128 in magnitude, a code without its zero point below 64, a level below 128.
             (ScaleType::Super | ScaleType::SuperMins, _) => (SUPER_BLOCK, 128 * 128),
+            // Multiplied by floats only.
+            (_, DENSE_BITS) => (1, 1),
             (_, 8) => (group_size, 255),
             // Levels are multiplied with an offset that makes them unsigned.
             _ if float == Some(FloatFormat::Iq4) => (group_size, 255),
@@ -346,7 +361,7 @@ impl Layout {
         self.k
     }
 
-    /// Bits per stored code: 4 or 8, for super-blocks 4 to 6.
+    /// Bits per stored code: 4 or 8, for super-blocks 4 to 6, for dense bf16 16.
     pub fn code_bits(&self) -> usize {
         self.code_bits
     }

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use half::{bf16, f16};
 
-use super::{Layout, PANEL_ROWS, STEP, SUPER_BLOCK, ScaleType};
+use super::{Layout, PANEL_ROWS, STEP, SUPER_BLOCK, ScaleType, dense::dense_at};
 use crate::float_format::{e4m3_packed, e4m3_scale_packed, e8m0_packed};
 use crate::{FloatFormat, KernelError, e8m0_value};
 
@@ -82,8 +82,12 @@ impl Layout {
     /// Restores the parts of the view from the whole matrix.
     ///
     /// # Errors
-    /// When `packed` has the wrong length, the number of weights overflows, or an allocation fails.
+    /// When `packed` has the wrong length, the number of weights overflows, an allocation fails, or the weights are
+    /// dense and have no codes.
     pub fn unpack(&self, packed: &[u8]) -> Result<Unpacked, KernelError> {
+        if self.is_bf16() {
+            return Err(KernelError::Scheme("weights of bf16 have no codes to unpack"));
+        }
         KernelError::length("packed weights", self.bytes(), packed.len())?;
         let mut out = Unpacked::default();
         // There may be more codes than packed bytes, so their number may overflow.
@@ -144,6 +148,13 @@ impl Layout {
         KernelError::length("output", rows.len() * self.k, out.len())?;
         for (row, out) in rows.zip(out.chunks_exact_mut(self.k)) {
             let panel = self.panel_of(packed, row);
+            if self.is_bf16() {
+                for (i, out) in out.iter_mut().enumerate() {
+                    let at = self.step_at(i / STEP) + dense_at(row, i % STEP);
+                    *out = bf16::from_le_bytes([panel[at], panel[at + 1]]).to_f32();
+                }
+                continue;
+            }
             for (g, out) in out.chunks_exact_mut(self.group_size).enumerate() {
                 let (zero, mut scale) = (i32::from(self.zero(panel, row, g)), self.scale(panel, row, g));
                 if self.scales.is_super() {

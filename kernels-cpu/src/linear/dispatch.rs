@@ -6,6 +6,8 @@ use core::ops::Range;
 use self::arm::{neon_tile, neondot_tile, neoni8mm_tile};
 #[cfg(target_arch = "x86_64")]
 use self::x86::{avx2_tile, avx512bf16_tile, avx512vnni_tile, avxvnni_tile};
+#[cfg(target_arch = "x86_64")]
+use super::expanded::{self, ExpandFn, FinishFn, Functions};
 use super::tile::Tile;
 use super::tiled::{self, BF16, SIGNED, Steps, Tiled, UNSIGNED};
 use super::{float_tile, super_tile, tile};
@@ -22,6 +24,9 @@ pub(crate) const MAX_ROWS: usize = 12;
 /// weights from a cache while memory is idle.
 pub(crate) const ONE_STRIP: usize = 16;
 
+/// Maximum number of strips for which weights are converted once, see [`Path::expands`].
+pub(super) const EXPANDED_STRIPS: usize = 16;
+
 // Kinds of tiles. With integer activations: a symmetric 4-bit grid or E2M1 codes; any other grid; progressive weights;
 // super-blocks. `FLOAT` is for float activations and any weights.
 const CENTRED: usize = 0;
@@ -31,6 +36,9 @@ pub(super) const FLOAT: usize = 3;
 const SUPER: usize = 4;
 
 type TileFn = unsafe fn(&Tile<'_>);
+/// Multiplies some rows by the operands of some panels.
+#[cfg(target_arch = "x86_64")]
+type ProductFn = unsafe fn(&expanded::Product<'_>);
 /// Multiplies some row tiles by some panels.
 type TiledFn = unsafe fn(&Tiled<'_>, Range<usize>, Range<usize>);
 
@@ -46,6 +54,7 @@ pub(crate) struct Path {
 /// The code format of a layout.
 fn codes_of(layout: &Layout) -> usize {
     match layout.float_format() {
+        None if layout.is_bf16() => codes::BF16,
         None => layout.code_bits(),
         Some(FloatFormat::E2m1) => codes::E2M1,
         Some(FloatFormat::Iq4) => codes::IQ4,
@@ -80,6 +89,7 @@ impl Path {
             (codes::E2M1, FLOAT) => self.choose_tiled::<{ codes::E2M1 }, FLOAT, BF16>(),
             (codes::E2M1, _) => self.choose_tiled::<{ codes::E2M1 }, ZEROS, SIGNED>(),
             (codes::E4M3, _) => self.choose_tiled::<{ codes::E4M3 }, FLOAT, BF16>(),
+            (codes::BF16, _) => self.choose_tiled::<{ codes::BF16 }, FLOAT, BF16>(),
             (4, CENTRED | ZEROS) => self.choose_tiled::<4, ZEROS, SIGNED>(),
             (4, FLOAT) => self.choose_tiled::<4, FLOAT, BF16>(),
             (4, _) => self.choose_tiled::<4, PROGRESSIVE, SIGNED>(),
@@ -114,10 +124,95 @@ impl Path {
         }
     }
 
+    /// Whether the weights are converted before the products, for strips of `rows` rows.
+    pub(super) fn expands(self, rows: usize) -> bool {
+        #[cfg(target_arch = "x86_64")]
+        return self.expanded(rows).is_some();
+        #[cfg(not(target_arch = "x86_64"))]
+        return {
+            let _ = rows;
+            false
+        };
+    }
+
+    /// The functions that convert the weights before the products, if this is faster for strips of `rows` rows.
+    #[cfg(target_arch = "x86_64")]
+    pub(super) fn expanded(self, rows: usize) -> Option<Functions> {
+        if self.kind != FLOAT || rows <= expanded::FEW_ROWS {
+            return None;
+        }
+        match self.codes {
+            codes::E2M1 => self.choose_expanded::<{ codes::E2M1 }>(),
+            codes::IQ4 => self.choose_expanded::<{ codes::IQ4 }>(),
+            codes::E4M3 => self.choose_expanded::<{ codes::E4M3 }>(),
+            codes::BF16 => self.choose_expanded::<{ codes::BF16 }>(),
+            4 => self.choose_expanded::<4>(),
+            5 => self.choose_expanded::<5>(),
+            6 => self.choose_expanded::<6>(),
+            _ => self.choose_expanded::<8>(),
+        }
+    }
+
+    #[cfg(target_arch = "x86_64")]
+    fn choose_expanded<const CODES: usize>(self) -> Option<Functions> {
+        let (expand, finish, step_bytes): (ExpandFn, [FinishFn; 2], usize) = match self.isa {
+            Isa::Avx2 | Isa::AvxVnni => {
+                (x86::avx2_expand::<CODES>, [x86::avx2_finish::<1>, x86::avx2_finish::<2>], 512)
+            }
+            Isa::Avx512Bf16 => {
+                let finish: [FinishFn; 2] = [x86::avx512vnni_finish::<1>, x86::avx512vnni_finish::<2>];
+                (x86::avx512bf16_expand::<CODES>, finish, 256)
+            }
+            Isa::Avx512Vnni | Isa::Amx => {
+                let finish: [FinishFn; 2] = [x86::avx512vnni_finish::<1>, x86::avx512vnni_finish::<2>];
+                (x86::avx512vnni_expand::<CODES>, finish, 512)
+            }
+            _ => return None,
+        };
+        let direct = CODES == codes::BF16 && self.isa == Isa::Avx512Bf16;
+        Some(Functions { expand, finish, step_bytes, panels: self.panels(MAX_ROWS), direct })
+    }
+
+    /// The product of these rows with the operands of these panels.
+    #[cfg(target_arch = "x86_64")]
+    pub(super) fn product(self, rows: usize, panels: usize, rest: bool) -> ProductFn {
+        macro_rules! products {
+            ($product:ident, $rest:literal, $panels:literal, [$($rows:literal)*]) => {
+                match (rows, panels) {
+                    $(($rows, $panels) => return x86::$product::<$rest, $rows, $panels>,)*
+                    _ => {}
+                }
+            };
+        }
+        match self.isa {
+            Isa::Avx2 | Isa::AvxVnni => {
+                products!(avx2_product, true, 1, [3 4 5]);
+                x86::avx2_product::<true, 6, 1>
+            }
+            Isa::Avx512Bf16 if rest => {
+                products!(avx512bf16_product, true, 1, [5 6 7 8 9 10 11 12]);
+                products!(avx512bf16_product, true, 2, [5 6 7 8 9 10 11]);
+                x86::avx512bf16_product::<true, 12, 2>
+            }
+            Isa::Avx512Bf16 => {
+                products!(avx512bf16_product, false, 1, [5 6 7 8 9 10 11 12]);
+                products!(avx512bf16_product, false, 2, [5 6 7 8 9 10 11]);
+                x86::avx512bf16_product::<false, 12, 2>
+            }
+            _ => {
+                products!(avx512vnni_product, true, 1, [5 6 7 8 9 10 11 12]);
+                products!(avx512vnni_product, true, 2, [5 6 7 8 9 10 11]);
+                x86::avx512vnni_product::<true, 12, 2>
+            }
+        }
+    }
+
     /// The number of rows that the next tile processes if `left` rows are left.
     pub(super) fn rows(self, left: usize) -> usize {
         match self.isa {
             Isa::Scalar | Isa::AmxEmulated => left.min(2),
+            // Sixteen registers hold the sums of six rows, two each, if the operands are loaded instead of converted.
+            Isa::Avx2 | Isa::AvxVnni if self.kind == FLOAT && left > 4 => left.div_ceil(left.div_ceil(6)),
             // Sixteen registers hold the sums of four rows, two each, and their operands.
             Isa::Avx2 | Isa::AvxVnni if left > 4 => left.div_ceil(left.div_ceil(4)),
             // Thirty-two registers hold the sums of four rows, four each, and a step of codes.
@@ -150,7 +245,8 @@ impl Path {
             (codes::IQ4, FLOAT) => self.choose::<{ codes::IQ4 }, FLOAT>(rows, panels),
             (codes::IQ4, SUPER) => self.choose::<{ codes::IQ4 }, SUPER>(rows, panels),
             (codes::IQ4, _) => self.choose::<{ codes::IQ4 }, ZEROS>(rows, panels),
-            // Integer activations do not support these codes.
+            // Integer activations support neither of these.
+            (codes::BF16, _) => self.choose::<{ codes::BF16 }, FLOAT>(rows, panels),
             (codes::E4M3, _) => self.choose::<{ codes::E4M3 }, FLOAT>(rows, panels),
             (4, CENTRED) => self.choose::<4, CENTRED>(rows, panels),
             (4, FLOAT) => self.choose::<4, FLOAT>(rows, panels),
@@ -186,8 +282,9 @@ impl Path {
         }
         match self.isa {
             Isa::Scalar | Isa::AmxEmulated => {}
+            // Floats are multiplied by the same instructions on both paths.
             #[cfg(target_arch = "x86_64")]
-            Isa::Avx2 => {
+            Isa::Avx2 | Isa::AvxVnni if KIND == FLOAT || self.isa == Isa::Avx2 => {
                 tiles!(avx2_tile, [1 2], [1 2]);
                 tiles!(avx2_tile, [1], [3 4]);
             }
@@ -199,7 +296,11 @@ impl Path {
             #[cfg(target_arch = "x86_64")]
             Isa::Avx512Bf16 if KIND == FLOAT => {
                 tiles!(avx512bf16_tile, [1 4], [1 2 3 4]);
-                tiles!(avx512bf16_tile, [1 2], [5 6 7 8 9 10 11 12]);
+            }
+            // More rows are multiplied by weights that are converted before.
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512Vnni | Isa::Amx if KIND == FLOAT => {
+                tiles!(avx512vnni_tile, [1 4], [1 2 3 4]);
             }
             #[cfg(target_arch = "x86_64")]
             Isa::Avx512Vnni | Isa::Avx512Bf16 | Isa::Amx => {
@@ -260,6 +361,55 @@ mod x86 {
     compiled!(
         avx512bf16_tile,
         avx512::Avx512Bf16,
+        "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512vnni,avx512bf16"
+    );
+
+    macro_rules! expanded {
+        ($lanes:ty, $expand:ident, $product:ident, $features:literal) => {
+            /// # Safety
+            /// See [`expanded::expand`].
+            #[target_feature(enable = $features)]
+            pub(super) unsafe fn $expand<const CODES: usize>(
+                layout: &Layout,
+                weights: *const u8,
+                to: expanded::Operands,
+            ) {
+                // SAFETY: compiled with the features that the lanes require; the caller guarantees the rest.
+                unsafe { expanded::expand::<$lanes, CODES>(layout, weights, to) }
+            }
+            /// # Safety
+            /// See [`expanded::product`].
+            #[target_feature(enable = $features)]
+            pub(super) unsafe fn $product<const REST: bool, const MR: usize, const NP: usize>(
+                t: &expanded::Product<'_>,
+            ) {
+                // SAFETY: compiled with the features that the lanes require; the caller guarantees the rest.
+                unsafe { expanded::product::<$lanes, REST, MR, NP>(t) }
+            }
+        };
+        ($lanes:ty, $finish:ident, $features:literal) => {
+            /// # Safety
+            /// See [`expanded::finish`].
+            #[target_feature(enable = $features)]
+            pub(super) unsafe fn $finish<const NP: usize>(t: &Tile<'_>, totals: *const f32) {
+                // SAFETY: compiled with the features that the lanes require; the caller guarantees the rest.
+                unsafe { expanded::finish::<$lanes, NP>(t, totals) }
+            }
+        };
+    }
+    expanded!(avx2::Avx2, avx2_expand, avx2_product, "avx2,fma,f16c");
+    expanded!(avx2::Avx2, avx2_finish, "avx2,fma,f16c");
+    expanded!(
+        avx512::Avx512Vnni,
+        avx512vnni_expand,
+        avx512vnni_product,
+        "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512vnni"
+    );
+    expanded!(avx512::Avx512Vnni, avx512vnni_finish, "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512vnni");
+    expanded!(
+        avx512::Avx512Bf16,
+        avx512bf16_expand,
+        avx512bf16_product,
         "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512vnni,avx512bf16"
     );
 

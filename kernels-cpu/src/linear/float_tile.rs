@@ -20,7 +20,7 @@ use super::prefetcher::{Prefetcher, next_parameters};
 use super::tile::{Tile, finish, scales_of};
 
 /// Steps per block.
-const BLOCK: usize = 256 / STEP;
+pub(super) const BLOCK: usize = 256 / STEP;
 
 /// Multiplies a tile.
 ///
@@ -102,7 +102,7 @@ pub(crate) unsafe fn multiply<
 /// # Safety
 /// The processor must have the instructions of `L`.
 #[inline(always)]
-unsafe fn table_of<L: FloatLanes, const CODES: usize>(layout: &Layout) -> L::Table {
+pub(super) unsafe fn table_of<L: FloatLanes, const CODES: usize>(layout: &Layout) -> L::Table {
     // SAFETY: the caller guarantees that the processor has the instructions of `L`.
     unsafe {
         match CODES {
@@ -122,7 +122,7 @@ fn centre<const CODES: usize>(layout: &Layout) -> i32 {
 /// # Safety
 /// See [`multiply`].
 #[inline(always)]
-unsafe fn plus<L: FloatLanes, const MR: usize, const NP: usize>(
+pub(super) unsafe fn plus<L: FloatLanes, const MR: usize, const NP: usize>(
     sums: &mut [[L::F; NP]; MR],
     block: [[L::F; NP]; MR],
 ) {
@@ -163,20 +163,20 @@ unsafe fn add_steps<
     // whole units.
     unsafe {
         let mut at = t.weights.wrapping_add(first * step_bytes);
-        let mut x = t.activations.wrapping_add(first * t.strip * FLOAT_STEP);
+        let row = const { step_of::<L, REST>() };
+        let mut x = t.activations.wrapping_add(first * t.strip * row);
         let mut sums = [[[L::zero(); NP]; MR]; NG];
         let mut step = 0;
         for _ in 0..count {
             // Unrolled instead of a loop, so that all sums stay in registers.
             add_step::<L, CODES, REST, MR, NP>(&mut sums[0], (at, x), step, table, panel, ahead_of(at));
             if NG > 1 {
-                let behind =
-                    (at.wrapping_add(count * step_bytes), x.wrapping_add(count * t.strip * FLOAT_STEP));
+                let behind = (at.wrapping_add(count * step_bytes), x.wrapping_add(count * t.strip * row));
                 let ahead = ahead_of(behind.0);
                 add_step::<L, CODES, REST, MR, NP>(&mut sums[1], behind, step, table, panel, ahead);
             }
             // After the last step, these pointers are past the end and are not dereferenced.
-            x = x.wrapping_add(t.strip * FLOAT_STEP);
+            x = x.wrapping_add(t.strip * row);
             step += 1;
             if step == unit {
                 at = at.wrapping_add(unit * step_bytes);
@@ -199,7 +199,7 @@ unsafe fn join<L: FloatLanes, const CODES: usize, const MR: usize, const NP: usi
     totals: &mut [[L::F; NP]; MR],
 ) {
     let layout = t.layout;
-    let (panel, zeros_at) = (layout.panel_bytes(), layout.zeros_at());
+    let panel = layout.panel_bytes();
     // SAFETY: the caller guarantees the contract above.
     unsafe {
         if MR <= 4 {
@@ -209,32 +209,24 @@ unsafe fn join<L: FloatLanes, const CODES: usize, const MR: usize, const NP: usi
         let scales = scales_of::<L, NP>(layout.scales(), scales, panel, g * PANEL_ROWS);
         for p in 0..NP {
             if layout.zero_point().is_none() {
-                let zeros = t.weights.add(p * panel + zeros_at + g * PANEL_ROWS * codes::bits(CODES) / 8);
-                let zeros = if codes::bits(CODES) == 4 { L::load_u4(zeros) } else { L::load_u8(zeros) };
-                // The centre minus the zero point.
-                let zeros = L::to_f32(L::sub(L::splat(centre::<CODES>(layout)), zeros));
+                let zeros = zeros_of::<L, CODES>(layout, t.weights.add(p * panel), g);
                 for m in 0..MR {
                     let sum = *t.sums.cast::<f32>().add(g * t.strip + m);
                     sums[m][p] = L::fma(zeros, L::splat_f32(sum), sums[m][p]);
                 }
             }
+            // One `match`, since values that several branches share are kept in memory.
             let scale = match layout.scales() {
-                ScaleType::Progressive => L::to_f32(L::as_i32(scales[p])),
-                ScaleType::Super | ScaleType::SuperMins => {
-                    let b = g * layout.group_size() / SUPER_BLOCK;
-                    let at = t.weights.add(p * panel + layout.channels_at() + 2 * b * PANEL_ROWS);
+                ScaleType::Progressive | ScaleType::Super | ScaleType::SuperMins => {
+                    let at = t.weights.add(p * panel);
                     if layout.scales() == ScaleType::SuperMins {
-                        let mins = t.weights.add(p * panel + zeros_at + g * PANEL_ROWS);
-                        let by = L::load_f16(at.add(2 * layout.blocks() * PANEL_ROWS));
-                        // The negated minimum. This product is exact, as is that of the two scales below.
-                        let mins = L::to_f32(L::sub(L::splat(0), L::load_u8(mins)));
-                        let mins = L::mul_f32(mins, by);
+                        let mins = mins_of::<L>(layout, at, g);
                         for m in 0..MR {
                             let sum = *t.sums.cast::<f32>().add(g * t.strip + m);
                             totals[m][p] = L::fma(mins, L::splat_f32(sum), totals[m][p]);
                         }
                     }
-                    L::mul_f32(L::to_f32(L::as_i32(scales[p])), L::load_f16(at))
+                    factor_of::<L>(layout, at, g, scales[p])
                 }
                 _ => scales[p],
             };
@@ -243,6 +235,67 @@ unsafe fn join<L: FloatLanes, const CODES: usize, const MR: usize, const NP: usi
             }
         }
     }
+}
+
+/// The factor of a group's sums, from what [`scales_of`] returned for the group.
+///
+/// # Safety
+/// `panel` must be a panel of the layout, and `g` one of its groups.
+#[inline(always)]
+pub(super) unsafe fn factor_of<L: FloatLanes>(
+    layout: &Layout,
+    panel: *const u8,
+    g: usize,
+    scale: L::F,
+) -> L::F {
+    // SAFETY: the caller guarantees that the panel has the group.
+    unsafe {
+        match layout.scales() {
+            ScaleType::Progressive => L::to_f32(L::as_i32(scale)),
+            // This product is exact, as is that of the minima.
+            ScaleType::Super | ScaleType::SuperMins => {
+                L::mul_f32(L::to_f32(L::as_i32(scale)), L::load_f16(panel.add(block_of(layout, g))))
+            }
+            _ => scale,
+        }
+    }
+}
+
+/// The centre minus the stored zero points of a group.
+///
+/// # Safety
+/// See [`factor_of`]; the layout must store zero points.
+#[inline(always)]
+pub(super) unsafe fn zeros_of<L: FloatLanes, const CODES: usize>(
+    layout: &Layout,
+    panel: *const u8,
+    g: usize,
+) -> L::F {
+    // SAFETY: the caller guarantees that the panel has the group's zero points.
+    unsafe {
+        let zeros = panel.add(layout.zeros_at() + g * PANEL_ROWS * codes::bits(CODES) / 8);
+        let zeros = if codes::bits(CODES) == 4 { L::load_u4(zeros) } else { L::load_u8(zeros) };
+        L::to_f32(L::sub(L::splat(centre::<CODES>(layout)), zeros))
+    }
+}
+
+/// The negated minima of a group.
+///
+/// # Safety
+/// See [`factor_of`]; the layout must have minima.
+#[inline(always)]
+pub(super) unsafe fn mins_of<L: FloatLanes>(layout: &Layout, panel: *const u8, g: usize) -> L::F {
+    // SAFETY: the caller guarantees that the panel has the group's minima.
+    unsafe {
+        let mins = panel.add(layout.zeros_at() + g * PANEL_ROWS);
+        let by = panel.add(block_of(layout, g) + 2 * layout.blocks() * PANEL_ROWS);
+        L::mul_f32(L::to_f32(L::sub(L::splat(0), L::load_u8(mins))), L::load_f16(by))
+    }
+}
+
+/// The offset in a panel of the float scales of the super-block that contains a group.
+fn block_of(layout: &Layout, g: usize) -> usize {
+    layout.channels_at() + 2 * (g * layout.group_size() / SUPER_BLOCK) * PANEL_ROWS
 }
 
 /// Adds the products of a step to the sums of its group. `at` points to the codes of the step's unit, `step` is its
@@ -264,7 +317,11 @@ unsafe fn add_step<L: FloatLanes, const CODES: usize, const REST: bool, const MR
         if ahead > 0 {
             for p in 0..NP {
                 L::prefetch(at.wrapping_add(p * panel + ahead + 64 * step));
-                if codes::bits(CODES) == 8 || codes::unit(CODES) > 1 && step == 0 {
+                if CODES == codes::BF16 {
+                    L::prefetch(at.wrapping_add(p * panel + ahead + 2 * 64));
+                    L::prefetch(at.wrapping_add(p * panel + ahead + 3 * 64));
+                }
+                if codes::bits(CODES) >= 8 || codes::unit(CODES) > 1 && step == 0 {
                     L::prefetch(at.wrapping_add(p * panel + ahead + 64 * codes::unit(CODES)));
                 }
             }
@@ -276,7 +333,7 @@ unsafe fn add_step<L: FloatLanes, const CODES: usize, const REST: bool, const MR
                 w[p] = L::weights::<CODES>(at.add(p * panel), of_unit, table);
             }
             for m in 0..MR {
-                let row = x.add(m * FLOAT_STEP);
+                let row = x.add(m * const { step_of::<L, REST>() });
                 for p in 0..NP {
                     sums[m][p] = L::dot_float::<REST>(sums[m][p], w[p], row, part);
                 }
@@ -285,5 +342,12 @@ unsafe fn add_step<L: FloatLanes, const CODES: usize, const REST: bool, const MR
     }
 }
 
-/// Bytes per step of a row: eight floats, or eight pairs of bf16.
+/// Bytes that are reserved per step of a row: eight floats, or eight values of two bf16 each.
 pub(crate) const FLOAT_STEP: usize = 32;
+/// Bytes per step of a row that are used if the values are bf16, and multiplied as such.
+pub(crate) const BF16_STEP: usize = 16;
+
+/// Bytes per step of a row.
+pub(super) const fn step_of<L: FloatLanes, const REST: bool>() -> usize {
+    if L::ORDERED || REST { FLOAT_STEP } else { BF16_STEP }
+}

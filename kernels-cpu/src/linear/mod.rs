@@ -28,6 +28,8 @@
 //! On every path a row's result depends only on the row, the weights and the path, not on the number of rows.
 
 mod dispatch;
+#[cfg(target_arch = "x86_64")]
+mod expanded;
 mod float_tile;
 mod prefetcher;
 mod product;
@@ -38,6 +40,8 @@ mod tiled;
 
 use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
+
+use half::bf16;
 
 pub(crate) use self::dispatch::{MAX_ROWS, ONE_STRIP, Path};
 pub use self::product::{Product, multiply_each, multiply_float_each};
@@ -202,6 +206,9 @@ pub struct PackedLinear {
     bias: Option<Vec<f32>>,
 }
 
+/// Packs a range of panels into bytes of their size.
+type PackPanels<'a> = dyn Fn(Range<usize>, &mut [u8]) -> Result<(), KernelError> + Sync + 'a;
+
 impl PackedLinear {
     /// Packs a view. `sums` must be set if activations may have a zero point.
     ///
@@ -214,6 +221,16 @@ impl PackedLinear {
         parallel: &dyn Parallel,
     ) -> Result<Self, KernelError> {
         let layout = Layout::of(view, sums)?;
+        Self::packed_by(layout, bias, parallel, &|panels, out| layout.pack_panels(view, panels, out))
+    }
+
+    /// Packs every panel by a function that receives its number, as a range, and its bytes.
+    fn packed_by(
+        layout: Layout,
+        bias: Option<&[f32]>,
+        parallel: &dyn Parallel,
+        pack: &PackPanels<'_>,
+    ) -> Result<Self, KernelError> {
         if let Some(bias) = bias {
             KernelError::length("bias", layout.n(), bias.len())?;
         }
@@ -231,7 +248,7 @@ impl PackedLinear {
                 let lines = out.part(panel * panel_lines..(panel + 1) * panel_lines);
                 core::slice::from_raw_parts_mut(lines.as_mut_ptr().cast::<u8>(), layout.panel_bytes())
             };
-            if let Err(error) = layout.pack_panels(view, panel..panel + 1, bytes) {
+            if let Err(error) = pack(panel..panel + 1, bytes) {
                 *refused.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
             }
         });
@@ -239,6 +256,40 @@ impl PackedLinear {
             return Err(error);
         }
         Ok(Self { layout, lines, bias: bias.map(|_| own) })
+    }
+
+    /// Packs dense weights of bf16, `[n, k]` row-major: output heads and layers that are not quantized. They are
+    /// multiplied by float activations, as quantized weights are by
+    /// [`multiply_float`](Self::multiply_float): `y = Σ_k w·x + b`, within `(2⁻¹⁶ + (k + 4) · 2⁻²³) Σ |w| |x|` of the
+    /// exact result, without the first term if activations are bf16 or the path does not split them. Paths that multiply
+    /// bf16 treat subnormal weights, activations and sums as zero.
+    ///
+    /// # Errors
+    /// When the matrix is empty or too large, a length is wrong, or an allocation fails.
+    ///
+    /// ```
+    /// use half::bf16;
+    /// use quant_kernels_cpu::{FloatRows, IsaToken, PackedLinear, RowLayout, Serial};
+    ///
+    /// let weight = [1.0, 2.0, 3.0, -1.0, 0.5, 0.0].map(bf16::from_f32); // [2, 3]
+    /// let packed = PackedLinear::pack_bf16([2, 3], &weight, None, &Serial)?;
+    /// let mut rows = FloatRows::new(IsaToken::detect());
+    /// rows.pack(&[1.0f32, 1.0, 2.0], RowLayout::of(packed.layout()), &Serial)?;
+    /// let mut out = [0.0; 2];
+    /// packed.multiply_float(&rows, &mut out, &Serial)?;
+    /// assert_eq!(out, [9.0, -0.5]);
+    /// # Ok::<(), quant_kernels_cpu::KernelError>(())
+    /// ```
+    pub fn pack_bf16(
+        shape: [usize; 2],
+        weight: &[bf16],
+        bias: Option<&[f32]>,
+        parallel: &dyn Parallel,
+    ) -> Result<Self, KernelError> {
+        let layout = Layout::bf16(shape)?;
+        let expected = shape[0].checked_mul(shape[1]).ok_or(KernelError::TooLarge("the matrix"))?;
+        KernelError::length("weights", expected, weight.len())?;
+        Self::packed_by(layout, bias, parallel, &|panels, out| layout.pack_bf16(weight, panels, out))
     }
 
     /// The weights, for products and for writing to a file.

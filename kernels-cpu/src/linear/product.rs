@@ -3,7 +3,9 @@
 use core::ops::Range;
 
 use super::PackedView;
-use super::dispatch::{MAX_ROWS, Path};
+use super::dispatch::{EXPANDED_STRIPS, MAX_ROWS, Path};
+#[cfg(target_arch = "x86_64")]
+use super::expanded::{self, Expanded};
 use super::rows::ActivationRows;
 use super::tile::{Out, Tile};
 use super::tiled::{self, Tiled};
@@ -14,6 +16,8 @@ use crate::{FloatFormat, FloatRows, Int8Rows, IsaToken, KernelError, Layout, Par
 
 /// Bytes of activations that stay in the L2 cache while panels are read.
 const BLOCK: usize = 1024 << 10;
+/// Bytes of activations that stay in the last-level cache.
+const SHARED: usize = 8 << 20;
 /// Maximum number of panels per piece of work; larger pieces are not faster.
 const CHUNK: usize = 16;
 /// Pieces per thread, if the product is large enough. Small pieces shorten the time that threads wait for the last one.
@@ -65,6 +69,9 @@ pub fn multiply_each(
 ) -> Result<(), KernelError> {
     if products.iter().any(|p| p.weight.layout.float_format() == Some(FloatFormat::E4m3)) {
         return Err(KernelError::Scheme("FP8 (E4M3) weights cannot be multiplied with int8 activations"));
+    }
+    if products.iter().any(|p| p.weight.layout.is_bf16()) {
+        return Err(KernelError::Scheme("bf16 weights cannot be multiplied with int8 activations"));
     }
     if x.zero != 0 && products.iter().any(|p| !p.weight.layout.has_sums()) {
         return Err(KernelError::Scheme(
@@ -195,11 +202,15 @@ impl<'a> Pieces<'a> {
             let out = Disjoint::new(product.out);
             return Self { weight, path, bias, out, first, block, blocks, chunk, chunks };
         }
+        let strip_bytes = (MAX_ROWS * layout.padded_k() / STEP * x.row_step).max(1);
         // Strips whose activations stay in the L2 cache while panels are read.
-        let strip_bytes = MAX_ROWS * layout.padded_k() / STEP * x.step_bytes;
-        let block = (BLOCK / strip_bytes.max(1)).clamp(1, strips(x.m));
+        let block = (BLOCK / strip_bytes).clamp(1, strips(x.m));
         // Blocks of similar size, since each reads all weights; no extra block for a small remainder.
-        let blocks = ((strips(x.m) + block / 2) / block).max(1);
+        let blocks = match path.expands(strip(x.m, 0).len()) {
+            // Weights are converted once per block. Its activations are read in order, from the last-level cache.
+            true => strips(x.m).div_ceil((SHARED / strip_bytes).clamp(1, EXPANDED_STRIPS)),
+            false => ((strips(x.m) + block / 2) / block).max(1),
+        };
         let block = strips(x.m).div_ceil(blocks);
         let blocks = strips(x.m).div_ceil(block);
         // Enough pieces to keep the threads busy to the end.
@@ -244,6 +255,23 @@ impl PackedView<'_> {
             // experts, by `Experts::run`; the caller guarantees the rest.
             return unsafe { multiply(&tiled, strips, panels) };
         }
+        #[cfg(target_arch = "x86_64")]
+        if let Some(of) = path.expanded(strip(x.m, strips.start).len()) {
+            let product = Expanded {
+                layout,
+                weights: self.bytes.as_ptr(),
+                m: x.m,
+                activations: x.activations.at,
+                strip_step: x.step_bytes,
+                row_step: x.row_step,
+                sums: x.sums.at.cast(),
+                rest: x.rest,
+                bias: bias.map_or(core::ptr::null(), <[f32]>::as_ptr),
+                out,
+            };
+            // SAFETY: lengths were checked as for tiles below; the caller guarantees the rest.
+            return unsafe { expanded::multiply(&product, path, of, strips, panels) };
+        }
         let (n, groups, steps) = (layout.n(), layout.groups(), layout.padded_k() / STEP);
         let wide = path.panels(path.rows(strip(x.m, strips.start).len()));
         let mut panel = panels.start;
@@ -261,13 +289,13 @@ impl PackedView<'_> {
                         // SAFETY: every offset is that of an element within the slices, whose lengths follow from the
                         // layout; the caller guarantees that `out` is valid.
                         unsafe {
-                            let at = rows.start * steps + row - rows.start;
+                            let at = rows.start * steps * x.step_bytes + (row - rows.start) * x.row_step;
                             let sums_at = rows.start * groups + row - rows.start;
                             let tile = Tile {
                                 layout,
                                 weights: self.bytes.as_ptr().add((panel + first) * layout.panel_bytes()),
                                 strip: rows.len(),
-                                activations: x.activations.at.add(at * x.step_bytes),
+                                activations: x.activations.at.add(at),
                                 sums: x.sums.at.add(4 * sums_at),
                                 eights: x.eights.map_or(core::ptr::null(), |e| e.as_ptr().add(sums_at)),
                                 scales: x.scales.map_or(core::ptr::null(), |s| s.as_ptr().add(row)),

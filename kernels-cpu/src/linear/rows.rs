@@ -4,7 +4,7 @@ use core::marker::PhantomData;
 use core::ops::Range;
 
 use super::dispatch::{MAX_ROWS, ONE_STRIP};
-use super::float_tile::FLOAT_STEP;
+use super::float_tile::{BF16_STEP, FLOAT_STEP};
 use super::tiled;
 use crate::activation::segments::Segment;
 use crate::activation::tiles::Tiling;
@@ -30,8 +30,10 @@ impl<'a> Bytes<'a> {
 pub(crate) struct ActivationRows<'a> {
     pub(super) m: usize,
     pub(super) layout: Option<RowLayout>,
-    /// Bytes per step of a row.
+    /// Bytes that are reserved per step of a row; strips are as far apart.
     pub(super) step_bytes: usize,
+    /// Bytes per step of a row that are used: steps within a strip are as far apart.
+    pub(super) row_step: usize,
     pub(super) activations: Bytes<'a>,
     /// Integers or floats, four bytes each.
     pub(super) sums: Bytes<'a>,
@@ -66,6 +68,7 @@ impl<'a> ActivationRows<'a> {
             m,
             layout: all.map(|all| all.layout),
             step_bytes: STEP,
+            row_step: STEP,
             activations: Bytes::of(part(&x.codes, codes)),
             sums: Bytes::of(part(&x.sums, sums.clone())),
             eights: Some(part(&x.eights, sums)),
@@ -91,6 +94,7 @@ impl<'a> ActivationRows<'a> {
             m: all.map_or(0, |all| all.m),
             layout: all.map(|all| all.layout),
             step_bytes: FLOAT_STEP,
+            row_step: if x.stores_pairs() && x.exact_in_bf16 { BF16_STEP } else { FLOAT_STEP },
             activations: Bytes::of(part(&x.words, words)),
             sums: Bytes::of(part(&x.sums, sums)),
             eights: None,

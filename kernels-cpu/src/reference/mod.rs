@@ -9,6 +9,8 @@ mod hadamard;
 
 use std::ops::Range;
 
+use half::bf16;
+
 pub(crate) use self::activation::{EXP_TERMS, GELU, LN_2, LOG2_E, SILU_END};
 pub use self::activation::{clamped_gate, gelu_tanh, rms_norm, silu, silu_mul};
 pub use self::experts::experts;
@@ -199,6 +201,23 @@ pub fn float_linear(weight: &WeightView<'_>, x: &[f32], bias: Option<&[f32]>) ->
         }
     }
     out
+}
+
+/// Multiplies float activations `x` `[m, k]` by dense weights `[n, k]` in `f64`, `[m, n]` row-major. Each value is paired
+/// with the sum of magnitudes to which the error bound of
+/// [`PackedLinear::pack_bf16`](crate::PackedLinear::pack_bf16) is proportional: `Σ |w| |x|` plus the magnitude of the
+/// bias.
+///
+/// # Panics
+/// When `weight` is not `[n, k]`, or `x` is not whole rows.
+pub fn bf16_linear([n, k]: [usize; 2], weight: &[bf16], x: &[f32], bias: Option<&[f32]>) -> Vec<(f64, f64)> {
+    assert!(k > 0 && weight.len() == n * k && x.len().is_multiple_of(k), "not whole rows");
+    let of = |x: &[f32], o: usize| {
+        let terms = x.iter().zip(&weight[o * k..(o + 1) * k]).map(|(x, w)| f64::from(*x) * w.to_f64());
+        let bias = bias.map_or(0.0, |bias| f64::from(bias[o]));
+        (terms.clone().sum::<f64>() + bias, terms.map(f64::abs).sum::<f64>() + bias.abs())
+    };
+    x.chunks_exact(k).flat_map(|row| (0..n).map(move |o| of(row, o))).collect()
 }
 
 /// The scale of a group of super-blocks, and its minimum if it has one, in rows of `groups` groups and `k` features.

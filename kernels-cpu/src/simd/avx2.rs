@@ -10,7 +10,7 @@ use core::arch::x86_64::*;
 use super::{E2M1_DOUBLED, E4M3_BIAS, E4M3_BITS, E4M3_SMALLEST_NORMAL, FloatLanes, Lanes, codes, iq4_bytes};
 use crate::FloatFormat;
 use crate::float_format::IQ4_LEVELS;
-use crate::layout::STEP;
+use crate::layout::{STEP, dense_place};
 
 /// AVX2, FMA and F16C.
 #[derive(Clone, Copy)]
@@ -369,6 +369,19 @@ macro_rules! lanes {
                     };
                     let (shift, mask) = (_mm_cvtsi32_si128(shift as i32), _mm256_set1_epi32(mask));
                     words.map(|w| _mm256_and_si256(_mm256_srl_epi32(w, shift), mask))
+                }
+            }
+            #[inline(always)]
+            unsafe fn dense(at: *const u8, feature: usize) -> Self::F {
+                let (pair, high) = dense_place(feature);
+                // SAFETY: the contract of `Lanes`.
+                unsafe {
+                    load(at.add(64 * pair)).map(|words| {
+                        _mm256_castsi256_ps(match high {
+                            true => _mm256_and_si256(words, _mm256_set1_epi32(-0x1_0000)),
+                            false => _mm256_slli_epi32::<16>(words),
+                        })
+                    })
                 }
             }
             #[inline(always)]

@@ -8,7 +8,7 @@ use super::{
     codes, iq4_bytes,
 };
 use crate::FloatFormat;
-use crate::layout::STEP;
+use crate::layout::{STEP, dense_place};
 
 /// AVX-512 F, BW, VL and VNNI.
 #[derive(Clone, Copy)]
@@ -274,6 +274,18 @@ macro_rules! lanes {
                 }
             }
             #[inline(always)]
+            unsafe fn dense(at: *const u8, feature: usize) -> __m512 {
+                let (pair, high) = dense_place(feature);
+                // SAFETY: the caller guarantees that the pointer is valid for the 256 bytes of the step.
+                unsafe {
+                    let words = _mm512_loadu_si512(at.add(64 * pair).cast());
+                    _mm512_castsi512_ps(match high {
+                        true => _mm512_and_si512(words, _mm512_set1_epi32(-0x1_0000)),
+                        false => _mm512_slli_epi32::<16>(words),
+                    })
+                }
+            }
+            #[inline(always)]
             unsafe fn prefetch(at: *const u8) {
                 // SAFETY: the caller guarantees that the processor has the instruction set; a prefetch address need not
                 // be valid.
@@ -295,7 +307,7 @@ lanes!(Avx512Bf16);
 super::one_by_one!(Avx512Vnni, wide: true);
 
 /// Pairs of bf16. The words of a step hold, at shifts of 0, 4, 8 and 12, the codes of features (0, 2), (4, 6), (1, 3)
-/// and (5, 7); activations are stored in these pairs, first rounded to bf16 and then as the remainder.
+/// and (5, 7); activations are stored in these pairs, each rounded to bf16 and followed by its remainder, if any.
 impl FloatLanes for Avx512Bf16 {
     const PARTS: usize = 4;
     const ORDERED: bool = false;
@@ -336,6 +348,9 @@ impl FloatLanes for Avx512Bf16 {
         // SAFETY: the caller guarantees that the pointer is valid for the bytes of the step, and that the processor has
         // the instruction set.
         unsafe {
+            if CODES == codes::BF16 {
+                return bf16(_mm512_loadu_si512(at.add(64 * part).cast()));
+            }
             if CODES == codes::E4M3 {
                 let words = _mm512_loadu_si512(at.add(64 * (part % 2)).cast());
                 // Words of two features each: first use the low byte, then the high one.
@@ -375,10 +390,12 @@ impl FloatLanes for Avx512Bf16 {
         // SAFETY: the caller guarantees that the pointer is valid for the 32 bytes of the step, and that the processor
         // has the instruction set.
         unsafe {
-            let x = x.add(8 * part).cast::<i32>();
-            let (rounded, rest) = (x.read_unaligned(), x.add(1).read_unaligned());
-            let sum = _mm512_dpbf16_ps(sum, w, bf16(_mm512_set1_epi32(rounded)));
-            if REST { _mm512_dpbf16_ps(sum, w, bf16(_mm512_set1_epi32(rest))) } else { sum }
+            let pair = |at: *const u8| bf16(_mm512_set1_epi32(at.cast::<i32>().read_unaligned()));
+            if !REST {
+                return _mm512_dpbf16_ps(sum, w, pair(x.add(4 * part)));
+            }
+            let x = x.add(8 * part);
+            _mm512_dpbf16_ps(_mm512_dpbf16_ps(sum, w, pair(x)), w, pair(x.add(4)))
         }
     }
 }

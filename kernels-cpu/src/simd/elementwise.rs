@@ -9,7 +9,7 @@ use half::{bf16, f16};
 
 use super::Lanes;
 use super::scalar::Scalar;
-use crate::activation::float::split_in_pairs;
+use crate::activation::split::{in_pairs, split_in_pairs};
 
 /// Lanes that work along rows.
 ///
@@ -52,7 +52,7 @@ pub(crate) trait RowLanes: Lanes {
     unsafe fn largest(a: Self::I) -> i32;
 
     /// Packs steps of eight floats as `PARTS` bf16 each, and adds the floats to `sum`, see
-    /// [`float`](crate::activation::float). Part `p` of step `s` is written to four words at `p · part + 4 s`.
+    /// [`split`](crate::activation::split). Part `p` of step `s` is written to four words at `p · part + 4 s`.
     #[inline(always)]
     unsafe fn split_steps<const PARTS: usize>(
         x: *const f32,
@@ -69,6 +69,26 @@ pub(crate) trait RowLanes: Lanes {
                 for (p, words) in split_in_pairs::<PARTS>(values).into_iter().enumerate() {
                     to.add(p * part + 4 * step).cast::<[u32; 4]>().write_unaligned(words);
                 }
+            }
+        }
+    }
+
+    /// Packs steps of eight floats as `PARTS` bf16 each, one or two, and adds the floats to `sum`. The parts of a pair
+    /// of values are neighbouring words, and steps are `stride` words apart.
+    #[inline(always)]
+    unsafe fn pair_steps<const PARTS: usize>(
+        x: *const f32,
+        steps: usize,
+        to: *mut u32,
+        stride: usize,
+        sum: &mut [f32; 8],
+    ) {
+        for step in 0..steps {
+            // SAFETY: the caller guarantees that the pointers are valid for these steps and their words.
+            unsafe {
+                let values = x.add(8 * step).cast::<[f32; 8]>().read_unaligned();
+                sum.iter_mut().zip(values).for_each(|(sum, v)| *sum += v);
+                in_pairs::<PARTS>(values, core::slice::from_raw_parts_mut(to.add(step * stride), 4 * PARTS));
             }
         }
     }

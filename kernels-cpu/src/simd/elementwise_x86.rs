@@ -280,37 +280,77 @@ impl RowLanes for Avx512Vnni {
     ) {
         // SAFETY: the contract of `RowLanes`.
         unsafe {
-            let one = |word: i32| _mm256_set1_epi32(word);
-            let magnitude = |bits| _mm256_and_si256(bits, one(0x7fff_ffff));
-            // 16-bit words in the order of `PAIRS`.
-            let pairs = _mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15);
-            let infinity = one(0x7f80_0000);
             let mut total = _mm256_loadu_ps(sum.as_ptr());
             for step in 0..steps {
                 let values = _mm256_loadu_ps(x.add(8 * step));
                 total = _mm256_add_ps(total, values);
-                let infinite = _mm256_cmpeq_epi32_mask(magnitude(_mm256_castps_si256(values)), infinity);
-                let mut left = values;
-                for p in 0..PARTS {
-                    let bits = _mm256_castps_si256(left);
-                    let odd = _mm256_and_si256(_mm256_srli_epi32::<16>(bits), one(1));
-                    let rounded = _mm256_add_epi32(bits, _mm256_add_epi32(odd, one(0x7fff)));
-                    let rounded = _mm256_and_si256(rounded, one(-0x1_0000));
-                    let nan = _mm256_cmp_ps_mask::<_CMP_UNORD_Q>(left, left);
-                    let mut rounded = _mm256_mask_mov_epi32(rounded, nan, one(0x7fc0_0000));
-                    if p == 0 {
-                        // Finite values that rounding would make infinite are truncated.
-                        let beyond = _mm256_cmpeq_epi32_mask(magnitude(rounded), infinity) & !infinite;
-                        rounded = _mm256_mask_and_epi32(rounded, beyond, bits, one(-0x1_0000));
-                    } else {
-                        rounded = _mm256_maskz_mov_epi32(!infinite, rounded);
-                    }
-                    left = _mm256_sub_ps(left, _mm256_castsi256_ps(rounded));
-                    let words = _mm256_cvtepi32_epi16(_mm256_srli_epi32::<16>(rounded));
-                    _mm_storeu_si128(to.add(p * part + 4 * step).cast(), _mm_shuffle_epi8(words, pairs));
+                for (p, words) in parts_in_pairs::<PARTS>(values).into_iter().enumerate() {
+                    _mm_storeu_si128(to.add(p * part + 4 * step).cast(), words);
                 }
             }
             _mm256_storeu_ps(sum.as_mut_ptr(), total);
         }
+    }
+    #[inline(always)]
+    unsafe fn pair_steps<const PARTS: usize>(
+        x: *const f32,
+        steps: usize,
+        to: *mut u32,
+        stride: usize,
+        sum: &mut [f32; 8],
+    ) {
+        // SAFETY: the contract of `RowLanes`.
+        unsafe {
+            let mut total = _mm256_loadu_ps(sum.as_ptr());
+            for step in 0..steps {
+                let values = _mm256_loadu_ps(x.add(8 * step));
+                total = _mm256_add_ps(total, values);
+                let (parts, to) = (parts_in_pairs::<PARTS>(values), to.add(step * stride));
+                if PARTS == 1 {
+                    _mm_storeu_si128(to.cast(), parts[0]);
+                } else {
+                    _mm_storeu_si128(to.cast(), _mm_unpacklo_epi32(parts[0], parts[1]));
+                    _mm_storeu_si128(to.add(4).cast(), _mm_unpackhi_epi32(parts[0], parts[1]));
+                }
+            }
+            _mm256_storeu_ps(sum.as_mut_ptr(), total);
+        }
+    }
+}
+
+/// Splits eight values into bf16 parts, see [`split`](crate::activation::split); the words of a part are its pairs.
+///
+/// # Safety
+/// The processor must have AVX-512 F, BW and VL.
+#[inline(always)]
+unsafe fn parts_in_pairs<const PARTS: usize>(values: __m256) -> [__m128i; PARTS] {
+    // SAFETY: the caller guarantees that the processor has these instructions.
+    unsafe {
+        let one = |word: i32| _mm256_set1_epi32(word);
+        let magnitude = |bits| _mm256_and_si256(bits, one(0x7fff_ffff));
+        // 16-bit words in the order of `PAIRS`.
+        let pairs = _mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15);
+        let infinity = one(0x7f80_0000);
+        let infinite = _mm256_cmpeq_epi32_mask(magnitude(_mm256_castps_si256(values)), infinity);
+        let (mut left, mut parts) = (values, [_mm_setzero_si128(); PARTS]);
+        for (p, part) in parts.iter_mut().enumerate() {
+            let bits = _mm256_castps_si256(left);
+            let odd = _mm256_and_si256(_mm256_srli_epi32::<16>(bits), one(1));
+            let rounded = _mm256_add_epi32(bits, _mm256_add_epi32(odd, one(0x7fff)));
+            let rounded = _mm256_and_si256(rounded, one(-0x1_0000));
+            let nan = _mm256_cmp_ps_mask::<_CMP_UNORD_Q>(left, left);
+            let mut rounded = _mm256_mask_mov_epi32(rounded, nan, one(0x7fc0_0000));
+            if p == 0 {
+                // Finite values that rounding would make infinite are truncated.
+                let beyond = _mm256_cmpeq_epi32_mask(magnitude(rounded), infinity) & !infinite;
+                rounded = _mm256_mask_and_epi32(rounded, beyond, bits, one(-0x1_0000));
+            } else {
+                rounded = _mm256_maskz_mov_epi32(!infinite, rounded);
+            }
+            left = _mm256_sub_ps(left, _mm256_castsi256_ps(rounded));
+            let words = _mm256_cvtepi32_epi16(_mm256_srli_epi32::<16>(rounded));
+            *part = _mm_shuffle_epi8(words, pairs);
+        }
+        parts
     }
 }

@@ -29,6 +29,8 @@ pub(crate) mod codes {
     pub(crate) const IQ4: usize = 0x204;
     /// E4M3: 8 bits.
     pub(crate) const E4M3: usize = 0x108;
+    /// Dense bf16 instead of codes: 16 bits.
+    pub(crate) const BF16: usize = 0x110;
 
     /// Bits per code.
     pub(crate) const fn bits(codes: usize) -> usize {
@@ -197,6 +199,18 @@ pub(crate) trait Lanes: Copy {
     ) -> usize {
         0
     }
+    /// Loads feature `feature` of a step of dense bf16, for every row.
+    #[inline(always)]
+    unsafe fn dense(at: *const u8, feature: usize) -> Self::F {
+        let (pair, high) = crate::layout::dense_place(feature);
+        // SAFETY: the caller guarantees that the pointer is valid for the 256 bytes of the step, and that the processor
+        // has the instruction set; the array holds the sixteen values that are loaded.
+        unsafe {
+            let words = at.add(64 * pair).cast::<[u32; 16]>().read_unaligned();
+            let values = words.map(|word| if high { word & 0xffff_0000 } else { word << 16 });
+            Self::load_f32(values.as_ptr().cast())
+        }
+    }
     /// Loads the code of feature `part` of a step, or of a unit of steps, for every row.
     unsafe fn code<const BITS: usize>(at: *const u8, part: usize) -> Self::I;
     /// Prefetches the line at an address that need not be valid.
@@ -226,8 +240,8 @@ pub(crate) trait FloatLanes: Lanes {
     unsafe fn values<const CODES: usize>() -> Self::Table;
     /// The weights of a part of the step, or of the unit of steps, that begins at `at`.
     unsafe fn weights<const CODES: usize>(at: *const u8, part: usize, table: Self::Table) -> Self::W;
-    /// Adds the products of a part; `x` points to the 32 bytes of a row's step. Without `REST`, the remainders of
-    /// rounding to bf16, if there are any, are known to be zero.
+    /// Adds the products of a part; `x` points to the 32 bytes of a row's step. On lanes that multiply bf16, values
+    /// without `REST` are bf16 that have no remainders, so a step has 16 bytes.
     unsafe fn dot_float<const REST: bool>(sum: Self::F, w: Self::W, x: *const u8, part: usize) -> Self::F;
 }
 
@@ -285,6 +299,7 @@ macro_rules! one_by_one {
                         $crate::simd::codes::E2M1 => Self::e2m1(Self::code::<4>(at, part), table),
                         $crate::simd::codes::IQ4 => Self::iq4(Self::code::<4>(at, part), table),
                         $crate::simd::codes::E4M3 => Self::e4m3(Self::code::<8>(at, part)),
+                        $crate::simd::codes::BF16 => Self::dense(at, part),
                         _ => Self::to_f32(Self::sub(Self::code::<CODES>(at, part), table)),
                     }
                 }

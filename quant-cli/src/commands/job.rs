@@ -200,7 +200,7 @@ impl Args {
 fn create(args: &InitArgs, session: &Session) -> Result<()> {
     let request = JobRequest {
         model: args.model.clone(),
-        settings: args.recipe.settings(),
+        settings: args.recipe.settings()?,
         calibration: args.calibration.clone().map(Text::Named),
         blocks_per_unit: args.blocks_per_unit,
         forward_shards: args.forward_shards,

@@ -134,7 +134,7 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
         .filter_map(|file| file.as_deref())
         .collect();
     args.json.check_distinct(model, &read)?;
-    let settings = args.recipe.settings();
+    let settings = args.recipe.settings()?;
     if settings.writes_gguf()? {
         return super::gguf::plan(model, &settings, args.all, &args.json, session);
     }

@@ -68,7 +68,7 @@ impl Args {
     }
 
     fn request(&self, session: &Session) -> Result<QuantizeRequest> {
-        let mut settings = self.recipe.settings();
+        let mut settings = self.recipe.settings()?;
         let names_format =
             !settings.format.is_empty() || settings.recipe.is_some() || settings.preset.is_some();
         if !names_format && is_gguf_name(&self.output) {

@@ -24,6 +24,7 @@ mod statistics;
 mod text;
 mod tokenizer;
 mod values;
+mod vocabulary;
 mod windows;
 
 pub use cached::CachedMaxima;

@@ -25,7 +25,7 @@ impl All {
             means: AbsMean::new(channels),
             ranges: ChannelRanges::new(channels),
             sampled: SampledRows::new(channels, layout.counted(), 5),
-            hessian: Hessian::new(channels),
+            hessian: Hessian::new(channels).unwrap(),
             gram: GramSum::new(channels),
         }
     }

@@ -6,7 +6,7 @@ use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 
-use super::InProcess;
+use super::{InProcess, vocabulary};
 use crate::checkpoint::{ModelDirectory, Sidecar, placeholder, read_capped};
 use crate::worker::{Answer, Content, Encoded, Loadable, Question, TextWorker, TextWorkers};
 use crate::{Error, Result};
@@ -89,6 +89,21 @@ impl TextTokenizer {
         directory.sidecar(NAME).ok_or_else(missing)
     }
 
+    /// Checks the vocabulary of a model's `tokenizer.json`, if there is one, without loading it.
+    ///
+    /// # Errors
+    /// When the file is not JSON, or its vocabulary is empty or has two tokens of one number; as
+    /// [`bytes_of`](Self::bytes_of).
+    pub fn check(directory: &ModelDirectory) -> Result<()> {
+        let Ok(sidecar) = Self::file_of(directory) else { return Ok(()) };
+        Self::check_bytes(&sidecar.path, &Self::bytes_of(directory)?)
+    }
+
+    fn check_bytes(path: &Path, bytes: &[u8]) -> Result<()> {
+        let reason = placeholder(bytes).map(str::to_owned).or_else(|| vocabulary::fault(bytes));
+        reason.map_or(Ok(()), |reason| Err(Self::fault(path, reason)))
+    }
+
     /// Reads a tokenizer from bytes and runs it in this process; `path` is for messages.
     ///
     /// # Errors
@@ -102,9 +117,7 @@ impl TextTokenizer {
     /// # Errors
     /// When the bytes are malformed, or no worker can be started.
     pub fn load(workers: Option<&dyn TextWorkers>, path: &Path, bytes: Vec<u8>) -> Result<Self> {
-        if let Some(reason) = placeholder(&bytes) {
-            return Err(Self::fault(path, reason.into()));
-        }
+        Self::check_bytes(path, &bytes)?;
         let loadable = Loadable { path: path.to_owned(), content: Content::Tokenizer(bytes) };
         let worker = workers.unwrap_or(&InProcess).load(loadable)?;
         Ok(Self { worker, path: path.to_owned() })

@@ -7,7 +7,7 @@ use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::{Mutex, PoisonError};
 
-use crate::{Error, Result};
+use crate::{Error, Result, allocate};
 
 /// Bytes converted at a time.
 const CHUNK_BYTES: usize = 1 << 20;
@@ -139,15 +139,7 @@ impl Values {
                 }
                 ValueStore::File(spill.clone(), file)
             }
-            None => {
-                let mut values = Vec::new();
-                values.try_reserve_exact(len).map_err(|_| Error::Memory {
-                    what: "the values of the calibration batch".into(),
-                    bytes: Some(4 * len as u64),
-                })?;
-                values.resize(len, 0.0);
-                ValueStore::Memory(values)
-            }
+            None => ValueStore::Memory(allocate::zeros(len, "the values of the calibration batch")?),
         };
         Ok(Self { len, place })
     }

@@ -71,7 +71,7 @@ impl<'a> Curvature<'a> {
         let values: BTreeSet<(NodeId, usize)> =
             graph.linears().map(|(id, _, [_, k], _)| (graph.nodes()[id].inputs[0], k)).collect();
         let mut hessians: BTreeMap<NodeId, Hessian> =
-            values.into_iter().map(|(id, k)| (id, Hessian::new(k))).collect();
+            values.into_iter().map(|(id, k)| Ok((id, Hessian::new(k)?))).collect::<Result<_>>()?;
         let mut pass = StatisticsPass::new(&block, self.states.layout(), self.cancel);
         for (value, hessian) in &mut hessians {
             pass.gather(*value, hessian)?;
@@ -102,5 +102,8 @@ fn factor(hessian: &Hessian, damping: f64, tensor: &str) -> Result<Factor> {
             Error::Calibration { tensor, what: format!("the sum of squares of input channel {channel}") }
         }
         FactorError::Indefinite { .. } => Error::Numeric { tensor, reason: e.to_string() },
+        FactorError::Memory { bytes } => {
+            Error::Memory { what: format!("the Hessian of `{tensor}`"), bytes: Some(bytes) }
+        }
     })
 }

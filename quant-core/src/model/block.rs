@@ -518,7 +518,7 @@ impl<'a> Run<'a> {
             let KvCaching::Simulated(scheme) = block.caching else { return Ok(x.clone()) };
             let mut values = x.flatten_all()?.to_vec1::<f32>()?;
             let scale = block.kv_scales.get(&(id, part)).copied().unwrap_or(1.0);
-            scheme.round(&mut values, width, scale)?;
+            super::kv::round_cached(scheme, &mut values, width, scale)?;
             Ok(Tensor::from_vec(values, x.shape(), x.device())?)
         };
         let float = |[k, v]: [&Tensor; 2]| {

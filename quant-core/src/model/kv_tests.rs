@@ -2,7 +2,11 @@ use std::path::Path;
 
 use proptest::prelude::*;
 
+use serde_json::{Value, json};
+
 use super::*;
+use crate::checkpoint::ConfigFields;
+use crate::scheme::KV_CONFIG_KEY;
 
 fn read(value: Value) -> Result<Option<KvScheme>> {
     let config = json!({ KV_CONFIG_KEY: value });
@@ -90,7 +94,7 @@ proptest! {
         };
         let x: Vec<f32> = (0..tokens * head_dim).map(value).collect();
         let mut rounded = x.clone();
-        scheme.round(&mut rounded, head_dim, 1.0).unwrap();
+        round_cached(scheme, &mut rounded, head_dim, 1.0).unwrap();
         for (x, found) in x.chunks_exact(head_dim).zip(rounded.chunks_exact(head_dim)) {
             let (mut codes, mut expected) = (vec![0; head_dim], vec![0.0; head_dim]);
             let grid = quantize_head(x, u32::from(scheme.bits()), &mut codes).unwrap();
@@ -106,13 +110,13 @@ proptest! {
 #[test]
 fn values_that_a_cache_cannot_hold_are_errors() {
     for (value, phrase) in [(f32::NAN, "NaN"), (f32::INFINITY, "NaN or infinite"), (7e4, "65504")] {
-        let error = KvScheme::Kv4.round(&mut [0.0, value], 2, 1.0).unwrap_err();
+        let error = round_cached(KvScheme::Kv4, &mut [0.0, value], 2, 1.0).unwrap_err();
         assert_eq!(error.category().exit_code(), 6);
         assert!(error.to_string().contains(phrase), "{error}");
     }
-    assert!(KvScheme::Kv4.round(&mut [0.0; 3], 2, 1.0).is_err());
-    assert!(KvScheme::Kv4.round(&mut [0.0; 3], 0, 1.0).is_err());
-    KvScheme::Kv8.round(&mut [], 4, 1.0).unwrap();
+    assert!(round_cached(KvScheme::Kv4, &mut [0.0; 3], 2, 1.0).is_err());
+    assert!(round_cached(KvScheme::Kv4, &mut [0.0; 3], 0, 1.0).is_err());
+    round_cached(KvScheme::Kv8, &mut [], 4, 1.0).unwrap();
 }
 
 /// An E4M3 value, by the definition of the format; NaN for the two NaN codes.
@@ -132,7 +136,7 @@ fn number(code: u8) -> f64 {
 fn fp8_holds_its_codes_and_rounds_what_lies_between() {
     let round = |x: f32, scale: f32| {
         let mut x = [x];
-        KvScheme::Kvf8.round(&mut x, 1, scale).unwrap();
+        round_cached(KvScheme::Kvf8, &mut x, 1, scale).unwrap();
         x[0]
     };
     // Powers of two, for which products and quotients are exact, and one other scale.
@@ -163,9 +167,9 @@ fn fp8_holds_its_codes_and_rounds_what_lies_between() {
         }
     }
     for value in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
-        let error = KvScheme::Kvf8.round(&mut [0.0, value], 2, 1.0).unwrap_err();
+        let error = round_cached(KvScheme::Kvf8, &mut [0.0, value], 2, 1.0).unwrap_err();
         assert_eq!(error.category().exit_code(), 6);
         assert!(error.to_string().contains("NaN or infinite"), "{error}");
     }
-    assert!(KvScheme::Kvf8.round(&mut [0.0; 3], 2, 1.0).is_err());
+    assert!(round_cached(KvScheme::Kvf8, &mut [0.0; 3], 2, 1.0).is_err());
 }

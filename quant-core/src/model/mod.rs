@@ -40,6 +40,7 @@ mod tensor_values;
 mod tokens;
 mod unrouted;
 
+pub use crate::scheme::KvScheme;
 pub use arch::{
     Activation, Architecture, AttentionShape, BlockGraph, BlockKind, Blocks, Computes, Convolution,
     Correction, DeltaNet, EmbeddingScale, FoldGroup, Groups, LayerNormParameters, LearnedPositions,
@@ -54,7 +55,7 @@ pub use decoder::Decoder;
 pub(crate) use embeddings::EmbeddingNorm;
 pub(crate) use experts::add_expert;
 pub use head::{HEAD_TILE, Head, HeadParts};
-pub use kv::{KvCaching, KvScheme};
+pub use kv::{KvCaching, round_cached};
 pub use kv_scales::{CachedValue, KvScales, NoCacheScales, cached_values};
 pub use linear::{
     BlockWeight, CudaLinear, CudaRunner, Linear, StoredWeight, WeightBody, WeightRows, kernels, multiply,

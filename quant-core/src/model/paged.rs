@@ -179,7 +179,7 @@ mod tests {
 
     use super::*;
     use crate::model::KvScheme;
-    use crate::model::kv::refusal;
+    use crate::model::kv::{refusal, round_cached};
     use crate::random::SplitMix64;
 
     struct Case {
@@ -287,7 +287,7 @@ mod tests {
                 let kind = scheme.kind().unwrap();
                 let rounded = [&k, &v].map(|x| {
                     let mut x = flat(x);
-                    scheme.round(&mut x, case.shape.head_dim, 1.0).unwrap();
+                    round_cached(scheme, &mut x, case.shape.head_dim, 1.0).unwrap();
                     x
                 });
                 let expected = exact(&case, &flat(&q), &rounded[0], &rounded[1], None);
@@ -324,7 +324,7 @@ mod tests {
                 .collect();
             let rounded = [&k, &v].map(|x| {
                 let mut x = flat(x);
-                KvScheme::Kv8.round(&mut x, 16, 1.0).unwrap();
+                round_cached(KvScheme::Kv8, &mut x, 16, 1.0).unwrap();
                 x
             });
             let expected = exact(&case, &flat(&q), &rounded[0], &rounded[1], Some(&starts));

@@ -12,7 +12,7 @@ use super::report::{QuantReport, TensorReport};
 use super::source::{ReadWeights, Source, copy, stored_report, unchanged_report};
 use super::tensor::{Finished, apply_rewrite, cache_scales, largest_magnitude};
 use crate::recipe::{Action, Plan, PlanEntry};
-use crate::{Event, Result, TensorSink};
+use crate::{Error, Event, Result, TensorSink};
 
 /// The data from which the entries of a span are computed, in addition to the plan.
 pub(super) struct SpanWork<'a> {
@@ -51,7 +51,7 @@ pub(super) struct Conveyor<'a, 'j> {
     is_shared: bool,
     report: QuantReport,
     /// The reports of the entries that have been written, by position.
-    tensors: BTreeMap<usize, TensorReport>,
+    tensors: Vec<Option<TensorReport>>,
     /// The position of the next entry, and the source read for it.
     prefetched: Option<(usize, Result<Source>)>,
     pending: Option<PendingWrite>,
@@ -77,7 +77,7 @@ impl<'a, 'j> Conveyor<'a, 'j> {
     pub(super) fn new(job: &'a Job<'j>, sink: &'a mut dyn TensorSink, is_shared: bool) -> Result<Self> {
         let report = QuantReport::new(job)?;
         let spans = spans(job.plan, job.model.architecture().layers);
-        let tensors = BTreeMap::new();
+        let tensors = std::iter::repeat_with(|| None).take(job.plan.entries.len()).collect();
         let (prefetched, pending, spare, shared) = (None, None, Vec::new(), BTreeMap::new());
         Ok(Self { job, sink, spans, is_shared, report, tensors, prefetched, pending, spare, shared })
     }
@@ -139,7 +139,7 @@ impl<'a, 'j> Conveyor<'a, 'j> {
     }
 
     fn is_taken(&self, index: usize) -> bool {
-        self.tensors.contains_key(&index) || self.pending.as_ref().is_some_and(|b| b.index == index)
+        self.tensors[index].is_some() || self.pending.as_ref().is_some_and(|b| b.index == index)
     }
 
     /// Processes an entry while the one at `next` is read.
@@ -249,7 +249,7 @@ impl<'a, 'j> Conveyor<'a, 'j> {
             self.sink.write(&name, 0, &bytes)?;
         }
         self.sink.remember(&report.tensor, &json!(report))?;
-        self.tensors.insert(index, report);
+        self.tensors[index] = Some(report);
         if end.is_some() { self.sink.commit() } else { Ok(()) }
     }
 
@@ -267,7 +267,10 @@ impl<'a, 'j> Conveyor<'a, 'j> {
     /// Writes and commits the last tensor, and returns the report.
     pub(super) fn finish(mut self) -> Result<QuantReport> {
         self.drain()?;
-        self.report.finish(self.tensors.into_values().collect());
+        let missing = || Error::Internal("a tensor has no report".into());
+        // `collect` reuses the memory of the vector.
+        let reports = self.tensors.into_iter().map(|report| report.ok_or_else(missing));
+        self.report.finish(reports.collect::<Result<_>>()?);
         Ok(self.report)
     }
 }

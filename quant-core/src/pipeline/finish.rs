@@ -104,7 +104,7 @@ pub fn add_companions(
     for sidecar in directory.sidecar_files() {
         writer.add_copy(sidecar)?;
     }
-    writer.add_file(REPORT, report.to_json()?.as_bytes())
+    writer.add_written(REPORT, |out| report.write_json(out))
 }
 
 /// Returns the inputs that determine the output of a run, for

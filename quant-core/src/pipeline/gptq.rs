@@ -101,7 +101,7 @@ impl<'a> GptqRun<'a> {
                     *from = cut;
                     task.release(&self.before, |node| node <= cut);
                 }
-                let mut hessian = task.hessian(&linears);
+                let mut hessian = task.hessian(&linears)?;
                 // Experts run one at a time only if tokens are independent of each other from here to the end of the
                 // block.
                 let selects =
@@ -200,7 +200,8 @@ impl GptqTask<'_> {
         states: &mut HiddenStates,
         advance: bool,
     ) -> Result<Vec<Hessian>> {
-        let mut hessians: Vec<_> = stages.values().map(|linears| self.hessian(linears)).collect();
+        let mut hessians: Vec<_> =
+            stages.values().map(|linears| self.hessian(linears)).collect::<Result<_>>()?;
         let watched = watched(&self.block, self.unrouted);
         let mut pass = StatisticsPass::new(&watched, states.layout(), self.cancel);
         for (value, hessian) in stages.keys().zip(&mut hessians) {
@@ -216,7 +217,7 @@ impl GptqTask<'_> {
     }
 
     /// Creates an empty Hessian for a stage.
-    fn hessian(&self, linears: &[NodeId]) -> Hessian {
+    fn hessian(&self, linears: &[NodeId]) -> Result<Hessian> {
         Hessian::new(self.block.linear(linears[0]).weight().shape()[1])
     }
 
@@ -229,6 +230,9 @@ impl GptqTask<'_> {
             },
             FactorError::Indefinite { .. } => {
                 Error::Numeric { tensor: tensor.to_owned(), reason: e.to_string() }
+            }
+            FactorError::Memory { bytes } => {
+                Error::Memory { what: format!("the Hessian of `{tensor}`"), bytes: Some(bytes) }
             }
         })?;
         if factor.escalations() > 0 {

@@ -3,15 +3,18 @@
 //! The report holds nothing that differs between two runs of the same job (no times, no paths), so its bytes are always
 //! the same.
 
+use std::borrow::Cow;
 use std::collections::BTreeMap;
+use std::io;
 use std::path::Path;
 
 use serde::{Deserialize, Serialize};
+use sha2::{Digest, Sha256};
 
 use super::{GptqRecord, Job, REPORT};
 use crate::calibrate::{ExpertSampling, Mask, Packing, TokenWindows};
-use crate::checkpoint::{TensorInfo, parse_strictly, read_capped};
-use crate::digest::sha256_hex;
+use crate::checkpoint::{Dtype, TensorInfo, parse_strictly, read_capped};
+use crate::digest::hex;
 use crate::model::{Carried, KvScheme, Model};
 use crate::quantize::ErrorStats;
 use crate::quantize::gptq::GptqSettings;
@@ -137,16 +140,16 @@ impl From<ErrorStats> for WeightError {
     }
 }
 
-/// The report of one tensor.
+/// The report of one tensor. A model can have a hundred thousand, so what most tensors lack is boxed.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct TensorReport {
     /// The tensor's name in the input.
     pub tensor: String,
     /// `copied`, `rewritten`, `quantized` or `repacked`.
-    pub action: String,
+    pub action: Cow<'static, str>,
     /// The tensor's type in the input.
-    pub dtype: String,
+    pub dtype: Cow<'static, str>,
     /// The tensor's shape in the input.
     pub shape: Vec<usize>,
     /// The scheme, for quantized tensors.
@@ -162,19 +165,25 @@ pub struct TensorReport {
     pub ratio: Option<f32>,
     /// The error of the stored weight.
     pub weight_error: Option<WeightError>,
+    /// The number of groups in which a weight is so large that all others are rounded to zero.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub vanished_groups: u64,
+    /// Whether all weights are zero.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub all_zero: bool,
     /// The scale search of the group that the tensor belongs to.
-    pub scale_search: Option<FoldRecord>,
+    pub scale_search: Option<Box<FoldRecord>>,
     /// The clip search.
-    pub clip_search: Option<ClipRecord>,
+    pub clip_search: Option<Box<ClipRecord>>,
     /// The result of GPTQ; absent if it was not run.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub gptq: Option<GptqRecord>,
+    pub gptq: Option<Box<GptqRecord>>,
     /// The result of SmoothQuant; absent if it was not run or skipped the linear.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub smooth: Option<SmoothRecord>,
+    pub smooth: Option<Box<SmoothRecord>>,
     /// The result of SmoothAttention; present for linears that produce keys.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub attention: Option<AttentionRecord>,
+    pub attention: Option<Box<AttentionRecord>>,
     /// Whether its rows or columns are in a different order than in the input.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub reordered: bool,
@@ -197,6 +206,10 @@ pub struct TensorReport {
     pub bytes_after: u64,
     /// SHA-256 of the input bytes; if norms were folded or the model was rotated before, of the resulting tensor.
     pub source_sha256: String,
+}
+
+fn is_zero(count: &u64) -> bool {
+    *count == 0
 }
 
 /// The grid of a linear's input.
@@ -234,14 +247,17 @@ fn is_equivalent(stored: LinearScheme, reported: LinearScheme) -> bool {
 }
 
 impl TensorReport {
-    fn new(entry: &PlanEntry, action: &str, source_sha256: String) -> Self {
+    fn new(entry: &PlanEntry, action: &'static str, source_sha256: String) -> Self {
         let TensorInfo { dtype, shape } = &entry.info;
         let scheme = entry.quantized().map(|(_, scheme)| scheme);
         let columns = shape.last().copied().unwrap_or(0);
         Self {
             tensor: entry.tensor.clone(),
-            action: action.to_owned(),
-            dtype: dtype.to_string(),
+            action: Cow::Borrowed(action),
+            dtype: match Dtype::ALL.iter().find(|known| *known == dtype) {
+                Some(known) => Cow::Borrowed(known.name()),
+                None => Cow::Owned(dtype.to_string()),
+            },
             shape: shape.clone(),
             scheme: scheme.map(|s| s.to_string()),
             rounded_to: None,
@@ -252,6 +268,8 @@ impl TensorReport {
             }),
             ratio: None,
             weight_error: None,
+            vanished_groups: 0,
+            all_zero: false,
             scale_search: None,
             clip_search: None,
             gptq: None,
@@ -297,20 +315,25 @@ impl TensorReport {
         Self {
             scheme: stored.map(|s| s.to_string()),
             rounded_to: asked.filter(|_| asked != stored).map(|s| s.to_string()),
-            attention,
+            attention: attention.map(Box::new),
             reordered,
             ratio: fold.as_ref().and_then(|f| f.ratio),
             weight_error: Some(error),
-            scale_search: fold,
-            clip_search: clip,
-            gptq,
-            smooth,
+            scale_search: fold.map(Box::new),
+            clip_search: clip.map(Box::new),
+            gptq: gptq.map(Box::new),
+            smooth: smooth.map(Box::new),
             input,
             calibration_tokens: tokens,
             routed_tokens: routed,
             ..Self::new(entry, "quantized", source_sha256)
         }
     }
+}
+
+/// The line of a tensor in the digest of the input, in parts.
+fn line(tensor: &TensorReport) -> std::array::IntoIter<&[u8], 4> {
+    [tensor.tensor.as_bytes(), b" ", tensor.source_sha256.as_bytes(), b"\n"].into_iter()
 }
 
 impl QuantReport {
@@ -338,10 +361,11 @@ impl QuantReport {
     /// Records the reports of all tensors, in plan order, and the digest of the input.
     pub(super) fn finish(&mut self, tensors: Vec<TensorReport>) {
         self.tensors = tensors;
-        let mut lines: Vec<String> =
-            self.tensors.iter().map(|t| format!("{} {}\n", t.tensor, t.source_sha256)).collect();
-        lines.sort_unstable();
-        self.source = SourceDigest { tensors: lines.len() as u64, sha256: sha256_hex(lines.concat()) };
+        let mut sorted: Vec<&TensorReport> = self.tensors.iter().collect();
+        sorted.sort_unstable_by(|a, b| line(a).flatten().cmp(line(b).flatten()));
+        let mut hash = Sha256::new();
+        sorted.iter().copied().flat_map(line).for_each(|part| hash.update(part));
+        self.source = SourceDigest { tensors: sorted.len() as u64, sha256: hex(&hash.finalize()) };
     }
 
     /// Reads the report next to the weights of `model` in `directory`; `None` if the directory has no report.
@@ -394,10 +418,19 @@ impl QuantReport {
     /// # Errors
     /// Never for reports made by this crate.
     pub fn to_json(&self) -> Result<String> {
-        let mut text = serde_json::to_string_pretty(self)
-            .map_err(|e| Error::Internal(format!("the report cannot be written: {e}")))?;
-        text.push('\n');
-        Ok(text)
+        let mut text = Vec::new();
+        let written = self.write_json(&mut text).map_err(|e| e.to_string());
+        let text = written.and_then(|()| String::from_utf8(text).map_err(|e| e.to_string()));
+        text.map_err(|reason| Error::Internal(format!("the report cannot be written: {reason}")))
+    }
+
+    /// Writes the JSON of [`to_json`](Self::to_json) in small pieces.
+    ///
+    /// # Errors
+    /// Those of `out`.
+    pub fn write_json(&self, out: &mut dyn io::Write) -> io::Result<()> {
+        serde_json::to_writer_pretty(&mut *out, self)?;
+        out.write_all(b"\n")
     }
 }
 

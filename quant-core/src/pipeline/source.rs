@@ -14,7 +14,7 @@ use crate::digest::{hex, sha256_hex};
 use crate::model::{Block, StoredWeight};
 use crate::quantize::QuantizedTensor;
 use crate::recipe::{Action, PlanEntry};
-use crate::{Error, Result, TensorSink};
+use crate::{Error, Result, TensorSink, allocate};
 
 /// The chunk size in bytes for tensors that are only copied.
 const COPY_BYTES: usize = 8 << 20;
@@ -151,7 +151,7 @@ impl Source {
 pub(super) fn read_into(job: &Job<'_>, entry: &PlanEntry, mut bytes: Vec<u8>) -> Result<Vec<u8>> {
     let len = usize::try_from(entry.info.byte_len())
         .map_err(|_| Error::Internal(format!("tensor `{}` exceeds the address space", entry.tensor)))?;
-    bytes.resize(len, 0);
+    allocate::grow(&mut bytes, len, format_args!("tensor `{}`", entry.tensor))?;
     job.model.source().read_range(&entry.stored, 0, &mut bytes)?;
     Ok(bytes)
 }
@@ -172,10 +172,7 @@ pub(super) fn unchanged_report(
     let tensor = stored_report(entry, sink)
         .ok_or_else(|| Error::Internal(format!("the record of `{}` is missing", entry.tensor)))?;
     if held.sha256(job, entry)? != tensor.source_sha256 {
-        return Err(Error::usage(
-            format!("tensor `{}` has changed since the run was interrupted", entry.tensor),
-            "run without ‹resume› to start over; for a merge, create a new job",
-        ));
+        return Err(Error::InputChanged { tensor: entry.tensor.clone() });
     }
     Ok(tensor)
 }

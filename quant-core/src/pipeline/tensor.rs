@@ -10,12 +10,12 @@ use crate::checkpoint::{Dtype, require_finite_bytes};
 use crate::model::{NodeId, WeightRows, transposed};
 use crate::quantize::{
     ErrorStats, QuantizedTensor, ScaleContext, ScaleExponents, SharedExtents, SourceRows, fp8_static_scale,
-    quantize_within,
+    quantize_within, vanished_groups,
 };
 use crate::recipe::{Action, CacheScale, PlanEntry};
 use crate::scheme::LinearScheme;
 use crate::transform::{FoldRecord, Rewrite, SmoothRecord};
-use crate::{Error, Result};
+use crate::{Error, Result, allocate};
 
 /// A tensor that is ready to be written.
 pub(super) struct Finished {
@@ -204,7 +204,8 @@ fn rewritten(
         let rows = WeightRows::float(shape, SourceRows::Bytes(bytes, entry.info.dtype))?;
         return Ok(Some(rewrite.weight(node, &rows)?));
     }
-    let mut values = vec![0.0; entry.info.elements()];
+    let mut values =
+        allocate::zeros(entry.info.elements(), format_args!("tensor `{}` in f32", entry.tensor))?;
     entry.info.dtype.widen(bytes, &mut values);
     Ok(Some(rewrite.bias(node, values)))
 }
@@ -232,26 +233,32 @@ impl Linear<'_> {
         let clip = self.node.and_then(|node| rewrite.clips.get(&node)).map(Vec::as_slice);
         let changed = self.node.filter(|node| clip.is_some() || rewrite.changes(*node));
         let (own, spare);
-        let (quantized, error) = match (rounded, self.node, changed) {
+        let (quantized, error, vanished) = match (rounded, self.node, changed) {
             (Some(rounded), Some(node), _) => {
                 spare = Vec::new();
                 let tensor = rounded.tensor()?;
-                (tensor, ErrorStats::of(&self.rewritten(node, bytes, rewrite)?, tensor)?)
+                let values = self.rewritten(node, bytes, rewrite)?;
+                let vanished = vanished_groups(SourceRows::Floats(&values), tensor);
+                (tensor, ErrorStats::of(&values, tensor)?, vanished)
             }
             (_, _, Some(node)) => {
                 spare = Vec::new();
-                own = self.round_values(&self.rewritten(node, bytes, rewrite)?, clip)?;
-                (&own.0, own.1)
+                let values = self.rewritten(node, bytes, rewrite)?;
+                own = self.round_values(&values, clip)?;
+                (&own.0, own.1, vanished_groups(SourceRows::Floats(&values), &own.0))
             }
             _ => {
                 own = self.round_bytes(&bytes)?;
+                let vanished = vanished_groups(SourceRows::Bytes(&bytes, self.entry.info.dtype), &own.0);
                 spare = bytes.into_spare();
-                (&own.0, own.1)
+                (&own.0, own.1, vanished)
             }
         };
         let outputs = packed(self.job, self.module, quantized)?;
         let searched = self.searched(decision, rounded, quantized);
-        let report = TensorReport::quantized(self.entry, sha256, WeightError::from(error), searched);
+        let mut report = TensorReport::quantized(self.entry, sha256, WeightError::from(error), searched);
+        report.vanished_groups = vanished;
+        report.all_zero = error.signal == 0.0;
         Ok(Finished { report, outputs, spare })
     }
 

@@ -5,7 +5,9 @@ use std::borrow::Cow;
 use super::method::TRANSFORMS;
 use super::{METHODS, Method, Rounding};
 use crate::format::{CONTAINERS, Container, containers_with};
+use crate::keys::{StepKey, suggestion};
 use crate::model::Preparation;
+use crate::quantize::gptq::GptqSettings;
 use crate::transform::Transform;
 use crate::{Error, Result};
 
@@ -83,6 +85,14 @@ impl Extensions {
         steps
     }
 
+    /// The keys that recipe files and requests may set, with the step or the rounding that each belongs to.
+    pub fn keys(&self) -> Vec<(&'static str, StepKey)> {
+        let steps = self.transforms().map(|t| (t.name(), t.keys()));
+        let rounding = [(Rounding::Gptq.name(), GptqSettings::keys())];
+        let all = steps.chain(rounding).flat_map(|(step, keys)| keys.into_iter().map(move |key| (step, key)));
+        all.filter(|(_, key)| !key.is_file).collect()
+    }
+
     /// Returns the method with this name, or the one that consists of steps separated by commas. The last one may be a
     /// rounding: `rotate,awq,gptq`.
     ///
@@ -145,12 +155,7 @@ impl Extensions {
             let mut known: Vec<_> = self.containers().map(|c| c.name()).collect();
             known.extend([GGUF, FLOATS]);
             let listed = format!("known formats: {}", known.join(", "));
-            let distances = known.iter().map(|known| (strsim::levenshtein(known, name), known));
-            let near = distances.min().filter(|(distance, _)| 2 * distance <= name.len());
-            let remedy = match near {
-                Some((_, near)) => format!("did you mean {near}? {listed}"),
-                None => listed.clone(),
-            };
+            let remedy = suggestion(name, listed, &known);
             Error::usage(format!("unknown format `{name}`"), remedy)
         })
     }

@@ -8,10 +8,28 @@ use crate::model::{BlockGraph, BlockKind, Model, NodeId};
 use crate::quantize::gptq::{Hessian, LayerInputs};
 use crate::transform::{Search, Workload};
 
-/// Memory in bytes for the program itself, its threads and the tokenizer.
-const PROGRAM: u64 = 128 << 20;
+/// Memory in bytes for the program itself.
+const PROGRAM: u64 = 56 << 20;
+/// Memory in bytes for the tokenizer, and for products of matrices with the values of a calibration batch.
+const TEXT: u64 = 64 << 20;
+/// Memory in bytes for the stack of a thread and what the allocator keeps for it.
+const THREAD: u64 = 4 << 20;
 /// Rows of a weight that a thread of GPTQ's solver processes at a time.
 const SOLVED_ROWS: usize = 128;
+/// Bytes that the header of the input takes per tensor, besides its name.
+const PER_INPUT: u64 = 256;
+/// Bytes of a plan per tensor, besides names.
+const PER_PLANNED: u64 = 400;
+/// Bytes per tensor of the report and of the record from which an interrupted run resumes, besides names.
+const PER_REPORT: u64 = 1000;
+/// Bytes per quantized linear of the model's graph, of its scheme in the configuration, and of what the report has in
+/// addition.
+const PER_LINEAR: u64 = 6144;
+/// Bytes of the report per linear whose scales or clip bounds were searched for.
+const PER_SEARCH: u64 = 1024;
+/// Bytes per tensor of the output, besides its name: its entries in the plan, the layout and the header, which is read
+/// back at the end.
+const PER_OUTPUT: u64 = 350;
 /// The minimum memory in bytes for a round of a search.
 const MIN_ROUND_BYTES: u64 = 32 << 20;
 /// Tokens that go through a block at a time, unless a window is longer.
@@ -103,7 +121,30 @@ impl Plan {
         let blocks = searched.map(kinds).max().unwrap_or(0);
         let step = blocks.max(writing);
         // The allocator keeps some memory of earlier steps.
-        step.saturating_add(step / 8).saturating_add(PROGRAM)
+        let working = step.saturating_add(Self::kept_per_tensor(plans, model));
+        let text = if plans.iter().any(Self::needs_blocks) { TEXT } else { 0 };
+        let program = PROGRAM + text + THREAD * rayon::current_num_threads() as u64;
+        working.saturating_add(working / 8).saturating_add(program)
+    }
+
+    /// The memory in bytes for what a run keeps for every tensor until its end: its places in the input and the output,
+    /// its entry in the plan, and its report. Models with many small experts have a hundred thousand tensors.
+    fn kept_per_tensor(plans: &[Self], model: &Model) -> u64 {
+        let text = |name: &str| (name.len() as u64).next_multiple_of(16) + 8;
+        let formats = plans.len() as u64;
+        // A part of a plan is made from the plan of the whole model, which stays in memory.
+        let planned = |name: &str| PER_INPUT + 2 * text(name) + formats * (PER_PLANNED + 3 * text(name));
+        let input: u64 = model.source().names().into_iter().map(planned).sum();
+        let entry = |entry: &super::PlanEntry| {
+            let outputs: u64 = entry.outputs.iter().map(|output| PER_OUTPUT + 5 * text(&output.name)).sum();
+            PER_REPORT + 4 * text(&entry.tensor) + outputs
+        };
+        let of_plan = |plan: &Self| {
+            let searched = if plan.transforms().is_empty() { 0 } else { PER_SEARCH };
+            let linears = plan.entries.iter().filter(|entry| entry.quantized().is_some()).count() as u64;
+            plan.entries.iter().map(entry).sum::<u64>() + linears * (PER_LINEAR + searched)
+        };
+        input + plans.iter().map(of_plan).sum::<u64>()
     }
 
     /// The memory in bytes for writing the largest tensor: the stored bytes of this tensor and the next one, codes,

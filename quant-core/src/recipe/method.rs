@@ -5,6 +5,7 @@ use std::borrow::Cow;
 use serde_json::{Map, Value};
 
 use super::Extensions;
+use crate::keys::StepKey;
 use crate::model::Preparation;
 use crate::quantize::gptq::{GptqSettings, LayerInputs};
 use crate::transform::{
@@ -43,9 +44,16 @@ impl Eq for Method {}
 pub(super) const TRANSFORMS: &[&dyn Transform] =
     &[&Awq, &Clip, &Reorder, &SmoothAttention, &SmoothOutputs, &SmoothQuant];
 
-/// The name of the transform that has this setting.
-pub fn step_of(setting: &str) -> Option<&'static str> {
-    TRANSFORMS.iter().find(|t| t.settings().contains(&setting)).map(|t| t.name())
+/// Returns the step, and its key, that this field of [`RecipeSettings`](crate::run::RecipeSettings) sets.
+///
+/// ```
+/// let (step, key) = quant_core::recipe::step_of("output_alpha").expect("a setting of a step");
+/// assert_eq!((step, key.name), ("smooth-outputs", "alpha"));
+/// ```
+pub fn step_of(setting: &str) -> Option<(&'static str, StepKey)> {
+    let transforms = TRANSFORMS.iter().flat_map(|t| t.keys().into_iter().map(|key| (t.name(), key)));
+    let gptq = GptqSettings::keys().into_iter().map(|key| (Rounding::Gptq.name(), key));
+    transforms.chain(gptq).find(|(_, key)| key.setting == Some(setting))
 }
 
 /// The name and the summary of every step that may come before rounding, sorted by name.
@@ -54,9 +62,9 @@ pub fn steps() -> Vec<(&'static str, &'static str)> {
 }
 
 impl Method {
-    /// Whether one of the transforms has this setting.
-    pub fn takes(&self, setting: &str) -> bool {
-        self.transforms.iter().any(|t| t.settings().contains(&setting))
+    /// Returns the transform with this name, if it is one of the method's.
+    pub fn transform(&self, name: &str) -> Option<&'static dyn Transform> {
+        self.transforms.iter().copied().find(|t| t.name() == name)
     }
 
     /// How candidates for scales are compared, if a step searches for them.

@@ -6,6 +6,7 @@
 mod cache_scales;
 mod extensions;
 mod file;
+mod keys;
 pub mod kv;
 mod memory;
 mod method;

@@ -9,6 +9,8 @@ use serde_json::{Map, Value, json};
 use super::file::RecipeFile;
 use super::{Extensions, METHODS, Recipe, Rounding, steps};
 use crate::format::CONTAINERS;
+use crate::keys::StepKey;
+use crate::quantize::gptq::GptqSettings;
 use crate::scheme::{FLOAT_SCHEMES, WeightFormat};
 
 impl Recipe {
@@ -35,21 +37,29 @@ pub(super) fn containers(generator: &mut SchemaGenerator) -> Schema {
 /// An entry of `transform`: one alternative for each step, with the keys that it accepts.
 pub(super) fn transform() -> Schema {
     let alternative = |(name, summary): (&'static str, &'static str)| {
-        let mut properties = Map::new();
-        properties.insert("kind".into(), json!({ "const": name }));
         let transform = Extensions::default().transform(name);
-        for key in transform.map(|transform| transform.keys()).unwrap_or_default() {
-            properties.insert(key.name.into(), key.schema);
-        }
+        let keys = transform.map(|transform| transform.keys()).unwrap_or_default();
+        let kind = ("kind".to_owned(), json!({ "const": name }));
         json!({
             "type": "object",
             "description": summary,
-            "properties": properties,
+            "properties": Map::from_iter([kind].into_iter().chain(properties(keys))),
             "required": ["kind"],
             "additionalProperties": false,
         })
     };
     json_schema!({ "oneOf": steps().into_iter().map(alternative).collect::<Vec<_>>() })
+}
+
+/// The table `[quantize.gptq]`.
+pub(super) fn gptq() -> Schema {
+    let properties: Map<String, Value> = properties(GptqSettings::keys()).collect();
+    json_schema!({ "type": "object", "properties": properties, "additionalProperties": false })
+}
+
+/// The names and schemas of the keys that recipe files may set.
+fn properties(keys: Vec<StepKey>) -> impl Iterator<Item = (String, Value)> {
+    keys.into_iter().filter(|key| !key.is_file).map(|key| (key.name.to_owned(), key.schema))
 }
 
 pub(super) fn rounding(_: &mut SchemaGenerator) -> Schema {

@@ -81,7 +81,7 @@ impl RecipeSettings {
     /// # Errors
     /// [`Error::Usage`] for an unknown type, and for settings that apply to other formats.
     pub fn gguf_request(&self, weighted: bool) -> Result<GgufRequest> {
-        if let Some((option, _)) = self.not_for_gguf().into_iter().find(|(_, given)| *given) {
+        if let Some(option) = self.not_for_gguf().first() {
             return Err(Error::usage(
                 format!("‹{option}› has no effect with ‹format={}›", gguf::FORMAT),
                 "leave it out: ‹scheme› selects the types, and ‹calibration› computes the importance of \
@@ -139,27 +139,21 @@ impl RecipeSettings {
         Ok(Some(settings))
     }
 
-    fn not_for_gguf(&self) -> Vec<(&'static str, bool)> {
-        vec![
+    /// The given settings that do not apply to GGUF files.
+    fn not_for_gguf(&self) -> Vec<&'static str> {
+        let all = [
             ("preset", self.preset.is_some()),
             ("recipe", self.recipe.is_some()),
             ("group_size", self.group_size.is_some()),
             ("symmetric", self.symmetric == Some(true)),
             ("asymmetric", self.symmetric == Some(false)),
-            ("alpha", self.alpha.is_some()),
-            ("smooth_producers", self.smooth_producers.is_some()),
-            ("channel_maxima", self.channel_maxima.is_some()),
             ("skip", !self.skip.is_empty()),
-            ("output_alpha", self.output_alpha.is_some()),
-            ("attention_alpha", self.attention_alpha.is_some()),
-            ("search", self.search.is_some()),
-            ("damping", self.damping.is_some() && self.method.is_none()),
-            ("block_size", self.block_size.is_some()),
-            ("act_order", self.act_order.is_some()),
-            ("layer_inputs", self.layer_inputs.is_some()),
-            ("span_blocks", self.span_blocks.is_some()),
+            ("steps", !self.steps.is_empty()),
             ("scale_search", self.scale_search.is_some()),
-        ]
+        ];
+        let given = all.into_iter().filter(|(_, given)| *given).map(|(name, _)| name);
+        let keys = self.keys_by_name().into_iter().map(|(name, _)| name);
+        given.chain(keys.filter(|name| *name != "damping" || self.method.is_none())).collect()
     }
 }
 

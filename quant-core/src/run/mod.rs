@@ -50,6 +50,7 @@ mod summary;
 mod texts;
 
 pub use crate::system::available_memory;
+pub use crate::wording::bytes;
 pub use floats::{FloatTensor, FloatsDone, FloatsReport};
 pub use gguf::{GgufDone, GgufNeeds, GgufPlanned, bits_per_weight, plan_gguf};
 pub use gguf_settings::GgufSettings;
@@ -63,6 +64,6 @@ pub use settings::RecipeSettings;
 pub use steps::{StepTime, StepTimes};
 pub use summary::{
     Calibration, FloatsSummary, FullBatchLinears, GgufSummary, MIN_EXPERT_TOKENS, Output, QuantizeSummary,
-    Replaced, Summary, UndersampledExpert, UndersampledLinears, Worst, bytes,
+    Replaced, Summary, UndersampledExpert, UndersampledLinears, Worst,
 };
 pub use texts::{BUILTIN, HELDOUT, Text, calibration, documents};

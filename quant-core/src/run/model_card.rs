@@ -5,11 +5,11 @@ use std::collections::BTreeMap;
 
 use serde_json::Value;
 
-use super::summary::bytes;
 use crate::checkpoint::ModelDirectory;
 use crate::engines::{Compatibility, ENGINES, Engine, Outline};
 use crate::pipeline::{Job, QuantReport};
 use crate::recipe::PlanEntry;
+use crate::wording::bytes;
 use crate::wording::{Wording, worded};
 
 /// The file name of the card in a checkpoint.

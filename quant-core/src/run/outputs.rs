@@ -11,11 +11,12 @@ use super::host::Host;
 use super::model_card::{self, model_card};
 use super::quantize::QuantizeRequest;
 use crate::calibrate::{Residence, Spill};
-use crate::checkpoint::{CheckpointWriter, ModelDirectory, Published, WriteOptions};
+use crate::checkpoint::{CheckpointWriter, ModelDirectory, Published, WriteOptions, printable};
 use crate::digest::hex;
 use crate::format::CONTAINERS;
-use crate::pipeline::{self, Job, Program, QuantReport, SavedStates, StateFiles};
+use crate::pipeline::{self, Job, Program, QuantReport, SavedStates, StateFiles, TensorReport};
 use crate::recipe::{Plan, Recipe};
+use crate::wording::counted;
 use crate::{Category, Error, Result, TensorSink};
 
 /// The minimum time between two saves of hidden states.
@@ -133,6 +134,9 @@ pub(crate) fn write_filled(
     let states = states(&writers, jobs, directory, &program, residence);
     let sinks = writers.iter_mut().map(|w| w as &mut dyn TensorSink).collect();
     let outcome = pipeline::quantize_each_with(jobs, sinks, &states).and_then(|reports| {
+        for report in &reports {
+            warn_of_weights(report, host);
+        }
         for ((job, report), writer) in jobs.iter().zip(&reports).zip(&mut writers) {
             pipeline::add_companions(directory, job.plan, report, writer)?;
             let card = model_card(directory, job, report, host.wording);
@@ -147,6 +151,31 @@ pub(crate) fn write_filled(
     let prepared = writers.into_iter().map(|w| w.prepare(host.observer, host.cancel));
     let prepared = prepared.collect::<Result<Vec<_>>>()?;
     prepared.into_iter().zip(reports).map(|(p, report)| Ok((p.publish()?, report))).collect()
+}
+
+/// Warns of linears of which nothing is left: their weights are all zero, or a single one is so large that all others in
+/// its group become zero.
+fn warn_of_weights(report: &QuantReport, host: &Host<'_>) {
+    const MAX_LISTED: usize = 4;
+    let list = |names: Vec<String>| {
+        let more = if names.len() > MAX_LISTED { ", …" } else { "" };
+        format!("{}{more}", names[..names.len().min(MAX_LISTED)].join(", "))
+    };
+    let zero: Vec<String> =
+        report.tensors.iter().filter(|t| t.all_zero).map(|t| printable(&t.tensor)).collect();
+    if !zero.is_empty() {
+        host.warn(format!("all weights are zero in {}: {}", counted(zero.len(), "linear"), list(zero)));
+    }
+    let with_outliers = report.tensors.iter().filter(|t| t.vanished_groups > 0);
+    let groups: u64 = with_outliers.clone().map(|t| t.vanished_groups).sum();
+    if groups > 0 {
+        let named = |t: &TensorReport| format!("{} ({})", printable(&t.tensor), t.vanished_groups);
+        host.warn(format!(
+            "in {}, one weight is so large that all others are rounded to zero: {}; smaller groups lose less",
+            counted(groups as usize, "group"),
+            list(with_outliers.map(named).collect())
+        ));
+    }
 }
 
 /// Returns where the run keeps hidden states: in memory, or in files in the first job directory. The file that is saved

@@ -15,7 +15,7 @@ use super::settings::RecipeSettings;
 use super::steps::{StepTime, StepTimes};
 use super::summary::Summary;
 use super::texts::{BUILTIN, Text, calibration};
-use crate::calibrate::{ChannelMaxima, TokenWindows};
+use crate::calibrate::{ChannelMaxima, TextTokenizer, TokenWindows};
 use crate::checkpoint::{Dtype, Published, refuse_overlap};
 use crate::engines::{Compatibility, ENGINES, Outline};
 use crate::model::Model;
@@ -135,7 +135,7 @@ enum Output {
     /// A checkpoint with floats of this type.
     Floats(Dtype),
     /// A checkpoint per format of the recipe, in these directories.
-    Checkpoints(Recipe, Vec<PathBuf>),
+    Checkpoints(Box<Recipe>, Vec<PathBuf>),
 }
 
 impl<'a> QuantizeJob<'a> {
@@ -171,7 +171,7 @@ impl<'a> QuantizeJob<'a> {
         if let Some(path) = &request.save_channel_maxima {
             check_maxima(path, &recipe, request)?;
         }
-        Ok(Self { request, output: Output::Checkpoints(recipe, outputs) })
+        Ok(Self { request, output: Output::Checkpoints(Box::new(recipe), outputs) })
     }
 
     /// Returns the directories of quantized checkpoints that will be written.
@@ -211,6 +211,7 @@ impl<'a> QuantizeJob<'a> {
         if opened.directory.tokenizer_path().is_none() {
             host.warn("the model has no tokenizer.json, so the output will not have one either");
         }
+        TextTokenizer::check(&opened.directory)?;
         refuse_overlap(opened.directory.path(), &request.output)?;
         let outputs = checkpoints(&opened, recipe, request, outputs, &host)?;
         Ok(Done::Checkpoints(Quantized {

@@ -1,19 +1,16 @@
 //! The settings for quantizing a model: a preset or a recipe file, and settings that override it.
 
 use std::collections::BTreeMap;
-use std::path::PathBuf;
-use std::sync::Arc;
+use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
-use serde_json::{Map, Value};
+use serde_json::{Map, Number, Value};
 
 use super::gguf_settings::GgufSettings;
-use crate::calibrate::{ChannelMaxima, ExpertSampling, Sampling};
+use crate::calibrate::{ExpertSampling, Sampling};
 use crate::model::Model;
-use crate::quantize::gptq::GptqSettings;
 use crate::recipe::{Extensions, METHODS, Method, PRESETS, Pattern, Plan, Recipe, Rounding, kv, step_of};
 use crate::scheme::{Granularity, SchemeRequest};
-use crate::transform::TransformSettings;
 use crate::{Error, Result};
 
 const SEARCHES_NO_TEXT: &str = "does not use a calibration text";
@@ -58,7 +55,8 @@ pub struct RecipeSettings {
     pub output_alpha: Option<String>,
     /// QoQ: the exponent of SmoothAttention, 0 to 1, or `auto`.
     pub attention_alpha: Option<String>,
-    /// The settings of steps, by the name of the step: keys and values as in a `[[transform]]` entry of a recipe file.
+    /// The settings of steps, by the name of the step: keys and values as in a `[[transform]]` entry of a recipe file;
+    /// those of GPTQ under `gptq`, as in `[quantize.gptq]`.
     pub steps: BTreeMap<String, Map<String, Value>>,
     /// AWQ: `fast` or `reference`.
     pub search: Option<String>,
@@ -141,34 +139,19 @@ impl RecipeSettings {
         for option in &self.overrides {
             recipe.overrides.push(parse_override(option, recipe.scheme)?);
         }
-        let given = self.transform_options().into_iter().filter(|(_, given)| *given);
-        for (option, _) in given {
-            self.check_effect(&recipe.method, option)?;
-        }
+        let named = self.keys_by_name();
+        named.iter().try_for_each(|(setting, _)| self.check_effect(&recipe.method, setting))?;
         for (step, keys) in &self.steps {
-            set_keys(&recipe.method, step, keys, &mut recipe.settings)?;
-        }
-        if let Some(alpha) = &self.output_alpha {
-            recipe.settings.outputs = Some(alpha.parse()?);
-        }
-        if let Some(alpha) = &self.attention_alpha {
-            recipe.settings.attention = Some(alpha.parse()?);
-        }
-        let smooth = &mut recipe.settings.smooth;
-        if let Some(alpha) = &self.alpha {
-            smooth.alpha = Some(alpha.parse()?);
-        }
-        if let Some(producers) = &self.smooth_producers {
-            smooth.producers = producers.parse()?;
-        }
-        if let Some(path) = &self.channel_maxima {
-            smooth.maxima = Some(Arc::new(ChannelMaxima::read(path)?));
-        }
-        if recipe.method.rounding != Rounding::Gptq {
-            let given = self.gptq_options().into_iter().find(|(_, given)| *given);
-            if let Some((option, _)) = given {
-                return Err(self.has_no_effect(&recipe.method, option, "does not round with GPTQ"));
+            for (key, value) in keys {
+                recipe.set(step, key, value)?;
             }
+            if keys.is_empty() {
+                // Only the name is checked.
+                recipe.check_step(step)?;
+            }
+        }
+        for (setting, given) in named {
+            self.apply(setting, given, &mut recipe)?;
         }
         if !recipe.needs_text() {
             let given = [
@@ -199,9 +182,6 @@ impl RecipeSettings {
                 ));
             }
         }
-        if let Some(search) = &self.search {
-            recipe.settings.search = search.parse()?;
-        }
         if let Some(search) = &self.scale_search {
             if !recipe.searches_scales() {
                 return Err(Error::usage(
@@ -211,15 +191,7 @@ impl RecipeSettings {
             }
             recipe.settings.scale_search = search.parse()?;
         }
-        let gptq = &mut recipe.gptq;
-        *gptq = GptqSettings {
-            damping: self.damping.unwrap_or(gptq.damping),
-            block_size: self.block_size.unwrap_or(gptq.block_size),
-            act_order: self.act_order.as_deref().map_or(Ok(gptq.act_order), str::parse)?,
-            inputs: self.layer_inputs.as_deref().map_or(Ok(gptq.inputs), str::parse)?,
-            span_blocks: self.span_blocks.or(gptq.span_blocks),
-        };
-        gptq.check()?;
+        recipe.gptq.check()?;
         let sampling = &mut recipe.sampling;
         *sampling = Sampling {
             samples: self.samples.unwrap_or(sampling.samples),
@@ -233,6 +205,44 @@ impl RecipeSettings {
             },
         };
         Ok(recipe)
+    }
+
+    /// Adds a setting of a step that is written as `STEP.KEY=VALUE`. The value is a JSON number, boolean, string, array or
+    /// object; any other text is a string.
+    ///
+    /// ```
+    /// use quant_core::run::RecipeSettings;
+    ///
+    /// let mut settings = RecipeSettings { method: Some("smoothquant".into()), ..RecipeSettings::default() };
+    /// settings.add_step("smoothquant.alpha=0.75")?;
+    /// settings.add_step("smoothquant.producers=all")?;
+    /// assert!(settings.recipe()?.to_toml().contains("alpha = 0.75"));
+    /// # Ok::<(), quant_core::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::Usage`] for text of a different form, and for a key that is set already.
+    pub fn add_step(&mut self, text: &str) -> Result<()> {
+        let parts = text.split_once('=').and_then(|(name, value)| {
+            let (step, key) = name.split_once('.')?;
+            Some((step.trim(), key.trim(), value.trim()))
+        });
+        let Some((step, key, value)) = parts.filter(|(step, key, _)| !step.is_empty() && !key.is_empty())
+        else {
+            return Err(Error::usage(
+                format!("`{text}` is not a setting of a step"),
+                "write ‹steps=STEP.KEY=VALUE›, for example smoothquant.alpha=0.5",
+            ));
+        };
+        let parsed = serde_json::from_str(value).ok().filter(|value: &Value| !value.is_null());
+        let value = parsed.unwrap_or_else(|| value.into());
+        if self.steps.entry(step.to_owned()).or_default().insert(key.to_owned(), value).is_some() {
+            return Err(Error::usage(
+                format!("‹steps› sets `{key}` of `{step}` twice"),
+                "leave one of them out",
+            ));
+        }
+        Ok(())
     }
 
     /// Returns the preset to use if none is named: the first whose method is the requested one, a prefix of it, or one
@@ -257,8 +267,8 @@ impl RecipeSettings {
             return Plan::all(model, recipe);
         }
         let Self { preset, recipe: file, method, scheme, format, group_size, symmetric, .. } = self;
-        let Self { ignore, overrides, search, samples, seq_len, seed, packing, mask, .. } = self;
-        let other = [preset, method, scheme, group_size, search, packing, mask, &self.scale_search]
+        let Self { ignore, overrides, samples, seq_len, seed, packing, mask, .. } = self;
+        let other = [preset, method, scheme, group_size, packing, mask, &self.scale_search]
             .iter()
             .any(|o| o.is_some())
             || symmetric.is_some()
@@ -269,7 +279,7 @@ impl RecipeSettings {
             || self.expert_floor.is_some()
             || !self.skip.is_empty()
             || !self.steps.is_empty()
-            || self.gptq_options().iter().chain(&self.transform_options()).any(|(_, given)| *given)
+            || !self.keys_by_name().is_empty()
             || file.is_some();
         if other || format.is_empty() {
             model.require_float()?;
@@ -286,21 +296,51 @@ impl RecipeSettings {
         Error::usage(format!("‹{option}› has no effect: method `{}` {why}", method.name), ANOTHER_METHOD)
     }
 
-    /// The settings that apply to one step of a method, each with whether it is given.
-    fn transform_options(&self) -> [(&'static str, bool); 6] {
-        [
-            ("search", self.search.is_some()),
-            ("alpha", self.alpha.is_some()),
-            ("smooth_producers", self.smooth_producers.is_some()),
-            ("channel_maxima", self.channel_maxima.is_some()),
-            ("output_alpha", self.output_alpha.is_some()),
-            ("attention_alpha", self.attention_alpha.is_some()),
-        ]
+    /// The given settings that are keys of steps: [`step_of`] returns which.
+    pub(super) fn keys_by_name(&self) -> Vec<(&'static str, Given<'_>)> {
+        let text = |text: &Option<String>| text.as_deref().map(|text| Given::Value(text.into()));
+        let count = |count: Option<usize>| count.map(|count| Given::Value(count.into()));
+        let all = [
+            ("search", text(&self.search)),
+            ("alpha", text(&self.alpha)),
+            ("smooth_producers", text(&self.smooth_producers)),
+            ("channel_maxima", self.channel_maxima.as_deref().map(Given::File)),
+            ("output_alpha", text(&self.output_alpha)),
+            ("attention_alpha", text(&self.attention_alpha)),
+            ("damping", self.damping.map(|damping| Given::Value(number(damping)))),
+            ("block_size", count(self.block_size)),
+            ("act_order", text(&self.act_order)),
+            ("layer_inputs", text(&self.layer_inputs)),
+            ("span_blocks", count(self.span_blocks)),
+        ];
+        all.into_iter().filter_map(|(setting, given)| Some((setting, given?))).collect()
     }
 
-    /// Fails if a setting applies to a step that the method does not have.
+    /// Sets the key of a step that one of the fields of this structure stands for.
+    fn apply(&self, setting: &str, given: Given<'_>, recipe: &mut Recipe) -> Result<()> {
+        let Some((step, key)) = step_of(setting) else {
+            return Err(Error::Internal(format!("`{setting}` is a setting of no step")));
+        };
+        if self.steps.get(step).is_some_and(|keys| keys.contains_key(key.name)) {
+            return Err(Error::usage(
+                format!("‹{setting}› and ‹steps› both set `{}` of `{step}`", key.name),
+                "leave one of them out",
+            ));
+        }
+        match given {
+            Given::Value(value) => recipe.set(step, key.name, &value),
+            Given::File(path) => recipe.set_file(step, key.name, path),
+        }
+    }
+
+    /// Fails if a setting is a key of a step that the method does not have.
     fn check_effect(&self, method: &Method, option: &str) -> Result<()> {
-        let Some(step) = step_of(option).filter(|_| !method.takes(option)) else { return Ok(()) };
+        let Some((step, _)) = step_of(option).filter(|(step, _)| method.keys_of(step).is_none()) else {
+            return Ok(());
+        };
+        if step == Rounding::Gptq.name() {
+            return Err(self.has_no_effect(method, option, "does not round with GPTQ"));
+        }
         let skipped = if self.skip.iter().any(|name| name == step) { ", and do not skip it" } else { "" };
         let other = match METHODS.iter().find(|method| method.steps().contains(&step)) {
             Some(method) if method.name == step => format!("choose ‹method={step}›"),
@@ -314,16 +354,6 @@ impl RecipeSettings {
             ),
             format!("leave it out, or {other}{skipped}"),
         ))
-    }
-
-    fn gptq_options(&self) -> [(&'static str, bool); 5] {
-        [
-            ("damping", self.damping.is_some()),
-            ("block_size", self.block_size.is_some()),
-            ("act_order", self.act_order.is_some()),
-            ("layer_inputs", self.layer_inputs.is_some()),
-            ("span_blocks", self.span_blocks.is_some()),
-        ]
     }
 
     /// Fails if `group_size` or `symmetric` contradicts the scheme: for example, `w4a16-g64` with groups of 128.
@@ -343,36 +373,18 @@ impl RecipeSettings {
     }
 }
 
-/// Applies the settings of a step of the method.
-fn set_keys(
-    method: &Method,
-    step: &str,
-    keys: &Map<String, Value>,
-    settings: &mut TransformSettings,
-) -> Result<()> {
-    let transform = method.transforms.iter().find(|t| t.name() == step).ok_or_else(|| {
-        let steps = method.steps().join(", ");
-        Error::usage(
-            format!("‹steps› has settings of `{step}`, which is not a step of method `{}`", method.name),
-            if steps.is_empty() { "leave them out".to_owned() } else { format!("its steps are {steps}") },
-        )
-    })?;
-    for (key, value) in keys {
-        let known = transform.keys();
-        if !known.iter().any(|k| k.name == key) {
-            let known: Vec<_> = known.iter().map(|k| k.name).collect();
-            return Err(Error::usage(
-                format!("‹steps› has the key `{key}`, which `{step}` does not know"),
-                if known.is_empty() {
-                    "it has no keys".to_owned()
-                } else {
-                    format!("its keys are {}", known.join(", "))
-                },
-            ));
-        }
-        transform.set(key, value, settings)?;
-    }
-    Ok(())
+/// The value of a setting that is a key of a step.
+#[derive(Debug)]
+pub(super) enum Given<'a> {
+    /// A value, as in a recipe file.
+    Value(Value),
+    /// A file, which the step reads.
+    File(&'a Path),
+}
+
+/// A number as JSON; NaN and infinity, which JSON does not have, as text.
+fn number(number: f64) -> Value {
+    Number::from_f64(number).map_or_else(|| number.to_string().into(), Value::Number)
 }
 
 fn granularity(text: &str) -> Result<Granularity> {

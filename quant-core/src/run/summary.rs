@@ -327,23 +327,6 @@ fn calibration(report: &QuantReport) -> Option<Calibration> {
     notable.then_some(Calibration { tokens, tokens_counted, padding, few, all })
 }
 
-/// Formats a number of bytes with a decimal unit: `1234567` becomes `1.23 MB`.
-pub fn bytes(count: u64) -> String {
-    let units = ["B", "kB", "MB", "GB", "TB"];
-    let mut value = count as f64;
-    let mut unit = 0;
-    while value >= 999.5 && unit + 1 < units.len() {
-        value /= 1000.0;
-        unit += 1;
-    }
-    match unit {
-        0 => format!("{count} B"),
-        _ if value < 9.995 => format!("{value:.2} {}", units[unit]),
-        _ if value < 99.95 => format!("{value:.1} {}", units[unit]),
-        _ => format!("{value:.0} {}", units[unit]),
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -25,13 +25,13 @@ use serde_json::{Map, Value, json};
 use super::candidates::{Candidate, Choice, choose_exactly};
 use super::objective::Objective;
 use super::sample::{PLACE_BYTES, RaceShape};
-use super::settings::{enum_key, parse_text};
 use super::statistics::{InputStatistics, Kept, Wanted};
 use super::{
     BlockTask, ChannelOutlier, FoldRecord, Needs, Rewrite, SCALE_CANDIDATES, Search, SearchWork, StepKey,
     Transform, TransformSettings, Workload, awq_by_expert, by_expert, clip, difference, fold, race,
 };
 use crate::calibrate::{HiddenStates, Residence};
+use crate::keys::parse_text;
 use crate::model::{BlockGraph, ExpertOrder, FoldGroup, NodeId};
 use crate::{Error, Result};
 
@@ -41,6 +41,18 @@ pub(super) const GRID: usize = 20;
 /// The transform of AWQ.
 #[derive(Debug, Clone, Copy)]
 pub struct Awq;
+
+/// Settings of AWQ.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct AwqSettings {
+    /// How candidates are compared.
+    pub search: Search,
+}
+
+/// How candidates are compared.
+pub(super) fn search_of(settings: &TransformSettings) -> Search {
+    settings.steps.get::<AwqSettings>().search
+}
 
 /// The groups that AWQ may scale.
 pub(super) fn groups(graph: &BlockGraph) -> Vec<FoldGroup> {
@@ -53,7 +65,7 @@ const RACE_FRACTION: f64 = 1.0 / 8.0;
 /// The memory in bytes of the scale search, and the part of it that is kept from the batch before the search starts.
 fn memory(work: &Workload<'_>) -> [u64; 2] {
     let groups = groups(work.graph);
-    if work.settings.search == Search::Reference {
+    if search_of(work.settings) == Search::Reference {
         // Groups are searched one after the other.
         let largest = groups.iter().map(|g| whole_batch_memory(work, g)).max().unwrap_or(0);
         return [largest; 2];
@@ -197,7 +209,7 @@ fn scale_work(work: &Workload<'_>) -> SearchWork {
             all.operations += tokens * k * k + candidates * 2.0 * n * k * k;
             continue;
         }
-        let share = match work.settings.search {
+        let share = match search_of(work.settings) {
             Search::Fast => RACE_FRACTION,
             Search::Reference => 1.0,
         };
@@ -212,7 +224,7 @@ fn scale_work(work: &Workload<'_>) -> SearchWork {
 
 /// Whether candidates for a group are judged by its input's Gram matrix.
 fn is_gram(work: &Workload<'_>, group: &FoldGroup) -> bool {
-    match work.settings.search {
+    match search_of(work.settings) {
         Search::Fast => kept(work, group).is_gram(),
         Search::Reference => work.tokens() > work.shape(group.consumers[0])[1] as f64,
     }
@@ -235,27 +247,25 @@ impl Transform for Awq {
         Needs { ranges: false, states: true }
     }
 
-    fn settings(&self) -> &'static [&'static str] {
-        &["search"]
-    }
-
     fn keys(&self) -> Vec<StepKey> {
         let search =
             "How candidates are compared: on growing fractions of the batch, or each on the whole batch.";
-        vec![enum_key("search", search, &["fast", "reference"])]
+        let help = "AWQ: compare candidate scales on increasing parts of the batch (fast) or on all of it (reference) \
+                    [default: fast]";
+        vec![StepKey::of_names("search", search, &["fast", "reference"]).with_setting("search", help)]
     }
 
     fn set(&self, key: &str, value: &Value, settings: &mut TransformSettings) -> Result<()> {
-        settings.search = parse_text(key, value)?;
+        settings.steps.set(AwqSettings { search: parse_text(key, value)? });
         Ok(())
     }
 
     fn described(&self, settings: &TransformSettings) -> Map<String, Value> {
-        [("search".to_owned(), json!(settings.search))].into_iter().collect()
+        [("search".to_owned(), json!(search_of(settings)))].into_iter().collect()
     }
 
     fn search_mode(&self, settings: &TransformSettings) -> Option<Search> {
-        Some(settings.search)
+        Some(search_of(settings))
     }
 
     fn narrows_ranges(&self) -> bool {
@@ -263,7 +273,7 @@ impl Transform for Awq {
     }
 
     fn takes_experts_apart(&self, graph: &BlockGraph, settings: &TransformSettings) -> bool {
-        settings.search == Search::Fast && awq_by_expert::order(graph).is_some()
+        search_of(settings) == Search::Fast && awq_by_expert::order(graph).is_some()
     }
 
     fn memory(&self, work: &Workload<'_>) -> u64 {
@@ -295,7 +305,7 @@ impl Transform for Awq {
             .collect();
         let wanted = Wanted { groups: &groups, candidates: SCALE_CANDIDATES, clip_tokens: clip::TOKENS };
         // The reference search uses the whole batch again.
-        let searches_all = first.settings.search == Search::Reference;
+        let searches_all = search_of(first.settings) == Search::Reference;
         let order =
             Some(first.block).filter(|block| first.experts_apart && !searches_all && !block.runs_unrouted());
         if let Some(order) = order.and_then(|block| awq_by_expert::order(block.graph())) {

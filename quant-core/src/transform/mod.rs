@@ -32,19 +32,22 @@ mod work;
 
 use std::collections::BTreeMap;
 use std::fmt::Debug;
+use std::path::Path;
 
 use serde_json::{Map, Value};
 
-pub use awq::Awq;
+pub use awq::{Awq, AwqSettings};
 pub use candidates::{Search, TriedScales};
 pub use clip::Clip;
 pub use fold::fold;
 pub use reorder::Reorder;
 pub use rewrite::{ChannelOutlier, ClipRecord, FoldRecord, MAX_LISTED_CONSUMERS, Rewrite};
 pub use rotate::{fold_norms, rotate};
-pub use settings::{Alpha, Automatic, Producers, SmoothSettings, StepKey, TransformSettings};
-pub use smooth::{SmoothOutputs, SmoothQuant, SmoothRecord, SmoothSearch};
-pub use smooth_attention::{AttentionRecord, SmoothAttention};
+pub use settings::{Alpha, Automatic, SettingsType, StepSettings, TransformSettings};
+pub use smooth::{
+    OutputSettings, Producers, SmoothOutputs, SmoothQuant, SmoothRecord, SmoothSearch, SmoothSettings,
+};
+pub use smooth_attention::{AttentionRecord, AttentionSettings, SmoothAttention};
 pub use work::{SearchWork, StepContext, Workload};
 
 /// The number of scales that a search tries per group: no scaling, and the points of the grid.
@@ -54,7 +57,9 @@ use crate::calibrate::{ChannelRanges, HiddenStates};
 use crate::checkpoint::Dtype;
 use crate::model::{Architecture, Block, BlockGraph, NodeId};
 use crate::scheme::LinearScheme;
-use crate::{CancelToken, Result};
+use crate::{CancelToken, Error, Result};
+
+pub use crate::keys::StepKey;
 
 /// The grid to which a linear's weight will be rounded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -240,24 +245,28 @@ pub trait Transform: Debug + Send + Sync {
     /// The data that the transform needs in addition to the block.
     fn needs(&self, settings: &TransformSettings) -> Needs;
 
-    /// The names of settings that only affect this transform.
-    fn settings(&self) -> &'static [&'static str] {
-        &[]
-    }
-
-    /// The keys that the transform accepts in a `[[transform]]` entry of a recipe file, in addition to `kind`.
+    /// The settings of the transform: the keys of a `[[transform]]` entry of a recipe file, in addition to `kind`.
     fn keys(&self) -> Vec<StepKey> {
         Vec::new()
     }
 
-    /// Applies the value of one of the [`keys`](Self::keys) to the settings. By default, the value goes into
-    /// [`TransformSettings::others`]; a transform that checks it overrides this method.
+    /// Applies the value of one of the [`keys`](Self::keys) to the settings. Recipe files, requests and the command line
+    /// all set keys with this method. By default, the value goes into [`TransformSettings::others`]; a transform that
+    /// checks values overrides this method.
     ///
     /// # Errors
     /// [`Error::Usage`](crate::Error::Usage) when the value is invalid. The recipe parser adds the line number.
     fn set(&self, key: &str, value: &Value, settings: &mut TransformSettings) -> Result<()> {
         settings.others.entry(self.name()).or_default().insert(key.to_owned(), value.clone());
         Ok(())
+    }
+
+    /// Reads the file that one of the [`keys`](Self::keys) names, if it is the key of a [file](StepKey::is_file).
+    ///
+    /// # Errors
+    /// When the file cannot be read or is invalid.
+    fn set_file(&self, key: &str, _path: &Path, _settings: &mut TransformSettings) -> Result<()> {
+        Err(Error::Internal(format!("`{}` reads no file for `{key}`", self.name())))
     }
 
     /// The keys of a recipe file that result in these settings.

@@ -18,7 +18,7 @@ use super::{BlockTask, LinearGrid};
 use crate::calibrate::{BatchLayout, HiddenStates, InputRows, gram};
 use crate::model::{Block, CancelTap, FoldGroup, NodeId, TokenRows, WeightBody, with_values};
 use crate::quantize::{SharedScales, fake_quantize_within};
-use crate::{Error, Result};
+use crate::{Error, Result, allocate};
 
 /// Rows of a weight per task.
 const ROW_TILE: usize = 64;
@@ -59,7 +59,8 @@ impl Input {
     fn gather(task: &BlockTask<'_>, hidden: &HiddenStates, node: NodeId, k: usize) -> Result<Self> {
         let tokens = hidden.layout().counted();
         let mut rows = Vec::new();
-        let mut sum = if tokens > k { vec![0.0; k * k] } else { Vec::new() };
+        let mut sum =
+            if tokens > k { allocate::zeros(k * k, "the Gram matrix of an input")? } else { Vec::new() };
         for chunk in hidden.chunks() {
             task.cancel.check()?;
             let (first, x) = chunk?;

@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 use super::{AttentionRecord, SmoothRecord, TriedScales};
 use crate::calibrate::ChannelRanges;
 use crate::model::{Block, BlockGraph, Linear, NodeId, Norm, WeightBody, WeightRows};
-use crate::{Error, Result};
+use crate::{Error, Result, allocate};
 
 /// The result of a scale search for one fold group.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -278,7 +278,7 @@ impl Rewrite {
     /// As [`weight_rows`](Self::weight_rows).
     pub fn weight(&self, node: NodeId, weight: &WeightRows<'_>) -> Result<Vec<f32>> {
         let [n, k] = weight.shape();
-        let mut out = vec![0.0; n * k];
+        let mut out = allocate::zeros(n * k, "a rewritten weight")?;
         self.weight_rows(node, weight, 0..n, &mut Vec::new(), &mut out)?;
         Ok(out)
     }

@@ -25,7 +25,7 @@ use quant_kernels_cpu::{Hadamard, IsaToken, KernelError, Rayon};
 
 use crate::checkpoint::{Dtype, TensorInfo, TensorSource, require_finite_bytes};
 use crate::model::{Architecture, BlockGraph, Model, NodeId, Op, Preparation};
-use crate::{Error, Result};
+use crate::{Error, Result, allocate};
 
 /// Columns of a matrix that are rotated at a time.
 const COLUMNS: usize = 64;
@@ -289,7 +289,7 @@ impl Rotated {
 
     /// Rotates rows of a matrix, from the file's bytes to those of the rotated tensor.
     fn rotate_rows(&self, gamma: Option<&[f32]>, dtype: Dtype, bytes: &[u8]) -> Result<Vec<u8>> {
-        let mut values = vec![0.0; bytes.len() / dtype.size()];
+        let mut values = allocate::zeros(bytes.len() / dtype.size(), "the rows to rotate")?;
         dtype.widen(bytes, &mut values);
         if let Some(gamma) = gamma {
             for row in values.chunks_exact_mut(gamma.len()) {
@@ -304,7 +304,7 @@ impl Rotated {
     fn rotate_columns(&self, info: &TensorInfo, bytes: &[u8]) -> Result<Vec<u8>> {
         let (n, size) = (self.hidden, info.dtype.size());
         let k = info.elements() / n.max(1);
-        let mut out = vec![0; bytes.len()];
+        let mut out = allocate::zeros(bytes.len(), "a rotated tensor")?;
         let (mut tile, mut row) = (vec![0.0; COLUMNS.min(k) * n], vec![0.0; COLUMNS.min(k)]);
         for first in (0..k).step_by(COLUMNS) {
             let count = COLUMNS.min(k - first);

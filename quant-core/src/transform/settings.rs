@@ -1,85 +1,134 @@
-//! Settings of transforms.
+//! Settings of transforms: where each keeps its own, and the exponent that several have.
 
+use std::any::{Any, TypeId};
 use std::collections::BTreeMap;
+use std::fmt;
 use std::str::FromStr;
 use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
-use super::Search;
-use crate::calibrate::ChannelMaxima;
+use crate::keys::StepKey;
 use crate::model::KvScheme;
 use crate::quantize::ScaleSearch;
 use crate::{Error, Result};
 
-/// Settings of all transforms; each uses its own part.
+/// Settings of all transforms, and of the run that they prepare weights for.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct TransformSettings {
-    /// AWQ: how candidates are compared.
-    pub search: Search,
-    /// Settings of SmoothQuant.
-    pub smooth: SmoothSettings,
-    /// The exponent for smoothing outputs; the default depends on the granularity.
-    pub outputs: Option<Alpha>,
-    /// The exponent of SmoothAttention; searched if `None`.
-    pub attention: Option<Alpha>,
+    /// The settings of each transform.
+    pub steps: StepSettings,
+    /// The values of the keys of transforms that do not store their settings in [`steps`](Self::steps), by the name of
+    /// the transform.
+    pub others: BTreeMap<&'static str, Map<String, Value>>,
     /// How keys and values will be cached; `None` for floats.
     pub kv: Option<KvScheme>,
     /// How the E4M3 scales of NVFP4 are chosen.
     pub scale_search: ScaleSearch,
-    /// The settings of transforms that other crates define, by the name of the transform: the values of its
-    /// [`StepKey`]s.
-    pub others: BTreeMap<&'static str, Map<String, Value>>,
 }
 
 impl TransformSettings {
-    /// Returns the value of a key of a transform that another crate defines, if it is set.
+    /// Returns the value of a key in [`others`](Self::others), if it is set.
     pub fn other(&self, transform: &str, key: &str) -> Option<&Value> {
         self.others.get(transform)?.get(key)
     }
 }
 
-/// A key that a transform accepts in a `[[transform]]` entry of a recipe file.
-#[derive(Debug, Clone, PartialEq)]
-pub struct StepKey {
-    /// The key.
-    pub name: &'static str,
-    /// A JSON schema of its values, with a `description`.
-    pub schema: Value,
+/// The settings of transforms: one value of each type, the default if none was set.
+///
+/// A transform defines a type for its settings, and reads and writes them here. No other code needs to know the type.
+///
+/// ```
+/// use quant_core::transform::StepSettings;
+///
+/// #[derive(Debug, Clone, Default, PartialEq)]
+/// struct Strength(f32);
+///
+/// let mut settings = StepSettings::default();
+/// assert_eq!(settings.get::<Strength>(), Strength(0.0));
+/// settings.set(Strength(0.5));
+/// assert_eq!(settings.get::<Strength>(), Strength(0.5));
+/// ```
+#[derive(Clone, Default)]
+pub struct StepSettings(BTreeMap<TypeId, Arc<dyn Stored>>);
+
+impl StepSettings {
+    /// Settings in which only this value is set.
+    pub fn of<T: SettingsType>(value: T) -> Self {
+        let mut settings = Self::default();
+        settings.set(value);
+        settings
+    }
+
+    /// Returns the value of this type, or its default.
+    pub fn get<T: SettingsType>(&self) -> T {
+        let stored = self.0.get(&TypeId::of::<T>());
+        stored.and_then(|value| value.as_any().downcast_ref().cloned()).unwrap_or_default()
+    }
+
+    /// Sets the value of this type.
+    pub fn set<T: SettingsType>(&mut self, value: T) {
+        self.0.insert(TypeId::of::<T>(), Arc::new(value));
+    }
+
+    /// Changes the value of this type, or its default.
+    pub fn change<T: SettingsType>(&mut self, change: impl FnOnce(&mut T)) {
+        let mut value = self.get::<T>();
+        change(&mut value);
+        self.set(value);
+    }
 }
 
-/// The key `alpha`.
-pub(super) fn alpha_key(description: &str) -> StepKey {
-    let schema = json!({
-        "description": description,
-        "oneOf": [{ "type": "number", "minimum": 0, "maximum": 1 }, { "const": "auto" }],
-    });
-    StepKey { name: "alpha", schema }
+/// A type for the settings of a transform. Every type with these properties is one.
+pub trait SettingsType: Any + Clone + Default + PartialEq + fmt::Debug + Send + Sync {}
+
+impl<T: Any + Clone + Default + PartialEq + fmt::Debug + Send + Sync> SettingsType for T {}
+
+/// A value of [`StepSettings`].
+trait Stored: fmt::Debug + Send + Sync {
+    fn as_any(&self) -> &dyn Any;
+    fn is_default(&self) -> bool;
+    fn equals(&self, other: &dyn Stored) -> bool;
 }
 
-/// A key whose values are the names of an enum.
-pub(super) fn enum_key(name: &'static str, description: &str, values: &[&str]) -> StepKey {
-    StepKey { name, schema: json!({ "description": description, "enum": values }) }
+impl<T: SettingsType> Stored for T {
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+
+    fn is_default(&self) -> bool {
+        *self == T::default()
+    }
+
+    fn equals(&self, other: &dyn Stored) -> bool {
+        other.as_any().downcast_ref::<T>().is_some_and(|other| self == other)
+    }
 }
 
-/// Parses the value of a key that is a string.
-pub(super) fn parse_text<T: FromStr<Err = Error>>(key: &str, value: &Value) -> Result<T> {
-    let text = value.as_str().ok_or_else(|| {
-        Error::usage(format!("transform.{key} is {value}, which is not a string"), "write it in quotes")
-    })?;
-    text.parse()
+impl PartialEq for StepSettings {
+    /// Whether every type has the same value; a value that is not set equals the default.
+    fn eq(&self, other: &Self) -> bool {
+        let covers = |one: &Self, other: &Self| {
+            one.0.iter().all(|(id, value)| match other.0.get(id) {
+                Some(other) => value.equals(&**other),
+                None => value.is_default(),
+            })
+        };
+        covers(self, other) && covers(other, self)
+    }
 }
 
-/// Settings of SmoothQuant.
-#[derive(Debug, Clone, Default, PartialEq)]
-pub struct SmoothSettings {
-    /// The exponent of the activations; the family's default if `None`.
-    pub alpha: Option<Alpha>,
-    /// The producers that are divided.
-    pub producers: Producers,
-    /// Channel maxima from a file; if `None`, they are gathered from the calibration batch.
-    pub maxima: Option<Arc<ChannelMaxima>>,
+impl fmt::Debug for StepSettings {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_list().entries(self.0.values()).finish()
+    }
+}
+
+/// The key `alpha`, set by this setting of requests with this help.
+pub(super) fn alpha_key(description: &str, setting: &'static str, help: &'static str) -> StepKey {
+    let schema = json!({ "oneOf": [{ "type": "number", "minimum": 0, "maximum": 1 }, { "const": "auto" }] });
+    StepKey::new("alpha", description, schema).with_setting(setting, help)
 }
 
 /// SmoothQuant's exponent: how much of the outliers is moved from the activations into the weights.
@@ -157,34 +206,26 @@ impl FromStr for Alpha {
     }
 }
 
-/// The producers that SmoothQuant divides by its scales.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, schemars::JsonSchema)]
-#[serde(rename_all = "lowercase")]
-#[non_exhaustive]
-pub enum Producers {
-    /// Norms, as in the paper.
-    #[default]
-    Norms,
-    /// Also linears whose outputs reach the next linear channel by channel: up_proj before down_proj, v_proj before
-    /// o_proj.
-    All,
-}
-
-impl FromStr for Producers {
-    type Err = Error;
-
-    fn from_str(text: &str) -> Result<Self> {
-        match text {
-            "norms" => Ok(Self::Norms),
-            "all" => Ok(Self::All),
-            _ => Err(Error::usage(format!("unknown producers `{text}`"), "known producers: norms, all")),
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[derive(Debug, Clone, Default, PartialEq)]
+    struct Own(u8);
+    #[derive(Debug, Clone, Default, PartialEq)]
+    struct Another(u8);
+
+    #[test]
+    fn every_type_has_its_own_value() {
+        let mut settings = StepSettings::of(Own(3));
+        assert_eq!((settings.get::<Own>(), settings.get::<Another>()), (Own(3), Another(0)));
+        assert_ne!(settings, StepSettings::default());
+        assert_ne!(StepSettings::default(), settings);
+        assert_ne!(settings, StepSettings::of(Another(3)));
+        settings.change(|Own(value)| *value -= 3);
+        assert_eq!(settings, StepSettings::default(), "a value that is not set is the default");
+        assert_eq!(StepSettings::of(Another(1)).clone(), StepSettings::of(Another(1)));
+    }
 
     #[test]
     fn exponents() {

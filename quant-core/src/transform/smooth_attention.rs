@@ -58,6 +58,17 @@ pub struct AttentionRecord {
 #[derive(Debug, Clone, Copy)]
 pub struct SmoothAttention;
 
+/// Settings of SmoothAttention.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct AttentionSettings {
+    /// The exponent; searched if `None`.
+    pub alpha: Option<Alpha>,
+}
+
+fn alpha_of(settings: &TransformSettings) -> Option<Alpha> {
+    settings.steps.get::<AttentionSettings>().alpha
+}
+
 impl Transform for SmoothAttention {
     fn name(&self) -> &'static str {
         "smooth-attention"
@@ -75,25 +86,25 @@ impl Transform for SmoothAttention {
         Needs { ranges: false, states: true }
     }
 
-    fn settings(&self) -> &'static [&'static str] {
-        &["attention_alpha"]
-    }
-
     fn keys(&self) -> Vec<StepKey> {
-        vec![alpha_key("The exponent of the keys, from 0 to 1, or `auto`, the default.")]
+        vec![alpha_key(
+            "The exponent of the keys, from 0 to 1, or `auto`, the default.",
+            "attention_alpha",
+            "QoQ: exponent of SmoothAttention, 0 to 1, or auto [default: auto]",
+        )]
     }
 
     fn set(&self, _key: &str, value: &Value, settings: &mut TransformSettings) -> Result<()> {
-        settings.attention = Some(Alpha::from_value(value)?);
+        settings.steps.set(AttentionSettings { alpha: Some(Alpha::from_value(value)?) });
         Ok(())
     }
 
     fn described(&self, settings: &TransformSettings) -> Map<String, Value> {
-        settings.attention.map(|alpha| ("alpha".to_owned(), alpha.to_value())).into_iter().collect()
+        alpha_of(settings).map(|alpha| ("alpha".to_owned(), alpha.to_value())).into_iter().collect()
     }
 
     fn fingerprint(&self, settings: &TransformSettings) -> Value {
-        json!(settings.attention)
+        json!(alpha_of(settings))
     }
 
     fn check(&self, context: &StepContext<'_>) -> Result<()> {
@@ -167,7 +178,7 @@ fn smoothed(task: &BlockTask<'_>, seen: &[QueryKeyStatistics]) -> Result<Rewrite
         if !seen.maxima.iter().all(|m| m.is_finite()) {
             return Err(Error::Calibration { tensor: keys, what: "a key".into() });
         }
-        let (alpha, tried) = match task.settings.attention {
+        let (alpha, tried) = match alpha_of(task.settings) {
             Some(Alpha::Fixed(alpha)) => (alpha, Vec::new()),
             _ => seen.search(task)?,
         };

@@ -77,7 +77,7 @@ impl Gathering {
     ) -> Result<Self> {
         let layout = states.layout();
         let (means, sampled) = (means(task, wanted), sampled(task, wanted, layout, is_part));
-        let (samples, grams) = match task.settings.search {
+        let (samples, grams) = match super::awq::search_of(task.settings) {
             Search::Fast => kept(task, wanted, layout, states.spill())?,
             Search::Reference => (BTreeMap::new(), BTreeMap::new()),
         };

@@ -153,6 +153,22 @@ impl Unit {
         Ok(self.part(plan)?.outputs())
     }
 
+    /// The number of the shard of windows that passes through the float model.
+    pub(super) fn shard(&self) -> Option<usize> {
+        match self.work {
+            Work::Forward { shard, .. } => Some(shard),
+            _ => None,
+        }
+    }
+
+    /// The blocks whose weights the unit reads; empty for the tensors outside the blocks.
+    pub(super) fn blocks(&self) -> Range<usize> {
+        match &self.work {
+            Work::Forward { blocks, .. } | Work::Blocks(blocks) => blocks.clone(),
+            Work::Outside => 0..0,
+        }
+    }
+
     /// Whether the result holds hidden states instead of tensors.
     pub fn is_forward(&self) -> bool {
         matches!(self.work, Work::Forward { .. })

@@ -1,16 +1,16 @@
 //! Creating jobs, and opening them as a worker does.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 
 use serde_json::Value;
 
 use super::graph::{self, Cost, Unit};
-use super::record::{JobRecord, SCHEMA, normalized, tensors_sha256};
-use super::store::{Publication, Store, damaged, is_regular};
+use super::record::{JobRecord, SCHEMA, changed, companions, normalized, tensors_sha256};
+use super::store::{INPUT_DIGITS, Publication, Store, damaged};
 use super::windows;
-use crate::calibrate::TokenWindows;
+use crate::calibrate::{TextTokenizer, TokenWindows};
 use crate::checkpoint::{read_capped, refuse_overlap};
 use crate::digest::sha256_hex;
 use crate::pipeline::{self, Job};
@@ -79,6 +79,7 @@ pub fn init(request: &JobRequest, directory: &Path, host: &Host<'_>) -> Result<I
         return Err(no_text(text));
     }
     let opened = prepared(open(&request.model, host)?, &recipe, settings, host)?;
+    TextTokenizer::check(&opened.directory)?;
     refuse_overlap(opened.directory.path(), directory)?;
     let mut plans = settings.plans(&opened.model, &recipe)?;
     let Some(plan) = plans.pop() else { return Err(Error::Internal("no plan was made".into())) };
@@ -96,6 +97,15 @@ pub fn init(request: &JobRequest, directory: &Path, host: &Host<'_>) -> Result<I
             "‹forward_shards› has no effect: no unit passes calibration windows through the float model",
             "leave it out",
         ));
+    }
+    if let Some(asked) = request.forward_shards {
+        let shards = units.iter().filter_map(Unit::shard).max().map_or(0, |last| last + 1);
+        if shards < asked {
+            host.warn(format!(
+                "the calibration text fills only {shards} forward shard(s), not {asked}: windows that pass through a \
+                block together stay together"
+            ));
+        }
     }
     host.cancel.check()?;
 
@@ -117,6 +127,7 @@ pub fn init(request: &JobRequest, directory: &Path, host: &Host<'_>) -> Result<I
         forward_shards: split[1],
         run: run_record(&opened, &plan, windows.as_ref(), host)?,
         tensors_sha256: tensors_sha256(&plan),
+        companions: companions(&opened.directory, host.cancel)?,
     };
     let created = store.publish_bytes(&store.record(), &record.to_bytes()?)?;
     if created == Publication::Different {
@@ -125,6 +136,17 @@ pub fn init(request: &JobRequest, directory: &Path, host: &Host<'_>) -> Result<I
         if existing.digest() != record.digest() {
             return Err(Error::usage(
                 format!("{} holds a job with other units", directory.display()),
+                "create the job in a new directory",
+            ));
+        }
+        let changed = changed(&existing.companions, &record.companions);
+        if !changed.is_empty() {
+            return Err(Error::usage(
+                format!(
+                    "files next to the weights have changed since the job in {} was created: {}",
+                    directory.display(),
+                    changed.join(", ")
+                ),
                 "create the job in a new directory",
             ));
         }
@@ -141,15 +163,17 @@ fn copied(store: &Store, path: Option<&Path>, kind: &str, extension: &str) -> Re
     Ok(Some(PathBuf::from(kept(store, &bytes, kind, extension)?)))
 }
 
-/// Writes an input under a name that has the hash of its contents.
+/// Writes an input under a name that has the hash of its contents. A damaged file of this name is renamed.
 fn kept(store: &Store, bytes: &[u8], kind: &str, extension: &str) -> Result<String> {
-    let hash = sha256_hex(bytes);
-    let name = format!("{kind}-{}.{extension}", &hash[..32]);
+    let name = format!("{kind}-{}.{extension}", &sha256_hex(bytes)[..INPUT_DIGITS]);
     let path = store.input(&name)?;
-    match store.publish_bytes(&path, bytes)? {
-        Publication::Different => Err(damaged(&path, "does not have the contents of its name".into())),
-        Publication::Created | Publication::Same => Ok(name),
+    for _ in 0..2 {
+        match store.publish_bytes(&path, bytes)? {
+            Publication::Different => drop(store.set_aside(&path)?),
+            Publication::Created | Publication::Same => return Ok(name),
+        }
     }
+    Err(damaged(&path, "does not have the contents of its name".into()))
 }
 
 /// Returns the path at which workers find the model.
@@ -188,6 +212,8 @@ pub struct UnitJob {
     pub(super) windows: Option<TokenWindows>,
     pub(super) units: Vec<Unit>,
     pub(super) digest: String,
+    /// The SHA-256 of the files next to the weights, by name.
+    pub(super) companions: BTreeMap<String, String>,
     /// The digests of results that were read, by unit.
     pub(super) known: Mutex<HashMap<String, String>>,
 }
@@ -205,8 +231,7 @@ impl UnitJob {
         let record = JobRecord::read(&store.record())?;
         let mut settings = record.settings.clone();
         for path in [&mut settings.recipe, &mut settings.channel_maxima].into_iter().flatten() {
-            *path = store.input(&path.to_string_lossy())?;
-            is_regular(path)?;
+            *path = store.intact_input(&path.to_string_lossy(), host.cancel)?;
         }
         let recipe = settings.recipe()?;
         let opened = open(model.unwrap_or(&record.model), host)?;
@@ -215,7 +240,7 @@ impl UnitJob {
         let plan = plans.pop().filter(|_| plans.is_empty());
         let plan = plan.ok_or_else(|| damaged(&store.record(), "does not name one format".into()))?;
         let windows = match (&record.windows, plan.needs_text()) {
-            (Some(name), true) => Some(windows::read(&store.input(name)?)?),
+            (Some(name), true) => Some(windows::read(&store.intact_input(name, host.cancel)?)?),
             (None, false) => None,
             _ => return Err(damaged(&store.record(), "has the wrong inputs".into())),
         };
@@ -226,8 +251,8 @@ impl UnitJob {
         record.check(directory, &run, &tensors_sha256(&plan))?;
         let split = [record.blocks_per_unit, record.forward_shards];
         let units = graph::units(&plan, &opened.model, windows.as_ref(), split)?;
-        let (digest, known) = (record.digest(), Mutex::default());
-        Ok(Self { store, opened, plan, windows, units, digest, known })
+        let (digest, companions, known) = (record.digest(), record.companions, Mutex::default());
+        Ok(Self { store, opened, plan, windows, units, digest, companions, known })
     }
 
     /// The units, in an order in which each follows those that it needs.
@@ -262,7 +287,7 @@ impl UnitJob {
     /// Returns the unit of a name.
     ///
     /// # Errors
-    /// [`Error::Usage`] if there is none.
+    /// [`Error::Usage`] if the job has no such unit.
     pub fn unit(&self, id: &str) -> Result<&Unit> {
         self.units.iter().find(|unit| unit.id == id).ok_or_else(|| {
             Error::usage(

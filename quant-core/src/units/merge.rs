@@ -4,17 +4,16 @@
 //! checkpoint, together with their reports. The rest is a run in which every tensor is finished already: the pipeline
 //! compares the report of each tensor with the model, and the writer verifies and publishes the checkpoint.
 
-use std::collections::HashMap;
 use std::path::Path;
 use std::time::Instant;
 
 use super::job::{UnitJob, job};
+use super::record::{changed, companions};
 use super::store::is_regular;
 use super::unit_file::UnitFile;
 use crate::calibrate::Residence;
 use crate::checkpoint::{CheckpointWriter, TensorSink, refuse_overlap};
-use crate::pipeline::sources_of;
-use crate::run::{Host, Quantized, StepTimes, write_filled};
+use crate::run::{Host, Quantized, StepTimes, is_gguf_name, write_filled};
 use crate::{Category, Error, Event, Result};
 
 /// The maximum number of units that a message lists.
@@ -36,9 +35,20 @@ impl UnitJob {
         if !force && output.exists() {
             return Err(Error::OutputExists { path: output.to_owned() });
         }
+        if is_gguf_name(output) {
+            return Err(Error::usage(
+                format!(
+                    "{} has the name of a GGUF file, but the job writes another format",
+                    output.display()
+                ),
+                "choose an output whose name does not end in .gguf",
+            ));
+        }
         refuse_overlap(self.opened.directory.path(), output)?;
         refuse_overlap(self.directory(), output)?;
         self.require_all()?;
+        self.require_companions(&host)?;
+        self.remove_abandoned(&host);
         let job = job(&self.opened, &self.plan, self.windows.as_ref(), (host.observer, host.cancel));
         let outputs = [output.to_owned()];
         let mut fill = |writers: &mut [CheckpointWriter]| match writers {
@@ -53,7 +63,14 @@ impl UnitJob {
             Residence::Memory,
             &host,
             &mut fill,
-        )?;
+        );
+        let outputs = match outputs {
+            Err(Error::InputChanged { tensor }) => match self.unit_of(&tensor) {
+                Some(unit) => return Err(self.read_another(unit, &tensor)?),
+                None => return Err(Error::InputChanged { tensor }),
+            },
+            other => other?,
+        };
         Ok(Quantized { outputs, steps: steps.times(), seconds: started.elapsed().as_secs_f64() })
     }
 
@@ -76,6 +93,22 @@ impl UnitJob {
             ),
             remedy: "finish them with ‹job_run(STORE)›, then merge again".into(),
         })
+    }
+
+    /// Fails if the files next to the weights are not those with which the job was created.
+    fn require_companions(&self, host: &Host<'_>) -> Result<()> {
+        let changed = changed(&self.companions, &companions(&self.opened.directory, host.cancel)?);
+        if changed.is_empty() {
+            return Ok(());
+        }
+        Err(Error::usage(
+            format!(
+                "files next to the weights in {} have changed since the job was created: {}",
+                self.model_directory().display(),
+                changed.join(", ")
+            ),
+            "restore them, or create a new job",
+        ))
     }
 
     /// Copies the tensors and reports of all units to the writer.
@@ -117,33 +150,6 @@ impl UnitJob {
         }
         self.compare_sources(writer)?;
         host.observer.event(&Event::StageDone);
-        Ok(())
-    }
-
-    /// Fails if units passed hidden states through weights other than those in the reports, which the pipeline compares
-    /// with the model.
-    fn compare_sources(&self, writer: &CheckpointWriter) -> Result<()> {
-        let reported = |stored: &str| {
-            let entry = self.plan.entries.iter().find(|entry| entry.stored == stored)?;
-            writer.recall(&entry.tensor)?.get("source_sha256")?.as_str().map(str::to_owned)
-        };
-        let mut known: HashMap<String, Option<String>> = HashMap::new();
-        for unit in self.units().iter().filter(|unit| unit.is_forward()) {
-            let Some(identity) = self.identity(unit)? else { continue };
-            for (stored, sha256) in sources_of(&self.path(&identity))? {
-                let expected = known.entry(stored.clone()).or_insert_with(|| reported(&stored));
-                if expected.as_ref().is_some_and(|expected| *expected != sha256) {
-                    return Err(Error::usage(
-                        format!(
-                            "the unit `{}` has read a tensor `{stored}` whose contents differ from those that were \
-                             quantized",
-                            unit.id
-                        ),
-                        "create a new job, and give all workers the same model",
-                    ));
-                }
-            }
-        }
         Ok(())
     }
 }

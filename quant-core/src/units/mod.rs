@@ -17,9 +17,11 @@
 //! | `windows` | the calibration tokens as a file, so that workers need neither text nor tokenizer |
 //! | `graph` | the units of a plan, what each needs, and its predicted time, memory and bytes |
 //! | `store` | the files of a job, and how they appear |
+//! | `temporary` | directories for files that are being written, and the removal of those of killed workers |
 //! | `unit_file` | the file of a unit that writes tensors: a sink for the pipeline, and its reader |
 //! | `job` | a job as a worker opens it: model, plan and tokens, compared with the record |
 //! | `work` | computes units |
+//! | `sources` | compares the weights that units have read |
 //! | `status` | which units are finished |
 //! | `merge` | passes finished units to the writer of checkpoints |
 
@@ -27,8 +29,10 @@ mod graph;
 mod job;
 mod merge;
 mod record;
+mod sources;
 mod status;
 mod store;
+mod temporary;
 mod unit_file;
 mod windows;
 mod work;

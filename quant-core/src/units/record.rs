@@ -1,18 +1,21 @@
 //! The record of a job: what its results depend on, and how a worker finds its inputs.
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
 use super::store::{damaged, is_regular};
-use crate::checkpoint::{differences, parse_strictly, read_capped};
+use crate::checkpoint::{
+    ModelDirectory, Sidecar, differences, file_sha256, parse_strictly, printable, read_capped,
+};
 use crate::digest::{hex, sha256_hex};
 use crate::recipe::Plan;
 use crate::run::RecipeSettings;
-use crate::{Error, Result};
+use crate::{CancelToken, Error, Result};
 
-pub(super) const SCHEMA: &str = "quant-job/1";
+pub(super) const SCHEMA: &str = "quant-job/2";
 /// The maximum size of a record, which lists the scheme of every linear.
 const MAX_BYTES: u64 = 256 << 20;
 /// The maximum number of differences that a message lists.
@@ -30,6 +33,7 @@ pub(super) struct JobRecord {
     /// The settings. A recipe and a file of channel maxima are copied to the inputs, and named as there.
     pub(super) settings: RecipeSettings,
     /// The calibration tokens, as an input.
+    #[serde(deserialize_with = "Option::deserialize")]
     pub(super) windows: Option<String>,
     /// Blocks per unit.
     pub(super) blocks_per_unit: usize,
@@ -39,6 +43,8 @@ pub(super) struct JobRecord {
     pub(super) run: Value,
     /// A hash of the name, type, shape and outputs of every tensor.
     pub(super) tensors_sha256: String,
+    /// The SHA-256 of the files that a merge copies from the model, by name. No unit reads them.
+    pub(super) companions: BTreeMap<String, String>,
 }
 
 impl JobRecord {
@@ -60,7 +66,11 @@ impl JobRecord {
             }
             None => return Err(damaged(path, "is not the record of a job".into())),
         }
-        serde_json::from_value(value).map_err(|e| damaged(path, e.to_string()))
+        let record: Self = serde_json::from_value(value).map_err(|e| damaged(path, e.to_string()))?;
+        if record.blocks_per_unit == 0 || record.forward_shards == 0 {
+            return Err(damaged(path, "has units without blocks or shards".into()));
+        }
+        Ok(record)
     }
 
     /// Returns the contents of the file.
@@ -120,6 +130,28 @@ impl JobRecord {
             "use the program and the model with which the job was created, or create a new job",
         ))
     }
+}
+
+/// Returns the SHA-256 of the files that accompany the weights of a model, by name.
+///
+/// # Errors
+/// [`Error::Io`] if one of them cannot be read; [`Error::Interrupted`].
+pub(super) fn companions(model: &ModelDirectory, cancel: &CancelToken) -> Result<BTreeMap<String, String>> {
+    let hash = |file: &Sidecar| {
+        let name = file.path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        let hash = match &file.contents {
+            Some(contents) => sha256_hex(contents),
+            None => file_sha256(&file.real, cancel)?,
+        };
+        Ok((name, hash))
+    };
+    model.sidecar_files().iter().map(hash).collect()
+}
+
+/// The names of the files that differ, were added or are missing.
+pub(super) fn changed(was: &BTreeMap<String, String>, is: &BTreeMap<String, String>) -> Vec<String> {
+    let names: BTreeSet<&String> = was.keys().chain(is.keys()).collect();
+    names.into_iter().filter(|name| was.get(*name) != is.get(*name)).map(|name| printable(name)).collect()
 }
 
 /// Returns a hash of the name, type, shape and outputs of every tensor of a plan.

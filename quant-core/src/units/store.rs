@@ -5,7 +5,7 @@
 //!      /inputs/     recipe, channel maxima and tokens, named by their contents
 //!      /units/      results, named by unit and by a hash of what they depend on
 //!      /log/        who computed which unit, and how long it took
-//!      /tmp/        files that are being written; those of killed workers stay
+//!      /tmp/        files that are being written; those of killed workers are removed later
 //! ```
 //!
 //! A file is written under a temporary name, synced, and then linked to its name, which fails if the name exists. So a
@@ -16,14 +16,17 @@ use std::fs::File;
 use std::io::{ErrorKind, Read};
 use std::path::{Path, PathBuf};
 
-use crate::checkpoint::{open_regular, printable};
-use crate::{Error, Result, system};
+use super::temporary::Temporary;
+use crate::checkpoint::{file_sha256, open_regular, printable};
+use crate::{CancelToken, Error, Result, system};
 
 pub(super) const RECORD: &str = "job.json";
 const INPUTS: &str = "inputs";
 const UNITS: &str = "units";
 const LOG: &str = "log";
 const TEMPORARY: &str = "tmp";
+/// The number of hexadecimal digits of the hash in the name of an input.
+pub(super) const INPUT_DIGITS: usize = 32;
 /// Files are compared in pieces of this many bytes.
 const PIECE: usize = 1 << 20;
 
@@ -124,6 +127,29 @@ impl Store {
         }
     }
 
+    /// Returns the path of an input whose contents have the hash in its name.
+    ///
+    /// # Errors
+    /// [`Error::InputFile`] if the file is missing or damaged, or as [`input`](Self::input); [`Error::Io`].
+    pub(super) fn intact_input(&self, name: &str, cancel: &CancelToken) -> Result<PathBuf> {
+        let path = self.input(name)?;
+        let lost = |reason: &str| Error::InputFile {
+            path: path.clone(),
+            line: None,
+            reason: reason.into(),
+            remedy: "run ‹job_init()› again with the same arguments, which writes the file again".into(),
+        };
+        if !is_regular(&path)? {
+            return Err(lost("is missing"));
+        }
+        let hash = file_sha256(&path, cancel)?;
+        let stem = name.split('.').next().unwrap_or_default();
+        match stem.rsplit('-').next() == Some(&hash[..INPUT_DIGITS]) {
+            true => Ok(path),
+            false => Err(lost("is damaged: its contents do not have the hash in its name")),
+        }
+    }
+
     /// Writes a small file; if its name exists already, the contents are compared.
     ///
     /// # Errors
@@ -141,9 +167,9 @@ impl Store {
     ///
     /// # Errors
     /// [`Error::Io`], [`Error::DiskFull`].
-    pub(super) fn temporary_directory(&self, prefix: &str) -> Result<tempfile::TempDir> {
+    pub(super) fn temporary_directory(&self, prefix: &str) -> Result<Temporary> {
         let parent = self.temporary();
-        let create = || tempfile::Builder::new().prefix(&format!("{prefix}-")).tempdir_in(&parent);
+        let create = || Temporary::create(&parent, prefix);
         let created = match create() {
             // Empty directories may be removed by whoever cleans up or copies a store.
             Err(e) if e.kind() == ErrorKind::NotFound => {
@@ -190,7 +216,7 @@ impl Store {
             let aside = PathBuf::from(name);
             match system::rename_new(path, &aside) {
                 Ok(()) => {
-                    sync(&self.units())?;
+                    path.parent().map_or(Ok(()), sync)?;
                     return Ok(Some(aside));
                 }
                 Err(e) if e.kind() == ErrorKind::AlreadyExists => {}

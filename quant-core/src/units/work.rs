@@ -9,6 +9,7 @@ use serde_json::{Value, json};
 use super::graph::{Unit, Work};
 use super::job::{UnitJob, job};
 use super::store::{Publication, is_regular};
+use super::temporary::remove_abandoned;
 use super::unit_file::{Identity, UnitFile, UnitSink, stored_digest};
 use crate::calibrate::{Residence, Spill, TokenWindows};
 use crate::checkpoint::MemorySink;
@@ -85,6 +86,7 @@ impl UnitJob {
         options: &WorkOptions,
         host: &Host<'_>,
     ) -> Result<Vec<UnitDone>> {
+        self.remove_abandoned(host);
         let mut pending = self.selected(selection, options.phase)?;
         let (mut done, total) = (Vec::new(), pending.len());
         loop {
@@ -247,6 +249,7 @@ impl UnitJob {
             other => other?,
         }
         host.cancel.check()?;
+        self.compare_with_others(unit, &file, &identity)?;
         let mut published = self.store.publish(&file, &target)?;
         if published == Publication::Different && !self.is_intact(unit, &identity, &target, host)? {
             published = self.store.publish(&file, &target)?;
@@ -311,6 +314,14 @@ impl UnitJob {
     /// The value in files of hidden states that identifies the job.
     fn depends_on(&self) -> Value {
         json!(self.digest)
+    }
+
+    /// Removes the temporary files of killed workers.
+    pub(super) fn remove_abandoned(&self, host: &Host<'_>) {
+        match remove_abandoned(&self.store.temporary()) {
+            0 => {}
+            removed => host.note(format!("removed the temporary files of {removed} killed worker(s)")),
+        }
     }
 
     /// Sets damaged results that a unit needs aside, so that they are computed again.

@@ -7,7 +7,7 @@ use super::{BITS, HEAD, METHOD, VERSION};
 use crate::checkpoint::{Dtype, TensorSource, TensorSpec, require_finite};
 use crate::format::checks::{check_specs, modules_to_not_convert};
 use crate::format::numbers::matrix;
-use crate::format::{PackedReader, PackedWeight};
+use crate::format::{Axis, PackedReader, PackedWeight, TensorPart};
 use crate::quantize::QuantizedTensor;
 use crate::scheme::{Granularity, LinearScheme, WeightFormat};
 use crate::{Error, Result};
@@ -82,6 +82,16 @@ impl PackedReader for Reader {
         })?;
         check_specs(source, &specs, |_, _| false)?;
         Ok(specs)
+    }
+
+    fn parts(&self, _source: &dyn TensorSource, weight: PackedWeight<'_>) -> Option<Vec<TensorPart>> {
+        let PackedWeight { module, scheme, .. } = weight;
+        let (words, groups) = (Some(Axis::of_words(1, BITS)), Axis::of_groups(0, scheme));
+        Some(vec![
+            TensorPart::new(codes_name(module), words, Some(Axis::new(0, 1, 1))),
+            TensorPart::new(zeros_name(module), words, groups),
+            TensorPart::new(scales_name(module), Some(Axis::new(1, 1, 1)), groups),
+        ])
     }
 
     fn zeros(&self, source: &dyn TensorSource, weight: PackedWeight<'_>) -> Result<Option<Vec<u8>>> {

@@ -20,9 +20,9 @@ use crate::checkpoint::{Dtype, TensorSource, TensorSpec, require_finite, require
 use crate::format::bits::{unpack_rows, words_for};
 use crate::format::checks::check_specs;
 use crate::format::numbers::matrix;
-use crate::format::{PackedReader, PackedWeight};
+use crate::format::{Axis, Contents, PackedReader, PackedWeight, TensorPart};
 use crate::quantize::QuantizedTensor;
-use crate::scheme::{ActivationScheme, LinearScheme, SchemeRequest};
+use crate::scheme::{ActivationScheme, Granularity, LinearScheme, SchemeRequest};
 use crate::{Error, Result};
 
 /// Maximum number of regular expressions among the targets, and among the ignored modules; real configurations have a
@@ -278,6 +278,36 @@ impl PackedReader for Reader {
             check_weight_shape(source, module, shape)?;
         }
         Ok(specs)
+    }
+
+    fn parts(&self, _source: &dyn TensorSource, weight: PackedWeight<'_>) -> Option<Vec<TensorPart>> {
+        let PackedWeight { module, scheme, .. } = weight;
+        let storage = self.storage(weight);
+        let (rows, columns) = (Axis::new(0, 1, 1), Axis::new(1, 1, 1));
+        let (codes, inputs) = match storage {
+            Storage::Packed => (packed_name(module), Axis::of_words(1, scheme.bits())),
+            Storage::Nvfp4 | Storage::Mxfp4 => (packed_name(module), Axis::new(1, 2, 1)),
+            Storage::Int8 | Storage::Float | Storage::Mxfp8 => (weight_name(module), columns),
+        };
+        let groups = Axis::of_groups(1, scheme);
+        let outputs = match scheme.granularity {
+            Granularity::Tensor => None,
+            Granularity::Block => Axis::of_groups(0, scheme),
+            Granularity::Group(_) | Granularity::Channel => Some(rows),
+        };
+        let mut parts = vec![
+            TensorPart::new(codes, Some(rows), Some(inputs)),
+            TensorPart::new(scale_name(module), outputs, groups),
+        ];
+        if storage == Storage::Packed {
+            let shape = TensorPart::new(shape_name(module), None, None);
+            parts.push(shape.with_contents(Contents::Shape));
+            if !scheme.is_symmetric() {
+                let words = Axis::of_words(0, scheme.bits());
+                parts.push(TensorPart::new(zero_point_name(module), Some(words), groups));
+            }
+        }
+        Some(parts)
     }
 
     fn zeros(&self, source: &dyn TensorSource, weight: PackedWeight<'_>) -> Result<Option<Vec<u8>>> {

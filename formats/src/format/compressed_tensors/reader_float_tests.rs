@@ -77,7 +77,7 @@ fn floating_point_tensors_are_checked() {
         (
             "wf4a16-g16-nv",
             |m| m.put("m.weight_global_scale", Dtype::F32, &[1], vec![0; 4]),
-            "is 0; a scale must be",
+            "is 0; a scale and its reciprocal must be",
         ),
         (
             "wf4a16-g16-nv",

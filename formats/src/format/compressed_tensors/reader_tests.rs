@@ -343,7 +343,11 @@ fn static_scales_of_others_are_read_and_bad_ones_refused() {
     assert!(with(Dtype::Bf16, 0.5).unwrap() == tensor);
     for bad in [0.0, -1.0, 1e-40] {
         let message = with(Dtype::F32, bad).unwrap_err().to_string();
-        assert!(message.contains("m.input_scale") && message.contains("an input scale must be"), "{message}");
+        assert!(
+            message.contains("m.input_scale")
+                && message.contains("an input scale and its reciprocal must be"),
+            "{message}"
+        );
     }
     assert!(with(Dtype::F32, f32::NAN).is_err());
     // Some files contain zero points of symmetric bytes, which must be 0.

@@ -10,7 +10,7 @@ use super::{EXCLUDED, HEAD, METHOD, V1, V2};
 use crate::checkpoint::{Dtype, TensorSource, TensorSpec, require_finite};
 use crate::format::checks::check_specs;
 use crate::format::numbers::matrix;
-use crate::format::{PackedReader, PackedWeight};
+use crate::format::{Axis, Contents, PackedReader, PackedWeight, TensorPart};
 use crate::quantize::QuantizedTensor;
 use crate::scheme::{Granularity, LinearScheme, WeightFormat};
 use crate::{Error, Result};
@@ -136,6 +136,21 @@ impl PackedReader for Reader {
             _ => false,
         })?;
         Ok(specs)
+    }
+
+    fn parts(&self, _source: &dyn TensorSource, weight: PackedWeight<'_>) -> Option<Vec<TensorPart>> {
+        let PackedWeight { module, scheme, .. } = weight;
+        let (outputs, groups) = (Some(Axis::new(1, 1, 1)), Axis::of_groups(0, scheme));
+        let index = TensorPart::new(index_name(module), None, Some(Axis::new(0, 1, 1)));
+        Some(vec![
+            TensorPart::new(codes_name(module), outputs, Some(Axis::of_words(0, scheme.bits()))),
+            TensorPart::new(zeros_name(module), Some(Axis::of_words(1, scheme.bits())), groups),
+            TensorPart::new(scales_name(module), outputs, groups),
+            match scheme.granularity {
+                Granularity::Group(size) => index.with_contents(Contents::Groups(size)),
+                _ => index,
+            },
+        ])
     }
 
     fn zeros(&self, source: &dyn TensorSource, weight: PackedWeight<'_>) -> Result<Option<Vec<u8>>> {

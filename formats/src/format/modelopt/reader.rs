@@ -13,7 +13,7 @@ use crate::checkpoint::{Dtype, TensorInfo, TensorSource, TensorSpec};
 use crate::format::native_fp8::NativeFp8;
 use crate::format::nibbles::unpack_nibbles;
 use crate::format::numbers::{matrix, read_group_scales, read_positive};
-use crate::format::{PackedReader, PackedWeight};
+use crate::format::{Axis, PackedReader, PackedWeight, TensorPart};
 use crate::quantize::QuantizedTensor;
 use crate::scheme::{ActivationScheme, FloatFormat, Granularity, LinearScheme, NV_GROUP, WeightFormat};
 use crate::{Error, Result};
@@ -229,6 +229,18 @@ impl PackedReader for Reader {
             true => self.specs(source, weight),
             false => self.fp8.tensors(source, weight),
         }
+    }
+
+    fn parts(&self, source: &dyn TensorSource, weight: PackedWeight<'_>) -> Option<Vec<TensorPart>> {
+        let PackedWeight { module, scheme, .. } = weight;
+        if !self.nvfp4.contains_key(module) {
+            return self.fp8.parts(source, weight);
+        }
+        let rows = Some(Axis::new(0, 1, 1));
+        Some(vec![
+            TensorPart::new(weight_name(module), rows, Some(Axis::new(1, 2, 1))),
+            TensorPart::new(scale_name(module), rows, Axis::of_groups(1, scheme)),
+        ])
     }
 
     fn zeros(&self, _source: &dyn TensorSource, _weight: PackedWeight<'_>) -> Result<Option<Vec<u8>>> {

@@ -207,7 +207,7 @@ fn tensors_are_checked() {
     type Damage = fn(&mut (TensorSpec, Vec<u8>));
     let cases: [(usize, Damage, &str); 7] = [
         (2, |(_, bytes)| bytes.copy_from_slice(&2688.0_f32.to_le_bytes()), "seems to be a divisor"),
-        (2, |(_, bytes)| bytes.fill(0), "is 0; a scale must be"),
+        (2, |(_, bytes)| bytes.fill(0), "is 0; a scale and its reciprocal must be"),
         (2, |(_, bytes)| bytes.copy_from_slice(&f32::NAN.to_le_bytes()), "non-finite"),
         (1, |(_, bytes)| bytes[1] = 0x7f, "non-finite"),
         (1, |(_, bytes)| bytes[1] = 0xb8, "negative scale"),

@@ -11,11 +11,11 @@ use super::layout::{
     group_zeros_name, outlier, row_scales_name, row_zeros_name, unpack_nibbles,
 };
 use super::manifest::LAYOUT_VERSION;
-use super::{GROUP, HEAD, METHOD, QUANT_METHOD};
+use super::{GROUP, HEAD, METHOD, QUANT_METHOD, TILE};
 use crate::checkpoint::{Dtype, TensorSource, TensorSpec, require_finite};
 use crate::format::checks::{check_specs, modules_to_not_convert};
 use crate::format::numbers::matrix;
-use crate::format::{PackedReader, PackedWeight};
+use crate::format::{Axis, PackedReader, PackedWeight, TensorPart};
 use crate::quantize::{Levels, QuantizedTensor};
 use crate::scheme::LinearScheme;
 use crate::{Error, Result};
@@ -217,6 +217,31 @@ impl PackedReader for Reader {
         })?;
         check_specs(source, &specs, |_, _| false)?;
         Ok(specs)
+    }
+
+    fn parts(&self, _source: &dyn TensorSource, weight: PackedWeight<'_>) -> Option<Vec<TensorPart>> {
+        let PackedWeight { module, shape: [_, k], .. } = weight;
+        let rows = Some(Axis::new(0, 1, 1));
+        // Codes and group scales of 32 outputs are stored together, and codes of all inputs in tiles.
+        let tiles = |dimension| Some(Axis::new(dimension, TILE, TILE));
+        let codes = TensorPart::new(codes_name(module), tiles(0), Some(Axis::new(1, k.max(1), k / 2)));
+        Some(match self.kind {
+            Kind::Group => vec![
+                codes,
+                TensorPart::new(row_scales_name(module), rows, None),
+                TensorPart::new(group_scales_name(module), tiles(1), Some(Axis::new(0, GROUP, 1))),
+                TensorPart::new(group_zeros_name(module), tiles(1), Some(Axis::new(0, GROUP, 1))),
+            ],
+            Kind::Channel => vec![
+                codes,
+                TensorPart::new(row_scales_name(module), rows, None),
+                TensorPart::new(row_zeros_name(module), rows, None),
+            ],
+            Kind::Bytes => vec![
+                TensorPart::new(bytes_name(module), tiles(0), tiles(1)),
+                TensorPart::new(byte_scales_name(module), rows, None),
+            ],
+        })
     }
 
     fn zeros(&self, source: &dyn TensorSource, weight: PackedWeight<'_>) -> Result<Option<Vec<u8>>> {

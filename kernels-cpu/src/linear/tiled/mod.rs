@@ -209,7 +209,7 @@ unsafe fn stretch_of<U: TileUnit, const OF: usize, const NP: usize>(
     let (blocks, all) = (tiling.blocks, tiling.groups * tiling.blocks);
     // Bytes of a right operand, which are also those of a packed block if it needs no expansion.
     let right_bytes = ROW * tiling.row_bytes() / 4;
-    let direct = OF == UNSIGNED && layout.steps() == blocks * tiling.steps;
+    let direct = (OF == UNSIGNED || layout.is_bf16()) && layout.steps() == blocks * tiling.steps;
     let chunk = RIGHT / NP;
     // SAFETY: the caller guarantees the contract above; every index of a panel, tile, block or slot is less than its
     // count.

@@ -5,7 +5,7 @@ use half::bf16;
 
 use super::{ROW, Shape, TileUnit};
 use crate::FloatFormat;
-use crate::activation::float::PAIRS;
+use crate::activation::split::PAIRS;
 use crate::float_format::e4m3_packed;
 use crate::simd::scalar::Scalar;
 use crate::simd::{E2M1_OFFSET, Lanes, codes};
@@ -141,6 +141,10 @@ impl TileUnit for Emulated {
         centre
     }
     unsafe fn expand_bf16<const CODES: usize>(step: *const u8, centre: i32, to: *mut u8) {
+        if CODES == codes::BF16 {
+            // SAFETY: the caller guarantees that the pointers are valid for 256 bytes.
+            return unsafe { step.copy_to_nonoverlapping(to, 256) };
+        }
         for (part, first) in PAIRS.into_iter().enumerate() {
             for (half, feature) in [first, first + 2].into_iter().enumerate() {
                 // SAFETY: the caller guarantees that the pointer is valid for the bytes of the step.

@@ -17,7 +17,7 @@ fn values(random: &mut SplitMix64, len: usize) -> Vec<f32> {
 
 /// A Hessian of inputs in which each channel is strongly correlated with the one before.
 fn correlated(random: &mut SplitMix64, k: usize) -> Hessian {
-    let mut hessian = Hessian::new(k);
+    let mut hessian = Hessian::new(k).unwrap();
     for _ in 0..2 * k {
         let mut row = values(random, k);
         for c in 1..k {
@@ -79,7 +79,7 @@ fn outputs_are_nearer_than_with_plain_rounding() {
 #[test]
 fn inputs_that_know_nothing_of_each_other_leave_the_search_as_it_is() {
     let mut random = SplitMix64(5);
-    let mut hessian = Hessian::new(512);
+    let mut hessian = Hessian::new(512).unwrap();
     for c in 0..512 {
         let mut row = vec![0.0; 512];
         row[c] = 0.5 + (c % 7) as f32;

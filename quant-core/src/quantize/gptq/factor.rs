@@ -18,6 +18,7 @@ use faer::{Accum, Mat, MatRef, Par};
 use rayon::prelude::*;
 
 use super::Hessian;
+use crate::allocate;
 
 /// The number of rows and columns of a block.
 const BLOCK: usize = 256;
@@ -35,6 +36,12 @@ pub enum FactorError {
     NonFinite {
         /// The first such channel.
         channel: usize,
+    },
+    /// There is too little memory.
+    #[error("not enough memory to factor a Hessian: {bytes} bytes")]
+    Memory {
+        /// What the factorization needs.
+        bytes: u64,
     },
     /// The Hessian was not positive definite even with the maximum damping.
     #[error(
@@ -70,7 +77,7 @@ impl Factor {
     ///
     /// # Errors
     /// [`FactorError::NonFinite`] when a channel's sum of squares is not finite; [`FactorError::Indefinite`] when no
-    /// damping helps.
+    /// damping helps; [`FactorError::Memory`].
     pub fn new(hessian: &Hessian, columns: Vec<usize>, damping: f64) -> Result<Self, FactorError> {
         let k = hessian.channels();
         let diagonal = hessian.diagonal();
@@ -83,6 +90,10 @@ impl Factor {
             false => live.iter().sum::<f64>() / live.len() as f64,
         };
         let dead = k - live.len();
+        // The matrix is allocated in many small blocks, so the room for it is checked beforehand.
+        let bytes = Hessian::triangle_bytes(k as u64);
+        let room = allocate::room::<u8>(usize::try_from(bytes).unwrap_or(usize::MAX), "");
+        room.map_err(|_| FactorError::Memory { bytes })?;
         // The rounding errors of a factorization in f32 are a fraction of the trace that grows with the width.
         let floor = if Hessian::is_f64(k) { 0.0 } else { 8.0 * k as f64 * f64::from(f32::EPSILON) };
         let mut damping = damping.max(floor);

@@ -4,6 +4,8 @@ use faer::linalg::matmul::matmul;
 use faer::{Accum, MatMut, MatRef, Par};
 use rayon::prelude::*;
 
+use crate::{Result, allocate};
+
 /// Tokens per matrix product in `f32`, which is then added to the sum.
 const PANEL: usize = 2048;
 /// Rows of the sum per task.
@@ -33,10 +35,10 @@ enum Sum {
 }
 
 /// Zero tiles for `channels` channels.
-fn zeros<T: Clone + Default>(channels: usize) -> Vec<Vec<T>> {
+fn zeros<T: Clone + Default>(channels: usize) -> Result<Vec<Vec<T>>> {
     let tile = |first: usize| {
         let height = TILE.min(channels - first);
-        vec![T::default(); height * (first + height)]
+        allocate::zeros(height * (first + height), "the Hessian of an input")
     };
     (0..channels).step_by(TILE).map(tile).collect()
 }
@@ -48,12 +50,15 @@ fn values(channels: u64) -> u64 {
 
 impl Hessian {
     /// The Hessian of an input with `channels` features before any token.
-    pub fn new(channels: usize) -> Self {
+    ///
+    /// # Errors
+    /// [`Error::Memory`](crate::Error::Memory).
+    pub fn new(channels: usize) -> Result<Self> {
         let sum = match Self::is_f64(channels) {
-            true => Sum::F64(zeros(channels)),
-            false => Sum::F32(zeros(channels)),
+            true => Sum::F64(zeros(channels)?),
+            false => Sum::F32(zeros(channels)?),
         };
-        Self { channels, tokens: 0, sum, pending: Vec::new() }
+        Ok(Self { channels, tokens: 0, sum, pending: Vec::new() })
     }
 
     /// Whether a Hessian of this width is summed and factored in `f64`.
@@ -66,15 +71,20 @@ impl Hessian {
         if channels <= WIDEST_F64 as u64 { 8 } else { 4 }
     }
 
+    /// The size in bytes of the triangle of a Hessian of this width.
+    pub(super) fn triangle_bytes(channels: u64) -> u64 {
+        values(channels).saturating_mul(Self::number(channels))
+    }
+
     /// The size in bytes of a Hessian of this width while it is accumulated, with the pending panel of tokens.
     pub fn kept_bytes(channels: u64) -> u64 {
-        values(channels).saturating_mul(Self::number(channels)).saturating_add(4 * PANEL as u64 * channels)
+        Self::triangle_bytes(channels).saturating_add(4 * PANEL as u64 * channels)
     }
 
     /// The peak memory in bytes of a Hessian and its factor: that of both triangles together, or of the sum with the
     /// pending panel, whichever is larger.
     pub fn peak_bytes(channels: u64) -> u64 {
-        let triangles = values(channels).saturating_mul(2 * Self::number(channels));
+        let triangles = Self::triangle_bytes(channels).saturating_mul(2);
         triangles.max(Self::kept_bytes(channels))
     }
 

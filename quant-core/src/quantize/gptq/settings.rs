@@ -4,7 +4,9 @@ use std::str::FromStr;
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
 
+use crate::keys::{StepKey, parse_count, parse_number, parse_text};
 use crate::{Error, Result};
 
 /// The order in which columns are rounded, and when the grids of groups are computed.
@@ -85,6 +87,12 @@ impl FromStr for LayerInputs {
     }
 }
 
+/// A schema of these names with their descriptions.
+fn names(all: &[(&str, &str)]) -> Value {
+    let one = |(name, description): &(&str, &str)| json!({ "const": name, "description": description });
+    json!({ "oneOf": all.iter().map(one).collect::<Vec<_>>() })
+}
+
 /// Settings of GPTQ.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct GptqSettings {
@@ -105,6 +113,102 @@ pub struct GptqSettings {
 impl GptqSettings {
     /// The maximum block size: larger blocks would only take more time.
     const MAX_BLOCK_SIZE: usize = 4096;
+
+    /// The keys of these settings, for recipe files, requests and the command line.
+    pub fn keys() -> Vec<StepKey> {
+        let orders = names(&[
+            ("none", "ascending, with grids computed from updated weights"),
+            ("static-groups", "largest inputs first, with grids computed beforehand"),
+            (
+                "group-aware",
+                "groups with the largest inputs first, and within them columns with the largest inputs",
+            ),
+        ]);
+        let inputs = names(&[
+            ("quantized", "all earlier layers are quantized, as they will be at inference"),
+            ("float", "all earlier layers are float"),
+        ]);
+        let count = |maximum: Option<usize>| match maximum {
+            Some(maximum) => json!({ "type": "integer", "minimum": 1, "maximum": maximum }),
+            None => json!({ "type": "integer", "minimum": 1 }),
+        };
+        vec![
+            StepKey::new(
+                "damping",
+                "The value added to the diagonal of the Hessian, as a fraction of the diagonal's mean.",
+                json!({ "type": "number", "exclusiveMinimum": 0, "maximum": 100 }),
+            )
+            .with_setting(
+                "damping",
+                "GPTQ: damping added to the diagonal of the Hessian, as a fraction of the diagonal's mean [default: \
+                 0.01]",
+            ),
+            StepKey::new(
+                "block_size",
+                "The number of columns whose updates to later columns are one matrix product.",
+                count(Some(Self::MAX_BLOCK_SIZE)),
+            )
+            .with_setting(
+                "block_size",
+                "GPTQ: columns per block of lazy updates; affects speed, and results only by rounding [default: 128]",
+            ),
+            StepKey::new("act_order", "The order in which columns are rounded.", orders).with_setting(
+                "act_order",
+                "GPTQ: order of columns: none, static-groups (largest inputs first, grids fixed before) or group-aware \
+                 (largest inputs first among and within groups) [default: static-groups]",
+            ),
+            StepKey::new(
+                "inputs",
+                "The model whose activations are the inputs of linears: the quantized or the float model.",
+                inputs,
+            )
+            .with_setting(
+                "layer_inputs",
+                "GPTQ: inputs on which a linear's error is measured, from the quantized or the float model [default: \
+                 quantized; float for qoq]",
+            ),
+            StepKey::new(
+                "span_blocks",
+                "With inputs of the quantized model: blocks in a span, whose first block gets the hidden states of the \
+                 float model. Without it, all blocks are one span.",
+                count(None),
+            )
+            .with_setting(
+                "span_blocks",
+                "GPTQ: blocks in a span; the first block of a span gets its inputs from the float model, so that spans \
+                 can be quantized at the same time [default: all blocks]",
+            ),
+        ]
+    }
+
+    /// Applies the value of one of the [`keys`](Self::keys). [`check`](Self::check) checks the ranges, when all are set.
+    ///
+    /// # Errors
+    /// [`Error::Usage`] when the value has a different type, or is not one of the names.
+    pub fn set(&mut self, key: &str, value: &Value) -> Result<()> {
+        match key {
+            "damping" => self.damping = parse_number(key, value)?,
+            "block_size" => self.block_size = parse_count(key, value)?,
+            "act_order" => self.act_order = parse_text(key, value)?,
+            "inputs" => self.inputs = parse_text(key, value)?,
+            "span_blocks" => self.span_blocks = Some(parse_count(key, value)?),
+            _ => return Err(Error::Internal(format!("GPTQ has no key `{key}`"))),
+        }
+        Ok(())
+    }
+
+    /// The keys and values that result in these settings.
+    pub fn described(&self) -> Vec<(&'static str, Value)> {
+        let Self { damping, block_size, act_order, inputs, span_blocks } = *self;
+        let mut all = vec![
+            ("damping", json!(damping)),
+            ("block_size", json!(block_size)),
+            ("act_order", json!(act_order)),
+            ("inputs", json!(inputs)),
+        ];
+        all.extend(span_blocks.map(|blocks| ("span_blocks", json!(blocks))));
+        all
+    }
 
     /// Checks the ranges of settings.
     ///

@@ -12,7 +12,7 @@ use rayon::prelude::*;
 
 use super::super::grid::{Extent, GridError, GridRule, nearest};
 use super::super::{
-    Levels, QuantizedTensor, RowsError, ScaleContext, SourceRows, group_size, quantize_within,
+    Levels, QuantizedTensor, RowsError, ScaleContext, SourceRows, group_size, quantize_within, zeroed,
 };
 use super::{ActOrder, Factor, GptqSettings};
 use crate::checkpoint::Dtype;
@@ -109,9 +109,9 @@ pub fn solve_within(
         is_static: settings.act_order == ActOrder::StaticGroups || settled.is_some(),
         settled: settled.as_ref().map(|tensor| &tensor.scales[..]),
     };
-    let (codes, scales) = (vec![0; n * k], vec![0.0; n * groups]);
+    let (codes, scales) = (zeroed(n * k)?, zeroed(n * groups)?);
     let mut tensor = QuantizedTensor::new(shape, scheme, codes, scales, scale_dtype);
-    tensor.zeros = (!scheme.is_symmetric()).then(|| vec![0; n * groups]);
+    tensor.zeros = (!scheme.is_symmetric()).then(|| zeroed(n * groups)).transpose()?;
     tensor.global = settled.as_ref().and_then(|tensor| tensor.global);
     let codes = tensor.codes.par_chunks_mut(TILE * k);
     let scales = tensor.scales.par_chunks_mut(TILE * groups);

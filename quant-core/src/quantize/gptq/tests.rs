@@ -39,7 +39,7 @@ fn weights(n: usize, k: usize, seed: u64) -> Vec<f32> {
 }
 
 fn hessian(x: &[f32], k: usize) -> Hessian {
-    let mut hessian = Hessian::new(k);
+    let mut hessian = Hessian::new(k).unwrap();
     hessian.add(x);
     hessian.finish();
     hessian
@@ -165,7 +165,7 @@ fn the_hessian_is_its_definition_whatever_the_pieces_and_threads() {
     let run = |threads: usize, piece: usize| {
         let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
         pool.install(|| {
-            let mut h = Hessian::new(k);
+            let mut h = Hessian::new(k).unwrap();
             x.chunks(piece * k).for_each(|x| h.add(x));
             h.finish();
             (0..k).flat_map(|i| (0..=i).map(move |j| (i, j))).map(|(i, j)| h.at(i, j)).collect::<Vec<_>>()

@@ -12,8 +12,9 @@ use toml::Spanned;
 
 use super::super::{Extensions, schema};
 use crate::calibrate::{ExpertTokens, Mask, Packing};
+use crate::keys::suggestion;
 use crate::quantize::ScaleSearch;
-use crate::quantize::gptq::{ActOrder, GptqSettings, LayerInputs};
+use crate::quantize::gptq::GptqSettings;
 use crate::transform::{Transform, TransformSettings};
 use crate::{Error, Result};
 
@@ -45,12 +46,30 @@ pub(super) enum Formats {
     Several(#[schemars(schema_with = "schema::containers")] Vec<String>),
 }
 
+/// Each key of a step with its value and the byte offset of the value in the file.
+pub(super) type KeyValues = Vec<(String, Value, usize)>;
+
+fn key_values(entries: BTreeMap<String, Spanned<Value>>) -> KeyValues {
+    let keys = entries.into_iter().map(|(key, value)| {
+        let start = value.span().start;
+        (key, value.into_inner(), start)
+    });
+    keys.collect()
+}
+
+/// Adds the line to an error in the value of a key.
+fn at_line(line: usize) -> impl Fn(Error) -> Error {
+    move |error| match error {
+        Error::Usage { message, remedy } => Error::usage(format!("line {line}: {message}"), remedy),
+        other => other,
+    }
+}
+
 /// The transform's name under `kind`, and the values of its keys.
 #[derive(Debug, Clone, Default)]
 pub(super) struct TransformEntry {
     pub(super) kind: String,
-    /// Each key with its value and the byte offset of the value in the file.
-    pub(super) keys: Vec<(String, Value, usize)>,
+    pub(super) keys: KeyValues,
 }
 
 impl<'de> Deserialize<'de> for TransformEntry {
@@ -59,11 +78,7 @@ impl<'de> Deserialize<'de> for TransformEntry {
         let kind = entries.remove("kind").ok_or_else(|| D::Error::missing_field("kind"))?.into_inner();
         let kind =
             kind.as_str().ok_or_else(|| D::Error::custom("kind must be the name of a step"))?.to_owned();
-        let keys = entries.into_iter().map(|(key, value)| {
-            let start = value.span().start;
-            (key, value.into_inner(), start)
-        });
-        Ok(Self { kind, keys: keys.collect() })
+        Ok(Self { kind, keys: key_values(entries) })
     }
 }
 
@@ -97,9 +112,10 @@ impl TransformEntry {
         let kind = &self.kind;
         let transform = extensions.transform(kind);
         for (key, value, start) in &self.keys {
-            let takes = |t: &&dyn Transform| t.keys().iter().any(|known| known.name == key);
+            let takes = |t: &&dyn Transform| t.keys().iter().any(|known| !known.is_file && known.name == key);
             let Some(transform) = transform.filter(takes) else {
-                let others: Vec<_> = extensions.transforms().filter(takes).map(|t| t.name()).collect();
+                let mut others: Vec<_> = extensions.transforms().filter(takes).map(|t| t.name()).collect();
+                others.sort_unstable();
                 return Err(Error::usage(
                     match others[..] {
                         [] => format!("line {}: unknown key `{key}` in [[transform]]", line(*start)),
@@ -111,12 +127,7 @@ impl TransformEntry {
                     "remove it",
                 ));
             };
-            transform.set(key, value, settings).map_err(|e| match e {
-                Error::Usage { message, remedy } => {
-                    Error::usage(format!("line {}: {message}", line(*start)), remedy)
-                }
-                other => other,
-            })?;
+            transform.set(key, value, settings).map_err(at_line(line(*start)))?;
         }
         Ok(())
     }
@@ -148,51 +159,57 @@ pub(super) struct QuantizeEntry {
     pub(super) overrides: Vec<OverrideEntry>,
 }
 
-#[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
-#[serde(deny_unknown_fields, expecting = "a table, which begins with [quantize.gptq]")]
-pub(super) struct GptqEntry {
-    /// The value added to the diagonal of the Hessian, as a fraction of the diagonal's mean.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub(super) damping: Option<f64>,
-    /// The number of columns whose updates to later columns are one matrix product.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    #[schemars(range(min = 1, max = 4096))]
-    pub(super) block_size: Option<usize>,
-    /// The order in which columns are rounded.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub(super) act_order: Option<ActOrder>,
-    /// The model whose activations are the inputs of linears: the quantized or the float model.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub(super) inputs: Option<LayerInputs>,
-    /// With inputs of the quantized model: blocks in a span, whose first block gets the hidden states of the float model.
-    /// Without it, all blocks are one span.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    #[schemars(range(min = 1))]
-    pub(super) span_blocks: Option<usize>,
-}
+/// The settings of GPTQ, in `[quantize.gptq]`.
+#[derive(Debug, Clone)]
+pub(super) struct GptqEntry(KeyValues);
 
 impl From<GptqSettings> for GptqEntry {
     fn from(settings: GptqSettings) -> Self {
-        let GptqSettings { damping, block_size, act_order, inputs, span_blocks } = settings;
-        Self {
-            damping: Some(damping),
-            block_size: Some(block_size),
-            act_order: Some(act_order),
-            inputs: Some(inputs),
-            span_blocks,
-        }
+        Self(settings.described().into_iter().map(|(key, value)| (key.to_owned(), value, 0)).collect())
+    }
+}
+
+impl<'de> Deserialize<'de> for GptqEntry {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Self, D::Error> {
+        Ok(Self(key_values(BTreeMap::deserialize(deserializer)?)))
+    }
+}
+
+impl Serialize for GptqEntry {
+    fn serialize<S: Serializer>(&self, serializer: S) -> std::result::Result<S::Ok, S::Error> {
+        serializer.collect_map(self.0.iter().map(|(key, value, _)| (key, value)))
+    }
+}
+
+impl JsonSchema for GptqEntry {
+    fn schema_name() -> Cow<'static, str> {
+        "GptqEntry".into()
+    }
+
+    fn json_schema(_: &mut SchemaGenerator) -> Schema {
+        schema::gptq()
     }
 }
 
 impl GptqEntry {
-    pub(super) fn settings(&self, defaults: GptqSettings) -> GptqSettings {
-        GptqSettings {
-            damping: self.damping.unwrap_or(defaults.damping),
-            block_size: self.block_size.unwrap_or(defaults.block_size),
-            act_order: self.act_order.unwrap_or(defaults.act_order),
-            inputs: self.inputs.unwrap_or(defaults.inputs),
-            span_blocks: self.span_blocks.or(defaults.span_blocks),
+    /// Applies the keys to the default settings.
+    pub(super) fn settings(
+        &self,
+        defaults: GptqSettings,
+        line: impl Fn(usize) -> usize,
+    ) -> Result<GptqSettings> {
+        let (known, mut settings) = (GptqSettings::keys(), defaults);
+        for (key, value, start) in &self.0 {
+            if !known.iter().any(|known| known.name == key) {
+                let names: Vec<_> = known.iter().map(|key| key.name).collect();
+                return Err(Error::usage(
+                    format!("line {}: unknown key `{key}` in [quantize.gptq]", line(*start)),
+                    suggestion(key, format!("its keys are {}", names.join(", ")), &names),
+                ));
+            }
+            settings.set(key, value).map_err(at_line(line(*start)))?;
         }
+        Ok(settings)
     }
 }
 

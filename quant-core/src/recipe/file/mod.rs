@@ -190,7 +190,7 @@ impl Recipe {
                 },
             },
             settings,
-            gptq: gptq.map_or(default_gptq, |entry| entry.settings(default_gptq)),
+            gptq: gptq.map_or(Ok(default_gptq), |entry| entry.settings(default_gptq, line))?,
             calibration: calibration.and_then(|c| c.text.clone()),
         };
         if file.quantize.scale_search.is_some() && !recipe.searches_scales() {

@@ -1,7 +1,7 @@
 use super::super::PRESETS;
 use super::*;
 use crate::calibrate::{ExpertTokens, Mask, Packing};
-use crate::transform::{Alpha, Producers, Search};
+use crate::transform::{Alpha, AwqSettings, Producers, Search, SmoothSettings};
 
 #[test]
 fn presets_come_back() {
@@ -43,7 +43,10 @@ fn every_setting_of_a_recipe() {
     .unwrap();
     assert_eq!(recipe.containers.iter().map(|c| c.name()).collect::<Vec<_>>(), ["awq"]);
     assert_eq!(recipe.scheme.to_string(), "w4a16-g64", "the format decides the symmetry");
-    assert_eq!((&*recipe.method.name, recipe.settings.search), ("awq", Search::Reference));
+    assert_eq!(
+        (&*recipe.method.name, recipe.settings.steps.get::<AwqSettings>().search),
+        ("awq", Search::Reference)
+    );
     assert_eq!(recipe.ignore.len(), 2);
     assert_eq!(recipe.overrides[0].1.to_string(), "w4a16-channel");
     let (packing, mask) = (Packing::Documents, Mask::Prompts);
@@ -79,8 +82,9 @@ fn transforms_follow_on_each_other() {
     )
     .unwrap();
     assert_eq!(recipe.method.name, "smoothquant-awq-gptq");
-    assert!(matches!(recipe.settings.smooth.alpha, Some(Alpha::Auto(_))));
-    assert_eq!(recipe.settings.smooth.producers, Producers::All);
+    let smooth: SmoothSettings = recipe.settings.steps.get();
+    assert!(matches!(smooth.alpha, Some(Alpha::Auto(_))));
+    assert_eq!(smooth.producers, Producers::All);
     assert_eq!(Recipe::parse(&recipe.to_toml()).unwrap().to_toml(), recipe.to_toml());
     let text = |scheme| format!("[quantize]\nscheme = \"{scheme}\"\n[calibration]\nsamples = 4");
     assert!(Recipe::parse(&text("w8a8-static")).unwrap().needs_text());
@@ -110,7 +114,15 @@ fn what_is_wrong_is_said_with_its_place() {
         ("[quantize]\nscheme = \"w4a16\"\n[quantize.gptq]\ndamping = 0.1", "[quantize.gptq] has no effect"),
         (
             "[quantize]\nscheme = \"w4a16\"\nmethod = \"gptq\"\n[quantize.gptq]\nact_order = \"desc\"",
-            "line 5: unknown variant `desc`",
+            "line 5: unknown act order `desc`",
+        ),
+        (
+            "[quantize]\nscheme = \"w4a16\"\nmethod = \"gptq\"\n[quantize.gptq]\ndampnig = 0.1",
+            "line 5: unknown key `dampnig` in [quantize.gptq]",
+        ),
+        (
+            "[quantize]\nscheme = \"w4a16\"\nmethod = \"gptq\"\n[quantize.gptq]\nblock_size = -4",
+            "line 5: block_size is -4, which is not a count",
         ),
         ("[[transform]]\nkind = \"magic\"\n[quantize]\nscheme = \"w4a16\"", "unknown step `magic`"),
         ("[[transform]]\nkind = \"awq\"\nsearch = \"deep\"\n[quantize]\nscheme = \"w4a16\"", "line 3"),
@@ -150,7 +162,7 @@ fn what_is_wrong_is_said_with_its_place() {
         ),
         (
             "[[transform]]\nkind = \"smoothquant\"\nproducers = 3\n[quantize]\nscheme = \"w8a8\"",
-            "line 3: transform.producers is 3, which is not a string",
+            "line 3: producers is 3, which is not a string",
         ),
         (
             "[[transform]]\nkind = \"awq\"\nsaerch = \"fast\"\n[quantize]\nscheme = \"w4a16\"",

@@ -22,19 +22,23 @@
 //! Llama-3-8B, or searched among 0, 0.05 … 0.55.
 
 mod planned;
+mod settings;
 
 use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::Arc;
 
 use candle_core::Tensor;
 use serde::{Deserialize, Serialize};
-use serde_json::{Map, Value, json};
+use serde_json::{Map, Value};
 
-use super::settings::{Alpha, Producers, SmoothSettings, alpha_key, enum_key, parse_text};
+pub use settings::{OutputSettings, Producers, SmoothSettings};
+
 use super::{
-    BlockTask, ChannelOutlier, Needs, Rewrite, SearchWork, StepContext, StepKey, Transform,
+    Alpha, BlockTask, ChannelOutlier, Needs, Rewrite, SearchWork, StepContext, StepKey, Transform,
     TransformSettings, TriedScales, Workload, fold,
 };
-use crate::calibrate::{ChannelRanges, HiddenStates, InputRows};
+use crate::calibrate::{ChannelMaxima, ChannelRanges, HiddenStates, InputRows};
 use crate::model::{Block, BlockGraph, CancelTap, FoldGroup, NodeId, TokenRows, WeightBody, with_values};
 use crate::quantize::{
     ScaleContext, SourceRows, fp8_static_scale, nvfp4_input_scale, quantize_within, static_grid,
@@ -110,7 +114,7 @@ enum Smoothed {
 
 impl Smoothing {
     fn of_inputs(settings: &TransformSettings) -> Self {
-        let SmoothSettings { alpha, producers, .. } = settings.smooth;
+        let SmoothSettings { alpha, producers, .. } = settings.steps.get();
         let producers = match producers {
             Producers::Norms => Smoothed::Norms,
             Producers::All => Smoothed::All,
@@ -119,7 +123,8 @@ impl Smoothing {
     }
 
     fn of_outputs(settings: &TransformSettings) -> Self {
-        Self { producers: Smoothed::Linears, alpha: settings.outputs }
+        let OutputSettings { alpha } = settings.steps.get();
+        Self { producers: Smoothed::Linears, alpha }
     }
 
     /// The producers that may be divided.
@@ -199,36 +204,28 @@ impl Transform for SmoothQuant {
 
     fn needs(&self, settings: &TransformSettings) -> Needs {
         let searched = Smoothing::of_inputs(settings).is_searched();
-        Needs { ranges: settings.smooth.maxima.is_none() || searched, states: searched }
-    }
-
-    fn settings(&self) -> &'static [&'static str] {
-        &["alpha", "smooth_producers", "channel_maxima"]
+        Needs { ranges: SmoothSettings::of(settings).maxima.is_none() || searched, states: searched }
     }
 
     fn keys(&self) -> Vec<StepKey> {
-        let producers = "What is divided by the scales: norms, or also linears whose outputs reach the next linear \
-                         channel by channel.";
-        vec![
-            alpha_key(
-                "The exponent of the activations, from 0 to 1, or `auto`. The default is the family's.",
-            ),
-            enum_key("producers", producers, &["norms", "all"]),
-        ]
+        SmoothSettings::keys()
     }
 
     fn set(&self, key: &str, value: &Value, settings: &mut TransformSettings) -> Result<()> {
-        match key {
-            "producers" => settings.smooth.producers = parse_text(key, value)?,
-            _ => settings.smooth.alpha = Some(Alpha::from_value(value)?),
-        }
+        let mut own = SmoothSettings::of(settings);
+        own.set(key, value)?;
+        settings.steps.set(own);
+        Ok(())
+    }
+
+    fn set_file(&self, _key: &str, path: &Path, settings: &mut TransformSettings) -> Result<()> {
+        let maxima = Some(Arc::new(ChannelMaxima::read(path)?));
+        settings.steps.change(|own: &mut SmoothSettings| own.maxima = maxima);
         Ok(())
     }
 
     fn described(&self, settings: &TransformSettings) -> Map<String, Value> {
-        let SmoothSettings { alpha, producers, .. } = settings.smooth;
-        let alpha = alpha.map(|alpha| ("alpha".to_owned(), alpha.to_value()));
-        alpha.into_iter().chain([("producers".to_owned(), json!(producers))]).collect()
+        SmoothSettings::of(settings).described()
     }
 
     fn is_for_rounded_inputs(&self) -> bool {
@@ -236,7 +233,7 @@ impl Transform for SmoothQuant {
     }
 
     fn smooths_linears(&self, settings: &TransformSettings) -> bool {
-        settings.smooth.producers == Producers::All
+        SmoothSettings::of(settings).producers == Producers::All
     }
 
     fn takes_experts_apart(&self, _graph: &BlockGraph, settings: &TransformSettings) -> bool {
@@ -244,9 +241,7 @@ impl Transform for SmoothQuant {
     }
 
     fn fingerprint(&self, settings: &TransformSettings) -> Value {
-        let SmoothSettings { alpha, producers, maxima } = &settings.smooth;
-        let maxima = maxima.as_ref().map(|m| m.sha256());
-        json!({ "alpha": alpha, "producers": producers, "maxima": maxima })
+        SmoothSettings::of(settings).fingerprint()
     }
 
     fn check(&self, context: &StepContext<'_>) -> Result<()> {
@@ -290,23 +285,17 @@ impl Transform for SmoothOutputs {
         Needs { ranges: true, states: Smoothing::of_outputs(settings).is_searched() }
     }
 
-    fn settings(&self) -> &'static [&'static str] {
-        &["output_alpha"]
-    }
-
     fn keys(&self) -> Vec<StepKey> {
-        vec![alpha_key(
-            "The exponent of the activations, from 0 to 1, or `auto`. The default is 0.3 for groups, 0.1 for rows.",
-        )]
+        OutputSettings::keys()
     }
 
     fn set(&self, _key: &str, value: &Value, settings: &mut TransformSettings) -> Result<()> {
-        settings.outputs = Some(Alpha::from_value(value)?);
+        settings.steps.set(OutputSettings { alpha: Some(Alpha::from_value(value)?) });
         Ok(())
     }
 
     fn described(&self, settings: &TransformSettings) -> Map<String, Value> {
-        settings.outputs.map(|alpha| ("alpha".to_owned(), alpha.to_value())).into_iter().collect()
+        settings.steps.get::<OutputSettings>().described()
     }
 
     fn smooths_linears(&self, _settings: &TransformSettings) -> bool {
@@ -314,7 +303,7 @@ impl Transform for SmoothOutputs {
     }
 
     fn fingerprint(&self, settings: &TransformSettings) -> Value {
-        json!(settings.outputs)
+        settings.steps.get::<OutputSettings>().fingerprint()
     }
 
     fn check(&self, context: &StepContext<'_>) -> Result<()> {
@@ -405,7 +394,7 @@ impl SmoothRecord {
 
 /// `max |x|` of the columns of a group's consumers, as observed or from a file.
 fn maxima(task: &BlockTask<'_>, group: &FoldGroup, k: usize) -> Result<Vec<f32>> {
-    if let Some(file) = &task.settings.smooth.maxima {
+    if let Some(file) = SmoothSettings::of(task.settings).maxima {
         return Ok(file.of(&task.module(group.consumers[0]), k)?.to_vec());
     }
     let ranges = task.ranges.get(&group.input);

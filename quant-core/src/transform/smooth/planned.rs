@@ -1,6 +1,6 @@
 //! Checks before a run that smoothing makes sense, and estimates the memory and work of its searches.
 
-use super::{CANDIDATES, SEARCH_TOKENS, Smoothing};
+use super::{CANDIDATES, SEARCH_TOKENS, SmoothSettings, Smoothing};
 use crate::model::NodeId;
 use crate::transform::{Producers, SearchWork, StepContext, Workload};
 use crate::{Error, Result};
@@ -22,7 +22,7 @@ pub(super) fn check_scales(step: &str, context: &StepContext<'_>) -> Result<()> 
 
 /// Fails if SmoothQuant has no effect, repeats another step, or is given maxima of a different model.
 pub(super) fn check_inputs(context: &StepContext<'_>) -> Result<()> {
-    let smooth = &context.settings.smooth;
+    let smooth = SmoothSettings::of(context.settings);
     let repeated = context.others.iter().find(|other| other.smooths_linears(context.settings));
     if let Some(other) = repeated.filter(|_| smooth.producers == Producers::All) {
         let other = other.name();
@@ -54,7 +54,7 @@ pub(super) fn check_inputs(context: &StepContext<'_>) -> Result<()> {
 /// Fails if a file of channel maxima lacks a linear that SmoothQuant needs in block `layer`, or has the wrong number of
 /// maxima for it.
 fn check_maxima(context: &StepContext<'_>, layer: usize) -> Result<()> {
-    let Some(file) = &context.settings.smooth.maxima else { return Ok(()) };
+    let Some(file) = SmoothSettings::of(context.settings).maxima else { return Ok(()) };
     let graph = context.architecture.graph(layer);
     let is_rounded = |&node: &NodeId| context.rounded_inputs.contains(&(layer, node));
     let groups = Smoothing::of_inputs(context.settings).groups(graph).into_iter();

@@ -1,0 +1,131 @@
+//! Keys of steps: the settings that a step or a rounding brings, with their names, values and help.
+
+use std::str::FromStr;
+
+use serde_json::{Map, Value, json};
+
+use crate::{Error, Result};
+
+/// A setting of a step, for recipe files, requests and the command line.
+///
+/// A recipe file sets it in the step's `[[transform]]` entry, and a request by the names of the step and the key in
+/// [`steps`](crate::run::RecipeSettings::steps) (`--step NAME.KEY=VALUE` on the command line).
+///
+/// ```
+/// use quant_core::transform::StepKey;
+/// use serde_json::json;
+///
+/// let strength = StepKey::new("strength", "How much is evened out", json!({ "type": "number", "minimum": 0 }));
+/// assert_eq!(strength.schema["description"], "How much is evened out");
+/// assert_eq!(strength.setting, None);
+/// ```
+#[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
+pub struct StepKey {
+    /// The key.
+    pub name: &'static str,
+    /// A JSON schema of its values, with a `description`.
+    pub schema: Value,
+    /// The field of [`RecipeSettings`](crate::run::RecipeSettings) that sets it too, if there is one: `output_alpha`
+    /// for `alpha` of `smooth-outputs`.
+    pub setting: Option<&'static str>,
+    /// The help of that setting, with the default in square brackets. Other settings are
+    /// [marked](crate::wording).
+    pub help: &'static str,
+    /// Whether the value is the path of a file. Such a key has a [`setting`](Self::setting), and only that sets it.
+    pub is_file: bool,
+}
+
+impl StepKey {
+    /// Creates a key that no field of `RecipeSettings` sets.
+    pub fn new(name: &'static str, description: &str, schema: Value) -> Self {
+        let mut described = Map::from_iter([("description".to_owned(), description.into())]);
+        if let Value::Object(entries) = schema {
+            described.extend(entries);
+        }
+        Self { name, schema: described.into(), setting: None, help: "", is_file: false }
+    }
+
+    /// A key whose values are these names.
+    pub(crate) fn of_names(name: &'static str, description: &str, values: &[&str]) -> Self {
+        Self::new(name, description, json!({ "enum": values }))
+    }
+
+    /// A key whose value is the path of a file.
+    pub(crate) fn of_file(name: &'static str, setting: &'static str, help: &'static str) -> Self {
+        let key = Self::new(name, help, json!({ "type": "string" }));
+        Self { is_file: true, ..key.with_setting(setting, help) }
+    }
+
+    /// Adds the field of `RecipeSettings` that sets the key, and its help.
+    pub(crate) fn with_setting(self, setting: &'static str, help: &'static str) -> Self {
+        Self { setting: Some(setting), help, ..self }
+    }
+}
+
+/// Parses a value that is a string.
+pub(crate) fn parse_text<T: FromStr<Err = Error>>(key: &str, value: &Value) -> Result<T> {
+    let text = value.as_str().ok_or_else(|| {
+        Error::usage(format!("{key} is {value}, which is not a string"), "write it in quotes")
+    })?;
+    text.parse()
+}
+
+/// Parses a value that is a number, or a string of one, which may be `NaN` or infinite.
+pub(crate) fn parse_number(key: &str, value: &Value) -> Result<f64> {
+    let number = value.as_f64().or_else(|| value.as_str()?.parse().ok());
+    number.ok_or_else(|| Error::usage(format!("{key} is {value}, which is not a number"), "give a number"))
+}
+
+/// Parses a value that is an integer and not negative.
+pub(crate) fn parse_count(key: &str, value: &Value) -> Result<usize> {
+    let count = value.as_u64().and_then(|count| usize::try_from(count).ok());
+    count.ok_or_else(|| {
+        Error::usage(
+            format!("{key} is {value}, which is not a count"),
+            "give an integer that is not negative",
+        )
+    })
+}
+
+/// Returns the known name that was probably meant: the nearest, if at most half of the letters differ.
+pub(crate) fn nearest<'a>(name: &str, known: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
+    let distances = known.into_iter().map(|known| (strsim::levenshtein(known, name), known));
+    distances.min().filter(|(distance, _)| 2 * distance <= name.len()).map(|(_, known)| known)
+}
+
+/// Returns the remedy for a name that is not known: the nearest, and all of them.
+pub(crate) fn suggestion(name: &str, listed: String, known: &[&str]) -> String {
+    match nearest(name, known.iter().copied()) {
+        Some(near) => format!("did you mean {near}? {listed}"),
+        None => listed,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn values_of_the_wrong_type_are_refused() {
+        assert_eq!(parse_number("damping", &json!(0.5)).unwrap(), 0.5);
+        assert_eq!(parse_number("damping", &json!(1)).unwrap(), 1.0);
+        assert!(parse_number("damping", &json!("NaN")).unwrap().is_nan());
+        assert_eq!(parse_count("size", &json!(4)).unwrap(), 4);
+        for value in [json!(-1), json!(1.5), json!("4"), Value::Null, json!([4])] {
+            assert!(parse_count("size", &value).unwrap_err().to_string().contains("size is "), "{value}");
+        }
+        for value in [json!("much"), Value::Null, json!(true)] {
+            assert!(parse_number("damping", &value).is_err(), "{value}");
+        }
+    }
+
+    #[test]
+    fn the_nearest_name_is_suggested() {
+        let known = ["alpha", "producers"];
+        assert_eq!(nearest("alhpa", known), Some("alpha"));
+        assert_eq!(nearest("producer", known), Some("producers"));
+        assert_eq!(nearest("seed", known), None);
+        assert_eq!(suggestion("alpa", "its keys are …".into(), &known), "did you mean alpha? its keys are …");
+    }
+}
