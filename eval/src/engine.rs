@@ -233,7 +233,7 @@ impl<'a> Runner<'a> for &'a dyn LogitsModel {
         Ok(Box::new(OfEngine { batch: batch_logits, scored, vocab, logits: Vec::new() }))
     }
 
-    fn max_windows(&self) -> usize {
+    fn max_windows(&self, _length: usize) -> usize {
         (**self).max_windows()
     }
 }

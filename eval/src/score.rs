@@ -8,7 +8,7 @@ use quant_formats::{CancelToken, Error, Event, Observer, Result};
 use crate::Window;
 use crate::vocabulary::{Output, Source, Sums, pass};
 
-/// Maximum number of tokens that go through a model at a time, unless a single window is longer.
+/// Maximum number of tokens that go through a decoder at a time, unless a single window is longer.
 const BATCH_TOKENS: usize = 2048;
 /// Maximum number of windows on which the noise floor is measured.
 #[cfg(feature = "decoders")]
@@ -30,9 +30,9 @@ pub(crate) trait Runner<'a> {
         batch: &[usize],
     ) -> Result<Box<dyn StageInputs + 'a>>;
 
-    /// Maximum number of windows that run together.
-    fn max_windows(&self) -> usize {
-        usize::MAX
+    /// Maximum number of windows of this many tokens that run together.
+    fn max_windows(&self, length: usize) -> usize {
+        BATCH_TOKENS / length.max(1)
     }
 
     /// The same model with noise from this seed on its blocks' outputs; `None` for a model without blocks.
@@ -208,7 +208,8 @@ impl<'a> Panel<'a> {
         let units = windows.len() as u64;
         observer.event(&Event::StageStarted { stage: "evaluate", unit: "window", units });
         let resumed = known.len();
-        let most = self.members.iter().map(|(origin, _)| origin.max_windows()).min().unwrap_or(usize::MAX);
+        let most =
+            |length| self.members.iter().map(|(origin, _)| origin.max_windows(length)).min().unwrap_or(1);
         for batch in batches(windows, most) {
             cancel.check()?;
             // Only complete batches were kept. An engine may have had a different number of windows per batch.
@@ -232,13 +233,13 @@ pub(crate) fn dropped(_: usize, _: &[f32]) -> Result<()> {
     Ok(())
 }
 
-/// Groups adjacent windows of equal length that run through a model together, at most `most`. The composition of a batch
-/// can change a window's results in the last bits, but the same text always gives the same batches.
-fn batches(windows: &[Window], most: usize) -> Vec<Vec<usize>> {
+/// Groups adjacent windows of equal length that run through a model together, at most `most` of a length. The composition
+/// of a batch can change a window's results in the last bits, but the same text always gives the same batches.
+fn batches(windows: &[Window], most: impl Fn(usize) -> usize) -> Vec<Vec<usize>> {
     let mut batches: Vec<Vec<usize>> = Vec::new();
     for (number, window) in windows.iter().enumerate() {
         let length = window.input().len();
-        let max = most.min(BATCH_TOKENS / length.max(1)).max(1);
+        let max = most(length).max(1);
         match batches.last_mut() {
             Some(batch) if batch.len() < max && windows[batch[0]].input().len() == length => {
                 batch.push(number)

@@ -254,11 +254,24 @@ impl Tokens {
         let alone = tokenizer.encode(&[""])?.into_iter().flatten().map(|(id, _)| id).collect::<Vec<u32>>();
         let each = tokenizer.encode(texts)?;
         if each.len() != texts.len() {
-            return Err(Error::Internal(format!(
-                "the tokenizer returned tokens for {} texts instead of {}",
-                each.len(),
-                texts.len()
-            )));
+            return Err(Error::usage(
+                format!("the tokenizer returned tokens for {} texts instead of {}", each.len(), texts.len()),
+                "return one list of tokens for each text",
+            ));
+        }
+        for (text, tokens) in texts.iter().zip(&each) {
+            let outside = |place: &Range<usize>| place.start > place.end || place.end > text.len();
+            if let Some((id, place)) = tokens.iter().find(|(_, place)| outside(place)) {
+                return Err(Error::usage(
+                    format!(
+                        "the tokenizer places token {id} at bytes {} to {} of a text of {} bytes",
+                        place.start,
+                        place.end,
+                        text.len()
+                    ),
+                    "return the range of bytes in the text for each token",
+                ));
+            }
         }
         Ok(each.into_iter().map(|placed| Self::of(placed, &alone)).collect())
     }

@@ -352,6 +352,41 @@ fn an_engine_returns_logits_for_some_positions_at_a_time() {
     assert_eq!(divergence.kl_quantiles.max.value, 0.0);
 }
 
+/// The number of windows in a batch is the engine's choice, however long they are.
+#[test]
+fn long_windows_run_together() {
+    let text = numbered(&[1500; 5]);
+    let ranged = Ranged::new(64, 4, usize::MAX);
+    let engine: &dyn LogitsModel = &ranged;
+    perplexity(engine, &text, &mut Journal::none(), &Silent, &CancelToken::new()).unwrap();
+    assert_eq!(*ranged.batches.borrow(), [vec![0, 1, 2, 3], vec![4]]);
+}
+
+/// Windows and tokenizers of an engine have no files to hash; the result is read and gated all the same.
+#[test]
+fn a_result_without_hashes_of_files_is_read() {
+    let text = numbered(&[30, 30, 40]);
+    let engine: &dyn LogitsModel = &Whole(64);
+    let scores = perplexity(engine, &text, &mut Journal::none(), &Silent, &CancelToken::new()).unwrap();
+    let model = ModelIdentity {
+        path: "whole".into(),
+        sha256: sha256_hex("whole"),
+        size_bytes: 0,
+        schemes: Vec::new(),
+        kv_cache: None,
+        method: None,
+    };
+    let tool = Tool { name: "their-engine".into(), version: "7".into(), sha256: None, isa: "none".into() };
+    let result = Evaluation::new(tool, model, None, ("own".into(), &text), (scores, None), (1.0, 1.0));
+    assert_eq!((result.text.sha256.as_str(), result.tokenizer_sha256.as_str()), ("", ""));
+    let scratch = tempfile::tempdir().unwrap();
+    let path = scratch.path().join("own.json");
+    std::fs::write(&path, serde_json::to_string(&result).unwrap()).unwrap();
+    assert_eq!(Evaluation::read(&path).unwrap(), result);
+    let run = quant(args!["gate", &path, "--suggest"]);
+    assert_eq!(run.code(), Some(0), "{run}");
+}
+
 /// An evaluation that stops resumes with the missing windows, even if the engine now runs fewer of them together.
 #[test]
 fn an_interrupted_evaluation_of_an_engine_resumes() {
@@ -410,11 +445,14 @@ struct Letters {
     prefix: bool,
     /// Texts of which it loses the tokens.
     lost: usize,
+    /// The number of bytes by which its offsets are wrong.
+    shift: usize,
 }
 
 impl Tokenizer for Letters {
     fn encode(&self, texts: &[&str]) -> quant_core::Result<Vec<EncodedText>> {
-        let one = |text: &&str| text.bytes().enumerate().map(|(i, b)| (b.into(), i..i + 1)).collect();
+        let place = |i: usize| i + self.shift..i + self.shift + 1;
+        let one = |text: &&str| text.bytes().enumerate().map(|(i, b)| (b.into(), place(i))).collect();
         Ok(texts.iter().skip(self.lost).map(one).collect())
     }
 
@@ -432,7 +470,7 @@ fn an_engines_tokenizer_cuts_texts() {
     let cut = |letters: &Letters, profile: Profile| {
         EvaluationText::new(letters, &documents, profile.into(), None, "letters".as_ref())
     };
-    let letters = Letters { prefix: true, lost: 0 };
+    let letters = Letters { prefix: true, lost: 0, shift: 0 };
     let text = cut(&letters, Profile::gptq(16).unwrap()).unwrap();
     // 80 letters, 2 newlines and 30 letters.
     assert_eq!((text.windows.len(), text.tokens_scored(), text.scored_bytes), (7, 7 * 15, 7 * 15));
@@ -442,12 +480,13 @@ fn an_engines_tokenizer_cuts_texts() {
     let text = cut(&letters, rolling).unwrap();
     assert_eq!(text.windows[0].tokens[..3], [7, u32::from(b'a'), u32::from(b'b')]);
     assert_eq!((text.words, text.scored_bytes), (Some(2), 110));
-    for (letters, code, expected) in [
-        (Letters { prefix: false, lost: 0 }, 2, "no prefix"),
-        (Letters { prefix: true, lost: 1 }, 70, "tokens for"),
+    for (letters, expected) in [
+        (Letters { prefix: false, lost: 0, shift: 0 }, "no prefix"),
+        (Letters { prefix: true, lost: 1, shift: 0 }, "tokens for"),
+        (Letters { prefix: true, lost: 0, shift: 1 }, "token 104 at bytes 80 to 81 of a text of 80 bytes"),
     ] {
         let error = cut(&letters, rolling).unwrap_err();
-        assert_eq!(error.category().exit_code(), code, "{error}");
+        assert_eq!(error.category().exit_code(), 2, "{error}");
         assert!(error.to_string().contains(expected), "{error}");
     }
 }
