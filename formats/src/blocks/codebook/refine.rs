@@ -148,14 +148,14 @@ struct Best {
 
 fn point(form: &Form, x: &[f32], weights: &[f32], scale: f32) -> Best {
     let book = form.points.book;
-    let (n, top) = (book.elements(), usize::from(book.top()));
+    let n = book.elements();
     let mut errors = [[0.0_f32; 8]; 8];
     let mut levels = [0_u8; 8];
     for (i, x) in x.iter().take(n).enumerate() {
         let mut least = f32::INFINITY;
-        for level in 0..=top {
-            let off = x.abs() - scale * f32::from(form.magnitudes[level]);
-            errors[i][level] = weights[i] * off * off;
+        for (level, (error, magnitude)) in errors[i].iter_mut().zip(form.magnitudes).enumerate() {
+            let off = x.abs() - scale * f32::from(*magnitude);
+            *error = weights[i] * off * off;
             if off.abs() < least {
                 (least, levels[i]) = (off.abs(), level as u8);
             }
