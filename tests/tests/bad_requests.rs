@@ -441,7 +441,7 @@ fn texts() {
         model.path(),
         &options,
         5,
-        &["`c4`", "allenai/c4", "give the path of that file"],
+        &["`c4`", "allenai/c4", "give the path of the converted file"],
     );
 }
 

@@ -255,7 +255,7 @@ pub trait Transform: Debug + Send + Sync {
     /// checks values overrides this method.
     ///
     /// # Errors
-    /// [`Error::Usage`](crate::Error::Usage) when the value is invalid. The recipe parser adds the line number.
+    /// [`Error::Usage`] when the value is invalid. The recipe parser adds the line number.
     fn set(&self, key: &str, value: &Value, settings: &mut TransformSettings) -> Result<()> {
         settings.others.entry(self.name()).or_default().insert(key.to_owned(), value.clone());
         Ok(())
@@ -311,7 +311,7 @@ pub trait Transform: Debug + Send + Sync {
     /// Fails if the transform would have no effect on the request, or undo another step.
     ///
     /// # Errors
-    /// [`Error::Usage`](crate::Error::Usage) with the remedy.
+    /// [`Error::Usage`] with the remedy.
     fn check(&self, _context: &StepContext<'_>) -> Result<()> {
         Ok(())
     }
