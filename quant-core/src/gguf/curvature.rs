@@ -45,8 +45,8 @@ impl<'a> Curvature<'a> {
         Ok(Self { model, cancel, damping, ropes, states, next: 0, factors: BTreeMap::new() })
     }
 
-    /// Returns the factors for the matrices of a tensor of the file: one, or one per expert. There is none if the tensor
-    /// is outside the blocks, stays float, is not a linear's weight, or has its columns reordered, and for an expert
+    /// Returns the factors for the matrices of a tensor of the file: one, or one per expert. There are none if the
+    /// tensor is outside the blocks, stays float, is not a linear's weight, or has its columns reordered, and for an expert
     /// that no token reached. Blocks must come in ascending order.
     ///
     /// # Errors

@@ -197,7 +197,7 @@ impl UnitJob {
         self.store.units().join(file_name(identity))
     }
 
-    /// Returns the hash that the result of a unit contains; `None` if there is none that can be read.
+    /// Returns the hash that the result of a unit contains; `None` if no readable result exists.
     fn digest_of(&self, unit: &Unit) -> Result<Option<String>> {
         let known = || self.known.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         if let Some(digest) = known().get(&unit.id) {
