@@ -46,8 +46,8 @@ impl<'a> Curvature<'a> {
     }
 
     /// Returns the factors for the matrices of a tensor of the file: one, or one per expert. There are none if the
-    /// tensor is outside the blocks, stays float, is not a linear's weight, or has its columns reordered, and for an expert
-    /// that no token reached. Blocks must come in ascending order.
+    /// tensor is outside the blocks, stays float, is not a linear's weight, or has its columns reordered, and for an
+    /// expert that no token reached. Blocks must come in ascending order.
     ///
     /// # Errors
     /// When a block fails, an input is not finite, or a Hessian has no factor; [`Error::Interrupted`].
