@@ -344,7 +344,10 @@ def quantize(
         threads=threads,
         resume_with="resume=True",
     )
-    kinds = {"quant-gguf-summary": Gguf, "quant-floats-summary": Floats}
+    kinds: dict[str, type[Quantized | Gguf | Floats]] = {
+        "quant-gguf-summary": Gguf,
+        "quant-floats-summary": Floats,
+    }
     return kinds.get(done["schema"].partition("/")[0], Quantized)(done)
 
 

@@ -128,8 +128,8 @@ fn cut_changed_and_hostile_files_are_refused() {
         bytes
     };
     refused("a few bytes", &good[..20], "too short");
-    refused("half of it", &good[..good.len() / 2], "is truncated");
-    refused("more at the end", &[&good[..], b"{}"].concat(), "is truncated");
+    refused("half of it", &good[..good.len() / 2], "the header does not end at the end of the file");
+    refused("more at the end", &[&good[..], b"{}"].concat(), "the header does not end at the end of the file");
     refused("the digest", &changed(30), "header does not match");
     refused("the header", &changed(offset + length / 2), "header does not match");
     refused("the head", &changed(56 + 1000), "head does not match");
@@ -139,7 +139,7 @@ fn cut_changed_and_hostile_files_are_refused() {
     endless[16..24].copy_from_slice(&u64::MAX.to_le_bytes());
     refused("an endless header", &endless, "at most");
     endless[16..24].copy_from_slice(&(1_u64 << 25).to_le_bytes());
-    refused("a header beyond the end", &endless, "is truncated");
+    refused("a header beyond the end", &endless, "the header does not end at the end of the file");
 
     // Changed headers with a recomputed hash.
     let sealed = |edit: &dyn Fn(&mut Value)| {

@@ -53,7 +53,7 @@ impl Gathering {
         let inputs: BTreeMap<NodeId, u64> =
             graph.linears().map(|(id, _, [_, k], _)| (graph.nodes()[id].inputs[0], k as u64)).collect();
         let sums: u64 = inputs.values().map(|k| 8 * k).sum();
-        (17 * widest).saturating_mul(at_a_time).saturating_add(sums)
+        (16 * widest).saturating_mul(at_a_time).saturating_add(sums)
     }
 
     /// The bytes of the Hessians of a block's inputs, and what is needed in addition while their factors replace them

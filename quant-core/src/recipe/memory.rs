@@ -21,10 +21,10 @@ const PER_INPUT: u64 = 256;
 /// Bytes of a plan per tensor, besides names.
 const PER_PLANNED: u64 = 400;
 /// Bytes per tensor of the report and of the record from which an interrupted run resumes, besides names.
-const PER_REPORT: u64 = 1000;
+const PER_REPORT: u64 = 1500;
 /// Bytes per quantized linear of the model's graph, of its scheme in the configuration, and of what the report has in
 /// addition.
-const PER_LINEAR: u64 = 6144;
+const PER_LINEAR: u64 = 5120;
 /// Bytes of the report per linear whose scales or clip bounds were searched for.
 const PER_SEARCH: u64 = 1024;
 /// Bytes per tensor of the output, besides its name: its entries in the plan, the layout and the header, which is read
