@@ -19,7 +19,7 @@ if ((status == 3)); then cat target/interop-chromium; elif ((status)); then exit
 chromium=$(tail -n 1 target/interop-chromium)
 # cargo builds the two programs for the tests of their packages. The whole workspace is named, so that the dependencies
 # built for its tests are reused.
-cargo test --quiet --locked --workspace --no-run --test starts --test containers
+cargo test --quiet --locked --workspace --no-run --test starts --test suite
 # Without this setting, glibc maps and unmaps torch's large tensors repeatedly, and long windows take three times as
 # long.
 export MALLOC_MMAP_THRESHOLD_=4294967296 MALLOC_TRIM_THRESHOLD_=8589934592

@@ -11,6 +11,6 @@ bash tests/interop/setup_vllm.sh "$vllm" || status=$?
 # 3: the environment cannot be created on this machine, and a line with SKIPPED has reported the reason.
 ((status == 3)) && exit 0
 ((status == 0)) || exit "$status"
-cargo test --quiet --locked --workspace --no-run --test starts --test containers
+cargo test --quiet --locked --workspace --no-run --test starts --test suite
 "$venv/bin/python" tests/interop/check_vllm.py --programs "${CARGO_TARGET_DIR:-target}/debug" --vllm "$vllm" \
     --data ../shared/data "$@"

@@ -1,7 +1,7 @@
 //! Results that must not change unintentionally, kept in `tests/goldens/`: hashes of the demo model rounded to nearest
 //! and of the output of `plan` for it, and its sizes.
 //!
-//! After an intentional change, run `QUANT_BLESS=1 cargo test -p quant-tests --test goldens` and commit the difference.
+//! After an intentional change, run `QUANT_BLESS=1 cargo test --workspace --test suite goldens::` and commit the difference.
 //! Methods that read a text (AWQ, SmoothQuant, GPTQ, QoQ, static activations) have no goldens, because they run in
 //! `f32`, whose sums differ in the last bits between instruction sets. That their bytes do not depend on threads or
 //! runs is checked in `end_to_end.rs`, `smoothquant.rs`, `gptq.rs` and `qoq.rs`. Rounding to nearest is exact

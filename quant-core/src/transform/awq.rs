@@ -152,7 +152,12 @@ fn race_memory(work: &Workload<'_>, group: &FoldGroup, kept: Kept) -> u64 {
         Residence::Files { round_bytes, .. } => round.min(round_bytes.max(piece.saturating_mul(token))),
     };
     let values = 4 * (shape.outputs + 2 * shape.read + shape.inspected) as u64;
-    candidate.saturating_add(round).saturating_add(piece.saturating_mul(values))
+    // Rounds are short if the batch is in files, and the allocator may still keep most of the previous candidate.
+    let freed = match work.residence {
+        Residence::Memory => 0,
+        Residence::Files { .. } => candidate / 4 * 3,
+    };
+    candidate.saturating_add(freed).saturating_add(round).saturating_add(piece.saturating_mul(values))
 }
 
 /// The memory in bytes of the largest round of a race in which experts run one after the other.
