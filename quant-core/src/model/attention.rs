@@ -134,12 +134,10 @@ pub(super) fn cached_attention(
 }
 
 impl CausalAttention<'_> {
-    /// The number of key and value heads, for key rows of width `k_width`.
     fn heads(&self, k_width: usize) -> usize {
         k_width.checked_div(self.shape.head_dim).unwrap_or(0)
     }
 
-    /// Whether key rows of width `k_width` consist of whole heads, and whether the number of sinks matches.
     fn fit(&self, k_width: usize) -> bool {
         let heads = self.heads(k_width);
         heads * self.shape.head_dim == k_width
@@ -403,7 +401,6 @@ mod tests {
         }
     }
 
-    /// ALiBi, for whole windows and with a cache.
     #[test]
     fn alibi_matches_its_definition() {
         let (heads, d, length) = (6, 4, 150);
@@ -469,7 +466,6 @@ mod tests {
         }
     }
 
-    /// Segments of a packed window match the segments computed separately, also with sliding windows.
     #[test]
     fn segments_do_not_see_each_other() {
         let (kv_heads, repeat, d) = (2, 2, 8);

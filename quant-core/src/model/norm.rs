@@ -19,7 +19,7 @@ pub struct Norm {
 }
 
 impl Norm {
-    /// Returns the parameters for a layer norm that stores none: a weight of ones and a bias of zeros.
+    /// The parameters of a layer norm that stores none.
     ///
     /// # Errors
     /// When the tensors cannot be created.
@@ -28,10 +28,7 @@ impl Norm {
         Ok(Self { weight: filled(1.0)?, bias: Some(filled(0.0)?) })
     }
 
-    /// Returns the factors of an RMSNorm, `[width]`: the weight, plus 1 if it is centered at zero.
-    ///
-    /// # Errors
-    /// When the tensor cannot be created.
+    /// Returns the factors of an RMSNorm, `[width]`.
     pub(super) fn factors(&self, op: &Op) -> Result<Tensor> {
         Ok(match op {
             Op::RmsNorm { zero_centered: true, .. } => (&self.weight + f64::from(op.weight_offset()))?,
@@ -82,9 +79,8 @@ pub(super) fn normalize(x: &Tensor, width: usize, eps: f64) -> Result<Tensor> {
 
 /// `(x − mean) / √(variance + eps) · weight + bias` along the last dimension.
 ///
-/// The variance is computed in a second pass, from differences from the mean. In families with this norm, a few
-/// features are hundreds of times larger than the others, and the textbook formula `E[x²] − E[x]²` would lose the small
-/// ones in `f32`.
+/// The variance is computed in a second pass, because `E[x²] − E[x]²` would lose precision in `f32` if a few features
+/// are much larger than the others.
 struct LayerNorm {
     eps: f32,
 }

@@ -1,4 +1,4 @@
-//! Per-layer inputs, which depend only on the token: they are computed once, before the first block, and passed along
+//! Per-layer inputs. They depend only on the token, so they are computed once, before the first block, and passed along
 //! with the hidden states.
 
 use std::ops::Range;
@@ -14,7 +14,7 @@ use crate::Result;
 /// Tokens projected at a time.
 const CHUNK_TOKENS: usize = 2048;
 
-/// The computation of per-layer inputs. Table rows are read on demand, because the table may be larger than all blocks.
+/// Table rows are read on demand, because the table may be larger than all blocks.
 #[derive(Debug)]
 pub(crate) struct PerLayer {
     pub(super) rows: Rows,

@@ -33,7 +33,6 @@ impl CustomOp1 for SoftCap {
     }
 }
 
-/// Applies `cap · tanh(x / cap)` to every value, on this thread.
 pub(super) fn soft_cap_in_place(values: &mut [f32], cap: f32) {
     vectorized(
         #[inline(always)]
@@ -41,7 +40,7 @@ pub(super) fn soft_cap_in_place(values: &mut [f32], cap: f32) {
     );
 }
 
-/// Applies `cap · tanh(x / cap)` to every value; inlined into loops that are vectorized as a whole.
+/// Inlined into loops that are vectorized as a whole.
 #[inline(always)]
 pub(super) fn cap_in_place(values: &mut [f32], cap: f32) {
     values.iter_mut().for_each(|v| *v = cap * tanh(*v / cap));

@@ -7,15 +7,13 @@ use super::BlockGraph;
 use crate::Result;
 use crate::checkpoint::ConfigFields;
 
-/// Maximum number of layers. Real models have less than a hundredth of it; a larger number means that the configuration
-/// is damaged.
+/// Maximum number of layers. Real models have far fewer; a larger number means that the configuration is damaged.
 pub(super) const MAX_LAYERS: usize = 1 << 16;
 
 /// The distinct block graphs of a model and the graph of each layer.
 #[derive(Debug, Clone)]
 pub struct Blocks {
     graphs: Vec<Arc<BlockGraph>>,
-    /// The index into `graphs` for each layer.
     kinds: Vec<usize>,
 }
 
@@ -40,10 +38,6 @@ impl Blocks {
         Self::layers_by(config, "num_hidden_layers")
     }
 
-    /// Reads the number of layers from the field `key`.
-    ///
-    /// # Errors
-    /// As [`layers`](Self::layers).
     pub fn layers_by(config: &ConfigFields<'_>, key: &str) -> Result<usize> {
         match config.require_positive(key)? {
             layers if layers <= MAX_LAYERS => Ok(layers),
@@ -51,7 +45,6 @@ impl Blocks {
         }
     }
 
-    /// Creates `layers` blocks: `kind` returns the kind of a layer, and `graph` builds the graph of a kind.
     pub fn new<K: PartialEq>(
         layers: usize,
         kind: impl Fn(usize) -> K,
@@ -69,7 +62,6 @@ impl Blocks {
         Self { graphs: known.iter().map(|kind| Arc::new(graph(kind))).collect(), kinds }
     }
 
-    /// Creates `layers` blocks that all have the same graph.
     pub fn uniform(layers: usize, graph: BlockGraph) -> Self {
         Self { graphs: vec![Arc::new(graph)], kinds: vec![0; layers] }
     }

@@ -89,7 +89,6 @@ mod tests {
         Bloom.describe(&ConfigFields::new(path, config.as_object().unwrap()))
     }
 
-    /// Keys as published, and as transformers writes them.
     #[test]
     fn keys_have_two_names() {
         let published = describe(&json!({ "seq_length": 512 })).unwrap();

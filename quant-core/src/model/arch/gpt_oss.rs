@@ -1,4 +1,4 @@
-//! gpt-oss: experts with biases and a clamped gated product, attention sinks, and windows in every second layer.
+//! gpt-oss: experts with biases and a clamped gated product, attention sinks, and alternating windows.
 
 use serde_json::json;
 

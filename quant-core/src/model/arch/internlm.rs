@@ -53,8 +53,8 @@ impl Family for InternLm3 {
         &["InternLM3ForCausalLM"]
     }
 
-    /// transformers has a configuration class for InternLM3 but no model class. It loads these models as Llama and
-    /// saves them under Llama's class name.
+    /// transformers has no model class for InternLM3. It loads these models as Llama and saves them under Llama's class
+    /// name.
     fn borrowed_classes(&self) -> &'static [&'static str] {
         &["LlamaForCausalLM"]
     }
@@ -95,7 +95,6 @@ mod tests {
         arch::describe(&ConfigFields::new(path, config.as_object().unwrap()), &MemorySource::new())
     }
 
-    /// The names of the block's linears, and whether each has a bias.
     fn linears(architecture: &Architecture) -> Vec<(String, bool)> {
         architecture.graph(0).linears().map(|(_, name, _, bias)| (name.to_owned(), bias)).collect()
     }

@@ -92,7 +92,6 @@ impl Family for Qwen3 {
 }
 
 impl Decoder<'_> {
-    /// Llama's block with the given windows, attention biases and head norms.
     fn with_windows(
         &self,
         windows: &Windows,
