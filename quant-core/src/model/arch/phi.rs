@@ -81,5 +81,5 @@ impl Family for Phi {
     }
 }
 
-/// Accepted configuration values for the GELU of the family; the first is the one that the family uses itself.
+/// The first name is the family's own.
 const GELU_NEW: &[&str] = &["gelu_new", GELU_TANH[0], GELU_TANH[2]];

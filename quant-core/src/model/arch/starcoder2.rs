@@ -1,4 +1,4 @@
-//! StarCoder2: layer norms with biases, biases everywhere, two linears with a GELU between them, rotary embeddings.
+//! StarCoder2: layer norms with biases, two linears with a GELU between them, rotary embeddings.
 
 use super::decoder::{Decoder, Defaults, GELU_TANH};
 use super::parts::{Mlp, NormKind};

@@ -13,7 +13,6 @@ pub struct BlockWeight {
     name: String,
     shape: [usize; 2],
     kind: &'static BlockType,
-    /// Rows of blocks.
     bytes: Vec<u8>,
 }
 
