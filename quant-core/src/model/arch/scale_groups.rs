@@ -8,7 +8,7 @@ impl Architecture {
     /// Returns the linears, in groups of at least two, for which engines keep a single scale over the whole tensor: in
     /// NVFP4 and in FP8 per tensor, the members of a group must have equal scales.
     ///
-    /// A group holds linears that engines [fuse](Self::fused), or the gate and up of an expert.
+    /// A group holds linears that engines [fuse](Self::fused), or the two factors of a gated product.
     pub fn scale_groups(&self) -> Vec<Vec<String>> {
         let of_layer = |layer: usize| {
             let graph = self.graph(layer);
