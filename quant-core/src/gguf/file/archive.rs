@@ -1,4 +1,4 @@
-//! GGUF as an archive: one file, or several parts, for a whole model.
+//! GGUF as an archive.
 
 use std::fs::File;
 use std::io::BufReader;
@@ -38,8 +38,7 @@ impl GgufArchive {
     }
 }
 
-/// The dtype for a block type: an element type if there is one, otherwise an opaque type with a name and a number of
-/// bytes.
+/// An element type if there is one, otherwise an opaque type with a name and a number of bytes.
 fn dtype(kind: &'static BlockType, bytes: u64) -> Result<Dtype> {
     if *kind == blocks::F32 {
         return Ok(Dtype::F32);
@@ -66,7 +65,7 @@ fn placed(tensor: GgufTensor) -> Result<PlacedTensor> {
     Ok(PlacedTensor { name: tensor.name, info, offset: tensor.offset })
 }
 
-/// Splits tensors into files in order. A file with more than one tensor has at most `max` bytes of tensor data.
+/// A file with more than one tensor has at most `max` bytes of tensor data.
 fn divided(tensors: &[TensorSpec], max: u64) -> Vec<&[TensorSpec]> {
     let (mut groups, mut first, mut bytes) = (Vec::new(), 0, 0_u64);
     for (i, tensor) in tensors.iter().enumerate() {
@@ -83,8 +82,7 @@ fn divided(tensors: &[TensorSpec], max: u64) -> Vec<&[TensorSpec]> {
 }
 
 impl GgufArchive {
-    /// Lays out one file. If there are several, the first one has all metadata, and the others only the entries of
-    /// their part and of the program that wrote them.
+    /// If there are several files, only the first has all metadata.
     fn file(&self, tensors: &[TensorSpec], part: Option<Part>) -> Result<ShardFile> {
         let described = tensors
             .iter()
@@ -110,7 +108,6 @@ impl GgufArchive {
         Ok(ShardFile { name, header, tensors: placed.collect(), bytes })
     }
 
-    /// The file's name without its extension.
     fn stem(&self) -> &str {
         self.file_name.strip_suffix(".gguf").unwrap_or(&self.file_name)
     }
@@ -159,7 +156,7 @@ impl Archive for GgufArchive {
 
     fn read_header(&self, file: &File, path: &Path) -> Result<Vec<PlacedTensor>> {
         let len = file.metadata().map_err(|e| Error::io("read", path, e))?.len();
-        // The file's position is unknown, because it may have been read before.
+        // The file may have been read before.
         use std::io::Seek;
         let mut reader = file;
         reader.rewind().map_err(|e| Error::io("read", path, e))?;

@@ -1,4 +1,4 @@
-//! Models in several files: their names, and the metadata that identifies each part.
+//! Models in several files.
 
 use std::path::{Path, PathBuf};
 
@@ -6,13 +6,12 @@ use super::fault::GgufFault;
 use super::read::GgufHeader;
 use super::value::Value;
 
-/// The number of a part, counted from 0.
+/// Counted from 0.
 pub(super) const NUMBER: &str = "split.no";
-/// The number of parts.
 pub(super) const COUNT: &str = "split.count";
-/// The number of tensors in all parts.
+/// In all parts.
 pub(super) const TENSORS: &str = "split.tensors.count";
-/// The maximum number of parts: their numbers have 16 bits.
+/// The numbers of parts have 16 bits.
 pub(super) const MAX_FILES: usize = u16::MAX as usize;
 
 /// The name of part `number`, counted from 0, of `count`, as in llama.cpp.
@@ -20,7 +19,6 @@ pub(super) fn file_name(stem: &str, number: usize, count: usize) -> String {
     format!("{stem}-{:05}-of-{count:05}.gguf", number + 1)
 }
 
-/// The metadata of a part.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Part {
     pub(super) number: usize,
@@ -55,7 +53,6 @@ impl Part {
         Ok(Some(part))
     }
 
-    /// The metadata entries of the part.
     pub(super) fn entries(self) -> [(String, Value); 3] {
         // The casts are lossless: there are at most `MAX_FILES` files, and models have far fewer than 2³¹ tensors.
         [

@@ -8,10 +8,8 @@ use crate::gguf::families::{self, EMBEDDING, HEAD, Multipliers, ROPE_FACTORS, RO
 use crate::gguf::file::{GgufFile, GgufTensor};
 use crate::gguf::metadata::eps_key;
 
-/// The maximum number of channels per head for which divisors are read.
 const MAX_HEAD_DIM: u64 = 8192;
 
-/// The configuration implied by a file's metadata and tensors.
 pub(super) fn config(about: &About<'_>) -> Result<Map<String, Json>> {
     let (file, family) = (about.file, about.family);
     let has = |tensor: &str| file.tensor(tensor).is_some();
@@ -121,7 +119,7 @@ pub(super) fn shortest(value: f64) -> f64 {
     format!("{:e}", value as f32).parse().unwrap_or(value)
 }
 
-/// Reads a tensor of frequency divisors, one per pair of rotated channels.
+/// One divisor per pair of rotated channels.
 pub(super) fn divisors(about: &About<'_>, tensor: &GgufTensor, rotary_dim: u64) -> Result<Vec<f32>> {
     let count: usize = tensor.shape.iter().product();
     if rotary_dim > MAX_HEAD_DIM || count as u64 != rotary_dim / 2 {
