@@ -1,4 +1,4 @@
-//! Selects the tokens of the batch on which an expert's linears are calibrated, and counts those routed to each expert.
+//! The tokens of the batch on which an expert's linears are calibrated.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::str::FromStr;
@@ -100,7 +100,6 @@ impl ExpertSampling {
             return Ok(counts);
         }
         let graph = block.graph();
-        // The experts of each router, by the node of the router's weights.
         let mut routers: BTreeMap<NodeId, Vec<(usize, NodeId)>> = BTreeMap::new();
         for (id, expert, weights) in experts(graph) {
             routers.entry(weights).or_default().push((expert, id));
@@ -134,7 +133,7 @@ impl ExpertSampling {
     }
 }
 
-/// The nodes that select rows for experts, each with its expert and the node of the router's weights.
+/// Each with its expert and the node of the router's weights.
 fn experts(graph: &BlockGraph) -> impl Iterator<Item = (NodeId, usize, NodeId)> {
     graph.nodes().iter().enumerate().filter_map(|(id, node)| match node.inputs[..] {
         [_, weights, ..] => Some((id, node.op.selected_expert()?, weights)),
@@ -142,7 +141,7 @@ fn experts(graph: &BlockGraph) -> impl Iterator<Item = (NodeId, usize, NodeId)> 
     })
 }
 
-/// The number of routed tokens for each linear that belongs to one of these experts.
+/// For each linear that belongs to one of these experts.
 pub(crate) fn routed_to_linears(
     graph: &BlockGraph,
     experts: &BTreeMap<NodeId, u64>,

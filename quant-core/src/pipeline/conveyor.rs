@@ -190,7 +190,7 @@ impl<'a, 'j> Conveyor<'a, 'j> {
         Ok(done)
     }
 
-    /// `None` if the linear does not need the magnitude.
+    /// The largest magnitude over all linears that share a scale with this one; `None` if it is not needed.
     fn shared_amax(&mut self, entry: &PlanEntry, work: &SpanWork<'_>) -> Result<Option<f32>> {
         let Action::Quantize { module, scheme, .. } = &entry.action else { return Ok(None) };
         if !scheme.shares_over_tensor() || work.rounded(entry).is_some() {

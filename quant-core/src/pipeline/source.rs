@@ -16,7 +16,7 @@ use crate::quantize::QuantizedTensor;
 use crate::recipe::{Action, PlanEntry};
 use crate::{Error, Result, TensorSink, allocate};
 
-/// The chunk size in bytes for tensors that are only copied.
+/// In bytes, for tensors that are only copied.
 const COPY_BYTES: usize = 8 << 20;
 
 /// The SHA-256 of tensors that an earlier run has finished, by the names that each was read from, so that several jobs
@@ -24,22 +24,20 @@ const COPY_BYTES: usize = 8 << 20;
 #[derive(Default)]
 pub(super) struct Hashes(Mutex<BTreeMap<Vec<String>, String>>);
 
-/// The weights of a block that have been read, by tensor name.
+/// By tensor name.
 pub(super) struct ReadWeights<'b> {
     weights: BTreeMap<&'b str, &'b StoredWeight>,
-    /// Whether they are needed again later.
     shared: bool,
     hashes: &'b Hashes,
 }
 
 impl<'b> ReadWeights<'b> {
-    /// Creates the set of weights read for a block; empty without a block. The hashes are those of the same span.
+    /// Empty without a block. The hashes are those of the same span.
     pub(super) fn of(block: Option<&'b Block>, shared: bool, hashes: &'b Hashes) -> Self {
         let weights = block.into_iter().flat_map(Block::stored_weights);
         Self { weights: weights.map(|weight| (weight.name(), weight)).collect(), shared, hashes }
     }
 
-    /// Returns the SHA-256 of an entry's bytes in the input.
     fn sha256(&self, job: &Job<'_>, entry: &PlanEntry) -> Result<String> {
         if let Some(bytes) = self.take(&entry.stored) {
             return Ok(sha256_hex(&*bytes));
@@ -54,12 +52,11 @@ impl<'b> ReadWeights<'b> {
         Ok(sha256)
     }
 
-    /// Returns the bytes of a tensor if they are in memory, and keeps them there.
     pub(super) fn peek(&self, name: &str) -> Option<Bytes> {
         self.weights.get(name)?.held().map(Bytes::Held)
     }
 
-    /// Returns the bytes of a tensor if they are in memory, and drops them from the block unless they are needed again.
+    /// Drops the bytes from the block unless they are needed again.
     fn take(&self, name: &str) -> Option<Bytes> {
         let weight = self.weights.get(name)?;
         let bytes = if self.shared { weight.held() } else { weight.release() };
@@ -67,16 +64,13 @@ impl<'b> ReadWeights<'b> {
     }
 }
 
-/// The bytes of a float tensor.
 pub(super) enum Bytes {
-    /// Read for this one use.
     Own(Vec<u8>),
     /// Read with its block, and checked to be finite.
     Held(Arc<Vec<u8>>),
 }
 
 impl Bytes {
-    /// Returns a buffer that the next tensor may be read into.
     pub(super) fn into_spare(self) -> Vec<u8> {
         match self {
             Self::Own(bytes) => bytes,
@@ -96,22 +90,18 @@ impl Deref for Bytes {
     }
 }
 
-/// The contents read for an entry, and their SHA-256.
 pub(super) struct Source {
     contents: Contents,
     sha256: String,
 }
 
 enum Contents {
-    /// A float tensor as stored in the file.
     Float(Bytes),
-    /// A weight that is already quantized.
     Packed(QuantizedTensor),
 }
 
 impl Source {
-    /// Reads an entry unless it is in memory. Float tensors are read into a reused buffer, whose pages are already
-    /// mapped.
+    /// Float tensors are read into a reused buffer, whose pages are already mapped.
     pub(super) fn read(
         job: &Job<'_>,
         entry: &PlanEntry,
@@ -131,7 +121,6 @@ impl Source {
         Ok(Self { contents: Contents::Float(bytes), sha256 })
     }
 
-    /// Returns the bytes of a float tensor and their SHA-256.
     pub(super) fn float(self) -> Result<(Bytes, String)> {
         match self.contents {
             Contents::Float(bytes) => Ok((bytes, self.sha256)),
@@ -139,7 +128,6 @@ impl Source {
         }
     }
 
-    /// Returns a weight that was already quantized, and the SHA-256 of its tensors.
     pub(super) fn packed(self) -> Result<(QuantizedTensor, String)> {
         match self.contents {
             Contents::Packed(tensor) => Ok((tensor, self.sha256)),
@@ -162,7 +150,7 @@ pub(super) fn stored_report(entry: &PlanEntry, sink: &dyn TensorSink) -> Option<
     (tensor.tensor == entry.tensor).then_some(tensor)
 }
 
-/// Returns the report of a tensor that an earlier run finished. Fails if the input has changed since.
+/// Fails if the input has changed since.
 pub(super) fn unchanged_report(
     job: &Job<'_>,
     entry: &PlanEntry,
@@ -177,7 +165,7 @@ pub(super) fn unchanged_report(
     Ok(tensor)
 }
 
-/// Computes the SHA-256 of an entry's bytes in the input; for several tensors, of their concatenation.
+/// For several tensors, of their concatenation.
 fn sha256_of(job: &Job<'_>, entry: &PlanEntry) -> Result<String> {
     let mut hash = Sha256::new();
     for (name, len) in entry.sources() {
@@ -189,7 +177,7 @@ fn sha256_of(job: &Job<'_>, entry: &PlanEntry) -> Result<String> {
     Ok(hex(&hash.finalize()))
 }
 
-/// Passes a tensor's bytes on in chunks, and reads the next chunk while one is used.
+/// Reads the next chunk while one is used.
 fn each_piece(
     job: &Job<'_>,
     name: &str,
@@ -215,7 +203,7 @@ fn each_piece(
     Ok(())
 }
 
-/// Copies a tensor to the sink unchanged; NaN and infinity are errors.
+/// NaN and infinity are errors.
 pub(super) fn copy(
     job: &Job<'_>,
     entry: &PlanEntry,
@@ -259,7 +247,6 @@ pub(super) fn copy(
     Ok(copied(entry, hex(&hash.finalize())))
 }
 
-/// Returns the report of a tensor that was copied.
 fn copied(entry: &PlanEntry, sha256: String) -> TensorReport {
     match entry.modified {
         true => TensorReport::rewritten(entry, sha256),
@@ -267,7 +254,7 @@ fn copied(entry: &PlanEntry, sha256: String) -> TensorReport {
     }
 }
 
-/// Fails if a chunk holds NaN or infinity. The error has their number and the position of the first one in the tensor.
+/// The error has the number of faulty values and the position of the first one in the tensor.
 fn finite(job: &Job<'_>, name: &str, dtype: Dtype, piece: &[u8]) -> Result<()> {
     if !dtype.is_weight_float() {
         return Ok(());

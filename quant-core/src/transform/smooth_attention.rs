@@ -1,21 +1,20 @@
 //! SmoothAttention (QServe, §4.2.2): moves outliers of keys into queries, so that keys can be stored in 4 bits.
 //!
-//! A key head has a few channels that are ten times as large as the others, the same ones for all tokens, and all
-//! channels share one scale. Scores are products of queries and keys, so `Q Λ · (K Λ⁻¹)ᵀ = Q Kᵀ`. With
+//! A key head has a few channels that are much larger than the others, the same ones for all tokens, and all channels
+//! share one scale. Scores are products of queries and keys, so `Q Λ · (K Λ⁻¹)ᵀ = Q Kᵀ`. With
 //!
 //! ```text
 //! λ_i = max |K_i|^α                                       i a channel of a key head, over the text
 //! λ_i = λ_j = max(max |K_i|, max |K_j|)^α                 if the rotary embedding rotates i and j as a pair
 //! ```
 //!
-//! rows of `q_proj` are multiplied by `λ` and rows of `k_proj` divided, including biases, also if both are rows of one
-//! fused linear. The query heads that share a key head share its `λ`. Keys are measured as they are cached, after the
-//! rotary embedding.
+//! rows of `q_proj` are multiplied by `λ` and rows of `k_proj` divided, including biases. The query heads that share a
+//! key head share its `λ`. Keys are measured as they are cached, after the rotary embedding.
 //!
-//! If queries and keys are normalized after their linears (Qwen3), `λ` is folded into the weights of these norms. All
-//! heads share the weights, and thus one `λ`. It is rounded to powers of two, which norms of any dtype hold exactly:
-//! with other values, rounding could give different scales to the two channels of a rotated pair. Channels whose
-//! parameters would leave the dtype's range keep their scale.
+//! If queries and keys are normalized after their linears (Qwen3), `λ` is folded into the weights of these norms. If
+//! all heads share the weights, they share one `λ`. It is rounded to powers of two, which norms of any dtype hold
+//! exactly: with other values, rounding could give different scales to the two channels of a rotated pair. Channels
+//! whose parameters would leave the dtype's range keep their scale.
 //!
 //! The paper uses `α = 0.5`. By default, it is searched among 0, 0.1 … 1 for the least squared error of the scores with
 //! keys on the cache's grid. For keys `k`, rounded to `k + e`, and all queries `q` of the heads that read them, the
@@ -34,11 +33,10 @@ use crate::checkpoint::Dtype;
 use crate::model::{Architecture, BlockGraph, KvScheme, NodeId, QueryKey};
 use crate::{Error, Result};
 
-/// The maximum number of tokens whose queries and keys a search uses.
 const SEARCH_TOKENS: usize = 1024;
-/// The exponents that a search tries, in tenths.
+/// In tenths.
 const TENTHS: std::ops::RangeInclusive<u8> = 0..=10;
-/// The cache for which the exponent is searched if the plan does not specify one.
+/// If the plan does not specify a cache.
 const DEFAULT_CACHE: KvScheme = KvScheme::Kv4;
 
 /// The result of SmoothAttention for an attention layer.
@@ -156,7 +154,6 @@ impl Transform for SmoothAttention {
     }
 }
 
-/// Queries and keys of one attention layer.
 struct QueryKeyStatistics {
     pair: QueryKey,
     /// Every `stride`-th counted token is in `keys` and `grams`.
@@ -167,7 +164,7 @@ struct QueryKeyStatistics {
     keys: Vec<f32>,
     /// `Σ q qᵀ` over the same tokens, `[kv_heads, head_dim, head_dim]`.
     grams: Vec<f64>,
-    /// The number of queries in the sums, per key head.
+    /// Per key head.
     queries: usize,
 }
 
@@ -196,7 +193,7 @@ impl QueryKeyStatistics {
         self.maxima.len() / self.pair.head_dim
     }
 
-    /// The width of the norm that produces keys, if there is one.
+    /// If a norm produces the keys.
     fn norm_width(&self, task: &BlockTask<'_>) -> Option<usize> {
         task.block.graph().nodes()[self.pair.producers[1]].op.stored_norm().map(|(_, width, _)| width)
     }
@@ -234,7 +231,7 @@ impl QueryKeyStatistics {
         Ok(scales)
     }
 
-    /// Sets powers of two to 1 if a norm's dtype cannot hold a parameter multiplied or divided by them.
+    /// A norm's dtype must hold its parameters multiplied or divided by the powers of two.
     fn leave_what_norms_cannot_hold(&self, task: &BlockTask<'_>, scales: &mut [f32]) -> Result<()> {
         let (d, shared) = (self.pair.head_dim, self.pair.head_dim * self.pair.repeat);
         let [queries, keys] = self.pair.producers;
@@ -267,7 +264,6 @@ impl QueryKeyStatistics {
         Ok(())
     }
 
-    /// Adds to the rewrite that queries are multiplied by `scales` and keys divided.
     fn fold(&self, task: &BlockTask<'_>, scales: &[f32], rewrite: &mut Rewrite) -> Result<()> {
         let (d, [queries, keys]) = (self.pair.head_dim, self.pair.producers);
         let shared = d * self.pair.repeat;
@@ -279,7 +275,6 @@ impl QueryKeyStatistics {
         ] {
             match &nodes[node].op {
                 op if op.linear_shape().is_some() => {
-                    // Queries and keys may be rows of one linear.
                     let divisors = rewrite.rows.entry(node).or_insert_with(|| vec![1.0; rows.all]);
                     for channel in 0..rows.channels() {
                         // Rewrites contain divisors for rows, so factors are inverted.
@@ -349,12 +344,11 @@ impl QueryKeyStatistics {
 }
 
 impl QueryKeyStatistics {
-    /// The statistic of an attention layer before any token; every `stride`-th counted token is used for the search.
+    /// Every `stride`-th counted token is used for the search.
     fn new(pair: QueryKey, stride: usize) -> Self {
         Self { pair, stride, maxima: Vec::new(), keys: Vec::new(), grams: Vec::new(), queries: 0 }
     }
 
-    /// Adds the query and the key of a token to the data for the search.
     fn add(&mut self, query: &[f32], key: &[f32]) {
         let d = self.pair.head_dim;
         self.keys.extend_from_slice(key);

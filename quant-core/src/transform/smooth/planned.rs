@@ -1,11 +1,11 @@
-//! Checks before a run that smoothing makes sense, and estimates the memory and work of its searches.
+//! Checks and estimates of smoothing before a run.
 
 use super::{CANDIDATES, SEARCH_TOKENS, SmoothSettings, Smoothing};
 use crate::model::NodeId;
 use crate::transform::{Producers, SearchWork, StepContext, Workload};
 use crate::{Error, Result};
 
-/// Fails for NVFP4 and the MX formats, whose scales per group of inputs adapt to outliers by themselves.
+/// The scales of NVFP4 and the MX formats, per group of inputs, adapt to outliers by themselves.
 pub(super) fn check_scales(step: &str, context: &StepContext<'_>) -> Result<()> {
     let Some(scheme) = context.schemes.iter().find(|scheme| scheme.fixed_scales().is_some()) else {
         return Ok(());
@@ -51,8 +51,7 @@ pub(super) fn check_inputs(context: &StepContext<'_>) -> Result<()> {
     (0..context.architecture.layers).try_for_each(|layer| check_maxima(context, layer))
 }
 
-/// Fails if a file of channel maxima lacks a linear that SmoothQuant needs in block `layer`, or has the wrong number of
-/// maxima for it.
+/// Fails if a file of channel maxima does not fit block `layer`.
 fn check_maxima(context: &StepContext<'_>, layer: usize) -> Result<()> {
     let Some(file) = SmoothSettings::of(context.settings).maxima else { return Ok(()) };
     let graph = context.architecture.graph(layer);
@@ -68,12 +67,12 @@ fn check_maxima(context: &StepContext<'_>, layer: usize) -> Result<()> {
 }
 
 impl Smoothing {
-    /// The memory in bytes for a candidate's block and the previous candidate's block, parts of which are reused.
+    /// For a candidate's block and the previous candidate's block, parts of which are reused.
     pub(super) fn memory(self, work: &Workload<'_>) -> u64 {
         if self.is_searched() { 5 * work.all_weights() } else { 0 }
     }
 
-    /// The operations of running the block for all exponents.
+    /// Of running the block for all exponents.
     pub(super) fn work(self, work: &Workload<'_>) -> SearchWork {
         if !self.is_searched() {
             return SearchWork::default();
