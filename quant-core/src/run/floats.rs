@@ -21,7 +21,6 @@ use crate::recipe::FLOATS;
 use crate::scheme::KV_CONFIG_KEY;
 use crate::{CancelToken, Error, Event, Observer, Result, TensorSink};
 
-/// The number of bytes that are read at a time.
 const PIECE_BYTES: usize = 16 << 20;
 
 /// A float checkpoint that was written.
@@ -103,7 +102,6 @@ impl RecipeSettings {
         })
     }
 
-    /// A setting that has no effect on a float checkpoint.
     fn not_for_floats(&self) -> Option<String> {
         let rest = Self { format: Vec::new(), scheme: None, ..self.clone() };
         let [Ok(Value::Object(given)), Ok(Value::Object(none))] =
@@ -115,7 +113,7 @@ impl RecipeSettings {
     }
 }
 
-/// Checks everything about a request that can be checked without its model.
+/// Everything that can be checked without the model.
 pub(super) fn check(request: &QuantizeRequest) -> Result<()> {
     let without_effect = [
         ("calibration", request.calibration.is_some()),
@@ -136,7 +134,6 @@ pub(super) fn check(request: &QuantizeRequest) -> Result<()> {
     }
 }
 
-/// Writes the float checkpoint of a checked request.
 pub(super) fn write(
     request: &QuantizeRequest,
     dtype: Dtype,
@@ -195,8 +192,8 @@ pub(super) fn write(
     Ok(FloatsDone { published, dtype, report, bytes_before, seconds: started.elapsed().as_secs_f64() })
 }
 
-/// The tensors of the output. Floats get the type `dtype`. Vectors whose values it cannot represent exactly stay F32:
-/// they are small, and some, such as the corrections of a router's scores, need the precision.
+/// Vectors whose values the type cannot represent exactly stay F32: they are small, and some, such as the corrections
+/// of a router's scores, need the precision.
 fn outputs(model: &Model, dtype: Dtype, cancel: &CancelToken) -> Result<Vec<TensorSpec>> {
     let source = model.source();
     let of = |name: &str| {
@@ -213,7 +210,7 @@ fn outputs(model: &Model, dtype: Dtype, cancel: &CancelToken) -> Result<Vec<Tens
     source.names().into_iter().map(of).collect()
 }
 
-/// Converts all tensors. Of those that an earlier run completed, only the source is read, to check that it is unchanged.
+/// Of tensors that an earlier run completed, only the source is read, to check that it is unchanged.
 fn convert_all(
     model: &Model,
     tensors: &[TensorSpec],
@@ -304,7 +301,7 @@ fn convert(
     })
 }
 
-/// The `config.json` of the output: the original without quantization, and with the type of the floats.
+/// The original without quantization, and with the type of the floats.
 fn float_config(directory: &ModelDirectory, dtype: Dtype) -> Result<String> {
     let name = match dtype {
         Dtype::Bf16 => "bfloat16",
@@ -336,7 +333,7 @@ fn pretty(value: &Value) -> Result<String> {
     text.map(|t| t + "\n").map_err(|e| Error::Internal(format!("JSON cannot be written: {e}")))
 }
 
-/// The size of the files besides the weights, without the report.
+/// Without the report.
 fn companion_bytes(directory: &ModelDirectory, config: &str) -> Result<u64> {
     directory.sidecar_files().iter().try_fold(config.len() as u64, |sum, file| Ok(sum + file.bytes()?))
 }

@@ -245,8 +245,8 @@ impl RecipeSettings {
         Ok(())
     }
 
-    /// Returns the preset to use if none is named: the first whose method is the requested one, a prefix of it, or one
-    /// of its steps, so that the scheme suits the method; otherwise the default preset.
+    /// Returns the preset to use if none is named: one whose method suits the requested one, so that the scheme suits
+    /// the method; otherwise the default preset.
     fn preset_by_method(&self) -> &'static str {
         let named = self.method.as_deref().unwrap_or_default();
         let same = PRESETS.iter().find(|p| p.method == named);
@@ -287,7 +287,6 @@ impl RecipeSettings {
         recipe.containers.iter().map(|container| Plan::repack(model, *container)).collect()
     }
 
-    /// Returns the error for a setting of the calibration text that has no effect.
     pub(crate) fn needs_no_text(&self, method: &Method, option: &str) -> Error {
         self.has_no_effect(method, option, SEARCHES_NO_TEXT)
     }
@@ -296,7 +295,6 @@ impl RecipeSettings {
         Error::usage(format!("‹{option}› has no effect: method `{}` {why}", method.name), ANOTHER_METHOD)
     }
 
-    /// The given settings that are keys of steps: [`step_of`] returns which.
     pub(super) fn keys_by_name(&self) -> Vec<(&'static str, Given<'_>)> {
         let text = |text: &Option<String>| text.as_deref().map(|text| Given::Value(text.into()));
         let count = |count: Option<usize>| count.map(|count| Given::Value(count.into()));
@@ -316,7 +314,7 @@ impl RecipeSettings {
         all.into_iter().filter_map(|(setting, given)| Some((setting, given?))).collect()
     }
 
-    /// Sets the key of a step that one of the fields of this structure stands for.
+    /// The key that one of the fields of this structure stands for.
     fn apply(&self, setting: &str, given: Given<'_>, recipe: &mut Recipe) -> Result<()> {
         let Some((step, key)) = step_of(setting) else {
             return Err(Error::Internal(format!("`{setting}` is a setting of no step")));
@@ -333,7 +331,7 @@ impl RecipeSettings {
         }
     }
 
-    /// Fails if a setting is a key of a step that the method does not have.
+    /// A setting that is a key of a step needs a method with this step.
     fn check_effect(&self, method: &Method, option: &str) -> Result<()> {
         let Some((step, _)) = step_of(option).filter(|(step, _)| method.keys_of(step).is_none()) else {
             return Ok(());
@@ -356,7 +354,7 @@ impl RecipeSettings {
         ))
     }
 
-    /// Fails if `group_size` or `symmetric` contradicts the scheme: for example, `w4a16-g64` with groups of 128.
+    /// For example, `w4a16-g64` contradicts groups of 128.
     fn refuse_contradiction(&self, text: &str, scheme: SchemeRequest) -> Result<SchemeRequest> {
         let group = match &self.group_size {
             Some(size) => granularity(size)? != scheme.granularity,
@@ -373,16 +371,13 @@ impl RecipeSettings {
     }
 }
 
-/// The value of a setting that is a key of a step.
 #[derive(Debug)]
 pub(super) enum Given<'a> {
-    /// A value, as in a recipe file.
     Value(Value),
-    /// A file, which the step reads.
     File(&'a Path),
 }
 
-/// A number as JSON; NaN and infinity, which JSON does not have, as text.
+/// NaN and infinity, which JSON does not have, become text.
 fn number(number: f64) -> Value {
     Number::from_f64(number).map_or_else(|| number.to_string().into(), Value::Number)
 }
