@@ -19,7 +19,7 @@ impl Method {
         transform.or_else(|| self.steps().contains(&step).then(Vec::new))
     }
 
-    /// Whether this is the name of the method's rounding, and the rounding has settings.
+    /// The rounding must have settings.
     fn rounds_by(&self, step: &str) -> bool {
         self.rounding == Rounding::Gptq && step == self.rounding.name()
     }
@@ -57,10 +57,6 @@ impl Recipe {
         }
     }
 
-    /// Fails if the method does not have a step or rounding of this name with settings.
-    ///
-    /// # Errors
-    /// [`Error::Usage`] with the names that it has.
     pub(crate) fn check_step(&self, step: &str) -> Result<()> {
         self.method.keys_of(step).map(drop).ok_or_else(|| self.no_step(step))
     }

@@ -5,7 +5,7 @@ use std::ops::Range;
 use super::{Plan, PlanEntry};
 use crate::{Error, Result};
 
-/// The calibration of the whole plan. A part must make the same passes, even if its own tensors do not need them.
+/// A part must make the same passes as the whole plan, even if its own tensors do not need them.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Calibrated {
     pub(super) static_activations: bool,
@@ -79,7 +79,6 @@ impl Plan {
         self.forward.is_some()
     }
 
-    /// Returns the blocks of the plan if `blocks` is a non-empty range of them.
     fn within(&self, blocks: &Range<usize>) -> Result<Range<usize>> {
         let whole = self.blocks.clone();
         if blocks.is_empty() || blocks.start < whole.start || blocks.end > whole.end {

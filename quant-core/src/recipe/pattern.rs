@@ -23,7 +23,6 @@ pub struct Pattern {
     place: Option<Place>,
 }
 
-/// The place of a pattern in a recipe.
 #[derive(Debug, Clone)]
 struct Place {
     /// The file, unless the recipe was parsed from a text.
@@ -62,19 +61,17 @@ impl Pattern {
         Ok(Self { text: text.to_owned(), regex, place: None })
     }
 
-    /// The pattern in this line of a recipe.
     pub(super) fn at_line(self, line: usize) -> Self {
         Self { place: Some(Place { file: None, line }), ..self }
     }
 
-    /// Sets the recipe file of a pattern that has a line.
     pub(super) fn set_file(&mut self, path: &Arc<Path>) {
         if let Some(place) = &mut self.place {
             place.file = Some(path.clone());
         }
     }
 
-    /// The error for a pattern of the setting `option` that matches none of `names`.
+    /// For a pattern of the setting `option` that matches none of `names`.
     pub(crate) fn matches_nothing(&self, option: &'static str, names: &[&str]) -> Error {
         let error =
             Error::PatternMatchesNothing { option, pattern: self.text.clone(), nearest: self.nearest(names) };
@@ -84,7 +81,7 @@ impl Pattern {
         }
     }
 
-    /// The error for a pattern if other patterns take precedence for all modules that it matches.
+    /// For a pattern if other patterns take precedence for all modules that it matches.
     pub(super) fn has_no_effect(&self, option: &'static str) -> Error {
         self.fault(
             option,
@@ -93,7 +90,7 @@ impl Pattern {
         )
     }
 
-    /// An error about the setting `option`, or about the line of the recipe that has the pattern.
+    /// About the setting `option`, or about the line of the recipe that has the pattern.
     fn fault(&self, option: &'static str, reason: String, remedy: impl Into<Remedy>) -> Error {
         let remedy = remedy.into();
         let text = &self.text;
@@ -126,7 +123,6 @@ impl Pattern {
         let mut scored: Vec<(f64, String)> = names
             .iter()
             .map(|name| {
-                // Compares and shows only as many trailing parts as the pattern has.
                 let tail: Vec<&str> = name.rsplit('.').take(parts).collect();
                 let tail = tail.into_iter().rev().collect::<Vec<_>>().join(".");
                 (strsim::jaro_winkler(&self.text, &tail), tail)

@@ -40,7 +40,6 @@ impl Text {
         }
     }
 
-    /// Returns the setting with this text as its value, for messages.
     pub(crate) fn setting(&self, name: &str) -> String {
         match self {
             Self::Named(text) => format!("{name}={text}"),
@@ -86,7 +85,7 @@ pub fn calibration(
     Ok(windows)
 }
 
-/// Fails if a window holds a token outside the model's vocabulary.
+/// The model's vocabulary must contain every token.
 fn check(model: &Model, windows: &TokenWindows) -> Result<()> {
     match windows.tokens().iter().max() {
         Some(&largest) => model.check_token(largest),
