@@ -6,9 +6,9 @@ use crate::checkpoint::{ConfigFields, ModelDirectory, parse_strictly, read_cappe
 use crate::{Error, Result};
 
 const FILE: &str = "generation_config.json";
-/// Larger files are rejected; real ones have a few hundred bytes.
+/// In bytes. Real files have a few hundred.
 const MAX_FILE_BYTES: u64 = 1 << 20;
-/// The maximum number of end-of-sequence or suppressed tokens.
+/// Of end-of-sequence or suppressed tokens.
 const MAX_TOKENS: usize = 65_536;
 
 /// Fields that would change the text but are not implemented, each with its neutral value. Any other value is reported
@@ -33,7 +33,7 @@ const IGNORED: [(&str, Neutral); 17] = [
     ("watermarking_config", Neutral::Nothing),
 ];
 
-/// The value with which a field has no effect, in addition to `null` and an empty list.
+/// In addition to `null` and an empty list.
 #[derive(Debug, Clone, Copy)]
 enum Neutral {
     Nothing,
@@ -73,8 +73,6 @@ pub struct GenerationSettings {
 }
 
 impl Default for GenerationSettings {
-    /// Returns the defaults of transformers, which are greedy, but with at most 256 new tokens. There is no
-    /// end-of-sequence token.
     fn default() -> Self {
         Self {
             max_new_tokens: 256,
@@ -173,7 +171,7 @@ impl GenerationSettings {
         }
     }
 
-    /// Returns the first setting that is out of range, with the rest of a sentence that begins with its name.
+    /// With the rest of a sentence that begins with the name of the setting.
     fn fault(&self) -> Option<(&'static str, String)> {
         let positive = |value: f32| value.is_finite() && value > 0.0;
         let range = |name, value: f32, is_valid: bool, range: &str| {
@@ -196,7 +194,7 @@ impl GenerationSettings {
     }
 }
 
-/// Parses a token or a list of tokens. Negative numbers, which some files use for "no token", are left out.
+/// A token or a list of tokens. Negative numbers, which some files use for "no token", are left out.
 fn tokens(fields: &ConfigFields<'_>, key: &str) -> Result<Vec<u32>> {
     let one = |value: &Value| match value.as_i64() {
         Some(token) if token < 0 => Ok(None),

@@ -17,13 +17,12 @@ pub(super) fn machine_memory() -> Option<u64> {
     meminfo("MemTotal:", &std::fs::read_to_string("/proc/meminfo").ok()?)
 }
 
-/// A line of `/proc/meminfo` in bytes.
+/// In bytes.
 fn meminfo(name: &str, text: &str) -> Option<u64> {
     let line = text.lines().find_map(|line| line.strip_prefix(name))?;
     line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?.checked_mul(1024)
 }
 
-/// A memory control group, and the names of its files in this version of the interface.
 struct ControlGroup {
     directory: PathBuf,
     limit: &'static str,
@@ -31,7 +30,7 @@ struct ControlGroup {
     inactive: &'static str,
 }
 
-/// The memory control groups of a process and their ancestors, from the text of its `cgroup` file.
+/// Includes the ancestors of the groups. `text` is the contents of a `cgroup` file.
 fn control_groups(text: &str) -> Vec<ControlGroup> {
     let mut found = Vec::new();
     for line in text.lines() {
@@ -57,7 +56,7 @@ fn control_groups(text: &str) -> Vec<ControlGroup> {
 }
 
 impl ControlGroup {
-    /// Returns the memory in bytes that the group's limit leaves; page cache that the system can drop counts as free.
+    /// Page cache that the system can drop counts as free.
     fn available(&self) -> Option<u64> {
         let read = |name: &str| std::fs::read_to_string(self.directory.join(name)).ok();
         let limit: u64 = read(self.limit)?.trim().parse().ok()?;

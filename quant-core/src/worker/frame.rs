@@ -6,22 +6,19 @@
 use std::borrow::Cow;
 use std::io::{self, ErrorKind, Read, Write};
 
-/// The number of bytes read at once.
 const READ_BYTES: usize = 1 << 20;
 
-/// A message in parts; large parts are borrowed.
+/// Large parts are borrowed.
 #[derive(Debug, Default)]
 pub(super) struct Frame<'a> {
     parts: Vec<Cow<'a, [u8]>>,
 }
 
 impl<'a> Frame<'a> {
-    /// Adds bytes that are stored elsewhere.
     pub(super) fn borrow(&mut self, bytes: &'a [u8]) {
         self.parts.push(Cow::Borrowed(bytes));
     }
 
-    /// Adds a few bytes.
     pub(super) fn put(&mut self, bytes: &[u8]) {
         match self.parts.last_mut() {
             Some(Cow::Owned(last)) => last.extend_from_slice(bytes),
@@ -29,12 +26,11 @@ impl<'a> Frame<'a> {
         }
     }
 
-    /// The number of bytes, without the length prefix.
+    /// Without the length prefix.
     pub(super) fn len(&self) -> u64 {
         self.parts.iter().map(|part| part.len() as u64).sum()
     }
 
-    /// The contents as contiguous bytes.
     #[cfg(test)]
     pub(super) fn concat(&self) -> Vec<u8> {
         self.parts.concat()

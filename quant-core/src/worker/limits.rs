@@ -1,8 +1,7 @@
 //! The resource limits of a worker process, which depend on the questions asked.
 //!
-//! Tokenizing takes about a hundred bytes and about a microsecond per byte of text. The limits grow with the text, so
-//! legitimate texts never reach them. The memory limit is also bounded by the memory of the machine and by the limit of
-//! this process.
+//! The limits grow with the text and leave a wide margin, so legitimate texts do not reach them. The memory limit is
+//! also bounded by the memory of the machine and by the limit of this process.
 
 use std::time::Duration;
 
@@ -26,8 +25,6 @@ pub struct Limits {
 }
 
 impl Default for Limits {
-    /// 2 GiB and 10 seconds, plus 32 bytes per byte of the loaded file, 256 bytes per byte of the longest question, and
-    /// 20 microseconds per byte of the file and of every question.
     fn default() -> Self {
         Self {
             memory: 2 << 30,
@@ -39,14 +36,13 @@ impl Default for Limits {
     }
 }
 
-/// The limits granted to a process so far.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Granted {
     limits: Limits,
     loaded: u64,
     longest: u64,
     time: Duration,
-    /// A limit on address space derived from the machine's memory.
+    /// Derived from the machine's memory.
     max: Option<u64>,
     /// The limit on address space of this process.
     inherited: Option<u64>,
@@ -54,7 +50,7 @@ pub(super) struct Granted {
 }
 
 impl Granted {
-    /// The limits of a process that loads a file; `stacks` is the total size of its thread stacks in bytes.
+    /// `stacks` is the total size of the process's thread stacks in bytes.
     pub(super) fn for_loading(limits: Limits, loadable: &Loadable, stacks: u64) -> Self {
         let loaded = match &loadable.content {
             Content::Tokenizer(json) => json.len(),
@@ -67,7 +63,6 @@ impl Granted {
         Self { limits, loaded, longest: 0, time, max: machine, inherited, set: None }
     }
 
-    /// Adds the limits for a question.
     pub(super) fn add(&mut self, question: &Question<'_>) {
         let (bytes, repeated) = match question {
             Question::Encode { texts, .. } => (texts.iter().map(|t| t.len() as u64).sum(), 1),
@@ -88,8 +83,8 @@ impl Granted {
         self.time = self.time.saturating_add(time).saturating_add(PER_QUESTION);
     }
 
-    /// The limit on address space in bytes. The flag is true if it is the configured limit, and false if the machine's
-    /// memory or an inherited limit is lower.
+    /// In bytes. The flag is true if the limit is the configured one, and false if the machine's memory or an inherited
+    /// limit is lower.
     pub(super) fn memory(&self) -> (u64, bool) {
         let Limits { memory, memory_of_loaded_byte, memory_of_asked_byte, .. } = self.limits;
         let loaded = self.loaded.saturating_mul(memory_of_loaded_byte);
@@ -99,7 +94,6 @@ impl Granted {
         (ours.min(min), ours <= min)
     }
 
-    /// The limit on processor time in seconds.
     pub(super) fn seconds(&self) -> u64 {
         self.time.as_secs() + 1
     }

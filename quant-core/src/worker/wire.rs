@@ -8,10 +8,9 @@ use super::frame::Frame;
 use super::{Answer, Chat, ChatForm, Content, Encoded, Fault, Loadable, Question, RenderedText};
 use crate::system::{path_bytes, path_of_bytes};
 
-/// The version of the protocol, which must be the same on both sides.
+/// Must be the same on both sides.
 const VERSION: u64 = 1;
 
-/// Adds values to a frame.
 trait FrameWriter<'a> {
     fn number(&mut self, value: u64);
     fn text(&mut self, text: &str);
@@ -34,7 +33,7 @@ impl<'a> FrameWriter<'a> for Frame<'a> {
     }
 }
 
-/// Takes values from a message; `None` if the message does not contain one.
+/// `None` if the message does not contain the value.
 struct FrameReader<'a>(&'a [u8]);
 
 impl<'a> FrameReader<'a> {
@@ -75,7 +74,7 @@ impl<'a> FrameReader<'a> {
         Some(bytes.chunks_exact(4).map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect())
     }
 
-    /// A list of items that have at least one byte each, so that a false length is detected early.
+    /// Items have at least one byte each, so that a false length is detected early.
     fn list<T>(&mut self, mut item: impl FnMut(&mut Self) -> Option<T>) -> Option<Vec<T>> {
         let len = self.len()?;
         if len > self.0.len() {
@@ -84,7 +83,7 @@ impl<'a> FrameReader<'a> {
         (0..len).map(|_| item(self)).collect()
     }
 
-    /// The value, if the message ends after it.
+    /// If the message ends after the value.
     fn whole<T>(self, value: T) -> Option<T> {
         self.0.is_empty().then_some(value)
     }
@@ -114,7 +113,6 @@ pub(super) fn write_load(loadable: &Loadable, threads: usize) -> Frame<'_> {
     frame
 }
 
-/// Reads the message of [`write_load`].
 pub(super) fn read_load(bytes: &[u8]) -> Option<(Loadable, usize)> {
     let mut take = FrameReader(bytes);
     if take.number()? != VERSION {
@@ -230,7 +228,6 @@ fn take_fault(take: &mut FrameReader<'_>) -> Option<Fault> {
     Some(Fault { line, reason: take.text()?.to_owned(), remedy: take.text()?.into() })
 }
 
-/// Writes an answer, or a fault of the file.
 pub(super) fn write_answer(answer: &Result<Answer, Fault>) -> Frame<'_> {
     let mut frame = Frame::default();
     match answer {
@@ -311,10 +308,8 @@ pub(super) fn read_answer(bytes: &[u8]) -> Option<Result<Answer, Fault>> {
     take.whole(answer)
 }
 
-/// The longest message accepted as the answer to a question, in bytes.
-///
-/// A text has at most 16 tokens per byte, which is more than any tokenizer produces for a character that is split into
-/// bytes. The output of a template is limited by the worker itself.
+/// The longest message accepted as the answer to a question, in bytes. No tokenizer produces as many tokens per byte.
+/// The output of a template is limited by the worker itself.
 pub(super) fn longest_answer(question: &Question<'_>) -> u64 {
     const SLACK: u64 = 1 << 20;
     const TOKENS_PER_BYTE: u64 = 16;
