@@ -1,5 +1,4 @@
-//! Compares the model stage with its definition in double precision, for models that `candle_oracle.rs` cannot cover:
-//! biases, heads that do not add up to the hidden size, linear position interpolation, OPT.
+//! Compares the model stage with its definition in double precision, for models that `candle_oracle.rs` cannot cover.
 
 mod common;
 
@@ -10,7 +9,6 @@ use quant_core::TensorSource;
 use quant_core::checkpoint::{Dtype, MemorySource};
 use serde_json::json;
 
-/// A model implemented as plainly as possible.
 struct Definition {
     tiny: Tiny,
     tensors: BTreeMap<String, Vec<f64>>,
@@ -53,7 +51,7 @@ impl Definition {
         x.iter().map(scaled).collect()
     }
 
-    /// Normalizes every head separately, with one weight for all.
+    /// With one weight for all heads.
     fn head_norm(&self, x: &[Vec<f64>], name: &str) -> Rows {
         let heads =
             |row: &Vec<f64>| -> Rows { row.chunks(self.tiny.head_dim).map(<[f64]>::to_vec).collect() };
@@ -118,8 +116,7 @@ impl Definition {
         self.linear(&gated, down)
     }
 
-    /// Runs all experts on all tokens; for each token, only those with the largest logits count, weighted by their
-    /// softmax.
+    /// For each token, only the experts with the largest logits count, weighted by their softmax.
     fn experts(&self, x: &[Vec<f64>], router: &str, experts: &[[String; 3]]) -> Rows {
         let outputs: Vec<Rows> = experts.iter().map(|linears| self.gated(x, linears)).collect();
         let logits = self.linear(x, router);
@@ -139,7 +136,6 @@ impl Definition {
         logits.iter().enumerate().map(token).collect()
     }
 
-    /// Returns some rows of a tensor.
     fn rows(&self, name: &str, rows: impl Iterator<Item = usize>) -> Rows {
         let (values, h) = (&self.tensors[name], self.tiny.hidden);
         rows.map(|row| values[row * h..(row + 1) * h].to_vec()).collect()

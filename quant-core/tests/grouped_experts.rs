@@ -1,5 +1,5 @@
-//! Packed linears that run together in one kernel call: the experts of a block, and linears together with the norm or
-//! gate that they read. Up to rounding, the results are those of running them individually.
+//! Packed linears that run together in one kernel call: up to rounding, the results are those of running them
+//! individually.
 
 mod common;
 #[path = "families/configs.rs"]
@@ -12,7 +12,7 @@ use configs::cases;
 use quant_core::checkpoint::Dtype;
 use quant_core::model::{Decoder, NodeId, Tap, TokenRows};
 
-/// A tap that counts the linears it observes. Because of the tap, linears run individually.
+/// Because of the tap, linears run individually.
 struct Watch(usize);
 
 impl Tap for Watch {
@@ -22,8 +22,7 @@ impl Tap for Watch {
     }
 }
 
-/// The difference of a block's output between running linears individually and running unobserved: its root mean square
-/// relative to that of the output, the largest over all blocks.
+/// The root mean square of the difference relative to that of the output, the largest over all blocks.
 fn relative_distance(decoder: &Decoder, batch: &[&[u32]]) -> f64 {
     let (mut max, mut index) = (0.0_f64, 0);
     let mut before = decoder.embed(batch).unwrap();
