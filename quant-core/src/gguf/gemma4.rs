@@ -37,9 +37,6 @@ fn has_linear(a: &Architecture, layer: usize, module: &str) -> bool {
 }
 
 /// The attention shape of blocks without a sliding window.
-///
-/// # Errors
-/// [`Error::Usage`](crate::Error::Usage) when GGUF cannot describe the heads.
 pub(super) fn attention(a: &Architecture, family: &GgufFamily) -> Result<AttentionShape> {
     let [full, _] = shapes(a, family)?;
     match full.scale() == 1.0 {

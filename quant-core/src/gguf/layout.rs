@@ -28,10 +28,6 @@ impl Placed {
 }
 
 /// The places of all tensors of a block, in order of use.
-///
-/// # Errors
-/// [`Error::Usage`] for a tensor that has no place in files of the family; [`Error::Internal`] if the place depends on
-/// a delta net or latent attention that the block does not have.
 pub(super) fn of_block(a: &Architecture, family: &GgufFamily, layer: usize) -> Result<Vec<Placed>> {
     let graph = a.graph(layer);
     let mut placed = Vec::new();

@@ -13,9 +13,6 @@ use crate::{Error, Result};
 
 /// Computes the expert weights of each token from the router's logits `[…, experts]` and the correction of each
 /// expert's score, if the routing has one. Ties between experts or groups are resolved in favor of the first.
-///
-/// # Errors
-/// When the logits or the correction have the wrong width, or a logit is not finite.
 pub(super) fn route(logits: &Tensor, routing: Routing, correction: Option<&[f32]>) -> Result<Tensor> {
     let experts = routing.experts;
     if logits.dim(D::Minus1)? != experts || correction.is_some_and(|c| c.len() != experts) {
@@ -130,9 +127,6 @@ fn route_one_by_one(logits: &[f32], top_k: usize, tolerance: f32, weights: &mut 
 }
 
 /// Multiplies each row of `[1, tokens, width]` by the sigmoid of its token's logit for an expert.
-///
-/// # Errors
-/// When a token has no logits.
 pub(super) fn scale_rows(rows: &Tensor, logits: &Tensor, tokens: &[u32], expert: usize) -> Result<Tensor> {
     let experts = logits.dim(D::Minus1)?;
     let factors = with_values(logits, |logits| {
@@ -160,9 +154,6 @@ pub(super) fn tokens_of_expert(weights: &Tensor, expert: usize) -> Result<Vec<u3
 }
 
 /// Returns the rows `tokens` of `x` `[…, width]`, as `[1, tokens, width]`.
-///
-/// # Errors
-/// When a token index is out of range.
 pub(super) fn rows(x: &Tensor, tokens: &[u32]) -> Result<Tensor> {
     let width = x.dim(D::Minus1)?;
     let values = with_values(x, |x| {

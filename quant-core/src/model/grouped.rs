@@ -34,9 +34,6 @@ impl GroupedExperts {
     }
 
     /// Computes the sum of the experts for weights `[…, experts]` and `x` `[…, width]`.
-    ///
-    /// # Errors
-    /// When a shape does not match, or a token has more nonzero weights than experts per token.
     pub(super) fn run(&self, weights: &Tensor, x: &Tensor) -> Result<Tensor> {
         let (count, width) = (self.experts.count(), self.experts.hidden());
         if weights.dim(D::Minus1)? != count || x.dim(D::Minus1)? != width {
@@ -76,9 +73,6 @@ impl GroupedExperts {
 }
 
 /// Returns the experts of a block that run in one call, by the nodes that sum them.
-///
-/// # Errors
-/// When the shapes of experts do not match.
 pub(super) fn grouped(
     graph: &BlockGraph,
     linears: &BTreeMap<NodeId, Linear>,

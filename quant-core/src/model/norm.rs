@@ -20,9 +20,6 @@ pub struct Norm {
 
 impl Norm {
     /// The parameters of a layer norm that stores none.
-    ///
-    /// # Errors
-    /// When the tensors cannot be created.
     pub(super) fn plain(width: usize) -> Result<Self> {
         let filled = |value: f32| Tensor::full(value, width, &candle_core::Device::Cpu);
         Ok(Self { weight: filled(1.0)?, bias: Some(filled(0.0)?) })
@@ -37,9 +34,6 @@ impl Norm {
     }
 
     /// Applies `op` to `x` `[batch, positions, features]`, normalizing `width` features at a time.
-    ///
-    /// # Errors
-    /// When shapes do not match, or `op` is not a norm.
     pub(super) fn apply(&self, op: &Op, x: &Tensor) -> Result<Tensor> {
         let (batch, positions, features) = x.dims3()?;
         let rows = |width: usize| x.contiguous()?.reshape((batch, positions, features / width, width));
@@ -67,9 +61,6 @@ impl Norm {
 }
 
 /// Divides every `width` consecutive features of `x` `[batch, positions, features]` by their root mean square.
-///
-/// # Errors
-/// When shapes do not match.
 pub(super) fn normalize(x: &Tensor, width: usize, eps: f64) -> Result<Tensor> {
     let (batch, positions, features) = x.dims3()?;
     let rows = x.contiguous()?.reshape((batch, positions, features / width, width))?;

@@ -27,9 +27,6 @@ pub(crate) struct PerLayer {
 
 impl PerLayer {
     /// Returns the embeddings `[tokens, hidden]`, each followed by the inputs of all blocks.
-    ///
-    /// # Errors
-    /// When a token has no row in the table, or a row cannot be read or is not finite.
     pub(crate) fn append_inputs(&self, tokens: &[u32], embeddings: &[f32]) -> Result<Vec<f32>> {
         let [features, hidden] = self.projection.weight().shape();
         let state = hidden + features;

@@ -12,9 +12,6 @@ use crate::vector::vectorized;
 const ELEMENT_TILE: usize = 1 << 14;
 
 /// `cap · tanh(x / cap)`, elementwise.
-///
-/// # Errors
-/// When `x` is not an `f32` tensor.
 pub(crate) fn soft_capped(x: &Tensor, cap: f32) -> Result<Tensor> {
     Ok(x.contiguous()?.apply_op1_no_bwd(&SoftCap(cap))?)
 }

@@ -12,9 +12,6 @@ pub(crate) fn with_values<T>(tensor: &Tensor, work: impl FnOnce(&[f32]) -> Resul
 }
 
 /// Passes the values of three tensors, as [`with_values`] does for one.
-///
-/// # Errors
-/// As [`with_values`].
 pub(crate) fn with_slices<T>(
     tensors: [&Tensor; 3],
     work: impl FnOnce([&[f32]; 3]) -> Result<T>,

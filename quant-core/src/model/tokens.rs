@@ -9,7 +9,9 @@
 pub enum TokenRows<'a> {
     /// Row `i` is token `first + i`.
     Range {
+        /// The token of the first row.
         first: usize,
+        /// Number of rows.
         count: usize,
     },
     /// Row `i` is token `first + indices[i]`.

@@ -150,9 +150,6 @@ pub(super) struct Differences<'a> {
 
 impl<'a> Differences<'a> {
     /// Rounds the consumers under these scales.
-    ///
-    /// # Errors
-    /// [`Error::Numeric`] when a scaled weight needs a scale that its dtype cannot hold.
     pub(super) fn new(
         task: &BlockTask<'_>,
         group: &FoldGroup,

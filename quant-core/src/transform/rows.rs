@@ -57,9 +57,6 @@ impl StoredValues {
     }
 
     /// Appends row `index` of `width` values to `out`.
-    ///
-    /// # Errors
-    /// When the file cannot be read.
     pub(super) fn copy_row(&self, index: usize, width: usize, out: &mut Vec<f32>) -> Result<()> {
         let row = index * width..(index + 1) * width;
         match self {

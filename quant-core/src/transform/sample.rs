@@ -170,9 +170,6 @@ impl SearchSample {
     }
 
     /// The values of these rows, and the places of their tokens.
-    ///
-    /// # Errors
-    /// When the file that holds them cannot be read.
     pub(super) fn rows(&self, rows: &[usize]) -> Result<(Vec<f32>, Vec<Place>)> {
         let mut values = Vec::with_capacity(rows.len() * self.channels);
         rows.iter().try_for_each(|&row| self.rows.copy_row(row, self.channels, &mut values))?;

@@ -81,9 +81,6 @@ fn raw_len(text: &str) -> usize {
 }
 
 /// Removes the marks from a text. Returns the remaining text, and the byte ranges of the marked parts in it.
-///
-/// # Errors
-/// When marks are not paired.
 pub(super) fn take_marks(marked: &str) -> Result<(String, Vec<Range<usize>>), String> {
     let mut text = String::with_capacity(marked.len());
     let mut spans = Vec::new();

@@ -20,6 +20,7 @@ pub use read::{GgufHeader, GgufTensor};
 pub use value::{Array, Value};
 pub(crate) use write::write_file;
 
+/// The first four bytes of a file.
 pub const MAGIC: [u8; 4] = *b"GGUF";
 const VERSION: u32 = 3;
 const DEFAULT_ALIGNMENT: u64 = 32;

@@ -38,6 +38,10 @@ impl Blocks {
         Self::layers_by(config, "num_hidden_layers")
     }
 
+    /// Reads the number of layers from the field `key`.
+    ///
+    /// # Errors
+    /// As [`layers`](Self::layers).
     pub fn layers_by(config: &ConfigFields<'_>, key: &str) -> Result<usize> {
         match config.require_positive(key)? {
             layers if layers <= MAX_LAYERS => Ok(layers),
@@ -45,6 +49,7 @@ impl Blocks {
         }
     }
 
+    /// Creates `layers` blocks: `kind` returns the kind of a layer, and `graph` builds the graph of a kind.
     pub fn new<K: PartialEq>(
         layers: usize,
         kind: impl Fn(usize) -> K,
@@ -62,6 +67,7 @@ impl Blocks {
         Self { graphs: known.iter().map(|kind| Arc::new(graph(kind))).collect(), kinds }
     }
 
+    /// Creates `layers` blocks that all have the same graph.
     pub fn uniform(layers: usize, graph: BlockGraph) -> Self {
         Self { graphs: vec![Arc::new(graph)], kinds: vec![0; layers] }
     }

@@ -7,7 +7,6 @@ use super::{Activation, Architecture, AttentionShape, Blocks, Family};
 use crate::Result;
 use crate::checkpoint::ConfigFields;
 
-/// The family of `BloomForCausalLM`.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Bloom;
 

@@ -10,15 +10,12 @@ use crate::Result;
 use crate::checkpoint::ConfigFields;
 use crate::model::rope::RopeLayout;
 
-/// The family of `CohereForCausalLM`.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Cohere;
 
-/// The family of `Cohere2ForCausalLM`.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Cohere2;
 
-/// The family of `Cohere2MoeForCausalLM`.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Cohere2Moe;
 

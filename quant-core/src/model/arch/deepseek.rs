@@ -12,19 +12,15 @@ use crate::Result;
 use crate::checkpoint::ConfigFields;
 use crate::model::rope::{RopeLayout, RopeRequest};
 
-/// The family of `DeepseekV2ForCausalLM`.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct DeepseekV2;
 
-/// The family of `DeepseekV3ForCausalLM`.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct DeepseekV3;
 
-/// The family of `Glm4MoeForCausalLM`.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Glm4Moe;
 
-/// The family of `Glm4MoeLiteForCausalLM`.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Glm4MoeLite;
 

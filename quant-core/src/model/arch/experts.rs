@@ -151,9 +151,6 @@ impl GatedExperts {
 
 impl SharedExpert {
     /// The shared expert of the Qwen families, with the width from the configuration.
-    ///
-    /// # Errors
-    /// [`Error::Config`](crate::Error::Config) if its width is missing or malformed.
     pub(super) fn gated(config: &ConfigFields<'_>) -> Result<Self> {
         Ok(Self {
             prefix: "mlp.shared_expert",
@@ -227,9 +224,6 @@ pub(super) fn sparse_layers(config: &ConfigFields<'_>) -> Result<Vec<bool>> {
 }
 
 /// Returns whether each layer is dense (has an MLP and no experts) according to `mlp_layer_types`, if that is present.
-///
-/// # Errors
-/// [`Error::Config`](crate::Error::Config) if it has the wrong length or unknown entries.
 pub(super) fn mlp_layer_types(config: &ConfigFields<'_>, layers: usize) -> Result<Option<Vec<bool>>> {
     const TYPES: &str = "mlp_layer_types";
     let Some(types) = config.optional_str_list(TYPES)? else { return Ok(None) };

@@ -10,23 +10,18 @@ use crate::Result;
 use crate::checkpoint::ConfigFields;
 use crate::model::rope::{RopeLayout, RopeRequest};
 
-/// The family of `MiniMaxM2ForCausalLM`.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct MiniMaxM2;
 
-/// The family of `Ernie4_5_MoeForCausalLM`.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Ernie45Moe;
 
-/// The family of `GraniteMoeForCausalLM`.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct GraniteMoe;
 
-/// The family of `HunYuanMoEV1ForCausalLM`.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct HunYuanMoeV1;
 
-/// The family of `HYV3ForCausalLM`.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct HyV3;
 

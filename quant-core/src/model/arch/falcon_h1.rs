@@ -11,7 +11,6 @@ use crate::Result;
 use crate::checkpoint::ConfigFields;
 use crate::model::rope::Rope;
 
-/// The family of `FalconH1ForCausalLM`.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct FalconH1;
 

@@ -9,11 +9,9 @@ use crate::Result;
 use crate::checkpoint::ConfigFields;
 use crate::model::rope::Rope;
 
-/// The family of `Gemma2ForCausalLM`.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Gemma2;
 
-/// The family of `Gemma3ForCausalLM`.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Gemma3Text;
 

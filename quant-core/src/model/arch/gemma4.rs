@@ -21,7 +21,6 @@ const OWN: [&str; 3] = ["per_layer_input_gate", "per_layer_projection", "post_pe
 const UNUSED_MODULES: &[&str] =
     &["self_attn.k_proj", "self_attn.v_proj", "self_attn.k_norm", "self_attn.v_norm"];
 
-/// The family of `Gemma4ForCausalLM`.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Gemma4Text;
 

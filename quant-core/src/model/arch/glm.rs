@@ -8,11 +8,9 @@ use crate::Result;
 use crate::checkpoint::ConfigFields;
 use crate::model::rope::RopeLayout;
 
-/// The family of `GlmForCausalLM`.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Glm;
 
-/// The family of `Glm4ForCausalLM`.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Glm4;
 

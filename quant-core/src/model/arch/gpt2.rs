@@ -9,7 +9,6 @@ use super::{Activation, Architecture, AttentionShape, Blocks, Family, LearnedPos
 use crate::Result;
 use crate::checkpoint::ConfigFields;
 
-/// The family of `GPT2LMHeadModel`.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Gpt2;
 

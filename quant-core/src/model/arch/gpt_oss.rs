@@ -10,7 +10,6 @@ use super::{Architecture, Family, Routing};
 use crate::Result;
 use crate::checkpoint::ConfigFields;
 
-/// The family of `GptOssForCausalLM`.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct GptOss;
 

@@ -10,7 +10,6 @@ use super::{Activation, Architecture, Family, Routing, StateSpace};
 use crate::Result;
 use crate::checkpoint::ConfigFields;
 
-/// The family of `GraniteMoeHybridForCausalLM`.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct GraniteMoeHybrid;
 

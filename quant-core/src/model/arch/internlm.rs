@@ -7,11 +7,9 @@ use super::{Architecture, Family};
 use crate::Result;
 use crate::checkpoint::ConfigFields;
 
-/// The family of `InternLM2ForCausalLM`.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct InternLm2;
 
-/// The family of `InternLM3ForCausalLM`.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct InternLm3;
 

@@ -8,11 +8,9 @@ use super::{Activation, Architecture, Correction, Family, RouterScores, Routing}
 use crate::Result;
 use crate::checkpoint::ConfigFields;
 
-/// The family of `Lfm2ForCausalLM`.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Lfm2;
 
-/// The family of `Lfm2MoeForCausalLM`.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Lfm2Moe;
 

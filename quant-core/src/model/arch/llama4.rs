@@ -10,7 +10,6 @@ use crate::Result;
 use crate::checkpoint::ConfigFields;
 use crate::model::rope::{RopeLayout, RopeRequest};
 
-/// The family of `Llama4ForCausalLM`.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Llama4;
 

@@ -10,19 +10,15 @@ use crate::Result;
 use crate::checkpoint::ConfigFields;
 use crate::model::rope::{RopeLayout, RopeRequest};
 
-/// The family of `SmolLM3ForCausalLM`.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct SmolLm3;
 
-/// The family of `GraniteForCausalLM`.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Granite;
 
-/// The family of `Ministral3ForCausalLM`.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Ministral3;
 
-/// The family of `SeedOssForCausalLM`.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct SeedOss;
 
@@ -30,7 +26,6 @@ pub(super) struct SeedOss;
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Ernie45;
 
-/// The family of `HunYuanDenseV1ForCausalLM`.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct HunYuanDenseV1;
 

@@ -8,19 +8,15 @@ use super::{Architecture, Family, Routing};
 use crate::Result;
 use crate::checkpoint::ConfigFields;
 
-/// The family of `MixtralForCausalLM`.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Mixtral;
 
-/// The family of `Qwen3MoeForCausalLM`.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Qwen3Moe;
 
-/// The family of `Qwen2MoeForCausalLM`.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Qwen2Moe;
 
-/// The family of `OlmoeForCausalLM`.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Olmoe;
 

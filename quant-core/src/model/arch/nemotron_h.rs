@@ -9,7 +9,6 @@ use super::{Activation, Architecture, BlockGraph, Blocks, Family, GraphBuilder, 
 use crate::Result;
 use crate::checkpoint::ConfigFields;
 
-/// The family of `NemotronHForCausalLM`.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct NemotronH;
 

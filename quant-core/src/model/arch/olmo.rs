@@ -8,15 +8,12 @@ use crate::Result;
 use crate::checkpoint::ConfigFields;
 use crate::model::rope::Rope;
 
-/// The family of `Olmo2ForCausalLM`.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Olmo2;
 
-/// The family of `Olmo3ForCausalLM`.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Olmo3;
 
-/// The family of `Exaone4ForCausalLM`.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Exaone4;
 

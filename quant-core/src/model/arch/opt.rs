@@ -10,7 +10,6 @@ use super::{
 use crate::Result;
 use crate::checkpoint::ConfigFields;
 
-/// The family of `OPTForCausalLM`.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Opt;
 

@@ -159,6 +159,7 @@ pub(super) enum Mlp {
     FusedGatedAs { names: [&'static str; 2], activation: Activation, intermediate: usize },
     /// `down(activation(up))`, with module names of up and down.
     Plain { names: [&'static str; 2], activation: Activation, intermediate: usize, bias: bool },
+    /// A mixture of experts in place of the MLP.
     Experts(GatedExperts),
 }
 

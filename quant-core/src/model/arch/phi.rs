@@ -8,11 +8,9 @@ use super::{Activation, Architecture, Family};
 use crate::Result;
 use crate::checkpoint::ConfigFields;
 
-/// The family of `Phi3ForCausalLM`.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Phi3;
 
-/// The family of `PhiForCausalLM`.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Phi;
 

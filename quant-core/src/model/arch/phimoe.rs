@@ -10,7 +10,6 @@ use crate::Result;
 use crate::checkpoint::ConfigFields;
 use crate::model::rope::{Rope, RopeScaling};
 
-/// The family of `PhimoeForCausalLM`.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct PhiMoe;
 

@@ -9,15 +9,12 @@ use super::{Architecture, DeltaNet, Family, Routing};
 use crate::Result;
 use crate::checkpoint::ConfigFields;
 
-/// The family of `Qwen3_5ForCausalLM`.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Qwen35;
 
-/// The family of `Qwen3_5MoeForCausalLM`.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Qwen35Moe;
 
-/// The family of `Qwen3NextForCausalLM`.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Qwen3Next;
 

@@ -7,7 +7,6 @@ use super::{Activation, Architecture, Family};
 use crate::Result;
 use crate::checkpoint::ConfigFields;
 
-/// The family of `Starcoder2ForCausalLM`.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Starcoder2;
 

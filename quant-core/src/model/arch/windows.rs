@@ -10,7 +10,9 @@ const FULL: &str = "full_attention";
 
 #[derive(Debug, Clone, PartialEq)]
 pub(super) enum Windows {
+    /// Every query attends to all earlier positions.
     Never,
+    /// All blocks from `first` on.
     From { first: usize, window: usize },
     /// The blocks that the list marks.
     Listed { slides: Vec<bool>, window: usize },

@@ -65,9 +65,6 @@ impl BlockWeight {
     }
 
     /// Packs the weight for the kernels.
-    ///
-    /// # Errors
-    /// When the kernels do not accept the blocks, or there is not enough memory.
     pub(super) fn pack(&self) -> Result<PackedLinear> {
         let pack = |view: &WeightView<'_>| PackedLinear::pack(view, None, false, &Rayon);
         let fault = |what: &dyn std::fmt::Display| {

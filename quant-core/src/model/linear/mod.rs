@@ -129,9 +129,6 @@ impl Linear {
     }
 
     /// Multiplies rows that the kernels compute by linears that [share their input](Self::shares_input_with).
-    ///
-    /// # Errors
-    /// When the linears cannot share their input, or shapes do not match.
     pub(super) fn forward_fused(linears: &[&Self], from: Fused<'_>) -> Result<Vec<Tensor>> {
         let packed = linears.iter().map(|linear| match &*linear.weight {
             WeightBody::Packed { linear, grid: None } => Ok(linear),

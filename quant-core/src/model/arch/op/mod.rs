@@ -152,6 +152,7 @@ enum Stored<'a> {
         shape: [usize; 2],
         stays_float: bool,
     },
+    /// Other tensors, or nothing.
     Other,
 }
 
