@@ -85,7 +85,7 @@ impl Search {
         self.block.graph().fold_groups().into_iter().filter(|g| g.repeat == 1).collect()
     }
 
-    /// For the inputs of the block, `[tokens · width]`.
+    /// The values of a node for the inputs of the block, `[tokens · width]`.
     fn values(&self, block: &Block, known: Option<(NodeId, &[Tensor])>, node: NodeId) -> Vec<Tensor> {
         let chunks = self.hidden.chunks().enumerate().map(|(i, chunk)| {
             let (first, x) = chunk.unwrap();
@@ -120,7 +120,7 @@ impl Search {
         values
     }
 
-    /// By definition.
+    /// The mean squared error of a group's inspected output, by definition.
     fn group_error(&self, group: &FoldGroup, scales: &[f32]) -> f64 {
         let mut block = self.block.clone();
         for &node in &group.consumers {

@@ -51,7 +51,7 @@ impl Definition {
         x.iter().map(scaled).collect()
     }
 
-    /// With one weight for all heads.
+    /// Normalizes every head separately, with one weight for all.
     fn head_norm(&self, x: &[Vec<f64>], name: &str) -> Rows {
         let heads =
             |row: &Vec<f64>| -> Rows { row.chunks(self.tiny.head_dim).map(<[f64]>::to_vec).collect() };
@@ -116,7 +116,8 @@ impl Definition {
         self.linear(&gated, down)
     }
 
-    /// For each token, only the experts with the largest logits count, weighted by their softmax.
+    /// Runs all experts on all tokens. For each token, only those with the largest logits count, weighted by their
+    /// softmax.
     fn experts(&self, x: &[Vec<f64>], router: &str, experts: &[[String; 3]]) -> Rows {
         let outputs: Vec<Rows> = experts.iter().map(|linears| self.gated(x, linears)).collect();
         let logits = self.linear(x, router);

@@ -29,7 +29,7 @@ fn tiny(family: Kind) -> Tiny {
 /// so the router's column for it alone decides the routing.
 const STEADY: usize = 0;
 
-/// With these weights.
+/// Makes the first block's router depend on channel [`STEADY`], with these weights.
 fn steer(checkpoint: &mut Checkpoint, columns: [f32; EXPERTS]) {
     let hidden = checkpoint.tiny.hidden;
     for row in checkpoint.values("model.embed_tokens.weight").chunks_exact_mut(hidden) {
@@ -212,8 +212,8 @@ fn the_order_of_experts_changes_nothing() {
     }
 }
 
-/// In the first block of the first model, experts 1 and 3 see all tokens and the others none; in the second, experts 0
-/// and 2 see all tokens.
+/// Two models. In the first block of the first, experts 1 and 3 see all tokens and the others none; in the second,
+/// experts 0 and 2 see all tokens.
 fn starved_and_fed(seed: u64) -> [Checkpoint; 2] {
     let of = |columns: [f32; EXPERTS]| {
         let mut checkpoint = tiny(Kind::Mixtral).random(seed);

@@ -28,7 +28,7 @@ fn quantized(checkpoint: &Checkpoint, recipe: &Recipe, windows: &TokenWindows) -
     run(&checkpoint.model(), &checkpoint.tiny.config(), recipe, Some(windows))
 }
 
-/// By definition: one pass of a block, over all counted tokens.
+/// The Hessian of every linear's input, by definition.
 struct Watch {
     layout: BatchLayout,
     hessians: BTreeMap<NodeId, Hessian>,

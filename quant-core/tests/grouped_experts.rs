@@ -12,7 +12,7 @@ use configs::cases;
 use quant_core::checkpoint::Dtype;
 use quant_core::model::{Decoder, NodeId, Tap, TokenRows};
 
-/// Because of the tap, linears run individually.
+/// Counts the linears that it observes. Because of the tap, they run individually.
 struct Watch(usize);
 
 impl Tap for Watch {

@@ -10,7 +10,7 @@ use quant_core::CancelToken;
 use quant_core::calibrate::{HiddenStates, TokenUse, TokenWindows};
 use quant_core::model::{Model, NoTap, NodeId, Tap, TokenRows};
 
-/// After all blocks, `[tokens · hidden]`.
+/// The hidden states of a batch after all blocks, `[tokens · hidden]`.
 fn states(model: &Model, windows: &TokenWindows) -> Vec<f32> {
     let rope = model.rope(windows.length()).unwrap();
     let mut hidden = HiddenStates::embed(model, windows).unwrap();

@@ -192,7 +192,7 @@ fn parts_lie_in_the_plan() {
     assert_eq!(plan.part(1..3).unwrap().part(2..3).unwrap().outputs().len(), of(2..3));
 }
 
-/// It does not depend on the position of the blocks in the model.
+/// The memory of a part does not depend on the position of its blocks in the model.
 #[test]
 fn the_memory_of_a_part_is_that_of_its_blocks() {
     for method in ["awq", "gptq"] {

@@ -32,7 +32,7 @@ fn quantized(checkpoint: &Checkpoint, recipe: &Recipe, windows: &TokenWindows) -
     run(&checkpoint.model(), &checkpoint.tiny.config(), recipe, Some(windows))
 }
 
-/// Of every channel of every linear, computed directly.
+/// The smallest and largest input of every channel of every linear.
 struct Watch {
     layout: BatchLayout,
     ranges: BTreeMap<NodeId, Vec<[f32; 2]>>,

@@ -419,7 +419,7 @@ fn results_that_differ_are_an_error() {
     assert!(std::fs::read(&path).unwrap() == intact);
 }
 
-/// With the matching hash.
+/// The file with changed data and the matching hash.
 fn resealed(file: &[u8], change: impl FnOnce(&mut [u8])) -> Vec<u8> {
     let mut file = file.to_vec();
     let data = 8 + u64::from_le_bytes(file[..8].try_into().unwrap()) as usize;

@@ -113,7 +113,7 @@ impl HiddenStates {
         })
     }
 
-    /// In the shape in which a pass evaluates the part.
+    /// The states of a part of the batch, in the shape in which a pass evaluates it.
     fn part(&self, part: Range<usize>) -> Result<Tensor> {
         let (width, tokens) = (self.width(), part.len());
         let values = self.values().read(part.start * width..part.end * width)?;

@@ -141,7 +141,7 @@ fn experts(graph: &BlockGraph) -> impl Iterator<Item = (NodeId, usize, NodeId)> 
     })
 }
 
-/// For each linear that belongs to one of these experts.
+/// The number of routed tokens for each linear that belongs to one of these experts.
 pub(crate) fn routed_to_linears(
     graph: &BlockGraph,
     experts: &BTreeMap<NodeId, u64>,

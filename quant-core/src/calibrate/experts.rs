@@ -24,7 +24,7 @@ pub struct ExpertStates {
     width: usize,
     sums: Values,
     outputs: Vec<NodeId>,
-    /// In the sum.
+    /// The number of experts in the sum.
     added: usize,
     /// The first token of each piece of the batch; `None` for pieces of [`CHUNK_TOKENS`].
     pieces: Option<Vec<usize>>,

@@ -33,7 +33,7 @@ pub(super) fn left_out(what: &str, feature: &str) -> Error {
     }
 }
 
-/// If several items fail, returns the first error in order.
+/// Collects results in order. If several items fail, returns the first error in order.
 #[cfg(any(feature = "tokenizers", feature = "chat-templates"))]
 pub(super) fn in_order<T: Sync, R: Send>(
     items: &[T],

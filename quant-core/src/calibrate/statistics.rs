@@ -41,7 +41,7 @@ pub struct StatisticsPass<'a> {
     block: &'a Block,
     layout: BatchLayout,
     cancel: &'a CancelToken,
-    /// By the first linear that reads the value.
+    /// Statistics by the first linear that reads the value.
     values: BTreeMap<NodeId, Vec<&'a mut dyn Statistic>>,
     attentions: BTreeMap<NodeId, &'a mut dyn AttentionStatistic>,
     tokens: BTreeMap<NodeId, u64>,
@@ -97,7 +97,6 @@ impl<'a> StatisticsPass<'a> {
     }
 }
 
-/// In evaluation order.
 fn first_reader(graph: &BlockGraph, value: NodeId) -> Option<NodeId> {
     graph.linears().map(|(id, ..)| id).find(|&id| graph.nodes()[id].inputs[0] == value)
 }

@@ -9,9 +9,9 @@ use serde_json::{Value, json};
 use super::Conversation;
 use crate::{Error, Result};
 
-/// In bytes, because everything is tokenized in memory.
+/// The maximum size of a text file, because everything is tokenized in memory.
 const MAX_FILE_BYTES: u64 = 1 << 30;
-/// In bytes.
+/// The maximum length of a line of JSON.
 const MAX_LINE_BYTES: u64 = 64 << 20;
 
 /// The contents of a calibration file.

@@ -11,7 +11,7 @@ use crate::checkpoint::{ModelDirectory, Sidecar, placeholder, read_capped};
 use crate::worker::{Answer, Content, Encoded, Loadable, Question, TextWorker, TextWorkers};
 use crate::{Error, Result};
 
-/// In bytes; larger files are rejected before they are parsed.
+/// The maximum size of a tokenizer file, checked before it is parsed.
 const MAX_FILE_BYTES: u64 = 256 << 20;
 /// A longer text is sent alone.
 const TEXTS_PER_BATCH: usize = 1024;

@@ -309,8 +309,8 @@ fn experts_have_rules_of_their_own() {
     assert!(on_cpu.contains("does not support experts"), "{on_cpu}");
 }
 
-/// From vLLM's sources for NVIDIA devices: the hidden size must fit Marlin's tiles, the intermediate size is padded,
-/// and groups may not cross ranks.
+/// vLLM's sources for NVIDIA devices: the hidden size must fit Marlin's tiles, the intermediate size is padded, and
+/// groups may not cross ranks.
 #[test]
 fn experts_of_vllm() {
     // Qwen3-30B-A3B, and a shape whose hidden size is not a multiple of 128.

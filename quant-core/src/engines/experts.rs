@@ -39,7 +39,7 @@ pub(super) fn vllm_cuda_gptq(outline: &Outline) -> Compatibility {
     })
 }
 
-/// For the compressed-tensors and ModelOpt formats. `width` is the hidden size, which experts read and write.
+/// Rules for the compressed-tensors and ModelOpt formats. `width` is the hidden size, which experts read and write.
 pub(super) fn vllm_kernel(share: &Share<'_>, width: usize) -> Compatibility {
     let scheme = share.scheme;
     let no = |what: String| No(share.fault(format!("experts {what}")));

@@ -70,7 +70,7 @@ impl Compatibility {
 #[derive(Debug)]
 struct Reading {
     container: &'static str,
-    /// Given the number of ranks.
+    /// The rule for linears, given the number of ranks.
     loads: fn(&Outline, usize) -> Compatibility,
     /// The additional rule for models with experts.
     experts: fn(&Outline) -> Compatibility,

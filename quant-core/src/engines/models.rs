@@ -33,7 +33,7 @@ impl Basis {
 
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Has {
-    /// With an additional rule for this model.
+    /// It does, with an additional rule for this model.
     With(fn(&Outline) -> Compatibility),
     Yes,
     No(&'static str),
@@ -56,9 +56,9 @@ pub struct Known {
 #[derive(Debug)]
 pub(super) struct Fact {
     pub(super) models: &'static [&'static str],
-    /// If empty: all families of a class's text model.
+    /// The families of a class's text model; if empty: all.
     pub(super) texts: &'static [&'static str],
-    /// If empty: all.
+    /// The formats; if empty: all.
     pub(super) containers: &'static [&'static str],
     pub(super) has: Has,
     pub(super) basis: Basis,
@@ -382,7 +382,7 @@ const CLASSES_IN_SGLANG: &[&str] = &[
 ];
 /// A checkpoint cannot configure linears without names.
 const UNNAMED_IN_SGLANG: &[&str] = &["phi", "falcon_h1"];
-/// Under the names in their checkpoints.
+/// Families that SGLang has no class for under the names in their checkpoints.
 const NOT_IN_SGLANG: &[&str] = &["smollm3", "seed_oss", "olmo3", "glm", "gpt_neox", "bloom", "ernie4_5"];
 
 pub(super) const SGLANG: &[Fact] = &[

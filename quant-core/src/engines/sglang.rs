@@ -6,7 +6,7 @@ use super::outline::Outline;
 use super::sharding::{Share, linears};
 use crate::scheme::{ActivationScheme, FloatFormat, ScaleFormat};
 
-/// On NVIDIA devices of compute capability 8.0 or later, compressed-tensors and ModelOpt formats.
+/// The rules assume NVIDIA devices of compute capability 8.0 or later.
 pub(super) fn cuda(outline: &Outline, ranks: usize) -> Compatibility {
     cuda_with(outline, ranks, compressed_tensors)
 }

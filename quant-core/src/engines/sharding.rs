@@ -8,9 +8,9 @@ use crate::scheme::{BLOCK, Granularity, LinearScheme};
 /// A rank's share of a quantized linear.
 #[derive(Debug, Clone)]
 pub(super) struct Share<'a> {
-    /// For messages.
+    /// The first part's module, for messages.
     pub(super) module: &'a str,
-    /// Of each part.
+    /// The number of output features of each part.
     pub(super) parts: Vec<usize>,
     /// The number of input features.
     pub(super) k: usize,
@@ -22,7 +22,7 @@ pub(super) struct Share<'a> {
 }
 
 impl Share<'_> {
-    /// Of all parts together.
+    /// The number of output features of all parts together.
     pub(super) fn n(&self) -> usize {
         self.parts.iter().sum()
     }
@@ -111,7 +111,7 @@ fn share(layer: &FusedLayer, ranks: usize) -> Result<Option<Sizes<'_>>, String> 
 /// The error is the reason why scales or packed words cannot be cut at the boundaries of a share.
 pub(super) type Rule = fn(&Share<'_>) -> Result<(), String>;
 
-/// In the order in which they are checked.
+/// The rules of each format, in the order in which they are checked.
 pub(super) const SPLITS: &[(&str, &[Rule])] = &[
     (COMPRESSED_TENSORS, &[groups, blocks, words_of_codes, words_of_zeros]),
     (MODELOPT, &[groups, blocks, words_of_codes, words_of_zeros]),

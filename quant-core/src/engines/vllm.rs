@@ -7,7 +7,7 @@ use super::outline::Outline;
 use super::sharding::{Share, linears};
 use crate::scheme::{ActivationScheme, FloatFormat, Granularity, ScaleFormat};
 
-/// For the compressed-tensors and ModelOpt formats.
+/// Rules for the compressed-tensors and ModelOpt formats.
 pub(super) fn cuda(outline: &Outline, ranks: usize) -> Compatibility {
     cuda_with(outline, ranks, cuda_packed)
 }
@@ -56,7 +56,7 @@ fn cuda_with(outline: &Outline, ranks: usize, packed: fn(&Share<'_>) -> Compatib
     embedding.and(linears(outline, ranks, |share| cuda_kernel(share, packed)))
 }
 
-/// For the compressed-tensors and AWQ formats on x86-64.
+/// Rules for the compressed-tensors and AWQ formats on x86-64.
 pub(super) fn cpu(outline: &Outline, ranks: usize) -> Compatibility {
     outside_blocks(outline).and(linears(outline, ranks, cpu_kernel))
 }

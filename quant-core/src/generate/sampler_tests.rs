@@ -7,7 +7,7 @@ fn sampling() -> GenerationSettings {
     GenerationSettings { do_sample: true, top_k: 0, ..GenerationSettings::default() }
 }
 
-/// After tokens 0 and 1, which are the prompt.
+/// The candidates after tokens 0 and 1, which are the prompt.
 fn candidates(settings: &GenerationSettings, logits: &[f32]) -> Vec<(u32, f64)> {
     let candidates = Sampler::new(settings).unwrap().candidates(logits, &[0, 1], 2).unwrap();
     candidates.into_iter().map(|Candidate { token, probability }| (token, probability)).collect()

@@ -6,9 +6,9 @@ use crate::checkpoint::{ConfigFields, ModelDirectory, parse_strictly, read_cappe
 use crate::{Error, Result};
 
 const FILE: &str = "generation_config.json";
-/// In bytes. Real files have a few hundred.
+/// The maximum size of the file. Real ones have a few hundred bytes.
 const MAX_FILE_BYTES: u64 = 1 << 20;
-/// Of end-of-sequence or suppressed tokens.
+/// The maximum number of end-of-sequence or suppressed tokens.
 const MAX_TOKENS: usize = 65_536;
 
 /// Fields that would change the text but are not implemented, each with its neutral value. Any other value is reported
@@ -33,7 +33,7 @@ const IGNORED: [(&str, Neutral); 17] = [
     ("watermarking_config", Neutral::Nothing),
 ];
 
-/// In addition to `null` and an empty list.
+/// The value with which a field has no effect, in addition to `null` and an empty list.
 #[derive(Debug, Clone, Copy)]
 enum Neutral {
     Nothing,
@@ -171,7 +171,7 @@ impl GenerationSettings {
         }
     }
 
-    /// With the rest of a sentence that begins with the name of the setting.
+    /// The first setting that is out of range, with the rest of a sentence that begins with its name.
     fn fault(&self) -> Option<(&'static str, String)> {
         let positive = |value: f32| value.is_finite() && value > 0.0;
         let range = |name, value: f32, is_valid: bool, range: &str| {

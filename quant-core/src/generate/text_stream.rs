@@ -63,7 +63,7 @@ impl<'a> TextStream<'a> {
         Ok(if self.stopped { certain } else { certain + &self.held })
     }
 
-    /// Of the tokens after the first `decoded`.
+    /// The text of the tokens after the first `decoded`.
     fn new_text(&self) -> Result<String> {
         let [before, all] = self.tokenizer.decode_each([&self.tokens[..self.decoded], &self.tokens])?;
         // Some tokenizers change the end of the preceding text, such as a space before a comma.

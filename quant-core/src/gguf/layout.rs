@@ -9,12 +9,13 @@ use crate::{Error, Result};
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Placed {
     pub(super) tensor: String,
-    /// For an expert, the file's name for all experts, after the block's prefix in the checkpoint.
+    /// The module in the checkpoint; for an expert, the file's name for all experts, after the block's prefix in the
+    /// checkpoint.
     pub(super) module: String,
     pub(super) shape: Vec<usize>,
     /// The name in the file, without the prefix of the block.
     pub(super) stored: String,
-    /// For an expert, the shape of one matrix or vector.
+    /// The shape in the file; for an expert, that of one matrix or vector.
     pub(super) stored_shape: Vec<usize>,
     /// The tensor in the file has a matrix or vector per expert.
     pub(super) expert: Option<usize>,

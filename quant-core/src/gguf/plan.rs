@@ -293,7 +293,7 @@ fn drafts(model: &Model, family: &GgufFamily) -> Result<Vec<Draft>> {
     Ok(drafts)
 }
 
-/// In order of use, then experts, by name. All experts share one tensor.
+/// Adds the tensors of one block: in order of use, then those of experts, by name. All experts share one tensor.
 fn block(a: &Architecture, family: &GgufFamily, layer: usize, drafts: &mut Vec<Draft>) -> Result<()> {
     let mut experts: BTreeMap<String, Draft> = BTreeMap::new();
     for placed in layout::of_block(a, family, layer)? {

@@ -57,7 +57,7 @@ enum Form {
 #[derive(Debug, Clone)]
 struct Part {
     info: TensorInfo,
-    /// For MXFP4 without the suffix of codes or scales.
+    /// The name of the fused tensor; for MXFP4 without the suffix of codes or scales.
     tensor: String,
     form: Form,
     expert: usize,

@@ -29,7 +29,7 @@ use quant_formats::timed;
 pub(super) struct BlockDone {
     /// The block with the weights that were read; `None` if nothing needed it.
     pub(super) block: Option<Block>,
-    /// By job position.
+    /// The decisions about the block, by job position.
     pub(super) decisions: BTreeMap<usize, Decision>,
 }
 

@@ -47,7 +47,7 @@ pub(super) struct Conveyor<'a, 'j> {
     /// Whether other conveyors process the same blocks.
     is_shared: bool,
     report: QuantReport,
-    /// By the position of the entry.
+    /// The reports of the entries that have been written, by position.
     tensors: Vec<Option<TensorReport>>,
     /// The position of the next entry, and the source read for it.
     prefetched: Option<(usize, Result<Source>)>,

@@ -11,7 +11,7 @@ use crate::recipe::{Plan, PlanEntry, REPACK, Rounding};
 use crate::scheme::KV_CONFIG_KEY;
 use crate::{Error, Result};
 
-/// In bytes. Real models have some tens of megabytes.
+/// The limit on the total size of the files copied next to the weights. Real models have some tens of megabytes.
 const MAX_SIDECAR_BYTES: u64 = 1 << 30;
 /// The file name of the report in a checkpoint.
 pub const REPORT: &str = "quant_report.json";

@@ -20,7 +20,7 @@ use crate::transform::{LinearGrid, Rewrite};
 use crate::{CancelToken, Error, Result};
 
 pub(super) struct GptqTask<'a> {
-    /// For messages.
+    /// The prefix of the block's modules, for messages.
     pub(super) prefix: &'a str,
     /// The block with the rewrite applied.
     pub(super) block: Block,
@@ -30,7 +30,7 @@ pub(super) struct GptqTask<'a> {
     pub(super) inputs: &'a BTreeMap<NodeId, StaticScale>,
     pub(super) settings: GptqSettings,
     pub(super) experts: ExpertSampling,
-    /// With the number of tokens routed to each in the float model.
+    /// The experts that are calibrated on all tokens, with the number of tokens routed to each in the float model.
     pub(super) unrouted: &'a BTreeMap<NodeId, u64>,
     pub(super) scale_search: ScaleSearch,
     pub(super) container: &'static dyn Container,

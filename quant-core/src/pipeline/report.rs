@@ -26,7 +26,7 @@ use crate::{Error, Result};
 /// The version increases when a field is removed or changes its meaning. Programs that read reports must ignore fields
 /// that they do not know.
 pub(super) const SCHEMA: &str = "quant-report/1";
-/// In bytes; larger files are rejected.
+/// The maximum size of a report that is read.
 const MAX_FILE_BYTES: u64 = 64 << 20;
 
 /// The report of a run.

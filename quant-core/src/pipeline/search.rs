@@ -17,7 +17,7 @@ pub(super) struct Context<'a, 'j> {
     pub(super) job: &'a Job<'j>,
     pub(super) prefix: &'a str,
     pub(super) norm_dtypes: &'a BTreeMap<NodeId, Dtype>,
-    /// Of the inputs of linears, in the block as stored in the checkpoint.
+    /// The ranges of the inputs of linears, in the block as stored in the checkpoint.
     pub(super) ranges: &'a BTreeMap<NodeId, ChannelRanges>,
     pub(super) experts_apart: bool,
 }

@@ -16,7 +16,7 @@ use crate::quantize::QuantizedTensor;
 use crate::recipe::{Action, PlanEntry};
 use crate::{Error, Result, TensorSink, allocate};
 
-/// In bytes, for tensors that are only copied.
+/// The chunk size for tensors that are only copied.
 const COPY_BYTES: usize = 8 << 20;
 
 /// The SHA-256 of tensors that an earlier run has finished, by the names that each was read from, so that several jobs
@@ -24,7 +24,7 @@ const COPY_BYTES: usize = 8 << 20;
 #[derive(Default)]
 pub(super) struct Hashes(Mutex<BTreeMap<Vec<String>, String>>);
 
-/// By tensor name.
+/// The weights of a block that have been read, by tensor name.
 pub(super) struct ReadWeights<'b> {
     weights: BTreeMap<&'b str, &'b StoredWeight>,
     shared: bool,
@@ -165,7 +165,7 @@ pub(super) fn unchanged_report(
     Ok(tensor)
 }
 
-/// For several tensors, of their concatenation.
+/// The hash of an entry's bytes in the input; for several tensors, of their concatenation.
 fn sha256_of(job: &Job<'_>, entry: &PlanEntry) -> Result<String> {
     let mut hash = Sha256::new();
     for (name, len) in entry.sources() {

@@ -32,7 +32,7 @@ const ABOUT: &str = "about";
 /// In `about`: the SHA-256 of the weights through which the states passed, if the job wrote nothing else.
 const SOURCES: &str = "sources";
 const SHA256: &str = "sha256";
-/// In bytes.
+/// The maximum size of `about`.
 const MAX_ABOUT_BYTES: u64 = 64 << 20;
 
 /// Where the hidden states of a job are read, kept and written.

@@ -19,7 +19,7 @@ use crate::{Error, Result, allocate};
 
 pub(super) struct Finished {
     pub(super) report: TensorReport,
-    /// By tensor name.
+    /// The bytes to write, by tensor name.
     pub(super) outputs: Vec<(String, Bytes)>,
     pub(super) spare: Vec<u8>,
 }
@@ -93,7 +93,7 @@ fn shared_exponents(job: &Job<'_>, (entry, module): (&PlanEntry, &String)) -> Re
     Ok(all)
 }
 
-/// After the rewrite.
+/// The largest magnitude of a weight after the rewrite.
 pub(super) fn largest_magnitude(
     job: &Job<'_>,
     entry: &PlanEntry,
@@ -207,7 +207,7 @@ fn rewritten(
 struct Linear<'a> {
     job: &'a Job<'a>,
     entry: &'a PlanEntry,
-    /// If it is in a block.
+    /// The node of the linear, if it is in a block.
     node: Option<NodeId>,
     module: &'a str,
     shape: [usize; 2],
@@ -253,7 +253,7 @@ impl Linear<'_> {
         Ok(Finished { report, outputs, spare })
     }
 
-    /// Before clipping; the original bytes are freed.
+    /// Returns the weight before clipping, and frees the original bytes.
     fn rewritten(&self, node: NodeId, bytes: Bytes, rewrite: &Rewrite) -> Result<Vec<f32>> {
         rewrite.weight(node, &self.rows(&bytes)?)
     }
@@ -287,7 +287,7 @@ impl Linear<'_> {
         Ok((tensor, error))
     }
 
-    /// Also returns whether the result may differ from `tensor`.
+    /// Returns the weight as the container stores it, and whether that may differ from `tensor`.
     fn as_stored(&self, mut tensor: QuantizedTensor) -> Result<(QuantizedTensor, bool)> {
         tensor.input = self.input;
         match self.scheme.is_progressive() {

@@ -8,11 +8,11 @@ use crate::model::{BlockGraph, BlockKind, Model, NodeId};
 use crate::quantize::gptq::{Hessian, LayerInputs};
 use crate::transform::{Search, Workload};
 
-/// In bytes.
+/// Bytes for the program itself.
 const PROGRAM: u64 = 56 << 20;
-/// In bytes: for the tokenizer, and for products of matrices with the values of a calibration batch.
+/// Bytes for the tokenizer, and for products of matrices with the values of a calibration batch.
 const TEXT: u64 = 64 << 20;
-/// In bytes: for the stack of a thread and what the allocator keeps for it.
+/// Bytes for the stack of a thread and what the allocator keeps for it.
 const THREAD: u64 = 4 << 20;
 /// Rows of a weight that a thread of GPTQ's solver processes at a time.
 const SOLVED_ROWS: usize = 128;
@@ -28,7 +28,7 @@ const PER_LINEAR: u64 = 6144;
 const PER_SEARCH: u64 = 1024;
 /// Bytes per tensor of the output, besides its name.
 const PER_OUTPUT: u64 = 350;
-/// In bytes, for a round of a search.
+/// The minimum memory for a round of a search.
 const MIN_ROUND_BYTES: u64 = 32 << 20;
 const CHUNK_TOKENS: u64 = 2048;
 
@@ -71,7 +71,7 @@ impl Plan {
         Err(needed)
     }
 
-    /// They are in memory only because channel maxima are gathered.
+    /// The size of the hidden states that are in memory only because channel maxima are gathered.
     fn states_for_maxima(plans: &[Self], model: &Model) -> u64 {
         let of = |plan: &Self| {
             let [without, with] = [false, true].map(|keeps| PassPlan::new(plan, keeps).states_in_memory());
@@ -143,8 +143,8 @@ impl Plan {
         input + plans.iter().map(of_plan).sum::<u64>()
     }
 
-    /// In bytes, for writing the largest tensor: the stored bytes of this tensor and the next one, codes, packed codes,
-    /// and an `f32` copy if the plan processes whole blocks.
+    /// The memory for writing the largest tensor: the stored bytes of this tensor and the next one, codes, packed
+    /// codes, and an `f32` copy if the plan processes whole blocks.
     fn largest_tensor(&self) -> u64 {
         let of = |entry: &super::PlanEntry| match entry.action {
             Action::Copy => 16 << 20,
@@ -161,8 +161,9 @@ impl Plan {
         self.entries.iter().filter(|e| e.layer.is_some()).map(|e| e.info.byte_len()).max().unwrap_or(0)
     }
 
-    /// In bytes: the block, the hidden states of the batch, and the largest of the steps, which run one after the
-    /// other. Sums saturate, because they can exceed 64 bits if a huge batch is requested.
+    /// The peak memory while a block is processed: the block, the hidden states of the batch, and the largest of the
+    /// steps, which run one after the other. Sums saturate, because they can exceed 64 bits if a huge batch is
+    /// requested.
     fn block_memory(&self, kind: BlockKind<'_>, residence: Residence, writing: u64) -> u64 {
         let graph = kind.graph;
         let tokens = match self.needs_text() {
@@ -226,7 +227,7 @@ impl Plan {
         states + layout + routed as u64
     }
 
-    /// For the intermediate values of the tokens that go through a block at a time.
+    /// The memory for the intermediate values of the tokens that go through a block at a time.
     fn piece_memory(&self, graph: &BlockGraph, tokens: u64) -> u64 {
         let length = self.sampling.length as u64;
         // In an MLP, the outputs of gate and up and their product are in memory together with the inputs of the
@@ -259,7 +260,7 @@ impl Plan {
         Workload { graph: kind.graph, sampling, settings, schemes, residence, experts_apart }
     }
 
-    /// Of a block's weights that are in memory at the same time.
+    /// The bytes of a block's weights that are in memory at the same time.
     fn block_bytes(&self, kind: BlockKind<'_>, one_expert: bool) -> u64 {
         if let Some(largest) = self.forward {
             return largest;
@@ -298,7 +299,8 @@ impl Plan {
     }
 }
 
-/// Only the largest expert counts if experts are processed one at a time.
+/// The bytes of the tensors that are in memory together: only the largest expert counts if experts are processed one at
+/// a time.
 fn resident(parts: impl Iterator<Item = (Option<NodeId>, u64)>, one_expert: bool) -> u64 {
     let mut experts: BTreeMap<NodeId, u64> = BTreeMap::new();
     let mut shared = 0;

@@ -46,7 +46,7 @@ struct Wanted {
     transforms: usize,
     /// Whether one of the transforms needs hidden states.
     searched: bool,
-    /// For grids, transforms or a file of maxima.
+    /// Whether ranges are gathered, for grids, transforms or a file of maxima.
     ranges: bool,
     cache: bool,
     /// The model whose states GPTQ uses, if it is the rounding.
@@ -56,7 +56,7 @@ struct Wanted {
 }
 
 impl PassPlan {
-    /// With `keeps_maxima`, the maxima of linears' inputs are kept as well.
+    /// The passes of every block of a plan. With `keeps_maxima`, the maxima of linears' inputs are kept as well.
     pub(crate) fn new(plan: &Plan, keeps_maxima: bool) -> Self {
         if plan.is_forward() {
             let first = Some(FirstPass { ranges: false, advance: true });

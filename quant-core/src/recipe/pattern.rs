@@ -71,7 +71,7 @@ impl Pattern {
         }
     }
 
-    /// For a pattern of the setting `option` that matches none of `names`.
+    /// The error for a pattern of the setting `option` that matches none of `names`.
     pub(crate) fn matches_nothing(&self, option: &'static str, names: &[&str]) -> Error {
         let error =
             Error::PatternMatchesNothing { option, pattern: self.text.clone(), nearest: self.nearest(names) };
@@ -81,7 +81,7 @@ impl Pattern {
         }
     }
 
-    /// For a pattern if other patterns take precedence for all modules that it matches.
+    /// The error for a pattern if other patterns take precedence for all modules that it matches.
     pub(super) fn has_no_effect(&self, option: &'static str) -> Error {
         self.fault(
             option,

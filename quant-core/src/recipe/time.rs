@@ -58,7 +58,7 @@ impl Rates {
     }
 }
 
-/// In seconds, after a warm-up run.
+/// The duration of the fastest run in seconds, after a warm-up run.
 fn best(runs: usize, mut run: impl FnMut() -> Result<()>) -> Result<f64> {
     run()?;
     let mut best = f64::INFINITY;
@@ -101,7 +101,8 @@ impl Plan {
         operations / rates.operations + rounded / rates.rounded + PASSES * bytes / rates.hashed
     }
 
-    /// For Hessians, their factors and the solves, and for running a block in stages instead of one pass.
+    /// The operations for Hessians, their factors and the solves, and for running a block in stages instead of one
+    /// pass.
     fn gptq_operations(&self, model: &Model) -> f64 {
         let of_block = |work: &Workload<'_>| {
             let graph = work.graph;

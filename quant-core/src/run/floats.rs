@@ -210,7 +210,8 @@ fn outputs(model: &Model, dtype: Dtype, cancel: &CancelToken) -> Result<Vec<Tens
     source.names().into_iter().map(of).collect()
 }
 
-/// Of tensors that an earlier run completed, only the source is read, to check that it is unchanged.
+/// Converts all tensors. Of those that an earlier run completed, only the source is read, to check that it is
+/// unchanged.
 fn convert_all(
     model: &Model,
     tensors: &[TensorSpec],
@@ -333,7 +334,7 @@ fn pretty(value: &Value) -> Result<String> {
     text.map(|t| t + "\n").map_err(|e| Error::Internal(format!("JSON cannot be written: {e}")))
 }
 
-/// Without the report.
+/// The size of the files besides the weights, without the report.
 fn companion_bytes(directory: &ModelDirectory, config: &str) -> Result<u64> {
     directory.sidecar_files().iter().try_fold(config.len() as u64, |sum, file| Ok(sum + file.bytes()?))
 }

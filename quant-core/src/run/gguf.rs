@@ -154,7 +154,7 @@ fn spill(request: &QuantizeRequest, opened: &Opened, gptq: bool, host: &Host<'_>
     Ok(Some(Spill::new(parent, round_bytes)))
 }
 
-/// For an importance matrix from a file, and for the vocabulary.
+/// The memory for an importance matrix from a file, and for the vocabulary.
 fn further_bytes(settings: &RecipeSettings, opened: &Opened) -> u64 {
     /// Relative to the size of the tokenizer's file, for the JSON and the metadata.
     const TOKENIZER: u64 = 8;

@@ -19,7 +19,7 @@ use crate::recipe::{Plan, Recipe};
 use crate::wording::counted;
 use crate::{Category, Error, Result, TensorSink};
 
-/// Between two saves of hidden states.
+/// The minimum time between two saves of hidden states.
 const SAVE_EVERY: Duration = Duration::from_secs(20);
 
 /// `OUT` itself for one format, `OUT/FORMAT` for several.

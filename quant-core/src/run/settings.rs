@@ -354,7 +354,7 @@ impl RecipeSettings {
         ))
     }
 
-    /// For example, `w4a16-g64` contradicts groups of 128.
+    /// Fails if `group_size` or `symmetric` contradicts the scheme: `w4a16-g64` with groups of 128.
     fn refuse_contradiction(&self, text: &str, scheme: SchemeRequest) -> Result<SchemeRequest> {
         let group = match &self.group_size {
             Some(size) => granularity(size)? != scheme.granularity,

@@ -45,8 +45,8 @@ impl WorkerProcess {
         &self.socket
     }
 
-    /// In addition to the limits of this process. If the system refuses one, the process runs without it; its crashes
-    /// still do not affect this process.
+    /// Sets limits, in addition to those of this process. If the system refuses one, the process runs without it; its
+    /// crashes still do not affect this process.
     pub(crate) fn limit(&self, limits: ProcessLimits) {
         let process = Pid::from_child(&self.child);
         if limits.is_first {

@@ -17,7 +17,7 @@ pub(super) fn machine_memory() -> Option<u64> {
     meminfo("MemTotal:", &std::fs::read_to_string("/proc/meminfo").ok()?)
 }
 
-/// In bytes.
+/// A line of `/proc/meminfo` in bytes.
 fn meminfo(name: &str, text: &str) -> Option<u64> {
     let line = text.lines().find_map(|line| line.strip_prefix(name))?;
     line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?.checked_mul(1024)

@@ -58,7 +58,7 @@ pub(super) fn groups(graph: &BlockGraph) -> Vec<FoldGroup> {
 /// Most candidates are eliminated early.
 const RACE_FRACTION: f64 = 1.0 / 8.0;
 
-/// In bytes: of the scale search, and the part of it that is kept from the batch before the search starts.
+/// The memory of the scale search, and the part of it that is kept from the batch before the search starts.
 fn memory(work: &Workload<'_>) -> [u64; 2] {
     let groups = groups(work.graph);
     if search_of(work.settings) == Search::Reference {
@@ -71,8 +71,8 @@ fn memory(work: &Workload<'_>) -> [u64; 2] {
     gathered_memory(work, &groups.iter().collect::<Vec<_>>())
 }
 
-/// If experts are searched one at a time: first everything outside the experts, then each expert. The clip bounds of
-/// all linears are kept until the block is written.
+/// The memory if experts are searched one at a time: first everything outside the experts, then each expert. The clip
+/// bounds of all linears are kept until the block is written.
 fn memory_by_expert(work: &Workload<'_>, groups: &[FoldGroup]) -> [u64; 2] {
     let mut parts: BTreeMap<Option<NodeId>, Vec<&FoldGroup>> = BTreeMap::new();
     for group in groups {
@@ -86,7 +86,7 @@ fn memory_by_expert(work: &Workload<'_>, groups: &[FoldGroup]) -> [u64; 2] {
     largest.map(|bytes| bytes.saturating_add(clip::bound_bytes(work)))
 }
 
-/// For groups whose inputs are gathered in one pass, and which then race one after the other.
+/// The memory for groups whose inputs are gathered in one pass, and which then race one after the other.
 fn gathered_memory(work: &Workload<'_>, groups: &[&FoldGroup]) -> [u64; 2] {
     let kept: Vec<Kept> = groups.iter().map(|g| kept(work, g)).collect();
     let bytes = groups.iter().zip(&kept).map(|(g, kept)| {
@@ -116,7 +116,7 @@ fn sample_value_bytes(work: &Workload<'_>, group: &FoldGroup) -> u64 {
     if compares_differences(work, group) { 2 } else { 4 }
 }
 
-/// In the largest round of a race, including the weights of a candidate.
+/// The memory of the largest round of a race, including the weights of a candidate.
 fn race_memory(work: &Workload<'_>, group: &FoldGroup, kept: Kept) -> u64 {
     let differences = compares_differences(work, group);
     if work.experts_apart && awq_by_expert::reads_experts_apart(work.graph, group) {
@@ -147,7 +147,7 @@ fn race_memory(work: &Workload<'_>, group: &FoldGroup, kept: Kept) -> u64 {
     candidate.saturating_add(round).saturating_add(piece.saturating_mul(values))
 }
 
-/// In the largest round of a race in which experts run one after the other.
+/// The memory of the largest round of a race in which experts run one after the other.
 fn race_by_expert_memory(work: &Workload<'_>, group: &FoldGroup, kept: Kept) -> u64 {
     let mut weights: BTreeMap<Option<NodeId>, [u64; 2]> = BTreeMap::new();
     for &consumer in &group.consumers {
@@ -176,7 +176,7 @@ fn race_by_expert_memory(work: &Workload<'_>, group: &FoldGroup, kept: Kept) -> 
         .saturating_add(piece.saturating_mul(values))
 }
 
-/// Of the reference search for a group, which uses the whole batch.
+/// The memory of the reference search for a group, which uses the whole batch.
 fn whole_batch_memory(work: &Workload<'_>, group: &FoldGroup) -> u64 {
     let tokens = (work.sampling.samples as u64).saturating_mul(work.sampling.length as u64);
     let [n, k] = work.shape(group.consumers[0]).map(|s| s as u64);

@@ -41,7 +41,7 @@ fn reads_experts(graph: &BlockGraph, group: &FoldGroup) -> bool {
     group.consumers.iter().any(|&consumer| graph.expert_of(consumer).is_some())
 }
 
-/// With the positions at which the records belong.
+/// The findings for a task, with the positions at which the records belong.
 struct Found {
     rewrite: Rewrite,
     folds: Vec<(usize, FoldRecord)>,

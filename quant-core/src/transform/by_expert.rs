@@ -10,7 +10,7 @@ use super::objective::candidate_block;
 use crate::model::{Block, CancelTap, ExpertOrder, FoldGroup, NodeId, Segments, add_expert, with_values};
 use crate::{Error, Result};
 
-/// In bytes, for the sums of candidates beyond the first.
+/// The memory for the sums of candidates beyond the first.
 pub(super) const SUM_BYTES: u64 = 256 << 20;
 
 /// The number of candidates whose sums are computed at the same time, each of this many values.
@@ -33,7 +33,7 @@ pub(super) struct Rows<'a> {
 }
 
 struct Running {
-    /// For each piece, `[tokens, width]`.
+    /// The sum of the experts so far for each piece, `[tokens, width]`.
     sums: Vec<Vec<f32>>,
 }
 

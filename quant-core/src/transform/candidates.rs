@@ -57,7 +57,7 @@ pub struct TriedScales {
 pub(super) struct Choice {
     /// The first candidate is no scaling.
     pub(super) best: usize,
-    /// On the same tokens.
+    /// The errors of no scaling and of the best candidate, on the same tokens.
     pub(super) error_before: f64,
     pub(super) error_after: f64,
     pub(super) tokens: u64,
@@ -65,7 +65,7 @@ pub(super) struct Choice {
 }
 
 impl Choice {
-    /// For an expert to which no token was routed.
+    /// The choice for an expert to which no token was routed: no scaling.
     pub(super) fn unsearched() -> Self {
         Self { best: 0, error_before: 0.0, error_after: 0.0, tokens: 0, tried: Vec::new() }
     }
@@ -102,7 +102,7 @@ pub(super) fn choose_exactly(
     }
 }
 
-/// For outputs that are not finite even with unscaled weights; the caller adds the tensor's name.
+/// The error for outputs that are not finite even with unscaled weights; the caller adds the tensor's name.
 pub(super) fn not_finite() -> Error {
     Error::Numeric {
         tensor: String::new(),

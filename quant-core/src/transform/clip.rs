@@ -40,7 +40,7 @@ pub(super) fn work(work: &Workload<'_>) -> SearchWork {
     all
 }
 
-/// Of those clipped linears for which `which` returns true.
+/// The memory for the sampled inputs of those clipped linears for which `which` returns true.
 pub(super) fn sample_bytes(work: &Workload<'_>, which: impl Fn(NodeId) -> bool) -> u64 {
     let mut inputs = std::collections::BTreeMap::new();
     for (id, _, [_, k], _) in clipped_linears(work).filter(|(id, ..)| which(*id)) {
@@ -222,7 +222,7 @@ impl Part {
     }
 }
 
-/// In the smaller form: rows, or their Gram matrix.
+/// The columns of one group in the smaller form: rows, or their Gram matrix.
 fn group_input(input: &SampledRows, k: usize, first: usize, group_size: usize) -> Input {
     let columns: Vec<f32> =
         input.values().chunks_exact(k).flat_map(|row| &row[first..first + group_size]).copied().collect();

@@ -31,7 +31,7 @@ pub(super) fn kernel(task: &BlockTask<'_>, group: &FoldGroup, tokens: usize) -> 
     kernel_for(task.block.graph(), group, weights, tokens)
 }
 
-/// For consumers with this many weights in total.
+/// The kernel, for consumers with this many weights in total.
 pub(super) fn kernel_for(
     graph: &BlockGraph,
     group: &FoldGroup,

@@ -130,7 +130,7 @@ impl<'a> BlockTask<'a> {
         }
     }
 
-    /// If the weight belongs to an expert and experts are processed one at a time.
+    /// Drops the bytes of a weight, if it belongs to an expert and experts are processed one at a time.
     fn done_with(&self, node: NodeId) {
         let of_expert = self.experts_apart && self.block.graph().expert_of(node).is_some();
         let stored = self.block.linear(node).weight().as_stored();

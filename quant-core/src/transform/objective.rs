@@ -36,7 +36,7 @@ pub(super) enum Objective {
 
 /// The module's input and its float output.
 pub(super) struct Piece {
-    /// In the batch.
+    /// The position of the piece's first token in the batch.
     first: usize,
     x: Tensor,
     y: Tensor,
@@ -50,7 +50,7 @@ pub(super) enum Input {
 }
 
 impl Input {
-    /// In the smaller form.
+    /// Gathers the values of a node over the batch, in the smaller form.
     fn gather(task: &BlockTask<'_>, hidden: &HiddenStates, node: NodeId, k: usize) -> Result<Self> {
         let tokens = hidden.layout().counted();
         let mut rows = Vec::new();

@@ -26,7 +26,7 @@ use super::{BlockTask, by_expert};
 use crate::model::{Block, CancelTap, ExpertOrder, FoldGroup, Segments};
 use crate::{CancelToken, Error, Result};
 
-/// In standard errors by which a candidate may be worse. With few units, more are required.
+/// A candidate is eliminated if it is worse by more than this many standard errors. With few units, more are required.
 const SIGMAS: f64 = 3.0;
 /// A candidate is eliminated if it can be better by no more than this fraction of the error.
 const REGRET: f64 = 0.002;
@@ -219,13 +219,13 @@ fn piece_tokens(sample: &SearchSample, kernel: Option<Bf16Token>) -> usize {
     }
 }
 
-/// Of whole windows of this length, but at least one window.
+/// The largest piece of whole windows of this length, but at least one window.
 pub(super) fn piece(differences: bool, length: usize) -> usize {
     let tokens = if differences { PREPARED_TOKENS } else { CHUNK_TOKENS };
     (tokens / length.max(1)).max(1) * length.max(1)
 }
 
-/// While a round compares candidates.
+/// The memory that each token takes while a round compares candidates.
 fn token_bytes(
     task: &BlockTask<'_>,
     group: &FoldGroup,
@@ -243,7 +243,7 @@ fn token_bytes(
 
 enum Batch<'a> {
     Whole(Vec<Chunk>),
-    /// For experts that run one after the other.
+    /// Rows for experts that run one after the other.
     ByExpert(Vec<Chunk>, &'a ExpertOrder),
     Differences(Vec<Prepared>),
 }

@@ -291,7 +291,7 @@ impl Rotated {
         Ok(dtype.narrow(&values))
     }
 
-    /// Of a matrix `[n, k]`, or a vector of `n` values.
+    /// Rotates the columns of a matrix `[n, k]`, or a vector of `n` values.
     fn rotate_columns(&self, info: &TensorInfo, bytes: &[u8]) -> Result<Vec<u8>> {
         let (n, size) = (self.hidden, info.dtype.size());
         let k = info.elements() / n.max(1);
@@ -317,7 +317,7 @@ impl Rotated {
         Ok(out)
     }
 
-    /// With rotated columns; cached until another tensor is requested.
+    /// A whole tensor with rotated columns, cached until another one is requested.
     fn whole(&self, name: &str, tensor: &PreparedTensor) -> Result<Arc<Vec<u8>>> {
         let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some((known, bytes)) = &*last

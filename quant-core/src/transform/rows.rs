@@ -25,7 +25,7 @@ pub(super) struct SpilledRows {
 }
 
 impl StoredValues {
-    /// In a file if `spill` is given, otherwise in memory with capacity for `values`.
+    /// An empty list, in a file if `spill` is given, otherwise in memory with capacity for `values`.
     pub(super) fn new(rounded: bool, values: usize, spill: Option<&Spill>) -> Result<Self> {
         Ok(match spill {
             Some(spill) => {

@@ -9,9 +9,10 @@ use crate::model::{BlockGraph, FoldGroup};
 const TOKENS_PER_SAMPLE: usize = 4;
 const MIN_TOKENS: usize = 4096;
 const FIRST_TOKENS: usize = 1024;
-/// If whole windows are used.
+/// The minimum number of windows in the first round, if whole windows are used.
 pub(super) const FIRST_WINDOWS: usize = 4;
-/// If whole windows are used. A batch with at most this many windows is used whole in the first round.
+/// The minimum number of windows, if whole windows are used. A batch with at most this many is used whole in the first
+/// round.
 const MIN_WINDOWS: usize = 8;
 /// The number of tokens at the start of a document, or of a window without documents, that are always used.
 const HEAD: usize = 4;
@@ -38,7 +39,7 @@ pub(super) struct SearchSample {
     pub(super) schedule: Schedule,
     rows: StoredValues,
     pub(super) places: Vec<Place>,
-    /// If the rows are in a file.
+    /// The memory that a round may use, if the rows are in a file.
     round_bytes: Option<u64>,
     /// Counted tokens added.
     counted: usize,
@@ -116,7 +117,7 @@ impl SearchSample {
         (tokens / stride).saturating_add(heads).min(tokens)
     }
 
-    /// If the token is used.
+    /// The assignment of the next token, if it is used.
     fn place(&mut self, token: usize) -> Option<Place> {
         let length = self.layout.length();
         let (window, position) = (token / length, token % length);
@@ -164,7 +165,7 @@ impl SearchSample {
         }
     }
 
-    /// As positions in the sample.
+    /// The rows of a round, as positions in the sample.
     pub(super) fn round(&self, round: usize) -> Vec<usize> {
         (0..self.places.len()).filter(|&row| self.places[row].round == round).collect()
     }

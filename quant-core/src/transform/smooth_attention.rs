@@ -34,9 +34,9 @@ use crate::model::{Architecture, BlockGraph, KvScheme, NodeId, QueryKey};
 use crate::{Error, Result};
 
 const SEARCH_TOKENS: usize = 1024;
-/// In tenths.
+/// The exponents that a search tries, in tenths.
 const TENTHS: std::ops::RangeInclusive<u8> = 0..=10;
-/// If the plan does not specify a cache.
+/// The cache for which the exponent is searched if the plan does not specify one.
 const DEFAULT_CACHE: KvScheme = KvScheme::Kv4;
 
 /// The result of SmoothAttention for an attention layer.
@@ -193,7 +193,7 @@ impl QueryKeyStatistics {
         self.maxima.len() / self.pair.head_dim
     }
 
-    /// If a norm produces the keys.
+    /// The width of the norm that produces keys, if there is one.
     fn norm_width(&self, task: &BlockTask<'_>) -> Option<usize> {
         task.block.graph().nodes()[self.pair.producers[1]].op.stored_norm().map(|(_, width, _)| width)
     }

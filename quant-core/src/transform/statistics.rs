@@ -22,11 +22,11 @@ pub(super) struct Wanted<'a> {
 }
 
 pub(super) struct InputStatistics {
-    /// Of the inputs of groups, by the node that the consumers read.
+    /// Mean absolute values of the inputs of groups, by the node that the consumers read.
     pub(super) means: BTreeMap<NodeId, AbsMean>,
-    /// For the clip search, by the node that linears read.
+    /// Samples of rows for the clip search, by the node that linears read.
     pub(super) sampled: BTreeMap<NodeId, SampledRows>,
-    /// For races, by the node that the consumers read.
+    /// Samples for races, by the node that the consumers read.
     pub(super) samples: BTreeMap<NodeId, SearchSample>,
     pub(super) grams: BTreeMap<NodeId, Arc<Input>>,
     /// The number of counted tokens that went through each linear.
@@ -147,9 +147,9 @@ fn kept(
 
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Kept {
-    /// If candidates are judged by the Gram matrix.
+    /// The size in bytes of the Gram matrix, if candidates are judged by it.
     pub(super) gram_bytes: u64,
-    /// If candidates race.
+    /// The tokens of the sample, if candidates race.
     pub(super) tokens: u64,
 }
 
@@ -171,7 +171,7 @@ impl Kept {
         })
     }
 
-    /// If this fraction of all tokens has a row in the input.
+    /// The data kept if this fraction of all tokens has a row in the input.
     fn of_share(
         graph: &BlockGraph,
         group: &FoldGroup,

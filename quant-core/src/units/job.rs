@@ -190,7 +190,6 @@ fn run_record(
     Ok(normalized(&pipeline::fingerprint(&job, &opened.directory, &program)))
 }
 
-/// For a plan or a part of one.
 pub(super) fn job<'a>(
     opened: &'a Opened,
     plan: &'a Plan,
@@ -208,7 +207,7 @@ pub struct UnitJob {
     pub(super) windows: Option<TokenWindows>,
     pub(super) units: Vec<Unit>,
     pub(super) digest: String,
-    /// By the name of the file.
+    /// The hashes of the files next to the weights, by name.
     pub(super) companions: BTreeMap<String, String>,
     /// The digests of results that were read, by unit.
     pub(super) known: Mutex<HashMap<String, String>>,

@@ -16,7 +16,7 @@ use crate::run::RecipeSettings;
 use crate::{CancelToken, Error, Result};
 
 pub(super) const SCHEMA: &str = "quant-job/2";
-/// In bytes. The record lists the scheme of every linear.
+/// The maximum size of a record, which lists the scheme of every linear.
 const MAX_BYTES: u64 = 256 << 20;
 const MAX_LISTED: usize = 8;
 const MACHINE: [&str; 2] = ["instruction_set", "processor"];
@@ -120,7 +120,10 @@ impl JobRecord {
     }
 }
 
-/// By the name of the file.
+/// Returns the hashes of the files next to the weights, by name.
+///
+/// # Errors
+/// [`Error::Io`] if one of them cannot be read; [`Error::Interrupted`].
 pub(super) fn companions(model: &ModelDirectory, cancel: &CancelToken) -> Result<BTreeMap<String, String>> {
     let hash = |file: &Sidecar| {
         let name = file.path.file_name().unwrap_or_default().to_string_lossy().into_owned();

@@ -50,7 +50,7 @@ impl UnitJob {
         Ok(())
     }
 
-    /// By the name of the tensor in the model.
+    /// The hashes of the tensors that a result was computed from, by name in the model.
     fn sources(&self, unit: &Unit, path: &Path, identity: &Identity) -> Result<BTreeMap<String, String>> {
         if unit.is_forward() {
             return sources_of(path);

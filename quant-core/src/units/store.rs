@@ -135,7 +135,7 @@ impl Store {
         }
     }
 
-    /// If the name of a small file exists already, the contents are compared.
+    /// Writes a small file. If its name exists already, the contents are compared.
     pub(super) fn publish_bytes(&self, target: &Path, bytes: &[u8]) -> Result<Publication> {
         let directory = self.temporary_directory("new")?;
         let path = directory.path().join("file");
@@ -222,7 +222,7 @@ pub(super) fn written(path: &Path, needed: u64, error: std::io::Error) -> Error 
     }
 }
 
-/// For a file in a store that no worker can have written.
+/// The error for a file that no worker can have written.
 pub(super) fn damaged(path: &Path, reason: String) -> Error {
     Error::InputFile {
         path: path.to_owned(),

@@ -21,7 +21,7 @@ use crate::{CancelToken, Error, Result, system};
 pub(super) const SCHEMA: &str = "quant-unit/1";
 pub(super) const ABOUT: &str = "about";
 pub(super) const SHA256: &str = "sha256";
-/// In bytes.
+/// The maximum size of `about`.
 const MAX_ABOUT_BYTES: u64 = 256 << 20;
 const HASH_BYTES: u64 = 32;
 const PIECE: usize = 4 << 20;
@@ -42,7 +42,7 @@ pub(super) struct UnitSink {
     /// For each tensor, its place in the file, its length, and how much of it is written.
     tensors: BTreeMap<String, Progress>,
     header_bytes: u64,
-    /// As JSON text, which takes far less memory than parsed values.
+    /// The reports as JSON text, which takes far less memory than parsed values.
     records: BTreeMap<String, Box<str>>,
 }
 

@@ -26,7 +26,7 @@ impl<'a> Frame<'a> {
         }
     }
 
-    /// Without the length prefix.
+    /// The number of bytes, without the length prefix.
     pub(super) fn len(&self) -> u64 {
         self.parts.iter().map(|part| part.len() as u64).sum()
     }

@@ -83,8 +83,8 @@ impl Granted {
         self.time = self.time.saturating_add(time).saturating_add(PER_QUESTION);
     }
 
-    /// In bytes. The flag is true if the limit is the configured one, and false if the machine's memory or an inherited
-    /// limit is lower.
+    /// The limit on address space in bytes. The flag is true if it is the configured limit, and false if the machine's
+    /// memory or an inherited limit is lower.
     pub(super) fn memory(&self) -> (u64, bool) {
         let Limits { memory, memory_of_loaded_byte, memory_of_asked_byte, .. } = self.limits;
         let loaded = self.loaded.saturating_mul(memory_of_loaded_byte);

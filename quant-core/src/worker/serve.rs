@@ -7,7 +7,7 @@ use super::wire::{read_load, read_question, write_answer};
 use super::{Answer, Fault, TextWorkers};
 use crate::{Error, Result};
 
-/// In bytes, for processing the file. Deeper recursion ends the process.
+/// The stack size for processing the file. Deeper recursion ends the process.
 pub(super) const STACK: usize = 16 << 20;
 /// Signals that the worker is ready.
 pub(super) const READY: u8 = b'r';

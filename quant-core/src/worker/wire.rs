@@ -83,7 +83,7 @@ impl<'a> FrameReader<'a> {
         (0..len).map(|_| item(self)).collect()
     }
 
-    /// If the message ends after the value.
+    /// The value, if the message ends after it.
     fn whole<T>(self, value: T) -> Option<T> {
         self.0.is_empty().then_some(value)
     }

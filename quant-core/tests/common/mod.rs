@@ -127,13 +127,13 @@ impl Default for Tiny {
     }
 }
 
-/// For every tiny model.
+/// `max_position_embeddings` of every tiny model.
 pub const POSITIONS: usize = 256;
 /// The number of positions in the table of a tiny OPT: the default window length of calibration.
 pub const OPT_POSITIONS: usize = 512;
 
 impl Tiny {
-    /// With all features of the family.
+    /// A small OPT with all features of the family.
     pub fn opt() -> Self {
         Self { family: Kind::Opt, kv_heads: 4, attention_bias: true, mlp_bias: true, ..Self::default() }
     }

@@ -16,9 +16,9 @@ use crate::checkpoint::printable;
 use crate::worker::{Answer, Chat, Question, TextWorker};
 use crate::{Error, Result};
 
-/// In steps of the template library, for one conversation.
+/// The maximum number of steps for rendering one conversation.
 const FUEL: u64 = 10_000_000;
-/// Of macros and blocks.
+/// The maximum nesting depth of macros and blocks.
 const DEPTH: usize = 200;
 
 #[derive(Debug)]
@@ -104,7 +104,7 @@ fn environment() -> Environment<'static> {
     environment
 }
 
-/// With its causes but without its position.
+/// The message of an error, with its causes but without its position.
 pub(super) fn describe(error: &minijinja::Error) -> String {
     let mut text = match error.detail() {
         Some(detail) if detail.starts_with(super::python::RAISED) => detail.to_owned(),

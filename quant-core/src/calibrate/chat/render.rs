@@ -18,7 +18,7 @@ use super::template::REMEDY;
 use crate::calibrate::guard_panics;
 use crate::worker::{Chat, ChatForm, Fault, RenderedText};
 
-/// In bytes; longer texts are rejected.
+/// The maximum length of a rendered text.
 const MAX_TEXT_BYTES: usize = 16 << 20;
 const ASSISTANT: &str = "assistant";
 

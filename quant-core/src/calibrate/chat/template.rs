@@ -13,7 +13,7 @@ use crate::worker::{Answer, ChatForm, Content, Loadable, Question, RenderedText,
 use crate::{Error, Result};
 
 const TEMPLATE: &str = "chat_template.jinja";
-/// In bytes. Real templates have a few kilobytes.
+/// The maximum length of a template. Real ones have a few kilobytes.
 const MAX_TEMPLATE_BYTES: u64 = 1 << 20;
 pub(super) const REMEDY: &str = "correct the model's chat template, or put a different one next to it as \
     chat_template.jinja, which takes precedence";

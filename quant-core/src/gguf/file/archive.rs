@@ -82,7 +82,7 @@ fn divided(tensors: &[TensorSpec], max: u64) -> Vec<&[TensorSpec]> {
 }
 
 impl GgufArchive {
-    /// If there are several files, only the first has all metadata.
+    /// Lays out one file. If there are several, only the first has all metadata.
     fn file(&self, tensors: &[TensorSpec], part: Option<Part>) -> Result<ShardFile> {
         let described = tensors
             .iter()

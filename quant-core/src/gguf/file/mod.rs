@@ -25,6 +25,6 @@ pub const MAGIC: [u8; 4] = *b"GGUF";
 const VERSION: u32 = 3;
 const DEFAULT_ALIGNMENT: u64 = 32;
 const ALIGNMENT_KEY: &str = "general.alignment";
-/// In bytes, without the NUL that llama.cpp appends.
+/// The maximum number of bytes in a tensor's name, without the NUL that llama.cpp appends.
 const MAX_NAME: usize = 63;
 const MAX_DIMS: usize = 4;

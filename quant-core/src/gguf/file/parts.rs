@@ -9,7 +9,7 @@ use super::value::Value;
 /// Counted from 0.
 pub(super) const NUMBER: &str = "split.no";
 pub(super) const COUNT: &str = "split.count";
-/// In all parts.
+/// The number of tensors in all parts.
 pub(super) const TENSORS: &str = "split.tensors.count";
 /// The numbers of parts have 16 bits.
 pub(super) const MAX_FILES: usize = u16::MAX as usize;

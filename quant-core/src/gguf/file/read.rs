@@ -11,9 +11,9 @@ use crate::checkpoint::printable;
 
 const MAX_ENTRIES: u64 = 1 << 16;
 const MAX_TENSORS: u64 = 1 << 20;
-/// In bytes. Chat templates have tens of thousands.
+/// The maximum length of a string. Chat templates have tens of thousands of bytes.
 const MAX_STRING: u64 = 64 << 20;
-/// In all lists together. Vocabularies have hundreds of thousands of elements.
+/// The maximum number of elements in all lists together. Vocabularies have hundreds of thousands.
 const MAX_ELEMENTS: u64 = 1 << 24;
 
 /// The header of a file.
@@ -72,7 +72,7 @@ struct Cursor<R> {
     reader: R,
     at: u64,
     len: u64,
-    /// In all lists so far.
+    /// The number of elements in all lists so far.
     elements: u64,
 }
 

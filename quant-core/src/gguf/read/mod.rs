@@ -152,7 +152,7 @@ impl<'a> About<'a> {
         }
     }
 
-    /// Of queries or keys.
+    /// The number of channels per head of queries or keys.
     fn head_width(&self) -> Result<u64> {
         let own = self.integer("attention.key_length")?;
         own.map_or_else(|| Ok(self.require("embedding_length")? / self.heads()?), Ok)
@@ -166,7 +166,7 @@ impl<'a> About<'a> {
         }
     }
 
-    /// By the full key.
+    /// A value by its full key.
     fn global(&self, key: &str) -> Option<&'a Value> {
         self.file.header().get(key)
     }

@@ -274,7 +274,7 @@ impl CheckpointTensor {
         }
     }
 
-    /// If it is a matrix whose rows are all stored unchanged in blocks of one quantized type.
+    /// The type of the blocks, if the rows of a matrix are all stored unchanged in blocks of one quantized type.
     fn block_type(&self) -> Option<&'static BlockType> {
         let kind = self.pieces.first()?.tensor.kind;
         let stored_by_rows = |piece: &Piece| {

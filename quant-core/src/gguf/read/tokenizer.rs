@@ -11,9 +11,9 @@ use crate::gguf::file::{GgufFile, Value};
 use crate::gguf::tokenizer::{Form, NFC, NO_VOCABULARY, NORMALIZER, SPACED, kinds};
 use crate::{Error, Result};
 
-/// In bytes. Merges are reconstructed for shorter tokens only, since all splits of a token are tried.
+/// The maximum length of a token for which merges are reconstructed, since all its splits are tried.
 const MAX_TOKEN_BYTES: usize = 1024;
-/// On average. Published vocabularies have two or three.
+/// The maximum number of merges per token, on average. Published vocabularies have two or three.
 const MERGES_PER_TOKEN: usize = 32;
 
 pub(super) const NONE: &str = "the file has no tokenizer";

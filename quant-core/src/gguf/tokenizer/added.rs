@@ -34,7 +34,7 @@ impl Added<'_> {
             || between("<unused", ">")
     }
 
-    /// In user-defined tokens, `▁` becomes a space.
+    /// Adds the token to a vocabulary. In user-defined tokens, `▁` becomes a space.
     pub(super) fn put(&self, vocabulary: &mut Vocabulary) -> Result<(), String> {
         match self.controls() {
             true => vocabulary.set(self.id, self.content, kinds::CONTROL),

@@ -11,7 +11,7 @@ use crate::model::rope::{Rope, RopeRequest};
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Defaults {
     pub(super) family: &'static str,
-    /// If no layer has an MLP, the key of a different width that is always present.
+    /// The key of the MLP width. If no layer has an MLP, the key of a different width that is always present.
     pub(super) intermediate_key: &'static str,
     /// Number of key and value heads; `None` means as many as query heads.
     pub(super) kv_heads: Option<usize>,

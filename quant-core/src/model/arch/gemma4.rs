@@ -14,7 +14,7 @@ use super::{Activation, Architecture, AttentionShape, EmbeddingScale, Family, Pe
 use crate::Result;
 use crate::checkpoint::ConfigFields;
 
-/// If all blocks differ. A larger number means that the configuration is damaged.
+/// The maximum number of layers if all blocks differ. A larger number means that the configuration is damaged.
 const MAX_LAYERS: usize = 1024;
 const OWN: [&str; 3] = ["per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm"];
 /// Modules that are unused in blocks that read another block's keys and values, though files may contain them.

@@ -74,7 +74,8 @@ impl Family for GraniteMoeHybrid {
     }
 }
 
-/// If the configuration does not list the layers, all have Mamba 2 in place of attention.
+/// Returns whether each layer has Mamba 2 in place of attention. If the configuration does not list the layers, all
+/// have it.
 fn mixing_layers(d: &Decoder<'_>) -> Result<Vec<bool>> {
     for key in ["layer_types", "layers_block_type"] {
         let Some(types) = d.config.optional_str_list(key)? else { continue };

@@ -106,8 +106,8 @@ fn architecture(
     Ok(architecture)
 }
 
-/// Unless `block_auto_adjust_ff_dim` is false, two thirds of the configured value, multiplied by a factor and rounded
-/// up to a multiple unless the factor is `null`.
+/// The intermediate size of the MLP. Unless `block_auto_adjust_ff_dim` is false, it is two thirds of the configured
+/// value, multiplied by a factor and rounded up to a multiple unless the factor is `null`.
 fn intermediate(d: &Decoder<'_>) -> Result<usize> {
     let config = d.config;
     let given = config.optional_positive("block_ff_dim")?.unwrap_or(d.intermediate);

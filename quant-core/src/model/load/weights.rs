@@ -153,7 +153,8 @@ impl Model {
         }
     }
 
-    /// If the weight is stored in [blocks](BlockWeight) that kernels multiply, it stays in blocks.
+    /// Returns a linear's weight for running it: in [blocks](BlockWeight), if it is stored in blocks that kernels
+    /// multiply.
     fn running_weight(&self, module: &str, shape: [usize; 2]) -> Result<WeightBody> {
         match self.module_scheme(module) {
             Some(_) => self.linear_weight(module, shape),

@@ -172,7 +172,7 @@ impl Reader<'_, '_, '_> {
         Ok(dim)
     }
 
-    /// Before transformers 4.43 the key was `type`.
+    /// The type of scaling. Before transformers 4.43 the key was `type`.
     fn kind(&self) -> Result<&str> {
         let Some(fields) = self.nested else { return Ok("default") };
         for key in ["rope_type", "type"] {

@@ -23,7 +23,7 @@ use crate::allocate;
 const BLOCK: usize = 256;
 /// The factor by which damping grows after a failure.
 const STEP: f64 = 10.0;
-/// Including the first attempt.
+/// The maximum number of attempts, including the first.
 const ATTEMPTS: u32 = 8;
 
 /// The reason why a Hessian has no factor.

@@ -149,7 +149,7 @@ impl Hessian {
 }
 
 impl Sum {
-    /// At most one panel of rows.
+    /// Adds at most one panel of rows.
     fn add(&mut self, x: &[f32], channels: usize) {
         let x = MatRef::from_row_major_slice(x, x.len() / channels, channels);
         match self {

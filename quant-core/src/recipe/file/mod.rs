@@ -61,7 +61,7 @@ use crate::scheme::SchemeRequest;
 use crate::transform::TransformSettings;
 use crate::{Error, Result, format};
 
-/// In bytes.
+/// The maximum size of a recipe file.
 const MAX_BYTES: u64 = 1 << 20;
 const START: &str = "‹plan(print_recipe=awq-w4a16)› prints an example";
 

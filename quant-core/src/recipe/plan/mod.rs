@@ -165,7 +165,7 @@ pub struct Plan {
     pub entries: Vec<PlanEntry>,
     /// The blocks covered by the plan.
     pub(super) blocks: Range<usize>,
-    /// For a part of a plan.
+    /// The calibration of the whole plan, if this is a part of one.
     pub(super) calibrated: Option<Calibrated>,
     /// The bytes of the largest block, if the plan only moves the batch through the float model.
     pub(super) forward: Option<u64>,
@@ -369,7 +369,7 @@ impl Plan {
         sha256_hex(self.entries.iter().map(grid).collect::<String>())
     }
 
-    /// For the whole plan, even if this is a part of it.
+    /// The hash of the grids of the whole plan, even if this is a part of it.
     pub(crate) fn grids_sha256(&self) -> &str {
         &self.grids_sha256
     }

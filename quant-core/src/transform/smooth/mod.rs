@@ -48,11 +48,11 @@ use crate::{Error, Result};
 use quant_kernels_cpu::StaticScale;
 
 const MIN_MAXIMUM: f32 = 1e-5;
-/// In twentieths.
+/// The exponents that a search tries, in twentieths.
 const TWENTIETHS: std::ops::RangeInclusive<u8> = 8..=19;
-/// In twentieths.
+/// The exponents that a search of outputs tries, in twentieths.
 const TWENTIETHS_OF_OUTPUTS: std::ops::RangeInclusive<u8> = 0..=11;
-/// For outputs that are read by weights in groups, and by weights with a scale per row.
+/// The default exponents for outputs that are read by weights in groups, and by weights with a scale per row.
 const DEFAULT_OF_OUTPUTS: [f32; 2] = [0.3, 0.1];
 /// Per producer: the exponents, and no smoothing.
 const CANDIDATES: usize = 13;
@@ -385,7 +385,7 @@ impl SmoothRecord {
     }
 }
 
-/// As observed or from a file.
+/// `max |x|` of the columns of a group's consumers, as observed or from a file.
 fn maxima(task: &BlockTask<'_>, group: &FoldGroup, k: usize) -> Result<Vec<f32>> {
     if let Some(file) = SmoothSettings::of(task.settings).maxima {
         return Ok(file.of(&task.module(group.consumers[0]), k)?.to_vec());
@@ -430,7 +430,7 @@ fn folded(task: &BlockTask<'_>, migrations: &[Migration], alphas: &[Option<f32>]
     Ok(rewrite)
 }
 
-/// On a piece of the batch.
+/// The search in a block, on a piece of the batch.
 struct BlockSearch<'a> {
     task: &'a BlockTask<'a>,
     hidden: &'a HiddenStates,
@@ -439,7 +439,7 @@ struct BlockSearch<'a> {
     first: usize,
     x: Tensor,
     y: Vec<f32>,
-    /// With the exponents for which each linear was quantized.
+    /// Quantized linears, each with the exponents for which it was quantized.
     rounded: BTreeMap<NodeId, (Vec<Option<f32>>, crate::model::Linear)>,
 }
 
@@ -454,7 +454,7 @@ impl<'a> BlockSearch<'a> {
         Ok(search)
     }
 
-    /// For the counted tokens.
+    /// The output of a block for the counted tokens.
     fn output(&self, block: &Block) -> Result<Vec<f32>> {
         let segments = self.hidden.segments(self.first, &self.x);
         let y = block.routed().forward_packed(&self.x, segments, &mut CancelTap(self.task.cancel))?;

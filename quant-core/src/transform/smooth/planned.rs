@@ -67,12 +67,12 @@ fn check_maxima(context: &StepContext<'_>, layer: usize) -> Result<()> {
 }
 
 impl Smoothing {
-    /// For a candidate's block and the previous candidate's block, parts of which are reused.
+    /// The memory for a candidate's block and the previous candidate's block, parts of which are reused.
     pub(super) fn memory(self, work: &Workload<'_>) -> u64 {
         if self.is_searched() { 5 * work.all_weights() } else { 0 }
     }
 
-    /// Of running the block for all exponents.
+    /// The operations of running the block for all exponents.
     pub(super) fn work(self, work: &Workload<'_>) -> SearchWork {
         if !self.is_searched() {
             return SearchWork::default();
