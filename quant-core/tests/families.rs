@@ -82,7 +82,7 @@ impl Bench {
         [flat(&branches), flat(&extra)].concat()
     }
 
-    /// Relative to the largest value of the output.
+    /// The change of the block's output by a rewrite, relative to its largest value.
     fn change(&self, rewrite: &Rewrite) -> f64 {
         relative_difference(&self.output(&rewrite.apply(&self.block).unwrap()), &self.output(&self.block))
     }

@@ -58,7 +58,7 @@ impl Bench {
         self.block.linear(group.consumers[0]).weight().shape()[1] / group.repeat
     }
 
-    /// The scales are random.
+    /// Folds random scales into all of these groups.
     fn fold_all(&self, groups: &[FoldGroup], seed: u64) -> Rewrite {
         let mut rewrite = Rewrite::default();
         for (i, group) in groups.iter().enumerate() {
@@ -68,7 +68,7 @@ impl Bench {
         rewrite
     }
 
-    /// Relative to the largest value of the output.
+    /// The change of the block's output by a rewrite, relative to its largest value.
     fn change(&self, rewrite: &Rewrite) -> f64 {
         let output = |block: &Block| {
             // The residual stream would hide an error of the branches, so it is subtracted.

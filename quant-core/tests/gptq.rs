@@ -134,8 +134,7 @@ fn less_is_lost_than_by_rounding() {
     assert!(with_gptq < 0.7 * rtn, "{with_gptq} with GPTQ, {rtn} without");
 }
 
-/// May be unable to read its data back, like a sink that streams elsewhere. It may cancel a token after a number of
-/// commits.
+/// A sink that may be unable to read its data back. It may cancel a token after a number of commits.
 struct Forgetful {
     inner: MemorySink,
     records: BTreeMap<String, serde_json::Value>,

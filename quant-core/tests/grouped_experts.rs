@@ -22,7 +22,8 @@ impl Tap for Watch {
     }
 }
 
-/// The root mean square of the difference relative to that of the output, the largest over all blocks.
+/// The difference of a block's output between running linears individually and running unobserved: its root mean square
+/// relative to that of the output, the largest over all blocks.
 fn relative_distance(decoder: &Decoder, batch: &[&[u32]]) -> f64 {
     let (mut max, mut index) = (0.0_f64, 0);
     let mut before = decoder.embed(batch).unwrap();

@@ -36,7 +36,7 @@ fn at_once(decoder: &Decoder, tokens: &[u32]) -> Vec<f32> {
     flat(&decoder.logits(&decoder.hidden(&[tokens]).unwrap()).unwrap())
 }
 
-/// The prompt is one third. The first logits are those of its last token.
+/// Logits with a prompt of one third, then token by token. The first logits are those of the prompt's last token.
 fn in_steps(decoder: &Decoder, tokens: &[u32]) -> Vec<f32> {
     let (prompt, rest) = tokens.split_at(tokens.len() / 3);
     let mut cache = decoder.cache();
@@ -49,7 +49,7 @@ fn in_steps(decoder: &Decoder, tokens: &[u32]) -> Vec<f32> {
     all
 }
 
-/// Relative to the largest magnitude in `a`.
+/// The largest difference, relative to the largest magnitude in `a`.
 fn relative_distance(a: &[f32], b: &[f32]) -> f32 {
     assert_eq!(a.len(), b.len());
     let max = a.iter().fold(0.0_f32, |m, v| m.max(v.abs()));

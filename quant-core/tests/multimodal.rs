@@ -205,7 +205,7 @@ fn tensors_outside_the_text_tower_are_written_byte_for_byte() {
     }
 }
 
-/// Listed both by their names in the file and by loaders' module names.
+/// Overrides and float linears are listed both by their names in the file and by loaders' module names.
 #[test]
 fn names_of_readers_are_added_to_those_of_the_file() {
     let class = &classes()[4];

@@ -239,7 +239,7 @@ impl Bench {
         Ok(transform.search(&[task], Some(&mut self.hidden), false)?.swap_remove(0))
     }
 
-    /// Relative to the largest value of the output.
+    /// The change of the block's output by a rewrite, relative to its largest value.
     fn change(&self, rewrite: &Rewrite) -> f64 {
         let mut rng = StdRng::seed_from_u64(1);
         let hidden = self.model.architecture().hidden;

@@ -107,7 +107,8 @@ impl Bench {
         self.plans.iter().map(Resumable::new).collect()
     }
 
-    /// Returns the bytes read, the reports if the run completed, and the number of events.
+    /// Runs until `events` events have occurred. Returns the bytes read, the reports if the run completed, and the
+    /// number of events.
     fn run(
         &self,
         sinks: &mut [Resumable],

@@ -74,7 +74,7 @@ fn what_is_read_back_is_what_rounding_gives() {
     }
 }
 
-/// Ships with the repository, so this check runs on every machine.
+/// The model that ships with the repository, so this check runs on every machine.
 fn demo_model() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../calibration-data/demo-model")
 }

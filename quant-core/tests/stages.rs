@@ -139,8 +139,8 @@ fn no_stage_uses_one_above_it() {
     }
 }
 
-/// A match in these files cannot miss a new operation, for the reason given. All other code calls a method of `Op`,
-/// whose match is exhaustive.
+/// The files that may match on the operations of a block, and why a match there cannot miss a new operation. All other
+/// code calls a method of `Op`, whose match is exhaustive.
 const NAMES_OPERATIONS: [(&str, &str); 8] = [
     ("model/arch/", "graphs are built from operations here, and each operation answers every question"),
     ("model/block.rs", "evaluates them; an unknown one is an error"),
@@ -257,8 +257,8 @@ fn names_of_containers_and_families_are_data() {
     assert_eq!(excused.len(), OTHER_NAMES.len(), "{excused:?}");
 }
 
-/// One per crate, if the crate calls the operating system directly. A port to another system changes only these, and
-/// `docs/crates.md` lists them.
+/// The modules that call the operating system directly, one per crate, if the crate does. A port to another system
+/// changes only these, and `docs/crates.md` lists them.
 const SYSTEM_MODULES: [(&str, Option<&str>); 5] = [
     ("formats", Some("src/system.rs")),
     ("quant-core", Some("src/system/")),
@@ -293,7 +293,8 @@ fn the_operating_system_is_asked_in_one_module_of_a_crate() {
     }
 }
 
-/// Types that other crates could match in full or write as literals, and that are not `#[non_exhaustive]`.
+/// Returns the public types of a source that other crates could match in full or write as literals, and that are not
+/// `#[non_exhaustive]`.
 fn closed_types(text: &str) -> BTreeSet<String> {
     let (mut found, mut is_open) = (BTreeSet::new(), false);
     let mut lines = text.lines();

@@ -63,7 +63,7 @@ impl HiddenStates {
         })
     }
 
-    /// The states are the values of `from`.
+    /// Evaluates some nodes from the states, which are the values of `from`.
     pub(super) fn watch_parts(
         &self,
         block: &Block,
@@ -82,7 +82,7 @@ impl HiddenStates {
         Ok(())
     }
 
-    /// The states are the values of `from` and become the output of the block, given the sum of its experts.
+    /// Replaces the states, which are the values of `from`, with the output of the block, given the sum of its experts.
     pub(crate) fn advance_parts(
         &mut self,
         block: &Block,

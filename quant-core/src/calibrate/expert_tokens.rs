@@ -133,7 +133,7 @@ impl ExpertSampling {
     }
 }
 
-/// Each with its expert and the node of the router's weights.
+/// The nodes that select rows for experts, each with its expert and the node of the router's weights.
 fn experts(graph: &BlockGraph) -> impl Iterator<Item = (NodeId, usize, NodeId)> {
     graph.nodes().iter().enumerate().filter_map(|(id, node)| match node.inputs[..] {
         [_, weights, ..] => Some((id, node.op.selected_expert()?, weights)),

@@ -15,7 +15,7 @@ use crate::{CancelToken, Error, Result};
 /// experts are computed from the states passed to [`new`](Self::new), which must not change.
 pub struct ExpertStates {
     layout: BatchLayout,
-    /// Its values are the input states.
+    /// The node whose values are the input states.
     from: NodeId,
     /// For each expert, its tokens in ascending order with their router weights.
     tokens: Vec<Vec<(u32, f32)>>,
@@ -81,7 +81,7 @@ impl ExpertStates {
         tokens.iter().filter(|(token, _)| self.layout.counts(*token as usize)).count() as u64
     }
 
-    /// Adds the output of the expert to the sum if that is `wanted`.
+    /// Runs the next expert, and adds its output to the sum if that is `wanted`.
     pub(crate) fn pass_next(
         &mut self,
         states: &HiddenStates,
@@ -243,7 +243,7 @@ impl Routed {
         Self { tokens: vec![Vec::new(); experts], next: 0 }
     }
 
-    /// The weights of the next tokens are `[…, experts]`.
+    /// Takes the router weights `[…, experts]` of the next tokens.
     fn take(&mut self, weights: &Tensor) -> Result<()> {
         let Self { tokens, next } = self;
         with_values(weights, |weights| {

@@ -364,7 +364,7 @@ impl HiddenStates {
         })
     }
 
-    /// Whole windows if the part of the block mixes tokens.
+    /// The number of tokens that go through a part of a block at a time: whole windows if the part mixes tokens.
     fn piece_between(&self, block: &Block, nodes: [NodeId; 2]) -> usize {
         match block.graph().mixes_tokens(nodes[0], nodes[1]) {
             true => self.chunk_windows() * self.layout.length(),
@@ -373,7 +373,7 @@ impl HiddenStates {
     }
 }
 
-/// `[windows, length, width]` if the piece consists of whole windows, otherwise `[1, tokens, width]`.
+/// The rows of a piece: `[windows, length, width]` if it consists of whole windows, otherwise `[1, tokens, width]`.
 pub(super) fn piece_of(rows: &[f32], width: usize, length: usize, piece: usize) -> Result<Tensor> {
     let tokens = rows.len() / width.max(1);
     let length = if piece.is_multiple_of(length) && tokens.is_multiple_of(length) { length } else { tokens };

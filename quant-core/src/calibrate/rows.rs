@@ -14,7 +14,7 @@ pub struct InputRows<'a> {
     channels: usize,
     tokens: TokenRows<'a>,
     layout: &'a BatchLayout,
-    /// Computed on first use.
+    /// The rows that count, contiguous; computed on first use.
     counted: OnceCell<Cow<'a, [f32]>>,
 }
 

@@ -13,7 +13,7 @@ use crate::{Error, Result};
 
 /// The maximum size of a tokenizer file, checked before it is parsed.
 const MAX_FILE_BYTES: u64 = 256 << 20;
-/// A longer text is sent alone.
+/// Texts are sent in batches of at most this many texts and bytes; a longer text is sent alone.
 const TEXTS_PER_BATCH: usize = 1024;
 const BYTES_PER_BATCH: usize = 8 << 20;
 

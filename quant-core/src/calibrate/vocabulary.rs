@@ -10,7 +10,7 @@ use serde::de::{self, Deserializer, IgnoredAny, MapAccess, SeqAccess, Visitor};
 /// The largest known vocabularies have about a million tokens.
 const MAX_TOKENS: usize = 1 << 22;
 
-/// The rest of the file is skipped, and takes no memory.
+/// The part of the file that is checked. The rest is skipped, and takes no memory.
 #[derive(Deserialize)]
 struct File {
     model: Model,

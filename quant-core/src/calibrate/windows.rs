@@ -96,7 +96,7 @@ impl Default for Sampling {
 pub struct TokenWindows {
     length: usize,
     tokens: Vec<u32>,
-    /// `None` if all tokens count.
+    /// The role of each token; `None` if all tokens count.
     uses: Option<Vec<TokenUse>>,
     /// The start of each token's document in its window; `None` if every window is a single segment.
     starts: Option<Vec<u32>>,
@@ -160,7 +160,7 @@ impl TokenWindows {
         Self::of_documents(documents, sampling, origin)
     }
 
-    /// [`Packing::Auto`] means [`Packing::Stream`].
+    /// Creates windows from tokenized documents. [`Packing::Auto`] means [`Packing::Stream`] here.
     pub(super) fn of_documents(documents: Vec<Document>, sampling: Sampling, origin: &Path) -> Result<Self> {
         let length = sampling.length;
         let total: usize = documents.iter().map(|d| d.tokens.len()).sum();

@@ -69,7 +69,8 @@ pub(super) fn vllm_kernel(share: &Share<'_>, width: usize) -> Compatibility {
     }
 }
 
-/// Marlin, and Triton for shapes and group sizes that Marlin cannot run.
+/// vLLM runs integer experts with float activations on Marlin, or on Triton for shapes and group sizes that Marlin
+/// cannot run.
 fn vllm_packed(share: &Share<'_>, width: usize) -> Compatibility {
     let (scheme, bits) = (share.scheme, share.scheme.bits());
     if !matches!(bits, 4 | 8) {

@@ -76,7 +76,7 @@ pub(super) fn other_format(outline: &Outline) -> Compatibility {
     Unsure(format!("how it runs {} in the {} format was not checked", outline.family, outline.container))
 }
 
-/// Separately stored experts of the family cannot be read in any format.
+/// A family that was run in only one format, and whose separately stored experts cannot be read in any format.
 pub(super) fn other_format_without_experts(outline: &Outline) -> Compatibility {
     without_experts(outline).and(other_format(outline))
 }

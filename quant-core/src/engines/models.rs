@@ -37,7 +37,7 @@ pub(super) enum Has {
     With(fn(&Outline) -> Compatibility),
     Yes,
     No(&'static str),
-    /// The question that the sources do not answer.
+    /// Unknown: the question that the sources do not answer.
     Unsure(&'static str),
 }
 
@@ -169,7 +169,7 @@ const BY_PUBLISHED_CLASS: Has = Has::Unsure(
 const MISTRAL4_ALONE: Has =
     Has::Unsure("it has no Mistral 4 class of this name; what it runs instead was not checked");
 
-/// transformers ran these too.
+/// More classes of vision-language models that transformers ran.
 const OTHER_VISION_LANGUAGE: &[&str] = &[
     "Gemma3ForConditionalGeneration",
     "Qwen3_5ForConditionalGeneration",
@@ -183,11 +183,11 @@ const EXPERTS_BY_OTHER_NAMES: Has =
 const GRANITE_BY_OTHER_NAMES: Has =
     Has::No("it expects tensor names for Granite experts that differ from those that quant writes");
 
-/// Most registries and classes of vLLM 0.33.0 and SGLang 0.5.23 were read on this date.
+/// The date on which most registries and classes of vLLM 0.33.0 and SGLang 0.5.23 were read.
 const REGISTRIES: &str = "2026-11-25";
 const VLLM: &str = "0.33.0";
 const SGL: &str = "0.5.23";
-/// The rest was read and run on this date.
+/// A later date, on which more of the sources were read and more models were run.
 const NEWER: &str = "2026-11-26";
 /// The version of vLLM whose CPU build was run.
 const CPU_BUILD: &str = "0.32.0";
@@ -367,7 +367,7 @@ const EXPERTS_IN_SGLANG: &[&str] = &[
     "cohere2_moe",
 ];
 const LATENT_IN_SGLANG: &[&str] = &["deepseek_v2", "deepseek_v3", "glm4_moe_lite"];
-/// Their module names differ from the tensor names in the file.
+/// Classes that contain a text model, and whose module names differ from the tensor names in the file.
 const CLASSES_IN_SGLANG: &[&str] = &[
     "Qwen2VLForConditionalGeneration",
     "Qwen2_5_VLForConditionalGeneration",

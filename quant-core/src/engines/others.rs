@@ -5,7 +5,7 @@ use super::outline::{LayerKind, Outline};
 use crate::scheme::{ActivationScheme, Granularity, LinearScheme, ScaleFormat};
 use crate::wording::counted;
 
-/// Head and embedding included.
+/// All schemes of a checkpoint, head and embedding included.
 fn all_schemes(outline: &Outline) -> Vec<LinearScheme> {
     let mut schemes = outline.schemes();
     schemes.extend(outline.head.into_iter().chain(outline.embedding));
@@ -169,8 +169,8 @@ fn llama_cpp_floats(outline: &Outline, scheme: LinearScheme) -> Compatibility {
     }
 }
 
-/// The compressed-tensors and ModelOpt formats. With 8-bit activations, the converter reads the weights and leaves
-/// activations float; it does not support static scales.
+/// Rules for the compressed-tensors and ModelOpt formats. With 8-bit activations, the converter reads the weights and
+/// leaves activations float; it does not support static scales.
 pub(super) fn llama_cpp(outline: &Outline, _ranks: usize) -> Compatibility {
     llama_cpp_with(outline, |_| false)
 }

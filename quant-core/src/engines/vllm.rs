@@ -83,7 +83,8 @@ fn is_marlin_group(share: &Share<'_>) -> bool {
     matches!(share.group(), None | Some(32 | 64 | 128))
 }
 
-/// CUTLASS for unpacked bytes, and a kernel compiled at startup for packed weights.
+/// 8-bit activations run on CUTLASS if weights are stored as bytes, and on a kernel compiled at startup if they are
+/// packed.
 fn cuda_int8_kernel(share: &Share<'_>) -> Compatibility {
     let (n, k) = (share.n(), share.k);
     if !share.scheme.is_stored_as_bytes() {
@@ -107,7 +108,7 @@ fn cuda_int8_kernel(share: &Share<'_>) -> Compatibility {
     }
 }
 
-/// FP8 and FP4 products on recent devices, and Marlin with float activations on older ones.
+/// Recent devices multiply FP8 and FP4 values; older ones run Marlin with float activations.
 fn cuda_float_kernel(share: &Share<'_>, format: FloatFormat) -> Compatibility {
     let rounds = share.scheme.activations != ActivationScheme::Float;
     match (format, share.scheme.fixed_scales()) {

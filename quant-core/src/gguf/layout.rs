@@ -17,7 +17,7 @@ pub(super) struct Placed {
     pub(super) stored: String,
     /// The shape in the file; for an expert, that of one matrix or vector.
     pub(super) stored_shape: Vec<usize>,
-    /// The tensor in the file has a matrix or vector per expert.
+    /// The expert to which it belongs, if any. The tensor in the file has a matrix or vector per expert.
     pub(super) expert: Option<usize>,
     pub(super) view: View,
 }
@@ -40,7 +40,7 @@ pub(super) fn of_block(a: &Architecture, family: &GgufFamily, layer: usize) -> R
     Ok(placed)
 }
 
-/// One place, or one per part.
+/// The places of one tensor of a block: a single one, or one per part.
 pub(super) fn of_parameter(
     a: &Architecture,
     family: &GgufFamily,
@@ -135,8 +135,7 @@ pub(super) fn of_parameter(
     Ok(vec![place(format!("{stored}.{}", parameter.name), shape.clone(), view)])
 }
 
-/// Whether a mixture chooses the type of a tensor. Norms, routers, convolutions and the projection of per-layer inputs
-/// keep their types.
+/// Whether a mixture chooses the type of a tensor.
 pub(super) fn takes_type(name: &str, shape: &[usize]) -> bool {
     const KEPT: [&str; 5] = [
         "_norm.weight",

@@ -358,7 +358,7 @@ fn check_graph(a: &Architecture, family: &GgufFamily, facts: &Facts<'_>) -> Resu
 
 type RopeTensors = Vec<(&'static str, Vec<f32>)>;
 
-/// Returns tensors of divisors, and a note for the user.
+/// Writes the rotary embedding. Returns tensors of divisors, and a note for the user.
 fn rope(
     a: &Architecture,
     family: &GgufFamily,

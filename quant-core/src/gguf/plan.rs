@@ -452,7 +452,7 @@ impl<'a> Types<'a> {
     }
 }
 
-/// Patterns match the name in the checkpoint or in the file.
+/// Whether a pattern matches a tensor, by its name in the checkpoint or in the file.
 fn selects(pattern: &Pattern, draft: &Draft) -> bool {
     let stored = draft.name.strip_suffix(".weight").unwrap_or(&draft.name);
     pattern.matches(&draft.module) || pattern.matches(stored)

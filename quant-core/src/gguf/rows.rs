@@ -7,7 +7,7 @@ use crate::{Error, Result};
 
 #[derive(Debug, Clone, PartialEq)]
 pub(super) enum Source {
-    /// One, or one per expert, concatenated.
+    /// Concatenated tensors of the checkpoint: one, or one per expert.
     Stored { tensors: Vec<String>, view: View },
     /// Values derived from the configuration.
     Values(Vec<f32>),
@@ -211,7 +211,8 @@ pub(super) fn read_rows(
     Ok(values)
 }
 
-/// A vector is a row, or a column if its elements are reordered.
+/// The shape of a stored tensor as `[rows, columns]` in the file. A vector is a row, or a column if its elements are
+/// reordered.
 pub(super) fn matrix(shape: &[usize], view: View) -> Result<[usize; 2]> {
     match (shape, view.order) {
         ([rows, _], RowOrder::Transposed { width, .. }) => Ok([view.order.count(*rows), width]),

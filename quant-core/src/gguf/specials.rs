@@ -70,7 +70,7 @@ pub(super) fn heads(
     Ok(())
 }
 
-/// The widths are those of an expert and of the shared expert.
+/// Writes how tokens are routed. The widths are those of an expert and of the shared expert.
 pub(super) fn routing(
     family: &GgufFamily,
     routing: Routing,
@@ -189,7 +189,7 @@ fn sections(config: &Map<String, Json>, pairs: usize) -> Vec<i32> {
     if sections.iter().zip(&even).all(|(found, due)| found >= due) { sections } else { even }
 }
 
-/// Returns a note for the user if one is due.
+/// Writes the entries for YaRN, and returns a note for the user if one is due.
 pub(super) fn yarn(
     a: &Architecture,
     family: &GgufFamily,

@@ -397,7 +397,7 @@ fn saved_states(
     }
 }
 
-/// The conveyor takes each stage before the next one begins.
+/// Rounds a block stage by stage. The conveyor takes each stage before the next one begins.
 fn round(
     job: &Job<'_>,
     mut run: GptqRun<'_>,
@@ -424,7 +424,7 @@ fn reading(job: &Job<'_>) -> &'static str {
     }
 }
 
-/// One expert at a time if `order` is given.
+/// Runs a pass of the batch through a block, one expert at a time if `order` is given.
 fn run_pass(
     job: &Job<'_>,
     pass: StatisticsPass<'_>,
@@ -439,7 +439,7 @@ fn run_pass(
     .map(|_| ())
 }
 
-/// Advances the states if `advance` is set. If a range is not finite, the error names a linear that reads it.
+/// Gathers the ranges of all inputs of linears. If a range is not finite, the error names a linear that reads it.
 fn input_ranges(
     job: &Job<'_>,
     prefix: &str,

@@ -57,14 +57,14 @@ pub(super) struct Conveyor<'a, 'j> {
     shared: BTreeMap<String, f32>,
 }
 
-/// The end of the span is set in its last tensor.
+/// A tensor that is still to be written, and the end of its span if it is the last one.
 struct PendingWrite {
     index: usize,
     tensor: Finished,
     end: Option<SpanEnd>,
 }
 
-/// `layer` is the block, if the span is one.
+/// The end of a span. `layer` is its block, if the span is one.
 #[derive(Clone, Copy)]
 struct SpanEnd {
     layer: Option<usize>,
@@ -214,7 +214,7 @@ impl<'a, 'j> Conveyor<'a, 'j> {
         Ok(Some(amax))
     }
 
-    /// What was written is committed together with the last tensor of the span.
+    /// Marks the end of a span: what was written is committed together with its last tensor.
     fn end_span(&mut self, end: SpanEnd) -> Result<()> {
         if let Some(pending) = &mut self.pending {
             pending.end = Some(end);

@@ -56,7 +56,7 @@ impl<'b> ReadWeights<'b> {
         self.weights.get(name)?.held().map(Bytes::Held)
     }
 
-    /// Drops the bytes from the block unless they are needed again.
+    /// Returns the bytes of a tensor if they are in memory, and drops them from the block unless they are needed again.
     fn take(&self, name: &str) -> Option<Bytes> {
         let weight = self.weights.get(name)?;
         let bytes = if self.shared { weight.held() } else { weight.release() };
@@ -101,7 +101,8 @@ enum Contents {
 }
 
 impl Source {
-    /// Float tensors are read into a reused buffer, whose pages are already mapped.
+    /// Reads an entry unless it is in memory. Float tensors are read into a reused buffer, whose pages are already
+    /// mapped.
     pub(super) fn read(
         job: &Job<'_>,
         entry: &PlanEntry,
@@ -150,7 +151,7 @@ pub(super) fn stored_report(entry: &PlanEntry, sink: &dyn TensorSink) -> Option<
     (tensor.tensor == entry.tensor).then_some(tensor)
 }
 
-/// Fails if the input has changed since.
+/// Returns the report of a tensor that an earlier run finished. Fails if the input has changed since.
 pub(super) fn unchanged_report(
     job: &Job<'_>,
     entry: &PlanEntry,
@@ -177,7 +178,7 @@ fn sha256_of(job: &Job<'_>, entry: &PlanEntry) -> Result<String> {
     Ok(hex(&hash.finalize()))
 }
 
-/// Reads the next chunk while one is used.
+/// Passes a tensor's bytes on in chunks, and reads the next chunk while one is used.
 fn each_piece(
     job: &Job<'_>,
     name: &str,
@@ -203,7 +204,7 @@ fn each_piece(
     Ok(())
 }
 
-/// NaN and infinity are errors.
+/// Copies a tensor to the sink unchanged; NaN and infinity are errors.
 pub(super) fn copy(
     job: &Job<'_>,
     entry: &PlanEntry,
@@ -254,7 +255,7 @@ fn copied(entry: &PlanEntry, sha256: String) -> TensorReport {
     }
 }
 
-/// The error has the number of faulty values and the position of the first one in the tensor.
+/// Fails if a chunk holds NaN or infinity. The error has their number and the position of the first one in the tensor.
 fn finite(job: &Job<'_>, name: &str, dtype: Dtype, piece: &[u8]) -> Result<()> {
     if !dtype.is_weight_float() {
         return Ok(());

@@ -115,7 +115,8 @@ impl<'a> Saver<'a> {
 /// The states of the float model, and of the quantized model that is being written.
 pub(super) type Streams<T> = [Option<T>; 2];
 
-/// `has_quantized` says whether the states include those of the quantized model.
+/// Describes what the states before a block depend on. `has_quantized` says whether they include those of the quantized
+/// model.
 fn about(
     job: &Job<'_>,
     layer: usize,
@@ -201,7 +202,7 @@ pub(super) fn save(
     moved
 }
 
-/// Stops and returns `false` as soon as `go_on` returns `false`.
+/// Writes the contents of the file. Stops and returns `false` as soon as `go_on` returns `false`.
 fn write(
     mut file: impl Write,
     about: &str,
@@ -370,7 +371,7 @@ fn broken(path: &Path, reason: String) -> Error {
     }
 }
 
-/// The file may hold a part of the batch.
+/// The number of windows in a file, which may hold a part of the batch.
 fn windows_in(source: &ShardedCheckpoint) -> usize {
     let info = STREAMS.iter().find_map(|name| source.info(name));
     info.and_then(|info| info.shape.first().copied()).unwrap_or(0)

@@ -30,8 +30,8 @@ impl Finished {
     }
 }
 
-/// Rounds the tensor if it will be quantized and is not rounded yet. `amax` is the largest magnitude over all linears
-/// that share a scale with it.
+/// Applies the decisions to a tensor, and rounds it if it will be quantized and is not rounded yet. `amax` is the
+/// largest magnitude over all linears that share a scale with it.
 pub(super) fn apply_rewrite(
     job: &Job<'_>,
     entry: &PlanEntry,

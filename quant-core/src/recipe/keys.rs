@@ -19,7 +19,7 @@ impl Method {
         transform.or_else(|| self.steps().contains(&step).then(Vec::new))
     }
 
-    /// The rounding must have settings.
+    /// Whether this is the name of the method's rounding, and the rounding has settings.
     fn rounds_by(&self, step: &str) -> bool {
         self.rounding == Rounding::Gptq && step == self.rounding.name()
     }

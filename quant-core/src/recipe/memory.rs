@@ -123,8 +123,8 @@ impl Plan {
         working.saturating_add(working / 8).saturating_add(program)
     }
 
-    /// What a run keeps for every tensor until its end: its places in the input and the output, its entry in the plan,
-    /// and its report. Models with many small experts have very many tensors.
+    /// The memory for what a run keeps for every tensor until its end: its places in the input and the output, its
+    /// entry in the plan, and its report.
     fn kept_per_tensor(plans: &[Self], model: &Model) -> u64 {
         let text = |name: &str| (name.len() as u64).next_multiple_of(16) + 8;
         let formats = plans.len() as u64;
@@ -275,7 +275,7 @@ impl Plan {
         resident(of_block.map(|entry| (expert(entry), entry.info.byte_len())), one_expert)
     }
 
-    /// First while the batch passes through a block, then while a weight is solved.
+    /// The memory for GPTQ: first while the batch passes through a block, then while a weight is solved.
     fn gptq_memory(&self, graph: &BlockGraph) -> [u64; 2] {
         let widths: BTreeMap<NodeId, u64> =
             graph.linears().map(|(id, _, [_, k], _)| (graph.nodes()[id].inputs[0], k as u64)).collect();

@@ -5,7 +5,7 @@ use std::ops::Range;
 use super::{Plan, PlanEntry};
 use crate::{Error, Result};
 
-/// A part must make the same passes as the whole plan, even if its own tensors do not need them.
+/// The calibration of the whole plan. A part must make the same passes, even if its own tensors do not need them.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Calibrated {
     pub(super) static_activations: bool,

@@ -90,7 +90,7 @@ impl Pattern {
         )
     }
 
-    /// About the setting `option`, or about the line of the recipe that has the pattern.
+    /// An error about the setting `option`, or about the line of the recipe that has the pattern.
     fn fault(&self, option: &'static str, reason: String, remedy: impl Into<Remedy>) -> Error {
         let remedy = remedy.into();
         let text = &self.text;

@@ -118,7 +118,7 @@ impl Plan {
     }
 }
 
-/// Repacking cannot choose grids, so the remedy differs.
+/// Changes the remedy of a format's error, because repacking cannot choose grids.
 fn unfit(error: Error) -> Error {
     match error {
         Error::Usage { message, .. } => {

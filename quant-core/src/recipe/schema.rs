@@ -32,7 +32,7 @@ pub(super) fn containers(generator: &mut SchemaGenerator) -> Schema {
     json_schema!({ "type": "array", "items": container(generator), "minItems": 1, "uniqueItems": true })
 }
 
-/// One alternative for each step, with the keys that it accepts.
+/// An entry of `transform`: one alternative for each step, with the keys that it accepts.
 pub(super) fn transform() -> Schema {
     let alternative = |(name, summary): (&'static str, &'static str)| {
         let transform = Extensions::default().transform(name);

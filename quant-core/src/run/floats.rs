@@ -113,7 +113,7 @@ impl RecipeSettings {
     }
 }
 
-/// Everything that can be checked without the model.
+/// Checks everything about a request that can be checked without its model.
 pub(super) fn check(request: &QuantizeRequest) -> Result<()> {
     let without_effect = [
         ("calibration", request.calibration.is_some()),
@@ -192,8 +192,8 @@ pub(super) fn write(
     Ok(FloatsDone { published, dtype, report, bytes_before, seconds: started.elapsed().as_secs_f64() })
 }
 
-/// Vectors whose values the type cannot represent exactly stay F32: they are small, and some, such as the corrections
-/// of a router's scores, need the precision.
+/// The tensors of the output. Vectors whose values the type cannot represent exactly stay F32: they are small, and
+/// some, such as the corrections of a router's scores, need the precision.
 fn outputs(model: &Model, dtype: Dtype, cancel: &CancelToken) -> Result<Vec<TensorSpec>> {
     let source = model.source();
     let of = |name: &str| {
@@ -302,7 +302,7 @@ fn convert(
     })
 }
 
-/// The original without quantization, and with the type of the floats.
+/// The `config.json` of the output: the original without quantization, and with the type of the floats.
 fn float_config(directory: &ModelDirectory, dtype: Dtype) -> Result<String> {
     let name = match dtype {
         Dtype::Bf16 => "bfloat16",

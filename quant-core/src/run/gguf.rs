@@ -48,7 +48,7 @@ fn gathers(request: &QuantizeRequest) -> bool {
     request.calibration.is_some() || request.settings.gguf.save_imatrix.is_some()
 }
 
-/// Everything that can be checked without the model.
+/// Checks everything about a request that can be checked without its model.
 pub(super) fn check(request: &QuantizeRequest) -> Result<()> {
     let settings = &request.settings;
     if request.save_channel_maxima.is_some() {
@@ -133,7 +133,7 @@ pub(super) fn quantize(request: &QuantizeRequest, started: Instant, host: &Host<
     Ok(GgufDone { plan, published, report, bytes_before, seconds: started.elapsed().as_secs_f64() })
 }
 
-/// Hidden states that do not fit are kept in unnamed files next to the output.
+/// Checks the memory budget. Hidden states that do not fit are kept in unnamed files next to the output.
 fn spill(request: &QuantizeRequest, opened: &Opened, gptq: bool, host: &Host<'_>) -> Result<Option<Spill>> {
     let gathering = match gathers(request) {
         true => Some(Gathering { sampling: sampling(&request.settings)?, hessians: gptq }),
@@ -156,7 +156,7 @@ fn spill(request: &QuantizeRequest, opened: &Opened, gptq: bool, host: &Host<'_>
 
 /// The memory for an importance matrix from a file, and for the vocabulary.
 fn further_bytes(settings: &RecipeSettings, opened: &Opened) -> u64 {
-    /// Relative to the size of the tokenizer's file, for the JSON and the metadata.
+    /// The memory for a tokenizer, as JSON and as metadata, relative to the size of its file.
     const TOKENIZER: u64 = 8;
     let matrix = settings.gguf.imatrix.as_ref().and_then(|path| std::fs::metadata(path).ok());
     let matrix = matrix.map_or(0, |file| file.len().saturating_mul(2));
@@ -166,7 +166,8 @@ fn further_bytes(settings: &RecipeSettings, opened: &Opened) -> u64 {
     matrix.saturating_add(tokenizer)
 }
 
-/// The model is dequantized if requested. The values of GGUF blocks may be written as floats without such a request.
+/// Opens the model, dequantized if requested. The values of GGUF blocks may be written as floats without such a
+/// request.
 fn source(model: &Path, settings: &RecipeSettings, host: &Host<'_>) -> Result<Opened> {
     let opened = open(model, host)?;
     let keeps_floats = opened.directory.rounded_to().is_some() && settings.gguf_request(true)?.is_float();
@@ -203,7 +204,7 @@ fn importance(
     Ok(Some((found, origin)))
 }
 
-/// OUT is the file if it ends in `.gguf`, otherwise a directory.
+/// Writes the file to OUT if that ends in `.gguf`, otherwise into a directory of that name.
 fn write(
     plan: &GgufPlan,
     opened: &Opened,

@@ -13,7 +13,7 @@ use crate::wording::{Wording, worded};
 
 pub(super) const NAME: &str = "README.md";
 
-/// The card holds no paths and no times, so the same job gives the same bytes.
+/// Returns the card. It holds no paths and no times, so the same job gives the same bytes.
 pub(super) fn model_card(
     directory: &ModelDirectory,
     job: &Job<'_>,
@@ -59,7 +59,7 @@ pub(super) fn model_card(
     )
 }
 
-/// `organization/name`, with only the characters that hubs allow.
+/// Returns whether an id is `organization/name`, with only the characters that hubs allow.
 fn is_hub_name(name: &str) -> bool {
     let is_part = |part: &str| {
         !part.is_empty()
@@ -108,7 +108,7 @@ fn engines(job: &Job<'_>, wording: &dyn Wording) -> String {
     }
 }
 
-/// The text may hold names from the checkpoint.
+/// Escapes text for a table cell: it may hold names from the checkpoint.
 fn cell(text: &str) -> String {
     let clean = |c: char| if c.is_control() || c == '|' { ' ' } else { c };
     text.chars().map(clean).collect()

@@ -22,7 +22,7 @@ use crate::{Category, Error, Result, TensorSink};
 /// The minimum time between two saves of hidden states.
 const SAVE_EVERY: Duration = Duration::from_secs(20);
 
-/// `OUT` itself for one format, `OUT/FORMAT` for several.
+/// Returns the destination of each format: `OUT` itself for one, `OUT/FORMAT` for several.
 pub(super) fn outputs(out: &Path, recipe: &Recipe) -> Result<Vec<PathBuf>> {
     if recipe.containers.len() == 1 {
         return Ok(vec![out.to_owned()]);
@@ -149,7 +149,7 @@ pub(crate) fn write_filled(
     prepared.into_iter().zip(reports).map(|(p, report)| Ok((p.publish()?, report))).collect()
 }
 
-/// Weights may be all zero, or a single one so large that all others in its group become zero.
+/// Warns of weights that are all zero, or of which one is so large that all others in its group become zero.
 fn warn_of_weights(report: &QuantReport, host: &Host<'_>) {
     const MAX_LISTED: usize = 4;
     let list = |names: Vec<String>| {
@@ -173,7 +173,8 @@ fn warn_of_weights(report: &QuantReport, host: &Host<'_>) {
     }
 }
 
-/// Hidden states that are saved for resuming the run are always in the first job directory.
+/// Returns where the run keeps hidden states. Those that are saved for resuming the run are always in the first job
+/// directory.
 fn states(
     writers: &[CheckpointWriter],
     jobs: &[Job<'_>],

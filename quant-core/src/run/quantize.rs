@@ -132,7 +132,7 @@ pub struct QuantizeJob<'a> {
 enum Output {
     Gguf,
     Floats(Dtype),
-    /// One per format of the recipe, in these directories.
+    /// A checkpoint per format of the recipe, in these directories.
     Checkpoints(Box<Recipe>, Vec<PathBuf>),
 }
 
@@ -298,7 +298,7 @@ fn checkpoints(
     Ok(written)
 }
 
-/// The text is `text`, or the one that the recipe names.
+/// Returns the calibration windows of a plan: of `text`, or of the text that the recipe names.
 pub(crate) fn windows(
     opened: &Opened,
     plan: &Plan,

@@ -245,8 +245,8 @@ impl RecipeSettings {
         Ok(())
     }
 
-    /// Returns the preset to use if none is named: one whose method suits the requested one, so that the scheme suits
-    /// the method; otherwise the default preset.
+    /// Returns the preset to use if none is named. Its method suits the requested one, so that the scheme does too; if
+    /// there is no such preset, it is the default.
     fn preset_by_method(&self) -> &'static str {
         let named = self.method.as_deref().unwrap_or_default();
         let same = PRESETS.iter().find(|p| p.method == named);
@@ -314,7 +314,7 @@ impl RecipeSettings {
         all.into_iter().filter_map(|(setting, given)| Some((setting, given?))).collect()
     }
 
-    /// The key that one of the fields of this structure stands for.
+    /// Sets the key of a step that one of the fields of this structure stands for.
     fn apply(&self, setting: &str, given: Given<'_>, recipe: &mut Recipe) -> Result<()> {
         let Some((step, key)) = step_of(setting) else {
             return Err(Error::Internal(format!("`{setting}` is a setting of no step")));
@@ -331,7 +331,7 @@ impl RecipeSettings {
         }
     }
 
-    /// A setting that is a key of a step needs a method with this step.
+    /// Fails if a setting is a key of a step that the method does not have.
     fn check_effect(&self, method: &Method, option: &str) -> Result<()> {
         let Some((step, _)) = step_of(option).filter(|(step, _)| method.keys_of(step).is_none()) else {
             return Ok(());
@@ -377,7 +377,7 @@ pub(super) enum Given<'a> {
     File(&'a Path),
 }
 
-/// NaN and infinity, which JSON does not have, become text.
+/// A number as JSON; NaN and infinity, which JSON does not have, as text.
 fn number(number: f64) -> Value {
     Number::from_f64(number).map_or_else(|| number.to_string().into(), Value::Number)
 }

@@ -85,7 +85,7 @@ pub fn calibration(
     Ok(windows)
 }
 
-/// The model's vocabulary must contain every token.
+/// Fails if a window holds a token outside the model's vocabulary.
 fn check(model: &Model, windows: &TokenWindows) -> Result<()> {
     match windows.tokens().iter().max() {
         Some(&largest) => model.check_token(largest),

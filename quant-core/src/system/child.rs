@@ -62,7 +62,7 @@ impl WorkerProcess {
         }
     }
 
-    /// Kills the process if it does not end by itself.
+    /// Waits for a process that is about to end, and kills it if it does not.
     pub(crate) fn end(&mut self) -> ExitStatus {
         let started = Instant::now();
         let _ = self.socket.shutdown(std::net::Shutdown::Both);
@@ -139,7 +139,7 @@ pub(crate) fn ending(status: ExitStatus) -> Ending {
     }
 }
 
-/// A process might start later.
+/// Whether the error is a lack of resources, so that a process might start later.
 pub(crate) fn is_shortage(error: &io::Error) -> bool {
     matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::OutOfMemory)
         || [Errno::NFILE, Errno::MFILE].iter().any(|e| error.raw_os_error() == Some(e.raw_os_error()))

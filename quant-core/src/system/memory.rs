@@ -30,7 +30,7 @@ struct ControlGroup {
     inactive: &'static str,
 }
 
-/// Includes the ancestors of the groups. `text` is the contents of a `cgroup` file.
+/// The memory control groups of a process and their ancestors, from the text of its `cgroup` file.
 fn control_groups(text: &str) -> Vec<ControlGroup> {
     let mut found = Vec::new();
     for line in text.lines() {
@@ -56,7 +56,7 @@ fn control_groups(text: &str) -> Vec<ControlGroup> {
 }
 
 impl ControlGroup {
-    /// Page cache that the system can drop counts as free.
+    /// Returns the memory that the group's limit leaves. Page cache that the system can drop counts as free.
     fn available(&self) -> Option<u64> {
         let read = |name: &str| std::fs::read_to_string(self.directory.join(name)).ok();
         let limit: u64 = read(self.limit)?.trim().parse().ok()?;

@@ -55,7 +55,7 @@ pub(super) fn groups(graph: &BlockGraph) -> Vec<FoldGroup> {
     graph.fold_groups().into_iter().filter(|g| g.repeat == 1).collect()
 }
 
-/// Most candidates are eliminated early.
+/// The approximate fraction of the batch on which a candidate of the fast search runs; most are eliminated early.
 const RACE_FRACTION: f64 = 1.0 / 8.0;
 
 /// The memory of the scale search, and the part of it that is kept from the batch before the search starts.
@@ -321,7 +321,8 @@ pub(super) enum Searched<'a> {
     ByExpert(&'a ExpertOrder),
 }
 
-/// `hidden` are the states that enter the block, for the reference search.
+/// Searches the scales of all groups and folds them. `hidden` are the states that enter the block, for the reference
+/// search.
 fn scaled(
     task: &BlockTask<'_>,
     groups: &[FoldGroup],
@@ -381,7 +382,7 @@ pub(super) fn choose(
     chosen_scales(task, group, &means, candidates, choice)
 }
 
-/// The first candidate is no scaling.
+/// The candidates; the first is no scaling.
 fn candidates(task: &BlockTask<'_>, group: &FoldGroup, means: &[f32]) -> Result<Vec<Candidate>> {
     if let Some(channel) = means.iter().position(|m| !m.is_finite()) {
         return Err(Error::Calibration {
@@ -433,7 +434,7 @@ fn chosen_scales(
     Ok((record, scales))
 }
 
-/// Centered geometrically.
+/// The scales for exponent `ratio`, centered geometrically.
 fn scales(means: &[f32], relative: &[f32], ratio: f32) -> Vec<f32> {
     let mut scales: Vec<f32> = means
         .iter()

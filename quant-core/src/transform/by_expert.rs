@@ -25,7 +25,7 @@ pub(super) fn token_bytes(width: usize, experts: usize) -> u64 {
     4 * (width + experts) as u64
 }
 
-/// The input of the group's consumers, `[windows, length, channels]`, and its segments.
+/// A piece of the batch: the input of the group's consumers, `[windows, length, channels]`, and its segments.
 #[derive(Clone, Copy)]
 pub(super) struct Rows<'a> {
     pub(super) x: &'a Tensor,
@@ -127,7 +127,7 @@ fn rounded(
     }
 }
 
-/// The error of a candidate whose weights cannot be rounded; other errors end the search.
+/// Returns the error of a candidate whose weights cannot be rounded; other errors end the search.
 fn numeric(error: Error) -> Result<Error> {
     match error {
         Error::Numeric { .. } => Ok(error),

@@ -55,7 +55,7 @@ pub struct TriedScales {
 
 #[derive(Debug, Clone)]
 pub(super) struct Choice {
-    /// The first candidate is no scaling.
+    /// The index of the best candidate; the first is no scaling.
     pub(super) best: usize,
     /// The errors of no scaling and of the best candidate, on the same tokens.
     pub(super) error_before: f64,

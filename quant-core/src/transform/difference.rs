@@ -51,7 +51,7 @@ pub(super) struct Prepared {
 }
 
 struct Module {
-    /// Rounded to bf16, with their shapes `[windows, length, n]`.
+    /// The consumers' float outputs, rounded to bf16, with their shapes `[windows, length, n]`.
     outputs: Vec<(StoredValues, Shape)>,
     /// The input of the watched linear.
     read: Vec<f32>,
@@ -59,7 +59,7 @@ struct Module {
 }
 
 impl Prepared {
-    /// The inputs of the group's consumers are `[windows, length, k]`.
+    /// Prepares the inputs `[windows, length, k]` of a group's consumers.
     pub(super) fn new(
         token: Bf16Token,
         task: &BlockTask<'_>,
@@ -141,7 +141,7 @@ fn watched_input(task: &BlockTask<'_>, group: &FoldGroup) -> NodeId {
     task.block.graph().nodes()[group.inspected].inputs[0]
 }
 
-/// `None` for a consumer that stays float.
+/// The changes of the consumers' weights by a candidate; `None` for a consumer that stays float.
 pub(super) struct Differences<'a> {
     consumers: Vec<Option<RightBf16>>,
     /// The weight of the watched linear, unless it is the only consumer.
@@ -172,7 +172,7 @@ impl<'a> Differences<'a> {
     }
 }
 
-/// `None` if the watched linear is the only consumer.
+/// The float weight of the watched linear; `None` if it is the only consumer.
 pub(super) fn watched_weight(task: &BlockTask<'_>, group: &FoldGroup) -> Result<Option<RightBf16>> {
     if group.consumers.len() == 1 {
         return Ok(None);

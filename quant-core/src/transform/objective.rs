@@ -34,7 +34,7 @@ pub(super) enum Objective {
     },
 }
 
-/// The module's input and its float output.
+/// A piece of the batch: the module's input and its float output.
 pub(super) struct Piece {
     /// The position of the piece's first token in the batch.
     first: usize,
@@ -119,7 +119,7 @@ impl Input {
 }
 
 impl Objective {
-    /// `tokens` is the number of counted tokens with a row in the group's input.
+    /// Prepares the objective of a group. `tokens` is the number of counted tokens with a row in its input.
     pub(super) fn new(
         task: &BlockTask<'_>,
         hidden: &HiddenStates,
@@ -154,7 +154,7 @@ impl Objective {
         })
     }
 
-    /// Every quantized consumer is replaced by `Q(W · s) / s`.
+    /// The mean squared error with every quantized consumer replaced by `Q(W · s) / s`.
     pub(super) fn error(&self, task: &BlockTask<'_>, scales: &[f32]) -> Result<f64> {
         match self {
             Self::Linear { node, input, tokens } => {
@@ -228,7 +228,7 @@ fn with_counted<T>(
     with_values(value, |values| work(InputRows::new(values, channels, tokens, layout)?.counted_values()))
 }
 
-/// The quantized consumers are rounded under these scales.
+/// The block with its quantized consumers rounded under these scales.
 pub(super) fn candidate_block(task: &BlockTask<'_>, consumers: &[NodeId], scales: &[f32]) -> Result<Block> {
     let mut block = task.block.routed();
     for &node in consumers {
@@ -245,8 +245,8 @@ pub(super) fn candidate_block(task: &BlockTask<'_>, consumers: &[NodeId], scales
     Ok(block)
 }
 
-/// `w ← Q(w · s) / s` for rows `[rows, k]`. `shared` contains the scales that rows of the whole weight share, and the
-/// index of the first row.
+/// Rounds rows `[rows, k]`: `w ← Q(w · s) / s`. `shared` contains the scales that rows of the whole weight share, and
+/// the index of the first row.
 pub(super) fn round_scaled(
     rows: &mut [f32],
     scales: &[f32],
@@ -270,7 +270,7 @@ pub(super) fn round_scaled(
     Ok(())
 }
 
-/// Summed in fixed pieces and in order.
+/// `Σ (a − b)²`, summed in fixed pieces and in order.
 fn squared_distance(a: &[f32], b: &[f32]) -> Result<f64> {
     const CHUNK_VALUES: usize = 1 << 14;
     if a.len() != b.len() {

@@ -32,7 +32,8 @@ const SIGMAS: f64 = 3.0;
 const REGRET: f64 = 0.002;
 /// Tokens that go through the watched module at a time.
 const CHUNK_TOKENS: usize = 2048;
-/// Fewer, because the float outputs of a round are kept, and the results for a piece should be small in comparison.
+/// Tokens at a time when differences are computed. The float outputs of a round are kept, and the results for a piece
+/// should be small in comparison.
 const PREPARED_TOKENS: usize = 512;
 
 struct Contender {
@@ -211,7 +212,7 @@ fn eliminate(
     (keep, out)
 }
 
-/// Whole windows, or independent tokens.
+/// The number of tokens per piece: whole windows, or independent tokens.
 fn piece_tokens(sample: &SearchSample, kernel: Option<Bf16Token>) -> usize {
     match sample.schedule {
         Schedule::Windows { .. } => piece(kernel.is_some(), sample.layout.length()),

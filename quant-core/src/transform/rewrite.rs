@@ -45,7 +45,7 @@ pub struct FoldRecord {
 /// would make the report grow with the square of the number of experts.
 pub const MAX_LISTED_CONSUMERS: usize = 8;
 
-/// Returns the number of consumers left out.
+/// Shortens a list of consumers for a report; returns the number of those left out.
 pub(super) fn shorten(consumers: &mut Vec<String>) -> usize {
     let unlisted = consumers.len().saturating_sub(MAX_LISTED_CONSUMERS);
     consumers.truncate(MAX_LISTED_CONSUMERS);
@@ -77,7 +77,7 @@ pub struct ChannelOutlier {
 }
 
 impl ChannelOutlier {
-    /// The magnitudes are divided by `scales` if given.
+    /// The ratio for channels with these magnitudes, which are divided by `scales` if given.
     pub(super) fn new(means: &[f32], scales: Option<&[f32]>) -> Option<Self> {
         let before = outlier_ratio(means.to_vec())?;
         let after = match scales {
@@ -88,7 +88,7 @@ impl ChannelOutlier {
     }
 }
 
-/// New entry `i` is old entry `order[i]`.
+/// Reorders values: new entry `i` is old entry `order[i]`.
 pub(super) fn ordered<T: Copy>(values: &[T], order: &[u32]) -> Vec<T> {
     order.iter().map(|&from| values[from as usize]).collect()
 }

@@ -262,7 +262,7 @@ struct Rotated {
     hadamard: Option<Hadamard>,
     hidden: usize,
     isa: IsaToken,
-    /// Any part of a tensor with rotated columns requires the whole tensor.
+    /// The most recent tensor with rotated columns: any part of it requires the whole tensor.
     last: Mutex<Option<(String, Arc<Vec<u8>>)>>,
 }
 

@@ -8,7 +8,7 @@ use crate::calibrate::{Spill, SpillFile};
 
 const BUFFER: usize = 1 << 20;
 
-/// Kept in `f32` or rounded to bfloat16 (half to even).
+/// A list of values, kept in `f32` or rounded to bfloat16 (half to even).
 #[derive(Debug)]
 pub(super) enum StoredValues {
     F32(Vec<f32>),

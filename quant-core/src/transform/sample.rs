@@ -41,7 +41,7 @@ pub(super) struct SearchSample {
     pub(super) places: Vec<Place>,
     /// The memory that a round may use, if the rows are in a file.
     round_bytes: Option<u64>,
-    /// Counted tokens added.
+    /// The number of counted tokens added.
     counted: usize,
     /// The window of the last token added, and the number of counted tokens after heads that were added from this
     /// window.
@@ -62,8 +62,8 @@ pub(super) struct Place {
 }
 
 impl SearchSample {
-    /// `rounded` to bfloat16 if the race needs no more precision. About the fraction `of_tokens` of all tokens has a
-    /// row in the input: less than 1 inside an expert.
+    /// An empty sample of an input with `channels` features. It is `rounded` to bfloat16 if the race needs no more
+    /// precision. About the fraction `of_tokens` of all tokens has a row in the input: less than 1 inside an expert.
     pub(super) fn new(
         layout: BatchLayout,
         channels: usize,

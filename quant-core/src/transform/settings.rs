@@ -123,7 +123,7 @@ impl fmt::Debug for StepSettings {
     }
 }
 
-/// The key is set by this setting of requests.
+/// The key `alpha`, which this setting of requests sets.
 pub(super) fn alpha_key(description: &str, setting: &'static str, help: &'static str) -> StepKey {
     let schema = json!({ "oneOf": [{ "type": "number", "minimum": 0, "maximum": 1 }, { "const": "auto" }] });
     StepKey::new("alpha", description, schema).with_setting(setting, help)

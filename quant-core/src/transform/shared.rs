@@ -7,7 +7,7 @@ use crate::model::NodeId;
 use crate::quantize::{RowsError, ScaleContext, SharedExtents, SharedScales};
 use crate::scheme::{Granularity, LinearScheme};
 
-/// The columns of `node`'s weight are multiplied by `scales`.
+/// The scales that rows of `node`'s weight share if its columns are multiplied by `scales`.
 pub(super) fn shared_scales(task: &BlockTask<'_>, node: NodeId, scales: &[f32]) -> Result<SharedScales> {
     let grid = task.grids[&node];
     let Some(extents) = extents(task, node, scales)? else { return Ok(SharedScales::None) };

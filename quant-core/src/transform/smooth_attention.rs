@@ -164,7 +164,7 @@ struct QueryKeyStatistics {
     keys: Vec<f32>,
     /// `Σ q qᵀ` over the same tokens, `[kv_heads, head_dim, head_dim]`.
     grams: Vec<f64>,
-    /// Per key head.
+    /// The number of queries in the sums, per key head.
     queries: usize,
 }
 
@@ -231,7 +231,7 @@ impl QueryKeyStatistics {
         Ok(scales)
     }
 
-    /// A norm's dtype must hold its parameters multiplied or divided by the powers of two.
+    /// Sets powers of two to 1 if a norm's dtype cannot hold a parameter multiplied or divided by them.
     fn leave_what_norms_cannot_hold(&self, task: &BlockTask<'_>, scales: &mut [f32]) -> Result<()> {
         let (d, shared) = (self.pair.head_dim, self.pair.head_dim * self.pair.repeat);
         let [queries, keys] = self.pair.producers;

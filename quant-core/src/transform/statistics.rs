@@ -13,7 +13,7 @@ use crate::calibrate::{
 use crate::model::{BlockGraph, FoldGroup, NodeId};
 
 pub(super) struct Wanted<'a> {
-    /// Their scales are searched.
+    /// The groups whose scales are searched.
     pub(super) groups: &'a [FoldGroup],
     /// The number of scales tried for each group.
     pub(super) candidates: usize,
@@ -34,7 +34,7 @@ pub(super) struct InputStatistics {
 }
 
 impl InputStatistics {
-    /// The states become the output of the block if `advance` is set.
+    /// Gathers the statistics, and replaces the states with the output of the block if `advance` is set.
     pub(super) fn gather(
         task: &BlockTask<'_>,
         wanted: &Wanted<'_>,
@@ -81,7 +81,7 @@ impl Gathering {
         self.grams.iter_mut().try_for_each(|(value, sum)| pass.gather(*value, sum))
     }
 
-    /// The pass counted these tokens.
+    /// Returns the statistics after the pass, which counted these tokens.
     pub(super) fn finish(self, tokens: BTreeMap<NodeId, u64>) -> InputStatistics {
         let Self { means, sampled, samples, grams } = self;
         let whole = |(value, sum): (NodeId, GramSum)| {
@@ -154,8 +154,8 @@ pub(super) struct Kept {
 }
 
 impl Kept {
-    /// The first linear of the group has shape `[n, k]`, and `candidates` scales are tried. If the amount depends on
-    /// how many tokens are routed to an expert, each field is the maximum.
+    /// The data kept for a group whose first linear has shape `[n, k]`, and for which `candidates` scales are tried. If
+    /// the amount depends on how many tokens are routed to an expert, each field is the maximum.
     pub(super) fn of(
         graph: &BlockGraph,
         group: &FoldGroup,

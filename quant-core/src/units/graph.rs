@@ -141,7 +141,7 @@ impl Unit {
         }
     }
 
-    /// None if the unit's file holds hidden states.
+    /// Returns the tensors of the unit's file; none if it holds hidden states.
     pub(super) fn tensors(&self, plan: &Plan) -> Result<Vec<TensorSpec>> {
         Ok(self.part(plan)?.outputs())
     }
@@ -153,7 +153,7 @@ impl Unit {
         }
     }
 
-    /// Empty for the tensors outside the blocks.
+    /// The blocks whose weights the unit reads; empty for the tensors outside the blocks.
     pub(super) fn blocks(&self) -> Range<usize> {
         match &self.work {
             Work::Forward { blocks, .. } | Work::Blocks(blocks) => blocks.clone(),
@@ -166,7 +166,7 @@ impl Unit {
         matches!(self.work, Work::Forward { .. })
     }
 
-    /// The machine has these rates.
+    /// Predicts the cost of the unit on a machine with these rates.
     pub(super) fn cost(&self, plan: &Plan, model: &Model, rates: Rates) -> Result<Cost> {
         let part = self.part(plan)?;
         let parts = std::slice::from_ref(&part);

@@ -153,7 +153,7 @@ pub fn init(request: &JobRequest, directory: &Path, host: &Host<'_>) -> Result<I
     Ok(Initialized { created, units: units.len(), job: record.digest() })
 }
 
-/// Returns the name of the copy in the inputs of the job.
+/// Copies a file into the inputs of a job, and returns its name there.
 fn copied(store: &Store, path: Option<&Path>, kind: &str, extension: &str) -> Result<Option<PathBuf>> {
     let Some(path) = path else { return Ok(None) };
     let real = path.canonicalize().map_err(|e| Error::io("read", path, e))?;

@@ -26,7 +26,7 @@ const MACHINE: [&str; 2] = ["instruction_set", "processor"];
 #[serde(deny_unknown_fields)]
 pub(super) struct JobRecord {
     pub(super) schema: String,
-    /// Where the job was created.
+    /// The model's directory or GGUF file, where the job was created.
     pub(super) model: PathBuf,
     /// The settings. A recipe and a file of channel maxima are copied to the inputs, and named as there.
     pub(super) settings: RecipeSettings,
@@ -152,7 +152,7 @@ pub(super) fn tensors_sha256(plan: &Plan) -> String {
     sha256_hex(text)
 }
 
-/// Equal numbers then compare equal.
+/// Converts a value to text and back, after which equal numbers compare equal.
 pub(super) fn normalized(value: &Value) -> Value {
     serde_json::from_str(&value.to_string()).unwrap_or_else(|_| value.clone())
 }

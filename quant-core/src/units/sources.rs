@@ -95,7 +95,7 @@ impl UnitJob {
         Ok(())
     }
 
-    /// The tensor differs from that in the model.
+    /// The error for a unit that has read a tensor which differs from that in the model.
     pub(super) fn read_another(&self, unit: &Unit, tensor: &str) -> Result<Error> {
         let path: Option<PathBuf> = self.identity(unit)?.map(|identity| self.path(&identity));
         let path = path.unwrap_or_default();

@@ -106,7 +106,7 @@ impl Store {
         self.path.join(TEMPORARY)
     }
 
-    /// The path of an input.
+    /// Returns the path of an input. Fails if the name leads out of the directory.
     pub(super) fn input(&self, name: &str) -> Result<PathBuf> {
         let plain = name.bytes().all(|b| b.is_ascii_alphanumeric() || b"-._".contains(&b));
         match plain && !name.starts_with('.') && !name.is_empty() {
@@ -115,7 +115,7 @@ impl Store {
         }
     }
 
-    /// Returns the path of an input whose contents have the hash in its name.
+    /// Returns the path of an input, and checks that its contents have the hash in its name.
     pub(super) fn intact_input(&self, name: &str, cancel: &CancelToken) -> Result<PathBuf> {
         let path = self.input(name)?;
         let lost = |reason: &str| Error::InputFile {
@@ -145,7 +145,7 @@ impl Store {
         self.publish(&path, target)
     }
 
-    /// The directory is removed when it is dropped.
+    /// Creates a directory for temporary files, which is removed when it is dropped.
     pub(super) fn temporary_directory(&self, prefix: &str) -> Result<Temporary> {
         let parent = self.temporary();
         let create = || Temporary::create(&parent, prefix);

@@ -53,7 +53,7 @@ struct Progress {
 }
 
 impl UnitSink {
-    /// The file must not exist.
+    /// Creates the file, which must not exist.
     pub(super) fn create(path: &Path, specs: Vec<TensorSpec>) -> Result<Self> {
         check_specs(&specs)?;
         if let Some(reserved) = specs.iter().find(|s| s.name == ABOUT || s.name == SHA256) {
@@ -167,10 +167,10 @@ impl TensorSink for UnitSink {
     }
 }
 
-/// The name of a tensor, the offset of the piece, and the bytes.
+/// Receives a piece of a tensor: its name, the offset of the piece, and the bytes.
 pub(super) type TakePiece<'t> = dyn FnMut(&str, u64, &[u8]) -> Result<()> + 't;
 
-/// Its header and `about` match the unit.
+/// The file of a unit that writes tensors, with a header and `about` that match the unit.
 pub(super) struct UnitFile<'a> {
     path: &'a Path,
     source: ShardedCheckpoint,
@@ -179,7 +179,7 @@ pub(super) struct UnitFile<'a> {
 }
 
 impl<'a> UnitFile<'a> {
-    /// Fails if the file does not hold exactly these tensors.
+    /// Opens a file that must hold exactly these tensors.
     pub(super) fn open(path: &'a Path, specs: Vec<TensorSpec>, identity: &Identity) -> Result<Self> {
         let source = ShardedCheckpoint::open_file(path)?;
         let about = about(&source, path)?;
@@ -230,7 +230,7 @@ impl<'a> UnitFile<'a> {
         }
     }
 
-    /// The reports are correct if [`read`](Self::read) found no damage.
+    /// The reports of the unit's tensors by name, which are correct if [`read`](Self::read) found no damage.
     pub(super) fn reports(&self) -> impl Iterator<Item = (&String, &Value)> {
         self.about["reports"].as_object().into_iter().flatten()
     }

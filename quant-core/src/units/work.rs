@@ -315,7 +315,10 @@ impl UnitJob {
         }
     }
 
-    /// Damaged results that the unit needs are set aside, so that they are computed again.
+    /// Sets damaged results that a unit needs aside, so that they are computed again.
+    ///
+    /// # Errors
+    /// [`Error::Unavailable`] if there are any.
     fn check_inputs(&self, unit: &Unit, host: &Host<'_>) -> Result<()> {
         let mut damaged = Vec::new();
         for id in &unit.needs {
@@ -336,7 +339,7 @@ impl UnitJob {
         })
     }
 
-    /// A damaged result is set aside, with a warning.
+    /// Returns whether a result is intact. A damaged one is set aside, with a warning.
     pub(super) fn is_intact(
         &self,
         unit: &Unit,
@@ -373,7 +376,7 @@ impl UnitJob {
         Ok(())
     }
 
-    /// Keeps the result that differs from the published one.
+    /// Keeps the result that differs from the published one, and returns the error.
     fn conflict(&self, identity: &Identity, file: &Path, target: &Path) -> Result<Error> {
         let own = format!("{}.other-{}-{}", file_name(identity), system::host_name(), std::process::id());
         let kept = target.with_file_name(&own);
@@ -395,7 +398,7 @@ impl UnitJob {
         })
     }
 
-    /// According to the log.
+    /// The machines that computed a result, according to the log.
     fn computed_by(&self, identity: &Identity) -> Vec<String> {
         let stem = stem(identity);
         let entries = std::fs::read_dir(self.store.log()).into_iter().flatten().flatten();

@@ -8,7 +8,7 @@ use std::io::{self, ErrorKind, Read, Write};
 
 const READ_BYTES: usize = 1 << 20;
 
-/// Large parts are borrowed.
+/// A message in parts; large parts are borrowed.
 #[derive(Debug, Default)]
 pub(super) struct Frame<'a> {
     parts: Vec<Cow<'a, [u8]>>,

@@ -42,7 +42,7 @@ pub(super) struct Granted {
     loaded: u64,
     longest: u64,
     time: Duration,
-    /// Derived from the machine's memory.
+    /// A limit on address space derived from the machine's memory.
     max: Option<u64>,
     /// The limit on address space of this process.
     inherited: Option<u64>,
@@ -50,7 +50,7 @@ pub(super) struct Granted {
 }
 
 impl Granted {
-    /// `stacks` is the total size of the process's thread stacks in bytes.
+    /// The limits of a process that loads a file; `stacks` is the total size of its thread stacks in bytes.
     pub(super) fn for_loading(limits: Limits, loadable: &Loadable, stacks: u64) -> Self {
         let loaded = match &loadable.content {
             Content::Tokenizer(json) => json.len(),

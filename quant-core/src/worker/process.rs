@@ -108,7 +108,7 @@ impl TextWorkers for ProcessWorkers {
     }
 }
 
-/// The process is restarted after it was killed.
+/// A worker whose process is restarted after it was killed.
 #[derive(Debug)]
 struct ProcessWorker {
     workers: ProcessWorkers,
@@ -116,7 +116,7 @@ struct ProcessWorker {
     running: Mutex<Option<Running>>,
 }
 
-/// Dropping this kills the process.
+/// A running process and its limits; dropping this kills it.
 #[derive(Debug)]
 struct Running {
     process: WorkerProcess,
@@ -256,7 +256,7 @@ impl TextWorker for ProcessWorker {
     }
 }
 
-/// Reads and writes end when the run is cancelled.
+/// A socket whose reads and writes end when the run is cancelled.
 struct CancellableSocket<'a> {
     socket: &'a Socket,
     cancel: &'a CancelToken,

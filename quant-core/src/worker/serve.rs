@@ -9,7 +9,7 @@ use crate::{Error, Result};
 
 /// The stack size for processing the file. Deeper recursion ends the process.
 pub(super) const STACK: usize = 16 << 20;
-/// Signals that the worker is ready.
+/// The byte that signals that the worker is ready.
 pub(super) const READY: u8 = b'r';
 
 /// Reads the file to load and then questions from `input`, and writes answers to `output`, until the input ends.

@@ -8,7 +8,7 @@ use super::frame::Frame;
 use super::{Answer, Chat, ChatForm, Content, Encoded, Fault, Loadable, Question, RenderedText};
 use crate::system::{path_bytes, path_of_bytes};
 
-/// Must be the same on both sides.
+/// The version of the protocol, which must be the same on both sides.
 const VERSION: u64 = 1;
 
 trait FrameWriter<'a> {
@@ -33,7 +33,7 @@ impl<'a> FrameWriter<'a> for Frame<'a> {
     }
 }
 
-/// `None` if the message does not contain the value.
+/// Takes values from a message; `None` if the message does not contain one.
 struct FrameReader<'a>(&'a [u8]);
 
 impl<'a> FrameReader<'a> {
@@ -74,7 +74,7 @@ impl<'a> FrameReader<'a> {
         Some(bytes.chunks_exact(4).map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect())
     }
 
-    /// Items have at least one byte each, so that a false length is detected early.
+    /// A list of items that have at least one byte each, so that a false length is detected early.
     fn list<T>(&mut self, mut item: impl FnMut(&mut Self) -> Option<T>) -> Option<Vec<T>> {
         let len = self.len()?;
         if len > self.0.len() {

@@ -38,7 +38,8 @@ impl GgufArchive {
     }
 }
 
-/// An element type if there is one, otherwise an opaque type with a name and a number of bytes.
+/// The dtype for a block type: an element type if there is one, otherwise an opaque type with a name and a number of
+/// bytes.
 fn dtype(kind: &'static BlockType, bytes: u64) -> Result<Dtype> {
     if *kind == blocks::F32 {
         return Ok(Dtype::F32);
@@ -65,7 +66,7 @@ fn placed(tensor: GgufTensor) -> Result<PlacedTensor> {
     Ok(PlacedTensor { name: tensor.name, info, offset: tensor.offset })
 }
 
-/// A file with more than one tensor has at most `max` bytes of tensor data.
+/// Splits tensors into files in order. A file with more than one tensor has at most `max` bytes of tensor data.
 fn divided(tensors: &[TensorSpec], max: u64) -> Vec<&[TensorSpec]> {
     let (mut groups, mut first, mut bytes) = (Vec::new(), 0, 0_u64);
     for (i, tensor) in tensors.iter().enumerate() {

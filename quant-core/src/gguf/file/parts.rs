@@ -6,12 +6,12 @@ use super::fault::GgufFault;
 use super::read::GgufHeader;
 use super::value::Value;
 
-/// Counted from 0.
+/// The number of a part, counted from 0.
 pub(super) const NUMBER: &str = "split.no";
 pub(super) const COUNT: &str = "split.count";
 /// The number of tensors in all parts.
 pub(super) const TENSORS: &str = "split.tensors.count";
-/// The numbers of parts have 16 bits.
+/// The maximum number of parts: their numbers have 16 bits.
 pub(super) const MAX_FILES: usize = u16::MAX as usize;
 
 /// The name of part `number`, counted from 0, of `count`, as in llama.cpp.

@@ -156,7 +156,7 @@ impl<R: Read> Cursor<R> {
         Ok(u64::from_le_bytes(self.array(what)?))
     }
 
-    /// Each item has at least `min` bytes.
+    /// Reads a number of items that have at least `min` bytes each.
     fn count(&mut self, what: &str, max: u64, min: u64) -> Result<u64, String> {
         let at = self.at;
         let count = self.u64(what)?;
@@ -261,7 +261,7 @@ impl<R: Read> Cursor<R> {
         (0..count).map(|_| Ok(read(self.array(key)?))).collect()
     }
 
-    /// The offset of the tensor is still relative to the start of the data.
+    /// Reads the description of a tensor. Its offset is still relative to the start of the data.
     fn tensor(&mut self, i: u64) -> Result<GgufTensor, GgufFault> {
         let at = self.at;
         let name = self.string(&format!("name of tensor {i}"))?;

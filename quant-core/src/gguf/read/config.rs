@@ -119,7 +119,7 @@ pub(super) fn shortest(value: f64) -> f64 {
     format!("{:e}", value as f32).parse().unwrap_or(value)
 }
 
-/// One divisor per pair of rotated channels.
+/// Reads a tensor of frequency divisors, one per pair of rotated channels.
 pub(super) fn divisors(about: &About<'_>, tensor: &GgufTensor, rotary_dim: u64) -> Result<Vec<f32>> {
     let count: usize = tensor.shape.iter().product();
     if rotary_dim > MAX_HEAD_DIM || count as u64 != rotary_dim / 2 {

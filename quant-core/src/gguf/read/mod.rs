@@ -86,7 +86,7 @@ impl<'a> About<'a> {
         }
     }
 
-    /// The key lacks the architecture's prefix.
+    /// A value by its key without the architecture's prefix.
     fn get(&self, key: &str) -> Option<&'a Value> {
         self.file.header().get(&format!("{}.{key}", self.family.arch))
     }
@@ -99,7 +99,7 @@ impl<'a> About<'a> {
         GgufFile::unread(self.file.path(), format!("`{}.{key}` {reason}", self.family.arch))
     }
 
-    /// A list with one value per block is accepted if all are equal.
+    /// An integer. A list with one value per block is accepted if all are equal.
     fn integer(&self, key: &str) -> Result<Option<u64>> {
         integer(self.file, &format!("{}.{key}", self.family.arch))
     }
@@ -195,7 +195,7 @@ fn typed<'a, T>(
     read(value).map(Some).ok_or_else(fault)
 }
 
-/// A list with one value per block is accepted if all are equal.
+/// An integer by its full key. A list with one value per block is accepted if all are equal.
 fn integer(file: &GgufFile, key: &str) -> Result<Option<u64>> {
     let Some(list) = file.header().get(key).and_then(Value::as_integers) else {
         return typed(file, key, "an integer of at least 0", Value::as_u64);

@@ -8,7 +8,7 @@ use crate::Result;
 use crate::gguf::families::{How, RoutingKeys};
 use crate::gguf::specials::ROTATIONS;
 
-/// Returns the number of rotated features per head, if the family has latent attention.
+/// Sets the fields of latent attention, if the family has it, and returns the number of rotated features per head.
 pub(super) fn latent(about: &About<'_>, set: &mut impl FnMut(&str, Json)) -> Result<Option<u64>> {
     if !about.family.tensors.iter().any(|(_, how)| matches!(how, How::Latent(_))) {
         return Ok(None);

@@ -213,7 +213,8 @@ impl GgufSource {
         Ok(bytes)
     }
 
-    /// `None` if the matrix is not transposed, or does not contain the row.
+    /// A row of the checkpoint that is a column of a transposed matrix; `None` if the matrix is not transposed, or does
+    /// not contain the row.
     fn column(&self, piece: &Piece, row: usize) -> Result<Option<Vec<f32>>> {
         let RowOrder::Transposed { period, width, depth } = piece.view.order else { return Ok(None) };
         let (which, column) = (row / period, row % period);
@@ -265,7 +266,7 @@ impl GgufSource {
 }
 
 impl CheckpointTensor {
-    /// 1 for a vector whose elements are reordered.
+    /// The number of elements per row; 1 for a vector whose elements are reordered.
     fn columns(&self) -> usize {
         let ordered = self.pieces.iter().any(|piece| piece.view.order != RowOrder::AsStored);
         match (ordered, self.info.shape.as_slice()) {

@@ -10,7 +10,7 @@ use crate::{Error, Result};
 type Metadata = Vec<(String, Value)>;
 type Tensors = Vec<(String, Vec<usize>, Vec<f32>)>;
 
-/// 2 heads of 4 channels, a SentencePiece vocabulary of 6 tokens.
+/// A Llama with one block: 2 heads of 4 channels, a SentencePiece vocabulary of 6 tokens.
 fn model() -> (Metadata, Tensors) {
     let metadata = [
         ("general.architecture", Value::string("llama")),
@@ -383,7 +383,7 @@ fn models_in_parts_are_read_as_one() {
     assert_contains(&refused(&good, NAMES, &fewer), &["11 tensors, but the files contain 8"]);
 }
 
-/// One block has a delta net of 2 key heads and 4 value heads.
+/// A two-block Qwen3.5. One block has a delta net of 2 key heads and 4 value heads.
 fn hybrid() -> (Metadata, Tensors) {
     let (mut metadata, mut tensors) = model();
     metadata.retain(|(key, _)| !key.starts_with("llama."));

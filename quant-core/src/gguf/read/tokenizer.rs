@@ -186,7 +186,7 @@ fn byte_level(about: &About<'_>, vocabulary: &Vocabulary<'_>, form: &Form) -> Re
     }))
 }
 
-/// Texts begin with BOS unless the file states otherwise.
+/// A BPE with `▁` for spaces and byte fallback. Texts begin with BOS unless the file states otherwise.
 fn spaced(about: &About<'_>, vocabulary: &Vocabulary<'_>) -> Result<Json> {
     let (vocab, mut added) = vocabulary.parts();
     // A run of newlines is encoded as one token if the vocabulary contains it, regardless of the merges.

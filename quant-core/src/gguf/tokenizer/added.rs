@@ -23,7 +23,7 @@ pub(super) fn added(json: &Json) -> Result<Vec<Added<'_>>, String> {
 }
 
 impl Added<'_> {
-    /// Some models do not mark their control tokens as special.
+    /// Whether it is a control token. Some models do not mark theirs as special.
     fn controls(&self) -> bool {
         let t = self.content;
         let between = |begin: &str, end: &str| t.starts_with(begin) && t.ends_with(end);

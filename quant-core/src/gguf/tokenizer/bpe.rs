@@ -55,7 +55,7 @@ pub(super) fn read(json: &Json, rows: usize, pre: (String, String)) -> Result<Vo
     Ok(vocabulary)
 }
 
-/// A space within a part is replaced by its symbol in the byte-level alphabet.
+/// The merges as pairs. A space within a part is replaced by its symbol in the byte-level alphabet.
 pub(super) fn merges(json: &Json) -> Result<Vec<[String; 2]>, String> {
     let merges = list(json.get("model").unwrap_or(&Json::Null), "merges")?;
     let one = |(i, merge): (usize, &Json)| {

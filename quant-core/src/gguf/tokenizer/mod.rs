@@ -131,7 +131,7 @@ fn without_vocabulary() -> (String, Value) {
     ("tokenizer.ggml.model".to_owned(), Value::string(NO_VOCABULARY))
 }
 
-/// llama.cpp's loader aborts on empty and repeated tokens.
+/// Renames empty and repeated tokens, because llama.cpp's loader aborts on them.
 fn make_distinct(tokens: &mut [String]) {
     let mut seen = std::collections::HashSet::new();
     for (id, token) in tokens.iter_mut().enumerate() {
@@ -190,7 +190,7 @@ fn unwritable(path: &Path, reason: String) -> Error {
     }
 }
 
-/// Empty if the array is missing or `null`.
+/// An array of a JSON object; empty if it is missing or `null`.
 fn list<'a>(json: &'a Json, key: &str) -> Result<&'a [Json], String> {
     match json.get(key) {
         None | Some(Json::Null) => Ok(&[]),

@@ -106,7 +106,7 @@ fn split(g: &mut GraphBuilder, value: NodeId, widths: [usize; 2]) -> [NodeId; 2]
 }
 
 /// Returns the factor of the scores in addition to `1 / √head_dim`: the square of YaRN's recommended factor if
-/// `mscale_all_dim` is set.
+/// `mscale_all_dim` is set, else 1.
 fn score_factor(config: &ConfigFields<'_>) -> Result<f64> {
     const KEY: &str = "mscale_all_dim";
     let older = config.optional_object("rope_scaling")?;

@@ -366,7 +366,7 @@ fn take_sections(map: &mut Map<String, Value>) -> Option<(&'static str, Value)> 
     found
 }
 
-/// Otherwise no position would define the angle of some frequency.
+/// Checks that every frequency of a head belongs to a section. Otherwise no position would define its angle.
 fn check_sections(
     fields: &ConfigFields<'_>,
     sections: Option<&(&'static str, Value)>,

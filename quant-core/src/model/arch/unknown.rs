@@ -15,7 +15,7 @@ use crate::checkpoint::{Asked, ConfigFields, printable};
 /// A field that indicates a difference from most families.
 struct Marker {
     key: &'static str,
-    /// `null` and absent fields never do.
+    /// Returns whether the value enables the feature. `null` and absent fields never do.
     applies: fn(&Value) -> bool,
     /// Completes the sentence that the field begins.
     means: &'static str,
@@ -142,7 +142,8 @@ fn is_bookkeeping(key: &str) -> bool {
         || ends.iter().any(|end| key.ends_with(end))
 }
 
-/// Most configurations contain such values for features that the family lacks.
+/// Returns whether a value disables a feature. Most configurations contain such values for features that the family
+/// lacks.
 fn is_unset(value: &Value) -> bool {
     match value {
         Value::Null | Value::Bool(false) => true,

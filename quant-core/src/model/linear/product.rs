@@ -15,11 +15,12 @@ use crate::vector::vectorized;
 use crate::{Error, Result};
 
 const TILE_N: usize = 256;
-/// Enough that widening the weight's tile is a small part of the work.
+/// Tokens per tile: enough that widening the weight's tile is a small part of the work.
 const TILE_M: usize = 2048;
 /// For up to this many tokens, plain dot products are faster than packing for a matrix product.
 const FEW_TOKENS: usize = 4;
-/// Few enough that widened rows are still in a cache when they are multiplied.
+/// Rows of a float weight that are widened at a time for few tokens, so that they are still in a cache when they are
+/// multiplied.
 const FEW_ROWS: usize = 4;
 
 /// `out[m, n] = x[m, k] · weight[n, k]ᵀ`, all row-major. `x` is rounded only if the kernels do it;

@@ -15,7 +15,7 @@ use crate::blocks::BlockType;
 use crate::vector::vectorized;
 
 const TILE: usize = 32;
-/// A multiple of the block size of every type.
+/// Columns per run: a multiple of the block size of every type.
 const RUN: usize = 256;
 
 /// Encodes rows `[n, k]` as blocks, with the factor of their inputs' Hessian for columns in ascending order.

@@ -304,7 +304,7 @@ impl Ratios {
         &self.bands[c / BLOCK][row + columns.start - first..row + columns.end - first]
     }
 
-    /// The first column must not be before the last row.
+    /// Passes rows and columns of the matrix to `work`. The first column must not be before the last row.
     pub(super) fn with_panel<R>(
         &self,
         rows: Range<usize>,

@@ -178,7 +178,7 @@ fn tiles<T: Send>(sum: &mut [Vec<T>]) -> impl IndexedParallelIterator<Item = (us
     tiles.rev().with_max_len(1)
 }
 
-/// Restricted to the size of the tile.
+/// `tile (+)= x[:, first..]ᵀ x`, restricted to the size of the tile.
 fn multiply(tile: MatMut<'_, f32>, accum: Accum, x: MatRef<'_, f32>, first: usize) {
     let (height, width) = (tile.nrows(), tile.ncols());
     matmul(tile, accum, x.subcols(first, height).transpose(), x.subcols(0, width), 1.0_f32, Par::Seq);

@@ -180,7 +180,8 @@ impl SolveArguments<'_> {
     }
 }
 
-/// Some rows. In arrays `[k, r]` or `[groups, r]`, the values of a column or group for the `r` rows are contiguous.
+/// The state of some rows. In arrays `[k, r]` or `[groups, r]`, the values of a column or group for the `r` rows are
+/// contiguous.
 #[derive(Default)]
 struct Tile {
     first: usize,
@@ -359,7 +360,8 @@ impl Tile {
         Ok(())
     }
 
-    /// `columns` are in the block that starts at `block`. Their errors go to the columns after them, up to `end`.
+    /// Propagates the errors of `columns`, which are in the block that starts at `block`, to the columns after them, up
+    /// to `end`.
     fn update(
         &mut self,
         work: &SolveArguments<'_>,

@@ -391,7 +391,7 @@ impl Plan {
         Ok(())
     }
 
-    /// Norms, biases, and unknown tensors.
+    /// Adds all tensors that no entry uses: norms, biases, and unknown tensors.
     fn add_float_tensors(&mut self, model: &Model, folds: &FoldedNodes) -> Result<()> {
         let architecture = model.architecture();
         let mut rewritten = std::collections::BTreeMap::new();

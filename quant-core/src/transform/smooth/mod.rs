@@ -54,7 +54,7 @@ const TWENTIETHS: std::ops::RangeInclusive<u8> = 8..=19;
 const TWENTIETHS_OF_OUTPUTS: std::ops::RangeInclusive<u8> = 0..=11;
 /// The default exponents for outputs that are read by weights in groups, and by weights with a scale per row.
 const DEFAULT_OF_OUTPUTS: [f32; 2] = [0.3, 0.1];
-/// Per producer: the exponents, and no smoothing.
+/// The number of candidates per producer: the exponents, and no smoothing.
 const CANDIDATES: usize = 13;
 const SEARCH_TOKENS: usize = 2048;
 
@@ -161,7 +161,7 @@ impl Smoothing {
         twentieths.map(|twentieth| f32::from(twentieth) / 20.0)
     }
 
-    /// SmoothQuant does not help linears with float activations.
+    /// Whether smoothing helps a linear. SmoothQuant does not help linears with float activations.
     fn is_for(self, task: &BlockTask<'_>, node: NodeId) -> bool {
         task.grids.get(&node).is_some_and(|grid| {
             self.producers == Smoothed::Linears || grid.scheme.activations != ActivationScheme::Float
@@ -351,7 +351,7 @@ impl Migration {
         Ok(Self { group, activations, weights })
     }
 
-    /// Equation 4; 1 for a channel whose inputs are all 0 or whose scale is not a normal float.
+    /// The scales by equation 4; 1 for a channel whose inputs are all 0 or whose scale is not a normal float.
     fn scales(&self, alpha: f32) -> Vec<f32> {
         let scale = |(&x, &w): (&f32, &f32)| match x > 0.0 {
             false => 1.0,
@@ -505,7 +505,7 @@ impl<'a> BlockSearch<'a> {
         Ok(if error.is_finite() { error } else { f64::INFINITY })
     }
 
-    /// The exponents of other groups do not change.
+    /// Chooses the exponent of a group; those of other groups do not change.
     fn choose(
         &mut self,
         alphas: &mut [Option<f32>],

@@ -5,7 +5,7 @@ use crate::model::NodeId;
 use crate::transform::{Producers, SearchWork, StepContext, Workload};
 use crate::{Error, Result};
 
-/// The scales of NVFP4 and the MX formats, per group of inputs, adapt to outliers by themselves.
+/// Fails for NVFP4 and the MX formats, whose scales per group of inputs adapt to outliers by themselves.
 pub(super) fn check_scales(step: &str, context: &StepContext<'_>) -> Result<()> {
     let Some(scheme) = context.schemes.iter().find(|scheme| scheme.fixed_scales().is_some()) else {
         return Ok(());

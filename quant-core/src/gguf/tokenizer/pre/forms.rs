@@ -224,7 +224,7 @@ impl Form {
     }
 }
 
-/// `None` if a step is not supported.
+/// The steps of a pre-tokenizer; `None` if one of them is not supported.
 pub(super) fn steps(json: &Json) -> Option<Vec<Step>> {
     let flag = |key: &str| json.get(key).and_then(Json::as_bool);
     match json.get("type")?.as_str()? {
