@@ -1,6 +1,6 @@
-//! A run reads every weight of a block once per output format, also when it is resumed: the bytes that were searched or
-//! multiplied are the bytes that are rounded and hashed. AWQ reads once for all formats. Rounding to nearest with a
-//! scale shared between linears reads these twice, first for the largest magnitude.
+//! A run reads every weight of a block once per output format, also when it is resumed. Exceptions: AWQ reads once for
+//! all formats; rounding to nearest with a scale shared between linears reads twice; experts that are processed one at
+//! a time are read several times.
 
 mod common;
 #[path = "common/sink.rs"]

@@ -120,8 +120,8 @@ impl Decoder {
     }
 
     /// Returns the decoder with its quantized linears packed for the kernels. Products of few tokens are much faster,
-    /// and results differ slightly because of rounding. Attention runs on the kernels' own quantized cache if they
-    /// support it ([`KvCaching::refusal`]); otherwise the cache stays simulated.
+    /// and results differ slightly because of rounding. If keys and values are quantized, attention runs on the
+    /// kernels' own cache, unless they do not support it ([`KvCaching::refusal`]).
     ///
     /// # Errors
     /// As [`WeightBody::packed`].
@@ -181,7 +181,7 @@ impl Decoder {
     }
 
     /// Returns the input of the first block for windows of equal length, `[batch, positions, features]`. The first
-    /// `hidden` features are the embeddings. Some families have more features, which only some blocks read.
+    /// `hidden` features are the embeddings. Some families append further values, which blocks read.
     ///
     /// # Errors
     /// When the windows differ in length, a token is outside the vocabulary, or the model has learned positions and the

@@ -117,8 +117,8 @@ impl<'a> Head<'a> {
     }
 
     /// Computes the logits of the tokens `columns` for [`inputs`](Self::inputs) `[m, width]`, on this thread. The
-    /// result `out` is `[m, columns]`. `scratch` is a buffer for the rows of the weight; at most [`HEAD_TILE`] columns
-    /// limit its size.
+    /// result `out` is `[m, columns]`. `scratch` is a buffer for the rows of the weight; callers pass at most
+    /// [`HEAD_TILE`] columns, to limit its size.
     ///
     /// # Errors
     /// When the head [is whole](Self::is_whole), or its weight cannot be dequantized.

@@ -1,8 +1,7 @@
 //! The pipeline: each block in turn is read, observed, rewritten, rounded, packed and written.
 //!
-//! Memory holds one block and the hidden states of the batch, however many layers the model has. Each weight of a block
-//! is read once, when something first needs it, and dropped when it has been written. Methods that do not need whole
-//! blocks stream their linears through one at a time.
+//! Memory holds at most one block and the hidden states of the batch, however many layers the model has. Methods that
+//! do not need whole blocks stream their linears through one at a time.
 
 mod batch;
 mod conveyor;

@@ -57,8 +57,9 @@ pub struct StateFiles {
 pub struct SavedStates {
     /// The file. It appears complete or not at all.
     pub path: PathBuf,
-    /// The minimum time between two saves. Saving also takes only a small fraction of the run time: a save on a slow
-    /// disk is abandoned and tried again later. [`Duration::ZERO`] saves before every block, however long it takes.
+    /// The minimum time between two saves. Saving also takes only a small fraction of the run time, or a few seconds
+    /// early in a run: a save on a slow disk is abandoned and tried again later. [`Duration::ZERO`] saves before every
+    /// block, however long it takes.
     pub every: Duration,
 }
 

@@ -5,8 +5,8 @@
 //! the rows of the producer and the columns of the consumer are permuted together. They are therefore sorted by their
 //! largest magnitude on the calibration text, ascending: `order = argsort(max |X_j|)`. There is no cost at inference.
 //!
-//! Channels stay within their heads, and query heads that share a key head have the same order. Channels between norms
-//! and linears are not sorted, because the residual stream has one order for the whole model.
+//! In attention, channels stay within their heads, and query heads that share a key head have the same order. Channels
+//! between norms and linears are not sorted, because the residual stream has one order for the whole model.
 
 use super::{BlockTask, Needs, Rewrite, Transform, TransformSettings};
 use crate::calibrate::HiddenStates;
