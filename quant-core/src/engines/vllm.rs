@@ -108,7 +108,6 @@ fn cuda_int8_kernel(share: &Share<'_>) -> Compatibility {
     }
 }
 
-/// Recent devices multiply FP8 and FP4 values; older ones run Marlin with float activations.
 fn cuda_float_kernel(share: &Share<'_>, format: FloatFormat) -> Compatibility {
     let rounds = share.scheme.activations != ActivationScheme::Float;
     match (format, share.scheme.fixed_scales()) {

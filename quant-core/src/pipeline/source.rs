@@ -32,7 +32,7 @@ pub(super) struct ReadWeights<'b> {
 }
 
 impl<'b> ReadWeights<'b> {
-    /// Empty without a block. The hashes are those of the same span.
+    /// Takes the weights of a block, or none without one. The hashes are those of the same span.
     pub(super) fn of(block: Option<&'b Block>, shared: bool, hashes: &'b Hashes) -> Self {
         let weights = block.into_iter().flat_map(Block::stored_weights);
         Self { weights: weights.map(|weight| (weight.name(), weight)).collect(), shared, hashes }

@@ -1,9 +1,8 @@
 //! GPTQ for the blocks of GGUF files. The scales of a block are computed when its first column is reached, from weights
 //! that include the updates of earlier columns.
 //!
-//! Columns stay in file order, because blocks consist of adjacent columns. They are processed in runs: within a run,
-//! each error is propagated immediately; the errors of a run are propagated to the columns after it by one matrix
-//! product.
+//! Columns stay in file order, because blocks consist of adjacent columns. They are processed in runs; the errors of a
+//! run are propagated to the columns after it by one matrix product.
 
 use faer::linalg::matmul::matmul;
 use faer::{Accum, MatMut, MatRef, Par};

@@ -362,8 +362,8 @@ impl Op {
         self.computes() == Computes::ExpertSum
     }
 
-    /// Returns whether the output is the residual stream, normalized or not. An engine that splits a model across
-    /// devices has the complete stream on each.
+    /// Returns whether the output counts as the residual stream, normalized or not. An engine that splits a model
+    /// across devices has the complete stream on each.
     pub fn gives_stream(&self) -> bool {
         match self {
             Self::Input { .. } | Self::Add | Self::RmsNorm { .. } | Self::LayerNorm { .. } => true,
