@@ -60,7 +60,7 @@ fn values(len: usize, seed: u64) -> Vec<f32> {
     std::iter::repeat_with(next).take(len).collect()
 }
 
-/// Runs `work`, and lowers `best` to its time in seconds if that is less.
+/// Lowers `best` to the time of `work` in seconds if that is less.
 fn timed<R>(best: &mut f64, work: impl FnOnce() -> R) -> R {
     let start = Instant::now();
     let result = work();

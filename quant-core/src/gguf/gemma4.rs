@@ -37,9 +37,6 @@ fn has_linear(a: &Architecture, layer: usize, module: &str) -> bool {
 }
 
 /// The attention shape of blocks without a sliding window.
-///
-/// # Errors
-/// [`Error::Usage`](crate::Error::Usage) when GGUF cannot describe the heads.
 pub(super) fn attention(a: &Architecture, family: &GgufFamily) -> Result<AttentionShape> {
     let [full, _] = shapes(a, family)?;
     match full.scale() == 1.0 {
@@ -50,10 +47,6 @@ pub(super) fn attention(a: &Architecture, family: &GgufFamily) -> Result<Attenti
     }
 }
 
-/// Writes heads, windows, KV sharing and per-layer inputs.
-///
-/// # Errors
-/// As [`attention`].
 pub(super) fn heads(a: &Architecture, family: &GgufFamily, put: &mut impl FnMut(&str, Value)) -> Result<()> {
     let [full, windowed] = shapes(a, family)?;
     let count = |n: usize| count(family, n);
@@ -90,10 +83,6 @@ pub(super) fn heads(a: &Architecture, family: &GgufFamily, put: &mut impl FnMut(
     Ok(())
 }
 
-/// The intermediate sizes of the MLPs.
-///
-/// # Errors
-/// As [`attention`].
 pub(super) fn mlps(a: &Architecture, family: &GgufFamily) -> Result<Value> {
     let width = |layer: usize| {
         let mut linears = a.graph(layer).linears();
@@ -102,7 +91,6 @@ pub(super) fn mlps(a: &Architecture, family: &GgufFamily) -> Result<Value> {
     one_or_all(family, &(0..a.layers).map(width).collect::<Vec<_>>())
 }
 
-/// A single number if all are equal, otherwise a list.
 fn one_or_all(family: &GgufFamily, numbers: &[usize]) -> Result<Value> {
     match numbers {
         [first, rest @ ..] if rest.iter().all(|n| n == first) => count(family, *first),
@@ -117,9 +105,6 @@ fn one_or_all(family: &GgufFamily, numbers: &[usize]) -> Result<Value> {
 }
 
 /// Writes the rotary embeddings of both kinds of blocks, and returns the frequency divisors of blocks without a window.
-///
-/// # Errors
-/// As [`attention`].
 pub(super) fn rope(
     a: &Architecture,
     family: &GgufFamily,

@@ -43,7 +43,6 @@ fn answers() -> Vec<Result<Answer, Fault>> {
     ]
 }
 
-/// The payload of a frame after it has gone through a pipe.
 fn sent(frame: &Frame<'_>) -> Vec<u8> {
     let mut pipe = Vec::new();
     frame.write_to(&mut pipe).unwrap();

@@ -1,4 +1,4 @@
-//! Falcon-H1: attention and a Mamba 2 mixer in parallel in every layer, and constant multipliers on almost every value.
+//! Falcon-H1: attention and a Mamba 2 mixer in parallel in every layer, and constant multipliers on many values.
 //!
 //! A multiplier before a linear without bias is applied after it here, so that the norm's channels reach all linears
 //! unscaled.
@@ -11,11 +11,9 @@ use crate::Result;
 use crate::checkpoint::ConfigFields;
 use crate::model::rope::Rope;
 
-/// The family of `FalconH1ForCausalLM`.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct FalconH1;
 
-/// The multipliers of attention, the mixer's output and the MLP.
 #[derive(Debug, Clone, Copy)]
 struct Multipliers {
     attention_in: f32,

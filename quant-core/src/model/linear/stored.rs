@@ -9,7 +9,7 @@ use crate::{Error, Result};
 /// A float weight `[n, k]` of a checkpoint.
 ///
 /// It is read completely on first use and checked to be finite. The bytes are kept until they are
-/// [released](Self::release), so a weight that is searched, multiplied and written is read once.
+/// [released](Self::release).
 pub struct StoredWeight {
     source: Arc<dyn TensorSource>,
     name: String,
