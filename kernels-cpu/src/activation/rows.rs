@@ -54,7 +54,6 @@ unsafe fn load<L: RowLanes, E: Element>(x: &[E], at: usize) -> L::F {
     }
 }
 
-/// Stores up to sixteen values, rounded to the element type, ties to even.
 #[inline(always)]
 unsafe fn store<L: RowLanes, E: Element>(x: &mut [E], at: usize, a: L::F) {
     let left = &mut x[at..];
@@ -108,7 +107,6 @@ pub(super) unsafe fn largest<L: RowLanes>(row: &[f32]) -> f32 {
     }
 }
 
-/// Converts values to `f32`; returns their largest magnitude.
 #[inline(always)]
 pub(super) unsafe fn widen<L: RowLanes, E: Element>(x: &[E], out: &mut [f32]) -> f32 {
     assert_eq!(x.len(), out.len());
@@ -124,7 +122,6 @@ pub(super) unsafe fn widen<L: RowLanes, E: Element>(x: &[E], out: &mut [f32]) ->
     }
 }
 
-/// Rounds values to the element type, ties to even.
 #[inline(always)]
 pub(super) unsafe fn narrow<L: RowLanes, E: Element>(x: &[f32], out: &mut [E]) {
     assert_eq!(x.len(), out.len());

@@ -34,9 +34,8 @@
 //! step, bf16:  word r of line p = weight(r, PAIRS[p]) | weight(r, PAIRS[p] + 2) << 16
 //! ```
 //!
-//! So one load of 64 bytes, an AND and a shift give two registers whose 32-bit lanes are rows with four neighbouring
-//! codes each: the operands of `vpdpbusd`, `vpmaddubsw` and `sdot`. The 16-bit words of the loaded bytes hold, at
-//! shifts of 0, 4, 8 and 12, the pairs for a bf16 dot product.
+//! So with 4 bits, one load of 64 bytes, an AND and a shift give two registers whose 32-bit lanes are rows with four
+//! neighbouring codes each: the operands of `vpdpbusd`, `vpmaddubsw` and `sdot`.
 
 mod dense;
 mod pack;
@@ -69,7 +68,6 @@ pub(crate) const fn unit_of(code_bits: usize) -> usize {
     }
 }
 
-/// A cache line.
 #[derive(Debug, Clone, Copy)]
 #[repr(C, align(64))]
 pub(crate) struct Line(pub(crate) [u8; LINE]);
@@ -111,7 +109,6 @@ impl ScaleType {
         }
     }
 
-    /// Whether these are the scales of super-blocks.
     pub(crate) fn is_super(self) -> bool {
         matches!(self, Self::Super | Self::SuperMins)
     }
@@ -152,7 +149,7 @@ pub struct Layout {
     /// The format of floating-point codes.
     float: Option<FloatFormat>,
     sums: bool,
-    /// Derived values, computed once since kernels use them for every tile.
+    /// Derived values.
     groups: usize,
     steps: usize,
     panel_bytes: usize,
@@ -308,7 +305,7 @@ impl Layout {
             (ScaleType::Progressive, _) => (k, PROGRESSIVE_MAX as usize),
             // An integer scale is at most 128 in magnitude, a code without its zero point below 64, a level below 128.
             (ScaleType::Super | ScaleType::SuperMins, _) => (SUPER_BLOCK, 128 * 128),
-            // Multiplied by floats only.
+            // Dense weights are multiplied by floats only.
             (_, DENSE_BITS) => (1, 1),
             (_, 8) => (group_size, 255),
             // Levels are multiplied with an offset that makes them unsigned.
@@ -351,7 +348,7 @@ impl Layout {
         self.n
     }
 
-    /// The layout of `n` of these rows, from a panel boundary. Only `n` differs, because panels are independent.
+    /// The layout of `n` of these rows, from a panel boundary.
     pub(crate) fn of_rows(&self, n: usize) -> Self {
         Self { n, ..*self }
     }
@@ -436,7 +433,6 @@ impl Layout {
         !self.is_super() && self.float != Some(FloatFormat::Iq4)
     }
 
-    /// Whether groups form super-blocks.
     pub(crate) fn is_super(&self) -> bool {
         self.scales.is_super()
     }
@@ -450,7 +446,6 @@ impl Layout {
         }
     }
 
-    /// Bytes of zero points per group, or of minima.
     fn zero_bytes(&self) -> usize {
         match (self.scales, self.zero_point) {
             (ScaleType::SuperMins, _) => PANEL_ROWS,
@@ -459,7 +454,6 @@ impl Layout {
         }
     }
 
-    /// Super-blocks per row.
     pub(crate) fn blocks(&self) -> usize {
         self.k / SUPER_BLOCK
     }
@@ -520,7 +514,7 @@ impl Layout {
         let zero_point = self.zero_point.map_or(0, |m| 1 + u64::from(m));
         let sizes = [self.n, self.k, self.code_bits, self.group_size].map(|s| s as u64);
         let words = [VERSION].into_iter().chain(sizes).chain([scales, zero_point, u64::from(self.sums)]);
-        // Integer codes add no word, so that their ids remain those from before floating-point codes existed.
+        // Integer codes add no word, so that their ids do not change.
         let words = words.chain(float);
         // FNV-1a.
         words.flat_map(u64::to_le_bytes).fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
