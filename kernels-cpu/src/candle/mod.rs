@@ -128,8 +128,8 @@ impl QuantizedLinear {
     /// Creates a linear layer with these weights, and the bias that they were packed with.
     ///
     /// # Errors
-    /// When the weights are FP8 (E4M3) and the activations int8, a static scale is not positive and finite, or its zero
-    /// point requires sums and the weights were packed without them.
+    /// When the weights are FP8 (E4M3) or bf16 and the activations int8, a static scale is not positive and finite, or
+    /// its zero point requires sums and the weights were packed without them.
     pub fn new(
         weight: Arc<PackedLinear>,
         activations: Activations,

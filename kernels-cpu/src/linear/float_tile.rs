@@ -8,9 +8,8 @@
 //!
 //! A group's products are added in order; pairs of bf16 are added in blocks of 256 features, and the blocks in order.
 //! So a row's result is bit-identical whether it is computed alone or in a batch. With one or two rows there are too
-//! few independent sums to hide the latency of a product, which matters on paths with two bf16 per value: there, two
-//! groups, or two blocks of a wide group, are computed in parallel. Using more than two is slower, because they read
-//! more memory locations at once.
+//! few independent sums to hide the latency of a product; on paths with two bf16 per value, two groups, or two blocks
+//! of a wide group, are therefore computed in parallel.
 #![allow(clippy::needless_range_loop, reason = "rows and panels index several arrays at once")]
 
 use crate::layout::{Layout, PANEL_ROWS, STEP, SUPER_BLOCK, ScaleType};
@@ -19,7 +18,6 @@ use crate::simd::{FloatLanes, codes};
 use super::prefetcher::{Prefetcher, next_parameters};
 use super::tile::{Tile, finish, scales_of};
 
-/// Steps per block.
 pub(super) const BLOCK: usize = 256 / STEP;
 
 /// Multiplies a tile.
@@ -112,7 +110,6 @@ pub(super) unsafe fn table_of<L: FloatLanes, const CODES: usize>(layout: &Layout
     }
 }
 
-/// The value that is subtracted from every integer code.
 fn centre<const CODES: usize>(layout: &Layout) -> i32 {
     layout.zero_point().map_or(1 << (codes::bits(CODES) - 1), i32::from)
 }
@@ -155,7 +152,6 @@ unsafe fn add_steps<
 ) -> [[[L::F; NP]; MR]; NG] {
     let panel = t.layout.panel_bytes();
     let (step_bytes, unit) = (PANEL_ROWS * STEP * codes::bits(CODES) / 8, const { codes::unit(CODES) });
-    // With two groups in parallel, the prefetched lines are those after both.
     let waits = MR <= 4;
     let ahead = Prefetcher::new(t.layout, NP, (NG * count * step_bytes).clamp(2048, 8192));
     let ahead_of = |at: *const u8| if waits { ahead.of(at.addr() - t.weights.addr()) } else { 0 };
@@ -168,14 +164,14 @@ unsafe fn add_steps<
         let mut sums = [[[L::zero(); NP]; MR]; NG];
         let mut step = 0;
         for _ in 0..count {
-            // Unrolled instead of a loop, so that all sums stay in registers.
+            // Unrolled, so that all sums stay in registers.
             add_step::<L, CODES, REST, MR, NP>(&mut sums[0], (at, x), step, table, panel, ahead_of(at));
             if NG > 1 {
                 let behind = (at.wrapping_add(count * step_bytes), x.wrapping_add(count * t.strip * row));
                 let ahead = ahead_of(behind.0);
                 add_step::<L, CODES, REST, MR, NP>(&mut sums[1], behind, step, table, panel, ahead);
             }
-            // After the last step, these pointers are past the end and are not dereferenced.
+            // After the last step, these pointers are past the end, but are not dereferenced.
             x = x.wrapping_add(t.strip * row);
             step += 1;
             if step == unit {
@@ -347,7 +343,6 @@ pub(crate) const FLOAT_STEP: usize = 32;
 /// Bytes per step of a row that are used if the values are bf16, and multiplied as such.
 pub(crate) const BF16_STEP: usize = 16;
 
-/// Bytes per step of a row.
 pub(super) const fn step_of<L: FloatLanes, const REST: bool>() -> usize {
     if L::ORDERED || REST { FLOAT_STEP } else { BF16_STEP }
 }
