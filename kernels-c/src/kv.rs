@@ -103,7 +103,6 @@ impl Described for qz1_kv_layout {
     }
 }
 
-/// The `QZ1_KV_…` of a type of cache.
 pub(crate) fn kind_number(kind: KvType) -> u32 {
     match kind {
         KvType::Kv4 => QZ1_KV_4BIT,
@@ -129,10 +128,9 @@ pub(crate) unsafe fn heads(scope: &Scope, at: *const qz1_heads) -> Result<Heads,
     Ok(Heads { query: h.query, kv: h.kv, scale: h.scale })
 }
 
-/// The number of lists that are stored without allocating.
 const FEW: usize = 32;
 
-/// Calls `body` with the lists of the caller. All memory that is written must have been entered before.
+/// Calls `body` with the lists of the caller; memory that is written must have been entered before.
 ///
 /// # Safety
 /// Same as for [`Scope::each`] and [`Scope::slice`], for the memory that the lists point to.
