@@ -74,7 +74,6 @@ pub fn run(args: &Args) -> Result<()> {
     record.conclude(args.check, &broken)
 }
 
-/// Returns the limits that a line of the table exceeds.
 fn broken_promises(line: &str) -> Result<Vec<String>> {
     let numbers: Vec<f64> = line.split(',').map(str::parse).collect::<Result<_, _>>()?;
     let [_, _, _, product, hessian, triangle, chain, factor, solve] =
