@@ -20,8 +20,8 @@ TOLERANCE = 5e-6
 # its f64 logits by 4.7e-6.
 STEEP = {"gemma4-vl": 1e-5, "gemma4-vl-small": 1e-5}
 QUICK = ["--samples", "4", "--seq-len", "64"]
-# Model, name of the case, options of `quant quantize`, and whether transformers must dequantize. There is one case per
-# class here; those in MORE run only with --whole.
+# Model, name of the case, options of `quant quantize`, and whether transformers must dequantize. The cases in MORE run
+# only with --whole.
 QUANTIZED = [
     ("qwen2-vl", "awq-w4-g32", ["--group-size", "32", *QUICK], False),
     ("qwen2.5-vl-flat", "rtn-w4-g128", ["--method", "rtn"], False),
