@@ -90,6 +90,7 @@ impl FloatFormat {
         self.values()[code as usize]
     }
 
+    /// Whether the value of a code is a number.
     pub fn is_number(self, code: u8) -> bool {
         !self.value(code).is_nan()
     }

@@ -84,6 +84,7 @@ pub enum Scales<'a> {
         /// The divisor of all scales: positive and finite.
         global: f32,
     },
+    /// An integer per group, and a float per super-block.
     Super(SuperScales<'a>),
 }
 

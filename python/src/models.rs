@@ -33,6 +33,7 @@ struct Loaded {
     template: Mutex<Option<Arc<ChatTemplate>>>,
 }
 
+/// A loaded model.
 #[pyclass(frozen, module = "fewbits._native")]
 pub struct Model {
     loaded: Arc<Loaded>,
