@@ -32,8 +32,7 @@ fn launched<A: Copy>(plan: &Plan, good: &A, launch: Launch<A>, change: impl Fn(&
 
 type Field<A> = fn(&mut A) -> &mut qz1_cuda_region;
 
-/// A launch fails if any region is too short, null, misaligned or beyond the address space; optional regions may be
-/// absent.
+/// A launch fails if any region is too short, null, misaligned or beyond the address space, or a required one is absent.
 fn regions<A: Copy>(plan: &Plan, good: &A, launch: Launch<A>, fields: &[(Field<A>, u64, bool)]) {
     use qz1_status::{Length, Misaligned, Null, TooLarge};
     for (i, (field, align, optional)) in fields.iter().enumerate() {

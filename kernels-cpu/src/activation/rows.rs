@@ -1,8 +1,7 @@
 //! The inner loops along one row, written once over [`RowLanes`].
 //!
-//! Sums of squares use 64 lanes: the square of value `i` is added to lane `i mod 64` by a fused multiply-add, in order;
-//! then the upper half of the lanes is added to the lower half, from 32 + 32 down to 1 + 1. This order is part of the
-//! definition, so results are bit-identical on all instruction sets.
+//! Squares are added in the order that [`reference::rms_norm`](crate::reference::rms_norm) defines, so results are
+//! bit-identical on all instruction sets.
 
 use super::RowLayout;
 use super::element::{Element, sealed::Kind};

@@ -140,8 +140,8 @@ impl QuantizedExperts {
     }
 
     /// Runs the experts on `x` `[.., hidden]` in f32, f16 or bf16, with `experts` `[.., top_k]` in u32 and `weights`
-    /// `[.., top_k]` in f32, all on the CPU. The result is `[.., hidden]` in the type of `x`; it is accumulated in f32
-    /// and rounded once. Gradients are not supported.
+    /// `[.., top_k]` in f32, all on the CPU. The result is `[.., hidden]` in the type of `x`. Gradients are not
+    /// supported.
     ///
     /// # Errors
     /// When a type, device or shape is wrong, or an index of an expert is out of range.

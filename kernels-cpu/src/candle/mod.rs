@@ -114,9 +114,8 @@ impl CallMemory {
 /// `y = x Ŵᵀ + b` with packed weights `[n, k]`.
 ///
 /// The input is `[.., k]` in `f32`, f16 or bf16, on the CPU; non-contiguous input is copied first. The result is
-/// `[.., n]` in the type of the input; it is accumulated in `f32` and rounded once, half to even. Gradients are not
-/// supported: the result of [`forward`](Module::forward) is detached, and `backward` fails on the result of
-/// `apply_op1`. Clones share the weights and the runner.
+/// `[.., n]` in the type of the input. Gradients are not supported: the result of [`forward`](Module::forward) is
+/// detached, and `backward` fails on the result of `apply_op1`. Clones share the weights and the runner.
 #[derive(Debug, Clone)]
 pub struct QuantizedLinear {
     weight: Arc<PackedLinear>,

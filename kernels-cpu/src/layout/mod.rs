@@ -163,9 +163,8 @@ impl Layout {
     /// - the matrix is empty, or its packed size overflows;
     /// - `sums` is set for floating-point codes or super-blocks;
     /// - a global scale is not positive and finite, or so small that 256 divided by it overflows;
-    /// - a group is so wide that its sums might overflow 32 bits: wider than 65,793 for codes stored in 8 bits and IQ4,
-    ///   or 1,118,481 for other codes in 4 bits; with `sums` 33,025 or 561,433. For progressive weights the bound is on
-    ///   the width of rows: 131,071, with `sums` 65,793.
+    /// - a group, or a row of progressive weights, is so wide that its sums might overflow 32 bits. The limit depends on
+    ///   the format; it is 33,025 input features or more.
     pub fn of(view: &WeightView<'_>, sums: bool) -> Result<Self, KernelError> {
         let code_bits = match (view.bits(), view.all_scales()) {
             (..=4, _) => 4,

@@ -1,15 +1,14 @@
 //! The inner loop for float activations: codes are converted to floats in registers, exactly.
 //!
-//! Integer codes are multiplied as `code − c`, with `c` the zero point of a symmetric grid, or 8 or 128: small
-//! integers, exact in bf16 and `f32`. A group's own zero point then costs one term `(c − z) Σ x`, and the scale one
-//! multiply-add.
+//! Integer codes are multiplied as `code − c`, a small integer that is exact in bf16 and `f32`. `c` is the zero point
+//! that all groups share, if there is one, otherwise the middle of the codes' range. A group's own zero point then
+//! costs one term `(c − z) Σ x`, and the scale one multiply-add.
 //!
 //! Floating-point codes are multiplied as their value, which is also exact in both.
 //!
-//! A group's products are added in order; pairs of bf16 are added in blocks of 256 features, and the blocks in order.
-//! So a row's result is bit-identical whether it is computed alone or in a batch. With one or two rows there are too
-//! few independent sums to hide the latency of a product; on paths with two bf16 per value, two groups, or two blocks
-//! of a wide group, are therefore computed in parallel.
+//! Products are added in an order that does not depend on the number of rows, so a row's result is bit-identical
+//! whether it is computed alone or in a batch. With one or two rows there are too few independent sums to hide the
+//! latency of a product. Some paths therefore compute two parts of the sum in parallel.
 #![allow(clippy::needless_range_loop, reason = "rows and panels index several arrays at once")]
 
 use crate::layout::{Layout, PANEL_ROWS, STEP, SUPER_BLOCK, ScaleType};

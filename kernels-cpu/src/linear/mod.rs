@@ -4,24 +4,21 @@
 //!
 //! `y = s_x · Σ_g s_g (Σ_{k∈g} q·a − z Σ_{k∈g} a) + b`.
 //!
-//! Weights have 4 or 8 bits with a scale per group or row, or are progressive; activations have 8 bits, quantized per
-//! token or static (W4A8, W8A8, QServe's W4A8). Sums of a group are exact in `i32`; a group's sum is converted to
-//! float, rounded once, and added to the total by a fused multiply-add, group by group. Finally the total is multiplied
-//! by the scale of the activations, and a bias is added in the same rounding. This order is part of the definition:
-//! results are bit-identical for all instruction sets, divisions of work and thread counts.
+//! Activations have 8 bits, quantized per token or static. Sums of integers are exact in `i32`. They are converted to
+//! floats and combined in a fixed order, which is part of the definition
+//! ([`reference::int8_linear`](crate::reference::int8_linear)), so results are bit-identical for all instruction sets,
+//! divisions of work and thread counts.
 //!
 //! Super-blocks ([`SuperScales`](crate::SuperScales)) have an integer scale `s_g` and minimum `m_g` per group, and a
 //! float scale `d_b` and minimum `e_b` per super-block: `y = s_x · Σ_b (d_b Σ_{g∈b} s_g Σ_{k∈g} (q − z)·a − e_b Σ_{g∈b}
-//! m_g Σ_{k∈g} a) + b`. Both sums of a super-block are exact in `i32`, rounded once, and added by a fused multiply-add
-//! each, the scaled sum first, block by block.
+//! m_g Σ_{k∈g} a) + b`.
 //!
 //! # Floats
 //!
-//! `y = Σ_g s_g (Σ_{k∈g} (q − c)·x + (c − z) Σ_{k∈g} x) + b` (W4A16, W8A16), with `c` the zero point of a symmetric
-//! grid, otherwise 8 or 128, the midpoint of the 4 or 8 bits that codes are stored in. Each group's products are added
-//! in order of `k` by fused multiply-adds, and so are groups. Results are bit-identical on all paths that multiply in
-//! `f32`. On the others ([`Isa::splits_floats`](crate::Isa::splits_floats)), a value of `x` is the sum of several bf16
-//! ([`Bf16Parts`](crate::Bf16Parts), by default two), and products are added in a different order. All are within
+//! `y = Σ_g s_g (Σ_{k∈g} (q − c)·x + (c − z) Σ_{k∈g} x) + b`, with `c` the zero point that all groups share, if there
+//! is one, otherwise the middle of the range of codes. Results are bit-identical on all paths that multiply in `f32`.
+//! On the others ([`Isa::splits_floats`](crate::Isa::splits_floats)), a value of `x` is the sum of several bf16
+//! ([`Bf16Parts`](crate::Bf16Parts)), and products are added in a different order. All are within
 //! `(2⁻¹⁶ + (k + 4) · 2⁻²³) Σ |ŵ| |x|` of the exact result, where `|ŵ| = |s_g| (|q − c| + |c − z|)`; with one part
 //! `2⁻⁸` replaces `2⁻¹⁶`, with three `2⁻²⁴`. Split values treat subnormals as zero.
 //!

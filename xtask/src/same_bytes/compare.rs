@@ -1,13 +1,12 @@
 //! Compares the outputs of two programs and reports the first difference.
 //!
-//! The output of `quant plan` is compared as JSON, without engines, messages and predicted memory ([`plans`]). Files
-//! are compared byte for byte, except for model cards and job directories, which are not compared, and
+//! The output of `quant plan` is compared as JSON, without the keys that may change ([`plans`]). Model cards and job
+//! directories are not compared. All other files are compared byte for byte, with two exceptions:
 //!
-//! * `quant_report.json`: the keys [`VERSIONS`] at its top are left out, everything else must be equal as JSON. If the
-//!   schema versions differ, the new program's report may have keys that the base's does not have, and may leave out
-//!   keys whose value is `null` in the base's.
-//! * `quant_manifest.json`: the entries of `quant_report.json` and the model card (their sizes and hashes) are left
-//!   out, everything else must be equal as JSON.
+//! * `quant_report.json` is compared as JSON, without the keys [`VERSIONS`]. If the schema versions differ, the new
+//!   program's report may have keys that the base's does not have, and may leave out keys whose value is `null` in the
+//!   base's.
+//! * `quant_manifest.json` is compared as JSON, without its entries for `quant_report.json` and the model card.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};

@@ -11,15 +11,9 @@
 //! - blocks, which fit in a tile. Two row tiles times two panels are four products for four loads.
 //!
 //! At the end of a group, its sums are added to the totals as in [`tile`](super::tile) and
-//! [`float_tile`](super::float_tile): one multiply-add in `f32` per group, in order. Integers are exact, so results
-//! equal those of all other paths. Codes of 4 bits are expanded with their zero point subtracted, which fits a signed
-//! byte; codes of 8 bits are multiplied as stored, and their zero points are subtracted from the sums when the group
-//! ends.
-//!
-//! For floats, a group's sums are added block by block and, within a block, part by part, regardless of the number of
-//! rows, so a row's result does not depend on the other rows. Each block is summed as described at
-//! [`TileUnit::add_bf16`]. A group's result is within `(k + 4) · 2⁻²³ Σ |q − c| |x|` of the exact sum of the products
-//! of the parts.
+//! [`float_tile`](super::float_tile): one multiply-add in `f32` per group, in order. Sums of integers are exact, so
+//! results equal those of all other paths. Floats are added in an order that does not depend on the number of rows, so
+//! a row's result does not depend on the other rows.
 #![allow(clippy::too_many_arguments, reason = "they describe one product")]
 
 mod steps;

@@ -3,10 +3,10 @@
 //! Kernels are written once over [`TileUnit`]. [`amx::Amx`] is the hardware; [`emulated::Emulated`] is a bit-exact
 //! emulation in portable code, for tests.
 //!
-//! Weights are the right operand of a product. Its tile has one row of 64 bytes for every four bytes of a row of the
-//! left one: for each of 16 output features, four neighbouring codes, or two neighbouring bf16. This is the order of a
-//! panel's steps ([`layout`](crate::layout)), so codes of 8 bits can be multiplied in place, and others are expanded
-//! step by step.
+//! Weights are the right operand of a product. A row of its tile belongs to four bytes of a row of the left operand: it
+//! holds, for each of 16 output features, four neighbouring codes or two neighbouring bf16. This is the order of a
+//! panel's steps ([`layout`](crate::layout)), so codes of 8 bits can be multiplied in place. Others are expanded step
+//! by step.
 
 #[cfg(target_arch = "x86_64")]
 pub(crate) mod amx;
