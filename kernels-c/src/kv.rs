@@ -303,7 +303,7 @@ pub unsafe extern "C" fn qz1_attend_workspace(
 /// `qz1_attend_merge` merges results on parts of a sequence.
 ///
 /// A query that sees no tokens gets zeros in `out` and minus infinity in `lse`. A head gets NaN in both if its query is
-/// not finite, or so large that scores might overflow (beyond about 1e27).
+/// not finite, or so large that scores might overflow.
 ///
 /// `isa` is a `QZ1_ISA_…`. Results are bit-identical for all instruction sets and any number of threads, except for
 /// `out` with `QZ1_ISA_AVX512BF16`. The caller allocates the workspace. Its contents do not matter between calls, and

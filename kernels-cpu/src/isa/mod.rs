@@ -136,8 +136,7 @@ impl Isa {
     }
 
     /// Returns the path that `QUANT_ISA` names, or the fastest path of this processor if it is not set; detected once.
-    /// When [`detect_checked`](Self::detect_checked) would fail, returns the widest available path, other than portable
-    /// code, that is not wider than the one named, or the fastest path if there is none or the name is unknown.
+    /// When [`detect_checked`](Self::detect_checked) would fail, returns another path that this processor has.
     pub fn detect() -> Self {
         *FOUND.as_ref().unwrap_or_else(|(instead, _)| instead)
     }

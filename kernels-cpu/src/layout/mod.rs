@@ -230,9 +230,7 @@ impl Layout {
     /// The layout of floating-point codes with these properties.
     ///
     /// # Errors
-    /// When the scales are progressive, are those of super-blocks (except for IQ4 without minima), or are E4M3 or E8M0
-    /// for IQ4; when the matrix is empty or its packed size overflows, the group size does not divide `k`, or a group
-    /// is too wide (see [`of`](Self::of)).
+    /// See [`of`](Self::of); also when the format does not support these scales, or the group size does not divide `k`.
     pub fn from_float_parts(
         shape: [usize; 2],
         format: FloatFormat,

@@ -1,8 +1,8 @@
-//! Prefetching of weights in integer tiles, which would otherwise wait for memory at the beginning of panels.
+//! Prefetching of weights, for which tiles would otherwise wait at the beginning of panels.
 //!
 //! The hardware prefetcher follows sequential lines, but does not predict where a tile continues when its panels end,
 //! nor the scales of groups, which are scattered over single lines. Both are prefetched while the previous panels are
-//! multiplied: the data of a thread's next tile usually comes next in memory.
+//! multiplied. The panels of a thread's next tile are usually the next ones in memory.
 
 use crate::layout::{Layout, PANEL_ROWS, ScaleType};
 use crate::simd::Lanes;
