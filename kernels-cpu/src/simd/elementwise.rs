@@ -1,7 +1,6 @@
 //! Operations on sixteen neighbouring values of a row, for norms, activations, rounding and transforms.
 //!
-//! Every method is one correctly rounded operation, or a selection of values, so results are bit-identical on all
-//! instruction sets.
+//! All operations are correctly rounded, so results are bit-identical on all instruction sets.
 
 use core::array::from_fn;
 

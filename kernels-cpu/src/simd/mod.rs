@@ -1,7 +1,7 @@
 //! The sixteen rows of a panel as one value, independent of the width of registers.
 //!
-//! Kernels are written once over [`Lanes`]. Integer operations wrap and are exact everywhere, and each float operation
-//! is a single, correctly rounded one, so results are bit-identical on all instruction sets.
+//! Kernels are written once over [`Lanes`]. Integer operations wrap, and float operations are correctly rounded, so
+//! results are bit-identical on all instruction sets.
 
 #[cfg(target_arch = "x86_64")]
 pub(crate) mod avx2;

@@ -221,8 +221,8 @@ unsafe fn usmmla(sum: int32x4_t, codes: uint8x16_t, a: int8x16_t) -> int32x4_t {
     sum
 }
 
-/// Two rows of activations times two rows of a panel: one instruction does the work of two `usdot`. The rows of the
-/// layout's words are rearranged into matrix rows by a zip of the halves of a step, once for all activations.
+/// Two rows of activations times two rows of a panel: one instruction does the work of two `usdot`. A zip of the halves
+/// of a step rearranges the layout's words into rows of a matrix, once for all activations.
 #[inline(always)]
 unsafe fn matrices<const CODES: usize, const MR: usize>(
     mut sums: [&mut Quad<int32x4_t>; MR],
