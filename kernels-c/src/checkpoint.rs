@@ -48,7 +48,7 @@ pub struct qz1_linear {
 
 fields!(qz1_linear, scheme);
 
-/// Reads a string of the caller.
+/// Reads a string.
 ///
 /// # Safety
 /// If `at` is not null, the string must end with a zero byte, and must not change during the call.
@@ -186,8 +186,7 @@ pub unsafe extern "C" fn qz1_checkpoint_linear(
     })
 }
 
-/// Reads the weight of a linear layer, and its bias. The tensor takes one byte per weight, 4 bytes per scale (5 if the
-/// scale is an E4M3 code), one byte per zero point, and the bias as f32. The handle must be freed by
+/// Reads the weight of a linear layer, and its bias. Codes take one byte each. The handle must be freed by
 /// `qz1_tensor_free`. On error, `out` is set to null.
 ///
 /// # Safety
@@ -229,8 +228,7 @@ pub unsafe extern "C" fn qz1_tensor_free(tensor: *mut qz1_tensor) {
 }
 
 /// The weight in the form that `qz1_layout_of` and `qz1_pack` take. Fills `out`, whose `struct_size` must be set by the
-/// caller. The pointers in `out` point to memory of the tensor. Packing copies it, so packed weights remain valid when
-/// the tensor is freed.
+/// caller. The pointers in `out` point to memory of the tensor.
 ///
 /// # Safety
 /// Same as for `qz1_layout_of`.
@@ -253,12 +251,10 @@ fn weights(of: &qz1_tensor) -> Result<qz1_weights, Fault> {
     let qz1_tensor { tensor, scale_codes, .. } = of;
     let view = tensor.view_with(scale_codes.as_deref())?;
     let at = |slice: Option<&[u8]>| slice.map_or((core::ptr::null(), 0), |s| (s.as_ptr(), s.len()));
-    // With two levels of scales, the upper level is stored with the tensor.
     let (scales, groups) = match view.scales(0..tensor.shape[0]) {
         Scales::Float(scales) => (scales, None),
         Scales::Progressive { groups, channels } => (channels, Some(groups)),
         Scales::E4m3 { groups, .. } => (tensor.global.as_slice(), Some(groups)),
-        // No quantized tensor of a checkpoint has super-blocks.
         Scales::Super(_) => {
             return Err(Fault::new(qz1_status::Scheme, "this interface does not support super-blocks"));
         }

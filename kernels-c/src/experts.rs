@@ -125,7 +125,7 @@ fields!(qz1_expert, down_bias_len, reserved);
 fields!(qz1_experts_config, top_k, reserved);
 fields!(qz1_routing, weights_len, reserved);
 
-/// Reads the experts. All memory that is written must have been entered before.
+/// Reads the experts; memory that is written must have been entered before.
 ///
 /// # Safety
 /// Same as for [`Scope::read`] and [`Scope::slice`], for all memory that the structures point to.

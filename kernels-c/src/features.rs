@@ -49,7 +49,6 @@ pub const QZ1_FEATURE_EXPERTS: u32 = 9;
 /// Quantized checkpoints on disk, if the library was built with them.
 pub const QZ1_FEATURE_CHECKPOINTS: u32 = 10;
 
-/// Names of instruction sets by number.
 const NAMES: [(u32, &str, &core::ffi::CStr); 9] = [
     (QZ1_ISA_SCALAR, "scalar", c"scalar"),
     (QZ1_ISA_AVX2, "avx2", c"avx2"),
@@ -62,7 +61,6 @@ const NAMES: [(u32, &str, &core::ffi::CStr); 9] = [
     (QZ1_ISA_AMX, "amx", c"amx"),
 ];
 
-/// Returns the instruction set with this number.
 pub(crate) fn token(isa: u32) -> Result<IsaToken, Fault> {
     if isa == QZ1_ISA_DETECT {
         return Ok(IsaToken::detect());

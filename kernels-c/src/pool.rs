@@ -1,5 +1,4 @@
-//! Threads for callers that have none of their own, such as the Python package. Requires the feature `rayon`; not in
-//! the header, because engines bring their own threads.
+//! Threads for callers that have none of their own, such as the Python package.
 
 use core::ffi::c_void;
 
@@ -9,7 +8,6 @@ use crate::memory;
 use crate::parallel::qz1_piece;
 use crate::status::{Fault, call, qz1_message, qz1_status};
 
-/// Maximum number of threads.
 const MAX_THREADS: usize = 1024;
 
 /// A pool of threads, which sleep while they have no work.

@@ -103,7 +103,6 @@ fn the_header_of_cuda_is_current() {
     compare("quant_kernels_cuda.h", config, &CUDA_SOURCES);
 }
 
-/// Generates a header and compares it with the committed one, or writes it.
 fn compare(name: &str, config: cbindgen::Config, sources: &[&str]) {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let builder = sources.iter().fold(cbindgen::Builder::new().with_config(config), |builder, name| {
@@ -132,7 +131,6 @@ fn without_safety(header: &str) -> String {
     for line in header.lines() {
         if line.trim_end() == "// # Safety" {
             skipping = true;
-            // Also remove the empty line before it.
             if let Some(end) = out.strip_suffix("//\n").map(str::len) {
                 out.truncate(end);
             }

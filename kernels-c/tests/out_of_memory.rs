@@ -33,7 +33,6 @@ unsafe impl GlobalAlloc for Shut {
 #[global_allocator]
 static ALLOCATOR: Shut = Shut;
 
-/// Makes a call while allocation fails; returns its status and message.
 fn with_message(call: impl FnOnce(*const qz1_message) -> qz1_status) -> (qz1_status, String) {
     let mut text = [0x55_u8; 80];
     let (struct_size, capacity) = (size_of::<qz1_message>() as u32, text.len());

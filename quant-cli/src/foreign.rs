@@ -144,7 +144,7 @@ mod tests {
         for (names, here, _) in OPTIONS {
             let verbs: Vec<&Command> = cli.get_subcommands().filter(|verb| has_option(verb, here)).collect();
             assert!(!verbs.is_empty(), "{here}");
-            // The parser accepts options that the command has, so a tip on one of them would never be shown.
+            // Tips on options that the command has would never be shown.
             for name in *names {
                 assert!(verbs.iter().all(|verb| !has_option(verb, name)), "{name}");
             }

@@ -1,11 +1,10 @@
 """The check against vLLM on a CPU: checkpoints that `quant quantize` wrote, loaded by the engine itself.
 
-The perplexity of a text by vLLM in bfloat16 must be within 0.5 % of `quant eval`. The verdicts of `quant plan` on
-this engine must be right: a checkpoint with the verdict "no" must fail to load, and one with "yes" must load. Exits
-with 1 if a check fails.
+The perplexity of a text by vLLM in bfloat16 must be within 0.5 % of `quant eval`. The verdicts of `quant plan` on this
+engine must be right: a checkpoint with the verdict "no" must fail to load, and one with "yes" must load. Exits with 1
+if a check fails.
 
-Not part of check.py, because the environment takes some gigabytes, and every start of the engine about half a minute.
-Run by `cargo xtask nightly`, or by tests/interop/run_vllm.sh.
+Not part of check.py, because it is slow. Run by `cargo xtask nightly`, or by tests/interop/run_vllm.sh.
 """
 
 import argparse
@@ -118,7 +117,7 @@ class Vllm:
                     found[model] = None, error.read_text()
             left = [model for model in left if model not in found]
             if left and (done.returncode or len(left) == before):
-                # Compiled code crashed while it ran the first model that has no result.
+                # Compiled code crashed.
                 lines = done.stderr.splitlines() or ["no message"]
                 found[left[0]] = None, f"the engine ends with {done.returncode}: {lines[-1].strip()[:200]}"
                 left = left[1:]

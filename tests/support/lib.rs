@@ -34,7 +34,7 @@ pub fn demo_model() -> PathBuf {
     workspace_root().join("calibration-data/demo-model")
 }
 
-/// Real models (`models/`) and texts (`text/`) beside the checkout. If they are missing, the caller's skip is recorded.
+/// Real models (`models/`) and texts (`text/`) beside the checkout.
 #[track_caller]
 pub fn shared_data() -> Option<PathBuf> {
     let dir = workspace_root().join("../shared/data");
@@ -46,10 +46,9 @@ pub fn shared_data() -> Option<PathBuf> {
 }
 
 /// Records that the calling test skips something: one line on stderr, and one in the file that `QUANT_SKIP_LOG` names.
-/// From this file, CI can tell a skipped test from a passed one.
 ///
 /// # Panics
-/// When that file cannot be written: a skip must not go unnoticed.
+/// When that file cannot be written.
 #[track_caller]
 pub fn skip(why: &str) {
     let line = skip_line(why, Location::caller());

@@ -1,5 +1,4 @@
-//! Broken, hostile and unsupported model directories: each gives its exit code and a message that names file and field,
-//! and leaves nothing behind.
+//! Broken, hostile and unsupported model directories.
 
 use std::path::Path;
 use std::process::Command;
@@ -21,7 +20,6 @@ const AWQ: [&str; 8] = ["--method", "awq", "--scheme", "w4a16-g32", "--samples",
 /// A fault, and the expected message.
 type Fault = (&'static str, fn(&Path), &'static [&'static str]);
 
-/// A fresh model with a fault.
 fn broken(fault: fn(&Path)) -> TempDir {
     let directory = tempfile::tempdir().unwrap();
     TinyLlama::default().write(directory.path());
@@ -29,7 +27,6 @@ fn broken(fault: fn(&Path)) -> TempDir {
     directory
 }
 
-/// Checks that every command refuses faults in headers and configurations in the same way.
 fn refused_by_all_verbs(faults: &[Fault]) {
     for (case, fault, expected) in faults {
         let model = broken(*fault);
@@ -56,7 +53,6 @@ fn overwrite(model: &Path, name: &str, bytes: impl AsRef<[u8]>) {
     std::fs::write(model.join(name), bytes).unwrap();
 }
 
-/// Replaces the weights by a file with one tensor that has this description.
 fn described_as(model: &Path, entry: Value, data: &[u8]) {
     let header = json!({ "model.norm.weight": entry }).to_string();
     overwrite(model, WEIGHTS, safetensors_with_header(&header, data));
@@ -348,7 +344,6 @@ fn configuration() {
     ]);
 }
 
-/// An input tensor that has the same name as an output tensor of a different linear.
 #[test]
 fn names_that_are_taken() {
     let model = broken(|m| {

@@ -70,7 +70,6 @@ fn check(what: &str, run: &Run, predicted: u64, percent: u64) {
 
 #[test]
 fn runs_use_the_predicted_memory() {
-    // The larger model's tensors are encoded in several pieces.
     for (hidden, intermediate, batch) in [
         (256, 512, ["--samples", "2400", "--seq-len", "64"]),
         (1024, 6144, ["--samples", "64", "--seq-len", "512"]),
@@ -87,7 +86,7 @@ fn runs_use_the_predicted_memory() {
         for method in [&[][..], &["--method", "gptq"]] {
             let options = [&["--scheme", "q4_k_m"][..], method, &batch].concat();
             let plan = bench.plan(&options);
-            // GPTQ always needs a text. Its second pass may or may not reuse the memory of the first.
+            // The second pass of GPTQ may or may not reuse the memory of the first.
             let percent = if method.is_empty() { 25 } else { 40 };
             let plan = if method.is_empty() { &plan["with_calibration"] } else { &plan };
             let options = [&options[..], &["--calibration", &text, "--force"]].concat();

@@ -1,5 +1,4 @@
-//! A vision-language model as a user sees it: every command on it, every file of it, and the errors for unknown
-//! classes.
+//! A vision-language model as a user sees it.
 
 use std::path::Path;
 
@@ -124,7 +123,6 @@ fn every_verb_works_on_it() {
     let kl = eval["comparison"]["kl"]["mean"].as_f64().unwrap();
     assert!((0.0..0.2).contains(&kl), "{kl}");
 
-    // Converted to a different format.
     let again = scratch.path().join("again");
     quant(args!["quantize", &out, "-o", &again, "--format", "gptq"]).succeeded();
     let tensors = read_safetensors(&again.join("model.safetensors"));
@@ -160,7 +158,6 @@ fn what_is_refused() {
     edit_config(model.path(), &json!({ "text_config": "elsewhere" }));
     check_message("no object", &run("inspect", model.path(), &[]), 4, &["config.json", "`text_config`"]);
 
-    // The error for an unknown class lists the known ones.
     let unknown = llava(false);
     edit_config(
         unknown.path(),

@@ -1,4 +1,4 @@
-//! OPT as a user sees it: every command on it, both formats, and refused requests.
+//! OPT as a user sees it.
 
 use std::path::Path;
 
@@ -49,7 +49,6 @@ fn every_verb_works_on_it() {
         quantize(model, &again, &[options, search, &["--threads", "1"]].concat());
         assert_eq!(hashes(&out), hashes(&again), "{name}");
 
-        // The output, read back, is close to the model; KL is relative to the reference.
         let window =
             ["--text", "builtin-heldout", "--window", "96", "--windows", "4", "--json", "--reference"];
         let eval = run("eval", &out, &[&window[..], &[model.to_str().unwrap()]].concat()).json();

@@ -25,7 +25,6 @@ fn commands(text: &str) -> Vec<String> {
     found
 }
 
-/// The value that a test substitutes for a placeholder.
 fn substitute(word: &str, scratch: &Path) -> String {
     let name = match word {
         "MODEL" => "model",
@@ -69,7 +68,6 @@ fn the_readme_s_commands_run() {
                 }
                 verbs.insert("demo".to_owned());
             }
-            // This test run itself.
             ["cargo", "test", "--workspace"] => {}
             ["quant", verb, ..] => {
                 let run = quant(&words[1..]).succeeded();
@@ -135,7 +133,6 @@ fn the_options_of_every_verb_are_documented() {
         let usage = body.split("```").nth(1).unwrap_or_else(|| panic!("no usage of `{verb}`"));
         let documented: BTreeSet<String> = flags(usage).union(&common).cloned().collect();
         assert_eq!(documented, flags_of(verb), "docs/cli.md and `quant {verb} --help` differ");
-        // The text does not mention flags that do not exist.
         let unknown: Vec<_> = flags(&body).difference(&documented).cloned().collect();
         assert!(unknown.is_empty(), "docs/cli.md, {verb}: {unknown:?}");
     }
@@ -156,12 +153,9 @@ fn the_options_in_the_readme_exist() {
         let option = cells[1].trim_matches('`');
         for value in cells[2].split('`').skip(1).step_by(2) {
             let value = if value.starts_with('-') { format!("w4a16{value}") } else { value.to_owned() };
-            // Formats that need a scheme of their own.
             let scheme: &[&str] = match &value[..] {
                 "qserve" => &["--scheme", "w4a8-g128-progressive"],
                 "modelopt" => &["--scheme", "nvfp4a16"],
-                // Rows of this model are shorter than a block of the default type, and its tokenizer is not a known
-                // one.
                 "gguf" => &["--scheme", "q8_0", "--pre", "gpt-2"],
                 _ => &[],
             };

@@ -6,8 +6,8 @@ use anyhow::{Context, Result, ensure};
 use crate::support::record::{Record, typed_command};
 use crate::support::shell::{cargo, output};
 
-/// Time limit of a solve with its factorization, as a multiple of the time for faer's Cholesky chain and for the
-/// blocked update at 60 % of faer's rate.
+/// Time limit of a factorization and solve, as a multiple of the time of faer's Cholesky chain and of the blocked update
+/// together. The update is assumed to run at 60 % of the rate of faer's product.
 const SOLVE_LIMIT: f64 = 2.0;
 /// The share of the rate of faer's triangular product that the Hessian must reach.
 const HESSIAN_LIMIT: f64 = 0.7;
@@ -74,7 +74,6 @@ pub fn run(args: &Args) -> Result<()> {
     record.conclude(args.check, &broken)
 }
 
-/// Returns the limits that a line of the table exceeds.
 fn broken_promises(line: &str) -> Result<Vec<String>> {
     let numbers: Vec<f64> = line.split(',').map(str::parse).collect::<Result<_, _>>()?;
     let [_, _, _, product, hessian, triangle, chain, factor, solve] =

@@ -1,8 +1,7 @@
 //! The inner loops along one row, written once over [`RowLanes`].
 //!
-//! Sums of squares use 64 lanes: the square of value `i` is added to lane `i mod 64` by a fused multiply-add, in order;
-//! then the upper half of the lanes is added to the lower half, from 32 + 32 down to 1 + 1. This order is part of the
-//! definition, so results are bit-identical on all instruction sets.
+//! Squares are added in the order that [`reference::rms_norm`](crate::reference::rms_norm) defines, so results are
+//! bit-identical on all instruction sets.
 
 use super::RowLayout;
 use super::element::{Element, sealed::Kind};
@@ -54,7 +53,6 @@ unsafe fn load<L: RowLanes, E: Element>(x: &[E], at: usize) -> L::F {
     }
 }
 
-/// Stores up to sixteen values, rounded to the element type, ties to even.
 #[inline(always)]
 unsafe fn store<L: RowLanes, E: Element>(x: &mut [E], at: usize, a: L::F) {
     let left = &mut x[at..];
@@ -108,7 +106,6 @@ pub(super) unsafe fn largest<L: RowLanes>(row: &[f32]) -> f32 {
     }
 }
 
-/// Converts values to `f32`; returns their largest magnitude.
 #[inline(always)]
 pub(super) unsafe fn widen<L: RowLanes, E: Element>(x: &[E], out: &mut [f32]) -> f32 {
     assert_eq!(x.len(), out.len());
@@ -124,7 +121,6 @@ pub(super) unsafe fn widen<L: RowLanes, E: Element>(x: &[E], out: &mut [f32]) ->
     }
 }
 
-/// Rounds values to the element type, ties to even.
 #[inline(always)]
 pub(super) unsafe fn narrow<L: RowLanes, E: Element>(x: &[f32], out: &mut [E]) {
     assert_eq!(x.len(), out.len());

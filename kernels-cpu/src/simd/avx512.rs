@@ -1,5 +1,4 @@
-//! Lanes in one 512-bit register. Integers are multiplied with `vpdpbusd`. Floats use one FMA per feature or, on
-//! processors with AVX512-BF16, bf16 dot products.
+//! Lanes in one 512-bit register. Integers are multiplied with `vpdpbusd`.
 
 use core::arch::x86_64::*;
 
@@ -10,11 +9,9 @@ use super::{
 use crate::FloatFormat;
 use crate::layout::{STEP, dense_place};
 
-/// AVX-512 F, BW, VL and VNNI.
 #[derive(Clone, Copy)]
 pub(crate) struct Avx512Vnni;
 
-/// AVX-512 F, BW, VL, VNNI and BF16.
 #[derive(Clone, Copy)]
 pub(crate) struct Avx512Bf16;
 

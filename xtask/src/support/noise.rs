@@ -1,9 +1,8 @@
-//! Approximately normal numbers from a counter. Any element of a tensor can be generated without the elements before
-//! it.
+//! Approximately normal numbers from a counter, so that any element of a tensor can be generated without the elements
+//! before it.
 //!
 //! A 64-bit mix of key and counter gives four 16-bit indices into a table of 65,536 quantiles of the normal
-//! distribution, which are rounded to the element type beforehand. A value takes a quarter of a mix and one look-up, so
-//! gigabytes are generated at the speed of the disk.
+//! distribution, which are rounded to the element type beforehand.
 
 use half::{bf16, f16};
 

@@ -49,7 +49,6 @@ fn a_text_stands_there_where_all_is_well() {
     assert_eq!((status, &text[..]), (qz1_status::ForEach, &b"for_each di\0"[..]));
 }
 
-/// A text that overlaps any other part of the call is not written.
 #[test]
 fn texts_overlap_nothing() {
     let matrix = Matrix::new();

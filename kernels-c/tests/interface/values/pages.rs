@@ -52,7 +52,6 @@ fn tokens_are_those_of_rust() {
 #[test]
 fn attention_is_that_of_rust() {
     for (kind, of) in KINDS {
-        // Appended through the C interface.
         let mut case = Case::new(kind);
         let of = KvLayout::new(of, D).unwrap();
         let heads = Heads { query: QUERY, kv: KV, scale: case.heads.scale };
@@ -116,7 +115,6 @@ fn attention_is_that_of_rust() {
             }
         }
 
-        // Merges attention of the same queries on further tokens.
         let (other, other_lse) = (noise(out.len(), 61), noise(lse.len(), 67));
         merge(D, &mut out, &mut lse, &other, &other_lse).unwrap();
         let (n, rows, x, y) = (out.len(), lse.len(), other.as_ptr(), other_lse.as_ptr());
@@ -149,7 +147,6 @@ fn caches_are_those_of_rust() {
         }
         of.prefill(&case.q, &mut out, &mut lse, &mut workspace, &Serial).unwrap();
         assert_eq!([bits(&c_out), bits(&c_lse)], [bits(&out), bits(&lse)]);
-        // Discards some tokens, and computes the queries of the last one.
         of.truncate(70).unwrap();
         let row = QUERY * D;
         of.decode(&case.q[..row], &mut out[..row], &mut lse[..QUERY], &mut workspace, &Serial).unwrap();

@@ -1,5 +1,4 @@
-//! The steps other than products of tiles: codes are expanded before the products, and their sums are added to the
-//! totals of rows, which are finally scaled and written.
+//! The steps other than products of tiles: expanding codes, adding sums to the totals, and writing results.
 
 use core::ops::Range;
 

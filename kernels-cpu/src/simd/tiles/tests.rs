@@ -3,7 +3,6 @@
 use super::emulated::Emulated;
 use super::*;
 
-/// Reproducible random numbers.
 struct Random(u64);
 
 impl Random {
@@ -20,7 +19,6 @@ enum Kind {
     Bf16,
 }
 
-/// The operands of one product.
 struct Case {
     shape: Shape,
     sum: Vec<u8>,
@@ -128,7 +126,6 @@ fn the_emulated_unit_multiplies_bf16() {
     }
 }
 
-/// Subnormal operands and results count as zero, with their sign, and infinities and NaN are propagated.
 #[test]
 fn the_emulated_unit_flushes_subnormals() {
     let shape = Shape { rows: 1, depth: 1 };
@@ -152,7 +149,6 @@ fn the_emulated_unit_flushes_subnormals() {
     assert!(product(1.0, [0x7f80, 0x7f80], [0x3f80, 0xbf80]).is_nan());
 }
 
-/// Steps are expanded as the layout defines.
 #[test]
 fn steps_are_expanded() {
     let mut random = Random(3);
