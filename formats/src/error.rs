@@ -432,7 +432,7 @@ impl From<candle_core::Error> for Error {
     }
 }
 
-/// Lists linears, with one line for those whose names differ only in numbers.
+/// Lists linears; names that differ only in numbers share a line.
 fn list_indivisible(offenders: &[Indivisible]) -> String {
     let mut kinds: Vec<(String, &Indivisible, usize)> = Vec::new();
     for offender in offenders {
@@ -540,7 +540,6 @@ impl Error {
     }
 }
 
-/// Describes the limit on the memory of a run, for the message.
 fn memory_limit(budget: Option<u64>, available: Option<u64>) -> String {
     match (budget, available) {
         (Some(budget), _) => format!("the budget is {} MiB", budget >> 20),
