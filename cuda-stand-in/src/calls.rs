@@ -39,6 +39,7 @@ fn in_context(call: impl FnOnce(&mut Device) -> Result<(), Code>) -> Code {
     })
 }
 
+/// Writes a result.
 ///
 /// # Safety
 /// The pointer must be null or valid for writing a value.

@@ -52,6 +52,7 @@ impl Scores {
         }
     }
 
+    /// Computes the scores from the negative log-likelihoods of every window.
     ///
     /// # Errors
     /// When a value is not finite, or the perplexity overflows.

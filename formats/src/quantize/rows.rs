@@ -133,6 +133,7 @@ impl RowsError {
     }
 }
 
+/// Returns `count` zeros.
 ///
 /// # Errors
 /// [`RowsError::Memory`].

@@ -3,7 +3,7 @@
 use super::symmetric::Fit;
 use super::{LANES, Lanes, NEGLIGIBLE, nearest};
 
-/// Returns the common scale of the values in each lane, which are rarely negative, and writes their codes, at most `top`.
+/// Returns the scale of the values in each lane and writes their codes, at most `top`. Few values may be negative.
 #[inline(always)]
 pub(in crate::blocks) fn positive<const N: usize>(
     top: i32,
