@@ -3,7 +3,7 @@
 use super::symmetric::Fit;
 use super::{LANES, Lanes, NEGLIGIBLE, nearest};
 
-/// Returns the scale of the values in each lane and writes their codes, at most `top`. Few values may be negative.
+/// Returns the scale of the values in each lane and writes their codes, at most `top`.
 #[inline(always)]
 pub(in crate::blocks) fn positive<const N: usize>(
     top: i32,
