@@ -215,7 +215,7 @@ pub fn eval_journal(data: &[u8]) {
     });
 }
 
-/// A stored reference. The hash of the header is corrected.
+/// A stored reference, and one with these bytes as its header.
 ///
 /// # Panics
 /// If a property does not hold.

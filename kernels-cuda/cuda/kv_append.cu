@@ -47,11 +47,11 @@ INLINE u32 pack_4(const u32 (&code)[SHARE]) {
 }
 #endif
 
-// keys, values  [tokens][kv_heads][HEAD_DIM], tokens `token_stride` elements apart, 16-byte aligned
+// keys, values  [tokens][kv_heads][HEAD_DIM], tokens `key_stride` or `value_stride` elements apart, 16-byte aligned
 // sequence, position  [tokens]: where each token is stored; tokens with the position 2^32 - 1 are skipped
 // table         [sequences][table_stride] page numbers; a page holds 2^page_shift tiles
 // refused       counts rows that contain NaN or a magnitude above 65504, which is clamped when stored; may be null
-// Grid: (token, head, keys or values), 128 / LANES rows per block.
+// Grid: 128 / LANES rows per block. For each token and head there are a row of keys and a row of values.
 extern "C" __global__ void __launch_bounds__(THREADS)
     kv_append(const Input* __restrict__ keys, const Input* __restrict__ values, const u32* __restrict__ sequence,
               const u32* __restrict__ position, const u32* __restrict__ table, u8* __restrict__ pages,

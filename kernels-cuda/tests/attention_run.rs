@@ -28,8 +28,7 @@ const KINDS: [KvType; 3] = [KvType::Kv4, KvType::Kv8, KvType::F16];
 /// The minimum split is 64 tokens, so that short sequences are split too.
 const SHORT: SplitRule = SplitRule { max_splits: 8, min_split: 64 };
 
-/// Heads that are hard to quantize, in turn: constant, zero, negative zero, tiny, as wide as possible, nearly constant,
-/// near the end of the f16 range, and small; then evenly spaced and normally distributed ones.
+/// Eight kinds of heads that are hard to quantize, then two that are not, in turn.
 fn hard_row(turn: usize, d: usize, random: &mut Random) -> Vec<f32> {
     let around = |centre: f32, by: f32, random: &mut Random| -> Vec<f32> {
         random.normals(d).into_iter().map(|x| (centre + by * x).clamp(-65504.0, 65504.0)).collect()

@@ -86,7 +86,7 @@ impl Tally {
         Self { executed: vec![0; instructions], reads: none.clone(), writes: none, ..Self::default() }
     }
 
-    /// `lanes` holds `(buffer, sector)` in any order.
+    /// `touched` holds `(buffer, sector)` in any order, `lanes` the `(buffer, address)` of each lane with an access.
     pub fn traffic(
         &mut self,
         written: bool,

@@ -280,7 +280,7 @@ fn loaded(count: usize, trans: bool) -> Vec<u32> {
     let mut memory = Memory::new();
     let out = memory.buffer("out", 128 * count, 4);
     let report = run(&text, &launch(1, 32, 0, &[out]), &mut memory).unwrap();
-    // The eight rows of a matrix take one wavefront, and so do the four stores.
+    // The eight rows of a matrix take one wavefront, and so does each of the four stores.
     assert_eq!(report.counters.shared_reads.taken, count as u64);
     assert_eq!(report.counters.shared_writes.taken, 4);
     words(memory.bytes(out).unwrap())

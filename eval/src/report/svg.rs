@@ -211,7 +211,7 @@ pub(super) fn points(title: &str, x_name: &str, points: &[Point]) -> Markup {
     let mut placed = Vec::new();
     for point in points {
         let (left, top) = (x_of(x.place(point.x)), y_of(y.place(point.y), HEIGHT));
-        // The number goes to the first place next to the point without another number.
+        // The number goes next to the point, if possible where there is no other.
         let offsets = [(12.0, 0.0), (-12.0, 0.0), (12.0, 16.0), (12.0, -16.0), (-12.0, 16.0), (-12.0, -16.0)];
         let free = |at: &(f64, f64)| {
             let inside = (LEFT..WIDTH).contains(&at.0) && (TOP..HEIGHT - BOTTOM).contains(&at.1);

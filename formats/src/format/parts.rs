@@ -68,7 +68,7 @@ pub struct TensorPart {
     pub outputs: Option<Axis>,
     /// The dimension of inputs, if there is one.
     pub inputs: Option<Axis>,
-    /// The contents of the tensor of a part, if they differ from that part of the tensor.
+    /// What the tensor holds in a part of the weight.
     pub contents: Contents,
 }
 
