@@ -13,8 +13,8 @@
 //! bytes per token and head, keys and values:  kv4 dim + 8,  kv8 2 · dim + 8,  f16 4 · dim
 //! ```
 //!
-//! A tile is contiguous, so that a warp copies it as one run of 16-byte chunks. A page can have any number of tiles; 64
-//! tokens with 4 bits and 128 features take 8.7 KB.
+//! A tile is contiguous, so that a warp copies it as one run of 16-byte chunks. 64 tokens with 4 bits and 128 features
+//! take 8.7 KB.
 //!
 //! A row holds its features in natural order; a word holds 8, 4 or 2 of them:
 //!
