@@ -5,8 +5,7 @@
 //! device. Kernels are compiled for no architecture with its compute capability, 10.0, so they are loaded as PTX.
 //! Launches run synchronously, and time is not modeled.
 //!
-//! Only the functions that the tests need are implemented. Calls in the wrong order return the same errors as the
-//! driver.
+//! Only the functions that the tests need are implemented.
 #![allow(unsafe_code, reason = "functions that are called as the driver's, with its callers' pointers")]
 #![allow(missing_docs, reason = "the driver's functions, as its reference describes them")]
 

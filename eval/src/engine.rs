@@ -55,7 +55,7 @@ pub trait LogitsModel {
     /// Number of tokens in the vocabulary, which is the length of a row of logits.
     fn vocab(&self) -> usize;
 
-    /// Appends the logits for the token after each of `tokens[first..]`, given all tokens before it:
+    /// Appends, for each of `tokens[first..]`, the logits of the next token, given all tokens up to this one:
     /// `[tokens.len() - first, vocab]`, row-major. The first token has position 0; calls are independent of each other.
     ///
     /// # Errors

@@ -113,7 +113,7 @@ pub fn disturbed_perplexity(
     Scores::new(text, &nll)
 }
 
-/// Scores a text. The result is bit-identical for any number of threads, and for resumed runs.
+/// Scores a text. A decoder's scores are bit-identical for any number of threads, and for resumed runs.
 ///
 /// # Errors
 /// When the model or the journal fails, a position's likelihood is not finite, or when cancelled.

@@ -152,7 +152,7 @@ pub fn gate_policy(data: &[u8]) {
 const RESULT: &str = include_str!("../corpus/results/evaluation.json");
 const BASELINE: &str = include_str!("../corpus/results/baseline.json");
 
-/// Results of evaluations, and baselines of a gate. Their hashes are corrected, so that other checks are reached.
+/// Results of evaluations, and baselines of a gate, also with correct hashes, so that other checks are reached.
 ///
 /// # Panics
 /// If a property does not hold.

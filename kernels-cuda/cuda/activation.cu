@@ -5,9 +5,9 @@
 // has the scale NaN and codes of zero. For plain rows and silu(gate) · up, results are bit-identical to the CPU's. The
 // sum of squares of a norm is added in a different order.
 //
-// A block processes one row. It reads the row once, in vectors of 16 bytes, and keeps it in registers as f32. Rows that
-// do not fit are read again, from L2. Only k determines which threads process which values, so a row's result does not
-// depend on the other rows.
+// A block processes one row. It reads the row once and keeps it in registers as f32; rows that do not fit are read
+// again. Which threads process which values does not depend on the number of rows, so a row's result does not depend on
+// the other rows.
 //
 // Macros:
 //   SOURCE     PLAIN, NORM, NORM_RESIDUAL or SILU_MUL

@@ -3,10 +3,10 @@
 //   score_t = scale · q · k_t,   out = sum_t p_t v_t / sum_t p_t,   lse = ln sum_t exp(score_t),   p_t = exp(score_t - max)
 //
 // A warp processes tiles of 16 tokens, one after another (attention_tile.cuh), from its own ring of prefetched tiles.
-// Warps synchronize once, at the end.
+// Warps synchronize only at the end.
 //
-// A sequence is cut into splits by a rule that depends only on its number of tokens. The last block of a sequence and
-// head to finish merges them in order. So a result depends only on its own sequence.
+// A sequence is cut into splits by a rule that depends only on its number of tokens. A block computes a split, and the
+// last to finish merges them in order. So a result depends only on its own sequence.
 //
 // Macros: KV_BITS, HEAD_DIM (kv_layout.cuh); QUERY_TYPE 0 f16, 1 bf16; OUT_TYPE 0 f16, 1 bf16, 2 f32; HEAD_TILES 1 or
 // 2: number of tiles of eight query heads per block; WARPS; STAGES: depth of the ring; MAX_SPLITS: maximum number of

@@ -1,6 +1,6 @@
 // The work of a warp on a tile of 16 tokens in shared memory, for up to 16 query heads of a key-value head:
 //
-//   S = K Q^T    [16 tokens, 8 heads], codes directly from the row: one wide load per lane and row
+//   S = K Q^T    [16 tokens, 8 heads], codes directly from the row
 //   p            from S, with the token's scale and zero point and the sums of q, in f32
 //   O^T += V^T P [16 features, 8 heads], with the token's scale multiplied into P before it is rounded to f16
 //

@@ -1,4 +1,4 @@
-// PTX instructions without an equivalent in CUDA C++, one function each, and the integer types of all kernels.
+// Functions for PTX instructions, and the integer types of all kernels.
 //
 // No kernel includes a CUDA header, so that the run-time compiler alone suffices to build them. Pointers into shared
 // memory are 32-bit addresses of the shared window. Sources: PTX ISA, the sections on `cp.async`, `ldmatrix`, `mma`

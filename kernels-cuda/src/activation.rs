@@ -325,8 +325,7 @@ pub fn variants() -> Vec<Entry> {
             others.extend([true, false].map(|aligned| (group, fixed, aligned)));
         }
     }
-    // Each kind gets two neighbouring widths, and one that does not fit the registers. The numbers of widths and of
-    // options are coprime, so that each width is combined with different options.
+    // Each kind gets two neighbouring widths, and one that does not fit the registers, with different options.
     let widths: Vec<usize> = SHAPES.iter().map(|shape| shape[0]).chain([HELD_WIDTH + 1]).collect();
     let of_kind = |i: usize| [2 * i, 2 * i + 1, widths.len() - 1].map(|at| widths[at % widths.len()]);
     let all = kinds.iter().enumerate().flat_map(|(i, kind)| of_kind(i).map(|k| (kind, k)));

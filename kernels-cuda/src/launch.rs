@@ -50,7 +50,7 @@ impl Region {
     /// Checks that the region has at least `bytes` bytes and that its address is a multiple of `align`.
     ///
     /// # Errors
-    /// When the region is too short or misaligned.
+    /// When the region is too short, null or misaligned.
     pub fn require(self, what: &'static str, bytes: usize, align: usize) -> Result<(), KernelError> {
         let there = usize::try_from(self.bytes).unwrap_or(usize::MAX);
         if there < bytes {

@@ -1,8 +1,9 @@
 //! The order of accesses to global memory, between blocks and between the warps of a block.
 //!
-//! Every access is recorded with its block, its warp and the block's time, which every fence and barrier advances.
-//! Barriers pass on which accesses a warp knows. A fence makes all of them publishable, which barriers pass on as well.
-//! An atomic publishes these accesses at its address, and acquires those that others have published there.
+//! Every access is recorded with its block, its warp and the block's time, which every fence and barrier advances. A
+//! barrier gives each warp the accesses that the others know. A fence makes the accesses that its warp knows
+//! publishable; barriers pass this on, too. An atomic publishes them at its address, and acquires those that others
+//! have published there.
 
 use std::collections::HashMap;
 use std::rc::Rc;

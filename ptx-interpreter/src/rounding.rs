@@ -1,6 +1,6 @@
 //! Rounding of f64 values to narrower formats, in each direction of PTX.
 //!
-//! Sums and products of narrow values are computed in f64 and rounded once. An inexact sum is first rounded to odd, so
+//! Sums and products of narrow values are computed in f64 and then rounded. An inexact sum in f64 is rounded to odd, so
 //! that the second rounding gives the correct result.
 
 use half::{bf16, f16};

@@ -184,7 +184,7 @@ fn copies_fill_up_with_zeros() {
 }
 
 /// A pipeline over 8 tiles of 256 bytes in a ring of `stages`, filled `ahead` tiles in advance, with one barrier per
-/// tile. Each warp reads what both copied.
+/// tile. Each of two warps reads what the other has copied.
 fn ring(stages: u32, ahead: u32) -> String {
     let body = format!(
         "mov.u32 %r9, tile;\nshl.b32 %r10, %r1, 2;\nmul.wide.u32 %rd10, %r1, 4;\nadd.s64 %rd11, %rd2, %rd10;\n{OUT}\

@@ -76,8 +76,8 @@ pub fn nats_of(estimate: Estimate) -> String {
     format!("{} ± {}", nats(estimate.mean), error_in_nats(estimate))
 }
 
-/// Formats the standard error of a divergence with the digits of the divergence, or one significant digit if it is
-/// below 0.001.
+/// Formats the standard error of a divergence with the digits of the divergence, or with one significant digit if the
+/// divergence is below 0.001.
 pub fn error_in_nats(estimate: Estimate) -> String {
     match estimate.standard_error {
         Some(error) if error != 0.0 && estimate.mean.abs() < 1e-3 => format!("{error:.0e}"),

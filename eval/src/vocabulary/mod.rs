@@ -1,4 +1,4 @@
-//! One pass over the vocabulary: measures models at each position without storing a matrix of their logits.
+//! One pass over the vocabulary: measures models at each position.
 //!
 //! ```text
 //! hidden states ─► head, a tile of columns at a time ─► sums, ranks ─► joined in the order of columns

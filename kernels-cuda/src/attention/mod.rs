@@ -18,7 +18,7 @@
 //! ```
 //!
 //! For f16 pages, `k̂` and `v̂` are the stored values, and only `Σ h(p_t) v̂_t` remains. Queries in bf16 are converted
-//! to f16 times a power of two for each head; what is below `2⁻³⁹` of the head's maximum is lost.
+//! to f16 times a power of two for each head, so values that are tiny compared with the head's maximum are lost.
 //!
 //! Sequences are split by [`SplitRule`], only by their own number of tokens, and results of warps and splits are
 //! combined in a fixed order. So results are bit-identical whatever else is in the launch, in whichever order blocks

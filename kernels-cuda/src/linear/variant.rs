@@ -197,8 +197,9 @@ impl LinearVariant {
         4 * self.shape.rows() * self.shape.tokens()
     }
 
-    /// Chooses the variant for `m` tokens on this device: the smallest shape that holds them, or the largest one that
-    /// fits in shared memory. With many tokens, one block may compute all chunks one after another.
+    /// Chooses the variant for `m` tokens on this device: the smallest shape that holds them, if it fits in shared
+    /// memory, and otherwise the largest that fits. With many tokens, one block may compute all chunks one after
+    /// another.
     pub fn choose(scheme: KernelScheme, [n, k]: [usize; 2], m: usize, device: &PlanLimits) -> Self {
         let shapes = if scheme.whole { &SHAPES[..] } else { &SHAPES[..FLOAT_SHAPES] };
         let parts = Parts::of([n, k]);

@@ -2,8 +2,8 @@
 //! xtask gpu`.
 //!
 //! First the limits of the device are measured ([`Ceilings`]), then launches of the kernels on shapes of common models
-//! ([`cases`]), many in a row, on memory that is not in the L2 cache. The efficiency of a kernel is the time that its
-//! bytes or products take at those limits, divided by its measured time.
+//! ([`cases`]), many in a row, if possible on memory that is not in the L2 cache. The efficiency of a kernel is the
+//! time that its bytes or products take at those limits, divided by its measured time.
 
 mod cases;
 mod ceilings;

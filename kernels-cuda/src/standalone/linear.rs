@@ -1,6 +1,5 @@
 //! Linears with weights on the device and activations on the host, for models that compute everything else on the CPU.
-//! The packed bytes, the kernels and the results are the same as in an engine that runs on the device. For a single
-//! token, copies take much of the time.
+//! The packed bytes and the kernels are the same as in an engine that runs on the device.
 
 use std::sync::{Arc, Mutex, PoisonError};
 

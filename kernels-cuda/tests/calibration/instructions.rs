@@ -188,7 +188,7 @@ fn multiply(name: &str, a: Inputs, c: Inputs, judge: Judge, what: &str) -> Instr
     }
 }
 
-/// Every lane stores a word to shared memory, then reads rows of 16 bytes at addresses permuted by the first input.
+/// Stores four words per lane to shared memory, and loads matrices from rows in a different order.
 fn matrices(count: usize, transposed: bool) -> Instruction {
     let name =
         format!("ldmatrix.sync.aligned.m8n8.x{count}{}.shared.b16", if transposed { ".trans" } else { "" });

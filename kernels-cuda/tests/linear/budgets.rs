@@ -212,7 +212,7 @@ fn dequantization_of_other_schemes_takes_few_instructions() {
     }
 }
 
-/// All PTX instructions per tile, including those before and after the loop over four tiles. Machine code has fewer.
+/// All PTX instructions per tile, including those before and after the loop over four tiles.
 #[test]
 fn instructions_of_a_slot_are_few() {
     if !ready() {

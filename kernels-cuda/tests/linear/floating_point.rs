@@ -16,8 +16,7 @@ use crate::problem::{Draw, Problem};
 const E2M1: FloatFormat = FloatFormat::E2m1;
 const E4M3: FloatFormat = FloatFormat::E4m3;
 
-/// NVFP4, MXFP4, MXFP8, FP8 in blocks and per row; also E4M3 scales with large groups, and float scales with small
-/// ones.
+/// The schemes of common formats, and other combinations.
 const SCHEMES: [(FloatFormat, Option<usize>, Kind); 8] = [
     (E2M1, Some(16), Kind::E4m3),
     (E2M1, Some(32), Kind::E8m0),
