@@ -112,8 +112,7 @@ pub(super) fn code_above(value: f32, top: i32) -> f32 {
     nearest(within(value, 0.0, top as f32))
 }
 
-/// Limits a value to a range; NaN becomes `low`. `f32::max` and `f32::min` would take three instructions instead of
-/// one.
+/// Limits a value to a range; NaN becomes `low`. `f32::max` and `f32::min` would take more instructions.
 #[inline(always)]
 fn within(value: f32, low: f32, high: f32) -> f32 {
     let value = if value > low { value } else { low };

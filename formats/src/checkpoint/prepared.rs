@@ -35,7 +35,6 @@ impl Prepared {
     /// - [`Error::DiskFull`](crate::Error::DiskFull), [`Error::Io`](crate::Error::Io).
     ///
     /// The job can then be resumed. The target is unchanged, unless syncing failed after the rename.
-    /// already be the new one.
     pub fn publish(self) -> Result<Published> {
         let Self { fs, job, files, place } = self;
         let replaced = move_into_place(&*fs, &job, &place)?;

@@ -157,7 +157,7 @@ impl QuantizedCheckpoint {
         })
     }
 
-    /// Reads a linear's weight in the order of the matrix. Memory: one byte per weight and 4 per scale.
+    /// Reads a linear's weight in the order of the matrix. It takes about one byte per weight and 4 per scale.
     ///
     /// # Errors
     /// [`Error::MissingTensor`] when no quantized linear has that name; otherwise when the file cannot be read, or

@@ -32,7 +32,7 @@ const UNIMPORTANT: f32 = 1e-6;
 
 /// Finds the fields of every block of a row, with `elements` elements each; `take` receives them with the block's
 /// index. The weight of an element is its importance times the fourth root of `σ² + x²`, with `σ²` the mean square of
-/// the row. This weighting had the smallest loss on calibration texts.
+/// the row.
 pub(super) fn row(
     grid: &Grid,
     row: &[f32],
