@@ -1,7 +1,6 @@
 //! Round to nearest: assigns a [`Grid`](super::grid::Grid) and codes to every group of a matrix.
 //!
-//! Nothing is summed across rows, so results do not depend on the number of threads. Work is distributed over the
-//! current rayon pool.
+//! Results do not depend on the number of threads. Work is distributed over the current rayon pool.
 
 use rayon::prelude::*;
 
