@@ -12,7 +12,7 @@ use std::path::PathBuf;
 use crate::checkpoint::{HeaderError, printable};
 use crate::wording::{Remedy, about_file, counted};
 
-/// The result of every fallible function of this crate.
+/// A result with this crate's error.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// The kind of failure, which determines a program's exit code.

@@ -2,7 +2,7 @@
 
 use crate::compile::Architecture;
 
-/// The result of every fallible function of this crate.
+/// A result with this crate's error.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// An error of this crate.

@@ -67,7 +67,7 @@ impl Axis {
     }
 }
 
-/// The narrowest nonempty range that contains these bounds and has 1, 2 or 5 times a power of ten at both ends.
+/// A range that contains these bounds, with 1, 2 or 5 times a power of ten at both ends.
 fn enclosing(low: f64, high: f64) -> (f64, f64) {
     let marks = |value: f64| {
         let decade = value.log10().floor() as i32;

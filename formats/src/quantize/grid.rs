@@ -357,7 +357,7 @@ pub struct Grid {
 }
 
 impl Grid {
-    /// The factor from a code's number to its value; positive, and exact in the rule's scale dtype.
+    /// The factor from a code's number to its value; positive.
     pub fn scale(self) -> f32 {
         self.scale
     }
