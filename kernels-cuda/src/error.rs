@@ -12,7 +12,7 @@ pub enum Error {
     /// The driver's library is not installed, or not on the loader's path.
     #[error("CUDA driver library not found (libcuda.so, nvcuda.dll): install the NVIDIA driver")]
     DriverMissing,
-    /// A library lacks a function that every version has.
+    /// A library lacks a function that this crate needs.
     #[error("{library} has no function `{function}`: the library is damaged or a stub")]
     FunctionMissing {
         /// The library.

@@ -1,4 +1,4 @@
-//! A quantized linear in logical order: the output of every method and the input of every format.
+//! A quantized linear in logical order, between methods and formats.
 
 use quant_kernels_cpu::{
     PackedLinear, Parallel, Scales, StaticScale, WeightView, dequantize_rows, e8m0_value,
