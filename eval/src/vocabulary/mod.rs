@@ -21,7 +21,7 @@ use rayon::prelude::*;
 pub(crate) use sums::Sums;
 
 const PIECES: usize = 32;
-/// Number of positions per pass. A tile of the head is converted to `f32` once per pass.
+/// Number of positions per pass.
 const POSITIONS: usize = 2048;
 /// Number of positions per pass if all their logits must be in memory.
 const WHOLE_POSITIONS: usize = 64;

@@ -51,7 +51,7 @@ impl BlockShape {
 
 /// From few tokens to many: warps along tokens, tiles of 8 tokens per warp, and sets of warps per multiprocessor.
 const SHAPES: [[usize; 3]; 5] = [[1, 1, 4], [1, 2, 3], [2, 2, 2], [2, 4, 1], [2, 8, 1]];
-/// Blocks of at most this many tokens have two sets of warps if chunks have halves.
+/// Blocks of more tokens have one set of warps.
 const TWO_SETS: usize = 16;
 /// The number of shapes whose float sums fit in registers.
 const FLOAT_SHAPES: usize = 4;

@@ -101,7 +101,7 @@ pub(super) fn pack(module: &str, tensor: &QuantizedTensor) -> Result<Vec<(Tensor
 fn pack_transposed(codes: &[u8], n: usize, columns: usize) -> Vec<u8> {
     let words = n / ROWS_PER_WORD;
     let mut bytes = vec![0; columns * words * 4];
-    // Eight rows in lockstep: they fit in the cache, and each column gives one word.
+    // Eight rows in lockstep, so that each column gives one word.
     for (c, rows) in codes.chunks_exact((ROWS_PER_WORD * columns).max(1)).enumerate() {
         let row: [&[u8]; ROWS_PER_WORD] = ORDER.map(|o| &rows[o * columns..(o + 1) * columns]);
         for i in 0..columns {
