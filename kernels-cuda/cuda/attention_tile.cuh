@@ -170,8 +170,8 @@ INLINE constexpr int value_step(int k) {
     return (value_row((k & 1) + 8 * (k >> 1)) - value_row(0)) * ROW_WORDS;
 }
 
-// Loads the queries of a block's columns from `row_of(column)`, or zeros if it returns null. Before bf16 is converted to
-// f16, a power of two per column brings it into the range of f16.
+// Loads the queries of a block's columns from `row_of(column)`, or zeros if it returns null. Before bf16 is converted
+// to f16, a power of two per column brings it into the range of f16.
 template <typename RowOf>
 INLINE void load_queries(Queries& queries, float scale, const Place& place, const RowOf& row_of) {
     const u32 t = place.t;

@@ -1,7 +1,7 @@
 //! Global memory: buffers with bounds and an alignment, and for every byte whether it was written.
 //!
 //! A buffer's address is a multiple of its alignment but of no larger power of two, so that kernels that assume a
-//! larger alignment are detected. Buffers are far apart, so that an access beyond the end of one does not reach another.
+//! larger alignment are detected. Buffers are so far apart that an access beyond the end of one reaches no other.
 
 use crate::error::{Error, FaultKind, Result};
 use crate::order::{Order, Party};

@@ -32,8 +32,8 @@ impl WeightLayout {
     }
 
     /// The bits of a stored code within its word, at the position that [`place`](Self::place) returns. A floating-point
-    /// code is split: its magnitude begins at bit `m`, its sign is at bit `s`; for the odd feature 16 bits further, modulo
-    /// 32. `(m, s)` for the fields of a word:
+    /// code is split: its magnitude begins at bit `m`, its sign is at bit `s`; for the odd feature 16 bits further,
+    /// modulo 32. `(m, s)` for the fields of a word:
     ///
     /// | | 0 | 1 | 2 | 3 |
     /// |---|---|---|---|---|
