@@ -9,7 +9,7 @@ use crate::digest::Digest256;
 
 pub(super) struct Progress {
     pub(super) written: u64,
-    /// The digest of the bytes so far, until all are written. Boxed, because it takes 2 kB and models have many tensors.
+    /// The digest of the bytes so far, until all are written. Boxed, because a hasher takes 2 kB.
     running: Option<Box<blake3::Hasher>>,
     /// The digest of all bytes, once they are written.
     pub(super) hash: Option<Digest256>,
