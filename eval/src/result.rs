@@ -298,9 +298,12 @@ impl Scores {
             let name = format!("{place}bits_per_byte");
             check_estimate(&name, bits, 0.0)?;
             let bytes = nats / (bits.mean * std::f64::consts::LN_2);
-            if nats > 0.0 && !(whole(bytes) && bytes <= text_bytes as f64 + 0.5) {
+            if nats > 0.0 && !whole(bytes) {
+                return Err(format!("has a `{name}` that implies a non-integer number of bytes"));
+            }
+            if nats > 0.0 && bytes > text_bytes as f64 + 0.5 {
                 return Err(format!(
-                    "has a `{name}` that implies {bytes} bytes, but the text has {text_bytes}"
+                    "has a `{name}` that implies {bytes:.0} bytes, but the text has only {text_bytes}"
                 ));
             }
             if let Some(byte) = self.byte_perplexity {

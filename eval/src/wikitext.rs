@@ -6,7 +6,7 @@ use quant_formats::digest::sha256_hex;
 
 use crate::Profile;
 
-/// SHA-256 of `wiki.test.raw`, 1,290,590 bytes, which llama.cpp reads.
+/// SHA-256 of `wiki.test.raw` (1,290,590 bytes), the file that llama.cpp scores.
 const RAW: &str = "173c87a53759e0201f33e0ccf978e510c2042d7f2cb78229d9a50d79b9e7dd08";
 /// SHA-256 of its 4358 rows as the `datasets` library gives them, joined by two newlines.
 const JOINED: &str = "696cca6b65a171b0a358a4be6732cdfdf2dd6164a32e20fd70e3c13fc4dfae83";

@@ -132,10 +132,10 @@ pub fn allocate(file: &File, len: u64) -> io::Result<()> {
     }
 }
 
-/// Flushes the entries of a directory to disk, so that they survive a crash.
+/// Flushes the entries of a directory to disk, so that they survive a crash, if the file system supports that.
 ///
 /// # Errors
-/// If the system cannot flush.
+/// If the directory cannot be opened, or the flush fails.
 pub fn sync_directory(path: &Path) -> io::Result<()> {
     match File::open(path)?.sync_all() {
         // Some network file systems do not support this on directories.

@@ -96,7 +96,7 @@ pub unsafe extern "C" fn qz1_checkpoint_open(
     call(message, |scope| unsafe {
         memory::make(scope, out, || {
             let opened = QuantizedCheckpoint::open(self::path(text(path, "the path")?)?)?;
-            // Names contain no zero bytes, because headers with control characters are rejected.
+            // Names contain no zero bytes, because tensor names with control characters are rejected.
             let c_text = |text: &str| CString::new(text).unwrap_or_default();
             let both = |linear: &LinearInfo| [c_text(&linear.name), c_text(&linear.scheme.to_string())];
             let texts = opened.linears().iter().map(both).collect();

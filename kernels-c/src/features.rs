@@ -84,7 +84,7 @@ pub extern "C" fn qz1_version() -> *const c_char {
     concat!(env!("CARGO_PKG_VERSION"), "\0").as_ptr().cast()
 }
 
-/// 1 if the library has a `QZ1_FEATURE_…`, else 0.
+/// 1 if the library was built with a feature, `QZ1_FEATURE_…`, else 0.
 #[unsafe(no_mangle)]
 pub extern "C" fn qz1_has(feature: u32) -> u32 {
     let always = matches!(feature, QZ1_FEATURE_INT8..=QZ1_FEATURE_ATTENTION | QZ1_FEATURE_EXPERTS);

@@ -32,7 +32,7 @@
 /// Scoped(2).for_each(5, &|number| _ = sum.fetch_add(number, std::sync::atomic::Ordering::Relaxed));
 /// assert_eq!(sum.into_inner(), 10);
 /// ```
-#[allow(unsafe_code, reason = "kernels rely on the contract of implementations")]
+#[allow(unsafe_code, reason = "kernels rely on implementations to uphold the contract")]
 pub unsafe trait Parallel: Sync {
     /// The number of pieces that may run concurrently; at least 1.
     fn threads(&self) -> usize;

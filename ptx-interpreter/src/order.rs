@@ -1,9 +1,9 @@
 //! The order of accesses to global memory, between blocks and between the warps of a block.
 //!
 //! Every access is recorded with its block, its warp and the block's time, which every fence and barrier advances. A
-//! barrier gives each warp the accesses that the others know. A fence makes the accesses that its warp knows
-//! publishable; barriers pass this on, too. An atomic publishes them at its address, and acquires those that others
-//! have published there.
+//! barrier passes what each of its warps knows to those that wait at it. A fence makes the accesses that its warp knows
+//! publishable; barriers pass this on, too. An atomic or a strong store publishes the publishable accesses at its
+//! address. An atomic or another strong access acquires the accesses that others have published at its address.
 
 use std::collections::HashMap;
 use std::rc::Rc;
@@ -20,7 +20,7 @@ struct View {
     known: Vec<u32>,
     /// As `known`, for accesses that were followed by a fence.
     fenced: Vec<u32>,
-    /// The accesses of other blocks that this warp acquired from atomics.
+    /// The accesses that this warp acquired.
     seen: Seen,
 }
 

@@ -1,5 +1,4 @@
-//! Code that tests of several crates share: the location of models and texts, and how a test reports that it is
-//! skipped.
+//! Code that tests of several crates share.
 //!
 //! Large models and real texts are not part of the repository. If they exist, they are in `../shared/data` beside the
 //! checkout. A test that needs them calls [`shared_data`] and returns early without them:

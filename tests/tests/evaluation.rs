@@ -1,4 +1,4 @@
-//! `quant eval`: refused requests, the contents of its pages, and execution on the kernels.
+//! `quant eval`: refused requests, edge cases of windows, HTML reports, and execution on the kernels.
 
 use quant_tests::files::copy_files;
 use quant_tests::program::{command, isa_values, quant};

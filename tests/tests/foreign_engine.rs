@@ -380,7 +380,8 @@ fn a_result_without_hashes_of_files_is_read() {
     assert_eq!(run.code(), Some(0), "{run}");
 }
 
-/// An evaluation that stops resumes with the missing windows, even if the engine now runs fewer of them together.
+/// An evaluation that stops resumes with the missing windows, even if the engine now runs a different number of windows
+/// together.
 #[test]
 fn an_interrupted_evaluation_of_an_engine_resumes() {
     let text = numbered(&[20; 8]);

@@ -14,7 +14,7 @@ use serde_json::{Value, json};
 
 const TEXT: [&str; 6] = ["--text", "builtin-heldout", "--window", "64", "--windows", "20"];
 
-/// A quantized model, and the stored reference of its float source.
+/// A quantized model, the stored reference of its float source, and the result of the evaluation that stored it.
 struct Bench {
     scratch: tempfile::TempDir,
     alone: Value,

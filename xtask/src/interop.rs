@@ -12,7 +12,7 @@ use crate::ci::judge_skips;
 use crate::support::shell::{output, root, shared_dir};
 
 const SCRIPT: &str = "tests/interop/run.sh";
-/// The setup scripts that `run.sh` calls first, with their default directories.
+/// The setup scripts that `run.sh` calls first.
 const SETUP: [&str; 3] =
     ["tests/interop/setup_chromium.sh", "tests/interop/setup_llama_cpp.sh", "tests/interop/setup_venv.sh"];
 

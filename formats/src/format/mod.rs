@@ -291,8 +291,8 @@ pub trait Container: std::fmt::Debug + Send + Sync {
     /// See [`layout`](Self::layout).
     fn pack(&self, module: &str, tensor: &QuantizedTensor) -> Result<Vec<(TensorSpec, Vec<u8>)>>;
 
-    /// Returns the tensor that holds the static FP8 scale of keys or values, given the linear that computes them.
-    /// `None` if the format cannot store it.
+    /// Returns the spec of the tensor that holds the static FP8 scale of keys or values, given the linear that computes
+    /// them. `None` if the format cannot store it.
     fn cache_scale(&self, _linear: &str, _part: CachePart) -> Option<TensorSpec> {
         None
     }

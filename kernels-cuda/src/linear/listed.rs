@@ -56,8 +56,8 @@ impl LinearVariant {
             family: "linear",
             variant: self.compiled(),
             register_ceiling: self.shape.register_ceiling() as u32,
-            // Tensor cores, fragments of activations, copies to shared memory without registers, and codes 16 bytes at
-            // a time.
+            // Tensor cores, fragments of activations, copies to shared memory that bypass registers, and codes 16 bytes
+            // at a time.
             instructions: vec![product, "LDSM.16.M88.4", "LDGSTS.E.BYPASS.128", "LDS.128"],
         }
     }

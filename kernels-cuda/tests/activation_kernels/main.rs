@@ -25,7 +25,7 @@ fn norm_bound(shape: &ActivationShape) -> f64 {
     ((chain + shape.k / 64 + 7) as f64 / 2.0 + 12.0) * 2.0_f64.powi(-24)
 }
 
-/// Norms are summed in a different order.
+/// Norms are compared within a bound, because their sums of squares are added in a different order than on the CPU.
 #[track_caller]
 fn assert_agrees(problem: &Problem, got: &Outcome, expected: &Outcome) {
     let shape = &problem.shape;

@@ -82,8 +82,10 @@ impl Request<'_> {
                 )
             }
             HFError::Request { source, .. } => {
-                let action = if source.is_connect() { "cannot be reached" } else { "sent an unexpected \
-                    response" };
+                let action = match source.is_connect() {
+                    true => "cannot be reached",
+                    false => "did not complete the request",
+                };
                 let reason = format!("{} {action}: {}", self.endpoint, causes(&source));
                 self.unavailable(reason, self.after_network_failure())
             }

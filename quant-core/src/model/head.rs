@@ -52,7 +52,8 @@ impl<'a> Head<'a> {
         Ok(Self { linear: Some(linear), rows, shape: weight.shape(), bias, transform })
     }
 
-    /// Creates a head from its parts. Its logits are bit-identical to those of the original head.
+    /// Creates a head from its parts. For the same [`inputs`](Self::inputs), its logits are bit-identical to those of
+    /// the head that [returned](Self::to_parts) the parts.
     ///
     /// # Errors
     /// [`Error::Internal`] when the parts do not match.

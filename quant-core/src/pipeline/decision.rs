@@ -72,7 +72,7 @@ pub(super) fn stored(
         true => tensor,
         false => tensor.flattened(scale_dtype).map_err(|scale| Error::Numeric {
             tensor: name.to_owned(),
-            reason: format!("values with a scale of {scale} exceed the range of {scale_dtype}"),
+            reason: format!("a scale of {scale} is too large for {scale_dtype}"),
         })?,
     };
     tensor.scheme = container.stored_scheme(tensor.scheme);

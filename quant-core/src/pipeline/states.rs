@@ -23,9 +23,9 @@ use crate::digest::hex;
 use crate::{CancelToken, Error, Event, Result};
 
 const CHUNK_VALUES: usize = 1 << 16;
-/// Saving between blocks takes at most `1 / SHARE_OF_RUN` of the run time.
+/// The time for saving between blocks is limited to about `1 / SHARE_OF_RUN` of the run time.
 const SHARE_OF_RUN: u32 = 20;
-/// The time that a save may take early in a run.
+/// A save may take this long even if that is a larger share of the run time.
 const MIN_ALLOWED: Duration = Duration::from_secs(5);
 const STREAMS: [&str; 2] = ["float", "quantized"];
 const ABOUT: &str = "about";

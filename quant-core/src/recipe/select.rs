@@ -56,7 +56,8 @@ impl<'r> Selection<'r> {
         selector.checked_sub(self.recipe.ignore.len()).map(|i| self.recipe.overrides[i].1)
     }
 
-    /// The index of the selector that applies to a module. The patterns of `ignore` come before the overrides.
+    /// The index of the selector that applies to a module: the first matching pattern of `ignore`, else the last
+    /// matching override. Overrides are counted after the patterns of `ignore`.
     fn decisive(&self, module: &str, in_block: bool) -> Option<usize> {
         let Recipe { ignore, overrides, .. } = self.recipe;
         let ignored = ignore.iter().position(|p| p.matches(module));

@@ -40,7 +40,8 @@ impl Workload<'_> {
         self.sampling.samples as f64 * self.sampling.length as f64
     }
 
-    /// The fraction of all tokens for which a value is computed when statistics are gathered.
+    /// The smallest fraction of all tokens for which a value is computed when statistics are gathered, if tokens are
+    /// distributed evenly over experts.
     pub fn share_of_tokens(&self, id: usize) -> f64 {
         self.sampling.experts.shares(self.graph.share_of_tokens(id))[0]
     }

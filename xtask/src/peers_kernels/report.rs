@@ -244,7 +244,8 @@ impl Measured {
         page
     }
 
-    /// Contestants compared with others, round by round, by a rate at each number of tokens.
+    /// Returns a table of contestants compared with others: the median of the rounds' ratios of a rate, at each number
+    /// of tokens.
     fn pairs(
         &self,
         threads: usize,

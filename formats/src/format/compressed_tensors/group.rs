@@ -148,7 +148,9 @@ pub(super) fn scheme(weights: &Object<'_>) -> Result<LinearScheme, String> {
     match weights.get("actorder").map(|a| a.as_str()) {
         None | Some(Some("static" | "weight")) => {}
         Some(_) => {
-            return Err(weights.refuse("actorder", "permutes columns across groups, which is not supported"));
+            return Err(
+                weights.refuse("actorder", "must be static or weight; other orders are not supported")
+            );
         }
     }
     let group_size = match weights.get("group_size") {

@@ -407,23 +407,21 @@ fn read_weight_shape(source: &dyn TensorSource, name: &str) -> Result<Vec<i64>> 
 fn stated_shape(source: &dyn TensorSource, module: &str) -> Result<[usize; 2]> {
     let name = shape_name(module);
     let info = source.require(&name)?;
-    let mut stated = Vec::new();
-    if info.shape == [2] && matches!(info.dtype, Dtype::I64 | Dtype::I32) {
-        stated = read_weight_shape(source, &name)?;
+    let refuse = |reason: String| Error::UnsupportedQuantization { path: source.location(&name), reason };
+    if info.shape != [2] || !matches!(info.dtype, Dtype::I64 | Dtype::I32) {
+        return Err(refuse(format!(
+            "tensor `{name}` is {} {:?}; expected two integers (I64 or I32)",
+            info.dtype, info.shape
+        )));
     }
+    let stated = read_weight_shape(source, &name)?;
     if let [n, k] = stated[..]
         && let (Ok(n), Ok(k)) = (usize::try_from(n), usize::try_from(k))
         && n.checked_mul(k).is_some()
     {
         return Ok([n, k]);
     }
-    Err(Error::UnsupportedQuantization {
-        path: source.location(&name),
-        reason: format!(
-            "tensor `{name}` ({} {:?}) contains {stated:?}, which is not the shape of a matrix",
-            info.dtype, info.shape
-        ),
-    })
+    Err(refuse(format!("tensor `{name}` contains {stated:?}, which is not the shape of a matrix")))
 }
 
 /// Compares `weight_shape` with the shape that the model implies: the packed size determines the number of columns only

@@ -249,7 +249,7 @@ impl PackedReader for Reader {
         let global = read_divisor(source, &global_scale_name(module))?;
         let input = match scheme.activations {
             ActivationScheme::Nvfp4 => {
-                // Inputs may be large, so their scale may be 1 or more.
+                // Unlike the multiplier of weights, that of inputs may be 1 or more.
                 let scale = reciprocal(read_positive(source, &input_scale_name(module))?);
                 Some(StaticScale { scale, zero: 0 })
             }

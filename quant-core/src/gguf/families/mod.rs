@@ -73,8 +73,8 @@ pub(super) struct GgufFamily {
     pub(super) has_long_rope: bool,
     /// Whether the class scales rotary frequencies by default, so that unscaled ones must be requested explicitly.
     pub(super) scales_rope_unasked: bool,
-    /// Whether the file of a vision-language model with this text model has the same tensors, apart from the vision
-    /// part.
+    /// Whether a vision-language model with this text model, apart from its vision part, is stored like the text model
+    /// alone.
     pub(super) is_text_of_larger: bool,
     /// Whether a BPE with `▁` for spaces is stored with its merges, rather than with scores.
     pub(super) keeps_merges: bool,

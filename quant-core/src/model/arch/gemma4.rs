@@ -153,7 +153,10 @@ fn share(d: &Decoder<'_>, attentions: &mut [Attention]) -> Result<usize> {
         };
         let [made, read] = [&maker.shape, &reader.shape].map(|shape| (shape.kv_heads, shape.head_dim));
         if made != read {
-            let reason = format!("makes block {} share keys whose width differs from its own", first + at);
+            let reason = format!(
+                "makes block {} share keys whose heads differ from its own in number or width",
+                first + at
+            );
             return Err(d.config.error(KEY, reason));
         }
         maker.sharing = Some(Sharing::Makes(pair));
