@@ -73,7 +73,7 @@ pub fn c_abi(data: &[u8]) {
     let mut text = [0_u8; 24];
     let message = qz1_message { text: text.as_mut_ptr().cast(), capacity: text.len(), ..empty!(qz1_message) };
     let mut layout = empty!(qz1_layout);
-    // SAFETY: here and below, every length is that of the slice that its pointer comes from.
+    // SAFETY: every length is that of the slice that its pointer comes from.
     let made =
         is_valid_status(unsafe { qz1_layout_of(&weights, input.byte().into(), &mut layout, &message) });
     assert!(made || !fitting);
@@ -194,7 +194,7 @@ pub fn c_hadamard(data: &[u8]) {
     let mut text = [0_u8; 24];
     let message = qz1_message { text: text.as_mut_ptr().cast(), capacity: text.len(), ..empty!(qz1_message) };
     let mut by = null_mut();
-    // SAFETY: here and below, every length is that of the slice that its pointer comes from.
+    // SAFETY: every length is that of the slice that its pointer comes from.
     let made = is_valid_status(unsafe { qz1_hadamard_new(n, &mut by, &message) });
     assert_eq!(made, !by.is_null());
     let (mut once, mut again) = (x.clone(), x.clone());

@@ -83,7 +83,7 @@ mod tests {
     use crate::parallel::qz1_parallel;
 
     unsafe extern "C" fn add(work: *mut c_void, index: usize) {
-        // SAFETY: the test passes such a pointer.
+        // SAFETY: `pieces_run_on_the_pool_once_each` passes a pointer to an `AtomicUsize` that outlives the calls.
         unsafe { &*work.cast_const().cast::<AtomicUsize>() }.fetch_add(index, Ordering::Relaxed);
     }
 

@@ -54,7 +54,7 @@ fn handles() {
     qz1_isa_detect();
     let (mut int8, mut float) = (core::ptr::dangling_mut(), core::ptr::dangling_mut());
     let expected = refused("not enough memory for the handle");
-    // SAFETY: here and below, every pointer is null or points to a live value.
+    // SAFETY: every pointer is null or points to a live value.
     unsafe {
         assert_eq!(with_message(|m| qz1_int8_rows_new(0, &mut int8, m)), expected);
         assert_eq!(with_message(|m| qz1_float_rows_new(0, &mut float, m)), expected);

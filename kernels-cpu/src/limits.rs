@@ -123,6 +123,8 @@ fn sum(words: &[u64], streams: usize) -> u64 {
     sums.iter().fold(0, |a, &b| a.wrapping_add(b))
 }
 
+/// # Safety
+/// The processor must have the instructions of `L`.
 #[inline(always)]
 unsafe fn dot<L: Lanes>(steps: usize) -> usize {
     let (codes, x) = black_box(([1_u8; 64], [1_i8; 8]));
@@ -141,6 +143,8 @@ unsafe fn dot<L: Lanes>(steps: usize) -> usize {
     2 * PANEL_ROWS * STEP * CHAINS * steps
 }
 
+/// # Safety
+/// The processor must have the instructions of `L`.
 #[inline(always)]
 unsafe fn float<L: FloatLanes, const CHAINS: usize>(steps: usize) -> usize {
     let (codes, x) = black_box(([1_u8; 64], [0_u8; 32]));
@@ -160,6 +164,8 @@ unsafe fn float<L: FloatLanes, const CHAINS: usize>(steps: usize) -> usize {
     2 * PANEL_ROWS * features * CHAINS * steps
 }
 
+/// # Safety
+/// The processor must have the instructions of `L`.
 #[inline(always)]
 unsafe fn keep<L: Lanes, const CHAINS: usize>(sums: [L::F; CHAINS]) {
     let mut out = [0.0_f32; PANEL_ROWS];
@@ -171,6 +177,8 @@ unsafe fn keep<L: Lanes, const CHAINS: usize>(sums: [L::F; CHAINS]) {
     }
 }
 
+/// # Safety
+/// The processor must have the tile unit `U`.
 #[inline(always)]
 unsafe fn tiles<U: TileUnit, const BF16: bool>(steps: usize) -> usize {
     // SAFETY: the caller guarantees that the processor has the tile unit `U`.
@@ -195,16 +203,22 @@ unsafe fn tiles<U: TileUnit, const BF16: bool>(steps: usize) -> usize {
 
 macro_rules! compiled {
     ($sum:ident, $dot:ident, $float:ident, $lanes:ty, $chains:expr, $features:literal) => {
+        /// # Safety
+        /// The processor must have these features.
         #[target_feature(enable = $features)]
         unsafe fn $sum(words: &[u64], streams: usize) -> u64 {
             sum(words, streams)
         }
+        /// # Safety
+        /// The processor must have these features.
         #[target_feature(enable = $features)]
         unsafe fn $dot(steps: usize) -> usize {
             // SAFETY: this function is compiled with the features that the lanes require; the caller guarantees that
             // the processor has them.
             unsafe { dot::<$lanes>(steps) }
         }
+        /// # Safety
+        /// The processor must have these features.
         #[target_feature(enable = $features)]
         unsafe fn $float(steps: usize) -> usize {
             // SAFETY: this function is compiled with the features that the lanes require; the caller guarantees that
@@ -234,6 +248,8 @@ mod x86 {
         CHAINS,
         "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512vnni"
     );
+    /// # Safety
+    /// The processor must have these features.
     #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512vnni,avx512bf16")]
     unsafe fn float_bf16(steps: usize) -> usize {
         // SAFETY: this function is compiled with the features that the lanes require; the caller guarantees that the

@@ -88,7 +88,7 @@ unsafe impl GlobalAlloc for Fence {
     unsafe fn dealloc(&self, at: *mut u8, memory: Memory) {
         let start = at.addr() & !(PAGE - 1);
         if !(range()..range() + RANGE).contains(&at.addr()) {
-            // SAFETY: it was allocated by `System`; the caller guarantees the rest.
+            // SAFETY: it was allocated by `System`; the caller guarantees the contract of `GlobalAlloc`.
             return unsafe { System.dealloc(at, memory) };
         }
         let pages = memory.size().next_multiple_of(PAGE);

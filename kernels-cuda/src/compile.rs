@@ -253,7 +253,7 @@ impl Program {
     }
 
     fn log(&self) -> Result<String> {
-        // SAFETY: the program is alive.
+        // SAFETY: `log` writes as many bytes as `log_size` returns.
         let bytes = unsafe { self.bytes(self.nvrtc.log_size, self.nvrtc.log) }?;
         Ok(String::from_utf8_lossy(&until_zero(bytes)).trim().to_owned())
     }
@@ -262,13 +262,14 @@ impl Program {
     /// The two functions must belong together: the second writes as many bytes as the first returns.
     unsafe fn bytes(&self, size_of: SizeOf, bytes_of: BytesOf) -> Result<Vec<u8>> {
         let mut size = 0;
-        // SAFETY: the program is alive.
+        // SAFETY: `self` owns the program, which only `drop` destroys.
         checked(self.nvrtc, "get the size of the compiler output", unsafe {
             size_of(self.handle, &mut size)
         })?;
         let mut bytes = vec![0_u8; size];
         if size > 0 {
-            // SAFETY: the program is alive, and there is room for the size that it returned.
+            // SAFETY: `self` owns the program, which only `drop` destroys, and there is room for the size that it
+            // returned.
             let result = unsafe { bytes_of(self.handle, bytes.as_mut_ptr().cast()) };
             checked(self.nvrtc, "get the compiler output", result)?;
         }

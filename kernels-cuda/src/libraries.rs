@@ -200,7 +200,8 @@ pub(crate) fn nvrtc() -> Result<&'static Nvrtc> {
 
 fn nvrtc_library(named: Option<&OsStr>) -> Result<Library> {
     let Some(named) = named else {
-        // SAFETY: as in `driver_library`.
+        // SAFETY: loading NVRTC runs its initializers, which have no preconditions. Users who set the loader's search
+        // path ensure that it leads to NVRTC.
         let found = NVRTC_NAMES.iter().find_map(|name| unsafe { Library::new(*name) }.ok());
         return found.ok_or(Error::NvrtcMissing);
     };
@@ -223,10 +224,12 @@ fn nvrtc_library(named: Option<&OsStr>) -> Result<Library> {
     if let Some(builtins) = sibling(directory, |name| {
         name.starts_with("libnvrtc-builtins.so") || name.starts_with("nvrtc-builtins64_")
     }) {
-        // SAFETY: as in `driver_library`, for the directory that the user names.
+        // SAFETY: the initializers of NVRTC's builtins have no preconditions. Users who set `QUANT_NVRTC` ensure that
+        // it names NVRTC or its directory.
         std::mem::forget(unsafe { Library::new(builtins) }.map_err(|e| failed(with_causes(&e)))?);
     }
-    // SAFETY: as in `driver_library`, for the file that the user names.
+    // SAFETY: the initializers of NVRTC have no preconditions. Users who set `QUANT_NVRTC` ensure that it names NVRTC
+    // or its directory.
     unsafe { Library::new(library) }.map_err(|e| failed(with_causes(&e)))
 }
 

@@ -64,7 +64,7 @@ fn appended(kernels: &Kernels) -> (qz1_cuda_kv_layout, Bytes, Vec<Vec<[[Vec<f32>
         table_stride: 2,
         ..sized()
     };
-    // SAFETY: here and below, device memory stays allocated until after the synchronization.
+    // SAFETY: device memory stays allocated until after the synchronization.
     done(|m| unsafe { qz1_cuda_append_launch(plan.0, &arguments, null_mut(), m) });
     assert_eq!(refused.read::<u32>(), [7]);
 

@@ -38,7 +38,7 @@ unsafe fn function<F: Copy>(name: &CStr) -> F {
 
 /// Makes the context of the first device current on this thread. It is never released.
 pub fn context() {
-    // SAFETY: here and below, functions have the signatures that `cuda.h` declares.
+    // SAFETY: functions have the signatures that `cuda.h` declares.
     unsafe {
         let init: extern "C" fn(u32) -> c_int = function(c"cuInit");
         let get: extern "C" fn(*mut c_int, c_int) -> c_int = function(c"cuDeviceGet");

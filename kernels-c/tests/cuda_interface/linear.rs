@@ -29,7 +29,7 @@ fn quantized(kernels: &Kernels, x: &[f16], [m, k]: [usize; 2], group: usize) -> 
     let [codes, scales, row_sums, group_sums] = outputs.each_ref().map(Bytes::region);
     let arguments =
         qz1_cuda_activation_arguments { x: x.region(), codes, scales, row_sums, group_sums, ..sized() };
-    // SAFETY: here and below, device memory stays allocated until after the synchronization.
+    // SAFETY: device memory stays allocated until after the synchronization.
     done(|m| unsafe { qz1_cuda_activation_launch(plan.0, &arguments, null_mut(), m) });
     driver::wait();
     outputs
@@ -203,7 +203,7 @@ fn floating_point_weights() {
     };
     let mut layout: qz1_cuda_layout = sized();
     let mut packed;
-    // SAFETY: here and below, every pointer is null or points to a live value.
+    // SAFETY: every pointer is null or points to a live value.
     unsafe {
         let order = QZ1_CUDA_ORDER_FLOAT;
         done(|m| qz1_cuda_layout_of(&weights, order, 0, &mut layout, m));

@@ -2,6 +2,9 @@
 //!
 //! Squares are added in the order that [`reference::rms_norm`](crate::reference::rms_norm) defines, so results are
 //! bit-identical on all instruction sets.
+//!
+//! # Safety
+//! The processor must have the instructions of `L`, for every unsafe function of this module.
 
 use super::RowLayout;
 use super::element::{Element, sealed::Kind};
@@ -82,9 +85,6 @@ unsafe fn magnitude<L: RowLanes>(a: L::F) -> L::I {
 }
 
 /// The largest magnitude; infinite or NaN if any value is.
-///
-/// # Safety
-/// The processor must have the instructions of `L`. This holds for all functions below.
 #[inline(always)]
 pub(super) unsafe fn largest<L: RowLanes>(row: &[f32]) -> f32 {
     // SAFETY: the caller guarantees that the processor has the instructions of `L`.

@@ -1,4 +1,7 @@
 //! The transform of one row over [`RowLanes`].
+//!
+//! # Safety
+//! The processor must have the instructions of `L`, for every unsafe function of this module.
 
 use core::mem::MaybeUninit;
 
@@ -52,9 +55,6 @@ unsafe fn store<L: RowLanes>(x: &mut [f32], a: L::F) {
 }
 
 /// Transforms a row, in the order that the module documentation of [`hadamard`](super) defines.
-///
-/// # Safety
-/// The processor must have the instructions of `L`. This holds for all functions below.
 #[inline(always)]
 pub(super) unsafe fn transform<L: RowLanes>(x: &mut [f32], power: u32, factors: &[Factor], scale: f32) {
     // SAFETY: the caller guarantees that the processor has the instructions of `L`.

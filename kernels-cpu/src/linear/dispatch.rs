@@ -365,7 +365,8 @@ mod x86 {
                 weights: *const u8,
                 to: expanded::Operands,
             ) {
-                // SAFETY: compiled with the features that the lanes require; the caller guarantees the rest.
+                // SAFETY: compiled with the features that the lanes require; the caller guarantees
+                // the contract of `expanded::expand`.
                 unsafe { expanded::expand::<$lanes, CODES>(layout, weights, to) }
             }
             /// # Safety
@@ -374,7 +375,8 @@ mod x86 {
             pub(super) unsafe fn $product<const REST: bool, const MR: usize, const NP: usize>(
                 t: &expanded::Product<'_>,
             ) {
-                // SAFETY: compiled with the features that the lanes require; the caller guarantees the rest.
+                // SAFETY: compiled with the features that the lanes require; the caller guarantees
+                // the contract of `expanded::product`.
                 unsafe { expanded::product::<$lanes, REST, MR, NP>(t) }
             }
         };
@@ -383,7 +385,8 @@ mod x86 {
             /// See [`expanded::finish`].
             #[target_feature(enable = $features)]
             pub(super) unsafe fn $finish<const NP: usize>(t: &Tile<'_>, totals: *const f32) {
-                // SAFETY: compiled with the features that the lanes require; the caller guarantees the rest.
+                // SAFETY: compiled with the features that the lanes require; the caller guarantees
+                // the contract of `expanded::finish`.
                 unsafe { expanded::finish::<$lanes, NP>(t, totals) }
             }
         };

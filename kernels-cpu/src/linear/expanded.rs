@@ -144,7 +144,7 @@ pub(super) unsafe fn multiply(
         let mut panel = panels.start;
         while panel < panels.end {
             let count = of.panels.min(panels.end - panel);
-            // SAFETY: the caller guarantees the contract above.
+            // SAFETY: the caller guarantees the contract of `multiply`.
             unsafe { columns(t, path, of, scratch.as_mut_ptr(), strips.clone(), panel, count) };
             panel += count;
         }
@@ -271,7 +271,7 @@ pub(super) unsafe fn expand<L: FloatLanes, const CODES: usize>(
 ) {
     let (panel_bytes, step_bytes) = (layout.panel_bytes(), layout.step_bytes());
     let (unit, operand) = (unit_of(codes::bits(CODES)), size_of::<L::W>());
-    // SAFETY: the caller guarantees the contract above; groups and blocks are whole units.
+    // SAFETY: the caller guarantees the contract of `expand`; groups and blocks are whole units.
     unsafe {
         let table = table_of::<L, CODES>(layout);
         // Dense weights are pairs of bf16 already.
@@ -325,7 +325,7 @@ pub(super) unsafe fn product<L: FloatLanes, const REST: bool, const MR: usize, c
     let (operands, row_bytes) = (L::PARTS * size_of::<L::W>(), step_of::<L, REST>() * t.strip);
     let (mut right, mut x, mut next) = (t.right, t.x, t.next);
     let (mut within, mut left, mut parameters, mut row_sums) = (t.within, t.count, t.parameters, t.sums);
-    // SAFETY: the caller guarantees the contract above.
+    // SAFETY: the caller guarantees the contract of `product`.
     unsafe {
         while left > 0 {
             let steps = left.min(group - within);
@@ -410,7 +410,7 @@ unsafe fn add_steps<L: FloatLanes, const REST: bool, const MR: usize, const NP: 
     next: &mut Next,
 ) -> [[L::F; NP]; MR] {
     let (operand, row) = (size_of::<L::W>(), step_of::<L, REST>());
-    // SAFETY: the caller guarantees the contract above; prefetched addresses need not be mapped.
+    // SAFETY: the caller guarantees the contract of `add_steps`; prefetched addresses need not be mapped.
     unsafe {
         for _ in 0..count {
             if next.lines > 0 {
@@ -459,7 +459,7 @@ unsafe fn add_steps<L: FloatLanes, const REST: bool, const MR: usize, const NP: 
 /// See [`multiply`]; `totals` are those of the row in `NP` panels.
 #[inline(always)]
 pub(super) unsafe fn finish<L: FloatLanes, const NP: usize>(t: &Tile<'_>, totals: *const f32) {
-    // SAFETY: the caller guarantees the contract above.
+    // SAFETY: the caller guarantees the contract of `finish`.
     unsafe {
         let mut row = [L::zero(); NP];
         for p in 0..NP {

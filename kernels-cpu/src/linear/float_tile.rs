@@ -35,7 +35,8 @@ pub(crate) unsafe fn multiply<
 ) {
     let layout = t.layout;
     let (groups, steps) = (layout.groups(), layout.steps());
-    // SAFETY: all reads are within the memory that the caller guarantees to be valid, as in the tile of integers.
+    // SAFETY: all reads are within the memory that the caller guarantees to be valid: step, group and row stay below
+    // their counts, and the offsets are those of the layout.
     unsafe {
         let table = table_of::<L, CODES>(layout);
         let mut totals = [[L::zero(); NP]; MR];
@@ -154,8 +155,8 @@ unsafe fn add_steps<
     let waits = MR <= 4;
     let ahead = Prefetcher::new(t.layout, NP, (NG * count * step_bytes).clamp(2048, 8192));
     let ahead_of = |at: *const u8| if waits { ahead.of(at.addr() - t.weights.addr()) } else { 0 };
-    // SAFETY: the caller guarantees the contract above; steps and rows stay below their counts. Blocks and groups are
-    // whole units.
+    // SAFETY: the caller guarantees the contract of `multiply`; steps and rows stay below their counts. Blocks and
+    // groups are whole units.
     unsafe {
         let mut at = t.weights.wrapping_add(first * step_bytes);
         let row = const { step_of::<L, REST>() };
@@ -195,7 +196,7 @@ unsafe fn join<L: FloatLanes, const CODES: usize, const MR: usize, const NP: usi
 ) {
     let layout = t.layout;
     let panel = layout.panel_bytes();
-    // SAFETY: the caller guarantees the contract above.
+    // SAFETY: the caller guarantees the contract of `multiply`.
     unsafe {
         if MR <= 4 {
             next_parameters::<L, NP>(layout, t.weights, g);
@@ -307,7 +308,7 @@ unsafe fn add_step<L: FloatLanes, const CODES: usize, const REST: bool, const MR
     panel: usize,
     ahead: usize,
 ) {
-    // SAFETY: the caller guarantees the contract above; prefetched addresses need not be mapped.
+    // SAFETY: the caller guarantees the contract of `multiply`; prefetched addresses need not be mapped.
     unsafe {
         if ahead > 0 {
             for p in 0..NP {

@@ -248,7 +248,7 @@ impl PackedView<'_> {
                 steps,
             };
             // SAFETY: lengths follow from the layout and the tiling, and were checked by `Product::check` or, for
-            // experts, by `Experts::run`; the caller guarantees the rest.
+            // experts, by `Experts::run`; the caller guarantees the contract of `part`.
             return unsafe { multiply(&tiled, strips, panels) };
         }
         #[cfg(target_arch = "x86_64")]
@@ -265,7 +265,8 @@ impl PackedView<'_> {
                 bias: bias.map_or(core::ptr::null(), <[f32]>::as_ptr),
                 out,
             };
-            // SAFETY: lengths were checked as for tiles below; the caller guarantees the rest.
+            // SAFETY: lengths follow from the layout, and were checked by `Product::check` or, for experts, by
+            // `Experts::run`; the caller guarantees the contract of `part`.
             return unsafe { expanded::multiply(&product, path, of, strips, panels) };
         }
         let (n, groups, steps) = (layout.n(), layout.groups(), layout.padded_k() / STEP);

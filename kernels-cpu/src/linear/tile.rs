@@ -183,7 +183,7 @@ pub(super) unsafe fn group_sums<L: Lanes, const CODES: usize, const MR: usize, c
     let (steps, panel) = (t.layout.steps(), t.layout.panel_bytes());
     let (bits, unit) = const { (codes::bits(CODES), codes::unit(CODES)) };
     let step_bytes = PANEL_ROWS * STEP * bits / 8;
-    // SAFETY: the caller guarantees the contract above; groups are whole units.
+    // SAFETY: the caller guarantees the contract of `multiply`; groups are whole units.
     unsafe {
         // Start from zero, since other initial values would delay the first products; zero points are subtracted
         // afterwards.

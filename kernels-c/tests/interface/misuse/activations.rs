@@ -59,7 +59,7 @@ fn activations_that_do_not_fit() {
     // Without `up`, rows are twice as wide, and three single rows are not whole rows.
     assert_eq!(gated(null()), qz1_status::Length);
     let mut none = null_mut();
-    // SAFETY: null is allowed, and nothing is freed.
+    // SAFETY: the functions allow null, and nothing is freed.
     unsafe {
         assert_eq!(qz1_int8_rows_new(99, &mut none, null()), qz1_status::Isa);
         assert!(none.is_null());

@@ -138,7 +138,7 @@ fn caches_are_those_of_rust() {
         let (to, to_lse, q) = (c_out.as_mut_ptr(), c_lse.as_mut_ptr(), case.q.as_ptr());
         let (n, rows, mut workspace) = (out.len(), lse.len(), Workspace::default());
         of.append(&case.keys, &case.values, &Serial).unwrap();
-        // SAFETY: here and below, every pointer is null or points to a live value.
+        // SAFETY: every pointer is null or points to a live value.
         unsafe {
             assert_eq!(qz1_kv_cache_new(&case.layout, &case.heads, TOKENS, &mut at, null()), Ok);
             assert_eq!(qz1_kv_cache_append(at, x, len, y, len, null(), null()), Ok);

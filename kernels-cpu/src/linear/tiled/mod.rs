@@ -161,10 +161,13 @@ fn stretches(tiling: Tiling, tiles: usize) -> impl Iterator<Item = Range<usize>>
 }
 
 /// The memory for the sums and totals of a slot.
+///
+/// # Safety
+/// `scratch` must be valid, and `slot` less than [`SLOTS`].
 #[inline(always)]
 unsafe fn slots(scratch: *mut Scratch, slot: usize) -> (*mut u8, *mut f32) {
     debug_assert!(slot < SLOTS);
-    // SAFETY: the caller guarantees that the scratch memory is valid; `slot` is below the number of slots.
+    // SAFETY: the caller guarantees that `scratch` is valid, and that `slot` is less than `SLOTS`.
     unsafe {
         let (sums, totals) = (&raw mut (*scratch).sums, &raw mut (*scratch).totals);
         (sums.cast::<u8>().add(slot * TILE), totals.cast::<u8>().add(slot * TILE).cast())
@@ -172,9 +175,12 @@ unsafe fn slots(scratch: *mut Scratch, slot: usize) -> (*mut u8, *mut f32) {
 }
 
 /// The memory for tile `t` (of four) of the sums of group `g`, if the group is completed within one chunk.
+///
+/// # Safety
+/// `scratch` must be valid, and `t` less than 4.
 #[inline(always)]
 unsafe fn stage(scratch: *mut Scratch, g: usize, t: usize) -> *mut u8 {
-    // SAFETY: the caller guarantees that the scratch memory is valid; there are two stages of four tiles.
+    // SAFETY: the caller guarantees that `scratch` is valid and `t` less than 4; there are two stages of four tiles.
     unsafe { (&raw mut (*scratch).stages).cast::<u8>().add((g % 2 * 4 + t) * TILE) }
 }
 
@@ -197,8 +203,8 @@ unsafe fn stretch_of<U: TileUnit, const OF: usize, const NP: usize>(
     let right_bytes = ROW * tiling.row_bytes() / 4;
     let direct = (OF == UNSIGNED || layout.is_bf16()) && layout.steps() == blocks * tiling.steps;
     let chunk = RIGHT / NP;
-    // SAFETY: the caller guarantees the contract above; every index of a panel, tile, block or slot is less than its
-    // count.
+    // SAFETY: the caller guarantees the contract of `multiply`; every index of a panel, tile, block or slot is less
+    // than its count.
     unsafe {
         let weights = t.weights.add(panel * layout.panel_bytes());
         if stretch.start > 0 {
@@ -343,7 +349,7 @@ unsafe fn products<U: TileUnit, const OF: usize, const NP: usize, const MT: usiz
     let (row_bytes, parts) = (tiling.row_bytes(), tiling.parts);
     let left_bytes = tiling.rows * row_bytes;
     let across = tiling.groups * tiling.blocks * parts * left_bytes;
-    // SAFETY: the caller guarantees the contract above.
+    // SAFETY: the caller guarantees the contract of `products`.
     unsafe {
         let mut left = t.tiles.add(tile * across + blocks.start * parts * left_bytes);
         let mut right_at = right.at;
@@ -425,7 +431,7 @@ unsafe fn block<U: TileUnit, const OF: usize, const NP: usize, const MT: usize>(
     right: *const u8,
     panel: usize,
 ) {
-    // SAFETY: the caller guarantees the contract above.
+    // SAFETY: the caller guarantees the contract of `products`.
     unsafe {
         if NP > 2 {
             // Two parts share a right operand.
@@ -483,7 +489,7 @@ unsafe fn block<U: TileUnit, const OF: usize, const NP: usize, const MT: usize>(
 unsafe fn add<U: TileUnit, const OF: usize, const SUM: usize, const LEFT: usize, const RIGHT: usize>(
     unit: &mut U,
 ) {
-    // SAFETY: the caller guarantees the contract above.
+    // SAFETY: the caller guarantees the contract of `TileUnit`.
     unsafe {
         match OF {
             BF16 => unit.add_bf16::<SUM, LEFT, RIGHT>(),

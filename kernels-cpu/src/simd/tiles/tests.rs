@@ -219,7 +219,7 @@ mod hardware {
                 shapes().flat_map(|s| [(s, Kind::Signed), (s, Kind::Unsigned), (s, Kind::Bf16)])
             {
                 let case = Case::new(shape, &mut byte(&mut random, round % 2 == 0));
-                // SAFETY: the path is available.
+                // SAFETY: the processor has AMX, checked above.
                 let got = comparable(kind, &unsafe { case.run::<Amx>(kind) });
                 // SAFETY: the emulated unit needs no instructions.
                 let expected = comparable(kind, &unsafe { case.run::<Emulated>(kind) });
@@ -238,7 +238,7 @@ mod hardware {
             let step: [u8; 128] = core::array::from_fn(|_| random.next() as u8);
             let mut got = ([0; 128], [0; 256], [0; 256]);
             let mut expected = got;
-            // SAFETY: the path is available; the arrays have the lengths that are read and written.
+            // SAFETY: the processor has AMX, checked above; the arrays have the lengths that are read and written.
             unsafe {
                 expand::<4>(&step, zero, &mut got.0, &mut got.1);
                 expand::<8>(&step, zero, &mut got.0, &mut got.2);
