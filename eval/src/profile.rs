@@ -5,9 +5,13 @@
 //!
 //! | profile | text | windows | scored |
 //! | --- | --- | --- | --- |
-//! | `gptq-L` | tokenized once, with the tokenizer's own special tokens | `L` tokens, disjoint; the rest is dropped | all but the first of each |
-//! | `llamacpp-L` | tokenized once, with the tokenizer's own special tokens | `L` tokens, disjoint; the rest is dropped; if the tokenizer adds a first token (BOS), it overwrites the first of each | those after the middle: `L/2 + 1` to `L − 1`, counted from 0 |
-//! | `hf-stride-L-S` | tokenized once, with the tokenizer's own special tokens | up to `L` tokens, from 0, `S`, `2S` …, until the end is reached | those that no earlier window has scored; never the first of a window |
+//! | `gptq-L` | tokenized once, with the tokenizer's own special tokens | `L` tokens, disjoint; the rest is dropped |
+//! all but the first of each |
+//! | `llamacpp-L` | tokenized once, with the tokenizer's own special tokens | `L` tokens, disjoint; the rest is
+//! dropped; if the tokenizer adds a first token (BOS), it overwrites the first of each | those after the middle: `L/2 +
+//! 1` to `L − 1`, counted from 0 |
+//! | `hf-stride-L-S` | tokenized once, with the tokenizer's own special tokens | up to `L` tokens, from 0, `S`, `2S` …,
+//! until the end is reached | those that no earlier window has scored; never the first of a window |
 //! | `lmeval-rolling-L` | each document separately | see below | every token once |
 //!
 //! `gptq` is the rule of the GPTQ paper's code. `wt2-gptq-2048`, the headline number of the literature, is `gptq-2048`
@@ -212,7 +216,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_rule_is_refused() {
+    fn unknown_rules_are_refused() {
         for bad in [
             "",
             "wt2",

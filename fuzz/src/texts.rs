@@ -54,8 +54,8 @@ pub(crate) fn in_file<T>(name: &str, bytes: &[u8], with: impl FnOnce(&Path) -> T
     })
 }
 
-/// The bytes themselves or, if the first is no ASCII character, one of these texts with a few values or bytes changed.
-/// So the corpus may hold complete files, and random bytes reach the depths of a parser.
+/// The bytes themselves or, if the first is not an ASCII character, one of these texts with a few values or bytes
+/// changed. So the corpus may hold complete files, and random bytes reach the depths of a parser.
 pub(crate) fn text(data: &[u8], valid: &[&str]) -> Vec<u8> {
     let Some((&first, rest)) = data.split_first().filter(|(first, _)| !first.is_ascii()) else {
         return data.to_vec();

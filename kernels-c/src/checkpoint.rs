@@ -127,7 +127,7 @@ pub unsafe extern "C" fn qz1_checkpoint_count(
 ) -> qz1_status {
     // SAFETY: the caller upholds the pointer contract.
     call(message, |scope| unsafe {
-        let checkpoint = scope.look(checkpoint, "the checkpoint")?;
+        let checkpoint = scope.shared(checkpoint, "the checkpoint")?;
         scope.value(out, "the number")?.put(checkpoint.opened.linears().len());
         Ok(())
     })
@@ -146,7 +146,7 @@ pub unsafe extern "C" fn qz1_checkpoint_find(
 ) -> qz1_status {
     // SAFETY: the caller upholds the pointer contract.
     call(message, |scope| unsafe {
-        let checkpoint = scope.look(checkpoint, "the checkpoint")?;
+        let checkpoint = scope.shared(checkpoint, "the checkpoint")?;
         let out = scope.value(out, "the number")?;
         let name = text(name, "the name")?.to_bytes();
         let found = checkpoint.opened.linears().binary_search_by(|linear| linear.name.as_bytes().cmp(name));
@@ -170,7 +170,7 @@ pub unsafe extern "C" fn qz1_checkpoint_linear(
 ) -> qz1_status {
     // SAFETY: the caller upholds the pointer contract.
     call(message, |scope| unsafe {
-        let checkpoint = scope.look(checkpoint, "the checkpoint")?;
+        let checkpoint = scope.shared(checkpoint, "the checkpoint")?;
         let out = scope.place(out, "the linear")?;
         let LinearInfo { shape: [n, k], scheme, .. } = linear(checkpoint, index)?;
         let [name, scheme_name] = &checkpoint.texts[index];
@@ -201,7 +201,7 @@ pub unsafe extern "C" fn qz1_checkpoint_read(
     // SAFETY: the caller upholds the pointer contract.
     call(message, |scope| unsafe {
         memory::make(scope, out, || {
-            let checkpoint = scope.look(checkpoint, "the checkpoint")?;
+            let checkpoint = scope.shared(checkpoint, "the checkpoint")?;
             let linear = linear(checkpoint, index)?;
             let tensor = checkpoint.opened.read(&linear.name)?;
             let bias = checkpoint.opened.bias(&linear.name)?;
@@ -241,7 +241,7 @@ pub unsafe extern "C" fn qz1_tensor_weights(
     // SAFETY: the caller upholds the pointer contract.
     call(message, |scope| unsafe {
         let out = scope.place(out, "the weights")?;
-        let weights = weights(scope.look(tensor, "the tensor")?)?;
+        let weights = weights(scope.shared(tensor, "the tensor")?)?;
         out.put(weights);
         Ok(())
     })
@@ -303,7 +303,7 @@ pub unsafe extern "C" fn qz1_tensor_bias(
     // SAFETY: the caller upholds the pointer contract.
     call(message, |scope| unsafe {
         let out = scope.value(out, "the bias")?;
-        let bias = &scope.look(tensor, "the tensor")?.bias;
+        let bias = &scope.shared(tensor, "the tensor")?.bias;
         out.put(bias.as_ref().map_or(core::ptr::null(), |bias| bias.as_ptr()));
         Ok(())
     })
@@ -323,7 +323,7 @@ pub unsafe extern "C" fn qz1_tensor_static_scale(
     // SAFETY: the caller upholds the pointer contract.
     call(message, |scope| unsafe {
         let out = scope.place(out, "the static scale")?;
-        let tensor = &scope.look(tensor, "the tensor")?.tensor;
+        let tensor = &scope.shared(tensor, "the tensor")?.tensor;
         let is_integer = !tensor.scheme.activations.is_float();
         let (scale, zero) =
             tensor.input.filter(|_| is_integer).map_or((0.0, 0), |by| (by.scale, i32::from(by.zero)));

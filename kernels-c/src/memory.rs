@@ -267,7 +267,7 @@ impl Scope {
     ///
     /// # Safety
     /// If the pointer is aligned and not null, it must be valid.
-    pub(crate) unsafe fn look<T>(&self, at: *const T, what: &'static str) -> Result<&T, Fault> {
+    pub(crate) unsafe fn shared<T>(&self, at: *const T, what: &'static str) -> Result<&T, Fault> {
         usable(at, what)?;
         self.enter(at, size_of::<T>(), false, what)?;
         // SAFETY: the caller upholds the pointer contract.
@@ -277,7 +277,7 @@ impl Scope {
     /// Enters a handle that will be modified.
     ///
     /// # Safety
-    /// Same as for [`Self::look`]; no other code may access the handle.
+    /// Same as for [`Self::shared`]; no other code may access the handle.
     #[allow(clippy::mut_from_ref, reason = "overlapping parts are rejected")]
     pub(crate) unsafe fn handle<T>(&self, at: *mut T, what: &'static str) -> Result<&mut T, Fault> {
         usable(at.cast_const(), what)?;

@@ -284,7 +284,7 @@ mod tests {
     }
 
     #[test]
-    fn a_text_stands_there_after_every_call() {
+    fn every_call_writes_a_text() {
         let mut to = [0xff; 40];
         assert_eq!(with_message(&mut to, |_| Ok(())), qz1_status::Ok);
         assert_eq!(to[..2], [0, 0xff]);

@@ -440,7 +440,7 @@ mod tests {
     }
 
     #[test]
-    fn regions_and_numbers_are_looked_at() {
+    fn regions_and_numbers_are_checked() {
         let shape = ActivationShape {
             group: Some(128),
             fixed: true,

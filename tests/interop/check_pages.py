@@ -234,8 +234,8 @@ def expect_alone(found, result):
 
 def expect_gate(found, decision):
     yield "headings", found["headings"][1:], ["Checks", "What has changed", "Provenance"]
-    told = dict(row[:2] for row in table(found, "policy, SHA-256"))
-    yield "provenance", told.get("baseline, SHA-256"), decision["baseline_sha256"]
+    stated = dict(row[:2] for row in table(found, "policy, SHA-256"))
+    yield "provenance", stated.get("baseline, SHA-256"), decision["baseline_sha256"]
     yield "verdict", found["tiles"].get("verdict"), decision["verdict"]
     yield "checks", [row[1] for row in table(found, "result")], \
         [check["verdict"] for check in decision["checks"]]

@@ -147,14 +147,14 @@ class Vllm:
                 if (of := self.quantized(name, case, options)) is not None:
                     made[name, case] = of
             except Exception as error:  # a check that cannot run has failed
-                self.tell(name, case, f"{type(error).__name__}: {error}", False)
+                self.record(name, case, f"{type(error).__name__}: {error}", False)
         engine = self.engine([out for out, _ in made.values()])
         for (name, case), (out, says) in made.items():
-            self.tell(name, case, *self.compare(out, says, *engine[out]))
+            self.record(name, case, *self.compare(out, says, *engine[out]))
         if made:
             print(f"{len(made)} cases in {time.monotonic() - started:.0f} s", flush=True)
 
-    def tell(self, name, case, measured, ok):
+    def record(self, name, case, measured, ok):
         self.count += 1
         self.failures += not ok
         print(f"{'ok    ' if ok else 'FAILED'} vllm {name} {case}: {measured}", flush=True)

@@ -27,7 +27,7 @@ fn broken(fault: fn(&Path)) -> TempDir {
     directory
 }
 
-fn refused_by_all_verbs(faults: &[Fault]) {
+fn refused_by_all_commands(faults: &[Fault]) {
     for (case, fault, expected) in faults {
         let model = broken(*fault);
         refuses_to_quantize(case, model.path(), &RTN, 4, expected);
@@ -79,7 +79,7 @@ fn fifo(path: &Path) {
 
 #[test]
 fn weights() {
-    refused_by_all_verbs(&[
+    refused_by_all_commands(&[
         (
             "no weights",
             |m| std::fs::remove_file(m.join(WEIGHTS)).unwrap(),
@@ -116,7 +116,7 @@ fn weights() {
             &[WEIGHTS, "the header length is 18446744073709551615 bytes"],
         ),
         (
-            "a header that is no JSON",
+            "a header that is not JSON",
             |m| overwrite(m, WEIGHTS, safetensors_with_header("{\"a\":", &[])),
             &[WEIGHTS, "not valid JSON"],
         ),
@@ -191,7 +191,7 @@ fn weights() {
 
 #[test]
 fn shards() {
-    refused_by_all_verbs(&[
+    refused_by_all_commands(&[
         (
             "a shard that is missing",
             |m| {
@@ -249,7 +249,7 @@ fn shards() {
             },
             &[INDEX, "a.safetensors", "b.safetensors"],
         ),
-        ("an index that is no JSON", |m| overwrite(m, INDEX, "{"), &[INDEX, "line 1"]),
+        ("an index that is not JSON", |m| overwrite(m, INDEX, "{"), &[INDEX, "line 1"]),
         (
             "a pipe in the place of a shard",
             |m| {
@@ -264,7 +264,7 @@ fn shards() {
 #[test]
 fn configuration() {
     const CONFIG: &str = "config.json";
-    refused_by_all_verbs(&[
+    refused_by_all_commands(&[
         ("no configuration", |m| std::fs::remove_file(m.join(CONFIG)).unwrap(), &[CONFIG, "is missing"]),
         ("not JSON", |m| overwrite(m, CONFIG, "{"), &[CONFIG, "not valid JSON"]),
         ("a page", |m| overwrite(m, CONFIG, "<html></html>"), &[CONFIG, "is an HTML page"]),
@@ -506,8 +506,8 @@ fn paths_without_a_model() {
         ("nothing", &nowhere, ["nowhere", "does not exist"]),
     ] {
         refuses_to_quantize(case, path, &RTN, 4, &expected);
-        for verb in ["plan", "inspect", "bench"] {
-            check_message(case, &quant(args![verb, path]), 4, &expected);
+        for subcommand in ["plan", "inspect", "bench"] {
+            check_message(case, &quant(args![subcommand, path]), 4, &expected);
         }
     }
 }

@@ -218,8 +218,13 @@ fn templates_that_cannot_be_used() {
         4,
         &["does not allow separating prompts from answers", "--mask none"],
     );
-    with(config, "{").refuses("settings that are no JSON", &[], 4, &[config, "not valid JSON"]);
-    with(config, r#"{"eos_token": 3}"#).refuses("a token that is none", &[], 4, &[config, "`eos_token`"]);
+    with(config, "{").refuses("settings that are not JSON", &[], 4, &[config, "not valid JSON"]);
+    with(config, r#"{"eos_token": 3}"#).refuses(
+        "a token that is not a string",
+        &[],
+        4,
+        &[config, "`eos_token`"],
+    );
     let bench = with(config, r#"{"chat_template": [{"name": "rag", "template": "x"}]}"#);
     std::fs::remove_file(bench.at("model/chat_template.jinja")).unwrap();
     bench.refuses("a list without a default", &[], 4, &[config, "without a template named `default`"]);

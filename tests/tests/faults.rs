@@ -37,7 +37,7 @@ fn defect(root: &Path, name: &str) -> Option<String> {
     let before = lines[..at].iter().rev().take_while(|line| line.starts_with("#[") || line.starts_with("//"));
     let attributes: Vec<&str> = before.copied().filter(|line| line.starts_with("#[")).collect();
     if !attributes.contains(&"#[test]") {
-        return Some("is no test".into());
+        return Some("is not a test".into());
     }
     attributes.iter().any(|attribute| attribute.contains("ignore")).then(|| "is ignored".into())
 }
@@ -92,7 +92,7 @@ fn tests_that_do_not_count_are_found() {
         ("other.rs::right", "has no such file"),
         ("some.rs::wrong", "is defined 0 times"),
         ("some.rs::twice", "is defined 2 times"),
-        ("some.rs::helper", "is no test"),
+        ("some.rs::helper", "is not a test"),
         ("some.rs::ignored", "is ignored"),
     ] {
         assert_eq!(defect(name).as_deref(), Some(expected), "{name}");

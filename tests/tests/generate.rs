@@ -49,8 +49,8 @@ impl Bench {
 
     /// The program with `input` as its standard input.
     fn with_input(&self, arguments: &[&str], input: &[u8]) -> Run {
-        let [verb, options @ ..] = arguments else { panic!("no verb") };
-        let mut command = command(args![*verb, self.model()]);
+        let [subcommand, options @ ..] = arguments else { panic!("no subcommand") };
+        let mut command = command(args![*subcommand, self.model()]);
         let path = self.at("input");
         std::fs::File::create(&path).unwrap().write_all(input).unwrap();
         command.args(options).stdin(Stdio::from(std::fs::File::open(&path).unwrap()));

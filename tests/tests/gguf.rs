@@ -94,9 +94,9 @@ fn a_quantized_file_is_rounded_again_only_where_that_is_asked_for() {
         quant(quantize(&at("q4.gguf"), &at("no.gguf"), &["--scheme", "f32", "--override", "ffn_up=q8_0"]));
     check_message("an override", &run, 2, &expected);
     let packed = ["--method", "rtn", "--scheme", "w4a16-g32-sym"];
-    let other = |verb: &str, options: &[&str]| {
-        let mut arguments = args![verb, at("q4.gguf")];
-        if verb == "quantize" {
+    let other = |subcommand: &str, options: &[&str]| {
+        let mut arguments = args![subcommand, at("q4.gguf")];
+        if subcommand == "quantize" {
             arguments.extend(args!["-o", at("packed")]);
         }
         quant(arguments.into_iter().chain(options.iter().map(OsString::from)))
@@ -448,10 +448,10 @@ fn damaged_files_are_bad_input() {
     for (what, bytes, expected) in cases {
         let path = at(&format!("{what}.gguf"));
         std::fs::write(&path, bytes).unwrap();
-        for verb in ["inspect", "eval"] {
-            let text: &[&str] = if verb == "eval" { &["--text", "builtin-heldout"] } else { &[] };
+        for subcommand in ["inspect", "eval"] {
+            let text: &[&str] = if subcommand == "eval" { &["--text", "builtin-heldout"] } else { &[] };
             let arguments: Vec<OsString> =
-                args![verb, &path].into_iter().chain(text.iter().map(OsString::from)).collect();
+                args![subcommand, &path].into_iter().chain(text.iter().map(OsString::from)).collect();
             let run = quant(arguments);
             check_message(what, &run, 4, &[&[&*format!("{what}.gguf")], expected].concat());
         }

@@ -218,7 +218,7 @@ fn a_second_signal_ends_it_at_once() {
 #[test]
 fn killed_midway() {
     let bench = Bench::new();
-    for name in ["resumed", "anew"] {
+    for name in ["resumed", "restarted"] {
         let out = bench.at(name);
         let run = bench.midway(&out, &AWQ);
         run.signal(Signal::KILL);

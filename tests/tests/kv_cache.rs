@@ -202,9 +202,9 @@ fn what_a_cache_cannot_hold_is_reported_with_the_block() {
 fn what_makes_no_sense_is_refused() {
     let scratch = tempfile::tempdir().unwrap();
     for kv in ["2", "32", "kv4", ""] {
-        for verb in ["eval", "bench"] {
-            let mut arguments = args![verb, demo_model(), "--kv", kv];
-            arguments.extend(TEXT.iter().filter(|_| verb == "eval").map(Into::into));
+        for subcommand in ["eval", "bench"] {
+            let mut arguments = args![subcommand, demo_model(), "--kv", kv];
+            arguments.extend(TEXT.iter().filter(|_| subcommand == "eval").map(Into::into));
             let run = quant(arguments);
             assert!(run.code() == Some(2) && run.stderr.contains("--kv"), "{run}");
         }

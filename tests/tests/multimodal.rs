@@ -63,8 +63,8 @@ fn llava(tied: bool) -> tempfile::TempDir {
     directory
 }
 
-fn run(verb: &str, model: &Path, options: &[&str]) -> Run {
-    quant(args![verb, model].into_iter().chain(options.iter().map(Into::into)))
+fn run(subcommand: &str, model: &Path, options: &[&str]) -> Run {
+    quant(args![subcommand, model].into_iter().chain(options.iter().map(Into::into)))
 }
 
 fn config(directory: &Path) -> Value {
@@ -72,7 +72,7 @@ fn config(directory: &Path) -> Value {
 }
 
 #[test]
-fn every_verb_works_on_it() {
+fn every_command_works_on_it() {
     let (model, scratch) = (llava(false), tempfile::tempdir().unwrap());
     let model = model.path();
     let carried = json!({ "class": "LlavaForConditionalGeneration", "tensors": 4, "bytes": 196 });

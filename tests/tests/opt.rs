@@ -18,8 +18,8 @@ fn model() -> tempfile::TempDir {
     directory
 }
 
-fn run(verb: &str, model: &Path, options: &[&str]) -> Run {
-    quant(args![verb, model].into_iter().chain(options.iter().map(Into::into)))
+fn run(subcommand: &str, model: &Path, options: &[&str]) -> Run {
+    quant(args![subcommand, model].into_iter().chain(options.iter().map(Into::into)))
 }
 
 fn quantize(model: &Path, out: &Path, options: &[&str]) {
@@ -27,7 +27,7 @@ fn quantize(model: &Path, out: &Path, options: &[&str]) {
 }
 
 #[test]
-fn every_verb_works_on_it() {
+fn every_command_works_on_it() {
     let (model, scratch) = (model(), tempfile::tempdir().unwrap());
     let model = model.path();
     let plan = run("plan", model, &["--group-size", "32", "--seq-len", "96", "--json"]).json();

@@ -85,8 +85,8 @@ fn families_that_cannot_be_rotated_say_so_and_go_without() {
     TinyOpt::default().write(&model);
     let out = scratch.path().join("out");
     let options = ["--method", "qoq", "--scheme", "w4a8kv4-g16", "--samples", "2", "--seq-len", "32"];
-    for verb in [args!["plan", &model], args!["quantize", &model, "-o", &out]] {
-        let mut arguments = verb;
+    for subcommand in [args!["plan", &model], args!["quantize", &model, "-o", &out]] {
+        let mut arguments = subcommand;
         arguments.extend(options.iter().map(Into::into));
         let refused = quant(arguments);
         assert_eq!(refused.code(), Some(2), "{refused}");

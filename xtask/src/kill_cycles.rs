@@ -144,8 +144,8 @@ impl Bench {
         ended(self.start(arguments)?, arguments)
     }
 
-    fn arguments(&self, verb: &[&str], options: &[&str]) -> Vec<OsString> {
-        verb.iter().chain(options).map(OsString::from).collect()
+    fn arguments(&self, subcommand: &[&str], options: &[&str]) -> Vec<OsString> {
+        subcommand.iter().chain(options).map(OsString::from).collect()
     }
 
     fn reference(&self, options: &[&str]) -> Result<Reference> {

@@ -89,10 +89,10 @@ fn wheels() -> Result<PathBuf> {
     Ok(wheels)
 }
 
-/// The interpreter of a virtual environment, which is created if it is missing or `anew` is set.
-fn environment(place: &Path, anew: bool) -> Result<PathBuf> {
+/// The interpreter of a virtual environment, which is created if it is missing or `fresh` is set.
+fn environment(place: &Path, fresh: bool) -> Result<PathBuf> {
     let python = place.join("bin/python");
-    if anew || !succeeds(Command::new(&python).arg("--version")) {
+    if fresh || !succeeds(Command::new(&python).arg("--version")) {
         execute(Command::new("python3").args(["-m", "venv", "--clear"]).arg(place))?;
     }
     Ok(python)

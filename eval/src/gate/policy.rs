@@ -316,7 +316,7 @@ results = ["books"]
     }
 
     #[test]
-    fn what_is_no_policy_is_refused_with_its_line() {
+    fn invalid_policies_are_refused_with_their_line() {
         for (from, to, part) in [
             ("quant-gate-policy/1", "quant-gate-policy/2", ":2: has the schema"),
             ("margin = 0.005", "margin = -1", ":4: has a margin"),

@@ -24,7 +24,7 @@ struct Form {
 /// The meaning of codes and groups.
 #[derive(Clone, Copy, PartialEq)]
 enum Grid {
-    /// Integers with the zero point in the middle, and a float per group.
+    /// Integers with the zero point `2^(bits − 1)`, and a float per group.
     Float,
     /// Codes of this format, and a float per group.
     Codes(FloatFormat),

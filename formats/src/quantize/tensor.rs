@@ -337,7 +337,7 @@ mod tests {
     }
 
     #[test]
-    fn a_weight_that_the_kernels_refuse_can_be_told_from_other_errors() {
+    fn a_weight_that_the_kernels_refuse_is_distinguished_from_other_errors() {
         let mut weight = tensor("w4a16-g32-sym", Dtype::F16);
         assert!(weight.pack(None, &quant_kernels_cpu::Serial).is_ok());
         weight.codes[3] = 16;

@@ -136,7 +136,7 @@ pub(super) unsafe fn plan<F: Launch + Into<Family>>(
     call(message, |scope| unsafe {
         let out = scope.value(out, "the plan")?;
         let made = (|| {
-            let kernels = scope.look(kernels, "the kernels")?;
+            let kernels = scope.shared(kernels, "the kernels")?;
             let (family, wanted) = F::plan(scope, scope.read(shape, "the shape")?)?;
             let mut loaded = [const { None }; MAX_KERNELS];
             for (to, (variant, launch)) in loaded.iter_mut().zip(wanted) {
@@ -171,7 +171,7 @@ pub(super) unsafe fn launch<F: Launch>(
     // SAFETY: the caller upholds the pointer contract and the contract of `qz1_cuda_pack_launch`; the arguments are
     // those of the plan's own kernels.
     call(message, |scope| unsafe {
-        let plan = scope.look(plan, "the plan")?;
+        let plan = scope.shared(plan, "the plan")?;
         let at = scope.read(arguments, "the arguments")?;
         let another = || Fault::new(qz1_status::Mismatch, "the plan is for a different kernel family");
         let family = F::of(&plan.family).ok_or_else(another)?;
@@ -317,7 +317,7 @@ pub unsafe extern "C" fn qz1_cuda_plan_workspace(
 ) -> qz1_status {
     // SAFETY: the caller upholds the pointer contract.
     call(message, |scope| unsafe {
-        let plan = scope.look(plan, "the plan")?;
+        let plan = scope.shared(plan, "the plan")?;
         let (bytes, tickets) =
             (scope.value(bytes, "the workspace size")?, scope.value(tickets, "the ticket size")?);
         let workspace = plan.family.workspace();

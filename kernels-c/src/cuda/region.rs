@@ -84,7 +84,7 @@ mod tests {
     }
 
     #[test]
-    fn regions_are_looked_at() {
+    fn regions_are_checked() {
         let at = |address, bytes| qz1_cuda_region { address, bytes };
         let of = |region, bytes| status(address(region, "x", bytes, 16));
         assert_eq!(of(at(64, 10), Some(10)), Ok(64));

@@ -18,7 +18,7 @@ fn without_a_context(status: qz1_status) -> bool {
 }
 
 #[test]
-fn what_is_missing_is_told() {
+fn missing_libraries_are_reported() {
     // SAFETY: every pointer is null or points to a live value.
     unsafe {
         let (status, text) = with_message(|m| qz1_cuda_require_device(m));

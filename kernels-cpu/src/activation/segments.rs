@@ -154,7 +154,7 @@ mod tests {
     }
 
     #[test]
-    fn what_no_number_holds_is_none() {
+    fn numbers_that_do_not_fit_are_none() {
         let layout = RowLayout { k: 96, group_size: 32, steps: 4, tiled: true };
         assert_eq!(Extent::bound(usize::MAX / 8, 2, layout, None, true, 0), None);
         assert!(Extent::default().add(usize::MAX / 8, layout, None, true, 0).is_none());

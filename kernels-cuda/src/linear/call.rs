@@ -294,7 +294,7 @@ mod tests {
     }
 
     #[test]
-    fn whole_numbers_pass_through_the_scratch_memory() {
+    fn integers_pass_through_the_scratch_memory() {
         for (m, k) in [(1, 4096), (7, 1000), (300, 4096)] {
             let layout = layout(k, Order::Int8, false);
             let call = call(&layout, Float::Bf16, None, m).unwrap();

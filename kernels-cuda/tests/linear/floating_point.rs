@@ -211,7 +211,7 @@ fn packing_on_the_device() {
 }
 
 #[test]
-fn what_is_no_number() {
+fn non_finite_codes_and_scales_are_refused() {
     let nv = Case::float([5, 128], E2M1, 16, Kind::E4m3, 3);
     let fp8 = Case::float([5, 128], E4M3, 128, Kind::F32, 3);
     let mx = Case::float([5, 128], E2M1, 32, Kind::E8m0, 3);

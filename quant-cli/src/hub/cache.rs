@@ -287,7 +287,7 @@ mod tests {
     }
 
     #[test]
-    fn a_blob_is_held_to_its_tag_and_to_what_was_announced() {
+    fn a_blob_is_checked_against_its_tag_and_the_announcement() {
         let announced = |size, digest| Announced { size, digest };
         let sha = || Some(Digest::Sha256(SHA256.into()));
         let none = Announced::default();

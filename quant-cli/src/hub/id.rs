@@ -111,7 +111,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_here_is_not_looked_for_elsewhere() {
+    fn existing_paths_are_not_repositories() {
         // Tests run in the package's directory, which contains a file of this name.
         assert!(HubId::parse("src/main.rs").is_some());
         assert_eq!(HubId::of(Path::new("src/main.rs")), None);

@@ -330,7 +330,7 @@ fn what_is_not_there_is_named() {
 }
 
 #[test]
-fn a_local_directory_is_never_looked_for_elsewhere() {
+fn a_local_directory_is_never_searched_on_the_hub() {
     let user = User::new();
     copy_files(&user.at("model"), &user.at("org/tiny"));
     let hub = Hub::start([(MODEL, user.repository())]);

@@ -15,7 +15,7 @@ pub(super) fn head_of_opt(outline: &Outline) -> Compatibility {
 
 /// GPT-2 stores weights with inputs first, and engines transpose every tensor named `weight`. In the compressed-tensors
 /// format, these include 8-bit codes.
-pub(super) fn no_turned_codes(outline: &Outline) -> Compatibility {
+pub(super) fn no_transposed_codes(outline: &Outline) -> Compatibility {
     let is_called_so = |scheme: &&LinearScheme| {
         scheme.is_stored_as_bytes() || scheme.float_format() == Some(FloatFormat::E4m3)
     };

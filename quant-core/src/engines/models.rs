@@ -279,7 +279,7 @@ pub(super) const VLLM_CUDA: &[Fact] = &[
     fact(MINISTRAL3, Has::With(families::position_scale), Basis::Read).on(VLLM, REGISTRIES),
     fact(BLOOM, Has::With(families::parted_by_rows), Basis::Read).within(BY_MODULE).on(VLLM, REGISTRIES),
     fact(BLOOM, Has::No(families::PARTED_BY_ROWS), Basis::Read).on(VLLM, REGISTRIES),
-    fact(GPT2, Has::With(families::no_turned_codes), Basis::Read).within(BY_MODULE).on(VLLM, REGISTRIES),
+    fact(GPT2, Has::With(families::no_transposed_codes), Basis::Read).within(BY_MODULE).on(VLLM, REGISTRIES),
     fact(GPT2, Has::Yes, Basis::Read).on(VLLM, REGISTRIES),
     fact(REMOTE, Has::With(families::remote_configuration), Basis::Read).on(VLLM, REGISTRIES),
     fact(BY_TRANSFORMERS_IN_VLLM, Has::With(families::by_transformers), Basis::Read).on(VLLM, REGISTRIES),
@@ -308,7 +308,9 @@ pub(super) const VLLM_CPU: &[Fact] = &[
     fact(MINISTRAL3, Has::With(families::position_scale), Basis::Run).on(CPU_BUILD, REGISTRIES),
     fact(BLOOM, Has::With(families::parted_by_rows), Basis::Run).within(BY_MODULE).on(CPU_BUILD, REGISTRIES),
     fact(BLOOM, Has::No(families::PARTED_BY_ROWS), Basis::Run).on(CPU_BUILD, REGISTRIES),
-    fact(GPT2, Has::With(families::no_turned_codes), Basis::Run).within(BY_MODULE).on(CPU_BUILD, REGISTRIES),
+    fact(GPT2, Has::With(families::no_transposed_codes), Basis::Run)
+        .within(BY_MODULE)
+        .on(CPU_BUILD, REGISTRIES),
     fact(GPT2, Has::Yes, Basis::Run).on(CPU_BUILD, REGISTRIES),
     fact(OPT, Has::With(families::head_of_opt), Basis::Run).on(CPU_BUILD, REGISTRIES),
     fact(IN_VLLM, Has::Yes, Basis::Read).on(VLLM, REGISTRIES),
@@ -414,7 +416,7 @@ pub(super) const SGLANG: &[Fact] = &[
     fact(LLAMAS, Has::Yes, Basis::Read),
     fact(OPT, Has::With(super::sglang::opt), Basis::Read),
     fact(IN_SGLANG, Has::Yes, Basis::Read).on(SGL, REGISTRIES),
-    fact(GPT2, Has::With(families::no_turned_codes), Basis::Read).within(BY_MODULE).on(SGL, REGISTRIES),
+    fact(GPT2, Has::With(families::no_transposed_codes), Basis::Read).within(BY_MODULE).on(SGL, REGISTRIES),
     fact(GPT2, Has::Yes, Basis::Read).on(SGL, REGISTRIES),
     fact(REMOTE, Has::With(families::remote_configuration), Basis::Read).on(SGL, REGISTRIES),
     fact(UNNAMED_IN_SGLANG, Has::With(super::sglang::unnamed), Basis::Read).on(SGL, REGISTRIES),

@@ -57,7 +57,7 @@ fn each_setting_by_hand() {
 }
 
 #[test]
-fn ends_and_runs_are_held_back() {
+fn ends_and_runs_are_withheld() {
     let settings = GenerationSettings { min_new_tokens: 2, eos_token_ids: vec![3], ..Default::default() };
     let sampler = Sampler::new(&settings).unwrap();
     let next =

@@ -125,13 +125,13 @@ pub fn quantize_each_with(
         0 => {}
         units => job.observer.event(&Event::Resumed { units }),
     }
-    let looks = jobs.iter().any(|job| job.plan.needs_text());
+    let needs_text = jobs.iter().any(|job| job.plan.needs_text());
     let incomplete = blocks.clone().find(|layer| conveyors.iter().any(|c| !c.is_complete(layer + 1)));
     let is_done = incomplete.is_none() && job.maxima.is_none() && states.after.is_none();
     let (mut hidden, first) = match (job.plan.needs_blocks(), job.windows) {
         (false, _) => (None, 0),
         (true, Some(_)) if is_done => (None, 0),
-        (true, windows) if windows.is_some() || !looks => {
+        (true, windows) if windows.is_some() || !needs_text => {
             // If all blocks are complete, a pass for channel maxima or for the states after the blocks begins at the
             // first.
             let incomplete = incomplete.unwrap_or(blocks.start);

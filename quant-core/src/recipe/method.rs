@@ -93,8 +93,8 @@ impl Method {
 
     /// Whether the method needs a calibration text with these settings.
     pub fn needs_text(&self, settings: &TransformSettings) -> bool {
-        let looks = |t: &&dyn Transform| t.needs(settings).ranges || t.needs(settings).states;
-        self.rounding == Rounding::Gptq || self.transforms.iter().any(looks)
+        let needs_statistics = |t: &&dyn Transform| t.needs(settings).ranges || t.needs(settings).states;
+        self.rounding == Rounding::Gptq || self.transforms.iter().any(needs_statistics)
     }
 
     /// The default settings of GPTQ for this method.

@@ -79,8 +79,8 @@ impl Plan {
         let mut rounded = 0.0;
         if first.needs_text() {
             // Ranges are gathered in a separate pass, before the pass of a search.
-            let looks = first.transforms().iter().any(|t| t.needs(&first.settings).states);
-            let again = if first.needs_ranges() && looks && !first.is_forward() { 2.0 } else { 1.0 };
+            let needs_states = first.transforms().iter().any(|t| t.needs(&first.settings).states);
+            let again = if first.needs_ranges() && needs_states && !first.is_forward() { 2.0 } else { 1.0 };
             operations += again * first.forward_operations(model);
         }
         for plan in plans.iter().filter(|plan| !plan.is_forward()) {

@@ -166,7 +166,7 @@ mod tests {
     }
 
     #[test]
-    fn shortages_are_told_from_other_errors() {
+    fn shortages_are_distinguished_from_other_errors() {
         assert!([23, 24, 11, 12].iter().all(|code| is_shortage(&io::Error::from_raw_os_error(*code))));
         assert!([2, 13].iter().all(|code| !is_shortage(&io::Error::from_raw_os_error(*code))));
     }

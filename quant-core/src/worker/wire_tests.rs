@@ -133,7 +133,7 @@ proptest! {
     }
 
     #[test]
-    fn any_bytes_are_looked_at(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
+    fn any_bytes_are_checked(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
         let _ = (read_answer(&bytes), read_question(&bytes), read_load(&bytes));
     }
 }

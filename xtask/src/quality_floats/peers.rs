@@ -237,7 +237,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_no_worse() {
+    fn losses_are_compared() {
         let theirs = [1.0, 2.0, 3.0];
         let by = |off: f64| theirs.map(|v| v + off);
         assert!(is_no_worse(&by(-0.1), &theirs) && is_no_worse(&by(0.009), &theirs));

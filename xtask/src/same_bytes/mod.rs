@@ -143,7 +143,7 @@ fn compare_both(case: &Case, programs: &Programs, [base, ours]: [&Path; 2]) -> R
     let model = case.model.to_string_lossy();
     let options: Vec<&str> = case.options.iter().map(String::as_str).collect();
     let mut codes = Vec::new();
-    for (verb, arguments) in [
+    for (subcommand, arguments) in [
         ("plan", [&["plan", &*model, "--json", "--quiet"], &*options].concat()),
         ("quantize", quantize(case)),
     ] {
@@ -152,12 +152,12 @@ fn compare_both(case: &Case, programs: &Programs, [base, ours]: [&Path; 2]) -> R
         if was != is {
             let stderr = String::from_utf8_lossy(&of_ours.stderr);
             let last = stderr.lines().rev().find(|line| !line.trim().is_empty()).unwrap_or_default();
-            return Ok(Outcome::Different(format!("{verb} exits with {is:?}, was {was:?}: {last}")));
+            return Ok(Outcome::Different(format!("{subcommand} exits with {is:?}, was {was:?}: {last}")));
         }
-        if verb == "plan"
+        if subcommand == "plan"
             && let Some(difference) = compare::plans(&of_base.stdout, &of_ours.stdout)
         {
-            return Ok(Outcome::Different(format!("{verb}: {difference}")));
+            return Ok(Outcome::Different(format!("{subcommand}: {difference}")));
         }
         codes.push(was.context("a program was ended by a signal")?);
     }

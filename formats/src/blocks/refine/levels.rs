@@ -26,14 +26,9 @@ fn sums<L: Levels>(levels: L, inverse: f32, x: &[f32], w: &[f32]) -> (f32, f32) 
     (total(xl), total(ll))
 }
 
-/// The [`sums`] for several scales side by side, in the same order.
+/// The [`sums`] for several scales in parallel, in the same order.
 #[inline(always)]
-fn sums_side_by_side<L: Levels>(
-    levels: L,
-    inverse: &[f32; LANES],
-    x: &[f32],
-    w: &[f32],
-) -> [[f32; LANES]; 2] {
+fn sums_of_scales<L: Levels>(levels: L, inverse: &[f32; LANES], x: &[f32], w: &[f32]) -> [[f32; LANES]; 2] {
     let mut of_lanes = [[[0.0; LANES]; LANES]; 2];
     for lane in 0..LANES {
         let (mut xl, mut ll) = ([0.0; LANES], [0.0; LANES]);
@@ -84,7 +79,7 @@ fn fit<L: Levels>(levels: L, x: &[f32], w: &[f32]) -> (f32, f32) {
                 *inverse = (end + end.signum() * beyond) / max;
             }
             // Most starting points are no better than those before, and need only these first sums.
-            let [xl, ll] = sums_side_by_side(levels, &inverse, x, w);
+            let [xl, ll] = sums_of_scales(levels, &inverse, x, w);
             for (xl, ll) in xl.into_iter().zip(ll) {
                 let (mut xl, mut ll) = (xl, ll);
                 for step in 0..3 {

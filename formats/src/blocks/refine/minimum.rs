@@ -18,7 +18,7 @@ const CANDIDATES: usize = 24;
 const CANDIDATE: f32 = 0.4;
 const REFINED: usize = 2;
 
-/// Number of starting points, or of parts, that are computed side by side.
+/// Number of starting points, or of parts, that are computed in parallel.
 const WIDTH: usize = 8;
 type Wide = [f32; WIDTH];
 
@@ -34,7 +34,7 @@ fn moments(x: &[f32], w: &[f32]) -> [f32; 2] {
     [total(sum_w), total(sum_x)]
 }
 
-/// `Σ w·l`, `Σ w·l²` and `Σ w·x·l` for several scales and minimums side by side. `at` returns value and weight of an
+/// `Σ w·l`, `Σ w·l²` and `Σ w·x·l` for several scales and minimums in parallel. `at` returns value and weight of an
 /// element for each of them.
 #[inline(always)]
 fn sums(
@@ -61,7 +61,7 @@ fn sums(
     [total_of(&of_lanes[0]), total_of(&of_lanes[1]), total_of(&of_lanes[2])]
 }
 
-/// The weighted squared errors for several scales and minimums side by side, see [`sums`].
+/// The weighted squared errors for several scales and minimums in parallel, see [`sums`].
 #[inline(always)]
 fn errors(
     top: i32,

@@ -1,8 +1,8 @@
-//! Values of several parts side by side.
+//! One value of several parts, in lanes.
 
 use super::super::SUPER;
 
-/// Number of parts that are searched side by side.
+/// Number of parts that are searched in parallel.
 pub(in crate::blocks) const LANES: usize = 16;
 
 /// One value of each part.

@@ -2,7 +2,7 @@
 //!
 //! They try candidate scales, or move single codes, and take the closed-form optimal scale for the resulting codes.
 //! Sums run in element order in `f32` and nothing is fused, so that the result equals the reference's, bit for bit.
-//! [`LANES`] parts are searched side by side: every operation is a loop over lanes, which the compiler turns into
+//! [`LANES`] parts are searched in parallel: every operation is a loop over lanes, which the compiler turns into
 //! vector instructions.
 //!
 //! All functions on lanes are inlined into a closure of [`vectorized`](crate::vector::vectorized).

@@ -83,7 +83,7 @@ fn what_is_written_reads_back() {
 
 /// `config.json` has only the keys that users of SGLang added by hand.
 #[test]
-fn a_checkpoint_of_others_needs_no_keys_of_ours() {
+fn checkpoints_of_other_programs_need_no_keys_of_quant() {
     let tensor = quantized([64, 256], GROUPS, 5);
     let file = File::of(&tensor);
     let theirs = json!({ "quant_method": "qoq", "wbits": 4, "group_size": 128 });

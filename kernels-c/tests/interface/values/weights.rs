@@ -243,7 +243,7 @@ fn formats_of_codes() {
 }
 
 #[test]
-fn what_was_packed_is_told_from_what_was_not() {
+fn packed_bytes_are_checked() {
     for weights in Weights::all() {
         let (rust, layout) = (weights.packed(), weights.layout());
         let mut bytes = rust.view().bytes().to_vec();

@@ -74,7 +74,7 @@ fn names_and_fields_find_the_nearest_family() {
 }
 
 #[test]
-fn nested_text_models_are_looked_at_where_they_are() {
+fn nested_text_models_are_examined() {
     let text = dense(
         "-",
         &json!({
