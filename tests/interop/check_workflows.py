@@ -1,7 +1,7 @@
 """Checks the workflows under docs/ci against the schemas of the systems that read them.
 
 check-jsonschema includes copies of the schemas that GitHub and GitLab publish, so nothing is downloaded. The policy
-beside the workflows is read by `quant gate` itself. check.py runs these as its `workflow` checks.
+next to the workflows is read by `quant gate` itself. check.py runs these as its `workflow` checks.
 """
 
 import hashlib

@@ -1,6 +1,6 @@
 //! Code that tests of several crates share.
 //!
-//! Large models and real texts are not part of the repository. If they exist, they are in `../shared/data` beside the
+//! Large models and real texts are not part of the repository. If they exist, they are in `../shared/data`, next to the
 //! checkout. A test that needs them calls [`shared_data`] and returns early without them:
 //!
 //! ```no_run
@@ -33,7 +33,7 @@ pub fn demo_model() -> PathBuf {
     workspace_root().join("calibration-data/demo-model")
 }
 
-/// Real models (`models/`) and texts (`text/`) beside the checkout.
+/// Real models (`models/`) and texts (`text/`) next to the checkout.
 #[track_caller]
 pub fn shared_data() -> Option<PathBuf> {
     let dir = workspace_root().join("../shared/data");

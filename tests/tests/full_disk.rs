@@ -107,7 +107,7 @@ fn a_disk_that_fills_up_meanwhile() {
     assert!(!job_of(&old).exists());
 }
 
-/// If a file beside the output cannot be written, the command fails and says that the output exists.
+/// If a file next to the output cannot be written, the command fails and says that the output exists.
 #[test]
 fn a_report_that_finds_no_room() {
     let scratch = tempfile::tempdir().unwrap();

@@ -17,7 +17,8 @@ const SIDECARS: [&str; 5] = [
     "tekken.json",
 ];
 
-/// The tensors beside the text model: types that weights may have, one that they may not, and an unusual shape.
+/// The tensors that do not belong to the text model: types that weights may have, one that they may not, and an unusual
+/// shape.
 fn outside_text_model() -> Vec<RawTensor> {
     let raw = |name: &str, dtype: &str, shape: &[u64], bytes: usize| RawTensor {
         name: name.into(),

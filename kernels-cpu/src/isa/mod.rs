@@ -136,7 +136,9 @@ impl Isa {
     }
 
     /// Returns the path that `QUANT_ISA` names, or the fastest path of this processor if it is not set; detected once.
-    /// When [`detect_checked`](Self::detect_checked) would fail, returns another path that this processor has.
+    /// If [`detect_checked`](Self::detect_checked) would fail, returns the fastest path instead of an unknown one.
+    /// Instead of a path that this processor lacks, it returns the widest narrower one, or the fastest if only the
+    /// scalar path is narrower.
     pub fn detect() -> Self {
         *FOUND.as_ref().unwrap_or_else(|(instead, _)| instead)
     }

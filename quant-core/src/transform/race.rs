@@ -1,4 +1,5 @@
-//! The fast scale search: candidates race on growing fractions of the batch.
+//! The fast scale search: candidates race on growing fractions of the batch (after Maron and Moore, *Hoeffding Races*,
+//! 1994).
 //!
 //! The errors of candidates on the same tokens differ far less than errors on different tokens, so a fraction of the
 //! batch distinguishes most candidates. After each round, the best candidate so far is compared with every other in
