@@ -78,7 +78,7 @@ impl Root {
                 return Ok(if is_link { Lookup::Dangling } else { Lookup::Absent });
             }
             Err(e) if system::is_link_loop(&e) => {
-                return Ok(Lookup::Refused("is a symbolic link in a loop of links".into()));
+                return Ok(Lookup::Refused("leads to a loop of links".into()));
             }
             Err(e) if e.kind() == ErrorKind::InvalidFilename => {
                 return Ok(Lookup::Refused("is too long for a file name".into()));
@@ -87,7 +87,9 @@ impl Root {
         };
         let in_cache = self.blobs.is_some() && real.parent() == self.blobs.as_deref();
         if !in_cache && !real.starts_with(&self.real) {
-            return Ok(Lookup::Refused("is a symbolic link to a file outside the model directory".into()));
+            return Ok(Lookup::Refused(
+                "leads through a symbolic link to a file outside the model directory".into(),
+            ));
         }
         if in_cache && real.extension() == Some(OsStr::new("incomplete")) {
             return Ok(Lookup::Dangling);

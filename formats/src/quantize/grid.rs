@@ -135,8 +135,8 @@ pub enum GridError {
     NonFinite,
     /// The scale, or a weight rounded to the grid, overflows the dtype of the scale.
     #[error(
-        "weights from {} to {} need a scale of {exact}, but {dtype} cannot represent this scale or its \
-        multiples",
+        "weights from {} to {} need a scale of {exact}, but this scale, or a multiple of it, exceeds the \
+        range of {dtype}",
         extent.min, extent.max
     )]
     Overflow {

@@ -272,8 +272,7 @@ impl QuantizedTensor {
             (Some(zeros), true) => {
                 if let Some(zero) = zeros.iter().find(|&&z| z != zero_point) {
                     return Err(format!(
-                        "it has a zero point of {zero}, but a symmetric grid needs the middle code as zero \
-                        point"
+                        "it has a zero point of {zero}, but that of a symmetric grid must be {zero_point}"
                     ));
                 }
                 self.zeros = None;

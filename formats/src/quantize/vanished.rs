@@ -9,8 +9,8 @@ const MIN_GROUP: usize = 8;
 /// The codes that represent zero differ only in the sign bit.
 const E4M3_SIGN: u8 = 0x80;
 
-/// Counts the groups in which a weight is so large that all others are rounded to zero, unless all others are zero.
-/// `rows` are the weights `[n, k]` before rounding.
+/// Counts the groups in which at most one weight is not rounded to zero, although several are not zero. `rows` are the
+/// weights `[n, k]` before rounding.
 ///
 /// ```
 /// use quant_formats::checkpoint::Dtype;

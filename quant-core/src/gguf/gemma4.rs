@@ -22,7 +22,7 @@ fn shapes(a: &Architecture, family: &GgufFamily) -> Result<[AttentionShape; 2]> 
                 family,
                 "it does not have both blocks with sliding windows and blocks with full attention".into(),
             )),
-            (Some(_), Some(_)) => Err(unfit(family, "blocks of one kind have different head shapes".into())),
+            (Some(_), Some(_)) => Err(unfit(family, "the attention of blocks of one kind differs".into())),
         }
     };
     Ok([kind(false)?, kind(true)?])
@@ -64,8 +64,8 @@ pub(super) fn heads(a: &Architecture, family: &GgufFamily, put: &mut impl FnMut(
     // Blocks that share keys and values use those of the last two blocks that compute them, one of each kind.
     let is_windowed = |layer: usize| of_block(a, layer).is_some_and(|shape| shape.window.is_some());
     if makes < a.layers && (makes < 2 || is_windowed(makes - 1) || !is_windowed(makes - 2)) {
-        let reason =
-            "blocks share keys and values that are not those of the last two blocks that compute them";
+        let reason = "the last two blocks that compute keys and values are not one with a sliding window and \
+            then one without";
         return Err(unfit(family, reason.into()));
     }
     if (makes..a.layers).any(|layer| has_linear(a, layer, "self_attn.k_proj")) {
@@ -121,7 +121,7 @@ pub(super) fn rope(
             })
     };
     let (Some(full), Some(windowed)) = (of(false), of(true)) else {
-        return Err(unfit(family, "it does not use RoPE".into()));
+        return Err(unfit(family, "the blocks of one kind do not use RoPE".into()));
     };
     if windowed.scaling != RopeScaling::None {
         return Err(unfit(family, "blocks with sliding windows have RoPE scaling".into()));

@@ -174,7 +174,7 @@ fn facts<'a>(a: &'a Architecture, family: &GgufFamily) -> Result<Facts<'a>> {
     let attention = match family.has_two_kinds {
         true => AttentionShape { window: None, ..gemma4::attention(a, family)? },
         false if attentions.any(|other| other != attention) => {
-            return Err(fault("the head shapes of its blocks differ"));
+            return Err(fault("the attention of its blocks differs in more than the window"));
         }
         false => attention,
     };
@@ -390,14 +390,16 @@ fn rope(
         [one, other] if family.unscaled_windows => {
             let local = if is_scaled(one) { other } else { one };
             if is_scaled(local) || local.theta != first.theta {
-                return Err(unfit(family, "blocks with sliding windows have a different RoPE base".into()));
+                let reason = "blocks with sliding windows have a different RoPE base, or RoPE scaling";
+                return Err(unfit(family, reason.into()));
             }
         }
         // The second RoPE, that of blocks with windows, must be unscaled and have a smaller base.
         [one, other] if family.has_windows => {
             let local = if one.theta < other.theta { one } else { other };
             if local.scaling != RopeScaling::None || local.theta == first.theta {
-                return Err(unfit(family, "blocks with sliding windows have RoPE scaling".into()));
+                let reason = "blocks with sliding windows do not have unscaled RoPE with a smaller base";
+                return Err(unfit(family, reason.into()));
             }
             put("rope.freq_base_swa", Value::F32(local.theta as f32));
         }

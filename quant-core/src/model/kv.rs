@@ -92,7 +92,7 @@ pub(super) fn lacking(shape: AttentionShape) -> Option<&'static str> {
 
 pub(super) fn refusal(kind: KvType, head_dim: usize) -> Option<String> {
     if Isa::detect() == Isa::Scalar {
-        return Some("this processor has no vector instructions that the kernels support".into());
+        return Some("the cache of the kernels needs vector instructions, but their path is `scalar`".into());
     }
     let error = KvLayout::new(kind, head_dim).err()?;
     Some(format!("the cache of the kernels does not support a head width of {head_dim}: {error}"))

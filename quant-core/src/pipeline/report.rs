@@ -164,7 +164,7 @@ pub struct TensorReport {
     pub ratio: Option<f32>,
     /// The error of the stored weight.
     pub weight_error: Option<WeightError>,
-    /// The number of groups in which a weight is so large that all others are rounded to zero.
+    /// The number of groups in which at most one weight is not rounded to zero, although several are not zero.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub vanished_groups: u64,
     /// Whether all weights are zero.

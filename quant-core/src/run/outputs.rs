@@ -149,7 +149,7 @@ pub(crate) fn write_filled(
     prepared.into_iter().zip(reports).map(|(p, report)| Ok((p.publish()?, report))).collect()
 }
 
-/// Warns of weights that are all zero, or of which one is so large that all others in its group become zero.
+/// Warns of weights that are all zero, and of groups in which at most one weight is not rounded to zero.
 fn warn_of_weights(report: &QuantReport, host: &Host<'_>) {
     const MAX_LISTED: usize = 4;
     let list = |names: Vec<String>| {
@@ -166,7 +166,7 @@ fn warn_of_weights(report: &QuantReport, host: &Host<'_>) {
     if groups > 0 {
         let named = |t: &TensorReport| format!("{} ({})", printable(&t.tensor), t.vanished_groups);
         host.warn(format!(
-            "in {}, one weight is so large that all others are rounded to zero: {}; smaller groups lose less",
+            "in {}, all weights, or all but one, are rounded to zero: {}; smaller groups lose less",
             counted(groups as usize, "group"),
             list(with_outliers.map(named).collect())
         ));

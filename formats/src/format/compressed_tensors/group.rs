@@ -186,6 +186,15 @@ pub(super) fn scheme(weights: &Object<'_>) -> Result<LinearScheme, String> {
         ("channel", ..) => {
             return Err(weights.refuse("group_size", "must be absent or -1, because `strategy` is channel"));
         }
+        ("tensor" | "block", ..) if is_float => {
+            let reason = format!("must be absent or -1, because `strategy` is {strategy}");
+            return Err(weights.refuse("group_size", &reason));
+        }
+        ("tensor_group", ..) if is_float => {
+            return Err(
+                weights.refuse("strategy", "can be tensor_group only with `num_bits` 4 and `group_size` 16")
+            );
+        }
         (other, ..) => {
             let known =
                 if is_float { "tensor, channel, block, group and tensor_group" } else { "group and channel" };
@@ -203,7 +212,10 @@ pub(super) fn scheme(weights: &Object<'_>) -> Result<LinearScheme, String> {
     if !symmetric {
         return Err(weights.refuse("symmetric", "must be true for floating-point types"));
     }
-    if granularity == Granularity::Group(NV_GROUP) && strategy != "tensor_group" {
+    if format == FloatFormat::E2m1
+        && granularity == Granularity::Group(NV_GROUP)
+        && strategy != "tensor_group"
+    {
         return Err(weights.refuse("strategy", "must be tensor_group for FP4 groups of 16, not group"));
     }
     let scheme = LinearScheme::weight_only(WeightFormat::Float(format), granularity);

@@ -137,7 +137,7 @@ impl Reader {
             let scheme = LinearScheme { activations: activations(&group)?, ..scheme(&weights)? };
             if let Err(error) = SchemeRequest::from(scheme).check() {
                 return Err(
-                    group.refuse("weights", &format!("cannot be combined with the activations: {error}"))
+                    group.refuse("weights", &format!("with these activations is not supported: {error}"))
                 );
             }
             if storage == Storage::Packed && !scheme.bits().is_power_of_two() {

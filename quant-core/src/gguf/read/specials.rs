@@ -122,7 +122,7 @@ pub(super) fn delta_nets(about: &About<'_>, set: &mut impl FnMut(&str, Json)) ->
     let flags = flags.ok_or_else(|| {
         about.broken(
             "attention.recurrent_layers",
-            &format!("must be a list of {blocks} booleans, one per block"),
+            &format!("must be a list of at least {blocks} booleans, one per block"),
         )
     })?;
     let kinds = flags[..blocks as usize].iter().map(|recurrent| match recurrent {

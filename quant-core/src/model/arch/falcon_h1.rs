@@ -37,7 +37,7 @@ impl Family for FalconH1 {
         let defaults = Defaults { kv_heads: Some(8), norm_eps: 1e-5, ..Defaults::new(self.name()) };
         let d = Decoder::read(config, defaults)?;
         for key in ["attention_bias", "mlp_bias", "mamba_proj_bias"] {
-            d.refuse(key, "biases cannot be combined with multipliers")?;
+            d.refuse(key, "biases are not supported in this family")?;
         }
         let factor = |key: &str| Ok::<f32, crate::Error>(d.factor(key)?.unwrap_or(1.0) as f32);
         let [gate, down] = factors(config, "mlp_multipliers")?;

@@ -67,8 +67,8 @@ impl WeightBody {
     /// Returns the weight packed for the kernels, to be multiplied by `runner`. For blocks of a GGUF file, activations
     /// are rounded to 8 bits, with a scale per token.
     ///
-    /// Returns `None` if the weight is float or was packed before, or if this CPU has no vector instructions that the
-    /// kernels use: their portable path is slower than dense products.
+    /// Returns `None` if the weight is float or was packed before, or if the kernels use their portable path, which is
+    /// slower than dense products.
     ///
     /// # Errors
     /// When the parts of the weight do not match, or the kernels do not support its scheme.
