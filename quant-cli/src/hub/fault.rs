@@ -100,7 +100,7 @@ impl Request<'_> {
             HFError::Io(e) => Error::io("write", self.cache, e),
             HFError::CacheLockTimeout { path } => Error::Locked { path, holder: "another download".into() },
             other => self.unavailable(
-                format!("the server's response cannot be parsed: {}", printable(&other.to_string())),
+                format!("the server's response cannot be used: {}", printable(&other.to_string())),
                 "check HF_ENDPOINT; the server at that address may not be a Hugging Face hub",
             ),
         }

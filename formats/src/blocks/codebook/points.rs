@@ -53,8 +53,8 @@ pub(super) struct Points {
 }
 
 impl Points {
-    /// The candidates for a point in the book are this point. Those for any other point are the points of the book with
-    /// the `rings` smallest distances, nearest first.
+    /// A point in the book has itself as its only candidate. The candidates for any other point are the points of the
+    /// book with the `rings` smallest distances, nearest first.
     fn new(points: &'static [u16], bits: usize, rings: usize) -> Self {
         let book = Book { points, bits };
         let (elements, top) = (book.elements(), book.top());

@@ -155,7 +155,7 @@ fn is_unset(value: &Value) -> bool {
     }
 }
 
-/// Maximum number of times that a family describes a configuration.
+/// Maximum number of attempts of a family to describe a configuration.
 const REFUSALS: usize = 16;
 
 struct Reading {
