@@ -96,7 +96,6 @@ def measure(model: str, packed: bool, threads: int) -> None:
     load = time.perf_counter() - begin
     tokens = torch.arange(2, 2 + PROMPT).unsqueeze(0)
     with torch.inference_mode():
-        # Warm-up: the first call allocates memory.
         loaded(tokens[:, :8])
         begin = time.perf_counter()
         state = loaded(tokens, use_cache=True)

@@ -4,10 +4,10 @@
                                        [--methods awq,gptq,…] [--pairs N] [--share 0.33]
 
 For each method, a synthetic model of the shape is quantized in memory, with the predicted peak as the budget, and with
-a smaller budget: the smallest possible one, or the given share of the predicted peak if that is larger. Runs alternate.
-The runs with the smaller budget are inside a memory control group with this limit, if this user may create one. Peak
-memory is the VmHWM that the program reports. The safetensors files of all runs of a method must be equal byte for
-byte. Prints a Markdown table, and appends its rows to OUT/memory-budget.csv.
+a smaller budget: the smallest possible one, or the given share of the predicted peak if that is larger. The runs with
+the smaller budget are inside a memory control group with this limit, if this user may create one. Peak memory is the
+VmHWM that the program reports. The safetensors files of all runs of a method must be equal byte for byte. Prints a
+Markdown table, and appends its rows to OUT/memory-budget.csv.
 """
 
 import argparse

@@ -5,8 +5,7 @@
 //! * [`public_sets`]: the public sets that can be selected by name, from `manifest.toml`;
 //! * [`demo_model`]: a small trained Llama model.
 //!
-//! A text file holds documents separated by lines that contain only `%%`. Everything but the public sets is embedded,
-//! so this crate reads no files and uses no network.
+//! A text file holds documents separated by lines that contain only `%%`. Everything but the public sets is embedded.
 #![forbid(unsafe_code)]
 
 use serde::Deserialize;
@@ -44,8 +43,7 @@ pub struct Document {
     pub text: &'static str,
 }
 
-/// Returns the documents of a set in a fixed order. The domains alternate, so that a prefix of any length is as mixed
-/// as possible; when a domain runs out of documents, the others continue.
+/// Returns the documents of a set in a fixed order, in which the domains alternate until they run out of documents.
 ///
 /// ```
 /// use quant_calibration_data::{CORPUS, documents};
@@ -69,7 +67,6 @@ pub fn documents(set: &[Domain]) -> impl Iterator<Item = Document> + use<> {
     ordered.into_iter()
 }
 
-/// The documents of one file.
 fn split(text: &'static str) -> impl Iterator<Item = &'static str> {
     let mut rest = Some(text);
     std::iter::from_fn(move || {
@@ -115,7 +112,7 @@ pub struct PublicSet {
 /// Returns the public sets in the order of the manifest.
 ///
 /// # Errors
-/// If the manifest is malformed; a test checks the embedded one.
+/// If the manifest is malformed.
 pub fn public_sets() -> Result<Vec<PublicSet>, toml::de::Error> {
     #[derive(Deserialize)]
     #[serde(deny_unknown_fields)]
@@ -165,7 +162,6 @@ mod tests {
 
     use super::*;
 
-    /// Lists the text files in a directory of this crate.
     fn files(folder: &str) -> BTreeSet<String> {
         let dir = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join(folder);
         let paths = std::fs::read_dir(dir).unwrap().map(|e| e.unwrap().path());
@@ -232,7 +228,6 @@ mod tests {
         let size = |name| demo_model().unwrap().iter().find(|f| f.name == name).unwrap().bytes.len();
         let weights = demo_model().unwrap()[2].bytes;
         let header = u64::from_le_bytes(weights[..8].try_into().unwrap());
-        // The header, and 6.8 million parameters of two bytes each.
         let data = weights.len() as u64 - 8 - header;
         assert_eq!(data, 2 * 6_819_072);
         assert!(weights.len() <= 14_000_000);

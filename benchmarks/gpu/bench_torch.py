@@ -3,8 +3,8 @@
     bench_torch.py OURS.json OUT.jsonl
 
 OURS.json is the output of `quant bench kernels --device cuda --json`. Each time is the median of several batches of
-launches between two events. Launches take their weights, caches or rows in turn from copies that fill 512 MiB (at most
-64 copies), so that large ones are not read from the L2 cache.
+launches between two events. Launches take their weights, caches or rows in turn from copies, so that large ones are not
+read from the L2 cache.
 """
 
 import json

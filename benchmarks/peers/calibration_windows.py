@@ -1,8 +1,7 @@
 """Recomputes the token windows that `quant quantize --calibration FILE` samples.
 
-The rule is that of quant-core/src/calibrate/windows.rs for plain text: documents are tokenized separately, and their
-tokens are joined and cut into windows of equal length. A selection is drawn without replacement by SplitMix64 and kept
-in order. `quant_report.json` contains the SHA-256 of the tokens, so a caller can check that both are equal.
+The rule is that of quant-core/src/calibrate/windows.rs for plain text. `quant_report.json` contains the SHA-256 of the
+tokens, so a caller can check that both are equal.
 """
 
 import hashlib

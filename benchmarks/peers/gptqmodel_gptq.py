@@ -1,8 +1,8 @@
 """Times GPTQ by gptqmodel on the calibration tokens of `quant`.
 
 Uses gptqmodel's defaults: group-aware order, damping 0.05, and linear layers in sequence on the activations of the
-quantized model. There are two exceptions: the element type is the requested one, while the default is bfloat16; and
-finished layers are not moved to disk, which is unnecessary for a model that fits in memory. Options as in peer.py.
+quantized model. There are two exceptions: the element type is the requested one, and finished layers are not moved to
+disk. Options as in peer.py.
 """
 
 import os

@@ -4,9 +4,8 @@
 
 Reads requests from standard input, one per line, and answers each with a line of JSON; the protocol is that of
 `benchmarks/kernels-worker`. Each contestant is the peer's own product of float activations with quantized weights,
-including its processing of the activations. In ONNX Runtime and OpenVINO, weights that are read in turn form one graph
-with several products of the same activations. So the cost of starting a graph from Python, which is not part of a
-kernel, matters little. In PyTorch, each product is a call.
+including its processing of the activations. In ONNX Runtime and OpenVINO, weights that are read in turn form one graph,
+so the cost of starting a graph from Python, which is not part of a kernel, matters little.
 """
 
 import importlib.metadata
@@ -18,8 +17,8 @@ import warnings
 
 import numpy as np
 
-# The number of distinct weight rows. Further rows repeat them, which no kernel exploits. In ONNX Runtime and OpenVINO,
-# each copy begins with a different row, because they may store identical weights only once.
+# The number of distinct weight rows. Further rows repeat them. In ONNX Runtime and OpenVINO, each copy begins with a
+# different row, because they may store identical weights only once.
 BASE = 128
 
 
@@ -39,7 +38,7 @@ def symmetric(base, group, bits):
     groups = base.reshape(BASE, -1, group)
     at = np.abs(groups).argmax(axis=2)
     extreme = np.take_along_axis(groups, at[..., None], axis=2)[..., 0]
-    # The value of largest magnitude maps to the most negative code, which has no positive counterpart.
+    # The value of largest magnitude maps to the most negative code.
     scales = (extreme / -half).astype(np.float32)
     codes = np.clip(np.rint(groups / scales[..., None]), -half, half - 1).astype(np.int8)
     return codes, scales
@@ -92,7 +91,7 @@ class OnnxRuntime:
             options.intra_op_num_threads = threads
             options.inter_op_num_threads = 1
             options.log_severity_level = 3
-            # Threads spin for work during a run, as by default, and sleep after it.
+            # Threads spin for work during a run and sleep after it.
             options.add_session_config_entry("session.force_spinning_stop", "1")
             made = onnxruntime.InferenceSession(
                 model.SerializeToString(), options, providers=["CPUExecutionProvider"]
@@ -156,7 +155,7 @@ class OpenVino:
                 "INFERENCE_NUM_THREADS": threads,
                 "NUM_STREAMS": 1,
                 "PERFORMANCE_HINT": "LATENCY",
-                # By default, OpenVINO uses bf16 on processors that have it, and would compute with float instructions.
+                # By default, OpenVINO uses bf16 on processors that have it.
                 "INFERENCE_PRECISION_HINT": "f32",
                 "DYNAMIC_QUANTIZATION_GROUP_SIZE": str(group),
             }

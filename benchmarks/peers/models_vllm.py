@@ -1,9 +1,8 @@
 """Times a whole model in vLLM on a CPU, for `cargo xtask peers-models`: models_vllm.py MODEL PREFILL DECODE REPEAT
 
 Run it with the Python of tests/interop/setup_vllm.sh. The prompt has PREFILL tokens, which are processed at once; then
-DECODE tokens are generated greedily. vLLM does not report the times of the two parts, so a repetition runs the prompt
-twice, once with one generated token and once with DECODE + 1; decoding is the difference. Prints a line of JSON with
-the seconds of both parts for every repetition, and the versions.
+DECODE tokens are generated greedily. A repetition runs the prompt twice, with one generated token and with DECODE + 1;
+decoding is the difference. Prints a line of JSON with the seconds of both parts for every repetition, and the versions.
 
 vLLM uses OMP_NUM_THREADS threads, and binds them to the processors of the process.
 """

@@ -6,11 +6,10 @@ use std::slice;
 
 use crate::device::{Code, Device, MAX_SHARED, MEMORY, device};
 
-/// The handle of the only context.
 const CONTEXT: usize = 0x10;
 /// The driver's version: CUDA 13.0, whose compiler the tests use.
 const VERSION: c_int = 13_000;
-/// The size of the L2 cache in bytes. It is small, so that measurements on memory outside the cache stay short.
+/// The size of the L2 cache in bytes. A small one keeps measurements on memory outside the cache short.
 const CACHE: usize = 16 << 10;
 
 thread_local! {
@@ -281,7 +280,7 @@ pub unsafe extern "C" fn cuModuleGetFunction(
         if name.is_null() {
             return Err(Code::INVALID_VALUE);
         }
-        // SAFETY: the caller guarantees that the pointers are valid, by the contract of the driver's function.
+        // SAFETY: the caller guarantees a string with a terminating zero, by the contract of the driver's function.
         let name = unsafe { CStr::from_ptr(name) }.to_str().map_err(|_| Code::NOT_FOUND)?;
         let found = device.function(module, name)?;
         // SAFETY: the caller guarantees that the pointers are valid, by the contract of the driver's function.
@@ -297,7 +296,7 @@ pub extern "C" fn cuModuleUnload(module: usize) -> Code {
 #[unsafe(no_mangle)]
 pub extern "C" fn cuFuncSetAttribute(function: usize, attribute: c_uint, value: c_int) -> Code {
     in_context(|device| match (attribute, u32::try_from(value)) {
-        // The attribute for the maximum size of dynamic shared memory.
+        // The maximum size of dynamic shared memory.
         (8, Ok(bytes)) => device.allow_shared(function, bytes),
         _ => Err(Code::INVALID_VALUE),
     })

@@ -41,7 +41,7 @@ const ALIGN: u64 = 256;
 /// The default limit on a kernel's dynamic shared memory in bytes; [`MAX_SHARED`] is the highest that can be set.
 const DEFAULT_SHARED: u32 = 48 * 1024;
 pub(crate) const MAX_SHARED: u32 = 227 * 1024;
-/// The size of the device's memory in bytes.
+/// In bytes.
 pub(crate) const MEMORY: usize = 4 << 30;
 
 struct Loaded {
@@ -56,7 +56,6 @@ struct Function {
     max_shared: u32,
 }
 
-/// The state of the device.
 #[derive(Default)]
 pub(crate) struct Device {
     pub(crate) initialised: bool,
@@ -69,7 +68,6 @@ pub(crate) struct Device {
     pub(crate) broken: Option<Code>,
 }
 
-/// Locks the device for one caller.
 pub(crate) fn device() -> MutexGuard<'static, Device> {
     static DEVICE: LazyLock<Mutex<Device>> = LazyLock::new(Mutex::default);
     DEVICE.lock().unwrap_or_else(PoisonError::into_inner)
@@ -97,7 +95,6 @@ impl Device {
         Ok(address)
     }
 
-    /// The number of allocated bytes.
     pub(crate) fn allocated(&self) -> usize {
         self.allocations.values().map(Vec::len).sum()
     }
@@ -110,11 +107,10 @@ impl Device {
     fn find(&self, address: u64) -> Option<(u64, usize)> {
         let (&base, memory) = self.allocations.range(..=address).next_back()?;
         let at = usize::try_from(address - base).ok()?;
-        // The address after the last byte is accepted too, since an empty range may begin there.
+        // An empty range may begin after the last byte.
         (at <= memory.len()).then_some((base, at))
     }
 
-    /// Returns the `len` bytes at an address.
     pub(crate) fn bytes(&mut self, address: u64, len: usize) -> Result<&mut [u8], Code> {
         let (base, at) = self.find(address).ok_or(Code::INVALID_VALUE)?;
         let memory = self.allocations.get_mut(&base).ok_or(Code::INVALID_VALUE)?;
@@ -198,7 +194,7 @@ impl Device {
     }
 }
 
-/// Prints the interpreter's error to stderr, since a result code has no details.
+/// A result code has no details.
 fn logged(error: &quant_ptx_interpreter::Error, code: Code) -> Code {
     eprintln!("stand-in for the CUDA driver: {error}");
     code

@@ -2,7 +2,7 @@
 
 use quant_ptx_interpreter::Argument;
 
-/// The type of a parameter; types of the same size are not distinguished.
+/// Types of the same size are not distinguished.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Parameter {
     Word,
@@ -20,7 +20,6 @@ pub(crate) fn of(text: &str, kernel: &str) -> Option<Vec<Parameter>> {
             continue;
         }
         let behind = rest[name_end..].trim_start();
-        // A kernel without parameters may omit the parentheses.
         let Some(list) = behind.strip_prefix('(') else { return Some(Vec::new()) };
         let list = list.split_once(')')?.0;
         return list.split(',').filter(|one| !one.trim().is_empty()).map(parameter).collect();

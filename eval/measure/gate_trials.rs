@@ -7,10 +7,9 @@
 //! Every trial draws its own windows from the text and compares a new model with the unchanged model on these windows,
 //! with a margin of 0.5 % in perplexity.
 //!
-//! * Equal: the new model is the unchanged model with a relative disturbance of up to 2⁻⁹ on every block's output. This
-//!   simulates a different kernel.
-//! * Regressed: normal noise is added to one weight tensor, which the trial chooses. The noise is scaled so that the
-//!   perplexity rises by 1 % on windows spread over the text. The increase on the trial's own windows varies.
+//! * Equal: every block's output has a relative disturbance of up to 2⁻⁹. This simulates a different kernel.
+//! * Regressed: normal noise is added to one weight tensor, so that the perplexity rises by 1 % on windows spread over
+//!   the text. The increase on the trial's own windows varies.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -41,7 +40,6 @@ const REGRESSED_TRIALS: u64 = 100;
 /// Number of disturbed runs over the whole text; equal trials use them in turn.
 const DISTURBED_RUNS: u64 = 25;
 
-/// A checkpoint with one tensor replaced.
 struct Damaged {
     whole: Arc<dyn TensorSource>,
     tensor: String,
@@ -102,7 +100,6 @@ impl Bench {
         Decoder::load(&model, self.text.longest_input(), &Silent, &self.cancel)
     }
 
-    /// Returns the text with only these windows.
     fn some(&self, numbers: &[usize]) -> EvaluationText {
         let mut text = self.text.clone();
         text.windows = numbers.iter().map(|&n| self.text.windows[n].clone()).collect();
@@ -147,7 +144,6 @@ impl Bench {
     }
 }
 
-/// Builds a result from some windows.
 fn evaluation(text: &EvaluationText, means: Vec<f64>) -> Evaluation {
     let tokens: Vec<usize> = text.windows.iter().map(|w| w.scored()).collect();
     let scores = Scores::of_windows(means, &tokens);

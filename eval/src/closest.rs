@@ -58,10 +58,8 @@ mod tests {
         let (a, b): (&[f64], &[f64]) = (&[0.01, 0.05, 0.02, 0.03], &[0.02, 0.01, 0.06, 0.03]);
         let found = closest(&[a, b], &[10; 4]).unwrap();
         assert_eq!((found.index, found.next, found.clear), (0, 1, false));
-        // Equal models: the first, and no clear difference.
         let found = closest(&[a, a], &[10; 4]).unwrap();
         assert_eq!((found.index, found.clear), (0, false));
-        // From a single window nothing is clear.
         assert!(!closest(&[&[0.1], &[0.2]], &[10]).unwrap().clear);
     }
 

@@ -1,5 +1,4 @@
-//! Decoders of `quant-core` and stored references, as a panel runs them: hidden states, and the head. Also the
-//! tokenizers of models on disk.
+//! Runs decoders of `quant-core` and stored references for a panel; adapts the tokenizers of models.
 
 use std::ops::Range;
 
@@ -71,7 +70,6 @@ impl<'a> Runner<'a> for Blocks<'a> {
         let all = hidden.flatten_all()?.to_vec1::<f32>()?;
         let mut scored = Vec::with_capacity(all.len());
         for (row, &number) in batch.iter().enumerate() {
-            // The position before a token predicts it.
             let start = row * length + windows[number].first - 1;
             scored.extend_from_slice(&all[start * width..(row + 1) * length * width]);
         }
@@ -122,7 +120,6 @@ impl Tokenizer for Tokenization<'_> {
     }
 }
 
-/// The token before a document: BOS, or else EOS.
 fn prefix(tokenization: &Tokenization<'_>) -> Result<u32> {
     let special = tokenization.settings.special_tokens()?;
     let named = ["bos_token", "eos_token"].iter().find_map(|n| special.iter().find(|(name, _)| name == n));

@@ -1,5 +1,4 @@
-//! Compares a model with its reference, position by position. The comparison is paired, so that text that is difficult
-//! for both cancels out.
+//! Compares a model with its reference, position by position. Text that is difficult for both cancels out.
 
 #[cfg(feature = "decoders")]
 use quant_core::model::Decoder;
@@ -12,11 +11,8 @@ use crate::{Estimate, EvaluationText, Journal, LogitsModel, Position, Scored, Sc
 #[cfg(feature = "decoders")]
 use crate::{StoredReference, decoder::Blocks};
 
-/// Boundaries of the confidence buckets.
 const CONFIDENCE: [f64; 6] = [0.0, 0.25, 0.5, 0.75, 0.9, 1.0];
-/// A mean divergence below this multiple of the noise floor is not evidence of a difference.
 pub(crate) const AT_FLOOR: f64 = 3.0;
-/// The one-sided significance level of the smallest detectable difference.
 const LEVEL: f64 = 0.05;
 
 /// The divergence of a model from its reference.
@@ -30,8 +26,8 @@ pub struct Divergence {
     pub delta_nll: Estimate,
     /// `exp` of `delta_nll`: the ratio of the perplexities.
     pub perplexity_ratio: Estimate,
-    /// The smallest detectable increase of the perplexity with this many windows, as a fraction of the reference's
-    /// perplexity, at a one-sided level of 5 % and 80 % power.
+    /// The smallest increase of the perplexity that this many windows can detect, as a fraction of the reference's
+    /// perplexity, at a one-sided level of 5 % and with a power of 80 %.
     pub minimum_detectable_increase: Option<f64>,
     /// `KL(reference ‖ model)` over the full vocabulary, in nats per token.
     pub kl: Estimate,
@@ -41,7 +37,7 @@ pub struct Divergence {
     pub kl_histogram: Histogram,
     /// The divergence by the reference's confidence.
     pub kl_by_confidence: Vec<ConfidenceBucket>,
-    /// Each window's mean divergence; differences between two models on the same windows can be paired.
+    /// Each window's mean divergence.
     pub window_kl: Vec<f64>,
     /// Fraction of positions at which both models have the same most likely token.
     pub top1_agreement: Estimate,
@@ -89,7 +85,7 @@ pub struct ConfidenceBucket {
 }
 
 /// The divergence of the reference from itself when every value of every block's output is multiplied by a random
-/// factor within 1 ± 2⁻⁹. Rounding to bfloat16 has a similar error.
+/// factor within 1 ± 2⁻⁹. This simulates the rounding of a different kernel.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 #[non_exhaustive]
@@ -122,7 +118,6 @@ pub enum Reference<'a> {
 }
 
 impl<'a> Reference<'a> {
-    /// Returns a panel that runs the reference and the models over the same windows.
     #[cfg_attr(
         not(feature = "decoders"),
         expect(unused_variables, reason = "only decoders have a noise floor")

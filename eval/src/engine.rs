@@ -11,17 +11,16 @@ use crate::Window;
 use crate::score::{Origin, Runner, StageInputs};
 use crate::vocabulary::{Given, Output};
 
-/// Maximum number of bytes of logits that are requested at a time, unless those of a single position are more.
+/// Maximum number of bytes of logits that are requested at a time. A single position may exceed it.
 const MAX_LOGITS_BYTES: usize = 64 << 20;
 
 /// An error of an engine.
 pub type EngineError = Box<dyn StdError + Send + Sync>;
 
-/// A model that an engine runs, scored by its logits, with the same windows, statistics and gate as a decoder of
-/// `quant-core`.
+/// A model that an engine runs, scored by its logits in the same way as a decoder of `quant-core`.
 ///
-/// [`logits`](Self::logits) suffices. An engine that has a batch dimension, or for which the logits of a whole window
-/// take too much memory, also implements [`start`](Self::start).
+/// [`logits`](Self::logits) suffices. An engine with a batch dimension, or with too little memory for the logits of a
+/// whole window, also implements [`start`](Self::start).
 ///
 /// ```
 /// use quant_evaluator::{CancelToken, EngineError, EvaluationText, Journal, LogitsModel, Profile, Silent, Window, perplexity};
@@ -56,7 +55,7 @@ pub trait LogitsModel {
     /// Number of tokens in the vocabulary, which is the length of a row of logits.
     fn vocab(&self) -> usize;
 
-    /// Appends the logits for the token after each of `tokens[first..]`, given all tokens before it:
+    /// Appends, for each of `tokens[first..]`, the logits of the next token, given all tokens up to this one:
     /// `[tokens.len() - first, vocab]`, row-major. The first token has position 0; calls are independent of each other.
     ///
     /// # Errors
@@ -68,15 +67,14 @@ pub trait LogitsModel {
         out: &mut Vec<f32>,
     ) -> std::result::Result<(), EngineError>;
 
-    /// Maximum number of windows that [`start`](Self::start) accepts; 1 by default. Windows that run together have the
-    /// same number of tokens.
+    /// Maximum number of windows that [`start`](Self::start) accepts; 1 by default. All have the same number of tokens.
     fn max_windows(&self) -> usize {
         1
     }
 
-    /// Runs windows, and returns an object that computes their logits for some positions at a time. By default, it calls
-    /// [`logits`](Self::logits) for each window, and all logits of these windows are in memory:
-    /// `4 · positions · vocab` bytes.
+    /// Runs windows, and returns an object that computes their logits for some positions at a time. By default, it
+    /// calls [`logits`](Self::logits) for each window, and all logits of these windows are in memory: `4 · positions ·
+    /// vocab` bytes.
     ///
     /// ```
     /// use std::ops::Range;
@@ -157,7 +155,7 @@ impl<'a> UnscoredWindow<'a> {
     }
 }
 
-/// Windows that an engine has run, whose logits are requested for some positions at a time, in order.
+/// Windows that an engine has run. Logits are requested for some positions at a time, in order.
 pub trait LogitsBatch {
     /// Appends the logits of a window at these positions, `[positions.len(), vocab]`, row-major. Positions count from
     /// the window's [`first`](UnscoredWindow::first).
@@ -172,7 +170,7 @@ pub trait LogitsBatch {
     ) -> std::result::Result<(), EngineError>;
 }
 
-/// All logits of some windows, for a vocabulary of this size.
+/// All logits of some windows, and the size of the vocabulary.
 struct AllLogits(Vec<Vec<f32>>, usize);
 
 impl LogitsBatch for AllLogits {
@@ -187,7 +185,6 @@ impl LogitsBatch for AllLogits {
     }
 }
 
-/// The wrong number of logits.
 #[derive(Debug)]
 struct Miscounted {
     logits: usize,
@@ -202,7 +199,6 @@ impl std::fmt::Display for Miscounted {
 
 impl StdError for Miscounted {}
 
-/// Returns the error of an evaluation that an error of the engine ends.
 fn failed(error: &EngineError, vocab: usize) -> Error {
     let reason = match error.downcast_ref::<Miscounted>() {
         Some(count) => format!("the engine returned {count} and a vocabulary of {vocab}"),
@@ -238,13 +234,12 @@ impl<'a> Runner<'a> for &'a dyn LogitsModel {
     }
 }
 
-/// The logits of windows that an engine has run.
 struct OfEngine<'a> {
     batch: Box<dyn LogitsBatch + 'a>,
     /// Number of positions per window.
     scored: Vec<usize>,
     vocab: usize,
-    /// Those requested last.
+    /// The last ones requested.
     logits: Vec<f32>,
 }
 

@@ -1,8 +1,7 @@
 //! The measurements of an evaluation, written to a file while it runs, so that an interrupted run can resume.
 //!
-//! The first line identifies the evaluation; each further line contains one window's results after a checksum, written
-//! when a batch of windows is done. Once the final results are stored, the caller removes the file. Numbers are written
-//! so that they are read back bit-identical.
+//! The first line identifies the evaluation. Each further line contains one window's results after a checksum, and is
+//! written when a batch of windows is done. Numbers are read back bit-identical.
 
 use std::fs::{File, OpenOptions, TryLockError};
 use std::io::{BufRead, BufReader, Write};
@@ -20,7 +19,7 @@ const MAX_LINE_BYTES: u64 = 1 << 30;
 
 /// The measurement of one position.
 pub trait Measured: Serialize + DeserializeOwned {
-    /// Whether the value is plausible: finite, and within its range.
+    /// Whether the value is plausible.
     fn is_valid(&self) -> bool;
 }
 
@@ -35,7 +34,6 @@ impl Measured for f64 {
 #[derive(Debug)]
 pub struct Journal<T> {
     known: Vec<Vec<T>>,
-    /// Number of windows in the file.
     written: usize,
     file: Option<(File, PathBuf)>,
 }
@@ -55,7 +53,7 @@ impl<T: Measured> Journal<T> {
     pub fn open(path: &Path, identity: &Value, windows: &[usize]) -> Result<Self> {
         let head = serde_json::json!({ "schema": SCHEMA, "identity": identity });
         let fault = |e| Error::io("write", path, e);
-        // Opening a pipe would block, and a device would discard what is written.
+        // Opening a pipe would block, and a device would discard the data.
         if std::fs::metadata(path).is_ok_and(|m| !m.is_file()) {
             return Err(other(path, "not a regular file"));
         }
@@ -109,7 +107,7 @@ impl<T: Measured> Journal<T> {
 }
 
 /// Returns the checksum that begins a line. It covers the window's index, so that missing and duplicated lines are
-/// detected as well as flipped bits.
+/// detected.
 fn checksum(window: usize, line: &str) -> String {
     let mut digest = sha256_hex(format!("{window} {line}"));
     digest.truncate(16);
@@ -124,7 +122,7 @@ fn other(path: &Path, what: &str) -> Error {
     )
 }
 
-/// Reads the windows of complete batches, and the offset in the file where they end.
+/// Reads the windows of complete batches. Also returns the offset where they end.
 fn read<T: Measured>(
     path: &Path,
     file: &File,
@@ -141,7 +139,6 @@ fn read<T: Measured>(
         let mut piece = std::io::Read::take(&mut reader, MAX_LINE_BYTES);
         let read = piece.read_until(b'\n', &mut line).map_err(|e| Error::io("read", path, e))?;
         if line.last() != Some(&b'\n') {
-            // The end of the file, or an incomplete line.
             if at == 0 && read > 0 {
                 return Err(other("not an evaluation journal"));
             }
@@ -202,7 +199,6 @@ mod tests {
         drop(journal);
         let text = std::fs::read_to_string(&path).unwrap();
 
-        // A window of an incomplete batch, and half a line.
         let third = "[false,[1.0]]";
         std::fs::write(&path, format!("{text}{} {third}\n0 [true,[2.0", checksum(2, third))).unwrap();
         let mut journal = open(&identity).unwrap();
@@ -225,7 +221,6 @@ mod tests {
             &format!("{text}{} {long}\n", checksum(2, long)),
             &format!("{text}{long}\n"),
             &flipped,
-            // A missing line, and a duplicated one.
             &[lines[0], lines[2]].concat(),
             &[lines[0], lines[1], lines[1]].concat(),
         ] {

@@ -4,14 +4,13 @@
 //! documents ─► profile ─► windows ─► sums over the vocabulary ─► scores, divergence ─► result ─► gate, report
 //! ```
 //!
-//! A [`Profile`] defines how a text is cut into windows and which tokens are scored, so that numbers with the same
-//! profile are comparable. [`perplexity()`] scores one model; [`compare`] compares a model with its reference on the
-//! same positions; [`statistics`] gives the uncertainty of the numbers. [`Evaluation`] is the file that stores them,
-//! [`gate`] decides from such files whether a model has become worse, and [`report`] renders them as HTML.
+//! A [`Profile`] defines how a text is cut into windows and which tokens are scored. [`perplexity()`] scores one model;
+//! [`compare`] compares a model with its reference on the same positions; [`statistics`] gives the uncertainty. An
+//! [`Evaluation`] stores the numbers, [`gate`] decides whether a model has become worse, and [`report`] renders HTML.
 //!
-//! A model is either a decoder of `quant-core` or implements [`LogitsModel`], so models that other engines run are
-//! scored in the same way. Decoders, stored references and reports of quantization need the feature `decoders`, which is
-//! on by default; without it, the crate depends on neither `quant-core` nor candle.
+//! A model is a decoder of `quant-core` or implements [`LogitsModel`]. Decoders, stored references and reports of
+//! quantization need the feature `decoders`, which is on by default; without it, the crate depends on neither
+//! `quant-core` nor candle.
 #![forbid(unsafe_code)]
 
 mod anatomy;

@@ -18,11 +18,11 @@ pub struct Likelihood {
 }
 
 /// Scores windows of any lengths, each independently: the tokens starting at [`Window::first`], given those before.
-/// Windows of equal length run together; results are in the order of the windows.
+/// Results are in the order of the windows.
 ///
 /// # Errors
-/// [`Error::Usage`] when a window scores no token, has none before them, is longer than the decoder's positions, or has
-/// a token outside the vocabulary; also when the model fails, a likelihood is not finite, or when cancelled.
+/// [`Error::Usage`] for a window that the decoder cannot score; also when the model fails, a likelihood is not finite,
+/// or when cancelled.
 pub fn log_likelihoods(
     decoder: &Decoder,
     windows: &[Window],

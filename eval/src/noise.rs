@@ -1,21 +1,20 @@
 //! The noise floor: the divergence between a model and a numerically equivalent computation of it.
 //!
 //! A different order of summation or a different kernel rounds differently. This is simulated by multiplying every
-//! output value of a block by `1 + u · 2⁻⁹`, with `u` uniform in `[−1, 1)`. Rounding to bfloat16 has a similar error,
-//! at most 2⁻⁸. A divergence near that between a model and its disturbed copy is not evidence of a difference.
+//! output value of a block by `1 + u · 2⁻⁹`, with `u` uniform in `[−1, 1)`. A divergence near that between a model and
+//! its disturbed copy is not evidence of a difference.
 
 use candle_core::{Device, Tensor};
 use quant_formats::Result;
 use quant_formats::random::mix;
 use rayon::prelude::*;
 
-/// The largest relative disturbance: at most half a unit in the last place of bfloat16.
+/// The largest relative disturbance.
 const SCALE: f32 = 1.0 / 512.0;
-/// Number of values that one task disturbs.
 const CHUNK: usize = 1 << 14;
 
-/// Disturbs the output of block `block` for consecutive windows, the first of which has the index `first`. With a given
-/// seed, the noise of a block in a window depends only on the indices of the two, not on how windows are batched.
+/// Disturbs the output of block `block` for consecutive windows, the first of which has the index `first`. The noise
+/// does not depend on how windows are batched.
 pub(crate) fn disturb(hidden: &Tensor, seed: u64, block: usize, first: usize) -> Result<Tensor> {
     let (windows, length, width) = hidden.dims3()?;
     let mut values = hidden.flatten_all()?.to_vec1::<f32>()?;
@@ -24,7 +23,6 @@ pub(crate) fn disturb(hidden: &Tensor, seed: u64, block: usize, first: usize) ->
         window.par_chunks_mut(CHUNK).enumerate().for_each(|(piece, values)| {
             for (i, value) in values.iter_mut().enumerate() {
                 let bits = mix(stream ^ (piece * CHUNK + i) as u64);
-                // 24 bits represent a uniform value in [−1, 1) exactly.
                 let uniform = (bits >> 40) as f32 / (1 << 23) as f32 - 1.0;
                 *value *= 1.0 + uniform * SCALE;
             }
@@ -48,7 +46,6 @@ mod tests {
         let n = changes.len() as f32;
         let mean = changes.iter().sum::<f32>() / n;
         let variance = changes.iter().map(|c| c * c).sum::<f32>() / n;
-        // Uniform in ±SCALE has the variance SCALE² / 3.
         assert!(mean.abs() < 4.0 * SCALE / (3.0 * n).sqrt(), "{mean}");
         approx::assert_relative_eq!(variance, SCALE * SCALE / 3.0, max_relative = 0.05);
     }

@@ -21,15 +21,14 @@ pub struct Scores {
     /// Mean negative log-likelihood in bits per byte of the text that the scored tokens cover, comparable across
     /// tokenizers. Absent if they cover no bytes.
     pub bits_per_byte: Option<Estimate>,
-    /// Perplexity per word: `exp` of the nats per word. Present if the profile scores whole documents and counts their
-    /// words.
+    /// Perplexity per word: `exp` of the nats per word. Present if the profile reports it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub word_perplexity: Option<Estimate>,
     /// Perplexity per byte: `exp` of the nats per byte. Present if the profile reports it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub byte_perplexity: Option<Estimate>,
     /// The standard error of the perplexity as llama.cpp computes it, which assumes independent tokens. Present only
-    /// for the profile `llamacpp`, for comparison with that program's output.
+    /// for the profile `llamacpp`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub token_standard_error: Option<f64>,
     /// Each window's mean negative log-likelihood.
@@ -114,7 +113,7 @@ pub fn disturbed_perplexity(
     Scores::new(text, &nll)
 }
 
-/// Scores a text. The result is bit-identical for any number of threads, and for resumed runs.
+/// Scores a text. A decoder's scores are bit-identical for any number of threads, and for resumed runs.
 ///
 /// # Errors
 /// When the model or the journal fails, a position's likelihood is not finite, or when cancelled.

@@ -15,14 +15,13 @@ pub struct Position {
     pub(crate) confidence: f64,
     pub(crate) top1: bool,
     pub(crate) top5: f64,
-    /// The divergence of the reference from its disturbed copy, in windows for which it was measured.
+    /// Of the reference from its disturbed copy, where it was measured.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) floor: Option<f64>,
 }
 
 impl Position {
-    /// Computes the measurements from the sums of the reference, of the model and, if the noise floor is measured, of
-    /// the disturbed reference.
+    /// `noise` has the sums of the disturbed reference.
     pub(crate) fn new(reference: &Sums, model: &Sums, noise: Option<&Sums>) -> Self {
         let (r_top, m_top) = (reference.top(), model.top());
         let shared = r_top.iter().filter(|t| m_top.contains(t)).count();
@@ -41,7 +40,6 @@ impl Position {
         (-self.model_nll).exp() - (-self.reference_nll).exp()
     }
 
-    /// The values that must be finite.
     pub(crate) fn numbers(&self) -> impl Iterator<Item = f64> {
         [self.reference_nll, self.model_nll, self.kl].into_iter().chain(self.floor)
     }

@@ -1,34 +1,38 @@
 //! The rules that turn a text into scored tokens. Every result names its rule.
 //!
-//! Perplexities differ more between rules than between quantizations, so a number is meaningless without its rule. All
-//! rules run a model on windows and score some of each window's tokens, given those before them in the window:
+//! A perplexity is comparable only with those of the same rule. All rules run a model on windows and score some of each
+//! window's tokens, given those before them in the window:
 //!
 //! | profile | text | windows | scored |
 //! | --- | --- | --- | --- |
-//! | `gptq-L` | tokenized once, with the tokenizer's own special tokens | `L` tokens, disjoint; the rest is dropped | all but the first of each |
-//! | `llamacpp-L` | tokenized once, with the tokenizer's own special tokens | `L` tokens, disjoint; the rest is dropped; if the tokenizer adds a first token (BOS), it overwrites the first of each | those after the middle: `L/2 + 1` to `L − 1`, counted from 0 |
-//! | `hf-stride-L-S` | tokenized once, with the tokenizer's own special tokens | up to `L` tokens, from 0, `S`, `2S` …, until the end is reached | those that no earlier window has scored; never the first of a window |
+//! | `gptq-L` | tokenized once, with the tokenizer's own special tokens | `L` tokens, disjoint; the rest is dropped |
+//! all but the first of each |
+//! | `llamacpp-L` | tokenized once, with the tokenizer's own special tokens | `L` tokens, disjoint; the rest is
+//! dropped; if the tokenizer adds a first token (BOS), it overwrites the first of each | those after the middle: `L/2 +
+//! 1` to `L − 1`, counted from 0 |
+//! | `hf-stride-L-S` | tokenized once, with the tokenizer's own special tokens | up to `L` tokens, from 0, `S`, `2S` …,
+//! until the end is reached | those that no earlier window has scored; never the first of a window |
 //! | `lmeval-rolling-L` | each document separately | see below | every token once |
 //!
 //! `gptq` is the rule of the GPTQ paper's code. `wt2-gptq-2048`, the headline number of the literature, is `gptq-2048`
 //! on the rows of WikiText-2's raw test split, joined by two newlines. `llamacpp` is the rule of llama.cpp's
-//! `perplexity`; `wt2-llamacpp-512` applies it to the file `wiki.test.raw` unchanged. Only results on exactly these
-//! texts, identified by their SHA-256, get a name with `wt2`.
+//! `perplexity`; `wt2-llamacpp-512` applies it to the file `wiki.test.raw` unchanged. Names with `wt2` are only for
+//! these texts, identified by their SHA-256.
 //!
-//! `hf-stride` is the sliding window of the Hugging Face documentation. The program there weights the mean of a window
-//! by a number of tokens that is off by one; here every token has the same weight.
+//! `hf-stride` is the sliding window of the Hugging Face documentation, but every token has the same weight. (The
+//! program there weights windows by numbers of tokens that are off by one.)
 //!
-//! `lmeval-rolling` is `loglikelihood_rolling` of lm-evaluation-harness with a context of one token: documents begin
+//! `lmeval-rolling` is `loglikelihood_rolling` of lm-evaluation-harness with a context of one token. Documents begin
 //! with a prefix, the BOS token or else the EOS token. The first window is the prefix and the document's first `L`
-//! tokens. Each further window scores the next `L` tokens after a context of one token; the last one, if it is shorter,
-//! has more context, so that the model reads `L` tokens. As in the harness, tokens that the tokenizer adds at the start
-//! of a document are scored too: with a tokenizer that adds BOS, BOS is scored after BOS.
+//! tokens. Each further window scores the next `L` tokens after a context of one token; a shorter last one has more
+//! context, so that the model reads `L` tokens. As in the harness, tokens that the tokenizer adds at the start of a
+//! document are scored too.
 
 use quant_formats::{Error, Result};
 
 /// Default distance between the windows of `hf-stride`, in tokens.
 const STRIDE: usize = 512;
-/// Longer windows are rejected: some models claim a practically unlimited number of positions.
+/// Some models claim a practically unlimited number of positions.
 const MAX_WINDOW: usize = 1 << 20;
 
 /// A rule for scoring a text.
@@ -59,7 +63,6 @@ pub enum Profile {
     },
 }
 
-/// The part of error messages that lists the known names.
 const KNOWN: &str = "known profiles: wt2-gptq-2048, wt2-llamacpp-512, gptq-L, llamacpp-L, hf-stride-L-S and \
     lmeval-rolling-L, where L is the window in tokens and S the stride";
 
@@ -73,8 +76,8 @@ pub struct ProfileRequest {
 }
 
 impl ProfileRequest {
-    /// Returns the rule with this name. `window` overrides the length in the name. If neither is given, the length is
-    /// `positions`, the model's number of positions.
+    /// Returns the rule with this name. `window` overrides the length in the name; the default is `positions`, the
+    /// model's number of positions.
     ///
     /// # Errors
     /// [`Error::Usage`] for an unknown name, and for windows that are too long or would score nothing.
@@ -213,7 +216,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_rule_is_refused() {
+    fn unknown_rules_are_refused() {
         for bad in [
             "",
             "wt2",

@@ -1,7 +1,6 @@
 //! An evaluation as a file: what was measured, on what, and by which program. The gate and the report read it.
 //!
-//! A result is validated completely before any of its numbers is used: a file that is truncated, edited or written by a
-//! version with different rules is an error.
+//! A result is validated completely before any of its numbers is used.
 
 use std::path::Path;
 
@@ -18,11 +17,9 @@ use crate::{BosPolicy, Divergence, Estimate, EvaluationText, Scores};
 
 /// The schema version of results.
 pub const SCHEMA: &str = "quant-eval/4";
-/// Larger files are rejected, because a parsed number takes about thirty times its size in the file. Results of about
-/// 50,000 windows fit.
+/// Larger files are rejected, because a parsed number takes about thirty times its size in the file.
 const MAX_FILE_BYTES: u64 = 4 << 20;
-/// Relative tolerance between a mean and the mean recomputed from the windows, because the order of summation may
-/// differ.
+/// Relative tolerance between a mean and the mean recomputed from the windows.
 const TOLERANCE: f64 = 1e-9;
 
 /// The measurements of a model on a text.
@@ -65,8 +62,8 @@ pub struct Evaluation {
     pub seconds: f64,
     /// Tokens that the model read per second during `seconds`.
     pub tokens_per_second: f64,
-    /// SHA-256 of all other fields except `seconds` and `tokens_per_second`, as compact JSON in this order. It detects
-    /// later changes.
+    /// SHA-256 of all other fields except `seconds` and `tokens_per_second`, as compact JSON in this order, to detect
+    /// accidental changes.
     pub sha256: String,
 }
 
@@ -159,7 +156,7 @@ impl Evaluation {
         Self { sha256: result.digest(), ..result }
     }
 
-    /// Computes the expected value of [`sha256`](Self::sha256). The hash detects accidental changes, not tampering.
+    /// Computes the expected value of [`sha256`](Self::sha256).
     pub fn digest(&self) -> String {
         let mut value = serde_json::to_value(self).unwrap_or_default();
         if let Some(fields) = value.as_object_mut() {
@@ -173,8 +170,8 @@ impl Evaluation {
     /// Reads a result and validates it completely.
     ///
     /// # Errors
-    /// [`Error::InputFile`] when it does not exist, is not a result of this schema, is truncated, or is inconsistent;
-    /// [`Error::Io`] when it cannot be read.
+    /// [`Error::InputFile`] when it does not exist, or is not a valid result of this schema; [`Error::Io`] when it
+    /// cannot be read.
     pub fn read(path: &Path) -> Result<Self> {
         let value = read_json(path, "an evaluation")?;
         Self::from_value(value, path)
@@ -193,7 +190,7 @@ impl Evaluation {
         Ok(result)
     }
 
-    /// Checks that the parts of a result are consistent; the error names the inconsistent part.
+    /// The error names the inconsistent part.
     fn check(&self) -> Result<(), String> {
         if self.windows == 0 || self.tokens_scored == 0 {
             return Err("has no scored windows".into());
@@ -213,7 +210,7 @@ impl Evaluation {
         {
             return Err("has `window_tokens` that do not add up to `tokens_scored`".into());
         }
-        // Texts and tokenizers of engines may have no files. The hash of the tokens identifies the text in any case.
+        // Texts and tokenizers of engines may have no files.
         let files =
             [&self.text.sha256, &self.tokenizer_sha256].into_iter().filter(|digest| !digest.is_empty());
         let required = [
@@ -254,7 +251,6 @@ impl Evaluation {
     }
 }
 
-/// Reads a JSON file of this crate with a limited size.
 pub(crate) fn read_json(path: &Path, what: &str) -> Result<Value> {
     let broken = |reason: String| fault(path, reason);
     let metadata = std::fs::metadata(path).map_err(|e| match e.kind() {
@@ -271,11 +267,9 @@ pub(crate) fn read_json(path: &Path, what: &str) -> Result<Value> {
     if bytes.iter().all(u8::is_ascii_whitespace) {
         return Err(broken("is empty".into()));
     }
-    // A duplicate key is ambiguous.
     parse_strictly(&bytes).map_err(|e| broken(format!("is not {what}: {e}")))
 }
 
-/// Fails unless a value names this schema.
 pub(crate) fn check_schema(value: &Value, schema: &str, path: &Path) -> Result<()> {
     let reason = match value.get("schema").and_then(Value::as_str) {
         Some(found) if found == schema => return Ok(()),
@@ -303,11 +297,13 @@ impl Scores {
         if let Some(bits) = self.bits_per_byte {
             let name = format!("{place}bits_per_byte");
             check_estimate(&name, bits, 0.0)?;
-            // The number of bytes that these nats and bits per byte imply.
             let bytes = nats / (bits.mean * std::f64::consts::LN_2);
-            if nats > 0.0 && !(whole(bytes) && bytes <= text_bytes as f64 + 0.5) {
+            if nats > 0.0 && !whole(bytes) {
+                return Err(format!("has a `{name}` that implies a non-integer number of bytes"));
+            }
+            if nats > 0.0 && bytes > text_bytes as f64 + 0.5 {
                 return Err(format!(
-                    "has a `{name}` that implies {bytes} bytes, but the text has {text_bytes}"
+                    "has a `{name}` that implies {bytes:.0} bytes, but the text has only {text_bytes}"
                 ));
             }
             if let Some(byte) = self.byte_perplexity {
@@ -357,8 +353,7 @@ impl Divergence {
         // The quantiles imply an upper bound on the mean, and the mean implies an upper bound on each quantile.
         let max =
             0.5 * rising[0] + 0.4 * rising[1] + 0.09 * rising[2] + 0.009 * rising[3] + 0.001 * rising[4];
-        // With finitely many positions, the fraction of positions below a quantile can differ from its nominal value by
-        // up to one position.
+        // The fraction of positions below a quantile can differ from its nominal value by up to one position.
         let slack = 4.0 * rising[4] / count;
         let min = [(0.5, rising[0]), (0.9, rising[1]), (0.99, rising[2]), (0.999, rising[3])];
         let too_large =
@@ -401,7 +396,6 @@ impl Divergence {
     }
 }
 
-/// Checks that an estimate is finite and at least `min`, and that its standard error is valid.
 fn check_estimate(name: &str, estimate: Estimate, min: f64) -> Result<(), String> {
     let error_fits = estimate.standard_error.is_none_or(|e| e.is_finite() && e >= 0.0);
     if estimate.mean.is_finite() && estimate.mean >= min && error_fits {
@@ -410,12 +404,10 @@ fn check_estimate(name: &str, estimate: Estimate, min: f64) -> Result<(), String
     Err(format!("has an invalid `{name}`: {estimate}"))
 }
 
-/// Whether a number is an integer, except for rounding.
 fn whole(number: f64) -> bool {
     number.is_finite() && number > -0.5 && (number - number.round()).abs() <= 1e-6 * (1.0 + number.abs())
 }
 
-/// Checks that two estimates agree.
 fn same(name: &str, found: Estimate, expected: Estimate) -> Result<(), String> {
     check_estimate(name, found, 0.0)?;
     near(name, found.mean, expected.mean)?;
@@ -426,7 +418,7 @@ fn same(name: &str, found: Estimate, expected: Estimate) -> Result<(), String> {
     }
 }
 
-/// Checks that an estimate agrees with the windows' means, each of which must be at least `min`.
+/// Checks that an estimate agrees with the windows' means, which must be at least `min`.
 fn agree(name: &str, estimate: Estimate, means: &[f64], tokens: &[usize], min: f64) -> Result<(), String> {
     if means.len() != tokens.len() {
         return Err(format!("has {} windows, but `{name}` for {}", tokens.len(), means.len()));
@@ -440,7 +432,7 @@ fn agree(name: &str, estimate: Estimate, means: &[f64], tokens: &[usize], min: f
     near(name, estimate.mean, again.mean)?;
     match (estimate.standard_error, again.standard_error) {
         (None, None) => Ok(()),
-        // If windows hardly differ, their standard error may consist of rounding errors only.
+        // If windows hardly differ, the error may consist of rounding errors.
         (Some(a), Some(b)) if (a - b).abs() <= 1e-6 * b + 1e-12 => Ok(()),
         _ => Err(format!("has a standard error of `{name}` that contradicts the values of its windows")),
     }

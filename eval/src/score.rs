@@ -8,12 +8,10 @@ use quant_formats::{CancelToken, Error, Event, Observer, Result};
 use crate::Window;
 use crate::vocabulary::{Output, Source, Sums, pass};
 
-/// Maximum number of tokens that go through a decoder at a time, unless a single window is longer.
+/// Maximum number of tokens that go through a decoder at a time. A single window may exceed it.
 const BATCH_TOKENS: usize = 2048;
-/// Maximum number of windows on which the noise floor is measured.
 #[cfg(feature = "decoders")]
 const NOISE_WINDOWS: usize = 8;
-/// Seed of the noise.
 #[cfg(feature = "decoders")]
 const NOISE_SEED: u64 = 0;
 
@@ -30,7 +28,6 @@ pub(crate) trait Runner<'a> {
         batch: &[usize],
     ) -> Result<Box<dyn StageInputs + 'a>>;
 
-    /// Maximum number of windows of this many tokens that run together.
     fn max_windows(&self, length: usize) -> usize {
         BATCH_TOKENS / length.max(1)
     }
@@ -42,7 +39,6 @@ pub(crate) trait Runner<'a> {
     }
 }
 
-/// A model, whatever it runs on.
 pub(crate) type Origin<'a> = Box<dyn Runner<'a> + 'a>;
 
 /// The inputs of an output stage at the scored positions of some windows, one window after the other.
@@ -56,7 +52,6 @@ pub(crate) trait StageInputs {
     fn at(&mut self, positions: Range<usize>) -> Result<&[f32]>;
 }
 
-/// Inputs that are in memory, and their width.
 #[cfg(feature = "decoders")]
 pub(crate) struct InMemory(pub(crate) Vec<f32>, pub(crate) usize);
 
@@ -67,7 +62,6 @@ impl StageInputs for InMemory {
     }
 }
 
-/// A model and its output stage.
 type Member<'a> = (Origin<'a>, Box<dyn Output + 'a>);
 
 /// Models that run over the same windows.
@@ -75,7 +69,6 @@ pub(crate) struct Panel<'a> {
     members: Vec<Member<'a>>,
     /// The first model with noise, whose divergence is measured on some of the windows.
     floor: Option<Origin<'a>>,
-    /// Indices of the windows on which the noise floor is measured.
     noisy: Vec<usize>,
     /// Whether to keep the most likely tokens.
     ranked: bool,
@@ -107,15 +100,13 @@ impl<'a> Panel<'a> {
         Ok(Self { members, floor: None, noisy: Vec::new(), ranked })
     }
 
-    /// Keeps the most likely tokens even for a single model.
     #[cfg(feature = "decoders")]
     pub(crate) fn with_ranks(mut self) -> Self {
         self.ranked = true;
         self
     }
 
-    /// Also measures the noise floor of the first model, on some of the `windows` windows, spread over the text. Has no
-    /// effect on a model without blocks.
+    /// Also measures the noise floor of the first model, unless it has no blocks, on some of the `windows` windows.
     #[cfg(feature = "decoders")]
     pub(crate) fn with_floor(mut self, windows: usize) -> Self {
         if let Some(disturbed) = self.members[0].0.disturbed(NOISE_SEED) {
@@ -126,12 +117,10 @@ impl<'a> Panel<'a> {
         self
     }
 
-    /// The output stage of the first model.
     fn output(&self) -> &(dyn Output + 'a) {
         &*self.members[0].1
     }
 
-    /// Measures every scored position of a batch's windows; the results of each window are in order of positions.
     fn measure<T>(
         &self,
         windows: &[Window],
@@ -147,7 +136,7 @@ impl<'a> Panel<'a> {
         }
         let scored: Vec<usize> = batch.iter().map(|&n| windows[n].scored()).collect();
         let (mut all, mut first, mut position) = (Vec::with_capacity(batch.len()), 0, 0);
-        // Windows without noise run together, those with noise one at a time.
+        // Windows with noise run one at a time.
         for run in batch.chunk_by(|a, b| !self.noisy.contains(a) && !self.noisy.contains(b)) {
             let counts = &scored[first..first + run.len()];
             let positions: usize = counts.iter().sum();
@@ -192,7 +181,7 @@ impl<'a> Panel<'a> {
 
     /// Measures all windows. `known` holds the results of the first windows from an earlier run. `keep` receives the
     /// results of every new batch, and `states` the inputs of the first model's output stage for each new window, if
-    /// they are in memory. The results do not depend on where the earlier run ended.
+    /// they are in memory.
     ///
     /// # Errors
     /// When a model, `keep` or `states` fails, or when cancelled.
@@ -212,7 +201,7 @@ impl<'a> Panel<'a> {
             |length| self.members.iter().map(|(origin, _)| origin.max_windows(length)).min().unwrap_or(1);
         for batch in batches(windows, most) {
             cancel.check()?;
-            // Only complete batches were kept. An engine may have had a different number of windows per batch.
+            // An engine may have had a different number of windows per batch.
             let missing: Vec<usize> = batch.iter().copied().filter(|&number| number >= resumed).collect();
             if !missing.is_empty() {
                 let results = self.measure(windows, &missing, cancel, &measure, states)?;
@@ -228,13 +217,12 @@ impl<'a> Panel<'a> {
     }
 }
 
-/// Ignores hidden states.
 pub(crate) fn dropped(_: usize, _: &[f32]) -> Result<()> {
     Ok(())
 }
 
-/// Groups adjacent windows of equal length that run through a model together, at most `most` of a length. The composition
-/// of a batch can change a window's results in the last bits, but the same text always gives the same batches.
+/// Groups adjacent windows of equal length that run together, at most `most` of a length. The composition of a batch
+/// can change results in the last bits, but the same text always gives the same batches.
 fn batches(windows: &[Window], most: impl Fn(usize) -> usize) -> Vec<Vec<usize>> {
     let mut batches: Vec<Vec<usize>> = Vec::new();
     for (number, window) in windows.iter().enumerate() {
@@ -250,7 +238,6 @@ fn batches(windows: &[Window], most: impl Fn(usize) -> usize) -> Vec<Vec<usize>>
     batches
 }
 
-/// Fails when a value that was measured is not finite.
 pub(crate) fn require_finite(values: impl Iterator<Item = f64>) -> Result<()> {
     let bad = values.filter(|v| !v.is_finite()).count();
     if bad == 0 {

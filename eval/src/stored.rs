@@ -1,8 +1,8 @@
 //! A stored reference, so that a gate that runs on every commit evaluates the float model only once.
 //!
-//! Log-probabilities over a vocabulary are large: 128,256 tokens take 513 kB per position. The inputs of the head are
-//! far smaller, `4 · width` bytes per position, and with the head, which is stored once, they give bit-identical
-//! results. Nothing is rounded, so a comparison with the stored reference equals the comparison with the model.
+//! The file holds the inputs of the head at every position, which take far less space than log-probabilities over the
+//! vocabulary, and the head. Nothing is rounded, so a comparison with the stored reference is bit-identical to that
+//! with the model.
 //!
 //! ```text
 //! magic, 8 bytes │ offset and length of the header, 8 bytes each │ BLAKE3 of the header, 32 bytes
@@ -11,8 +11,8 @@
 //! the header, JSON: program, model, text, sizes, and the BLAKE3 of every part above
 //! ```
 //!
-//! All numbers are little-endian. Sizes are checked against the file size before anything is allocated, and every part
-//! is checked against its digest before it is used.
+//! All numbers are little-endian. Sizes are checked against the file size before anything is allocated, and parts
+//! against their digests before they are used.
 
 use std::fs::File;
 use std::io::{BufWriter, Read, Seek, SeekFrom, Write};
@@ -31,9 +31,7 @@ use crate::{EvaluationText, ModelIdentity, NoiseFloor, Scores, TextIdentity, Too
 const MAGIC: [u8; 8] = *b"QUANTREF";
 /// The schema version.
 const SCHEMA: &str = "quant-reference/1";
-/// Number of bytes before the head.
 const PRELUDE: u64 = 56;
-/// Longer headers are rejected. Headers for half a million windows fit.
 const MAX_HEADER_BYTES: u64 = 64 << 20;
 
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -66,7 +64,6 @@ pub struct StoredReference {
     file: File,
     header: Header,
     head: HeadParts,
-    /// Offset of each window's hidden states in the file.
     offsets: Vec<u64>,
     digest: String,
 }
@@ -166,8 +163,8 @@ impl StoredReference {
         &self.digest
     }
 
-    /// Fails unless the reference was computed on these windows. If `tokenizer` is set, the reference must also have
-    /// been computed with the same tokenizer file.
+    /// Fails unless the reference was computed on these windows and, if `tokenizer` is set, with the same tokenizer
+    /// file.
     ///
     /// # Errors
     /// [`Error::Usage`] that names the difference.
@@ -219,15 +216,11 @@ impl StoredReference {
     }
 }
 
-/// The sizes and offsets of the parts, from the header.
 struct Sizes {
     dtype: Dtype,
-    /// Sizes of the weight and the bias in bytes.
     weight: usize,
     bias: usize,
-    /// Offset of each window.
     windows: Vec<u64>,
-    /// Offset of the end of the last window.
     end: u64,
 }
 
@@ -253,10 +246,7 @@ impl Sizes {
 }
 
 /// Scores a text with a model, and stores the data that later comparisons with the model need. `tool`, `model` and
-/// `name` identify the program, the model and the text.
-///
-/// States are written to a temporary file while the model runs. The file is renamed to its final name when it is
-/// complete.
+/// `name` identify the program, the model and the text. The file appears when it is complete.
 ///
 /// # Errors
 /// When the model or its noise floor fails or is not finite, the file cannot be written, or when cancelled.
@@ -320,7 +310,6 @@ pub fn store_reference(
     Ok(scores)
 }
 
-/// A file that is being written, next to its destination.
 struct Partial {
     target: PathBuf,
     path: PathBuf,
@@ -338,7 +327,6 @@ impl Partial {
         Ok(Self { target: target.to_owned(), path, file: BufWriter::new(file), written: 0, whole: false })
     }
 
-    /// Appends a part and returns its BLAKE3.
     fn write(&mut self, bytes: &[u8]) -> Result<String> {
         self.file.write_all(bytes).map_err(|e| Error::io("write", self.path.as_path(), e))?;
         self.written += bytes.len() as u64;

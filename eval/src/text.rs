@@ -11,10 +11,9 @@ use serde::{Deserialize, Serialize};
 use crate::profile::ProfileRequest;
 use crate::{EncodedText, Profile, Tokenizer, wikitext};
 
-/// Maximum number of tokens over all windows of `hf-stride`, whose overlapping windows with a small stride multiply the
-/// tokens of a text.
+/// Maximum number of tokens over all windows of `hf-stride`. With a small stride, windows multiply the tokens of a
+/// text.
 const MAX_READ: usize = 1 << 28;
-/// Number of documents that are tokenized together.
 const DOCUMENTS_PER_BATCH: usize = 256;
 
 /// Consecutive tokens, the last of which are scored, each given the tokens before it.
@@ -84,25 +83,24 @@ pub struct EvaluationText {
     pub scored_bytes: u64,
     /// Words of the documents, if the rule counts them and no window was left out.
     pub words: Option<u64>,
-    /// SHA-256 of the text, with documents joined by an empty line.
+    /// SHA-256 of the text, with documents joined by `\n\n`.
     pub text_sha256: String,
     /// Bytes of the joined text.
     pub text_bytes: u64,
-    /// SHA-256 of all windows: for each, its tokens and the index of the first scored one, as little-endian 32-bit
-    /// integers.
+    /// SHA-256 of all windows.
     pub tokens_sha256: String,
     /// SHA-256 of `tokenizer.json`.
     pub tokenizer_sha256: String,
 }
 
 impl EvaluationText {
-    /// Tokenizes and cuts documents; `windows` limits how many windows are kept, from the start. If the text has fewer,
-    /// all are kept, with a [note](Self::notes). `origin` names the documents in messages.
+    /// Tokenizes and cuts documents. `windows` limits how many windows are kept, from the start. `origin` names the
+    /// documents in messages.
     ///
     /// # Errors
     /// [`Error::Usage`] if WikiText-2 is requested and this is a different text. [`Error::InputFile`] if the text is
-    /// too short for the rule, overlapping windows would read too many tokens, or the rule needs a token that the
-    /// tokenizer's configuration does not name. Errors of the tokenizer.
+    /// too short or too long for the rule, or the rule needs a token that the tokenizer's configuration does not name.
+    /// Errors of the tokenizer.
     pub fn new(
         tokenizer: &dyn Tokenizer,
         documents: &[String],
@@ -111,7 +109,7 @@ impl EvaluationText {
         origin: &Path,
     ) -> Result<Self> {
         let profile = request.profile;
-        // Documents of a set are joined in the same way as the rows of WikiText.
+        // As the rows of WikiText.
         let joined = documents.join("\n\n");
         let scored = match request.wikitext {
             true => wikitext::as_scored(&joined, profile).ok_or_else(|| {
@@ -159,10 +157,8 @@ impl EvaluationText {
         let whole = all.len() == wanted;
         all.truncate(wanted);
         Ok(Self {
-            // Published numbers are for the whole text.
             id: if whole { wikitext::profile_id(profile, &text_sha256) } else { profile.name() },
             scored_bytes: bytes[..wanted].iter().sum(),
-            // Word counts cover whole documents.
             words: words.filter(|_| whole),
             tokens_sha256: tokens_sha256(&all),
             windows: all,
@@ -176,9 +172,9 @@ impl EvaluationText {
         })
     }
 
-    /// Creates a text of windows that an engine has tokenized and cut itself by the rule of `profile`. The number of
-    /// bytes and words and the hashes of the text and of the tokenizer are unknown: set these fields if you know them.
-    /// Without bytes, [`Scores::bits_per_byte`](crate::Scores::bits_per_byte) is absent.
+    /// Creates a text of windows that an engine has cut itself by the rule of `profile`. Numbers of bytes and words,
+    /// and hashes of text and tokenizer, are unknown; the fields can be set. Without bytes,
+    /// [`Scores::bits_per_byte`](crate::Scores::bits_per_byte) is absent.
     ///
     /// # Errors
     /// [`Error::Usage`] when there is no window, or one has no token to score or no token before those it scores.
@@ -228,7 +224,6 @@ fn tokens_sha256(windows: &[Window]) -> String {
     sha256_hex(numbers.flat_map(u32::to_le_bytes).collect::<Vec<u8>>())
 }
 
-/// Windows of a text, before their hashes are computed.
 struct Cut {
     windows: Vec<Window>,
     /// Bytes of text that each window's scored tokens cover.
@@ -236,7 +231,6 @@ struct Cut {
     words: Option<u64>,
     bos: BosPolicy,
     warnings: Vec<String>,
-    /// Number of tokens of the text.
     tokens: usize,
 }
 
@@ -276,8 +270,7 @@ impl Tokens {
         Ok(each.into_iter().map(|placed| Self::of(placed, &alone)).collect())
     }
 
-    /// Collects tokens with their offsets in the text. `alone` holds the tokens of an empty text, which shows whether
-    /// the tokenizer adds a first token.
+    /// `alone` holds the tokens of an empty text, which shows whether the tokenizer adds a first token.
     fn of(placed: EncodedText, alone: &[u32]) -> Self {
         let begins_with_special = placed.first().map(|(id, _)| id) == alone.first() && !alone.is_empty();
         let mut bytes = Vec::with_capacity(placed.len());
@@ -300,7 +293,6 @@ impl Tokens {
     }
 }
 
-/// Cuts windows by the rules that use one stream of tokens.
 fn of_stream(
     tokenizer: &dyn Tokenizer,
     text: &str,
@@ -350,7 +342,7 @@ fn of_stream(
             })
             .collect(),
         Profile::HfStride { window, stride } => {
-            // One window more than requested is cut, to find out whether the text has more.
+            // One window more than requested, to find out whether the text has more.
             let max = wanted.map_or(usize::MAX, |n| n.saturating_add(1));
             let tokens_read = (count / stride).min(max).saturating_mul(window.min(count));
             if tokens_read > MAX_READ {
@@ -368,7 +360,7 @@ fn of_stream(
             let (mut begin, mut scored) = (0, 1);
             while scored < count && cut.len() < max {
                 let end = (begin + window).min(count);
-                // The first token of a window has no context, so it is not scored.
+                // The first token of a window has no context.
                 if scored.max(begin + 1) < end {
                     cut.push(tokens.window(begin..end, scored.max(begin + 1)..end));
                 }
@@ -383,7 +375,6 @@ fn of_stream(
     Ok(Cut { windows, bytes, words: None, bos: BosPolicy { policy, token: bos }, warnings, tokens: count })
 }
 
-/// Cuts windows by the rule that scores documents separately.
 fn rolling(tokenizer: &dyn Tokenizer, documents: &[String], window: usize) -> Result<Cut> {
     let prefix = tokenizer.document_prefix()?;
     let (mut windows, mut bytes) = (Vec::new(), Vec::new());
@@ -406,7 +397,7 @@ fn rolling(tokenizer: &dyn Tokenizer, documents: &[String], window: usize) -> Re
                 );
             }
             let mut predicted = 0;
-            // All bytes of a document count, including those that no token covers.
+            // Including bytes that no token covers.
             let mut rest = document.len() as u64;
             while predicted < tokens.ids.len() {
                 let end = (predicted + window).min(tokens.ids.len());
@@ -421,7 +412,6 @@ fn rolling(tokenizer: &dyn Tokenizer, documents: &[String], window: usize) -> Re
                     ids.extend_from_slice(&tokens.ids[..end]);
                     windows.push(Window { tokens: ids, first: 1 });
                 } else {
-                    // `window` tokens that the model reads, and one that is only predicted.
                     let begin = end - window - 1;
                     windows
                         .push(Window { tokens: tokens.ids[begin..end].to_vec(), first: predicted - begin });
@@ -438,8 +428,7 @@ fn rolling(tokenizer: &dyn Tokenizer, documents: &[String], window: usize) -> Re
     Ok(Cut { windows, bytes, words: Some(words), bos, warnings, tokens: count })
 }
 
-/// Counts the parts between runs of white space, including empty ones at the ends, as Python's `re.split(r"\s+", text)`
-/// does.
+/// As `len(re.split(r"\s+", text))` in Python.
 fn word_count(text: &str) -> u64 {
     let mut words = 1;
     let mut inside = false;

@@ -30,8 +30,8 @@ pub type EncodedText = Vec<(u32, Range<usize>)>;
 /// # Ok::<(), quant_evaluator::Error>(())
 /// ```
 pub trait Tokenizer: fmt::Debug {
-    /// Returns the tokens of each text, including special tokens that the tokenizer adds, such as one at the start.
-    /// Those have an empty byte range.
+    /// Returns the tokens of each text, including special tokens that the tokenizer adds. Those have an empty byte
+    /// range.
     ///
     /// # Errors
     /// When the tokenizer fails on a text.
@@ -49,7 +49,7 @@ pub trait Tokenizer: fmt::Debug {
     }
 
     /// Whether the tokenizer's configuration requests a BOS token at the start of every text, if it says so. If
-    /// [`encode`](Self::encode) adds none, the text has a warning.
+    /// [`encode`](Self::encode) adds none, there is a warning.
     fn adds_bos(&self) -> Option<bool> {
         None
     }

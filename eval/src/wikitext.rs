@@ -6,14 +6,13 @@ use quant_formats::digest::sha256_hex;
 
 use crate::Profile;
 
-/// SHA-256 of `wiki.test.raw`, 1,290,590 bytes, which llama.cpp reads.
+/// SHA-256 of `wiki.test.raw` (1,290,590 bytes), the file that llama.cpp scores.
 const RAW: &str = "173c87a53759e0201f33e0ccf978e510c2042d7f2cb78229d9a50d79b9e7dd08";
 /// SHA-256 of its 4358 rows as the `datasets` library gives them, joined by two newlines.
 const JOINED: &str = "696cca6b65a171b0a358a4be6732cdfdf2dd6164a32e20fd70e3c13fc4dfae83";
 
-/// Returns WikiText-2 in the form that a rule scores, or `None` for a text that is neither in this form nor
-/// `wiki.test.raw`. For rules that score rows, `wiki.test.raw` is split into lines; each keeps its line end, and blank
-/// lines become empty rows.
+/// Returns WikiText-2 in the form that a rule scores; `None` for other texts. For rules that score rows,
+/// `wiki.test.raw` is split into lines; each keeps its line end, and blank lines become empty rows.
 pub(crate) fn as_scored(text: &str, profile: Profile) -> Option<Cow<'_, str>> {
     let digest = sha256_hex(text);
     match profile_id(profile, &digest).starts_with("wt2-") {
@@ -26,7 +25,6 @@ pub(crate) fn as_scored(text: &str, profile: Profile) -> Option<Cow<'_, str>> {
     }
 }
 
-/// The name of a rule on a text with this SHA-256.
 pub(crate) fn profile_id(profile: Profile, text_sha256: &str) -> String {
     let name = profile.name();
     match (profile, text_sha256) {
@@ -41,7 +39,6 @@ pub(crate) fn profile_id(profile: Profile, text_sha256: &str) -> String {
 mod tests {
     use super::*;
 
-    /// Runs on the real file, if it is present.
     #[test]
     fn the_raw_file_becomes_the_rows_of_the_literature() {
         let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../shared/data/text/wiki.test.raw");

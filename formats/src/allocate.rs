@@ -1,5 +1,5 @@
-//! Buffers whose sizes come from files or plans. If there is too little memory for them, the caller gets an error; Rust
-//! ends the process otherwise.
+//! Allocates buffers whose sizes come from files or plans, and returns an error if memory is too little. `Vec` would
+//! end the process.
 
 use std::fmt::Display;
 
@@ -23,7 +23,7 @@ pub fn zeros<T: Clone + Default>(count: usize, what: impl Display) -> Result<Vec
     Ok(values)
 }
 
-/// Sets the length of a buffer, and fills what is added with zeros. The buffer does not change if that fails.
+/// Sets the length of a buffer; added elements are zeros. On an error, the buffer is unchanged.
 ///
 /// # Errors
 /// As [`zeros`].

@@ -1,7 +1,5 @@
-//! Digests: SHA-256 where users compare them, BLAKE3 where a run verifies its own output.
-//!
-//! Digests that users see are SHA-256, which every system has a program for. Verification hashes every byte two or
-//! three times and its digests are not shown to users, so it uses BLAKE3, which is as strong and several times faster.
+//! Digests: SHA-256 for users, who can compute it with the tools of their system, and the faster BLAKE3 where a run
+//! verifies its own output.
 
 use sha2::Digest;
 

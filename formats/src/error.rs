@@ -12,7 +12,7 @@ use std::path::PathBuf;
 use crate::checkpoint::{HeaderError, printable};
 use crate::wording::{Remedy, about_file, counted};
 
-/// The result of every fallible function of this crate.
+/// A result with this crate's error.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// The kind of failure, which determines a program's exit code.
@@ -432,7 +432,7 @@ impl From<candle_core::Error> for Error {
     }
 }
 
-/// Lists linears, with one line for those whose names differ only in numbers.
+/// Lists linears; names that differ only in numbers share a line.
 fn list_indivisible(offenders: &[Indivisible]) -> String {
     let mut kinds: Vec<(String, &Indivisible, usize)> = Vec::new();
     for offender in offenders {
@@ -540,7 +540,6 @@ impl Error {
     }
 }
 
-/// Describes the limit on the memory of a run, for the message.
 fn memory_limit(budget: Option<u64>, available: Option<u64>) -> String {
     match (budget, available) {
         (Some(budget), _) => format!("the budget is {} MiB", budget >> 20),

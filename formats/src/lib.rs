@@ -1,5 +1,5 @@
-//! Reads and writes quantized checkpoints: checks their files, unpacks their weights into codes, scales and zero
-//! points, and packs and writes them again.
+//! Reads and writes quantized checkpoints: checks their files, unpacks weights into codes, scales and zero points, and
+//! packs and writes them.
 //!
 //! ```text
 //! checkpoint ─► format ─► quantize ─► WeightView        an engine loads a quantized linear
@@ -9,8 +9,8 @@
 //!             (container)  (writer)
 //! ```
 //!
-//! This is the part of the pipeline that works on bytes, independently of models: by default, it builds without a
-//! tensor library, and always without a tokenizer or CUDA.
+//! This crate works on bytes, independently of models. By default, it needs no tensor library, and never a tokenizer or
+//! CUDA.
 //!
 //! ```
 //! use quant_formats::checkpoint::Dtype;

@@ -19,8 +19,7 @@ pub enum Event {
         /// The number of units.
         units: u64,
     },
-    /// An earlier run has completed some of the current stage's units. They come first; for these units, only the
-    /// results that later units need are computed.
+    /// An earlier run has completed some of the current stage's units, which come first.
     Resumed {
         /// Number of units that the earlier run completed.
         units: u64,
@@ -32,12 +31,12 @@ pub enum Event {
     },
     /// The current stage is over.
     StageDone,
-    /// A step of a unit begins: `read`, a transform, `gptq`, `write` …
+    /// A step of a unit begins.
     StepStarted {
-        /// The step.
+        /// The step: `read`, `gptq`, `write` …
         step: &'static str,
     },
-    /// A step of a unit is done: `read`, a transform, `gptq`, `write` … Steps do not overlap; every block repeats them.
+    /// A step of a unit is done. Steps do not overlap.
     StepDone {
         /// The step.
         step: &'static str,
@@ -56,7 +55,7 @@ pub enum Event {
         /// The text of the note.
         message: String,
     },
-    /// The expected cost of the next stage; only if the observer [wants it](Observer::wants_estimate).
+    /// The expected cost of the next stage, for observers that [want it](Observer::wants_estimate).
     Expected {
         /// The stage.
         stage: &'static str,
@@ -70,7 +69,7 @@ pub trait Observer: Send + Sync {
     /// Called at each event, in order.
     fn event(&self, event: &Event);
 
-    /// Whether [`Event::Expected`] is wanted: the estimate requires a measurement that takes a tenth of a second.
+    /// Whether [`Event::Expected`] is wanted. The estimate needs a short measurement.
     fn wants_estimate(&self) -> bool {
         false
     }
@@ -113,7 +112,7 @@ impl CancelToken {
         self.0.store(true, Ordering::SeqCst);
     }
 
-    /// Withdraws the request, for a host that continues with something else, such as the next turn of a chat.
+    /// Withdraws the request.
     pub fn reset(&self) {
         self.0.store(false, Ordering::SeqCst);
     }

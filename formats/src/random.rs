@@ -1,5 +1,4 @@
-//! The random generator behind every seed: small, portable, and stable, so that a seed gives the same values in every
-//! version.
+//! The random generator behind every seed. It must not change, so that a seed gives the same values in every version.
 
 /// SplitMix64 by Steele, Lea and Flood (OOPSLA 2014), from a seed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -13,7 +12,7 @@ impl SplitMix64 {
         mixed
     }
 
-    /// An integer below `bound`, from the high half of a product: its bias is below `bound / 2⁶⁴`.
+    /// An integer below `bound`, with a bias below `bound / 2⁶⁴`.
     pub fn below(&mut self, bound: usize) -> usize {
         below(self.next_u64(), bound)
     }
@@ -33,7 +32,7 @@ impl SplitMix64 {
 
 const INCREMENT: u64 = 0x9e37_79b9_7f4a_7c15;
 
-/// The generator's output for this state: a hash of it, for values that are drawn in arbitrary order.
+/// The generator's output for this state, for values that are drawn in arbitrary order.
 pub fn mix(state: u64) -> u64 {
     let mut z = state.wrapping_add(INCREMENT);
     z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);

@@ -1,5 +1,5 @@
-//! Operating system calls on files that Rust's standard library does not cover. All are available on Unix, some only on
-//! Linux. `docs/crates.md` lists what other systems would need.
+//! System calls on files that Rust's standard library does not cover. `docs/crates.md` lists what systems other than
+//! Unix would need.
 
 #[cfg(not(unix))]
 compile_error!("quant-formats supports only Unix systems; docs/crates.md lists what others would need");
@@ -60,7 +60,6 @@ pub fn readable_by_all() -> Permissions {
 
 /// Returns options that do not follow a symbolic link in the last path component and do not block on pipes.
 pub fn open_options() -> OpenOptions {
-    // The flag bits of every Unix fit the C `int` that `open` takes.
     let flags = i32::try_from((OFlags::NOFOLLOW | OFlags::NONBLOCK).bits()).unwrap_or_default();
     let mut options = OpenOptions::new();
     options.custom_flags(flags);
@@ -77,8 +76,7 @@ pub fn path_of_bytes(bytes: &[u8]) -> PathBuf {
     PathBuf::from(OsStr::from_bytes(bytes))
 }
 
-/// Returns a path to the executable of this process. On Linux it leads to the running file even if an upgrade has
-/// replaced the file at its path.
+/// Returns a path to the executable of this process. On Linux, it remains valid if an upgrade replaces the file.
 ///
 /// # Errors
 /// If the system cannot determine the path.
@@ -95,8 +93,7 @@ pub fn host_name() -> String {
     if name.is_empty() { "unknown".into() } else { name }
 }
 
-/// Returns an identifier of the running kernel, which changes when the machine starts; `None` if the system does not
-/// report it.
+/// Returns an identifier that changes when the machine starts; `None` if the system does not report one.
 pub fn boot_id() -> Option<String> {
     let id = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").ok()?;
     let id: String = id.chars().filter(char::is_ascii_alphanumeric).take(32).collect();
@@ -106,8 +103,7 @@ pub fn boot_id() -> Option<String> {
 /// Renames a file or directory atomically, without replacing anything.
 ///
 /// # Errors
-/// With `AlreadyExists` if `to` exists, with an error that [`is_unsupported`] recognizes if the file system cannot do
-/// this, and if the system cannot rename.
+/// With `AlreadyExists` if `to` exists, and with the system's error otherwise; see [`is_unsupported`].
 pub fn rename_new(from: &Path, to: &Path) -> io::Result<()> {
     rename_with(from, to, RenameFlags::NOREPLACE)
 }
@@ -115,7 +111,7 @@ pub fn rename_new(from: &Path, to: &Path) -> io::Result<()> {
 /// Exchanges two names atomically.
 ///
 /// # Errors
-/// With an error that [`is_unsupported`] recognizes if the file system cannot do this, and if the system cannot rename.
+/// With the system's error; see [`is_unsupported`].
 pub fn exchange(one: &Path, other: &Path) -> io::Result<()> {
     rename_with(one, other, RenameFlags::EXCHANGE)
 }
@@ -136,10 +132,10 @@ pub fn allocate(file: &File, len: u64) -> io::Result<()> {
     }
 }
 
-/// Flushes the entries of a directory to disk, so that they survive a crash.
+/// Flushes the entries of a directory to disk, so that they survive a crash, if the file system supports that.
 ///
 /// # Errors
-/// If the system cannot flush.
+/// If the directory cannot be opened, or the flush fails.
 pub fn sync_directory(path: &Path) -> io::Result<()> {
     match File::open(path)?.sync_all() {
         // Some network file systems do not support this on directories.
@@ -158,7 +154,7 @@ pub fn free_bytes(path: &Path) -> io::Result<Option<u64>> {
     Ok((stat.f_blocks > 0).then(|| stat.f_bavail.saturating_mul(stat.f_frsize)))
 }
 
-/// Asks the system to drop cached pages of a file, so that the next read comes from the disk. This is only a hint.
+/// Hints to the system to drop cached pages of a file, so that the next read comes from the disk.
 pub fn forget_cached(file: &File) {
     #[cfg(target_os = "linux")]
     let _ = rustix::fs::fadvise(file, 0, None, rustix::fs::Advice::DontNeed);
@@ -166,7 +162,7 @@ pub fn forget_cached(file: &File) {
     let _ = file;
 }
 
-/// Returns whether the file system does not support the operation, as opposed to a temporary failure.
+/// Returns whether the file system does not support the operation.
 pub fn is_unsupported(error: &io::Error) -> bool {
     is_errno(error, &[Errno::INVAL, Errno::NOSYS, Errno::NOTSUP, Errno::OPNOTSUPP])
 }

@@ -1,9 +1,8 @@
 //! How messages name settings and commands, which each program spells differently.
 //!
-//! A message writes a setting as `‹group_size›`, a setting with a value as `‹format=gptq›`, and a command as
-//! `‹plan(MODEL)›` or `‹eval(MODEL, text=TEXT)›`. This form is readable as it is. [`parts`] returns the marked
-//! settings and commands as data, and [`worded`] replaces them with a program's own spelling, which a [`Wording`]
-//! defines: `--group-size` on a command line, `group_size=` in Python. A [`Remedy`] is such a message.
+//! A message writes a setting as `‹group_size›` or `‹format=gptq›`, and a command as `‹plan(MODEL)›` or `‹eval(MODEL,
+//! text=TEXT)›`. [`parts`] returns these as data, and [`worded`] replaces them with a program's own spelling, which a
+//! [`Wording`] defines.
 
 use std::borrow::Cow;
 use std::fmt;
@@ -53,7 +52,6 @@ const CLOSE: char = '›';
 /// ```
 pub fn parts(text: &str) -> Vec<Part<'_>> {
     let mut parts = Vec::new();
-    // The marks of `rest` before `from` belong to text.
     let (mut rest, mut from) = (text, 0);
     while let Some(open) = rest[from..].find(OPEN).map(|at| from + at) {
         let after = &rest[open + OPEN.len_utf8()..];
@@ -115,7 +113,6 @@ pub fn bytes(count: u64) -> String {
     }
 }
 
-/// Verbs with which a reason continues a sentence about its file.
 const VERBS: [&str; 22] = [
     "is",
     "has",
@@ -141,8 +138,8 @@ const VERBS: [&str; 22] = [
     "uses",
 ];
 
-/// Returns a message about a file. A reason that begins with a verb continues the sentence, any other reason follows a
-/// colon. With a line, counted from 1, the place is always separated by a colon, as editors expect.
+/// Returns a message about a file. A reason that begins with a verb continues the sentence; any other follows a colon.
+/// If a line is given (counted from 1), a colon follows the place, as editors expect.
 ///
 /// ```
 /// use quant_formats::wording::about_file;
@@ -161,7 +158,6 @@ pub fn about_file(path: &Path, line: Option<usize>, reason: &str) -> String {
     }
 }
 
-/// Parses the text between two marks; `None` if it is neither a setting nor a command.
 fn one(marked: &str) -> Option<Part<'_>> {
     let end = marked.find(|c: char| !(c.is_ascii_lowercase() || c.is_ascii_digit() || c == '_'));
     let (name, tail) = marked.split_at(end.unwrap_or(marked.len()));
@@ -187,9 +183,7 @@ fn argument(text: &str) -> Argument<'_> {
     }
 }
 
-/// Advice on an error: text in which settings of the request and commands are marked.
-///
-/// [`parts`](Self::parts) returns them as data; [`worded`](Self::worded) returns the text in a program's own spelling.
+/// Advice on an error: text in which settings and commands are marked.
 ///
 /// ```
 /// use quant_formats::wording::{CommandLine, Part, Remedy};
@@ -243,7 +237,6 @@ pub struct CommandLine;
 
 impl Wording for CommandLine {
     fn setting(&self, name: &str, value: Option<&str>) -> String {
-        // Each use of the option sets one key.
         let name = if name == "steps" { "step" } else { name };
         let option = format!("--{}", name.replace('_', "-"));
         match value {

@@ -1,10 +1,8 @@
 //! Isolation of tokenizers and chat templates, which are untrusted input.
 //!
-//! A chat template is a program, and a `tokenizer.json` can be crafted to grow a text without bound, to recurse, or to
-//! run an expression that never ends. No check can detect this in advance. Therefore callers run neither directly: they
-//! send requests to a [`TextWorker`], which a [`TextWorkers`] loads;
-//! [`ModelDirectory`](crate::checkpoint::ModelDirectory) holds the workers to use. This module defines the traits, the
-//! requests and the responses; the implementations are elsewhere.
+//! A chat template is a program, and a `tokenizer.json` can be crafted to grow a text without bound or never to end.
+//! Therefore callers do not run them directly, but send requests to a [`TextWorker`], which [`TextWorkers`] loads. This
+//! module defines the traits, requests and responses; the implementations are elsewhere.
 
 use std::borrow::Cow;
 use std::fmt;
@@ -18,7 +16,7 @@ use crate::{Error, Result};
 
 /// Loads tokenizers and templates.
 pub trait TextWorkers: fmt::Debug + Send + Sync {
-    /// Loads a tokenizer or a template, which the worker holds until it is dropped.
+    /// Loads a tokenizer or a template.
     ///
     /// # Errors
     /// When it is malformed, exceeds its limits, or no worker is available.
@@ -175,7 +173,7 @@ pub struct RenderedText {
 }
 
 impl Question<'_> {
-    /// Whether a response has the form that this request requires. The process that sent the response is not trusted.
+    /// Whether a response has the form that this request requires. The sender is not trusted.
     pub fn fits(&self, answer: &Answer) -> bool {
         match (self, answer) {
             (Self::Encode { texts, places, .. }, Answer::Encoded(all)) => {

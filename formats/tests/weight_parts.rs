@@ -16,7 +16,7 @@ use quant_formats::scheme::LinearScheme;
 use quant_formats::{Category, Error, Result};
 use serde_json::json;
 
-/// Formats and schemes, which differ in how words, groups, blocks and tiles divide a weight.
+/// They differ in how words, groups, blocks and tiles divide a weight.
 const CASES: [(&str, &str); 21] = [
     ("awq", "w4a16-g32-asym"),
     ("awq", "w4a16-channel-asym"),
@@ -68,7 +68,6 @@ fn weights(shape: [usize; 2], seed: u64) -> Vec<f32> {
     (0..shape[0] * shape[1]).map(value).collect()
 }
 
-/// A checkpoint with the linear `m` of this shape.
 fn checkpoint(
     format: &str,
     scheme: &str,
@@ -118,18 +117,16 @@ proptest! {
         prop_assert_eq!(&part, &whole.part(rows.clone(), columns.clone()).unwrap());
         let [n, k] = part.shape;
         prop_assert_eq!([n, k], [rows.len(), columns.len()]);
-        // The numbers are those of the whole matrix, element by element.
         let (all, some) = (whole.dequantize().unwrap(), part.dequantize().unwrap());
         for (i, row) in rows.enumerate() {
             prop_assert_eq!(&some[i * k..(i + 1) * k], &all[row * shape[1]..][columns.clone()]);
         }
-        // Only the part was read: its codes, at most 4 bytes per scale and zero point, and a few numbers.
+        // Codes, at most 4 bytes per scale and zero point, and a few numbers.
         let bits = usize::from(part.scheme.bits());
         let most = n * k * bits / 8 + 8 * part.scales.len() + 8 * k + 8 * n + 64;
         prop_assert!(read <= most as u64, "{} bytes read for {:?} {}", read, part.shape, scheme);
     }
 
-    /// Weights whose sizes are not multiples of words or blocks: the last part ends with the weight.
     #[test]
     fn the_last_part_ends_with_the_weight(seed in any::<u64>(), n in 1_usize..300, k in 1_usize..300) {
         for (scheme, floats) in [("w3a16-channel-asym", false), ("wf8a16-channel", true)] {
@@ -200,7 +197,6 @@ fn ranges_that_do_not_fit_are_refused() {
     assert!(opened.part_multiples("n").is_err());
 }
 
-/// A reader that does not describe its tensors: the whole weight is read, and divided in memory.
 #[test]
 fn a_reader_without_parts_reads_the_whole() {
     struct Opaque(Box<dyn PackedReader>);

@@ -10,7 +10,6 @@ use crate::input::Input;
 
 const KINDS: [KvType; 3] = [KvType::Kv4, KvType::Kv8, KvType::F16];
 
-/// The fields of a [`PageList`], owned.
 struct List {
     pages: Vec<u32>,
     tokens: usize,
@@ -23,7 +22,6 @@ impl List {
         PageList { pages: &self.pages, tokens: self.tokens, first: self.first, seen: self.seen }
     }
 
-    /// Replaces one field by an arbitrary value.
     fn corrupt(&mut self, input: &mut Input<'_>) {
         match input.below(5) {
             0 => self.tokens = input.word(),
@@ -40,7 +38,7 @@ impl List {
     }
 }
 
-/// Each page belongs to one list: lists may share pages for reading, but not for writing.
+/// Lists may share pages for reading, but not for writing, so each page belongs to one list.
 fn lists(input: &mut Input<'_>, kv: usize, blocks: usize) -> Vec<List> {
     let turn = input.below(kv * blocks);
     let number = |at: usize| ((at + turn) % (kv * blocks)) as u32;
@@ -53,9 +51,8 @@ fn lists(input: &mut Input<'_>, kv: usize, blocks: usize) -> Vec<List> {
     (0..kv).map(list).collect()
 }
 
-/// Appends to pages and to a cache, then attends with valid and invalid lists. No call may panic, and merging with an
-/// empty part must change nothing. All instruction sets must give the same result, except that AVX-512 BF16 may give
-/// different outputs with quantized pages. The cache must give the result of the detected instruction set.
+/// Appends to pages and to a cache, then attends with valid and invalid lists. Instruction sets must give the same
+/// results, except that AVX-512 BF16 may differ with quantized pages.
 ///
 /// # Panics
 /// If a property does not hold.
@@ -71,7 +68,6 @@ pub fn attention(data: &[u8]) {
     let mut tokens = 0;
     for _ in 0..input.size(3) {
         let m = input.below(100).min(blocks * PAGE_TOKENS + 1);
-        // Repeat a short list of values, because the input has few bytes.
         let few = [input.floats(kv * d + 7), input.floats(kv * d + 5)];
         let [keys, values] =
             few.map(|few| few.iter().copied().cycle().take(m * kv * d).collect::<Vec<f32>>());
@@ -121,13 +117,11 @@ pub fn attention(data: &[u8]) {
         let mut workspace = Workspace::default();
         cache.prefill(&q, &mut again, &mut again_lse, &mut workspace, &Serial).expect("matching shapes");
         assert_eq!([bits(&again), bits(&again_lse)], [bits(&out), bits(&lse)]);
-        // Merging with an empty part is the identity.
         let nothing = (vec![0.0; out.len()], vec![f32::NEG_INFINITY; lse.len()]);
         merge(d, &mut out, &mut lse, &nothing.0, &nothing.1).expect("equal lengths");
         assert_eq!([bits(&again), bits(&again_lse)], [bits(&out), bits(&lse)]);
     }
 
-    // Also try pages of arbitrary bytes, arbitrary lists, and workspaces of arbitrary length.
     let _ = run(Isa::detect(), &pages, &lists, input.below(words + 1));
     let (at, len) = (input.below(pages.len()), input.below(600));
     let end = (at + len).min(pages.len());

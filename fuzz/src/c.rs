@@ -30,8 +30,7 @@ unsafe extern "C" fn backwards(_: *mut c_void, count: usize, piece: qz1_piece, w
     }
 }
 
-/// Describes this many threads, with a `for_each` that runs everything on the calling thread, from the last index to
-/// the first.
+/// Describes this many threads, with a `for_each` that runs everything on the calling thread.
 pub(crate) fn threads(threads: u32) -> qz1_parallel {
     qz1_parallel { threads, for_each: Some(backwards), ..empty!(qz1_parallel) }
 }

@@ -1,5 +1,5 @@
-//! Arbitrary numbers through the C interface, with correct lengths. Every call must return a status that is not an
-//! internal error, and must access only the caller's memory.
+//! Arbitrary numbers through the C interface, with correct lengths. No call may report an internal error or access
+//! other memory than the caller's.
 
 use core::ptr::{null, null_mut};
 
@@ -8,12 +8,10 @@ use quant_kernels::*;
 use crate::c::{empty, is_valid_status, threads};
 use crate::input::Input;
 
-/// Returns the pointer and length of a slice; null and 0 if it is absent.
 fn optional<T>(of: Option<&Vec<T>>) -> (*const T, usize) {
     of.map_or((null(), 0), |v| (v.as_ptr(), v.len()))
 }
 
-/// Replaces one field of a layout by an arbitrary value.
 fn corrupt(layout: &mut qz1_layout, input: &mut Input<'_>) {
     let word = input.word() as u64;
     match input.below(12) {
@@ -42,7 +40,7 @@ pub fn c_abi(data: &[u8]) {
     let (n, groups, group_size) = (input.size(40), input.size(4), input.size(72));
     let (k, bits) = (groups * group_size, 2 + input.below(7) as u8);
     let mut codes = input.codes(bits, n * k);
-    // With two levels of scales, most weights fit 8 bits; the library must detect those that do not.
+    // With two levels of scales, some weights do not fit 8 bits, which the library must detect.
     let progressive = input.rarely(4);
     let largest = if bits <= 4 { 8 } else { 1 };
     let mut group_scales =
@@ -75,12 +73,11 @@ pub fn c_abi(data: &[u8]) {
     let mut text = [0_u8; 24];
     let message = qz1_message { text: text.as_mut_ptr().cast(), capacity: text.len(), ..empty!(qz1_message) };
     let mut layout = empty!(qz1_layout);
-    // SAFETY: here and below, every length is that of the slice that its pointer comes from.
+    // SAFETY: every length is that of the slice that its pointer comes from.
     let made =
         is_valid_status(unsafe { qz1_layout_of(&weights, input.byte().into(), &mut layout, &message) });
     assert!(made || !fitting);
     let spoiled = !made || input.rarely(4);
-    // The layout may be altered below; the buffer keeps the length of the original.
     let len = if made { layout.bytes as usize } else { 4096 };
     if spoiled {
         corrupt(&mut layout, &mut input);
@@ -197,7 +194,7 @@ pub fn c_hadamard(data: &[u8]) {
     let mut text = [0_u8; 24];
     let message = qz1_message { text: text.as_mut_ptr().cast(), capacity: text.len(), ..empty!(qz1_message) };
     let mut by = null_mut();
-    // SAFETY: here and below, every length is that of the slice that its pointer comes from.
+    // SAFETY: every length is that of the slice that its pointer comes from.
     let made = is_valid_status(unsafe { qz1_hadamard_new(n, &mut by, &message) });
     assert_eq!(made, !by.is_null());
     let (mut once, mut again) = (x.clone(), x.clone());

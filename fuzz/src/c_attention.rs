@@ -21,7 +21,7 @@ pub fn c_attention(data: &[u8]) {
         true => (input.word() as u32, input.word()),
         false => (1 + input.below(3) as u32, 16 * input.size(4)),
     };
-    // SAFETY: here and below, every length is that of the slice that its pointer comes from.
+    // SAFETY: every length is that of the slice that its pointer comes from.
     let made = is_valid_status(unsafe { qz1_kv_layout_of(kind, d, &mut layout, &message) });
     assert!(made || odd);
     let d = if made { d } else { 16 };

@@ -1,5 +1,4 @@
-//! Damaged checkpoints, opened as an engine opens them. The result must be an error, or linears whose weights are
-//! either read and packed or rejected.
+//! Damaged checkpoints, opened as an engine opens them.
 
 use std::sync::Arc;
 
@@ -22,7 +21,6 @@ const CHECKPOINTS: [(&str, &str, Dtype); 9] = [
     ("qserve", "w4a8-g128-asym-progressive", Dtype::F16),
     ("qserve", "w4a8-channel-asym", Dtype::F16),
 ];
-/// Replacements for a value of the configuration.
 const PARTS: [&str; 10] = ["null", "0", "true", "[]", "4", "8", "-1", "1e999", "\"gptq_v2\"", "\"re:(\""];
 const MODULES: [&str; 3] = ["a", "b.embed_tokens", "b.a"];
 
@@ -35,7 +33,7 @@ pub fn checkpoint_files(data: &[u8]) {
     run(data);
 }
 
-/// Damages a checkpoint; returns which one it was, and how many weights were read.
+/// Returns which checkpoint it was, and how many weights were read.
 fn run(data: &[u8]) -> (usize, usize) {
     let mut input = Input::new(data);
     let which = input.below(CHECKPOINTS.len());
@@ -69,7 +67,6 @@ fn run(data: &[u8]) -> (usize, usize) {
             if let Some(len) = len {
                 bytes.resize(len as usize, 0);
             }
-            // Shapes whose elements do not fill whole bytes are rejected, as they are in a file.
             let _ = source.insert(spec.name, dtype, shape, bytes);
         }
         schemes.quantized.push((module, scheme));

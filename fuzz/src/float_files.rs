@@ -1,11 +1,10 @@
-//! Floating-point checkpoints with arbitrary tensors and configurations: reading gives an error or a consistent weight.
+//! Floating-point checkpoints with arbitrary tensors and configurations.
 
 use quant_core::checkpoint::{Dtype, MemorySource, parse_strictly};
 use quant_core::format::{self, PackedWeight};
 
 use crate::input::Input;
 
-/// Valid configurations, which are then modified.
 const CONFIGS: [&str; 6] = [
     r#"{"quant_method":"compressed-tensors","format":"float-quantized","quantization_status":"compressed","config_groups":{"group_0":
        {"targets":["Linear"],"weights":{"num_bits":8,"type":"float","symmetric":true,"strategy":"channel","dynamic":false},
@@ -20,7 +19,6 @@ const CONFIGS: [&str; 6] = [
     r#"{"quant_method":"modelopt","quant_algo":"FP8","ignore":[]}"#,
     r#"{"quant_method":"fp8","fmt":"e4m3","activation_scheme":"static","weight_block_size":[128,128]}"#,
 ];
-/// Values that replace an existing value or are added with a key.
 const PARTS: [&str; 16] = [
     "null",
     "0",
@@ -39,7 +37,6 @@ const PARTS: [&str; 16] = [
     "{\"num_bits\":8,\"type\":\"float\",\"symmetric\":true,\"strategy\":\"tensor\",\"dynamic\":false}",
     "\"torch.uint8\"",
 ];
-/// Keys that may be added.
 const KEYS: [&str; 8] = [
     "kv_cache_scheme",
     "kv_cache_quant_algo",
@@ -50,7 +47,6 @@ const KEYS: [&str; 8] = [
     "quantization",
     "version",
 ];
-/// The names of the linear's tensors.
 const TENSORS: [&str; 8] = [
     "weight",
     "weight_packed",

@@ -5,7 +5,7 @@ use quant_core::gguf::{GgufHeader, MAGIC};
 /// Checks that a header is rejected, or describes tensors that lie within the file one after the other.
 pub fn gguf(bytes: &[u8]) {
     check(bytes);
-    // Random bytes rarely begin with a valid magic and version, so prepend them.
+    // Random bytes rarely begin with a valid magic and version.
     let mut framed = MAGIC.to_vec();
     framed.extend(3_u32.to_le_bytes());
     framed.extend_from_slice(bytes);
@@ -13,7 +13,6 @@ pub fn gguf(bytes: &[u8]) {
 }
 
 fn check(bytes: &[u8]) {
-    // A declared length beyond the available bytes must not be trusted.
     for len in [bytes.len() as u64, bytes.len() as u64 * 2, u64::MAX] {
         let Ok(header) = GgufHeader::parse(bytes, len) else { continue };
         let mut end = 0;

@@ -1,4 +1,4 @@
-//! Converts input bytes to numbers, sizes and floats. It never runs out of bytes.
+//! Converts input bytes to numbers, sizes and floats.
 
 /// Reads the input byte by byte; after its end, pseudo-random bytes seeded by the input follow.
 #[derive(Debug)]
@@ -9,7 +9,7 @@ pub(crate) struct Input<'a> {
 
 impl<'a> Input<'a> {
     pub(crate) fn new(bytes: &'a [u8]) -> Self {
-        // FNV-1a, so that every byte of the input affects the seed.
+        // Every byte of the input affects the seed (FNV-1a).
         let state = bytes
             .iter()
             .fold(0xcbf2_9ce4_8422_2325, |h, &b| (h ^ u64::from(b)).wrapping_mul(0x0000_0100_0000_01b3));
@@ -45,7 +45,6 @@ impl<'a> Input<'a> {
         1 + self.below(max)
     }
 
-    /// An arbitrary integer.
     pub(crate) fn word(&mut self) -> usize {
         let wide = self.flag();
         usize::from_le_bytes(std::array::from_fn(|i| if wide || i == 0 { self.byte() } else { 0 }))

@@ -13,19 +13,18 @@ use tempfile::TempDir;
 use crate::input::Input;
 use crate::texts::{in_directory, text};
 
-/// Units whose files are replaced: hidden states, the tensors of a block, and those outside the blocks.
+/// Units whose results are replaced.
 const UNITS: [&str; 3] = ["forward/0/0", "blocks/1", "outside"];
 
 /// A finished job on a small model.
 struct Bench {
     directory: TempDir,
     record: String,
-    /// The path and the contents of the result of each of [`UNITS`].
     results: Vec<(PathBuf, Vec<u8>)>,
 }
 
 impl Bench {
-    /// The job that all inputs share. One input uses it at a time.
+    /// One input uses it at a time.
     fn shared() -> &'static Mutex<Self> {
         static SHARED: OnceLock<Mutex<Bench>> = OnceLock::new();
         SHARED.get_or_init(|| Mutex::new(Self::new()))
@@ -74,7 +73,6 @@ impl Bench {
         self.directory.path().join("store")
     }
 
-    /// Removes everything from the results except the intact ones.
     fn restore(&self) {
         let entries = std::fs::read_dir(self.store().join("units")).expect("the results");
         for path in entries.flatten().map(|entry| entry.path()) {
@@ -91,7 +89,7 @@ impl Bench {
 fn with_host<T>(directory: &Path, work: impl FnOnce(&Host<'_>) -> Result<T>) -> Result<T> {
     let (cancel, code) = (CancelToken::new(), directory.join("code"));
     let mut host = Host::new(&Silent, &cancel, &Nothing);
-    // Instead of the executable, which takes long to hash.
+    // The executable takes long to hash.
     host.code = Some(&code);
     work(&host)
 }
@@ -133,7 +131,6 @@ pub fn unit_files(data: &[u8]) {
             bytes.truncate(input.below(bytes.len()));
             false
         }
-        // Mostly in the header and in the description at the end.
         kind => {
             for _ in 0..input.size(4) {
                 let near = input.below(600.min(bytes.len()));
@@ -153,7 +150,6 @@ pub fn unit_files(data: &[u8]) {
             job.run(&Selection::Unit(unit.into()), &WorkOptions::default(), host)
         })
     };
-    // States that are read without having been checked.
     if UNITS[which].starts_with("forward") && input.flag() {
         let _ = run("blocks/1");
     }

@@ -1,4 +1,4 @@
-//! The CPU kernels: arbitrary views, arbitrary packed bytes, and packing followed by unpacking.
+//! The CPU kernels.
 
 use quant_kernels_cpu::{
     FloatRows, Int8Rows, Isa, Layout, PackedLinear, PackedView, RowLayout, Scales, Serial, StaticScale,
@@ -8,7 +8,6 @@ use quant_kernels_cpu::{
 use crate::bits;
 use crate::input::Input;
 
-/// The slices that a view borrows.
 struct Matrix {
     shape: [usize; 2],
     bits: u8,
@@ -21,13 +20,11 @@ struct Matrix {
 }
 
 impl Matrix {
-    /// A matrix that can be packed.
     fn valid(input: &mut Input<'_>) -> Self {
         let (n, groups, group_size) = (input.size(40), input.size(4), input.size(72));
         let (k, bits) = (groups * group_size, 2 + input.below(7) as u8);
         let progressive = input.rarely(4);
-        // Limits group scales so that `(code − zero) · scale` fits int8: it is at most 15 · 8 for 4-bit codes, 127 for
-        // 7-bit codes.
+        // `(code − zero) · scale` must fit int8.
         let bits = if progressive { bits.min(7) } else { bits };
         let largest = if bits <= 4 { 8 } else { 1 };
         let whole = progressive
@@ -43,7 +40,6 @@ impl Matrix {
         }
     }
 
-    /// Replaces one field by an arbitrary value.
     fn corrupt(&mut self, input: &mut Input<'_>) {
         let resize = |slice: &mut Vec<u8>, input: &mut Input<'_>| {
             let len = input.below(2 * slice.len() + 2);
@@ -80,7 +76,6 @@ impl Matrix {
     }
 }
 
-/// Rows of 8-bit activations, with per-token or static scales.
 fn rows(isa: Isa, by: StaticScale, layout: &Layout, x: &[f32]) -> Int8Rows {
     let mut rows = Int8Rows::new(isa.token().expect("an available instruction set"));
     let row_layout = RowLayout::of(layout);
@@ -92,7 +87,6 @@ fn rows(isa: Isa, by: StaticScale, layout: &Layout, x: &[f32]) -> Int8Rows {
     rows
 }
 
-/// One scale and zero point for all tokens.
 fn static_scale(input: &mut Input<'_>) -> StaticScale {
     StaticScale { scale: f32::from(1 + input.byte() / 2) / 64.0, zero: input.byte() as i8 }
 }
@@ -110,14 +104,12 @@ pub fn pack(data: &[u8]) {
     let sums = input.flag();
     let Some(view) = matrix.view() else { return };
     let Ok(layout) = Layout::of(&view, sums) else { return };
-    // A layout could have any number of columns, but this one is that of a view, which has a code for each weight. The
-    // buffer is therefore small.
+    // A view has a code for each weight, so the buffer is small.
     let mut bytes = vec![0xa5; layout.bytes()];
     let outcome = layout.pack(&view, 0..layout.panels(), &mut bytes);
     let bias = input.rarely(3).then(|| input.floats(view.n()));
     let owned = PackedLinear::pack(&view, bias.as_deref(), sums, &Serial);
     assert_eq!(outcome.is_ok(), owned.is_ok());
-    // Invalid ranges and lengths are rejected.
     let range = input.below(8)..input.below(8);
     let len = if input.flag() { range.len() * layout.panel_bytes() } else { input.below(4096) };
     let _ = layout.pack(&view, range, &mut vec![0; len]);
@@ -148,12 +140,10 @@ pub fn packed(data: &[u8]) {
     let Ok(layout) = Layout::of(&view, input.flag()) else { return };
     let mut bytes = input.bytes(layout.bytes());
     let (n, k, m) = (layout.n(), layout.k(), input.below(20));
-    // Bytes of a wrong length or layout are rejected.
     let cut = input.below(bytes.len());
     assert!(PackedView::new(layout, layout.id(), &bytes[cut + 1..]).is_err());
     assert!(PackedView::new(layout, layout.id() ^ 1, &bytes).is_err());
     if input.flag() {
-        // The bytes need not be aligned.
         bytes.rotate_left(cut);
     }
     let packed = PackedView::new(layout, layout.id(), &bytes).expect("bytes of this layout");

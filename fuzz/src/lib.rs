@@ -1,8 +1,8 @@
 //! Fuzz targets: functions that take arbitrary bytes and panic if a property does not hold.
 //!
-//! The same functions run in two ways. `cargo test -p quant-fuzz` calls them with random bytes and with the saved
-//! inputs of `corpus/`, on stable Rust, with a fixed number of runs. `cargo xtask fuzz` runs them under libFuzzer,
-//! guided by coverage and with AddressSanitizer, from the crate in `libfuzzer/`, which is outside the workspace.
+//! `cargo test -p quant-fuzz` calls them with random bytes and with the saved inputs of `corpus/`, on stable Rust.
+//! `cargo xtask fuzz` runs them under libFuzzer, guided by coverage and with AddressSanitizer, from the crate in
+//! `libfuzzer/`, which is outside the workspace.
 //!
 //! To add a target, add a function here, a line in [`TARGETS`], a file in `libfuzzer/fuzz_targets`, and a program in
 //! `libfuzzer/Cargo.toml`.

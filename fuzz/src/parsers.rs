@@ -1,4 +1,4 @@
-//! The files that the program reads: each is rejected with an error, or what was read is consistent. Nothing panics.
+//! The files that the program reads: each gives an error, or a consistent result.
 
 use std::path::Path;
 use std::sync::OnceLock;
@@ -35,7 +35,6 @@ const POLICY: &str = "schema = \"quant-gate-policy/1\"\nlevel = 0.05\non_inconcl
 const CHAT: &str = "{\"messages\":[{\"role\":\"user\",\"content\":\"Hi\"},{\"role\":\"assistant\",\"content\":\"Hello\"}]}\n\
     {\"messages\":[{\"role\":\"system\",\"content\":[{\"type\":\"text\",\"text\":\"Be brief.\"}]}],\"tools\":[{\"name\":\"f\"}]}\n";
 const TEXT: &str = "{\"text\":\"one\"}\n{\"text\":\"two\",\"id\":2}\n";
-/// Small configurations of several families.
 const CONFIGS: [&str; 4] = [
     r#"{"architectures":["LlamaForCausalLM"],"hidden_size":64,"intermediate_size":96,"num_hidden_layers":2,
 "num_attention_heads":2,"num_key_value_heads":1,"head_dim":32,"vocab_size":64,"rms_norm_eps":1e-5,
@@ -55,7 +54,6 @@ const CONFIGS: [&str; 4] = [
 "do_layer_norm_before":true,"activation_function":"relu"}"#,
 ];
 
-/// The file of a header and its data.
 fn framed(header: &[u8], data: usize) -> Vec<u8> {
     [&(header.len() as u64).to_le_bytes()[..], header, &vec![0; data]].concat()
 }
@@ -154,7 +152,7 @@ pub fn gate_policy(data: &[u8]) {
 const RESULT: &str = include_str!("../corpus/results/evaluation.json");
 const BASELINE: &str = include_str!("../corpus/results/baseline.json");
 
-/// Results of evaluations, and baselines of a gate. Their hashes are corrected, so that other checks are reached.
+/// Results of evaluations, and baselines of a gate, also with correct hashes, so that other checks are reached.
 ///
 /// # Panics
 /// If a property does not hold.
@@ -174,7 +172,6 @@ pub fn results(data: &[u8]) {
     }
 }
 
-/// A result or a baseline with the hash that its other fields require.
 fn sealed(bytes: &[u8]) -> Vec<u8> {
     let Ok(mut value) = serde_json::from_slice::<serde_json::Value>(bytes) else { return bytes.to_vec() };
     let hash = match serde_json::from_value::<Evaluation>(value.clone()) {
@@ -213,19 +210,18 @@ pub fn eval_journal(data: &[u8]) {
         assert!(known.iter().zip(windows).all(|(values, tokens)| values.len() == tokens));
         assert!(known.iter().flatten().all(|value| value.is_finite()));
         drop(journal);
-        // What was kept is read again.
         let mut again = Journal::<f64>::open(path, &identity, &windows).expect("a journal that was repaired");
         assert_eq!(again.take(), known);
     });
 }
 
-/// A stored reference. The hash of the header is corrected.
+/// A stored reference, and one with these bytes as its header.
 ///
 /// # Panics
 /// If a property does not hold.
 pub fn stored_reference(data: &[u8]) {
     let valid = include_str!("../corpus/stored_reference/header.json");
-    // A small head instead of that of the model, with its hash.
+    // A small head instead of the model's.
     let head = vec![0_u8; 2 * 4];
     let mut small = serde_json::from_str::<serde_json::Value>(valid).expect("a header");
     for (key, value) in [("vocabulary", json!(1)), ("width", json!(2)), ("window_tokens", json!([1, 2]))] {
@@ -253,7 +249,6 @@ pub fn stored_reference(data: &[u8]) {
 /// # Panics
 /// If a property does not hold.
 pub fn imatrix(data: &[u8]) {
-    // One entry, `a`, of two values, in the older format.
     let valid =
         [&1_i32.to_le_bytes()[..], &1_i32.to_le_bytes(), b"a", &3_i32.to_le_bytes(), &2_i32.to_le_bytes()];
     let valid = [valid.concat(), [1.0_f32, 2.0].iter().flat_map(|v| v.to_le_bytes()).collect()].concat();
@@ -324,7 +319,6 @@ pub fn write_journal(data: &[u8]) {
         drop(first);
         let journal = job.join("journal.jsonl");
         let valid = LINES.get_or_init(|| std::fs::read_to_string(&journal).expect("the journal exists"));
-        // A digest of other bytes, and of a tensor that was not written.
         let false_claim = valid.replace("\"b\"", "\"a\"");
         std::fs::write(&journal, text(data, &[valid, &false_claim])).expect("it can be written");
         let resumed = writer(true).expect("a job that can be resumed");

@@ -7,7 +7,6 @@ use tempfile::TempDir;
 
 use crate::input::Input;
 
-/// Values that replace others.
 const PARTS: [&str; 24] = [
     "null",
     "0",
@@ -39,7 +38,7 @@ thread_local! {
     static DIRECTORY: RefCell<Option<TempDir>> = const { RefCell::new(None) };
 }
 
-/// Passes a directory to `with` that only this thread uses. Files stay there until they are replaced.
+/// Files stay in the directory of a thread until they are replaced.
 pub(crate) fn in_directory<T>(with: impl FnOnce(&Path) -> T) -> T {
     DIRECTORY.with_borrow_mut(|directory| {
         let directory = directory.get_or_insert_with(|| tempfile::tempdir().expect("a temporary directory"));
@@ -47,7 +46,6 @@ pub(crate) fn in_directory<T>(with: impl FnOnce(&Path) -> T) -> T {
     })
 }
 
-/// Writes a file, and passes its path to `with`.
 pub(crate) fn in_file<T>(name: &str, bytes: &[u8], with: impl FnOnce(&Path) -> T) -> T {
     in_directory(|directory| {
         let path = directory.join(name);
@@ -56,8 +54,8 @@ pub(crate) fn in_file<T>(name: &str, bytes: &[u8], with: impl FnOnce(&Path) -> T
     })
 }
 
-/// The bytes themselves or, if the first is no ASCII character, one of these texts with a few values or bytes changed.
-/// So inputs of the corpus may be complete files, and random bytes reach the depths of a parser, too.
+/// The bytes themselves or, if the first is not an ASCII character, one of these texts with a few values or bytes
+/// changed. So the corpus may hold complete files, and random bytes reach the depths of a parser.
 pub(crate) fn text(data: &[u8], valid: &[&str]) -> Vec<u8> {
     let Some((&first, rest)) = data.split_first().filter(|(first, _)| !first.is_ascii()) else {
         return data.to_vec();
@@ -71,7 +69,6 @@ pub(crate) fn text(data: &[u8], valid: &[&str]) -> Vec<u8> {
 }
 
 fn change(text: &mut Vec<u8>, input: &mut Input<'_>) {
-    // Where a value begins: after a colon, an equals sign, a comma or a bracket.
     let starts: Vec<usize> =
         (0..text.len()).filter(|&i| matches!(text[i], b':' | b'=' | b',' | b'[')).map(|i| i + 1).collect();
     let at = starts.get(input.below(starts.len())).copied().unwrap_or(0);
@@ -80,7 +77,6 @@ fn change(text: &mut Vec<u8>, input: &mut Input<'_>) {
     match input.below(8) {
         0..=3 => drop(text.splice(at..end, PARTS[input.below(PARTS.len())].bytes())),
         4 => drop(text.drain(at..end)),
-        // A value or a line that is there twice.
         5 => drop(text.splice(end..end, text[at.saturating_sub(1)..end].to_vec())),
         6 if !text.is_empty() => {
             let at = input.below(text.len());

@@ -5,7 +5,7 @@ use std::path::Path;
 use proptest::prelude::*;
 use quant_fuzz::TARGETS;
 
-/// Targets that write many files or compute a unit; they see an eighth of the inputs.
+/// They see an eighth of the inputs.
 const SLOW: [&str; 2] = ["unit_files", "write_journal"];
 
 proptest! {
@@ -34,7 +34,6 @@ fn kept_bytes() {
     }
 }
 
-/// Every target has a libFuzzer file.
 #[test]
 fn all_are_fuzzed() {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("libfuzzer/fuzz_targets");

@@ -648,7 +648,7 @@ uint32_t qz1_abi_version(void);
 // The version of the library, such as "0.1.0".
 const char *qz1_version(void);
 
-// 1 if the library has a `QZ1_FEATURE_…`, else 0.
+// 1 if the library was built with a feature, `QZ1_FEATURE_…`, else 0.
 uint32_t qz1_has(uint32_t feature);
 
 // 1 if the processor has a `QZ1_ISA_…`, else 0.

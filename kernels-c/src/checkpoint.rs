@@ -48,7 +48,7 @@ pub struct qz1_linear {
 
 fields!(qz1_linear, scheme);
 
-/// Reads a string of the caller.
+/// Reads a string.
 ///
 /// # Safety
 /// If `at` is not null, the string must end with a zero byte, and must not change during the call.
@@ -96,7 +96,7 @@ pub unsafe extern "C" fn qz1_checkpoint_open(
     call(message, |scope| unsafe {
         memory::make(scope, out, || {
             let opened = QuantizedCheckpoint::open(self::path(text(path, "the path")?)?)?;
-            // Names contain no zero bytes, because headers with control characters are rejected.
+            // Names contain no zero bytes, because tensor names with control characters are rejected.
             let c_text = |text: &str| CString::new(text).unwrap_or_default();
             let both = |linear: &LinearInfo| [c_text(&linear.name), c_text(&linear.scheme.to_string())];
             let texts = opened.linears().iter().map(both).collect();
@@ -127,7 +127,7 @@ pub unsafe extern "C" fn qz1_checkpoint_count(
 ) -> qz1_status {
     // SAFETY: the caller upholds the pointer contract.
     call(message, |scope| unsafe {
-        let checkpoint = scope.look(checkpoint, "the checkpoint")?;
+        let checkpoint = scope.shared(checkpoint, "the checkpoint")?;
         scope.value(out, "the number")?.put(checkpoint.opened.linears().len());
         Ok(())
     })
@@ -146,7 +146,7 @@ pub unsafe extern "C" fn qz1_checkpoint_find(
 ) -> qz1_status {
     // SAFETY: the caller upholds the pointer contract.
     call(message, |scope| unsafe {
-        let checkpoint = scope.look(checkpoint, "the checkpoint")?;
+        let checkpoint = scope.shared(checkpoint, "the checkpoint")?;
         let out = scope.value(out, "the number")?;
         let name = text(name, "the name")?.to_bytes();
         let found = checkpoint.opened.linears().binary_search_by(|linear| linear.name.as_bytes().cmp(name));
@@ -170,7 +170,7 @@ pub unsafe extern "C" fn qz1_checkpoint_linear(
 ) -> qz1_status {
     // SAFETY: the caller upholds the pointer contract.
     call(message, |scope| unsafe {
-        let checkpoint = scope.look(checkpoint, "the checkpoint")?;
+        let checkpoint = scope.shared(checkpoint, "the checkpoint")?;
         let out = scope.place(out, "the linear")?;
         let LinearInfo { shape: [n, k], scheme, .. } = linear(checkpoint, index)?;
         let [name, scheme_name] = &checkpoint.texts[index];
@@ -186,8 +186,7 @@ pub unsafe extern "C" fn qz1_checkpoint_linear(
     })
 }
 
-/// Reads the weight of a linear layer, and its bias. The tensor takes one byte per weight, 4 bytes per scale (5 if the
-/// scale is an E4M3 code), one byte per zero point, and the bias as f32. The handle must be freed by
+/// Reads the weight of a linear layer, and its bias. Codes take one byte each. The handle must be freed by
 /// `qz1_tensor_free`. On error, `out` is set to null.
 ///
 /// # Safety
@@ -202,7 +201,7 @@ pub unsafe extern "C" fn qz1_checkpoint_read(
     // SAFETY: the caller upholds the pointer contract.
     call(message, |scope| unsafe {
         memory::make(scope, out, || {
-            let checkpoint = scope.look(checkpoint, "the checkpoint")?;
+            let checkpoint = scope.shared(checkpoint, "the checkpoint")?;
             let linear = linear(checkpoint, index)?;
             let tensor = checkpoint.opened.read(&linear.name)?;
             let bias = checkpoint.opened.bias(&linear.name)?;
@@ -229,8 +228,7 @@ pub unsafe extern "C" fn qz1_tensor_free(tensor: *mut qz1_tensor) {
 }
 
 /// The weight in the form that `qz1_layout_of` and `qz1_pack` take. Fills `out`, whose `struct_size` must be set by the
-/// caller. The pointers in `out` point to memory of the tensor. Packing copies it, so packed weights remain valid when
-/// the tensor is freed.
+/// caller. The pointers in `out` point to memory of the tensor.
 ///
 /// # Safety
 /// Same as for `qz1_layout_of`.
@@ -243,7 +241,7 @@ pub unsafe extern "C" fn qz1_tensor_weights(
     // SAFETY: the caller upholds the pointer contract.
     call(message, |scope| unsafe {
         let out = scope.place(out, "the weights")?;
-        let weights = weights(scope.look(tensor, "the tensor")?)?;
+        let weights = weights(scope.shared(tensor, "the tensor")?)?;
         out.put(weights);
         Ok(())
     })
@@ -253,12 +251,10 @@ fn weights(of: &qz1_tensor) -> Result<qz1_weights, Fault> {
     let qz1_tensor { tensor, scale_codes, .. } = of;
     let view = tensor.view_with(scale_codes.as_deref())?;
     let at = |slice: Option<&[u8]>| slice.map_or((core::ptr::null(), 0), |s| (s.as_ptr(), s.len()));
-    // With two levels of scales, the upper level is stored with the tensor.
     let (scales, groups) = match view.scales(0..tensor.shape[0]) {
         Scales::Float(scales) => (scales, None),
         Scales::Progressive { groups, channels } => (channels, Some(groups)),
         Scales::E4m3 { groups, .. } => (tensor.global.as_slice(), Some(groups)),
-        // No quantized tensor of a checkpoint has super-blocks.
         Scales::Super(_) => {
             return Err(Fault::new(qz1_status::Scheme, "this interface does not support super-blocks"));
         }
@@ -307,7 +303,7 @@ pub unsafe extern "C" fn qz1_tensor_bias(
     // SAFETY: the caller upholds the pointer contract.
     call(message, |scope| unsafe {
         let out = scope.value(out, "the bias")?;
-        let bias = &scope.look(tensor, "the tensor")?.bias;
+        let bias = &scope.shared(tensor, "the tensor")?.bias;
         out.put(bias.as_ref().map_or(core::ptr::null(), |bias| bias.as_ptr()));
         Ok(())
     })
@@ -327,7 +323,7 @@ pub unsafe extern "C" fn qz1_tensor_static_scale(
     // SAFETY: the caller upholds the pointer contract.
     call(message, |scope| unsafe {
         let out = scope.place(out, "the static scale")?;
-        let tensor = &scope.look(tensor, "the tensor")?.tensor;
+        let tensor = &scope.shared(tensor, "the tensor")?.tensor;
         let is_integer = !tensor.scheme.activations.is_float();
         let (scale, zero) =
             tensor.input.filter(|_| is_integer).map_or((0.0, 0), |by| (by.scale, i32::from(by.zero)));

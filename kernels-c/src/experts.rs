@@ -125,7 +125,7 @@ fields!(qz1_expert, down_bias_len, reserved);
 fields!(qz1_experts_config, top_k, reserved);
 fields!(qz1_routing, weights_len, reserved);
 
-/// Reads the experts. All memory that is written must have been entered before.
+/// Reads the experts; memory that is written must have been entered before.
 ///
 /// # Safety
 /// Same as for [`Scope::read`] and [`Scope::slice`], for all memory that the structures point to.
@@ -196,7 +196,7 @@ pub unsafe extern "C" fn qz1_experts_new(
     out: *mut *mut qz1_experts,
     message: *const qz1_message,
 ) -> qz1_status {
-    // SAFETY: the caller guarantees the requirements of `# Safety`.
+    // SAFETY: the caller upholds the pointer contract.
     call(message, |scope| unsafe {
         memory::make(scope, out, || {
             let bytes = match workspace_bytes.is_null() {
@@ -245,7 +245,7 @@ pub unsafe extern "C" fn qz1_experts_run(
     parallel: *const qz1_parallel,
     message: *const qz1_message,
 ) -> qz1_status {
-    // SAFETY: the caller guarantees the requirements of `# Safety`.
+    // SAFETY: the caller upholds the pointer contract.
     call(message, |scope| unsafe {
         let handle = scope.handle(handle, "the handle")?;
         let out = scope.output(out, out_len, "the output")?;

@@ -49,7 +49,6 @@ pub const QZ1_FEATURE_EXPERTS: u32 = 9;
 /// Quantized checkpoints on disk, if the library was built with them.
 pub const QZ1_FEATURE_CHECKPOINTS: u32 = 10;
 
-/// Names of instruction sets by number.
 const NAMES: [(u32, &str, &core::ffi::CStr); 9] = [
     (QZ1_ISA_SCALAR, "scalar", c"scalar"),
     (QZ1_ISA_AVX2, "avx2", c"avx2"),
@@ -62,7 +61,6 @@ const NAMES: [(u32, &str, &core::ffi::CStr); 9] = [
     (QZ1_ISA_AMX, "amx", c"amx"),
 ];
 
-/// Returns the instruction set with this number.
 pub(crate) fn token(isa: u32) -> Result<IsaToken, Fault> {
     if isa == QZ1_ISA_DETECT {
         return Ok(IsaToken::detect());
@@ -86,7 +84,7 @@ pub extern "C" fn qz1_version() -> *const c_char {
     concat!(env!("CARGO_PKG_VERSION"), "\0").as_ptr().cast()
 }
 
-/// 1 if the library has a `QZ1_FEATURE_…`, else 0.
+/// 1 if the library was built with a feature, `QZ1_FEATURE_…`, else 0.
 #[unsafe(no_mangle)]
 pub extern "C" fn qz1_has(feature: u32) -> u32 {
     let always = matches!(feature, QZ1_FEATURE_INT8..=QZ1_FEATURE_ATTENTION | QZ1_FEATURE_EXPERTS);

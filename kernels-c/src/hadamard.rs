@@ -63,7 +63,7 @@ pub unsafe extern "C" fn qz1_hadamard_transform(
 ) -> qz1_status {
     // SAFETY: the caller upholds the pointer contract; nothing else is written.
     call(message, |scope| unsafe {
-        let (by, token) = (scope.look(by, "the handle")?, token(isa)?);
+        let (by, token) = (scope.shared(by, "the handle")?, token(isa)?);
         let (x, threads) = (scope.output(x, len, "the rows")?, Threads::new(scope, parallel)?);
         by.by.transform(token, x.slice(), &threads)?;
         threads.finish()

@@ -103,7 +103,6 @@ impl Described for qz1_kv_layout {
     }
 }
 
-/// The `QZ1_KV_…` of a type of cache.
 pub(crate) fn kind_number(kind: KvType) -> u32 {
     match kind {
         KvType::Kv4 => QZ1_KV_4BIT,
@@ -129,10 +128,9 @@ pub(crate) unsafe fn heads(scope: &Scope, at: *const qz1_heads) -> Result<Heads,
     Ok(Heads { query: h.query, kv: h.kv, scale: h.scale })
 }
 
-/// The number of lists that are stored without allocating.
 const FEW: usize = 32;
 
-/// Calls `body` with the lists of the caller. All memory that is written must have been entered before.
+/// Calls `body` with the lists of the caller; memory that is written must have been entered before.
 ///
 /// # Safety
 /// Same as for [`Scope::each`] and [`Scope::slice`], for the memory that the lists point to.
@@ -305,8 +303,8 @@ pub unsafe extern "C" fn qz1_attend_workspace(
 /// `qz1_attend_merge` merges results on parts of a sequence.
 ///
 /// A query that sees no tokens gets zeros in `out` and minus infinity in `lse`. A head gets NaN in both if its query is
-/// not finite, or if its scores might overflow: on f16 pages, if a magnitude exceeds 1e27 before or after
-/// multiplication by the scale; on quantized pages, if `|scale| · max |q| / 127` exceeds 1e27.
+/// not finite, or so large that scores might overflow.
+///
 /// `isa` is a `QZ1_ISA_…`. Results are bit-identical for all instruction sets and any number of threads, except for
 /// `out` with `QZ1_ISA_AVX512BF16`. The caller allocates the workspace. Its contents do not matter between calls, and
 /// concurrent calls need separate ones.

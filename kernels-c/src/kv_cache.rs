@@ -100,7 +100,6 @@ pub unsafe extern "C" fn qz1_kv_cache_append(
     })
 }
 
-/// A function of the cache that computes attention.
 type Answer =
     fn(&KvCache, &[f32], &mut [f32], &mut [f32], &mut Workspace, &dyn Parallel) -> Result<(), Fault>;
 
@@ -128,8 +127,8 @@ unsafe fn answer(
 }
 
 /// Computes the attention of the last token's queries, with the instructions of `QZ1_ISA_DETECT`: `q` and `out` are
-/// `[heads.query, head_dim]`, `lse` is `[heads.query]`. The queries see all tokens. If the cache is empty, `out` is set
-/// to zeros and `lse` to minus infinity.
+/// `[heads.query, head_dim]`, `lse` is `[heads.query]`. If the cache is empty, `out` is set to zeros and `lse` to minus
+/// infinity.
 ///
 /// # Safety
 /// Same as for `qz1_kv_cache_append`.

@@ -20,11 +20,9 @@ pub(crate) trait Described: Fields {
     /// When there is no such layout.
     fn layout(&self) -> Result<Self::Layout, Fault>;
 
-    /// Returns all fields except the size of the structure.
     fn numbers(&self) -> Self::Numbers;
 }
 
-/// Returns the layout that the caller's fields describe; every field is checked.
 pub(crate) fn checked<D: Described>(given: &D) -> Result<D::Layout, Fault> {
     let layout = given.layout().ok().filter(|layout| D::of(layout).numbers() == given.numbers());
     layout.ok_or_else(|| Fault::new(qz1_status::LayoutId, "the fields of the layout do not match its id"))

@@ -1,21 +1,17 @@
 //! The C interface of `quant-kernels-cpu`, which `include/quant_kernels.h` declares.
 //!
-//! Nothing is computed here: functions check pointers, make slices of them, and call the kernels. All functions follow
-//! these rules:
+//! Functions check pointers, make slices of them, and call the kernels. All follow these rules:
 //!
 //! - Functions return a [`qz1_status`], write results through pointers, and on request write an error message to the
 //!   caller's memory ([`qz1_message`]). A panic is caught and becomes a status.
 //! - A structure begins with its size, so that later versions may add fields at its end. A structure that is larger
-//!   than this library knows is accepted if the additional bytes are zero. A smaller one, down to the size of its
-//!   first version, is read as if its missing fields were zero. Names begin with `qz1_`, and the meaning of a name
-//!   never changes.
+//!   than this library knows is accepted if the additional bytes are zero. A smaller one, down to the size of its first
+//!   version, is read as if its missing fields were zero. The meaning of a name never changes.
 //! - A null or misaligned pointer, a length that does not match the shape, an output that overlaps another part of the
 //!   call, or an invalid layout gives an error status before anything is written. No function can check that memory is
 //!   as long as the caller states.
-//! - If allocation fails, a status is returned too: error values hold no heap memory, and collections use fallible
-//!   allocation.
+//! - If allocation fails, a status is returned too.
 //! - There is no global state to initialize, and no function starts threads, except those of the feature `rayon`.
-//!   Instruction sets are detected once, and each call may select its own.
 //! - Only one thread at a time may use a handle, unless its documentation states otherwise. Calls on different handles
 //!   may run concurrently.
 //!
@@ -33,10 +29,8 @@
 //!
 //! `Scope`, in `memory.rs`, checks the rest: null, alignment, sizes that overflow, and outputs that overlap.
 //!
-//! The feature `rayon` adds a thread pool for callers that have no threads: module `pool`.
-//!
-//! The feature `cuda` adds everything that `include/quant_kernels_cuda.h` declares, on top of `quant-kernels-cuda`:
-//! module `cuda`.
+//! The feature `rayon` adds a thread pool for callers that have no threads: module `pool`. The feature `cuda` adds
+//! everything that `include/quant_kernels_cuda.h` declares: module `cuda`.
 #![allow(unsafe_code, reason = "pointers of a C caller")]
 #![allow(non_camel_case_types, reason = "names as C has them")]
 

@@ -1,7 +1,7 @@
 //! Checked conversion of pointers to structures and slices.
 //!
 //! Each part of a call is entered into a [`Scope`]. Memory that is written must not overlap any other part. Slices
-//! borrow the scope, so none can outlive it: all are gone when the text of the message is written at the end.
+//! borrow the scope, so none is alive when the text of the message is written at the end.
 
 use core::cell::{Cell, RefCell};
 use core::mem::{MaybeUninit, align_of, size_of};
@@ -23,7 +23,6 @@ pub(crate) unsafe trait Fields: Copy {
     }
 }
 
-/// The size of a field in bytes.
 pub(crate) const fn size_of_field<S, F>(_: fn(&S) -> &F) -> usize {
     size_of::<F>()
 }
@@ -47,12 +46,9 @@ macro_rules! fields {
 }
 pub(crate) use fields;
 
-/// An upper bound for the size of any version of a structure.
 const LARGEST: usize = 4096;
-/// An upper bound for the number of parts of a call.
 const PARTS: usize = 16;
 
-/// The address range of a part of a call.
 #[derive(Clone, Copy)]
 struct Span {
     start: usize,
@@ -60,7 +56,6 @@ struct Span {
     written: bool,
 }
 
-/// The parts of a call, which are checked against each other.
 pub(crate) struct Scope {
     /// The parts entered so far, the text of the message first.
     parts: RefCell<([Span; PARTS], usize)>,
@@ -85,7 +80,7 @@ fn bytes_of<T>(at: *const T, len: usize, what: &'static str) -> Result<usize, Fa
     bytes.filter(|&bytes| at.addr().checked_add(bytes).is_some()).ok_or_else(|| Fault::elements(what, len))
 }
 
-/// Reads and checks a structure's size.
+/// Reads a structure's size.
 ///
 /// # Safety
 /// Same as for [`Scope::read`].
@@ -133,7 +128,6 @@ impl Scope {
         Self { parts: RefCell::new(([none; PARTS], 0)), text_is_apart: Cell::new(true) }
     }
 
-    /// Whether the text of the message can be written: no other part overlaps it.
     pub(crate) fn text_is_apart(&self) -> bool {
         self.text_is_apart.get()
     }
@@ -160,7 +154,6 @@ impl Scope {
         Ok(new)
     }
 
-    /// Checks memory for overlaps, and adds it to the parts against which later ones are checked.
     fn enter<T>(&self, at: *const T, bytes: usize, written: bool, what: &'static str) -> Result<(), Fault> {
         if bytes == 0 {
             return Ok(());
@@ -274,7 +267,7 @@ impl Scope {
     ///
     /// # Safety
     /// If the pointer is aligned and not null, it must be valid.
-    pub(crate) unsafe fn look<T>(&self, at: *const T, what: &'static str) -> Result<&T, Fault> {
+    pub(crate) unsafe fn shared<T>(&self, at: *const T, what: &'static str) -> Result<&T, Fault> {
         usable(at, what)?;
         self.enter(at, size_of::<T>(), false, what)?;
         // SAFETY: the caller upholds the pointer contract.
@@ -284,7 +277,7 @@ impl Scope {
     /// Enters a handle that will be modified.
     ///
     /// # Safety
-    /// Same as for [`Self::look`]; no other code may access the handle.
+    /// Same as for [`Self::shared`]; no other code may access the handle.
     #[allow(clippy::mut_from_ref, reason = "overlapping parts are rejected")]
     pub(crate) unsafe fn handle<T>(&self, at: *mut T, what: &'static str) -> Result<&mut T, Fault> {
         usable(at.cast_const(), what)?;
@@ -390,7 +383,6 @@ impl Scope {
     }
 }
 
-/// A structure that will be written.
 pub(crate) struct Place<T> {
     at: *mut T,
     size: usize,
@@ -428,7 +420,6 @@ impl<T: Copy> Value<T> {
     }
 }
 
-/// Memory that will be written.
 pub(crate) struct Output<'s, T> {
     at: *mut T,
     len: usize,
@@ -496,7 +487,6 @@ pub(crate) fn boxed<T>(value: T) -> Result<*mut T, Fault> {
     Ok(at)
 }
 
-/// Returns an empty vector with room for `len` elements.
 pub(crate) fn room<T>(len: usize, what: &'static str) -> Result<Vec<T>, Fault> {
     let mut room = Vec::new();
     match room.try_reserve_exact(len) {

@@ -54,7 +54,7 @@ pub unsafe extern "C" fn qz1_multiply(
 ) -> qz1_status {
     // SAFETY: the caller upholds the pointer contract.
     call(message, |scope| unsafe {
-        let (x, token) = (scope.look(x, "the handle")?, token(isa)?);
+        let (x, token) = (scope.shared(x, "the handle")?, token(isa)?);
         run(
             scope,
             layout,
@@ -86,7 +86,7 @@ pub unsafe extern "C" fn qz1_multiply_float(
 ) -> qz1_status {
     // SAFETY: the caller upholds the pointer contract.
     call(message, |scope| unsafe {
-        let x = scope.look(x, "the handle")?;
+        let x = scope.shared(x, "the handle")?;
         run(
             scope,
             layout,

@@ -31,7 +31,6 @@ pub struct qz1_parallel {
 
 fields!(qz1_parallel, for_each);
 
-/// The caller's threads, or only the calling thread.
 pub(crate) struct Threads {
     of: Option<qz1_parallel>,
     broken: AtomicBool,
@@ -75,7 +74,6 @@ struct Work<'a> {
     threads: &'a Threads,
 }
 
-/// The maximum number of pieces that are tracked without allocating.
 const FEW: usize = 1024;
 
 // SAFETY: a number that was already called, or that is out of range, is not executed. If `for_each` returns before its
@@ -99,7 +97,7 @@ unsafe impl Parallel for Threads {
         } else {
             let words = count.div_ceil(64);
             if many.try_reserve_exact(words).is_err() {
-                // On a single thread, pieces run directly and need no tracking.
+                // On a single thread, pieces need no tracking.
                 return Serial.for_each(count, piece);
             }
             many.resize_with(words, || AtomicU64::new(0));
@@ -127,13 +125,13 @@ unsafe extern "C" fn run(work: *mut c_void, index: usize) {
     let work = unsafe { &*work.cast_const().cast::<Work<'_>>() };
     work.begun.fetch_add(1, Ordering::SeqCst);
     let bit = 1 << (index % 64);
-    // Running a number that is out of range or was already called would write to memory that another thread writes.
+    // A number that is out of range or was already called would write to memory that another thread writes.
     if index >= work.count || work.called[index / 64].fetch_or(bit, Ordering::Relaxed) & bit != 0 {
         work.threads.broken.store(true, Ordering::Relaxed);
     } else if catch_unwind(AssertUnwindSafe(|| (work.piece)(index))).is_err() {
         work.threads.panicked.store(true, Ordering::Relaxed);
     }
-    // This is the last access to `work`: from now on the waiting thread may continue.
+    // From now on the waiting thread may continue, so `work` must not be accessed.
     work.done.fetch_add(1, Ordering::SeqCst);
 }
 

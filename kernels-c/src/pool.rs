@@ -1,5 +1,4 @@
-//! Threads for callers that have none of their own, such as the Python package. Requires the feature `rayon`; not in
-//! the header, because engines bring their own threads.
+//! Threads for callers that have none of their own, such as the Python package.
 
 use core::ffi::c_void;
 
@@ -9,7 +8,6 @@ use crate::memory;
 use crate::parallel::qz1_piece;
 use crate::status::{Fault, call, qz1_message, qz1_status};
 
-/// Maximum number of threads.
 const MAX_THREADS: usize = 1024;
 
 /// A pool of threads, which sleep while they have no work.
@@ -85,7 +83,7 @@ mod tests {
     use crate::parallel::qz1_parallel;
 
     unsafe extern "C" fn add(work: *mut c_void, index: usize) {
-        // SAFETY: the test passes such a pointer.
+        // SAFETY: `pieces_run_on_the_pool_once_each` passes a pointer to an `AtomicUsize` that outlives the calls.
         unsafe { &*work.cast_const().cast::<AtomicUsize>() }.fetch_add(index, Ordering::Relaxed);
     }
 

@@ -1,4 +1,4 @@
-//! Activations: quantized or packed as floats, behind handles that reuse their memory.
+//! Activations, quantized or packed as floats.
 
 use core::ffi::c_void;
 
@@ -92,14 +92,12 @@ fields!(qz1_residual, len);
 fields!(qz1_static_scale, reserved, reserved);
 fields!(qz1_rms_norm, weight_len);
 
-/// The operation that computes rows, with its operands as slices.
 enum Source<'a, E: Element> {
     Plain(&'a [E]),
     Norm(&'a [E], RmsNorm<'a>, Option<&'a mut [E]>),
     Gate(GateUp<'a, E>),
 }
 
-/// The destination of activations.
 trait Sink {
     fn fill<E: Element>(
         &mut self,
@@ -146,14 +144,13 @@ impl Sink for &mut FloatRows {
     }
 }
 
-/// The operation that computes rows, with its operands as the caller's structures.
+/// The operation that computes rows, with the caller's structures as its operands.
 enum Made {
     Plain,
     Norm(*const qz1_rms_norm, *const qz1_residual),
     Gate(*const qz1_values),
 }
 
-/// Runs the body with the element type of a `QZ1_TYPE_…`.
 macro_rules! by_kind {
     ($kind:expr, $body:ident($($arg:expr),*)) => {
         match $kind {

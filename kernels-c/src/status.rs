@@ -82,7 +82,6 @@ pub(crate) struct Fault {
 
 enum Reason {
     Text(&'static str),
-    /// The name of the part of the call, and what is wrong with it.
     Part(&'static str, &'static str),
     Misaligned(&'static str, usize),
     Elements(&'static str, usize),
@@ -168,7 +167,7 @@ impl From<KernelError> for Fault {
             6 => qz1_status::Isa,
             7 => qz1_status::Order,
             8 => qz1_status::Memory,
-            // `KernelError` is non-exhaustive; this covers errors that were added after this list was written.
+            // `KernelError` is non-exhaustive.
             _ => qz1_status::Scheme,
         };
         Self { status, reason: Reason::Kernel(error) }
@@ -198,7 +197,6 @@ impl From<quant_kernels_cuda::Error> for Fault {
             | E::NvrtcNamed { .. } => qz1_status::CudaMissing,
             E::NoContext => qz1_status::CudaContext,
             E::DeviceTooOld { .. } => qz1_status::CudaDevice,
-            // Also covers errors that were added after this list was written.
             _ => qz1_status::CudaFailed,
         };
         Self { status, reason: Reason::Cuda(error) }
@@ -224,7 +222,6 @@ pub(crate) fn call(
     if capacity > 0 && scope.text_is_apart() {
         let mut text = Text { at, capacity, len: 0, is_full: false };
         if let Err(fault) = &outcome {
-            // Writing to `Text` never fails.
             let _ = write!(text, "{}", fault.reason);
         }
         // SAFETY: `len` is below the capacity, which the pointer contract covers.
@@ -287,7 +284,7 @@ mod tests {
     }
 
     #[test]
-    fn a_text_stands_there_after_every_call() {
+    fn every_call_writes_a_text() {
         let mut to = [0xff; 40];
         assert_eq!(with_message(&mut to, |_| Ok(())), qz1_status::Ok);
         assert_eq!(to[..2], [0, 0xff]);

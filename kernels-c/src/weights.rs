@@ -173,7 +173,6 @@ pub(crate) unsafe fn view(scope: &Scope, weights: *const qz1_weights) -> Result<
             Some(groups) => Scales::Progressive { groups, channels: scales },
             None => Scales::Float(scales),
         };
-        // A number above 255 must not be accepted because its low byte is valid.
         let bits = u8::try_from(w.bits).unwrap_or(u8::MAX);
         Ok(WeightView::with_scales([w.n, w.k], bits, w.group_size, codes, scales, zeros)?)
     }
@@ -189,7 +188,6 @@ pub(crate) fn format(format: u32) -> Option<Option<FloatFormat>> {
     }
 }
 
-/// The `QZ1_CODES_…` of a floating-point format, or that of integers.
 pub(crate) fn format_number(format: Option<FloatFormat>) -> u32 {
     match format {
         Some(FloatFormat::E4m3) => QZ1_CODES_E4M3,
@@ -211,7 +209,6 @@ pub(crate) fn scales(scales: u32) -> Option<ScaleType> {
     }
 }
 
-/// The `QZ1_SCALES_…` of a type of scales.
 pub(crate) fn scales_number(scales: ScaleType) -> u32 {
     match scales {
         ScaleType::F16 => QZ1_SCALES_F16,
@@ -220,7 +217,6 @@ pub(crate) fn scales_number(scales: ScaleType) -> u32 {
         ScaleType::Progressive => QZ1_SCALES_PROGRESSIVE,
         ScaleType::E4m3 => QZ1_SCALES_E4M3,
         ScaleType::E8m0 => QZ1_SCALES_E8M0,
-        // Weights of this interface have no super-blocks.
         ScaleType::Super | ScaleType::SuperMins => 0,
     }
 }
@@ -274,8 +270,7 @@ impl Described for qz1_layout {
     }
 }
 
-/// Returns the layout that the fields of one of any number of structures describe. All memory that is written must have
-/// been entered before.
+/// Returns the layout of one of any number of structures; memory that is written must have been entered before.
 ///
 /// # Safety
 /// Same as for [`Scope::read`].
@@ -302,9 +297,9 @@ pub(crate) unsafe fn packed(
     }
 }
 
-/// Computes the layout of weights. If `sums` is not 0, it includes the sums that are required for activations with a
-/// zero point. Scales are stored in the narrowest type that represents all of them exactly. Fills `out`, whose
-/// `struct_size` must be set by the caller.
+/// Computes the layout of weights. If `sums` is not 0, it includes sums for activations with a zero point. Scales are
+/// stored in the narrowest type that represents all of them exactly. Fills `out`, whose `struct_size` must be set by
+/// the caller.
 ///
 /// # Safety
 /// The caller must uphold the pointer contract of the crate.
@@ -353,7 +348,6 @@ pub unsafe extern "C" fn qz1_pack(
     })
 }
 
-/// Packs panels on the caller's threads.
 fn pack(
     view: &WeightView<'_>,
     layout: &Layout,
@@ -385,11 +379,9 @@ fn pack(
     }
 }
 
-/// Checks packed bytes from an external source, such as a file, for values that `qz1_pack` never writes: NaN codes,
-/// E4M3 scales that are negative or NaN, E8M0 scales that are NaN, a divisor of E4M3 scales that is not positive and
-/// finite, and weights with two levels of scales that exceed 8 bits. Scales of f16, bf16 and f32 are not checked. Reads
-/// all bytes once. Kernels accept other bytes too, but read a NaN code as ±480, a NaN E4M3 scale as 480, and a NaN E8M0
-/// scale as infinity.
+/// Checks packed bytes from an external source, such as a file, for values that `qz1_pack` never writes, such as NaN
+/// codes. Scales of f16, bf16 and f32 are not checked. Kernels accept any bytes, but read NaN codes, and NaN scales of
+/// E4M3 and E8M0, as other values.
 ///
 /// # Safety
 /// Same as for `qz1_layout_of`.

@@ -7,7 +7,6 @@ mod c_program;
 
 use c_program::{compile, has, root, succeeds};
 
-/// Compiles an example and runs it with several instruction sets.
 #[cfg(unix)]
 fn runs(name: &str) {
     let Some(program) = compile(name) else { return };
@@ -41,7 +40,6 @@ fn threads_and_processes_share_weights() {
     runs("processes");
 }
 
-/// Each header compiles alone, with no include before it.
 #[test]
 #[cfg(unix)]
 fn the_header_is_c_and_cpp() {

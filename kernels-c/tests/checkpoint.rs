@@ -1,5 +1,4 @@
-//! Checkpoints through the C interface: a checkpoint of every format is opened, listed, read, packed and multiplied,
-//! also by the C example. Errors give a status and a message.
+//! Checkpoints through the C interface.
 #![cfg(all(unix, feature = "checkpoints"))]
 
 use std::collections::HashMap;
@@ -29,7 +28,7 @@ const CHECKPOINTS: [(&str, &str, Dtype); 7] = [
 const SHAPE: [usize; 2] = [128, 256];
 const BIAS: f32 = 0.25;
 
-/// Writes a checkpoint with two linear layers, one of them with a bias; returns the sums of their first rows.
+/// Writes a checkpoint with two linear layers; returns the sums of their first rows.
 fn write(at: &Path, (format, scheme, scales): (&str, &str, Dtype)) -> [f64; 2] {
     let (container, scheme) = (container(format).unwrap(), scheme.parse().unwrap());
     let mut data: HashMap<String, (safetensors::Dtype, Vec<usize>, Vec<u8>)> = HashMap::new();
@@ -82,7 +81,6 @@ fn text(at: *const c_char) -> String {
     unsafe { CStr::from_ptr(at) }.to_str().unwrap().to_owned()
 }
 
-/// A message and the memory of its text.
 struct Said([c_char; 400]);
 
 impl Said {
@@ -92,7 +90,6 @@ impl Said {
     }
 }
 
-/// Opens a checkpoint.
 fn open(path: &Path) -> *mut qz1_checkpoint {
     let mut checkpoint = null_mut();
     // SAFETY: every pointer points to a live value.
@@ -151,7 +148,6 @@ fn every_container_is_listed_and_read() {
                 scale.struct_size = size_of::<qz1_static_scale>() as u32;
                 assert_eq!(qz1_tensor_static_scale(tensor, &raw mut scale, null()), qz1_status::Ok);
                 assert_eq!(scale.scale, 0.0);
-                // Packed weights remain valid without the tensor.
                 qz1_tensor_free(tensor);
                 let mut row = vec![0.0_f32; SHAPE[1]];
                 let status = qz1_dequantize_rows(
@@ -211,7 +207,6 @@ fn what_is_wrong_is_a_status_with_a_reason() {
         assert_eq!((status, tensor.is_null()), (qz1_status::Checkpoint, true));
         let mut linear: qz1_linear = std::mem::zeroed();
         assert_eq!(qz1_checkpoint_linear(checkpoint, 0, &raw mut linear, null()), qz1_status::StructSize);
-        // The file changes after it was opened.
         std::fs::write(good.join("model.safetensors"), b"cut").unwrap();
         assert_eq!(qz1_checkpoint_read(checkpoint, 0, &raw mut tensor, null()), qz1_status::Checkpoint);
         qz1_checkpoint_free(checkpoint);

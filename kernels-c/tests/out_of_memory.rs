@@ -33,7 +33,6 @@ unsafe impl GlobalAlloc for Shut {
 #[global_allocator]
 static ALLOCATOR: Shut = Shut;
 
-/// Makes a call while allocation fails; returns its status and message.
 fn with_message(call: impl FnOnce(*const qz1_message) -> qz1_status) -> (qz1_status, String) {
     let mut text = [0x55_u8; 80];
     let (struct_size, capacity) = (size_of::<qz1_message>() as u32, text.len());
@@ -55,7 +54,7 @@ fn handles() {
     qz1_isa_detect();
     let (mut int8, mut float) = (core::ptr::dangling_mut(), core::ptr::dangling_mut());
     let expected = refused("not enough memory for the handle");
-    // SAFETY: here and below, every pointer is null or points to a live value.
+    // SAFETY: every pointer is null or points to a live value.
     unsafe {
         assert_eq!(with_message(|m| qz1_int8_rows_new(0, &mut int8, m)), expected);
         assert_eq!(with_message(|m| qz1_float_rows_new(0, &mut float, m)), expected);

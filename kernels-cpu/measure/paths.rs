@@ -2,11 +2,9 @@
 //!
 //! `paths [SHAPES] [TOKENS] [KERNEL] [PATHS]`, such as `paths 4096x4096 1,16,512 w4a8 avx512vnni,amx`. `KERNEL` selects
 //! the kernels whose names contain it. Times are CPU times of the thread, so that other load on the machine disturbs
-//! them less; it still competes for caches and memory bandwidth. Products rotate through copies of the weights, 256 MiB
-//! in total, so that weights come from memory. Rates are medians of the products alone, also as a percentage of the rate
-//! in registers that was measured next to them (for up to four tokens, of the memory bandwidth); for float activations,
-//! every product that a value takes is counted.
-//! The time to quantize or pack the rows is reported as a percentage of the product.
+//! them less. Products rotate through copies of the weights, so that weights come from memory. Rates are medians of the
+//! products alone, also as a percentage of the measured limit: the rate in registers or, for few tokens, the memory
+//! bandwidth. The time to quantize or pack the rows is reported as a percentage of the product.
 
 #[cfg(target_os = "linux")]
 fn main() {
@@ -30,7 +28,6 @@ mod linux {
     };
     use rustix::time::{ClockId, clock_gettime};
 
-    /// Bytes of all copies of the weights.
     const COPIES: usize = 256 << 20;
     /// Bytes that are read to measure the memory bandwidth.
     const READ: usize = 128 << 20;
@@ -83,7 +80,6 @@ mod linux {
         text.split(',').map(|word| of(word).unwrap_or_else(|| panic!("cannot parse `{word}`"))).collect()
     }
 
-    /// Random codes and constant scales.
     fn quantized(name: &str, [n, k]: [usize; 2], bits: u8, group_size: usize) -> PackedLinear {
         let mask = u8::MAX >> (8 - bits);
         let code = |i: usize| (i as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15).to_be_bytes()[2] & mask;
@@ -151,7 +147,6 @@ mod linux {
                                 Rows::F32 => floats.pack(&x, layout, &Serial).expect("whole rows"),
                                 Rows::Bf16 => floats.pack(&halves, layout, &Serial).expect("whole rows"),
                             };
-                            // Warm-up: the first call allocates.
                             rows();
                             times.1.push(cpu_time(&mut rows));
                             let weight = copies[(round * paths.len() + i) % copies.len()].view();

@@ -25,8 +25,7 @@ pub fn dequantize_rows(
         });
     }
     KernelError::length("output", rows.len() * weight.k(), out.len())?;
-    // Goes over the groups of all rows, so that the scale and the zero point are read once per group, and the inner
-    // loop has no lookups or checks.
+    // The scale and the zero point are read once per group.
     let size = weight.group_size();
     let zeros = weight.zeros(rows.clone());
     let zero_point = 1 << (weight.bits() - 1);

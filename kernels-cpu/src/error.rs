@@ -1,6 +1,6 @@
 //! The error of this crate's kernels.
 
-/// An invalid argument, or a resource that is not available: an instruction set, or memory.
+/// An invalid argument, or a resource that is not available, such as an instruction set.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum KernelError {
@@ -14,8 +14,7 @@ pub enum KernelError {
         /// The actual number of elements.
         got: usize,
     },
-    /// A shape whose size overflows `usize`, whose sums overflow 32 bits, or that exceeds a limit; also keys or values
-    /// beyond the range of f16.
+    /// A shape or a size beyond a limit; also keys or values beyond the range of f16.
     #[error("{0} is too large")]
     TooLarge(&'static str),
     /// An invalid argument, or one that the kernel does not support; the text is the whole message.

@@ -10,15 +10,13 @@
 //! | `0x7F` | NaN |
 //!
 //! A value rounds to the nearest code, ties to even; beyond ±448 it saturates, as in torch 2.12 and later. No value
-//! becomes a NaN code. The sign of a zero is kept, and a negative value that rounds to zero becomes `0x80`, as in
-//! torch.
+//! becomes a NaN code. The sign of a zero is kept.
 //!
 //! E2M1 has four bits, stored here as one code per byte: bit 3 is the sign, and the codes 0 to 7 stand for 0, 0.5, 1,
-//! 1.5, 2, 3, 4 and 6. There is no infinity and no NaN. Rounding is the same: to nearest, ties to the even code,
-//! saturating at ±6.
+//! 1.5, 2, 3, 4 and 6. There is no infinity and no NaN. Rounding is the same, and saturates at ±6.
 //!
-//! IQ4 has sixteen integers, closer together near zero, which GGUF's IQ4 types look up. A value halfway between two
-//! rounds up. No scheme is named after it.
+//! IQ4 has sixteen integers, closer together near zero, which GGUF's IQ4 types use. A value halfway between two rounds
+//! up. No scheme is named after it.
 //!
 //! Scales may be powers of two, E8M0: [`e8m0_value`]. E5M2 can be read, but no scheme writes it: [`e5m2_value`].
 
@@ -74,7 +72,6 @@ impl FloatFormat {
         }
     }
 
-    /// The values of E2M1's codes.
     pub(crate) const fn e2m1_values() -> [f32; 16] {
         let magnitudes = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0];
         let mut values = [0.0; 16];
@@ -169,7 +166,7 @@ pub(crate) fn e4m3_scale_packed(code: u8) -> f32 {
     half::f16::from_bits(u16::from(code) << 7).to_f32()
 }
 
-/// The number of mantissa bits by which f32 exceeds E4M3.
+/// The mantissa bits of f32 minus those of E4M3.
 const DROPPED: u32 = 20;
 /// The smallest normal value, `2⁻⁶`.
 const SMALLEST_NORMAL: f32 = 0.015_625;
@@ -210,7 +207,6 @@ fn e4m3_code(x: f32) -> u8 {
     code as u8 | (x.to_bits() >> 24) as u8 & 0x80
 }
 
-/// The values of E2M1; NaN for codes of more than four bits.
 static E2M1_VALUES: [f32; 256] = {
     let numbers = FloatFormat::e2m1_values();
     let mut values = [f32::NAN; 256];
@@ -222,11 +218,9 @@ static E2M1_VALUES: [f32; 256] = {
     values
 };
 
-/// The values of IQ4.
 pub(crate) const IQ4_LEVELS: [i8; 16] =
     [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113];
 
-/// The values of IQ4; NaN for codes of more than four bits.
 static IQ4_VALUES: [f32; 256] = {
     let mut values = [f32::NAN; 256];
     let mut code = 0;
@@ -243,7 +237,6 @@ fn iq4_code(x: f32) -> u8 {
     IQ4_LEVELS.windows(2).filter(above).count() as u8
 }
 
-/// The middle of two levels, exact.
 fn middle(pair: &[i8]) -> f32 {
     (f32::from(pair[0]) + f32::from(pair[1])) / 2.0
 }
@@ -340,7 +333,6 @@ mod tests {
                 Some(value) => {
                     assert_eq!(f64::from(E4M3.value(code)), value, "{code:#x}");
                     assert_eq!(E4M3.value(code).is_sign_negative(), code & 0x80 != 0);
-                    // Every value rounds to itself, and zeros keep their signs.
                     assert_eq!(E4M3.code(E4M3.value(code)), code);
                     assert_eq!(E4M3.round(E4M3.value(code)).to_bits(), E4M3.value(code).to_bits());
                 }

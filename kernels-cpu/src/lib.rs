@@ -1,8 +1,7 @@
 //! Kernels that multiply activations by quantized weights on a CPU.
 //!
-//! This crate is a leaf: it takes slices and shapes, and knows nothing of checkpoints, models or files. Weights are
-//! passed as a [`WeightView`], packed once ([`PackedLinear`], or [`Layout`] for callers that own the bytes), and
-//! multiplied by int8 or float rows ([`Int8Rows`], [`FloatRows`]). Callers provide threads ([`Parallel`]).
+//! Weights are passed as a [`WeightView`], packed once ([`PackedLinear`], or [`Layout`] for callers that own the
+//! bytes), and multiplied by int8 or float rows ([`Int8Rows`], [`FloatRows`]). Callers provide threads ([`Parallel`]).
 //!
 //! ```
 //! use quant_kernels_cpu::{Int8Rows, PackedLinear, RowLayout, Serial, WeightView};

@@ -1,7 +1,5 @@
-//! The limits of a machine: memory bandwidth, and the peak rate of arithmetic on registers.
-//!
-//! Benchmarks compare kernels with limits that were measured in the same run, because the speed of a shared machine
-//! changes over time.
+//! The limits of a machine: memory bandwidth, and the peak rate of arithmetic on registers. Benchmarks compare kernels
+//! with limits that were measured in the same run.
 #![allow(unsafe_code, reason = "loops compiled for instructions that a token proves")]
 
 use core::hint::black_box;
@@ -24,9 +22,8 @@ pub struct MemoryLimit {
     pub streams: usize,
 }
 
-/// Measures the read bandwidth of `memory`: the best of `rounds` rounds, each of which reads it once with each number
-/// of streams. Each thread reads its own part, in 1 to 16 concurrent streams. To measure main memory, `memory` must be
-/// larger than all caches. Up to a kilobyte at the end of each thread's part may be counted without being read.
+/// Measures the read bandwidth of `memory`: the best of `rounds` rounds. Each thread reads its own part, with each of
+/// several numbers of concurrent streams. To measure main memory, `memory` must be larger than all caches.
 pub fn read_limit(token: IsaToken, memory: &[u64], rounds: usize, parallel: &dyn Parallel) -> MemoryLimit {
     let threads = parallel.threads().max(1);
     let part = (memory.len() / threads).max(1);
@@ -53,7 +50,7 @@ pub fn dot_limit(token: IsaToken, rounds: usize, parallel: &dyn Parallel) -> f64
 }
 
 /// Measures the peak floating-point operations per second in registers, in the type that this path multiplies (`f32` or
-/// bf16). If the path splits `f32` into two bf16, the products of both count.
+/// bf16).
 pub fn float_limit(token: IsaToken, rounds: usize, parallel: &dyn Parallel) -> f64 {
     limit(rounds, parallel, &|| floats(token, black_box(STEPS)))
 }
@@ -89,10 +86,8 @@ impl Peak {
     }
 }
 
-/// Iterations of the register-only loops.
 const STEPS: usize = 50_000;
 
-/// Returns the best rate of `rounds` rounds, in operations per second; `run` returns the number of operations it did.
 fn limit(rounds: usize, parallel: &dyn Parallel, run: &(dyn Fn() -> usize + Sync)) -> f64 {
     let threads = parallel.threads().max(1);
     (0..rounds)
@@ -110,8 +105,8 @@ fn limit(rounds: usize, parallel: &dyn Parallel, run: &(dyn Fn() -> usize + Sync
 /// The number of independent sums: enough to hide the latency of one addition.
 const CHAINS: usize = 12;
 
-/// Reads the words in `streams` interleaved streams, and adds them up so that the compiler cannot skip the reads. The
-/// remainder that does not fill a line of every stream is skipped.
+/// Reads the words in `streams` interleaved streams. The remainder that does not fill a line of every stream is
+/// skipped.
 #[inline(always)]
 fn sum(words: &[u64], streams: usize) -> u64 {
     const LINE: usize = 8;
@@ -128,7 +123,8 @@ fn sum(words: &[u64], streams: usize) -> u64 {
     sums.iter().fold(0, |a, &b| a.wrapping_add(b))
 }
 
-/// Multiplies integers in `CHAINS` independent chains; returns the number of operations.
+/// # Safety
+/// The processor must have the instructions of `L`.
 #[inline(always)]
 unsafe fn dot<L: Lanes>(steps: usize) -> usize {
     let (codes, x) = black_box(([1_u8; 64], [1_i8; 8]));
@@ -147,8 +143,8 @@ unsafe fn dot<L: Lanes>(steps: usize) -> usize {
     2 * PANEL_ROWS * STEP * CHAINS * steps
 }
 
-/// Multiplies floats, with the rounding remainders if the path splits values into bf16; returns the number of
-/// operations.
+/// # Safety
+/// The processor must have the instructions of `L`.
 #[inline(always)]
 unsafe fn float<L: FloatLanes, const CHAINS: usize>(steps: usize) -> usize {
     let (codes, x) = black_box(([1_u8; 64], [0_u8; 32]));
@@ -164,12 +160,12 @@ unsafe fn float<L: FloatLanes, const CHAINS: usize>(steps: usize) -> usize {
         }
         keep::<L, CHAINS>(sums);
     }
-    // Each product covers one feature, or on paths that split floats two features with two bf16 each.
     let features = if L::PARTS == STEP { 1 } else { 4 };
     2 * PANEL_ROWS * features * CHAINS * steps
 }
 
-/// Prevents the compiler from optimizing the sums away.
+/// # Safety
+/// The processor must have the instructions of `L`.
 #[inline(always)]
 unsafe fn keep<L: Lanes, const CHAINS: usize>(sums: [L::F; CHAINS]) {
     let mut out = [0.0_f32; PANEL_ROWS];
@@ -181,7 +177,8 @@ unsafe fn keep<L: Lanes, const CHAINS: usize>(sums: [L::F; CHAINS]) {
     }
 }
 
-/// Multiplies whole tiles of integers or of bf16; returns the number of operations.
+/// # Safety
+/// The processor must have the tile unit `U`.
 #[inline(always)]
 unsafe fn tiles<U: TileUnit, const BF16: bool>(steps: usize) -> usize {
     // SAFETY: the caller guarantees that the processor has the tile unit `U`.
@@ -206,16 +203,22 @@ unsafe fn tiles<U: TileUnit, const BF16: bool>(steps: usize) -> usize {
 
 macro_rules! compiled {
     ($sum:ident, $dot:ident, $float:ident, $lanes:ty, $chains:expr, $features:literal) => {
+        /// # Safety
+        /// The processor must have these features.
         #[target_feature(enable = $features)]
         unsafe fn $sum(words: &[u64], streams: usize) -> u64 {
             sum(words, streams)
         }
+        /// # Safety
+        /// The processor must have these features.
         #[target_feature(enable = $features)]
         unsafe fn $dot(steps: usize) -> usize {
             // SAFETY: this function is compiled with the features that the lanes require; the caller guarantees that
             // the processor has them.
             unsafe { dot::<$lanes>(steps) }
         }
+        /// # Safety
+        /// The processor must have these features.
         #[target_feature(enable = $features)]
         unsafe fn $float(steps: usize) -> usize {
             // SAFETY: this function is compiled with the features that the lanes require; the caller guarantees that
@@ -245,6 +248,8 @@ mod x86 {
         CHAINS,
         "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512vnni"
     );
+    /// # Safety
+    /// The processor must have these features.
     #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512vnni,avx512bf16")]
     unsafe fn float_bf16(steps: usize) -> usize {
         // SAFETY: this function is compiled with the features that the lanes require; the caller guarantees that the

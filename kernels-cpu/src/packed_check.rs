@@ -1,16 +1,13 @@
 //! Validates packed bytes from an external source, such as a file: rejects values that [`Layout::pack`] never writes.
 //!
-//! Kernels can read any bytes of a layout safely, and all paths decode them alike. Some of the decoded values are
-//! meaningless, however: NaN codes of E4M3 decode to ±480, and NaN scales of E8M0 to infinity. Call
+//! Kernels can read any bytes of a layout safely, but bytes that encode NaN decode to other values. Call
 //! [`PackedView::check`] once when packed bytes are loaded.
 
 use crate::layout::{E4M3_NAN, LINE, PANEL_ROWS, PROGRESSIVE_MAX, factor};
 use crate::{FloatFormat, KernelError, Layout, PackedView, ScaleType};
 
 impl PackedView<'_> {
-    /// Fails on values that packing never writes: NaN codes, E4M3 scales that are negative or NaN, E8M0 scales that are
-    /// NaN, a global scale that is not positive and finite, and progressive weights that exceed 8 bits. Allocates
-    /// nothing.
+    /// Fails on values that packing never writes, such as NaN. Allocates nothing.
     ///
     /// # Errors
     /// [`KernelError::Scheme`], which names the problem.

@@ -1,4 +1,4 @@
-//! The interface through which this crate uses the caller's threads. It starts none itself.
+//! The interface through which this crate uses the caller's threads.
 
 /// Runs independent pieces of work.
 ///
@@ -32,7 +32,7 @@
 /// Scoped(2).for_each(5, &|number| _ = sum.fetch_add(number, std::sync::atomic::Ordering::Relaxed));
 /// assert_eq!(sum.into_inner(), 10);
 /// ```
-#[allow(unsafe_code, reason = "kernels rely on the contract of implementations")]
+#[allow(unsafe_code, reason = "kernels rely on implementations to uphold the contract")]
 pub unsafe trait Parallel: Sync {
     /// The number of pieces that may run concurrently; at least 1.
     fn threads(&self) -> usize;
@@ -80,7 +80,6 @@ unsafe impl Parallel for Rayon {
     }
 }
 
-/// The elements of a slice, which pieces of work access in disjoint parts.
 #[allow(unsafe_code, reason = "threads write to disjoint parts of a slice")]
 mod disjoint {
     use core::marker::PhantomData;
@@ -101,7 +100,6 @@ mod disjoint {
             Self { at: slice.as_mut_ptr(), len: slice.len(), of: PhantomData }
         }
 
-        /// The start of the slice.
         pub(crate) fn pointer(&self) -> *mut T {
             self.at
         }

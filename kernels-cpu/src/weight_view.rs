@@ -84,7 +84,7 @@ pub enum Scales<'a> {
         /// The divisor of all scales: positive and finite.
         global: f32,
     },
-    /// An integer per group, and a float per super-block of [`SUPER_BLOCK`] input features.
+    /// An integer per group, and a float per super-block.
     Super(SuperScales<'a>),
 }
 
@@ -128,7 +128,6 @@ pub struct SuperMins<'a> {
 }
 
 impl<'a> SuperScales<'a> {
-    /// The scales of some rows, of `groups` groups and `blocks` super-blocks each.
     fn rows(self, rows: Range<usize>, groups: usize, blocks: usize) -> Self {
         let of_groups = rows.start * groups..rows.end * groups;
         let of_blocks = rows.start * blocks..rows.end * blocks;
@@ -147,8 +146,7 @@ impl<'a> WeightView<'a> {
     /// * `scales`, `zeros`: `[n, k / group_size]`; per channel means `group_size == k`
     ///
     /// # Errors
-    /// When a length, the group size or the bit width is wrong. Values are not checked: packing rejects codes and zero
-    /// points above `2^bits − 1`.
+    /// When a length, the group size or the bit width is wrong. Values are checked when they are packed.
     pub fn new(
         [n, k]: [usize; 2],
         bits: u8,
@@ -286,7 +284,7 @@ impl<'a> WeightView<'a> {
         self.float
     }
 
-    /// Fails unless codes are integers; called by kernels that support nothing else.
+    /// Fails unless codes are integers.
     ///
     /// # Errors
     /// [`KernelError::Scheme`].
@@ -369,7 +367,6 @@ impl<'a> WeightView<'a> {
         }
     }
 
-    /// The zero point of all groups if they have none of their own.
     pub(crate) fn zero_point(&self) -> u8 {
         match self.scales {
             Scales::Super(SuperScales { mins: Some(_), .. }) => 0,
@@ -378,9 +375,8 @@ impl<'a> WeightView<'a> {
     }
 }
 
-/// Whether codes of this many bits, in groups of this size, with or without minima, can form super-blocks: 6 bits have
-/// no minima and fewer bits do, groups divide a super-block, and the steps of a group form whole
-/// [units](crate::layout::unit_of).
+/// Whether codes of this many bits, in groups of this size, with or without minima, can form super-blocks, see
+/// [`SuperScales`].
 pub(crate) fn super_block_fits(
     bits: usize,
     mins: bool,
@@ -437,7 +433,6 @@ mod tests {
         assert_eq!(new([3, 4], 4, 2, 11, 6, None), length("codes", 12, 11));
         assert_eq!(new([3, 4], 4, 2, 12, 5, None), length("scales", 6, 5));
         assert_eq!(new([3, 4], 4, 2, 12, 6, Some(&[0; 7])), length("zeros", 6, 7));
-        // A shape whose product overflows must not panic.
         assert_eq!(new([usize::MAX, 4], 4, 4, 12, 6, None), length("codes", usize::MAX, 12));
     }
 

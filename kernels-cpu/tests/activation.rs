@@ -10,7 +10,6 @@ use quant_kernels_cpu::{
     RowLayout, Serial, StaticScale, WeightView, narrow, reference, rms_norm, silu_mul,
 };
 
-/// The layout of rows of `groups` groups of `size`.
 fn layout(groups: usize, size: usize) -> RowLayout {
     let codes = vec![0; groups * size];
     let scales = vec![1.0; groups];
@@ -40,7 +39,6 @@ fn values(len: usize, seed: u64, special: bool) -> Vec<f32> {
 }
 
 fn bits(values: &[f32]) -> Vec<u32> {
-    // All NaN count as equal.
     values.iter().map(|v| if v.is_nan() { 0x7fc0_0000 } else { v.to_bits() }).collect()
 }
 
@@ -78,7 +76,6 @@ fn check_rows(rows: &Int8Rows, x: &[f32], [groups, size]: [usize; 2], by: Option
     assert_eq!(rows.zero(), by.map_or(0, |by| i32::from(by.zero)));
 }
 
-/// Checks one type of activations on one path.
 fn check<E: Element>(
     isa: Isa,
     m: usize,
@@ -95,7 +92,6 @@ fn check<E: Element>(
     let norm = RmsNorm { weight: &weight, eps: 1e-5 };
     let joined: Vec<E> = x.chunks(k).zip(up.chunks(k)).flat_map(|(g, u)| [g, u].concat()).collect();
     let apart = GateUp::Apart { gate: &x, up: &up };
-    // The results of the reference.
     let normed =
         |x: &[f32]| x.chunks(k).flat_map(|x| reference::rms_norm(x, &weight, 1e-5)).collect::<Vec<_>>();
     let plain = normed(&float(&x));
@@ -230,7 +226,6 @@ fn extreme_rows_of_a_norm() {
     }
 }
 
-/// Reused memory has no effect on later results.
 #[test]
 fn what_was_held_is_replaced() {
     let (small, large) = (layout(3, 13), layout(2, 128));

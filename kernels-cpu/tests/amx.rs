@@ -1,5 +1,4 @@
-//! Tile state is per thread, and other code in the process may use it. Kernels release it on every exit path, and if
-//! the system does not permit tiles, another path is used.
+//! Tile state is per thread, and other code in the process may use it.
 #![cfg(all(target_arch = "x86_64", target_os = "linux"))]
 
 mod common;
@@ -20,7 +19,6 @@ const N: usize = 16 * 9 + 5;
 const K: usize = 192;
 const M: usize = 40;
 
-/// The configuration of the tile unit.
 #[repr(C, align(64))]
 #[derive(Clone, Copy, PartialEq, Debug)]
 struct Config([u8; 64]);
@@ -38,7 +36,6 @@ impl Config {
         self.0 == [0; 64]
     }
 
-    /// All tiles with 16 rows of 64 bytes.
     fn whole() -> Self {
         let mut config = Self([0; 64]);
         config.0[0] = 1;
@@ -66,7 +63,6 @@ fn activations() -> Vec<f32> {
     (0..M * K).map(|_| s.float()).collect()
 }
 
-/// Multiplies once with int8 activations and once with floats.
 fn multiply(token: IsaToken, weight: &PackedLinear, parallel: &dyn Parallel) -> [Vec<f32>; 2] {
     let (x, layout) = (activations(), RowLayout::of(weight.layout()));
     let (mut whole, mut floats) = (Int8Rows::new(token), FloatRows::new(token));
@@ -193,7 +189,7 @@ fn without_permission() {
         size: usize,
     }
     const SIGALTSTACK: usize = 131;
-    // Large enough for a signal frame without tiles. No signal ever uses it. The process keeps it until it ends.
+    // Large enough for a signal frame without tiles.
     static SMALL: OnceLock<Vec<AtomicU8>> = OnceLock::new();
     let small = SMALL.get_or_init(|| (0..8192).map(|_| AtomicU8::new(0)).collect());
     let stack = Stack { at: small[0].as_ptr(), flags: 0, size: small.len() };

@@ -1,5 +1,4 @@
-//! The result of a row is bit-identical whether it is computed alone or in a batch, on every path, for all kinds of
-//! activations and any number of threads.
+//! The result of a row is bit-identical whether it is computed alone or in a batch.
 
 mod common;
 
@@ -13,7 +12,6 @@ use quant_kernels_cpu::{
 /// The maximum number of rows: more than three strips.
 const MAX_BATCH: usize = 40;
 
-/// A product, from activations to output bits.
 type Product = fn(IsaToken, &PackedLinear, &[f32], &dyn Parallel) -> Vec<u32>;
 
 fn bits(out: &[f32]) -> Vec<u32> {
@@ -60,7 +58,6 @@ const PRODUCTS: [Product; 5] = [
     |t, w, x, p| float(t, w, x, bf16::from_f32, p),
 ];
 
-/// Weights of `groups` groups, with or without zero points, with one level of scales or two.
 fn weights(bits: u8, n: usize, [groups, size]: [usize; 2], zeros: bool, progressive: bool) -> PackedLinear {
     let mut s = Stream(u64::from(bits) + n as u64);
     let (k, top) = (groups * size, 1_u64 << bits);
@@ -79,8 +76,7 @@ fn weights(bits: u8, n: usize, [groups, size]: [usize; 2], zeros: bool, progress
 
 #[test]
 fn rows_are_the_same_in_every_batch() {
-    // Panel counts that are multiples of the tile's panels and ones that are not; small groups that are computed in
-    // parallel, and large ones computed one at a time.
+    // Panel counts that are multiples of the tile's panels and ones that are not; small and large groups.
     for (bits, n, groups, zeros, progressive) in [
         (4, 5 * 16 + 3, [7, 32], false, false),
         (4, 16, [1, 100], true, false),

@@ -1,4 +1,4 @@
-//! Dense weights of bf16: every path is compared with the definition, for random, extreme and ragged cases.
+//! Dense weights of bf16: every path is compared with the definition.
 
 mod common;
 
@@ -125,7 +125,6 @@ proptest! {
     }
 }
 
-/// A row's result does not depend on the other rows, also where there are more than the totals that are kept at once.
 #[test]
 fn rows_are_the_same_in_every_batch() {
     for (n, k, most) in [(5 * 16 + 3, 700, 40), (32, 96, 230)] {
@@ -156,7 +155,6 @@ fn rows_are_the_same_in_every_batch() {
     }
 }
 
-/// Weights and activations that are not finite give results that are not.
 #[test]
 fn what_is_not_finite_stays_so() {
     let (n, k) = (20, 40);
@@ -197,7 +195,6 @@ fn misuse_is_an_error() {
     let packed = PackedLinear::pack_bf16([3, 5], &weight, None, &Serial).unwrap();
     let layout = *packed.layout();
     assert_eq!((layout.code_bits(), layout.groups(), layout.is_bf16()), (16, 1, true));
-    // Weights of integers are not dense, and have another layout.
     let codes = WeightView::new([3, 5], 8, 5, &[1; 15], &[1.0; 3], None).unwrap();
     let of_codes = Layout::of(&codes, false).unwrap();
     assert!(!of_codes.is_bf16() && of_codes.id() != layout.id());
@@ -207,7 +204,6 @@ fn misuse_is_an_error() {
         assert!(layout.pack_bf16(&weight, panels, &mut vec![0; layout.bytes()]).is_err());
     }
     assert!(layout.pack_bf16(&weight, 0..1, &mut vec![0; layout.bytes() - 1]).is_err());
-    // They have no codes, and are not multiplied by integers.
     assert!(layout.unpack(packed.view().bytes()).is_err());
     for isa in Isa::runnable() {
         let mut rows = Int8Rows::new(isa.token().unwrap());

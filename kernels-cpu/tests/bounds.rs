@@ -35,13 +35,11 @@ fn limits_are_the_largest_there_are() {
         assert!(max * (limit as u128) < 1 << 31 && max * (limit as u128 + 1) >= 1 << 31, "{limit}");
         assert!(accepts(limit, bits, sums, progressive) && !accepts(limit + 1, bits, sums, progressive));
     }
-    // With two levels of scales the bound applies to the width of the row, otherwise to that of the group.
     let layout = |width, scales| Layout::from_parts([1, 4 * width], 4, width, scales, None, false);
     assert!(layout(40_000, ScaleType::Progressive).is_err() && layout(40_000, ScaleType::F16).is_ok());
 }
 
-/// One row with one group of the maximum accepted width, and extreme values everywhere, is multiplied exactly. If there
-/// are sums, activations with a zero point are tested too.
+/// One row with one group of the maximum accepted width, and extreme values everywhere.
 #[test]
 fn extremes_at_the_limits_are_exact() {
     for (bits, sums, progressive, _) in LIMITS {

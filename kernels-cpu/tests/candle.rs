@@ -42,7 +42,6 @@ fn number(i: usize) -> usize {
     ((z ^ z >> 29).wrapping_mul(0xbf58_476d_1ce4_e5b9) >> 40) as usize
 }
 
-/// 4-bit weights with zero points, sums and a bias.
 fn weight([n, k]: [usize; 2], group_size: usize) -> Arc<PackedLinear> {
     let codes: Vec<u8> = (0..n * k).map(|i| (number(i) % 16) as u8).collect();
     let groups = n * k / group_size;
@@ -75,7 +74,6 @@ fn direct<E: Element>(weight: &PackedLinear, activations: Activations, x: &[E]) 
     out
 }
 
-/// The results of calling the kernels directly with the values of a tensor, in its type.
 fn expected(weight: &PackedLinear, activations: Activations, x: &Tensor) -> Vec<f32> {
     let x = x.flatten_all().unwrap();
     match x.dtype() {
@@ -95,7 +93,7 @@ fn found(y: &Tensor) -> Vec<f32> {
     y.to_dtype(DType::F32).unwrap().flatten_all().unwrap().to_vec1().unwrap()
 }
 
-/// Checks a tensor with all kinds of activations, in every type. Results are compared by their bits.
+/// Checks a tensor with all kinds of activations, in every type.
 fn holds(weight: &Arc<PackedLinear>, runner: &Runner, x: &Tensor) {
     for activations in ALL {
         let linear = QuantizedLinear::new(weight.clone(), activations, runner).unwrap();
@@ -264,8 +262,7 @@ fn there_is_no_gradient() {
     assert!(y.backward().unwrap_err().to_string().contains("quantized-linear"));
 }
 
-/// Five layers of different sizes run at once, more than one parallel call can include. The results are the same as for
-/// separate calls, with at most four parallel calls.
+/// Five layers are more than one parallel call can include.
 #[test]
 fn linears_that_read_the_same_run_at_once() {
     let threads = Threads::default();
@@ -293,7 +290,6 @@ fn linears_that_read_the_same_run_at_once() {
                 assert!(dtype != DType::F32 || calls <= 4, "{calls} calls");
             }
         }
-        // A view of a larger tensor works without a copy.
         let whole = Tensor::from_vec(values(4 * 3 * 96), (4, 3, 96), &Device::Cpu).unwrap();
         let one = whole.narrow(0, 2, 1).unwrap();
         let together = QuantizedLinear::forward_each(&all[..2], &one).unwrap();
@@ -321,7 +317,6 @@ fn linears_that_read_the_same_run_at_once() {
     assert!(QuantizedLinear::forward_each(&[&first], &narrow).is_err());
 }
 
-/// Fused norms and gates give results that are bit-identical to separate operations.
 #[test]
 fn norms_and_gates_are_computed_as_rows_are_packed() {
     let runner = Runner::new(Serial);
@@ -351,7 +346,6 @@ fn norms_and_gates_are_computed_as_rows_are_packed() {
             let found = QuantizedLinear::forward_fused(&all, fused).unwrap();
             assert_eq!(bits(found), bits(QuantizedLinear::forward_each(&all, &tensor(made)).unwrap()));
         }
-        // Invalid operands are rejected.
         let x = Tensor::from_vec(values(2 * 96), (2, 96), &Device::Cpu).unwrap();
         let refused = |from| QuantizedLinear::forward_fused(&all, from).unwrap_err().to_string();
         let gamma = values(96);
@@ -370,8 +364,6 @@ fn flat(x: &Tensor) -> Vec<f32> {
     x.to_dtype(DType::F32).unwrap().flatten_all().unwrap().to_vec1().unwrap()
 }
 
-/// The experts of a layer match a loop of separate products, in the type of the input. A long prompt is split into
-/// parts.
 #[test]
 fn experts_of_a_layer() {
     let (hidden, inner) = (64, 48);

@@ -1,5 +1,4 @@
-//! Running the experts of a layer in one call gives results that are bit-identical to a loop of separate products: on
-//! every path, for every routing, any number of threads, and experts that differ in bits, groups and formats.
+//! Running the experts of a layer in one call gives results that are bit-identical to a loop of separate products.
 
 mod common;
 
@@ -19,7 +18,6 @@ const INNER: usize = 80;
 const KINDS: [(u8, usize, usize, bool); 5] =
     [(4, 32, 16, false), (8, 96, 80, true), (4, 48, 40, true), (3, 96, 20, false), (8, 16, 80, false)];
 
-/// The gate, up and down weights of one expert.
 struct Owned {
     parts: [PackedLinear; 3],
 }
@@ -41,14 +39,12 @@ fn linear(
     PackedLinear::pack(&view, bias.as_deref(), false, &Serial).unwrap()
 }
 
-/// Experts that cycle through all kinds.
 fn owned(count: usize, inner: usize) -> Vec<Owned> {
     let mut s = Stream(inner as u64);
     let mut expert = |i: usize| {
         let (bits, of_rows, of_inner, zeros) = KINDS[i % KINDS.len()];
         let of_inner = if inner.is_multiple_of(of_inner) { of_inner } else { inner };
         let bias = i.is_multiple_of(3);
-        // `up` has different bits from the gate.
         let other = if bits == 8 { 4 } else { 8 };
         let parts = [
             linear(&mut s, [inner, HIDDEN], (bits, of_rows, zeros), bias),
@@ -76,7 +72,6 @@ fn rows(tokens: usize, seed: u64) -> Vec<f32> {
     (0..tokens * HIDDEN).map(|_| s.float()).collect()
 }
 
-/// The experts and weights of every token.
 struct Routed {
     top_k: usize,
     experts: Vec<u32>,
@@ -95,7 +90,6 @@ impl Routed {
     }
 }
 
-/// Several routings of `tokens` tokens to at most four of eight experts.
 fn routings(tokens: usize) -> Vec<(&'static str, Routed)> {
     let mut s = Stream(tokens as u64);
     let mut uniform = Vec::new();
@@ -128,7 +122,6 @@ fn bits(out: &[f32]) -> Vec<u32> {
     out.iter().map(|v| v.to_bits()).collect()
 }
 
-/// Runs one call, with a workspace reserved for it.
 fn grouped<E: Element>(
     experts: &[Expert<'_>],
     (token, rows, gate): (IsaToken, ExpertRows, ExpertGate),
@@ -210,8 +203,7 @@ fn many_rows_of_ragged_widths() {
     }
 }
 
-/// Reordering the slots of a token changes nothing. Reordering the experts changes only the order of the sum, and a sum
-/// of two terms does not depend on it.
+/// Reordering the experts changes only the order of the sum, which does not matter for two terms.
 #[test]
 fn permutations_of_slots_and_of_experts() {
     let owned = owned(8, INNER);
@@ -247,8 +239,6 @@ fn permutations_of_slots_and_of_experts() {
     }
 }
 
-/// Activations of f16 and bf16 give the same results as their values in `f32`. On paths that split floats, bf16 has one
-/// part.
 #[test]
 fn activations_of_16_bits() {
     fn check<E: Element>(experts: &[Expert<'_>], to: fn(f32) -> E, from: fn(E) -> f32) {
@@ -363,7 +353,6 @@ fn what_does_not_fit_is_refused() {
     let all = Experts::new(&experts).unwrap();
     let (token, gate) = (IsaToken::detect(), ExpertGate::Silu);
     assert_eq!(Experts::new(&[]).unwrap_err().code(), 3);
-    // A different shape, different groups, and a bias that is too short.
     let other = owned(1, 48);
     let mut wrong = experts.clone();
     wrong[2] = views(&other)[0];
@@ -385,7 +374,6 @@ fn what_does_not_fit_is_refused() {
     wrong[2] = experts[2];
     wrong[2].gate.bias = Some(&short);
     assert_eq!(Experts::new(&wrong).unwrap_err().code(), 1);
-    // Invalid limits, and sizes that overflow.
     let new = |gate, tokens, top_k| {
         ExpertsPlan::new::<f32>(&all, token, ExpertRows::Int8, gate, tokens, top_k).map(drop)
     };

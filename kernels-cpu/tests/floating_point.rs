@@ -1,5 +1,4 @@
-//! Weights of floating-point formats: every instruction set is compared with the reference, for random, extreme and
-//! ragged cases.
+//! Weights of floating-point formats: every instruction set is compared with the reference.
 
 mod common;
 
@@ -10,10 +9,8 @@ use quant_kernels_cpu::{
     ScaleType, Scales, Serial, StaticScale, WeightView, e8m0_value, reference,
 };
 
-/// The formats that kernels multiply.
 const FORMATS: [FloatFormat; 3] = [FloatFormat::E4m3, FloatFormat::E2m1, FloatFormat::Iq4];
 
-/// The storage type of scales.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Kind {
     F32,
@@ -104,7 +101,6 @@ impl Case {
         rows
     }
 
-    /// Integer products are bit-identical on all paths, and equal to the reference.
     fn check_integers(&self) {
         let (view, packed) = (self.view(), self.packed());
         let rows = self.rows(Isa::Scalar, packed.layout());
@@ -120,7 +116,6 @@ impl Case {
         }
     }
 
-    /// Float products are bit-identical on all paths without bf16, and within the error bound on all paths.
     fn check_floats(&self) {
         let (view, packed) = (self.view(), self.packed());
         let expected = reference::float_linear(&view, &self.x, self.bias.as_deref());
@@ -148,7 +143,6 @@ impl Case {
     }
 }
 
-/// A matrix of one row of two codes.
 fn row<'a>(format: FloatFormat, codes: &'a [u8], scales: Scales<'a>) -> WeightView<'a> {
     WeightView::float_with_scales([1, 2], format, 2, codes, scales).unwrap()
 }
@@ -209,8 +203,6 @@ proptest! {
     }
 }
 
-/// Every code of all formats, alone in its row, has the same value on every path, including subnormals, the largest
-/// values and both zeros.
 #[test]
 fn every_code_is_what_it_means() {
     for format in FORMATS {
@@ -234,7 +226,6 @@ fn every_code_is_what_it_means() {
     }
 }
 
-/// Packed weights need as many bits as their formats: nothing is stored in a wider type.
 #[test]
 fn packed_weights_are_small() {
     let (n, k) = (64, 4096);
@@ -276,7 +267,6 @@ fn what_no_kernel_multiplies_is_refused() {
         let scales = Scales::E4m3 { groups: &groups, global };
         assert!(pack(row(FloatFormat::E2m1, &[0, 1], scales)).is_err(), "{group:#x} {global}");
     }
-    // Integer scales with floating-point codes, and E4M3 or E8M0 scales with integer codes.
     let (codes, groups, floats) = ([0; 2], [1], [1.0]);
     let progressive = Scales::Progressive { groups: &groups, channels: &floats };
     assert!(WeightView::float_with_scales([1, 2], FloatFormat::E2m1, 2, &codes, progressive).is_err());

@@ -49,7 +49,6 @@ thread_local! {
     static SIDE: Cell<Side> = const { Cell::new(Side::Off) };
 }
 
-/// The start of the range.
 fn range() -> usize {
     static RESERVED: OnceLock<usize> = OnceLock::new();
     *RESERVED.get_or_init(|| {
@@ -89,7 +88,7 @@ unsafe impl GlobalAlloc for Fence {
     unsafe fn dealloc(&self, at: *mut u8, memory: Memory) {
         let start = at.addr() & !(PAGE - 1);
         if !(range()..range() + RANGE).contains(&at.addr()) {
-            // SAFETY: it was allocated by `System`; the caller guarantees the rest.
+            // SAFETY: it was allocated by `System`; the caller guarantees the contract of `GlobalAlloc`.
             return unsafe { System.dealloc(at, memory) };
         }
         let pages = memory.size().next_multiple_of(PAGE);
@@ -151,7 +150,7 @@ impl Case {
         let [m, n, k] = self.shape;
         let groups = n * (k / self.group_size);
         let codes: Vec<u8> = (0..n * k).map(|i| (i % (1 << self.bits)) as u8).collect();
-        // One value needs to be stored as `f32`; the other is an exact f16.
+        // One value needs to be stored as `f32`.
         let scale = if self.wide { 1.000_000_1_f32 } else { 0.5 };
         let scales = vec![scale; if self.progressive { n } else { groups }];
         let whole = vec![3_u8; groups];
@@ -205,7 +204,6 @@ impl Case {
         self.dense(&x, bias.as_deref());
     }
 
-    /// Dense weights of bf16.
     fn dense(&self, x: &[f32], bias: Option<&[f32]>) {
         let [m, n, k] = self.shape;
         let weight: Vec<bf16> = (0..n * k).map(|i| bf16::from_f32((i % 19) as f32 - 9.0)).collect();
@@ -236,7 +234,6 @@ proptest! {
     }
 }
 
-/// Super-blocks, with exactly the memory that their layout and rows state.
 fn super_blocks([m, n, blocks]: [usize; 3], (bits, size): (u8, usize)) {
     let k = blocks * SUPER_BLOCK;
     let codes: Vec<u8> = (0..n * k).map(|i| (i % (1 << bits)) as u8).collect();
@@ -281,14 +278,12 @@ proptest! {
     }
 }
 
-/// Attention with pages, lists, queries, results and a workspace of exactly the required sizes, and a cache.
 fn attend(kind: KvType, d: usize, [kv, group]: [usize; 2], [tokens, m]: [usize; 2]) {
     let layout = KvLayout::new(kind, d).unwrap();
     let heads = Heads { query: kv * group, kv, scale: 0.25 };
     let blocks = tokens.div_ceil(PAGE_TOKENS);
     let mut bytes = vec![0; kv * blocks * layout.page_bytes()];
     let x: Vec<f32> = (0..tokens * kv * d).map(|i| (i % 23) as f32 - 11.0).collect();
-    // Page numbers are in reverse order.
     let numbers: Vec<u32> = (0..(kv * blocks) as u32).rev().collect();
     let lists = |tokens| -> Vec<_> {
         numbers.chunks_exact(blocks).map(|pages| PageList::causal(pages, tokens, m)).collect()
@@ -326,7 +321,6 @@ proptest! {
     }
 }
 
-/// Experts with exactly the memory that their plan states; each of `tokens` tokens is routed to two experts.
 fn experts([hidden, inner]: [usize; 2], count: usize, tokens: usize, bits: u8) {
     let part = |[n, k]: [usize; 2]| {
         let codes: Vec<u8> = (0..n * k).map(|i| (i % (1 << bits)) as u8).collect();
@@ -339,7 +333,6 @@ fn experts([hidden, inner]: [usize; 2], count: usize, tokens: usize, bits: u8) {
     let experts = vec![expert; count];
     let experts = Experts::new(&experts).unwrap();
     let x: Vec<f32> = (0..tokens * hidden).map(|i| (i % 17) as f32 - 8.0).collect();
-    // Every second slot goes to the first expert.
     let numbers: Vec<u32> =
         (0..2 * tokens).map(|i| if i % 2 == 0 { 0 } else { (i * i) as u32 % count as u32 }).collect();
     let weights = vec![0.5; 2 * tokens];
@@ -378,7 +371,6 @@ const SIGSEGV: i32 = 11;
 const FAULTS: [&str; 4] = ["weights", "out", "bias", "freed"];
 const FAULT: &str = "QUANT_PLANTED_FAULT";
 
-/// Makes a kernel access memory beyond a buffer, through a slice that is too long, or freed memory.
 #[test]
 #[ignore = "ends the process: `the_fence_holds` runs it"]
 fn planted_fault() {
@@ -392,7 +384,6 @@ fn planted_fault() {
     let layout = Layout::of(&view, false).unwrap();
     let mut bytes = vec![0; layout.bytes()];
     layout.pack(&view, 0..layout.panels(), &mut bytes).unwrap();
-    // Enough rows for the tile unit.
     let m = 16;
     let mut rows = Int8Rows::new(isa.token().unwrap());
     rows.quantize(&vec![1.0; m * k], RowLayout::of(&layout), &Serial).unwrap();
@@ -427,7 +418,6 @@ fn this_program() -> Command {
     command
 }
 
-/// Runs a fault in a child process, and returns its exit status.
 fn plant(fault: &str, isa: Isa, side: &str) -> (ExitStatus, String) {
     let mut child = this_program();
     child.args(["--ignored", "--exact", "planted_fault"]);
@@ -435,7 +425,6 @@ fn plant(fault: &str, isa: Isa, side: &str) -> (ExitStatus, String) {
     (ended.status, String::from_utf8_lossy(&ended.stderr).into_owned())
 }
 
-/// The guard pages work: an access one byte or float too far, or to freed memory, terminates the process on every path.
 #[test]
 fn the_fence_holds() {
     for isa in Isa::runnable() {

@@ -54,7 +54,6 @@ fn all_instruction_sets_equal_the_definition() {
     }
 }
 
-/// The reference equals the product with the matrix, and the matrix is orthogonal.
 #[test]
 fn the_definition_is_the_matrix() {
     for n in ORDERS.into_iter().filter(|n| *n < 400) {
@@ -78,13 +77,11 @@ fn the_definition_is_the_matrix() {
         }
         assert_eq!((by.sign(n, 0), by.sign(0, n)), (None, None));
     }
-    // Compare with Sylvester's matrix of order 4.
     let by = Hadamard::new(4).unwrap();
     let rows: Vec<i8> = (0..16).map(|i| by.sign(i / 4, i % 4).unwrap()).collect();
     assert_eq!(rows, [1, 1, 1, 1, 1, -1, 1, -1, 1, 1, -1, -1, 1, -1, -1, 1]);
 }
 
-/// The widths of common models, and their factors.
 #[test]
 fn widths_of_models() {
     for (n, orders) in [
@@ -110,7 +107,6 @@ fn widths_of_models() {
         let factors: Vec<usize> = by.factors().map(|(order, _)| order).collect();
         assert_eq!(factors, orders, "{n}");
         assert_eq!(by.sylvester() * factors.iter().product::<usize>(), n);
-        // The transform preserves dot products.
         let (a, b) = (values(n, 1), values(n, 2));
         let dot = |a: &[f32], b: &[f32]| a.iter().zip(b).map(|(a, b)| f64::from(a * b)).sum::<f64>();
         let mut rotated = [a.clone(), b.clone()].concat();

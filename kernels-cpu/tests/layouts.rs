@@ -17,7 +17,6 @@ fn hash(bytes: &[u8]) -> u64 {
 const SHAPE: [usize; 2] = [19, 40];
 const SIZE: usize = 20;
 
-/// A ragged matrix of two panels, two groups and a padded step.
 fn packed(bits: u8, scales: ScaleType, zeros: bool, sums: bool) -> PackedLinear {
     let [n, k] = SHAPE;
     let (groups, zero_point) = (n * k / SIZE, 1_u32 << (bits - 1));
@@ -106,7 +105,6 @@ fn pages_are_in_their_order() {
     assert!(bad.is_empty(), "written otherwise:\n{}", bad.join("\n"));
 }
 
-/// Changing any field, or several, changes the id.
 #[test]
 fn every_field_is_in_the_name() {
     #[derive(Clone, Copy)]

@@ -1,4 +1,4 @@
-//! Every instruction set matches the reference bit for bit, for random, extreme and ragged cases.
+//! Every instruction set matches the reference bit for bit.
 
 mod common;
 
@@ -96,7 +96,6 @@ impl Case {
         self.rows_for(IsaToken::detect(), layout)
     }
 
-    /// Quantizes the rows for a path; for a tile unit they are also stored in tiles.
     fn rows_for(&self, token: IsaToken, layout: &Layout) -> Int8Rows {
         let mut rows = Int8Rows::new(token);
         match self.fixed {
@@ -107,8 +106,6 @@ impl Case {
         rows
     }
 
-    /// Float products are bit-identical on all paths without bf16. The emulated tile unit matches the real one, and all
-    /// paths are within the error bound.
     fn check_float(&self) {
         let view = self.view();
         let packed = PackedLinear::pack(&view, None, false, &Backwards).unwrap();
@@ -164,7 +161,6 @@ impl Case {
     }
 }
 
-/// Every path; those with tiles with every number of parts.
 fn in_parts() -> impl Iterator<Item = (Isa, Bf16Parts)> {
     let all = [Bf16Parts::One, Bf16Parts::Two, Bf16Parts::Three];
     let of = move |isa| match isa {
@@ -316,7 +312,6 @@ fn misuse_is_an_error() {
     };
     assert_eq!(multiply(&rows, None, &mut out[..59]), 1);
     assert_eq!(multiply(&rows, Some(&[0.0; 19]), &mut out), 1);
-    // Rows with different groups, and rows with a zero point for a layout without sums.
     let other = Case::new([3, 20, 1], 64, 4, Kind::Float, false, false, false, 1);
     let packed_other = PackedLinear::pack(&other.view(), None, true, &Serial).unwrap();
     assert_eq!(multiply(&other.rows(packed_other.layout()), None, &mut out), 4);
@@ -337,7 +332,6 @@ fn misuse_is_an_error() {
             .code(),
         3
     );
-    // Bytes with the id of a different layout, or too few bytes.
     let layout = *packed.layout();
     assert_eq!(PackedView::new(layout, layout.id() ^ 1, view_of.bytes()).unwrap_err().code(), 5);
     assert_eq!(PackedView::new(layout, layout.id(), &view_of.bytes()[1..]).unwrap_err().code(), 1);
@@ -350,7 +344,6 @@ fn misuse_is_an_error() {
     assert_eq!(Layout::of(&empty, false).unwrap_err().code(), 3);
 }
 
-/// NaN and infinities affect only the output of their own row.
 #[test]
 fn what_is_not_finite_stays_in_its_row() {
     let mut case = Case::new([3, 20, 2], 32, 4, Kind::Float, true, true, false, 3);
@@ -379,7 +372,6 @@ fn rows_are_rounded_half_to_even_by_their_largest() {
     assert_eq!(rows.row(0), [127, 36, 100, 101, 99, 127, 100, 100]);
 }
 
-/// Packing rejects codes and zero points that have more bits than stated, since sums could overflow.
 #[test]
 fn values_beyond_their_bits_are_refused() {
     let pack = |bits: u8, codes: &[u8], scales: Scales<'_>, zeros: Option<&[u8]>| {

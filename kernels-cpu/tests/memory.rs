@@ -126,7 +126,6 @@ fn caches_need_memory() {
     assert_eq!(short(|| cache.decode(&[1.0; 64], &mut out, &mut lse, &mut workspace, &Serial)), 1);
 }
 
-/// A workspace allocates as many bytes as the plan states, and a call allocates nothing, for any routing.
 #[test]
 fn experts_need_the_memory_of_their_plan() {
     let (hidden, inner, tokens) = (64, 32, 40);

@@ -22,7 +22,6 @@ fn bytes(len: usize, mut state: u64) -> Vec<u8> {
         .collect()
 }
 
-/// The bits of values, with all NaN replaced by the same one.
 fn bits(values: &[f32]) -> Vec<u32> {
     values.iter().map(|x| if x.is_nan() { 0x7fc0_0000 } else { x.to_bits() }).collect()
 }
@@ -40,7 +39,6 @@ fn multiplied(view: PackedView<'_>, isa: Isa) -> Vec<f32> {
 }
 
 proptest! {
-    /// Any bytes, including NaN codes of weights and scales: results are bit-identical to those of the portable path.
     #[test]
     fn all_paths_make_the_same_of_any_bytes(
         n in 1_usize..40, groups in 1_usize..4, size in prop_oneof![1_usize..40, Just(16), Just(32)],
@@ -104,7 +102,6 @@ fn codes_of_nan_count_as_their_bits() {
     assert!(PackedLinear::pack(&view, None, false, &Serial).unwrap().view().check().is_ok());
 }
 
-/// The check accepts everything that packing writes, and rejects values that packing never writes, at any position.
 #[test]
 fn what_no_packing_writes_is_reported() {
     let (n, k, size) = (21, 64, 32);
@@ -155,7 +152,6 @@ fn what_no_packing_writes_is_reported() {
                 }
             }
             if layout.scales() == ScaleType::E4m3 {
-                // The factor and the global scale, which are stored per row.
                 let channels = scales + 16 * k / size;
                 assert!(
                     refused(channels + 3, 0xff) && refused(channels + 64 + 3, 0xff) && refused(channels, 1)

@@ -71,12 +71,10 @@ fn invalid_parts_are_errors() {
     for rows in [0..N + 1, 16..16, N..N, 8..32, 16..33, 0..N - 1, 160..176, 0..usize::MAX, backwards] {
         assert_eq!(code(rows.clone()), 4, "{rows:?}");
     }
-    // Take a part of a part.
     let part = packed.view().rows(32..N).unwrap().rows(16..32).unwrap();
     assert_eq!(part.bytes(), packed.view().rows(48..64).unwrap().bytes());
 }
 
-/// All products of a call are checked before the first one starts.
 #[test]
 fn nothing_is_written_where_one_of_several_is_refused() {
     let codes = vec![9; 16 * 32];

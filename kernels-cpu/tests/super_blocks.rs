@@ -1,5 +1,4 @@
-//! Super-blocks, as in GGUF's K types: every instruction set is compared with the definition, and packed bytes and
-//! error bounds are checked.
+//! Super-blocks, as in GGUF's K types: every instruction set is compared with the definition.
 
 mod common;
 
@@ -12,9 +11,9 @@ use quant_kernels_cpu::{
     WeightView, dequantize_rows, reference,
 };
 
-/// In the place of a width: the four bits of IQ4.
+/// IQ4 among the bits of codes.
 const IQ4: u8 = 0x84;
-/// The widths of codes and groups of Q4_K, Q5_K, Q6_K and IQ4_XS, and others that the same kernels support.
+/// Bits of codes and group sizes: those of Q4_K, Q5_K, Q6_K and IQ4_XS, and others that the same kernels support.
 const WIDTHS: [(u8, usize); 10] =
     [(4, 32), (5, 32), (6, 16), (IQ4, 32), (4, 8), (4, 256), (5, 128), (6, 64), (2, 16), (IQ4, 8)];
 
@@ -101,8 +100,6 @@ impl Case {
         rows
     }
 
-    /// Products with int8 activations are bit-identical to the reference, with a scale per token and with a static
-    /// scale, whose codes can be −128.
     fn check(&self) {
         let (view, packed) = (self.view(), self.pack());
         for fixed in [None, Some(StaticScale { scale: 0.004, zero: 0 })] {
@@ -120,8 +117,7 @@ impl Case {
         }
     }
 
-    /// Products with float activations are within their bound, and bit-identical on all paths except `avx512bf16`: the
-    /// paths with tiles do not split the activations of super-blocks.
+    /// The paths with tiles do not split the activations of super-blocks.
     fn check_float(&self) {
         let (view, packed) = (self.view(), self.pack());
         let expected = reference::float_linear(&view, &self.x, self.bias.as_deref());
@@ -214,7 +210,6 @@ fn large_shapes_do_not_depend_on_the_split() {
     }
 }
 
-/// A row's result is bit-identical whether it is computed alone or in a batch.
 #[test]
 fn rows_are_the_same_in_every_batch() {
     for widths in [(4, 32), (5, 32), (6, 16), (IQ4, 32)] {
@@ -247,7 +242,6 @@ fn rows_are_the_same_in_every_batch() {
     }
 }
 
-/// The order of packed bytes, and the ids that identify it.
 #[test]
 fn packed_weights_are_in_their_order() {
     let golden: [(u8, usize, u64, u64); 3] = [
@@ -313,7 +307,6 @@ fn misuse_is_an_error() {
         WeightView::with_scales(shape, bits, size, &case.codes, Scales::Super(scales), zeros).unwrap_err()
     };
     let shape = [3, SUPER_BLOCK];
-    // Widths of codes and groups that are not those of super-blocks, minima with 6 bits, none with 4, and zero points.
     for (bits, size) in [(7, 16), (8, 32), (5, 16), (6, 8), (4, 24), (4, 4), (6, 16)] {
         assert_eq!(
             view(shape, bits, size, scales, None),
@@ -339,7 +332,6 @@ fn misuse_is_an_error() {
         WeightView::float_with_scales(shape, format, 32, &case.codes, scales).map(|_| ()).unwrap_err()
     };
     assert_eq!(floats(FloatFormat::E2m1, Scales::Super(scales)), ViewError::Scales);
-    // IQ4 has no minima, and no scales of other floating-point formats.
     assert_eq!(floats(FloatFormat::Iq4, Scales::Super(scales)), ViewError::Scales);
     let nvfp4 = Scales::E4m3 { groups: &[1; 24], global: 1.0 };
     assert_eq!(floats(FloatFormat::Iq4, nvfp4), ViewError::Scales);
@@ -352,7 +344,6 @@ fn misuse_is_an_error() {
         let error = Layout::from_float_parts([16, 256], format, 32, scales).unwrap_err();
         assert_eq!(error.code(), 3, "{format:?} {scales:?}");
     }
-    // Sums, zero points and widths of layouts.
     assert_eq!(Layout::of(&case.view(), true).unwrap_err().code(), 3);
     let parts = |k, bits, size, scales, zero| Layout::from_parts([16, k], bits, size, scales, zero, false);
     for (k, bits, size, scales, zero) in [
@@ -367,7 +358,6 @@ fn misuse_is_an_error() {
     ] {
         assert_eq!(parts(k, bits, size, scales, zero).unwrap_err().code(), 3, "{bits} {size} {scales:?}");
     }
-    // Codes beyond their bits, and activations with a zero point.
     let mut broken = case.clone();
     broken.codes[5] = 16;
     let error = PackedLinear::pack(&broken.view(), None, false, &Serial).unwrap_err();
@@ -376,7 +366,6 @@ fn misuse_is_an_error() {
     let fixed = StaticScale { scale: 0.1, zero: 3 };
     let rows = case.rows(IsaToken::detect(), packed.layout(), Some(fixed));
     assert_eq!(packed.multiply(&rows, &mut [0.0; 6], &Serial).unwrap_err().code(), 3);
-    // Rows for other groups, or for the same groups without super-blocks.
     let other = WeightView::new(shape, 4, 32, &case.codes, &[1.0; 24], None).unwrap();
     let rows = case.rows(IsaToken::detect(), &Layout::of(&other, false).unwrap(), None);
     assert_eq!(packed.multiply(&rows, &mut [0.0; 6], &Serial).unwrap_err().code(), 4);

@@ -44,7 +44,6 @@ fn integers_are_none_until_complete() {
                 assert_eq!((result.unwrap_err().code(), rows.m()), (4, 0));
                 assert!(rows.row(0).is_empty() && rows.sums(0).is_empty() && rows.scales().is_empty());
                 assert_eq!(view.multiply(token, &rows, None, &mut [], &Serial).unwrap_err().code(), 4);
-                // The next call starts over and completes.
                 rows.quantize(&x, layout, &Serial).unwrap();
                 view.multiply(token, &rows, None, &mut out, &Serial).unwrap();
                 assert_eq!(rows.m(), M);

@@ -5,9 +5,9 @@
 // has the scale NaN and codes of zero. For plain rows and silu(gate) · up, results are bit-identical to the CPU's. The
 // sum of squares of a norm is added in a different order.
 //
-// A block processes one row: it reads the row once, in vectors of 16 bytes, keeps it in registers as f32, and quantizes
-// it from there. Rows that do not fit a block's registers are read again, from L2. Only k determines which threads
-// process which values, so a row's result does not depend on the other rows.
+// A block processes one row. It reads the row once and keeps it in registers as f32; rows that do not fit are read
+// again. Which threads process which values does not depend on the number of rows, so a row's result does not depend on
+// the other rows.
 //
 // Macros:
 //   SOURCE     PLAIN, NORM, NORM_RESIDUAL or SILU_MUL
@@ -27,11 +27,10 @@ enum { PLAIN, NORM, NORM_RESIDUAL, SILU_MUL };
 constexpr bool NORMS = SOURCE == NORM || SOURCE == NORM_RESIDUAL;
 constexpr bool ADDS = SOURCE == NORM_RESIDUAL;
 constexpr int WARPS = THREADS / 32;
-// Values in a vector of 16 bytes, which a thread processes at once.
+// Values in a vector of 16 bytes.
 constexpr int VECTOR = ELEMENT == F32 ? 4 : 8;
 // Vectors that a thread keeps in registers.
 constexpr int VECTORS = HELD / VECTOR;
-// The number of lanes whose vectors together hold 32 values.
 constexpr int SEGMENT_LANES = 32 / VECTOR;
 // Features whose codes are summed by neighbouring lanes.
 constexpr int WIDTH = GROUP > 1 ? GROUP : 32;
@@ -55,7 +54,6 @@ template <> struct Type<F32> {
 typedef Type<ELEMENT>::word element_t;
 typedef Type<WEIGHT>::word weight_t;
 
-// The operands of a kernel, for one row.
 struct Row {
     const element_t *x;
     const element_t *up;
@@ -64,7 +62,6 @@ struct Row {
     int k;
 };
 
-// Combines the lowest bytes of four words to a word; that of `a` is the lowest.
 INLINE u32 low_bytes(u32 a, u32 b, u32 c, u32 d) {
     return __byte_perm(__byte_perm(a, b, 0x0040), __byte_perm(c, d, 0x0040), 0x5410);
 }
@@ -109,7 +106,6 @@ template <int TYPE, typename Word> INLINE void load(float (&to)[VECTOR], const W
     }
 }
 
-// Rounds values in place to the type of the activations, and stores them.
 INLINE void store_rounded(float (&values)[VECTOR], element_t *to, int at, int k) {
     element_t rounded[VECTOR];
 #pragma unroll
@@ -156,8 +152,7 @@ INLINE float silu(float g) {
     return g * (g < -87.0f ? 0.0f : sigmoid);
 }
 
-// Reads VECTOR values of the row for the first time. If there is a residual, adds them to it, stores the sum and
-// returns it.
+// The first read of VECTOR values of the row. A residual is added and stored.
 INLINE void first(float (&values)[VECTOR], const Row &row, int at) {
     if (at >= row.k) {
 #pragma unroll
@@ -180,7 +175,7 @@ INLINE void first(float (&values)[VECTOR], const Row &row, int at) {
     }
 }
 
-// Reads the same values again, for rows that are not kept in registers. A residual was stored by this same thread.
+// For rows that are not kept in registers. A residual was stored by this same thread.
 INLINE void again(float (&values)[VECTOR], const Row &row, int at) {
     if constexpr (ADDS) {
         load<ELEMENT>(values, row.residual, at < row.k ? at : row.k, row.k);
@@ -189,7 +184,6 @@ INLINE void again(float (&values)[VECTOR], const Row &row, int at) {
     }
 }
 
-// Multiplies values by the norm's factor and weight.
 INLINE void scale_by_norm(float (&values)[VECTOR], const Row &row, int at, float factor) {
     if (at >= row.k) return;
     float weight[VECTOR];
@@ -204,8 +198,7 @@ INLINE float square_sum(const float (&values)[VECTOR], float to) {
     return to;
 }
 
-// Compared as integers, the bits of magnitudes have the same order as the magnitudes; values that are not finite are
-// above all others.
+// The bits of magnitudes have the same order as the magnitudes; values that are not finite are above all others.
 INLINE u32 largest_of(const float (&values)[VECTOR], u32 to) {
 #pragma unroll
     for (int i = 0; i < VECTOR; i++) to = max(to, __float_as_uint(values[i]) & 0x7fffffffu);
@@ -221,8 +214,7 @@ struct WholeSum {
     static constexpr u32 NONE = 0;
     INLINE static u32 join(u32 word) { return (u32)sum_of_lanes((i32)word); }
 };
-// Lanes are combined in pairs, so the order of additions is fixed. Since addition is commutative, all lanes get
-// bit-identical sums.
+// The order of additions is fixed, and all lanes get bit-identical sums.
 struct FloatSum {
     static constexpr u32 NONE = 0;
     INLINE static u32 join(u32 word) {
@@ -233,14 +225,14 @@ struct FloatSum {
     }
 };
 
-// Sums over LANES neighbouring lanes; all of them get the result.
+// All lanes get the result.
 template <int LANES> INLINE int sum_lanes(int sum) {
 #pragma unroll
     for (int apart = 1; apart < LANES; apart *= 2) sum += __shfl_xor_sync(ALL_LANES, sum, apart);
     return sum;
 }
 
-// Reduces one word per thread over a block. `slots` has one word per warp, and must not be used for anything else.
+// Reduces one word per thread over a block. `slots` has one word per warp.
 template <typename How> INLINE u32 join_block(u32 word, u32 *slots) {
     const u32 lane = threadIdx.x % 32;
     word = How::join(word);
@@ -249,7 +241,6 @@ template <typename How> INLINE u32 join_block(u32 word, u32 *slots) {
     return How::join(lane < WARPS ? slots[lane] : How::NONE);
 }
 
-// How values are converted to codes.
 struct Grid {
     float inverse;
     float low;
@@ -261,8 +252,7 @@ struct Grid {
 
 INLINE u32 code(float value, const Grid &grid) {
     float scaled = value * grid.inverse;
-    // Clamping before rounding is equivalent, because the bounds are integers. They apply before the zero point is
-    // added.
+    // Clamping before rounding is equivalent, because the bounds are integers. They apply without the zero point.
     if (STATIC) scaled = fminf(fmaxf(scaled, grid.low), grid.high);
     u32 bits = __float_as_uint(scaled + ROUNDING);
     return STATIC ? bits + grid.zero : bits;
@@ -289,7 +279,6 @@ INLINE int quantize(const float (&values)[VECTOR], const Grid &grid, u8 *codes, 
             if (at + i < k)
                 codes[at + i] = (u8)(words[i / 4] >> (i % 4 * 8));
             else
-                // Codes beyond the end of the row are 0, even if the zero point is not.
                 words[i / 4] &= ~(0xffu << (i % 4 * 8));
         }
     }
@@ -298,8 +287,8 @@ INLINE int quantize(const float (&values)[VECTOR], const Grid &grid, u8 *codes, 
     return sum;
 }
 
-// Sums the codes of a group if the group is a run of neighbouring lanes, else those of a segment of 32 features. All
-// lanes must call this.
+// Sums the codes of a group that is a run of neighbouring lanes, else those of a segment of 32 features. All lanes must
+// call this.
 INLINE void add_up(int sum, int at, int k, int *sums, int *segments) {
     if constexpr (GROUP > 1) {
         constexpr int LANES = WIDTH / VECTOR;
@@ -401,7 +390,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
             add_up(sum, begin + i * STEP, k, sums, segments);
         }
     } else {
-        // All lanes iterate until the whole warp has finished, because summing needs all of them.
+        // Summing needs all lanes of the warp.
         for (int base = 0; base < k; base += STEP) {
             int at = base + begin;
             again(held[0], row, at);
@@ -417,7 +406,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     }
     if constexpr (GROUP == 1) {
         __syncthreads();
-        // A warp sums each group; its lanes read neighbouring words, so there are no bank conflicts.
+        // Lanes read neighbouring words, so there are no bank conflicts.
         const int lane = threadIdx.x % 32, each = group / 32, all = (k + 31) / 32;
         for (int g = threadIdx.x / 32; g < groups; g += WARPS) {
             int sum = 0;

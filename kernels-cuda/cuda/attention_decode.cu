@@ -2,11 +2,11 @@
 //
 //   score_t = scale · q · k_t,   out = sum_t p_t v_t / sum_t p_t,   lse = ln sum_t exp(score_t),   p_t = exp(score_t - max)
 //
-// A warp processes tiles of 16 tokens, one after another (attention_tile.cuh). It waits only for its own ring of
-// prefetched tiles; warps synchronize once, at the end.
+// A warp processes tiles of 16 tokens, one after another (attention_tile.cuh), from its own ring of prefetched tiles.
+// Warps synchronize only at the end.
 //
-// A sequence is cut into splits by a rule that depends only on its number of tokens; the last block of a sequence and
-// head to finish merges them in order. So a result depends only on its own sequence.
+// A sequence is cut into splits by a rule that depends only on its number of tokens. A block computes a split, and the
+// last to finish merges them in order. So a result depends only on its own sequence.
 //
 // Macros: KV_BITS, HEAD_DIM (kv_layout.cuh); QUERY_TYPE 0 f16, 1 bf16; OUT_TYPE 0 f16, 1 bf16, 2 f32; HEAD_TILES 1 or
 // 2: number of tiles of eight query heads per block; WARPS; STAGES: depth of the ring; MAX_SPLITS: maximum number of
@@ -21,7 +21,6 @@ typedef u16 Out;
 #endif
 
 constexpr int THREADS = 32 * WARPS;
-// Stride of the rows in which the results of warps are combined.
 constexpr int MEET_STRIDE = DIM + 4;
 extern __shared__ __align__(128) u8 shared[];
 
@@ -37,7 +36,7 @@ INLINE void copy_tile(u32 to, const u8* from, u32 lane) {
 }
 
 // Copies the rows of tokens from `skipped` to below `valid` of a tile, and the grids before `valid`. Other rows become
-// zeros and are not read, since they may hold any bytes.
+// zeros and are not read.
 INLINE void copy_part_of_tile(u32 to, const u8* from, int skipped, int valid, u32 lane) {
     constexpr int ROW_CHUNKS = ROW_BYTES / 16;
 #pragma unroll 1
@@ -99,7 +98,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     const u32 column_blocks = gridDim.y / kv_heads, kv_head = blockIdx.y / column_blocks;
     const u32 first_column = blockIdx.y % column_blocks * HEADS;
     const u32 columns = min(queries * group - first_column, static_cast<u32>(HEADS));
-    // The output row of a column of this block.
     const auto row_of = [&](u32 column) {
         const u32 at = first_column + column;
         return (static_cast<u64>(sequence) * queries + at / group) * (kv_heads * group) + kv_head * group + at % group;
@@ -109,8 +107,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     const u32 n = tokens[count_at];
     const u32 unseen = first == nullptr ? 0 : first[count_at];
     const u32 step = split_tokens(n);
-    // If a list is longer than planned, its last tokens are ignored; otherwise blocks would wait for splits that have
-    // no block.
+    // If a list is longer than planned, its last tokens are ignored; otherwise blocks would wait for splits without a
+    // block.
     const u32 splits = min(max((n + step - 1) / step, 1u), max_splits);
     if (split >= splits) return;
 
@@ -126,8 +124,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     const u32* list = table + static_cast<u64>(sequence) * table_stride + static_cast<u64>(kv_head) * table_head_stride;
     const u32 mine = begin + warp < end ? (end - begin - warp + WARPS - 1) / WARPS : 0;
 
-    // Of this warp's tiles, those from `whole_from` to below `whole_from + whole_count` are completely visible to all
-    // columns.
+    // All columns see all tokens of this warp's tiles `whole_from` to `whole_from + whole_count - 1`.
     const u32 whole_from = mine > 0 && unseen > (begin + warp) * TILE_TOKENS ? 1 : 0;
     const u32 whole_tiles = whole_to / TILE_TOKENS;
     const u32 whole_end = begin + warp < whole_tiles ? (whole_tiles - begin - warp + WARPS - 1) / WARPS : 0;
@@ -172,7 +169,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     for (int i = 0; i < 2 * HEAD_TILES; ++i)
         limits.seen[i / 2][i % 2] = seen_by(min(8 * (i / 2) + 2 * place.t + i % 2, columns - 1));
     State state = {};
-    // With this unit, every scale except 0 exceeds the limit, so the first tile chooses a new unit.
+    // The first tile chooses a new unit, because every scale except 0 exceeds the limit with this one.
     state.unit = __uint_as_float((127u + 60u) << 23);
 #pragma unroll
     for (int i = 0; i < 2 * HEAD_TILES; ++i) state.reference[i / 2][i % 2] = LOWEST;

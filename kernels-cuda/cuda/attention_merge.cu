@@ -1,5 +1,4 @@
-// Merges results of the same queries on different tokens, like `merge` of kernels-cpu, but for any number of parts, in
-// order.
+// Merges results of the same queries on different tokens, for any number of parts, in order.
 //
 //   out = sum_i w_i out_i / sum_i w_i,   lse = max + ln sum_i w_i,   w_i = exp(lse_i - max)
 //
@@ -34,7 +33,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     for (u32 i = 0; i < parts; ++i) {
         const float log = logs[i * static_cast<u64>(rows) + row];
         if (log == none) continue;
-        // If a part is NaN, so is the result.
+        // NaN in a part makes the result NaN.
         const float weight = exp2_approx((log - highest) * LOG2_E);
         sum = fmaf(weight, sums[i * items + item], sum);
         total += weight;

@@ -1,14 +1,14 @@
 // The work of a warp on a tile of 16 tokens in shared memory, for up to 16 query heads of a key-value head:
 //
-//   S = K Q^T    [16 tokens, 8 heads], codes directly from the row: one wide load per lane and row
+//   S = K Q^T    [16 tokens, 8 heads], codes directly from the row
 //   p            from S, with the token's scale and zero point and the sums of q, in f32
 //   O^T += V^T P [16 features, 8 heads], with the token's scale multiplied into P before it is rounded to f16
 //
 // Codes become f16 without a subtraction: in bits 2 to 5 of an f16 with the exponent of 256, a code gives 256 + code;
 // in bits 6 to 9 with the exponent of 16, it gives 16 + code; and a byte with the exponent of 1024 gives 1024 + code.
-// These offsets are corrected once, in f32: S starts at -sum(offset · q), and from O the offset times the sum of the
-// rounded P is subtracted. A value is v = scale (code - CENTRE) + (zero + CENTRE scale); only the first term is
-// multiplied by the rounded P.
+// The offsets are corrected in f32: S starts at -sum(offset · q), and from O the offset times the sum of the rounded P
+// is subtracted. A value is v = scale (code - CENTRE) + (zero + CENTRE scale); only the first term is multiplied by the
+// rounded P.
 #pragma once
 #include "kv_layout.cuh"
 
@@ -21,8 +21,7 @@ constexpr float OFFSET_ODD = KV_BITS == 4 ? 16.0f : OFFSET_EVEN;
 constexpr float CENTRE = KV_BITS == 4 ? 8.0f : KV_BITS == 8 ? 128.0f : 0.0f;
 // P may grow to 2^GROWTH before a new reference is chosen.
 constexpr float GROWTH = 6.0f;
-// The largest value scale times the unit of P is at least 2^7 when the unit is chosen, and always below 2^9. Times
-// 2^GROWTH this is below 65504, the largest f16.
+// The largest value scale times the unit of P is below this. Times 2^GROWTH, it is below the largest f16.
 constexpr float SCALE_LIMIT = 512.0f;
 constexpr float HALVES_SCALE = 256.0f;
 constexpr float LOWEST = -1e30f;
@@ -33,15 +32,14 @@ INLINE float minus_infinity() { return __int_as_float(0xff800000); }
 
 // ------------------------------------------------------------------------------------------------ codes to halves
 
-// The number of words that a lane reads from a row of keys, and the number of words per load.
+// Words that a lane reads from a row of keys, and per load.
 constexpr int KEY_WORDS = ROW_WORDS / 4;
 constexpr int KEY_WIDE = KEY_WORDS % 4 == 0 ? 4 : KEY_WORDS % 2 == 0 ? 2 : 1;
-// The number of words that a lane reads from a row of values, the number of words per load, and whether half a word is
-// left over, as in 4-bit rows with an odd number of blocks of 32 features.
+// Words that a lane reads from a row of values, and per load, and whether half a word is left over.
 constexpr int VALUE_WORDS = ROW_WORDS / 8;
 constexpr int VALUE_WIDE = VALUE_WORDS % 4 == 0 ? 4 : VALUE_WORDS % 2 == 0 ? 2 : 1;
 constexpr bool VALUE_TAIL = ROW_WORDS % 8 == 4;
-// The number of output tiles (of 16 features) to which a word contributes.
+// Output tiles (of 16 features) to which a word contributes.
 constexpr int WORD_TILES = PACK / 2;
 
 template <int WIDE>
@@ -93,7 +91,7 @@ INLINE void spread_halves(u32 first, u32 second, u32 (&out)[4]) {
 }
 #endif
 
-// Converts the same word of two tokens: each feature becomes a pair of f16 with the codes of both tokens.
+// Converts the same word of two tokens: each feature becomes a pair of f16.
 INLINE void spread_values(u32 first, u32 second, u32 (&out)[PACK]) {
 #if KV_BITS == 4
     u32 even[4], odd[4];
@@ -121,7 +119,6 @@ INLINE int out_feature(int tile, int half, int g) {
     return 8 * PACK * VALUE_WORDS + 8 * (g / 2) + 2 * (2 * (tile - WHOLE) + half) + g % 2;
 }
 
-// The offset that the conversion adds to the codes in a row of an output tile.
 INLINE constexpr float out_offset(int tile, int half) {
     constexpr int WHOLE = VALUE_WORDS * WORD_TILES;
     const bool odd = VALUE_TAIL && tile >= WHOLE ? half : tile & 1;
@@ -136,7 +133,7 @@ struct State {
     float rounded[HEAD_TILES][4];
     // For heads 2 t and 2 t + 1, over the tokens of this lane: sums of p, and of p (zero + CENTRE scale).
     float total[HEAD_TILES][2], middle[HEAD_TILES][2];
-    // The reference that is subtracted from scores; both are logarithms to base 2.
+    // The reference, a logarithm to base 2, is subtracted from scores.
     float reference[HEAD_TILES][2];
     // The factor of value scales: a power of two.
     float unit;
@@ -149,10 +146,10 @@ struct Queries {
     float scale[HEAD_TILES][2], sum[HEAD_TILES][2], start[HEAD_TILES][2];
 };
 
-// The first words that a lane reads from a tile. All its other loads are at fixed offsets from these.
+// The first words that a lane reads from a tile; other loads are at fixed offsets.
 struct Place {
     u32 g, t;
-    // The first words of even and of odd wide loads of keys, which differ if the halves of 128 bytes are swapped.
+    // Even and odd wide loads of keys, which differ if the halves of 128 bytes are swapped.
     u32 keys[2];
     u32 values;
 };
@@ -167,14 +164,14 @@ INLINE Place place_of(u32 lane) {
     return place;
 }
 
-// The distance in words from the row of token 2 t to that of 2 t + 1, 2 t + 8 or 2 t + 9 (`k` is 1 to 3), the same for
-// all t.
+// The distance in words from the row of token 2 t to that of 2 t + 1, 2 t + 8 or 2 t + 9 (`k` is 1 to 3), which does
+// not depend on t.
 INLINE constexpr int value_step(int k) {
     return (value_row((k & 1) + 8 * (k >> 1)) - value_row(0)) * ROW_WORDS;
 }
 
-// Loads the queries of a block's columns from `row_of(column)`, or zeros if it returns null. bf16 is converted to f16
-// after multiplication by a power of two, chosen so that the largest element of a column is from 2^14 to 2^15.
+// Loads the queries of a block's columns from `row_of(column)`, or zeros if it returns null. Before bf16 is converted
+// to f16, a power of two per column brings it into the range of f16.
 template <typename RowOf>
 INLINE void load_queries(Queries& queries, float scale, const Place& place, const RowOf& row_of) {
     const u32 t = place.t;
@@ -199,8 +196,8 @@ INLINE void load_queries(Queries& queries, float scale, const Place& place, cons
 #if QUERY_TYPE == 1
         largest = fmaxf(largest, __shfl_xor_sync(ALL_LANES, largest, 1));
         largest = fmaxf(largest, __shfl_xor_sync(ALL_LANES, largest, 2));
-        // Biased exponents: the factor is 2^(127 + 14 - e) and its inverse 2^(e - 127 - 14). The exponent is limited so
-        // that both are normal numbers.
+        // Biased exponents: the factor is 2^(127 + 14 - e) and its inverse 2^(e - 127 - 14). Both must be normal
+        // numbers.
         int exponent = static_cast<int>(__float_as_uint(largest) >> 23);
         exponent = min(max(exponent, 16), 254);
         back = __uint_as_float(static_cast<u32>(exponent - 14) << 23);
@@ -272,15 +269,15 @@ INLINE void score_tile(float (&scores)[HEAD_TILES][4], const Queries& queries, c
     }
 }
 
-// If this tile exceeds the limits of the current references or unit, chooses new ones and rescales the sums. References
-// are chosen per head, so that no head's result depends on another.
+// Chooses new references or a new unit if this tile exceeds the limits of the current ones, and rescales the sums.
+// References are chosen per head, so that no head's result depends on another.
 INLINE void rescale(State& state, const float (&scores)[HEAD_TILES][4], float value_scale) {
     float unit = 1.0f;
     if (HAS_GRIDS) {
         float largest = value_scale;
         for (int step = 4; step < 32; step *= 2) largest = fmaxf(largest, __shfl_xor_sync(ALL_LANES, largest, step));
         if (largest * state.unit >= SCALE_LIMIT) {
-            // Computed with biased exponents, so that chosen · largest is at least 2^7 and below 2^8.
+            // chosen · largest is at least 2^7 and below 2^8.
             const u32 exponent = __float_as_uint(largest) >> 23;
             const float chosen = __uint_as_float((254 + 7 - exponent) << 23);
             unit = chosen / state.unit;
@@ -312,7 +309,7 @@ INLINE void rescale(State& state, const float (&scores)[HEAD_TILES][4], float va
 }
 
 // Multiplies one output tile of 16 features: `low` and `high` are rows g and g + 8 for tokens 2 t and 2 t + 1; `low_8`
-// and `high_8` are the same rows for tokens 2 t + 8 and 2 t + 9.
+// and `high_8` are for tokens 2 t + 8 and 2 t + 9.
 INLINE void add_values(State& state, const u32 (&weights)[HEAD_TILES][2], int tile, u32 low,
                                            u32 high, u32 low_8, u32 high_8) {
 #pragma unroll
@@ -327,7 +324,6 @@ INLINE void sum_values(State& state, const u32 (&weights)[HEAD_TILES][2], const 
 #pragma unroll
         for (int heads = 0; heads < HEAD_TILES; ++heads)
             mma_f16(state.rounded[heads], {ONES, ONES, ONES, ONES}, weights[heads][0], weights[heads][1]);
-    // The lane reads the rows of tokens 2 t, 2 t + 1, 2 t + 8 and 2 t + 9.
 #pragma unroll
     for (int i = 0; i < VALUE_WORDS; i += VALUE_WIDE) {
         u32 words[4][VALUE_WIDE];
@@ -406,7 +402,6 @@ INLINE void attend_tile(State& state, const Queries& queries, const u32* tile, c
                     if (!exists || token >= limits.seen[heads][i]) scores[heads][2 * half + i] = minus_infinity();
         }
     }
-    // Scores relative to the reference.
     float beyond[HEAD_TILES][4], surplus = minus_infinity();
 #pragma unroll
     for (int heads = 0; heads < HEAD_TILES; ++heads)
@@ -437,8 +432,7 @@ INLINE void attend_tile(State& state, const Queries& queries, const u32* tile, c
             state.total[heads][i & 1] += p[i];
             if (HAS_GRIDS) state.middle[heads][i & 1] = fmaf(p[i], middle[i >> 1], state.middle[heads][i & 1]);
         }
-        // Transposes [tokens, heads], the order of the scores, to [heads, tokens], the order in which the second
-        // product reads P.
+        // From [tokens, heads] to [heads, tokens], as the second product reads P.
         weights[heads][0] = transpose_8x8(f16_pair(p[0] * fold[0], p[1] * fold[0]));
         weights[heads][1] = transpose_8x8(f16_pair(p[2] * fold[1], p[3] * fold[1]));
     }

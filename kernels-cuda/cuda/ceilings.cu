@@ -1,5 +1,5 @@
-// Measures the limits of a device: bytes read and copied per second, products per second on tensor cores, and the time
-// of a launch. The results of kernels are reported relative to these limits.
+// Measures the limits of a device, relative to which results of kernels are reported: bytes read and copied per second,
+// products per second on tensor cores, and the time of a launch.
 //
 // Macro:
 //   PRODUCT    type of the operands in `products`: 0 f16, 1 bf16, 2 s8
@@ -19,8 +19,8 @@ __device__ __forceinline__ uint4 load(const uint4 *from) {
     return out;
 }
 
-// Reads `vectors` of 16 bytes, a multiple of THREADS · FLIGHT. The condition of the store depends on all of them, so
-// that the compiler cannot skip the reads; it is almost never true.
+// Reads `vectors` of 16 bytes, a multiple of THREADS · FLIGHT. The condition of the store, which is almost never true,
+// depends on all of them, so that the compiler cannot skip the reads.
 extern "C" __global__ void __launch_bounds__(THREADS) stream_read(const uint4 *from, u64 vectors, u32 *to) {
     u32 all = 0;
     for (u64 block = blockIdx.x; block < vectors / (THREADS * FLIGHT); block += gridDim.x) {
@@ -44,7 +44,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) stream_copy(const uint4 *f
     }
 }
 
-// Does nothing, to measure the cost of a launch.
 extern "C" __global__ void nothing() {}
 
 // The number of independent sums per warp.

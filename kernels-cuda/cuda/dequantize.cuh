@@ -1,4 +1,4 @@
-// Converts packed codes to the A fragments of `mma`: the step between the ring in shared memory and the tensor cores.
+// Converts packed codes in shared memory to the A fragments of `mma`.
 //
 // Floats: a code `q` of 4 bits is inserted into the mantissa of a float at the position where its lowest bit has the
 // value 1, so a fragment holds `offset + q` without a subtraction or multiplication. The excess, `offset · Σ x`, is
@@ -12,15 +12,14 @@
 // field except the first: 7 instructions for 8 weights.
 //
 // Integers: nibbles become bytes by an AND, after a shift for the upper ones: 3 instructions for 8 weights. Progressive
-// weights become `128 + (q − z) s` by one multiplication and one addition for four bytes, two more instructions; bytes
-// cannot carry into each other, because the packer rejects values outside 0 to 255.
+// weights become `128 + (q − z) s` by one multiplication and one addition for four bytes. Bytes cannot carry into each
+// other, because the packer rejects values outside 0 to 255.
 //
-// Floating-point codes: sign, exponent and mantissa of E2M1 and E4M3 are moved to their positions in a wider format,
-// whose subnormal numbers then represent those of the code. This changes the value by a power of two, the difference of
-// the exponent biases. For f16 it is 2⁻¹⁴ for E2M1 and 2⁻⁸ for E4M3, and the results are multiplied by its inverse once
-// (`UNIT`). For bf16 it is 2⁻¹²⁶ and 2⁻¹²⁰; products would leave the range of f32, so the fragments are multiplied
-// instead. Codes are stored so that one or two masks after a rotation give a pair. For 8 weights this takes 11
-// instructions with E2M1 (17 for bf16), and 10 with E4M3 (18 for bf16).
+// Floating-point codes: sign, exponent and mantissa are moved to their positions in a wider format, whose subnormal
+// numbers then represent those of the code. This changes the value by a power of two, the difference of the exponent
+// biases. For f16, the results are multiplied by its inverse once (`UNIT`). For bf16, products would leave the range of
+// f32, so the fragments are multiplied instead. Codes are stored so that one or two masks after a rotation give a pair.
+// For 8 weights this takes 11 instructions with E2M1 (17 for bf16), and 10 with E4M3 (18 for bf16).
 #pragma once
 #include "ptx.cuh"
 
@@ -46,8 +45,8 @@ INLINE void fragment_bf16_u4(u32 (&a)[4], u32 word) {
     a[3] = and_or<0x003c003c, 0x42004200>(rotate_right<12>(word));
 }
 
-// Moves the bits of a floating-point code to their positions in a word: the magnitude and the sign, which may wrap
-// around the end of the word. The positions depend on the field, and on whether the feature is odd.
+// The positions of magnitude and sign in a word, which the sign may wrap around. They depend on the field, and on
+// whether the feature is odd.
 INLINE u32 place_of_e2m1(u32 code, u32 field, u32 odd) {
     const u32 magnitude = field == 0 ? 9 : field == 1 ? 12 : field == 2 ? 3 : 6;
     const u32 sign = field == 0 ? 15 : field == 1 ? 18 : field == 2 ? 16 : 17;
@@ -75,7 +74,6 @@ INLINE void fragment_bf16_e2m1(u32 (&a)[4], u32 word) {
     a[1] = and_or<0x01c001c0>(rotate_right<6>(word), by_3 & SIGNS);
     a[2] = and_or<0x01c001c0>(rotate_right<29>(word), rotate_right<1>(word) & SIGNS);
     a[3] = and_or<0x01c001c0>(word, rotate_right<2>(word) & SIGNS);
-    // 2¹²⁶.
 #pragma unroll
     for (int i = 0; i < 4; i++) a[i] = times_bf16_pair<0x7e80>(a[i]);
 }
@@ -86,7 +84,7 @@ INLINE void pairs_f16_e4m3(u32 &first, u32 &second, u32 word) {
     second = and_or<0x3f803f80>(rotate_right<25>(word), rotate_right<31>(word) & SIGNS);
 }
 
-// Converts four E4M3 codes to two pairs of bf16. Multiplying by 2¹²⁰ corrects for the exponent bias.
+// Converts four E4M3 codes to two pairs of bf16: their exact values.
 INLINE void pairs_bf16_e4m3(u32 &first, u32 &second, u32 word) {
     first = times_bf16_pair<0x7b80>(and_or<0x07f007f0>(rotate_right<3>(word), word & SIGNS));
     second = times_bf16_pair<0x7b80>(and_or<0x07f007f0>(rotate_right<28>(word), rotate_right<31>(word) & SIGNS));
@@ -98,8 +96,8 @@ INLINE void pairs_f16_u8(u32 &first, u32 &second, u32 word) {
     second = permute_bytes<0x4342>(word, 0x64646464);
 }
 
-// Converts four bytes to two pairs of bf16, q − 128, which is exact. The conversion goes through 2²³ + q in f32,
-// because the mantissa of bf16 has too few bits for a byte.
+// Converts four bytes to two pairs of bf16, q − 128, which is exact. Goes through 2²³ + q in f32, because bf16 has too
+// few bits for a byte.
 INLINE void pairs_bf16_u8(u32 &first, u32 &second, u32 word) {
     const float centre = 8388608.0f + 128.0f;
     float q0 = __uint_as_float(permute_bytes<0x7650>(word, 0x4b000000)) - centre;
@@ -118,8 +116,7 @@ INLINE void fragment_u8_u4(u32 (&a)[4], u32 row, u32 below) {
     a[3] = below >> 4 & 0x0f0f0f0f;
 }
 
-// Converts signed nibbles in the same order. A byte holds sixteen times the code, since its nibble is in the upper
-// half.
+// Converts signed nibbles in the same order, to bytes of sixteen times the code.
 INLINE void fragment_s8_s4(u32 (&a)[4], u32 row, u32 below) {
     a[0] = row << 4 & 0xf0f0f0f0;
     a[1] = below << 4 & 0xf0f0f0f0;

@@ -1,8 +1,7 @@
 // Quantizes keys and values and stores them in the pages of a cache.
 //
 // A few lanes share the row of keys or of values of one token and head. They find its minimum and maximum, and from
-// these the grid; each lane writes whole words, so that together they write whole 16-byte chunks. The grid is
-// bit-identical to that of `quantize_head` of kernels-cpu: all operations and roundings are the same.
+// these the grid. The grid is bit-identical to that of `quantize_head` of kernels-cpu.
 //
 //   zero  = f16 rounded down (min x),  scale = f16 rounded up ((max x - zero) / levels)
 //   code  = round half to even ((x - zero) / scale), 0 where scale is 0
@@ -17,7 +16,6 @@ typedef u16 Input;
 #endif
 
 constexpr int THREADS = 128;
-// Features per lane.
 constexpr int SHARE = 8;
 constexpr int LANES = DIM <= 64 ? 8 : DIM <= 128 ? 16 : 32;
 constexpr int SHARE_WORDS = SHARE / PACK;
@@ -40,7 +38,7 @@ struct alignas(16) Share {
 
 #if KV_BITS == 4
 // Packs eight 4-bit codes: even features in the low half of the word, odd ones in the high half, each half rotated left
-// by 2 bits. The decode kernel then finds codes at bits 2 to 5 and 6 to 9 of a half (attention_tile.cuh).
+// by 2 bits, as the decode kernel needs them (attention_tile.cuh).
 INLINE u32 pack_4(const u32 (&code)[SHARE]) {
     u32 word = 0;
 #pragma unroll
@@ -49,11 +47,11 @@ INLINE u32 pack_4(const u32 (&code)[SHARE]) {
 }
 #endif
 
-// keys, values  [tokens][kv_heads][HEAD_DIM], tokens `token_stride` elements apart, 16-byte aligned
+// keys, values  [tokens][kv_heads][HEAD_DIM], tokens `key_stride` or `value_stride` elements apart, 16-byte aligned
 // sequence, position  [tokens]: where each token is stored; tokens with the position 2^32 - 1 are skipped
 // table         [sequences][table_stride] page numbers; a page holds 2^page_shift tiles
 // refused       counts rows that contain NaN or a magnitude above 65504, which is clamped when stored; may be null
-// Grid: (token, head, keys or values), 128 / LANES rows per block.
+// Grid: 128 / LANES rows per block. For each token and head there are a row of keys and a row of values.
 extern "C" __global__ void __launch_bounds__(THREADS)
     kv_append(const Input* __restrict__ keys, const Input* __restrict__ values, const u32* __restrict__ sequence,
               const u32* __restrict__ position, const u32* __restrict__ table, u8* __restrict__ pages,
@@ -64,7 +62,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const u32 token = row / (2 * kv_heads);
     const bool is_value = row & 1;
     const u32 head = row / 2 % kv_heads;
-    // Lanes without a row continue, because the whole warp takes part in the exchanges below.
+    // The whole warp takes part in the exchanges below, even lanes without a row.
     bool wanted = token < tokens;
     u32 at = 0, page = 0;
     if (wanted) {
@@ -119,8 +117,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     halves.w = f16_pair(x[6], x[7]);
     *reinterpret_cast<uint4*>(codes) = halves;
 #else
-    // 1.5 · 2^23: adding it to a number below 2^22 rounds the number half to even; the low bits of the sum are the
-    // integer.
+    // 1.5 · 2^23: adding it to a number below 2^22 rounds the number half to even.
     constexpr float ROUND = 12582912.0f;
     // Adding 0.0 changes -0.0 to 0.0.
     const u16 zero = f16_below(__fadd_rn(low, 0.0f));

@@ -19,26 +19,25 @@
 //   SERIAL       1: a block computes all chunks of k, one after another; 0: one chunk
 //
 // Weights are the A operand of `mma`, tokens its columns: eight tokens fill a tile. A set of warps steps along k in
-// tiles of 128 features. The codes, activations and scales of each tile are copied to a ring in shared memory,
-// STAGES − 1 tiles in advance (linear_ring.cuh). Codes are in the order that lanes need (src/layout.rs), and
-// activations are swizzled for `ldmatrix`. For the tile after the current one, `mma` with a matrix of ones computes the
-// sums Σ x of each group, distributed over the warps. Once per group, Σ x is multiplied by the negated sum of the zero
-// point and the offset of the dequantization (dequantize.cuh), and the product is the initial value of the group's
-// accumulators; if integers are summed over all of k, this is done once at the end (linear_tile.cuh).
+// tiles of 128 features. Codes, activations and scales of each tile are copied to a ring in shared memory, STAGES − 1
+// tiles in advance (linear_ring.cuh). Codes are in the order that lanes need (src/layout.rs), and activations are
+// swizzled for `ldmatrix`. If sums Σ x of each group are needed, `mma` with a matrix of ones computes them for the tile
+// after the current one. Σ x is multiplied by the negated sum of the zero point and the offset of the dequantization
+// (dequantize.cuh), as the initial value of the group's accumulators; if integers are summed over all of k, this is
+// done at the end (linear_tile.cuh).
 //
-// Parts: k is cut into `chunks` runs of whole tiles, and each run into two halves, by numbers that depend only on the
-// shape of the weights. A half is summed from zero; a chunk is first half + second half, and chunks are added in order,
-// c₀ + c₁ + …: by one set of warps that computes one after another, by two that combine their sums in shared memory, or
-// by the last of several blocks to arrive (linear_out.cuh). So a row's result is bit-identical for any other rows, any
-// number of rows and any shape of the block.
+// Parts: k is cut into `chunks` runs of whole tiles, and each run into two halves if HALVED, by numbers that depend
+// only on the shape of the weights. A half is summed from zero; a chunk is first half + second half, and chunks are
+// added in order, c₀ + c₁ + …: by one set of warps that computes one after another, by two that combine their sums in
+// shared memory, or by the last of several blocks to arrive (linear_out.cuh). So a row's result is bit-identical for
+// any other rows, any number of rows and any shape of the block.
 #include "dequantize.cuh"
 
 constexpr bool FLOAT = ACTIVATION != S8;
 constexpr bool TWO_LEVELS = SCALE == PROGRESSIVE;
-// Whether integers are summed over all of k. Integer addition is exact, so the order does not matter.
+// Whether integers are summed over all of k, which is exact.
 constexpr bool WHOLE = !FLOAT && (GROUP == 0 || TWO_LEVELS);
-// Whether codes are stored as signed numbers, minus their zero point. There is then no offset, and sums of activations
-// are not needed.
+// Whether codes are stored minus their zero point, as signed numbers. Sums of activations are then not needed.
 constexpr bool SIGNED = !FLOAT && !ZEROS && !TWO_LEVELS;
 constexpr bool SUMS = CODES == INTEGER && !SIGNED;
 // The factor of the results: f16 fragments hold the values of the codes divided by it.
@@ -46,7 +45,6 @@ constexpr float UNIT = ACTIVATION != F16 || CODES == INTEGER ? 1.0f : CODES == E
 static_assert(CODES == INTEGER || (FLOAT && !ZEROS), "floating-point codes have no zeros, and meet floats");
 constexpr int SHIFT = SIGNED && CODE_BITS == 4 ? 4 : 0;
 
-// Warps and threads per set, and threads of the block.
 constexpr int WARPS = ROW_WARPS * TOKEN_WARPS;
 constexpr int SET_THREADS = 32 * WARPS;
 constexpr int THREADS = SETS * SET_THREADS;
@@ -78,8 +76,7 @@ constexpr int STAGE_BYTES = PARAMETERS_AT + ROW_BLOCKS * PARAMETER_BYTES;
 constexpr int X_SUMS_AT = STAGES * STAGE_BYTES;
 // The distance in bytes between the rings of two sets.
 constexpr int SET_BYTES = (X_SUMS_AT + (SUMS ? 2 * GROUPS * TOKENS * 4 : 0) + 127) / 128 * 128;
-// The stride of a token's row when results are reordered from fragments to rows: four padding words avoid bank
-// conflicts.
+// Four padding words avoid bank conflicts when results are reordered from fragments to rows.
 constexpr int OUT_STRIDE = ROWS + 4;
 
 template <bool IS_FLOAT> struct Partial { typedef float type; };
@@ -104,7 +101,6 @@ struct Arguments {
     i32 x_zero;
 };
 
-// A barrier for the threads of a set.
 INLINE void set_barrier(u32 set) {
     if (SETS == 1) __syncthreads();
     else barrier_of<SET_THREADS>(1 + set);
@@ -114,7 +110,7 @@ INLINE void set_barrier(u32 set) {
 #include "linear_tile.cuh"
 #include "linear_out.cuh"
 
-// The number of token tiles whose blocks run concurrently, so that the weights they share are read from memory once.
+// Token tiles whose blocks run concurrently, so that the weights they share are read from memory once.
 constexpr u32 NEIGHBOURS = 8;
 
 // Grid: [row tiles · token tiles, chunks (1 if SERIAL)]; src/linear/plan.rs computes the sizes of the buffers.
@@ -125,12 +121,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     const Arguments p = {codes, parameters, row_scales, row_zeros, row_sums, x, x_scales, bias, out, partials, tickets,
                          m,     n,          k,          x_stride,  out_stride, chunks, middle, x_zero};
     extern __shared__ __align__(128) u8 shared[];
-    // Broadcast from lane 0, so that the compiler knows that the value is the same in all lanes.
+    // The broadcast tells the compiler that the value is the same in all lanes.
     const u32 block_warp = __shfl_sync(ALL_LANES, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
     const u32 set = SETS == 1 ? 0 : block_warp / WARPS, warp = SETS == 1 ? block_warp : block_warp % WARPS;
     const u32 row_warp = warp % ROW_WARPS, token_warp = warp / ROW_WARPS;
     // Consecutive blocks process NEIGHBOURS token tiles of one row tile, then the same token tiles of the next row
-    // tile, and so on; then the next NEIGHBOURS token tiles.
+    // tile, and so on.
     const u32 row_tiles = (n + ROWS - 1) / ROWS, token_tiles = (m + TOKENS - 1) / TOKENS;
     const u32 band = blockIdx.x / (NEIGHBOURS * row_tiles), in_band = blockIdx.x % (NEIGHBOURS * row_tiles);
     const u32 neighbours = min(NEIGHBOURS, token_tiles - band * NEIGHBOURS);
@@ -164,7 +160,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     }
 
     Sums sums;
-    // The sums of the current chunk, and those of all chunks, if one set computes them one after another.
+    // The sums of the current chunk and of all chunks.
     Fragments chunk, totals;
 #pragma unroll
     for (int r = 0; r < ROW_TILES; r++) {
@@ -194,9 +190,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     u32 slot = 0, left = half_length;
     bool is_second = false, is_first_chunk = true;
     for (u32 tile = begin; tile < end; tile++) {
-        // This thread's copies of this tile have arrived, and if sums are computed, those of the next tile too. After
-        // the barrier, this holds for all threads, the sums of this tile are written, and no thread still reads the
-        // slot of the previous tile.
+        // After the barrier, all copies of this tile have arrived (and of the next one, if sums are computed), the sums
+        // of this tile are written, and no thread still reads the slot of the previous tile.
         copy_async_wait<STAGES - 2 - (SUMS ? 1 : 0)>();
         set_barrier(set);
         const u32 refill = slot == 0 ? STAGES - 1 : slot - 1;
@@ -247,7 +242,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
             }
         }
     }
-    // All rings have been read; shared memory is now free for other data.
+    // Shared memory is free for other data from here on.
     __syncthreads();
     if (SETS == 2 && !join_sets(shared, totals, set, warp, lane)) return;
     if (!SERIAL && chunks > 1) {

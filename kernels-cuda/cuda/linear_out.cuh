@@ -1,5 +1,4 @@
-// From a warp's sums to results in memory: adds the chunks of other blocks, reorders fragments to rows, and applies
-// scales and bias.
+// Adds the chunks of other blocks, reorders fragments to rows, applies scales and bias, and writes the results.
 //
 // Part of linear.cu, whose constants and arguments it uses.
 #pragma once
@@ -33,8 +32,7 @@ INLINE u32 bits_of(float value) { return __float_as_uint(value); }
 INLINE u32 bits_of(i32 value) { return (u32)value; }
 INLINE total_t total_of(u32 bits) { return WHOLE ? (total_t)(i32)bits : (total_t)__uint_as_float(bits); }
 
-// Adds the sums of the second set of warps to those of the first. Returns true in the first set, which has the result;
-// the other one is finished.
+// Adds the sums of the second set of warps to those of the first. Returns true in the first set, which has the result.
 INLINE bool join_sets(u8 *shared, Fragments &totals, u32 set, u32 warp, u32 lane) {
     uint4 *meet = (uint4 *)shared + warp * 32 + lane;
     if (set == 1) {
@@ -85,13 +83,12 @@ INLINE void write_out(const Arguments &p, u8 *shared, const Fragments &totals, u
     }
 }
 
-// Adds the chunks of all blocks of this tile in order. Returns true in the block that arrives last, which has the sums:
-// it keeps its own chunk in registers and reads the others from the workspace: [chunk][fragment][warp][token][row of 8]
-// of the bits of two rows.
+// Adds the chunks of all blocks of this tile in order. Returns true in the block that arrives last, which has the sums.
+// It reads the chunks of the others from the workspace: [chunk][fragment][warp][token][row of 8] of the bits of two
+// rows.
 //
 // There are two tickets: the number of blocks that have arrived, and the number that have written. The last block to
-// arrive waits for those that are still writing. Those blocks are already running and never wait, so there is no
-// deadlock.
+// arrive waits for those that are still writing. They are already running and never wait, so there is no deadlock.
 INLINE bool join_chunks(const Arguments &p, u8 *shared, Fragments &totals, u32 tile, u32 chunk, u32 tokens, u32 warp,
                         u32 token_warp, u32 lane) {
     // The number of pairs of values per fragment of all warps, and per chunk.
@@ -100,7 +97,7 @@ INLINE bool join_chunks(const Arguments &p, u8 *shared, Fragments &totals, u32 t
     if (threadIdx.x == 0) *others = atomicInc(arrived, p.chunks - 1);
     set_barrier(0);
     const bool is_last = *others == p.chunks - 1;
-    // The address of this lane's first pair, for its first token; that of its second token is 8 pairs further.
+    // This lane's first pair, for its first token; the second token is 8 pairs further.
     u32 *all = p.partials + 2 * ((u64)tile * p.chunks * CHUNK + warp * 64 + lane % 4 * 16 + lane / 4);
     if (!is_last) {
         u32 *own = all + 2 * (u64)chunk * CHUNK;
@@ -125,7 +122,7 @@ INLINE bool join_chunks(const Arguments &p, u8 *shared, Fragments &totals, u32 t
         while (add_device(written, 0) != p.chunks - 1) {
         }
         fence_device();
-        // Resets the count for the next launch; `arrived` has wrapped around to zero.
+        // For the next launch; `arrived` has wrapped around to zero.
         *written = 0;
     }
     set_barrier(0);

@@ -4,9 +4,8 @@
 // stored minus `middle`), GROUP (16, 32, 64, 128: features of a tile that share parameters; 0: a row is one group),
 // SCALE (F16, BF16, F32, PROGRESSIVE, E4M3, E8M0), ZEROS, SUMS.
 //
-// There are three kernels: one with a thread per 16 bytes of a lane's codes, one with a thread per pair of rows for the
-// parameters of a tile, and one with a warp per row. Values that the packer on the CPU rejects set `*fault` to 1.
-// A matrix is packed only once, so plain loads are fast enough.
+// Values that the packer on the CPU rejects set `*fault` to 1. A matrix is packed only once, so plain loads are fast
+// enough.
 #include "dequantize.cuh"
 
 constexpr int TILE_K = 128;
@@ -34,13 +33,12 @@ INLINE i32 zero_of(const Weights &w, u32 row, u32 group) {
     return ZEROS ? (i32)w.zeros[(u64)row * (w.k / w.group_size) + group] : (i32)w.middle;
 }
 
-// Returns the stored form of a code; 0 outside the matrix.
+// The stored form of a code; 0 outside the matrix.
 INLINE u32 stored(const Weights &w, u32 row, u32 feature) {
     if (row >= w.n || feature >= w.k) return 0;
     u32 code = w.codes[(u64)row * w.k + feature];
     if (code > w.most || (CODES == E4M3 && (code & 127) == 127)) *w.fault = 1;
     if (!SIGNED) return code & MASK;
-    // The difference must fit a signed number of CODE_BITS bits.
     if (code - w.middle + (MASK + 1) / 2 > MASK) *w.fault = 1;
     return code - w.middle & MASK;
 }
@@ -88,7 +86,7 @@ extern "C" __global__ void __launch_bounds__(256)
     *(uint4 *)(out + at * 16) = make_uint4(words[0], words[1], words[2], words[3]);
 }
 
-// One thread for the parameters of rows r and r + 8 in a tile, for all groups of the tile. Grid: enough blocks of 256.
+// One thread for the parameters of rows r and r + 8 in a tile. Grid: enough blocks of 256.
 extern "C" __global__ void __launch_bounds__(256)
     pack_parameters(const u8 *codes, const u8 *scales, const u8 *zeros, u32 *fault, u8 *out, u32 n, u32 k, u32 group_size,
                     u32 middle, u32 most) {
@@ -168,7 +166,7 @@ extern "C" __global__ void __launch_bounds__(128)
     }
     if (lane != 0) return;
     if (SCALE == E4M3) {
-        // Scales are divided by `global`. The kernel multiplies by 256 / `global`, which is stored in front of it.
+        // The kernel multiplies by 256 / `global`, which is stored in front of it.
         const float global = channels[0], factor = 256.0f / global;
         // `global` must be positive and finite, and the factor a normal number.
         const u32 exponent = __float_as_uint(factor) >> 23;

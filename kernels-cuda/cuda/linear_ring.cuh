@@ -3,11 +3,10 @@
 // Part of linear.cu, whose constants and arguments it uses.
 #pragma once
 
-// A thread's share of the copies for a tile, which always go to the same positions in a slot. The structure describes
-// the first copy of each kind; the further ones are whole rows apart.
+// A thread's share of the copies for a tile: the first copy of each kind. Further ones are whole rows apart.
 struct Copies {
     const u8 *codes, *parameters, *x;
-    // The distance in bytes between this thread's chunks of codes, and between its chunks of activations.
+    // Distances in bytes between this thread's chunks.
     u64 codes_step, x_step;
     // The remainder of the matrix, from this thread's first chunk: 16-row tiles, tokens, and bytes of a token.
     i32 row_blocks, tokens, left;
@@ -48,7 +47,6 @@ INLINE void copy_tile(const Arguments &p, Copies &from, u32 slot, u32 tiles) {
     const i32 valid = max(min(from.left, 16), 0);
 #pragma unroll
     for (int i = 0; i < (TOKENS + X_ROWS - 1) / X_ROWS; i++) {
-        // If there are more threads than chunks, the last threads copy nothing.
         if (TOKENS < X_ROWS && row >= TOKENS) break;
         bool there = i * X_ROWS < from.tokens && valid > 0;
         const u8 *x = there ? from.x + i * from.x_step : p.x;

@@ -1,6 +1,5 @@
-// The work of a warp on a tile of 128 features in shared memory: codes are converted to fragments, `ldmatrix` loads
-// activations, products are added to the sums of a group, and these sums are scaled and added to the sums of a part of
-// k.
+// The work of a warp on a tile of 128 features in shared memory: codes are converted to fragments, products are added
+// to the sums of a group, and these sums are scaled and added to the sums of a part of k.
 //
 // Part of linear.cu, whose constants and arguments it uses.
 #pragma once
@@ -62,7 +61,7 @@ INLINE float scale_of_byte(u32 byte) {
     return __uint_as_float(max(byte << 23, 1u << 22));
 }
 
-// Scales and zero points of the two rows of a lane in a 16-row tile, and values that are derived from them.
+// Scales and zero points of the two rows of a lane in a 16-row tile, and derived values.
 struct Group {
     float scale[2];
     // The factor of Σ x: for floats −(offset + zero), for integers −zero.
@@ -90,7 +89,6 @@ INLINE void load_group(Group &to, const u8 *parameters, int group, u32 lane, u32
     if (ZEROS) both = CODE_BITS == 4 ? (u32)zeros[pair] : (u32)((const u16 *)zeros)[pair];
     u32 words = 0;
     if (SCALE_BYTE || SCALE == F16 || SCALE == BF16) {
-        // Loads the values of both rows at once.
         words = SCALE_BYTE ? (u32) * (const u16 *)scales : *(const u32 *)scales;
     }
 #pragma unroll
@@ -113,11 +111,10 @@ INLINE void load_group(Group &to, const u8 *parameters, int group, u32 lane, u32
 // The number of words per lane for two neighbouring steps.
 constexpr int PAIR_WORDS = FLOAT ? (CODE_BITS == 4 ? 2 : 4) : (CODE_BITS == 4 ? 4 : 8);
 
-// How many pairs of steps are unrolled, so that their instructions interleave. Fewer for small groups, whose parameters
-// would otherwise occupy too many registers.
+// Pairs of steps that are unrolled, so that their instructions interleave. Fewer for small groups, whose parameters
+// occupy registers.
 constexpr int UNROLL = FLOAT && GROUP != 0 && GROUP <= 64 ? 2 : !FLOAT && GROUP == 32 && SERIAL ? 1 : STEPS / 2;
 
-// Computes the A fragment of step `half` of a pair of steps.
 INLINE void fragment(u32 (&a)[4], const u32 *words, int half, const Group &group) {
     const u32 *w = words + half * (PAIR_WORDS / 2);
     if (CODES == E2M1) {
@@ -155,8 +152,8 @@ INLINE void fragment(u32 (&a)[4], const u32 *words, int half, const Group &group
     }
 }
 
-// The running sums of a warp: those of a group (or of all tiles, if integers are summed over all of k), and those of
-// the current part of k. The compiler removes the ones that a variant does not use.
+// The running sums of a warp: of a group (or of all tiles, if integers are summed over all of k), and of the current
+// part of k.
 struct Sums {
     partial_t group[ROW_TILES][TOKEN_TILES][4];
     float part[ROW_TILES][TOKEN_TILES][4];
@@ -164,7 +161,6 @@ struct Sums {
     i32 x[TOKEN_TILES][2];
 };
 
-// Multiplies one tile of 128 features.
 INLINE void multiply_tile(const Arguments &p, Sums &sums, const u8 *slot, const partial_t *x_sums, const Group (&rows)[ROW_TILES],
                           u32 row_warp, u32 token_warp, u32 lane) {
     const u32 x = shared_address(slot) + X_AT;
@@ -176,7 +172,7 @@ INLINE void multiply_tile(const Arguments &p, Sums &sums, const u8 *slot, const 
     u32 words[ROW_TILES][PAIR_WORDS < 4 ? 4 : PAIR_WORDS];
 #pragma unroll UNROLL
     for (int pair = 0; pair < STEPS / 2; pair++) {
-        // Load sixteen bytes at a time. If a pair of steps needs only eight, the next pair uses the other eight.
+        // Sixteen bytes at a time, for one or two pairs of steps.
         if (PAIR_WORDS >= 4 || pair % 2 == 0) {
 #pragma unroll
             for (int r = 0; r < ROW_TILES; r++) {

@@ -1,8 +1,8 @@
-// PTX instructions without an equivalent in CUDA C++, one function each, and the integer types of all kernels.
+// Functions for PTX instructions, and the integer types of all kernels.
 //
-// Every kernel includes this file and no CUDA header, so that the run-time compiler alone suffices to build them.
-// Pointers into shared memory are 32-bit addresses of the shared window, as the instructions expect.
-// Sources: PTX ISA, the sections on `cp.async`, `ldmatrix`, `mma` (fragment figures), `lop3`, `prmt`, `cvt`.
+// No kernel includes a CUDA header, so that the run-time compiler alone suffices to build them. Pointers into shared
+// memory are 32-bit addresses of the shared window. Sources: PTX ISA, the sections on `cp.async`, `ldmatrix`, `mma`
+// (fragment figures), `lop3`, `prmt`, `cvt`.
 #pragma once
 
 typedef unsigned char u8;
@@ -20,17 +20,16 @@ enum { F16 = 0, BF16 = 1, F32 = 2, S8 = 3, PROGRESSIVE = 4, INTEGER = 5, E2M1 = 
 
 constexpr u32 ALL_LANES = 0xffffffffu;
 
-// Converts a generic pointer to an address in the shared window.
 INLINE u32 shared_address(const void *pointer) { return (u32)__cvta_generic_to_shared(pointer); }
 
 // ---- Copies from global to shared memory that bypass registers
 
-// Copies 16 bytes. Both addresses are multiples of 16.
+// Both addresses are multiples of 16.
 INLINE void copy_async_16(u32 to, const void *from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
 
-// Copies 16 bytes, of which the first `valid` are read from memory and the others are zero.
+// The first `valid` bytes are read from memory; the others become zero.
 INLINE void copy_async_16(u32 to, const void *from, u32 valid) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid) : "memory");
 }
@@ -102,8 +101,8 @@ template <int BY> INLINE u32 rotate_right(u32 word) {
     return out;
 }
 
-// Selects four of the eight bytes of `low` (0 to 3) and `high` (4 to 7). Nibble `i` of SELECT is the index of byte `i`
-// of the result.
+// Selects four of the eight bytes of `low` (0 to 3) and `high` (4 to 7); nibble `i` of SELECT selects byte `i` of the
+// result.
 template <u32 SELECT> INLINE u32 permute_bytes(u32 low, u32 high) {
     u32 out;
     asm("prmt.b32 %0, %1, %2, %3;" : "=r"(out) : "r"(low), "r"(high), "n"(SELECT));
@@ -119,14 +118,12 @@ INLINE i32 add_bytes(u32 word, i32 to) {
 
 // ---- Reductions over a warp
 
-// The maximum of the lanes' words, in all lanes.
 INLINE u32 largest_of_lanes(u32 word) {
     u32 out;
     asm volatile("redux.sync.max.u32 %0, %1, 0xffffffff;" : "=r"(out) : "r"(word));
     return out;
 }
 
-// The sum of the lanes' integers, in all lanes.
 INLINE i32 sum_of_lanes(i32 word) {
     i32 out;
     asm volatile("redux.sync.add.s32 %0, %1, 0xffffffff;" : "=r"(out) : "r"(word));
@@ -217,8 +214,7 @@ template <int COUNT> INLINE void barrier_of(u32 number) {
     asm volatile("bar.sync %0, %1;" ::"r"(number), "n"(COUNT) : "memory");
 }
 
-// A fence for the whole device: a thread that sees a write of this thread after the fence also sees its writes before
-// it.
+// A thread that sees a write of this thread after the fence also sees its writes before it.
 INLINE void fence_device() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 
 // Adds to a word and returns its previous value.

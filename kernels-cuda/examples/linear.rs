@@ -1,5 +1,4 @@
-//! Runs a linear layer on the first NVIDIA GPU, with memory and a stream that the crate creates. Without a GPU, prints
-//! what is missing.
+//! Runs a linear layer on the first NVIDIA GPU. Without a GPU, prints what is missing.
 //!
 //! ```text
 //! cargo run --release -p quant-kernels-cuda --example linear

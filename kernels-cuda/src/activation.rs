@@ -6,9 +6,8 @@
 //! the CPU, each value and each scale is within a relative `δ = ((c + k / 64 + 7) / 2 + 12) · 2⁻²⁴` of the CPU's, and
 //! codes differ by at most one.
 //!
-//! A block processes one row, and only `k` determines which of its threads processes which values, so a row's result is
-//! bit-identical for any other rows. A row of up to [`HELD_WIDTH`] values is read once; wider rows are read again for
-//! each pass, from the L2 cache if they fit.
+//! A row's result is bit-identical for any other rows. A row of up to [`HELD_WIDTH`] values is read once; wider rows
+//! are read again for each pass.
 //!
 //! Planning runs on the host and needs neither a device nor CUDA.
 
@@ -31,7 +30,7 @@ pub const HELD_WIDTH: usize = 32_768;
 /// KiB.
 pub const MAX_WIDTH: usize = 360_448;
 
-/// For each block shape: the maximum width of rows, threads per block and values that a thread keeps in registers.
+/// The maximum width of rows, threads per block, and values that a thread keeps in registers.
 const SHAPES: [[usize; 3]; 6] = [
     [1024, 64, 16],
     [2048, 128, 16],
@@ -40,7 +39,7 @@ const SHAPES: [[usize; 3]; 6] = [
     [16_384, 512, 32],
     [HELD_WIDTH, 1024, 32],
 ];
-/// Threads per block for wider rows; threads keep none of their values.
+/// Threads per block for wider rows, of which no values are kept.
 const WIDE: [usize; 2] = [1024, 0];
 
 /// The values that are quantized.
@@ -88,8 +87,7 @@ pub struct ActivationShape {
 }
 
 impl ActivationShape {
-    /// Creates the shape of `m` contiguous rows of `k` values, with a scale per row and no sums per group. Rows of
-    /// codes begin at multiples of 16 bytes.
+    /// Creates the shape of `m` contiguous rows of `k` values, with a scale per row and no sums per group.
     pub fn new(rows: RowSource, element: Float, m: usize, k: usize) -> Self {
         Self {
             rows,
@@ -150,7 +148,6 @@ impl ActivationShape {
         })
     }
 
-    /// The strides of float inputs and outputs.
     fn float_strides(&self) -> impl Iterator<Item = usize> {
         let up = (self.rows == RowSource::SiluMul).then_some(self.up_stride);
         let residual =
@@ -183,7 +180,7 @@ impl ActivationShape {
     }
 }
 
-/// Whether the codes of a group are summed through shared memory, because the group is not a run of neighbouring lanes.
+/// Whether the codes of a group are summed through shared memory.
 fn is_general(group: usize) -> bool {
     ![32, 64, 128].contains(&group)
 }
@@ -202,7 +199,6 @@ pub struct FixedScale {
 }
 
 impl FixedScale {
-    /// Whether the scale can be used for quantization: it is positive and finite, and so is its inverse.
     pub(crate) fn is_valid(&self) -> bool {
         self.scale > 0.0 && self.scale.is_finite() && (1.0 / self.scale).is_finite()
     }
@@ -312,8 +308,7 @@ impl ActivationPlan {
     }
 }
 
-/// The variants that the tests compile for the architectures: every source and type, each combined with some block
-/// shapes and other options.
+/// The variants that the tests compile for the architectures: every source and type, with some of the other options.
 pub fn variants() -> Vec<Entry> {
     use Float::{Bf16, F16, F32};
     let mut kinds = Vec::new();
@@ -330,8 +325,7 @@ pub fn variants() -> Vec<Entry> {
             others.extend([true, false].map(|aligned| (group, fixed, aligned)));
         }
     }
-    // Each kind gets two neighbouring widths, and one that does not fit the registers. The numbers of widths and of
-    // options, 7 and 20, are coprime, so that each width is combined with different options.
+    // Each kind gets two neighbouring widths, and one that does not fit the registers, with different options.
     let widths: Vec<usize> = SHAPES.iter().map(|shape| shape[0]).chain([HELD_WIDTH + 1]).collect();
     let of_kind = |i: usize| [2 * i, 2 * i + 1, widths.len() - 1].map(|at| widths[at % widths.len()]);
     let all = kinds.iter().enumerate().flat_map(|(i, kind)| of_kind(i).map(|k| (kind, k)));
@@ -349,9 +343,7 @@ pub fn variants() -> Vec<Entry> {
 
 fn entry(shape: &ActivationShape) -> Entry {
     let [threads, held] = block_of(shape.k);
-    // Every kernel sums codes four at a time, synchronizes its block and computes a maximum.
     let mut instructions = vec!["IDP.4A.S8.S8", "BAR.SYNC", "REDUX.MAX"];
-    // Sums of groups and of floats exchange values between lanes.
     if shape.group.is_some() || matches!(shape.rows, RowSource::RmsNorm { .. }) {
         instructions.push("SHFL.BFLY");
     }
@@ -366,8 +358,7 @@ fn entry(shape: &ActivationShape) -> Entry {
     Entry {
         family: "activation",
         variant: shape.variant([threads, held]),
-        // With this many registers per thread, at least half of a multiprocessor's maximum number of threads can be
-        // resident, for any block size.
+        // At least half of a multiprocessor's maximum number of threads can then be resident.
         register_ceiling: if held == 16 { 48 } else { 64 },
         instructions,
     }
@@ -390,7 +381,6 @@ mod tests {
         }
     }
 
-    /// The order of sums depends only on the width.
     #[test]
     fn the_variant_does_not_depend_on_the_number_of_rows() {
         for k in [5, 4096, 14_336, 53_248] {
@@ -444,14 +434,13 @@ mod tests {
         ] {
             assert!(bad.plan().is_err(), "{bad:?}");
         }
-        // Unused strides are not checked, and strides need no alignment if values are read one at a time.
         assert!(ActivationShape { residual_stride: 0, ..good }.plan().is_ok());
         assert!(ActivationShape { x_stride: 4097, aligned: false, ..good }.plan().is_ok());
         assert_eq!(ActivationShape { m: 0, ..good }.plan().unwrap().launch.grid[0], 0);
     }
 
     #[test]
-    fn regions_and_numbers_are_looked_at() {
+    fn regions_and_numbers_are_checked() {
         let shape = ActivationShape {
             group: Some(128),
             fixed: true,

@@ -2,8 +2,8 @@
 //!
 //! Names and structure follow [`quant_kernels_cpu::candle`]. A [`QuantizedLinear`] is a [`Module`] like
 //! `candle_nn::Linear`, and a [`CustomOp1`]. A [`Runner`] holds the device and the kernels that the linears of a model
-//! share. [`Activations`] determines how inputs are quantized. candle allocates the memory of the packed weights
-//! ([`layout`](crate::layout)), results and workspaces; every launch goes to the device's stream.
+//! share. [`Activations`] determines how inputs are quantized. candle allocates the memory, and launches go to the
+//! device's stream.
 //!
 //! ```no_run
 //! use std::sync::Arc;
@@ -59,7 +59,7 @@ pub struct PackedLinear {
 
 impl PackedLinear {
     /// Packs a view on the CPU and copies it to the device. Pass [`Order::Float`] for [`Activations::Float`], which FP4
-    /// and FP8 weights require, and [`Order::Int8`] for the others; set `sums` if activations may have a zero point.
+    /// and FP8 weights require, and [`Order::Int8`] for the others. Set `sums` if activations may have a zero point.
     ///
     /// # Errors
     /// See [`WeightLayout::of`] and [`WeightLayout::pack`]; also when the bias is not `[n]`, the device is not CUDA, or
@@ -81,7 +81,7 @@ impl PackedLinear {
         Self::from_packed(layout, &bytes, bias, device)
     }
 
-    /// Copies weights that are already packed to the device, such as bytes of a file.
+    /// Copies weights that are already packed to the device.
     ///
     /// # Errors
     /// When the layout needs a different number of bytes; otherwise as [`pack`](Self::pack).
@@ -102,7 +102,7 @@ impl PackedLinear {
         let device = device.as_cuda_device()?.clone();
         let bytes = device.clone_htod(bytes)?;
         let bias = bias.map(|bias| device.clone_htod(bias)).transpose()?;
-        // Other threads will use the weights, and the copy may be on a stream of this thread only, so wait for it.
+        // The copy may be on a stream of this thread only, and other threads will use the weights.
         device.synchronize()?;
         Ok(Self { layout, bytes, bias, device })
     }
@@ -120,13 +120,13 @@ impl PackedLinear {
 
 /// The device and the kernels that the linears of a model share.
 ///
-/// A kernel is compiled and loaded when it is first needed, which takes about a tenth of a second. To avoid this in
-/// time-critical code or in a graph capture, make one call in advance with the same number of tokens. Images are cached
-/// in the user's cache directory, or in the directory named by `QUANT_CUDA_CACHE`. The origin of images in this
-/// directory is not verified, so only trusted users may write to it. Clones share the device and the kernels.
+/// A kernel is compiled and loaded when it is first needed. To avoid this in time-critical code or in a graph capture,
+/// make one call in advance with the same number of tokens. Images are cached in the user's cache directory, or in the
+/// directory named by `QUANT_CUDA_CACHE`. The origin of images in this directory is not verified, so only trusted users
+/// may write to it. Clones share the device and the kernels.
 #[derive(Clone)]
 pub struct Runner {
-    // Declared first so that it is dropped before the device, into whose context the kernels are loaded.
+    // Declared first, so that kernels are dropped before the device, into whose context they are loaded.
     kernels: Arc<Kernels>,
     limits: PlanLimits,
     device: CudaDevice,
@@ -207,10 +207,10 @@ impl fmt::Debug for Runner {
 /// `y = x Ŵᵀ + b` with packed weights `[n, k]`.
 ///
 /// The input is `[.., k]` in f16 or bf16, or also in `f32` if activations are quantized to integers, on the runner's
-/// device, with any strides. It is copied first if it is not contiguous or does not begin at a multiple of 16 bytes.
-/// The result is `[.., n]` in the type of the input; it is accumulated in `f32` and rounded once, half to even.
-/// Gradients are not supported: the result of [`forward`](Module::forward) is detached, and `backward` fails on the
-/// result of `apply_op1`. Clones share the weights and the runner.
+/// device, with any strides. It may be copied first. The result is `[.., n]` in the type of the input; it is
+/// accumulated in `f32` and rounded once, half to even. Gradients are not supported: the result of
+/// [`forward`](Module::forward) is detached, and `backward` fails on the result of `apply_op1`. Clones share the
+/// weights and the runner.
 #[derive(Debug, Clone)]
 pub struct QuantizedLinear {
     weight: Arc<PackedLinear>,
@@ -223,8 +223,8 @@ impl QuantizedLinear {
     ///
     /// # Errors
     /// - The weights are not on the runner's device, or are packed for different activations.
-    /// - A static scale is not positive, it or its reciprocal is not finite, or its zero point requires sums and the
-    ///   weights were packed without them.
+    /// - A static scale or its reciprocal is not positive and finite, or its zero point requires sums and the weights
+    ///   were packed without them.
     /// - With [`Activations::Float`], `k` is not a multiple of 8.
     pub fn new(
         weight: Arc<PackedLinear>,
@@ -235,7 +235,7 @@ impl QuantizedLinear {
             return Err(KernelError::Scheme("the weights must be on the device of the runner"));
         }
         let linear = Self { weight, activations, runner: runner.clone() };
-        // Planning a call with zero rows reports every error that does not depend on the input.
+        // Reports every error that does not depend on the input.
         linear.plan(Float::F16, 0)?;
         Ok(linear)
     }
@@ -250,8 +250,8 @@ impl QuantizedLinear {
         self.activations
     }
 
-    /// Runs several linears on the same input, one [`forward`](Module::forward) after another, without synchronization
-    /// between them. [`quant_kernels_cpu::candle`] has the same function, for engines that run on both devices.
+    /// Runs several linears on the same input, one [`forward`](Module::forward) after another.
+    /// [`quant_kernels_cpu::candle`] has the same function, for engines that run on both devices.
     ///
     /// # Errors
     /// See [`forward`](Module::forward).

@@ -1,8 +1,7 @@
 //! Compiles one variant of a kernel family from its source to PTX or machine code, with NVRTC.
 //!
 //! A family is one `.cu` source; a variant is the source with particular values of its macros. Sources and headers are
-//! part of this crate and are passed in memory: no files are read and no CUDA toolkit headers are needed, only the
-//! run-time compiler.
+//! part of this crate, so only the run-time compiler is needed.
 
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::fmt;
@@ -34,7 +33,7 @@ pub struct Variant {
     pub defines: Vec<(&'static str, String)>,
 }
 
-/// Compares pointers first, because the texts are long and usually the same static variable.
+/// Compares pointers first: the texts are long and usually the same.
 impl PartialEq for Source {
     fn eq(&self, other: &Self) -> bool {
         let all = |source: &Self| (source.name, source.text, source.headers);
@@ -42,7 +41,7 @@ impl PartialEq for Source {
     }
 }
 
-/// Does not hash the texts, so that looking up a kernel for a launch is fast.
+/// Does not hash the texts, so that looking up a kernel is fast.
 impl Hash for Variant {
     fn hash<H: Hasher>(&self, state: &mut H) {
         (self.source.name, self.kernel, &self.defines).hash(state);
@@ -71,7 +70,7 @@ pub enum Architecture {
     Sm86,
     /// GeForce RTX 40, L40S.
     Sm89,
-    /// H100, H200. The kernels use only instructions that sm_80 also has.
+    /// H100, H200.
     Sm90,
     /// GeForce RTX 50.
     Sm120,
@@ -81,15 +80,13 @@ impl Architecture {
     /// All supported architectures.
     pub const ALL: [Self; 5] = [Self::Sm80, Self::Sm86, Self::Sm89, Self::Sm90, Self::Sm120];
 
-    /// The newest architecture whose PTX runs on a device of this compute capability. Its machine code may run there
-    /// too.
+    /// The newest architecture whose PTX runs on a device of this compute capability.
     pub fn of_device(major: u32, minor: u32) -> Option<Self> {
         let capability = major.checked_mul(10)?.checked_add(minor)?;
         Self::ALL.into_iter().rfind(|architecture| architecture.number() <= capability)
     }
 
-    /// Whether machine code for this architecture runs on a device of this compute capability: with the same major
-    /// version and at least the same minor version.
+    /// Whether machine code for this architecture runs on a device of this compute capability.
     pub fn runs_on(self, major: u32, minor: u32) -> bool {
         self.number() / 10 == major && self.number() % 10 <= minor
     }
@@ -178,7 +175,6 @@ pub fn compiler_version() -> Result<[u32; 2]> {
     Ok([major, minor].map(|number| u32::try_from(number).unwrap_or(0)))
 }
 
-/// Compiler options for every variant.
 pub(crate) fn options(architecture: Architecture, form: Form) -> Vec<String> {
     let kind = if form == Form::Ptx { "compute" } else { "sm" };
     let mut options = vec![
@@ -225,7 +221,6 @@ pub fn compile(variant: &Variant, architecture: Architecture, form: Form) -> Res
     Ok(Image { bytes: if form == Form::Ptx { until_zero(bytes) } else { bytes }, log })
 }
 
-/// A program of the compiler, destroyed on drop.
 struct Program {
     nvrtc: &'static Nvrtc,
     handle: *mut c_void,
@@ -258,7 +253,7 @@ impl Program {
     }
 
     fn log(&self) -> Result<String> {
-        // SAFETY: the program is alive.
+        // SAFETY: `log` writes as many bytes as `log_size` returns.
         let bytes = unsafe { self.bytes(self.nvrtc.log_size, self.nvrtc.log) }?;
         Ok(String::from_utf8_lossy(&until_zero(bytes)).trim().to_owned())
     }
@@ -267,13 +262,14 @@ impl Program {
     /// The two functions must belong together: the second writes as many bytes as the first returns.
     unsafe fn bytes(&self, size_of: SizeOf, bytes_of: BytesOf) -> Result<Vec<u8>> {
         let mut size = 0;
-        // SAFETY: the program is alive.
+        // SAFETY: `self` owns the program, which only `drop` destroys.
         checked(self.nvrtc, "get the size of the compiler output", unsafe {
             size_of(self.handle, &mut size)
         })?;
         let mut bytes = vec![0_u8; size];
         if size > 0 {
-            // SAFETY: the program is alive, and there is room for the size that it returned.
+            // SAFETY: `self` owns the program, which only `drop` destroys, and there is room for the size that it
+            // returned.
             let result = unsafe { bytes_of(self.handle, bytes.as_mut_ptr().cast()) };
             checked(self.nvrtc, "get the compiler output", result)?;
         }

@@ -1,7 +1,7 @@
 //! Loads images as kernels on the device of the caller's context.
 //!
-//! This module creates no contexts: it uses the one that is current on the calling thread, which belongs to the caller.
-//! [`Kernels`] compiles and loads a variant when it is first needed; [`Kernel::launch`] launches it.
+//! This module uses the context that is current on the calling thread, which belongs to the caller. [`Kernels`]
+//! compiles and loads a variant when it is first needed; [`Kernel::launch`] launches it.
 
 use std::collections::HashMap;
 use std::ffi::{CStr, CString, c_int};
@@ -59,8 +59,7 @@ impl DeviceLimits {
         })
     }
 
-    /// Returns the architecture and the form to compile for this device: machine code if that of a supported
-    /// architecture runs on it, else PTX of the newest architecture that it supports.
+    /// Returns the architecture and the form to compile for this device: machine code if possible, else PTX.
     ///
     /// # Errors
     /// When the device is older than every supported architecture.
@@ -89,23 +88,22 @@ unsafe impl Send for Kernel {}
 unsafe impl Sync for Kernel {}
 
 impl Kernel {
-    /// Loads a kernel of an image into the current context, and sets the maximum number of bytes of dynamic shared
-    /// memory that its blocks may use.
+    /// Loads a kernel of an image into the current context, and allows its blocks this much dynamic shared memory.
     ///
     /// # Errors
-    /// When there is no context, the driver rejects the image, the image lacks the kernel, or blocks cannot have that
-    /// much shared memory.
+    /// When there is no context, the driver rejects the image, the image lacks the kernel, or there is too little
+    /// shared memory.
     ///
     /// # Safety
-    /// The image must be trusted, such as one that [`compile`](crate::compile) has generated, since the driver runs its
-    /// code. The context must outlive the kernel.
+    /// The image must be trusted, such as one that [`compile`](crate::compile) has generated. The context must outlive
+    /// the kernel.
     pub unsafe fn load(image: &Image, name: &str, shared_bytes: u32) -> Result<Self> {
         let context = current_context()?;
         let name = CString::new(name).map_err(|_| Error::Driver {
             action: "find a kernel",
             reason: "its name contains a NUL byte".into(),
         })?;
-        // PTX must end with a zero byte. Machine code states its own length, so the additional byte does no harm.
+        // PTX must end with a zero byte. It does no harm after machine code.
         let mut text = image.bytes.clone();
         text.push(0);
         let mut module = ptr::null_mut();
@@ -142,7 +140,7 @@ impl Drop for Kernel {
     }
 }
 
-/// A context's address, a variant, and the bytes of shared memory.
+/// A context, a variant, and the bytes of shared memory.
 type Key = (usize, Variant, u32);
 
 /// The kernels of variants, compiled and loaded when they are first needed.
@@ -165,8 +163,8 @@ impl<C: Compiler> Kernels<C> {
         Self { images, loaded: Mutex::default() }
     }
 
-    /// Returns the kernel of a variant in the current context. The first call compiles and loads it, which takes about
-    /// a tenth of a second and may synchronize with the device, so make it before time-critical code.
+    /// Returns the kernel of a variant in the current context. The first call compiles and loads it and may synchronize
+    /// with the device, so make it before time-critical code.
     ///
     /// # Errors
     /// When the driver is missing, no context is current, the device is too old, or compiling or loading fails.
@@ -175,7 +173,7 @@ impl<C: Compiler> Kernels<C> {
     /// The context must outlive `self` and the returned kernel, and images in the cache's directory must be trusted.
     pub unsafe fn kernel(&self, variant: &Variant, shared_bytes: u32) -> Result<Arc<Kernel>> {
         let key = (current_context()? as usize, variant.clone(), shared_bytes);
-        // A poisoned lock is harmless: kernels are inserted only when they are complete.
+        // A poisoned lock is harmless: only complete kernels are inserted.
         let mut loaded = self.loaded.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(kernel) = loaded.get(&key) {
             return Ok(Arc::clone(kernel));
@@ -204,7 +202,6 @@ fn current_context() -> Result<sys::CUcontext> {
     if context.is_null() { Err(Error::NoContext) } else { Ok(context) }
 }
 
-/// Converts the driver's result code.
 pub(crate) fn checked(action: &'static str, result: sys::CUresult) -> Result<()> {
     if result == sys::CUresult::CUDA_SUCCESS {
         return Ok(());
@@ -240,7 +237,7 @@ mod tests {
         assert_eq!(target([7, 5]), Err(Error::DeviceTooOld { major: 7, minor: 5 }));
     }
 
-    /// Without a driver, or with a driver but without a context as here, functions must return errors and not panic.
+    /// With a driver, there is no context here.
     #[test]
     fn what_is_missing_is_an_error() {
         let expected = |e: &Error| match crate::driver_available() {

@@ -2,18 +2,17 @@
 
 use crate::compile::Architecture;
 
-/// The result of every fallible function of this crate.
+/// A result with this crate's error.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// An error of this crate: a missing library or device, invalid operands, or a failed call of the driver or the
-/// compiler.
+/// An error of this crate.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
     /// The driver's library is not installed, or not on the loader's path.
     #[error("CUDA driver library not found (libcuda.so, nvcuda.dll): install the NVIDIA driver")]
     DriverMissing,
-    /// A library with the expected name was loaded, but lacks a function that every version has.
+    /// A library lacks a function that this crate needs.
     #[error("{library} has no function `{function}`: the library is damaged or a stub")]
     FunctionMissing {
         /// The library.
@@ -48,8 +47,7 @@ pub enum Error {
     /// Operands that the kernels do not support.
     #[error(transparent)]
     Operands(#[from] quant_kernels_cpu::KernelError),
-    /// A launch that no device supports, with too many arguments, or with more shared memory than the kernel was loaded
-    /// with.
+    /// A launch that is not supported.
     #[error("cannot launch a kernel: {0}")]
     Launch(&'static str),
     /// The run-time compiler failed, but not because of a kernel's source.

@@ -1,12 +1,10 @@
 //! A cache of compiled kernels on disk.
 //!
-//! An image is found by a hash of everything that determines it: sources, macros, options, architecture, form,
-//! compiler, and the version of this crate. Files are written under a temporary name and renamed, so that several
-//! programs can share a directory. Each file ends with a hash of its contents; damaged files are compiled again. If the
-//! directory cannot be written, kernels are compiled again by every process.
+//! An image is found by a hash of everything that determines it, and the version of the compiler. Several programs can
+//! share a directory. Damaged files are compiled again.
 //!
 //! Images of any compiler are accepted if there is no compiler, if it rejects the source, or if the directory contains
-//! a file [`ANY_COMPILER`]. A directory that was filled on one machine can therefore be used on others.
+//! a file [`ANY_COMPILER`]. So a directory that was filled on one machine can be used on others.
 
 use std::ffi::OsString;
 use std::io::Write;
@@ -19,13 +17,11 @@ use crate::compile::{self, Architecture, Form, Image, Variant};
 /// The environment variable that names the directory. If it is empty, nothing is cached.
 pub const CACHE_DIRECTORY: &str = "QUANT_CUDA_CACHE";
 
-/// If the cache directory contains a file with this name, cached images are used whichever compiler version produced
-/// them, instead of compiling again. The images that run are then those that were shipped and tested.
+/// If the cache directory contains a file with this name, cached images of any compiler version are used. So the images
+/// that run are those that were shipped and tested.
 pub const ANY_COMPILER: &str = "any-compiler";
 
-/// The beginning of each file, which identifies its format.
 const HEAD: &[u8; 8] = b"QUANTCU1";
-/// Bytes of the hash at the end.
 const HASH: usize = 32;
 
 /// A compiler that generates images.
@@ -78,8 +74,7 @@ impl Default for ImageCache {
 }
 
 impl<C: Compiler> ImageCache<C> {
-    /// Creates a cache in a directory, which is created when the first image is stored. Without a directory, nothing is
-    /// cached and every image is compiled.
+    /// Creates a cache in a directory, which need not exist. Without a directory, every image is compiled.
     pub fn in_directory(directory: Option<PathBuf>, compiler: C) -> Self {
         Self { directory, compiler }
     }
@@ -134,8 +129,8 @@ fn directory_of(variable: impl Fn(&str) -> Option<OsString>) -> Option<PathBuf> 
     Some(caches.join("quant").join("cuda"))
 }
 
-/// Hashes everything that determines an image except the compiler. The length of each text is hashed before the text,
-/// so that moving a boundary between two texts changes the hash.
+/// Hashes everything that determines an image except the compiler. Lengths are included, so that a text cannot be
+/// divided differently.
 fn key(variant: &Variant, architecture: Architecture, form: Form) -> blake3::Hash {
     let mut hasher = blake3::Hasher::new();
     let mut add = |text: &str| {
@@ -187,7 +182,7 @@ fn newest(directory: &Path, key: &blake3::Hash) -> Option<Image> {
     found.iter().rev().find_map(|(_, path)| load(path))
 }
 
-/// A file consists of the head, the length of the log, the log, the image, and a hash of all these.
+/// Head, length of the log, log, image, and a hash of all these.
 fn encode(image: &Image) -> Vec<u8> {
     let mut out = HEAD.to_vec();
     out.extend((image.log.len() as u64).to_le_bytes());
@@ -210,7 +205,7 @@ fn decode(file: &[u8]) -> Option<Image> {
     Some(Image { log: String::from_utf8(log.to_vec()).ok()?, bytes: bytes.to_vec() })
 }
 
-/// Writes a file under a temporary name and renames it, so that other programs never see a part of it.
+/// Other programs must not see a part of a file.
 fn store(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
     static COUNT: AtomicU64 = AtomicU64::new(0);
     let directory = path.parent().unwrap_or(Path::new("."));
@@ -246,10 +241,9 @@ mod tests {
 
     static SOURCE: Source = Source { name: "a.cu", text: "text", headers: &[("b.cuh", "head")] };
     static OTHER: Source = Source { name: "a.cu", text: "text", headers: &[("b.cuh", "heads")] };
-    /// The concatenation of the text and the header is the same as for `SOURCE`.
+    /// The text and the header, joined, are those of `SOURCE`.
     static SHIFTED: Source = Source { name: "a.cu", text: "textb", headers: &[(".cuh", "head")] };
 
-    /// A compiler that returns its input as the image, and counts compilations.
     struct Fake {
         version: [u32; 2],
         compiled: Cell<usize>,
@@ -288,13 +282,11 @@ mod tests {
     #[test]
     fn an_image_is_compiled_once() {
         let dir = tempfile::tempdir().unwrap();
-        // The directory is created.
         let (fake, at) = (Fake::new([13, 0]), dir.path().join("deep/er"));
         let cache = ImageCache::in_directory(Some(at.clone()), &fake);
         let first = cache.image(&variant("1"), SM, Form::Cubin).unwrap();
         assert_eq!(cache.image(&variant("1"), SM, Form::Cubin).unwrap(), first);
         assert_eq!(fake.compiled.get(), 1);
-        // A cache of a different program finds the image too.
         let again = ImageCache::in_directory(Some(at.clone()), &fake);
         assert_eq!(again.image(&variant("1"), SM, Form::Cubin).unwrap(), first);
         assert_eq!(fake.compiled.get(), 1);
@@ -348,7 +340,6 @@ mod tests {
         }
     }
 
-    /// A file with a correct hash but a wrong length of the log.
     #[test]
     fn lengths_beyond_a_file_are_no_image() {
         let mut file = HEAD.to_vec();
@@ -396,12 +387,11 @@ mod tests {
         let newest = dir.path().join(file_name(&key(&variant("1"), SM, Form::Cubin), [13, 0]));
         std::fs::write(newest, "damaged").unwrap();
         assert_eq!(log(), Ok("log of [12, 10]".into()));
-        // Images of a different variant, architecture or form are not used.
         assert_eq!(cache.image(&variant("2"), SM, Form::Cubin), Err(Error::NvrtcMissing));
         assert_eq!(cache.image(&variant("1"), Architecture::Sm86, Form::Cubin), Err(Error::NvrtcMissing));
         assert_eq!(cache.image(&variant("1"), SM, Form::Ptx), Err(Error::NvrtcMissing));
         assert_eq!(missing.compiled.get(), 0);
-        // If the compiler rejects the source, images of other compilers are used, as if there were no compiler.
+        // As if there were no compiler.
         let old =
             ImageCache::in_directory(Some(dir.path().into()), Fake { refuses: true, ..Fake::new([12, 0]) });
         assert_eq!(old.image(&variant("1"), SM, Form::Cubin).unwrap().log, "log of [12, 10]");
@@ -418,7 +408,6 @@ mod tests {
         let cache = ImageCache::in_directory(at, &own);
         assert_eq!(cache.image(&variant("1"), SM, Form::Cubin).unwrap().log, "log of [13, 0]");
         assert_eq!(own.compiled.get(), 0);
-        // Missing images are compiled.
         assert_eq!(cache.image(&variant("2"), SM, Form::Cubin).unwrap().log, "log of [12, 8]");
         std::fs::remove_file(dir.path().join(ANY_COMPILER)).unwrap();
         assert_eq!(cache.image(&variant("1"), SM, Form::Cubin).unwrap().log, "log of [12, 8]");

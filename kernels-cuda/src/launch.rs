@@ -1,7 +1,7 @@
 //! Kernel launches: their shape and arguments as plain data, and launching on a stream.
 //!
-//! A launch uses the caller's stream and the caller's pointers. It allocates nothing on the device or the host, does
-//! not synchronize, and can be captured into a graph.
+//! A launch uses the caller's stream and pointers. It allocates nothing, does not synchronize, and can be captured into
+//! a graph.
 
 use std::ffi::c_void;
 use std::ptr;
@@ -50,7 +50,7 @@ impl Region {
     /// Checks that the region has at least `bytes` bytes and that its address is a multiple of `align`.
     ///
     /// # Errors
-    /// When the region is too short or misaligned.
+    /// When the region is too short, null or misaligned.
     pub fn require(self, what: &'static str, bytes: usize, align: usize) -> Result<(), KernelError> {
         let there = usize::try_from(self.bytes).unwrap_or(usize::MAX);
         if there < bytes {
@@ -75,7 +75,6 @@ impl Stream {
     pub const DEFAULT: Self = Self(ptr::null_mut());
 }
 
-/// Maximum number of arguments of a kernel.
 const MAX_ARGUMENTS: usize = 32;
 
 impl Argument {
@@ -89,7 +88,6 @@ impl Argument {
     }
 }
 
-/// The addresses of the arguments, as the driver expects them.
 fn pointers(arguments: &[Argument]) -> Result<[*mut c_void; MAX_ARGUMENTS]> {
     let mut out = [ptr::null_mut(); MAX_ARGUMENTS];
     let some = out.get_mut(..arguments.len()).ok_or(Error::Launch("too many arguments"))?;

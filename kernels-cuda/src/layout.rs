@@ -20,8 +20,8 @@
 //! ```
 //!
 //! Every section begins at a multiple of [`SECTION`] bytes. `n16` and `k128` are `n` and `k` rounded up; padding has
-//! code 0 and scale 0, and the kernels use 0 for the activations of padded features. The groups of a tile are those of
-//! its 128 features; the parameters of a wider group are repeated in each of its tiles.
+//! code 0 and scale 0, and the kernels use 0 for the activations of padded features. The parameters of a group that is
+//! wider than a tile are repeated in each of its tiles.
 //!
 //! Within a tile, byte `512 · c + 16 · l + b` is byte `b` of chunk `c` of lane `l`: a warp reads a chunk as 512
 //! contiguous bytes, without bank conflicts. Word `w` of a lane is bytes `4 (w % 4)…` of chunk `w / 4`.
@@ -38,7 +38,7 @@
 //! ```
 //!
 //! Floating-point codes, E2M1 and E4M3, have `Order::Float` and are in the same words. Their bits are spread, so that a
-//! mask, possibly after a rotation, finds sign and magnitude in their positions in an f16: see `WeightLayout::spread`.
+//! mask, possibly after a rotation, finds sign and magnitude in place: see `WeightLayout::spread`.
 //!
 //! Scales, u8 zero points and sums of a group's 16 rows are stored in the order `0, 8, 1, 9, …, 7, 15`, so that a lane
 //! reads its two with one load; u4 zero points as bytes `zero(r) | zero(r + 8) << 4`. In `Order::Int8` the codes of a
@@ -53,7 +53,7 @@ pub const TILE_K: usize = 128;
 /// Alignment of the sections of a packed matrix, in bytes.
 pub const SECTION: usize = 256;
 
-/// The type of the activations that the weights are multiplied with. It determines the order of codes within a lane.
+/// The type of the activations. It determines the order of codes within a lane.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Order {
     /// f16 or bf16.
@@ -90,7 +90,6 @@ pub struct WeightLayout {
     float: Option<FloatFormat>,
     order: Order,
     sums: bool,
-    /// The first byte of each section, and the end of the last one.
     sections: [usize; 6],
 }
 
@@ -109,13 +108,11 @@ pub enum Section {
     RowSums = 4,
 }
 
-/// The error for super-blocks, which only the CPU kernels support.
 pub(crate) const SUPER_BLOCKS: &str =
     "the kernels for GPUs do not support super-blocks (GGUF's Q4_K, Q5_K and Q6_K)";
 
 impl WeightLayout {
-    /// Returns the layout of a view. With `sums` it includes the sums that are needed for integer activations with a
-    /// zero point.
+    /// Returns the layout of a view. `sums` includes the sums for integer activations with a zero point.
     ///
     /// Groups have 32, 64 or 128 features, or are whole rows. With float activations or progressive weights, multiples
     /// of 128 are supported too. Floating-point codes, which require float activations, also support groups of 16.
@@ -149,8 +146,7 @@ impl WeightLayout {
         )
     }
 
-    /// Returns the layout with these properties, like [`Layout::from_parts`], for callers that have packed bytes but no
-    /// view.
+    /// Returns the layout with these properties, like [`Layout::from_parts`].
     ///
     /// # Errors
     /// See [`of`](Self::of).
@@ -197,11 +193,10 @@ impl WeightLayout {
         Self { n, k, code_bits, group_size, scales, zero_point, float, order, sums, sections }.checked()
     }
 
-    /// Checks that the kernels support these groups, and computes the sections.
     fn checked(mut self) -> Result<Self, KernelError> {
         let Self { k, code_bits, group_size, zero_point, order, sums, .. } = self;
         let layout = &self;
-        // With a larger zero point, `code − zero_point` does not fit in signed integers of this width.
+        // `code − zero_point` must fit in signed integers of this width.
         if layout.signed() && zero_point.is_some_and(|zero_point| zero_point > 1 << (code_bits - 1)) {
             return Err(KernelError::Scheme(
                 "the zero point of a symmetric integer grid must not exceed the middle code",
@@ -280,7 +275,7 @@ impl WeightLayout {
         self.float
     }
 
-    /// The type of the activations that the weights are multiplied with.
+    /// The type of the activations.
     pub fn order(&self) -> Order {
         self.order
     }
@@ -295,7 +290,7 @@ impl WeightLayout {
         self.group_size == self.k && !matches!(self.scales, ScaleType::Progressive | ScaleType::E4m3)
     }
 
-    /// Whether products are summed over a whole row before they are converted to floats.
+    /// Whether integers are summed over a whole row.
     pub(crate) fn summed_whole(&self) -> bool {
         self.order == Order::Int8 && (self.row_is_group() || self.scales == ScaleType::Progressive)
     }
@@ -365,8 +360,7 @@ impl WeightLayout {
         8.0 * self.bytes() as f64 / (self.n as f64 * self.k as f64)
     }
 
-    /// An id of the layout, computed from everything that affects the order of bytes. It prevents bytes of one layout
-    /// from being read with a different one.
+    /// An id of the layout, so that bytes of one layout are not read with a different one.
     pub fn id(&self) -> u64 {
         let scales = match self.scales {
             ScaleType::F16 => 1,
@@ -391,7 +385,6 @@ impl WeightLayout {
         });
         let words =
             [TAG, VERSION].into_iter().chain(sizes).chain([scales, zero_point, order, u64::from(self.sums)]);
-        // The hash includes the format only for floating-point codes.
         let words = words.chain(float);
         // FNV-1a.
         words.flat_map(u64::to_le_bytes).fold(0xcbf2_9ce4_8422_2325, |hash, byte| {

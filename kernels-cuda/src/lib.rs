@@ -1,10 +1,8 @@
 //! The host side of kernels that multiply activations with quantized weights on NVIDIA GPUs.
 //!
-//! The module of a kernel family, such as [`activation`], plans launches: the kernel variant, its grid and its
-//! arguments. A variant is compiled by NVRTC when first used ([`compile`]), cached on disk ([`image_cache`]), loaded
-//! ([`device`]) and launched on the caller's stream with the caller's pointers ([`launch`]). CUDA's libraries are
-//! loaded when first used. Without them, this crate still builds, programs that use it still start, and calls return
-//! errors.
+//! The module of a kernel family, such as [`activation`], plans launches. A kernel is compiled by NVRTC when first used
+//! ([`compile`]), cached on disk ([`image_cache`]), loaded ([`device`]) and launched on the caller's stream
+//! ([`launch`]). CUDA's libraries are loaded when first used; without them, calls return errors.
 //!
 //! ```no_run
 //! use std::sync::Arc;

@@ -1,10 +1,9 @@
 //! Finds CUDA's libraries before anything calls them.
 //!
 //! cudarc loads the driver when one of its functions is first called, and panics if the driver or the function is
-//! missing. This module therefore checks for them first: nothing else in this crate calls the driver before
-//! [`require_standalone`] or [`require_launch`] has succeeded. cudarc's own check is not available if another crate of
-//! the program, such as candle, makes cudarc link the driver. The few functions of the run-time compiler are looked up
-//! here; its library may be at any path, which [`NVRTC`] can name.
+//! missing. Nothing in this crate may therefore call the driver before [`require_standalone`] or [`require_launch`] has
+//! succeeded. cudarc's own check is not available if another crate, such as candle, makes cudarc link the driver. The
+//! functions of the run-time compiler are looked up here, because [`NVRTC`] may name its library.
 
 use std::ffi::{OsStr, c_char, c_int, c_void};
 use std::path::{Path, PathBuf};
@@ -15,8 +14,8 @@ use libloading::Library;
 
 use crate::{Error, Result};
 
-/// The environment variable that names the library of the run-time compiler, or the directory that contains it, such as
-/// that of a Python package. If it is not set, the loader searches its default path.
+/// The environment variable that names the library of the run-time compiler, or its directory. If it is not set, the
+/// loader searches its default path.
 pub const NVRTC: &str = "QUANT_NVRTC";
 
 /// Functions that [`device_count`] calls, including its error paths.
@@ -34,8 +33,7 @@ const LAUNCH_FUNCTIONS: [&str; 10] = [
     "cuFuncSetAttribute",
     "cuLaunchKernel",
 ];
-/// Further functions for programs without a framework, which create the context themselves; [`elapsed`] looks up one
-/// more.
+/// Further functions for programs without a framework, which create the context themselves. See also [`elapsed`].
 const STANDALONE_FUNCTIONS: [&str; 16] = [
     "cuDeviceGet",
     "cuDeviceGetName",
@@ -55,11 +53,11 @@ const STANDALONE_FUNCTIONS: [&str; 16] = [
     "cuEventDestroy_v2",
 ];
 /// The functions that return the time between two events, the newest first. Drivers before CUDA 12.8 have only the
-/// older one, which does the same.
+/// older one.
 const ELAPSED_FUNCTIONS: [&str; 2] = ["cuEventElapsedTime_v2", "cuEventElapsedTime"];
-/// Names of the driver's library, in the order in which cudarc tries them.
+/// In the order in which cudarc tries them.
 const DRIVER_NAMES: &[&str] = if cfg!(windows) { &["nvcuda.dll"] } else { &["libcuda.so", "libcuda.so.1"] };
-/// Names of the run-time compiler's library, in the order in which they are tried.
+/// In the order in which they are tried.
 const NVRTC_NAMES: &[&str] = if cfg!(windows) {
     &["nvrtc64_130_0.dll", "nvrtc64_120_0.dll"]
 } else {
@@ -128,13 +126,11 @@ fn driver_library() -> Result<&'static Library> {
     found.as_ref().ok_or(Error::DriverMissing)
 }
 
-/// Checks that the driver has the functions for loading and launching kernels.
 pub(crate) fn require_launch() -> Result<()> {
     static FOUND: OnceLock<Result<()>> = OnceLock::new();
     FOUND.get_or_init(|| require_driver().and_then(|()| has_driver_functions(&LAUNCH_FUNCTIONS))).clone()
 }
 
-/// Checks that a device exists and that the driver has the functions for a program without a framework.
 pub(crate) fn require_standalone() -> Result<()> {
     static FOUND: OnceLock<Result<()>> = OnceLock::new();
     let look = || {
@@ -150,7 +146,6 @@ pub(crate) fn require_standalone() -> Result<()> {
 pub(crate) type Elapsed =
     unsafe extern "C" fn(*mut f32, driver::sys::CUevent, driver::sys::CUevent) -> driver::sys::CUresult;
 
-/// Returns the driver's function that writes the milliseconds between two events, under either of its names.
 pub(crate) fn elapsed() -> Result<Elapsed> {
     let library = driver_library()?;
     // SAFETY: a function of either name has this signature; the library is never unloaded.
@@ -160,7 +155,6 @@ pub(crate) fn elapsed() -> Result<Elapsed> {
     ELAPSED_FUNCTIONS.iter().find_map(find).ok_or(missing)
 }
 
-/// Checks that the driver has these functions.
 fn has_driver_functions(functions: &[&'static str]) -> Result<()> {
     let library = driver_library()?;
     for function in functions {
@@ -175,7 +169,7 @@ fn has_driver_functions(functions: &[&'static str]) -> Result<()> {
 type Program = *mut c_void;
 type Text = *const c_char;
 
-/// The functions of the run-time compiler. They return result codes, of which 0 is success.
+/// Functions that return result codes, of which 0 is success.
 pub(crate) struct Nvrtc {
     pub version: unsafe extern "C" fn(*mut c_int, *mut c_int) -> c_int,
     pub create: unsafe extern "C" fn(*mut Program, Text, Text, c_int, *const Text, *const Text) -> c_int,
@@ -206,7 +200,8 @@ pub(crate) fn nvrtc() -> Result<&'static Nvrtc> {
 
 fn nvrtc_library(named: Option<&OsStr>) -> Result<Library> {
     let Some(named) = named else {
-        // SAFETY: as in `driver_library`.
+        // SAFETY: loading NVRTC runs its initializers, which have no preconditions. Users who set the loader's search
+        // path ensure that it leads to NVRTC.
         let found = NVRTC_NAMES.iter().find_map(|name| unsafe { Library::new(*name) }.ok());
         return found.ok_or(Error::NvrtcMissing);
     };
@@ -225,25 +220,26 @@ fn nvrtc_library(named: Option<&OsStr>) -> Result<Library> {
     } else {
         (path.parent().unwrap_or(path), path.to_owned())
     };
-    // The compiler loads its builtins by file name. Loading them here makes it find them in this directory.
+    // The compiler loads its builtins by file name. It finds them if they are loaded already.
     if let Some(builtins) = sibling(directory, |name| {
         name.starts_with("libnvrtc-builtins.so") || name.starts_with("nvrtc-builtins64_")
     }) {
-        // SAFETY: as in `driver_library`, for the directory that the user names.
+        // SAFETY: the initializers of NVRTC's builtins have no preconditions. Users who set `QUANT_NVRTC` ensure that
+        // it names NVRTC or its directory.
         std::mem::forget(unsafe { Library::new(builtins) }.map_err(|e| failed(with_causes(&e)))?);
     }
-    // SAFETY: as in `driver_library`, for the file that the user names.
+    // SAFETY: the initializers of NVRTC have no preconditions. Users who set `QUANT_NVRTC` ensure that it names NVRTC
+    // or its directory.
     unsafe { Library::new(library) }.map_err(|e| failed(with_causes(&e)))
 }
 
-/// Formats an error with its sources, which contain the loader's own message.
+/// The sources contain the loader's own message.
 fn with_causes(error: &dyn std::error::Error) -> String {
     let causes = std::iter::successors(error.source(), |cause| cause.source());
     causes.fold(error.to_string(), |all, cause| format!("{all}: {cause}"))
 }
 
-/// Returns a file of the directory with a matching name. If there are several, the last by name, normally the newest
-/// version.
+/// Returns the last of the matching files by name, normally the newest version.
 fn sibling(directory: &Path, such: impl Fn(&str) -> bool) -> Option<PathBuf> {
     let files = std::fs::read_dir(directory).ok()?.filter_map(|entry| Some(entry.ok()?.path()));
     files.filter(|path| path.file_name().and_then(OsStr::to_str).is_some_and(&such)).max()
@@ -282,7 +278,7 @@ impl Nvrtc {
 mod tests {
     use super::*;
 
-    /// Must hold on every machine: with a GPU, with a driver only, or with neither.
+    /// With a GPU, with a driver only, or with neither.
     #[test]
     fn asking_never_panics_and_answers_agree() {
         for _ in 0..2 {
@@ -323,7 +319,6 @@ mod tests {
         assert!(of(directory.path()).contains("libnvrtc.so.12"));
     }
 
-    /// A library that is not NVRTC.
     #[test]
     #[cfg(target_os = "linux")]
     fn a_library_without_the_functions_is_an_error() {

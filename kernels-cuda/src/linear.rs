@@ -1,12 +1,10 @@
 //! Linear layers: chooses the variant of `cuda/linear.cu` for given weights and numbers of tokens, and plans its
 //! launch.
 //!
-//! [`LinearPlan::new`] determines everything before a launch: macros, grid, shared memory, workspace. Results depend on
-//! the scheme and on the [`Parts`] of `k`, which depend only on the weights. The shape of a block, and whether parts
-//! are computed by separate sets of warps and blocks or one after another, depend on `m` and the device; results are
-//! bit-identical for all of them.
+//! Results depend on the scheme and on the [`Parts`] of `k`, which depend only on the weights. The shape of a block,
+//! and how parts are distributed, depend on `m` and the device; results are bit-identical for all of them.
 //!
-//! A [`LinearCall`] is for framework adapters: it also plans the quantization of activations to 8 bits.
+//! [`LinearCall`], for framework adapters, also plans the quantization of activations to 8 bits.
 
 mod call;
 mod listed;

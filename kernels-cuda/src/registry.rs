@@ -18,7 +18,6 @@ pub struct Entry {
     pub instructions: Vec<&'static str>,
 }
 
-/// The name of a family, and the function that lists its variants.
 type Family = (&'static str, fn() -> Vec<Entry>);
 
 /// All families.
@@ -43,7 +42,6 @@ mod tests {
                 assert_eq!(entry.family, name);
                 assert!((16..=255).contains(&entry.register_ceiling), "{}", entry.variant);
                 assert!(!entry.instructions.is_empty(), "{}", entry.variant);
-                // The source must define the kernel.
                 assert!(entry.variant.source.text.contains(entry.variant.kernel), "{}", entry.variant);
             }
         }

@@ -1,10 +1,8 @@
-//! Checks whether a framework's tensor is a valid input of a linear. It works on plain numbers, so that it can be
-//! tested without a framework or CUDA.
+//! Checks whether a framework's tensor is a valid input of a linear.
 
 use crate::float::Float;
 use crate::layout::{Order, WeightLayout};
 
-/// A checked input `[.., k]` of a linear `[n, k]`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Input {
     /// Number of tokens.
@@ -13,8 +11,7 @@ pub(crate) struct Input {
     pub elements: usize,
     /// The dimensions of the results, `[.., n]`.
     pub results: Vec<usize>,
-    /// Whether the input must be copied before kernels read it, because it is not contiguous or does not begin at a
-    /// multiple of 16 bytes.
+    /// Whether kernels need a copy, because the input is not contiguous or does not begin at a multiple of 16 bytes.
     pub copied: bool,
 }
 
@@ -91,7 +88,6 @@ mod tests {
             assert_eq!(copied(Some(start), Float::F16), half, "{start}");
             assert_eq!(copied(Some(start), Float::F32), single, "{start}");
         }
-        // An empty input is never copied.
         assert!(!check(&[0, 128], None, Float::F16).unwrap().copied);
     }
 

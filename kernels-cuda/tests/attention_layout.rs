@@ -7,7 +7,6 @@ use quant_kernels_cuda::attention::{KvPageLayout, TILE_TOKENS};
 const KINDS: [KvType; 3] = [KvType::Kv4, KvType::Kv8, KvType::F16];
 
 proptest! {
-    /// Values written to any slot are read back as the CPU's grid represents them, and nothing else changes.
     #[test]
     fn tokens_are_read_as_written_and_leave_others_alone(
         kind in prop::sample::select(KINDS.to_vec()),
@@ -43,7 +42,6 @@ proptest! {
     }
 }
 
-/// The rows of tokens do not overlap, and together fill the page.
 #[test]
 fn a_page_is_covered_once() {
     for kind in KINDS {
@@ -56,7 +54,7 @@ fn a_page_is_covered_once() {
                 for (token, word) in (0..TILE_TOKENS * words).map(|i| (i / words, i % words)) {
                     let at = place(token, word);
                     assert!(!std::mem::replace(&mut seen[at], true), "{kind:?} {d} {token} {word}");
-                    // Chunks of 16 bytes stay contiguous, so that they can be appended and copied as one.
+                    // Chunks of 16 bytes stay contiguous.
                     assert_eq!(at, place(token, word & !3) + word % 4);
                     // The copy kernel checks tokens per chunk, so a chunk must not span two rows.
                     assert_eq!(at / words, place(token, 0) / words);
@@ -68,8 +66,7 @@ fn a_page_is_covered_once() {
     }
 }
 
-/// Replays the loads of the decode kernel, lane by lane: no pass of a load accesses two words of the same bank of
-/// shared memory.
+/// Replays the loads of the decode kernel, lane by lane.
 #[test]
 fn loads_meet_no_bank_twice() {
     let wide = |words: usize| if words.is_multiple_of(4) { 4 } else { 2 - words % 2 };

@@ -28,8 +28,7 @@ const KINDS: [KvType; 3] = [KvType::Kv4, KvType::Kv8, KvType::F16];
 /// The minimum split is 64 tokens, so that short sequences are split too.
 const SHORT: SplitRule = SplitRule { max_splits: 8, min_split: 64 };
 
-/// Heads that are hard to quantize, in turn: constant, zero, negative zero, tiny, as wide as possible, nearly constant,
-/// near the end of the f16 range, and small; then evenly spaced and normally distributed ones.
+/// Eight kinds of heads that are hard to quantize, then two that are not, in turn.
 fn hard_row(turn: usize, d: usize, random: &mut Random) -> Vec<f32> {
     let around = |centre: f32, by: f32, random: &mut Random| -> Vec<f32> {
         random.normals(d).into_iter().map(|x| (centre + by * x).clamp(-65504.0, 65504.0)).collect()
@@ -48,7 +47,6 @@ fn hard_row(turn: usize, d: usize, random: &mut Random) -> Vec<f32> {
     }
 }
 
-/// All kinds, head sizes and group sizes, lengths around the ends of tiles and pages, and several sequences at once.
 #[test]
 fn decoding_is_within_its_bound() {
     if !has_nvrtc() {
@@ -78,7 +76,6 @@ fn decoding_is_within_its_bound() {
     }
 }
 
-/// Decoding reads what the append kernel stored, and no bytes that were never written.
 #[test]
 fn what_was_appended_is_attended_to() {
     if !has_nvrtc() {
@@ -96,7 +93,6 @@ fn what_was_appended_is_attended_to() {
     }
 }
 
-/// Split sequences give the same result for any order of blocks and warps, also if the beginning of the list is unseen.
 #[test]
 fn splits_join_to_the_whole() {
     if !has_nvrtc() {
@@ -117,7 +113,6 @@ fn splits_join_to_the_whole() {
     }
 }
 
-/// Sequences whose tokens are not divisible by the maximum number of splits.
 #[test]
 fn max_splits_cover_all_tokens() {
     if !has_nvrtc() {
@@ -131,8 +126,6 @@ fn max_splits_cover_all_tokens() {
     }
 }
 
-/// The result of a sequence is bit-identical whether it is decoded alone or in a batch, and for any placement of its
-/// pages.
 #[test]
 fn a_sequence_does_not_see_its_neighbours() {
     if !has_nvrtc() {
@@ -152,8 +145,6 @@ fn a_sequence_does_not_see_its_neighbours() {
     }
 }
 
-/// With several queries per sequence, no query sees a token after its own, and each result is bit-identical to that of
-/// the query alone.
 #[test]
 fn queries_do_not_see_what_comes_after_them() {
     if !has_nvrtc() {
@@ -189,14 +180,14 @@ fn extremes_stay_within_the_bound() {
         let mut sequence = Sequence::random(&case, 70, 4);
         for t in 0..70 {
             let (key, value) = (hard_row(t + 5, 64, &mut random), hard_row(t, 64, &mut random));
-            // Limit the keys, because otherwise a single probability would dominate.
+            // Otherwise a single probability would dominate.
             let key: Vec<f32> = key.into_iter().map(|x| x.clamp(-30.0, 30.0)).collect();
             sequence.keys[t * 64..][..64].copy_from_slice(&key);
             sequence.values[t * 64..][..64].copy_from_slice(&value);
         }
         let sequences = [sequence];
         check(&case, &sequences, None, &decode(&case, &sequences, None, Order::Straight));
-        // If all values are the same constant, the result is that constant, because the probabilities sum to one.
+        // The probabilities sum to one.
         let mut constant = Sequence::random(&case, 40, 5);
         constant.values.fill(-3.0);
         let result = decode(&case, &[constant.clone()], None, Order::Straight);
@@ -211,8 +202,8 @@ fn extremes_stay_within_the_bound() {
     }
 }
 
-/// From a warp's first tile to its next, scores and value scales grow by less and by more than the limit at which the
-/// kernel rescales its sums; weights must stay within f16.
+/// Weights must stay within f16 when scores and value scales grow, by less and by more than the limit at which the
+/// kernel rescales.
 #[test]
 fn scores_and_scales_grow_together() {
     if !has_nvrtc() {
@@ -238,8 +229,6 @@ fn scores_and_scales_grow_together() {
     }
 }
 
-/// At most 3 % more page bytes are read than the sequences occupy; shared memory has no bank conflicts; and the number
-/// of instructions per code is small.
 #[test]
 fn budgets_are_kept() {
     if !has_nvrtc() {
@@ -254,7 +243,7 @@ fn budgets_are_kept() {
         for run in &runs {
             assert!(run.page_bytes_read as f64 <= 1.03 * run.page_bytes_held as f64, "{kind:?} {head_dim}");
         }
-        // The difference between two runs is the cost of 16 more tiles in the main loop.
+        // The cost of 16 more tiles in the main loop.
         let more = |of: &dyn Fn(&machine::Counters) -> u64| of(&runs[1].counters) - of(&runs[0].counters);
         let (wavefronts, ideal) = (more(&|c| c.shared_read_wavefronts), more(&|c| c.shared_read_ideal));
         assert_eq!(wavefronts, ideal, "{kind:?} {head_dim}");
@@ -270,7 +259,6 @@ fn budgets_are_kept() {
     }
 }
 
-/// If a sequence is split, each split writes `4 d + 8` bytes per query head once, which are read once.
 #[test]
 fn bytes_of_a_workspace_are_kept() {
     if !has_nvrtc() {

@@ -14,7 +14,6 @@ const STATIC: Activations = Activations::Static(StaticScale { scale: 1.0 / 24.0,
 const ALL: [Activations; 3] = [Activations::Float, Activations::PerToken, STATIC];
 const SHAPE: [usize; 2] = [40, 2048];
 
-/// The first device, if tests run on one.
 fn device() -> Option<Device> {
     if std::env::var_os("QUANT_GPU").is_none_or(|v| v != "1") {
         eprintln!("SKIPPED: QUANT_GPU is not 1");

@@ -1,9 +1,8 @@
 //! Every kernel compiles for every architecture within its register limit, without spilling, and to the intended
 //! instructions. Needs NVRTC and the disassembler, but no GPU.
 //!
-//! Each listed variant is compiled for at least two architectures. Each architecture compiles about two fifths of the
-//! variants of every kernel, including all types and sizes, and disassembles every second of these.
-//! `QUANT_EVERY_VARIANT=1` compiles and disassembles all variants for all architectures.
+//! Each listed variant is compiled for at least two architectures. `QUANT_EVERY_VARIANT=1` compiles and disassembles
+//! all variants for all architectures.
 
 mod support;
 
@@ -25,7 +24,7 @@ fn every() -> bool {
     std::env::var_os(EVERY).is_some_and(|value| !value.is_empty() && value != "0")
 }
 
-/// The variants that are compiled for an architecture, some of every kernel.
+/// Some of every kernel.
 fn dealt(architecture: Architecture) -> Vec<Entry> {
     let turn = Architecture::ALL.iter().position(|a| *a == architecture).unwrap();
     let all = every();
@@ -40,7 +39,7 @@ fn dealt(architecture: Architecture) -> Vec<Entry> {
     entries
 }
 
-/// Compiles the entries of an architecture, and fails with all messages that `look` returns.
+/// Fails with all messages that `look` returns.
 fn check(architecture: Architecture, look: impl Fn(usize, &Entry, &Image) -> Result<(), String>) {
     let entries = dealt(architecture);
     let wrong: Vec<String> = entries
@@ -57,7 +56,6 @@ fn check(architecture: Architecture, look: impl Fn(usize, &Entry, &Image) -> Res
     assert!(wrong.is_empty(), "{} of {}:\n{}", wrong.len(), entries.len(), wrong.join("\n"));
 }
 
-/// Checks registers, stack, spills and warnings.
 fn fits(entry: &Entry, image: &Image) -> Result<(), String> {
     let usage = image.usage().ok_or_else(|| format!("no usage in {:?}", image.log))?;
     if usage.spill_stores + usage.spill_loads + usage.stack > 0 || usage.registers > entry.register_ceiling {
@@ -69,7 +67,6 @@ fn fits(entry: &Entry, image: &Image) -> Result<(), String> {
     if image.log.contains("warning") { Err(image.log.clone()) } else { Ok(()) }
 }
 
-/// The disassembler, if it is installed.
 fn disassembler() -> Result<PathBuf, String> {
     let program =
         std::env::var_os(PROGRAMS).map_or("nvdisasm".into(), |dir| PathBuf::from(dir).join("nvdisasm"));
@@ -102,7 +99,6 @@ fn instructions(text: &str) -> Vec<String> {
     names.map(str::to_owned).collect()
 }
 
-/// All checks for an architecture, with one compilation per variant.
 fn check_all(architecture: Architecture) {
     if !has_nvrtc() {
         return;
@@ -155,8 +151,6 @@ fn every_kernel_fits_sm_120() {
     check_all(Architecture::Sm120);
 }
 
-/// Every listed variant is compiled for at least two architectures, and each architecture compiles every kernel with
-/// all of its types and sizes.
 #[test]
 fn variants_are_distributed_to_all() {
     let all: Vec<Variant> = entries().into_iter().map(|e| e.variant).collect();
@@ -171,7 +165,7 @@ fn variants_are_distributed_to_all() {
                 .chain([(v.kernel, ("", String::new()))])
                 .collect::<Vec<_>>()
         };
-        // There are too few packing kernels to cover all of their options on each architecture.
+        // There are too few packing kernels to cover their options on each architecture.
         let is_chosen =
             |(kernel, (name, _)): &(&str, (&str, String))| !kernel.starts_with("pack") || name.is_empty();
         variants.iter().flat_map(of).filter(is_chosen).collect::<HashSet<_>>()
@@ -186,13 +180,11 @@ fn variants_are_distributed_to_all() {
     println!("{} variants, {:?} for each architecture", all.len(), dealt.each_ref().map(Vec::len));
 }
 
-/// PTX can be generated too; the output is reproducible and names its target.
 #[test]
 fn every_kernel_has_ptx() {
     if !has_nvrtc() {
         return;
     }
-    // The first variant of each source.
     let mut seen: Vec<&str> = Vec::new();
     for Entry { variant, .. } in entries() {
         if seen.contains(&variant.source.name) {

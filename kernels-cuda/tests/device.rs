@@ -25,7 +25,6 @@ use quant_kernels_cuda::linear::{CallArguments, CallShape, LinearCall};
 use support::gpu::{Bytes, Gpu};
 use support::machine::on_gpu;
 
-/// The environment variable that names a directory with a stand-in for the driver.
 const STAND_IN: &str = "QUANT_CUDA_STAND_IN";
 
 fn region(bytes: &Bytes) -> Region {
@@ -119,7 +118,6 @@ fn planned_rows_are_launched() {
     assert_eq!(sums, (0..m).map(added).collect::<Vec<_>>());
 }
 
-/// A complete linear, as a framework adapter calls it: quantization, product, and the memory between them.
 #[test]
 fn calls_of_linears_are_launched() {
     if !on_gpu() {
@@ -131,7 +129,7 @@ fn calls_of_linears_are_launched() {
     let zeros: Vec<u8> = (0..n * k / 128).map(|i| (i * 5 % 16) as u8).collect();
     let bias: Vec<f32> = (0..n).map(|i| i as f32 - 17.5).collect();
     let view = WeightView::new([n, k], 4, 128, &codes, &scales, Some(&zeros)).unwrap();
-    // f16 values, some of them large, so that errors of 8-bit quantization are visible.
+    // Large values make errors of 8-bit quantization visible.
     let x: Vec<f16> = (0..m * k)
         .map(|i| f16::from_f32(((i * 37 % 997) as f32 - 498.0) / 300.0 * (1 + i / k) as f32))
         .collect();
@@ -140,7 +138,7 @@ fn calls_of_linears_are_launched() {
         let multiplied: Vec<f64> = match order {
             Order::Float => x.iter().map(|&v| f64::from(v)).collect(),
             Order::Int8 => {
-                // The quantized activations must be bit-identical to the CPU's.
+                // Must be bit-identical to the CPU's.
                 let layout = Layout::from_parts([1, k], 4, k, ScaleType::F32, None, true).unwrap();
                 let (mut rows, layout) = (Int8Rows::default(), RowLayout::of(&layout));
                 match fixed {
@@ -177,7 +175,6 @@ fn calls_of_linears_are_launched() {
     }
 }
 
-/// The results of a linear's call, `[m, n]`.
 fn called(view: &WeightView, bias: &[f32], order: Order, fixed: Option<FixedScale>, x: &[f16]) -> Vec<f16> {
     let gpu = Gpu::get();
     let layout = WeightLayout::of(view, order, fixed.is_some()).unwrap();
@@ -276,7 +273,6 @@ fn invalid_images_are_refused() {
     assert!(form == Form::Cubin || architecture.number() < 10 * limits.capability[0] + limits.capability[1]);
 }
 
-/// Weights of every kind on the device with activations on the host match the CPU kernels.
 #[test]
 fn linears_of_a_program_without_a_framework() {
     if !on_gpu() {
@@ -325,8 +321,7 @@ fn linears_of_a_program_without_a_framework() {
         for (i, (got, expected)) in got.iter().zip(&expected).enumerate() {
             let (row, x) = (&weights[i % n * k..][..k], &x[i / n * k..][..k]);
             let magnitude: f32 = row.iter().zip(x).map(|(w, x)| (w * x).abs()).sum();
-            // f16 activations have a relative error of 2⁻¹², and sums a smaller one. With integers, only the final
-            // floats are rounded.
+            // f16 activations have a relative error of 2⁻¹². With integers, only the final floats are rounded.
             let max =
                 if activations == Activations::Float { magnitude / 2048.0 } else { expected.abs() * 1e-5 };
             assert!((got - expected).abs() <= max + 1e-6, "{activations:?} {i}: {got}, not {expected}");

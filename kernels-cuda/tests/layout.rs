@@ -7,7 +7,6 @@ use cases::{Case, Kind};
 use quant_kernels_cpu::{FloatFormat, KernelError, ScaleType, Unpacked};
 use quant_kernels_cuda::layout::{Order, Section, WeightLayout};
 
-/// Every scheme that can be packed, with shapes that fill tiles and shapes that do not.
 fn all() -> Vec<(Case, Order, bool)> {
     let mut all = Vec::new();
     let mut seed = 1;

@@ -96,7 +96,6 @@ impl Machine<'_> {
         }
     }
 
-    /// Counts one access of a warp.
     fn count(&mut self, pc: usize, locations: &[Option<Location>; LANES], bytes: usize, written: bool) {
         let mut shared = [None; LANES];
         let mut any_shared = false;
@@ -142,7 +141,6 @@ impl Machine<'_> {
         locations
     }
 
-    /// Runs a memory instruction.
     pub(crate) fn access(&mut self, w: usize, pc: usize, active: u32, operation: &Operation) -> Result<()> {
         match operation {
             Operation::Load { place, d, from, ty, keep, strong, acquire } => {
@@ -251,7 +249,7 @@ impl Machine<'_> {
         Ok(())
     }
 
-    /// Reads the source of a copy, which must be aligned to the size of the copy even if fewer bytes are read.
+    /// The source of a copy must be aligned to the size of the copy even if fewer bytes are read.
     fn read_aligned(
         &mut self,
         w: usize,
@@ -373,8 +371,8 @@ impl Machine<'_> {
         Ok(())
     }
 
-    /// Reads a row on behalf of the lane that provides its address, so bytes that a different lane copied
-    /// asynchronously require a warp barrier first.
+    /// Reads a row for the lane that provides its address. Bytes that a different lane copied asynchronously require a
+    /// warp barrier first.
     fn read_row(
         &mut self,
         w: usize,

@@ -6,12 +6,10 @@ use crate::integer::extend;
 use crate::rounding::{Direction, canonical, flush, to_bf16, to_f16, to_f32};
 use crate::types::{Lane, One, Pair, Two, Type, low_bits, one, two};
 
-/// A conversion with its modifiers.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Conversion {
     pub to: Type,
     pub from: Type,
-    /// The rounding direction.
     pub direction: Option<Direction>,
     /// Whether the result is rounded to an integral value (`rni`, …).
     pub integral: bool,
@@ -35,8 +33,8 @@ impl Conversion {
         known(self.to) && known(self.from)
     }
 
-    /// A function over all lanes, for frequent conversions. A signed result must have a register as wide as its type,
-    /// because the function does not extend its sign.
+    /// A function over all lanes, for frequent conversions. It does not extend signs, so a signed result needs a
+    /// register as wide as its type.
     pub fn fast(&self) -> Option<One> {
         if self.sat || self.ftz || self.relu {
             return None;
@@ -56,7 +54,7 @@ impl Conversion {
         })
     }
 
-    /// Converts one value; the result is extended to 64 bits according to its type.
+    /// The result is extended to 64 bits according to its type.
     pub fn convert(&self, bits: u64) -> u64 {
         if is_integer(self.from) {
             let value = extend(bits, self.from.bits(), self.from.is_signed());
@@ -91,8 +89,7 @@ impl Conversion {
 
     fn integer_to_float(&self, value: u64) -> u64 {
         let signed = self.from.is_signed();
-        // 64-bit integers are rounded to odd when converted to f64, so that the next rounding gives the correctly
-        // rounded result.
+        // Odd rounding to f64 makes the next rounding correct.
         let (negative, size) =
             if signed { ((value as i64) < 0, (value as i64).unsigned_abs()) } else { (false, value) };
         let spare = (64 - size.leading_zeros()).saturating_sub(53);
@@ -113,7 +110,6 @@ impl Conversion {
         }
         let value = self.direction.unwrap_or(Direction::Zero).integral(value);
         let (low, high) = range(bits, signed);
-        // The cast saturates at the range of i128, which is wider than every type here.
         (value as i128).clamp(low, high) as u64
     }
 
@@ -145,7 +141,7 @@ fn range(bits: u32, signed: bool) -> (i128, i128) {
     if signed { (-(1i128 << (bits - 1)), (1i128 << (bits - 1)) - 1) } else { (0, (1i128 << bits) - 1) }
 }
 
-/// `cvt.rn.f16x2.f32` and `cvt.rn.bf16x2.f32` without further modifiers, as functions over the lanes.
+/// `cvt.rn.f16x2.f32` and `cvt.rn.bf16x2.f32`, as functions over the lanes.
 pub(crate) fn fast_pack(conversion: &Conversion) -> Option<Two> {
     if conversion.relu || conversion.sat || conversion.direction != Some(Direction::Nearest) {
         return None;

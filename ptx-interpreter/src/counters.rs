@@ -69,14 +69,11 @@ impl Counters {
     }
 }
 
-/// The counters of a running launch.
 #[derive(Default)]
 pub(crate) struct Tally {
-    /// The number of executions of each instruction.
     pub executed: Vec<u64>,
     pub reads: Vec<Wavefronts>,
     pub writes: Vec<Wavefronts>,
-    /// Accessed bytes and sectors by buffer, for reads and writes.
     pub traffic: Vec<[(u64, u64); 2]>,
     pub barriers: u64,
     pub blocks: u64,
@@ -89,7 +86,7 @@ impl Tally {
         Self { executed: vec![0; instructions], reads: none.clone(), writes: none, ..Self::default() }
     }
 
-    /// Counts the bytes and sectors of one instruction: `(buffer, sector)` of its lanes in any order.
+    /// `touched` holds `(buffer, sector)` in any order, `lanes` the `(buffer, address)` of each lane with an access.
     pub fn traffic(
         &mut self,
         written: bool,

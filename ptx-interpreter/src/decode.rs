@@ -12,7 +12,6 @@ use crate::statement::{Entry, Operand, Statement, Variable};
 use crate::types::{Type, low_bits, two};
 use crate::{float, integer};
 
-/// The parts of an opcode: its name, its types and its other modifiers.
 pub(crate) struct Opcode<'a> {
     pub name: &'a str,
     pub modifiers: Vec<&'a str>,
@@ -37,8 +36,7 @@ impl<'a> Opcode<'a> {
         self.modifiers.contains(&modifier)
     }
 
-    /// Whether every modifier is one of these. Any other modifier could change the meaning, so the instruction is
-    /// unsupported.
+    /// Whether every modifier is one of these. An unknown modifier could change the meaning.
     pub fn only(&self, known: &[&str]) -> bool {
         self.modifiers.iter().all(|m| known.contains(m))
     }
@@ -58,7 +56,6 @@ impl<'a> Opcode<'a> {
     }
 }
 
-/// Returns a statement's operand at this position.
 pub(crate) fn operand<'s, 'a>(statement: &'s Statement<'a>, index: usize) -> Result<&'s Operand<'a>> {
     match statement.operands.get(index) {
         Some(operand) => Ok(operand),
@@ -68,7 +65,6 @@ pub(crate) fn operand<'s, 'a>(statement: &'s Statement<'a>, index: usize) -> Res
 
 const FLOAT_MODIFIERS: &[&str] = &["rn", "rz", "rm", "rp", "ftz", "sat", "relu", "NaN", "approx", "full"];
 
-/// Decodes a kernel.
 pub(crate) fn kernel<'a>(entry: &'a Entry<'a>, module: &'a [Variable<'a>]) -> Result<Kernel> {
     let mut resolver = Resolver::new(entry, module);
     let mut opcodes: Vec<String> = Vec::new();
@@ -89,7 +85,7 @@ pub(crate) fn kernel<'a>(entry: &'a Entry<'a>, module: &'a [Variable<'a>]) -> Re
         let (line, source) = (statement.line, statement.source);
         instructions.push(Instruction { operation, guard, opcode, line, source });
     }
-    // Append an exit: a label may follow the last statement, and a text may lack the final `ret`.
+    // A label may follow the last statement, and a text may lack the final `ret`.
     let (line, source) = entry.statements.last().map_or((0, (0, 0)), |s| (s.line, s.source));
     opcodes.push("(end)".to_owned());
     let opcode = opcodes.len() - 1;
@@ -202,7 +198,7 @@ fn movement<'a>(r: &mut Resolver<'a>, s: &Statement<'a>, o: &Opcode<'_>) -> Resu
         return Ok(Operation::Unpack { parts, a: r.source(s, from, ty)?, bits });
     }
     let (d, _) = r.destination(s, to)?;
-    // An unsupported special register (clocks, timers) is treated like an unsupported instruction.
+    // An unsupported special register is like an unsupported instruction.
     if let Operand::Name(name) = from
         && name.starts_with('%')
         && !r.knows(s, name)
@@ -264,8 +260,7 @@ fn conversion<'a>(r: &mut Resolver<'a>, s: &Statement<'a>, o: &Opcode<'_>) -> Re
     if !conversion.is_known() {
         return Ok(None);
     }
-    // A fast function returns a result as wide as its type. For a wider register, a signed type needs the slow path,
-    // which extends the sign.
+    // A fast function does not extend the sign to a wider register.
     let same = register.bits() == to.bits() || !to.is_signed();
     if let Some(f) = conversion.fast().filter(|_| same) {
         return Ok(Some(Operation::One { f, d, a }));

@@ -59,7 +59,7 @@ fn place(o: &Opcode<'_>) -> MemorySpace {
     }
 }
 
-/// Decodes a statement; `None` if it is of a different kind or has unsupported modifiers.
+/// `None` if the statement is of a different kind or has unsupported modifiers.
 pub(crate) fn memory<'a>(
     r: &mut Resolver<'a>,
     s: &Statement<'a>,
@@ -196,7 +196,7 @@ fn copy<'a>(r: &mut Resolver<'a>, s: &Statement<'a>, o: &Opcode<'_>) -> Result<O
     if !matches!(bytes, 4 | 8 | 16) || (o.has("cg") && bytes != 16) {
         return Resolver::wrong(s, format!("copies must have 4, 8 or 16 bytes (`cg`: 16), not {bytes}"));
     }
-    // A fourth operand is the number of bytes to read, or a predicate that disables the read; a cache policy comes
+    // A fourth operand is the number of bytes to read, or a predicate that disables the read. A cache policy comes
     // last.
     let (mut size, mut ignore) = (None, None);
     let policy = usize::from(o.has("L2::cache_hint"));

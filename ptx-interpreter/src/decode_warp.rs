@@ -8,7 +8,7 @@ use crate::resolve::Resolver;
 use crate::statement::{Operand, Statement};
 use crate::types::Type;
 
-/// Decodes a statement; `None` if it is of a different kind or has unsupported modifiers.
+/// `None` if the statement is of a different kind or has unsupported modifiers.
 pub(crate) fn warp<'a>(r: &mut Resolver<'a>, s: &Statement<'a>, o: &Opcode<'_>) -> Result<Option<Operation>> {
     Ok(match o.name {
         "bar" | "barrier" => barrier(r, s, o)?,
@@ -159,7 +159,7 @@ fn matrix_access<'a>(r: &mut Resolver<'a>, s: &Statement<'a>, o: &Opcode<'_>) ->
 }
 
 fn multiply<'a>(r: &mut Resolver<'a>, s: &Statement<'a>, o: &Opcode<'_>) -> Result<Option<Operation>> {
-    // Integer element types such as `s4` are not fundamental types, so parse the names here. Their order is D, A, B, C.
+    // Element types such as `s4` are not fundamental types. Their order is D, A, B, C.
     let names: Vec<_> = s.opcode.split('.').skip(1).collect();
     let ["sync", "aligned", shape, "row", "col", rest @ ..] = names.as_slice() else { return Ok(None) };
     let saturate = rest.first() == Some(&"satfinite");
@@ -173,7 +173,7 @@ fn multiply<'a>(r: &mut Resolver<'a>, s: &Statement<'a>, o: &Opcode<'_>) -> Resu
         "m16n8k64" => 64,
         _ => return Ok(None),
     };
-    // B has `8 · depth` elements, which are divided among 32 lanes with registers of 32 bits.
+    // B has `8 · depth` elements in registers of 32 bits in 32 lanes.
     let b_count = depth * ea.bits() / 128;
     let float = ea.is_float() && ea == eb && !saturate;
     let sums = match (d_name, c_name) {

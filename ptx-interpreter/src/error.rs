@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-/// The result of every fallible function of this crate.
+/// A result with this crate's error.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// An error while reading or running a kernel.
@@ -33,8 +33,7 @@ pub enum Error {
         /// A description of the mismatch.
         message: String,
     },
-    /// No buffer begins at the address that the host accesses, the data do not fit in the buffer, or the buffer has
-    /// bytes that were never written.
+    /// The host accessed a buffer that does not exist, is too short, or has bytes that were never written.
     #[error("memory: {message}")]
     Memory {
         /// The reason.
@@ -61,13 +60,12 @@ pub enum FaultKind {
     NotVisible,
     /// Two warps of a block accessed the same shared bytes without a barrier in between, and at least one wrote.
     SharedRace,
-    /// Two blocks accessed the same global bytes without an ordering atomic, and at least one wrote; or a warp accessed
-    /// bytes that another warp of its block wrote, without a barrier in between.
+    /// Accesses to the same global bytes are not ordered: between blocks by an atomic, or between warps of a block by a
+    /// barrier.
     GlobalRace,
-    /// Not all threads reached the same barrier, warps disagree about its thread count, or there is no such barrier.
+    /// Not all threads reached the same barrier, or its parameters are invalid.
     BarrierDivergence,
-    /// Lanes that a warp-wide instruction requires are at a different instruction, its mask excludes a lane that
-    /// executes it, or a shuffle reads a lane that does not take part.
+    /// The lanes that take part in a warp-wide instruction do not match its mask or its source lanes.
     WarpDivergence,
     /// The launch executed more instructions than the options allow.
     Runaway,
@@ -98,7 +96,7 @@ pub struct Fault {
     pub buffer: Option<String>,
     /// The offset in the buffer in bytes; for an address outside every buffer, the address.
     pub offset: u64,
-    /// Details, such as the other access of a race or the size of an access.
+    /// Details, such as the other access of a race.
     pub detail: String,
 }
 

@@ -43,7 +43,7 @@ fn fold(atomic: Atomic, signed: bool, a: u32, b: u32) -> u32 {
 }
 
 impl Machine<'_> {
-    /// Executes the operation if it is an exchange. A matrix instruction requires the whole warp.
+    /// A matrix instruction requires the whole warp.
     pub(crate) fn exchange(
         &mut self,
         w: usize,
@@ -52,7 +52,6 @@ impl Machine<'_> {
         mask: u32,
         operation: &Operation,
     ) -> Result<Option<Next>> {
-        // The lanes that must reach the instruction.
         let wanted = match operation {
             Operation::WarpBarrier { mask }
             | Operation::Shuffle { mask, .. }

@@ -9,7 +9,6 @@ fn each(f: impl Fn(usize) -> u64) -> Lanes {
     std::array::from_fn(f)
 }
 
-/// Executes the operation if it accesses only registers.
 pub(crate) fn arithmetic(warp: &mut Warp, active: u32, operation: &Operation) -> bool {
     let mut out = [0; LANES];
     let d = match operation {

@@ -1,15 +1,13 @@
 //! Floating-point instructions, by name, over the lanes of a warp.
 //!
-//! `.rn` results follow IEEE 754. The approximate functions (`ex2`, `lg2`, `rcp`, `rsqrt`, `sqrt`, `sin`, `cos`,
-//! `tanh`, `div.full`) return the f64 result rounded once to f32; a device may differ from it within the error that the
-//! ISA states.
+//! `.rn` results follow IEEE 754. Approximate functions return the f64 result rounded once to f32; a device may differ
+//! from it within the error that the ISA states.
 
 use half::{bf16, f16};
 
 use crate::rounding::{Direction, canonical, flush, odd_sum, to_bf16, to_f16, to_f32};
 use crate::types::{One, Pair, Three, Two, Type, one, three, two};
 
-/// The modifiers of a float instruction.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Modifiers {
     /// `.ftz`: subnormal sources and results are zeros.
@@ -20,7 +18,6 @@ pub(crate) struct Modifiers {
     pub relu: bool,
     /// `.NaN`: minima and maxima propagate NaN.
     pub nan: bool,
-    /// The rounding.
     pub direction: Direction,
 }
 
@@ -28,7 +25,7 @@ fn saturate(x: f32) -> f32 {
     if x > 0.0 { x.min(1.0) } else { 0.0 }
 }
 
-/// The minimum of two values. If only one of them is NaN, the other is returned; `-0` is below `+0`.
+/// If only one is NaN, the other is returned; `-0` is below `+0`.
 fn smaller(a: f32, b: f32) -> f32 {
     match (a.is_nan(), b.is_nan()) {
         (true, true) => canonical(a),
@@ -60,7 +57,6 @@ macro_rules! of_f32 {
     }};
 }
 
-/// Instructions with one source.
 pub(crate) fn unary(name: &str, ty: Type, modifiers: Modifiers) -> Option<One> {
     match (name, ty) {
         ("neg", Type::F32) if modifiers.ftz => Some(one!(f32, |a| -flush(a))),
@@ -149,7 +145,7 @@ macro_rules! finish_pair {
     }};
 }
 
-/// Evaluates an expression for f16, bf16 or pairs of them. `$round` is the function that rounds to the format.
+/// `$round` is the function that rounds to the format.
 macro_rules! halves {
     ($ty:expr, $mods:expr, $make:ident, $round:ident, |$($a:ident),*| $e:expr) => {
         match $ty {
@@ -218,7 +214,6 @@ fn narrow_extreme(high: bool, ty: Type, nan: bool) -> Option<Two> {
     })
 }
 
-/// Instructions with two sources.
 pub(crate) fn binary(name: &str, ty: Type, m: Modifiers) -> Option<Two> {
     let near = m.direction == Direction::Nearest;
     match (name, ty) {
@@ -242,8 +237,7 @@ pub(crate) fn binary(name: &str, ty: Type, m: Modifiers) -> Option<Two> {
         ("max", Type::F64) => Some(two!(f64, |a, b| -smaller_f64(-a, -b))),
         ("copysign", Type::F32) => Some(two!(f32, |a, b| b.copysign(a))),
         ("copysign", Type::F64) => Some(two!(f64, |a, b| b.copysign(a))),
-        // The sum of two bf16 can need more than the 53 bits of f64, because of their range; products of 16-bit floats
-        // never do.
+        // A sum of two bf16 can need more than the 53 bits of f64; products of 16-bit floats never do.
         ("add", _) if near => {
             halves!(ty, m, two, round, |a, b| round(odd_sum(a.to_f64(), b.to_f64()), Direction::Nearest))
         }

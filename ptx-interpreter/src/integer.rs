@@ -2,7 +2,6 @@
 
 use crate::types::{Lane, One, Three, Two, Type, integers, one, three, two};
 
-/// Instructions with one source.
 pub(crate) fn unary(name: &str, ty: Type) -> Option<One> {
     match (name, ty) {
         ("not", Type::Pred) => Some(one!(bool, |a| !a)),
@@ -76,7 +75,7 @@ pub(crate) fn multiply(part: &str, ty: Type) -> Option<Two> {
     }
 }
 
-/// Multiplications with addition; `part` is the same as in [`multiply`].
+/// `part` as in [`multiply`].
 pub(crate) fn multiply_add(part: &str, ty: Type) -> Option<Three> {
     match (part, ty) {
         ("lo", _) => integers!(ty, T => three!(T, |a, b, c| a.wrapping_mul(b).wrapping_add(c))),
@@ -116,7 +115,6 @@ fn unsigned24(a: u32) -> u64 {
     u64::from(a & 0xff_ffff)
 }
 
-/// Instructions with two sources.
 pub(crate) fn binary(name: &str, ty: Type) -> Option<Two> {
     match (name, ty) {
         ("add", _) => integers!(ty, T => two!(T, |a, b| a.wrapping_add(b))),
@@ -132,7 +130,7 @@ pub(crate) fn binary(name: &str, ty: Type) -> Option<Two> {
         ("and", _) => integers!(ty, T => two!(T, |a, b| a & b)),
         ("or", _) => integers!(ty, T => two!(T, |a, b| a | b)),
         ("xor", _) => integers!(ty, T => two!(T, |a, b| a ^ b)),
-        // Amounts beyond the width shift out all bits. The amount is a u32 for every type.
+        // Amounts beyond the width shift out all bits.
         ("shl", _) => integers!(ty, T => two!(T, u32, |a, n| a.checked_shl(n).unwrap_or(0))),
         ("shr", _) => {
             integers!(ty, T => two!(T, u32, |a, n| a >> n.min(T::BITS - 1) >> u32::from(n >= T::BITS)))
@@ -145,13 +143,12 @@ pub(crate) fn binary(name: &str, ty: Type) -> Option<Two> {
     }
 }
 
-/// Extracts an unsigned field of `len` bits at `pos`.
 fn field(a: u64, pos: u32, len: u32, width: u32) -> u64 {
     let (pos, len) = (pos & 0xff, len & 0xff);
     if pos >= width || len == 0 { 0 } else { (a >> pos) & crate::types::low_bits(len.min(width)) }
 }
 
-/// Extracts a signed field: 0 if its length is 0. Bits beyond the top are copies of the sign bit, as the ISA defines.
+/// Extracts a signed field; 0 if its length is 0. As the ISA defines, bits beyond the top are copies of the sign bit.
 fn signed_field(a: i64, pos: u32, len: u32, width: u32) -> i64 {
     let (pos, len) = (pos & 0xff, len & 0xff);
     if len == 0 {
@@ -237,7 +234,7 @@ pub(crate) fn ternary(name: &str, types: &[Type]) -> Option<Three> {
         ("prmt.ecl", Type::B32) => Some(three!(u32, |a, b, c| permute_mode("ecl", a, b, c))),
         ("prmt.ecr", Type::B32) => Some(three!(u32, |a, b, c| permute_mode("ecr", a, b, c))),
         ("prmt.rc16", Type::B32) => Some(three!(u32, |a, b, c| permute_mode("rc16", a, b, c))),
-        // The funnel shift applies to the 64-bit value b:a; `l` returns its high word, `r` its low one.
+        // The funnel shift applies to the 64-bit value b:a.
         ("shf.l.wrap", Type::B32) => {
             Some(three!(u32, |a, b, n| (((u64::from(b) << 32 | u64::from(a)) << (n & 31)) >> 32) as u32))
         }
@@ -297,7 +294,7 @@ pub(crate) fn logic3(a: u32, b: u32, c: u32, table: u8) -> u32 {
     out
 }
 
-/// Comparisons of `setp` and `set` over integers; bit types and predicates support only equality.
+/// Bit types and predicates support only equality.
 pub(crate) fn compare(name: &str, ty: Type) -> Option<Two> {
     match name {
         "eq" => integers!(ty, T => two!(T, |a, b| a == b)),
@@ -310,7 +307,6 @@ pub(crate) fn compare(name: &str, ty: Type) -> Option<Two> {
     }
 }
 
-/// Sign- or zero-extends a value of `bits` bits to 64 bits.
 pub(crate) fn extend(value: u64, bits: u32, signed: bool) -> u64 {
     let value = value & crate::types::low_bits(bits);
     if signed && bits < 64 && value >> (bits - 1) & 1 != 0 {

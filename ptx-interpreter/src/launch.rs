@@ -12,9 +12,7 @@ use crate::syntax;
 
 /// Maximum bytes of shared memory of a launch, including the static part.
 pub const MAX_SHARED: usize = 227 * 1024;
-/// Maximum bytes of a module's variables.
 const MAX_VARIABLES: usize = 1 << 26;
-/// Maximum bytes of local memory per thread.
 const MAX_LOCAL: usize = 1 << 19;
 /// Maximum number of blocks per grid.
 pub const MAX_BLOCKS: u32 = 1 << 24;
@@ -110,9 +108,9 @@ pub struct Options {
     /// The order of blocks, which run one after the other.
     pub block_order: BlockOrder,
     /// Whether the first fault ends the launch. If not, faults of memory accesses and of the masks and source lanes of
-    /// warp-wide instructions are collected (up to 1000). Faulting reads then return zeros and faulting writes are
-    /// ignored, except that loads and stores access global memory despite races and uninitialised bytes. All other
-    /// faults always end the launch.
+    /// warp-wide instructions are collected (up to 1000). Faulting reads return zeros and faulting writes are ignored,
+    /// except that races and uninitialised bytes of global memory do not prevent an access. All other faults end the
+    /// launch.
     pub fault_is_error: bool,
     /// The maximum number of warp instructions.
     pub max_instructions: u64,
@@ -148,8 +146,7 @@ pub struct Module {
 }
 
 impl Module {
-    /// Parses a PTX text. Unsupported instructions cause an error only when they are executed, except calls with
-    /// arguments, which cannot be parsed.
+    /// Parses a PTX text. Most unsupported instructions cause an error only when they are executed.
     ///
     /// # Errors
     /// When the text is not PTX that this crate can parse.
@@ -206,11 +203,11 @@ impl Module {
         Ok(self.kernel(kernel)?.static_shared)
     }
 
-    /// Runs a kernel over a grid. The variables of the module are initialized again for every launch.
+    /// Runs a kernel over a grid. The module's variables are initialized for every launch.
     ///
     /// # Errors
-    /// When there is no such kernel, arguments or sizes do not match it, or, if the options make faults errors, at the
-    /// first [`Fault`].
+    /// When there is no such kernel, or the launch does not match it; at the first [`Fault`], if the options make
+    /// faults errors.
     pub fn launch(
         &self,
         kernel: &str,
@@ -253,7 +250,6 @@ impl Module {
     }
 }
 
-/// Returns the bytes of the parameters, after checking that the launch matches the kernel.
 fn check(kernel: &Kernel, launch: &Launch) -> Result<Vec<u8>> {
     let wrong = |message: String| Err(Error::Launch { kernel: kernel.name.clone(), message });
     let product = |sizes: [u32; 3]| sizes.iter().try_fold(1u32, |all, n| all.checked_mul(*n)).unwrap_or(0);

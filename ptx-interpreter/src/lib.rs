@@ -31,28 +31,27 @@
 //!
 //! # What is modelled
 //! The instructions that NVRTC 13.0 emits for kernels of matrix products, quantization and attention for sm_80 to
-//! sm_120: integer and float arithmetic, conversions, loads and stores of every width in the global, shared, local and
-//! generic spaces, atomics, fences, `cp.async`, `ldmatrix`, `stmatrix`, `movmatrix`, `mma.sync` of f16, bf16, 8 and 4
-//! bits, shuffles, votes, `redux`, `match`, barriers with names and counts. [`Module::unsupported`] lists the other
-//! instructions of a kernel; they are faults only when they are executed.
+//! sm_120: integer and float arithmetic, conversions, loads and stores, atomics, fences, `cp.async`, `ldmatrix`,
+//! `stmatrix`, `movmatrix`, `mma.sync` of f16, bf16, 8 and 4 bits, shuffles, votes, `redux`, `match`, and barriers.
+//! [`Module::unsupported`] lists the other instructions of a kernel; they are faults only when they are executed.
 //!
 //! Lanes of a warp that are at the same instruction run together; the lanes that are first in the text run first. Warps
 //! take turns according to [`Options::warp_order`], and blocks run one after the other. Memory is sequentially
-//! consistent: where a device may reorder accesses, a race is reported, but values do not change.
+//! consistent: a race is reported, but values are not reordered.
 //!
 //! # What is checked
-//! Each [`Fault`] contains the kernel, PTX line, block, warp, lane, buffer and offset. Checked are:
+//! Each [`Fault`] says where it occurred. Checked are:
 //! - bounds, alignment (as declared for the buffer, see [`Memory::buffer`]), and reads of bytes that were never
 //!   written;
-//! - accesses to bytes of a copy in flight. A copy completes when its own thread waits for its group; other lanes of
+//! - accesses to bytes of a copy in flight. A copy completes when its own thread waits for its group. Other lanes of
 //!   the warp may read it after a `bar.warp.sync` or a barrier, other warps after a barrier;
-//! - accesses of two warps to the same shared bytes with no barrier in between, at least one of them a write;
+//! - accesses of two warps to the same shared bytes without a barrier in between, at least one of them a write;
 //! - accesses of two blocks to the same global bytes, at least one of them a plain write, that no atomic orders. A
-//!   fence and then an atomic must follow the write; if barriers connect them, these may be executed by other warps of
-//!   the block. A later atomic on the same address acquires the write. A fence on the reading side is not required;
-//! - reads and writes of global bytes that another warp of the block wrote, with no barrier in between;
-//! - barriers that not all threads reach, and warp-wide instructions for which lanes are at a different instruction;
-//!   `trap`, endless loops.
+//!   fence and then an atomic must follow the write, in the same warp or in one that a barrier connects with it. A
+//!   later atomic on the same address acquires the write. A fence on the reading side is not required;
+//! - reads and writes of global bytes that another warp of the block wrote, without a barrier in between;
+//! - barriers that not all threads reach, warp-wide instructions for which lanes are at a different instruction,
+//!   `trap`, and endless loops.
 //!
 //! Not checked: reads of local bytes that were never written; writes to the source of a copy in flight; races between
 //! the lanes of a warp, except for copies; a write to global bytes that another warp of the block reads; readers of
@@ -60,15 +59,13 @@
 //!
 //! # Numbers
 //! Integer results are exact. `add`, `sub`, `mul`, `fma`, `div`, `rcp`, `sqrt` of f32 and f64 follow IEEE 754, as do
-//! directed roundings of f32 sums and products; f16 and bf16 results are rounded once. Approximate functions (`ex2`,
-//! `lg2`, `rsqrt`, `sin`, `cos`, `tanh`, `rcp.approx`, `div.full`) give the f64 function rounded to f32, so a device
-//! may differ by its stated error. `mma` with f32 sums adds products in f32 in the order of k: devices use a different
-//! order and different rounding, so compare within a bound instead of bit by bit. None of this was compared with a
-//! device.
+//! directed roundings of f32 sums and products; f16 and bf16 results are rounded once. Approximate functions give the
+//! f64 function rounded to f32. `mma` with f32 sums adds products in f32 in the order of k. Devices use a different
+//! order and rounding, so compare within a bound instead of bit by bit. None of this was compared with a device.
 //!
 //! # Counts
-//! [`Counters`] contains instructions by opcode and line, bytes and 32-byte sectors by buffer, and the actual and
-//! minimum numbers of passes through the banks of shared memory. Caches and time are not modelled.
+//! [`Counters`] contains instructions by opcode and line, traffic by buffer, and passes through the banks of shared
+//! memory. Caches and time are not modelled.
 //!
 //! Not modelled: calls, textures, clusters, `mbarrier` and bulk copies, `wgmma`, `tcgen05`, FP8 and tf32 factors,
 //! carries (`add.cc`), clocks; blocks that wait for later blocks.

@@ -12,7 +12,6 @@ use crate::warp::{Group, State, Warp, lanes};
 /// Maximum number of faults that are collected if faults do not end the launch.
 const MAX_FAULTS: usize = 1000;
 
-/// The control-flow effect of an instruction on its warp.
 pub(crate) enum Next {
     /// Continue with the next instruction.
     On,
@@ -28,10 +27,9 @@ pub(crate) enum Next {
     Barrier,
 }
 
-/// A barrier at which some warps have arrived.
 #[derive(Default)]
 struct Barrier {
-    /// For each warp that arrived: its index, its time, and whether it waits.
+    /// Of each warp that arrived: its index, its time, and whether it waits.
     met: Vec<(usize, u32, bool)>,
     threads: u32,
     expected: u32,
@@ -42,7 +40,7 @@ struct Barrier {
     all: bool,
 }
 
-/// A small random number generator (xorshift) for seeded orders.
+/// Xorshift.
 pub(crate) struct Random(pub u64);
 
 impl Random {
@@ -150,7 +148,7 @@ impl<'a> Machine<'a> {
         }
     }
 
-    /// Runs a block to its end. `number` identifies the block when accesses are recorded.
+    /// `number` identifies the block when accesses are recorded.
     pub fn run_block(&mut self, block: [u32; 3], number: u32) -> Result<()> {
         self.begin(block, number);
         let mut ready = Vec::new();
@@ -232,7 +230,7 @@ impl<'a> Machine<'a> {
                         let warp = &mut self.warps[w];
                         warp.exited |= ended;
                         warp.groups[index] = Group { pc: pc + 1, mask: mask & !ended, waits: false };
-                        // Lanes have exited, so groups that wait for them must check again.
+                        // Groups that wait for exited lanes must check again.
                         warp.groups.retain(|g| g.mask != 0);
                         warp.groups.iter_mut().for_each(|g| g.waits = false);
                         break;
@@ -292,7 +290,6 @@ impl<'a> Machine<'a> {
         Ok(())
     }
 
-    /// Records that a warp reached a barrier of its block.
     pub fn meet(&mut self, w: usize, pc: usize, active: u32, operation: &Operation) -> Result<Next> {
         let (id, threads, waits) = match operation {
             Operation::Barrier { id, threads, waits } => (*id, *threads, *waits),
@@ -332,7 +329,7 @@ impl<'a> Machine<'a> {
             barrier.all = true;
         }
         barrier.met.push((w, time, waits));
-        // With a thread count, whole warps are counted, including lanes that do not exist.
+        // With a thread count, whole warps are counted.
         let full = if threads.is_some() { LANES as u32 } else { active.count_ones() };
         barrier.threads += full;
         if let Some((d, holds, vote)) = reduced {
@@ -372,7 +369,7 @@ impl<'a> Machine<'a> {
         Ok(if waits { Next::Barrier } else { Next::On })
     }
 
-    /// Checks that the lanes required by a warp-wide instruction have reached it; if not, returns the warp's next step.
+    /// If lanes that a warp-wide instruction requires have not reached it, returns the warp's next step.
     pub fn together(&mut self, w: usize, pc: usize, active: u32, mask: Option<Slot>) -> Result<Option<Next>> {
         let warp = &self.warps[w];
         let wanted = match mask {
@@ -388,7 +385,6 @@ impl<'a> Machine<'a> {
         Ok((wanted & warp.live() & !active != 0).then_some(Next::Together))
     }
 
-    /// Executes an instruction, or passes it to the function for its kind.
     fn execute(
         &mut self,
         w: usize,

@@ -1,14 +1,13 @@
 //! Warp-wide matrix instructions: which element of which matrix each register of a lane holds.
 //!
-//! Follows the figures of the PTX ISA in "Matrix Multiply-Accumulate Operation using mma instruction" (fragments for
-//! m16n8k8, m16n8k16 and m16n8k32), "ldmatrix" and "movmatrix". A lane is `4·g + t`, where the figures call `g` (0 to
-//! 7) the group and `t` (0 to 3) the thread within the group.
+//! Follows the figures of the PTX ISA in "Matrix Multiply-Accumulate Operation using mma instruction", "ldmatrix" and
+//! "movmatrix". A lane is `4·g + t`, where the figures call `g` (0 to 7) the group and `t` (0 to 3) the thread within
+//! the group.
 
 use half::f16;
 
 use crate::types::{LANES, Lanes};
 
-/// The element type of a factor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Element {
     F16,
@@ -45,7 +44,7 @@ impl Element {
     }
 }
 
-/// Converts an f16. Shifting its fields to those of an f32 and scaling by 2¹¹² is correct for subnormals too.
+/// Shifting the fields to those of an f32 and scaling by 2¹¹² is correct for subnormals too.
 fn f16_value(bits: u16) -> f32 {
     let fields = u32::from(bits & 0x7fff) << 13;
     let size = f32::from_bits(fields) * f32::from_bits(0x7780_0000);
@@ -53,7 +52,7 @@ fn f16_value(bits: u16) -> f32 {
     f32::from_bits(size.to_bits() | u32::from(bits & 0x8000) << 16)
 }
 
-/// Gathers a float factor; element `i` of a register begins at bit `16·i`.
+/// Element `i` of a register begins at bit `16·i`.
 fn gather_floats<const N: usize>(element: Element, registers: &[&Lanes], is_b: bool) -> [[f32; 16]; N] {
     match element {
         Element::Bf16 => {
@@ -63,7 +62,6 @@ fn gather_floats<const N: usize>(element: Element, registers: &[&Lanes], is_b: b
     }
 }
 
-/// Gathers an integer factor.
 fn gather_integers<const K: usize, const N: usize>(
     element: Element,
     registers: &[&Lanes],
@@ -120,7 +118,7 @@ fn gather<T: Copy + Default, const K: usize, const N: usize>(
     out
 }
 
-/// `mma.m16n8kK` with float factors and f32 sums: products are exact in f32, and are added in f32 in the order of k.
+/// Products are exact in f32, and are added in f32 in the order of k.
 pub(crate) fn multiply_floats(element: Element, a: &[&Lanes], b: &[&Lanes], c: &[Lanes; 4]) -> [Lanes; 4] {
     let rows: [[f32; 16]; 16] = gather_floats(element, a, false);
     let columns: [[f32; 16]; 8] = gather_floats(element, b, true);
@@ -144,7 +142,7 @@ pub(crate) fn multiply_floats(element: Element, a: &[&Lanes], b: &[&Lanes], c: &
     d
 }
 
-/// `mma` with integers of 8 and 4 bits: exact sums modulo 2³², or saturated at the end.
+/// Sums are exact modulo 2³², or saturated at the end.
 pub(crate) fn multiply_integers(
     elements: [Element; 2],
     a: &[&Lanes],
@@ -173,7 +171,7 @@ fn multiply_depth<const K: usize>(
         for (r, d) in d.iter_mut().enumerate() {
             let (row, column) = place_c(lane, r);
             let products = rows[row].iter().zip(&columns[column]);
-            // The sum has at most 64 products of 16 bits, so it cannot overflow.
+            // At most 64 products of 16 bits cannot overflow.
             let sum: i32 = products.map(|(a, b)| i32::from(*a) * i32::from(*b)).sum();
             let c = c[r][lane] as u32 as i32;
             let sum = if saturate { c.saturating_add(sum) } else { c.wrapping_add(sum) };
@@ -183,7 +181,7 @@ fn multiply_depth<const K: usize>(
     d
 }
 
-/// Unpacks C from two f16 per register to four registers of one f32: `{c0, c1}` of row `g`, `{c2, c3}` of `g + 8`.
+/// From two f16 per register to one f32: `{c0, c1}` of row `g`, `{c2, c3}` of `g + 8`.
 pub(crate) fn widen(c: [&Lanes; 2]) -> [Lanes; 4] {
     let mut out = [[0; LANES]; 4];
     for (r, out) in out.iter_mut().enumerate() {
@@ -195,7 +193,7 @@ pub(crate) fn widen(c: [&Lanes; 2]) -> [Lanes; 4] {
     out
 }
 
-/// Packs four registers of one f32 into two registers of two f16, rounding to nearest: the inverse of [`widen`].
+/// The inverse of [`widen`], rounding to nearest.
 pub(crate) fn narrow(d: &[Lanes; 4]) -> [Lanes; 2] {
     let half = |bits: u64| u64::from(f16::from_f32(f32::from_bits(bits as u32)).to_bits());
     let mut out = [[0; LANES]; 2];
@@ -208,7 +206,7 @@ pub(crate) fn narrow(d: &[Lanes; 4]) -> [Lanes; 2] {
 }
 
 /// The elements that a lane receives of an 8x8 matrix of 16-bit elements, given by rows: two neighbours of row `g` or,
-/// transposed, two neighbours of column `g`.
+/// transposed, of column `g`.
 pub(crate) fn spread(rows: &[[u16; 8]; 8], transposed: bool) -> Lanes {
     let mut out = [0; LANES];
     for (lane, out) in out.iter_mut().enumerate() {
@@ -220,7 +218,7 @@ pub(crate) fn spread(rows: &[[u16; 8]; 8], transposed: bool) -> Lanes {
     out
 }
 
-/// Returns the matrix that the lanes hold, by rows: the inverse of [`spread`].
+/// The inverse of [`spread`].
 pub(crate) fn collect(register: &Lanes, transposed: bool) -> [[u16; 8]; 8] {
     let mut rows = [[0; 8]; 8];
     for (lane, bits) in register.iter().enumerate() {

@@ -1,12 +1,11 @@
 //! Global memory: buffers with bounds and an alignment, and for every byte whether it was written.
 //!
 //! A buffer's address is a multiple of its alignment but of no larger power of two, so that kernels that assume a
-//! larger alignment are detected. Buffers are so far apart that an access beyond the end of one never reaches another.
+//! larger alignment are detected. Buffers are so far apart that an access beyond the end of one reaches no other.
 
 use crate::error::{Error, FaultKind, Result};
 use crate::order::{Order, Party};
 
-/// The address of the first buffer.
 const FIRST: u64 = 0x10_0000_0000;
 /// The smallest unit of DRAM access in bytes.
 pub(crate) const SECTOR: u64 = 32;
@@ -37,8 +36,7 @@ struct Buffer {
     traces: Vec<Trace>,
 }
 
-/// Unused addresses after each buffer: more than a 32-bit index can span, so that no access beyond a buffer reaches
-/// another.
+/// Unused addresses after each buffer: more than a 32-bit index can span.
 const GAP: u64 = 1 << 35;
 
 /// The memory of the device. Buffers are identified by their addresses, which are passed as kernel arguments.
@@ -54,7 +52,6 @@ fn wrote((block, warp): Party) -> String {
     format!("warp {warp} of block number {} wrote it", block.saturating_sub(1))
 }
 
-/// A faulty access: the kind of fault, buffer and offset, and details.
 pub(crate) struct AccessError {
     pub kind: FaultKind,
     pub buffer: Option<String>,
@@ -62,7 +59,6 @@ pub(crate) struct AccessError {
     pub detail: String,
 }
 
-/// Bytes of a buffer that a launch accessed.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct Touched {
     pub read_bytes: u64,
@@ -77,9 +73,8 @@ impl Memory {
         Self { next: FIRST, ..Self::default() }
     }
 
-    /// Adds a buffer of `bytes` unwritten bytes, and returns its device address.
-    ///
-    /// `align` should be a power of two; other numbers are rounded up to one, 0 to 1.
+    /// Adds a buffer of `bytes` unwritten bytes, and returns its device address. `align` is rounded up to a power of
+    /// two.
     pub fn buffer(&mut self, name: &str, bytes: usize, align: usize) -> u64 {
         self.add(name, vec![0; bytes], align, 0)
     }
@@ -150,7 +145,6 @@ impl Memory {
             .ok_or_else(|| Error::Memory { message: format!("no buffer begins at {address:#x}") })
     }
 
-    /// Clears the recorded accesses before a launch.
     pub(crate) fn begin(&mut self) {
         self.order = Order::default();
         for buffer in &mut self.buffers {
@@ -160,7 +154,7 @@ impl Memory {
         }
     }
 
-    /// Removes the last buffer. It is called after a launch, when this is the buffer with the module's variables.
+    /// Removes the last buffer, which after a launch holds the module's variables.
     pub(crate) fn drop_last(&mut self) {
         self.buffers.pop();
         self.last = 0;
@@ -189,11 +183,10 @@ impl Memory {
         self.buffers.iter().map(one).collect()
     }
 
-    /// The buffer of an access and the offset in it.
     fn locate(&mut self, address: u64, bytes: usize) -> Result<(usize, usize), AccessError> {
         let holds = |b: &Buffer| address >= b.base && address - b.base < (b.bytes.len() as u64).max(1);
         if !self.buffers.get(self.last).is_some_and(holds) {
-            // Base addresses ascend, so find the last one that is at most the address.
+            // Base addresses ascend.
             let index = self.buffers.partition_point(|b| b.base <= address);
             self.last = index.saturating_sub(1);
         }
@@ -221,13 +214,11 @@ impl Memory {
         Ok((self.last, offset as usize))
     }
 
-    /// The buffer of an address, for the counters.
     pub(crate) fn index_of(&mut self, address: u64) -> Option<usize> {
         self.locate(address, 1).ok().map(|(index, _)| index)
     }
 
-    /// Reads `out.len()` bytes. `strong` is true for atomics and for volatile or relaxed reads, which race only with
-    /// plain writes.
+    /// Atomics, and volatile or relaxed reads, are `strong`: they race only with plain writes.
     pub(crate) fn read(&mut self, address: u64, out: &mut [u8], strong: bool) -> Result<(), AccessError> {
         let (index, offset) = self.locate(address, out.len())?;
         let order = &self.order;
@@ -263,7 +254,7 @@ impl Memory {
         Ok(())
     }
 
-    /// Writes bytes; `strong` has the same meaning as in [`read`](Self::read).
+    /// `strong` as in [`read`](Self::read).
     pub(crate) fn store(&mut self, address: u64, bytes: &[u8], strong: bool) -> Result<(), AccessError> {
         let (index, offset) = self.locate(address, bytes.len())?;
         let order = &self.order;
@@ -275,7 +266,7 @@ impl Memory {
             *flag |= WRITTEN_EVER | WRITTEN_NOW;
             let both_strong = strong && trace.atomic;
             let write_race = !both_strong && !order.follows(trace.writer, trace.written);
-            // If several blocks have read the byte, it is not known which. Then no race is reported if the writer has
+            // If several blocks have read the byte, it is not known which. No race is then reported if the writer has
             // acquired anything from an atomic.
             let unread = if trace.reader == MANY {
                 order.has_seen()

@@ -2,7 +2,7 @@
 
 use crate::types::Type;
 
-/// Parses a number: decimal, hexadecimal, octal or binary; `None` for floats and names.
+/// `None` for floats and names.
 pub(crate) fn integer(word: &str) -> Option<u64> {
     let word = word.strip_suffix('U').unwrap_or(word);
     if let Some(digits) = word.strip_prefix("0x").or_else(|| word.strip_prefix("0X")) {
@@ -16,7 +16,7 @@ pub(crate) fn integer(word: &str) -> Option<u64> {
     }
 }
 
-/// Parses a number to the bits of a type: integers, `0f...`, `0d...` and decimals with a point.
+/// Parses a number to the bits of a type.
 pub(crate) fn number(word: &str, negative: bool, ty: Type) -> Option<u64> {
     let wide = |value: f64| {
         let value = if negative { -value } else { value };

@@ -7,10 +7,8 @@ use crate::convert::Conversion;
 use crate::matrix::Element;
 use crate::types::{One, Three, Two, Type};
 
-/// The index of a register of a warp.
 pub(crate) type Slot = u32;
 
-/// The initial value of a slot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum Initial {
     Constant(u64),
@@ -26,11 +24,10 @@ pub(crate) enum Initial {
     LaneMask(u8),
     DynamicShared,
     TotalShared,
-    /// The offset of a module's variable. The slot is filled with the variable's address.
+    /// The offset of a module's variable, which is replaced by its address.
     Variable(u64),
 }
 
-/// The state space of a memory instruction.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum MemorySpace {
     Generic,
@@ -39,7 +36,6 @@ pub(crate) enum MemorySpace {
     Local,
 }
 
-/// An address: a slot plus a constant.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Address {
     pub base: Slot,
@@ -65,7 +61,6 @@ impl Slots {
     }
 }
 
-/// How the result of a comparison is combined with another predicate.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Join {
     And,
@@ -73,7 +68,6 @@ pub(crate) enum Join {
     Xor,
 }
 
-/// The kind of an atomic operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Atomic {
     Add,
@@ -104,7 +98,6 @@ pub(crate) enum Vote {
     Ballot,
 }
 
-/// The effect of an instruction.
 #[derive(Debug, Clone)]
 pub(crate) enum Operation {
     One {
@@ -130,7 +123,7 @@ pub(crate) enum Operation {
         a: Slot,
         keep: u64,
     },
-    /// `mov` from a vector to a scalar: parts of `bits` bits each.
+    /// Parts of `bits` bits each.
     Pack {
         d: Slot,
         parts: Slots,
@@ -148,8 +141,7 @@ pub(crate) enum Operation {
         p: Slot,
         keep: u64,
     },
-    /// `setp`: `d` is set to the comparison combined with `with`, `other` to the negated comparison combined with
-    /// `with`.
+    /// Sets `d` to the comparison combined with `with`, and `other` to the negated comparison combined with `with`.
     Compare {
         f: Two,
         d: Slot,
@@ -226,7 +218,7 @@ pub(crate) enum Operation {
         b: Slot,
         fence: bool,
     },
-    /// Copies `bytes` bytes, of which `size` (a slot) are read, or none if `ignore` holds; the others become zero.
+    /// Copies `bytes` bytes, of which `size` (a slot) are read, or none if `ignore` holds. The others become zero.
     CopyAsync {
         to: Address,
         from: Address,
@@ -249,7 +241,7 @@ pub(crate) enum Operation {
     },
     Exit,
     Trap,
-    /// `bar.sync`, or `bar.arrive` if not `waits`: the barrier and, if not the whole block, the number of threads.
+    /// `bar.sync`, or `bar.arrive` if not `waits`. `threads` is absent for the whole block.
     Barrier {
         id: Slot,
         threads: Option<Slot>,
@@ -360,7 +352,6 @@ impl Operation {
     }
 }
 
-/// An operation with its guard and location.
 #[derive(Debug, Clone)]
 pub(crate) struct Instruction {
     pub operation: Operation,
@@ -372,7 +363,6 @@ pub(crate) struct Instruction {
     pub source: (u32, u32),
 }
 
-/// A parameter of a kernel.
 #[derive(Debug, Clone)]
 pub(crate) struct Parameter {
     pub ty: Type,
@@ -380,14 +370,13 @@ pub(crate) struct Parameter {
     pub bytes: usize,
 }
 
-/// A kernel.
 #[derive(Debug, Clone)]
 pub(crate) struct Kernel {
     pub name: String,
     pub parameters: Vec<Parameter>,
     pub parameter_bytes: usize,
     pub max_threads: Option<[u32; 3]>,
-    /// The size of static shared memory in bytes; dynamic shared memory follows it.
+    /// In bytes; dynamic shared memory follows.
     pub static_shared: usize,
     pub local_bytes: usize,
     pub slots: usize,

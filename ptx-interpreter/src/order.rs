@@ -1,14 +1,14 @@
 //! The order of accesses to global memory, between blocks and between the warps of a block.
 //!
 //! Every access is recorded with its block, its warp and the block's time, which every fence and barrier advances. A
-//! warp learns of other warps' accesses through barriers. A fence makes all accesses that its warp knows publishable;
-//! barriers pass this on as well, so fences may come before or after a barrier. An atomic publishes these accesses at
-//! its address, and acquires those that others have published there.
+//! barrier passes what each of its warps knows to those that wait at it. A fence makes the accesses that its warp knows
+//! publishable; barriers pass this on, too. An atomic or a strong store publishes the publishable accesses at its
+//! address. An atomic or another strong access acquires the accesses that others have published at its address.
 
 use std::collections::HashMap;
 use std::rc::Rc;
 
-/// A warp of a block: the block's number plus one, and the warp's index. If the first number is 0, there is no warp.
+/// The block's number plus one, and the warp's index. If the first number is 0, there is no warp.
 pub(crate) type Party = (u32, u32);
 
 type Seen = Rc<HashMap<Party, u32>>;
@@ -18,17 +18,15 @@ type Seen = Rc<HashMap<Party, u32>>;
 struct View {
     /// For each warp of the block, the time before which this warp knows its accesses.
     known: Vec<u32>,
-    /// Same as `known`, but only for accesses that were followed by a fence.
+    /// As `known`, for accesses that were followed by a fence.
     fenced: Vec<u32>,
-    /// The accesses of other blocks that this warp acquired from atomics.
+    /// The accesses that this warp acquired.
     seen: Seen,
 }
 
-/// The order of accesses, as described in the module documentation.
 #[derive(Debug, Default)]
 pub(crate) struct Order {
     block: u32,
-    /// The running warp.
     pub warp: usize,
     time: u32,
     views: Vec<View>,
@@ -41,7 +39,7 @@ fn raise(all: &mut [u32], others: &[u32]) {
     }
 }
 
-/// Merges two maps, sharing memory if one is empty.
+/// Shares memory if one map is empty.
 fn join(into: &mut Seen, from: &Seen) {
     if from.is_empty() || Rc::ptr_eq(into, from) {
         return;
@@ -58,7 +56,6 @@ fn join(into: &mut Seen, from: &Seen) {
 }
 
 impl Order {
-    /// Begins the next block, whose warps know of no other block's accesses.
     pub fn begin(&mut self, block: u32, warps: usize) {
         self.block = block + 1;
         self.time = 1;
@@ -67,12 +64,10 @@ impl Order {
         self.views.resize(warps, view);
     }
 
-    /// The running warp and the current time.
     pub fn now(&self) -> (Party, u32) {
         ((self.block, self.warp as u32), self.time)
     }
 
-    /// Records a fence of the running warp.
     pub fn fence(&mut self) {
         self.time += 1;
         if let Some(view) = self.views.get_mut(self.warp) {
@@ -81,7 +76,7 @@ impl Order {
         }
     }
 
-    /// Records that the running warp arrives at a barrier. Its accesses so far are the ones that the barrier passes on.
+    /// The barrier passes on the accesses so far.
     pub fn arrive(&mut self) {
         self.time += 1;
         if let Some(view) = self.views.get_mut(self.warp) {
@@ -89,7 +84,7 @@ impl Order {
         }
     }
 
-    /// Records that these warps met at a barrier. Those that waited learn of the accesses that the others know.
+    /// Warps that waited learn of the accesses that the others know.
     pub fn barrier(&mut self, met: impl Iterator<Item = (usize, bool)> + Clone) {
         let warps = self.views.len();
         let mut all = View { known: vec![0; warps], fenced: vec![0; warps], seen: Seen::default() };
@@ -135,12 +130,11 @@ impl Order {
             || view.seen.get(&party).is_some_and(|seen| time < *seen)
     }
 
-    /// Same as [`follows`](Self::follows), for a read; reads by warps of the same block are not checked.
+    /// As [`follows`](Self::follows), for a read. Reads by warps of the same block are not checked.
     pub fn follows_read(&self, party: Party, time: u32) -> bool {
         party.0 == self.block || self.follows(party, time)
     }
 
-    /// Whether the running warp has acquired anything from atomics.
     pub fn has_seen(&self) -> bool {
         self.views.get(self.warp).is_some_and(|view| !view.seen.is_empty())
     }

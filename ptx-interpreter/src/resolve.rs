@@ -13,7 +13,6 @@ pub(crate) const SHARED_WINDOW: u64 = 1 << 56;
 /// The address of local memory in the generic address space.
 pub(crate) const LOCAL_WINDOW: u64 = 2 << 56;
 
-/// The names of a kernel, which are needed while its instructions are decoded.
 pub(crate) struct Resolver<'a> {
     scopes: &'a [Scope<'a>],
     registers: HashMap<(usize, &'a str), (Slot, Type)>,
@@ -129,7 +128,6 @@ impl<'a> Resolver<'a> {
         }
     }
 
-    /// Returns a register's slot and type.
     pub fn register(&mut self, statement: &Statement<'a>, name: &'a str) -> Option<(Slot, Type)> {
         let declared = |scope: &'a Scope<'a>| {
             scope.registers.get(name).copied().or_else(|| {
@@ -151,7 +149,6 @@ impl<'a> Resolver<'a> {
         Some(*found)
     }
 
-    /// Whether the name is a register or a supported special register.
     pub fn knows(&mut self, statement: &Statement<'a>, name: &'a str) -> bool {
         special(name).is_some() || self.register(statement, name).is_some()
     }
@@ -164,7 +161,6 @@ impl<'a> Resolver<'a> {
         })
     }
 
-    /// Resolves a destination: a register, or `_`.
     pub fn destination(&mut self, statement: &Statement<'a>, operand: &Operand<'a>) -> Result<(Slot, Type)> {
         match operand {
             Operand::Name("_") => Ok((self.sink, Type::B64)),
@@ -176,7 +172,7 @@ impl<'a> Resolver<'a> {
         }
     }
 
-    /// Resolves a source; numbers are parsed with the given type.
+    /// Numbers are parsed with the given type.
     pub fn source(&mut self, statement: &Statement<'a>, operand: &Operand<'a>, ty: Type) -> Result<Slot> {
         match operand {
             Operand::Number(word, negative) => match number(word, *negative, ty) {
@@ -223,7 +219,6 @@ impl<'a> Resolver<'a> {
         }
     }
 
-    /// Resolves an address of a parameter.
     pub fn parameter(&self, statement: &Statement<'a>, operand: &Operand<'a>) -> Result<usize> {
         if let Operand::Address(base, offset) = operand
             && let Operand::Name(name) = **base
@@ -235,7 +230,7 @@ impl<'a> Resolver<'a> {
         Self::wrong(statement, "parameters can only be addressed by name")
     }
 
-    /// Returns the slots of a vector of destinations, or of a single one, and the type of the first register.
+    /// The type is that of the first register.
     pub fn destinations(
         &mut self,
         statement: &Statement<'a>,
@@ -261,7 +256,6 @@ impl<'a> Resolver<'a> {
         }
     }
 
-    /// Returns the slots of a vector of sources, or of a single one.
     pub fn sources(&mut self, statement: &Statement<'a>, operand: &Operand<'a>, ty: Type) -> Result<Slots> {
         let parts = if let Operand::Vector(parts) = operand {
             parts.as_slice()

@@ -1,7 +1,7 @@
 //! Rounding of f64 values to narrower formats, in each direction of PTX.
 //!
-//! Sums and products of narrow values are computed in f64 and rounded once: if f64 cannot represent a sum exactly, it
-//! is rounded to odd, so that the second rounding gives the correct result.
+//! Sums and products of narrow values are computed in f64 and then rounded. An inexact sum in f64 is rounded to odd, so
+//! that the second rounding gives the correct result.
 
 use half::{bf16, f16};
 
@@ -21,7 +21,6 @@ pub(crate) enum Direction {
 }
 
 impl Direction {
-    /// The direction that a modifier names: `rn`, `rz`, ..., or `rni`, `rzi`, ... for rounding to integers.
     pub fn named(name: &str) -> Option<Self> {
         Some(match name {
             "rn" | "rni" => Self::Nearest,
@@ -33,7 +32,6 @@ impl Direction {
         })
     }
 
-    /// Rounds to an integral value.
     pub fn integral(self, x: f64) -> f64 {
         match self {
             Self::Nearest => x.round_ties_even(),
@@ -52,7 +50,7 @@ pub(crate) fn flush(x: f32) -> f32 {
 
 /// Replaces any NaN by 0x7fffffff, the NaN that devices return.
 pub(crate) fn canonical(x: f32) -> f32 {
-    // Use bits, because the compiler may replace one NaN by another.
+    // By bits, because the compiler may replace one NaN by another.
     let bits = x.to_bits();
     f32::from_bits(if bits & 0x7fff_ffff > 0x7f80_0000 { 0x7fff_ffff } else { bits })
 }
@@ -74,7 +72,6 @@ pub(crate) fn odd_sum(a: f64, b: f64) -> f64 {
     f64::from_bits(if away { bits + 1 } else { bits - 1 })
 }
 
-/// Rounds to f32, in a direction.
 pub(crate) fn to_f32(x: f64, direction: Direction) -> f32 {
     let near = x as f32;
     if x.is_nan() || x.is_infinite() || f64::from(near) == x {
@@ -91,8 +88,7 @@ pub(crate) fn to_f32(x: f64, direction: Direction) -> f32 {
     }
 }
 
-/// Rounds to f32 with the last bit set if the result is not exact, so that it can be rounded again to a narrower
-/// format.
+/// Rounds to f32 with the last bit set if the result is not exact, for a second rounding.
 fn odd_f32(x: f64) -> f32 {
     let cut = to_f32(x, Direction::Zero);
     if x.is_nan() || f64::from(cut) == x { cut } else { f32::from_bits(cut.to_bits() | 1) }
@@ -100,7 +96,6 @@ fn odd_f32(x: f64) -> f32 {
 
 macro_rules! narrow {
     ($name:ident, $t:ty, $nan:literal) => {
-        /// Rounds to the 16-bit format, in a direction.
         pub(crate) fn $name(x: f64, direction: Direction) -> $t {
             if x.is_nan() {
                 return <$t>::from_bits($nan);
@@ -110,7 +105,7 @@ macro_rules! narrow {
             if back == x || x.is_infinite() {
                 return near;
             }
-            // Neighbouring values have neighbouring bits; subtracting one moves toward zero.
+            // Neighbouring values have neighbouring bits.
             let bits = near.to_bits();
             let toward_zero = <$t>::from_bits(bits.wrapping_sub(1));
             let away = <$t>::from_bits(bits + 1);

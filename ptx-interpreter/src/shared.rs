@@ -13,18 +13,16 @@ const BANKS: usize = 32;
 /// The lane of a byte that was not written by a copy.
 const NO_LANE: u8 = u8::MAX;
 
-/// The last accesses to a byte.
 #[derive(Debug, Clone, Copy, Default)]
 struct Trace {
     /// The time of the last write; 0 if the byte was never written.
     written: u32,
-    /// The time of the last reads; 0 if there were none. These reads are not ordered among each other.
+    /// The time of the last reads; 0 if there were none.
     read: u32,
     /// The warps of those reads.
     readers: u32,
     /// The number of warp barriers that the copying warp had passed when its copy completed.
     landed: u32,
-    /// The last writer.
     writer: u8,
     /// The lane whose copy wrote the byte.
     lane: u8,
@@ -32,16 +30,13 @@ struct Trace {
     in_flight: bool,
 }
 
-/// The lane that makes an access.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Actor {
     pub warp: usize,
     pub lane: usize,
-    /// The number of warp barriers that the warp has passed.
     pub warp_barriers: u32,
 }
 
-/// The shared memory of the running block.
 pub(crate) struct Shared {
     bytes: Vec<u8>,
     traces: Vec<Trace>,
@@ -61,7 +56,6 @@ impl Shared {
         }
     }
 
-    /// Clears everything for the next block.
     pub fn clear(&mut self) {
         self.bytes.fill(0);
         self.traces.fill(Trace { lane: NO_LANE, ..Trace::default() });
@@ -69,17 +63,15 @@ impl Shared {
         self.seen.iter_mut().for_each(|row| row.fill(0));
     }
 
-    /// Records that a warp reaches a barrier. Returns the time before which others may then rely on its accesses.
-    ///
-    /// A warp that does not wait continues at a later time.
+    /// Returns the time before which others may rely on the accesses of a warp that reaches a barrier. A warp that does
+    /// not wait continues at a later time.
     pub fn arrive(&mut self, waits: bool) -> u32 {
         let time = self.epoch + 1;
         self.epoch += u32::from(!waits);
         time
     }
 
-    /// Records that these warps met at a barrier: each with its time from [`arrive`](Self::arrive), and whether it
-    /// waited.
+    /// `met` holds each warp with its time from [`arrive`](Self::arrive), and whether it waited.
     pub fn barrier(&mut self, met: &[(usize, u32, bool)]) {
         self.epoch += 1;
         let mut all = vec![0; self.seen.len()];
@@ -87,8 +79,7 @@ impl Shared {
             for (all, seen) in all.iter_mut().zip(&self.seen[*w]) {
                 *all = (*all).max(*seen);
             }
-            // A warp that waited has accessed nothing since it arrived. Other barriers may have advanced the time
-            // meanwhile, and the readers of a byte share the time of the last one.
+            // A warp that waited has accessed nothing since it arrived, but other barriers may have advanced the time.
             all[*w] = all[*w].max(if *waited { self.epoch } else { *time });
         }
         for (w, ..) in met.iter().filter(|(.., waited)| *waited) {
@@ -112,18 +103,16 @@ impl Shared {
         Ok(offset)
     }
 
-    /// Whether the accesses of `other` at `time` are ordered before the current access of `warp`.
     fn ordered(&self, warp: usize, other: usize, time: u32) -> bool {
         warp == other || time < self.seen[warp][other]
     }
 
-    /// Reads `out.len()` bytes.
     pub fn read(&mut self, address: u64, out: &mut [u8], who: Actor) -> Result<(), AccessError> {
         let start = self.locate(address, out.len())?;
         let range = start..start + out.len();
         let (own, epoch) = (1u32 << who.warp, self.epoch);
         let seen = &self.seen[who.warp];
-        // Fast path for the common case: the byte was written, not by a copy, and was read by this warp only.
+        // Fast path: written, not by a copy, and read by this warp only.
         let mut plain = true;
         for trace in &mut self.traces[range.clone()] {
             let writer = usize::from(trace.writer);
@@ -196,7 +185,6 @@ impl Shared {
         Ok(())
     }
 
-    /// Writes bytes.
     pub fn store(&mut self, address: u64, bytes: &[u8], who: Actor) -> Result<(), AccessError> {
         let start = self.locate(address, bytes.len())?;
         for i in start..start + bytes.len() {
@@ -208,8 +196,7 @@ impl Shared {
         Ok(())
     }
 
-    /// Reads the old value of an atomic. Atomics of other warps do not race with it, so its write is recorded
-    /// differently.
+    /// Reads the old value of an atomic. Atomics of other warps do not race with it.
     pub fn atomic(&mut self, address: u64, old: &mut [u8], who: Actor) -> Result<(), AccessError> {
         let start = self.locate(address, old.len())?;
         for i in start..start + old.len() {
@@ -217,7 +204,7 @@ impl Shared {
             if trace.in_flight || trace.written == 0 {
                 return self.read(address, old, who);
             }
-            // `NO_LANE - 1` marks bytes that only atomics have written since the last ordered write.
+            // Bytes that only atomics have written since the last ordered write.
             let atomics = trace.lane == NO_LANE - 1;
             if !atomics && !self.ordered(who.warp, usize::from(trace.writer), trace.written) {
                 let detail = format!("warp {} wrote it", trace.writer);
@@ -230,7 +217,7 @@ impl Shared {
         Ok(())
     }
 
-    /// Stores the new value of an atomic, whose address [`atomic`](Self::atomic) has checked.
+    /// Stores the new value of an atomic, after [`atomic`](Self::atomic).
     pub fn atomic_store(&mut self, address: u64, new: &[u8]) {
         let start = address as usize;
         if let Some(target) = self.bytes.get_mut(start..start + new.len()) {
@@ -238,7 +225,7 @@ impl Shared {
         }
     }
 
-    /// Starts a copy. Its bytes must not be accessed until it completes.
+    /// The bytes must not be accessed until the copy completes.
     pub fn set_out(&mut self, address: u64, bytes: usize, who: Actor) -> Result<(), AccessError> {
         let start = self.locate(address, bytes)?;
         for i in start..start + bytes {
@@ -249,7 +236,6 @@ impl Shared {
         Ok(())
     }
 
-    /// Completes a copy, after its thread has waited for it.
     pub fn land(&mut self, address: u64, bytes: &[u8], who: Actor) {
         let start = address as usize;
         self.bytes[start..start + bytes.len()].copy_from_slice(bytes);
@@ -263,9 +249,8 @@ impl Shared {
 
 /// Returns the number of wavefronts of an access, and the minimum for its distinct words.
 ///
-/// Lanes are processed in passes: of 32 lanes for up to 4 bytes per lane, 16 lanes for 8 bytes, or 8 lanes for 16
-/// bytes. A pass needs as many wavefronts as the busiest bank has distinct words. Devices may merge passes whose lanes
-/// read the same words; this is not modelled.
+/// Lanes are processed in passes, with fewer lanes for wider accesses. A pass needs as many wavefronts as the busiest
+/// bank has distinct words. Devices may merge passes whose lanes read the same words; this is not modelled.
 pub(crate) fn wavefronts(addresses: &[Option<u64>; LANES], bytes: usize) -> (u64, u64) {
     let group = match bytes {
         0..=4 => 32,
@@ -274,7 +259,7 @@ pub(crate) fn wavefronts(addresses: &[Option<u64>; LANES], bytes: usize) -> (u64
     };
     let (mut taken, mut ideal) = (0, 0);
     for lanes in addresses.chunks(group) {
-        // Most banks have only one word, so further ones are stored separately.
+        // Most banks have only one word.
         let mut first = [u64::MAX; BANKS];
         let mut busy = [0u64; BANKS];
         let mut further = Vec::new();

@@ -1,10 +1,9 @@
-//! A parsed module, in which operands are still names: variables, kernels, registers, labels and instructions.
+//! A parsed module, in which operands are still names.
 
 use std::collections::HashMap;
 
 use crate::types::Type;
 
-/// An operand.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) enum Operand<'a> {
     /// A register, label, variable or special register.
@@ -21,7 +20,6 @@ pub(crate) enum Operand<'a> {
     Both(&'a str, &'a str),
 }
 
-/// An instruction.
 #[derive(Debug, Clone)]
 pub(crate) struct Statement<'a> {
     pub line: u32,
@@ -33,7 +31,6 @@ pub(crate) struct Statement<'a> {
     pub operands: Vec<Operand<'a>>,
 }
 
-/// A state space of a variable.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Space {
     Global,
@@ -42,7 +39,6 @@ pub(crate) enum Space {
     Param,
 }
 
-/// A variable of a module or a kernel.
 #[derive(Debug, Clone)]
 pub(crate) struct Variable<'a> {
     pub name: &'a str,
@@ -56,11 +52,10 @@ pub(crate) struct Variable<'a> {
     pub dynamic: bool,
 }
 
-/// The names that are declared in a block between braces.
+/// The names of a block between braces.
 #[derive(Debug, Default)]
 pub(crate) struct Scope<'a> {
     pub parent: Option<usize>,
-    /// Registers by name.
     pub registers: HashMap<&'a str, Type>,
     /// `%r<100>`: prefix, count, type.
     pub ranges: Vec<(&'a str, u64, Type)>,
@@ -71,7 +66,6 @@ pub(crate) struct Scope<'a> {
     pub variables: Vec<Variable<'a>>,
 }
 
-/// A parsed kernel.
 #[derive(Debug)]
 pub(crate) struct Entry<'a> {
     pub name: &'a str,
@@ -81,7 +75,6 @@ pub(crate) struct Entry<'a> {
     pub statements: Vec<Statement<'a>>,
 }
 
-/// A parsed module.
 #[derive(Debug, Default)]
 pub(crate) struct Text<'a> {
     pub variables: Vec<Variable<'a>>,

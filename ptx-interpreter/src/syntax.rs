@@ -1,5 +1,4 @@
-//! Parses tokens to statements, in which operands are still names: variables, kernels, registers, labels and
-//! instructions.
+//! Parses tokens to statements.
 
 use crate::error::{Error, Result};
 use crate::number::{integer, number};
@@ -7,9 +6,8 @@ use crate::statement::{Entry, Operand, Scope, Space, Statement, Text, Variable};
 use crate::token::{Located, Token, tokenize};
 use crate::types::Type;
 
-/// The maximum size of a variable in bytes, also the maximum number of registers in a declaration.
+/// In bytes; also the maximum number of registers in a declaration.
 const MAX_BYTES: u64 = 1 << 24;
-/// Maximum nesting of blocks and braces.
 const MAX_DEPTH: usize = 64;
 
 struct Reader<'a> {
@@ -67,7 +65,6 @@ impl<'a> Reader<'a> {
         }
     }
 
-    /// Skips the rest of this line.
     fn skip_line(&mut self) {
         let line = self.line();
         while self.tokens.get(self.at).is_some_and(|t| t.line == line) {
@@ -75,7 +72,6 @@ impl<'a> Reader<'a> {
         }
     }
 
-    /// Skips a block, including nested braces.
     fn skip_braces(&mut self) -> Result<()> {
         let mut depth = 0;
         loop {
@@ -90,7 +86,7 @@ impl<'a> Reader<'a> {
         }
     }
 
-    /// `.space .align n .type name[size] = initial`; the space has already been read.
+    /// The space has already been read: `.align n .type name[size] = initial`.
     fn variable(&mut self, space: Space, external: bool) -> Result<Variable<'a>> {
         let (mut align, mut ty, mut vector) = (None, None, 1);
         let name = loop {
@@ -360,7 +356,6 @@ impl<'a> Reader<'a> {
     }
 }
 
-/// Parses a module.
 pub(crate) fn read(text: &str) -> Result<Text<'_>> {
     let mut reader = Reader { tokens: tokenize(text)?, at: 0 };
     let mut module = Text::default();

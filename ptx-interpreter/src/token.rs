@@ -2,7 +2,6 @@
 
 use crate::error::{Error, Result};
 
-/// A piece of PTX text.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Token<'a> {
     /// An identifier, an opcode with its modifiers, a directive or a number.
@@ -24,7 +23,7 @@ fn in_word(c: char) -> bool {
     c.is_ascii_alphanumeric() || matches!(c, '_' | '$' | '%' | '.')
 }
 
-/// Splits the text into tokens. `::` inside an opcode (`.shared::cta`) is part of the word.
+/// `::` inside an opcode (`.shared::cta`) is part of the word.
 pub(crate) fn tokenize(text: &str) -> Result<Vec<Located<'_>>> {
     let mut tokens = Vec::new();
     let mut line = 1u32;

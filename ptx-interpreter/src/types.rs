@@ -2,19 +2,14 @@
 
 use half::{bf16, f16};
 
-/// The number of lanes of a warp.
 pub(crate) const LANES: usize = 32;
 
 /// A register of a warp: one value per lane, zero-extended to 64 bits.
 pub(crate) type Lanes = [u64; LANES];
-/// An operation with one source.
 pub(crate) type One = fn(&Lanes, &mut Lanes);
-/// An operation with two sources.
 pub(crate) type Two = fn(&Lanes, &Lanes, &mut Lanes);
-/// An operation with three sources.
 pub(crate) type Three = fn(&Lanes, &Lanes, &Lanes, &mut Lanes);
 
-/// A fundamental or packed type.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum Type {
     Pred,
@@ -40,7 +35,7 @@ pub(crate) enum Type {
 }
 
 impl Type {
-    /// The type with this name, without the leading dot.
+    /// Without the leading dot.
     pub fn named(name: &str) -> Option<Self> {
         Some(match name {
             "pred" => Self::Pred,
@@ -79,23 +74,19 @@ impl Type {
         }
     }
 
-    /// The size in memory in bytes.
     pub fn bytes(self) -> usize {
         (self.bits() as usize).div_ceil(8)
     }
 
-    /// Whether smaller values are sign-extended.
     pub fn is_signed(self) -> bool {
         matches!(self, Self::S8 | Self::S16 | Self::S32 | Self::S64)
     }
 
-    /// Whether it is a scalar float of 32 or 64 bits.
     pub fn is_wide_float(self) -> bool {
         matches!(self, Self::F32 | Self::F64)
     }
 }
 
-/// A value whose lowest `bits` bits are set.
 pub(crate) fn low_bits(bits: u32) -> u64 {
     if bits >= 64 { u64::MAX } else { (1u64 << bits) - 1 }
 }
@@ -104,11 +95,10 @@ pub(crate) fn low_bits(bits: u32) -> u64 {
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct Pair<T>(pub T, pub T);
 
-/// A value that a lane of a register can hold.
 pub(crate) trait Lane: Copy {
-    /// Converts from the register's bits; higher bits are ignored.
+    /// Higher bits are ignored.
     fn get(bits: u64) -> Self;
-    /// Converts to the register's bits, with higher bits 0.
+    /// Higher bits are 0.
     fn put(self) -> u64;
 }
 
@@ -193,7 +183,7 @@ macro_rules! one {
     }};
 }
 
-/// Same as `one`, but with two sources: `two!(u32, |a, b| a & b)`, or `two!(u32, u32, |a, b| ...)`.
+/// `two!(u32, |a, b| a & b)`, or `two!(u32, u32, |a, b| ...)`.
 macro_rules! two {
     ($t:ty, |$a:ident, $b:ident| $e:expr) => {
         two!($t, $t, |$a, $b| $e)
@@ -210,7 +200,7 @@ macro_rules! two {
     }};
 }
 
-/// Same as `one`, but with three sources, of one type or of three.
+/// With three sources, of one type or of three.
 macro_rules! three {
     ($t:ty, |$a:ident, $b:ident, $c:ident| $e:expr) => {
         three!($t, $t, $t, |$a, $b, $c| $e)
@@ -228,8 +218,7 @@ macro_rules! three {
     }};
 }
 
-/// Dispatches on an integer type of 16 to 64 bits; bit types are treated as unsigned: `integers!(ty, T => two!(T,
-/// ...))`.
+/// Dispatches on an integer type of 16 to 64 bits; bit types are unsigned: `integers!(ty, T => two!(T, ...))`.
 macro_rules! integers {
     ($ty:expr, $t:ident => $e:expr) => {
         match $ty {

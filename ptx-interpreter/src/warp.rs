@@ -2,7 +2,7 @@
 
 use crate::types::{LANES, Lanes};
 
-/// A group of lanes that are at the same instruction.
+/// Lanes that are at the same instruction.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Group {
     pub pc: usize,
@@ -21,7 +21,6 @@ pub(crate) struct Copy {
     pub count: usize,
 }
 
-/// What a warp can do next.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum State {
     Ready,
@@ -33,18 +32,15 @@ pub(crate) enum State {
 pub(crate) struct Warp {
     pub registers: Vec<Lanes>,
     pub groups: Vec<Group>,
-    /// The lanes that the warp started with.
     pub all: u32,
     pub exited: u32,
     pub state: State,
     pub copies: Vec<Copy>,
-    /// The number of copy groups that each lane has committed.
     pub closed: [u32; LANES],
     pub warp_barriers: u32,
     pub local: Vec<u8>,
 }
 
-/// Iterates over the lanes of a mask.
 pub(crate) fn lanes(mask: u32) -> impl Iterator<Item = usize> {
     let mut left = mask;
     std::iter::from_fn(move || {
@@ -83,13 +79,12 @@ impl Warp {
         self.local.fill(0);
     }
 
-    /// The lanes that have not exited.
     pub fn live(&self) -> u32 {
         self.all & !self.exited
     }
 
-    /// Merges groups that are at the same instruction, and returns the next one to run: among those that do not wait,
-    /// the one that comes first in the text. `None` if all wait.
+    /// Merges groups that are at the same instruction, and returns the next one to run: of those that do not wait, the
+    /// first in the text.
     pub fn select(&mut self) -> Option<usize> {
         if self.groups.len() == 1 {
             return (!self.groups[0].waits).then_some(0);
@@ -100,7 +95,7 @@ impl Warp {
             match kept.last_mut() {
                 Some(last) if last.pc == group.pc => {
                     last.mask |= group.mask;
-                    // After merging, a group that waited checks again whether all lanes have arrived.
+                    // Checks again whether all lanes have arrived.
                     last.waits = last.waits && group.waits;
                 }
                 _ => kept.push(*group),
@@ -110,7 +105,6 @@ impl Warp {
         self.groups.iter().position(|g| !g.waits)
     }
 
-    /// The lanes in which a predicate holds.
     pub fn holds(&self, slot: u32, negated: bool) -> u32 {
         let mut mask = 0;
         for (lane, value) in self.registers[slot as usize].iter().enumerate() {
@@ -119,7 +113,6 @@ impl Warp {
         if negated { !mask } else { mask }
     }
 
-    /// Writes a register in the lanes of a mask.
     pub fn set(&mut self, slot: u32, mask: u32, values: &Lanes) {
         let register = &mut self.registers[slot as usize];
         if mask == u32::MAX {

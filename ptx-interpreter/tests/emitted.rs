@@ -1,5 +1,4 @@
-//! Further instructions that compilers emit in kernels: comparisons, predicates, 16- and 64-bit arithmetic, and loads
-//! and stores of every width and type, compared with Rust arithmetic.
+//! More instructions that compilers emit, compared with Rust arithmetic.
 mod support;
 
 use quant_ptx_interpreter::Memory;
@@ -28,7 +27,6 @@ fn either_is_nan(a: f32, b: f32) -> bool {
     a.is_nan() || b.is_nan()
 }
 
-/// The expected result of a comparison: 1 or 0.
 fn compares(inputs: &[Vec<u32>; 3], opcode: &str, letter: &str, expected: impl Fn(u32, u32) -> bool) {
     let snippet = format!("{opcode} %p1, %{letter}10, %{letter}11;\nselp.u32 %r20, 1, 0, %p1;");
     check(inputs, &snippet, |a, b, _| u32::from(expected(a, b)));
@@ -67,7 +65,6 @@ fn comparisons_of_floats() {
     of("setp.le.f32", |a, b| a <= b);
     of("setp.gt.f32", |a, b| a > b);
     of("setp.ge.f32", |a, b| a >= b);
-    // These comparisons are true for NaN.
     of("setp.neu.f32", |a, b| a != b);
     of("setp.ltu.f32", |a, b| a < b || either_is_nan(a, b));
     of("setp.leu.f32", |a, b| a <= b || either_is_nan(a, b));
@@ -180,7 +177,6 @@ fn sixty_four_bits() {
     }
 }
 
-/// Each lane copies its own 16 bytes with the given loads and stores; bytes that are not copied stay zero.
 fn moved(load: &str, store: &str, registers: &str, bytes: usize) {
     let names: Vec<String> = match load.contains(".v4") {
         true => (10..14).map(|i| format!("%{registers}{i}")).collect(),
@@ -266,7 +262,6 @@ fn all_lanes() {
         }
     };
     of("redux.sync.max.u32 %r20, %r10, -1;", &|i| *warp(i).iter().max().unwrap());
-    // In the first warp, a single lane is below the limit.
     let min = warp(0).iter().min().unwrap() + 1;
     let any =
         format!("setp.lt.u32 %p1, %r10, {min};\nvote.sync.any.pred %p2, %p1, -1;\nselp.u32 %r20, 1, 0, %p2;");

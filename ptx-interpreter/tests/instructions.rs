@@ -4,7 +4,6 @@ mod support;
 use half::{bf16, f16};
 use support::{numbers, over_words};
 
-/// Combinations of edge cases, and ordinary words.
 fn inputs() -> [Vec<u32>; 3] {
     let edges = [
         0u32,
@@ -35,7 +34,6 @@ fn inputs() -> [Vec<u32>; 3] {
     [a, b, c]
 }
 
-/// Float inputs: zeros of both signs, subnormals, infinities, NaN, ties and large values.
 fn floats() -> [Vec<u32>; 3] {
     let edges =
         [0.0, -0.0, 1e-40, -1e-40, 1.0, -1.5, 2.5, f32::INFINITY, f32::NEG_INFINITY, f32::NAN, 65504.0, 3e38];
@@ -286,7 +284,7 @@ fn conversions() {
     );
 }
 
-/// A sum in f32, rounded to odd, so that rounding it again gives the correctly rounded result.
+/// Rounding the result again gives the correctly rounded sum.
 fn rounded_to_odd(a: f64, b: f64) -> f32 {
     let sum = a + b;
     let shifted = sum - a;
@@ -362,7 +360,6 @@ fn lanes_exchange() {
     });
 }
 
-/// Lanes diverge, loop different numbers of times, and reconverge.
 #[test]
 fn divergent_loops_meet_again() {
     let a = numbers(64, 6);

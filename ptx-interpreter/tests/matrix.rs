@@ -1,6 +1,5 @@
-//! Matrix instructions compared with plain products. The positions of elements follow the formulas of the ISA ("Matrix
-//! Fragments for mma.m16n8k8", "... k16", "... k32", "... k64", "ldmatrix", "movmatrix"), written here per element
-//! index, independently of the interpreter.
+//! Matrix instructions compared with plain products. The positions of elements follow the formulas of the ISA per
+//! element index, independently of the interpreter.
 mod support;
 
 use quant_ptx_interpreter::{FaultKind, Memory};
@@ -48,7 +47,6 @@ fn c_place(lane: usize, i: usize) -> (usize, usize) {
     (if i < 2 { group } else { group + 8 }, thread * 2 + (i & 1))
 }
 
-/// A shape of `mma`: the names of its types, bits per element, and depth.
 #[derive(Clone, Copy)]
 struct Shape {
     types: &'static str,
@@ -60,7 +58,7 @@ struct Shape {
     half_sums: bool,
 }
 
-/// Packs the elements of a matrix into registers `[register][lane]`.
+/// As `[register][lane]`.
 fn fragment(
     bits: u32,
     count: usize,
@@ -112,7 +110,6 @@ fn text(shape: Shape, a_count: usize, b_count: usize) -> String {
     kernel(4, "", &body)
 }
 
-/// The value of an element's bits.
 fn value(kind: &str, bits: u32) -> f64 {
     match kind {
         "f16" => half::f16::from_bits(bits as u16).to_f64(),
@@ -214,7 +211,6 @@ fn random_products_are_those_of_plain_loops() {
     }
 }
 
-/// A single nonzero element of A, and then of B, affects the correct row and column.
 #[test]
 fn single_elements_are_where_the_isa_has_them() {
     for shape in SHAPES {
@@ -223,7 +219,7 @@ fn single_elements_are_where_the_isa_has_them() {
             "bf16" => u32::from(half::bf16::ONE.to_bits()),
             _ => 1,
         };
-        // The elements of the other factor are all different, so that a wrong position gives a wrong value.
+        // All elements of the other factor are different.
         let count = |kind: &str, i: usize| match kind {
             "f16" => u32::from(half::f16::from_f32((i % 128) as f32).to_bits()),
             "bf16" => u32::from(half::bf16::from_f32((i % 128) as f32).to_bits()),
@@ -284,7 +280,7 @@ fn loaded(count: usize, trans: bool) -> Vec<u32> {
     let mut memory = Memory::new();
     let out = memory.buffer("out", 128 * count, 4);
     let report = run(&text, &launch(1, 32, 0, &[out]), &mut memory).unwrap();
-    // The eight rows of 16 bytes of each matrix take one wavefront, and so do the four stores.
+    // The eight rows of a matrix take one wavefront, and so does each of the four stores.
     assert_eq!(report.counters.shared_reads.taken, count as u64);
     assert_eq!(report.counters.shared_writes.taken, 4);
     words(memory.bytes(out).unwrap())
@@ -298,7 +294,6 @@ fn ldmatrix_gives_rows_and_transposed_columns() {
             for matrix in 0..count {
                 for lane in 0..32 {
                     let (g, t) = (lane / 4, 2 * (lane % 4));
-                    // Element [row][column] of matrix m is 64m + 8·row + column.
                     let at = |row: usize, column: usize| (64 * matrix + 8 * row + column) as u32;
                     let (low, high) = if trans { (at(t, g), at(t + 1, g)) } else { (at(g, t), at(g, t + 1)) };
                     assert_eq!(got[matrix * 32 + lane], low | high << 16, "x{count} {trans} lane {lane}");
@@ -318,7 +313,6 @@ fn movmatrix_transposes() {
     run(&kernel(1, "", body), &launch(1, 32, 0, &[out]), &mut memory).unwrap();
     for (lane, got) in words(memory.bytes(out).unwrap()).into_iter().enumerate() {
         let (g, t) = (lane as u32 / 4, 2 * (lane as u32 % 4));
-        // Lane 4g + t held [g][2t] and [g][2t + 1] as 8·row + column.
         assert_eq!(got, (8 * t + g) | (8 * (t + 1) + g) << 16);
     }
 }

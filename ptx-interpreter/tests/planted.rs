@@ -4,8 +4,7 @@ mod support;
 use quant_ptx_interpreter::{BlockOrder, Error, FaultKind, Launch, Memory, Module, Options, Report};
 use support::{bytes_of, fault, kernel, launch, orders, run, words};
 
-/// Runs a text with fresh memory under each order of warps, and checks that all results are equal; returns the last
-/// one.
+/// Runs a text under each order of warps, and checks that all results are equal; returns the last one.
 fn under_every_order(
     text: &str,
     launch_of: impl Fn(&mut Memory) -> Launch,
@@ -55,12 +54,12 @@ fn a_missing_barrier() {
         kernel(1, TILE, &body)
     };
     good(&text("bar.sync 0;\n"), out_words(128, 64, 256));
-    // The other warp's word may or may not have been written, depending on the order; either way it is an error.
+    // Depending on the order, the other warp's word may not have been written.
     let kind = bad(&text(""), out_words(128, 64, 256));
     assert!(matches!(kind, FaultKind::SharedRace | FaultKind::Uninitialised), "{kind:?}");
     let named = text("bar.sync 3, 64;\n");
     good(&named, out_words(128, 64, 256));
-    // `bar.warp.sync` synchronizes only the lanes of a warp, so it does not order accesses of the two warps.
+    // Orders only the lanes of a warp.
     bad(&text("bar.warp.sync 0xffffffff;\n"), out_words(128, 64, 256));
 }
 
@@ -79,8 +78,7 @@ fn a_missing_barrier_before_the_next_round() {
     assert_eq!(bad(&text(""), out_words(64, 64, 256)), FaultKind::SharedRace);
 }
 
-/// Two sets of two warps, each set with its own words and barrier. The barriers of one set do not order accesses of the
-/// other. Every word is read by both warps of its set, before and after barriers of the other set.
+/// Two sets of two warps. The barriers of one set do not order accesses of the other.
 #[test]
 fn sets_of_warps_with_barriers_of_their_own() {
     let text = |first: &str, second: &str, partner: u32| {
@@ -99,7 +97,6 @@ fn sets_of_warps_with_barriers_of_their_own() {
     let kind = bad(&text("", barrier, 128), out_words(128, 128, 512));
     assert!(matches!(kind, FaultKind::SharedRace | FaultKind::Uninitialised), "{kind:?}");
     assert_eq!(bad(&text(barrier, "", 128), out_words(128, 128, 512)), FaultKind::SharedRace);
-    // Reads the words of the other set.
     let kind = bad(&text(barrier, barrier, 256), out_words(128, 128, 512));
     assert!(matches!(kind, FaultKind::SharedRace | FaultKind::Uninitialised), "{kind:?}");
 }
@@ -169,7 +166,6 @@ fn writes_into_a_copy_in_flight() {
     assert_eq!(bad(&text(""), copy_launch), FaultKind::InFlight);
 }
 
-/// A copy reads only `size` bytes and fills the rest with zeros, even if readable memory follows.
 #[test]
 fn copies_fill_up_with_zeros() {
     let body = format!(
@@ -188,7 +184,7 @@ fn copies_fill_up_with_zeros() {
 }
 
 /// A pipeline over 8 tiles of 256 bytes in a ring of `stages`, filled `ahead` tiles in advance, with one barrier per
-/// tile. Each warp reads what both copied.
+/// tile. Each of two warps reads what the other has copied.
 fn ring(stages: u32, ahead: u32) -> String {
     let body = format!(
         "mov.u32 %r9, tile;\nshl.b32 %r10, %r1, 2;\nmul.wide.u32 %rd10, %r1, 4;\nadd.s64 %rd11, %rd2, %rd10;\n{OUT}\
@@ -417,7 +413,6 @@ fn addresses_that_are_not_aligned() {
     };
     good(&text(8), with(8));
     assert_eq!(bad(&text(4), with(8)), FaultKind::Misaligned);
-    // The kernel assumes a larger alignment than the buffer has.
     assert_eq!(bad(&text(8), with(4)), FaultKind::Misaligned);
 }
 
@@ -426,9 +421,7 @@ fn divergent_control_flow() {
     let with = |_: &mut Memory| launch(1, 64, 0, &[]);
     let text = |body: &str| kernel(0, "", body);
     good(&text("setp.lt.u32 %p1, %r1, 32;\n@%p1 bra A;\nnop;\nA:\nbar.sync 0;"), with);
-    // Only one warp reaches the barrier.
     assert_eq!(bad(&text("setp.lt.u32 %p1, %r1, 32;\n@%p1 bar.sync 0;"), with), FaultKind::BarrierDivergence);
-    // Half of a warp reaches the barrier.
     assert_eq!(bad(&text("setp.lt.u32 %p1, %r1, 48;\n@%p1 bar.sync 0;"), with), FaultKind::BarrierDivergence);
     let astray = "and.b32 %r10, %r1, 1;\nsetp.eq.u32 %p1, %r10, 0;\n@%p1 bra A;\nshfl.sync.bfly.b32 %r11, %r1, 1, 31, -1;\nbra B;\n\
                   A:\nadd.u32 %r11, %r1, 1;\nvote.sync.any.pred %p2, %p1, -1;\nB:";

@@ -146,7 +146,7 @@ fn broken_texts_name_their_line() {
     }
 }
 
-/// Runs a text if it parses. The result does not matter, but nothing may panic.
+/// Nothing may panic.
 fn survive(text: &str) {
     if let Ok(module) = Module::parse(text) {
         let options = Options { max_instructions: 2000, ..Options::default() };
@@ -225,7 +225,6 @@ proptest! {
     }
 }
 
-/// Splits a text before and after every register and number.
 fn pieces(text: &str) -> Vec<&str> {
     let mut pieces = Vec::new();
     let mut rest = text;
@@ -248,7 +247,6 @@ fn kind(word: &str) -> String {
     }
 }
 
-/// Sizes and addresses at the limits of their ranges.
 #[test]
 fn extremes_are_survived() {
     for body in [

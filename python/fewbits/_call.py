@@ -63,7 +63,6 @@ def run(
 
 
 def check_threads(threads: int | None) -> None:
-    """Rejects an invalid number of threads."""
     if threads is not None and not 1 <= threads <= 1024:
         raise UsageError(f"threads={threads} is not a valid number of threads", "use 1 to 1024")
 
@@ -88,7 +87,6 @@ def text_argument(given: Texts | None, name: str) -> tuple[str | None, list[str]
         raise TypeError(f"{name}= must be a path, the name of a text, or rows; put a single row into a list")
     rows = list(given)
     if rows and all(isinstance(row, Mapping) and "role" in row for row in rows):
-        # The messages of one conversation.
         rows = [rows]
     return None, [_row(row, number, name) for number, row in enumerate(rows, 1)]
 

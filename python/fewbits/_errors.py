@@ -29,8 +29,7 @@ class QuantError(Exception):
     def __init__(
         self, message: str, remedy: str = "", tensor: str | None = None, path: str | None = None
     ) -> None:
-        # Skips the other base class's ``__init__``: OSError would interpret the arguments as an error number and file
-        # names.
+        # OSError would interpret the arguments as an error number and file names.
         Exception.__init__(self, message, remedy, tensor, path)
         self.message = message
         self.remedy = remedy

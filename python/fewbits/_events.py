@@ -36,8 +36,7 @@ class StageStarted(Event):
 
 @dataclass(frozen=True)
 class Resumed(Event):
-    """An earlier run has finished this many units of the stage. They are the first ones; only the results that later
-    units need are computed again."""
+    """An earlier run has finished this many units of the stage."""
 
     units: int
 

@@ -1,5 +1,4 @@
-"""The extension's kernels, called through its C interface with ctypes. This avoids copies, and nothing is built against
-torch."""
+"""The extension's kernels, called through its C interface with ctypes."""
 
 from __future__ import annotations
 
@@ -133,7 +132,7 @@ class _Rows(threading.local):
         return handle
 
     def __del__(self, library: ctypes.CDLL = _LIBRARY) -> None:
-        # At interpreter exit, the module's names may be cleared before this is called.
+        # At interpreter exit, the module's names may already be cleared.
         library.qz1_float_rows_free(self.float)
         library.qz1_int8_rows_free(self.int8)
 
@@ -242,7 +241,7 @@ def linear(
     common = (byref(layout), packed, layout.bytes)
     end = (bias, bias_len, out, rows * n)
     if activations == "float":
-        # Packing a few rows takes less time than waking up threads.
+        # Waking up threads takes longer than packing a few rows.
         few = parallel if rows > 4 else None
         _check(_LIBRARY.qz1_float_rows_pack(_ROWS.float, byref(layout), byref(values), few, byref(message)), text)
         status = _LIBRARY.qz1_multiply_float(*common, _ROWS.float, *end, parallel, byref(message))

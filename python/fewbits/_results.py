@@ -166,7 +166,7 @@ class Quantized(Result):
         try:
             return _frame(self.outputs[0].report_page())
         except (QuantError, OSError):
-            # If the directory has been moved or deleted since, the summary is still valid.
+            # If the directory has been moved or deleted, only the summary is shown.
             return f"<pre>{html.escape(repr(self))}</pre>"
 
 

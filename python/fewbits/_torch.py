@@ -220,7 +220,7 @@ def replace_linears(model: torch.nn.Module) -> tuple[int, int]:
             continue
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, packed)
-        # The source tensors are freed before the next linear is packed.
+        # Free the source tensors before the next linear is packed.
         for tensors in (module._parameters, module._buffers):
             tensors.clear()
         replaced += 1

@@ -113,7 +113,7 @@ class FewbitsLM(TemplateLM):  # type: ignore[misc,unused-ignore]
         return True if self.add_bos_token is None else self.add_bos_token
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        # The same rule as in TemplateLM's method, which would call the tokenizer once per text.
+        # The same rule as in TemplateLM's method.
         pairs = [request.args for request in requests]
         moved = [
             (context.rstrip(), context[len(context.rstrip()) :] + continuation) if context else (context, continuation)
@@ -143,7 +143,7 @@ class FewbitsLM(TemplateLM):  # type: ignore[misc,unused-ignore]
         for _name, context, continuation in requests:
             # The model predicts the last token but does not read it, so one more token fits than the context length.
             kept = [*context, *continuation][-(self.max_length + 1) :]
-            # If the continuation fills the model's context, one token remains as its context and the rest is scored.
+            # One token remains as the context of the rest.
             count = min(len(continuation), len(kept) - 1)
             scored.append((kept[: len(kept) - count], kept[len(kept) - count :]))
         # An empty continuation has probability 1.
@@ -187,7 +187,7 @@ class FewbitsLM(TemplateLM):  # type: ignore[misc,unused-ignore]
             settings = dict(requests[numbers[0]].args[1])
             stop = settings.pop("until", None) or []
             stop = [stop] if isinstance(stop, str) else list(stop)
-            # The harness accepts several names for the length. The first one that is set counts, and all are removed.
+            # The first one that is set counts.
             lengths = [settings.pop(name, None) for name in _LENGTHS]
             length = next((int(value) for value in lengths if value is not None), self.max_gen_toks)
             given = {name: settings.pop(name) for name in _SETTINGS if name in settings}

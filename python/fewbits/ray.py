@@ -130,7 +130,7 @@ def run(
         in_files = unit in smaller
         memory = int(cost["smallest_budget_bytes" if in_files else "memory_bytes"])
         arguments = ["job", "run", *place, "--unit", unit, "--quiet", "--threads", str(max(1, int(cpus_per_unit)))]
-        # 10 % more than predicted: a prediction that is slightly too small should not stop the unit.
+        # A prediction that is slightly too small should not stop the unit.
         arguments += ["--memory-budget", f"{max(memory, 1 << 20) / (1 << 20) * 1.1 + 1:.0f}MiB"]
         arguments += ["--scratch", os.fspath(scratch)] if scratch is not None else []
         task = remote.options(num_cpus=cpus_per_unit, memory=memory, max_retries=-1, name=f"quant {unit}")

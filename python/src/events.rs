@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 
 use crate::wording::Keywords;
 
-/// Sends every event through a channel. The receiver may have been dropped; that does not stop the work.
+/// Sends every event through a channel. Nothing happens if the receiver was dropped.
 pub struct Channel {
     pub sender: Mutex<Sender<Event>>,
     pub wants_estimate: bool,

@@ -52,8 +52,7 @@ fn results(given: Vec<Given>) -> Result<Vec<(String, Evaluation)>> {
     Ok(results)
 }
 
-/// Checks results against a policy; returns the verdict, the report page and a summary as JSON. A failed gate is not an
-/// error.
+/// Checks results against a policy; returns the verdict, the report page and a summary as JSON.
 pub fn gate(request: &str, session: &Session) -> Result<String> {
     let asked: Gate = parse(request)?;
     let files = asked.results.iter().filter_map(|given| match given {
@@ -88,11 +87,10 @@ pub fn gate(request: &str, session: &Session) -> Result<String> {
     Ok(json!({ "outcome": outcome, "page": page, "summary": summary(&outcome) }).to_string())
 }
 
-/// Writes results as the new baseline; returns its path as JSON.
 pub fn update_baseline(request: &str) -> Result<String> {
     let Update { results: given, baseline } = parse(request)?;
     let results = results(given)?;
-    // A file that is not a baseline is not replaced: it may be something else.
+    // A file that is not a baseline may be something else.
     if baseline.exists() {
         Baseline::read(&baseline)?;
     }

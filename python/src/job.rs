@@ -24,7 +24,6 @@ const POLL_INTERVAL: Duration = Duration::from_millis(50);
 /// Stack size of the job's thread: that of the thread on which the command line runs the same code.
 const STACK: usize = 8 << 20;
 
-/// The work of a job, run on its own thread.
 pub type Work = Box<dyn FnOnce(&Session) -> Result<String> + Send>;
 
 /// The location of this code, and the interpreter that can load it again.
@@ -40,14 +39,12 @@ const WORKER: &str = "import sys; from importlib.util import spec_from_file_loca
                       f = s('fewbits._native', sys.argv[1]); n = m(f); f.loader.exec_module(n); sys.exit(n.text_worker())";
 
 impl Place {
-    /// Converts the location to the form that the command line takes.
     pub fn embedding(self) -> quant_cli::Embedding {
         let worker = self.worker();
         quant_cli::Embedding { code: self.code, worker }
     }
 
-    /// Returns the command that starts a text worker. It runs Python in isolated mode and without `site`, so that
-    /// nothing from the user's environment is loaded.
+    /// Returns the command that starts a text worker, without anything from the user's environment.
     fn worker(&self) -> Option<(PathBuf, Vec<OsString>)> {
         let words = ["-I", "-S", "-c", WORKER].map(OsString::from);
         let arguments = words.into_iter().chain([self.code.clone().into_os_string()]).collect();
@@ -55,7 +52,6 @@ impl Place {
     }
 }
 
-/// Returns the work for this kind of job.
 pub fn work(kind: &str, request: String, rows: Option<Vec<String>>) -> PyResult<Work> {
     Ok(match kind {
         "plan" => Box::new(move |session| requests::plan(&request, session)),
@@ -102,7 +98,7 @@ pub fn run(
         let text_workers = quant_cli::text_workers(threads, &token, Some(place.worker()));
         let progress = Progress::forwarded(observer);
         let code = Some(place.code);
-        // The model card is worded for the command line, so that the same request gives the same bytes from both.
+        // The model card is worded for the command line, so that both write the same bytes.
         let session = Session { progress, cancel: token, text_workers, code, wording: &CommandLine };
         pool.install(|| work(&session))
     };
@@ -157,7 +153,7 @@ fn attend(
             looked = Instant::now();
             py.check_signals()
         });
-        // Only the first exception counts: while the job stops, further signals have no effect.
+        // Only the first exception counts.
         if let Err(error) = handed {
             cancel.cancel();
             raised.get_or_insert(error);

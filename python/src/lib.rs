@@ -1,8 +1,7 @@
-//! The native part of the Python package `fewbits`: the command line, and jobs with JSON requests and results. The
-//! Python part (`fewbits/`) adds keyword arguments and typed results.
+//! The native part of the Python package `fewbits`: the command line, and jobs with JSON requests and results.
 //!
 //! A job runs on its own thread and does not hold the GIL. The caller's thread waits, passes events to the callback and
-//! checks for signals. Jobs set no process-wide state: no allocator, no global thread pool, no signal handler.
+//! checks for signals. Jobs set no process-wide state.
 
 mod error;
 mod events;

@@ -21,21 +21,19 @@ use serde_json::{Value, json};
 use crate::job::{self, Place};
 use crate::requests::{choice, parse};
 
-/// The maximum context length. It bounds the tables and the KV cache, which grow with the length.
+/// The maximum context length. The tables and the KV cache grow with the length.
 const MAX_CONTEXT: usize = 1 << 20;
 
-/// A loaded model.
 struct Loaded {
     opened: Opened,
     decoder: Decoder,
     tokenizer: TextTokenizer,
-    /// Tokens that end a text.
     eos: Vec<u32>,
-    /// The chat template, loaded on first use: only prompts for conversations need it.
+    /// The chat template, loaded on first use.
     template: Mutex<Option<Arc<ChatTemplate>>>,
 }
 
-/// A Python object that holds a loaded model.
+/// A loaded model.
 #[pyclass(frozen, module = "fewbits._native")]
 pub struct Model {
     loaded: Arc<Loaded>,
@@ -84,7 +82,7 @@ impl Model {
         threads: Option<usize>,
     ) -> PyResult<String> {
         let loaded = self.loaded.clone();
-        // Encoding and decoding take too little time to start a thread for them.
+        // Encoding and decoding take too little time to be worth a thread.
         let quick = match kind {
             "encode" => Some(py.detach(|| loaded.encode(&request))),
             "decode" => Some(py.detach(|| loaded.decode(&request))),
@@ -207,7 +205,6 @@ impl Loaded {
         Ok(json!(self.tokenizer.decode(&tokens)?))
     }
 
-    /// Returns the prompt for the next answer of a conversation.
     fn prompt(&self, request: &str, session: &Session) -> Result<String> {
         let messages: Vec<Value> = parse(request)?;
         session.cancel.check()?;

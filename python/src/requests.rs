@@ -22,7 +22,6 @@ use serde_json::{Value, json};
 
 use crate::wording::Keywords;
 
-/// Parses a request built by the Python part.
 pub fn parse<T: DeserializeOwned>(request: &str) -> Result<T> {
     serde_json::from_str(request).map_err(|e| {
         Error::usage(
@@ -67,7 +66,6 @@ struct Quantize {
     report: Option<PathBuf>,
 }
 
-/// Quantizes a model; returns the summary as JSON.
 pub fn quantize(request: &str, rows: Option<Vec<String>>, session: &Session) -> Result<String> {
     let asked: Quantize = parse(request)?;
     let request = QuantizeRequest {
@@ -92,7 +90,6 @@ struct Plan {
     settings: RecipeSettings,
 }
 
-/// Plans a quantization; returns the plan as JSON.
 pub fn plan(request: &str, session: &Session) -> Result<String> {
     let Plan { model, settings } = parse(request)?;
     let (plan, seconds) = plan::value(&model, &settings, &Keywords, session)?;
@@ -117,7 +114,6 @@ struct Evaluate {
     compare: Vec<PathBuf>,
 }
 
-/// Evaluates a model on a text; returns the result as JSON.
 pub fn evaluate(request: &str, rows: Option<Vec<String>>, session: &Session) -> Result<String> {
     let asked: Evaluate = parse(request)?;
     let Some(text) = text(asked.text, rows, "text")? else {
@@ -163,7 +159,6 @@ pub fn choice<T: ValueEnum>(setting: &str, given: &str) -> Result<T> {
     })
 }
 
-/// Describes the contents of a checkpoint; returns the description as JSON.
 pub fn inspect(request: &str, session: &Session) -> Result<String> {
     let model: PathBuf = parse(request)?;
     Ok(to_json(&inspect::report(&model, session)?)?.to_string())
@@ -180,7 +175,6 @@ pub fn page(request: &str, session: &Session) -> Result<String> {
     Ok(json!(page).to_string())
 }
 
-/// Returns a preset as the contents of a recipe file, in a JSON string.
 pub fn preset_recipe(request: &str) -> Result<String> {
     let preset: String = parse(request)?;
     Ok(json!(Recipe::preset(&preset)?.to_toml()).to_string())

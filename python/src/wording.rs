@@ -6,7 +6,6 @@ use quant_core::wording::{Argument, Wording};
 #[derive(Debug, Clone, Copy)]
 pub struct Keywords;
 
-/// Returns the name of the function for a command.
 fn function(command: &str) -> &str {
     match command {
         "eval" => "evaluate",

@@ -72,7 +72,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def rtn(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The model rounded to 4 bits."""
     import fewbits
 
     out = tmp_path_factory.mktemp("rtn") / "out"

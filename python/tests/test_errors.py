@@ -56,7 +56,6 @@ def test_usage(model: Path, tmp_path: Path, arguments: dict[str, Any], message: 
         fewbits.quantize(model, tmp_path / "out", **arguments)
     error = caught.value
     assert message in error.message and remedy in error.remedy, str(error)
-    # The message contains no command-line option and no unreplaced placeholder.
     assert " --" not in str(error) and "‹" not in str(error), str(error)
     assert not (tmp_path / "out").exists()
 

@@ -34,7 +34,6 @@ def test_likelihoods_add_up_and_name_the_greedy_token(packed: fewbits.Model) -> 
     [whole] = packed.log_likelihoods([(tokens[:1], tokens[1:])])
     assert math.isclose(whole[0], sum(value for value, _ in each), rel_tol=1e-5)
     assert all(value < 0 for value, _ in each) and whole[1] == all(greedy for _, greedy in each)
-    # The greedy continuation is the most likely one; any other continuation is not.
     [written] = packed.generate([tokens], max_new_tokens=4)
     assert len(written.tokens) == 4 and written.end == "length"
     other = (written.tokens[0] + 1) % packed.vocab_size
@@ -136,7 +135,6 @@ def test_a_callback_stops_generation(packed: fewbits.Model) -> None:
 
     with pytest.raises(Enough):
         packed.generate([TEXT] * 50, max_new_tokens=20, on_event=on_event)
-    # The model can still be used after an error.
     assert packed.generate([TEXT], max_new_tokens=1)[0].tokens
 
 
@@ -148,5 +146,4 @@ def test_a_sampling_default_of_the_model_is_used_only_when_asked(rtn: Path, tmp_
     model = fewbits.Model(drawing)
     greedy = model.generate([TEXT], max_new_tokens=8)[0].tokens
     assert greedy == fewbits.Model(rtn).generate([TEXT], max_new_tokens=8)[0].tokens
-    # With top_k = 1, sampling always takes the most likely token.
     assert model.generate([TEXT], max_new_tokens=8, do_sample=True, seed=3)[0].tokens == greedy

@@ -51,7 +51,7 @@ class Notebook:
                     self.manager.interrupt_kernel()
             outputs.append({"type": kind, **content})
         while True:
-            # On a busy machine, replies to earlier requests may arrive late.
+            # Replies to earlier requests may arrive late.
             message = self.client.get_shell_msg(timeout=TIMEOUT)
             if message["parent_header"].get("msg_id") == sent:
                 return outputs, message["content"]
@@ -89,7 +89,6 @@ def test_a_cell_is_interrupted_and_the_next_one_resumes(notebook: Notebook, mode
     page = re.search(r'srcdoc="([^"]*)"', shown)
     assert page and "sandbox" in shown and "<script" not in html.unescape(page.group(1))
     assert "q_proj" in html.unescape(page.group(1))
-    # The bytes are those of an uninterrupted run.
     fewbits.quantize(model, tmp_path / "undisturbed", method="gptq", samples=48, seq_len=128)
     assert digests(tmp_path / "OUT") == digests(tmp_path / "undisturbed")
 

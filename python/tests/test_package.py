@@ -47,7 +47,6 @@ def test_metadata() -> None:
     assert importlib.resources.files("fewbits").joinpath("py.typed").is_file()
     assert sorted(fewbits.__all__) == fewbits.__all__
     assert all(hasattr(fewbits, name) for name in fewbits.__all__)
-    # The package requires no other package.
     required = importlib.metadata.requires("fewbits") or []
     assert all("extra ==" in requirement for requirement in required)
 
@@ -156,7 +155,7 @@ def test_the_code_of_the_guide_runs(model: Path, tmp_path: Path, monkeypatch: py
     monkeypatch.chdir(tmp_path)
     quick_quantize, quick_evaluate = fewbits.quantize, fewbits.evaluate
 
-    # The arguments on the page are for real models; use faster ones.
+    # The arguments on the page are for real models.
     def quantize(*positional: Any, **arguments: Any) -> Any:
         if arguments.get("method") != "rtn":
             arguments.update(QUICK)

@@ -50,7 +50,6 @@ def test_a_notebook_shows_the_report(model: Path, tmp_path: Path) -> None:
     done = fewbits.quantize(model, out, method="rtn", report=report)
     shown = done._repr_html_()
     assert shown.startswith("<iframe sandbox") and "srcdoc=" in shown
-    # The displayed page is the one that `report=` writes, and names in it are escaped.
     assert done.outputs[0].report_page() == report.read_text()
     assert "<out>" not in report.read_text() and "&lt;out&gt;" in report.read_text()
     (out / "quant_report.json").unlink()
@@ -150,7 +149,6 @@ def test_conversations(model: Path, tmp_path: Path) -> None:
         fewbits.quantize(chatty, tmp_path / kind, calibration=calibration, mask="prompts", **QUICK)
         made[kind] = digests(tmp_path / kind)
     assert made["lists"] == made["file"] == made["rows"]
-    # The messages of one conversation form a dataset with one row.
     long = [{"role": "user", "content": "Tell me."}, {"role": "assistant", "content": " ".join(TEXTS)}]
     fewbits.quantize(chatty, tmp_path / "one", calibration=long, **QUICK)
 

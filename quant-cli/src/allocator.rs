@@ -1,11 +1,11 @@
 //! The program's allocator, which ends the program when memory runs out.
 //!
 //! Evaluating blocks allocates and frees many tensors of a few megabytes. The system's allocator returns their pages to
-//! the system each time and faults them in again, which takes longer than computing small products.
+//! the system each time, which is slow.
 //!
-//! Many allocations happen in libraries that cannot report a failure, and Rust aborts there, as for a bug. Running out
-//! of memory is not a bug: the program reports it and exits with its own exit code. Files are left as after a crash,
-//! and the job can be resumed.
+//! Rust aborts if an allocation fails in a library that cannot report it, as for a bug. Running out of memory is not a
+//! bug: the program reports it and exits with its own exit code. Files are left as after a crash, and the job can be
+//! resumed.
 #![allow(unsafe_code)]
 
 use std::alloc::{GlobalAlloc, Layout};
@@ -56,11 +56,9 @@ fn there(pointer: *mut u8, size: usize) -> *mut u8 {
 fn end(size: usize) -> ! {
     static REPORTED: AtomicBool = AtomicBool::new(false);
     if REPORTED.swap(true, Ordering::SeqCst) {
-        // Another thread is already reporting it.
         std::thread::sleep(Duration::from_secs(1));
     } else {
         let mut text = Message { bytes: [0; 512], len: 0 };
-        // A message that does not fit is truncated.
         let _ = write!(
             text,
             "error: out of memory: an allocation of {size} bytes failed\n  free some memory, raise the \
@@ -76,7 +74,7 @@ fn end(size: usize) -> ! {
 /// Returns an error if the address-space limit leaves no room to start this many threads. In a new thread, the standard
 /// library can only panic when memory is short.
 pub fn check_room_for_threads(threads: usize) -> Result<()> {
-    /// Estimated size of the stack and the other memory that a thread maps before it runs.
+    /// An estimate of what a thread maps before it runs.
     const PER_THREAD: u64 = 5 << 19;
     const PER_PROGRAM: u64 = 16 << 20;
     let Some(limit) = address_space_limit() else { return Ok(()) };

@@ -93,7 +93,7 @@ impl Command {
     }
 }
 
-/// Quotes a word for a shell, if that is necessary. An equals sign needs no quotes inside an option.
+/// Quotes a word for a shell, if that is necessary.
 fn quoted(word: &str) -> Option<String> {
     let plain = |c: char| c.is_ascii_alphanumeric() || "-_=./,:+@".contains(c);
     match word.starts_with("--") && word.chars().all(plain) {

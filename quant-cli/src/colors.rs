@@ -6,7 +6,6 @@ use std::borrow::Cow;
 use anstream::{AutoStream, ColorChoice, stream::RawStream};
 use anstyle::{AnsiColor, Style};
 
-/// Returns whether a stream shows colors.
 pub fn shows(stream: &impl RawStream) -> bool {
     AutoStream::choice(stream) != ColorChoice::Never
 }

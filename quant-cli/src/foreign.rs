@@ -117,21 +117,22 @@ fn tip(error: &clap::Error, arguments: &[OsString]) -> Option<&'static str> {
             let option = named(ContextKind::InvalidArg)?.trim_start_matches('-');
             let option = option.split('=').next().unwrap_or_default().replace('_', "-").to_ascii_lowercase();
             let cli = Cli::command();
-            let verb =
-                cli.get_subcommands().find(|verb| arguments.iter().any(|word| word == verb.get_name()))?;
+            let subcommand = cli
+                .get_subcommands()
+                .find(|subcommand| arguments.iter().any(|word| word == subcommand.get_name()))?;
             let known = OPTIONS.iter().filter(|(names, ..)| names.contains(&&*option));
-            known.filter(|(_, here, _)| has_option(verb, here)).map(|(.., tip)| *tip).next()
+            known.filter(|(_, here, _)| has_option(subcommand, here)).map(|(.., tip)| *tip).next()
         }
         ErrorKind::InvalidSubcommand => {
-            let verb = named(ContextKind::InvalidSubcommand)?.to_ascii_lowercase();
-            COMMANDS.iter().find(|(names, _)| names.contains(&&*verb)).map(|(_, tip)| *tip)
+            let subcommand = named(ContextKind::InvalidSubcommand)?.to_ascii_lowercase();
+            COMMANDS.iter().find(|(names, _)| names.contains(&&*subcommand)).map(|(_, tip)| *tip)
         }
         _ => None,
     }
 }
 
-fn has_option(verb: &Command, name: &str) -> bool {
-    verb.get_arguments().any(|argument| argument.get_long() == Some(name))
+fn has_option(subcommand: &Command, name: &str) -> bool {
+    subcommand.get_arguments().any(|argument| argument.get_long() == Some(name))
 }
 
 #[cfg(test)]
@@ -142,22 +143,24 @@ mod tests {
     fn every_tip_names_what_exists() {
         let cli = Cli::command();
         for (names, here, _) in OPTIONS {
-            let verbs: Vec<&Command> = cli.get_subcommands().filter(|verb| has_option(verb, here)).collect();
-            assert!(!verbs.is_empty(), "{here}");
-            // The parser accepts options that the command has, so a tip on one of them would never be shown.
+            let subcommands: Vec<&Command> =
+                cli.get_subcommands().filter(|subcommand| has_option(subcommand, here)).collect();
+            assert!(!subcommands.is_empty(), "{here}");
+            // Tips on options that the command has would never be shown.
             for name in *names {
-                assert!(verbs.iter().all(|verb| !has_option(verb, name)), "{name}");
+                assert!(subcommands.iter().all(|subcommand| !has_option(subcommand, name)), "{name}");
             }
         }
         for (names, tip) in COMMANDS {
             for name in *names {
-                assert!(cli.get_subcommands().all(|verb| verb.get_name() != *name), "{name}");
+                assert!(cli.get_subcommands().all(|subcommand| subcommand.get_name() != *name), "{name}");
             }
             if let Some((_, words)) = tip.split_once("quant ") {
-                let verb = words.split(' ').next().unwrap();
-                let verb = cli.get_subcommands().find(|v| v.get_name() == verb).expect("a command");
+                let subcommand = words.split(' ').next().unwrap();
+                let subcommand =
+                    cli.get_subcommands().find(|v| v.get_name() == subcommand).expect("a command");
                 for option in words.split(' ').filter_map(|word| word.strip_prefix("--")) {
-                    assert!(has_option(verb, option.trim_end_matches(';')), "{tip}");
+                    assert!(has_option(subcommand, option.trim_end_matches(';')), "{tip}");
                 }
             }
         }

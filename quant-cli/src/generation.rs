@@ -177,7 +177,7 @@ pub struct Written {
 impl Written {
     /// Formats the tokens per second of the prompt and of the generation.
     pub fn rates(&self) -> String {
-        // The first new token is sampled from the prompt's logits, so its time is part of the prompt's.
+        // The first new token is sampled from the prompt's logits.
         let steps = self.choices.len().saturating_sub(1);
         let rate = |tokens: usize, seconds: f64| match tokens {
             0 => String::new(),
@@ -230,7 +230,6 @@ pub fn write(
         Ok(if stream.is_stopped() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) })
     });
     let total = started.elapsed().as_secs_f64();
-    // Flush the remaining text even if the generation was interrupted.
     let rest = stream.finish()?;
     emit(&mut written.text, rest)?;
     written.end = end?;

@@ -12,13 +12,11 @@ use quant_core::{Error, Result, run};
 use crate::commands::Session;
 use crate::hub;
 
-/// Opens a GGUF file or a model directory, and prints warnings about anything unusual in it. If the argument is the
-/// name of a hub model, the model is downloaded first.
+/// Opens a GGUF file or a model directory, or downloads the hub model of this name first.
 pub fn open(path: &Path, session: &Session) -> Result<Opened> {
     run::open(path, &session.host())
 }
 
-/// Returns the tokenizer of a model directory.
 pub fn tokenizer(directory: &ModelDirectory) -> Result<TextTokenizer> {
     TextTokenizer::of(directory)
 }
@@ -62,7 +60,6 @@ impl Catalog for Session {
     }
 }
 
-/// Returns the help for the text of an evaluation.
 pub fn evaluation_text_help() -> String {
     let public: Vec<String> = sets().unwrap_or_default().into_iter().map(|set| set.name).collect();
     format!(

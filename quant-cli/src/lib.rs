@@ -1,5 +1,5 @@
-//! The `quant` command line: arguments, progress and exit codes. Other crates do the work. The Python package embeds
-//! this library, which gives it the same command line.
+//! The `quant` command line: arguments, progress and exit codes. The Python package embeds this library, which gives it
+//! the same command line.
 #![deny(unsafe_code)]
 
 pub mod allocator;
@@ -33,8 +33,7 @@ use quant_core::worker::ProcessWorkers;
 use quant_core::worker::TextWorkers;
 use quant_core::{CancelToken, Error};
 
-/// Stack size of the main thread's replacement, which reads arguments and files. It does not depend on the system's
-/// limit.
+/// Stack size of the thread that runs the program, which does not depend on the system's limit.
 const STACK: usize = 8 << 20;
 
 /// A program that embeds this library.
@@ -73,7 +72,7 @@ fn begin(arguments: &[OsString], embedding: Option<Embedding>) -> u8 {
         Ok(cli) => cli,
         Err(error) => return output::refused_arguments(&foreign::explained(error, arguments)),
     };
-    // hf-hub's log is disabled: the program reports those errors itself, with a remedy.
+    // hf-hub's log is disabled: the program reports those errors itself.
     let filter = tracing_subscriber::EnvFilter::try_from_env("QUANT_LOG")
         .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new("warn,hf_hub=off"));
     tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).init();
@@ -84,7 +83,7 @@ fn begin(arguments: &[OsString], embedding: Option<Embedding>) -> u8 {
             default_hook(panic);
         }
     }));
-    // Any other panic is a bug in this program. It gets its own exit code and a line that says so.
+    // Any other panic is a bug in this program.
     let outcome = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| run(&cli, embedding)));
     match outcome {
         Ok(Ok(code)) => code,
@@ -136,7 +135,6 @@ fn run(cli: &cli::Cli, embedding: Option<Embedding>) -> quant_core::Result<u8> {
 /// [`Error::Memory`] if there is not enough memory for the threads' stacks; [`Error::Usage`] if `QUANT_ISA` is an
 /// unknown name or an instruction set that the processor does not have.
 pub fn threads(asked: Option<usize>) -> quant_core::Result<usize> {
-    // Report an unavailable instruction set before anything is computed with a different one.
     quant_kernels_cpu::Isa::detect_checked().map_err(|error| Error::Usage {
         message: error.to_string(),
         remedy: "set QUANT_ISA to one of these names, or unset it to use the fastest instruction set \

@@ -43,7 +43,6 @@ struct Stage {
     detail: String,
 }
 
-/// The pace of a stage.
 #[derive(Debug, Clone, Copy)]
 struct Timing {
     units: u64,
@@ -51,9 +50,7 @@ struct Timing {
     /// The number of units that an earlier run finished, which pass quickly, and the time at which this run passed the
     /// last one.
     resumed: (u64, Instant),
-    /// When the last unit was finished.
     last: Instant,
-    /// Expected seconds for all units.
     expected: Option<f64>,
 }
 
@@ -78,15 +75,15 @@ impl Timing {
         Some(self.last.saturating_duration_since(since).as_secs_f64() / own as f64)
     }
 
-    /// Returns the number of units that the bar shows as done. It includes those of the earlier run from the beginning.
+    /// Returns the number of units that the bar shows as done.
     fn shown(&self) -> u64 {
         self.done.max(self.resumed.0).min(self.units)
     }
 
-    /// Returns the remaining seconds. They are extrapolated from the units that this run has finished; before the first
-    /// unit, they come from the expected time.
+    /// Returns the remaining seconds: before this run's first unit from the expected time, then from the units that
+    /// this run has finished.
     ///
-    /// They decrease while a unit runs. If it takes longer than the units before it, they stay at what the others need.
+    /// If a unit takes longer than those before it, the result stays at what the others need.
     fn left(&self) -> Option<f64> {
         let spent = self.last.elapsed().as_secs_f64();
         match self.pace() {
@@ -144,7 +141,6 @@ impl Progress {
     }
 
     fn lock(&self) -> std::sync::MutexGuard<'_, Option<Stage>> {
-        // A poisoned lock only means that another thread panicked while drawing.
         self.state.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
     }
 
@@ -279,7 +275,6 @@ fn bar(stage: &'static str, units: u64, timing: Arc<Mutex<Timing>>) -> ProgressB
     let bar = ProgressBar::with_draw_target(Some(units), ProgressDrawTarget::stderr());
     let left = move |_: &ProgressState, text: &mut dyn Write| {
         let timing = *timing.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-        // If formatting fails, the line is drawn without the remaining time.
         let _ = match timing.left() {
             Some(left) => {
                 write!(text, ", about {} left", indicatif::HumanDuration(Duration::from_secs_f64(left)))

@@ -110,7 +110,7 @@ pub fn identity(
             None => schemes.push(SchemeShare { scheme, linears: 1 }),
         }
     }
-    // The report only labels the result, so a report of different weights is not an error here.
+    // The report only labels the result, so errors are ignored.
     let report = QuantReport::find(opened.directory.path(), &opened.model).ok().flatten();
     let method = report.map(|report| report.method);
     Ok(ModelIdentity {

@@ -182,7 +182,6 @@ fn key_help(setting: &str) -> String {
     worded(help, &CommandLine).into_owned()
 }
 
-/// The keys of all steps, for `--step`.
 fn steps_help() -> String {
     let known = Extensions::default();
     let lines = known.keys().into_iter().map(|(step, key)| {

@@ -16,8 +16,7 @@ pub fn install() -> Result<CancelToken> {
     let watched: &[i32] = if is_ignored(SIGHUP) { &[SIGINT, SIGTERM] } else { &[SIGINT, SIGTERM, SIGHUP] };
     let mut signals = Signals::new(watched).map_err(failed)?;
     let seen = cancelled.clone();
-    // A single thread handles signals in order, so that of two simultaneous signals, one is always treated as the
-    // second.
+    // A single thread handles signals in order.
     let watch = move || {
         for signal in signals.forever() {
             if seen.swap(true, Ordering::Relaxed) {
@@ -26,8 +25,8 @@ pub fn install() -> Result<CancelToken> {
         }
     };
     std::thread::Builder::new().name("signals".into()).spawn(watch).map_err(|e| crate::no_threads(&e))?;
-    // By default, exceeding the limit on file sizes kills the process. If the signal is handled, the write fails with
-    // an error instead, which is reported.
+    // By default, exceeding the limit on file sizes kills the process; with a handler, the write fails with an error
+    // instead.
     flag::register(SIGXFSZ, Arc::default()).map_err(failed)?;
     Ok(CancelToken::from_flag(cancelled))
 }

@@ -1,5 +1,5 @@
-//! Operating system calls of the program that Rust's standard library does not cover, except signals, which another crate
-//! handles. `docs/crates.md` lists what other systems would need.
+//! Operating system calls that Rust's standard library does not cover, except signals. `docs/crates.md` lists what
+//! other systems would need.
 
 use std::io;
 use std::os::fd::AsFd;
@@ -45,7 +45,6 @@ fn kibibytes(field: &str) -> Option<u64> {
     status(field)?.strip_suffix("kB")?.trim().parse::<u64>().ok()?.checked_mul(1024)
 }
 
-/// Returns a field of `/proc/self/status`.
 fn status(field: &str) -> Option<String> {
     let status = std::fs::read_to_string("/proc/self/status").ok()?;
     Some(status.lines().find_map(|line| line.strip_prefix(field))?.trim().to_owned())

@@ -1,5 +1,5 @@
 //! The process that runs a model's tokenizer or chat template on behalf of another process of this program, within
-//! limits that the requesting process sets.
+//! limits.
 
 use std::ffi::OsString;
 use std::io::{ErrorKind, Read};
@@ -16,7 +16,7 @@ pub fn is_asked_for(arguments: &[OsString]) -> bool {
 
 /// Serves requests until the requesting process closes the connection or ends. Returns the exit code.
 pub fn run() -> u8 {
-    // A panic on a crafted file is reported as a response, since the output of this process is not shown.
+    // The output of this process is not shown, so a panic is reported as a response.
     std::panic::set_hook(Box::new(|_| ()));
     match answer() {
         Ok(()) => 0,

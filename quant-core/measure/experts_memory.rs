@@ -123,7 +123,6 @@ fn run(
     Ok(())
 }
 
-/// Describes what is in files instead of in memory.
 fn place(residence: Residence) -> &'static str {
     match residence {
         Residence::Files { experts_apart: false, .. } => "states in files",
@@ -137,7 +136,6 @@ fn latent(hidden: usize) -> [usize; 3] {
     [hidden / 56, hidden / 14 * 3, hidden / 14]
 }
 
-/// The configuration of a Qwen3-MoE with one block.
 fn plain_config(experts: usize, hidden: usize, width: usize) -> Map<String, Value> {
     let config = json!({
         "architectures": ["Qwen3MoeForCausalLM"],
@@ -156,7 +154,6 @@ fn plain_config(experts: usize, hidden: usize, width: usize) -> Map<String, Valu
     config.as_object().cloned().unwrap_or_default()
 }
 
-/// The configuration of a DeepSeek-V3 with one block.
 fn latent_config(experts: usize, hidden: usize, width: usize) -> Map<String, Value> {
     let [heads, query_rank, rank] = latent(hidden);
     let [plain, rotary, value] = HEAD;
@@ -186,7 +183,7 @@ fn latent_config(experts: usize, hidden: usize, width: usize) -> Map<String, Val
     config.as_object().cloned().unwrap_or_default()
 }
 
-/// A checkpoint whose values are computed from names and positions; nothing is stored.
+/// Values are computed from names and positions; nothing is stored.
 struct Generated {
     tensors: BTreeMap<String, TensorInfo>,
 }
@@ -295,7 +292,7 @@ impl TensorSource for Generated {
     }
 }
 
-/// A sink that only keeps a hash of each tensor.
+/// Keeps only a hash of each tensor.
 #[derive(Default)]
 struct Hashed {
     running: BTreeMap<String, Sha256>,

@@ -1,14 +1,14 @@
-//! Measures the two costs of GPTQ relative to faer's time for the same products.
+//! Measures the two costs of GPTQ relative to faer's time for the same matrix operations.
 //!
 //! ```text
 //! cargo run --release -p quant-core --example gptq_throughput -- [THREADS] [SIDE] [TOKENS]
 //! ```
 //!
 //! Defaults: one thread, a weight of 4096 × 4096, 16384 tokens. The solver is compared with faer's Cholesky chain
-//! (factor, inverse, factor of the inverse, all in `f32`) plus the blocked update at 60 % of the rate of faer's largest
-//! product; the Hessian is compared with faer's triangular product of all tokens at once. The measurements take turns,
-//! and the best of three counts. faer always runs on one thread, so ratios compare the two only if THREADS is 1. With
-//! more threads, the ratios show how GPTQ scales.
+//! (factor, inverse, factor of the inverse, all in `f32`) plus the blocked update at 60 % of the rate of faer's product
+//! of two SIDE × SIDE matrices; the Hessian is compared with faer's triangular product of all tokens at once. The
+//! measurements take turns, and the best of three counts. faer always runs on one thread, so ratios compare the two
+//! only if THREADS is 1. With more threads, the ratios show how GPTQ scales.
 
 use std::process::ExitCode;
 use std::time::Instant;
@@ -60,7 +60,7 @@ fn values(len: usize, seed: u64) -> Vec<f32> {
     std::iter::repeat_with(next).take(len).collect()
 }
 
-/// Runs `work`, and lowers `best` to its time in seconds if that is less.
+/// Lowers `best` to the time of `work` in seconds if that is less.
 fn timed<R>(best: &mut f64, work: impl FnOnce() -> R) -> R {
     let start = Instant::now();
     let result = work();
@@ -141,7 +141,7 @@ fn measure(
     let rate = 2.0 * (side as f64).powi(3) / product;
     let update = (side as f64).powi(3) / (0.6 * rate);
     println!("{side} × {side}, {tokens} tokens, {threads} thread(s), best of {RUNS}");
-    println!("largest product of faer  {:8.3} s  {:.0} GFLOP/s in f32", product, rate / 1e9);
+    println!("square product of faer   {:8.3} s  {:.0} GFLOP/s in f32", product, rate / 1e9);
     println!(
         "Hessian                  {summed:8.3} s  faer's triangle {triangle:.3} s: {:.0} % of its rate",
         100.0 * triangle / summed

@@ -8,9 +8,6 @@ use crate::{Error, Result};
 
 /// A setting of a step, for recipe files, requests and the command line.
 ///
-/// A recipe file sets it in the step's `[[transform]]` entry, and a request by the names of the step and the key in
-/// [`steps`](crate::run::RecipeSettings::steps) (`--step NAME.KEY=VALUE` on the command line).
-///
 /// ```
 /// use quant_core::transform::StepKey;
 /// use serde_json::json;
@@ -46,24 +43,20 @@ impl StepKey {
         Self { name, schema: described.into(), setting: None, help: "", is_file: false }
     }
 
-    /// A key whose values are these names.
     pub(crate) fn of_names(name: &'static str, description: &str, values: &[&str]) -> Self {
         Self::new(name, description, json!({ "enum": values }))
     }
 
-    /// A key whose value is the path of a file.
     pub(crate) fn of_file(name: &'static str, setting: &'static str, help: &'static str) -> Self {
         let key = Self::new(name, help, json!({ "type": "string" }));
         Self { is_file: true, ..key.with_setting(setting, help) }
     }
 
-    /// Adds the field of `RecipeSettings` that sets the key, and its help.
     pub(crate) fn with_setting(self, setting: &'static str, help: &'static str) -> Self {
         Self { setting: Some(setting), help, ..self }
     }
 }
 
-/// Parses a value that is a string.
 pub(crate) fn parse_text<T: FromStr<Err = Error>>(key: &str, value: &Value) -> Result<T> {
     let text = value.as_str().ok_or_else(|| {
         Error::usage(format!("{key} is {value}, which is not a string"), "write it in quotes")
@@ -71,13 +64,12 @@ pub(crate) fn parse_text<T: FromStr<Err = Error>>(key: &str, value: &Value) -> R
     text.parse()
 }
 
-/// Parses a value that is a number, or a string of one, which may be `NaN` or infinite.
+/// The number may be a string, and `NaN` or infinite.
 pub(crate) fn parse_number(key: &str, value: &Value) -> Result<f64> {
     let number = value.as_f64().or_else(|| value.as_str()?.parse().ok());
     number.ok_or_else(|| Error::usage(format!("{key} is {value}, which is not a number"), "give a number"))
 }
 
-/// Parses a value that is an integer and not negative.
 pub(crate) fn parse_count(key: &str, value: &Value) -> Result<usize> {
     let count = value.as_u64().and_then(|count| usize::try_from(count).ok());
     count.ok_or_else(|| {
@@ -88,13 +80,13 @@ pub(crate) fn parse_count(key: &str, value: &Value) -> Result<usize> {
     })
 }
 
-/// Returns the known name that was probably meant: the nearest, if at most half of the letters differ.
+/// Returns the known name that was probably meant, if there is one.
 pub(crate) fn nearest<'a>(name: &str, known: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
     let distances = known.into_iter().map(|known| (strsim::levenshtein(known, name), known));
     distances.min().filter(|(distance, _)| 2 * distance <= name.len()).map(|(_, known)| known)
 }
 
-/// Returns the remedy for a name that is not known: the nearest, and all of them.
+/// The remedy names the nearest known name, and lists all.
 pub(crate) fn suggestion(name: &str, listed: String, known: &[&str]) -> String {
     match nearest(name, known.iter().copied()) {
         Some(near) => format!("did you mean {near}? {listed}"),

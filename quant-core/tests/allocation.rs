@@ -1,5 +1,5 @@
-//! A program that uses the library gets an error if there is too little memory for a buffer whose size comes from a file
-//! or a plan. Rust would otherwise end the process, and this test with it.
+//! A program that uses the library gets an error if there is too little memory for a large buffer. Rust would otherwise
+//! end the process, and this test with it.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -52,7 +52,7 @@ unsafe impl GlobalAlloc for Short {
 #[global_allocator]
 static ALLOCATOR: Short = Short;
 
-/// Calls `work` while allocations of `bytes` and more fail. It must report that.
+/// Allocations of `bytes` and more fail, which `work` must report.
 #[track_caller]
 fn refused<T>(what: &str, bytes: usize, work: impl FnOnce() -> Result<T>) {
     LIMIT.store(bytes, Ordering::SeqCst);
@@ -84,7 +84,6 @@ fn too_little_memory_is_an_error() {
     refused("the bytes of a tensor", 2 * MIB, || source.read("w"));
     refused("a tensor in f32", 4 * MIB, || source.read_f32("w"));
 
-    // A header of more than a megabyte.
     let entry = |i: usize| format!(r#""{i:050}":{{"dtype":"F32","shape":[0],"data_offsets":[0,0]}}"#);
     let header = format!("{{{}}}", (0..20_000).map(entry).collect::<Vec<_>>().join(","));
     let path = scratch.path().join("long.safetensors");

@@ -22,8 +22,8 @@ fn tiny() -> Tiny {
     Tiny { hidden: 128, intermediate: 256, head_dim: 32, vocab: 128, ..Tiny::default() }
 }
 
-/// A random model in which some norm channels are multiplied by 32 and the columns that read them are divided by 32.
-/// The outputs of the float model are unchanged, but it is hard to quantize.
+/// Some norm channels are multiplied by 32 and the columns that read them are divided by 32. The outputs of the float
+/// model are unchanged, but it is hard to quantize.
 fn planted(tiny: &Tiny, seed: u64) -> Checkpoint {
     let mut checkpoint = tiny.random(seed);
     for layer in 0..tiny.layers {
@@ -42,12 +42,10 @@ fn quantized(checkpoint: &Checkpoint, recipe: &Recipe, windows: &TokenWindows) -
     run(&checkpoint.model(), &checkpoint.tiny.config(), recipe, Some(windows))
 }
 
-/// An OPT with the sizes of [`tiny`].
 fn opt() -> Tiny {
     Tiny { hidden: 128, intermediate: 256, head_dim: 32, vocab: 128, ..Tiny::opt() }
 }
 
-/// A block with its inputs, after a search that a test called directly.
 struct Search {
     block: Block,
     hidden: HiddenStates,
@@ -87,7 +85,7 @@ impl Search {
         self.block.graph().fold_groups().into_iter().filter(|g| g.repeat == 1).collect()
     }
 
-    /// A node's values over the whole batch, `[tokens · width]`, for the inputs of the block.
+    /// The values of a node for the inputs of the block, `[tokens · width]`.
     fn values(&self, block: &Block, known: Option<(NodeId, &[Tensor])>, node: NodeId) -> Vec<Tensor> {
         let chunks = self.hidden.chunks().enumerate().map(|(i, chunk)| {
             let (first, x) = chunk.unwrap();
@@ -101,7 +99,6 @@ impl Search {
         chunks.collect()
     }
 
-    /// The rows of counted tokens in all chunks.
     fn counted(&self, chunks: &[Tensor]) -> Vec<f32> {
         let width = chunks[0].dims3().unwrap().2;
         let rows: Vec<f32> = chunks.iter().flat_map(flat).collect();
@@ -123,7 +120,7 @@ impl Search {
         values
     }
 
-    /// The mean squared error of a group's inspected output for the given scales, by definition.
+    /// The mean squared error of a group's inspected output, by definition.
     fn group_error(&self, group: &FoldGroup, scales: &[f32]) -> f64 {
         let mut block = self.block.clone();
         for &node in &group.consumers {
@@ -175,8 +172,8 @@ fn assert_near(found: f64, exact: f64, tolerance: f64, what: &str) {
 
 #[test]
 fn recorded_errors_are_those_of_the_definition_by_every_route() {
-    // For more than 256 tokens, the reference search keeps the Gram matrix of the down projection's input. 2100 tokens
-    // form two chunks. For up to 1023 tokens, clipping uses all of them. The fast search uses all of a small batch.
+    // With more tokens, the reference search keeps the Gram matrix of the down projection's input, the batch forms
+    // several chunks, and clipping uses a sample. The fast search uses all of a small batch.
     for (mode, scheme, count, length) in [
         (SearchMode::Fast, "w4a16-g32", 4, 30),
         (SearchMode::Fast, "w4a16-channel", 7, 40),
@@ -214,8 +211,7 @@ fn errors_from_differences_are_those_of_the_definition() {
     records_are_right(&Search::by(SearchMode::Fast, &planted(&wide, 3), "w4a16-g64", &masked), "masked");
 }
 
-/// With masked prompts and packed documents, only counted tokens affect the search, however candidates are compared,
-/// and the fast and the reference search find the same scales.
+/// Only counted tokens affect the search, however candidates are compared.
 #[test]
 fn masked_and_packed_batches_are_judged_by_what_counts() {
     for (family, scheme, count, length) in [
@@ -256,7 +252,6 @@ fn masked_and_packed_batches_are_judged_by_what_counts() {
     }
 }
 
-/// Checks what a search recorded against its definition.
 fn records_are_right(search: &Search, scheme: &str) {
     let tokens = search.hidden.layout().counted();
     assert_eq!(search.rewrite.folds.len(), 4);

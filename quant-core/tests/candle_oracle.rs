@@ -1,5 +1,5 @@
 //! The model stage against an independent decoder, candle-transformers' Llama, on random tiny checkpoints; and against
-//! itself: batching does not change results, and caching changes them only by rounding.
+//! itself, in batches and with a cache.
 
 mod common;
 
@@ -17,7 +17,7 @@ use serde_json::json;
 /// mistake in the computation causes far larger ones.
 const ORACLE_BOUND: f64 = 5e-6;
 
-/// Checkpoints that candle's Llama can run: no biases, and heads that add up to the hidden size.
+/// No biases, and heads that add up to the hidden size.
 fn oracle_cases() -> Vec<(&'static str, Tiny)> {
     let llama3 = json!({
         "rope_type": "llama3",
@@ -37,7 +37,6 @@ fn oracle_cases() -> Vec<(&'static str, Tiny)> {
     ]
 }
 
-/// Candle's Llama with the same weights, widened to `f32`.
 fn oracle(checkpoint: &Checkpoint) -> (Llama, Config) {
     let tiny = &checkpoint.tiny;
     let scaling = &tiny.rope_scaling;
@@ -103,7 +102,6 @@ fn logits_agree_with_candle_transformers() {
     println!("largest difference from candle-transformers: {worst:.2e} of the largest logit");
 }
 
-/// The cases of the oracle, and others: biases, heads that do not add up to the hidden size, a wide MLP.
 fn all_cases() -> Vec<(&'static str, Tiny)> {
     let mut cases = oracle_cases();
     cases.push((
@@ -122,7 +120,7 @@ fn all_cases() -> Vec<(&'static str, Tiny)> {
 fn a_batch_gives_what_each_window_gives_alone_bit_for_bit() {
     for (seed, (name, tiny)) in all_cases().into_iter().enumerate() {
         let decoder = decoder(&tiny.random(seed as u64).model());
-        // Up to four tokens in total use a different code path, whose results differ in the last bits.
+        // A few tokens use a different code path, whose results differ in the last bits.
         for length in [5, 40, 128] {
             let windows = windows(tiny.vocab, 6, length, 7);
             let batch: Vec<&[u32]> = (0..6).map(|i| windows.window(i)).collect();

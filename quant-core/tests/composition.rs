@@ -1,6 +1,5 @@
 //! Steps in any sensible order: with each pair, a whole model is quantized, written and read back, and loses little.
-//! Longer orders give the same method from their name and from a recipe file. All other orders of two steps are
-//! rejected with a reason.
+//! Other orders are rejected with a reason.
 
 mod common;
 
@@ -24,12 +23,11 @@ fn recipe(method: Method) -> Recipe {
     recipe
 }
 
-/// The loss of 8-bit quantization with this method.
 fn lost(tiny: &Tiny, method: Method) -> f64 {
     quantized(tiny, method).0
 }
 
-/// The loss of 8-bit quantization with this method, and the written bytes.
+/// The loss of 8-bit quantization, and the written bytes.
 fn quantized(tiny: &Tiny, method: Method) -> (f64, Vec<u8>) {
     let checkpoint = tiny.random(31);
     let (windows, others) =
@@ -58,7 +56,7 @@ fn every_pair_is_done_or_refused_with_the_reason() {
         Tiny { attention_bias: true, ..Tiny::default() },
         Tiny { family: Kind::Qwen3, head_dim: 24, tied: true, ..Tiny::default() },
     ];
-    // The loss of each step alone. On a random model without outliers, some steps gain nothing.
+    // On a random model without outliers, some steps gain nothing.
     let alone: Vec<BTreeMap<&str, f64>> = families
         .iter()
         .map(|tiny| steps().iter().map(|(step, _)| (*step, lost(tiny, method(step).unwrap()))).collect())

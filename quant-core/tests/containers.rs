@@ -20,7 +20,6 @@ fn named(name: &str) -> &'static dyn Container {
     container(name).unwrap()
 }
 
-/// Writes a quantized model in a different container.
 fn repacked(from: &Quantized, to: &str) -> Quantized {
     let model = from.model();
     let plan = Plan::repack(&model, named(to)).unwrap();
@@ -71,7 +70,7 @@ fn there_and_back_again() {
     }
 }
 
-/// Products of two-level scales are exact in F32, so nothing changes. One-level scales cannot be split again.
+/// Products of two-level scales are exact in F32. One-level scales cannot be split again.
 #[test]
 fn two_levels_of_scales_become_one_without_a_change() {
     let tiny = Tiny { hidden: 128, intermediate: 256, head_dim: 32, ..tiny(Dtype::Bf16) };
@@ -164,7 +163,6 @@ fn one_run_gives_what_each_would_alone() {
         assert_eq!(alone[0].1.tensors[3].scheme.as_deref().map(|s| s.ends_with("-sym")), Some(true));
         assert_eq!(alone[1].1.tensors[3].scheme.as_deref().map(|s| s.ends_with("-asym")), Some(true));
     }
-    // Jobs with different models, methods or batches cannot run together.
     let plan = Plan::new(&source, &open_recipe("awq"), named("awq")).unwrap();
     let jobs = [job(&source, &plan, Some(&batch)), job(&source, &plan, None)];
     let mut sinks = [MemorySink::new(plan.outputs()).unwrap(), MemorySink::new(plan.outputs()).unwrap()];
@@ -172,7 +170,6 @@ fn one_run_gives_what_each_would_alone() {
     assert!(matches!(quantize_each(&jobs, slots), Err(Error::Internal(_))));
 }
 
-/// A recipe that leaves the symmetry to the container.
 fn open_recipe(method: &str) -> Recipe {
     recipe(method, "w4a16-g32")
 }
@@ -211,7 +208,7 @@ fn the_head_is_quantized_where_that_is_asked_for() {
     }
 }
 
-/// A quantized tied head is separated from the embedding, whichever name the two are stored under.
+/// The two may be stored under either name.
 #[test]
 fn a_shared_head_is_parted_from_the_embedding() {
     let tiny = Tiny { tied: true, ..tiny(Dtype::F16) };

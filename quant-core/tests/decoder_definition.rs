@@ -1,5 +1,4 @@
-//! Compares the model stage with its definition in double precision, for models that `candle_oracle.rs` cannot cover:
-//! biases, heads that do not add up to the hidden size, linear position interpolation, OPT.
+//! Compares the model stage with its definition in double precision, for models that `candle_oracle.rs` cannot cover.
 
 mod common;
 
@@ -10,7 +9,6 @@ use quant_core::TensorSource;
 use quant_core::checkpoint::{Dtype, MemorySource};
 use serde_json::json;
 
-/// A model implemented as plainly as possible.
 struct Definition {
     tiny: Tiny,
     tensors: BTreeMap<String, Vec<f64>>,
@@ -118,7 +116,7 @@ impl Definition {
         self.linear(&gated, down)
     }
 
-    /// Runs all experts on all tokens; for each token, only those with the largest logits count, weighted by their
+    /// Runs all experts on all tokens. For each token, only those with the largest logits count, weighted by their
     /// softmax.
     fn experts(&self, x: &[Vec<f64>], router: &str, experts: &[[String; 3]]) -> Rows {
         let outputs: Vec<Rows> = experts.iter().map(|linears| self.gated(x, linears)).collect();
@@ -139,7 +137,6 @@ impl Definition {
         logits.iter().enumerate().map(token).collect()
     }
 
-    /// Returns some rows of a tensor.
     fn rows(&self, name: &str, rows: impl Iterator<Item = usize>) -> Rows {
         let (values, h) = (&self.tensors[name], self.tiny.hidden);
         rows.map(|row| values[row * h..(row + 1) * h].to_vec()).collect()

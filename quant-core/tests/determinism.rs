@@ -1,5 +1,4 @@
-//! The same inputs give the same bytes, for any number of threads and on every run, with widths that are split among
-//! threads and batches that are split into pieces.
+//! The same inputs give the same bytes, for any number of threads and on every run.
 
 mod common;
 
@@ -7,7 +6,6 @@ use common::{Quantized, Tiny, recipe, run};
 use quant_core::calibrate::TokenWindows;
 use quant_core::checkpoint::Dtype;
 
-/// Runs on 1, 2 and 3 threads and once more on 2, and compares all tensors and the report.
 fn same_on_any_number_of_threads(tiny: &Tiny, method: &str, scheme: &str, windows: Option<&TokenWindows>) {
     let model = tiny.random(1).model();
     let on = |threads: usize| -> Quantized {
@@ -42,7 +40,7 @@ fn rounding_a_4096_wide_layer() {
 
 #[test]
 fn awq_on_layers_that_are_split() {
-    // Inputs are kept as rows. Weights, outputs and clip searches are each split into several tasks.
+    // Weights, outputs and clip searches are each split into several tasks.
     let tiny = Tiny {
         hidden: 512,
         intermediate: 1024,
@@ -67,7 +65,7 @@ fn awq_on_a_4096_wide_layer() {
 
 #[test]
 fn awq_on_a_batch_that_comes_in_pieces() {
-    // More than 2048 tokens form two chunks. The search uses the Gram matrix of the output projection's input.
+    // The batch forms several chunks. The search uses the Gram matrix of the output projection's input.
     let tiny = Tiny { hidden: 128, intermediate: 256, kv_heads: 4, layers: 2, ..Tiny::default() };
     let windows = common::windows(tiny.vocab, 36, 60, 4);
     same_on_any_number_of_threads(&tiny, "awq", "w3a16-g32", Some(&windows));
@@ -95,7 +93,6 @@ fn the_report_counts_the_tokens_of_every_linear() {
     let batch = report.calibration.unwrap();
     assert_eq!((batch.tokens, batch.tokens_counted, batch.padding), (counted + context, counted, padding));
     assert!(batch.layout_sha256.is_some());
-    // The same tokens and windows without a mask are a different batch.
     let plain = of(&common::windows(tiny.vocab, 5, 60, 4)).calibration.unwrap();
     assert_eq!(plain.tokens_sha256, batch.tokens_sha256);
     assert_eq!((plain.tokens_counted, plain.layout_sha256), (300, None));
@@ -118,7 +115,7 @@ fn another_seed_gives_other_bytes() {
 
 #[test]
 fn gptq_on_a_batch_that_comes_in_pieces() {
-    // More than 2048 tokens; an MLP wider than a block of the factorization and a tile of the Hessian.
+    // Several chunks; an MLP wider than a block of the factorization and a tile of the Hessian.
     let tiny = Tiny { hidden: 128, intermediate: 640, kv_heads: 4, layers: 2, ..Tiny::default() };
     let windows = common::windows(tiny.vocab, 36, 60, 4);
     same_on_any_number_of_threads(&tiny, "gptq", "w3a16-g32-asym", Some(&windows));

@@ -21,7 +21,6 @@ use quant_core::quantize::gptq::{GptqSettings, LayerInputs};
 use quant_core::recipe::{Action, Pattern, Plan, Recipe};
 use quant_core::transform::{AwqSettings, Search};
 
-/// Sizes that are all multiples of 32.
 fn tiny(family: Kind) -> Tiny {
     Tiny { family, ..Tiny::default() }
 }
@@ -56,7 +55,6 @@ fn reports(result: &Quantized) -> BTreeMap<&str, &TensorReport> {
     result.report.tensors.iter().map(|t| (t.tensor.as_str(), t)).collect()
 }
 
-/// The bytes written for a linear.
 fn written(result: &Quantized, module: &str) -> Vec<Vec<u8>> {
     let names = result.source.names().into_iter().filter(|name| name.starts_with(&format!("{module}.")));
     names.map(|name| result.source.read(name).unwrap()).collect()
@@ -131,7 +129,6 @@ fn tokens_count_for_the_experts_they_go_to() {
 #[test]
 fn experts_without_tokens_are_rounded_to_nearest() {
     let mut checkpoint = tiny(Kind::Mixtral).random(7);
-    // Routes all tokens to experts 1 and 3.
     steer(&mut checkpoint, [-50.0, 50.0, -50.0, 40.0, -50.0]);
     let (_, experts) = checkpoint.tiny.family.experts(0).unwrap();
     let rtn = quantized(&checkpoint, &recipe("rtn", "w4a16-g32-sym"));
@@ -232,8 +229,8 @@ fn sampled(recipe: &Recipe, tokens: ExpertTokens, floor: u64) -> Recipe {
     recipe
 }
 
-/// An expert calibrated on all tokens is rounded as if all were routed to it. With a minimum number of tokens, this
-/// applies only to experts below it.
+/// The result is as if all tokens were routed to the expert. With a minimum number of tokens, this applies only to
+/// experts below it.
 #[test]
 fn experts_may_be_calibrated_on_all_tokens() {
     let [starved, fed] = starved_and_fed(14);
@@ -303,7 +300,6 @@ fn searches_see_all_tokens_of_an_expert() {
         assert_eq!((found.calibration_tokens, found.routed_tokens), (Some(4 * 48), Some(0)));
         assert_eq!((expected.calibration_tokens, expected.routed_tokens), (Some(4 * 48), None));
     }
-    // Input ranges for static grids.
     let base = recipe("rtn", "w8a8-channel-sym-static");
     let of = |checkpoint: &Checkpoint, recipe: &Recipe| {
         let result = quantized(checkpoint, recipe);
@@ -332,7 +328,6 @@ fn expert_tokens_without_experts_are_refused() {
     assert_eq!(refused(Kind::Mixtral, ExpertTokens::Routed, 64), None);
 }
 
-/// With experts, too, results do not depend on the number of threads.
 #[test]
 fn threads_do_not_change_a_bit() {
     let checkpoint = tiny(Kind::Qwen3Moe(true)).random(10);
@@ -373,8 +368,7 @@ fn experts_are_split_over_ranks_like_an_mlp() {
     }
 }
 
-/// A configuration with far more experts than the checkpoint holds is rejected at the first missing one, before it is
-/// expanded.
+/// The configuration is rejected at the first missing expert, before it is expanded.
 #[test]
 fn experts_that_are_not_there_are_named() {
     let checkpoint = tiny(Kind::Mixtral).random(12);
@@ -391,7 +385,6 @@ fn experts_that_are_not_there_are_named() {
     assert!(message.contains("block_sparse_moe"), "{message}");
 }
 
-/// The error for a router whose logits overflow names the router.
 #[test]
 fn a_router_that_overflows_is_named() {
     let mut checkpoint = tiny(Kind::Mixtral).random(13);

@@ -1,5 +1,4 @@
-//! A transform and a container that a program adds: each is a type in this file and one line in [`extensions`]. Recipes
-//! name them, and the pipeline runs them.
+//! A transform and a container that a program adds: each is a type in this file and one line in [`extensions`].
 
 mod common;
 #[path = "../examples/support/tiny.rs"]
@@ -25,12 +24,11 @@ use quant_core::transform::{
 use quant_core::{CancelToken, Category, Error, Result, Silent, TensorSource};
 use serde_json::{Map, Value, json};
 
-/// Registers the two types under their names.
 fn extensions() -> Extensions {
     Extensions { transforms: vec![&EVEN], containers: vec![&PlainBytes], ..Extensions::default() }
 }
 
-/// Equalizes the columns of linears whose inputs can be rescaled, by a power of their largest weight. It needs no text.
+/// Equalizes the columns of linears whose inputs can be rescaled, by a power of their largest weight.
 #[derive(Debug)]
 struct EvenColumns {
     /// The power, unless a recipe sets a different one.
@@ -360,7 +358,6 @@ fn one_call_writes_them_and_reads_them_back() {
     assert_eq!(done.outputs[0].1.steps, ["even-columns"]);
     assert!(done.steps.iter().any(|step| step.step == "even-columns"), "{:?}", done.steps);
 
-    // The same step with the same key, from settings instead of a recipe file.
     let keys = Map::from_iter([("strength".to_owned(), json!(0.75))]);
     let steps = [("even-columns".to_owned(), keys)].into();
     run("model", "of-settings", RecipeSettings { steps, ..of("even-columns", "plain-bytes") }).unwrap();
@@ -387,7 +384,6 @@ fn one_call_writes_them_and_reads_them_back() {
         "only this program knows it"
     );
 
-    // The same step with the same key, written as on a command line.
     let mut text = of("even-columns", "plain-bytes");
     text.add_step("even-columns.strength=0.75").unwrap();
     run("model", "of-text", text).unwrap();

@@ -1,7 +1,7 @@
 //! Every family with random weights: valid folds, reorderings and preparations leave the output unchanged, a cache
 //! gives the results of whole windows, and the pipeline can process the model.
 //!
-//! `tests/interop` compares the families with transformers; here they are compared with themselves.
+//! `tests/interop` compares the families with transformers.
 
 mod common;
 #[path = "families/configs.rs"]
@@ -27,7 +27,6 @@ use serde_json::{Map, Value, json};
 const BOUND: f64 = 2e-5;
 const LENGTH: usize = 40;
 
-/// A block of a model, with an input.
 struct Bench {
     model: Model,
     block: Block,
@@ -35,7 +34,6 @@ struct Bench {
     x: Tensor,
 }
 
-/// The distinct blocks of a model.
 fn benches(case: &Case, norms: Dtype, seed: u64) -> Vec<Bench> {
     let layers: Vec<usize> =
         case.random(norms, seed).architecture().blocks.kinds().map(|k| k.first).collect();
@@ -123,8 +121,7 @@ fn folding_every_group_leaves_the_output_unchanged() {
     }
 }
 
-/// Shows that the test above can fail: with a missing consumer, and with zero-centered norm weights that are treated as
-/// plain ones.
+/// Shows that the test above can fail.
 #[test]
 fn a_wrong_fold_changes_the_output() {
     for case in cases() {
@@ -155,8 +152,7 @@ fn a_wrong_fold_changes_the_output() {
     }
 }
 
-/// GPT-2 stores its linears as `[in, out]`. Linears that stay float are written this way, whether or not a fold changed
-/// them; quantized linears have one row per output.
+/// Linears that stay float are written as `[in, out]`; quantized linears have one row per output.
 #[test]
 fn tensors_stored_by_columns_are_written_by_columns() {
     let case = cases().into_iter().find(|case| case.name == "gpt2").unwrap();
@@ -185,8 +181,7 @@ fn tensors_stored_by_columns_are_written_by_columns() {
     }
 }
 
-/// Pairs that other programs fold but that are not valid folds: something in between stops the scale, or the linears
-/// read a different norm.
+/// Something in between stops the scale, or the linears read a different norm.
 #[test]
 fn pairs_that_are_not_folds_change_the_output() {
     let cases = cases();
@@ -362,7 +357,7 @@ fn windows_of(tokens: &[u32]) -> quant_core::calibrate::TokenWindows {
     quant_core::calibrate::TokenWindows::cut(tokens.to_vec(), tokens.len())
 }
 
-/// In every family, documents that share a window give the same results as they do separately, up to rounding.
+/// The results are equal up to rounding.
 #[test]
 fn documents_in_one_window_do_not_see_each_other() {
     for case in cases() {
@@ -417,7 +412,6 @@ fn every_method_takes_every_family_through() {
     }
 }
 
-/// Every family in the formats with one scale per tensor: rounded to nearest, with searched scales, and with GPTQ.
 /// Linears for which engines keep one scale in common share it.
 #[test]
 fn linears_of_one_scale_share_it_in_every_family() {
@@ -467,7 +461,6 @@ fn linears_of_one_scale_share_it_in_every_family() {
     }
 }
 
-/// Each expert's gate and up, and queries with keys that are also values, are groups.
 #[test]
 fn scale_groups_cover_experts_and_shared_keys() {
     let groups = |name: &str| {
@@ -488,7 +481,6 @@ fn scale_groups_cover_experts_and_shared_keys() {
     }
 }
 
-/// The error for keys and values without scales of their own says why they have none.
 #[test]
 fn an_fp8_cache_is_refused_with_the_reason() {
     for (name, reason) in [
@@ -510,7 +502,7 @@ fn an_fp8_cache_is_refused_with_the_reason() {
     }
 }
 
-/// All steps of QServe except rotation. SmoothAttention covers every attention, or says why it does not.
+/// All steps of QServe except rotation.
 #[test]
 fn smooth_attention_is_run_or_explained_in_every_family() {
     for case in cases() {
@@ -578,7 +570,6 @@ fn what_cannot_be_rotated_is_refused_with_the_reason() {
     }
 }
 
-/// Fields that describe a different model are rejected by name, and so are invalid numbers.
 #[test]
 fn what_is_not_computed_is_refused_by_its_field() {
     let cases = cases();
@@ -748,7 +739,6 @@ fn patterns_of_layers_are_those_of_the_family() {
     }
 }
 
-/// `model_type` and `architectures` in a configuration must name the same family.
 #[test]
 fn model_types_must_fit() {
     for case in cases() {

@@ -1,5 +1,5 @@
-//! Folding alone leaves a block's output unchanged. Every transform rests on this identity. It is tested for random
-//! norms, biases, grouped and ungrouped queries, and all storage types of norms.
+//! Folding alone leaves a block's output unchanged, for random norms, biases, grouped and ungrouped queries, and all
+//! storage types of norms. Every transform rests on this identity.
 
 mod common;
 
@@ -17,12 +17,10 @@ use rand::{RngExt, SeedableRng};
 /// Maximum change of the output by rounding a few products in `f32`, relative to its largest value.
 const BOUND: f64 = 5e-6;
 
-/// A model's first block, ready to be folded.
 struct Bench {
     model: Model,
     block: Block,
     norm_dtypes: BTreeMap<NodeId, Dtype>,
-    /// An input of the block.
     x: Tensor,
 }
 
@@ -56,7 +54,6 @@ impl Bench {
         fold(rewrite, &task, group, scales)
     }
 
-    /// The number of channels of a group's producer.
     fn channels(&self, group: &FoldGroup) -> usize {
         self.block.linear(group.consumers[0]).weight().shape()[1] / group.repeat
     }
@@ -275,8 +272,7 @@ fn zero_tiny_and_huge_norm_weights_keep_the_identity() {
     }
 }
 
-/// The bias of a layer norm must be scaled too, or the identity breaks. A channel that consists only of its bias keeps
-/// its scale, and so does one whose bias would overflow its type.
+/// A channel that consists only of its bias keeps its scale, and so does one whose bias would overflow its type.
 #[test]
 fn biases_of_norms_are_folded_with_their_weights() {
     for dtype in [Dtype::F32, Dtype::Bf16, Dtype::F16] {
@@ -310,7 +306,7 @@ fn biases_of_norms_are_folded_with_their_weights() {
     }
 }
 
-/// A ReLU only commutes with positive scales, so all others are rejected, even if there is no ReLU.
+/// A ReLU only commutes with positive scales.
 #[test]
 fn scales_that_are_not_positive_are_refused() {
     let bench = Bench::new(&Tiny::opt(), 2);
@@ -341,7 +337,6 @@ fn repeated_channels_are_scaled_wherever_they_are() {
     assert_eq!(repeated.gather_largest(columns), scales);
 }
 
-/// Two consecutive rewrites combine into one, which still leaves the output unchanged.
 #[test]
 fn rewrites_follow_on_each_other() {
     for (name, tiny) in cases() {

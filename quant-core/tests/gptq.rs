@@ -28,7 +28,7 @@ fn quantized(checkpoint: &Checkpoint, recipe: &Recipe, windows: &TokenWindows) -
     run(&checkpoint.model(), &checkpoint.tiny.config(), recipe, Some(windows))
 }
 
-/// The Hessian of every linear's input, by definition: one pass of a block, over all counted tokens.
+/// The Hessian of every linear's input, by definition.
 struct Watch {
     layout: BatchLayout,
     hessians: BTreeMap<NodeId, Hessian>,
@@ -46,7 +46,6 @@ impl Tap for Watch {
     }
 }
 
-/// Runs the batch through block `layer` and returns the Hessians of its linears.
 fn hessians(block: &Block, states: &mut HiddenStates) -> BTreeMap<NodeId, Hessian> {
     let mut watch = Watch { layout: states.layout().clone(), hessians: BTreeMap::new() };
     states.advance_watched(block, &CancelToken::new(), &mut watch).unwrap();
@@ -101,11 +100,9 @@ fn linears_are_solved_on_the_inputs_that_they_have() {
             let settings = GptqSettings { inputs, act_order, ..GptqSettings::default() };
             holds(&checkpoint, &windows, settings, "w4a16-g32-asym");
         }
-        // Packed documents, uncounted prompts, and invisible padding.
         let settings = GptqSettings { inputs, damping: 0.03, ..GptqSettings::default() };
         holds(&checkpoint, &common::masked_windows(128, 5, 48, 2), settings, "w3a16-g64-sym");
     }
-    // Experts, each with the tokens routed to it.
     for inputs in [LayerInputs::Quantized, LayerInputs::Float] {
         let settings = GptqSettings { inputs, ..GptqSettings::default() };
         let checkpoint = Tiny { family: Kind::Mixtral, intermediate: 128, ..tiny() }.random(6);
@@ -137,8 +134,7 @@ fn less_is_lost_than_by_rounding() {
     assert!(with_gptq < 0.7 * rtn, "{with_gptq} with GPTQ, {rtn} without");
 }
 
-/// A sink that may be unable to read its data back, like one that streams elsewhere. It may cancel a token after a
-/// number of commits.
+/// A sink that may be unable to read its data back. It may cancel a token after a number of commits.
 struct Forgetful {
     inner: MemorySink,
     records: BTreeMap<String, serde_json::Value>,

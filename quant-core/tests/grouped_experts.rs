@@ -1,5 +1,5 @@
-//! Packed linears that run together in one kernel call: the experts of a block, and linears together with the norm or
-//! gate that they read. Up to rounding, the results are those of running them individually.
+//! Packed linears that run together in one kernel call: up to rounding, the results are those of running them
+//! individually.
 
 mod common;
 #[path = "families/configs.rs"]
@@ -12,7 +12,7 @@ use configs::cases;
 use quant_core::checkpoint::Dtype;
 use quant_core::model::{Decoder, NodeId, Tap, TokenRows};
 
-/// A tap that counts the linears it observes. Because of the tap, linears run individually.
+/// Counts the linears that it observes. Because of the tap, they run individually.
 struct Watch(usize);
 
 impl Tap for Watch {

@@ -32,7 +32,6 @@ fn tokens(tiny: &Tiny) -> Vec<u32> {
     common::windows(tiny.vocab, 1, LENGTH, 3).window(0).to_vec()
 }
 
-/// Logits of all positions, computed at once.
 fn at_once(decoder: &Decoder, tokens: &[u32]) -> Vec<f32> {
     flat(&decoder.logits(&decoder.hidden(&[tokens]).unwrap()).unwrap())
 }
@@ -73,8 +72,7 @@ fn steps_give_what_is_given_at_once() {
         ] {
             let decoder = load(&tiny).with_caching(caching);
             let whole = at_once(&decoder, &tokens);
-            // A value close to the midpoint of two codes may be rounded either way, which makes a difference of one
-            // step; at 4 bits that is large.
+            // A value close to the midpoint of two codes may be rounded either way; at 4 bits a step is large.
             let bound = match caching {
                 KvCaching::Float => 1e-5,
                 KvCaching::Kernels(KvType::F16) => 1e-3,
@@ -93,7 +91,7 @@ fn steps_give_what_is_given_at_once() {
     }
 }
 
-/// The kernels' pages hold the simulated values; the only remaining difference is the 8-bit queries.
+/// The only difference is that the kernels round queries to 8 bits.
 #[test]
 fn pages_are_near_what_is_simulated() {
     for tiny in families() {
@@ -110,7 +108,6 @@ fn pages_are_near_what_is_simulated() {
     }
 }
 
-/// Evaluation uses the cache of the configuration; calibrated blocks do not.
 #[test]
 fn only_those_who_evaluate_follow_the_configuration() {
     let tiny = Tiny::default();
@@ -133,7 +130,6 @@ fn only_those_who_evaluate_follow_the_configuration() {
     assert_eq!(open(&plain).packed().unwrap().caching(), KvCaching::Float);
     assert_eq!(open(&plain).with_half_cache().caching(), KvCaching::Kernels(KvType::F16));
 
-    // The blocks and states that quantization uses.
     let windows = common::windows(tiny.vocab, 4, 40, 7);
     let [a, b] = [&plain, &marked].map(|model| {
         let block = model.block(0, &model.rope(40).unwrap()).unwrap();

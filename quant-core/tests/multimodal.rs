@@ -1,5 +1,4 @@
-//! Vision-language models in the whole pipeline: names in every layout, nested configurations, copied tensors, and
-//! errors. The logits of the text tower are those of the same decoder on its own.
+//! Vision-language models in the whole pipeline. The logits of the text tower are those of the same decoder on its own.
 
 mod common;
 
@@ -73,7 +72,6 @@ impl Class {
         Tiny { family: self.kind, dtype: Dtype::Bf16, ..Tiny::default() }
     }
 
-    /// The configuration with the fields of the text model nested.
     fn config(&self, tiny: &Tiny) -> Map<String, Value> {
         let mut text = tiny.config();
         text.shift_remove("architectures");
@@ -414,7 +412,6 @@ fn sizes_that_the_class_implies() {
         source.insert_f32(name, Dtype::F32, [4096], &[1.0; 4096]).unwrap();
     }
     source.insert_f32("language_model.model.norm.weight", Dtype::F32, [4096], &[1.0; 4096]).unwrap();
-    // The error for a tensor of the wrong shape shows the implied size.
     source.insert_f32("language_model.model.embed_tokens.weight", Dtype::F32, [2, 2], &[0.0; 4]).unwrap();
     let message = refusal(source, &config);
     assert!(message.contains("[32064, 4096]"), "{message}");

@@ -68,7 +68,6 @@ fn open(source: &MemorySource, config: &Map<String, Value>) -> Model {
     Model::new(Arc::new(source.clone()), &PathBuf::from("config.json"), config).unwrap()
 }
 
-/// Converts to a format; returns the tensors and the configuration.
 fn converted(model: &Model, config: &Map<String, Value>, format: &str) -> (MemorySource, Map<String, Value>) {
     let plan = Plan::repack(model, container(format).unwrap()).unwrap();
     let mut sink = MemorySink::new(plan.outputs()).unwrap();
@@ -155,7 +154,6 @@ fn scales_that_are_nan_are_refused() {
     assert_eq!(quantize(&job, &mut sink).unwrap_err().category(), Category::Numeric);
 }
 
-/// A quantized checkpoint without a quantized weight has nothing to convert.
 #[test]
 fn nothing_to_convert_is_refused() {
     let (source, mut config) = gpt_oss();

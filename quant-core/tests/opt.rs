@@ -1,5 +1,4 @@
-//! OPT in the whole pipeline: names with and without the common prefix, missing norms, learned positions, and the
-//! output.
+//! OPT in the whole pipeline.
 
 mod common;
 
@@ -13,7 +12,6 @@ use quant_core::recipe::Plan;
 use quant_core::{CancelToken, Category, Silent, TensorSource};
 use serde_json::json;
 
-/// A checkpoint with renamed tensors.
 fn renamed(checkpoint: &Checkpoint, name: impl Fn(&str) -> Option<String>) -> Arc<MemorySource> {
     let mut source = MemorySource::new();
     for (old, (shape, values)) in &checkpoint.tensors {
@@ -97,8 +95,7 @@ fn decoding_by_steps_is_prefill() {
     }
 }
 
-/// There are only as many positions as learned rows: longer windows are rejected with a message that states the maximum
-/// length.
+/// The message states the maximum length.
 #[test]
 fn windows_longer_than_the_positions_are_refused() {
     let tiny = Tiny::opt();

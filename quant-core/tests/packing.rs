@@ -75,7 +75,6 @@ fn a_document_a_window_changes_nothing() {
     assert_eq!(states(&model, &plain), states(&model, &one_piece));
 }
 
-/// A tap that records the tokens of the rows of every linear.
 #[derive(Default)]
 struct Rows(BTreeMap<NodeId, Vec<usize>>);
 
@@ -87,8 +86,8 @@ impl Tap for Rows {
     }
 }
 
-/// A window longer than a piece is processed in pieces, except in attention. The states are the same, and every
-/// linear's input contains every token once.
+/// The window is processed in pieces, except in attention. The states are the same, and every linear's input contains
+/// every token once.
 #[test]
 fn long_windows_go_in_pieces() {
     let tiny = Tiny { family: Kind::Mistral(Some(700)), layers: 1, ..Tiny::default() };

@@ -21,7 +21,6 @@ use serde_json::{Value, json};
 
 const BLOCKS: usize = 3;
 
-/// The written tensors by name, and the report.
 type Written = (BTreeMap<String, Vec<u8>>, QuantReport);
 
 fn tiny(family: Kind) -> Tiny {
@@ -193,7 +192,7 @@ fn parts_lie_in_the_plan() {
     assert_eq!(plan.part(1..3).unwrap().part(2..3).unwrap().outputs().len(), of(2..3));
 }
 
-/// The memory of a part depends only on its own blocks, not on their position in the model.
+/// The memory of a part does not depend on the position of its blocks in the model.
 #[test]
 fn the_memory_of_a_part_is_that_of_its_blocks() {
     for method in ["awq", "gptq"] {

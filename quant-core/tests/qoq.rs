@@ -102,7 +102,6 @@ fn folded_norms_leave_logits_unchanged() {
     assert!(error.remedy().marked().contains("‹skip=fold-norms›"), "{}", error.remedy());
 }
 
-/// A tensor read in pieces equals the tensor read whole.
 #[test]
 fn rotated_tensors_are_read_in_any_pieces() {
     let tiny = Tiny { attention_bias: true, dtype: Dtype::Bf16, norm_dtype: Dtype::F16, ..Tiny::default() };
@@ -192,7 +191,6 @@ fn non_finite_values_are_reported_with_their_place() {
     }
 }
 
-/// A model's first block, ready for transforms.
 struct Bench {
     model: Model,
     block: Block,
@@ -203,7 +201,6 @@ struct Bench {
     settings: TransformSettings,
 }
 
-/// The ranges of the inputs of linears.
 struct Ranges<'a>(&'a Block, BTreeMap<NodeId, ChannelRanges>);
 
 impl Tap for Ranges<'_> {
@@ -352,8 +349,8 @@ fn channels_are_sorted_by_what_the_text_drives_them_to() {
     }
 }
 
-/// Weights by which three channels of every key head are twenty times as large as at random, and the same channels of
-/// query heads a twentieth.
+/// Three channels of every key head are twenty times as large as at random, and the same channels of query heads a
+/// twentieth.
 fn outlying_keys(tiny: &Tiny) -> common::Checkpoint {
     let mut checkpoint = tiny.random(21);
     let (hidden, d) = (tiny.hidden, tiny.head_dim);
@@ -419,7 +416,6 @@ fn qoq(method: &str, scheme: &str) -> Recipe {
     recipe
 }
 
-/// Whole models in the pipeline: the output is close to that of the float model.
 #[test]
 fn whole_models_come_out_close_to_the_float_ones() {
     for (name, tiny) in families() {
@@ -484,8 +480,7 @@ fn steps_can_be_left_out_each_and_all() {
     assert!(method.without(&["rotat".into()]).is_err());
 }
 
-/// In a container with one level of scales, a progressive weight is written with the product of both levels, rounded
-/// once.
+/// The weight is written with the product of both levels, rounded once.
 #[test]
 fn two_levels_are_written_as_one() {
     let checkpoint = Tiny::default().random(5);
@@ -531,8 +526,8 @@ fn plans_know_what_is_rotated() {
     let _: &dyn Transform = &Clip;
 }
 
-/// One W4A8 linear, at both granularities: the integer product equals the product of the rounded values in floats, up
-/// to the rounding of sums in `f32`, for random weights and for weights that reach both ends of every grid.
+/// The integer product equals the product of the rounded values in floats, up to the rounding of sums in `f32`, for
+/// random weights and for weights that reach both ends of every grid.
 #[test]
 fn integers_of_one_linear_are_what_is_simulated() {
     let (n, k) = (40, 384);

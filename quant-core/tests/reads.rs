@@ -1,6 +1,6 @@
-//! A run reads every weight of a block once per output format, for every method, also when it is resumed: the bytes
-//! that were searched or multiplied are the bytes that are rounded and hashed. AWQ reads once for all formats. Rounding
-//! to nearest with a scale shared between linears reads these twice, first for the largest magnitude.
+//! A run reads every weight of a block once per output format, also when it is resumed. Exceptions: AWQ reads once for
+//! all formats; rounding to nearest with a scale shared between linears reads twice; experts that are processed one at
+//! a time are read several times.
 
 mod common;
 #[path = "common/sink.rs"]
@@ -25,7 +25,6 @@ use rand::rngs::StdRng;
 use serde_json::{Map, Value, json};
 use sink::Resumable;
 
-/// A source that counts the bytes read from each tensor.
 struct Counting {
     source: Arc<dyn TensorSource>,
     read: Mutex<BTreeMap<String, u64>>,
@@ -56,7 +55,6 @@ impl TensorSource for Counting {
     }
 }
 
-/// Cancels after a number of events.
 struct Until {
     events: usize,
     seen: Mutex<usize>,
@@ -73,9 +71,7 @@ impl Observer for Until {
     }
 }
 
-/// A model over a counting source, and its plans.
 struct Bench {
-    /// Width of the residual stream.
     hidden: usize,
     counting: Arc<Counting>,
     model: Model,
@@ -147,9 +143,9 @@ impl Bench {
         self.counting.source.info(name).unwrap().byte_len()
     }
 
-    /// Checks that weights of blocks are read once. Tensors outside the blocks, norms and biases are read once per
-    /// container that contains them; norms and biases once more with their block, and embedding rows of the text's
-    /// tokens once more with the text.
+    /// Weights of blocks are read once. Tensors outside the blocks, norms and biases are read once per container that
+    /// contains them; norms and biases once more with their block, and embedding rows of the text's tokens once more
+    /// with the text.
     fn assert_read_once(&self, read: &BTreeMap<String, u64>, what: &str) {
         let written = self.plans.len() as u64;
         let row = (self.hidden * 4) as u64;
@@ -236,8 +232,7 @@ fn every_weight_is_read_once() {
     }
 }
 
-/// If experts are processed one at a time, their weights are read several times, because none is kept; all others are
-/// read once.
+/// No weight of an expert is kept, so each is read several times; all others are read once.
 #[test]
 fn experts_that_are_apart_are_read_again() {
     let directory = tempfile::tempdir().unwrap();
@@ -275,7 +270,6 @@ enum Together {
     Mxfp4,
 }
 
-/// The tensors of a Qwen3-MoE with the experts of each block fused.
 fn fused(checkpoint: &Checkpoint, form: Together) -> MemorySource {
     let tiny = &checkpoint.tiny;
     let mut tensors = checkpoint.tensors.clone();
@@ -379,7 +373,6 @@ fn experts_that_alternate_are_read_once() {
     }
 }
 
-/// Gate and up of an expert come from the same bytes, which are read once for both.
 #[test]
 fn experts_that_are_stored_together_are_read_once() {
     let tiny = Tiny { family: Kind::Qwen3Moe(true), ..tinies()[0].clone() };
@@ -405,8 +398,7 @@ fn every_weight_of_a_rotated_model_is_read_once() {
     }
 }
 
-/// A resumed run reads every weight at most once and gives the same result, wherever it was interrupted, even between
-/// the experts of a block.
+/// Wherever the run was interrupted, even between the experts of a block.
 #[test]
 fn a_resumed_run_reads_every_weight_once() {
     for tiny in [&tinies()[0], &tinies()[2], &tinies()[3]] {

@@ -31,7 +31,6 @@ fn on_float(recipe: Recipe) -> Recipe {
     Recipe { gptq: GptqSettings { inputs: LayerInputs::Float, ..recipe.gptq }, ..recipe }
 }
 
-/// Records events, and cancels after a number of completed blocks.
 #[derive(Default)]
 struct Watch {
     cancel: CancelToken,
@@ -167,7 +166,6 @@ fn rounds_in_several_batches_choose_the_same() {
     }
 }
 
-/// States that are saved after every block.
 fn saved(path: &Path, spill: Option<Spill>) -> StateFiles {
     let saved = Some(SavedStates { path: path.to_owned(), every: Duration::ZERO });
     StateFiles { saved, spill, depends_on: json!("the model"), ..StateFiles::default() }
@@ -199,7 +197,7 @@ fn interrupted(tiny: &Tiny, recipe: &Recipe, blocks: usize, prepare: impl Fn(&Pa
     second
 }
 
-/// A run is resumed at the beginning of a span, inside one, and after one.
+/// The run is resumed at the beginning of a span, inside one, and after one.
 #[test]
 fn a_resumed_run_keeps_its_spans() {
     for span in [2, 3] {
@@ -257,7 +255,7 @@ fn states_that_cannot_be_used_are_computed_again() {
     assert!(watch.warnings.lock().unwrap().is_empty());
 }
 
-/// If the file of saved states cannot be written, the run logs a warning and continues.
+/// The run logs a warning and continues.
 #[test]
 fn saving_may_fail() {
     let tiny = tiny(Kind::Llama);
@@ -273,8 +271,7 @@ fn saving_may_fail() {
     assert!(warnings.len() == 1 && warnings[0].contains("cannot be saved"), "{warnings:?}");
 }
 
-/// States are written to a new file: a link in its place is replaced, and its target stays as it is. A run that
-/// finishes leaves no states.
+/// A link in the place of the file is replaced, and its target stays as it is. A run that finishes leaves no states.
 #[test]
 fn saving_follows_no_link() {
     let tiny = tiny(Kind::Llama);

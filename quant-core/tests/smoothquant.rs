@@ -1,6 +1,4 @@
-//! SmoothQuant and 8-bit activations in the pipeline: scales follow the paper's equation, static grids match the actual
-//! input ranges of linears, planted outliers cost little, and the integer kernels give the same result as rounding and
-//! multiplying floats.
+//! SmoothQuant and 8-bit activations in the pipeline.
 
 mod common;
 
@@ -34,7 +32,7 @@ fn quantized(checkpoint: &Checkpoint, recipe: &Recipe, windows: &TokenWindows) -
     run(&checkpoint.model(), &checkpoint.tiny.config(), recipe, Some(windows))
 }
 
-/// The smallest and largest input of every channel of every linear, computed directly.
+/// The smallest and largest input of every channel of every linear.
 struct Watch {
     layout: BatchLayout,
     ranges: BTreeMap<NodeId, Vec<[f32; 2]>>,
@@ -69,7 +67,7 @@ fn largest(values: impl Iterator<Item = f32>) -> f32 {
     values.fold(0.0, |max, v| max.max(v.abs()))
 }
 
-/// The scales of equation 4, from ranges and weights, for a producer whose channels are the consumers' columns.
+/// Equation 4, from ranges and weights, for a producer whose channels are the consumers' columns.
 fn scales(
     block: &Block,
     ranges: &BTreeMap<NodeId, Vec<[f32; 2]>>,
@@ -357,7 +355,6 @@ fn kernels_give_what_rounded_floats_give() {
     }
 }
 
-/// Runs a plan that records channel maxima.
 fn keeping(
     model: &Model,
     recipe: &Recipe,
@@ -415,7 +412,6 @@ fn transforms_and_roundings_go_together() {
         .into();
     println!("rtn {rtn:.5}, {all:.5?}");
     assert!(all.iter().all(|(_, lost)| *lost < 0.6 * rtn), "rtn {rtn}, {all:?}");
-    // Each additional step helps.
     assert!(all[1..].iter().all(|(_, lost)| *lost < all[0].1), "{all:?}");
 }
 

@@ -37,7 +37,6 @@ fn sources(directory: &Path, found: &mut Vec<PathBuf>) {
     }
 }
 
-/// Returns the source without comments and without top-level items under `#[cfg(test)]`.
 fn without_tests(text: &str) -> String {
     let (mut kept, mut skipping) = (String::new(), false);
     for line in text.lines() {
@@ -191,7 +190,6 @@ const OTHER_NAMES: [(&str, &str); 1] = [(
     "tokenizers in GGUF files are named after the first models that used them",
 )];
 
-/// Returns the lines that compare the name of a format or family with one of `names` or with a constant.
 fn compared(text: &str, names: &BTreeSet<&str>) -> Vec<String> {
     let mut found = Vec::new();
     for line in text.lines() {
@@ -295,8 +293,8 @@ fn the_operating_system_is_asked_in_one_module_of_a_crate() {
     }
 }
 
-/// Returns the public enums and structures of a source that other crates could match in full or write as literals, and
-/// that are not `#[non_exhaustive]`.
+/// Returns the public types of a source that other crates could match in full or write as literals, and that are not
+/// `#[non_exhaustive]`.
 fn closed_types(text: &str) -> BTreeSet<String> {
     let (mut found, mut is_open) = (BTreeSet::new(), false);
     let mut lines = text.lines();

@@ -1,5 +1,5 @@
 //! Jobs in units: any partition of the units over workers, in any order, with duplicates and interruptions, gives the
-//! checkpoint that a run in one process writes; foreign and damaged files in a store are refused or computed again.
+//! checkpoint that a run in one process writes.
 
 mod common;
 
@@ -19,7 +19,7 @@ use tempfile::TempDir;
 
 const BLOCKS: usize = 4;
 
-/// A model directory with a tokenizer of the words `w0`, `w1` and so on.
+/// The tokenizer has the words `w0`, `w1` and so on.
 fn write_checkpoint(checkpoint: &Checkpoint, directory: &Path) {
     std::fs::create_dir(directory).unwrap();
     let (source, tiny) = (checkpoint.source(), &checkpoint.tiny);
@@ -68,7 +68,6 @@ fn calibrated(method: &str, scheme: &str) -> RecipeSettings {
     RecipeSettings { samples: Some(150), seq_len: Some(40), ..settings(method, scheme) }
 }
 
-/// A model, the settings of its jobs, and the checkpoint that a run in one process writes.
 struct Bench {
     scratch: TempDir,
     settings: RecipeSettings,
@@ -116,7 +115,6 @@ impl Bench {
         }
     }
 
-    /// Creates a job, and returns its directory.
     fn init(&self, name: &str, blocks_per_unit: usize, forward_shards: usize) -> PathBuf {
         let store = self.at(name);
         let cancel = CancelToken::new();
@@ -158,7 +156,6 @@ fn unit(id: &str) -> Selection {
     Selection::Unit(id.into())
 }
 
-/// Counts events, and cancels after some.
 struct Interrupts {
     cancel: CancelToken,
     left: Mutex<usize>,
@@ -174,7 +171,6 @@ impl Observer for Interrupts {
     }
 }
 
-/// Runs units until the observer has seen some events.
 fn run_interrupted(store: &Path, selection: &Selection, events: usize) -> Result<()> {
     let interrupts = Interrupts { cancel: CancelToken::new(), left: Mutex::new(events) };
     let cancel = interrupts.cancel.clone();
@@ -254,7 +250,7 @@ fn spans_give_what_one_run_gives() {
     }
 }
 
-/// A worker's step: the position of its unit among all, and the number of events after which it is interrupted.
+/// The position of a unit among all, and the number of events after which the worker is interrupted.
 type Step = (usize, Option<usize>);
 
 fn any_order(bench: &Bench, store: &Path, steps: &[Step], workers: usize) -> TestCaseResult {
@@ -341,7 +337,6 @@ fn shards_cover_every_unit_once() {
     assert_eq!(run(&store, &unit("blocks/9")).unwrap_err().category(), Category::Usage);
 }
 
-/// The only file of a unit.
 fn result_of(store: &Path, id: &str) -> PathBuf {
     let prefix = format!("{}.", id.replace('/', "-"));
     let entries = std::fs::read_dir(store.join("units")).unwrap().map(|entry| entry.unwrap().path());

@@ -1,20 +1,17 @@
 #!/usr/bin/env bash
 # Sets up a compiler for AArch64 and an emulator that runs its output: setup.sh [DIR]
 #
-# DIR defaults to target/aarch64 under the repository root. A standard library only works with the compiler that built
-# it, and rustup's toolchains include only the library of their own machine. Therefore both come from Debian's packages,
-# which are unpacked and not installed: rustc for this machine, its standard library for both machines, the C library
-# for AArch64, and qemu. Nothing is written outside DIR except DIR.lock, and root is not needed.
+# DIR defaults to target/aarch64 under the repository root. rustup's toolchains include only the standard library of
+# their own machine. Therefore everything comes from Debian's packages, which are unpacked and not installed. Nothing is
+# written outside DIR except DIR.lock, and root is not needed.
 #
-# Exits with 3 and a line that starts with SKIPPED if this cannot work: another platform, no apt-get, apt-cache,
-# dpkg-deb or rust-lld, or no Debian archive or keys. A finished directory contains a stamp; if the stamp matches,
-# nothing is done.
+# Exits with 3 and a line that starts with SKIPPED if this cannot work here. If the directory is finished, nothing is
+# done.
 set -euo pipefail
 
 # Backports are included, because rustc in the stable suite is older than the minimum supported version.
 suite=trixie
-# Packages for this machine: the compiler, the emulator, and the libraries that they use, because this machine's own may
-# have different versions.
+# Packages for this machine: the compiler, the emulator, and the libraries that they use.
 here_packages=(
     rustc rust-clippy libstd-rust-dev qemu-user
     libc6 libgcc-s1 libstdc++6 libedit2 libbsd0 libmd0 libtinfo6 libffi8 libxml2 liblzma5 libz3-4 libzstd1 zlib1g
@@ -80,7 +77,6 @@ done
 rm -rf "$apt"
 # The emulators of all other processors are a third of the total size.
 find "$directory/host/usr/bin" -name 'qemu-*' ! -name qemu-aarch64 -delete
-# Merge /lib into /usr/lib, as Debian does.
 ln -sfn usr/lib "$directory/sysroot/lib"
 ln -sfn "$directory/sysroot/usr/lib/rustlib/aarch64-unknown-linux-gnu" "$directory/host/usr/lib/rustlib/"
 

@@ -67,7 +67,6 @@ PERPLEXITY_TOLERANCE = 1e-3
 ROUNDED_INPUT_TOLERANCE = 5e-2
 ROUNDED_INPUT_PERPLEXITY_TOLERANCE = 5e-3
 
-# Templates under chat/, each in the style of a model family.
 CHAT = ["turns", "headers", "brackets", "generation"]
 
 # Sliding windows in some blocks only.
@@ -142,7 +141,6 @@ QUANTIZED = [
      ["--method", "gptq", "--format", "gptq", "--scheme", "w3a16-g64-asym", *QUICK], False),
     ("demo", "format-gptq-w2-g32", ["--method", "gptq", "--format", "gptq", "--scheme", "w2a16-g32", *QUICK], False),
     ("tied", "format-gptq-rtn", ["--format", "gptq", "--method", "rtn", "--group-size", "32"], False),
-    # optimum treats all linears of blocks as quantized, even if the configuration leaves some float.
     ("demo", "format-gptq-ignored",
      ["--format", "gptq", "--method", "rtn", "--ignore", "*.layers.1.*"], None),
     # No library reads this format.
@@ -238,7 +236,7 @@ class Check:
         return path
 
     def step(self, title, work):
-        """Runs one check. `work` returns its measurements and whether they are acceptable."""
+        """Runs one check."""
         started = time.monotonic()
         try:
             measured, ok = work()

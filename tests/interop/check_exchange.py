@@ -21,8 +21,8 @@ from check_gguf import DIGITS, TOLERANCE, differences, llama_quantize, perplexit
 # Perplexity, relative: products of floats in a different order. llama.cpp prints six digits after the decimal point.
 PERPLEXITY = 1e-6
 SIX_DIGITS = 5e-7
-# llama.cpp stores the float model's log-probabilities in 16 bits, in steps of 16 / 65535 or less. Their errors are at most
-# 1.3e-4 in a term of the sum over tokens and average out; 0.5 % leaves room for models with little divergence.
+# llama.cpp stores the float model's log-probabilities in 16 bits, in steps of 16 / 65535 or less. The errors average
+# out.
 DIVERGENCE = 5e-3
 
 
@@ -96,7 +96,6 @@ def kl(check, llama_cpp, mixture, windows):
     floats = quantize(check, model, at / "floats.gguf", "--scheme", "f32")
     packed = quantize(check, model, at / "packed.gguf", "--scheme", mixture)
     dequantized = llama_quantize(llama_cpp, packed, at / "dequantized.gguf", "F32", "--allow-requantize")
-    # Writes the float model's logits.
     importlib.import_module("reference_llama_cpp").measure(llama_cpp, floats, text, 512, windows, at)
     printed = run(llama_cpp, "llama-perplexity", "--model", dequantized, "--file", text, "--no-escape", "--ctx-size", 512,
                   "--batch-size", 512, "--ubatch-size", 512, "--cache-type-k", "f32", "--cache-type-v", "f32",

@@ -1,12 +1,10 @@
 """Compares each model family with transformers: float and quantized logits, from whole windows and from a cache.
 
-A tiny random model of each family is run on windows that are shorter, and on windows that are longer, than its
-attention windows and than the lengths at which its rotation changes. quant's logits may differ by 2e-6 of the largest
-logit from transformers' result in double precision. If they differ by more, their errors are compared with those of
-transformers' own logits in single precision: the root mean square may be 1.5 times as large, and the largest error 4
-times. The largest of some 30 000 errors varies randomly: over random models of the same family it was between 0.8 and
-2.5 times transformers', while the ratio of the root mean squares stayed between 1.0 and 1.2. Checkpoints quantized to
-4 bits, by plain rounding, AWQ and GPTQ, must load without a missing or unexpected key, and give quant's logits.
+A tiny random model of each family is run on windows that are shorter and longer than its attention windows. quant's
+logits may differ by 2e-6 of the largest logit from transformers' result in double precision. If they differ by more,
+their errors are compared with those of transformers' own logits in single precision: the root mean square may be 1.5
+times as large, and the largest error, which varies more between random models, 4 times. Checkpoints quantized to 4
+bits, by plain rounding, AWQ and GPTQ, must load without a missing or unexpected key, and give quant's logits.
 """
 
 import datetime
@@ -168,8 +166,7 @@ def gates_before_values(tensor):
     return torch.cat([parts[0], parts[2], parts[1]], dim=1).flatten(0, 1)
 
 
-# Further mistakes, expressed as different weights under the same configuration: the result of an implementation that
-# misinterprets the weights.
+# Further mistakes, expressed as different weights under the same configuration.
 WEIGHT_TRAPS = {
     "norms multiply by what is stored": ("qwen3_5", scaled("layernorm.weight", lambda w: w - 1)),
     "norms of Gemma multiply by what is stored": ("gemma3", scaled("layernorm.weight", lambda w: w - 1)),
@@ -241,7 +238,6 @@ def norms_swapped(tensors):
     return {name: tensors[other.get(name, name)] for name in tensors}
 
 
-# Mistakes that are expressed as a change of all tensors, and in one case also of the configuration.
 TENSOR_TRAPS = {
     "keys of each block's own": ("gemma4-shared", {"num_kv_shared_layers": 0}, with_keys_of_their_own),
     "experts behind the norm of the MLP": ("gemma4-experts", {}, norms_swapped),
@@ -261,7 +257,7 @@ def chosen(which):
 
 
 def run_all(check, which, only):
-    # The models are so small that threads cost more than they save.
+    # Threads cost more than they save in such small models.
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -291,7 +287,6 @@ def relative(found, expected):
 
 
 class Errors:
-    """The largest and the root mean square difference from the exact logits, relative to the largest exact logit."""
 
     def __init__(self):
         self.largest, self.squares, self.count = 0.0, 0.0, 0
@@ -379,8 +374,7 @@ class Family:
         return floats
 
     def as_llama(self, model):
-        """Converts InternLM2, whose code is not in transformers, to an equivalent Llama. Rows are selected by their
-        indices."""
+        """Converts InternLM2, whose code is not in transformers, to an equivalent Llama."""
         llama = self.check.scratch / f"{model.name}-llama"
         shutil.rmtree(llama, ignore_errors=True)
         llama.mkdir()
@@ -427,7 +421,7 @@ class Family:
         (floats / "config.json").write_text(json.dumps(config))
         if config["model_type"] in ("gpt2", "internlm2"):
             if config["model_type"] == "gpt2":
-                # The rows of packed weights are outputs; transformers expects the layout of its float weights.
+                # The rows of packed weights are outputs.
                 packed = load_file(read)
                 tensors |= {name: numpy.ascontiguousarray(weight.T) for name, weight in packed.items()}
             save_file(tensors, floats / "model.safetensors", metadata={"format": "pt"})
@@ -469,7 +463,7 @@ class Family:
 
     @staticmethod
     def join_experts(tensors, transposed):
-        """Joins the experts of each block in two tensors, gates first; if `transposed`, with inputs as rows."""
+        """Joins the experts of each block in two tensors, gates first."""
         for prefix in sorted({name.split(".experts.")[0] for name in tensors if re.search(r"\.experts\.\d", name)}):
             count = len([name for name in tensors if re.fullmatch(re.escape(prefix) + r"\.experts\.\d+\.down_proj\.weight", name)])
             gate, up, down = (numpy.stack([tensors.pop(f"{prefix}.experts.{e}.{linear}.weight") for e in range(count)])
@@ -494,8 +488,8 @@ class Family:
         return different or "equal", not different
 
     def trap(self, changes, zeroed=None, change=None, whole=None):
-        """Checks that a mistake is detected: after a change of the configuration, the weights or other tensors, or
-        with some tensors zeroed, quant's logits must differ from transformers' logits of the right model."""
+        """Checks that a mistake is detected: with it, quant's logits must differ from transformers' logits of the right
+        model."""
         model = self.check.model(self.name)
         wrong = self.check.scratch / "trap"
         shutil.rmtree(wrong, ignore_errors=True)

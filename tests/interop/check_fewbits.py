@@ -100,10 +100,9 @@ def transformers_agrees(fewbits, model, scratch):
         packed = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
         linears = [m for m in packed.modules() if type(m).__name__ == "PackedLinear"]
         assert len(linears) == 7 * 6, len(linears)
-        # The packed weights are the only copy of the weights in memory.
         assert not any("weight_packed" in key or "weight_scale" in key for key in packed.state_dict())
         found = packed(tokens).logits
-        # A difference in the last bit of an activation can change its 8-bit code by one, which changes the logits.
+        # A difference in the last bit of an activation can change its 8-bit code by one.
         bound = 5e-2 if "a8" in name else 2e-4
         error = ((found - expected).norm() / expected.norm()).item()
         assert error <= bound, (name, error)
@@ -117,7 +116,6 @@ def transformers_agrees(fewbits, model, scratch):
 
 
 def guide(scratch):
-    """Runs the code of the guide's page, with a checkpoint as `OUT`."""
     start = time.monotonic()
     (scratch / "OUT").symlink_to(scratch / "w4a16-g64")
     text = (ROOT / "docs/guide/transformers.md").read_text()
@@ -132,7 +130,6 @@ def guide(scratch):
 
 
 def operator(linear):
-    """Tests the operator with torch's own checks, and compiled."""
     start = time.monotonic()
     x = torch.randn(3, linear.in_features)
     arguments = (x, linear.packed, linear.layout, linear.bias, linear.activations, linear.scale, linear.zero)

@@ -64,12 +64,12 @@ MIXED = [
     ("demo", "wf4af4-g16-nv", "bfloat16", ["--method", "rtn", *QUICK, "--override", "*down_proj=wf8af8-channel",
                                           "--override", "*o_proj=wf8a16-g32-mx"]),
 ]
-# Models in which other linears share a scale, too: those of experts and of latent attention, and keys that are also
-# values. transformers keeps all experts of a layer in one parameter, so its weights are not compared.
+# Models in which further linears share a scale. transformers keeps all experts of a layer in one parameter, so its
+# weights are not compared.
 SHARED = ["qwen3-moe", "mixtral", "deepseek_v3-mla", "gemma4-shared-keys", "gemma4-with-experts"]
 SHARED_SCHEMES = [("wf4a16-g16-nv", ["--method", "rtn"]), ("wf4af4-g16-nv", ["--method", "awq", *QUICK]),
                   ("wf4a16-g16-nv", ["--method", "gptq", *QUICK]), ("wf8a16-tensor", ["--method", "rtn"])]
-# Linears that engines fuse. A block may lack some of them, such as `v_proj` if its keys are also values.
+# Linears that engines fuse.
 FUSED = [("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"), ("q_a_proj", "kv_a_proj_with_mqa")]
 
 

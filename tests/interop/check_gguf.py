@@ -26,8 +26,7 @@ WEIGHTED = ["Q4_K_M", "IQ4_XS", "Q2_K_S", "IQ2_S", "IQ3_XS"]
 REQUIRING = ["Q2_K_S", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ2_M", "IQ3_XXS", "IQ3_XS"]
 WHOLE = ["Q2_K", "Q8_0", "F16", "BF16", "Q4_0", "Q4_1", "Q5_1", "Q3_K_S", "Q3_K_L", "Q4_K_S", "Q5_K_S", "Q5_K_M", "Q6_K",
          "IQ3_S", "IQ3_M", "IQ4_NL", "TQ2_0", "MXFP4_MOE"]
-# Models whose experts are as wide as a super-block, so that no type is replaced: eight experts, for which llama.cpp has
-# rules of its own, and six (with --whole).
+# Models whose experts are as wide as a super-block, so that no type is replaced.
 WIDE = ["mixtral-wide", "qwen3-moe-wide"]
 TYPES = {"F16": 1, "BF16": 30, "Q8_0": 8, "Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q2_K": 10, "Q3_K": 11, "Q4_K": 12,
          "Q5_K": 13, "Q6_K": 14, "IQ2_XXS": 16, "IQ2_XS": 17, "IQ3_XXS": 18, "IQ3_S": 21, "IQ2_S": 22,
@@ -44,7 +43,7 @@ CONVERTED = ["fused", "fused-longrope", "smollm3-fourth", "granite", "glm4", "ol
              "qwen3_next-equal", "glm4_moe-first", "deepseek_v3-mla", "deepseek_v2-mla", "olmoe-plain", "granitemoe-plain",
              "cohere2-fourth", "ernie4_5-plain", "gemma4-shared-keys", "gemma4-own-inputs", "gemma4-with-experts",
              "olmo3-fourth", "minimax_m2-plain", "ernie4_5_moe-plain", "hunyuan-dense-plain"]
-# Mixtures in which these models, except gpt_oss-codes, are also written, because mixtures choose types by the roles of tensors.
+# Mixtures in which these models, except gpt_oss-codes, are also written.
 TYPED = ["Q4_K_M", "Q3_K_M", "MXFP4_MOE"]
 # llama-perplexity prints four digits after the decimal point.
 DIGITS = 5e-5
@@ -98,7 +97,7 @@ def same(name, ours, theirs):
         return ours[:1] == theirs[:1] and ours[2].startswith(theirs[2])
     if not name.endswith(".ssm_a"):
         return False
-    # This tensor is computed with an exponential, which torch may round differently.
+    # This tensor is computed with an exponential.
     ours, theirs = (numpy.frombuffer(tensor[2], "<f4") for tensor in (ours, theirs))
     return ours.shape == theirs.shape and numpy.abs(ours / theirs - 1).max() < 3e-7
 
@@ -127,8 +126,7 @@ def blocks(check, llama_cpp):
             theirs = library.quantize(kind, values, weight).reshape(len(values), -1)
             differs = (ours != theirs).any(axis=1)
             if name == "IQ3_S":
-                # ggml skips a part of zeros without leaving room for its indices and signs, so those of later parts are in
-                # the wrong place.
+                # ggml skips a part of zeros without leaving room for its indices and signs.
                 differs &= values.reshape(len(values), -1, 32).any(axis=2).all(axis=1)
             wrong = numpy.nonzero(differs)[0]
             if len(wrong):

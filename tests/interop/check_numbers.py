@@ -1,8 +1,7 @@
 """Compares floating-point codes with torch: the value of every code, and the code of a weight.
 
-The values are those in the table of the independent implementation. The weights are a model's own, mixed with ties,
-subnormals, zeros of both signs and rows of zeros; `quant` rounds them to FP8 per channel, and torch from the same
-scales.
+The values are those in the table of the independent implementation. The weights are a model's own, mixed with special
+values; `quant` rounds them to FP8 per channel, and torch from the same scales.
 """
 
 import json

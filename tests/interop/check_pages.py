@@ -1,10 +1,9 @@
 """Reports opened in Chromium: their displayed contents.
 
 Every page is made from results whose numbers are known, and opened as a file without scripts: light and dark, in a wide
-window and on a phone. The check examines what the browser rendered: that nothing was fetched and no error was logged;
-which headings, tiles, cells and marks there are, and their contents; that names that look like markup are escaped; that
-nothing overflows horizontally or overlaps its neighbor; and that all text has enough contrast. check.py runs these as
-its `page` checks.
+window and on a phone. The check examines what the browser rendered: the contents, that names that look like markup are
+escaped, that nothing overflows or overlaps, and that all text has enough contrast. check.py runs these as its `page`
+checks.
 """
 
 import json
@@ -235,8 +234,8 @@ def expect_alone(found, result):
 
 def expect_gate(found, decision):
     yield "headings", found["headings"][1:], ["Checks", "What has changed", "Provenance"]
-    told = dict(row[:2] for row in table(found, "policy, SHA-256"))
-    yield "provenance", told.get("baseline, SHA-256"), decision["baseline_sha256"]
+    stated = dict(row[:2] for row in table(found, "policy, SHA-256"))
+    yield "provenance", stated.get("baseline, SHA-256"), decision["baseline_sha256"]
     yield "verdict", found["tiles"].get("verdict"), decision["verdict"]
     yield "checks", [row[1] for row in table(found, "result")], \
         [check["verdict"] for check in decision["checks"]]
@@ -298,7 +297,7 @@ def run_all(check, chromium, only):
 
     work = {"quantize": quantize, "eval": evaluated, "eval-alone": alone, "gate": gate}
     with sync_playwright() as playwright:
-        # Chromium does not run as root with its sandbox; the pages are trusted.
+        # Chromium does not run as root with its sandbox.
         browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
         for name in names:
             page(check, browser, name, work[name])

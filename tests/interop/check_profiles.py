@@ -9,8 +9,8 @@
 Packed checkpoints in formats that llama.cpp's converter reads are converted as well, and llama-perplexity is compared
 with `quant eval` on the same file.
 
-For the rules, the number of scored tokens and their mean negative log-likelihood are compared window by window. The
-programs only report totals. check.py runs these as its `profile` checks.
+Results by the rules are compared window by window, those of programs in total. check.py runs these as its `profile`
+checks.
 """
 
 import importlib
@@ -19,7 +19,7 @@ import math
 import shutil
 from pathlib import Path
 
-# Relative tolerance. The error of f32 arithmetic in a different order is far smaller.
+# Relative tolerance, far above the error of f32 arithmetic in a different order.
 TOLERANCE = 1e-4
 # Digits after the decimal point that llama-perplexity prints.
 PERPLEXITY_DIGITS, ERROR_DIGITS = 4, 5
@@ -89,7 +89,7 @@ def write_text(kind, source, scratch):
         out = scratch / "excerpt.txt"
         out.write_text(text[:2500])
         return out
-    # Documents that are longer than several windows and shorter than one, with runs of spaces and multi-byte letters.
+    # Documents that are longer than several windows and shorter than one, and special characters.
     documents = [text[:1500], "Short.", "  Two  spaces,\n\na blank line, caf\u00e9 \u2014 \u65e5\u672c. \n",
                  text[3000:4200]]
     out = scratch / "documents.jsonl"
@@ -177,7 +177,7 @@ def run(check, llama_cpp, name, tokenizer, profile, text, windows):
             theirs = json.loads(check.script("reference_llama_cpp", llama_cpp, directory, "--text",
                                              file, "--length", length, *at_most))
             comparison.llama_cpp(ours, theirs)
-            # Both programs tokenized the text to the same tokens, so the numbers above are comparable.
+            # Both programs must have the same tokens.
             reader = importlib.import_module("reference_profiles").Text(directory, file)
             tokens = reader.tokens(reader.documents[0])
             flat = [token for chunk in theirs["tokens"] for token in chunk]

@@ -286,7 +286,6 @@ def alike(name, ours, theirs, kind):
     # quant always writes these, the converter only if `tokenizer_config.json` has their keys.
     if name.endswith((".add_space_prefix", ".add_eos_token")) and theirs is None:
         return True
-    # The random models have no merges.
     if name.endswith(".merges") and not ours and theirs is None:
         return True
     # quant leaves out the default.

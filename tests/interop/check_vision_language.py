@@ -14,14 +14,13 @@ import json
 from make_vision_language import VARIANTS
 from reference_model import module_name
 
-# Tolerance for the logits of such models in f32. transformers' own f32 logits differ from its f64 logits by up to 3e-6.
+# Tolerance for logits in f32, somewhat above the difference between transformers' own f32 and f64 logits.
 TOLERANCE = 5e-6
-# The attention scores of this class are not scaled, so its softmax is steep: transformers' own f32 logits differ from
-# its f64 logits by 4.7e-6.
+# The attention scores of these are not scaled, so that rounding has more effect.
 STEEP = {"gemma4-vl": 1e-5, "gemma4-vl-small": 1e-5}
 QUICK = ["--samples", "4", "--seq-len", "64"]
-# Model, name of the case, options of `quant quantize`, and whether transformers must dequantize. There is one case per
-# class here; those in MORE run only with --whole.
+# Model, name of the case, options of `quant quantize`, and whether transformers must dequantize. The cases in MORE run
+# only with --whole.
 QUANTIZED = [
     ("qwen2-vl", "awq-w4-g32", ["--group-size", "32", *QUICK], False),
     ("qwen2.5-vl-flat", "rtn-w4-g128", ["--method", "rtn"], False),

@@ -1,11 +1,10 @@
 """The check against vLLM on a CPU: checkpoints that `quant quantize` wrote, loaded by the engine itself.
 
-The perplexity of a text by vLLM in bfloat16 must be within 0.5 % of `quant eval`. The verdicts of `quant plan` on
-this engine must be right: a checkpoint with the verdict "no" must fail to load, and one with "yes" must load. Exits
-with 1 if a check fails.
+The perplexity of a text by vLLM in bfloat16 must be within 0.5 % of `quant eval`. The verdicts of `quant plan` on this
+engine must be right: a checkpoint with the verdict "no" must fail to load, and one with "yes" must load. Exits with 1
+if a check fails.
 
-Not part of check.py, because the environment takes some gigabytes, and every start of the engine about half a minute.
-Run by `cargo xtask nightly`, or by tests/interop/run_vllm.sh.
+Not part of check.py, because it is slow. Run by `cargo xtask nightly`, or by tests/interop/run_vllm.sh.
 """
 
 import argparse
@@ -118,7 +117,7 @@ class Vllm:
                     found[model] = None, error.read_text()
             left = [model for model in left if model not in found]
             if left and (done.returncode or len(left) == before):
-                # Compiled code crashed while it ran the first model that has no result.
+                # Compiled code crashed.
                 lines = done.stderr.splitlines() or ["no message"]
                 found[left[0]] = None, f"the engine ends with {done.returncode}: {lines[-1].strip()[:200]}"
                 left = left[1:]
@@ -148,14 +147,14 @@ class Vllm:
                 if (of := self.quantized(name, case, options)) is not None:
                     made[name, case] = of
             except Exception as error:  # a check that cannot run has failed
-                self.tell(name, case, f"{type(error).__name__}: {error}", False)
+                self.record(name, case, f"{type(error).__name__}: {error}", False)
         engine = self.engine([out for out, _ in made.values()])
         for (name, case), (out, says) in made.items():
-            self.tell(name, case, *self.compare(out, says, *engine[out]))
+            self.record(name, case, *self.compare(out, says, *engine[out]))
         if made:
             print(f"{len(made)} cases in {time.monotonic() - started:.0f} s", flush=True)
 
-    def tell(self, name, case, measured, ok):
+    def record(self, name, case, measured, ok):
         self.count += 1
         self.failures += not ok
         print(f"{'ok    ' if ok else 'FAILED'} vllm {name} {case}: {measured}", flush=True)

@@ -1,7 +1,7 @@
 """Checks the workflows under docs/ci against the schemas of the systems that read them.
 
 check-jsonschema includes copies of the schemas that GitHub and GitLab publish, so nothing is downloaded. The policy
-beside the workflows is read by `quant gate` itself. check.py runs these as its `workflow` checks.
+next to the workflows is read by `quant gate` itself. check.py runs these as its `workflow` checks.
 """
 
 import hashlib
@@ -16,7 +16,7 @@ from ruamel.yaml import YAML
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs/ci"
 
-# File, and the options that tell check-jsonschema its schema; GitLab's tag `!reference` needs a separate option.
+# File, and the options that tell check-jsonschema its schema.
 WORKFLOWS = [
     ("github-actions.yml", ["--builtin-schema", "vendor.github-workflows"]),
     ("gitlab-ci.yml", ["--builtin-schema", "vendor.gitlab-ci", "--data-transform", "gitlab-ci"]),
@@ -43,8 +43,7 @@ def workflow(check, name, schema):
 
 
 def policy(check):
-    """Runs the gate with the policy on an 8-bit model, compared with its float model. The model must pass, so a
-    failure is an error in the policy."""
+    """Runs the gate with the policy on an 8-bit model, which must pass."""
 
     def work():
         model, results = check.model("demo"), check.scratch / "results"
@@ -106,8 +105,7 @@ def action(check):
         wanted = [(None, 0), (None, 0), ("Gate", 1), ("Install quant", 1)]
         stored = folder / ".quant-action/reference.bin"
         right = found == wanted and stored.is_file()
-        # The defaults of the action: all windows of the built-in text. The stored reference of the other text is
-        # deleted, since a runner would not find it in its cache.
+        # The defaults of the action: all windows of the built-in text. The stored reference is that of another text.
         stored.unlink(missing_ok=True)
         found += [run(given, model="w8", update="true"), run(given, model="w8"), run(given, model="w2")]
         return f"{found}", right and found[len(wanted):] == [(None, 0), (None, 0), ("Gate", 1)]

@@ -66,7 +66,7 @@ class Checkpoint:
         return values.reshape(entry["shape"])
 
     def packed_modules(self):
-        # Every quantized module has scales, although the name of its codes varies.
+        # Every quantized module has scales.
         suffix = ".weight_scale"
         return sorted(name.removesuffix(suffix) for name in self.places if name.endswith(suffix))
 

@@ -79,7 +79,7 @@ def of_bytes(checkpoint, module):
 
 
 def check_manifest(directory, config):
-    """The file beside the configuration must agree with these formulas."""
+    """The file next to the configuration must agree with these formulas."""
     manifest = json.loads((Path(directory) / config["manifest"]).read_text())
     weights = manifest["weights"]
     found = [manifest["schema"], weights["bits"], weights["group_size"], weights.get("s2_order"),

@@ -1,8 +1,7 @@
 """Makes a tiny random checkpoint of a family, to compare decoders on features that small real models lack.
 
-Norm weights are random too, so that an implementation that ignores them must fail. The tokenizer maps every byte to
-one token and adds <s> at the start, except for variants of Gemma 4 that llama.cpp reads, whose
-tokenizer is like Gemma's.
+Norm weights are random too, so that an implementation that ignores them must fail. Most tokenizers map every byte to
+one token and add <s> at the start.
 """
 
 import argparse
@@ -86,8 +85,7 @@ VARIANTS = {
     "mixtral-wide": {"model_type": "mixtral", "hidden_size": 256, "intermediate_size": 512, "num_local_experts": 8,
                      "num_experts_per_tok": 2},
     "qwen3-moe-wide": QWEN3_MOE | {"hidden_size": 256, "moe_intermediate_size": 256, "norm_topk_prob": True},
-    # Six experts, which is not a power of two. Qwen3's are narrower than its dense MLP, and its heads wider than
-    # hidden_size / num_attention_heads.
+    # Qwen3's experts are narrower than its dense MLP, and its heads wider than hidden_size / num_attention_heads.
     "mixtral": {"model_type": "mixtral", "num_local_experts": 6, "num_experts_per_tok": 2},
     "qwen3-moe": QWEN3_MOE | {"norm_topk_prob": True},
     "qwen3-moe-mixed": QWEN3_MOE | {"num_hidden_layers": 4, "mlp_only_layers": [1], "decoder_sparse_step": 1,
@@ -156,9 +154,9 @@ def rope(**parameters):
     return {"rope_parameters": {"rope_theta": 10000.0} | parameters}
 
 
-# Small models of each family, with every feature enabled and values that make its effect visible. The check runs
-# windows of 24 and of 112 tokens, of which it decodes the second half token by token. Unless a comment says otherwise,
-# attention windows, and lengths at which a rotation changes, are between 24 and 112.
+# Small models of each family, with values that make the effect of each feature visible. The check runs windows of 24
+# and of 112 tokens. Unless a comment says otherwise, attention windows, and lengths at which a rotation changes, are in
+# between.
 WINDOW, ORIGINAL = 40, 64
 LAYERS = {"num_hidden_layers": 4, "sliding_window": WINDOW}
 GEMMA = LAYERS | {"query_pre_attn_scalar": 10, "hidden_activation": "gelu_pytorch_tanh"}
@@ -298,7 +296,7 @@ FAMILIES = {
     "glm4_moe-ungrouped": DEEPSEEK | {"model_type": "glm4_moe", "n_group": 1, "topk_group": 1, "norm_topk_prob": False,
                                       "routed_scaling_factor": 0.5},
     "deepseek_v3": DEEPSEEK | LATENT | {"model_type": "deepseek_v3"} | rope(**yarn(mscale=1.0, mscale_all_dim=0.7)),
-    # Stored in 8-bit floats. Blocks are cut off at the edges. No width is a multiple of 128, so inputs are not rounded.
+    # Stored in 8-bit floats. No width is a multiple of 128, so blocks are cut off at the edges.
     "deepseek_v3-fp8": DEEPSEEK | LATENT | {"model_type": "deepseek_v3", "first_k_dense_replace": 2,
                                               "n_shared_experts": 3},
     "deepseek_v3-plain": DEEPSEEK | LATENT | {
@@ -338,7 +336,7 @@ FAMILIES = {
     "internlm3-published": {"model_type": "internlm3", "num_key_value_heads": 1},
     "phimoe": {"model_type": "phimoe", "num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 64,
                "router_jitter_noise": 0.4, "attention_bias": True, "lm_head_bias": True},
-    # The check's windows are not longer than the original length: beyond it, implementations differ.
+    # The check's windows are not longer than the original length, beyond which implementations differ.
     "phimoe-longrope": {
         "model_type": "phimoe", "num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 64,
         "max_position_embeddings": 512, "original_max_position_embeddings": 128, "sliding_window": WINDOW} | rope(
@@ -382,8 +380,7 @@ WIDE_GEMMA4 = {"hidden_size_per_layer_input": 0, "global_head_dim": 64, "head_di
 ENGINES = {
     "granite-128": {"model_type": "granite", "embedding_multiplier": 3.0, "attention_multiplier": 0.3,
                     "residual_multiplier": 0.6, "logits_scaling": 2.5},
-    # Within the original positions, because vLLM takes the scaling of queries by position from a different
-    # configuration.
+    # Within the original positions, beyond which vLLM differs.
     "ministral3-128": {"model_type": "ministral3", "head_dim": 32, "sliding_window": None} | rope(
         **yarn(mscale=1.0, mscale_all_dim=1.0, original_max_position_embeddings=256), llama_4_scaling_beta=0.7,
         max_position_embeddings=512),
@@ -499,7 +496,7 @@ def make_model(variant, seed):
                 if model_type == "gemma4_text" and name.endswith("q_norm.weight"):
                     parameter.mul_(0.15)
             else:
-                # Includes experts: transformers stores all of a block in one parameter.
+                # Includes experts.
                 parameter.copy_(noise * 1.5 / parameter.shape[-1] ** 0.5)
         # Stored tensors that are not parameters, such as a correction of each expert's score.
         parameters = dict(model.named_parameters())
@@ -513,8 +510,7 @@ def make_model(variant, seed):
 
 
 def mxfp4_experts(model):
-    """Codes and scales of all experts' weights, `[experts, out, in / 32, 16]` and `[experts, out, in / 32]`: the same
-    for every model of these sizes."""
+    """Codes and scales of all experts' weights, `[experts, out, in / 32, 16]` and `[experts, out, in / 32]`."""
     generator = torch.Generator().manual_seed(4)
     experts = {}
     for name, parameter in model.named_parameters():

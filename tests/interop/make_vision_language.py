@@ -1,8 +1,7 @@
 """Makes a tiny random vision-language model, to compare the text tower of each class with transformers'.
 
-Shares the vocabulary and the tokenizer of make_tiny.py. Names are those that transformers saves. A variant with
-`-modules` has the names of transformers' modules instead, and one with `-flat` has the fields of the text model at the
-top level of config.json, like the published Qwen2-VL models.
+Names are those that transformers saves. A variant with `-modules` has the names of transformers' modules instead, and
+one with `-flat` has the fields of the text model at the top level of config.json, like the published Qwen2-VL models.
 """
 
 import argparse
@@ -57,7 +56,7 @@ MISTRAL3 = {"model_type": "mistral3", "vision_config": PIXTRAL, "image_token_ind
             "text_config": {"model_type": "mistral", "sliding_window": None, "head_dim": 64}}
 
 
-# Published configurations leave most fields of the text model to the class's defaults, except these widths.
+# Published configurations leave most fields of the text model to the class's defaults.
 GEMMA3 = {"model_type": "gemma3", "vision_config": TOWER | {"model_type": "siglip_vision_model"}, "image_token_index": 268,
           "boi_token_index": 269, "eoi_token_index": 270, "mm_tokens_per_image": 4,
           "text_config": {"model_type": "gemma3_text", "num_hidden_layers": 3, "head_dim": 40, "sliding_window": 48,

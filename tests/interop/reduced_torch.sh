@@ -1,8 +1,8 @@
 # Sourced by the scripts that create virtual environments with torch for a CPU.
 #
-# torch's Linux wheel depends on some 4 GB of GPU libraries and links against them, though a CPU run never calls them.
-# The reduced install leaves them out (pip install --no-deps), satisfies the linker with links to torch's own libc10.so,
-# and binds symbols lazily, so that unused symbols are never looked up.
+# torch's Linux wheel depends on some 4 GB of GPU libraries and links against them. The reduced install leaves them out
+# (pip install --no-deps), satisfies the linker with links to torch's own libc10.so, and binds symbols lazily, so that
+# unused symbols are never looked up.
 
 # add_stand_ins PYTHON: makes torch importable in that environment without the GPU libraries.
 add_stand_ins() {

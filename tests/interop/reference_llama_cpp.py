@@ -2,8 +2,7 @@
 
 llama.cpp's converter turns the model into a GGUF file with f32 weights; the program then tokenizes the text itself and
 cuts and scores it, with a cache in f32. `perplexities` are the numbers that it prints along the way, one per chunk over
-all chunks so far; `token_standard_error` is the number after `+/-`; `tokens` are its own tokens of the chunks before
-BOS overwrites any.
+all chunks so far; `token_standard_error` is the number after `+/-`; `tokens` are its own tokens of the chunks.
 
 llama.cpp recognizes the pre-tokenizer of a BPE vocabulary by a hash, which it knows for published models. For any other
 model, --pre-tokenizer names one of llama.cpp's own.
@@ -57,7 +56,7 @@ def read_tokens(file, length, chunks):
     return numpy.frombuffer(file[20:20 + 4 * length * chunks], dtype="<i4").reshape(chunks, length)
 
 
-# The program writes its output on a separate thread, and sometimes ends before the last lines.
+# The program sometimes ends before it has written its last lines.
 ATTEMPTS = 3
 
 

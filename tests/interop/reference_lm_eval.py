@@ -1,11 +1,9 @@
 """Prints the results of lm-evaluation-harness for the documents of a file, as one line of JSON.
 
-The harness's own code tokenizes, cuts, scores, counts words and bytes, and aggregates. The model is loaded by
-reference_model.py instead, which refuses a load that is not perfect. A .jsonl file contains one document per line,
-in `text`; any other file is one document.
+Only the model is loaded by reference_model.py, which refuses a load that is not perfect. A .jsonl file contains one
+document per line, in `text`; any other file is one document.
 
-The harness imports packages that load data sets and compute BLEU. Neither is done here, so empty modules stand in for
-them during the import.
+Empty modules stand in for packages that the harness imports but does not use here.
 """
 
 import argparse
@@ -49,7 +47,7 @@ class Documents(PerplexityTask):
     VERSION = 0
 
     def download(self, *_arguments, **_options):
-        """Does nothing: the documents are already in memory."""
+        """The documents are already in memory."""
 
     def has_validation_docs(self):
         return False
@@ -70,7 +68,6 @@ def measure(model_dir, documents, length):
                  max_length=length, batch_size=1)
     task = Documents()
     requests = [task.construct_requests(document, "") for document in documents]
-    # The harness draws a progress bar for every window, regardless of the options.
     with contextlib.redirect_stderr(io.StringIO()):
         likelihoods = model.loglikelihood_rolling(requests, disable_tqdm=True)
     results = [task.process_results(document, (likelihood,))
@@ -90,7 +87,7 @@ def main():
     arguments = parser.parse_args()
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     with reference_model.stop_on_error():
-        # Progress bars and messages belong on stderr; stdout is for the result.
+        # Stdout is for the result.
         with contextlib.redirect_stdout(sys.stderr):
             result = measure(arguments.model, read_documents(arguments.text), arguments.length)
         print(json.dumps(result))

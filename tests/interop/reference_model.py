@@ -57,7 +57,7 @@ def load(model_dir, dequantize=False):
     with tempfile.TemporaryDirectory() as directory:
         source = write_for_dequantizing(model_dir, Path(directory)) if dequantize else model_dir
         try:
-            # gptqmodel prints a greeting to stdout, which is for results.
+            # gptqmodel prints a greeting, but stdout is for results.
             with contextlib.redirect_stdout(sys.stderr):
                 model, report = kind.from_pretrained(
                     source, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager",
@@ -169,8 +169,7 @@ def check_config(quantization, packed, dequantize):
 def check_modules(model, packed, attribute, dequantize):
     """The modules that hold packed weights must be exactly those that the checkpoint packs.
 
-    In transformers, experts are not modules but slices of one parameter, and are dequantized while they load. The
-    loading report shows that all of them were read, and the logits show that they were read correctly.
+    Experts are an exception: in transformers they are not modules, and are dequantized while they load.
     """
     modules = dict(model.named_modules())
     if "vision_config" in model.config.to_dict():

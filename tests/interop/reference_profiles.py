@@ -16,8 +16,8 @@ Profiles, with L and S in tokens; a window is scored in one forward pass without
 library, and joins them by an empty line. Perplexity is exp(mean negative log-likelihood of all scored tokens);
 log-softmax in f32, sums in f64.
 
-The loop in the transformers guide weights each window except the first by one token less than it scores, because it
-assumes that every window loses a token to the shift. `docs_perplexity` is the result of that loop.
+The loop in the transformers guide weights each window except the first by one token less than it scores;
+`docs_perplexity` is the result of that loop.
 """
 
 import argparse

@@ -1,11 +1,10 @@
-"""Writes the results of vLLM on a CPU for token windows, as JSON: the log-probability of every token except each
-window's first.
+"""Writes the results of vLLM on a CPU for token windows, as JSON: the log-probability of every token except each window's
+first.
 
-Run with the Python of setup_vllm.sh. Models are loaded in bfloat16, without a tokenizer, in sequence in one process,
-because a start takes longer than a small model; for vision-language models only the language model is run. For a
-model in the directory NAME, OUT contains NAME.json, or NAME.error with the reason why it does not load. No model is
-run after an error, because the engine leaves state behind. If the engine's compiled code crashes the process, neither
-file is written.
+Run with the Python of setup_vllm.sh. Models are loaded in bfloat16, in one process, because a start takes longer than a
+small model; for vision-language models only the language model is run. For a model in the directory NAME, OUT contains
+NAME.json, or NAME.error with the reason why it does not load. No model is run after an error, because the engine leaves
+state behind. If the engine's compiled code crashes the process, neither file is written.
 """
 
 import argparse

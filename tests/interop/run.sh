@@ -11,17 +11,15 @@ bash tests/interop/setup_venv.sh "$venv"
 llama_cpp=${QUANT_INTEROP_LLAMA_CPP:-target/interop-llama-cpp}
 status=0
 bash tests/interop/setup_llama_cpp.sh "$llama_cpp" || status=$?
-# 3: the environment cannot be created on this machine, and a line with SKIPPED has reported the reason.
+# 3: the environment cannot be created on this machine.
 ((status == 0 || status == 3)) || exit "$status"
 status=0
 bash tests/interop/setup_chromium.sh >target/interop-chromium || status=$?
 if ((status == 3)); then cat target/interop-chromium; elif ((status)); then exit "$status"; fi
 chromium=$(tail -n 1 target/interop-chromium)
-# cargo builds the two programs for the tests of their packages. The whole workspace is named, so that the dependencies
-# built for its tests are reused.
+# The whole workspace is named, so that the dependencies built for its tests are reused.
 cargo test --quiet --locked --workspace --no-run --test starts --test suite
-# Without this setting, glibc maps and unmaps torch's large tensors repeatedly, and long windows take three times as
-# long.
+# Without this setting, glibc maps and unmaps torch's large tensors repeatedly.
 export MALLOC_MMAP_THRESHOLD_=4294967296 MALLOC_TRIM_THRESHOLD_=8589934592
 programs=${CARGO_TARGET_DIR:-target}/debug
 if [[ "$*" != "--only fewbits" ]]; then

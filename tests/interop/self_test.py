@@ -1,10 +1,7 @@
 """Tests of the checks themselves: run `python self_test.py` in the interop environment.
 
-Every scheme is packed by make_packed.py, and read once by transformers and once by independent_pack.py; both must
-give the same logits. Then a file is damaged in several ways, and the checks must refuse it. The checks of profiles
-must pass for an evaluator that follows the rule, and fail for evaluators that follow slightly different rules.
-llama.cpp is included if target/interop-llama-cpp exists. Workflows are broken in ways that are still valid YAML, and
-pages in ways that show only in a browser.
+The independent implementations must agree with each other, and the checks must find planted faults. llama.cpp is
+included if target/interop-llama-cpp exists.
 """
 
 import contextlib
@@ -241,7 +238,6 @@ class Profiles(unittest.TestCase):
                 self.assertGreater(failures, 0, output)
 
     def test_programs_notice_a_wrong_rule_themselves(self):
-        """The rule computed with transformers is left out, because quant's side uses it too."""
         profiles = importlib.import_module("check_profiles")
         rules = importlib.import_module("reference_profiles")
         with mock.patch.object(profiles.Comparison, "rule", lambda *_: None):

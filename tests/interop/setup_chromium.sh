@@ -19,7 +19,7 @@ fi
 SECONDS=0
 export DEBIAN_FRONTEND=noninteractive
 apt-get update -qq >/dev/null
-# Without a font, pages would show no text.
+# Without a font, pages show no text.
 apt-get install -qq -y --no-install-recommends chromium fonts-dejavu-core >/dev/null
 echo "chromium installed in ${SECONDS} s" >&2
 find_browser

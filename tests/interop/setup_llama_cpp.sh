@@ -2,12 +2,12 @@
 # Builds llama.cpp's own `llama-perplexity`, `llama-quantize`, `llama-imatrix` and `llama-gguf-split`, a program that
 # prints token IDs, and the converter: setup_llama_cpp.sh [DIR]
 #
-# DIR defaults to target/interop-llama-cpp under the repository root. We found no package of the program itself, but
-# node-llama-cpp publishes llama.cpp's libraries built for Linux x86-64, together with their sources. Only the programs'
-# own files are compiled here (some seconds) and linked with those libraries.
+# DIR defaults to target/interop-llama-cpp under the repository root. node-llama-cpp publishes llama.cpp's libraries
+# built for Linux x86-64, together with their sources. Only the programs' own files are compiled here and linked with
+# those libraries.
 #
-# Exits with 3 and a line that starts with SKIPPED if this cannot work: another platform, or no npm, git or g++. A
-# finished directory contains a stamp; if the stamp matches, nothing is done.
+# Exits with 3 and a line that starts with SKIPPED if this cannot work here. If the directory is finished, nothing is
+# done.
 set -euo pipefail
 
 version=3.22.1

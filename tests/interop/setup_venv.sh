@@ -1,9 +1,8 @@
 #!/usr/bin/env bash
 # Creates the virtual environment of the interop check: setup_venv.sh [DIR]
 #
-# DIR defaults to target/interop-venv under the repository root; PYTHON names the interpreter (default python3). A
-# finished environment contains a stamp, the hash of requirements.txt and the scripts. If the stamp matches, the script
-# returns at once; otherwise it rebuilds everything.
+# DIR defaults to target/interop-venv under the repository root; PYTHON names the interpreter (default python3). If
+# requirements.txt and the scripts have not changed, a finished environment is kept; otherwise everything is rebuilt.
 #
 # torch comes without its GPU libraries (see reduced_torch.sh). If the result cannot import and compute, the full set is
 # installed instead.
@@ -26,8 +25,8 @@ is_ready() {
 install() {
     "$python" -m pip install --quiet --disable-pip-version-check --no-compile \
         "$@" --requirement "$requirements"
-    # Of gptqmodel, only the source is published. It is plain Python, and its build inspects the installed torch,
-    # so it comes last and without build isolation.
+    # Of gptqmodel, only the source is published. Its build inspects the installed torch, so it comes last and without
+    # build isolation.
     "$python" -m pip install --quiet --disable-pip-version-check --no-compile \
         --no-deps --no-build-isolation gptqmodel==7.7.0
 }

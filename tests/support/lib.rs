@@ -1,7 +1,6 @@
-//! Code that tests of several crates share: the location of models and texts, and how a test reports that it is
-//! skipped.
+//! Code that tests of several crates share.
 //!
-//! Large models and real texts are not part of the repository. If they exist, they are in `../shared/data` beside the
+//! Large models and real texts are not part of the repository. If they exist, they are in `../shared/data`, next to the
 //! checkout. A test that needs them calls [`shared_data`] and returns early without them:
 //!
 //! ```no_run
@@ -34,7 +33,7 @@ pub fn demo_model() -> PathBuf {
     workspace_root().join("calibration-data/demo-model")
 }
 
-/// Real models (`models/`) and texts (`text/`) beside the checkout. If they are missing, the caller's skip is recorded.
+/// Real models (`models/`) and texts (`text/`) next to the checkout.
 #[track_caller]
 pub fn shared_data() -> Option<PathBuf> {
     let dir = workspace_root().join("../shared/data");
@@ -46,10 +45,9 @@ pub fn shared_data() -> Option<PathBuf> {
 }
 
 /// Records that the calling test skips something: one line on stderr, and one in the file that `QUANT_SKIP_LOG` names.
-/// From this file, CI can tell a skipped test from a passed one.
 ///
 /// # Panics
-/// When that file cannot be written: a skip must not go unnoticed.
+/// When that file cannot be written.
 #[track_caller]
 pub fn skip(why: &str) {
     let line = skip_line(why, Location::caller());

@@ -257,7 +257,6 @@ pub fn write_cut_demo_model(directory: &Path, layers: u64) {
 
 /// A tokenizer whose token for each byte is the byte's value.
 pub fn byte_tokenizer() -> Value {
-    // The printable characters by which byte-level tokenizers represent bytes.
     let mut stand_in = 256u32;
     let vocab: Map<String, Value> = (0..=255u8)
         .map(|byte| {
@@ -280,7 +279,7 @@ pub fn byte_tokenizer() -> Value {
     })
 }
 
-/// Steele, Lea and Flood's SplitMix64: weights only need to be arbitrary.
+/// Steele, Lea and Flood's SplitMix64.
 pub(crate) struct Random(pub(crate) u64);
 
 impl Random {

@@ -15,14 +15,13 @@ use rustix::process::{Pid, kill_process};
 
 pub use rustix::process::Signal;
 
-/// Time limit of a run. A run that takes longer is considered to hang.
+/// Time limit of a run.
 const LIMIT: Duration = Duration::from_secs(300);
 
 /// Returns the path of the `quant` binary, built from the current sources with the same profile as the tests.
 ///
-/// The binary belongs to a different package, so cargo does not guarantee that it exists. It is built with the same
-/// selection of packages as `cargo test --workspace`, because a different selection would give dependencies different
-/// features and compile them again. If the binary is already built, this takes only a moment.
+/// It is built with the same selection of packages as `cargo test --workspace`, because a different selection would
+/// give dependencies different features and compile them again.
 ///
 /// # Panics
 /// When it cannot be built.
@@ -155,7 +154,7 @@ fn without_environment<A: AsRef<OsStr>>(
     command.env_remove("QUANT_LOG").env("RUST_BACKTRACE", "0");
     // Whatever features the binary was built with, no test uses the network.
     command.env("HF_HUB_OFFLINE", "1");
-    // The gate writes annotations when it runs in GitHub Actions, where tests may run too.
+    // Tests may run in GitHub Actions.
     command.env_remove("GITHUB_ACTIONS").env_remove("GITHUB_STEP_SUMMARY");
     command
 }
@@ -305,7 +304,6 @@ impl SmallDisk {
         use std::io::Write;
         let path = self.point.join("filler");
         let mut file = File::create(&path).expect("the filler can be created");
-        // Large pieces first, then smaller ones down to single bytes.
         for piece in [vec![1u8; 1 << 16], vec![1; 512], vec![1]] {
             while file.write_all(&piece).is_ok() {}
         }

@@ -1,5 +1,5 @@
-//! The requirements on every run that the program refuses: the right exit code; a message that says what is wrong,
-//! where, and what to do; no output; and existing files unchanged.
+//! The requirements on every run that the program refuses: the right exit code, a helpful message, no output, and
+//! existing files unchanged.
 
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};

@@ -1,5 +1,4 @@
-//! Broken, hostile and unsupported model directories: each gives its exit code and a message that names file and field,
-//! and leaves nothing behind.
+//! Broken, hostile and unsupported model directories.
 
 use std::path::Path;
 use std::process::Command;
@@ -21,7 +20,6 @@ const AWQ: [&str; 8] = ["--method", "awq", "--scheme", "w4a16-g32", "--samples",
 /// A fault, and the expected message.
 type Fault = (&'static str, fn(&Path), &'static [&'static str]);
 
-/// A fresh model with a fault.
 fn broken(fault: fn(&Path)) -> TempDir {
     let directory = tempfile::tempdir().unwrap();
     TinyLlama::default().write(directory.path());
@@ -29,8 +27,7 @@ fn broken(fault: fn(&Path)) -> TempDir {
     directory
 }
 
-/// Checks that every command refuses faults in headers and configurations in the same way.
-fn refused_by_all_verbs(faults: &[Fault]) {
+fn refused_by_all_commands(faults: &[Fault]) {
     for (case, fault, expected) in faults {
         let model = broken(*fault);
         refuses_to_quantize(case, model.path(), &RTN, 4, expected);
@@ -56,7 +53,6 @@ fn overwrite(model: &Path, name: &str, bytes: impl AsRef<[u8]>) {
     std::fs::write(model.join(name), bytes).unwrap();
 }
 
-/// Replaces the weights by a file with one tensor that has this description.
 fn described_as(model: &Path, entry: Value, data: &[u8]) {
     let header = json!({ "model.norm.weight": entry }).to_string();
     overwrite(model, WEIGHTS, safetensors_with_header(&header, data));
@@ -83,7 +79,7 @@ fn fifo(path: &Path) {
 
 #[test]
 fn weights() {
-    refused_by_all_verbs(&[
+    refused_by_all_commands(&[
         (
             "no weights",
             |m| std::fs::remove_file(m.join(WEIGHTS)).unwrap(),
@@ -120,7 +116,7 @@ fn weights() {
             &[WEIGHTS, "the header length is 18446744073709551615 bytes"],
         ),
         (
-            "a header that is no JSON",
+            "a header that is not JSON",
             |m| overwrite(m, WEIGHTS, safetensors_with_header("{\"a\":", &[])),
             &[WEIGHTS, "not valid JSON"],
         ),
@@ -195,7 +191,7 @@ fn weights() {
 
 #[test]
 fn shards() {
-    refused_by_all_verbs(&[
+    refused_by_all_commands(&[
         (
             "a shard that is missing",
             |m| {
@@ -253,7 +249,7 @@ fn shards() {
             },
             &[INDEX, "a.safetensors", "b.safetensors"],
         ),
-        ("an index that is no JSON", |m| overwrite(m, INDEX, "{"), &[INDEX, "line 1"]),
+        ("an index that is not JSON", |m| overwrite(m, INDEX, "{"), &[INDEX, "line 1"]),
         (
             "a pipe in the place of a shard",
             |m| {
@@ -268,7 +264,7 @@ fn shards() {
 #[test]
 fn configuration() {
     const CONFIG: &str = "config.json";
-    refused_by_all_verbs(&[
+    refused_by_all_commands(&[
         ("no configuration", |m| std::fs::remove_file(m.join(CONFIG)).unwrap(), &[CONFIG, "is missing"]),
         ("not JSON", |m| overwrite(m, CONFIG, "{"), &[CONFIG, "not valid JSON"]),
         ("a page", |m| overwrite(m, CONFIG, "<html></html>"), &[CONFIG, "is an HTML page"]),
@@ -348,7 +344,6 @@ fn configuration() {
     ]);
 }
 
-/// An input tensor that has the same name as an output tensor of a different linear.
 #[test]
 fn names_that_are_taken() {
     let model = broken(|m| {
@@ -511,8 +506,8 @@ fn paths_without_a_model() {
         ("nothing", &nowhere, ["nowhere", "does not exist"]),
     ] {
         refuses_to_quantize(case, path, &RTN, 4, &expected);
-        for verb in ["plan", "inspect", "bench"] {
-            check_message(case, &quant(args![verb, path]), 4, &expected);
+        for subcommand in ["plan", "inspect", "bench"] {
+            check_message(case, &quant(args![subcommand, path]), 4, &expected);
         }
     }
 }

@@ -1,5 +1,4 @@
-//! Invalid requests, and texts that cannot be read: refused before anything is computed, with advice on what to request
-//! instead.
+//! Invalid requests, and texts that cannot be read, are refused before anything is computed.
 
 use std::io::Read;
 use std::path::Path;
@@ -18,7 +17,7 @@ fn model() -> TempDir {
     directory
 }
 
-/// Requests and the expected messages; refused by `plan` and `quantize` alike.
+/// Requests that `plan` and `quantize` refuse alike, and the expected messages.
 #[test]
 fn recipes() {
     let model = model();
@@ -196,7 +195,6 @@ fn recipes() {
     // Following the advice in one of the messages works.
     let advice = "down_proj=w4a16-channel";
     quant(args!["plan", model.path(), "--group-size", "64", "--override", advice]).succeeded();
-    // Requesting the head's default explicitly is allowed.
     quant(args!["plan", model.path(), "--group-size", "32", "--ignore", "lm_head"]).succeeded();
     let options = ["--method", "rtn", "--group-size", "32", "--calibration", "builtin"];
     refuses_to_quantize(
@@ -229,7 +227,6 @@ fn recipe_files() {
         ["--scheme", "w3a16-g32", "--ignore", "o_proj", "--override", "up_proj=w8a16", "--samples", "4"];
     let same = plan(&options.map(AsRef::as_ref)).succeeded();
     assert_eq!(plan(recipe).succeeded().stdout, same.stdout);
-    // Options refine the recipe.
     let refined = plan(&[recipe, &["--override".as_ref(), "v_proj=w8a16".as_ref()]].concat()).succeeded();
     assert_eq!(refined.json()["selectors"].as_array().unwrap().len(), 3);
     // With a method that reads no text, the file's calibration settings have no effect.
@@ -272,7 +269,6 @@ fn recipe_files() {
     }
     std::fs::write(&file, "[quantize]\nscheme = \"w4a16\"\nbits = 4\n").unwrap();
     check_message("a key", &plan(recipe), 2, &["mine.toml: line 3: unknown field `bits`", "--print-recipe"]);
-    // The error is the same as for the equivalent options.
     std::fs::write(
         &file,
         "[[transform]]\nkind = \"reorder\"\n[[transform]]\nkind = \"rotate\"\n[quantize]\nscheme = \"w4a16\"\n",
@@ -291,7 +287,6 @@ fn recipe_files() {
     check_message("no model", &quant(args!["plan"]), 2, &["<MODEL>"]);
 }
 
-/// Invalid arguments, most of which the argument parser itself refuses.
 #[test]
 fn arguments() {
     let model = model();
@@ -355,7 +350,6 @@ fn help_and_version_are_not_errors() {
     assert_eq!(run.stdout.trim(), concat!("quant ", env!("CARGO_PKG_VERSION")));
 }
 
-/// Absurd numbers end in a message, not in an overflow.
 #[test]
 fn absurd_numbers() {
     let model = model();
@@ -388,7 +382,6 @@ fn absurd_numbers() {
     check_message("group size", &run, 2, &["14 tensors", &max]);
 }
 
-/// Calibration and evaluation texts.
 #[test]
 fn texts() {
     let model = model();
@@ -486,7 +479,6 @@ fn models_of_a_hub() {
     }
 }
 
-/// Locations that are not allowed for the output.
 #[test]
 fn outputs() {
     let scratch = tempfile::tempdir().unwrap();
@@ -554,7 +546,6 @@ fn outputs() {
     }
 }
 
-/// No output replaces an input.
 #[test]
 fn outputs_over_inputs() {
     let model = model();
@@ -594,7 +585,6 @@ fn outputs_over_inputs() {
     assert_eq!(std::fs::read_to_string(&prompt).unwrap(), "Once upon a time");
     assert_eq!(snapshot(model.path()), before);
     assert!(!out.exists());
-    // A path that is not a regular file is written to directly.
     let run = quant(args!["inspect", model.path(), "--json=/dev/null"]).succeeded();
     assert!(run.stdout.contains("tensors"), "{run}");
 }
@@ -612,13 +602,11 @@ fn a_closed_stdout_ends_quietly() {
     for arguments in cases {
         let mut command = command(&arguments);
         let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
-        // Stdout is closed before the program writes to it.
         drop(child.stdout.take());
         let mut message = String::new();
         child.stderr.take().unwrap().read_to_string(&mut message).unwrap();
         assert_eq!((child.wait().unwrap().code(), message.as_str()), (Some(0), ""), "{arguments:?}");
     }
-    // If stdout is on a full disk, the run fails.
     for arguments in [args!["inspect", &demo], args!["--help"], args!["quantize", "-h"], args!["--version"]] {
         let mut command = command(&arguments);
         command.stdout(std::fs::File::create("/dev/full").unwrap()).stderr(Stdio::piped());
@@ -628,7 +616,6 @@ fn a_closed_stdout_ends_quietly() {
     }
 }
 
-/// If stderr is closed, the work continues.
 #[test]
 fn a_closed_or_full_stderr_stops_nothing() {
     let scratch = tempfile::tempdir().unwrap();
@@ -647,7 +634,6 @@ fn a_closed_or_full_stderr_stops_nothing() {
     run("full", std::fs::File::create("/dev/full").unwrap().into());
 }
 
-/// `--quiet` and `--json` affect only their own streams.
 #[test]
 fn streams() {
     let scratch = tempfile::tempdir().unwrap();
@@ -659,7 +645,6 @@ fn streams() {
     assert!(silent.stdout.contains("written to "), "the result is not progress output: {silent}");
     let json = Running::start(command(fixed(&scratch.path().join("b")).into_iter().chain(args!["--json"])));
     assert_eq!(json.wait().json()["schema"], "quant-summary/2");
-    // With a file, the table is written to stdout and the JSON to the file.
     let report = scratch.path().join("report.json");
     let run = quant(args!["inspect", &model, format!("--json={}", report.display())]).succeeded();
     assert!(run.stdout.contains("llama: 2 blocks"), "{run}");

@@ -5,7 +5,6 @@ use std::path::{Component, Path, PathBuf};
 
 use quant_tests::workspace_root;
 
-/// Directories without project documents.
 const SKIPPED: [&str; 2] = ["target", ".git"];
 
 /// All Markdown files below a directory, by path from the root.
@@ -39,7 +38,6 @@ fn prose(text: &str) -> String {
     out
 }
 
-/// The targets of a page's links.
 fn links(text: &str) -> Vec<String> {
     let mut found = Vec::new();
     for paragraph in prose(text).split("\n\n") {
@@ -81,7 +79,6 @@ fn normal(path: &Path) -> PathBuf {
     parts
 }
 
-/// The errors in the links of these pages.
 fn broken(pages: &BTreeMap<PathBuf, String>) -> Vec<String> {
     let mut broken = Vec::new();
     for (page, text) in pages {

@@ -1,6 +1,5 @@
-//! Calibration on conversations: they are rendered by the model's own template, prompts are masked, and conversations
-//! are packed as documents that share windows without attending to each other. Errors in such data are reported with
-//! their location.
+//! Calibration on conversations: templates, masks, and packing as documents that share windows without attending to
+//! each other.
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -59,7 +58,6 @@ impl Bench {
         std::fs::write(self.at(name), text).unwrap();
     }
 
-    /// Quantizes on the conversations and returns the run.
     fn quantize(&self, out: &str, options: &[&str]) -> Run {
         let chats = self.chats();
         let options = [&AWQ[..], &["--calibration", &chats], options].concat();
@@ -110,7 +108,6 @@ fn importance_matrices_of_conversations() {
     };
     let masked = importance("masked", &["--mask", "prompts", "--threads", "1"]);
     assert_eq!(masked, importance("again", &["--mask", "prompts", "--threads", "2"]));
-    // Without the mask, tokens of prompts count; with a different template, the tokens differ.
     assert_ne!(masked, importance("whole", &["--mask", "none"]));
     bench.write("model/chat_template.jinja", &TEMPLATE.replace("eos_token", "'!!'"));
     assert_ne!(masked, importance("other", &["--mask", "prompts"]));
@@ -136,8 +133,7 @@ fn masked_conversations() {
     assert!(run.stdout.contains(&expected), "{run}");
     assert!(bench.at("masked/chat_template.jinja").is_file(), "the template is copied");
 
-    // The bytes are the same with a different number of threads and from a recipe. With other settings, the report
-    // differs, and without the mask, the weights.
+    // The bytes are the same with a different number of threads and from a recipe.
     let masked = hashes(&bench.at("masked"));
     bench.quantize("again", &["--mask", "prompts", "--threads", "2"]);
     assert_eq!(masked, hashes(&bench.at("again")));
@@ -222,8 +218,13 @@ fn templates_that_cannot_be_used() {
         4,
         &["does not allow separating prompts from answers", "--mask none"],
     );
-    with(config, "{").refuses("settings that are no JSON", &[], 4, &[config, "not valid JSON"]);
-    with(config, r#"{"eos_token": 3}"#).refuses("a token that is none", &[], 4, &[config, "`eos_token`"]);
+    with(config, "{").refuses("settings that are not JSON", &[], 4, &[config, "not valid JSON"]);
+    with(config, r#"{"eos_token": 3}"#).refuses(
+        "a token that is not a string",
+        &[],
+        4,
+        &[config, "`eos_token`"],
+    );
     let bench = with(config, r#"{"chat_template": [{"name": "rag", "template": "x"}]}"#);
     std::fs::remove_file(bench.at("model/chat_template.jinja")).unwrap();
     bench.refuses("a list without a default", &[], 4, &[config, "without a template named `default`"]);
@@ -249,7 +250,6 @@ fn conversations_that_cannot_be_used() {
     with(&good).refuses("too few", &[], 4, &["chats.jsonl has ", "of 96", "3 windows are needed"]);
     let phrase = ["no assistant tokens", "--mask none"];
     with(&good).refuses("no answers", &["--mask", "prompts"], 4, &phrase);
-    // Plain text has no prompts to mask.
     let bench = Bench::new();
     bench.write("plain.txt", &"Rain in the morning. ".repeat(200));
     let plain = bench.at("plain.txt");
@@ -260,7 +260,6 @@ fn conversations_that_cannot_be_used() {
     }
 }
 
-/// Plain documents can be packed too; a single one fills windows as a stream does.
 #[test]
 fn packed_texts() {
     let bench = Bench::new();
@@ -277,12 +276,10 @@ fn packed_texts() {
     assert_eq!(stream, auto);
     assert_eq!(hashes(&bench.at("stream")), hashes(&bench.at("auto")));
     assert!(auto["layout_sha256"].is_null() && auto["tokens"] == json!(288));
-    // A printed recipe contains every key.
     let recipe = quant(args!["plan", "--print-recipe", "awq-w4a16"]).succeeded().stdout;
     for key in ["packing = \"auto\"", "mask = \"none\""] {
         assert!(recipe.contains(key), "{recipe}");
     }
-    // The plan includes the memory for a mask and for documents.
     let memory = |options: &[&str]| {
         let arguments = args!["plan", bench.model(), "--group-size", "32", "--json"];
         let plan = quant(arguments.into_iter().chain(options.iter().map(OsString::from))).json();

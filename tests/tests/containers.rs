@@ -1,5 +1,4 @@
-//! Several formats from one run, and quantized checkpoints converted to another format: checked by files and exit
-//! codes.
+//! Several formats from one run, and quantized checkpoints converted to another format.
 
 use std::ffi::OsString;
 use std::path::Path;
@@ -105,7 +104,6 @@ fn a_directory_for_formats_holds_nothing_else() {
     std::fs::remove_file(out.join("letter.txt")).unwrap();
     quant(quantize(&model, &out, &options)).succeeded();
 
-    // If one format cannot represent the request, nothing is written in either.
     let other = scratch.path().join("other");
     let three = [&BOTH[..], &["--method", "rtn", "--scheme", "w3a16-g32"]].concat();
     let run = quant(quantize(&model, &other, &three));
@@ -138,10 +136,8 @@ fn a_quantized_checkpoint_is_written_in_another_format() {
     let weights = |name: &str| hashes(&at(name))["model.safetensors"].clone();
     assert_eq!(weights("back"), weights("awq"));
     assert_eq!(config(&at("back")), config(&at("awq")));
-    // Both formats are written by one run.
     quant(quantize(&at("awq"), &at("both"), &BOTH)).succeeded();
     assert_eq!(hashes(&at("both").join("compressed-tensors")), hashes(&at("ct")));
-    // The same numbers give the same perplexity, to the last digit.
     let eval = |name: &str| {
         let text = args!["--text", "builtin-heldout", "--window", "64", "--windows", "2", "--json"];
         quant(args!["eval", at(name)].into_iter().chain(text)).json()["window_nll"].clone()
@@ -163,7 +159,6 @@ fn a_quantized_checkpoint_is_written_in_another_format() {
     check_message("a text", &run, 2, &["--calibration builtin has no effect"]);
 }
 
-/// A model that the target format cannot represent is refused, and nothing is left behind.
 #[test]
 fn a_checkpoint_that_does_not_fit_the_other_format_is_refused() {
     let scratch = tempfile::tempdir().unwrap();
@@ -180,7 +175,6 @@ fn a_checkpoint_that_does_not_fit_the_other_format_is_refused() {
         2,
         &["down_proj", "4-bit weights only, not 8", "original float checkpoint"],
     );
-    // A quantized head, which the awq format does not support.
     quant(quantize(&model, &at("head"), &[&rtn[..], &["--override", "lm_head=w4a16-g32"]].concat()))
         .succeeded();
     let run = quant(quantize(&at("head"), &at("no"), &["--format", "awq"]));
@@ -191,7 +185,6 @@ fn a_checkpoint_that_does_not_fit_the_other_format_is_refused() {
     assert!(!at("no").exists());
 }
 
-/// The table of engines states its evidence, and its reasons name the linear.
 #[test]
 fn plan_tells_which_engines_load_it() {
     let scratch = tempfile::tempdir().unwrap();

@@ -22,7 +22,7 @@ const TEXT: [&str; 8] =
 fn on_stand_in(arguments: Vec<OsString>, images: &Path) -> Option<Command> {
     let Some(directory) = std::env::var_os(STAND_IN).filter(|path| !path.is_empty()) else {
         assert!(std::env::var_os(REQUIRED).is_none(), "{REQUIRED} is set, but {STAND_IN} is not");
-        // Not recorded as skipped, because a machine with all models may lack it: a separate CI step provides it.
+        // Not recorded as skipped, because a separate CI step provides it.
         eprintln!("SKIPPED: {STAND_IN} does not name a stand-in for the driver");
         return None;
     };
@@ -52,9 +52,7 @@ fn a_model_is_evaluated_on_the_device() {
         quant(args!["quantize", at("model"), "-o", &out, "--method", "rtn", "--scheme", scheme]).succeeded();
         let Some(device) = on_stand_in(evaluate(&out, "cuda"), &at("images")) else { return };
         let there = Running::start(device).wait().succeeded().json();
-        // The device computes norms and gates separately from linears, and so does the scalar path. The other paths
-        // compute them while they pack rows. A difference in the last bit may then move an input to the next 8-bit
-        // code.
+        // The device computes norms and gates separately from linears, and so does the scalar path.
         let mut scalar = command(evaluate(&out, "cpu"));
         scalar.env("QUANT_ISA", "scalar");
         let here = Running::start(scalar).wait().succeeded().json();
@@ -113,8 +111,7 @@ fn kernels_are_measured_on_the_device() {
         assert!(shown.contains(kernel["kernel"].as_str().unwrap()), "{shown}");
         assert_eq!((&kernel["shape"], &kernel["tokens"]), (&"4096".into(), &1.into()));
         assert_eq!(kernel["all_seconds"].as_array().unwrap().len(), 5);
-        // On the stand-in any two events are one second apart, so times are meaningless; only the relations between the
-        // numbers are checked.
+        // On the stand-in, times are meaningless; only the relations between the numbers are checked.
         assert_eq!(kernel["bound"], "bytes");
         let floor = number("gb_per_second") / measured["ceilings"]["copy_gb_per_second"].as_f64().unwrap();
         assert!((number("share") / floor - 1.0).abs() < 1e-9, "{kernel}");
@@ -131,7 +128,6 @@ fn kernels_are_measured_on_the_device() {
 
 fn refused(arguments: Vec<OsString>) -> Run {
     let mut command = command(arguments);
-    // Hides the GPUs of this machine, if any.
     command.env("CUDA_VISIBLE_DEVICES", "");
     Running::start(command).wait()
 }

@@ -16,9 +16,7 @@ use quant_tests::program::quant;
 use quant_tests::{args, demo_model};
 use serde_json::{Value, json};
 
-/// A short search, because these tests do not depend on its quality.
 const SHORT: [&str; 4] = ["--samples", "4", "--seq-len", "128"];
-/// The files of every quantized checkpoint of the demo model.
 const FILES: [&str; 7] = [
     "README.md",
     "config.json",
@@ -52,7 +50,6 @@ fn checked(options: &[&str], out: &Path, scheme_of: impl Fn(&str) -> String) {
     let report = read_json(out.join("quant_report.json"));
     let case = options.join(" ");
 
-    // The tensors in the file are those of the plan, with the predicted sizes.
     let written = read_safetensors(&out.join("model.safetensors"));
     let found: BTreeMap<&str, Value> =
         written.iter().map(|t| (t.name.as_str(), json!([t.dtype, t.shape]))).collect();
@@ -72,7 +69,6 @@ fn checked(options: &[&str], out: &Path, scheme_of: impl Fn(&str) -> String) {
         assert_eq!(reported.as_u64(), Some(bytes), "{case}: {account}");
     }
 
-    // Every linear is stored as requested.
     assert_eq!(inspected["quant_method"], "compressed-tensors");
     let linears = inspected["linears"].as_array().unwrap();
     assert_eq!(linears.len(), 6 * 7);
@@ -81,7 +77,6 @@ fn checked(options: &[&str], out: &Path, scheme_of: impl Fn(&str) -> String) {
         assert_eq!(linear["stored"], scheme_of(module), "{case}: {module}");
     }
 
-    // The report lists every tensor of the input, with its bytes before and after.
     assert_eq!(report["schema"], "quant-report/1");
     let names: BTreeSet<String> = texts(&report["tensors"], "tensor").into_iter().collect();
     let input = read_safetensors(&model.join("model.safetensors"));
@@ -98,7 +93,6 @@ fn checked(options: &[&str], out: &Path, scheme_of: impl Fn(&str) -> String) {
         );
     }
 
-    // The directory is complete, and the manifest lists its files.
     let files = hashes(out);
     assert_eq!(files.keys().collect::<Vec<_>>(), FILES, "{case}");
     let manifest = read_json(out.join("quant_manifest.json"));
@@ -216,7 +210,7 @@ fn overrides_and_ignored_linears() {
         assert!(ignored.contains(&"lm_head") && ignored.contains(&"model.layers.0.self_attn.q_proj"));
         assert!(ignored.contains(&"model.layers.0.self_attn.qkv_proj"), "engines fuse three of them");
         assert_eq!(ignored.len(), 6, "{ignored:?}");
-        // The embedding is neither quantized nor rescaled, so it is copied bit for bit.
+        // The embedding is neither quantized nor rescaled.
         let embedding = |dir: &Path| {
             let tensors = read_safetensors(&dir.join("model.safetensors"));
             tensors.into_iter().find(|t| t.name == "model.embed_tokens.weight").unwrap()
@@ -225,7 +219,6 @@ fn overrides_and_ignored_linears() {
     }
 }
 
-/// The same bytes with one thread, with two, and on a second run.
 #[test]
 fn equal_bytes_on_every_run() {
     let scratch = tempfile::tempdir().unwrap();
@@ -246,7 +239,6 @@ fn equal_bytes_on_every_run() {
     }
 }
 
-/// A sharded model gives the same result as a single file; a sharded result reads like a single file.
 #[test]
 fn shards_on_both_sides() {
     let scratch = tempfile::tempdir().unwrap();

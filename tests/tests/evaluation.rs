@@ -1,5 +1,4 @@
-//! `quant eval`: refused requests, the contents of its pages, and execution on the kernels. Verdicts on its results are
-//! in `gate.rs`.
+//! `quant eval`: refused requests, edge cases of windows, HTML reports, and execution on the kernels.
 
 use quant_tests::files::copy_files;
 use quant_tests::program::{command, isa_values, quant};
@@ -59,7 +58,6 @@ fn strides_as_long_as_windows_end_well() {
     }
 }
 
-/// Pages contain the numbers, and names that look like markup are escaped.
 #[test]
 fn reports_show_what_was_measured() {
     let scratch = tempfile::tempdir().unwrap();
@@ -103,7 +101,6 @@ fn reports_show_what_was_measured() {
     ] {
         assert!(page.contains(part), "no {part}");
     }
-    // A report about different weights is ignored.
     let stray = at("w3").join("quant_report.json");
     let report = std::fs::read_to_string(&stray).unwrap();
     for (broken, expected) in [
@@ -125,13 +122,11 @@ fn reports_show_what_was_measured() {
 
     let page = std::fs::read_to_string(at("rounded.html")).unwrap();
     assert!(page.contains("rtn, w3a16-g64-sym, as compressed-tensors"), "the scheme is on top");
-    // Columns without values are left out.
     assert!(!page.contains("exponent of scales") && !page.contains("after the search"));
     assert!(
         page.contains("model.layers.0.self_attn.q_proj.weight") && page.contains("Precision of every linear")
     );
 
-    // The gate's page contains the checks, and says which failed.
     let result = at("result.json");
     let json = format!("--json={}", result.display());
     let eval = args!["eval", at("w3"), "--reference", demo_model(), "--text", &text, "--window", "64", json];
@@ -151,7 +146,6 @@ fn reports_show_what_was_measured() {
     assert!(!page.contains("<svg"), "a chart of a single point");
 }
 
-/// Outputs are not written into a model or a pipe, and pages do not mix references.
 #[test]
 fn outputs_and_comparisons_that_make_no_sense() {
     let scratch = tempfile::tempdir().unwrap();
@@ -187,7 +181,6 @@ fn outputs_and_comparisons_that_make_no_sense() {
     let swapped = eval(args!["--reference", at("w4")]).succeeded();
     assert!(swapped.stderr.contains("warning: the reference is quantized"), "{swapped}");
 
-    // The same model, evaluated alone and against a second one.
     eval(args![json(&at("alone.json"))]).succeeded();
     let run =
         eval(args!["--reference", demo_model(), "--report", at("page.html"), "--compare", at("alone.json")]);

@@ -6,7 +6,6 @@ use std::path::Path;
 use quant_tests::workspace_root;
 use toml::{Table, Value};
 
-/// The number of faults.
 const FAULTS: i64 = 110;
 
 /// The number of faults of which the program does less than the table says. Lower it when one is mended; it may not
@@ -23,7 +22,6 @@ fn faults() -> Vec<Table> {
     faults.into_iter().map(|fault| fault.as_table().cloned().unwrap()).collect()
 }
 
-/// A string of a fault, which must not be empty.
 fn string<'a>(fault: &'a Table, key: &str) -> Option<&'a str> {
     fault.get(key).map(|value| value.as_str().filter(|text| !text.is_empty()).unwrap())
 }
@@ -36,11 +34,10 @@ fn defect(root: &Path, name: &str) -> Option<String> {
     let start = format!("fn {function}(");
     let found: Vec<usize> = (0..lines.len()).filter(|&i| lines[i].starts_with(&start)).collect();
     let &[at] = &found[..] else { return Some(format!("is defined {} times", found.len())) };
-    // The attributes and comments before it.
     let before = lines[..at].iter().rev().take_while(|line| line.starts_with("#[") || line.starts_with("//"));
     let attributes: Vec<&str> = before.copied().filter(|line| line.starts_with("#[")).collect();
     if !attributes.contains(&"#[test]") {
-        return Some("is no test".into());
+        return Some("is not a test".into());
     }
     attributes.iter().any(|attribute| attribute.contains("ignore")).then(|| "is ignored".into())
 }
@@ -95,7 +92,7 @@ fn tests_that_do_not_count_are_found() {
         ("other.rs::right", "has no such file"),
         ("some.rs::wrong", "is defined 0 times"),
         ("some.rs::twice", "is defined 2 times"),
-        ("some.rs::helper", "is no test"),
+        ("some.rs::helper", "is not a test"),
         ("some.rs::ignored", "is ignored"),
     ] {
         assert_eq!(defect(name).as_deref(), Some(expected), "{name}");

@@ -1,4 +1,4 @@
-//! A model that a different engine runs is scored like quant's: the same windows, sums and statistics from its logits.
+//! A model that a different engine runs is scored like quant's.
 
 use std::cell::{Cell, RefCell};
 use std::ops::Range;
@@ -40,7 +40,6 @@ impl LogitsModel for Foreign<'_> {
     }
 }
 
-/// A faulty engine.
 struct Broken(usize, fn(&mut Vec<f32>) -> Result<(), Failure>);
 
 impl LogitsModel for Broken {
@@ -135,7 +134,6 @@ metric = "kl"
 at_most = 0.01
 "#;
 
-/// An engine's results pass the gate or fail it, through the library and through the program, which reads their files.
 #[test]
 fn the_results_of_an_engine_are_gated() {
     let scratch = tempfile::tempdir().unwrap();
@@ -170,7 +168,6 @@ fn the_results_of_an_engine_are_gated() {
         let numbers = (scores, Some(divergence));
         let result =
             Evaluation::new(tool.clone(), model, Some(of), ("held".into(), &text), numbers, (1.0, 1.0));
-        // Every result is named by its file.
         let path = scratch.path().join(name).join("held.json");
         std::fs::create_dir(path.parent().unwrap()).unwrap();
         std::fs::write(&path, serde_json::to_string(&result).unwrap()).unwrap();
@@ -236,7 +233,6 @@ fn hashed(token: u32, position: usize, vocab: usize) -> impl Iterator<Item = f32
     (0..vocab).map(move |next| (mix(seed ^ next as u64) >> 40) as f32 / (1 << 20) as f32 - 8.0)
 }
 
-/// An engine that returns the logits of a whole window.
 struct Whole(usize);
 
 impl LogitsModel for Whole {
@@ -260,7 +256,6 @@ struct Ranged {
     fails_after: usize,
     /// The first token of every window that was run, by batch.
     batches: RefCell<Vec<Vec<u32>>>,
-    /// The requested positions.
     asked: RefCell<Vec<(usize, Range<usize>)>>,
 }
 
@@ -324,7 +319,6 @@ fn numbered(lengths: &[usize]) -> EvaluationText {
     EvaluationText::of_windows(windows, Profile::gptq(64).unwrap()).unwrap()
 }
 
-/// The logits of a large vocabulary are requested for few positions at a time, with bit-identical results.
 #[test]
 fn an_engine_returns_logits_for_some_positions_at_a_time() {
     // 64 MiB are the logits of 64 positions.
@@ -352,7 +346,6 @@ fn an_engine_returns_logits_for_some_positions_at_a_time() {
     assert_eq!(divergence.kl_quantiles.max.value, 0.0);
 }
 
-/// The number of windows in a batch is the engine's choice, however long they are.
 #[test]
 fn long_windows_run_together() {
     let text = numbered(&[1500; 5]);
@@ -387,7 +380,8 @@ fn a_result_without_hashes_of_files_is_read() {
     assert_eq!(run.code(), Some(0), "{run}");
 }
 
-/// An evaluation that stops resumes with the missing windows, even if the engine now runs fewer of them together.
+/// An evaluation that stops resumes with the missing windows, even if the engine now runs a different number of windows
+/// together.
 #[test]
 fn an_interrupted_evaluation_of_an_engine_resumes() {
     let text = numbered(&[20; 8]);
@@ -412,7 +406,6 @@ fn an_interrupted_evaluation_of_an_engine_resumes() {
     assert!(third.windows().is_empty());
 }
 
-/// An engine that returns the wrong number of logits for some positions.
 #[test]
 fn positions_without_logits_end_the_evaluation() {
     struct Short;

@@ -1,5 +1,4 @@
-//! Keys and values cached in FP8: their scales are calibrated, written where engines look for them, read back, and
-//! applied.
+//! Keys and values cached in FP8, with calibrated scales.
 
 use std::path::Path;
 
@@ -90,7 +89,7 @@ fn scales_are_those_of_the_largest_key_and_value() {
     let at = |name: &str| scratch.path().join(name);
     let tiny = wide();
     tiny.write(&at("model"));
-    // The text has as many bytes, and therefore tokens, as the batch.
+    // Every byte is a token.
     let text = std::fs::read(quant_tests::workspace_root().join(TEXT)).unwrap()[..64].to_vec();
     std::fs::write(at("text.txt"), &text).unwrap();
     let path = at("text.txt").display().to_string();
@@ -143,7 +142,6 @@ fn scales_are_of_the_block_as_it_is_written() {
     tiny.write_with(&at("model"), &weights);
     let options = ["--scheme", "w4a16kvf8-g32", "--method", "awq"];
     quantize(&at("model"), &at("out"), &[&options[..], &BATCH].concat()).succeeded();
-    // The checkpoint's own keys and values, in 4 bits and with the folds still applied, give the same scales.
     let again = ["--scheme", "w8a16kvf8-g32", "--method", "rtn", "--requantize"];
     quantize(&at("out"), &at("again"), &[&again[..], &BATCH].concat()).succeeded();
     let plain = ["--scheme", "w8a16kvf8-g32", "--method", "rtn"];
@@ -200,7 +198,6 @@ fn files_are_obeyed_and_restated() {
     let mean = |result: &Value| result["perplexity"]["mean"].as_f64().unwrap();
     let moved = (mean(&obeyed) / mean(&floats) - 1.0).abs();
     assert!(moved > 0.0 && moved < 0.02, "{moved}");
-    // The kernels also run with an FP8 cache, which changes only how keys and values are stored.
     let kernels = eval(&at("ct"), &["--execution", "kernels"]).succeeded();
     assert!(kernels.stdout.contains("keys and values in kvf8"), "{kernels}");
     let inspected = quant(args!["inspect", at("ct"), "--json"]).json();
@@ -211,7 +208,6 @@ fn files_are_obeyed_and_restated() {
     assert_eq!(without["model"]["kv_cache"], "kvf8");
     assert_ne!(without["window_nll"], result(&at("model"), &[])["window_nll"]);
 
-    // Requantizing drops the scales.
     quantize(&at("ct"), &at("rounded"), &["--requantize", "--scheme", "w8a16-g32", "--method", "rtn"])
         .succeeded();
     assert!(!tensors(&at("rounded")).iter().any(|t| t.name.ends_with("k_scale")));

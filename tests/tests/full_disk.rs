@@ -18,7 +18,6 @@ fn quantize(model: &Path, out: &Path, options: &[&str]) -> Vec<OsString> {
     arguments
 }
 
-/// A small disk with an old checkpoint on it, for one test.
 fn small_disk(point: &Path, bytes: u64) -> SmallDisk {
     let disk = SmallDisk::mount(point, bytes).expect("mounting worked before");
     old_checkpoint(&disk.path().join("old"));
@@ -37,8 +36,7 @@ fn too_small_a_disk_is_reported_before_anything_is_written() {
         let out = disk.path().join(name);
         let run = quant(quantize(&demo_model(), &out, options));
         check_message(name, &run, 5, &[&out.display().to_string(), "needs ", " bytes, ", " are free"]);
-        // The message has the numbers that the user needs: the required bytes (6.6 MB of weights, the companion files,
-        // and 2 %), and the free bytes.
+        // The required bytes (6.6 MB of weights, the companion files, and 2 %), and the free bytes.
         let numbers: Vec<u64> = run.stderr.split([' ', ',']).filter_map(|w| w.parse().ok()).collect();
         let [needed, free] = numbers[..] else { panic!("{run}") };
         assert!((6_900_000..7_700_000).contains(&needed) && free < 4 << 20, "{run}");
@@ -46,7 +44,7 @@ fn too_small_a_disk_is_reported_before_anything_is_written() {
     }
 }
 
-/// There is room for the weights only. That tokenizer and report do not fit is detected at the start as well.
+/// There is room for the weights only.
 #[test]
 fn companions_are_counted() {
     if !can_mount() {
@@ -64,8 +62,7 @@ fn companions_are_counted() {
     assert_eq!(snapshot(disk.path()), before);
 }
 
-/// The disk fills up during the search. Finished work is kept. Once there is room again, the resumed run gives the same
-/// bytes as an undisturbed one.
+/// The disk fills up during the search.
 #[test]
 fn a_disk_that_fills_up_meanwhile() {
     if !can_mount() {
@@ -99,7 +96,6 @@ fn a_disk_that_fills_up_meanwhile() {
     );
     assert_eq!(hashes(&old), before);
 
-    // While the disk is still full, the run fails again, and nothing is lost.
     let run = quant(quantize(&model, &old, &[&forced[..], &["--resume"]].concat()));
     assert_eq!(run.code(), Some(5), "{run}");
     assert_eq!(hashes(&old), before);
@@ -111,7 +107,7 @@ fn a_disk_that_fills_up_meanwhile() {
     assert!(!job_of(&old).exists());
 }
 
-/// If a file beside the output cannot be written, the command fails and says that the output exists.
+/// If a file next to the output cannot be written, the command fails and says that the output exists.
 #[test]
 fn a_report_that_finds_no_room() {
     let scratch = tempfile::tempdir().unwrap();

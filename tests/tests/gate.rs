@@ -1,5 +1,4 @@
-//! The evaluator and the gate as a user sees them: the numbers do not depend on how they are computed, every outcome
-//! has its exit code, and missing or broken input never passes.
+//! The evaluator and the gate as a user sees them.
 
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
@@ -81,7 +80,6 @@ fn read(path: &Path) -> Value {
     serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap()
 }
 
-/// The fields that do not depend on the run time.
 fn numbers(mut result: Value) -> Value {
     for key in ["seconds", "tokens_per_second"] {
         result.as_object_mut().unwrap().remove(key).unwrap();
@@ -149,7 +147,6 @@ fn reports_agree_with_each_other() {
     assert_eq!(result["model"]["schemes"], json!([{ "scheme": "w3a16-g64-sym", "linears": 42 }]));
 }
 
-/// A model compared with itself: no divergence, and full agreement.
 #[test]
 fn a_model_is_not_far_from_itself() {
     let mut arguments = args!["eval", demo_model(), "--reference", demo_model(), "--json"];
@@ -167,13 +164,11 @@ fn every_outcome_has_its_exit_code() {
     let gate = bench.at("gate.toml");
     let pass = bench.judge(&bench.result("4"), &gate).succeeded();
     assert!(pass.stdout.contains("bit-identical"), "{pass}");
-    // An improvement is not a regression.
     bench.judge(&bench.result("8"), &gate).succeeded();
     let fail = bench.judge(&bench.result("3"), &gate);
     assert_eq!(fail.code(), Some(1), "{fail}");
     assert!(fail.stdout.contains("fail          held  kl against the baseline: +"), "{fail}");
 
-    // With a margin equal to the degradation, the result is inconclusive.
     let rise = |bits: &str| read(&bench.result(bits)).pointer("/nll/mean").unwrap().as_f64().unwrap();
     let margin = (rise("3") - rise("4")).exp_m1();
     let open = POLICY
@@ -222,7 +217,6 @@ fn ci_systems_are_notified() {
     assert!(xml.contains(&format!("tests=\"3\" skipped=\"0\" failures=\"{failed}\"")), "{xml}");
     let markdown = std::fs::read_to_string(summary).unwrap();
     assert!(markdown.starts_with("### Accuracy gate: fail\n") && markdown.contains("| held |"), "{markdown}");
-    // The same form as on the terminal, and what has changed.
     let values: Vec<&str> = checks.iter().map(|c| c["measured"].as_str().unwrap()).collect();
     assert!(values[0].contains(" % (between "), "{values:?}");
     for part in [
@@ -278,11 +272,9 @@ fn a_suggested_policy_passes_its_results_and_fails_worse_ones() {
     assert_eq!(both.code(), Some(2), "{both}");
 }
 
-/// `quant compare`, and `quant eval --compare` without a report.
 #[test]
 fn results_are_compared() {
     let bench = Bench::get();
-    // Names come from the files.
     let scratch = tempfile::tempdir().unwrap();
     let named = ["8", "4", "3"].map(|bits| {
         let path = scratch.path().join(format!("w{bits}.json"));
@@ -291,7 +283,6 @@ fn results_are_compared() {
     });
     let run = quant(args!["compare", &named[1], &named[2], &named[0]]).succeeded();
     let rows: Vec<&str> = run.stdout.lines().filter(|line| line.starts_with('w')).collect();
-    // The closest to the reference comes first.
     assert!(rows.len() == 3 && rows[0].contains("w8a16-g64-sym"), "{run}");
     assert!(rows[1].contains("w4a16-g64-sym") && rows[1].contains("  rtn  "), "{run}");
     // Files of the same name are distinguished by their directories, and the same file twice is a mistake.
@@ -325,7 +316,6 @@ fn results_are_compared() {
     );
     std::fs::write(&other, "{}").unwrap();
     check_message("no result", &quant(args!["compare", &named[0], &other]), 4, &["has no field `schema`"]);
-    // An output never replaces an input.
     let onto = quant(args!["compare", &named[0], &named[1], format!("--json={}", named[0].display())]);
     assert_eq!(onto.code(), Some(2), "{onto}");
 }
@@ -395,7 +385,6 @@ fn nothing_that_is_missing_or_broken_passes() {
     broken("another reference", &set("/reference/sha256", json!("0".repeat(64))), &["a different reference"]);
     broken("a newer result", &set("/schema", json!("quant-eval/9")), &["quant-eval/9"]);
     broken("no schema", &|r| drop(r.as_object_mut().unwrap().remove("schema")), &["has no field `schema`"]);
-    // JSON has no NaN: writers use null or a string instead.
     broken("an invalid number", &set("/nll/mean", Value::Null), &["is not an evaluation result"]);
     broken("an invalid window", &set("/window_nll/3", Value::Null), &["is not an evaluation result"]);
     broken(
@@ -440,7 +429,6 @@ fn nothing_that_is_missing_or_broken_passes() {
         r["reference"]["sha256"] = json!(r["reference"]["sha256"].as_str().unwrap().to_uppercase())
     };
     broken("a hash in capitals", &shout, &["as a SHA-256"]);
-    // Accidental edits that contradict no other number.
     for (path, value) in [
         ("/comparison/kl_quantiles/p99/value", json!(0.05)),
         ("/comparison/top5_overlap/mean", json!(0.99)),
@@ -504,7 +492,6 @@ fn nothing_that_is_missing_or_broken_passes() {
     let both = args!["gate", &good, at("other.json"), "--policy", &policy, "--baseline", &baseline];
     check_message("more than the baseline has", &quant(both), 4, &["does not contain the result `other`"]);
 
-    // A broken result cannot become the baseline, and the old one stays.
     std::fs::write(at("held.json"), &text[..100]).unwrap();
     std::fs::copy(&baseline, at("kept.json")).unwrap();
     let update = args!["gate", at("held.json"), "--baseline", at("kept.json"), "--update"];
@@ -535,7 +522,6 @@ fn nothing_that_is_missing_or_broken_passes() {
     let run = quant(args!["gate", at("own.json"), "--policy", at("caps.toml")]);
     check_message("compared with itself", &run, 4, &["caps.toml:3", "the model itself"]);
     quant(args!["gate", &good, "--policy", at("caps.toml")]).succeeded();
-    // The report of an earlier run is removed if this run has no outcome.
     std::fs::write(at("old.xml"), "<old/>").unwrap();
     quant(args!["gate", at("own.json"), "--policy", at("caps.toml"), "--junit", at("old.xml")]);
     assert!(!at("old.xml").exists());
@@ -566,7 +552,6 @@ fn a_baseline_is_the_same_bytes_and_shows_what_changes() {
     );
 }
 
-/// An evaluation that was stopped and resumed gives the same numbers as an uninterrupted one.
 #[test]
 fn a_stopped_evaluation_resumes() {
     let bench = Bench::get();
@@ -586,7 +571,6 @@ fn a_stopped_evaluation_resumes() {
     check_message("interrupted", &run.wait(), 75, &["interrupted", "--journal"]);
     assert!(lines() > 4);
 
-    // A different evaluation does not reuse these measurements.
     check_message(
         "another evaluation",
         &quant(arguments("8")),
@@ -600,7 +584,6 @@ fn a_stopped_evaluation_resumes() {
     assert_eq!(numbers(resumed.json()), numbers(whole));
 }
 
-/// A verdict does not change if its output is closed.
 #[test]
 fn a_failing_gate_fails_into_a_closed_pipe() {
     let bench = Bench::get();
@@ -618,7 +601,6 @@ fn a_failing_gate_fails_into_a_closed_pipe() {
     assert_eq!(status.code(), Some(1));
 }
 
-/// Additional tests do not turn a failure into a pass.
 #[test]
 fn harmless_tests_do_not_disarm_others() {
     let bench = Bench::get();
@@ -645,7 +627,6 @@ fn harmless_tests_do_not_disarm_others() {
     assert_eq!(policy(0.0, &others.concat()), Some(1));
 }
 
-/// A result that no check covers does not pass, and no name can be mistaken for a command of the CI system.
 #[test]
 fn an_unchecked_result_does_not_pass() {
     let bench = Bench::get();
@@ -679,7 +660,6 @@ fn an_unchecked_result_does_not_pass() {
     let run = judge(&some);
     check_message("a result without a check", &run, 4, &["has no check that applies to the result"]);
 
-    // A baseline behind a symbolic link is written to the link's target.
     std::os::unix::fs::symlink(at("b.json"), at("link.json")).unwrap();
     quant(args!["gate", &results[0], "--baseline", at("link.json"), "--update"]).succeeded();
     assert!(at("link.json").is_symlink());

@@ -1,5 +1,4 @@
-//! `quant generate` and `quant chat`: the generated text, the reasons to stop, reproducibility by seed, and the error
-//! messages.
+//! `quant generate` and `quant chat`.
 
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -50,8 +49,8 @@ impl Bench {
 
     /// The program with `input` as its standard input.
     fn with_input(&self, arguments: &[&str], input: &[u8]) -> Run {
-        let [verb, options @ ..] = arguments else { panic!("no verb") };
-        let mut command = command(args![*verb, self.model()]);
+        let [subcommand, options @ ..] = arguments else { panic!("no subcommand") };
+        let mut command = command(args![*subcommand, self.model()]);
         let path = self.at("input");
         std::fs::File::create(&path).unwrap().write_all(input).unwrap();
         command.args(options).stdin(Stdio::from(std::fs::File::open(&path).unwrap()));
@@ -75,23 +74,18 @@ fn greedy_text_is_that_of_the_definition() {
     assert_eq!(greedy["end"], "length");
     assert_eq!(greedy["prompt_tokens"], json!([79, 110, 99, 101]));
     assert!(logprobs(&greedy, "sampling_logprob").iter().all(|p| *p == 0.0));
-    // The most probable token is at least as probable as under a uniform distribution.
     assert!(logprobs(&greedy, "logprob").iter().all(|p| *p <= 0.0 && *p >= -(256.0_f64).ln()));
-    // The number of threads does not matter.
     let one = bench.report(&["--max-new-tokens", "24", "--ignore-eos", "--threads", "1"]);
     assert_eq!(one["tokens"], greedy["tokens"]);
-    // Only the text goes to stdout; the rates go to stderr.
     let run = bench.generate(&["--max-new-tokens", "24", "--ignore-eos"]).succeeded();
     assert_eq!(run.stdout.trim_end_matches('\n'), greedy["text"].as_str().unwrap().trim_end_matches('\n'));
     assert!(run.stderr.contains("4 prompt tokens") && run.stderr.contains("24 new tokens"), "{}", run.stderr);
 }
 
-/// The first half of the generated text, read as part of the prompt, is continued in the same way. So decoding from the
-/// cache gives the same results as reading the prompt.
+/// Decoding from the cache gives the same results as reading the prompt.
 #[test]
 fn what_was_written_is_continued_the_same() {
     let bench = Bench::new();
-    // Only ASCII bytes.
     bench.configure(&json!({ "suppress_tokens": (128..256).collect::<Vec<_>>() }));
     let whole = ids(&bench.report(&["--max-new-tokens", "24"]));
     let half: String = whole[..12].iter().map(|id| char::from(*id as u8)).collect();
@@ -147,7 +141,6 @@ fn settings_come_from_the_model_and_the_command_line() {
     assert_eq!((&settings["do_sample"], &settings["top_k"]), (&json!(true), &json!(50)));
     let settings = bench.report(&["--greedy", "--max-new-tokens", "3"])["settings"].clone();
     assert_eq!(settings["do_sample"], false);
-    // Without generation_config.json, the end token comes from the model's configuration.
     std::fs::remove_file(bench.at("model/generation_config.json")).unwrap();
     edit_config(&bench.model(), &json!({ "eos_token_id": greedy[0] }));
     let report = bench.report(&[]);
@@ -239,16 +232,13 @@ fn a_conversation_continues() {
     let options = ["chat", "--system", "S", "--max-new-tokens", "6", "--ignore-eos"];
     let run = bench.with_input(&options, b"Once\nand then\n").succeeded();
     assert!(run.stdout.starts_with(answer), "{run:?}");
-    // The second turn processes only the new tokens, not the whole conversation.
     let rates: Vec<&str> = run.stderr.lines().filter(|line| line.contains("prompt tokens")).collect();
     assert!(rates[0].starts_with("[16 prompt tokens"), "{rates:?}");
     assert_eq!(rates.len(), 2);
-    // A new conversation begins like the first, and a retry removes the last answer.
     let run = bench.with_input(&options, b"Once\n/new\nOnce\n/retry\n/nonsense\n/exit\nnever\n").succeeded();
     let rates = run.stderr.lines().filter(|line| line.starts_with("[16 prompt tokens")).count();
     assert_eq!(rates, 3, "{}", run.stderr);
     assert!(run.stderr.contains("unknown command /nonsense"), "{}", run.stderr);
-    // A message that does not fit is reported, and the next conversation works.
     let long = [b"x".repeat(300), b"\n/new\nOnce\n".to_vec()].concat();
     let run = bench.with_input(&[&options[..], &["--context", "64"]].concat(), &long).succeeded();
     assert!(run.stderr.contains("leaves no room for an answer in a context of 64"), "{}", run.stderr);

@@ -17,7 +17,6 @@ fn quantize(model: &Path, out: &Path, options: &[&str]) -> Vec<OsString> {
     arguments.into_iter().chain(GGUF.iter().chain(options).map(OsString::from)).collect()
 }
 
-/// The perplexity of a model on the built-in text.
 fn perplexity(model: &Path) -> f64 {
     evaluated(model, &[])["perplexity"]["mean"].as_f64().expect("a perplexity")
 }
@@ -48,7 +47,6 @@ fn a_file_is_written_and_read_back() {
     let model = demo_model();
     let float = perplexity(&model);
     quant(quantize(&model, &at("f16.gguf"), &["--scheme", "f16"])).succeeded();
-    // 16-bit tensors, the tokenizer and the configuration come back unchanged.
     assert_eq!(perplexity(&at("f16.gguf")), float);
     let summary = quant(quantize(&model, &at("q4.gguf"), &["--scheme", "q4_k_m", "--json"])).json();
     assert_eq!(summary["mixture"], "Q4_K_M");
@@ -56,7 +54,6 @@ fn a_file_is_written_and_read_back() {
     assert_eq!(summary["replaced"].as_array().map(Vec::len), Some(0));
     let four = perplexity(&at("q4.gguf"));
     assert!(four > float * 0.99 && four < float * 1.1, "{float} became {four}");
-    // If the output is a directory, the file in it is the same and is accompanied by its report.
     quant(quantize(&model, &at("out"), &["--scheme", "q4_k_m"])).succeeded();
     assert_eq!(digest(&at("out").join("model.gguf")), digest(&at("q4.gguf")));
     let report: Value =
@@ -93,14 +90,13 @@ fn a_quantized_file_is_rounded_again_only_where_that_is_asked_for() {
     let expected = ["is already quantized: it contains Q6_K, Q4_K blocks", "--requantize"];
     let run = quant(quantize(&at("q4.gguf"), &at("no.gguf"), &["--scheme", "q8_0"]));
     check_message("into GGUF", &run, 2, &expected);
-    // Even if all other tensors are written as floats, an override with a block type would round its tensor again.
     let run =
         quant(quantize(&at("q4.gguf"), &at("no.gguf"), &["--scheme", "f32", "--override", "ffn_up=q8_0"]));
     check_message("an override", &run, 2, &expected);
     let packed = ["--method", "rtn", "--scheme", "w4a16-g32-sym"];
-    let other = |verb: &str, options: &[&str]| {
-        let mut arguments = args![verb, at("q4.gguf")];
-        if verb == "quantize" {
+    let other = |subcommand: &str, options: &[&str]| {
+        let mut arguments = args![subcommand, at("q4.gguf")];
+        if subcommand == "quantize" {
             arguments.extend(args!["-o", at("packed")]);
         }
         quant(arguments.into_iter().chain(options.iter().map(OsString::from)))
@@ -120,7 +116,6 @@ fn a_quantized_file_is_rounded_again_only_where_that_is_asked_for() {
     check_message("nothing to requantize", &run, 2, &["the model is not quantized"]);
 }
 
-/// The search, and GPTQ after it, leave less divergence than the reference search with the same importance.
 #[test]
 fn searches_and_gptq_cost_less_than_the_reference() {
     let scratch = tempfile::tempdir().unwrap();
@@ -177,7 +172,6 @@ fn a_failed_run_leaves_no_file_and_an_interrupted_one_resumes() {
     let run = run.wait();
     check_message("SIGINT", &run, 75, &["--resume"]);
     assert!(!out.exists());
-    // With different types, the interrupted job is not continued.
     let run = quant(quantize(&model, &out, &["--scheme", "q4_k_s", "--resume"]));
     check_message("other types", &run, 2, &["different inputs or settings"]);
     let run = quant(quantize(&model, &out, &["--scheme", "iq4_xs", "--resume"])).succeeded();
@@ -250,7 +244,6 @@ fn rows_that_do_not_fit_are_refused_or_listed() {
     assert!((a / b - 1.0).abs() < 0.2, "{a} and {b}");
 }
 
-/// The name of the output implies the format, unless a different format is named.
 #[test]
 fn the_name_of_the_output_implies_the_format() {
     let scratch = tempfile::tempdir().unwrap();
@@ -280,7 +273,7 @@ fn codes_of_symmetric_checkpoints_are_kept() {
         quant(args!["quantize", &model, "-o", &packed, "--method", "rtn", "--scheme", scheme]).succeeded();
         let summary = quant(quantize(&packed, &file, &["--json"])).json();
         assert_eq!(summary["types"][kind], 14, "{scheme}");
-        // The weights are the same; only the products are computed in a different order.
+        // Products are computed in a different order.
         let ratio = perplexity(&packed) / perplexity(&file);
         assert!((ratio - 1.0).abs() < 1e-6, "{scheme}: {ratio}");
     }
@@ -300,7 +293,6 @@ fn every_container_of_the_same_codes_gives_the_same_bytes() {
     let at = |name: &str| scratch.path().join(name);
     let model = at("model");
     write_cut_demo_model(&model, 1);
-    // AWQ stores 4 bits only.
     for (scheme, formats) in [
         ("w4a16-g32-sym", &["compressed-tensors", "gptq", "awq"][..]),
         ("w4a16-g64-sym", &["compressed-tensors", "gptq", "awq"]),
@@ -352,7 +344,6 @@ fn pre_tokenizers_are_found_or_named_and_chat_templates_kept() {
         quant(quantize(&model, &at(name), &[&["--scheme", "q8_0"], options].concat())).succeeded();
         std::fs::read(at(name)).unwrap()
     };
-    // A key, its type, and a string with its length.
     let has = |bytes: &[u8], key: &str, value: &str| {
         let mut entry = key.as_bytes().to_vec();
         entry.extend(8u32.to_le_bytes());
@@ -391,7 +382,6 @@ fn pre_tokenizers_are_found_or_named_and_chat_templates_kept() {
     assert_ne!(tokens("found.gguf"), tokens("named.gguf"));
     let run = quant(args!["eval", at("without.gguf"), "--text", "builtin-heldout"]);
     check_message("no vocabulary", &run, 4, &["without.gguf"]);
-    // A file that is written again keeps the name of its pre-tokenizer and its template.
     quant(quantize(&at("named.gguf"), &at("again.gguf"), &["--scheme", "f16", "--requantize"])).succeeded();
     let again = std::fs::read(at("again.gguf")).unwrap();
     assert!(has(&again, "tokenizer.chat_template", template));
@@ -420,7 +410,6 @@ fn importance_matrices_are_gathered_written_and_read() {
     // Computed or read from a file, the importance gives the same output, except for the names of the text and of the
     // importance file.
     assert_eq!(perplexity(&at("one.gguf")), perplexity(&at("three.gguf")));
-    // The importance matrix of a different model.
     let other = at("other");
     write_cut_demo_model(&other, 3);
     let run = quant(quantize(&other, &at("no.gguf"), &["--scheme", "iq4_xs", "--imatrix", &gguf]));
@@ -459,10 +448,10 @@ fn damaged_files_are_bad_input() {
     for (what, bytes, expected) in cases {
         let path = at(&format!("{what}.gguf"));
         std::fs::write(&path, bytes).unwrap();
-        for verb in ["inspect", "eval"] {
-            let text: &[&str] = if verb == "eval" { &["--text", "builtin-heldout"] } else { &[] };
+        for subcommand in ["inspect", "eval"] {
+            let text: &[&str] = if subcommand == "eval" { &["--text", "builtin-heldout"] } else { &[] };
             let arguments: Vec<OsString> =
-                args![verb, &path].into_iter().chain(text.iter().map(OsString::from)).collect();
+                args![subcommand, &path].into_iter().chain(text.iter().map(OsString::from)).collect();
             let run = quant(arguments);
             check_message(what, &run, 4, &[&[&*format!("{what}.gguf")], expected].concat());
         }
@@ -499,7 +488,6 @@ fn models_are_written_in_parts_and_read_again() {
     let inspected = |path: &Path| quant(args!["inspect", path, "--json"]).json();
     let (joined, one) = (inspected(&part(0)), inspected(&at("whole.gguf")));
     assert_eq!((&joined["layers"], &joined["family"]), (&one["layers"], &one["family"]));
-    // A limit that is not reached gives one file.
     quant(quantize(&model, &at("one"), &["--scheme", "q8_0", "--split-max-size", "4G"])).succeeded();
     assert!(at("one").join("model.gguf").exists());
 
@@ -546,7 +534,6 @@ fn blocks_of_experts_and_ternary_types_are_named_as_schemes() {
     assert!(perplexity(&at("four.gguf")).is_finite());
 }
 
-/// On the kernels, weights are the same, and only activations are rounded, to 8 bits.
 #[test]
 fn blocks_run_on_the_kernels() {
     let scratch = tempfile::tempdir().unwrap();
@@ -575,13 +562,11 @@ fn blocks_run_on_the_kernels() {
         let off = (mean(&kernels) / mean(&dense)).ln().abs();
         assert!(off > 0.0 && off < 0.01, "{scheme}: {} became {}", mean(&dense), mean(&kernels));
     }
-    // The same kernels run when speed is measured.
     let arguments =
         args!["bench", at("q4_k_m.gguf"), "--prefill", "8", "--decode", "2", "--repeat", "1", "--json"];
     assert_ne!(quant(arguments).json()["kernels"], "dense");
 }
 
-/// Types without kernels are named, and multiplied as floats.
 #[test]
 fn blocks_without_kernels_are_multiplied_as_floats() {
     let scratch = tempfile::tempdir().unwrap();
@@ -607,7 +592,6 @@ fn blocks_without_kernels_are_multiplied_as_floats() {
     let said = &kernels.stderr;
     assert!(said.contains("there are no kernels for Q4_1: these weights are multiplied as floats"), "{said}");
     assert!(!dense.stderr.contains("no kernels"));
-    // The head is Q6_K, and runs on the kernels.
     let (kernels, dense) = (kernels.json(), dense.json());
     let isa = kernels["tool"]["isa"].as_str().unwrap();
     assert!(isa.ends_with("with 8-bit activations per token for Q6_K"), "{isa}");

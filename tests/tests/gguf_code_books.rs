@@ -35,7 +35,6 @@ fn mixtures_are_written_and_read() {
     let first = [&["--scheme", "iq2_xxs", "--save-imatrix", &matrix][..], &TEXT].concat();
     quantize(&model, &at("first.gguf"), &first).succeeded();
     let mut last = 0;
-    // With more bits, the loss falls; bits and mixtures come in the same order.
     for (scheme, kinds) in [
         ("iq2_xxs", &["IQ2_XXS", "Q2_K"][..]),
         ("iq2_xs", &["IQ2_XS", "Q2_K"]),
@@ -66,7 +65,6 @@ fn mixtures_are_written_and_read() {
     };
     let [two, three] = ["iq2_xxs.gguf", "iq3_m.gguf"].map(divergence);
     assert!(three > 0.0 && three < 0.5 * two && two < 2.0, "{two} and {three}");
-    // Kernels do not know these types, so they multiply floats, and the result names them.
     let run = quant(args![
         "eval",
         at("iq3_s.gguf"),
@@ -78,7 +76,6 @@ fn mixtures_are_written_and_read() {
         "kernels"
     ]);
     assert!(run.succeeded().stderr.contains("IQ3_S"));
-    // Read as floats and rounded again.
     let again = ["--scheme", "q8_0", "--requantize"];
     quantize(&at("iq2_xs.gguf"), &at("again.gguf"), &again).succeeded();
     let [a, b] = ["iq2_xs.gguf", "again.gguf"].map(|name| perplexity(&evaluated(&at(name), &[])));

@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 
 const EXPERTS: u64 = 4;
 
-/// The demo model as a Mixtral: its MLP, with random changes, is every expert.
+/// The demo model as a Mixtral: every expert is its MLP with random changes.
 fn write_experts(directory: &Path) {
     let demo = demo_model();
     quant_tests::files::copy_files(&demo, directory);

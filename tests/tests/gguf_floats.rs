@@ -55,7 +55,6 @@ fn a_float_file_becomes_the_original_checkpoint() {
         tensors.sort_by(|a, b| a.name.cmp(&b.name));
         tensors
     };
-    // Rows of queries and keys are in their original order again.
     assert!(by_name("model") == by_name("floats"));
     let config: Value =
         serde_json::from_slice(&std::fs::read(at("floats").join("config.json")).unwrap()).unwrap();
@@ -72,7 +71,6 @@ fn blocks_are_dequantized_only_where_that_is_asked_for() {
     let done = floats(&at("q4.gguf"), &at("f32"), "f32").json();
     assert_eq!(done["dequantized_from"], "Q6_K, Q4_K");
     assert_eq!(done["types"].as_object().map(|types| types.len()), Some(1));
-    // The tokenizer came along.
     assert_eq!(perplexity(&at("f32")), perplexity(&at("q4.gguf")));
     let inspected = quant(args!["inspect", at("f32"), "--json"]).json();
     assert_eq!(inspected["quant_method"], Value::Null);
@@ -89,10 +87,8 @@ fn blocks_are_dequantized_only_where_that_is_asked_for() {
         assert!(tensor["largest_change"].as_f64().unwrap() < 1.0 / 256.0, "{tensor}");
     }
     assert!(tensors.iter().any(|t| t["largest_change"].as_f64().unwrap() > 1e-3), "{report}");
-    // The same request again gives the same bytes.
     floats(&at("q4.gguf"), &at("again"), "bf16").succeeded();
     assert_eq!(hashes(&at("again")), hashes(&at("bf16")));
-    // A quantized checkpoint is dequantized in the same way, and its rewritten configuration is a float model's.
     let packed =
         args!["quantize", at("model"), "-o", at("packed"), "--method", "rtn", "--scheme", "w4a16-g128"];
     quant(packed).succeeded();
@@ -141,7 +137,6 @@ fn requests_for_floats_that_cannot_be_met() {
         "bf16"
     ]);
     check_message("a job", &job, 2, &["do not write float checkpoints"]);
-    // A value that exceeds the range of F16.
     TinyLlama::default().write(&at("large"));
     let mut tensors = read_safetensors(&at("large").join("model.safetensors"));
     let of = tensors.iter_mut().find(|t| t.name.ends_with("up_proj.weight")).unwrap();

@@ -89,7 +89,7 @@ fn runs_use_the_predicted_memory() {
         for &method in methods {
             let options = [&["--scheme", "q4_k_m"][..], method, &batch].concat();
             let plan = bench.plan(&options);
-            // GPTQ always needs a text. Its second pass may or may not reuse the memory of the first.
+            // The second pass of GPTQ may or may not reuse the memory of the first.
             let percent = if method.is_empty() { 25 } else { 40 };
             let plan = if method.is_empty() { &plan["with_calibration"] } else { &plan };
             let options = [&options[..], &["--calibration", &text, "--force"]].concat();

@@ -2,10 +2,8 @@
 //! and of the output of `plan` for it, and its sizes.
 //!
 //! After an intentional change, run `QUANT_BLESS=1 cargo test --workspace --test suite goldens::` and commit the difference.
-//! Methods that read a text (AWQ, SmoothQuant, GPTQ, QoQ, static activations) have no goldens, because they run in
-//! `f32`, whose sums differ in the last bits between instruction sets. That their bytes do not depend on threads or
-//! runs is checked in `end_to_end.rs`, `smoothquant.rs`, `gptq.rs` and `qoq.rs`. Rounding to nearest is exact
-//! everywhere.
+//! Methods that read a text have no goldens, because they run in `f32`, whose sums differ in the last bits between
+//! instruction sets. Rounding to nearest is exact everywhere.
 
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -96,7 +94,7 @@ fn plans() {
     check("plans", &lines.concat());
 }
 
-/// The hashes above show that something changed. These numbers show how much the change matters.
+/// These numbers show how much the change matters.
 #[test]
 fn sizes() {
     let mut found = String::new();

@@ -1,5 +1,4 @@
-//! GPTQ as a user sees it: the output and reading it back, requests that are refused before any work, resuming an
-//! interrupted run, and an accuracy gain that is worth the time.
+//! GPTQ as a user sees it.
 
 use std::ffi::OsString;
 use std::path::Path;
@@ -23,7 +22,6 @@ fn read_json(path: &Path) -> Value {
     serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap()
 }
 
-/// A tensor of a checkpoint by its name.
 fn tensor(checkpoint: &Path, name: &str) -> RawTensor {
     let tensors = read_safetensors(&checkpoint.join("model.safetensors"));
     tensors.into_iter().find(|t| t.name == name).unwrap_or_else(|| panic!("no {name}"))
@@ -39,8 +37,6 @@ fn each_container_holds_the_same_numbers() {
         let options = |format| [&GPTQ[..], &["--scheme", scheme, "--format", format]].concat();
         let out = at(&format!("gptq {scheme}"));
         quant(quantize(&model, &out, &options("gptq"))).succeeded();
-        // The other format stores the same weights in a different packing, whether a run writes it or an output is
-        // converted to it.
         let other = at(&format!("other {scheme}"));
         quant(quantize(&model, &other, &options("compressed-tensors"))).succeeded();
         let again = at(&format!("again {scheme}"));
@@ -144,7 +140,6 @@ fn an_interrupted_run_resumes_to_the_same_bytes() {
         assert!(run.wait_until(block_done), "ended before a block was finished");
         run.signal(Signal::INT);
         check_message("SIGINT", &run.wait(), 75, &["--resume"]);
-        // With a different damping, the interrupted job is not continued.
         let other = [&options[..], &["--resume", "--damping", "0.5"]].concat();
         let differs = "inputs or settings:\n  gptq.damping: was 0.01, is 0.5\n  run with the settings";
         check_message("other settings", &quant(quantize(&model, &out, &other)), 2, &[differs]);
@@ -287,7 +282,6 @@ fn inputs_that_are_not_finite_are_a_numeric_error() {
     }
 }
 
-/// The mean KL divergence of a checkpoint from the float model.
 fn divergence(model: &Path, checkpoint: &Path, text: &Path, windows: &str, length: &str) -> f64 {
     let run = quant(args![
         "eval",

@@ -12,9 +12,7 @@ use quant_tests::workspace_root;
 #[path = "../../formats/examples/packed_linear.rs"]
 mod packed_linear;
 
-/// Layers of the built-in model that the commands run on.
 const LAYERS: u64 = 2;
-/// Maximum number of evaluation windows.
 const WINDOWS: &str = "3";
 
 fn page(name: &str) -> String {
@@ -57,14 +55,12 @@ fn run_in<A: AsRef<std::ffi::OsStr>>(directory: &Path, arguments: impl IntoItera
     Running::start(command).wait()
 }
 
-/// The paths behind the pages' placeholders.
 fn prepare(scratch: &Path) {
     write_cut_demo_model(&scratch.join("MODEL"), LAYERS);
     std::fs::write(scratch.join("FILE"), "Rain in the morning, and sun in the afternoon. ".repeat(600))
         .unwrap();
     let gate = page("gate.md");
     std::fs::write(scratch.join("gate.toml"), block(&gate, "toml")).unwrap();
-    // The page's conversations, repeated for a short calibration, and a template that renders them.
     let chats = page("chats.md");
     std::fs::write(scratch.join("chats.jsonl"), block(&chats, "jsonl").repeat(40)).unwrap();
     let template = "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] }}{% endfor %}\
@@ -75,7 +71,6 @@ fn prepare(scratch: &Path) {
     std::fs::write(scratch.join("held-out.jsonl"), line.repeat(20)).unwrap();
 }
 
-/// The first code block of a page in this language.
 fn block<'a>(text: &'a str, language: &str) -> &'a str {
     let (_, after) = text.split_once(&format!("```{language}\n")).unwrap();
     after.split("```").next().unwrap()
@@ -97,7 +92,6 @@ fn run_page(name: &str) -> BTreeSet<String> {
         let out = run_in(scratch.path(), &words);
         assert_eq!(out.code(), Some(0), "{name}: `{line}`: {out}");
         if line.starts_with("quant demo --save-model") {
-            // The whole model is too slow here.
             let saved = scratch.path().join(&words[2]);
             assert!(saved.join("tokenizer.json").is_file());
             std::fs::remove_dir_all(&saved).unwrap();
@@ -184,7 +178,6 @@ fn evaluation_gate_and_kernels() {
     assert!(packed_linear::load(&out, "lm_head").is_err());
 }
 
-/// The programs on the page about kernels match the examples.
 #[test]
 fn programs_are_those_of_the_examples() {
     let read = |path: &str| std::fs::read_to_string(workspace_root().join(path)).unwrap();
@@ -228,7 +221,6 @@ fn no_page_is_forgotten() {
     assert!(listed.contains(&not_run), "docs/guide/tested.md should list\n{not_run}");
 }
 
-/// All sources below a directory, concatenated.
 fn sources(directory: &Path, text: &mut String) {
     for entry in std::fs::read_dir(directory).unwrap() {
         let path: PathBuf = entry.unwrap().path();
@@ -252,7 +244,6 @@ fn messages_that_are_explained_exist() {
     let quoted: Vec<&str> = rows.iter().flat_map(|row| row.split('`').skip(1).step_by(2)).collect();
     assert!(quoted.len() >= 8, "{quoted:?}");
     for message in quoted {
-        // Placeholders are left out of the comparison.
         let parts = message.split('…').map(str::trim);
         for part in parts {
             assert!(source.contains(part), "no message contains `{part}`");

@@ -1,6 +1,5 @@
 //! Chat templates and tokenizers that recurse, grow or never end. They run in a separate process, so that whatever they
-//! do there is reported as an error of their file with an exit code. For valid files, that process gives the same
-//! results as the libraries in one process.
+//! do there is reported as an error of their file.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -101,7 +100,6 @@ fn templates_that_overflow_the_stack() {
         bench.write(TEMPLATE, &template);
         check_message(case, &run(bench.chat()), 4, &[TEMPLATE, "overflows the stack", "put a different one"]);
     }
-    // The error is the same in calibration on conversations.
     bench.write(TEMPLATE, "{% set n = namespace() %}{% set n.a = n %}{{ n }}");
     let chats = bench.scratch.path().join("chats.jsonl");
     let line =
@@ -219,7 +217,6 @@ fn an_interrupt_ends_what_a_file_never_does() {
         assert!(asked.elapsed() < Duration::from_secs(5), "{:?}", asked.elapsed());
         assert!(ended(&workers), "a worker keeps running");
     }
-    // A killed run leaves no worker behind either.
     let mut run = Running::start(bench.eval(&text));
     let pid = run.id();
     assert!(run.wait_until(|| !children(pid).is_empty()), "no worker was started");
@@ -229,7 +226,6 @@ fn an_interrupt_ends_what_a_file_never_does() {
     assert!(ended(&workers), "a worker outlives the run");
 }
 
-/// The child processes of a process.
 fn children(pid: u32) -> Vec<u32> {
     let Ok(tasks) = std::fs::read_dir(format!("/proc/{pid}/task")) else { return Vec::new() };
     let lists = tasks.flatten().filter_map(|t| std::fs::read_to_string(t.path().join("children")).ok());
@@ -253,7 +249,6 @@ fn ended(pids: &[u32]) -> bool {
     true
 }
 
-/// A long text without a place to split needs much memory; running out of it is reported.
 #[test]
 fn a_text_that_has_no_room() {
     let bench = Bench::new();
@@ -266,7 +261,6 @@ fn a_text_that_has_no_room() {
     check_message("a long line", &run, 5, &["memory", TOKENIZER]);
 }
 
-/// If no process can be started, the program says that it runs without one, and gives the same results.
 #[test]
 fn without_processes_the_answers_are_the_same() {
     let bench = Bench::new();
@@ -299,7 +293,6 @@ fn too_few_processes() {
     }
     let plan = args!["plan", bench.model(), "--threads", "8", "--scheme", "w4a16-g32"];
     let as_nobody = |max: u32, arguments: &[std::ffi::OsString]| {
-        // A user id that no other process has.
         let mut command = Command::new("setpriv");
         command.args(["--reuid=64321", "--regid=64321", "--clear-groups", "prlimit"]);
         command.arg(format!("--nproc={max}")).arg(program()).args(arguments).env("RUST_BACKTRACE", "0");

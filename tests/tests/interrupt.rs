@@ -1,5 +1,4 @@
-//! Signals, kills and concurrent runs: the target is absent or unchanged, and `--resume` uses the finished work and
-//! gives the same bytes as an undisturbed run.
+//! Signals, kills and concurrent runs.
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
@@ -101,7 +100,6 @@ fn each_signal_stops_where_nothing_is_lost() {
             continue;
         }
 
-        // A different job does not reuse the work of this one.
         let left = hashes(&job_of(&out));
         for (other, differs) in [
             (["--seed", "7"], "calibration.seed: was 0, is 7"),
@@ -167,7 +165,6 @@ fn another_program_or_instruction_set_does_not_resume() {
     bench.assert_resumes(&out, &AWQ);
 }
 
-/// A run is not resumed if the model or the calibration text has changed since it was interrupted.
 #[test]
 fn inputs_that_changed_meanwhile() {
     let bench = Bench::new();
@@ -198,7 +195,6 @@ fn inputs_that_changed_meanwhile() {
     let name = "model.layers.0.self_attn.v_proj.weight";
     tensors.iter_mut().find(|tensor| tensor.name == name).unwrap().data[0] ^= 1;
     refused(&weights, &safetensors(&tensors), &format!("tensor `{name}` has changed since"));
-    // With the inputs as before, the finished work is used.
     let run = bench.resume(&out, &options).succeeded();
     assert!(run.stderr.contains("of the output are complete"), "{run}");
 }
@@ -208,8 +204,7 @@ fn a_second_signal_ends_it_at_once() {
     let bench = Bench::new();
     let out = bench.at("out");
     let run = bench.midway(&out, &AWQ);
-    // The process is paused while both signals are sent. It then receives both at once, and has no time to stop after
-    // the first.
+    // The process is paused while both signals are sent.
     run.signal(Signal::STOP);
     run.signal(Signal::INT);
     run.signal(Signal::TERM);
@@ -223,14 +218,13 @@ fn a_second_signal_ends_it_at_once() {
 #[test]
 fn killed_midway() {
     let bench = Bench::new();
-    for name in ["resumed", "anew"] {
+    for name in ["resumed", "restarted"] {
         let out = bench.at(name);
         let run = bench.midway(&out, &AWQ);
         run.signal(Signal::KILL);
         assert_eq!(run.wait().code(), None);
         assert!(!out.exists() && job_of(&out).exists());
         if name == "resumed" {
-            // This also holds if the last line of the journal is incomplete.
             let journal = job_of(&out).join("journal.jsonl");
             let mut text = std::fs::read_to_string(&journal).unwrap();
             text.push_str("{\"tensor\":\"model.la");
@@ -245,7 +239,6 @@ fn killed_midway() {
     }
 }
 
-/// Damage between the runs is detected, and the tensors are recomputed.
 #[test]
 fn a_job_that_was_damaged_meanwhile() {
     let bench = Bench::new();
@@ -260,7 +253,6 @@ fn a_job_that_was_damaged_meanwhile() {
     let place = header + bytes[header..].iter().position(|b| *b != 0).unwrap();
     bytes[place] ^= 1;
     std::fs::write(weights, bytes).unwrap();
-    // Also make the journal entry of one of the tensors invalid.
     let journal = job_of(&out).join("journal.jsonl");
     let notes = std::fs::read_to_string(&journal).unwrap();
     let damaged = notes.replacen("\"relative_rms\":", "\"relative_rms\":\"much\",\"was\":", 1);
@@ -277,20 +269,17 @@ fn two_runs_on_one_output() {
     let out = bench.at("out");
     let first = bench.midway(&out, &AWQ);
     let holder = format!("process {}", first.id());
-    // The first run is paused, so that it does not finish in the meantime.
     first.signal(Signal::STOP);
     for options in [&AWQ[..], &["--method", "rtn"], &["--method", "rtn", "--force"]] {
         let run = quant(quantize(&bench.model, &out, options));
         check_message("the second", &run, 5, &["out.job", "another process", &holder]);
     }
     first.signal(Signal::CONT);
-    // The first run was not affected.
     let run = first.wait().succeeded();
     assert!(run.stderr.is_empty() || !run.stderr.contains("error"), "{run}");
     assert_eq!(&hashes(&out), undisturbed());
 }
 
-/// Commands without blocks to finish also end soon after a signal.
 #[test]
 fn evaluation_and_measurement_stop_too() {
     let bench = Bench::new();
@@ -302,7 +291,7 @@ fn evaluation_and_measurement_stop_too() {
         args!["bench", model, "--prefill", "64", "--decode", "100000"],
     ] {
         let run = Running::start(command(arguments));
-        // Long enough for the handlers to be installed, but not for the work.
+        // Handlers are installed by now.
         std::thread::sleep(std::time::Duration::from_millis(700));
         run.signal(Signal::INT);
         let run = run.wait();

@@ -1,5 +1,4 @@
-//! `quant job` and `quant merge` as schedulers use them: exit codes, killed and concurrent workers, and the same bytes as
-//! `quant quantize`.
+//! `quant job` and `quant merge` as schedulers use them.
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -14,7 +13,6 @@ use tempfile::TempDir;
 /// A search that lasts seconds, block by block.
 const AWQ: [&str; 4] = ["--samples", "8", "--seq-len", "512"];
 
-/// A model with three blocks, and a directory for jobs and outputs.
 struct Bench {
     scratch: TempDir,
     model: PathBuf,
@@ -54,7 +52,6 @@ impl Bench {
         quant(arguments)
     }
 
-    /// Compares the merged checkpoint with that of one process.
     #[track_caller]
     fn assert_same(&self, options: &[&str]) {
         let mut arguments = args!["quantize", &self.model, "-o", self.at("whole")];
@@ -88,7 +85,6 @@ fn workers_share_a_job() {
     }
     assert_eq!(units[6]["id"], "blocks/2");
     assert_eq!(units[6]["needs"].as_array().unwrap().len(), 2);
-    // The results of the first phase are missing, so a scheduler tries again later.
     let early = bench.run(&["--phase", "blocks", "--shard", "1/2"]);
     check_message("early", &early, 5, &["forward/0/0", "run the same command again"]);
     check_message("early merge", &bench.merge(&[]), 5, &["not finished", "quant job run STORE"]);
@@ -135,7 +131,7 @@ fn killed_workers_lose_only_their_unit() {
         kills += 1;
     }
     assert!(kills > 1, "workers were killed {kills} times");
-    // Their temporary files stay for a minute, in case a worker is just starting. Then the next worker removes them.
+    // Their temporary files stay for a minute, in case a worker is just starting.
     let status = || quant(args!["job", "status", bench.at("store"), "--json"]).json();
     assert!(status()["temporary_files"].as_u64().unwrap() > 0);
     let hour = std::time::SystemTime::now() - std::time::Duration::from_secs(3600);
@@ -198,12 +194,11 @@ fn exit_codes_tell_schedulers_what_to_do() {
     for shard in ["2/2", "x/2", "1", "0/0"] {
         assert_eq!(bench.run(&["--shard", shard]).code(), Some(2), "{shard}");
     }
-    // A different instruction set, as on a machine with an older processor.
+    // As on a machine with an older processor.
     let mut other = command(bench.run_arguments(&[]));
     other.env("QUANT_ISA", "scalar");
     let other = Running::start(other).wait();
     case("another machine", &other, 5, &["instruction_set", "machines of the same type"]);
-    // A copy of the model gives the same results; another model does not.
     let copy = bench.at("copy");
     write_cut_demo_model(&copy, 3);
     bench.run(&["--unit", "blocks/0", "--model", copy.to_str().unwrap()]).succeeded();
@@ -216,7 +211,6 @@ fn exit_codes_tell_schedulers_what_to_do() {
         &["different", "config_sha256"],
     );
     bench.run(&[]).succeeded();
-    // A result that was damaged afterwards.
     let path = bench.results()[0].clone();
     let mut bytes = std::fs::read(&path).unwrap();
     let middle = bytes.len() / 2;

@@ -26,12 +26,10 @@ fn perplexity(result: &Value) -> f64 {
     result["perplexity"]["mean"].as_f64().unwrap()
 }
 
-/// The configuration of a checkpoint for a cache with this many bits.
 fn setting(bits: u64) -> Value {
     json!({ "bits": bits, "symmetric": false, "strategy": "token-head", "scale_dtype": "float16" })
 }
 
-/// The demo model with this setting.
 fn marked(directory: &Path, setting: &Value) {
     quant_tests::files::copy_files(&demo_model(), directory);
     edit_config(directory, &json!({ "kv_cache_quantization": setting }));
@@ -57,7 +55,6 @@ fn the_configuration_is_followed_by_default() {
         assert_eq!(floats["window_nll"], plain["window_nll"]);
         asked
     });
-    // Coarser grids diverge more.
     let away = asked.each_ref().map(|r| (perplexity(r) / perplexity(&plain) - 1.0).abs());
     assert!(away[0] > 1e-4 && away[0] < 0.05 && away[1] < 2e-3 && away[1] < away[0], "{away:?}");
     let shown = eval(&scratch.path().join("4"), &[]).succeeded();
@@ -87,7 +84,6 @@ fn a_model_is_compared_with_itself_on_floats() {
         page.contains("keys and values cached in 4 bits") && page.contains("kv4, with a scale and a zero")
     );
 
-    // The gate treats it as a different model from its reference, and from one with a different cache.
     std::fs::write(
         at("gate.toml"),
         "schema = \"quant-gate-policy/1\"\n[[cap]]\nmetric = \"kl\"\nat_most = 1.0\n",
@@ -104,7 +100,6 @@ fn a_model_is_compared_with_itself_on_floats() {
     let expected = ["kv8 in the baseline, kv4 now", "--kv"];
     check_message("another cache", &gate("eight.json"), 4, &expected);
 
-    // A result with an edited cache is rejected.
     let text = std::fs::read_to_string(at("eight.json")).unwrap();
     std::fs::write(at("eight.json"), text.replace("\"kv4\"", "\"kv8\"")).unwrap();
     check_message("an edited cache", &gate("eight.json"), 4, &["was modified after"]);
@@ -135,7 +130,6 @@ fn pages_agree_with_what_is_simulated() {
     }
 }
 
-/// Head sizes that the kernels do not support are simulated, with a note.
 #[test]
 fn heads_that_kernels_do_not_hold_are_simulated() {
     let scratch = tempfile::tempdir().unwrap();
@@ -208,9 +202,9 @@ fn what_a_cache_cannot_hold_is_reported_with_the_block() {
 fn what_makes_no_sense_is_refused() {
     let scratch = tempfile::tempdir().unwrap();
     for kv in ["2", "32", "kv4", ""] {
-        for verb in ["eval", "bench"] {
-            let mut arguments = args![verb, demo_model(), "--kv", kv];
-            arguments.extend(TEXT.iter().filter(|_| verb == "eval").map(Into::into));
+        for subcommand in ["eval", "bench"] {
+            let mut arguments = args![subcommand, demo_model(), "--kv", kv];
+            arguments.extend(TEXT.iter().filter(|_| subcommand == "eval").map(Into::into));
             let run = quant(arguments);
             assert!(run.code() == Some(2) && run.stderr.contains("--kv"), "{run}");
         }
@@ -245,7 +239,6 @@ fn what_makes_no_sense_is_refused() {
     }
 }
 
-/// A journal for a different cache is not continued.
 #[test]
 fn journals_of_another_cache_are_refused() {
     let scratch = tempfile::tempdir().unwrap();

@@ -1,5 +1,4 @@
-//! A third-party program makes a whole run with the library, with its own observer, texts and cancel token, and gets
-//! the bytes of `quant quantize`.
+//! A third-party program makes a whole run with the library, and gets the bytes of `quant quantize`.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -46,7 +45,6 @@ impl Observer for Recorder<'_> {
     }
 }
 
-/// Provides the text under a custom name.
 struct Shelf;
 
 impl Catalog for Shelf {
@@ -89,7 +87,6 @@ fn one_call_gives_the_program_s_bytes_and_resumes_to_them() {
         |event: &Event| matches!(event, Event::Expected { stage: "quantize", seconds } if *seconds > 0.0);
     assert_eq!(events.iter().filter(|event| is_estimate(event)).count(), 1);
 
-    // The run is stopped after a block, and resumed with the same text under a custom name.
     let recorder = Recorder { events: Mutex::default(), cancel: Some(&cancel) };
     let mut again = request(&model, &at("resumed"));
     let error = quantize(&again, &Host::new(&recorder, &cancel, &Nothing)).unwrap_err();
@@ -140,7 +137,6 @@ fn several_formats_and_a_gguf_file() {
     assert_eq!(paths, formats.map(|format| out.join(format)));
     for path in &paths {
         assert!(path.join("quant_report.json").is_file());
-        // The card is in the words of the program that made the checkpoint.
         let card = std::fs::read_to_string(path.join("README.md")).unwrap();
         assert!(card.contains("```\nthe button eval\n```"), "{card}");
         assert!(card.contains("\nthe button plan shows more"), "{card}");
@@ -238,7 +234,6 @@ fn settings_of_steps_are_keys_of_steps() {
         assert_eq!(named.to_toml(), by_step.to_toml(), "{setting}");
         assert!(help.contains(&*worded(key.help, &CommandLine)), "{setting}: {help}");
     }
-    // No setting of a step was forgotten above, except a file.
     let known = Extensions::default();
     let settings = known.keys().into_iter().filter_map(|(_, key)| key.setting);
     let named: BTreeSet<&str> = cases.iter().map(|(_, setting, _)| *setting).collect();
@@ -251,7 +246,6 @@ fn settings_of_steps_are_keys_of_steps() {
     }
 }
 
-/// The settings of a job that an earlier version wrote are read, and written with the same bytes.
 #[test]
 fn stored_settings_keep_their_bytes() {
     let stored = "{\"preset\":null,\"recipe\":null,\"method\":\"qoq\",\"scheme\":null,\"format\":[],\"group_size\":null,\
@@ -280,7 +274,6 @@ fn stored_settings_keep_their_bytes() {
     assert_eq!(print("smoothquant"), expected);
 }
 
-/// The sources of a library, without comments.
 fn code(directory: &Path, found: &mut Vec<(PathBuf, String)>) {
     for entry in std::fs::read_dir(directory).unwrap() {
         let path = entry.unwrap().path();

@@ -1,5 +1,5 @@
 //! Limits of the environment, and special files in place of regular ones: each ends with its exit code and a message
-//! that the user can act on. Existing outputs stay unchanged, and the run can be resumed.
+//! that the user can act on.
 
 use std::ffi::OsString;
 use std::fs::File;
@@ -57,8 +57,7 @@ fn fifo(path: &Path) {
     assert!(Command::new("mkfifo").arg(path).status().unwrap().success());
 }
 
-/// Memory limits from too little to start up to enough: every run either succeeds or reports too little memory, and
-/// none crashes.
+/// Every run either succeeds or reports too little memory.
 #[test]
 fn too_little_memory() {
     let bench = Bench::new();
@@ -77,7 +76,7 @@ fn too_little_memory() {
             let run = run(limited(&format!("-v {kib}"), &bench.quantize("out", &options)));
             (run.code(), run)
         };
-        // 20 limits, from less than the executable needs up to enough for the model, and one with room to spare.
+        // 20 limits, up to enough for the model, and one with room to spare.
         let mut spoken = false;
         for kib in (1..=20).map(|i| 12_000 * i).chain([4_000_000]) {
             let out = bench.at("out");
@@ -109,7 +108,6 @@ fn too_little_memory() {
     }
 }
 
-/// A small stack limit of the system does not affect the program.
 #[test]
 fn a_small_stack() {
     let bench = Bench::new();
@@ -117,7 +115,6 @@ fn a_small_stack() {
     run(limited("-s 128", &quantize)).succeeded();
 }
 
-/// A pipe in place of a file is refused: the program never waits for a process at the other end.
 #[test]
 fn pipes_in_the_place_of_files() {
     let bench = Bench::new();
@@ -154,7 +151,6 @@ fn pipes_in_the_place_of_files() {
     assert!(done > 0, "every run finished before it could be killed");
 }
 
-/// Companion files are copied only up to a limit.
 #[test]
 fn companions_of_any_size() {
     let bench = Bench::new();
@@ -169,7 +165,6 @@ fn companions_of_any_size() {
     assert!(!bench.at("out").exists());
 }
 
-/// Nothing is written into a different run's job directory.
 #[test]
 fn an_output_in_the_job_of_another_run() {
     let bench = Bench::new();
@@ -216,7 +211,6 @@ fn a_hangup_that_is_ignored() {
     assert!(matches!(without.code(), Some(0 | 75)), "{without}");
 }
 
-/// Terminal control characters are escaped, wherever they come from.
 #[test]
 fn paths_that_steer_a_terminal() {
     let bench = Bench::new();

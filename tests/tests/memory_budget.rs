@@ -10,7 +10,7 @@ use quant_tests::refusal::{check_message, job_of};
 use serde_json::Value;
 use tempfile::TempDir;
 
-/// Far more calibration text than model: the hidden states are most of the memory.
+/// The hidden states are most of the memory.
 const BATCH: [&str; 4] = ["--samples", "2400", "--seq-len", "64"];
 
 struct Bench {
@@ -65,7 +65,6 @@ impl Bench {
 
 const IN_FILES: &str = "hidden states are kept in files";
 
-/// The peak memory of a run, as it reports it.
 fn used(run: &Run) -> u64 {
     let summary: Value = serde_json::from_str(&run.stdout).unwrap();
     summary["peak_memory_bytes"].as_u64().unwrap()
@@ -89,7 +88,6 @@ fn a_run_stays_within_its_budget() {
         assert!(smallest + (80 << 20) < memory, "{options:?}: {smallest} and {memory}");
         let large = bench.run("large", &["--memory-budget", &mib(memory)]).succeeded();
         assert!(!large.stderr.contains(IN_FILES), "{large}");
-        // Otherwise, the run would also fit in the smaller budget without files.
         assert!(used(&large) > smallest, "{options:?}: {} of {smallest}", used(&large));
         assert!(used(&large) <= memory, "{options:?}: {} of {memory}", used(&large));
         let small = bench.run("small", &["--memory-budget", &mib(smallest)]).succeeded();
@@ -145,7 +143,6 @@ fn gguf_files_are_the_same_under_every_budget() {
     }
 }
 
-/// A killed run is resumed under a different budget.
 #[test]
 fn a_resumed_run_may_have_another_budget() {
     let bench = Bench::new(&["--scheme", "w4a16-g32"]);

@@ -1,5 +1,4 @@
-//! A vision-language model as a user sees it: every command on it, every file of it, and the errors for unknown
-//! classes.
+//! A vision-language model as a user sees it.
 
 use std::path::Path;
 
@@ -18,7 +17,8 @@ const SIDECARS: [&str; 5] = [
     "tekken.json",
 ];
 
-/// The tensors beside the text model: types that weights may have, one that they may not, and an unusual shape.
+/// The tensors that do not belong to the text model: types that weights may have, one that they may not, and an unusual
+/// shape.
 fn outside_text_model() -> Vec<RawTensor> {
     let raw = |name: &str, dtype: &str, shape: &[u64], bytes: usize| RawTensor {
         name: name.into(),
@@ -64,8 +64,8 @@ fn llava(tied: bool) -> tempfile::TempDir {
     directory
 }
 
-fn run(verb: &str, model: &Path, options: &[&str]) -> Run {
-    quant(args![verb, model].into_iter().chain(options.iter().map(Into::into)))
+fn run(subcommand: &str, model: &Path, options: &[&str]) -> Run {
+    quant(args![subcommand, model].into_iter().chain(options.iter().map(Into::into)))
 }
 
 fn config(directory: &Path) -> Value {
@@ -73,7 +73,7 @@ fn config(directory: &Path) -> Value {
 }
 
 #[test]
-fn every_verb_works_on_it() {
+fn every_command_works_on_it() {
     let (model, scratch) = (llava(false), tempfile::tempdir().unwrap());
     let model = model.path();
     let carried = json!({ "class": "LlavaForConditionalGeneration", "tensors": 4, "bytes": 196 });
@@ -124,7 +124,6 @@ fn every_verb_works_on_it() {
     let kl = eval["comparison"]["kl"]["mean"].as_f64().unwrap();
     assert!((0.0..0.2).contains(&kl), "{kl}");
 
-    // Converted to a different format.
     let again = scratch.path().join("again");
     quant(args!["quantize", &out, "-o", &again, "--format", "gptq"]).succeeded();
     let tensors = read_safetensors(&again.join("model.safetensors"));
@@ -160,7 +159,6 @@ fn what_is_refused() {
     edit_config(model.path(), &json!({ "text_config": "elsewhere" }));
     check_message("no object", &run("inspect", model.path(), &[]), 4, &["config.json", "`text_config`"]);
 
-    // The error for an unknown class lists the known ones.
     let unknown = llava(false);
     edit_config(
         unknown.path(),

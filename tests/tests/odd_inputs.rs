@@ -36,7 +36,6 @@ impl Bench {
         self.scratch.path().join(name)
     }
 
-    /// Writes a text, or any bytes, beside the model.
     fn text(&self, name: &str, bytes: impl AsRef<[u8]>) -> PathBuf {
         let path = self.at(name);
         std::fs::write(&path, bytes).unwrap();
@@ -56,7 +55,6 @@ fn eval(model: &Path, text: &Path) -> Vec<OsString> {
     arguments
 }
 
-/// The entries of a directory, sorted.
 fn names(directory: &Path) -> Vec<OsString> {
     let mut names: Vec<_> =
         std::fs::read_dir(directory).unwrap().map(|entry| entry.unwrap().file_name()).collect();
@@ -64,8 +62,6 @@ fn names(directory: &Path) -> Vec<OsString> {
     names
 }
 
-/// A run says of which linears nothing is left: all weights are zero, or one is so large that the others in its group
-/// are rounded to zero.
 #[test]
 fn weights_of_which_nothing_is_left() {
     let bench = Bench::new();
@@ -156,7 +152,6 @@ fn data_at_an_odd_offset() {
     quant(eval(&bench.at("model"), &text)).succeeded();
 }
 
-/// Tensors without elements or without dimensions are copied.
 #[test]
 fn empty_tensors_and_scalars() {
     let bench = Bench::new();
@@ -175,7 +170,6 @@ fn empty_tensors_and_scalars() {
     }
 }
 
-/// Numbers that JSON does not have, and numbers of the wrong type.
 #[test]
 fn numbers_of_a_configuration() {
     const NOT_JSON: [&str; 2] = [CONFIG, "is not valid JSON"];
@@ -227,7 +221,6 @@ fn long_and_foreign_paths() {
     assert_eq!(snapshot(bench.scratch.path()), before);
 }
 
-/// Paths need not be UTF-8.
 #[test]
 fn paths_that_are_not_utf8() {
     let bench = Bench::new();
@@ -256,8 +249,6 @@ fn paths_that_are_not_utf8() {
     }
 }
 
-/// Texts with one line, with line ends of Windows, with a byte order mark, of one repeated letter, in other encodings,
-/// and larger than the limit.
 #[test]
 fn unusual_texts() {
     let bench = Bench::new();
@@ -274,7 +265,6 @@ fn unusual_texts() {
     assert_eq!(measured(&marked), measured(&plain));
     assert_ne!(measured(&windows), measured(&plain));
 
-    // Scales stay finite on a text of one letter, and on one without line ends.
     for (name, text) in [("letter.txt", "a".repeat(20_000)), ("line.txt", line.repeat(500))] {
         let text = bench.text(name, text);
         let out = bench.at(format!("of {name}"));
@@ -341,7 +331,6 @@ fn weights_beyond_float16() {
     assert!(values[0] > 1e37 && values.iter().all(|v| v.is_finite()), "{:?}", &values[..4]);
 }
 
-/// The order of the tensors in a file changes nothing.
 #[test]
 fn the_order_of_tensors_in_a_file() {
     let bench = Bench::new();

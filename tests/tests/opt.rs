@@ -1,4 +1,4 @@
-//! OPT as a user sees it: every command on it, both formats, and refused requests.
+//! OPT as a user sees it.
 
 use std::path::Path;
 
@@ -18,8 +18,8 @@ fn model() -> tempfile::TempDir {
     directory
 }
 
-fn run(verb: &str, model: &Path, options: &[&str]) -> Run {
-    quant(args![verb, model].into_iter().chain(options.iter().map(Into::into)))
+fn run(subcommand: &str, model: &Path, options: &[&str]) -> Run {
+    quant(args![subcommand, model].into_iter().chain(options.iter().map(Into::into)))
 }
 
 fn quantize(model: &Path, out: &Path, options: &[&str]) {
@@ -27,7 +27,7 @@ fn quantize(model: &Path, out: &Path, options: &[&str]) {
 }
 
 #[test]
-fn every_verb_works_on_it() {
+fn every_command_works_on_it() {
     let (model, scratch) = (model(), tempfile::tempdir().unwrap());
     let model = model.path();
     let plan = run("plan", model, &["--group-size", "32", "--seq-len", "96", "--json"]).json();
@@ -49,7 +49,6 @@ fn every_verb_works_on_it() {
         quantize(model, &again, &[options, search, &["--threads", "1"]].concat());
         assert_eq!(hashes(&out), hashes(&again), "{name}");
 
-        // The output, read back, is close to the model; KL is relative to the reference.
         let window =
             ["--text", "builtin-heldout", "--window", "96", "--windows", "4", "--json", "--reference"];
         let eval = run("eval", &out, &[&window[..], &[model.to_str().unwrap()]].concat()).json();

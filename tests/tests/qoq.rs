@@ -1,5 +1,4 @@
-//! QoQ on the command line: both execution modes give similar perplexities of the output, steps can be left out or are
-//! refused, and the ablation prints a table.
+//! QoQ on the command line.
 
 use quant_tests::files::snapshot;
 use quant_tests::models::TinyLlama;
@@ -49,12 +48,10 @@ fn what_is_written_is_read_back_by_both_executions() {
             serde_json::from_slice(&std::fs::read(out.join("quant_report.json")).unwrap()).unwrap();
         let steps = report["steps"].as_array().unwrap();
         assert_eq!(steps.contains(&"rotate".into()), name != "unrotated", "{name}");
-        // The output is run with simulated quantization, and with the kernels' integers and cache pages.
         let (fake, kernels) = (perplexity(&out, &[]), perplexity(&out, &["--execution", "kernels"]));
         assert!((kernels / fake - 1.0).abs() < 0.01, "{name}: {kernels} and {fake}");
         let lost = fake / float - 1.0;
         assert!(lost.abs() < if bits == 8 { 0.01 } else { 0.1 }, "{name}: {fake} after {float}");
-        // The same bytes every time, whatever the number of threads.
         let again = scratch.path().join("again");
         arguments[3] = again.clone().into();
         arguments.extend(args!["--threads", "1"]);
@@ -88,8 +85,8 @@ fn families_that_cannot_be_rotated_say_so_and_go_without() {
     TinyOpt::default().write(&model);
     let out = scratch.path().join("out");
     let options = ["--method", "qoq", "--scheme", "w4a8kv4-g16", "--samples", "2", "--seq-len", "32"];
-    for verb in [args!["plan", &model], args!["quantize", &model, "-o", &out]] {
-        let mut arguments = verb;
+    for subcommand in [args!["plan", &model], args!["quantize", &model, "-o", &out]] {
+        let mut arguments = subcommand;
         arguments.extend(options.iter().map(Into::into));
         let refused = quant(arguments);
         assert_eq!(refused.code(), Some(2), "{refused}");

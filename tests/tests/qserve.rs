@@ -1,5 +1,4 @@
-//! QServe's format as a user sees it: the output, the reported losses of this format and of others, running the output,
-//! and requests that are refused before any work.
+//! QServe's format as a user sees it.
 
 use std::ffi::OsString;
 use std::path::Path;
@@ -73,8 +72,7 @@ fn what_is_written_is_described_runs_and_is_written_again() {
         assert_eq!(inspected["loses"].as_array().unwrap().len(), usize::from(scheme == "w4a8-channel-asym"));
         assert!(inspected["linears"].as_array().unwrap().iter().all(|l| l["stored"] == scheme), "{scheme}");
 
-        // Both executions use the same integers. Float sums round differently, so an input occasionally falls on the
-        // other side of the midpoint between two codes.
+        // Both executions use the same integers, but float sums round differently.
         let perplexity =
             |options: &[&str]| eval(&out, options).succeeded().json()["perplexity"]["mean"].as_f64().unwrap();
         let (fake, kernels) = (perplexity(&["--execution", "fake"]), perplexity(&["--execution", "kernels"]));
@@ -99,7 +97,6 @@ fn what_is_written_is_described_runs_and_is_written_again() {
     }
 }
 
-/// One run in three formats: the same codes and zeros, and scales as precise as each format allows.
 #[test]
 fn what_other_formats_lose_is_reported_completely() {
     let scratch = tempfile::tempdir().unwrap();
@@ -137,7 +134,6 @@ fn what_other_formats_lose_is_reported_completely() {
     }
     assert!(rounded > 0, "something is lost");
 
-    // The loss is reported before and after the run, as text and as JSON.
     let message = "each group scale is multiplied by its row scale into one F16 scale, with a relative error of up to \
         2^-11";
     let plan = args!["plan", &model, "--method", "rtn", "--scheme", GROUPS];
@@ -204,7 +200,6 @@ fn what_it_cannot_hold_is_refused_before_any_work() {
     }
 }
 
-/// A changed byte of a tensor, and a changed key of the configuration: the error names file and tensor, and what to do.
 #[test]
 fn broken_tensors_are_reported_by_name() {
     let scratch = tempfile::tempdir().unwrap();

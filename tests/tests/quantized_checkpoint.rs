@@ -1,5 +1,4 @@
-//! Quantized checkpoints read as by an engine, without a model: the linears that the pipeline wrote, compared with the
-//! weights that it reads back.
+//! Quantized checkpoints read as by an engine, without a model.
 
 use std::path::Path;
 
@@ -29,7 +28,6 @@ fn quantize(model: &Path, out: &Path, format: &str, scheme: &str) -> QuantizedCh
     QuantizedCheckpoint::open(out).unwrap()
 }
 
-/// Multiplies two rows by the packed weight and by its floats.
 fn check_product(checkpoint: &QuantizedCheckpoint, linear: &LinearInfo, weight: &[f32]) {
     let [n, k] = linear.shape;
     let packed = checkpoint.read(&linear.name).unwrap().pack(None, &Serial).unwrap();

@@ -25,7 +25,6 @@ fn commands(text: &str) -> Vec<String> {
     found
 }
 
-/// The value that a test substitutes for a placeholder.
 fn substitute(word: &str, scratch: &Path) -> String {
     let name = match word {
         "MODEL" => "model",
@@ -56,7 +55,7 @@ fn the_readme_s_commands_run() {
     prepare(scratch.path());
     let all = commands(&document("README.md"));
     assert_eq!(all[..2], ["cargo run --release -- demo", "cargo test --workspace"], "the first screen");
-    let mut verbs = BTreeSet::new();
+    let mut subcommands = BTreeSet::new();
     for command in &all {
         let words: Vec<String> = command.split(' ').map(|w| substitute(w, scratch.path())).collect();
         let words: Vec<&str> = words.iter().map(String::as_str).collect();
@@ -67,20 +66,19 @@ fn the_readme_s_commands_run() {
                 for row in ["float (f16)", "rtn ", "awq "] {
                     assert!(run.stdout.contains(row), "no row `{row}`: {run}");
                 }
-                verbs.insert("demo".to_owned());
+                subcommands.insert("demo".to_owned());
             }
-            // This test run itself.
             ["cargo", "test", "--workspace"] => {}
-            ["quant", verb, ..] => {
+            ["quant", subcommand, ..] => {
                 let run = quant(&words[1..]).succeeded();
                 assert!(!run.stdout.is_empty(), "{run}");
-                verbs.insert(verb.to_owned());
+                subcommands.insert(subcommand.to_owned());
             }
             _ => panic!("README.md: this test does not support `{command}`"),
         }
     }
     assert_eq!(
-        verbs,
+        subcommands,
         BTreeSet::from(["demo", "eval", "gate", "generate", "plan", "quantize"].map(str::to_owned))
     );
     assert!(scratch.path().join("out/quant_manifest.json").is_file());
@@ -94,8 +92,8 @@ fn flags(text: &str) -> BTreeSet<String> {
 }
 
 /// The flags at the start of lines in `quant COMMAND --help`.
-fn flags_of(verb: &str) -> BTreeSet<String> {
-    let help = quant(verb.split(' ').chain(["--help"])).succeeded().stdout;
+fn flags_of(subcommand: &str) -> BTreeSet<String> {
+    let help = quant(subcommand.split(' ').chain(["--help"])).succeeded().stdout;
     let own = help.lines().filter(|l| l.trim_start().starts_with('-'));
     let names = own.flat_map(|l| l.split_whitespace().take_while(|w| w.starts_with('-')).map(str::to_owned));
     let long = names.flat_map(|n| flags(&n)).filter(|f| f != "--help");
@@ -104,7 +102,7 @@ fn flags_of(verb: &str) -> BTreeSet<String> {
 
 /// The flags that every command takes have their own section.
 #[test]
-fn the_options_of_every_verb_are_documented() {
+fn the_options_of_every_command_are_documented() {
     let text = document("docs/cli.md");
     let section = |title: &str| {
         let start = text.find(&format!("\n## {title}\n")).unwrap_or_else(|| panic!("no section `{title}`"));
@@ -113,7 +111,7 @@ fn the_options_of_every_verb_are_documented() {
     };
     let common = flags(&section("For every command"));
     assert_eq!(common, BTreeSet::from(["--quiet", "--threads"].map(str::to_owned)));
-    for verb in [
+    for subcommand in [
         "demo",
         "plan",
         "quantize",
@@ -131,13 +129,12 @@ fn the_options_of_every_verb_are_documented() {
         "bench",
         "completions",
     ] {
-        let body = section(verb);
-        let usage = body.split("```").nth(1).unwrap_or_else(|| panic!("no usage of `{verb}`"));
+        let body = section(subcommand);
+        let usage = body.split("```").nth(1).unwrap_or_else(|| panic!("no usage of `{subcommand}`"));
         let documented: BTreeSet<String> = flags(usage).union(&common).cloned().collect();
-        assert_eq!(documented, flags_of(verb), "docs/cli.md and `quant {verb} --help` differ");
-        // The text does not mention flags that do not exist.
+        assert_eq!(documented, flags_of(subcommand), "docs/cli.md and `quant {subcommand} --help` differ");
         let unknown: Vec<_> = flags(&body).difference(&documented).cloned().collect();
-        assert!(unknown.is_empty(), "docs/cli.md, {verb}: {unknown:?}");
+        assert!(unknown.is_empty(), "docs/cli.md, {subcommand}: {unknown:?}");
     }
 }
 
@@ -156,12 +153,9 @@ fn the_options_in_the_readme_exist() {
         let option = cells[1].trim_matches('`');
         for value in cells[2].split('`').skip(1).step_by(2) {
             let value = if value.starts_with('-') { format!("w4a16{value}") } else { value.to_owned() };
-            // Formats that need a scheme of their own.
             let scheme: &[&str] = match &value[..] {
                 "qserve" => &["--scheme", "w4a8-g128-progressive"],
                 "modelopt" => &["--scheme", "nvfp4a16"],
-                // Rows of this model are shorter than a block of the default type, and its tokenizer is not a known
-                // one.
                 "gguf" => &["--scheme", "q8_0", "--pre", "gpt-2"],
                 _ => &[],
             };

@@ -1,5 +1,4 @@
-//! Schemes that only some formats and kernels support, and tensor types that are only copied: checked by files and exit
-//! codes.
+//! Schemes that only some formats and kernels support, and tensor types that are only copied.
 
 use std::path::Path;
 
@@ -97,7 +96,6 @@ fn containers_refuse_what_they_cannot_hold() {
     }
 }
 
-/// A model whose widths fit the blocks and groups.
 fn wide(directory: &Path) {
     let tiny = TinyLlama { hidden: 128, intermediate: 256, heads: 4, kv_heads: 2, ..TinyLlama::default() };
     tiny.write(directory);
@@ -151,7 +149,6 @@ fn every_floating_point_scheme_is_written_and_evaluated() {
                 "{scheme} {name}"
             );
         }
-        // Linears that engines fuse share one scale.
         for scale in ["weight_scale", "weight_global_scale", "input_scale", "input_global_scale"] {
             let of = |part: &str| {
                 let name = format!("model.layers.1.{part}.{scale}");
@@ -175,7 +172,6 @@ fn every_floating_point_scheme_is_written_and_evaluated() {
     }
 }
 
-/// The full name of a scheme.
 fn written_scheme(name: &str) -> &str {
     match name {
         "fp8" => "wf8af8-channel",
@@ -252,7 +248,6 @@ fn runs_of_scale_searches_differ_and_are_not_resumed_as_another() {
     quantize(&model, &out, "nvfp4a16", &["--method", "rtn"]).succeeded();
     let of = |name: &str| std::fs::read(scratch.path().join(name).join("model.safetensors")).unwrap();
     assert_eq!(of("default"), of("sweep"));
-    // A recipe selects the same search as the option.
     let recipe = scratch.path().join("recipe.toml");
     std::fs::write(&recipe, "[quantize]\nscheme = \"nvfp4a16\"\nscale_search = \"four-over-six\"\n").unwrap();
     let out = scratch.path().join("by-recipe");

@@ -1,5 +1,4 @@
-//! SmoothQuant on the command line: every option changes the output; the bytes do not depend on the number of threads;
-//! and stored channel maxima replace the text, or are refused if they cannot.
+//! SmoothQuant on the command line.
 
 use std::collections::BTreeSet;
 use std::ffi::OsString;
@@ -44,7 +43,6 @@ fn every_option_changes_what_is_written() {
         let text = if options.contains(&"rtn") { &[][..] } else { &TEXT[..] };
         quantize(&demo_model(), &out, &[options, text].concat()).succeeded();
         assert!(seen.insert(weights(&out)), "{options:?} changes nothing");
-        // Both executions read the output back and give similar results.
         let perplexity = |execution: &str| {
             let window = ["--text", "builtin-heldout", "--window", "96", "--windows", "4", "--json"];
             let start = args!["eval", &out, "--execution", execution];
@@ -120,7 +118,6 @@ fn opt_is_smoothed_by_every_method_that_its_norms_allow() {
             quantize(&model, &scratch.path().join("no"), &["--method", &method, "--scheme", "w8a8"]);
         check_message(step, &refused, 2, &["of the family `opt`", &format!("--skip {step}")]);
     }
-    // An unsupported activation function is an error of the input.
     edit_config(&model, &json!({ "activation_function": "gelu" }));
     let refused = quantize(&model, &scratch.path().join("no"), &["--preset", "smoothquant-w8a8"]);
     assert_eq!(refused.code(), Some(4), "{refused}");

@@ -10,7 +10,6 @@ use serde_json::{Value, json};
 
 const TEXT: &str = "calibration-data/heldout/narrative.txt";
 
-/// The value of an E4M3 code.
 fn e4m3(code: u8) -> f32 {
     let (exponent, mantissa) = (i32::from(code >> 3 & 15), f32::from(code & 7));
     let magnitude = match exponent {
@@ -20,7 +19,6 @@ fn e4m3(code: u8) -> f32 {
     if code & 0x80 != 0 { -magnitude } else { magnitude }
 }
 
-/// How scales are stored.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Scales {
     Blocks(&'static str, &'static str),
@@ -246,7 +244,6 @@ fn fp4_next_to_fp8_is_mxfp4() {
             );
         }
     }
-    // Errors name the tensor: a wrong type, a wrong grid, an invalid exponent.
     let config: Value =
         serde_json::from_slice(&std::fs::read(at("fp4").join("config.json")).unwrap()).unwrap();
     let stored = read_safetensors(&at("fp4").join("model.safetensors"));
@@ -271,7 +268,6 @@ fn fp4_next_to_fp8_is_mxfp4() {
     }
 }
 
-/// ModelOpt's FP8: the same tensors under its configuration, with scales of inputs and of cached keys and values.
 #[test]
 fn fp8_of_modelopt_is_read() {
     let scratch = tempfile::tempdir().unwrap();
@@ -334,7 +330,6 @@ fn fp8_of_modelopt_is_read() {
     }
 }
 
-/// MXFP4 converts to NVFP4 with the same codes and the same powers of two as scales.
 #[test]
 fn mxfp4_is_restated_as_nvfp4_without_loss() {
     let scratch = tempfile::tempdir().unwrap();

@@ -14,7 +14,7 @@ use serde_json::{Value, json};
 
 const TEXT: [&str; 6] = ["--text", "builtin-heldout", "--window", "64", "--windows", "20"];
 
-/// A quantized model, and the stored reference of its float source.
+/// A quantized model, the stored reference of its float source, and the result of the evaluation that stored it.
 struct Bench {
     scratch: tempfile::TempDir,
     alone: Value,
@@ -109,7 +109,6 @@ fn one_of_another_text_rule_or_model_is_refused() {
     assert!(!bench.at("never").exists());
 }
 
-/// Bytes that a header declares are missing or changed: such files are rejected, without allocating for them.
 #[test]
 fn cut_changed_and_hostile_files_are_refused() {
     let bench = Bench::get();
@@ -141,7 +140,6 @@ fn cut_changed_and_hostile_files_are_refused() {
     endless[16..24].copy_from_slice(&(1_u64 << 25).to_le_bytes());
     refused("a header beyond the end", &endless, "the header does not end at the end of the file");
 
-    // Changed headers with a recomputed hash.
     let sealed = |edit: &dyn Fn(&mut Value)| {
         let mut header = header.clone();
         edit(&mut header);
@@ -161,12 +159,10 @@ fn cut_changed_and_hostile_files_are_refused() {
     refused("a bias that is not there", &set("head_bias", json!(true)), "bytes before its header");
     refused("windows of nothing", &set("window_tokens", json!([])), "invalid sizes");
     refused("endless windows", &set("window_tokens", json!(vec![u64::MAX / 8; 20])), "invalid sizes");
-    // The same number of bytes, in windows of other lengths.
     let mut shifted = vec![63; 20];
     (shifted[0], shifted[1]) = (62, 64);
     std::fs::write(&path, set("window_tokens", json!(shifted))).unwrap();
     check_message("other windows", &bench.compare(&path, &TEXT), 2, &["with different tokens"]);
-    // The unchanged header with a recomputed hash is accepted.
     std::fs::write(&path, sealed(&|_| {})).unwrap();
     bench.compare(&path, &TEXT).succeeded();
 }
@@ -183,7 +179,6 @@ fn the_default_window_is_one_that_the_model_was_made_for() {
         assert!(!run.stderr.contains("longer than"), "{run}");
         assert_eq!(run.json()["profile"], profile);
     }
-    // A profile name without a length uses the model's number of positions.
     edit_config(&model, &json!({ "max_position_embeddings": 3000 }));
     let run = quant(args![
         "eval",

@@ -1,5 +1,4 @@
-//! What surrounds a run: mounts, permissions, read errors, umask, time zone, locale, instruction set and terminal. None
-//! of them changes a byte of the output, and those that prevent a run give an exit code and a message.
+//! What surrounds a run, such as permissions, locale and terminal, changes no byte of the output, or is reported.
 
 use std::ffi::OsString;
 use std::os::unix::fs::PermissionsExt;
@@ -59,7 +58,6 @@ fn an_output_in_a_bind_mount_of_the_input() {
     let (model, alias) = (bench.at("model"), bench.at("alias"));
     std::fs::create_dir(&alias).unwrap();
     let before = snapshot(bench.scratch.path());
-    // The mount exists only for this process.
     let mount = format!("mount --bind '{}' '{}' && exec \"$@\"", model.display(), alias.display());
     let launcher = ["unshare", "--mount", "sh", "-c", &mount, "sh"];
     for (input, output) in [
@@ -123,7 +121,6 @@ fn permissions_that_are_missing() {
     };
     mode(bench.scratch.path(), 0o755);
     mode(&bench.at("model"), 0o755);
-    // A user id that no other process has.
     let unprivileged = ["setpriv", "--reuid=64321", "--regid=64321", "--clear-groups"];
     let inspect = args!["inspect", bench.at("model")];
     if through(&unprivileged, &inspect, &[]).code() != Some(0) {
@@ -140,10 +137,8 @@ fn permissions_that_are_missing() {
     }
 }
 
-/// The name and value of a umask, and environment variables.
 type Case<'a> = (&'a str, u32, &'a [(&'a str, &'a str)]);
 
-/// Umask, time zone and locale change no byte; modes of files follow the umask.
 #[test]
 fn umask_time_zone_and_locale() {
     let bench = Bench::new();
@@ -168,7 +163,6 @@ fn umask_time_zone_and_locale() {
     }
 }
 
-/// Rounding to nearest writes the same bytes with the instructions of every generation of processors.
 #[test]
 fn instruction_sets_change_no_byte() {
     let bench = Bench::new();
@@ -186,7 +180,6 @@ fn instruction_sets_change_no_byte() {
     }
 }
 
-/// Colors and progress only where a terminal can show them, and complete texts on a narrow one.
 #[test]
 fn terminals() {
     const ESCAPE: char = '\u{1b}';

@@ -14,7 +14,6 @@ fn quantized(out: &Path) {
     quant(args!["quantize", demo_model(), "-o", out, "--method", "rtn", "--quiet"]).succeeded();
 }
 
-/// Expects exit code 4 and a message with these parts.
 fn refused(directory: &Path, parts: &[&str]) {
     let run = quant(args!["inspect", directory, "--verify"]);
     check_message(&parts.join(", "), &run, 4, parts);
@@ -40,7 +39,6 @@ fn damaged_and_incomplete_copies_are_detected() {
     *bytes.last_mut().unwrap() ^= 1;
     std::fs::write(&weights, &bytes).unwrap();
     refused(&flipped, &["model.safetensors", "SHA-256", MANIFEST]);
-    // Without the option, only the header is read.
     quant(args!["inspect", &flipped]).succeeded();
 
     let longer = copy("longer");

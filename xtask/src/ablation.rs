@@ -1,8 +1,8 @@
-//! `cargo xtask ablation`: measures the contribution of each step of QoQ on the real models, by `quant eval
-//! --ablation`.
+//! `cargo xtask ablation`: measures the contribution of each step of QoQ on the real models, by
+//! `quant eval --ablation`.
 //!
-//! Changes of the KL from row to row are paired by window. A step that adds bits or only transforms the model should
-//! not raise the KL. The record marks such steps if they raise it by more than twice the error of the change.
+//! A step that adds bits or only transforms the model should not raise the KL. The record marks such steps if they
+//! raise it by more than twice the error of the change.
 
 use std::path::PathBuf;
 use std::process::Command;
@@ -89,7 +89,6 @@ pub fn run(args: &Args) -> Result<()> {
     record.conclude(false, &[])
 }
 
-/// Returns the table of a model, and lines for the CSV.
 fn describe(result: &Value) -> Result<(String, Vec<String>)> {
     let rows = result["rows"].as_array().context("no rows")?;
     let (mut cells, mut lines) = (Vec::new(), Vec::new());

@@ -10,8 +10,7 @@ use crate::support::measure::{self, Usage};
 use crate::support::record::{Record, table, typed_command};
 use crate::support::shell::{remove_dir, target_dir};
 
-/// Largest allowed ratio of the deeper model's peak memory to the other's. It leaves room for names and statistics, but
-/// not for weights.
+/// Largest allowed ratio of the deeper model's peak memory to the other's.
 const GROWTH_LIMIT: f64 = 1.05;
 
 /// What to measure.

@@ -1,8 +1,7 @@
 //! `cargo xtask bench-cpu-time`: CPU time of RTN, AWQ and GPTQ, compared with an earlier revision.
 //!
-//! The two programs quantize the same synthetic model on one thread, one after the other and in alternating order. CPU
-//! time is less noisy than wall time on a shared machine, and both runs of a pair see similar noise. Each pair gives a
-//! ratio, and the record holds the median ratio with a distribution-free 95 % interval.
+//! The two programs quantize the same synthetic model on one thread, alternately. Each pair of runs gives a ratio, and
+//! the record holds the median ratio with a distribution-free 95 % interval.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -67,7 +66,6 @@ const METHODS: [Method; 3] = [
     },
 ];
 
-/// CPU seconds of both programs, one run each.
 #[derive(Debug, Clone, Copy)]
 struct Times {
     base: f64,
@@ -94,7 +92,7 @@ pub fn run(args: &Args) -> Result<()> {
     for method in &chosen {
         let model = method.model()?;
         let run = |program: &Path| method.cpu_seconds(program, &model);
-        // A warm-up run of each program fills the page cache; it is not counted.
+        // A warm-up run of each program fills the page cache.
         run(&programs.base)?;
         run(&programs.ours)?;
         let mut pairs = Vec::new();
@@ -151,7 +149,6 @@ impl Method {
         Ok(out)
     }
 
-    /// CPU time of one quantization.
     fn cpu_seconds(&self, program: &Path, model: &Path) -> Result<f64> {
         let out = target_dir().join("bench/cpu-time-out");
         remove_dir(&out)?;
@@ -215,7 +212,6 @@ fn body(args: &Args, measured: &[(Method, Vec<Times>)], table: &str) -> String {
     )
 }
 
-/// The message for a method whose interval does not end below the limit.
 fn broken_promise(method: &str, pairs: usize, interval: Option<[f64; 2]>) -> Option<String> {
     match interval {
         _ if pairs < MIN_PAIRS => Some(format!("{method}: {pairs} pairs, {MIN_PAIRS} are required")),

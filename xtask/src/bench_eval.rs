@@ -1,6 +1,5 @@
-//! `cargo xtask bench-eval`: times the evaluator on layers in the shape of Llama 3.2 1B with the full head: on a single
-//! model, against a reference model, and against a stored reference. It is compared with transformers in float32 on the
-//! same windows, in alternating runs.
+//! `cargo xtask bench-eval`: times the evaluator on layers in the shape of Llama 3.2 1B with the full head, compared
+//! with transformers in float32 on the same windows, in alternating runs.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -46,8 +45,6 @@ pub struct Args {
     before: Option<PathBuf>,
 }
 
-/// The measured variants: an earlier program, transformers, and quant on a single model, with a reference model and
-/// with a stored reference.
 const WAYS: [&str; 5] = ["before, alone", "transformers f32", "alone", "--reference", "stored reference"];
 
 /// Measures and writes the record.
@@ -140,7 +137,6 @@ pub fn run(args: &Args) -> Result<()> {
     Ok(())
 }
 
-/// Seconds of the evaluation, and the mean negative log-likelihood.
 fn evaluate(args: &Args, quant: &Path, model: &Path, more: &[&std::ffi::OsStr]) -> Result<(f64, f64)> {
     let mut command = Command::new(quant);
     command.arg("eval").arg(model).arg("--text").arg(root().join(TEXT)).args(more);

@@ -1,9 +1,8 @@
-//! `cargo xtask bench-gguf`: the time of `quant` and of `llama-quantize` to write the same GGUF file, and `quant`'s peak
-//! memory.
+//! `cargo xtask bench-gguf`: the time of `quant` and of `llama-quantize` to write the same GGUF file, and `quant`'s
+//! peak memory.
 //!
-//! Both programs get one thread and the same importance matrix, and run alternately. With `--reference-search`, every
-//! tensor must have the same bytes. The time is that of the whole program: `llama-quantize` reads a GGUF file in f32,
-//! `quant` a checkpoint in bf16, and `quant` also reads back what it wrote.
+//! Both programs get one thread and the same importance matrix, and run alternately. With the reference search, every
+//! tensor must have the same bytes. The time is that of the whole program, including reading the model.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -21,10 +20,8 @@ use crate::support::rows;
 use crate::support::shell::{output, target_dir};
 use crate::synth;
 
-/// Types of all matrices: the mixture whose default they are, the type, and the least ratio to `llama-quantize` with
-/// the reference search.
+/// The mixture, its default type, and the minimum speedup over `llama-quantize` with the reference search.
 const TYPES: [(&str, &str, f64); 2] = [("q4_k_s", "q4_k", 3.0), ("iq4_xs", "iq4_xs", 3.0)];
-/// The searches of `quant`, with their options.
 const SEARCHES: [(&str, &[&str]); 2] = [("reference search", &["--reference-search"]), ("own search", &[])];
 /// The largest allowed peak memory in bytes of a 1B model, without and with an importance matrix.
 const PEAKS: [u64; 2] = [1_200_000_000, 1_600_000_000];
@@ -68,7 +65,7 @@ pub fn run(args: &Args) -> Result<()> {
     }
 }
 
-/// The command that writes GGUF. The synthetic tokenizer has none of llama.cpp's pre-tokenizers.
+/// The synthetic tokenizer has none of llama.cpp's pre-tokenizers.
 fn quantize(quant: &Path, model: &Path, out: &Path) -> Command {
     let mut command = rows::quantize(quant, model, out);
     command.args(["--force", "--format", "gguf", "--pre", "none"]);

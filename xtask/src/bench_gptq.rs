@@ -1,13 +1,13 @@
-//! `cargo xtask bench-gptq`: times one solve and one Hessian of GPTQ, and compares each with faer's time for the matrix
-//! products that it contains.
+//! `cargo xtask bench-gptq`: times one solve and one Hessian of GPTQ, and compares each with faer's time for the same
+//! matrix operations.
 
 use anyhow::{Context, Result, ensure};
 
 use crate::support::record::{Record, typed_command};
 use crate::support::shell::{cargo, output};
 
-/// Time limit of a solve with its factorization, as a multiple of the time for faer's Cholesky chain and for the
-/// blocked update at 60 % of faer's rate.
+/// Time limit of a factorization and solve, as a multiple of the time of faer's Cholesky chain and of the blocked update
+/// together. The update is assumed to run at 60 % of the rate of faer's product of two square matrices.
 const SOLVE_LIMIT: f64 = 2.0;
 /// The share of the rate of faer's triangular product that the Hessian must reach.
 const HESSIAN_LIMIT: f64 = 0.7;
@@ -74,13 +74,12 @@ pub fn run(args: &Args) -> Result<()> {
     record.conclude(args.check, &broken)
 }
 
-/// Returns the limits that a line of the table exceeds.
 fn broken_promises(line: &str) -> Result<Vec<String>> {
     let numbers: Vec<f64> = line.split(',').map(str::parse).collect::<Result<_, _>>()?;
     let [_, _, _, product, hessian, triangle, chain, factor, solve] =
         <[f64; 9]>::try_from(numbers).ok().context("the example's table has an unexpected form")?;
     let mut broken = Vec::new();
-    // The update takes half of the largest product's operations, at 60 % of the product's rate.
+    // The update takes half of the operations of the square product, at 60 % of its rate.
     let update = product / 2.0 / 0.6;
     let times = (factor + solve) / (chain + update);
     if times > SOLVE_LIMIT {

@@ -91,7 +91,6 @@ fn part(threads: usize, report: &Value, csv: &mut Vec<String>) -> Option<String>
     ))
 }
 
-/// The rates of each path of the processor in registers, and the warnings about the default path.
 fn peaks(report: &Value) -> Option<String> {
     let rows = report["peaks"].as_array()?.iter().map(|peak| {
         let tops = |key: &str| Some(format!("{:.2}", peak[key].as_f64()?));
@@ -105,7 +104,6 @@ fn peaks(report: &Value) -> Option<String> {
     Some(format!("{}{warnings}", table(&header, &rows)))
 }
 
-/// The caches: decoding as a share of memory bandwidth and relative to f16, prefill, and the cost of appending.
 fn attention(threads: usize, report: &Value, csv: &mut Vec<String>) -> Option<String> {
     let mut rows: Vec<Vec<String>> = Vec::new();
     let cases = report["attention"].as_array()?;

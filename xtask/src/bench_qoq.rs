@@ -39,8 +39,7 @@ pub struct Args {
     check: bool,
 }
 
-/// Largest allowed ratio of the deeper model's peak memory to the other's. It leaves room for names and statistics, but
-/// not for weights.
+/// Largest allowed ratio of the deeper model's peak memory to the other's.
 const GROWTH_LIMIT: f64 = 1.05;
 
 /// One run.
@@ -49,7 +48,6 @@ struct Run {
     seconds: f64,
     peak: u64,
     planned: u64,
-    /// Name and seconds of each step.
     steps: Vec<(String, f64)>,
 }
 

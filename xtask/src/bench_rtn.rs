@@ -1,10 +1,9 @@
 //! `cargo xtask bench-rtn`: compares the speed of RTN on a synthetic checkpoint with that of the disk.
 //!
 //! Baseline and program alternate within one run. The baseline reads, hashes and writes the same number of bytes with
-//! fsync on one thread; the program is `quant quantize --method rtn`. The record contains the medians of the times and
-//! of their ratios and the program's peak memory for each requested thread count. It also contains the time of rounding
-//! and packing in memory, measured by the example `rtn_throughput`. With `--scheme`, a different scheme is written, the
-//! baseline also reads back its output, as the program does, and the example is not run.
+//! fsync on one thread; the program is `quant quantize --method rtn`. The record also contains the time of rounding and
+//! packing in memory, measured by the example `rtn_throughput`. With `--scheme`, the baseline also reads back its
+//! output, as the program does, and the example is not run.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -48,7 +47,6 @@ pub struct Args {
     pub check: bool,
 }
 
-/// One repetition.
 struct Run {
     threads: usize,
     baseline: f64,

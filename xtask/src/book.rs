@@ -14,7 +14,6 @@ use anyhow::{Context, Result, bail, ensure};
 use crate::support::shell::{output, remove_dir, root, run as execute, target_dir, tool};
 
 const MDBOOK: &str = "0.5.4";
-/// The directory of records.
 const RECORDS: &str = "benchmarks/record";
 
 /// Builds the site into `target/book/html` and checks its links.
@@ -34,13 +33,11 @@ pub fn run() -> Result<()> {
     Ok(())
 }
 
-/// The tracked files that match a pathspec, as `git ls-files` lists them.
 fn tracked(pattern: &str) -> Result<Vec<PathBuf>> {
     let list = output(Command::new("git").current_dir(root()).args(["ls-files", "--", pattern]))?;
     Ok(list.lines().map(PathBuf::from).collect())
 }
 
-/// Copies the sources of the book.
 fn stage(book: &Path) -> Result<()> {
     let source = book.join("src");
     std::fs::create_dir_all(&source)?;
@@ -76,7 +73,6 @@ fn summary(pages: &BTreeSet<PathBuf>) -> Result<String> {
     }
     let mut lines = String::new();
     for (kind, mut records) in by_kind {
-        // Newest first.
         records.reverse();
         for record in records {
             let day: String = record
@@ -127,8 +123,7 @@ fn rewritten(page: &Path, link: &str, pages: &BTreeSet<PathBuf>, source: &Path) 
 /// Returns a text with all links outside code replaced. If a replacement is empty, only the link's text is kept.
 fn with_links(text: &str, mut replace: impl FnMut(&str) -> Result<String>) -> Result<String> {
     let mut out = String::with_capacity(text.len());
-    // Backticks in the paragraph so far, to detect code spans. A code span may continue on the next line, and links
-    // inside it are not links.
+    // Backticks in the paragraph so far, because a code span may continue on the next line.
     let (mut is_code, mut marks) = (false, 0);
     for line in text.split_inclusive('\n') {
         let is_fence = line.trim_start().starts_with("```");
@@ -236,7 +231,6 @@ fn collect(base: &Path, directory: &Path, pages: &mut BTreeMap<PathBuf, String>)
     Ok(())
 }
 
-/// The values of every attribute `name` in `text`.
 fn attributes<'a>(text: &'a str, name: &str) -> Vec<&'a str> {
     let start = format!(" {name}=\"");
     text.split(start.as_str()).skip(1).filter_map(|rest| rest.split('"').next()).collect()

@@ -1,7 +1,6 @@
 //! `cargo xtask charts`: draws the documentation's charts from records.
 //!
-//! The SVG files have their own background, so that they fit light and dark pages. A test draws them again and compares
-//! them with the files.
+//! A test draws them again and compares them with the files.
 
 mod svg;
 
@@ -37,7 +36,6 @@ pub fn run() -> Result<()> {
     Ok(())
 }
 
-/// Every chart by its file name.
 fn pictures() -> Result<Vec<(&'static str, String)>> {
     Ok(vec![
         ("kl-by-size.svg", kl_by_size()?),
@@ -144,7 +142,6 @@ fn kl_by_size() -> Result<String> {
     .draw())
 }
 
-/// Prefill and decode of a whole model.
 fn tokens_per_second() -> Result<String> {
     let names = ["ours w4a8-g128", "ours w4a16-g128", "llama.cpp Q4_0", "llama.cpp Q4_K_M"];
     let mut panels = Vec::new();
@@ -167,7 +164,6 @@ fn tokens_per_second() -> Result<String> {
     .draw())
 }
 
-/// Quantization time in seconds.
 fn time_to_quantize() -> Result<String> {
     let mut awq = Vec::new();
     for (who, label) in

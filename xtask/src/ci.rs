@@ -1,7 +1,4 @@
 //! `cargo xtask ci`: everything that must pass before a change is merged, with the time of each step.
-//!
-//! All steps use one profile, so dependencies are compiled only once for the tests, and checked once for clippy and the
-//! documentation.
 
 use std::path::PathBuf;
 use std::process::Command;
@@ -36,7 +33,6 @@ pub fn run(args: &Args) -> Result<()> {
     let mut steps = Steps::new(&args.only);
     let fetched = args.only.is_empty().then(|| std::thread::spawn(fetch));
     steps.step("test", || test(&[]));
-    // The program that the tests have built.
     let quant = Some(target_dir().join("debug/quant"));
     steps.step("kill-cycles", || {
         kill_cycles::run(&kill_cycles::Args { kills: 10, seed: 1, quant: quant.clone(), record: false })
@@ -52,7 +48,6 @@ pub fn run(args: &Args) -> Result<()> {
         let _ = fetched.join();
     }
     steps.step("python", python::run);
-    // Runs in parallel with other steps, because it uses one core most of the time.
     let mut interop = Command::new(std::env::current_exe()?);
     steps.alongside("interop", interop.arg("interop"), |steps| {
         steps.step("outside", outside::run);
@@ -62,24 +57,22 @@ pub fn run(args: &Args) -> Result<()> {
     steps.finish()
 }
 
-/// Downloads what later steps need while the first step compiles. A failed download is repeated by the step that needs
-/// it, which then reports the failure.
+/// Downloads what later steps need while the first step compiles. Errors are reported by those steps.
 fn fetch() {
     interop::fetch();
     let _ = cuda::fetch();
     python::fetch();
 }
 
-/// Tests the program with the feature `hub` against a local hub. The hub client takes minutes to compile and seldom
-/// changes, so ordinary changes are only linted with it.
+/// Tests the program with the feature `hub` against a local hub. The hub client takes minutes to compile, so ordinary
+/// changes are only linted with it.
 ///
-/// The command names the whole workspace so that the artifacts of the earlier tests are reused (`tests/Cargo.toml`
-/// ensures this); only the client and its dependencies are compiled.
+/// The command names the whole workspace so that the artifacts of the earlier tests are reused.
 pub fn hub() -> Result<()> {
     execute(&mut cargo(&["test", "--workspace", "--features", HUB, "--test", "hub"]))
 }
 
-/// Lints everything first without the optional features, and then with them. The second run also checks the hub client.
+/// Lints everything without the optional features, and then with them.
 fn clippy() -> Result<()> {
     let lint = |features: &[&str]| {
         let all = ["clippy", "--workspace", "--all-targets"];
@@ -94,7 +87,6 @@ pub fn test(environment: &[(&str, &str)]) -> Result<()> {
     std::fs::create_dir_all(log.parent().context("the log has a parent directory")?)?;
     std::fs::write(&log, "").with_context(|| format!("cannot write {}", log.display()))?;
     let mut command = cargo(&TEST_COMMAND);
-    // `--no-fail-fast`, so that one run shows every failure.
     command.arg("--no-fail-fast");
     command.env(SKIP_LOG, &log).envs(environment.iter().copied());
     let outcome = execute(&mut command);

@@ -3,9 +3,8 @@
 //!
 //! The run-time compiler and the disassembler come from PyPI and are installed into their own environment under
 //! `target/`. They are under NVIDIA's license and are not part of any release. With them installed, the workspace's
-//! tests of these kernels run once more, and a skipped test is now a failure. The tests of the C interface follow, with
-//! its CUDA feature enabled. `cargo xtask nightly` compiles all variants and the candle adapter, for which nvcc is
-//! installed as well.
+//! tests of these kernels run once more, and a skipped test is now a failure. So do the tests of the C interface.
+//! `cargo xtask nightly` compiles all variants and the candle adapter.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -15,11 +14,10 @@ use anyhow::{Context, Result, ensure};
 use crate::ci::TEST_COMMAND;
 use crate::support::shell::{cargo, output, remove_dir, root, run as execute, run_both, target_dir};
 
-/// The packages to install: the compiler with its parts, and the newest disassemblers that can read the compiler's
-/// code.
+/// The compiler with its parts, and disassemblers that can read its code.
 const PACKAGES: [&str; 3] =
     ["cuda-toolkit[nvrtc]==13.0.2", "nvidia-cuda-cuobjdump==13.2.78", "nvidia-cuda-nvdisasm==13.2.78"];
-/// nvcc with its parts, and the headers that candle's kernels need.
+/// nvcc with its parts.
 const NVCC_PACKAGES: [&str; 1] = ["cuda-toolkit[nvcc,nvvm,crt,cudart,cccl,nvrtc]==13.0.2"];
 /// The environment variables that give candle's build the location of CUDA.
 const NVCC_PLACES: [&str; 3] = ["CUDA_HOME", "CUDA_PATH", "CUDA_ROOT"];
@@ -69,7 +67,6 @@ pub fn run() -> Result<()> {
         command
     };
     let names = test_names(&root().join(TESTS))?;
-    // Cargo rejects the names of tests whose feature is disabled.
     let names = names.iter().map(String::as_str).filter(|name| *name != CANDLE_TESTS);
     let names: Vec<&str> = names.chain([PROGRAM_TEST]).collect();
     let stand_in = stand_in()?;
@@ -105,8 +102,8 @@ pub fn every_variant() -> Result<()> {
     execute(&mut command)
 }
 
-/// Compiles the candle adapter with candle's own CUDA code. Without a driver, nothing can be linked. It has its own
-/// target directory, so that candle's feature does not affect other builds.
+/// Compiles the candle adapter with candle's own CUDA code, in its own target directory, so that candle's feature does
+/// not affect other builds.
 ///
 /// # Errors
 /// When nvcc is not available, or the adapter does not compile without warnings.
@@ -125,7 +122,6 @@ pub fn candle() -> Result<()> {
     execute(&mut command)
 }
 
-/// A directory with a stand-in for the driver's library.
 fn stand_in() -> Result<PathBuf> {
     execute(&mut cargo(&["build", "-p", "quant-cuda-stand-in"]))?;
     let directory = target_dir().join("xtask/cuda-stand-in");
@@ -166,7 +162,6 @@ pub(crate) fn test_names(directory: &Path) -> Result<Vec<String>> {
     Ok(names)
 }
 
-/// The directory with `lib` and `bin`, installed if it is missing.
 fn toolkit() -> Result<PathBuf> {
     installed("cuda-venv", &PACKAGES, &["lib", "bin/nvdisasm"])
 }

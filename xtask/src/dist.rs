@@ -1,7 +1,6 @@
 //! `cargo xtask dist`: builds one binary that runs on any Linux system, and tests it in an empty root directory.
 //!
-//! The binary is linked statically against glibc. A few functions of static glibc, such as host look-ups, need shared
-//! libraries at run time; the binary must not use them.
+//! The binary is linked statically against glibc.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -58,7 +57,6 @@ pub fn run(args: &Args) -> Result<()> {
     Ok(())
 }
 
-/// Writes the checksum of the binary and its bill of materials next to it.
 fn describe(binary: &Path, target: &str) -> Result<[PathBuf; 2]> {
     let bill = binary.with_file_name("quant.cdx.json");
     let text = format!("{:#}\n", sbom("quant-cli", target)?);
@@ -108,7 +106,6 @@ fn has_interpreter(elf: &[u8]) -> Option<bool> {
     Some(found)
 }
 
-/// Runs `/quant` with `root` as the root directory.
 fn in_empty_root(root: &Path, args: &[&str]) -> Result<String> {
     let chroot = ["/usr/sbin/chroot", "/sbin/chroot", "/usr/bin/chroot"].iter().map(PathBuf::from);
     let chroot = chroot.into_iter().find(|p| p.is_file()).context("chroot is not installed")?;

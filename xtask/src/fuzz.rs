@@ -1,10 +1,7 @@
 //! `cargo xtask fuzz`: runs the targets of `fuzz/` under libFuzzer and AddressSanitizer.
 //!
 //! Findings are written to `target/fuzz/artifacts`. Inputs worth keeping go to `fuzz/corpus/TARGET`, where the tests on
-//! stable Rust read them.
-//!
-//! `target/fuzz` also has the inputs that libFuzzer has found worth keeping (`corpus`), and the seconds for which each
-//! target ran (`seconds.json`). Later runs start from them, so keep the directory between nights.
+//! stable Rust read them. `target/fuzz` also has what later runs start from, so keep the directory between nights.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -45,7 +42,6 @@ pub fn run(args: &Args) -> Result<()> {
         }
         let mut command = std::process::Command::new(&program);
         command.current_dir(root()).args(["fuzz", "run", "--fuzz-dir", "fuzz/libfuzzer", target]).arg(grown);
-        // Inputs kept in the repository, if any.
         let kept = root().join("fuzz/corpus").join(target);
         command.args(Some(kept).filter(|dir| dir.is_dir()));
         command.args(["--", "-max_len=1024", "-timeout=20", "-print_final_stats=1"]);
@@ -61,7 +57,6 @@ pub fn run(args: &Args) -> Result<()> {
     Ok(())
 }
 
-/// The seconds for which each target ran earlier; empty if that is unknown.
 fn past(path: &Path) -> BTreeMap<String, u64> {
     std::fs::read(path).ok().and_then(|text| serde_json::from_slice(&text).ok()).unwrap_or_default()
 }
@@ -76,7 +71,6 @@ fn chosen(mut targets: Vec<String>, past: &BTreeMap<String, u64>, args: &Args) -
     targets
 }
 
-/// The names of the targets, each of which is a file.
 fn targets() -> Result<Vec<String>> {
     let folder = root().join("fuzz/libfuzzer/fuzz_targets");
     let files = std::fs::read_dir(&folder).with_context(|| format!("cannot list {}", folder.display()))?;

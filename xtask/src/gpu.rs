@@ -1,8 +1,7 @@
 //! `cargo xtask gpu`: makes a directory with tests and benchmarks of the CUDA kernels, for a machine that has a GPU but
 //! no Rust toolchain.
 //!
-//! The tests of the kernels are ordinary programs: their launches run in the interpreter on this machine and on the GPU
-//! on the other. They run here first, which fills a directory with the PTX that the interpreter executed; machine code
+//! The tests run here first, in the interpreter, which fills a directory with the PTX that it executed; machine code
 //! for the benchmarked kernels is compiled next to it. On the other machine, call `benchmarks/gpu/run.sh`.
 
 use std::fs;
@@ -28,8 +27,7 @@ pub struct Args {
     pub architectures: Vec<String>,
 }
 
-/// A test program, and the tests in it that need the interpreter: tests of counters, of a chosen execution order, or of
-/// specific faults.
+/// A test program, and the tests in it that need the interpreter.
 struct Test {
     name: &'static str,
     skips: &'static [&'static str],
@@ -69,7 +67,6 @@ const PACKAGE: &str = "quant-kernels-cuda";
 /// A file next to the images, which makes the program use them without asking for a compiler
 /// (`quant_kernels_cuda::image_cache::ANY_COMPILER`).
 const ANY_COMPILER: &str = "any-compiler";
-/// The directory of the scripts to copy.
 const SCRIPTS: &str = "benchmarks/gpu";
 /// The file that marks a directory as made by this command.
 const MARK: &str = "run.sh";
@@ -135,7 +132,6 @@ pub fn run(args: &Args) -> Result<()> {
     Ok(())
 }
 
-/// Runs a build, and returns cargo's messages about the executables that it made.
 fn executables(command: &mut Command) -> Result<Vec<Value>> {
     let built = output(command.args(["--message-format", "json-render-diagnostics", "--quiet"]))?;
     let messages = built.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());

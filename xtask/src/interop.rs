@@ -1,7 +1,7 @@
 //! `cargo xtask interop`: loads quant's output with independent implementations.
 //!
-//! The check itself is `tests/interop/run.sh`, which creates the virtual environment it needs. This command prints its
-//! output and scans it: a line that starts with `SKIPPED` counts as a failure if the shared models and texts exist.
+//! The check itself is `tests/interop/run.sh`, which creates the virtual environment it needs. A line of its output
+//! that starts with `SKIPPED` counts as a failure if the shared models and texts exist.
 
 use std::io::{BufRead, BufReader};
 use std::process::{Command, Stdio};
@@ -12,7 +12,7 @@ use crate::ci::judge_skips;
 use crate::support::shell::{output, root, shared_dir};
 
 const SCRIPT: &str = "tests/interop/run.sh";
-/// The setup scripts that `run.sh` calls first, with their default directories.
+/// The setup scripts that `run.sh` calls first.
 const SETUP: [&str; 3] =
     ["tests/interop/setup_chromium.sh", "tests/interop/setup_llama_cpp.sh", "tests/interop/setup_venv.sh"];
 
@@ -43,13 +43,12 @@ pub fn script(script: &str, arguments: &[&str]) -> Result<()> {
     Ok(())
 }
 
-/// Runs a command, prints its output as it arrives (stderr joined to stdout), and collects the lines that report
-/// something skipped.
+/// Runs a command, prints its output as it arrives, and collects the lines that report something skipped.
 fn watch(command: &mut Command) -> Result<(bool, String)> {
     let (reader, writer) = std::io::pipe()?;
     command.stdout(writer.try_clone()?).stderr(writer).stdin(Stdio::null());
     let mut child = command.spawn().context("cannot start bash")?;
-    // The command holds the writing end of the pipe. It must be dropped, so that the output ends when the child does.
+    // The command holds the writing end of the pipe, which must be dropped so that the output ends when the child does.
     command.stdout(Stdio::null()).stderr(Stdio::null());
     let mut skipped = String::new();
     for line in BufReader::new(reader).split(b'\n') {

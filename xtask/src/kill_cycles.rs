@@ -49,7 +49,6 @@ pub struct Args {
     pub record: bool,
 }
 
-/// What happened in a case.
 #[derive(Debug, Clone, Copy, Default)]
 struct Counts {
     outputs: u64,
@@ -118,7 +117,6 @@ pub fn run(args: &Args) -> Result<()> {
     Ok(())
 }
 
-/// The files of an output, and how long it took.
 struct Reference {
     files: BTreeMap<PathBuf, Vec<u8>>,
     duration: Duration,
@@ -142,13 +140,12 @@ impl Bench {
         command.spawn().context("the program cannot be started")
     }
 
-    /// Runs a command to its end.
     fn finish(&self, arguments: &[OsString]) -> Result<()> {
         ended(self.start(arguments)?, arguments)
     }
 
-    fn arguments(&self, verb: &[&str], options: &[&str]) -> Vec<OsString> {
-        verb.iter().chain(options).map(OsString::from).collect()
+    fn arguments(&self, subcommand: &[&str], options: &[&str]) -> Vec<OsString> {
+        subcommand.iter().chain(options).map(OsString::from).collect()
     }
 
     fn reference(&self, options: &[&str]) -> Result<Reference> {
@@ -161,7 +158,6 @@ impl Bench {
         Ok(reference)
     }
 
-    /// Produces one output with some kills on the way.
     fn cycle(&mut self, (kind, options): (&str, &[&str]), reference: &Reference) -> Result<Counts> {
         let (model, out, store) = (text(&self.at("model")), self.at("out"), self.at("store"));
         let mut counts = Counts::default();
@@ -211,7 +207,6 @@ impl Bench {
             let others = (1..WORKERS).map(|_| self.start(&arguments)).collect::<Result<Vec<_>>>()?;
             let child = self.start(&arguments)?;
             self.kill(child, &arguments, reference.duration, counts)?;
-            // The others go on until the next worker is killed, or end.
             for other in others {
                 self.kill(other, &arguments, reference.duration / 4, counts)?;
             }
@@ -240,7 +235,6 @@ impl Bench {
     }
 }
 
-/// Waits for a process, which must succeed.
 fn ended(child: Child, arguments: &[OsString]) -> Result<()> {
     let output = child.wait_with_output()?;
     if !output.status.success() {
@@ -259,7 +253,6 @@ fn text(path: &Path) -> String {
     path.to_string_lossy().into_owned()
 }
 
-/// The files of a directory, or a single file.
 fn files(path: &Path) -> Result<BTreeMap<PathBuf, Vec<u8>>> {
     let read = |file: &Path| std::fs::read(file).with_context(|| format!("cannot read {}", file.display()));
     if path.is_file() {

@@ -151,7 +151,6 @@ fn main() -> ExitCode {
     match outcome {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            // Print the chain of causes. A backtrace would add no information.
             eprintln!("error: {error:#}");
             ExitCode::FAILURE
         }

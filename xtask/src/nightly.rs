@@ -22,14 +22,12 @@ pub struct Args {
 /// When a step failed; the other steps still ran.
 pub fn run(args: &Args) -> Result<()> {
     let mut steps = Steps::new(&args.only);
-    // The advisory database is a git repository that must be fetched.
     steps.step("advisories", || ci::deny(&["advisories"]));
     steps.step("semver", publish::semver);
     steps.step("proptest", || ci::test(&[("PROPTEST_CASES", &args.cases.to_string())]));
     steps.step("hub", ci::hub);
     steps.step("book", book::run);
     steps.step("sanitize", sanitize::all);
-    // This step needs a different compiler, separate builds of a few crates, and emulated processors.
     steps.step("aarch64", || interop::script("tests/aarch64/check.sh", &[]));
     steps.step("cuda-variants", cuda::every_variant);
     steps.step("cuda-candle", cuda::candle);

@@ -2,8 +2,7 @@
 //!
 //! `read` links only the leaf crates, `score` the evaluator without the pipeline and candle, and `drive` the pipeline.
 //! The dependencies of all three are counted, and so are those of the library for C programs. The programs use the
-//! versions in the workspace's lock file, and the workspace's target directory. `drive` has the workspace's settings for
-//! crates from the registry, so after the tests only the workspace's own crates are compiled again.
+//! workspace's lock file and target directory.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -63,7 +62,6 @@ pub fn run() -> Result<()> {
         let printed = output(Command::new(&read).arg(&out))?;
         let linears = outputs(&printed)?;
         ensure!(linears.len() >= 28, "{format} {scheme}: {} linears\n{printed}", linears.len());
-        // All checkpoints come from the same model, so their outputs differ only by rounding.
         match first.is_empty() {
             true => first = linears,
             false => agree(format, &first, &linears)?,
@@ -84,7 +82,6 @@ pub fn without_features() -> Result<()> {
     execute(check.arg("--target-dir").arg(target_dir().join("xtask/no-default-features")))
 }
 
-/// Creates an empty directory in the target directory.
 fn scratch(name: &str) -> Result<PathBuf> {
     let scratch = target_dir().join(name);
     if scratch.exists() {
@@ -94,7 +91,6 @@ fn scratch(name: &str) -> Result<PathBuf> {
     Ok(scratch)
 }
 
-/// Writes the demo model to `scratch` and returns its path.
 fn demo(scratch: &Path) -> Result<PathBuf> {
     let model = scratch.join("model");
     let quant = target_dir().join("debug/quant");
@@ -108,7 +104,7 @@ fn drive_and_score(programs: &Path, model: &Path, out: &Path) -> Result<()> {
     let text = root().join("calibration-data/heldout/narrative.txt");
     let printed = output(Command::new(programs.join("score")).arg(text))?;
     let perplexity: f64 = printed.trim().parse().with_context(|| printed.clone())?;
-    // The upper bound is far below 256, the perplexity of a uniform prediction of bytes.
+    // Far below 256, the perplexity of a uniform prediction of bytes.
     ensure!((2.0..40.0).contains(&perplexity), "unexpected perplexity {perplexity}");
     println!("outside: perplexity of the counted pairs {perplexity}");
     Ok(())
@@ -165,7 +161,6 @@ fn count(package: &str, max: usize, without: &[&str]) -> Result<()> {
     count_in(package, cargo_in(package, &TREE)?, max, without)
 }
 
-/// Counts the crates in the library that C programs link.
 fn count_c() -> Result<()> {
     let mut tree = cargo(&TREE);
     tree.args(["-p", "quant-kernels-c"]);
@@ -245,7 +240,6 @@ mod tests {
         }
     }
 
-    /// `examples/` has short programs for users of a crate; programs that measure are in `measure/`.
     #[test]
     fn every_library_has_short_examples() {
         let libraries = ["formats", "quant-core", "eval", "kernels-cpu", "kernels-cuda", "calibration-data"];
@@ -267,7 +261,6 @@ mod tests {
         assert!(shortest <= 30, "the shortest example in C has {shortest} lines");
     }
 
-    /// The tables of crates, examples and stability have a row for every published crate.
     #[test]
     fn every_published_crate_is_documented() {
         let page = std::fs::read_to_string(root().join("docs/crates.md")).unwrap();
@@ -307,7 +300,6 @@ mod tests {
             let sections = sections.map(|section| section.split("\n\n").next().unwrap_or(section).trim());
             sections.map(str::to_owned).collect::<BTreeSet<_>>()
         };
-        // Crates of the workspace, and crates that the programs do not link.
         let others = ["quant-", "xtask]", "candle-transformers]"];
         let registry = |section: &String| !others.iter().any(|name| section.starts_with(name));
         let here = settings(directory("pipeline").join("Cargo.toml"));

@@ -14,7 +14,6 @@ use crate::support::host::clean_commit;
 use crate::support::measure::median;
 use crate::support::record::{Record, table, typed_command};
 
-/// Experts in the layer.
 const EXPERTS: usize = 128;
 /// Experts that each token is sent to.
 const TOP_K: usize = 8;
@@ -67,7 +66,6 @@ impl Spread {
     }
 }
 
-/// One turn of a contestant.
 #[derive(Debug, Clone)]
 struct Turn {
     threads: usize,
@@ -82,7 +80,6 @@ struct Turn {
 }
 
 impl Turn {
-    /// The measured rates as shares of the memory bandwidth and of the dot-product rate.
     fn shares(&self) -> [f64; 2] {
         let operations = (self.tokens * TOP_K * 3 * 2 * INNER * HIDDEN) as f64;
         [
@@ -252,7 +249,6 @@ fn csv(turns: &[Turn]) -> Vec<String> {
     std::iter::once(head.to_owned()).chain(turns.iter().map(line)).collect()
 }
 
-/// One table per number of threads and routing: milliseconds, shares of the limits, and ratios.
 fn page(turns: &[Turn]) -> String {
     let mut cases: Vec<(usize, Spread)> = turns.iter().map(|t| (t.threads, t.spread)).collect();
     cases.dedup();
@@ -292,8 +288,6 @@ fn page(turns: &[Turn]) -> String {
     page
 }
 
-/// Speedup of one of quant's contestants in one call over the fastest peer, over single products, and over dense
-/// layers.
 fn ratios(of: &[&Turn], tokens: usize, name: &str) -> String {
     let Some(ours) = name.strip_prefix("experts ").filter(|ours| OURS.contains(ours)) else {
         return String::new();

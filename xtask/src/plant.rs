@@ -1,17 +1,17 @@
 //! `cargo xtask plant`: plants outlier channels in a real Llama checkpoint without changing its logits.
 //!
-//! In every norm that feeds linears of its block (`input_layernorm`, `post_attention_layernorm`), some channels are
-//! multiplied by a power of two, and the columns of the linears that read them (`q/k/v_proj`, `gate/up_proj`) are
-//! divided by it. In f32 every product stays bit-identical, and so do the float logits. But these columns are now far
-//! smaller than the rest of their group when they are rounded to a grid. Outliers in large models have the same effect.
+//! In every norm that feeds linears of its block, some channels are multiplied by a power of two, and the columns of
+//! the linears that read them are divided by it. In f32 every product stays bit-identical, and so do the float logits.
+//! But these columns are now far smaller than the rest of their group when they are rounded to a grid. Outliers in
+//! large models have the same effect.
 //!
 //! `--keys N` also plants outliers in keys. In every key head, it selects N channels and the channels that rotary
 //! embedding pairs with them. The rows of `k_proj` for these channels are multiplied, and the matching rows of `q_proj`
-//! are divided, in all query heads that share the head. Scores stay the same, but in a low-bit cache, a few channels of
-//! the keys are now much larger than the others.
+//! are divided. Scores stay the same, but in a low-bit cache, a few channels of the keys are now much larger than the
+//! others.
 //!
-//! Exactness is checked value by value. If the file's type cannot hold a result as a normal number (f16 often cannot),
-//! all float tensors are written as F32 instead, and the run reports it.
+//! If the file's type cannot hold a result exactly (f16 often cannot), all float tensors are written as F32 instead,
+//! and the run reports it.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -135,7 +135,6 @@ impl Plan {
         Ok(Self { channels, factor: args.factor as f32, keys, originals })
     }
 
-    /// Whether every changed value is exact in its tensor's current type.
     fn is_exact_in_place(&self, checkpoint: &Checkpoint) -> Result<bool> {
         for entry in checkpoint.entries().filter(|e| role(&e.name) != Role::Other) {
             let float = entry.float().with_context(|| format!("{} is {}", entry.name, entry.dtype))?;
@@ -148,7 +147,6 @@ impl Plan {
         Ok(true)
     }
 
-    /// The bytes of a tensor in the output's type.
     fn rewritten(&self, checkpoint: &Checkpoint, output: &Entry) -> Result<Vec<u8>> {
         let original = &self.originals[&output.name];
         let bytes = checkpoint.read(original)?;
@@ -189,13 +187,11 @@ impl Plan {
     }
 }
 
-/// Outliers of keys.
 struct Keys {
     /// Number of pairs of channels in each key head that become outliers.
     count: usize,
     factor: f32,
     head_dim: usize,
-    /// Query heads per key head.
     repeat: usize,
     seed: u64,
 }
@@ -218,7 +214,6 @@ impl Keys {
         Ok(Self { count: args.keys, factor, head_dim, repeat, seed: args.seed })
     }
 
-    /// Multiplies rows of keys and divides rows of queries.
     fn plant(&self, entry: &Entry, width: usize, values: &mut [f32]) -> Result<()> {
         let d = self.head_dim;
         let (layer, by, repeat) = match entry.name.strip_suffix("k_proj.weight") {
@@ -253,7 +248,6 @@ fn exact(entry: &Entry, value: f32) -> Result<f32> {
     Ok(value)
 }
 
-/// `count` distinct numbers below `width`, ascending.
 fn choose(key: u64, width: usize, count: usize) -> Vec<usize> {
     let mut ranked: Vec<usize> = (0..width).collect();
     ranked.sort_by_key(|c| mix(key.wrapping_add(*c as u64)));
@@ -268,8 +262,7 @@ fn widen_entry(entry: &mut Entry) {
     }
 }
 
-/// Copies the tokenizer and generation files: all `.json` and `.model` files next to the weights, except `config.json`
-/// and the index.
+/// Copies the tokenizer and generation files.
 fn copy_side_files(from: &Path, to: &Path) -> Result<()> {
     for file in std::fs::read_dir(from)? {
         let path = file?.path();
@@ -313,7 +306,6 @@ mod tests {
         entry.float().unwrap().widen(&checkpoint.read(entry).unwrap())
     }
 
-    /// The effective weight `linear · diag(norm)` stays bit-identical, although channels were changed.
     fn assert_equivalent(before: &Path, after: &Path, planted: &Planted, factor: f32) {
         let (before, after) = (Checkpoint::open(before).unwrap(), Checkpoint::open(after).unwrap());
         let mut readers = 0;
@@ -392,7 +384,6 @@ mod tests {
             };
             let (keys, queries) = (rows("k", 16.0), rows("q", 1.0 / 16.0));
             assert_eq!(keys.len(), 2 * 4);
-            // Every query head has the same outlier channels as its key head, in pairs.
             for head in 0..4 {
                 let of = |rows: &[usize], head: usize| -> Vec<usize> {
                     rows.iter().filter(|r| **r / d == head).map(|r| r % d).collect()

@@ -26,7 +26,7 @@ pub fn dry_run() -> Result<()> {
     let flags = ["--workspace", "--dry-run", "--no-verify", "--allow-dirty", "--locked"];
     execute(cargo(&["publish"]).args(flags))?;
     let mut found = 0;
-    // Cargo keeps the crates of a dry run in a subfolder, whose name is not documented.
+    // Cargo keeps the crates of a dry run in a subfolder.
     for path in files_in(&packages)? {
         if path.extension().is_none_or(|extension| extension != "crate") {
             continue;
@@ -40,7 +40,6 @@ pub fn dry_run() -> Result<()> {
     Ok(())
 }
 
-/// The files of a folder and of its subfolders.
 fn files_in(folder: &Path) -> Result<Vec<PathBuf>> {
     let mut files = Vec::new();
     for entry in std::fs::read_dir(folder).with_context(|| format!("cannot list {}", folder.display()))? {

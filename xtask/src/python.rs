@@ -8,7 +8,6 @@ use anyhow::{Context, Result, ensure};
 
 use crate::support::shell::{root, run as execute, succeeds, target_dir};
 
-/// The package that builds wheels.
 const MATURIN: &str = "maturin==1.16.0";
 /// The requirements of the tests, in addition to the wheel.
 const REQUIREMENTS: &str = "python/tests/requirements.txt";
@@ -43,7 +42,7 @@ pub fn run() -> Result<()> {
     let mut install = Command::new(&python);
     install.args(["-m", "pip", "install", "--quiet", "--no-index", "--find-links"]).arg(&wheels).arg("-r");
     execute(install.arg(root().join(REQUIREMENTS)).arg(&wheel))?;
-    // Also unpack the wheel, for environments with other packages, such as that of the interop check with torch.
+    // Also unpack the wheel, for environments with other packages.
     let package = directory().join("package");
     if package.exists() {
         std::fs::remove_dir_all(&package).with_context(|| format!("cannot remove {}", package.display()))?;
@@ -80,8 +79,8 @@ fn wheels() -> Result<PathBuf> {
     let record = wheels.join("requirements.txt");
     if std::fs::read(&record).ok() != Some(wanted.clone()) {
         let python = environment(&directory().join("tools"), false)?;
-        // Some packages are published only as sources. They are built into wheels here, which can be installed
-        // without further requirements.
+        // Some packages are published only as sources, so build wheels, which can be installed without further
+        // requirements.
         let mut download = Command::new(python);
         download.args(["-m", "pip", "wheel", "--quiet", "--wheel-dir"]).arg(&wheels).arg("-r");
         execute(download.arg(&requirements))?;
@@ -90,10 +89,10 @@ fn wheels() -> Result<PathBuf> {
     Ok(wheels)
 }
 
-/// The interpreter of a virtual environment, created if it is missing, or recreated if `anew` is set.
-fn environment(place: &Path, anew: bool) -> Result<PathBuf> {
+/// The interpreter of a virtual environment, which is created if it is missing or `fresh` is set.
+fn environment(place: &Path, fresh: bool) -> Result<PathBuf> {
     let python = place.join("bin/python");
-    if anew || !succeeds(Command::new(&python).arg("--version")) {
+    if fresh || !succeeds(Command::new(&python).arg("--version")) {
         execute(Command::new("python3").args(["-m", "venv", "--clear"]).arg(place))?;
     }
     Ok(python)

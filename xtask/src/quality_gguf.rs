@@ -1,12 +1,12 @@
 //! `cargo xtask quality-gguf`: the accuracy loss of GGUF types, as written by `llama-quantize`, by quant's search, and
-//! by GPTQ. It is measured on the models whose widths fit these types: a real one, as it is and with planted outliers, and
-//! two that are trained here.
+//! by GPTQ. It is measured on the models whose widths fit these types: a real one, as it is and with planted outliers,
+//! and two that are trained here.
 //!
-//! All three use the same types, the same number of bytes, and the same importance matrix, which quant's calibration
-//! gathered; GPTQ reads the same text. They are evaluated on the same windows, so differences are paired, and the
-//! errors are those of the differences between windows. The objective of the search was chosen on calibration texts;
-//! claims are checked on the evaluation texts: with Q4_K_M and IQ4_XS, quant's search and GPTQ must lose less than
-//! `llama-quantize`, by more than two paired errors over all rows together, and must not lose more in any row.
+//! All three use the same types and the same importance matrix, which quant's calibration gathered. They are evaluated
+//! on the same windows, so differences are paired, and the errors are those of the differences between windows. The
+//! objective of the search was chosen on calibration texts; claims are checked on the evaluation texts: with Q4_K_M and
+//! IQ4_XS, quant's search and GPTQ must lose less than `llama-quantize`, by more than two paired errors over all rows
+//! together, and must not lose more in any row.
 
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -56,10 +56,8 @@ impl Args {
     }
 }
 
-/// Tokens of calibration.
 const CALIBRATION: usize = 1 << 15;
 
-/// The calibration text, in windows of this length.
 struct Calibration<'a> {
     text: &'a Path,
     length: usize,
@@ -72,8 +70,8 @@ impl Calibration<'_> {
     }
 }
 
-/// Writes `out.gguf` by one of the methods. Fails if its size differs by 4096 bytes or more from that of the file that
-/// it replaces; the first of the methods is `llama-quantize`, which replaces any file.
+/// Writes `out.gguf` by one of the methods. Fails if its size differs noticeably from that of `llama-quantize`, which
+/// is the first method.
 fn write(
     quant: &Path,
     model: &Path,
@@ -107,7 +105,6 @@ fn write(
     Ok(())
 }
 
-/// Writes the float file and the importance matrix of a row.
 fn prepare(quant: &Path, model: &Path, scratch: &Path, calibration: &Calibration<'_>) -> Result<()> {
     std::fs::create_dir_all(scratch)?;
     let mut command = quantize(quant, model, &scratch.join("floats.gguf"));
@@ -130,7 +127,8 @@ fn compare(less: &[f64], more: &[f64]) -> (f64, f64, &'static str) {
     (difference, error, word)
 }
 
-/// What has been measured so far.
+/// Writes `out.gguf` by one of the methods. Except by the first, `llama-quantize`, it must have about the size of the
+/// file that it replaces.
 struct Measured {
     csv: Vec<String>,
     /// Claims that do not hold.
@@ -178,7 +176,6 @@ impl Measured {
                         format!("{difference:+.6} ± {error:.6}, {word}")
                     }
                 };
-                // Show each line as soon as it is known.
                 std::io::stdout().flush()?;
                 let kl = format!("{kl:.5} ± {error:.5}");
                 lines.push(vec![mixture.to_owned(), (*by).to_owned(), kl, against]);

@@ -53,7 +53,6 @@ const QOQ: Way = way("QoQ W4A8KV4", "w4a8kv4", true, &["--method", "qoq"]);
 const WITHOUT_SMOOTH_ATTENTION: Way =
     way("without SmoothAttention", "w4a8kv4", true, &["--method", "qoq", "--skip", "smooth-attention"]);
 
-/// A set of models, and the ways to quantize them.
 struct Set {
     title: &'static str,
     kind: &'static str,
@@ -74,7 +73,6 @@ const SETS: [Set; 3] = [
     },
 ];
 
-/// The pooled KL and increase of log-perplexity of a way to quantize, on a set of models.
 #[derive(Clone, Copy, Default)]
 struct Pooled {
     kl: f64,
@@ -209,7 +207,6 @@ fn claims(pooled: &[Vec<Pooled>]) -> (String, Vec<String>) {
     (text, list.into_iter().filter(|(held, _)| !held).map(|(_, claim)| claim).collect())
 }
 
-/// Quantizes and scores a model.
 fn measure(args: &Args, quant: &Path, data: &Path, row: &Row, model: &Path, way: &Way) -> Result<Outcome> {
     let out = target_dir().join("quality-qoq");
     remove_dir(&out)?;

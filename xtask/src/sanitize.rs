@@ -1,10 +1,9 @@
 //! `cargo xtask sanitize`: runs the integration tests of the CPU kernels and their C interface, which are unsafe code,
 //! under AddressSanitizer; the nightly run also includes their unit tests and the tests of the fuzz targets.
 //!
-//! The compiler flag requires a nightly feature, but the sanitizer's runtime comes with the stable toolchain. The
-//! standard library and the dependencies' build scripts are not instrumented. For every instruction set, tests plant
-//! accesses beyond heap buffers and to freed memory, and fail if the sanitizer does not report them. The C examples are
-//! linked with the same runtime.
+//! The compiler flag requires a nightly feature, but the sanitizer's runtime comes with the stable toolchain. For every
+//! instruction set, tests plant accesses beyond heap buffers and to freed memory, and fail if the sanitizer does not
+//! report them.
 
 use std::process::Command;
 
@@ -21,8 +20,7 @@ const FEATURE_TESTS: [&str; 2] = ["candle", "cuda_interface"];
 /// The package whose tests pass hostile files to safe code, and so to its dependencies.
 const FUZZ: &str = "quant-fuzz";
 
-/// Runs the integration tests of unsafe code for the CPU. Unit tests would compile the kernels a second time, which
-/// takes minutes.
+/// Runs the integration tests of unsafe code for the CPU.
 ///
 /// # Errors
 /// When a test fails, or when the toolchain has no AddressSanitizer although the shared models and texts are available.
@@ -32,7 +30,6 @@ pub fn run() -> Result<()> {
         .into_iter()
         .chain(test_names(&root().join("kernels-c/tests"))?)
     {
-        // Cargo rejects the names of tests whose feature is disabled.
         if !FEATURE_TESTS.contains(&name.as_str()) {
             targets.extend(["--test".to_owned(), name]);
         }
@@ -58,7 +55,7 @@ fn tests(packages: &[&str], targets: &[&str]) -> Result<()> {
         return judge_skips("SKIPPED: the toolchain has no AddressSanitizer\n", shared_dir());
     }
     let host = output(Command::new("rustc").args(["--print", "host-tuple"]))?;
-    // With optimization for speed, the instrumented kernels take minutes to compile.
+    // With optimization for speed, the kernels take minutes to compile.
     let quick = "profile.dev.package.quant-kernels-cpu.opt-level=1";
     let mut command = cargo(&["test", "--locked", "--target", &host, "--config", quick]);
     command.args(targets);

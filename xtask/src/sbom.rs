@@ -39,8 +39,7 @@ fn document(
             continue;
         }
         for dependency in list(&nodes.get(&id).unwrap_or(&Value::Null)["deps"]) {
-            // Dependencies of tests are not in the binary. Those of build scripts are listed, because some compile C
-            // code for it.
+            // Dependencies of build scripts are listed, because some compile C code for the binary.
             let kinds = list(&dependency["dep_kinds"]);
             if kinds.iter().any(|kind| kind["kind"] != "dev") {
                 open.push(text(&dependency["pkg"]));

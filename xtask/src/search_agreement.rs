@@ -40,12 +40,10 @@ pub struct Args {
     pub check: bool,
 }
 
-/// The choice of one search for one fold group.
 struct Group {
     ratio: Option<f64>,
     error_before: f64,
-    /// Ratio, error and number of tokens of every measurement. In the reference search, these are all tokens of the
-    /// batch.
+    /// Ratio, error and number of tokens of every measurement.
     tried: Vec<(Option<f64>, f64, u64)>,
 }
 

@@ -72,7 +72,7 @@ pub fn write(args: &Args) -> Result<u64> {
     contents.write(&args.out)
 }
 
-/// Standard deviations of random parameters. Matrices and biases have mean 0, norms mean 1.
+/// Standard deviations of random parameters.
 #[derive(Debug, Clone, Copy)]
 pub struct Spread {
     /// Standard deviation of two-dimensional tensors.

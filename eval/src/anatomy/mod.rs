@@ -1,7 +1,5 @@
 //! Compares a model with its reference block by block: the deviation of each block's output, and the range of each
-//! linear's input.
-//!
-//! Both models run block by block over a few windows, so that only one block's hidden states are in memory for each.
+//! linear's input. Both run block by block over a few windows, to save memory.
 
 #[cfg(feature = "decoders")]
 mod run;
@@ -17,8 +15,7 @@ pub struct Anatomy {
     pub windows: usize,
     /// For each block, `‖h − h₀‖ / ‖h₀‖` over all positions, where `h` is its output and `h₀` the reference's.
     pub block_errors: Vec<f64>,
-    /// Inputs of the linears, in order of blocks. An input is left out if half of its channels or more are 0 in either
-    /// model.
+    /// Inputs of the linears, in order of blocks. An input most of whose channels are 0 may be left out.
     pub inputs: Vec<LinearInput>,
 }
 

@@ -9,10 +9,9 @@ use quant_formats::{CancelToken, Result};
 use super::{Anatomy, LinearInput};
 use crate::EvaluationText;
 
-/// Maximum number of windows to run; they are spread over the text.
+/// They are spread over the text.
 const WINDOWS: usize = 4;
 
-/// The largest magnitude of every channel of every linear's input.
 #[derive(Default)]
 struct Magnitudes(BTreeMap<NodeId, Vec<f32>>);
 
@@ -37,8 +36,7 @@ impl Magnitudes {
     }
 }
 
-/// Runs both models on some of the windows and compares them. If they have different numbers of blocks, only those that
-/// both have are compared.
+/// Runs both models on some of the windows and compares the blocks that both have.
 ///
 /// # Errors
 /// When a model fails, or when cancelled.
@@ -60,8 +58,7 @@ pub fn anatomy(
             cancel.check()?;
             let [before, now] = &mut seen[block];
             hidden = [reference.advance(block, &hidden[0], before)?, model.advance(block, &hidden[1], now)?];
-            // Columns beyond the model's width hold other data that blocks pass on, so they are excluded from the
-            // error.
+            // Further columns hold other data that blocks pass on.
             let states = |t: &Tensor| t.narrow(D::Minus1, 0, reference.width())?.contiguous();
             let [r, m] = [states(&hidden[0])?, states(&hidden[1])?];
             let [r, m] = [r.flatten_all()?.to_vec1::<f32>()?, m.flatten_all()?.to_vec1::<f32>()?];

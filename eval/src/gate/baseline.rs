@@ -1,7 +1,6 @@
 //! The baseline: known good results in one committed file.
 //!
-//! A baseline holds complete results by name, and the SHA-256 of all of them: a file that is truncated or edited is
-//! rejected.
+//! The file also has the SHA-256 of all results, so that a truncated or edited file is rejected.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -38,10 +37,10 @@ impl Baseline {
         Self { results: results.iter().map(|(name, e)| (name.clone(), timeless(e))).collect() }
     }
 
-    /// Computes the SHA-256 that the file contains. It covers all results, as compact JSON.
+    /// Computes the SHA-256 of all results, which the file contains.
     ///
     /// # Errors
-    /// [`Error::Internal`] if a result cannot be serialized, which would be a bug.
+    /// [`Error::Internal`] if a result cannot be serialized.
     pub fn sha256(&self) -> Result<String> {
         digest(&self.values()?)
     }
@@ -81,7 +80,7 @@ impl Baseline {
     /// Returns the contents of the file.
     ///
     /// # Errors
-    /// [`Error::Internal`] if a result cannot be serialized, which would be a bug.
+    /// [`Error::Internal`] if a result cannot be serialized.
     pub fn to_json(&self) -> Result<String> {
         let results = self.values()?;
         let file = File { schema: SCHEMA.into(), sha256: digest(&results)?, results };

@@ -62,7 +62,7 @@ pub fn changes(baseline: Option<&Baseline>, results: &[(String, Evaluation)], le
     results.iter().flat_map(of).collect()
 }
 
-/// The changed scheme of a result, as `scheme: was w4a16-g128-sym, is w4a16-g64-sym`: a likely cause of other changes.
+/// The changed scheme of a result, a likely cause of other changes: `scheme: was w4a16-g128-sym, is w4a16-g64-sym`.
 pub(super) fn cause(changes: &[Change], result: &str) -> Option<String> {
     let scheme = changes.iter().find(|c| c.result == result && c.name == "scheme")?;
     let before = scheme.before.as_ref().filter(|before| **before != scheme.now)?;
@@ -78,7 +78,7 @@ fn of_result(name: &str, before: Option<&Evaluation>, now: &Evaluation, level: f
     };
     let mut rows = Vec::new();
     if let Some(mut model) = row("model", &|e| Some(e.model.path.clone())) {
-        // Weights are compared by their hash: the same path may hold different ones.
+        // The same path may hold different weights.
         model.change = before.map(|b| match b.model.sha256 == now.model.sha256 {
             true => "same weights".into(),
             false => "different weights".into(),
@@ -113,7 +113,6 @@ fn of_result(name: &str, before: Option<&Evaluation>, now: &Evaluation, level: f
 
 fn text_of(metric: Metric, value: f64) -> String {
     match metric {
-        // A size is an integer below 2^53.
         Metric::SizeBytes => bytes(value as u64),
         Metric::Perplexity => format!("{value:.3}"),
         Metric::Kl => format!("{} nats", nats(value)),
@@ -130,8 +129,7 @@ fn difference(metric: Metric, was: f64, is: f64) -> String {
     }
 }
 
-/// The direction in which a size, a perplexity or a mean KL has changed; `None` for other metrics, if the change is not
-/// significant, or if the windows differ.
+/// The direction of a significant change of a size, perplexity or mean KL; `None` for other metrics.
 fn trend(metric: Metric, before: &Evaluation, now: &Evaluation, level: f64) -> Option<Trend> {
     let of_sign = |low: f64, high: f64| match () {
         () if high < 0.0 => Some(Trend::Better),
@@ -144,7 +142,6 @@ fn trend(metric: Metric, before: &Evaluation, now: &Evaluation, level: f64) -> O
             of_sign(change, change)
         }
         Metric::Perplexity | Metric::Kl => {
-            // Values of different windows cannot be paired.
             if now.tokens_sha256 != before.tokens_sha256 || now.window_tokens != before.window_tokens {
                 return None;
             }

@@ -1,15 +1,15 @@
 //! Pass, fail or inconclusive: the test of one degradation.
 //!
-//! The degradation of window `w` is its mean now minus its mean in the baseline, paired. Let `d` be the mean over
-//! tokens, `e` its standard error over `W` windows, and `t` the quantile of Student's t distribution at the one-sided
-//! level, with the [degrees of freedom](crate::statistics) of the windows. The confidence bounds of the degradation are
-//! `L = d − t e` and `U = d + t e`. If `U` is within the margin, the model is not worse by more than the margin: pass.
-//! If `L` is beyond the margin, it is worse by more: fail. Otherwise more windows are needed. (This is a one-sided test
-//! of non-inferiority and its mirror image; bit-identical results pass whatever the number of windows.)
+//! The degradation of window `w` is its mean now minus its mean in the baseline. Let `d` be the mean over tokens, `e`
+//! its standard error over `W` windows, and `t` the quantile of Student's t distribution at the one-sided level, with
+//! the [degrees of freedom](crate::statistics) of the windows. The confidence bounds are `L = d − t e` and `U = d + t
+//! e`. If `U` is within the margin, the test passes. If `L` is beyond the margin, it fails. Otherwise more windows are
+//! needed. (This is a one-sided test of non-inferiority and its mirror image; bit-identical results pass whatever the
+//! number of windows.)
 //!
-//! If a policy has several tests, one of them would fail by chance more often than the level allows. Failures therefore
-//! use the step-down procedure of Holm (1979), which keeps the level for all tests together. To pass, each test must
-//! pass individually, which needs no correction.
+//! With several tests, one of them would fail by chance more often than the level allows. Failures therefore use the
+//! step-down procedure of Holm (1979), which keeps the level for all tests together. To pass, each test must pass,
+//! which needs no correction.
 
 use serde::Serialize;
 
@@ -78,7 +78,6 @@ pub(super) fn test(differences: &[f64], tokens: &[usize], margin: f64, level: f6
                 _ => (Verdict::Inconclusive, p_fail),
             }
         }
-        // All windows differ by the same amount.
         (false, Some(_)) if mean <= margin => (Verdict::Pass, 1.0),
         (false, Some(_)) => (Verdict::Fail, 0.0),
     };
@@ -111,16 +110,13 @@ mod tests {
 
     use super::*;
 
-    /// Approximately normal differences with this mean and spread, seeded.
     fn sample(seed: u64, windows: u64, mean: f64, spread: f64) -> Vec<f64> {
         let uniform = |i: u64| mix(mix(seed) ^ i) as f64 / u64::MAX as f64;
-        // The sum of twelve uniform values has variance one.
         (0..windows)
             .map(|w| mean + spread * ((0..12).map(|i| uniform(12 * w + i)).sum::<f64>() - 6.0))
             .collect()
     }
 
-    /// Rates at which tests pass and fail, over 2000 samples of 20 windows.
     fn rates(mean: f64, spread: f64, margin: f64) -> (f64, f64) {
         let verdicts: Vec<Verdict> = (0..2000)
             .map(|seed| test(&sample(seed, 20, mean, spread), &[100; 20], margin, 0.05).verdict)
@@ -133,7 +129,6 @@ mod tests {
     fn at_the_margin_the_error_rate_is_the_level() {
         let (pass, fail) = rates(0.005, 0.01, 0.005);
         assert!((0.035..0.065).contains(&pass) && (0.035..0.065).contains(&fail), "{pass} {fail}");
-        // Far from the margin, errors are rare.
         assert_eq!(rates(0.02, 0.01, 0.005), (0.0, 1.0));
         assert_eq!(rates(-0.01, 0.01, 0.005), (1.0, 0.0));
     }
@@ -154,7 +149,6 @@ mod tests {
         assert_eq!(open.verdict, Verdict::Inconclusive);
         let needed = open.windows_needed.unwrap() as usize;
         assert!((170..190).contains(&needed), "{needed}");
-        // With an odd number of windows the mean differs.
         let even = needed.next_multiple_of(2);
         let decided = test(&alternating(even), &vec![100; even], 0.002, 0.05);
         assert_eq!(decided.verdict, Verdict::Pass);

@@ -36,7 +36,6 @@ pub fn summary(outcome: &Outcome) -> String {
     text
 }
 
-/// The table of what was judged and, with a baseline, how it has changed.
 fn changed(outcome: &Outcome) -> String {
     let compares = outcome.changes.iter().any(|c| c.before.is_some());
     let mut text = match compares {
@@ -85,7 +84,6 @@ pub fn annotations(outcome: &Outcome) -> Vec<String> {
         .collect()
 }
 
-/// Escapes text for a table cell: no markup, and no cell separator.
 fn cell(text: &str) -> String {
     let mut out = String::new();
     for c in text.chars() {
@@ -106,7 +104,7 @@ fn escaped(text: &str) -> String {
     text.replace('%', "%25").replace('\r', "%0D").replace('\n', "%0A")
 }
 
-/// Escapes a property, which also ends at a comma or colon.
+/// A property also ends at a comma or colon.
 fn property(text: &str) -> String {
     escaped(text).replace(':', "%3A").replace(',', "%2C")
 }

@@ -9,7 +9,7 @@ use super::{Outcome, Verdict};
 /// if the gate as a whole passes.
 ///
 /// # Errors
-/// [`Error::Internal`] if the XML cannot be written, which would be a bug.
+/// [`Error::Internal`] if the XML cannot be written.
 pub fn junit(outcome: &Outcome) -> Result<String> {
     let mut report = Report::new("accuracy gate");
     let mut suites: Vec<TestSuite> = Vec::new();

@@ -38,7 +38,6 @@ pub enum Metric {
     SizeBytes,
 }
 
-/// A value with its standard error, if that is known.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Value {
     pub(super) value: f64,
@@ -71,7 +70,6 @@ impl Metric {
         }
     }
 
-    /// Fails unless the metric can be tested with paired windows.
     pub(super) fn check_paired(self, against: Against) -> Result<(), String> {
         match (self, against) {
             (Self::Perplexity, _) | (Self::Kl, Against::Baseline) => Ok(()),
@@ -87,8 +85,7 @@ impl Metric {
         }
     }
 
-    /// The metric's value in a result, with its standard error; `None` if the result lacks the measurements that the
-    /// metric needs.
+    /// See [`value`](Self::value).
     pub(super) fn of(self, result: &Evaluation) -> Option<Value> {
         let compared = |of: fn(&Divergence) -> Value| result.comparison.as_ref().map(of);
         let exact = |value| Value { value, standard_error: None };
@@ -119,7 +116,7 @@ impl Metric {
         !matches!(self, Self::Perplexity | Self::BitsPerByte | Self::SizeBytes)
     }
 
-    /// Each window's value of the tested quantity, in nats per token.
+    /// Each window's value, in nats per token.
     pub(super) fn windows(self, result: &Evaluation) -> Option<&[f64]> {
         match self {
             Self::Kl => result.comparison.as_ref().map(|c| c.window_kl.as_slice()),
@@ -129,7 +126,7 @@ impl Metric {
 }
 
 impl From<crate::statistics::Quantile> for Value {
-    /// Uses half the interval's width divided by 1.96 as the standard error.
+    /// Half the interval's width, divided by 1.96.
     fn from(q: crate::statistics::Quantile) -> Self {
         let error = q.low.zip(q.high).map(|(low, high)| (high - low).max(0.0) / (2.0 * 1.96));
         Self { value: q.value, standard_error: error }

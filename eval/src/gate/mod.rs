@@ -5,13 +5,10 @@
 //! ```
 //!
 //! A [`Policy`] states the requirements. Degradations are tested with paired windows, against a [`Baseline`] of known
-//! good results or against the reference that a result was measured with. A test has three outcomes: the degradation is
-//! within the margin, it is beyond the margin, or there are too few windows to decide. Caps are bounds without
-//! statistics.
+//! good results or against the reference that a result was measured with. Caps are bounds without statistics.
 //!
-//! Missing input never passes. A result that is not in the baseline, a result of the baseline that is not given, a
-//! text, tokenizer, rule or reference that differs from the baseline's, and a metric that a result does not have are
-//! errors, and there is no verdict.
+//! Missing input never passes. A result or metric that is missing, and a text, tokenizer, rule or reference that
+//! differs from the baseline's, are errors, and there is no verdict.
 
 mod baseline;
 mod changes;
@@ -249,7 +246,7 @@ pub fn judge(
     let verdict = match (any(Verdict::Fail), any(Verdict::Inconclusive), policy.on_inconclusive) {
         (true, ..) | (_, true, OnInconclusive::Fail) => Verdict::Fail,
         (_, true, OnInconclusive::Inconclusive) => Verdict::Inconclusive,
-        // Some test fails on its own, but not after Holm's correction. Adding tests to a policy must not turn a failure
+        // A test fails on its own, but not after Holm's correction. Adding tests to a policy must not turn a failure
         // into a pass.
         (_, true, OnInconclusive::Pass) if doubted => Verdict::Inconclusive,
         _ => Verdict::Pass,
@@ -289,7 +286,6 @@ pub fn check_given(names: &[&str]) -> Result<()> {
     }
 }
 
-/// Fails if a check compares a result with a reference that is the model itself.
 fn against_others(policy: &Policy, results: &[(String, Evaluation)]) -> Result<()> {
     let tests = policy.non_inferiority.iter().map(|c| {
         let compares = c.metric.is_comparison() || c.against == Against::Reference;
@@ -297,7 +293,7 @@ fn against_others(policy: &Policy, results: &[(String, Evaluation)]) -> Result<(
     });
     let caps = policy.caps.iter().map(|c| (c.metric.is_comparison(), &c.results, c.line));
     for (_, names, line) in tests.chain(caps).filter(|(compares, ..)| *compares) {
-        // With a different KV-cache format it counts as a different model.
+        // A different KV-cache format makes a different model.
         let itself = |e: &Evaluation| {
             let same = |r: &ModelIdentity| r.sha256 == e.model.sha256 && r.kv_cache == e.model.kv_cache;
             e.reference.as_ref().is_some_and(same)
@@ -325,8 +321,7 @@ fn chosen<'a>(
     results.iter().filter(|(n, _)| names.is_empty() || names.contains(n)).map(|(n, e)| (n.as_str(), e))
 }
 
-/// Fails unless the results and the baseline have the same names, and each pair of results the same profile, windows,
-/// tokenizer, reference and KV caches.
+/// Fails unless results and baseline match.
 fn bind(
     baseline: &Baseline,
     path: &std::path::Path,
@@ -405,7 +400,7 @@ fn bind(
     Ok(())
 }
 
-/// Runs a test. Also returns its p-value, for Holm's procedure.
+/// Also returns the p-value, for Holm's procedure.
 fn non_inferiority(
     policy: &Policy,
     check: &NonInferiority,
@@ -486,7 +481,6 @@ fn capped(policy: &Policy, cap: &Cap, name: &str, result: &Evaluation) -> Result
         && cap.at_most.is_none_or(|max| value <= max)
         && cap.at_least.is_none_or(|min| value >= min);
     let unit = |x: f64, text: String| match cap.metric {
-        // A size is an integer below 2^53, and a limit may be larger.
         Metric::SizeBytes => crate::report::bytes(x as u64),
         _ => text,
     };
@@ -518,7 +512,6 @@ fn capped(policy: &Policy, cap: &Cap, name: &str, result: &Evaluation) -> Result
     })
 }
 
-/// Formats a number for people: integers without digits after the point, others with six.
 fn shown(value: f64) -> String {
     if value.fract() == 0.0 { format!("{value}") } else { format!("{value:.6}") }
 }

@@ -15,7 +15,7 @@
 //! at_most = 0.5
 //! ```
 //!
-//! Every check applies to every result, or to those that its `results` names. Unknown keys are errors.
+//! Every check applies to the results that its `results` names, by default to all.
 
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -29,7 +29,6 @@ use super::metric::Metric;
 
 /// The schema version of policies.
 pub const SCHEMA: &str = "quant-gate-policy/1";
-/// Larger files are rejected.
 const MAX_FILE_BYTES: u64 = 1 << 20;
 const ABSENT: &str = "does not exist";
 
@@ -157,8 +156,7 @@ impl Policy {
     /// Reads a policy.
     ///
     /// # Errors
-    /// [`Error::InputFile`] when the file is missing or not a valid policy, with the line if it is known; [`Error::Io`]
-    /// when it cannot be read.
+    /// [`Error::InputFile`] when the file is missing or not a valid policy; [`Error::Io`] when it cannot be read.
     pub fn read(path: &Path) -> Result<Self> {
         let fault = |reason: String| fault(path, None, reason);
         let metadata = std::fs::metadata(path).map_err(|e| match e.kind() {
@@ -262,7 +260,6 @@ impl Policy {
         self.non_inferiority.iter().any(|c| c.against == Against::Baseline)
     }
 
-    /// Fails if a check names an unknown result.
     pub(super) fn check_names(&self, names: &[&str]) -> Result<()> {
         let checks = self.non_inferiority.iter().map(|c| (&c.results, c.line));
         for (results, line) in checks.chain(self.caps.iter().map(|c| (&c.results, c.line))) {
@@ -319,7 +316,7 @@ results = ["books"]
     }
 
     #[test]
-    fn what_is_no_policy_is_refused_with_its_line() {
+    fn invalid_policies_are_refused_with_their_line() {
         for (from, to, part) in [
             ("quant-gate-policy/1", "quant-gate-policy/2", ":2: has the schema"),
             ("margin = 0.005", "margin = -1", ":4: has a margin"),

@@ -11,10 +11,8 @@ const MARGIN: f64 = 0.005;
 /// The one-sided level of the suggested policy.
 const LEVEL: f64 = 0.05;
 
-/// Returns a policy (TOML) that these results pass: caps at the measured values with a headroom of 25 % (2 % for the
-/// size), and a margin for the perplexity that the number of windows can decide.
-///
-/// The limits are a start. They say that a later model must not be much worse than these results, not that these
+/// Returns a policy (TOML) that these results pass: caps with some headroom, and a margin for the perplexity that the
+/// number of windows can decide. It says that a later model must not be much worse than these results, not that these
 /// results are good enough.
 pub fn suggest(results: &[(String, Evaluation)]) -> String {
     let margin = results.iter().filter_map(|(_, e)| detectable(e)).fold(MARGIN, f64::max);
@@ -45,15 +43,15 @@ pub fn suggest(results: &[(String, Evaluation)]) -> String {
     text
 }
 
-/// The smallest relative increase of the perplexity that these windows can detect, if the differences from the baseline
-/// vary as much as those from the reference. `None` without a reference.
+/// The smallest relative increase of the perplexity that these windows can detect, if differences from the baseline
+/// vary as much as those from the reference.
 fn detectable(result: &Evaluation) -> Option<f64> {
     let difference = result.comparison.as_ref()?.delta_nll;
     difference.minimum_detectable(LEVEL, &result.window_tokens).map(f64::exp_m1)
 }
 
 fn cap(metric: Metric, result: &str, key: &str, limit: &str, measured: &str) -> String {
-    // A name may contain anything; as JSON it is also a TOML string.
+    // A JSON string is also a TOML string, except that TOML escapes this character.
     let name = serde_json::Value::from(result).to_string().replace('\u{7f}', "\\u007f");
     format!(
         "\n# Measured: {measured}.\n[[cap]]\nmetric = \"{}\"\n{key} = {limit}\nresults = [{name}]\n",
@@ -71,7 +69,6 @@ fn rounded_up(value: f64) -> f64 {
     let near: f64 = text.parse().unwrap_or(value);
     let step = 10_f64.powi(-digits);
     let up = if near >= value { near } else { near + step };
-    // The addition may leave further digits.
     format!("{up:.*}", digits.clamp(0, 17) as usize).parse().unwrap_or(up)
 }
 

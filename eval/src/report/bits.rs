@@ -17,7 +17,6 @@ pub struct LinearCell {
     pub bits: Option<u8>,
 }
 
-/// Every linear of every block, colored by bit width.
 pub(super) fn bit_map(linears: &[LinearCell]) -> Markup {
     let mut names: Vec<&str> = Vec::new();
     let mut cells: BTreeMap<(usize, &str), &LinearCell> = BTreeMap::new();

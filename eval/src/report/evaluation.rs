@@ -10,9 +10,7 @@ use super::{bytes, estimate_tile, nats, nats_of, page, pareto, row, schemes, til
 use crate::statistics::{Histogram, Quantile, degrees_of_freedom, student};
 use crate::{Anatomy, Bos, BosPolicy, Divergence, Evaluation, ModelIdentity};
 
-/// Number of worst windows in the table.
 const WORST: usize = 8;
-/// Number of tensors in the table.
 const TENSORS: usize = 16;
 
 /// The contents of an evaluation's page.
@@ -40,8 +38,8 @@ pub struct WorstWindow {
 }
 
 impl EvaluationReport<'_> {
-    /// Returns the indices of the at most 8 worst windows, worst first: by divergence, or without a reference by
-    /// negative log-likelihood.
+    /// Returns the indices of the worst windows, worst first: by divergence, or without a reference by negative
+    /// log-likelihood.
     pub fn worst_windows(result: &Evaluation) -> Vec<usize> {
         let by = match &result.comparison {
             Some(comparison) => &comparison.window_kl,
@@ -94,7 +92,6 @@ impl EvaluationReport<'_> {
         page(&r.model.path, &subtitle, &body)
     }
 
-    /// The model, its quantization, and the result in one sentence.
     fn verdict(&self) -> Markup {
         let r = self.result;
         let what = match self.quantization {
@@ -138,7 +135,7 @@ impl EvaluationReport<'_> {
     }
 }
 
-/// The result in one sentence, without a judgement of what is acceptable: that is the gate's.
+/// The result in one sentence. The gate decides what is acceptable.
 fn conclusion(r: &Evaluation) -> String {
     let Some(c) = &r.comparison else {
         return format!(
@@ -155,7 +152,7 @@ fn conclusion(r: &Evaluation) -> String {
     let change = 100.0 * (c.perplexity_ratio.mean - 1.0);
     let top = 100.0 * c.top1_agreement.mean;
     let t = student::quantile(0.975, degrees_of_freedom(&r.window_tokens));
-    // The test uses the mean difference of the negative log-likelihoods, which is the logarithm of the ratio.
+    // The logarithm of the perplexity ratio.
     let clear = (c.delta_nll.standard_error.zip(t)).is_some_and(|(e, t)| c.delta_nll.mean.abs() > t * e);
     let perplexity = match (clear, change > 0.0) {
         (false, _) => "No clear change of the perplexity".to_owned(),

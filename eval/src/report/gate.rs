@@ -14,7 +14,7 @@ pub fn gate_page(outcome: &Outcome, results: &[(String, Evaluation)], baseline: 
     let verdict = outcome.verdict.name();
     let mut shown: Vec<(String, &Evaluation)> = results.iter().map(|(n, e)| (n.clone(), e)).collect();
     let before = baseline.into_iter().flat_map(|b| &b.results).filter(|(name, e)| {
-        // For an unchanged model, the point of the baseline would cover the new one.
+        // For an unchanged model, the two points would coincide.
         results.iter().all(|(n, now)| n != *name || now.model.sha256 != e.model.sha256)
     });
     shown.extend(before.map(|(name, e)| (format!("{name} (baseline)"), e)));
@@ -65,7 +65,7 @@ pub fn gate_page(outcome: &Outcome, results: &[(String, Evaluation)], baseline: 
     page("accuracy gate", &subtitle, &body)
 }
 
-/// The checks with the gate's verdict, for its tile: the first one's name, and the number of others. Empty for a pass.
+/// The first of the checks that decide, and the number of others. Empty for a pass.
 fn reason(outcome: &Outcome) -> String {
     let verdict = outcome.verdict;
     let deciding: Vec<&str> =

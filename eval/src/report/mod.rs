@@ -1,7 +1,7 @@
 //! Reports: HTML pages that explain a result.
 //!
-//! A page is one HTML file with embedded style. It needs no network and no script, every text in it is escaped, and the
-//! same numbers give the same bytes: timings are left out.
+//! A page is one HTML file. It needs no network and no script, every text in it is escaped, and the same numbers give
+//! the same bytes.
 
 mod bits;
 mod evaluation;
@@ -31,7 +31,6 @@ use crate::{Divergence, Estimate, Evaluation, ModelIdentity, SchemeShare, Tool, 
 
 const STYLE: &str = include_str!("style.css");
 
-/// Returns a complete HTML page.
 fn page(title: &str, subtitle: &Markup, body: &Markup) -> String {
     let markup = html! {
         (DOCTYPE)
@@ -58,7 +57,6 @@ fn tile(name: &str, value: &str, note: &str) -> Markup {
     html! { div.tile { small { (name) } b { (value) } small { (note) } } }
 }
 
-/// A row of the provenance table.
 fn row(name: &str, value: &str) -> Markup {
     html! { tr { td { (name) } td.hash { (value) } } }
 }
@@ -78,8 +76,8 @@ pub fn nats_of(estimate: Estimate) -> String {
     format!("{} ± {}", nats(estimate.mean), error_in_nats(estimate))
 }
 
-/// Formats the standard error of a divergence: five digits after the point, as the divergence itself, or one
-/// significant digit if the divergence is below 0.001.
+/// Formats the standard error of a divergence with the digits of the divergence, or with one significant digit if the
+/// divergence is below 0.001.
 pub fn error_in_nats(estimate: Estimate) -> String {
     match estimate.standard_error {
         Some(error) if error != 0.0 && estimate.mean.abs() < 1e-3 => format!("{error:.0e}"),
@@ -88,7 +86,6 @@ pub fn error_in_nats(estimate: Estimate) -> String {
     }
 }
 
-/// A tile with a mean and its standard error.
 fn estimate_tile(name: &str, estimate: Estimate, digits: usize, note: &str) -> Markup {
     tile(name, &format!("{estimate:.digits$}"), note)
 }
@@ -135,8 +132,7 @@ fn pareto(results: &[(String, &Evaluation)]) -> Markup {
     }
 }
 
-/// Which of several results is closest to their reference, as a sentence; `None` for fewer than two results with a
-/// reference, and if they were measured on different tokens.
+/// Which of several results is closest to their reference, as a sentence; `None` if there is nothing to compare.
 pub fn closest_of(results: &[(&str, &Evaluation)]) -> Option<String> {
     let compared: Vec<_> =
         results.iter().filter_map(|(name, e)| Some((*name, *e, e.comparison.as_ref()?))).collect();

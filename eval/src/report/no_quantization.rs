@@ -2,7 +2,7 @@
 
 use maud::Markup;
 
-/// The report of a quantization. Without the feature `decoders`, it has no values.
+/// The report of a quantization, which needs the feature `decoders`.
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum QuantReport {}

@@ -13,7 +13,6 @@ use super::bits::{LinearCell, bit_map};
 use super::svg::{self, Series};
 use super::{bytes, page, tile};
 
-/// A quantization in one line, with the schemes of the linears.
 pub(super) fn in_one_line(report: &QuantReport, schemes: &str) -> String {
     format!(
         "{} as {}, {schemes}, {:.2} bits per quantized weight",
@@ -21,7 +20,7 @@ pub(super) fn in_one_line(report: &QuantReport, schemes: &str) -> String {
     )
 }
 
-/// Quantization errors of every tensor; the table below the chart lists the worst first, `shown` of them at most.
+/// The table below the chart lists at most `shown` tensors, the worst first.
 pub(super) fn tensor_errors(report: &QuantReport, shown: usize) -> Markup {
     let quantized: Vec<&TensorReport> = report.tensors.iter().filter(|t| t.weight_error.is_some()).collect();
     let error = |t: &TensorReport| t.weight_error.map_or(0.0, |e| 100.0 * e.relative_rms);
@@ -32,7 +31,7 @@ pub(super) fn tensor_errors(report: &QuantReport, shown: usize) -> Markup {
         class: "model",
         values: quantized.iter().map(|t| error(t)).collect(),
     };
-    // Columns that a method leaves empty are omitted.
+    // Methods leave some columns empty.
     let scaled = quantized.iter().any(|t| t.scale_search.is_some() || t.smooth.is_some());
     let searched = quantized.iter().any(|t| t.scale_search.is_some());
     let gptq = quantized.iter().any(|t| t.gptq.is_some());
@@ -69,7 +68,6 @@ pub(super) fn tensor_errors(report: &QuantReport, shown: usize) -> Markup {
     }
 }
 
-/// A number with four significant digits.
 fn number(value: f64) -> String {
     match value.abs() {
         0.0 => "0".to_owned(),
@@ -89,7 +87,6 @@ fn exponents(tensor: &TensorReport) -> String {
     [awq, smooth].into_iter().flatten().map(text).collect::<Vec<_>>().join(", ")
 }
 
-/// The outliers of inputs before and after scaling: inputs for which AWQ searched scales, or that SmoothQuant smoothed.
 fn outliers(report: &QuantReport) -> Vec<Markup> {
     let searched = report.tensors.iter().filter_map(|t| t.scale_search.as_ref());
     let searched = searched.map(|s| (&s.producer, &s.consumers, s.outlier));
@@ -122,7 +119,6 @@ fn outlier_charts<'a>(
     let mut seen = BTreeSet::new();
     for (producer, consumers, outlier) in records {
         let Some(outlier) = outlier.filter(|_| seen.insert(producer)) else { continue };
-        // The linears of different experts have the same names.
         let mut leaves: Vec<&str> = Vec::new();
         for module in consumers {
             let leaf = module.rsplit('.').next().unwrap_or(module);
@@ -153,7 +149,7 @@ fn outlier_charts<'a>(
     })
 }
 
-/// The experts that saw few tokens, in ascending order of tokens; `None` if there are no such experts.
+/// In ascending order of tokens.
 fn few_tokens(report: &QuantReport) -> Option<Markup> {
     let mut few = UndersampledLinears::in_report(report)?;
     few.experts.sort_by_key(|expert| expert.tokens);

@@ -2,11 +2,8 @@
 
 use maud::{Markup, html};
 
-/// Width of a chart in its own units; the page scales it.
 const WIDTH: f64 = 640.0;
-/// Height of bars and scatter plots.
 const HEIGHT: f64 = 234.0;
-/// Height of lines, which need less.
 const LINE_HEIGHT: f64 = 184.0;
 /// Space for the axis labels.
 const LEFT: f64 = 56.0;
@@ -14,7 +11,6 @@ const BOTTOM: f64 = 54.0;
 const TOP: f64 = 12.0;
 const RIGHT: f64 = 20.0;
 
-/// A series of numbers, drawn in one color.
 pub(super) struct Series<'a> {
     /// The series' label.
     pub(super) name: &'a str,
@@ -50,7 +46,6 @@ impl Axis {
         }
     }
 
-    /// The position of a value, from 0 to 1.
     fn place(&self, value: f64) -> f64 {
         let place = match self.logarithmic {
             true => (value / self.from).log10() / (self.to / self.from).log10(),
@@ -59,7 +54,6 @@ impl Axis {
         if place.is_finite() { place.clamp(0.0, 1.0) } else { 0.0 }
     }
 
-    /// Values of the tick marks.
     fn marks(&self) -> Vec<f64> {
         if !self.logarithmic {
             let steps = (self.to / round_step(self.to)).round().max(1.0);
@@ -67,14 +61,13 @@ impl Axis {
         }
         let (from, to) = (self.from.log10().floor() as i32, self.to.log10().ceil() as i32);
         let step = ((to - from) as usize).div_ceil(6).max(1);
-        // A short axis also gets marks within the decades.
         let within: &[f64] = if self.to / self.from < 150.0 { &[1.0, 2.0, 5.0] } else { &[1.0] };
         let marks = (from..=to).step_by(step).flat_map(|d| within.iter().map(move |w| w * 10_f64.powi(d)));
         marks.filter(|m| (self.from * 0.999..=self.to * 1.001).contains(m)).collect()
     }
 }
 
-/// The narrowest range that contains these bounds and has 1, 2 or 5 times a power of ten at both ends, which differ.
+/// A range that contains these bounds, with 1, 2 or 5 times a power of ten at both ends.
 fn enclosing(low: f64, high: f64) -> (f64, f64) {
     let marks = |value: f64| {
         let decade = value.log10().floor() as i32;
@@ -103,17 +96,14 @@ fn y_of(place: f64, height: f64) -> f64 {
     height - BOTTOM - place * (height - BOTTOM - TOP)
 }
 
-/// A coordinate with two digits after the point, always formatted the same.
 fn at(value: f64) -> String {
     format!("{value:.2}")
 }
 
-/// An axis label.
 pub(super) fn short(value: f64) -> String {
     match value.abs() {
         0.0 => "0".into(),
         a if !(1e-3..1e4).contains(&a) => format!("{value:.0e}"),
-        // As many digits as a round step needs.
         a if a < 0.1 => tail(&format!("{value:.3}")),
         a if a < 10.0 => tail(&format!("{value:.2}")),
         a if a < 100.0 => tail(&format!("{value:.1}")),
@@ -121,7 +111,6 @@ pub(super) fn short(value: f64) -> String {
     }
 }
 
-/// A number without trailing zeros.
 fn tail(number: &str) -> String {
     number.trim_end_matches('0').trim_end_matches('.').to_owned()
 }
@@ -182,7 +171,6 @@ pub(super) fn bars(title: &str, x_name: &str, edges: &[(usize, String)], series:
     html! { (legend(series)) (frame((title, x_name), HEIGHT, &y, &marks, &inside)) }
 }
 
-/// A line chart over the indices 0, 1, 2 …
 pub(super) fn lines(title: &str, x_name: &str, logarithmic: bool, series: &[Series<'_>]) -> Markup {
     let count = series.iter().map(|s| s.values.len()).max().unwrap_or(0).max(1);
     let y = Axis::of(series.iter().flat_map(|s| s.values.iter().copied()), logarithmic);
@@ -223,7 +211,7 @@ pub(super) fn points(title: &str, x_name: &str, points: &[Point]) -> Markup {
     let mut placed = Vec::new();
     for point in points {
         let (left, top) = (x_of(x.place(point.x)), y_of(y.place(point.y), HEIGHT));
-        // The number goes next to the point, to the first place without another number.
+        // The number goes next to the point, if possible where there is no other.
         let offsets = [(12.0, 0.0), (-12.0, 0.0), (12.0, 16.0), (12.0, -16.0), (-12.0, 16.0), (-12.0, -16.0)];
         let free = |at: &(f64, f64)| {
             let inside = (LEFT..WIDTH).contains(&at.0) && (TOP..HEIGHT - BOTTOM).contains(&at.1);

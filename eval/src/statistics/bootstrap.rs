@@ -1,17 +1,15 @@
 //! Confidence intervals of quantiles, by a bootstrap over windows.
 //!
 //! Quantiles over positions have no closed-form standard error when positions depend on each other. The bootstrap
-//! repeatedly draws as many windows as there are, with replacement, and takes the quantile of all their positions; this
-//! shows how it would vary with the text (Efron 1979; by clusters: Davison and Hinkley 1997, §3.8). The interval is
-//! between the 2.5th and 97.5th percentiles of the replicates.
+//! repeatedly draws as many windows as there are, with replacement, and takes the quantile of all their positions
+//! (Efron 1979; by clusters: Davison and Hinkley 1997, §3.8). The interval is between the 2.5th and 97.5th percentiles
+//! of the replicates.
 
 use quant_formats::random::{below, mix};
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 
-/// The number of replicates.
 const REPLICATES: u64 = 10_000;
-/// Seed of the draws, the same in every run.
 const SEED: u64 = 0x0071_7561_6e74;
 
 /// A quantile over positions with its 95 % interval.
@@ -34,7 +32,6 @@ pub struct Quantile {
 pub fn quantiles(windows: &[Vec<f64>], probabilities: &[f64]) -> Vec<Quantile> {
     let mut sorted: Vec<(f64, u32)> =
         (0_u32..).zip(windows).flat_map(|(w, v)| v.iter().map(move |&v| (v, w))).collect();
-    // Ties are ordered by window, so that the order does not depend on the sort.
     sorted.par_sort_unstable_by(|a, b| a.0.total_cmp(&b.0).then(a.1.cmp(&b.1)));
     let once = vec![1; windows.len()];
     let values = weighted(&sorted, &once, sorted.len() as u64, probabilities);
@@ -67,8 +64,7 @@ pub fn quantiles(windows: &[Vec<f64>], probabilities: &[f64]) -> Vec<Quantile> {
         .collect()
 }
 
-/// Draws windows with replacement. Counts in `weights` how often each was drawn, and returns their total number of
-/// positions.
+/// Draws windows with replacement, counts in `weights` how often each was drawn, and returns their number of positions.
 fn draw(replicate: u64, windows: &[Vec<f64>], weights: &mut [u32]) -> u64 {
     weights.fill(0);
     let stream = mix(SEED ^ mix(replicate));
@@ -81,7 +77,6 @@ fn draw(replicate: u64, windows: &[Vec<f64>], weights: &mut [u32]) -> u64 {
     positions
 }
 
-/// Quantiles with each position weighted by how often its window was drawn.
 fn weighted(sorted: &[(f64, u32)], weights: &[u32], positions: u64, probabilities: &[f64]) -> Vec<f64> {
     let ranks =
         probabilities.iter().map(|p| ((positions as f64 * p).ceil() as u64).clamp(1, positions.max(1)));
@@ -114,7 +109,6 @@ mod tests {
         let found: Vec<f64> =
             quantiles(&windows, &[0.5, 0.9, 0.0, 1.0, 0.91]).iter().map(|q| q.value).collect();
         assert_eq!(found, [5.0, 9.0, 1.0, 10.0, 10.0]);
-        // One window drawn twice, the other not at all.
         let sorted = [(1.0, 0), (2.0, 1), (3.0, 0)];
         assert_eq!(weighted(&sorted, &[2, 0], 4, &[0.5, 0.51, 1.0]), [1.0, 3.0, 3.0]);
     }

@@ -1,21 +1,19 @@
 //! Means with their standard errors, for values that come in clusters.
 //!
-//! Tokens of one window depend on each other, so they are not independent samples. The statistics therefore treat
-//! windows as the samples. Let there be `W` windows; window `w` has `n_w` tokens and the total `T_w`, `N = Σ n_w`, and
-//! the overall mean is `m = Σ T_w / N`. The standard error is the jackknife's, which is computed from the effect of
-//! leaving out each window:
+//! Tokens of one window depend on each other, so windows are the independent samples. Let there be `W` windows; window
+//! `w` has `n_w` tokens and the total `T_w`, `N = Σ n_w`, and the overall mean is `m = Σ T_w / N`. The standard error
+//! is the jackknife's:
 //!
 //! ```text
 //! √((W − 1) / W · Σ (r_w / (1 − n_w / N))²) / N   with r_w = T_w − m n_w
 //! √(W / (W − 1) · Σ r_w²) / N                     for windows of one size
 //! ```
 //!
-//! A window that holds much of the text pulls the mean towards itself, so that its residual is too small; dividing by
+//! A window that holds much of the text pulls the mean towards itself, so that its residual is too small. Dividing by
 //! `1 − n_w / N` compensates for this.
 //!
 //! Significance follows from Student's t with `N² / Σ n_w² − 1` degrees of freedom ([`student`]), which are `W − 1` for
-//! windows of one size and fewer if some windows hold most of the text. For quantiles, it follows from a bootstrap over
-//! windows ([`quantiles`]).
+//! windows of one size. For quantiles, it follows from a bootstrap over windows ([`quantiles`]).
 
 mod bootstrap;
 mod histogram;
@@ -58,8 +56,7 @@ impl Estimate {
     }
 
     /// The smallest increase that a test at this one-sided level would find with 80 % power, with windows of these
-    /// sizes: `(t₁₋ₗ + t₀.₈)` standard errors. Absent if there is no standard error, or with fewer than 0.5 degrees of
-    /// freedom.
+    /// sizes: `(t₁₋ₗ + t₀.₈)` standard errors. Absent if there are too few windows.
     pub fn minimum_detectable(self, level: f64, counts: &[usize]) -> Option<f64> {
         let degrees = degrees_of_freedom(counts);
         let t = student::quantile(1.0 - level, degrees)? + student::quantile(0.8, degrees)?;
@@ -119,7 +116,6 @@ mod tests {
         assert_eq!(Estimate::clustered(&[3.0], &[2]).standard_error, None);
         assert_eq!(degrees_of_freedom(&[10; 4]), 3.0);
         assert!(degrees_of_freedom(&[1000, 10, 10, 10]) < 0.1);
-        // A window that holds almost all of the text has a residual that is far too small; the jackknife corrects it.
         let uneven = Estimate::clustered(&[4000.0, 10.0, 50.0], &[1000, 10, 10]);
         assert!(uneven.standard_error.unwrap() > 0.5, "{uneven}");
         assert_eq!(format!("{:.2}", e.exp()), "20.09 ± 18.34");

@@ -2,7 +2,7 @@
 
 use statrs::distribution::{ContinuousCDF, StudentsT};
 
-/// With fewer degrees of freedom, no result is returned: the tails of the distribution are too heavy.
+/// Below this, the tails of the distribution are too heavy.
 const MIN_DEGREES: f64 = 0.5;
 
 /// Returns the quantile of the t distribution with `degrees` degrees of freedom at this probability, or `None` if
@@ -13,7 +13,7 @@ pub fn quantile(probability: f64, degrees: f64) -> Option<f64> {
 
 /// Returns the probability that a t variable exceeds `value`, or `None` if `degrees` is less than 0.5.
 pub fn exceedance(value: f64, degrees: f64) -> Option<f64> {
-    // Uses symmetry: 1 − cdf(value) would lose small probabilities.
+    // 1 − cdf(value) would lose small probabilities.
     Some(distribution(degrees)?.cdf(-value))
 }
 

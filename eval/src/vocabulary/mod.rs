@@ -1,12 +1,11 @@
-//! One pass over the vocabulary: measures models at each position without storing a matrix of their logits.
+//! One pass over the vocabulary: measures models at each position.
 //!
 //! ```text
 //! hidden states ─► head, a tile of columns at a time ─► sums, ranks ─► joined in the order of columns
 //! ```
 //!
 //! The vocabulary is split into stripes of whole tiles, and positions into parts if there are few stripes. The split
-//! depends only on sizes, and a thread takes one part of the positions through one stripe, so results do not depend on
-//! the number of threads. Sums are accumulated in f64.
+//! depends only on sizes, so results do not depend on the number of threads. Sums are accumulated in f64.
 
 mod exp;
 mod sums;
@@ -21,15 +20,13 @@ use rayon::prelude::*;
 
 pub(crate) use sums::Sums;
 
-/// The approximate number of work items per pass.
 const PIECES: usize = 32;
-/// Number of positions per pass: large enough that converting a tile of the head to `f32` is a small part of the work.
+/// Number of positions per pass.
 const POSITIONS: usize = 2048;
-/// Number of positions per pass for a head that cannot compute single tiles: the logits of all these positions are in
-/// memory.
+/// Number of positions per pass if all their logits must be in memory.
 const WHOLE_POSITIONS: usize = 64;
 
-/// Number of columns per tile. A decoder's head has the same.
+/// Number of columns per tile, also of a decoder's head.
 pub(crate) const TILE: usize = 256;
 
 /// The output stage of a model: how logits are obtained from the inputs of the stage.
@@ -66,7 +63,7 @@ pub(crate) trait Output: Sync {
     }
 }
 
-/// The output stage of a model whose logits are given, for a vocabulary of this size: the inputs are the logits.
+/// The output stage of a model whose inputs are the logits, for a vocabulary of this size.
 pub(crate) struct Given(pub(crate) usize);
 
 impl Output for Given {
@@ -90,7 +87,6 @@ impl Output for Given {
     }
 }
 
-/// Copies some columns of rows of `vocab` logits.
 fn columns_of(logits: &[f32], vocab: usize, columns: Range<usize>, out: &mut Vec<f32>) {
     out.clear();
     for row in logits.chunks_exact(vocab) {
@@ -111,8 +107,8 @@ impl Source<'_> {
         &self.inputs[positions.start * width..positions.end * width]
     }
 
-    /// Computes the logits of these tokens at these positions. For a stage that cannot compute single tiles, `whole`
-    /// holds the logits of the whole vocabulary, starting at position `first`.
+    /// Computes the logits of these tokens at these positions. For a stage that [cannot compute
+    /// tiles](Output::is_whole), `whole` holds the logits of the whole vocabulary, starting at position `first`.
     fn tile(
         &self,
         (rows, first): (Range<usize>, usize),
@@ -130,7 +126,6 @@ impl Source<'_> {
     }
 }
 
-/// Buffers that a thread reuses for every tile.
 #[derive(Default)]
 struct Scratch {
     weight: Vec<f32>,
@@ -140,7 +135,7 @@ struct Scratch {
 
 /// Accumulates the statistics of every source over the whole vocabulary. All sources have the same vocabulary, and the
 /// first one is the reference of the others. `next` is the token that follows each position. With `ranked`, the most
-/// likely tokens are kept. In the result, the sums for one position are adjacent, in the order of sources.
+/// likely tokens are kept. Results are in the order of positions, then of sources.
 ///
 /// # Errors
 /// When a head fails, or when cancelled.
@@ -170,7 +165,6 @@ fn some_positions(
     cancel: &CancelToken,
 ) -> Result<Vec<Sums>> {
     let vocab = sources.first().map_or(0, |s| s.output.vocab());
-    // Stages that cannot compute single tiles compute all logits in advance.
     let whole = sources.iter().map(|source| {
         let mut logits = Vec::new();
         if source.output.is_whole() {
@@ -221,7 +215,6 @@ fn some_positions(
     Ok(all)
 }
 
-/// Accumulates a tile of every source: `[positions, columns]`, with as many positions as `next` has.
 fn accumulate(
     sums: &mut [Sums],
     tiles: &[Vec<f32>],

@@ -2,7 +2,6 @@
 
 use super::exp::exp;
 
-/// Number of largest logits that are kept.
 const TOP: usize = 5;
 
 /// The largest logits of a position and their tokens, in descending order; ties keep the first token.
@@ -36,7 +35,6 @@ impl Sums {
         top: Top { count: 0, values: [0.0; TOP], tokens: [0; TOP] },
     };
 
-    /// The value that is subtracted before exponentials.
     #[inline(always)]
     fn shift(&self) -> f64 {
         // If all logits are −∞ the sum is 0, and the difference would be NaN.
@@ -63,12 +61,11 @@ impl Sums {
         self.log_total() - f64::from(self.next)
     }
 
-    /// The probability of the most likely token.
     pub(crate) fn confidence(&self) -> f64 {
         (f64::from(self.top.values[0]) - self.log_total()).exp()
     }
 
-    /// The most likely tokens in descending order; ties keep the first token. Five, or fewer for a smaller vocabulary.
+    /// At most five tokens, most likely first; ties keep the first token.
     pub(crate) fn top(&self) -> &[u32] {
         &self.top.tokens[..self.top.count]
     }
@@ -76,7 +73,6 @@ impl Sums {
     /// Returns `KL(reference ‖ self)`. These sums must have been accumulated together with those of `reference`.
     pub(crate) fn divergence_from(&self, reference: &Self) -> f64 {
         let shifts = f64::from(reference.largest) - f64::from(self.largest);
-        // The mean of `r − x` under the reference, minus the difference of the log normalizers.
         let kl = self.cross / reference.total - (shifts + (reference.total / self.total).ln());
         // Rounding can push a vanishing divergence below zero; NaN stays.
         if kl < 0.0 { 0.0 } else { kl }
@@ -137,7 +133,6 @@ fn largest(row: &[f32]) -> f32 {
     lanes.iter().chain(rest).fold(f32::NEG_INFINITY, |m, &x| if x > m { x } else { m })
 }
 
-/// Number of partial sums per row: enough to fill a few vectors, added in a fixed order.
 const LANES: usize = 8;
 
 /// Writes `exp(x − shift)` of every logit to `terms` and returns their sum.
@@ -160,7 +155,7 @@ fn exponentials(row: &[f32], shift: f64, terms: &mut [f64]) -> f64 {
 #[inline(always)]
 fn cross(weights: &[f64], reference: &[f32], row: &[f32]) -> f64 {
     let term = |w: f64, r: f32, x: f32| {
-        // If the reference's probability is zero, the model's logit does not matter.
+        // The model's logit does not matter where the reference's probability is zero, even if it is not finite.
         let product = w * (f64::from(r) - f64::from(x));
         if w == 0.0 { 0.0 } else { product }
     };
@@ -177,8 +172,7 @@ fn cross(weights: &[f64], reference: &[f32], row: &[f32]) -> f64 {
 }
 
 /// Accumulates each model's logits for the tokens starting at `first`. The first of `sums` and of `rows` is the
-/// reference's; `next` is the token that follows. With `ranked` the largest are kept. `terms` has twice the length of a
-/// row.
+/// reference's; `next` is the token that follows. `terms` has twice the length of a row.
 #[inline(always)]
 pub(super) fn accumulate(
     sums: &mut [Sums],

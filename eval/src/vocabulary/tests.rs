@@ -1,4 +1,4 @@
-//! Compares the pass with the definitions, which use all logits of one position at a time.
+//! Compares the pass with the definitions.
 
 use std::sync::Arc;
 
@@ -17,7 +17,6 @@ fn log_sum_exp(logits: &[f32]) -> f64 {
     f64::from(max) + sum.ln()
 }
 
-/// `ln Σ exp(x)` with exponentials in single precision.
 fn log_sum_exp_of_singles(logits: &[f32]) -> f64 {
     let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
     let sum: f64 = logits.iter().map(|&x| f64::from((x - max).exp())).sum();
@@ -44,7 +43,6 @@ fn divergence(r: &[f32], m: &[f32], norm: fn(&[f32]) -> f64) -> f64 {
     r.iter().zip(m).map(term).sum::<f64>().max(0.0)
 }
 
-/// The measurements of a position by definition.
 fn definition(r: &[f32], m: &[f32], next: u32, norm: fn(&[f32]) -> f64) -> Position {
     let (r_top, m_top) = (top(r), top(m));
     Position {
@@ -63,7 +61,7 @@ fn uniform(seed: u64, i: usize) -> f32 {
     (mix(mix(seed) ^ i as u64) >> 40) as f32 / (1 << 23) as f32 - 1.0
 }
 
-/// A head with these logits, `[positions, vocabulary]`, for inputs that are a unit matrix.
+/// A head with these logits for inputs that are a unit matrix.
 fn head_of(vocab: usize, logits: &[f32]) -> Head<'static> {
     let width = logits.len() / vocab;
     let columns = (0..vocab).flat_map(|v| logits.iter().skip(v).step_by(vocab).copied());
@@ -83,7 +81,6 @@ fn passed(vocab: usize, logits: &[&[f32]], next: &[u32]) -> Vec<Sums> {
     let at_hand = Given(vocab);
     let sources: Vec<Source<'_>> = logits.iter().map(|inputs| Source { output: &at_hand, inputs }).collect();
     let again = pass(&sources, next, true, &CancelToken::new()).unwrap();
-    // NaN is not equal to itself, but its text is.
     let texts = [&again, &sums].map(|sums| format!("{sums:?}"));
     assert!(again == sums || (texts[0].contains("NaN") && texts[0] == texts[1]), "{texts:?}");
     sums
@@ -107,12 +104,11 @@ fn exp_is_within_its_bound() {
     assert!(exp(f64::NAN).is_nan());
 }
 
-/// Random logits of two models that differ by at most `noise`, with ties among the largest.
 fn pair(vocab: usize, position: usize, spread: f32, noise: f32) -> [Vec<f32>; 2] {
     let r: Vec<f32> = (0..vocab)
         .map(|i| {
             let x = uniform(position as u64, i);
-            // A few tokens stand out; rounding produces ties.
+            // Rounding produces ties.
             (spread * (x * x * x * 2.0 + if i % 97 == position % 97 { 0.7 } else { 0.0 }) * 64.0).round()
                 / 64.0
         })
@@ -127,8 +123,7 @@ fn near(found: f64, exact: f64, relative: f64, absolute: f64) {
 
 #[test]
 fn a_pass_gives_what_the_definitions_say() {
-    // Vocabularies of one tile, of ragged tiles and of more tiles than stripes; few and many positions; flat and peaked
-    // logits; models that are close and far apart.
+    // Vocabularies of one tile, of incomplete tiles, and of more tiles than stripes.
     for (vocab, positions, spread, noise) in [
         (1, 3, 1.0, 0.1),
         (3, 5, 8.0, 0.5),
@@ -142,7 +137,6 @@ fn a_pass_gives_what_the_definitions_say() {
         let column = |which: usize| rows.iter().flat_map(|r| r[which].iter().copied()).collect::<Vec<f32>>();
         let next: Vec<u32> = (0..positions).map(|p| (mix(p as u64) % vocab as u64) as u32).collect();
         let (r, m) = (column(0), column(1));
-        // An additional model does not change the sums of the first.
         let sums = passed(vocab, &[&r, &m, &r], &next);
         for ((sums, rows), &next) in sums.chunks(3).zip(&rows).zip(&next) {
             let found = Position::new(&sums[0], &sums[1], Some(&sums[2]));
@@ -158,8 +152,7 @@ fn a_pass_gives_what_the_definitions_say() {
     }
 }
 
-/// Rounding exponentials and their arguments to single precision changes them by about 2⁻²⁴ each. Single positions may
-/// therefore differ by about 2⁻²³, and their mean by far less.
+/// Exponentials in single precision differ by about 2⁻²³, their mean by far less.
 #[test]
 fn means_are_those_of_singles_before() {
     let (vocab, positions) = (3000, 400);
@@ -196,8 +189,7 @@ fn what_is_not_finite_shows_and_what_is_impossible_does_not_matter() {
         let sums = passed(vocab, &[r, m], &[7]);
         (sums[0].nll(), sums[1].nll(), sums[1].divergence_from(&sums[0]))
     };
-    // The reference gives every token of the first tile but one the probability 0. The model does so for a few tokens
-    // of that tile.
+    // The reference gives all tokens of the first tile but one the probability 0, the model only some.
     r[..300].fill(f32::NEG_INFINITY);
     r[7] = 1.0;
     let mut absent = m.clone();
@@ -205,7 +197,6 @@ fn what_is_not_finite_shows_and_what_is_impossible_does_not_matter() {
     let found = kl(&r, &absent);
     near(found.2, divergence(&r, &absent, log_sum_exp), 1e-9, 0.0);
     near(found.0, log_sum_exp(&r) - 1.0, 1e-12, 0.0);
-    // A token that is possible under the reference and impossible under the model.
     let mut never = m.clone();
     never[400] = f32::NEG_INFINITY;
     assert_eq!(kl(&r, &never).2, f64::INFINITY);

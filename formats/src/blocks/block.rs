@@ -10,9 +10,8 @@ pub struct OpenBlock {
 }
 
 impl BlockType {
-    /// Finds scales for one block of values by this crate's own search. `importance` weights the squared errors.
-    /// `None` for float types, and for IQ2
-    /// and IQ3, whose codes are not chosen element by element.
+    /// Finds scales for one block of values by this crate's own search. `importance` weights the squared errors. `None`
+    /// for types whose codes are not chosen element by element.
     pub fn fit_scales(&self, x: &[f32], importance: &[f32]) -> Option<OpenBlock> {
         let grid = self.grid?;
         Some(OpenBlock { grid, fields: refine::block(grid, x, importance) })

@@ -1,13 +1,12 @@
-//! Reads and writes scales, which are little-endian `f16`.
+//! Scales as little-endian `f16`.
 
 use half::f16;
 
-/// Reads the `f16` at offset `at`.
 pub(super) fn get(bytes: &[u8], at: usize) -> f32 {
     f16::from_le_bytes([bytes[at], bytes[at + 1]]).to_f32()
 }
 
-/// Rounds a value, half to even, and writes it at offset `at`; returns the stored value.
+/// Writes the rounded value at offset `at`, and returns it.
 pub(super) fn put(bytes: &mut [u8], at: usize, value: f32) -> f32 {
     let half = f16::from_f32(value);
     bytes[at..at + 2].copy_from_slice(&half.to_le_bytes());

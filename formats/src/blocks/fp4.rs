@@ -21,7 +21,7 @@ pub static MXFP4: BlockType = BlockType {
         steps: Steps::Fp4,
         scales: Scales::Own(half_of_e8m0),
         part: 32,
-        // The last exponent is NaN.
+        // Code 255 is NaN.
         factors: [0, 254],
         pack: pack_mx,
     }),
@@ -49,7 +49,7 @@ pub static NVFP4: BlockType = BlockType {
     decode: decode_nv,
 };
 
-/// Twice the values of E2M1. Negative zero is replaced by 0.
+/// Twice the values of E2M1, without a negative zero.
 const LEVELS: [i8; 16] = [0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12];
 
 /// `2^(code − 128)`.
@@ -60,7 +60,7 @@ fn half_of_e8m0(code: u8) -> f32 {
     })
 }
 
-/// Half of the code's E4M3 value, without its sign. `0x7f`, which is NaN, becomes 0; `0xff` becomes 240.
+/// Half of the code's E4M3 value, without its sign. As in ggml, `0x7f` becomes 0.
 fn half_of_e4m3(code: u8) -> f32 {
     if code == 0x7f {
         return 0.0;
@@ -73,8 +73,8 @@ fn half_of_e4m3(code: u8) -> f32 {
     }
 }
 
-/// The code of a scale: rounded to nearest, ties up. As in the reference, scales that round to 256 or more get the
-/// code of 448, and those that round to 0 or less, and NaN, get 0.
+/// The code of a scale, rounded to nearest, ties up. As in the reference, scales that round to 256 or more get the code
+/// of 448.
 fn e4m3(x: f32) -> u8 {
     if x.is_nan() || x <= 0.0 {
         return 0;
@@ -129,10 +129,9 @@ fn pack_mx(fields: &Fields, block: &mut [u8]) {
     put_codes(&mut block[1..], |e| fields.codes[e]);
 }
 
-/// The E8M0 code of the scale that brings the largest magnitude `max` into the range from 4 to less than 8.
+/// The E8M0 code of the scale that brings the largest magnitude `max` into 4 to 8.
 fn exponent(max: f32) -> u8 {
-    // As in the reference, the logarithm is rounded to single precision. For values just below a large power of two, it
-    // rounds up to an integer.
+    // As in the reference, the logarithm is rounded to single precision.
     let below = f64::from(max).log2() as f32;
     match max > 0.0 {
         // In the reference, a negative exponent wraps around, and all codes become 0.
@@ -187,7 +186,7 @@ fn decode_nv(bytes: &[u8], out: &mut [f32]) {
     }
 }
 
-/// Builds a block of MXFP4 from an exponent and codes as in checkpoints, two neighboring columns per byte.
+/// Builds a block of MXFP4 from an exponent and 16 bytes of codes as in checkpoints, two neighboring columns per byte.
 pub fn repack_mxfp4(exponent: u8, codes: &[u8], block: &mut [u8]) {
     block[0] = exponent;
     put_codes(&mut block[1..], |e| codes[e / 2] >> (4 * (e % 2)) & 15);

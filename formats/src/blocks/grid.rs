@@ -3,12 +3,9 @@
 
 use super::iq4::LEVELS;
 
-/// Maximum number of elements in a block.
 pub(super) const MAX_CODES: usize = 256;
-/// Maximum number of parts in a block.
 pub(super) const PARTS: usize = 16;
 
-/// The grid of a block type.
 pub(super) struct Grid {
     pub(super) steps: Steps,
     pub(super) scales: Scales,
@@ -49,12 +46,11 @@ pub(super) enum Steps {
 pub(super) struct Fields {
     /// The scale, exact in half precision.
     pub(super) d: f32,
-    /// The scale of the minimums, also exact in half precision.
+    /// The scale of the minimums, exact in half precision.
     pub(super) dmin: f32,
-    /// Factors and minimums, one per part.
+    /// One per part.
     pub(super) factors: [i32; PARTS],
     pub(super) minimums: [i32; PARTS],
-    /// Codes, one per element.
     pub(super) codes: [u8; MAX_CODES],
 }
 
@@ -76,7 +72,6 @@ impl Grid {
     /// Returns the nearest code for a value of a part with this scale and minimum, and its decoded value.
     #[inline(always)]
     pub(super) fn round(&self, [scale, minimum]: [f32; 2], x: f32) -> (u8, f32) {
-        // In a part with scale 0, all codes have the same value.
         let inverse = if scale != 0.0 { 1.0 / scale } else { 0.0 };
         match self.steps {
             Steps::Even { half } => {
@@ -117,8 +112,7 @@ pub(super) fn code_above(value: f32, top: i32) -> f32 {
     nearest(within(value, 0.0, top as f32))
 }
 
-/// Limits a value to a range; NaN becomes `low`. These two comparisons are one instruction each; those of `f32::max`,
-/// which returns the other operand if one is NaN, are three.
+/// Limits a value to a range; NaN becomes `low`. `f32::max` and `f32::min` would take more instructions.
 #[inline(always)]
 fn within(value: f32, low: f32, high: f32) -> f32 {
     let value = if value > low { value } else { low };
@@ -204,7 +198,6 @@ impl Levels for Uneven {
 }
 
 impl Uneven {
-    /// The code of a level.
     fn code(level: f32) -> u8 {
         LEVELS.iter().position(|known| f32::from(*known) == level).unwrap_or_default() as u8
     }
@@ -213,7 +206,6 @@ impl Uneven {
 #[derive(Clone, Copy)]
 pub(super) struct Fp4;
 
-/// Twice the magnitudes of E2M1.
 const MAGNITUDES: [f32; 8] = [0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0];
 
 impl Levels for Fp4 {
@@ -238,7 +230,7 @@ impl Levels for Fp4 {
 }
 
 impl Fp4 {
-    /// The code of a level. Zero has only one code, without a sign.
+    /// Zero has only one code, without a sign.
     fn code(level: f32) -> u8 {
         let magnitude = MAGNITUDES.iter().position(|known| *known == level.abs()).unwrap_or_default() as u8;
         magnitude | if level < 0.0 { 8 } else { 0 }

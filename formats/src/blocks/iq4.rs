@@ -53,7 +53,6 @@ pub static IQ4_XS: BlockType = BlockType {
 pub(super) const LEVELS: [i8; 16] =
     [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113];
 
-/// Rounds 32 elements and writes their codes.
 #[inline(always)]
 fn put_codes(bytes: &mut [u8], x: &[f32], scale: f32) {
     let inverse = if scale != 0.0 { 1.0 / scale } else { 0.0 };
@@ -64,7 +63,7 @@ fn put_codes(bytes: &mut [u8], x: &[f32], scale: f32) {
     join_codes(bytes, &codes);
 }
 
-/// Writes 32 codes: byte `j` holds code `j` in its low nibble and code `j + 16` in its high nibble.
+/// Byte `j` holds code `j` in its low nibble and code `j + 16` in its high nibble.
 #[inline(always)]
 fn join_codes(bytes: &mut [u8], codes: &[u8]) {
     for (j, byte) in bytes.iter_mut().enumerate() {
@@ -131,7 +130,7 @@ fn encode_nl_batch(values: &[f32], importance: Option<&[f32]>, out: &mut [u8]) {
             level_scales(&x, &weigh_lanes(&importance, &sigma2, &x))
         }
     };
-    // If all importances of a block are 0, the reference stores NaN as the scale. Such importances are ignored here.
+    // The scale of the reference is NaN if all importances of a block are 0. Here, such importances are ignored.
     if scales.iter().any(|scale| !scale.is_finite()) {
         let without = level_scales(&x, &plain);
         for (scale, without) in scales.iter_mut().zip(without) {
@@ -163,7 +162,6 @@ fn encode_xs(row: &[f32], importance: Option<&[f32]>, out: &mut [u8]) {
 
 #[inline(always)]
 fn encode_xs_batch(values: &[f32], importance: Option<&[f32]>, out: &mut [u8]) {
-    // One scale per 32 elements.
     let mut scales = [[0.0; 8]; LANES];
     let sums = if importance.is_some() { square_sums(values) } else { [0.0; LANES] };
     for (g, (values, found)) in values.chunks(32 * LANES).zip(scales.chunks_mut(2)).enumerate() {

@@ -1,8 +1,6 @@
 //! Blocks in the form that the CPU kernels take: one code per byte, and the scales of groups.
 //!
-//! Q2_K, Q4_K, Q5_K, Q6_K and IQ4_XS keep their two levels of scales ([`SuperScales`]). Other types get one float per
-//! group, which is exact: a scale in half precision, which Q3_K multiplies by a 6-bit integer, or the power of two of
-//! MXFP4.
+//! Some types keep their two levels of scales ([`SuperScales`]). The others get one float per group, which is exact.
 
 use half::f16;
 use quant_kernels_cpu::{FloatFormat, Scales, SuperMins, SuperScales, ViewError, WeightView, e8m0_value};
@@ -12,12 +10,9 @@ use super::{
     q3_k, q6_k, scales_6bit,
 };
 
-/// How the kernels take the blocks of a type.
 struct Form {
     kind: &'static BlockType,
-    /// Bits per code.
     bits: u8,
-    /// Weights per group.
     group: usize,
     grid: Grid,
     /// The byte offsets of all `f16` fields of a block.
@@ -29,7 +24,7 @@ struct Form {
 /// The meaning of codes and groups.
 #[derive(Clone, Copy, PartialEq)]
 enum Grid {
-    /// Integers with the zero point in the middle, and a float per group.
+    /// Integers with the zero point `2^(bits − 1)`, and a float per group.
     Float,
     /// Codes of this format, and a float per group.
     Codes(FloatFormat),
@@ -41,7 +36,6 @@ enum Grid {
     SuperMins,
 }
 
-/// The parameters of a block's groups.
 #[derive(Default)]
 struct Groups {
     floats: [f32; 16],
@@ -152,7 +146,6 @@ fn nibbles(bytes: &[u8], codes: &mut [u8]) {
     }
 }
 
-/// Reads the scales and minimums of a block of Q4_K or Q5_K.
 fn six_bit(block: &[u8], groups: &mut Groups) {
     [groups.d, groups.dmin] = [0, 2].map(|at| half_at(block, at));
     for j in 0..8 {
@@ -166,8 +159,7 @@ impl BlockType {
         FORMS.iter().find(|form| form.kind == self)
     }
 
-    /// Whether the CPU kernels multiply weights of this type without decoding them to floats:
-    /// [`with_view`](Self::with_view) gives them the weights.
+    /// Whether the CPU kernels multiply weights of this type in blocks; see [`with_view`](Self::with_view).
     pub fn has_kernel(&self) -> bool {
         self.form().is_some()
     }
@@ -243,7 +235,6 @@ impl BlockType {
     }
 }
 
-/// The super-blocks of these types and of the kernels have the same number of elements.
 const _: () = assert!(SUPER == quant_kernels_cpu::SUPER_BLOCK);
 
 #[cfg(test)]

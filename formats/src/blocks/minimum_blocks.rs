@@ -1,4 +1,4 @@
-//! Super-blocks whose parts have a scale and a minimum: what Q2_K, Q4_K and Q5_K have in common.
+//! Super-blocks whose parts have a scale and a minimum: Q2_K, Q4_K and Q5_K.
 
 use half::f16;
 
@@ -21,7 +21,6 @@ pub(super) struct MinimumBlocks {
     pub(super) top: u8,
 }
 
-/// A block with `PARTS` parts.
 pub(super) struct MinimumBlock<'a, const PARTS: usize> {
     pub(super) d: f16,
     pub(super) dmin: f16,
@@ -33,7 +32,7 @@ pub(super) struct MinimumBlock<'a, const PARTS: usize> {
 
 impl MinimumBlocks {
     /// Finds the blocks of a row, which have `PARTS` parts of `N` elements. `put` writes each into its `bytes` bytes,
-    /// which are zero before.
+    /// which are zero before the call.
     pub(super) fn encode<const N: usize, const PARTS: usize>(
         &self,
         row: &[f32],
@@ -56,7 +55,6 @@ impl MinimumBlocks {
         }
     }
 
-    /// Finds up to [`LANES`] blocks.
     #[inline(always)]
     fn batch<const N: usize, const PARTS: usize>(
         &self,
@@ -111,7 +109,6 @@ impl MinimumBlocks {
         }
     }
 
-    /// The weights without an importance matrix.
     #[inline(always)]
     fn plain_weights<const N: usize>(&self, x: &[Lanes; N]) -> [Lanes; N] {
         let mut rms = [0.0; LANES];
@@ -133,7 +130,7 @@ impl MinimumBlocks {
     }
 }
 
-/// Recomputes the codes with the stored scale. If the stored scale is 0, the codes that the search found are kept.
+/// Recomputes the codes with the stored scale, unless it is 0.
 #[inline(always)]
 fn round_again(scale: f32, minimum: f32, top: i32, x: &[f32], codes: &mut [u8]) {
     if scale == 0.0 {

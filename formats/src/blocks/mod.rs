@@ -2,10 +2,9 @@
 //! floats.
 //!
 //! A block type is data ([`BlockType`]): its name and id, the size of a block, and functions that encode and decode
-//! rows. The arithmetic of each family of types is in its own file. [`BlockType::encode`] uses the reference search:
-//! its bytes equal those of llama.cpp's quantizer, which computes in scalar `f32` in the same order, except where that
-//! stores NaN as a scale of IQ4_NL. [`BlockType::encode_refined`] uses this crate's own search.
-//! `docs/formats/gguf.md` draws the blocks.
+//! rows. [`BlockType::encode`] uses the reference search. Its bytes equal those of llama.cpp's quantizer, which
+//! computes in scalar `f32` in the same order, except where that stores NaN as a scale of IQ4_NL.
+//! [`BlockType::encode_refined`] uses this crate's own search. `docs/formats/gguf.md` draws the blocks.
 
 mod block;
 mod codebook;
@@ -61,12 +60,12 @@ pub struct BlockType {
     pub bytes: usize,
     /// Whether llama.cpp encodes the tensors of blocks only with an importance matrix. Without one, the result is poor.
     pub needs_importance: bool,
-    /// Whether tensors of this type are encoded with an importance matrix if there is one. The reference search
-    /// ignores it for some of these types.
+    /// Whether an importance matrix, if there is one, is passed to the search. The reference search ignores it for some
+    /// of these types.
     pub uses_importance: bool,
     /// The type that llama.cpp uses instead for rows whose length is not a multiple of `elements`.
     pub fallback: Option<&'static BlockType>,
-    /// The values that a block can represent; `None` for floats, and for IQ2 and IQ3.
+    /// The values that a block can represent; `None` if codes are not chosen element by element.
     grid: Option<&'static grid::Grid>,
     encode: Encode,
     decode: Decode,
@@ -84,7 +83,6 @@ pub enum ScaleSearch {
 
 /// Encodes one row: values, the importance of each (all nonnegative), and the bytes to fill.
 type Encode = fn(&[f32], Option<&[f32]>, &mut [u8]);
-/// Decodes one row.
 type Decode = fn(&[u8], &mut [f32]);
 
 impl std::fmt::Debug for BlockType {
@@ -167,8 +165,7 @@ impl BlockType {
     }
 
     /// Encodes a row with the [reference](ScaleSearch::Reference) search. `importance`, which must be nonnegative,
-    /// weights the squared error of each element; only its ratios within a row matter. Floats, Q8_0, the ternary types
-    /// and the 4-bit floats ignore it.
+    /// weights the squared error of each element; only its ratios within a row matter. Some types ignore it.
     ///
     /// # Panics
     /// When the lengths are inconsistent; see [`row_bytes`](Self::row_bytes).
@@ -193,8 +190,7 @@ impl BlockType {
 
     /// Encodes a row with scales from this crate's own search, which usually gives a smaller error than
     /// [`encode`](Self::encode). It minimizes `Σ importance·(σ² + value²)^¼·(value − stored)²`, with the mean square
-    /// `σ²` of the row. Without `importance`, every element has an importance of 1. Floats are encoded as by
-    /// [`encode`](Self::encode).
+    /// `σ²` of the row. Without `importance`, every element has an importance of 1. Floats need no search.
     ///
     /// # Panics
     /// See [`encode`](Self::encode).

@@ -52,7 +52,7 @@ fn encode(row: &[f32], importance: Option<&[f32]>, out: &mut [u8]) {
     });
 }
 
-/// Writes all codes into bytes that are zero.
+/// Writes all codes into bytes that must be zero before the call.
 fn put_codes(codes: &[u8], block: &mut [u8]) {
     for (e, code) in codes.iter().enumerate() {
         let (byte, shift) = place(e);

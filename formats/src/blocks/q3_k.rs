@@ -49,7 +49,7 @@ fn encode(row: &[f32], importance: Option<&[f32]>, out: &mut [u8]) {
     }
 }
 
-/// Encodes up to [`LANES`] blocks, whose bytes are zero.
+/// Encodes up to [`LANES`] blocks into bytes that must be zero before the call.
 #[inline(always)]
 fn encode_batch(row: &[f32], importance: Option<&[f32]>, out: &mut [u8]) {
     let mut codes = [0_u8; SUPER * LANES];
@@ -94,7 +94,7 @@ fn encode_batch(row: &[f32], importance: Option<&[f32]>, out: &mut [u8]) {
             }
             None => by_largest(&scales, &mut s),
         };
-        // Without importance, the bytes of the scales stay zero if all scales are zero.
+        // As in the reference, the bytes of the scales stay zero if all scales are zero, unless there is an importance.
         if importance.is_some() || largest(&scales) != 0.0 {
             put_scales(&mut block[SCALES..D], &s);
         }
@@ -112,7 +112,7 @@ fn encode_batch(row: &[f32], importance: Option<&[f32]>, out: &mut [u8]) {
     }
 }
 
-/// Writes all codes into bytes that are zero.
+/// Writes all codes into bytes that must be zero before the call.
 fn put_codes(codes: &[u8], block: &mut [u8]) {
     for (e, code) in codes.iter().enumerate() {
         let (byte, shift) = place(e);
@@ -155,7 +155,6 @@ pub(super) fn get_scale(bytes: &[u8], j: usize) -> i8 {
     (low | high << 4) as i8 - 32
 }
 
-/// The code of element `e`.
 pub(super) fn get_code(block: &[u8], e: usize) -> u8 {
     let (byte, shift) = place(e);
     block[LOW + byte] >> shift & 3 | (block[e % 32] >> (e / 32) & 1) << 2

@@ -42,7 +42,7 @@ fn encode(row: &[f32], importance: Option<&[f32]>, out: &mut [u8]) {
     });
 }
 
-/// Writes the first 16 bytes of a block, which must be zero.
+/// Writes the first 16 bytes of a block, which must be zero before the call.
 pub(super) fn put_found(found: &MinimumBlock<'_, 8>, block: &mut [u8]) {
     block[..2].copy_from_slice(&found.d.to_le_bytes());
     block[2..4].copy_from_slice(&found.dmin.to_le_bytes());
@@ -63,7 +63,7 @@ fn pack(fields: &Fields, block: &mut [u8]) {
     put_codes(&fields.codes, block);
 }
 
-/// Writes the first 16 bytes of a block, which must be zero.
+/// Writes the first 16 bytes of a block, which must be zero before the call.
 pub(super) fn put_scales(fields: &Fields, block: &mut [u8]) {
     f16_bits::put(block, 0, fields.d);
     f16_bits::put(block, 2, fields.dmin);

@@ -41,7 +41,7 @@ fn encode(row: &[f32], importance: Option<&[f32]>, out: &mut [u8]) {
     });
 }
 
-/// Writes all codes into bytes that are zero.
+/// Writes all codes into bytes that must be zero before the call.
 fn put_codes(codes: &[u8], block: &mut [u8]) {
     let (high, low) = block[16..].split_at_mut(32);
     for (e, code) in codes.iter().enumerate() {

@@ -46,7 +46,7 @@ fn encode(row: &[f32], importance: Option<&[f32]>, out: &mut [u8]) {
     }
 }
 
-/// Encodes a block, whose bytes are zero.
+/// Encodes a block into bytes that must be zero before the call.
 #[inline(always)]
 fn encode_block(values: &[f32], importance: Option<&[f32]>, block: &mut [u8]) {
     let x = load::<16>(values);
@@ -78,7 +78,7 @@ fn encode_block(values: &[f32], importance: Option<&[f32]>, block: &mut [u8]) {
     put_codes(&codes, block);
 }
 
-/// Writes all codes into bytes that are zero.
+/// Writes all codes into bytes that must be zero before the call.
 fn put_codes(codes: &[u8; SUPER], block: &mut [u8]) {
     for (e, code) in codes.iter().enumerate() {
         let (low, low_shift, high, high_shift) = place(e);
@@ -96,7 +96,6 @@ fn pack(fields: &Fields, block: &mut [u8]) {
     put_codes(&fields.codes, block);
 }
 
-/// The code of element `e`.
 pub(super) fn get_code(block: &[u8], e: usize) -> u8 {
     let (low, low_shift, high, high_shift) = place(e);
     block[low] >> low_shift & 15 | (block[128 + high] >> high_shift & 3) << 4

@@ -24,7 +24,7 @@ const GRID: Grid =
 fn pack(fields: &Fields, block: &mut [u8]) {
     f16_bits::put(block, 0, fields.d);
     for (q, code) in block[2..].iter_mut().zip(fields.codes) {
-        // Converts codes from unsigned with offset 128 to two's complement.
+        // From unsigned with offset 128 to two's complement.
         *q = code ^ 0x80;
     }
 }
@@ -35,7 +35,6 @@ fn encode(row: &[f32], _importance: Option<&[f32]>, out: &mut [u8]) {
         let inverse = if d != 0.0 { 1.0 / d } else { 0.0 };
         f16_bits::put(block, 0, d);
         for (q, v) in block[2..].iter_mut().zip(x) {
-            // Rounds half away from zero.
             *q = truncate((v * inverse).round()) as u8;
         }
     }

@@ -2,7 +2,6 @@
 //! four minimums have one byte each; the two upper bits of these bytes hold the upper bits of the other scales and
 //! minimums. The lower four bits of each other scale and minimum share one of the last four bytes.
 
-/// Returns scale and minimum of sub-block `j`.
 pub(super) fn get(bytes: &[u8], j: usize) -> (u8, u8) {
     match j {
         0..4 => (bytes[j] & 63, bytes[j + 4] & 63),
@@ -10,7 +9,7 @@ pub(super) fn get(bytes: &[u8], j: usize) -> (u8, u8) {
     }
 }
 
-/// Writes all scales and minimums into `bytes`, which must be zero.
+/// `bytes` must be zero before the call.
 pub(super) fn put(bytes: &mut [u8], scales: &[u8], minimums: &[u8]) {
     for (j, (&s, &m)) in scales.iter().zip(minimums).enumerate() {
         match j {

@@ -94,8 +94,8 @@ fn codes(x: &[f32]) -> ([u8; SUPER], f32) {
     let inverse = if d != 0.0 { 1.0 / d } else { 0.0 };
     let mut codes = [1; SUPER];
     for (code, x) in codes.iter_mut().zip(x) {
-        // Rounds half away from zero. The inverse of a subnormal scale may overflow; infinite and NaN products become
-        // the value 0.
+        // Rounds half away from zero. Other products, infinite or NaN after an overflow of `inverse`, become the value
+        // 0.
         *code = match (x * inverse).round() {
             1.0 => 2,
             -1.0 => 0,

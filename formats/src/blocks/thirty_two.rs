@@ -47,7 +47,6 @@ const fn kind<const BITS: usize, const MINIMUM: bool>() -> BlockType {
     }
 }
 
-/// Bytes before the low bits of the codes.
 const fn head(bits: usize, minimum: bool) -> usize {
     2 + if minimum { 2 } else { 0 } + if bits == 5 { 4 } else { 0 }
 }
@@ -86,7 +85,6 @@ fn encode<const BITS: usize, const MINIMUM: bool>(row: &[f32], importance: Optio
     }
 }
 
-/// Encodes up to [`LANES`] blocks with an importance matrix.
 #[inline(always)]
 fn encode_batch<const BITS: usize, const MINIMUM: bool>(
     values: &[f32],
@@ -113,7 +111,6 @@ fn encode_batch<const BITS: usize, const MINIMUM: bool>(
     }
 }
 
-/// Writes all bytes of a block.
 #[inline(always)]
 fn put<const BITS: usize, const MINIMUM: bool>(block: &mut [u8], scale: f32, minimum: f32, codes: &[u8; 32]) {
     f16_bits::put(block, 0, scale);
@@ -123,8 +120,7 @@ fn put<const BITS: usize, const MINIMUM: bool>(block: &mut [u8], scale: f32, min
     put_codes::<BITS, MINIMUM>(block, codes);
 }
 
-/// Writes codes such that the element of largest magnitude gets the smallest one; returns the scale, and 0 as the
-/// minimum.
+/// The element of largest magnitude gets code 0. Returns the scale, and 0 as the minimum.
 fn plain_symmetric<const BITS: usize>(x: &[f32], codes: &mut [u8; 32]) -> (f32, f32) {
     let half = (1 << (BITS - 1)) as f32;
     let d = largest(x) / -half;
@@ -135,7 +131,7 @@ fn plain_symmetric<const BITS: usize>(x: &[f32], codes: &mut [u8; 32]) -> (f32, 
     (d, 0.0)
 }
 
-/// Writes codes that are spread evenly from the smallest element to the largest; returns the scale and the minimum.
+/// Spreads codes evenly from the smallest element to the largest; returns the scale and the minimum.
 fn plain_minimum<const BITS: usize>(x: &[f32], codes: &mut [u8; 32]) -> (f32, f32) {
     let (mut min, mut max) = (f32::MAX, f32::MIN);
     for &v in x {
@@ -155,7 +151,6 @@ fn plain_minimum<const BITS: usize>(x: &[f32], codes: &mut [u8; 32]) -> (f32, f3
     (d, min)
 }
 
-/// Writes the codes of a block after its scale and minimum.
 fn put_codes<const BITS: usize, const MINIMUM: bool>(block: &mut [u8], codes: &[u8; 32]) {
     let head = head(BITS, MINIMUM);
     if BITS == 5 {

@@ -1,8 +1,5 @@
-//! File formats for named tensors and their metadata. The module `format` packs linears into tensors; this one stores
-//! the tensors.
-//!
-//! An archive determines the position of every byte of a set of tensors; [`CheckpointWriter`](super::CheckpointWriter)
-//! does the rest for all archives: staging, resuming, reading back, publishing.
+//! File formats for named tensors and their metadata: the position of every byte.
+//! [`CheckpointWriter`](super::CheckpointWriter) does the rest for all of them.
 
 use std::fmt::Debug;
 use std::fs::File;
@@ -15,14 +12,13 @@ use crate::{Error, Result};
 /// A file format that holds tensors.
 pub trait Archive: Debug + Send + Sync {
     /// Assigns these tensors to files with at most `max_file_bytes` of tensor data each. A larger tensor gets a file of
-    /// its own. A format that has only one file ignores the limit.
+    /// its own. Single-file formats ignore the limit.
     ///
     /// # Errors
-    /// [`Error::Usage`] when there are no tensors, or too many; [`Error::Internal`] when a tensor cannot be written at
-    /// all.
+    /// [`Error::Usage`] when there are no tensors or too many, [`Error::Internal`] when a tensor cannot be written.
     fn layout(&self, tensors: &[TensorSpec], max_file_bytes: u64) -> Result<ShardLayout>;
 
-    /// Reads the tensors of a written file with the strict reader.
+    /// Reads the tensors of a written file.
     ///
     /// # Errors
     /// When the strict reader rejects the file.

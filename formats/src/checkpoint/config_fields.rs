@@ -9,20 +9,17 @@ use serde_json::{Map, Value};
 use super::names::printable;
 use crate::{Error, Result};
 
-/// The largest size accepted in a model's configuration; larger ones are mistakes or attacks.
 const MAX_SIZE: u64 = 1 << 31;
 
 /// Typed access to one JSON object of a configuration file.
 ///
-/// A field that is `null` counts as absent, as it does for the tools that write these files. A number written as a
-/// string (`"4096"`) or as a float (`4096.0`, `1e3`) is not accepted as an integer.
+/// A field that is `null` counts as absent. Strings (`"4096"`) and floats (`4096.0`, `1e3`) are not accepted as
+/// integers.
 #[derive(Debug, Clone)]
 pub struct ConfigFields<'a> {
     path: &'a Path,
     map: &'a Map<String, Value>,
-    /// Keys of the enclosing objects, each followed by a dot.
     prefix: String,
-    /// Records the requested keys, if the caller wants them.
     asked: Option<&'a Asked>,
 }
 
@@ -49,13 +46,12 @@ impl<'a> ConfigFields<'a> {
         ConfigFields { path: self.path, map: self.map, prefix: self.prefix.clone(), asked: Some(asked) }
     }
 
-    /// Returns typed access to a different object in place of this one: errors name the same file and outer keys.
+    /// Replaces the object; errors name the same file and outer keys.
     pub fn with_map<'b>(&'b self, map: &'b Map<String, Value>) -> ConfigFields<'b> {
         ConfigFields { path: self.path, map, prefix: self.prefix.clone(), asked: self.asked }
     }
 
     fn note(&self, key: &str) {
-        // For nested objects, only the outer key is recorded.
         if let Some(asked) = self.asked.filter(|_| self.prefix.is_empty()) {
             asked.0.borrow_mut().insert(key.to_owned());
         }
@@ -67,7 +63,7 @@ impl<'a> ConfigFields<'a> {
         self.map.contains_key(key)
     }
 
-    /// Returns the fields of `map`, a modified copy of the nested object `key`, in place of that object.
+    /// Replaces the nested object `key` by `map`.
     pub fn nested<'b>(&'b self, key: &str, map: &'b Map<String, Value>) -> ConfigFields<'b> {
         ConfigFields { path: self.path, map, prefix: format!("{}{key}.", self.prefix), asked: self.asked }
     }

@@ -56,12 +56,10 @@ pub(crate) fn check_part(name: &str, len: u64, written: u64, offset: u64, part: 
     Ok(())
 }
 
-/// The error for a tensor without a spec.
 pub(crate) fn unknown(name: &str) -> Error {
     Error::Internal(format!("tensor `{}` is not part of the output", printable(name)))
 }
 
-/// The error for incomplete tensors.
 pub(crate) fn incomplete(names: &[&str]) -> Error {
     let some = names.iter().take(4).copied().collect::<Vec<_>>().join(", ");
     Error::Internal(format!("output tensors are incomplete ({}): {some}", names.len()))

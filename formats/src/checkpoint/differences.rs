@@ -1,4 +1,4 @@
-//! Differences between the request of a run and that of the interrupted run that it should resume.
+//! Compares the request of a run with that of the interrupted run that it should resume.
 
 use std::collections::BTreeMap;
 
@@ -7,14 +7,14 @@ use serde_json::Value;
 use super::names::printable;
 
 const FINGERPRINT: &str = "fingerprint.";
-/// Prefix of the fields that describe the program. If they differ, changing settings does not help.
+/// Prefix of the fields that describe the program.
 const PROGRAM: &str = "program.";
 /// Prefix of the fields that hold the scheme of each linear.
 const SCHEMES: &str = "schemes.";
 /// Fields that follow from the method. They are not listed if the method itself has changed.
 const OF_METHOD: [&str; 4] = ["steps", "transforms", "gptq", "calibration"];
-/// Fields that follow from the calibration text and the other settings of `calibration`. They are not listed if one of
-/// these settings has changed; otherwise one line reports that the text has changed.
+/// Fields that follow from the calibration text and its settings. If no setting has changed, one line reports that the
+/// text has.
 const OF_TEXT: [&str; 5] = [
     "calibration.tokens",
     "calibration.tokens_counted",
@@ -22,17 +22,14 @@ const OF_TEXT: [&str; 5] = [
     "calibration.tokens_sha256",
     "calibration.layout_sha256",
 ];
-/// Maximum number of characters that are shown of a value.
 const MAX_SHOWN: usize = 80;
 
-/// A field in which two requests differ.
 struct Difference {
     field: String,
     was: Value,
     is: Value,
 }
 
-/// The differences between two requests, in a form that a user recognizes.
 pub(crate) struct Differences {
     /// One per line, as `method: was awq, is rtn`.
     pub(crate) lines: Vec<String>,
@@ -62,7 +59,7 @@ impl Differences {
                         lines.push("calibration text: has changed".into());
                     }
                 }
-                // Names and shapes of the tensors follow from the other fields, or from the model.
+                // Names and shapes of tensors follow from the other fields, or from the model.
                 "layout_sha256" => {}
                 _ => lines.push(difference.line()),
             }
@@ -96,7 +93,6 @@ impl Difference {
     }
 }
 
-/// The schemes that have changed, each with the number of linears, or with the linear's name if there is only one.
 fn schemes(all: &[Difference]) -> Vec<String> {
     let mut changes: BTreeMap<(String, String), Vec<&str>> = BTreeMap::new();
     for difference in all {

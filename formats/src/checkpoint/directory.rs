@@ -1,7 +1,6 @@
 //! A Hugging Face model directory.
 //!
-//! Only data is read from it: `config.json`, weights, and, by other modules, the tokenizer. Scripts in the directory
-//! are neither run nor copied.
+//! Only data is read from it. Scripts in the directory are neither run nor copied.
 
 use std::collections::BTreeSet;
 use std::ffi::OsStr;
@@ -18,7 +17,6 @@ use crate::{Error, Result};
 
 pub(crate) const CONFIG: &str = "config.json";
 const TOKENIZER: &str = "tokenizer.json";
-/// The maximum size of a configuration; real ones have a few kilobytes.
 const MAX_CONFIG_BYTES: u64 = 1 << 20;
 
 /// Files that accompany a model and contain neither weights nor code.
@@ -54,8 +52,7 @@ const LEGAL: [&str; 3] = ["LICENSE", "NOTICE", "USE_POLICY"];
 /// # let bytes = [&(header.len() as u64).to_le_bytes()[..], header, &[0; 8]].concat();
 /// # std::fs::write(path.join("model.safetensors"), bytes).unwrap();
 ///
-/// // A directory with `config.json` and safetensors in one file or in shards. Opening it reads and checks the headers,
-/// // but no tensor data.
+/// // Opening a directory reads and checks the headers, but no tensor data.
 /// let directory = ModelDirectory::open(path)?;
 /// assert_eq!(directory.fields().require_usize("hidden_size")?, 2);
 /// assert_eq!(directory.source().read("norm.weight")?.len(), 8);
@@ -79,9 +76,9 @@ pub struct ModelDirectory {
 pub struct Sidecar {
     /// The file's path in the model directory.
     pub path: PathBuf,
-    /// The file's resolved path: in a Hugging Face cache, `path` is a link.
+    /// The file's path after resolving links, which a Hugging Face cache uses.
     pub real: PathBuf,
-    /// The file's contents, if it was generated from a single-file model.
+    /// The file's contents, if a single-file model contains it.
     pub contents: Option<Arc<[u8]>>,
 }
 
@@ -120,12 +117,11 @@ impl ModelDirectory {
     ///
     /// # Errors
     /// - [`Error::NoCheckpoint`], [`Error::PickleOnly`]: there is no supported model.
-    /// - [`Error::Config`]: `config.json` is missing, over 1 MiB, not JSON, not an object, or has a duplicate key.
+    /// - [`Error::Config`]: `config.json` is missing or unusable.
     /// - The errors of [`ShardedCheckpoint::open`].
     pub fn open(path: &Path) -> Result<ModelDirectory> {
         let root = Root::open(path)?;
-        // The weights are opened first, so that a directory of pickle files is reported as such even if its
-        // configuration is invalid.
+        // Weights first, so that a directory of pickle files is reported as such.
         let source = ShardedCheckpoint::open_in(&root)?;
         let config_path = root.join(CONFIG);
         let config = read_config(&root, &config_path)?;
@@ -235,9 +231,8 @@ impl ModelDirectory {
         self.sidecars.iter().find(|s| s.path.file_name() == Some(OsStr::new(name)))
     }
 
-    /// Files to copy to a converted model, sorted by name: tokenizer, generation settings, chat template, license
-    /// texts; never code or weights. Broken links, links to files outside the model, anything but regular files, and
-    /// files whose names differ from an earlier one only in case are left out, with a [warning](Self::warnings).
+    /// Files to copy to a converted model, sorted by name, such as tokenizer, chat template and license; never code or
+    /// weights. Files that are left out give a [warning](Self::warnings).
     pub fn sidecar_files(&self) -> &[Sidecar] {
         &self.sidecars
     }
@@ -300,7 +295,7 @@ pub(crate) fn is_sidecar(name: &str) -> bool {
     if name.chars().any(char::is_control) || !LEGAL.iter().any(|l| name.starts_with(l)) {
         return false;
     }
-    // `LICENSE`, `LICENSE.txt`, `LICENSE-APACHE-2.0`, but not `LICENSE.py`.
+    // `LICENSE`, `LICENSE.txt` and `LICENSE-APACHE-2.0`, but not `LICENSE.py`.
     match Path::new(name).extension().and_then(OsStr::to_str) {
         None => true,
         Some(e) => {

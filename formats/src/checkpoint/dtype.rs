@@ -28,11 +28,11 @@ pub enum Dtype {
     F6E2M3,
     F6E3M2,
     F4,
-    /// A type that this version does not know: such tensors can only be copied.
+    /// A type that this version does not know. Such tensors can only be copied.
     Opaque(OpaqueDtype),
 }
 
-/// An unknown element type: its name, and the size of the tensor that has it, which the shape does not determine.
+/// An unknown element type: its name, and the size of its tensor, which the shape does not determine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct OpaqueDtype {
     name: [u8; Self::MAX_NAME_BYTES],
@@ -58,7 +58,6 @@ impl OpaqueDtype {
 
     /// The name in a safetensors header.
     pub fn name(&self) -> &str {
-        // The constructor accepts only ASCII names.
         std::str::from_utf8(&self.name[..usize::from(self.length)]).unwrap_or_default()
     }
 
@@ -136,8 +135,7 @@ impl Dtype {
         }
     }
 
-    /// Bytes per element; 1 for types of less than a byte and for unknown types, because a byte is the smallest unit
-    /// that is read or written.
+    /// Bytes per element, at least 1: a byte is the smallest unit that is read or written.
     pub fn size(self) -> usize {
         (self.bits() / 8).max(1)
     }
@@ -148,7 +146,7 @@ impl Dtype {
         if let Self::Opaque(of) = self {
             return Some(of.bytes());
         }
-        // Computed in two parts, so that it overflows only if the length itself does not fit.
+        // In two parts, so that only the result can overflow.
         let bits = self.bits() as u64;
         let rest = elements % 8 * bits;
         let whole = (elements / 8).checked_mul(bits)?.checked_add(rest / 8)?;
@@ -163,8 +161,7 @@ impl Dtype {
     /// Widens little-endian elements to `f32`, exactly.
     ///
     /// # Panics
-    /// When the type is not F16, BF16 or F32, or `bytes.len() != out.len() * self.size()`: callers check both when they
-    /// open a tensor.
+    /// When the type is not F16, BF16 or F32, or `bytes.len() != out.len() * self.size()`.
     #[inline(always)]
     pub fn widen(self, bytes: &[u8], out: &mut [f32]) {
         assert_eq!(bytes.len(), out.len() * self.size(), "byte length does not match element count");
@@ -225,13 +222,10 @@ impl fmt::Display for Dtype {
     }
 }
 
-/// Widens an IEEE half-precision number, exactly, with operations that the compiler vectorizes. A NaN becomes quiet and
-/// keeps its sign and payload.
+/// Widens an IEEE half-precision number, exactly, without branches. A NaN becomes quiet and keeps its sign and payload.
 #[inline(always)]
 fn widen_half(bits: u16) -> f32 {
-    /// The unit of subnormal numbers, 2⁻²⁴.
     const SUBNORMAL_UNIT: f32 = 1.0 / 16_777_216.0;
-    /// The difference of the exponents' biases, in the exponent's place.
     const BIAS: u32 = (127 - 15) << 23;
     let bits = u32::from(bits);
     let (sign, exponent, mantissa) = ((bits & 0x8000) << 16, bits & 0x7C00, bits & 0x03FF);

@@ -1,7 +1,4 @@
-//! The file operations that writing uses.
-//!
-//! They are behind a trait so that tests can make each of them fail, or simulate a power loss after it, and check what
-//! is left.
+//! The file operations that writing uses, as a trait. Tests make each of them fail, or simulate a power loss after it.
 
 use std::ffi::OsStr;
 use std::fs::{self, File, OpenOptions};
@@ -13,7 +10,6 @@ use crate::{Error, Result, system};
 
 /// Operations that modify the disk.
 pub(crate) trait FileSystem: Send + Sync {
-    /// Creates a directory whose parent exists.
     fn create_dir(&self, path: &Path) -> io::Result<()>;
     /// Opens the lock file, creating it if necessary.
     fn open_lock(&self, path: &Path) -> io::Result<File>;
@@ -21,31 +17,23 @@ pub(crate) trait FileSystem: Send + Sync {
     fn create_file(&self, path: &Path) -> io::Result<Box<dyn StagedFile>>;
     /// Opens a regular file for writing and reading.
     fn open_file(&self, path: &Path) -> io::Result<Box<dyn StagedFile>>;
-    /// Makes the entries of a directory durable.
     fn sync_dir(&self, path: &Path) -> io::Result<()>;
     /// Renames a file or directory, replacing an existing file.
     fn rename(&self, from: &Path, to: &Path) -> io::Result<()>;
     /// Renames a file or directory; fails if the new name exists.
     fn rename_new(&self, from: &Path, to: &Path) -> io::Result<()>;
-    /// Exchanges two names atomically.
     fn exchange(&self, one: &Path, other: &Path) -> io::Result<()>;
-    /// Removes a file or link.
     fn remove_file(&self, path: &Path) -> io::Result<()>;
-    /// Removes an empty directory.
     fn remove_dir(&self, path: &Path) -> io::Result<()>;
     /// Removes a directory and everything below it, without following links.
     fn remove_tree(&self, path: &Path) -> io::Result<()>;
-    /// Free bytes on the file system of a path, if it reports them.
     fn free_bytes(&self, path: &Path) -> io::Result<Option<u64>>;
-    /// Hints to the system to drop the file from the page cache, so that it is read from the disk next.
     fn forget_cached(&self, file: &File);
 }
 
 /// A file in the staging directory.
 pub(crate) trait StagedFile: Send + Sync {
-    /// Writes all bytes at an offset.
     fn write_at(&self, offset: u64, bytes: &[u8]) -> io::Result<()>;
-    /// Sets the file's length and allocates its blocks.
     fn allocate(&self, len: u64) -> io::Result<()>;
     /// Makes the file's bytes durable.
     fn sync_data(&self) -> io::Result<()>;
@@ -140,8 +128,7 @@ impl StagedFile for File {
     }
 }
 
-/// Opens for reading and writing, without following a link that someone put in the file's place. Permissions follow the
-/// umask.
+/// Does not follow a link that someone put in the file's place.
 fn no_follow() -> OpenOptions {
     let mut options = system::open_options();
     options.read(true).write(true);
@@ -159,7 +146,7 @@ pub(crate) fn failure(
     let over_quota = system::is_over_quota(&error);
     if over_quota || system::is_disk_full(&error) {
         let place = path.parent().unwrap_or(path);
-        // If a quota is exhausted, the free space of the disk is not available to the user.
+        // If a quota is exhausted, the user cannot use the free space of the disk.
         let free = if over_quota { None } else { fs.free_bytes(place).ok().flatten() };
         return Error::DiskFull { path: path.to_owned(), needed: needed.max(1), free: free.unwrap_or(0) };
     }
@@ -189,7 +176,6 @@ pub(crate) fn replace_file(fs: &dyn FileSystem, path: &Path, bytes: &[u8]) -> Re
     Ok(file)
 }
 
-/// Removes the file or directory with this name, if it exists.
 pub(crate) fn remove_if_present(fs: &dyn FileSystem, path: &Path) -> Result<()> {
     let metadata = match path.symlink_metadata() {
         Ok(metadata) => metadata,

@@ -1,9 +1,8 @@
 //! The header of a safetensors file, validated against the file.
 //!
 //! A file is an 8-byte little-endian length `n`, `n` bytes of JSON, and the data that the JSON divides among tensors
-//! without gaps or overlap. This crate has its own strict parser, because lenient ones (which accept duplicate names,
-//! an object in place of a number, or trailing data that belongs to no tensor) let two implementations read two
-//! different models from one file. No declared length is allocated before it is compared with the file.
+//! without gaps or overlap. The parser is strict, because lenient parsers let two implementations read two different
+//! models from one file. No declared length is allocated before it is compared with the file.
 
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
@@ -19,7 +18,6 @@ use super::names::{name_fault, printable};
 use super::{Dtype, HeaderError, OpaqueDtype, TensorInfo};
 use crate::{Error, Result, allocate};
 
-/// Maximum number of dimensions of a tensor.
 pub(crate) const MAX_RANK: usize = 8;
 
 /// Limits of a header.
@@ -37,19 +35,16 @@ impl Default for Limits {
     }
 }
 
-/// A tensor and its position.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Located {
-    /// Type and shape.
     pub(crate) info: TensorInfo,
-    /// Its first byte, counted from the start of the file.
+    /// Counted from the start of the file.
     pub(crate) offset: u64,
 }
 
 /// A header that passed all checks.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Header {
-    /// The tensors by name.
     pub(crate) tensors: BTreeMap<String, Located>,
     /// `__metadata__`, empty if absent.
     pub(crate) metadata: BTreeMap<String, String>,
@@ -95,7 +90,7 @@ impl Header {
         check_ranges(&collected.tensors, data_start, file_len)?;
         let mut tensors = collected.tensors;
         for located in tensors.values_mut() {
-            // No overflow: `check_ranges` verified that every end is within the file.
+            // Within the file, see `check_ranges`.
             located.offset += data_start;
         }
         Ok(Self { tensors, metadata: collected.metadata.unwrap_or_default() })
@@ -116,7 +111,6 @@ pub(crate) fn checked_len(prefix: [u8; 8], file_len: u64, limits: Limits) -> Res
     usize::try_from(declared).map_err(|_| too_large)
 }
 
-/// Tensors must tile the data exactly; at this point offsets are relative to the data.
 fn check_ranges(
     tensors: &BTreeMap<String, Located>,
     data_start: u64,
@@ -156,7 +150,7 @@ fn check_ranges(
 }
 
 /// The state of reading a header. `failure` carries a typed error through serde, whose errors are text only; `inside`
-/// is the context for an error of the parser itself.
+/// tells where serde's own errors occurred.
 struct Collected {
     limits: Limits,
     tensors: BTreeMap<String, Located>,
@@ -244,7 +238,6 @@ impl<'de> Visitor<'de> for &mut Collected {
     }
 }
 
-/// `__metadata__`: strings with distinct keys.
 struct Metadata(BTreeMap<String, String>);
 
 impl<'de> Deserialize<'de> for Metadata {
@@ -272,7 +265,6 @@ impl<'de> Deserialize<'de> for Metadata {
     }
 }
 
-/// The entry of one tensor, with at most [`MAX_RANK`] dimensions kept.
 struct RawEntry {
     dtype: String,
     rank: usize,
@@ -285,7 +277,7 @@ impl RawEntry {
     fn check(self, name: &str) -> Result<Located, HeaderError> {
         let tensor = || name.to_owned();
         let Self { dtype, rank, shape, begin, end } = self;
-        // The length of an unknown type follows from the offsets, which must be within the file like all others.
+        // The offsets give the length of an unknown type.
         let opaque = || OpaqueDtype::new(&dtype, end.saturating_sub(begin)).map(Dtype::Opaque);
         let Some(dtype) = Dtype::from_name(&dtype).or_else(opaque) else {
             return Err(HeaderError::UnknownDtype { tensor: tensor(), dtype: printable(&dtype) });
@@ -311,8 +303,8 @@ impl RawEntry {
     }
 }
 
-/// Dimensions and number of elements; `None` if the size overflows. The product of the nonzero dimensions is checked,
-/// even if another dimension is zero: code that multiplies strides would overflow as well.
+/// Dimensions and number of elements; `None` on overflow. Zeros count as ones in this check, because code that
+/// multiplies strides would overflow as well.
 fn checked_elements(shape: &[u64], dtype: Dtype) -> Option<(Vec<usize>, u64)> {
     let mut dims = Vec::with_capacity(shape.len());
     let mut elements = 1u64;

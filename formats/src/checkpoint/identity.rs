@@ -1,4 +1,4 @@
-//! A digest that identifies a model, so that results can state which model they belong to.
+//! A digest that identifies a model.
 
 use std::io::Read;
 use std::path::Path;
@@ -10,7 +10,6 @@ use super::ModelDirectory;
 use crate::digest::{hex, sha256_hex};
 use crate::{CancelToken, Error, Result};
 
-/// Bytes per read.
 const READ_BYTES: usize = 1 << 20;
 
 impl ModelDirectory {
@@ -21,7 +20,7 @@ impl ModelDirectory {
     /// When a file cannot be read, or when cancelled.
     pub fn sha256(&self, cancel: &CancelToken) -> Result<String> {
         let mut files = self.source().files();
-        // The file of a single-file model is also its configuration.
+        // In a single-file model, the weights and the configuration are one file.
         if !files.iter().any(|file| file == self.config_path()) {
             files.push(self.config_path().to_owned());
         }
@@ -58,7 +57,6 @@ pub fn file_blake3(path: &Path, cancel: &CancelToken) -> Result<String> {
     Ok(hex(hash.finalize().as_bytes()))
 }
 
-/// Reads a file to its end in chunks.
 fn each_piece(path: &Path, cancel: &CancelToken, mut take: impl FnMut(&[u8])) -> Result<()> {
     let fault = |e| Error::io("read", path, e);
     let mut file = std::fs::File::open(path).map_err(fault)?;

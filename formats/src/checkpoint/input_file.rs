@@ -1,8 +1,7 @@
 //! Files of a model directory, which are untrusted.
 //!
-//! A name in an index or a link in a directory must not cause any other file of the machine to be read, and a pipe or
-//! device in place of a file must not block the run. Files are read by positioned reads, never mapped: reading a
-//! mapping of a file that has shrunk kills the process.
+//! A name in an index or a link must not cause any other file of the machine to be read, and a pipe or device must not
+//! block the run. Files are not mapped: access to a mapping of a file that has shrunk kills the process.
 
 use std::ffi::OsStr;
 use std::fs::{self, File};
@@ -17,10 +16,9 @@ use crate::{Error, Result, system};
 pub(crate) struct Root {
     /// The path as the user gave it, for messages.
     given: PathBuf,
-    /// The path with links resolved.
     real: PathBuf,
-    /// The only outside directory that links may point into: `blobs` of a Hugging Face cache entry, if this directory
-    /// is its `snapshots/<revision>`.
+    /// `blobs` of a Hugging Face cache entry, if this directory is its `snapshots/<revision>`. Links may also point
+    /// into it.
     blobs: Option<PathBuf>,
 }
 
@@ -31,7 +29,7 @@ pub(crate) enum Lookup {
     File(PathBuf),
     /// The name does not exist.
     Absent,
-    /// A dangling link, or a link to an incomplete download in a cache.
+    /// A dangling link, or one to an incomplete download in a cache.
     Dangling,
     /// Something that must not be read; the reason is the rest of a sentence that begins with the name.
     Refused(String),
@@ -59,12 +57,10 @@ impl Root {
         Ok(Self { given: path.to_owned(), real, blobs })
     }
 
-    /// The directory as the user gave it.
     pub(crate) fn path(&self) -> &Path {
         &self.given
     }
 
-    /// The path to display for a name.
     pub(crate) fn join(&self, name: &str) -> PathBuf {
         self.given.join(name)
     }
@@ -82,7 +78,7 @@ impl Root {
                 return Ok(if is_link { Lookup::Dangling } else { Lookup::Absent });
             }
             Err(e) if system::is_link_loop(&e) => {
-                return Ok(Lookup::Refused("is a symbolic link in a loop of links".into()));
+                return Ok(Lookup::Refused("leads to a loop of links".into()));
             }
             Err(e) if e.kind() == ErrorKind::InvalidFilename => {
                 return Ok(Lookup::Refused("is too long for a file name".into()));
@@ -91,7 +87,9 @@ impl Root {
         };
         let in_cache = self.blobs.is_some() && real.parent() == self.blobs.as_deref();
         if !in_cache && !real.starts_with(&self.real) {
-            return Ok(Lookup::Refused("is a symbolic link to a file outside the model directory".into()));
+            return Ok(Lookup::Refused(
+                "leads through a symbolic link to a file outside the model directory".into(),
+            ));
         }
         if in_cache && real.extension() == Some(OsStr::new("incomplete")) {
             return Ok(Lookup::Dangling);
@@ -118,7 +116,6 @@ impl Root {
     }
 }
 
-/// `…/<repository>/snapshots/<revision>` → `…/<repository>/blobs`, if that is a real directory.
 fn cache_blobs(snapshot: &Path) -> Option<PathBuf> {
     let snapshots = snapshot.parent()?;
     if snapshots.file_name() != Some(OsStr::new("snapshots")) {
@@ -128,10 +125,8 @@ fn cache_blobs(snapshot: &Path) -> Option<PathBuf> {
     fs::symlink_metadata(&blobs).is_ok_and(|m| m.is_dir()).then_some(blobs)
 }
 
-/// Returns why a name from a file may not be used as a path below a directory, as the end of a sentence.
-///
-/// Also rejects names that only other systems would interpret as paths, so that a checkpoint has the same meaning on
-/// every system.
+/// Returns why a name from a file may not be used as a path below a directory, as the end of a sentence. Also rejects
+/// names that are paths only on other systems.
 pub(crate) fn relative_name_fault(name: &str) -> Option<&'static str> {
     if name.is_empty() {
         return Some("is empty");
@@ -152,7 +147,7 @@ pub(crate) fn relative_name_fault(name: &str) -> Option<&'static str> {
     if path.components().any(|c| matches!(c, Component::ParentDir)) {
         return Some("points outside the model directory");
     }
-    // Two spellings of one file (`a`, `./a`, `a//`) would count as two shards.
+    // Two spellings of one file would count as two shards.
     let plain: PathBuf = path.components().filter(|c| matches!(c, Component::Normal(_))).collect();
     (plain.as_os_str() != path.as_os_str()).then_some("is not a plain relative path")
 }
@@ -181,7 +176,7 @@ pub fn read_capped(real: &Path, shown: &Path, cap: u64) -> Result<Result<Vec<u8>
         return Ok(Err(format!("has {len} bytes; the limit is {cap}")));
     }
     let mut bytes = Vec::new();
-    // Read at most one byte more than the limit: the file may have grown since its length was checked.
+    // The file may have grown since its length was checked.
     (&file).take(cap + 1).read_to_end(&mut bytes).map_err(|e| Error::io("read", shown, e))?;
     if bytes.len() as u64 > cap {
         return Ok(Err(format!("exceeds the limit of {cap} bytes")));
@@ -189,11 +184,10 @@ pub fn read_capped(real: &Path, shown: &Path, cap: u64) -> Result<Result<Vec<u8>
     Ok(Ok(bytes))
 }
 
-/// Bytes at the start of a file that [`placeholder`] needs.
 pub(crate) const PLACEHOLDER_BYTES: usize = 64;
 
-/// Recognizes what an incomplete download often leaves in place of a file: a Git LFS pointer, or an HTML page. Returns
-/// the end of a sentence that begins with the file; `None` if its first bytes are neither.
+/// Recognizes a Git LFS pointer or an HTML page, which an incomplete download may leave in place of a file. Returns the
+/// end of a sentence that begins with the file.
 pub fn placeholder(start: &[u8]) -> Option<&'static str> {
     let start = start.trim_ascii_start();
     let begins = |word: &[u8]| start.len() >= word.len() && start[..word.len()].eq_ignore_ascii_case(word);

@@ -29,11 +29,10 @@ const JOURNAL: &str = "journal.jsonl";
 const OUT: &str = "out";
 const PREVIOUS: &str = "previous";
 const STATES: &str = "states.safetensors";
-/// Maximum size of a record, which lists the scheme of every linear; a longer one was not written by this program.
 const MAX_RECORD_BYTES: u64 = 256 << 20;
-/// Maximum size of a lock file, which holds only a process number.
 const LOCK_BYTES: u64 = 32;
-/// Entries of a job directory except the lock, in the order of removal: without its record, a job is never resumed.
+/// Entries of a job directory except the lock, in the order of removal. The record is first: without it, a job is never
+/// resumed.
 const CONTENTS: [&str; 8] =
     [RECORD, "job.json.new", JOURNAL, "journal.jsonl.new", STATES, "states.safetensors.new", OUT, PREVIOUS];
 
@@ -53,7 +52,7 @@ pub(crate) fn job_path(target: &Path) -> Result<PathBuf> {
     Ok(target.with_file_name(name))
 }
 
-/// Fails if a target is inside a job directory, where it would become part of that job's result or be removed with it.
+/// Fails if a target is inside a job directory, whose contents are moved or removed.
 ///
 /// # Errors
 /// [`Error::Usage`] in that case.
@@ -74,7 +73,6 @@ pub(crate) fn refuse_within_job(target: &Path) -> Result<()> {
     }
 }
 
-/// The parent directory of a path.
 pub(crate) fn parent_of(path: &Path) -> &Path {
     path.parent().unwrap_or(path)
 }
@@ -84,19 +82,17 @@ pub(crate) fn parent_of(path: &Path) -> &Path {
 pub(crate) struct Job {
     target: PathBuf,
     path: PathBuf,
-    /// Closing it releases the lock.
     _lock: File,
 }
 
 impl Job {
-    /// Creates the job directory of a target, or takes over an abandoned one, and restores an old target that a crash
-    /// left set aside.
+    /// Creates the job directory of a target, or takes over an abandoned one, and restores an old target after a crash.
     ///
     /// # Errors
     /// [`Error::Locked`] when another run uses it; [`Error::Usage`] when something else has its name.
     pub(crate) fn acquire(fs: &dyn FileSystem, target: &Path) -> Result<Self> {
         let path = job_path(target)?;
-        // An attempt is repeated only if another run removed the directory in the meantime.
+        // Another attempt is needed only if another run removed the directory in the meantime.
         for _ in 0..16 {
             create_or_accept(fs, &path)?;
             let lock_path = path.join(LOCK);
@@ -115,8 +111,7 @@ impl Job {
             if !is_same_file(&lock, &lock_path) {
                 continue;
             }
-            // Errors are ignored, because the process number only informs other processes. If the disk is full, a later
-            // step fails.
+            // Errors are ignored, because the process number only informs other processes.
             let _ = lock.set_len(0).and_then(|()| {
                 system::write_all_at(&lock, format!("{}\n", std::process::id()).as_bytes(), 0)
             });
@@ -127,12 +122,10 @@ impl Job {
         Err(Error::Locked { path, holder: "a run that is finishing".into() })
     }
 
-    /// The target.
     pub(crate) fn target(&self) -> &Path {
         &self.target
     }
 
-    /// The job directory.
     pub(crate) fn path(&self) -> &Path {
         &self.path
     }
@@ -142,12 +135,10 @@ impl Job {
         self.path.join(OUT)
     }
 
-    /// The journal.
     pub(crate) fn journal(&self) -> PathBuf {
         self.path.join(JOURNAL)
     }
 
-    /// The saved hidden states of the calibration batch.
     pub(crate) fn states(&self) -> PathBuf {
         self.path.join(STATES)
     }
@@ -160,7 +151,7 @@ impl Job {
     /// Returns the job's request, if the job can be resumed.
     ///
     /// # Errors
-    /// [`Error::Usage`] when the record is damaged: the request that the staged files belong to is then unknown.
+    /// [`Error::Usage`] when the record is damaged.
     pub(crate) fn read_record(&self) -> Result<Option<Value>> {
         let path = self.path.join(RECORD);
         let damaged = |reason: String| {
@@ -224,7 +215,7 @@ fn create_or_accept(fs: &dyn FileSystem, path: &Path) -> Result<()> {
         Err(e) if e.kind() == ErrorKind::AlreadyExists => {}
         Err(e) => return Err(failure(fs, "create", path, 0, e)),
     }
-    // A user's own directory of that name must not be mistaken for a job, whose contents would be removed.
+    // A user's own directory of that name must not be removed.
     let foreign = match path.symlink_metadata() {
         Ok(metadata) if metadata.is_dir() => foreign_entry(path),
         Ok(_) => Ok(Some("is not a directory".to_owned())),
@@ -232,7 +223,7 @@ fn create_or_accept(fs: &dyn FileSystem, path: &Path) -> Result<()> {
     };
     match foreign {
         Ok(None) => Ok(()),
-        // The directory was removed in the meantime: the caller retries.
+        // The caller retries.
         Err(e) if e.kind() == ErrorKind::NotFound => Ok(()),
         Err(e) => Err(Error::io("open", path, e)),
         Ok(Some(reason)) => Err(Error::usage(
@@ -242,8 +233,8 @@ fn create_or_accept(fs: &dyn FileSystem, path: &Path) -> Result<()> {
     }
 }
 
-/// Returns why a directory is not a job's: an entry that jobs do not have, or entries without the lock, which a job
-/// creates first and removes last.
+/// Returns why a directory is not a job's: it has an entry that jobs do not have, or entries without the lock, which is
+/// created first and removed last.
 fn foreign_entry(path: &Path) -> io::Result<Option<String>> {
     let (mut locked, mut unlocked) = (false, None);
     for entry in std::fs::read_dir(path)? {
@@ -273,7 +264,7 @@ fn is_lock(path: &Path) -> io::Result<bool> {
     Ok(std::fs::read(path)?.trim_ascii_end().iter().all(u8::is_ascii_digit))
 }
 
-/// The process that holds a lock. It writes its number right after taking the lock, so an empty file is read again.
+/// The process that holds a lock. It writes its number after taking the lock, so an empty file is read again.
 fn holder(lock: &File) -> String {
     for _ in 0..20 {
         let mut text = [0; LOCK_BYTES as usize];
@@ -295,7 +286,7 @@ fn is_same_file(file: &File, path: &Path) -> bool {
     }
 }
 
-/// Fields in which two records differ, each as `field: was X, is Y`.
+/// The fields in which two records differ, each as `field: was X, is Y`.
 pub fn differences(was: &Value, is: &Value) -> Vec<String> {
     let mut found = Vec::new();
     collect_differences("", was, is, &mut found);

@@ -1,8 +1,8 @@
 //! The journal of completed tensors, for a run that resumes after an interruption.
 //!
-//! It has one line per tensor, appended only after the tensor's bytes are durable. Its entries are verified: on
-//! resuming, every tensor it names is read back and hashed. So a line that a crash tore, or that was damaged later,
-//! only costs the work on that tensor. The journal also holds records that a caller stores for a resumed run.
+//! It has one line per tensor, appended after the tensor's bytes are durable. On resuming, these tensors are read back
+//! and hashed, so a torn or damaged line only costs the work on its tensor. The journal also holds records of the
+//! caller.
 
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, ErrorKind};
@@ -16,14 +16,12 @@ use super::input_file::open_regular;
 use crate::digest::{Digest256, from_hex, hex};
 use crate::{Error, Result};
 
-/// Lines are written in pieces of about this many bytes.
 const PIECE: usize = 1 << 20;
 
-/// The journal of a job, open for appending.
 pub(crate) struct WriteJournal {
     path: PathBuf,
     file: Box<dyn StagedFile>,
-    /// Offset of the next line. A line that was written incompletely is overwritten by the next attempt.
+    /// A line that was written incompletely is overwritten by the next attempt.
     len: u64,
 }
 
@@ -32,7 +30,7 @@ pub(crate) struct WriteJournal {
 pub(crate) struct Entries {
     /// Completed tensors, with the BLAKE3 of their bytes.
     pub(crate) tensors: BTreeMap<String, Digest256>,
-    /// Records by key, as JSON. Their text takes a tenth of the memory of parsed values, and there is one per tensor.
+    /// Records by key, as JSON text, which takes a tenth of the memory of parsed values.
     pub(crate) records: BTreeMap<String, Box<str>>,
 }
 
@@ -57,8 +55,8 @@ impl WriteJournal {
         Ok(Self { path: path.to_owned(), file, len: text.len() as u64 })
     }
 
-    /// Reads a journal; empty if the file is missing. Lines that do not parse are skipped, and of two lines for the
-    /// same tensor or record the later one counts.
+    /// Reads a journal; a missing one is empty. Lines that do not parse are skipped, and the last line for a tensor or
+    /// record counts.
     pub(crate) fn load(path: &Path) -> Result<Entries> {
         let fail = |e| Error::io("read", path, e);
         let mut reader = match path.symlink_metadata() {
@@ -73,7 +71,7 @@ impl WriteJournal {
             if reader.read_until(b'\n', &mut line).map_err(fail)? == 0 {
                 return Ok(entries);
             }
-            // A line without a newline may be incomplete, even if it parses.
+            // The line may be incomplete, even if it parses.
             let Some(line) = line.strip_suffix(b"\n") else { continue };
             match serde_json::from_slice(line) {
                 Ok(Line::Tensor { tensor, blake3 }) => {
@@ -119,8 +117,7 @@ impl WriteJournal {
     }
 }
 
-/// Formats entries as lines. Records come first, so that if a tensor's line is complete, the records stored before it
-/// are complete, too.
+/// Formats entries as lines. Records come first, so that they are complete if their tensor's line is.
 fn each_line<'e>(
     records: impl Iterator<Item = (&'e str, &'e str)>,
     tensors: impl Iterator<Item = (&'e str, Digest256)>,

@@ -1,8 +1,7 @@
 //! The position of every byte of a checkpoint, determined before the first is written.
 //!
-//! Names, types and shapes determine everything but the tensors' data: number and names of the shards, their headers,
-//! the offset of each tensor, the index. So shards can be created at full length, tensors written in any order, and the
-//! same plan always gives the same files.
+//! Names, types and shapes determine everything but the tensors' data. So shards can be created at full length and
+//! tensors written in any order, and the same plan always gives the same files.
 
 use serde::Serialize;
 use serde::ser::{SerializeMap, Serializer};
@@ -22,7 +21,7 @@ pub(crate) const DEFAULT_SHARD_BYTES: u64 = 5_000_000_000;
 #[derive(Debug, Clone)]
 pub struct ShardLayout {
     shards: Vec<ShardFile>,
-    /// Shard and position within it of every tensor, sorted by name.
+    /// Shard, and position within it, of every tensor, sorted by name.
     places: Vec<(usize, usize)>,
     index: Option<Vec<u8>>,
     tensor_bytes: u64,
@@ -53,9 +52,9 @@ pub struct PlacedTensor {
 }
 
 impl ShardLayout {
-    /// Divides tensors among shards, in the order given: a shard is closed when the next tensor would take its data
-    /// over `max_shard_bytes`. A tensor larger than that gets a shard of its own. Within a shard, wide element types
-    /// come first, so that every tensor is aligned.
+    /// Divides tensors among shards, in the order given. A shard is closed when the next tensor would take its data
+    /// over `max_shard_bytes`; a larger tensor gets a shard of its own. Within a shard, wide element types come first,
+    /// so that every tensor is aligned.
     ///
     /// # Errors
     /// - [`Error::Usage`]: no tensors, or more in one shard than a header may describe.
@@ -116,18 +115,15 @@ impl ShardLayout {
         &self.shards
     }
 
-    /// The index file's bytes, if there is one.
     pub(crate) fn index(&self) -> Option<&[u8]> {
         self.index.as_deref()
     }
 
-    /// The shard of a tensor and the tensor's position in it.
     pub(crate) fn position(&self, tensor: &str) -> Option<(usize, usize)> {
         let name = |&(s, t): &(usize, usize)| self.shards[s].tensors[t].name.as_str();
         self.places.binary_search_by(|place| name(place).cmp(tensor)).ok().map(|i| self.places[i])
     }
 
-    /// The tensor at a position.
     pub(crate) fn tensor(&self, (shard, position): (usize, usize)) -> &PlacedTensor {
         &self.shards[shard].tensors[position]
     }
@@ -142,20 +138,18 @@ impl ShardLayout {
         Ok(text)
     }
 
-    /// A digest of everything that the layout determines.
     pub(crate) fn digest(&self) -> [u8; 32] {
         let mut hash = Sha256::new();
         for shard in &self.shards {
             hash.update((shard.name.len() as u64).to_le_bytes());
             hash.update(shard.name.as_bytes());
-            // A header determines its own length, so lengths need not be hashed.
+            // A header determines its own length.
             hash.update(&shard.header);
         }
         hash.finalize().into()
     }
 }
 
-/// Groups tensors by shard, in the order given.
 fn split(specs: &[TensorSpec], max_shard_bytes: u64) -> Result<Vec<Vec<&TensorSpec>>> {
     let mut groups: Vec<Vec<&TensorSpec>> = Vec::new();
     let mut filled = 0u64;
@@ -226,7 +220,6 @@ struct Metadata {
     total_size: u64,
 }
 
-/// The file of every tensor, sorted by name.
 struct WeightMap<'a>(&'a ShardLayout);
 
 impl Serialize for WeightMap<'_> {

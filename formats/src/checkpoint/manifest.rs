@@ -1,7 +1,6 @@
 //! `quant_manifest.json`, the list of the written files.
 //!
-//! It is written last and holds length and SHA-256 of every other file, so that a copy can be checked for completeness
-//! and damage ([`verify_checkpoint`]). It depends only on these files and the version.
+//! It holds length and SHA-256 of every other file, so that copies can be checked ([`verify_checkpoint`]).
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -19,7 +18,6 @@ use crate::{CancelToken, Error, Event, Observer, Result};
 /// The manifest's file name.
 pub(crate) const MANIFEST: &str = "quant_manifest.json";
 const SCHEMA: &str = "quant-manifest/1";
-/// Maximum size of a manifest, which has about 120 bytes per file.
 pub(crate) const MAX_BYTES: u64 = 64 << 20;
 
 /// A file of a checkpoint that was written and read back.
@@ -72,14 +70,13 @@ pub struct VerifiedFiles {
     pub files: usize,
     /// Their total size in bytes.
     pub bytes: u64,
-    /// The names of further files in the directory, which were added later, sorted. They are not read.
+    /// Further files in the directory, sorted. They are not read.
     pub unlisted: Vec<String>,
 }
 
 /// Reads all files of a checkpoint and compares their lengths and SHA-256 with its `quant_manifest.json`, to detect
-/// copies that are incomplete or damaged. `directory` was written by [`CheckpointWriter`](super::CheckpointWriter), or
-/// is a copy of such a directory; links are followed. The manifest is not signed: someone who can change the files can
-/// change it, too.
+/// copies that are incomplete or damaged. Links are followed. The manifest is not signed: someone who can change the
+/// files can change it, too.
 ///
 /// # Errors
 /// - [`Error::Usage`]: there is no manifest.
@@ -154,7 +151,6 @@ pub fn verify_checkpoint(
     Ok(VerifiedFiles { files: listed.len(), bytes: listed.iter().map(|file| file.bytes).sum(), unlisted })
 }
 
-/// The files that a manifest lists.
 fn listed(manifest: &[u8]) -> Result<Vec<PublishedFile>, String> {
     let manifest = strict_json::parse(manifest)?;
     match manifest.get("schema").and_then(Value::as_str) {

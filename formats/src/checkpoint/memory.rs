@@ -103,7 +103,6 @@ impl TensorSource for MemorySource {
             .get(name)
             .ok_or_else(|| Error::MissingTensor { path: memory(), tensor: name.to_owned() })?;
         check_range(name, bytes.len() as u64, offset, buffer.len())?;
-        // The range is within a slice, so the offset fits `usize`.
         let start = usize::try_from(offset).unwrap_or_default();
         buffer.copy_from_slice(&bytes[start..start + buffer.len()]);
         Ok(())

@@ -2,10 +2,9 @@
 
 use std::borrow::Cow;
 
-/// Maximum length of a tensor name in bytes.
 pub(crate) const MAX_NAME_BYTES: usize = 1024;
 
-/// Returns why a tensor may not have this name, as the end of a sentence that the name begins.
+/// Returns why a tensor may not have this name, as the end of a sentence.
 pub(crate) fn name_fault(name: &str) -> Option<&'static str> {
     if name.is_empty() {
         Some("is empty")
@@ -27,8 +26,7 @@ fn is_deceptive(c: char) -> bool {
     matches!(c, '\u{61c}' | '\u{200e}' | '\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
 }
 
-/// Text from a file, made safe for a message: control characters and characters that reorder text are escaped, and text
-/// after 160 characters is cut off.
+/// Escapes control characters and characters that reorder text, and cuts text off after 160 characters.
 pub fn printable(text: &str) -> String {
     const MAX_CHARS: usize = 160;
     let mut out = String::new();
@@ -47,7 +45,7 @@ pub fn is_unprintable(c: char) -> bool {
     c.is_control() && !matches!(c, '\n' | '\t') || is_deceptive(c)
 }
 
-/// Multi-line text made safe for a terminal by escaping [unprintable](is_unprintable) characters.
+/// Escapes [unprintable](is_unprintable) characters.
 pub fn printable_lines(text: &str) -> Cow<'_, str> {
     if !text.chars().any(is_unprintable) {
         return Cow::Borrowed(text);

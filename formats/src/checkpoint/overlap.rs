@@ -12,9 +12,8 @@ use crate::{Error, Result, system};
 /// mounts and different spellings are resolved; `output` need not exist.
 ///
 /// # Errors
-/// [`Error::OutputIsInput`] when they overlap; [`Error::Usage`] when `output` is a broken link, has no file name, or
-/// has `..` after a directory that does not exist; [`Error::Io`] when `input` does not exist or a path cannot be
-/// resolved.
+/// [`Error::OutputIsInput`] when they overlap; [`Error::Usage`] when `output` cannot be a target; [`Error::Io`] when a
+/// path cannot be resolved.
 pub fn refuse_overlap(input: &Path, output: &Path) -> Result<()> {
     let real_input = input.canonicalize().map_err(|e| Error::io("open", input, e))?;
     let real_output = resolve(output)?;

@@ -29,12 +29,12 @@ impl Prepared {
     /// Moves the checkpoint to its target in one step.
     ///
     /// # Errors
-    /// - [`Error::OutputExists`](crate::Error::OutputExists): the target has appeared in the meantime and `force` is not set.
+    /// - [`Error::OutputExists`](crate::Error::OutputExists): the target has appeared in the meantime and may not be
+    ///   replaced.
     /// - [`Error::Usage`](crate::Error::Usage): the target has changed in the meantime and may not be replaced.
     /// - [`Error::DiskFull`](crate::Error::DiskFull), [`Error::Io`](crate::Error::Io).
     ///
-    /// The target is then unchanged, and the job can be resumed; only if syncing after the rename fails may the target
-    /// already be the new one.
+    /// The job can then be resumed. The target is unchanged, unless syncing failed after the rename.
     pub fn publish(self) -> Result<Published> {
         let Self { fs, job, files, place } = self;
         let replaced = move_into_place(&*fs, &job, &place)?;

@@ -1,4 +1,4 @@
-//! What the writer of checkpoints knows about a tensor or a file that is being written.
+//! The progress of a tensor or a file that is being written.
 
 use std::io::{self, Write};
 
@@ -7,25 +7,22 @@ use sha2::{Digest, Sha256};
 use super::file_system::StagedFile;
 use crate::digest::Digest256;
 
-/// The progress of a tensor.
 pub(super) struct Progress {
     pub(super) written: u64,
-    /// The digest of the bytes so far, while the tensor is incomplete and has some. A hasher has 2 kB, and a model can have
-    /// a hundred thousand tensors.
+    /// The digest of the bytes so far, until all are written. Boxed, because a hasher takes 2 kB.
     running: Option<Box<blake3::Hasher>>,
-    /// The digest of all bytes of the tensor, once they are written.
+    /// The digest of all bytes, once they are written.
     pub(super) hash: Option<Digest256>,
     pub(super) journaled: bool,
-    /// Whether an earlier run completed the tensor. It may be written again.
+    /// Whether an earlier run completed the tensor.
     pub(super) resumed: bool,
 }
 
 impl Progress {
     pub(super) fn new(len: u64) -> Self {
-        let mut progress = Self { written: 0, running: None, hash: None, journaled: false, resumed: false };
-        // A tensor without bytes is complete from the start.
-        progress.advance(&[], len);
-        progress
+        // An output can have a hundred thousand tensors, so there is no hasher before the first byte.
+        let hash = (len == 0).then(|| blake3::hash(&[]).into());
+        Self { written: 0, running: None, hash, journaled: false, resumed: false }
     }
 
     pub(super) fn advance(&mut self, bytes: &[u8], len: u64) {

@@ -1,8 +1,7 @@
 //! Publishes a prepared checkpoint by renaming it.
 //!
-//! Before the rename, the target is absent or the old checkpoint; after it, the target is the new checkpoint. There is
-//! no intermediate state, except on file systems that cannot exchange two directories. There, the old target is set
-//! aside between two renames, and after a crash at that moment the next run restores it.
+//! A rename replaces the target in one step. On file systems that cannot exchange two directories, the old target is
+//! set aside between two renames; after a crash at that moment, the next run restores it.
 
 use std::fs;
 use std::io::{self, ErrorKind};
@@ -45,9 +44,8 @@ pub struct Published {
 /// Checks that the target may be written, and returns whether it exists.
 ///
 /// # Errors
-/// [`Error::OutputExists`] without `force`; [`Error::Usage`] when it holds anything that this program did not write or
-/// that was changed afterwards (as far as lengths show), so that a mistyped path cannot destroy a home directory or the
-/// original model.
+/// [`Error::OutputExists`] without `force`. [`Error::Usage`] when the target holds anything that this program did not
+/// write, or whose length has changed: a mistyped path must not destroy the user's files.
 pub(crate) fn check_target(target: &Path, place: &ReplacePolicy) -> Result<bool> {
     let metadata = match fs::symlink_metadata(target) {
         Ok(metadata) => metadata,
@@ -74,7 +72,7 @@ pub(crate) fn check_target(target: &Path, place: &ReplacePolicy) -> Result<bool>
 }
 
 /// Returns the reason not to replace a directory; `None` if it is empty or holds only its manifest and the files listed
-/// there, with unchanged lengths. Anything else may be the user's data.
+/// there, with unchanged lengths.
 fn not_replaceable(directory: &Path) -> Result<Option<String>> {
     let fail = |e| Error::io("list", directory, e);
     let mut present = Vec::new();
@@ -104,7 +102,6 @@ fn not_replaceable(directory: &Path) -> Result<Option<String>> {
     for (name, len) in &present {
         let printed = printable(&name.to_string_lossy());
         match name.to_str().filter(|n| *n != MANIFEST).map(|n| listed.get(n)) {
-            // The manifest itself, or a file of unchanged length.
             _ if name == MANIFEST && len.is_some() => {}
             Some(Some(written)) if Some(*written) == *len => {}
             Some(Some(_)) if len.is_some() => {
@@ -126,8 +123,8 @@ fn not_replaceable(directory: &Path) -> Result<Option<String>> {
 /// Gives the prepared directory or file its final name; returns whether it replaced an old one.
 ///
 /// # Errors
-/// Those of [`check_target`], and if a file operation fails. The target is then unchanged, unless the operation that
-/// failed was syncing or restoring.
+/// Those of [`check_target`], and if a file operation fails. The target is then unchanged, unless syncing or restoring
+/// failed.
 pub(crate) fn move_into_place(fs: &dyn FileSystem, job: &Job, place: &ReplacePolicy) -> Result<bool> {
     let target = job.target();
     let out = match (&place.file_of, target.file_name()) {
@@ -145,7 +142,6 @@ pub(crate) fn move_into_place(fs: &dyn FileSystem, job: &Job, place: &ReplacePol
             _ => failure(fs, "rename", target, 0, e),
         })?;
     }
-    // The rename changed both directories, so both are synced.
     for directory in [parent_of(target), job.path()] {
         fs.sync_dir(directory).map_err(|e| failure(fs, "sync", directory, 0, e))?;
     }

@@ -1,5 +1,4 @@
-//! Selects the files of a repository that make up a checkpoint as this crate reads it, by their names alone. A
-//! downloader needs only these files.
+//! Selects the files of a repository that make up a checkpoint, by their names alone, for a downloader.
 
 use std::path::Path;
 
@@ -12,8 +11,7 @@ use crate::{Error, Result};
 /// The files to fetch from a repository.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct WantedFiles {
-    /// `config.json`, whether it was listed or not, and the accompanying files (tokenizer, generation settings, chat
-    /// template, license texts), sorted by name. Never code or pickle files.
+    /// `config.json`, even if it was not listed, and the accompanying files, sorted. Never code or pickle files.
     pub companions: Vec<String>,
     /// The weights, or the index of their shards.
     pub weights: String,
@@ -33,7 +31,7 @@ pub fn wanted_files(repository: &Path, names: &[String]) -> Result<WantedFiles> 
         (false, false) => return Err(nothing_to_read(repository, names)),
     };
     let mut companions = vec![CONFIG.to_owned()];
-    // A listed name may contain directories; only files at the root accompany the model.
+    // Only files at the root accompany the model.
     let plain = |name: &str| !name.contains('/') && relative_name_fault(name).is_none();
     companions.extend(names.iter().filter(|n| is_sidecar(n) && plain(n)).cloned());
     companions.sort_unstable();
@@ -41,8 +39,7 @@ pub fn wanted_files(repository: &Path, names: &[String]) -> Result<WantedFiles> 
     Ok(WantedFiles { companions, weights: weights.to_owned(), sharded })
 }
 
-/// Returns the shards that a directory's `model.safetensors.index.json` names, sorted, each a plain path below the
-/// directory. They need not exist yet.
+/// Returns the shards that a directory's `model.safetensors.index.json` names, sorted. They need not exist yet.
 ///
 /// # Errors
 /// [`Error::NoCheckpoint`] when there is no index, [`Error::Index`] when it is malformed, [`Error::Io`] when it cannot
@@ -88,7 +85,6 @@ mod tests {
         .unwrap();
         assert_eq!(files.companions, ["LICENSE", "config.json", "tokenizer.json"]);
         assert_eq!((files.weights.as_str(), files.sharded), (SINGLE, false));
-        // If there is an index, the reader follows it, and so does this list.
         let files = wanted(&[INDEX, SINGLE]).unwrap();
         assert_eq!((files.weights.as_str(), files.sharded), (INDEX, true));
         assert_eq!(files.companions, [CONFIG], "it is requested although it is not listed");

@@ -13,14 +13,13 @@ use super::names::{name_fault, printable};
 /// The maximum size of an index.
 pub(crate) const MAX_INDEX_BYTES: u64 = 64 << 20;
 
-/// A checked index.
 #[derive(Debug, Default)]
 pub(crate) struct ShardIndex {
-    /// Shard names, sorted, distinct.
+    /// Sorted.
     pub(crate) shards: Vec<String>,
     /// Index into `shards` by tensor.
     pub(crate) weight_map: BTreeMap<String, usize>,
-    /// `metadata.total_size`: a number of bytes, or the text of a number that cannot be one; `None` if it is absent.
+    /// `metadata.total_size`: a number of bytes, or the text of a number that cannot be one.
     pub(crate) total_size: Option<Result<u64, String>>,
 }
 
@@ -49,7 +48,6 @@ impl ShardIndex {
         }
         let names: BTreeSet<&str> = pairs.values().map(String::as_str).collect();
         let shards: Vec<String> = names.into_iter().map(str::to_owned).collect();
-        // On some file systems these names would be the same file.
         let mut folded = BTreeMap::new();
         for shard in &shards {
             if let Some(other) = folded.insert(shard.to_lowercase(), shard) {
@@ -109,7 +107,7 @@ impl<'de> Visitor<'de> for &mut RawIndex {
     }
 }
 
-/// `weight_map`: names are checked while parsing, so that the message can give the line.
+/// Names are checked while parsing, so that the message can give the line.
 struct WeightMap(BTreeMap<String, String>);
 
 impl<'de> Deserialize<'de> for WeightMap {
@@ -151,7 +149,7 @@ impl<'de> Deserialize<'de> for WeightMap {
     }
 }
 
-/// `metadata`: only `total_size` is used, and only for a warning.
+/// Only `total_size` is used, for a warning.
 #[derive(Default)]
 struct IndexMetadata(Option<Result<u64, String>>);
 
@@ -185,7 +183,7 @@ impl<'de> Deserialize<'de> for IndexMetadata {
     }
 }
 
-/// A float, which some writers give, and a negative number are kept as text; anything but a number is an error.
+/// Floats, which some writers give, and negative numbers are kept as text.
 struct TotalSize(Result<u64, String>);
 
 impl<'de> Deserialize<'de> for TotalSize {

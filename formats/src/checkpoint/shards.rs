@@ -1,8 +1,7 @@
 //! The tensors of a model directory, in one file or several.
 //!
-//! Every header is read and checked when the checkpoint is opened; data is read on demand by positioned reads. Files
-//! are opened once and stay open, so that the data comes from the files that were checked, even if a name later refers
-//! to a different file.
+//! Every header is read and checked when the checkpoint is opened; data is read on demand. Files stay open, so that the
+//! data comes from the files that were checked.
 
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
@@ -19,7 +18,7 @@ use crate::{Error, Result};
 pub(crate) const SINGLE: &str = "model.safetensors";
 pub(crate) const INDEX: &str = "model.safetensors.index.json";
 
-/// File extensions of pickle files, which execute code when they are read.
+/// File extensions of pickle files, which can execute code when they are read.
 const PICKLES: [&str; 4] = [".bin", ".pt", ".pth", ".ckpt"];
 /// The maximum number of names in a message.
 const MAX_LISTED: usize = 256;
@@ -221,7 +220,7 @@ impl Shard {
     }
 }
 
-/// Fails when a range exceeds its tensor, which is an error of the caller, not of the file.
+/// Fails when a range exceeds its tensor: an error of the caller, not of the file.
 pub(crate) fn check_range(name: &str, tensor_bytes: u64, offset: u64, len: usize) -> Result<()> {
     match offset.checked_add(len as u64) {
         Some(end) if end <= tensor_bytes => Ok(()),
@@ -243,8 +242,7 @@ impl From<Error> for ShardFault {
     }
 }
 
-/// Looks up one of the two files that a checkpoint can begin with; returns its resolved path, or `None` if it does not
-/// exist.
+/// Returns the resolved path of one of the two files that a checkpoint can begin with; `None` if it does not exist.
 pub(crate) fn weight_file(root: &Root, name: &str) -> Result<Option<PathBuf>> {
     let reason = match root.lookup(name)? {
         Lookup::File(real) => return Ok(Some(real)),
@@ -259,7 +257,6 @@ fn incomplete_download(names: &str) -> String {
     format!("{names}: broken link; the download is incomplete: run `hf download` again")
 }
 
-/// Locates the shards. All missing shards are reported together.
 fn find_shards(root: &Root, names: &[String]) -> Result<Vec<PathBuf>, ShardFault> {
     let mut files = Vec::with_capacity(names.len());
     let (mut absent, mut dangling) = (Vec::new(), Vec::new());
@@ -319,7 +316,6 @@ fn match_index(
     Ok(tensors)
 }
 
-/// Checks that a single file next to the shards describes the same tensors.
 fn compare_single(
     root: &Root,
     real: &Path,
@@ -342,8 +338,7 @@ fn compare_single(
     )))
 }
 
-/// Warns about weight files that are not part of the checkpoint, such as leftover shards or the files of a different
-/// model.
+/// Warns about weight files that are not part of the checkpoint.
 fn stray_weights(root: &Root, known: &[String]) -> Result<Vec<String>> {
     let entries = root.entries()?;
     let stray: Vec<&str> = entries
@@ -357,7 +352,6 @@ fn stray_weights(root: &Root, known: &[String]) -> Result<Vec<String>> {
     Ok(vec![format!("ignored, because they are not part of the checkpoint: {}", listed(stray, 8))])
 }
 
-/// The error for a directory with these entries, which hold no supported checkpoint.
 pub(crate) fn nothing_to_read(path: &Path, entries: &[String]) -> Error {
     let path = path.to_owned();
     let other: Vec<&str> =

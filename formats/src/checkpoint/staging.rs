@@ -15,11 +15,9 @@ use super::{ShardLayout, WriteOptions};
 use crate::digest::hex;
 use crate::{Error, Result, system};
 
-/// A shard in the job directory.
 pub(crate) struct Staged {
     pub(crate) path: PathBuf,
     pub(crate) file: Box<dyn StagedFile>,
-    /// Whether the shard was written to since the last sync.
     pub(crate) touched: bool,
 }
 
@@ -44,8 +42,8 @@ pub(crate) fn stage(
     Ok((shards, journal))
 }
 
-/// Takes over the shards of an interrupted job. Files that do not match their shard are created again; all other files
-/// are removed, since every run adds them again.
+/// Takes over the shards of an interrupted job. Files that do not match their shard are created again; other files are
+/// removed, since every run adds them again.
 pub(crate) fn restage(fs: &dyn FileSystem, job: &Job, layout: &ShardLayout) -> Result<Vec<Staged>> {
     let out = job.out();
     remove_strays(fs, &out, layout)?;
@@ -65,7 +63,7 @@ pub(crate) fn restage(fs: &dyn FileSystem, job: &Job, layout: &ShardLayout) -> R
     Ok(shards)
 }
 
-/// Creates a shard of full length with its header, so that a full disk is noticed now and not after hours.
+/// Creates a shard of full length with its header, so that a full disk is noticed before the work begins.
 fn create_shard(fs: &dyn FileSystem, path: &Path, shard: &ShardFile) -> Result<Box<dyn StagedFile>> {
     let fail = |action, e| failure(fs, action, path, shard.bytes, e);
     let file = fs.create_file(path).map_err(|e| fail("create", e))?;
@@ -111,11 +109,10 @@ pub(crate) fn record(options: &WriteOptions, layout: &ShardLayout) -> Result<Val
         "layout_sha256": hex(&layout.digest()),
         "fingerprint": options.fingerprint,
     });
-    // Serialized and parsed like the stored record, so that equal numbers compare equal.
+    // Equal numbers must compare equal, so this is parsed like the stored record.
     serde_json::from_str(&record.to_string()).map_err(|e| Error::Internal(format!("job record: {e}")))
 }
 
-/// Fails when an interrupted job had a different request.
 pub(crate) fn refuse_differences(job: &Path, was: &Value, is: &Value) -> Result<()> {
     const MAX_LISTED: usize = 8;
     if was == is {
@@ -126,7 +123,6 @@ pub(crate) fn refuse_differences(job: &Path, was: &Value, is: &Value) -> Result<
     if lines.len() > MAX_LISTED {
         list.push_str(&format!("\n  and {} more", lines.len() - MAX_LISTED));
     }
-    // A run by a different program cannot be resumed, whatever its settings.
     if program {
         return Err(Error::usage(
             format!(
@@ -143,8 +139,7 @@ pub(crate) fn refuse_differences(job: &Path, was: &Value, is: &Value) -> Result<
     ))
 }
 
-/// Fails before creating anything when the files and 2 % more do not fit. Files that an earlier run left in the job
-/// directory will be overwritten or removed, and count as free space.
+/// Fails if the files and 2 % more do not fit. Files of an earlier run in the job directory count as free space.
 pub(crate) fn check_space(fs: &dyn FileSystem, target: &Path, job: &Path, file_bytes: u64) -> Result<()> {
     let Some(existing) = target.ancestors().skip(1).find(|p| p.exists()) else { return Ok(()) };
     let Some(free) = fs.free_bytes(existing).map_err(|e| Error::io("measure", existing, e))? else {
@@ -158,13 +153,12 @@ pub(crate) fn check_space(fs: &dyn FileSystem, target: &Path, job: &Path, file_b
     Ok(())
 }
 
-/// Disk usage of the files in a directory in bytes.
+/// Disk usage of the files in a directory, in bytes.
 fn occupied(directory: &Path) -> u64 {
     let Ok(entries) = std::fs::read_dir(directory) else { return 0 };
     entries.flatten().filter_map(|e| e.metadata().ok()).map(|m| system::bytes_on_disk(&m)).sum()
 }
 
-/// Creates the parent directories of the target.
 pub(crate) fn create_parents(fs: &dyn FileSystem, parent: &Path) -> Result<()> {
     let missing: Vec<&Path> = parent.ancestors().take_while(|p| !p.exists()).collect();
     for directory in missing.into_iter().rev() {

@@ -1,7 +1,7 @@
 //! JSON without duplicate keys.
 //!
-//! If a key is duplicated, some parsers use its first value and others its last, so the file is ambiguous. The order of
-//! keys is preserved; the parser limits nesting.
+//! A duplicate key makes a file ambiguous: some parsers use its first value and others its last. The order of keys is
+//! preserved.
 
 use std::fmt;
 
@@ -20,7 +20,6 @@ pub fn parse(bytes: &[u8]) -> Result<Value, String> {
     value.map_err(|e| printable(&e.to_string()))
 }
 
-/// Deserializes any JSON value.
 struct Strict;
 
 impl<'de> DeserializeSeed<'de> for Strict {

@@ -16,13 +16,12 @@ pub struct TensorInfo {
 }
 
 impl TensorInfo {
-    /// Number of elements. Sources guarantee that the product does not overflow.
+    /// Number of elements.
     pub fn elements(&self) -> usize {
         self.shape.iter().product()
     }
 
-    /// Number of bytes. Sources and sinks guarantee that elements fill whole bytes, and that the number does not
-    /// overflow.
+    /// Number of bytes.
     pub fn byte_len(&self) -> u64 {
         self.dtype.byte_len(self.elements() as u64).unwrap_or(u64::MAX)
     }
@@ -45,8 +44,7 @@ pub trait TensorSource: Send + Sync {
     /// Returns the file that holds the tensor, for messages.
     fn location(&self, name: &str) -> PathBuf;
 
-    /// Returns the type of the blocks that a tensor's floats are decoded from, if [`read_blocks`](Self::read_blocks)
-    /// can return these blocks.
+    /// Returns the type of the blocks that [`read_blocks`](Self::read_blocks) returns for a tensor, if it can.
     fn block_type(&self, _name: &str) -> Option<&'static BlockType> {
         None
     }
@@ -66,7 +64,7 @@ pub trait TensorSource: Send + Sync {
     }
 
     /// Returns the MXFP4 blocks of a tensor, row by row: codes, two neighboring columns per byte with the lower one in
-    /// the low nibble; and exponents, one per 32 columns. `None` if the tensor is not stored in MXFP4 blocks.
+    /// the low nibble; and one exponent per 32 columns. `None` if the tensor is not stored in MXFP4 blocks.
     ///
     /// # Errors
     /// When reading fails.
@@ -83,8 +81,7 @@ pub trait TensorSource: Send + Sync {
     /// Reads the tensor's bytes.
     ///
     /// # Errors
-    /// When there is no such tensor, reading fails, or it exceeds the address space or the memory
-    /// ([`Error::Memory`]).
+    /// When there is no such tensor, reading fails, or it does not fit in memory.
     fn read(&self, name: &str) -> Result<Vec<u8>> {
         let len = self.require(name)?.byte_len();
         let len = usize::try_from(len)
@@ -97,7 +94,7 @@ pub trait TensorSource: Send + Sync {
     /// Reads the tensor widened to `f32`.
     ///
     /// # Errors
-    /// When the tensor cannot be read, is not F32, F16 or BF16, holds NaN or infinity, or exceeds the memory.
+    /// When the tensor cannot be read, is not F32, F16 or BF16, holds NaN or infinity, or does not fit in memory.
     fn read_f32(&self, name: &str) -> Result<Vec<f32>> {
         let info = self.require(name)?.clone();
         require_weight_float(self.location(name), name, info.dtype)?;
@@ -121,7 +118,6 @@ pub trait Checkpoint: TensorSource + std::fmt::Debug {
     fn files(&self) -> Vec<PathBuf>;
 }
 
-/// The types that are valid for weights, as [`Error::TensorDtype`] names them.
 pub(crate) const WEIGHT_FLOATS: &str = "F32, F16 or BF16";
 
 /// Fails unless the type is valid for weights.
@@ -139,7 +135,7 @@ pub fn require_weight_float(path: PathBuf, tensor: &str, dtype: Dtype) -> Result
 
 /// Fails with the number of non-finite values and the position of the first if a value is NaN or infinite.
 pub fn require_finite(path: PathBuf, tensor: &str, values: &[f32]) -> Result<()> {
-    // The common case is one branch-free pass that the compiler vectorizes.
+    // The common case is one pass that the compiler vectorizes.
     if values.iter().fold(true, |ok, v| ok & v.is_finite()) {
         return Ok(());
     }
@@ -164,10 +160,8 @@ impl TensorSpec {
     }
 }
 
-/// Receives the tensors of a checkpoint, whose names, types and shapes are fixed beforehand.
-///
-/// The sink knows every [`TensorSpec`] before the first byte, so a sink that writes files can lay them out at once and
-/// accept tensors in any order.
+/// Receives the tensors of a checkpoint, whose names, types and shapes it knows before the first byte. So it can lay
+/// out files at once and accept tensors in any order.
 pub trait TensorSink: Send {
     /// Whether the tensor is already complete, from an interrupted earlier run.
     fn is_complete(&self, name: &str) -> bool;
@@ -179,9 +173,7 @@ pub trait TensorSink: Send {
     fn write(&mut self, name: &str, offset: u64, bytes: &[u8]) -> Result<()>;
 
     /// Stores a record with the tensors, so that a resumed run can report the results of an earlier one. It becomes
-    /// durable with the next [`commit`](Self::commit), after the bytes of all tensors written before that.
-    ///
-    /// A sink that cannot be resumed need not store records.
+    /// durable with the next [`commit`](Self::commit). A sink that cannot be resumed need not store records.
     ///
     /// # Errors
     /// When it cannot be stored.
@@ -189,15 +181,13 @@ pub trait TensorSink: Send {
         Ok(())
     }
 
-    /// Returns a record stored by this run or by the one that it resumes.
+    /// Returns a record of this run or of the one that it resumes.
     fn recall(&self, _key: &str) -> Option<serde_json::Value> {
         None
     }
 
-    /// Reads the bytes of a tensor that [is complete](Self::is_complete), whether this run wrote it or one that it
-    /// resumes; `None` from a sink that cannot read them back.
-    ///
-    /// Methods that calibrate on the quantized model resume from these bytes.
+    /// Reads the bytes of a tensor that [is complete](Self::is_complete), even if an earlier run wrote it; `None` from
+    /// a sink that cannot read them back. Methods that calibrate on the quantized model resume from these bytes.
     ///
     /// # Errors
     /// When they cannot be read.
@@ -205,7 +195,7 @@ pub trait TensorSink: Send {
         Ok(None)
     }
 
-    /// Makes everything written so far durable: the end of a unit of work.
+    /// Makes everything written so far durable.
     ///
     /// # Errors
     /// When the disk reports an error.
@@ -233,8 +223,8 @@ pub fn require_finite_bytes(path: PathBuf, tensor: &str, dtype: Dtype, bytes: &[
     }
 }
 
-/// Converts an error about non-finite values in a part of a tensor to one with their count and first position in the
-/// whole tensor. The tensor is read again to find them.
+/// Gives an error about non-finite values in a part of a tensor the count and position for the whole tensor, which is
+/// read again.
 pub fn non_finite_in_whole(source: &dyn TensorSource, dtype: Dtype, error: Error) -> Error {
     const CHUNK_BYTES: u64 = 8 << 20;
     let Error::NonFinite { path, tensor, .. } = &error else { return error };

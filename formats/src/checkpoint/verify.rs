@@ -15,11 +15,10 @@ use super::manifest::PublishedFile;
 use crate::digest::Digest256;
 use crate::{CancelToken, Error, Result};
 
-/// Bytes per read: enough that passing them to the hashing thread costs little in comparison.
 const CHUNK: usize = 4 << 20;
 
-/// Reads a shard back: its header byte for byte and through the strict reader, then compares each tensor with the hash
-/// of the bytes that were written.
+/// Reads a shard back. Compares its header byte for byte, and each tensor with the hash of the bytes that were written;
+/// also reads the header with the strict reader.
 ///
 /// # Errors
 /// [`Error::Verification`] when the length, the header or a tensor differs; [`Error::Interrupted`], [`Error::Io`].
@@ -91,7 +90,6 @@ pub(crate) fn verify_file(fs: &dyn FileSystem, directory: &Path, expected: &Publ
     Ok(())
 }
 
-/// The BLAKE3 of a tensor in a file.
 pub(crate) fn tensor_digest(file: &File, path: &Path, tensor: &PlacedTensor) -> Result<Digest256> {
     let mut hash = blake3::Hasher::new();
     each_chunk(file, path, tensor.offset..tensor.offset + tensor.info.byte_len(), |chunk| {
@@ -101,7 +99,7 @@ pub(crate) fn tensor_digest(file: &File, path: &Path, tensor: &PlacedTensor) -> 
     Ok(hash.finalize().into())
 }
 
-/// Reads a range of a file in chunks. Each chunk is passed to a function while the next one is read.
+/// Reads a range of a file in chunks. The next chunk is read while `take` handles one.
 pub(crate) fn each_chunk(
     file: &File,
     path: &Path,
@@ -128,11 +126,8 @@ pub(crate) fn each_chunk(
 
 /// The digests of consecutive tensors in a file that is read in pieces.
 struct TensorDigests<'a> {
-    /// The tensors whose digests are incomplete.
     tensors: &'a [PlacedTensor],
-    /// The hasher of the first of these tensors.
     running: blake3::Hasher,
-    /// Offset of the next piece in the file.
     at: u64,
 }
 
@@ -167,7 +162,6 @@ impl<'a> TensorDigests<'a> {
         None
     }
 
-    /// Splits off the bytes before file offset `to`.
     fn advance<'p>(&mut self, piece: &mut &'p [u8], to: u64) -> &'p [u8] {
         let len = usize::try_from(to.saturating_sub(self.at)).map_or(piece.len(), |l| l.min(piece.len()));
         let (part, rest) = piece.split_at(len);

@@ -1,8 +1,8 @@
 //! Writes a checkpoint that appears completely or not at all.
 //!
 //! Tensors go into shards of full length in a job directory next to the target. A commit makes everything written so
-//! far durable and records it in the journal, so that a run after a crash continues from there. Publishing reads
-//! everything back and renames the directory in one step.
+//! far durable and records it in the journal, so that an interrupted run can be resumed. Publishing reads everything
+//! back and renames the directory.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -33,7 +33,6 @@ use crate::progress::timed;
 use crate::wording::counted;
 use crate::{CancelToken, Error, Event, Observer, Result, Silent, allocate};
 
-/// A file that is written in pieces is written in pieces of this many bytes.
 const PIECE: usize = 1 << 20;
 
 /// How a checkpoint is written.
@@ -45,7 +44,7 @@ pub struct WriteOptions {
     pub resume: bool,
     /// Maximum bytes of tensor data per shard; a larger tensor gets a shard of its own.
     pub max_shard_bytes: u64,
-    /// Bytes of the files that will be added to the shards, as far as known, for the check of the free disk space.
+    /// Bytes of the files that will be added to the shards, as far as known, for the check of the disk space.
     pub companion_bytes: u64,
     /// Identifies the input of the tensors: a resumed job must have started with the same fingerprint.
     pub fingerprint: Value,
@@ -58,7 +57,6 @@ pub struct WriteOptions {
 }
 
 impl Default for WriteOptions {
-    /// Neither `force` nor `resume`, shards of 5 GB, no fingerprint, the version of this crate.
     fn default() -> Self {
         Self {
             force: false,
@@ -115,9 +113,7 @@ pub struct CheckpointWriter {
     tensors: Vec<Vec<Progress>>,
     files: BTreeMap<String, PublishedFile>,
     journal: WriteJournal,
-    /// All records, as JSON.
     records: BTreeMap<String, Box<str>>,
-    /// The keys of the records that are not in the journal yet.
     fresh_records: BTreeSet<String>,
     options: WriteOptions,
     notes: Vec<String>,
@@ -171,11 +167,11 @@ impl CheckpointWriter {
         check_space(&*fs, &target, &job, layout.file_bytes().saturating_add(options.companion_bytes))?;
         create_parents(&*fs, parent_of(&target))?;
         let job = Job::acquire(&*fs, &target)?;
-        // Check again, because taking over the job may have restored an old target.
+        // Taking over the job may have restored an old target.
         check_target(&target, &place)?;
 
         let record = record(&options, &layout)?;
-        // It lists the scheme of every linear, and is in the record from here on.
+        // The fingerprint lists the scheme of every linear, and is in the record from here on.
         let options = WriteOptions { fingerprint: Value::Null, ..options };
         let stored = if options.resume { job.read_record()? } else { None };
         if let Some(stored) = &stored {
@@ -273,7 +269,6 @@ impl CheckpointWriter {
         Ok(writer)
     }
 
-    /// The number of tensors.
     fn count(&self) -> usize {
         self.tensors.iter().map(Vec::len).sum()
     }
@@ -293,7 +288,7 @@ impl CheckpointWriter {
         &self.notes
     }
 
-    /// Whether the job directory is that of an earlier run.
+    /// Whether this run resumes an earlier one.
     pub fn is_resumed(&self) -> bool {
         self.is_resumed
     }
@@ -328,7 +323,7 @@ impl CheckpointWriter {
         Ok(())
     }
 
-    /// Adds a file that `write` writes in pieces, so that it is never in memory as a whole.
+    /// Adds a file that `write` writes in pieces.
     ///
     /// # Errors
     /// See [`Self::add_file`].
@@ -451,9 +446,8 @@ impl CheckpointWriter {
             files.push(manifest);
         }
         self.sync_dir(&out)?;
-        // The last check: nothing remains but the rename.
         cancel.check()?;
-        // The shards are closed with the writer: open files could keep a network file system from moving their
+        // The shards are closed with the writer, because open files could keep a network file system from moving their
         // directory.
         let place = self.options.place();
         Ok(Prepared { fs: self.fs, job: self.job, files, place })
@@ -486,7 +480,7 @@ impl CheckpointWriter {
             files.push(file.clone());
             observer.event(&Event::UnitDone { detail: name.clone() });
         }
-        // Checks the directory as a loader will see it, including the index.
+        // As a loader will see the directory, including the index.
         self.options.archive.check_directory(out, self.count())?;
         observer.event(&Event::StageDone);
         Ok(files)

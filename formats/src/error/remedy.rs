@@ -5,7 +5,7 @@ use crate::checkpoint::WEIGHT_FLOATS;
 use crate::wording::Remedy;
 
 impl Error {
-    /// Returns what the user can do about the error; its [parts](Remedy::parts) name settings and commands.
+    /// Returns what the user can do about the error.
     pub fn remedy(&self) -> Remedy {
         let text: String = match self {
             Self::Usage { remedy, .. }

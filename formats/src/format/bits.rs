@@ -9,17 +9,16 @@
 //! word 2   high 2 bits of v21, v22 … v31
 //! ```
 //!
-//! A row is padded with zero bits to full words. Words are stored little-endian, so the stream is the same whether it
-//! is read by words or by bytes, and packing works on bytes: eight codes take `bits` bytes.
+//! A row is padded with zero bits to full words. Words are little-endian, so the stream can also be read by bytes:
+//! eight codes take `bits` bytes.
 
 use rayon::prelude::*;
 
-/// Codes per unit of parallel work.
 const TASK_CODES: usize = 1 << 16;
 
 /// Number of words that `count` codes of `bits` bits occupy.
 pub fn words_for(count: usize, bits: u8) -> usize {
-    // Split in two, so that no count overflows.
+    // In two parts, so that no count overflows.
     count / 32 * usize::from(bits) + (count % 32 * usize::from(bits)).div_ceil(32)
 }
 
@@ -111,12 +110,10 @@ pub fn unpack_rows(bytes: &[u8], columns: usize, bits: u8, codes: &mut [u8]) -> 
     Ok(())
 }
 
-/// Transposes a matrix `[rows, columns]`.
 pub(super) fn transpose<T: Copy>(values: &[T], rows: usize, columns: usize) -> Vec<T> {
     (0..columns).flat_map(|c| (0..rows).map(move |r| values[r * columns + c])).collect()
 }
 
-/// Transposes the bytes of 32-bit words.
 pub(super) fn transpose_words(bytes: &[u8], rows: usize, columns: usize) -> Vec<u8> {
     let words: Vec<[u8; 4]> = bytes.chunks_exact(4).map(|b| [b[0], b[1], b[2], b[3]]).collect();
     transpose(&words, rows, columns).into_iter().flatten().collect()
@@ -184,8 +181,8 @@ fn unpack_octets<const BITS: usize>(bytes: &[u8], codes: &mut [u8]) {
     rest.copy_from_slice(&widened(last)[..rest.len()]);
 }
 
-/// Packs eight codes within a 64-bit word: first joins the two codes of each pair, then every two pairs, then the two
-/// halves. The first `BITS` bytes are the stream.
+/// Packs eight codes within a 64-bit word: joins pairs of codes, then of pairs, then the two halves. The first `BITS`
+/// bytes are the stream.
 fn squeeze<const BITS: usize>(octet: [u8; 8]) -> [u8; 8] {
     let codes = u64::from_le_bytes(octet);
     let pairs = codes & every(16, 0, BITS) | codes >> (8 - BITS) & every(16, BITS, BITS);
@@ -194,8 +191,7 @@ fn squeeze<const BITS: usize>(octet: [u8; 8]) -> [u8; 8] {
     eight.to_le_bytes()
 }
 
-/// Unpacks eight codes within a 64-bit word, the inverse of `squeeze`: first the two halves move apart, then pairs,
-/// then single codes.
+/// The inverse of [`squeeze`].
 fn spread<const BITS: usize>(stream: [u8; 8]) -> [u8; 8] {
     let eight = u64::from_le_bytes(stream);
     let fours = eight & every(64, 0, 4 * BITS) | eight << (32 - 4 * BITS) & every(64, 32, 4 * BITS);
@@ -217,7 +213,6 @@ mod tests {
 
     #[test]
     fn three_bits_straddle_words() {
-        // Sets each code to all ones in turn: exactly the bits in the table at the top of this file are set.
         let owned = |i: usize| {
             let mut codes = [0; 32];
             codes[i] = 7;

@@ -36,7 +36,7 @@ pub(super) fn check_specs(
     })
 }
 
-/// Returns the names in `modules_to_not_convert`, or none if the configuration does not have it.
+/// Returns the names in `modules_to_not_convert`, if any.
 ///
 /// # Errors
 /// A reason that names the key, when it is not an array of strings.

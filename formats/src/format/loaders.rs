@@ -1,5 +1,4 @@
-//! Programs that load checkpoints, and what they do not support, as data: every rule lists the programs that it is
-//! about, with the versions and the date of the sources that were read. `docs/formats/engines.md` describes the
+//! Programs that load checkpoints, and what they do not support, as data. `docs/formats/engines.md` describes the
 //! evidence.
 
 use super::ModuleSchemes;
@@ -17,13 +16,12 @@ pub struct Loader {
 }
 
 impl Loader {
-    /// A program, the version whose sources were read, and the date: `YYYY-MM-DD`.
+    /// Creates a loader; `read` is `YYYY-MM-DD`.
     pub const fn new(name: &'static str, version: &'static str, read: &'static str) -> Self {
         Self { name, version, read }
     }
 }
 
-/// The date on which the sources of these loaders were read.
 const READ: &str = "2026-11-22";
 
 /// vLLM.
@@ -52,7 +50,6 @@ pub struct LoaderRule {
     notes: Notes,
 }
 
-/// The condition under which a rule applies, and its sentences.
 #[derive(Debug, Clone, Copy)]
 enum Notes {
     /// One sentence, if the condition holds.
@@ -100,7 +97,6 @@ mod tests {
     const ALL: [Loader; 9] =
         [VLLM, SGLANG, TRANSFORMERS, COMPRESSED_TENSORS, GPTQMODEL, LMDEPLOY, MLX, LLAMA_CPP, QSERVE];
 
-    /// Checks that a note names each loader of its rule and no other, and that it states no other version.
     fn check(note: &str, loaders: &[Loader]) {
         for loader in ALL {
             let is_listed = loaders.contains(&loader);

@@ -1,7 +1,7 @@
 //! Checkpoint formats: conversion of a [`QuantizedTensor`] to bytes that other engines load, and back.
 //!
-//! Everything that an engine's layout requires (keys, nibble order, packing direction) is behind [`Container`]; to add
-//! a format, add a file here and an entry in [`CONTAINERS`].
+//! Everything that an engine's layout requires is behind [`Container`]. To add a format, add a file here and an entry
+//! in [`CONTAINERS`].
 
 mod awq;
 mod bits;
@@ -47,10 +47,10 @@ pub struct FusedLinears {
     pub parts: Vec<String>,
 }
 
-/// The position of a decoder within a larger model, as far as it appears in quantization configurations.
+/// The position of a decoder within a larger model.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct WrapperNames {
-    /// Outermost modules outside the decoder that may hold linears, all float: `visual`, `multi_modal_projector`.
+    /// Outermost modules outside the decoder, all float: `visual`, `multi_modal_projector`.
     pub outside: Vec<String>,
     /// Name prefixes of the decoder's modules in the file, and the prefixes that loaders with different module names
     /// use instead: `("language_model.model.", "model.language_model.")`.
@@ -59,7 +59,7 @@ pub struct WrapperNames {
 
 impl WrapperNames {
     /// Returns regular expressions for all modules outside the decoder, for loaders that match from the start of a
-    /// name. Some loaders have these modules below `model.`.
+    /// name. They also match below `model.`, where some loaders have these modules.
     pub fn outside_patterns(&self) -> impl Iterator<Item = String> {
         self.outside.iter().map(|module| format!(r"(model\.)?{}\..*", regex::escape(module)))
     }
@@ -90,7 +90,7 @@ pub struct ModuleSchemes<'a> {
 
 impl ModuleSchemes<'_> {
     /// All names that loaders may use for these modules: their own names, those of fused linears that consist of them,
-    /// and the renamed ones of loaders whose module names differ from the tensor names in the file.
+    /// and the [renamed](WrapperNames::renamed) ones.
     pub fn all_names(&self, modules: &[&str]) -> Vec<String> {
         let mut names: Vec<String> =
             modules.iter().copied().chain(self.fused_of(modules)).map(str::to_owned).collect();
@@ -108,8 +108,8 @@ impl ModuleSchemes<'_> {
         self.wrapper.map_or(&[], |wrapper| &wrapper.outside)
     }
 
-    /// Returns the engine names of the fused linears whose parts are all among `modules`. Engines that do not know the
-    /// parts of a fused linear look for its own name.
+    /// Returns the engine names of the fused linears whose parts are all among `modules`. Some engines look for the
+    /// name of the fused linear.
     pub fn fused_of(&self, modules: &[&str]) -> Vec<&str> {
         let modules: std::collections::BTreeSet<&str> = modules.iter().copied().collect();
         let whole = |fused: &&FusedLinears| fused.parts.iter().all(|part| modules.contains(part.as_str()));
@@ -211,13 +211,13 @@ pub trait Container: std::fmt::Debug + Send + Sync {
         false
     }
 
-    /// Whether configurations specify the rounding of inputs; in other formats inputs stay float.
+    /// Whether configurations specify the activations. Otherwise dynamic 8-bit activations become float.
     fn keeps_activations(&self) -> bool {
         true
     }
 
-    /// Describes what this format loses of a linear quantized to this scheme with scales in this dtype, beyond the
-    /// quantization error, in sentences for the user. If empty, nothing is lost.
+    /// Describes what this format loses of a linear quantized to this scheme, beyond the quantization error, in
+    /// sentences for the user.
     fn loses(&self, scheme: LinearScheme, scale_dtype: Dtype) -> Vec<String> {
         let mut lost = Vec::new();
         let is_dynamic = matches!(scheme.activations, ActivationScheme::Token | ActivationScheme::Fp8Token);
@@ -247,9 +247,8 @@ pub trait Container: std::fmt::Debug + Send + Sync {
     }
 
     /// The scheme in which a linear quantized to this scheme is stored: with one level of scales if the format does not
-    /// [keep both](Self::keeps_levels), and with float activations in place of 8-bit ones with a dynamic scale per
-    /// token if it does not [keep activations](Self::keeps_activations). Other activations are always kept: the
-    /// calibrated scales of static ones, for example, would be lost.
+    /// [keep both](Self::keeps_levels), and with float activations in place of dynamic 8-bit ones if it does not [keep
+    /// activations](Self::keeps_activations).
     fn stored_scheme(&self, scheme: LinearScheme) -> LinearScheme {
         let scheme = if self.keeps_levels() { scheme } else { scheme.flattened() };
         match scheme.activations {
@@ -292,8 +291,8 @@ pub trait Container: std::fmt::Debug + Send + Sync {
     /// See [`layout`](Self::layout).
     fn pack(&self, module: &str, tensor: &QuantizedTensor) -> Result<Vec<(TensorSpec, Vec<u8>)>>;
 
-    /// Returns the tensor that holds the static FP8 scale of keys or values, given the linear that computes them.
-    /// `None` if the format cannot store it.
+    /// Returns the spec of the tensor that holds the static FP8 scale of keys or values, given the linear that computes
+    /// them. `None` if the format cannot store it.
     fn cache_scale(&self, _linear: &str, _part: CachePart) -> Option<TensorSpec> {
         None
     }
@@ -309,8 +308,7 @@ pub trait Container: std::fmt::Debug + Send + Sync {
     /// The limitations of this format's loaders, with the versions of the loaders.
     fn loader_rules(&self) -> &'static [LoaderRule];
 
-    /// Warnings about loaders that do not support these schemes: the notes of all [rules](Self::loader_rules) that
-    /// apply, in order.
+    /// Warnings about loaders that do not support these schemes, from all [rules](Self::loader_rules).
     fn warnings(&self, schemes: &ModuleSchemes<'_>) -> Vec<String> {
         self.loader_rules().iter().flat_map(|rule| rule.notes(schemes)).collect()
     }
@@ -363,8 +361,8 @@ pub struct PackedWeight<'a> {
 /// # }
 /// ```
 pub trait PackedReader: Send + Sync {
-    /// Examines the tensors, if the configuration alone does not determine which modules are quantized and how. This is
-    /// called once, before any other method.
+    /// Examines the tensors, if the configuration alone does not determine the schemes. Called once, before any other
+    /// method.
     ///
     /// # Errors
     /// When they cannot be read.
@@ -409,8 +407,8 @@ pub trait PackedReader: Send + Sync {
     fn tensors(&self, source: &dyn TensorSource, weight: PackedWeight<'_>) -> Result<Vec<TensorSpec>>;
 
     /// How the tensors of a weight are divided among its outputs and inputs, so that a part of the weight can be read
-    /// alone; tensors that every part needs whole are left out. `None` if parts cannot be read alone, which is the
-    /// default: then the whole weight is read for a part.
+    /// alone. Tensors that every part needs whole are left out. `None`, the default, if parts cannot be read alone;
+    /// then the whole weight is read.
     fn parts(&self, _source: &dyn TensorSource, _weight: PackedWeight<'_>) -> Option<Vec<TensorPart>> {
         None
     }
@@ -462,8 +460,7 @@ pub fn containers(names: &[String]) -> Result<Vec<&'static dyn Container>> {
     containers_with(names, container)
 }
 
-/// Returns the formats of those names, each looked up with `find`: [`container`], or a function that also knows the
-/// formats of a program.
+/// Returns the formats of those names, each looked up with `find`.
 ///
 /// # Errors
 /// Those of `find`; also when the list is empty or has a duplicate.

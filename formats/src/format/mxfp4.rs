@@ -1,13 +1,13 @@
 //! MXFP4 checkpoints as published for gpt-oss, `quant_method: "mxfp4"`: experts in three-dimensional tensors, in blocks
-//! of 32 along a matrix's columns. This format is read but not written.
+//! of 32 along a matrix's columns. Read, not written.
 //!
 //! | tensor | type | shape | holds |
 //! |---|---|---|---|
 //! | `X_blocks` | U8 | `[experts, n, k / 32, 16]` | two E2M1 codes per byte, with the lower column in the low nibble |
 //! | `X_scales` | U8 | `[experts, n, k / 32]` | exponents: `2^(byte − 127)` |
 //!
-//! The values are exact in bf16 and are read as such, expert by expert (`model/fused_experts.rs`): to callers, all of
-//! the model's linears are float. A conversion to another format takes the codes instead, as [`unpacked`] returns them.
+//! The values are exact in bf16 and are read as such: to callers, all of the model's linears are float. A conversion to
+//! another format takes the codes instead, as [`unpacked`] returns them.
 
 use std::path::PathBuf;
 
@@ -36,7 +36,7 @@ pub(super) fn reader(config: &Value) -> Option<Mxfp4> {
 pub const SCHEME: LinearScheme =
     LinearScheme::weight_only(WeightFormat::Float(FloatFormat::E2m1), Granularity::Group(MX_GROUP));
 
-/// Returns a matrix `[n, k]` with its codes and scales in logical order, from its stored ones.
+/// Returns a matrix `[n, k]` from its stored codes and scales.
 ///
 /// # Errors
 /// [`Error::NonFinite`] if a scale is NaN.
@@ -121,7 +121,6 @@ impl PackedReader for Mxfp4 {
 mod tests {
     use super::*;
 
-    /// Every code under every scale, compared with values computed in double precision and rounded to bf16.
     #[test]
     fn all_codes_under_all_scales_are_exact() {
         let magnitudes = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0];

@@ -1,6 +1,5 @@
-//! FP8 checkpoints with `quant_method: "fp8"`, the layout that DeepSeek, Qwen and others publish. This format is read
-//! but not written: compressed-tensors can store the same weights, and its loaders handle partial blocks at the edges
-//! correctly.
+//! FP8 checkpoints with `quant_method: "fp8"`, the layout that DeepSeek, Qwen and others publish. Read, not written:
+//! compressed-tensors can store the same weights, and its loaders handle partial blocks at the edges correctly.
 //!
 //! | tensor | type | shape | holds |
 //! |---|---|---|---|
@@ -36,10 +35,8 @@ const INPUT_SCALES: [&str; 3] = ["input_scale", "activation_scale", "qscale_act"
 /// Columns that share a scale of FP4 codes.
 const FP4_GROUP: usize = 32;
 
-/// The reader of this layout.
 #[derive(Debug)]
 pub(super) struct NativeFp8 {
-    /// Whether inputs have calibrated scales.
     static_inputs: bool,
     /// Whether I8 weights with exponents as scales are FP4 codes.
     reads_fp4: bool,
@@ -92,8 +89,7 @@ impl NativeFp8 {
         self.modules.get(name).ok_or_else(missing)
     }
 
-    /// Returns the module of an I8 weight with a scale: two FP4 codes per byte, with one exponent per 32 columns.
-    /// Without a scale, the tensor does not have this layout.
+    /// Returns the module of an I8 weight with a scale, which is two FP4 codes per byte; `None` without a scale.
     fn survey_fp4(source: &dyn TensorSource, module: &str, shape: &[usize]) -> Result<Option<Module>> {
         let names = SCALES.iter().map(|name| format!("{module}.{name}"));
         let found = names.filter_map(|name| source.info(&name).map(|info| (name, info.clone()))).next();

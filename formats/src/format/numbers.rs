@@ -49,7 +49,7 @@ pub(super) fn read_group_scales(source: &dyn TensorSource, name: &str, global: f
     Ok(scales)
 }
 
-/// Fails if a group scale is negative: some kernels ignore the sign.
+/// Fails if a group scale is negative, because some kernels ignore the sign.
 ///
 /// # Errors
 /// [`Error::UnsupportedQuantization`].

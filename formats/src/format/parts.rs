@@ -1,8 +1,7 @@
-//! Parts of a weight: some outputs, some inputs, or both, read from the file without the rest, as tensor-parallel
-//! engines need them.
+//! Parts of a weight, read from the file without the rest, as tensor-parallel engines need them.
 //!
-//! A reader says [how the tensors of a weight are divided](super::PackedReader::parts). [`PartSource`] then presents the
-//! part of each tensor as a whole tensor, and the reader reads a smaller weight from it.
+//! A reader says [how the tensors of a weight are divided](super::PackedReader::parts). [`PartSource`] presents the
+//! part of each tensor as a whole tensor, from which the reader reads a smaller weight.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -48,8 +47,8 @@ impl Axis {
         }
     }
 
-    /// Converts a range of `total` features to a range of the dimension, which has this size. `None` if the range does
-    /// not begin and end where the storage can be divided.
+    /// Converts a range of `total` features to a range of the dimension, which has this size. `None` if the storage
+    /// cannot be divided there.
     fn range(self, part: &Range<usize>, total: usize, size: usize) -> Option<Range<usize>> {
         let place = |feature: usize| {
             let at = feature.is_multiple_of(self.features).then_some(feature / self.features * self.elements);
@@ -69,7 +68,7 @@ pub struct TensorPart {
     pub outputs: Option<Axis>,
     /// The dimension of inputs, if there is one.
     pub inputs: Option<Axis>,
-    /// The contents of the tensor of a part, if they differ from that part of the tensor.
+    /// What the tensor holds in a part of the weight.
     pub contents: Contents,
 }
 
@@ -105,7 +104,6 @@ pub(super) fn multiples(parts: &[TensorPart]) -> [usize; 2] {
     [least(&|part| part.outputs), least(&|part| part.inputs)]
 }
 
-/// The least common multiple.
 pub(super) fn common_multiple(a: usize, b: usize) -> usize {
     let (mut x, mut y) = (a, b);
     while y != 0 {
@@ -114,7 +112,7 @@ pub(super) fn common_multiple(a: usize, b: usize) -> usize {
     (a / x.max(1)).saturating_mul(b)
 }
 
-/// Fails unless a range of outputs or inputs is not empty, within the weight, and divides it at these multiples.
+/// Fails unless the range is a part of the weight that begins and ends at these multiples.
 pub(super) fn check_range(what: &str, part: &Range<usize>, total: usize, multiple: usize) -> Result<()> {
     let divides = |at: usize| at == total || at.is_multiple_of(multiple);
     if part.start < part.end && part.end <= total && divides(part.start) && divides(part.end) {
@@ -126,19 +124,17 @@ pub(super) fn check_range(what: &str, part: &Range<usize>, total: usize, multipl
     ))
 }
 
-/// A part of a stored tensor.
 struct Part {
     info: TensorInfo,
-    /// Ranges of the stored rows and columns; a vector is a single row.
+    /// Stored rows and columns; a vector is a single row.
     rows: Range<usize>,
     columns: Range<usize>,
-    /// Columns of the stored tensor.
     width: usize,
-    /// The bytes, if they are not those of the stored tensor.
+    /// The bytes, if they differ from the stored ones.
     bytes: Option<Vec<u8>>,
 }
 
-/// The tensors of a part of a weight. All other tensors are unchanged.
+/// The tensors of a part of a weight. Other tensors of the source are unchanged.
 pub(super) struct PartSource<'a> {
     source: &'a dyn TensorSource,
     parts: BTreeMap<String, Part>,
@@ -207,7 +203,6 @@ impl<'a> PartSource<'a> {
     }
 }
 
-/// An integer as 4 or 8 bytes.
 fn integer(dtype: Dtype, value: i64) -> Vec<u8> {
     match dtype {
         Dtype::I64 => value.to_le_bytes().to_vec(),
@@ -267,7 +262,7 @@ impl TensorSource for PartSource<'_> {
 }
 
 impl QuantizedTensor {
-    /// The multiples of rows and columns at which a scheme can be divided: columns of a group, and blocks.
+    /// The multiples of rows and columns at which a scheme can be divided.
     pub(super) fn part_multiples(scheme: LinearScheme) -> [usize; 2] {
         match scheme.granularity {
             Granularity::Group(size) => [1, size],
@@ -287,7 +282,7 @@ impl QuantizedTensor {
         let [row_multiple, column_multiple] = Self::part_multiples(self.scheme);
         check_range("rows", &rows, n, row_multiple)?;
         check_range("columns", &columns, k, column_multiple)?;
-        // Where blocks are cut off by the end of a row, groups of the part may be longer than those of the weight.
+        // If a row ends within a block, groups of the part may be longer than those of the weight.
         let size = self.scheme.granularity.group_size(k);
         let part_size = self.scheme.granularity.group_size(columns.len());
         let first = columns.start;

@@ -1,7 +1,5 @@
-//! A quantized checkpoint for an engine with its own model: which linears are quantized, and their weights.
-//!
-//! This works without knowledge of model families: names, dtypes and shapes of the tensors determine which modules are
-//! linears.
+//! A quantized checkpoint for an engine with its own model: which linears are quantized, and their weights. This works
+//! without knowledge of model families.
 
 use std::fmt;
 use std::ops::Range;
@@ -21,7 +19,7 @@ use crate::{Error, Result};
 const KEY: &str = "quantization_config";
 /// The key of the text model's configuration in a multimodal model.
 const TEXT_CONFIG: &str = "text_config";
-/// Name parts of embeddings, which are looked up and not multiplied.
+/// Embeddings are not multiplied.
 const EMBEDDINGS: [&str; 2] = ["embed", "wte"];
 
 /// Returns the `quantization_config` of the model, or of its text model, where some exporters write it.
@@ -51,8 +49,7 @@ pub struct LinearInfo {
     pub scheme: LinearScheme,
 }
 
-/// A checkpoint with quantized linears, in any format that this crate reads: AWQ, GPTQ, compressed-tensors,
-/// QServe, ModelOpt, FP8.
+/// A checkpoint with quantized linears, in any format of safetensors that this crate reads.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -103,8 +100,7 @@ impl fmt::Debug for QuantizedCheckpoint {
 }
 
 impl QuantizedCheckpoint {
-    /// Opens a model directory: `config.json`, and safetensors in one file or in shards. Headers and the dtypes and
-    /// shapes of all packed tensors are checked; no weight is read.
+    /// Opens a model directory. Headers, and dtypes and shapes of all packed tensors, are checked; no weight is read.
     ///
     /// # Errors
     /// - Those of [`ModelDirectory::open`].
@@ -143,8 +139,7 @@ impl QuantizedCheckpoint {
         Ok(Self { source, config: Map::new(), reader, linears, warnings: Vec::new() })
     }
 
-    /// The quantized linears, sorted by name. Every expert's linears are listed individually; embeddings are not
-    /// included, and linears that stay float are in [`source`](Self::source).
+    /// The quantized linears, sorted by name, each expert's individually. Embeddings are not included.
     pub fn linears(&self) -> &[LinearInfo] {
         &self.linears
     }
@@ -162,8 +157,7 @@ impl QuantizedCheckpoint {
         })
     }
 
-    /// Reads a linear's weight: codes, scales and zero points in the order of the matrix, independent of the order in
-    /// the file. Memory: one byte per weight and 4 per scale.
+    /// Reads a linear's weight in the order of the matrix. It takes about one byte per weight and 4 per scale.
     ///
     /// # Errors
     /// [`Error::MissingTensor`] when no quantized linear has that name; otherwise when the file cannot be read, or
@@ -173,8 +167,8 @@ impl QuantizedCheckpoint {
         self.reader.read(self.source.as_ref(), PackedWeight { module: name, shape: *shape, scheme: *scheme })
     }
 
-    /// Reads some outputs of a linear's weight, for an engine that divides it among devices by outputs
-    /// (`q_proj`, `up_proj`). Only their bytes are read from the file, and memory is that of the part.
+    /// Reads some outputs of a linear's weight, for an engine that divides it among devices by outputs (`q_proj`,
+    /// `up_proj`).
     ///
     /// ```
     /// # use std::sync::Arc;
@@ -206,8 +200,8 @@ impl QuantizedCheckpoint {
     }
 
     /// Reads some outputs (rows) and inputs (columns) of a linear's weight: the same numbers as
-    /// [`QuantizedTensor::part`] of the whole weight. Engines divide a linear by inputs if its inputs are the outputs of
-    /// a divided one (`o_proj`, `down_proj`); then only one device adds the [bias](Self::bias).
+    /// [`QuantizedTensor::part`] of the whole weight. If a linear is divided by inputs (`o_proj`, `down_proj`), only
+    /// one device must add the [bias](Self::bias).
     ///
     /// # Errors
     /// [`Error::Usage`] when the ranges do not begin and end at [multiples](Self::part_multiples) or at the end of the
@@ -232,9 +226,8 @@ impl QuantizedCheckpoint {
         self.reader.read(&part, PackedWeight { module: name, shape, scheme })
     }
 
-    /// Returns the multiples of outputs and of inputs at which parts of a linear's weight may begin and end, besides the
-    /// end of the weight: the format packs codes of several outputs or inputs together, and groups of inputs share
-    /// scales.
+    /// Returns the multiples of outputs and of inputs at which parts of a linear's weight may begin and end. The end of
+    /// the weight is always allowed.
     ///
     /// # Errors
     /// [`Error::MissingTensor`] when no quantized linear has that name.

@@ -3,8 +3,8 @@
 //! Integers have a scale per token, or one scale and zero point for all tokens, as defined by
 //! [`Int8Rows`](quant_kernels_cpu::Int8Rows): the integers here are those that the kernels multiply.
 //!
-//! Floating-point grids match compressed-tensors, bit for bit: `a` is the largest magnitude of the token or of the
-//! group of its inputs, and every operation is in `f32`:
+//! Floating-point grids match compressed-tensors, bit for bit. Every operation is in `f32`, and `a` is the largest
+//! magnitude of the inputs that share a scale:
 //!
 //! | grid | scale | value |
 //! |---|---|---|
@@ -21,7 +21,6 @@ use super::grid::ROUND_UP_FROM_1_75;
 use super::shared::SMALLEST_SCALE;
 use crate::scheme::{BLOCK, FloatFormat, MX_GROUP, NV_GROUP};
 
-/// The approximate number of values that one task rounds.
 const TASK: usize = 1 << 14;
 
 /// The grid of a linear's input.
@@ -50,8 +49,8 @@ pub enum InputGrid {
 }
 
 impl InputGrid {
-    /// Replaces rows `x` `[tokens, k]` by their rounded values. With a scale per token, a row that holds NaN or an
-    /// infinity becomes NaN; with a scale per group, that group does. Groups at the end of a row may be smaller.
+    /// Replaces rows `x` `[tokens, k]` by their rounded values. If a token or group with its own scale holds NaN or an
+    /// infinity, all of it becomes NaN. Groups at the end of a row may be smaller.
     pub fn round(self, x: &mut [f32], k: usize) {
         let k = k.max(1);
         let rows = (TASK / k).max(1);
@@ -118,8 +117,7 @@ fn round_fp8(values: &mut [f32], scale: f32) {
     round_floats(values, scale, FloatFormat::E4m3);
 }
 
-/// Rounds values to numbers of a format times the scale. NaN stays NaN, and without a finite scale all values become
-/// NaN.
+/// Rounds values to numbers of a format times the scale. NaN stays NaN; without a finite scale, all values become NaN.
 fn round_floats(values: &mut [f32], scale: f32, format: FloatFormat) {
     if !scale.is_finite() {
         return values.fill(f32::NAN);
@@ -147,17 +145,15 @@ fn round_token(row: &mut [f32]) {
 
 /// Returns the grid of inputs from `lowest` to `highest`.
 ///
-/// Symmetric: `s = max(|lowest|, |highest|) / 127`, zero point 0. Otherwise, with the range widened to include 0,
-/// `s = (highest − lowest) / 255` and `zero = round(−128 − lowest / s)`. If the input was always 0, or so small that
-/// `1 / s` would overflow, the scale is 1.
+/// Symmetric: `s = max(|lowest|, |highest|) / 127`, zero point 0. Otherwise, with the range widened to include 0, `s =
+/// (highest − lowest) / 255` and `zero = round(−128 − lowest / s)`. The scale is 1 if `1 / s` would overflow.
 pub fn static_grid([lowest, highest]: [f32; 2], symmetric: bool) -> StaticScale {
     let (lowest, highest) = (lowest.min(0.0), highest.max(0.0));
     let scale = match symmetric {
         true => highest.max(-lowest) / 127.0,
-        // Each end is divided before subtracting, since the difference may overflow.
+        // The difference may overflow.
         false => (highest / 255.0) - (lowest / 255.0),
     };
-    // The inverse must be finite, too.
     if scale < SMALLEST {
         return StaticScale { scale: 1.0, zero: if symmetric { 0 } else { -128 } };
     }
@@ -165,17 +161,16 @@ pub fn static_grid([lowest, highest]: [f32; 2], symmetric: bool) -> StaticScale 
     StaticScale { scale, zero: zero as i8 }
 }
 
-/// Returns the scale of FP8 inputs from `lowest` to `highest`: `max |x| / 448`, rounded to BF16, which every
-/// implementation represents exactly; 1 if the scale or its inverse would be 0 or infinite.
+/// Returns the scale of FP8 inputs from `lowest` to `highest`: `max |x| / 448`, rounded to BF16; 1 if the scale or its
+/// inverse would be 0 or infinite.
 pub fn fp8_static_scale([lowest, highest]: [f32; 2]) -> f32 {
     let exact = highest.max(-lowest) / FloatFormat::E4m3.largest();
     let scale = half::bf16::from_f32(exact).to_f32();
-    // The inverse must be finite, too.
     if scale < SMALLEST || !scale.is_finite() { 1.0 } else { scale }
 }
 
-/// Returns the global scale of NVFP4 inputs from `lowest` to `highest`, a divisor: `448 · 6 / max |x|`; 1 if the input
-/// was always 0, or so small that this overflows.
+/// Returns the global scale of NVFP4 inputs from `lowest` to `highest`, a divisor: `448 · 6 / max |x|`; 1 if this
+/// overflows.
 pub fn nvfp4_input_scale([lowest, highest]: [f32; 2]) -> f32 {
     super::ScaleSearch::Amax.global_scale(highest.max(-lowest))
 }
@@ -186,7 +181,6 @@ mod tests {
 
     use super::*;
 
-    /// Rows as rounded by the kernels, multiplied by their scale.
     fn by_kernels(x: &[f32], k: usize, grid: InputGrid) -> Vec<f32> {
         let (codes, scales) = (vec![8; k], [1.0]);
         let view = WeightView::new([1, k], 4, k, &codes, &scales, None).unwrap();
@@ -239,7 +233,6 @@ mod tests {
                 let mut x = [range[0], range[1], 0.0];
                 InputGrid::Static(grid).round(&mut x, 3);
                 assert_eq!(x[2], 0.0);
-                // The ends are exact to half a step, or to one step if the zero point was rounded.
                 for (got, asked) in x.iter().zip(range) {
                     let distance = (f64::from(*got) - f64::from(asked)).abs();
                     assert!(distance <= f64::from(grid.scale) * 1.001, "{range:?} {got}");

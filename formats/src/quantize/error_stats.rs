@@ -6,9 +6,7 @@ use rayon::prelude::*;
 use super::tensor::QuantizedTensor;
 use crate::{Error, Result};
 
-/// Sums over the weights of a tensor, in `f64`.
-///
-/// Each row is summed separately and rows are added in order, so the result does not depend on the number of threads.
+/// Sums over the weights of a tensor, in `f64`. The result does not depend on the number of threads.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 #[non_exhaustive]
 pub struct ErrorStats {
@@ -48,7 +46,7 @@ impl ErrorStats {
         Ok(rows.iter().fold(Self::default(), Self::plus))
     }
 
-    /// Adds two errors. In floating point the order matters: the total is the sum of the rows from first to last.
+    /// Adds two errors. The result depends on the order, which is that of the rows.
     #[must_use]
     pub fn plus(self, other: &Self) -> Self {
         Self {
@@ -59,7 +57,7 @@ impl ErrorStats {
         }
     }
 
-    /// The error of one row, summed in a fixed number of accumulators that fit in vector registers.
+    /// The error of one row.
     #[inline(always)]
     pub fn of_row(exact: &[f32], rounded: &[f32]) -> Self {
         const LANES: usize = 16;
@@ -69,7 +67,7 @@ impl ErrorStats {
             let error = w - v;
             signal[i] += w * w;
             noise[i] += error * error;
-            // Rounding to `f32` is monotone, so the largest magnitude stays the largest.
+            // Rounding is monotone, so the largest magnitude stays the largest.
             let size = (error as f32).abs();
             max[i] = if size > max[i] { size } else { max[i] };
         };
@@ -91,8 +89,7 @@ impl ErrorStats {
         }
     }
 
-    /// `√(Σ(w − ŵ)² / Σw²)`: 0 for an exact result, 1 if all weights become zero. 0 for a tensor of zeros that stays
-    /// zero.
+    /// `√(Σ(w − ŵ)² / Σw²)`; 0 if the result is exact.
     pub fn relative_rms(&self) -> f64 {
         if self.noise == 0.0 { 0.0 } else { (self.noise / self.signal).sqrt() }
     }
@@ -116,7 +113,6 @@ mod tests {
 
     #[test]
     fn a_known_error() {
-        // 0.4 is rounded to 0 on a grid of step 1; the others are exact.
         let weights = [-8.0, 7.0, 0.4, 1.0];
         let tensor = QuantizedTensor {
             shape: [1, 4],

@@ -1,8 +1,8 @@
 //! The arithmetic of all methods: the affine grid of one group of weights.
 //!
 //! A *group* is a run of one row's weights that share a scale. [`GridRule`] defines how a group's grid follows from the
-//! weights' range, [`Grid`] is the resulting grid, and everything that rounds (RTN, GPTQ, the AWQ and clip searches)
-//! uses them. The definition is that of compressed-tensors; `b` is the number of bits and every operation is in `f32`:
+//! weights' range, and [`Grid`] is the result. The definition is that of compressed-tensors; `b` is the number of bits
+//! and every operation is in `f32`:
 //!
 //! | | symmetric | asymmetric |
 //! |---|---|---|
@@ -19,19 +19,17 @@
 //! several rows, see `shared.rs`.
 //!
 //! `round` is to the nearest integer, half to even. The scale is rounded to its stored dtype *before* anything is
-//! computed with it, so that results match the stored weights. `w / s` is a true division: multiplying by `1 / s` would
+//! computed with it, so that codes match the stored scale. `w / s` is a true division: multiplying by `1 / s` would
 //! change codes of weights on a boundary.
 //!
 //! # Edge cases
 //!
-//! * **All zeros** (including −0.0): `s = 1` (2⁻¹²⁷ in the MX formats), every code is `z`, every value exactly 0.
-//!   Floating-point codes keep the sign of a zero. (compressed-tensors writes the smallest step of the dtype as the
-//!   scale; the values are the same.)
+//! * **All zeros**: `s = 1` (2⁻¹²⁷ in the MX formats), every code is `z`, every value exactly 0. Floating-point codes
+//!   keep the sign of a zero. (compressed-tensors writes a different scale; the values are the same.)
 //! * **A scale that rounds to 0** becomes the smallest positive value of its dtype: 2⁻²⁴ in F16, 2⁻¹³³ in BF16, 2⁻¹⁴⁹
-//!   in F32. The grid is then coarser than the group requires, and weights below half of it become 0: the error is at
-//!   most 2⁻²⁵ in F16, but the entire group may become 0.
-//! * **A scale in the subnormal range of its dtype** is rounded like any other, by up to half of that smallest value;
-//!   if it is rounded down, the largest weights saturate.
+//!   in F32. The grid is then coarser than the group requires, and weights below half of it become 0.
+//! * **A scale in the subnormal range of its dtype** is rounded like any other. If it is rounded down, the largest
+//!   weights saturate.
 //! * **A scale or value that overflows** its dtype is an error ([`GridError::Overflow`]): an implementation that
 //!   computes in that dtype would get infinity.
 //! * **NaN and infinity** have no grid; [`Extent::of`] detects them.
@@ -45,11 +43,9 @@ use crate::{Error, Result};
 /// `1.5 · 2²³`. Between 2²³ and 2²⁴ adjacent `f32` values are 1 apart, so for `|x| ≤ 2²²` the addition `x + MAGIC`
 /// itself rounds, half to even, and the integer is in the low bits of the sum.
 ///
-/// Baseline x86-64 has no rounding instruction (`roundps` came with SSE4.1), so `round_ties_even` compiles to a
-/// function call per weight there; this takes one addition per four weights.
+/// Baseline x86-64 has no rounding instruction, so `round_ties_even` would be a function call per weight.
 const MAGIC: f32 = 12_582_912.0;
 
-/// Weights per iteration of a loop: four SSE registers, or two AVX registers.
 const LANES: usize = 16;
 
 /// Rounds `x` to an integer with [`MAGIC`], half to even, for `|x| ≤ 2²²`.
@@ -58,27 +54,25 @@ pub(super) fn round_even(x: f32) -> f32 {
     (x + MAGIC) - MAGIC
 }
 
-/// `a` if it is less than `b`, else `b`.
 #[inline(always)]
 fn lesser(a: f32, b: f32) -> f32 {
     if a < b { a } else { b }
 }
 
-/// `a` if it is greater than `b`, else `b`.
 #[inline(always)]
 fn greater(a: f32, b: f32) -> f32 {
     if a > b { a } else { b }
 }
 
-/// The number of steps from 0 to `w`, clamped to limits but not rounded. Clamping to integers before rounding gives the
-/// same result as clamping after it, and keeps [`MAGIC`] in its range.
+/// The number of steps from 0 to `w`, clamped to integers but not rounded. Clamping first gives the same result, and
+/// keeps [`MAGIC`] in its range.
 #[inline(always)]
 fn steps(w: f32, scale: f32, (low, high): (f32, f32)) -> f32 {
     lesser(greater(w / scale, low), high)
 }
 
 /// The integer number of steps of `scale` from 0 to `w`, within the [limits](Grid::limits) of a grid: equivalent to
-/// [`Grid::code`], for a loop over rows with one grid each.
+/// [`Grid::code`].
 #[inline(always)]
 pub fn nearest(w: f32, scale: f32, limits: (f32, f32)) -> f32 {
     round_even(steps(w, scale, limits))
@@ -97,9 +91,8 @@ impl Extent {
     /// Returns the range of these weights, or `None` if one is NaN or infinite.
     #[inline(always)]
     pub fn of(weights: &[f32]) -> Option<Self> {
-        // Selecting an operand by a comparison is a single instruction, unlike `f32::min`, but it does not propagate
-        // NaN. NaN and infinity are detected separately: times 0 they give NaN, and so does the sum of all products
-        // with 0.
+        // Comparisons take one instruction, unlike `f32::min`, but do not propagate NaN. NaN and infinity times 0 are
+        // NaN, and so is the sum.
         let (mut min, mut max, mut check) = ([0f32; LANES], [0f32; LANES], [0f32; LANES]);
         let mut step = |i: usize, w: f32| {
             min[i] = lesser(w, min[i]);
@@ -142,8 +135,8 @@ pub enum GridError {
     NonFinite,
     /// The scale, or a weight rounded to the grid, overflows the dtype of the scale.
     #[error(
-        "weights from {} to {} need a scale of {exact}, but {dtype} cannot represent this scale or its \
-        multiples",
+        "weights from {} to {} need a scale of {exact}, but this scale, or a multiple of it, exceeds the \
+        range of {dtype}",
         extent.min, extent.max
     )]
     Overflow {
@@ -162,10 +155,8 @@ pub struct GridRule {
     pub(super) max_code: u8,
     pub(super) symmetric: bool,
     pub(super) progressive: bool,
-    /// Present if codes are floating-point numbers.
     pub(super) float: Option<FloatFormat>,
     scale_dtype: Dtype,
-    /// Whether scales are powers of two.
     powers_of_two: bool,
 }
 
@@ -218,7 +209,7 @@ impl GridRule {
             symmetric: scheme.is_symmetric(),
             progressive,
             float: scheme.float_format(),
-            // With a global scale, scales are not limited by their stored dtype.
+            // With a global scale, the stored dtype does not limit scales.
             scale_dtype: if is_wide { scale.dtype() } else { Dtype::F32 },
             powers_of_two: scale == ScaleFormat::E8m0,
         })
@@ -261,7 +252,6 @@ impl GridRule {
         self.holding(grid, f32::from(self.max_code), exact, extent)
     }
 
-    /// The grid of floating-point numbers for weights of this finite range.
     fn fit_float(self, extent: Extent, format: FloatFormat) -> Result<Grid, GridError> {
         let grid = |scale| self.at_scale(scale);
         if self.powers_of_two {
@@ -275,7 +265,6 @@ impl GridRule {
         self.holding(grid(scale), format.largest(), exact, extent)
     }
 
-    /// The grid of floating-point numbers with this scale.
     #[inline(always)]
     pub(super) fn at_scale(self, scale: f32) -> Grid {
         Grid { scale, zero: 0, lowest: 0, highest: self.max_code, float: self.float }
@@ -289,7 +278,6 @@ impl GridRule {
         self.fit(Extent { min: -amax, max: amax })
     }
 
-    /// The scale, rounded to its stored dtype.
     #[inline(always)]
     fn scale(self, exact: f32, extent: Extent) -> Result<f32, GridError> {
         match self.scale_dtype.round(exact) {
@@ -303,11 +291,10 @@ impl GridRule {
     /// largest magnitude of a grid value, in units of the scale.
     #[inline(always)]
     fn holding(self, grid: Grid, furthest: f32, exact: f32, extent: Extent) -> Result<Grid, GridError> {
-        // This upper bound is almost always sufficient.
         if grid.scale * furthest <= largest(self.scale_dtype) {
             return Ok(grid);
         }
-        // Rounding is monotone, so it is enough to check the ends of the range.
+        // Rounding is monotone, so the ends of the range decide.
         let holds = |w| self.scale_dtype.round(grid.value(grid.code(w))).is_finite();
         match holds(extent.min) && holds(extent.max) {
             true => Ok(grid),
@@ -324,10 +311,8 @@ impl GridRule {
     }
 }
 
-/// The scale of a group of an MX format with largest magnitude `amax`: a power of two, at least 2⁻¹²⁷, which is also
-/// the scale of zeros.
+/// The scale of a group of an MX format with largest magnitude `amax`: a power of two, at least 2⁻¹²⁷.
 pub(super) fn power_of_two(amax: f32, format: FloatFormat) -> f32 {
-    // For a subnormal, the exponent is clamped to that of the smallest scale anyway.
     let exponent = match format {
         FloatFormat::E4m3 => (amax.to_bits() + ROUND_UP_BEYOND_1_75) >> 23,
         _ => (amax.to_bits() + ROUND_UP_FROM_1_75) >> 23,
@@ -359,8 +344,8 @@ fn largest(dtype: Dtype) -> f32 {
     }
 }
 
-/// The grid of one group: `value = (code − zero) · scale`. Codes are 0 to `2^bits − 1`; in a progressive group, only
-/// those to which a value within the protective range can round.
+/// The grid of one group: `value = (code − zero) · scale`. In a progressive group, codes are limited to those to which
+/// a value within the protective range can round.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Grid {
     pub(super) scale: f32,
@@ -372,8 +357,7 @@ pub struct Grid {
 }
 
 impl Grid {
-    /// The factor from a code's number to its value (for integers, the step between adjacent values); positive, and
-    /// exact in the rule's scale dtype.
+    /// The factor from a code's number to its value; positive.
     pub fn scale(self) -> f32 {
         self.scale
     }
@@ -393,14 +377,13 @@ impl Grid {
         (f32::from(self.lowest) - zero, f32::from(self.highest) - zero)
     }
 
-    /// The number of steps from 0 to `w`, clamped to the grid but not rounded.
     #[inline(always)]
     fn steps(self, w: f32, limits: (f32, f32)) -> f32 {
         steps(w, self.scale, limits)
     }
 
-    /// Returns the code nearest to a weight. This defines the results of `encode` and `nearest`; methods that round one
-    /// weight at a time call it directly. NaN and infinity get the lowest or highest code.
+    /// Returns the code nearest to a weight. This defines the results of `encode` and `nearest`. For integers, NaN and
+    /// infinity get the lowest or highest code.
     pub fn code(self, w: f32) -> u8 {
         if let Some(format) = self.float {
             return format.code(w / self.scale);
@@ -430,7 +413,7 @@ impl Grid {
         }
         let limits = self.limits();
         for (code, &w) in codes.iter_mut().zip(weights) {
-            // The low byte of the sum is the number of steps modulo 256; adding the zero point gives the code.
+            // The low byte of the sum is the number of steps modulo 256.
             *code = ((self.steps(w, limits) + MAGIC).to_bits() as u8).wrapping_add(self.zero);
         }
     }

@@ -21,7 +21,7 @@ fn encode(grid: Grid, weights: &[f32]) -> Vec<u8> {
 
 #[test]
 fn symmetric_four_bits_by_hand() {
-    // The largest magnitude 7.5 gives a scale of exactly 1; the positive end saturates one step below the negative one.
+    // The positive end saturates one step below the negative one.
     let weights = [-7.5, -7.4, -0.5, -0.0, 0.0, 0.4, 0.5, 1.5, 2.5, 7.5];
     let grid = rule(4, true, Dtype::F16).fit_weights(&weights).unwrap();
     assert_eq!((grid.scale(), grid.zero()), (1.0, 8));
@@ -30,7 +30,6 @@ fn symmetric_four_bits_by_hand() {
 
 #[test]
 fn asymmetric_four_bits_by_hand() {
-    // From −3 to 12: scale 1, zero point 3, both ends exact.
     let weights = [-3.0, -1.5, -0.5, 0.0, 0.5, 2.5, 12.0];
     let grid = rule(4, false, Dtype::Bf16).fit_weights(&weights).unwrap();
     assert_eq!((grid.scale(), grid.zero()), (1.0, 3));
@@ -63,7 +62,6 @@ fn the_range_of_an_asymmetric_grid_includes_zero() {
 
 #[test]
 fn codes_follow_the_rounded_scale() {
-    // 0.7 / 7.5 is not exact in BF16; codes must come from the stored scale.
     let grid = rule(4, true, Dtype::Bf16).fit_weights(&[0.7, -0.1]).unwrap();
     assert_eq!(grid.scale(), Dtype::Bf16.round(0.7 / 7.5));
     assert_ne!(grid.scale(), 0.7 / 7.5);
@@ -90,8 +88,7 @@ fn zeros_of_either_sign_come_back_as_zeros() {
 fn constant_groups_have_a_finite_grid() {
     for c in [1.0f32, -1.0, 3e-3, -6e4] {
         let sym = rule(4, true, Dtype::F32).fit_weights(&[c; 5]).unwrap();
-        // The weight is 7.5 steps from zero. On the positive side it saturates at 7; on the negative side, the rounding
-        // of the scale decides between 7 and 8.
+        // The weight is 7.5 steps from zero, and 7 or 8 after rounding the scale. The positive side ends at 7.
         let code = sym.code(c);
         assert!(if c > 0.0 { code == 15 } else { code <= 1 });
         assert!(((sym.value(code) - c) / c).abs() <= 0.5 / 7.5 + 1e-6);
@@ -110,7 +107,6 @@ fn an_underflowing_scale_becomes_the_smallest_of_its_type() {
         for symmetric in [true, false] {
             let grid = rule(4, symmetric, dtype).fit_weights(&[tiny, -tiny]).unwrap();
             assert_eq!(grid.scale(), smallest, "{dtype}");
-            // The error is at most half of that scale, and zero if the weight is a multiple of it.
             let back = grid.value(grid.code(tiny));
             assert!((back - tiny).abs() <= smallest / 2.0, "{dtype}: {tiny:e} became {back:e}");
         }
@@ -205,7 +201,6 @@ proptest! {
         let mut faked = weights.clone();
         grid.fake_quantize(&mut faked);
         for ((&w, &code), &fake) in weights.iter().zip(&codes).zip(&faked) {
-            // The formulas in the table at the top of grid.rs.
             let expected = ((w / grid.scale()).round_ties_even() as i32 + i32::from(grid.zero())).clamp(0, max);
             prop_assert_eq!(i32::from(code), expected);
             prop_assert_eq!(grid.code(w), code);
@@ -221,8 +216,8 @@ proptest! {
             let code = grid.code(w);
             let saturated = code == 0 || i32::from(code) == (1 << bits) - 1;
             let error = (f64::from(grid.value(code)) - f64::from(w)).abs();
-            // The symmetric grid lacks half a step at its positive end; so does an asymmetric one at the end that the
-            // rounded zero point moved away from.
+            // The symmetric grid lacks half a step at its positive end. A rounded zero point may move an asymmetric
+            // grid as much.
             let bound = if saturated { 1.0 } else { 0.5 };
             prop_assert!(error <= s * bound * 1.0001, "{} steps", error / s);
         }
@@ -243,11 +238,9 @@ fn float_rule(scale_dtype: Dtype) -> GridRule {
 
 #[test]
 fn floating_point_by_hand() {
-    // The largest magnitude is 448 times the scale.
     let weights = [-896.0, 2.0, 0.0, 3.0, 500.0, -0.001];
     let grid = float_rule(Dtype::Bf16).fit_weights(&weights).unwrap();
     assert_eq!((grid.scale(), grid.zero()), (2.0, 0));
-    // 250 lies between 240 and 256; 1.5 is exact.
     assert_eq!(encode(grid, &weights), [0xfe, 0x38, 0x00, 0x3c, 0x78, 0x80]);
     let mut values = weights;
     grid.fake_quantize(&mut values);
@@ -298,7 +291,6 @@ proptest! {
             prop_assert_eq!(decoded[i].to_bits(), faked[i].to_bits());
             let (w, s) = (f64::from(w), f64::from(grid.scale()));
             if w.abs() > 448.0 * s {
-                // The scale was rounded down.
                 prop_assert_eq!(faked[i], (448.0 * grid.scale()).copysign(weights[i]));
             } else {
                 // Half a unit of the three-bit mantissa, or half of the smallest step.

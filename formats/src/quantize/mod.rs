@@ -1,9 +1,5 @@
 //! Quantizes float weights to codes, scales and zero points, without packing, and rounds inputs for schemes with
-//! quantized activations: [`activations`].
-//!
-//! [`grid`] is the arithmetic of one group, [`progressive`] that of two-level groups, [`SharedScales`] the scales that
-//! several rows share; [`rtn`] rounds matrices to nearest, and [`ErrorStats`] measures the error. Methods that need a
-//! calibration text are in `quant-core`.
+//! quantized activations. Methods that need a calibration text are in `quant-core`.
 
 pub mod activations;
 mod error_stats;

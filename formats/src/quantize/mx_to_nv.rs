@@ -1,9 +1,8 @@
 //! Lossless conversion of MXFP4 weights to NVFP4: the codes stay, and every group of 32 becomes two of 16 with the same
 //! scale.
 //!
-//! Powers of two from 2⁻⁹ to 2⁸ are exact in E4M3. With a global scale that is also a power of two, a tensor can be
-//! converted if the exponents of its scales are at most 17 apart; the scales of groups whose codes are all 0 do not
-//! matter.
+//! E4M3 represents powers of two from 2⁻⁹ to 2⁸. With a power of two as global scale, a tensor can be converted if the
+//! exponents of its scales are at most 17 apart. Groups whose codes are all 0 do not matter.
 
 use quant_kernels_cpu::FloatFormat;
 
@@ -37,7 +36,7 @@ impl ScaleExponents {
         })
     }
 
-    /// The exponent of the global scale, a multiplier, with which all these scales are exact in E4M3.
+    /// The exponent of the multiplier with which all these scales are exact in E4M3.
     fn multiplier(self) -> Result<i32, String> {
         let [smallest, largest] = self.0.unwrap_or([SMALLEST_MULTIPLIER; 2]);
         let multiplier = (largest - E4M3_EXPONENTS[1]).max(SMALLEST_MULTIPLIER);
@@ -54,10 +53,8 @@ impl ScaleExponents {
     }
 }
 
-/// The exponent of a power of two.
 fn exponent(scale: f32) -> i32 {
     match (scale.to_bits() >> 23) as i32 {
-        // The smallest E8M0 value is subnormal.
         0 => -127,
         biased => biased - 127,
     }
@@ -77,8 +74,7 @@ impl LinearScheme {
 }
 
 impl QuantizedTensor {
-    /// Converts the weights to NVFP4, with the global scale for these exponents: those of this tensor and of all that
-    /// share the scale.
+    /// Converts the weights to NVFP4. `exponents` are those of all tensors that share the global scale.
     ///
     /// # Errors
     /// When it is not MXFP4, or its scales are too far apart or too large.
@@ -99,7 +95,7 @@ impl QuantizedTensor {
 mod tests {
     use super::*;
 
-    /// Rows of one group of MXFP4, with these scale exponents, and all codes; in the last row all are zeros.
+    /// A group with these scale exponents per row, and a row of zeros.
     fn rows(exponents: &[i32]) -> QuantizedTensor {
         let n = exponents.len() + 1;
         let codes: Vec<u8> = (0..n * MX_GROUP)
@@ -135,7 +131,6 @@ mod tests {
             assert_eq!(nvfp4.scheme.to_string(), "wf4a16-g16-nv");
             assert_eq!(bits(&nvfp4.dequantize().unwrap()), bits(&expected), "{exponents:?}");
             let codes = nvfp4.scale_codes().expect("all are E4M3 below the global scale");
-            // Unsigned powers of two.
             assert!(codes.iter().all(|c| *c < 0x7f && FloatFormat::E4m3.value(*c).log2().fract() == 0.0));
             let global = nvfp4.global.unwrap();
             assert!(global > 1.0 && global.log2().fract() == 0.0 && (1.0 / global).is_normal());

@@ -1,8 +1,7 @@
 //! QServe's progressive group quantization (Lin et al., MLSys 2025, §4.1): two levels of scales for each code.
 //!
-//! The first level maps a row to int8 values, with a float scale per row; the second maps each group of those to 4-bit
-//! codes, with an integer scale and an integer zero point. A kernel converts codes to the int8 values by integer
-//! arithmetic, multiplies them by 8-bit activations, and uses floats only once per row:
+//! The first level maps a row to int8 values, with a float scale per row. The second maps each group of those to 4-bit
+//! codes, with an integer scale and an integer zero point. So a kernel needs floats only once per row:
 //!
 //! ```text
 //! s₁ = f16(max |w| / 119)                      per row; 1 for a row of zeros
@@ -17,9 +16,8 @@
 //!
 //! `(q − z) · s₂` must fit int8 for every stored code, or the kernel's bytes wrap around. With rows that extend to ±127
 //! it may not: a group from −113 to 120 has `s₂ = 16` and `z = 7`, and its 120 becomes `(15 − 7) · 16 = 128`. Within
-//! ±119, `s₂ ≤ round(238 / 15) = 16`, and the integer nearest to an `x` is less than `119 + s₂ / 2 ≤ 127` from 0. This
-//! holds for weights *within the range*. GPTQ can move weights beyond it, so the [`Grid`] of a progressive group has no
-//! codes there: such weights saturate at the last integer to which a weight within the range rounds.
+//! ±119, it does. GPTQ can move weights beyond the range, so the [`Grid`] of a progressive group has no codes there:
+//! such weights saturate.
 
 use super::grid::{Extent, Grid, GridError, GridRule, round_even, smallest_positive};
 use crate::checkpoint::Dtype;
@@ -104,7 +102,7 @@ impl GridRule {
         };
         let steps = round_even(PROTECTIVE_RANGE / group);
         Ok(Grid {
-            // The product is exact: the row scale has 11 significant bits, and the group scale at most 5.
+            // The product is exact: the factors have at most 11 and 5 significant bits.
             scale: row * group,
             zero: zero as u8,
             lowest: (zero - steps).max(0.0) as u8,
@@ -125,13 +123,10 @@ mod tests {
         GridRule::new(scheme.parse().unwrap(), ScaleFormat::F16).unwrap()
     }
 
-    /// The int8 value of a code.
     fn integer(grid: Grid, row: f32, code: u8) -> f32 {
         (f32::from(code) - f32::from(grid.zero())) * (grid.scale() / row)
     }
 
-    /// All ranges within ±119 in steps of a quarter, with the codes of both ends of the range and both ends of the
-    /// grid.
     #[test]
     fn integers_of_every_group_have_8_bits() {
         let mut furthest = [0.0_f32; 2];
@@ -150,8 +145,7 @@ mod tests {
                 }
             }
         }
-        // Asymmetric: 11 steps of 11, since 119 / 11 rounds to 11. Symmetric: 8 steps of 15, since 119 / 15 rounds to
-        // 8; only the negative side has 8 steps.
+        // Asymmetric: 11 steps of 11, because 119 / 11 rounds to 11. Symmetric: 8 steps of 15 on the negative side.
         assert_eq!(furthest, [121.0, 120.0]);
     }
 
@@ -179,7 +173,6 @@ mod tests {
     }
 
     proptest! {
-        /// Compared with the paper's procedure in double precision.
         #[test]
         fn rows_are_rounded_by_the_definition(
             weights in prop::collection::vec(-2.0_f32..2.0, 128),

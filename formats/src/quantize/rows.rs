@@ -9,10 +9,7 @@ use crate::scheme::LinearScheme;
 use crate::wording::counted;
 use crate::{Error, Result, allocate};
 
-/// Rows of a weight `[rows, k]`, row-major.
-///
-/// Either as stored in a file, so that a large weight never needs a second copy in `f32`, or as values from a
-/// transform.
+/// Rows of a weight `[rows, k]`, row-major. A weight in a file needs no copy in `f32`.
 #[derive(Debug, Clone, Copy)]
 pub enum SourceRows<'a> {
     /// Little-endian bytes of elements of this type: F16, BF16 or F32.
@@ -42,8 +39,7 @@ impl SourceRows<'_> {
         Ok(len / row)
     }
 
-    /// Widens row `row` into `out`, which has the length of a row. Callers check with [`count`](Self::count) that the
-    /// row exists.
+    /// Widens row `row`, which must exist, into `out`, which has the length of a row.
     #[inline(always)]
     pub fn load(&self, row: usize, out: &mut [f32]) {
         let k = out.len();
@@ -57,10 +53,7 @@ impl SourceRows<'_> {
     }
 }
 
-/// The reason why rows could not be quantized.
-///
-/// Positions are relative to the given rows; [`within`](Self::within) converts it into an [`Error`] that names the
-/// tensor.
+/// The reason why rows could not be quantized. Positions are relative to the given rows.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum RowsError {
@@ -116,8 +109,7 @@ impl RowsError {
         }
     }
 
-    /// Converts the error to the pipeline's error for these rows of `tensor`. `file`, if known, is the shard that holds
-    /// it.
+    /// Converts the error to an [`Error`] that names the tensor. `file` is the shard that holds it, if known.
     pub fn within(self, tensor: &str, file: Option<PathBuf>) -> Error {
         let tensor = tensor.to_owned();
         match (self, file) {
@@ -141,7 +133,7 @@ impl RowsError {
     }
 }
 
-/// Returns zeros for codes, scales or zero points.
+/// Returns `count` zeros.
 ///
 /// # Errors
 /// [`RowsError::Memory`].

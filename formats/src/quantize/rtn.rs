@@ -1,9 +1,6 @@
 //! Round to nearest: assigns a [`Grid`](super::grid::Grid) and codes to every group of a matrix.
 //!
-//! The baseline method, and the last step of those that first modify weights (AWQ, clipping). Work is split into runs
-//! of full rows whose size depends only on the width, and nothing is summed across rows, so results do not depend on
-//! the number of threads. Besides its inputs and outputs, a thread needs at most two rows in `f32`. The work is
-//! distributed over the current rayon pool.
+//! Results do not depend on the number of threads. Work is distributed over the current rayon pool.
 
 use rayon::prelude::*;
 
@@ -18,7 +15,6 @@ use crate::checkpoint::Dtype;
 use crate::scheme::{LinearScheme, ScaleFormat};
 use crate::vector::vectorized;
 
-/// Weights per unit of parallel work: enough to outweigh the cost of a task, and few compared with a matrix.
 const TASK_ELEMENTS: usize = 1 << 16;
 
 /// The output of [`quantize_rows`], for `r` rows of `k` weights.
@@ -30,7 +26,7 @@ pub struct QuantizedRows<'a> {
     pub scales: &'a mut [f32],
     /// Like `scales`, for asymmetric schemes; absent for symmetric ones.
     pub zeros: Option<&'a mut [u8]>,
-    /// `[r]`, for progressive schemes, whose `scales` are multiples of these; absent for others.
+    /// `[r]`, for progressive schemes, whose `scales` are multiples of these.
     pub rows: Option<&'a mut [f32]>,
 }
 
@@ -38,12 +34,12 @@ pub struct QuantizedRows<'a> {
 ///
 /// * `scale_dtype`: F16, BF16 or F32, or the type that the scheme
 ///   [prescribes](LinearScheme::fixed_scales). Scales are rounded to it before codes are computed.
-/// * `clip`: a bound `m ≥ 0` for each row and group, `[n, k / group_size]` row-major: weights are
-///   clamped to `[−m, m]` first. An infinite bound leaves a group unchanged.
+/// * `clip`: a bound `m ≥ 0` for each row and group, `[n, k / group_size]` row-major: weights are clamped to `[−m, m]`
+///   first.
 ///
 /// # Errors
 /// When the scheme or the dtype of scales is not supported, the group size does not divide `k`, a weight is not finite,
-/// or a scale overflows its dtype. The error names the tensor, and the position in it if there is one.
+/// or a scale overflows its dtype.
 pub fn quantize_rtn(
     name: &str,
     weights: &[f32],
@@ -57,8 +53,7 @@ pub fn quantize_rtn(
         .map_err(|e| e.within(name, None))
 }
 
-/// Quantizes a whole weight `[n, k]`, from values or directly from a file's bytes, and returns the error, bit-identical
-/// to [`ErrorStats::of`].
+/// Quantizes a whole weight `[n, k]`, and returns the error, bit-identical to [`ErrorStats::of`].
 ///
 /// # Errors
 /// See [`quantize_rows`].
@@ -72,7 +67,7 @@ pub fn quantize_tensor(
     quantize_within(rows, shape, (scheme, scale_dtype), clip, ScaleContext::default())
 }
 
-/// Quantizes a weight that shares a scale with others, or whose scales are chosen by a different search.
+/// Quantizes a weight that shares a scale with others, or with a different search for scales.
 ///
 /// # Errors
 /// See [`quantize_rows`].
@@ -111,14 +106,12 @@ pub fn quantize_within(
     Ok((tensor, stats))
 }
 
-/// Quantizes rows of width `columns` into the caller's slices: [`quantize_tensor`] for a weight in parts. Returns the
-/// error of these rows, relative to the weights before clipping. For a scheme whose rows share scales, the slice must
-/// contain all rows.
+/// Quantizes rows of width `columns` into the caller's slices. Returns the error of these rows, relative to the weights
+/// before clipping. For a scheme whose rows share scales, the slice must contain all rows.
 ///
 /// # Errors
-/// As [`quantize_rtn`]; also [`RowsError::Layout`] when the lengths of slices are inconsistent. If there are several
-/// errors, non-finite weights are reported first, with the count over all rows given. The contents of `out` are then
-/// unspecified.
+/// As [`quantize_rtn`]; also [`RowsError::Layout`] when the lengths of slices are inconsistent. Non-finite weights are
+/// reported first, with their count over all rows. The contents of `out` are then unspecified.
 pub fn quantize_rows(
     rows: SourceRows<'_>,
     columns: usize,
@@ -197,9 +190,8 @@ fn quantize_with(
     Ok(stats.iter().flatten().fold(ErrorStats::default(), |sum, row| sum.plus(row)))
 }
 
-/// Replaces weights, row-major in rows of width `columns`, by the result of quantizing them to `scheme` and
-/// dequantizing: bit-identical to [`quantize_rtn`] and [`dequantize`](QuantizedTensor::dequantize). The searches for
-/// scales and clips use it.
+/// Quantizes weights, row-major in rows of width `columns`, to `scheme`, and dequantizes them in place. The result is
+/// bit-identical to that of [`quantize_rtn`] and [`dequantize`](QuantizedTensor::dequantize).
 ///
 /// # Errors
 /// As [`quantize_rows`]; the weights are then unspecified.
@@ -219,8 +211,7 @@ pub fn fake_quantize(
     fake_quantize_within(weights, columns, (scheme, scale_dtype), clip, (&shared, 0))
 }
 
-/// Applies [`fake_quantize`] to some rows of a weight, starting at row `first`, with the scales that the weight's rows
-/// share.
+/// Applies [`fake_quantize`] to rows from `first` on, with the scales that all rows of the weight share.
 ///
 /// # Errors
 /// See [`fake_quantize`].
@@ -281,8 +272,8 @@ pub fn row_scales(
 }
 
 /// Applies [`fake_quantize`] to one group of every row, `[rows, group_size]`, with the same result as in complete rows.
-/// `bounds` are the clip bounds of these groups, `[rows]`. If the scheme has two levels, `row_scales` are the scales of
-/// these rows.
+/// `bounds` are the clip bounds of these groups, `[rows]`; `row_scales` are the first-level scales, if the scheme has
+/// two levels.
 ///
 /// # Errors
 /// See [`quantize_rows`].
@@ -315,14 +306,13 @@ pub fn fake_quantize_group(
     Faults::verdict(vec![faults])
 }
 
-/// A validated request: how rows are divided and rounded.
 struct RowQuantizer<'a> {
     rows: usize,
     columns: usize,
     group_size: usize,
     rule: GridRule,
     clip: Option<&'a [f32]>,
-    /// The scales that rows share, and the index of the first of these rows in the weight.
+    /// The scales that rows share, and the position in the weight of the first of these rows.
     shared: &'a SharedScales,
     first: usize,
 }
@@ -338,7 +328,7 @@ impl<'a> RowQuantizer<'a> {
         Self::of(columns, group_size(scheme, columns)?, rule(scheme, scale_dtype)?, clip, rows)
     }
 
-    /// Creates work on rows with groups of this size, which must divide them, regardless of the scheme's group size.
+    /// Ignores the scheme's group size.
     fn of(
         columns: usize,
         group_size: usize,
@@ -357,7 +347,6 @@ impl<'a> RowQuantizer<'a> {
         Ok(Self { rows, columns, group_size, rule, clip, shared: &SharedScales::None, first: 0 })
     }
 
-    /// Sets the shared scales, for rows that begin at row `first`.
     fn sharing(self, shared: &'a SharedScales, first: usize) -> Self {
         Self { shared, first, ..self }
     }
@@ -366,13 +355,11 @@ impl<'a> RowQuantizer<'a> {
         self.columns / self.group_size
     }
 
-    /// Rows per unit of parallel work.
     fn task_rows(&self) -> usize {
         (TASK_ELEMENTS / self.columns).max(1)
     }
 
-    /// Computes codes, scales and zero points of row `at`, and returns the row's error. The buffers have the length of
-    /// a row.
+    /// Computes codes, scales and zero points of row `at`, and returns the row's error. The buffers hold one row.
     #[inline(always)]
     fn quantize_row(
         &self,
@@ -405,8 +392,8 @@ impl<'a> RowQuantizer<'a> {
         ErrorStats::of_row(row, rounded)
     }
 
-    /// The first-level scale of a row, if there are two levels, from the unclipped row: clipping affects only the
-    /// second level, so that each bound can be evaluated independently. Records the fault if there is no scale.
+    /// The first-level scale of a row, if there are two levels; records the fault if there is no scale. Clipping
+    /// affects only the second level, so that each bound can be evaluated independently.
     #[inline(always)]
     fn row_scale(&self, row: &[f32], at: usize, faults: &mut Faults) -> Result<Option<f32>, ()> {
         if !self.rule.progressive {
@@ -433,7 +420,7 @@ impl<'a> RowQuantizer<'a> {
         at: (usize, usize),
         faults: &mut Faults,
     ) -> Option<grid::Grid> {
-        // Checked before clipping, which would replace infinity by the clip bound.
+        // Before clipping, which would replace infinity by the bound.
         let Some(mut extent) = Extent::of(part) else {
             faults.non_finite(part, (at.0 * self.groups() + at.1) * self.group_size);
             return None;
@@ -456,7 +443,6 @@ impl<'a> RowQuantizer<'a> {
     }
 }
 
-/// The rule of a scheme with scales of this type.
 fn rule(scheme: LinearScheme, scale_dtype: Dtype) -> Result<GridRule, RowsError> {
     let rule = ScaleFormat::of(scale_dtype).and_then(|scale| GridRule::new(scheme, scale));
     rule.map_err(|e| RowsError::Scheme(e.to_string()))
@@ -469,7 +455,7 @@ fn check_len(what: &str, got: usize, expected: usize) -> Result<(), RowsError> {
     Err(RowsError::Layout(format!("{what}: expected {expected} elements, got {got}")))
 }
 
-/// The faults of some rows, collected so that the report does not depend on the number of threads.
+/// Faults of some rows. The report does not depend on the number of threads.
 #[derive(Debug, Default)]
 struct Faults {
     non_finite: u64,
@@ -491,7 +477,6 @@ impl Faults {
         self.grid.get_or_insert(RowsError::Grid { row, group, source });
     }
 
-    /// The result for all rows, from the faults of their parts in order.
     fn verdict(parts: Vec<Self>) -> Result<(), RowsError> {
         let count = parts.iter().map(|p| p.non_finite).sum();
         if let Some(first_index) = parts.iter().find_map(|p| p.first_index) {

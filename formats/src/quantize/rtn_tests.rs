@@ -43,7 +43,6 @@ fn every_group_gets_its_own_grid() {
                 assert_eq!(tensor.codes[g * size + i], grid.code(w), "{text} group {g} weight {i}");
             }
         }
-        // The kernels get the values that the grid defines.
         let mut faked = weights.clone();
         fake_quantize(&mut faked, k, scheme, Dtype::Bf16, None).unwrap();
         assert_eq!(tensor.dequantize().unwrap(), faked);
@@ -52,8 +51,7 @@ fn every_group_gets_its_own_grid() {
 
 #[test]
 fn bytes_in_parts_give_the_same_as_values_at_once() {
-    // A task has 64 rows (65 536 weights), so that the matrix is split into several tasks, and the parts into different
-    // ones.
+    // A task has 64 rows, so the matrix and its parts are split into tasks differently.
     let (n, k) = (150, 1024);
     for dtype in [Dtype::F16, Dtype::Bf16, Dtype::F32] {
         let bytes = dtype.narrow(&weights(n, k, 2));
@@ -224,13 +222,11 @@ proptest! {
         let back = tensor.dequantize().unwrap();
         for (i, (v, w)) in back.iter().zip(&weights).enumerate() {
             let scale = tensor.scales[i / size];
-            // Half a step, or one step at a saturated end.
             prop_assert!((v - w).abs() <= scale * 1.0001);
         }
     }
 }
 
-/// Clipped weights saturate on the grid of the bound, and the error is relative to the weights before clipping.
 #[test]
 fn floating_point_rows_are_clipped_and_measured() {
     let (n, k) = (4, 64);

@@ -12,8 +12,8 @@
 //! `g` is `1536 / a` (256 · 6), so that scales can still be multiplied by 1.5. Linears that engines fuse into one need
 //! a common `s` or `g`, so callers may pass the largest magnitude of all of them.
 //!
-//! In memory every row and group has its own scale ([`QuantizedTensor::scales`](super::QuantizedTensor)); formats write
-//! each shared scale once.
+//! In memory, a scale is stored for every row and group ([`QuantizedTensor::scales`](super::QuantizedTensor)); formats
+//! write each shared scale once.
 
 use std::str::FromStr;
 
@@ -26,7 +26,6 @@ use crate::checkpoint::Dtype;
 use crate::scheme::{BLOCK, FloatFormat, Granularity, LinearScheme, ScaleFormat};
 use crate::{Error, Result};
 
-/// The largest group scale: E4M3's maximum.
 const LARGEST_SCALE: f32 = 448.0;
 /// The largest group scale if scales may still be multiplied by 1.5.
 const SCALE_WITH_ROOM: f32 = 256.0;
@@ -53,7 +52,7 @@ pub enum ScaleSearch {
 }
 
 impl ScaleSearch {
-    /// The global scale of a tensor with this largest magnitude; 1 if that is 0, or so small that the scale overflows.
+    /// The global scale of a tensor with this largest magnitude; 1 if it would overflow.
     pub fn global_scale(self, amax: f32) -> f32 {
         let reach = match self {
             Self::FourOverSix => SCALE_WITH_ROOM,
@@ -118,15 +117,14 @@ pub struct SharedExtents {
     scheme: LinearScheme,
     columns: usize,
     group_size: usize,
-    /// Rows per block; all rows if the tensor has one scale.
     height: usize,
     /// The largest magnitudes `[blocks, groups]`, or a single one for the whole tensor.
     amax: Vec<f32>,
 }
 
 impl SharedExtents {
-    /// Finds the largest magnitudes of a weight `[rows, columns]`; `load` writes a row to its second argument. `None`
-    /// if rows share no scales. Values that are not finite are skipped: rounding rejects them later.
+    /// Finds the largest magnitudes of a weight `[rows, columns]`, without values that are not finite. `load` writes a
+    /// row to its second argument. `None` if rows share no scales.
     ///
     /// # Errors
     /// When the group size does not divide the width; errors of `load`.
@@ -141,7 +139,6 @@ impl SharedExtents {
             return Ok(None);
         }
         let width = if over_tensor { columns } else { BLOCK };
-        // Each block's rows are processed by one thread. A maximum does not depend on the order.
         let blocks: Vec<Result<Vec<f32>, RowsError>> = (0..rows.div_ceil(BLOCK))
             .into_par_iter()
             .map_init(
@@ -161,7 +158,6 @@ impl SharedExtents {
         let blocks = blocks.into_iter().collect::<Result<Vec<_>, _>>()?;
         let amax = match over_tensor {
             true => vec![blocks.iter().flatten().copied().fold(0.0, f32::max)],
-            // Adjacent groups take the scale of the block that contains them.
             false => {
                 let groups = columns / group_size;
                 let of_block =
@@ -245,7 +241,6 @@ impl SharedScales {
     }
 }
 
-/// The largest magnitude among finite values.
 fn largest_magnitude(values: &[f32]) -> f32 {
     values.iter().map(|w| w.abs()).filter(|w| w.is_finite()).fold(0.0, |a, b| if b > a { b } else { a })
 }

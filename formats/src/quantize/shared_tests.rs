@@ -15,7 +15,6 @@ fn gaussian(len: usize) -> Vec<f32> {
     };
     (0..len)
         .map(|_| {
-            // Box–Muller transform. A sum of uniform values would lack the tails of the distribution.
             let (u, v) = (1.0 - uniform(), uniform());
             ((-2.0 * u.ln()).sqrt() * (2.0 * std::f64::consts::PI * v).cos() * 0.02) as f32
         })
@@ -33,7 +32,7 @@ fn error(weights: &[f32], shape: [usize; 2], scheme: &str, search: ScaleSearch) 
     ErrorStats::of(weights, &quantize(weights, shape, scheme, search)).unwrap().relative_rms()
 }
 
-/// Published errors of these grids on normally distributed weights, within 3 %.
+/// Published errors of these grids, within 3 %.
 #[test]
 fn relative_errors_are_those_of_the_formats() {
     use ScaleSearch::{Amax, FourOverSix, Sweep};
@@ -64,7 +63,6 @@ fn value(tensor: &QuantizedTensor, i: usize) -> f64 {
     f64::from(format.value(tensor.codes[i])) * f64::from(tensor.scales[i / size])
 }
 
-/// The squared error of every group of 16.
 fn group_errors(weights: &[f32], tensor: &QuantizedTensor) -> Vec<f64> {
     let squares: Vec<f64> =
         weights.iter().enumerate().map(|(i, w)| (f64::from(*w) - value(tensor, i)).powi(2)).collect();
@@ -87,7 +85,6 @@ proptest! {
         }
     }
 
-    /// A group's scale is that of the definition, and every code is the nearest to its weight.
     #[test]
     fn nvfp4_is_rounded_by_the_definition(weights in prop::collection::vec(-2.0_f32..2.0, 64)) {
         let tensor = quantize(&weights, [2, 32], "wf4a16-g16-nv", ScaleSearch::Amax);
@@ -109,7 +106,6 @@ proptest! {
         }
     }
 
-    /// Compares blocks with a plain loop over the weights, for shapes that are rarely multiples of 128.
     #[test]
     fn blocks_share_the_scale_of_their_largest_weight(n in 1_usize..300, k in 1_usize..20, step in 1_usize..30) {
         let k = k * step;
@@ -170,7 +166,6 @@ fn zeros_and_extremes() {
         assert!(tensor.require_storable("m").is_ok(), "{scheme}");
         weights[5] = -0.0;
         assert_eq!(quantize(&weights, [1, 64], scheme, ScaleSearch::Sweep).dequantize().unwrap(), [0.0; 64]);
-        // From the smallest weights to the largest, the grid's values are finite.
         for size in [f32::from_bits(1), 1e-40, 1e-37, 1e-30, 1e-10, 1.0, 1e10, 1e30, 1e38] {
             let weights: Vec<f32> = (0..64).map(|i| size * (i as f32 / 63.0)).collect();
             let tensor = quantize(&weights, [1, 64], scheme, ScaleSearch::Sweep);
@@ -224,7 +219,6 @@ fn powers_of_two() {
         assert_eq!(scale(0.0, format), 2.0_f32.powi(-127));
         assert_eq!(scale(f32::MIN_POSITIVE, format), 2.0_f32.powi(-127));
     }
-    // Nothing saturates in FP8.
     let rule = GridRule::new("wf8a16-g32-mx".parse().unwrap(), ScaleFormat::E8m0).unwrap();
     for i in 1..1000 {
         let amax = i as f32 * 0.013;

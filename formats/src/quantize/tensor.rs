@@ -1,4 +1,4 @@
-//! A quantized linear in logical order: the output of every method and the input of every format.
+//! A quantized linear in logical order, between methods and formats.
 
 use quant_kernels_cpu::{
     PackedLinear, Parallel, Scales, StaticScale, WeightView, dequantize_rows, e8m0_value,
@@ -12,8 +12,8 @@ use crate::{Error, Result, allocate};
 
 /// Codes, scales and zero points of a linear's weight `[n, k]`, unpacked.
 ///
-/// `ŵ[o, i] = (codes[o, i] − zeros[o, g]) · scales[o, g]` with `g = i / group_size`; a symmetric scheme stores no zero
-/// points, which are then `2^(bits − 1)`. For a floating-point format, `ŵ[o, i] = number(codes[o, i]) · scales[o, g]`.
+/// `ŵ[o, i] = (codes[o, i] − zeros[o, g]) · scales[o, g]` with `g = i / group_size`. A symmetric scheme stores no zero
+/// points; they are `2^(bits − 1)`. For a floating-point format, `ŵ[o, i] = number(codes[o, i]) · scales[o, g]`.
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub struct QuantizedTensor {
@@ -26,8 +26,7 @@ pub struct QuantizedTensor {
     /// `[n, k / group_size]` row-major; each value is exact in `scale_dtype`, unless there are `levels` or a `global`
     /// scale.
     pub scales: Vec<f32>,
-    /// The dtype of stored scales, if they have one level: F16, BF16 or F32, F8_E8M0 (powers of two), or F8_E4M3 with a
-    /// `global` scale.
+    /// The dtype of stored scales, if they have one level: F16, BF16, F32, F8_E8M0, or F8_E4M3 with a `global` scale.
     pub scale_dtype: Dtype,
     /// The two levels of a progressive scheme; their products, exact in `f32`, are `scales`.
     pub levels: Option<Levels>,
@@ -35,15 +34,13 @@ pub struct QuantizedTensor {
     pub zeros: Option<Vec<u8>>,
     /// NVFP4's global scale, a divisor: `scales` are `f32(s / global)` of E4M3 values `s`.
     pub global: Option<f32>,
-    /// The calibrated scale and zero point of the input, if they are the same for all tokens. For NVFP4, `scale` is the
-    /// input's global scale, a divisor.
+    /// The calibrated scale and zero point of the input, for static activations. For NVFP4, `scale` is a divisor.
     pub input: Option<StaticScale>,
 }
 
 impl QuantizedTensor {
-    /// Creates a tensor with one level of scales, without stored zero points, global scale or input scale, for readers
-    /// of other formats: set these fields if the format has them. [`require_storable`](Self::require_storable) checks
-    /// the result.
+    /// Creates a tensor with one level of scales, for readers of other formats. Other fields may be set afterwards.
+    /// [`require_storable`](Self::require_storable) checks the result.
     pub fn new(
         shape: [usize; 2],
         scheme: LinearScheme,
@@ -104,12 +101,11 @@ impl QuantizedTensor {
         view.map_err(|e| Error::Internal(format!("quantized tensor is inconsistent: {e}")))
     }
 
-    /// Packs the matrix for the kernels, with a bias `[n]` if there is one. If the static grid of the input has a zero
-    /// point other than 0, the packed matrix contains the sums that it requires.
+    /// Packs the matrix for the kernels, with a bias `[n]` if there is one.
     ///
     /// # Errors
-    /// When its parts are inconsistent; [`Error::Kernel`] when the kernels do not support its scheme: groups that are
-    /// too wide, widths below 16. An engine can then run the weight in floats.
+    /// When its parts are inconsistent; [`Error::Kernel`] when the kernels do not support its scheme or shape. An
+    /// engine can then run the weight in floats.
     pub fn pack(&self, bias: Option<&[f32]>, parallel: &dyn Parallel) -> Result<PackedLinear> {
         let sums = matches!(self.input_grid()?, Some(InputGrid::Static(by)) if by.zero != 0);
         let codes = self.global.and_then(|_| self.scale_codes());
@@ -117,12 +113,11 @@ impl QuantizedTensor {
         packed.map_err(Error::Kernel)
     }
 
-    /// Returns the same codes and zero points with one level of scales, the products of two rounded to `scale_dtype`,
-    /// which is the only error: half a unit in the last place.
+    /// Returns the same codes and zero points with one level of scales: the products of the two, rounded to
+    /// `scale_dtype`.
     ///
     /// # Errors
-    /// The first scale that overflows `scale_dtype`, or whose largest value overflows `f32`, so that the caller can
-    /// name the tensor.
+    /// The first scale that overflows `scale_dtype`, or whose largest value overflows `f32`.
     pub fn flattened(mut self, scale_dtype: Dtype) -> Result<Self, f32> {
         if self.levels.take().is_none() {
             return Ok(self);
@@ -143,7 +138,7 @@ impl QuantizedTensor {
     /// Returns the grid of the input, unless it stays float.
     ///
     /// # Errors
-    /// [`Error::Internal`] when the scheme requires one grid for all tokens and the tensor has no such grid.
+    /// [`Error::Internal`] when the scheme requires a calibrated grid and the tensor has none.
     pub fn input_grid(&self) -> Result<Option<InputGrid>> {
         match (self.scheme.activations, self.input) {
             (ActivationScheme::Float, None) => Ok(None),
@@ -167,8 +162,8 @@ impl QuantizedTensor {
     /// Checks that a format can write it unchanged.
     ///
     /// # Errors
-    /// [`Error::Internal`] when the parts are inconsistent, zero points contradict the scheme, a code has too many bits
-    /// (it would change its neighbors) or is NaN, or a scale is not exact in its dtype.
+    /// [`Error::Internal`] when the parts are inconsistent, zero points contradict the scheme, a code is invalid, or a
+    /// scale is not exact in its dtype.
     pub fn require_storable(&self, module: &str) -> Result<()> {
         let inconsistent = |what: &str| Error::Internal(format!("quantized `{module}.weight`: {what}"));
         self.view()?;
@@ -238,7 +233,7 @@ impl QuantizedTensor {
         all_same.then_some(stored)
     }
 
-    /// Expands [`stored_scales`](Self::stored_scales), whose number was checked, to a scale for every row and group.
+    /// Expands [`stored_scales`](Self::stored_scales), whose number must be right, to a scale for every row and group.
     pub fn spread_scales(stored: &[f32], [n, k]: [usize; 2], granularity: Granularity) -> Vec<f32> {
         let size = granularity.group_size(k).max(1);
         let groups = k / size;
@@ -252,8 +247,8 @@ impl QuantizedTensor {
         (0..n * groups).map(scale).collect()
     }
 
-    /// Returns the same matrix on an equivalent grid: symmetric or with the midpoint as stored zero point, scales in a
-    /// different dtype or with one level instead of two, per-token activations left float. No weight changes.
+    /// Returns the same matrix in an equivalent scheme: with implicit or stored zero points, with scales in a different
+    /// dtype or one level instead of two, or with dynamic activations left float. No weight changes.
     ///
     /// # Errors
     /// When the grid is not equivalent: different bits or groups, a zero point that is not the midpoint, a scale that
@@ -277,8 +272,7 @@ impl QuantizedTensor {
             (Some(zeros), true) => {
                 if let Some(zero) = zeros.iter().find(|&&z| z != zero_point) {
                     return Err(format!(
-                        "it has a zero point of {zero}, but a symmetric grid needs the middle code as zero \
-                        point"
+                        "it has a zero point of {zero}, but that of a symmetric grid must be {zero_point}"
                     ));
                 }
                 self.zeros = None;
@@ -337,13 +331,12 @@ mod tests {
         assert_eq!(with.zeros.as_deref(), Some(&[8; 16][..]));
         assert_eq!(with.dequantize().unwrap(), without.dequantize().unwrap());
         assert_eq!(with.restated(without.scheme, Dtype::F16).unwrap(), without);
-        // One group per row is equivalent to one scale per row.
         let channel = tensor("w4a16-g64-sym", Dtype::F16);
         assert!(channel.restated("w4a16-channel-sym".parse().unwrap(), Dtype::F16).is_ok());
     }
 
     #[test]
-    fn a_weight_that_the_kernels_refuse_can_be_told_from_other_errors() {
+    fn a_weight_that_the_kernels_refuse_is_distinguished_from_other_errors() {
         let mut weight = tensor("w4a16-g32-sym", Dtype::F16);
         assert!(weight.pack(None, &quant_kernels_cpu::Serial).is_ok());
         weight.codes[3] = 16;

@@ -4,13 +4,13 @@ use rayon::prelude::*;
 
 use super::{QuantizedTensor, SourceRows};
 
-/// In shorter groups, a single weight that dominates the others is not unusual.
+/// In shorter groups, one weight may well dominate the others.
 const MIN_GROUP: usize = 8;
 /// The codes that represent zero differ only in the sign bit.
 const E4M3_SIGN: u8 = 0x80;
 
-/// Counts the groups in which a weight is so large that all others are rounded to zero, though some of them are not
-/// zero. `rows` are the weights `[n, k]` before rounding.
+/// Counts the groups in which at most one weight is not rounded to zero, although several are not zero. `rows` are the
+/// weights `[n, k]` before rounding.
 ///
 /// ```
 /// use quant_formats::checkpoint::Dtype;
@@ -29,7 +29,6 @@ pub fn vanished_groups(rows: SourceRows<'_>, tensor: &QuantizedTensor) -> u64 {
         return 0;
     }
     let groups = k / size;
-    // For integers the code of zero; for floating-point numbers all codes are compared without their sign.
     let (mask, middle) = match tensor.scheme.int_bits() {
         Some(bits) => (u8::MAX, 1 << (bits - 1)),
         None => (if tensor.scheme.bits() == 8 { !E4M3_SIGN } else { 0x7 }, 0),
@@ -40,7 +39,6 @@ pub fn vanished_groups(rows: SourceRows<'_>, tensor: &QuantizedTensor) -> u64 {
         let is_left = |code: u8, zero: u8| code & mask != zero;
         let bare = codes.filter(|(g, codes)| {
             let zero = zero(r * groups + g);
-            // Most groups are decided by their first few codes.
             let mut left = codes.iter().filter(|code| is_left(**code, zero));
             left.nth(1).is_none()
         });
@@ -63,7 +61,6 @@ mod tests {
     use crate::checkpoint::Dtype;
     use crate::quantize::quantize_rtn;
 
-    /// Weights of a plausible size, and the same with an outlier.
     fn weights(n: usize, k: usize) -> [Vec<f32>; 2] {
         let plain: Vec<f32> = (0..n * k).map(|i| (i as f32 * 0.37).sin() * 0.02).collect();
         let mut with_outlier = plain.clone();
@@ -94,10 +91,9 @@ mod tests {
                 vanished_groups(SourceRows::Floats(weights), &tensor)
             };
             assert_eq!(count(&plain), 0, "{scheme}");
-            // NVFP4's global scale is that of the whole weight, so everything else becomes zero.
+            // The global scale of NVFP4 is that of the whole weight.
             let expected = if scheme == "nvfp4a16" { (n * k / 16) as u64 } else { 1 };
             assert_eq!(count(&with_outlier), expected, "{scheme}");
-            // Zeros are not lost.
             let mut alone = vec![0.0; n * k];
             alone[9] = 3.0;
             assert_eq!(count(&alone), 0, "{scheme}");

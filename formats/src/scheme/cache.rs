@@ -25,8 +25,8 @@ impl CachePart {
         }
     }
 
-    /// Returns the name of the scale next to the linears of an attention, of which `linear` is one:
-    /// `model.layers.0.self_attn.k_scale` for `model.layers.0.self_attn.k_proj`.
+    /// Returns the name of the scale next to the linear: `model.layers.0.self_attn.k_scale` for
+    /// `model.layers.0.self_attn.k_proj`.
     pub fn of_attention(self, linear: &str) -> String {
         match linear.rsplit_once('.') {
             Some((attention, _)) => format!("{attention}.{}", self.scale()),
@@ -39,8 +39,8 @@ impl CachePart {
         format!("{linear}.{}", self.scale())
     }
 
-    /// Returns all tensor names that checkpoints use for the scale, given the linear that computes the keys or values.
-    /// Only old checkpoints use the last one.
+    /// Returns the names that checkpoints use for the scale, given the linear that computes the keys or values. Only
+    /// old checkpoints use the last one.
     pub fn known_names(self, linear: &str) -> [String; 3] {
         [self.of_attention(linear), self.of_linear(linear), format!("{linear}.output_scale")]
     }

@@ -52,12 +52,10 @@ pub const FLOAT_SCHEMES: [&str; 13] = [
     "wf8af8-g32-mx",
 ];
 
-/// The scheme with this name in other tools.
 pub(super) fn alias(text: &str) -> Option<&'static str> {
     ALIASES.iter().find(|(name, _)| *name == text).map(|(_, scheme)| *scheme)
 }
 
-/// The activations of floating-point weights before their granularity is known.
 pub(super) fn activations(name: &str) -> Option<ActivationScheme> {
     match name {
         "f8" => Some(ActivationScheme::Fp8Token),
@@ -66,7 +64,7 @@ pub(super) fn activations(name: &str) -> Option<ActivationScheme> {
     }
 }
 
-/// The last part of a name, which gives the kind of group scales.
+/// The last part of a name: the kind of group scales.
 fn suffix(format: FloatFormat, granularity: Granularity) -> Option<&'static str> {
     match (format, granularity) {
         (FloatFormat::E2m1, Granularity::Group(NV_GROUP)) => Some("nv"),
@@ -75,7 +73,6 @@ fn suffix(format: FloatFormat, granularity: Granularity) -> Option<&'static str>
     }
 }
 
-/// The group size that a suffix implies.
 pub(super) fn group_of(suffix: &str) -> Option<usize> {
     match suffix {
         "nv" => Some(NV_GROUP),
@@ -84,7 +81,7 @@ pub(super) fn group_of(suffix: &str) -> Option<usize> {
     }
 }
 
-/// The end of a name after the granularity: the kind of scales, and whether activations are static.
+/// The end of a name after the granularity.
 pub(super) fn ending(
     format: FloatFormat,
     granularity: Granularity,
@@ -117,7 +114,6 @@ impl SchemeRequest {
         }
     }
 
-    /// Fails unless this version supports the scheme.
     pub(super) fn check_float(&self, format: FloatFormat) -> Result<()> {
         use ActivationScheme as A;
         let refuse = |what: &str| Err(Error::usage(format!("scheme `{self}`: {what}"), known()));
@@ -148,14 +144,12 @@ impl SchemeRequest {
     }
 }
 
-/// The supported schemes, for messages.
 fn known() -> String {
     format!("supported schemes with floating-point weights: {}", FLOAT_SCHEMES.join(", "))
 }
 
 impl LinearScheme {
-    /// The stored format of scales, if the weight's format determines it: E4M3 for NVFP4, powers of two for the MX
-    /// formats.
+    /// The stored format of scales, if the scheme determines it.
     pub fn fixed_scales(&self) -> Option<ScaleFormat> {
         match (suffix(self.float_format()?, self.granularity), self.granularity) {
             (Some("nv"), _) => Some(ScaleFormat::E4m3),
@@ -166,8 +160,8 @@ impl LinearScheme {
 
     /// The dtype of stored scales for weights of dtype `weight`.
     ///
-    /// FP8 scales are BF16: some loaders round scales to the model's dtype, and BF16 is exact in F16 (within its
-    /// range), BF16 and F32. Scales of integers and of `wf8a16-channel` have the weight's dtype.
+    /// Some loaders round scales to the model's dtype. So FP8 scales are BF16, whose values F16 (within its range) and
+    /// F32 represent exactly. Scales of integers and of `wf8a16-channel` have the weight's dtype.
     pub fn scale_dtype(&self, weight: Dtype) -> Dtype {
         match (self.fixed_scales(), self.float_format(), self.granularity, self.activations) {
             (Some(fixed), ..) => fixed.dtype(),
@@ -181,13 +175,12 @@ impl LinearScheme {
         self.fixed_scales() == Some(ScaleFormat::E4m3)
     }
 
-    /// Whether linears that engines fuse into one need a common scale: the tensor's scale, or the global F32 scale.
+    /// Whether linears that engines fuse into one need a common scale.
     pub fn shares_over_tensor(&self) -> bool {
         self.granularity == Granularity::Tensor || self.has_global_scale()
     }
 
-    /// Whether the range of each row and group can be clipped independently. False if rows share scales, or if the
-    /// search for scales has the same effect as clipping.
+    /// Whether the range of each row and group can be clipped independently.
     pub fn takes_clip_bounds(&self) -> bool {
         self.fixed_scales().is_none() && !matches!(self.granularity, Granularity::Tensor | Granularity::Block)
     }
@@ -206,7 +199,6 @@ impl LinearScheme {
     }
 }
 
-/// The greatest common divisor.
 pub(super) fn common_divisor(mut a: usize, mut b: usize) -> usize {
     while b != 0 {
         (a, b) = (b, a % b);

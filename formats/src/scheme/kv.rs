@@ -12,9 +12,7 @@ use crate::checkpoint::ConfigFields;
 use crate::{Error, Result};
 
 /// The cached form of keys and values: integers on asymmetric grids, with a scale and a zero point in f16 per token and
-/// head, or FP8 (E4M3) with one scale for the keys of a layer and one for its values.
-///
-/// Written `kv4`, `kv8` or `kvf8`. By default keys and values are cached as floats.
+/// head, or FP8 (E4M3) with one scale for the keys of a layer and one for its values. Written `kv4`, `kv8` or `kvf8`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 #[non_exhaustive]

@@ -83,7 +83,6 @@ impl ActivationScheme {
         matches!(self, Self::Fp8Token | Self::Fp8Static | Self::Fp8Group | Self::Mxfp8 | Self::Nvfp4)
     }
 
-    /// The name after the `a` of a scheme.
     fn name(self) -> &'static str {
         match self {
             Self::Float => "16",
@@ -226,7 +225,7 @@ impl LinearScheme {
         }
     }
 
-    /// Whether the weight's grid is symmetric about zero, so that no zero points are stored.
+    /// Whether no zero points are stored.
     pub fn is_symmetric(&self) -> bool {
         match self.weight {
             WeightFormat::Int { symmetric, .. } => symmetric,
@@ -253,7 +252,7 @@ impl LinearScheme {
         self
     }
 
-    /// Returns the scheme with one level of scales, for a format that cannot store two levels.
+    /// Returns the scheme with one level of scales.
     #[must_use]
     pub fn flattened(mut self) -> Self {
         if let WeightFormat::Int { two_level, .. } = &mut self.weight {

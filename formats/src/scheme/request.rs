@@ -25,7 +25,6 @@ pub enum WeightRequest {
 }
 
 impl WeightRequest {
-    /// Returns the format with this name after the `w` of a scheme.
     fn named(name: &str) -> Option<Self> {
         if let Some(format) = FloatFormat::ALL.into_iter().find(|f| f.name() == name) {
             return Some(Self::Float(format));
@@ -36,16 +35,14 @@ impl WeightRequest {
     }
 }
 
-/// Parses a number that consists only of digits and has its canonical form.
+/// Parses a number in its canonical form.
 fn number(text: &str) -> Option<usize> {
     let number: usize = text.parse().ok()?;
     (number.to_string() == text).then_some(number)
 }
 
-/// A requested scheme. Its symmetry may be left open, because it depends on the checkpoint format: engines prefer
-/// symmetric grids in some formats and support only asymmetric ones in others.
-///
-/// It is written like a [`LinearScheme`], without `-sym` or `-asym` if the symmetry is left open.
+/// A requested scheme. Its symmetry may be left open, because the default depends on the checkpoint format. It is
+/// written like a [`LinearScheme`], without `-sym` or `-asym` if the symmetry is left open.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct SchemeRequest {
     /// The format of the weight.
@@ -127,7 +124,6 @@ impl SchemeRequest {
         Ok(scheme)
     }
 
-    /// Returns the scheme with the first word of a name, `w4a16`; `None` if it is invalid.
     fn with_head(self, head: &str) -> Option<Self> {
         let (weight, activations) = head.strip_prefix('w')?.split_once('a')?;
         let mut weight = WeightRequest::named(weight)?;
@@ -135,7 +131,6 @@ impl SchemeRequest {
             ("16", _) => ActivationScheme::Float,
             ("8", _) => ActivationScheme::Token,
             (name, WeightRequest::Float(_)) => float::activations(name)?,
-            // W4AFP8.
             ("f8", WeightRequest::Int { bits: 4, .. }) => ActivationScheme::Fp8Token,
             _ => return None,
         };
@@ -147,7 +142,6 @@ impl SchemeRequest {
         let mut scheme = Self { weight, activations, ..self };
         let is_other_float = scheme.is_float() && scheme.weight != self.weight;
         if self.is_float() && !scheme.is_float() {
-            // The granularity of floating-point weights does not carry over to integers.
             scheme.granularity = Self::default().granularity;
         }
         if (scheme.is_w8a8() && !self.is_w8a8()) || is_other_float {
@@ -162,8 +156,7 @@ impl SchemeRequest {
     /// Fails when its parts contradict each other, or this version does not support the scheme.
     ///
     /// # Errors
-    /// [`Error::Usage`] for two levels of scales with one scale per row, for floating-point weights with unsupported
-    /// scales or activations, and for integer weights with FP8 activations other than `w4af8-g128-sym`.
+    /// [`Error::Usage`] for combinations that are not supported.
     pub fn check(&self) -> Result<()> {
         match self.weight {
             WeightRequest::Int { two_level: true, .. } if self.granularity == Granularity::Channel => {
@@ -187,7 +180,7 @@ impl SchemeRequest {
         }
     }
 
-    /// 4-bit integers with FP8 activations, in the form that the only engine kernel for them requires.
+    /// In the form that the only engine kernel for it requires.
     fn is_w4afp8(self) -> bool {
         self.activations == ActivationScheme::Fp8Token
             && self.granularity == Granularity::Group(W4AFP8_GROUP)
@@ -250,7 +243,6 @@ impl SchemeRequest {
     }
 }
 
-/// The supported integer weights, for messages: `w2, w3, w4, w5, w6, w7 or w8`.
 fn known_integers() -> String {
     let names: Vec<String> = WeightFormat::INT_BITS.iter().map(|bits| format!("w{bits}")).collect();
     match names.split_last() {
@@ -274,13 +266,10 @@ const FOREIGN: [(&str, &str); 12] = [
     ("w8", "w8a16"),
     ("nf4", "w4a16"),
 ];
-/// Common schemes, with which a misspelled name is compared in addition to the aliases and the float schemes.
 const FREQUENT: [&str; 7] =
     ["w4a16-g128", "w4a16", "w8a16", "w8a8", "w4a8", "w3a16", "w4a8-g128-progressive"];
-/// The minimum Jaro-Winkler similarity of a misspelled name to a suggested one.
 const ALIKE: f64 = 0.8;
 
-/// The scheme that was probably intended.
 fn suggestion(text: &str) -> Option<&'static str> {
     let text = text.to_ascii_lowercase();
     if let Some((_, scheme)) = FOREIGN.iter().find(|(name, _)| *name == text) {
@@ -314,7 +303,7 @@ fn not_understood(text: &str, part: &str) -> Error {
     let meant = suggestion(text).filter(|_| text.starts_with(part));
     let meant = meant.map_or_else(String::new, |name| format!("did you mean {name}?\n  "));
     let integers = known_integers();
-    // The whole grammar helps only if the first part is valid.
+    // If the first part is unknown, the whole grammar would not help.
     if text.starts_with(part) {
         return Error::usage(
             message,

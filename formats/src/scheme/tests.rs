@@ -96,7 +96,6 @@ fn floating_point_weights() {
     let mut request = SchemeRequest::from(scheme);
     assert!(request.set_symmetric(true).is_ok());
     assert!(matches!(request.set_symmetric(false), Err(Error::Usage { .. })));
-    // Back to integers: the granularity is the default for integers, and the symmetry is left open.
     for (base, refined, expected) in [
         ("wf8a16", "w4a16", "w4a16-g128"),
         ("wf8a16-tensor", "w8a16", "w8a16-g128"),

@@ -91,7 +91,6 @@ pub struct qz1_cuda_activation_arguments {
 fields!(qz1_cuda_activation_shape, code_stride);
 fields!(qz1_cuda_activation_arguments, group_sums);
 
-/// Converts a `QZ1_TYPE_…`.
 pub(super) fn float(kind: u32) -> Result<Float, Fault> {
     match kind {
         QZ1_TYPE_F32 => Ok(Float::F32),
@@ -103,7 +102,6 @@ pub(super) fn float(kind: u32) -> Result<Float, Fault> {
     }
 }
 
-/// Converts a field that must be 0 or 1.
 fn flag(field: u32) -> Result<bool, Fault> {
     match field {
         0 | 1 => Ok(field == 1),
@@ -140,7 +138,6 @@ fn settle(s: &qz1_cuda_activation_shape) -> Result<ActivationShape, Fault> {
     })
 }
 
-/// A planned quantization.
 pub(super) struct Activation {
     plan: ActivationPlan,
     shape: ActivationShape,

@@ -29,7 +29,7 @@ pub struct qz1_cuda_kv_layout {
     pub page_tokens: u32,
     /// Bytes per page of one head, a multiple of 128.
     pub page_bytes: u64,
-    /// An id of the data order, computed from everything that affects it except the tokens per page.
+    /// An id of the data order; it does not depend on the tokens per page.
     pub id: u64,
 }
 
@@ -59,7 +59,6 @@ impl Described for qz1_cuda_kv_layout {
     }
 }
 
-/// Checks a number that is passed to kernels as 32 bits.
 pub(super) fn short(of: usize, what: &'static str) -> Result<u32, Fault> {
     u32::try_from(of).map_err(|_| Fault::part(qz1_status::TooLarge, what, "exceeds 32 bits"))
 }
@@ -141,7 +140,6 @@ pub struct qz1_cuda_append_arguments {
 fields!(qz1_cuda_append_shape, tokens);
 fields!(qz1_cuda_append_arguments, head_stride, reserved);
 
-/// A planned append.
 pub(super) struct Append {
     plan: AppendPlan,
     shape: AppendShape,
@@ -184,7 +182,6 @@ pub unsafe extern "C" fn qz1_cuda_append_plan(
     unsafe { kernels::plan::<Append>(kernels, shape, out, message) }
 }
 
-/// Checks a number of heads, so that products of sizes do not overflow.
 pub(super) fn heads(of: usize) -> Result<usize, Fault> {
     match of {
         0..=65_535 => Ok(of),
@@ -249,7 +246,6 @@ pub(super) fn row_stride(stride: usize, width: usize, each: usize, align: usize)
     }
 }
 
-/// The distances between pages and between heads, in bytes.
 pub(super) struct PageStrides {
     pub(super) page: usize,
     pub(super) head: usize,
@@ -282,7 +278,6 @@ impl PageStrides {
         }
     }
 
-    /// The number of pages that lie entirely within this many bytes.
     fn pages_within(&self, bytes: u64) -> u32 {
         match bytes.checked_sub(self.first_end as u64) {
             Some(more) => u32::try_from(more / self.page as u64 + 1).unwrap_or(u32::MAX),
@@ -304,7 +299,6 @@ mod tests {
         let within = |page, head, bytes: usize| {
             PageStrides::of(&layout, 3, page, head).map(|s| s.pages_within(bytes as u64)).unwrap_or(u32::MAX)
         };
-        // Heads within pages, then pages within heads.
         assert_eq!([3 * bytes - 1, 3 * bytes, 6 * bytes, 7 * bytes].map(|n| within(0, 0, n)), [0, 1, 2, 2]);
         let head = 5 * bytes;
         let sizes = [11 * bytes - 1, 11 * bytes, 13 * bytes, 15 * bytes];

@@ -93,7 +93,6 @@ pub struct qz1_cuda_decode_arguments {
 fields!(qz1_cuda_decode_shape, max_tokens, reserved);
 fields!(qz1_cuda_decode_arguments, count_head_stride);
 
-/// Planned attention.
 pub(super) struct Decode {
     plan: DecodePlan,
     shape: DecodeShape,
@@ -133,8 +132,8 @@ impl Launch for Decode {
     }
 }
 
-/// Plans attention. The choice of kernel depends on the layout of pages and the types, and on whether more than eight
-/// query rows (queries times heads) share a key-value head.
+/// Plans attention. The choice of kernel depends on the layout of pages, the types, and the number of query rows per
+/// key-value head.
 ///
 /// # Safety
 /// Same as for `qz1_cuda_require_device`.
@@ -182,7 +181,6 @@ fn settle(
     let out = results.and_then(|n| product([n, layout.head_dim(), shape.out.bytes()]));
     let strides = PageStrides::of(layout, *kv_heads, at.page_stride, at.head_stride)?;
     let launched = results != Some(0);
-    // The size in bytes up to and including the first entry of the last list.
     let entries = |by_sequence: usize, by_head: usize| match launched {
         true => {
             let last = (sequences - 1).checked_mul(by_sequence)?;
@@ -190,7 +188,6 @@ fn settle(
         }
         false => Some(0),
     };
-    // If there are no tokens, the table may be empty.
     let some = launched && shape.max_tokens > 0;
     let when_some = |bytes: Option<usize>| if some { bytes } else { Some(0) };
     let table = when_some(entries(at.table_stride, at.table_head_stride));
@@ -254,7 +251,6 @@ pub struct qz1_cuda_merge_arguments {
 fields!(qz1_cuda_merge_shape, head_dim);
 fields!(qz1_cuda_merge_arguments, lse, reserved);
 
-/// A planned merge.
 pub(super) struct Merge {
     plan: MergePlan,
     shape: MergeShape,

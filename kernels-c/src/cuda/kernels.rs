@@ -29,7 +29,7 @@ pub struct qz1_cuda_device {
     pub capability_minor: u32,
     /// Number of multiprocessors.
     pub multiprocessors: u32,
-    /// Maximum shared memory per block in bytes, with opt-in.
+    /// Maximum shared memory per block in bytes, if the kernel opts in.
     pub shared_of_block: u32,
     /// Shared memory per multiprocessor in bytes.
     pub shared_of_multiprocessor: u32,
@@ -43,18 +43,18 @@ pub struct qz1_cuda_kernels {
     pub(super) kernels: Kernels,
 }
 
-/// A launch of any family, complete except for addresses, with its loaded kernels. It is immutable: any number of
-/// threads may use it at once, and it may be launched repeatedly. It belongs to the context in which it was created.
+/// A launch of any family, complete except for addresses, with its loaded kernels. It is immutable and may be launched
+/// repeatedly, also from several threads at once. It belongs to the context in which it was created.
 pub struct qz1_cuda_plan {
     family: Family,
     /// The kernels in launch order.
     loaded: [Option<(Arc<Kernel>, LaunchShape)>; MAX_KERNELS],
 }
 
-/// Maximum number of kernels per plan, reached when packing weights.
+/// Maximum number of kernels per plan.
 pub(super) const MAX_KERNELS: usize = 3;
 
-/// A family of launches, with everything in which its plan and launch functions differ from those of other families.
+/// A family of launches: everything in which its plan and launch functions differ from those of other families.
 pub(super) trait Launch: Sized {
     /// The structure that describes what to plan.
     type Shape: Fields;
@@ -76,11 +76,9 @@ pub(super) trait Launch: Sized {
         (0, 0)
     }
 
-    /// Returns the plan if it is of this family, else `None`.
     fn of(family: &Family) -> Option<&Self>;
 }
 
-/// Launches kernels with these arguments, in launch order.
 pub(super) type Launcher<'a> = dyn FnMut(&[&[Argument]]) -> Result<(), Fault> + 'a;
 
 macro_rules! families {
@@ -110,7 +108,7 @@ macro_rules! families {
 
 families!(Pack, Linear, Activation, Append, Decode, Merge);
 
-/// Implements [`Launch::of`] for a family. The variant of [`Family`] must have the same name.
+/// Implements [`Launch::of`] for a family.
 macro_rules! is_family {
     ($name:ident) => {
         fn of(family: &$crate::cuda::kernels::Family) -> Option<&Self> {
@@ -123,7 +121,7 @@ macro_rules! is_family {
 }
 pub(super) use is_family;
 
-/// Implements `qz1_cuda_…_plan`: makes a plan; on error, writes null.
+/// Implements `qz1_cuda_…_plan`.
 ///
 /// # Safety
 /// Same as for `qz1_cuda_require_device`.
@@ -138,7 +136,7 @@ pub(super) unsafe fn plan<F: Launch + Into<Family>>(
     call(message, |scope| unsafe {
         let out = scope.value(out, "the plan")?;
         let made = (|| {
-            let kernels = scope.look(kernels, "the kernels")?;
+            let kernels = scope.shared(kernels, "the kernels")?;
             let (family, wanted) = F::plan(scope, scope.read(shape, "the shape")?)?;
             let mut loaded = [const { None }; MAX_KERNELS];
             for (to, (variant, launch)) in loaded.iter_mut().zip(wanted) {
@@ -173,7 +171,7 @@ pub(super) unsafe fn launch<F: Launch>(
     // SAFETY: the caller upholds the pointer contract and the contract of `qz1_cuda_pack_launch`; the arguments are
     // those of the plan's own kernels.
     call(message, |scope| unsafe {
-        let plan = scope.look(plan, "the plan")?;
+        let plan = scope.shared(plan, "the plan")?;
         let at = scope.read(arguments, "the arguments")?;
         let another = || Fault::new(qz1_status::Mismatch, "the plan is for a different kernel family");
         let family = F::of(&plan.family).ok_or_else(another)?;
@@ -319,7 +317,7 @@ pub unsafe extern "C" fn qz1_cuda_plan_workspace(
 ) -> qz1_status {
     // SAFETY: the caller upholds the pointer contract.
     call(message, |scope| unsafe {
-        let plan = scope.look(plan, "the plan")?;
+        let plan = scope.shared(plan, "the plan")?;
         let (bytes, tickets) =
             (scope.value(bytes, "the workspace size")?, scope.value(tickets, "the ticket size")?);
         let workspace = plan.family.workspace();

@@ -72,7 +72,6 @@ pub struct qz1_cuda_linear_arguments {
 fields!(qz1_cuda_linear_shape, m, reserved);
 fields!(qz1_cuda_linear_arguments, out_stride);
 
-/// A planned product.
 pub(super) struct Linear {
     plan: LinearPlan,
     layout: WeightLayout,

@@ -1,6 +1,6 @@
 //! The C interface of `quant-kernels-cuda`, which `include/quant_kernels_cuda.h` declares.
 //!
-//! All families follow one pattern. CUDA objects of the caller's framework are passed as plain numbers and pointers:
+//! All families follow one pattern:
 //!
 //! ```text
 //! qz1_cuda_FAMILY_plan(kernels, shape, &plan, message)         checks the shape; compiles and loads the kernels

@@ -54,7 +54,6 @@ pub struct qz1_cuda_pack_arguments {
 fields!(qz1_cuda_pack_shape, layout);
 fields!(qz1_cuda_pack_arguments, out, reserved);
 
-/// A planned packing.
 pub(super) struct Pack {
     layout: WeightLayout,
     bits: u32,
@@ -129,7 +128,6 @@ pub unsafe extern "C" fn qz1_cuda_pack_launch(
     unsafe { kernels::launch::<Pack>(plan, arguments, stream, message) }
 }
 
-/// The arguments of the kernels `pack_codes`, `pack_parameters` and `pack_rows`.
 struct Each {
     codes: [Argument; 7],
     parameters: [Argument; 10],
@@ -140,7 +138,6 @@ impl Pack {
     fn arguments(&self, at: &qz1_cuda_pack_arguments) -> Result<Each, Fault> {
         let layout = &self.layout;
         let (n, k, group) = (layout.n(), layout.k(), layout.group_size());
-        // The kernels use 32-bit sizes; the layout has already been checked against the weights.
         let short = |v: usize| {
             let v = u32::try_from(v)
                 .map_err(|_| Fault::new(qz1_status::TooLarge, "the matrix to pack is too large"));

@@ -17,13 +17,11 @@ pub struct qz1_cuda_region {
 }
 
 impl qz1_cuda_region {
-    /// Whether the region is absent.
     fn is_none(self) -> bool {
         self.address == 0 && self.bytes == 0
     }
 }
 
-/// Checks that a region begins at a multiple of `align`, or is absent.
 pub(super) fn region(at: qz1_cuda_region, what: &'static str, align: usize) -> Result<Region, Fault> {
     if at.is_none() {
         return Ok(Region::NONE);
@@ -73,7 +71,6 @@ pub(super) fn rows(count: usize, stride: usize, width: usize) -> Option<usize> {
     }
 }
 
-/// The product of all factors; `None` if it overflows.
 pub(super) fn product<const N: usize>(of: [usize; N]) -> Option<usize> {
     of.into_iter().try_fold(1_usize, usize::checked_mul)
 }
@@ -87,7 +84,7 @@ mod tests {
     }
 
     #[test]
-    fn regions_are_looked_at() {
+    fn regions_are_checked() {
         let at = |address, bytes| qz1_cuda_region { address, bytes };
         let of = |region, bytes| status(address(region, "x", bytes, 16));
         assert_eq!(of(at(64, 10), Some(10)), Ok(64));

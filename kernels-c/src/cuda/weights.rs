@@ -12,9 +12,8 @@ pub const QZ1_CUDA_ORDER_FLOAT: u32 = 1;
 /// Weights that are multiplied by 8-bit integers.
 pub const QZ1_CUDA_ORDER_INT8: u32 = 2;
 
-/// The layout of packed bytes. They consist of tiles of 16 output features and 128 input features, in the same order on
-/// all architectures. Filled by `qz1_cuda_layout_of` or `qz1_cuda_layout_from`. Its fields may be stored with the
-/// bytes, and are checked against `id` on every use.
+/// The layout of packed bytes. The order is the same on all architectures. Filled by `qz1_cuda_layout_of` or
+/// `qz1_cuda_layout_from`. Its fields may be stored with the bytes, and are checked against `id` on every use.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct qz1_cuda_layout {
@@ -169,8 +168,8 @@ pub unsafe extern "C" fn qz1_cuda_layout_from(
     })
 }
 
-/// Packs weights on the CPU into `out`, which has `layout.bytes` bytes, to be copied to the device or stored. Writes
-/// the same bytes as `qz1_cuda_pack_launch`, and 0 between sections.
+/// Packs weights on the CPU into `out`, which has `layout.bytes` bytes. Writes the same bytes as
+/// `qz1_cuda_pack_launch`, and 0 between sections.
 ///
 /// # Safety
 /// Same as for `qz1_cuda_require_device`.

@@ -1,5 +1,3 @@
-//! Reads older and newer versions of a structure that is defined for these tests.
-
 use super::*;
 
 /// A structure that has grown twice since its first version.
@@ -73,7 +71,7 @@ fn older_outputs_are_written_as_far_as_they_go() {
     assert_eq!(of, Grown { struct_size: 24, reserved: 0, first: 7, second: 8, third: 3 });
 }
 
-/// This is the size that callers compiled with the first header pass.
+/// The size that callers compiled with the first header pass.
 #[test]
 #[cfg(target_pointer_width = "64")]
 fn first_versions_keep_their_size() {

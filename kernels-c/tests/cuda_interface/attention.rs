@@ -15,7 +15,6 @@ const DIM: usize = 64;
 const KV_HEADS: usize = 2;
 const QUERY_HEADS: usize = 6;
 const PAGE: usize = 16;
-/// Tokens of each sequence.
 const TOKENS: [usize; 2] = [20, 5];
 /// Pages of each sequence, out of four in the pool.
 const TABLE: [[u32; 2]; 2] = [[2, 0], [1, 3]];
@@ -37,7 +36,6 @@ fn appended(kernels: &Kernels) -> (qz1_cuda_kv_layout, Bytes, Vec<Vec<[[Vec<f32>
     let mut position: Vec<u32> =
         (0..tokens).map(|t| if t < TOKENS[0] { t } else { t - TOKENS[0] } as u32).collect();
     position[tokens - 1] = u32::MAX;
-    // Keys and values are in one row, as after a fused projection.
     let width = KV_HEADS * DIM;
     let rows = halves(tokens * 2 * width, 71);
     let shape = qz1_cuda_append_shape {
@@ -66,7 +64,7 @@ fn appended(kernels: &Kernels) -> (qz1_cuda_kv_layout, Bytes, Vec<Vec<[[Vec<f32>
         table_stride: 2,
         ..sized()
     };
-    // SAFETY: here and below, device memory stays allocated until after the synchronization.
+    // SAFETY: device memory stays allocated until after the synchronization.
     done(|m| unsafe { qz1_cuda_append_launch(plan.0, &arguments, null_mut(), m) });
     assert_eq!(refused.read::<u32>(), [7]);
 
@@ -170,7 +168,6 @@ fn what_was_appended_is_attended_to() {
             assert!((got - exact).abs() < 5e-3, "{row} {i}: {got} and {exact}");
         }
     }
-    // The second sequence has no tokens after the first 16.
     assert!(whole_lse[3 * rows - QUERY_HEADS..].iter().all(|&l| l == f32::NEG_INFINITY));
 
     let shape = qz1_cuda_merge_shape { out_type: QZ1_TYPE_F16, parts: 2, rows, head_dim: DIM, ..sized() };

@@ -1,5 +1,3 @@
-//! Shared by these tests: messages, handles, a small matrix.
-
 use core::ptr::{null, null_mut};
 use std::ffi::CString;
 use std::fmt::Display;
@@ -27,12 +25,10 @@ pub fn is_there<E: Display>(needed: Result<(), E>) -> bool {
     false
 }
 
-/// Whether kernels run on a GPU.
 pub fn on_gpu() -> bool {
     std::env::var_os("QUANT_GPU").is_some_and(|value| !value.is_empty() && value != "0")
 }
 
-/// Makes a call; returns its status and message.
 pub fn with_message(call: impl FnOnce(*const qz1_message) -> qz1_status) -> (qz1_status, String) {
     let mut text = [0x55_u8; 600];
     let (struct_size, capacity) = (size_of::<qz1_message>() as u32, text.len());
@@ -44,14 +40,12 @@ pub fn with_message(call: impl FnOnce(*const qz1_message) -> qz1_status) -> (qz1
     (status, text)
 }
 
-/// Makes a call that must succeed.
 #[track_caller]
 pub fn done(call: impl FnOnce(*const qz1_message) -> qz1_status) {
     let (status, text) = with_message(call);
     assert_eq!(status, qz1_status::Ok, "{text}");
 }
 
-/// Makes a call that must fail; returns its status.
 pub fn refused(call: impl FnOnce(*const qz1_message) -> qz1_status) -> qz1_status {
     with_message(call).0
 }
@@ -73,7 +67,6 @@ pub const NONE: qz1_cuda_region = qz1_cuda_region { address: 0, bytes: 0 };
 pub struct Kernels(pub *mut qz1_cuda_kernels);
 
 impl Kernels {
-    /// Creates a handle with images in the default directory.
     pub fn new() -> Self {
         Self::with(None)
     }
@@ -99,7 +92,6 @@ impl Drop for Kernels {
 pub struct Plan(pub *mut qz1_cuda_plan);
 
 impl Plan {
-    /// Plans with the given function.
     #[track_caller]
     pub fn new<S>(
         kernels: &Kernels,
@@ -118,7 +110,6 @@ impl Plan {
         Self(plan)
     }
 
-    /// Bytes of the workspace, and of tickets.
     pub fn workspace(&self) -> (usize, usize) {
         let (mut bytes, mut tickets) = (1, 1);
         // SAFETY: every pointer is null or points to a live value.
@@ -191,7 +182,6 @@ impl Matrix {
         out
     }
 
-    /// The value of a weight.
     pub fn weight(&self, row: usize, feature: usize) -> f64 {
         let group = (row * self.shape[1] + feature) / self.group;
         let zero = self.zeros.as_ref().map_or(8, |zeros| zeros[group]);

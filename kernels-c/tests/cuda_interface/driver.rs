@@ -38,7 +38,7 @@ unsafe fn function<F: Copy>(name: &CStr) -> F {
 
 /// Makes the context of the first device current on this thread. It is never released.
 pub fn context() {
-    // SAFETY: here and below, functions have the signatures that `cuda.h` declares.
+    // SAFETY: functions have the signatures that `cuda.h` declares.
     unsafe {
         let init: extern "C" fn(u32) -> c_int = function(c"cuInit");
         let get: extern "C" fn(*mut c_int, c_int) -> c_int = function(c"cuDeviceGet");
@@ -49,7 +49,6 @@ pub fn context() {
     }
 }
 
-/// Leaves no context current on this thread.
 pub fn no_context() {
     set_context(0);
 }
@@ -60,7 +59,6 @@ fn set_context(context: usize) {
     assert_eq!(set(context), 0);
 }
 
-/// Waits for all launched work.
 pub fn wait() {
     // SAFETY: the driver's function of this name has this signature.
     let wait: extern "C" fn() -> c_int = unsafe { function(c"cuCtxSynchronize") };
@@ -79,7 +77,6 @@ impl Bytes {
         Self::of(&vec![fill; len])
     }
 
-    /// Allocates memory with these numbers.
     pub fn of<T: Copy>(values: &[T]) -> Self {
         let len = size_of_val(values);
         let mut address = 0;
@@ -94,7 +91,6 @@ impl Bytes {
         Self { address, len }
     }
 
-    /// The whole allocation.
     pub fn region(&self) -> qz1_cuda_region {
         qz1_cuda_region { address: self.address, bytes: self.len as u64 }
     }

@@ -23,7 +23,6 @@ fn succeeds(command: &mut Command) -> String {
     text
 }
 
-/// The static library that cargo built next to this test.
 fn library() -> PathBuf {
     let test = std::env::current_exe().unwrap();
     let library = test.parent().unwrap().join("libquant_kernels.a");
@@ -56,7 +55,6 @@ fn the_example_runs() {
             .args(["-lpthread", "-ldl", "-lm", "-o"])
             .arg(&program),
     );
-    // Without a driver, the example prints what is missing, and exits with that status.
     if !quant_kernels_cuda::driver_available() {
         let output = Command::new(&program).output().unwrap();
         let text = String::from_utf8_lossy(&output.stdout).into_owned();
@@ -68,7 +66,6 @@ fn the_example_runs() {
     assert!(text.ends_with("done\n"), "{text}");
 }
 
-/// The header compiles alone, with no include before it.
 #[test]
 fn the_header_is_c_and_cpp() {
     for (compiler, language, standard) in

@@ -1,4 +1,4 @@
-//! Launches with invalid arguments fail, with plans that are made on a device. Nothing is launched.
+//! Launches with invalid arguments fail.
 
 use core::ptr::{null, null_mut};
 
@@ -30,11 +30,9 @@ fn launched<A: Copy>(plan: &Plan, good: &A, launch: Launch<A>, change: impl Fn(&
     status
 }
 
-/// Selects a region of the arguments.
 type Field<A> = fn(&mut A) -> &mut qz1_cuda_region;
 
-/// A launch fails if any region is too short, null, misaligned or beyond the address space; optional regions may be
-/// absent.
+/// A launch fails if any region is too short, null, misaligned or beyond the address space, or a required one is absent.
 fn regions<A: Copy>(plan: &Plan, good: &A, launch: Launch<A>, fields: &[(Field<A>, u64, bool)]) {
     use qz1_status::{Length, Misaligned, Null, TooLarge};
     for (i, (field, align, optional)) in fields.iter().enumerate() {
@@ -53,7 +51,6 @@ fn regions<A: Copy>(plan: &Plan, good: &A, launch: Launch<A>, fields: &[(Field<A
     }
 }
 
-/// Checks that hold for all families.
 fn family<A: Copy>(plan: &Plan, other: &Plan, good: &A, launch: Launch<A>) {
     use qz1_status::{Misaligned, Mismatch, Null, StructSize};
     // SAFETY: this test upholds the pointer contract of the C interface.
@@ -130,7 +127,6 @@ fn launches_of_linears() {
     // SAFETY: nothing is launched.
     done(|m| unsafe { launch(empty.0, &arguments, null_mut(), m) });
 
-    // If no context is current, the driver's error is reported.
     let elsewhere = std::thread::scope(|scope| {
         let (plan, good) = (plan.0 as usize, &raw const good as usize);
         let run = move || {

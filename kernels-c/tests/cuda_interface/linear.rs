@@ -9,12 +9,10 @@ use quant_kernels_cpu::{FloatFormat, Int8Rows, Layout, RowLayout, ScaleType, Ser
 use crate::common::*;
 use crate::driver::{self, Bytes};
 
-/// f16 values between −4 and 4.
 pub fn halves(len: usize, by: usize) -> Vec<f16> {
     (0..len).map(|i| f16::from_f32(((i * by % 997) as f32 - 498.0) / 125.0)).collect()
 }
 
-/// Workspace and tickets of a plan.
 pub fn workspace(plan: &Plan) -> [Bytes; 2] {
     let (bytes, tickets) = plan.workspace();
     [Bytes::filled(bytes, 0x5a), Bytes::filled(tickets, 0)]
@@ -31,13 +29,12 @@ fn quantized(kernels: &Kernels, x: &[f16], [m, k]: [usize; 2], group: usize) -> 
     let [codes, scales, row_sums, group_sums] = outputs.each_ref().map(Bytes::region);
     let arguments =
         qz1_cuda_activation_arguments { x: x.region(), codes, scales, row_sums, group_sums, ..sized() };
-    // SAFETY: here and below, device memory stays allocated until after the synchronization.
+    // SAFETY: device memory stays allocated until after the synchronization.
     done(|m| unsafe { qz1_cuda_activation_launch(plan.0, &arguments, null_mut(), m) });
     driver::wait();
     outputs
 }
 
-/// W4A8: quantized rows equal those of the CPU, and products are computed from their codes.
 #[test]
 fn quantized_rows_are_multiplied() {
     if !on_gpu() {
@@ -108,7 +105,6 @@ fn quantized_rows_are_multiplied() {
     assert_eq!(run(), out);
 }
 
-/// W4A16 with a bias.
 #[test]
 fn float_rows_are_multiplied() {
     if !on_gpu() {
@@ -146,7 +142,6 @@ fn float_rows_are_multiplied() {
     }
 }
 
-/// The device packs the same bytes as the CPU, and reports invalid codes.
 #[test]
 fn weights_are_packed_on_the_device() {
     if !on_gpu() {
@@ -187,7 +182,6 @@ fn weights_are_packed_on_the_device() {
     }
 }
 
-/// NVFP4: the device packs the same bytes as the CPU, and multiplies them by f16.
 #[test]
 fn floating_point_weights() {
     if !on_gpu() {
@@ -209,7 +203,7 @@ fn floating_point_weights() {
     };
     let mut layout: qz1_cuda_layout = sized();
     let mut packed;
-    // SAFETY: here and below, every pointer is null or points to a live value.
+    // SAFETY: every pointer is null or points to a live value.
     unsafe {
         let order = QZ1_CUDA_ORDER_FLOAT;
         done(|m| qz1_cuda_layout_of(&weights, order, 0, &mut layout, m));

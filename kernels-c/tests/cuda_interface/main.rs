@@ -50,7 +50,6 @@ fn on_a_stand_in() {
     assert!(message.contains("quantized_rows_are_multiplied ... ok"), "{message}");
 }
 
-/// Every function of the header is called by some test in this folder.
 #[test]
 fn all_functions_are_called() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));

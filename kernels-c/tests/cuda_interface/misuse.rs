@@ -18,8 +18,8 @@ fn without_a_context(status: qz1_status) -> bool {
 }
 
 #[test]
-fn what_is_missing_is_told() {
-    // SAFETY: here and below, every pointer is null or points to a live value.
+fn missing_libraries_are_reported() {
+    // SAFETY: every pointer is null or points to a live value.
     unsafe {
         let (status, text) = with_message(|m| qz1_cuda_require_device(m));
         match quant_kernels_cuda::device_count() {
@@ -78,7 +78,6 @@ fn layouts_are_those_of_the_library() {
         let mut bytes = vec![0; expected.bytes()];
         expected.pack(&view, &mut bytes).unwrap();
         assert!(matrix.packed(&layout) == bytes);
-        // The same layout, from its parameters instead of weights.
         let parts = qz1_cuda_layout { bytes: 0, id: 0, ..layout };
         let mut from: qz1_cuda_layout = sized();
         // SAFETY: every pointer is null or points to a live value.
@@ -145,7 +144,6 @@ fn layouts_that_are_none() {
         wrong.codes[100] = 16;
         let wrong = wrong.weights();
         assert_eq!(refused(|m| qz1_cuda_pack(&wrong, &good, at, len, m)), qz1_status::Scheme);
-        // Layouts of pages.
         let mut pages: qz1_cuda_kv_layout = sized();
         for (kind, dim, tokens) in
             [(0, 64, 16), (QZ1_KV_4BIT, 40, 16), (QZ1_KV_8BIT, 512, 16), (QZ1_KV_F16, 64, 48)]
@@ -156,7 +154,6 @@ fn layouts_that_are_none() {
     }
 }
 
-/// Valid shapes of every family, each with the function that plans it.
 struct Shapes {
     kernels: Kernels,
     layout: qz1_cuda_layout,
@@ -232,7 +229,7 @@ fn planned<S: Copy>(kernels: *const qz1_cuda_kernels, shape: *const S, make: Mak
 fn family<S: Copy>(shapes: &Shapes, good: S, make: Make<S>) {
     let kernels = shapes.kernels.0.cast_const();
     std::thread::scope(|scope| {
-        // A new thread has no context. The pointers stay valid while it runs.
+        // A new thread has no context.
         let (kernels, at) = (kernels as usize, (&raw const good) as usize);
         let elsewhere = scope.spawn(move || planned(kernels as *const _, at as *const S, make));
         let status = elsewhere.join().unwrap();
@@ -267,7 +264,6 @@ fn plans_of_all_families_look_at_the_call() {
     family(&shapes, shapes.merge(), qz1_cuda_merge_plan);
 }
 
-/// Invalid shapes are reported before a device is needed.
 #[test]
 fn shapes_that_are_none() {
     use qz1_status::{LayoutId, Mismatch, Null, Scheme, StructSize, TooLarge};

@@ -35,7 +35,6 @@ const NUMBERS: [u64; 24] = [
     u64::MAX,
 ];
 
-/// Pseudorandom numbers from a seed.
 struct Random(u64);
 
 impl Random {
@@ -64,7 +63,7 @@ impl Random {
     }
 }
 
-/// Random shapes are planned on a thread without a context, where no plan can be made.
+/// Without a context, no plan can be made.
 fn plans<S: Copy>(
     kernels: &Kernels,
     make: unsafe extern "C" fn(
@@ -128,7 +127,6 @@ fn any_layouts() {
     assert!(layouts > 0, "no layout was valid");
 }
 
-/// Launches with random arguments, in each of which something required is missing.
 fn launches<A: Copy>(
     plan: &Plan,
     launch: unsafe extern "C" fn(

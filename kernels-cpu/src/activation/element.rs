@@ -24,7 +24,6 @@ pub(crate) mod sealed {
         const KIND: Kind;
         const ZERO: Self;
 
-        /// Returns the slice itself, if its elements are `f32`.
         fn as_f32(_: &[Self]) -> Option<&[f32]> {
             None
         }

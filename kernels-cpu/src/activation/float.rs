@@ -12,12 +12,12 @@ use crate::parallel::Disjoint;
 use crate::simd::elementwise::RowLanes;
 use crate::{Isa, IsaToken, KernelError, Parallel};
 
-/// The number of bf16 values that represent an activation on paths that multiply bf16. The first is the rounded value,
-/// and each further one the rounded remainder. The number of products is proportional to the number of parts.
+/// The number of bf16 values whose sum represents an activation, on paths that multiply bf16. The first is the rounded
+/// value, and each further one the rounded remainder. The work grows with the number of parts.
 ///
-/// On [`Isa::Amx`](crate::Isa::Amx) any number may be chosen; for super-blocks it multiplies the `f32` itself.
-/// [`Isa::Avx512Bf16`](crate::Isa::Avx512Bf16) always uses two parts, and all other paths multiply the `f32` itself.
-/// Activations of type bf16 need only one part.
+/// Only a tile unit lets the caller choose, and it does not multiply super-blocks.
+/// [`Isa::Avx512Bf16`](crate::Isa::Avx512Bf16) always uses two parts. Activations of type bf16 need only one part. All
+/// other products use the `f32` itself.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Default)]
 pub enum Bf16Parts {
     /// Relative error at most `2⁻⁸`.
@@ -31,8 +31,7 @@ pub enum Bf16Parts {
 
 /// Rows `[m, k]` of floats, packed for one instruction set.
 ///
-/// If the instruction set multiplies these rows in bf16, each value is stored as a sum of several bf16, see
-/// [`Bf16Parts`]; otherwise as `f32`.
+/// Values are stored as `f32`, or as sums of bf16 ([`Bf16Parts`]) if the instruction set multiplies bf16.
 #[derive(Debug, Clone)]
 pub struct FloatRows {
     pub(crate) m: usize,
@@ -48,19 +47,18 @@ pub struct FloatRows {
     /// The tiling for the tile unit, if rows are stored in tiles.
     pub(crate) tiling: Option<Tiling>,
     pub(crate) tiles: Vec<Line>,
-    /// Whether the packed rows were bf16, so that a second bf16 part would be zero.
     pub(crate) exact_in_bf16: bool,
     /// `[strips][k]` or `[row tiles][k]`: scratch for rows that are computed before they are packed.
     computed: Vec<f32>,
 }
 
 impl FloatRows {
-    /// Creates an empty buffer for this instruction set, with two parts per value if it multiplies bf16.
+    /// Creates an empty buffer for this instruction set, with the default number of bf16 parts.
     pub fn new(token: IsaToken) -> Self {
         Self::in_parts(token, Bf16Parts::default())
     }
 
-    /// Creates an empty buffer with the given number of parts per value.
+    /// Creates an empty buffer with a given number of bf16 parts.
     pub fn in_parts(token: IsaToken, parts: Bf16Parts) -> Self {
         let (words, sums, computed) = (Vec::new(), Vec::new(), Vec::new());
         let (tiling, tiles) = (None, Vec::new());
@@ -153,23 +151,20 @@ impl FloatRows {
         self.parts
     }
 
-    /// Whether rows in strips are stored as pairs of bf16.
     pub(crate) fn stores_pairs(&self) -> bool {
         self.token.isa() == Isa::Avx512Bf16
     }
 
-    /// The segment with all rows, if any were packed.
     pub(crate) fn all(&self) -> Option<Segment> {
         self.layout.map(|layout| Segment::standalone(self.m, layout, self.tiling))
     }
 
-    /// The tiling for the tile unit, if the instruction set has one and it supports the weights.
     pub(crate) fn tiling_of(&self, m: usize, layout: RowLayout, in_bf16: bool) -> Option<Tiling> {
         let parts = if in_bf16 { 1 } else { 1 + self.parts as usize };
         (self.token.has_tiles() && layout.is_tiled()).then(|| Tiling::new(m, layout, 2 * STEP, parts))
     }
 
-    /// Makes room for rows. Old contents are not cleared; packing overwrites them.
+    /// Makes room for rows.
     pub(crate) fn reserve(&mut self, extent: &Extent) -> Result<(), KernelError> {
         resize(&mut self.words, Some(extent.codes))?;
         resize(&mut self.tiles, Some(extent.tiles))?;
@@ -179,7 +174,6 @@ impl FloatRows {
         resize(&mut self.computed, Some(computed))
     }
 
-    /// The capacity of the buffers.
     pub(crate) fn room(&self) -> Extent {
         Extent {
             rows: usize::MAX,
@@ -191,7 +185,6 @@ impl FloatRows {
         }
     }
 
-    /// The memory, for concurrent writes by several threads.
     pub(crate) fn memory(&mut self) -> FloatMemory<'_> {
         let lines = &mut self.tiles[..];
         let words = lines.len() * (LINE / 4);
@@ -282,7 +275,6 @@ pub(super) unsafe fn pack_tiles<L: RowLanes, const PARTS: usize>(
 ) {
     const WORDS: usize = STEP / 2;
     let Tiling { rows, blocks, steps, .. } = tiling;
-    // The number of words per row of a tile, and per tile.
     let (row_words, part) = (steps * WORDS, rows * steps * WORDS);
     assert!(r < rows && words.len() == tiling.groups * blocks * PARTS * part);
     for (g, group) in row.chunks_exact(layout.group_size).enumerate() {
@@ -378,10 +370,9 @@ mod tests {
     use super::*;
     use crate::activation::split::PAIRS;
 
-    /// Checks where the packed tiles store each part of each value.
     #[test]
     fn rows_lie_in_tiles() {
-        // Two groups of five steps (the last has only four features), each stored in two blocks of three steps.
+        // Two groups of five steps, each stored in two blocks of three steps.
         let layout = RowLayout { k: 72, group_size: 36, steps: 5, tiled: true };
         let x: Vec<f32> = (0..3 * 72).map(|i| i as f32 / 7.0).collect();
         let mut rows = FloatRows::new(crate::Isa::AmxEmulated.token().unwrap());

@@ -1,5 +1,4 @@
-//! Norms and gates that return floats, for layers that are not quantized, and rounding of results to the type of the
-//! activations.
+//! Norms, gates and rounding whose results are floats, for layers that are not quantized.
 
 use super::element::Element;
 use super::source::{GateUp, Gated, Norm, RmsNorm, Source};
@@ -50,7 +49,6 @@ pub fn silu_mul<E: Element>(
     Ok(())
 }
 
-/// Values per piece of work of [`narrow`].
 const TASK_VALUES: usize = 1 << 14;
 
 /// Rounds `f32` values to the type of `out`, ties to even; values out of range become infinite, and NaN stays NaN.
@@ -73,7 +71,6 @@ pub fn narrow<E: Element>(
     Ok(())
 }
 
-/// Computes all rows into `out`, which has their total length.
 fn write(source: &dyn Source, k: usize, out: &mut [f32], parallel: &dyn Parallel) {
     let (m, out) = (source.m(), Disjoint::new(out));
     if m == 0 {

@@ -1,25 +1,23 @@
 //! Activations quantized to int8, in the order in which the kernels read them.
 //!
 //! Per token: `s = max |x| / 127`, `a = round(x · (127 / max |x|))`, ties to even, so `x ≈ s · a` with `|a| ≤ 127`. A
-//! row whose largest magnitude is below [`SMALLEST`] has `s = 0`; a row that contains NaN or an infinity has `s = NaN`,
-//! and everything computed from it is NaN.
+//! row whose largest magnitude is below [`SMALLEST`] has `s = 0`.
 //!
 //! Static: one scale and one zero point for all tokens, from calibration:
-//! `a = clamp(round(x · (1 / s)) + a₀, −128, 127)`, `x ≈ s · (a − a₀)`. Such codes can be −128 even with a zero point
-//! of 0; the widths that [`Layout::of`] accepts allow for it. A row that contains NaN or an infinity has `s = NaN`
-//! here, too.
+//! `a = clamp(round(x · (1 / s)) + a₀, −128, 127)`, `x ≈ s · (a − a₀)`. Such codes can be −128; the widths that
+//! [`Layout::of`] accepts allow for it.
+//!
+//! A row that contains NaN or an infinity has `s = NaN`, and everything computed from it is NaN.
 //!
 //! The codes are stored with their sums over the groups of the weights. Kernels multiply the sums by the weights' zero
 //! points.
 //!
-//! The input may be the activations themselves, their RMSNorm, or `silu(gate) · up`: the latter two are computed into
-//! memory that stays in the L1 or L2 cache, and quantized from there. Activations are `f32`, f16 or bf16 ([`Element`]);
-//! all arithmetic is in `f32`, in the order of [`reference`](crate::reference), and results are bit-identical for every
-//! instruction set, division of work and number of threads.
+//! The input may be the activations themselves, their RMSNorm, or `silu(gate) · up`; these are computed row by row and
+//! quantized while they are in the cache. All arithmetic is in `f32`, in the order of [`reference`](crate::reference),
+//! and results are bit-identical for every instruction set, division of work and number of threads.
 //!
-//! Up to sixteen rows are stored as a single strip; more rows are divided into strips of up to twelve, the height of a
-//! kernel tile. A strip is stored step by step, with the eight codes of each of its rows, so that a kernel reads it
-//! sequentially. For a tile unit, rows are stored in tiles as well.
+//! Rows are divided into strips of at most sixteen. A strip is stored step by step, with the eight codes of each of its
+//! rows, so that a kernel reads it sequentially. For a tile unit, rows are stored in tiles as well.
 #![allow(unsafe_code, reason = "vector instructions, and threads that fill parts of one vector")]
 
 pub(crate) mod dispatch;
@@ -62,7 +60,6 @@ pub struct RowLayout {
 impl RowLayout {
     /// Returns the layout that rows must have to be multiplied by these weights.
     pub fn of(weights: &Layout) -> Self {
-        // The tile unit does not support the two levels of scales of super-blocks.
         let tiled = weights.has_tiles();
         Self { k: weights.k(), group_size: weights.group_size(), steps: weights.steps(), tiled }
     }
@@ -160,7 +157,6 @@ impl Default for Int8Rows {
     }
 }
 
-/// Returns the rows of strip `i`. The lengths of two strips differ by at most one row.
 pub(crate) fn strip(m: usize, i: usize) -> core::ops::Range<usize> {
     let count = strips(m);
     let start = |i: usize| i * (m / count) + i.min(m % count);
@@ -171,7 +167,6 @@ pub(crate) fn strips(m: usize) -> usize {
     if m <= ONE_STRIP { 1 } else { m.div_ceil(MAX_ROWS) }
 }
 
-/// Resizes a vector to `len`; existing values are kept.
 pub(crate) fn resize<T: Copy + Default>(values: &mut Vec<T>, len: Option<usize>) -> Result<(), KernelError> {
     let len = len.ok_or(KernelError::TooLarge("the activation buffer"))?;
     let missing = len.saturating_sub(values.len());
@@ -315,19 +310,17 @@ impl Int8Rows {
         self.token
     }
 
-    /// The segment with all rows, if any were quantized.
     pub(crate) fn all(&self) -> Option<Segment> {
         self.layout.map(|layout| Segment::standalone(self.m, layout, self.tiling))
     }
 
-    /// The tiling for the tile unit, if it is used for these weights and this number of rows.
     pub(crate) fn tiling_of(&self, m: usize, layout: RowLayout) -> Option<Tiling> {
         let tiled = self.token.has_tiles() && layout.tiled;
         let tiled = tiled && m >= TILED_ROWS && layout.group_size > UNTILED_GROUP;
         tiled.then(|| Tiling::new(m, layout, STEP, 1))
     }
 
-    /// Makes room for rows. Old contents are not cleared; quantizing overwrites them.
+    /// Makes room for rows.
     pub(crate) fn reserve(&mut self, extent: &Extent) -> Result<(), KernelError> {
         if extent.tiles > 0 {
             resize(&mut self.tiles, Some(extent.tiles))?;
@@ -341,7 +334,6 @@ impl Int8Rows {
         resize(&mut self.computed, Some(computed))
     }
 
-    /// The capacity of the buffers.
     pub(crate) fn room(&self) -> Extent {
         Extent {
             rows: self.scales.len(),
@@ -353,7 +345,6 @@ impl Int8Rows {
         }
     }
 
-    /// The memory, for concurrent writes by several threads.
     pub(crate) fn memory(&mut self) -> Int8Memory<'_> {
         Int8Memory {
             token: self.token,
@@ -367,7 +358,6 @@ impl Int8Rows {
         }
     }
 
-    /// Returns the strip that contains a row, with its layout.
     fn strip_of(&self, row: usize) -> Option<(RowLayout, core::ops::Range<usize>)> {
         let layout = self.layout.filter(|_| row < self.m)?;
         let strip = (0..strips(self.m)).map(|i| strip(self.m, i)).find(|s| s.contains(&row))?;
@@ -479,7 +469,6 @@ impl StaticScale {
 }
 
 impl Grid {
-    /// Returns the grid for a row with this largest magnitude.
     fn of(largest: f32) -> Self {
         match largest.is_finite() && largest >= SMALLEST {
             true => Self { scale: largest / 127.0, inverse: 127.0 / largest, zero: 0.0 },

@@ -1,8 +1,10 @@
 //! The inner loops along one row, written once over [`RowLanes`].
 //!
-//! Sums of squares use 64 lanes: the square of value `i` is added to lane `i mod 64` by a fused multiply-add, in order;
-//! then the upper half of the lanes is added to the lower half, from 32 + 32 down to 1 + 1. This order is part of the
-//! definition, so results are bit-identical on all instruction sets.
+//! Squares are added in the order that [`reference::rms_norm`](crate::reference::rms_norm) defines, so results are
+//! bit-identical on all instruction sets.
+//!
+//! # Safety
+//! The processor must have the instructions of `L`, for every unsafe function of this module.
 
 use super::RowLayout;
 use super::element::{Element, sealed::Kind};
@@ -54,7 +56,6 @@ unsafe fn load<L: RowLanes, E: Element>(x: &[E], at: usize) -> L::F {
     }
 }
 
-/// Stores up to sixteen values, rounded to the element type, ties to even.
 #[inline(always)]
 unsafe fn store<L: RowLanes, E: Element>(x: &mut [E], at: usize, a: L::F) {
     let left = &mut x[at..];
@@ -84,9 +85,6 @@ unsafe fn magnitude<L: RowLanes>(a: L::F) -> L::I {
 }
 
 /// The largest magnitude; infinite or NaN if any value is.
-///
-/// # Safety
-/// The processor must have the instructions of `L`. This holds for all functions below.
 #[inline(always)]
 pub(super) unsafe fn largest<L: RowLanes>(row: &[f32]) -> f32 {
     // SAFETY: the caller guarantees that the processor has the instructions of `L`.
@@ -108,7 +106,6 @@ pub(super) unsafe fn largest<L: RowLanes>(row: &[f32]) -> f32 {
     }
 }
 
-/// Converts values to `f32`; returns their largest magnitude.
 #[inline(always)]
 pub(super) unsafe fn widen<L: RowLanes, E: Element>(x: &[E], out: &mut [f32]) -> f32 {
     assert_eq!(x.len(), out.len());
@@ -124,7 +121,6 @@ pub(super) unsafe fn widen<L: RowLanes, E: Element>(x: &[E], out: &mut [f32]) ->
     }
 }
 
-/// Rounds values to the element type, ties to even.
 #[inline(always)]
 pub(super) unsafe fn narrow<L: RowLanes, E: Element>(x: &[f32], out: &mut [E]) {
     assert_eq!(x.len(), out.len());

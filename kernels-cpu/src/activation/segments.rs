@@ -6,7 +6,6 @@ use super::tiles::{TILE_ROWS, Tiling};
 use crate::layout::LINE;
 use crate::linear::MAX_ROWS;
 
-/// Rows `[m, k]` that are stored together.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Segment {
     pub(crate) m: usize,
@@ -20,7 +19,7 @@ pub(crate) struct Segment {
 }
 
 impl Segment {
-    /// Creates a segment that does not share its buffers with other segments.
+    /// A segment that does not share its buffers with others.
     pub(crate) fn standalone(m: usize, layout: RowLayout, tiling: Option<Tiling>) -> Self {
         Self { m, layout, tiling, row: 0, at: Extent::default() }
     }
@@ -52,10 +51,8 @@ impl Segment {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct Extent {
     pub(crate) rows: usize,
-    /// Codes or words in strips.
     pub(crate) codes: usize,
     pub(crate) sums: usize,
-    /// Lines of tiles.
     pub(crate) tiles: usize,
     pub(crate) tile_sums: usize,
     /// Values of rows that are computed before they are rounded or packed.
@@ -112,7 +109,6 @@ impl Extent {
         Some(bound)
     }
 
-    /// The element-wise maximum.
     pub(crate) fn max(self, other: Self) -> Self {
         Self {
             rows: self.rows.max(other.rows),
@@ -124,7 +120,6 @@ impl Extent {
         }
     }
 
-    /// Whether buffers of this size can hold `other`.
     pub(crate) fn holds(&self, other: &Self) -> bool {
         self.max(*other) == *self
     }
@@ -135,7 +130,6 @@ mod tests {
     use super::*;
     use crate::layout::STEP;
 
-    /// The bound is sufficient for any division of the rows into segments.
     #[test]
     fn what_is_stated_holds_every_split() {
         let layout = RowLayout { k: 96, group_size: 32, steps: 4, tiled: true };
@@ -160,7 +154,7 @@ mod tests {
     }
 
     #[test]
-    fn what_no_number_holds_is_none() {
+    fn numbers_that_do_not_fit_are_none() {
         let layout = RowLayout { k: 96, group_size: 32, steps: 4, tiled: true };
         assert_eq!(Extent::bound(usize::MAX / 8, 2, layout, None, true, 0), None);
         assert!(Extent::default().add(usize::MAX / 8, layout, None, true, 0).is_none());

@@ -29,9 +29,7 @@ pub enum GateUp<'a, E> {
     Joined(&'a [E]),
 }
 
-/// Rows that are computed on request.
 pub(crate) trait Source: Sync {
-    /// The number of rows.
     fn m(&self) -> usize;
 
     /// Whether `row` computes rows into the caller's buffer. Otherwise it returns references to the input.

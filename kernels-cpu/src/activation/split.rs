@@ -38,8 +38,7 @@ pub(crate) fn in_pairs<const PARTS: usize>(values: [f32; STEP], words: &mut [u32
     }
 }
 
-/// Rounds a value to bf16, ties to even. The result is in the upper half of the word; the lower half is zero. NaN stays
-/// NaN.
+/// Rounds a value to bf16, ties to even. The result is in the upper half of the word; the lower half is zero.
 #[inline(always)]
 fn round(value: f32) -> u32 {
     let bits = value.to_bits();
@@ -89,7 +88,6 @@ mod tests {
         }
     }
 
-    /// The error of one, two and three parts is within the bounds of [`Bf16Parts`].
     #[test]
     fn three_parts_are_exact() {
         let mut bits = 1_u32;

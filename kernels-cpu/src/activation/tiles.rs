@@ -1,8 +1,8 @@
 //! The order in which a tile unit reads rows of activations.
 //!
-//! A tile holds up to 16 rows of up to 64 bytes. Rows are divided into tiles of 16 (fewer if there are fewer in total),
-//! and each group of input features into blocks of as many steps as fit in a tile row, all of equal size; the last
-//! block of a group is padded with zeros. Tiles are contiguous, in the order in which a kernel reads them:
+//! A tile holds up to 16 rows of up to 64 bytes. Each group of input features is divided into blocks of equal size that
+//! fit in a tile row; the last block of a group is padded with zeros. Tiles are contiguous, in the order in which a
+//! kernel reads them:
 //!
 //! ```text
 //! [row tiles][groups][blocks][parts][rows][bytes of a block]
@@ -16,9 +16,7 @@
 use super::RowLayout;
 use crate::layout::STEP;
 
-/// Rows of a tile.
 pub(crate) const TILE_ROWS: usize = 16;
-/// Bytes per row of a tile.
 pub(crate) const TILE_BYTES: usize = 64;
 
 /// How rows are divided into tiles.
@@ -52,7 +50,6 @@ impl Tiling {
         m.div_ceil(self.rows)
     }
 
-    /// Bytes per row of a tile.
     pub(crate) fn row_bytes(self) -> usize {
         self.steps * self.step_bytes
     }
@@ -135,7 +132,6 @@ mod tests {
         }
     }
 
-    /// Rows of a strip are copied to their tiles step by step, and the end of each group is padded with zeros.
     #[test]
     #[allow(unsafe_code, reason = "the tiles have the size that the tiling requires")]
     fn rows_are_copied_to_their_places() {

@@ -8,18 +8,17 @@ use super::list::PageList;
 use crate::parallel::Disjoint;
 use crate::{KernelError, Parallel};
 
-/// The maximum number of page numbers that are checked for duplicates without allocating.
+/// Up to this number of pages, checking for duplicates needs no allocation.
 const INLINE_PAGES: usize = 64;
 
 impl KvLayout {
     /// Appends `m` tokens to each list, one list per key-value head. `keys` and `values` are `[m, lists, head_dim]`;
     /// `bytes` are whole pages, numbered from 0. Lists must already contain the pages for the new tokens; their `first`
-    /// and `seen` are ignored. Work is divided by heads.
+    /// and `seen` are ignored.
     ///
     /// # Errors
-    /// When there are no lists, a length is wrong, a list has too few pages, a page to be written has an invalid number
-    /// or occurs twice, a value is NaN or exceeds 65504 in magnitude, or memory allocation fails. On error, nothing is
-    /// written.
+    /// When a length or a list does not match, a page to be written has an invalid number or occurs twice, a value is
+    /// NaN or exceeds 65504 in magnitude, or memory allocation fails. On error, nothing is written.
     pub fn append(
         &self,
         bytes: &mut [u8],
@@ -113,7 +112,6 @@ fn written<'a>(list: &PageList<'a>, m: usize) -> Result<&'a [u32], KernelError> 
     list.pages.get(first..needed).ok_or(short)
 }
 
-/// Fails if any of the `count` page numbers occurs twice.
 fn require_distinct(lists: &[PageList<'_>], m: usize, count: usize) -> Result<(), KernelError> {
     let mut few = [0; INLINE_PAGES];
     let mut many = Vec::new();

@@ -1,5 +1,4 @@
-//! Attention on lists of pages: argument checks, the division into pieces of work, and the order in which partial
-//! results are merged.
+//! Attention on lists of pages.
 
 use super::dispatch::Path;
 use super::kernel::{CHUNK, CHUNK_PAGES, Mass, TILE_ROWS, Tile};
@@ -22,18 +21,15 @@ pub struct KvPages<'a> {
     bytes: &'a [u8],
 }
 
-/// Returns the list of a key-value head.
 pub(super) type Lists<'a, 'l> = dyn Fn(usize) -> PageList<'l> + Sync + 'a;
 
-/// The division of the workspace. Offsets are in words.
+/// Offsets of the parts of the workspace, in words.
 struct Room {
-    /// The number of query rows.
     rows: usize,
     sums: usize,
     totals: usize,
     masses: usize,
     parts: usize,
-    /// The size of the workspace.
     words: usize,
 }
 
@@ -52,7 +48,6 @@ impl<'a> KvPages<'a> {
         Ok(Self { layout, bytes })
     }
 
-    /// Creates a view of bytes that are known to be whole pages of this layout.
     pub(super) fn of(layout: KvLayout, bytes: &'a [u8]) -> Self {
         Self { layout, bytes }
     }
@@ -82,9 +77,7 @@ impl<'a> KvPages<'a> {
     /// infinity. A query head that is not finite, or whose magnitude is beyond the bounds of [`MAX_QUERY`], gets NaN.
     ///
     /// # Errors
-    /// When a length is wrong, the number of query heads is not a multiple of the number of key-value heads or exceeds
-    /// [`MAX_HEADS`], the scale is not finite, a list contains invalid page numbers, has fewer pages than its tokens
-    /// need or skips more tokens than it has, or the workspace is too short.
+    /// When a length, `heads` or a list is invalid, or the workspace is too short.
     #[allow(clippy::too_many_arguments, reason = "nothing here is kept between calls")]
     pub fn attend(
         &self,
@@ -211,13 +204,11 @@ fn room(layout: &KvLayout, heads: Heads, m: usize, chunks: usize) -> Result<Room
     count().ok_or(KernelError::TooLarge("the workspace"))
 }
 
-/// One call of `attend`, with checked arguments.
 struct Call<'a, 'l> {
     path: Path,
     pages: KvPages<'a>,
     heads: Heads,
     lists: &'a Lists<'a, 'l>,
-    /// The number of queries.
     m: usize,
     q: &'a [f32],
     room: &'a Room,
@@ -233,7 +224,7 @@ impl<'l> Call<'_, 'l> {
     fn run(&self, chunks: usize, parallel: &dyn Parallel) {
         parallel.for_each(self.m, &|i| {
             if i < self.m {
-                // SAFETY: `Parallel` calls each query at most once, and queries have disjoint rows.
+                // SAFETY: queries have disjoint rows, and `Parallel` calls each at most once.
                 unsafe { self.quantize(i) };
             }
         });
@@ -272,7 +263,6 @@ impl<'l> Call<'_, 'l> {
         self.m * self.group()
     }
 
-    /// Query heads per key-value head.
     fn group(&self) -> usize {
         self.heads.query / self.heads.kv
     }

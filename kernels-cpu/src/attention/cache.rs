@@ -24,7 +24,7 @@ impl Line {
     }
 }
 
-/// Memory for attention, reused from call to call.
+/// Memory for attention, reused by later calls.
 #[derive(Debug, Clone, Default)]
 pub struct Workspace {
     words: Vec<u32>,
@@ -115,7 +115,7 @@ impl KvCache {
         self.heads
     }
 
-    /// A view of the cache's pages, for attention with the caller's own lists.
+    /// The cache's pages, for attention with the caller's own lists.
     pub fn pages(&self) -> KvPages<'_> {
         KvPages::of(self.layout, Line::bytes(&self.lines))
     }
@@ -186,7 +186,6 @@ impl KvCache {
     }
 
     /// Computes attention for the last token: `q` and `out` are `[heads.query, head_dim]`, `lse` is `[heads.query]`.
-    /// The query sees all tokens; with an empty cache, `out` is set to zeros and `lse` to minus infinity.
     ///
     /// # Errors
     /// When a length is wrong, or memory allocation fails.

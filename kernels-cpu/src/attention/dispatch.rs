@@ -46,8 +46,7 @@ impl Path {
             Isa::AvxVnni => path!(avxvnni, avxvnni_join),
             #[cfg(target_arch = "x86_64")]
             Isa::Avx512Vnni => path!(avx512vnni, avx512vnni_join),
-            // Attention does not use the tile unit. On processors that have one, the `f32` path is faster than the bf16
-            // path.
+            // Attention does not use the tile unit, and this path is faster here than the bf16 path.
             #[cfg(target_arch = "x86_64")]
             Isa::Amx => path!(avx512vnni, avx512vnni_join),
             #[cfg(target_arch = "x86_64")]

@@ -3,8 +3,7 @@
 use super::grid::ROUND;
 use crate::simd::Lanes;
 
-/// Inputs below this are clamped to it: `e⁻⁸⁷` is still a normal `f32`, and negligible compared to `e⁰ = 1`, the
-/// exponential of the largest score.
+/// Inputs below this are clamped to it: `e⁻⁸⁷` is negligible, but still a normal `f32`.
 const MIN_ARGUMENT: f32 = -87.0;
 /// ln 2 in two parts: the upper bits, so few that products with small integers are exact, and the remainder.
 const LN_2: [f32; 2] = [0.693_115_23, 3.194_618_3e-5];

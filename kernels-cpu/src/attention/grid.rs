@@ -1,4 +1,4 @@
-//! Quantization of one head of one token. The cache follows this definition, and so must simulations of it.
+//! Quantization of one head of one token. Simulations of the cache must follow this definition.
 //!
 //! Keys (after rotary embedding) and values are quantized with one grid per token and head, as in QServe (§3.3 and
 //! §4.2.3):
@@ -11,12 +11,11 @@
 //! ```
 //!
 //! Codes are computed from the scale and zero as stored. These are rounded outwards, so the grid spans all values and
-//! nothing is clipped: `|x − x̂| ≤ scale / 2` up to `f32` rounding, even for values so close together that rounding the
-//! zero to the nearest f16 could put it above all of them. A constant that f16 represents has scale 0 and is stored
-//! exactly.
+//! nothing is clipped: `|x − x̂| ≤ scale / 2` up to `f32` rounding. A constant that f16 represents has scale 0 and is
+//! stored exactly.
 //!
-//! The zero is a float, as in QServe's kernels, but it is the value of code 0. QServe's zero, `−min / scale`, is
-//! unbounded for a nearly constant head. Apart from the rounding of the zero, both give the same grid.
+//! In QServe, the zero is `−min / scale`, which is unbounded for a nearly constant head; here it is the value of code
+//! 0. Apart from rounding, both give the same grid.
 
 use half::f16;
 
@@ -81,7 +80,6 @@ pub fn dequantize_head(codes: &[u8], grid: HeadGrid, out: &mut [f32]) -> Result<
 /// sum are then the integer.
 pub(crate) const ROUND: f32 = 12_582_912.0;
 
-/// Fails if any value cannot be stored.
 pub(crate) fn check_values(x: &[f32]) -> Result<(), KernelError> {
     // Compared as integers, the bits of magnitudes have the same order as the magnitudes, with infinity and NaN on top.
     let largest = x.iter().fold(0, |largest, x| (x.to_bits() & 0x7fff_ffff).max(largest));
@@ -140,7 +138,6 @@ mod tests {
     }
 
     proptest! {
-        /// Any value that can be stored is read back with an error of at most half a step.
         #[test]
         fn values_are_within_half_a_step(
             bits in prop_oneof![Just(4_u32), Just(8)],

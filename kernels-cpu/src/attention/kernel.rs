@@ -1,8 +1,7 @@
-//! The inner loops: a few query rows against the pages of one chunk.
+//! The inner loops: a few query rows and the pages of one chunk.
 //!
-//! Three passes over a chunk: the first computes all scores; the second finds their maximum and computes exponentials
-//! and sums; the third accumulates the values. Nothing is rescaled within a chunk, a row's result does not depend on
-//! the other rows, and codes are unpacked once for all rows of the tile.
+//! The first pass over a chunk computes all scores, the second their maximum, exponentials and sums, and the third
+//! accumulates the values. A row's result does not depend on the other rows.
 #![allow(clippy::needless_range_loop, reason = "rows and panels index several arrays at once")]
 
 use core::mem::MaybeUninit;
@@ -13,11 +12,9 @@ use super::prefetcher::{KEY_LINES, Prefetcher, SCORE_LINES, VALUE_LINES};
 use crate::layout::{PANEL_ROWS, STEP};
 use crate::simd::{Lanes, ValueLanes};
 
-/// Pages per chunk. Softmax is computed per chunk and then merged, however the work is divided.
+/// Pages per chunk.
 pub(super) const CHUNK_PAGES: usize = 16;
-/// Tokens per chunk.
 pub(super) const CHUNK: usize = CHUNK_PAGES * PAGE_TOKENS;
-/// Maximum number of rows of a tile.
 pub(super) const TILE_ROWS: usize = 4;
 
 /// The inputs and outputs of a tile.
@@ -30,7 +27,7 @@ pub(super) struct Tile<'a> {
     pub(super) pages: &'a [u32],
     /// The pages that will most likely be read next.
     pub(super) next: &'a [u32],
-    /// Whether this is the first tile to read the chunk. Its pages then come from memory, and are prefetched.
+    /// Whether this is the first tile to read the chunk.
     pub(super) is_first: bool,
     /// The number of tokens at the beginning of the chunk that no row sees.
     pub(super) first: usize,

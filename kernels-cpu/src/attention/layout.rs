@@ -14,9 +14,9 @@
 //! f16:   keys [4 panels][head_dim][16 tokens], values [head_dim / 16 panels][64 tokens][16 features]
 //! ```
 //!
-//! A step has the format of packed weights ([`Layout`](crate::Layout)). For keys its rows are tokens and its columns
-//! features, so lanes are scores; for values its rows are features and its columns tokens, so lanes are outputs.
-//! With 4 bits, appending a token writes four bytes per step of the keys, and half a byte per feature of the values.
+//! A step has the format of packed weights ([`Layout`](crate::Layout)). For keys, its rows are tokens and its columns
+//! features; for values, its rows are features and its columns tokens. With 4 bits, appending a token writes four bytes
+//! per step of the keys, and half a byte per feature of the values.
 
 use half::f16;
 
@@ -110,7 +110,6 @@ impl KvLayout {
         PAGE_TOKENS * self.head_dim * self.bits() / 8
     }
 
-    /// Bytes per step of sixteen rows.
     pub(crate) fn step_bytes(&self) -> usize {
         PANEL_ROWS * STEP * self.bits() / 8
     }
@@ -274,7 +273,6 @@ mod tests {
                 let row = |slot: usize, by: usize| -> Vec<f32> {
                     (0..d).map(|i| ((i * by + slot * 31) % 97) as f32 / 8.0 - 5.0).collect()
                 };
-                // Writes in reverse order, so that later slots are already occupied, and then overwrites one slot.
                 for slot in (0..PAGE_TOKENS).rev().chain([5]) {
                     layout.write(&mut page, slot, &row(slot, 7), &row(slot, 11)).unwrap();
                 }

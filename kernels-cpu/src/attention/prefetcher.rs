@@ -3,8 +3,7 @@
 use super::kernel::Tile;
 use crate::simd::Lanes;
 
-/// Cache lines to prefetch per step of sixty-four keys, for keys of 4, 8 and 16 bits. A step prefetches fewer lines
-/// than it reads, since keys take less time than values; the other passes prefetch the rest.
+/// Cache lines to prefetch per step of sixty-four keys, for keys of 4, 8 and 16 bits.
 pub(super) const KEY_LINES: [usize; 3] = [2, 4, 14];
 /// Cache lines to prefetch per sixteen scores of every row, while they are converted to probabilities.
 pub(super) const SCORE_LINES: [usize; 3] = [8, 16, 8];
@@ -55,7 +54,6 @@ impl<'a> Prefetcher<'a> {
         }
     }
 
-    /// Moves on to the next half page.
     fn turn(&mut self) {
         let (count, layout) = (self.pages.len(), self.tile.layout);
         let (keys, all) = (layout.values_at(), layout.page_bytes());

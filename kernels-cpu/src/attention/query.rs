@@ -9,7 +9,6 @@ use crate::activation::SMALLEST;
 /// `|scale| · max |q|`.
 pub const MAX_QUERY: f32 = 1e27;
 
-/// The largest magnitude; infinite or NaN if any value is.
 pub(super) fn largest(q: &[f32]) -> f32 {
     f32::from_bits(q.iter().fold(0, |largest, x| (x.to_bits() & 0x7fff_ffff).max(largest)))
 }

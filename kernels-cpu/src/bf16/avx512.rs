@@ -1,5 +1,4 @@
-//! The product of one strip and one panel on `avx512bf16`: 24 accumulators; each step multiplies two registers of the
-//! panel by twelve broadcast pairs of the strip.
+//! The product of one strip and one panel on `avx512bf16`, in 24 accumulators.
 
 use core::arch::x86_64::{
     __m512bh, __m512i, _mm512_dpbf16_ps, _mm512_loadu_si512, _mm512_set1_epi32, _mm512_setzero_ps,
@@ -9,10 +8,8 @@ use core::mem::transmute;
 
 use super::{Bf16Token, LEFT_ROWS, RIGHT_ROWS, Tile};
 
-/// Values per register.
 const LANES: usize = 16;
 
-/// The product of a strip `[pairs, LEFT_ROWS]` and a panel `[pairs, RIGHT_ROWS]`.
 pub(super) fn multiply(_: Bf16Token, strip: &[u32], panel: &[u32]) -> Tile {
     // SAFETY: the `Bf16Token` proves that the processor has the features that the function is compiled for.
     unsafe { tile(strip, panel) }
@@ -39,7 +36,6 @@ fn tile(strip: &[u32], panel: &[u32]) -> Tile {
     out
 }
 
-/// Sixteen pairs.
 #[target_feature(enable = "avx512f,avx512bf16")]
 fn pairs(words: &[u32]) -> __m512bh {
     assert_eq!(words.len(), LANES);

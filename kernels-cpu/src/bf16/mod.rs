@@ -1,18 +1,15 @@
 //! Dense products in bfloat16: `out[m, n] = left[m, k] · right[n, k]ᵀ`, operands rounded to bf16 (half to even), sums
 //! in `f32`.
 //!
-//! The instruction `vdpbf16ps` adds twice as many products as an `f32` FMA. The operands are packed once and used
-//! often: [`LeftBf16`] in strips of [`LEFT_ROWS`] rows whose values are broadcast, [`RightBf16`] in panels of
-//! [`RIGHT_ROWS`] rows that fill two registers. Both store two neighbouring values of a row in a 32-bit word, the first
-//! in the low half, as the instruction requires. If `k` is odd, the last pair is padded with zero, as are the missing
-//! rows of a last strip or panel.
+//! The operands are packed once and used often: [`LeftBf16`] in strips of [`LEFT_ROWS`] rows, [`RightBf16`] in panels
+//! of [`RIGHT_ROWS`] rows. Both store two neighbouring values of a row in a 32-bit word, the first in the low half, as
+//! the instruction `vdpbf16ps` requires. Missing values and rows are padded with zero.
 //!
 //! Error bound per element: each operand has a relative error of at most `2⁻⁸`, so the result has an error of at most
 //! `(2⁻⁷ + 2⁻¹⁶ + k · 2⁻²⁴) Σ |left · right|`. The instruction treats subnormal operands as zero and flushes subnormal
 //! sums.
 //!
-//! Each element is summed over `k` in order, regardless of which part of the product is computed, so results do not
-//! depend on how callers split the work.
+//! Each element is summed over `k` in order, so results do not depend on how callers split the work.
 
 #[cfg(target_arch = "x86_64")]
 #[allow(unsafe_code, reason = "vector loads and stores")]
@@ -160,7 +157,6 @@ pub fn bf16_gemm(token: Bf16Token, left: &LeftBf16, first: usize, right: &RightB
     }
 }
 
-/// Asserts that operands and output match.
 fn check(left: &LeftBf16, first: usize, right: &RightBf16, out: usize) {
     let (left, right) = (&left.0, &right.0);
     assert_eq!(left.k, right.k, "operands have different widths");
@@ -208,7 +204,6 @@ mod tests {
         }
     }
 
-    /// Returns the product of the rounded operands in `f64`, and the sums of magnitudes.
     fn exact(left: &[f32], right: &[f32], k: usize) -> Vec<(f64, f64)> {
         let row = |l: &[f32], r: &[f32]| {
             let terms = l.iter().zip(r).map(|(a, b)| rounded(*a) * rounded(*b));
@@ -218,7 +213,6 @@ mod tests {
     }
 
     fn values(len: usize, seed: u32) -> Vec<f32> {
-        // Values whose magnitudes span twelve powers of two, of both signs.
         let mut state = seed | 1;
         (0..len)
             .map(|_| {

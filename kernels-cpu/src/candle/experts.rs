@@ -10,8 +10,7 @@ use crate::activation::resize;
 use crate::experts::{Expert, ExpertGate, ExpertRows, ExpertWeight, Experts, ExpertsPlan, Routing};
 use crate::{Bf16Parts, Element, IsaToken, KernelError, PackedLinear, narrow};
 
-/// The maximum number of tokens that are processed at a time. It limits the memory for long prompts, but is large
-/// enough for many rows per expert.
+/// The maximum number of tokens that are processed at a time.
 const TOKENS: usize = 1024;
 
 /// A linear layer of an expert.
@@ -141,8 +140,8 @@ impl QuantizedExperts {
     }
 
     /// Runs the experts on `x` `[.., hidden]` in f32, f16 or bf16, with `experts` `[.., top_k]` in u32 and `weights`
-    /// `[.., top_k]` in f32, all in main memory. The result is `[.., hidden]` in the type of `x`; it is accumulated in
-    /// f32 and rounded once. Gradients are not supported.
+    /// `[.., top_k]` in f32, all on the CPU. The result is `[.., hidden]` in the type of `x`. Gradients are not
+    /// supported.
     ///
     /// # Errors
     /// When a type, device or shape is wrong, or an index of an expert is out of range.

@@ -8,7 +8,7 @@ use crate::{
     multiply_each, multiply_float_each,
 };
 
-/// An operation that computes the input rows of linear layers. Tensors are `f32` in main memory.
+/// An operation that computes the input rows of linear layers. Tensors are `f32` on the CPU.
 #[derive(Debug, Clone, Copy)]
 #[non_exhaustive]
 pub enum Fused<'a> {
@@ -81,7 +81,6 @@ impl QuantizedLinear {
         Ok(Some(first))
     }
 
-    /// Calls `work` with the values of `x` `[.., k]`.
     pub(super) fn with_rows<T>(&self, x: &Tensor, work: impl FnOnce(Lent<'_>) -> Result<T>) -> Result<T> {
         if x.dtype() != DType::F32 || !x.device().is_cpu() {
             bail!("expected an f32 input on the CPU, got {} on {:?}", x.dtype().as_str(), x.device());

@@ -27,8 +27,8 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
-//! Attention on a [`KvCache`](crate::attention::KvCache) is not available as an operation: candle operations are
-//! functions of their inputs, whereas appending a token modifies the cache.
+//! Attention on a [`KvCache`](crate::attention::KvCache) is not available as an operation, because appending a token
+//! modifies the cache.
 
 mod experts;
 mod fused;
@@ -55,8 +55,8 @@ use crate::{
 
 /// The threads and memory that the linear layers of a model share.
 ///
-/// The memory of a finished call is reused by later calls, so the runner keeps as much as the largest concurrent calls
-/// have needed. Clones share the same threads and memory.
+/// Memory is kept and reused by later calls; [`release`](Self::release) frees it. Clones share the same threads and
+/// memory.
 #[derive(Clone)]
 pub struct Runner {
     parallel: Arc<dyn Parallel + Send>,
@@ -76,7 +76,7 @@ impl Runner {
         drop(idle);
     }
 
-    /// Runs `call` with idle memory, or new memory if none is idle. The memory is kept for later calls.
+    /// The memory is kept for later calls.
     fn with_memory<T>(&self, call: impl FnOnce(&mut CallMemory, &dyn Parallel) -> T) -> T {
         let left = self.idle.lock().unwrap_or_else(PoisonError::into_inner).pop();
         let mut rows = left.unwrap_or_else(CallMemory::new);
@@ -92,7 +92,6 @@ impl fmt::Debug for Runner {
     }
 }
 
-/// The memory of one call.
 struct CallMemory {
     float: FloatRows,
     whole: Int8Rows,
@@ -114,10 +113,9 @@ impl CallMemory {
 
 /// `y = x Ŵᵀ + b` with packed weights `[n, k]`.
 ///
-/// The input is `[.., k]` in `f32`, f16 or bf16, in main memory, with any strides; non-contiguous input is copied
-/// first. The result is `[.., n]` in the type of the input; it is accumulated in `f32` and rounded once, half to even.
-/// Gradients are not supported: the result of [`forward`](Module::forward) is detached, and `backward` fails on the
-/// result of `apply_op1`. Clones share the weights and the runner.
+/// The input is `[.., k]` in `f32`, f16 or bf16, on the CPU; non-contiguous input is copied first. The result is
+/// `[.., n]` in the type of the input. Gradients are not supported: the result of [`forward`](Module::forward) is
+/// detached, and `backward` fails on the result of `apply_op1`. Clones share the weights and the runner.
 #[derive(Debug, Clone)]
 pub struct QuantizedLinear {
     weight: Arc<PackedLinear>,
@@ -129,8 +127,8 @@ impl QuantizedLinear {
     /// Creates a linear layer with these weights, and the bias that they were packed with.
     ///
     /// # Errors
-    /// When the weights are FP8 (E4M3) and the activations int8, a static scale is not positive and finite, or its zero
-    /// point requires sums and the weights were packed without them.
+    /// When the weights are FP8 (E4M3) or bf16 and the activations int8, a static scale is not positive and finite, or
+    /// its zero point requires sums and the weights were packed without them.
     pub fn new(
         weight: Arc<PackedLinear>,
         activations: Activations,
@@ -147,7 +145,7 @@ impl QuantizedLinear {
         &self.weight
     }
 
-    /// The threads and memory that this layer uses.
+    /// The runner of this layer.
     pub fn runner(&self) -> &Runner {
         &self.runner
     }
@@ -280,7 +278,6 @@ impl CustomOp1 for QuantizedLinear {
     }
 }
 
-/// Returns `count` elements beginning at `start`, or an error if `x` is shorter.
 fn part<E>(x: &[E], start: usize, count: usize) -> Result<&[E]> {
     let left = x.get(start..).and_then(|left| left.get(..count));
     left.ok_or_else(|| {

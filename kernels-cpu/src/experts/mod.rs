@@ -2,11 +2,11 @@
 //!
 //! `y[t] = Σ_e w[t, e] · down_e(act(gate_e(x[t]), up_e(x[t])))` over the experts that token `t` is routed to.
 //!
-//! Every product is bit-identical to [`multiply_each`](crate::multiply_each) or
-//! [`multiply_float_each`](crate::multiply_float_each) on the rows that are routed to the expert. The result therefore
-//! equals a loop of separate products ([`reference::experts`](crate::reference::experts)) on every path, for any
-//! routing, division of work and number of threads. A token's terms are added in the order of experts (if a token lists
-//! an expert twice, in the order of its slots); each term is rounded before it is added.
+//! The result is bit-identical to a loop of separate products ([`multiply_each`](crate::multiply_each),
+//! [`multiply_float_each`](crate::multiply_float_each)) on the same path, for any routing, division of work and number
+//! of threads. A token's terms are added in the order of experts (if a token lists an expert twice, in the order of its
+//! slots); each term is rounded before it is added. [`reference::experts`](crate::reference::experts) is the
+//! definition.
 //!
 //! Experts may differ in codes, groups, scales and zero points. An [`ExpertsPlan`] describes a call and the maximum
 //! memory that it needs for any routing. An [`ExpertsWorkspace`] holds this memory, so that a call allocates nothing.
@@ -17,9 +17,8 @@
 //! 2. The products with gate and up are computed in pieces of some rows and panels. The activation is applied to each
 //!    piece while its results are in the L1 cache.
 //! 3. The result is quantized or packed.
-//! 4. The products with `down` are divided by columns: a piece of work computes some columns of all experts, and adds
-//!    each row to its token as soon as it is computed. The work is thus balanced even if one expert has most of the
-//!    tokens.
+//! 4. The products with `down` are divided by columns, so that work is balanced even if one expert has most of the
+//!    tokens. Each row is added to its token as soon as it is computed.
 
 mod plan;
 mod routing;
@@ -82,7 +81,6 @@ pub enum ExpertGate {
 }
 
 impl ExpertGate {
-    /// Applies the function to a row.
     fn apply(self, token: IsaToken, gate: &[f32], up: &[f32], out: &mut [f32]) {
         match self {
             Self::Silu => {
@@ -189,7 +187,6 @@ impl<'a> Experts<'a> {
         Ok(Self { experts, hidden, inner })
     }
 
-    /// Creates the experts from weights that [`new`](Self::new) has already checked.
     #[cfg(feature = "candle")]
     pub(crate) fn checked(experts: &'a [Expert<'a>], [hidden, inner]: [usize; 2]) -> Self {
         Self { experts, hidden, inner }
@@ -210,12 +207,10 @@ impl<'a> Experts<'a> {
         self.inner
     }
 
-    /// The weights of one expert.
     pub(crate) fn get(&self, expert: usize) -> &'a Expert<'a> {
         &self.experts[expert]
     }
 
-    /// Fails if some expert does not support rows of this kind.
     fn require(&self, rows: ExpertRows) -> Result<(), KernelError> {
         let all = self.experts.iter().flat_map(|e| [e.gate, e.up, e.down]);
         let mut layouts = all.map(|of| *of.weight.layout());
@@ -237,7 +232,6 @@ mod tests {
     use crate::Isa;
     use crate::reference::{clamped_gate, gelu_tanh, silu};
 
-    /// Pairs of values, among them tiny, huge, infinite and NaN.
     fn pairs() -> (Vec<f32>, Vec<f32>) {
         let special = [0.0, -0.0, 1e-40, -1e-30, 87.1, -87.1, 3e20, -3e20, f32::MAX, f32::INFINITY, f32::NAN];
         let ordinary = (-300..300).map(|i| i as f32 * 0.037);
@@ -269,7 +263,6 @@ mod tests {
         }
     }
 
-    /// The reference functions match the formulas within the documented errors.
     #[test]
     fn definitions_are_the_formulas() {
         for i in -400_000..400_000 {

@@ -19,7 +19,6 @@ pub struct ExpertsPlan {
     pub(super) gate: ExpertGate,
     pub(super) tokens: usize,
     pub(super) top_k: usize,
-    /// The element type of activations.
     pub(super) kind: Kind,
     /// The number of experts, features per token, and the intermediate size.
     pub(super) shape: [usize; 3],
@@ -85,7 +84,7 @@ impl ExpertsPlan {
         self.top_k
     }
 
-    /// The minimum number of bytes that an [`ExpertsWorkspace`] holds after [`reserve`](ExpertsWorkspace::reserve).
+    /// At least this many bytes are held by an [`ExpertsWorkspace`] after [`reserve`](ExpertsWorkspace::reserve).
     pub fn workspace_bytes(&self) -> usize {
         self.bytes().unwrap_or(usize::MAX)
     }
@@ -113,7 +112,6 @@ impl ExpertsPlan {
         codes.checked_mul(code)?.checked_add(tiles.checked_mul(LINE)?)?.checked_add(words)
     }
 
-    /// The maximum total number of rows of all experts.
     fn max_rows(&self) -> usize {
         self.tokens * self.top_k
     }
@@ -123,7 +121,6 @@ impl ExpertsPlan {
         self.shape[0].min(self.max_rows())
     }
 
-    /// Creates the empty buffers for the rows that gate and up read, and for those that `down` reads.
     fn buffers(&self) -> [Buffer; 2] {
         [(); 2].map(|()| match self.rows {
             ExpertRows::Int8 => Buffer::Int8(Int8Rows::new(self.token)),
@@ -201,7 +198,6 @@ fn reserve<T>(values: &mut Vec<T>, count: usize) -> Result<(), KernelError> {
     values.try_reserve_exact(count).map_err(|_| KernelError::Memory("the expert rows"))
 }
 
-/// Int8 or floating-point rows.
 #[derive(Debug)]
 pub(super) enum Buffer {
     Int8(Int8Rows),
@@ -253,7 +249,7 @@ impl Buffer {
         }
     }
 
-    /// Adds the rows of an expert and returns their segment; `buffer_len` is the width of computed rows.
+    /// Adds the rows of an expert; `buffer_len` is the width of computed rows.
     pub(super) fn add(
         &self,
         extent: &mut Extent,
@@ -293,7 +289,6 @@ impl Buffer {
     }
 }
 
-/// The buffers of int8 or floating-point rows.
 pub(super) enum Memory<'a> {
     Int8(Int8Memory<'a>),
     Float(FloatMemory<'a>),

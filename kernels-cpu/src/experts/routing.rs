@@ -19,9 +19,7 @@ pub struct Routing<'a> {
 /// The rows of all experts, sorted by expert, then token, then slot.
 #[derive(Debug, Default)]
 pub(super) struct SortedRows {
-    /// The token of each row.
     pub(super) tokens: Vec<u32>,
-    /// The weight of each row.
     pub(super) weights: Vec<f32>,
     /// The index of the first row of each expert, followed by the total number of rows.
     pub(super) starts: Vec<u32>,
@@ -75,7 +73,6 @@ impl SortedRows {
         Ok(())
     }
 
-    /// The number of rows of all experts.
     pub(super) fn len(&self) -> usize {
         self.tokens.len()
     }

@@ -1,5 +1,4 @@
-//! Runs a call: quantizes or packs rows, multiplies gate and up, quantizes or packs their result, and multiplies and
-//! accumulates `down`.
+//! Runs a call, in the four steps that the module documentation of [`experts`](super) lists.
 
 use core::mem::MaybeUninit;
 use core::ops::Range;
@@ -29,7 +28,7 @@ const FEW_CHUNK: usize = 64;
 /// Maximum bytes of weights per piece, so that they stay in the L2 cache while several groups of rows are multiplied
 /// with them.
 const WEIGHTS: usize = 512 << 10;
-/// The maximum number of rows that counts as few: of one expert, or on average over all experts that have rows.
+/// The maximum number of rows per expert, or on average over experts that have rows, that counts as few.
 const FEW_ROWS: usize = 4;
 /// Up to this number of values, preparing rows on one thread is faster than waking other threads.
 const FEW: usize = 1 << 15;
@@ -53,13 +52,12 @@ pub(super) struct Active {
 }
 
 impl Experts<'_> {
-    /// Computes `out[t] = Σ_e w[t, e] · down_e(act(gate_e(x[t]), up_e(x[t])))`, in order of experts. `x` is `[tokens,
-    /// hidden]`; `out` has the same shape and is overwritten. A token without experts gets zeros. Allocates nothing.
+    /// Computes `out[t] = Σ_e w[t, e] · down_e(act(gate_e(x[t]), up_e(x[t])))`, in order of experts. `x` is
+    /// `[tokens, hidden]`; `out` has the same shape and is overwritten. A token without experts gets zeros. Allocates
+    /// nothing.
     ///
     /// # Errors
-    /// When the plan does not fit these experts or activations, there are more tokens or slots than planned, a length
-    /// is wrong, the index of an expert is out of range, or the workspace was not reserved for the plan. `out` is then
-    /// unchanged.
+    /// When the plan, the routing, the workspace or a length does not match. `out` is then unchanged.
     pub fn run<E: Element>(
         &self,
         plan: &ExpertsPlan,
@@ -115,7 +113,6 @@ impl Experts<'_> {
         Ok(())
     }
 
-    /// Checks all lengths against the plan and the shapes.
     fn check<E: Element>(
         &self,
         plan: &ExpertsPlan,
@@ -152,7 +149,6 @@ impl Experts<'_> {
         KernelError::length("output", x.len(), out)
     }
 
-    /// Computes the gate activation of all experts, `[rows, inner]`.
     fn gate_up(
         &self,
         plan: &ExpertsPlan,
@@ -329,7 +325,7 @@ fn each_part(
     }
 }
 
-/// Some strips or tiles of rows and some panels, whose product is computed at once.
+/// Some strips or tiles of rows and some panels.
 struct Part<'a> {
     rows: &'a ActivationRows<'a>,
     units: Range<usize>,
@@ -337,7 +333,7 @@ struct Part<'a> {
 }
 
 impl Part<'_> {
-    /// Computes their product with the weights of an expert, and returns it row by row.
+    /// Computes the product with the weights of an expert, and returns it row by row.
     ///
     /// # Safety
     /// The path must be one for this layout and kind of rows. The rows must be prepared for the layout of the weights;

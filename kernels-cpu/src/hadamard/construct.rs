@@ -27,14 +27,13 @@ pub enum Construction {
     CooperWallis(usize),
 }
 
-/// The largest order that is constructed. Multiplying by a matrix costs as many additions per element as its order.
+/// The largest order that is constructed.
 pub(super) const MAX_ORDER: usize = 256;
 
-/// The maximum number of orbits. The search tries all sequences, and their number is exponential in that of orbits.
+/// The maximum number of orbits; the cost of the search is exponential in it.
 const CLASSES: usize = 11;
 
-/// Returns the matrix of order `4t`, `t` odd and greater than 1, row-major, with entries ±1. Uses the first
-/// construction that exists for this order.
+/// Returns the matrix of order `4t`, `t` odd and greater than 1, row-major, with entries ±1.
 pub(super) fn matrix(order: usize) -> Option<(Construction, Vec<f32>)> {
     let t = order / 4;
     if order > MAX_ORDER || order != 4 * t || t.is_multiple_of(2) || t < 3 {
@@ -227,7 +226,7 @@ fn cancelling(t: usize, classes: &[Vec<usize>]) -> Option<[Vec<f32>; 4]> {
 mod tests {
     use super::*;
 
-    /// `H · Hᵀ = n · I` for every order that is constructed; all orders are, except those listed.
+    /// `H · Hᵀ = n · I` for every order, except those listed, which cannot be constructed.
     #[test]
     fn matrices_are_hadamard() {
         let mut none = Vec::new();

@@ -7,8 +7,8 @@
 //! Orders are `2^p · m`, `m` odd: `H = H₁ ⊗ H₂ ⊗ … ⊗ S`, with factors `Hᵢ` of orders `4 mᵢ ≤ 256`, `m = Π mᵢ`, and
 //! Sylvester's matrix `S`, `S[r, c] = (−1)^(number of bits that are 1 in both r and c)`. Factorizations of `m` that
 //! leave `S` an order of at least 16 are preferred; among these, the one with the smallest sum of orders is used, with
-//! the smaller factors first. For a power of two, `H` is Sylvester's matrix, which is symmetric; otherwise it is one of
-//! many Hadamard matrices of that order, and not symmetric. [`Hadamard::sign`] returns its entries.
+//! the smaller factors first. [`Hadamard::sign`] returns the entries of `H`, which is not symmetric unless `n` is a
+//! power of two.
 //!
 //! Factors can be [constructed](Construction) for every order `4 t`, `t` odd, from 12 to 252, except 100, 116, 188, 236
 //! and 244 (`t` = 25, 29, 47, 59 and 61). The factors for the widths of common models, each times Sylvester's matrix:
@@ -42,7 +42,6 @@ use crate::parallel::Disjoint;
 use crate::simd::elementwise::dispatched;
 use crate::{IsaToken, KernelError, Parallel};
 
-/// A factor whose order is not a power of two.
 #[derive(Debug, Clone)]
 pub(crate) struct Factor {
     pub(crate) order: usize,
@@ -65,13 +64,11 @@ pub(crate) struct Factor {
 #[derive(Debug, Clone)]
 pub struct Hadamard {
     n: usize,
-    /// The order of the Sylvester part is `2^power`.
     power: u32,
     factors: Vec<Factor>,
     scale: f32,
 }
 
-/// Rows per piece of work.
 const ROWS: usize = 8;
 
 impl Hadamard {
@@ -85,7 +82,6 @@ impl Hadamard {
         }
         let power = n.trailing_zeros();
         let odd = n >> power;
-        // Construct each possible factor once.
         let divisors = (3..=construct::MAX_ORDER / 4).step_by(2).filter(|m| odd.is_multiple_of(*m));
         let mut there: Vec<Factor> = divisors
             .filter_map(|m| {
@@ -169,7 +165,6 @@ impl Hadamard {
     }
 }
 
-/// The cost of a choice of factors, and their orders.
 type Best = ((bool, usize), Vec<usize>);
 
 /// Searches the products of available factors, in ascending order, that equal `left`; each factor uses two of `power`.

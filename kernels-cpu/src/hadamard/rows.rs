@@ -1,4 +1,7 @@
 //! The transform of one row over [`RowLanes`].
+//!
+//! # Safety
+//! The processor must have the instructions of `L`, for every unsafe function of this module.
 
 use core::mem::MaybeUninit;
 
@@ -6,7 +9,6 @@ use super::Factor;
 use super::construct::MAX_ORDER;
 use crate::simd::elementwise::RowLanes;
 
-/// Values per register.
 const LANES: usize = 16;
 
 /// The signs of lanes for additions at `distance`: −1 for the lanes that are subtracted from their partner.
@@ -38,7 +40,6 @@ unsafe fn load<L: RowLanes>(x: &[f32]) -> L::F {
     unsafe { L::load_f32(from.cast()) }
 }
 
-/// Stores up to sixteen values.
 #[inline(always)]
 unsafe fn store<L: RowLanes>(x: &mut [f32], a: L::F) {
     if x.len() >= LANES {
@@ -53,10 +54,7 @@ unsafe fn store<L: RowLanes>(x: &mut [f32], a: L::F) {
     x.copy_from_slice(&part[..x.len()]);
 }
 
-/// Transforms a row: the Sylvester part of order `2^power`, the factors from the last to the first, and the scale.
-///
-/// # Safety
-/// The processor must have the instructions of `L`. This holds for all functions below.
+/// Transforms a row, in the order that the module documentation of [`hadamard`](super) defines.
 #[inline(always)]
 pub(super) unsafe fn transform<L: RowLanes>(x: &mut [f32], power: u32, factors: &[Factor], scale: f32) {
     // SAFETY: the caller guarantees that the processor has the instructions of `L`.
@@ -112,7 +110,7 @@ unsafe fn sylvester<L: RowLanes>(x: &mut [f32], order: usize) {
             store::<L>(part, v);
         }
         let mut distance = LANES;
-        // Handle two distances per pass over memory; the additions and their order are the same as in two passes.
+        // Handle two distances per pass over memory.
         while 2 * distance < order {
             for block in x.chunks_exact_mut(4 * distance) {
                 let at = block.as_mut_ptr();

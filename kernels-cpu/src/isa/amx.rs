@@ -2,8 +2,7 @@
 //! save its state and permit its use.
 //!
 //! Tiles are 8 KiB of state per thread, which Linux saves only for processes that request it. The request is made once,
-//! when the instruction set is first queried. If it is refused (an old kernel, a system-call filter, signal stacks that
-//! are too small for the larger frames), the path counts as unavailable, and the next one is used.
+//! when the instruction set is first queried. If it is refused, the path counts as unavailable.
 #![allow(unsafe_code, reason = "CPUID, XGETBV and a system call")]
 
 /// Whether all threads of this process may use tiles of 8-bit integers and of bf16.
@@ -15,7 +14,6 @@ pub(super) fn is_usable() -> bool {
     *USABLE
 }
 
-/// Only Linux is supported.
 #[cfg(not(target_os = "linux"))]
 pub(super) fn is_usable() -> bool {
     false
@@ -47,7 +45,6 @@ mod linux {
             }
             let (flags, palette) = (__cpuid_count(7, 0).edx, __cpuid_count(0x1d, 1));
             let [bf16, tile, int8] = [22, 24, 25].map(|bit| flags >> bit & 1 == 1);
-            // Require 8 tiles of 16 rows of 64 bytes.
             let sizes = [palette.eax, palette.ebx, palette.ecx & 0xffff];
             tile && int8 && bf16 && sizes == [1024 << 16 | 8192, 8 << 16 | 64, 16]
         }

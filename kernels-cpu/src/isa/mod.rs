@@ -4,9 +4,7 @@
 //! `neon`, `neondot` or `neoni8mm`; on any processor `amxemulated`, or `f32` for the widest path that does not split
 //! floats into bf16. Surrounding whitespace and case are ignored. For an unknown name, or a path that the processor
 //! lacks, [`Isa::detect_checked`] returns an error; a program should call it when it starts. [`Isa::detect`] cannot
-//! fail: for a path that the processor lacks it selects the widest available path that is not wider, but never the
-//! portable one if there is another; if there is no such path, or the name is unknown, the default. So a typo never
-//! selects a slow path.
+//! fail, and then selects another fast path.
 //!
 //! The default is the fastest path of the processor: the widest, except where the table in `preference` says otherwise.
 
@@ -20,8 +18,8 @@ use std::sync::LazyLock;
 
 use crate::KernelError;
 
-/// A path through the kernels. Integer products are bit-identical on all paths. Float products are too, except on paths
-/// that split floats into bf16, see [`splits_floats`](Self::splits_floats).
+/// A path through the kernels. Products are bit-identical on all paths, except products with floats on paths that
+/// [split them into bf16](Self::splits_floats).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 #[non_exhaustive]
 pub enum Isa {
@@ -110,7 +108,6 @@ impl Isa {
             Self::NeonDotprod => Self::Neon.is_available() && is_aarch64_feature_detected!("dotprod"),
             #[cfg(all(target_arch = "aarch64", target_endian = "little"))]
             Self::NeonI8mm => Self::NeonDotprod.is_available() && is_aarch64_feature_detected!("i8mm"),
-            // Paths of other architectures are unavailable.
             #[allow(unreachable_patterns, reason = "there may be none left")]
             _ => false,
         }
@@ -121,8 +118,8 @@ impl Isa {
         Self::ALL.into_iter().filter(|isa| isa.is_available())
     }
 
-    /// All paths that can run here: the available ones and the emulated path. For tests of linear layers; other kernels
-    /// run portable code on the emulated path.
+    /// The available paths and the emulated one. For tests of linear layers; other kernels run portable code on the
+    /// emulated path.
     pub fn runnable() -> impl Iterator<Item = Self> {
         Self::available().chain([Self::AmxEmulated])
     }
@@ -139,8 +136,9 @@ impl Isa {
     }
 
     /// Returns the path that `QUANT_ISA` names, or the fastest path of this processor if it is not set; detected once.
-    /// When [`detect_checked`](Self::detect_checked) would fail, returns the widest available path, other than portable
-    /// code, that is not wider than the one named, or the fastest path if there is none or the name is unknown.
+    /// If [`detect_checked`](Self::detect_checked) would fail, returns the fastest path instead of an unknown one.
+    /// Instead of a path that this processor lacks, it returns the widest narrower one, or the fastest if only the
+    /// scalar path is narrower.
     pub fn detect() -> Self {
         *FOUND.as_ref().unwrap_or_else(|(instead, _)| instead)
     }
@@ -163,7 +161,6 @@ impl Isa {
         Self::Avx512Bf16.is_available() && (unnamed || named)
     }
 
-    /// Returns the path that a value of `QUANT_ISA` selects; if it is invalid, the path to use instead and the error.
     fn named(value: &str) -> Result<Self, (Self, KernelError)> {
         let name = value.trim();
         let fastest = preference::fastest();
@@ -181,7 +178,7 @@ impl Isa {
                 let names: Vec<_> = Self::available().map(Self::name).collect();
                 let (value, known) = (name.to_owned(), names.join(", "));
                 let narrower = |max: Self| Self::available().filter(|isa| *isa <= max).last();
-                // On AArch64, only the portable path is narrower than those of x86-64; use the fastest instead.
+                // On AArch64, only the portable path is narrower than a path of x86-64; use the fastest instead.
                 let instead = found.and_then(narrower).filter(|isa| *isa != Self::Scalar).unwrap_or(fastest);
                 Err((instead, KernelError::IsaName { value, known }))
             }
@@ -197,7 +194,6 @@ impl Isa {
     }
 }
 
-/// The result of parsing `QUANT_ISA`.
 static FOUND: LazyLock<Result<Isa, (Isa, KernelError)>> = LazyLock::new(|| {
     let value = std::env::var_os("QUANT_ISA").unwrap_or_default();
     Isa::named(&value.to_string_lossy())
@@ -233,7 +229,6 @@ mod tests {
     fn expected_paths_are_there() {
         let names: Vec<_> = Isa::available().map(Isa::name).collect();
         assert!(names.contains(&"scalar") && Isa::detect().is_available());
-        // If a path is forced, no other path may be used.
         assert_eq!(Isa::detect_checked(), Ok(Isa::detect()));
         if let Ok(expected) = std::env::var("QUANT_EXPECTED_ISAS") {
             assert_eq!(names.join(","), expected);

@@ -1,12 +1,11 @@
 //! Selects the fastest path of a processor.
 //!
-//! Usually it is the widest. The table [`SLOW_PATHS`] lists processors on which an instruction exists but is slow, with
-//! the evidence; `quant bench kernels` measures every path and warns if a row is wrong. Only the default path depends
-//! on this: `QUANT_ISA` and [`Isa::token`](super::Isa::token) accept any path that the processor has.
+//! Usually it is the widest. The table [`SLOW_PATHS`] lists processors on which an instruction exists but is slow;
+//! `quant bench kernels` warns if a row is wrong. Only the default path depends on this: `QUANT_ISA` and
+//! [`Isa::token`](super::Isa::token) accept any path that the processor has.
 
 use super::Isa;
 
-/// A path that is available but not the fastest on some processors.
 #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code, reason = "there is a row for x86-64 only"))]
 struct SlowPath {
     /// The vendor as CPUID spells it.
@@ -21,22 +20,19 @@ struct SlowPath {
 #[cfg(target_arch = "x86_64")]
 const SLOW_PATHS: [SlowPath; 1] = [
     // Intel's server cores since Sapphire Rapids, identified by AVX512-FP16: `vdpbf16ps` on 512 bits reaches half the
-    // operations per second of f32 FMA (0.11 against 0.21 TFLOP/s per core, benchmarks/record/kernels, 2026-11-24).
-    // If tiles are available they are preferred to both, so this row matters only if they are not permitted.
+    // operations per second of f32 FMA (benchmarks/record/kernels, 2026-11-24). If tiles are available they are
+    // preferred to both.
     SlowPath {
         vendor: "GenuineIntel",
         applies: || is_x86_feature_detected!("avx512fp16"),
         slow: Isa::Avx512Bf16,
     },
-    // There is no row for AMD: on Zen 4 and Zen 5 `vdpbf16ps` reaches twice the operations per second of f32 FMA (0.5
-    // against 0.25 TFLOP/s per core on Zen 5, benchmarks/record/kernels, 2026-11-23), so the widest path is the
-    // fastest. There is no row for Intel's Cooper Lake, the only other processor with AVX512-BF16, because it was not
-    // measured.
+    // There is no row for AMD, whose `vdpbf16ps` reaches twice the operations per second of f32 FMA
+    // (benchmarks/record/kernels, 2026-11-23), nor for Intel's Cooper Lake, which was not measured.
 ];
 #[cfg(not(target_arch = "x86_64"))]
 const SLOW_PATHS: [SlowPath; 0] = [];
 
-/// The fastest known path of this processor.
 pub(super) fn fastest() -> Isa {
     let vendor = vendor();
     let slow =
@@ -44,7 +40,6 @@ pub(super) fn fastest() -> Isa {
     Isa::available().filter(|&isa| !slow(isa)).last().unwrap_or(Isa::Scalar)
 }
 
-/// The vendor that CPUID reports.
 #[cfg(target_arch = "x86_64")]
 #[allow(unsafe_code, unused_unsafe, reason = "CPUID is unsafe to call before Rust 1.94")]
 fn vendor() -> [u8; 12] {
@@ -71,7 +66,6 @@ mod tests {
         let fastest = fastest();
         assert!(fastest.is_available());
         let widest = Isa::available().last().unwrap();
-        // A narrower path may be preferred only because of a row of the table.
         assert!(fastest == widest || SLOW_PATHS.iter().any(|k| k.slow == widest), "{fastest:?} {widest:?}");
         #[cfg(target_arch = "x86_64")]
         if vendor() == *b"GenuineIntel" && is_x86_feature_detected!("avx512fp16") {

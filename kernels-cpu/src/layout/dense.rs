@@ -7,7 +7,6 @@ use half::{bf16, f16};
 use super::{LINE, Layout, PANEL_ROWS, STEP, ScaleType};
 use crate::KernelError;
 
-/// Bits per weight of dense bf16.
 pub(super) const DENSE_BITS: usize = 16;
 
 /// Where a step of dense bf16 has a feature: the number of its line, and whether it is in the high half of the words.
@@ -27,7 +26,6 @@ impl Layout {
     /// # Errors
     /// When the matrix is empty, or its packed size overflows.
     pub fn bf16(shape: [usize; 2]) -> Result<Self, KernelError> {
-        // The bytes of a panel, including padding, must not overflow.
         shape[1].checked_mul(4 * PANEL_ROWS).ok_or(KernelError::TooLarge("the packed matrix"))?;
         Self::with_codes(shape, DENSE_BITS, shape[1], ScaleType::F16, Some(0), None, false)
     }
@@ -37,8 +35,7 @@ impl Layout {
         self.code_bits == DENSE_BITS
     }
 
-    /// Packs a range of panels of dense weights, `[n, k]` row-major, into `out`, which has exactly their size. Callers
-    /// may give each of their threads its own panels.
+    /// Packs a range of panels of dense weights, `[n, k]` row-major, into `out`, which has exactly their size.
     ///
     /// # Errors
     /// When the layout is not that of bf16, `panels` is out of range, or a length is wrong.

@@ -34,9 +34,8 @@
 //! step, bf16:  word r of line p = weight(r, PAIRS[p]) | weight(r, PAIRS[p] + 2) << 16
 //! ```
 //!
-//! So one load of 64 bytes, an AND and a shift give two registers whose 32-bit lanes are rows with four neighbouring
-//! codes each: the operands of `vpdpbusd`, `vpmaddubsw` and `sdot`. The 16-bit words of the loaded bytes hold, at
-//! shifts of 0, 4, 8 and 12, the pairs for a bf16 dot product.
+//! So with 4 bits, one load of 64 bytes, an AND and a shift give two registers whose 32-bit lanes are rows with four
+//! neighbouring codes each: the operands of `vpdpbusd`, `vpmaddubsw` and `sdot`.
 
 mod dense;
 mod pack;
@@ -69,7 +68,6 @@ pub(crate) const fn unit_of(code_bits: usize) -> usize {
     }
 }
 
-/// A cache line.
 #[derive(Debug, Clone, Copy)]
 #[repr(C, align(64))]
 pub(crate) struct Line(pub(crate) [u8; LINE]);
@@ -111,7 +109,6 @@ impl ScaleType {
         }
     }
 
-    /// Whether these are the scales of super-blocks.
     pub(crate) fn is_super(self) -> bool {
         matches!(self, Self::Super | Self::SuperMins)
     }
@@ -152,7 +149,7 @@ pub struct Layout {
     /// The format of floating-point codes.
     float: Option<FloatFormat>,
     sums: bool,
-    /// Derived values, computed once since kernels use them for every tile.
+    /// Derived values.
     groups: usize,
     steps: usize,
     panel_bytes: usize,
@@ -166,9 +163,8 @@ impl Layout {
     /// - the matrix is empty, or its packed size overflows;
     /// - `sums` is set for floating-point codes or super-blocks;
     /// - a global scale is not positive and finite, or so small that 256 divided by it overflows;
-    /// - a group is so wide that its sums might overflow 32 bits: wider than 65,793 for codes stored in 8 bits and IQ4,
-    ///   or 1,118,481 for other codes in 4 bits; with `sums` 33,025 or 561,433. For progressive weights the bound is on
-    ///   the width of rows: 131,071, with `sums` 65,793.
+    /// - a group, or a row of progressive weights, is so wide that its sums might overflow 32 bits. The limit depends on
+    ///   the format; it is 33,025 input features or more.
     pub fn of(view: &WeightView<'_>, sums: bool) -> Result<Self, KernelError> {
         let code_bits = match (view.bits(), view.all_scales()) {
             (..=4, _) => 4,
@@ -234,9 +230,7 @@ impl Layout {
     /// The layout of floating-point codes with these properties.
     ///
     /// # Errors
-    /// When the scales are progressive, are those of super-blocks (except for IQ4 without minima), or are E4M3 or E8M0
-    /// for IQ4; when the matrix is empty or its packed size overflows, the group size does not divide `k`, or a group
-    /// is too wide (see [`of`](Self::of)).
+    /// See [`of`](Self::of); also when the format does not support these scales, or the group size does not divide `k`.
     pub fn from_float_parts(
         shape: [usize; 2],
         format: FloatFormat,
@@ -308,7 +302,7 @@ impl Layout {
             (ScaleType::Progressive, _) => (k, PROGRESSIVE_MAX as usize),
             // An integer scale is at most 128 in magnitude, a code without its zero point below 64, a level below 128.
             (ScaleType::Super | ScaleType::SuperMins, _) => (SUPER_BLOCK, 128 * 128),
-            // Multiplied by floats only.
+            // Dense weights are multiplied by floats only.
             (_, DENSE_BITS) => (1, 1),
             (_, 8) => (group_size, 255),
             // Levels are multiplied with an offset that makes them unsigned.
@@ -351,7 +345,7 @@ impl Layout {
         self.n
     }
 
-    /// The layout of `n` of these rows, from a panel boundary. Only `n` differs, because panels are independent.
+    /// The layout of `n` of these rows, from a panel boundary.
     pub(crate) fn of_rows(&self, n: usize) -> Self {
         Self { n, ..*self }
     }
@@ -436,7 +430,6 @@ impl Layout {
         !self.is_super() && self.float != Some(FloatFormat::Iq4)
     }
 
-    /// Whether groups form super-blocks.
     pub(crate) fn is_super(&self) -> bool {
         self.scales.is_super()
     }
@@ -450,7 +443,6 @@ impl Layout {
         }
     }
 
-    /// Bytes of zero points per group, or of minima.
     fn zero_bytes(&self) -> usize {
         match (self.scales, self.zero_point) {
             (ScaleType::SuperMins, _) => PANEL_ROWS,
@@ -459,7 +451,6 @@ impl Layout {
         }
     }
 
-    /// Super-blocks per row.
     pub(crate) fn blocks(&self) -> usize {
         self.k / SUPER_BLOCK
     }
@@ -520,7 +511,7 @@ impl Layout {
         let zero_point = self.zero_point.map_or(0, |m| 1 + u64::from(m));
         let sizes = [self.n, self.k, self.code_bits, self.group_size].map(|s| s as u64);
         let words = [VERSION].into_iter().chain(sizes).chain([scales, zero_point, u64::from(self.sums)]);
-        // Integer codes add no word, so that their ids remain those from before floating-point codes existed.
+        // Integer codes add no word, so that their ids do not change.
         let words = words.chain(float);
         // FNV-1a.
         words.flat_map(u64::to_le_bytes).fold(0xcbf2_9ce4_8422_2325, |hash, byte| {

@@ -9,8 +9,7 @@ use crate::weight_view::Scales;
 use crate::{KernelError, WeightView};
 
 impl Layout {
-    /// Packs a range of panels of a view into `out`, which has exactly their size. Callers may give each of their
-    /// threads its own panels.
+    /// Packs a range of panels of a view into `out`, which has exactly their size.
     ///
     /// # Errors
     /// When
@@ -35,8 +34,7 @@ impl Layout {
         self.pack_panels(view, panels, out)
     }
 
-    /// Packs panels as [`pack`](Self::pack) does; the caller has checked the layout of the view, the range and the
-    /// length of `out`.
+    /// Packs panels as [`pack`](Self::pack) does; the caller has checked the view, the range and the length of `out`.
     pub(crate) fn pack_panels(
         &self,
         view: &WeightView<'_>,
@@ -52,7 +50,6 @@ impl Layout {
         Ok(())
     }
 
-    /// Fails on values of a group that [`pack`](Self::pack) rejects.
     fn check_group(
         &self,
         view: &WeightView<'_>,

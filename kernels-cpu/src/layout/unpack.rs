@@ -9,7 +9,6 @@ use crate::float_format::{e4m3_packed, e4m3_scale_packed, e8m0_packed};
 use crate::{FloatFormat, KernelError, e8m0_value};
 
 impl Layout {
-    /// The code of a weight, from the panel of its row.
     pub(crate) fn code(&self, panel: &[u8], row: usize, k: usize) -> u8 {
         let (g, i, r) = (k / self.group_size, k % self.group_size, row % PANEL_ROWS);
         let step = g * self.steps() + i / STEP;
@@ -57,7 +56,6 @@ impl Layout {
         }
     }
 
-    /// The scale and the minimum of a super-block.
     fn block(&self, panel: &[u8], row: usize, b: usize) -> [f16; 2] {
         let read = |at: usize| f16::from_le_bytes([panel[at], panel[at + 1]]);
         let at = self.channels_at() + 2 * (b * PANEL_ROWS + row % PANEL_ROWS);
@@ -130,7 +128,6 @@ impl Layout {
         Ok(out)
     }
 
-    /// Dequantizes a range of rows into `out`, `[rows.len(), k]`, row-major.
     pub(crate) fn dequantize(
         &self,
         packed: &[u8],
@@ -174,7 +171,7 @@ impl Layout {
                     }
                     continue;
                 }
-                // These are the values that kernels use, even if the bytes encode NaN.
+                // These are the values that kernels use.
                 let byte =
                     panel[self.scales_at() + (g * PANEL_ROWS + row % PANEL_ROWS) * self.scales.bytes()];
                 match self.scales {
@@ -212,7 +209,7 @@ impl Layout {
 pub struct Unpacked {
     /// `[n, k]`
     pub codes: Vec<u8>,
-    /// `[n, k / group_size]`: scales. Integers for progressive weights and super-blocks; for E4M3 scales the values
+    /// `[n, k / group_size]`: scales. As stored: integers for progressive weights and super-blocks; for E4M3 scales
     /// before the division by the global scale.
     pub scales: Vec<f32>,
     /// `[n, k / group_size]`: zero points, or empty if all groups have the same. For super-blocks with minima, the

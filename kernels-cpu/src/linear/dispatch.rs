@@ -20,8 +20,8 @@ use crate::{FloatFormat, Isa, IsaToken, Layout};
 /// Maximum number of rows per strip, if there are several strips.
 pub(crate) const MAX_ROWS: usize = 12;
 
-/// Up to this many rows form one strip, because memory bandwidth limits such products: a second strip would read its
-/// weights from a cache while memory is idle.
+/// Up to this many rows form one strip: memory bandwidth limits such products, so they should read the weights only
+/// once.
 pub(crate) const ONE_STRIP: usize = 16;
 
 /// Maximum number of strips for which weights are converted once, see [`Path::expands`].
@@ -36,22 +36,18 @@ pub(super) const FLOAT: usize = 3;
 const SUPER: usize = 4;
 
 type TileFn = unsafe fn(&Tile<'_>);
-/// Multiplies some rows by the operands of some panels.
 #[cfg(target_arch = "x86_64")]
 type ProductFn = unsafe fn(&expanded::Product<'_>);
-/// Multiplies some row tiles by some panels.
 type TiledFn = unsafe fn(&Tiled<'_>, Range<usize>, Range<usize>);
 
 /// An instruction set, a code format, and a kind of tile.
 #[derive(Clone, Copy)]
 pub(crate) struct Path {
     isa: Isa,
-    /// As defined in [`codes`].
     codes: usize,
     kind: usize,
 }
 
-/// The code format of a layout.
 fn codes_of(layout: &Layout) -> usize {
     match layout.float_format() {
         None if layout.is_bf16() => codes::BF16,
@@ -63,7 +59,6 @@ fn codes_of(layout: &Layout) -> usize {
 }
 
 impl Path {
-    /// The path for integer activations.
     pub(crate) fn whole(token: IsaToken, layout: &Layout, zero: i32) -> Self {
         let kind = match layout.zero_point() {
             _ if layout.scales() == ScaleType::Progressive => PROGRESSIVE,
@@ -76,7 +71,6 @@ impl Path {
         Self { isa: token.isa(), codes: codes_of(layout), kind }
     }
 
-    /// The path for float activations.
     pub(crate) fn float(token: IsaToken, layout: &Layout) -> Self {
         Self { isa: token.isa(), codes: codes_of(layout), kind: FLOAT }
     }
@@ -84,7 +78,7 @@ impl Path {
     /// The functions of the tile unit and their helper steps, if the path uses one.
     pub(super) fn tiled(self) -> Option<(TiledFn, Steps)> {
         match (self.codes, self.kind) {
-            // Rows for super-blocks and IQ4 are not stored in tiles, whether they are integers or floats.
+            // Rows for super-blocks and IQ4 are not stored in tiles.
             (_, SUPER) | (5 | 6 | codes::IQ4, _) => None,
             (codes::E2M1, FLOAT) => self.choose_tiled::<{ codes::E2M1 }, FLOAT, BF16>(),
             (codes::E2M1, _) => self.choose_tiled::<{ codes::E2M1 }, ZEROS, SIGNED>(),
@@ -173,7 +167,6 @@ impl Path {
         Some(Functions { expand, finish, step_bytes, panels: self.panels(MAX_ROWS), direct })
     }
 
-    /// The product of these rows with the operands of these panels.
     #[cfg(target_arch = "x86_64")]
     pub(super) fn product(self, rows: usize, panels: usize, rest: bool) -> ProductFn {
         macro_rules! products {
@@ -211,7 +204,7 @@ impl Path {
     pub(super) fn rows(self, left: usize) -> usize {
         match self.isa {
             Isa::Scalar | Isa::AmxEmulated => left.min(2),
-            // Sixteen registers hold the sums of six rows, two each, if the operands are loaded instead of converted.
+            // Sixteen registers hold the sums of six rows, two each.
             Isa::Avx2 | Isa::AvxVnni if self.kind == FLOAT && left > 4 => left.div_ceil(left.div_ceil(6)),
             // Sixteen registers hold the sums of four rows, two each, and their operands.
             Isa::Avx2 | Isa::AvxVnni if left > 4 => left.div_ceil(left.div_ceil(4)),
@@ -237,7 +230,6 @@ impl Path {
         }
     }
 
-    /// The tile for these rows and panels.
     pub(super) fn tile(self, rows: usize, panels: usize) -> TileFn {
         match (self.codes, self.kind) {
             (codes::E2M1, FLOAT) => self.choose::<{ codes::E2M1 }, FLOAT>(rows, panels),
@@ -314,10 +306,9 @@ impl Path {
             Isa::NeonDotprod => tiles_of_neon!(neondot_tile),
             #[cfg(target_arch = "aarch64")]
             Isa::NeonI8mm => tiles_of_neon!(neoni8mm_tile),
-            // Paths of other architectures.
             _ => {}
         }
-        // Only the portable path is left: every other path was matched by `rows` and `panels` above.
+        // Only the portable path is left.
         debug_assert!(matches!(self.isa, Isa::Scalar | Isa::AmxEmulated) && rows <= 2 && panels == 1);
         if rows == 1 { scalar::<CODES, KIND, 1, 1> } else { scalar::<CODES, KIND, 2, 1> }
     }
@@ -374,7 +365,8 @@ mod x86 {
                 weights: *const u8,
                 to: expanded::Operands,
             ) {
-                // SAFETY: compiled with the features that the lanes require; the caller guarantees the rest.
+                // SAFETY: compiled with the features that the lanes require; the caller guarantees
+                // the contract of `expanded::expand`.
                 unsafe { expanded::expand::<$lanes, CODES>(layout, weights, to) }
             }
             /// # Safety
@@ -383,7 +375,8 @@ mod x86 {
             pub(super) unsafe fn $product<const REST: bool, const MR: usize, const NP: usize>(
                 t: &expanded::Product<'_>,
             ) {
-                // SAFETY: compiled with the features that the lanes require; the caller guarantees the rest.
+                // SAFETY: compiled with the features that the lanes require; the caller guarantees
+                // the contract of `expanded::product`.
                 unsafe { expanded::product::<$lanes, REST, MR, NP>(t) }
             }
         };
@@ -392,7 +385,8 @@ mod x86 {
             /// See [`expanded::finish`].
             #[target_feature(enable = $features)]
             pub(super) unsafe fn $finish<const NP: usize>(t: &Tile<'_>, totals: *const f32) {
-                // SAFETY: compiled with the features that the lanes require; the caller guarantees the rest.
+                // SAFETY: compiled with the features that the lanes require; the caller guarantees
+                // the contract of `expanded::finish`.
                 unsafe { expanded::finish::<$lanes, NP>(t, totals) }
             }
         };

@@ -1,12 +1,10 @@
 //! Products with float activations of more than a few rows: the weights of some groups are converted to operands once,
 //! into memory that stays in the caches, and then multiplied by all rows of a piece of work.
 //!
-//! In [`float_tile`](super::float_tile), each tile converts the weights again, which takes 3 instructions per operand
-//! for codes of 4 bits and 13 for codes of 8 bits on `avx512bf16`. With few rows this happens while the tile waits for
-//! memory; with many rows it competes with the products, of which a tile has up to twelve per operand.
+//! In [`float_tile`](super::float_tile), each tile converts the weights again. With few rows this happens while the
+//! tile waits for memory; with many rows it competes with the products.
 //!
-//! The products do not depend on the type of the codes or scales. They are added in the order of `float_tile`, so the
-//! result of a row is bit-identical in every batch.
+//! The products are added in the order of `float_tile`, so the result of a row is bit-identical in every batch.
 #![allow(clippy::needless_range_loop, reason = "rows and panels index several arrays at once")]
 
 use core::mem::MaybeUninit;
@@ -19,22 +17,19 @@ use crate::activation::strip;
 use crate::layout::{LINE, Layout, PANEL_ROWS, STEP, ScaleType, unit_of};
 use crate::simd::{FloatLanes, codes};
 
-/// Products of at most this many rows are computed by [`float_tile`](super::float_tile): they wait for memory.
+/// Products of at most this many rows are computed by [`float_tile`](super::float_tile).
 pub(super) const FEW_ROWS: usize = 4;
-/// Bytes of converted weights: with the activations of a tile they should fit in the L1 cache.
+/// Bytes of converted weights: few enough for the L1 cache.
 const OPERANDS: usize = 32 << 10;
 /// The size of a step of one panel is at least this many bytes on every path, see [`Functions::step_bytes`].
 const MIN_STEP: usize = 256;
-/// Maximum number of panels of a tile.
 const MAX_PANELS: usize = 2;
 /// How many bytes ahead weights that are operands already are prefetched.
 const AHEAD: usize = 4096;
 /// Floats per group and panel: scales, then zero points or minima.
 const PARAMETERS: usize = 2 * PANEL_ROWS;
-/// A step has four parts or eight.
 const _: () = assert!(STEP == 8);
 
-/// The operands of a product, and the destination of results.
 pub(super) struct Expanded<'a> {
     pub(super) layout: &'a Layout,
     /// The packed matrix.
@@ -54,9 +49,7 @@ pub(super) struct Expanded<'a> {
     pub(super) out: Out,
 }
 
-/// The type of [`expand`].
 pub(super) type ExpandFn = unsafe fn(&Layout, *const u8, Operands);
-/// The type of [`finish`].
 pub(super) type FinishFn = unsafe fn(&Tile<'_>, *const f32);
 
 /// The functions of an instruction set and a type of codes.
@@ -121,7 +114,7 @@ struct Next {
     lines: usize,
 }
 
-/// Intermediate results on the stack: products allocate nothing.
+/// Intermediate results.
 #[repr(C, align(64))]
 struct Scratch {
     operands: [MaybeUninit<u8>; OPERANDS],
@@ -151,7 +144,7 @@ pub(super) unsafe fn multiply(
         let mut panel = panels.start;
         while panel < panels.end {
             let count = of.panels.min(panels.end - panel);
-            // SAFETY: the caller guarantees the contract above.
+            // SAFETY: the caller guarantees the contract of `multiply`.
             unsafe { columns(t, path, of, scratch.as_mut_ptr(), strips.clone(), panel, count) };
             panel += count;
         }
@@ -278,7 +271,7 @@ pub(super) unsafe fn expand<L: FloatLanes, const CODES: usize>(
 ) {
     let (panel_bytes, step_bytes) = (layout.panel_bytes(), layout.step_bytes());
     let (unit, operand) = (unit_of(codes::bits(CODES)), size_of::<L::W>());
-    // SAFETY: the caller guarantees the contract above; groups and blocks are whole units.
+    // SAFETY: the caller guarantees the contract of `expand`; groups and blocks are whole units.
     unsafe {
         let table = table_of::<L, CODES>(layout);
         // Dense weights are pairs of bf16 already.
@@ -318,7 +311,7 @@ pub(super) unsafe fn expand<L: FloatLanes, const CODES: usize>(
     }
 }
 
-/// Multiplies a tile: adds its groups to the totals, and keeps the sums of a group that is not complete.
+/// Multiplies a tile: adds complete groups to the totals, and keeps the sums of an incomplete group.
 ///
 /// # Safety
 /// See [`multiply`]; the operands must be those of `MR` rows and `NP` panels.
@@ -332,7 +325,7 @@ pub(super) unsafe fn product<L: FloatLanes, const REST: bool, const MR: usize, c
     let (operands, row_bytes) = (L::PARTS * size_of::<L::W>(), step_of::<L, REST>() * t.strip);
     let (mut right, mut x, mut next) = (t.right, t.x, t.next);
     let (mut within, mut left, mut parameters, mut row_sums) = (t.within, t.count, t.parameters, t.sums);
-    // SAFETY: the caller guarantees the contract above.
+    // SAFETY: the caller guarantees the contract of `product`.
     unsafe {
         while left > 0 {
             let steps = left.min(group - within);
@@ -417,7 +410,7 @@ unsafe fn add_steps<L: FloatLanes, const REST: bool, const MR: usize, const NP: 
     next: &mut Next,
 ) -> [[L::F; NP]; MR] {
     let (operand, row) = (size_of::<L::W>(), step_of::<L, REST>());
-    // SAFETY: the caller guarantees the contract above; prefetched addresses need not be mapped.
+    // SAFETY: the caller guarantees the contract of `add_steps`; prefetched addresses need not be mapped.
     unsafe {
         for _ in 0..count {
             if next.lines > 0 {
@@ -452,7 +445,7 @@ unsafe fn add_steps<L: FloatLanes, const REST: bool, const MR: usize, const NP: 
             if L::PARTS > 4 {
                 parts!(4 5 6 7);
             }
-            // After the last step, these pointers are past the end and are not dereferenced.
+            // After the last step, these pointers are past the end, but are not dereferenced.
             right = right.wrapping_add(L::PARTS * operand);
             x = x.wrapping_add(strip * row);
         }
@@ -466,7 +459,7 @@ unsafe fn add_steps<L: FloatLanes, const REST: bool, const MR: usize, const NP: 
 /// See [`multiply`]; `totals` are those of the row in `NP` panels.
 #[inline(always)]
 pub(super) unsafe fn finish<L: FloatLanes, const NP: usize>(t: &Tile<'_>, totals: *const f32) {
-    // SAFETY: the caller guarantees the contract above.
+    // SAFETY: the caller guarantees the contract of `finish`.
     unsafe {
         let mut row = [L::zero(); NP];
         for p in 0..NP {

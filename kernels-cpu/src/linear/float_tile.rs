@@ -1,16 +1,14 @@
 //! The inner loop for float activations: codes are converted to floats in registers, exactly.
 //!
-//! Integer codes are multiplied as `code − c`, with `c` the zero point of a symmetric grid, or 8 or 128: small
-//! integers, exact in bf16 and `f32`. A group's own zero point then costs one term `(c − z) Σ x`, and the scale one
-//! multiply-add.
+//! Integer codes are multiplied as `code − c`, a small integer that is exact in bf16 and `f32`. `c` is the zero point
+//! that all groups share, if there is one, otherwise the middle of the codes' range. A group's own zero point then
+//! costs one term `(c − z) Σ x`, and the scale one multiply-add.
 //!
 //! Floating-point codes are multiplied as their value, which is also exact in both.
 //!
-//! A group's products are added in order; pairs of bf16 are added in blocks of 256 features, and the blocks in order.
-//! So a row's result is bit-identical whether it is computed alone or in a batch. With one or two rows there are too
-//! few independent sums to hide the latency of a product, which matters on paths with two bf16 per value: there, two
-//! groups, or two blocks of a wide group, are computed in parallel. Using more than two is slower, because they read
-//! more memory locations at once.
+//! Products are added in an order that does not depend on the number of rows, so a row's result is bit-identical
+//! whether it is computed alone or in a batch. With one or two rows there are too few independent sums to hide the
+//! latency of a product. Some paths therefore compute two parts of the sum in parallel.
 #![allow(clippy::needless_range_loop, reason = "rows and panels index several arrays at once")]
 
 use crate::layout::{Layout, PANEL_ROWS, STEP, SUPER_BLOCK, ScaleType};
@@ -19,7 +17,6 @@ use crate::simd::{FloatLanes, codes};
 use super::prefetcher::{Prefetcher, next_parameters};
 use super::tile::{Tile, finish, scales_of};
 
-/// Steps per block.
 pub(super) const BLOCK: usize = 256 / STEP;
 
 /// Multiplies a tile.
@@ -38,7 +35,8 @@ pub(crate) unsafe fn multiply<
 ) {
     let layout = t.layout;
     let (groups, steps) = (layout.groups(), layout.steps());
-    // SAFETY: all reads are within the memory that the caller guarantees to be valid, as in the tile of integers.
+    // SAFETY: all reads are within the memory that the caller guarantees to be valid: step, group and row stay below
+    // their counts, and the offsets are those of the layout.
     unsafe {
         let table = table_of::<L, CODES>(layout);
         let mut totals = [[L::zero(); NP]; MR];
@@ -112,7 +110,6 @@ pub(super) unsafe fn table_of<L: FloatLanes, const CODES: usize>(layout: &Layout
     }
 }
 
-/// The value that is subtracted from every integer code.
 fn centre<const CODES: usize>(layout: &Layout) -> i32 {
     layout.zero_point().map_or(1 << (codes::bits(CODES) - 1), i32::from)
 }
@@ -155,12 +152,11 @@ unsafe fn add_steps<
 ) -> [[[L::F; NP]; MR]; NG] {
     let panel = t.layout.panel_bytes();
     let (step_bytes, unit) = (PANEL_ROWS * STEP * codes::bits(CODES) / 8, const { codes::unit(CODES) });
-    // With two groups in parallel, the prefetched lines are those after both.
     let waits = MR <= 4;
     let ahead = Prefetcher::new(t.layout, NP, (NG * count * step_bytes).clamp(2048, 8192));
     let ahead_of = |at: *const u8| if waits { ahead.of(at.addr() - t.weights.addr()) } else { 0 };
-    // SAFETY: the caller guarantees the contract above; steps and rows stay below their counts. Blocks and groups are
-    // whole units.
+    // SAFETY: the caller guarantees the contract of `multiply`; steps and rows stay below their counts. Blocks and
+    // groups are whole units.
     unsafe {
         let mut at = t.weights.wrapping_add(first * step_bytes);
         let row = const { step_of::<L, REST>() };
@@ -168,14 +164,14 @@ unsafe fn add_steps<
         let mut sums = [[[L::zero(); NP]; MR]; NG];
         let mut step = 0;
         for _ in 0..count {
-            // Unrolled instead of a loop, so that all sums stay in registers.
+            // Unrolled, so that all sums stay in registers.
             add_step::<L, CODES, REST, MR, NP>(&mut sums[0], (at, x), step, table, panel, ahead_of(at));
             if NG > 1 {
                 let behind = (at.wrapping_add(count * step_bytes), x.wrapping_add(count * t.strip * row));
                 let ahead = ahead_of(behind.0);
                 add_step::<L, CODES, REST, MR, NP>(&mut sums[1], behind, step, table, panel, ahead);
             }
-            // After the last step, these pointers are past the end and are not dereferenced.
+            // After the last step, these pointers are past the end, but are not dereferenced.
             x = x.wrapping_add(t.strip * row);
             step += 1;
             if step == unit {
@@ -200,7 +196,7 @@ unsafe fn join<L: FloatLanes, const CODES: usize, const MR: usize, const NP: usi
 ) {
     let layout = t.layout;
     let panel = layout.panel_bytes();
-    // SAFETY: the caller guarantees the contract above.
+    // SAFETY: the caller guarantees the contract of `multiply`.
     unsafe {
         if MR <= 4 {
             next_parameters::<L, NP>(layout, t.weights, g);
@@ -312,7 +308,7 @@ unsafe fn add_step<L: FloatLanes, const CODES: usize, const REST: bool, const MR
     panel: usize,
     ahead: usize,
 ) {
-    // SAFETY: the caller guarantees the contract above; prefetched addresses need not be mapped.
+    // SAFETY: the caller guarantees the contract of `multiply`; prefetched addresses need not be mapped.
     unsafe {
         if ahead > 0 {
             for p in 0..NP {
@@ -347,7 +343,6 @@ pub(crate) const FLOAT_STEP: usize = 32;
 /// Bytes per step of a row that are used if the values are bf16, and multiplied as such.
 pub(crate) const BF16_STEP: usize = 16;
 
-/// Bytes per step of a row.
 pub(super) const fn step_of<L: FloatLanes, const REST: bool>() -> usize {
     if L::ORDERED || REST { FLOAT_STEP } else { BF16_STEP }
 }

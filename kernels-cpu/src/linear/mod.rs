@@ -4,26 +4,23 @@
 //!
 //! `y = s_x · Σ_g s_g (Σ_{k∈g} q·a − z Σ_{k∈g} a) + b`.
 //!
-//! Weights have 4 or 8 bits with a scale per group or row, or are progressive; activations have 8 bits, quantized per
-//! token or static (W4A8, W8A8, QServe's W4A8). Sums of a group are exact in `i32`; a group's sum is converted to
-//! float, rounded once, and added to the total by a fused multiply-add, group by group. Finally the total is multiplied
-//! by the scale of the activations, and a bias is added in the same rounding. This order is part of the definition:
-//! results are bit-identical for all instruction sets, divisions of work and thread counts.
+//! Activations have 8 bits, quantized per token or static. Sums of integers are exact in `i32`. They are converted to
+//! floats and combined in a fixed order, which is part of the definition
+//! ([`reference::int8_linear`](crate::reference::int8_linear)), so results are bit-identical for all instruction sets,
+//! divisions of work and thread counts.
 //!
 //! Super-blocks ([`SuperScales`](crate::SuperScales)) have an integer scale `s_g` and minimum `m_g` per group, and a
-//! float scale `d_b` and minimum `e_b` per super-block:
-//! `y = s_x · Σ_b (d_b Σ_{g∈b} s_g Σ_{k∈g} (q − z)·a − e_b Σ_{g∈b} m_g Σ_{k∈g} a) + b`. Both sums of a super-block are
-//! exact in `i32`, rounded once, and added by a fused multiply-add each, the scaled sum first, block by block.
+//! float scale `d_b` and minimum `e_b` per super-block: `y = s_x · Σ_b (d_b Σ_{g∈b} s_g Σ_{k∈g} (q − z)·a − e_b Σ_{g∈b}
+//! m_g Σ_{k∈g} a) + b`.
 //!
 //! # Floats
 //!
-//! `y = Σ_g s_g (Σ_{k∈g} (q − c)·x + (c − z) Σ_{k∈g} x) + b` (W4A16, W8A16), with `c` the zero point of a symmetric
-//! grid, otherwise 8 or 128, the midpoint of the 4 or 8 bits that codes are stored in. Each group's products are added
-//! in order of `k` by fused multiply-adds, and so are groups. Results are bit-identical on all paths except
-//! `avx512bf16` and `amx`: there a value of `x` is the sum of several bf16 ([`Bf16Parts`](crate::Bf16Parts), by default
-//! two, with a relative error of at most `2⁻¹⁶`), and their products are added in `f32` in a different order. All are
-//! within `(2⁻¹⁶ + (k + 4) · 2⁻²³) Σ |ŵ| |x|` of the exact result, where `|ŵ| = |s_g| (|q − c| + |c − z|)`; with one
-//! part `2⁻⁸` replaces `2⁻¹⁶`, with three `2⁻²⁴`. Split values treat subnormals as zero.
+//! `y = Σ_g s_g (Σ_{k∈g} (q − c)·x + (c − z) Σ_{k∈g} x) + b`, with `c` the zero point that all groups share, if there
+//! is one, otherwise the middle of the range of codes. Results are bit-identical on all paths that multiply in `f32`.
+//! On the others ([`Isa::splits_floats`](crate::Isa::splits_floats)), a value of `x` is the sum of several bf16
+//! ([`Bf16Parts`](crate::Bf16Parts)), and products are added in a different order. All are within
+//! `(2⁻¹⁶ + (k + 4) · 2⁻²³) Σ |ŵ| |x|` of the exact result, where `|ŵ| = |s_g| (|q − c| + |c − z|)`; with one part
+//! `2⁻⁸` replaces `2⁻¹⁶`, with three `2⁻²⁴`. Split values treat subnormals as zero.
 //!
 //! On every path a row's result depends only on the row, the weights and the path, not on the number of rows.
 
@@ -101,9 +98,9 @@ impl<'a> PackedView<'a> {
         self.bytes
     }
 
-    /// A range of rows (output features) as a separate matrix, which is multiplied by the same activations. Its
-    /// product is bit-identical to these columns of the whole product. `rows` must start at a multiple of
-    /// [`PANEL_ROWS`], and end at one or at the end of the matrix. Nothing is copied.
+    /// A range of rows (output features) as a separate matrix, which is multiplied by the same activations. Its product
+    /// is bit-identical to these columns of the whole product. `rows` must start at a multiple of [`PANEL_ROWS`], and
+    /// end at one or at the end of the matrix.
     ///
     /// # Errors
     /// When `rows` is empty or out of range, or starts or ends within a panel.
@@ -132,7 +129,7 @@ impl<'a> PackedView<'a> {
     ///
     /// # Errors
     /// When `x` was quantized for a different [`RowLayout`](crate::RowLayout), a length is wrong, `x` has a zero point
-    /// and the weights have no sums, or the weights are FP8 (E4M3).
+    /// and the weights have no sums, or the weights are FP8 (E4M3) or bf16.
     pub fn multiply(
         &self,
         token: IsaToken,
@@ -168,7 +165,7 @@ impl<'a> PackedView<'a> {
     }
 }
 
-/// Allocates `count` zeroed lines. The system provides pages on first touch, by the threads that pack.
+/// Allocates `count` zeroed lines.
 fn zeros(count: usize) -> Result<Vec<Line>, KernelError> {
     let memory = std::alloc::Layout::array::<Line>(count);
     let memory = memory.map_err(|_| KernelError::TooLarge("the packed matrix"))?;
@@ -206,7 +203,6 @@ pub struct PackedLinear {
     bias: Option<Vec<f32>>,
 }
 
-/// Packs a range of panels into bytes of their size.
 type PackPanels<'a> = dyn Fn(Range<usize>, &mut [u8]) -> Result<(), KernelError> + Sync + 'a;
 
 impl PackedLinear {
@@ -224,7 +220,6 @@ impl PackedLinear {
         Self::packed_by(layout, bias, parallel, &|panels, out| layout.pack_panels(view, panels, out))
     }
 
-    /// Packs every panel by a function that receives its number, as a range, and its bytes.
     fn packed_by(
         layout: Layout,
         bias: Option<&[f32]>,
@@ -259,10 +254,9 @@ impl PackedLinear {
     }
 
     /// Packs dense weights of bf16, `[n, k]` row-major: output heads and layers that are not quantized. They are
-    /// multiplied by float activations, as quantized weights are by
-    /// [`multiply_float`](Self::multiply_float): `y = Σ_k w·x + b`, within `(2⁻¹⁶ + (k + 4) · 2⁻²³) Σ |w| |x|` of the
-    /// exact result, without the first term if activations are bf16 or the path does not split them. Paths that multiply
-    /// bf16 treat subnormal weights, activations and sums as zero.
+    /// multiplied by float activations with [`multiply_float`](Self::multiply_float): `y = Σ_k w·x + b`, within
+    /// `(2⁻¹⁶ + (k + 4) · 2⁻²³) Σ |w| |x|` of the exact result, without the first term if activations are bf16 or the
+    /// path does not split them. Paths that multiply bf16 treat subnormal weights, activations and sums as zero.
     ///
     /// # Errors
     /// When the matrix is empty or too large, a length is wrong, or an allocation fails.

@@ -1,17 +1,13 @@
-//! Prefetching of weights in integer tiles: with up to about sixteen rows the kernel waits for memory, and with more
-//! rows the first tile that reads a panel does.
+//! Prefetching of weights, for which tiles would otherwise wait at the beginning of panels.
 //!
-//! The hardware prefetcher follows sequential lines, but does not predict where a tile continues when its panels end.
-//! With `k` of a few thousand, a panel's codes are a few pages, so waiting at their beginning takes a tenth of the
-//! time, and the scales of groups, scattered over single lines, take as much again. Both are prefetched while the
-//! previous panels are multiplied: the data of a thread's next tile usually comes next in memory.
+//! The hardware prefetcher follows sequential lines, but does not predict where a tile continues when its panels end,
+//! nor the scales of groups, which are scattered over single lines. Both are prefetched while the previous panels are
+//! multiplied. The panels of a thread's next tile are usually the next ones in memory.
 
 use crate::layout::{Layout, PANEL_ROWS, ScaleType};
 use crate::simd::Lanes;
 
-/// How many bytes ahead within a panel a tile of `rows` rows prefetches, as measured. Many rows fill the processor's
-/// out-of-order window with arithmetic, so it prefetches little by itself; few rows pass through so many panels in
-/// parallel that lines further ahead would not fit in the L1 cache.
+/// How many bytes ahead within a panel a tile of `rows` rows prefetches, as measured.
 pub(super) const fn distance(rows: usize, bits: usize) -> usize {
     match rows {
         0..=4 => 2048,
@@ -21,7 +17,7 @@ pub(super) const fn distance(rows: usize, bits: usize) -> usize {
     }
 }
 
-/// How far ahead the codes of a tile's panels are prefetched, all panels in parallel.
+/// How far ahead the codes of a tile's panels are prefetched.
 #[derive(Clone, Copy)]
 pub(super) struct Prefetcher {
     /// Bytes ahead, within a panel.
@@ -33,7 +29,6 @@ pub(super) struct Prefetcher {
 }
 
 impl Prefetcher {
-    /// A prefetcher of `distance` bytes ahead in panels of this layout, for tiles of `panels` panels.
     #[inline(always)]
     pub(super) fn new(layout: &Layout, panels: usize, distance: usize) -> Self {
         let codes = layout.scales_at();

@@ -18,9 +18,9 @@ use crate::{FloatFormat, FloatRows, Int8Rows, IsaToken, KernelError, Layout, Par
 const BLOCK: usize = 1024 << 10;
 /// Bytes of activations that stay in the last-level cache.
 const SHARED: usize = 8 << 20;
-/// Maximum number of panels per piece of work; larger pieces are not faster.
+/// Maximum number of panels per piece of work.
 const CHUNK: usize = 16;
-/// Pieces per thread, if the product is large enough. Small pieces shorten the time that threads wait for the last one.
+/// Pieces per thread, if the product is large enough.
 const PIECES_PER_THREAD: usize = 16;
 
 /// One of several products with the same activations.
@@ -34,9 +34,8 @@ pub struct Product<'a> {
     pub out: &'a mut [f32],
 }
 
-/// Multiplies several weights by the same activations, such as those of queries, keys and values, as
-/// [`PackedView::multiply`] does for one. Threads synchronize once per four products. Results are bit-identical to
-/// those of separate products.
+/// Multiplies several weights by the same activations, such as those of queries, keys and values. Threads synchronize
+/// less often than in separate products. Results are bit-identical to those of separate products.
 ///
 /// # Errors
 /// See [`PackedView::multiply`]; nothing is written on error.
@@ -82,8 +81,8 @@ pub fn multiply_each(
     run(&|layout| Path::whole(token, layout, x.zero), &rows, products, parallel)
 }
 
-/// Multiplies several weights by the same activations, as [`PackedView::multiply_float`] does for one, with the
-/// instructions that `x` was packed for. Threads synchronize once per four products.
+/// Multiplies several weights by the same float activations, with the instructions that `x` was packed for; see
+/// [`multiply_each`].
 ///
 /// # Errors
 /// See [`PackedView::multiply_float`]; nothing is written on error.
@@ -118,7 +117,6 @@ fn run(
             *part = Some(division);
         }
         parallel.for_each(pieces, &|piece| {
-            // The last product whose pieces begin at or before this one.
             let own = parts.iter().flatten().rfind(|part| part.first <= piece);
             let Some(own) = own.filter(|_| piece < pieces) else { return };
             let piece = piece - own.first;
@@ -138,7 +136,6 @@ fn run(
 }
 
 impl Product<'_> {
-    /// Checks all lengths that are read or written.
     fn check(&self, x: &ActivationRows<'_>) -> Result<(), KernelError> {
         let layout = &self.weight.layout;
         if x.layout != Some(RowLayout::of(layout)) {
@@ -193,8 +190,8 @@ impl<'a> Pieces<'a> {
         let (weight, bias) = (product.weight, product.bias);
         let shares = parallel.threads().max(1).saturating_mul(PIECES_PER_THREAD);
         if let Some(rows) = x.tiled {
-            // Blocks of similar size, of at most as many row tiles as a piece keeps sums for; and many panels, since
-            // each piece reads the activations of its block.
+            // Blocks of at most as many row tiles as a piece keeps sums for; and many panels, since each piece reads
+            // the activations of its block.
             let blocks = x.strips().div_ceil(tiled::max_tiles(rows.tiling));
             let block = x.strips().div_ceil(blocks);
             let chunk = (layout.panels() * blocks).div_ceil(shares / 2).next_multiple_of(4).min(tiled::CHUNK);
@@ -205,7 +202,7 @@ impl<'a> Pieces<'a> {
         let strip_bytes = (MAX_ROWS * layout.padded_k() / STEP * x.row_step).max(1);
         // Strips whose activations stay in the L2 cache while panels are read.
         let block = (BLOCK / strip_bytes).clamp(1, strips(x.m));
-        // Blocks of similar size, since each reads all weights; no extra block for a small remainder.
+        // Blocks of similar size, since each reads all weights.
         let blocks = match path.expands(strip(x.m, 0).len()) {
             // Weights are converted once per block. Its activations are read in order, from the last-level cache.
             true => strips(x.m).div_ceil((SHARED / strip_bytes).clamp(1, EXPANDED_STRIPS)),
@@ -213,7 +210,6 @@ impl<'a> Pieces<'a> {
         };
         let block = strips(x.m).div_ceil(blocks);
         let blocks = strips(x.m).div_ceil(block);
-        // Enough pieces to keep the threads busy to the end.
         let chunk = layout.panels().div_ceil(shares).next_multiple_of(4).min(CHUNK);
         let chunks = layout.panels().div_ceil(chunk);
         Self { weight, path, bias, out: Disjoint::new(product.out), first, block, blocks, chunk, chunks }
@@ -252,7 +248,7 @@ impl PackedView<'_> {
                 steps,
             };
             // SAFETY: lengths follow from the layout and the tiling, and were checked by `Product::check` or, for
-            // experts, by `Experts::run`; the caller guarantees the rest.
+            // experts, by `Experts::run`; the caller guarantees the contract of `part`.
             return unsafe { multiply(&tiled, strips, panels) };
         }
         #[cfg(target_arch = "x86_64")]
@@ -269,7 +265,8 @@ impl PackedView<'_> {
                 bias: bias.map_or(core::ptr::null(), <[f32]>::as_ptr),
                 out,
             };
-            // SAFETY: lengths were checked as for tiles below; the caller guarantees the rest.
+            // SAFETY: lengths follow from the layout, and were checked by `Product::check` or, for experts, by
+            // `Experts::run`; the caller guarantees the contract of `part`.
             return unsafe { expanded::multiply(&product, path, of, strips, panels) };
         }
         let (n, groups, steps) = (layout.n(), layout.groups(), layout.padded_k() / STEP);
@@ -282,7 +279,6 @@ impl PackedView<'_> {
                 let mut row = rows.start;
                 while row < rows.end {
                     let count = path.rows(rows.end - row);
-                    // A tile with fewer rows may process a different number of panels.
                     let width = if path.panels(count) == taken { taken } else { 1 };
                     for first in (0..taken).step_by(width) {
                         let column = (panel + first) * PANEL_ROWS;

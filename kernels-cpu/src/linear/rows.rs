@@ -12,7 +12,6 @@ use crate::activation::{RowLayout, strip, strips};
 use crate::layout::STEP;
 use crate::{FloatRows, Int8Rows, IsaToken, KernelError, Layout};
 
-/// A slice of any type, as bytes.
 #[derive(Clone, Copy)]
 pub(super) struct Bytes<'a> {
     pub(super) at: *const u8,
@@ -83,7 +82,6 @@ impl<'a> ActivationRows<'a> {
         }
     }
 
-    /// The float rows of a segment.
     pub(crate) fn float(x: &'a FloatRows, all: Option<&Segment>) -> Self {
         let [words, sums] = all.map_or([0..0, 0..0], Segment::strips);
         let [tiles, tile_sums] = all.map_or([0..0, 0..0], Segment::tiles);
@@ -109,7 +107,6 @@ impl<'a> ActivationRows<'a> {
         }
     }
 
-    /// The number of rows.
     pub(crate) fn m(&self) -> usize {
         self.m
     }
@@ -140,7 +137,7 @@ impl<'a> ActivationRows<'a> {
         self.tiled.map_or(strips(self.m), |tiled| tiled.tiling.tiles(self.m))
     }
 
-    /// Checks the lengths of all parts: kernels do not check again.
+    /// Checks the lengths of all parts.
     pub(super) fn check(&self, layout: &Layout) -> Result<(), KernelError> {
         if let Some(TiledRows { tiling, tiles, sums }) = self.tiled {
             let enough = |what, expected: Option<usize>, got: usize| match expected {
@@ -167,7 +164,6 @@ impl<'a> ActivationRows<'a> {
     }
 }
 
-/// A part of a slice; empty if out of range, which the check of lengths then detects.
 fn part<T>(slice: &[T], range: Range<usize>) -> &[T] {
     slice.get(range).unwrap_or_default()
 }

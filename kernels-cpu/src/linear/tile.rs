@@ -1,7 +1,7 @@
 //! The inner loop for int8 activations: some rows of activations times some panels of weights.
 //!
 //! Registers hold the `MR × NP` integer sums of one group; when the group ends, they are converted to float and added
-//! to the totals. A code is unpacked once for all rows of the tile, and an activation is broadcast once for all panels.
+//! to the totals.
 #![allow(clippy::needless_range_loop, reason = "rows and panels index several arrays at once")]
 
 use super::prefetcher::{self, Prefetcher, next_parameters};
@@ -37,7 +37,6 @@ pub(crate) struct Tile<'a> {
     pub(crate) columns: usize,
 }
 
-/// The destination of results: a matrix, or a part of one.
 #[derive(Clone, Copy)]
 pub(crate) struct Out {
     /// The address of row `row` and column `column` of the product.
@@ -49,7 +48,6 @@ pub(crate) struct Out {
 }
 
 impl Out {
-    /// The destination of a whole product.
     pub(crate) fn whole(at: *mut f32, stride: usize) -> Self {
         Self { at, row: 0, column: 0, stride }
     }
@@ -85,7 +83,7 @@ pub(crate) unsafe fn multiply<
     let bits = const { codes::bits(CODES) };
     let (scales_at, zeros_at, sums_at) = (layout.scales_at(), layout.zeros_at(), layout.sums_at());
     let ahead = Prefetcher::new(layout, NP, prefetcher::distance(MR, bits));
-    // `codes8` subtracts this offset from every code, so it is subtracted from the zero points, too.
+    // `codes8` subtracts this offset from every code.
     let offset = if bits == 4 && CODES != codes::IQ4 { 0 } else { L::OFFSET };
     // SAFETY: all reads are within the memory that the caller guarantees to be valid: step, group and row stay below
     // their counts, and the offsets are those of the layout.
@@ -153,8 +151,7 @@ pub(crate) unsafe fn multiply<
     }
 }
 
-/// Prefetches the output of a tile with more than four rows: the stores of that many rows would otherwise
-/// wait for memory.
+/// Prefetches the output of a tile with more than four rows.
 ///
 /// # Safety
 /// The processor must have the instructions of `L`. Addresses need not be valid.
@@ -186,14 +183,14 @@ pub(super) unsafe fn group_sums<L: Lanes, const CODES: usize, const MR: usize, c
     let (steps, panel) = (t.layout.steps(), t.layout.panel_bytes());
     let (bits, unit) = const { (codes::bits(CODES), codes::unit(CODES)) };
     let step_bytes = PANEL_ROWS * STEP * bits / 8;
-    // SAFETY: the caller guarantees the contract above; groups are whole units.
+    // SAFETY: the caller guarantees the contract of `multiply`; groups are whole units.
     unsafe {
         // Start from zero, since other initial values would delay the first products; zero points are subtracted
         // afterwards.
         let mut acc = [[L::splat(0); NP]; MR];
         let done = L::rows::<CODES, MR, NP>(&mut acc, at.0, panel, at.1, t.strip, steps);
         let advance = |at: &mut (*const u8, *const i8), steps: usize| {
-            // After the last step, these pointers are past the end and are not dereferenced.
+            // After the last step, these pointers are past the end, but are not dereferenced.
             at.0 = at.0.wrapping_add(steps * step_bytes);
             at.1 = at.1.wrapping_add(steps * t.strip * STEP);
         };
@@ -375,7 +372,6 @@ pub(crate) unsafe fn finish<L: Lanes, const MR: usize, const NP: usize>(
     }
 }
 
-/// How many of `columns` columns are in panel `p`.
 fn columns_of(columns: usize, p: usize) -> usize {
     columns.saturating_sub(p * PANEL_ROWS).min(PANEL_ROWS)
 }

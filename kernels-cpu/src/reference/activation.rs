@@ -3,8 +3,8 @@
 /// RMSNorm of a row: `y = (x · r) · γ` with `r = 1 / √(Σ x² / k + ε)`, each step rounded once.
 ///
 /// The sum of squares uses 64 lanes: the square of value `i` is added to lane `i mod 64` by a fused multiply-add, in
-/// order; then lane `i + 32` is added to lane `i`, then `i + 16`, down to `i + 1`. Its relative error is at most
-/// `(k / 64 + 7) · 2⁻²⁴`, since nothing cancels. If the sum overflows `f32`, `r` is NaN.
+/// order; then the upper half of the lanes is added to the lower half, from 32 + 32 down to 1 + 1. Its relative error
+/// is at most `(k / 64 + 7) · 2⁻²⁴`, since nothing cancels. If the sum overflows `f32`, `r` is NaN.
 ///
 /// # Panics
 /// When `x` and the weight have different lengths.
@@ -67,7 +67,7 @@ pub fn gelu_tanh(g: f32) -> f32 {
 }
 
 /// The gated activation of gpt-oss, `g · σ(alpha · g) · (u + 1)`, where `g = min(gate, limit)` and
-/// `u = clamp(up, −limit, limit)`. Each step is rounded once. NaN stays NaN.
+/// `u = clamp(up, −limit, limit)`. Each step is rounded once.
 pub fn clamped_gate(gate: f32, up: f32, alpha: f32, limit: f32) -> f32 {
     // These comparisons keep NaN.
     let g = if limit < gate { limit } else { gate };

@@ -5,8 +5,7 @@ use crate::experts::{ExpertGate, ExpertRows, ExpertWeight, Experts, NO_EXPERT, R
 use crate::{FloatRows, Int8Rows, IsaToken, KernelError, RowLayout, Serial};
 
 /// Computes the results that [`Experts::run`] must match bit for bit: for each expert, in order, three separate
-/// products of the rows that are routed to it. Each result row is multiplied by its weight, rounded, and added to the
-/// row of its token.
+/// products of the rows that are routed to it, whose results are multiplied by their weights, rounded, and added.
 ///
 /// # Errors
 /// When a length is wrong, or an expert does not support rows of this kind.

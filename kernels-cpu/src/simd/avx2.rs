@@ -12,11 +12,9 @@ use crate::FloatFormat;
 use crate::float_format::IQ4_LEVELS;
 use crate::layout::{STEP, dense_place};
 
-/// AVX2, FMA and F16C.
 #[derive(Clone, Copy)]
 pub(crate) struct Avx2;
 
-/// AVX2, FMA, F16C and AVX-VNNI.
 #[derive(Clone, Copy)]
 pub(crate) struct AvxVnni;
 

@@ -1,5 +1,4 @@
-//! Lanes in one 512-bit register. Integers are multiplied with `vpdpbusd`. Floats use one FMA per feature or, on
-//! processors with AVX512-BF16, bf16 dot products.
+//! Lanes in one 512-bit register. Integers are multiplied with `vpdpbusd`.
 
 use core::arch::x86_64::*;
 
@@ -10,16 +9,16 @@ use super::{
 use crate::FloatFormat;
 use crate::layout::{STEP, dense_place};
 
-/// AVX-512 F, BW, VL and VNNI.
 #[derive(Clone, Copy)]
 pub(crate) struct Avx512Vnni;
 
-/// AVX-512 F, BW, VL, VNNI and BF16.
 #[derive(Clone, Copy)]
 pub(crate) struct Avx512Bf16;
 
 macro_rules! lanes {
     ($name:ident) => {
+        // SAFETY of every block below: by the contract of `Lanes`, the caller guarantees that the processor has the
+        // instruction set, and that pointers are valid for the bytes that are loaded and stored.
         impl Lanes for $name {
             type I = __m512i;
             type F = __m512;
@@ -28,22 +27,22 @@ macro_rules! lanes {
 
             #[inline(always)]
             unsafe fn splat(value: i32) -> __m512i {
-                // SAFETY: the caller guarantees that the processor has AVX-512, here and in all methods below.
+                // SAFETY: the contract of `Lanes`.
                 unsafe { _mm512_set1_epi32(value) }
             }
             #[inline(always)]
             unsafe fn add(a: __m512i, b: __m512i) -> __m512i {
-                // SAFETY: see `splat`.
+                // SAFETY: the contract of `Lanes`.
                 unsafe { _mm512_add_epi32(a, b) }
             }
             #[inline(always)]
             unsafe fn sub(a: __m512i, b: __m512i) -> __m512i {
-                // SAFETY: see `splat`.
+                // SAFETY: the contract of `Lanes`.
                 unsafe { _mm512_sub_epi32(a, b) }
             }
             #[inline(always)]
             unsafe fn mul(a: __m512i, b: __m512i) -> __m512i {
-                // SAFETY: see `splat`.
+                // SAFETY: the contract of `Lanes`.
                 unsafe { _mm512_mullo_epi32(a, b) }
             }
             #[inline(always)]
@@ -68,42 +67,42 @@ macro_rules! lanes {
             }
             #[inline(always)]
             unsafe fn zero() -> __m512 {
-                // SAFETY: see `splat`.
+                // SAFETY: the contract of `Lanes`.
                 unsafe { _mm512_setzero_ps() }
             }
             #[inline(always)]
             unsafe fn splat_f32(value: f32) -> __m512 {
-                // SAFETY: see `splat`.
+                // SAFETY: the contract of `Lanes`.
                 unsafe { _mm512_set1_ps(value) }
             }
             #[inline(always)]
             unsafe fn to_f32(a: __m512i) -> __m512 {
-                // SAFETY: see `splat`.
+                // SAFETY: the contract of `Lanes`.
                 unsafe { _mm512_cvtepi32_ps(a) }
             }
             #[inline(always)]
             unsafe fn as_f32(a: __m512i) -> __m512 {
-                // SAFETY: see `splat`.
+                // SAFETY: the contract of `Lanes`.
                 unsafe { _mm512_castsi512_ps(a) }
             }
             #[inline(always)]
             unsafe fn as_i32(a: __m512) -> __m512i {
-                // SAFETY: see `splat`.
+                // SAFETY: the contract of `Lanes`.
                 unsafe { _mm512_castps_si512(a) }
             }
             #[inline(always)]
             unsafe fn fma(a: __m512, b: __m512, c: __m512) -> __m512 {
-                // SAFETY: see `splat`.
+                // SAFETY: the contract of `Lanes`.
                 unsafe { _mm512_fmadd_ps(a, b, c) }
             }
             #[inline(always)]
             unsafe fn mul_f32(a: __m512, b: __m512) -> __m512 {
-                // SAFETY: see `splat`.
+                // SAFETY: the contract of `Lanes`.
                 unsafe { _mm512_mul_ps(a, b) }
             }
             #[inline(always)]
             unsafe fn max_f32(a: __m512, b: __m512) -> __m512 {
-                // SAFETY: see `splat`.
+                // SAFETY: the contract of `Lanes`.
                 unsafe { _mm512_max_ps(a, b) }
             }
             #[inline(always)]
@@ -144,27 +143,27 @@ macro_rules! lanes {
             #[inline(always)]
             unsafe fn e2m1_table() -> __m512i {
                 let values = FloatFormat::e2m1_values();
-                // SAFETY: the table is the sixteen floats that are loaded; see `splat`.
+                // SAFETY: the contract of `Lanes`; the table is the sixteen floats that are loaded.
                 unsafe { _mm512_loadu_si512(values.as_ptr().cast()) }
             }
             #[inline(always)]
             unsafe fn e2m1(codes: __m512i, table: __m512i) -> __m512 {
-                // SAFETY: see `splat`.
+                // SAFETY: the contract of `Lanes`.
                 unsafe { _mm512_permutexvar_ps(codes, _mm512_castsi512_ps(table)) }
             }
             #[inline(always)]
             unsafe fn iq4_table() -> __m512i {
-                // SAFETY: the table is the sixteen floats that are loaded; see `splat`.
+                // SAFETY: the contract of `Lanes`; the table is the sixteen floats that are loaded.
                 unsafe { _mm512_loadu_si512(IQ4_FLOATS.as_ptr().cast()) }
             }
             #[inline(always)]
             unsafe fn iq4(codes: __m512i, table: __m512i) -> __m512 {
-                // SAFETY: see `splat`.
+                // SAFETY: the contract of `Lanes`.
                 unsafe { _mm512_permutexvar_ps(codes, _mm512_castsi512_ps(table)) }
             }
             #[inline(always)]
             unsafe fn e4m3(codes: __m512i) -> __m512 {
-                // SAFETY: see `splat`.
+                // SAFETY: the contract of `Lanes`.
                 unsafe {
                     let bits = _mm512_and_si512(_mm512_slli_epi32::<20>(codes), _mm512_set1_epi32(E4M3_BITS));
                     let normal = _mm512_castsi512_ps(_mm512_add_epi32(bits, _mm512_set1_epi32(E4M3_BIAS)));
@@ -246,12 +245,12 @@ macro_rules! lanes {
             }
             #[inline(always)]
             unsafe fn dot4(sum: __m512i, codes: [__m512i; 2], a: [__m512i; 2]) -> __m512i {
-                // SAFETY: see `splat`.
+                // SAFETY: the contract of `Lanes`.
                 unsafe { _mm512_dpbusd_epi32(_mm512_dpbusd_epi32(sum, codes[0], a[0]), codes[1], a[1]) }
             }
             #[inline(always)]
             unsafe fn dot8(sum: __m512i, codes: [__m512i; 2], a: [__m512i; 2]) -> __m512i {
-                // SAFETY: see `splat`.
+                // SAFETY: the contract of `Lanes`.
                 unsafe { Self::dot4(sum, codes, a) }
             }
             #[inline(always)]

@@ -1,7 +1,6 @@
 //! Operations on sixteen neighbouring values of a row, for norms, activations, rounding and transforms.
 //!
-//! Every method is one correctly rounded operation, or a selection of values, so that results are bit-identical on all
-//! instruction sets.
+//! All operations are correctly rounded, so results are bit-identical on all instruction sets.
 
 use core::array::from_fn;
 
@@ -24,7 +23,7 @@ pub(crate) trait RowLanes: Lanes {
     unsafe fn div_f32(a: Self::F, b: Self::F) -> Self::F;
     /// The minimum; `b` if either is NaN.
     unsafe fn min_f32(a: Self::F, b: Self::F) -> Self::F;
-    /// The nearest integer, half to even.
+    /// Rounds to integers, half to even.
     unsafe fn round(a: Self::F) -> Self::F;
     /// `v`, or 0 where `a` is below `limit`.
     unsafe fn unless_below(a: Self::F, limit: Self::F, v: Self::F) -> Self::F;
@@ -48,7 +47,6 @@ pub(crate) trait RowLanes: Lanes {
 
     /// The sum of all lanes, modulo `2³²`.
     unsafe fn total(a: Self::I) -> i32;
-    /// The largest lane.
     unsafe fn largest(a: Self::I) -> i32;
 
     /// Packs steps of eight floats as `PARTS` bf16 each, and adds the floats to `sum`, see

@@ -1,6 +1,4 @@
 //! [`RowLanes`] in four registers of 128 bits.
-//!
-//! All NEON paths share this implementation: dotprod and i8mm only add byte products, which are not used here.
 
 use core::arch::aarch64::*;
 use core::arch::asm;

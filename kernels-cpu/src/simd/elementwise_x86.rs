@@ -341,7 +341,6 @@ unsafe fn parts_in_pairs<const PARTS: usize>(values: __m256) -> [__m128i; PARTS]
             let nan = _mm256_cmp_ps_mask::<_CMP_UNORD_Q>(left, left);
             let mut rounded = _mm256_mask_mov_epi32(rounded, nan, one(0x7fc0_0000));
             if p == 0 {
-                // Finite values that rounding would make infinite are truncated.
                 let beyond = _mm256_cmpeq_epi32_mask(magnitude(rounded), infinity) & !infinite;
                 rounded = _mm256_mask_and_epi32(rounded, beyond, bits, one(-0x1_0000));
             } else {

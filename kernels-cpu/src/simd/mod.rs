@@ -1,8 +1,7 @@
 //! The sixteen rows of a panel as one value, independent of the width of registers.
 //!
-//! Kernels are written once over [`Lanes`]; its implementations define the width of registers and how they multiply.
-//! Integer operations wrap and are exact everywhere, and each float operation is a single, correctly rounded one, so
-//! that results are bit-identical on all instruction sets.
+//! Kernels are written once over [`Lanes`]. Integer operations wrap, and float operations are correctly rounded, so
+//! results are bit-identical on all instruction sets.
 
 #[cfg(target_arch = "x86_64")]
 pub(crate) mod avx2;
@@ -32,12 +31,10 @@ pub(crate) mod codes {
     /// Dense bf16 instead of codes: 16 bits.
     pub(crate) const BF16: usize = 0x110;
 
-    /// Bits per code.
     pub(crate) const fn bits(codes: usize) -> usize {
         codes & 0xff
     }
 
-    /// Steps per unit of the [layout](crate::layout).
     pub(crate) const fn unit(codes: usize) -> usize {
         crate::layout::unit_of(bits(codes))
     }
@@ -72,7 +69,6 @@ pub(crate) const fn iq4_bytes(offset: i32) -> [u8; 16] {
 /// The offset that makes the values of IQ4 unsigned.
 pub(crate) const IQ4_OFFSET: i32 = 128;
 
-/// The values of IQ4 as floats.
 pub(crate) const IQ4_FLOATS: [f32; 16] = {
     let mut floats = [0.0; 16];
     let mut code = 0;
@@ -97,9 +93,7 @@ pub(crate) const E4M3_SMALLEST_NORMAL: f32 = 0.015_625;
 /// Methods may be called only if the processor has the instruction set of the implementation; pointers must be valid
 /// for the bytes that a method reads or writes according to its description, at any alignment.
 pub(crate) trait Lanes: Copy {
-    /// Sixteen `i32`.
     type I: Copy;
-    /// Sixteen `f32`.
     type F: Copy;
     /// Four codes for each of sixteen rows.
     type B: Copy;
@@ -114,7 +108,6 @@ pub(crate) trait Lanes: Copy {
     unsafe fn add(a: Self::I, b: Self::I) -> Self::I;
     unsafe fn sub(a: Self::I, b: Self::I) -> Self::I;
     unsafe fn mul(a: Self::I, b: Self::I) -> Self::I;
-    /// Loads sixteen `i32`.
     unsafe fn load_i32(at: *const u8) -> Self::I;
     /// Loads sixteen bytes, each widened.
     unsafe fn load_u8(at: *const u8) -> Self::I;
@@ -126,9 +119,7 @@ pub(crate) trait Lanes: Copy {
     unsafe fn zero() -> Self::F;
     unsafe fn splat_f32(value: f32) -> Self::F;
     unsafe fn to_f32(a: Self::I) -> Self::F;
-    /// Reinterprets the bits as floats.
     unsafe fn as_f32(a: Self::I) -> Self::F;
-    /// Reinterprets the bits as integers.
     unsafe fn as_i32(a: Self::F) -> Self::I;
     /// `a · b + c`, rounded once.
     unsafe fn fma(a: Self::F, b: Self::F, c: Self::F) -> Self::F;
@@ -145,11 +136,8 @@ pub(crate) trait Lanes: Copy {
             Self::load_f32(left.as_ptr().cast())
         }
     }
-    /// Loads sixteen `f32`.
     unsafe fn load_f32(at: *const u8) -> Self::F;
-    /// Loads sixteen bf16.
     unsafe fn load_bf16(at: *const u8) -> Self::F;
-    /// Loads sixteen f16.
     unsafe fn load_f16(at: *const u8) -> Self::F;
     /// Loads sixteen powers of two, E8M0.
     unsafe fn load_e8m0(at: *const u8) -> Self::F;
@@ -165,7 +153,6 @@ pub(crate) trait Lanes: Copy {
     unsafe fn iq4(codes: Self::I, table: Self::I) -> Self::F;
     /// The values of E4M3 codes; NaN codes give ±480. Exact, also if the processor treats subnormals as zero.
     unsafe fn e4m3(codes: Self::I) -> Self::F;
-    /// Stores sixteen `f32`.
     unsafe fn store_f32(at: *mut f32, a: Self::F);
 
     /// Loads the 64 bytes of a step of 4-bit codes: features 0 to 3, and 4 to 7.
@@ -229,7 +216,6 @@ pub(crate) trait FloatLanes: Lanes {
     const PARTS: usize;
     /// Whether products are added one at a time, in order of features; results of all such lanes are bit-identical.
     const ORDERED: bool;
-    /// The table that converts codes to floats.
     type Table: Copy;
     /// The weights of a part, for every row.
     type W: Copy;
@@ -261,8 +247,7 @@ pub(crate) trait ValueLanes: FloatLanes {
     unsafe fn dot_probabilities(sum: Self::F, w: Self::W, p: *const u8, part: usize) -> Self::F;
 }
 
-/// Implements [`FloatLanes`] and [`ValueLanes`] with one `f32` FMA per feature, in order: for all lanes except those
-/// that multiply bf16.
+/// Implements [`FloatLanes`] and [`ValueLanes`] with one `f32` FMA per feature, in order.
 macro_rules! one_by_one {
     ($lanes:ty) => {
         $crate::simd::one_by_one!($lanes, wide: false);

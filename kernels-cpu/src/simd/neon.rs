@@ -6,8 +6,7 @@
 //! activations. Products of 8 bits are at most `128 · 128 = 2¹⁴`: one fits 16 bits, but a sum of two may not, and is
 //! computed in 32. For codes below 64, a sum of four is at most `4 · 63 · 128 = 32256`.
 //!
-//! The instructions of dotprod and i8mm, and the conversion from f16, are written in assembly: their intrinsics are not
-//! stable in the oldest supported compiler.
+//! Some instructions are written in assembly, because their intrinsics are not stable in the oldest supported compiler.
 
 use core::arch::aarch64::*;
 use core::arch::asm;
@@ -19,15 +18,12 @@ use super::{
 use crate::float_format::IQ4_LEVELS;
 use crate::layout::STEP;
 
-/// Advanced SIMD, which every AArch64 processor that runs an operating system has.
 #[derive(Clone, Copy)]
 pub(crate) struct Neon;
 
-/// Advanced SIMD with `sdot`.
 #[derive(Clone, Copy)]
 pub(crate) struct NeonDotprod;
 
-/// Advanced SIMD with `sdot`, `usdot` and `usmmla`.
 #[derive(Clone, Copy)]
 pub(crate) struct NeonI8mm;
 
@@ -39,7 +35,6 @@ unsafe fn load(at: *const u8) -> Quad<uint8x16_t> {
     unsafe { [vld1q_u8(at), vld1q_u8(at.add(16)), vld1q_u8(at.add(32)), vld1q_u8(at.add(48))] }
 }
 
-/// Sixteen bytes, each widened.
 #[inline(always)]
 unsafe fn widen(bytes: uint8x16_t) -> Quad<int32x4_t> {
     // SAFETY: the caller guarantees that the processor has NEON.
@@ -55,13 +50,11 @@ unsafe fn widen(bytes: uint8x16_t) -> Quad<int32x4_t> {
     }
 }
 
-/// Applies a function to each pair of registers.
 #[inline(always)]
 pub(super) fn both<A: Copy, B: Copy, C>(a: Quad<A>, b: Quad<B>, f: impl Fn(A, B) -> C) -> Quad<C> {
     [f(a[0], b[0]), f(a[1], b[1]), f(a[2], b[2]), f(a[3], b[3])]
 }
 
-/// Converts four f16 to floats.
 #[inline(always)]
 unsafe fn from_f16(halves: uint16x4_t) -> float32x4_t {
     let floats: float32x4_t;
@@ -96,11 +89,11 @@ macro_rules! dot_by_lane {
 dot_by_lane!(sdot, "sdot");
 dot_by_lane!(usdot, "usdot");
 
-/// The multiplications of an instruction set; everything else is the same for all NEON paths.
+/// The multiplications of an instruction set.
 trait Dot {
     const OFFSET: i32;
 
-    /// The eight activations of a step, in the form that the other methods take.
+    /// The eight activations of a step.
     unsafe fn activations(at: *const i8) -> [int8x16_t; 2];
     /// `sum + Σ codes · a` over eight features of four rows; codes must be below 64.
     unsafe fn small(sum: int32x4_t, codes: [uint8x16_t; 2], a: [int8x16_t; 2]) -> int32x4_t;
@@ -228,8 +221,8 @@ unsafe fn usmmla(sum: int32x4_t, codes: uint8x16_t, a: int8x16_t) -> int32x4_t {
     sum
 }
 
-/// Two rows of activations times two rows of a panel: one instruction does the work of two `usdot`. The rows of the
-/// layout's words are rearranged into matrix rows by a zip of the halves of a step, once for all activations.
+/// Two rows of activations times two rows of a panel: one instruction does the work of two `usdot`. A zip of the halves
+/// of a step rearranges the layout's words into rows of a matrix, once for all activations.
 #[inline(always)]
 unsafe fn matrices<const CODES: usize, const MR: usize>(
     mut sums: [&mut Quad<int32x4_t>; MR],

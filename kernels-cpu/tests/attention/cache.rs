@@ -26,7 +26,7 @@ fn a_cache_is_filled_in_any_portions() {
         let causal: Vec<_> = case.pages.iter().map(|pages| PageList::causal(pages, tokens, 3)).collect();
         let expected = case.run(Isa::detect(), &causal, &Serial);
         assert_eq!([bits(&out), bits(&lse)], [bits(&expected.0), bits(&expected.1)]);
-        // Discarding tokens and appending them again gives the same results. Decoding equals the last query.
+        // Discarding tokens and appending them again gives the same results.
         cache.truncate(100).unwrap();
         cache.append(&case.values[..77 * width], &case.keys[..77 * width], &Serial).unwrap();
         cache.truncate(100).unwrap();
@@ -42,7 +42,6 @@ fn a_cache_is_filled_in_any_portions() {
     }
 }
 
-/// Appending to the caller's pages in several calls gives the same bytes as writing token by token.
 #[test]
 fn pages_are_appended_to_by_lists() {
     for kind in KINDS {

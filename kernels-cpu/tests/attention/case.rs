@@ -9,11 +9,9 @@ use crate::common::{Backwards, Stream};
 
 pub const KINDS: [KvType; 3] = [KvType::Kv4, KvType::Kv8, KvType::F16];
 
-/// A sequence, its pages in shuffled order, and queries.
 pub struct Case {
     pub layout: KvLayout,
     pub heads: Heads,
-    /// The numbers of tokens and queries.
     pub shape: [usize; 2],
     /// `[tokens, kv, d]`
     pub keys: Vec<f32>,
@@ -83,7 +81,6 @@ impl Case {
         let [_, m] = self.shape;
         let pages = KvPages::new(self.layout, self.layout.id(), &self.bytes).unwrap();
         let tokens = lists.iter().map(|list| list.tokens).max().unwrap();
-        // Exactly the required number of words.
         let words = KvPages::workspace(&self.layout, self.heads, m, tokens).unwrap();
         let mut workspace = vec![u32::MAX; words];
         let (mut out, mut lse) = (vec![f32::NAN; self.q.len()], vec![f32::NAN; m * self.heads.query]);
@@ -94,7 +91,6 @@ impl Case {
         (out, lse)
     }
 
-    /// Checks all instruction sets: results are within the error bound, and bit-identical except for outputs with bf16.
     pub fn check(&self) {
         let lists = self.lists();
         let expected = self.run(Isa::Scalar, &lists, &Serial);
@@ -119,8 +115,7 @@ impl Case {
         let bits = self.layout.bits() as u32;
         let centre = if is_float { 0.0 } else { 2.0_f64.powi(bits as i32 - 1) };
         for h in 0..self.heads.kv {
-            // The contents of the cache as the reference defines them: keys and values, the magnitude of each value in
-            // the error bound, and the codes and grids of the keys.
+            // The contents of the cache as the reference defines them.
             let (mut keys, mut values, mut sizes, mut grids) = (vec![], vec![], vec![], vec![]);
             for t in 0..tokens {
                 let at = (t * self.heads.kv + h) * d;

@@ -27,7 +27,6 @@ proptest! {
         case.check();
     }
 
-    /// Merging parts of a list, split at or within a page, gives the result of the whole.
     #[test]
     fn parts_merge(
         kind in prop::sample::select(KINDS.to_vec()),
@@ -58,8 +57,7 @@ proptest! {
     }
 }
 
-/// For sequences of many chunks, results are bit-identical for any number of threads and any order: for few rows (one
-/// piece of work per chunk) and for many (one piece per block of rows).
+/// With few rows there is one piece of work per chunk, with many one per block of rows.
 #[test]
 fn long_sequences_do_not_depend_on_the_split() {
     for (kind, heads, tokens, m) in [
@@ -86,8 +84,7 @@ fn long_sequences_do_not_depend_on_the_split() {
     }
 }
 
-/// A query's result is bit-identical whether it is computed alone (work is divided by chunks) or in a batch (divided by
-/// rows).
+/// Alone, work is divided by chunks; in a batch, by rows.
 #[test]
 fn prefill_equals_decoding() {
     for kind in KINDS {
@@ -109,7 +106,6 @@ fn prefill_equals_decoding() {
     }
 }
 
-/// The largest possible integer sums: extreme codes in the widest heads.
 #[test]
 fn integers_reach_their_extremes() {
     for kind in [KvType::Kv4, KvType::Kv8] {

@@ -27,8 +27,7 @@ fn non_finite_scores_are_reported() {
     for kind in KINDS {
         for (i, token) in [0, 17, 640, 1030, TOKENS - 1].into_iter().enumerate() {
             for value in [f16::NAN, f16::INFINITY, f16::NEG_INFINITY] {
-                // With a single key-value head, all rows see the token. Below, `seen` and `first` hide it from some
-                // rows.
+                // With a single key-value head, all rows see the token.
                 let mut case = Case::new(kind, D, [1, 3], [TOKENS, 2], i as u64);
                 case.q.iter_mut().for_each(|q| *q += 2.0);
                 let clean = case.run(Isa::Scalar, &case.lists(), &Serial);
@@ -41,7 +40,6 @@ fn non_finite_scores_are_reported() {
                     assert!(out.iter().all(|v| v.is_nan()), "{kind:?} {isa:?} {token} {value}");
                     let nan = [&out, &lse].map(|v| v.iter().map(|v| v.is_nan()).collect());
                     assert_eq!(all.get_or_insert_with(|| nan.clone()), &nan);
-                    // Merging it with a finite result, in either order, keeps NaN.
                     let (mut joined, mut joined_lse) = clean.clone();
                     merge(D, &mut joined, &mut joined_lse, &out, &lse).unwrap();
                     assert!(joined.iter().chain(&joined_lse).all(|v| v.is_nan()));
@@ -49,7 +47,6 @@ fn non_finite_scores_are_reported() {
                     merge(D, &mut joined, &mut joined_lse, &clean.0, &clean.1).unwrap();
                     assert!(joined.iter().chain(&joined_lse).all(|v| v.is_nan()));
                 }
-                // A query that does not see the token is unaffected.
                 if token == TOKENS - 1 {
                     case.seen = TOKENS as isize - 1;
                     for isa in Isa::available() {
@@ -72,7 +69,6 @@ fn non_finite_scores_are_reported() {
     }
 }
 
-/// If all tokens that a query sees are NaN, its result is NaN, and not that of a query that sees no tokens.
 #[test]
 fn no_number_at_all_is_not_nothing() {
     for kind in KINDS {

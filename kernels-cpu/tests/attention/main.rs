@@ -1,5 +1,4 @@
-//! Attention on every kind of cache and every instruction set is compared with the definition, for random, extreme and
-//! ragged cases.
+//! Attention on every kind of cache and every instruction set is compared with the definition.
 
 mod cache;
 mod case;

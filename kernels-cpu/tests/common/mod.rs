@@ -1,4 +1,3 @@
-//! Test helpers: several kinds of threads, and reproducible random numbers.
 #![allow(dead_code, reason = "no test uses all of it")]
 
 use quant_kernels_cpu::Parallel;
@@ -17,7 +16,6 @@ unsafe impl Parallel for Backwards {
     }
 }
 
-/// Runs pieces on this number of threads.
 pub struct Threads(pub usize);
 
 // SAFETY: `for_each` calls each number once, and returns when all calls have returned.

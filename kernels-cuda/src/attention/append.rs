@@ -8,7 +8,6 @@ use crate::compile::Variant;
 use crate::launch::{Argument, LaunchShape};
 use crate::registry::Entry;
 
-/// Threads per block.
 const THREADS: usize = 128;
 
 /// The parameters from which a launch is planned.
@@ -52,7 +51,7 @@ pub struct AppendArguments {
     /// The number of pages. Tokens whose page number is greater than or equal to it are skipped.
     pub page_count: u32,
     /// A u32 that is incremented for each row with a NaN or a magnitude above 65504 (which is clamped when stored), or
-    /// 0 to count nothing.
+    /// 0.
     pub refused: u64,
 }
 
@@ -100,7 +99,6 @@ impl AppendShape {
 }
 
 impl AppendPlan {
-    /// The variant, with the requirements on its machine code.
     pub(super) fn entry(self) -> Entry {
         Entry {
             family: "attention",

@@ -13,12 +13,11 @@ use crate::registry::Entry;
 pub const MAX_SPLITS: usize = 32;
 /// Minimum number of tokens per split.
 pub const MIN_SPLIT: usize = 512;
-/// The shared memory in bytes that a block can have on every architecture, with opt-in.
+/// Shared memory in bytes that a block can have on every architecture, with opt-in.
 const SHARED_LIMIT: usize = 96 * 1024;
-/// The shared memory in bytes of a multiprocessor, as the tuning assumes it: sm_90 has more, all other architectures
-/// less.
+/// Shared memory in bytes of a multiprocessor, as the tuning assumes it.
 const SHARED_TOTAL: usize = 200 * 1024;
-/// The number of registers of a multiprocessor.
+/// Registers of a multiprocessor.
 const REGISTERS: usize = 65536;
 /// The maximum number of registers per thread.
 const MAX_REGISTERS: usize = 255;
@@ -35,11 +34,11 @@ pub struct DecodeShape {
     pub kv_heads: usize,
     /// Number of sequences in a launch, at most 65535.
     pub sequences: usize,
-    /// Queries per sequence, which belong to its last tokens, in order. Each query sees no tokens after its own. 1 for
+    /// Queries per sequence, which belong to its last tokens, in order; each sees no tokens after its own. 1 for
     /// decoding; more to verify drafts or to prefill, after their keys and values were appended.
     pub queries: usize,
-    /// An upper bound of the tokens per list. It determines the sizes of the grid and the workspace, and does not
-    /// change results. If a list is longer on the device, its last tokens may be ignored; other lists are not affected.
+    /// An upper bound of the tokens per list. It does not change results. If a list is longer on the device, its last
+    /// tokens may be ignored; other lists are not affected.
     pub max_tokens: usize,
     /// Type of queries: f16 or bf16.
     pub query: Float,
@@ -84,8 +83,7 @@ impl SplitRule {
 pub struct DecodePlan {
     /// The kernel, the same for all architectures.
     pub variant: Variant,
-    /// Blocks, threads and shared memory. The kernel must be loaded with at least this amount of shared
-    /// memory.
+    /// Blocks, threads and shared memory.
     pub launch: LaunchShape,
     register_ceiling: u32,
     shape: DecodeShape,
@@ -129,8 +127,8 @@ pub struct DecodeArguments {
     pub out: u64,
     /// f32 `[sequences, queries, query_heads]`, natural logarithms; 0 if they are not needed.
     pub lse: u64,
-    /// At least [`DecodePlan::tickets`] bytes, 0 before the launch, which resets them to 0. Launches of any plans of
-    /// this crate that run one after another may share tickets; concurrent launches may not.
+    /// At least [`DecodePlan::tickets`] bytes, 0 before the launch, which resets them to 0. Launches that run one after
+    /// another may share tickets; concurrent launches may not.
     pub tickets: u64,
     /// At least [`DecodePlan::workspace`] bytes with any contents. May be shared like the tickets.
     pub workspace: u64,
@@ -151,7 +149,7 @@ impl DecodeShape {
         self.plan_with(SplitRule::default())
     }
 
-    /// Plans a launch with a different rule for splits, which needs a different variant of the kernel.
+    /// Plans a launch with a different rule for splits, which needs a different kernel.
     ///
     /// # Errors
     /// See [`plan`](Self::plan); also when the rule allows no splits, or splits that are not multiples of 64 tokens.
@@ -212,7 +210,6 @@ impl DecodeShape {
 }
 
 impl DecodePlan {
-    /// The variant, with the requirements on its machine code.
     pub(super) fn entry(self) -> Entry {
         Entry {
             family: "attention",
@@ -269,20 +266,17 @@ impl DecodePlan {
         ]
     }
 
-    /// The number of rows in the workspace: one per sequence, query, query head and split.
     fn records(&self) -> usize {
         self.shape.sequences * self.shape.queries * self.shape.query_heads * self.max_splits
     }
 
-    /// The size in bytes of the sums, which come first in the workspace; maxima and totals follow.
     fn sums_bytes(&self) -> usize {
         4 * self.records() * self.shape.layout.head_dim()
     }
 }
 
-/// The tuning for a layout and a number of columns (queries times query heads that share a key-value head), the same
-/// for all architectures. The assignment of tiles to warps depends only on the layout, so that results do not depend on
-/// the number of columns.
+/// The tuning for a layout and a number of columns (queries times query heads that share a key-value head). The
+/// assignment of tiles to warps depends only on the layout, so that results do not depend on the number of columns.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Tuning {
     head_tiles: usize,
@@ -302,8 +296,7 @@ impl Tuning {
         while warps * stages * tile > SHARED_LIMIT {
             if stages > 3 { stages -= 1 } else { warps /= 2 }
         }
-        // Shared memory holds the ring, and afterwards the rows of sums that warps combine, with 8 additional bytes
-        // each.
+        // Shared memory holds the ring, and afterwards the rows of sums that warps combine, with 8 more bytes each.
         let meet = warps * 8 * head_tiles * (4 * (dim + 4) + 8);
         let shared_bytes = (warps * stages * tile).max(meet);
         let by_registers = match (head_tiles, dim) {

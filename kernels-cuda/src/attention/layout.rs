@@ -13,8 +13,8 @@
 //! bytes per token and head, keys and values:  kv4 dim + 8,  kv8 2 · dim + 8,  f16 4 · dim
 //! ```
 //!
-//! A tile is contiguous, so that a warp copies it as one run of 16-byte chunks. A page can have any number of tiles; 64
-//! tokens with 4 bits and 128 features take 8.7 KB.
+//! A tile is contiguous, so that a warp copies it as one run of 16-byte chunks. 64 tokens with 4 bits and 128 features
+//! take 8.7 KB.
 //!
 //! A row holds its features in natural order; a word holds 8, 4 or 2 of them:
 //!
@@ -24,19 +24,19 @@
 //! f16:     half i: feature i
 //! ```
 //!
-//! After the rotation by 2, the lowest bit of a 4-bit code is at a position where it counts one in an f16. The kernels
-//! can therefore extract two features of one token (keys) or one feature of two tokens (values) from a word with one
-//! instruction and no shift.
+//! After the rotation, the lowest bit of a 4-bit code is at a position where it counts one in an f16. So one
+//! instruction without a shift extracts two features of one token (keys) or one feature of two tokens (values) from a
+//! word.
 //!
 //! The rows of tokens and the blocks within a row are permuted ([`KvPageLayout::key_word`],
-//! [`KvPageLayout::value_word`]) such that loads of the decode kernel have no bank conflicts in shared memory; there is
-//! no other swizzle. `cuda/kv_layout.cuh` has the same rules for the kernels.
+//! [`KvPageLayout::value_word`]), so that loads of the decode kernel have no bank conflicts in shared memory.
+//! `cuda/kv_layout.cuh` has the same rules for the kernels.
 
 use half::f16;
 use quant_kernels_cpu::KernelError;
 use quant_kernels_cpu::attention::{HeadGrid, KvType, dequantize_head, quantize_head};
 
-/// Tokens per tile, which a warp processes in one step.
+/// Tokens per tile.
 pub const TILE_TOKENS: usize = 16;
 /// The maximum `head_dim` that the kernels support.
 pub const MAX_HEAD_DIM: usize = 256;
@@ -55,7 +55,7 @@ pub struct KvPageLayout {
 
 impl KvPageLayout {
     /// Creates the layout of pages of `page_tokens` tokens, 16 times a power of two and at most 1024, for heads of
-    /// `head_dim` features, a multiple of 16 and at most 256. Multiples of 32 need no padding.
+    /// `head_dim` features, a multiple of 16 and at most 256.
     ///
     /// # Errors
     /// When a number is not supported.
@@ -103,7 +103,7 @@ impl KvPageLayout {
         }
     }
 
-    /// The size in bytes of the keys of a token and head; the values have the same size.
+    /// Bytes of the keys, or of the values, of a token and head.
     pub fn row_bytes(&self) -> usize {
         self.dim() * self.bits() / 8
     }
@@ -118,11 +118,10 @@ impl KvPageLayout {
         self.page_tokens / TILE_TOKENS * self.tile_bytes()
     }
 
-    /// An id of the order of bytes, computed from everything that affects it. The number of tokens per page is not
-    /// included: it only determines how many tiles are contiguous.
+    /// An id of the order of bytes, which does not depend on the number of tokens per page.
     pub fn id(&self) -> u64 {
         let words = [VERSION, TILE_TOKENS as u64, self.bits() as u64, self.head_dim as u64];
-        // FNV-1a, with an initial value that differs from that of other layouts.
+        // FNV-1a, with an initial value of its own.
         words.into_iter().flat_map(u64::to_le_bytes).fold(0x9ae1_6a3b_2f90_404f, |hash, byte| {
             (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3)
         })
@@ -136,7 +135,7 @@ impl KvPageLayout {
     /// The position, in words, of word `word` of the row of `token` (below 16) among the key rows of a tile.
     pub fn key_word(&self, token: usize, word: usize) -> usize {
         let words = self.row_bytes() / 4;
-        // If the row size is a multiple of 128 bytes, every second row has the halves of each 128 bytes swapped.
+        // See `cuda/kv_layout.cuh`.
         let exchange = if words.is_multiple_of(32) { 16 } else { 0 };
         token * words + (word ^ ((token & 1) * exchange))
     }
@@ -144,8 +143,7 @@ impl KvPageLayout {
     /// The position, in words, of word `word` of the row of `token` (below 16) among the value rows of a tile.
     pub fn value_word(&self, token: usize, word: usize) -> usize {
         let words = self.row_bytes() / 4;
-        // If the row size is a multiple of 32 bytes, tokens 0, 2, 4 and 6 are rows 0 to 3, and tokens 1, 3, 5 and 7 are
-        // rows 4 to 7; likewise for the next eight.
+        // See `cuda/kv_layout.cuh`.
         let row = match words.is_multiple_of(8) {
             true => (token & 8) | (token & 1) << 2 | (token >> 1 & 3),
             false => token,
@@ -158,8 +156,7 @@ impl KvPageLayout {
         row * words + (word ^ (block << 3))
     }
 
-    /// Stores a token in `slot` of a page: `key` and `value` are `[head_dim]`. Other slots keep their contents. The
-    /// append kernel writes the same bytes.
+    /// Stores a token in `slot` of a page: `key` and `value` are `[head_dim]`. The append kernel writes the same bytes.
     ///
     /// # Errors
     /// When a length is wrong, the page has no such slot, or [`quantize_head`] rejects the values (also for f16 pages).
@@ -217,7 +214,7 @@ impl KvPageLayout {
         Ok(())
     }
 
-    /// Reads the grid of a token; `slot` must be in the page.
+    /// `slot` must be in the page.
     fn grid(&self, page: &[u8], slot: usize, is_value: bool) -> HeadGrid {
         let at = self.grid_at(slot, is_value);
         let half = |at: usize| f16::from_le_bytes([page[at], page[at + 1]]);

@@ -69,7 +69,6 @@ impl MergeShape {
 }
 
 impl MergePlan {
-    /// The variant, with the requirements on its machine code.
     pub(super) fn entry(self) -> Entry {
         Entry {
             family: "attention",

@@ -2,9 +2,9 @@
 //!
 //! [`quant_kernels_cpu::attention`] defines the stored values: the grid of each head of a token is bit-identical to
 //! that of [`quantize_head`](quant_kernels_cpu::attention::quantize_head). The order within a page is specific to the
-//! GPU ([`KvPageLayout`]). [`AppendShape`] plans a launch that quantizes and stores tokens of many sequences,
-//! [`DecodeShape`] a launch that attends with the last queries of each sequence, usually one, and [`MergeShape`] a
-//! launch that merges results on parts of sequences. Planning is host arithmetic: it needs no device and no CUDA.
+//! GPU ([`KvPageLayout`]). [`AppendShape`] plans a launch that quantizes and stores tokens, [`DecodeShape`] one that
+//! attends with the last queries of each sequence, and [`MergeShape`] one that merges results on parts of sequences.
+//! Planning needs no device and no CUDA.
 //!
 //! # The definition
 //!
@@ -18,11 +18,11 @@
 //! ```
 //!
 //! For f16 pages, `k̂` and `v̂` are the stored values, and only `Σ h(p_t) v̂_t` remains. Queries in bf16 are converted
-//! to f16 times a power of two for each head, which keeps everything except what is below `2⁻³⁹` of the head's maximum.
+//! to f16 times a power of two for each head, so values that are tiny compared with the head's maximum are lost.
 //!
-//! Sequences are split by [`SplitRule`], only by their own number of tokens. The tiles of 16 tokens of a split are
-//! distributed over its warps in turn, and results of warps and splits are combined in a fixed order. So results are
-//! bit-identical whatever else is in the launch, in whichever order blocks run, and wherever the pages are.
+//! Sequences are split by [`SplitRule`], only by their own number of tokens, and results of warps and splits are
+//! combined in a fixed order. So results are bit-identical whatever else is in the launch, in whichever order blocks
+//! run, and wherever the pages are.
 //!
 //! # The bound
 //!
@@ -48,8 +48,7 @@
 //! |lse − exact| ≤ ε + (T + 8) u + 2⁻²² (1 + |lse|)
 //! ```
 //!
-//! plus the rounding of the output to f16 or bf16. These are worst cases; with random rounding errors, actual errors
-//! are far smaller.
+//! plus the rounding of the output to f16 or bf16. These are worst cases; actual errors are far smaller.
 
 mod append;
 mod decode;
@@ -89,10 +88,9 @@ pub static MERGE_SOURCE: Source = Source {
     headers: &HEADERS,
 };
 
-/// The variants that the tests compile for the architectures: those for common head sizes, layouts and types. Other
-/// shapes are planned and compiled in the same way.
+/// The variants that the tests compile for the architectures. Other shapes are planned and compiled in the same way.
 pub fn variants() -> Vec<Entry> {
-    // If a shape could not be planned, no variants would be listed; a test checks that this does not happen.
+    // A test checks that no shape fails.
     listed().unwrap_or_default()
 }
 
@@ -102,7 +100,7 @@ fn listed() -> Result<Vec<Entry>, KernelError> {
     for (i, kind) in [KvType::Kv4, KvType::Kv8, KvType::F16].into_iter().enumerate() {
         for (j, head_dim) in [64, 96, 128, 256].into_iter().enumerate() {
             let layout = KvPageLayout::new(kind, head_dim, 64)?;
-            // Types affect only the beginning and the end of a kernel, so not every combination is listed.
+            // Types affect only the beginning and the end of a kernel.
             for input in [[F16, Bf16], [Bf16, F32], [F32, F16]][(i + j) % 3] {
                 entries.push(AppendShape { layout, kv_heads: 1, tokens: 1, input }.plan()?.entry());
             }
@@ -137,7 +135,6 @@ mod tests {
     fn what_is_listed_can_be_planned() {
         assert!(listed().is_ok());
         let of = |kernel| variants().iter().filter(|entry| entry.variant.kernel == kernel).count();
-        // Three kinds times four head sizes, with two pairs of types for appending and three for decoding.
         assert_eq!([of("kv_append"), of("attention_decode"), of("attention_merge")], [24, 36, 3]);
     }
 }

@@ -24,7 +24,7 @@ pub static SOURCE: Source = Source {
 /// memory, or null if the view has none; for E4M3 scales `channels` is the one number that these are divided by.
 /// Outputs are the sections of the packed matrix. `middle` is the zero point of all groups, or 0 if each has its own;
 /// `most` is `2^bits − 1`. `fault` must be 0 before, and is 1 afterwards if packing on the CPU would have rejected a
-/// value. Padding between sections is left unchanged.
+/// value.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct PackLaunch {
@@ -67,7 +67,7 @@ impl WeightLayout {
             ("ZEROS", flag(self.zero_point.is_none())),
             ("SUMS", flag(self.sums)),
         ];
-        // These kernels use 32-bit indices for features and rows.
+        // The kernels use 32-bit indices.
         if self.n.max(self.k) > i32::MAX as usize {
             return Err(KernelError::TooLarge("the matrix to pack"));
         }

@@ -9,10 +9,8 @@ use super::{SUPER_BLOCKS, WeightLayout, pair_order};
 /// The range of `(q − z) s` of progressive weights: the kernels compute `128 + (q − z) s` in a byte.
 const PROGRESSIVE: core::ops::RangeInclusive<i32> = -128..=127;
 
-/// The positive NaN code of E4M3.
 const E4M3_NAN: u8 = 0x7f;
 
-/// The parameters of one row and group.
 struct Group {
     scale: [u8; 4],
     zero: u8,
@@ -23,9 +21,9 @@ impl WeightLayout {
     /// Packs a view into `out`, which is overwritten.
     ///
     /// # Errors
-    /// When the view does not have this layout, the length of `out` is not [`bytes`](Self::bytes), a code or zero point
-    /// is above `2^bits − 1`, a code is NaN in its format, an E4M3 scale is negative or NaN, or a progressive weight
-    /// `(code − zero) · scale`, with the integer scale of its group, is outside −128 to 127.
+    /// When the view does not have this layout, the length of `out` is not [`bytes`](Self::bytes), a number is invalid
+    /// in its format, or a progressive weight `(code − zero) · scale`, with the integer scale of its group, is outside
+    /// −128 to 127.
     pub fn pack(&self, view: &WeightView<'_>, out: &mut [u8]) -> Result<(), KernelError> {
         if Self::of(view, self.order, self.sums)? != *self {
             return Err(KernelError::Scheme("the weight view does not match the layout"));
@@ -73,21 +71,20 @@ impl WeightLayout {
         for (i, &code) in view.codes(row..row + 1).iter().enumerate() {
             let (at, bit) = self.code_place(row, i);
             let stored = self.spread(code.wrapping_sub(less) & mask, bit);
-            // Store all bytes of the word, because the bits of a code may wrap around its end.
+            // The bits of a code may wrap around the end of its word.
             for (byte, part) in out[at..at + 4].iter_mut().zip(stored.to_le_bytes()) {
                 *byte |= part;
             }
         }
     }
 
-    /// The position of a code in the matrix: the offset of its word in bytes, and its bit or field within the word.
+    /// The offset of a code's word in bytes, and its bit or field within the word.
     fn code_place(&self, row: usize, feature: usize) -> (usize, usize) {
         let tile = row / TILE_ROWS * self.tiles() + feature / TILE_K;
         let (at, bit) = self.place(row % TILE_ROWS, feature % TILE_K);
         (self.section(Section::Codes) + tile * self.tile_bytes() + at, bit)
     }
 
-    /// Reads and checks the parameters of a group.
     fn group(&self, view: &WeightView<'_>, row: usize, g: usize) -> Result<Group, KernelError> {
         let size = self.group_size;
         let codes = &view.codes(row..row + 1)[g * size..(g + 1) * size];
@@ -120,7 +117,7 @@ impl WeightLayout {
         Ok(Group { scale, zero, sum })
     }
 
-    /// Does what `group` does, for codes of a floating-point format.
+    /// [`group`](Self::group) for floating-point codes.
     fn float_group(
         &self,
         view: &WeightView<'_>,
@@ -154,10 +151,9 @@ impl WeightLayout {
             _ if self.row_is_group() => bytes = scale.to_le_bytes(),
             ScaleType::F16 => put(&mut bytes, 0, &f16::from_f32(scale).to_le_bytes()),
             ScaleType::Bf16 => put(&mut bytes, 0, &bf16::from_f32(scale).to_le_bytes()),
-            // With this type, scales are powers of two; the smallest one, 2⁻¹²⁷, is subnormal and has code 0.
+            // Powers of two; the smallest one, 2⁻¹²⁷, is subnormal and has code 0.
             ScaleType::E8m0 => bytes[0] = (scale.to_bits() >> 23) as u8,
             ScaleType::F32 | ScaleType::Progressive | ScaleType::E4m3 => bytes = scale.to_le_bytes(),
-            // No layout has these scales.
             ScaleType::Super | ScaleType::SuperMins => {}
         }
         bytes
@@ -172,7 +168,7 @@ impl WeightLayout {
 
     fn pack_group(&self, row: usize, g: usize, group: &Group, out: &mut [u8]) {
         let (r, place) = (row % TILE_ROWS, pair_order(row % TILE_ROWS));
-        // The parameters of a group wider than a tile are repeated in each of its tiles.
+        // Groups may span tiles.
         for tile in self.tiles_of(g) {
             let (at, slot) = self.parameters_of(row, g, tile);
             put(
@@ -193,7 +189,6 @@ impl WeightLayout {
         }
     }
 
-    /// The tiles that contain features of a group.
     fn tiles_of(&self, g: usize) -> core::ops::Range<usize> {
         g * self.group_size / TILE_K..((g + 1) * self.group_size).div_ceil(TILE_K)
     }
@@ -242,8 +237,8 @@ impl WeightLayout {
         Ok(out)
     }
 
-    /// The scale and zero point of a group; for a symmetric grid, the zero point is 0. For E4M3, the stored group
-    /// scale, not divided by the global scale.
+    /// The scale and zero point of a group. For a symmetric grid, the zero point is 0; E4M3 scales are not divided by
+    /// the global scale.
     fn unpack_group(&self, packed: &[u8], row: usize, g: usize) -> (f32, u8) {
         if self.row_is_group() {
             let zero = match self.zero_point {

@@ -10,8 +10,8 @@ impl WeightLayout {
     /// `feature` are relative to the tile.
     pub(crate) fn place(&self, row: usize, feature: usize) -> (usize, usize) {
         let (r, below) = (row % 8, row / 8);
-        // Decompose the feature into the step of `mma`, the half of the step's features, the lane's quarter of that
-        // half, and the index within the quarter.
+        // The step of `mma`, the half of the step's features, the lane's quarter of that half, and the index within the
+        // quarter.
         let step_k = match self.order {
             Order::Float => 16,
             Order::Int8 => 32,
@@ -32,8 +32,8 @@ impl WeightLayout {
     }
 
     /// The bits of a stored code within its word, at the position that [`place`](Self::place) returns. A floating-point
-    /// code is split into its magnitude and its sign: `(code without its sign) · 2^m`, and the sign's bit at `s`, plus
-    /// 16 for the odd feature, all modulo 32. `(m, s)` for the fields of a word:
+    /// code is split: its magnitude begins at bit `m`, its sign is at bit `s`; for the odd feature 16 bits further,
+    /// modulo 32. `(m, s)` for the fields of a word:
     ///
     /// | | 0 | 1 | 2 | 3 |
     /// |---|---|---|---|---|
@@ -57,8 +57,7 @@ impl WeightLayout {
         low | (word.rotate_right(sign) as u8 & 1) << bits
     }
 
-    /// For a floating-point code, the lowest bit of its magnitude, the bit of its sign, and the number of bits of its
-    /// magnitude.
+    /// For a floating-point code: the lowest bit of its magnitude, the bit of its sign, and the bits of its magnitude.
     fn split(&self, bit: usize) -> Option<(u32, u32, u32)> {
         let (field, odd) = (bit % 16, (bit / 16 * 16) as u32);
         let (magnitude, sign) = match self.float? {
@@ -80,7 +79,6 @@ mod tests {
         WeightLayout::from_parts([32, 256], code_bits, 128, ScaleType::F16, Some(8), order, false).unwrap()
     }
 
-    /// Every bit of a tile belongs to exactly one code.
     #[test]
     fn places_fill_a_tile() {
         for (code_bits, order) in [(4, Order::Float), (8, Order::Float), (4, Order::Int8), (8, Order::Int8)] {
@@ -98,8 +96,6 @@ mod tests {
         }
     }
 
-    /// Every bit of a tile belongs to exactly one floating-point code, every code is recovered, and words hold the same
-    /// weights as those of integers.
     #[test]
     fn bits_of_floating_point_codes_fill_a_tile() {
         for (format, scales) in [(FloatFormat::E2m1, ScaleType::E4m3), (FloatFormat::E4m3, ScaleType::E8m0)] {
@@ -123,8 +119,7 @@ mod tests {
         }
     }
 
-    /// The A fragments as in the figures of the PTX ISA: the row and feature of element `e` of register `i` of lane
-    /// `l`.
+    /// As in the figures of the PTX ISA.
     #[test]
     fn places_are_those_of_fragments() {
         for row in 0..TILE_ROWS {

@@ -1,7 +1,5 @@
-//! A linear as a framework calls it: from float activations to results of the same type, with all launches in between.
-//!
-//! [`LinearPlan`] is only the product; weights that are packed for integers need their activations quantized first. A
-//! [`LinearCall`] plans both, and the memory between them. Planning runs on the host.
+//! A linear as a framework calls it: from float activations to results, with all launches in between. Weights that are
+//! packed for integers need their activations quantized first.
 
 use quant_kernels_cpu::KernelError;
 
@@ -14,7 +12,6 @@ use crate::float::Float;
 use crate::launch::{Argument, LaunchShape, Region};
 use crate::layout::{Order, WeightLayout};
 
-/// Alignment of the parts of the scratch memory, in bytes.
 const ALIGN: usize = 256;
 
 /// The types and strides of the activations and results of a call.
@@ -28,8 +25,8 @@ pub struct CallShape {
     pub stride: usize,
     /// The type of the results `[m, n]`, which are contiguous.
     pub output: Output,
-    /// One scale and zero point for all activations, or `None` for a scale per token. Only if weights are packed for
-    /// integers.
+    /// One scale and zero point for all activations, or `None` for a scale per token. Only for weights that are packed
+    /// for integers.
     pub fixed: Option<FixedScale>,
 }
 
@@ -57,8 +54,7 @@ pub struct LinearCall {
     scratch_bytes: usize,
 }
 
-/// How activations are quantized, and the offsets of their codes and scales in the scratch memory, after the product's
-/// workspace.
+/// How activations are quantized, and where codes and scales are in the scratch memory.
 #[derive(Debug, Clone, PartialEq)]
 struct Rounding {
     plan: ActivationPlan,
@@ -80,14 +76,12 @@ pub struct CallArguments {
     pub x: Region,
     /// `[m, n]`, contiguous.
     pub out: Region,
-    /// The scratch memory: at least as many bytes as the call needs, at a multiple of 256. Its first
-    /// [`LinearCall::zero_bytes`] bytes must be 0 before the launches; clear them if a different call has used the
-    /// memory.
+    /// The scratch memory, at a multiple of 256. Its first [`LinearCall::zero_bytes`] bytes must be 0 before the
+    /// launches; clear them if a different call has used the memory.
     pub scratch: Region,
 }
 
-/// One launch of a call. Pass the launches to [`Kernels::kernel`](crate::device::Kernels::kernel) and
-/// [`Kernel::launch`](crate::device::Kernel::launch) in order, on one stream.
+/// One launch of a call. The launches run in order, on one stream.
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub struct CallLaunch {
@@ -105,10 +99,9 @@ impl LinearCall {
     /// scale per token, or with one scale and zero point if [`fixed`](CallShape::fixed) is set.
     ///
     /// # Errors
-    /// - Weights of [`Order::Float`]: `f32` activations, a `fixed` scale, or rows that are less than `k` elements or
-    ///   not a multiple of 8 elements apart.
-    /// - Weights of [`Order::Int8`]: rows that are not exactly `k` elements apart, a `fixed` scale that is not
-    ///   positive and finite or has no finite reciprocal, or a nonzero zero point if the layout has no sums.
+    /// - Weights of [`Order::Float`]: `f32` activations, a `fixed` scale, or an invalid stride.
+    /// - Weights of [`Order::Int8`]: rows that are not exactly `k` elements apart, a `fixed` scale that is not positive
+    ///   and finite or has no finite reciprocal, or a nonzero zero point if the layout has no sums.
     /// - All errors of planning the product and the quantization.
     pub fn new(layout: &WeightLayout, shape: &CallShape, device: &PlanLimits) -> Result<Self, KernelError> {
         let (n, k) = (layout.n(), layout.k());
@@ -139,7 +132,7 @@ impl LinearCall {
             (Order::Int8, _) => InputType::Int8 { zero: fixed.is_some_and(|by| by.zero != 0) },
         };
         let product = LinearPlan::new(layout, activation, output, m, device)?;
-        // Tickets come first, since they are the only part that must be 0 before the launches.
+        // Tickets come first: only they must be 0 before the launches.
         let mut end = product.ticket_bytes;
         let mut place = |bytes: Option<usize>| {
             let at = end.checked_next_multiple_of(ALIGN);
@@ -187,7 +180,7 @@ impl LinearCall {
         &self.product
     }
 
-    /// Returns the launches, in order. The list is empty if there are no tokens.
+    /// Returns the launches, in order.
     ///
     /// # Errors
     /// When a region is too small or misaligned for its type.
@@ -294,16 +287,14 @@ mod tests {
             let launches = call.launches(&places(&call, &layout, 2)).unwrap();
             assert_eq!(launches.len(), 1);
             assert_eq!(launches[0].variant.kernel, "linear");
-            // Without quantization, the product reads `x` and writes `out` directly.
             assert_eq!(launches[0].arguments[5], Argument::U64(0x30_0000));
             assert_eq!(launches[0].arguments[8], Argument::U64(0x40_0000));
             assert_eq!(call.results(), 3 * 512);
         }
     }
 
-    /// Codes and scales are after the workspace, without overlap, and the product reads what the quantization wrote.
     #[test]
-    fn whole_numbers_pass_through_the_scratch_memory() {
+    fn integers_pass_through_the_scratch_memory() {
         for (m, k) in [(1, 4096), (7, 1000), (300, 4096)] {
             let layout = layout(k, Order::Int8, false);
             let call = call(&layout, Float::Bf16, None, m).unwrap();
@@ -352,7 +343,6 @@ mod tests {
         }
     }
 
-    /// Float activations may have gaps between rows, and results a different type.
     #[test]
     fn rows_have_gaps_and_results_a_type_of_their_own() {
         let layout = layout(1004, Order::Float, false);

@@ -8,9 +8,7 @@ use crate::compile::{Architecture, Variant};
 use crate::layout::{Order, WeightLayout};
 use crate::registry::Entry;
 
-/// A selection of variants: for every scheme, one for few tokens or one for many, alternately; for common schemes,
-/// every block shape, the depths of rings for multiprocessors with little and much shared memory, and the variants for
-/// matrices that are not cut along `k`.
+/// A selection of variants: one for every scheme, and more for common schemes.
 pub fn variants() -> Vec<Entry> {
     let mut variants = listed(Architecture::Sm86, true);
     for variant in listed(Architecture::Sm90, false) {
@@ -37,8 +35,7 @@ pub fn listed(architecture: Architecture, all: bool) -> Vec<LinearVariant> {
             (false, false) => &[],
         };
         for &m in tokens {
-            // The first matrix has several chunks, which are computed one after another only for many tokens; the
-            // second has no halves.
+            // The first matrix has several chunks, the second has no halves.
             let shapes: &[[usize; 2]] =
                 if common && !all { &[[4096, 4096], [57_344, 4096]] } else { &[[4096, 4096]] };
             for &shape in shapes {
@@ -53,15 +50,14 @@ pub fn listed(architecture: Architecture, all: bool) -> Vec<LinearVariant> {
 }
 
 impl LinearVariant {
-    /// The variant, with the requirements on its machine code.
     pub(super) fn entry(&self) -> Entry {
         let product = if self.scheme.is_float() { "HMMA.16816.F32" } else { "IMMA.16832" };
         Entry {
             family: "linear",
             variant: self.compiled(),
             register_ceiling: self.shape.register_ceiling() as u32,
-            // These multiply on tensor cores, load fragments of activations, copy to shared memory without registers,
-            // and load codes 16 bytes at a time.
+            // Tensor cores, fragments of activations, copies to shared memory that bypass registers, and codes 16 bytes
+            // at a time.
             instructions: vec![product, "LDSM.16.M88.4", "LDGSTS.E.BYPASS.128", "LDS.128"],
         }
     }
@@ -72,7 +68,6 @@ fn packing() -> Vec<Entry> {
     let mut entries: Vec<Entry> = Vec::new();
     for (layout, ..) in schemes() {
         for launch in layout.device_packing().unwrap_or_default() {
-            // Six entries of each kernel and kind of codes are enough to cover the kinds of scales.
             let is_float = |variant: &Variant| !variant.defines.contains(&("CODES", "INTEGER".to_owned()));
             let kind = |variant: &Variant| (variant.kernel, is_float(variant));
             let same = |e: &Entry| kind(&e.variant) == kind(&launch.variant);
@@ -91,7 +86,7 @@ fn packing() -> Vec<Entry> {
     entries
 }
 
-/// All schemes: a layout, the types of activations and results, and whether the scheme is a common one.
+/// Whether a scheme is common is the last part.
 fn schemes() -> Vec<(WeightLayout, InputType, Output, bool)> {
     let mut schemes = Vec::new();
     let k = 4096;

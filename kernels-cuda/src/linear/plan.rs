@@ -32,11 +32,11 @@ pub struct LinearPlan {
     pub launch: LaunchShape,
     /// Number of chunks of `k`.
     pub chunks: u32,
-    /// The size in bytes of the tickets, by which the blocks that share a tile of results determine which one finishes
-    /// last. They must be 0 before a launch, which resets them to 0.
+    /// The size in bytes of the tickets, by which blocks that share a tile of results find the last one. They must be 0
+    /// before a launch, which resets them to 0.
     pub ticket_bytes: usize,
-    /// The size in bytes of the workspace, in which the blocks that share a tile of results combine their sums. Its
-    /// initial contents do not matter.
+    /// The size in bytes of the workspace, in which these blocks combine their sums. Its initial contents do not
+    /// matter.
     pub workspace_bytes: usize,
     layout: WeightLayout,
     m: usize,
@@ -61,11 +61,10 @@ pub struct LinearArguments {
     pub out: Region,
     /// Elements between rows of results, at least `n`.
     pub out_stride: usize,
-    /// The tickets: at least as many bytes as the plan needs, 0 before the launch, which resets them to 0. Launches of
-    /// any plans of this crate that run one after another may share tickets, so an engine allocates the maximum over
-    /// its plans once per stream. Concurrent launches must not share them.
+    /// The tickets, 0 before the launch, which resets them to 0. Launches that run one after another may share tickets,
+    /// so an engine allocates the maximum over its plans once per stream. Concurrent launches must not share them.
     pub tickets: Region,
-    /// The workspace: at least as many bytes as the plan needs. It may be shared like the tickets.
+    /// The workspace, which may be shared like the tickets.
     pub workspace: Region,
 }
 
@@ -75,13 +74,11 @@ pub struct LinearArguments {
 pub struct LinearTraffic {
     /// The packed matrix including padding, read once.
     pub weights: usize,
-    /// Activations and their scales, read from memory once; further reads by other blocks come from the L2 cache.
+    /// Activations and their scales, read from memory once.
     pub activations: usize,
     /// Results, written once.
     pub results: usize,
-    /// Sums of chunks, written once and read once, which stay in the L2 cache if it is large enough. All blocks of a
-    /// tile except the last one write their sums, only for tokens that exist. Does not include tickets, 8 bytes per
-    /// tile of results.
+    /// Sums of chunks, written once and read once, usually in the L2 cache. Without tickets.
     pub workspace: usize,
 }
 
@@ -109,26 +106,24 @@ impl LinearPlan {
         Self::of_variant(variant, layout, m)
     }
 
-    /// Plans a product with `m` tokens and a given variant, which must have the scheme of the layout.
+    /// Plans a product with `m` tokens and a given variant.
     ///
     /// # Errors
-    /// See [`new`](Self::new); also when the variant divides `k` in a different way than [`Parts::of`] the weights.
+    /// See [`new`](Self::new); also when the variant does not match the layout.
     pub fn of_variant(variant: LinearVariant, layout: &WeightLayout, m: usize) -> Result<Self, KernelError> {
         let (n, k) = (layout.n(), layout.k());
         let small = |value: usize, max: usize, what| {
             if value <= max { Ok(value as u32) } else { Err(KernelError::TooLarge(what)) }
         };
-        // The kernel uses 32-bit indices for features, tokens and the bytes of a row. They can exceed the end by up to
-        // one block.
+        // The kernel's 32-bit indices can exceed the end by up to one block.
         let max = i32::MAX as usize / 2 - 1024;
         small(k, max, "the number of input features")?;
         small(m, max, "the number of tokens")?;
-        // The kernel numbers blocks in bands of eight token tiles, so the index of a block can reach eight times the
-        // number of output features.
+        // Blocks are numbered in bands of eight token tiles, so an index can reach eight times the number of output
+        // features.
         small(n, max / 8, "the number of output features")?;
         let Parts { chunks, halved } = Parts::of([n, k]);
-        // A variant may have two sets of warps, one per half of a chunk, or be `serial`, but not both; either requires
-        // halves.
+        // Two sets of warps, or `serial`, but not both, require halves.
         let ways = usize::from(variant.serial) + variant.shape.sets;
         if variant.halved != halved || !(1..=1 + usize::from(halved)).contains(&ways) {
             return Err(KernelError::Scheme("the kernel variant splits k differently from the plan"));
@@ -336,7 +331,6 @@ mod tests {
             LinearArguments { tickets: region(0x100, plan.ticket_bytes - 1), ..good },
             LinearArguments { workspace: Region::NONE, ..good },
             LinearArguments { workspace: region(0x210, plan.workspace_bytes), ..good },
-            // These regions exceed the address space.
             LinearArguments { workspace: region(u64::MAX - 255, plan.workspace_bytes), ..good },
             LinearArguments { weight: region(u64::MAX - 255, plan.layout.bytes()), ..good },
         ];

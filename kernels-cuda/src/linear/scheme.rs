@@ -4,17 +4,16 @@ use quant_kernels_cpu::{FloatFormat, KernelError, ScaleType};
 
 use crate::layout::{Order, SUPER_BLOCKS, TILE_K, WeightLayout};
 
-/// Activations as the kernel reads them: `[m, x_stride]` row-major, of which `k` are used. Rows begin at multiples of
-/// 16 bytes.
+/// Activations as the kernel reads them: `[m, x_stride]` row-major, in rows at multiples of 16 bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum InputType {
     /// IEEE half.
     F16,
     /// bfloat16.
     Bf16,
-    /// 8-bit integers with a scale per token; if `zero`, also with a zero point that is the same for all tokens.
+    /// 8-bit integers with a scale per token.
     Int8 {
-        /// Whether there is a zero point.
+        /// Whether there is a zero point, the same for all tokens.
         zero: bool,
     },
 }
@@ -62,8 +61,7 @@ impl KernelScheme {
     /// The scheme of packed weights with these activations and results.
     ///
     /// # Errors
-    /// When the weights are packed for different activations, or lack the sums that the zero point of activations
-    /// needs.
+    /// When the weights are packed for different activations, or without the sums that a zero point needs.
     pub fn new(layout: &WeightLayout, activation: InputType, output: Output) -> Result<Self, KernelError> {
         let (order, zero) = match activation {
             InputType::Int8 { zero } => (Order::Int8, zero),
@@ -78,8 +76,7 @@ impl KernelScheme {
             ));
         }
         let activation = match activation {
-            // The scheme depends on whether the layout has sums, since sums change the offsets within a tile's
-            // parameters.
+            // Sums change the offsets within a tile's parameters, even if they are not used.
             InputType::Int8 { .. } => InputType::Int8 { zero: layout.has_sums() },
             float => float,
         };
@@ -131,8 +128,7 @@ impl KernelScheme {
         self.group.map_or(1, |g| TILE_K / g)
     }
 
-    /// The name according to `docs/naming.md`, such as `w4a16_g128_gemm_f16_asym_f16`: types of weights and
-    /// activations, groups, then suffixes for the input type, the scales and zero points, and the type of the results.
+    /// The name according to `docs/naming.md`, such as `w4a16_g128_gemm_f16_asym_f16`.
     pub fn name(&self) -> String {
         let (bits, kind) = match self.activation {
             InputType::F16 => ("a16", "_f16"),

@@ -1,4 +1,4 @@
-//! How a variant divides its work: block shapes, depth of the ring, chunks of `k`, and the macros that result from it.
+//! How a variant divides its work.
 
 use quant_kernels_cpu::FloatFormat;
 
@@ -49,11 +49,9 @@ impl BlockShape {
     }
 }
 
-/// For each block shape, from few tokens to many: warps along tokens, tiles of 8 tokens per warp, and sets of warps per
-/// multiprocessor.
+/// From few tokens to many: warps along tokens, tiles of 8 tokens per warp, and sets of warps per multiprocessor.
 const SHAPES: [[usize; 3]; 5] = [[1, 1, 4], [1, 2, 3], [2, 2, 2], [2, 4, 1], [2, 8, 1]];
-/// Blocks of at most this many tokens have two sets of warps if chunks have halves. For more tokens, one set has as
-/// many warps as two sets have here.
+/// Blocks of more tokens have one set of warps.
 const TWO_SETS: usize = 16;
 /// The number of shapes whose float sums fit in registers.
 const FLOAT_SHAPES: usize = 4;
@@ -91,7 +89,7 @@ impl PlanLimits {
             Architecture::Sm90 => (232_448, 132),
             Architecture::Sm120 => (101_376, 170),
         };
-        // The system reserves 1 KiB of shared memory per block.
+        // The system reserves 1 KiB per block.
         Self { shared_of_block, shared_of_multiprocessor: shared_of_block + 1024, multiprocessors }
     }
 }
@@ -165,7 +163,7 @@ impl LinearVariant {
         Variant { source: &SOURCE, kernel: "linear", defines: self.defines() }
     }
 
-    /// A name made of the scheme, the tokens per block, the depth of the ring, and how the parts of `k` are computed.
+    /// A name made of the scheme, the tokens per block, the depth of the ring, and how parts of `k` are computed.
     pub fn name(&self) -> String {
         let parts = match (self.halved, self.shape.sets, self.serial) {
             (false, ..) => "",
@@ -190,18 +188,18 @@ impl LinearVariant {
             if self.scheme.sums_activations() { 2 * self.scheme.tile_groups() * tokens * 4 } else { 0 };
         let ring = (self.shape.stages * Self::stage_bytes(&self.scheme, tokens) + sums).next_multiple_of(128);
         let ring = self.shape.sets * ring;
-        // The memory of the ring is reused to reorder results from fragments to rows.
+        // The memory of the ring is reused to reorder results.
         ring.max(tokens * (BLOCK_ROWS + 4) * 4)
     }
 
-    /// Bytes in the workspace for a chunk's sums of one tile of results.
+    /// Bytes of the workspace for a chunk's sums of one tile of results.
     pub(super) fn partial_bytes(&self) -> usize {
         4 * self.shape.rows() * self.shape.tokens()
     }
 
-    /// Chooses the variant for `m` tokens on this device: the smallest shape that holds them, or the largest one, or a
-    /// smaller one if that does not fit in shared memory. For more than 16 tokens per block, one block computes all
-    /// chunks one after another if there are enough tiles of results to occupy the device.
+    /// Chooses the variant for `m` tokens on this device: the smallest shape that holds them, if it fits in shared
+    /// memory, and otherwise the largest that fits. With many tokens, one block may compute all chunks one after
+    /// another.
     pub fn choose(scheme: KernelScheme, [n, k]: [usize; 2], m: usize, device: &PlanLimits) -> Self {
         let shapes = if scheme.whole { &SHAPES[..] } else { &SHAPES[..FLOAT_SHAPES] };
         let parts = Parts::of([n, k]);
@@ -213,15 +211,15 @@ impl LinearVariant {
             let tokens = 8 * token_warps * token_tiles;
             sets = if parts.halved && tokens <= TWO_SETS { sets } else { 1 };
             let stage = Self::stage_bytes(&scheme, tokens);
-            // For few tokens, two sets of warps (of one block or of two) share a multiprocessor's shared memory; for
-            // many, one set has all of it. 4 KiB are left for the system's 1 KiB per block and for sums.
+            // For few tokens, two sets of warps share a multiprocessor's shared memory; for many, one set has all of
+            // it. 4 KiB are left for the system and for sums.
             let share =
                 if resident > 1 { device.shared_of_multiprocessor / 2 } else { device.shared_of_block };
             let ring = share.min(device.shared_of_block).saturating_sub(4096);
             let stages = (ring / stage).clamp(MIN_STAGES, MAX_STAGES);
             let tiles = n.div_ceil(BLOCK_ROWS).saturating_mul(m.div_ceil(tokens));
             let serial = tokens > TWO_SETS && parts.chunks > 1 && tiles >= device.multiprocessors;
-            // The sums of previous chunks also occupy registers, so use one block per multiprocessor.
+            // The sums of previous chunks occupy registers, too.
             let blocks = if serial { 1 } else { resident / sets };
             let shape =
                 BlockShape { row_warps: 4, row_tiles: 2, token_warps, token_tiles, sets, stages, blocks };
@@ -229,25 +227,23 @@ impl LinearVariant {
             if (choice, sets) == (0, 1) || variant.shared_bytes() <= device.shared_of_block {
                 return variant;
             }
-            // If it does not fit, use one set of warps, and then fewer tokens per block.
+            // One set of warps, and then fewer tokens per block.
             (choice, sets) = if sets == 2 { (choice, 1) } else { (choice - 1, 2) };
         }
     }
 }
 
-/// The minimum depth of the ring: a tile that is being multiplied, one that is being summed, and one that is being
-/// loaded.
+/// For a tile that is being multiplied, one that is being summed, and one that is being loaded.
 const MIN_STAGES: usize = 3;
 const MAX_STAGES: usize = 6;
 
 /// How `k` is cut into parts. Each part is summed starting from zero; a chunk is its first half plus its second, and
-/// chunks are added in order. Rounding therefore depends on the parts, which depend only on the shape of the weights.
+/// chunks are added in order. So rounding depends only on the shape of the weights.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Parts {
-    /// The number of chunks, 1 to 4. Each is a run of whole tiles. Blocks that share a tile of results combine their
-    /// sums in the workspace.
+    /// The number of chunks, 1 to 4. Each is a run of whole tiles.
     pub chunks: usize,
-    /// Whether each chunk is summed in two halves, by the same block.
+    /// Whether each chunk is summed in two halves.
     pub halved: bool,
 }
 
@@ -258,8 +254,8 @@ impl Parts {
     pub fn of([n, k]: [usize; 2]) -> Self {
         let (rows, tiles) = (n.div_ceil(BLOCK_ROWS).max(1), k.div_ceil(TILE_K).max(1));
         let halved = rows < 256 && tiles >= 8;
-        // Round to the nearest number of chunks. With 96 row tiles, for example, 1 chunk leaves a quarter of 128 places
-        // for blocks idle, and so do 2 chunks, in two waves.
+        // To the nearest number of chunks. With 96 row tiles, for example, 1 chunk leaves a quarter of 128 places for
+        // blocks idle, and so do 2 chunks, in two waves.
         let wanted = ((128 + rows / 2) / rows).clamp(1, 4).min((tiles / 8).max(1));
         Self { chunks: if halved { wanted } else { 1 }, halved }
     }

@@ -1,4 +1,4 @@
-//! The measured cases: each kernel on shapes of Llama 3 8B and 70B, with the minimum numbers of bytes and operations.
+//! The measured cases: kernels on shapes of Llama 3 8B and 70B.
 
 use quant_kernels_cpu::attention::KvType;
 use quant_kernels_cpu::{FloatFormat, KernelError, ScaleType};
@@ -47,26 +47,21 @@ pub struct Case {
     arguments: Box<Arguments>,
 }
 
-/// Computes the arguments from the addresses of buffers.
 type Arguments = dyn Fn(&[u64]) -> Result<Vec<Argument>, KernelError>;
 
-/// A buffer that a launch needs.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Buffer {
     pub(super) bytes: usize,
     pub(super) fill: Fill,
-    /// Whether successive launches use different copies of the buffer, so that it is not in the L2 cache.
+    /// Whether successive launches use different copies, which are not in the L2 cache.
     pub(super) turns: bool,
 }
 
-/// The contents of a buffer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Fill {
     Zeros,
-    /// Any bytes.
     Random,
-    /// f16 values of either sign with magnitudes below 2⁻⁷ and random low bits. Pages contain f16 grids among the
-    /// codes, which must be finite.
+    /// f16 values of either sign with magnitudes below 2⁻⁷, for pages, whose f16 grids must be finite.
     SmallFloats,
     /// f16 values of either sign with magnitudes from a quarter to two.
     Floats,
@@ -79,7 +74,7 @@ pub(super) enum Fill {
 impl Case {
     /// The minimum time in seconds on a device with these ceilings, and what determines it.
     pub fn floor(&self, ceilings: &Ceilings) -> (f64, Bound) {
-        // Kernels without products write about as much as they read, so they are compared with a copy.
+        // Kernels without products write about as much as they read.
         let (bandwidth, rate) = match self.product {
             Product::None => (ceilings.copy, f64::INFINITY),
             Product::F16 => (ceilings.read, ceilings.f16),
@@ -89,7 +84,6 @@ impl Case {
         if bytes >= products { (bytes, Bound::Bytes) } else { (products, Bound::Products) }
     }
 
-    /// The arguments, with buffers at these addresses.
     pub(super) fn arguments(&self, at: &[u64]) -> Result<Vec<Argument>, KernelError> {
         (self.arguments)(at)
     }
@@ -99,7 +93,6 @@ fn region(address: u64, bytes: usize) -> Region {
     Region { address, bytes: bytes as u64 }
 }
 
-/// Shapes `[n, k]` of linears, small to large.
 const LINEARS: [[usize; 2]; 5] = [[6144, 4096], [8192, 8192], [28_672, 4096], [4096, 14_336], [57_344, 8192]];
 const TOKENS: [usize; 8] = [1, 8, 16, 32, 64, 256, 1024, 4096];
 
@@ -286,8 +279,7 @@ fn decode(kind: KvType, sequences: usize, tokens: usize) -> Result<Case, KernelE
     let pages = sequences * pages_of * kv_heads * head;
     let row = query_heads * head_dim;
     let buffer = |bytes, fill, turns| Buffer { bytes, fill, turns };
-    // Pages contain grids among the codes. Random bytes could be NaN as grids, and scores that keep growing would take
-    // the rescaling branch of the kernel.
+    // As grids, random bytes could be NaN, or let scores grow so that the kernel rescales often.
     let buffers = vec![
         buffer(sequences * row * 2, Fill::Floats, false),
         buffer(pages, Fill::SmallFloats, true),

@@ -1,4 +1,4 @@
-//! The measured maxima of a device: bytes per second, products per second, seconds per launch.
+//! The measured maxima of a device.
 
 use super::{Meter, TimedLaunch};
 use crate::Result;
@@ -9,14 +9,13 @@ use crate::standalone::Memory;
 static SOURCE: Source =
     Source { name: "ceilings.cu", text: include_str!("../../cuda/ceilings.cu"), headers: &[] };
 
-/// Constants that must equal those of `cuda/ceilings.cu`.
+/// As in `cuda/ceilings.cu`.
 const THREADS: u32 = 512;
 const FLIGHT: usize = 8;
 const CHAINS: u32 = 8;
-/// The size of the buffer that is read, in multiples of the L2 cache, so that cached bytes are negligible.
+/// In multiples of the L2 cache, so that cached bytes are negligible.
 const CACHES: usize = 32;
-/// The initial and the maximum number of rounds of products. The number is multiplied by eight until a launch takes at
-/// least [`MIN_SECONDS`], so that its overhead is negligible.
+/// The initial and the maximum number of rounds of products. It grows until a launch takes at least [`MIN_SECONDS`].
 const ROUNDS: [u32; 2] = [4, 1 << 20];
 const MIN_SECONDS: f64 = 1e-3;
 
@@ -42,7 +41,6 @@ fn variant(kernel: &'static str, product: u32) -> Variant {
     Variant { source: &SOURCE, kernel, defines: vec![("PRODUCT", product.to_string())] }
 }
 
-/// The kernels that measure ceilings, so that they can be compiled in advance.
 pub(super) fn variants() -> Vec<Variant> {
     let streams = ["stream_read", "stream_copy", "nothing"].map(|kernel| variant(kernel, 0));
     streams.into_iter().chain([0, 1, 2].map(|product| variant("products", product))).collect()
@@ -53,7 +51,7 @@ impl Ceilings {
         let gpu = meter.gpu;
         let blocks = gpu.limits.multiprocessors * 4;
         let shape = LaunchShape { grid: [blocks, 1, 1], block: THREADS, shared_bytes: 0 };
-        // Use a multiple of what all threads of a block load at once; two buffers of this size fit any device.
+        // A multiple of what a block loads at once.
         let step = THREADS as usize * FLIGHT * 16;
         let bytes = (meter.cache_bytes * CACHES).min(gpu.memory()?.free / 4);
         let bytes = (bytes / step).max(1) * step;

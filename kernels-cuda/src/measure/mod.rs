@@ -1,9 +1,9 @@
-//! Measures how close the kernels come to the limits of a device: for `quant bench kernels --device cuda`, and for the
-//! benchmarks that `cargo xtask gpu` packs for a machine with a GPU.
+//! Measures how close the kernels come to the limits of a device, for `quant bench kernels --device cuda` and `cargo
+//! xtask gpu`.
 //!
-//! First the limits of the device are measured ([`Ceilings`]), then launches of every kernel on shapes of common models
-//! ([`cases`]): many in a row between two events, on memory that is not in the L2 cache. The efficiency of a kernel is
-//! the time that its bytes or products take at those limits, divided by its measured time.
+//! First the limits of the device are measured ([`Ceilings`]), then launches of the kernels on shapes of common models
+//! ([`cases`]), many in a row, if possible on memory that is not in the L2 cache. The efficiency of a kernel is the
+//! time that its bytes or products take at those limits, divided by its measured time.
 
 mod cases;
 mod ceilings;
@@ -21,17 +21,13 @@ use crate::standalone::{Event, Gpu, Memory};
 use crate::{Error, Result, linear};
 use cases::{Buffer, Fill};
 
-/// The duration in seconds that a measurement aims at.
 const MIN_SECONDS: f64 = 0.05;
 /// The number of measurements.
 const REPEATS: usize = 5;
-/// Maximum number of launches per measurement.
 const MAX_LAUNCHES: usize = 20_000;
 /// The total size of the copies of a launch's buffers that are used in turn, in multiples of the L2 cache.
 const TURNS_OVER_CACHE: usize = 10;
-/// The maximum number of copies.
 const MAX_TURNS: usize = 64;
-/// The number of random bytes; larger buffers repeat them.
 const RANDOM: usize = 8 << 20;
 
 /// A launch that is timed.
@@ -56,8 +52,7 @@ impl Times {
     }
 }
 
-/// Measures on the first device. Kernels come from the user's cache directory, and are compiled if they are missing
-/// there.
+/// Measures on the first device. Kernels come from the user's cache directory.
 #[derive(Debug)]
 pub struct Meter {
     gpu: &'static Gpu,
@@ -91,14 +86,14 @@ impl Meter {
         Ceilings::measure(self)
     }
 
-    /// Measures a case, which must have been planned for this device.
+    /// Measures a case that was planned for this device.
     ///
     /// # Errors
     /// See [`ceilings`](Self::ceilings); also when the device has too little free memory.
     pub fn time(&self, case: &Case) -> Result<Times> {
         let sum = |turns| case.buffers.iter().filter(|b| b.turns == turns).map(|b| b.bytes).sum::<usize>();
         let (kept, turning) = (sum(false), sum(true).max(1));
-        // Leave a tenth of the free memory for the rounding of allocations and for the driver.
+        // Leaves a tenth of the free memory for the driver and for the rounding of allocations.
         let room = (self.gpu.memory()?.free / 10 * 9).saturating_sub(kept) / turning;
         let turns = (TURNS_OVER_CACHE * self.cache_bytes).div_ceil(turning).clamp(1, MAX_TURNS).min(room);
         if turns == 0 {
@@ -127,8 +122,7 @@ impl Meter {
         unsafe { self.seconds(&case.variant, &work) }
     }
 
-    /// Measures the seconds per launch. The elements of `work` are launches on different memory, which are used in
-    /// turn.
+    /// Measures the seconds per launch. The launches of `work` are used in turn.
     ///
     /// # Safety
     /// The variant must be one of this crate's; the arguments must match it, and point to memory that lives until this
@@ -149,7 +143,7 @@ impl Meter {
             self.gpu.wait()?;
             end.seconds_since(&begin)
         };
-        // The first run loads the kernel and warms up; the second determines how many launches to measure.
+        // The first run warms up; the second determines how many launches to measure.
         run(work.len())?;
         let once = run(work.len())? / work.len().max(1) as f64;
         let count = ((MIN_SECONDS / once.max(1e-7)) as usize).clamp(work.len().max(3), MAX_LAUNCHES);
@@ -166,14 +160,12 @@ impl Meter {
             Fill::Counted => to.write(0, &(0..words).flat_map(u32::to_le_bytes).collect::<Vec<u8>>()),
             Fill::Words(word) => to.write(0, &word.to_le_bytes().repeat(words as usize)),
             Fill::Random => repeat(to, &self.random),
-            // These bits give f16 values with magnitudes from a quarter to two.
             Fill::Floats => self.fill_halves(to, 0x8f, 0x34),
             Fill::SmallFloats => self.fill_halves(to, 0x9f, 0),
         }
     }
 
-    /// Fills memory with random f16 values: of their upper bytes, the bits of `kept` are random and the bits of `set`
-    /// are set.
+    /// Fills memory with f16 values, in whose upper bytes the bits of `kept` are random and the bits of `set` are set.
     fn fill_halves(&self, to: &Memory, kept: u8, set: u8) -> Result<()> {
         let needed = &self.random[..to.len().next_multiple_of(2).min(RANDOM)];
         let halves = needed.chunks_exact(2).flat_map(|pair| [pair[0], pair[1] & kept | set]);
@@ -199,8 +191,7 @@ fn random_bytes() -> Vec<u8> {
     bytes
 }
 
-/// Compiles all kernels that are measured into a directory, for devices of these architectures, which need not be
-/// present. Returns the number of kernels.
+/// Compiles all kernels that are measured into a directory, for these architectures. Returns the number of kernels.
 ///
 /// # Errors
 /// When there is no compiler, or a kernel does not compile.

@@ -1,9 +1,5 @@
-//! Linears with weights on the device and activations on the host. Activations are copied to the device, and results
-//! back.
-//!
-//! This is for models that compute everything else on the CPU. The packed bytes, the kernels and the results are the
-//! same as in an engine that runs on the device. For many tokens, the time for copies is small compared with that for
-//! products; for a single token, it is large.
+//! Linears with weights on the device and activations on the host, for models that compute everything else on the CPU.
+//! The packed bytes and the kernels are the same as in an engine that runs on the device.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -20,7 +16,6 @@ use crate::launch::{Region, Stream};
 use crate::layout::{Order, WeightLayout};
 use crate::linear::{CallArguments, CallLaunch, CallShape, LinearCall, Output, PlanLimits};
 
-/// The maximum number of activations or results that are on the device at once.
 const MAX_VALUES: usize = 1 << 26;
 /// The exponent to which a row's largest activation is scaled in f16. Sums then stay finite, and a value 2³⁸ times
 /// smaller is still nonzero.
@@ -34,13 +29,13 @@ pub struct Launcher {
     scratch: Mutex<Scratch>,
 }
 
-/// The memory of one call. It is kept for later calls, and only grows.
+/// It is kept for later calls, and only grows.
 #[derive(Debug, Default)]
 struct Scratch {
     x: Option<Memory>,
     between: Option<Memory>,
     out: Option<Memory>,
-    /// Host memory for the rows to copy to the device, and for the results.
+    /// Host memory.
     rows: Vec<u8>,
     results: Vec<u8>,
 }
@@ -52,7 +47,6 @@ impl Launcher {
     /// When there is no driver or device, or the device is too old.
     pub fn new() -> Result<Self> {
         let gpu = Gpu::first()?;
-        // Fail now if the device is too old, not at the first call.
         gpu.limits.target()?;
         Ok(Self { gpu, kernels: Kernels::new(ImageCache::new()), scratch: Mutex::default() })
     }
@@ -78,8 +72,7 @@ impl Linear {
     ///
     /// # Errors
     /// When the kernels do not support the scheme ([`WeightLayout::of`]), packing rejects a value
-    /// ([`WeightLayout::pack`]), a static scale is not positive, it or its reciprocal is not finite, or the device has
-    /// too little memory.
+    /// ([`WeightLayout::pack`]), a static scale is invalid, or the device has too little memory.
     pub fn new(view: &WeightView<'_>, activations: Activations, launcher: &Arc<Launcher>) -> Result<Self> {
         let (order, sums) = match activations {
             Activations::Float => (Order::Float, false),
@@ -92,7 +85,7 @@ impl Linear {
         let weight = Memory::of(&packed)?;
         let limits = PlanLimits::from(&launcher.gpu.limits);
         let linear = Self { layout, weight, activations, limits, launcher: Arc::clone(launcher) };
-        // Planning a call with zero rows reports every error that does not depend on the input.
+        // Reports every error that does not depend on the input.
         linear.call(0)?;
         Ok(linear)
     }
@@ -112,8 +105,7 @@ impl Linear {
         self.layout.bytes()
     }
 
-    /// Computes `out[m, n] = x[m, k] · Ŵᵀ`, row-major, and waits for the results. Each row's result is independent of
-    /// the other rows.
+    /// Computes `out[m, n] = x[m, k] · Ŵᵀ`, row-major, and waits for the results.
     ///
     /// # Errors
     /// When the length of `x` is not a multiple of `k`, `out` has the wrong length, or the driver or the device fails.
@@ -153,7 +145,7 @@ impl Linear {
         let rows = room(&mut scratch.x, scratch.rows.len())?;
         rows.write(0, &scratch.rows)?;
         let between = room(&mut scratch.between, call.scratch_bytes())?;
-        // Clear the tickets: a call of a different plan may have left sums in their place.
+        // A call of a different plan may have left sums in place of the tickets.
         between.write(0, &vec![0; call.zero_bytes()])?;
         let results = room(&mut scratch.out, 4 * out.len())?;
         let places = CallArguments {
@@ -200,12 +192,10 @@ impl Linear {
     }
 }
 
-/// Returns memory of at least `bytes` bytes; allocates it if the existing memory is too small.
 fn room(memory: &mut Option<Memory>, bytes: usize) -> Result<&Memory> {
     match memory {
         Some(memory) if memory.len() >= bytes => {}
         _ => {
-            // Free the old memory before allocating.
             *memory = None;
             *memory = Some(Memory::filled(bytes, 0)?);
         }
@@ -213,14 +203,13 @@ fn room(memory: &mut Option<Memory>, bytes: usize) -> Result<&Memory> {
     Ok(memory.get_or_insert(Memory::filled(0, 0)?))
 }
 
-/// Converts rows to f16, `stride` elements apart, each scaled by a power of two; returns the exponents of the scales.
+/// Converts rows to f16, `stride` elements apart, each scaled by a power of two; returns the exponents.
 fn halves(x: &[f32], k: usize, stride: usize, out: &mut Vec<u8>) -> Vec<i32> {
     out.clear();
     out.resize(x.len() / k * stride * 2, 0);
     let rows = x.chunks(k).zip(out.chunks_mut(2 * stride));
     rows.map(|(row, out)| {
         let max = row.iter().fold(0.0_f32, |max, v| max.max(v.abs()));
-        // A row that is zero or not finite is not scaled.
         let shift = if max > 0.0 && max.is_finite() { (EXPONENT - exponent(max)).min(126) } else { 0 };
         for (value, out) in row.iter().zip(out.as_chunks_mut().0) {
             *out = f16::from_f32(value * exp2(shift)).to_le_bytes();

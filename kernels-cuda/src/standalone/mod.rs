@@ -1,7 +1,5 @@
-//! A device for programs without a framework: the context, memory and timing that a framework would otherwise provide.
-//!
-//! Kernels do not need this module: they accept addresses and streams of any origin. `quant` itself, the tests and the
-//! kernel benchmarks use it. Its functions synchronize with the device.
+//! A device for programs without a framework: context, memory and timing. `quant` itself, the tests and the kernel
+//! benchmarks use it. Its functions synchronize with the device.
 
 mod linear;
 
@@ -34,7 +32,7 @@ unsafe impl Send for Gpu {}
 unsafe impl Sync for Gpu {}
 
 impl Gpu {
-    /// Returns the device, with its context current on this thread. The first call finds and initializes it.
+    /// Returns the device, with its context current on this thread.
     ///
     /// # Errors
     /// When there is no driver or device, or the context cannot be created.
@@ -204,7 +202,7 @@ impl Memory {
 
 impl Drop for Memory {
     fn drop(&mut self) {
-        // After a fault on the device, freeing fails; the error cannot be handled in `drop`.
+        // After a fault on the device, freeing fails, which `drop` cannot report.
         if self.gpu.make_current().is_ok() {
             // SAFETY: the memory was allocated by `filled` and is freed once.
             let _ = unsafe { result::free_sync(self.address) };
@@ -262,7 +260,6 @@ impl Drop for Event {
     }
 }
 
-/// Converts the driver's result code.
 fn in_action<T>(action: &'static str, answer: std::result::Result<T, result::DriverError>) -> Result<T> {
     answer.map_err(|e| match checked(action, e.0) {
         Err(error) => error,
@@ -276,7 +273,7 @@ fn in_action<T>(action: &'static str, answer: std::result::Result<T, result::Dri
 mod tests {
     use super::*;
 
-    /// Must return errors and not panic on any machine, with or without a driver or device.
+    /// Must hold with or without a driver or device.
     #[test]
     fn what_is_missing_is_an_error() {
         match Gpu::first() {

@@ -1,5 +1,5 @@
-//! The activation kernels give the same results as the CPU's. They are compiled to PTX and run on the interpreter,
-//! which detects races, accesses out of bounds and reads of unwritten bytes. Needs NVRTC, but no GPU.
+//! Compares the activation kernels with the CPU's. They run on the interpreter, which detects races and invalid
+//! accesses. Needs NVRTC, but no GPU.
 
 mod problem;
 #[path = "../support/mod.rs"]
@@ -17,15 +17,15 @@ fn norm(weight: Float, residual: bool) -> RowSource {
     RowSource::RmsNorm { weight, residual }
 }
 
-/// The maximum relative error of a norm: see the module `activation`.
+/// See the module `activation`.
 fn norm_bound(shape: &ActivationShape) -> f64 {
     let threads = shape.plan().unwrap().launch.block as usize;
-    // Vectors are not divided among threads, so a thread can have up to eight values more than its share.
+    // Vectors are not divided among threads.
     let chain = shape.k.div_ceil(threads) + 8 + 10;
     ((chain + shape.k / 64 + 7) as f64 / 2.0 + 12.0) * 2.0_f64.powi(-24)
 }
 
-/// Asserts that results are equal, or close for a norm, which is summed in a different order.
+/// Norms are compared within a bound, because their sums of squares are added in a different order than on the CPU.
 #[track_caller]
 fn assert_agrees(problem: &Problem, got: &Outcome, expected: &Outcome) {
     let shape = &problem.shape;
@@ -43,9 +43,8 @@ fn assert_agrees(problem: &Problem, got: &Outcome, expected: &Outcome) {
     let max = got.codes.iter().zip(&expected.codes).map(off).max().unwrap();
     assert!(max <= 1, "a code is off by {max}, {shape:?}");
     let changed = got.codes.iter().zip(&expected.codes).filter(|(a, b)| a != b).count();
-    // Codes may differ only for values close to the midpoint between two codes, which are few.
+    // Only codes of values close to the midpoint between two codes may differ.
     assert!(changed <= 2 + got.codes.len() / 500, "{changed} of {} codes, {shape:?}", got.codes.len());
-    // The sums must be those of the codes that were written.
     let add = |codes: &[i8]| codes.iter().map(|&c| i32::from(c)).sum::<i32>();
     let rows = || got.codes.chunks(shape.k);
     assert_eq!(got.row_sums, rows().map(add).collect::<Vec<_>>(), "{shape:?}");
@@ -53,7 +52,6 @@ fn assert_agrees(problem: &Problem, got: &Outcome, expected: &Outcome) {
     assert_eq!(got.group_sums, shape.group.map_or(Vec::new(), groups), "{shape:?}");
 }
 
-/// All kinds of rows and types, each with some of the other options and ragged widths.
 fn shapes(widths: &[usize]) -> Vec<ActivationShape> {
     let groups = [None, Some(32), Some(64), Some(128), Some(96), Some(1024)];
     let mut numbers = Numbers(7);
@@ -64,7 +62,7 @@ fn shapes(widths: &[usize]) -> Vec<ActivationShape> {
             for &k in widths {
                 let base = ActivationShape::new(rows, element, 3, k);
                 let aligned = pick(2) == 0;
-                // Strides are all different, so that exchanging two of them is detected.
+                // Exchanging two strides must be detected.
                 let stride = |i: usize| if aligned { k.next_multiple_of(16) + 16 * i } else { k + i };
                 let first = pick(3);
                 out.push(ActivationShape {
@@ -94,7 +92,6 @@ fn ragged_rows_are_what_the_cpu_makes() {
     }
 }
 
-/// Every number of threads per block, and rows that do not fit in registers.
 #[test]
 fn wide_rows_are_what_the_cpu_makes() {
     if !has_nvrtc() {
@@ -128,7 +125,6 @@ fn extremes_are_what_the_cpu_makes() {
                 problem.x[2 * k + 135] = f32::NAN;
                 problem.x[3 * k] = f32::NEG_INFINITY;
                 problem.x[4 * k..5 * k].fill(-0.0);
-                // 2⁻²⁰ is small but nonzero in every type.
                 problem.x[5 * k..6 * k].iter_mut().for_each(|x| *x = x.signum() * 2.0_f32.powi(-20));
                 // A row of large equal values; then a row with values halfway between two codes: 127, and integers plus
                 // a half.
@@ -141,7 +137,7 @@ fn extremes_are_what_the_cpu_makes() {
             }
         }
     }
-    // Values so small that they count as zero, which only f32 can represent; then the largest values of f32.
+    // Values that count as zero, which only f32 can represent; then the largest values of f32.
     let mut problem = Problem::new(ActivationShape::new(RowSource::Plain, Float::F32, 2, 40), 1);
     problem.x[..40].iter_mut().for_each(|x| *x *= 1e-38);
     problem.x[40..].fill(f32::MAX);
@@ -150,7 +146,6 @@ fn extremes_are_what_the_cpu_makes() {
     assert_eq!(got.scales[0], 0);
 }
 
-/// The result of a row is bit-identical whether it is computed alone or in a batch, for any order of warps and blocks.
 #[test]
 fn a_row_does_not_depend_on_its_neighbours() {
     if !has_nvrtc() {
@@ -187,7 +182,6 @@ fn a_row_does_not_depend_on_its_neighbours() {
     }
 }
 
-/// Each byte is accessed once, in whole sectors, and shared memory has no bank conflicts.
 #[test]
 fn bytes_are_the_floor() {
     if !has_nvrtc() {
@@ -211,9 +205,9 @@ fn bytes_are_the_floor() {
                 "codes" => [0, (m * k) as u64],
                 "scales" | "row_sums" => [0, 4 * m as u64],
                 "group_sums" => [0, (4 * m * k / group.unwrap()) as u64],
-                // The weight is read for every row, but from memory only once.
+                // Read for every row, but from memory only once.
                 "weight" => [(k * element.bytes()) as u64, 0],
-                // The compiler adds this buffer to every module; it is never accessed.
+                // The compiler adds this buffer to every module.
                 "(module)" => [0, 0],
                 other => panic!("a buffer {other}"),
             };
@@ -240,9 +234,8 @@ fn bytes_are_the_floor() {
     }
 }
 
-/// PTX instructions of a lane per value of long rows. Moves between registers, which mostly disappear in machine code,
-/// are not counted. The limits are the current numbers, rounded up; lower them when possible. A division or reciprocal
-/// counts as one instruction here, but takes more in machine code.
+/// PTX instructions of a lane per value of long rows, without moves between registers. The limits are the current
+/// numbers, rounded up; lower them when possible.
 #[test]
 fn instructions_stay_within_their_budgets() {
     if !has_nvrtc() {
@@ -264,7 +257,6 @@ fn instructions_stay_within_their_budgets() {
     }
 }
 
-/// If sums of rows are not requested, their buffer is not accessed.
 #[test]
 fn sums_of_rows_may_be_left_out() {
     if !has_nvrtc() {
@@ -278,11 +270,10 @@ fn sums_of_rows_may_be_left_out() {
     assert!(!report.counters.buffers.contains_key("row_sums"));
 }
 
-/// Returns a variant whose source has one change.
 fn planted(variant: &Variant, from: &str, to: &str) -> Variant {
     assert_eq!(variant.source.text.matches(from).count(), 1, "{from:?} occurs once in the text");
     let text = variant.source.text.replace(from, to);
-    // Sources are static, so leak the text; the test process is short-lived.
+    // Sources are static; the test process is short-lived.
     let source = Source { name: "planted.cu", text: text.leak(), headers: variant.source.headers };
     Variant { source: Box::leak(Box::new(source)), ..variant.clone() }
 }
@@ -299,7 +290,7 @@ fn planted_bugs_are_caught() {
         ..ActivationShape::new(norm(Float::F16, false), Float::F16, 2, k)
     };
     let run = |k, places: Option<[&str; 2]>| {
-        // Omit the sums of rows: their barrier would hide a missing barrier of the sums of groups.
+        // The barrier of sums of rows would hide a missing barrier of the sums of groups.
         let problem = Problem { row_sums: false, ..Problem::new(shape(k), 1) };
         let plan = problem.plan();
         let options = Options { warp_order: WarpOrder::RoundRobin, ..Options::default() };
@@ -311,7 +302,6 @@ fn planted_bugs_are_caught() {
         }
     };
     for k in [1020, 1024] {
-        // A code may differ by one, and a sum of 96 codes by a few.
         let (got, expected) = run(k, None).unwrap();
         assert!(got.codes.iter().zip(&expected.codes).all(|(a, b)| a.abs_diff(*b) <= 1));
         assert!(got.group_sums.iter().zip(&expected.group_sums).all(|(a, b)| a.abs_diff(*b) <= 4));
@@ -341,7 +331,7 @@ fn planted_bugs_are_caught() {
     is_found(1020, guard, "if (true) {\n        if constexpr", outside, "st.global", "codes");
     let guard = "if (g * each + i < all) sum";
     is_found(1020, guard, "sum", outside, "ld.shared", "shared");
-    // Leave lanes and warps out of a sum, which only wrong values reveal.
+    // Only wrong values reveal lanes and warps that a sum leaves out.
     for (from, to) in [
         (
             "for (int apart = 1; apart < 32; apart *= 2) sum = sum",

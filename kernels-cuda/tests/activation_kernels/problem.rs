@@ -1,4 +1,4 @@
-//! Problems for the activation kernels: input rows, and how to run them on the interpreter and on the CPU.
+//! Problems for the activation kernels.
 
 use std::collections::HashMap;
 use std::sync::{Arc, LazyLock, Mutex};
@@ -17,7 +17,6 @@ use crate::support::machine as ptx;
 pub const EPS: f32 = 1e-5;
 pub const FIXED: FixedScale = FixedScale { scale: 0.031, zero: -7 };
 
-/// Reproducible pseudorandom numbers.
 pub struct Numbers(pub u64);
 
 impl Numbers {
@@ -32,7 +31,7 @@ impl Numbers {
     }
 }
 
-/// A shape with its inputs, whose values are representable in the element's type.
+/// Values are representable in the element's type.
 #[derive(Clone)]
 pub struct Problem {
     pub shape: ActivationShape,
@@ -42,11 +41,10 @@ pub struct Problem {
     pub residual: Vec<f32>,
     pub weight: Vec<f32>,
     pub row_sums: bool,
-    /// All addresses are odd multiples of this alignment.
+    /// Addresses are odd multiples of it.
     pub align: usize,
 }
 
-/// The results of a kernel or of the CPU.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Outcome {
     /// `[m, k]`
@@ -104,7 +102,6 @@ impl Problem {
         Self { shape, x, up, residual, weight, row_sums: true, align: 16 }
     }
 
-    /// Returns the problem with only the given rows.
     pub fn only(&self, rows: &[usize]) -> Self {
         let k = self.shape.k;
         let some = |all: &[f32]| rows.iter().flat_map(|r| all[r * k..][..k].to_vec()).collect();
@@ -117,10 +114,9 @@ impl Problem {
         }
     }
 
-    /// Adds a buffer with rows `stride` elements apart.
     fn place(&self, memory: &mut ptx::Memory, name: &str, values: &[f32], stride: usize) -> Region {
         let (k, element) = (self.shape.k, self.shape.element);
-        // To the interpreter, the whole buffer counts as written. The gaps are NaN, so that reading them changes results.
+        // To the interpreter, the whole buffer is written. Reading the gaps, which are NaN, changes results.
         let mut padded = Vec::new();
         for (r, row) in values.chunks(k).enumerate() {
             padded.resize(r * stride, f32::NAN);
@@ -133,13 +129,11 @@ impl Problem {
         self.shape.plan().unwrap()
     }
 
-    /// Runs the kernel.
     pub fn run(&self, options: &ptx::Options) -> (Outcome, ptx::Report) {
         let plan = self.plan();
         self.run_variant(&plan, &plan.variant, options).unwrap()
     }
 
-    /// Runs the given variant instead of the plan's.
     pub fn run_variant(
         &self,
         plan: &ActivationPlan,
@@ -217,7 +211,7 @@ impl Problem {
         Ok((outcome, report))
     }
 
-    /// The results of the CPU's kernels. The sums are computed here from the CPU's codes.
+    /// Sums are computed here, from the CPU's codes.
     pub fn expected(&self) -> Outcome {
         match self.shape.element {
             Float::F32 => self.on_cpu(|v| v, |v: f32| v),
@@ -272,7 +266,7 @@ fn region(memory: &mut ptx::Memory, name: &str, bytes: &[u8], align: usize) -> R
     Region { address: memory.buffer_from(name, bytes, align), bytes: bytes.len() as u64 }
 }
 
-/// The PTX of a variant, which is parsed only once.
+/// Parsed only once.
 pub fn module(variant: &Variant) -> Arc<ptx::Module> {
     static MODULES: LazyLock<Mutex<HashMap<Variant, Arc<ptx::Module>>>> = LazyLock::new(Mutex::default);
     let found = MODULES.lock().unwrap().get(variant).cloned();

@@ -9,8 +9,8 @@ use crate::reference::Random;
 use crate::support::has_nvrtc;
 use crate::{KINDS, hard_row};
 
-/// Stores tokens of three sequences, some of which are skipped, with the kernel and with the CPU, and compares all
-/// bytes. With `planted`, a part of the source is replaced. Returns a description of the difference, if any.
+/// Stores tokens of three sequences, some of which are skipped, with the kernel and with the CPU. With `planted`, a
+/// part of the source is replaced. Returns a description of the difference, if any.
 fn append_case(
     (kind, head_dim, page_tokens, input): (KvType, usize, usize, Float),
     order: Order,
@@ -19,8 +19,8 @@ fn append_case(
     let layout = KvPageLayout::new(kind, head_dim, page_tokens).unwrap();
     let (kv_heads, page_count, width) = (2, 5_u32, 3_u32);
     let table: Vec<u32> = vec![3, 1, 9, 0, 4, 9, 2, 9, 9];
-    // The sequence and position of each token. Two are skipped, one is on a page that does not exist, and the last
-    // block is not full.
+    // Sequence and position. Two tokens are skipped, one is on a page that does not exist, and the last block is not
+    // full.
     let places: Vec<[u32; 2]> = (0..20)
         .map(|i| [i % 3, if i % 3 == 2 { i / 3 } else { i / 3 + page_tokens as u32 - 3 }])
         .chain([[0, u32::MAX], [2, page_tokens as u32], [1, u32::MAX]])
@@ -32,7 +32,7 @@ fn append_case(
         all.map(|x| rounded(x, input).clamp(-65504.0, 65504.0)).map(|x| rounded_within(x, input)).collect()
     };
     let (keys, values) = (rows(0), rows(3));
-    // Rows of keys and of values have different strides; the gaps contain values that must not be stored anywhere.
+    // The gaps contain values that must not be stored anywhere.
     let strides = [row + 8, row + 24];
     let with_stride = |values: &[f32], stride: usize| -> Vec<f32> {
         values.chunks(row).flat_map(|of| of.iter().copied().chain(vec![f32::NAN; stride - row])).collect()
@@ -86,7 +86,7 @@ fn append_case(
     Ok(())
 }
 
-/// Rounds to a type, but to no value above the largest f16: bf16 has no values between 65280 and 65536.
+/// Rounds to a type, to at most the largest f16: bf16 has no values between 65280 and 65536.
 fn rounded_within(x: f32, float: Float) -> f32 {
     if float == Float::Bf16 && x.abs() > 65280.0 { 65280.0_f32.copysign(x) } else { rounded(x, float) }
 }
@@ -103,7 +103,6 @@ fn appended_bytes_equal_those_of_the_cpu() {
             (96, 32, Float::F32),
             (256, 64, Float::F16),
             (80, 16, Float::F32),
-            // A page with more than four tiles.
             (64, 1024, Float::F16),
         ] {
             append_case((kind, head_dim, page_tokens, input), Order::Straight, None).unwrap();
@@ -111,7 +110,6 @@ fn appended_bytes_equal_those_of_the_cpu() {
     }
 }
 
-/// A token's bytes equal the CPU's for any other tokens, and for any order of blocks and warps.
 #[test]
 fn orders_of_blocks_change_no_byte() {
     if !has_nvrtc() {
@@ -124,7 +122,6 @@ fn orders_of_blocks_change_no_byte() {
     }
 }
 
-/// Values that cannot be stored are clamped and counted.
 #[test]
 fn values_that_cannot_be_stored_are_counted() {
     if !has_nvrtc() {
@@ -158,8 +155,7 @@ fn values_that_cannot_be_stored_are_counted() {
     assert_eq!((key[0], value[0]), (-65504.0, 0.5));
 }
 
-/// Keys and values are read once, and nothing else is read. Each token's bytes are written once: codes in whole chunks
-/// of 16 bytes, grids in words.
+/// Keys and values are read once, and each token's bytes are written once.
 #[test]
 fn bytes_are_the_floor() {
     if !has_nvrtc() {
@@ -204,13 +200,13 @@ fn bytes_are_the_floor() {
     }
 }
 
-/// Bugs in guards, in exchanges between lanes, and in the order of words. This kernel has no ring and no barrier.
+/// This kernel has no ring and no barrier.
 #[test]
 fn planted_bugs_are_found() {
     if !has_nvrtc() {
         return;
     }
-    // Rows of 80 features are padded to 96, so ten of twelve lanes hold features.
+    // Rows of 80 features are padded to 96.
     let case = |kind| (kind, 80, 16, Float::F32);
     for kind in [KvType::Kv4, KvType::Kv8] {
         append_case(case(kind), Order::Straight, None).unwrap();
@@ -229,7 +225,7 @@ fn planted_bugs_are_found() {
             ["if (!wanted || lane * SHARE >= DIM) return;", "if (!wanted) return;"],
             ["race in global memory", "pages+"],
         ),
-        // Some lanes skip an exchange in which all must take part.
+        // All lanes must take part in an exchange.
         (
             KvType::Kv4,
             [

@@ -10,7 +10,6 @@ use quant_kernels_cuda::compile::Source;
 use super::machine::{Counters, Machine, Order};
 use super::reference::{Held, Random};
 
-/// The layout of the cache, and the number of heads that attend to it.
 #[derive(Debug, Clone, Copy)]
 pub struct Case {
     pub kind: KvType,
@@ -18,11 +17,10 @@ pub struct Case {
     pub page_tokens: usize,
     pub kv_heads: usize,
     pub group: usize,
-    /// Queries per sequence.
     pub queries: usize,
     pub query: Float,
     pub rule: SplitRule,
-    /// Whether the append kernel fills the pages. Bytes that it does not write are then unwritten, otherwise NaN.
+    /// Whether the append kernel fills the pages. Other bytes are then unwritten, otherwise NaN.
     pub appended: bool,
 }
 
@@ -50,7 +48,6 @@ impl Case {
         self.kv_heads * self.group
     }
 
-    /// Output rows per sequence.
     pub fn rows(&self) -> usize {
         self.queries * self.heads()
     }
@@ -75,7 +72,7 @@ impl Case {
     }
 }
 
-/// One sequence: keys and values `[tokens, kv_heads, head_dim]`, queries `[queries, heads, head_dim]`.
+/// Keys and values `[tokens, kv_heads, head_dim]`, queries `[queries, heads, head_dim]`.
 #[derive(Clone)]
 pub struct Sequence {
     pub tokens: usize,
@@ -95,7 +92,6 @@ impl Sequence {
         Self { tokens, keys, values, query }
     }
 
-    /// The stored contents of the cache for key-value head `head`.
     pub fn held(&self, case: &Case, head: usize) -> Held {
         let mut held = Held::new(case.kind, case.head_dim);
         for t in 0..self.tokens {
@@ -105,7 +101,6 @@ impl Sequence {
         held
     }
 
-    /// The query of a row as the kernel reads it.
     pub fn query_of(&self, case: &Case, row: usize) -> Vec<f64> {
         let row = &self.query[row * case.head_dim..][..case.head_dim];
         row.iter().map(|&x| f64::from(rounded(x, case.query))).collect()
@@ -117,17 +112,17 @@ pub struct Result {
     pub out: Vec<f32>,
     pub lse: Vec<f32>,
     pub counters: Counters,
-    /// The number of page bytes that were read, and the number that the sequences occupy.
+    /// Read, and occupied by the sequences.
     pub page_bytes_read: u64,
     pub page_bytes_held: u64,
 }
 
-/// Decodes from pages in arbitrary order, whose unused slots contain NaN.
+/// Pages are in arbitrary order, and their unused slots contain NaN.
 pub fn decode(case: &Case, sequences: &[Sequence], first: Option<&[u32]>, order: Order) -> Result {
     try_decode(case, sequences, first, order, None).unwrap_or_else(|fault| panic!("{case:?}: {fault}"))
 }
 
-/// Does what `decode` does, with a part of the kernel's source replaced if `planted` is set; returns faults as errors.
+/// [`decode`] that returns faults as errors, with a part of the kernel's source replaced if `planted` is set.
 pub fn try_decode(
     case: &Case,
     sequences: &[Sequence],
@@ -141,7 +136,7 @@ pub fn try_decode(
     let (page_count, width) =
         (counts.iter().sum::<usize>() + 1, counts.iter().copied().max().unwrap_or(0) + 1);
     let mut pages = vec![0xff_u8; page_count * case.kv_heads * layout.page_bytes()];
-    // Pages are assigned in descending order; page 0 stays unused.
+    // Page 0 stays unused.
     let mut free = (0..page_count as u32).rev();
     let mut table = vec![u32::MAX; sequences.len() * width];
     for (i, (sequence, &count)) in sequences.iter().zip(&counts).enumerate() {
@@ -193,7 +188,7 @@ pub fn try_decode(
     };
     let counters = machine.launch(&variant, &plan.launch, &plan.arguments(&arguments), order)?;
     let (out, lse) = (floats(&machine.bytes(arguments.out)), floats(&machine.bytes(arguments.lse)));
-    // A launch resets its tickets, so a second launch gives the same results.
+    // A launch resets its tickets.
     machine.fill(arguments.out, &[0xff; 4], rows * case.head_dim);
     machine.launch(&variant, &plan.launch, &plan.arguments(&arguments), order)?;
     if bits(&out) != bits(&floats(&machine.bytes(arguments.out))) {
@@ -204,7 +199,7 @@ pub fn try_decode(
     Ok(Result { out, lse, page_bytes_read: counters.read_of("pages"), counters, page_bytes_held })
 }
 
-/// Fills pages with all tokens of all sequences, the last token of each sequence first.
+/// Starts with the last token of each sequence.
 fn append(
     machine: &mut Machine,
     case: &Case,
@@ -244,28 +239,26 @@ fn append(
     Ok(arguments.pages)
 }
 
-/// Returns a source with one part replaced; the part must occur exactly once.
+/// The replaced part must occur exactly once.
 pub fn with_text(source: &'static Source, [from, to]: [&str; 2]) -> &'static Source {
     let texts = std::iter::once(source.text).chain(source.headers.iter().map(|header| header.1));
     assert_eq!(texts.map(|text| text.matches(from).count()).sum::<usize>(), 1, "{from}");
-    // Sources are static, so leak the texts.
     let replaced = |text: &str| -> &'static str { text.replace(from, to).leak() };
     let headers: Vec<_> = source.headers.iter().map(|&(name, text)| (name, replaced(text))).collect();
     Box::leak(Box::new(Source { name: source.name, text: replaced(source.text), headers: headers.leak() }))
 }
 
-/// Asserts that a result is within its bound; returns the largest ratio of error to bound.
+/// Returns the largest ratio of error to bound.
 pub fn check(case: &Case, sequences: &[Sequence], first: Option<&[u32]>, result: &Result) -> f64 {
     share(case, sequences, first, result, false).unwrap_or_else(|off| panic!("{case:?}: {off}"))
 }
 
-/// Does what `check` does, with the tighter bounds of random numbers, whose rounding errors do not reach the worst
-/// case: `2⁻¹¹` of the largest value, which is the error of rounding weights to f16, and `2⁻¹³` for log-sum-exps.
+/// [`check`] with the tighter bounds of random numbers: `2⁻¹¹` of the largest value, which is the error of rounding
+/// weights to f16, and `2⁻¹³` for log-sum-exps.
 pub fn check_random(case: &Case, sequences: &[Sequence], first: Option<&[u32]>, result: &Result) -> f64 {
     share(case, sequences, first, result, true).unwrap_or_else(|off| panic!("{case:?}: {off}"))
 }
 
-/// The largest ratio of error to bound, or a description of the first value out of bounds.
 pub fn share(
     case: &Case,
     sequences: &[Sequence],

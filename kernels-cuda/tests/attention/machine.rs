@@ -15,16 +15,14 @@ pub enum Order {
     Seeded(u64),
 }
 
-/// Counters of a launch.
 pub struct Counters {
     all: interpreter::Counters,
-    /// The number of passes in which loads access the banks of shared memory, and the minimum without conflicts.
+    /// Passes through the banks of shared memory by loads, and the minimum without conflicts.
     pub shared_read_wavefronts: u64,
     pub shared_read_ideal: u64,
 }
 
 impl Counters {
-    /// The number of warp instructions whose opcode begins with `opcode`.
     pub fn of(&self, opcode: &str) -> u64 {
         self.all.opcode(opcode)
     }
@@ -33,7 +31,6 @@ impl Counters {
         self.all.instructions
     }
 
-    /// Reads and writes of a buffer.
     pub fn traffic(&self, buffer: &str) -> interpreter::BufferTraffic {
         self.all.buffers.get(buffer).copied().unwrap_or_default()
     }
@@ -44,7 +41,7 @@ impl Counters {
     }
 }
 
-/// Device memory, and launches on it. Any fault stops the launch.
+/// Any fault stops the launch.
 #[derive(Default)]
 pub struct Machine {
     memory: Memory,

@@ -1,5 +1,4 @@
-//! Merging results on parts of sequences matches the result on the whole and the CPU's, for any order of blocks;
-//! planted bugs are detected.
+//! Merging results on parts of sequences.
 
 use quant_kernels_cpu::attention::KvType;
 use quant_kernels_cuda::attention::{Float, MergeArguments, MergeShape};
@@ -11,7 +10,6 @@ use crate::machine::{Counters, Machine, Order};
 use crate::reference::Random;
 use crate::support::has_nvrtc;
 
-/// Merged rows and their log-sum-exps.
 type Joined = (Vec<f32>, Vec<f32>);
 
 /// Merges sums `[parts, rows, d]` and log-sum-exps `[parts, rows]`.
@@ -25,7 +23,7 @@ fn merge(
     merge_counted([parts, rows, d], sums, logs, order, planted).map(|(joined, _)| joined)
 }
 
-/// Merges as `merge` does, and also returns counters.
+/// [`merge`] that also returns counters.
 fn merge_counted(
     [parts, rows, d]: [usize; 3],
     sums: &[f32],
@@ -49,7 +47,6 @@ fn merge_counted(
     Ok(((floats(&machine.bytes(arguments.out)), floats(&machine.bytes(arguments.lse))), counters))
 }
 
-/// Merging the results on the halves of a list gives the result on the whole list.
 #[test]
 fn parts_of_a_list_merge() {
     if !has_nvrtc() {
@@ -75,7 +72,6 @@ fn parts_of_a_list_merge() {
     let mut result = decode(&case, std::slice::from_ref(&whole), None, Order::Straight);
     (result.out, result.lse) = (joined, joined_lse);
     check_random(&case, &[whole], None, &result);
-    // The CPU's merge gives the same result.
     let (mut out, mut lse) = (results[0].out.clone(), results[0].lse.clone());
     quant_kernels_cpu::attention::merge(d, &mut out, &mut lse, &results[2].out, &results[2].lse).unwrap();
     for (got, wanted) in result.out.iter().zip(&out).chain(result.lse.iter().zip(&lse)) {
@@ -83,7 +79,6 @@ fn parts_of_a_list_merge() {
     }
 }
 
-/// A merged row is bit-identical whether it is computed alone or in a batch, for any order of blocks.
 #[test]
 fn a_row_does_not_see_its_neighbours() {
     if !has_nvrtc() {
@@ -110,8 +105,7 @@ fn a_row_does_not_see_its_neighbours() {
     }
 }
 
-/// Every sum is read once and every result written once. Log-sum-exps are read repeatedly, from the caches, twice per
-/// feature.
+/// Every sum is read once and every result written once. Log-sum-exps are read repeatedly, from the caches.
 #[test]
 fn bytes_are_the_floor() {
     if !has_nvrtc() {
@@ -126,7 +120,7 @@ fn bytes_are_the_floor() {
     assert_eq!(counters.traffic("logs").read.unique_bytes, 4 * logs.len() as u64);
 }
 
-/// Bugs in the guard, and in the weight of a part without tokens. This kernel has no ring and no barrier.
+/// This kernel has no ring and no barrier.
 #[test]
 fn planted_bugs_are_found() {
     if !has_nvrtc() {

@@ -7,13 +7,12 @@ use crate::cache::{Case, Sequence, share, try_decode};
 use crate::machine::Order;
 use crate::support::has_nvrtc;
 
-/// Each planted bug is detected as the given fault, exceeded bound or exceeded limit.
 #[test]
 fn planted_bugs_are_found() {
     if !has_nvrtc() {
         return;
     }
-    // Splits of up to twenty tiles, so that a warp has five tiles, one more than its ring holds.
+    // A warp has five tiles, one more than its ring holds.
     let rule = SplitRule { max_splits: 2, min_split: 320 };
     let case = Case { rule, page_tokens: 16, ..Case::new(KvType::Kv4, 128, 8) };
     let sequences = [Sequence::random(&case, 598, 1)];

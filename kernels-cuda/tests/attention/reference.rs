@@ -11,7 +11,7 @@ pub struct Held {
     pub head_dim: usize,
     /// Keys and values as stored: `[tokens, head_dim]`.
     pub rows: [Vec<f64>; 2],
-    /// The scales and zero points of keys and values; empty for f16.
+    /// Scales and zero points of keys and values; empty for f16.
     pub grids: [Vec<[f64; 2]>; 2],
 }
 
@@ -38,7 +38,6 @@ impl Held {
         }
     }
 
-    /// Attention of one query on some of the tokens.
     pub fn attend(&self, query: &[f64], scale: f64, seen: Range<usize>, is_bf16: bool) -> Expected {
         let (d, n) = (self.head_dim, self.tokens());
         let key = |t: usize| &self.rows[0][t * d..][..d];
@@ -107,7 +106,6 @@ impl Held {
     }
 }
 
-/// The exact result of attention, and its error bound.
 pub struct Expected {
     pub out: Vec<f64>,
     pub bound: Vec<f64>,
@@ -117,7 +115,6 @@ pub struct Expected {
     pub widest: f64,
 }
 
-/// Reproducible pseudorandom numbers.
 pub struct Random(pub u64);
 
 impl Random {
@@ -129,7 +126,7 @@ impl Random {
         x ^ x >> 31
     }
 
-    /// Approximately normal with standard deviation 1: a sum of uniform numbers.
+    /// A sum of uniform numbers, with standard deviation 1.
     pub fn normal(&mut self) -> f32 {
         (0..4).map(|_| self.next() as f32 / u64::MAX as f32 - 0.5).sum::<f32>() * 3.0_f32.sqrt()
     }

@@ -1,5 +1,4 @@
-//! Strides of queries, lists and results: rows with gaps, separate lists per head, results of every type, and lists
-//! that are longer than planned.
+//! Strides of queries, lists and results, and lists that are longer than planned.
 
 use half::{bf16, f16};
 use quant_kernels_cuda::attention::{
@@ -19,7 +18,6 @@ const KV_HEADS: usize = 2;
 const GROUP: usize = 3;
 const SEQUENCES: usize = 2;
 
-/// A cache with only full pages, and queries.
 struct Cache {
     layout: KvPageLayout,
     pages: Vec<u8>,
@@ -44,8 +42,8 @@ impl Cache {
         Self { layout, pages, queries: random.normals(SEQUENCES * KV_HEADS * GROUP * DIM) }
     }
 
-    /// Returns result bytes `[sequences, query heads, DIM]` for separate lists per head, with gaps of `gap` elements
-    /// between queries, planned for at most `max_tokens` tokens.
+    /// Result bytes `[sequences, query heads, DIM]` for separate lists per head, with gaps of `gap` elements between
+    /// queries.
     fn decode(&self, lists: &Lists, out: Float, gap: usize, max_tokens: usize) -> Vec<u8> {
         let shape = DecodeShape {
             layout: self.layout,
@@ -59,8 +57,7 @@ impl Cache {
         };
         let plan = shape.plan_with(SHORT).unwrap();
         let width = lists.iter().flatten().map(|(pages, _)| pages.len()).max().unwrap();
-        // In the table, all sequences of a head are followed by those of the next head. Counts have a gap of one entry
-        // between sequences.
+        // In the table, all sequences of a head are followed by those of the next head. Counts have gaps of one entry.
         let (mut table, mut tokens) =
             (vec![u32::MAX; KV_HEADS * SEQUENCES * width], vec![0; KV_HEADS * 2 * SEQUENCES]);
         for (s, of) in lists.iter().enumerate() {
@@ -98,7 +95,6 @@ impl Cache {
     }
 }
 
-/// Lists with different pages and numbers of tokens.
 fn lists() -> Lists {
     [
         [((0..8).collect(), 120), ((8..11).rev().collect(), 33)],
@@ -106,7 +102,6 @@ fn lists() -> Lists {
     ]
 }
 
-/// With separate lists, each head's result is bit-identical to the result when all heads use its list.
 #[test]
 fn every_head_has_its_list() {
     if !has_nvrtc() {
@@ -129,7 +124,7 @@ fn every_head_has_its_list() {
     }
 }
 
-/// f16 results are the rounded f32 results, both from a single block and from merged splits.
+/// From a single block, and from merged splits.
 #[test]
 fn results_have_their_type() {
     if !has_nvrtc() {
@@ -145,7 +140,6 @@ fn results_have_their_type() {
         let expected: Vec<u16> = whole.iter().map(|&v| bf16::from_f32(v).to_bits()).collect();
         assert_eq!(halves(&cache.decode(&lists(), Float::Bf16, 0, 176)), expected, "{kind:?}");
     }
-    // The same holds for the merge kernel.
     let (parts, rows) = (3, 5);
     let mut random = Random(5);
     let (sums, logs) = (random.normals(parts * rows * DIM), random.normals(parts * rows));
@@ -168,7 +162,6 @@ fn results_have_their_type() {
     assert_eq!(halves(&merged(Float::Bf16)), expected);
 }
 
-/// If a list is longer than planned, its last tokens are ignored, other lists are not affected, and tickets are reset.
 #[test]
 fn lists_beyond_the_plan_harm_no_other() {
     if !has_nvrtc() {
@@ -176,11 +169,10 @@ fn lists_beyond_the_plan_harm_no_other() {
     }
     let cache = Cache::new(KINDS[0]);
     let whole = floats(&cache.decode(&lists(), Float::F32, 0, 176));
-    // Plan two splits, although the last list needs three; then plan no splits.
+    // Two splits, although the last list needs three; then none.
     for max_tokens in [128, 64] {
         let some = floats(&cache.decode(&lists(), Float::F32, 0, max_tokens));
         let at = KV_HEADS * GROUP * DIM;
-        // The results of the lists of 33 and of 17 tokens are unaffected.
         assert_eq!(bits(&whole[at / 2..][..at]), bits(&some[at / 2..][..at]));
         assert!(some.iter().all(|v| v.is_finite()));
     }

@@ -10,8 +10,6 @@ use crate::instructions::all;
 use crate::support::has_nvrtc;
 use crate::text;
 
-/// The interpreter's tests, which compare instructions with Rust's arithmetic and with the fragment layouts of the PTX
-/// ISA.
 const TESTS: [&str; 5] = [
     include_str!("../../../ptx-interpreter/tests/emitted.rs"),
     include_str!("../../../ptx-interpreter/tests/instructions.rs"),
@@ -20,7 +18,6 @@ const TESTS: [&str; 5] = [
     include_str!("../../../ptx-interpreter/tests/support/mod.rs"),
 ];
 
-/// The opcodes of a PTX text, including modifiers.
 fn opcodes(ptx: &str) -> impl Iterator<Item = &str> {
     ptx.lines().filter_map(|line| {
         let line = line.split("//").next().unwrap_or_default().trim();
@@ -34,7 +31,6 @@ fn opcodes(ptx: &str) -> impl Iterator<Item = &str> {
     })
 }
 
-/// The untested opcodes of kernels, each with a variant that uses it.
 fn untested(kernels: &[(String, String)], tested: &BTreeSet<&str>) -> BTreeMap<String, String> {
     let mut missing = BTreeMap::new();
     for (name, ptx) in kernels {
@@ -61,7 +57,7 @@ fn every_instruction_of_a_kernel_is_tested() {
     }
     let calibrated: Vec<String> = all().iter().map(text).collect();
     let tested = tested(&calibrated);
-    // Neighbours in the list differ in one option only, so every second entry is enough to cover all instructions.
+    // Neighbours in the list differ in one option only.
     let entries: Vec<_> = entries().into_iter().step_by(2).collect();
     let (first, second) = entries.split_at(entries.len() / 2);
     let ptx = |part: &[quant_kernels_cuda::registry::Entry]| -> Vec<(String, String)> {

@@ -2,7 +2,6 @@
 
 use half::{bf16, f16};
 
-/// The contents of an input's words.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Inputs {
     /// Any bits.
@@ -31,7 +30,6 @@ pub enum Inputs {
 }
 
 impl Inputs {
-    /// Word number `i`, from random words.
     pub fn word(self, i: usize, next: &mut impl FnMut() -> u32) -> u32 {
         let bits = next();
         let unit = |bits: u32| f64::from(bits) / f64::from(1_u32 << 31) - 1.0;
@@ -79,7 +77,6 @@ impl Inputs {
     }
 }
 
-/// How results are compared.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Judge {
     /// All bits.
@@ -103,7 +100,7 @@ impl Judge {
     /// A description of the difference, if it is too large.
     pub fn compare(self, got: &[u32], expected: &[u32]) -> Result<String, String> {
         let float = |bits| f64::from(f32::from_bits(bits));
-        // The distance of two floats in units in the last place, computed from their bits.
+        // In units in the last place.
         let place = |bits: u32| {
             let magnitude = i64::from(bits & 0x7fff_ffff);
             if bits >> 31 == 1 { -magnitude } else { magnitude }
@@ -191,7 +188,7 @@ fn multiply(name: &str, a: Inputs, c: Inputs, judge: Judge, what: &str) -> Instr
     }
 }
 
-/// Every lane stores a word to shared memory, then reads rows of 16 bytes at addresses permuted by the first input.
+/// Stores four words per lane to shared memory, and loads matrices from rows in a different order.
 fn matrices(count: usize, transposed: bool) -> Instruction {
     let name =
         format!("ldmatrix.sync.aligned.m8n8.x{count}{}.shared.b16", if transposed { ".trans" } else { "" });
@@ -228,7 +225,6 @@ fn copy() -> Instruction {
     }
 }
 
-/// All instructions.
 pub fn all() -> Vec<Instruction> {
     use Inputs::{
         AnyHalves, Below, Bfloats, Bits, Float, Halves, Positive, Small, WholeBfloats, WholeFloat,

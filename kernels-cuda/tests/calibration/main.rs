@@ -1,8 +1,7 @@
 //! Tests single instructions on the interpreter and, with `QUANT_GPU=1`, on a GPU, and compares the results.
 //!
-//! Each test is a kernel with one warp per block, in which every lane has its own words. Without a GPU it shows that
-//! the interpreter runs all instructions that the kernels use; on a GPU it validates the interpreter's fragment layouts
-//! and rounding.
+//! Without a GPU, this shows that the interpreter runs all instructions that the kernels use. On a GPU, it validates
+//! the interpreter's fragment layouts and rounding.
 
 mod coverage;
 mod instructions;
@@ -13,7 +12,6 @@ use instructions::{Inputs, Instruction, Judge, all};
 use quant_ptx_interpreter as ptx;
 use support::machine::{Argument, Launch, Memory, Module, Options, on_gpu};
 
-/// The number of warps that run an instruction, each on different words.
 const WARPS: usize = 64;
 const LANES: usize = 32;
 
@@ -38,7 +36,6 @@ fn text(instruction: &Instruction) -> String {
     )
 }
 
-/// Random words of a kind, determined by the indices of the instruction and of the word.
 fn words(kind: Inputs, seed: u64) -> Vec<u32> {
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     let mut next = || {
@@ -105,7 +102,6 @@ fn the_interpreter_is_the_device() {
         let output_bytes = instruction.outputs * WARPS * LANES * 4;
         let expected = interpreted(&text, &input_bytes, output_bytes);
         assert_eq!(expected.len(), instruction.outputs * WARPS * LANES);
-        // If the results did not depend on the inputs, nothing would be tested.
         assert!(expected.iter().any(|word| *word != expected[0]), "{}: {:#x}", instruction.name, expected[0]);
         if !on_gpu() {
             continue;
@@ -120,7 +116,6 @@ fn the_interpreter_is_the_device() {
     assert!(wrong.is_empty(), "{} of {} differ:\n{}", wrong.len(), all().len(), wrong.join("\n"));
 }
 
-/// Comparisons fail if results differ.
 #[test]
 fn comparisons_tell_what_differs() {
     let one = 1.0_f32.to_bits();

@@ -4,7 +4,7 @@
 use half::{bf16, f16};
 use quant_kernels_cpu::{FloatFormat, Scales, WeightView};
 
-/// A generator of integers (splitmix64), the same on every machine.
+/// Splitmix64.
 #[derive(Debug, Clone)]
 pub struct Random(pub u64);
 
@@ -27,7 +27,6 @@ impl Random {
     }
 }
 
-/// The type of scales.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
     F16,
@@ -40,7 +39,6 @@ pub enum Kind {
     E8m0,
 }
 
-/// Quantized weights: codes, scales and zero points.
 #[derive(Debug, Clone)]
 pub struct Case {
     pub shape: [usize; 2],
@@ -69,7 +67,7 @@ impl Case {
             Kind::E4m3 | Kind::E8m0 => panic!("scales of floating-point codes"),
             Kind::F16 => (0..count).map(|_| f16::from_f32(scale(&mut random)).to_f32()).collect(),
             Kind::Bf16 => {
-                // Beyond the range of f16, so that the narrowest type is bf16.
+                // Beyond the range of f16.
                 (0..count).map(|_| bf16::from_f32(scale(&mut random) * 1e-12).to_f32()).collect()
             }
             Kind::F32 => (0..count).map(|_| scale(&mut random) * 1.000_001).collect(),
@@ -95,7 +93,6 @@ impl Case {
         Self { shape: [n, k], bits, group, kind, float: None, codes, scales, groups, zeros }
     }
 
-    /// Creates a case of a floating-point format; its codes include every value of the format.
     pub fn float([n, k]: [usize; 2], format: FloatFormat, group: usize, kind: Kind, seed: u64) -> Self {
         let mut random = Random(seed);
         let numbers: Vec<u8> = (0..=u8::MAX).filter(|&code| format.is_number(code)).collect();

@@ -35,7 +35,7 @@ fn int8(bits: u8, group: usize, kind: Kind, zeros: bool, m: usize) -> Problem {
     Problem::int8(Case::new([N, K], bits, group, kind, zeros, 41), Output::F16, m, None, Draw::Typical, 43)
 }
 
-/// Problems, each with the minimum size of its weights in bytes: codes, scales and zero points.
+/// With the minimum size of the weights in bytes.
 fn problems(m: usize) -> Vec<(&'static str, Problem, usize)> {
     let groups = |size: usize| N * K / size;
     let weights = N * K;
@@ -55,8 +55,7 @@ fn problems(m: usize) -> Vec<(&'static str, Problem, usize)> {
     ]
 }
 
-/// The memory sectors that are accessed for weights, activations and results, for matrices of one chunk, which need no
-/// workspace.
+/// For matrices of one chunk, which need no workspace.
 #[test]
 fn bytes_of_memory_are_the_floors() {
     if !ready() {
@@ -71,7 +70,6 @@ fn bytes_of_memory_are_the_floors() {
             println!("{name}, {m} tokens: {ratio:.4} times the floor");
             assert!(ratio <= 1.03, "{name}, {m} tokens: {ratio}");
             assert!(!counters.buffers.contains_key("partials"));
-            // No weight is read twice.
             let codes = counters.buffers["codes"].read;
             assert_eq!(codes.bytes_asked, codes.unique_bytes, "{name}, {m} tokens");
             assert_eq!(
@@ -88,7 +86,7 @@ fn moved(counters: &Counters) -> u64 {
     counters.buffers.values().map(|t| 32 * (t.read.unique_sectors + t.written.unique_sectors)).sum()
 }
 
-/// If blocks share a tile of results, the workspace traffic equals the plan's, not counting tickets.
+/// Not counting tickets.
 #[test]
 fn bytes_of_a_workspace_are_those_of_the_plan() {
     if !ready() {
@@ -112,8 +110,7 @@ fn bytes_of_a_workspace_are_those_of_the_plan() {
 }
 
 /// For shapes of real models, the total bytes relative to the minimum: weights of 4.15625 bits (groups of 128 with f16
-/// scales and zero points), activations and results. Most of the excess is the workspace: nothing at 57344 × 8192, and
-/// a sixth at 4096 × 4096 with 16 tokens, for which 32 row tiles alone cannot occupy a device.
+/// scales and zero points), activations and results. Most of the excess is the workspace.
 #[test]
 fn bytes_of_models_shapes() {
     let device = PlanLimits::of(Architecture::Sm90);
@@ -140,7 +137,6 @@ fn bytes_of_models_shapes() {
             println!("{n} × {k}, {m} tokens: {got:.4}");
             assert!((got - expected).abs() < 1e-4, "{n} × {k}, {m} tokens: {got}");
         }
-        // Many tokens need no workspace.
         assert!(ratio(n, k, 4096) < 1.01);
     }
 }
@@ -167,7 +163,7 @@ fn banks_have_no_conflicts() {
     }
 }
 
-/// In the PTX, `lop3` and `shf` are used only for dequantization.
+/// In the PTX, only dequantization uses `lop3` and `shf`.
 #[test]
 fn dequantization_takes_few_instructions() {
     if !ready() {
@@ -182,8 +178,7 @@ fn dequantization_takes_few_instructions() {
     }
 }
 
-/// Dequantization instructions for integer products and for 8-bit weights, measured as the difference of seven tiles.
-/// Other uses of the same opcodes are included.
+/// Measured as the difference of seven tiles, with other uses of the same opcodes.
 #[test]
 fn dequantization_of_other_schemes_takes_few_instructions() {
     if !ready() {
@@ -200,8 +195,7 @@ fn dequantization_of_other_schemes_takes_few_instructions() {
     let whole = ["and.b32", "shl.b32", "shr.u32", "mul.lo", "mad.lo", "lop3"];
     let bytes = ["prmt", "sub.rn.f32", "add.rn.f32", "cvt.rn.bf16x2"];
     for (name, kind, bits, group, zeros, activation, opcodes, max) in [
-        // Three instructions, or five with two levels of scales; plus those for offsets in the ring, zero points and
-        // scales.
+        // Three, or five with two levels of scales, and some for offsets, zero points and scales.
         ("w4a8", Kind::F32, 4, 0, false, None, &whole[..], 4.0),
         ("w4a8 asym", Kind::F32, 4, 0, true, None, &whole, 4.0),
         ("w4a8 g128 asym", Kind::F16, 4, 128, true, None, &whole, 5.0),
@@ -218,8 +212,7 @@ fn dequantization_of_other_schemes_takes_few_instructions() {
     }
 }
 
-/// All PTX instructions per tile, including those before and after the loop over four tiles. Machine code has fewer:
-/// 256 in the loop instead of 340, with one token and groups of 128.
+/// All PTX instructions per tile, including those before and after the loop over four tiles.
 #[test]
 fn instructions_of_a_slot_are_few() {
     if !ready() {

@@ -16,8 +16,7 @@ use crate::problem::{Draw, Problem};
 const E2M1: FloatFormat = FloatFormat::E2m1;
 const E4M3: FloatFormat = FloatFormat::E4m3;
 
-/// NVFP4, MXFP4, MXFP8, FP8 in blocks and per row; also E4M3 scales with large groups, and float scales with small
-/// ones.
+/// The schemes of common formats, and other combinations.
 const SCHEMES: [(FloatFormat, Option<usize>, Kind); 8] = [
     (E2M1, Some(16), Kind::E4m3),
     (E2M1, Some(32), Kind::E8m0),
@@ -33,8 +32,7 @@ fn plan(problem: &Problem) -> LinearPlan {
     LinearPlan::new(&problem.layout, problem.activation, problem.output, problem.m, &DEVICE).unwrap()
 }
 
-/// The exact value of a weight in the kernel. With E4M3 scales, the product with `256 / global` is rounded, otherwise
-/// the product with the scale.
+/// The exact value of a weight in the kernel.
 fn weight(case: &Case, row: usize, i: usize) -> f32 {
     let k = case.shape[1];
     let number = case.float.unwrap().value(case.codes[row * k + i]);
@@ -53,7 +51,7 @@ fn wrong_weights(problem: &Problem, values: &[f32]) -> usize {
     wrong
 }
 
-/// If each token is a single feature, the results are the weights, bit for bit.
+/// Each token is a single feature, so the results are the weights.
 #[test]
 fn every_code_is_its_number() {
     if !ready() {
@@ -80,7 +78,6 @@ fn every_code_is_its_number() {
     }
 }
 
-/// Shapes whose rows and features do not fill tiles, several parts of `k`, and few or many tokens.
 #[test]
 fn ragged_shapes() {
     if !ready() {
@@ -110,7 +107,6 @@ fn ragged_shapes() {
     assert!(worst < 1e-5, "{worst:e}");
 }
 
-/// The smallest and largest scales, and groups of zeros; activations at the ends of their range.
 #[test]
 fn extremes() {
     if !ready() {
@@ -139,7 +135,7 @@ fn extremes() {
     }
 }
 
-/// Bugs in converting codes to fragments and bytes to scales, and in scaling sums. Only wrong values reveal them.
+/// Only wrong values reveal these bugs.
 #[test]
 fn planted() {
     if !ready() {
@@ -214,9 +210,8 @@ fn packing_on_the_device() {
     }
 }
 
-/// NaN codes and invalid scales are rejected on the host and detected on the device.
 #[test]
-fn what_is_no_number() {
+fn non_finite_codes_and_scales_are_refused() {
     let nv = Case::float([5, 128], E2M1, 16, Kind::E4m3, 3);
     let fp8 = Case::float([5, 128], E4M3, 128, Kind::F32, 3);
     let mx = Case::float([5, 128], E2M1, 32, Kind::E8m0, 3);
@@ -254,7 +249,7 @@ fn what_is_no_number() {
         let why = "a global scale is not positive and finite, or so small that 256 divided by it overflows";
         refused(&nv, &|case| case.scales[0] = global, why);
     }
-    // Scales that are not powers of two lead to a different layout; packing them with a layout for E8M0 is detected.
+    // Other scales lead to a different layout; packing them with a layout for E8M0 is an error.
     let powers = WeightLayout::of(&mx.view(), Order::Float, false).unwrap();
     for scale in [0.3, 0.0, -0.5, f32::INFINITY, f32::NAN] {
         let bad = with(&mx, &|case| case.scales[3] = scale);
@@ -266,7 +261,6 @@ fn what_is_no_number() {
     assert!(matches!(WeightLayout::of(&view, Order::Float, true), Err(KernelError::Scheme(_))));
 }
 
-/// The number of instructions per fragment equals the documented numbers; bytes and passes through banks are minimal.
 #[test]
 fn what_they_cost() {
     if !ready() {

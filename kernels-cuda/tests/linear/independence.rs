@@ -10,7 +10,6 @@ use quant_ptx_interpreter::{BlockOrder, Options, WarpOrder};
 
 use crate::machine::{launch, launch_with, ready};
 
-/// Some schemes with float sums, and one with integer sums over all of `k`, with weights of several chunks.
 fn problems(m: usize) -> Vec<Problem> {
     let shape = [136, 2176];
     assert_eq!(Parts::of(shape), Parts { chunks: 2, halved: true });
@@ -79,8 +78,8 @@ fn a_row_is_the_same_by_every_block() {
                 for stages in [3, 5] {
                     let mut variant = planned;
                     (variant.serial, variant.shape.stages, variant.shape.sets) = (serial, stages, sets);
-                    // Two sets are used only for few tokens, and the depth of the ring is varied for one number of
-                    // tokens only.
+                    // Two sets are used only for few tokens. The depth of the ring is varied for one number of tokens
+                    // only.
                     if sets > planned.shape.sets
                         || stages == 5 && (m != 9 || variant.shared_bytes() > DEVICE.shared_of_block)
                     {

@@ -11,13 +11,11 @@ use quant_kernels_cuda::linear::{LinearPlan, LinearVariant, Output};
 use crate::problem::Problem;
 use crate::support::machine::{Argument, Error, Launch, Memory, Module, Options, Report, ptx_of};
 
-/// Whether kernels can be compiled on this machine; prints a message if not.
 #[track_caller]
 pub fn ready() -> bool {
     crate::support::has_nvrtc()
 }
 
-/// The outcome of a launch.
 pub struct Outcome {
     /// `[m, n]`
     pub values: Vec<f32>,
@@ -26,7 +24,7 @@ pub struct Outcome {
 
 static MODULES: Mutex<Option<HashMap<String, Arc<Module>>>> = Mutex::new(None);
 
-/// The PTX of a variant, which is compiled only once.
+/// Compiled only once.
 fn module(variant: &LinearVariant) -> Arc<Module> {
     let name = variant.name() + &format!("{:?}", variant.shape);
     let find = |made: Option<Arc<Module>>| {
@@ -40,7 +38,6 @@ fn module(variant: &LinearVariant) -> Arc<Module> {
     find(None).or_else(|| find(Some(Arc::new(compiled(variant, None))))).unwrap()
 }
 
-/// Compiles a variant, with a different source if one is given.
 pub fn compiled(variant: &LinearVariant, source: Option<&'static Source>) -> Module {
     let mut kernel = variant.compiled();
     if let Some(source) = source {
@@ -49,18 +46,15 @@ pub fn compiled(variant: &LinearVariant, source: Option<&'static Source>) -> Mod
     Module::parse(&ptx_of(&kernel)).unwrap()
 }
 
-/// Runs a problem as planned.
 pub fn launch(problem: &Problem, plan: &LinearPlan) -> Vec<f32> {
     run(problem, plan, &module(&plan.variant), &Options::default()).unwrap().values
 }
 
-/// Runs a problem as planned, with options such as a different order of blocks and warps.
 pub fn launch_with(problem: &Problem, plan: &LinearPlan, options: &Options) -> Outcome {
     run(problem, plan, &module(&plan.variant), options).unwrap()
 }
 
-/// Runs a module on a problem. If there is a workspace, runs it twice, since it must be reusable as the first launch
-/// left it.
+/// If there is a workspace, runs the module twice: it must be reusable as the first launch left it.
 pub fn run(
     problem: &Problem,
     plan: &LinearPlan,

@@ -15,7 +15,6 @@ pub fn pack(case: &Case, layout: &WeightLayout) -> (Vec<Vec<u8>>, bool) {
     pack_by(case, layout, &[]).unwrap()
 }
 
-/// Packs as [`pack`] does, with changes in the source.
 fn pack_by(case: &Case, layout: &WeightLayout, places: &[[&str; 2]]) -> Result<(Vec<Vec<u8>>, bool), Error> {
     let mut memory = Memory::new();
     let [n, k] = case.shape;
@@ -66,8 +65,8 @@ fn pack_by(case: &Case, layout: &WeightLayout, places: &[[&str; 2]]) -> Result<(
     Ok((written.collect(), memory.bytes(fault).unwrap()[0] != 0))
 }
 
-/// Packs with a changed source. Returns the interpreter's fault, if any, or whether the bytes equal the CPU's and the
-/// kernel reports no invalid value.
+/// Packs with a changed source. Returns the interpreter's fault, or whether the bytes equal the CPU's and no value is
+/// invalid.
 pub fn outcome(case: &Case, order: Order, places: &[[&str; 2]]) -> Result<bool, (FaultKind, String)> {
     let layout = WeightLayout::of(&case.view(), order, order == Order::Int8).unwrap();
     let mut packed = vec![0; layout.bytes()];
@@ -82,7 +81,6 @@ pub fn outcome(case: &Case, order: Order, places: &[[&str; 2]]) -> Result<bool, 
     }
 }
 
-/// The offset and size in bytes of each section.
 pub fn sections(layout: &WeightLayout) -> [(usize, usize); 5] {
     let tiles = layout.row_blocks() * layout.tiles();
     let rows = 16 * layout.row_blocks();
@@ -185,7 +183,6 @@ fn faults_are_found() {
     }
 }
 
-/// If a code minus the layout's zero point does not fit in its bits, a fault is reported.
 #[test]
 fn zero_points_that_do_not_fit_are_found() {
     if !ready() {

@@ -1,5 +1,4 @@
-//! Bugs planted into the kernels' sources, each of which the interpreter or the reference must detect as the given
-//! fault of the given instruction in the given buffer. The unchanged sources have no faults.
+//! Bugs planted into the kernels' sources. The interpreter or the reference must detect each of them.
 
 use quant_kernels_cuda::compile::Source;
 use quant_kernels_cuda::layout::Order;
@@ -27,7 +26,7 @@ pub fn changed(source: &Source, places: &[[&str; 2]]) -> &'static Source {
     Box::leak(Box::new(Source { name, text, headers: headers.leak() }))
 }
 
-/// A problem whose rows, features and tokens do not fill tiles, with two chunks of two halves each.
+/// Rows, features and tokens do not fill tiles; two chunks have two halves each.
 fn problem(m: usize, k: usize) -> (Problem, LinearPlan) {
     let group = if k.is_multiple_of(128) { 128 } else { 32 };
     let case = Case::new([133, k], 4, group, Kind::F16, true, 31);
@@ -37,11 +36,10 @@ fn problem(m: usize, k: usize) -> (Problem, LinearPlan) {
     (problem, plan)
 }
 
-/// Runs [`problem`] with a changed source; returns results and counters, or a fault.
 fn outcome(places: &[[&str; 2]], m: usize, k: usize) -> Result<(Vec<f32>, Counters), Box<Fault>> {
     let (problem, plan) = problem(m, k);
     let module = compiled(&plan.variant, Some(changed(&SOURCE, places)));
-    // Warps take turns after each instruction, so that none gets far ahead of the others.
+    // No warp gets far ahead of the others.
     let options =
         Options { warp_order: WarpOrder::RoundRobin, max_instructions: 3_000_000, ..Options::default() };
     match run(&problem, &plan, &module, &options) {
@@ -51,7 +49,6 @@ fn outcome(places: &[[&str; 2]], m: usize, k: usize) -> Result<(Vec<f32>, Counte
     }
 }
 
-/// Checks that a planted bug causes the given fault.
 #[track_caller]
 fn is_found(places: &[[&str; 2]], kinds: &[FaultKind], opcode: &str, buffer: &str) {
     is_found_of(places, 13, 2176, kinds, opcode, buffer);
@@ -92,7 +89,6 @@ fn a_missing_barrier() {
     is_found(&without, &kinds, "ldmatrix", "shared");
 }
 
-/// Some threads use the barrier of the other set of warps.
 #[test]
 fn the_barrier_of_another_set() {
     let one =
@@ -149,7 +145,6 @@ fn a_missing_guard_of_tokens() {
     is_found(&without, &[FaultKind::OutOfBounds], "cp.async", "x");
 }
 
-/// Only a quarter of the last tile along `k` exists.
 #[test]
 fn a_missing_guard_of_features() {
     let without = [["const i32 valid = max(min(from.left, 16), 0);", "const i32 valid = 16;"]];
@@ -163,7 +158,6 @@ fn a_missing_guard_of_results() {
     is_found(&without, &[FaultKind::OutOfBounds], "st.global", "out");
 }
 
-/// Results are reordered in the memory of the rings while the rings are still being read.
 #[test]
 fn a_missing_barrier_behind_the_rings() {
     let without =
@@ -196,27 +190,25 @@ fn chunks_without_a_barrier_before_their_ticket() {
     is_found(&without, &[FaultKind::GlobalRace], "ld.global.cg", "partials");
 }
 
-/// The last block to arrive does not wait for the writes of the others.
 #[test]
 fn chunks_that_are_not_waited_for() {
     let without = [["while (add_device(written, 0) != p.chunks - 1) {", "while (false) {"]];
     is_found(&without, &[FaultKind::GlobalRace], "st.global", "tickets");
 }
 
-/// The first block to arrive assumes that it is the last one, and waits forever.
+/// The first block waits forever.
 #[test]
 fn chunks_joined_by_the_first_to_arrive() {
     let first = [["const bool is_last = *others == p.chunks - 1;", "const bool is_last = *others == 0;"]];
     is_found(&first, &[FaultKind::Runaway], "", "");
 }
 
-/// If the ticket is not reset, the second launch waits forever.
+/// The second launch waits forever.
 #[test]
 fn tickets_that_are_not_reset() {
     is_found(&[["        *written = 0;\n", ""]], &[FaultKind::Runaway], "", "");
 }
 
-/// The bug gives wrong values and causes no fault.
 #[test]
 fn another_swizzle_on_one_side() {
     if !ready() {
@@ -230,7 +222,7 @@ fn another_swizzle_on_one_side() {
     );
 }
 
-/// The values are correct; only bank conflicts reveal the bug.
+/// Only bank conflicts reveal the bug.
 #[test]
 fn no_swizzle() {
     if !ready() {
@@ -295,8 +287,7 @@ fn many_tokens() {
     }
 }
 
-/// The packing kernels have no ring and no barrier. Bugs in guards are faults; bugs in the order of bits are found by
-/// comparison with the CPU's bytes.
+/// Bugs in the order of bits are found by comparison with the CPU's bytes.
 #[test]
 fn packers() {
     if !ready() {
@@ -322,7 +313,6 @@ fn packers() {
     assert_eq!(found(&case, Order::Float, &outside), out("zeros"));
     let once = [["const bool there = row < n;", "const bool there = true;"]];
     assert_eq!(found(&rows, Order::Int8, &once), out("codes"));
-    // A sum over a row that omits a step, and a code at a wrong position.
     let step = [[
         "for (int other = 16; other > 0; other /= 2) sum",
         "for (int other = 16; other > 1; other /= 2) sum",

@@ -8,7 +8,6 @@ use quant_kernels_cuda::linear::{InputType, Output, Parts};
 
 use crate::cases::{Case, Kind, Random};
 
-/// A product, with all bytes that the kernel reads.
 pub struct Problem {
     pub case: Case,
     pub layout: WeightLayout,
@@ -30,12 +29,11 @@ enum Values {
     Int8(Box<Int8Rows>),
 }
 
-/// The distribution of activations.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Draw {
     /// Around zero.
     Typical,
-    /// Values far from zero, all of one sign, for which the offsets of the dequantization cost the most accuracy.
+    /// Far from zero and of one sign, for which the offsets of the dequantization cost the most accuracy.
     Shifted,
     /// The ends of the range.
     Extreme,
@@ -48,7 +46,6 @@ fn parts(n: usize, k: usize) -> usize {
 }
 
 impl Problem {
-    /// Creates a problem with float activations.
     pub fn float(case: Case, activation: InputType, output: Output, m: usize, draw: Draw, seed: u64) -> Self {
         let k = case.shape[1];
         let mut random = Random(seed);
@@ -81,7 +78,6 @@ impl Problem {
         problem
     }
 
-    /// Creates a problem with 8-bit activations, with a scale per token, or with one static scale and zero point.
     pub fn int8(case: Case, output: Output, m: usize, zero: Option<i8>, draw: Draw, seed: u64) -> Self {
         let k = case.shape[1];
         let mut random = Random(seed);
@@ -131,7 +127,7 @@ impl Problem {
         Self { case, layout, packed, activation, output, m, x, x_stride: 0, x_scales, x_zero, bias, values }
     }
 
-    /// Rows as bytes. The padding to 16 bytes is not zero, so that using it as activations shows.
+    /// The padding to 16 bytes is not zero, so that using it shows.
     fn fill_rows(&mut self) {
         let k = self.case.shape[1];
         let each = if matches!(self.values, Values::Float(_)) { 2 } else { 1 };
@@ -151,7 +147,6 @@ impl Problem {
         }
     }
 
-    /// The same weights with a subset of the tokens.
     pub fn of_tokens(&self, tokens: &[usize]) -> Self {
         let k = self.case.shape[1];
         let each = self.x.len() / (self.m * self.x_stride) * self.x_stride;
@@ -190,9 +185,8 @@ impl Problem {
         }
     }
 
-    /// Compares results `[m, n]` with the reference: bit for bit if integers are summed over all of `k` and for one
-    /// chunk, otherwise within a bound. For float sums, returns the largest error relative to the sum of magnitudes, `Σ
-    /// |s (q − z) x| + |b|`.
+    /// Compares results `[m, n]` with the reference: bit for bit if integers are summed over all of `k` or `k` is one
+    /// part, otherwise within a bound. For float sums, returns the largest error relative to `Σ |s (q − z) x| + |b|`.
     pub fn check(&self, y: &[f32]) -> f64 {
         let [n, k] = self.case.shape;
         assert_eq!(y.len(), self.m * n);
@@ -214,8 +208,7 @@ impl Problem {
                             i % n
                         );
                     } else {
-                        // Sums of integers are equal. Their products with scales are added in a different order, with
-                        // one rounding per group and part on each side.
+                        // Sums of integers are equal. Their products with scales are added in a different order.
                         let (m, o) = (i / n, i % n);
                         let size = view.group_size();
                         let a = rows.row(m);

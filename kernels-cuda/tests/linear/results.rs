@@ -8,7 +8,6 @@ use crate::cases::{Case, Kind};
 use crate::machine::{launch, ready};
 use crate::problem::{Draw, Problem};
 
-/// Shapes of weights for a group size: whole tiles; ragged rows and features; halves and several row tiles.
 fn shapes(group: Option<usize>) -> [[usize; 2]; 3] {
     match group {
         Some(32) => [[128, 128], [37, 160], [150, 1056]],
@@ -47,7 +46,7 @@ fn floats(activation: InputType, bits: u8) {
                     (turn * 3 + i) as u64,
                 );
                 let draw = if i == 1 { Draw::Shifted } else { Draw::Typical };
-                // The type of results depends on the scheme and not on the shape, to keep the number of variants small.
+                // Keeps the number of variants small.
                 let output = OUTPUTS[(turn / 3 + turn) % 3];
                 let problem = Problem::float(case, activation, output, m, draw, (turn * 3 + i) as u64);
                 worst = worst.max(run(&problem));
@@ -138,7 +137,6 @@ fn w4a8_progressive() {
     integers(4, &[Kind::Progressive], &GROUPS[..3]);
 }
 
-/// Codes with fewer bits than they are stored in.
 #[test]
 fn codes_of_2_3_and_5_bits() {
     if !ready() {
@@ -165,7 +163,6 @@ fn groups_wider_than_a_tile() {
     run(&Problem::int8(case(Kind::Progressive), Output::F16, 9, Some(5), Draw::Typical, 9));
 }
 
-/// More token tiles than run concurrently, the last one not full, with ragged rows.
 #[test]
 fn many_tokens() {
     if !ready() {
@@ -177,13 +174,12 @@ fn many_tokens() {
     for problem in [float, whole] {
         let plan =
             LinearPlan::new(&problem.layout, problem.activation, problem.output, problem.m, &DEVICE).unwrap();
-        // More than one band of eight token tiles.
         assert!(problem.m > 8 * plan.variant.shape.tokens(), "{:?}", plan.variant.shape);
         problem.check(&launch(&problem, &plan));
     }
 }
 
-/// Long rows on a device with much memory: the deepest ring wraps around in every chunk.
+/// The deepest ring wraps around in every chunk.
 #[test]
 fn a_deep_ring() {
     if !ready() {
@@ -208,8 +204,6 @@ fn a_deep_ring() {
     }
 }
 
-/// All codes at one limit and all zero points at the other, activations at the limits of their range, zero and
-/// subnormal scales.
 #[test]
 fn extremes() {
     if !ready() {

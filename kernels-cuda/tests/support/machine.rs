@@ -1,8 +1,7 @@
 //! The machine on which the kernels are tested: the interpreter, or, with `QUANT_GPU=1`, the first GPU.
 //!
-//! Names and calls are those of the interpreter, so that a test is the same on both. A GPU has no counters, and the
-//! order of execution cannot be chosen. As on the interpreter, buffers begin at odd multiples of their alignment; guard
-//! bytes on both sides are checked after each launch.
+//! Names and calls are those of the interpreter. A GPU has no counters, and the order of execution cannot be chosen.
+//! Buffers begin at odd multiples of their alignment; guard bytes on both sides are checked after each launch.
 
 use std::borrow::Cow;
 use std::collections::HashMap;
@@ -17,7 +16,6 @@ pub use quant_ptx_interpreter::{Argument, Error, Launch, Options, Report, Result
 
 use super::gpu::{Bytes, Gpu};
 
-/// If set, tests run on a GPU.
 const GPU: &str = "QUANT_GPU";
 /// Guard bytes on each side of a buffer on a GPU.
 const GUARD: usize = 1024;
@@ -25,7 +23,6 @@ const GUARD_BYTE: u8 = 0xa7;
 /// The value of unwritten bytes on a GPU.
 const UNWRITTEN: u8 = 0xcb;
 
-/// Whether tests run on a GPU.
 pub fn on_gpu() -> bool {
     std::env::var_os(GPU).is_some_and(|value| !value.is_empty() && value != "0")
 }
@@ -38,7 +35,6 @@ pub fn ptx_of(variant: &Variant) -> String {
     String::from_utf8(image.bytes).expect("PTX is text")
 }
 
-/// Memory of the machine.
 pub struct Memory(Place);
 
 enum Place {
@@ -49,7 +45,6 @@ enum Place {
 struct Buffer {
     name: String,
     all: Bytes,
-    /// The offset of the buffer within `all`.
     at: usize,
     len: usize,
 }
@@ -61,7 +56,6 @@ impl Default for Memory {
 }
 
 impl Memory {
-    /// Memory without buffers.
     pub fn new() -> Self {
         Self(if on_gpu() { Place::Gpu(Vec::new()) } else { Place::Interpreter(ptx::Memory::new()) })
     }
@@ -74,7 +68,6 @@ impl Memory {
         }
     }
 
-    /// Adds a buffer with these bytes.
     pub fn buffer_from(&mut self, name: &str, bytes: &[u8], align: usize) -> u64 {
         match &mut self.0 {
             Place::Interpreter(memory) => memory.buffer_from(name, bytes, align),
@@ -82,7 +75,6 @@ impl Memory {
         }
     }
 
-    /// Writes bytes from the host to the beginning of a buffer.
     pub fn write(&mut self, address: u64, bytes: &[u8]) -> Result<()> {
         match &mut self.0 {
             Place::Interpreter(memory) => memory.write(address, bytes),
@@ -155,7 +147,6 @@ impl Buffer {
     }
 }
 
-/// A PTX text, parsed by the machine.
 pub struct Module(Text);
 
 enum Text {
@@ -164,7 +155,6 @@ enum Text {
 }
 
 impl Module {
-    /// Parses a text.
     pub fn parse(text: &str) -> Result<Self> {
         if on_gpu() {
             let image = Image { bytes: text.as_bytes().to_vec(), log: String::new() };
@@ -181,7 +171,6 @@ impl Module {
         }
     }
 
-    /// Runs a kernel to its end.
     pub fn launch(
         &self,
         kernel: &str,

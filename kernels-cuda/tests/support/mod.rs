@@ -1,8 +1,7 @@
 //! Shared by the tests of kernels: how a test reports that it is skipped.
 //!
-//! NVRTC and the disassembler are required only by a separate step of CI, `cargo xtask cuda`. Otherwise, a test that
-//! lacks them prints a message and passes. It is not recorded among the skips that fail CI on a machine with all
-//! models.
+//! Only `cargo xtask cuda` requires NVRTC and the disassembler. Otherwise, a test that lacks them prints a message and
+//! passes.
 
 // Each test program uses only a part of this module.
 #![allow(dead_code)]

@@ -24,7 +24,6 @@ pub fn launch(grid: u32, block: u32, dynamic_shared: u32, arguments: &[u64]) -> 
     Launch { grid: [grid, 1, 1], block: [block, 1, 1], dynamic_shared, arguments }
 }
 
-/// The orders of warps under which a kernel must give the same result.
 pub fn orders() -> Vec<Options> {
     let orders = [
         WarpOrder::InOrder,
@@ -40,7 +39,6 @@ pub fn run(text: &str, launch: &Launch, memory: &mut Memory) -> Result<Report, E
     Module::parse(text)?.launch("k", launch, memory, &Options::default())
 }
 
-/// Returns the fault of a launch that must fail.
 pub fn fault(result: Result<Report, Error>) -> FaultKind {
     match result {
         Err(Error::Fault(fault)) => fault.kind,
@@ -56,8 +54,7 @@ pub fn bytes_of(words: &[u32]) -> Vec<u8> {
     words.iter().flat_map(|w| w.to_le_bytes()).collect()
 }
 
-/// Runs a snippet over words: every thread loads `%r10`, `%r11` and `%r12` from three arrays, and the snippet writes
-/// its result to `%r20`.
+/// Every thread loads `%r10`, `%r11` and `%r12` from three arrays, and the snippet writes its result to `%r20`.
 pub fn over_words(snippet: &str, a: &[u32], b: &[u32], c: &[u32]) -> Vec<u32> {
     let body = format!(
         "mul.wide.u32 %rd10, %r3, 4;\nadd.s64 %rd11, %rd1, %rd10;\nld.global.u32 %r10, [%rd11];\n\
@@ -75,7 +72,6 @@ pub fn over_words(snippet: &str, a: &[u32], b: &[u32], c: &[u32]) -> Vec<u32> {
     words(memory.bytes(out).unwrap())
 }
 
-/// Reproducible pseudo-random numbers.
 pub fn numbers(count: usize, seed: u64) -> Vec<u32> {
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     let next = move || {

@@ -1,9 +1,8 @@
 //! `quant eval MODEL --ablation`: QServe's table of the contribution of each step of QoQ, for the user's model and
 //! text.
 //!
-//! Each row quantizes the whole model in memory with one step more than the row above. The model is read back from the
-//! bytes that would be written and compared with the float model on the same windows, so differences between rows are
-//! paired.
+//! Each row quantizes the whole model in memory with one step more than the row above. All rows are compared with the
+//! float model on the same windows, so differences between rows are paired.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -22,7 +21,6 @@ use super::Session;
 use crate::inputs::{self, Opened};
 use crate::output::{JsonOption, duration, table};
 
-/// A row of the table.
 struct Step {
     name: &'static str,
     /// The step of QoQ that this row adds to the row above, if `--skip` can leave it out.
@@ -30,7 +28,6 @@ struct Step {
     method: &'static str,
     /// The scheme; `GROUP` stands for the group size, `SYM` for the requested symmetry.
     scheme: &'static str,
-    /// The steps of QoQ that this row runs.
     steps: &'static [&'static str],
 }
 
@@ -52,11 +49,9 @@ const fn step(
 const FEWER_BITS: [&str; 2] = ["W4A8, a scale per row", "+ KV4"];
 /// The steps before reordering.
 const SMOOTHED: &[&str] = &["rotate", "smooth-attention", "smooth-outputs", "clip"];
-/// All steps before rounding.
 const ALL: &[&str] = &["rotate", "reorder", "smooth-attention", "smooth-outputs", "clip"];
 
-/// The first row uses 8 bits, which lose almost nothing. Some rows reduce the weights and the cache to 4 bits; each of
-/// the others adds a step that reduces the loss.
+/// Some rows reduce the bits of the weights or of the cache; each of the others adds a step that reduces the loss.
 const STEPS: &[Step] = &[
     step("W8A8", None, "rtn", "w8a8-channel-sym", &[]),
     step("W4A8, a scale per row", None, "rtn", ROW, &[]),
@@ -97,7 +92,6 @@ pub struct AblationOptions {
     pub asymmetric: bool,
 }
 
-/// The table as JSON.
 #[derive(Serialize)]
 struct Ablation {
     schema: &'static str,
@@ -125,7 +119,6 @@ struct Row {
     seconds: f64,
 }
 
-/// Quantizes and measures all rows.
 pub fn run(
     options: &AblationOptions,
     opened: &Opened,
@@ -141,7 +134,7 @@ pub fn run(
             "give the float checkpoint that it was quantized from",
         ));
     }
-    // Every row is planned before the first one is computed, so that errors are reported now.
+    // Report errors of all rows before the first one is computed.
     let steps = steps(options)?;
     for step in &steps {
         let recipe = step.recipe(options)?;
@@ -218,16 +211,15 @@ fn sampling(options: &AblationOptions) -> Sampling {
     }
 }
 
-/// Returns the rows, without those that only add a skipped step.
 fn steps(options: &AblationOptions) -> Result<Vec<&'static Step>> {
-    // This check rejects unknown steps with an error that lists the valid ones.
+    // Rejects unknown steps.
     method("qoq")?.without(&options.skip)?;
     let left_out = |step: &&Step| step.adds.is_some_and(|adds| options.skip.iter().any(|s| s == adds));
     Ok(STEPS.iter().filter(|step| !left_out(step)).collect())
 }
 
 impl Step {
-    /// Converts the error of a row that cannot be computed, so that its remedy fits `quant eval`.
+    /// Gives the error of a row a remedy that fits `quant eval`.
     fn refused(&self, error: Error) -> Error {
         match error {
             Error::GroupSizeDoesNotDivide(_) => Error::usage(

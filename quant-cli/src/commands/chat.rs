@@ -43,7 +43,6 @@ pub struct Args {
     decoding: DecodingOptions,
 }
 
-/// The messages so far.
 struct Messages {
     messages: Vec<Value>,
 }
@@ -60,7 +59,6 @@ impl Messages {
         self.messages.push(json!({ "role": role, "content": content }));
     }
 
-    /// Removes the last message if it has this role.
     fn pop(&mut self, role: &str) -> bool {
         let is_last = self.messages.last().is_some_and(|message| message["role"] == role);
         if is_last {
@@ -164,7 +162,7 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
                     _ => {}
                 }
             }
-            // The user stopped the answer; the text so far stays in the conversation.
+            // The text so far stays in the conversation.
             Err(Error::Interrupted) if input.is_terminal() => {
                 session.cancel.reset();
                 session.progress.note("[interrupted]");
@@ -176,7 +174,6 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
     Ok(())
 }
 
-/// The source of the user's messages.
 enum Input {
     Terminal(Box<DefaultEditor>),
     Lines(usize),

@@ -20,7 +20,6 @@ pub struct Args {
     json: JsonOption,
 }
 
-/// The comparison, as JSON.
 #[derive(Serialize)]
 struct Comparison {
     schema: &'static str,
@@ -81,8 +80,7 @@ pub fn read(paths: &[PathBuf]) -> Result<Vec<(String, Evaluation)>> {
     Ok(names(paths).into_iter().zip(results).collect())
 }
 
-/// Returns the names of files without the extension. If two names are equal, all names begin with as many of their
-/// directories as make them distinct.
+/// Returns the names of files without the extension, with as many directories as make them distinct.
 fn names(paths: &[PathBuf]) -> Vec<String> {
     let parts = |path: &Path, number: usize| {
         let parents = path.parent().into_iter().flat_map(Path::components);

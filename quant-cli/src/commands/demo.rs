@@ -23,7 +23,7 @@ const WINDOW: usize = 512;
 /// The schemes to compare: one where the methods differ little, and one where they differ much.
 const SCHEMES: [&str; 2] = ["w4a16-g128-sym", "w3a16-g64-asym"];
 
-/// Fewer calibration windows than the default, so that the demo takes well under two minutes.
+/// Few calibration windows, so that the demo is fast.
 const SAMPLES: usize = 16;
 
 /// The options of the demo.
@@ -114,7 +114,7 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
             });
         }
     }
-    // All models go through the text together, so that the float model runs only once.
+    // The float model runs only once.
     let float = eval::load(&opened, &text, session)?;
     let reference = Reference::Model { decoder: &float, floor: true };
     let models: Vec<Scored<'_>> = quantized.iter().map(Scored::from).collect();
@@ -210,7 +210,6 @@ fn produce(
 }
 
 impl Row {
-    /// Fills in the results of the comparison with the float model.
     fn measured(&mut self, scores: &Scores, divergence: &Divergence) {
         self.perplexity = scores.perplexity.mean;
         self.perplexity_ratio = divergence.perplexity_ratio.mean;
@@ -220,7 +219,6 @@ impl Row {
     }
 }
 
-/// Returns the method that is closest to the float model with a scheme.
 fn winner(
     scheme: &'static str,
     rows: &[Row],

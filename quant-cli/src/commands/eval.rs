@@ -102,7 +102,6 @@ pub enum Execution {
 
 /// The window of the default profile in tokens, if the model has this many positions.
 const DEFAULT_WINDOW: usize = 2048;
-/// Tokens of a window that the report shows.
 const EXCERPT_TOKENS: usize = 48;
 
 /// The result of an evaluation.
@@ -111,7 +110,6 @@ pub struct Evaluated {
     pub result: Evaluation,
     /// The page, if one was requested.
     pub page: Option<String>,
-    /// Other results to show next to this one, by name.
     others: Vec<(String, Evaluation)>,
     /// The journal, which is no longer needed once the result is stored.
     journal: Option<PathBuf>,
@@ -148,7 +146,6 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
         }
         text
     })?;
-    // The result is stored now, so removing the journal loses nothing.
     done.finish()
 }
 
@@ -185,7 +182,6 @@ impl Prepared {
     }
 }
 
-/// Returns an error if an output would overwrite an input, or if settings exclude each other.
 fn check(args: &Args, source: &Text) -> Result<()> {
     let outputs = [
         ("json", args.json.json.as_deref()),
@@ -337,7 +333,6 @@ fn gpu(args: &Args) -> Result<Option<CudaRunner>> {
     }
 }
 
-/// Reads the results to show next to this one.
 fn compared(paths: &[PathBuf]) -> Result<Vec<(String, Evaluation)>> {
     compare_results::read(paths)
 }
@@ -351,7 +346,6 @@ fn quantization(opened: &Opened, session: &Session) -> Option<QuantReport> {
     })
 }
 
-/// Renders the HTML report.
 fn page(
     result: &Evaluation,
     anatomy: Option<&Anatomy>,
@@ -375,7 +369,6 @@ fn page(
     Ok(EvaluationReport { result, anatomy, linears: &linears, quantization, worst: &worst, others }.page())
 }
 
-/// Opens the journal, if one was requested.
 fn journal<T: Measured>(
     args: &Args,
     identity: &serde_json::Value,

@@ -60,7 +60,7 @@ pub fn run(args: &Args, session: &Session) -> Result<u8> {
     output::distinct(&outputs, &inputs)?;
     for path in outputs[..3].iter().filter_map(|(_, path)| path.filter(|p| *p != Path::new("-"))) {
         output::check_writable(path)?;
-        // A stale report from an earlier run must not pass for the result of this one if this one fails.
+        // A stale report must not pass for the result of this run if this one fails.
         if path.is_file() {
             std::fs::remove_file(path).map_err(|e| Error::io("remove", path, e))?;
         }
@@ -102,7 +102,6 @@ fn judged(
         output::write_file(path, gate_page(&outcome, results, read.as_ref().map(|(b, _)| b)).as_bytes())?;
     }
     match args.json.emit_by(&outcome, || output::print_verdicts(&show(&outcome))) {
-        // The output was closed, which does not change the verdict.
         Err(error) if output::is_closed_pipe(&error) => {}
         printed => printed?,
     }
@@ -156,7 +155,6 @@ fn show(outcome: &Outcome) -> String {
     text
 }
 
-/// Returns a table of the checked values, and of their changes since the baseline.
 fn changed(changes: &[Change]) -> String {
     let compares = changes.iter().any(|c| c.before.is_some());
     let rows: Vec<Vec<String>> = (changes.iter())
@@ -175,9 +173,8 @@ fn changed(changes: &[Change]) -> String {
     }
 }
 
-/// Writes a baseline and shows the changes.
 fn update(path: &Path, results: &[(String, Evaluation)]) -> Result<u8> {
-    // A file that is not a baseline is not replaced: it may be something else.
+    // A file that is not a baseline may be something else.
     let before = match path.try_exists().map_err(|e| Error::io("read", path, e))? {
         true => Baseline::read(path).map_err(|e| not_replaced(path, e))?,
         false => Baseline { results: Default::default() },

@@ -138,7 +138,6 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
     }
 }
 
-/// Reads the prompt; returns it with its source, for messages.
 fn prompt(args: &Args) -> Result<(String, PathBuf)> {
     let standard = || PathBuf::from("standard input");
     let (text, origin) = match (&args.prompt, args.prompt_file.as_deref()) {

@@ -77,7 +77,6 @@ pub fn plan(
     json.emit(&value(&planned), || plan_text(&planned, all))
 }
 
-/// Returns a plan in the form of its JSON.
 pub(super) fn value(planned: &GgufPlanned) -> PlanJson<'_> {
     let GgufPlanned { plan, input_bytes, needs, calibrated, .. } = planned;
     let tensors = plan.tensors.iter().map(|t| TensorJson {
@@ -118,7 +117,6 @@ fn plan_text(planned: &GgufPlanned, all: bool) -> String {
         };
         plan.tensors.iter().map(row).collect()
     } else {
-        // One line per kind of tensor, whatever its block.
         let mut kinds: Vec<(String, &str, usize, u64)> = Vec::new();
         for t in &plan.tensors {
             let name: Vec<&str> = t.name.split('.').filter(|part| part.parse::<usize>().is_err()).collect();

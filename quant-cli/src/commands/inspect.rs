@@ -72,18 +72,15 @@ pub struct Report {
     tensors: Vec<TensorReport>,
 }
 
-/// A GGUF file.
 #[derive(Serialize)]
 struct GgufReport {
     /// The mixture that the file names; null if it names none, or an unknown one.
     mixture: Option<&'static str>,
-    /// Bits of all tensors divided by the number of their elements.
     bits_per_weight: f64,
     /// The size of the file, or of all files of a model in parts.
     file_bytes: u64,
 }
 
-/// Files that match the manifest.
 #[derive(Serialize)]
 struct Verified {
     files: usize,
@@ -116,7 +113,6 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
     args.json.emit(&report, || show(&report, args.all))
 }
 
-/// Compares the files of a checkpoint with its manifest.
 fn verify(path: &Path, session: &Session) -> Result<Verified> {
     let opened = inputs::open(path, session)?;
     let files = verify_checkpoint(opened.directory.path(), &session.progress, &session.cancel)?;
@@ -207,7 +203,6 @@ fn file_name(path: &Path) -> String {
     path.file_name().unwrap_or_default().to_string_lossy().into_owned()
 }
 
-/// Returns the tensors of a GGUF file.
 fn stored(file: &GgufFile) -> Vec<TensorReport> {
     let paths: Vec<String> = file.paths().map(file_name).collect();
     let tensors = file.header().tensors.iter().map(|t| TensorReport {
@@ -236,7 +231,7 @@ impl GgufReport {
 }
 
 /// Returns the parts of the requested quantization that the format could not represent. The request is taken from the
-/// run's report, if it is stored next to the weights, and otherwise from the stored weights themselves.
+/// run's report if there is one, otherwise from the stored weights.
 fn losses<'a>(
     opened: &Opened,
     session: &Session,
@@ -348,7 +343,6 @@ fn show(report: &Report, all: bool) -> String {
     text
 }
 
-/// Returns a table of the tensors, or of their kinds with the number of tensors and their total size.
 fn tensors_text(tensors: &[TensorReport], all: bool) -> String {
     let mut kinds: Vec<(String, &TensorReport, u64, u64)> = Vec::new();
     let mut places = HashMap::new();

@@ -52,7 +52,7 @@ impl Session {
     }
 }
 
-/// Runs a command and returns its exit code. Only the gate has more than one successful outcome.
+/// Runs a command and returns its exit code.
 pub fn run(command: &Command, session: &Session) -> Result<u8> {
     let done = match command {
         Command::Gate(args) => return gate::run(args, session),

@@ -45,7 +45,7 @@ struct PlanJson<'a> {
     peak_memory_bytes: u64,
     /// The smallest sufficient memory budget, with hidden states kept in files.
     smallest_budget_bytes: u64,
-    /// The disk space for hidden states with that budget.
+    /// The disk space for hidden states that this budget requires.
     scratch_bytes: u64,
     /// The parts of a vision-language model outside its text tower; absent for other models.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -163,13 +163,12 @@ pub fn value(
     Ok((value.map_err(|e| Error::Internal(e.to_string()))?, seconds))
 }
 
-/// The plans for all formats, and the estimated resources of a run.
 struct Planned {
     plans: Vec<Plan>,
     outlines: Vec<Outline>,
     carried: Option<Carried>,
     memory: u64,
-    /// The smallest sufficient memory budget, and the disk space for hidden states with that budget.
+    /// The smallest sufficient memory budget, and the disk space that it requires.
     smallest: (u64, u64),
     seconds: f64,
 }
@@ -339,9 +338,8 @@ fn text(planned: &Planned, all: bool) -> String {
     text
 }
 
-/// Returns a table of whether each engine loads the checkpoint, per number of ranks, and the reasons why not.
+/// Returns a table of the engines that load the checkpoint, per number of ranks, and the reasons why others do not.
 fn engines_text(outline: &Outline) -> String {
-    // Engines with the same reason are grouped, and a reason is listed at the first rank count to which it applies.
     let mut reasons: Vec<(String, usize, Vec<&str>)> = Vec::new();
     let (mut rows, mut dated) = (Vec::new(), Vec::new());
     for engine in ENGINES {
@@ -362,7 +360,7 @@ fn engines_text(outline: &Outline) -> String {
         let known = engine.known(outline);
         row.push(known.basis.word().to_owned());
         rows.push(row);
-        // The family was checked in a different version or on a different day from the rest of the row.
+        // The family was checked separately.
         if known.basis != Basis::NotChecked
             && (known.version, known.date) != (engine.loader.version, engine.loader.read)
         {
@@ -395,7 +393,6 @@ fn engines_text(outline: &Outline) -> String {
     text
 }
 
-/// Returns a table of the tensors of a plan, and their totals.
 fn plan_text(plan: &Plan, all: bool) -> String {
     let header = ["tensor", "shape", "dtype", "gets", "bytes before", "after"];
     let row = |name: String, e: &PlanEntry, count: u64, before: u64, after: u64| {
@@ -410,7 +407,6 @@ fn plan_text(plan: &Plan, all: bool) -> String {
             bytes(after),
         ]
     };
-    // One line per kind, in order of first appearance.
     let mut kinds: Vec<(String, &PlanEntry, u64, u64, u64)> = Vec::new();
     let mut places = HashMap::new();
     for entry in &plan.entries {

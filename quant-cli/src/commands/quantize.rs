@@ -177,7 +177,6 @@ fn breakdown(summary: &QuantizeSummary) -> String {
     }
 }
 
-/// The summary of a run that wrote checkpoints, for people.
 pub(super) fn text(summary: &QuantizeSummary) -> String {
     let mut text = String::new();
     if let Some(Calibration { tokens, tokens_counted, padding, few, all, .. }) = &summary.calibration {
@@ -226,7 +225,6 @@ pub(super) fn text(summary: &QuantizeSummary) -> String {
     text
 }
 
-/// The summary of a run that wrote a float checkpoint, for people.
 fn floats_text(summary: &FloatsSummary) -> String {
     let from = summary.dequantized_from.as_ref();
     let types: Vec<String> = summary.types.iter().map(|(kind, n)| format!("{n} × {kind}")).collect();
@@ -241,7 +239,6 @@ fn floats_text(summary: &FloatsSummary) -> String {
     )
 }
 
-/// Returns the command that compares the output with its source.
 pub(super) fn next_step(summary: &QuantizeSummary, model: &Path) -> String {
     let Some(output) = summary.outputs.first() else { return String::new() };
     let model = model.display().to_string();

@@ -61,8 +61,7 @@ impl OpenedReference {
         }
     }
 
-    /// Returns the digest of a stored reference; `None` for a model. The journal of a comparison records it in addition
-    /// to the models, because the reference may have been computed on a different processor.
+    /// Returns the digest of a stored reference; `None` for a model.
     pub fn digest(&self) -> Option<&str> {
         match self {
             Self::Model(_) => None,
@@ -97,15 +96,14 @@ impl LoadedReference {
     }
 }
 
-/// Returns the contents of the tokenizer if it was built from metadata, as for a GGUF file.
 fn made_tokenizer(opened: &Opened) -> Option<&[u8]> {
     opened.directory.sidecar("tokenizer.json")?.contents.as_deref()
 }
 
 /// Returns an error if the tokenizers differ, because their results cannot be compared position by position.
 ///
-/// A tokenizer that was built from metadata is never the same file. In that case the tokens of the text decide;
-/// `tokens` returns the hashes for the model and for the reference.
+/// If a tokenizer was built from metadata, there is no file to compare, so the tokens of the text decide; `tokens`
+/// returns their hashes for the model and for the reference.
 fn same_tokenizer(
     model: &Opened,
     reference: &Opened,

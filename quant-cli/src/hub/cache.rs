@@ -68,7 +68,7 @@ pub struct Announced {
     pub digest: Option<Digest>,
 }
 
-/// The result of a check.
+/// The result of [`RepositoryCache::check`].
 #[derive(Debug, PartialEq, Eq)]
 pub enum BlobCheck {
     /// The content matches what the hub announced.
@@ -111,10 +111,9 @@ impl RepositoryCache {
         Some(commit.trim().to_owned()).filter(|c| is_commit(c))
     }
 
-    /// Records the commit of a revision. This is the last step of a download, so that a recorded commit is complete and
-    /// can be used offline.
+    /// Records the commit of a revision. This is the last step of a download, so a recorded commit is complete.
     pub fn remember_revision(&self, revision: &str, commit: &str) -> Result<()> {
-        // Do not write if nothing changes: the cache may be read-only for this user.
+        // The cache may be read-only for this user.
         if self.commit_of(revision).as_deref() == Some(commit) {
             return Ok(());
         }
@@ -123,7 +122,7 @@ impl RepositoryCache {
 
     /// Compares a file of a snapshot with the hub's announcement and with its blob's tag.
     ///
-    /// Hashing takes time, so it is done once per blob. A blob whose size or time has changed since is hashed again.
+    /// A blob whose size or time has changed since is hashed again.
     pub fn check(&self, link: &Path, announced: &Announced, cancel: &CancelToken) -> Result<BlobCheck> {
         let failed = |e| Error::io("open", link, e);
         let real = link.canonicalize().map_err(failed)?;
@@ -155,7 +154,7 @@ impl RepositoryCache {
             }
         }
         if let Some(mark) = mark {
-            // Another user's cache may be read-only. The file is then hashed again next time.
+            // Another user's cache may be read-only.
             let _ = write_whole(&mark, &stamp);
         }
         Ok(BlobCheck::Matches)
@@ -172,8 +171,8 @@ impl RepositoryCache {
         remove_file(link)
     }
 
-    /// Returns the path of the file that records the hash of each data file at its first download, with lines in the
-    /// format of `sha256sum`.
+    /// Returns the path of the file with the hashes of data files at their first download, in the format of
+    /// `sha256sum`.
     pub fn sums_path(&self) -> PathBuf {
         self.root.join(".quant").join("sha256sums")
     }
@@ -197,7 +196,6 @@ impl RepositoryCache {
         write_whole(&path, &format!("{before}{sum}  {file}\n"))
     }
 
-    /// Returns the tag of a blob, or `None` if the path is not a blob of this repository.
     fn tag_of(&self, real: &Path) -> Option<String> {
         let blobs = self.root.join("blobs").canonicalize().ok()?;
         (real.parent() == Some(&blobs)).then(|| real.file_name()?.to_str().map(str::to_owned))?
@@ -245,12 +243,12 @@ fn stamp(size: u64, modified: Option<SystemTime>, digests: &[Digest]) -> String 
     format!("{size} bytes, {} ns, {}\n", since.as_nanos(), digests.join(", "))
 }
 
-/// Writes a small file atomically: another process sees either the old or the new content.
+/// Writes a small file atomically.
 fn write_whole(path: &Path, text: &str) -> Result<()> {
     let failed = |e| Error::io("write", path, e);
     let folder = path.parent().unwrap_or(path);
     fs::create_dir_all(folder).map_err(failed)?;
-    // Caches are shared, and other users could not read a file that is created as a temporary file.
+    // Temporary files cannot be read by other users, and caches are shared.
     let mut draft = path.as_os_str().to_owned();
     draft.push(format!(".{}.incomplete", std::process::id()));
     let outcome = fs::write(&draft, text).and_then(|()| fs::rename(&draft, path));
@@ -277,7 +275,6 @@ mod tests {
     const SHA256: &str = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad";
     const GIT: &str = "f2ba8f84ab5c1bce84a7b441cb1959cfc7093b7f";
 
-    /// A cache with one blob with this tag and content, and the link to it.
     fn cached(cache: &Path, tag: &str, content: &str) -> (RepositoryCache, PathBuf) {
         let repository = RepositoryCache::new(cache, "models", "a/b");
         let snapshot = repository.snapshot(GIT);
@@ -290,7 +287,7 @@ mod tests {
     }
 
     #[test]
-    fn a_blob_is_held_to_its_tag_and_to_what_was_announced() {
+    fn a_blob_is_checked_against_its_tag_and_the_announcement() {
         let announced = |size, digest| Announced { size, digest };
         let sha = || Some(Digest::Sha256(SHA256.into()));
         let none = Announced::default();

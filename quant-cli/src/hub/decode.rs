@@ -19,7 +19,7 @@ use ruzstd::decoding::{BlockDecodingStrategy, FrameDecoder};
 
 /// Maximum bytes of text taken from a set. Whole documents are taken, from the start of the set.
 pub const MAX_TEXT_BYTES: usize = 64 << 20;
-/// Limit on the decompressed size of JSON, as a multiple of the limit on its text. JSON also contains other fields.
+/// Limit on the decompressed size of JSON, as a multiple of the limit on its text.
 const OVERHEAD: u64 = 8;
 
 /// Returns the documents of a data file. `name` is the file's name in its repository, which determines the format;
@@ -31,7 +31,7 @@ pub fn documents(path: &Path, name: &str, field: &str) -> Result<Vec<String>> {
 fn limited(path: &Path, name: &str, field: &str, limit: usize) -> Result<Vec<String>> {
     let file = File::open(path).map_err(|e| Error::io("open", path, e))?;
     let fault = |reason: &str| Error::Text { path: path.to_owned(), line: None, reason: reason.to_owned() };
-    // A crafted file that makes one of the libraries panic must not end the process.
+    // A crafted file that makes a library panic must not end the process.
     let read = guard_panics(|| {
         if name.ends_with(".jsonl.zst") || name.ends_with(".json.zst") {
             read_json_lines(bounded(Zstd::new(BufReader::new(file)), limit), field, path, limit)
@@ -63,7 +63,6 @@ impl<R: BufRead> Zstd<R> {
         Self { input, decoder: FrameDecoder::new(), in_frame: false }
     }
 
-    /// Begins the next frame; returns false at the end of the file.
     fn next_frame(&mut self) -> io::Result<bool> {
         while !self.input.fill_buf()?.is_empty() {
             match self.decoder.reset(&mut self.input) {
@@ -171,14 +170,13 @@ mod tests {
         encoder.finish().unwrap()
     }
 
-    /// A file with a column of numbers and one of texts, which may be null.
     fn parquet(rows: &[Option<&str>]) -> Vec<u8> {
         let schema = "message schema { REQUIRED INT64 id; OPTIONAL BYTE_ARRAY text (UTF8); }";
         let schema = Arc::new(parse_message_type(schema).unwrap());
         let properties = WriterProperties::builder().set_compression(ParquetCompression::SNAPPY).build();
         let mut file = Vec::new();
         let mut writer = SerializedFileWriter::new(&mut file, schema, properties.into()).unwrap();
-        // More than one row group: reading must cover all of them.
+        // Reading must cover all row groups.
         for rows in rows.chunks(2) {
             let mut group = writer.next_row_group().unwrap();
             let mut column = group.next_column().unwrap().unwrap();
@@ -243,7 +241,6 @@ mod tests {
             assert!(read(name, &content[..content.len() - 5], usize::MAX).is_err(), "{name}, cut");
             assert!(read(name, b"something else entirely", usize::MAX).is_err(), "{name}, foreign");
             assert!(read(name, b"", usize::MAX).is_err(), "{name}, empty");
-            // Any damaged byte gives text or an error, never a panic.
             for at in 0..content.len() {
                 let mut bent = content.clone();
                 bent[at] ^= 0x55;

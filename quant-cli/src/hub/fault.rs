@@ -6,25 +6,21 @@ use hf_hub::HFError;
 use quant_core::Error;
 use quant_core::wording::Remedy;
 
-/// The request that failed.
 #[derive(Debug, Clone)]
 pub struct Request<'a> {
     /// `model` or `data set`.
     pub kind: &'static str,
     /// `org/name`.
     pub repository: &'a str,
-    /// The branch, tag or commit.
     pub revision: &'a str,
     /// The file, if the request is about one.
     pub file: Option<&'a str>,
-    /// The server's address.
     pub endpoint: &'a str,
     /// The cache.
     pub cache: &'a Path,
 }
 
 impl Request<'_> {
-    /// Returns an error about this request.
     pub fn unavailable(&self, reason: impl Into<String>, remedy: impl Into<Remedy>) -> Error {
         let file = self.file.map(|f| format!("the file {} of ", printable(f))).unwrap_or_default();
         let revision = self.revision;
@@ -32,7 +28,6 @@ impl Request<'_> {
         Error::Unavailable { what, reason: reason.into(), remedy: remedy.into() }
     }
 
-    /// Returns the error for a file that the repository does not contain.
     pub fn no_such_file(&self) -> Error {
         self.unavailable(
             "the repository does not contain this file at this revision",
@@ -58,7 +53,6 @@ impl Request<'_> {
         )
     }
 
-    /// Converts an error of hf-hub about this request.
     pub fn explain(&self, error: HFError) -> Error {
         let page = format!("{}/{}", self.page(), self.repository);
         match error {
@@ -88,8 +82,10 @@ impl Request<'_> {
                 )
             }
             HFError::Request { source, .. } => {
-                let action = if source.is_connect() { "cannot be reached" } else { "sent an unexpected \
-                    response" };
+                let action = match source.is_connect() {
+                    true => "cannot be reached",
+                    false => "did not complete the request",
+                };
                 let reason = format!("{} {action}: {}", self.endpoint, causes(&source));
                 self.unavailable(reason, self.after_network_failure())
             }
@@ -104,7 +100,7 @@ impl Request<'_> {
             HFError::Io(e) => Error::io("write", self.cache, e),
             HFError::CacheLockTimeout { path } => Error::Locked { path, holder: "another download".into() },
             other => self.unavailable(
-                format!("the server's response cannot be parsed: {}", printable(&other.to_string())),
+                format!("the server's response cannot be used: {}", printable(&other.to_string())),
                 "check HF_ENDPOINT; the server at that address may not be a Hugging Face hub",
             ),
         }
@@ -135,7 +131,6 @@ impl Request<'_> {
         kept); or set HF_HUB_OFFLINE=1 to use only files that are already in the cache"
     }
 
-    /// Returns the base address of the pages of repositories of this kind.
     fn page(&self) -> String {
         match self.kind {
             "model" => self.endpoint.to_owned(),

@@ -61,12 +61,10 @@ fn cached_model(id: &HubId, revision: &str, session: &Session) -> Result<PathBuf
     Ok(snapshot)
 }
 
-/// Describes a request that only the cache can serve.
 pub fn offline_request<'a, K: Kind>(repository: &'a str, revision: &'a str, cache: &'a Path) -> Request<'a> {
     Request { kind: K::WORD, repository, revision, file: None, endpoint: "", cache }
 }
 
-/// Returns the error for a request that would need a download.
 pub fn not_cached(request: &Request<'_>) -> Error {
     request.unavailable(
         format!("HF_HUB_OFFLINE is set, and the cache {} does not contain it", request.cache.display()),
@@ -74,7 +72,6 @@ pub fn not_cached(request: &Request<'_>) -> Error {
     )
 }
 
-/// Returns the names of the entries of a directory, without those that are not UTF-8.
 fn entries(directory: &Path) -> Result<Vec<String>> {
     let list = || -> std::io::Result<Vec<String>> {
         let names = std::fs::read_dir(directory)?.map(|entry| Ok(entry?.file_name().into_string().ok()));

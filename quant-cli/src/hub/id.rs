@@ -3,12 +3,9 @@
 use std::fmt;
 use std::path::Path;
 
-/// A model on a hub.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct HubId {
-    /// The user or organization that publishes the model.
     pub owner: String,
-    /// The model's name within its owner's namespace.
     pub name: String,
     /// A branch, tag or commit, if one was given.
     pub revision: Option<String>,
@@ -38,7 +35,6 @@ impl HubId {
         })
     }
 
-    /// Returns `org/name`.
     pub fn repository(&self) -> String {
         format!("{}/{}", self.owner, self.name)
     }
@@ -63,8 +59,7 @@ fn is_part(text: &str) -> bool {
         && !text.contains("..")
 }
 
-/// Returns whether a revision is a plain relative path of characters that are common in git names, because the cache
-/// stores a file under it.
+/// Returns whether a revision is a plain relative path, because the cache stores a file under it.
 fn is_revision(text: &str) -> bool {
     let known = |b: u8| b.is_ascii_alphanumeric() || matches!(b, b'-' | b'_' | b'.' | b'+');
     let is_part = |p: &str| !p.is_empty() && !p.starts_with('.') && !p.contains("..") && p.bytes().all(known);
@@ -116,7 +111,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_here_is_not_looked_for_elsewhere() {
+    fn existing_paths_are_not_repositories() {
         // Tests run in the package's directory, which contains a file of this name.
         assert!(HubId::parse("src/main.rs").is_some());
         assert_eq!(HubId::of(Path::new("src/main.rs")), None);

@@ -1,5 +1,5 @@
-//! Models and texts that are given by name instead of as local paths. `org/name` is downloaded from a hub into the
-//! standard Hugging Face cache, and so are the public text sets.
+//! Models and public text sets that are given by name: they are downloaded from a hub into the standard Hugging Face
+//! cache.
 //!
 //! ```text
 //! id ─► fetch ─► remote (hf-hub) ─► cache (checks hashes) ─► a directory like any other

@@ -23,7 +23,6 @@ use crate::output::bytes;
 const ATTEMPTS: u32 = 3;
 /// Timeout for a server that sends nothing, unless `HF_HUB_DOWNLOAD_TIMEOUT` sets a different one.
 const DEFAULT_TIMEOUT: Duration = Duration::from_secs(60);
-/// Interval at which cancellation is checked.
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
 const MIB: u64 = 1 << 20;
 
@@ -61,16 +60,13 @@ impl Kind for RepoTypeDataset {
     }
 }
 
-/// A file in a repository.
 #[derive(Debug, Clone)]
 pub struct Listed {
-    /// The file's path in the repository.
     pub name: String,
     /// The size and hash that the hub announces for the file.
     pub announced: Announced,
 }
 
-/// A repository at a revision.
 pub struct Remote<'a, K: Kind> {
     repository: HFRepositorySync<K>,
     /// `org/name`.
@@ -85,11 +81,10 @@ pub struct Remote<'a, K: Kind> {
 }
 
 impl<'a, K: Kind> Remote<'a, K> {
-    /// Creates the client. This sends no request.
+    /// Creates the client.
     pub fn new(owner: &str, name: &str, revision: &str, session: &'a Session) -> Result<Self> {
         let cache_root = hf_hub::resolve_cache_dir();
         let repository = format!("{owner}/{name}");
-        // Only for the error message if the client cannot be created.
         let endpoint = std::env::var("HF_ENDPOINT").unwrap_or_default();
         let request = Request {
             kind: K::WORD,
@@ -131,7 +126,6 @@ impl<'a, K: Kind> Remote<'a, K> {
         }
     }
 
-    /// Lists all files at a commit.
     pub fn files(&self, commit: &str) -> Result<Vec<Listed>> {
         let (repository, commit) = (self.repository.clone(), commit.to_owned());
         let answer = self
@@ -139,7 +133,7 @@ impl<'a, K: Kind> Remote<'a, K> {
         Ok(listed(answer.map_err(|e| self.request(None).explain(e))?))
     }
 
-    /// Requests the entry of one file at a commit. Listing all files of a large repository would take many requests.
+    /// Requests the entry of one file at a commit, without listing all files.
     pub fn file(&self, commit: &str, name: &str) -> Result<Listed> {
         let (repository, commit, path) = (self.repository.clone(), commit.to_owned(), name.to_owned());
         let answer = self.watch(Some(name), &Silence, move |_| {
@@ -151,7 +145,6 @@ impl<'a, K: Kind> Remote<'a, K> {
 
     /// Ensures that these files of a commit are in the cache and match the hub's announcement.
     pub fn fetch(&self, commit: &str, names: &[String], files: &[Listed]) -> Result<()> {
-        // Missing files are reported before anything is downloaded.
         let find = |name: &String| {
             files.iter().find(|f| f.name == *name).ok_or_else(|| self.request(Some(name)).no_such_file())
         };
@@ -190,7 +183,7 @@ impl<'a, K: Kind> Remote<'a, K> {
                     let what = HFError::malformed_response("the server sent a file from a different commit");
                     return Err(request.explain(what));
                 }
-                // hf-hub itself retries connecting, so only connections that broke are retried here.
+                // hf-hub itself retries connecting.
                 Err(HFError::Request { source, .. }) if attempt < ATTEMPTS && !source.is_connect() => {
                     let again = format!("warning: the download of {} was interrupted; retrying", file.name);
                     self.session.progress.note(&again);
@@ -226,7 +219,7 @@ impl<'a, K: Kind> Remote<'a, K> {
         std::thread::Builder::new()
             .name("hub".into())
             .spawn(move || {
-                // The receiver is gone if the call was abandoned.
+                // The call was abandoned if the receiver is gone.
                 let _ = sender.send(call(theirs));
             })
             .map_err(|e| Error::Internal(format!("threads cannot be started: {e}")))?;
@@ -301,7 +294,6 @@ fn listed(entries: Vec<RepoTreeEntry>) -> Vec<Listed> {
     entries.into_iter().filter_map(file).collect()
 }
 
-/// Bytes received, as hf-hub reports them.
 #[derive(Debug, Default)]
 struct Counter(AtomicU64);
 
@@ -321,7 +313,6 @@ impl ProgressHandler for Counter {
     }
 }
 
-/// Receives the number of downloaded bytes, to show it.
 trait Shown {
     fn update(&self, bytes: u64);
 }
@@ -332,7 +323,6 @@ impl Shown for Silence {
     fn update(&self, _bytes: u64) {}
 }
 
-/// The progress stage of one file, in MiB.
 struct Transfer<'a> {
     session: &'a Session,
     name: &'a str,

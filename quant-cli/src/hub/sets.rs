@@ -14,7 +14,6 @@ use super::fetch::{MAIN, not_cached, offline_request};
 use super::remote::{Kind, Remote, check, is_offline};
 use crate::commands::Session;
 
-/// Returns the documents of a public set.
 pub fn documents(set: &PublicSet, session: &Session) -> Result<Vec<String>> {
     let (cache, path) = if is_offline() { cached(set, session)? } else { fetched(set, session)? };
     check_first_hash(set, &cache, &path, session)?;

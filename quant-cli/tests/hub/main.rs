@@ -1,5 +1,4 @@
-//! Models and texts from a hub, tested against a local server: which files are downloaded and which never are, how the
-//! cache is used, and how each failure is reported. These tests do not use the network.
+//! Models and texts from a hub, tested against a local server, without the network.
 
 mod server;
 
@@ -26,7 +25,6 @@ use tempfile::TempDir;
 const WEIGHTS: &str = "model.safetensors";
 const MODEL: &str = "models/org/tiny";
 
-/// A user: a home directory with a cache, and a model next to it.
 struct User {
     scratch: TempDir,
 }
@@ -44,7 +42,7 @@ impl User {
         self.scratch.path().join(name)
     }
 
-    /// The model's repository, with additional files that such repositories contain.
+    /// The model's repository, with additional files.
     fn repository(&self) -> Repository {
         let mut repository = Repository::of(&self.at("model"));
         repository.put("README.md", "a model");
@@ -54,7 +52,6 @@ impl User {
         repository
     }
 
-    /// The program with this home directory, and without environment variables of the caller that affect downloads.
     fn command(&self, endpoint: &str, arguments: Vec<OsString>) -> Command {
         let mut command = Command::new(env!("CARGO_BIN_EXE_quant"));
         command.args(arguments).stdin(Stdio::null()).current_dir(self.scratch.path());
@@ -77,7 +74,6 @@ impl User {
         Running::start(self.command(&hub.endpoint(), arguments)).wait()
     }
 
-    /// Runs the program offline, with an address on which no server listens.
     #[track_caller]
     fn run_offline(&self, arguments: Vec<OsString>) -> Run {
         let mut command = self.command("http://127.0.0.1:1", arguments);
@@ -89,13 +85,11 @@ impl User {
         self.at("home/hub/models--org--tiny")
     }
 
-    /// The names of the files in the cache's snapshots.
     fn cached(&self) -> Vec<String> {
         let all = snapshot(&self.at("home")).into_iter().filter(|(_, bytes)| bytes.is_some());
         all.map(|(name, _)| name).filter(|n| n.contains("/snapshots/")).map(|n| last(&n).to_owned()).collect()
     }
 
-    /// The hashes of what `quantize` writes for the local directory.
     fn expected(&self) -> BTreeMap<String, String> {
         let out = self.at("expected");
         let _ = std::fs::remove_dir_all(&out);
@@ -116,7 +110,6 @@ fn inspect(model: &str) -> Vec<OsString> {
     args!["inspect", model, "--json"]
 }
 
-/// The files whose content was requested.
 fn downloads(requests: &[String]) -> Vec<String> {
     let gets = requests.iter().filter_map(|r| r.strip_prefix("GET "));
     gets.filter(|r| r.contains("/resolve/")).map(|r| last(r).to_owned()).collect()
@@ -137,13 +130,11 @@ fn a_named_model_becomes_the_same_bytes_as_its_directory() {
     fetched.sort();
     assert_eq!(fetched, ["LICENSE", "config.json", "generation_config.json", WEIGHTS, "tokenizer.json"]);
 
-    // A second run downloads nothing and prints nothing about it.
     let run = user.run(&hub, quantize("org/tiny", &user.at("again"))).succeeded();
     assert_eq!(hashes(&user.at("again")), user.expected());
     assert_eq!(downloads(&hub.requests()), [""; 0]);
     assert!(!run.stderr.contains("downloading"), "{run}");
 
-    // The same command offline and without a server.
     drop(hub);
     user.run_offline(quantize("org/tiny", &user.at("offline"))).succeeded();
     assert_eq!(hashes(&user.at("offline")), user.expected());
@@ -165,7 +156,6 @@ fn a_named_model_becomes_the_same_bytes_as_its_directory() {
     assert_eq!(report["comparison"]["kl"]["mean"], 0.0, "{report}");
     user.run_offline(args!["bench", "org/tiny", "--prefill", "4", "--decode", "1", "--repeat", "1"])
         .succeeded();
-    // The cache can also be named directly.
     let mut command = user.command("http://127.0.0.1:1", inspect("org/tiny"));
     command
         .env("HF_HUB_OFFLINE", "true")
@@ -333,7 +323,6 @@ fn what_is_not_there_is_named() {
     check_message("never fetched", &run, 5, &["org/never", "HF_HUB_OFFLINE is set", "unset HF_HUB_OFFLINE"]);
     let run = Running::start(user.command("no address", inspect("org/tiny"))).wait();
     check_message("no address", &run, 5, &["no address is not a URL", "HF_ENDPOINT"]);
-    // An output that cannot be written is rejected before anything is downloaded.
     std::fs::create_dir(user.at("out")).unwrap();
     let run = user.run(&hub, quantize("org/tiny", &user.at("out")));
     check_message("output exists", &run, 2, &["out exists already"]);
@@ -341,7 +330,7 @@ fn what_is_not_there_is_named() {
 }
 
 #[test]
-fn a_local_directory_is_never_looked_for_elsewhere() {
+fn a_local_directory_is_never_searched_on_the_hub() {
     let user = User::new();
     copy_files(&user.at("model"), &user.at("org/tiny"));
     let hub = Hub::start([(MODEL, user.repository())]);
@@ -351,7 +340,6 @@ fn a_local_directory_is_never_looked_for_elsewhere() {
     Running::start(user.command("no address", quantize("org/tiny", &user.at("out")))).wait().succeeded();
     assert_eq!(hashes(&user.at("out")), user.expected());
     assert!(!user.at("home").exists());
-    // An argument that cannot be a model name is treated as a path.
     let run = user.run(&hub, inspect("./org/none"));
     check_message("a path", &run, 4, &["./org/none", "does not exist"]);
     assert_eq!(hub.requests(), [""; 0]);
@@ -419,7 +407,6 @@ fn parquet(rows: &[String]) -> Vec<u8> {
 
 const C4: &str = "en/c4-train.00000-of-01024.json.gz";
 
-/// The three public sets, all with the same rows.
 fn public_sets() -> Hub {
     let set =
         |file: &str, bytes| Repository::new([(file.to_owned(), bytes), ("README.md".into(), b"x".to_vec())]);
@@ -485,7 +472,6 @@ fn a_public_set_that_changed_is_refused() {
     let phrase = [C4, "allenai/c4", &sha256(&before), &sha256(&after), record.to_str().unwrap()];
     check_message("changed", &run, 5, &phrase);
     assert_eq!(std::fs::read_to_string(&record).unwrap(), format!("{}  {C4}\n", sha256(&before)));
-    // Removing the record accepts the new file.
     std::fs::remove_file(&record).unwrap();
     user.run(&hub, evaluate()).succeeded();
 

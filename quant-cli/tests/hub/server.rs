@@ -16,7 +16,6 @@ use quant_tests::files::{sha256, snapshot};
 use serde_json::{Value, json};
 use sha1::{Digest, Sha1};
 
-/// A fault in the transfer of a file.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Fault {
     /// The connection breaks in the middle, this many times.
@@ -29,7 +28,6 @@ pub enum Fault {
     Refuse,
 }
 
-/// The contents of a repository at its only commit.
 #[derive(Debug, Clone, Default)]
 pub struct Repository {
     commit: String,
@@ -43,25 +41,21 @@ pub struct Repository {
 }
 
 impl Repository {
-    /// A repository with these files.
     pub fn new(files: impl IntoIterator<Item = (String, Vec<u8>)>) -> Self {
         let mut repository = Self { files: files.into_iter().collect(), ..Self::default() };
         repository.seal();
         repository
     }
 
-    /// A repository with the files of a directory.
     pub fn of(directory: &Path) -> Self {
         Self::new(snapshot(directory).into_iter().filter_map(|(name, bytes)| Some((name, bytes?))))
     }
 
-    /// Adds or replaces a file, which makes a new commit.
     pub fn put(&mut self, name: &str, bytes: impl Into<Vec<u8>>) {
         self.files.insert(name.to_owned(), bytes.into());
         self.seal();
     }
 
-    /// Removes a file, which makes a new commit.
     pub fn take(&mut self, name: &str) -> Vec<u8> {
         let bytes = self.files.remove(name).expect("a file");
         self.seal();
@@ -111,12 +105,10 @@ impl Hub {
         Self { address, state }
     }
 
-    /// The server's address, in the form of `HF_ENDPOINT`.
     pub fn endpoint(&self) -> String {
         format!("http://{}", self.address)
     }
 
-    /// Changes a repository.
     pub fn change(&self, repository: &str, change: impl FnOnce(&mut Repository)) {
         change(self.state.repositories.lock().unwrap().get_mut(repository).expect("a repository"));
     }

@@ -1,5 +1,4 @@
-//! A pass of the batch through a block, one expert at a time: first the part of the block before its experts, then each
-//! expert on all its tokens, then the rest. The weights of an expert are dropped when it has run.
+//! A pass of the batch through a block, one expert at a time. The weights of an expert are dropped when it has run.
 //!
 //! The batch is divided into the same pieces as in a pass of the whole block, so all values are bit-identical to it.
 
@@ -45,8 +44,7 @@ impl HiddenStates {
         pieces.flat_map(inner).collect()
     }
 
-    /// Replaces the states, which are the block's input, with the values of a later node, while `tap` observes the
-    /// evaluation.
+    /// Replaces the states, which are the block's input, with the values of a later node.
     fn advance_watched_to(
         &mut self,
         block: &Block,
@@ -65,7 +63,7 @@ impl HiddenStates {
         })
     }
 
-    /// Evaluates some nodes from the states, which are the values of `from`, while `tap` observes the evaluation.
+    /// Evaluates some nodes from the states, which are the values of `from`.
     pub(super) fn watch_parts(
         &self,
         block: &Block,
@@ -124,11 +122,8 @@ impl HiddenStates {
 }
 
 impl StatisticsPass<'_> {
-    /// Runs the part of the block before its experts, and everything else that depends on no expert. The states, which
-    /// are the input of the block, become the values of [`ExpertOrder::from`].
-    ///
-    /// # Errors
-    /// As [`run`](Self::run).
+    /// Runs everything that depends on no expert. The states, which are the input of the block, become the values of
+    /// [`ExpertOrder::from`].
     pub(crate) fn run_before_experts(
         &mut self,
         states: &mut HiddenStates,
@@ -143,9 +138,6 @@ impl StatisticsPass<'_> {
 
     /// Runs the pass one expert at a time, and drops an expert's weights when it has run. The result, and the states if
     /// `advance` is set, are those of [`run`](Self::run).
-    ///
-    /// # Errors
-    /// As [`run`](Self::run), and when there is no room for a copy of the states.
     pub(crate) fn run_by_expert(
         mut self,
         states: &mut HiddenStates,

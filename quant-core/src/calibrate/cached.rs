@@ -15,7 +15,6 @@ pub type CachedMaxima = BTreeMap<(NodeId, CachePart), f32>;
 
 impl HiddenStates {
     /// Returns the largest magnitude of the values that the attention layers of `block` would cache for these states.
-    /// The states themselves do not change.
     ///
     /// All tokens except padding are included, masked prompts too, because all of them are cached.
     ///

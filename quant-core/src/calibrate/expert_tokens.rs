@@ -1,4 +1,4 @@
-//! Selects the tokens of the batch on which an expert's linears are calibrated, and counts those routed to each expert.
+//! The tokens of the batch on which an expert's linears are calibrated.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::str::FromStr;
@@ -100,7 +100,6 @@ impl ExpertSampling {
             return Ok(counts);
         }
         let graph = block.graph();
-        // The experts of each router, by the node of the router's weights.
         let mut routers: BTreeMap<NodeId, Vec<(usize, NodeId)>> = BTreeMap::new();
         for (id, expert, weights) in experts(graph) {
             routers.entry(weights).or_default().push((expert, id));

@@ -1,6 +1,5 @@
-//! Runs a block's experts one at a time. The input of an expert is computed from the hidden states when it is needed,
-//! and only for the tokens routed to that expert, which are kept as an index. Outputs are added up as experts run, so
-//! an expert's weights are needed only while it is processed.
+//! Runs a block's experts one at a time. The input of an expert is computed when it is needed, and only for its tokens.
+//! Outputs are added up as experts run, so an expert's weights are needed only while it is processed.
 
 use candle_core::{D, Tensor};
 
@@ -24,7 +23,6 @@ pub struct ExpertStates {
     sum: NodeId,
     width: usize,
     sums: Values,
-    /// The output node of each expert.
     outputs: Vec<NodeId>,
     /// The number of experts in the sum.
     added: usize,
@@ -78,13 +76,12 @@ impl ExpertStates {
         Ok(Self { layout, from, tokens, sum, width, sums, outputs, added: 0, pieces })
     }
 
-    /// The number of counted tokens that are routed to the expert for which `selects` selects rows.
     pub(crate) fn counted(&self, graph: &BlockGraph, selects: NodeId) -> u64 {
         let tokens = self.expert_of(graph, selects).map_or(&[][..], |expert| &self.tokens[expert]);
         tokens.iter().filter(|(token, _)| self.layout.counts(*token as usize)).count() as u64
     }
 
-    /// Runs the next expert while `tap` observes the evaluation, and adds its output to the sum if that is `wanted`.
+    /// Runs the next expert, and adds its output to the sum if that is `wanted`.
     pub(crate) fn pass_next(
         &mut self,
         states: &HiddenStates,
@@ -108,7 +105,6 @@ impl ExpertStates {
         Ok(())
     }
 
-    /// Runs an expert, and adds its output to the sum if that is `wanted`.
     fn add(
         &mut self,
         states: &HiddenStates,
@@ -138,9 +134,8 @@ impl ExpertStates {
         added
     }
 
-    /// Gathers a statistic of a value inside the expert for which `selects` selects rows. Depending on `sampling`, the
-    /// statistic covers the tokens routed to the expert, or all tokens. If it covers all tokens, returns how many
-    /// counted tokens are routed to the expert.
+    /// Gathers a statistic of a value inside the expert for which `selects` selects rows. If the statistic covers all
+    /// tokens, as `sampling` may require, returns how many counted tokens are routed to the expert.
     ///
     /// # Errors
     /// When the block or the statistic fails, or the run is cancelled.
@@ -166,7 +161,6 @@ impl ExpertStates {
         Ok(takes_all.then_some(routed))
     }
 
-    /// The expert for which `selects` selects rows.
     fn expert_of(&self, graph: &BlockGraph, selects: NodeId) -> Option<usize> {
         self.outputs.iter().position(|output| graph.rows_selected_by(*output) == Some(selects))
     }
@@ -239,7 +233,6 @@ impl ExpertStates {
     }
 }
 
-/// The tokens routed to each expert, with their router weights.
 struct Routed {
     tokens: Vec<Vec<(u32, f32)>>,
     next: u32,
@@ -266,7 +259,6 @@ impl Routed {
     }
 }
 
-/// The node that sums the experts with these router weights.
 fn sum_of(graph: &BlockGraph, weights: NodeId) -> Option<NodeId> {
     let sums = |id: &NodeId| graph.nodes()[*id].op.sums_experts();
     graph.users(weights).map(|(user, _)| user).find(sums)

@@ -1,5 +1,4 @@
-//! Workers that run tokenizers and templates in this process. They are the default, and the worker process of
-//! [`ProcessWorkers`](crate::worker::ProcessWorkers) uses them too.
+//! Workers that run tokenizers and templates in this process.
 
 #[cfg(any(feature = "tokenizers", feature = "chat-templates"))]
 use rayon::prelude::*;
@@ -25,7 +24,6 @@ impl TextWorkers for InProcess {
     }
 }
 
-/// Returns the error for a library that this build does not include.
 #[cfg(not(all(feature = "tokenizers", feature = "chat-templates")))]
 pub(super) fn left_out(what: &str, feature: &str) -> Error {
     Error::Unavailable {
@@ -35,14 +33,13 @@ pub(super) fn left_out(what: &str, feature: &str) -> Error {
     }
 }
 
-/// Collects the results of independent items in order. If several fail, returns the first error in that order.
+/// Collects results in order. If several items fail, returns the first error in order.
 #[cfg(any(feature = "tokenizers", feature = "chat-templates"))]
 pub(super) fn in_order<T: Sync, R: Send>(
     items: &[T],
     each: impl Fn(&T) -> Result<R> + Send + Sync,
 ) -> Result<Vec<R>> {
     match items {
-        // A single item needs no thread pool.
         [] | [_] => items.iter().map(each).collect(),
         _ => items.par_iter().map(each).collect::<Vec<_>>().into_iter().collect(),
     }

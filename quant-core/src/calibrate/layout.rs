@@ -1,4 +1,4 @@
-//! The layout of a calibration batch: which positions belong together, and which tokens count.
+//! The layout of a calibration batch.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -29,7 +29,6 @@ pub struct BatchLayout {
     starts: Option<Arc<[u32]>>,
     /// The number of counted tokens before each token, followed by the total; `None` if all count.
     ranks: Option<Arc<[u32]>>,
-    /// Which tokens are padding; `None` if there is no padding.
     padding: Option<Arc<[bool]>>,
 }
 
@@ -123,7 +122,7 @@ impl BatchLayout {
         self.starts.as_ref().map_or_else(Segments::whole, |s| Segments::new(&s[tokens]))
     }
 
-    /// The start of a token's segment in its window; `None` if every window is a single segment.
+    /// `None` if every window is a single segment.
     pub(crate) fn start(&self, token: usize) -> Option<u32> {
         self.starts.as_ref().map(|s| s[token])
     }

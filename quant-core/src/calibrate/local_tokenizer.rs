@@ -10,18 +10,14 @@ use super::tokenizer::guard_panics;
 use crate::worker::{Answer, Content, Encoded, Fault, Loadable, Question, TextWorker};
 use crate::{Error, Result};
 
-/// Loads a `tokenizer.json`; `path` is for messages.
-///
-/// # Errors
-/// When it is malformed.
 pub(super) fn load(path: PathBuf, json: &[u8]) -> Result<Box<dyn TextWorker>> {
     let held = LoadedFile { loadable: Loadable { path, content: Content::Tokenizer(Vec::new()) } };
     let tokenizer = parse(json).map_err(|reason| held.fault(reason))?;
     Ok(Box::new(LocalTokenizer { held, tokenizer }))
 }
 
-/// Parses a tokenizer, and disables its truncation and padding, because evaluation must see the whole text. Also
-/// disables BPE dropout, which is meant for training and would make tokens random.
+/// Disables truncation and padding, because evaluation must see the whole text, and BPE dropout, which is meant for
+/// training and would make tokens random.
 fn parse(json: &[u8]) -> Result<Tokenizer, String> {
     let parsed = guard_panics(|| Tokenizer::from_bytes(json)).ok_or(PANICS)?;
     let mut tokenizer = parsed.map_err(|e| format!("is not a tokenizer: {e}"))?;
@@ -37,11 +33,9 @@ fn parse(json: &[u8]) -> Result<Tokenizer, String> {
     Ok(tokenizer)
 }
 
-/// The fault of a file that makes the tokenizers crate panic, as a crafted vocabulary can. The panic must not end the
-/// process.
+/// A crafted vocabulary can make the tokenizers crate panic. This must not end the process.
 const PANICS: &str = "makes the tokenizer library panic";
 
-/// The loaded file, for messages.
 #[derive(Debug)]
 struct LoadedFile {
     loadable: Loadable,

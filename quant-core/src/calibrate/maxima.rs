@@ -1,7 +1,7 @@
 //! Files of channel maxima: `max |x|` of the inputs of linears, gathered once and reused.
 //!
 //! A file is in the safetensors format and has one vector `[k]` per linear, under the linear's name in the model, as in
-//! SmoothQuant's `act_scales` files. Vectors are written in F32; other float dtypes can be read.
+//! SmoothQuant's `act_scales` files.
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};
@@ -93,7 +93,7 @@ impl ChannelMaxima {
         self.linears.is_empty()
     }
 
-    /// The SHA-256 of names and values, which becomes part of a run's fingerprint.
+    /// The SHA-256 of names and values.
     pub fn sha256(&self) -> String {
         let mut bytes = Vec::new();
         for (name, values) in &self.linears {

@@ -1,4 +1,4 @@
-//! The third stage of the pipeline: turns text into token windows and observes the inputs of linears.
+//! Turns text into token windows and observes the inputs of linears.
 //!
 //! ```text
 //! file or rows ──► documents ────────► tokens ─► windows ─► hidden states ─► statistics

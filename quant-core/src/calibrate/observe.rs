@@ -1,5 +1,4 @@
-//! The hidden states of the calibration batch, which pass through the model block by block, in pieces that a tap may
-//! observe.
+//! The hidden states of the calibration batch, which pass through the model block by block.
 
 use std::borrow::Cow;
 
@@ -9,8 +8,7 @@ use super::{BatchLayout, InputRows, Spill, Statistic, TokenWindows, Values};
 use crate::model::{Block, CancelTap, Model, NodeId, Segments, Tap, TokenRows, with_values};
 use crate::{CancelToken, Error, Result};
 
-/// Tokens that go through a block at a time: enough for full speed, few enough that a block's intermediate values stay
-/// small.
+/// Tokens that go through a block at a time: enough for full speed, few enough that intermediate values stay small.
 pub(super) const CHUNK_TOKENS: usize = 2048;
 
 /// The number of windows of this length that go through a block at a time. A batch that is split at multiples of it
@@ -19,7 +17,7 @@ pub(crate) fn windows_per_piece(length: usize) -> usize {
     (CHUNK_TOKENS / length.max(1)).max(1)
 }
 
-/// Adapts a tap on the whole batch to a piece: token indices of the piece become token indices of the batch.
+/// Adapts a tap on the whole batch to a piece.
 pub(super) struct PieceTap<'a, 't> {
     pub(super) tap: &'a mut (dyn Tap + 't),
     /// The first token of the piece.
@@ -43,7 +41,7 @@ impl Tap for PieceTap<'_, '_> {
 }
 
 /// The hidden states of the calibration batch before a block, each followed by the other values that later blocks read:
-/// `[windows, length, width]`. The width may therefore differ from block to block. The states are in memory or in a
+/// `[windows, length, width]`. The width may differ from block to block. The states are in memory or in a
 /// [file](Spill).
 #[derive(Debug)]
 pub struct HiddenStates {
@@ -98,8 +96,8 @@ impl HiddenStates {
         let values = match spill {
             None => embedded(0, windows.tokens())?.into(),
             Some(_) => {
-                // Must be a multiple of the pieces in which per-layer inputs are computed, so that matrix products have
-                // the same shapes for any storage.
+                // A multiple of the pieces in which per-layer inputs are computed, so that matrix products have the
+                // same shapes for any storage.
                 let piece = 4 * CHUNK_TOKENS;
                 let mut values = Values::zeros(spill, windows.tokens().len() * width)?;
                 for (i, tokens) in windows.tokens().chunks(piece).enumerate() {
@@ -149,7 +147,6 @@ impl HiddenStates {
         [self.layout.windows(), self.layout.length()]
     }
 
-    /// The number of windows per piece: at least one.
     fn chunk_windows(&self) -> usize {
         windows_per_piece(self.layout.length())
     }
@@ -165,7 +162,6 @@ impl HiddenStates {
         })
     }
 
-    /// Returns the states in pieces of `tokens` tokens, in order, each with the index of its first token.
     fn pieces(&self, tokens: usize) -> impl Iterator<Item = Result<(usize, Cow<'_, [f32]>)>> {
         (0..self.tokens()).step_by(tokens.max(1)).map(move |first| {
             let end = (first + tokens).min(self.tokens());
@@ -215,7 +211,6 @@ impl HiddenStates {
         })
     }
 
-    /// The number of tokens that go through a block at a time, as whole windows.
     pub(super) fn window_piece(&self) -> usize {
         self.chunk_windows() * self.layout.length()
     }
@@ -264,7 +259,6 @@ impl HiddenStates {
     }
 }
 
-/// Methods that evaluate parts of a block, from the values of one node to those of a later one.
 impl HiddenStates {
     /// Replaces the states, which are the values of the first of `nodes`, with the values of the second. Nodes after
     /// the second may depend on earlier nodes only through it.
@@ -315,8 +309,8 @@ impl HiddenStates {
     }
 
     /// Passes the values of the two `targets` to `take`, piece by piece. The states are the values of `from`, and the
-    /// targets must have a row for every token. The second target determines whether pieces are whole windows, so if
-    /// only one of the targets depends on several tokens, it must come second.
+    /// targets must have a row for every token. If only one of the targets depends on several tokens, it must come
+    /// second.
     ///
     /// # Errors
     /// As [`advance_between`](Self::advance_between), and those of `take`.
@@ -379,8 +373,7 @@ impl HiddenStates {
     }
 }
 
-/// The rows of a piece as `[windows, length, width]` if it consists of whole windows, otherwise as
-/// `[1, tokens, width]`.
+/// The rows of a piece: `[windows, length, width]` if it consists of whole windows, otherwise `[1, tokens, width]`.
 pub(super) fn piece_of(rows: &[f32], width: usize, length: usize, piece: usize) -> Result<Tensor> {
     let tokens = rows.len() / width.max(1);
     let length = if piece.is_multiple_of(length) && tokens.is_multiple_of(length) { length } else { tokens };
@@ -388,8 +381,8 @@ pub(super) fn piece_of(rows: &[f32], width: usize, length: usize, piece: usize) 
 }
 
 /// Evaluates a block from the values of one node to those of another, for a piece of the batch whose first token is
-/// `first`. Passes the result to `take` in one or more parts. Each comes with the offset of its first token in the
-/// piece, and with the tokens of its rows relative to that offset; `None` means one row per token.
+/// `first`. Passes the result to `take` in one or more parts, each with the offset of its first token in the piece, and
+/// with the tokens of its rows relative to that offset; `None` means one row per token.
 fn run_between(
     block: &Block,
     layout: &BatchLayout,
@@ -426,8 +419,8 @@ fn run_between(
 /// Runs a piece `[windows, length, width]` of the batch, whose first token is `first`, through a block. Passes the
 /// output to `take` in one or more parts, each with the offset of its first token in the piece.
 ///
-/// Attention always processes whole windows. If a window is longer than [`CHUNK_TOKENS`] and only one node of the block
-/// mixes tokens, the nodes after it run on parts of the window.
+/// Attention always processes whole windows. If a window is long and only one node of the block mixes tokens, the nodes
+/// after it run on parts of the window.
 fn run_piece(
     block: &Block,
     layout: &BatchLayout,

@@ -93,7 +93,6 @@ impl fmt::Display for Mask {
     }
 }
 
-/// The tokens of one document.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(super) struct Document {
     pub(super) tokens: Vec<u32>,
@@ -107,7 +106,6 @@ impl Document {
     }
 }
 
-/// Windows of equal length, concatenated.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(super) struct Packed {
     pub(super) tokens: Vec<u32>,
@@ -115,7 +113,6 @@ pub(super) struct Packed {
     pub(super) starts: Vec<u32>,
 }
 
-/// A contiguous part of a document.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 struct Piece {
     document: usize,
@@ -123,7 +120,7 @@ struct Piece {
     len: usize,
 }
 
-/// Concatenates all documents and cuts the stream into windows; an incomplete window at the end is dropped.
+/// An incomplete window at the end is dropped.
 pub(super) fn stream(documents: Vec<Document>, length: usize) -> (Vec<u32>, Option<Vec<TokenUse>>) {
     let mut uses = documents.iter().any(|d| d.uses.is_some()).then(Vec::new);
     let mut tokens = Vec::new();
@@ -141,7 +138,6 @@ pub(super) fn stream(documents: Vec<Document>, length: usize) -> (Vec<u32>, Opti
     (tokens, uses)
 }
 
-/// Packs documents into windows by the rule of this module.
 pub(super) fn pack(documents: &[Document], length: usize) -> Packed {
     let mut packed = Packed::default();
     for window in bins(documents, length) {
@@ -153,7 +149,7 @@ pub(super) fn pack(documents: &[Document], length: usize) -> Packed {
             packed.starts.extend(std::iter::repeat_n(start as u32, len));
             start += len;
         }
-        // Each padding token is a segment of its own: it attends to no other token, and none attends to it.
+        // Each padding token is a segment of its own, so it takes part in no attention but its own.
         packed.tokens.extend(std::iter::repeat_n(0, length - start));
         packed.uses.extend(std::iter::repeat_n(TokenUse::Padding, length - start));
         packed.starts.extend(start as u32..length as u32);
@@ -215,7 +211,6 @@ mod tests {
     }
 
     proptest! {
-        /// Every token appears exactly once, and its predecessor in the document precedes it within a segment.
         #[test]
         fn nothing_is_lost_or_doubled(lengths in prop::collection::vec(0_usize..70, 0..40), length in 1_usize..33) {
             let mut next = 1;

@@ -1,5 +1,5 @@
-//! The smallest and largest value of every channel of a linear's input: the statistic of SmoothQuant, from which the
-//! grids of static activations are also computed.
+//! The smallest and largest value of every channel of a linear's input, from which SmoothQuant and the grids of static
+//! activations are computed.
 
 /// The minimum and maximum of every channel over tokens.
 #[derive(Debug, Clone, PartialEq)]

@@ -8,9 +8,6 @@ use crate::model::TokenRows;
 use crate::{Error, Result};
 
 /// Rows `[rows, channels]` of a value, row-major, with the tokens of the batch to which they belong.
-///
-/// Statistics receive rows in this form, so they cannot attribute a row to the wrong token or include a row that does
-/// not count (masked prompts, padding).
 #[derive(Debug)]
 pub struct InputRows<'a> {
     values: &'a [f32],

@@ -8,9 +8,8 @@ use crate::checkpoint::{ModelDirectory, parse_strictly};
 use crate::{Error, Result};
 
 pub(super) const CONFIG: &str = "tokenizer_config.json";
-/// Larger files are rejected. Files that list thousands of special tokens fit.
+/// The maximum size of the file. Files that list thousands of special tokens fit.
 const MAX_FILE_BYTES: u64 = 64 << 20;
-/// The names of the special tokens.
 const TOKENS: [&str; 7] =
     ["bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"];
 

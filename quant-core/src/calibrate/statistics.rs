@@ -16,8 +16,8 @@ use crate::{CancelToken, Error, Result};
 
 /// A statistic of one value.
 pub trait Statistic {
-    /// Takes some rows of the value. Every row of the value arrives once, in ascending order of tokens, in pieces of
-    /// any size. A value inside an expert has rows only for some tokens of the batch.
+    /// Takes some rows of the value. The rows arrive in ascending order of tokens, in pieces of any size. A value
+    /// inside an expert has rows only for some tokens of the batch.
     ///
     /// # Errors
     /// Any error stops the pass.
@@ -26,8 +26,8 @@ pub trait Statistic {
 
 /// A statistic of the queries and keys of one attention layer.
 pub trait AttentionStatistic {
-    /// Takes queries and keys of the same tokens, both with rotary position embeddings applied. Rows arrive as in
-    /// [`Statistic::take`].
+    /// Takes queries and keys of the same tokens, after the rotary position embedding, if there is one. Rows arrive as
+    /// in [`Statistic::take`].
     ///
     /// # Errors
     /// Any error stops the pass.
@@ -41,7 +41,7 @@ pub struct StatisticsPass<'a> {
     block: &'a Block,
     layout: BatchLayout,
     cancel: &'a CancelToken,
-    /// Keyed by the first linear that reads the value.
+    /// Statistics by the first linear that reads the value.
     values: BTreeMap<NodeId, Vec<&'a mut dyn Statistic>>,
     attentions: BTreeMap<NodeId, &'a mut dyn AttentionStatistic>,
     tokens: BTreeMap<NodeId, u64>,
@@ -70,7 +70,6 @@ impl<'a> StatisticsPass<'a> {
         self.attentions.insert(attention, statistic);
     }
 
-    /// The block that the batch passes through.
     pub(super) fn block(&self) -> &'a Block {
         self.block
     }
@@ -98,7 +97,6 @@ impl<'a> StatisticsPass<'a> {
     }
 }
 
-/// The first linear in evaluation order that reads a value.
 fn first_reader(graph: &BlockGraph, value: NodeId) -> Option<NodeId> {
     graph.linears().map(|(id, ..)| id).find(|&id| graph.nodes()[id].inputs[0] == value)
 }
@@ -186,8 +184,7 @@ impl Statistic for AbsMean {
     }
 }
 
-/// A sample of the rows of an input, which the clip search uses: the rows of every `stride`-th counted token of the
-/// batch.
+/// A sample of the rows of an input: the rows of every `stride`-th counted token of the batch.
 #[derive(Debug, Clone)]
 pub struct SampledRows {
     channels: usize,
@@ -196,8 +193,8 @@ pub struct SampledRows {
 }
 
 impl SampledRows {
-    /// Creates a sample that keeps at least `wanted` of `tokens` counted tokens, if there are as many, and fewer than
-    /// twice as many. Each has `channels` features.
+    /// Creates a sample that keeps at least `wanted` of `tokens` counted tokens, if there are as many. Each has
+    /// `channels` features.
     pub fn new(channels: usize, tokens: usize, wanted: usize) -> Self {
         Self { channels, stride: (tokens / wanted.max(1)).max(1), values: Vec::new() }
     }
@@ -262,7 +259,6 @@ impl Statistic for GramSum {
     }
 }
 
-/// Rows of a Gram matrix per task.
 const GRAM_TILE: usize = 128;
 
 /// Adds `xᵀx` of rows `x` `[tokens, channels]` to the lower triangle of `sum` `[channels, channels]`. Values above the

@@ -9,7 +9,6 @@ use super::*;
 use crate::model::arch::GraphBuilder;
 use crate::model::{AttentionShape, Linear, Op, RopeTables, WeightBody};
 
-/// One statistic of each kind.
 #[derive(Clone)]
 struct All {
     means: AbsMean,
@@ -78,14 +77,13 @@ impl Case {
         &self.values[rows.start * self.channels..rows.end * self.channels]
     }
 
-    /// The rows of every piece.
     fn pieces(&self) -> Vec<std::ops::Range<usize>> {
         let ends = self.cuts.iter().copied().chain([self.tokens.len()]);
         let mut first = 0;
         ends.map(|end| std::mem::replace(&mut first, end)..end).collect()
     }
 
-    /// The statistics of pieces whose tokens are described by `name`.
+    /// The tokens of pieces are described by `name`.
     fn gathered<'a>(
         &'a self,
         mut name: impl FnMut(std::ops::Range<usize>) -> Vec<(usize, TokenRows<'a>)>,
@@ -109,7 +107,7 @@ impl Case {
         })
     }
 
-    /// Describes runs of consecutive tokens as ranges.
+    /// Runs of consecutive tokens are ranges.
     fn by_ranges(&self) -> All {
         self.gathered(|piece| {
             let tokens = &self.tokens[piece];
@@ -143,8 +141,7 @@ impl Case {
     }
 }
 
-/// Batches, two thirds of them with masked tokens and padding; in a third of all cases the value has rows for all
-/// tokens.
+/// Some batches have masked tokens and padding; in some cases the value has rows for all tokens.
 fn case() -> impl Strategy<Value = Case> {
     let sizes = (1_usize..5, 1_usize..40, 1_usize..5, any::<u64>(), 0_u8..3);
     sizes.prop_map(|(windows, length, channels, seed, kind)| {
@@ -224,7 +221,6 @@ fn parallel_block() -> Block {
     Block::new(graph, BTreeMap::new(), linears, BTreeMap::new(), &ropes).unwrap()
 }
 
-/// Keeps the token of every row, and the values of the rows that count.
 #[derive(Default)]
 struct Noted(Vec<usize>, Vec<f32>);
 
@@ -243,8 +239,7 @@ impl AttentionStatistic for Noted {
     }
 }
 
-/// The batch has several windows, and windows longer than a piece. Every value is seen once, although several linears
-/// read it, some of them only in the second part of a block.
+/// Several linears read the same value, and some of them are in the second part of a block.
 #[test]
 fn a_pass_shows_every_value_once() {
     let block = parallel_block();

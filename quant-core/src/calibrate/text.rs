@@ -9,9 +9,9 @@ use serde_json::{Value, json};
 use super::Conversation;
 use crate::{Error, Result};
 
-/// Larger text files are rejected, because everything is tokenized in memory.
+/// The maximum size of a text file, because everything is tokenized in memory.
 const MAX_FILE_BYTES: u64 = 1 << 30;
-/// Longer lines of JSON are rejected.
+/// The maximum length of a line of JSON.
 const MAX_LINE_BYTES: u64 = 64 << 20;
 
 /// The contents of a calibration file.
@@ -133,7 +133,7 @@ fn empty(path: &Path) -> Error {
 }
 
 fn open(path: &Path) -> Result<File> {
-    // Checked before opening, because opening a pipe blocks until its other end is opened.
+    // Opening a pipe would block until its other end is opened.
     let metadata = std::fs::metadata(path).map_err(|e| Error::io("open", path, e))?;
     let fault = |reason: String| Error::Text { path: path.to_owned(), line: None, reason };
     if !metadata.is_file() {
@@ -145,13 +145,12 @@ fn open(path: &Path) -> Result<File> {
     File::open(path).map_err(|e| Error::io("open", path, e))
 }
 
-/// The UTF-8 byte-order mark that some editors insert at the start of a file.
+/// The UTF-8 byte-order mark, which some editors insert at the start of a file.
 const BOM: &[u8] = b"\xef\xbb\xbf";
 
 fn read_plain(path: &Path, file: File) -> Result<String> {
     let mut bytes = Vec::new();
     file.take(MAX_FILE_BYTES).read_to_end(&mut bytes).map_err(|e| Error::io("read", path, e))?;
-    // A byte-order mark is not part of the text.
     let skipped = if bytes.starts_with(BOM) { BOM.len() } else { 0 };
     bytes.drain(..skipped);
     String::from_utf8(bytes).map_err(|e| Error::Text {
@@ -315,7 +314,6 @@ mod tests {
         assert_eq!(read(5).unwrap(), ["abc", "de"]);
         assert!(matches!(read(usize::MAX), Err(Error::Text { line: Some(4), .. })));
         assert!(read(0).unwrap().is_empty());
-        // A line of unlimited length must not exhaust memory.
         let endless = BufReader::new(std::io::repeat(b' '));
         let error = read_json_lines(endless, "t", Path::new("x"), 3).unwrap_err();
         assert!(error.to_string().contains("too long"), "{error}");

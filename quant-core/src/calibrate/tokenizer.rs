@@ -1,4 +1,4 @@
-//! `tokenizer.json`, accessed through a worker: it comes with the model and is as untrusted as the weights.
+//! `tokenizer.json`, accessed through a worker, because it comes with the model and is untrusted.
 
 use std::borrow::Cow;
 use std::cell::Cell;
@@ -11,7 +11,7 @@ use crate::checkpoint::{ModelDirectory, Sidecar, placeholder, read_capped};
 use crate::worker::{Answer, Content, Encoded, Loadable, Question, TextWorker, TextWorkers};
 use crate::{Error, Result};
 
-/// Larger tokenizer files are rejected before they are parsed.
+/// The maximum size of a tokenizer file, checked before it is parsed.
 const MAX_FILE_BYTES: u64 = 256 << 20;
 /// Texts are sent in batches of at most this many texts and bytes; a longer text is sent alone.
 const TEXTS_PER_BATCH: usize = 1024;
@@ -27,8 +27,7 @@ pub fn panic_is_handled() -> bool {
     GUARDED.get()
 }
 
-/// Runs `work`, which may call libraries that panic on crafted files. Returns `None` if it panics. [`panic_is_handled`]
-/// returns `true` in the meantime.
+/// Runs `work`, which may call libraries that panic on crafted files. Returns `None` if it panics.
 pub fn guard_panics<T>(work: impl FnOnce() -> T) -> Option<T> {
     let outer = GUARDED.replace(true);
     let outcome = catch_unwind(AssertUnwindSafe(work));
@@ -47,8 +46,7 @@ pub struct TextTokenizer {
 }
 
 impl TextTokenizer {
-    /// Reads a `tokenizer.json`, which runs in this process. Truncation and padding requested by the file are disabled,
-    /// because evaluation must see the whole text.
+    /// Reads a `tokenizer.json`, which runs in this process. Truncation and padding requested by the file are disabled.
     ///
     /// # Errors
     /// When the file is missing, larger than 256 MiB or malformed.
@@ -128,7 +126,7 @@ impl TextTokenizer {
         &self.path
     }
 
-    /// Returns the tokens of a text, including special tokens (such as one at the start) that the tokenizer adds.
+    /// Returns the tokens of a text, including special tokens that the tokenizer adds.
     ///
     /// # Errors
     /// When the tokenizer fails on the text.
@@ -257,7 +255,6 @@ impl TextTokenizer {
     }
 }
 
-/// Tokens with their byte ranges.
 fn placed(Encoded { ids, places }: Encoded) -> Vec<(u32, Range<usize>)> {
     let places = places.into_iter().map(|[from, to]| from as usize..to as usize);
     ids.into_iter().zip(places).collect()

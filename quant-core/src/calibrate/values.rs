@@ -9,29 +9,25 @@ use std::sync::{Mutex, PoisonError};
 
 use crate::{Error, Result, allocate};
 
-/// Bytes converted at a time.
 const CHUNK_BYTES: usize = 1 << 20;
 
-/// The storage for hidden states and samples of the calibration batch. The output of a run does not depend on it.
+/// The storage for hidden states and samples of the calibration batch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum Residence {
     /// In memory.
     #[default]
     Memory,
-    /// In files; a round of a search uses about `round_bytes` bytes of memory for the tokens that it compares.
+    /// In files.
     Files {
-        /// The memory of a round in bytes.
+        /// The approximate memory in bytes for the tokens that a round of a search compares.
         round_bytes: u64,
-        /// Whether the experts of a block are read and processed one at a time, some of them several times, if the
-        /// method allows it.
+        /// Whether the experts of a block are read and processed one at a time, if the method allows it.
         experts_apart: bool,
     },
 }
 
-/// The location for values that do not fit into memory.
-///
-/// Results do not depend on it: the same values are read in the same pieces.
+/// The location for values that do not fit into memory. Results do not depend on it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Spill {
     directory: PathBuf,
@@ -64,10 +60,6 @@ impl Spill {
         self.round_bytes
     }
 
-    /// Creates an unnamed file.
-    ///
-    /// # Errors
-    /// [`Error::Io`] when it cannot be created.
     pub(crate) fn file(&self) -> Result<SpillFile> {
         let file = tempfile::tempfile_in(&self.directory)
             .map_err(|e| Error::io("create a file in", &self.directory, e))?;
@@ -75,7 +67,6 @@ impl Spill {
     }
 }
 
-/// An unnamed file in the directory of a [`Spill`].
 #[derive(Debug)]
 pub(crate) struct SpillFile {
     file: Mutex<File>,
@@ -83,12 +74,10 @@ pub(crate) struct SpillFile {
 }
 
 impl SpillFile {
-    /// Fills `bytes` from an offset.
     pub(crate) fn read(&self, offset: u64, bytes: &mut [u8]) -> Result<()> {
         self.at("read a file in", offset, |file| file.read_exact(bytes))
     }
 
-    /// Writes `bytes` at an offset.
     pub(crate) fn write(&self, offset: u64, bytes: &[u8]) -> Result<()> {
         self.at("write a file in", offset, |file| file.write_all(bytes))
     }
@@ -125,10 +114,6 @@ impl From<Vec<f32>> for Values {
 }
 
 impl Values {
-    /// Creates zeros, in a file if `spill` is given.
-    ///
-    /// # Errors
-    /// [`Error::Memory`] when there is too little memory, and errors of files.
     pub(crate) fn zeros(spill: Option<&Spill>, len: usize) -> Result<Self> {
         let place = match spill {
             Some(spill) => {
@@ -144,18 +129,10 @@ impl Values {
         Ok(Self { len, place })
     }
 
-    /// Creates zeros in the same kind of storage.
-    ///
-    /// # Errors
-    /// As [`zeros`](Self::zeros).
     pub(crate) fn zeros_like(&self, len: usize) -> Result<Self> {
         Self::zeros(self.spill(), len)
     }
 
-    /// Returns a copy in the same kind of storage.
-    ///
-    /// # Errors
-    /// As [`zeros`](Self::zeros).
     pub(crate) fn try_clone(&self) -> Result<Self> {
         let mut copy = self.zeros_like(self.len)?;
         for at in (0..self.len).step_by(CHUNK_BYTES) {
@@ -175,7 +152,7 @@ impl Values {
         self.len == 0
     }
 
-    /// The storage for values in files; `None` if these values are in memory.
+    /// `None` if these values are in memory.
     pub(crate) fn spill(&self) -> Option<&Spill> {
         match &self.place {
             ValueStore::Memory(_) => None,
@@ -228,9 +205,6 @@ impl Values {
 
     /// Changes the rows, of `width` values each, of these tokens, which must be ascending. `change` gets a slice of
     /// rows and a function from a row's index to its token. The slice may contain rows of other tokens too.
-    ///
-    /// # Errors
-    /// As [`read`](Self::read), and those of `change`.
     pub(crate) fn update_rows(
         &mut self,
         tokens: &[u32],
@@ -273,7 +247,6 @@ impl Values {
 mod tests {
     use super::*;
 
-    /// Both kinds of storage return what was written, in pieces of any size.
     #[test]
     fn a_file_holds_what_memory_holds() {
         let directory = tempfile::tempdir().unwrap();

@@ -7,7 +7,7 @@ use std::fmt;
 use serde::Deserialize;
 use serde::de::{self, Deserializer, IgnoredAny, MapAccess, SeqAccess, Visitor};
 
-/// The maximum number of tokens; the largest known vocabularies have about a million.
+/// The largest known vocabularies have about a million tokens.
 const MAX_TOKENS: usize = 1 << 22;
 
 /// The part of the file that is checked. The rest is skipped, and takes no memory.
@@ -24,8 +24,7 @@ struct Model {
 /// The number of tokens.
 struct Vocabulary(usize);
 
-/// Returns the reason why the file is not a tokenizer, if it is not JSON, or its vocabulary is empty or has two tokens
-/// of one number.
+/// Returns the reason why the file is not a tokenizer, if the check finds one.
 pub(super) fn fault(bytes: &[u8]) -> Option<String> {
     match serde_json::from_slice::<File>(bytes) {
         Ok(File { model: Model { vocab: Vocabulary(0) } }) => Some("has an empty vocabulary".into()),

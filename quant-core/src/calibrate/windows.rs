@@ -28,7 +28,6 @@ use crate::{Error, Result};
 
 /// The largest number of calibration windows that can be requested.
 const MAX_SAMPLES: usize = 1 << 20;
-/// The largest number of tokens per calibration window that can be requested.
 const MAX_LENGTH: usize = 1 << 20;
 
 /// The number and length of windows, the seed of their selection, and how documents are packed into them.
@@ -97,7 +96,7 @@ impl Default for Sampling {
 pub struct TokenWindows {
     length: usize,
     tokens: Vec<u32>,
-    /// The role of each token; `None` if all count.
+    /// The role of each token; `None` if all tokens count.
     uses: Option<Vec<TokenUse>>,
     /// The start of each token's document in its window; `None` if every window is a single segment.
     starts: Option<Vec<u32>>,
@@ -161,7 +160,7 @@ impl TokenWindows {
         Self::of_documents(documents, sampling, origin)
     }
 
-    /// Creates windows from tokenized documents; [`Packing::Auto`] means [`Packing::Stream`].
+    /// Creates windows from tokenized documents. [`Packing::Auto`] means [`Packing::Stream`] here.
     pub(super) fn of_documents(documents: Vec<Document>, sampling: Sampling, origin: &Path) -> Result<Self> {
         let length = sampling.length;
         let total: usize = documents.iter().map(|d| d.tokens.len()).sum();
@@ -239,7 +238,6 @@ impl TokenWindows {
             .map(|kind| uses.iter().filter(|u| **u == kind).count())
     }
 
-    /// Whether a window has any counted token.
     fn counts(&self, window: usize) -> bool {
         let span = window * self.length..(window + 1) * self.length;
         self.uses.as_ref().is_none_or(|u| u[span].contains(&TokenUse::Counted))
@@ -253,7 +251,6 @@ impl TokenWindows {
         self.keep(&SplitMix64(seed).choose(count, self.len()))
     }
 
-    /// Keeps only these windows.
     fn keep(&self, indices: &[usize]) -> Self {
         fn of<T: Copy>(all: &[T], length: usize, indices: &[usize]) -> Vec<T> {
             indices.iter().flat_map(|i| &all[i * length..(i + 1) * length]).copied().collect()

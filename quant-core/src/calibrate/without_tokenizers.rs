@@ -6,10 +6,7 @@ use super::in_process::left_out;
 use crate::Result;
 use crate::worker::TextWorker;
 
-/// Always fails: in these builds, tokenizers need [`TextWorkers`](crate::worker::TextWorkers) of the host.
-///
-/// # Errors
-/// Always.
+/// Always fails: tokenizers need [`TextWorkers`](crate::worker::TextWorkers) of the host.
 pub(super) fn load(_: PathBuf, _: &[u8]) -> Result<Box<dyn TextWorker>> {
     Err(left_out("a tokenizer", "tokenizers"))
 }

@@ -309,8 +309,8 @@ fn experts_have_rules_of_their_own() {
     assert!(on_cpu.contains("does not support experts"), "{on_cpu}");
 }
 
-/// vLLM's kernels for experts on NVIDIA devices, from its sources: the hidden size must fit Marlin's tiles, the
-/// intermediate size is padded, and groups may not cross ranks.
+/// vLLM's sources for NVIDIA devices: the hidden size must fit Marlin's tiles, the intermediate size is padded, and
+/// groups may not cross ranks.
 #[test]
 fn experts_of_vllm() {
     // Qwen3-30B-A3B, and a shape whose hidden size is not a multiple of 128.
@@ -348,7 +348,7 @@ fn experts_of_vllm() {
     assert_eq!(words("vLLM, CUDA", &mixed)[0], "unsure");
 }
 
-/// Rules for linears say nothing about families: a family that was not checked does not get a plain yes.
+/// Rules for linears say nothing about families.
 #[test]
 fn a_family_that_was_not_checked_gets_no_plain_yes() {
     for family in ["gemma2", "phi3", "cohere", "glm4"] {
@@ -369,7 +369,6 @@ fn a_family_that_was_not_checked_gets_no_plain_yes() {
     }
 }
 
-/// Every fact about a family has a version and a date.
 #[test]
 fn facts_have_a_version_and_a_day() {
     let known = |name: &str, family| {
@@ -429,8 +428,6 @@ fn rules_of_single_families() {
     assert_eq!(words("vLLM, CPU", &of("gemma3_text", "w4a16-g128-sym"))[0], "yes");
 }
 
-/// vLLM runs some families through the classes of transformers, and some of SGLang's classes have linears without
-/// names.
 #[test]
 fn classes_of_others_and_linears_without_names() {
     let of = |family| Outline { family, ..outline("compressed-tensors", LLAMA_8B, "w4a16-g128-sym") };
@@ -443,7 +440,6 @@ fn classes_of_others_and_linears_without_names() {
     assert_eq!(words("vLLM, CUDA", &of("granitemoe"))[0], "no");
 }
 
-/// SGLang's rules, from its sources, for experts, latent attention and classes that contain a text model.
 #[test]
 fn experts_latents_and_containers_of_sglang() {
     let of = |family, container, scheme| Outline { family, ..outline(container, LLAMA_8B, scheme) };
@@ -477,7 +473,6 @@ fn experts_latents_and_containers_of_sglang() {
     assert_eq!(first(&class), "unsure");
 }
 
-/// Families and classes without a fact do not get a yes.
 #[test]
 fn what_nobody_checked_is_unsure() {
     let named = |family, wrapper| Outline {

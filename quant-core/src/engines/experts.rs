@@ -6,7 +6,6 @@ use super::outline::Outline;
 use super::sharding::Share;
 use crate::scheme::{ActivationScheme, FloatFormat, Granularity, LinearScheme, ScaleFormat};
 
-/// An engine whose kernels for experts were not checked.
 pub(super) fn not_followed(_outline: &Outline) -> Compatibility {
     Unsure("which shapes and schemes its expert kernels support was not checked".into())
 }
@@ -28,12 +27,11 @@ pub(super) fn one_scheme(
     one.map_or(Yes, rules)
 }
 
-/// vLLM on NVIDIA devices. [`vllm_kernel`] judges the shapes.
+/// [`vllm_kernel`] judges the shapes.
 pub(super) fn vllm_cuda(outline: &Outline) -> Compatibility {
     one_scheme(outline, |_| Yes)
 }
 
-/// vLLM on NVIDIA devices, GPTQ format.
 pub(super) fn vllm_cuda_gptq(outline: &Outline) -> Compatibility {
     one_scheme(outline, |scheme| match scheme.is_symmetric() {
         true => Yes,
@@ -41,8 +39,7 @@ pub(super) fn vllm_cuda_gptq(outline: &Outline) -> Compatibility {
     })
 }
 
-/// vLLM's kernels for experts on NVIDIA devices, compressed-tensors and ModelOpt formats. `width` is the hidden size,
-/// which experts read and write.
+/// Rules for the compressed-tensors and ModelOpt formats. `width` is the hidden size, which experts read and write.
 pub(super) fn vllm_kernel(share: &Share<'_>, width: usize) -> Compatibility {
     let scheme = share.scheme;
     let no = |what: String| No(share.fault(format!("experts {what}")));
@@ -72,7 +69,7 @@ pub(super) fn vllm_kernel(share: &Share<'_>, width: usize) -> Compatibility {
     }
 }
 
-/// vLLM's kernels for integer experts with float activations: Marlin, and Triton for shapes and group sizes that Marlin
+/// vLLM runs integer experts with float activations on Marlin, or on Triton for shapes and group sizes that Marlin
 /// cannot run.
 fn vllm_packed(share: &Share<'_>, width: usize) -> Compatibility {
     let (scheme, bits) = (share.scheme, share.scheme.bits());
@@ -92,7 +89,6 @@ fn vllm_packed(share: &Share<'_>, width: usize) -> Compatibility {
     }
 }
 
-/// vLLM's kernels for FP8 and FP4 experts on NVIDIA devices.
 fn vllm_float_kernel(share: &Share<'_>, format: FloatFormat) -> Compatibility {
     let scheme = share.scheme;
     let rounds = scheme.activations != ActivationScheme::Float;
@@ -116,7 +112,7 @@ fn vllm_float_kernel(share: &Share<'_>, format: FloatFormat) -> Compatibility {
     }
 }
 
-/// vLLM on a CPU. Version 0.32.0 ran float experts only.
+/// vLLM 0.32.0 ran float experts only.
 pub(super) fn vllm_cpu(outline: &Outline) -> Compatibility {
     let is_packed = |scheme: &&LinearScheme| {
         scheme.activations == ActivationScheme::Float && scheme.float_format().is_none()
@@ -130,7 +126,6 @@ pub(super) fn vllm_cpu(outline: &Outline) -> Compatibility {
 
 const FLOAT_EXPERTS: &str = "it does not support float experts together with quantized linears";
 
-/// Loaders of transformers that do not support experts.
 pub(super) fn transformers_others(outline: &Outline) -> Compatibility {
     match outline.experts.iter().all(Option::is_none) {
         true => No(FLOAT_EXPERTS.into()),
@@ -138,7 +133,7 @@ pub(super) fn transformers_others(outline: &Outline) -> Compatibility {
     }
 }
 
-/// transformers, which keeps the experts of a block in one parameter and applies one scheme to all experts.
+/// transformers keeps the experts of a block in one parameter and applies one scheme to all experts.
 pub(super) fn transformers(outline: &Outline) -> Compatibility {
     let schemes: Vec<_> = outline.experts.iter().collect();
     match schemes[..] {

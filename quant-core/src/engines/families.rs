@@ -15,7 +15,7 @@ pub(super) fn head_of_opt(outline: &Outline) -> Compatibility {
 
 /// GPT-2 stores weights with inputs first, and engines transpose every tensor named `weight`. In the compressed-tensors
 /// format, these include 8-bit codes.
-pub(super) fn no_turned_codes(outline: &Outline) -> Compatibility {
+pub(super) fn no_transposed_codes(outline: &Outline) -> Compatibility {
     let is_called_so = |scheme: &&LinearScheme| {
         scheme.is_stored_as_bytes() || scheme.float_format() == Some(FloatFormat::E4m3)
     };
@@ -32,8 +32,8 @@ pub(super) fn remote_configuration(_: &Outline) -> Compatibility {
     With("it needs the configuration code of the model, and --trust-remote-code".into())
 }
 
-/// vLLM scales the queries of Ministral 3 by position only if the configuration is in Mistral's own format. Checkpoints
-/// written by quant have a configuration in the format of transformers.
+/// vLLM scales the queries of Ministral 3 by position only if the configuration is in Mistral's own format, which quant
+/// does not write.
 pub(super) fn position_scale(_: &Outline) -> Compatibility {
     With(
         "it does not scale queries by position, so results are wrong beyond `original_max_position_embeddings`"
@@ -51,11 +51,10 @@ pub(super) fn parted_by_rows(outline: &Outline) -> Compatibility {
     }
 }
 
-/// Why other layouts are not supported.
 pub(super) const PARTED_BY_ROWS: &str = "it splits every tensor of `query_key_value` by head, which works only in \
      the compressed-tensors format, with int8 weights, scales per channel and dynamic activation scales";
 
-/// Families for which vLLM has no class: it runs the class of transformers with vLLM's linear layers.
+/// vLLM runs the class of transformers with its own linear layers.
 pub(super) fn by_transformers(_: &Outline) -> Compatibility {
     With("it has no class for this family, and runs the transformers class with its own linear layers".into())
 }
@@ -68,12 +67,11 @@ pub(super) fn without_experts(outline: &Outline) -> Compatibility {
     }
 }
 
-/// Mistral 3's class with a Mistral 4 text model, for which the engine has no class under the name in the checkpoint.
+/// The engine has no Mistral 4 class under the name in the checkpoint.
 pub(super) fn mistral4_in_mistral3(_: &Outline) -> Compatibility {
     Unsure("it has no Mistral 4 class of this name; what it runs instead was not checked".into())
 }
 
-/// A family that was run in only one format; the other formats were not checked.
 pub(super) fn other_format(outline: &Outline) -> Compatibility {
     Unsure(format!("how it runs {} in the {} format was not checked", outline.family, outline.container))
 }

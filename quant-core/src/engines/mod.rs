@@ -1,10 +1,9 @@
 //! Which engines load the result of a plan, and on how many ranks.
 //!
 //! [`ENGINES`] lists each engine with the version whose sources were read, the date, and the formats that it can read,
-//! each with its rules. `docs/formats/engines.md` describes the evidence and says what was run. A rule is a function of
-//! an [`Outline`]: the linears as engines see them, with queries, keys and values (and gate and up) fused, and split
-//! over ranks. Other tables list the models of each engine (`models`) and the conditions for splitting each format
-//! (`sharding`). Names of formats and families occur only in these tables; rules do not compare names.
+//! each with its rules. For the evidence, see `docs/formats/engines.md`. A rule is a function of an [`Outline`]: the
+//! linears as engines see them, with queries, keys and values (and gate and up) fused, and split over ranks. Names of
+//! formats and families occur only in tables; rules do not compare names.
 
 mod experts;
 mod families;
@@ -56,7 +55,7 @@ impl Compatibility {
         }
     }
 
-    /// Returns the worse of the two, or the first if both are equally bad.
+    /// The worse of the two, or the first if both are equally bad.
     fn and(self, other: Self) -> Self {
         let rank = |v: &Self| match v {
             Self::Yes => 0,
@@ -68,10 +67,8 @@ impl Compatibility {
     }
 }
 
-/// An engine's rules for one format.
 #[derive(Debug)]
 struct Reading {
-    /// The format's name.
     container: &'static str,
     /// The rule for linears, given the number of ranks.
     loads: fn(&Outline, usize) -> Compatibility,
@@ -99,11 +96,8 @@ pub struct Engine {
     pub command: &'static str,
     /// Whether the engine is so common that `quant quantize` prints a note if it would not load the result.
     pub is_common: bool,
-    /// Whether it splits linears over ranks.
     tensor_parallel: bool,
-    /// Facts about the models that it supports.
     models: &'static [models::Fact],
-    /// The formats that it can read, each with its rules.
     reads: &'static [Reading],
 }
 

@@ -1,8 +1,7 @@
 //! Which models an engine supports: one fact for each engine and set of models, with its evidence.
 //!
 //! A model is a family (`llama`), or a class of vision-language models (`LlavaForConditionalGeneration`) with any text
-//! model. A model without a fact was not checked, and the result says so. Unless a fact states a version and a date,
-//! they are those of the engine's [`loader`](super::Engine::loader).
+//! model. Unless a fact states a version and a date, they are those of the engine's [`loader`](super::Engine::loader).
 
 use super::Compatibility::{self, No, Unsure};
 use super::families;
@@ -32,14 +31,11 @@ impl Basis {
     }
 }
 
-/// Whether an engine supports a model.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Has {
     /// It does, with an additional rule for this model.
     With(fn(&Outline) -> Compatibility),
-    /// It does.
     Yes,
-    /// It does not, for this reason.
     No(&'static str),
     /// Unknown: the question that the sources do not answer.
     Unsure(&'static str),
@@ -57,7 +53,6 @@ pub struct Known {
     pub date: &'static str,
 }
 
-/// A fact about an engine and some models.
 #[derive(Debug)]
 pub(super) struct Fact {
     pub(super) models: &'static [&'static str],
@@ -80,17 +75,14 @@ impl Fact {
         Self { on: Some((version, date)), ..self }
     }
 
-    /// Limits the fact to classes with these text models.
     const fn around(self, texts: &'static [&'static str]) -> Self {
         Self { texts, ..self }
     }
 
-    /// Limits the fact to these formats.
     const fn within(self, containers: &'static [&'static str]) -> Self {
         Self { containers, ..self }
     }
 
-    /// Whether the fact applies to a checkpoint.
     fn is_about(&self, outline: &Outline) -> bool {
         let is_among = |list: &[&str], name: &str| list.is_empty() || list.contains(&name);
         self.models.contains(&outline.wrapper.unwrap_or(outline.family))
@@ -109,9 +101,9 @@ const MINISTRAL3: &[&str] = &["ministral3"];
 const BY_MODULE: &[&str] = &[COMPRESSED_TENSORS];
 /// Families whose configuration class is code that comes with the model, so engines need `--trust-remote-code`.
 const REMOTE: &[&str] = &["internlm2"];
-/// Families with experts; the rules for experts decide, not the model.
+/// The rules for experts decide, not the model.
 const EXPERTS: &[&str] = &["mixtral", "qwen3_moe"];
-/// Families with experts that transformers ran, with compressed-tensors checkpoints only.
+/// transformers ran these with compressed-tensors checkpoints only.
 const OTHER_EXPERTS: &[&str] = &[
     "qwen2_moe",
     "olmoe",
@@ -125,7 +117,7 @@ const OTHER_EXPERTS: &[&str] = &[
     "qwen3_5_moe_text",
     "lfm2_moe",
 ];
-/// Families without experts that transformers ran, with compressed-tensors checkpoints only.
+/// transformers ran these with compressed-tensors checkpoints only.
 const OTHER_DENSE: &[&str] = &[
     "smollm3",
     "granite",
@@ -152,7 +144,7 @@ const OTHER_DENSE: &[&str] = &[
     "qwen3_5_text",
     "qwen3_next",
 ];
-/// Families without experts that transformers ran at a later date, with compressed-tensors checkpoints only.
+/// transformers ran these at a later date, with compressed-tensors checkpoints only.
 const NEWER_DENSE: &[&str] = &["internlm3", "bloom"];
 /// Families in which only some models have experts. transformers cannot read their experts if these are stored
 /// separately.
@@ -163,7 +155,7 @@ const VISION_LANGUAGE: &[&str] = &[
     "Qwen3VLForConditionalGeneration",
     "LlavaForConditionalGeneration",
 ];
-/// The class of Mistral 3, whose text model may be Mistral 4.
+/// The text model may be Mistral 4.
 const MISTRAL3: &[&str] = &["Mistral3ForConditionalGeneration"];
 const COHERE2_MOE: &[&str] = &["cohere2_moe"];
 const LLAMA4: &[&str] = &["llama4_text", "Llama4ForConditionalGeneration"];
@@ -191,13 +183,11 @@ const EXPERTS_BY_OTHER_NAMES: Has =
 const GRANITE_BY_OTHER_NAMES: Has =
     Has::No("it expects tensor names for Granite experts that differ from those that quant writes");
 
-/// The date on which the registries and classes of vLLM 0.33.0 and SGLang 0.5.23 were read for most families, and on
-/// which vLLM's CPU build and transformers ran some of them.
+/// The date on which most registries and classes of vLLM 0.33.0 and SGLang 0.5.23 were read.
 const REGISTRIES: &str = "2026-11-25";
 const VLLM: &str = "0.33.0";
 const SGL: &str = "0.5.23";
-/// The date on which SGLang's classes with experts or vision towers, and its kernels for experts, were read, and on
-/// which vLLM's CPU build ran vision-language models and float experts.
+/// A later date, on which more of the sources were read and more models were run.
 const NEWER: &str = "2026-11-26";
 /// The version of vLLM whose CPU build was run.
 const CPU_BUILD: &str = "0.32.0";
@@ -234,7 +224,6 @@ const IN_VLLM: &[&str] = &[
     "hy_v3",
     "granitemoehybrid",
 ];
-/// Families for which vLLM runs the class of transformers with vLLM's linear layers.
 const BY_TRANSFORMERS_IN_VLLM: &[&str] = &[
     "smollm3",
     "seed_oss",
@@ -256,9 +245,8 @@ const CLASSES_IN_VLLM: &[&str] = &[
     "Qwen3_5MoeForConditionalGeneration",
 ];
 
-/// The families of [`IN_VLLM`] that vLLM's CPU build ran: the perplexity of a quantized random model equals that of
-/// quant (`benchmarks/record/engines`). [`RUN_BY_TRANSFORMERS`] lists those that run through the classes of
-/// transformers.
+/// vLLM's CPU build ran these: the perplexity of a quantized random model equals that of quant
+/// (`benchmarks/record/engines`).
 const RUN_ON_CPU: &[&str] = &[
     "granite",
     "gemma2",
@@ -275,10 +263,9 @@ const RUN_ON_CPU: &[&str] = &[
     "phi3",
     "lfm2",
 ];
-/// Classes for which vLLM's CPU build and quant computed the same perplexity of a quantized random model.
+/// vLLM's CPU build and quant computed the same perplexity of a quantized random model.
 const CLASSES_RUN_ON_CPU: &[&str] =
     &["Gemma3ForConditionalGeneration", "Gemma4ForConditionalGeneration", "Qwen3_5ForConditionalGeneration"];
-/// The families of [`BY_TRANSFORMERS_IN_VLLM`] that vLLM's CPU build ran.
 const RUN_BY_TRANSFORMERS: &[&str] =
     &["smollm3", "olmo2", "olmo3", "starcoder2", "gpt_neox", "phi", "seed_oss", "hunyuan_v1_dense", "glm"];
 
@@ -292,11 +279,11 @@ pub(super) const VLLM_CUDA: &[Fact] = &[
     fact(MINISTRAL3, Has::With(families::position_scale), Basis::Read).on(VLLM, REGISTRIES),
     fact(BLOOM, Has::With(families::parted_by_rows), Basis::Read).within(BY_MODULE).on(VLLM, REGISTRIES),
     fact(BLOOM, Has::No(families::PARTED_BY_ROWS), Basis::Read).on(VLLM, REGISTRIES),
-    fact(GPT2, Has::With(families::no_turned_codes), Basis::Read).within(BY_MODULE).on(VLLM, REGISTRIES),
+    fact(GPT2, Has::With(families::no_transposed_codes), Basis::Read).within(BY_MODULE).on(VLLM, REGISTRIES),
     fact(GPT2, Has::Yes, Basis::Read).on(VLLM, REGISTRIES),
     fact(REMOTE, Has::With(families::remote_configuration), Basis::Read).on(VLLM, REGISTRIES),
     fact(BY_TRANSFORMERS_IN_VLLM, Has::With(families::by_transformers), Basis::Read).on(VLLM, REGISTRIES),
-    // Classes of vision-language models, in either layout of tensor names.
+    // In either layout of tensor names.
     fact(VISION_LANGUAGE, Has::Yes, Basis::Read),
     fact(CLASSES_IN_VLLM, Has::Yes, Basis::Read).on(VLLM, REGISTRIES),
     fact(MISTRAL3, Has::With(families::mistral4_in_mistral3), Basis::Read).around(MISTRAL4),
@@ -321,7 +308,9 @@ pub(super) const VLLM_CPU: &[Fact] = &[
     fact(MINISTRAL3, Has::With(families::position_scale), Basis::Run).on(CPU_BUILD, REGISTRIES),
     fact(BLOOM, Has::With(families::parted_by_rows), Basis::Run).within(BY_MODULE).on(CPU_BUILD, REGISTRIES),
     fact(BLOOM, Has::No(families::PARTED_BY_ROWS), Basis::Run).on(CPU_BUILD, REGISTRIES),
-    fact(GPT2, Has::With(families::no_turned_codes), Basis::Run).within(BY_MODULE).on(CPU_BUILD, REGISTRIES),
+    fact(GPT2, Has::With(families::no_transposed_codes), Basis::Run)
+        .within(BY_MODULE)
+        .on(CPU_BUILD, REGISTRIES),
     fact(GPT2, Has::Yes, Basis::Run).on(CPU_BUILD, REGISTRIES),
     fact(OPT, Has::With(families::head_of_opt), Basis::Run).on(CPU_BUILD, REGISTRIES),
     fact(IN_VLLM, Has::Yes, Basis::Read).on(VLLM, REGISTRIES),
@@ -379,7 +368,6 @@ const EXPERTS_IN_SGLANG: &[&str] = &[
     "hunyuan_v1_moe",
     "cohere2_moe",
 ];
-/// Families with experts and latent attention that SGLang has a class for.
 const LATENT_IN_SGLANG: &[&str] = &["deepseek_v2", "deepseek_v3", "glm4_moe_lite"];
 /// Classes that contain a text model, and whose module names differ from the tensor names in the file.
 const CLASSES_IN_SGLANG: &[&str] = &[
@@ -394,7 +382,7 @@ const CLASSES_IN_SGLANG: &[&str] = &[
     "Qwen3_5MoeForConditionalGeneration",
     "Llama4ForConditionalGeneration",
 ];
-/// Families whose SGLang class has linears without names, so that a checkpoint cannot configure these.
+/// A checkpoint cannot configure linears without names.
 const UNNAMED_IN_SGLANG: &[&str] = &["phi", "falcon_h1"];
 /// Families that SGLang has no class for under the names in their checkpoints.
 const NOT_IN_SGLANG: &[&str] = &["smollm3", "seed_oss", "olmo3", "glm", "gpt_neox", "bloom", "ernie4_5"];
@@ -428,7 +416,7 @@ pub(super) const SGLANG: &[Fact] = &[
     fact(LLAMAS, Has::Yes, Basis::Read),
     fact(OPT, Has::With(super::sglang::opt), Basis::Read),
     fact(IN_SGLANG, Has::Yes, Basis::Read).on(SGL, REGISTRIES),
-    fact(GPT2, Has::With(families::no_turned_codes), Basis::Read).within(BY_MODULE).on(SGL, REGISTRIES),
+    fact(GPT2, Has::With(families::no_transposed_codes), Basis::Read).within(BY_MODULE).on(SGL, REGISTRIES),
     fact(GPT2, Has::Yes, Basis::Read).on(SGL, REGISTRIES),
     fact(REMOTE, Has::With(families::remote_configuration), Basis::Read).on(SGL, REGISTRIES),
     fact(UNNAMED_IN_SGLANG, Has::With(super::sglang::unnamed), Basis::Read).on(SGL, REGISTRIES),
@@ -507,12 +495,11 @@ pub(super) const LLAMA_CPP: &[Fact] = &[
     fact(OPT, Has::No("it does not support OPT"), Basis::Read),
 ];
 
-/// Returns the first fact that applies to a checkpoint.
 fn find<'a>(facts: &'a [Fact], outline: &Outline) -> Option<&'a Fact> {
     facts.iter().find(|fact| fact.is_about(outline))
 }
 
-/// Returns the evidence for whether the engine supports the model; `engine` is the default version and date.
+/// `engine` is the default version and date.
 pub(super) fn known(facts: &[Fact], outline: &Outline, engine: (&'static str, &'static str)) -> Known {
     let fact = find(facts, outline);
     let basis = fact.map_or(Basis::NotChecked, |fact| fact.basis);

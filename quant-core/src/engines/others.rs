@@ -16,7 +16,6 @@ fn all_schemes(outline: &Outline) -> Vec<LinearScheme> {
 
 const EMBEDDING: &str = "it does not support quantized embeddings (AttributeError on initialization)";
 
-/// transformers with gptqmodel, GPTQ format.
 pub(super) fn transformers_gptq(outline: &Outline, _ranks: usize) -> Compatibility {
     if outline.embedding.is_some() {
         return No(EMBEDDING.into());
@@ -39,7 +38,6 @@ pub(super) fn transformers_gptq(outline: &Outline, _ranks: usize) -> Compatibili
     }
 }
 
-/// transformers with gptqmodel, AWQ format.
 pub(super) fn transformers_awq(outline: &Outline, _ranks: usize) -> Compatibility {
     if outline.embedding.is_some() {
         return No(EMBEDDING.into());
@@ -57,7 +55,6 @@ pub(super) fn transformers_awq(outline: &Outline, _ranks: usize) -> Compatibilit
     }
 }
 
-/// transformers with the compressed-tensors package.
 pub(super) fn transformers(outline: &Outline, _ranks: usize) -> Compatibility {
     if outline.embedding.is_some() {
         return No(EMBEDDING.into());
@@ -83,17 +80,14 @@ pub(super) fn transformers(outline: &Outline, _ranks: usize) -> Compatibility {
     }
 }
 
-/// LMDeploy's TurboMind, compressed-tensors format.
 pub(super) fn turbomind(outline: &Outline, ranks: usize) -> Compatibility {
     turbomind_with(outline, ranks, &[32, 128], |_| Yes)
 }
 
-/// LMDeploy's TurboMind, AWQ format.
 pub(super) fn turbomind_awq(outline: &Outline, ranks: usize) -> Compatibility {
     turbomind_with(outline, ranks, &[128], |_| Yes)
 }
 
-/// LMDeploy's TurboMind, GPTQ format.
 pub(super) fn turbomind_gptq(outline: &Outline, ranks: usize) -> Compatibility {
     turbomind_with(outline, ranks, &[128], |scheme| match scheme.is_symmetric() {
         true => Yes,
@@ -152,7 +146,6 @@ fn turbomind_with(
     }
 }
 
-/// mlx-lm on Apple silicon.
 pub(super) fn mlx(outline: &Outline, _ranks: usize) -> Compatibility {
     match outline.schemes()[..] {
         [LinearScheme { granularity: Granularity::Group(32 | 64 | 128), .. }] => Yes,
@@ -176,13 +169,12 @@ fn llama_cpp_floats(outline: &Outline, scheme: LinearScheme) -> Compatibility {
     }
 }
 
-/// llama.cpp's converter to GGUF, compressed-tensors and ModelOpt formats. With 8-bit activations, it reads the weights
-/// and leaves activations float; it does not support static scales.
+/// Rules for the compressed-tensors and ModelOpt formats. With 8-bit activations, the converter reads the weights and
+/// leaves activations float; it does not support static scales.
 pub(super) fn llama_cpp(outline: &Outline, _ranks: usize) -> Compatibility {
     llama_cpp_with(outline, |_| false)
 }
 
-/// llama.cpp's converter to GGUF, GPTQ format.
 pub(super) fn llama_cpp_gptq(outline: &Outline, _ranks: usize) -> Compatibility {
     llama_cpp_with(outline, |scheme| matches!(scheme.bits(), 2 | 4 | 8))
 }

@@ -6,17 +6,15 @@ use super::outline::Outline;
 use super::sharding::{Share, linears};
 use crate::scheme::{ActivationScheme, FloatFormat, ScaleFormat};
 
-/// SGLang on NVIDIA devices of compute capability 8.0 or later, compressed-tensors and ModelOpt formats.
+/// The rules assume NVIDIA devices of compute capability 8.0 or later.
 pub(super) fn cuda(outline: &Outline, ranks: usize) -> Compatibility {
     cuda_with(outline, ranks, compressed_tensors)
 }
 
-/// SGLang on NVIDIA devices, AWQ format.
 pub(super) fn cuda_awq(outline: &Outline, ranks: usize) -> Compatibility {
     cuda_with(outline, ranks, awq)
 }
 
-/// SGLang on NVIDIA devices, GPTQ format.
 pub(super) fn cuda_gptq(outline: &Outline, ranks: usize) -> Compatibility {
     cuda_with(outline, ranks, gptq)
 }
@@ -42,8 +40,8 @@ pub(super) fn unnamed(outline: &Outline) -> Compatibility {
     uniform(outline, |module| format!("its class has no name for `{module}`"))
 }
 
-/// SGLang's latent attention, compressed-tensors format. It fuses the linears that compute latents while loading, and
-/// splits `kv_b_proj` into float matrices, which it supports for few layouts only.
+/// SGLang fuses the linears that compute latents while loading, and splits `kv_b_proj` into float matrices, which it
+/// supports for few layouts only.
 pub(super) fn latent(outline: &Outline) -> Compatibility {
     let is_packed = |name: &str| {
         let parts = outline.layers.iter().flat_map(|layer| &layer.parts);
@@ -61,13 +59,12 @@ pub(super) fn latent(outline: &Outline) -> Compatibility {
     }
 }
 
-/// SGLang's latent attention, GPTQ format.
 pub(super) fn latent_gptq(_: &Outline) -> Compatibility {
     Unsure("whether its latent attention supports `kv_b_proj` in the gptq format was not checked".into())
 }
 
-/// A class that contains a text model. If all linears have the same scheme, the setting for the class `Linear` applies.
-/// How settings for single linears reach modules with different names was not checked.
+/// If all linears have the same scheme, the setting for the class `Linear` applies. How settings for single linears
+/// reach modules with different names was not checked.
 pub(super) fn container(outline: &Outline) -> Compatibility {
     match uniform(outline, str::to_owned) {
         No(_) => Unsure(
@@ -90,7 +87,6 @@ pub(super) fn experts(outline: &Outline) -> Compatibility {
     })
 }
 
-/// Experts in formats that were not checked.
 pub(super) fn experts_of_others(outline: &Outline) -> Compatibility {
     one_scheme(outline, |_| {
         Unsure(format!("how it runs experts in the {} format was not checked", outline.container))
@@ -112,7 +108,6 @@ fn is_marlin_group(share: &Share<'_>) -> bool {
     matches!(share.group(), None | Some(32 | 64 | 128))
 }
 
-/// Floating-point weights: FP8 and FP4 products on recent devices, and Marlin with float activations on older ones.
 fn float_kernel(share: &Share<'_>, format: FloatFormat) -> Compatibility {
     let rounds = share.scheme.activations != ActivationScheme::Float;
     match (format, share.scheme.fixed_scales()) {

@@ -1,4 +1,4 @@
-//! Each rank's share of a linear, and the alignment that packing requires of it. Engines share these rules.
+//! Each rank's share of a linear, and the alignment that packing requires of it.
 
 use super::Compatibility::{self, No, Yes};
 use super::outline::{FusedLayer, LayerKind, Outline};
@@ -14,9 +14,7 @@ pub(super) struct Share<'a> {
     pub(super) parts: Vec<usize>,
     /// The number of input features.
     pub(super) k: usize,
-    /// Whether the inputs are split.
     pub(super) split_inputs: bool,
-    /// Whether the outputs are split.
     pub(super) split_outputs: bool,
     /// For a linear of an expert, the hidden size, which experts read and write and which is not split.
     pub(super) expert_width: Option<usize>,
@@ -37,7 +35,7 @@ impl Share<'_> {
         }
     }
 
-    /// Whether its weights are FP8 or FP4, which have no zero points.
+    /// FP8 and FP4 weights have no zero points.
     fn is_float(&self) -> bool {
         self.scheme.float_format().is_some()
     }
@@ -110,8 +108,7 @@ fn share(layer: &FusedLayer, ranks: usize) -> Result<Option<Sizes<'_>>, String> 
     Ok(Some((module, parts, k)))
 }
 
-/// Checks that scales and packed words can be cut at the boundaries of a share; the error is the reason why they
-/// cannot.
+/// The error is the reason why scales or packed words cannot be cut at the boundaries of a share.
 pub(super) type Rule = fn(&Share<'_>) -> Result<(), String>;
 
 /// The rules of each format, in the order in which they are checked.

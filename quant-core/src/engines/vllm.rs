@@ -7,12 +7,12 @@ use super::outline::Outline;
 use super::sharding::{Share, linears};
 use crate::scheme::{ActivationScheme, FloatFormat, Granularity, ScaleFormat};
 
-/// vLLM on NVIDIA devices, compressed-tensors and ModelOpt formats.
+/// Rules for the compressed-tensors and ModelOpt formats.
 pub(super) fn cuda(outline: &Outline, ranks: usize) -> Compatibility {
     cuda_with(outline, ranks, cuda_packed)
 }
 
-/// vLLM on NVIDIA devices, AWQ format. Group sizes that Marlin does not support run on a separate kernel.
+/// Group sizes that Marlin does not support run on a separate kernel.
 pub(super) fn cuda_awq(outline: &Outline, ranks: usize) -> Compatibility {
     cuda_with(outline, ranks, |share| {
         if is_marlin_group(share) {
@@ -28,7 +28,7 @@ pub(super) fn cuda_awq(outline: &Outline, ranks: usize) -> Compatibility {
     })
 }
 
-/// vLLM on NVIDIA devices, GPTQ format, which it supports on Marlin only.
+/// vLLM supports the GPTQ format on Marlin only.
 pub(super) fn cuda_gptq(outline: &Outline, ranks: usize) -> Compatibility {
     cuda_with(outline, ranks, |share| {
         let scheme = share.scheme;
@@ -56,12 +56,11 @@ fn cuda_with(outline: &Outline, ranks: usize, packed: fn(&Share<'_>) -> Compatib
     embedding.and(linears(outline, ranks, |share| cuda_kernel(share, packed)))
 }
 
-/// vLLM on x86-64 CPUs, compressed-tensors and AWQ formats.
+/// Rules for the compressed-tensors and AWQ formats on x86-64.
 pub(super) fn cpu(outline: &Outline, ranks: usize) -> Compatibility {
     outside_blocks(outline).and(linears(outline, ranks, cpu_kernel))
 }
 
-/// vLLM on x86-64 CPUs, GPTQ format.
 pub(super) fn cpu_gptq(outline: &Outline, ranks: usize) -> Compatibility {
     let grids = match outline.schemes().iter().find(|scheme| !scheme.is_symmetric()) {
         Some(scheme) => No(format!("it supports only symmetric grids in the gptq format, not {scheme}")),
@@ -70,7 +69,6 @@ pub(super) fn cpu_gptq(outline: &Outline, ranks: usize) -> Compatibility {
     outside_blocks(outline).and(grids).and(linears(outline, ranks, cpu_kernel))
 }
 
-/// Rules for a quantized embedding or head on CPUs.
 fn outside_blocks(outline: &Outline) -> Compatibility {
     match (outline.embedding, outline.head) {
         (Some(_), _) => No("a quantized embedding needs a GPU".into()),
@@ -81,13 +79,12 @@ fn outside_blocks(outline: &Outline) -> Compatibility {
     }
 }
 
-/// Whether Marlin's kernels support the group size.
 fn is_marlin_group(share: &Share<'_>) -> bool {
     matches!(share.group(), None | Some(32 | 64 | 128))
 }
 
-/// Products with 8-bit activations: CUTLASS for unpacked bytes, in multiples of 16, and a kernel compiled at startup
-/// for packed weights.
+/// 8-bit activations run on CUTLASS if weights are stored as bytes, and on a kernel compiled at startup if they are
+/// packed.
 fn cuda_int8_kernel(share: &Share<'_>) -> Compatibility {
     let (n, k) = (share.n(), share.k);
     if !share.scheme.is_stored_as_bytes() {
@@ -111,7 +108,6 @@ fn cuda_int8_kernel(share: &Share<'_>) -> Compatibility {
     }
 }
 
-/// Floating-point weights: FP8 and FP4 products on recent devices, and Marlin with float activations on older ones.
 fn cuda_float_kernel(share: &Share<'_>, format: FloatFormat) -> Compatibility {
     let rounds = share.scheme.activations != ActivationScheme::Float;
     match (format, share.scheme.fixed_scales()) {
@@ -152,7 +148,6 @@ fn cuda_kernel(share: &Share<'_>, packed: fn(&Share<'_>) -> Compatibility) -> Co
     packed(share)
 }
 
-/// Integer weights with float activations.
 fn cuda_packed(share: &Share<'_>) -> Compatibility {
     let (bits, symmetric, group) = (share.scheme.bits(), share.scheme.is_symmetric(), share.group());
     let (n, k) = (share.n(), share.k);

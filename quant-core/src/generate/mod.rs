@@ -6,9 +6,8 @@
 //!                        └───────────────────────────────────┘
 //! ```
 //!
-//! The settings have the names, meanings and order of transformers' `GenerationConfig`, so a model's
-//! `generation_config.json` has the same meaning here. The same tokens, settings, seed, program and instruction set
-//! produce the same text, regardless of the number of threads.
+//! The settings have the names, meanings and order of transformers' `GenerationConfig`. The same tokens, settings,
+//! seed, program and instruction set produce the same text, regardless of the number of threads.
 
 mod sampler;
 #[cfg(test)]
@@ -24,8 +23,8 @@ pub use self::text_stream::TextStream;
 use crate::model::{Decoder, SequenceCache};
 use crate::{CancelToken, Error, Result};
 
-/// Maximum number of prompt tokens per step: enough for efficient matrix products, few enough to stop soon when
-/// cancelled and to keep intermediate values small.
+/// Prompt tokens per step: enough for efficient matrix products, few enough to stop soon when cancelled and to keep
+/// intermediate values small.
 const PROMPT_CHUNK: usize = 512;
 
 /// The reason why generation stopped.

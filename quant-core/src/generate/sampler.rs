@@ -1,7 +1,4 @@
-//! Chooses a token from logits.
-//!
-//! The order is that of transformers: the repetition penalty, repeated n-grams, end-of-sequence tokens that are still
-//! excluded by the minimum length, suppressed tokens; then, when sampling, temperature, `top_k`, `top_p` and `min_p`.
+//! Chooses a token from logits. The settings apply in the order of transformers.
 
 use std::cmp::Ordering;
 use std::collections::HashSet;
@@ -131,7 +128,6 @@ impl<'a> Sampler<'a> {
         s.suppress_tokens.iter().copied().for_each(&mut exclude);
     }
 
-    /// Applies temperature, `top_k`, `top_p` and `min_p`.
     fn warp(&self, mut candidates: Vec<(u32, f32)>) -> Vec<Candidate> {
         let s = self.settings;
         candidates.iter_mut().for_each(|(_, score)| *score /= s.temperature);
@@ -165,7 +161,6 @@ impl<'a> Sampler<'a> {
         candidates.map(|((token, _), weight)| Candidate { token, probability: weight / total }).collect()
     }
 
-    /// Draws one of the candidates according to their probabilities.
     fn draw(&mut self, candidates: &[Candidate]) -> Candidate {
         // A uniform number in [0, 1) with 53 bits.
         let mut left = (self.random.next_u64() >> 11) as f64 * 2.0_f64.powi(-53);

@@ -17,7 +17,6 @@ fn tokens(settings: &GenerationSettings, logits: &[f32]) -> Vec<u32> {
     candidates(settings, logits).into_iter().map(|(token, _)| token).collect()
 }
 
-/// Logits with these probabilities.
 fn logits(probabilities: &[f32]) -> Vec<f32> {
     probabilities.iter().map(|p| p.ln()).collect()
 }
@@ -34,7 +33,6 @@ fn each_setting_by_hand() {
     assert_eq!(tokens(&top_k(1), &of), [1]);
     assert_eq!(tokens(&top_k(9), &of), [1, 3, 2, 0]);
     assert_eq!(tokens(&top_k(2), &[1.0, 0.5, 0.5, 0.5]), [0, 1, 2, 3], "equal to the last one");
-    // The smallest set with this total probability.
     let top_p = |top_p| GenerationSettings { top_p, ..sampling() };
     assert_eq!(tokens(&top_p(0.39), &of), [1]);
     assert_eq!(tokens(&top_p(0.41), &of), [1, 3]);
@@ -59,7 +57,7 @@ fn each_setting_by_hand() {
 }
 
 #[test]
-fn ends_and_runs_are_held_back() {
+fn ends_and_runs_are_withheld() {
     let settings = GenerationSettings { min_new_tokens: 2, eos_token_ids: vec![3], ..Default::default() };
     let sampler = Sampler::new(&settings).unwrap();
     let next =
@@ -68,7 +66,6 @@ fn ends_and_runs_are_held_back() {
     let settings = GenerationSettings { no_repeat_ngram_size: 2, ..Default::default() };
     let sampler = Sampler::new(&settings).unwrap();
     let next = |tokens: &[u32]| sampler.candidates(&[0.0, 1.0, 2.0, 3.0], tokens, 0).unwrap()[0].token;
-    // 1 was followed by 3 before.
     assert_eq!([next(&[1, 3, 1]), next(&[3, 1, 1]), next(&[]), next(&[3])], [2, 3, 3, 3]);
     let all = GenerationSettings { no_repeat_ngram_size: 1, ..Default::default() };
     let error = Sampler::new(&all).unwrap().candidates(&[0.0; 3], &[0, 1, 2], 0).unwrap_err();

@@ -6,7 +6,7 @@ use crate::checkpoint::{ConfigFields, ModelDirectory, parse_strictly, read_cappe
 use crate::{Error, Result};
 
 const FILE: &str = "generation_config.json";
-/// Larger files are rejected; real ones have a few hundred bytes.
+/// The maximum size of the file. Real ones have a few hundred bytes.
 const MAX_FILE_BYTES: u64 = 1 << 20;
 /// The maximum number of end-of-sequence or suppressed tokens.
 const MAX_TOKENS: usize = 65_536;
@@ -73,8 +73,6 @@ pub struct GenerationSettings {
 }
 
 impl Default for GenerationSettings {
-    /// Returns the defaults of transformers, which are greedy, but with at most 256 new tokens. There is no
-    /// end-of-sequence token.
     fn default() -> Self {
         Self {
             max_new_tokens: 256,
@@ -173,7 +171,7 @@ impl GenerationSettings {
         }
     }
 
-    /// Returns the first setting that is out of range, with the rest of a sentence that begins with its name.
+    /// The first setting that is out of range, with the rest of a sentence that begins with its name.
     fn fault(&self) -> Option<(&'static str, String)> {
         let positive = |value: f32| value.is_finite() && value > 0.0;
         let range = |name, value: f32, is_valid: bool, range: &str| {
@@ -196,7 +194,7 @@ impl GenerationSettings {
     }
 }
 
-/// Parses a token or a list of tokens. Negative numbers, which some files use for "no token", are left out.
+/// A token or a list of tokens. Negative numbers, which some files use for "no token", are left out.
 fn tokens(fields: &ConfigFields<'_>, key: &str) -> Result<Vec<u32>> {
     let one = |value: &Value| match value.as_i64() {
         Some(token) if token < 0 => Ok(None),

@@ -6,7 +6,7 @@ use crate::calibrate::TextTokenizer;
 
 /// Tokenizers decode bytes of an incomplete or invalid character to this.
 const REPLACEMENT: char = '\u{fffd}';
-/// The number of prompt tokens kept as context for decoding the first new token.
+/// Prompt tokens kept as context for decoding the first new token.
 const CONTEXT: usize = 8;
 
 /// The text of tokens that are generated one at a time.
@@ -15,7 +15,7 @@ pub struct TextStream<'a> {
     tokenizer: &'a TextTokenizer,
     stop: &'a [String],
     /// The most recent tokens. The text of the first `decoded` tokens is already emitted; they are kept because some
-    /// tokenizers decode a token depending on its predecessors. The text of the other tokens is pending.
+    /// tokenizers decode a token depending on its predecessors.
     tokens: Vec<u32>,
     decoded: usize,
     /// Text that may be the beginning of a stop string.
@@ -63,7 +63,7 @@ impl<'a> TextStream<'a> {
         Ok(if self.stopped { certain } else { certain + &self.held })
     }
 
-    /// Returns the text of the tokens after the first `decoded`.
+    /// The text of the tokens after the first `decoded`.
     fn new_text(&self) -> Result<String> {
         let [before, all] = self.tokenizer.decode_each([&self.tokens[..self.decoded], &self.tokens])?;
         // Some tokenizers change the end of the preceding text, such as a space before a comma.
@@ -122,8 +122,7 @@ mod tests {
         TextTokenizer::from_bytes(Path::new("tokenizer.json"), file.to_string().as_bytes()).unwrap()
     }
 
-    /// The pieces emitted as the bytes of `text` are pushed, the last of them at the end, and whether a stop string
-    /// occurred.
+    /// The pieces emitted as the bytes of `text` are pushed, and whether a stop string occurred.
     fn pieces(text: &[u8], stop: &[&str]) -> (Vec<String>, bool) {
         let tokenizer = bytes();
         let stop: Vec<String> = stop.iter().map(|stop| (*stop).to_owned()).collect();

@@ -11,7 +11,6 @@ use crate::model::Model;
 use crate::quantize::QuantizedTensor;
 use crate::{Error, Result};
 
-/// Reads a quantized weight and checks that blocks can express it.
 pub(super) fn read(model: &Model, module: &str, shape: [usize; 2]) -> Result<QuantizedTensor> {
     let tensor = model.packed(module, shape)?;
     let refuse = |reason: String| Error::NotRepackable {
@@ -31,7 +30,6 @@ pub(super) fn read(model: &Model, module: &str, shape: [usize; 2]) -> Result<Qua
     Ok(tensor)
 }
 
-/// Encodes one row as blocks.
 pub(super) fn encode_row(
     tensor: &QuantizedTensor,
     kind: &BlockType,

@@ -1,5 +1,4 @@
-//! The Hessian factors of linears' inputs, which GPTQ needs. They are gathered block by block while tensors are written
-//! to the file.
+//! The Hessian factors of linears' inputs, which GPTQ needs, gathered block by block while tensors are written.
 //!
 //! Hidden states are those of the float model: quantizing earlier blocks does not affect later ones.
 
@@ -19,15 +18,13 @@ pub struct Curvature<'a> {
     damping: f64,
     ropes: RopeTables,
     states: HiddenStates,
-    /// The next block to run.
     next: usize,
     /// The factors of the block before `next`, by the names of weights in the checkpoint.
     factors: BTreeMap<String, Arc<Factor>>,
 }
 
 impl<'a> Curvature<'a> {
-    /// Prepares the computation of factors, beginning with the first block; hidden states are in a file if `spill` is
-    /// given.
+    /// Prepares the computation of factors; hidden states are in a file if `spill` is given.
     ///
     /// # Errors
     /// [`Error::Usage`] when settings are invalid; errors of the embedding.
@@ -45,19 +42,15 @@ impl<'a> Curvature<'a> {
         Ok(Self { model, cancel, damping, ropes, states, next: 0, factors: BTreeMap::new() })
     }
 
-    /// Returns the factors for the matrices of a tensor of the file: one, or one per expert. There are none if the
-    /// tensor is outside the blocks, stays float, is not a linear's weight, or has its columns reordered, and for an
-    /// expert that no token reached. Blocks must come in ascending order.
-    ///
-    /// # Errors
-    /// When a block fails, an input is not finite, or a Hessian has no factor; [`Error::Interrupted`].
+    /// Returns the factors for the matrices of a tensor of the file: one, or one per expert. Tensors that GPTQ does not
+    /// quantize, and experts that no token reached, have none. Blocks must come in ascending order.
     pub(super) fn of(&mut self, tensor: &PlannedTensor) -> Result<Vec<Option<Arc<Factor>>>> {
         let Some(layer) = tensor.layer().filter(|_| !tensor.kind.is_float()) else { return Ok(Vec::new()) };
         while self.next <= layer {
             self.advance()?;
         }
         // The factor is for the checkpoint's column order. If the file has a different order, only the scale search
-        // uses statistics, namely the importance.
+        // uses statistics.
         let sources = tensor.sources().into_iter().filter(|_| tensor.keeps_columns());
         Ok(sources.map(|name| self.factors.get(name).cloned()).collect())
     }

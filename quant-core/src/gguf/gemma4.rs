@@ -22,7 +22,7 @@ fn shapes(a: &Architecture, family: &GgufFamily) -> Result<[AttentionShape; 2]> 
                 family,
                 "it does not have both blocks with sliding windows and blocks with full attention".into(),
             )),
-            (Some(_), Some(_)) => Err(unfit(family, "blocks of one kind have different head shapes".into())),
+            (Some(_), Some(_)) => Err(unfit(family, "the attention of blocks of one kind differs".into())),
         }
     };
     Ok([kind(false)?, kind(true)?])
@@ -37,9 +37,6 @@ fn has_linear(a: &Architecture, layer: usize, module: &str) -> bool {
 }
 
 /// The attention shape of blocks without a sliding window.
-///
-/// # Errors
-/// [`Error::Usage`](crate::Error::Usage) when GGUF cannot describe the heads.
 pub(super) fn attention(a: &Architecture, family: &GgufFamily) -> Result<AttentionShape> {
     let [full, _] = shapes(a, family)?;
     match full.scale() == 1.0 {
@@ -50,10 +47,6 @@ pub(super) fn attention(a: &Architecture, family: &GgufFamily) -> Result<Attenti
     }
 }
 
-/// Writes heads, windows, KV sharing and per-layer inputs.
-///
-/// # Errors
-/// As [`attention`].
 pub(super) fn heads(a: &Architecture, family: &GgufFamily, put: &mut impl FnMut(&str, Value)) -> Result<()> {
     let [full, windowed] = shapes(a, family)?;
     let count = |n: usize| count(family, n);
@@ -71,8 +64,8 @@ pub(super) fn heads(a: &Architecture, family: &GgufFamily, put: &mut impl FnMut(
     // Blocks that share keys and values use those of the last two blocks that compute them, one of each kind.
     let is_windowed = |layer: usize| of_block(a, layer).is_some_and(|shape| shape.window.is_some());
     if makes < a.layers && (makes < 2 || is_windowed(makes - 1) || !is_windowed(makes - 2)) {
-        let reason =
-            "blocks share keys and values that are not those of the last two blocks that compute them";
+        let reason = "the last two blocks that compute keys and values are not one with a sliding window and \
+            then one without";
         return Err(unfit(family, reason.into()));
     }
     if (makes..a.layers).any(|layer| has_linear(a, layer, "self_attn.k_proj")) {
@@ -90,10 +83,6 @@ pub(super) fn heads(a: &Architecture, family: &GgufFamily, put: &mut impl FnMut(
     Ok(())
 }
 
-/// The intermediate sizes of the MLPs.
-///
-/// # Errors
-/// As [`attention`].
 pub(super) fn mlps(a: &Architecture, family: &GgufFamily) -> Result<Value> {
     let width = |layer: usize| {
         let mut linears = a.graph(layer).linears();
@@ -102,7 +91,6 @@ pub(super) fn mlps(a: &Architecture, family: &GgufFamily) -> Result<Value> {
     one_or_all(family, &(0..a.layers).map(width).collect::<Vec<_>>())
 }
 
-/// A single number if all are equal, otherwise a list.
 fn one_or_all(family: &GgufFamily, numbers: &[usize]) -> Result<Value> {
     match numbers {
         [first, rest @ ..] if rest.iter().all(|n| n == first) => count(family, *first),
@@ -117,9 +105,6 @@ fn one_or_all(family: &GgufFamily, numbers: &[usize]) -> Result<Value> {
 }
 
 /// Writes the rotary embeddings of both kinds of blocks, and returns the frequency divisors of blocks without a window.
-///
-/// # Errors
-/// As [`attention`].
 pub(super) fn rope(
     a: &Architecture,
     family: &GgufFamily,
@@ -136,7 +121,7 @@ pub(super) fn rope(
             })
     };
     let (Some(full), Some(windowed)) = (of(false), of(true)) else {
-        return Err(unfit(family, "it does not use RoPE".into()));
+        return Err(unfit(family, "the blocks of one kind do not use RoPE".into()));
     };
     if windowed.scaling != RopeScaling::None {
         return Err(unfit(family, "blocks with sliding windows have RoPE scaling".into()));

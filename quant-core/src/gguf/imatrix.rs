@@ -1,8 +1,7 @@
 //! Importance matrices: the mean square of each input channel of a linear over a text.
 //!
-//! They come from quant's own calibration, with its windows, templates and masks, or from a file. They can be written
-//! in both file formats that llama.cpp's programs write and read: GGUF, with sums and counts, and the legacy format
-//! with means.
+//! They come from quant's own calibration or from a file. They can be written in both file formats that llama.cpp's
+//! programs write and read: GGUF, with sums and counts, and the legacy format with means.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -17,11 +16,9 @@ use crate::checkpoint::{printable, read_capped};
 use crate::model::{Architecture, Model, NodeId, Op};
 use crate::{CancelToken, Error, Event, Observer, Result};
 
-/// The largest file that is read, in bytes.
 const MAX_FILE_BYTES: u64 = 4 << 30;
 const SUMS: &str = ".in_sum2";
 const COUNTS: &str = ".counts";
-/// The maximum number of values per tensor of a legacy file.
 const MAX_VALUES: usize = 1 << 26;
 
 /// The statistics of one tensor of the file. For each of its matrices (one, or one per expert): the sums of squares of
@@ -49,7 +46,6 @@ pub struct Importance {
     origin: String,
 }
 
-/// The sum of squares of every channel.
 struct SquareSum {
     sums: Vec<f64>,
     tokens: u64,
@@ -137,7 +133,7 @@ impl Importance {
                 (Some(expert), _) => expert,
                 (None, 2) => 0,
                 // llama.cpp multiplies by these matrices of latent attention per head. Their inputs do not occur in
-                // quant's graph, so no statistics can be gathered.
+                // quant's graph.
                 (None, _) => continue,
             };
             let entry = self.entries.entry(placed.name(layer));
@@ -155,13 +151,8 @@ impl Importance {
         Ok(())
     }
 
-    /// The importance of a tensor's channels, `[matrices, columns]`; `None` if there is no entry for the tensor, its
-    /// type does not use one, or its codes are kept. If no token reached a matrix, all its channels have the same
-    /// importance.
-    ///
-    /// # Errors
-    /// [`Error::InputFile`] when an entry has the wrong size, or an entry from a file has only zeros or a mean square
-    /// that is not finite for a matrix.
+    /// The importance of a tensor's channels, `[matrices, columns]`; `None` if there is no entry for the tensor, or it
+    /// is not rounded by importance. If no token reached a matrix, all its channels have the same importance.
     pub(super) fn of(&self, tensor: &PlannedTensor) -> Result<Option<Vec<f32>>> {
         let Some(entry) = self.entries.get(&tensor.name) else { return Ok(None) };
         if !tensor.kind.uses_importance || tensor.keeps_codes() {
@@ -186,7 +177,7 @@ impl Importance {
                 true => importance.extend(sums.iter().map(|sum| sum / count)),
                 false => importance.extend(std::iter::repeat_n(1.0, columns)),
             }
-            // If quant gathered the matrix, all weights may be zero: the inputs were then 0 for all tokens.
+            // In a matrix that quant gathered, all weights may be zero: the inputs were then 0 for all tokens.
             let means = &importance[start..];
             let fault = match means.iter().find(|mean| !mean.is_finite()) {
                 Some(bad) => Some(format!("a mean square of {bad}")),
@@ -373,7 +364,6 @@ impl Importance {
     }
 }
 
-/// A cursor over a legacy file.
 struct Dat<'a> {
     bytes: &'a [u8],
     at: usize,
@@ -430,8 +420,6 @@ mod tests {
         std::fs::write(&path, some().to_dat()).unwrap();
         let back = Importance::read(&path).unwrap();
         assert_eq!((back.chunks, back.datasets), (3, some().datasets));
-        // Values are means times the number of windows. No token reached the second expert, so its channels have equal
-        // weights.
         assert_eq!(back.entries["blk.0.attn_q.weight"].sums, [1.5, 3.0, 6.0, 0.75]);
         assert_eq!(back.entries["blk.0.ffn_up_exps.weight"].sums, [3.0, 6.0, 3.0, 3.0]);
     }

@@ -1,4 +1,4 @@
-//! Maps the tensors of a block to tensors of the file. Writing and reading use the same table.
+//! Maps the tensors of a block to tensors of the file, for writing and for reading.
 
 use super::families::{GgufFamily, How};
 use super::rows::{Change, RowOrder, View};
@@ -8,16 +8,14 @@ use crate::{Error, Result};
 /// A tensor of a block, or a part of it, and its place in the file.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Placed {
-    /// The name in the checkpoint.
     pub(super) tensor: String,
     /// The module in the checkpoint; for an expert, the file's name for all experts, after the block's prefix in the
     /// checkpoint.
     pub(super) module: String,
-    /// The shape in the checkpoint.
     pub(super) shape: Vec<usize>,
     /// The name in the file, without the prefix of the block.
     pub(super) stored: String,
-    /// The shape in the file; for an expert, the shape of one matrix or vector.
+    /// The shape in the file; for an expert, that of one matrix or vector.
     pub(super) stored_shape: Vec<usize>,
     /// The expert to which it belongs, if any. The tensor in the file has a matrix or vector per expert.
     pub(super) expert: Option<usize>,
@@ -25,17 +23,12 @@ pub(super) struct Placed {
 }
 
 impl Placed {
-    /// The name in the file.
     pub(super) fn name(&self, layer: usize) -> String {
         format!("blk.{layer}.{}", self.stored)
     }
 }
 
 /// The places of all tensors of a block, in order of use.
-///
-/// # Errors
-/// [`Error::Usage`] for a tensor that has no place in files of the family; [`Error::Internal`] if the place depends on
-/// a delta net or latent attention that the block does not have.
 pub(super) fn of_block(a: &Architecture, family: &GgufFamily, layer: usize) -> Result<Vec<Placed>> {
     let graph = a.graph(layer);
     let mut placed = Vec::new();
@@ -48,9 +41,6 @@ pub(super) fn of_block(a: &Architecture, family: &GgufFamily, layer: usize) -> R
 }
 
 /// The places of one tensor of a block: a single one, or one per part.
-///
-/// # Errors
-/// As [`of_block`].
 pub(super) fn of_parameter(
     a: &Architecture,
     family: &GgufFamily,
@@ -145,8 +135,7 @@ pub(super) fn of_parameter(
     Ok(vec![place(format!("{stored}.{}", parameter.name), shape.clone(), view)])
 }
 
-/// Whether a mixture chooses the type of a tensor: true for weight matrices except norms, routers, convolutions and the
-/// projection of per-layer inputs.
+/// Whether a mixture chooses the type of a tensor.
 pub(super) fn takes_type(name: &str, shape: &[usize]) -> bool {
     const KEPT: [&str; 5] = [
         "_norm.weight",
@@ -168,7 +157,6 @@ fn squeezed(shape: &[usize]) -> Vec<usize> {
     }
 }
 
-/// The delta net of a block.
 pub(super) fn delta_net(graph: &BlockGraph) -> Option<DeltaNet> {
     graph.nodes().iter().find_map(|node| match &node.op {
         Op::Recurrent(recurrent) => match recurrent.kind {

@@ -8,11 +8,8 @@ use crate::calibrate::{Residence, Sampling};
 use crate::model::{BlockKind, Model, NodeId};
 use crate::quantize::gptq::Hessian;
 
-/// Memory in bytes for the program itself and its threads.
 const PROGRAM: u64 = 56 << 20;
-/// Memory in bytes for the calibration text and its tokens.
 const TEXT: u64 = 32 << 20;
-/// Tokens that go through a block at a time, unless a window is longer.
 const CHUNK_TOKENS: u64 = 2048;
 
 /// The use of a calibration text in a run.
@@ -44,8 +41,7 @@ impl Gathering {
         (values + 16).saturating_mul(self.tokens())
     }
 
-    /// The bytes of the values between linears, for the tokens that go through a block at a time, and of the sums of
-    /// the inputs of linears.
+    /// The bytes of the values between linears, and of the sums of the inputs of linears.
     fn step(&self, kind: &BlockKind<'_>) -> u64 {
         let graph = kind.graph;
         let widest: u64 = graph.linears().map(|(_, _, [n, k], _)| (n + k) as u64).max().unwrap_or(0);
@@ -56,8 +52,7 @@ impl Gathering {
         (16 * widest).saturating_mul(at_a_time).saturating_add(sums)
     }
 
-    /// The bytes of the Hessians of a block's inputs, and what is needed in addition while their factors replace them
-    /// one after the other.
+    /// The bytes of the Hessians of a block's inputs, and what is needed in addition while their factors replace them.
     fn hessians(&self, kind: &BlockKind<'_>) -> [u64; 2] {
         if !self.hessians {
             return [0; 2];
@@ -90,17 +85,15 @@ pub fn peak_memory(
         let largest = |kind: BlockKind<'_>| kind.graph.linears().map(|(.., shape, _)| of(shape) as u64).max();
         kinds().filter_map(largest).max().unwrap_or(0)
     };
-    // Values in `f32`, their stored bytes and their encoded bytes. The last piece of a tensor is smaller, so its buffers
-    // are new, while the allocator may still keep the others.
+    // Values in `f32`, their stored bytes and their encoded bytes. The allocator may keep the buffers of an earlier
+    // piece.
     let largest = of_linears(|[n, k]| n * k).max((a.vocab * a.hidden) as u64);
     let piece = largest.min((CHUNK_VALUES as u64).max(of_linears(|[_, k]| k)));
     let mut writing = piece * (4 + stored_size(model) + request.largest_value()) * 8 / 5;
     if model.quant_method().is_some() {
-        // Codes of a whole linear, and its packed bytes.
         writing += 3 * of_linears(|[n, k]| n * k);
     }
     let Some(gathering) = gathering else { return PROGRAM.saturating_add(writing) };
-    // The importance matrix of all blocks.
     let importance: u64 = kinds()
         .map(|kind| {
             4 * kind.layers as u64 * kind.graph.linears().map(|(.., [_, k], _)| k as u64).sum::<u64>()
@@ -121,12 +114,10 @@ pub fn peak_memory(
     step.saturating_add(importance).saturating_add(PROGRAM + TEXT)
 }
 
-/// The bytes of a stored value, in the type of the embedding.
 fn stored_size(model: &Model) -> u64 {
     model.source().require(&model.embedding_name()).map_or(4, |info| info.dtype.size() as u64)
 }
 
-/// The bytes of a block's tensors in memory: as stored, or in `f32` if they are computed from others.
 fn block_bytes(model: &Model, kind: &BlockKind<'_>) -> u64 {
     let a = model.architecture();
     let of_node = |op: &crate::model::Op| -> u64 {

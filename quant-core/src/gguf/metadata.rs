@@ -1,5 +1,5 @@
 //! Metadata that describe the model. They are derived from the architecture, so they describe what this program
-//! computes, independent of the names in the configuration.
+//! computes.
 
 use super::families::{GgufFamily, How, Multipliers, ROPE_FACTORS, ROPE_LONG, ROPE_SHORT, RoutingKeys};
 use super::file::{Array, Value};
@@ -24,7 +24,6 @@ struct Facts<'a> {
     attention: AttentionShape,
     ropes: Vec<&'a Rope>,
     eps: f64,
-    /// The intermediate size of an MLP.
     intermediate: Option<usize>,
     expert_intermediate: Option<usize>,
     shared_intermediate: Option<usize>,
@@ -33,10 +32,6 @@ struct Facts<'a> {
     routing: Option<Routing>,
 }
 
-/// The metadata of a model of this family.
-///
-/// # Errors
-/// [`Error::Usage`] that names the property which files of the family cannot describe.
 pub(super) fn metadata(
     a: &Architecture,
     family: &GgufFamily,
@@ -111,7 +106,6 @@ pub(super) fn metadata(
     Ok(ModelMetadata { entries, warnings, rope_factors })
 }
 
-/// The key of the epsilon that norms add to mean squares or variances.
 pub(super) fn eps_key(family: &GgufFamily) -> &'static str {
     match family.layer_norms {
         true => "attention.layer_norm_epsilon",
@@ -119,7 +113,6 @@ pub(super) fn eps_key(family: &GgufFamily) -> &'static str {
     }
 }
 
-/// Writes the multipliers of embeddings, attention scores, residuals and logits, if files of the family have them.
 fn multipliers(
     a: &Architecture,
     family: &GgufFamily,
@@ -151,7 +144,6 @@ fn multipliers(
     Ok(())
 }
 
-/// The epsilons of the norms of all blocks.
 fn norm_eps(a: &Architecture) -> impl Iterator<Item = f64> + '_ {
     let nodes = (0..a.layers).flat_map(|layer| a.graph(layer).nodes());
     nodes.filter_map(|node| match &node.op {
@@ -160,7 +152,6 @@ fn norm_eps(a: &Architecture) -> impl Iterator<Item = f64> + '_ {
     })
 }
 
-/// The number of blocks before the first one with experts.
 fn dense_blocks(a: &Architecture) -> usize {
     (0..a.layers).find(|layer| has_experts(a, *layer)).unwrap_or(a.layers)
 }
@@ -169,7 +160,6 @@ fn has_experts(a: &Architecture, layer: usize) -> bool {
     a.graph(layer).nodes().iter().any(|node| node.op.routing().is_some())
 }
 
-/// The error for a property that files of the family cannot express.
 pub(super) fn unfit(family: &GgufFamily, what: String) -> Error {
     Error::usage(
         format!("the GGUF architecture {} cannot represent this model: {what}", family.arch),
@@ -184,7 +174,7 @@ fn facts<'a>(a: &'a Architecture, family: &GgufFamily) -> Result<Facts<'a>> {
     let attention = match family.has_two_kinds {
         true => AttentionShape { window: None, ..gemma4::attention(a, family)? },
         false if attentions.any(|other| other != attention) => {
-            return Err(fault("the head shapes of its blocks differ"));
+            return Err(fault("the attention of its blocks differs in more than the window"));
         }
         false => attention,
     };
@@ -295,8 +285,7 @@ fn check_graph(a: &Architecture, family: &GgufFamily, facts: &Facts<'_>) -> Resu
                         ));
                     }
                 }
-                // Modules without a name in the family's list are rejected elsewhere; everything else here follows from
-                // `Facts`.
+                // Modules without a name in the family's list are rejected elsewhere.
                 Computes::Norm { .. }
                 | Computes::Rotation(_)
                 | Computes::Routing(_)
@@ -367,7 +356,6 @@ fn check_graph(a: &Architecture, family: &GgufFamily, facts: &Facts<'_>) -> Resu
     Ok(())
 }
 
-/// Tensors of frequency divisors, by name.
 type RopeTensors = Vec<(&'static str, Vec<f32>)>;
 
 /// Writes the rotary embedding. Returns tensors of divisors, and a note for the user.
@@ -402,14 +390,16 @@ fn rope(
         [one, other] if family.unscaled_windows => {
             let local = if is_scaled(one) { other } else { one };
             if is_scaled(local) || local.theta != first.theta {
-                return Err(unfit(family, "blocks with sliding windows have a different RoPE base".into()));
+                let reason = "blocks with sliding windows have a different RoPE base, or RoPE scaling";
+                return Err(unfit(family, reason.into()));
             }
         }
         // The second RoPE, that of blocks with windows, must be unscaled and have a smaller base.
         [one, other] if family.has_windows => {
             let local = if one.theta < other.theta { one } else { other };
             if local.scaling != RopeScaling::None || local.theta == first.theta {
-                return Err(unfit(family, "blocks with sliding windows have RoPE scaling".into()));
+                let reason = "blocks with sliding windows do not have unscaled RoPE with a smaller base";
+                return Err(unfit(family, reason.into()));
             }
             put("rope.freq_base_swa", Value::F32(local.theta as f32));
         }
@@ -479,7 +469,6 @@ pub(super) fn importance(file: &str, dataset: &str, entries: usize, chunks: u32)
     .collect()
 }
 
-/// A list of strings.
 pub(super) fn strings(texts: &[&str]) -> Value {
     Value::Array(Array::String(texts.iter().map(|t| (*t).to_owned()).collect()))
 }

@@ -15,7 +15,6 @@ use crate::{Error, Result};
 const YARN: &str =
     r#"{"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 512}"#;
 
-/// The configuration of a family, with changes.
 fn config(family: &str, changes: Json) -> Json {
     let experts = |class: &str, more: Json| {
         merged(json!({ "architectures": [class], "num_experts": 4, "num_experts_per_tok": 2 }), more)
@@ -76,7 +75,6 @@ fn merged(mut base: Json, more: Json) -> Json {
     base
 }
 
-/// A model, the entries of its file, and the warnings.
 type About = (Architecture, Vec<(String, Value)>, Vec<String>);
 
 fn about(config: &Json) -> Result<About> {

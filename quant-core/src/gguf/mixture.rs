@@ -1,8 +1,7 @@
 //! Mixtures: which tensor gets which block type, under the names used by `llama-quantize`.
 //!
-//! A mixture is a base type and a list of rules for the tensors with other types. The type of a tensor depends on its
-//! role, on its layer, on the numbers of experts and of query heads per key head, and on whether there is an importance
-//! matrix.
+//! A mixture is a base type and a list of rules for the tensors with other types. Rules depend on the role of a tensor,
+//! on its layer, and on properties of the model.
 
 use super::families::GgufFamily;
 use crate::blocks::{
@@ -10,7 +9,6 @@ use crate::blocks::{
     Q3_K, Q4_0, Q4_1, Q4_K, Q5_0, Q5_1, Q5_K, Q6_K, Q8_0, TQ1_0, TQ2_0,
 };
 
-/// The role of a tensor in a mixture.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Role {
     Query,
@@ -22,12 +20,10 @@ pub(super) enum Role {
     Down,
     /// The output head, or the embedding if it is tied to the head.
     Head,
-    /// The embedding if it is not the head.
     Embedding,
     Other,
 }
 
-/// When a rule applies.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum When {
     Always,
@@ -37,7 +33,7 @@ enum When {
     MoreWithEightExperts,
     /// Except in the first and the last eighth of the layers.
     Middle,
-    /// In this many layers from the first on.
+    /// In the first `n` layers.
     First(usize),
     /// In the first `1 / n` of the layers.
     FirstOf(usize),
@@ -99,11 +95,10 @@ const fn plain(name: &'static str, id: u32, base: &'static BlockType) -> Mixture
     Mixture { name, id, base, needs_importance: false, two_bits: false, stacked: None, rules: &[] }
 }
 
-/// In models with eight experts, keys and values are small compared to the experts, so they get 8 bits.
+/// In models with eight experts, keys and values are small compared to the experts.
 const EIGHT: [Rule; 2] = [Rule(Value, EightExperts, &Q8_0), Rule(Key, EightExperts, &Q8_0)];
 const HEAD: Rule = Rule(Head, Always, &Q6_K);
 const SMALL_HEAD: Rule = Rule(Head, Always, &Q5_K);
-/// The rules of IQ2_XXS and IQ2_XS.
 const TWO_BITS: [Rule; 7] = [
     Rule(Value, SharedOrExperts, &Q4_K),
     Rule(Value, Always, &Q2_K),
@@ -113,7 +108,6 @@ const TWO_BITS: [Rule; 7] = [
     Rule(Embedding, Always, &Q2_K),
     SMALL_HEAD,
 ];
-/// The rules of IQ2_S and IQ2_M.
 const TWO_BITS_LARGE: [Rule; 8] = [
     TWO_BITS[0],
     Rule(Value, Always, &IQ3_S),
@@ -307,7 +301,6 @@ pub fn mixture(name: &str) -> Option<&'static Mixture> {
     MIXTURES.iter().find(|m| m.name.eq_ignore_ascii_case(name))
 }
 
-/// Properties of a model on which types depend.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct ModelFacts {
     pub(super) layers: usize,
@@ -316,7 +309,6 @@ pub(super) struct ModelFacts {
     pub(super) heads_per_key: usize,
     pub(super) experts: usize,
     pub(super) weighted: bool,
-    /// Whether values get more bits because the model has 80 layers.
     pub(super) favours_values: bool,
 }
 
@@ -352,7 +344,7 @@ impl Mixture {
     }
 
     /// Whether rules depend on the index of a `down` tensor among all of them, instead of its layer. The two differ if
-    /// blocks have several, such as shared experts besides routed ones.
+    /// blocks have several.
     pub(super) fn counts_downs(&self) -> bool {
         self.two_bits
     }

@@ -104,8 +104,8 @@ impl GgufPlan {
         GgufArchive { file_name: file_name.to_owned(), metadata, in_parts }
     }
 
-    /// The inputs on which a run depends, except the file's header and the contents of the checkpoint, which a resume
-    /// checks separately.
+    /// The inputs on which a run depends, except those that a resume checks separately: the file's header and the
+    /// contents of the checkpoint.
     pub fn fingerprint(
         &self,
         directory: &ModelDirectory,

@@ -40,7 +40,6 @@ pub struct GgufRequest {
 }
 
 impl GgufRequest {
-    /// The bytes of a value in the largest requested type, rounded up.
     pub(super) fn largest_value(&self) -> u64 {
         let kinds = self.overrides.iter().map(|(_, kind)| *kind).chain([self.mixture.base]);
         kinds.map(|kind| kind.bytes.div_ceil(kind.elements) as u64).max().unwrap_or(4)
@@ -82,7 +81,6 @@ impl PlannedTensor {
         }
     }
 
-    /// The block of the model to which the tensor belongs.
     pub(super) fn layer(&self) -> Option<usize> {
         self.name.strip_prefix("blk.")?.split('.').next()?.parse().ok()
     }
@@ -120,28 +118,23 @@ pub struct GgufPlan {
     pub notes: Vec<String>,
 }
 
-/// A tensor before its type is chosen.
 struct Draft {
     name: String,
-    /// The module in the checkpoint.
     module: String,
     shape: Vec<usize>,
     role: Role,
     layer: usize,
     source: Source,
-    /// Whether the mixture chooses its type.
     is_weight: bool,
 }
 
 impl GgufPlan {
-    /// Plans the file for a model. A model that is already quantized keeps its codes: its linears become Q4_0 or Q8_0,
-    /// and weights in MXFP4 blocks stay MXFP4.
+    /// Plans the file for a model. A model that is already quantized keeps its codes.
     ///
     /// # Errors
-    /// [`Error::Usage`] if llama.cpp does not support the family or a property of the model, a pattern matches nothing,
-    /// a mixture needs an importance matrix, or rows do not fit their type; [`Error::NotRepackable`] if codes cannot be
-    /// kept; [`Error::Tokenizer`] if the tokenizer cannot be loaded; [`Error::InputFile`] if it cannot be written or
-    /// its pre-tokenizer is not recognized.
+    /// [`Error::Usage`] if llama.cpp does not support the family or a property of the model, or the request does not
+    /// fit the model; [`Error::NotRepackable`] if codes cannot be kept; [`Error::Tokenizer`] if the tokenizer cannot be
+    /// loaded; [`Error::InputFile`] if it cannot be written or its pre-tokenizer is not recognized.
     pub fn new(model: &Model, directory: &ModelDirectory, request: GgufRequest) -> Result<Self> {
         let a = model.architecture();
         let is_held = |family: &&GgufFamily| a.wrapper.is_none() || family.is_text_of_larger;
@@ -240,8 +233,7 @@ impl GgufPlan {
     }
 }
 
-/// Returns the `general.file_type` of a file whose codes are kept: the number of the most common block type, by
-/// weights.
+/// The number of the most common block type, by weights.
 fn commonest_type(tensors: &[PlannedTensor]) -> Option<u32> {
     let mut elements: BTreeMap<&str, usize> = BTreeMap::new();
     for tensor in tensors.iter().filter(|t| t.keeps_codes()) {
@@ -252,7 +244,6 @@ fn commonest_type(tensors: &[PlannedTensor]) -> Option<u32> {
     of_type.map(|m| m.id)
 }
 
-/// All tensors of the file, without types: the embedding, the blocks, the final norm, and the head.
 fn drafts(model: &Model, family: &GgufFamily) -> Result<Vec<Draft>> {
     let a = model.architecture();
     let mut drafts = Vec::new();
@@ -302,7 +293,7 @@ fn drafts(model: &Model, family: &GgufFamily) -> Result<Vec<Draft>> {
     Ok(drafts)
 }
 
-/// The tensors of one block: in order of use, then those of experts, by name. All experts share one tensor.
+/// Adds the tensors of one block: in order of use, then those of experts, by name. All experts share one tensor.
 fn block(a: &Architecture, family: &GgufFamily, layer: usize, drafts: &mut Vec<Draft>) -> Result<()> {
     let mut experts: BTreeMap<String, Draft> = BTreeMap::new();
     for placed in layout::of_block(a, family, layer)? {
@@ -335,7 +326,6 @@ fn block(a: &Architecture, family: &GgufFamily, layer: usize, drafts: &mut Vec<D
     Ok(())
 }
 
-/// The number of experts in a block.
 fn family_experts(a: &Architecture, layer: usize) -> usize {
     let routings = a.graph(layer).nodes().iter().filter_map(|node| node.op.routing());
     routings.map(|routing| routing.experts).max().unwrap_or(0)
@@ -354,13 +344,11 @@ fn role(stored: &str) -> Role {
     }
 }
 
-/// Chooses the type of each tensor.
 struct Types<'a> {
     request: &'a GgufRequest,
     facts: ModelFacts,
     /// Blocks that compute values, which are numbered separately.
     values: BTreeSet<usize>,
-    /// The layers and names of all tensors in the role `down`.
     downs: BTreeSet<(usize, String)>,
 }
 
@@ -383,7 +371,6 @@ impl<'a> Types<'a> {
         Self { request, facts, values, downs }
     }
 
-    /// Checks that every pattern selects a tensor whose type can be chosen.
     fn check_patterns(&self, drafts: &[Draft]) -> Result<()> {
         let weights: Vec<&Draft> = drafts.iter().filter(|d| d.is_weight).collect();
         let ignored = self.request.ignore.iter().map(|pattern| ("ignore", pattern));
@@ -471,7 +458,6 @@ fn selects(pattern: &Pattern, draft: &Draft) -> bool {
     pattern.matches(&draft.module) || pattern.matches(stored)
 }
 
-/// The float type in which a tensor is stored.
 fn as_stored(model: &Model, source: &Source) -> Result<&'static BlockType> {
     let Source::Stored { tensors, .. } = source else { return Ok(&F32) };
     let Some(tensor) = tensors.first() else { return Ok(&F32) };
@@ -479,7 +465,6 @@ fn as_stored(model: &Model, source: &Source) -> Result<&'static BlockType> {
     Ok(block_type(dtype.name()).unwrap_or(&F32))
 }
 
-/// The block type for the codes of a linear that is already quantized.
 fn codes(model: &Model, draft: &Draft) -> Result<Option<(&'static BlockType, Source)>> {
     let Source::Stored { tensors, view } = &draft.source else { return Ok(None) };
     let order = &view.order;

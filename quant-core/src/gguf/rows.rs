@@ -5,7 +5,6 @@ use std::ops::Range;
 use crate::model::Model;
 use crate::{Error, Result};
 
-/// The source of the values of a file's tensor.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) enum Source {
     /// Concatenated tensors of the checkpoint: one, or one per expert.
@@ -18,7 +17,6 @@ pub(super) enum Source {
     Blocks { tensors: Vec<String> },
 }
 
-/// How a tensor of the checkpoint is transformed for the file.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct View {
     pub(super) order: RowOrder,
@@ -27,17 +25,14 @@ pub(super) struct View {
     pub(super) change: Change,
 }
 
-/// How each value changes.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) enum Change {
     None,
-    /// Adds a constant.
     Add(f32),
     /// `x` becomes `−eˣ`.
     Decay,
 }
 
-/// The order of a tensor's rows in the file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum RowOrder {
     AsStored,
@@ -46,8 +41,7 @@ pub(super) enum RowOrder {
         head: usize,
     },
     /// Starting with row `first`, the tensor consists of heads of `width` rows, stored in `groups` groups of `repeat`
-    /// heads. In the file, heads are ordered by their index within the group: the first heads of all groups, then the
-    /// second heads of all groups, and so on.
+    /// heads. The file has the first heads of all groups, then the second heads of all groups, and so on.
     Tiled {
         first: usize,
         groups: usize,
@@ -55,7 +49,7 @@ pub(super) enum RowOrder {
         width: usize,
     },
     /// Rows are selected from each of the `periods` periods of `period` rows. The file has the rows of the first of
-    /// `parts` (start and length within a period) for all periods, then those of the second part, then of the third.
+    /// `parts` (start and length within a period) for all periods, then those of the next part.
     Parts {
         period: usize,
         periods: usize,
@@ -77,7 +71,6 @@ impl View {
         Self { order, ..Self::AS_STORED }
     }
 
-    /// The view with a constant added to all values.
     pub(super) fn plus(self, shift: f32) -> Self {
         let change = if shift == 0.0 { Change::None } else { Change::Add(shift) };
         Self { change, ..self }
@@ -105,7 +98,6 @@ impl Change {
 }
 
 impl RowOrder {
-    /// The number of rows in the file for `rows` stored rows.
     pub(super) fn count(self, rows: usize) -> usize {
         match self {
             Self::AsStored | Self::Paired { .. } | Self::Tiled { .. } => rows,

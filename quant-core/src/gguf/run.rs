@@ -1,5 +1,4 @@
-//! Writes the tensors of a planned GGUF file. Rows are read, transformed, encoded and written piece by piece, so memory
-//! does not grow with the model.
+//! Writes the tensors of a planned GGUF file, piece by piece, so memory does not grow with the model.
 
 use std::sync::Arc;
 
@@ -17,9 +16,7 @@ use crate::model::Model;
 use crate::quantize::gptq::{Factor, encode_blocks};
 use crate::{CancelToken, Error, Event, Observer, Result, TensorSink};
 
-/// The number of values encoded at a time.
 pub(super) const CHUNK_VALUES: usize = 1 << 22;
-/// The number of values hashed at a time.
 const HASHED_VALUES: usize = 1 << 16;
 
 /// The report on a tensor.
@@ -123,13 +120,10 @@ pub fn write_tensors(
     Ok(GgufReport { schema: "quant-gguf-report/1", mixture: plan.request.mixture.name, tensors: reports })
 }
 
-/// The state of writing one tensor.
 struct Writer<'a> {
     tensor: &'a PlannedTensor,
     search: ScaleSearch,
-    /// The importance of all columns, for each matrix of the tensor.
     importance: Option<Vec<f32>>,
-    /// The Hessian factors of the inputs of its matrices, for GPTQ.
     factors: Vec<Option<Arc<Factor>>>,
     sink: &'a mut dyn TensorSink,
     cancel: &'a CancelToken,
@@ -137,7 +131,6 @@ struct Writer<'a> {
     hash: blake3::Hasher,
 }
 
-/// Sums of squares.
 #[derive(Default)]
 struct Squares {
     error: f64,
@@ -149,7 +142,7 @@ impl Writer<'_> {
         let PlannedTensor { name, shape, kind, replaces, source } = self.tensor;
         let recalled =
             self.sink.recall(name).and_then(|r| serde_json::from_value::<GgufTensorReport>(r).ok());
-        // For a tensor that is already complete, only the input is read, to check that it is unchanged.
+        // A tensor that is already complete is only read, to check that it is unchanged.
         let recalled = recalled.filter(|_| self.sink.is_complete(name));
         let skip = recalled.is_some();
         let mut squares = Squares::default();
@@ -231,7 +224,7 @@ impl Writer<'_> {
             bytes: self.tensor.bytes(),
             keeps_codes,
             weighted: self.importance.is_some(),
-            // Without importance, which Q8_0 does not use, values are encoded by the search.
+            // Without importance, values are encoded by the search.
             method: (self.factors.iter().any(Option::is_some) && self.importance.is_some())
                 .then(|| "gptq".to_owned()),
             relative_rms: (!keeps_codes).then(|| match squares.value {

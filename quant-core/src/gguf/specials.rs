@@ -1,4 +1,4 @@
-//! Metadata for parts that only some families have: latent attention, delta nets, groups of experts, and YaRN.
+//! Metadata for parts that only some families have.
 
 use serde_json::{Map, Value as Json};
 
@@ -14,14 +14,12 @@ use crate::model::{
 /// The start and end of YaRN's ramp, in rotations over the original context length. llama.cpp supports no others.
 pub(super) const ROTATIONS: [f64; 2] = [32.0, 1.0];
 
-/// The widths of latent attention.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct LatentWidths {
     /// The width of the latent vector for queries, if they have one.
     pub(super) query_rank: Option<usize>,
     /// The width of the latent vector for keys and values.
     pub(super) rank: usize,
-    /// The number of rotated features of a head.
     pub(super) rotary: usize,
 }
 
@@ -42,15 +40,10 @@ impl LatentWidths {
     }
 }
 
-/// An integer as metadata.
-///
-/// # Errors
-/// [`Error::Usage`](crate::Error::Usage) when it does not fit 32 bits.
 pub(super) fn count(family: &GgufFamily, n: usize) -> Result<Value> {
     u32::try_from(n).map(Value::U32).map_err(|_| unfit(family, format!("{n} exceeds 32 bits")))
 }
 
-/// Writes the numbers of heads and their widths.
 pub(super) fn heads(
     a: &Architecture,
     family: &GgufFamily,
@@ -77,8 +70,7 @@ pub(super) fn heads(
     Ok(())
 }
 
-/// Writes how tokens are routed, if files of the family describe it. The widths are those of an expert and of the
-/// shared expert.
+/// Writes how tokens are routed. The widths are those of an expert and of the shared expert.
 pub(super) fn routing(
     family: &GgufFamily,
     routing: Routing,
@@ -121,16 +113,15 @@ pub(super) fn routing(
     Ok(())
 }
 
-/// Returns the value of `expert_gating_func` for a score function.
+/// The value of `expert_gating_func`.
 pub(super) fn gating(scores: RouterScores) -> u32 {
     match scores {
-        // `Sparse` does not occur: families that use it cannot be written as GGUF.
+        // Families that use `Sparse` cannot be written as GGUF.
         RouterScores::Softmax | RouterScores::Sparse { .. } => 1,
         RouterScores::Sigmoid => 2,
     }
 }
 
-/// Writes the entries for delta nets, including which blocks have them.
 pub(super) fn delta_nets(
     a: &Architecture,
     family: &GgufFamily,

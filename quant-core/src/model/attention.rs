@@ -31,9 +31,6 @@ const ELEMENT_TILE: usize = 1 << 14;
 /// attends to a key of a different segment; several segments require as many keys as queries. `sinks` has one score per
 /// query head, which takes part in the softmax but has no value. With `alibi`, the head's slope times the distance
 /// between query and key is subtracted from each scaled score.
-///
-/// # Errors
-/// When shapes do not match.
 pub(crate) fn causal_attention(
     q: &Tensor,
     k: &Tensor,
@@ -47,17 +44,11 @@ pub(crate) fn causal_attention(
 }
 
 /// `activation(gate) · up`, elementwise.
-///
-/// # Errors
-/// When the shapes differ.
 pub(crate) fn gated(activation: Activation, gate: &Tensor, up: &Tensor) -> Result<Tensor> {
     Ok(gate.contiguous()?.apply_op2_no_bwd(&up.contiguous()?, &Gated(activation))?)
 }
 
 /// Applies an activation elementwise; NaN stays NaN.
-///
-/// # Errors
-/// When `x` is not an `f32` tensor.
 pub(crate) fn activate(activation: Activation, x: &Tensor) -> Result<Tensor> {
     Ok(x.contiguous()?.apply_op1_no_bwd(&Activate(activation))?)
 }
@@ -110,9 +101,6 @@ impl CustomOp3 for CausalAttention<'_> {
 
 /// [`causal_attention`] of one sequence, on slices: `q` is `[queries, heads · head_dim]`, `k`
 /// `[keys, kv_heads · head_dim]` and `v` `[keys, kv_heads · value_dim]`. `k_width` is the width of one key row.
-///
-/// # Errors
-/// When shapes do not match.
 pub(super) fn cached_attention(
     [q, k, v]: [&[f32]; 3],
     k_width: usize,
@@ -134,12 +122,10 @@ pub(super) fn cached_attention(
 }
 
 impl CausalAttention<'_> {
-    /// The number of key and value heads, for key rows of width `k_width`.
     fn heads(&self, k_width: usize) -> usize {
         k_width.checked_div(self.shape.head_dim).unwrap_or(0)
     }
 
-    /// Whether key rows of width `k_width` consist of whole heads, and whether the number of sinks matches.
     fn fit(&self, k_width: usize) -> bool {
         let heads = self.heads(k_width);
         heads * self.shape.head_dim == k_width
@@ -403,7 +389,6 @@ mod tests {
         }
     }
 
-    /// ALiBi, for whole windows and with a cache.
     #[test]
     fn alibi_matches_its_definition() {
         let (heads, d, length) = (6, 4, 150);
@@ -469,7 +454,6 @@ mod tests {
         }
     }
 
-    /// Segments of a packed window match the segments computed separately, also with sliding windows.
     #[test]
     fn segments_do_not_see_each_other() {
         let (kv_heads, repeat, d) = (2, 2, 8);

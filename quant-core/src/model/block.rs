@@ -83,7 +83,7 @@ impl Block {
         self
     }
 
-    /// Returns the block with static scales for an FP8 cache of keys and values. Missing scales are 1.
+    /// Returns the block with static scales for an FP8 cache of keys and values; a missing scale is 1.
     pub fn with_kv_scales(mut self, scales: KvScales) -> Self {
         self.kv_scales = scales;
         self
@@ -143,16 +143,15 @@ impl Block {
         self.norms[&id].bias.as_ref()
     }
 
-    /// Replaces a linear. Operations that were fused when the block was packed, such as experts that run in one call,
-    /// run separately again.
+    /// Replaces a linear. Operations of the block that were fused are run separately again.
     pub fn replace_linear(&mut self, id: NodeId, linear: Linear) {
         self.grouped.clear();
         self.fused.clear();
         self.linears.insert(id, linear);
     }
 
-    /// Returns the block with all its quantized linears packed for the kernels. If the linears of all experts are
-    /// packed and quantize their inputs in the same way, the experts run in one call.
+    /// Returns the block with its quantized linears packed for the kernels. Experts run in one call if their linears
+    /// allow it.
     ///
     /// # Errors
     /// As [`WeightBody::packed`](super::WeightBody::packed), and when the shapes of experts do not match.
@@ -195,8 +194,8 @@ impl Block {
     /// without a cache, the number of cached positions with one.
     ///
     /// # Errors
-    /// When shapes do not match, the rotary tables are too short, a weight cannot be read, a router logit is not finite,
-    /// keys or values exceed the range of their cache, or the tap stops the run.
+    /// When shapes do not match, the block cannot be computed for these values or positions, a weight cannot be read,
+    /// or the tap stops the run.
     pub fn forward(
         &self,
         hidden: &Tensor,
@@ -209,7 +208,7 @@ impl Block {
         run.output(hidden)
     }
 
-    /// Prefills the whole block with windows `[batch, positions, width]` of several segments each.
+    /// Runs the whole block on windows `[batch, positions, width]` of several segments each, without a cache.
     ///
     /// # Errors
     /// As [`forward`](Self::forward), and when the segments do not match the batch.
@@ -275,7 +274,7 @@ struct Run<'a> {
     cache: Option<&'a mut LayerCache>,
     segments: Segments<'a>,
     tap: &'a mut dyn Tap,
-    /// For each node that selects rows, the selected tokens, once computed.
+    /// The selected tokens, by the node that selects them.
     selected: BTreeMap<NodeId, Vec<u32>>,
 }
 
@@ -292,7 +291,7 @@ impl<'a> Run<'a> {
         self.block.grouped.get(&id).filter(|_| whole)
     }
 
-    /// Returns the nodes that are needed to compute a node: its inputs, or those of the call that runs its experts.
+    /// Returns the nodes that are read to compute a node.
     fn inputs(&self, id: NodeId) -> &[NodeId] {
         self.grouped(id).map_or(&self.block.graph.nodes()[id].inputs, |experts| experts.inputs())
     }
@@ -358,8 +357,7 @@ impl<'a> Run<'a> {
             .collect()
     }
 
-    /// Returns this linear and later ones that read the same value and can run in one kernel call with it, if there are
-    /// any.
+    /// Returns this linear and later ones that can run with it in one kernel call, if there are any.
     fn together(&self, id: NodeId, needed: &[bool], values: &[Option<Tensor>]) -> Option<Vec<NodeId>> {
         let first = self.block.linears.get(&id)?;
         let goes = |other: &NodeId| {
@@ -403,7 +401,6 @@ impl<'a> Run<'a> {
         Linear::forward_each(&linears, x)
     }
 
-    /// Passes a linear's input to the tap, with the tokens of the rows.
     fn watch_linear(&mut self, id: NodeId, x: &Tensor) -> Result<()> {
         let graph = &self.block.graph;
         let selects = graph.rows_selected_by(graph.nodes()[id].inputs[0]);
@@ -414,7 +411,6 @@ impl<'a> Run<'a> {
         self.tap.linear_input(id, x, tokens)
     }
 
-    /// The empty value of a node that belongs to an expert without tokens.
     fn no_rows(&self, id: NodeId) -> Result<Tensor> {
         Ok(Tensor::from_vec(Vec::<f32>::new(), (1, 0, self.block.graph.width(id)), &Device::Cpu)?)
     }
@@ -510,7 +506,6 @@ impl<'a> Run<'a> {
         }
     }
 
-    /// Runs attention on the new keys and values and, if there is a cache, on the cached ones.
     fn attend(&mut self, id: NodeId, shape: AttentionShape, [q, k, v]: [&Tensor; 3]) -> Result<Tensor> {
         let block = self.block;
         let sinks = block.parameters.get(&id).and_then(OpParameters::first);
@@ -565,7 +560,6 @@ fn join_heads(values: [&Tensor; 2], heads: usize, widths: [usize; 2]) -> Result<
     Ok(joined.reshape((batch, positions, heads * (widths[0] + widths[1])))?)
 }
 
-/// The tokens of a value `[…, features]` that has a row for every token.
 fn tokens_of(value: &Tensor) -> Result<TokenRows<'static>> {
     let features = value.dim(D::Minus1)?;
     Ok(TokenRows::range(0, value.elem_count().checked_div(features).unwrap_or(0)))

@@ -1,7 +1,7 @@
-//! Transposed views of weights that a family stores as `[in, out]`, so that all weights appear as `[out, in]`.
+//! Transposed views of float weights that a family stores as `[in, out]`, so that all weights appear as `[out, in]`.
 //!
-//! Only float weights are stored this way. Codes, scales and zero points have one row per output in every format,
-//! because engines load them into ordinary linear modules. Weights that stay float are transposed back on writing.
+//! Codes, scales and zero points have one row per output in every format, because engines load them into ordinary
+//! linear modules. Weights that stay float are transposed back on writing.
 
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -10,7 +10,6 @@ use super::Architecture;
 use crate::checkpoint::{Dtype, TensorInfo, TensorSource};
 use crate::{Error, Result};
 
-/// Returns the tensors with a transposed view of weights stored as `[in, out]`, if the family has any.
 pub(super) fn by_rows(source: Arc<dyn TensorSource>, architecture: &Architecture) -> Arc<dyn TensorSource> {
     if architecture.stored_by_columns.is_empty() {
         return source;
@@ -43,7 +42,6 @@ pub(crate) fn transposed(bytes: &[u8], [rows, columns]: [usize; 2], size: usize)
 
 struct ByRows {
     source: Arc<dyn TensorSource>,
-    /// The transposed tensors, with their transposed shapes.
     other: std::collections::BTreeMap<String, TensorInfo>,
     /// The last tensor read, which is kept because tensors are read in pieces.
     last: Mutex<Option<(String, Arc<Vec<u8>>)>>,

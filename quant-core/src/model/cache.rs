@@ -39,12 +39,11 @@ impl SequenceCache {
     }
 }
 
-/// The cache of one block for one sequence, in the block's format; see [`KvCaching`](super::KvCaching).
+/// The cache of one block for one sequence; see [`KvCaching`](super::KvCaching).
 #[derive(Debug, Clone)]
 pub struct LayerCache {
     capacity: usize,
     pub(super) held: CacheContents,
-    /// The state of each recurrent operation, once it has run.
     states: BTreeMap<NodeId, State>,
 }
 
@@ -85,7 +84,6 @@ impl LayerCache {
         attended + states
     }
 
-    /// Appends positions with keys and values of these widths, and returns all keys and values so far.
     pub(super) fn append(
         &mut self,
         [k, v]: [&[f32]; 2],

@@ -53,8 +53,7 @@ impl Decoder {
     /// Loads the model for windows of up to `positions` tokens.
     ///
     /// # Errors
-    /// When a tensor cannot be read or is not finite, the model has fewer than `positions` learned positions, or the
-    /// run is cancelled.
+    /// When a tensor cannot be read or is not finite, the model supports fewer positions, or the run is cancelled.
     pub fn load(
         model: &Model,
         positions: usize,
@@ -92,8 +91,8 @@ impl Decoder {
         .with_kv(model.kv_scheme()))
     }
 
-    /// Returns the decoder with a different, simulated cache: keys and values are rounded as the cache would round
-    /// them, or stay float if `kv` is `None`. By default, a decoder uses the cache of the model's configuration.
+    /// Returns the decoder with a simulated cache: keys and values are rounded as the cache would round them, or stay
+    /// float if `kv` is `None`. By default, a decoder uses the cache of the model's configuration.
     pub fn with_kv(self, kv: Option<KvScheme>) -> Self {
         self.with_caching(kv.map_or(KvCaching::Float, KvCaching::Simulated))
     }
@@ -109,8 +108,8 @@ impl Decoder {
         self.blocks.first().map_or(KvCaching::Float, Block::caching)
     }
 
-    /// Replaces an `f32` cache with the kernels' paged cache of 16-bit floats, if the kernels support the attention
-    /// shapes. Engines usually have 16-bit caches, so speed should be measured with one.
+    /// Replaces an `f32` cache with the kernels' cache of 16-bit floats, if the kernels support the attention shapes.
+    /// Engines usually have 16-bit caches, so speed should be measured with one.
     pub fn with_half_cache(self) -> Self {
         match self.caching() {
             KvCaching::Float if KvCaching::refusal(Some(KvType::F16), &self.attentions).is_none() => {
@@ -120,10 +119,9 @@ impl Decoder {
         }
     }
 
-    /// Returns the decoder with its quantized linears packed for the kernels. Products of few tokens are several times
-    /// faster, and results differ in the last bits of an `f32`. A quantized cache of keys and values becomes the
-    /// kernels' own, and attention runs on it. If the kernels do not support the attention shapes
-    /// ([`KvCaching::refusal`]), the cache stays simulated.
+    /// Returns the decoder with its quantized linears packed for the kernels. Products of few tokens are much faster,
+    /// and results differ slightly because of rounding. If keys and values are quantized, attention runs on the
+    /// kernels' own cache, unless they do not support it ([`KvCaching::refusal`]).
     ///
     /// # Errors
     /// As [`WeightBody::packed`].
@@ -134,9 +132,8 @@ impl Decoder {
         Ok(self.with_kernel_cache())
     }
 
-    /// Returns the decoder with its quantized linears on a GPU, multiplied by the GPU kernels. Norms, rotary
-    /// embeddings, attention and unquantized linears stay on the CPU. As after [`packed`](Self::packed), attention runs
-    /// on the kernels' own cache if they support it.
+    /// Returns the decoder with its quantized linears on a GPU. All other operations stay on the CPU, where attention
+    /// uses the same cache as after [`packed`](Self::packed).
     ///
     /// # Errors
     /// As [`WeightBody::on_cuda`].
@@ -146,7 +143,6 @@ impl Decoder {
         Ok(self.with_kernel_cache())
     }
 
-    /// Replaces a simulated cache with the kernels' own, if they support the attention shapes.
     fn with_kernel_cache(self) -> Self {
         match self.caching() {
             KvCaching::Simulated(kv) => match (kv.kind(), KvCaching::refusal(kv.kind(), &self.attentions)) {
@@ -185,8 +181,7 @@ impl Decoder {
     }
 
     /// Returns the input of the first block for windows of equal length, `[batch, positions, features]`. The first
-    /// `hidden` features are the embeddings. In families that have them, per-layer inputs follow; between blocks, keys
-    /// and values that later blocks share are appended in the same way.
+    /// `hidden` features are the embeddings. Some families append further values, which blocks read.
     ///
     /// # Errors
     /// When the windows differ in length, a token is outside the vocabulary, or the model has learned positions and the
@@ -230,8 +225,8 @@ impl Decoder {
         Ok(Tensor::from_vec(values, (windows.len(), length, width), &Device::Cpu)?)
     }
 
-    /// Returns how many norms and gates of block `index` the kernels compute while packing rows; 0 if there is no such
-    /// block.
+    /// Returns how many norms and gates of block `index` the kernels compute together with linears; 0 if there is no
+    /// such block.
     pub fn fused_operations(&self, index: usize) -> usize {
         self.blocks.get(index).map_or(0, Block::fused_operations)
     }
@@ -258,7 +253,7 @@ impl Decoder {
         }
     }
 
-    /// Prefill: returns the normalized hidden states of windows of equal length, `[batch, positions, hidden]`.
+    /// Returns the normalized hidden states of windows of equal length, `[batch, positions, hidden]`.
     /// [`logits`](Self::logits) converts any part of them to logits.
     ///
     /// # Errors
@@ -269,7 +264,7 @@ impl Decoder {
     }
 
     /// Like [`hidden`](Self::hidden), but passes the index and the output of each block to `after`, which may inspect
-    /// or change the output. Outputs have the layout of [`embed`](Self::embed).
+    /// or change the output.
     ///
     /// # Errors
     /// As [`hidden`](Self::hidden), and errors of `after`.
@@ -299,7 +294,7 @@ impl Decoder {
         }
     }
 
-    /// Returns the head, for callers that compute logits for a range of the vocabulary at a time.
+    /// Returns the head, for callers that compute part of the logits.
     ///
     /// # Errors
     /// When its weight cannot be read or is not finite.

@@ -1,9 +1,8 @@
 //! A float view of a quantized checkpoint: the dequantized values, under the names of float weights.
 //!
-//! All checkpoint formats that quant can read are supported. Quantized linears appear as F32 weights with exactly their
-//! dequantized values. The tensors that store them are hidden, and so are tensors that are meaningless without them:
-//! scales and zero points of activations and of cached keys and values. A weight is dequantized when it is read. The
-//! last one is kept, because weights are read in pieces.
+//! Quantized linears appear as F32 weights with exactly their dequantized values. Tensors that are meaningless without
+//! the quantized ones are hidden. A weight is dequantized when it is read. The last one is kept, because weights are
+//! read in pieces.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -29,10 +28,8 @@ const QUANTIZATION_SUFFIXES: [&str; 12] = [
     "weight_zero_point",
 ];
 
-/// The tensors of a quantized model as floats.
 pub(super) struct Dequantized {
     model: Model,
-    /// All visible tensors, with their descriptions.
     tensors: BTreeMap<String, TensorInfo>,
     /// The modules of dequantized weights, by weight name.
     modules: BTreeMap<String, (String, [usize; 2])>,
@@ -40,10 +37,6 @@ pub(super) struct Dequantized {
 }
 
 impl Dequantized {
-    /// Creates the view of a quantized model.
-    ///
-    /// # Errors
-    /// When a tensor that should hold a quantized weight is missing.
     pub(super) fn new(model: Model) -> Result<Self> {
         let (mut modules, mut hidden) = (BTreeMap::new(), std::collections::BTreeSet::new());
         for (_, module, shape) in model.weight_modules() {
@@ -68,7 +61,6 @@ impl Dequantized {
         Ok(Self { model, tensors, modules, last: Mutex::new(None) })
     }
 
-    /// Returns the bytes of a dequantized weight.
     fn weight(&self, name: &str, module: &str, shape: [usize; 2]) -> Result<Arc<Vec<u8>>> {
         let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some((known, bytes)) = &*last

@@ -11,7 +11,6 @@ use super::{Linear, Model, Norm, PositionTable};
 use crate::checkpoint::{Dtype, TensorSource, non_finite_in_whole, require_finite_bytes};
 use crate::{Error, Result};
 
-/// Rows of a float matrix in a checkpoint.
 pub(super) struct Rows {
     source: Arc<dyn TensorSource>,
     name: String,
@@ -32,16 +31,12 @@ impl Rows {
         Ok(Self { source: model.source().clone(), name, dtype, shape })
     }
 
-    /// Returns the dtype of the values.
     pub(super) fn dtype(&self) -> Dtype {
         self.dtype
     }
 
     /// Passes the row of every token to the callback, with the token's index in `tokens`. Each distinct row is read
     /// once, in file order.
-    ///
-    /// # Errors
-    /// When a token has no row, or a row cannot be read or is not finite.
     pub(super) fn each(&self, tokens: &[u32], mut take: impl FnMut(usize, &[f32])) -> Result<()> {
         let [rows, width] = self.shape;
         let mut places: BTreeMap<u32, Vec<usize>> = BTreeMap::new();
@@ -63,7 +58,6 @@ impl Rows {
     }
 }
 
-/// The norm of the embeddings.
 #[derive(Debug)]
 pub(crate) struct EmbeddingNorm {
     pub(super) op: Op,
@@ -71,10 +65,6 @@ pub(crate) struct EmbeddingNorm {
 }
 
 impl EmbeddingNorm {
-    /// Normalizes rows of `width` features.
-    ///
-    /// # Errors
-    /// When the width does not match.
     pub(crate) fn apply(&self, values: Vec<f32>, width: usize) -> Result<Vec<f32>> {
         let tokens = values.len() / width.max(1);
         let x = Tensor::from_vec(values, (1, tokens, width), &Device::Cpu)?;
@@ -103,7 +93,7 @@ impl Model {
         })
     }
 
-    /// Checks that the model has a position for every token of a window. Rotary embeddings have no limit.
+    /// Checks that the model has a position for every token of a window. Only learned positions are limited.
     ///
     /// # Errors
     /// [`Error::Usage`] with the number of positions.
@@ -146,13 +136,12 @@ impl Model {
     }
 
     /// Returns the embeddings of `tokens`, `[tokens, hidden]`, [scaled](Self::embedding_scale) and normalized if the
-    /// family does so. Rows are read from the checkpoint one at a time; the table itself is never in memory. The caller
-    /// adds [`position_table`](Self::position_table).
+    /// family does so. Only the rows that are needed are read. The caller adds
+    /// [`position_table`](Self::position_table).
     ///
     /// # Errors
     /// When the model is quantized, a token is outside the vocabulary, or a row cannot be read or is not finite.
     pub fn embed_streamed(&self, tokens: &[u32]) -> Result<Vec<f32>> {
-        // Calibration only uses float models, but other callers may pass a quantized one.
         self.require_float()?;
         tokens.iter().try_for_each(|&token| self.check_token(token))?;
         let (hidden, scale) = (self.architecture().hidden, self.embedding_scale()?);
@@ -168,10 +157,6 @@ impl Model {
         }
     }
 
-    /// Returns the weights that compute per-layer inputs, if the family has such inputs.
-    ///
-    /// # Errors
-    /// When the table is missing, or the projection or the norm cannot be read or is not finite.
     pub(crate) fn per_layer_inputs(&self) -> Result<Option<PerLayer>> {
         let a = self.architecture();
         let Some(inputs) = &a.per_layer_inputs else { return Ok(None) };
@@ -188,8 +173,7 @@ impl Model {
     /// Checks that the vocabulary contains the token.
     ///
     /// # Errors
-    /// [`Error::Tokenizer`] when it does not. If the token came from the tokenizer, the tokenizer does not belong to
-    /// the model.
+    /// [`Error::Tokenizer`] when it does not.
     pub fn check_token(&self, token: u32) -> Result<()> {
         let vocab = self.architecture().vocab;
         if (token as usize) < vocab {

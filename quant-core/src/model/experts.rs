@@ -1,8 +1,8 @@
 //! Mixtures of experts: the routing of tokens, the rows of each expert, and the sum of the expert outputs.
 //!
 //! Routing is a dense value, `[…, experts]`, with the weights of the chosen experts and 0 for all others. An expert's
-//! tokens are the rows in which its weight is not 0; no other information is needed. A chosen expert whose weight
-//! underflows to 0 contributes nothing and does not run.
+//! tokens are the rows in which its weight is not 0. A chosen expert whose weight underflows to 0 contributes nothing
+//! and does not run.
 
 use candle_core::{D, Device, Tensor};
 use rayon::prelude::*;
@@ -13,9 +13,6 @@ use crate::{Error, Result};
 
 /// Computes the expert weights of each token from the router's logits `[…, experts]` and the correction of each
 /// expert's score, if the routing has one. Ties between experts or groups are resolved in favor of the first.
-///
-/// # Errors
-/// When the logits or the correction have the wrong width, or a logit is not finite.
 pub(super) fn route(logits: &Tensor, routing: Routing, correction: Option<&[f32]>) -> Result<Tensor> {
     let experts = routing.experts;
     if logits.dim(D::Minus1)? != experts || correction.is_some_and(|c| c.len() != experts) {
@@ -38,7 +35,6 @@ pub(super) fn route(logits: &Tensor, routing: Routing, correction: Option<&[f32]
     Ok(Tensor::from_vec(weights, logits.dims(), &Device::Cpu)?)
 }
 
-/// Scratch memory of a thread, reused between tokens.
 #[derive(Default)]
 struct Scratch {
     scores: Vec<f32>,
@@ -47,7 +43,7 @@ struct Scratch {
     order: Vec<u32>,
 }
 
-/// Computes the expert weights of one token. `weights` must be all zeros on entry.
+/// `weights` must be all zeros on entry.
 fn route_token(
     logits: &[f32],
     routing: Routing,
@@ -71,7 +67,7 @@ fn route_token(
     choice.clear();
     match correction {
         Some(correction) => choice.extend(scores.iter().zip(correction).map(|(score, c)| score + c)),
-        // Logits have the same order as the scores, and still differ if the scores underflow to equal values.
+        // Unlike scores, logits still differ if the scores underflow to equal values.
         None if routing.groups.is_none() => choice.extend(logits),
         None => choice.extend(&*scores),
     }
@@ -94,7 +90,7 @@ fn route_token(
             order.extend(best.into_iter().flat_map(|g| (g * size) as u32..((g + 1) * size) as u32));
         }
     }
-    // The sort is stable, so experts with equal scores stay in order and the first one wins.
+    // The sort is stable: among equal scores, the first expert wins.
     order.sort_by(|&a, &b| choice[b as usize].total_cmp(&choice[a as usize]));
     let chosen = &order[..routing.top_k.min(order.len())];
     let score = |expert: u32| scores[expert as usize];
@@ -113,16 +109,15 @@ fn route_token(
     }
 }
 
-/// [`route_token`] for [`RouterScores::Sparse`]. `weights` must be all zeros on entry.
+/// [`route_token`] for [`RouterScores::Sparse`].
 fn route_one_by_one(logits: &[f32], top_k: usize, tolerance: f32, weights: &mut [f32]) {
     let mut chosen = vec![false; logits.len()];
     for _ in 0..top_k.min(logits.len()) {
         let open = || logits.iter().enumerate().filter(|(expert, _)| !chosen[*expert]);
-        // If logits are equal, the first expert wins.
         let Some((expert, &largest)) = open().reduce(|a, b| if *b.1 > *a.1 { b } else { a }) else { return };
         let counts = |logit: f32| {
             let gap = (largest - logit) / logit.abs().max(largest);
-            // 0 / 0 if both are 0, which means that they are equal.
+            // 0 / 0: both are 0, so they are equal.
             gap.is_nan() || gap <= tolerance
         };
         let all: f32 = open().map(|(_, &l)| l).filter(|&l| counts(l)).map(|l| (l - largest).exp()).sum();
@@ -132,9 +127,6 @@ fn route_one_by_one(logits: &[f32], top_k: usize, tolerance: f32, weights: &mut 
 }
 
 /// Multiplies each row of `[1, tokens, width]` by the sigmoid of its token's logit for an expert.
-///
-/// # Errors
-/// When a token has no logits.
 pub(super) fn scale_rows(rows: &Tensor, logits: &Tensor, tokens: &[u32], expert: usize) -> Result<Tensor> {
     let experts = logits.dim(D::Minus1)?;
     let factors = with_values(logits, |logits| {
@@ -149,10 +141,7 @@ pub(super) fn scale_rows(rows: &Tensor, logits: &Tensor, tokens: &[u32], expert:
     Ok(rows.broadcast_mul(&Tensor::from_vec(factors, (1, tokens.len(), 1), &Device::Cpu)?)?)
 }
 
-/// Returns the tokens routed to an expert, in ascending order, from the weights `[…, experts]`.
-///
-/// # Errors
-/// When there is no such expert.
+/// Returns the tokens of an expert, in ascending order, from the weights `[…, experts]`.
 pub(super) fn tokens_of_expert(weights: &Tensor, expert: usize) -> Result<Vec<u32>> {
     let experts = weights.dim(D::Minus1)?;
     if expert >= experts {
@@ -165,9 +154,6 @@ pub(super) fn tokens_of_expert(weights: &Tensor, expert: usize) -> Result<Vec<u3
 }
 
 /// Returns the rows `tokens` of `x` `[…, width]`, as `[1, tokens, width]`.
-///
-/// # Errors
-/// When a token index is out of range.
 pub(super) fn rows(x: &Tensor, tokens: &[u32]) -> Result<Tensor> {
     let width = x.dim(D::Minus1)?;
     let values = with_values(x, |x| {
@@ -184,12 +170,8 @@ pub(super) fn rows(x: &Tensor, tokens: &[u32]) -> Result<Tensor> {
     Ok(Tensor::from_vec(values, (1, tokens.len(), width), &Device::Cpu)?)
 }
 
-/// Sums the outputs of the experts. `outputs[e]` `[…, width]` has a row for each of expert `e`'s tokens, in order, or a
-/// row for every token, of which only those of expert `e` are used. Each token's terms are added in the order of the
-/// experts.
-///
-/// # Errors
-/// When the number of outputs differs from the number of experts, or an output has the wrong number of rows.
+/// Sums the outputs of the experts, in the order of the experts. `outputs[e]` `[…, width]` has a row for each of expert
+/// `e`'s tokens, in order, or a row for every token, of which only those of expert `e` are used.
 pub(super) fn sum(weights: &Tensor, outputs: &[Tensor]) -> Result<Tensor> {
     let experts = weights.dim(D::Minus1)?;
     let Some(width) = outputs.first().map(|output| output.dim(D::Minus1)).transpose()? else {
@@ -224,9 +206,6 @@ pub(super) fn sum(weights: &Tensor, outputs: &[Tensor]) -> Result<Tensor> {
 
 /// Adds an expert's output rows to the sums `[tokens, width]`. `of` returns a token's weight for the expert; the output
 /// has one row for each token whose weight is not 0.
-///
-/// # Errors
-/// When the number of rows differs from the number of these tokens.
 pub(crate) fn add_expert(
     sums: &mut [f32],
     width: usize,
@@ -274,7 +253,6 @@ mod tests {
             let exact = if expert == 1 || expert == 2 { f64::from(logits[expert]).exp() / all } else { 0.0 };
             approx::assert_relative_eq!(f64::from(weight), exact, max_relative = 1e-6);
         }
-        // Among equal logits, the first are chosen.
         assert_eq!(weights[4..], [0.25, 0.25, 0.0, 0.0]);
         let scaled =
             flat(&route(&tensor(&logits, 2), Routing { normalized: true, ..routing }, None).unwrap());
@@ -343,11 +321,9 @@ mod tests {
         // Differences are relative to the larger magnitude: (-1 + 4) / 4.
         let found = weights(&[-4.0, -1.0, -8.0, -9.0], 0.8);
         approx::assert_relative_eq!(f64::from(found[1]), softmax(&[-1.0, -4.0]), max_relative = 1e-6);
-        // The first two of equal logits, also if they are 0.
         assert_eq!(weights(&[0.0; 4], 0.1), [0.25, 1.0_f32 / 3.0, 0.0, 0.0]);
     }
 
-    /// If scores multiply the inputs, outputs are added unweighted.
     #[test]
     fn scores_on_inputs_leave_weights_of_one() {
         let logits = tensor(&[1.0, -2.0, 3.0, 0.5, 2.0, -1.0], 2);
@@ -378,7 +354,6 @@ mod tests {
 
     #[test]
     fn experts_see_their_tokens_and_add_up() {
-        // Expert 1 gets no tokens, expert 2 gets all.
         let weights = tensor(&[0.5, 0.0, 0.5, 0.0, 0.0, 1.0, 0.25, 0.0, 0.75], 3);
         let x = tensor(&[1.0, 2.0, 3.0, 4.0, 5.0, 6.0], 3);
         let tokens: Vec<Vec<u32>> = (0..3).map(|e| tokens_of_expert(&weights, e).unwrap()).collect();

@@ -1,8 +1,7 @@
 //! Norms and gates that the kernels compute while packing the rows of linears, instead of as separate operations.
 //!
-//! When a block is packed, they are found in its graph: RMSNorms of whole rows, and `silu(gate) · up`. Only packed
-//! linears that can run in one call may read their values. All other norms and gates are computed separately. If a tap
-//! observes the inputs of linears, fused norms and gates are computed separately, too.
+//! They are computed separately if something else needs their values, such as a tap that observes the inputs of
+//! linears.
 
 use std::collections::BTreeMap;
 
@@ -13,7 +12,6 @@ use super::arch::{Activation, BlockGraph, NodeId, Op};
 use super::{Linear, Norm};
 use crate::{Error, Result};
 
-/// The linears that read each fused norm or gate.
 pub(super) type FusedReaders = BTreeMap<NodeId, Vec<NodeId>>;
 
 /// Returns the nodes of a block that can be fused, with the linears that read them.
@@ -43,10 +41,6 @@ pub(super) fn readers(
     with_readers.collect()
 }
 
-/// Computes `op` on `inputs` and multiplies the result by each of the linears.
-///
-/// # Errors
-/// When shapes do not match.
 pub(super) fn run(
     op: &Op,
     norm: Option<&Norm>,

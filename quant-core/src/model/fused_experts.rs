@@ -3,7 +3,7 @@
 //!
 //! Contiguous rows are read from the file by range. For other layouts, the part of the tensor that holds one expert
 //! (its slab) is read whole and kept until another slab is needed. An expert's gate and up are read consecutively from
-//! the same slab, so each slab is read only once.
+//! the same slab.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
@@ -16,10 +16,6 @@ use crate::checkpoint::{Dtype, TensorInfo, TensorSource, require_weight_float};
 use crate::format::mxfp4;
 use crate::{Error, Result};
 
-/// Returns the tensors with each expert's weights separated, if some block stores its experts together.
-///
-/// # Errors
-/// When a tensor is missing or its shape or dtype does not match the configuration, or an expert is stored twice.
 pub(super) fn split(
     source: Arc<dyn TensorSource>,
     architecture: &Architecture,
@@ -60,7 +56,6 @@ enum Form {
 /// A weight or a bias as a part of a fused tensor.
 #[derive(Debug, Clone)]
 struct Part {
-    /// The dtype and shape of the view.
     info: TensorInfo,
     /// The name of the fused tensor; for MXFP4 without the suffix of codes or scales.
     tensor: String,
@@ -78,7 +73,6 @@ struct Part {
 struct Split {
     source: Arc<dyn TensorSource>,
     parts: BTreeMap<String, Part>,
-    /// The tensors that are passed through unchanged.
     others: BTreeSet<String>,
     /// The last slab read for a weight, and the last one for a bias.
     last: [Mutex<Option<Arc<Slab>>>; 2],
@@ -157,7 +151,6 @@ impl Split {
         Ok(())
     }
 
-    /// Adds a part for each expert.
     fn add_parts(&mut self, fused: FusedExperts, block: &str, name: &str, part: &Part) {
         for expert in 0..fused.experts {
             let name = format!("{block}{}.{expert}.{name}", fused.prefix);
@@ -165,8 +158,6 @@ impl Split {
         }
     }
 
-    /// Returns the dtype of the view of a tensor that stores matrices `[n, k]`, and their layout, if the shape
-    /// determines it.
     fn dtype_and_form(
         &self,
         tensor: &str,
@@ -214,14 +205,12 @@ impl Split {
         })
     }
 
-    /// Reads a byte range of a tensor.
     fn bytes(&self, tensor: &str, range: Range<usize>) -> Result<Vec<u8>> {
         let mut bytes = vec![0; range.len()];
         self.source.read_range(tensor, range.start as u64, &mut bytes)?;
         Ok(bytes)
     }
 
-    /// Returns the slab that contains a part.
     fn slab(&self, part: &Part) -> Result<Arc<Slab>> {
         let last = &self.last[usize::from(part.info.shape.len() == 1)];
         let mut last = last.lock().unwrap_or_else(PoisonError::into_inner);
@@ -248,7 +237,7 @@ impl Split {
 }
 
 impl Part {
-    /// Appends the `k` weights of one output to `out`, as bytes.
+    /// Appends the `k` weights of one output, as bytes.
     fn append_row(&self, slab: &Slab, output: usize, out: &mut Vec<u8>) {
         let &Self { form, all, first, step, k, .. } = self;
         let (row, size) = (first + output * step, self.info.dtype.size());
@@ -268,7 +257,6 @@ impl Part {
         }
     }
 
-    /// Returns bytes `range` of the part.
     fn gather(&self, slab: &Slab, range: Range<usize>) -> Vec<u8> {
         let row_bytes = self.k * self.info.dtype.size();
         let rows = range.start / row_bytes..range.end.div_ceil(row_bytes);

@@ -98,7 +98,6 @@ fn check(class: &str, sizes: [usize; 2], source: MemorySource, biased: bool) {
 
 #[test]
 fn experts_are_found_however_they_lie() {
-    // Sizes with one square matrix, and sizes with none.
     for sizes in [[12, 6], [6, 6], [10, 14]] {
         let intermediate = sizes[1];
         let halves = |row: usize| (row / intermediate, row % intermediate);

@@ -10,9 +10,6 @@ fn sigmoid(x: f32) -> f32 {
 }
 
 /// `g σ(alpha g) (u + 1)`, elementwise, with `g = min(gate, limit)` and `u` clamped to `−limit..=limit`; NaN stays NaN.
-///
-/// # Errors
-/// When the shapes differ.
 pub(super) fn clamped(alpha: f32, limit: f32, gate: &Tensor, up: &Tensor) -> Result<Tensor> {
     if gate.dims() != up.dims() {
         return Err(Error::Internal(format!("gate {:?} and up {:?} differ", gate.dims(), up.dims())));
@@ -35,9 +32,6 @@ pub(super) fn clamped(alpha: f32, limit: f32, gate: &Tensor, up: &Tensor) -> Res
 }
 
 /// `x` `[…, width]` times the sigmoid of a gate `[…, 1]`.
-///
-/// # Errors
-/// When the gate has a different number of rows.
 pub(super) fn by_token(x: &Tensor, gate: &Tensor) -> Result<Tensor> {
     let width = x.dim(D::Minus1)?.max(1);
     let values = with_values(gate, |gate| {

@@ -1,9 +1,7 @@
 //! Experts of a block that the kernels run in one call, instead of three products per expert.
 //!
-//! Packing a block finds them in its graph: all linears between the sum of experts and the selected rows must be packed
-//! and must quantize their inputs in the same way. Otherwise, for example if inputs have a static or floating-point
-//! grid, each expert is evaluated node by node. Experts are also evaluated node by node while a tap observes the inputs
-//! of linears.
+//! Packing a block finds them in its graph. If the kernels do not support the linears of an expert, or a tap observes
+//! the inputs of linears, the experts are evaluated node by node.
 
 use std::collections::BTreeMap;
 
@@ -18,7 +16,6 @@ use super::tensor_values::with_values;
 use super::{Linear, WeightBody};
 use crate::{Error, Result};
 
-/// The experts of a block that run in one call.
 #[derive(Debug, Clone)]
 pub(super) struct GroupedExperts {
     /// The node of the expert weights per token, and the node of the experts' input.
@@ -28,20 +25,15 @@ pub(super) struct GroupedExperts {
 }
 
 impl GroupedExperts {
-    /// Returns the inputs of the call: the expert weights per token, and the tokens.
     pub(super) fn inputs(&self) -> &[NodeId] {
         &self.inputs
     }
 
-    /// Returns the number of experts.
     pub(super) fn count(&self) -> usize {
         self.experts.count()
     }
 
     /// Computes the sum of the experts for weights `[…, experts]` and `x` `[…, width]`.
-    ///
-    /// # Errors
-    /// When a shape does not match, or a token has more nonzero weights than experts per token.
     pub(super) fn run(&self, weights: &Tensor, x: &Tensor) -> Result<Tensor> {
         let (count, width) = (self.experts.count(), self.experts.hidden());
         if weights.dim(D::Minus1)? != count || x.dim(D::Minus1)? != width {
@@ -67,7 +59,7 @@ impl GroupedExperts {
                         {max}"
                     )));
                 }
-                // A token may have fewer experts than `max`, because a weight may have underflowed to 0.
+                // Weights that underflow to 0 leave a token with fewer experts than `max`.
                 numbers.resize(before + max, NO_EXPERT);
                 own.resize(before + max, 0.0);
             }
@@ -81,9 +73,6 @@ impl GroupedExperts {
 }
 
 /// Returns the experts of a block that run in one call, by the nodes that sum them.
-///
-/// # Errors
-/// When the shapes of experts do not match.
 pub(super) fn grouped(
     graph: &BlockGraph,
     linears: &BTreeMap<NodeId, Linear>,
@@ -101,7 +90,6 @@ pub(super) fn grouped(
     Ok(found)
 }
 
-/// The gate, up and down linears of an expert, its gated product, its input, and the number of experts per token.
 #[derive(Clone, Copy)]
 struct Parts {
     linears: [NodeId; 3],
@@ -170,8 +158,7 @@ fn experts_of(
     Ok(Some(GroupedExperts { inputs, top_k: parts.top_k, experts: experts.map_err(kernel_error)? }))
 }
 
-/// Returns a packed linear, and its weight and bias in the form that the expert kernels use; `None` if it is not packed
-/// or its input has a floating-point grid.
+/// `None` if the linear is not packed or its input has a floating-point grid.
 fn packed(linear: &Linear) -> Result<Option<(&QuantizedLinear, ExpertLinear)>> {
     let WeightBody::Packed { linear: packed, grid: None } = &**linear.weight() else { return Ok(None) };
     let bias = linear.bias().map(|bias| bias.flatten_all()?.to_vec1::<f32>()).transpose()?;

@@ -1,7 +1,5 @@
-//! The output head on its own: logits of hidden states for one range of the vocabulary at a time.
-//!
-//! [`Decoder::hidden`](super::Decoder::hidden) ends before the head. Callers that need sums over the vocabulary instead
-//! of logits compute them tile by tile here, so the matrix of all logits is never in memory.
+//! The output head on its own: logits of hidden states for one range of the vocabulary at a time, so the matrix of all
+//! logits need not be in memory.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -14,14 +12,14 @@ use super::{Linear, LogitsTransform, WeightBody, WeightRows};
 use crate::checkpoint::Dtype;
 use crate::{Error, Result};
 
-/// Maximum number of output features per tile. It is fixed, so that a column is always computed by the same product.
+/// Maximum number of output features per tile.
 pub const HEAD_TILE: usize = 256;
 
 /// A head whose weight is in memory.
 #[derive(Debug)]
 pub struct Head<'a> {
     linear: Option<&'a Linear>,
-    /// The weight rows; `None` for a head that can only compute all logits at once.
+    /// `None` for a head that can only compute all logits at once.
     rows: Option<WeightRows<'a>>,
     shape: [usize; 2],
     bias: Option<Vec<f32>>,
@@ -44,7 +42,6 @@ pub struct HeadParts {
 }
 
 impl<'a> Head<'a> {
-    /// Creates the head of a decoder, reading it from the checkpoint if it is not yet in memory.
     pub(super) fn new(linear: &'a Linear, transform: LogitsTransform) -> Result<Self> {
         let weight = linear.weight();
         let rows = match &**weight {
@@ -55,7 +52,8 @@ impl<'a> Head<'a> {
         Ok(Self { linear: Some(linear), rows, shape: weight.shape(), bias, transform })
     }
 
-    /// Creates a head from its parts. Its logits are bit-identical to those of the original head.
+    /// Creates a head from its parts. For the same [`inputs`](Self::inputs), its logits are bit-identical to those of
+    /// the head that [returned](Self::to_parts) the parts.
     ///
     /// # Errors
     /// [`Error::Internal`] when the parts do not match.
@@ -75,8 +73,7 @@ impl<'a> Head<'a> {
     /// Returns the parts of a head that multiplies floats.
     ///
     /// # Errors
-    /// [`Error::Internal`] when the head can only compute all logits at once, or the parts of a quantized weight do not
-    /// match.
+    /// [`Error::Internal`] when the head [is whole](Self::is_whole), or its weight cannot be read.
     pub fn to_parts(&self) -> Result<HeadParts> {
         let rows = self.rows.as_ref().ok_or_else(|| Error::Internal("a packed head has no floats".into()))?;
         let (dtype, weight) = match rows.stored_bytes() {
@@ -109,8 +106,8 @@ impl<'a> Head<'a> {
     /// When the width does not match.
     pub fn inputs(&self, hidden: Vec<f32>) -> Result<Vec<f32>> {
         match (self.linear, &self.rows) {
-            // A head without rows quantizes its inputs itself. A head created from parts has no grid; its inputs were
-            // rounded before they were saved.
+            // A head without rows quantizes its inputs itself. The inputs of a head created from parts were rounded
+            // before they were saved.
             (Some(linear), Some(_)) if linear.grid()?.is_some() => {
                 let rows = hidden.len().checked_div(self.width()).unwrap_or(0);
                 let x = Tensor::from_vec(hidden, (rows, self.width()), &Device::Cpu)?;
@@ -121,11 +118,11 @@ impl<'a> Head<'a> {
     }
 
     /// Computes the logits of the tokens `columns` for [`inputs`](Self::inputs) `[m, width]`, on this thread. The
-    /// result `out` is `[m, columns]`. `scratch` is a buffer for the rows of the weight. Callers pass at most
+    /// result `out` is `[m, columns]`. `scratch` is a buffer for the rows of the weight; callers pass at most
     /// [`HEAD_TILE`] columns, to limit its size.
     ///
     /// # Errors
-    /// When a quantized weight's parts do not match, or the head can only compute all logits at once.
+    /// When the head [is whole](Self::is_whole), or its weight cannot be dequantized.
     ///
     /// # Panics
     /// When a column is out of range, or lengths do not match.
@@ -138,7 +135,6 @@ impl<'a> Head<'a> {
     ) -> Result<()> {
         let rows = self.rows.as_ref().ok_or_else(|| Error::Internal("a packed head has no tiles".into()))?;
         let m = inputs.len().checked_div(self.width()).unwrap_or(0);
-        // No `clear` is needed, because the product overwrites all elements.
         out.resize(m * columns.len(), 0.0);
         let weight = rows.rows(columns.clone(), scratch)?;
         multiply_tile(inputs, weight, self.width(), [m, columns.len()], out);
@@ -146,7 +142,7 @@ impl<'a> Head<'a> {
         Ok(())
     }
 
-    /// Computes the logits of all tokens, `[m, vocabulary]`, on the threads of the head's own kernels.
+    /// Computes the logits of all tokens, `[m, vocabulary]`.
     ///
     /// # Errors
     /// When the head was created [from parts](Self::from_parts), or a kernel or a GPU fails.
@@ -159,7 +155,6 @@ impl<'a> Head<'a> {
         Ok(())
     }
 
-    /// Converts products to logits.
     fn finish(&self, columns: Range<usize>, out: &mut [f32]) {
         let LogitsTransform { scale, softcap } = self.transform;
         if let Some(bias) = &self.bias {

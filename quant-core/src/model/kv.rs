@@ -1,10 +1,8 @@
 //! The simulation of quantized caches of keys and values.
 //!
-//! Each token's keys (after rotary embedding) and values (as projected) have a separate grid in every head (QServe,
-//! §3.3). The grid is defined by the cache in [`quant_kernels_cpu::attention`]; this module only calls it.
-//!
-//! FP8 is different: the keys and the values of a layer have one scale each, which is determined by calibration and
-//! stored in the checkpoint ([`KvScales`](super::KvScales)). The grid is that of static FP8 activations.
+//! Each token's keys (after rotary embedding) and values have a separate grid in every head (QServe, §3.3), which the
+//! cache in [`quant_kernels_cpu::attention`] defines. FP8 is different: the keys and the values of a layer have one
+//! scale each, which is determined by calibration and stored in the checkpoint ([`KvScales`](super::KvScales)).
 
 use std::fmt;
 
@@ -19,11 +17,10 @@ use crate::{Error, Result};
 
 /// Heads rounded per task.
 const HEAD_TILE: usize = 256;
-/// The kernels' message for a value that no cache can hold.
 const NOT_FINITE: &str = "a key or value is not finite";
 
-/// Rounds keys or values as the cache does. `x` is `[tokens, heads, head_dim]`, and `scale` is the static scale of
-/// FP8; values beyond 448 times the scale saturate. Integer schemes compute their own scales.
+/// Rounds keys or values as the cache does. `x` is `[tokens, heads, head_dim]`, and `scale` is the static scale of FP8;
+/// values beyond 448 times the scale saturate. Integer schemes compute their own scales.
 ///
 /// # Errors
 /// [`Error::Internal`] when the length of `x` is not a multiple of `head_dim`; [`Error::Cache`] when a value is not
@@ -67,8 +64,7 @@ pub enum KvCaching {
 }
 
 impl KvCaching {
-    /// Returns why the kernels cannot cache the keys and values of these attentions on this machine, if so. The cache
-    /// is then simulated.
+    /// Returns why the kernels cannot cache the keys and values of these attentions on this machine, if so.
     pub fn refusal(kind: Option<KvType>, attentions: &[AttentionShape]) -> Option<String> {
         let Some(kind) = kind else { return Some("the kernels do not support an FP8 cache".into()) };
         attentions.iter().find_map(|shape| match lacking(*shape) {
@@ -78,7 +74,6 @@ impl KvCaching {
     }
 }
 
-/// Returns the feature of an attention that the kernels lack, if any.
 pub(super) fn lacking(shape: AttentionShape) -> Option<&'static str> {
     if shape.softcap.is_some() {
         Some("the attention kernels do not support a soft cap on scores")
@@ -95,17 +90,15 @@ pub(super) fn lacking(shape: AttentionShape) -> Option<&'static str> {
     }
 }
 
-/// Returns why the kernels cannot hold heads of `head_dim` in pages on this machine, if so.
 pub(super) fn refusal(kind: KvType, head_dim: usize) -> Option<String> {
     if Isa::detect() == Isa::Scalar {
-        return Some("this processor has no vector instructions that the kernels support".into());
+        return Some("the cache of the kernels needs vector instructions, but their path is `scalar`".into());
     }
     let error = KvLayout::new(kind, head_dim).err()?;
     Some(format!("the cache of the kernels does not support a head width of {head_dim}: {error}"))
 }
 
-/// Converts an error of the cache. Sizes were checked earlier, so the cause is a value or a lack of memory; anything
-/// else is a bug.
+/// Sizes were checked earlier, so the cause is a value or a lack of memory; anything else is a bug.
 pub(super) fn cache_error(error: KernelError) -> Error {
     let reason = match error {
         KernelError::TooLarge("a key or value") => {

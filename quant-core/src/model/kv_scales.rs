@@ -28,8 +28,7 @@ pub struct CachedValue {
 pub enum NoCacheScales {
     /// Engines cache a latent vector from which keys and values are computed.
     Latent,
-    /// The block uses the keys and values of an earlier block. Engines read the cache of that block, but with the
-    /// scales of this one.
+    /// The block uses the keys and values of an earlier block, but engines would apply the scales of this one.
     OfAnotherBlock,
 }
 
@@ -57,7 +56,6 @@ pub fn cached_values(graph: &BlockGraph) -> Result<Vec<CachedValue>, NoCacheScal
     values.collect()
 }
 
-/// Returns the only linear that a value is computed from.
 fn source(graph: &BlockGraph, mut node: NodeId) -> Result<NodeId, NoCacheScales> {
     loop {
         let at = &graph.nodes()[node];

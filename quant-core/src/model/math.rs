@@ -1,15 +1,14 @@
-//! Elementwise functions written so that the compiler vectorizes them. Results are the same on every machine,
-//! independent of its libm.
+//! Elementwise functions that the compiler vectorizes. Results do not depend on the machine's libm.
 
 /// `eˣ` within 2 ulp for `x` from −87.3 to 88; 0 below, and `e⁸⁸` above, which is enough for softmax and sigmoid.
 ///
-/// Range reduction by `ln 2` in two parts and a degree-6 polynomial on `±ln 2 / 2`.
+/// Range reduction by `ln 2` in two parts and a degree-6 polynomial.
 #[inline(always)]
 pub(crate) fn exp(x: f32) -> f32 {
     const LOG2_E: f32 = std::f32::consts::LOG2_E;
     const LN2_HIGH: f32 = 0.693_359_4;
     const LN2_LOW: f32 = -2.121_944_4e-4;
-    // Adding and subtracting 1.5·2²³ rounds to the nearest integer without a branch or a call.
+    // Adding and subtracting 1.5·2²³ rounds to the nearest integer.
     const ROUND: f32 = 12_582_912.0;
     let bounded = x.clamp(-87.3, 88.0);
     let shifted = bounded * LOG2_E + ROUND;
@@ -24,7 +23,7 @@ pub(crate) fn exp(x: f32) -> f32 {
     let value = p * r * r + r + 1.0;
     let exponent = shifted.to_bits().wrapping_sub(ROUND.to_bits()).wrapping_add(127);
     let power = f32::from_bits(exponent << 23);
-    // NaN must stay NaN: `clamp` keeps it, and the comparison below is false for it.
+    // NaN stays NaN: `clamp` keeps it, and the comparison is false for it.
     if x < -87.3 { 0.0 } else { value * power }
 }
 
@@ -40,9 +39,7 @@ pub(crate) fn sigmoid(x: f32) -> f32 {
     1.0 / (1.0 + exp(-x))
 }
 
-/// `tanh x` within 2 ulp.
-///
-/// Near 0, where the quotient of exponentials would lose precision, it is a polynomial; elsewhere it is the quotient.
+/// `tanh x` within 2 ulp. Near 0, where the quotient of exponentials would lose precision, it is a polynomial.
 #[inline(always)]
 pub(crate) fn tanh(x: f32) -> f32 {
     let magnitude = x.abs();
@@ -53,7 +50,7 @@ pub(crate) fn tanh(x: f32) -> f32 {
     let p = p * square + 1.333_144_2e-1;
     let p = p * square - 0.333_332_8;
     let near = x + x * square * p;
-    // Beyond 9 the quotient is 1 in `f32`; NaN stays NaN.
+    // For larger values the quotient is 1 in `f32`; NaN stays NaN.
     let bounded = if magnitude > 10.0 { 10.0 } else { magnitude };
     let far = (1.0 - 2.0 / (exp(2.0 * bounded) + 1.0)).copysign(x);
     if magnitude < 0.625 { near } else { far }

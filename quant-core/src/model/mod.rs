@@ -1,9 +1,8 @@
-//! The second stage of the pipeline: a decoder whose blocks can be observed and taken apart.
+//! A decoder whose blocks can be observed and taken apart.
 //!
 //! [`arch`] describes a family as data: a graph of producers and consumers that determines the evaluation order, the
-//! valid folds and the balance lists. [`Block`] evaluates that graph on candle tensors; [`Decoder`] chains blocks for
-//! evaluation. Every product with a weight matrix goes through [`Linear`], whose weight may be float (F32, F16 or BF16)
-//! or quantized.
+//! valid folds and the balance lists. [`Block`] evaluates that graph on candle tensors; [`Decoder`] chains blocks.
+//! [`Linear`] multiplies by float or quantized weights.
 
 pub mod arch;
 mod attention;

@@ -19,19 +19,13 @@ pub struct Norm {
 }
 
 impl Norm {
-    /// Returns the parameters for a layer norm that stores none: a weight of ones and a bias of zeros.
-    ///
-    /// # Errors
-    /// When the tensors cannot be created.
+    /// The parameters of a layer norm that stores none.
     pub(super) fn plain(width: usize) -> Result<Self> {
         let filled = |value: f32| Tensor::full(value, width, &candle_core::Device::Cpu);
         Ok(Self { weight: filled(1.0)?, bias: Some(filled(0.0)?) })
     }
 
-    /// Returns the factors of an RMSNorm, `[width]`: the weight, plus 1 if it is centered at zero.
-    ///
-    /// # Errors
-    /// When the tensor cannot be created.
+    /// Returns the factors of an RMSNorm, `[width]`.
     pub(super) fn factors(&self, op: &Op) -> Result<Tensor> {
         Ok(match op {
             Op::RmsNorm { zero_centered: true, .. } => (&self.weight + f64::from(op.weight_offset()))?,
@@ -40,9 +34,6 @@ impl Norm {
     }
 
     /// Applies `op` to `x` `[batch, positions, features]`, normalizing `width` features at a time.
-    ///
-    /// # Errors
-    /// When shapes do not match, or `op` is not a norm.
     pub(super) fn apply(&self, op: &Op, x: &Tensor) -> Result<Tensor> {
         let (batch, positions, features) = x.dims3()?;
         let rows = |width: usize| x.contiguous()?.reshape((batch, positions, features / width, width));
@@ -70,9 +61,6 @@ impl Norm {
 }
 
 /// Divides every `width` consecutive features of `x` `[batch, positions, features]` by their root mean square.
-///
-/// # Errors
-/// When shapes do not match.
 pub(super) fn normalize(x: &Tensor, width: usize, eps: f64) -> Result<Tensor> {
     let (batch, positions, features) = x.dims3()?;
     let rows = x.contiguous()?.reshape((batch, positions, features / width, width))?;
@@ -82,9 +70,8 @@ pub(super) fn normalize(x: &Tensor, width: usize, eps: f64) -> Result<Tensor> {
 
 /// `(x − mean) / √(variance + eps) · weight + bias` along the last dimension.
 ///
-/// The variance is computed in a second pass, from differences from the mean. In families with this norm, a few
-/// features are hundreds of times larger than the others, and the textbook formula `E[x²] − E[x]²` would lose the small
-/// ones in `f32`.
+/// The variance is computed in a second pass, because `E[x²] − E[x]²` would lose precision in `f32` if a few features
+/// are much larger than the others.
 struct LayerNorm {
     eps: f32,
 }

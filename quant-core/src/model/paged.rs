@@ -1,5 +1,4 @@
-//! Attention in the kernels: keys and values are converted to the format of the cache when they are appended, stored in
-//! pages, and read from there.
+//! Attention in the kernels, on pages of keys and values in the format of the cache.
 
 use std::ops::Range;
 
@@ -17,7 +16,6 @@ use crate::{Error, Result};
 /// Calls with fewer products run on one thread, because waking a second thread would take longer than its work.
 const MIN_PARALLEL_PRODUCTS: usize = 1 << 19;
 
-/// The pages of one sequence in one block.
 #[derive(Debug, Clone)]
 pub(super) struct Paged {
     cache: KvCache,
@@ -26,7 +24,7 @@ pub(super) struct Paged {
 }
 
 impl Paged {
-    /// Creates empty pages for at most `capacity` tokens; `kv_width` is the number of features of all key-value heads.
+    /// `kv_width` is the number of features of all key-value heads.
     pub(super) fn new(kind: KvType, shape: AttentionShape, kv_width: usize, capacity: usize) -> Result<Self> {
         let d = shape.head_dim;
         let kv = kv_width.checked_div(d).filter(|kv| kv * d == kv_width && *kv > 0);
@@ -42,7 +40,6 @@ impl Paged {
         Ok(Self { cache, words: Vec::new(), lse: Vec::new() })
     }
 
-    /// Returns the size of the pages in bytes.
     pub(super) fn bytes(&self) -> usize {
         self.cache.bytes()
     }
@@ -112,8 +109,8 @@ impl Paged {
     }
 }
 
-/// Computes attention for tokens that follow those in `cache`: `q` is `[1, m, heads · head_dim]`, `k` and `v` are
-/// `[1, m, kv_heads · head_dim]`.
+/// Computes attention for tokens that follow those in `cache`: `q` is `[1, m, heads · head_dim]`, `k` and `v` are `[1,
+/// m, kv_heads · head_dim]`.
 pub(super) fn decode(
     kind: KvType,
     shape: AttentionShape,
@@ -229,9 +226,8 @@ mod tests {
     }
 
     /// Returns exact attention of float queries on the dequantized cache, with the maximum deviation of the kernels.
-    /// Rounding a query to 8 bits changes each feature by at most half a step of its grid. Scores therefore change by
-    /// `δ ≤ scale · s_q / 2 · Σ |k̂|`, and probabilities by a factor within `e^±2δ`. The deviation also includes `2⁻⁸`,
-    /// for paths that round to bf16, and `10⁻⁴` for everything else.
+    /// Rounding a query to 8 bits changes scores by `δ ≤ scale · s_q / 2 · Σ |k̂|`, and probabilities by a factor
+    /// within `e^±2δ`. The deviation also includes `2⁻⁸`, for paths that round to bf16, and `10⁻⁴` for everything else.
     #[allow(clippy::needless_range_loop, reason = "positions are counted")]
     fn exact(case: &Case, q: &[f32], k: &[f32], v: &[f32], starts: Option<&[u32]>) -> Vec<(f64, f64)> {
         let AttentionShape { repeat, head_dim: d, window, .. } = case.shape;
@@ -260,7 +256,6 @@ mod tests {
                     total += p;
                     for i in 0..d {
                         sums[i] += p * v[i];
-                        // For the bound below: the largest magnitude of any dequantized value.
                         max[i] = max[i].max(v.iter().fold(0.0, |m, v| v.abs().max(m)));
                     }
                 }

@@ -7,12 +7,10 @@ use crate::{Error, Result};
 pub struct OpParameters(pub(super) Vec<Vec<f32>>);
 
 impl OpParameters {
-    /// Returns the values of the first tensor.
     pub(super) fn first(&self) -> Option<&[f32]> {
         self.0.first().map(Vec::as_slice)
     }
 
-    /// Returns the only value of the only tensor.
     pub(super) fn number(&self) -> Result<f32> {
         match &self.0[..] {
             [values] if values.len() == 1 => Ok(values[0]),

@@ -1,4 +1,4 @@
-//! Per-layer inputs, which depend only on the token: they are computed once, before the first block, and passed along
+//! Per-layer inputs. They depend only on the token, so they are computed once, before the first block, and passed along
 //! with the hidden states.
 
 use std::ops::Range;
@@ -14,7 +14,7 @@ use crate::Result;
 /// Tokens projected at a time.
 const CHUNK_TOKENS: usize = 2048;
 
-/// The computation of per-layer inputs. Table rows are read on demand, because the table may be larger than all blocks.
+/// Table rows are read on demand, because the table may be larger than all blocks.
 #[derive(Debug)]
 pub(crate) struct PerLayer {
     pub(super) rows: Rows,
@@ -27,9 +27,6 @@ pub(crate) struct PerLayer {
 
 impl PerLayer {
     /// Returns the embeddings `[tokens, hidden]`, each followed by the inputs of all blocks.
-    ///
-    /// # Errors
-    /// When a token has no row in the table, or a row cannot be read or is not finite.
     pub(crate) fn append_inputs(&self, tokens: &[u32], embeddings: &[f32]) -> Result<Vec<f32>> {
         let [features, hidden] = self.projection.weight().shape();
         let state = hidden + features;

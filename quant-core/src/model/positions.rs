@@ -10,7 +10,6 @@ pub struct PositionTable {
 }
 
 impl PositionTable {
-    /// Creates a table `[positions, hidden]`.
     pub(super) fn new(hidden: usize, values: Vec<f32>) -> Self {
         Self { hidden, values }
     }

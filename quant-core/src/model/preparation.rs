@@ -4,7 +4,7 @@
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Preparation {
-    /// Norm weights are folded into the linears that read them and become 1.
+    /// Norm weights are folded into the linears that read them.
     FoldNorms,
     /// Norm weights are folded, and the residual stream is rotated by a Hadamard matrix.
     Rotate,

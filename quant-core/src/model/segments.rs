@@ -1,4 +1,4 @@
-//! Segments of a window: several documents may share one.
+//! Segments of a window, such as documents.
 
 /// The start of each position's segment, for the windows of a batch. Attention stays inside a segment, and positions
 /// are counted from its start.
@@ -29,14 +29,12 @@ impl<'a> Segments<'a> {
     pub(crate) fn fit(self, batch: usize, positions: usize) -> bool {
         let Some(starts) = self.starts else { return true };
         let window = |starts: &[u32]| {
-            // Each position either continues a segment or begins one.
             let continues = |i: usize| i > 0 && starts[i] == starts[i - 1];
             (0..positions).all(|i| starts[i] as usize == i || continues(i))
         };
         starts.len() == batch * positions && starts.chunks_exact(positions.max(1)).all(window)
     }
 
-    /// Returns the segment starts from row `row` of `[batch · positions]` to the end.
     pub(super) fn starts_from(self, row: usize) -> Option<&'a [u32]> {
         self.starts.and_then(|s| s.get(row..))
     }

@@ -12,9 +12,6 @@ use crate::vector::vectorized;
 const ELEMENT_TILE: usize = 1 << 14;
 
 /// `cap · tanh(x / cap)`, elementwise.
-///
-/// # Errors
-/// When `x` is not an `f32` tensor.
 pub(crate) fn soft_capped(x: &Tensor, cap: f32) -> Result<Tensor> {
     Ok(x.contiguous()?.apply_op1_no_bwd(&SoftCap(cap))?)
 }
@@ -33,7 +30,6 @@ impl CustomOp1 for SoftCap {
     }
 }
 
-/// Applies `cap · tanh(x / cap)` to every value, on this thread.
 pub(super) fn soft_cap_in_place(values: &mut [f32], cap: f32) {
     vectorized(
         #[inline(always)]
@@ -41,7 +37,7 @@ pub(super) fn soft_cap_in_place(values: &mut [f32], cap: f32) {
     );
 }
 
-/// Applies `cap · tanh(x / cap)` to every value; inlined into loops that are vectorized as a whole.
+/// Inlined into loops that are vectorized as a whole.
 #[inline(always)]
 pub(super) fn cap_in_place(values: &mut [f32], cap: f32) {
     values.iter_mut().for_each(|v| *v = cap * tanh(*v / cap));

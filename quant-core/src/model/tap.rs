@@ -9,8 +9,8 @@ use crate::{CancelToken, Result};
 /// Observes the inputs of linears while a block runs.
 pub trait Tap {
     /// Returns whether the tap observes the inputs of linears. If not, operations may be fused:
-    /// [`linear_input`](Self::linear_input) may then get the input of a fused operation instead of the linear's own,
-    /// and is not called for experts that run in one call.
+    /// [`linear_input`](Self::linear_input) may then get the input of a fused operation, and may not be called for
+    /// experts.
     fn watches(&self) -> bool {
         true
     }
@@ -52,8 +52,7 @@ impl Tap for NoTap {
     }
 }
 
-/// A [`Tap`] that observes nothing, but stops a cancelled run at the next linear, because a block may run for long on
-/// long windows.
+/// A [`Tap`] that observes nothing, but stops a cancelled run at the next linear.
 #[derive(Debug, Clone, Copy)]
 pub struct CancelTap<'a>(pub &'a CancelToken);
 

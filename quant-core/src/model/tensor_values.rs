@@ -1,13 +1,10 @@
-//! Tensor values as slices, borrowed without a copy if they are contiguous.
+//! Tensor values as slices.
 
 use candle_core::{Layout, Storage, Tensor};
 
 use crate::{Error, Result};
 
 /// Passes the values of a tensor to `work`, row-major. They are only copied if they are not contiguous.
-///
-/// # Errors
-/// When the tensor is not an `f32` tensor in main memory, and errors of `work`.
 pub(crate) fn with_values<T>(tensor: &Tensor, work: impl FnOnce(&[f32]) -> Result<T>) -> Result<T> {
     let tensor = tensor.contiguous()?;
     let (storage, layout) = tensor.storage_and_layout();
@@ -15,9 +12,6 @@ pub(crate) fn with_values<T>(tensor: &Tensor, work: impl FnOnce(&[f32]) -> Resul
 }
 
 /// Passes the values of three tensors, as [`with_values`] does for one.
-///
-/// # Errors
-/// As [`with_values`].
 pub(crate) fn with_slices<T>(
     tensors: [&Tensor; 3],
     work: impl FnOnce([&[f32]; 3]) -> Result<T>,

@@ -1,7 +1,6 @@
 //! The tokens that the rows of a value belong to.
 //!
-//! A value with a row for every token has its rows in token order. A value with rows for only some tokens comes with
-//! their indices, so that observers count the right tokens.
+//! Inside an expert, a value has rows for only some tokens. Their indices let observers count the right tokens.
 
 /// The tokens of rows `[rows, channels]`, as indices into the tokens of the run, or into those of a whole batch. They
 /// are strictly ascending.

@@ -1,6 +1,5 @@
-//! Blocks in which some experts run on all tokens. Calibration uses them if too few tokens are routed to an expert to
-//! describe its inputs. The block's output is unchanged, because the sum of experts only uses the rows of routed
-//! tokens.
+//! Blocks in which some experts run on all tokens. Calibration uses them if too few tokens are routed to an expert. The
+//! block's output is unchanged, because the sum of experts only uses the rows of routed tokens.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -29,16 +28,12 @@ impl Block {
         !self.unrouted.is_empty()
     }
 
-    /// Returns whether the expert whose rows the node `selects` selects runs on all tokens.
     pub(super) fn takes_all_rows(&self, selects: NodeId) -> bool {
         self.unrouted.contains(&selects)
     }
 
-    /// Returns the input of an expert for all known tokens, as if each were routed to it: `[…, width]`, with a row per
-    /// token. `selects` is the node that selects the expert's rows.
-    ///
-    /// # Errors
-    /// As [`evaluate`](Self::evaluate).
+    /// Returns the input of an expert for all known tokens, as if each were routed to it: `[…, width]`. `selects` is
+    /// the node that selects the expert's rows.
     pub(crate) fn expert_rows(
         &self,
         known: &[(NodeId, Tensor)],

@@ -25,16 +25,14 @@ use crate::transform::{LinearGrid, Rewrite, Transform};
 use crate::{Category, Error, Event, Result};
 use quant_formats::timed;
 
-/// A block that the batch has passed.
 #[derive(Default)]
 pub(super) struct BlockDone {
     /// The block with the weights that were read; `None` if nothing needed it.
     pub(super) block: Option<Block>,
-    /// The decisions about it, by job position.
+    /// The decisions about the block, by job position.
     pub(super) decisions: BTreeMap<usize, Decision>,
 }
 
-/// The calibration batch before a block.
 pub(super) struct Batch {
     passes: PassPlan,
     transforms: Vec<&'static dyn Transform>,
@@ -44,15 +42,14 @@ pub(super) struct Batch {
     is_float_before: Option<usize>,
     /// The hashes of the weights that a job without tensors has read, by name.
     sources: BTreeMap<String, String>,
-    /// Whether the experts of a block are processed one at a time, if the plan allows it.
     experts_apart: bool,
 }
 
-/// The hidden states that the passes run on; all `None` if the plan needs no calibration text.
+/// All `None` if the plan needs no calibration text.
 #[derive(Default)]
 struct BatchStates {
     float: Option<HiddenStates>,
-    /// A copy of the float model's states before the block, kept while the block is processed.
+    /// A copy of the float model's states before the block.
     copy: Option<HiddenStates>,
     quantized: Option<HiddenStates>,
 }
@@ -68,9 +65,8 @@ impl BatchStates {
 }
 
 impl Batch {
-    /// Creates the batch before the block at which the passes begin, and returns that block's index: the plan's first
-    /// block, or a later one, up to `incomplete`, whose input states were saved. If it is not the model's first block,
-    /// the states come from `files`.
+    /// Creates the batch before the block at which the passes begin, and returns that block's index. A run that
+    /// continues begins at a block whose input states were saved, at the latest at `incomplete`.
     pub(super) fn new(job: &Job<'_>, files: &StateFiles, incomplete: usize) -> Result<(Self, usize)> {
         let Job { model, plan, windows, maxima, .. } = *job;
         let transforms = plan.transforms();
@@ -132,12 +128,10 @@ impl Batch {
         Self { passes, transforms, states, ropes, is_float_before, sources: BTreeMap::new(), experts_apart }
     }
 
-    /// Returns the current states.
     pub(super) fn streams(&self) -> Streams<&HiddenStates> {
         [self.states.float.as_ref(), self.states.quantized.as_ref()]
     }
 
-    /// Writes the current states, which are those before block `layer`.
     pub(super) fn save(&self, job: &Job<'_>, layer: usize, path: &Path, depends_on: &Value) -> Result<()> {
         let program = Program::current(job.cancel)?;
         let go_on = || job.cancel.check().map(|()| true);
@@ -213,7 +207,6 @@ impl Batch {
         Ok(BlockDone { block: Some(block), decisions })
     }
 
-    /// Gives the quantized model the states of the float model if a span begins at block `layer`.
     fn begin_span(&mut self, job: &Job<'_>, layer: usize) -> Result<()> {
         if self.is_float_before == Some(layer) || !job.plan.gptq.begins_span(layer) {
             return Ok(());
@@ -224,14 +217,14 @@ impl Batch {
         Ok(())
     }
 
-    /// Returns how the experts of a block are processed one at a time; `None` if all are in memory.
+    /// `None` if all experts are in memory.
     fn order(&self, job: &Job<'_>, block: &Block) -> Option<ExpertOrder> {
         let graph = Some(block.graph()).filter(|_| self.experts_apart)?;
         ExpertOrder::of(graph).filter(|_| job.plan.takes_experts_apart(graph))
     }
 
     /// Returns the experts of the block that are calibrated on all tokens, and how many tokens are routed to each in
-    /// the float model. Empty without float states, or if all experts are calibrated on their own tokens only.
+    /// the float model.
     fn unrouted(&self, job: &Job<'_>, block: &Block) -> Result<BTreeMap<NodeId, u64>> {
         let sampling = job.plan.sampling.experts;
         match &self.states.float {
@@ -242,8 +235,8 @@ impl Batch {
         }
     }
 
-    /// Searches the rewrite for each of `grids`. The states advance through `block`; statistics are gathered in
-    /// `watched`, in which some experts may run on all tokens.
+    /// The states advance through `block`; statistics are gathered in `watched`, in which some experts may run on all
+    /// tokens.
     fn search(
         &mut self,
         context: &Context<'_, '_>,
@@ -282,8 +275,8 @@ impl Batch {
     }
 
     /// Moves the states past a finished block if `advance` is set, and gathers channel maxima if the job records them.
-    /// Does nothing and returns `false` if the states of the quantized model cannot be moved because the sink does not
-    /// read back what was written.
+    /// Returns `false` if the states of the quantized model cannot be moved because the sink does not read back what
+    /// was written.
     fn pass_by(
         &mut self,
         conveyor: &Conveyor<'_, '_>,
@@ -308,7 +301,7 @@ impl Batch {
     }
 
     /// Gathers the ranges of linears' inputs in `watched`, and advances the float states through `block`, as the plan
-    /// requires. Returns the ranges, and stores their maxima if the job keeps them.
+    /// requires.
     fn float_pass(
         &mut self,
         job: &Job<'_>,
@@ -347,7 +340,6 @@ impl Batch {
         Ok(ranges)
     }
 
-    /// Starts GPTQ of the rewritten block on these states.
     fn gptq<'a>(
         &'a mut self,
         context: &Context<'a, '_>,
@@ -381,7 +373,7 @@ impl Batch {
     }
 }
 
-/// Loads the saved input states of one of these blocks, with the block's index, if they belong to this job.
+/// Loads the saved input states of a block, with the block's index, if they belong to this job.
 fn saved_states(
     job: &Job<'_>,
     files: &StateFiles,
@@ -424,7 +416,6 @@ fn round(
     timed(job.observer, step, || run.finish())
 }
 
-/// Returns the name of the step that reads a block.
 fn reading(job: &Job<'_>) -> &'static str {
     match job.model.preparation() {
         Some(Preparation::Rotate) => "read and rotate",
@@ -448,8 +439,7 @@ fn run_pass(
     .map(|_| ())
 }
 
-/// Gathers the ranges of all inputs of linears in one pass, and advances the states if `advance` is set. If a range is
-/// not finite, the error names a linear that reads it.
+/// Gathers the ranges of all inputs of linears. If a range is not finite, the error names a linear that reads it.
 fn input_ranges(
     job: &Job<'_>,
     prefix: &str,

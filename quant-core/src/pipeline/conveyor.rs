@@ -14,7 +14,6 @@ use super::tensor::{Finished, apply_rewrite, cache_scales, largest_magnitude};
 use crate::recipe::{Action, Plan, PlanEntry};
 use crate::{Error, Event, Result, TensorSink};
 
-/// The data from which the entries of a span are computed, in addition to the plan.
 pub(super) struct SpanWork<'a> {
     pub(super) decision: &'a Decision,
     /// Linears that have already been rounded.
@@ -24,7 +23,6 @@ pub(super) struct SpanWork<'a> {
 }
 
 impl<'a> SpanWork<'a> {
-    /// Creates the work for a span in which nothing has been rounded yet.
     pub(super) fn new(decision: &'a Decision, held: ReadWeights<'a>) -> Self {
         Self { decision, rounded: StageRounded::new(), held }
     }
@@ -40,8 +38,7 @@ impl<'a> SpanWork<'a> {
 /// Processes the entries of a plan, passes the results to the sink, and collects the report. Entries are processed span
 /// by span, except that linears may be processed earlier, as soon as they are rounded.
 ///
-/// The tensors of a span are committed when the last one is written. This, too, overlaps with the work on the next
-/// span's first tensor, unless [`drain`](Self::drain) forces it earlier.
+/// The tensors of a span are committed when the last one is written.
 pub(super) struct Conveyor<'a, 'j> {
     job: &'a Job<'j>,
     sink: &'a mut dyn TensorSink,
@@ -56,7 +53,7 @@ pub(super) struct Conveyor<'a, 'j> {
     prefetched: Option<(usize, Result<Source>)>,
     pending: Option<PendingWrite>,
     spare: Vec<u8>,
-    /// The largest magnitudes of linears that share a scale, keyed by the first linear of each group and the scheme.
+    /// The largest magnitudes of linears that share a scale.
     shared: BTreeMap<String, f32>,
 }
 
@@ -67,7 +64,7 @@ struct PendingWrite {
     end: Option<SpanEnd>,
 }
 
-/// The end of a span. `layer` is its block, if the span is a block.
+/// The end of a span. `layer` is its block, if the span is one.
 #[derive(Clone, Copy)]
 struct SpanEnd {
     layer: Option<usize>,
@@ -92,7 +89,6 @@ impl<'a, 'j> Conveyor<'a, 'j> {
         &self.job.plan.entries[self.spans[span].clone()]
     }
 
-    /// Returns whether every output of a span is complete, and the report of each of its entries is stored.
     pub(super) fn is_complete(&self, span: usize) -> bool {
         self.entries(span).iter().all(|entry| self.is_written(entry))
     }
@@ -102,7 +98,6 @@ impl<'a, 'j> Conveyor<'a, 'j> {
             && entry.outputs.iter().all(|o| self.sink.is_complete(&o.name))
     }
 
-    /// Returns the bytes of a tensor that was written, if the sink can read them back.
     pub(super) fn written(&self, name: &str) -> Result<Option<Vec<u8>>> {
         self.sink.read_back(name)
     }
@@ -129,7 +124,7 @@ impl<'a, 'j> Conveyor<'a, 'j> {
         self.end_span(SpanEnd { layer })
     }
 
-    /// Processes the entries of a span whose linears have been rounded, before the other entries.
+    /// Processes the entries of a span whose linears have been rounded.
     pub(super) fn take_rounded(&mut self, span: usize, work: &SpanWork<'_>) -> Result<()> {
         let entries = &self.job.plan.entries;
         let ready = |&i: &usize| !self.is_taken(i) && work.rounded(&entries[i]).is_some();
@@ -142,7 +137,6 @@ impl<'a, 'j> Conveyor<'a, 'j> {
         self.tensors[index].is_some() || self.pending.as_ref().is_some_and(|b| b.index == index)
     }
 
-    /// Processes an entry while the one at `next` is read.
     fn entry(&mut self, index: usize, work: &SpanWork<'_>, next: Option<usize>) -> Result<()> {
         self.job.cancel.check()?;
         let tensor = self.tensor(index, work, next)?;
@@ -165,7 +159,7 @@ impl<'a, 'j> Conveyor<'a, 'j> {
             }
             return Ok(Finished::written(report));
         }
-        // Must be computed before the first linear that shares the scale takes its bytes from the block.
+        // Before the first linear that shares the scale takes its bytes from the block.
         let amax = self.shared_amax(entry, work)?;
         let source = match self.prefetched.take() {
             Some((prefetched, source)) if prefetched == index => source?,
@@ -196,8 +190,7 @@ impl<'a, 'j> Conveyor<'a, 'j> {
         Ok(done)
     }
 
-    /// Returns the largest magnitude over all linears that share a scale with this one; `None` if no other linear does,
-    /// or this one is already rounded. The linears are read once, when the first of them is processed.
+    /// The largest magnitude over all linears that share a scale with this one; `None` if it is not needed.
     fn shared_amax(&mut self, entry: &PlanEntry, work: &SpanWork<'_>) -> Result<Option<f32>> {
         let Action::Quantize { module, scheme, .. } = &entry.action else { return Ok(None) };
         if !scheme.shares_over_tensor() || work.rounded(entry).is_some() {
@@ -232,7 +225,6 @@ impl<'a, 'j> Conveyor<'a, 'j> {
         Ok(())
     }
 
-    /// Writes what is still pending, and commits it if it ends a span.
     pub(super) fn drain(&mut self) -> Result<()> {
         let pending = self.pending.take();
         let end = pending.as_ref().and_then(|b| b.end);
@@ -264,7 +256,6 @@ impl<'a, 'j> Conveyor<'a, 'j> {
         }
     }
 
-    /// Writes and commits the last tensor, and returns the report.
     pub(super) fn finish(mut self) -> Result<QuantReport> {
         self.drain()?;
         let missing = || Error::Internal("a tensor has no report".into());
@@ -275,7 +266,6 @@ impl<'a, 'j> Conveyor<'a, 'j> {
     }
 }
 
-/// Returns the ranges of the entries before the blocks, of each block, and after the blocks.
 fn spans(plan: &Plan, layers: usize) -> Vec<Range<usize>> {
     let layer_of = |entry: &PlanEntry| entry.layer;
     let first = plan.entries.iter().position(|e| layer_of(e).is_some()).unwrap_or(plan.entries.len());

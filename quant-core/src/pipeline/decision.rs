@@ -15,28 +15,22 @@ use crate::quantize::gptq::ActOrder;
 use crate::transform::Rewrite;
 use crate::{Error, Result};
 
-/// The decisions about a block.
 #[derive(Default)]
 pub(super) struct Decision {
     pub(super) rewrite: Rewrite,
-    /// The static input grids, which are the same for all tokens.
     pub(super) inputs: BTreeMap<NodeId, StaticScale>,
     /// The number of tokens routed to the expert, for each linear of an expert that was calibrated on all tokens.
     pub(super) routed: BTreeMap<NodeId, u64>,
-    /// The largest magnitudes of the keys and values that its attentions cache, if the cache is FP8.
     pub(super) cached: CachedMaxima,
 }
 
-/// The linears that GPTQ has rounded.
 pub(super) type StageRounded = BTreeMap<NodeId, Rounded>;
 
-/// A linear that GPTQ has rounded.
 #[derive(Debug)]
 pub(super) struct Rounded {
     /// The quantized weight, shared with the block that is still being evaluated.
     pub(super) weight: Arc<WeightBody>,
     pub(super) record: GptqRecord,
-    /// The number of tokens summed into the Hessian.
     pub(super) tokens: u64,
     /// The number of these tokens that are routed to the linear's expert, if that expert was calibrated on all tokens.
     pub(super) routed: Option<u64>,
@@ -58,9 +52,8 @@ pub struct GptqRecord {
     /// The mean squared error of the linear's output after rounding, over outputs and tokens, including the damping
     /// term.
     pub loss: f64,
-    /// The damping that was used, as a fraction of the mean of the Hessian's diagonal. It exceeds the requested damping
-    /// if the Hessian was not positive definite with that, or if a wide Hessian, which is factored in `f32`, needs
-    /// more.
+    /// The damping that was used, as a fraction of the mean of the Hessian's diagonal. It may exceed the requested
+    /// damping.
     pub damping: f64,
     /// The number of input channels that were always 0.
     pub dead_channels: usize,
@@ -68,11 +61,7 @@ pub struct GptqRecord {
     pub act_order: ActOrder,
 }
 
-/// Converts a quantized weight to the form that the container stores: one level of scales if it supports only one, and
-/// float activations if it cannot describe their grid.
-///
-/// # Errors
-/// [`Error::Numeric`] when a scale overflows its type.
+/// Converts a quantized weight to the form that the container stores.
 pub(super) fn stored(
     tensor: QuantizedTensor,
     container: &dyn Container,
@@ -83,7 +72,7 @@ pub(super) fn stored(
         true => tensor,
         false => tensor.flattened(scale_dtype).map_err(|scale| Error::Numeric {
             tensor: name.to_owned(),
-            reason: format!("values with a scale of {scale} exceed the range of {scale_dtype}"),
+            reason: format!("a scale of {scale} is too large for {scale_dtype}"),
         })?,
     };
     tensor.scheme = container.stored_scheme(tensor.scheme);

@@ -11,15 +11,13 @@ use crate::recipe::{Plan, PlanEntry, REPACK, Rounding};
 use crate::scheme::KV_CONFIG_KEY;
 use crate::{Error, Result};
 
-/// The limit in bytes on the total size of the files copied next to the weights. Real models have some tens of
-/// megabytes.
+/// The limit on the total size of the files copied next to the weights. Real models have some tens of megabytes.
 const MAX_SIDECAR_BYTES: u64 = 1 << 30;
 /// The file name of the report in a checkpoint.
 pub const REPORT: &str = "quant_report.json";
 
-/// Returns the `config.json` of the quantized model: the original with a new `quantization_config`, with the key for
-/// quantized keys and values set, removed or, by repacking, kept, and with `tie_word_embeddings` set to false if the
-/// head is untied.
+/// Returns the `config.json` of the quantized model: the original, changed so that engines load the quantized weights
+/// and the cache of the plan.
 ///
 /// # Errors
 /// Never for configurations that were read from JSON.
@@ -35,7 +33,6 @@ pub fn quantized_config(directory: &ModelDirectory, plan: &Plan) -> Result<Strin
         }
     }
     match plan.settings.kv {
-        // An FP8 cache is described in `quantization_config`.
         Some(kv) => match kv.config_value() {
             Some(value) => drop(config.insert(KV_CONFIG_KEY.into(), value)),
             None => drop(config.remove(KV_CONFIG_KEY)),
@@ -58,8 +55,7 @@ fn pretty(value: &Value) -> Result<String> {
     Ok(text)
 }
 
-/// Returns the number of bytes that [`add_companions`] will write: exact for the copied files, estimated per tensor for
-/// the report.
+/// Returns the number of bytes that [`add_companions`] will write; the size of the report is estimated.
 ///
 /// # Errors
 /// When a file of the model cannot be inspected, or the files exceed 1 GiB in total.
@@ -71,7 +67,7 @@ pub fn companion_bytes(directory: &ModelDirectory, plan: &Plan) -> Result<u64> {
     let mut bytes = companions + quantized_config(directory, plan)?.len() as u64;
     let mut room = MAX_SIDECAR_BYTES;
     for sidecar in directory.sidecar_files() {
-        // Opening the file now means that an unreadable file is reported before any work is done.
+        // An unreadable file is reported before any work is done.
         let len = sidecar.bytes()?;
         room = room.checked_sub(len).ok_or_else(|| Error::InputFile {
             path: sidecar.path.clone(),
@@ -108,9 +104,8 @@ pub fn add_companions(
 }
 
 /// Returns the inputs that determine the output of a run, for
-/// [`WriteOptions::fingerprint`](crate::checkpoint::WriteOptions): only the same program, with the same instruction set
-/// and the same settings, may resume an interrupted job. The contents of the input are checked tensor by tensor when
-/// the job is resumed.
+/// [`WriteOptions::fingerprint`](crate::checkpoint::WriteOptions). A run with different ones cannot resume an
+/// interrupted job. The contents of the input are checked separately, tensor by tensor.
 pub fn fingerprint(job: &Job<'_>, directory: &ModelDirectory, program: &Program) -> Value {
     let quantized = job.plan.entries.iter().filter_map(PlanEntry::quantized);
     let schemes: serde_json::Map<String, Value> =

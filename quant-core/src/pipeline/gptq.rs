@@ -3,9 +3,6 @@
 //! Linears that read the same value form a *stage* and share a Hessian. On inputs of the quantized model, the stages
 //! run one after another, and each sees the outputs of the previous stages as the quantized model computes them. On
 //! inputs of the float model, all Hessians are gathered in one pass.
-//!
-//! In the first case, experts are processed one at a time: their inputs are computed once, and an expert's weights are
-//! dropped when its output has been added to the sum.
 
 use std::collections::{BTreeMap, btree_map};
 use std::sync::Arc;
@@ -22,26 +19,20 @@ use crate::recipe::States;
 use crate::transform::{LinearGrid, Rewrite};
 use crate::{CancelToken, Error, Result};
 
-/// The inputs for rounding a block.
 pub(super) struct GptqTask<'a> {
-    /// Prefix of the block's modules, for messages.
+    /// The prefix of the block's modules, for messages.
     pub(super) prefix: &'a str,
     /// The block with the rewrite applied.
     pub(super) block: Block,
-    /// The grids of the linears to be quantized.
     pub(super) grids: &'a BTreeMap<NodeId, LinearGrid>,
     /// The decisions of the transforms. Its clip bounds limit the ranges of the grids.
     pub(super) rewrite: &'a Rewrite,
-    /// The static input grids, which are the same for all tokens.
     pub(super) inputs: &'a BTreeMap<NodeId, StaticScale>,
     pub(super) settings: GptqSettings,
-    /// The tokens that each expert is calibrated on.
     pub(super) experts: ExpertSampling,
-    /// Experts that are calibrated on all tokens, and the number of tokens routed to each in the float model.
+    /// The experts that are calibrated on all tokens, with the number of tokens routed to each in the float model.
     pub(super) unrouted: &'a BTreeMap<NodeId, u64>,
-    /// How the E4M3 scales of NVFP4 are chosen.
     pub(super) scale_search: ScaleSearch,
-    /// The format that the quantized linears are written in.
     pub(super) container: &'static dyn Container,
     pub(super) cancel: &'a CancelToken,
 }
@@ -57,7 +48,6 @@ pub(super) struct GptqRun<'a> {
     before: Block,
 }
 
-/// The source of the Hessians.
 enum StageInputs {
     /// Computed stage by stage from the states, which are the values of node `from` in the block as rounded so far. If
     /// `advance` is set, the states are moved past the block at the end.
@@ -68,8 +58,7 @@ enum StageInputs {
 
 impl<'a> GptqRun<'a> {
     /// Prepares to round a block on the states before it. If `advance` is set, states of the quantized model become the
-    /// outputs of the rounded block, and states of the float model those of the float block. A copy of the latter is
-    /// never changed.
+    /// outputs of the rounded block, and states of the float model those of the float block.
     pub(super) fn new(
         task: GptqTask<'a>,
         which: States,
@@ -88,7 +77,7 @@ impl<'a> GptqRun<'a> {
         Ok(Self { task, states, stages: stages.into_iter(), inputs, before })
     }
 
-    /// Rounds the linears of the next stage; returns `None` after the last stage.
+    /// `None` after the last stage.
     pub(super) fn next_stage(&mut self) -> Result<Option<StageRounded>> {
         let Some((value, linears)) = self.stages.next() else { return Ok(None) };
         let task = &mut self.task;
@@ -151,7 +140,6 @@ impl<'a> GptqRun<'a> {
         Ok(Some(rounded))
     }
 
-    /// Advances the states past the block, if that has not been done yet.
     pub(super) fn finish(mut self) -> Result<()> {
         match self.inputs {
             StageInputs::Rounded { from, experts: Some(mut experts), advance: true } => {
@@ -170,7 +158,7 @@ impl<'a> GptqRun<'a> {
 
 impl GptqTask<'_> {
     /// Adds the outputs of the experts before the one whose rows `selects` picks, or of all remaining experts, and
-    /// drops their weights, which are not needed again.
+    /// drops their weights.
     fn pass_experts(
         &mut self,
         (experts, states): (&mut ExpertStates, &HiddenStates),
@@ -186,14 +174,12 @@ impl GptqTask<'_> {
         Ok(())
     }
 
-    /// Drops the rounded weights of linears that are not needed again.
     fn release(&mut self, before: &Block, which: impl Fn(NodeId) -> bool) {
         for node in self.block.graph().clone().linears().map(|(id, ..)| id).filter(|id| which(*id)) {
             self.block.replace_linear(node, before.linear(node).clone());
         }
     }
 
-    /// Gathers the Hessians of all stages in one pass through the unrounded block.
     fn gather(
         &self,
         stages: &BTreeMap<NodeId, Vec<NodeId>>,
@@ -216,12 +202,10 @@ impl GptqTask<'_> {
         Ok(hessians)
     }
 
-    /// Creates an empty Hessian for a stage.
     fn hessian(&self, linears: &[NodeId]) -> Result<Hessian> {
         Hessian::new(self.block.linear(linears[0]).weight().shape()[1])
     }
 
-    /// Factors the Hessian of the input of `tensor`.
     fn factor(&self, hessian: &Hessian, columns: Vec<usize>, tensor: &str) -> Result<Factor> {
         let factor = Factor::new(hessian, columns, self.settings.damping).map_err(|e| match e {
             FactorError::NonFinite { channel } => Error::Calibration {
@@ -246,8 +230,8 @@ impl GptqTask<'_> {
         Ok(factor)
     }
 
-    /// Returns the context in which the scales of a weight are chosen: the kind of search, and the largest magnitude in
-    /// the float weights of linears that engines fuse with it, if there are any.
+    /// How the scales of a weight are chosen: the kind of search, and the largest magnitude of linears that engines
+    /// fuse with it, if there are any.
     fn context(&self, node: NodeId) -> Result<ScaleContext> {
         let grid = self.grids[&node];
         let mut context = ScaleContext { search: self.scale_search, amax: None };
@@ -288,8 +272,7 @@ impl GptqTask<'_> {
                 None => {
                     let gone = || Error::Internal(format!("the Hessian of `{tensor}` was dropped too early"));
                     let factor = self.factor(hessian.as_ref().ok_or_else(gone)?, columns, &tensor)?;
-                    // The Hessian is the largest allocation: it is dropped as soon as no other linear needs a different
-                    // factor of it.
+                    // The Hessian is the largest allocation: it is dropped as soon as no other linear needs it.
                     if linears[i + 1..].iter().all(|other| columns_of(other) == factor.columns()) {
                         hessian = None;
                     }
@@ -319,7 +302,6 @@ impl GptqTask<'_> {
     }
 }
 
-/// Groups the linears to be quantized by the value that they read, in order of evaluation.
 fn stages(graph: &BlockGraph, grids: &BTreeMap<NodeId, LinearGrid>) -> BTreeMap<NodeId, Vec<NodeId>> {
     let mut stages: BTreeMap<NodeId, Vec<NodeId>> = BTreeMap::new();
     for &node in grids.keys() {

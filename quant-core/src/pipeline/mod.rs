@@ -1,8 +1,7 @@
 //! The pipeline: each block in turn is read, observed, rewritten, rounded, packed and written.
 //!
-//! Memory holds one block, the hidden states of the batch, and one linear widened to `f32`, however many layers the
-//! model has. Each weight of a block is read once, when something first needs it, and dropped when it has been written.
-//! Methods that do not need whole blocks stream their linears through one at a time.
+//! Memory holds at most one block and the hidden states of the batch, however many layers the model has. Methods that
+//! do not need whole blocks stream their linears through one at a time.
 
 mod batch;
 mod conveyor;
@@ -48,8 +47,7 @@ pub struct Job<'a> {
     pub plan: &'a Plan,
     /// The calibration batch; required by plans that use one.
     pub windows: Option<&'a TokenWindows>,
-    /// Receives the channel maxima of the linears' inputs for every block of the float model that the batch passes
-    /// through.
+    /// Receives the channel maxima of the linears' inputs in the float model.
     pub maxima: Option<&'a Mutex<ChannelMaxima>>,
     /// Receives the events of the run.
     pub observer: &'a dyn Observer,
@@ -70,7 +68,8 @@ pub fn quantize(job: &Job<'_>, sink: &mut dyn TensorSink) -> Result<QuantReport>
 }
 
 /// Runs several plans for one model, such as those for several formats, each into the sink at the same position. The
-/// batch passes through the model once, and each result is byte-identical to that of [`quantize`] alone.
+/// result of each is byte-identical to that of [`quantize`] alone. Except with GPTQ, the batch passes through the model
+/// only once.
 ///
 /// # Errors
 /// As [`quantize`], and [`Error::Internal`] unless all jobs have the same model, batch, method and search, and one sink
@@ -126,13 +125,13 @@ pub fn quantize_each_with(
         0 => {}
         units => job.observer.event(&Event::Resumed { units }),
     }
-    let looks = jobs.iter().any(|job| job.plan.needs_text());
+    let needs_text = jobs.iter().any(|job| job.plan.needs_text());
     let incomplete = blocks.clone().find(|layer| conveyors.iter().any(|c| !c.is_complete(layer + 1)));
     let is_done = incomplete.is_none() && job.maxima.is_none() && states.after.is_none();
     let (mut hidden, first) = match (job.plan.needs_blocks(), job.windows) {
         (false, _) => (None, 0),
         (true, Some(_)) if is_done => (None, 0),
-        (true, windows) if windows.is_some() || !looks => {
+        (true, windows) if windows.is_some() || !needs_text => {
             // If all blocks are complete, a pass for channel maxima or for the states after the blocks begins at the
             // first.
             let incomplete = incomplete.unwrap_or(blocks.start);
@@ -200,7 +199,6 @@ pub fn quantize_each_with(
 }
 
 impl Job<'_> {
-    /// Returns whether two jobs can share one pass of the batch.
     fn shares_pass_with(&self, other: &Self) -> bool {
         std::ptr::eq(self.model, other.model)
             && self.plan.method == other.plan.method

@@ -1,8 +1,6 @@
-//! The build of the program and the instruction set that compute a run. A resumed job must have both in common with the
-//! interrupted one.
-//!
-//! The same inputs, version and instruction set give the same bytes. A job that another build resumes, or that moves to
-//! another processor, could mix the bytes of both.
+//! The build of the program and the instruction set that compute a run. The same inputs, version and instruction set
+//! give the same bytes. A job that another build resumes, or that moves to another processor, could mix the bytes of
+//! both.
 
 use std::path::Path;
 
@@ -16,7 +14,7 @@ use crate::{CancelToken, Error, Result};
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Program {
     /// The BLAKE3 hash of the executable, or of the library that holds this crate. Every run computes it; SHA-256 would
-    /// take 20 ms each time.
+    /// be slower.
     executable_blake3: String,
     /// The instruction set of the kernels, as named in `QUANT_ISA`.
     instruction_set: &'static str,

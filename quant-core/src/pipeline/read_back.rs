@@ -9,7 +9,7 @@ use crate::model::{Block, Linear, NodeId, Norm, WeightBody};
 use crate::recipe::{Action, PlanEntry};
 use crate::{Error, Result};
 
-/// Reads back a whole block as it was written; `None` if the sink cannot read it back.
+/// `None` if the sink cannot read the block back.
 pub(super) fn written_block(
     conveyor: &Conveyor<'_, '_>,
     span: usize,
@@ -45,7 +45,6 @@ pub(super) fn written_block(
     Ok(Some(stored))
 }
 
-/// Replaces a norm, a bias or a float weight of a block by what was written.
 fn replace_float(block: &mut Block, node: NodeId, entry: &PlanEntry, source: &MemorySource) -> Result<()> {
     let values = source.read_f32(&entry.tensor)?;
     let vector = |values: Vec<f32>| -> Result<Tensor> {

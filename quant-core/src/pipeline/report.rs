@@ -23,10 +23,10 @@ use crate::scheme::{BLOCK, Granularity, LinearScheme};
 use crate::transform::{AttentionRecord, ClipRecord, FoldRecord, Search, SmoothRecord};
 use crate::{Error, Result};
 
-/// The version of the report's schema. It increases when a field is removed or changes its meaning. Programs that read
-/// reports must ignore fields that they do not know.
+/// The version increases when a field is removed or changes its meaning. Programs that read reports must ignore fields
+/// that they do not know.
 pub(super) const SCHEMA: &str = "quant-report/1";
-/// The maximum size of a report in bytes; larger files are rejected.
+/// The maximum size of a report that is read.
 const MAX_FILE_BYTES: u64 = 64 << 20;
 
 /// The report of a run.
@@ -100,8 +100,7 @@ pub struct CalibrationReport {
     pub packing: Packing,
     /// Which tokens are counted.
     pub mask: Mask,
-    /// Which tokens experts were calibrated on; absent if each expert was calibrated on the tokens routed to it,
-    /// however few.
+    /// Which tokens experts were calibrated on; absent if each expert was calibrated only on the tokens routed to it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub experts: Option<ExpertSampling>,
     /// Text tokens in all windows.
@@ -140,7 +139,7 @@ impl From<ErrorStats> for WeightError {
     }
 }
 
-/// The report of one tensor. A model can have a hundred thousand, so what most tensors lack is boxed.
+/// The report of one tensor. What most tensors lack is boxed, because a model can have very many tensors.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct TensorReport {
@@ -165,7 +164,7 @@ pub struct TensorReport {
     pub ratio: Option<f32>,
     /// The error of the stored weight.
     pub weight_error: Option<WeightError>,
-    /// The number of groups in which a weight is so large that all others are rounded to zero.
+    /// The number of groups in which at most one weight is not rounded to zero, although several are not zero.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub vanished_groups: u64,
     /// Whether all weights are zero.
@@ -222,26 +221,21 @@ pub struct InputReport {
     pub zero: i8,
 }
 
-/// The results of the searches for a linear.
 #[derive(Debug, Default)]
 pub(super) struct Searched {
     pub(super) fold: Option<FoldRecord>,
     pub(super) clip: Option<ClipRecord>,
-    /// Tokens that passed through the linear.
     pub(super) tokens: Option<u64>,
-    /// The number of these tokens that are routed to the linear's expert, if the expert was calibrated on all tokens.
     pub(super) routed: Option<u64>,
     pub(super) gptq: Option<GptqRecord>,
     pub(super) smooth: Option<SmoothRecord>,
     pub(super) attention: Option<AttentionRecord>,
     pub(super) reordered: bool,
-    /// The scheme as stored.
     pub(super) stored: Option<LinearScheme>,
     pub(super) input: Option<InputReport>,
 }
 
-/// Returns whether a linear that is read as `stored` matches the scheme `reported`: some containers store zero points
-/// for a symmetric grid.
+/// Some containers store zero points for a symmetric grid.
 fn is_equivalent(stored: LinearScheme, reported: LinearScheme) -> bool {
     stored == reported.with_symmetry(stored.is_symmetric() && reported.is_symmetric())
 }
@@ -331,7 +325,6 @@ impl TensorReport {
     }
 }
 
-/// The line of a tensor in the digest of the input, in parts.
 fn line(tensor: &TensorReport) -> std::array::IntoIter<&[u8], 4> {
     [tensor.tensor.as_bytes(), b" ", tensor.source_sha256.as_bytes(), b"\n"].into_iter()
 }
@@ -358,7 +351,6 @@ impl QuantReport {
         })
     }
 
-    /// Records the reports of all tensors, in plan order, and the digest of the input.
     pub(super) fn finish(&mut self, tensors: Vec<TensorReport>) {
         self.tensors = tensors;
         let mut sorted: Vec<&TensorReport> = self.tensors.iter().collect();

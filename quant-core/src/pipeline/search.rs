@@ -13,16 +13,12 @@ use crate::recipe::{Action, Plan, PlanEntry};
 use crate::transform::{BlockTask, LinearGrid, Rewrite, Transform};
 use quant_formats::timed;
 
-/// The data that all tasks of a block share.
 pub(super) struct Context<'a, 'j> {
     pub(super) job: &'a Job<'j>,
-    /// Prefix of the block's modules.
     pub(super) prefix: &'a str,
-    /// The types that norms are stored in.
     pub(super) norm_dtypes: &'a BTreeMap<NodeId, Dtype>,
     /// The ranges of the inputs of linears, in the block as stored in the checkpoint.
     pub(super) ranges: &'a BTreeMap<NodeId, ChannelRanges>,
-    /// Whether the block's experts are processed one at a time.
     pub(super) experts_apart: bool,
 }
 
@@ -93,7 +89,6 @@ pub(super) fn search_rewrites(
     Ok(rewrites)
 }
 
-/// Returns the grids of a block's linears that will be quantized.
 pub(super) fn grids(plan: &Plan, entries: &[PlanEntry]) -> BTreeMap<NodeId, LinearGrid> {
     let node_of = |name: &String| {
         entries.iter().find_map(|entry| match &entry.action {
@@ -113,7 +108,6 @@ pub(super) fn grids(plan: &Plan, entries: &[PlanEntry]) -> BTreeMap<NodeId, Line
     entries.iter().filter_map(of).collect()
 }
 
-/// Returns the types in which a block's norms are stored.
 pub(super) fn norm_dtypes(model: &Model, layer: usize) -> Result<BTreeMap<NodeId, Dtype>> {
     let architecture = model.architecture();
     architecture

@@ -16,7 +16,7 @@ use crate::quantize::QuantizedTensor;
 use crate::recipe::{Action, PlanEntry};
 use crate::{Error, Result, TensorSink, allocate};
 
-/// The chunk size in bytes for tensors that are only copied.
+/// The chunk size for tensors that are only copied.
 const COPY_BYTES: usize = 8 << 20;
 
 /// The SHA-256 of tensors that an earlier run has finished, by the names that each was read from, so that several jobs
@@ -27,19 +27,17 @@ pub(super) struct Hashes(Mutex<BTreeMap<Vec<String>, String>>);
 /// The weights of a block that have been read, by tensor name.
 pub(super) struct ReadWeights<'b> {
     weights: BTreeMap<&'b str, &'b StoredWeight>,
-    /// Whether they are needed again later.
     shared: bool,
     hashes: &'b Hashes,
 }
 
 impl<'b> ReadWeights<'b> {
-    /// Creates the set of weights read for a block; empty without a block. The hashes are those of the same span.
+    /// Takes the weights of a block, or none without one. The hashes are those of the same span.
     pub(super) fn of(block: Option<&'b Block>, shared: bool, hashes: &'b Hashes) -> Self {
         let weights = block.into_iter().flat_map(Block::stored_weights);
         Self { weights: weights.map(|weight| (weight.name(), weight)).collect(), shared, hashes }
     }
 
-    /// Returns the SHA-256 of an entry's bytes in the input.
     fn sha256(&self, job: &Job<'_>, entry: &PlanEntry) -> Result<String> {
         if let Some(bytes) = self.take(&entry.stored) {
             return Ok(sha256_hex(&*bytes));
@@ -54,7 +52,6 @@ impl<'b> ReadWeights<'b> {
         Ok(sha256)
     }
 
-    /// Returns the bytes of a tensor if they are in memory, and keeps them there.
     pub(super) fn peek(&self, name: &str) -> Option<Bytes> {
         self.weights.get(name)?.held().map(Bytes::Held)
     }
@@ -67,16 +64,13 @@ impl<'b> ReadWeights<'b> {
     }
 }
 
-/// The bytes of a float tensor.
 pub(super) enum Bytes {
-    /// Read for this one use.
     Own(Vec<u8>),
     /// Read with its block, and checked to be finite.
     Held(Arc<Vec<u8>>),
 }
 
 impl Bytes {
-    /// Returns a buffer that the next tensor may be read into.
     pub(super) fn into_spare(self) -> Vec<u8> {
         match self {
             Self::Own(bytes) => bytes,
@@ -96,16 +90,13 @@ impl Deref for Bytes {
     }
 }
 
-/// The contents read for an entry, and their SHA-256.
 pub(super) struct Source {
     contents: Contents,
     sha256: String,
 }
 
 enum Contents {
-    /// A float tensor as stored in the file.
     Float(Bytes),
-    /// A weight that is already quantized.
     Packed(QuantizedTensor),
 }
 
@@ -131,7 +122,6 @@ impl Source {
         Ok(Self { contents: Contents::Float(bytes), sha256 })
     }
 
-    /// Returns the bytes of a float tensor and their SHA-256.
     pub(super) fn float(self) -> Result<(Bytes, String)> {
         match self.contents {
             Contents::Float(bytes) => Ok((bytes, self.sha256)),
@@ -139,7 +129,6 @@ impl Source {
         }
     }
 
-    /// Returns a weight that was already quantized, and the SHA-256 of its tensors.
     pub(super) fn packed(self) -> Result<(QuantizedTensor, String)> {
         match self.contents {
             Contents::Packed(tensor) => Ok((tensor, self.sha256)),
@@ -177,7 +166,7 @@ pub(super) fn unchanged_report(
     Ok(tensor)
 }
 
-/// Computes the SHA-256 of an entry's bytes in the input; for several tensors, of their concatenation.
+/// The hash of an entry's bytes in the input; for several tensors, of their concatenation.
 fn sha256_of(job: &Job<'_>, entry: &PlanEntry) -> Result<String> {
     let mut hash = Sha256::new();
     for (name, len) in entry.sources() {
@@ -259,7 +248,6 @@ pub(super) fn copy(
     Ok(copied(entry, hex(&hash.finalize())))
 }
 
-/// Returns the report of a tensor that was copied.
 fn copied(entry: &PlanEntry, sha256: String) -> TensorReport {
     match entry.modified {
         true => TensorReport::rewritten(entry, sha256),

@@ -4,7 +4,6 @@
 //! The file is a safetensors file. It holds `float`, `quantized` or both, as the run needs them, each `[windows,
 //! length, width]` in F32 with the width of the states before the block, and two U8 vectors: `about`, the JSON
 //! description of what the states depend on, and `sha256`, the hash of the values of all other tensors, in file order.
-//! Files of a different run and damaged files are rejected.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -23,19 +22,17 @@ use crate::checkpoint::{Dtype, ShardedCheckpoint, TensorSource, differences};
 use crate::digest::hex;
 use crate::{CancelToken, Error, Event, Result};
 
-/// Values written at a time.
 const CHUNK_VALUES: usize = 1 << 16;
-/// Saving between blocks takes at most `1 / SHARE_OF_RUN` of the run time.
+/// The time for saving between blocks is limited to about `1 / SHARE_OF_RUN` of the run time.
 const SHARE_OF_RUN: u32 = 20;
-/// The time that a save may take early in a run.
+/// A save may take this long even if that is a larger share of the run time.
 const MIN_ALLOWED: Duration = Duration::from_secs(5);
-/// The streams that a file may hold, in order.
 const STREAMS: [&str; 2] = ["float", "quantized"];
 const ABOUT: &str = "about";
 /// In `about`: the SHA-256 of the weights through which the states passed, if the job wrote nothing else.
 const SOURCES: &str = "sources";
 const SHA256: &str = "sha256";
-/// The maximum size of `about` in bytes.
+/// The maximum size of `about`.
 const MAX_ABOUT_BYTES: u64 = 64 << 20;
 
 /// Where the hidden states of a job are read, kept and written.
@@ -60,15 +57,14 @@ pub struct StateFiles {
 pub struct SavedStates {
     /// The file. It appears complete or not at all.
     pub path: PathBuf,
-    /// The minimum time between two saves. Saving also takes at most a twentieth of the run time, or five seconds if
-    /// that is more: a save on a slow disk is abandoned and tried again later. [`Duration::ZERO`] saves before every
+    /// The minimum time between two saves. Saving also takes only a small fraction of the run time, or a few seconds
+    /// early in a run: a save on a slow disk is abandoned and tried again later. [`Duration::ZERO`] saves before every
     /// block, however long it takes.
     pub every: Duration,
 }
 
-/// Saves the states of a job periodically.
 pub(super) struct Saver<'a> {
-    /// The file, and the program that is recorded in it.
+    /// The program is recorded in the file.
     saved: Option<(&'a SavedStates, Program)>,
     depends_on: &'a Value,
     started: Instant,
@@ -77,10 +73,6 @@ pub(super) struct Saver<'a> {
 }
 
 impl<'a> Saver<'a> {
-    /// Prepares to save states, if `files` asks for it.
-    ///
-    /// # Errors
-    /// As [`Program::current`].
     pub(super) fn new(files: &'a StateFiles, cancel: &CancelToken) -> Result<Self> {
         let saved = match &files.saved {
             Some(saved) => Some((saved, Program::current(cancel)?)),
@@ -92,7 +84,7 @@ impl<'a> Saver<'a> {
 
     /// Saves the states before block `layer` if a save is due. All tensors of earlier blocks must be committed. If the
     /// file cannot be written, the observer gets a warning and later saves are skipped, because the run can complete
-    /// without them. A cancelled job gives up a save after five seconds.
+    /// without them.
     pub(super) fn save(&mut self, job: &Job<'_>, layer: usize, streams: Streams<&HiddenStates>) {
         let Some((SavedStates { path, every }, program)) = &self.saved else { return };
         let pause = if every.is_zero() { Duration::ZERO } else { (SHARE_OF_RUN * self.cost).max(*every) };
@@ -121,11 +113,11 @@ impl<'a> Saver<'a> {
     }
 }
 
-/// The state streams of a run: of the float model, and of the quantized model that is being written.
+/// The states of the float model, and of the quantized model that is being written.
 pub(super) type Streams<T> = [Option<T>; 2];
 
-/// Describes what the states before block `layer` depend on. `has_quantized` says whether they include states of the
-/// quantized model.
+/// Describes what the states before a block depend on. `has_quantized` says whether they include those of the quantized
+/// model.
 fn about(
     job: &Job<'_>,
     layer: usize,
@@ -166,9 +158,6 @@ fn about(
 /// Writes the states before block `layer` to a file, which appears complete or not at all. `sources` are the hashes of
 /// the weights that were read, if no report has them. If `go_on` returns `false` first, returns `false` and leaves an
 /// existing file unchanged.
-///
-/// # Errors
-/// [`Error::Io`] when it cannot be written, and those of `go_on`.
 pub(super) fn save(
     path: &Path,
     job: &Job<'_>,
@@ -189,8 +178,7 @@ pub(super) fn save(
         let new = &new;
         move |e| Error::io(action, new, e)
     };
-    // A file or link of this name, for example from an interrupted run, is removed: writing through a link could
-    // overwrite its target.
+    // A file or link of this name is removed: writing through a link could overwrite its target.
     let removed = match std::fs::remove_file(&new) {
         Err(e) if e.kind() != std::io::ErrorKind::NotFound => Err(Error::io("remove", &new, e)),
         _ => Ok(()),
@@ -277,9 +265,6 @@ pub(super) fn saved_before(path: &Path, blocks: Range<usize>) -> Option<usize> {
 
 /// Reads the states before block `layer`: each stream that is `wanted`. If there are several files, each holds the
 /// states of some consecutive windows.
-///
-/// # Errors
-/// [`Error::InputFile`] if a file is damaged, or holds the states of a different run or block; errors of reading.
 pub(super) fn load(
     paths: &[PathBuf],
     job: &Job<'_>,
@@ -359,19 +344,12 @@ pub(super) fn load(
     Ok([states(float)?, states(quantized)?])
 }
 
-/// Checks the states before block `layer` that a part of a job has written.
-///
-/// # Errors
-/// As [`quantize_part`](super::quantize_part) for states that it reads.
 pub(crate) fn check_states(path: &Path, job: &Job<'_>, layer: usize, depends_on: &Value) -> Result<()> {
     let paths = [path.to_owned()];
     load(&paths, job, layer, depends_on, [false; 2], None).map(drop)
 }
 
 /// Returns the hashes of the weights through which the states in a file passed, by tensor name.
-///
-/// # Errors
-/// [`Error::InputFile`] when the file is damaged; errors of reading.
 pub(crate) fn sources_of(path: &Path) -> Result<BTreeMap<String, String>> {
     let source = ShardedCheckpoint::open_file(path)?;
     if source.info(ABOUT).is_none_or(|info| info.byte_len() > MAX_ABOUT_BYTES) {
@@ -394,7 +372,7 @@ fn broken(path: &Path, reason: String) -> Error {
     }
 }
 
-/// The number of windows in a file that holds a part of the batch.
+/// The number of windows in a file, which may hold a part of the batch.
 fn windows_in(source: &ShardedCheckpoint) -> usize {
     let info = STREAMS.iter().find_map(|name| source.info(name));
     info.and_then(|info| info.shape.first().copied()).unwrap_or(0)
@@ -444,7 +422,6 @@ mod tests {
     use super::*;
     use crate::calibrate::BatchLayout;
 
-    /// A save that takes too long stops before its next piece, and a cancelled one reports the interruption.
     #[test]
     fn a_save_can_be_abandoned() {
         let width = 2 * CHUNK_VALUES;

@@ -17,17 +17,14 @@ use crate::scheme::LinearScheme;
 use crate::transform::{FoldRecord, Rewrite, SmoothRecord};
 use crate::{Error, Result, allocate};
 
-/// A tensor that is ready to be written.
 pub(super) struct Finished {
     pub(super) report: TensorReport,
     /// The bytes to write, by tensor name.
     pub(super) outputs: Vec<(String, Bytes)>,
-    /// A buffer for reuse.
     pub(super) spare: Vec<u8>,
 }
 
 impl Finished {
-    /// A tensor that is completely written.
     pub(super) fn written(report: TensorReport) -> Self {
         Self { report, outputs: Vec::new(), spare: Vec::new() }
     }
@@ -96,7 +93,7 @@ fn shared_exponents(job: &Job<'_>, (entry, module): (&PlanEntry, &String)) -> Re
     Ok(all)
 }
 
-/// Returns the largest magnitude of a weight after the rewrite.
+/// The largest magnitude of a weight after the rewrite.
 pub(super) fn largest_magnitude(
     job: &Job<'_>,
     entry: &PlanEntry,
@@ -142,13 +139,11 @@ pub(super) fn cache_scales(
     entry.cache.iter().map(tensor).collect()
 }
 
-/// Returns the container's tensors for a quantized weight.
 fn packed(job: &Job<'_>, module: &str, tensor: &QuantizedTensor) -> Result<Vec<(String, Bytes)>> {
     let outputs = job.plan.container.pack(module, tensor)?;
     Ok(outputs.into_iter().map(|(spec, bytes)| (spec.name, Bytes::Own(bytes))).collect())
 }
 
-/// Rewrites a norm, a bias or a weight that stays float.
 fn rewrite_float(
     job: &Job<'_>,
     entry: &PlanEntry,
@@ -173,7 +168,6 @@ fn rewrite_float(
     Ok(Finished { report, outputs: vec![(entry.tensor.clone(), bytes)], spare: Vec::new() })
 }
 
-/// Returns the bytes of a float tensor as written.
 pub(super) fn as_written(entry: &PlanEntry, bytes: Bytes) -> Bytes {
     match entry.info.shape[..] {
         [rows, columns] if entry.by_columns => {
@@ -183,7 +177,7 @@ pub(super) fn as_written(entry: &PlanEntry, bytes: Bytes) -> Bytes {
     }
 }
 
-/// Returns the new values of a norm, a float linear or a bias; `None` if nothing changes.
+/// `None` if nothing changes.
 fn rewritten(
     job: &Job<'_>,
     entry: &PlanEntry,
@@ -210,19 +204,16 @@ fn rewritten(
     Ok(Some(rewrite.bias(node, values)))
 }
 
-/// A weight to be quantized.
 struct Linear<'a> {
     job: &'a Job<'a>,
     entry: &'a PlanEntry,
-    /// The node of its linear, if it is in a block.
+    /// The node of the linear, if it is in a block.
     node: Option<NodeId>,
     module: &'a str,
     shape: [usize; 2],
     scheme: LinearScheme,
     scale_dtype: Dtype,
-    /// The calibrated scale of its input.
     input: Option<StaticScale>,
-    /// The context in which its scales are chosen.
     context: ScaleContext,
 }
 
@@ -262,7 +253,7 @@ impl Linear<'_> {
         Ok(Finished { report, outputs, spare })
     }
 
-    /// Returns the rewritten weight before clipping; the original bytes are freed.
+    /// Returns the weight before clipping, and frees the original bytes.
     fn rewritten(&self, node: NodeId, bytes: Bytes, rewrite: &Rewrite) -> Result<Vec<f32>> {
         rewrite.weight(node, &self.rows(&bytes)?)
     }
@@ -296,7 +287,7 @@ impl Linear<'_> {
         Ok((tensor, error))
     }
 
-    /// Returns the weight with its input grid as the container stores it, and whether that may differ from `tensor`.
+    /// Returns the weight as the container stores it, and whether that may differ from `tensor`.
     fn as_stored(&self, mut tensor: QuantizedTensor) -> Result<(QuantizedTensor, bool)> {
         tensor.input = self.input;
         match self.scheme.is_progressive() {
@@ -307,7 +298,6 @@ impl Linear<'_> {
         }
     }
 
-    /// Returns the results of the searches and of GPTQ for the linear.
     fn searched(
         &self,
         Decision { rewrite, routed, .. }: &Decision,

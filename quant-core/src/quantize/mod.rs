@@ -1,7 +1,7 @@
 //! Rounds float weights to codes, scales and zero points, which are packed later.
 //!
-//! `quant-formats` implements the grids and rounding to nearest with its error; this module re-exports them under the
-//! same names. With [`gptq`], weights compensate each other's rounding errors.
+//! `quant-formats` implements the grids and rounding to nearest with its error. With [`gptq`], weights compensate each
+//! other's rounding errors.
 
 pub mod gptq;
 

@@ -1,8 +1,5 @@
-//! Static scales of keys and values for an FP8 cache: the tensors that store them, and the linears with which they are
-//! written.
-//!
-//! A scale is written with the linear that produces its keys or values, in the same shard and commit, so that a resumed
-//! run finds both or neither.
+//! Static scales of keys and values for an FP8 cache. A scale is written with the linear that produces its keys or
+//! values, in the same shard and commit, so that a resumed run finds both or neither.
 
 use super::{Action, Plan};
 use crate::checkpoint::{TensorInfo, TensorSpec};

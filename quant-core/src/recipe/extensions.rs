@@ -11,9 +11,9 @@ use crate::quantize::gptq::GptqSettings;
 use crate::transform::Transform;
 use crate::{Error, Result};
 
-/// The name of GGUF as an output format. Its files are not described by recipes, but have plans of their own.
+/// The name of GGUF as an output format. Recipes do not describe GGUF files.
 pub const GGUF: &str = "gguf";
-/// The name of safetensors with floats as an output format. It is not described by recipes, because nothing is quantized.
+/// The name of safetensors with floats as an output format. Recipes do not describe it, because nothing is quantized.
 pub const FLOATS: &str = "safetensors";
 
 /// Steps, methods and formats that the calling program adds to those of this library.
@@ -62,7 +62,6 @@ impl Extensions {
         TRANSFORMS.iter().chain(&self.transforms).copied()
     }
 
-    /// The named methods of this library, then those of the calling program.
     fn methods(&self) -> impl Iterator<Item = &Method> {
         METHODS.iter().chain(&self.methods)
     }

@@ -57,10 +57,6 @@ impl Recipe {
         }
     }
 
-    /// Fails if the method does not have a step or rounding of this name with settings.
-    ///
-    /// # Errors
-    /// [`Error::Usage`] with the names that it has.
     pub(crate) fn check_step(&self, step: &str) -> Result<()> {
         self.method.keys_of(step).map(drop).ok_or_else(|| self.no_step(step))
     }

@@ -8,11 +8,11 @@ use crate::model::{BlockGraph, BlockKind, Model, NodeId};
 use crate::quantize::gptq::{Hessian, LayerInputs};
 use crate::transform::{Search, Workload};
 
-/// Memory in bytes for the program itself.
+/// Bytes for the program itself.
 const PROGRAM: u64 = 56 << 20;
-/// Memory in bytes for the tokenizer, and for products of matrices with the values of a calibration batch.
+/// Bytes for the tokenizer, and for products of matrices with the values of a calibration batch.
 const TEXT: u64 = 64 << 20;
-/// Memory in bytes for the stack of a thread and what the allocator keeps for it.
+/// Bytes for the stack of a thread and what the allocator keeps for it.
 const THREAD: u64 = 4 << 20;
 /// Rows of a weight that a thread of GPTQ's solver processes at a time.
 const SOLVED_ROWS: usize = 128;
@@ -21,18 +21,15 @@ const PER_INPUT: u64 = 256;
 /// Bytes of a plan per tensor, besides names.
 const PER_PLANNED: u64 = 400;
 /// Bytes per tensor of the report and of the record from which an interrupted run resumes, besides names.
-const PER_REPORT: u64 = 1500;
-/// Bytes per quantized linear of the model's graph, of its scheme in the configuration, and of what the report has in
-/// addition.
-const PER_LINEAR: u64 = 5120;
+const PER_REPORT: u64 = 1000;
+/// Bytes per quantized linear, besides names.
+const PER_LINEAR: u64 = 6144;
 /// Bytes of the report per linear whose scales or clip bounds were searched for.
 const PER_SEARCH: u64 = 1024;
-/// Bytes per tensor of the output, besides its name: its entries in the plan, the layout and the header, which is read
-/// back at the end.
+/// Bytes per tensor of the output, besides its name.
 const PER_OUTPUT: u64 = 350;
-/// The minimum memory in bytes for a round of a search.
+/// The minimum memory for a round of a search.
 const MIN_ROUND_BYTES: u64 = 32 << 20;
-/// Tokens that go through a block at a time, unless a window is longer.
 const CHUNK_TOKENS: u64 = 2048;
 
 impl Plan {
@@ -74,7 +71,7 @@ impl Plan {
         Err(needed)
     }
 
-    /// The size in bytes of the hidden states that are in memory only because channel maxima are gathered.
+    /// The size of the hidden states that are in memory only because channel maxima are gathered.
     fn states_for_maxima(plans: &[Self], model: &Model) -> u64 {
         let of = |plan: &Self| {
             let [without, with] = [false, true].map(|keeps| PassPlan::new(plan, keeps).states_in_memory());
@@ -87,7 +84,7 @@ impl Plan {
     }
 
     /// The estimated disk space in bytes for hidden states that are kept in files, and for the states that are saved so
-    /// that the run can be resumed. Samples and the files of the output are not counted.
+    /// that the run can be resumed.
     pub fn scratch_bytes(plans: &[Self], model: &Model, residence: Residence) -> u64 {
         let of = |plan: &Self| {
             let states = PassPlan::new(plan, false).states_in_memory();
@@ -113,7 +110,6 @@ impl Plan {
         let rotated =
             if model.is_rotated() { 2 * plans.iter().map(Self::largest_input).max().unwrap_or(0) } else { 0 };
         let writing = tensors.saturating_add(rotated);
-        // Data gathered from the batch are shared by all plans, so the largest plan counts.
         let kinds = |plan: &Self| {
             let kinds = model.architecture().blocks.kinds_in(plan.blocks());
             kinds.map(|kind| plan.block_memory(kind, residence, writing)).max().unwrap_or(0)
@@ -127,8 +123,8 @@ impl Plan {
         working.saturating_add(working / 8).saturating_add(program)
     }
 
-    /// The memory in bytes for what a run keeps for every tensor until its end: its places in the input and the output,
-    /// its entry in the plan, and its report. Models with many small experts have a hundred thousand tensors.
+    /// The memory for what a run keeps for every tensor until its end: its places in the input and the output, its
+    /// entry in the plan, and its report.
     fn kept_per_tensor(plans: &[Self], model: &Model) -> u64 {
         let text = |name: &str| (name.len() as u64).next_multiple_of(16) + 8;
         let formats = plans.len() as u64;
@@ -147,8 +143,8 @@ impl Plan {
         input + plans.iter().map(of_plan).sum::<u64>()
     }
 
-    /// The memory in bytes for writing the largest tensor: the stored bytes of this tensor and the next one, codes,
-    /// packed codes, and an `f32` copy if the plan processes whole blocks.
+    /// The memory for writing the largest tensor: the stored bytes of this tensor and the next one, codes, packed
+    /// codes, and an `f32` copy if the plan processes whole blocks.
     fn largest_tensor(&self) -> u64 {
         let of = |entry: &super::PlanEntry| match entry.action {
             Action::Copy => 16 << 20,
@@ -161,13 +157,12 @@ impl Plan {
         self.entries.iter().map(of).max().unwrap_or(0)
     }
 
-    /// The size in bytes of the largest input tensor in the blocks.
     fn largest_input(&self) -> u64 {
         self.entries.iter().filter(|e| e.layer.is_some()).map(|e| e.info.byte_len()).max().unwrap_or(0)
     }
 
-    /// The peak memory in bytes while a block is processed: the block, the hidden states of the batch, and the largest
-    /// of the steps, which run one after the other. Sums saturate, because they can exceed 64 bits if a huge batch is
+    /// The peak memory while a block is processed: the block, the hidden states of the batch, and the largest of the
+    /// steps, which run one after the other. Sums saturate, because they can exceed 64 bits if a huge batch is
     /// requested.
     fn block_memory(&self, kind: BlockKind<'_>, residence: Residence, writing: u64) -> u64 {
         let graph = kind.graph;
@@ -210,7 +205,6 @@ impl Plan {
         states.saturating_add(step).saturating_add(self.block_bytes(kind, one_expert))
     }
 
-    /// Bytes per token that are kept for the whole batch while a block is processed.
     fn state_bytes(&self, graph: &BlockGraph, residence: Residence, one_expert: bool) -> u64 {
         // For each token, the layout stores the start of its document, its rank among counted tokens and whether it is
         // padding. While it is built, there is also a copy of the starts and the role of each token.
@@ -233,7 +227,7 @@ impl Plan {
         states + layout + routed as u64
     }
 
-    /// The memory in bytes for the intermediate values of the tokens that go through a block at a time.
+    /// The memory for the intermediate values of the tokens that go through a block at a time.
     fn piece_memory(&self, graph: &BlockGraph, tokens: u64) -> u64 {
         let length = self.sampling.length as u64;
         // In an MLP, the outputs of gate and up and their product are in memory together with the inputs of the
@@ -254,7 +248,6 @@ impl Plan {
         }
     }
 
-    /// The workload of a transform in a block.
     pub(super) fn workload<'a>(&'a self, kind: BlockKind<'a>) -> Workload<'a> {
         let of_block = self.entries.iter().filter(|e| e.layer == Some(kind.first));
         let scheme = |entry: &super::PlanEntry| match entry.action {
@@ -267,7 +260,7 @@ impl Plan {
         Workload { graph: kind.graph, sampling, settings, schemes, residence, experts_apart }
     }
 
-    /// Bytes of a block's weights that are in memory at the same time.
+    /// The bytes of a block's weights that are in memory at the same time.
     fn block_bytes(&self, kind: BlockKind<'_>, one_expert: bool) -> u64 {
         if let Some(largest) = self.forward {
             return largest;
@@ -282,7 +275,7 @@ impl Plan {
         resident(of_block.map(|entry| (expert(entry), entry.info.byte_len())), one_expert)
     }
 
-    /// The memory in bytes for GPTQ: first while the batch passes through a block, then while a weight is solved.
+    /// The memory for GPTQ: first while the batch passes through a block, then while a weight is solved.
     fn gptq_memory(&self, graph: &BlockGraph) -> [u64; 2] {
         let widths: BTreeMap<NodeId, u64> =
             graph.linears().map(|(id, _, [_, k], _)| (graph.nodes()[id].inputs[0], k as u64)).collect();
@@ -306,8 +299,8 @@ impl Plan {
     }
 }
 
-/// The bytes of tensors outside the experts, plus those of all experts, or of the largest expert if experts are
-/// processed one at a time.
+/// The bytes of the tensors that are in memory together: only the largest expert counts if experts are processed one at
+/// a time.
 fn resident(parts: impl Iterator<Item = (Option<NodeId>, u64)>, one_expert: bool) -> u64 {
     let mut experts: BTreeMap<NodeId, u64> = BTreeMap::new();
     let mut shared = 0;

@@ -40,7 +40,6 @@ impl PartialEq for Method {
 
 impl Eq for Method {}
 
-/// All transforms.
 pub(super) const TRANSFORMS: &[&dyn Transform] =
     &[&Awq, &Clip, &Reorder, &SmoothAttention, &SmoothOutputs, &SmoothQuant];
 
@@ -94,8 +93,8 @@ impl Method {
 
     /// Whether the method needs a calibration text with these settings.
     pub fn needs_text(&self, settings: &TransformSettings) -> bool {
-        let looks = |t: &&dyn Transform| t.needs(settings).ranges || t.needs(settings).states;
-        self.rounding == Rounding::Gptq || self.transforms.iter().any(looks)
+        let needs_statistics = |t: &&dyn Transform| t.needs(settings).ranges || t.needs(settings).states;
+        self.rounding == Rounding::Gptq || self.transforms.iter().any(needs_statistics)
     }
 
     /// The default settings of GPTQ for this method.
@@ -134,7 +133,6 @@ impl Method {
         Self::composed(steps, rounding, (METHODS, TRANSFORMS))
     }
 
-    /// [`of`](Self::of) with the given methods and transforms.
     pub(super) fn composed(
         steps: &[&str],
         rounding: Rounding,
@@ -220,7 +218,6 @@ impl Method {
     }
 }
 
-/// The preparation with this name.
 fn prepares(step: &str) -> Option<Preparation> {
     Preparation::ALL.into_iter().find(|p| p.name() == step)
 }
@@ -248,7 +245,6 @@ impl Rounding {
     }
 }
 
-/// A method of [`METHODS`] without a preparation.
 const fn plain(
     name: &'static str,
     summary: &'static str,
@@ -265,7 +261,6 @@ const fn plain(
     }
 }
 
-/// QServe's method: the model is rotated, and GPTQ uses the inputs of the float model.
 const fn qoq(name: &'static str, summary: &'static str, rounding: Rounding) -> Method {
     Method {
         name: Cow::Borrowed(name),

@@ -1,7 +1,7 @@
-//! The fourth stage of the pipeline: turns the user's request into an action for each tensor.
+//! Turns the user's request into an action for each tensor.
 //!
 //! A [`Recipe`] is the request. [`Plan::new`] applies it to a model before any compute, and determines the action and
-//! the output size for every tensor. Later stages follow the plan.
+//! the output size for every tensor.
 
 mod cache_scales;
 mod extensions;

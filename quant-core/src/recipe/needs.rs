@@ -1,5 +1,4 @@
-//! The data that a plan needs in addition to the weights, and checks that the method supports the requested
-//! activations.
+//! The data that a plan needs in addition to the weights, and checks of steps and activations.
 
 use super::{Action, Plan, PlanEntry};
 use crate::model::{Architecture, BlockGraph};
@@ -48,7 +47,6 @@ impl Plan {
             .any(|e| matches!(e.action, Action::Quantize { scheme, .. } if scheme.has_global_scale()))
     }
 
-    /// Fails if the tokens for calibrating experts are specified but no block has experts.
     pub(super) fn check_experts(&self, architecture: &Architecture) -> Result<()> {
         let has_experts = |graph: &BlockGraph| graph.nodes().iter().any(|n| n.op.selected_expert().is_some());
         let experts = self.sampling.experts;
@@ -92,7 +90,6 @@ impl Plan {
         Ok(())
     }
 
-    /// Fails if activations would be quantized for a module that does not support it.
     pub(super) fn check_activations(&self) -> Result<()> {
         let rounded = |e: &&PlanEntry| {
             e.quantized().is_some_and(|(_, scheme)| scheme.activations != ActivationScheme::Float)

@@ -79,7 +79,6 @@ impl Plan {
         self.forward.is_some()
     }
 
-    /// Returns the blocks of the plan if `blocks` is a non-empty range of them.
     fn within(&self, blocks: &Range<usize>) -> Result<Range<usize>> {
         let whole = self.blocks.clone();
         if blocks.is_empty() || blocks.start < whole.start || blocks.end > whole.end {

@@ -1,7 +1,5 @@
 //! The passes that the calibration batch makes through a block: which states each uses, and which of them advances the
-//! batch to the next block.
-//!
-//! The run follows this plan, and the memory estimate is based on it.
+//! batch to the next block. Both the run and the memory estimate follow this plan.
 //!
 //! The states of the float model are advanced by the original float block, never by a rewritten one: the two differ by
 //! rounding, and a resumed run only has the original. If they are needed, exactly one pass advances them. Later passes
@@ -13,15 +11,14 @@ use crate::quantize::gptq::LayerInputs;
 /// The hidden states that a pass uses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum States {
-    /// The states of the float model, which the pass advances.
+    /// The states of the float model. The pass may advance them.
     Float,
-    /// The states of the float model from before the block, which the pass does not change.
+    /// A copy of the float model's states from before the block, which the pass does not change.
     Copy,
     /// The states of the quantized model, which the pass advances.
     Quantized,
 }
 
-/// The pass of the float block before all others.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct FirstPass {
     /// Whether the pass gathers the ranges of linears' inputs.
@@ -30,7 +27,6 @@ pub(crate) struct FirstPass {
     pub(crate) advance: bool,
 }
 
-/// The passes of a block, in order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct PassPlan {
     /// The pass before all others, if one is needed.
@@ -44,7 +40,6 @@ pub(crate) struct PassPlan {
     pub(crate) gptq: Option<States>,
 }
 
-/// The requirements of a plan.
 #[derive(Debug, Clone, Copy)]
 struct Wanted {
     /// The number of consecutive transforms.
@@ -53,7 +48,6 @@ struct Wanted {
     searched: bool,
     /// Whether ranges are gathered, for grids, transforms or a file of maxima.
     ranges: bool,
-    /// Whether the maxima of cached keys and values are computed.
     cache: bool,
     /// The model whose states GPTQ uses, if it is the rounding.
     gptq: Option<LayerInputs>,
@@ -104,22 +98,18 @@ impl PassPlan {
         passes
     }
 
-    /// Whether a pass after the first uses these states.
     fn uses(&self, states: States) -> bool {
         self.search == Some(states) || self.gptq == Some(states)
     }
 
-    /// Whether the states of the float model are carried from block to block.
     pub(crate) fn follow_float(&self) -> bool {
         self.first.is_some() || self.uses(States::Float)
     }
 
-    /// Whether the states of the quantized model are carried from block to block.
     pub(crate) fn follow_quantized(&self) -> bool {
         self.uses(States::Quantized)
     }
 
-    /// Whether a pass uses a copy of the float model's states from before the block.
     pub(crate) fn copy_float(&self) -> bool {
         self.uses(States::Copy) || self.cache == Some(States::Copy)
     }
@@ -149,7 +139,7 @@ mod tests {
     const ON_QUANTIZED: Option<LayerInputs> = Some(LayerInputs::Quantized);
     const ON_FLOAT: Option<LayerInputs> = Some(LayerInputs::Float);
 
-    /// Every combination. More than two transforms are equivalent to two.
+    /// More than two transforms are equivalent to two.
     const ALL: [Row; 30] = [
         ((0, false, false, None), (None, None, None), 0),
         ((0, false, false, ON_QUANTIZED), (None, None, QUANTIZED), 1),
@@ -209,8 +199,7 @@ mod tests {
                 let moving =
                     [first, passes.search == FLOAT, passes.gptq == FLOAT].into_iter().filter(|m| *m).count();
                 assert_eq!(moving, usize::from(passes.follow_float()), "{passes:?}");
-                // Maxima of cached values are computed on states from before the block, with the block as it will be
-                // written.
+                // With the block as it will be written, on states from before the block.
                 assert_eq!(
                     passes.cache,
                     cache.then_some(if transforms == 0 { States::Float } else { States::Copy })

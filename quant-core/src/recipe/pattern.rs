@@ -23,7 +23,6 @@ pub struct Pattern {
     place: Option<Place>,
 }
 
-/// The place of a pattern in a recipe.
 #[derive(Debug, Clone)]
 struct Place {
     /// The file, unless the recipe was parsed from a text.
@@ -62,12 +61,10 @@ impl Pattern {
         Ok(Self { text: text.to_owned(), regex, place: None })
     }
 
-    /// The pattern in this line of a recipe.
     pub(super) fn at_line(self, line: usize) -> Self {
         Self { place: Some(Place { file: None, line }), ..self }
     }
 
-    /// Sets the recipe file of a pattern that has a line.
     pub(super) fn set_file(&mut self, path: &Arc<Path>) {
         if let Some(place) = &mut self.place {
             place.file = Some(path.clone());
@@ -126,7 +123,6 @@ impl Pattern {
         let mut scored: Vec<(f64, String)> = names
             .iter()
             .map(|name| {
-                // Compares and shows only as many trailing parts as the pattern has.
                 let tail: Vec<&str> = name.rsplit('.').take(parts).collect();
                 let tail = tail.into_iter().rev().collect::<Vec<_>>().join(".");
                 (strsim::jaro_winkler(&self.text, &tail), tail)

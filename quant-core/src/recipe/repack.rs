@@ -13,7 +13,7 @@ use crate::quantize::gptq::{GptqSettings, LayerInputs};
 use crate::transform::TransformSettings;
 use crate::{Error, Result};
 
-/// The method in reports of a repacking run, whose codes and scales come from the input.
+/// Codes and scales come from the input.
 pub static REPACK: Method = Method {
     name: Cow::Borrowed("repack"),
     summary: "writes the same numbers in a different checkpoint format",
@@ -118,7 +118,7 @@ impl Plan {
     }
 }
 
-/// Adapts a format's error to repacking, which cannot choose grids.
+/// Changes the remedy of a format's error, because repacking cannot choose grids.
 fn unfit(error: Error) -> Error {
     match error {
         Error::Usage { message, .. } => {

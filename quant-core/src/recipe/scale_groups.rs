@@ -4,11 +4,9 @@ use std::collections::HashMap;
 
 use crate::model::Architecture;
 
-/// Groups of linears, found by any of their members.
 #[derive(Debug, Clone, Default)]
 pub(super) struct ScaleGroups {
     groups: Vec<Vec<String>>,
-    /// The group of each linear.
     by_module: HashMap<String, usize>,
 }
 
@@ -21,7 +19,7 @@ impl ScaleGroups {
         Self { groups, by_module }
     }
 
-    /// Returns the group of a linear; `None` if it has a scale of its own.
+    /// `None` if the linear has a scale of its own.
     pub(super) fn with(&self, module: &str) -> Option<&[String]> {
         self.by_module.get(module).map(|&group| &self.groups[group][..])
     }

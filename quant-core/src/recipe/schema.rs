@@ -1,7 +1,5 @@
-//! The JSON schema of recipe files, for editors that complete and check TOML.
-//!
-//! Names of formats, steps and bit widths come from the library's tables, so the schema includes new ones
-//! automatically.
+//! The JSON schema of recipe files, for editors that complete and check TOML. Names of formats, steps and bit widths
+//! come from the library's tables.
 
 use schemars::{Schema, SchemaGenerator, json_schema};
 use serde_json::{Map, Value, json};
@@ -51,13 +49,11 @@ pub(super) fn transform() -> Schema {
     json_schema!({ "oneOf": steps().into_iter().map(alternative).collect::<Vec<_>>() })
 }
 
-/// The table `[quantize.gptq]`.
 pub(super) fn gptq() -> Schema {
     let properties: Map<String, Value> = properties(GptqSettings::keys()).collect();
     json_schema!({ "type": "object", "properties": properties, "additionalProperties": false })
 }
 
-/// The names and schemas of the keys that recipe files may set.
 fn properties(keys: Vec<StepKey>) -> impl Iterator<Item = (String, Value)> {
     keys.into_iter().filter(|key| !key.is_file).map(|key| (key.name.to_owned(), key.schema))
 }
@@ -88,7 +84,7 @@ pub(super) fn scheme(_: &mut SchemaGenerator) -> Schema {
     })
 }
 
-/// The pattern for schemes of floating-point weights; `kv` is the pattern for the cache.
+/// `kv` is the pattern for the cache.
 fn floats(kv: &str) -> String {
     let heads = ["wf8a16", "wf8af8", "wf4a16", "wf4af4"];
     let of_head = |head: &str| {

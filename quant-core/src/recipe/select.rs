@@ -56,7 +56,8 @@ impl<'r> Selection<'r> {
         selector.checked_sub(self.recipe.ignore.len()).map(|i| self.recipe.overrides[i].1)
     }
 
-    /// The index of the selector that applies to a module, with the patterns of `ignore` before the overrides.
+    /// The index of the selector that applies to a module: the first matching pattern of `ignore`, else the last
+    /// matching override. Overrides are counted after the patterns of `ignore`.
     fn decisive(&self, module: &str, in_block: bool) -> Option<usize> {
         let Recipe { ignore, overrides, .. } = self.recipe;
         let ignored = ignore.iter().position(|p| p.matches(module));
@@ -67,8 +68,8 @@ impl<'r> Selection<'r> {
         ignored.or_else(|| overridden().map(|i| i + ignore.len()))
     }
 
-    /// The modules to which each selector applies. A selector that matches nothing, or only modules that other
-    /// selectors take, is an error, because it would have no effect.
+    /// A selector that matches nothing, or only modules that other selectors take, is an error, because it would have
+    /// no effect.
     ///
     /// `outside` are the embedding, the head, and the linears of blocks that are never quantized. Unless overridden,
     /// they stay float, but ignoring one by name is not an error.

@@ -1,5 +1,5 @@
 //! Estimates how long a plan will take: operations counted from shapes, divided by rates that are measured on this
-//! machine in a tenth of a second.
+//! machine.
 
 use std::time::Instant;
 
@@ -27,7 +27,7 @@ pub struct Rates {
 }
 
 impl Rates {
-    /// Measures the rates, which takes about a tenth of a second.
+    /// Measures the rates, which takes a fraction of a second.
     ///
     /// # Errors
     /// [`Error::Internal`] if this crate has a bug.
@@ -58,7 +58,7 @@ impl Rates {
     }
 }
 
-/// The duration of the fastest of several runs, in seconds, after a warm-up run.
+/// The duration of the fastest run in seconds, after a warm-up run.
 fn best(runs: usize, mut run: impl FnMut() -> Result<()>) -> Result<f64> {
     run()?;
     let mut best = f64::INFINITY;
@@ -71,16 +71,16 @@ fn best(runs: usize, mut run: impl FnMut() -> Result<()>) -> Result<f64> {
 }
 
 impl Plan {
-    /// The estimated duration in seconds of one run of all these plans for a model: within a factor of two on an
-    /// otherwise idle machine whose disk keeps up.
+    /// The approximate duration in seconds of one run of all these plans for a model, on an otherwise idle machine
+    /// whose disk keeps up.
     pub fn seconds(plans: &[Self], model: &Model, rates: Rates) -> f64 {
         let Some(first) = plans.first() else { return 0.0 };
         let mut operations = 0.0;
         let mut rounded = 0.0;
         if first.needs_text() {
             // Ranges are gathered in a separate pass, before the pass of a search.
-            let looks = first.transforms().iter().any(|t| t.needs(&first.settings).states);
-            let again = if first.needs_ranges() && looks && !first.is_forward() { 2.0 } else { 1.0 };
+            let needs_states = first.transforms().iter().any(|t| t.needs(&first.settings).states);
+            let again = if first.needs_ranges() && needs_states && !first.is_forward() { 2.0 } else { 1.0 };
             operations += again * first.forward_operations(model);
         }
         for plan in plans.iter().filter(|plan| !plan.is_forward()) {
@@ -113,7 +113,7 @@ impl Plan {
                 operations += n as f64 * (k as f64).powi(2);
             }
             for (&value, k) in &widths {
-                // The operations of the factorization count twice, because f64 has half the throughput.
+                // f64 has half the throughput, so the factorization counts twice.
                 operations += work.tokens() * work.share_of_tokens(value) * k * k + 4.0 / 3.0 * k.powi(3);
             }
             operations
@@ -127,12 +127,10 @@ impl Plan {
         self.in_all_blocks(model, of_block) + again * self.forward_operations(model)
     }
 
-    /// The operations for running the batch through all blocks.
     fn forward_operations(&self, model: &Model) -> f64 {
         self.in_all_blocks(model, |work| work.block_operations())
     }
 
-    /// The sum over the blocks that the plan covers.
     fn in_all_blocks(&self, model: &Model, of_block: impl Fn(&Workload<'_>) -> f64) -> f64 {
         let kinds = model.architecture().blocks.kinds_in(self.blocks());
         kinds.map(|kind| kind.layers as f64 * of_block(&self.workload(kind))).sum()

@@ -1,4 +1,4 @@
-//! Files that a run writes besides its checkpoint: checked before the work, and written completely or not at all.
+//! Files that a run writes besides its checkpoint.
 
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -48,7 +48,7 @@ pub fn write_file(path: &Path, bytes: &[u8]) -> Result<()> {
     file.persist(&target).map(drop).map_err(|e| fault(e.error))
 }
 
-/// Resolves a path, whether or not it exists.
+/// Resolves a path, which need not exist.
 fn real(path: &Path) -> PathBuf {
     let parent = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let through_parent = || Some(parent.canonicalize().ok()?.join(path.file_name()?));

@@ -21,7 +21,6 @@ use crate::recipe::FLOATS;
 use crate::scheme::KV_CONFIG_KEY;
 use crate::{CancelToken, Error, Event, Observer, Result, TensorSink};
 
-/// The number of bytes that are read at a time.
 const PIECE_BYTES: usize = 16 << 20;
 
 /// A float checkpoint that was written.
@@ -103,7 +102,6 @@ impl RecipeSettings {
         })
     }
 
-    /// A setting that has no effect on a float checkpoint.
     fn not_for_floats(&self) -> Option<String> {
         let rest = Self { format: Vec::new(), scheme: None, ..self.clone() };
         let [Ok(Value::Object(given)), Ok(Value::Object(none))] =
@@ -136,7 +134,6 @@ pub(super) fn check(request: &QuantizeRequest) -> Result<()> {
     }
 }
 
-/// Writes the float checkpoint of a checked request.
 pub(super) fn write(
     request: &QuantizeRequest,
     dtype: Dtype,
@@ -195,8 +192,8 @@ pub(super) fn write(
     Ok(FloatsDone { published, dtype, report, bytes_before, seconds: started.elapsed().as_secs_f64() })
 }
 
-/// The tensors of the output. Floats get the type `dtype`. Vectors whose values it cannot represent exactly stay F32:
-/// they are small, and some, such as the corrections of a router's scores, need the precision.
+/// The tensors of the output. Vectors whose values the type cannot represent exactly stay F32: they are small, and
+/// some, such as the corrections of a router's scores, need the precision.
 fn outputs(model: &Model, dtype: Dtype, cancel: &CancelToken) -> Result<Vec<TensorSpec>> {
     let source = model.source();
     let of = |name: &str| {
@@ -213,7 +210,8 @@ fn outputs(model: &Model, dtype: Dtype, cancel: &CancelToken) -> Result<Vec<Tens
     source.names().into_iter().map(of).collect()
 }
 
-/// Converts all tensors. Of those that an earlier run completed, only the source is read, to check that it is unchanged.
+/// Converts all tensors. Of those that an earlier run completed, only the source is read, to check that it is
+/// unchanged.
 fn convert_all(
     model: &Model,
     tensors: &[TensorSpec],

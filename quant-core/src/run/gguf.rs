@@ -26,7 +26,6 @@ use crate::pipeline::REPORT;
 use crate::wording::counted;
 use crate::{Error, Result};
 
-/// The name of the file in an output directory.
 const FILE: &str = "model.gguf";
 
 /// The result of a run that wrote a GGUF file.
@@ -45,7 +44,6 @@ pub struct GgufDone {
     pub seconds: f64,
 }
 
-/// Returns whether a request uses a calibration text.
 fn gathers(request: &QuantizeRequest) -> bool {
     request.calibration.is_some() || request.settings.gguf.save_imatrix.is_some()
 }
@@ -85,7 +83,6 @@ pub(super) fn check(request: &QuantizeRequest) -> Result<()> {
     Ok(())
 }
 
-/// Writes a GGUF file for a checked request.
 pub(super) fn quantize(request: &QuantizeRequest, started: Instant, host: &Host<'_>) -> Result<GgufDone> {
     let settings = &request.settings;
     let gptq = settings.gguf_request(true)?.gptq.is_some();
@@ -136,7 +133,7 @@ pub(super) fn quantize(request: &QuantizeRequest, started: Instant, host: &Host<
     Ok(GgufDone { plan, published, report, bytes_before, seconds: started.elapsed().as_secs_f64() })
 }
 
-/// Checks the memory budget. If hidden states do not fit, they are kept in unnamed files next to the output.
+/// Checks the memory budget. Hidden states that do not fit are kept in unnamed files next to the output.
 fn spill(request: &QuantizeRequest, opened: &Opened, gptq: bool, host: &Host<'_>) -> Result<Option<Spill>> {
     let gathering = match gathers(request) {
         true => Some(Gathering { sampling: sampling(&request.settings)?, hessians: gptq }),
@@ -162,7 +159,6 @@ fn further_bytes(settings: &RecipeSettings, opened: &Opened) -> u64 {
     /// The memory for a tokenizer, as JSON and as metadata, relative to the size of its file.
     const TOKENIZER: u64 = 8;
     let matrix = settings.gguf.imatrix.as_ref().and_then(|path| std::fs::metadata(path).ok());
-    // The bytes of the file, and its values.
     let matrix = matrix.map_or(0, |file| file.len().saturating_mul(2));
     let tokenizer = opened.directory.sidecar("tokenizer.json").and_then(|file| file.bytes().ok());
     let has_vocabulary = settings.gguf.pre.as_deref() != Some("none");
@@ -178,7 +174,6 @@ fn source(model: &Path, settings: &RecipeSettings, host: &Host<'_>) -> Result<Op
     if keeps_floats { Ok(opened) } else { as_floats(opened, settings, host) }
 }
 
-/// Returns the importance matrix and its origin.
 fn importance(
     settings: &RecipeSettings,
     text: &str,

@@ -12,7 +12,6 @@ use crate::quantize::gptq::GptqSettings;
 use crate::recipe::{Pattern, Rounding};
 use crate::{Error, Result};
 
-/// The default mixture.
 const DEFAULT_MIXTURE: &str = "Q4_K_M";
 
 /// Settings that apply only to GGUF files.
@@ -112,7 +111,6 @@ impl RecipeSettings {
         })
     }
 
-    /// Returns the settings of GPTQ if it is the method.
     fn gguf_method(&self) -> Result<Option<GptqSettings>> {
         let Some(method) = self.method.as_deref() else { return Ok(None) };
         let rounding = Rounding::ALL.into_iter().find(|rounding| rounding.name() == method);
@@ -139,7 +137,6 @@ impl RecipeSettings {
         Ok(Some(settings))
     }
 
-    /// The given settings that do not apply to GGUF files.
     fn not_for_gguf(&self) -> Vec<&'static str> {
         let all = [
             ("preset", self.preset.is_some()),
@@ -177,7 +174,6 @@ fn kind_of(name: &str) -> Result<&'static BlockType> {
     })
 }
 
-/// Fails if settings of the calibration text or an importance matrix would have no effect.
 pub(super) fn check_importance(options: &RecipeSettings, gathers: bool) -> Result<()> {
     if gathers && options.gguf.imatrix.is_some() {
         return Err(Error::usage(
@@ -213,7 +209,6 @@ pub(super) fn check_importance(options: &RecipeSettings, gathers: bool) -> Resul
     }
 }
 
-/// Returns how the text of an importance matrix is split into windows.
 pub(super) fn sampling(options: &RecipeSettings) -> Result<Sampling> {
     let defaults = Sampling::default();
     let sampling = Sampling {

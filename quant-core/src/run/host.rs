@@ -27,8 +27,8 @@ pub struct Host<'a> {
     pub text_workers: Arc<dyn TextWorkers>,
     /// The file that holds this crate's code, if that is not the executable.
     pub code: Option<&'a Path>,
-    /// Spells settings and commands in the model card, which later readers of the checkpoint see. Messages to the
-    /// calling program keep their marks, see [`crate::wording`].
+    /// Spells settings and commands in the model card. Messages to the calling program keep their marks, see
+    /// [`crate::wording`].
     pub wording: &'a dyn Wording,
 }
 
@@ -150,10 +150,6 @@ pub fn open_with(path: &Path, extensions: &Extensions, host: &Host<'_>) -> Resul
 
 /// Dequantizes the opened model if it is quantized and will be rounded again. A checkpoint whose codes may be kept is
 /// unchanged unless [`RecipeSettings::requantize`] is set.
-///
-/// # Errors
-/// [`Error::Usage`] when that setting has no effect, and when the model consists of quantized GGUF blocks and the
-/// setting is missing.
 pub(super) fn as_floats(opened: Opened, settings: &RecipeSettings, host: &Host<'_>) -> Result<Opened> {
     let rounded = opened.directory.rounded_to();
     let Some(method) = opened.model.quant_method().or(rounded).map(str::to_owned) else {

@@ -8,7 +8,6 @@ use crate::recipe::Plan;
 use crate::system::available_memory;
 use crate::{Error, Result};
 
-/// The fraction of the available memory that a run uses by default.
 const DEFAULT_FRACTION: f64 = 0.8;
 
 /// How much memory a run may use. It decides where hidden states are kept, never what is written.
@@ -25,10 +24,6 @@ pub enum MemoryBudget {
 impl FromStr for MemoryBudget {
     type Err = Error;
 
-    /// Parses `auto`, or a number with a unit: `8GiB`, `8.5GB`, `900MiB`, `512M` (as MiB).
-    ///
-    /// # Errors
-    /// [`Error::Usage`] for anything else, and for less than 1 MiB.
     fn from_str(text: &str) -> Result<Self> {
         if text == "auto" {
             return Ok(Self::Auto);
@@ -98,11 +93,7 @@ pub fn residence(
     Ok((residence, note))
 }
 
-/// Decides where a run with this peak memory keeps hidden states, and returns a note for the user if that is not in
-/// memory. `scratch` is the disk space for them.
-///
-/// # Errors
-/// As [`residence`].
+/// `scratch` is the disk space for hidden states. Also returns a note for the user if they are not in memory.
 pub(super) fn residence_by(
     peak: impl Fn(Residence) -> u64,
     scratch: u64,
@@ -133,7 +124,6 @@ pub(super) fn residence_by(
     }
 }
 
-/// Why hidden states are in files.
 fn note(scratch: u64, in_memory: u64) -> String {
     format!(
         "hidden states are kept in files ({} of disk space): the run would need {} of memory if they were kept in \
@@ -143,7 +133,6 @@ fn note(scratch: u64, in_memory: u64) -> String {
     )
 }
 
-/// The limit on the memory of a run.
 enum Limit {
     Budget(u64),
     Available(u64),

@@ -1,5 +1,4 @@
-//! The model card of a checkpoint, `README.md`: what was done to the model and how to load it. Hubs display it, and
-//! parse its header.
+//! The model card of a checkpoint, `README.md`: what was done to the model and how to load it.
 
 use std::collections::BTreeMap;
 
@@ -12,11 +11,9 @@ use crate::recipe::PlanEntry;
 use crate::wording::bytes;
 use crate::wording::{Wording, worded};
 
-/// The file name of the card in a checkpoint.
 pub(super) const NAME: &str = "README.md";
 
-/// Returns the card, with settings and commands in this spelling. Like the report it holds no paths and no times, so
-/// the same job gives the same bytes.
+/// Returns the card. It holds no paths and no times, so the same job gives the same bytes.
 pub(super) fn model_card(
     directory: &ModelDirectory,
     job: &Job<'_>,
@@ -72,7 +69,6 @@ fn is_hub_name(name: &str) -> bool {
     name.len() <= 200 && name.split_once('/').is_some_and(|(owner, name)| is_part(owner) && is_part(name))
 }
 
-/// Counts the linears per scheme.
 fn by_scheme(job: &Job<'_>) -> BTreeMap<String, usize> {
     let mut counts = BTreeMap::new();
     for (_, scheme) in job.plan.entries.iter().filter_map(PlanEntry::quantized) {
@@ -90,7 +86,6 @@ fn counts(job: &Job<'_>) -> String {
     counts.collect::<Vec<_>>().join("; ")
 }
 
-/// Lists the engines that load the checkpoint, with their commands.
 fn engines(job: &Job<'_>, wording: &dyn Wording) -> String {
     let outline = Outline::new(job.plan, job.model);
     let row = |engine: &Engine| {

@@ -22,7 +22,7 @@ use crate::{Category, Error, Result, TensorSink};
 /// The minimum time between two saves of hidden states.
 const SAVE_EVERY: Duration = Duration::from_secs(20);
 
-/// Returns the destination of each format of a recipe: `OUT` itself for one, `OUT/FORMAT` for several.
+/// Returns the destination of each format: `OUT` itself for one, `OUT/FORMAT` for several.
 pub(super) fn outputs(out: &Path, recipe: &Recipe) -> Result<Vec<PathBuf>> {
     if recipe.containers.len() == 1 {
         return Ok(vec![out.to_owned()]);
@@ -55,7 +55,6 @@ pub(super) fn outputs(out: &Path, recipe: &Recipe) -> Result<Vec<PathBuf>> {
     Ok(recipe.containers.iter().map(|c| out.join(c.name())).collect())
 }
 
-/// Fails if an output exists and may not be replaced.
 pub(super) fn refuse_existing(outputs: &[PathBuf], request: &QuantizeRequest) -> Result<()> {
     let Some(path) = outputs.iter().find(|path| !request.force && path.exists()) else { return Ok(()) };
     if request.resume && outputs.len() > 1 {
@@ -87,9 +86,6 @@ pub fn write(
 
 /// Like [`write`], but `fill` may first write tensors that were computed elsewhere, with their reports as records. Only
 /// the rest is computed; the input of every tensor is compared with its report.
-///
-/// # Errors
-/// As [`write`], and those of `fill`.
 pub(crate) fn write_filled(
     jobs: &[Job<'_>],
     directory: &ModelDirectory,
@@ -153,8 +149,7 @@ pub(crate) fn write_filled(
     prepared.into_iter().zip(reports).map(|(p, report)| Ok((p.publish()?, report))).collect()
 }
 
-/// Warns of linears of which nothing is left: their weights are all zero, or a single one is so large that all others in
-/// its group become zero.
+/// Warns of weights that are all zero, and of groups in which at most one weight is not rounded to zero.
 fn warn_of_weights(report: &QuantReport, host: &Host<'_>) {
     const MAX_LISTED: usize = 4;
     let list = |names: Vec<String>| {
@@ -171,15 +166,15 @@ fn warn_of_weights(report: &QuantReport, host: &Host<'_>) {
     if groups > 0 {
         let named = |t: &TensorReport| format!("{} ({})", printable(&t.tensor), t.vanished_groups);
         host.warn(format!(
-            "in {}, one weight is so large that all others are rounded to zero: {}; smaller groups lose less",
+            "in {}, all weights, or all but one, are rounded to zero: {}; smaller groups lose less",
             counted(groups as usize, "group"),
             list(with_outliers.map(named).collect())
         ));
     }
 }
 
-/// Returns where the run keeps hidden states: in memory, or in files in the first job directory. The file that is saved
-/// for resuming the run is always in that directory.
+/// Returns where the run keeps hidden states. Those that are saved for resuming the run are always in the first job
+/// directory.
 fn states(
     writers: &[CheckpointWriter],
     jobs: &[Job<'_>],
@@ -203,8 +198,8 @@ fn states(
     }
 }
 
-/// Removes unfinished outputs, unless the finished work is worth keeping because the same job can succeed later. The
-/// work of earlier runs is always kept: the error may be that an input has changed since, and the user can restore it.
+/// Removes unfinished outputs, unless the same job can succeed later. The work of earlier runs is always kept: the
+/// error may be that an input has changed since, and the user can restore it.
 pub(super) fn given_up(writers: Vec<CheckpointWriter>, error: Error) -> Error {
     let resumable = matches!(error.category(), Category::Interrupted | Category::Environment);
     if !resumable {

@@ -128,11 +128,9 @@ pub struct QuantizeJob<'a> {
     output: Output,
 }
 
-/// What a job writes.
 #[derive(Debug)]
 enum Output {
     Gguf,
-    /// A checkpoint with floats of this type.
     Floats(Dtype),
     /// A checkpoint per format of the recipe, in these directories.
     Checkpoints(Box<Recipe>, Vec<PathBuf>),
@@ -222,7 +220,6 @@ impl<'a> QuantizeJob<'a> {
     }
 }
 
-/// Fails if the channel maxima cannot be stored.
 fn check_maxima(path: &Path, recipe: &Recipe, request: &QuantizeRequest) -> Result<()> {
     const NAME: &str = "save_channel_maxima";
     distinct(&[(NAME, Some(path))], &request.files_read())?;
@@ -285,7 +282,6 @@ fn checkpoints(
     let jobs: Vec<Job<'_>> = plans.iter().map(job).collect();
     let written = write(&jobs, &opened.directory, outputs, (request.force, request.resume), residence, host);
     if written.is_err() && outputs.len() > 1 {
-        // Removes the directory that was created for the outputs, unless it still contains files.
         let _ = std::fs::remove_dir(&request.output);
     }
     let written = written?;
@@ -302,10 +298,7 @@ fn checkpoints(
     Ok(written)
 }
 
-/// Returns the calibration windows of a plan, if it needs a text: of `text`, or of the text that the recipe names.
-///
-/// # Errors
-/// As [`calibration`].
+/// Returns the calibration windows of a plan: of `text`, or of the text that the recipe names.
 pub(crate) fn windows(
     opened: &Opened,
     plan: &Plan,
@@ -328,7 +321,6 @@ pub(crate) fn windows(
     Ok(Some(windows))
 }
 
-/// Warns if windows are longer than the model was trained for.
 pub(crate) fn warn_of_length(plan: &Plan, model: &Model, host: &Host<'_>) {
     let positions = model.architecture().max_positions;
     if plan.needs_text() && plan.sampling.length > positions {
@@ -340,7 +332,6 @@ pub(crate) fn warn_of_length(plan: &Plan, model: &Model, host: &Host<'_>) {
     }
 }
 
-/// Reports what the formats cannot represent, and which common engines cannot load the result.
 pub(crate) fn report_notes(plans: &[Plan], model: &Model, host: &Host<'_>) {
     let lost = |plan: &Plan| plan.losses().into_iter().map(|message| ("lost", message)).collect::<Vec<_>>();
     let warnings =
@@ -362,8 +353,7 @@ pub(crate) fn report_notes(plans: &[Plan], model: &Model, host: &Host<'_>) {
     }
 }
 
-/// Returns whether an output has the name of a GGUF file: it ends in `.gguf`. A GGUF output with any other name is a
-/// directory that holds the file.
+/// A GGUF output with any other name is a directory that holds the file.
 pub fn is_gguf_name(output: &Path) -> bool {
     output.extension() == Some(OsStr::new("gguf"))
 }

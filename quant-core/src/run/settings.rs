@@ -245,8 +245,8 @@ impl RecipeSettings {
         Ok(())
     }
 
-    /// Returns the preset to use if none is named: the first whose method is the requested one, a prefix of it, or one
-    /// of its steps, so that the scheme suits the method; otherwise the default preset.
+    /// Returns the preset to use if none is named. Its method suits the requested one, so that the scheme does too; if
+    /// there is no such preset, it is the default.
     fn preset_by_method(&self) -> &'static str {
         let named = self.method.as_deref().unwrap_or_default();
         let same = PRESETS.iter().find(|p| p.method == named);
@@ -287,7 +287,6 @@ impl RecipeSettings {
         recipe.containers.iter().map(|container| Plan::repack(model, *container)).collect()
     }
 
-    /// Returns the error for a setting of the calibration text that has no effect.
     pub(crate) fn needs_no_text(&self, method: &Method, option: &str) -> Error {
         self.has_no_effect(method, option, SEARCHES_NO_TEXT)
     }
@@ -296,7 +295,6 @@ impl RecipeSettings {
         Error::usage(format!("‹{option}› has no effect: method `{}` {why}", method.name), ANOTHER_METHOD)
     }
 
-    /// The given settings that are keys of steps: [`step_of`] returns which.
     pub(super) fn keys_by_name(&self) -> Vec<(&'static str, Given<'_>)> {
         let text = |text: &Option<String>| text.as_deref().map(|text| Given::Value(text.into()));
         let count = |count: Option<usize>| count.map(|count| Given::Value(count.into()));
@@ -356,7 +354,7 @@ impl RecipeSettings {
         ))
     }
 
-    /// Fails if `group_size` or `symmetric` contradicts the scheme: for example, `w4a16-g64` with groups of 128.
+    /// Fails if `group_size` or `symmetric` contradicts the scheme: `w4a16-g64` with groups of 128.
     fn refuse_contradiction(&self, text: &str, scheme: SchemeRequest) -> Result<SchemeRequest> {
         let group = match &self.group_size {
             Some(size) => granularity(size)? != scheme.granularity,
@@ -373,12 +371,9 @@ impl RecipeSettings {
     }
 }
 
-/// The value of a setting that is a key of a step.
 #[derive(Debug)]
 pub(super) enum Given<'a> {
-    /// A value, as in a recipe file.
     Value(Value),
-    /// A file, which the step reads.
     File(&'a Path),
 }
 

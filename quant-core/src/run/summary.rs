@@ -102,7 +102,7 @@ pub struct FullBatchLinears {
 }
 
 impl FullBatchLinears {
-    /// Summarizes the linears, given the number of tokens routed to each; `None` without linears.
+    /// `None` without linears.
     fn of(routed: impl Iterator<Item = u64> + Clone) -> Option<Self> {
         Some(Self { least_routed: routed.clone().min()?, linears: routed.count() })
     }
@@ -144,7 +144,6 @@ impl UndersampledLinears {
         Self::of(&report.tensors.iter().filter_map(seen).collect::<Vec<_>>())
     }
 
-    /// Summarizes the numbers of tokens that each linear saw.
     fn of(seen: &[(String, u64)]) -> Option<Self> {
         // Without experts, all linears see the same number of tokens.
         let enough = MIN_EXPERT_TOKENS.min(seen.iter().map(|(_, tokens)| *tokens).max()?);
@@ -313,7 +312,6 @@ impl Output {
     }
 }
 
-/// Returns the use of the calibration batch, if not all of it was counted, or experts saw few or all of its tokens.
 fn calibration(report: &QuantReport) -> Option<Calibration> {
     let batch = report.calibration.as_ref()?;
     let (tokens, padding) = (batch.tokens, batch.padding);

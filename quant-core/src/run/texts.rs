@@ -40,7 +40,6 @@ impl Text {
         }
     }
 
-    /// Returns the setting with this text as its value, for messages.
     pub(crate) fn setting(&self, name: &str) -> String {
         match self {
             Self::Named(text) => format!("{name}={text}"),

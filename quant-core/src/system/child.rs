@@ -12,13 +12,12 @@ use rustix::process::{Pid, Resource, Rlimit, Signal, getrlimit, prlimit};
 
 use super::memory::machine_memory;
 
-/// A path to the executable of this process: it leads to the running file, even after an upgrade has replaced the file
-/// at its path.
+/// Leads to the running file, even after an upgrade has replaced the file at its path.
 pub(crate) const RUNNING_PROGRAM: &str = "/proc/self/exe";
 /// The time that a process may take to end after its socket was closed.
 const EXIT_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// The connection to a worker process. Reads and writes block for at most the time that was set.
+/// Reads and writes block for at most the time that was set.
 pub(crate) type Socket = UnixStream;
 
 /// A process whose standard output is a socket; dropping this kills it.
@@ -29,8 +28,8 @@ pub(crate) struct WorkerProcess {
 }
 
 impl WorkerProcess {
-    /// Starts a process, whose name in lists of processes is `name`, if given. Its standard input closes when this
-    /// process ends. It is in a process group of its own, so it does not receive signals from the terminal.
+    /// `name` is the process's name in lists of processes. Its standard input closes when this process ends. It is in a
+    /// process group of its own, so it does not receive signals from the terminal.
     pub(crate) fn start(command: &mut Command, name: Option<&str>, poll: Duration) -> io::Result<Self> {
         let (ours, theirs) = UnixStream::pair()?;
         ours.set_read_timeout(Some(poll))?;
@@ -88,7 +87,6 @@ impl Drop for WorkerProcess {
     }
 }
 
-/// The limits of a process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct ProcessLimits {
     /// Address space in bytes.
@@ -100,8 +98,7 @@ pub(crate) struct ProcessLimits {
 }
 
 impl ProcessLimits {
-    /// Returns the memory of the machine and the limit on the address space of this process, in bytes, if there are
-    /// any.
+    /// The memory of the machine and the limit on the address space of this process, in bytes, if there are any.
     pub(crate) fn of_this_process() -> (Option<u64>, Option<u64>) {
         (machine_memory(), getrlimit(Resource::As).current)
     }
@@ -113,7 +110,6 @@ fn lower(process: Pid, resource: Resource, limit: Rlimit) {
     }
 }
 
-/// How a process ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Ending {
     /// By a signal that is usually sent to all processes of a program to stop it.
@@ -128,7 +124,6 @@ pub(crate) enum Ending {
     Other,
 }
 
-/// Classifies the status of a process that has ended.
 pub(crate) fn ending(status: ExitStatus) -> Ending {
     let is = |signals: &[Signal]| signals.iter().any(|s| status.signal() == Some(s.as_raw()));
     if is(&[Signal::TERM, Signal::INT, Signal::HUP]) {
@@ -171,7 +166,7 @@ mod tests {
     }
 
     #[test]
-    fn shortages_are_told_from_other_errors() {
+    fn shortages_are_distinguished_from_other_errors() {
         assert!([23, 24, 11, 12].iter().all(|code| is_shortage(&io::Error::from_raw_os_error(*code))));
         assert!([2, 13].iter().all(|code| !is_shortage(&io::Error::from_raw_os_error(*code))));
     }

@@ -23,7 +23,6 @@ fn meminfo(name: &str, text: &str) -> Option<u64> {
     line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?.checked_mul(1024)
 }
 
-/// A memory control group, and the names of its files in this version of the interface.
 struct ControlGroup {
     directory: PathBuf,
     limit: &'static str,
@@ -57,7 +56,7 @@ fn control_groups(text: &str) -> Vec<ControlGroup> {
 }
 
 impl ControlGroup {
-    /// Returns the memory in bytes that the group's limit leaves; page cache that the system can drop counts as free.
+    /// Returns the memory that the group's limit leaves. Page cache that the system can drop counts as free.
     fn available(&self) -> Option<u64> {
         let read = |name: &str| std::fs::read_to_string(self.directory.join(name)).ok();
         let limit: u64 = read(self.limit)?.trim().parse().ok()?;

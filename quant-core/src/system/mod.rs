@@ -1,6 +1,5 @@
-//! Operating system calls that Rust's standard library does not cover: those on files, from
-//! [`quant_formats::system`], the available memory, and child processes with limits. No other module of this crate
-//! makes any. `docs/crates.md` lists what other systems would need.
+//! Operating system calls that Rust's standard library does not cover. No other module of this crate makes any. For
+//! what other systems would need, see `docs/crates.md`.
 
 #[cfg(target_os = "linux")]
 mod child;

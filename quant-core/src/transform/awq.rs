@@ -10,10 +10,9 @@
 //!
 //! with `a_c` the mean magnitude of the activations and `w_c` the mean over rows of the weights' magnitude relative to
 //! their group's largest ("duo scaling"). The exponent `r` is chosen from a grid of 20, `0, 1/20 … 19/20`, by the error
-//! of the module's output (§3.2 of the paper; duo scaling as in AutoAWQ). No scaling is a candidate too, so the search
-//! never makes the error worse. [`Search`] determines how candidates are compared: all on the whole batch, or in a
-//! [race](super::race). Then each group's range is narrowed if that lowers the linear's own output error
-//! ([`clip`](super::clip)).
+//! of the module's output (§3.2 of the paper; duo scaling as in AutoAWQ). No scaling is a candidate too. [`Search`]
+//! determines how candidates are compared. Then each group's range is narrowed if that lowers the linear's own output
+//! error ([`clip`](super::clip)).
 //!
 //! Groups whose channels are repeated (values under grouped-query attention) are not scaled, as in the reference
 //! implementation.
@@ -35,7 +34,6 @@ use crate::keys::parse_text;
 use crate::model::{BlockGraph, ExpertOrder, FoldGroup, NodeId};
 use crate::{Error, Result};
 
-/// The number of points of the exponent's grid.
 pub(super) const GRID: usize = 20;
 
 /// The transform of AWQ.
@@ -49,12 +47,10 @@ pub struct AwqSettings {
     pub search: Search,
 }
 
-/// How candidates are compared.
 pub(super) fn search_of(settings: &TransformSettings) -> Search {
     settings.steps.get::<AwqSettings>().search
 }
 
-/// The groups that AWQ may scale.
 pub(super) fn groups(graph: &BlockGraph) -> Vec<FoldGroup> {
     graph.fold_groups().into_iter().filter(|g| g.repeat == 1).collect()
 }
@@ -62,11 +58,10 @@ pub(super) fn groups(graph: &BlockGraph) -> Vec<FoldGroup> {
 /// The approximate fraction of the batch on which a candidate of the fast search runs; most are eliminated early.
 const RACE_FRACTION: f64 = 1.0 / 8.0;
 
-/// The memory in bytes of the scale search, and the part of it that is kept from the batch before the search starts.
+/// The memory of the scale search, and the part of it that is kept from the batch before the search starts.
 fn memory(work: &Workload<'_>) -> [u64; 2] {
     let groups = groups(work.graph);
     if search_of(work.settings) == Search::Reference {
-        // Groups are searched one after the other.
         let largest = groups.iter().map(|g| whole_batch_memory(work, g)).max().unwrap_or(0);
         return [largest; 2];
     }
@@ -76,8 +71,8 @@ fn memory(work: &Workload<'_>) -> [u64; 2] {
     gathered_memory(work, &groups.iter().collect::<Vec<_>>())
 }
 
-/// The memory in bytes if experts are searched one at a time: first everything outside the experts, then each expert.
-/// The clip bounds of all linears are kept until the block is written.
+/// The memory if experts are searched one at a time: first everything outside the experts, then each expert. The clip
+/// bounds of all linears are kept until the block is written.
 fn memory_by_expert(work: &Workload<'_>, groups: &[FoldGroup]) -> [u64; 2] {
     let mut parts: BTreeMap<Option<NodeId>, Vec<&FoldGroup>> = BTreeMap::new();
     for group in groups {
@@ -91,7 +86,7 @@ fn memory_by_expert(work: &Workload<'_>, groups: &[FoldGroup]) -> [u64; 2] {
     largest.map(|bytes| bytes.saturating_add(clip::bound_bytes(work)))
 }
 
-/// The memory in bytes for groups whose inputs are gathered in one pass, and which then race one after the other.
+/// The memory for groups whose inputs are gathered in one pass, and which then race one after the other.
 fn gathered_memory(work: &Workload<'_>, groups: &[&FoldGroup]) -> [u64; 2] {
     let kept: Vec<Kept> = groups.iter().map(|g| kept(work, g)).collect();
     let bytes = groups.iter().zip(&kept).map(|(g, kept)| {
@@ -106,7 +101,6 @@ fn gathered_memory(work: &Workload<'_>, groups: &[&FoldGroup]) -> [u64; 2] {
     [all.saturating_add(one), all]
 }
 
-/// The data that the fast search keeps for a group's input.
 fn kept(work: &Workload<'_>, group: &FoldGroup) -> Kept {
     let shape = work.shape(group.consumers[0]).map(|s| s as u64);
     Kept::of(work.graph, group, work.sampling, shape, SCALE_CANDIDATES)
@@ -118,12 +112,11 @@ fn compares_differences(work: &Workload<'_>, group: &FoldGroup) -> bool {
     difference::kernel_for(work.graph, group, weights, work.tokens() as usize).is_some()
 }
 
-/// The size in bytes of a value of a sample.
 fn sample_value_bytes(work: &Workload<'_>, group: &FoldGroup) -> u64 {
     if compares_differences(work, group) { 2 } else { 4 }
 }
 
-/// The memory in bytes of the largest round of a race, including the weights of a candidate.
+/// The memory of the largest round of a race, including the weights of a candidate.
 fn race_memory(work: &Workload<'_>, group: &FoldGroup, kept: Kept) -> u64 {
     let differences = compares_differences(work, group);
     if work.experts_apart && awq_by_expert::reads_experts_apart(work.graph, group) {
@@ -144,7 +137,6 @@ fn race_memory(work: &Workload<'_>, group: &FoldGroup, kept: Kept) -> u64 {
     // The last round takes as many tokens as all rounds before it.
     let token = shape.token_bytes(group.consumers.len() == 1, differences);
     let round = kept.tokens.div_ceil(2).saturating_mul(token);
-    // The intermediate values of a piece in the module.
     let piece = race::piece(differences, work.sampling.length) as u64;
     let round = match work.residence {
         Residence::Memory => round,
@@ -160,7 +152,7 @@ fn race_memory(work: &Workload<'_>, group: &FoldGroup, kept: Kept) -> u64 {
     candidate.saturating_add(freed).saturating_add(round).saturating_add(piece.saturating_mul(values))
 }
 
-/// The memory in bytes of the largest round of a race in which experts run one after the other.
+/// The memory of the largest round of a race in which experts run one after the other.
 fn race_by_expert_memory(work: &Workload<'_>, group: &FoldGroup, kept: Kept) -> u64 {
     let mut weights: BTreeMap<Option<NodeId>, [u64; 2]> = BTreeMap::new();
     for &consumer in &group.consumers {
@@ -189,7 +181,7 @@ fn race_by_expert_memory(work: &Workload<'_>, group: &FoldGroup, kept: Kept) -> 
         .saturating_add(piece.saturating_mul(values))
 }
 
-/// The memory in bytes of the reference search for a group, which uses the whole batch.
+/// The memory of the reference search for a group, which uses the whole batch.
 fn whole_batch_memory(work: &Workload<'_>, group: &FoldGroup) -> u64 {
     let tokens = (work.sampling.samples as u64).saturating_mul(work.sampling.length as u64);
     let [n, k] = work.shape(group.consumers[0]).map(|s| s as u64);
@@ -201,7 +193,6 @@ fn whole_batch_memory(work: &Workload<'_>, group: &FoldGroup) -> u64 {
     (4 * values).saturating_mul(tokens).saturating_add(rounded)
 }
 
-/// The operations of the scale search.
 fn scale_work(work: &Workload<'_>) -> SearchWork {
     let candidates = SCALE_CANDIDATES as f64;
     let mut all = SearchWork::default();
@@ -327,7 +318,6 @@ impl Transform for Awq {
     }
 }
 
-/// The block that a search of scales runs on.
 #[derive(Clone, Copy)]
 pub(super) enum Searched<'a> {
     /// A block in memory, and the states that enter it, for the reference search.
@@ -360,7 +350,7 @@ fn scaled(
     Ok(rewrite)
 }
 
-/// Chooses the scales of a group; `None` if no scaling is best.
+/// `None` if no scaling is best.
 pub(super) fn choose(
     task: &BlockTask<'_>,
     group: &FoldGroup,
@@ -397,7 +387,7 @@ pub(super) fn choose(
     chosen_scales(task, group, &means, candidates, choice)
 }
 
-/// No scaling, followed by the points of the grid.
+/// The candidates; the first is no scaling.
 fn candidates(task: &BlockTask<'_>, group: &FoldGroup, means: &[f32]) -> Result<Vec<Candidate>> {
     if let Some(channel) = means.iter().position(|m| !m.is_finite()) {
         return Err(Error::Calibration {
@@ -413,7 +403,7 @@ fn candidates(task: &BlockTask<'_>, group: &FoldGroup, means: &[f32]) -> Result<
     Ok(std::iter::once(Candidate { ratio: None, scales: vec![1.0; means.len()] }).chain(points).collect())
 }
 
-/// The record of a choice, and the scales; `None` if no scaling is best.
+/// `None` if no scaling is best.
 fn chosen_scales(
     task: &BlockTask<'_>,
     group: &FoldGroup,

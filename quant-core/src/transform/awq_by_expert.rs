@@ -1,9 +1,6 @@
 //! AWQ in a block whose experts are processed one at a time: their inputs are gathered, their scales and clip bounds
-//! are searched, and their weights are dropped before the next expert runs. The scales of the norm in front of the
-//! experts are searched first, by running all experts one after the other for every candidate
-//! ([`by_expert`](super::by_expert)).
-//!
-//! The result is the same as that of a search with all experts in memory.
+//! are searched, and their weights are dropped before the next expert runs. The result is the same as that of a search
+//! with all experts in memory.
 
 use super::awq::{self, Searched};
 use super::clip::{self, clip_linears};
@@ -13,7 +10,7 @@ use crate::Result;
 use crate::calibrate::{HiddenStates, StatisticsPass};
 use crate::model::{BlockGraph, ExpertOrder, FoldGroup, NodeId};
 
-/// Returns how the experts of a block are processed one at a time; `None` if AWQ needs all of them at once.
+/// `None` if AWQ needs all experts at once.
 pub(super) fn order(graph: &BlockGraph) -> Option<ExpertOrder> {
     let order = ExpertOrder::of(graph)?;
     let fits = |group: &FoldGroup| match (part_of(graph, group), reads_experts(graph, group)) {
@@ -52,7 +49,6 @@ struct Found {
 }
 
 impl Found {
-    /// Searches the scales of groups of one part of the block, and folds them.
     fn scale(
         &mut self,
         task: &BlockTask<'_>,
@@ -93,7 +89,7 @@ impl Found {
     }
 }
 
-/// Searches the rewrite of every task. `groups` are those whose scales are searched.
+/// `groups` are those whose scales are searched.
 pub(super) fn search(
     tasks: &[BlockTask<'_>],
     groups: &[FoldGroup],
@@ -152,7 +148,6 @@ pub(super) fn search(
     Ok(all.into_iter().map(Found::finish).collect())
 }
 
-/// Gathers the statistics of the linears of one part of the block while `run` runs that part.
 fn gather<T>(
     task: &BlockTask<'_>,
     groups: &[(usize, &FoldGroup)],

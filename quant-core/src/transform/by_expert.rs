@@ -1,8 +1,7 @@
 //! The output that a scale search watches, for a norm that feeds experts: computed for several candidates by running
 //! the experts one after the other, so that only one expert's weights are in memory.
 //!
-//! The values are those of an evaluation with all experts in memory: each expert runs on the same rows, and outputs are
-//! added in the order of the experts.
+//! The values are those of an evaluation with all experts in memory.
 
 use candle_core::{Device, Tensor};
 
@@ -11,7 +10,7 @@ use super::objective::candidate_block;
 use crate::model::{Block, CancelTap, ExpertOrder, FoldGroup, NodeId, Segments, add_expert, with_values};
 use crate::{Error, Result};
 
-/// The memory in bytes for the sums of candidates beyond the first.
+/// The memory for the sums of candidates beyond the first.
 pub(super) const SUM_BYTES: u64 = 256 << 20;
 
 /// The number of candidates whose sums are computed at the same time, each of this many values.
@@ -20,8 +19,8 @@ pub(super) fn at_once(values: usize) -> usize {
     1 + usize::try_from(SUM_BYTES / each.max(1)).unwrap_or(usize::MAX - 1)
 }
 
-/// The memory in bytes of a token in addition to its input and output: the sum of the experts for the float block or
-/// the first candidate, and the router's weights.
+/// The memory in bytes of a token in addition to its input and output: one sum of the experts, and the router's
+/// weights.
 pub(super) fn token_bytes(width: usize, experts: usize) -> u64 {
     4 * (width + experts) as u64
 }
@@ -33,7 +32,6 @@ pub(super) struct Rows<'a> {
     pub(super) segments: Segments<'a>,
 }
 
-/// A candidate while the experts run.
 struct Running {
     /// The sum of the experts so far for each piece, `[tokens, width]`.
     sums: Vec<Vec<f32>>,
@@ -117,7 +115,6 @@ fn consumers(group: &FoldGroup, which: impl Fn(NodeId) -> bool) -> Vec<NodeId> {
     group.consumers.iter().copied().filter(|&consumer| which(consumer)).collect()
 }
 
-/// The block with these consumers rounded under a candidate's scales.
 fn rounded(
     task: &BlockTask<'_>,
     float: &Block,
@@ -130,7 +127,7 @@ fn rounded(
     }
 }
 
-/// Passes on the error of a candidate whose weights cannot be rounded; other errors end the search.
+/// Returns the error of a candidate whose weights cannot be rounded; other errors end the search.
 fn numeric(error: Error) -> Result<Error> {
     match error {
         Error::Numeric { .. } => Ok(error),

@@ -6,7 +6,6 @@ use serde::{Deserialize, Serialize};
 
 use crate::{Error, Result};
 
-/// One candidate: scales for the channels of a fold group.
 #[derive(Debug, Clone)]
 pub(super) struct Candidate {
     /// The exponent from which the scales are computed; `None` for no scaling.
@@ -54,7 +53,6 @@ pub struct TriedScales {
     pub tokens: u64,
 }
 
-/// The outcome of a search.
 #[derive(Debug, Clone)]
 pub(super) struct Choice {
     /// The index of the best candidate; the first is no scaling.
@@ -62,24 +60,19 @@ pub(super) struct Choice {
     /// The errors of no scaling and of the best candidate, on the same tokens.
     pub(super) error_before: f64,
     pub(super) error_after: f64,
-    /// The number of tokens on which these errors were measured.
     pub(super) tokens: u64,
-    /// All candidates that could be measured.
     pub(super) tried: Vec<TriedScales>,
 }
 
 impl Choice {
-    /// No scaling, for an expert to which no token was routed.
+    /// The choice for an expert to which no token was routed: no scaling.
     pub(super) fn unsearched() -> Self {
         Self { best: 0, error_before: 0.0, error_after: 0.0, tokens: 0, tried: Vec::new() }
     }
 }
 
-/// Measures every candidate on all tokens and chooses the best. The first is no scaling.
-///
-/// # Errors
-/// Those of `measure`, except that a candidate whose scaled weights need a scale beyond the range of its dtype is
-/// skipped. [`Error::Numeric`] when the error without scaling is not finite.
+/// Measures every candidate on all tokens and chooses the best. The first is no scaling. A candidate whose scaled
+/// weights need a scale beyond the range of its dtype is skipped.
 pub(super) fn choose_exactly(
     candidates: &[Candidate],
     tokens: usize,
@@ -96,7 +89,6 @@ pub(super) fn choose_exactly(
             continue;
         }
         tried.push(TriedScales { ratio: candidate.ratio, error, tokens: tokens as u64 });
-        // Ties go to the earlier candidate.
         if best.is_none_or(|(_, least)| error < least) {
             best = Some((index, error));
         }

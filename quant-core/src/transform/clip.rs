@@ -1,8 +1,8 @@
 //! The clip search: narrows ranges if that lowers the error of a linear's own output.
 //!
 //! For every row and group, the bounds `max |w| · (1 − i/20)`, `i = 0 … 9`, are tried. The error of a bound is that of
-//! the group's own partial product over about 512 sampled tokens, `mean((x · Q(clip(w)) − x · w)²)`, as in the
-//! reference algorithm. Queries and keys are not clipped, because their error passes through a softmax.
+//! the group's own partial product over some sampled tokens, `mean((x · Q(clip(w)) − x · w)²)`, as in the reference
+//! algorithm. Queries and keys are not clipped, because their error passes through a softmax.
 
 use rayon::prelude::*;
 
@@ -19,7 +19,6 @@ use crate::{Error, Result};
 
 /// The approximate number of tokens on which errors are measured.
 pub(super) const TOKENS: usize = 512;
-/// The number of bounds tried per group: `max |w|` times `1 − i/20`.
 pub(super) const CANDIDATES: usize = 10;
 const STEPS: f32 = 20.0;
 /// Weights that one task rounds at a time, for each candidate.
@@ -29,7 +28,6 @@ const TASK_ELEMENTS: usize = 1 << 15;
 #[derive(Debug, Clone, Copy)]
 pub struct Clip;
 
-/// The operations of the search.
 pub(super) fn work(work: &Workload<'_>) -> SearchWork {
     let mut all = SearchWork::default();
     for (id, _, [n, k], _) in work.graph.linears().filter(|(id, ..)| !work.graph.feeds_queries_or_keys(*id)) {
@@ -42,7 +40,7 @@ pub(super) fn work(work: &Workload<'_>) -> SearchWork {
     all
 }
 
-/// The memory in bytes for the sampled inputs of those clipped linears for which `which` returns true.
+/// The memory for the sampled inputs of those clipped linears for which `which` returns true.
 pub(super) fn sample_bytes(work: &Workload<'_>, which: impl Fn(NodeId) -> bool) -> u64 {
     let mut inputs = std::collections::BTreeMap::new();
     for (id, _, [_, k], _) in clipped_linears(work).filter(|(id, ..)| which(*id)) {
@@ -52,7 +50,6 @@ pub(super) fn sample_bytes(work: &Workload<'_>, which: impl Fn(NodeId) -> bool) 
     inputs.values().map(|k| 4 * k * 2 * (2 * TOKENS as u64)).sum()
 }
 
-/// The memory in bytes for the bounds of all linears.
 pub(super) fn bound_bytes(work: &Workload<'_>) -> u64 {
     let bounds = clipped_linears(work).map(|(id, _, [n, k], _)| {
         let group = work.schemes[&id].granularity.group_size(k).max(1);
@@ -61,7 +58,6 @@ pub(super) fn bound_bytes(work: &Workload<'_>) -> u64 {
     bounds.sum()
 }
 
-/// The linears of the block that are clipped.
 fn clipped_linears<'a>(work: &'a Workload<'_>) -> impl Iterator<Item = (NodeId, &'a str, [usize; 2], bool)> {
     let is_clipped = |id: NodeId| {
         let takes = work.schemes.get(&id).is_some_and(|scheme| scheme.takes_clip_bounds());
@@ -123,7 +119,6 @@ impl Transform for Clip {
     }
 }
 
-/// Adds the clip search to a rewrite of the block, using the gathered inputs.
 pub(super) fn clipped(
     task: &BlockTask<'_>,
     inputs: &InputStatistics,
@@ -215,7 +210,6 @@ fn search(
     Ok(((clipped > 0).then_some(bounds), record))
 }
 
-/// Bounds and errors of some rows.
 struct Part {
     bounds: Vec<f32>,
     before: f64,
@@ -284,7 +278,6 @@ fn search_group(
             }
             if error < best[row] {
                 best[row] = error;
-                // The first candidate does not clip.
                 part.bounds[row * groups + group] = if candidate == 0 { f32::INFINITY } else { bounds[row] };
             }
         }

@@ -1,14 +1,13 @@
 //! Computes the errors of candidates from differences in bfloat16, for the race on processors with `avx512bf16`.
 //!
-//! A candidate changes a weight by `D = Q(W · s) / s − W`, a few percent of it. This changes a linear's output by
-//! `X Dᵀ`, and the module's output by `V (h − h₀)ᵀ`, where `h₀` is the input of the module's last linear `V`, and `h`
-//! the same input after `X Dᵀ` is added to the outputs of the consumers. Rounding `X`, `D`, `h − h₀` and `V` to bf16
-//! causes an error relative to the *difference*, 2⁻⁸ of each term, which is too small to change the outcome of a race.
-//! Rounding `X` and `Q(W · s) / s` instead would cause errors larger than the difference.
+//! A candidate changes a weight by `D = Q(W · s) / s − W`, a few percent of it. This changes a linear's output by `X
+//! Dᵀ`, and the module's output by `V (h − h₀)ᵀ`, where `h₀` is the input of the module's last linear `V`, and `h` the
+//! same input after `X Dᵀ` is added to the outputs of the consumers. Rounding `X`, `D`, `h − h₀` and `V` to bf16 causes
+//! an error relative to the *difference*, which is too small to change the outcome of a race. Rounding `X` and `Q(W ·
+//! s) / s` instead would cause errors larger than the difference.
 //!
-//! The outputs of the float model are computed once in `f32`, from inputs and outputs of consumers that are rounded to
-//! bf16. This rounding halves the memory for the kept part of the batch. It also shifts the point at which candidates
-//! are compared, by a relative error of 2⁻⁹ that is the same for all candidates.
+//! The outputs of the float model are computed once. They are rounded to bf16 to save memory, which shifts the point at
+//! which all candidates are compared by the same small error.
 
 use candle_core::{Device, Shape, Tensor};
 use quant_kernels_cpu::bf16::{Bf16Token, LEFT_ROWS, LeftBf16, RIGHT_ROWS, RightBf16, bf16_gemm};
@@ -21,7 +20,6 @@ use super::shared::shared_scales;
 use crate::model::{BlockGraph, CancelTap, FoldGroup, NodeId, Segments, WeightBody};
 use crate::{Error, Result};
 
-/// Strips of the left operand per task.
 const TASK_STRIPS: usize = 8;
 /// The minimum number of weights times tokens for which packing pays off.
 const MIN_PRODUCTS: u64 = 1 << 28;
@@ -44,10 +42,9 @@ pub(super) fn kernel_for(
     Bf16Token::detect().filter(|_| weights.saturating_mul(tokens as u64) >= MIN_PRODUCTS)
 }
 
-/// The float module on some tokens, prepared for candidates.
+/// The float module on some tokens.
 pub(super) struct Prepared {
     token: Bf16Token,
-    /// The input of the consumers.
     x: LeftBf16,
     /// `None` for a single linear, whose output is the watched one.
     module: Option<Module>,
@@ -56,7 +53,7 @@ pub(super) struct Prepared {
 struct Module {
     /// The consumers' float outputs, rounded to bf16, with their shapes `[windows, length, n]`.
     outputs: Vec<(StoredValues, Shape)>,
-    /// The input of the watched linear, computed from these outputs.
+    /// The input of the watched linear.
     read: Vec<f32>,
     starts: Option<Vec<u32>>,
 }
@@ -140,7 +137,6 @@ impl Prepared {
     }
 }
 
-/// The node that is the input of the watched linear.
 fn watched_input(task: &BlockTask<'_>, group: &FoldGroup) -> NodeId {
     task.block.graph().nodes()[group.inspected].inputs[0]
 }
@@ -154,9 +150,6 @@ pub(super) struct Differences<'a> {
 
 impl<'a> Differences<'a> {
     /// Rounds the consumers under these scales.
-    ///
-    /// # Errors
-    /// [`Error::Numeric`] when a scaled weight needs a scale that its dtype cannot hold.
     pub(super) fn new(
         task: &BlockTask<'_>,
         group: &FoldGroup,
@@ -179,7 +172,7 @@ impl<'a> Differences<'a> {
     }
 }
 
-/// The float weight of the watched linear, unless it is the only consumer.
+/// The float weight of the watched linear; `None` if it is the only consumer.
 pub(super) fn watched_weight(task: &BlockTask<'_>, group: &FoldGroup) -> Result<Option<RightBf16>> {
     if group.consumers.len() == 1 {
         return Ok(None);

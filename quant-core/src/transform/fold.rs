@@ -4,13 +4,11 @@ use super::{BlockTask, Rewrite};
 use crate::model::{FoldGroup, Op};
 use crate::{Error, Result};
 
-/// Folds `scales`, one per channel of the group's producer, into a rewrite. If channels are repeated on their way to
-/// the consumers, so are scales; if they are squared, the producer is divided by the square roots.
+/// Folds `scales`, one per channel of the group's producer, into a rewrite.
 ///
-/// A norm's weight is stored in a narrow dtype, so `γ / s` is rounded. The consumers are therefore multiplied by
-/// `γ / round(γ / s)` instead of `s`, so that the rewrite stays an identity for any dtype. If `γ = 1 + w` and `w` is
-/// stored (Gemma), the new weight is `w' = (1 + w) / s − 1`. A norm's bias is divided by the same scales. If a quotient
-/// underflows or overflows, the channel keeps a scale of 1.
+/// A norm's weight is stored in a narrow dtype, so `γ / s` is rounded. The consumers are therefore multiplied by `γ /
+/// round(γ / s)` instead of `s`. If `γ = 1 + w` and `w` is stored (Gemma), the new weight is `w' = (1 + w) / s − 1`. If
+/// a quotient underflows or overflows, the channel keeps a scale of 1.
 ///
 /// # Errors
 /// [`Error::Internal`] when there are not as many scales as channels, or one of them is not positive and finite,

@@ -1,10 +1,9 @@
-//! The fifth stage of the pipeline: rewrites of float weights that leave the block's output unchanged (folding), or
-//! trade a little of its accuracy for less rounding error (clipping).
+//! Rewrites of float weights that leave the block's output unchanged (folding), or trade a little of its accuracy for
+//! less rounding error (clipping).
 //!
 //! A [`Transform`] takes one float block and its inputs and returns a [`Rewrite`]. Several transforms are applied in
-//! sequence, each to the block as rewritten by the previous ones. A rewrite consists of orders of rows and columns,
-//! factors for columns, divisors for rows, new weights and biases of norms, and clip bounds. Nothing is changed in
-//! place; the quantizer applies the rewrite to each weight as it reads it.
+//! sequence, each to the block as rewritten by the previous ones. Nothing is changed in place; the quantizer applies
+//! the rewrite to each weight as it reads it.
 //!
 //! Steps that concern the whole model are not transforms: [`rotate`] and [`fold_norms`] prepare a modified model before
 //! any transform runs.
@@ -50,7 +49,6 @@ pub use smooth::{
 pub use smooth_attention::{AttentionRecord, AttentionSettings, SmoothAttention};
 pub use work::{SearchWork, StepContext, Workload};
 
-/// The number of scales that a search tries per group: no scaling, and the points of the grid.
 const SCALE_CANDIDATES: usize = awq::GRID + 1;
 
 use crate::calibrate::{ChannelRanges, HiddenStates};
@@ -73,7 +71,6 @@ pub struct LinearGrid {
 }
 
 impl LinearGrid {
-    /// Whether two linears have a common scale.
     pub(crate) fn shares_with(&self, other: &Self) -> bool {
         self.fused.is_some()
             && self.fused == other.fused
@@ -133,7 +130,7 @@ impl<'a> BlockTask<'a> {
         }
     }
 
-    /// Drops the bytes of a weight that was read, if it belongs to an expert and experts are processed one at a time.
+    /// Drops the bytes of a weight, if it belongs to an expert and experts are processed one at a time.
     fn done_with(&self, node: NodeId) {
         let of_expert = self.experts_apart && self.block.graph().expert_of(node).is_some();
         let stored = self.block.linear(node).weight().as_stored();
@@ -155,8 +152,7 @@ pub struct Needs {
     pub states: bool,
 }
 
-/// A search for a rewrite of a block, with everything that a run needs to know about it: its settings, whether it makes
-/// sense, and its cost. No other code refers to a transform by name.
+/// A search for a rewrite of a block, with everything that a run needs to know about it.
 ///
 /// A transform that another crate defines either stores its settings itself, and returns them from
 /// [`fingerprint`](Self::fingerprint), or lists [`keys`](Self::keys) that recipes may set. The values of these keys are
@@ -250,9 +246,8 @@ pub trait Transform: Debug + Send + Sync {
         Vec::new()
     }
 
-    /// Applies the value of one of the [`keys`](Self::keys) to the settings. Recipe files, requests and the command line
-    /// all set keys with this method. By default, the value goes into [`TransformSettings::others`]; a transform that
-    /// checks values overrides this method.
+    /// Applies the value of one of the [`keys`](Self::keys) to the settings. By default, the value goes into
+    /// [`TransformSettings::others`]; a transform that checks values overrides this method.
     ///
     /// # Errors
     /// [`Error::Usage`] when the value is invalid. The recipe parser adds the line number.
@@ -261,7 +256,7 @@ pub trait Transform: Debug + Send + Sync {
         Ok(())
     }
 
-    /// Reads the file that one of the [`keys`](Self::keys) names, if it is the key of a [file](StepKey::is_file).
+    /// Reads the file that a [key](StepKey::is_file) names.
     ///
     /// # Errors
     /// When the file cannot be read or is invalid.
@@ -274,8 +269,7 @@ pub trait Transform: Debug + Send + Sync {
         settings.others.get(self.name()).cloned().unwrap_or_default()
     }
 
-    /// How the transform compares candidates on the batch, if it searches for scales. It is part of the report, and
-    /// with [`Search::Reference`] whole windows pass through the block at a time, which the predicted memory includes.
+    /// How the transform compares candidates on the batch, if it searches for scales.
     fn search_mode(&self, _settings: &TransformSettings) -> Option<Search> {
         None
     }
@@ -302,8 +296,8 @@ pub trait Transform: Debug + Send + Sync {
         false
     }
 
-    /// A fingerprint of the settings: a run is only resumed if the fingerprint is the same. By default these are the
-    /// values in [`TransformSettings::others`].
+    /// A run is only resumed if the fingerprint of the settings is the same. By default these are the values in
+    /// [`TransformSettings::others`].
     fn fingerprint(&self, settings: &TransformSettings) -> Value {
         settings.others.get(self.name()).map_or(Value::Null, |values| Value::Object(values.clone()))
     }
@@ -327,8 +321,7 @@ pub trait Transform: Debug + Send + Sync {
         0
     }
 
-    /// The part of [`memory`](Self::memory) that is kept while the batch passes through the block, before the search:
-    /// by default all of it.
+    /// The part of [`memory`](Self::memory) that is kept while the batch passes through the block.
     fn gathering_memory(&self, work: &Workload<'_>) -> u64 {
         self.memory(work)
     }
@@ -341,8 +334,8 @@ pub trait Transform: Debug + Send + Sync {
     /// Finds a rewrite of the block for each task. `hidden` are the states that enter the block, if the transform needs
     /// them. With `advance`, a transform that needs them replaces them with the output of the float block.
     ///
-    /// Tasks have the same block and differ in the grids of the same linears, since a recipe may have several formats;
-    /// the statistics of the batch are shared. The rewrite of a task does not depend on the others.
+    /// Tasks differ only in the grids of linears, since a recipe may have several formats. The rewrite of a task does
+    /// not depend on the others.
     ///
     /// # Errors
     /// When the block fails, numbers are not finite, or the run is cancelled.

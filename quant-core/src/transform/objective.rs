@@ -1,10 +1,7 @@
-//! The error of a candidate on the whole batch, in the output that the search watches. The fast search is tested
-//! against it.
+//! The error of a candidate on the whole batch, in the output that the search watches: of the linear that reads the
+//! scaled channels, or of the module in which several such linears meet.
 //!
 //! Tokens that do not count (masked prompts, padding) are only context.
-//!
-//! There are two objectives, as in the reference algorithm: if one linear reads the scaled channels, the error of its
-//! output; if several do, the error of the module in which they meet.
 
 use std::sync::Arc;
 
@@ -20,15 +17,14 @@ use crate::model::{Block, CancelTap, FoldGroup, NodeId, TokenRows, WeightBody, w
 use crate::quantize::{SharedScales, fake_quantize_within};
 use crate::{Error, Result, allocate};
 
-/// Rows of a weight per task.
 const ROW_TILE: usize = 64;
 
 /// The mean squared error of the watched output for given scales.
 pub(super) enum Objective {
-    /// One linear: `mean((X (Ŵ − W)ᵀ)²)`, computed from `X` or, if there are more tokens than channels, from its Gram
-    /// matrix, which gives the same value: the sum of the squares is `tr(D XᵀX Dᵀ)` with `D = Ŵ − W`.
+    /// One linear: `mean((X (Ŵ − W)ᵀ)²)`, computed from `X` or from its Gram matrix, whichever is smaller: the sum of
+    /// the squares is `tr(D XᵀX Dᵀ)` with `D = Ŵ − W`.
     Linear { node: NodeId, input: Arc<Input>, tokens: usize },
-    /// A module: its output is recomputed with the candidate's weights.
+    /// The output of the module is recomputed with the candidate's weights.
     Module {
         consumers: Vec<NodeId>,
         input: NodeId,
@@ -40,13 +36,12 @@ pub(super) enum Objective {
 
 /// A piece of the batch: the module's input and its float output.
 pub(super) struct Piece {
-    /// The position of its first token in the batch.
+    /// The position of the piece's first token in the batch.
     first: usize,
     x: Tensor,
     y: Tensor,
 }
 
-/// The input of a linear.
 pub(super) enum Input {
     /// Rows `[tokens, k]`.
     Rows(Vec<f32>),
@@ -83,7 +78,7 @@ impl Input {
         Ok(Self::gram(sum, k))
     }
 
-    /// Fills in the upper triangle of a sum of [`gram`].
+    /// Fills in the upper triangle.
     pub(super) fn gram(mut sum: Vec<f32>, k: usize) -> Self {
         for i in 0..k {
             for j in i + 1..k {
@@ -124,8 +119,7 @@ impl Input {
 }
 
 impl Objective {
-    /// Prepares the objective of a group on the float block; `tokens` is the number of counted tokens with a row in its
-    /// input.
+    /// Prepares the objective of a group. `tokens` is the number of counted tokens with a row in its input.
     pub(super) fn new(
         task: &BlockTask<'_>,
         hidden: &HiddenStates,
@@ -251,8 +245,8 @@ pub(super) fn candidate_block(task: &BlockTask<'_>, consumers: &[NodeId], scales
     Ok(block)
 }
 
-/// Rounds rows `[rows, k]` under scales: `w ← Q(w · s) / s`. `shared` contains the scales that rows of the whole weight
-/// share, and the index of the first row.
+/// Rounds rows `[rows, k]`: `w ← Q(w · s) / s`. `shared` contains the scales that rows of the whole weight share, and
+/// the index of the first row.
 pub(super) fn round_scaled(
     rows: &mut [f32],
     scales: &[f32],

@@ -1,18 +1,17 @@
-//! The fast scale search: candidates race on growing fractions of the batch.
+//! The fast scale search: candidates race on growing fractions of the batch (after Maron and Moore, *Hoeffding Races*,
+//! 1994).
 //!
 //! The errors of candidates on the same tokens differ far less than errors on different tokens, so a fraction of the
-//! batch distinguishes most candidates. All start on about a thousand tokens. After each round, the best candidate so
-//! far is compared with every other in pairs, unit by unit (a unit is a window of the batch, or part of one). A
-//! candidate is eliminated if it is worse by more than chance explains, or cannot be better by more than [`REGRET`].
-//! The others continue on as many tokens again, up to a quarter of the batch. A batch of few windows, or of little more
-//! than a thousand tokens, is used whole at once, and the choice is then that of the reference search.
+//! batch distinguishes most candidates. After each round, the best candidate so far is compared with every other in
+//! pairs, unit by unit (a unit is a window of the batch, or part of one). A candidate is eliminated if it is worse by
+//! more than chance explains, or cannot be better by more than [`REGRET`]. The others continue on as many tokens again,
+//! up to a fraction of the batch. A small batch is used whole at once.
 //!
-//! If the watched output depends only on a token's own input (an MLP, a single linear), rounds use every 16th token
-//! (the first stride depends on the size of the batch), then every 8th and so on, of all windows. The first tokens of a
-//! window, where models are known to have outsized activations, are all used with a weight of one; the others are
-//! weighted by the inverse of their fraction. If documents share a window, each has such first tokens. If the output
-//! depends on attention, whole windows are used, in an order that spreads over the batch. Tokens that do not count
-//! (masked prompts, padding) are then context for attention, and are otherwise ignored.
+//! If the watched output depends only on a token's own input (an MLP, a single linear), each round uses a subset of the
+//! tokens of all windows. The first tokens of a document or window, where models are known to have outsized
+//! activations, are all used with a weight of one; the others are weighted by the inverse of their fraction. If the
+//! output depends on attention, whole windows are used, in an order that spreads over the batch. Tokens that do not
+//! count (masked prompts, padding) are then context for attention, and are otherwise ignored.
 //!
 //! If the processor supports it, candidates are compared by [differences in bfloat16](super::difference).
 
@@ -34,21 +33,19 @@ const SIGMAS: f64 = 3.0;
 const REGRET: f64 = 0.002;
 /// Tokens that go through the watched module at a time.
 const CHUNK_TOKENS: usize = 2048;
-/// Tokens that go through the watched module at a time when differences are computed. The float outputs of a round are
-/// kept, and the results for a piece should be small in comparison.
+/// Tokens at a time when differences are computed. The float outputs of a round are kept, and the results for a piece
+/// should be small in comparison.
 const PREPARED_TOKENS: usize = 512;
 
-/// The state of a candidate in the race.
 struct Contender {
     index: usize,
     /// Squared errors per unit, for [heads](Place::head) and for the other tokens.
     heads: Vec<f64>,
     tails: Vec<f64>,
-    /// The estimate for the whole batch after each round: the sum of squared errors.
+    /// The estimated sum of squared errors for the whole batch after each round.
     totals: Vec<f64>,
 }
 
-/// The tokens used so far.
 struct UsedTokens {
     units: Vec<bool>,
     heads: usize,
@@ -63,11 +60,8 @@ impl UsedTokens {
     }
 }
 
-/// Runs a race of candidates, the first of which is no scaling. If the group's consumers are in several experts, which
-/// must not be in memory together, `order` is given.
-///
-/// # Errors
-/// When the block fails, the run is cancelled, or no candidate gives finite outputs ([`Error::Numeric`]).
+/// Runs a race of candidates, the first of which is no scaling. `order` is given if the group's consumers are in
+/// several experts that must not be in memory together.
 pub(super) fn choose(
     task: &BlockTask<'_>,
     group: &FoldGroup,
@@ -187,7 +181,6 @@ impl Contender {
     }
 }
 
-/// Splits candidates into those that may still win and those that are eliminated.
 fn eliminate(
     contenders: Vec<Contender>,
     mut out: Vec<Contender>,
@@ -220,7 +213,7 @@ fn eliminate(
     (keep, out)
 }
 
-/// Tokens that pass through the watched module at a time: whole windows, or independent tokens.
+/// The number of tokens per piece: whole windows, or independent tokens.
 fn piece_tokens(sample: &SearchSample, kernel: Option<Bf16Token>) -> usize {
     match sample.schedule {
         Schedule::Windows { .. } => piece(kernel.is_some(), sample.layout.length()),
@@ -234,7 +227,7 @@ pub(super) fn piece(differences: bool, length: usize) -> usize {
     (tokens / length.max(1)).max(1) * length.max(1)
 }
 
-/// The memory in bytes that each token takes while a round compares candidates.
+/// The memory that each token takes while a round compares candidates.
 fn token_bytes(
     task: &BlockTask<'_>,
     group: &FoldGroup,
@@ -250,13 +243,10 @@ fn token_bytes(
     shape.token_bytes(group.consumers.len() == 1, differences) + more
 }
 
-/// Rows of one round, prepared for candidates.
 enum Batch<'a> {
-    /// With the outputs of the float module, for computing the outputs of candidates.
     Whole(Vec<Chunk>),
-    /// The same, for experts that run one after the other.
+    /// Rows for experts that run one after the other.
     ByExpert(Vec<Chunk>, &'a ExpertOrder),
-    /// Prepared for computing differences.
     Differences(Vec<Prepared>),
 }
 
@@ -343,8 +333,8 @@ impl<'a> Batch<'a> {
         }
     }
 
-    /// For each of the scales, the squared error of every token's output with every quantized consumer replaced by
-    /// `Q(W · s) / s`. `weight` is the weight of the watched linear, if differences need it.
+    /// For each of the scales, the squared error of every token's output with every quantized consumer replaced by `Q(W
+    /// · s) / s`. `weight` is the weight of the watched linear, if differences need it.
     fn errors(
         &self,
         task: &BlockTask<'_>,
@@ -408,7 +398,6 @@ fn watched(block: &Block, group: &FoldGroup, chunk: &Chunk, cancel: &CancelToken
     Ok(values?.swap_remove(0))
 }
 
-/// Appends `Σ (a − b)²` for every token.
 fn token_errors(a: &Tensor, b: &Tensor, errors: &mut Vec<f64>) -> Result<()> {
     let width = a.dim(candle_core::D::Minus1)?;
     let (a, b) = (a.flatten_all()?.to_vec1::<f32>()?, b.flatten_all()?.to_vec1::<f32>()?);

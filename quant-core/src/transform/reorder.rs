@@ -5,10 +5,8 @@
 //! the rows of the producer and the columns of the consumer are permuted together. They are therefore sorted by their
 //! largest magnitude on the calibration text, ascending: `order = argsort(max |X_j|)`. There is no cost at inference.
 //!
-//! Columns of `down_proj` are sorted together with the rows of `up_proj` and `gate_proj`, and columns of `o_proj` with
-//! the rows of `v_proj`. In `o_proj`, each head is sorted separately, and query heads that share a key head have the
-//! same order. Channels between norms and linears are not sorted, because the residual stream has one order for the
-//! whole model.
+//! In attention, channels stay within their heads, and query heads that share a key head have the same order. Channels
+//! between norms and linears are not sorted, because the residual stream has one order for the whole model.
 
 use super::{BlockTask, Needs, Rewrite, Transform, TransformSettings};
 use crate::calibrate::HiddenStates;
@@ -78,7 +76,7 @@ fn reordered(task: &BlockTask<'_>) -> Result<Rewrite> {
 
 /// The orders of the producers' rows and of the consumer's columns, sorted by the largest magnitudes of the columns.
 fn orders(group: &OrderGroup, maxima: &[f32]) -> (Vec<u32>, Vec<u32>) {
-    // A stable sort keeps columns with equal maxima in their original order, so the result is reproducible.
+    // A stable sort keeps columns with equal maxima in their original order.
     let ascending = |keys: &[f32]| {
         let mut order: Vec<u32> = (0..keys.len() as u32).collect();
         order.sort_by(|&a, &b| keys[a as usize].total_cmp(&keys[b as usize]));

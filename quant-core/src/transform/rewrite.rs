@@ -41,8 +41,8 @@ pub struct FoldRecord {
     pub outlier: Option<ChannelOutlier>,
 }
 
-/// The maximum number of consumers listed in the report of one tensor. A norm that feeds 256 experts has 513 consumers,
-/// each of which carries the record: full lists would make the report grow with the square of the number of experts.
+/// The maximum number of consumers listed in the report of one tensor. Each consumer carries the record, so full lists
+/// would make the report grow with the square of the number of experts.
 pub const MAX_LISTED_CONSUMERS: usize = 8;
 
 /// Shortens a list of consumers for a report; returns the number of those left out.

@@ -10,9 +10,9 @@
 //! writes      W  → H W,  b → H b        output projections of attention and MLP
 //! ```
 //!
-//! The checkpoint is rotated, not the blocks: [`rotate`] returns a [`Model`] whose tensors are the rotated ones, each
-//! computed in `f32` when it is read, and rounded to the dtype in which it is stored. Later stages process it like any
-//! other model. A tied head is untied, unless the weight of the last norm, which is folded into it, is 1.
+//! The checkpoint is rotated, not the blocks: [`rotate`] returns a [`Model`] whose tensors are the rotated ones. Later
+//! stages process it like any other model. A tied head is untied, unless the weight of the last norm, which is folded
+//! into it, is 1.
 //!
 //! A norm that subtracts the mean does not commute with `H`, and a norm after an output projection prevents rotating
 //! its output. Families with such blocks are rejected.
@@ -45,9 +45,8 @@ pub fn rotate(model: &Model) -> Result<Model> {
     prepared(model, Preparation::Rotate, Some(hadamard))
 }
 
-/// The model with the weights of its norms moved into the linears that read them and replaced by 1: equal to the
-/// original in real arithmetic. It is the part of [`rotate`] that needs no matrix, for sizes without a Hadamard matrix
-/// and for engines that ignore the weights of norms.
+/// The model with the weights of its norms moved into the linears that read them: equal to the original in real
+/// arithmetic. It needs no Hadamard matrix of the hidden size.
 ///
 /// # Errors
 /// As [`rotate`], except for the size.
@@ -83,15 +82,13 @@ fn refused(architecture: &Architecture, by: Preparation, reason: &str) -> Error 
 
 /// The nodes of a block that touch the residual stream.
 struct Stream {
-    /// Norms of the stream.
     norms: Vec<NodeId>,
-    /// Linears that read it, each with the norm in between.
+    /// Linears that read the stream, each with the norm in between.
     reads: Vec<(NodeId, NodeId)>,
-    /// Linears whose outputs are added to it.
+    /// Linears whose outputs are added to the stream.
     writes: Vec<NodeId>,
 }
 
-/// Checks that the tensors outside the blocks allow the preparation.
 fn check_outside(architecture: &Architecture, by: Preparation) -> Result<()> {
     let refuse = |reason: &str| Err(refused(architecture, by, reason));
     if let Some(wrapper) = architecture.wrapper.as_ref().filter(|_| by == Preparation::Rotate) {
@@ -168,11 +165,10 @@ const NORMED: &str =
 const SUBTRACTS: &str = "its norms subtract the mean, which does not commute with a rotation, or may add a \
     bias that linears cannot absorb";
 
-/// How a tensor is modified.
 #[derive(Debug, Clone)]
 enum Change {
-    /// A norm's weight, which is folded into its readers and replaced by this value: 1, or 0 if it is stored as an
-    /// offset from 1.
+    /// A norm's weight is folded into its readers and replaced by this value: 1, or 0 if it is stored as an offset from
+    /// 1.
     Norm(f32),
     /// Rows are multiplied by a norm's weight, if there is one, and rotated.
     Rows(Option<Arc<Vec<f32>>>),
@@ -180,16 +176,13 @@ enum Change {
     Columns,
 }
 
-/// A tensor of the prepared model.
 struct PreparedTensor {
     /// The name in the checkpoint.
     stored: String,
     info: TensorInfo,
-    /// `None` if it is not modified.
     change: Option<Change>,
 }
 
-/// All tensors of the prepared model.
 fn tensors(model: &Model, by: Preparation) -> Result<BTreeMap<String, PreparedTensor>> {
     let (architecture, source) = (model.architecture(), model.source());
     check_outside(architecture, by)?;
@@ -262,7 +255,6 @@ fn tensors(model: &Model, by: Preparation) -> Result<BTreeMap<String, PreparedTe
     Ok(tensors)
 }
 
-/// The checkpoint, prepared as it is read.
 struct Rotated {
     source: Arc<dyn TensorSource>,
     tensors: BTreeMap<String, PreparedTensor>,
@@ -287,7 +279,6 @@ impl Rotated {
         }
     }
 
-    /// Rotates rows of a matrix, from the file's bytes to those of the rotated tensor.
     fn rotate_rows(&self, gamma: Option<&[f32]>, dtype: Dtype, bytes: &[u8]) -> Result<Vec<u8>> {
         let mut values = allocate::zeros(bytes.len() / dtype.size(), "the rows to rotate")?;
         dtype.widen(bytes, &mut values);

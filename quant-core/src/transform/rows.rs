@@ -6,7 +6,6 @@ use half::slice::HalfFloatSliceExt;
 use crate::Result;
 use crate::calibrate::{Spill, SpillFile};
 
-/// Bytes that are buffered before a write.
 const BUFFER: usize = 1 << 20;
 
 /// A list of values, kept in `f32` or rounded to bfloat16 (half to even).
@@ -14,11 +13,9 @@ const BUFFER: usize = 1 << 20;
 pub(super) enum StoredValues {
     F32(Vec<f32>),
     Bf16(Vec<bf16>),
-    /// In a file, in either type.
     Spilled(SpilledRows),
 }
 
-/// Values in a file, with a buffer of values that are not written yet.
 #[derive(Debug)]
 pub(super) struct SpilledRows {
     file: SpillFile,
@@ -29,9 +26,6 @@ pub(super) struct SpilledRows {
 
 impl StoredValues {
     /// An empty list, in a file if `spill` is given, otherwise in memory with capacity for `values`.
-    ///
-    /// # Errors
-    /// When the file cannot be created.
     pub(super) fn new(rounded: bool, values: usize, spill: Option<&Spill>) -> Result<Self> {
         Ok(match spill {
             Some(spill) => {
@@ -43,17 +37,12 @@ impl StoredValues {
         })
     }
 
-    /// A list of these values in memory, rounded to bfloat16.
     pub(super) fn rounded(values: &[f32]) -> Self {
         let mut rows = vec![bf16::ZERO; values.len()];
         rows.convert_from_f32_slice(values);
         Self::Bf16(rows)
     }
 
-    /// Appends values.
-    ///
-    /// # Errors
-    /// When the file cannot be written.
     pub(super) fn extend(&mut self, values: &[f32]) -> Result<()> {
         match self {
             Self::F32(all) => all.extend_from_slice(values),
@@ -68,9 +57,6 @@ impl StoredValues {
     }
 
     /// Appends row `index` of `width` values to `out`.
-    ///
-    /// # Errors
-    /// When the file cannot be read.
     pub(super) fn copy_row(&self, index: usize, width: usize, out: &mut Vec<f32>) -> Result<()> {
         let row = index * width..(index + 1) * width;
         match self {
@@ -81,10 +67,6 @@ impl StoredValues {
         Ok(())
     }
 
-    /// All values.
-    ///
-    /// # Errors
-    /// When the file cannot be read.
     pub(super) fn to_vec(&self) -> Result<Vec<f32>> {
         let mut values = Vec::new();
         match self {
@@ -100,7 +82,6 @@ impl StoredValues {
 }
 
 impl SpilledRows {
-    /// The size of a value in bytes.
     fn size(&self) -> usize {
         if self.rounded { 2 } else { 4 }
     }
@@ -118,7 +99,6 @@ impl SpilledRows {
         Ok(())
     }
 
-    /// Appends `count` values to `out`, beginning with the one at index `at`.
     fn copy(&self, at: usize, count: usize, out: &mut Vec<f32>) -> Result<()> {
         let start = (at * self.size()) as u64;
         let mut bytes = vec![0; count * self.size()];
@@ -143,7 +123,6 @@ impl SpilledRows {
 mod tests {
     use super::*;
 
-    /// Rows in a file equal rows in memory, whether they are still buffered or not.
     #[test]
     fn spilled_rows_are_the_same() {
         let directory = tempfile::tempdir().unwrap();

@@ -1,6 +1,4 @@
-//! Selects the tokens of a batch for a race, and assigns them to rounds.
-//!
-//! The rule is described in [`race`](super::race).
+//! Selects the tokens of a batch for a [race](super::race), and assigns them to rounds.
 
 use super::rows::StoredValues;
 use crate::Result;
@@ -9,26 +7,22 @@ use crate::model::{BlockGraph, FoldGroup};
 
 /// A race uses at most one token in `TOKENS_PER_SAMPLE` of the batch, but at least [`MIN_TOKENS`].
 const TOKENS_PER_SAMPLE: usize = 4;
-/// The minimum number of tokens in a race.
 const MIN_TOKENS: usize = 4096;
-/// The minimum number of tokens in the first round.
 const FIRST_TOKENS: usize = 1024;
 /// The minimum number of windows in the first round, if whole windows are used.
 pub(super) const FIRST_WINDOWS: usize = 4;
-/// The minimum number of windows used, if whole windows are used. A batch with at most this many windows is used whole
-/// in the first round.
+/// The minimum number of windows, if whole windows are used. A batch with at most this many is used whole in the first
+/// round.
 const MIN_WINDOWS: usize = 8;
 /// The number of tokens at the start of a document, or of a window without documents, that are always used.
 const HEAD: usize = 4;
 /// The minimum number of units for estimating the variance.
 const UNITS: usize = 16;
 
-/// Whether the watched output mixes tokens.
 pub(super) fn mixes_tokens(graph: &BlockGraph, group: &FoldGroup) -> bool {
     graph.mixes_tokens(group.input, group.inspected)
 }
 
-/// The assignment of tokens to rounds.
 #[derive(Debug, Clone)]
 pub(super) enum Schedule {
     /// The rank of every window, and the number of windows used after each round.
@@ -45,7 +39,7 @@ pub(super) struct SearchSample {
     pub(super) schedule: Schedule,
     rows: StoredValues,
     pub(super) places: Vec<Place>,
-    /// The memory in bytes that a round may use, if the rows are in a file.
+    /// The memory that a round may use, if the rows are in a file.
     round_bytes: Option<u64>,
     /// The number of counted tokens added.
     counted: usize,
@@ -55,7 +49,6 @@ pub(super) struct SearchSample {
     tails: usize,
 }
 
-/// The assignment of a kept token.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Place {
     /// The position in the batch.
@@ -71,9 +64,6 @@ pub(super) struct Place {
 impl SearchSample {
     /// An empty sample of an input with `channels` features. It is `rounded` to bfloat16 if the race needs no more
     /// precision. About the fraction `of_tokens` of all tokens has a row in the input: less than 1 inside an expert.
-    ///
-    /// # Errors
-    /// When its file cannot be created.
     pub(super) fn new(
         layout: BatchLayout,
         channels: usize,
@@ -94,7 +84,7 @@ impl SearchSample {
         if of_tokens < 1.0 {
             return Ok(sample);
         }
-        // All memory is allocated now. A growing list would keep its old and its new buffer in memory at the same time.
+        // All memory is allocated now: a growing list would keep its old and its new buffer in memory at the same time.
         let wanted = (0..sample.layout.tokens()).filter(|&token| sample.place(token).is_some()).count();
         (sample.window, sample.tails) = (0, 0);
         if spill.is_none() {
@@ -181,17 +171,14 @@ impl SearchSample {
     }
 
     /// The values of these rows, and the places of their tokens.
-    ///
-    /// # Errors
-    /// When the file that holds them cannot be read.
     pub(super) fn rows(&self, rows: &[usize]) -> Result<(Vec<f32>, Vec<Place>)> {
         let mut values = Vec::with_capacity(rows.len() * self.channels);
         rows.iter().try_for_each(|&row| self.rows.copy_row(row, self.channels, &mut values))?;
         Ok((values, rows.iter().map(|&row| self.places[row]).collect()))
     }
 
-    /// Returns how many tokens of `token_bytes` each may be compared at a time: all of them if the rows are in memory,
-    /// otherwise the largest multiple of `piece` that fits into the memory of a round, but at least one piece.
+    /// Returns how many tokens of `token_bytes` each may be compared at a time: a multiple of `piece` that fits into
+    /// the memory of a round, but at least one piece; all tokens if the rows are in memory.
     pub(super) fn tokens_at_a_time(&self, token_bytes: u64, piece: usize) -> usize {
         let Some(bytes) = self.round_bytes else { return usize::MAX };
         let pieces = bytes / token_bytes.saturating_mul(piece as u64).max(1);
@@ -212,7 +199,6 @@ impl Statistic for SearchSample {
     }
 }
 
-/// The size in bytes of a token's place in a sample.
 pub(super) const PLACE_BYTES: u64 = size_of::<Place>() as u64;
 
 /// The widths of the values in a race: the input, the outputs of all consumers together, the input of the watched
@@ -227,8 +213,7 @@ pub(super) struct RaceShape {
 
 impl RaceShape {
     /// The memory in bytes of a token while candidates are compared on it: its row, the row's copy in the prepared
-    /// batch, and the float module's values, either its output or those from which [differences](super::difference) are
-    /// computed.
+    /// batch, and values of the float module.
     pub(super) fn token_bytes(self, one_consumer: bool, differences: bool) -> u64 {
         let Self { k, outputs, read, inspected } = self;
         let kept = match (differences, one_consumer) {
@@ -277,7 +262,6 @@ mod tests {
     use super::*;
     use crate::model::TokenRows;
 
-    /// A sample of one channel with all tokens added.
     fn sample(layout: BatchLayout, mixes_tokens: bool) -> SearchSample {
         let tokens = layout.tokens();
         let mut sample = SearchSample::new(layout.clone(), 1, mixes_tokens, false, 1.0, None).unwrap();
@@ -310,8 +294,7 @@ mod tests {
         assert_eq!(rounds[0][..6], [0, 1, 2, 3, 4, 20]);
     }
 
-    /// The chosen tokens do not depend on the pieces in which rows arrive. If a value has rows for only some tokens,
-    /// only these tokens are chosen, each with its own row.
+    /// The chosen tokens do not depend on the pieces in which rows arrive.
     #[test]
     fn rows_race_for_their_own_tokens() {
         use crate::calibrate::TokenUse::{Context, Counted};
@@ -371,8 +354,6 @@ mod tests {
         assert_eq!(taken.concat().len(), 8 * 13);
     }
 
-    /// If prompts are masked and windows have several documents, the number of chosen tokens depends on those that
-    /// count, every document has a head, and tokens that do not count are not chosen.
     #[test]
     fn masked_tokens_do_not_race() {
         use crate::calibrate::TokenUse::{Context, Counted};

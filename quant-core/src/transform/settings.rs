@@ -1,4 +1,4 @@
-//! Settings of transforms: where each keeps its own, and the exponent that several have.
+//! Settings of transforms.
 
 use std::any::{Any, TypeId};
 use std::collections::BTreeMap;
@@ -35,9 +35,8 @@ impl TransformSettings {
     }
 }
 
-/// The settings of transforms: one value of each type, the default if none was set.
-///
-/// A transform defines a type for its settings, and reads and writes them here. No other code needs to know the type.
+/// The settings of transforms: one value of each type, the default if none was set. No code other than a transform's
+/// own needs to know the type of its settings.
 ///
 /// ```
 /// use quant_core::transform::StepSettings;
@@ -85,7 +84,6 @@ pub trait SettingsType: Any + Clone + Default + PartialEq + fmt::Debug + Send + 
 
 impl<T: Any + Clone + Default + PartialEq + fmt::Debug + Send + Sync> SettingsType for T {}
 
-/// A value of [`StepSettings`].
 trait Stored: fmt::Debug + Send + Sync {
     fn as_any(&self) -> &dyn Any;
     fn is_default(&self) -> bool;
@@ -107,7 +105,7 @@ impl<T: SettingsType> Stored for T {
 }
 
 impl PartialEq for StepSettings {
-    /// Whether every type has the same value; a value that is not set equals the default.
+    /// A value that is not set equals the default.
     fn eq(&self, other: &Self) -> bool {
         let covers = |one: &Self, other: &Self| {
             one.0.iter().all(|(id, value)| match other.0.get(id) {
@@ -125,7 +123,7 @@ impl fmt::Debug for StepSettings {
     }
 }
 
-/// The key `alpha`, set by this setting of requests with this help.
+/// The key `alpha`, which this setting of requests sets.
 pub(super) fn alpha_key(description: &str, setting: &'static str, help: &'static str) -> StepKey {
     let schema = json!({ "oneOf": [{ "type": "number", "minimum": 0, "maximum": 1 }, { "const": "auto" }] });
     StepKey::new("alpha", description, schema).with_setting(setting, help)

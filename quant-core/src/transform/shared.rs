@@ -8,9 +8,6 @@ use crate::quantize::{RowsError, ScaleContext, SharedExtents, SharedScales};
 use crate::scheme::{Granularity, LinearScheme};
 
 /// The scales that rows of `node`'s weight share if its columns are multiplied by `scales`.
-///
-/// # Errors
-/// When a weight cannot be read, or a scale overflows its dtype.
 pub(super) fn shared_scales(task: &BlockTask<'_>, node: NodeId, scales: &[f32]) -> Result<SharedScales> {
     let grid = task.grids[&node];
     let Some(extents) = extents(task, node, scales)? else { return Ok(SharedScales::None) };

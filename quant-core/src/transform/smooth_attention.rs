@@ -1,21 +1,20 @@
 //! SmoothAttention (QServe, §4.2.2): moves outliers of keys into queries, so that keys can be stored in 4 bits.
 //!
-//! A key head has a few channels that are ten times as large as the others, the same ones for all tokens, and all
-//! channels share one scale. Scores are products of queries and keys, so `Q Λ · (K Λ⁻¹)ᵀ = Q Kᵀ`. With
+//! A key head has a few channels that are much larger than the others, the same ones for all tokens, and all channels
+//! share one scale. Scores are products of queries and keys, so `Q Λ · (K Λ⁻¹)ᵀ = Q Kᵀ`. With
 //!
 //! ```text
 //! λ_i = max |K_i|^α                                       i a channel of a key head, over the text
 //! λ_i = λ_j = max(max |K_i|, max |K_j|)^α                 if the rotary embedding rotates i and j as a pair
 //! ```
 //!
-//! rows of `q_proj` are multiplied by `λ` and rows of `k_proj` divided, including biases, also if both are rows of one
-//! fused linear. The query heads that share a key head share its `λ`. Keys are measured as they are cached, after the
-//! rotary embedding.
+//! rows of `q_proj` are multiplied by `λ` and rows of `k_proj` divided, including biases. The query heads that share a
+//! key head share its `λ`. Keys are measured as they are cached, after the rotary embedding.
 //!
-//! If queries and keys are normalized after their linears (Qwen3), `λ` is folded into the weights of these norms. All
-//! heads share the weights, and thus one `λ`. It is rounded to powers of two, which norms of any dtype hold exactly:
-//! with other values, rounding could give different scales to the two channels of a rotated pair. Channels whose
-//! parameters would leave the dtype's range keep their scale.
+//! If queries and keys are normalized after their linears (Qwen3), `λ` is folded into the weights of these norms. If
+//! all heads share the weights, they share one `λ`. It is rounded to powers of two, which norms of any dtype hold
+//! exactly: with other values, rounding could give different scales to the two channels of a rotated pair. Channels
+//! whose parameters would leave the dtype's range keep their scale.
 //!
 //! The paper uses `α = 0.5`. By default, it is searched among 0, 0.1 … 1 for the least squared error of the scores with
 //! keys on the cache's grid. For keys `k`, rounded to `k + e`, and all queries `q` of the heads that read them, the
@@ -34,7 +33,6 @@ use crate::checkpoint::Dtype;
 use crate::model::{Architecture, BlockGraph, KvScheme, NodeId, QueryKey};
 use crate::{Error, Result};
 
-/// The maximum number of tokens whose queries and keys a search uses.
 const SEARCH_TOKENS: usize = 1024;
 /// The exponents that a search tries, in tenths.
 const TENTHS: std::ops::RangeInclusive<u8> = 0..=10;
@@ -156,7 +154,6 @@ impl Transform for SmoothAttention {
     }
 }
 
-/// Queries and keys of one attention layer.
 struct QueryKeyStatistics {
     pair: QueryKey,
     /// Every `stride`-th counted token is in `keys` and `grams`.
@@ -267,7 +264,6 @@ impl QueryKeyStatistics {
         Ok(())
     }
 
-    /// Adds to the rewrite that queries are multiplied by `scales` and keys divided.
     fn fold(&self, task: &BlockTask<'_>, scales: &[f32], rewrite: &mut Rewrite) -> Result<()> {
         let (d, [queries, keys]) = (self.pair.head_dim, self.pair.producers);
         let shared = d * self.pair.repeat;
@@ -279,7 +275,6 @@ impl QueryKeyStatistics {
         ] {
             match &nodes[node].op {
                 op if op.linear_shape().is_some() => {
-                    // Queries and keys may be rows of one linear.
                     let divisors = rewrite.rows.entry(node).or_insert_with(|| vec![1.0; rows.all]);
                     for channel in 0..rows.channels() {
                         // Rewrites contain divisors for rows, so factors are inverted.
@@ -349,12 +344,11 @@ impl QueryKeyStatistics {
 }
 
 impl QueryKeyStatistics {
-    /// The statistic of an attention layer before any token; every `stride`-th counted token is used for the search.
+    /// Every `stride`-th counted token is used for the search.
     fn new(pair: QueryKey, stride: usize) -> Self {
         Self { pair, stride, maxima: Vec::new(), keys: Vec::new(), grams: Vec::new(), queries: 0 }
     }
 
-    /// Adds the query and the key of a token to the data for the search.
     fn add(&mut self, query: &[f32], key: &[f32]) {
         let d = self.pair.head_dim;
         self.keys.extend_from_slice(key);

@@ -12,7 +12,6 @@ use crate::calibrate::{
 };
 use crate::model::{BlockGraph, FoldGroup, NodeId};
 
-/// The statistics that a pass should gather.
 pub(super) struct Wanted<'a> {
     /// The groups whose scales are searched.
     pub(super) groups: &'a [FoldGroup],
@@ -22,7 +21,6 @@ pub(super) struct Wanted<'a> {
     pub(super) clip_tokens: usize,
 }
 
-/// Statistics of the inputs of a block's linears.
 pub(super) struct InputStatistics {
     /// Mean absolute values of the inputs of groups, by the node that the consumers read.
     pub(super) means: BTreeMap<NodeId, AbsMean>,
@@ -30,7 +28,6 @@ pub(super) struct InputStatistics {
     pub(super) sampled: BTreeMap<NodeId, SampledRows>,
     /// Samples for races, by the node that the consumers read.
     pub(super) samples: BTreeMap<NodeId, SearchSample>,
-    /// The Gram matrices of inputs whose linears are judged by them.
     pub(super) grams: BTreeMap<NodeId, Arc<Input>>,
     /// The number of counted tokens that went through each linear.
     pub(super) tokens: BTreeMap<NodeId, u64>,
@@ -38,9 +35,6 @@ pub(super) struct InputStatistics {
 
 impl InputStatistics {
     /// Gathers the statistics, and replaces the states with the output of the block if `advance` is set.
-    ///
-    /// # Errors
-    /// When the block fails, a file for samples cannot be created or written, or the run is cancelled.
     pub(super) fn gather(
         task: &BlockTask<'_>,
         wanted: &Wanted<'_>,
@@ -56,7 +50,6 @@ impl InputStatistics {
     }
 }
 
-/// Statistics while they are gathered.
 pub(super) struct Gathering {
     means: BTreeMap<NodeId, AbsMean>,
     sampled: BTreeMap<NodeId, SampledRows>,
@@ -66,9 +59,6 @@ pub(super) struct Gathering {
 
 impl Gathering {
     /// Prepares the wanted statistics of groups, and of the inputs of those linears for which `is_part` returns true.
-    ///
-    /// # Errors
-    /// When a file for samples cannot be created.
     pub(super) fn new(
         task: &BlockTask<'_>,
         wanted: &Wanted<'_>,
@@ -84,10 +74,6 @@ impl Gathering {
         Ok(Self { means, sampled, samples, grams })
     }
 
-    /// Adds the statistics to a pass.
-    ///
-    /// # Errors
-    /// [`Error::Internal`](crate::Error::Internal) when no linear reads one of the values.
     pub(super) fn add_to<'a>(&'a mut self, pass: &mut StatisticsPass<'a>) -> Result<()> {
         self.means.iter_mut().try_for_each(|(value, mean)| pass.gather(*value, mean))?;
         self.sampled.iter_mut().try_for_each(|(value, rows)| pass.gather(*value, rows))?;
@@ -116,7 +102,6 @@ fn means(task: &BlockTask<'_>, wanted: &Wanted<'_>) -> BTreeMap<NodeId, AbsMean>
     wanted.groups.iter().map(|g| (g.input, AbsMean::new(shape(task, g.consumers[0])[1]))).collect()
 }
 
-/// Samples for the inputs of all linears that may be clipped.
 fn sampled(
     task: &BlockTask<'_>,
     wanted: &Wanted<'_>,
@@ -134,7 +119,6 @@ fn sampled(
     clipped.map(rows).collect()
 }
 
-/// The data that the fast search keeps for each group's input: tokens for a race, or the Gram matrix of all tokens.
 fn kept(
     task: &BlockTask<'_>,
     wanted: &Wanted<'_>,
@@ -161,7 +145,6 @@ fn kept(
     Ok((samples, grams))
 }
 
-/// The data that the fast search keeps for a group's input.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Kept {
     /// The size in bytes of the Gram matrix, if candidates are judged by it.
@@ -171,7 +154,7 @@ pub(super) struct Kept {
 }
 
 impl Kept {
-    /// The data kept for a group whose first linear has shape `[n, k]` and for which `candidates` scales are tried. If
+    /// The data kept for a group whose first linear has shape `[n, k]`, and for which `candidates` scales are tried. If
     /// the amount depends on how many tokens are routed to an expert, each field is the maximum.
     pub(super) fn of(
         graph: &BlockGraph,
@@ -198,7 +181,6 @@ impl Kept {
     ) -> Self {
         let all = (batch.samples as u64).saturating_mul(batch.length as u64);
         let max = SearchSample::max_tokens(batch, mixes_tokens(graph, group));
-        // If there are few tokens, a sample contains all of them.
         let tokens = max.min((2.0 * all as f64 * share) as u64);
         let work = SearchSize { tokens: all as f64 * share, n: n as f64, k: k as f64 };
         if group.consumers.len() > 1 || !work.gram_is_cheaper(candidates) {
@@ -215,7 +197,6 @@ impl Kept {
     }
 }
 
-/// The size of a search: a single linear `[n, k]`, and the number of tokens of its input.
 struct SearchSize {
     tokens: f64,
     n: f64,
@@ -224,8 +205,8 @@ struct SearchSize {
 
 impl SearchSize {
     /// Whether judging candidates by the input's Gram matrix takes fewer operations than a race. Both are estimates:
-    /// the matrix costs `t k²`, and then each candidate `2 n k²`; a race runs every candidate on about an eighth of the
-    /// tokens, at `2 n k` each.
+    /// the matrix costs `t k²`, and then each candidate `2 n k²`; a race runs candidates on a fraction of the tokens,
+    /// at `2 n k` each.
     fn gram_is_cheaper(&self, candidates: usize) -> bool {
         let Self { tokens: t, n, k } = *self;
         let candidates = candidates as f64;

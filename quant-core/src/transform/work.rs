@@ -1,5 +1,4 @@
-//! The workload of a transform, derived from shapes alone: the basis for estimates of memory and time, and for checking
-//! whether a step makes sense.
+//! The workload of a transform, derived from shapes alone: the basis for estimates of memory and time.
 
 use std::collections::BTreeMap;
 
@@ -41,8 +40,8 @@ impl Workload<'_> {
         self.sampling.samples as f64 * self.sampling.length as f64
     }
 
-    /// The fraction of all tokens for which a value is computed when statistics are gathered. Experts with few routed
-    /// tokens are assumed to be rare.
+    /// The smallest fraction of all tokens for which a value is computed when statistics are gathered, if tokens are
+    /// distributed evenly over experts.
     pub fn share_of_tokens(&self, id: usize) -> f64 {
         self.sampling.experts.shares(self.graph.share_of_tokens(id))[0]
     }
@@ -61,17 +60,14 @@ impl Workload<'_> {
         attentions.map(|node| node.op.product_operations(self.tokens(), length)).sum()
     }
 
-    /// The shape `[n, k]` of a linear.
     pub(crate) fn shape(&self, id: usize) -> [usize; 2] {
         self.graph.nodes()[id].op.linear_shape().unwrap_or_default()
     }
 
-    /// The number of weights `n · k` of a linear.
     pub(crate) fn weights(&self, id: usize) -> f64 {
         self.shape(id).map(|s| s as f64).iter().product()
     }
 
-    /// The number of weights of all linears.
     pub(crate) fn all_weights(&self) -> u64 {
         self.graph.linears().map(|(_, _, [n, k], _)| (n * k) as u64).sum()
     }

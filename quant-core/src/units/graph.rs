@@ -1,4 +1,4 @@
-//! The units of a job, the units that each of them needs, and its predicted cost.
+//! The units of a job, their dependencies and their predicted costs.
 
 use std::ops::Range;
 
@@ -10,7 +10,7 @@ use crate::model::Model;
 use crate::recipe::{PassPlan, Plan, Rates};
 use crate::{Error, Result};
 
-/// The number of tokens for which the inputs per layer are computed at a time, together with the embeddings.
+/// Inputs per layer are computed for this many tokens at a time, together with the embeddings.
 const PIECE_TOKENS: usize = 2048;
 
 /// A part of a job that one process computes.
@@ -129,10 +129,6 @@ fn shards(windows: &TokenWindows, model: &Model, count: usize) -> Vec<Range<usiz
 }
 
 impl Unit {
-    /// Returns the part of the plan that the unit computes.
-    ///
-    /// # Errors
-    /// Never for units of this plan.
     pub(super) fn part(&self, plan: &Plan) -> Result<Plan> {
         match &self.work {
             Work::Forward { windows, blocks, .. } => {
@@ -146,14 +142,10 @@ impl Unit {
     }
 
     /// Returns the tensors of the unit's file; none if it holds hidden states.
-    ///
-    /// # Errors
-    /// As [`part`](Self::part).
     pub(super) fn tensors(&self, plan: &Plan) -> Result<Vec<TensorSpec>> {
         Ok(self.part(plan)?.outputs())
     }
 
-    /// The number of the shard of windows that passes through the float model.
     pub(super) fn shard(&self) -> Option<usize> {
         match self.work {
             Work::Forward { shard, .. } => Some(shard),
@@ -175,9 +167,6 @@ impl Unit {
     }
 
     /// Predicts the cost of the unit on a machine with these rates.
-    ///
-    /// # Errors
-    /// As [`part`](Self::part).
     pub(super) fn cost(&self, plan: &Plan, model: &Model, rates: Rates) -> Result<Cost> {
         let part = self.part(plan)?;
         let parts = std::slice::from_ref(&part);
@@ -204,7 +193,6 @@ impl Unit {
         let memory_bytes = Plan::peak_memory(parts, model);
         // No run fits into a budget of 0 bytes.
         let smallest = Plan::residence(parts, model, 0, false).err();
-        // Units without blocks only read, hash and write.
         let seconds = match self.work {
             Work::Outside => 2.0 * (input_bytes + output_bytes) as f64 / rates.hashed,
             _ => Plan::seconds(parts, model, rates),

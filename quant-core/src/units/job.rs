@@ -18,7 +18,6 @@ use crate::recipe::{Plan, Rates};
 use crate::run::{self, Host, Opened, RecipeSettings, Text, open, prepared};
 use crate::{CancelToken, Error, Observer, Result};
 
-/// The maximum size in bytes of a recipe or a file of channel maxima.
 const MAX_INPUT_BYTES: u64 = 1 << 30;
 
 /// A job to be created.
@@ -30,8 +29,7 @@ pub struct JobRequest {
     pub settings: RecipeSettings,
     /// The calibration text; `None` means the recipe's, or the catalog's default.
     pub calibration: Option<Text>,
-    /// Blocks per unit; by default 1, or a span of GPTQ. With more, there are fewer files of hidden states and larger
-    /// units.
+    /// Blocks per unit; by default 1, or a span of GPTQ.
     pub blocks_per_unit: Option<usize>,
     /// The number of shards of calibration windows for the passage through the float model; 1 by default.
     pub forward_shards: Option<usize>,
@@ -176,13 +174,11 @@ fn kept(store: &Store, bytes: &[u8], kind: &str, extension: &str) -> Result<Stri
     Err(damaged(&path, "does not have the contents of its name".into()))
 }
 
-/// Returns the path at which workers find the model.
 fn absolute(model: &Path, opened: &Opened) -> Result<PathBuf> {
     let path = if crate::gguf::is_gguf(model) { model } else { opened.directory.path() };
     path.canonicalize().map_err(|e| Error::io("open", path, e))
 }
 
-/// Returns what the results of a plan depend on.
 fn run_record(
     opened: &Opened,
     plan: &Plan,
@@ -194,7 +190,6 @@ fn run_record(
     Ok(normalized(&pipeline::fingerprint(&job, &opened.directory, &program)))
 }
 
-/// Returns the pipeline's job for a plan or a part of one.
 pub(super) fn job<'a>(
     opened: &'a Opened,
     plan: &'a Plan,
@@ -212,7 +207,7 @@ pub struct UnitJob {
     pub(super) windows: Option<TokenWindows>,
     pub(super) units: Vec<Unit>,
     pub(super) digest: String,
-    /// The SHA-256 of the files next to the weights, by name.
+    /// The hashes of the files next to the weights, by name.
     pub(super) companions: BTreeMap<String, String>,
     /// The digests of results that were read, by unit.
     pub(super) known: Mutex<HashMap<String, String>>,
@@ -275,7 +270,7 @@ impl UnitJob {
         &self.digest
     }
 
-    /// Predicts the cost of every unit on this machine, which takes about a tenth of a second.
+    /// Predicts the cost of every unit on this machine, whose speed is measured first.
     ///
     /// # Errors
     /// [`Error::Internal`] if this crate has a bug.

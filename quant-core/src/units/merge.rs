@@ -1,8 +1,7 @@
 //! Merging: the results of all units become a checkpoint.
 //!
 //! Nothing is computed. Each result is verified while its tensors are copied into the staging directory of the
-//! checkpoint, together with their reports. The rest is a run in which every tensor is finished already: the pipeline
-//! compares the report of each tensor with the model, and the writer verifies and publishes the checkpoint.
+//! checkpoint, together with their reports. The rest is a run in which every tensor is finished already.
 
 use std::path::Path;
 use std::time::Instant;
@@ -16,7 +15,6 @@ use crate::checkpoint::{CheckpointWriter, TensorSink, refuse_overlap};
 use crate::run::{Host, Quantized, StepTimes, is_gguf_name, write_filled};
 use crate::{Category, Error, Event, Result};
 
-/// The maximum number of units that a message lists.
 const MAX_LISTED: usize = 4;
 
 impl UnitJob {
@@ -74,7 +72,6 @@ impl UnitJob {
         Ok(Quantized { outputs, steps: steps.times(), seconds: started.elapsed().as_secs_f64() })
     }
 
-    /// Fails if a unit is not finished.
     fn require_all(&self) -> Result<()> {
         let status = self.status()?;
         let missing = status.units.iter().filter(|unit| unit.file.is_none()).map(|unit| unit.unit.as_str());
@@ -111,7 +108,6 @@ impl UnitJob {
         ))
     }
 
-    /// Copies the tensors and reports of all units to the writer.
     fn fill(&self, writer: &mut CheckpointWriter, host: &Host<'_>) -> Result<()> {
         let units: Vec<_> = self.units().iter().filter(|unit| !unit.is_forward()).collect();
         let count = units.len() as u64;

@@ -9,7 +9,8 @@
 //! some calibration windows through some blocks of the float model. [`pipeline`](crate::pipeline) computes it, with the
 //! same code as a run in one process. Its result is one file, whose name has a hash of everything that it depends on:
 //! the job, the unit, and the results that it reads. A file appears complete or not at all. Units may be computed more
-//! than once: the results must be equal byte for byte. So there are no locks, and a worker may be killed at any time.
+//! than once, and the results must be equal byte for byte, so workers do not wait for each other and may be killed at
+//! any time.
 //!
 //! | module | contents |
 //! |---|---|

@@ -18,9 +18,7 @@ use crate::{CancelToken, Error, Result};
 pub(super) const SCHEMA: &str = "quant-job/2";
 /// The maximum size of a record, which lists the scheme of every linear.
 const MAX_BYTES: u64 = 256 << 20;
-/// The maximum number of differences that a message lists.
 const MAX_LISTED: usize = 8;
-/// The fields of the program that depend on the machine.
 const MACHINE: [&str; 2] = ["instruction_set", "processor"];
 
 /// The contents of `job.json`.
@@ -35,7 +33,6 @@ pub(super) struct JobRecord {
     /// The calibration tokens, as an input.
     #[serde(deserialize_with = "Option::deserialize")]
     pub(super) windows: Option<String>,
-    /// Blocks per unit.
     pub(super) blocks_per_unit: usize,
     /// The requested number of shards of calibration windows for the passage through the float model.
     pub(super) forward_shards: usize,
@@ -48,10 +45,6 @@ pub(super) struct JobRecord {
 }
 
 impl JobRecord {
-    /// Reads the record of a job.
-    ///
-    /// # Errors
-    /// [`Error::InputFile`] if it is damaged; [`Error::Usage`] if a different version wrote it; [`Error::Io`].
     pub(super) fn read(path: &Path) -> Result<Self> {
         is_regular(path)?;
         let bytes = read_capped(path, path, MAX_BYTES)?.map_err(|reason| damaged(path, reason))?;
@@ -73,7 +66,6 @@ impl JobRecord {
         Ok(record)
     }
 
-    /// Returns the contents of the file.
     pub(super) fn to_bytes(&self) -> Result<Vec<u8>> {
         let text = serde_json::to_string_pretty(self).map_err(|e| Error::Internal(e.to_string()))?;
         Ok(format!("{text}\n").into_bytes())
@@ -92,10 +84,6 @@ impl JobRecord {
     }
 
     /// Fails unless a worker with this `run` and these tensors computes the results of the job.
-    ///
-    /// # Errors
-    /// [`Error::Unavailable`] if the same program runs with a different instruction set or on a different processor;
-    /// [`Error::Usage`] for all other differences.
     pub(super) fn check(&self, path: &Path, run: &Value, tensors_sha256: &str) -> Result<()> {
         let program = |run: &Value, field: &str| run["program"][field].clone();
         let is_other = |field: &&str| program(&self.run, field) != program(run, field);
@@ -132,7 +120,7 @@ impl JobRecord {
     }
 }
 
-/// Returns the SHA-256 of the files that accompany the weights of a model, by name.
+/// Returns the hashes of the files next to the weights, by name.
 ///
 /// # Errors
 /// [`Error::Io`] if one of them cannot be read; [`Error::Interrupted`].
@@ -148,13 +136,11 @@ pub(super) fn companions(model: &ModelDirectory, cancel: &CancelToken) -> Result
     model.sidecar_files().iter().map(hash).collect()
 }
 
-/// The names of the files that differ, were added or are missing.
 pub(super) fn changed(was: &BTreeMap<String, String>, is: &BTreeMap<String, String>) -> Vec<String> {
     let names: BTreeSet<&String> = was.keys().chain(is.keys()).collect();
     names.into_iter().filter(|name| was.get(*name) != is.get(*name)).map(|name| printable(name)).collect()
 }
 
-/// Returns a hash of the name, type, shape and outputs of every tensor of a plan.
 pub(super) fn tensors_sha256(plan: &Plan) -> String {
     let mut text = String::new();
     for entry in &plan.entries {

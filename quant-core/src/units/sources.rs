@@ -14,14 +14,10 @@ use crate::digest::hex;
 use crate::pipeline::sources_of;
 use crate::{Error, Result};
 
-/// Bytes read at a time.
 const PIECE: u64 = 4 << 20;
 
 impl UnitJob {
     /// Fails if another unit, whose result exists, has read a different version of a tensor that this unit has read.
-    ///
-    /// # Errors
-    /// [`Error::Usage`] with both units; errors of reading.
     pub(super) fn compare_with_others(&self, unit: &Unit, file: &Path, identity: &Identity) -> Result<()> {
         let others: Vec<&Unit> = self.units().iter().filter(|other| shares_tensors(unit, other)).collect();
         if others.is_empty() {
@@ -54,7 +50,7 @@ impl UnitJob {
         Ok(())
     }
 
-    /// The SHA-256 of the tensors that a result was computed from, by name in the model.
+    /// The hashes of the tensors that a result was computed from, by name in the model.
     fn sources(&self, unit: &Unit, path: &Path, identity: &Identity) -> Result<BTreeMap<String, String>> {
         if unit.is_forward() {
             return sources_of(path);
@@ -73,9 +69,6 @@ impl UnitJob {
 
     /// Fails unless the weights that units passed hidden states through are those that other units rounded, and which
     /// the pipeline compares with the model.
-    ///
-    /// # Errors
-    /// [`Error::Usage`] with the unit that has read a different tensor; errors of reading.
     pub(super) fn compare_sources(&self, sink: &dyn TensorSink) -> Result<()> {
         let entries: HashMap<&str, &str> =
             self.plan.entries.iter().map(|entry| (&*entry.stored, &*entry.tensor)).collect();
@@ -121,7 +114,6 @@ impl UnitJob {
         ))
     }
 
-    /// The unit that writes the tensors of an entry.
     pub(super) fn unit_of(&self, tensor: &str) -> Option<&Unit> {
         let layer = self.plan.entries.iter().find(|entry| entry.tensor == tensor)?.layer;
         self.units().iter().find(|unit| match (&unit.work, layer) {

@@ -25,21 +25,16 @@ const INPUTS: &str = "inputs";
 const UNITS: &str = "units";
 const LOG: &str = "log";
 const TEMPORARY: &str = "tmp";
-/// The number of hexadecimal digits of the hash in the name of an input.
 pub(super) const INPUT_DIGITS: usize = 32;
-/// Files are compared in pieces of this many bytes.
 const PIECE: usize = 1 << 20;
 
-/// The directory of a job.
 #[derive(Debug, Clone)]
 pub(super) struct Store {
     path: PathBuf,
 }
 
-/// How a file got its name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Publication {
-    /// It is new.
     Created,
     /// A file with the same contents has the name already.
     Same,
@@ -48,10 +43,6 @@ pub(super) enum Publication {
 }
 
 impl Store {
-    /// Returns the store of an existing job.
-    ///
-    /// # Errors
-    /// [`Error::Usage`] if the directory holds no job.
     pub(super) fn open(path: &Path) -> Result<Self> {
         if std::fs::symlink_metadata(path.join(RECORD)).is_err() {
             return Err(Error::usage(
@@ -115,10 +106,7 @@ impl Store {
         self.path.join(TEMPORARY)
     }
 
-    /// Returns the path of an input.
-    ///
-    /// # Errors
-    /// [`Error::InputFile`] if the name leads out of the directory.
+    /// Returns the path of an input. Fails if the name leads out of the directory.
     pub(super) fn input(&self, name: &str) -> Result<PathBuf> {
         let plain = name.bytes().all(|b| b.is_ascii_alphanumeric() || b"-._".contains(&b));
         match plain && !name.starts_with('.') && !name.is_empty() {
@@ -127,10 +115,7 @@ impl Store {
         }
     }
 
-    /// Returns the path of an input whose contents have the hash in its name.
-    ///
-    /// # Errors
-    /// [`Error::InputFile`] if the file is missing or damaged, or as [`input`](Self::input); [`Error::Io`].
+    /// Returns the path of an input, and checks that its contents have the hash in its name.
     pub(super) fn intact_input(&self, name: &str, cancel: &CancelToken) -> Result<PathBuf> {
         let path = self.input(name)?;
         let lost = |reason: &str| Error::InputFile {
@@ -150,10 +135,7 @@ impl Store {
         }
     }
 
-    /// Writes a small file; if its name exists already, the contents are compared.
-    ///
-    /// # Errors
-    /// As [`publish`](Self::publish).
+    /// Writes a small file. If its name exists already, the contents are compared.
     pub(super) fn publish_bytes(&self, target: &Path, bytes: &[u8]) -> Result<Publication> {
         let directory = self.temporary_directory("new")?;
         let path = directory.path().join("file");
@@ -164,14 +146,11 @@ impl Store {
     }
 
     /// Creates a directory for temporary files, which is removed when it is dropped.
-    ///
-    /// # Errors
-    /// [`Error::Io`], [`Error::DiskFull`].
     pub(super) fn temporary_directory(&self, prefix: &str) -> Result<Temporary> {
         let parent = self.temporary();
         let create = || Temporary::create(&parent, prefix);
         let created = match create() {
-            // Empty directories may be removed by whoever cleans up or copies a store.
+            // Whoever cleans up or copies a store may remove empty directories.
             Err(e) if e.kind() == ErrorKind::NotFound => {
                 std::fs::create_dir_all(&parent).map_err(|e| Error::io("create", &parent, e))?;
                 create()
@@ -182,10 +161,6 @@ impl Store {
     }
 
     /// Gives a synced file its name, if no file has the name.
-    ///
-    /// # Errors
-    /// [`Error::Io`], also if the file system has no hard links; [`Error::DiskFull`]. For an existing file, those of
-    /// [`is_regular`] and [`open_regular`].
     pub(super) fn publish(&self, file: &Path, target: &Path) -> Result<Publication> {
         match std::fs::hard_link(file, target) {
             Ok(()) => {}
@@ -232,12 +207,10 @@ impl Store {
     }
 }
 
-/// Makes the entries of a directory durable.
 fn sync(directory: &Path) -> Result<()> {
     system::sync_directory(directory).map_err(|e| Error::io("sync", directory, e))
 }
 
-/// Returns the error of a file that cannot be written.
 pub(super) fn written(path: &Path, needed: u64, error: std::io::Error) -> Error {
     match system::is_disk_full(&error) {
         true => Error::DiskFull {
@@ -249,7 +222,7 @@ pub(super) fn written(path: &Path, needed: u64, error: std::io::Error) -> Error 
     }
 }
 
-/// Returns the error of a file in a store that no worker can have written.
+/// The error for a file that no worker can have written.
 pub(super) fn damaged(path: &Path, reason: String) -> Error {
     Error::InputFile {
         path: path.to_owned(),
@@ -274,7 +247,6 @@ pub(super) fn is_regular(path: &Path) -> Result<bool> {
     }
 }
 
-/// Returns whether two regular files have the same contents.
 fn have_same_bytes(one: &Path, other: &Path) -> Result<bool> {
     let open = |path: &Path| open_regular(path, path);
     let (mut one_file, mut other_file) = (open(one)?, open(other)?);

@@ -2,7 +2,7 @@
 //!
 //! The name of a directory has the identifier of the running kernel, and a file in it is locked as long as the worker
 //! runs. A directory with this kernel's identifier and an unlocked file belongs to a worker that was killed. Locks of
-//! other machines may not be visible here, so their directories are removed only when they have not changed for a week.
+//! other machines may not be visible here, so their directories are removed only when they have not changed for long.
 
 use std::fs::{DirEntry, File, OpenOptions, TryLockError};
 use std::io;
@@ -12,7 +12,7 @@ use std::time::{Duration, SystemTime};
 use crate::system;
 
 const LOCK: &str = "lock";
-/// Between the creation of a directory and the locking of its file, other workers leave it alone.
+/// Other workers ignore a directory of this age or less, because its file may not be locked yet.
 const SETTLED: Duration = Duration::from_secs(60);
 /// After this time without a change, the directory of a different machine is removed.
 const ABANDONED: Duration = Duration::from_secs(7 * 24 * 60 * 60);
@@ -26,15 +26,11 @@ pub(super) struct Temporary {
 }
 
 impl Temporary {
-    /// Creates a directory in `parent`.
-    ///
-    /// # Errors
-    /// If the system cannot create or lock files.
     pub(super) fn create(parent: &Path, prefix: &str) -> io::Result<Self> {
         let prefix = format!("{prefix}.{}-", system::boot_id().unwrap_or_default());
         let directory = tempfile::Builder::new().prefix(&prefix).tempdir_in(parent)?;
         let lock = OpenOptions::new().write(true).create_new(true).open(directory.path().join(LOCK))?;
-        // On a file system without locks, the directory of a killed worker is removed after a week.
+        // On a file system without locks, the directory of a killed worker is removed later.
         let _ = lock.try_lock();
         Ok(Self { directory, _lock: lock })
     }
@@ -44,8 +40,7 @@ impl Temporary {
     }
 }
 
-/// Removes the directories of killed workers from `parent`, and returns how many. A directory that cannot be examined
-/// or removed stays.
+/// Returns the number of removed directories. A directory that cannot be examined or removed stays.
 pub(super) fn remove_abandoned(parent: &Path) -> usize {
     let own = system::boot_id().map(|id| format!(".{id}-"));
     let is_abandoned = |entry: &DirEntry| {
@@ -64,10 +59,8 @@ pub(super) fn remove_abandoned(parent: &Path) -> usize {
     abandoned.filter(|entry| std::fs::remove_dir_all(entry.path()).is_ok()).count()
 }
 
-/// The state of a lock file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Lock {
-    /// A process has locked it.
     Held,
     /// No process of this machine has locked it.
     Free,
@@ -98,7 +91,6 @@ fn unchanged_for(path: &Path) -> Option<Duration> {
 mod tests {
     use super::*;
 
-    /// Dates a directory and its files back.
     fn age(path: &Path, by: Duration) {
         let then = SystemTime::now() - by;
         let files = std::fs::read_dir(path).unwrap().map(|entry| entry.unwrap().path());

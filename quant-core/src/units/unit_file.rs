@@ -2,8 +2,7 @@
 //!
 //! It is a safetensors file with the tensors of the unit as they will be in the checkpoint, in the order of the plan,
 //! and two U8 vectors: `about`, JSON with the unit, the job, and the report of every tensor; and `sha256`, the hash of
-//! all bytes before it, except the header. The plan determines the header, which is compared with it. Files of hidden
-//! states end with the same two vectors.
+//! all bytes before it, except the header. The plan determines the header, which is compared with it.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -22,13 +21,11 @@ use crate::{CancelToken, Error, Result, system};
 pub(super) const SCHEMA: &str = "quant-unit/1";
 pub(super) const ABOUT: &str = "about";
 pub(super) const SHA256: &str = "sha256";
-/// The maximum size of `about` in bytes.
+/// The maximum size of `about`.
 const MAX_ABOUT_BYTES: u64 = 256 << 20;
 const HASH_BYTES: u64 = 32;
-/// Bytes read or copied at a time.
 const PIECE: usize = 4 << 20;
 
-/// The identity of a unit's result.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Identity {
     pub(super) unit: String,
@@ -38,7 +35,6 @@ pub(super) struct Identity {
     pub(super) key: String,
 }
 
-/// Receives the tensors of a unit in a file.
 pub(super) struct UnitSink {
     path: PathBuf,
     file: File,
@@ -46,7 +42,7 @@ pub(super) struct UnitSink {
     /// For each tensor, its place in the file, its length, and how much of it is written.
     tensors: BTreeMap<String, Progress>,
     header_bytes: u64,
-    /// The reports as JSON, whose text takes a tenth of the memory of parsed values.
+    /// The reports as JSON text, which takes far less memory than parsed values.
     records: BTreeMap<String, Box<str>>,
 }
 
@@ -58,10 +54,6 @@ struct Progress {
 
 impl UnitSink {
     /// Creates the file, which must not exist.
-    ///
-    /// # Errors
-    /// [`Error::Io`], [`Error::DiskFull`]; [`Error::Usage`] if a tensor has the name `about` or `sha256`;
-    /// [`Error::Internal`] if the tensors are inconsistent.
     pub(super) fn create(path: &Path, specs: Vec<TensorSpec>) -> Result<Self> {
         check_specs(&specs)?;
         if let Some(reserved) = specs.iter().find(|s| s.name == ABOUT || s.name == SHA256) {
@@ -86,9 +78,6 @@ impl UnitSink {
     }
 
     /// Completes and syncs the file.
-    ///
-    /// # Errors
-    /// [`Error::Internal`] if a tensor is incomplete or the reports are too long; [`Error::Io`], [`Error::DiskFull`].
     pub(super) fn finish(self, identity: &Identity) -> Result<()> {
         if let Some((name, _)) = self.tensors.iter().find(|(_, t)| t.written != t.len) {
             return Err(Error::Internal(format!("tensor `{name}` of a unit is incomplete")));
@@ -136,7 +125,7 @@ impl UnitSink {
     }
 }
 
-/// Returns the length of the header and the header, padded to a multiple of 8 bytes.
+/// The length of the header and the header, padded to a multiple of 8 bytes.
 fn header(specs: &[TensorSpec], about_bytes: u64) -> Result<Vec<u8>> {
     let bytes = |len: u64| -> Result<TensorInfo> {
         let len = usize::try_from(len).map_err(|_| Error::Internal("the size of a unit overflows".into()))?;
@@ -191,9 +180,6 @@ pub(super) struct UnitFile<'a> {
 
 impl<'a> UnitFile<'a> {
     /// Opens a file that must hold exactly these tensors.
-    ///
-    /// # Errors
-    /// [`Error::InputFile`] or another error of category input if it does not; [`Error::Io`].
     pub(super) fn open(path: &'a Path, specs: Vec<TensorSpec>, identity: &Identity) -> Result<Self> {
         let source = ShardedCheckpoint::open_file(path)?;
         let about = about(&source, path)?;
@@ -219,9 +205,6 @@ impl<'a> UnitFile<'a> {
     }
 
     /// Reads all tensors in order, passes them to `take` in pieces, and compares the hash at the end. Returns the hash.
-    ///
-    /// # Errors
-    /// [`Error::InputFile`] if the contents are damaged; [`Error::Io`]; [`Error::Interrupted`]; those of `take`.
     pub(super) fn read(&self, cancel: &CancelToken, take: &mut TakePiece<'_>) -> Result<String> {
         let (mut hash, mut piece) = (Sha256::new(), Vec::new());
         for TensorSpec { name, info } in &self.specs {
@@ -253,7 +236,6 @@ impl<'a> UnitFile<'a> {
     }
 }
 
-/// Reads the description in a file of a unit.
 fn about(source: &ShardedCheckpoint, path: &Path) -> Result<Value> {
     let is_short = |len: u64| len <= MAX_ABOUT_BYTES;
     if !source.info(ABOUT).is_some_and(|info| info.dtype == Dtype::U8 && is_short(info.byte_len())) {
@@ -264,9 +246,6 @@ fn about(source: &ShardedCheckpoint, path: &Path) -> Result<Value> {
 }
 
 /// Returns the hash that is stored in a file of a unit or of hidden states.
-///
-/// # Errors
-/// As [`UnitFile::open`].
 pub(super) fn stored_digest(path: &Path) -> Result<String> {
     digest(&ShardedCheckpoint::open_file(path)?, path)
 }

@@ -20,10 +20,6 @@ fn little_endian(values: &[u32]) -> Vec<u8> {
     values.iter().flat_map(|v| v.to_le_bytes()).collect()
 }
 
-/// Returns the contents of the file.
-///
-/// # Errors
-/// Never for windows made by this crate.
 pub(super) fn to_bytes(windows: &TokenWindows) -> Result<Vec<u8>> {
     let shape = vec![windows.len(), windows.length()];
     let uses = windows.token_uses().map(|uses| uses.iter().map(|u| *u as u8).collect::<Vec<_>>());
@@ -43,10 +39,6 @@ pub(super) fn to_bytes(windows: &TokenWindows) -> Result<Vec<u8>> {
     safetensors::serialize(views, None).map_err(|e| internal(&e))
 }
 
-/// Reads the file.
-///
-/// # Errors
-/// [`Error::InputFile`] and errors of safetensors files.
 pub(super) fn read(path: &Path) -> Result<TokenWindows> {
     is_regular(path)?;
     let source = ShardedCheckpoint::open_file(path)?;

@@ -17,9 +17,7 @@ use crate::pipeline::{self, StateFiles, quantize_part};
 use crate::run::{Host, MemoryBudget, residence};
 use crate::{Category, Error, Result, system};
 
-/// The number of hexadecimal digits of a key in a file name.
 const KEY_DIGITS: usize = 32;
-/// The maximum number of units that a message lists.
 const MAX_LISTED: usize = 4;
 
 /// The units that a worker computes.
@@ -112,7 +110,6 @@ impl UnitJob {
         }
     }
 
-    /// Returns the units that a worker computes, in order.
     fn selected(&self, selection: &Selection, phase: Option<Phase>) -> Result<Vec<&Unit>> {
         let of_phase = |unit: &&Unit| match phase {
             Some(Phase::Forward) => unit.is_forward(),
@@ -175,7 +172,7 @@ impl UnitJob {
         })
     }
 
-    /// Returns the identity of a unit's result; `None` if a result that it needs does not exist.
+    /// `None` if a result that the unit needs does not exist.
     pub(super) fn identity(&self, unit: &Unit) -> Result<Option<Identity>> {
         let mut hash = blake3::Hasher::new();
         let mut line = |text: &str| {
@@ -192,12 +189,11 @@ impl UnitJob {
         Ok(Some(Identity { unit: unit.id.clone(), job: self.digest.clone(), key }))
     }
 
-    /// Returns the path of a unit's result.
     pub(super) fn path(&self, identity: &Identity) -> PathBuf {
         self.store.units().join(file_name(identity))
     }
 
-    /// Returns the hash that the result of a unit contains; `None` if no readable result exists.
+    /// `None` if no readable result exists.
     fn digest_of(&self, unit: &Unit) -> Result<Option<String>> {
         let known = || self.known.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         if let Some(digest) = known().get(&unit.id) {
@@ -213,7 +209,6 @@ impl UnitJob {
                 known().insert(unit.id.clone(), digest.clone());
                 Ok(Some(digest))
             }
-            // The worker of that unit will set it aside.
             Err(error) if error.category() == Category::Input => Ok(None),
             Err(error) => Err(error),
         }
@@ -223,7 +218,6 @@ impl UnitJob {
         self.known.lock().unwrap_or_else(std::sync::PoisonError::into_inner).remove(&unit.id);
     }
 
-    /// Computes a unit, unless its result exists and is intact.
     fn run_unit(&self, unit: &Unit, options: &WorkOptions, host: &Host<'_>) -> Result<UnitDone> {
         let started = Instant::now();
         let Some(identity) = self.identity(unit)? else {
@@ -237,8 +231,7 @@ impl UnitJob {
         if is_regular(&target)? && self.is_intact(unit, &identity, &target, host)? {
             return Ok(done(false));
         }
-        // A result gets its name by a hard link, which cannot lead to another file system. It is therefore always
-        // written in the store.
+        // A result gets its name by a hard link, which cannot lead to another file system.
         let directory = self.store.temporary_directory(&unit.id.replace('/', "-"))?;
         let file = directory.path().join("unit.safetensors");
         match self.compute(unit, &identity, (&file, options), host) {
@@ -262,7 +255,6 @@ impl UnitJob {
         Ok(done)
     }
 
-    /// Computes a unit into a file, and syncs it.
     fn compute(
         &self,
         unit: &Unit,
@@ -303,7 +295,7 @@ impl UnitJob {
         sink.finish(identity)
     }
 
-    /// The windows of a unit that computes hidden states; `None` for other units.
+    /// `None` for units that compute no hidden states.
     fn windows_of(&self, unit: &Unit) -> Option<TokenWindows> {
         match (&unit.work, &self.windows) {
             (Work::Forward { windows, .. }, Some(all)) => Some(all.slice(windows.clone())),
@@ -316,7 +308,6 @@ impl UnitJob {
         json!(self.digest)
     }
 
-    /// Removes the temporary files of killed workers.
     pub(super) fn remove_abandoned(&self, host: &Host<'_>) {
         match remove_abandoned(&self.store.temporary()) {
             0 => {}
@@ -375,7 +366,6 @@ impl UnitJob {
         }
     }
 
-    /// Renames a damaged result, and says so.
     pub(super) fn set_aside(&self, unit: &Unit, path: &Path, error: &Error, host: &Host<'_>) -> Result<()> {
         let aside = self.store.set_aside(path)?;
         self.forget(unit);
@@ -424,7 +414,6 @@ impl UnitJob {
         hosts
     }
 
-    /// Records who computed a result.
     fn log(&self, identity: &Identity, done: &UnitDone, published: Publication) -> Result<()> {
         let (host, process) = (system::host_name(), std::process::id());
         let entry = json!({
@@ -442,12 +431,10 @@ impl UnitJob {
     }
 }
 
-/// The name of a result without its ending.
 fn stem(identity: &Identity) -> String {
     format!("{}.{}", identity.unit.replace('/', "-"), &identity.key[..KEY_DIGITS])
 }
 
-/// The name of a result.
 pub(super) fn file_name(identity: &Identity) -> String {
     format!("{}.safetensors", stem(identity))
 }

@@ -6,7 +6,6 @@
 use std::borrow::Cow;
 use std::io::{self, ErrorKind, Read, Write};
 
-/// The number of bytes read at once.
 const READ_BYTES: usize = 1 << 20;
 
 /// A message in parts; large parts are borrowed.
@@ -16,12 +15,10 @@ pub(super) struct Frame<'a> {
 }
 
 impl<'a> Frame<'a> {
-    /// Adds bytes that are stored elsewhere.
     pub(super) fn borrow(&mut self, bytes: &'a [u8]) {
         self.parts.push(Cow::Borrowed(bytes));
     }
 
-    /// Adds a few bytes.
     pub(super) fn put(&mut self, bytes: &[u8]) {
         match self.parts.last_mut() {
             Some(Cow::Owned(last)) => last.extend_from_slice(bytes),
@@ -34,7 +31,6 @@ impl<'a> Frame<'a> {
         self.parts.iter().map(|part| part.len() as u64).sum()
     }
 
-    /// The contents as contiguous bytes.
     #[cfg(test)]
     pub(super) fn concat(&self) -> Vec<u8> {
         self.parts.concat()

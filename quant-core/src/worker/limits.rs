@@ -1,8 +1,7 @@
 //! The resource limits of a worker process, which depend on the questions asked.
 //!
-//! Tokenizing takes about a hundred bytes and about a microsecond per byte of text. The limits grow with the text, so
-//! legitimate texts never reach them. The memory limit is also bounded by the memory of the machine and by the limit of
-//! this process.
+//! The limits grow with the text and leave a wide margin, so legitimate texts do not reach them. The memory limit is
+//! also bounded by the memory of the machine and by the limit of this process.
 
 use std::time::Duration;
 
@@ -26,8 +25,6 @@ pub struct Limits {
 }
 
 impl Default for Limits {
-    /// 2 GiB and 10 seconds, plus 32 bytes per byte of the loaded file, 256 bytes per byte of the longest question, and
-    /// 20 microseconds per byte of the file and of every question.
     fn default() -> Self {
         Self {
             memory: 2 << 30,
@@ -39,7 +36,6 @@ impl Default for Limits {
     }
 }
 
-/// The limits granted to a process so far.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Granted {
     limits: Limits,
@@ -67,7 +63,6 @@ impl Granted {
         Self { limits, loaded, longest: 0, time, max: machine, inherited, set: None }
     }
 
-    /// Adds the limits for a question.
     pub(super) fn add(&mut self, question: &Question<'_>) {
         let (bytes, repeated) = match question {
             Question::Encode { texts, .. } => (texts.iter().map(|t| t.len() as u64).sum(), 1),
@@ -99,7 +94,6 @@ impl Granted {
         (ours.min(min), ours <= min)
     }
 
-    /// The limit on processor time in seconds.
     pub(super) fn seconds(&self) -> u64 {
         self.time.as_secs() + 1
     }

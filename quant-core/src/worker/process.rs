@@ -1,8 +1,7 @@
 //! Workers in processes of their own: one per file, limited in memory, stack and time.
 //!
 //! The file's contents are sent through a socket after the limits are set. If the process crashes or exceeds a limit,
-//! the error names the file. If it hangs, it is killed when the run is cancelled. It never outlives this program,
-//! because it ends when its standard input closes.
+//! the error names the file. The process ends when its standard input closes, so it never outlives this program.
 
 use std::ffi::OsString;
 use std::io::{self, ErrorKind, Read, Write};
@@ -23,7 +22,7 @@ use crate::{CancelToken, Category, Error, Result};
 pub const WORKER_ARGUMENT: &str = "__text-worker";
 /// How often a wait checks whether the run was cancelled.
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
-/// The maximum number of threads; more gain little on batches.
+/// More threads gain little on batches.
 const MAX_THREADS: usize = 16;
 
 /// Starts a process per file: a program with the argument [`WORKER_ARGUMENT`], which calls [`serve`](super::serve) on
@@ -124,15 +123,11 @@ struct Running {
     granted: Option<Granted>,
 }
 
-/// The reason why no answer was received.
 enum Failure {
-    /// The run was cancelled.
     Cancelled,
     /// The process has closed its socket.
     Ended,
-    /// The process sent more bytes than an answer may have.
     TooLong,
-    /// The process sent something that is not an answer.
     Malformed,
 }
 
@@ -160,7 +155,6 @@ impl ProcessWorker {
         }
     }
 
-    /// Sends a frame and reads the answer.
     fn exchange(
         &self,
         running: &Running,
@@ -177,7 +171,6 @@ impl ProcessWorker {
         }
     }
 
-    /// The error for a process that gave no answer.
     fn failed(&self, mut running: Running, failure: &Failure) -> Error {
         if matches!(failure, Failure::Cancelled) {
             return Error::Interrupted;

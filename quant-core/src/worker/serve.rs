@@ -7,8 +7,7 @@ use super::wire::{read_load, read_question, write_answer};
 use super::{Answer, Fault, TextWorkers};
 use crate::{Error, Result};
 
-/// The stack size in bytes for processing the file. Deeper recursion ends the process, which is why it is a separate
-/// one.
+/// The stack size for processing the file. Deeper recursion ends the process.
 pub(super) const STACK: usize = 16 << 20;
 /// The byte that signals that the worker is ready.
 pub(super) const READY: u8 = b'r';

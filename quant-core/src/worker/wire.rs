@@ -11,7 +11,6 @@ use crate::system::{path_bytes, path_of_bytes};
 /// The version of the protocol, which must be the same on both sides.
 const VERSION: u64 = 1;
 
-/// Adds values to a frame.
 trait FrameWriter<'a> {
     fn number(&mut self, value: u64);
     fn text(&mut self, text: &str);
@@ -114,7 +113,6 @@ pub(super) fn write_load(loadable: &Loadable, threads: usize) -> Frame<'_> {
     frame
 }
 
-/// Reads the message of [`write_load`].
 pub(super) fn read_load(bytes: &[u8]) -> Option<(Loadable, usize)> {
     let mut take = FrameReader(bytes);
     if take.number()? != VERSION {
@@ -230,7 +228,6 @@ fn take_fault(take: &mut FrameReader<'_>) -> Option<Fault> {
     Some(Fault { line, reason: take.text()?.to_owned(), remedy: take.text()?.into() })
 }
 
-/// Writes an answer, or a fault of the file.
 pub(super) fn write_answer(answer: &Result<Answer, Fault>) -> Frame<'_> {
     let mut frame = Frame::default();
     match answer {
@@ -311,10 +308,8 @@ pub(super) fn read_answer(bytes: &[u8]) -> Option<Result<Answer, Fault>> {
     take.whole(answer)
 }
 
-/// The longest message accepted as the answer to a question, in bytes.
-///
-/// A text has at most 16 tokens per byte, which is more than any tokenizer produces for a character that is split into
-/// bytes. The output of a template is limited by the worker itself.
+/// The longest message accepted as the answer to a question, in bytes. No tokenizer produces as many tokens per byte.
+/// The output of a template is limited by the worker itself.
 pub(super) fn longest_answer(question: &Question<'_>) -> u64 {
     const SLACK: u64 = 1 << 20;
     const TOKENS_PER_BYTE: u64 = 16;

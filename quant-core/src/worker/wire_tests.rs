@@ -43,7 +43,6 @@ fn answers() -> Vec<Result<Answer, Fault>> {
     ]
 }
 
-/// The payload of a frame after it has gone through a pipe.
 fn sent(frame: &Frame<'_>) -> Vec<u8> {
     let mut pipe = Vec::new();
     frame.write_to(&mut pipe).unwrap();
@@ -134,7 +133,7 @@ proptest! {
     }
 
     #[test]
-    fn any_bytes_are_looked_at(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
+    fn any_bytes_are_checked(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
         let _ = (read_answer(&bytes), read_question(&bytes), read_load(&bytes));
     }
 }

@@ -201,7 +201,6 @@ impl Tiny {
         config.as_object().expect("a JSON object").clone()
     }
 
-    /// The prefix of a block's modules.
     pub fn block(&self, layer: usize) -> String {
         match self.family {
             Kind::Opt => format!("model.decoder.layers.{layer}."),
@@ -321,7 +320,6 @@ impl Tiny {
     }
 }
 
-/// A checkpoint whose values can still be changed.
 #[derive(Debug, Clone)]
 pub struct Checkpoint {
     pub tiny: Tiny,
@@ -330,7 +328,6 @@ pub struct Checkpoint {
 }
 
 impl Checkpoint {
-    /// A tensor's values.
     pub fn values(&mut self, name: &str) -> &mut [f32] {
         &mut self.tensors.get_mut(name).expect("a tensor of the model").1
     }
@@ -377,7 +374,7 @@ pub fn normal(rng: &mut StdRng) -> f32 {
     (-2.0 * u.ln()).sqrt() * (std::f32::consts::TAU * v).cos()
 }
 
-/// `count` windows of uniformly random tokens.
+/// Uniformly random tokens.
 pub fn windows(vocab: usize, count: usize, length: usize, seed: u64) -> TokenWindows {
     let mut rng = StdRng::seed_from_u64(seed);
     TokenWindows::cut((0..count * length).map(|_| rng.random_range(0..vocab as u32)).collect(), length)
@@ -429,7 +426,6 @@ pub fn recipe(method: &str, scheme: &str) -> Recipe {
     }
 }
 
-/// The output of a run: tensors, configuration and report.
 #[derive(Debug)]
 pub struct Quantized {
     pub source: MemorySource,
@@ -445,7 +441,6 @@ impl Quantized {
     }
 }
 
-/// Quantizes a model into memory.
 pub fn run(
     model: &Model,
     config: &Map<String, Value>,

@@ -78,7 +78,6 @@ impl Case {
         }
     }
 
-    /// Whether some blocks have experts.
     pub fn has_experts(&self) -> bool {
         let architecture = self.architecture();
         architecture
@@ -96,7 +95,7 @@ impl Case {
         self.config["vocab_size"].as_u64().unwrap() as usize
     }
 
-    /// Random weights everywhere, with norms stored as `norms`.
+    /// Random weights, with norms stored as `norms`.
     pub fn random(&self, norms: Dtype, seed: u64) -> Model {
         let architecture = self.architecture();
         let mut rng = StdRng::seed_from_u64(seed);

@@ -59,7 +59,6 @@ fn line(out: &mut String, (x1, y1): (f64, f64), (x2, y2): (f64, f64), color: &st
     );
 }
 
-/// The start of the file: background, title, subtitle.
 fn begin(height: f64, title: &str, subtitle: &str) -> String {
     let mut out = format!(
         "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {WIDTH} {height}\" role=\"img\" \
@@ -80,7 +79,6 @@ impl Scatter {
         let all = || self.series.iter().flat_map(|s| &s.points);
         let low = |of: fn(&Point) -> f64| all().map(of).fold(f64::INFINITY, f64::min);
         let high = |of: fn(&Point) -> f64| all().map(of).fold(f64::NEG_INFINITY, f64::max);
-        // Labels are placed to the right of their points.
         let (x0, x1) = (low(|p| p.x).floor(), (high(|p| p.x) + 0.5).ceil());
         let (y0, y1) = (low(|p| p.y.log10()).floor(), high(|p| p.y.log10()).ceil());
         let place = |x: f64, y: f64| {

@@ -1,9 +1,8 @@
 //! `cargo xtask peers-kernels`: compares quant's linear kernels with those of other engines in one run, interleaved.
 //!
-//! Each peer is a process that keeps its own weights, on the same cores and with the same number of threads. For every
-//! shape and number of tokens, the driver runs several rounds. In each round, every contestant has a short turn while
-//! all others wait at their standard input, so that a disturbance of the machine affects all contestants. The limits of
-//! the machine are probed in every round, and ratios are computed per round.
+//! Each peer is a process that keeps its own weights, on the same cores and with the same number of threads. In each
+//! round, every contestant has a short turn while all others wait, so that a disturbance of the machine affects all
+//! contestants. The limits of the machine are probed in every round, and ratios are computed per round.
 //!
 //! Results are kept in a file for each commit, so a run may be split by threads and shapes.
 
@@ -26,7 +25,7 @@ use crate::support::shell::target_dir;
 const SHAPES: [&str; 5] = ["4096x4096", "14336x4096", "4096x14336", "2048x2048", "8192x2048"];
 /// Up to this many tokens, every product reads weights that are not in any cache.
 const ROTATED_TOKENS: usize = 16;
-/// Total bytes of the copies of a matrix, unless [`bounded`] needs more for the cache or fewer for the memory.
+/// Default of the total bytes of the copies of a matrix, see [`bounded`].
 const ROTATED: usize = 192 << 20;
 /// Idle time between two turns, after which threads that spin for more work have gone to sleep.
 const SETTLE_TIME: Duration = Duration::from_millis(8);
@@ -67,7 +66,6 @@ pub struct Args {
 }
 
 impl Args {
-    /// Whether a kernel of this name is measured.
     fn measures(&self, name: &str) -> bool {
         let name = name.to_lowercase();
         self.only.is_empty() || self.only.iter().any(|part| name.contains(&part.to_lowercase()))
@@ -132,7 +130,6 @@ pub fn run(args: &Args) -> Result<()> {
     }
     let (body, csv) = (measured.page(&notes(&args, measured.rotated)), measured.csv());
     let record = Record {
-        // A part of the kernels does not replace a record of all.
         benchmark: if args.only.is_empty() { "peers-kernels" } else { "peers-kernels-gguf" },
         title: "Linear kernels: ours and other libraries'".into(),
         command: typed_command(),
@@ -143,7 +140,6 @@ pub fn run(args: &Args) -> Result<()> {
     Ok(())
 }
 
-/// Records that a peer failed, with its error; its measurements with this number of threads are dropped.
 fn leave_out(measured: &mut Measured, threads: usize, peer: &str, error: &anyhow::Error) {
     eprintln!("skipped, {threads} thread(s): {peer}: {error:#}");
     measured.leave_out(threads, peer, &format!("{error:#}"));
@@ -271,7 +267,7 @@ mod tests {
     fn rotation_is_bounded_by_free_memory() {
         assert_eq!(free_memory("MemTotal: 9 kB\nMemAvailable:    2048 kB\n"), Some(2 << 20));
         assert_eq!(free_memory("MemTotal: 9 kB\n"), None);
-        // A small cache; a cache that reports 480 MB, with much, with little and with unknown free memory.
+        // Small and large caches, with much, little and unknown free memory.
         assert_eq!(bounded(32 << 20, Some(64 << 30), 16), ROTATED);
         assert_eq!(bounded(480 << 20, Some(64 << 30), 16), 1920 << 20);
         assert_eq!(bounded(480 << 20, Some(16 << 30), 16), 512 << 20);

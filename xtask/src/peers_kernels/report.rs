@@ -118,12 +118,11 @@ impl Measured {
     /// Records that a peer failed; its turns with this number of threads are dropped.
     pub fn leave_out(&mut self, threads: usize, peer: &str, why: &str) {
         self.turns.retain(|t| (t.threads, t.peer.as_str()) != (threads, peer));
-        // The error is joined into one line for the list.
         let why = why.split_whitespace().collect::<Vec<_>>().join(" ");
         self.left_out.push(format!("{peer}, {threads} thread(s): {why}"));
     }
 
-    /// Adds the cases that earlier runs of the same commit measured and this run did not, and stores all of them.
+    /// Adds the cases of earlier runs of the same commit that this run did not measure, and stores all of them.
     pub fn keep(&mut self, path: &Path) -> Result<()> {
         let earlier = std::fs::read_to_string(path).unwrap_or_default();
         let case = |t: &Turn| (t.threads, t.shape, t.tokens, t.who());
@@ -245,7 +244,8 @@ impl Measured {
         page
     }
 
-    /// Contestants compared with others, round by round, by a rate at each number of tokens.
+    /// Returns a table of contestants compared with others: the median of the rounds' ratios of a rate, at each number
+    /// of tokens.
     fn pairs(
         &self,
         threads: usize,

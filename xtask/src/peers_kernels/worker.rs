@@ -82,7 +82,7 @@ impl Worker {
         Ok(worker)
     }
 
-    /// Makes weights of this shape, in enough copies to fill `rotated` bytes. For workers of experts, `rotated` is the
+    /// Makes weights of this shape, in copies of `rotated` bytes in total. For workers of experts, `rotated` is the
     /// number of experts.
     pub fn prepare(&mut self, contestant: &str, [n, k]: [usize; 2], rotated: usize) -> Result<Prepared> {
         let reply = self.ask(&format!("prepare {contestant} {n} {k} {rotated}"))?;
@@ -132,7 +132,7 @@ impl Worker {
         self.ask(&format!("drop {contestant}")).map(|_| ())
     }
 
-    /// Frees all weights, if any. Does nothing if the worker has ended.
+    /// Frees all weights, if any.
     pub fn release_all(&mut self) {
         for name in self.contestants.clone() {
             let _ = self.release(&name);
@@ -141,8 +141,7 @@ impl Worker {
 
     fn ask(&mut self, request: &str) -> Result<Value> {
         let requests = self.requests.as_mut().context("no input")?;
-        // A write error is ignored: if the worker has ended, it does not reply either, and that error is more
-        // informative.
+        // If the worker has ended, the missing reply gives a better error.
         let _ = writeln!(requests, "{request}").and_then(|()| requests.flush());
         self.reply(request)
     }
@@ -159,7 +158,6 @@ impl Worker {
         "closed its output".into()
     }
 
-    /// Returns the end of the worker's standard error.
     fn errors_so_far(&mut self) -> String {
         const MAX_BYTES: u64 = 2000;
         let mut end = Vec::new();
@@ -191,8 +189,7 @@ impl Worker {
 
 impl Drop for Worker {
     fn drop(&mut self) {
-        // A worker ends when its input is closed. If it does not, it is killed, so that it does not outlive this
-        // process.
+        // A worker that does not end when its input is closed is killed.
         drop(self.requests.take());
         for _ in 0..200 {
             if matches!(self.child.try_wait(), Ok(Some(_))) {
@@ -256,7 +253,6 @@ mod tests {
         assert!(worker.limits().unwrap_err().to_string().contains("why"));
     }
 
-    /// The error for a worker that ends contains its exit status and its last output.
     #[test]
     fn a_worker_that_ends_is_reported_with_its_errors() {
         let script = r#"echo '{"name":"a","version":"1","contestants":["q"]}'; read line; echo 'no memory' >&2; exit 3"#;

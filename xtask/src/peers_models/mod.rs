@@ -3,7 +3,7 @@
 //!
 //! The model is a synthetic one in the shape of Llama 3.2 1B. llama.cpp quantizes it itself; vLLM loads the checkpoints
 //! of quant. Each turn is a separate process on the same cores, which runs everything twice; only the second run
-//! counts. A peer that fails is reported with its error and left out.
+//! counts.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -59,7 +59,6 @@ pub struct Args {
     quant: Option<PathBuf>,
 }
 
-/// A program that runs models.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Engine {
     Quant,
@@ -78,7 +77,6 @@ struct Contestant {
     base: usize,
 }
 
-/// The installed programs.
 #[derive(Debug)]
 struct Programs {
     quant: PathBuf,
@@ -88,7 +86,6 @@ struct Programs {
     vllm: Option<PathBuf>,
 }
 
-/// Tokens per second.
 #[derive(Debug, Clone, Copy)]
 struct Rates {
     prefill: f64,
@@ -122,7 +119,6 @@ pub fn run(args: &Args) -> Result<()> {
                         versions.extend(version.map(|version| (contestant.engine.name(), version)));
                         one
                     }
-                    // Without quant's own results there is nothing to compare.
                     Err(error) if contestant.engine == Engine::Quant => return Err(error),
                     Err(error) => {
                         eprintln!("skipped, {threads} thread(s): {}: {error:#}", contestant.name);
@@ -228,7 +224,6 @@ impl Programs {
                 let bin = python.parent().context("the interpreter is in a directory")?;
                 let path = std::env::var_os("PATH").unwrap_or_default();
                 let path = std::iter::once(bin.to_owned()).chain(std::env::split_paths(&path));
-                // vLLM starts programs of its environment.
                 command.env("PATH", std::env::join_paths(path).context("an entry of PATH has a colon")?);
                 command.arg(python).arg(root().join("benchmarks/peers/models_vllm.py"));
                 command.arg(&contestant.file).args(&counts);
@@ -340,7 +335,6 @@ fn part(threads: usize, contestants: &[Contestant], results: &[Result<Vec<Rates>
     format!("### {threads} thread(s)\n\n{}{}\n", table(&header, &rows), skipped.concat())
 }
 
-/// A line on a peer that failed.
 fn left_out(name: &str, error: &Error) -> String {
     let text = format!("{error:#}");
     let last = text.lines().rev().find(|line| !line.trim().is_empty()).unwrap_or_default();

@@ -122,7 +122,6 @@ impl Peer {
         let scratch = tempfile::tempdir()?;
         let file = scratch.path().join("result.json");
         let mut command = Command::new(&self.python);
-        // Some packages leave logs in the current directory.
         command.current_dir(scratch.path());
         command.arg(&self.script).arg(job.model).arg(job.out).args(["--method", method]);
         command.arg("--calibration").arg(job.calibration);

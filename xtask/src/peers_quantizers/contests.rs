@@ -20,7 +20,7 @@ pub(super) struct Quality {
     pub contestants: &'static [Contestant],
     pub sets: &'static [Set],
     pub claims: &'static [Claim],
-    /// Whether the group size matters. If not, one row per model and text suffices.
+    /// Whether the group size matters.
     pub grouped: bool,
 }
 
@@ -33,7 +33,6 @@ pub(super) struct Set {
     pub planted: bool,
 }
 
-/// A measure of a checkpoint.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Metric {
     /// Mean KL to float, in nats per token.
@@ -53,7 +52,6 @@ pub(super) struct Claim {
     pub how: How,
 }
 
-/// The allowed relation of two contestants.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum How {
     /// Worse by at most 0.5 % of the other's divergence (or perplexity), or by two standard errors of the paired

@@ -8,7 +8,6 @@ use anyhow::{Context, Result, ensure};
 use crate::support::record::table;
 
 const DAY: f64 = 86_400.0;
-/// The logged steps, and how their lines begin.
 const STEPS: [(&str, &str); 3] = [
     ("scales of", "scales chosen producer="),
     ("clipping of", "ranges chosen module="),
@@ -43,8 +42,6 @@ pub fn time_until_steps(log: &str, start: f64, end: f64) -> Result<BTreeMap<Stri
     Ok(steps)
 }
 
-/// The time of a log line that starts like `2026-01-31T01:02:03.456Z`, in seconds since midnight; `None` if it has no such
-/// time.
 fn seconds_of_day(line: &str) -> Option<f64> {
     let time = line.split_once('T')?.1.split_once('Z')?.0;
     let mut parts = time.split(':').map(str::parse::<f64>);

@@ -1,9 +1,8 @@
 //! `cargo xtask peers-awq`, `peers-gptq`, `peers-smoothquant`: compare quant's methods with public quantizers on the
 //! same calibration tokens.
 //!
-//! Peers run as published, in virtual environments with packages from the Python index (`benchmarks/peers/`). Python
-//! code repeats the selection of calibration windows; the digest in quant's report proves that the tokens are the same.
-//! `contests.rs` lists the comparisons and the claims.
+//! Peers run as published, in virtual environments (`benchmarks/peers/`). The digest in quant's report proves that the
+//! calibration tokens are the same. `contests.rs` lists the comparisons and the claims.
 
 pub(crate) mod contestant;
 mod contests;

@@ -17,9 +17,9 @@ use crate::support::record::{Record, table, typed_command};
 use crate::support::rows::{ROWS, Row, quantize, texts};
 use crate::support::shell::{output, remove_dir, shared_dir, target_dir};
 
-/// Number of rows that are measured concurrently. Nothing is timed here.
+/// Number of rows that are measured concurrently.
 const PARALLEL_RUNS: usize = 2;
-/// Threads of PyTorch: on matrices this small, more threads spend more time waiting for each other than working.
+/// Threads of PyTorch, for which these matrices are small.
 const PEER_THREADS: usize = 1;
 /// Threads of `quant`, whose results do not depend on them.
 const THREADS: &str = "1";
@@ -53,7 +53,6 @@ struct Scored {
     scores: Vec<Option<Scores>>,
 }
 
-/// The state of a running comparison.
 struct Session<'a> {
     args: &'a Args,
     quality: &'a Quality,
@@ -118,7 +117,7 @@ impl Session<'_> {
     /// Measures all rows of a set, [`PARALLEL_RUNS`] at a time; results are in order.
     fn measure_all(&self, set: &Set) -> Result<Vec<Scored>> {
         let rows: Vec<&Row> = if self.quality.grouped { ROWS.iter().collect() } else { texts() };
-        // Copies with outliers are created on first use. They are created here, before rows run concurrently.
+        // Copies with outliers are created on first use, so create them before rows run concurrently.
         rows.iter().try_for_each(|row| row.model(&self.data, set.planted).map(drop))?;
         let next = AtomicUsize::new(0);
         let worker = || -> Result<Vec<(usize, Scored)>> {
@@ -229,7 +228,6 @@ impl Session<'_> {
 }
 
 impl Quality {
-    /// The columns of a table.
     fn header(&self) -> Vec<&'static str> {
         let mut header = vec!["model", "text"];
         header.extend(self.grouped.then_some("group"));
@@ -237,7 +235,6 @@ impl Quality {
         header
     }
 
-    /// The cells of a row of the table.
     fn describe(&self, scored: &Scored) -> Vec<String> {
         let row = scored.row;
         let mut cells = vec![row.name.to_owned(), row.evaluation.to_owned()];
@@ -251,7 +248,6 @@ impl Quality {
         cells
     }
 
-    /// The scores of each window.
     fn lines(&self, set: &Set, scored: &Scored) -> Vec<String> {
         let (row, outliers) = (scored.row, if set.planted { "planted" } else { "none" });
         let group = if self.grouped { row.group } else { "" };

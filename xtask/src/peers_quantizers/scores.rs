@@ -17,9 +17,7 @@ const ERRORS: f64 = 2.0;
 /// The scores from one selection of calibration windows.
 #[derive(Clone)]
 pub struct Draw {
-    /// Each evaluation window's mean KL.
     pub kl: Vec<f64>,
-    /// Each evaluation window's mean negative log-likelihood.
     pub nll: Vec<f64>,
 }
 
@@ -98,7 +96,6 @@ impl Scores {
         }
     }
 
-    /// The sum over windows, for each selection.
     fn by_draw(&self, metric: Metric) -> impl Iterator<Item = f64> {
         let of = move |draw: &Draw| match metric {
             Metric::Kl => draw.kl.iter().sum(),
@@ -108,7 +105,6 @@ impl Scores {
     }
 }
 
-/// Two checkpoints of a row.
 #[derive(Clone, Copy)]
 pub struct Pair<'a> {
     pub row: &'static Row,
@@ -132,8 +128,7 @@ pub struct Pooled {
 /// over these rows before the spread over windows is computed. Models and texts are strata, each with its own mean.
 ///
 /// The selection of calibration windows is random too, and all rows of a model share it. If there are several
-/// selections, the spread of their differences is the second part of the error: a different selection would have given
-/// different checkpoints.
+/// selections, the spread of their differences is the second part of the error.
 pub fn pooled<'a>(metric: Metric, pairs: impl IntoIterator<Item = Pair<'a>>) -> Pooled {
     let mut strata: BTreeMap<(&str, &str), Vec<(f64, f64)>> = BTreeMap::new();
     let mut draws: BTreeMap<&str, Vec<f64>> = BTreeMap::new();
@@ -256,7 +251,6 @@ mod tests {
         assert!((mean.kl_error - (1.5 / 2.0 / 3.0_f64).sqrt()).abs() < 1e-12);
         assert!((mean.perplexity - 2.5_f64.exp()).abs() < 1e-12);
         assert!(Scores::averaged(Vec::new()).is_none());
-        // The mean of a single one is the value itself.
         assert_eq!(Scores::averaged(vec![scores(&[1.0, 2.0])]).unwrap().perplexity, 1.0);
     }
 
@@ -274,7 +268,6 @@ mod tests {
         assert_eq!((ROWS[0].name, ROWS[0].evaluation), (ROWS[1].name, ROWS[1].evaluation));
         let once = of(Metric::Kl, &[(0, ours, theirs)]).error;
         assert!((of(Metric::Kl, &[(0, ours, theirs), (1, ours, theirs)]).error - once).abs() < 1e-12);
-        // Windows of different texts are independent draws.
         let other = of(Metric::Kl, &[(0, ours, theirs), (3, ours, theirs)]).error;
         assert!((other - once / 2f64.sqrt()).abs() < 1e-12);
     }

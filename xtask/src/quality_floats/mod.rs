@@ -5,9 +5,9 @@
 //! of the differences between windows. Settings are chosen on the calibration texts, which have their own table; claims
 //! are checked on the evaluation texts:
 //!
-//! * of NVFP4's scale searches, `sweep` loses no more than `four-over-six`, which loses no more than `amax`: each
-//!   search either has a smaller loss than the next, by more than two paired errors, or is reported as a tie;
-//! * NVFP4 with `sweep` loses no more, in the same sense, than INT4 in groups of 32, which takes as many bits;
+//! * of NVFP4's scale searches, `sweep` loses no more than `four-over-six`, which loses no more than `amax`, up to two
+//!   paired errors;
+//! * NVFP4 with `sweep` loses no more than INT4 in groups of 32, which takes as many bits, up to two paired errors;
 //! * FP8 per channel loses at most 0.0004 nats per token on books-7m.
 
 pub mod peers;
@@ -38,7 +38,7 @@ const CASES: [(&str, &str, &[&str]); 10] = [
     ("INT4, g128", "w4a16-g128-sym", &[]),
 ];
 const FP8: usize = 0;
-/// Pairs of cases: the first of each must not lose more than the second, by more than two paired errors.
+/// Pairs of cases: the first must not lose more than the second, by more than two paired errors.
 const PAIRS: [(usize, usize); 3] = [(6, 5), (5, 4), (6, 7)];
 /// Nats per token that FP8 per channel may lose on the model of this name.
 const FP8_MAX: (&str, f64) = ("books-7m", 0.0004);
@@ -75,7 +75,7 @@ fn cases(row: &Row) -> &'static [(&'static str, &'static str, &'static [&'static
     if row.name == "stories260k" { &CASES[..CASES.len() - 1] } else { &CASES }
 }
 
-/// Options that leave those linears of a row's model float whose width no group size divides.
+/// Options that leave linears float whose width no group size divides.
 fn ignored(row: &Row) -> Vec<String> {
     let ends = ROWS.iter().filter(|other| other.name == row.name).flat_map(Row::per_channel);
     ends.flat_map(|end| ["--ignore".to_owned(), end.to_owned()]).collect()
@@ -90,7 +90,7 @@ pub fn run(args: &Args) -> Result<()> {
     let (mut body, mut broken) = (String::new(), Vec::new());
     let mut measured: Vec<&str> = Vec::new();
     for row in texts() {
-        // One evaluation text per model: scales are found without text, so a second text adds nothing.
+        // One evaluation text per model, because scales are found without text.
         if measured.contains(&row.name) {
             continue;
         }

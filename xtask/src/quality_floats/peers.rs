@@ -25,7 +25,6 @@ const TOLERANCE: f64 = 0.005;
 const ERRORS: f64 = 2.0;
 const THREADS: usize = 2;
 
-/// One format and method to compare.
 struct Contest {
     name: &'static str,
     scheme: &'static str,
@@ -86,11 +85,9 @@ const CONTESTS: [Contest; 5] = [
     },
 ];
 
-/// The results for a model.
 struct Found {
     /// The results as Markdown.
     body: String,
-    /// Lines of the CSV table, which holds all measurements.
     csv: Vec<String>,
     /// Claims that do not hold.
     broken: Vec<String>,
@@ -223,7 +220,6 @@ fn is_no_worse(ours: &[f64], theirs: &[f64]) -> bool {
     difference <= (TOLERANCE * mean(theirs)[0]).max(ERRORS * error)
 }
 
-/// Both divergences, the difference, and the verdict.
 fn figures(ours: &[f64], theirs: &[f64]) -> [String; 4] {
     let figure = |[value, error]: [f64; 2]| format!("{value:.5} ± {error:.5}");
     let [value, error] = difference(ours, theirs);
@@ -241,7 +237,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_no_worse() {
+    fn losses_are_compared() {
         let theirs = [1.0, 2.0, 3.0];
         let by = |off: f64| theirs.map(|v| v + off);
         assert!(is_no_worse(&by(-0.1), &theirs) && is_no_worse(&by(0.009), &theirs));

@@ -53,7 +53,7 @@ impl Known {
     }
 }
 
-/// The names in the first list in the help of an option: lines of the form `name: explanation`.
+/// The names in the first list in the help of an option.
 fn listed(help: &str, option: &str) -> Vec<String> {
     let is_name = |word: &str| word.chars().all(|c| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-');
     let mut lines = help.lines().skip_while(|line| !line.trim_start().starts_with(&format!("{option} <")));
@@ -179,9 +179,7 @@ impl Workspace {
         case
     }
 
-    /// Expands an abbreviation: `CAL` stands for options with short calibration windows, `TEXT=x` for a calibration
-    /// text, `RECIPE=x` for a recipe, `MAXIMA` for writing the channel maxima, and `KEPT` for reading the kept ones.
-    /// Any other word becomes an option unchanged.
+    /// Expands an abbreviation. Any other word becomes an option unchanged.
     fn words(&self, word: &str, case: &mut Case) {
         let file = |name: &str| self.dir.join("files").join(name).to_string_lossy().into_owned();
         let pair = |option: &str, value: String| [option.to_owned(), value];

@@ -1,13 +1,12 @@
 //! Compares the outputs of two programs and reports the first difference.
 //!
-//! The output of `quant plan` is compared as JSON, without engines, messages and predicted memory ([`plans`]). Files
-//! are compared byte for byte, except for model cards and job directories, which are not compared, and
+//! The output of `quant plan` is compared as JSON, without the keys that may change ([`plans`]). Model cards and job
+//! directories are not compared. All other files are compared byte for byte, with two exceptions:
 //!
-//! * `quant_report.json`: the keys [`VERSIONS`] at its top are left out, everything else must be equal as JSON. If the
-//!   schema versions differ, the new program's report may have keys that the base's does not have, and may leave out
-//!   keys whose value is `null` in the base's.
-//! * `quant_manifest.json`: the entries of `quant_report.json` and the model card (their sizes and hashes) are left
-//!   out, everything else must be equal as JSON.
+//! * `quant_report.json` is compared as JSON, without the keys [`VERSIONS`]. If the schema versions differ, the new
+//!   program's report may have keys that the base's does not have, and may leave out keys whose value is `null` in the
+//!   base's.
+//! * `quant_manifest.json` is compared as JSON, without its entries for `quant_report.json` and the model card.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -19,11 +18,11 @@ use crate::support::shards::{Entry, read_header};
 
 const REPORT: &str = "quant_report.json";
 const MANIFEST: &str = "quant_manifest.json";
-/// Model cards are not compared: the report and the configuration contain the same facts.
+/// Model cards are not compared, because they repeat other files.
 const CARD: &str = "README.md";
 /// Top-level keys of a report that identify the version of the program that wrote it.
 const VERSIONS: [&str; 2] = ["schema", "version"];
-/// Suffix of a run's job directory, which a failed run may leave behind. Its record names the program that wrote it.
+/// Suffix of a run's job directory, which a failed run may leave behind.
 const JOB_SUFFIX: &str = ".job";
 
 /// The first difference between the files of two directories, subdirectories included.
@@ -54,8 +53,7 @@ pub fn documents(base: &[u8], ours: &[u8]) -> Option<String> {
     Some(of_values.unwrap_or_else(|| format!("differs from byte {position} on")))
 }
 
-/// Returns the first difference between two plans. They must be equal as JSON, except for engines, messages and
-/// predicted memory: support by engines is a fact about the engines, and predictions may become more accurate.
+/// Returns the first difference between two plans. Engines, messages and predicted memory are not compared.
 pub fn plans(base: &[u8], ours: &[u8]) -> Option<String> {
     let without_engines = |text: &[u8]| -> Option<Value> {
         let mut plan: Value = serde_json::from_slice(text).ok()?;
@@ -71,7 +69,6 @@ pub fn plans(base: &[u8], ours: &[u8]) -> Option<String> {
     };
     match without_engines(base).zip(without_engines(ours)) {
         Some((base, ours)) => values_differ("", &base, &ours, false),
-        // A refused plan has no JSON.
         None => documents(base, ours),
     }
 }
@@ -172,7 +169,7 @@ fn shortened(value: &Value) -> String {
     }
 }
 
-/// Describes the first difference of two safetensors files, given its offset.
+/// Describes a difference of two safetensors files; `position` is the offset of the first different byte.
 fn tensors_differ(base: &Path, ours: &Path, bytes: [&[u8]; 2], position: usize) -> Result<String> {
     let describe = |path: &Path| read_header(path).with_context(|| format!("{} is invalid", path.display()));
     let (of_base, of_ours) = (describe(base)?, describe(ours)?);
@@ -315,7 +312,6 @@ mod tests {
         pair.differs(&["/a is [1,2], was [1]"]);
         pair.json("config.json", &json!({}), &json!({ "c": null }));
         pair.differs(&["/c is new"]);
-        // Documents that are equal as JSON but differ in their bytes.
         pair.write("config.json", b"{\"a\": 1}", b"{\"a\":  1}");
         pair.differs(&["byte 6"]);
         assert_eq!(documents(b"{}", b"{}"), None);
@@ -351,7 +347,6 @@ mod tests {
             pair.json(REPORT, &base, &report(schema, "0.1.0", other.clone()));
             pair.differs(&["out/quant_report.json: /tensors/0/error is 0.5000000001, was 0.5"]);
         }
-        // Under a different schema, new keys may appear, and empty ones may disappear.
         let grown = json!({ "tensors": [{ "error": 0.5, "tokens": 4 }], "kind": "a" });
         pair.json(REPORT, &base, &report("quant-report/2", "0.1.0", grown.clone()));
         assert_eq!(pair.difference(), None);

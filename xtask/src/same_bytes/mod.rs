@@ -1,8 +1,8 @@
 //! `cargo xtask same-bytes`: checks that no tensor, configuration, index or plan of an existing recipe has changed.
 //!
-//! Two programs, one from an earlier revision, quantize tiny random checkpoints of several families by every method
-//! into every format, and also plan them. Their outputs are compared as described in `compare.rs`; exit codes must be
-//! equal. Cases are built from the features of the base, so features that only the new program has are not covered.
+//! Two programs, one from an earlier revision, quantize and plan tiny random checkpoints. Their outputs are compared as
+//! described in `compare.rs`; exit codes must be equal. Cases are built from the features of the base, so features that
+//! only the new program has are not covered.
 
 mod cases;
 mod compare;
@@ -71,14 +71,12 @@ pub fn run(args: &Args) -> Result<()> {
     summarize(&cases, &outcomes, start.elapsed().as_secs_f64())
 }
 
-/// Runs a program in a directory, without input.
 fn execute(program: &Path, directory: &Path, arguments: &[&str]) -> Result<Output> {
     let mut command = Command::new(program);
     command.current_dir(directory).args(arguments).stdin(Stdio::null());
     command.output().with_context(|| format!("cannot start {}", program.display()))
 }
 
-/// Runs the base to create the inputs of the cases.
 fn prepare(workspace: &Workspace, programs: &Programs) -> Result<()> {
     for (case, directory) in workspace.preparations() {
         std::fs::create_dir_all(&directory)?;
@@ -108,7 +106,6 @@ fn run_all(cases: &[Case], programs: &Programs, scratch: &Path, jobs: usize) -> 
                 {
                     let outcome = run_case(case, programs, &scratch.join(index.to_string()))
                         .unwrap_or_else(|error| Outcome::Different(format!("{error:#}")));
-                    // The receiver outlives all senders.
                     let _ = sender.send((index, outcome));
                 }
             });
@@ -146,7 +143,7 @@ fn compare_both(case: &Case, programs: &Programs, [base, ours]: [&Path; 2]) -> R
     let model = case.model.to_string_lossy();
     let options: Vec<&str> = case.options.iter().map(String::as_str).collect();
     let mut codes = Vec::new();
-    for (verb, arguments) in [
+    for (subcommand, arguments) in [
         ("plan", [&["plan", &*model, "--json", "--quiet"], &*options].concat()),
         ("quantize", quantize(case)),
     ] {
@@ -155,12 +152,12 @@ fn compare_both(case: &Case, programs: &Programs, [base, ours]: [&Path; 2]) -> R
         if was != is {
             let stderr = String::from_utf8_lossy(&of_ours.stderr);
             let last = stderr.lines().rev().find(|line| !line.trim().is_empty()).unwrap_or_default();
-            return Ok(Outcome::Different(format!("{verb} exits with {is:?}, was {was:?}: {last}")));
+            return Ok(Outcome::Different(format!("{subcommand} exits with {is:?}, was {was:?}: {last}")));
         }
-        if verb == "plan"
+        if subcommand == "plan"
             && let Some(difference) = compare::plans(&of_base.stdout, &of_ours.stdout)
         {
-            return Ok(Outcome::Different(format!("{verb}: {difference}")));
+            return Ok(Outcome::Different(format!("{subcommand}: {difference}")));
         }
         codes.push(was.context("a program was ended by a signal")?);
     }
@@ -170,7 +167,6 @@ fn compare_both(case: &Case, programs: &Programs, [base, ours]: [&Path; 2]) -> R
     Ok(codes.into_iter().find(|code| *code != 0).map_or(Outcome::Equal, Outcome::Refused))
 }
 
-/// The arguments that quantize a case into the directory `out` of the current directory.
 fn quantize(case: &Case) -> Vec<&str> {
     let mut arguments = vec!["quantize", case.model.to_str().unwrap_or_default(), "-o", "out", "--quiet"];
     arguments.extend(case.options.iter().chain(&case.writing).map(String::as_str));
@@ -190,7 +186,6 @@ impl Outcome {
     }
 }
 
-/// Prints the counts, and repeats the cases that differ.
 fn summarize(cases: &[Case], outcomes: &[Outcome], seconds: f64) -> Result<()> {
     let count = |is: fn(&Outcome) -> bool| outcomes.iter().filter(|outcome| is(outcome)).count();
     let equal = count(|outcome| *outcome == Outcome::Equal);
@@ -215,8 +210,8 @@ mod tests {
     use super::*;
     use std::io::Write;
 
-    /// Writes an executable script. The script is written by another process: if this process had it open for writing
-    /// while a different test starts a program, the script could not be executed.
+    /// Writes an executable script, by another process: while this process has it open for writing, it cannot be
+    /// executed.
     fn script(path: &Path, text: &str) {
         let mut command = Command::new("sh");
         command.args(["-c", "cat > \"$0\" && chmod +x \"$0\""]).arg(path).stdin(Stdio::piped());
@@ -268,7 +263,6 @@ mod tests {
             assert!(kept, "different outputs are kept for inspection");
             assert!(matches!(&outcome, Outcome::Different(text) if text.contains(expected)), "{outcome:?}");
         }
-        // Two crashes do not count as agreement.
         let crash = "#!/bin/sh\nkill -9 $$\n";
         assert!(matches!(outcome_of(crash, crash).0, Outcome::Different(text) if text.contains("signal")));
     }

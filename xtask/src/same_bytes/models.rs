@@ -1,7 +1,6 @@
 //! Tiny checkpoints of several families, with all parameters random.
 //!
-//! The linears' input widths are multiples of 128, except in models that exist to test other widths. The tensors of a
-//! model are derived from its configuration, so that the two cannot disagree.
+//! The linears' input widths are multiples of 128, except in models that exist to test other widths.
 
 use std::path::{Path, PathBuf};
 
@@ -32,7 +31,6 @@ pub const TIED: &str = "llama-tied";
 /// A model whose widths are multiples of 32 but not of 64.
 pub const RAGGED: &str = "llama-ragged";
 
-/// A model to write.
 struct Tiny {
     name: &'static str,
     float: Float,
@@ -151,7 +149,6 @@ fn without_base(mut tiny: Tiny) -> Tiny {
     tiny
 }
 
-/// A configuration with some keys changed.
 fn changed(mut config: Value, changes: &Value) -> Value {
     if let (Some(config), Some(changes)) = (config.as_object_mut(), changes.as_object()) {
         config.extend(changes.clone());
@@ -163,7 +160,6 @@ fn flag(config: &Value, key: &str, default: bool) -> bool {
     config.get(key).and_then(Value::as_bool).unwrap_or(default)
 }
 
-/// A model of a family that shares Llama's block.
 fn gated(name: &'static str, family: &str, shape: Shape, float: Float, changes: Value) -> Tiny {
     let config = changed(
         shape.config(float),
@@ -194,7 +190,6 @@ fn gated(name: &'static str, family: &str, shape: Shape, float: Float, changes: 
     Tiny { name, float, shard_bytes: ONE_SHARD, config, tensors }
 }
 
-/// An OPT model.
 fn opt(name: &'static str, float: Float, changes: Value) -> Tiny {
     let Shape { layers, hidden, intermediate, heads, vocab, .. } = DEFAULT;
     let config = changed(

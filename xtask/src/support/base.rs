@@ -72,7 +72,6 @@ fn of_revision(revision: &str, cache: &Path) -> Result<PathBuf> {
     let tree_name = tree.to_string_lossy().into_owned();
     let remove = || git(&["worktree", "remove", "--force", &tree_name]);
     if tree.exists() {
-        // Remove the worktree of an earlier build that was interrupted.
         execute(&mut remove())?;
     }
     execute(&mut git(&["worktree", "add", "--quiet", "--detach", &tree_name, &commit]))?;
@@ -82,7 +81,6 @@ fn of_revision(revision: &str, cache: &Path) -> Result<PathBuf> {
     built?;
     let made = target.join("release/quant");
     ensure!(made.is_file(), "{} was not built", made.display());
-    // The program gets its name only when the copy is complete.
     let partial = program.with_extension("partial");
     std::fs::copy(&made, &partial).with_context(|| format!("cannot copy {}", made.display()))?;
     std::fs::rename(&partial, &program)?;

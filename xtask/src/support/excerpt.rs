@@ -1,10 +1,9 @@
-//! An excerpt of a failed command's output with the lines that explain the failure. CI logs are long, and often only
-//! their end is kept.
+//! An excerpt of a failed command's output with the lines that explain the failure.
 
 use std::collections::VecDeque;
 use std::io::{BufRead, Write};
 
-/// Lines kept after one that reports a failure. For example, the message of a panic is in the next lines.
+/// Lines kept after one that reports a failure, such as the message of a panic.
 const LINES_AFTER: usize = 4;
 const MAX_FAILURE_LINES: usize = 60;
 const MAX_LAST_LINES: usize = 40;

@@ -77,7 +77,6 @@ impl Host {
     }
 }
 
-/// The value of a `key: value` line.
 fn field<'a>(text: &'a str, key: &str) -> Option<&'a str> {
     text.lines().find_map(|l| {
         let (k, v) = l.split_once(':')?;

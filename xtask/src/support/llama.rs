@@ -153,8 +153,7 @@ pub fn tokenizer() -> Value {
     })
 }
 
-/// The printable character that represents a byte in byte-level vocabularies: the byte itself if it is printable in
-/// Latin-1, otherwise the next unused one, starting at U+0100.
+/// The printable character that represents a byte in byte-level vocabularies.
 fn byte_symbol(byte: u8) -> char {
     let printable = |b: u8| matches!(b, b'!'..=b'~' | 0xA1..=0xAC | 0xAE..=0xFF);
     if printable(byte) {

@@ -58,7 +58,6 @@ impl LlamaCpp {
     }
 }
 
-/// The file of a library whose name contains its version.
 fn named(directory: &Path, start: &str) -> Result<PathBuf> {
     let files =
         std::fs::read_dir(directory).with_context(|| format!("cannot list {}", directory.display()))?;

@@ -15,10 +15,9 @@ use super::shell::display;
 
 /// Bytes read, hashed or written at a time.
 const CHUNK: usize = 4 << 20;
-/// Interval at which a child's high-water mark is read. The mark never falls, so only growth in a process's last
-/// moments can be missed.
+/// Interval at which a child's high-water mark is read.
 const POLL: Duration = Duration::from_millis(5);
-/// Units of CPU time per second in `/proc/PID/stat` (`USER_HZ`), the same on every architecture that is supported.
+/// Units of CPU time per second in `/proc/PID/stat` (`USER_HZ`).
 const TICKS_PER_SECOND: f64 = 100.0;
 
 /// Time and memory of a run.
@@ -100,7 +99,7 @@ const CUTIME: usize = 16;
 
 /// The sum of a field of a `stat` file and the next one.
 fn ticks_from(stat: &str, field: usize) -> Option<u64> {
-    // The second field is the program's name in parentheses, which may contain any characters; the third follows it.
+    // The second field is the program's name in parentheses, which may contain any characters.
     let (_, after_name) = stat.rsplit_once(')')?;
     let mut fields = after_name.split_whitespace().skip(field - 3);
     let mut next = || fields.next()?.parse::<u64>().ok();
@@ -123,8 +122,8 @@ fn peak_rss(status_file: &str) -> Option<u64> {
     Some(kib * 1024)
 }
 
-/// The minimum work of any quantizer, on one thread: reads all safetensors of `input`, computes their SHA-256, writes
-/// `output_bytes` to a new file in `scratch`, syncs it and, if `read_back` is set, reads it again. Returns seconds.
+/// The baseline, on one thread: reads all safetensors of `input`, computes their SHA-256, writes `output_bytes` to a
+/// new file in `scratch`, syncs it and, if `read_back` is set, reads it again. Returns seconds.
 pub fn read_hash_write(input: &Path, scratch: &Path, output_bytes: u64, read_back: bool) -> Result<f64> {
     let target = scratch.join("baseline.bin");
     let start = Instant::now();
@@ -191,7 +190,7 @@ pub fn median_interval(values: impl IntoIterator<Item = f64>) -> Option<[f64; 2]
     (k > 0).then(|| [sorted[k - 1], sorted[n - k]])
 }
 
-/// The median; for an even number of values, the mean of the middle two.
+/// The median.
 pub fn median(values: impl IntoIterator<Item = f64>) -> f64 {
     let mut sorted: Vec<f64> = values.into_iter().collect();
     sorted.sort_by(f64::total_cmp);

@@ -1,9 +1,8 @@
-//! Approximately normal numbers from a counter. Any element of a tensor can be generated without the elements before
-//! it.
+//! Approximately normal numbers from a counter, so that any element of a tensor can be generated without the elements
+//! before it.
 //!
 //! A 64-bit mix of key and counter gives four 16-bit indices into a table of 65,536 quantiles of the normal
-//! distribution, which are rounded to the element type beforehand. A value takes a quarter of a mix and one look-up, so
-//! gigabytes are generated at the speed of the disk.
+//! distribution, which are rounded to the element type beforehand.
 
 use half::{bf16, f16};
 
@@ -124,7 +123,7 @@ impl Noise {
     /// If `first` is not a multiple of [`LANES`], or the length of `out` is not a multiple of the element size.
     pub fn fill(&self, key: u64, first: u64, out: &mut [u8]) {
         assert_eq!(first % LANES as u64, 0, "a chunk must start at a multiple of {LANES} elements");
-        assert_eq!(out.len() % self.float.size(), 0, "not a whole number of elements");
+        assert_eq!(out.len() % self.float.size(), 0, "the length must be a multiple of the element size");
         match self.float.size() {
             2 => self.fill_sized::<2>(key, first, out),
             _ => self.fill_sized::<4>(key, first, out),

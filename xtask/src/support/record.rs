@@ -73,8 +73,7 @@ pub fn typed_command() -> String {
     format!("cargo xtask {}", without_places(std::env::args().skip(1)).join(" "))
 }
 
-/// The arguments without options that give the path of an existing program: such a path has no meaning on other
-/// machines.
+/// The arguments without options that give the path of an existing program.
 fn without_places(mut args: impl Iterator<Item = String>) -> Vec<String> {
     let mut kept = Vec::new();
     while let Some(arg) = args.next() {

@@ -92,7 +92,6 @@ impl Row {
             std::fs::create_dir_all(target_dir().join("trained"))?;
             let mut command = Command::new(interop_python()?);
             command.arg(root().join("benchmarks/peers/train_models.py")).arg(self.name);
-            // The tokenizer of all models is taken from this one.
             command.arg(data.join("models").join(BOOKS.0)).arg(self.calibration(data)).arg(&out);
             shell::run(&mut command)?;
         }

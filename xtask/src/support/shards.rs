@@ -141,7 +141,6 @@ impl ShardWriter {
 pub struct Checkpoint {
     /// File names with their tensors, in the order of the data.
     pub shards: Vec<(String, Vec<Entry>)>,
-    /// The position of each tensor's bytes.
     places: BTreeMap<String, (PathBuf, u64)>,
 }
 

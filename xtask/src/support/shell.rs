@@ -69,13 +69,12 @@ fn start(command: &mut Command, line: &str) -> Result<(Child, PipeReader)> {
     let (reader, writer) = std::io::pipe()?;
     command.stdin(Stdio::null()).stdout(writer.try_clone()?).stderr(writer);
     let child = command.spawn().with_context(|| format!("cannot start `{line}`"))?;
-    // The command holds the writing end of the pipe; the output ends only when that is closed too.
+    // The output ends only when the command's writing end of the pipe is closed too.
     command.stdout(Stdio::null()).stderr(Stdio::null());
     Ok((child, reader))
 }
 
-/// Runs two commands concurrently. The first inherits this process's output. The output of the second is printed after
-/// both have ended, so that the two do not mix.
+/// Runs two commands concurrently. The output of the second is printed after both have ended.
 ///
 /// # Errors
 /// When either fails; the other still runs to its end.
@@ -148,7 +147,7 @@ pub fn tool(name: &str, version: &str) -> Result<PathBuf> {
     let own = target_dir().join("tools");
     let program = own.join("bin").join(name);
     if !program.is_file() {
-        // Built without optimization: an optimized build would take longer than the program saves.
+        // An optimized build would take longer than the program saves.
         let mut install = cargo(&["install", name, "--version", version, "--locked", "--debug"]);
         run(install.arg("--root").arg(&own))?;
     }

@@ -19,7 +19,7 @@ pub struct Steps {
 struct Row {
     name: String,
     took: Duration,
-    /// CPU time of the programs that the step ran. On a busy machine it is more meaningful than `took`.
+    /// CPU time of the programs that the step ran.
     cpu: Option<Duration>,
     failure: Option<String>,
 }
@@ -64,7 +64,7 @@ impl Steps {
     /// # Errors
     /// When a step failed, or none ran.
     pub fn finish(self) -> Result<()> {
-        // Failures are repeated at the end, because the output above may be long or cut off.
+        // Failures are repeated at the end.
         for row in &self.rows {
             if let Some(reason) = &row.failure {
                 println!("\n==> {} FAILED: {reason}", row.name);
@@ -98,7 +98,6 @@ impl Steps {
     }
 }
 
-/// `3:07.4` for minutes and seconds.
 fn minutes(duration: Duration) -> String {
     let tenths = duration.as_millis() / 100;
     format!("{}:{:02}.{}", tenths / 600, tenths / 10 % 60, tenths % 10)

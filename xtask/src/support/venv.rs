@@ -51,6 +51,6 @@ pub fn vllm_python() -> Result<PathBuf> {
 fn python(script: &str, directory: &str, peers: &[&str]) -> Result<PathBuf> {
     let directory = target_dir().join(directory);
     shell::run(Command::new("bash").arg(root().join(script)).arg(&directory).args(peers))?;
-    // Symbolic links are not resolved, because the path of the link selects the environment.
+    // The path of the link selects the environment, so symbolic links are not resolved.
     Ok(std::path::absolute(directory.join("bin/python"))?)
 }

@@ -90,10 +90,9 @@ const COMMON: BlockType = BlockType {
     decode: |_, _| {},
 };
 
-/// How a type stores a block, and how the reference searches it.
+/// How a type stores a block, and its settings of the reference search.
 struct Form {
     points: &'static LazyLock<Points>,
-    /// The magnitudes of levels.
     magnitudes: &'static [u8],
     /// Elements per factor.
     part: usize,
@@ -246,7 +245,6 @@ fn quarter(d: f32, factor: u8) -> f32 {
     d * (0.5 + f32::from(factor)) * 0.25
 }
 
-/// Adds the eighth sign to seven, so that the number of negative ones is even.
 fn with_parity(signs: u8) -> u8 {
     signs & 127 | ((signs & 127).count_ones() as u8 & 1) << 7
 }
@@ -300,7 +298,6 @@ fn decode(form: &Form, bytes: &[u8], out: &mut [f32]) {
     }
 }
 
-/// The types of this module, with their forms.
 static FORMS: [(&BlockType, &Form); 5] =
     [(&IQ2_XXS, &XXS_2), (&IQ2_XS, &XS_2), (&IQ2_S, &S_2), (&IQ3_XXS, &XXS_3), (&IQ3_S, &S_3)];
 

@@ -1,4 +1,4 @@
-//! Code books, and for every point outside a book the nearest ones in it.
+//! Code books, and their points nearest to any combination of levels.
 
 use std::sync::LazyLock;
 
@@ -36,7 +36,6 @@ impl Book {
         usize::from(point >> (self.bits * i)) & ((1 << self.bits) - 1)
     }
 
-    /// Packs levels.
     #[inline(always)]
     pub(super) fn pack(self, levels: &[u8]) -> u16 {
         let bits = self.bits;
@@ -54,8 +53,8 @@ pub(super) struct Points {
 }
 
 impl Points {
-    /// The candidates for a point in the book are this point. Those for any other point are the points of the book with
-    /// the `rings` smallest distances, nearest first.
+    /// A point in the book has itself as its only candidate. The candidates for any other point are the points of the
+    /// book with the `rings` smallest distances, nearest first.
     fn new(points: &'static [u16], bits: usize, rings: usize) -> Self {
         let book = Book { points, bits };
         let (elements, top) = (book.elements(), book.top());
@@ -82,7 +81,6 @@ impl Points {
                 last = Some(ring);
             }
             places[usize::from(packed)] = (start as u32, (candidates.len() - start) as u16);
-            // The next combination of levels.
             let Some(i) = levels.iter().position(|level| *level < top) else { break };
             levels[..i].fill(0);
             levels[i] += 1;

@@ -1,8 +1,5 @@
-//! This crate's own search: starting from the result of the reference, chooses factors, points and signs for a small
-//! weighted error of the stored values, and fits the block's scale to them, alternately.
-//!
-//! The reference measures errors of levels 1, 3 and 5 with unrounded scales. Here, the error is that of the stored
-//! magnitudes and scales, and signs of which an even number must be negative are chosen together with the points.
+//! This crate's own search. It starts from the result of the reference. Alternately, it chooses factors, points and
+//! signs for a small weighted error of the stored values, and fits the block's scale to them.
 
 use half::f16;
 
@@ -41,7 +38,6 @@ pub(super) fn block(form: &Form, x: &[f32], weights: &[f32], (d, fields): (f32, 
     (best.d, best.fields)
 }
 
-/// The signed magnitude of element `e`, which the scale of its part multiplies.
 fn signed(form: &Form, fields: &Fields, e: usize) -> f32 {
     let book = form.points.book;
     let n = book.elements();
@@ -59,7 +55,6 @@ fn error(form: &Form, x: &[f32], weights: &[f32], state: &State) -> f32 {
     sum
 }
 
-/// Fits `d` to the chosen values.
 fn fit(form: &Form, x: &[f32], weights: &[f32], state: &mut State) {
     let (mut xv, mut vv) = (0.0, 0.0);
     for (e, (x, w)) in x.iter().zip(weights).enumerate() {
@@ -73,7 +68,6 @@ fn fit(form: &Form, x: &[f32], weights: &[f32], state: &mut State) {
     }
 }
 
-/// The choice for up to eight elements with common signs.
 #[derive(Clone, Copy)]
 struct Octet {
     indices: [u16; 2],
@@ -81,7 +75,7 @@ struct Octet {
     error: f32,
 }
 
-/// Tries the factors next to that of a part, each with the best points.
+/// Tries the factors next to the current one of a part, each with the best points.
 fn improve(form: &Form, x: &[f32], weights: &[f32], state: &mut State, part: usize) {
     let (first, octets) = (part * form.part, form.part / 8);
     let groups = 8 / form.points.book.elements();

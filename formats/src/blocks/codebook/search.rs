@@ -1,14 +1,13 @@
 //! The search of the reference for a block: signs first, then scale and points of each part, and finally the factors.
 //!
-//! Levels stand for the values 1, 3, 5 … times a part's scale here; decoding uses slightly different magnitudes for
-//! IQ2. Sums run in element order in `f32`, so that the result equals the reference's.
+//! Levels stand for the values 1, 3, 5 … times a part's scale. Sums run in element order in `f32`, so that the result
+//! equals the reference's.
 
 use super::super::SUPER;
 use super::super::search::{LANES, NEGLIGIBLE, nearest, positive};
 use super::points::Points;
 use super::{Fields, Form};
 
-/// What differs between the types.
 pub(super) struct Settings {
     /// The candidates for the inverse scale give the largest value `2·top + 1 + i·step`, `i` from `-tries` to `tries`.
     tries: i32,
@@ -215,7 +214,7 @@ fn even_scales(magnitudes: &[f32], weights: &[f32]) -> [f32; LANES] {
     )
 }
 
-/// Returns the scale of a part, and writes its levels, which are in the book; `None` if the part is zero.
+/// Writes the levels of a part, which are in the book, and returns its scale; `None` if the part is zero.
 fn search(settings: &Settings, part: &Part<'_>, groups: usize, even: f32, levels: &mut [u8]) -> Option<f32> {
     let max = part.x.iter().skip(1).fold(part.x[0], |max, x| if max > *x { max } else { *x });
     if max < settings.negligible || (settings.negligible == 0.0 && max == 0.0) {

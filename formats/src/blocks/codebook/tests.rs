@@ -20,7 +20,6 @@ fn every_bit_of_a_block_is_part_of_a_field() {
     }
 }
 
-/// A block written out by hand: scale, signs and magnitudes.
 #[test]
 fn fields_have_their_places() {
     let mut block = vec![0; 66];
@@ -38,7 +37,6 @@ fn fields_have_their_places() {
     assert_eq!(out[32..], [8.0 * 2.0 * 0.5 * 0.25; 224]);
 }
 
-/// Candidates are the nearest points, and all points at that distance; a point of the book has only itself.
 #[test]
 fn candidates_are_the_nearest_points() {
     let mut random = SplitMix64(8);
@@ -69,8 +67,6 @@ fn candidates_are_the_nearest_points() {
     }
 }
 
-/// The stored values have less weighted error than those of the reference, with an even number of negative signs where
-/// that is required.
 #[test]
 fn refined_blocks_have_less_error() {
     let mut random = SplitMix64(11);

@@ -26,14 +26,9 @@ fn sums<L: Levels>(levels: L, inverse: f32, x: &[f32], w: &[f32]) -> (f32, f32) 
     (total(xl), total(ll))
 }
 
-/// The [`sums`] for several scales side by side, in the same order.
+/// The [`sums`] for several scales in parallel, in the same order.
 #[inline(always)]
-fn sums_side_by_side<L: Levels>(
-    levels: L,
-    inverse: &[f32; LANES],
-    x: &[f32],
-    w: &[f32],
-) -> [[f32; LANES]; 2] {
+fn sums_of_scales<L: Levels>(levels: L, inverse: &[f32; LANES], x: &[f32], w: &[f32]) -> [[f32; LANES]; 2] {
     let mut of_lanes = [[[0.0; LANES]; LANES]; 2];
     for lane in 0..LANES {
         let (mut xl, mut ll) = ([0.0; LANES], [0.0; LANES]);
@@ -72,8 +67,8 @@ fn fit<L: Levels>(levels: L, x: &[f32], w: &[f32]) -> (f32, f32) {
         return (0.0, 0.0);
     }
     let [low, step] = [levels.ends()[0], levels.step()];
-    // Starting scales range from one at which the largest value stays a little below the last level to one at which
-    // the largest values saturate.
+    // Starting scales range from one at which the last level is about the largest value to one at which the largest
+    // values saturate.
     let (first, last) = ((0.09 * low).max(-step), levels.beyond());
     let mut best = (0.0, 0.0, 0.0);
     for end in [low, -low] {
@@ -83,8 +78,8 @@ fn fit<L: Levels>(levels: L, x: &[f32], w: &[f32]) -> (f32, f32) {
                 let beyond = first + (last - first) * (start + i) as f32 / (STARTS - 1) as f32;
                 *inverse = (end + end.signum() * beyond) / max;
             }
-            // Few starting points are better than those before, so most need only their first sums.
-            let [xl, ll] = sums_side_by_side(levels, &inverse, x, w);
+            // Most starting points are no better than those before, and need only these first sums.
+            let [xl, ll] = sums_of_scales(levels, &inverse, x, w);
             for (xl, ll) in xl.into_iter().zip(ll) {
                 let (mut xl, mut ll) = (xl, ll);
                 for step in 0..3 {
@@ -163,8 +158,7 @@ pub(super) fn fields<L: Levels>(
         }
     }
     if best.0 == f32::INFINITY {
-        // No candidate gave a finite error. If the scale that follows overflows, the check of the encoded bytes reports
-        // it.
+        // No candidate gave a finite error. The caller checks the encoded bytes for overflow.
         let d =
             half(scales[..count].iter().fold(0.0_f32, |max, s| if s.abs() > max.abs() { *s } else { max }));
         let d = d / if low == high { 1.0 } else { high as f32 };

@@ -12,18 +12,16 @@ use super::{LANES, MAX_ITERATIONS, total};
 /// Starting points of a part's search: the range of its values, shrunk at each end by these fractions, or widened if
 /// they are negative.
 const DRAWN_IN: [f32; 6] = [-0.04, 0.0, 0.04, 0.09, 0.15, 0.23];
-/// Number of candidates for a block's scale, and for the scale of its minimums. Between neighboring candidates, the
-/// factor of the part with the largest value differs by `CANDIDATE`, or less if factors have fewer than six bits. All
-/// pairs of the best `REFINED` of each are refined.
+/// Number of candidates for a block's scale, and for the scale of its minimums. `CANDIDATE` is their distance, in
+/// factors of the part with the largest value. All pairs of the best `REFINED` of each are refined.
 const CANDIDATES: usize = 24;
 const CANDIDATE: f32 = 0.4;
 const REFINED: usize = 2;
 
-/// Number of starting points, or of parts, that are computed side by side.
+/// Number of starting points, or of parts, that are computed in parallel.
 const WIDTH: usize = 8;
 type Wide = [f32; WIDTH];
 
-/// `Σ w` and `Σ w·x` of a part.
 #[inline(always)]
 fn moments(x: &[f32], w: &[f32]) -> [f32; 2] {
     let (mut sum_w, mut sum_x) = ([0.0; LANES], [0.0; LANES]);
@@ -36,7 +34,7 @@ fn moments(x: &[f32], w: &[f32]) -> [f32; 2] {
     [total(sum_w), total(sum_x)]
 }
 
-/// `Σ w·l`, `Σ w·l²` and `Σ w·x·l` for several scales and minimums side by side. `at` returns value and weight of an
+/// `Σ w·l`, `Σ w·l²` and `Σ w·x·l` for several scales and minimums in parallel. `at` returns value and weight of an
 /// element for each of them.
 #[inline(always)]
 fn sums(
@@ -63,7 +61,7 @@ fn sums(
     [total_of(&of_lanes[0]), total_of(&of_lanes[1]), total_of(&of_lanes[2])]
 }
 
-/// The weighted squared errors for several scales and minimums side by side, see [`sums`].
+/// The weighted squared errors for several scales and minimums in parallel, see [`sums`].
 #[inline(always)]
 fn errors(
     top: i32,
@@ -94,7 +92,6 @@ fn inverses(scale: &Wide) -> Wide {
     inverse
 }
 
-/// [`total`], side by side.
 #[inline(always)]
 fn total_of(lanes: &[Wide; LANES]) -> Wide {
     let [a, b, c, d, e, f, g, h] = lanes;
@@ -146,7 +143,7 @@ fn fit(top: i32, x: &[f32], w: &[f32], any_sign: bool) -> ([f32; 2], [f32; 2]) {
                 let offset = (ll[i] * sum_x - l[i] * xl[i]) / determinant;
                 let at_zero = (offset > 0.0) & !any_sign;
                 let new = if at_zero { xl[i] / ll[i] } else { of_both };
-                // Comparisons are those that let the search go on even with NaN.
+                // The negated comparisons keep the search going for NaN.
                 open[i] &= !(determinant <= 0.0) & !(ll[i] <= 0.0) & !(new <= 0.0) & new.is_finite();
                 scale[i] = if open[i] { new } else { scale[i] };
                 minimum[i] = if open[i] { -if at_zero { 0.0 } else { offset } } else { minimum[i] };
@@ -184,7 +181,6 @@ pub(super) fn fields(top: i32, grid: &Grid, x: &[f32], w: &[f32], half: impl Fn(
     let single = low == high;
     let (mut scales, mut minimums) = ([0.0_f32; PARTS], [0.0_f32; PARTS]);
     let (mut curves, mut weights, mut sums_x) = ([0.0_f32; PARTS], [0.0_f32; PARTS], [0.0_f32; PARTS]);
-    // The values and weights of parts, `WIDTH` of them side by side.
     let mut sides = [[[0.0_f32; WIDTH]; 2]; MAX_CODES];
     for (j, (x, w)) in x.chunks_exact(grid.part).zip(w.chunks_exact(grid.part)).enumerate() {
         let (found, curve) = fit(top, x, w, single);

@@ -1,12 +1,16 @@
 //! This crate's own search: chooses scales, factors and minimums of a block together, for a small weighted squared
 //! error of the stored values.
 //!
-//! The reference also weights errors by magnitude, but searches each part's scale independently and rounds it to the
-//! block's grid afterwards. Here, the error of every candidate is that of the stored bytes. First, parts are fitted
-//! from many starting points, alternating between codes and scales. Then the block's scale is searched among candidates
-//! that fit the scales of all parts; each part takes the best integer factor near its optimum. Finally, scale and
-//! factors are refined alternately. If parts have scales of their own, the codes of these scales near the optimum are
-//! tried instead. Sums run in eight lanes, in the same order on all machines.
+//! The reference searches each part's scale independently and rounds it to the block's grid afterwards. Here, the error
+//! of every candidate is that of the stored bytes:
+//!
+//! 1. Parts are fitted from many starting points, alternating between codes and scales.
+//! 2. The block's scale is searched among candidates that fit the scales of all parts. Each part takes the best integer
+//!    factor near its optimum.
+//! 3. Scale and factors are refined alternately.
+//!
+//! If parts have scales of their own, their scale codes near the optimum are tried instead. Sums run in eight lanes, in
+//! the same order on all machines.
 
 mod levels;
 mod minimum;
@@ -19,7 +23,6 @@ use super::grid::{Even, Fields, Fp4, Grid, MAX_CODES, Steps, Ternary, Uneven};
 use super::search::mean_square;
 use crate::vector::vectorized;
 
-/// Number of lanes of a sum.
 pub(super) const LANES: usize = 8;
 /// Maximum number of iterations that alternate between a block's scale and its parts' factors.
 const MAX_ITERATIONS: usize = 4;
@@ -29,8 +32,7 @@ const UNIMPORTANT: f32 = 1e-6;
 
 /// Finds the fields of every block of a row, with `elements` elements each; `take` receives them with the block's
 /// index. The weight of an element is its importance times the fourth root of `σ² + x²`, with `σ²` the mean square of
-/// the row. This compromise between equal weights and a preference for large values had the smallest loss on
-/// calibration texts.
+/// the row.
 pub(super) fn row(
     grid: &Grid,
     row: &[f32],
@@ -53,7 +55,7 @@ pub(super) fn row(
     }
 }
 
-/// Finds the fields of one block of values. `weights` are nonnegative; if those of a part are all zero, its elements
+/// Finds the fields of one block of values. `weights` are nonnegative; if all weights of a part are zero, its elements
 /// have equal weights.
 pub(super) fn block(grid: &Grid, x: &[f32], weights: &[f32]) -> Fields {
     let mut own = [0.0_f32; MAX_CODES];
@@ -99,8 +101,7 @@ pub(super) fn block(grid: &Grid, x: &[f32], weights: &[f32]) -> Fields {
     fields
 }
 
-/// A block of zeros. If the largest magnitude `max` is infinite, `d` is too, which the check of the encoded bytes
-/// reports.
+/// A block of zeros. If `max` is infinite, `d` is too, and the caller's check of the encoded bytes finds it.
 fn zero(grid: &Grid, max: f32) -> Fields {
     let mut fields = Fields { d: if max == 0.0 { 0.0 } else { f32::INFINITY }, ..Fields::ZERO };
     let (code, _) = grid.round([0.0, 0.0], 0.0);
@@ -111,12 +112,11 @@ fn zero(grid: &Grid, max: f32) -> Fields {
     fields
 }
 
-/// The largest power of two that is not above a positive value; the smallest normal number for subnormal values.
+/// The largest power of two that is at most a positive value; the smallest normal number for subnormal values.
 fn power_of_two_below(value: f32) -> f32 {
     f32::from_bits(value.to_bits() & 0x7f80_0000).max(f32::MIN_POSITIVE)
 }
 
-/// The sum of lanes in a fixed order.
 #[inline(always)]
 fn total(lanes: [f32; LANES]) -> f32 {
     let [a, b, c, d, e, f, g, h] = lanes;

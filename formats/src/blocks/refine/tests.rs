@@ -53,7 +53,6 @@ fn error(kind: &BlockType, row: &[f32], importance: Option<&[f32]>, bytes: &[u8]
     each.sum()
 }
 
-/// The search's error of a row, and the reference's.
 fn errors(kind: &BlockType, row: &[f32], importance: Option<&[f32]>) -> [f64; 2] {
     let mut bytes = vec![0xa5; kind.row_bytes(row.len()).unwrap()];
     kind.encode_refined(row, importance, &mut bytes);
@@ -99,7 +98,6 @@ fn rows_at_the_ends_of_the_range_are_finite_and_no_worse() {
         ("large", scaled(1e5)),
         ("small", scaled(1e-3)),
     ];
-    // Most channels have zero importance, including all channels of some parts.
     let gaps: Vec<f32> = (0..256).map(|i| if i < 96 || i % 2 == 0 { 0.0 } else { 1.0 }).collect();
     for kind in BLOCK_TYPES.iter().filter(|kind| !kind.is_float()) {
         for (what, row) in &rows {

@@ -1,15 +1,15 @@
-//! Values of several parts side by side.
+//! One value of several parts, in lanes.
 
 use super::super::SUPER;
 
-/// Number of parts that are searched side by side.
+/// Number of parts that are searched in parallel.
 pub(in crate::blocks) const LANES: usize = 16;
 
 /// One value of each part.
 pub(in crate::blocks) type Lanes = [f32; LANES];
 
-/// Distributes up to [`LANES`] consecutive parts of `N` values to lanes: result `e` holds value `e` of each part. Lanes
-/// without a part are zero.
+/// Element `e` of the result holds value `e` of up to [`LANES`] consecutive parts of `N` values. Lanes without a part
+/// are zero.
 #[inline(always)]
 pub(in crate::blocks) fn load<const N: usize>(values: &[f32]) -> [Lanes; N] {
     let mut lanes = [[0.0; LANES]; N];
@@ -50,7 +50,6 @@ pub(in crate::blocks) fn weigh_lanes<const N: usize>(
     weights
 }
 
-/// The squares of all values.
 #[inline(always)]
 pub(in crate::blocks) fn squares<const N: usize>(values: &[Lanes; N]) -> [Lanes; N] {
     let mut squares = [[0.0; LANES]; N];

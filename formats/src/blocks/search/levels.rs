@@ -7,9 +7,8 @@ use super::{LANES, Lanes, NEGLIGIBLE};
 /// Candidates on each side of the first.
 const TRIES: i32 = 7;
 
-/// The midpoint between level `k` and the one below it; a value at the midpoint rounds up. The reference chooses
-/// between two levels by the distances of the value from them, computed in `f32`. Near the midpoint, these distances
-/// are exact, so comparing with the midpoint gives the same level.
+/// The midpoint between level `k` and the one below it; a value at the midpoint rounds up. The reference compares
+/// distances, which are exact in `f32` near the midpoint, so the level is the same.
 const fn middle(k: usize) -> f32 {
     (LEVELS[k - 1] as i32 + LEVELS[k] as i32) as f32 / 2.0
 }
@@ -27,7 +26,7 @@ pub(in crate::blocks) fn level_code(x: f32) -> u8 {
 /// The nearest level; the upper one on ties, and the last one for NaN.
 #[inline(always)]
 fn level(x: f32) -> f32 {
-    // All terms are integers, so the order of the sum does not matter, and two sums are faster than one.
+    // The terms are integers, so the order of the sum does not matter. Two sums are faster than one.
     let (mut odd, mut even) = (f32::from(LEVELS[0]), 0.0);
     for k in 1..LEVELS.len() {
         let step = if x < middle(k) { 0.0 } else { (LEVELS[k] as i32 - LEVELS[k - 1] as i32) as f32 };

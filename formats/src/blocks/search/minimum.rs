@@ -4,11 +4,9 @@ use super::{LANES, Lanes, Offsets, nearest};
 
 /// The results of the search, with one part per lane.
 pub(in crate::blocks) struct Minimums {
-    /// The scale.
     pub(in crate::blocks) scale: Lanes,
     /// The value that is subtracted; nonnegative.
     pub(in crate::blocks) minimum: Lanes,
-    /// The sum of weights.
     pub(in crate::blocks) weight: Lanes,
     /// The codes are those of `inverse·(x − from)`. They are zero for `flat` parts, whose values are all equal and at
     /// most 0.

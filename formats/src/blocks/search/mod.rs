@@ -2,9 +2,8 @@
 //!
 //! They try candidate scales, or move single codes, and take the closed-form optimal scale for the resulting codes.
 //! Sums run in element order in `f32` and nothing is fused, so that the result equals the reference's, bit for bit.
-//! Parts of blocks are independent of each other, so [`LANES`] of them are searched side by side: every operation is a
-//! loop over lanes, which the compiler turns into vector instructions, and the order within a lane is that of the
-//! reference.
+//! [`LANES`] parts are searched in parallel: every operation is a loop over lanes, which the compiler turns into
+//! vector instructions.
 //!
 //! All functions on lanes are inlined into a closure of [`vectorized`](crate::vector::vectorized).
 
@@ -83,7 +82,6 @@ impl Offsets {
     }
 }
 
-/// The mean square of values, summed in order.
 pub(super) fn mean_square(x: &[f32]) -> f32 {
     let mut sum = 0.0;
     for &x in x {

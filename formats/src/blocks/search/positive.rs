@@ -3,7 +3,7 @@
 use super::symmetric::Fit;
 use super::{LANES, Lanes, NEGLIGIBLE, nearest};
 
-/// Returns the common scale of the values in each lane, most of them nonnegative, and writes their codes `0..=top`.
+/// Returns the scale of the values in each lane and writes their codes, at most `top`.
 #[inline(always)]
 pub(in crate::blocks) fn positive<const N: usize>(
     top: i32,
@@ -16,7 +16,7 @@ pub(in crate::blocks) fn positive<const N: usize>(
     for i in 0..LANES {
         inverse[i] = top as f32 / max[i];
     }
-    // The first candidate's codes are not limited, but stored as bytes.
+    // In the reference, this candidate's codes are not limited, but stored as bytes.
     let mut best = squared(|code| code & 0xff, &inverse, x, w);
     for step in (-4..=4).filter(|step| *step != 0) {
         let intervals = 0.1 * step as f32 + top as f32;
@@ -110,13 +110,11 @@ fn largest<const N: usize>(x: &[Lanes; N]) -> Lanes {
     max
 }
 
-/// A code as it is stored.
 #[inline(always)]
 fn low_bits(code: i32) -> f32 {
     (code & 0xff) as f32
 }
 
-/// The weighted error of codes, which `limit` limits.
 #[inline(always)]
 fn squared<const N: usize>(
     limit: impl Fn(i32) -> i32,

@@ -30,8 +30,7 @@ impl Fit {
     }
 }
 
-/// Searches a symmetric grid of codes `-n..n`: returns the scale, and writes the codes plus `n`. `weights` default to
-/// `x²`.
+/// Searches a symmetric grid of codes `-n..n`; writes the codes plus `n`. `weights` default to `x²`.
 pub(super) fn symmetric(n: i32, x: &[f32], weights: Option<&[f32]>, codes: &mut [u8]) -> f32 {
     let max = largest(x);
     if max.abs() < NEGLIGIBLE {
@@ -66,9 +65,7 @@ pub(super) fn symmetric(n: i32, x: &[f32], weights: Option<&[f32]>, codes: &mut 
     scale
 }
 
-/// Searches a symmetric grid of codes `-n..n`, weighted by `x²`, by moving one code at a time, in at most five passes
-/// over the values, as long as that reduces the error. Returns the scale, and writes the codes plus `n`. For at most 16
-/// values.
+/// See [`symmetric_by_descent`](super::symmetric_by_descent). For at most 16 values.
 pub(super) fn symmetric_by_descent(n: i32, x: &[f32], codes: &mut [u8]) -> f32 {
     let max = largest(x);
     if max.abs() < NEGLIGIBLE {
@@ -109,8 +106,7 @@ pub(super) fn symmetric_by_descent(n: i32, x: &[f32], codes: &mut [u8]) -> f32 {
     fit.scale()
 }
 
-/// Searches a grid `scale·code − minimum` with codes `0..=top` and `minimum ≥ 0`: returns scale and minimum, and writes
-/// the codes.
+/// Searches a grid `scale·code − minimum` with codes `0..=top` and `minimum ≥ 0`.
 pub(super) fn with_minimum(search: Offsets, x: &[f32], weights: &[f32], codes: &mut [u8]) -> (f32, f32) {
     let Offsets { top, first, step, steps, absolute } = search;
     let (mut min, mut max) = (x[0], x[0]);
@@ -242,7 +238,6 @@ pub(super) fn positive(top: i32, x: &[f32], weights: &[f32], codes: &mut [u8]) -
     fit.scale()
 }
 
-/// Candidates on each side of the first.
 const TRIES: i32 = 7;
 
 /// The code of the nearest level; the upper one on ties.

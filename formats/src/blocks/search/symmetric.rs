@@ -14,7 +14,7 @@ pub(in crate::blocks) struct Scales {
 }
 
 impl Scales {
-    /// Writes the codes of the part in a lane, plus `n`.
+    /// The codes of the part in a lane, plus `n`.
     #[inline(always)]
     pub(in crate::blocks) fn codes(&self, lane: usize, x: &[f32], codes: &mut [u8]) {
         if self.zero[lane] {
@@ -56,7 +56,6 @@ impl Fit {
         fit
     }
 
-    /// Whether another fit leaves less error.
     #[inline(always)]
     pub(super) fn is_improved_by(&self, other: &Self) -> [bool; LANES] {
         let mut better = [false; LANES];
@@ -75,7 +74,6 @@ impl Fit {
         scale
     }
 
-    /// Takes the lanes of another fit for which `take` holds.
     #[inline(always)]
     pub(super) fn take(&mut self, other: &Self, take: &[bool; LANES]) {
         for i in 0..LANES {
@@ -85,7 +83,6 @@ impl Fit {
     }
 }
 
-/// Searches a symmetric grid of codes `-n..n`.
 #[inline(always)]
 pub(in crate::blocks) fn symmetric<const N: usize>(n: i32, x: &[Lanes; N], w: &[Lanes; N]) -> Scales {
     let max = largest(x);
@@ -121,7 +118,6 @@ pub(in crate::blocks) fn symmetric<const N: usize>(n: i32, x: &[Lanes; N], w: &[
     Scales { scale, inverse, zero, n }
 }
 
-/// The fit of the codes of `inverse·x`.
 #[inline(always)]
 fn fit<const N: usize>(n: i32, inverse: &Lanes, x: &[Lanes; N], w: &[Lanes; N]) -> Fit {
     let mut fit = Fit::ZERO;
@@ -131,7 +127,6 @@ fn fit<const N: usize>(n: i32, inverse: &Lanes, x: &[Lanes; N], w: &[Lanes; N]) 
     fit
 }
 
-/// The codes of `inverse·x`, as floats.
 #[inline(always)]
 fn round(n: i32, inverse: &Lanes, x: &Lanes) -> Lanes {
     let mut l = [0.0; LANES];
@@ -141,9 +136,9 @@ fn round(n: i32, inverse: &Lanes, x: &Lanes) -> Lanes {
     l
 }
 
-/// Searches a symmetric grid of codes `-n..n`, weighted by `x²`, by moving one code at a time, in at most five passes
-/// over the values, as long as that reduces the error. Returns the scale of each part, and writes the codes of part `i`
-/// in lane `i`, plus `n`, as floats.
+/// Searches a symmetric grid of codes `-n..n`, weighted by `x²`. Moves one code at a time as long as that reduces the
+/// error, in at most five passes over the values. Returns the scale of each part, and writes the codes of part `i` in
+/// lane `i`, plus `n`.
 #[inline(always)]
 pub(in crate::blocks) fn symmetric_by_descent<const N: usize>(
     n: i32,

@@ -8,7 +8,6 @@ use super::lanes::{LANES, Lanes, load, squares};
 use super::*;
 use crate::random::SplitMix64;
 
-/// Values of sixteen parts: of any magnitude, of one sign, zeros, equal, on a grid, subnormal, huge, sparse.
 fn values(seed: u64, len: usize) -> Vec<f32> {
     let mut random = SplitMix64(seed);
     let mut values = Vec::with_capacity(len * LANES);
@@ -48,7 +47,6 @@ fn weights(seed: u64, len: usize) -> Vec<f32> {
     (0..len * LANES).map(|_| value()).collect()
 }
 
-/// Bits, with one value for all NaN.
 fn bits(value: f32) -> u32 {
     if value.is_nan() { f32::NAN.to_bits() } else { value.to_bits() }
 }
@@ -89,7 +87,6 @@ fn compare_symmetric<const N: usize>(seed: u64, n: i32, weighted: bool) {
 }
 
 fn compare_positive<const N: usize>(seed: u64, top: i32) {
-    // Scales are rarely negative.
     let x: Vec<f32> =
         values(seed, N).iter().map(|x| if seed.is_multiple_of(4) { *x } else { x.abs() }).collect();
     let w = weights(seed, N);

@@ -22,16 +22,15 @@ use crate::{Error, Result};
 
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Fault {
-    /// The operation fails because the disk is full; later ones succeed.
+    /// Only this operation fails.
     DiskFull,
-    /// The operation fails, although part or all of it may have been done; all later operations fail.
+    /// All later operations fail, too. This one may have been done, entirely or in part.
     PowerLoss,
 }
 
 #[derive(Clone)]
 struct FaultyFileSystem {
     state: Arc<Mutex<State>>,
-    /// Whether two directories can be exchanged.
     can_exchange: bool,
 }
 
@@ -40,13 +39,10 @@ struct State {
     fault_at: usize,
     fault: Fault,
     off: bool,
-    /// Ranges that were written but not synced.
     dirty: Vec<(Arc<File>, u64, u64)>,
-    /// Files that were created in a directory that has not been synced since.
     unsynced: HashSet<PathBuf>,
 }
 
-/// The outcome of the next operation.
 enum Turn {
     Succeed,
     /// Report the error, after doing part of the operation if it can be divided.
@@ -83,8 +79,8 @@ impl FaultyFileSystem {
         }))
     }
 
-    /// An operation that happens entirely or not at all. At a power loss it may happen without being reported; the
-    /// parity of the operation's number selects which.
+    /// An operation that happens entirely or not at all. At a power loss, the parity of the operation's number selects
+    /// which.
     fn atomic<T>(&self, operation: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
         match self.turn()? {
             Turn::Succeed => operation(),
@@ -104,7 +100,6 @@ impl FaultyFileSystem {
         state.operations > state.fault_at
     }
 
-    /// Damages the disk as a power loss does: unsynced ranges turn to garbage, unsynced files disappear.
     fn lose_unsynced(&self) {
         let state = self.state.lock().unwrap();
         for (file, offset, len) in &state.dirty {
@@ -208,8 +203,7 @@ impl FileSystem for FaultyFileSystem {
         self.atomic(|| {
             fs::rename(from, to)?;
             let mut state = self.state.lock().unwrap();
-            // Until the directory is synced, the file may have either name; what matters is that the new name holds
-            // complete content.
+            // Until the directory is synced, the file may have either name. Only its content matters.
             state.unsynced.remove(from);
             Ok(())
         })
@@ -282,7 +276,6 @@ fn create(fs: Arc<dyn FileSystem>, target: &Path, force: bool, resume: bool) -> 
     CheckpointWriter::create_on(fs, target, specs(), options)
 }
 
-/// A whole run that uses the writer as the pipeline does.
 fn run(fs: Arc<dyn FileSystem>, target: &Path, force: bool, resume: bool) -> Result<()> {
     let mut writer = create(fs, target, force, resume)?;
     writer.add_file("config.json", b"{}")?;
@@ -307,7 +300,7 @@ fn put(target: &Path, files: &Files) {
     }
 }
 
-/// A directory, in memory if possible: the tests create thousands of small files.
+/// In memory if possible: the tests create thousands of small files.
 fn scratch() -> TempDir {
     tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir()).unwrap()
 }
@@ -416,7 +409,6 @@ fn power_loss_at_any_operation_without_exchange() {
     every_operation(Fault::PowerLoss, old(), false);
 }
 
-/// A run that resumes is itself interrupted at every operation.
 #[test]
 fn power_loss_while_resuming() {
     let reference = scratch();

@@ -207,7 +207,6 @@ proptest! {
     }
 }
 
-/// Everything accepted must be within the file, and be accepted by the reference implementation.
 fn agrees_with_the_file(bytes: &[u8]) -> Result<(), TestCaseError> {
     match parse(bytes) {
         Ok(header) => {

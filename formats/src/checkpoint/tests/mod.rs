@@ -16,7 +16,6 @@ use super::header::{Header, Limits, checked_len};
 use super::{CheckpointWriter, Dtype, HeaderError, TensorSink, TensorSource, TensorSpec};
 use crate::Result;
 
-/// A file with this header and data.
 fn file(header: impl AsRef<[u8]>, data: &[u8]) -> Vec<u8> {
     let header = header.as_ref();
     let mut bytes = (header.len() as u64).to_le_bytes().to_vec();
@@ -52,7 +51,6 @@ fn parse(bytes: &[u8]) -> Result<Header, HeaderError> {
     parse_with(bytes, Limits::default())
 }
 
-/// Bytes that vary by tensor and position.
 fn content(spec: &TensorSpec) -> Vec<u8> {
     let seed = spec.name.bytes().fold(7u32, |h, b| h.wrapping_mul(31).wrapping_add(u32::from(b)));
     (0..spec.info.byte_len())
@@ -60,7 +58,6 @@ fn content(spec: &TensorSpec) -> Vec<u8> {
         .collect()
 }
 
-/// Writes the incomplete tensors, in two parts each.
 fn write_tensors(writer: &mut CheckpointWriter, specs: &[TensorSpec]) -> Result<()> {
     for spec in specs {
         if writer.is_complete(&spec.name) {
@@ -82,7 +79,6 @@ fn assert_holds(source: &dyn TensorSource, specs: &[TensorSpec]) {
     }
 }
 
-/// All files below a directory with their contents, sorted.
 fn snapshot(directory: &Path) -> Vec<(String, Vec<u8>)> {
     let mut files = Vec::new();
     for entry in std::fs::read_dir(directory).unwrap() {

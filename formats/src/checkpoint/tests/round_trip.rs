@@ -18,7 +18,6 @@ fn specs() -> impl Strategy<Value = Vec<TensorSpec>> {
     prop::collection::btree_map("[a-z.\"ü]{1,12}", tensor, 1..12).prop_shuffle_values()
 }
 
-/// Makes tensors of a map, with distinct names in any order.
 trait ShuffleValues {
     fn prop_shuffle_values(self) -> BoxedStrategy<Vec<TensorSpec>>;
 }
@@ -29,7 +28,7 @@ impl<S: Strategy<Value = BTreeMap<String, (Dtype, Vec<usize>)>> + 'static> Shuff
             map.into_iter()
                 .map(|(name, (dtype, mut shape))| {
                     if dtype.bits() % 8 != 0 {
-                        // With a last dimension of 4, elements fill whole bytes for any other dimensions.
+                        // Elements of less than a byte then fill whole bytes.
                         shape.push(4);
                     }
                     TensorSpec::new(name, dtype, shape)
@@ -98,7 +97,6 @@ proptest! {
     }
 }
 
-/// Unknown types are copied byte for byte, with their names.
 #[test]
 fn unknown_types_are_written_as_they_were_read() {
     let dir = tempfile::tempdir().unwrap();

@@ -19,7 +19,6 @@ fn put(directory: &Path, name: &str, bytes: impl AsRef<[u8]>) {
     fs::write(path, bytes).unwrap();
 }
 
-/// Two shards with `a` and `b` in the first, `c` in the second, and an index of this weight map.
 fn sharded(weight_map: &serde_json::Value) -> TempDir {
     let dir = tempfile::tempdir().unwrap();
     put(dir.path(), "s1.safetensors", vectors(&[("a", 4), ("b", 6)]));
@@ -36,7 +35,6 @@ fn open(dir: &TempDir) -> Result<ShardedCheckpoint> {
     ShardedCheckpoint::open(dir.path())
 }
 
-/// The reason of the index error that opening returns.
 fn index_reason(dir: &TempDir) -> String {
     match open(dir) {
         Err(Error::Index { path, reason }) => {
@@ -228,7 +226,6 @@ fn hugging_face_cache_layout() {
     let link = snapshot.join("model.safetensors");
     symlink("../../blobs/0123", &link).unwrap();
     assert_eq!(ShardedCheckpoint::open(&snapshot).unwrap().read("a").unwrap(), [0, 1, 2]);
-    // The snapshot may also be reached through a link.
     symlink(&snapshot, cache.path().join("model")).unwrap();
     assert!(ShardedCheckpoint::open(&cache.path().join("model")).is_ok());
 

@@ -95,7 +95,6 @@ fn published_is_complete_and_listed() {
     let index: Value =
         serde_json::from_slice(&fs::read(target.join("model.safetensors.index.json")).unwrap()).unwrap();
     assert_eq!(index["metadata"]["total_size"], 32 + 5 + 24 + 14);
-    // The permissions equal those of any new file on this system.
     fs::write(dir.path().join("probe"), "").unwrap();
     let mode = |p: PathBuf| fs::metadata(p).unwrap().permissions().mode();
     assert_eq!(mode(target.join("config.json")), mode(dir.path().join("probe")));
@@ -128,7 +127,6 @@ fn existing_target_needs_force() {
 fn force_replaces_only_what_was_written_here() {
     let (_dir, target) = place();
     fs::create_dir(&target).unwrap();
-    // An original model must never be replaced.
     fs::write(target.join("config.json"), "{}").unwrap();
     fs::write(target.join("model.safetensors"), "years of work").unwrap();
     assert!(usage_message(create(&target, forced())).contains("was not written by quant"));
@@ -146,7 +144,6 @@ fn force_replaces_only_what_was_written_here() {
     fs::create_dir(target.join("more")).unwrap();
     assert!(usage_message(create(&target, forced())).contains("contains `more`"));
     fs::remove_dir(target.join("more")).unwrap();
-    // A directory in place of a listed file.
     fs::remove_file(target.join("config.json")).unwrap();
     fs::create_dir(target.join("config.json")).unwrap();
     assert!(usage_message(create(&target, forced())).contains("contains `config.json`"));
@@ -415,11 +412,10 @@ fn staged_files_take_their_room_at_once() {
         CheckpointWriter::create(&target, vec![spec("a", Dtype::U8, &[1 << 20])], options()).unwrap();
     let metadata = fs::metadata(writer.job_directory().join("out/model.safetensors")).unwrap();
     assert_eq!(metadata.len(), writer.layout().file_bytes());
-    // File systems without preallocation leave a hole; the length is correct on all of them.
+    // File systems without preallocation leave a hole.
     assert!(metadata.blocks() == 0 || metadata.blocks() * 512 >= 1 << 20);
 }
 
-/// A user's directory that happens to have the job's name, with files that have the names of a job's files.
 #[test]
 fn a_directory_without_our_lock_is_not_emptied() {
     let dir = tempfile::tempdir().unwrap();

@@ -17,8 +17,7 @@ use crate::quantize::QuantizedTensor;
 use crate::scheme::{ActivationScheme, LinearScheme};
 use crate::{Error, Result};
 
-/// Index of the output in each nibble of a word, lowest nibble first: the order in which the format's first kernels
-/// unpacked them.
+/// Index of the output in each nibble of a word, lowest nibble first.
 const ORDER: [usize; ROWS_PER_WORD] = [0, 2, 4, 6, 1, 3, 5, 7];
 
 /// The zero point of a symmetric 4-bit grid.
@@ -36,7 +35,6 @@ pub(super) fn scales_name(module: &str) -> String {
     format!("{module}.scales")
 }
 
-/// See [`Container::layout`](crate::format::Container::layout).
 pub(super) fn layout(
     module: &str,
     [n, k]: [usize; 2],
@@ -82,7 +80,6 @@ pub(super) fn layout(
     ])
 }
 
-/// See [`Container::pack`](crate::format::Container::pack).
 pub(super) fn pack(module: &str, tensor: &QuantizedTensor) -> Result<Vec<(TensorSpec, Vec<u8>)>> {
     let [n, k] = tensor.shape;
     let specs = layout(module, tensor.shape, tensor.scheme, tensor.scale_dtype)?;
@@ -104,8 +101,7 @@ pub(super) fn pack(module: &str, tensor: &QuantizedTensor) -> Result<Vec<(Tensor
 fn pack_transposed(codes: &[u8], n: usize, columns: usize) -> Vec<u8> {
     let words = n / ROWS_PER_WORD;
     let mut bytes = vec![0; columns * words * 4];
-    // Traverse eight rows in lockstep, one column at a time: eight rows fit in the cache, and each column gives one
-    // word.
+    // Eight rows in lockstep, so that each column gives one word.
     for (c, rows) in codes.chunks_exact((ROWS_PER_WORD * columns).max(1)).enumerate() {
         let row: [&[u8]; ROWS_PER_WORD] = ORDER.map(|o| &rows[o * columns..(o + 1) * columns]);
         for i in 0..columns {
@@ -170,7 +166,6 @@ mod tests {
             );
             assert_eq!(parts[1].1.iter().all(|&b| b == 0x88), symmetric);
             assert_eq!(unpack_transposed(&parts[0].1, 16, 64), tensor.codes);
-            // The second group's scale of output 3.
             let at = (16 + 3) * 2;
             let stored = half::f16::from_le_bytes([parts[2].1[at], parts[2].1[at + 1]]).to_f32();
             assert_eq!(stored, tensor.scales[3 * 2 + 1]);

@@ -1,7 +1,6 @@
 //! AutoAWQ `gemm`: the format that vLLM, SGLang and transformers read as `awq`.
 //!
-//! Four bits, one group size for the whole model, scales in F16, always a zero point; a symmetric grid is stored with
-//! zero point 8. [`layout`] packs and unpacks, [`reader`] interprets the configuration. `docs/formats/awq.md` draws the
+//! Four bits, one group size for the whole model, scales in F16, always a zero point. `docs/formats/awq.md` draws the
 //! bytes.
 
 mod layout;
@@ -20,7 +19,6 @@ use crate::{Error, Result};
 const METHOD: &str = "awq";
 /// `version`: the only layout that engines still support.
 const VERSION: &str = "gemm";
-/// The only bit width.
 const BITS: u8 = 4;
 /// The module that loaders always leave float.
 const HEAD: &str = "lm_head";
@@ -29,7 +27,6 @@ const ROWS_PER_WORD: usize = 8;
 /// Group sizes that vLLM's fast kernels support.
 const MARLIN_GROUPS: [usize; 3] = [32, 64, 128];
 
-/// The limitations of loaders.
 static LOADER_RULES: &[LoaderRule] = &[
     LoaderRule::computed(&[VLLM], |schemes| match schemes.quantized.first() {
         Some((_, LinearScheme { granularity: Granularity::Group(size), .. }))

@@ -12,7 +12,6 @@ use crate::quantize::QuantizedTensor;
 use crate::scheme::{Granularity, LinearScheme, WeightFormat};
 use crate::{Error, Result};
 
-/// A reader of checkpoints whose quantized modules all have one scheme.
 #[derive(Debug)]
 pub(super) struct Reader {
     granularity: Granularity,
@@ -169,7 +168,6 @@ mod tests {
         }
     }
 
-    /// With two levels of scales, codes and zero points are unchanged, and the products are rounded once.
     #[test]
     fn two_levels_of_scales_are_read_back_as_one() {
         let weights: Vec<f32> =

@@ -1,8 +1,7 @@
 //! The `quantization_config` of `config.json`.
 //!
-//! Loaders reject unknown keys, and three of their versions are in use, so only the smallest set of keys that has the
-//! same meaning in all versions is written: no `zp_dtype`, `actorder`, `observer` or `version`, and `scale_dtype` only
-//! if loaders need it.
+//! Loaders reject unknown keys, and several of their versions are in use. So only the keys that have the same meaning
+//! in all versions are written.
 
 use serde_json::{Map, Value, json};
 
@@ -11,14 +10,12 @@ use super::{E4M3_SCALES, E8M0_SCALES, EMBEDDING, LINEAR, METHOD, MIXED, REGEX, S
 use crate::format::ModuleSchemes;
 use crate::scheme::{ActivationScheme, BLOCK, Granularity, LinearScheme, MX_GROUP, NV_GROUP, ScaleFormat};
 
-/// The modules of one scheme.
 struct Group<'a> {
     scheme: LinearScheme,
     modules: Vec<&'a str>,
 }
 
-/// Groups in the order in which they are written: the scheme of most modules (on ties, the first in model order), then
-/// the others in model order.
+/// The group of most modules comes first (on ties, the first in model order), then the others in model order.
 fn groups<'a>(schemes: &ModuleSchemes<'a>) -> Vec<Group<'a>> {
     let mut groups: Vec<Group<'a>> = Vec::new();
     for &(module, scheme) in &schemes.quantized {
@@ -34,12 +31,10 @@ fn groups<'a>(schemes: &ModuleSchemes<'a>) -> Vec<Group<'a>> {
     groups
 }
 
-/// See [`Container::quantization_config`](crate::format::Container::quantization_config).
-///
-/// `group_0` targets every `Linear`; the other groups target their modules by name, which loaders prefer to the class.
-/// A quantized head is always named, since some loaders do not count it among the linears. `ignore` names every linear
-/// that stays float, and has expressions for everything outside the decoder. If all parts of a fused linear are named,
-/// so is the fused linear. A quantized embedding has its own group, by class: not all loaders match it by name.
+/// `group_0` targets every `Linear`; other groups target their modules by name, which loaders prefer to the class. A
+/// quantized head is always named, since some loaders do not count it among the linears. `ignore` names every linear
+/// that stays float, and has expressions for everything outside the decoder. A fused linear is named if all of its
+/// parts are. A quantized embedding has its own group, by class, because not all loaders match it by name.
 pub(super) fn quantization_config(schemes: &ModuleSchemes<'_>) -> Value {
     let named = |modules: &[&str]| -> Value { schemes.all_names(modules).into() };
     let outside = schemes.wrapper.into_iter().flat_map(|wrapper| wrapper.outside_patterns());
@@ -64,8 +59,7 @@ pub(super) fn quantization_config(schemes: &ModuleSchemes<'_>) -> Value {
                 "weights": weights(scheme),
                 "input_activations": input_activations(scheme.activations),
                 "output_activations": null,
-                // Some loaders read the format only here. Without it, they would interpret packed weights with 8-bit
-                // activations as bytes.
+                // Some loaders read the format only here.
                 "format": Storage::of(scheme).name(),
             });
             (format!("group_{i}"), value)
@@ -119,9 +113,8 @@ fn weights(scheme: LinearScheme) -> Value {
     weights
 }
 
-/// The dtype of scales, if it must be stated: loaders identify the MX formats by it, and round the scales of NVFP4
-/// activations to it only if it is present. With float activations it has no meaning, and versions before 0.13 reject
-/// it.
+/// The dtype of scales, if it must be stated. Loaders identify the MX formats by it, and round the scales of NVFP4
+/// activations only if it is present. With float activations it has no meaning, and versions before 0.13 reject it.
 fn scale_dtype(scheme: LinearScheme) -> Option<&'static str> {
     match scheme.fixed_scales()? {
         ScaleFormat::E4m3 => (scheme.activations != ActivationScheme::Float).then_some(E4M3_SCALES),
@@ -251,7 +244,6 @@ mod tests {
         });
         let asymmetric = of("w8a8-static-asym");
         assert_eq!(asymmetric["config_groups"]["group_0"]["input_activations"], fixed);
-        // Some loaders look for the format only in the group, and would otherwise read packed weights as bytes.
         let packed = of("w4a8");
         assert_eq!(packed["format"], json!("pack-quantized"));
         assert_eq!(packed["config_groups"]["group_0"]["format"], json!("pack-quantized"));
@@ -276,7 +268,6 @@ mod tests {
         let config = quantization_config(&schemes);
         assert_eq!(config["config_groups"]["group_1"]["targets"], json!(["m.q", "m.k", "m.qkv"]));
         assert_eq!(config["ignore"], json!(["m.gate", "m.up", "m.gate_up"]));
-        // If only one part of a fused linear is listed, the fused linear is not.
         schemes.float.pop();
         assert_eq!(quantization_config(&schemes)["ignore"], json!(["m.gate"]));
     }

@@ -11,8 +11,7 @@ fn group(scheme: &str) -> Value {
     quantization_config(&of(scheme))["config_groups"]["group_0"].clone()
 }
 
-/// Loaders identify MX groups by the dtype of their scales, and round the scales of NVFP4 activations only if it is
-/// stated; older versions reject the key, so it is not written in other cases.
+/// See `scale_dtype`.
 #[test]
 fn types_of_scales_are_stated_where_readers_need_them() {
     for (scheme, weights, inputs) in [
@@ -30,8 +29,6 @@ fn types_of_scales_are_stated_where_readers_need_them() {
     }
 }
 
-/// 4-bit integers with FP8 activations state their format in the group: without it, loaders interpret the words as
-/// bytes.
 #[test]
 fn w4afp8_says_that_it_is_packed() {
     let group = group("w4af8-g128-sym");

@@ -39,8 +39,7 @@ pub(super) fn input_global_scale_name(module: &str) -> String {
     format!("{module}.input_global_scale")
 }
 
-/// The tensors of a linear with floating-point weights. The caller has checked that the product of its sizes fits in
-/// memory.
+/// The product of the sizes must fit in memory.
 pub(super) fn layout(
     storage: Storage,
     module: &str,
@@ -73,7 +72,7 @@ pub(super) fn layout(
         Some(FloatFormat::E2m1) => TensorSpec::new(packed_name(module), Dtype::U8, [n, k / 2]),
         _ => TensorSpec::new(weight_name(module), Dtype::F8E4M3, [n, k]),
     };
-    // This format stores exponents as U8, not as the E8M0 type of safetensors.
+    // compressed-tensors uses U8 instead of the E8M0 type of safetensors.
     let stored_dtype = if scale_dtype == Dtype::F8E8M0 { Dtype::U8 } else { scale_dtype };
     let scale = match scheme.granularity {
         Granularity::Tensor => TensorSpec::new(scale_name(module), stored_dtype, [1]),
@@ -98,7 +97,7 @@ pub(super) fn layout(
     Ok(specs)
 }
 
-/// Returns the bytes of the tensors of [`layout`], in the same order, for a tensor that can be stored.
+/// The bytes of the tensors of [`layout`], in the same order.
 pub(super) fn pack(module: &str, tensor: &QuantizedTensor) -> Result<Vec<Vec<u8>>> {
     let inconsistent = |what: &str| Error::Internal(format!("quantized `{module}.weight`: {what}"));
     let codes = match tensor.scheme.float_format() {

@@ -13,7 +13,7 @@ use crate::scheme::{
 pub(super) fn storage(of: &Object<'_>, may_be_mixed: bool) -> Result<Option<Storage>, String> {
     match of.get("format").and_then(Value::as_str) {
         Some(MIXED) if may_be_mixed => Ok(None),
-        // The name that compressed-tensors uses for FP8 weights with float activations.
+        // FP8 weights with float activations.
         Some("naive-quantized") => Ok(Some(Storage::Float)),
         Some(name) => match Storage::ALL.into_iter().find(|s| s.name() == name) {
             Some(storage) => Ok(Some(storage)),
@@ -57,8 +57,7 @@ pub(super) fn activations(group: &Object<'_>) -> Result<ActivationScheme, String
     }
 }
 
-/// Whether the `kv_cache_scheme` of a configuration is FP8 with one static scale for the keys and one for the values of
-/// a layer; `false` if keys and values stay float.
+/// Whether keys and values are FP8 with static scales; `false` if they stay float.
 pub(super) fn fp8_cache(root: &Object<'_>) -> Result<bool, String> {
     if root.get("kv_cache_scheme").is_none() {
         return Ok(false);
@@ -73,7 +72,6 @@ pub(super) fn fp8_cache(root: &Object<'_>) -> Result<bool, String> {
     }
 }
 
-/// The floating-point activations that the `input_activations` of a group, or the `kv_cache_scheme`, describe.
 fn float_activations(input: &Object<'_>) -> Result<ActivationScheme, String> {
     for key in ["block_structure", "actorder"] {
         input.require_absent(key)?;
@@ -105,12 +103,10 @@ fn float_activations(input: &Object<'_>) -> Result<ActivationScheme, String> {
     }
 }
 
-/// The number type of a scheme's weights, for messages.
 pub(super) fn kind_of(scheme: LinearScheme) -> &'static str {
     if scheme.float_format().is_some() { "float" } else { "int" }
 }
 
-/// Keys that describe a quantization.
 const QUANTIZATION_ARGUMENTS: &[&str] = &[
     "num_bits",
     "type",
@@ -126,7 +122,7 @@ const QUANTIZATION_ARGUMENTS: &[&str] = &[
     "zp_dtype",
 ];
 
-/// The scheme of a `weights` object, without the activations, which are specified next to it.
+/// The scheme of a `weights` object, without activations.
 pub(super) fn scheme(weights: &Object<'_>) -> Result<LinearScheme, String> {
     weights.allow_only(QUANTIZATION_ARGUMENTS)?;
     let bits = weights
@@ -148,11 +144,13 @@ pub(super) fn scheme(weights: &Object<'_>) -> Result<LinearScheme, String> {
     if flag("dynamic", false)? {
         return Err(weights.refuse("dynamic", "is true, but weights must have stored scales"));
     }
-    // Static ordering keeps groups in natural order. Dynamic ordering needs an index per column and is not supported.
+    // Static ordering keeps groups in natural order. Dynamic ordering needs an index per column.
     match weights.get("actorder").map(|a| a.as_str()) {
         None | Some(Some("static" | "weight")) => {}
         Some(_) => {
-            return Err(weights.refuse("actorder", "permutes columns across groups, which is not supported"));
+            return Err(
+                weights.refuse("actorder", "must be static or weight; other orders are not supported")
+            );
         }
     }
     let group_size = match weights.get("group_size") {
@@ -188,6 +186,15 @@ pub(super) fn scheme(weights: &Object<'_>) -> Result<LinearScheme, String> {
         ("channel", ..) => {
             return Err(weights.refuse("group_size", "must be absent or -1, because `strategy` is channel"));
         }
+        ("tensor" | "block", ..) if is_float => {
+            let reason = format!("must be absent or -1, because `strategy` is {strategy}");
+            return Err(weights.refuse("group_size", &reason));
+        }
+        ("tensor_group", ..) if is_float => {
+            return Err(
+                weights.refuse("strategy", "can be tensor_group only with `num_bits` 4 and `group_size` 16")
+            );
+        }
         (other, ..) => {
             let known =
                 if is_float { "tensor, channel, block, group and tensor_group" } else { "group and channel" };
@@ -205,7 +212,10 @@ pub(super) fn scheme(weights: &Object<'_>) -> Result<LinearScheme, String> {
     if !symmetric {
         return Err(weights.refuse("symmetric", "must be true for floating-point types"));
     }
-    if granularity == Granularity::Group(NV_GROUP) && strategy != "tensor_group" {
+    if format == FloatFormat::E2m1
+        && granularity == Granularity::Group(NV_GROUP)
+        && strategy != "tensor_group"
+    {
         return Err(weights.refuse("strategy", "must be tensor_group for FP4 groups of 16, not group"));
     }
     let scheme = LinearScheme::weight_only(WeightFormat::Float(format), granularity);
@@ -222,8 +232,7 @@ pub(super) fn scheme(weights: &Object<'_>) -> Result<LinearScheme, String> {
     }
 }
 
-/// Rejects checkpoints written by compressed-tensors before 0.18, in which codes whose width does not divide 32 do not
-/// straddle words.
+/// Before compressed-tensors 0.18, codes whose width does not divide 32 did not straddle words.
 pub(super) fn reject_padded_words(root: &Object<'_>) -> Result<(), String> {
     let Some(version) = root.get("version").and_then(Value::as_str) else { return Ok(()) };
     let mut numbers = version.split('.').map(|n| n.parse::<u32>().ok());

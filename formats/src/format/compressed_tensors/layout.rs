@@ -50,11 +50,10 @@ pub(super) enum Storage {
 }
 
 impl Storage {
-    /// All kinds of storage.
     pub(super) const ALL: [Self; 6] =
         [Self::Packed, Self::Int8, Self::Float, Self::Nvfp4, Self::Mxfp4, Self::Mxfp8];
 
-    /// The storage in which a scheme is written. Engines take W8A8 from `int-quantized`, and other integers packed.
+    /// Engines take W8A8 from `int-quantized`, and other integers packed.
     pub(super) fn of(scheme: LinearScheme) -> Self {
         match scheme.weight {
             WeightFormat::Float(format) => match (scheme.fixed_scales(), format) {
@@ -68,7 +67,6 @@ impl Storage {
         }
     }
 
-    /// The name of the storage in a configuration.
     pub(super) fn name(self) -> &'static str {
         match self {
             Self::Packed => "pack-quantized",
@@ -80,7 +78,6 @@ impl Storage {
         }
     }
 
-    /// Whether the storage holds floating-point codes.
     pub(super) fn is_float(self) -> bool {
         !matches!(self, Self::Packed | Self::Int8)
     }
@@ -114,12 +111,11 @@ pub(super) fn shape_name(module: &str) -> String {
     format!("{module}.weight_shape")
 }
 
-/// Old versions write this tensor for activation ordering across groups; quant never does.
+/// Old versions write this tensor for activation ordering across groups.
 pub(super) fn group_index_name(module: &str) -> String {
     format!("{module}.weight_g_idx")
 }
 
-/// See [`Container::layout`](crate::format::Container::layout).
 pub(super) fn layout(
     module: &str,
     shape: [usize; 2],
@@ -129,7 +125,6 @@ pub(super) fn layout(
     layout_as(Storage::of(scheme), module, shape, scheme, scale_dtype)
 }
 
-/// The tensors of a linear in this storage.
 pub(super) fn layout_as(
     storage: Storage,
     module: &str,
@@ -148,7 +143,7 @@ pub(super) fn layout_as(
     if !(2..=8).contains(&bits) {
         return Err(unusable(format!("compressed-tensors supports 2 to 8 bits, not {bits}")));
     }
-    // No tensor below takes more than 8 bytes per weight, so no size overflows.
+    // No tensor below takes more than 8 bytes per weight.
     if n.checked_mul(k).is_none_or(|elements| elements > isize::MAX as usize / 8) {
         return Err(unusable(format!("a weight of shape [{n}, {k}] exceeds the address space")));
     }
@@ -199,7 +194,6 @@ pub(super) fn layout_as(
     Ok(specs)
 }
 
-/// See [`Container::pack`](crate::format::Container::pack).
 pub(super) fn pack(module: &str, tensor: &QuantizedTensor) -> Result<Vec<(TensorSpec, Vec<u8>)>> {
     let [n, k] = tensor.shape;
     let bits = tensor.scheme.bits();
@@ -215,7 +209,6 @@ pub(super) fn pack(module: &str, tensor: &QuantizedTensor) -> Result<Vec<(Tensor
             let input = tensor.input.into_iter();
             let input =
                 input.flat_map(|by| [by.scale.to_le_bytes().to_vec(), by.zero.to_le_bytes().to_vec()]);
-            // The input has no zero point if its grid is symmetric.
             [codes, scales].into_iter().chain(input).take(specs.len()).collect()
         }
         _ => {
@@ -230,7 +223,7 @@ pub(super) fn pack(module: &str, tensor: &QuantizedTensor) -> Result<Vec<(Tensor
     Ok(specs.into_iter().zip(bytes).collect())
 }
 
-/// The difference between an 8-bit code and its signed value; the two differ in the highest bit.
+/// The difference between an 8-bit code and its signed value.
 pub(super) const CODE_OFFSET: u8 = 128;
 
 /// Packs zero points `[n, groups]` along `n`: word `w` of group `g` is at `[w, g]`.

@@ -26,7 +26,6 @@ fn tensor(
     }
 }
 
-/// Packs and lists `(name, type, shape, bytes)`; the result must match the layout.
 fn packed(tensor: &QuantizedTensor) -> Vec<(String, Dtype, Vec<usize>, Vec<u8>)> {
     let packed = CompressedTensors.pack("m.up_proj", tensor).unwrap();
     let agreed =
@@ -225,7 +224,6 @@ fn floating_point_weights() {
     assert!(matches!(CompressedTensors.pack("m", &broken), Err(Error::Internal(_))));
 }
 
-/// Two nibbles per byte, the even column in the low bits; E4M3 scales with a global divisor; exponents as bytes.
 #[test]
 fn four_bit_floats_by_hand() {
     let codes: Vec<u8> = (0..16).collect();

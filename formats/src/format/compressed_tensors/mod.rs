@@ -1,10 +1,5 @@
-//! compressed-tensors: the format that vLLM, SGLang and transformers read; integers as `pack-quantized` and
-//! `int-quantized`, floating-point numbers as `float-quantized`, `nvfp4-pack-quantized`, `mxfp4-pack-quantized` and
-//! `mxfp8-quantized`.
-//!
-//! [`layout`] defines the tensors of a linear and packs them ([`floats`] for floating-point numbers), [`config`] writes
-//! the `quantization_config` that describes them, and [`reader`] reads both back, using [`group`] for the groups of a
-//! configuration. `docs/formats/compressed-tensors.md` draws the bytes.
+//! compressed-tensors, the format that vLLM, SGLang and transformers read. `docs/formats/compressed-tensors.md` draws
+//! the bytes.
 
 mod config;
 mod floats;
@@ -28,9 +23,9 @@ const METHOD: &str = "compressed-tensors";
 const MIXED: &str = "mixed-precision";
 /// The only `quantization_status` that means "the tensors are packed".
 const STATUS: &str = "compressed";
-/// The class of modules that loaders replace by quantized linears.
+/// The class that loaders replace by quantized linears.
 const LINEAR: &str = "Linear";
-/// The class of modules that loaders replace by quantized embeddings.
+/// The class that loaders replace by quantized embeddings.
 const EMBEDDING: &str = "Embedding";
 /// The `scale_dtype` of E4M3 scales.
 const E4M3_SCALES: &str = "torch.float8_e4m3fn";

@@ -2,7 +2,6 @@
 
 use serde_json::{Map, Value};
 
-/// A JSON object with its path, for messages.
 pub(super) struct Object<'a> {
     pub(super) map: &'a Map<String, Value>,
     path: String,
@@ -66,7 +65,6 @@ impl<'a> Object<'a> {
     }
 }
 
-/// Formats a JSON value for a message, truncated if it is long.
 fn brief(value: &Value) -> String {
     let text = value.to_string();
     match text.char_indices().nth(60) {

@@ -1,7 +1,6 @@
 //! Reads compressed-tensors checkpoints, written by quant or by other tools, into logical order.
 //!
-//! The reader is strict: an unsupported key is an error that names the key's path, because ignoring it would silently
-//! give wrong results.
+//! Unsupported keys are errors, because ignoring them could give wrong results.
 
 use std::collections::HashMap;
 
@@ -25,16 +24,15 @@ use crate::quantize::QuantizedTensor;
 use crate::scheme::{ActivationScheme, Granularity, LinearScheme, SchemeRequest};
 use crate::{Error, Result};
 
-/// Maximum number of regular expressions among the targets, and among the ignored modules; real configurations have a
-/// few.
+/// Maximum number of regular expressions among the targets, and among the ignored modules.
 const MAX_PATTERNS: usize = 256;
 /// Maximum size of a compiled expression in bytes.
 const PATTERN_SIZE: usize = 1 << 20;
 /// Packed bytes read at a time.
 const READ_BYTES: usize = 8 << 20;
 
-/// The scheme of each module, by the rules of compressed-tensors: a module's exact name takes precedence over regular
-/// expressions, and these over its class; being ignored takes precedence over all.
+/// The scheme of each module. A module's exact name takes precedence over regular expressions, and these over its
+/// class. Being ignored takes precedence over all.
 #[derive(Debug)]
 pub(super) struct Reader {
     targets: Names<Target>,
@@ -42,7 +40,6 @@ pub(super) struct Reader {
     fp8_cache: bool,
 }
 
-/// The scheme and storage of a group's modules.
 #[derive(Debug, Clone, Copy)]
 struct Target {
     scheme: LinearScheme,
@@ -63,7 +60,7 @@ impl<T: Copy> Names<T> {
         Self { exact: HashMap::new(), patterns: Vec::new(), linear: None, embedding: None }
     }
 
-    /// Assigns `what` to `name`. If several entries match a module, the first one counts.
+    /// Assigns `what` to `name`. The first matching entry of a module counts.
     fn add(&mut self, name: &str, what: T, path: &str) -> Result<(), String> {
         if let Some(pattern) = name.strip_prefix(REGEX) {
             if self.patterns.len() == MAX_PATTERNS {
@@ -77,8 +74,8 @@ impl<T: Copy> Names<T> {
                     .build()
                     .map_err(|e| format!("`{path}` is not a supported regular expression: {e}"))
             };
-            // The pattern is first compiled alone, because `a)|(b` would be well-formed inside the group. The group
-            // anchors the whole expression at the start, as Python's `re.match` does.
+            // The pattern is first compiled alone, because `a)|(b` would be well-formed inside the group. `\A` anchors
+            // it at the start, as Python's `re.match` does.
             compile(pattern)?;
             self.patterns.push((compile(&format!(r"\A(?:{pattern})"))?, what));
         } else if name == LINEAR {
@@ -140,7 +137,7 @@ impl Reader {
             let scheme = LinearScheme { activations: activations(&group)?, ..scheme(&weights)? };
             if let Err(error) = SchemeRequest::from(scheme).check() {
                 return Err(
-                    group.refuse("weights", &format!("cannot be combined with the activations: {error}"))
+                    group.refuse("weights", &format!("with these activations is not supported: {error}"))
                 );
             }
             if storage == Storage::Packed && !scheme.bits().is_power_of_two() {
@@ -193,7 +190,6 @@ impl Reader {
         if ignored { None } else { self.targets.get(module, self.targets.embedding) }
     }
 
-    /// Returns the storage of a weight with that scheme, which is a linear or an embedding.
     fn storage(&self, weight: PackedWeight<'_>) -> Storage {
         let configured = [self.linear(weight.module), self.embedding(weight.module)];
         let configured = configured.into_iter().flatten().find(|target| target.scheme == weight.scheme);
@@ -251,7 +247,6 @@ impl PackedReader for Reader {
             }
         };
 
-        // The expected tensors are those that quant would write.
         let specs = layout::layout_as(storage, module, shape, scheme, scale_dtype).map_err(|e| {
             Error::UnsupportedQuantization {
                 path: source.location(&scale_name),
@@ -358,7 +353,7 @@ impl PackedReader for Reader {
     }
 }
 
-/// Whether a symmetric weight has zero points that are all 0, as some versions write them in byte storage.
+/// Some versions write zero points of 0 for symmetric byte weights.
 fn has_null_zero_points(source: &dyn TensorSource, storage: Storage, module: &str) -> Result<bool> {
     let name = zero_point_name(module);
     match source.info(&name) {
@@ -369,7 +364,7 @@ fn has_null_zero_points(source: &dyn TensorSource, storage: Storage, module: &st
     }
 }
 
-/// Reads the int8 grid of the input, if the scheme uses one for all tokens.
+/// Reads the static int8 grid of the input, if the scheme has one.
 fn read_input(source: &dyn TensorSource, module: &str, scheme: LinearScheme) -> Result<Option<StaticScale>> {
     let ActivationScheme::Static { symmetric } = scheme.activations else { return Ok(None) };
     let name = input_scale_name(module);
@@ -389,10 +384,8 @@ fn read_input(source: &dyn TensorSource, module: &str, scheme: LinearScheme) -> 
     Ok(Some(StaticScale { scale, zero }))
 }
 
-/// Checks a tensor's dtype and shape against the spec that the scheme implies.
 fn check_spec(source: &dyn TensorSource, spec: &TensorSpec, module: &str) -> Result<()> {
-    // Some files differ from quant's in ways that are accepted: they have `weight_shape` as I32 instead of I64, input
-    // scales in a different float dtype, or the scales of MXFP4 and MXFP8 as E8M0 instead of U8.
+    // Files of other tools differ from quant's in these dtypes.
     check_specs(source, std::slice::from_ref(spec), |spec, dtype| {
         (spec.name == shape_name(module) && dtype == Dtype::I32)
             || (spec.name == input_scale_name(module) && dtype.is_weight_float())
@@ -410,33 +403,29 @@ fn read_weight_shape(source: &dyn TensorSource, name: &str) -> Result<Vec<i64>> 
     Ok(source.read(name)?.chunks_exact(size).map(number).collect())
 }
 
-/// Returns the shape of a packed weight from its `weight_shape`. The number of codes is checked when their tensor is
-/// read.
+/// The shape of a packed weight according to its `weight_shape`, which is not compared with the codes here.
 fn stated_shape(source: &dyn TensorSource, module: &str) -> Result<[usize; 2]> {
     let name = shape_name(module);
     let info = source.require(&name)?;
-    let mut stated = Vec::new();
-    // Tensors of other shapes or dtypes are not read.
-    if info.shape == [2] && matches!(info.dtype, Dtype::I64 | Dtype::I32) {
-        stated = read_weight_shape(source, &name)?;
+    let refuse = |reason: String| Error::UnsupportedQuantization { path: source.location(&name), reason };
+    if info.shape != [2] || !matches!(info.dtype, Dtype::I64 | Dtype::I32) {
+        return Err(refuse(format!(
+            "tensor `{name}` is {} {:?}; expected two integers (I64 or I32)",
+            info.dtype, info.shape
+        )));
     }
+    let stated = read_weight_shape(source, &name)?;
     if let [n, k] = stated[..]
         && let (Ok(n), Ok(k)) = (usize::try_from(n), usize::try_from(k))
         && n.checked_mul(k).is_some()
     {
         return Ok([n, k]);
     }
-    Err(Error::UnsupportedQuantization {
-        path: source.location(&name),
-        reason: format!(
-            "tensor `{name}` ({} {:?}) contains {stated:?}, which is not the shape of a matrix",
-            info.dtype, info.shape
-        ),
-    })
+    Err(refuse(format!("tensor `{name}` contains {stated:?}, which is not the shape of a matrix")))
 }
 
-/// Compares the contents of `weight_shape` with the shape that the model implies: the packed size determines the number
-/// of columns only up to a full word.
+/// Compares `weight_shape` with the shape that the model implies: the packed size determines the number of columns only
+/// up to a full word.
 fn check_weight_shape(source: &dyn TensorSource, module: &str, expected: [usize; 2]) -> Result<()> {
     let name = shape_name(module);
     let stated = read_weight_shape(source, &name)?;
@@ -449,8 +438,8 @@ fn check_weight_shape(source: &dyn TensorSource, module: &str, expected: [usize;
     })
 }
 
-/// Unpacks codes some rows at a time, so that a large weight is not in memory twice. The caller checked the tensor's
-/// dtype and shape.
+/// Unpacks codes some rows at a time, so that a large weight is not in memory twice. The caller has checked the
+/// tensor's dtype and shape.
 fn read_codes(source: &dyn TensorSource, name: &str, [n, k]: [usize; 2], bits: u8) -> Result<Vec<u8>> {
     let row_bytes = words_for(k, bits) * 4;
     let rows = (READ_BYTES / row_bytes).max(1);

@@ -2,7 +2,6 @@
 
 use super::*;
 
-/// Every scheme of floating-point weights is read back after packing, also for shapes that are not multiples of 128.
 #[test]
 fn every_floating_point_scheme_comes_back() {
     for name in FLOAT_SCHEMES {
@@ -109,7 +108,6 @@ fn floating_point_tensors_are_checked() {
 
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(300))]
-    /// A configuration and tensors with arbitrary modifications give an error or a consistent tensor, never a panic.
     #[test]
     fn hostile_files_are_errors(
         scheme in 0..FLOAT_SCHEMES.len(), key in 0_usize..12, value in 0_usize..14,

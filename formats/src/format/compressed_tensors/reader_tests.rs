@@ -12,7 +12,6 @@ use crate::format::{CompressedTensors, Container, ModuleSchemes};
 use crate::quantize::quantize_rtn;
 use crate::scheme::{FLOAT_SCHEMES, Granularity, WeightFormat};
 
-/// Tensors in memory.
 #[derive(Default, Clone)]
 struct Memory(std::collections::BTreeMap<String, (TensorInfo, Vec<u8>)>);
 
@@ -44,7 +43,6 @@ impl Memory {
     }
 }
 
-/// Reads the weight `m`, with the scheme of the reader's configuration.
 fn read(reader: &dyn PackedReader, source: &dyn TensorSource, shape: [usize; 2]) -> Result<QuantizedTensor> {
     let scheme = reader.scheme("m").expect("a quantized linear");
     reader.read(source, PackedWeight { module: "m", shape, scheme })
@@ -62,7 +60,6 @@ fn quantized(shape: [usize; 2], scheme: &str) -> QuantizedTensor {
     quantize_rtn("w", &wave(shape[0], shape[1]), shape, scheme.parse().unwrap(), Dtype::F16, None).unwrap()
 }
 
-/// The configuration of a checkpoint in which the linear `m` has this scheme.
 fn config_for(scheme: LinearScheme) -> Value {
     CompressedTensors
         .quantization_config(&ModuleSchemes { quantized: vec![("m", scheme)], ..Default::default() })
@@ -89,7 +86,7 @@ fn padding_bits_and_i32_shapes_are_accepted() {
     let tensor = quantized([3, 9], "w3a16-channel-asym");
     let mut source = Memory::of("m", &tensor);
     for name in ["m.weight_packed", "m.weight_zero_point"] {
-        // Set padding bits: in their last words, codes take 27 of 32 bits and zero points 9.
+        // Padding bits are ignored.
         *source.0.get_mut(name).unwrap().1.last_mut().unwrap() |= 0xf8;
     }
     source.put("m.weight_shape", Dtype::I32, &[2], vec![3, 0, 0, 0, 9, 0, 0, 0]);
@@ -165,7 +162,7 @@ fn what_we_write_gives_each_module_its_scheme() {
 
 #[test]
 fn configurations_of_others_are_accepted() {
-    // Every key that llm-compressor writes for the same weights.
+    // As llm-compressor writes it.
     let config = json!({
         "config_groups": {"group_0": {
             "format": "pack-quantized",
@@ -277,8 +274,8 @@ fn what_is_not_understood_is_refused_by_its_path() {
         ("weights/symmetric", json!(1), "weights.symmetric` must be true or false"),
         ("weights/dynamic", json!(true), "weights.dynamic` is true"),
         ("weights/dynamic", json!("local"), "weights.dynamic` must be true or false"),
-        ("weights/actorder", json!("group"), "weights.actorder` permutes"),
-        ("weights/actorder", json!(true), "weights.actorder` permutes"),
+        ("weights/actorder", json!("group"), "weights.actorder` must be static or weight"),
+        ("weights/actorder", json!(true), "weights.actorder` must be static or weight"),
         ("weights/block_structure", json!([128, 128]), "weights.block_structure` is not supported"),
         ("weights/strategy", json!("tensor"), "weights.strategy` is tensor"),
         ("weights/strategy", json!(["group"]), "weights.strategy` is not a string"),
@@ -350,7 +347,7 @@ fn static_scales_of_others_are_read_and_bad_ones_refused() {
         );
     }
     assert!(with(Dtype::F32, f32::NAN).is_err());
-    // Some files contain zero points of symmetric bytes, which must be 0.
+    // Zero points of symmetric bytes must be 0.
     let symmetric = quantized([4, 16], "w8a8");
     for (zero, accepted) in [(0, true), (1, false)] {
         let mut source = Memory::of("m", &symmetric);
@@ -360,7 +357,6 @@ fn static_scales_of_others_are_read_and_bad_ones_refused() {
     }
 }
 
-/// Reads `m` of shape `[4, 16]` after a change to its tensors.
 fn read_changed(scheme: &str, change: impl Fn(&mut Memory)) -> Result<QuantizedTensor> {
     let tensor = quantized([4, 16], scheme);
     let mut source = Memory::of("m", &tensor);

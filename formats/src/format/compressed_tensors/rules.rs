@@ -7,7 +7,7 @@ use crate::format::ModuleSchemes;
 use crate::format::loaders::{COMPRESSED_TENSORS, LLAMA_CPP, LoaderRule, SGLANG, TRANSFORMERS, VLLM};
 use crate::scheme::{ActivationScheme, FloatFormat, Granularity, LinearScheme, ScaleFormat};
 
-/// The rules, in the order in which their notes are printed.
+/// In the order in which their notes are printed.
 pub(super) static RULES: &[LoaderRule] = &[
     LoaderRule::new(
         &[COMPRESSED_TENSORS, TRANSFORMERS],

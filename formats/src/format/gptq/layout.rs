@@ -11,11 +11,11 @@
 //!
 //! Codes and zero points are a dense little-endian bit stream ([`bits`](crate::format::bits)).
 //!
-//! A zero point of 0 minus one does not fit. The one is subtracted from whole words, with a borrow from the next zero
-//! point, as in gptqmodel, which adds it back the same way. At 3 bits, where zero points straddle words, it is
-//! subtracted from each zero point modulo 8. Implementations that add one to each zero point (llama.cpp's converter)
-//! get `2^b`. If the codes of such a group are below the maximum, codes and zero point are stored one higher, which
-//! gives the same weights in all implementations.
+//! A zero point of 0 minus one does not fit. As in gptqmodel, the one is subtracted from whole words, with a borrow
+//! from the next zero point, and added back in the same way. At 3 bits, where zero points straddle words, each is
+//! decremented modulo 8. Implementations that add one to each zero point (llama.cpp's converter) get `2^b`. So if the
+//! codes of such a group allow it, codes and zero point are stored one higher, which gives the same weights in all
+//! implementations.
 
 use std::borrow::Cow;
 
@@ -43,7 +43,6 @@ pub(super) fn index_name(module: &str) -> String {
     format!("{module}.g_idx")
 }
 
-/// See [`Container::layout`](crate::format::Container::layout).
 pub(super) fn layout(
     module: &str,
     [n, k]: [usize; 2],
@@ -69,7 +68,7 @@ pub(super) fn layout(
     if scale_dtype != Dtype::F16 {
         return Err(unusable(format!("the {METHOD} format stores scales as F16, not {scale_dtype}")));
     }
-    // No tensor below takes more than 8 bytes per weight, so no size overflows. The group index is an int32.
+    // No tensor below takes more than 8 bytes per weight, and the group index is an int32.
     if n.checked_mul(k).is_none_or(|elements| elements > isize::MAX as usize / 8) || i32::try_from(k).is_err()
     {
         return Err(unusable(format!("a weight of shape [{n}, {k}] is too large for the {METHOD} format")));
@@ -96,7 +95,6 @@ pub(super) fn layout(
     ])
 }
 
-/// See [`Container::pack`](crate::format::Container::pack).
 pub(super) fn pack(module: &str, tensor: &QuantizedTensor) -> Result<Vec<(TensorSpec, Vec<u8>)>> {
     let [n, k] = tensor.shape;
     let bits = tensor.scheme.bits();
@@ -126,7 +124,7 @@ pub(super) fn pack(module: &str, tensor: &QuantizedTensor) -> Result<Vec<(Tensor
     Ok(specs.into_iter().zip(bytes).collect())
 }
 
-/// Returns codes and zero points. In groups with a zero point of 0, both are raised by one if the codes allow it.
+/// In groups with a zero point of 0, codes and zero point are raised by one if the codes allow it.
 fn avoid_zero_points_of_0<'t>(
     tensor: &'t QuantizedTensor,
     zeros: &[u8],
@@ -149,8 +147,7 @@ fn ones(bits: u8) -> u32 {
     (0..32 / u32::from(bits)).fold(0, |word, i| word | 1 << (i * u32::from(bits)))
 }
 
-/// Packs zero points `[groups, n]`, each minus one. The one is subtracted from whole words, except for 3 bits, which
-/// straddle words and are decremented individually.
+/// Packs zero points `[groups, n]`, each minus one; see the table above.
 fn pack_zeros(mut zeros: Vec<u8>, n: usize, bits: u8) -> Vec<u8> {
     if bits == 3 {
         zeros.iter_mut().for_each(|z| *z = z.wrapping_sub(1) & 7);
@@ -161,7 +158,6 @@ fn pack_zeros(mut zeros: Vec<u8>, n: usize, bits: u8) -> Vec<u8> {
     words.flat_map(|word| word.wrapping_sub(ones(bits)).to_le_bytes()).collect()
 }
 
-/// The group of every input.
 pub(super) fn group_index(k: usize, group_size: usize) -> impl Iterator<Item = i32> {
     (0..k).map(move |i| (i / group_size.max(1)) as i32)
 }
@@ -176,11 +172,8 @@ pub(super) fn unpack_codes(bytes: &[u8], [n, k]: [usize; 2], bits: u8) -> Result
     Ok(codes)
 }
 
-/// Unpacks zero points `[n, groups]` from the bytes of words `[groups, n·bits/32]`, which are stored minus one or
-/// unchanged.
-///
-/// One is added to whole words, as gptqmodel does, which also restores the zero points of 0 that it wrote. For 3 bits,
-/// which straddle words, it is added to each zero point.
+/// Unpacks zero points `[n, groups]` from the bytes of words `[groups, n·bits/32]`. With `less_one`, adds the one that
+/// was subtracted when they were packed.
 pub(super) fn unpack_zeros(
     bytes: &[u8],
     n: usize,
@@ -238,7 +231,6 @@ mod tests {
 
     #[test]
     fn words_by_hand() {
-        // Output o has code (o + i) mod 16 for input i.
         let codes: Vec<u8> = (0..8).flat_map(|o| (0..16).map(move |i| (o + i) % 16)).collect();
         let zeros: Vec<u8> = (0..8).flat_map(|o| [o, 15 - o]).collect();
         let parts = pack("x", &tensor("w4a16-g8-asym", [8, 16], codes, Some(zeros))).unwrap();
@@ -262,7 +254,6 @@ mod tests {
             let parts = pack("x", &tensor(scheme, [16, 32], vec![0; 16 * 32], None)).unwrap();
             assert!(words(&parts[1].1).iter().all(|w| *w == word), "{scheme}");
         }
-        // 32 times the code 3, with 3 bits.
         let parts = pack("x", &tensor("w3a16-g32", [32, 32], vec![0; 32 * 32], None)).unwrap();
         assert_eq!(words(&parts[1].1), [0xdb6d_b6db, 0xb6db_6db6, 0x6db6_db6d]);
     }
@@ -304,11 +295,9 @@ mod tests {
         let mut zeros = vec![8; 16];
         (zeros[0], zeros[1]) = (0, 0);
         let parts = pack("x", &tensor("w4a16-g8-asym", [8, 16], codes, Some(zeros))).unwrap();
-        // The codes of group 0 could be raised; those of group 1 of output 0 could not.
         assert_eq!(words(&parts[1].1), [0x7777_7770, 0x8888_8880_u32.wrapping_sub(0x1111_1111)]);
         let back = unpack_zeros(&parts[1].1, 8, 2, 4, true).unwrap();
         assert_eq!(back[..4], [1, 0, 8, 8]);
-        // At 3 bits, each zero point wraps individually.
         let zeros: Vec<u8> = (0..32).map(|i| i % 8).collect();
         let full = tensor("w3a16-g32-asym", [32, 32], vec![7; 32 * 32], Some(zeros.clone()));
         let parts = pack("x", &full).unwrap();

@@ -2,8 +2,7 @@
 //!
 //! 2, 3, 4 or 8 bits, one scheme for the whole model, scales in F16, always zero points (stored minus one) and a group
 //! index. Groups are runs of adjacent inputs, even if they were rounded in a different order, so the index is `i /
-//! group_size` and `desc_act` is false. [`layout`] packs and unpacks, [`reader`] interprets the configuration.
-//! `docs/formats/gptq.md` draws the bytes.
+//! group_size` and `desc_act` is false. `docs/formats/gptq.md` draws the bytes.
 
 mod layout;
 mod reader;
@@ -30,7 +29,6 @@ const CONFIG_FILE: &str = "quantize_config.json";
 /// Prefix of the keys of `dynamic` whose modules stay float.
 const EXCLUDED: &str = "-:";
 
-/// The limitations of loaders.
 static LOADER_RULES: &[LoaderRule] = &[
     LoaderRule::new(
         &[VLLM, SGLANG],
@@ -54,7 +52,7 @@ static LOADER_RULES: &[LoaderRule] = &[
     ),
 ];
 
-/// Whether the scheme of the linears, which all have the same, is asymmetric.
+/// All linears have one scheme.
 fn is_asymmetric(schemes: &ModuleSchemes<'_>) -> bool {
     schemes.quantized.first().is_some_and(|(_, scheme)| !scheme.is_symmetric())
 }
@@ -95,7 +93,7 @@ impl Container for GptqV1 {
     }
 
     /// All linears must have one scheme, because loaders differ in how they look up per-module schemes. Head and
-    /// embedding stay float.
+    /// embedding stay float, because not all engines support them quantized.
     fn check(&self, schemes: &ModuleSchemes<'_>) -> Result<()> {
         const REMEDY: &str = "leave it float, or write ‹format=compressed-tensors›";
         let head = schemes.head.map(|head| format!("`{head}`"));
@@ -160,7 +158,7 @@ impl Container for GptqV1 {
     }
 }
 
-/// The key that leaves exactly this module float: an expression that loaders match from the start of a name.
+/// The key that leaves exactly this module float.
 fn excluding(module: &str) -> String {
     format!("{EXCLUDED}^{}$", module.replace('.', "\\."))
 }

@@ -15,7 +15,6 @@ use crate::quantize::QuantizedTensor;
 use crate::scheme::{Granularity, LinearScheme, WeightFormat};
 use crate::{Error, Result};
 
-/// A reader of checkpoints whose quantized modules all have one scheme.
 #[derive(Debug)]
 pub(super) struct Reader {
     scheme: LinearScheme,
@@ -89,7 +88,6 @@ impl Reader {
         Ok(Some(Self { scheme, less_one, head, float }))
     }
 
-    /// The error for contents that contradict the configuration.
     fn broken(source: &dyn TensorSource, tensor: &str, reason: &str) -> Error {
         Error::UnsupportedQuantization {
             path: source.location(tensor),

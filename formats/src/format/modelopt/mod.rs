@@ -11,7 +11,7 @@
 //! | `…k_proj.k_scale`, `…v_proj.v_scale` | F32 | `[]` | the multiplier of cached keys and values; FP8 caches only |
 //!
 //! Codes and group scales are those of compressed-tensors, byte for byte. The global scale is a multiplier here and a
-//! divisor in compressed-tensors: [`reciprocal`] converts between them; [`reader`] reads checkpoints.
+//! divisor in compressed-tensors: [`reciprocal`] converts between them.
 
 mod reader;
 mod reciprocal;
@@ -30,7 +30,7 @@ use crate::{Error, Result};
 
 /// `quant_method`, and the name of the format.
 const METHOD: &str = "modelopt";
-/// The file from which older loaders take the configuration.
+/// Older loaders take the configuration from this file.
 const CONFIG_FILE: &str = "hf_quant_config.json";
 /// `quant_algo` for quantized weights and activations.
 const NVFP4: &str = "NVFP4";
@@ -68,7 +68,7 @@ impl Container for ModelOpt {
         "NVFP4 as written by ModelOpt, for vLLM, SGLang and TensorRT-LLM"
     }
 
-    /// MXFP4 becomes NVFP4, whose codes and scales represent it exactly.
+    /// NVFP4 represents MXFP4 exactly.
     fn restated_scheme(&self, scheme: LinearScheme) -> LinearScheme {
         scheme.as_nvfp4().unwrap_or_else(|| self.stored_scheme(scheme))
     }
@@ -119,8 +119,8 @@ impl Container for ModelOpt {
         Ok(specs.into_iter().zip(bytes).collect())
     }
 
-    /// All linears must have one scheme, and the embedding stays float. The algorithm `MIXED_PRECISION`, which would
-    /// have to list every layer, is not written.
+    /// All linears must have one scheme, and the embedding stays float. `MIXED_PRECISION`, which lists every layer, is
+    /// not written.
     fn check(&self, schemes: &ModuleSchemes<'_>) -> Result<()> {
         if schemes.embedding.is_some() {
             return Err(Error::usage(
@@ -190,7 +190,6 @@ impl Container for ModelOpt {
     }
 }
 
-/// The limitations of loaders.
 static LOADER_RULES: &[LoaderRule] = &[
     LoaderRule::new(&[TRANSFORMERS], |_| true, "transformers 5.23 does not load the modelopt format"),
     LoaderRule::computed(&[VLLM], excluded_by_substring),
@@ -210,7 +209,6 @@ fn excluded_by_substring(schemes: &ModuleSchemes<'_>) -> Vec<String> {
     }
 }
 
-/// `kv_cache_scheme` of FP8.
 fn cache_scheme() -> Value {
     json!({ "dynamic": false, "num_bits": 8, "type": "float" })
 }

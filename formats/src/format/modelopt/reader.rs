@@ -18,7 +18,6 @@ use crate::quantize::QuantizedTensor;
 use crate::scheme::{ActivationScheme, FloatFormat, Granularity, LinearScheme, NV_GROUP, WeightFormat};
 use crate::{Error, Result};
 
-/// Known keys of `quantization_config`, or of the object `quantization` in it.
 const KEYS: [&str; 12] = [
     "quant_method",
     "quant_algo",
@@ -34,7 +33,6 @@ const KEYS: [&str; 12] = [
     "producer",
 ];
 
-/// Supported algorithms.
 const ALGORITHMS: [&str; 6] =
     ["NVFP4", "W4A16_NVFP4", "FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "MIXED_PRECISION"];
 
@@ -51,15 +49,11 @@ fn is_fp8_scheme(scheme: &Value) -> bool {
     scheme.as_object().is_some_and(|map| map.contains_key("num_bits") && map.iter().all(same))
 }
 
-/// The reader of this layout.
 #[derive(Debug)]
 pub(super) struct Reader {
     fp8: NativeFp8,
-    /// NVFP4 modules with their schemes, which include whether inputs are rounded.
     nvfp4: BTreeMap<String, LinearScheme>,
-    /// Whether the configuration leaves all inputs float.
     weight_only: bool,
-    /// Whether keys and values are cached in FP8.
     fp8_cache: bool,
 }
 
@@ -141,7 +135,7 @@ impl Reader {
                     got: dtype.to_string(),
                 });
             }
-            // A single number may be stored as a scalar or as a vector with one element.
+            // A scalar may be stored as a vector.
             let is_one = spec.info.shape.is_empty() && *shape == [1];
             if *shape != spec.info.shape && !is_one {
                 return Err(Error::TensorShape {
@@ -160,7 +154,6 @@ impl Reader {
 /// Reads the global scale of weights, converted to the divisor of other formats.
 fn read_divisor(source: &dyn TensorSource, name: &str) -> Result<f32> {
     let multiplier = read_positive(source, name)?;
-    // The largest possible weight is 2688 times the multiplier.
     if multiplier < 1.0 {
         return Ok(reciprocal(multiplier));
     }
@@ -256,7 +249,7 @@ impl PackedReader for Reader {
         let global = read_divisor(source, &global_scale_name(module))?;
         let input = match scheme.activations {
             ActivationScheme::Nvfp4 => {
-                // Inputs may be large, so their scale may be 1 or more.
+                // Unlike the multiplier of weights, that of inputs may be 1 or more.
                 let scale = reciprocal(read_positive(source, &input_scale_name(module))?);
                 Some(StaticScale { scale, zero: 0 })
             }

@@ -1,24 +1,21 @@
 //! Global scales of NVFP4: a multiplier in ModelOpt, a divisor in compressed-tensors.
 //!
-//! An `f32` and its rounded reciprocal do not determine each other: several numbers may have the same reciprocal. But
-//! global scales are not arbitrary. A tool finds the largest magnitude `a` of a weight, which has the weight's dtype,
-//! and stores `a / 2688` or `2688 / a` (1536 if the search leaves room for a larger scale). If such an `a` exists in
-//! BF16 or F16, the other form is computed from it, as that tool would have done, and both directions are exact.
-//! Otherwise, for example for F32 weights, it is the rounded reciprocal, and the round trip may differ by one or two
-//! units in the last place.
+//! Rounded reciprocals cannot always be inverted: several numbers have the same one. But tools compute a global scale
+//! from the largest magnitude `a` of a weight, as `a / 2688` or `2688 / a` (1536 if the search leaves room for a larger
+//! scale). If such an `a` exists in BF16 or F16, the other form is computed from it, and both directions are exact.
+//! Otherwise, the result is the rounded reciprocal, and the round trip may differ by one or two units in the last
+//! place.
 
 use half::{bf16, f16};
 
 /// 6 · 448, the largest code value times the largest scale; and 6 · 256, so that scales can still be multiplied by 1.5.
 const LARGEST: [f32; 2] = [2688.0, 1536.0];
 
-/// Converts a multiplier to a divisor and vice versa. The scale must be positive, and the scale and its inverse must be
-/// finite.
+/// Converts a multiplier to a divisor and vice versa. The scale and its inverse must be positive and finite.
 pub(super) fn reciprocal(scale: f32) -> f32 {
     let narrow: [fn(f32) -> f32; 2] = [|x| bf16::from_f32(x).to_f32(), |x| f16::from_f32(x).to_f32()];
     let candidates = LARGEST.into_iter().flat_map(|largest| narrow.map(|narrow| (largest, narrow)));
     for (largest, narrow) in candidates {
-        // The scale in both forms: as a multiplier, and as a divisor.
         for (a, restated, other) in [
             (
                 narrow(scale * largest),
@@ -43,7 +40,6 @@ mod tests {
     use super::*;
 
     proptest! {
-        /// Scales computed from the largest magnitude of a 16-bit weight survive the round trip.
         #[test]
         fn scales_of_weights_of_16_bits_come_back(bits in 1u16..0x7f80, half in 1u16..0x7c00, numerator in 0usize..2) {
             let largest = LARGEST[numerator];
@@ -57,7 +53,6 @@ mod tests {
             }
         }
 
-        /// All other scales change by at most two units in the last place.
         #[test]
         fn others_are_off_by_units(scale in 1e-20_f32..1e20) {
             let other = reciprocal(scale);

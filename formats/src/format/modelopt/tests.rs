@@ -39,7 +39,6 @@ fn config(container: &dyn Container, scheme: LinearScheme) -> Value {
     container.quantization_config(&ModuleSchemes { quantized: vec![("m", scheme)], ..Default::default() })
 }
 
-/// Reads tensors with a format's reader.
 fn read(
     container: &dyn Container,
     config: &Value,
@@ -53,8 +52,6 @@ fn read(
 }
 
 proptest! {
-    /// Converting a BF16 model from compressed-tensors to this layout and back restores every byte; so does the
-    /// reverse.
     #[test]
     fn each_layout_becomes_the_other_and_comes_back(
         n in 1_usize..20, groups in 1_usize..6, largest in 1e-6_f32..200.0, rounded: bool,
@@ -70,12 +67,10 @@ proptest! {
             let between = second.pack("m", &read_first).unwrap();
             let read_second = read(second, &config(second, tensor.scheme), &source(&between), shape).unwrap();
             prop_assert_eq!(&first.pack("m", &read_second).unwrap(), &before);
-            // Codes and group scales are the same bytes.
             prop_assert!(before[0].1 == between[0].1 && before[1].1 == between[1].1);
         }
     }
 
-    /// Tensors and a configuration with arbitrary modifications give an error or a consistent tensor.
     #[test]
     fn hostile_files_are_errors(
         name in 0_usize..5, dtype in 0..Dtype::ALL.len(), shape in prop::collection::vec(0_usize..70, 0..3), fill: u8,
@@ -226,7 +221,6 @@ fn tensors_are_checked() {
             read(&ModelOpt, &config(&ModelOpt, tensor.scheme), &source(&packed), [4, 32]).unwrap_err();
         assert!(error.to_string().contains(expected), "{expected}: {error}");
     }
-    // Input scales may be large, but weight scales may not.
     let tensor = quantized([4, 32], "wf4af4-g16-nv", 0.25);
     let mut packed = ModelOpt.pack("m", &tensor).unwrap();
     packed[3].1.copy_from_slice(&1.0_f32.to_le_bytes());

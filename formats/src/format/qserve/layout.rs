@@ -26,10 +26,9 @@ use crate::quantize::QuantizedTensor;
 use crate::scheme::{ActivationScheme, Granularity, LinearScheme, WeightFormat};
 use crate::{Error, Result};
 
-/// The difference between an 8-bit code and its signed value; the two differ in the highest bit.
+/// The difference between an 8-bit code and its signed value.
 pub(super) const CODE_OFFSET: u8 = 128;
 
-/// The three kinds of weights that QServe supports.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Kind {
     /// 4 bits in groups of 128 with two levels of scales.
@@ -52,7 +51,6 @@ impl Kind {
         }
     }
 
-    /// Bits per code.
     pub(super) fn bits(self) -> u8 {
         match self {
             Self::Group | Self::Channel => 4,
@@ -68,7 +66,6 @@ impl Kind {
         }
     }
 
-    /// The scheme.
     pub(super) fn scheme(self) -> LinearScheme {
         let (granularity, two_level) = match self {
             Self::Group => (Granularity::Group(GROUP), true),
@@ -90,10 +87,8 @@ pub(super) enum S2Order {
 }
 
 impl S2Order {
-    /// All orders.
     pub(super) const ALL: [Self; 2] = [Self::Kernel, Self::Deepcompressor];
 
-    /// The name of the order in a configuration.
     pub(super) fn name(self) -> &'static str {
         match self {
             Self::Kernel => "kernel",
@@ -101,7 +96,6 @@ impl S2Order {
         }
     }
 
-    /// The position at which an output is stored.
     pub(super) fn place(self, n: usize) -> usize {
         let within = n % TILE;
         n - within
@@ -160,7 +154,6 @@ pub(super) fn byte_scales_name(module: &str) -> String {
     format!("{module}.dequant_scale")
 }
 
-/// See [`Container::layout`](crate::format::Container::layout).
 pub(super) fn layout(
     module: &str,
     [n, k]: [usize; 2],
@@ -214,7 +207,6 @@ pub(super) fn layout(
     })
 }
 
-/// See [`Container::pack`](crate::format::Container::pack).
 pub(super) fn pack(module: &str, tensor: &QuantizedTensor) -> Result<Vec<(TensorSpec, Vec<u8>)>> {
     let [n, k] = tensor.shape;
     let specs = layout(module, tensor.shape, tensor.scheme, tensor.scale_dtype)?;
@@ -264,7 +256,7 @@ pub(super) fn pack(module: &str, tensor: &QuantizedTensor) -> Result<Vec<(Tensor
 }
 
 /// Describes the first group with a scale outside 1 to 16, or with a code whose integer `(code − zero) · scale` does
-/// not fit int8; codes are `[n, k]`, scales and zero points `[n, groups]`.
+/// not fit int8. Codes are `[n, k]`, scales and zero points `[n, groups]`.
 pub(super) fn outlier(codes: &[u8], scales: &[u8], zeros: &[u8], groups: usize) -> Option<String> {
     let of_groups = codes.par_chunks_exact(GROUP).zip(scales.par_iter().zip(zeros));
     of_groups.enumerate().find_map_first(|(i, (codes, (&scale, &zero)))| {

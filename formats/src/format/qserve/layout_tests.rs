@@ -12,7 +12,6 @@ fn quantized(shape: [usize; 2], scheme: &str) -> QuantizedTensor {
     quantize_rtn("x", &weights, shape, scheme.parse().unwrap(), Dtype::F16, None).unwrap()
 }
 
-/// The position of one code's nibble: the byte, and whether it is the high nibble.
 fn place_of(row: usize, column: usize, n: usize, k: usize) -> (usize, bool) {
     let mut codes = vec![0; n * k];
     codes[row * k + column] = 15;
@@ -43,7 +42,6 @@ fn codes_are_where_the_kernels_read_them() {
     }
 }
 
-/// Every code of a matrix compared with an independent implementation of the formula.
 #[test]
 fn the_formula() {
     let (n, k) = (96, 160);
@@ -72,7 +70,6 @@ fn both_orders_of_scales() {
     let other = outputs(S2Order::Deepcompressor);
     assert_eq!(other[..6], [0, 8, 1, 9, 2, 10]);
     assert_eq!(other[14..20], [7, 15, 16, 24, 17, 25]);
-    // The rows of the stored matrix are groups.
     let values: Vec<u8> = (0..64).flat_map(|n| [n, 100 + n]).collect();
     for order in S2Order::ALL {
         let stored = order.store(&values, 64, 2);
@@ -118,8 +115,6 @@ fn tensors_of_each_kind() {
     }
 }
 
-/// 32 outputs of one group by hand, with scales from 1 to 16 and codes from 0 to 15: the stored bytes, and the kernel's
-/// arithmetic with them.
 #[test]
 fn a_group_by_hand() {
     let mut tensor = quantized([32, 128], GROUPS);
@@ -136,7 +131,7 @@ fn a_group_by_hand() {
     assert_eq!(parts[2].1[..6], [1, 9, 1, 9, 2, 10]);
     let zeros: Vec<i8> = parts[3].1[..6].iter().map(|&b| b as i8).collect();
     assert_eq!(zeros, [-3, -72, -3, -72, -8, -80]);
-    // The kernel's arithmetic on bytes, without a carry between them.
+    // The kernel's arithmetic on bytes.
     for output in 0..32 {
         let at = S2Order::Kernel.place(output);
         for code in 0..16_u8 {

@@ -1,9 +1,8 @@
 //! The description of a checkpoint for loaders: the `quantization_config`, and the complete parameters in
 //! `qserve_manifest.json` next to it.
 //!
-//! QServe's own loader takes bits and group size from its command line, and assumes the rest: the order of scales,
-//! which two converters wrote differently, and norm weights of 1, because it does not load them. The manifest states
-//! all of this explicitly.
+//! QServe's own loader takes bits and group size from its command line, and assumes the rest. The manifest states it,
+//! for example the order of scales, which two converters wrote differently.
 
 use serde_json::{Value, json};
 
@@ -20,10 +19,10 @@ use crate::scheme::LinearScheme;
 pub(super) const FILE: &str = "qserve_manifest.json";
 /// The version of its schema.
 const SCHEMA: &str = "quant-qserve/1";
-/// `layout_version`: the layout that the tables of `docs/formats/qserve.md` define.
+/// The layout that the tables of `docs/formats/qserve.md` define.
 pub(super) const LAYOUT_VERSION: u64 = 1;
 
-/// The kind of all quantized linears: `check` accepts only one scheme.
+/// All quantized linears have one kind.
 fn kind(schemes: &ModuleSchemes<'_>) -> Kind {
     let scheme = schemes.quantized.first().map(|(_, scheme)| *scheme);
     scheme.and_then(Kind::of).unwrap_or(Kind::Group)
@@ -48,7 +47,6 @@ pub(super) fn quantization_config(schemes: &ModuleSchemes<'_>) -> Value {
     config
 }
 
-/// The contents of [`FILE`].
 pub(super) fn manifest(schemes: &ModuleSchemes<'_>) -> Value {
     let kind = kind(schemes);
     let mut weights = json!({
@@ -111,8 +109,8 @@ pub(super) fn manifest(schemes: &ModuleSchemes<'_>) -> Value {
     })
 }
 
-/// Requirements of QServe's kernels on a matrix, over all batch sizes: multiples of outputs and inputs, and the minimum
-/// number of inputs.
+/// Requirements of QServe's kernels over all batch sizes: multiples of outputs and inputs, and the minimum number of
+/// inputs.
 fn tiles(kind: Kind) -> [usize; 3] {
     match kind {
         Kind::Group => [64, GROUP, 256],
@@ -121,7 +119,6 @@ fn tiles(kind: Kind) -> [usize; 3] {
     }
 }
 
-/// The limitations of loaders.
 pub(super) static LOADER_RULES: &[LoaderRule] = &[
     LoaderRule::new(
         &[QSERVE],
@@ -152,8 +149,7 @@ pub(super) static LOADER_RULES: &[LoaderRule] = &[
     }),
 ];
 
-/// The first matrix, counting fused linears as one, that does not consist of complete kernel tiles or has too few
-/// inputs.
+/// The first matrix that does not consist of complete kernel tiles or has too few inputs. Fused linears count as one.
 fn narrow<'a>(schemes: &'a ModuleSchemes<'_>) -> Option<(&'a str, [usize; 2], [usize; 3])> {
     let shape = |module: &str| schemes.shapes.get(module).copied();
     let kind_of = |scheme: &LinearScheme| Kind::of(*scheme);

@@ -1,9 +1,7 @@
 //! QServe (Lin et al., MLSys 2025): 4-bit weights with 8-bit activations, in the order in which its kernels load them.
 //!
-//! This is the only format that keeps both levels of scales of progressive groups; it also supports 4 bits with a scale
-//! per row, and 8 bits. One scheme for the whole model, scales in F16. [`layout`] packs and unpacks, [`manifest`]
-//! writes the parameters that a loader needs besides the tensors, [`reader`] interprets the configuration.
-//! `docs/formats/qserve.md` draws the bytes.
+//! This is the only format that keeps both levels of scales of progressive groups. It also supports 4 and 8 bits with a
+//! scale per row. All linears have one scheme; scales are F16. `docs/formats/qserve.md` draws the bytes.
 
 mod layout;
 mod manifest;
@@ -84,8 +82,7 @@ impl Container for QServe {
         layout::pack(module, tensor)
     }
 
-    /// All linears must have one scheme, because loaders read a single scheme. Head and embedding stay float. Only text
-    /// models are supported.
+    /// All linears must have one scheme, because loaders read only one.
     fn check(&self, schemes: &ModuleSchemes<'_>) -> Result<()> {
         if schemes.wrapper.is_some() {
             return Err(Error::usage(

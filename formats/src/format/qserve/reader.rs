@@ -1,8 +1,7 @@
 //! Reads QServe checkpoints, written by quant or by other tools, back into logical order.
 //!
-//! The reader is strict: the tensors do not determine the order of group scales, or that zero points are integers.
-//! Properties that the configuration does not state are checked as far as possible: a group that no kernel could run is
-//! rejected.
+//! The tensors do not determine the order of group scales, or that zero points are integers, so unknown keys and values
+//! that no kernel could use are errors.
 
 use serde_json::{Map, Value};
 
@@ -20,7 +19,6 @@ use crate::quantize::{Levels, QuantizedTensor};
 use crate::scheme::LinearScheme;
 use crate::{Error, Result};
 
-/// Keys that a configuration may have; other keys are rejected.
 const KEYS: [&str; 7] = [
     "quant_method",
     "wbits",
@@ -31,7 +29,6 @@ const KEYS: [&str; 7] = [
     "manifest",
 ];
 
-/// A reader of checkpoints whose quantized modules all have one scheme.
 #[derive(Debug)]
 pub(super) struct Reader {
     kind: Kind,
@@ -70,7 +67,6 @@ impl Reader {
         Ok(Some(Self { kind, order: order(map, kind)?, float: modules_to_not_convert(map)? }))
     }
 
-    /// The error for contents that a checkpoint of this kind cannot have.
     fn broken(source: &dyn TensorSource, tensor: &str, reason: &str, remedy: &str) -> Error {
         Error::InputFile {
             path: source.location(tensor),
@@ -80,7 +76,6 @@ impl Reader {
         }
     }
 
-    /// Reads row scales: finite and positive.
     fn row_scales(source: &dyn TensorSource, name: &str, n: usize) -> Result<Vec<f32>> {
         let scales = half_precision(source, name, n)?;
         match scales.iter().position(|s| *s <= 0.0) {
@@ -162,7 +157,6 @@ impl Reader {
     }
 }
 
-/// The order of scales that a configuration names; by default the kernels'.
 fn order(map: &Map<String, Value>, kind: Kind) -> Result<S2Order, String> {
     let Some(order) = map.get("s2_order").filter(|v| !v.is_null()) else { return Ok(S2Order::default()) };
     if kind != Kind::Group {
@@ -174,7 +168,6 @@ fn order(map: &Map<String, Value>, kind: Kind) -> Result<S2Order, String> {
     })
 }
 
-/// Reads an F16 tensor, all of it finite.
 fn half_precision(source: &dyn TensorSource, name: &str, len: usize) -> Result<Vec<f32>> {
     let mut values = vec![0.0; len];
     Dtype::F16.widen(&source.read(name)?, &mut values);
@@ -222,7 +215,7 @@ impl PackedReader for Reader {
     fn parts(&self, _source: &dyn TensorSource, weight: PackedWeight<'_>) -> Option<Vec<TensorPart>> {
         let PackedWeight { module, shape: [_, k], .. } = weight;
         let rows = Some(Axis::new(0, 1, 1));
-        // Codes and group scales of 32 outputs are stored together, and codes of all inputs in tiles.
+        // Codes are in tiles over all inputs, and group scales in runs of 32 outputs.
         let tiles = |dimension| Some(Axis::new(dimension, TILE, TILE));
         let codes = TensorPart::new(codes_name(module), tiles(0), Some(Axis::new(1, k.max(1), k / 2)));
         Some(match self.kind {

@@ -12,7 +12,6 @@ use crate::quantize::quantize_rtn;
 const GROUPS: &str = "w4a8-g128-asym-progressive";
 const ALL: [&str; 3] = [GROUPS, "w4a8-channel-asym", "w8a8-channel-sym"];
 
-/// Tensors that a test may change.
 #[derive(Clone)]
 struct File(Vec<(TensorSpec, Vec<u8>)>);
 
@@ -75,7 +74,6 @@ fn what_is_written_reads_back() {
         for float in ["lm_head", "model.layers.3.mlp.up_proj"] {
             assert_eq!(reader.scheme(float), None);
         }
-        // Only complete names match.
         assert!(reader.scheme("model.layers.3.mlp.up_proj2").is_some());
         assert_eq!(reader.scale_dtype(&file.source(), "m").unwrap(), Dtype::F16);
         let weight = PackedWeight { module: "m", shape: [64, 256], scheme: tensor.scheme };
@@ -85,7 +83,7 @@ fn what_is_written_reads_back() {
 
 /// `config.json` has only the keys that users of SGLang added by hand.
 #[test]
-fn a_checkpoint_of_others_needs_no_keys_of_ours() {
+fn checkpoints_of_other_programs_need_no_keys_of_quant() {
     let tensor = quantized([64, 256], GROUPS, 5);
     let file = File::of(&tensor);
     let theirs = json!({ "quant_method": "qoq", "wbits": 4, "group_size": 128 });
@@ -187,7 +185,6 @@ fn tensors_are_checked() {
     }
 }
 
-/// Reads a checkpoint with groups after changing the scale, zero point and codes of output 9, group 1.
 fn with_group(scale: u8, zero: u8, code: Option<u8>) -> Result<QuantizedTensor> {
     let mut tensor = quantized([64, 256], GROUPS, 11);
     if let Some(code) = code {
@@ -268,7 +265,6 @@ fn zeros_of_rows_are_whole_or_refused() {
 }
 
 proptest! {
-    /// Every zero point with every F16 scale, including subnormal ones.
     #[test]
     fn a_zero_times_any_scale_is_found_again(bits in 1_u16..0x7c00, zero in 0_u8..16) {
         let scale = half::f16::from_bits(bits).to_f32();

@@ -12,10 +12,8 @@ pub const KV: usize = 2;
 pub const QUERY: usize = 4;
 pub const TOKENS: usize = 100;
 pub const M: usize = 3;
-/// Pages of both heads, and one page that is in no list.
 pub const PAGES: usize = 5;
 
-/// Valid values for all arguments of a call.
 pub struct Case {
     pub layout: qz1_kv_layout,
     pub heads: qz1_heads,
@@ -121,7 +119,6 @@ impl Case {
         }
     }
 
-    /// Attends to the given lists.
     pub fn run(&mut self, lists: &[qz1_page_list]) -> qz1_status {
         Call { lists: (lists.as_ptr(), lists.len()), ..self.call() }.run()
     }
@@ -145,7 +142,6 @@ impl Case {
     }
 }
 
-/// The arguments of `qz1_attend`.
 pub struct Call {
     pub layout: *const qz1_kv_layout,
     pub pages: (*const u8, usize),

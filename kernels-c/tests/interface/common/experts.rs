@@ -11,14 +11,12 @@ pub const HIDDEN: usize = 64;
 pub const INNER: usize = 40;
 pub const COUNT: usize = 3;
 
-/// Packed weights and their layout.
 pub struct Part {
     pub packed: PackedLinear,
     pub layout: qz1_layout,
     pub bias: Vec<f32>,
 }
 
-/// Experts with different bits.
 pub struct Layer {
     pub parts: Vec<[Part; 3]>,
 }

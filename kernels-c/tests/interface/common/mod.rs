@@ -1,5 +1,3 @@
-//! Shared by the tests of the interface: a small matrix, rows and threads.
-
 pub mod attention;
 pub mod experts;
 
@@ -80,7 +78,6 @@ pub fn values(x: &[f32]) -> qz1_values {
     qz1_values { struct_size: size_of::<qz1_values>() as u32, kind, data, len: x.len() }
 }
 
-/// A pointer that may be null.
 pub fn pointer<T>(of: Option<&T>) -> *const T {
     of.map_or(null(), |of| of)
 }

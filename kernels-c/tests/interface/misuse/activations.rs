@@ -19,7 +19,6 @@ fn activations_that_do_not_fit() {
     assert_eq!(rows.quantize(&layout, &qz1_values { kind: 7, ..whole }, None), qz1_status::Scheme);
     let odd = qz1_values { data: whole.data.wrapping_byte_add(2), len: K, ..whole };
     assert_eq!(rows.quantize(&layout, &odd, None), qz1_status::Misaligned);
-    // The address is valid for f16.
     assert_eq!(rows.quantize(&layout, &qz1_values { kind: QZ1_TYPE_F16, ..odd }, None), qz1_status::Ok);
     let by = qz1_static_scale { struct_size: 16, scale: 0.1, zero: 3, reserved: 0 };
     assert_eq!(rows.quantize(&layout, &whole, Some(&by)), qz1_status::Ok);
@@ -60,7 +59,7 @@ fn activations_that_do_not_fit() {
     // Without `up`, rows are twice as wide, and three single rows are not whole rows.
     assert_eq!(gated(null()), qz1_status::Length);
     let mut none = null_mut();
-    // SAFETY: null is allowed, and nothing is freed.
+    // SAFETY: the functions allow null, and nothing is freed.
     unsafe {
         assert_eq!(qz1_int8_rows_new(99, &mut none, null()), qz1_status::Isa);
         assert!(none.is_null());

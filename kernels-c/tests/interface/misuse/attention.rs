@@ -106,11 +106,9 @@ fn lists_that_do_not_fit() {
     let size = size_of::<qz1_page_list>() as u32;
     assert_eq!(case.with_lists(|l| l[0].struct_size = size + 4), StructSize);
     assert_eq!(case.out, expected);
-    // Lists in which no tokens are seen.
     assert_eq!(case.with_lists(|l| l[1].seen = isize::MIN), Ok);
     assert!(case.lse[2..4].iter().all(|v| *v == f32::NEG_INFINITY) && case.out[2 * D] == 0.0);
     assert_eq!(case.out[..2 * D], expected[..2 * D]);
-    // Lists of a later version.
     #[repr(C)]
     #[derive(Clone, Copy)]
     struct Later {

@@ -79,7 +79,6 @@ fn caches() {
         assert_eq!(qz1_kv_cache_truncate(cache.0, 51, null()), Mismatch);
         assert_eq!(qz1_kv_cache_truncate(null_mut(), 0, null()), Null);
         assert_eq!(qz1_kv_cache_truncate(cache.0, 2, null()), Ok);
-        // More queries than tokens.
         assert_eq!(qz1_kv_cache_prefill(cache.0, q, n, to, n, to_lse, rows, null(), null()), Mismatch);
         assert_eq!(qz1_kv_cache_clear(null_mut(), null()), Null);
         let (x, len) = (keys.as_ptr(), keys.len());

@@ -52,7 +52,6 @@ fn experts_that_do_not_fit() {
     assert_eq!(second(&|e| (e.up_bias, e.up_bias_len) = (good[0].up_bias, 3)), qz1_status::Length);
     assert_eq!(second(&|e| e.reserved = 2), qz1_status::StructSize);
     assert_eq!(second(&|e| e.struct_size -= 8), qz1_status::StructSize);
-    // A down projection instead of an up projection.
     let swapped = |e: &mut qz1_expert| (e.up_layout, e.up, e.up_len) = (e.down_layout, e.down, e.down_len);
     assert_eq!(second(&swapped), qz1_status::Mismatch);
 }

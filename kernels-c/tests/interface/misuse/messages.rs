@@ -33,7 +33,7 @@ fn messages_say_why() {
 
 /// Callers may print the text after any call, even if they never initialized it.
 #[test]
-fn a_text_stands_there_where_all_is_well() {
+fn successful_calls_write_a_text() {
     let matrix = Matrix::new();
     let mut text = [0x55_u8; 12];
     let message = message(text.as_mut_ptr().cast(), text.len());
@@ -49,7 +49,6 @@ fn a_text_stands_there_where_all_is_well() {
     assert_eq!((status, &text[..]), (qz1_status::ForEach, &b"for_each di\0"[..]));
 }
 
-/// A text that overlaps any other part of the call is not written.
 #[test]
 fn texts_overlap_nothing() {
     let matrix = Matrix::new();

@@ -18,7 +18,7 @@ fn layouts_over_what_is_read() {
     let (matrix, mut codes) = (Matrix::new(), aligned_codes());
     codes[0] = size_of::<qz1_layout>() as u64;
     let at = codes.as_mut_ptr();
-    // The codes also serve as a layout, whose size field is the first word. They must not be overwritten.
+    // The codes also serve as a layout, whose size field is the first word.
     let weights = matrix.weights();
     let mut weights = qz1_weights { bits: 8, codes: at.cast(), zeros: null(), zeros_len: 0, ..weights };
     // SAFETY: every pointer is null or points to a live value.
@@ -111,7 +111,6 @@ fn attention_over_lists_and_structures() {
     assert_eq!((case.heads.query, case.heads.kv), (4, 2));
 }
 
-/// A number or handle that will be written overlaps the text.
 #[test]
 fn texts_over_numbers_and_handles() {
     let case = Case::new(QZ1_KV_4BIT);

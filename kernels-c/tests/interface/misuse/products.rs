@@ -26,7 +26,6 @@ fn products_that_do_not_fit() {
         }
     };
     let (b, l) = ((bias.as_ptr(), N), packed.len());
-    // A handle whose rows were never filled.
     assert_eq!(run(rows.0, l, b, (to, 3 * N), 0), qz1_status::Mismatch);
     assert_eq!(rows.quantize(&layout, &values(&x), None), qz1_status::Ok);
     assert_eq!(run(rows.0, l, b, (to, 3 * N), 0), qz1_status::Ok);

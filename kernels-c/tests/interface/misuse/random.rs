@@ -35,12 +35,10 @@ proptest! {
         prop_assert_eq!(bits(&out[0]), bits(&out[1]));
     }
 
-    /// Meaningless numbers are rejected, and nothing is read out of bounds.
     #[test]
     fn random_fields_are_refused_or_right(words in prop::array::uniform8(any::<u64>()), which in 0usize..8) {
         let matrix = Matrix::new();
         let (mut weights, mut layout) = (matrix.weights(), matrix.layout());
-        // Random shapes, with the pointers and lengths of the real matrix.
         match which {
             0 => weights.n = words[0] as usize,
             1 => weights.k = words[0] as usize,

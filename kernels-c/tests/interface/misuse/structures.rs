@@ -7,7 +7,6 @@ use quant_kernels::*;
 use crate::common::attention::Case;
 use crate::common::*;
 
-/// A structure of a later version is accepted if its new fields are zero.
 #[test]
 fn structures_may_grow() {
     #[repr(C)]
@@ -62,8 +61,6 @@ fn reserved_fields_are_zero() {
     assert_eq!(case.with_lists(|lists| lists[1].reserved = 1), qz1_status::StructSize);
 }
 
-/// An output of a later version gets the fields that this version knows; the rest stays zero, and the size is
-/// unchanged.
 #[test]
 fn outputs_may_grow() {
     #[repr(C)]

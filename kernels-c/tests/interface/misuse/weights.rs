@@ -32,7 +32,6 @@ fn weights_that_do_not_fit() {
     assert_eq!(status(&|w| w.scales_len -= 1), qz1_status::Length);
     assert_eq!(status(&|w| w.zeros_len -= 1), qz1_status::Length);
     assert_eq!(status(&|w| w.scales = w.scales.wrapping_byte_add(1)), qz1_status::Misaligned);
-    // Shapes whose product overflows.
     assert_eq!(status(&|w| w.n = usize::MAX), qz1_status::Length);
     assert_eq!(status(&|w| (w.n, w.k, w.group_size) = (1 << 62, 64, 64)), qz1_status::Length);
     assert_eq!(status(&|w| w.scales_len = usize::MAX), qz1_status::TooLarge);
@@ -102,7 +101,6 @@ fn packing_and_unpacking() {
     assert_eq!(pack(0, 2, null_mut(), 2 * panel), qz1_status::Null);
     assert_eq!(pack(0, 2, weights.codes.cast_mut(), 2 * panel), qz1_status::Overlap);
     assert_eq!(pack(0, 2, weights.zeros.cast_mut(), 2 * panel), qz1_status::Overlap);
-    // Weights with a different layout.
     let symmetric = qz1_weights { zeros: null(), zeros_len: 0, ..weights };
     // SAFETY: every pointer is null or points to a live value.
     let status = unsafe { qz1_pack(&symmetric, &layout, 0, 2, out.as_mut_ptr(), out.len(), null(), null()) };

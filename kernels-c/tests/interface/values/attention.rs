@@ -8,7 +8,6 @@ use quant_kernels::*;
 use crate::common::attention::*;
 use crate::common::*;
 
-/// Pages and caches give bit-identical results, in one part or two.
 #[test]
 fn pages_and_caches_agree() {
     assert_eq!(qz1_has(QZ1_FEATURE_ATTENTION), 1);
@@ -42,7 +41,6 @@ fn pages_and_caches_agree() {
             );
             assert_eq!(status, Ok);
             assert_eq!((&out, &lse), (&case.out, &case.lse));
-            // The last query only.
             let (to, last) = (out.as_mut_ptr(), q.add(2 * row));
             let status = qz1_kv_cache_decode(
                 cache.0,

@@ -86,6 +86,6 @@ fn experts() {
     assert_eq!(qz1_has(QZ1_FEATURE_EXPERTS), 1);
     check(QZ1_TYPE_F32, |v| v);
     check(QZ1_TYPE_BF16, bf16::from_f32);
-    // SAFETY: null is allowed.
+    // SAFETY: `qz1_experts_free` allows null.
     unsafe { qz1_experts_free(null_mut()) };
 }

@@ -20,7 +20,6 @@ fn versions_and_features() {
     assert_eq!(qz1_abi_version() >> 16, 1);
     assert_eq!(text(qz1_version()), Some(env!("CARGO_PKG_VERSION")));
     let there: Vec<u32> = (0..99).filter(|&feature| qz1_has(feature) == 1).collect();
-    // Some features depend on the build.
     let always = [1, 2, 3, 4, 5, 6, 7, QZ1_FEATURE_EXPERTS];
     let built = [
         (QZ1_FEATURE_CUDA, cfg!(feature = "cuda")),

@@ -12,7 +12,7 @@ use crate::common::*;
 fn transforms_are_those_of_rust() {
     for n in [1, 24, 64, 160] {
         let (of, mut by) = (Hadamard::new(n).unwrap(), null_mut());
-        // SAFETY: here and below, every pointer is null or points to a live value.
+        // SAFETY: every pointer is null or points to a live value.
         assert_eq!(unsafe { qz1_hadamard_new(n, &mut by, null()) }, qz1_status::Ok);
         for (row, column) in [(0, 0), (n - 1, n / 2), (n / 2, n - 1), (n, 0), (0, n)] {
             let sign = of.sign(row, column).map_or(0, i32::from);

@@ -52,7 +52,6 @@ fn tokens_are_those_of_rust() {
 #[test]
 fn attention_is_that_of_rust() {
     for (kind, of) in KINDS {
-        // Appended through the C interface.
         let mut case = Case::new(kind);
         let of = KvLayout::new(of, D).unwrap();
         let heads = Heads { query: QUERY, kv: KV, scale: case.heads.scale };
@@ -116,7 +115,6 @@ fn attention_is_that_of_rust() {
             }
         }
 
-        // Merges attention of the same queries on further tokens.
         let (other, other_lse) = (noise(out.len(), 61), noise(lse.len(), 67));
         merge(D, &mut out, &mut lse, &other, &other_lse).unwrap();
         let (n, rows, x, y) = (out.len(), lse.len(), other.as_ptr(), other_lse.as_ptr());
@@ -140,7 +138,7 @@ fn caches_are_those_of_rust() {
         let (to, to_lse, q) = (c_out.as_mut_ptr(), c_lse.as_mut_ptr(), case.q.as_ptr());
         let (n, rows, mut workspace) = (out.len(), lse.len(), Workspace::default());
         of.append(&case.keys, &case.values, &Serial).unwrap();
-        // SAFETY: here and below, every pointer is null or points to a live value.
+        // SAFETY: every pointer is null or points to a live value.
         unsafe {
             assert_eq!(qz1_kv_cache_new(&case.layout, &case.heads, TOKENS, &mut at, null()), Ok);
             assert_eq!(qz1_kv_cache_append(at, x, len, y, len, null(), null()), Ok);
@@ -149,7 +147,6 @@ fn caches_are_those_of_rust() {
         }
         of.prefill(&case.q, &mut out, &mut lse, &mut workspace, &Serial).unwrap();
         assert_eq!([bits(&c_out), bits(&c_lse)], [bits(&out), bits(&lse)]);
-        // Discards some tokens, and computes the queries of the last one.
         of.truncate(70).unwrap();
         let row = QUERY * D;
         of.decode(&case.q[..row], &mut out[..row], &mut lse[..QUERY], &mut workspace, &Serial).unwrap();

@@ -13,10 +13,8 @@ use super::features::number;
 use super::weights::Weights;
 use crate::common::*;
 
-/// Rows of activations.
 const M: usize = 14;
 
-/// The operation that computes rows.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Form {
     Plain,
@@ -32,7 +30,6 @@ const FORMS: [Form; 5] = [
     Form::Gate { joined: true },
 ];
 
-/// Activations of one type, and everything that they are multiplied by.
 struct Case<E> {
     kind: u32,
     x: Vec<E>,
@@ -84,7 +81,6 @@ impl<E: Element + PartialEq + Debug> Case<E> {
         qz1_residual { struct_size, kind: self.kind, data, len: of.len() }
     }
 
-    /// Multiplies 8-bit integer rows through Rust; returns the products and the residual.
     fn int8(&self, form: Form, isa: Isa, by: Option<StaticScale>) -> (Vec<u32>, Vec<E>) {
         let (token, layout, mut residual) = (isa.token().unwrap(), self.rows(), self.residual.clone());
         let mut rows = Int8Rows::new(token);
@@ -106,7 +102,6 @@ impl<E: Element + PartialEq + Debug> Case<E> {
         (bits(&out), residual)
     }
 
-    /// Multiplies float rows through Rust; returns the products and the residual.
     fn float(&self, form: Form, isa: Isa) -> (Vec<u32>, Vec<E>) {
         let (layout, mut residual) = (self.rows(), self.residual.clone());
         let mut rows = FloatRows::new(isa.token().unwrap());
@@ -143,7 +138,6 @@ impl<E: Element + PartialEq + Debug> Case<E> {
         }
     }
 
-    /// Multiplies 8-bit integer rows through C.
     fn c_int8(&self, form: Form, isa: u32, by: Option<StaticScale>, parallel: P) -> (Vec<u32>, Vec<E>) {
         let struct_size = size_of::<qz1_static_scale>() as u32;
         let by =
@@ -178,7 +172,6 @@ impl<E: Element + PartialEq + Debug> Case<E> {
         (bits(&out), residual)
     }
 
-    /// Multiplies float rows through C.
     fn c_float(&self, form: Form, isa: u32, parallel: P) -> (Vec<u32>, Vec<E>) {
         let (mut rows, layout, norm) = (null_mut(), &self.layout, self.norm());
         let mut residual = self.residual.clone();
@@ -228,7 +221,6 @@ impl<E: Element + PartialEq + Debug> Case<E> {
             for parallel in [null(), &raw const threads] {
                 assert!(self.c_float(form, number(isa), parallel) == expected, "{form:?} {isa:?} of floats");
             }
-            // Different operations must give different results.
             assert!(form == Form::Plain || self.float(Form::Plain, isa).0 != expected.0);
         }
     }

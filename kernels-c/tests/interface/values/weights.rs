@@ -18,7 +18,6 @@ pub(super) struct Weights {
     groups: Option<Vec<u8>>,
     zeros: Option<Vec<u8>>,
     sums: bool,
-    /// The format of floating-point codes.
     pub(super) float: Option<FloatFormat>,
 }
 
@@ -41,7 +40,6 @@ impl Weights {
         }
     }
 
-    /// Floating-point codes, with group scales in E4M3 or floats.
     fn floats(format: FloatFormat, group_size: usize, e4m3: bool) -> Self {
         let integers = Self::new(format.bits(), group_size, false, false, false);
         let [n, k] = integers.shape;
@@ -55,7 +53,6 @@ impl Weights {
         }
     }
 
-    /// Weights of every kind.
     pub(super) fn all() -> impl Iterator<Item = Self> {
         let kinds = [(4, 32, false), (3, 96, false), (8, 24, false), (4, 48, true)];
         let zeros_and_sums = [(false, false), (false, true), (true, false), (true, true)];
@@ -115,7 +112,6 @@ impl Weights {
         }
     }
 
-    /// The layout from the C interface.
     pub(super) fn layout(&self) -> qz1_layout {
         let mut layout = empty();
         // SAFETY: every pointer is null or points to a live value.
@@ -247,7 +243,7 @@ fn formats_of_codes() {
 }
 
 #[test]
-fn what_was_packed_is_told_from_what_was_not() {
+fn packed_bytes_are_checked() {
     for weights in Weights::all() {
         let (rust, layout) = (weights.packed(), weights.layout());
         let mut bytes = rust.view().bytes().to_vec();

@@ -10,16 +10,10 @@
 //!   all rows;
 //! - blocks, which fit in a tile. Two row tiles times two panels are four products for four loads.
 //!
-//! The sums of a group start from zero in a tile. At the end of the group, they are added to the totals as in
-//! [`tile`](super::tile) and [`float_tile`](super::float_tile): one multiply-add in `f32` per group, in order. Integers
-//! are exact, so results equal those of all other paths. Codes of 4 bits are expanded with their zero point subtracted,
-//! which fits a signed byte; codes of 8 bits are multiplied as stored, and their zero points are subtracted from the
-//! sums when the group ends.
-//!
-//! For floats, a group's sums are added block by block and, within a block, part by part, regardless of the number of
-//! rows, so a row's result does not depend on the other rows. Each block is summed as described at
-//! [`TileUnit::add_bf16`]. A group's result is within `(k + 4) · 2⁻²³ Σ |q − c| |x|` of the exact sum of the products
-//! of the parts.
+//! At the end of a group, its sums are added to the totals as in [`tile`](super::tile) and
+//! [`float_tile`](super::float_tile): one multiply-add in `f32` per group, in order. Sums of integers are exact, so
+//! results equal those of all other paths. Floats are added in an order that does not depend on the number of rows, so
+//! a row's result does not depend on the other rows.
 #![allow(clippy::too_many_arguments, reason = "they describe one product")]
 
 mod steps;
@@ -34,24 +28,19 @@ use crate::linear::tile::Out;
 use crate::simd::Lanes;
 use crate::simd::tiles::{ROW, Shape, TILE, TileUnit};
 
-/// Minimum number of rows for int8 products on the tile unit: fewer rows wait for memory on any path.
+/// Minimum number of rows for int8 products on the tile unit.
 pub(crate) const TILED_ROWS: usize = 16;
-/// Int8 products with groups up to this width do not use the tile unit: a tile product adds 64 products of bytes per
-/// sum, of which such a group fills a quarter, and the sums of every group must be stored and added. Vector lanes are
-/// faster there.
+/// Int8 products with groups up to this width do not use the tile unit, because vector lanes are faster.
 pub(crate) const UNTILED_GROUP: usize = 16;
 /// Maximum number of tiles of sums that a piece of work keeps: row tiles times panels.
 const SLOTS: usize = 32;
 /// Maximum number of panels per piece of work, so that the totals in `out` between stretches stay in the L2 cache, too.
 pub(super) const CHUNK: usize = 64;
-/// Number of tiles for expanded codes.
 const RIGHT: usize = 16;
 /// Bytes of activations per stretch.
 const STRETCH_BYTES: usize = 1 << 20;
-/// How many bytes ahead within a panel codes are prefetched.
 const AHEAD: usize = 4096;
 
-/// The operands of a product, and the destination of results.
 pub(super) struct Tiled<'a> {
     pub(super) layout: &'a Layout,
     /// The packed matrix.
@@ -73,7 +62,6 @@ pub(super) struct Tiled<'a> {
 }
 
 impl Tiled<'_> {
-    /// The number of rows of a row tile, without padding.
     fn rows_of(&self, tile: usize) -> usize {
         self.tiling.rows.min(self.m - tile * self.tiling.rows)
     }
@@ -84,8 +72,8 @@ pub(super) const SIGNED: usize = 0;
 pub(super) const UNSIGNED: usize = 1;
 pub(super) const BF16: usize = 2;
 
-/// The steps other than products of tiles, compiled for the path's instructions. As separate functions they are
-/// compiled once each, and not into each of the many loops over tiles.
+/// The steps other than products of tiles, as separate functions, so that they are not compiled into each of the many
+/// loops over tiles.
 #[derive(Clone, Copy)]
 pub(super) struct Steps {
     /// [`expand`].
@@ -96,7 +84,7 @@ pub(super) struct Steps {
     pub(super) finish: unsafe fn(&Tiled<'_>, *const u8, usize, usize, *const f32),
 }
 
-/// Intermediate results on the stack: products allocate nothing.
+/// Intermediate results.
 #[repr(C, align(64))]
 struct Scratch {
     /// Expanded codes, one panel after the other.
@@ -124,8 +112,8 @@ pub(super) unsafe fn multiply<U: TileUnit, const OF: usize>(
     let mut scratch = MaybeUninit::<Scratch>::uninit();
     let scratch = scratch.as_mut_ptr();
     let tiling = t.tiling;
-    // With a single row tile, products wait for memory and for the previous product on the same sums. Four panels are
-    // four streams of memory, and four independent sums.
+    // With a single row tile, products wait for memory and for the previous product on the same sums, so four panels
+    // are multiplied in parallel.
     let wide = if tiles.len() == 1 { 4 } else { 2 };
     // SAFETY: the caller guarantees that all pointers are valid; shapes of tilings have 1 to 16 rows of 8 to 64 bytes.
     unsafe {
@@ -150,8 +138,7 @@ pub(super) unsafe fn multiply<U: TileUnit, const OF: usize>(
     }
 }
 
-/// Maximum number of row tiles per piece of work. For int8 activations the number that fits in two stretches, but at
-/// least 8 and at most 16, for which there are slots; for floats, which take more bytes, 8.
+/// Maximum number of row tiles per piece of work.
 pub(super) fn max_tiles(tiling: Tiling) -> usize {
     if tiling.step_bytes > STEP {
         return SLOTS / 4;
@@ -167,7 +154,6 @@ fn stretches(tiling: Tiling, tiles: usize) -> impl Iterator<Item = Range<usize>>
     let block_bytes = tiles * tiling.parts * tiling.rows * tiling.row_bytes();
     let max = (STRETCH_BYTES / block_bytes.max(1)).max(1);
     let each = if tiling.groups == 1 { max } else { (max / tiling.blocks).max(1) * tiling.blocks };
-    // Stretches of similar size.
     let count = all.div_ceil(each);
     let unit = if tiling.groups == 1 { 1 } else { tiling.blocks };
     let each = all.div_ceil(count).next_multiple_of(unit);
@@ -175,10 +161,13 @@ fn stretches(tiling: Tiling, tiles: usize) -> impl Iterator<Item = Range<usize>>
 }
 
 /// The memory for the sums and totals of a slot.
+///
+/// # Safety
+/// `scratch` must be valid, and `slot` less than [`SLOTS`].
 #[inline(always)]
 unsafe fn slots(scratch: *mut Scratch, slot: usize) -> (*mut u8, *mut f32) {
     debug_assert!(slot < SLOTS);
-    // SAFETY: the caller guarantees that the scratch memory is valid; `slot` is below the number of slots.
+    // SAFETY: the caller guarantees that `scratch` is valid, and that `slot` is less than `SLOTS`.
     unsafe {
         let (sums, totals) = (&raw mut (*scratch).sums, &raw mut (*scratch).totals);
         (sums.cast::<u8>().add(slot * TILE), totals.cast::<u8>().add(slot * TILE).cast())
@@ -186,9 +175,12 @@ unsafe fn slots(scratch: *mut Scratch, slot: usize) -> (*mut u8, *mut f32) {
 }
 
 /// The memory for tile `t` (of four) of the sums of group `g`, if the group is completed within one chunk.
+///
+/// # Safety
+/// `scratch` must be valid, and `t` less than 4.
 #[inline(always)]
 unsafe fn stage(scratch: *mut Scratch, g: usize, t: usize) -> *mut u8 {
-    // SAFETY: the caller guarantees that the scratch memory is valid; there are two stages of four tiles.
+    // SAFETY: the caller guarantees that `scratch` is valid and `t` less than 4; there are two stages of four tiles.
     unsafe { (&raw mut (*scratch).stages).cast::<u8>().add((g % 2 * 4 + t) * TILE) }
 }
 
@@ -211,8 +203,8 @@ unsafe fn stretch_of<U: TileUnit, const OF: usize, const NP: usize>(
     let right_bytes = ROW * tiling.row_bytes() / 4;
     let direct = (OF == UNSIGNED || layout.is_bf16()) && layout.steps() == blocks * tiling.steps;
     let chunk = RIGHT / NP;
-    // SAFETY: the caller guarantees the contract above; every index of a panel, tile, block or slot is less than its
-    // count.
+    // SAFETY: the caller guarantees the contract of `multiply`; every index of a panel, tile, block or slot is less
+    // than its count.
     unsafe {
         let weights = t.weights.add(panel * layout.panel_bytes());
         if stretch.start > 0 {
@@ -357,7 +349,7 @@ unsafe fn products<U: TileUnit, const OF: usize, const NP: usize, const MT: usiz
     let (row_bytes, parts) = (tiling.row_bytes(), tiling.parts);
     let left_bytes = tiling.rows * row_bytes;
     let across = tiling.groups * tiling.blocks * parts * left_bytes;
-    // SAFETY: the caller guarantees the contract above.
+    // SAFETY: the caller guarantees the contract of `products`.
     unsafe {
         let mut left = t.tiles.add(tile * across + blocks.start * parts * left_bytes);
         let mut right_at = right.at;
@@ -439,7 +431,7 @@ unsafe fn block<U: TileUnit, const OF: usize, const NP: usize, const MT: usize>(
     right: *const u8,
     panel: usize,
 ) {
-    // SAFETY: the caller guarantees the contract above.
+    // SAFETY: the caller guarantees the contract of `products`.
     unsafe {
         if NP > 2 {
             // Two parts share a right operand.
@@ -497,7 +489,7 @@ unsafe fn block<U: TileUnit, const OF: usize, const NP: usize, const MT: usize>(
 unsafe fn add<U: TileUnit, const OF: usize, const SUM: usize, const LEFT: usize, const RIGHT: usize>(
     unit: &mut U,
 ) {
-    // SAFETY: the caller guarantees the contract above.
+    // SAFETY: the caller guarantees the contract of `TileUnit`.
     unsafe {
         match OF {
             BF16 => unit.add_bf16::<SUM, LEFT, RIGHT>(),

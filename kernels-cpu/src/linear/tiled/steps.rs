@@ -1,5 +1,4 @@
-//! The steps other than products of tiles: codes are expanded before the products, and their sums are added to the
-//! totals of rows, which are finally scaled and written.
+//! The steps other than products of tiles: expanding codes, adding sums to the totals, and writing results.
 
 use core::ops::Range;
 
@@ -32,7 +31,7 @@ pub(in crate::linear) unsafe fn expand<U: TileUnit, const CODES: usize, const KI
     let (panels, waits) = (count, count > 2);
     let ahead = Prefetcher::new(layout, panels, AHEAD);
     let centre = layout.zero_point().map_or(1 << (codes::bits(CODES) - 1), i32::from);
-    // SAFETY: the caller guarantees the contract above; every step and every group is less than its count.
+    // SAFETY: the caller guarantees the contract of `expand`; every step and every group is less than its count.
     unsafe {
         let table = U::table::<CODES>(centre);
         for (i, block) in blocks.enumerate() {
@@ -92,7 +91,7 @@ pub(in crate::linear) unsafe fn join<L: Lanes, const CODES: usize, const KIND: u
     sums: *const u8,
     totals: *mut f32,
 ) {
-    // SAFETY: the caller guarantees the contract above.
+    // SAFETY: the caller guarantees the contract of `join`.
     unsafe {
         match (KIND, g) {
             (FLOAT, 0) => join_floats::<L, CODES, true>(t, panel, tile, g, sums, totals),
@@ -130,7 +129,7 @@ unsafe fn join_integers<
     totals: *mut f32,
 ) {
     let layout = t.layout;
-    // SAFETY: the caller guarantees the contract above; rows of a slot are 64 bytes.
+    // SAFETY: the caller guarantees the contract of `join`; rows of a slot are 64 bytes.
     unsafe {
         let scales = scales_of::<L, 1>(layout.scales(), panel.add(layout.scales_at()), 0, g * PANEL_ROWS)[0];
         // The contribution of the zero point of the activations.
@@ -181,7 +180,7 @@ unsafe fn join_floats<L: Lanes, const CODES: usize, const FIRST: bool>(
     totals: *mut f32,
 ) {
     let layout = t.layout;
-    // SAFETY: the caller guarantees the contract above; rows of a slot are 64 bytes.
+    // SAFETY: the caller guarantees the contract of `join`; rows of a slot are 64 bytes.
     unsafe {
         let scales = scales_of::<L, 1>(layout.scales(), panel.add(layout.scales_at()), 0, g * PANEL_ROWS)[0];
         let progressive = layout.scales() == ScaleType::Progressive;
@@ -236,8 +235,8 @@ pub(in crate::linear) unsafe fn finish<L: Lanes, const KIND: usize>(
             stride: t.out.stride,
             columns: n - column,
         };
-        // SAFETY: the caller guarantees the contract above; a row of totals has 16 values, and rows and columns are
-        // within `out`.
+        // SAFETY: the caller guarantees the contract of `finish`; a row of totals has 16 values, and rows and columns
+        // are within `out`.
         unsafe {
             let total = L::load_f32(totals.add(r * PANEL_ROWS).cast());
             let total = if KIND == PROGRESSIVE { L::to_f32(L::as_i32(total)) } else { total };

@@ -10,8 +10,7 @@ use super::{Shape, TileUnit};
 use crate::simd::avx512::{Avx512Bf16, Avx512Vnni};
 use crate::simd::{E2M1_OFFSET, FloatLanes, Lanes, codes};
 
-/// The configured unit of this thread. Requires `amx-tile`, `amx-int8` and `amx-bf16`, permitted by the system, and
-/// AVX-512 with BF16: [`Isa::Amx`](crate::Isa::Amx).
+/// The configured unit of this thread. Requires [`Isa::Amx`](crate::Isa::Amx).
 pub(crate) struct Amx(());
 
 /// The operand of `ldtilecfg`: palette, first row, and for 16 tiles the bytes per row and the rows.

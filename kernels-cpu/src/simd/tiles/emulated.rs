@@ -10,7 +10,6 @@ use crate::float_format::e4m3_packed;
 use crate::simd::scalar::Scalar;
 use crate::simd::{E2M1_OFFSET, Lanes, codes};
 
-/// Tiles in memory.
 pub(crate) struct Emulated {
     shape: Shape,
     tiles: [[[u8; ROW]; 16]; 8],
@@ -57,12 +56,10 @@ fn integers(sum: [u8; 4], terms: &[[[u8; 4]; 2]], right: fn(u8) -> i32) -> [u8; 
     products.fold(i32::from_le_bytes(sum), i32::wrapping_add).to_le_bytes()
 }
 
-/// Replaces subnormal values by zero of the same sign.
 fn flush(value: f32) -> f32 {
     if value.is_subnormal() { 0.0_f32.copysign(value) } else { value }
 }
 
-/// Converts two bytes of bf16 to `f32`.
 fn widen(bytes: [u8; 2]) -> f32 {
     flush(bf16::from_le_bytes(bytes).to_f32())
 }

@@ -1,12 +1,12 @@
 //! A tile unit: eight registers of up to 16 rows of 64 bytes, and products of two of them added to a third.
 //!
 //! Kernels are written once over [`TileUnit`]. [`amx::Amx`] is the hardware; [`emulated::Emulated`] is a bit-exact
-//! emulation in portable code, so that tests run everywhere; on processors that have the unit, tests compare the two.
+//! emulation in portable code, for tests.
 //!
-//! Weights are the right operand of a product. Its tile has one row of 64 bytes for every four bytes of a row of the
-//! left one: for each of 16 output features, four neighbouring codes, or two neighbouring bf16. This is the order of a
-//! panel's steps ([`layout`](crate::layout)), so codes of 8 bits can be multiplied in place, and others are expanded
-//! step by step.
+//! Weights are the right operand of a product. A row of its tile belongs to four bytes of a row of the left operand: it
+//! holds, for each of 16 output features, four neighbouring codes or two neighbouring bf16. This is the order of a
+//! panel's steps ([`layout`](crate::layout)), so codes of 8 bits can be multiplied in place. Others are expanded step
+//! by step.
 
 #[cfg(target_arch = "x86_64")]
 pub(crate) mod amx;
@@ -14,9 +14,7 @@ pub(crate) mod emulated;
 
 use super::Lanes;
 
-/// Bytes per row of a tile.
 pub(crate) const ROW: usize = 64;
-/// Bytes per tile.
 pub(crate) const TILE: usize = 16 * ROW;
 
 /// Sums, `[rows, 16]` of 32 bits each.
@@ -42,7 +40,6 @@ pub(crate) struct Shape {
 /// must be tiles of the ranges of these names; pointers must be valid for the rows of a tile of the configured shape,
 /// `stride` bytes apart, at any alignment.
 pub(crate) trait TileUnit: Sized {
-    /// Lanes for everything that is not a product of tiles.
     type Lanes: Lanes;
     /// The table that converts codes to pairs of bf16.
     type Table: Copy;

@@ -3,7 +3,6 @@
 use super::emulated::Emulated;
 use super::*;
 
-/// Reproducible random numbers.
 struct Random(u64);
 
 impl Random {
@@ -20,7 +19,6 @@ enum Kind {
     Bf16,
 }
 
-/// The operands of one product.
 struct Case {
     shape: Shape,
     sum: Vec<u8>,
@@ -128,7 +126,6 @@ fn the_emulated_unit_multiplies_bf16() {
     }
 }
 
-/// Subnormal operands and results count as zero, with their sign, and infinities and NaN are propagated.
 #[test]
 fn the_emulated_unit_flushes_subnormals() {
     let shape = Shape { rows: 1, depth: 1 };
@@ -152,7 +149,6 @@ fn the_emulated_unit_flushes_subnormals() {
     assert!(product(1.0, [0x7f80, 0x7f80], [0x3f80, 0xbf80]).is_nan());
 }
 
-/// Steps are expanded as the layout defines.
 #[test]
 fn steps_are_expanded() {
     let mut random = Random(3);
@@ -223,7 +219,7 @@ mod hardware {
                 shapes().flat_map(|s| [(s, Kind::Signed), (s, Kind::Unsigned), (s, Kind::Bf16)])
             {
                 let case = Case::new(shape, &mut byte(&mut random, round % 2 == 0));
-                // SAFETY: the path is available.
+                // SAFETY: the processor has AMX, checked above.
                 let got = comparable(kind, &unsafe { case.run::<Amx>(kind) });
                 // SAFETY: the emulated unit needs no instructions.
                 let expected = comparable(kind, &unsafe { case.run::<Emulated>(kind) });
@@ -242,7 +238,7 @@ mod hardware {
             let step: [u8; 128] = core::array::from_fn(|_| random.next() as u8);
             let mut got = ([0; 128], [0; 256], [0; 256]);
             let mut expected = got;
-            // SAFETY: the path is available; the arrays have the lengths that are read and written.
+            // SAFETY: the processor has AMX, checked above; the arrays have the lengths that are read and written.
             unsafe {
                 expand::<4>(&step, zero, &mut got.0, &mut got.1);
                 expand::<8>(&step, zero, &mut got.0, &mut got.2);

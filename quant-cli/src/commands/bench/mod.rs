@@ -64,7 +64,6 @@ struct Report {
 #[derive(Serialize)]
 struct Rate {
     tokens: usize,
-    /// One value per repetition.
     seconds: Vec<f64>,
     tokens_per_second: f64,
 }
@@ -95,7 +94,7 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
     let gpu = (args.device == Device::Cuda).then(CudaRunner::new).transpose()?;
     let opened = inputs::open(&args.model, session)?;
     let positions = args.prefill.saturating_add(args.decode);
-    // The tables and the cache grow with the number of positions, so it is limited.
+    // The tables and the cache grow with the number of positions.
     if positions > 1 << 20 {
         return Err(Error::usage(
             format!("prefill and decode together need {positions} positions; the maximum is 1048576"),
@@ -114,7 +113,6 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
         let reason = opened.model.kernels_refuse(kv).unwrap_or_default();
         session.progress.note(&format!("the KV cache is simulated: {reason}"));
     }
-    // Any tokens will do; these spread over the vocabulary.
     let prompt: Vec<u32> = (0..args.prefill).map(|i| ((i * 7919 + 1) % decoder.vocab()) as u32).collect();
     let (mut prefill, mut decode) = (Vec::new(), Vec::new());
     let mut kv_cache_bytes = 0;

@@ -21,7 +21,6 @@ const FUEL: u64 = 10_000_000;
 /// The maximum nesting depth of macros and blocks.
 const DEPTH: usize = 200;
 
-/// A compiled chat template, with the special tokens that it may write.
 #[derive(Debug)]
 pub(super) struct Compiled {
     /// The template without marks, and with marks if it has generation blocks.
@@ -31,10 +30,7 @@ pub(super) struct Compiled {
     pub(super) path: PathBuf,
 }
 
-/// Compiles a template; `path` is for messages.
-///
-/// # Errors
-/// [`Error::InputFile`] if the template is malformed, with the line of a syntax error.
+/// `path` is for messages.
 pub(in crate::calibrate) fn load(
     source: String,
     tokens: Vec<(String, String)>,
@@ -43,16 +39,11 @@ pub(in crate::calibrate) fn load(
     Ok(Box::new(Compiled::new(source, tokens, path)?))
 }
 
-/// The names of the two forms of a template.
 pub(super) const PLAIN: &str = "template";
 pub(super) const MARKED: &str = "marked template";
 
 impl Compiled {
-    /// Compiles a template; `path` is for messages.
-    ///
-    /// # Errors
-    /// [`Error::InputFile`] if the template has a syntax error (with its line), contains one of [`MARKS`], or makes the
-    /// template library panic.
+    /// `path` is for messages.
     fn new(source: String, tokens: Vec<(String, String)>, path: PathBuf) -> Result<Self> {
         if source.contains(MARKS) {
             return Err(fault(&path, "contains a noncharacter (U+FDD0 or U+FDD1)".into()));
@@ -113,7 +104,7 @@ fn environment() -> Environment<'static> {
     environment
 }
 
-/// The message of an error of the template library, with its causes but without its position.
+/// The message of an error, with its causes but without its position.
 pub(super) fn describe(error: &minijinja::Error) -> String {
     let mut text = match error.detail() {
         Some(detail) if detail.starts_with(super::python::RAISED) => detail.to_owned(),

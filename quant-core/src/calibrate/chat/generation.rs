@@ -1,8 +1,7 @@
 //! `{% generation %}` blocks of a template, which contain the assistant's text.
 //!
-//! The tag is an extension of transformers. Before a template is compiled, each tag is replaced by a filter block.
-//! Filter blocks have the same rules for white space, and the filter inserts marks before and after the text. The marks
-//! are noncharacters, which should not occur in text files.
+//! The tag is an extension of transformers. Before a template is compiled, each tag is replaced by a filter block,
+//! which inserts marks before and after the text. The marks are noncharacters, which should not occur in text files.
 
 use std::ops::Range;
 
@@ -34,7 +33,6 @@ pub(super) fn replace_tags(source: &str) -> (String, usize) {
             }
             Some("endgeneration") => out.push_str(&tag.replacen("endgeneration", "endfilter", 1)),
             Some("raw") => {
-                // Tags in a raw block are text.
                 out.push_str(tag);
                 let end = raw_len(rest);
                 out.push_str(&rest[..end]);
@@ -47,12 +45,11 @@ pub(super) fn replace_tags(source: &str) -> (String, usize) {
     (out, found)
 }
 
-/// The identifier at the start of a text.
 fn word(text: &str) -> &str {
     text.split(|c: char| !(c.is_alphanumeric() || c == '_')).next().unwrap_or("")
 }
 
-/// The number of bytes up to the end of the tag. Strings are skipped.
+/// Strings are skipped.
 fn expression_len(tag: &str, end: &str) -> usize {
     let mut quote = None;
     let mut escaped = false;
@@ -84,9 +81,6 @@ fn raw_len(text: &str) -> usize {
 }
 
 /// Removes the marks from a text. Returns the remaining text, and the byte ranges of the marked parts in it.
-///
-/// # Errors
-/// When marks are not paired.
 pub(super) fn take_marks(marked: &str) -> Result<(String, Vec<Range<usize>>), String> {
     let mut text = String::with_capacity(marked.len());
     let mut spans = Vec::new();

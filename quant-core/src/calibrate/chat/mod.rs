@@ -1,5 +1,4 @@
-//! Renders conversations with the model's own chat template, and identifies which parts of the text the assistant
-//! wrote.
+//! Renders conversations with the model's own chat template, and identifies the assistant's part of the text.
 
 #[cfg_attr(not(feature = "chat-templates"), path = "without_templates.rs")]
 mod compiled;
@@ -23,10 +22,8 @@ use super::{Mask, Packing, Sampling, TextTokenizer, TokenUse, TokenWindows};
 use crate::worker::Chat;
 use crate::{CancelToken, Error, Result};
 
-/// Conversations with more messages are rejected, because finding the assistant's text can render the conversation
-/// twice per answer.
+/// Finding the assistant's text can render the conversation twice per answer, so longer conversations are rejected.
 const MAX_MESSAGES: usize = 1024;
-/// The number of conversations rendered between two checks of the cancel token.
 const CONVERSATIONS_PER_BATCH: usize = 64;
 
 /// One line of a file of conversations: `{"messages": [{"role": …, "content": …}, …]}`, optionally with a list `tools`,
@@ -147,7 +144,6 @@ impl RenderedChat {
         Ok(self.attribute(tokenizer.encode_rendered(&self.text)?))
     }
 
-    /// The tokens of the text, and which of them the assistant wrote.
     fn attribute(&self, tokens: Vec<(u32, Range<usize>)>) -> (Vec<u32>, Vec<bool>) {
         let mut assistant = vec![false; tokens.len()];
         let mut after = 0;

@@ -12,7 +12,6 @@ fn invalid(reason: impl Into<String>) -> Error {
     Error::new(ErrorKind::InvalidOperation, reason.into())
 }
 
-/// The prefix of an error raised by the template itself.
 pub(super) const RAISED: &str = "the template refuses it: ";
 
 /// `raise_exception(message)`.

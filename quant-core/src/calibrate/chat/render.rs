@@ -18,16 +18,11 @@ use super::template::REMEDY;
 use crate::calibrate::guard_panics;
 use crate::worker::{Chat, ChatForm, Fault, RenderedText};
 
-/// Conversations whose text is longer are rejected.
+/// The maximum length of a rendered text.
 const MAX_TEXT_BYTES: usize = 16 << 20;
-/// The role whose messages a model learns to write.
 const ASSISTANT: &str = "assistant";
 
 impl Compiled {
-    /// Renders a conversation in the given form.
-    ///
-    /// # Errors
-    /// When the template rejects it, exceeds its limits, or does not separate the assistant's text from the rest.
     pub(super) fn render(&self, chat: &Chat, form: ChatForm) -> Result<RenderedText, Fault> {
         let one = One { template: self, chat };
         let text = one.text(PLAIN, &chat.messages, form == ChatForm::Prompt)?;
@@ -40,7 +35,6 @@ impl Compiled {
     }
 }
 
-/// One conversation being rendered by a template.
 struct One<'a> {
     template: &'a Compiled,
     chat: &'a Chat,
@@ -52,7 +46,6 @@ impl One<'_> {
         Fault { line: None, reason, remedy: remedy.into() }
     }
 
-    /// Renders some messages with one form of the template.
     fn text(&self, form: &str, messages: &[Json], ask_for_answer: bool) -> Result<String, Fault> {
         let template = self.template;
         let mut context: Vec<(&str, Value)> = template
@@ -89,7 +82,6 @@ impl One<'_> {
         }
     }
 
-    /// Finds the assistant's text by the template's own generation blocks.
     fn marked(&self, text: &str) -> Result<Vec<Range<usize>>, Fault> {
         if text.contains(MARKS) {
             let remedy = "remove this character from the conversation";
@@ -103,7 +95,6 @@ impl One<'_> {
         Ok(spans)
     }
 
-    /// Finds the assistant's text by rendering the conversation up to each answer, and with it.
     fn by_prefixes(&self, text: &str) -> Result<Vec<Range<usize>>, Fault> {
         let messages = &self.chat.messages;
         let mut spans: Vec<Range<usize>> = Vec::new();
@@ -147,7 +138,6 @@ impl One<'_> {
     }
 }
 
-/// The kind of the innermost error.
 fn innermost(error: &minijinja::Error) -> ErrorKind {
     let mut kind = error.kind();
     let mut cause = std::error::Error::source(error);

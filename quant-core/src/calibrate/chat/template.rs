@@ -13,9 +13,8 @@ use crate::worker::{Answer, ChatForm, Content, Loadable, Question, RenderedText,
 use crate::{Error, Result};
 
 const TEMPLATE: &str = "chat_template.jinja";
-/// Longer templates are rejected; real ones have a few kilobytes.
+/// The maximum length of a template. Real ones have a few kilobytes.
 const MAX_TEMPLATE_BYTES: u64 = 1 << 20;
-/// The remedy for a template that cannot be used.
 pub(super) const REMEDY: &str = "correct the model's chat template, or put a different one next to it as \
     chat_template.jinja, which takes precedence";
 
@@ -29,7 +28,7 @@ pub struct ChatTemplate {
 impl ChatTemplate {
     /// The template of a model: `chat_template.jinja` next to it, or else `chat_template` in its
     /// `tokenizer_config.json`, which is a string or a list of named templates, from which `default` is taken. Special
-    /// tokens come from `tokenizer_config.json`. The template is run by the directory's workers.
+    /// tokens come from `tokenizer_config.json`.
     ///
     /// # Errors
     /// [`Error::InputFile`] if there is no template, or it is larger than 1 MiB, not UTF-8 or malformed;

@@ -6,10 +6,7 @@ use crate::Result;
 use crate::calibrate::in_process::left_out;
 use crate::worker::TextWorker;
 
-/// Always fails: in these builds, templates need [`TextWorkers`](crate::worker::TextWorkers) of the host.
-///
-/// # Errors
-/// Always.
+/// Always fails: templates need [`TextWorkers`](crate::worker::TextWorkers) of the host.
 pub(in crate::calibrate) fn load(
     _: String,
     _: Vec<(String, String)>,

@@ -6,7 +6,6 @@ use crate::model::Activation;
 
 pub(super) use table::FAMILIES;
 
-/// A family that llama.cpp supports.
 #[derive(Debug)]
 pub(super) struct GgufFamily {
     /// The family's name in `model::arch`.
@@ -28,7 +27,6 @@ pub(super) struct GgufFamily {
     pub(super) has_windows: bool,
     /// Whether values of models with 80 layers get more bits in some mixtures.
     pub(super) favours_values_of_80_layers: bool,
-    /// The activation function of the MLP.
     pub(super) activation: Activation,
     /// With sliding windows, the length of the pattern in layers; one layer of each period has no window.
     pub(super) window_period: usize,
@@ -68,15 +66,15 @@ pub(super) struct GgufFamily {
     pub(super) has_expert_step: bool,
     /// Which keys describe routing, in addition to the numbers of experts.
     pub(super) routing: RoutingKeys,
-    /// Among families with the same `arch` and with routing keys: whether this one scores experts by softmax rather
-    /// than sigmoid. A file that does not state the function is read as softmax if a family has it.
+    /// Among families with the same `arch`: whether this one scores experts by softmax rather than sigmoid. A file that
+    /// does not state the function is read as softmax if a family has it.
     pub(super) softmax_scores: bool,
     /// Whether files contain rotation divisors for short and for long texts.
     pub(super) has_long_rope: bool,
     /// Whether the class scales rotary frequencies by default, so that unscaled ones must be requested explicitly.
     pub(super) scales_rope_unasked: bool,
-    /// Whether the file of a vision-language model with this text model has the same tensors, apart from the vision
-    /// part.
+    /// Whether a vision-language model with this text model, apart from its vision part, is stored like the text model
+    /// alone.
     pub(super) is_text_of_larger: bool,
     /// Whether a BPE with `▁` for spaces is stored with its merges, rather than with scores.
     pub(super) keeps_merges: bool,
@@ -85,7 +83,7 @@ pub(super) struct GgufFamily {
     pub(super) roles: &'static [(&'static str, &'static str)],
 }
 
-/// How a tensor is written. The strings are its names in the file, without the prefix of the block.
+/// How a tensor is written, with its names in the file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum How {
     /// The rows are unchanged; only the name differs.
@@ -104,7 +102,6 @@ pub(super) enum How {
     Latent([&'static str; 2]),
 }
 
-/// The metadata keys that describe routing in files of a family.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum RoutingKeys {
     /// No keys, because routing follows from the family.
@@ -115,43 +112,35 @@ pub(super) enum RoutingKeys {
     Full,
 }
 
-/// Which multipliers files of a family may have.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Multipliers {
     None,
-    /// A multiplier of logits.
     Logits,
     /// Multipliers of embeddings, scores and residuals, and a divisor of logits.
     All,
 }
 
-/// The table, the projection and the norm of per-layer inputs.
 pub(super) const INPUT_TABLE: &str = "per_layer_token_embd.weight";
 pub(super) const INPUT_PROJECTION: &str = "per_layer_model_proj.weight";
 pub(super) const INPUT_NORM: &str = "per_layer_proj_norm.weight";
-/// Names of tensors outside the blocks.
 pub(super) const EMBEDDING: &str = "token_embd.weight";
 pub(super) const FINAL_NORM: &str = "output_norm";
 pub(super) const HEAD: &str = "output";
-/// Frequency divisors of rotary embeddings.
 pub(super) const ROPE_FACTORS: &str = "rope_freqs.weight";
 /// Frequency divisors for texts up to the original context length, and for longer ones.
 pub(super) const ROPE_SHORT: &str = "rope_factors_short.weight";
 pub(super) const ROPE_LONG: &str = "rope_factors_long.weight";
 
 impl GgufFamily {
-    /// The name of a block's module in the file.
     pub(super) fn module(&self, name: &str) -> Option<&'static str> {
         self.modules.iter().copied().flatten().find(|(known, _)| *known == name).map(|(_, stored)| *stored)
     }
 
-    /// Whether a linear of a block may have a bias.
     pub(super) fn has_bias(&self, linear: &str) -> bool {
         let stored = self.module(linear).or_else(|| self.expert(linear).map(|(_, stored)| stored));
         stored.is_some_and(|stored| self.biases.contains(&stored))
     }
 
-    /// The expert to which a module belongs, and the name of the file's tensor for all experts.
     pub(super) fn expert(&self, name: &str) -> Option<(usize, &'static str)> {
         let (prefix, linears) = self.experts?;
         let (expert, linear) = name.strip_prefix(prefix)?.strip_prefix('.')?.split_once('.')?;
@@ -161,17 +150,16 @@ impl GgufFamily {
 }
 
 /// Whether scores are divided by the square root of `hidden / heads` instead of that of the head's width. llama.cpp
-/// does this for the largest model of a family, which it recognizes by the number of blocks.
+/// recognizes the largest model of a family by the number of blocks.
 pub(super) fn scales_by_width(family: &GgufFamily, layers: u64) -> bool {
     family.layers_of_largest == Some(layers)
 }
 
-/// The entry of a family by its name in `model::arch`.
 pub(super) fn family(name: &str) -> Option<&'static GgufFamily> {
     FAMILIES.iter().find(|f| f.family == name)
 }
 
-/// The entry for an architecture of a file; `scores` is the file's `expert_gating_func`.
+/// `scores` is the file's `expert_gating_func`.
 pub(super) fn architecture(
     arch: &str,
     has_experts: bool,

@@ -1,4 +1,4 @@
-//! The families, one entry each. An entry takes the remaining fields from Llama's entry or from [`PLAIN`].
+//! The families, one entry each.
 
 use super::{GgufFamily, How, Multipliers, RoutingKeys};
 use crate::model::Activation;
@@ -23,7 +23,6 @@ const SANDWICH: &[(&str, &str)] = &[
     ("post_feedforward_layernorm", "post_ffw_norm"),
 ];
 
-/// Llama's norms, with a different name for the second one.
 const PRE_ATTENTION_NORM: &[(&str, &str)] =
     &[("input_layernorm", "attn_norm"), ("post_attention_layernorm", "post_attention_norm")];
 const POST: &[(&str, &str)] =
@@ -42,7 +41,6 @@ const QWEN_EXPERTS: (&str, &[(&str, &str)]) = (
     &[("gate_proj", "ffn_gate_exps"), ("up_proj", "ffn_up_exps"), ("down_proj", "ffn_down_exps")],
 );
 
-/// A router, and a shared expert with a gate.
 const SHARED_EXPERT: &[(&str, &str)] = &[
     ("mlp.gate", "ffn_gate_inp"),
     ("mlp.shared_expert.gate_proj", "ffn_gate_shexp"),
@@ -50,7 +48,7 @@ const SHARED_EXPERT: &[(&str, &str)] = &[
     ("mlp.shared_expert.down_proj", "ffn_down_shexp"),
     ("mlp.shared_expert_gate", "ffn_gate_inp_shexp"),
 ];
-/// A router and a shared expert, or several shared experts as one.
+/// A router and one or more shared experts, stored as one.
 const SHARED_EXPERTS: &[(&str, &str)] = &[
     ("mlp.gate", "ffn_gate_inp"),
     ("mlp.shared_experts.gate_proj", "ffn_gate_shexp"),
@@ -58,7 +56,6 @@ const SHARED_EXPERTS: &[(&str, &str)] = &[
     ("mlp.shared_experts.down_proj", "ffn_down_shexp"),
 ];
 const DELTA_NORM: &[(&str, &str)] = &[("linear_attn.norm", "ssm_norm")];
-/// The bias that is added to scores for the choice of experts.
 const CORRECTION: (&str, How) = ("mlp.gate.e_score_correction_bias", How::Named("exp_probs_b.bias"));
 
 /// A turn of the user ends the answer, and so does an observation.
@@ -104,7 +101,7 @@ const LLAMA: GgufFamily = GgufFamily {
 };
 
 /// The families that can be written and read. If several have the same `arch`, a file is read as the first one that
-/// agrees with it on whether there are experts and on their score function.
+/// agrees with its metadata.
 pub(in crate::gguf) static FAMILIES: &[GgufFamily] = &[
     LLAMA,
     GgufFamily { family: "mistral", class: "MistralForCausalLM", ..LLAMA },
@@ -504,11 +501,9 @@ pub(in crate::gguf) static FAMILIES: &[GgufFamily] = &[
     },
 ];
 
-/// A family of plain blocks without reordered rows.
 const PLAIN: GgufFamily =
     GgufFamily { biases: &[], pairs_neighbours: false, favours_values_of_80_layers: false, ..LLAMA };
 
-/// Gated attention and delta nets.
 const QWEN_DELTA: GgufFamily = GgufFamily {
     tensors: &[
         ("linear_attn.in_proj_qkv.weight", How::Mixed("attn_qkv.weight")),
@@ -527,7 +522,6 @@ const QWEN_DELTA: GgufFamily = GgufFamily {
     ..PLAIN
 };
 
-/// Latent attention, and groups of experts with a shared expert.
 const DEEPSEEK: GgufFamily = GgufFamily {
     arch: "deepseek2",
     modules: &[

@@ -1,4 +1,4 @@
-//! GGUF as an archive: one file, or several parts, for a whole model.
+//! GGUF as an archive.
 
 use std::fs::File;
 use std::io::BufReader;
@@ -83,8 +83,7 @@ fn divided(tensors: &[TensorSpec], max: u64) -> Vec<&[TensorSpec]> {
 }
 
 impl GgufArchive {
-    /// Lays out one file. If there are several, the first one has all metadata, and the others only the entries of
-    /// their part and of the program that wrote them.
+    /// Lays out one file. If there are several, only the first has all metadata.
     fn file(&self, tensors: &[TensorSpec], part: Option<Part>) -> Result<ShardFile> {
         let described = tensors
             .iter()
@@ -110,7 +109,6 @@ impl GgufArchive {
         Ok(ShardFile { name, header, tensors: placed.collect(), bytes })
     }
 
-    /// The file's name without its extension.
     fn stem(&self) -> &str {
         self.file_name.strip_suffix(".gguf").unwrap_or(&self.file_name)
     }
@@ -159,7 +157,7 @@ impl Archive for GgufArchive {
 
     fn read_header(&self, file: &File, path: &Path) -> Result<Vec<PlacedTensor>> {
         let len = file.metadata().map_err(|e| Error::io("read", path, e))?.len();
-        // The file's position is unknown, because it may have been read before.
+        // The file may have been read before.
         use std::io::Seek;
         let mut reader = file;
         reader.rewind().map_err(|e| Error::io("read", path, e))?;

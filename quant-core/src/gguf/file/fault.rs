@@ -6,7 +6,7 @@ use std::fmt;
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum GgufFault {
-    /// The file violates the format: it is damaged, incomplete or malicious.
+    /// The file violates the format, or exceeds a limit of this reader: it is damaged, incomplete or malicious.
     Damaged(String),
     /// The file may be valid, but uses an unsupported feature.
     Unread(String),

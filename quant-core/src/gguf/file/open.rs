@@ -1,4 +1,4 @@
-//! Open files: a single one, or all parts of a model.
+//! Open files.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -17,7 +17,6 @@ pub struct GgufFile {
     /// The path of the first file, as given.
     path: PathBuf,
     files: Vec<(PathBuf, File)>,
-    /// The size of all files in bytes.
     bytes: u64,
     /// The header of the first file, with the tensors of all.
     header: GgufHeader,
@@ -86,7 +85,6 @@ impl GgufFile {
         }
     }
 
-    /// Adds the tensors of a further file.
     fn join(&mut self, other: Self) -> Result<()> {
         for tensor in other.header.tensors {
             let place = self.header.tensors.len();
@@ -104,7 +102,6 @@ impl GgufFile {
         Ok(())
     }
 
-    /// The error for a faulty file, with the remedy for the kind of the fault.
     pub(crate) fn broken(path: &Path, fault: impl Into<GgufFault>) -> Error {
         match fault.into() {
             GgufFault::Unread(reason) => Self::unread(path, reason),
@@ -114,12 +111,10 @@ impl GgufFile {
         }
     }
 
-    /// The error for a file that uses an unsupported feature, whether or not the file is valid.
     pub(crate) fn unread(path: &Path, reason: String) -> Error {
         Self::refused(path, reason, "give the Hugging Face directory of the model")
     }
 
-    /// The error for a file that cannot be used, with a remedy.
     pub(crate) fn refused(path: &Path, reason: String, remedy: &str) -> Error {
         Error::InputFile { path: path.to_owned(), line: None, reason, remedy: remedy.into() }
     }

@@ -1,4 +1,4 @@
-//! Models in several files: their names, and the metadata that identifies each part.
+//! Models in several files.
 
 use std::path::{Path, PathBuf};
 
@@ -8,7 +8,6 @@ use super::value::Value;
 
 /// The number of a part, counted from 0.
 pub(super) const NUMBER: &str = "split.no";
-/// The number of parts.
 pub(super) const COUNT: &str = "split.count";
 /// The number of tensors in all parts.
 pub(super) const TENSORS: &str = "split.tensors.count";
@@ -20,7 +19,6 @@ pub(super) fn file_name(stem: &str, number: usize, count: usize) -> String {
     format!("{stem}-{:05}-of-{count:05}.gguf", number + 1)
 }
 
-/// The metadata of a part.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Part {
     pub(super) number: usize,
@@ -55,7 +53,6 @@ impl Part {
         Ok(Some(part))
     }
 
-    /// The metadata entries of the part.
     pub(super) fn entries(self) -> [(String, Value); 3] {
         // The casts are lossless: there are at most `MAX_FILES` files, and models have far fewer than 2³¹ tensors.
         [

@@ -9,20 +9,18 @@ use super::{ALIGNMENT_KEY, DEFAULT_ALIGNMENT, MAGIC, MAX_DIMS, MAX_NAME};
 use crate::blocks::{BlockType, block_type_of, unread_type};
 use crate::checkpoint::printable;
 
-/// The maximum number of metadata entries.
 const MAX_ENTRIES: u64 = 1 << 16;
-/// The maximum number of tensors.
 const MAX_TENSORS: u64 = 1 << 20;
-/// The maximum length of a string in bytes. Chat templates have tens of thousands of bytes.
+/// The maximum length of a string. Chat templates have tens of thousands of bytes.
 const MAX_STRING: u64 = 64 << 20;
-/// The maximum number of elements in all lists together. Vocabularies have hundreds of thousands of elements.
+/// The maximum number of elements in all lists together. Vocabularies have hundreds of thousands.
 const MAX_ELEMENTS: u64 = 1 << 24;
 
 /// The header of a file.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct GgufHeader {
-    /// 2 or 3. The versions do not differ in anything that is read here.
+    /// 2 or 3. Both are read alike.
     pub version: u32,
     /// Metadata, in file order.
     pub metadata: Vec<(String, Value)>,
@@ -74,7 +72,7 @@ struct Cursor<R> {
     reader: R,
     at: u64,
     len: u64,
-    /// The number of elements of all lists so far.
+    /// The number of elements in all lists so far.
     elements: u64,
 }
 
@@ -127,7 +125,6 @@ impl<R: Read> Cursor<R> {
         Ok(GgufHeader { version, metadata, tensors: found })
     }
 
-    /// Reads the next `N` bytes, which belong to the field `what`.
     fn array<const N: usize>(&mut self, what: &str) -> Result<[u8; N], String> {
         let mut bytes = [0; N];
         self.fill(what, &mut bytes)?;
@@ -143,7 +140,6 @@ impl<R: Read> Cursor<R> {
         Ok(())
     }
 
-    /// Checks that at least `bytes` bytes of the file remain.
     fn require(&self, what: &str, bytes: u64) -> Result<(), String> {
         let left = self.len.saturating_sub(self.at);
         if bytes > left {
@@ -265,7 +261,7 @@ impl<R: Read> Cursor<R> {
         (0..count).map(|_| Ok(read(self.array(key)?))).collect()
     }
 
-    /// Reads the description of tensor `i`. Its offset is still relative to the start of the data.
+    /// Reads the description of a tensor. Its offset is still relative to the start of the data.
     fn tensor(&mut self, i: u64) -> Result<GgufTensor, GgufFault> {
         let at = self.at;
         let name = self.string(&format!("name of tensor {i}"))?;

@@ -68,7 +68,6 @@ fn a_file_that_is_cut_anywhere_is_refused() {
     }
 }
 
-/// A header of version 3 with these numbers of tensors and entries, followed by `rest`.
 fn crafted(tensors: u64, entries: u64, rest: &[u8]) -> Vec<u8> {
     let mut bytes = b"GGUF\x03\0\0\0".to_vec();
     bytes.extend(tensors.to_le_bytes());

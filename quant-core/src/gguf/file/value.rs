@@ -39,7 +39,6 @@ pub enum Array {
     F64(Vec<f64>),
 }
 
-/// The type numbers used in files.
 pub(super) mod kinds {
     pub(in super::super) const U8: u32 = 0;
     pub(in super::super) const I8: u32 = 1;
@@ -57,7 +56,6 @@ pub(super) mod kinds {
 }
 
 impl Value {
-    /// The type number used in files.
     pub(super) fn kind(&self) -> u32 {
         match self {
             Self::U8(_) => kinds::U8,
@@ -162,7 +160,6 @@ impl Value {
 }
 
 impl Array {
-    /// The type number of the elements used in files.
     pub(super) fn kind(&self) -> u32 {
         match self {
             Self::U8(_) => kinds::U8,

@@ -1,4 +1,4 @@
-//! Builds the bytes before the tensor data from metadata and tensors.
+//! Builds the bytes before the tensor data.
 
 use super::value::{Array, Value};
 use super::{ALIGNMENT_KEY, DEFAULT_ALIGNMENT, MAGIC, MAX_DIMS, MAX_NAME, VERSION};
@@ -8,7 +8,6 @@ use crate::{Error, Result};
 /// The key for the version of this program, in files that it wrote. Another run may replace such files.
 pub(super) const WRITER_KEY: &str = "quant.version";
 
-/// A tensor as the header describes it.
 pub(super) struct Described<'a> {
     pub(super) name: &'a str,
     /// Outermost first, as everywhere except in the file.
@@ -17,7 +16,6 @@ pub(super) struct Described<'a> {
 }
 
 impl Described<'_> {
-    /// The size of the data in bytes.
     pub(super) fn bytes(&self) -> Result<u64> {
         let fault = |reason: &str| Error::Internal(format!("output tensor `{}` {reason}", self.name));
         if self.name.is_empty() || self.name.len() > MAX_NAME {
@@ -75,7 +73,7 @@ pub(super) fn header(metadata: &[(String, Value)], tensors: &[Described<'_>]) ->
     Ok((bytes, placed.ok_or_else(|| Error::Internal("the size of the output overflows".into()))?))
 }
 
-/// Returns the bytes of a whole file, such as an importance matrix, from the name, shape and values of each tensor.
+/// Returns the bytes of a whole file from the name, shape and values of each tensor.
 pub(crate) fn write_file(
     metadata: &[(String, Value)],
     tensors: &[(String, Vec<usize>, Vec<f32>)],

@@ -8,10 +8,8 @@ use crate::gguf::families::{self, EMBEDDING, HEAD, Multipliers, ROPE_FACTORS, RO
 use crate::gguf::file::{GgufFile, GgufTensor};
 use crate::gguf::metadata::eps_key;
 
-/// The maximum number of channels per head for which divisors are read.
 const MAX_HEAD_DIM: u64 = 8192;
 
-/// The configuration implied by a file's metadata and tensors.
 pub(super) fn config(about: &About<'_>) -> Result<Map<String, Json>> {
     let (file, family) = (about.file, about.family);
     let has = |tensor: &str| file.tensor(tensor).is_some();

@@ -11,7 +11,6 @@ use crate::gguf::families::ROPE_FACTORS;
 /// Pairs with divisors from this value on are not rotated.
 const UNROTATED_DIVISOR: f32 = 1e29;
 
-/// Sets the fields that only this family has.
 pub(super) fn config(about: &About<'_>, set: &mut impl FnMut(&str, Json)) -> Result<()> {
     let blocks = about.blocks()?;
     let key = "attention.sliding_window_pattern";

@@ -1,8 +1,7 @@
 //! A GGUF file presented as a model directory: float tensors under the names of the checkpoint, a configuration, and a
 //! tokenizer.
 //!
-//! Blocks are decoded to `f32`, and the changes that the writer made are undone: rows of queries and keys return to
-//! their original order, offsets of norms are subtracted, and experts are separate tensors again.
+//! Blocks are decoded to `f32`, and the changes that the writer made are undone.
 
 mod config;
 mod gemma4;
@@ -27,9 +26,9 @@ pub use tensors::GgufSource;
 /// Opens a file as a model.
 ///
 /// # Errors
-/// [`Error::InputFile`] when the file is damaged, contains an importance matrix or a later part of a model, or has an
-/// unsupported architecture or tensor; [`Error::Config`] if its metadata imply an invalid or unsupported configuration;
-/// [`Error::Io`] if it cannot be read.
+/// [`Error::InputFile`] when the file is damaged, is not the first file of a model, or has an unsupported architecture
+/// or tensor; [`Error::Config`] if its metadata imply an invalid or unsupported configuration; [`Error::Io`] if it
+/// cannot be read.
 pub fn open(path: &Path) -> Result<ModelDirectory> {
     let file = Arc::new(GgufFile::open_model(path)?);
     let about = About::of(&file)?;
@@ -64,7 +63,6 @@ pub fn is_gguf(path: &Path) -> bool {
             .is_ok_and(|()| magic == super::MAGIC)
 }
 
-/// Typed access to the metadata of a model's file.
 struct About<'a> {
     file: &'a GgufFile,
     family: &'static GgufFamily,
@@ -143,12 +141,10 @@ impl<'a> About<'a> {
         }
     }
 
-    /// The number of blocks that are run.
     fn blocks(&self) -> Result<u64> {
         Ok(self.require("block_count")? - self.further_blocks()? as u64)
     }
 
-    /// The number of query heads.
     fn heads(&self) -> Result<u64> {
         match self.require("attention.head_count")? {
             0 => Err(self.broken("attention.head_count", "is 0")),
@@ -156,7 +152,7 @@ impl<'a> About<'a> {
         }
     }
 
-    /// Channels per head of queries or keys.
+    /// The number of channels per head of queries or keys.
     fn head_width(&self) -> Result<u64> {
         let own = self.integer("attention.key_length")?;
         own.map_or_else(|| Ok(self.require("embedding_length")? / self.heads()?), Ok)
@@ -175,23 +171,19 @@ impl<'a> About<'a> {
         self.file.header().get(key)
     }
 
-    /// A value of this type by its full key.
     fn typed<T>(&self, key: &str, what: &str, read: impl Fn(&'a Value) -> Option<T>) -> Result<Option<T>> {
         typed(self.file, key, what, read)
     }
 
-    /// A string by its full key.
     fn text(&self, key: &str) -> Result<Option<&'a str>> {
         self.typed(key, "a string", Value::as_str)
     }
 
-    /// A flag by its full key.
     fn flag(&self, key: &str) -> Result<Option<bool>> {
         self.typed(key, "a boolean", Value::as_bool)
     }
 }
 
-/// The value of a key; an error if it has the wrong type.
 fn typed<'a, T>(
     file: &'a GgufFile,
     key: &str,
@@ -221,7 +213,6 @@ fn integer(file: &GgufFile, key: &str) -> Result<Option<u64>> {
     }
 }
 
-/// The error for an architecture that is not supported, or that is supported only with experts or only without.
 fn unread_architecture(file: &GgufFile, arch: &str, experts: u64) -> Error {
     let shown = printable(arch);
     let reason = match families::FAMILIES.iter().find(|f| f.arch == arch) {

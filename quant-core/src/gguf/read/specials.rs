@@ -1,5 +1,4 @@
-//! Fields of a `config.json` for parts that only some families have: latent attention, delta nets, groups of experts,
-//! and YaRN.
+//! Fields of a `config.json` for parts that only some families have.
 
 use serde_json::{Value as Json, json};
 
@@ -34,7 +33,6 @@ pub(super) fn latent(about: &About<'_>, set: &mut impl FnMut(&str, Json)) -> Res
     Ok(Some(rotary))
 }
 
-/// Sets how tokens are routed, if files of the family describe it.
 pub(super) fn routing(about: &About<'_>, set: &mut impl FnMut(&str, Json)) -> Result<()> {
     let family = about.family;
     match family.routing {
@@ -96,7 +94,6 @@ pub(super) fn routing(about: &About<'_>, set: &mut impl FnMut(&str, Json)) -> Re
     Ok(())
 }
 
-/// Sets the fields for delta nets, including which blocks have them.
 pub(super) fn delta_nets(about: &About<'_>, set: &mut impl FnMut(&str, Json)) -> Result<()> {
     if !about.family.gates_attention {
         return Ok(());
@@ -125,7 +122,7 @@ pub(super) fn delta_nets(about: &About<'_>, set: &mut impl FnMut(&str, Json)) ->
     let flags = flags.ok_or_else(|| {
         about.broken(
             "attention.recurrent_layers",
-            &format!("must be a list of {blocks} booleans, one per block"),
+            &format!("must be a list of at least {blocks} booleans, one per block"),
         )
     })?;
     let kinds = flags[..blocks as usize].iter().map(|recurrent| match recurrent {
@@ -136,7 +133,6 @@ pub(super) fn delta_nets(about: &About<'_>, set: &mut impl FnMut(&str, Json)) ->
     Ok(())
 }
 
-/// Returns the RoPE parameters for YaRN with this factor.
 pub(super) fn yarn(about: &About<'_>, factor: Option<f64>) -> Result<Json> {
     let float = |key: &str, default: f64| Ok::<_, crate::Error>(about.float(key)?.unwrap_or(default));
     let factor = factor.ok_or_else(|| about.broken("rope.scaling.factor", "is missing"))?;

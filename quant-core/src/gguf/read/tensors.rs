@@ -1,7 +1,5 @@
-//! The tensors of a file, with the names and the row order of a checkpoint.
-//!
-//! The metadata determine which tensors exist and how each is stored. The table for this (`layout`) is the writer's,
-//! used in reverse.
+//! The tensors of a file, with the names and the row order of a checkpoint. The table of tensors (`layout`) is the
+//! writer's, used in reverse.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -28,25 +26,21 @@ const MAX_EXPERTS: u64 = 4096;
 pub struct GgufSource {
     file: Arc<GgufFile>,
     tensors: BTreeMap<String, CheckpointTensor>,
-    /// The most recently read transposed matrix.
     last: Mutex<Option<Transposed>>,
 }
 
 /// The name of a tensor, the index of one of its matrices, and the values of that matrix.
 type Transposed = (String, usize, Arc<Vec<f32>>);
 
-/// A matrix or vector of the checkpoint.
 #[derive(Debug)]
 struct CheckpointTensor {
     info: TensorInfo,
-    /// The tensors of the file that contain its rows.
     pieces: Vec<Piece>,
 }
 
 #[derive(Debug, Clone)]
 struct Piece {
     tensor: GgufTensor,
-    /// The first row in the file's tensor.
     first_row: usize,
     view: View,
     /// Columns per row in the file.
@@ -54,7 +48,6 @@ struct Piece {
 }
 
 impl GgufSource {
-    /// Checks the number of experts.
     pub(super) fn check_experts(about: &About<'_>) -> Result<()> {
         match about.integer("expert_count")?.unwrap_or(0) {
             experts if experts > MAX_EXPERTS => {
@@ -64,11 +57,6 @@ impl GgufSource {
         }
     }
 
-    /// The tensors of a file that contains this model.
-    ///
-    /// # Errors
-    /// [`Error::InputFile`] when a tensor is missing, the file has a tensor that the family does not have, or a shape
-    /// is invalid.
     pub(super) fn new(file: Arc<GgufFile>, about: &About<'_>, a: &Architecture) -> Result<Self> {
         let mut source = Self { file, tensors: BTreeMap::new(), last: Mutex::default() };
         let mut seen: BTreeSet<String> =
@@ -119,7 +107,6 @@ impl GgufSource {
         }
     }
 
-    /// The error for a tensor that the family does not have.
     fn unknown(&self, name: &str, about: &About<'_>) -> Error {
         let (name, arch) = (printable(name), about.family.arch);
         let reason = format!("tensor `{name}` is not supported for {arch}");
@@ -199,7 +186,6 @@ impl GgufSource {
         }
     }
 
-    /// The names of the distinct quantized block types.
     pub(super) fn kinds(&self) -> Vec<&'static str> {
         let mut kinds = Vec::new();
         let pieces = self.tensors.values().flat_map(|place| &place.pieces);
@@ -211,7 +197,6 @@ impl GgufSource {
         kinds
     }
 
-    /// The values of one row in the file.
     fn file_row(&self, piece: &Piece, row: usize) -> Result<Vec<f32>> {
         let bytes = self.stored_bytes(piece, row)?;
         let mut values = vec![0.0; piece.columns];
@@ -253,7 +238,6 @@ impl GgufSource {
         Ok(Some((0..depth).map(|row| values[row * width + column]).collect()))
     }
 
-    /// Appends the bytes of one row of the checkpoint.
     fn row(&self, place: &CheckpointTensor, row: usize, out: &mut Vec<u8>) -> Result<()> {
         for piece in &place.pieces {
             let values = match self.column(piece, row)? {
@@ -291,7 +275,7 @@ impl CheckpointTensor {
         }
     }
 
-    /// The type of its blocks, if it is a matrix whose rows are all stored unchanged in blocks of one quantized type.
+    /// The type of the blocks, if the rows of a matrix are all stored unchanged in blocks of one quantized type.
     fn block_type(&self) -> Option<&'static BlockType> {
         let kind = self.pieces.first()?.tensor.kind;
         let stored_by_rows = |piece: &Piece| {

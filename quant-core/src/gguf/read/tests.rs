@@ -10,7 +10,7 @@ use crate::{Error, Result};
 type Metadata = Vec<(String, Value)>;
 type Tensors = Vec<(String, Vec<usize>, Vec<f32>)>;
 
-/// A one-block Llama: 2 heads of 4 channels, a SentencePiece vocabulary of 6 tokens.
+/// A Llama with one block: 2 heads of 4 channels, a SentencePiece vocabulary of 6 tokens.
 fn model() -> (Metadata, Tensors) {
     let metadata = [
         ("general.architecture", Value::string("llama")),
@@ -49,7 +49,6 @@ fn model() -> (Metadata, Tensors) {
     (metadata, tensors)
 }
 
-/// A tensor with distinct values.
 fn tensor(name: &str, shape: &[usize], first: f32) -> (String, Vec<usize>, Vec<f32>) {
     let count = shape.iter().product::<usize>();
     (name.to_owned(), shape.to_vec(), (0..count).map(|i| first + i as f32 / 1024.0).collect())
@@ -384,7 +383,7 @@ fn models_in_parts_are_read_as_one() {
     assert_contains(&refused(&good, NAMES, &fewer), &["11 tensors, but the files contain 8"]);
 }
 
-/// A two-block Qwen3.5, one block with a delta net of 2 key heads and 4 value heads.
+/// A two-block Qwen3.5. One block has a delta net of 2 key heads and 4 value heads.
 fn hybrid() -> (Metadata, Tensors) {
     let (mut metadata, mut tensors) = model();
     metadata.retain(|(key, _)| !key.starts_with("llama."));

@@ -11,16 +11,13 @@ use crate::gguf::file::{GgufFile, Value};
 use crate::gguf::tokenizer::{Form, NFC, NO_VOCABULARY, NORMALIZER, SPACED, kinds};
 use crate::{Error, Result};
 
-/// The maximum length in bytes of a token for which merges are reconstructed, since all its splits are tried. Tokens of
-/// published vocabularies have at most a few hundred bytes.
+/// The maximum length of a token for which merges are reconstructed, since all its splits are tried.
 const MAX_TOKEN_BYTES: usize = 1024;
 /// The maximum number of merges per token, on average. Published vocabularies have two or three.
 const MERGES_PER_TOKEN: usize = 32;
 
-/// The reason for a file that was written without a vocabulary.
 pub(super) const NONE: &str = "the file has no tokenizer";
 
-/// Tokens and their types.
 struct Vocabulary<'a> {
     tokens: &'a [String],
     types: Vec<i64>,
@@ -84,7 +81,6 @@ fn vocabulary<'a>(about: &About<'a>) -> Result<Vocabulary<'a>> {
     }
 }
 
-/// An entry of `added_tokens`.
 fn added_token(id: usize, token: &str, special: bool) -> Json {
     json!({
         "id": id, "content": token, "single_word": false, "lstrip": false, "rstrip": false, "normalized": false,
@@ -97,7 +93,6 @@ impl Vocabulary<'_> {
         self.types[id] == i64::from(kind)
     }
 
-    /// The vocabulary, and the added tokens.
     fn parts(&self) -> (Map<String, Json>, Vec<Json>) {
         let (mut vocab, mut added) = (Map::new(), Vec::new());
         for (id, token) in self.tokens.iter().enumerate() {
@@ -115,7 +110,6 @@ impl Vocabulary<'_> {
     }
 }
 
-/// A post-processor that adds the BOS and EOS tokens.
 fn ends(about: &About<'_>, vocabulary: &Vocabulary<'_>, bos_by_default: bool) -> Result<Json> {
     let token = |name: &str, by_default: bool| -> Result<Option<usize>> {
         let id = special(about, name)?;
@@ -146,8 +140,7 @@ fn ends(about: &About<'_>, vocabulary: &Vocabulary<'_>, bos_by_default: bool) ->
     }))
 }
 
-/// The ID of a special token as stored in the file. If there is no such token, the ID may be negative or outside the
-/// vocabulary.
+/// The ID of a special token as stored in the file, which may be negative or outside the vocabulary.
 fn special(about: &About<'_>, name: &str) -> Result<Option<i128>> {
     about.typed(&format!("tokenizer.ggml.{name}_token_id"), "an integer", |value| match *value {
         Value::I32(v) if v < 0 => Some(v.into()),
@@ -156,7 +149,6 @@ fn special(about: &About<'_>, name: &str) -> Result<Option<i128>> {
     })
 }
 
-/// The merges as pairs.
 fn pairs(about: &About<'_>) -> Result<Vec<Json>> {
     const MERGES: &str = "tokenizer.ggml.merges";
     let merges = about.global(MERGES).and_then(Value::as_strings);

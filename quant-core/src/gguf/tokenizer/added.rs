@@ -4,14 +4,12 @@ use serde_json::Value as Json;
 
 use super::{Vocabulary, kinds, list};
 
-/// An entry of `added_tokens`.
 pub(super) struct Added<'a> {
     pub(super) id: u64,
     pub(super) content: &'a str,
     pub(super) special: bool,
 }
 
-/// The added tokens of a `tokenizer.json`.
 pub(super) fn added(json: &Json) -> Result<Vec<Added<'_>>, String> {
     let tokens = list(json, "added_tokens")?.iter().enumerate();
     let read = tokens.map(|(i, token)| {
@@ -25,8 +23,7 @@ pub(super) fn added(json: &Json) -> Result<Vec<Added<'_>>, String> {
 }
 
 impl Added<'_> {
-    /// Whether it is a control token: it is marked as special, or has the form of one, because some models do not mark
-    /// their control tokens.
+    /// Whether it is a control token. Some models do not mark theirs as special.
     fn controls(&self) -> bool {
         let t = self.content;
         let between = |begin: &str, end: &str| t.starts_with(begin) && t.ends_with(end);

@@ -5,17 +5,12 @@ use serde_json::Value as Json;
 use super::added::added;
 use super::{NFC, NO_VOCABULARY, Vocabulary, kinds, list, pre};
 
-/// The kind of tokenizer in a `tokenizer.json`.
 pub(super) enum Kind {
     ByteLevel,
     SentencePiece,
 }
 
 impl Kind {
-    /// Returns the kind of a tokenizer.
-    ///
-    /// # Errors
-    /// The reason why the tokenizer cannot be written.
     pub(super) fn of(json: &Json) -> Result<Self, String> {
         let model = json.get("model").ok_or("`model` is missing")?;
         // Old files have no type.
@@ -39,7 +34,7 @@ impl Kind {
     }
 }
 
-/// Reads the vocabulary for an embedding of `rows`; `pre` is the name of the pre-tokenizer, and how it was found.
+/// `pre` is the name of the pre-tokenizer, and how it was found.
 pub(super) fn read(json: &Json, rows: usize, pre: (String, String)) -> Result<Vocabulary, String> {
     let mut vocabulary = Vocabulary::unused("gpt2", rows);
     let by_default = pre::Form::named(&pre.0).is_some_and(|form| form.composes);

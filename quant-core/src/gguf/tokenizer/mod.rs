@@ -1,4 +1,4 @@
-//! A model's tokenizer as metadata: vocabulary, types, merges or scores, special tokens, chat template.
+//! A model's tokenizer as metadata.
 //!
 //! ```text
 //! tokenizer.json (byte-level BPE)            ─► bpe ──────────► tokens, types, merges, name of the pre-tokenizer
@@ -29,7 +29,6 @@ use crate::calibrate::TextTokenizer;
 use crate::checkpoint::{ModelDirectory, parse_strictly};
 use crate::{Error, Result};
 
-/// The largest file that is read, in bytes.
 const MAX_FILE_BYTES: u64 = 256 << 20;
 const JSON: &str = "tokenizer.json";
 /// The key for the normalizer, [`NFC`] or [`NO_VOCABULARY`], if it is not that of the published tokenizers with the
@@ -40,7 +39,6 @@ pub(super) const NFC: &str = "NFC";
 /// tokenizer without a normalizer.
 pub(super) const NO_VOCABULARY: &str = "none";
 
-/// Token types.
 pub(super) mod kinds {
     pub(in crate::gguf) const NORMAL: i32 = 1;
     pub(in crate::gguf) const UNKNOWN: i32 = 2;
@@ -50,7 +48,6 @@ pub(super) mod kinds {
     pub(in crate::gguf) const BYTE: i32 = 6;
 }
 
-/// A converted tokenizer.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Vocabulary {
     /// `tokenizer.ggml.model`.
@@ -62,23 +59,15 @@ pub(super) struct Vocabulary {
     scores: Option<Vec<f32>>,
     merges: Option<Vec<String>>,
     adds_space: Option<bool>,
-    /// The normalizer, if it is not that of the published tokenizers with this pre-tokenizer.
     normalizer: Option<&'static str>,
 }
 
-/// Metadata of a tokenizer, and notes for the user.
 pub(super) struct TokenizerMetadata {
     pub(super) entries: Vec<(String, Value)>,
     pub(super) notes: Vec<String>,
 }
 
-/// The metadata of the tokenizer of a model of `family`, for an embedding with `rows` rows; `pre` is the pre-tokenizer,
-/// if the user names one.
-///
-/// # Errors
-/// [`Error::Tokenizer`] if the tokenizer cannot be loaded, or its settings or chat templates are malformed;
-/// [`Error::InputFile`] if its file is malformed, does not fit the model, or is of a kind that cannot be written, or its
-/// pre-tokenizer is not recognized; [`Error::Usage`] if `pre` has no effect.
+/// `rows` is the number of rows of the embedding, and `pre` the pre-tokenizer, if the user names one.
 pub(super) fn metadata(
     directory: &ModelDirectory,
     family: &GgufFamily,
@@ -142,7 +131,7 @@ fn without_vocabulary() -> (String, Value) {
     ("tokenizer.ggml.model".to_owned(), Value::string(NO_VOCABULARY))
 }
 
-/// Renames empty tokens, and duplicates except for the first, because llama.cpp's loader aborts on them.
+/// Renames empty and repeated tokens, because llama.cpp's loader aborts on them.
 fn make_distinct(tokens: &mut [String]) {
     let mut seen = std::collections::HashSet::new();
     for (id, token) in tokens.iter_mut().enumerate() {
@@ -154,7 +143,6 @@ fn make_distinct(tokens: &mut [String]) {
 }
 
 impl Vocabulary {
-    /// `rows` unused placeholder tokens.
     fn unused(model: &'static str, rows: usize) -> Self {
         Self {
             model,
@@ -164,7 +152,6 @@ impl Vocabulary {
         }
     }
 
-    /// Sets a token.
     fn set(&mut self, id: u64, text: &str, kind: i32) -> Result<(), String> {
         let rows = self.tokens.len();
         let place = usize::try_from(id).ok().filter(|id| *id < rows);
@@ -192,7 +179,6 @@ impl Vocabulary {
     }
 }
 
-/// The error for a tokenizer that cannot be written.
 fn unwritable(path: &Path, reason: String) -> Error {
     Error::InputFile {
         path: path.to_owned(),

@@ -1,6 +1,5 @@
 //! Reads pieces, scores and types from `tokenizer.model`, a Protocol Buffers message. Unknown fields are skipped.
 
-/// A piece of a SentencePiece model.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Piece {
     pub(super) text: String,
@@ -9,7 +8,6 @@ pub(super) struct Piece {
     pub(super) kind: u64,
 }
 
-/// A model.
 #[derive(Debug, Default)]
 pub(super) struct SentencePieceModel {
     pub(super) pieces: Vec<Piece>,
@@ -58,7 +56,6 @@ impl<'a> Fields<'a> {
         Ok(part)
     }
 
-    /// The number and value of the next field.
     fn next(&mut self) -> Result<Option<(u64, Field<'a>)>, String> {
         if self.at == self.bytes.len() {
             return Ok(None);

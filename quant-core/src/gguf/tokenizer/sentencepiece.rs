@@ -19,7 +19,6 @@ const ADDED_SCORE: f32 = -1000.0;
 /// The score of IDs without a token.
 const UNUSED_SCORE: f32 = -10_000.0;
 
-/// Reads the vocabulary for an embedding of `rows`.
 pub(super) fn read(directory: &ModelDirectory, json: &Json, rows: usize) -> Result<Vocabulary> {
     let fault = super::unwritable;
     let mut vocabulary = Vocabulary::unused("llama", rows);
@@ -125,13 +124,11 @@ fn from_json(json: &Json, vocabulary: &mut Vocabulary) -> Result<(), String> {
     Ok(())
 }
 
-/// Whether a token stands for a byte, such as `<0x0A>`.
 pub(super) fn is_byte(text: &str) -> bool {
     let digits = text.strip_prefix("<0x").and_then(|t| t.strip_suffix('>'));
     digits.is_some_and(|d| d.len() == 2 && u8::from_str_radix(d, 16).is_ok())
 }
 
-/// Whether a space is added at the start of a text, by a `Prepend` or a `Metaspace`.
 fn adds_space(json: &Json) -> bool {
     fn within(json: &Json) -> bool {
         let parts = ["normalizers", "pretokenizers"].into_iter().filter_map(|key| json.get(key)?.as_array());

@@ -1,6 +1,5 @@
-//! BPE with `▁` for spaces and byte fallback, stored with its merges: the tokenizers of Gemma 4.
-//!
-//! The same kind of tokenizer is stored with scores for other families, as SentencePiece.
+//! BPE with `▁` for spaces and byte fallback, stored with its merges: the tokenizers of Gemma 4. For other families,
+//! such tokenizers are stored with scores, as SentencePiece.
 
 use serde_json::Value as Json;
 
@@ -24,7 +23,6 @@ const VISIBLE: [&str; 7] = [
     "<|\"|>",
 ];
 
-/// Reads the vocabulary for an embedding of `rows`.
 pub(super) fn read(json: &Json, rows: usize) -> Result<Vocabulary, String> {
     let mut vocabulary = Vocabulary::unused(MODEL, rows);
     let known = json.get("model").and_then(|model| model.get("vocab")).and_then(Json::as_object);

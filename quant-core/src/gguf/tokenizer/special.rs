@@ -21,15 +21,13 @@ const TEMPLATE: &str = "chat_template.jinja";
 const TEMPLATE_JSON: &str = "chat_template.json";
 const MAX_TEMPLATE_BYTES: u64 = 1 << 20;
 
-/// Metadata of special tokens.
 pub(super) struct Specials {
     pub(super) entries: Vec<(String, Value)>,
     /// A note for the user if llama.cpp adds fewer tokens to texts than the tokenizer.
     pub(super) note: Option<String>,
 }
 
-/// The IDs of special tokens, and which of them are added at the start and end of texts. `roles` are those of a family
-/// ([`GgufFamily`](crate::gguf::families::GgufFamily)).
+/// `roles` are those of a family ([`GgufFamily`](crate::gguf::families::GgufFamily)).
 pub(super) fn read(
     directory: &ModelDirectory,
     json: &Json,
@@ -99,8 +97,7 @@ fn ends(tokenizer: &TextTokenizer) -> Result<([Option<u32>; 2], Option<String>)>
     Ok(([before.first().copied(), after.last().copied()], note))
 }
 
-/// Reads the chat templates from the first of these that has any: `chat_template.jinja`, as everywhere in this program,
-/// `tokenizer_config.json` and `chat_template.json`.
+/// Reads the chat templates from the first file that has any.
 pub(super) fn chat_templates(directory: &ModelDirectory) -> Result<Vec<(String, Value)>> {
     let text = |name: &str| -> Result<Option<String>> {
         let Some(sidecar) = directory.sidecar(name) else { return Ok(None) };

@@ -1,4 +1,4 @@
-//! The shape of an attention: heads, window, and score modifications.
+//! The shape of an attention.
 
 /// The heads, window and score modifications of an attention.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -29,8 +29,8 @@ pub struct AttentionShape {
 }
 
 impl AttentionShape {
-    /// Creates attention to all positions up to the query's own, with scores scaled by `1 / √head_dim` and values as
-    /// wide as keys.
+    /// Creates attention to all positions up to the query's own, with the default score scale and values as wide as
+    /// keys.
     pub fn new(kv_heads: usize, repeat: usize, head_dim: usize) -> Self {
         Self {
             kv_heads,
@@ -77,7 +77,6 @@ mod tests {
         let eight = [0.5, 0.25, 0.125, 0.0625, 0.03125, 0.015625, 0.0078125, 0.00390625];
         assert_eq!(AttentionShape::new(8, 1, 16).slopes(), eight);
         assert_eq!(AttentionShape::new(1, 1, 16).slopes(), eight[7..]);
-        // The last four heads have the first, third, fifth and seventh slope of a model with 16 heads.
         let twelve = AttentionShape::new(6, 2, 16).slopes();
         assert_eq!(twelve[..8], eight);
         for (slope, between) in

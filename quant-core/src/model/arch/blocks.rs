@@ -7,15 +7,13 @@ use super::BlockGraph;
 use crate::Result;
 use crate::checkpoint::ConfigFields;
 
-/// Maximum number of layers. Real models have less than a hundredth of it; a larger number means that the configuration
-/// is damaged.
+/// Maximum number of layers. Real models have far fewer; a larger number means that the configuration is damaged.
 pub(super) const MAX_LAYERS: usize = 1 << 16;
 
 /// The distinct block graphs of a model and the graph of each layer.
 #[derive(Debug, Clone)]
 pub struct Blocks {
     graphs: Vec<Arc<BlockGraph>>,
-    /// The index into `graphs` for each layer.
     kinds: Vec<usize>,
 }
 

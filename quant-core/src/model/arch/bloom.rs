@@ -7,7 +7,6 @@ use super::{Activation, Architecture, AttentionShape, Blocks, Family};
 use crate::Result;
 use crate::checkpoint::ConfigFields;
 
-/// The family of `BloomForCausalLM`.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Bloom;
 
@@ -89,7 +88,6 @@ mod tests {
         Bloom.describe(&ConfigFields::new(path, config.as_object().unwrap()))
     }
 
-    /// Keys as published, and as transformers writes them.
     #[test]
     fn keys_have_two_names() {
         let published = describe(&json!({ "seq_length": 512 })).unwrap();

@@ -1,6 +1,5 @@
 //! Command R and R7B: one layer norm without a bias for attention and MLP, which run in parallel; interleaved rotary
-//! embeddings; scaled logits. Command R+ normalizes queries and keys, with separate weights for each head. Cohere 2
-//! does not rotate the layers without a window. Cohere 2 MoE may start with a few dense layers.
+//! embeddings; scaled logits.
 
 use super::decoder::{Decoder, Defaults};
 use super::experts::{GatedExperts, SharedExpert, mlp_layer_types, routing_by};
@@ -11,15 +10,12 @@ use crate::Result;
 use crate::checkpoint::ConfigFields;
 use crate::model::rope::RopeLayout;
 
-/// The family of `CohereForCausalLM`.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Cohere;
 
-/// The family of `Cohere2ForCausalLM`.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Cohere2;
 
-/// The family of `Cohere2MoeForCausalLM`.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Cohere2Moe;
 
@@ -108,7 +104,6 @@ impl Family for Cohere2Moe {
     }
 }
 
-/// Reads the experts of Cohere 2 MoE. Their sum and the shared expert's output may be averaged.
 fn experts(d: &Decoder<'_>) -> Result<GatedExperts> {
     const CHOICE: &str = "expert_selection_fn";
     const STRATEGY: &str = "shared_expert_combination_strategy";

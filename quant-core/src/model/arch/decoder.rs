@@ -11,7 +11,7 @@ use crate::model::rope::{Rope, RopeRequest};
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Defaults {
     pub(super) family: &'static str,
-    /// Configuration key of the MLP width. If no layer has an MLP, the key of a different width that is always present.
+    /// The key of the MLP width. If no layer has an MLP, the key of a different width that is always present.
     pub(super) intermediate_key: &'static str,
     /// Number of key and value heads; `None` means as many as query heads.
     pub(super) kv_heads: Option<usize>,
@@ -34,7 +34,6 @@ pub(super) struct Defaults {
 pub(super) const GELU_TANH: &[&str] = &["gelu_pytorch_tanh", "gelu_new", "gelu_python_tanh", "gelu_fast"];
 
 impl Defaults {
-    /// The defaults of most families.
     pub(super) fn new(family: &'static str) -> Self {
         Self {
             family,
@@ -59,7 +58,6 @@ pub(super) fn either(config: &ConfigFields<'_>, names: [&'static str; 2]) -> &'s
     if second && !first { names[1] } else { names[0] }
 }
 
-/// The validated sizes of a model.
 #[derive(Debug, Clone)]
 pub(super) struct Decoder<'a> {
     pub(super) config: &'a ConfigFields<'a>,
@@ -117,7 +115,6 @@ impl<'a> Decoder<'a> {
         })
     }
 
-    /// Returns the norms of the family, with the epsilon of the configuration.
     pub(super) fn norms(config: &ConfigFields<'_>, defaults: Defaults) -> Result<Norms> {
         let eps = config.optional_f64(defaults.norm_eps_key)?.unwrap_or(defaults.norm_eps);
         match (0.0..1.0).contains(&eps) {
@@ -129,12 +126,10 @@ impl<'a> Decoder<'a> {
         }
     }
 
-    /// Reads a flag; returns `default` if it is absent.
     pub(super) fn flag(&self, key: &str, default: bool) -> Result<bool> {
         Ok(self.config.optional_bool(key)?.unwrap_or(default))
     }
 
-    /// Reads a positive factor, if present.
     pub(super) fn factor(&self, key: &str) -> Result<Option<f64>> {
         match self.config.optional_f64(key)? {
             Some(value) if value > 0.0 && (value as f32).is_normal() => Ok(Some(value)),
@@ -145,7 +140,6 @@ impl<'a> Decoder<'a> {
         }
     }
 
-    /// Returns an error if a flag enables an unsupported feature.
     pub(super) fn refuse(&self, key: &str, reason: &str) -> Result<()> {
         match self.flag(key, false)? {
             true => Err(self.config.error(key, format!("is true: {reason}"))),
@@ -153,13 +147,12 @@ impl<'a> Decoder<'a> {
         }
     }
 
-    /// Reads the rotary embedding as most families have it: whole heads are rotated, and channel `i` is paired with
-    /// channel `i + head_dim / 2`.
+    /// The rotary embedding of most families: whole heads are rotated, and channel `i` is paired with channel `i +
+    /// head_dim / 2`.
     pub(super) fn rope(&self) -> Result<Rope> {
         self.rope_request().read(self.config)
     }
 
-    /// The request with which [`rope`](Self::rope) reads the rotary embedding.
     pub(super) fn rope_request(&self) -> RopeRequest<'static> {
         RopeRequest::new(self.shape.head_dim, self.defaults.theta)
     }
@@ -180,7 +173,6 @@ impl<'a> Decoder<'a> {
         }
     }
 
-    /// The gated MLP.
     pub(super) fn mlp(&self, bias: bool) -> Mlp {
         Mlp::Gated { activation: self.defaults.activation.0, intermediate: self.intermediate, bias }
     }
@@ -205,7 +197,6 @@ impl<'a> Decoder<'a> {
         })
     }
 
-    /// The architecture with these blocks.
     pub(super) fn architecture(&self, block: impl Fn(usize) -> DecoderBlock) -> Result<Architecture> {
         let (config, defaults) = (self.config, self.defaults);
         Ok(Architecture {

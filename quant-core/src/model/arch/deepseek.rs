@@ -1,7 +1,6 @@
 //! DeepSeek-V2, V3 and models with V3's design: GLM-4.5 with standard attention, GLM-4.7-Flash with latent attention.
 //!
-//! The first layers have an MLP. The other layers have a shared expert, and routed experts that are chosen from the
-//! groups with the best scores.
+//! The first layers have an MLP. The other layers have routed experts and a shared one.
 
 use super::blocks::MAX_LAYERS;
 use super::decoder::{Decoder, Defaults};
@@ -13,23 +12,19 @@ use crate::Result;
 use crate::checkpoint::ConfigFields;
 use crate::model::rope::{RopeLayout, RopeRequest};
 
-/// The family of `DeepseekV2ForCausalLM`.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct DeepseekV2;
 
-/// The family of `DeepseekV3ForCausalLM`.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct DeepseekV3;
 
-/// The family of `Glm4MoeForCausalLM`.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Glm4Moe;
 
-/// The family of `Glm4MoeLiteForCausalLM`.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Glm4MoeLite;
 
-/// Configuration keys for the number of experts. Published configurations use the last one.
+/// Published configurations use the last one.
 pub(super) const EXPERTS: [&str; 3] = ["num_experts", "num_local_experts", "n_routed_experts"];
 
 impl Family for DeepseekV2 {
@@ -132,7 +127,6 @@ impl Family for Glm4Moe {
     }
 }
 
-/// Returns an error if the key is present with a value other than `value`.
 fn require(config: &ConfigFields<'_>, key: &str, value: &str) -> Result<()> {
     match config.optional_str(key)?.filter(|found| *found != value) {
         Some(found) => {
@@ -143,7 +137,6 @@ fn require(config: &ConfigFields<'_>, key: &str, value: &str) -> Result<()> {
     }
 }
 
-/// The sizes of a model with latent attention.
 pub(super) fn decoder<'a>(
     config: &'a ConfigFields<'a>,
     family: &'static str,
@@ -162,7 +155,6 @@ fn by_sigmoid(d: &Decoder<'_>, factor: f64, groups_by_default: [usize; 2]) -> Re
     corrected_sigmoid(d, "mlp.gate", factor, groups_by_default)
 }
 
-/// Sigmoid routing with a correction that is stored in `module`.
 pub(super) fn corrected_sigmoid(
     d: &Decoder<'_>,
     module: &'static str,
@@ -233,7 +225,6 @@ pub(super) fn with_shared(
     Ok(GatedExperts { shared, ..GatedExperts::new(routing, intermediate) })
 }
 
-/// The architecture of a model with latent attention.
 fn latent(
     d: &Decoder<'_>,
     experts: GatedExperts,
@@ -310,7 +301,6 @@ mod tests {
         let fused = architecture.fused_modules();
         assert!(fused.iter().any(|f| f.name == "model.layers.2.self_attn.fused_qkv_a_proj"));
         assert!(fused.iter().any(|f| f.name == "model.layers.1.mlp.shared_experts.gate_up_proj"));
-        // The first layer has an MLP.
         assert!(architecture.graph(0).linears().all(|(_, name, ..)| name != "mlp.gate"));
         assert_eq!(graph.linears().find(|(_, name, ..)| *name == "mlp.gate").unwrap().2, [8, 64]);
     }

@@ -3,10 +3,10 @@
 
 use super::{BlockGraph, NodeId, Op};
 
-/// A block whose experts can run one after the other, each on all its tokens.
+/// A block whose experts can run one after the other, each on all its tokens, so that each expert's weights are needed
+/// in one part of a pass only.
 ///
-/// Values before the experts depend on no expert, and linears after them read none of their outputs. So each expert's
-/// weights are needed in one part of a pass only.
+/// No expert reads the output of another, and no other linear reads their outputs.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct ExpertOrder {
     /// The node at which the block is split: everything after it depends only on its value, and on a token's own row.
@@ -20,7 +20,7 @@ pub(crate) struct ExpertOrder {
 }
 
 impl ExpertOrder {
-    /// Returns the split of a block; `None` if it has no experts, or if they cannot run one after the other.
+    /// `None` if the block has no experts, or if they cannot run one after the other.
     pub(crate) fn of(graph: &BlockGraph) -> Option<Self> {
         let nodes = graph.nodes();
         let mut sums = (0..nodes.len()).filter(|&id| nodes[id].op.sums_experts());
@@ -29,8 +29,8 @@ impl ExpertOrder {
         let experts = outputs.iter().map(|&output| Some((graph.rows_selected_by(output)?, output)));
         let experts: Vec<_> = experts.collect::<Option<_>>()?;
         let input = nodes[experts.first()?.0].inputs[0];
-        // The rows of an expert must be computed from those of its tokens alone, bit for bit: without a linear, whose
-        // products depend on the number of rows.
+        // The rows of an expert must be computed from those of its tokens alone, bit for bit. A linear would prevent
+        // this, because the rounding of its products depends on the number of rows.
         let alike = |&(selects, _): &(NodeId, NodeId)| nodes[selects].inputs == [input, weights];
         let from = (graph.input()..=input).rev().find(|&id| graph.is_cut(id) || id == graph.input())?;
         let apart = experts.iter().all(alike)
@@ -40,7 +40,6 @@ impl ExpertOrder {
         apart.then_some(Self { from, weights, sum, experts })
     }
 
-    /// Returns whether a node that selects rows does so for one of the experts.
     pub(crate) fn has(&self, selects: NodeId) -> bool {
         self.experts.iter().any(|(id, _)| *id == selects)
     }

@@ -1,39 +1,31 @@
 //! Mixtures of experts in a block graph: a router, the experts, and the sum of their outputs.
 //!
-//! Every expert has nodes of its own in the graph. Its linears have names, folds, grids and statistics like all other
-//! linears, and a balance list that begins at a norm holds the router and the gate and up linears of every expert. The
-//! only difference is that values inside an expert have rows only for the tokens routed to it. A shared expert reads
-//! all tokens; it is an ordinary MLP whose output is added to that of the experts.
+//! Every expert has nodes of its own in the graph, so its linears are quantized and balanced like all others. Values
+//! inside an expert have rows only for the tokens routed to it. A shared expert reads all tokens; it is an ordinary MLP
+//! whose output is added to that of the experts.
 
 use super::parts::fused_gated;
 use super::{Activation, Blocks, FusedExperts, GraphBuilder, NodeId, Op, Routing};
 use crate::Result;
 use crate::checkpoint::ConfigFields;
 
-/// Maximum number of experts per layer; a larger number means that the configuration is damaged.
+/// A larger number means that the configuration is damaged.
 const MAX_EXPERTS: usize = 4096;
 
-/// The names of an expert's gate, up and down linears in most families.
 pub(super) const GATE_UP_DOWN: [&str; 3] = ["gate_proj", "up_proj", "down_proj"];
 
 /// Gated experts and the names of their weights.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct GatedExperts {
-    /// The router's module.
     pub(super) router: &'static str,
-    /// Whether the router has a bias.
     pub(super) router_bias: bool,
     /// The prefix of expert module names, before the expert's index.
     pub(super) prefix: &'static str,
     /// Modules of an expert: gate, up, down.
     pub(super) linears: [&'static str; 3],
-    /// Whether the experts' linears have biases.
     pub(super) bias: bool,
-    /// The product of gate and up.
     pub(super) product: Product,
-    /// How a token's experts are chosen.
     pub(super) routing: Routing,
-    /// Intermediate size of an expert.
     pub(super) intermediate: usize,
     /// Names inside the block of the tensors that may hold the gates and ups of all experts, and the downs of all
     /// experts.
@@ -46,7 +38,6 @@ pub(super) struct GatedExperts {
     pub(super) averages: bool,
 }
 
-/// The gated product of an expert.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) enum Product {
     /// `silu(gate) · up`.
@@ -62,7 +53,6 @@ pub(super) enum Product {
 pub(super) struct SharedExpert {
     /// The module. Its linears are named like those of a dense MLP.
     pub(super) prefix: &'static str,
-    /// The intermediate size.
     pub(super) intermediate: usize,
     /// The linear whose sigmoid scales its output.
     pub(super) gate: Option<&'static str>,
@@ -89,7 +79,6 @@ impl GatedExperts {
         }
     }
 
-    /// The fused tensors in which checkpoints may store all experts.
     pub(super) fn fused(&self, hidden: usize) -> FusedExperts {
         FusedExperts {
             gate_up: self.fused[0],
@@ -104,7 +93,7 @@ impl GatedExperts {
         }
     }
 
-    /// Adds the experts for the input `x` with `hidden` features; returns their sum.
+    /// Adds the experts for the input `x` with `hidden` features; returns the sum of all outputs.
     pub(super) fn add(&self, g: &mut GraphBuilder, x: NodeId, hidden: usize) -> NodeId {
         let logits = g.add(self.router(hidden), &[x]);
         let weights = g.add(Op::Route(self.routing), &[logits]);
@@ -119,7 +108,6 @@ impl GatedExperts {
         }
     }
 
-    /// The router.
     pub(super) fn router(&self, hidden: usize) -> Op {
         Op::Linear {
             name: self.router.to_owned(),
@@ -163,9 +151,6 @@ impl GatedExperts {
 
 impl SharedExpert {
     /// The shared expert of the Qwen families, with the width from the configuration.
-    ///
-    /// # Errors
-    /// [`Error::Config`](crate::Error::Config) if its width is missing or malformed.
     pub(super) fn gated(config: &ConfigFields<'_>) -> Result<Self> {
         Ok(Self {
             prefix: "mlp.shared_expert",
@@ -200,19 +185,12 @@ impl SharedExpert {
     }
 }
 
-/// Reads the number of experts, under one of these keys, and the number of experts per token.
-///
-/// # Errors
-/// As [`routing_by`].
 pub(super) fn routing(config: &ConfigFields<'_>, keys: &[&'static str]) -> Result<Routing> {
     routing_by(config, keys, &["num_experts_per_tok"])
 }
 
-/// Reads the number of experts and the number of experts per token. If there are several keys, the first one present is
-/// used; published configurations have the last one.
-///
-/// # Errors
-/// [`Error::Config`](crate::Error::Config) if a number is missing or out of range.
+/// Reads the number of experts and the number of experts per token. The first key that is present is used; published
+/// configurations have the last one.
 pub(super) fn routing_by(
     config: &ConfigFields<'_>,
     experts: &[&'static str],
@@ -233,7 +211,7 @@ pub(super) fn routing_by(
     }
 }
 
-/// Returns whether each layer has experts: every `decoder_sparse_step`th has, except `mlp_only_layers`.
+/// Returns whether each layer has experts.
 pub(super) fn sparse_layers(config: &ConfigFields<'_>) -> Result<Vec<bool>> {
     let step = config.optional_positive("decoder_sparse_step")?.unwrap_or(1);
     let mut sparse: Vec<bool> = (1..=Blocks::layers(config)?).map(|n| n.is_multiple_of(step)).collect();
@@ -246,9 +224,6 @@ pub(super) fn sparse_layers(config: &ConfigFields<'_>) -> Result<Vec<bool>> {
 }
 
 /// Returns whether each layer is dense (has an MLP and no experts) according to `mlp_layer_types`, if that is present.
-///
-/// # Errors
-/// [`Error::Config`](crate::Error::Config) if it has the wrong length or unknown entries.
 pub(super) fn mlp_layer_types(config: &ConfigFields<'_>, layers: usize) -> Result<Option<Vec<bool>>> {
     const TYPES: &str = "mlp_layer_types";
     let Some(types) = config.optional_str_list(TYPES)? else { return Ok(None) };

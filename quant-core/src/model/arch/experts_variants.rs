@@ -1,5 +1,5 @@
 //! MiniMax-M2, Ernie 4.5 MoE, Granite MoE, HunYuan V1 MoE and Hy3: blocks of other supported families, with experts in
-//! place of the MLP. Each family has its own routing and names.
+//! place of the MLP.
 
 use super::blocks::MAX_LAYERS;
 use super::decoder::{Decoder, Defaults, either};
@@ -10,27 +10,22 @@ use crate::Result;
 use crate::checkpoint::ConfigFields;
 use crate::model::rope::{RopeLayout, RopeRequest};
 
-/// The family of `MiniMaxM2ForCausalLM`.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct MiniMaxM2;
 
-/// The family of `Ernie4_5_MoeForCausalLM`.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Ernie45Moe;
 
-/// The family of `GraniteMoeForCausalLM`.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct GraniteMoe;
 
-/// The family of `HunYuanMoEV1ForCausalLM`.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct HunYuanMoeV1;
 
-/// The family of `HYV3ForCausalLM`.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct HyV3;
 
-/// Mixtral's names of an expert's gate, up and down linears, which other families have adopted.
+/// Mixtral's names of an expert's gate, up and down linears.
 const MIXTRAL: [&str; 3] = ["w1", "w3", "w2"];
 
 impl Family for MiniMaxM2 {

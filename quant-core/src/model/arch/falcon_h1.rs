@@ -1,4 +1,4 @@
-//! Falcon-H1: attention and a Mamba 2 mixer in parallel in every layer, and constant multipliers on almost every value.
+//! Falcon-H1: attention and a Mamba 2 mixer in parallel in every layer, and constant multipliers on many values.
 //!
 //! A multiplier before a linear without bias is applied after it here, so that the norm's channels reach all linears
 //! unscaled.
@@ -11,11 +11,9 @@ use crate::Result;
 use crate::checkpoint::ConfigFields;
 use crate::model::rope::Rope;
 
-/// The family of `FalconH1ForCausalLM`.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct FalconH1;
 
-/// The multipliers of attention, the mixer's output and the MLP.
 #[derive(Debug, Clone, Copy)]
 struct Multipliers {
     attention_in: f32,
@@ -39,7 +37,7 @@ impl Family for FalconH1 {
         let defaults = Defaults { kv_heads: Some(8), norm_eps: 1e-5, ..Defaults::new(self.name()) };
         let d = Decoder::read(config, defaults)?;
         for key in ["attention_bias", "mlp_bias", "mamba_proj_bias"] {
-            d.refuse(key, "biases cannot be combined with multipliers")?;
+            d.refuse(key, "biases are not supported in this family")?;
         }
         let factor = |key: &str| Ok::<f32, crate::Error>(d.factor(key)?.unwrap_or(1.0) as f32);
         let [gate, down] = factors(config, "mlp_multipliers")?;

@@ -5,11 +5,11 @@
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct FusedExperts {
-    /// Name inside the block of the tensor of gates and ups, `[experts, 2 · intermediate, hidden]`, or
-    /// `[experts, hidden, 2 · intermediate]`.
+    /// Name inside the block of the tensor of gates and ups: `[experts, 2 · intermediate, hidden]`, or with the last
+    /// two dimensions exchanged.
     pub gate_up: &'static str,
-    /// Name inside the block of the tensor of downs, `[experts, hidden, intermediate]`, or
-    /// `[experts, intermediate, hidden]`.
+    /// Name inside the block of the tensor of downs: `[experts, hidden, intermediate]`, or with the last two dimensions
+    /// exchanged.
     pub down: &'static str,
     /// Suffix of the bias names, if there are biases: `[experts, 2 · intermediate]`, `[experts, hidden]`.
     pub bias: Option<&'static str>,

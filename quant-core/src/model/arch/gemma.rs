@@ -1,5 +1,5 @@
 //! Gemma 2 and the text models of Gemma 3: zero-centered norms before and after attention and MLP, GELU in the MLP,
-//! embeddings multiplied by `√hidden`, and sliding windows in all layers except every second or sixth.
+//! embeddings multiplied by `√hidden`, and sliding windows in most layers.
 
 use super::decoder::{Decoder, Defaults, GELU_TANH};
 use super::parts::{DecoderBlock, HeadNorms, NormKind, Placement};
@@ -9,15 +9,13 @@ use crate::Result;
 use crate::checkpoint::ConfigFields;
 use crate::model::rope::Rope;
 
-/// The family of `Gemma2ForCausalLM`.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Gemma2;
 
-/// The family of `Gemma3ForCausalLM`.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Gemma3Text;
 
-/// The names of the norms before attention and MLP, then of those after.
+/// The norms before attention and MLP, then those after.
 pub(super) const SANDWICH: Placement = Placement::Sandwich(
     ["input_layernorm", "pre_feedforward_layernorm"],
     ["post_attention_layernorm", "post_feedforward_layernorm"],

@@ -1,9 +1,8 @@
 //! The text models of Gemma 4: norms before and after attention and MLP, with plain weights. Layers without a window
-//! have wider, partially rotated heads, and may use the same projection for keys and values. Values are normalized,
-//! scores are not scaled, and a stored scalar multiplies each block's output.
+//! have wider, partially rotated heads. Values are normalized, and scores are not scaled.
 //!
-//! The small models have a separate input for each block, and their last blocks read keys and values that an earlier
-//! block computed. The MoE models have experts in addition to the MLP, with norms of their own.
+//! In the small models, each block has an input of its own, and the last blocks read keys and values that an earlier
+//! block computed. The MoE models have experts in addition to the MLP.
 
 use super::decoder::{Decoder, Defaults, GELU_TANH};
 use super::gemma::{SANDWICH, softcap};
@@ -15,16 +14,13 @@ use super::{Activation, Architecture, AttentionShape, EmbeddingScale, Family, Pe
 use crate::Result;
 use crate::checkpoint::ConfigFields;
 
-/// Maximum number of layers of a model whose blocks all differ; a larger number means that the configuration is
-/// damaged.
+/// The maximum number of layers if all blocks differ. A larger number means that the configuration is damaged.
 const MAX_LAYERS: usize = 1024;
-/// Modules that process a block's own input.
 const OWN: [&str; 3] = ["per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm"];
 /// Modules that are unused in blocks that read another block's keys and values, though files may contain them.
 const UNUSED_MODULES: &[&str] =
     &["self_attn.k_proj", "self_attn.v_proj", "self_attn.k_norm", "self_attn.v_norm"];
 
-/// The family of `Gemma4ForCausalLM`.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Gemma4Text;
 
@@ -115,7 +111,6 @@ impl Family for Gemma4Text {
     }
 }
 
-/// Returns the number of features of a block's own input; 0 if there is none.
 fn own_width(d: &Decoder<'_>) -> Result<usize> {
     const KEY: &str = "hidden_size_per_layer_input";
     let width = match d.config.has(KEY) {
@@ -126,7 +121,6 @@ fn own_width(d: &Decoder<'_>) -> Result<usize> {
     Ok(width)
 }
 
-/// Returns an error if all blocks differ and there are more than the maximum.
 fn few_layers(d: &Decoder<'_>, all_differ: bool) -> Result<()> {
     if all_differ && d.layers > MAX_LAYERS {
         let reason = format!("is {}; at most {MAX_LAYERS} are supported if all blocks differ", d.layers);
@@ -135,7 +129,7 @@ fn few_layers(d: &Decoder<'_>, all_differ: bool) -> Result<()> {
     Ok(())
 }
 
-/// Returns the index of the key-value pair that a layer computes or reads: 0 if it has a window, else 1.
+/// The index of the key-value pair that a layer computes or reads.
 fn pair_of(attention: &Attention) -> usize {
     usize::from(attention.shape.window.is_none())
 }
@@ -159,7 +153,10 @@ fn share(d: &Decoder<'_>, attentions: &mut [Attention]) -> Result<usize> {
         };
         let [made, read] = [&maker.shape, &reader.shape].map(|shape| (shape.kv_heads, shape.head_dim));
         if made != read {
-            let reason = format!("makes block {} share keys whose width differs from its own", first + at);
+            let reason = format!(
+                "makes block {} share keys whose heads differ from its own in number or width",
+                first + at
+            );
             return Err(d.config.error(KEY, reason));
         }
         maker.sharing = Some(Sharing::Makes(pair));
@@ -187,7 +184,6 @@ fn side_values(layer: usize, attentions: &[Attention], own: usize) -> SideValues
     SideValues { own: (own > 0).then_some(input), later: own * (attentions.len() - layer - 1), shared }
 }
 
-/// Returns an error for unsupported settings.
 fn check(d: &Decoder<'_>) -> Result<()> {
     let config = d.config;
     if config.optional_object("rope_parameters")?.is_none() {
@@ -203,7 +199,7 @@ fn check(d: &Decoder<'_>) -> Result<()> {
     }
 }
 
-/// Returns the attention shape of a layer. Values in `per_layer_config` take precedence.
+/// Values in `per_layer_config` take precedence.
 fn shape(d: &Decoder<'_>, layer: usize, window: Option<usize>, shares: bool) -> Result<AttentionShape> {
     let (config, heads) = (d.config, d.shape.heads());
     let (mut head_dim, mut kv_heads) = (d.shape.head_dim, d.shape.kv_heads);

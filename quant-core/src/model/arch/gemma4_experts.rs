@@ -1,6 +1,5 @@
-//! Experts in addition to the MLP of a block: both have their own norms before and after, and their outputs are added.
-//! The router reads the residual stream, divided by its root mean square and by `√hidden`, and multiplied by a stored
-//! scale.
+//! Experts in addition to the MLP of a block. The router reads the residual stream, divided by its root mean square and
+//! by `√hidden`, and multiplied by a stored scale.
 
 use super::experts::{GATE_UP_DOWN, GatedExperts, Product, routing_by};
 use super::parts::DecoderBlock;
@@ -8,12 +7,10 @@ use super::{GraphBuilder, NodeId, Op, Routing};
 use crate::Result;
 use crate::checkpoint::ConfigFields;
 
-/// The experts of Gemma 4.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct ParallelExperts(pub(super) GatedExperts);
 
 impl ParallelExperts {
-    /// Reads the sizes of the experts.
     pub(super) fn read(config: &ConfigFields<'_>) -> Result<Self> {
         let routing = routing_by(config, &["num_experts"], &["top_k_experts"])?;
         let routing = Routing { normalized: true, ..routing };

@@ -1,5 +1,5 @@
-//! GLM-4 in two block designs (`GlmForCausalLM`, `Glm4ForCausalLM`): part of each head is rotated, interleaved; gate
-//! and up are one linear. The later design also has norms after attention and MLP.
+//! GLM-4 in two block designs: part of each head is rotated, interleaved; gate and up are one linear. The later design
+//! also has norms after attention and MLP.
 
 use super::decoder::{Decoder, Defaults};
 use super::parts::{DecoderBlock, Mlp, PRE, Placement};
@@ -8,11 +8,9 @@ use crate::Result;
 use crate::checkpoint::ConfigFields;
 use crate::model::rope::RopeLayout;
 
-/// The family of `GlmForCausalLM`.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Glm;
 
-/// The family of `Glm4ForCausalLM`.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Glm4;
 

@@ -1,5 +1,5 @@
-//! GPT-2: layer norms with biases; learned positions; queries, keys and values in one linear; two linears with a GELU
-//! between them. Linear weights are stored as `[in, out]`.
+//! GPT-2: layer norms with biases; learned positions; queries, keys and values in one linear. Linear weights are stored
+//! as `[in, out]`.
 //!
 //! The configuration has its own key names; transformers accepts those of other families as aliases.
 
@@ -9,7 +9,6 @@ use super::{Activation, Architecture, AttentionShape, Blocks, Family, LearnedPos
 use crate::Result;
 use crate::checkpoint::ConfigFields;
 
-/// The family of `GPT2LMHeadModel`.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Gpt2;
 

@@ -1,5 +1,5 @@
-//! GPT-NeoX and Pythia: layer norms with biases; attention and MLP in parallel with one norm each; queries, keys and
-//! values of each head in consecutive rows of one linear; partially rotated heads.
+//! GPT-NeoX and Pythia: layer norms with biases; attention and MLP in parallel; queries, keys and values of each head
+//! in consecutive rows of one linear; partially rotated heads.
 
 use super::decoder::{Decoder, Defaults, GELU_TANH};
 use super::parts::{DecoderBlock, Mlp, NormKind, PRE, Placement, Projections};
@@ -7,7 +7,6 @@ use super::{Activation, Architecture, Family};
 use crate::Result;
 use crate::checkpoint::ConfigFields;
 
-/// The family of `GPTNeoXForCausalLM`.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct GptNeoX;
 

@@ -1,4 +1,4 @@
-//! gpt-oss: experts with biases and a clamped gated product, attention sinks, and windows in every second layer.
+//! gpt-oss: experts with biases and a clamped gated product, attention sinks, and alternating windows.
 
 use serde_json::json;
 
@@ -10,7 +10,6 @@ use super::{Architecture, Family, Routing};
 use crate::Result;
 use crate::checkpoint::ConfigFields;
 
-/// The family of `GptOssForCausalLM`.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct GptOss;
 

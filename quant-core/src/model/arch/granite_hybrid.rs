@@ -1,6 +1,5 @@
-//! Granite 4: blocks with Granite's factors, an MLP with gate and up in one linear, and optionally experts in addition
-//! to it. In the hybrid models, most layers have Mamba 2 in place of attention, and attention does not rotate queries
-//! and keys.
+//! Granite 4: Granite's factors, an MLP with gate and up in one linear, and optionally experts in addition to it. In
+//! the hybrid models, most layers have Mamba 2 in place of attention.
 
 use super::decoder::{Decoder, Defaults};
 use super::experts::{GatedExperts, SharedExpert, routing_by};
@@ -11,7 +10,6 @@ use super::{Activation, Architecture, Family, Routing, StateSpace};
 use crate::Result;
 use crate::checkpoint::ConfigFields;
 
-/// The family of `GraniteMoeHybridForCausalLM`.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct GraniteMoeHybrid;
 
@@ -76,7 +74,8 @@ impl Family for GraniteMoeHybrid {
     }
 }
 
-/// Returns whether each layer has Mamba 2 in place of attention: all layers do if the configuration does not list them.
+/// Returns whether each layer has Mamba 2 in place of attention. If the configuration does not list the layers, all
+/// have it.
 fn mixing_layers(d: &Decoder<'_>) -> Result<Vec<bool>> {
     for key in ["layer_types", "layers_block_type"] {
         let Some(types) = d.config.optional_str_list(key)? else { continue };
@@ -117,8 +116,7 @@ fn mamba(d: &Decoder<'_>) -> Result<Mamba2> {
         let reason = format!("is {other}, but {heads} heads must have a total width of {width}");
         return Err(config.error(HEAD_DIM, reason));
     }
-    // `state_space` would reject `auto` as head width, so it reads the number of heads twice; the head width is set
-    // below.
+    // `state_space` would reject `auto` as head width, so the head width is set below.
     let heads_key = (HEADS, Some(heads));
     let space = state_space(
         config,

@@ -1,12 +1,9 @@
 //! A decoder block as a graph of producers and consumers, and the folds that it allows.
 //!
 //! AWQ, SmoothQuant and QoQ all rest on one identity: divide an output channel of a producer (a norm's weight, a
-//! linear's row) by `s` and multiply the matching input column of *every* linear that reads it by `s`. The graph
-//! determines the producers and consumers. A channel's scale passes unchanged through the `up` side of a gated product,
-//! other products, the selection of an expert's rows, a ReLU, a convolution without bias and activation, and the value
-//! side of attention; it is squared by a squared ReLU; everything else stops it ([`Op::scale_pass`]). Balance lists are
-//! therefore computed, never written by hand, and no consumer can be forgotten. Scales are positive, since a ReLU only
-//! commutes with positive scales.
+//! linear's row) by `s` and multiply the matching input column of *every* linear that reads it by `s`. Balance lists
+//! are computed from the graph, so no consumer can be forgotten. [`Op::scale_pass`] says how a scale passes through
+//! each operation. Scales are positive, since a ReLU only commutes with positive scales.
 
 use std::ops::Range;
 
@@ -30,9 +27,7 @@ pub struct Node {
 #[derive(Debug, Clone, PartialEq)]
 pub struct BlockGraph {
     nodes: Vec<Node>,
-    /// For each node, the nodes that read its value, each with the input port.
     users: Vec<Vec<(NodeId, usize)>>,
-    /// For each node, the number of features of its value.
     widths: Vec<usize>,
     /// For each node whose value has rows for only some tokens, the node that selects them.
     rows: Vec<Option<NodeId>>,
@@ -47,19 +42,18 @@ pub struct FoldGroup {
     pub rows: Range<usize>,
     /// The balance list: every linear that reads these channels. Their columns are multiplied by the scale.
     pub consumers: Vec<NodeId>,
-    /// The node whose value all consumers read; experts read only the rows of their tokens.
+    /// The node whose value the consumers read; experts read only the rows of their tokens.
     pub input: NodeId,
     /// The node whose output a scale search observes: the only consumer, or the node where the outputs of all consumers
-    /// meet (the output projection of the attention or MLP, or the sum of experts).
+    /// meet.
     pub inspected: NodeId,
-    /// How many times each producer channel is repeated in the consumers' input: 1, or the query heads per key head if
-    /// values pass through grouped-query attention.
+    /// How many times each producer channel is repeated in the consumers' input, because of grouped-query attention or
+    /// a norm with one weight for all heads.
     pub repeat: usize,
-    /// Number of adjacent channels that are repeated together: the head width if [`repeat`](Self::repeat) is not 1.
+    /// Number of adjacent channels that are repeated together.
     pub run: usize,
-    /// The exponent with which a scale of the producer reaches the consumers: 1, or 2 if a squared ReLU is in between.
-    /// The consumers' columns are multiplied by the scale itself, and the producer's channels are divided by its
-    /// `exponent`-th root.
+    /// The exponent with which a scale of the producer reaches the consumers. The consumers' columns are multiplied by
+    /// the scale itself, and the producer's channels are divided by its `exponent`-th root.
     pub exponent: u32,
 }
 
@@ -168,8 +162,7 @@ impl BlockGraph {
         self.nodes.len() - 1
     }
 
-    /// Returns whether all later nodes depend only on this node's value, so that the block can be split there. The
-    /// value is as wide as the block's input.
+    /// Returns whether all later nodes depend only on this node's value, so that the block can be split there.
     pub fn is_cut(&self, id: NodeId) -> bool {
         let alone = self.nodes[id + 1..].iter().all(|n| n.inputs.iter().all(|&i| i >= id));
         alone && self.nodes[id].op == Op::Add
@@ -190,9 +183,9 @@ impl BlockGraph {
         self.nodes[id].inputs.first().and_then(|&input| self.rows[input])
     }
 
-    /// Returns the sizes, in bytes per token, of the two buffers that are kept while the experts of a block are
-    /// evaluated in sequence: the sum of their outputs, and the indices and weights of the token's experts. Both are 0
-    /// for blocks without experts.
+    /// Returns the bytes per token of the two buffers that are kept while the experts of a block are evaluated in
+    /// sequence: the sum of their outputs, and the indices and weights of the token's experts. Both are 0 for blocks
+    /// without experts.
     pub fn expert_sum_bytes(&self) -> (usize, usize) {
         let of = |(id, node): (NodeId, &Node)| {
             let share = node.inputs[1..].first().map_or(0.0, |&output| self.share_of_tokens(output));
@@ -219,8 +212,8 @@ impl BlockGraph {
         }
     }
 
-    /// Returns the last node that mixes tokens, if it is the only one that affects the output: each token's output
-    /// depends only on the token's own block input and on its own row of that node's value.
+    /// Returns the last node that mixes tokens, if each token's output depends only on the token's own block input and
+    /// on its own row of that node's value.
     pub fn only_mixing(&self) -> Option<NodeId> {
         let mixing = (0..self.nodes.len()).rfind(|id| self.nodes[*id].op.reach() == Reach::Window)?;
         let mut needed = vec![false; self.nodes.len()];
@@ -236,7 +229,6 @@ impl BlockGraph {
 
     /// Returns whether a token's value at `to` depends on other tokens' values at `from`, or on the token's position.
     pub fn mixes_tokens(&self, from: NodeId, to: NodeId) -> bool {
-        // For each node, beginning with `from`: whether it depends on `from`, and whether that path mixes tokens.
         let mut depends = vec![false; to + 1 - from.min(to)];
         let mut mixes = depends.clone();
         depends[0] = true;
@@ -302,8 +294,8 @@ impl BlockGraph {
         self.feeds(id, &|_| true)
     }
 
-    /// Returns whether a linear's output, or part of it, is normalized and then read by another linear: a latent vector
-    /// that serves several heads and that engines do not split.
+    /// Returns whether a linear's output, or part of it, is normalized and then read by another linear: a latent
+    /// vector, which engines do not split.
     pub fn makes_latents(&self, id: NodeId) -> bool {
         self.users(id).any(|(user, _)| match &self.nodes[user].op {
             Op::Slice { .. } => self.makes_latents(user),
@@ -314,8 +306,7 @@ impl BlockGraph {
         })
     }
 
-    /// Returns the number of rows of a linear per head of the attention that it feeds: the width of a query or key
-    /// head, or, if the linear computes keys and values but no queries, of a key head and a value head together.
+    /// Returns the number of rows of a linear per head of the attention that it feeds.
     pub fn head_width(&self, id: NodeId, shape: AttentionShape) -> usize {
         let makes_both = self.feeds(id, &|input| input == AttentionInput::Keys)
             && self.feeds(id, &|input| input == AttentionInput::Values)
@@ -336,8 +327,8 @@ impl BlockGraph {
         })
     }
 
-    /// Returns every producer that can be rescaled, in evaluation order. If several values are multiplied, any of them
-    /// could carry the scale; the first one does.
+    /// Returns the groups of all producers that can be rescaled, in evaluation order. If several values are multiplied,
+    /// the first one carries the scale.
     pub fn fold_groups(&self) -> Vec<FoldGroup> {
         let mut groups: Vec<FoldGroup> = Vec::new();
         for group in (0..self.nodes.len()).flat_map(|id| self.fold_groups_of(id)) {
@@ -354,7 +345,6 @@ impl BlockGraph {
         else {
             return Vec::new();
         };
-        // Returns the row range of the value that a user of a fused linear selects.
         let slice = |(user, _): (NodeId, usize)| match self.nodes[user].op {
             Op::Slice { period, start, width: taken } if period == width => {
                 Some((user, start..start + taken))
@@ -374,15 +364,12 @@ impl BlockGraph {
         }
     }
 
-    /// How many times a producer's channels are repeated in its own value: the number of heads if a norm has one weight
-    /// for all heads, else 1.
     fn heads_of(&self, producer: NodeId) -> usize {
         let norm = self.nodes[producer].op.stored_norm();
         norm.map_or(1, |(_, width, _)| self.widths[producer] / width.max(1))
     }
 
-    /// Returns the fold group of the producer channels `rows`. `value` is the node whose value consists of exactly
-    /// these channels.
+    /// `value` is the node whose value consists of exactly the channels `rows`.
     fn fold_group(&self, producer: NodeId, value: NodeId, rows: Range<usize>) -> Option<FoldGroup> {
         let mut walk = Walk::default();
         let heads = self.heads_of(producer);
@@ -416,7 +403,7 @@ impl BlockGraph {
     }
 
     /// Collects the linears whose rows produce the channels of `value`. Returns `None` if the channels cannot be
-    /// permuted because their order is fixed or another node reads them.
+    /// permuted.
     fn trace(&self, value: NodeId, group: &mut OrderGroup) -> Option<()> {
         let node = &self.nodes[value];
         let inputs = match node.op.channel_order() {
@@ -470,7 +457,6 @@ impl BlockGraph {
         Some(())
     }
 
-    /// Returns whether a node's value depends only on the value of `from`.
     fn follows_from(&self, id: NodeId, from: NodeId) -> bool {
         let mut needed = vec![false; id + 1];
         needed[id] = true;
@@ -490,11 +476,10 @@ impl BlockGraph {
         self.users[value].iter().copied()
     }
 
-    /// Returns the first linear that depends on all `sources`, or else the first node of any kind. A search computes it
-    /// from the sources' common input, so a node that depends on anything else does not qualify, such as the sum of
-    /// experts that are chosen by a router with a different input.
+    /// Returns the first linear that depends on all `sources`, or else the first node of any kind. A node that depends
+    /// on anything but `input` does not qualify, such as the sum of experts that are chosen by a router with a
+    /// different input.
     fn meeting_node(&self, sources: &[NodeId], input: NodeId) -> Option<NodeId> {
-        // For each node, the number of sources it depends on.
         let mut reached = vec![0_usize; self.nodes.len()];
         for &source in sources {
             let mut depends = vec![false; self.nodes.len()];

@@ -7,11 +7,9 @@ use super::{Architecture, Family};
 use crate::Result;
 use crate::checkpoint::ConfigFields;
 
-/// The family of `InternLM2ForCausalLM`.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct InternLm2;
 
-/// The family of `InternLM3ForCausalLM`.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct InternLm3;
 
@@ -53,8 +51,8 @@ impl Family for InternLm3 {
         &["InternLM3ForCausalLM"]
     }
 
-    /// transformers has a configuration class for InternLM3 but no model class. It loads these models as Llama and
-    /// saves them under Llama's class name.
+    /// transformers has no model class for InternLM3. It loads these models as Llama and saves them under Llama's class
+    /// name.
     fn borrowed_classes(&self) -> &'static [&'static str] {
         &["LlamaForCausalLM"]
     }
@@ -95,7 +93,6 @@ mod tests {
         arch::describe(&ConfigFields::new(path, config.as_object().unwrap()), &MemorySource::new())
     }
 
-    /// The names of the block's linears, and whether each has a bias.
     fn linears(architecture: &Architecture) -> Vec<(String, bool)> {
         architecture.graph(0).linears().map(|(_, name, _, bias)| (name.to_owned(), bias)).collect()
     }

@@ -1,8 +1,7 @@
 //! Multi-head latent attention (DeepSeek-V2): keys and values are projected from one short latent vector per token,
 //! queries optionally from another, and only part of each head is rotated. All heads share the rotated part of the key.
 //!
-//! Keys and values are expanded to one per head, as attention reads them, and cached in that form. This is the plain
-//! definition; engines rearrange it to cache the latent vectors.
+//! Keys and values are expanded to one per head and cached in that form. Engines cache the latent vectors instead.
 
 use super::parts::linear;
 use super::{AttentionShape, GraphBuilder, NodeId, Op};
@@ -10,7 +9,7 @@ use crate::Result;
 use crate::checkpoint::ConfigFields;
 use crate::model::rope::{Rope, Yarn};
 
-/// The epsilon of the norms of latent vectors, which does not depend on the configuration's epsilon for other norms.
+/// Fixed by the family; the configuration's epsilon is for other norms.
 const EPS: f64 = 1e-6;
 
 /// The latent vectors from which queries, keys and values are projected.
@@ -27,10 +26,6 @@ pub(super) struct Latent {
 }
 
 impl Latent {
-    /// Reads the widths and the shape of the attention.
-    ///
-    /// # Errors
-    /// [`Error::Config`](crate::Error::Config) with the field that is missing or malformed.
     pub(super) fn read(config: &ConfigFields<'_>) -> Result<(Self, AttentionShape)> {
         const KV_HEADS: &str = "num_key_value_heads";
         let size = |key: &str| config.require_positive(key);
@@ -56,13 +51,12 @@ impl Latent {
         Ok((latent, shape))
     }
 
-    /// Returns the number of rotated features of a head.
     pub(super) fn rotated(&self) -> usize {
         self.rotated
     }
 
-    /// Adds the projections of `x` (with `hidden` features) to queries, keys and values. `bias`: whether the linears
-    /// that compute the latent vectors have biases.
+    /// Adds the projections of `x` to queries, keys and values. `bias`: whether the linears that compute the latent
+    /// vectors have biases.
     pub(super) fn add(
         self,
         g: &mut GraphBuilder,
@@ -111,8 +105,8 @@ fn split(g: &mut GraphBuilder, value: NodeId, widths: [usize; 2]) -> [NodeId; 2]
         .map(|(start, width)| g.add(Op::Slice { period, start, width }, &[value]))
 }
 
-/// Returns the factor of the scores in addition to `1 / √head_dim`: the square of YaRN's recommended factor with
-/// `mscale_all_dim` as the multiplier of its logarithm, if that is set; else 1.
+/// Returns the factor of the scores in addition to `1 / √head_dim`: the square of YaRN's recommended factor if
+/// `mscale_all_dim` is set, else 1.
 fn score_factor(config: &ConfigFields<'_>) -> Result<f64> {
     const KEY: &str = "mscale_all_dim";
     let older = config.optional_object("rope_scaling")?;

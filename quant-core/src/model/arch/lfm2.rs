@@ -1,5 +1,4 @@
-//! LFM2, dense and MoE: most layers have a short convolution in place of attention; heads are normalized; module names
-//! differ from Llama's.
+//! LFM2, dense and MoE: most layers have a short convolution in place of attention; heads are normalized.
 
 use super::decoder::{Decoder, Defaults};
 use super::experts::{GatedExperts, routing};
@@ -9,11 +8,9 @@ use super::{Activation, Architecture, Correction, Family, RouterScores, Routing}
 use crate::Result;
 use crate::checkpoint::ConfigFields;
 
-/// The family of `Lfm2ForCausalLM`.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Lfm2;
 
-/// The family of `Lfm2MoeForCausalLM`.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Lfm2Moe;
 
@@ -76,7 +73,6 @@ fn decoder<'a>(config: &'a ConfigFields<'a>, family: &'static str) -> Result<Dec
     Decoder::read(config, defaults)
 }
 
-/// The architecture with these experts, or with an MLP of the given intermediate size.
 fn architecture(
     d: &Decoder<'_>,
     intermediate: usize,
@@ -110,8 +106,8 @@ fn architecture(
     Ok(architecture)
 }
 
-/// Intermediate size of the MLP: the configured value or, unless `block_auto_adjust_ff_dim` is false, two thirds of it.
-/// Unless their factor is `null`, these are multiplied by it and rounded up to a multiple.
+/// The intermediate size of the MLP. Unless `block_auto_adjust_ff_dim` is false, it is two thirds of the configured
+/// value, multiplied by a factor and rounded up to a multiple unless the factor is `null`.
 fn intermediate(d: &Decoder<'_>) -> Result<usize> {
     let config = d.config;
     let given = config.optional_positive("block_ff_dim")?.unwrap_or(d.intermediate);
@@ -135,7 +131,7 @@ fn intermediate(d: &Decoder<'_>) -> Result<usize> {
     Ok((wide as usize).div_ceil(unit) * unit)
 }
 
-/// Returns whether each layer has attention: according to `layer_types`, else to `full_attn_idxs`; else all layers do.
+/// Returns whether each layer has attention.
 fn attention_layers(config: &ConfigFields<'_>, layers: usize) -> Result<Vec<bool>> {
     const KEY: &str = "layer_types";
     let Some(types) = config.optional_str_list(KEY)? else {

@@ -8,19 +8,15 @@ use super::{Architecture, Family};
 use crate::Result;
 use crate::checkpoint::ConfigFields;
 
-/// The family of `LlamaForCausalLM`.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Llama;
 
-/// The family of `MistralForCausalLM`.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Mistral;
 
-/// The family of `Qwen2ForCausalLM`.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Qwen2;
 
-/// The family of `Qwen3ForCausalLM`.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Qwen3;
 
@@ -92,7 +88,6 @@ impl Family for Qwen3 {
 }
 
 impl Decoder<'_> {
-    /// Llama's block with the given windows, attention biases and head norms.
     fn with_windows(
         &self,
         windows: &Windows,

@@ -1,7 +1,6 @@
 //! Llama 4: most layers rotate queries and keys, normalize each head without weights after the rotation, and attend
-//! within chunks. Every few layers, attention covers all positions without rotation, and queries are scaled by
-//! position. An expert's input is multiplied by the sigmoid of its logit, and the outputs of experts are added
-//! unweighted.
+//! within chunks. The others attend to all positions without rotation, with queries scaled by position. An expert's
+//! input is multiplied by the sigmoid of its logit, and the outputs of experts are added unweighted.
 
 use super::decoder::{Decoder, Defaults};
 use super::experts::{GatedExperts, SharedExpert, routing};
@@ -11,7 +10,6 @@ use crate::Result;
 use crate::checkpoint::ConfigFields;
 use crate::model::rope::{RopeLayout, RopeRequest};
 
-/// The family of `Llama4ForCausalLM`.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Llama4;
 
@@ -98,7 +96,7 @@ impl Family for Llama4 {
     }
 }
 
-/// Returns whether each layer has experts: those in `moe_layers`, else every `interleave_moe_layer_step`th.
+/// Returns whether each layer has experts.
 fn sparse_layers(d: &Decoder<'_>) -> Result<Vec<bool>> {
     const KEY: &str = "moe_layers";
     if let Some(list) = d.config.optional_usize_list(KEY)? {
@@ -113,8 +111,7 @@ fn sparse_layers(d: &Decoder<'_>) -> Result<Vec<bool>> {
     Ok((1..=d.layers).map(|n| n.is_multiple_of(step)).collect())
 }
 
-/// Returns whether each layer rotates queries and keys: 1 in `no_rope_layers` means rotated, despite the name. If the
-/// list is missing or empty, all layers do except every `no_rope_layer_interval`th.
+/// Returns whether each layer rotates queries and keys: 1 in `no_rope_layers` means rotated, despite the name.
 fn rotated_layers(d: &Decoder<'_>) -> Result<Vec<bool>> {
     const KEY: &str = "no_rope_layers";
     match d.config.optional_usize_list(KEY)?.filter(|list| !list.is_empty()) {
@@ -132,8 +129,8 @@ fn rotated_layers(d: &Decoder<'_>) -> Result<Vec<bool>> {
     }
 }
 
-/// Returns the chunk length of each layer; `None` for full attention. `layer_types` says which layers have chunked
-/// attention. If it is missing, all rotated layers do.
+/// Returns the chunk length of each layer; `None` for full attention. Without `layer_types`, the rotated layers have
+/// chunks.
 fn chunks(d: &Decoder<'_>, rotated: &[bool]) -> Result<Vec<Option<usize>>> {
     const TYPES: &str = "layer_types";
     const SIZE: &str = "attention_chunk_size";
@@ -163,7 +160,6 @@ fn chunks(d: &Decoder<'_>, rotated: &[bool]) -> Result<Vec<Option<usize>>> {
     }
 }
 
-/// The position-dependent factor of queries that are not rotated.
 fn position_scale(d: &Decoder<'_>) -> Result<PositionScale> {
     const KEY: &str = "attn_scale";
     let beta = d.config.optional_f64(KEY)?.unwrap_or(0.1);

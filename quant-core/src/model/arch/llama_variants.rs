@@ -10,19 +10,15 @@ use crate::Result;
 use crate::checkpoint::ConfigFields;
 use crate::model::rope::{RopeLayout, RopeRequest};
 
-/// The family of `SmolLM3ForCausalLM`.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct SmolLm3;
 
-/// The family of `GraniteForCausalLM`.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Granite;
 
-/// The family of `Ministral3ForCausalLM`.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Ministral3;
 
-/// The family of `SeedOssForCausalLM`.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct SeedOss;
 
@@ -30,7 +26,6 @@ pub(super) struct SeedOss;
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Ernie45;
 
-/// The family of `HunYuanDenseV1ForCausalLM`.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct HunYuanDenseV1;
 
@@ -64,7 +59,7 @@ impl Family for SmolLm3 {
     }
 }
 
-/// The position-dependent factor of queries in Ministral 3 and Mistral 4; `parameters` are the rope parameters.
+/// `parameters` are the rope parameters.
 pub(super) fn position_scale(
     config: &ConfigFields<'_>,
     parameters: &ConfigFields<'_>,
@@ -85,8 +80,7 @@ pub(super) fn position_scale(
     Ok(PositionScale { beta: beta as f32, original_positions, offset: 0 })
 }
 
-/// Returns whether each layer rotates queries and keys: 1 in `no_rope_layers` means rotated, despite the name. Without
-/// the list, all layers do except every `no_rope_layer_interval`-th.
+/// Returns whether each layer rotates queries and keys: 1 in `no_rope_layers` means rotated, despite the name.
 fn rotated_layers(d: &Decoder<'_>) -> Result<Vec<bool>> {
     const KEY: &str = "no_rope_layers";
     if let Some(list) = d.config.optional_usize_list(KEY)? {
@@ -168,7 +162,7 @@ impl Family for SeedOss {
     }
 }
 
-/// The default head width if the key is missing. `null` means `hidden_size / num_attention_heads`.
+/// `null` means `hidden_size / num_attention_heads`.
 fn head_dim_or(config: &ConfigFields<'_>, default: usize) -> Option<usize> {
     (!config.has("head_dim")).then_some(default)
 }
@@ -217,7 +211,6 @@ impl Family for HunYuanDenseV1 {
 }
 
 impl Decoder<'_> {
-    /// Granite's architecture, with factors on embeddings, scores, the residual stream and logits.
     pub(super) fn granite(&self, mlp: Mlp) -> Result<Architecture> {
         let mut attention = self.attention(Some(self.rope()?), [self.flag("attention_bias", false)?; 2]);
         // Unlike in most families, scores are not divided by √head_dim.
@@ -228,12 +221,10 @@ impl Decoder<'_> {
         self.granite_around(self.architecture(|_| block.clone())?)
     }
 
-    /// The factor of values added to the residual stream.
     pub(super) fn granite_residual(&self) -> Result<Option<f32>> {
         Ok(self.factor("residual_multiplier")?.map(|m| m as f32).filter(|m| *m != 1.0))
     }
 
-    /// Adds the factors of embeddings and logits.
     pub(super) fn granite_around(&self, mut architecture: Architecture) -> Result<Architecture> {
         architecture.embedding_scale = self.factor("embedding_multiplier")?.map(EmbeddingScale::Exact);
         if let Some(divisor) = self.factor("logits_scaling")? {
@@ -242,7 +233,6 @@ impl Decoder<'_> {
         Ok(architecture)
     }
 
-    /// The attention of HunYuan V1, with its head norms and rotation.
     pub(super) fn hunyuan_attention(&self) -> Result<Attention> {
         let rope = RopeRequest { has_alpha: true, ..self.rope_request() }.read(self.config)?;
         let mut attention = self.attention(Some(rope), [self.flag("attention_bias", false)?; 2]);

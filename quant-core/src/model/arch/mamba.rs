@@ -1,12 +1,11 @@
 //! Mamba 2 as part of a block graph: one linear computes the gate, the convolution's input and the time steps. The
-//! state-space operation follows, then a gated norm or only the gate.
+//! state-space operation follows, then a gate and, in some families, a norm.
 
 use super::parts::linear;
 use super::{Activation, Convolution, GraphBuilder, NodeId, Op, Recurrent, RecurrentKind, StateSpace};
 use crate::Result;
 use crate::checkpoint::ConfigFields;
 
-/// A Mamba 2 mixer.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Mamba2 {
     pub(super) space: StateSpace,
@@ -16,21 +15,19 @@ pub(super) struct Mamba2 {
     pub(super) conv_bias: bool,
     /// Whether the input projection has a bias, and whether the output projection has one.
     pub(super) bias: [bool; 2],
-    /// The module that holds all tensors.
     pub(super) module: &'static str,
     pub(super) norm: Option<GatedNorm>,
     /// Factors of the parts of the input projection: gate `z`, `x`, `B`, `C` and time step `dt`.
     pub(super) scales: [f32; 5],
 }
 
-/// A norm over groups of channels, with a weight per channel, before or after the gate.
+/// A norm over groups of channels, before or after the gate.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct GatedNorm {
     /// The name of the weight.
     pub(super) weight: &'static str,
     pub(super) groups: usize,
     pub(super) eps: f64,
-    /// Whether the norm comes before the gate.
     pub(super) before_gate: bool,
 }
 
@@ -83,13 +80,11 @@ impl Mamba2 {
     }
 }
 
-/// Multiplies a value by a constant, unless that is 1.
 pub(super) fn scaled(g: &mut GraphBuilder, value: NodeId, scale: f32) -> NodeId {
     if scale == 1.0 { value } else { g.add(Op::Scale(scale), &[value]) }
 }
 
-/// Maximum number of heads, groups, channels per head and channels per state. A larger number means that the
-/// configuration is damaged.
+/// A larger number of heads, groups or channels means that the configuration is damaged.
 const MAX_DIM: usize = 1 << 16;
 
 /// Reads the sizes of a state-space operation. `keys` are the keys of heads, channels per head, groups and channels per

@@ -11,7 +11,6 @@ use crate::Result;
 use crate::checkpoint::ConfigFields;
 use crate::model::rope::{RopeLayout, RopeRequest};
 
-/// The family of `Mistral4ForCausalLM`.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Mistral4;
 

@@ -4,7 +4,6 @@ use super::mamba::Mamba2;
 use super::parts::{DecoderBlock, linear};
 use super::{Activation, Convolution, DeltaNet, GraphBuilder, NodeId, Op, Recurrent, RecurrentKind};
 
-/// The token mixer that replaces attention.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) enum Mixer {
     /// Linear attention with the gated delta rule.
@@ -24,14 +23,12 @@ pub(super) struct ShortConvolution {
     pub(super) bias: bool,
 }
 
-/// Linear attention with the gated delta rule: a convolution of queries, keys and values, the delta rule, a head norm,
-/// and an output gate.
+/// Linear attention with the gated delta rule.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct GatedDeltaNet {
     pub(super) net: DeltaNet,
     /// Kernel size of the convolution, in tokens.
     pub(super) kernel: usize,
-    /// The layout of the input projections.
     pub(super) projections: DeltaProjections,
 }
 
@@ -88,7 +85,7 @@ impl GatedDeltaNet {
         let convolution = recurrent("linear_attn.conv1d", RecurrentKind::Convolution(convolution));
         let mixed = g.add(convolution, &[qkv]);
         let attended = g.add(recurrent("linear_attn", RecurrentKind::DeltaNet(net)), &[mixed, b, a]);
-        // One weight for all heads, not zero-centered, regardless of the block's other norms.
+        // Not zero-centered, regardless of the block's other norms.
         let (name, width, eps) = ("linear_attn.norm".to_owned(), net.value_dim, block.norm.eps);
         let normed = g.add(Op::RmsNorm { name, width, eps, zero_centered: false }, &[attended]);
         let gated = g.add(Op::Gated(Activation::Silu), &[z, normed]);
@@ -97,7 +94,7 @@ impl GatedDeltaNet {
 }
 
 impl DeltaProjections {
-    /// Adds the projections; returns queries, keys and values; `z`; `b`; `a`.
+    /// Returns queries, keys and values; `z`; `b`; `a`.
     fn add(self, g: &mut GraphBuilder, x: NodeId, net: DeltaNet, hidden: usize) -> [NodeId; 4] {
         // `a` and `b` stay float: errors in a token's decay and step accumulate over all later tokens.
         let float = |name: &str, rows: usize| Op::Linear {

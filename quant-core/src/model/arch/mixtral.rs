@@ -8,19 +8,15 @@ use super::{Architecture, Family, Routing};
 use crate::Result;
 use crate::checkpoint::ConfigFields;
 
-/// The family of `MixtralForCausalLM`.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Mixtral;
 
-/// The family of `Qwen3MoeForCausalLM`.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Qwen3Moe;
 
-/// The family of `Qwen2MoeForCausalLM`.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Qwen2Moe;
 
-/// The family of `OlmoeForCausalLM`.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Olmoe;
 
@@ -141,7 +137,6 @@ impl Family for Olmoe {
     }
 }
 
-/// Softmax routing; the weights are normalized to sum to 1 if `norm_topk_prob` is set.
 fn normalized_if_asked(config: &ConfigFields<'_>) -> Result<Routing> {
     let normalized = config.optional_bool("norm_topk_prob")?.unwrap_or(false);
     Ok(Routing { normalized, ..routing(config, &EXPERTS)? })
@@ -226,8 +221,7 @@ mod tests {
         assert!(!mixed.fused_modules().iter().any(|f| f.name == "model.layers.1.mlp.gate_up_proj"));
     }
 
-    /// transformers only checks whether there is a window: published Qwen3-MoE configurations contain
-    /// `max_window_layers`, but it has no effect.
+    /// Published Qwen3-MoE configurations contain `max_window_layers`, but it has no effect in transformers.
     #[test]
     fn windows_are_those_of_all_blocks() {
         let windows = |family: &dyn Family, changes: Value| -> Vec<Option<usize>> {

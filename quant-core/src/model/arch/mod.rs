@@ -1,4 +1,4 @@
-//! Model families as data. All tensor names of an architecture are in this folder.
+//! Model families as data. All tensor names of the architectures are in this folder.
 
 mod attention_shape;
 mod blocks;
@@ -79,10 +79,9 @@ pub struct Architecture {
     pub layers: usize,
     /// Maximum number of positions.
     pub max_positions: usize,
-    /// SmoothQuant's default exponent α for the family; `docs/smoothquant.md` lists the sources.
+    /// SmoothQuant's default exponent α for the family; for sources, see `docs/smoothquant.md`.
     pub smoothing: f32,
-    /// The learned position embeddings, if the family has them. Other families use rotary embeddings or ALiBi inside
-    /// the blocks, or no positions at all.
+    /// The learned position embeddings, if the family has them.
     pub learned_positions: Option<LearnedPositions>,
     /// The norm of the embeddings before the first block, with its full name, if there is one.
     pub embedding_norm: Option<Op>,
@@ -109,8 +108,7 @@ pub struct Architecture {
     pub block_prefix: &'static str,
     /// Prefix of all names except the head's, if checkpoints saved without the head may omit it; else empty.
     pub base: &'static str,
-    /// Linears inside a block whose float weights are stored as `[in, out]`. Quantized weights are stored as in all
-    /// families.
+    /// Linears inside a block whose float weights are stored as `[in, out]`.
     pub stored_by_columns: &'static [&'static str],
     /// Linears inside a block that engines fuse into one matrix: the fused name and the parts, in order.
     pub fused: &'static [(&'static str, &'static [&'static str])],
@@ -136,7 +134,7 @@ pub struct Architecture {
 pub enum EmbeddingScale {
     /// Exactly as the configuration gives it.
     Exact(f64),
-    /// Rounded to the dtype of the stored embedding: for 3072, Gemma's `√hidden` is 55.5 in bf16.
+    /// Rounded to the dtype of the stored embedding: for a width of 3072, Gemma's `√hidden` is 55.5 in bf16.
     Rounded(f64),
 }
 
@@ -196,8 +194,8 @@ pub struct Unread {
 }
 
 impl Architecture {
-    /// Returns the number of features of the input of block `layer`: the hidden states, and in some families per-layer
-    /// inputs and shared keys and values. For [`layers`](Self::layers), it is the width of the last block's output.
+    /// Returns the number of features of the input of block `layer`: the hidden states, and in some families further
+    /// values. For [`layers`](Self::layers), it is the width of the last block's output.
     pub fn state_width(&self, layer: usize) -> usize {
         match layer < self.layers {
             true => self.graph(layer).width(self.graph(layer).input()),
@@ -304,11 +302,10 @@ impl Architecture {
         self.index_of(tensor).is_some_and(|index| further.contains(&index))
     }
 
-    /// Returns the block index in a tensor's name.
     fn index_of(&self, tensor: &str) -> Option<usize> {
         let (before, after) = self.block_prefix.split_once("{}")?;
         let (index, _) = tensor.strip_prefix(before)?.split_once(after)?;
-        // `07` and `+7` parse as 7, but are not valid block indices in tensor names.
+        // `07` and `+7` parse as 7, but are not valid block indices.
         index.parse().ok().filter(|i: &usize| i.to_string() == index)
     }
 }
@@ -402,7 +399,7 @@ pub static FAMILIES: &[&dyn Family] = &[
 /// `tensors`.
 ///
 /// # Errors
-/// [`Error::UnknownArchitecture`](crate::Error::UnknownArchitecture), which lists the known ones;
+/// [`Error::UnknownArchitecture`](crate::Error::UnknownArchitecture);
 /// [`Error::AmbiguousNames`](crate::Error::AmbiguousNames); or as [`Family::describe`].
 pub fn describe(config: &ConfigFields<'_>, tensors: &dyn TensorSource) -> Result<Architecture> {
     let found = match config.optional_str_list("architectures")?.as_deref() {
@@ -433,13 +430,12 @@ pub fn describe(config: &ConfigFields<'_>, tensors: &dyn TensorSource) -> Result
     }
 }
 
-/// Returns the supported values of `architectures`.
 fn known() -> Vec<&'static str> {
     let families = FAMILIES.iter().flat_map(|family| family.architectures()).copied();
     families.chain(multimodal::classes().map(|(name, _)| name)).collect()
 }
 
-/// Returns the names to look up in tables of engine support: family names and classes of vision-language models.
+/// Returns the names to look up in tables of engine support.
 pub fn supported() -> impl Iterator<Item = &'static str> {
     FAMILIES.iter().map(|family| family.name()).chain(multimodal::classes().map(|(name, _)| name))
 }

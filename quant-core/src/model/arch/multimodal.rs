@@ -2,8 +2,7 @@
 //! tower and a projector of its features into the residual stream.
 //!
 //! The text tower is described by its family from the nested `text_config`, and read, calibrated and quantized like
-//! that family. Everything else is copied byte for byte. A class is an entry of [`CLASSES`]: the text models that it
-//! may contain, and the names that its tensors are published under.
+//! that family. Everything else is copied byte for byte.
 
 use serde_json::{Map, Value, json};
 
@@ -12,23 +11,19 @@ use crate::checkpoint::{ConfigFields, TensorSource};
 use crate::format::WrapperNames;
 use crate::{Error, Result};
 
-/// The key that holds the text model's fields.
 pub(crate) const TEXT: &str = "text_config";
 /// The module path of the text tower in transformers, which may differ from the names in the file.
 const MODULES: Layout =
     Layout { base: "model.language_model.", blocks: "model.language_model.layers.{}.", heads: &["lm_head"] };
-/// The names of Llava and of the classes derived from it.
 const TOWER_FIRST: Layout = Layout {
     base: "language_model.model.",
     blocks: "language_model.model.layers.{}.",
     heads: &["language_model.lm_head"],
 };
-/// The names of a plain text model, with the vision tower next to it.
+/// The names of a plain text model.
 const PLAIN: Layout = Layout { base: BASE, blocks: BLOCKS, heads: &["lm_head"] };
 
-/// Name prefix in a text family.
 const BASE: &str = "model.";
-/// Name prefix of its blocks.
 const BLOCKS: &str = "model.layers.{}.";
 /// Modules directly below the base of a text tower.
 const PARTS: [&str; 6] = [
@@ -47,13 +42,11 @@ pub struct Wrapper {
     pub class: &'static str,
     /// Name prefix of the text tower, except for the head.
     base: &'static str,
-    /// Names for the configuration of the output.
     pub(crate) names: WrapperNames,
 }
 
 impl Wrapper {
-    /// Returns whether a tensor is outside the text tower and therefore copied; `head` is the module name of the text
-    /// tower's head.
+    /// Returns whether a tensor is outside the text tower and therefore copied.
     fn carries(&self, tensor: &str, head: &str) -> bool {
         !in_tower(tensor, self.base) && !in_module(tensor, head)
     }
@@ -69,25 +62,20 @@ impl Architecture {
 /// Names of a text tower in a checkpoint.
 #[derive(Debug, Clone, Copy, PartialEq)]
 struct Layout {
-    /// Name prefix of the tower.
     base: &'static str,
     /// Name prefix of its blocks, in the form of [`Architecture::block_prefix`].
     blocks: &'static str,
-    /// Possible module names of the head.
     heads: &'static [&'static str],
 }
 
 /// A class of vision-language models.
 struct Class {
-    /// The value of `architectures`.
     name: &'static str,
-    /// The value of `model_type`.
     model_type: &'static str,
     /// The possible text models; the first is the default if `text_config` does not name one.
     texts: &'static [Text],
     /// Whether files without a `text_config` have its fields at the top level.
     may_be_flat: bool,
-    /// Whether the head is tied to the embedding by default.
     tied: bool,
     /// Possible name layouts, the published one first.
     layouts: &'static [Layout],
@@ -97,9 +85,8 @@ struct Class {
 struct Text {
     /// The value of `text_config.model_type`.
     model_type: &'static str,
-    /// The name of its family.
     family: &'static str,
-    /// Default values of the class for missing keys, if they differ from the family's defaults.
+    /// The class's values for missing keys that differ from the family's defaults.
     defaults: fn() -> Value,
 }
 
@@ -109,7 +96,6 @@ impl Text {
     }
 }
 
-/// The defaults of Qwen2-VL and Qwen2.5-VL.
 fn qwen2_vl() -> Value {
     json!({
         "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "max_window_layers": 80,
@@ -128,7 +114,6 @@ fn qwen3_vl() -> Value {
     json!({ "rope_theta": 5e5, "max_position_embeddings": 128_000 })
 }
 
-/// The defaults of Qwen3.5, dense and with experts.
 fn qwen3_5() -> Value {
     json!({ "max_position_embeddings": 32768 })
 }
@@ -299,10 +284,6 @@ pub(super) fn classes() -> impl Iterator<Item = (&'static str, Vec<&'static str>
 
 /// Returns the architecture of the text tower of a class, with its names from `tensors`; `None` if `class` is not a
 /// known class.
-///
-/// # Errors
-/// As the family's own description; [`Error::Config`] if the text model is unknown, missing or nested twice;
-/// [`Error::AmbiguousNames`] if names of several layouts are mixed.
 pub(super) fn describe(
     class: &str,
     config: &ConfigFields<'_>,
@@ -347,7 +328,6 @@ pub(super) fn describe(
     Ok(Some(architecture))
 }
 
-/// Returns the text model that the nested fields name.
 fn text_of(class: &'static Class, fields: &ConfigFields<'_>) -> Result<&'static Text> {
     let Some(kind) = fields.optional_str("model_type")? else { return Ok(&class.texts[0]) };
     class.texts.iter().find(|text| text.model_type == kind).ok_or_else(|| {
@@ -357,7 +337,6 @@ fn text_of(class: &'static Class, fields: &ConfigFields<'_>) -> Result<&'static 
     })
 }
 
-/// Returns the fields of a text model, completed with the defaults of its class.
 fn with_defaults(map: &Map<String, Value>, text: &Text) -> Map<String, Value> {
     let mut map = map.clone();
     if let Value::Object(defaults) = (text.defaults)() {
@@ -387,7 +366,7 @@ fn take_sections(map: &mut Map<String, Value>) -> Option<(&'static str, Value)> 
     found
 }
 
-/// Checks that every frequency of a head belongs to one of the sections; otherwise no position would define its angle.
+/// Checks that every frequency of a head belongs to a section. Otherwise no position would define its angle.
 fn check_sections(
     fields: &ConfigFields<'_>,
     sections: Option<&(&'static str, Value)>,
@@ -418,7 +397,6 @@ fn in_tower(tensor: &str, base: &str) -> bool {
     tensor.strip_prefix(base).is_some_and(|rest| PARTS.iter().any(|part| rest.starts_with(part)))
 }
 
-/// Renames the text tower's modules to their names in the checkpoint.
 fn rename(
     architecture: &mut Architecture,
     class: &'static Class,
@@ -484,12 +462,11 @@ fn rename(
     roots.dedup();
     wrapper.names = WrapperNames { outside: roots, renamed };
     architecture.wrapper = Some(wrapper);
-    // In these classes, the extra blocks are outside the text tower and named accordingly.
     architecture.further_module = None;
     Ok(())
 }
 
-/// Returns the outermost module that contains the tensor but no part of the text tower, without the prefix `model.`.
+/// Returns the outermost module that contains the tensor but no part of the text tower.
 fn root(tensor: &str, base: &str, head: &str) -> Option<String> {
     let module = tensor.strip_suffix(".weight")?;
     let holds_tower = |outer: &str| [base, head].iter().any(|inner| in_module(inner, outer));

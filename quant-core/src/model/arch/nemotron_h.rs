@@ -1,6 +1,5 @@
 //! Nemotron-H: every layer is a single operation after a norm: a Mamba 2 mixer, attention without rotation, an MLP
-//! without a gate, or experts without gates (Nemotron 3), which may read and write a vector narrower than the hidden
-//! states.
+//! without a gate, or experts without gates. The experts may read and write a vector narrower than the hidden states.
 
 use super::decoder::{Decoder, Defaults};
 use super::deepseek::corrected_sigmoid;
@@ -10,11 +9,9 @@ use super::{Activation, Architecture, BlockGraph, Blocks, Family, GraphBuilder, 
 use crate::Result;
 use crate::checkpoint::ConfigFields;
 
-/// The family of `NemotronHForCausalLM`.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct NemotronH;
 
-/// The kind of a layer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Kind {
     Mamba,
@@ -23,13 +20,10 @@ enum Kind {
     Experts,
 }
 
-/// The experts of a layer.
 #[derive(Debug, Clone, Copy, PartialEq)]
 struct Experts {
     routing: Routing,
-    /// Intermediate size of an expert.
     intermediate: usize,
-    /// Intermediate size of the shared expert.
     shared: usize,
     /// Input and output features of the experts, if they differ from the hidden size.
     latent: Option<usize>,
@@ -54,8 +48,7 @@ impl Experts {
         })
     }
 
-    /// Adds the experts for the input `x`; returns the sum of the routed experts and the shared one. `bias` applies to
-    /// all linears except those of the routed experts.
+    /// Returns the sum of all outputs. `bias` applies to all linears except those of the routed experts.
     fn add(&self, g: &mut GraphBuilder, x: NodeId, hidden: usize, bias: bool) -> NodeId {
         let Self { routing, intermediate, shared, latent } = *self;
         let router = Op::Linear {
@@ -185,7 +178,6 @@ impl Family for NemotronH {
     }
 }
 
-/// Returns the kind of each layer: from a list of names under either key, or from a string with one letter per layer.
 fn kinds(config: &ConfigFields<'_>) -> Result<Vec<Kind>> {
     const LISTS: [&str; 2] = ["layers_block_type", "layer_types"];
     const PATTERN: &str = "hybrid_override_pattern";
@@ -216,7 +208,6 @@ fn kinds(config: &ConfigFields<'_>) -> Result<Vec<Kind>> {
     pattern.chars().map(kind).collect()
 }
 
-/// Builds the graph of a layer, `x + f(norm(x))`.
 fn graph(
     d: &Decoder<'_>,
     kind: Kind,

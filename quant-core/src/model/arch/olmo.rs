@@ -1,5 +1,4 @@
-//! OLMo 2, OLMo 3 and Exaone 4: norms only after attention and MLP, before their outputs are added to the residual
-//! stream, and norms of queries and keys.
+//! OLMo 2, OLMo 3 and Exaone 4: norms only after attention and MLP, and norms of queries and keys.
 
 use super::decoder::{Decoder, Defaults};
 use super::parts::{DecoderBlock, HeadNorms, Placement};
@@ -9,15 +8,12 @@ use crate::Result;
 use crate::checkpoint::ConfigFields;
 use crate::model::rope::Rope;
 
-/// The family of `Olmo2ForCausalLM`.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Olmo2;
 
-/// The family of `Olmo3ForCausalLM`.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Olmo3;
 
-/// The family of `Exaone4ForCausalLM`.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Exaone4;
 
@@ -86,8 +82,7 @@ impl Family for Exaone4 {
         let has_windows = !config.has("sliding_window") || config.get("sliding_window").is_some();
         let windows = match has_windows {
             true => {
-                // Some releases give the pattern as text, `LLLG`, in addition to the list of layer types that loaders
-                // use.
+                // Some releases give the pattern as text, `LLLG`, in addition to the list of layer types.
                 let pattern = match config.get(PATTERN) {
                     Some(text) if text.is_string() && config.get("layer_types").is_some() => 4,
                     _ => config.optional_positive(PATTERN)?.unwrap_or(4),

@@ -1,7 +1,7 @@
 //! OPT: layer norms, biases, a ReLU between the two linears of the MLP, learned positions.
 //!
 //! Not supported: the post-norm variant (`do_layer_norm_before: false`) and embeddings narrower than the hidden states
-//! (`word_embed_proj_dim`), both of which only opt-350m has, and activations other than ReLU.
+//! (`word_embed_proj_dim`), both of which only opt-350m has.
 
 use super::{
     Activation, Architecture, AttentionShape, BlockGraph, Blocks, Family, GraphBuilder, LayerNormParameters,
@@ -10,13 +10,11 @@ use super::{
 use crate::Result;
 use crate::checkpoint::ConfigFields;
 
-/// The family of `OPTForCausalLM`.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Opt;
 
-/// Number of rows in the position table before position 0.
 const POSITION_OFFSET: usize = 2;
-/// The epsilon of the norms, which no configuration sets.
+/// No configuration sets it.
 const NORM_EPS: f64 = 1e-5;
 
 impl Family for Opt {
@@ -185,7 +183,6 @@ mod tests {
             (producer.to_owned(), consumers.iter().map(|c| (*c).to_owned()).collect(), inspected.to_owned())
         });
         assert_eq!(groups(true), expected);
-        // A norm without parameters has nothing to fold into.
         assert_eq!(groups(false), [expected[1].clone(), expected[3].clone()]);
     }
 

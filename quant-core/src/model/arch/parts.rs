@@ -1,7 +1,4 @@
 //! Builds a decoder block from parts: the placement of its norms, its attention and its MLP.
-//!
-//! Families differ in only a few ways, and each difference is a field here. A family sets the fields, per layer if
-//! layers differ; the graph follows.
 
 use super::experts::GatedExperts;
 use super::gemma4_experts::ParallelExperts;
@@ -13,34 +10,26 @@ use super::{
 };
 use crate::model::rope::Rope;
 
-/// A decoder block.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct DecoderBlock {
     /// Width of the residual stream.
     pub(super) hidden: usize,
-    /// The kind of all its norms.
     pub(super) norm: Norms,
-    /// The placement of its norms.
     pub(super) placement: Placement,
     pub(super) attention: Attention,
-    /// The token mixer that replaces attention, if any.
     pub(super) mixer: Option<Mixer>,
     pub(super) mlp: Mlp,
     /// The factor of the outputs of attention and MLP before they are added to the residual stream.
     pub(super) residual_scale: Option<f32>,
     /// The tensor with a scalar factor of the whole output, if there is one.
     pub(super) output_scale: Option<&'static str>,
-    /// Experts in addition to the MLP, if there are any.
     pub(super) parallel_experts: Option<ParallelExperts>,
-    /// Values that travel with the residual stream.
     pub(super) side_values: SideValues,
 }
 
-/// Norms of one kind.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Norms {
     pub(super) kind: NormKind,
-    /// The epsilon that is added to the mean square or the variance.
     pub(super) eps: f64,
 }
 
@@ -52,7 +41,6 @@ pub(super) enum NormKind {
     RmsZeroCentered,
     /// Layer norm: mean subtracted, divided by the standard deviation, times the weight.
     LayerNormWithoutBias,
-    /// Like `LayerNormWithoutBias`, plus a bias.
     LayerNorm,
 }
 
@@ -68,7 +56,6 @@ impl Norms {
         }
     }
 
-    /// The norm operation without parameters.
     fn without_parameters(self, name: &str, width: usize) -> Op {
         let (name, eps, parameters) = (name.to_owned(), self.eps, LayerNormParameters::None);
         match self.kind {
@@ -98,7 +85,6 @@ pub(super) enum Placement {
 /// The names in most families.
 pub(super) const PRE: Placement = Placement::Pre(["input_layernorm", "post_attention_layernorm"]);
 
-/// The attention of a block.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Attention {
     pub(super) shape: AttentionShape,
@@ -150,7 +136,6 @@ pub(super) struct HeadNorms {
 }
 
 impl HeadNorms {
-    /// Head norms before the rotation, with the names of most families.
     pub(super) const DEFAULT: Self = Self {
         names: ["self_attn.q_norm", "self_attn.k_norm"],
         whole_width: false,
@@ -160,7 +145,6 @@ impl HeadNorms {
     };
 }
 
-/// The MLP of a block.
 // Boxing the large variant is not worth it: only a few values are created per model.
 #[allow(clippy::large_enum_variant)]
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -175,12 +159,11 @@ pub(super) enum Mlp {
     FusedGatedAs { names: [&'static str; 2], activation: Activation, intermediate: usize },
     /// `down(activation(up))`, with module names of up and down.
     Plain { names: [&'static str; 2], activation: Activation, intermediate: usize, bias: bool },
-    /// Experts.
+    /// A mixture of experts in place of the MLP.
     Experts(GatedExperts),
 }
 
 impl DecoderBlock {
-    /// Creates a block with a norm before the attention and one before the MLP, as in most families.
     pub(super) fn new(hidden: usize, norm: Norms, attention: Attention, mlp: Mlp) -> Self {
         Self {
             hidden,
@@ -196,7 +179,6 @@ impl DecoderBlock {
         }
     }
 
-    /// Builds the block's graph.
     pub(super) fn graph(&self) -> BlockGraph {
         let mut g = GraphBuilder::default();
         let mut parts = self.side_values.enter(&mut g, self.hidden);
@@ -240,7 +222,6 @@ impl DecoderBlock {
         self.finish(g, output, &parts)
     }
 
-    /// Adds the steps after the MLP and finishes the graph.
     fn finish(&self, mut g: GraphBuilder, output: NodeId, parts: &Parts) -> BlockGraph {
         let mut output = self.side_values.add_own(&mut g, output, parts, self);
         if let Some(tensor) = self.output_scale {
@@ -250,7 +231,6 @@ impl DecoderBlock {
         g.finish()
     }
 
-    /// Adds the token mixer for the input `x`; returns the output of its output projection.
     fn mix(&self, g: &mut GraphBuilder, x: NodeId, parts: &mut Parts) -> NodeId {
         match &self.mixer {
             Some(mixer) => mixer.add(g, x, self),
@@ -258,7 +238,6 @@ impl DecoderBlock {
         }
     }
 
-    /// Adds `value` to the residual stream.
     fn add_to(&self, g: &mut GraphBuilder, stream: NodeId, value: NodeId) -> NodeId {
         let value = match self.residual_scale {
             Some(scale) => g.add(Op::Scale(scale), &[value]),
@@ -268,7 +247,6 @@ impl DecoderBlock {
     }
 }
 
-/// Adds a gated MLP whose gate and up are the rows of one linear, gate first.
 pub(super) fn fused_gated(
     g: &mut GraphBuilder,
     x: NodeId,
@@ -289,7 +267,6 @@ pub(super) fn linear(name: &str, shape: [usize; 2], bias: bool) -> Op {
 }
 
 impl Attention {
-    /// Adds the attention for the input `x`; returns the output of its output projection.
     fn add(&self, g: &mut GraphBuilder, x: NodeId, block: &DecoderBlock, parts: &mut Parts) -> NodeId {
         let (hidden, head_dim, [bias, o_bias]) = (block.hidden, self.shape.head_dim, self.bias);
         let out = linear(self.output, [hidden, self.shape.heads() * self.shape.value_dim], o_bias);
@@ -408,7 +385,6 @@ impl HeadNorms {
 }
 
 impl Mlp {
-    /// Adds the MLP for the input `x`; returns its output.
     fn add(&self, g: &mut GraphBuilder, x: NodeId, hidden: usize) -> NodeId {
         match *self {
             Self::Gated { activation, intermediate, bias } => {

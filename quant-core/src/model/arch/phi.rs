@@ -8,11 +8,9 @@ use super::{Activation, Architecture, Family};
 use crate::Result;
 use crate::checkpoint::ConfigFields;
 
-/// The family of `Phi3ForCausalLM`.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Phi3;
 
-/// The family of `PhiForCausalLM`.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Phi;
 
@@ -81,5 +79,5 @@ impl Family for Phi {
     }
 }
 
-/// Accepted configuration values for the GELU of the family; the first is the one that the family uses itself.
+/// The first name is the family's own.
 const GELU_NEW: &[&str] = &["gelu_new", GELU_TANH[0], GELU_TANH[2]];

@@ -10,7 +10,6 @@ use crate::Result;
 use crate::checkpoint::ConfigFields;
 use crate::model::rope::{Rope, RopeScaling};
 
-/// The family of `PhimoeForCausalLM`.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct PhiMoe;
 
@@ -62,8 +61,8 @@ impl Family for PhiMoe {
     }
 }
 
-/// Reads the rotary embedding. Unlike in other families with `longrope`, the configuration contains the attention
-/// factor, separately for short and long sequences.
+/// Unlike in other families with `longrope`, the configuration contains the attention factors for short and long
+/// sequences.
 fn rope(d: &Decoder<'_>) -> Result<Rope> {
     let mut rope = d.rope()?;
     let RopeScaling::LongRope(longrope) = &mut rope.scaling else { return Ok(rope) };

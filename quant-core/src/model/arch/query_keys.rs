@@ -17,8 +17,7 @@ pub struct QueryKey {
     pub repeat: usize,
     /// Width of a head.
     pub head_dim: usize,
-    /// The rotary embedding of both, if there is one. It mixes a channel with its partner, so both must have the same
-    /// scale.
+    /// The rotary embedding of both, if there is one. Channels that it mixes must have the same scale.
     pub rope: Option<Rope>,
 }
 
@@ -52,11 +51,9 @@ impl ProducerRows {
     }
 }
 
-/// The producer of queries or keys.
 struct Made<'a> {
     producer: NodeId,
     rows: ProducerRows,
-    /// The rotation after it.
     rope: Option<&'a Rope>,
 }
 
@@ -102,7 +99,6 @@ impl BlockGraph {
         Ok(QueryKey { attention, producers, rows, repeat, head_dim, rope })
     }
 
-    /// Returns the producer that can scale a query or key.
     fn made_by(&self, value: NodeId) -> Result<Made<'_>, &'static str> {
         if self.users(value).count() != 1 {
             return Err(REUSED);
@@ -111,7 +107,7 @@ impl BlockGraph {
         let made = |all: usize| Ok(Made { producer: value, rows: ProducerRows::of_all(all), rope: None });
         match &node.op {
             Op::Rope(rope) => Ok(Made { rope: Some(rope), ..self.made_by(node.inputs[0])? }),
-            // These multiply all channels of a token by the same factor.
+            // All channels of a token are multiplied by the same factor.
             Op::PositionScale(_) | Op::Scale(_) => self.made_by(node.inputs[0]),
             Op::Linear { shape: [all, _], .. } => made(*all),
             &Op::Slice { period, start, width } => self.made_by_rows(node.inputs[0], [period, start, width]),
@@ -125,7 +121,6 @@ impl BlockGraph {
         }
     }
 
-    /// Returns the fused linear of which these rows are a query or key.
     fn made_by_rows(
         &self,
         producer: NodeId,

@@ -1,6 +1,5 @@
-//! Qwen3-Next and the text models of Qwen3.5 and Qwen3.6, dense and MoE: most layers have a gated delta net in place of
-//! attention. Attention has an output gate and rotates a quarter of each head. Norms multiply by `1 + weight`. MoE
-//! layers also have a gated shared expert.
+//! Qwen3-Next and the text models of Qwen3.5 and Qwen3.6: most layers have a gated delta net in place of attention.
+//! Attention has an output gate and rotates part of each head. Norms multiply by `1 + weight`.
 
 use super::decoder::{Decoder, Defaults};
 use super::experts::{GatedExperts, SharedExpert, routing, sparse_layers};
@@ -10,15 +9,12 @@ use super::{Architecture, DeltaNet, Family, Routing};
 use crate::Result;
 use crate::checkpoint::ConfigFields;
 
-/// The family of `Qwen3_5ForCausalLM`.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Qwen35;
 
-/// The family of `Qwen3_5MoeForCausalLM`.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Qwen35Moe;
 
-/// The family of `Qwen3NextForCausalLM`.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Qwen3Next;
 
@@ -87,7 +83,6 @@ impl Family for Qwen3Next {
 
 /// transformers 5 accepts either name; the second is the published one.
 const EXPERTS: [&str; 2] = ["num_local_experts", "num_experts"];
-/// The key of the width of an expert.
 const INTERMEDIATE: &str = "moe_intermediate_size";
 
 fn defaults(family: &'static str, kv_heads: usize) -> Defaults {
@@ -95,7 +90,6 @@ fn defaults(family: &'static str, kv_heads: usize) -> Defaults {
     Defaults { kv_heads, head_dim, norm: NormKind::RmsZeroCentered, ..Defaults::new(family) }
 }
 
-/// Experts with a shared one, whose output is multiplied by a gate.
 fn experts(d: &Decoder<'_>, normalized: bool) -> Result<GatedExperts> {
     let routing = Routing { normalized, ..routing(d.config, &EXPERTS)? };
     let shared = SharedExpert::gated(d.config)?;
@@ -105,7 +99,6 @@ fn experts(d: &Decoder<'_>, normalized: bool) -> Result<GatedExperts> {
     })
 }
 
-/// The architecture whose layers have the given experts, or an MLP if there are none.
 fn architecture(
     d: &Decoder<'_>,
     projections: DeltaProjections,
@@ -128,7 +121,6 @@ fn architecture(
     let block = |layer: usize| if is_full[layer] { full.clone() } else { linear.clone() };
     let mut architecture = d.with_experts(block, experts)?;
     architecture.further_module = Some("mtp.");
-    // Linears with the same input that engines fuse into one matrix.
     architecture.fused = match projections {
         DeltaProjections::Separate => FUSED,
         DeltaProjections::ByKeyHead => architecture.fused,
@@ -143,8 +135,7 @@ const FUSED: &[(&str, &[&str])] = &[
     ("mlp.shared_expert.gate_up_proj", &["mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"]),
 ];
 
-/// Maximum number of heads and of channels per head. Real models have less than a hundredth of it; a larger number
-/// means that the configuration is damaged.
+/// A larger number of heads, or of channels per head, means that the configuration is damaged.
 const MAX_DIM: usize = 1 << 16;
 
 fn delta_net(config: &ConfigFields<'_>) -> Result<DeltaNet> {
@@ -166,7 +157,6 @@ fn delta_net(config: &ConfigFields<'_>) -> Result<DeltaNet> {
     })
 }
 
-/// Returns whether each layer has attention: according to `layer_types`, else every `full_attention_interval`-th.
 fn full_attention(config: &ConfigFields<'_>, layers: usize) -> Result<Vec<bool>> {
     const KEY: &str = "layer_types";
     let Some(types) = config.optional_str_list(KEY)? else {
@@ -217,7 +207,6 @@ mod tests {
         assert_eq!(sparse(&Qwen3Next, json!({ "mlp_only_layers": [0] })), [false, true, true, true]);
         assert_eq!(sparse(&Qwen3Next, json!({ "decoder_sparse_step": 2 })), [false, true, false, true]);
         assert_eq!(sparse(&Qwen3Next, json!({ "num_experts": 0 })), [false; 4]);
-        // Qwen3.5 has experts in all layers, and no MLP width.
         let all = json!({ "mlp_only_layers": [0], "intermediate_size": null });
         assert_eq!(sparse(&Qwen35Moe, all), [true; 4]);
         assert_eq!(sparse(&Qwen35, json!({})), [false; 4]);

@@ -1,6 +1,4 @@
 //! Operations that carry a state from token to token: causal convolutions, linear attention and state spaces.
-//!
-//! Their properties are defined here, those of other operations in [`op`](super::op).
 
 use super::Activation;
 use super::op::{Parameter, ScalePass};
@@ -118,7 +116,6 @@ impl StateSpace {
 }
 
 impl Recurrent {
-    /// Returns the tensors that a checkpoint stores for the operation.
     pub(super) fn parameters(&self) -> Vec<Parameter> {
         let parameter = |name: &'static str, shape: &[usize]| Parameter { name, shape: shape.to_vec() };
         match &self.kind {
@@ -135,7 +132,6 @@ impl Recurrent {
         }
     }
 
-    /// Returns the number of output features.
     pub(super) fn width(&self) -> usize {
         match &self.kind {
             RecurrentKind::Convolution(convolution) => convolution.channels,
@@ -144,8 +140,7 @@ impl Recurrent {
         }
     }
 
-    /// Returns the number of values in the state. A sequence's cache holds one state, regardless of the sequence's
-    /// length.
+    /// Returns the number of values in the state, which does not depend on the sequence's length.
     pub fn state_len(&self) -> usize {
         match &self.kind {
             RecurrentKind::Convolution(Convolution { channels, kernel, .. }) => (kernel - 1) * channels,
@@ -154,15 +149,13 @@ impl Recurrent {
         }
     }
 
-    /// Returns the effect of positive scales on the channels of input `port`.
     pub(super) fn scale_pass(&self, _port: usize) -> ScalePass {
         match &self.kind {
             RecurrentKind::Convolution(Convolution { bias: false, activation: None, .. }) => {
                 ScalePass::UNCHANGED
             }
             // A convolution with a bias or an activation does not commute with scales. Delta nets and state-space
-            // operations combine several values in one input: in a delta net, normalization removes the scales of
-            // queries and keys.
+            // operations combine several values in one input.
             RecurrentKind::Convolution(_) | RecurrentKind::DeltaNet(_) | RecurrentKind::StateSpace(_) => {
                 ScalePass::Stopped
             }
@@ -173,7 +166,6 @@ impl Recurrent {
     pub(super) fn product_operations(&self, tokens: f64) -> f64 {
         match &self.kind {
             RecurrentKind::Convolution(_) => 0.0,
-            // In chunks of 64: products with the state, and with the keys of the chunk.
             RecurrentKind::DeltaNet(net) => {
                 let chunk = 64.0 * (2 * net.key_dim + 2 * net.value_dim) as f64;
                 let state = 3.0 * (net.key_dim * net.value_dim) as f64;

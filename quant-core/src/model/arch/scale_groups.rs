@@ -8,8 +8,7 @@ impl Architecture {
     /// Returns the linears, in groups of at least two, for which engines keep a single scale over the whole tensor: in
     /// NVFP4 and in FP8 per tensor, the members of a group must have equal scales.
     ///
-    /// These are the parts of [fused](Self::fused) linears, as far as a block has them, and gate and up of every
-    /// expert. If keys are also values, engines run queries and keys as one matrix, without a part for the values.
+    /// A group holds linears that engines [fuse](Self::fused), or the two factors of a gated product.
     pub fn scale_groups(&self) -> Vec<Vec<String>> {
         let of_layer = |layer: usize| {
             let graph = self.graph(layer);
@@ -72,7 +71,6 @@ mod tests {
             let of = |w: &str| format!("model.layers.{layer}.block_sparse_moe.experts.{expert}.{w}");
             vec![of("w1"), of("w3")]
         };
-        // Per layer: queries, keys and values, and each of the experts.
         assert_eq!(groups.len(), 2 * 4);
         assert_eq!(groups[0].len(), 3);
         for e in 0..3 {

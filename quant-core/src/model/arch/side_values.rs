@@ -2,13 +2,11 @@
 //! token, and keys and values that later blocks read.
 //!
 //! Blocks exchange a single value per token: the residual stream, then the inputs of the remaining blocks, then the
-//! shared keys and values. A block slices out its own parts and outputs the parts that later blocks read. The rest of
-//! the pipeline only sees wider block inputs.
+//! shared keys and values. The rest of the pipeline only sees wider block inputs.
 
 use super::parts::{DecoderBlock, linear};
 use super::{Activation, GraphBuilder, NodeId, Op};
 
-/// The parts of a block's input and output that follow the residual stream.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub(super) struct SideValues {
     /// The input that only this block reads.
@@ -28,14 +26,13 @@ pub(super) struct OwnInput {
     pub(super) names: [&'static str; 3],
 }
 
-/// Keys and values passed from the block that computes them to the blocks that read them.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub(super) struct SharedKeys {
     /// Features of the keys, and of the values.
     pub(super) width: usize,
-    /// Whether an earlier block computed the keys and values, so that they are part of the input.
+    /// Whether they are part of the block's input.
     pub(super) enter: bool,
-    /// Whether a later block reads the keys and values, so that they are part of the output.
+    /// Whether they are part of the block's output.
     pub(super) leave: bool,
 }
 
@@ -43,15 +40,12 @@ pub(super) struct SharedKeys {
 /// [`SideValues::shared`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Sharing {
-    /// The attention computes the shared keys and values.
     Makes(usize),
-    /// The attention reads the shared keys and values and has no projections of its own for them.
+    /// The attention has no projections of its own for keys and values.
     Reads(usize),
 }
 
-/// The parts of a block's input.
 pub(super) struct Parts {
-    /// The residual stream.
     pub(super) stream: NodeId,
     own: Option<NodeId>,
     later: Option<NodeId>,
@@ -60,12 +54,10 @@ pub(super) struct Parts {
 }
 
 impl SideValues {
-    /// Whether a block exchanges only the residual stream.
     fn is_empty(&self) -> bool {
         *self == Self::default()
     }
 
-    /// Adds the block's input and slices it into its parts.
     pub(super) fn enter(&self, g: &mut GraphBuilder, hidden: usize) -> Parts {
         if self.is_empty() {
             let stream = g.add(Op::Input { width: hidden }, &[]);
@@ -89,7 +81,6 @@ impl SideValues {
         Parts { stream, own, later, shared }
     }
 
-    /// Adds the contribution of the block's own input to the residual stream.
     pub(super) fn add_own(
         &self,
         g: &mut GraphBuilder,
@@ -108,7 +99,6 @@ impl SideValues {
         g.add(Op::Add, &[stream, normed])
     }
 
-    /// Appends the values that later blocks read to the block's output.
     pub(super) fn leave(&self, g: &mut GraphBuilder, stream: NodeId, parts: &Parts) {
         let shared = self.shared.iter().zip(parts.shared).filter(|(of, _)| of.leave);
         let keys = shared.filter_map(|(_, pair)| pair).flatten();

@@ -1,4 +1,4 @@
-//! StarCoder2: layer norms with biases, biases everywhere, two linears with a GELU between them, rotary embeddings.
+//! StarCoder2: layer norms with biases, two linears with a GELU between them, rotary embeddings.
 
 use super::decoder::{Decoder, Defaults, GELU_TANH};
 use super::parts::{Mlp, NormKind};
@@ -7,7 +7,6 @@ use super::{Activation, Architecture, Family};
 use crate::Result;
 use crate::checkpoint::ConfigFields;
 
-/// The family of `Starcoder2ForCausalLM`.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Starcoder2;
 

@@ -2,8 +2,7 @@
 //!
 //! Every supported family is asked to describe the configuration, and the keys that it reads are recorded. The nearest
 //! family is the one that reads most of the configuration and rejects least of it. Fields that only other families read
-//! indicate a difference; for some fields the meaning is known ([`MARKERS`]). For published families, [`FACTS`] lists
-//! differences that no field shows.
+//! indicate a difference.
 
 use std::collections::BTreeSet;
 
@@ -18,7 +17,7 @@ struct Marker {
     key: &'static str,
     /// Returns whether the value enables the feature. `null` and absent fields never do.
     applies: fn(&Value) -> bool,
-    /// The meaning, which completes the sentence that the field begins.
+    /// Completes the sentence that the field begins.
     means: &'static str,
 }
 
@@ -82,7 +81,7 @@ static MARKERS: &[Marker] = &[
     marker("alibi", is_true, "attention scores are biased by position (ALiBi)"),
 ];
 
-/// Properties of published families that no field of their configuration shows.
+/// Differences of published families that no field of their configuration shows.
 static FACTS: &[(&str, &[&str])] = &[(
     "muse_glimmer",
     &[
@@ -92,7 +91,6 @@ static FACTS: &[(&str, &[&str])] = &[(
     ],
 )];
 
-/// Returns the characters of a name that are compared.
 fn letters(name: &str) -> String {
     let stem = ["ForCausalLM", "ForConditionalGeneration", "LMHeadModel"]
         .iter()
@@ -105,8 +103,7 @@ fn common_prefix(one: &str, other: &str) -> usize {
     one.bytes().zip(other.bytes()).take_while(|(a, b)| a == b).count()
 }
 
-/// Returns whether a key has no effect on the computation, such as keys about training, tokens, files and program
-/// versions.
+/// Returns whether a key has no effect on the computation.
 fn is_bookkeeping(key: &str) -> bool {
     const KEYS: &[&str] = &[
         "architectures",
@@ -145,7 +142,7 @@ fn is_bookkeeping(key: &str) -> bool {
         || ends.iter().any(|end| key.ends_with(end))
 }
 
-/// Returns whether a value disables a feature. Most configurations contain such fields for features that the family
+/// Returns whether a value disables a feature. Most configurations contain such values for features that the family
 /// lacks.
 fn is_unset(value: &Value) -> bool {
     match value {
@@ -158,15 +155,12 @@ fn is_unset(value: &Value) -> bool {
     }
 }
 
-/// Maximum number of times that a family describes a configuration.
+/// Maximum number of attempts of a family to describe a configuration.
 const REFUSALS: usize = 16;
 
-/// The keys that a family reads from a configuration, and the fields that it rejects.
 struct Reading {
     family: &'static dyn Family,
-    /// The keys that the family reads.
     asked: BTreeSet<String>,
-    /// The fields that the family rejects, with the reasons.
     refused: Vec<(String, String)>,
 }
 
@@ -200,12 +194,9 @@ impl Reading {
         reason.starts_with("is missing")
     }
 
-    /// Scores how closely the family resembles a configuration with these relevant keys: by the common prefix of the
-    /// names, the fields that both have, and the fields that the family lacks or rejects.
     fn resemblance(&self, found: &str, relevant: &[RelevantField<'_>]) -> i64 {
         let names = self.family.architectures().iter();
         let letters_in_common = names.map(|name| common_prefix(&letters(name), &letters(found))).max();
-        // Shorter common prefixes are likely to be coincidence.
         let by_name = letters_in_common.filter(|n| *n >= 4).map_or(0, |n| n as i64);
         let by_fields = relevant.iter().map(|field| match self.asked.contains(field.key) {
             true => field.weight,
@@ -216,12 +207,10 @@ impl Reading {
     }
 }
 
-/// A field that affects what a model computes.
 struct RelevantField<'a> {
     key: &'a str,
     value: &'a Value,
     marker: Option<&'static Marker>,
-    /// The weight in the score.
     weight: i64,
 }
 
@@ -238,7 +227,6 @@ impl<'a> RelevantField<'a> {
         fields.map().iter().filter_map(relevant).collect()
     }
 
-    /// The field and its value, as shown in a message.
     fn shown(&self, fields: &ConfigFields<'_>) -> String {
         let value = match self.value {
             Value::Array(_) | Value::Object(_) => "set".to_owned(),
@@ -249,12 +237,9 @@ impl<'a> RelevantField<'a> {
     }
 }
 
-/// Minimum score at which a family is named.
 const MIN_SCORE: i64 = 4;
-/// Maximum number of unexplained fields that are listed.
 const MAX_LISTED: usize = 8;
 
-/// Returns [`Error::UnknownArchitecture`] for the class `found`.
 pub(super) fn refuse(config: &ConfigFields<'_>, found: &str) -> Error {
     let nested = config.optional_object(multimodal::TEXT).ok().flatten();
     let fields = nested.as_ref().unwrap_or(config);

@@ -3,7 +3,6 @@
 use super::*;
 use serde_json::json;
 
-/// The nearest architecture, and the message.
 fn of(config: &Value) -> (Option<&'static str>, String) {
     let config = config.as_object().unwrap();
     let found = config["architectures"][0].as_str().unwrap();
@@ -15,7 +14,6 @@ fn of(config: &Value) -> (Option<&'static str>, String) {
     }
 }
 
-/// A configuration of a dense decoder with additional fields.
 fn dense(architecture: &str, more: &Value) -> Value {
     let mut config = json!({
         "architectures": [architecture], "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
@@ -76,7 +74,7 @@ fn names_and_fields_find_the_nearest_family() {
 }
 
 #[test]
-fn nested_text_models_are_looked_at_where_they_are() {
+fn nested_text_models_are_examined() {
     let text = dense(
         "-",
         &json!({

@@ -8,7 +8,6 @@ use crate::checkpoint::ConfigFields;
 const SLIDING: &str = "sliding_attention";
 const FULL: &str = "full_attention";
 
-/// The blocks that have a sliding window, and its length.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) enum Windows {
     /// Every query attends to all earlier positions.
@@ -22,9 +21,9 @@ pub(super) enum Windows {
 impl Windows {
     /// Reads the windows. `on`: whether the family's configuration enables sliding windows.
     ///
-    /// As in transformers, a missing `sliding_window` means 4096, and `null` means no window. `layer_types` says for
-    /// each block whether it has a window. If it is missing, all blocks have one, except the first `max_window_layers`
-    /// (default 28) in configurations with `use_sliding_window`.
+    /// As in transformers, a missing `sliding_window` means 4096, and `null` means no window. Without `layer_types`,
+    /// all blocks have a window except the first `max_window_layers`, which are read only in configurations with
+    /// `use_sliding_window`.
     pub(super) fn read(config: &ConfigFields<'_>, on: bool) -> Result<Self> {
         let window = window(config, Some(4096))?.filter(|_| on);
         if let Some(slides) = layer_types(config)? {
@@ -37,8 +36,7 @@ impl Windows {
         Ok(window.map_or(Self::Never, |window| Self::From { first, window }))
     }
 
-    /// Reads the windows of a family whose layers follow a pattern if `layer_types` is not given. `default` is the
-    /// window if the key is missing.
+    /// Reads the windows of a family whose layers follow a pattern if `layer_types` is not given.
     pub(super) fn patterned(
         config: &ConfigFields<'_>,
         default: Option<usize>,
@@ -57,8 +55,7 @@ impl Windows {
     }
 
     /// Reads the window of a family in which either all blocks have one or none. `layer_types`, if present, must agree
-    /// with that, and `max_window_layers` is not read. `default` is the window if the key is missing; `on`: whether the
-    /// family's configuration enables sliding windows.
+    /// with that, and `max_window_layers` is not read.
     pub(super) fn uniform(config: &ConfigFields<'_>, default: Option<usize>, on: bool) -> Result<Self> {
         let window = window(config, default)?.filter(|_| on);
         let wanted = if window.is_some() { SLIDING } else { FULL };
@@ -88,7 +85,6 @@ impl Windows {
         }
     }
 
-    /// Returns the number of positions that a query attends to in a block, including its own.
     pub(super) fn of(&self, layer: usize) -> Option<usize> {
         match self {
             Self::Never => None,
@@ -97,7 +93,6 @@ impl Windows {
         }
     }
 
-    /// Returns the block with the window of layer `layer`.
     pub(super) fn apply(&self, block: &DecoderBlock, layer: usize) -> DecoderBlock {
         let mut block = block.clone();
         block.attention.shape.window = self.of(layer);
@@ -105,7 +100,7 @@ impl Windows {
     }
 }
 
-/// Reads `sliding_window`: `default` if the key is missing, `None` if it is `null`.
+/// `default` if the key is missing, `None` if it is `null`.
 fn window(config: &ConfigFields<'_>, default: Option<usize>) -> Result<Option<usize>> {
     match config.has("sliding_window") {
         true => config.optional_positive("sliding_window"),
@@ -113,7 +108,6 @@ fn window(config: &ConfigFields<'_>, default: Option<usize>) -> Result<Option<us
     }
 }
 
-/// Returns whether each layer has a window, if `layer_types` is present.
 fn layer_types(config: &ConfigFields<'_>) -> Result<Option<Vec<bool>>> {
     let Some(types) = config.optional_str_list("layer_types")? else { return Ok(None) };
     let layers = Blocks::layers(config)?;

@@ -13,7 +13,6 @@ pub struct BlockWeight {
     name: String,
     shape: [usize; 2],
     kind: &'static BlockType,
-    /// Rows of blocks.
     bytes: Vec<u8>,
 }
 
@@ -66,9 +65,6 @@ impl BlockWeight {
     }
 
     /// Packs the weight for the kernels.
-    ///
-    /// # Errors
-    /// When the kernels do not accept the blocks, or there is not enough memory.
     pub(super) fn pack(&self) -> Result<PackedLinear> {
         let pack = |view: &WeightView<'_>| PackedLinear::pack(view, None, false, &Rayon);
         let fault = |what: &dyn std::fmt::Display| {

@@ -28,8 +28,7 @@ pub enum WeightBody {
     /// Codes, dequantized tile by tile on use. If the input has a grid, the input is rounded to that grid and
     /// multiplied in float.
     Quantized(QuantizedTensor),
-    /// Codes in the kernels' order, multiplied without being expanded to floats in memory. The product uses integers if
-    /// the input has an integer grid.
+    /// Codes in the kernels' order. The product uses integers if the input has an integer grid.
     Packed {
         /// The weight, and how it is multiplied.
         linear: QuantizedLinear,
@@ -52,8 +51,8 @@ pub(super) fn kernel_activations(grid: Option<InputGrid>) -> (Activations, Optio
         None => (Activations::Float, None),
         Some(InputGrid::Token) => (Activations::PerToken, None),
         Some(InputGrid::Static(by)) => (Activations::Static(by), None),
-        // An integer product of two floating-point formats would apply a scale per group and token within the inner
-        // loop, and no CPU engine computes it that way. The GPU kernels have no such product either.
+        // The kernels have no product of two floating-point formats, which would apply a scale per group and token
+        // within the inner loop.
         Some(
             grid @ (InputGrid::Fp8Token
             | InputGrid::Fp8Group
@@ -65,11 +64,11 @@ pub(super) fn kernel_activations(grid: Option<InputGrid>) -> (Activations, Optio
 }
 
 impl WeightBody {
-    /// Returns the weight packed for the kernels, to be multiplied by `runner`. Blocks of a GGUF file are multiplied by
-    /// activations that are rounded to 8 bits, with a scale per token.
+    /// Returns the weight packed for the kernels, to be multiplied by `runner`. For blocks of a GGUF file, activations
+    /// are rounded to 8 bits, with a scale per token.
     ///
-    /// Returns `None` if the weight is float or was packed before, or if this CPU has no vector instructions that the
-    /// kernels use: their portable path is a reference, and slower than dense products.
+    /// Returns `None` if the weight is float or was packed before, or if the kernels use their portable path, which is
+    /// slower than dense products.
     ///
     /// # Errors
     /// When the parts of the weight do not match, or the kernels do not support its scheme.
@@ -79,7 +78,7 @@ impl WeightBody {
         }
         let tensor = match self {
             Self::Quantized(tensor) => tensor,
-            // llama.cpp rounds the activations of all these types too, with a scale per block.
+            // llama.cpp rounds the activations of these types too, with a scale per block.
             Self::Blocks(weight) => {
                 let linear = QuantizedLinear::new(Arc::new(weight.pack()?), Activations::PerToken, runner);
                 return Ok(Some(Self::Packed { linear: linear.map_err(kernel_error)?, grid: None }));
@@ -155,7 +154,7 @@ impl WeightBody {
     }
 }
 
-/// Converts an error of a kernel. Shapes were checked when the weight was read, so the error is a bug in this crate.
+/// Shapes were checked when the weight was read, so the error is a bug in this crate.
 pub(in crate::model) fn kernel_error(error: KernelError) -> Error {
     Error::Internal(format!("a kernel rejected its operands: {error}"))
 }

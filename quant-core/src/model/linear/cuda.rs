@@ -17,8 +17,7 @@ impl CudaRunner {
     /// Opens the first GPU.
     ///
     /// # Errors
-    /// [`Error::Unavailable`] when there is no driver or device, the device is too old, or this program cannot load the
-    /// driver's library.
+    /// [`Error::Unavailable`] when there is no usable GPU, or this program cannot load the driver's library.
     pub fn new() -> Result<Self> {
         if cfg!(target_feature = "crt-static") {
             return Err(Error::Unavailable {
@@ -42,9 +41,6 @@ impl CudaRunner {
 
     /// Packs a weight and copies it to the GPU. Also returns the floating-point grid that its input must be rounded to
     /// first, if there is one.
-    ///
-    /// # Errors
-    /// [`Error::Unavailable`] when the GPU kernels do not support the scheme, or the GPU has not enough memory.
     pub(super) fn put(&self, tensor: &QuantizedTensor) -> Result<(CudaLinear, Option<InputGrid>)> {
         let (activations, grid) = kernel_activations(tensor.input_grid()?);
         let codes = tensor.global.and_then(|_| tensor.scale_codes());
@@ -53,7 +49,6 @@ impl CudaRunner {
     }
 }
 
-/// Converts a GPU error, with a remedy.
 pub(super) fn failed(error: &quant_kernels_cuda::Error) -> Error {
     let (what, remedy) = match error {
         quant_kernels_cuda::Error::Operands(_) => {

@@ -79,7 +79,6 @@ impl Linear {
         Ok(self.weight.on_cuda(runner)?.map_or_else(|| self.clone(), |weight| self.with_weight(weight)))
     }
 
-    /// Returns the grid that inputs are rounded to before they are multiplied as floats, if there is one.
     pub(super) fn grid(&self) -> Result<Option<InputGrid>> {
         Ok(match &*self.weight {
             WeightBody::Quantized(tensor) => tensor.input_grid()?,
@@ -88,7 +87,6 @@ impl Linear {
         })
     }
 
-    /// Rounds the input to its grid, if it has one.
     pub(super) fn rounded(&self, x: &Tensor) -> Result<Tensor> {
         let Some(grid) = self.grid()? else { return Ok(x.clone()) };
         let mut values = x.flatten_all()?.to_vec1::<f32>()?;
@@ -131,9 +129,6 @@ impl Linear {
     }
 
     /// Multiplies rows that the kernels compute by linears that [share their input](Self::shares_input_with).
-    ///
-    /// # Errors
-    /// When the linears cannot share their input, or shapes do not match.
     pub(super) fn forward_fused(linears: &[&Self], from: Fused<'_>) -> Result<Vec<Tensor>> {
         let packed = linears.iter().map(|linear| match &*linear.weight {
             WeightBody::Packed { linear, grid: None } => Ok(linear),
@@ -151,11 +146,10 @@ impl Linear {
         self.with_bias(self.product(x)?)
     }
 
-    /// The product before the bias is added.
     pub(super) fn product(&self, x: &Tensor) -> Result<Tensor> {
         Ok(match &*self.weight {
             WeightBody::Packed { linear, .. } => linear.forward(&self.rounded(x)?)?,
-            // This is not a candle operation, because candle would turn the error into plain text.
+            // As a candle operation, its error would become plain text.
             WeightBody::Cuda { linear, .. } => {
                 let values = self.rounded(x)?.flatten_all()?.to_vec1::<f32>()?;
                 let mut dims = x.dims().to_vec();

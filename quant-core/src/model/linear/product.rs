@@ -1,9 +1,7 @@
-//! The dense product of all weights that are neither packed nor on a GPU, in tiles. Each tile is computed by one call
-//! of faer, or by dot products if it has few tokens.
+//! The dense product of all weights that are neither packed nor on a GPU, in tiles.
 //!
 //! The tiles depend only on the shapes, and every output element is computed inside one tile, so the result does not
-//! depend on the number of threads. A weight that is not `f32` is widened (or dequantized) one tile at a time, which
-//! for `m` tokens is about `1/m` of the work.
+//! depend on the number of threads. A weight that is not `f32` is widened or dequantized one tile at a time.
 
 use candle_core::{CpuStorage, CustomOp1, Layout, Shape};
 use faer::linalg::matmul::matmul;
@@ -16,19 +14,17 @@ use super::{WeightBody, WeightRows};
 use crate::vector::vectorized;
 use crate::{Error, Result};
 
-/// Output features per tile.
 const TILE_N: usize = 256;
 /// Tokens per tile: enough that widening the weight's tile is a small part of the work.
 const TILE_M: usize = 2048;
 /// For up to this many tokens, plain dot products are faster than packing for a matrix product.
 const FEW_TOKENS: usize = 4;
-/// Rows of a float weight that are widened at a time for few tokens, so that they are still in the L1 or L2 cache when they
-/// are multiplied.
+/// Rows of a float weight that are widened at a time for few tokens, so that they are still in a cache when they are
+/// multiplied.
 const FEW_ROWS: usize = 4;
 
-/// `out[m, n] = x[m, k] · weight[n, k]ᵀ`, all row-major, on the current rayon pool. Packed weights are multiplied on
-/// their runner's threads or on their GPU. `x` is not rounded to a floating-point grid, nor to any grid if the weight
-/// is neither packed nor on a GPU; [`Linear`](super::Linear) does this.
+/// `out[m, n] = x[m, k] · weight[n, k]ᵀ`, all row-major. `x` is rounded only if the kernels do it;
+/// [`Linear`](super::Linear) rounds it for all other weights.
 ///
 /// # Errors
 /// When the weight cannot be read, a quantized weight's parts do not match, or a GPU fails.

@@ -13,7 +13,7 @@ use crate::quantize::SourceRows;
 use crate::vector::vectorized;
 use crate::{Error, Result};
 
-/// The rows of a weight `[n, k]`. Using them reads no files, so threads may share the work on them.
+/// The rows of a weight `[n, k]`. Threads may share the work on them, because no file is read.
 #[derive(Debug)]
 pub struct WeightRows<'a> {
     shape: [usize; 2],
@@ -49,7 +49,6 @@ impl<'a> WeightRows<'a> {
         }
     }
 
-    /// Creates rows from bytes that match the shape.
     pub(in crate::model) fn stored(shape: [usize; 2], dtype: Dtype, bytes: Arc<Vec<u8>>) -> Self {
         Self { shape, values: Values::Stored(dtype, bytes) }
     }

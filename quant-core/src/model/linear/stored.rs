@@ -9,7 +9,7 @@ use crate::{Error, Result};
 /// A float weight `[n, k]` of a checkpoint.
 ///
 /// It is read completely on first use and checked to be finite. The bytes are kept until they are
-/// [released](Self::release), so a weight that is searched, multiplied and written is read once.
+/// [released](Self::release).
 pub struct StoredWeight {
     source: Arc<dyn TensorSource>,
     name: String,
@@ -119,7 +119,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_float_matrix_of_the_shape_is_refused() {
+    fn only_float_matrices_of_the_shape_are_accepted() {
         let source = source(&[1.0, f32::NAN, 3.0, f32::INFINITY]);
         let new = |name: &str, shape| StoredWeight::new(source.clone(), name.into(), shape);
         assert!(matches!(new("gone", [2, 2]), Err(Error::MissingTensor { .. })));

@@ -1,4 +1,4 @@
-//! Replaces GPU support in builds without the feature `cuda`. The types have no values, because no GPU is ever found.
+//! Replaces GPU support in builds without the feature `cuda`. The types have no values.
 
 use std::convert::Infallible;
 
@@ -50,7 +50,6 @@ impl CudaLinear {
     }
 }
 
-/// Converts an error of the GPU kernels.
 pub(super) fn failed(error: &Infallible) -> Error {
     match *error {}
 }

@@ -6,8 +6,8 @@ use crate::model::{CachedValue, KvScheme, Model, cached_values};
 use crate::{Error, Result};
 
 impl Model {
-    /// Returns the tensors that the configuration requires outside the blocks, with their shapes. Quantized weights are
-    /// not included, because their tensors depend on the checkpoint format.
+    /// Returns the tensors that the configuration requires outside the blocks, with their shapes. The tensors of
+    /// quantized weights depend on the checkpoint format and are not included.
     fn expected_outside(&self) -> Vec<(String, Vec<usize>)> {
         let a = &self.architecture;
         let mut expected = Vec::new();
@@ -56,8 +56,7 @@ impl Model {
         require_weight_float(self.source.location(name), name, info.dtype)
     }
 
-    /// Checks the tensors of a block and stops at the first missing one, because a configuration may require far more
-    /// than the checkpoint holds.
+    /// Stops at the first missing tensor, because a configuration may require far more than the checkpoint holds.
     fn check_block(&self, layer: usize) -> Result<()> {
         for op in self.architecture.graph(layer).nodes().iter().map(|node| &node.op) {
             let parameters = op.parameters();
@@ -78,11 +77,7 @@ impl Model {
     }
 
     /// Returns the static scales of a block's keys and values, and the tensors that hold them; empty if the checkpoint
-    /// needs none.
-    ///
-    /// # Errors
-    /// When the keys and values cannot have static scales, or a scale is missing, has the wrong dtype, or does not have
-    /// exactly one element. Without a scale, some engines use 1 and others read uninitialized memory.
+    /// needs none. Without a scale, some engines would use 1 and others would read uninitialized memory.
     pub(crate) fn kv_scale_tensors(&self, layer: usize) -> Result<Vec<(CachedValue, String)>> {
         if self.kv != Some(KvScheme::Kvf8) {
             return Ok(Vec::new());

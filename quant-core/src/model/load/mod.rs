@@ -1,4 +1,4 @@
-//! A checkpoint as a model: its family and sizes, checked against its tensors, and its weights, one block at a time.
+//! A checkpoint as a model: its architecture, checked against its tensors, and its weights, one block at a time.
 
 mod checks;
 mod weights;
@@ -34,7 +34,7 @@ pub struct Model {
     source_method: Option<String>,
 }
 
-/// The parts of a vision-language model outside its text tower: vision tower, projector and so on.
+/// The parts of a vision-language model outside its text tower.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Carried {
     /// The class of the model, as in `architectures`.
@@ -125,8 +125,8 @@ impl Model {
         Ok(model)
     }
 
-    /// Returns this float model with the tensors of its prepared equivalent. If these contain both a head and an
-    /// embedding, the head is tied only if both are equal. `modified` contains the names of the modified tensors.
+    /// Returns this float model with the tensors of its prepared equivalent; `modified` names the tensors that differ.
+    /// If these contain both a head and an embedding, the head is tied only if both are equal.
     pub(crate) fn prepared(
         &self,
         by: Preparation,
@@ -230,8 +230,7 @@ impl Model {
         self.kv
     }
 
-    /// Returns why the kernels cannot cache the model's keys and values on this machine, if so. The cache is then
-    /// simulated.
+    /// Returns why the kernels cannot cache the model's keys and values on this machine, if so.
     pub fn kernels_refuse(&self, kv: KvScheme) -> Option<String> {
         KvCaching::refusal(kv.kind(), &self.architecture.attentions())
     }
@@ -265,8 +264,8 @@ impl Model {
         if only_head { head } else { a.embedding.clone() }
     }
 
-    /// Returns whether the head is tied to the embedding: the configuration says so, and no different head is stored.
-    /// Loaders do not tie two tensors that differ.
+    /// Returns whether the configuration ties the head to the embedding, and no different head is stored. Loaders do
+    /// not tie two tensors that differ.
     fn shares_head(&self) -> Result<bool> {
         let a = &self.architecture;
         let head = self.head_weight();
@@ -297,8 +296,7 @@ impl Model {
     }
 
     /// Returns all modules whose weights a checkpoint may store quantized, each with its block, its name and its shape
-    /// `[n, k]`: the linears of the blocks in model order, the head unless it is tied, the projection of per-layer
-    /// inputs, and the embedding.
+    /// `[n, k]`.
     pub(crate) fn weight_modules(&self) -> Vec<(Option<usize>, String, [usize; 2])> {
         let a = &self.architecture;
         let head = (!a.tied).then(|| (None, a.head.clone(), [a.vocab, a.hidden]));

@@ -1,4 +1,4 @@
-//! The weights of a model: embedding, head, norms and blocks, float or packed, read on request.
+//! The weights of a model, read on request.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -17,7 +17,6 @@ use crate::scheme::LinearScheme;
 use crate::{Error, Result};
 
 impl Model {
-    /// Returns the reader and the description of a quantized weight of shape `[n, k]`.
     fn packed_weight<'a>(
         &self,
         module: &'a str,
@@ -75,13 +74,11 @@ impl Model {
         reader.read(self.source.as_ref(), weight)
     }
 
-    /// Returns the name of a linear's weight, if the source presents its codes as floats.
     fn shown_as_float(&self, module: &str) -> Option<String> {
         let name = format!("{module}.weight");
         (self.module_scheme(module).is_none() && self.source.is_mxfp4(&name)).then_some(name)
     }
 
-    /// Returns a float matrix in the file's dtype, which is read on first use.
     fn stored_weight(&self, name: String, shape: [usize; 2]) -> Result<WeightBody> {
         Ok(WeightBody::Stored(StoredWeight::new(self.source.clone(), name, shape)?))
     }
@@ -135,10 +132,6 @@ impl Model {
         Ok(Some((op.clone(), norm)))
     }
 
-    /// Returns the norm of the embeddings and its parameters, if there is one.
-    ///
-    /// # Errors
-    /// When they cannot be read or are not finite.
     pub(crate) fn embedding_norm(&self) -> Result<Option<EmbeddingNorm>> {
         let Some(op) = &self.architecture.embedding_norm else { return Ok(None) };
         let (name, _, bias) = op
@@ -160,8 +153,8 @@ impl Model {
         }
     }
 
-    /// Returns a linear's weight for running it. If the weight is stored in [blocks](BlockWeight) that kernels
-    /// multiply, it stays in blocks.
+    /// Returns a linear's weight for running it: in [blocks](BlockWeight), if it is stored in blocks that kernels
+    /// multiply.
     fn running_weight(&self, module: &str, shape: [usize; 2]) -> Result<WeightBody> {
         match self.module_scheme(module) {
             Some(_) => self.linear_weight(module, shape),
@@ -176,8 +169,8 @@ impl Model {
         }
     }
 
-    /// Returns the names of the GGUF block types of the decoder blocks' linears and of the head, in the order in which
-    /// they occur: those that the CPU kernels multiply, and those that are multiplied as floats.
+    /// Returns the names of the GGUF block types of the model's linears, in the order in which they occur: those that
+    /// the CPU kernels multiply, and those that are multiplied as floats.
     pub fn block_types(&self) -> [Vec<&'static str>; 2] {
         let a = &self.architecture;
         let in_blocks = (0..a.layers).flat_map(|layer| {
@@ -214,8 +207,8 @@ impl Model {
         Ok(block)
     }
 
-    /// Returns block `index` for running it, all in memory: as [`block`](Self::block), but weights in
-    /// [blocks](BlockWeight) that kernels multiply are kept as such.
+    /// Returns block `index` for running it: as [`block`](Self::block), but weights in [blocks](BlockWeight) that
+    /// kernels multiply are kept as such.
     ///
     /// # Errors
     /// As [`block`](Self::block).

@@ -7,7 +7,6 @@ use crate::model::arch::Convolution;
 use crate::model::attention::in_place;
 use crate::vector::vectorized;
 
-/// Tokens per task.
 const TILE: usize = 64;
 
 /// Convolves `x` `[tokens, channels]` with `weight` `[channels, kernel]`, each run separately.
@@ -23,7 +22,7 @@ pub(super) fn convolve(
     state: Option<&mut [f32]>,
 ) -> Vec<f32> {
     let Convolution { channels, kernel, activation, .. } = *shape;
-    // Transposed, with one row per tap, so that a tap is one pass over adjacent values.
+    // Transposed, so that a tap is one pass over adjacent values.
     let taps: Vec<f32> =
         (0..kernel).flat_map(|j| (0..channels).map(move |c| weight[c * kernel + j])).collect();
     let mut out = vec![0.0; x.len()];
@@ -66,7 +65,6 @@ pub(super) fn convolve(
     out
 }
 
-/// Shifts the inputs `x` into the end of a state.
 fn remember(state: &mut [f32], x: &[f32]) {
     match state.len().checked_sub(x.len()) {
         Some(kept) => {
@@ -126,7 +124,6 @@ mod tests {
             for (found, exact) in found.iter().zip(naive(&shape, &w, bias.as_deref(), &x, &runs)) {
                 approx::assert_abs_diff_eq!(f64::from(*found), exact, epsilon = 2e-6);
             }
-            // Continues from a state, in pieces shorter and longer than the state.
             let whole = [Run { begin: 0, length: 2 * length }];
             let whole = convolve(&shape, &w, bias.as_deref(), &x, &whole, None);
             let mut state = vec![0.0; (kernel - 1) * channels];

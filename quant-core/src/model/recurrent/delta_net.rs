@@ -8,18 +8,17 @@ use super::Run;
 use crate::model::arch::DeltaNet;
 use crate::vector::vectorized;
 
-/// Tokens per chunk.
 const CHUNK: usize = 64;
 /// Runs of at least this many tokens are computed in chunks.
 const CHUNKED_FROM: usize = 16;
-/// Added to the sum of squares of a query or key before the square root.
+/// Added to the sum of squares of a query or key.
 const EPS: f32 = 1e-6;
 
 /// The decay and the step of every token and value head, both `[tokens, value_heads]`.
 pub(super) struct Gates {
-    /// Logarithms of the states' decay factors; at most 0.
+    /// Logarithms of the states' decay factors.
     decay: Vec<f32>,
-    /// Step sizes between 0 and 1: how far the value stored for a key moves towards the token's value.
+    /// How far the value stored for a key moves towards the token's value.
     step: Vec<f32>,
 }
 
@@ -39,14 +38,12 @@ pub(super) fn softplus(x: f32) -> f32 {
     if x > 20.0 { x } else { x.exp().ln_1p() }
 }
 
-/// A head's normalized queries and keys, its values, and its gates, for consecutive tokens.
 struct Head {
     /// `[tokens, key_dim]` each.
     q: Vec<f32>,
     k: Vec<f32>,
     /// `[tokens, value_dim]`.
     v: Vec<f32>,
-    /// One value per token.
     decay: Vec<f32>,
     step: Vec<f32>,
 }
@@ -69,7 +66,6 @@ impl Head {
     }
 }
 
-/// Divides every row by its norm, with [`EPS`] under the root, and multiplies it by `factor`.
 fn normalize(rows: &mut [f32], width: usize, factor: f32) {
     for row in rows.chunks_exact_mut(width) {
         let squares: f32 = row.iter().map(|v| v * v).sum();
@@ -80,8 +76,8 @@ fn normalize(rows: &mut [f32], width: usize, factor: f32) {
 
 /// Applies the rule to `x` `[tokens, mixed_width]`, each run separately; returns `[tokens, width]`.
 ///
-/// With a `state` `[value_heads, key_dim, value_dim]` there must be a single run. It starts from this state, and the
-/// state is then replaced by the one after the run.
+/// With a `state` `[value_heads, key_dim, value_dim]` there must be a single run, which starts from this state and
+/// replaces it.
 pub(super) fn apply(
     net: &DeltaNet,
     x: &[f32],
@@ -121,7 +117,7 @@ pub(super) fn apply(
     out
 }
 
-/// Computes the rule by definition, one token after the other.
+/// The definition, one token after the other.
 fn stepwise(net: &DeltaNet, head: &Head, state: &mut [f32]) -> Vec<f32> {
     let (dk, dv) = (net.key_dim, net.value_dim);
     let mut out = vec![0.0; head.v.len()];
@@ -184,7 +180,6 @@ fn chunked(net: &DeltaNet, head: &Head, state: &mut [f32]) -> Vec<f32> {
     out
 }
 
-/// Buffers of a chunk.
 #[derive(Default)]
 struct Chunk {
     /// Cumulative sums of the log decays.
@@ -218,7 +213,6 @@ impl Chunk {
         self.scores.resize(n * n, 0.0);
         product(&mut self.scores, Accum::Replace, matrix(k, n, dk), matrix(k, n, dk).transpose(), 1.0);
         self.solve([dk, dv], k, v, step);
-        // The change by each token: its own value minus what the state before the chunk already holds.
         self.changes.clear();
         self.changes.extend(self.solved.chunks_exact(dv + dk).flat_map(|row| &row[..dv]));
         self.decayed.clear();
@@ -270,7 +264,6 @@ impl Chunk {
         }
     }
 
-    /// Multiplies every row by `e` to the power of a function of its cumulative log decay and the last one.
     fn decay_rows(&mut self, rows: &[f32], width: usize, power: impl Fn(f32, f32) -> f32) {
         let last = self.sums.last().copied().unwrap_or(0.0);
         self.decayed.clear();

@@ -16,7 +16,6 @@ use crate::{Error, Result};
 pub(super) struct State(Vec<f32>);
 
 impl State {
-    /// Creates the state before the first token.
     pub(super) fn zero(len: usize) -> Self {
         Self(vec![0.0; len])
     }
@@ -26,7 +25,6 @@ impl State {
     }
 }
 
-/// Consecutive tokens of one document.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Run {
     /// The first token, counted over the whole batch.
@@ -35,7 +33,6 @@ struct Run {
 }
 
 impl Run {
-    /// Returns the documents of a batch of windows.
     fn all(batch: usize, positions: usize, segments: Segments<'_>) -> Vec<Self> {
         let Some(places) = segments.positions(positions) else {
             return (0..batch).map(|window| Self { begin: window * positions, length: positions }).collect();
@@ -53,11 +50,8 @@ impl Run {
 
 /// Applies a recurrent operation to its inputs `[batch, positions, features]`.
 ///
-/// Without a `state`, every segment begins with a zero state. With a `state`, there must be a single sequence. It
-/// starts from this state, and the state is then replaced by the one after the last token.
-///
-/// # Errors
-/// When shapes do not match.
+/// Without a `state`, every segment begins with a zero state. With a `state`, there must be a single sequence, which
+/// starts from this state and replaces it.
 pub(super) fn run(
     op: &Recurrent,
     parameters: &OpParameters,

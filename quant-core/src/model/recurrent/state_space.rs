@@ -8,7 +8,6 @@ use super::delta_net::{matrix, product, softplus};
 use crate::model::arch::StateSpace;
 use crate::vector::vectorized;
 
-/// Tokens per chunk.
 const CHUNK: usize = 64;
 /// Runs of at least this many tokens are computed in chunks.
 const CHUNKED_FROM: usize = 16;
@@ -20,7 +19,6 @@ pub(super) struct Parameters<'a> {
     pub(super) dt_bias: &'a [f32],
 }
 
-/// The inputs of a head, for consecutive tokens.
 struct Head {
     /// `[tokens, state_dim]` each: `B`, which writes to the state, and `C`, which reads it.
     b: Vec<f32>,
@@ -29,7 +27,7 @@ struct Head {
     x: Vec<f32>,
     /// The inputs `x` times each token's step.
     stepped: Vec<f32>,
-    /// Logarithms of the state's decay factors, one per token; at most 0.
+    /// Logarithms of the state's decay factors, one per token.
     decay: Vec<f32>,
     /// Factor of the inputs `x` when they are added to the output.
     skip: f32,
@@ -69,8 +67,8 @@ impl Head {
 /// Applies the operation to `x` `[tokens, mixed_width]` with steps `[tokens, heads]`, each run separately; returns
 /// `[tokens, width]`.
 ///
-/// With a `state` `[heads, state_dim, head_dim]` there must be a single run. It starts from this state, and the state
-/// is then replaced by the one after the run.
+/// With a `state` `[heads, state_dim, head_dim]` there must be a single run, which starts from this state and replaces
+/// it.
 pub(super) fn apply(
     space: &StateSpace,
     parameters: &Parameters<'_>,
@@ -113,7 +111,7 @@ pub(super) fn apply(
     out
 }
 
-/// Computes the operation by definition, one token after the other.
+/// The definition, one token after the other.
 fn stepwise(space: &StateSpace, head: &Head, state: &mut [f32]) -> Vec<f32> {
     let (n, p) = (space.state_dim, space.head_dim);
     let mut out = vec![0.0; head.x.len()];
@@ -175,7 +173,6 @@ fn chunked(space: &StateSpace, head: &Head, state: &mut [f32]) -> Vec<f32> {
     out
 }
 
-/// Multiplies every row by its own factor.
 fn decay_rows(into: &mut Vec<f32>, rows: &[f32], width: usize, factors: impl Iterator<Item = f32>) {
     into.clear();
     for (row, factor) in rows.chunks_exact(width).zip(factors) {

@@ -1,4 +1,4 @@
-//! Tests of state-space operations: chunks and single steps against the definition in double precision.
+//! State-space operations: chunks and single steps against the definition in double precision.
 
 use super::*;
 
@@ -6,7 +6,6 @@ fn wave(count: usize, phase: f64, scale: f64) -> Vec<f32> {
     (0..count).map(|i| ((i as f64 * 0.61 + (i as f64 * 0.017).sin() + phase).sin() * scale) as f32).collect()
 }
 
-/// An operation, its inputs and its parameters.
 struct Case {
     space: StateSpace,
     tokens: usize,
@@ -82,7 +81,6 @@ fn steps_and_chunks_are_the_definition() {
     let clamped = StateSpace { steps: [0.3, 0.9], ..space(4, 2, 5, 3) };
     for (space, slow) in [(space(4, 2, 6, 8), true), (space(3, 1, 8, 4), false), (clamped, true)] {
         let case = Case::new(space, 200, slow);
-        // Single steps, short runs, chunks, and parts of these.
         for lengths in [&[200][..], &[1, 15, 16, 64, 65, 39], &[130, 70]] {
             let mut begin = 0;
             let runs: Vec<Run> = lengths

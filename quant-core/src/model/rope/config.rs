@@ -9,7 +9,7 @@ use super::{LongRope, Rope, RopeLayout, RopeScaling, Yarn};
 use crate::Result;
 use crate::checkpoint::ConfigFields;
 
-/// Maximum length of a list of factors; a longer list means that the configuration is damaged.
+/// A longer list means that the configuration is damaged.
 const MAX_FACTORS: usize = 1 << 14;
 
 /// A family's defaults for its rotary embedding, and its names for keys.
@@ -113,7 +113,6 @@ impl<'a> RopeRequest<'a> {
     }
 }
 
-/// The objects that may hold a field.
 struct Reader<'r, 'a, 'c> {
     request: &'r RopeRequest<'r>,
     config: &'a ConfigFields<'c>,
@@ -141,7 +140,6 @@ impl Reader<'_, '_, '_> {
         Ok(theta)
     }
 
-    /// Returns the number of rotated channels per head.
     fn rotary_dim(&self) -> Result<usize> {
         const KEY: &str = "partial_rotary_factor";
         let (head_dim, request) = (self.request.head_dim, self.request);
@@ -174,7 +172,7 @@ impl Reader<'_, '_, '_> {
         Ok(dim)
     }
 
-    /// Returns the type of scaling. Before transformers 4.43 the key was `type`.
+    /// The type of scaling. Before transformers 4.43 the key was `type`.
     fn kind(&self) -> Result<&str> {
         let Some(fields) = self.nested else { return Ok("default") };
         for key in ["rope_type", "type"] {
@@ -204,8 +202,7 @@ impl Reader<'_, '_, '_> {
         }
     }
 
-    /// Reads the original training context. The first of these that exists is used: the top-level key and the request's
-    /// value (both only without a layer type), the key in the scaling, and the model's maximum positions.
+    /// Reads the original training context.
     fn original_positions(&self, fields: &ConfigFields<'_>) -> Result<usize> {
         const KEY: &str = "original_max_position_embeddings";
         let outer = match self.request.layer_type {
@@ -310,7 +307,6 @@ impl Reader<'_, '_, '_> {
         }
     }
 
-    /// Returns the ratio of the context to the original training context.
     fn factor(&self, fields: &ConfigFields<'_>, original: usize, required: bool) -> Result<f64> {
         match fields.optional_f64("factor")? {
             Some(factor) if factor > 0.0 && (factor as f32).is_normal() => Ok(factor),
@@ -376,7 +372,6 @@ impl Reader<'_, '_, '_> {
     }
 }
 
-/// Reads a list of `pairs` positive numbers.
 fn factors(fields: &ConfigFields<'_>, key: &str, pairs: usize) -> Result<Arc<[f32]>> {
     let Some(list) = fields.get(key).and_then(serde_json::Value::as_array) else {
         return Err(fields.error(key, "must be present and a list of numbers"));

@@ -92,14 +92,13 @@ impl Angles {
 /// The angles of a rotary embedding at positions `0..positions`.
 ///
 /// With some scalings, frequencies depend on the length of the whole sequence. Tokens that are appended to a cache are
-/// rotated with the frequencies for the new length; cached keys are not updated. transformers does the same.
+/// rotated with the frequencies for the new length; as in transformers, cached keys are not updated.
 #[derive(Debug, Clone)]
 pub struct RopeTable {
     rope: Rope,
     positions: usize,
-    /// Angles for sequences up to the length at which frequencies change.
     short: Angles,
-    /// Angles for all longer sequences, if these share one set of frequencies.
+    /// Angles for longer sequences, if these share one set of frequencies.
     long: Option<Angles>,
 }
 
@@ -150,8 +149,7 @@ impl RopeTable {
         self.positions
     }
 
-    /// Returns the angles of `positions` consecutive tokens, the first of which is at position `start` and the last of
-    /// which ends the sequence.
+    /// `start` is the position of the first of `positions` tokens; the last one ends the sequence.
     fn angles(&self, start: usize, positions: usize) -> Result<Angles> {
         let length = start + positions;
         if length > self.positions {

@@ -20,7 +20,6 @@ pub(super) fn rotate(x: &Tensor, rope: &Rope, cos: &Tensor, sin: &Tensor) -> Res
     Ok(x.contiguous()?.apply_op3_no_bwd(&cos.contiguous()?, &sin.contiguous()?, &rotate)?)
 }
 
-/// The rotation of the first `rotary_dim` channels of each head, in either layout.
 struct Rotation {
     head_dim: usize,
     rotary_dim: usize,

@@ -149,13 +149,13 @@ fn llama3(f: f32, factor: f64, low: f64, high: f64, original_positions: f64) -> 
 }
 
 impl Yarn {
-    /// Returns the pair that makes `rotations` rotations over `positions` positions, as a real number.
+    /// The pair that makes `rotations` rotations over `positions` positions, as a real number.
     pub(super) fn pair_of(rotations: f64, theta: f64, dim: usize, positions: f64) -> f64 {
         dim as f64 * (positions / (rotations * std::f64::consts::TAU)).ln() / (2.0 * theta.ln())
     }
 
-    /// Returns the attention factor that the paper recommends, with the logarithm multiplied by `mscale`:
-    /// `0.1 · mscale · ln(factor) + 1`, or 1 if `factor` is at most 1.
+    /// The attention factor that the paper recommends, with the logarithm multiplied by `mscale`: `0.1 · mscale ·
+    /// ln(factor) + 1`, or 1 if `factor` is at most 1.
     pub(in crate::model) fn recommended_factor(factor: f64, mscale: f64) -> f64 {
         if factor <= 1.0 { 1.0 } else { 0.1 * mscale * factor.ln() + 1.0 }
     }

@@ -1,4 +1,4 @@
-//! Tests of rotary embeddings against values computed by transformers, and of rejected configurations.
+//! Rotary embeddings against values computed by transformers, and rejected configurations.
 
 use candle_core::{Device, Tensor};
 use serde_json::{Value, json};
@@ -311,7 +311,6 @@ fn frequencies_are_those_of_transformers() {
         ),
     ];
     for (scaling, length, factor, expected) in cases {
-        // For `dynamic`, `max_position_embeddings` are the original positions.
         let positions = if scaling["rope_type"] == "dynamic" { 64 } else { 256 };
         let rope = read(json!({ "max_position_embeddings": positions, "rope_scaling": scaling })).unwrap();
         let (found, attention_factor) = rope.scaling.frequencies(rope.theta, rope.rotary_dim, length);
@@ -338,7 +337,6 @@ fn frequencies_are_those_of_transformers() {
     assert_eq!(rope.scaling, RopeScaling::None);
 }
 
-/// Tables of rotations whose frequencies depend on the length of the whole sequence, not on the position.
 #[test]
 fn the_length_of_the_sequence_chooses_the_frequencies() {
     let long = LongRope {

@@ -1,9 +1,8 @@
 //! GPTQ for the blocks of GGUF files. The scales of a block are computed when its first column is reached, from weights
-//! that include the updates of earlier columns. Then its codes are chosen one after the other.
+//! that include the updates of earlier columns.
 //!
-//! A tile consists of some rows. Columns are processed in runs of 256: within a run, each error is propagated
-//! immediately; the errors of a run are propagated to the columns after it by one matrix product. Columns stay in file
-//! order, because blocks consist of adjacent columns.
+//! Columns stay in file order, because blocks consist of adjacent columns. They are processed in runs; the errors of a
+//! run are propagated to the columns after it by one matrix product.
 
 use faer::linalg::matmul::matmul;
 use faer::{Accum, MatMut, MatRef, Par};
@@ -14,7 +13,6 @@ use super::factor::Ratios;
 use crate::blocks::BlockType;
 use crate::vector::vectorized;
 
-/// Rows per tile.
 const TILE: usize = 32;
 /// Columns per run: a multiple of the block size of every type.
 const RUN: usize = 256;

@@ -15,7 +15,7 @@ fn values(random: &mut SplitMix64, len: usize) -> Vec<f32> {
     (0..len).map(|_| (0..6).map(|_| uniform()).sum::<f32>() - 3.0).collect()
 }
 
-/// A Hessian of inputs in which each channel is strongly correlated with the one before.
+/// Each channel is strongly correlated with the one before.
 fn correlated(random: &mut SplitMix64, k: usize) -> Hessian {
     let mut hessian = Hessian::new(k).unwrap();
     for _ in 0..2 * k {

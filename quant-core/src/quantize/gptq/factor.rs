@@ -2,7 +2,7 @@
 //!
 //! The textbook chain factors `H`, inverts it, and factors the inverse. With rows and columns in reverse order, one
 //! factorization and the inverse of a triangle are enough: `J H J = L Lᵀ` (`J` the reversal) makes `R = J L J` upper
-//! triangular with `H = R Rᵀ`, so `U = R⁻¹ = J L⁻¹ J`. This halves the work, and no matrix is squared on the way.
+//! triangular with `H = R Rᵀ`, so `U = R⁻¹ = J L⁻¹ J`.
 //!
 //! Both steps run on blocks of fixed size, each product as one sequential call of faer, so results do not depend on the
 //! number of threads.
@@ -20,7 +20,6 @@ use rayon::prelude::*;
 use super::Hessian;
 use crate::allocate;
 
-/// The number of rows and columns of a block.
 const BLOCK: usize = 256;
 /// The factor by which damping grows after a failure.
 const STEP: f64 = 10.0;
@@ -58,7 +57,6 @@ pub enum FactorError {
 #[derive(Debug)]
 pub struct Factor {
     columns: Vec<usize>,
-    /// The ratios `U_cj / U_cc`, in the order of `columns`.
     ratios: Ratios,
     /// `1 / U_cc²`: twice the loss of a unit of error in a column.
     weights: Vec<f64>,
@@ -71,9 +69,9 @@ impl Factor {
     /// Factors a Hessian for columns that are rounded in this order.
     ///
     /// `damping` times the mean of the diagonal is added to the diagonal. If the matrix is still not positive definite,
-    /// the damping is multiplied by ten, up to seven times. For a Hessian in `f32`, the damping has a minimum that
-    /// grows with the width. A *dead* channel, whose input was always 0, is excluded from the mean, which replaces its
-    /// 0 on the diagonal. Its column is rounded to nearest, since its errors neither can nor need to be compensated.
+    /// the damping grows, for a limited number of attempts. A wide Hessian, which is factored in `f32`, has a minimum
+    /// damping. A *dead* channel, whose input was always 0, is excluded from the mean, which replaces its 0 on the
+    /// diagonal.
     ///
     /// # Errors
     /// [`FactorError::NonFinite`] when a channel's sum of squares is not finite; [`FactorError::Indefinite`] when no
@@ -129,12 +127,10 @@ impl Factor {
         &self.columns
     }
 
-    /// `U_cj / U_cc` for `j ≥ c`, in the order of [`columns`](Self::columns).
     pub(super) fn ratios(&self) -> &Ratios {
         &self.ratios
     }
 
-    /// `1 / U_cc²` in that order.
     pub(super) fn weights(&self) -> &[f64] {
         &self.weights
     }
@@ -144,7 +140,7 @@ impl Factor {
         self.damping
     }
 
-    /// How often the Hessian was not positive definite and the damping was [multiplied by ten](Self::new).
+    /// How often the Hessian was not positive definite and the damping was [increased](Self::new).
     pub fn escalations(&self) -> u32 {
         self.escalations
     }
@@ -155,7 +151,6 @@ impl Factor {
     }
 }
 
-/// The precision of a factorization.
 trait Real: RealField + Copy + Into<f64> {
     const ZERO: Self;
     const MINUS_ONE: Self;
@@ -176,13 +171,11 @@ struct Triangle<T> {
     blocks: Vec<Vec<Mat<T>>>,
 }
 
-/// The number of rows of block `i` in a matrix of width `k`.
 fn height(k: usize, i: usize) -> usize {
     BLOCK.min(k - i * BLOCK)
 }
 
 impl<T: Real> Triangle<T> {
-    /// Builds the triangle from `element(i, j)` for `j ≤ i`.
     fn new(k: usize, element: impl Fn(usize, usize) -> T + Sync) -> Self {
         let row = |i: usize| -> Vec<Mat<T>> {
             let block = |j: usize| {
@@ -210,7 +203,6 @@ impl<T: Real> Triangle<T> {
         self.blocks.iter().filter_map(|row| row.last()).flat_map(|d| (0..d.nrows()).map(|i| d[(i, i)]))
     }
 
-    /// Replaces the matrix with its Cholesky factor, one block column at a time.
     fn factor(&mut self) -> Option<()> {
         for b in 0..self.blocks.len() {
             let (above, below) = self.blocks.split_at_mut(b + 1);
@@ -245,7 +237,6 @@ impl<T: Real> Triangle<T> {
         Some(())
     }
 
-    /// The inverse of a lower triangular matrix, one block row at a time.
     fn inverted(self) -> Self {
         let mut inverse: Vec<Vec<Mat<T>>> = Vec::with_capacity(self.blocks.len());
         for (i, row) in self.blocks.into_iter().enumerate() {
@@ -313,8 +304,7 @@ impl Ratios {
         &self.bands[c / BLOCK][row + columns.start - first..row + columns.end - first]
     }
 
-    /// Passes rows and columns of the matrix, `[rows, columns]`, to `work`. The first column must not be before the
-    /// last row.
+    /// Passes rows and columns of the matrix to `work`. The first column must not be before the last row.
     pub(super) fn with_panel<R>(
         &self,
         rows: Range<usize>,

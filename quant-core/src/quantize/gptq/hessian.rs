@@ -8,16 +8,13 @@ use crate::{Result, allocate};
 
 /// Tokens per matrix product in `f32`, which is then added to the sum.
 const PANEL: usize = 2048;
-/// Rows of the sum per task.
 const TILE: usize = 256;
 /// Up to this width, the sum and its factorization are in `f64`. The limit does not depend on the machine, so results
 /// do not either.
 const WIDEST_F64: usize = 8192;
 
-/// `2/N · Σ x xᵀ` over the `N` tokens that went through a linear.
-///
-/// Only the lower triangle is computed. Tokens are processed in panels of fixed size, and each tile of the sum by one
-/// task, so the result is bit-identical for any number of threads and for any pieces in which tokens arrive.
+/// `2/N · Σ x xᵀ` over the `N` tokens that went through a linear. The result is bit-identical for any number of threads
+/// and for any pieces in which tokens arrive.
 #[derive(Debug, Clone)]
 pub struct Hessian {
     channels: usize,
@@ -27,14 +24,13 @@ pub struct Hessian {
     pending: Vec<f32>,
 }
 
-/// The lower triangle in tiles of [`TILE`] rows, row-major. A tile ends at the last column of its diagonal block.
+/// The lower triangle in tiles of rows, row-major. A tile ends at the last column of its diagonal block.
 #[derive(Debug, Clone)]
 enum Sum {
     F64(Vec<Vec<f64>>),
     F32(Vec<Vec<f32>>),
 }
 
-/// Zero tiles for `channels` channels.
 fn zeros<T: Clone + Default>(channels: usize) -> Result<Vec<Vec<T>>> {
     let tile = |first: usize| {
         let height = TILE.min(channels - first);
@@ -43,7 +39,6 @@ fn zeros<T: Clone + Default>(channels: usize) -> Result<Vec<Vec<T>>> {
     (0..channels).step_by(TILE).map(tile).collect()
 }
 
-/// The number of values in all tiles.
 fn values(channels: u64) -> u64 {
     channels.saturating_mul(channels + TILE as u64) / 2
 }
@@ -66,7 +61,6 @@ impl Hessian {
         channels <= WIDEST_F64
     }
 
-    /// The size in bytes of an element of the sum.
     fn number(channels: u64) -> u64 {
         if channels <= WIDEST_F64 as u64 { 8 } else { 4 }
     }
@@ -76,13 +70,12 @@ impl Hessian {
         values(channels).saturating_mul(Self::number(channels))
     }
 
-    /// The size in bytes of a Hessian of this width while it is accumulated, with the pending panel of tokens.
+    /// The size in bytes of a Hessian of this width while it is accumulated.
     pub fn kept_bytes(channels: u64) -> u64 {
         Self::triangle_bytes(channels).saturating_add(4 * PANEL as u64 * channels)
     }
 
-    /// The peak memory in bytes of a Hessian and its factor: that of both triangles together, or of the sum with the
-    /// pending panel, whichever is larger.
+    /// The peak memory in bytes of a Hessian and its factor.
     pub fn peak_bytes(channels: u64) -> u64 {
         let triangles = Self::triangle_bytes(channels).saturating_mul(2);
         triangles.max(Self::kept_bytes(channels))
@@ -156,7 +149,7 @@ impl Hessian {
 }
 
 impl Sum {
-    /// Adds `xᵀx` of at most one panel of rows to the tiles on and below the diagonal.
+    /// Adds at most one panel of rows.
     fn add(&mut self, x: &[f32], channels: usize) {
         let x = MatRef::from_row_major_slice(x, x.len() / channels, channels);
         match self {
@@ -179,9 +172,8 @@ impl Sum {
     }
 }
 
-/// The tiles of a sum, each with the index of its first row.
 fn tiles<T: Send>(sum: &mut [Vec<T>]) -> impl IndexedParallelIterator<Item = (usize, &mut [T])> {
-    // Tiles are processed in reverse order, since the last ones have the most columns.
+    // In reverse order, since the last tiles have the most columns.
     let tiles = sum.par_iter_mut().enumerate().map(|(i, rows)| (i * TILE, &mut rows[..]));
     tiles.rev().with_max_len(1)
 }

@@ -11,9 +11,7 @@
 //! w_j ← w_j − (w_c − q) · U_cj / U_cc         for every later column j
 //! ```
 //!
-//! [`solve`] does this in blocks of columns whose updates to all later columns are one matrix product, for rows in
-//! tiles of fixed size, as rows are independent. `docs/gptq.md` describes the differences from other implementations,
-//! and the reasons.
+//! For the differences from other implementations, and the reasons, see `docs/gptq.md`.
 
 mod blocks;
 #[cfg(test)]

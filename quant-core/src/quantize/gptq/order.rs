@@ -3,10 +3,8 @@
 use super::ActOrder;
 
 impl ActOrder {
-    /// The columns in the order in which they are rounded, for a Hessian with this diagonal.
-    ///
-    /// When columns are sorted, those with equal diagonal elements keep their order, and dead ones come last, or last
-    /// in their group with [`GroupAware`](Self::GroupAware).
+    /// The columns in the order in which they are rounded, for a Hessian with this diagonal. Ties keep the columns' own
+    /// order.
     pub fn columns(self, diagonal: &[f64], group_size: usize) -> Vec<usize> {
         let heaviest_first = |columns: &mut [usize], weight: &dyn Fn(usize) -> f64| {
             columns.sort_by(|&a, &b| weight(b).total_cmp(&weight(a)));
@@ -19,7 +17,6 @@ impl ActOrder {
                 for group in columns.chunks_mut(group_size.max(1)) {
                     heaviest_first(group, &|c| diagonal[c]);
                 }
-                // Each group is sorted, so its first column has the largest element.
                 let mut groups: Vec<&[usize]> = columns.chunks(group_size.max(1)).collect();
                 groups.sort_by(|a, b| diagonal[b[0]].total_cmp(&diagonal[a[0]]));
                 columns = groups.concat();

@@ -1,15 +1,14 @@
 //! A reference implementation of GPTQ as in the paper: one row and one column at a time, in `f64`, with the textbook
-//! chain of factorizations. [`solve`](super::solve) is tested against it.
+//! chain of factorizations.
 
 use super::super::grid::{Extent, Grid, GridRule};
 use super::{ActOrder, Hessian};
 
-/// `U` with `H⁻¹ = Uᵀ U`, upper triangular, `[k, k]`, of a damped Hessian `[k, k]`: factored, inverted, factored.
+/// `U` with `H⁻¹ = Uᵀ U`, upper triangular, `[k, k]`, of a damped Hessian `[k, k]`.
 pub(super) fn chain(h: &[f64], k: usize) -> Vec<f64> {
     let lower = cholesky(h, k);
     let mut inverse = vec![0.0; k * k];
     for c in 0..k {
-        // L y = e_c, then Lᵀ x = y.
         let mut x = vec![0.0; k];
         x[c] = 1.0;
         for i in 0..k {
@@ -47,7 +46,6 @@ fn cholesky(a: &[f64], k: usize) -> Vec<f64> {
     l
 }
 
-/// The damped Hessian for columns in this order.
 pub(super) fn damped(hessian: &Hessian, columns: &[usize], damping: f64) -> Vec<f64> {
     let k = columns.len();
     let diagonal = hessian.diagonal();
@@ -66,7 +64,6 @@ pub(super) fn damped(hessian: &Hessian, columns: &[usize], damping: f64) -> Vec<
     h
 }
 
-/// The inputs for quantizing one row.
 pub(super) struct Row<'a> {
     pub(super) weights: &'a [f32],
     pub(super) rule: GridRule,
@@ -77,7 +74,6 @@ pub(super) struct Row<'a> {
     pub(super) upper: &'a [f64],
 }
 
-/// The result for one row.
 #[derive(Debug, Default)]
 pub(super) struct Outcome {
     pub(super) codes: Vec<u8>,

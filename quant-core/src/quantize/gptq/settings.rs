@@ -87,7 +87,6 @@ impl FromStr for LayerInputs {
     }
 }
 
-/// A schema of these names with their descriptions.
 fn names(all: &[(&str, &str)]) -> Value {
     let one = |(name, description): &(&str, &str)| json!({ "const": name, "description": description });
     json!({ "oneOf": all.iter().map(one).collect::<Vec<_>>() })
@@ -111,7 +110,7 @@ pub struct GptqSettings {
 }
 
 impl GptqSettings {
-    /// The maximum block size: larger blocks would only take more time.
+    /// Larger blocks would only take more time.
     const MAX_BLOCK_SIZE: usize = 4096;
 
     /// The keys of these settings, for recipe files, requests and the command line.
@@ -181,7 +180,7 @@ impl GptqSettings {
         ]
     }
 
-    /// Applies the value of one of the [`keys`](Self::keys). [`check`](Self::check) checks the ranges, when all are set.
+    /// Applies the value of one of the [`keys`](Self::keys). Ranges are checked by [`check`](Self::check).
     ///
     /// # Errors
     /// [`Error::Usage`] when the value has a different type, or is not one of the names.
@@ -250,8 +249,6 @@ impl GptqSettings {
 }
 
 impl Default for GptqSettings {
-    /// A damping of 0.01, blocks of 128 columns, largest activations first with static groups, inputs of the quantized
-    /// model.
     fn default() -> Self {
         Self {
             damping: 0.01,

@@ -1,10 +1,9 @@
 //! The blocked solver: rows in tiles, columns in blocks.
 //!
-//! A tile is stored transposed: the values of a column are contiguous, and columns are in the order of rounding, so
-//! that an operation on a column covers many rows. Columns are rounded in runs of 32. One matrix product propagates the
-//! errors of a run to the rest of its block, and another one the errors of a block to the rest of the row. If grids are
-//! computed when groups are reached, runs and blocks may be shorter: each consists of whole groups, or lies within one
-//! group. All weights of a group therefore include the updates of all earlier columns when its grid is computed.
+//! A tile is stored transposed, with columns in the order of rounding, so that an operation on a column covers many
+//! rows. Columns are rounded in runs. One matrix product propagates the errors of a run to the rest of its block, and
+//! another one the errors of a block to the rest of the row. If a group's grid is computed when the group is reached,
+//! all its weights then include the updates of all earlier columns.
 
 use faer::linalg::matmul::matmul;
 use faer::{Accum, MatMut, MatRef, Par};
@@ -19,9 +18,7 @@ use crate::checkpoint::Dtype;
 use crate::scheme::{LinearScheme, ScaleFormat};
 use crate::vector::vectorized;
 
-/// Rows per tile.
 const TILE: usize = 128;
-/// Columns per run.
 const RUN: usize = 32;
 
 /// A weight quantized by GPTQ.
@@ -36,11 +33,9 @@ pub struct Solved {
 
 type TileOutcome = Result<TileEnd, RowsError>;
 
-/// The results of a tile in addition to codes and scales.
 struct TileEnd {
     zeros: Vec<u8>,
     losses: Vec<f64>,
-    /// The row scales of progressive schemes.
     rows: Vec<f32>,
 }
 
@@ -48,8 +43,7 @@ struct TileEnd {
 ///
 /// * `scale_dtype`: F16, BF16 or F32, or the scheme's own dtype if its scales have a fixed format. Scales are rounded
 ///   to it before codes are computed.
-/// * `clip`: bounds `[n, k / group_size]` on the ranges from which grids are computed. Weights beyond them saturate,
-///   and others compensate for it.
+/// * `clip`: bounds `[n, k / group_size]` on the ranges from which grids are computed.
 ///
 /// The factor's columns must be in the order of `settings.act_order`.
 ///
@@ -92,8 +86,8 @@ pub fn solve_within(
     if clip.is_some_and(|clip| clip.len() != n * groups || clip.iter().any(|m| m.is_nan() || *m < 0.0)) {
         return layout("clip bounds are not one magnitude per group");
     }
-    // Grids of floating-point codes are computed from the float weights, as for rounding to nearest: a scale that is
-    // shared by rows or searched for must be known before the first column.
+    // Grids of floating-point codes are computed from the float weights, because a scale that is shared by rows or
+    // searched for must be known before the first column.
     let settled = match rule.float_format() {
         Some(_) => Some(quantize_within(rows, shape, (scheme, scale_dtype), clip, context)?.0),
         None => None,
@@ -143,7 +137,6 @@ pub fn solve_within(
     Ok(Solved { tensor, loss: loss / n.max(1) as f64 })
 }
 
-/// The validated arguments.
 struct SolveArguments<'a> {
     rows: SourceRows<'a>,
     k: usize,
@@ -152,9 +145,7 @@ struct SolveArguments<'a> {
     clip: Option<&'a [f32]>,
     factor: &'a Factor,
     block: usize,
-    /// Whether grids are computed from the float weights.
     is_static: bool,
-    /// The scales `[n, groups]`, if they are computed beforehand.
     settled: Option<&'a [f32]>,
 }
 
@@ -177,8 +168,8 @@ impl SolveArguments<'_> {
         self.rule.row_scale(abs_max).map_err(|source| RowsError::Grid { row: at, group: 0, source })
     }
 
-    /// The end of the run or block that starts at `at` and has at most `max` columns. If grids are computed when
-    /// groups are reached, it consists of whole groups, or is part of one group.
+    /// The end of the run or block that starts at `at` and has at most `max` columns. If grids are computed when groups
+    /// are reached, it consists of whole groups, or is part of one group.
     fn step(&self, at: usize, max: usize, end: usize) -> usize {
         let step = match self.is_static {
             true => max,
@@ -193,7 +184,6 @@ impl SolveArguments<'_> {
 /// contiguous.
 #[derive(Default)]
 struct Tile {
-    /// The first row, and the number of rows.
     first: usize,
     r: usize,
     /// `[k, r]`, in the order in which columns are rounded.
@@ -207,14 +197,11 @@ struct Tile {
     lows: Vec<f32>,
     highs: Vec<f32>,
     zeros: Vec<u8>,
-    /// The first-level scales of rows, if there are two levels.
     rows: Vec<Option<f32>>,
-    /// The loss of each row.
     losses: Vec<f64>,
 }
 
 impl Tile {
-    /// Loads `r` rows from row `first` on, and resets the losses.
     fn start(&mut self, work: &SolveArguments<'_>, first: usize, r: usize) -> Result<(), RowsError> {
         let (k, groups) = (work.k, work.groups());
         (self.first, self.r) = (first, r);
@@ -274,7 +261,6 @@ impl Tile {
         Ok(())
     }
 
-    /// Computes the grids of a group from the weights at these places.
     fn find_grids(
         &mut self,
         work: &SolveArguments<'_>,
@@ -398,7 +384,6 @@ impl Tile {
         });
     }
 
-    /// Writes codes and scales in their original order, and returns the zero points.
     fn store(&self, work: &SolveArguments<'_>, codes: &mut [u8], scales: &mut [f32]) -> Vec<u8> {
         let (k, r, groups) = (work.k, self.r, work.groups());
         for (i, row) in codes.chunks_exact_mut(k).enumerate() {

@@ -1,4 +1,4 @@
-//! Compares the fast solver with the definition.
+//! The fast solver, compared with the definition.
 
 use proptest::prelude::*;
 
@@ -9,7 +9,6 @@ use crate::quantize::grid::GridRule;
 use crate::quantize::{QuantizedTensor, RowsError, SourceRows, fake_quantize, quantize_rtn};
 use crate::scheme::{LinearScheme, ScaleFormat, WeightFormat};
 
-/// Values from −1 to 1.
 fn noise(seed: u64) -> impl FnMut() -> f32 {
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     move || {
@@ -104,7 +103,6 @@ fn every_code_is_the_nearest_that_the_definition_leaves() {
             let settings = GptqSettings { act_order, ..GptqSettings::default() };
             held(130, 256, scheme, settings, 1, &[]);
         }
-        // Group sizes that are not multiples of blocks or runs, and block sizes that are not multiples of groups.
         for block_size in [1, 7, 100, 4096] {
             let settings = GptqSettings { act_order, block_size, ..GptqSettings::default() };
             held(5, 240, "w4a16-g48-asym", settings, 2, &[0, 100, 239]);
@@ -134,7 +132,6 @@ fn codes_are_the_definition_s_own_where_no_tie_is_near() {
 
 #[test]
 fn the_factor_is_the_textbook_s() {
-    // The factorization takes more than one block.
     let k = 600;
     let h = hessian(&inputs(900, k, 4, &[5]), k);
     let settings = GptqSettings::default();

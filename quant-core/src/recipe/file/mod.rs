@@ -61,9 +61,8 @@ use crate::scheme::SchemeRequest;
 use crate::transform::TransformSettings;
 use crate::{Error, Result, format};
 
-/// The maximum size of a recipe file in bytes.
+/// The maximum size of a recipe file.
 const MAX_BYTES: u64 = 1 << 20;
-/// The remedy that shows how to get a first recipe.
 const START: &str = "‹plan(print_recipe=awq-w4a16)› prints an example";
 
 impl Recipe {
@@ -87,7 +86,7 @@ impl Recipe {
             ErrorKind::NotFound => broken("does not exist".into()),
             _ => Error::io("read", path, e),
         };
-        // Checked before opening, because opening a pipe blocks until its other end is opened.
+        // Opening a pipe would block until its other end is opened.
         let real = path.canonicalize().map_err(refused)?;
         if !std::fs::metadata(&real).map_err(refused)?.is_file() {
             return Err(broken("is not a regular file".into()));
@@ -252,13 +251,12 @@ impl Recipe {
     }
 }
 
-/// Wraps a value that does not come from a file, and so has an empty span.
+/// The value does not come from a file, so its span is empty.
 fn written(text: String) -> Spanned<String> {
     Spanned::new(0..0, text)
 }
 
 impl RecipeFile {
-    /// The method that consists of the transforms and the rounding.
     fn method(&self, extensions: &Extensions) -> Result<Method> {
         let rounding = match self.quantize.method.as_deref() {
             None => Rounding::Nearest,

@@ -35,7 +35,6 @@ impl FoldedNodes {
     }
 }
 
-/// A weight with its scheme, before its output tensors are known.
 pub(super) struct Draft {
     pub(super) layer: Option<usize>,
     pub(super) node: Option<NodeId>,

@@ -116,7 +116,6 @@ impl PlanEntry {
         }
     }
 
-    /// The linear and its shape `[n, k]`, if it is stored quantized.
     fn quantized_shape(&self) -> Option<(&str, [usize; 2])> {
         let (module, _) = self.quantized()?;
         Some((module, self.info.shape.as_slice().try_into().ok()?))
@@ -166,7 +165,7 @@ pub struct Plan {
     pub entries: Vec<PlanEntry>,
     /// The blocks covered by the plan.
     pub(super) blocks: Range<usize>,
-    /// For a part of a plan: what the whole plan calibrates.
+    /// The calibration of the whole plan, if this is a part of one.
     pub(super) calibrated: Option<Calibrated>,
     /// The bytes of the largest block, if the plan only moves the batch through the float model.
     pub(super) forward: Option<u64>,
@@ -179,30 +178,24 @@ pub struct Plan {
     pub float_modules: Vec<String>,
     /// Whether the preparation (rotation or folding of norms) unties the head from the embedding.
     pub(super) untied_by_preparation: bool,
-    /// The head's module.
     pub(super) head: String,
     /// Modules that engines may name differently, with these other names.
     pub(super) aliases: Vec<(String, String)>,
-    /// The embedding's module.
     pub(super) embedding: String,
-    /// Linears that engines fuse into one.
     pub(super) fused: Vec<FusedLinears>,
-    /// Groups of linears for which engines use one common tensor scale.
     pub(super) scale_groups: ScaleGroups,
-    /// Notes about the steps of the method.
     pub(super) step_notes: Vec<String>,
     /// Names in the larger model that contains the decoder, if there is one.
     pub(super) wrapper: Option<WrapperNames>,
 }
 
 impl Plan {
-    /// Plans a recipe for a model and one of the recipe's formats. The model must be prepared by
-    /// [`Recipe::prepared`].
+    /// Plans a recipe for a model and one of the recipe's formats. The model must be prepared by [`Recipe::prepared`].
     ///
     /// # Errors
-    /// If the model is already quantized, a pattern matches nothing or has no effect, the model, method or format does
-    /// not support a scheme or setting, a group size does not divide a width (the error lists all such weights), or
-    /// nothing is left to quantize; [`Error::Internal`] if the model is not prepared.
+    /// If the model is already quantized, the model, method or format does not support what the recipe requests (the
+    /// error lists all weights whose width a group size does not divide), a pattern has no effect, or nothing is left
+    /// to quantize; [`Error::Internal`] if the model is not prepared.
     pub fn new(model: &Model, recipe: &Recipe, container: &'static dyn Container) -> Result<Self> {
         model.require_float()?;
         let architecture = model.architecture();
@@ -347,7 +340,6 @@ impl Plan {
         recipe.containers.iter().map(|container| Self::new(model, recipe, *container)).collect()
     }
 
-    /// Adds all tensors except the weights of linears, and sorts the entries.
     pub(super) fn complete(mut self, model: &Model, folds: &FoldedNodes) -> Result<Self> {
         self.container.check(&self.module_schemes())?;
         self.add_float_tensors(model, folds)?;
@@ -377,13 +369,11 @@ impl Plan {
         sha256_hex(self.entries.iter().map(grid).collect::<String>())
     }
 
-    /// The SHA-256 of the schemes and scale dtypes of all quantized modules of the whole plan, even if this is a part
-    /// of it.
+    /// The hash of the grids of the whole plan, even if this is a part of it.
     pub(crate) fn grids_sha256(&self) -> &str {
         &self.grids_sha256
     }
 
-    /// Fails if two tensors would be written under one name.
     pub(super) fn check_names(&self, model: &Model) -> Result<()> {
         let mut writers: HashMap<&str, &PlanEntry> = HashMap::new();
         for entry in &self.entries {
@@ -410,7 +400,6 @@ impl Plan {
                 if !folds.contains(layer, node) {
                     continue;
                 }
-                // The weight of a linear already has an entry.
                 let own = |name: &str| op.linear_shape().is_none() || name != "weight";
                 for parameter in op.parameters().into_iter().filter(|p| own(p.name)) {
                     let name = op.tensor_name(&parameter);

@@ -1,4 +1,4 @@
-//! Summaries of a plan: its tensors, sizes and schemes, the properties that the format loses, and notes for the user.
+//! Summaries of a plan.
 
 use super::{Action, Plan, PlanEntry};
 use crate::checkpoint::TensorSpec;
@@ -83,7 +83,6 @@ impl Plan {
         self.scale_groups.with(module)
     }
 
-    /// Whether a module is stored quantized.
     pub(super) fn quantizes(&self, module: &str) -> bool {
         self.entries.iter().any(|e| e.quantized().is_some_and(|(quantized, _)| quantized == module))
     }
@@ -103,7 +102,6 @@ impl Plan {
         self.method.steps()
     }
 
-    /// The transforms of blocks, in order.
     pub(crate) fn transforms(&self) -> Vec<&'static dyn Transform> {
         self.method.transforms.to_vec()
     }

@@ -47,7 +47,6 @@ use crate::scheme::{ActivationScheme, Granularity};
 use crate::{Error, Result};
 use quant_kernels_cpu::StaticScale;
 
-/// The lower bound of maxima.
 const MIN_MAXIMUM: f32 = 1e-5;
 /// The exponents that a search tries, in twentieths.
 const TWENTIETHS: std::ops::RangeInclusive<u8> = 8..=19;
@@ -57,7 +56,6 @@ const TWENTIETHS_OF_OUTPUTS: std::ops::RangeInclusive<u8> = 0..=11;
 const DEFAULT_OF_OUTPUTS: [f32; 2] = [0.3, 0.1];
 /// The number of candidates per producer: the exponents, and no smoothing.
 const CANDIDATES: usize = 13;
-/// The approximate number of tokens that a search uses.
 const SEARCH_TOKENS: usize = 2048;
 
 /// The result of SmoothQuant for a producer and its consumers.
@@ -98,7 +96,6 @@ pub struct SmoothQuant;
 #[derive(Debug, Clone, Copy)]
 pub struct SmoothOutputs;
 
-/// The producers to smooth, and the exponent.
 #[derive(Debug, Clone, Copy)]
 struct Smoothing {
     producers: Smoothed,
@@ -127,7 +124,6 @@ impl Smoothing {
         Self { producers: Smoothed::Linears, alpha }
     }
 
-    /// The producers that may be divided.
     fn groups(self, graph: &BlockGraph) -> Vec<FoldGroup> {
         let is_meant = |g: &FoldGroup| match self.producers {
             Smoothed::Norms => graph.nodes()[g.producer].op.is_norm(),
@@ -146,7 +142,6 @@ impl Smoothing {
         matches!(self.alpha, Some(Alpha::Auto(_)))
     }
 
-    /// The default exponent.
     fn default_alpha(self, task: &BlockTask<'_>) -> f32 {
         match self.producers {
             Smoothed::Linears => {
@@ -158,7 +153,6 @@ impl Smoothing {
         }
     }
 
-    /// The exponents that a search tries.
     fn exponents(self) -> impl Iterator<Item = f32> {
         let twentieths = match self.producers {
             Smoothed::Linears => TWENTIETHS_OF_OUTPUTS,
@@ -329,7 +323,6 @@ impl Transform for SmoothOutputs {
     }
 }
 
-/// A producer, and the maxima from which its scales are computed.
 struct Migration {
     group: FoldGroup,
     /// `max |x|` of the producer's channels.
@@ -472,7 +465,6 @@ impl<'a> BlockSearch<'a> {
         })
     }
 
-    /// The mean squared error of the block's output.
     fn error(&mut self, alphas: &[Option<f32>]) -> Result<f64> {
         let task = self.task;
         let rewrite = folded(task, self.migrations, alphas)?;
@@ -513,7 +505,7 @@ impl<'a> BlockSearch<'a> {
         Ok(if error.is_finite() { error } else { f64::INFINITY })
     }
 
-    /// Chooses the exponent of a group; the exponents of other groups do not change.
+    /// Chooses the exponent of a group; those of other groups do not change.
     fn choose(
         &mut self,
         alphas: &mut [Option<f32>],
@@ -533,15 +525,14 @@ impl<'a> BlockSearch<'a> {
     }
 }
 
-/// The number of counted tokens in a piece.
 fn counted(hidden: &HiddenStates, first: usize, x: &Tensor) -> usize {
     let [_, length] = hidden.shape();
     hidden.layout().count(TokenRows::range(first, x.dim(0).unwrap_or(0) * length))
 }
 
 impl BlockTask<'_> {
-    /// The calibrated parameters of a linear's input: its grid, if that is the same for all tokens, or its global scale
-    /// for NVFP4. They are computed from the ranges of linears' inputs after all rewrites.
+    /// The calibrated parameters of a linear's input, if its scheme needs any. They are computed from the ranges of
+    /// linears' inputs after all rewrites.
     ///
     /// # Errors
     /// [`Error::Internal`] when the ranges of the input were not gathered.

@@ -1,4 +1,4 @@
-//! Checks before a run that smoothing makes sense, and estimates the memory and work of its searches.
+//! Checks and estimates of smoothing before a run.
 
 use super::{CANDIDATES, SEARCH_TOKENS, SmoothSettings, Smoothing};
 use crate::model::NodeId;
@@ -51,8 +51,7 @@ pub(super) fn check_inputs(context: &StepContext<'_>) -> Result<()> {
     (0..context.architecture.layers).try_for_each(|layer| check_maxima(context, layer))
 }
 
-/// Fails if a file of channel maxima lacks a linear that SmoothQuant needs in block `layer`, or has the wrong number of
-/// maxima for it.
+/// Fails if a file of channel maxima does not fit block `layer`.
 fn check_maxima(context: &StepContext<'_>, layer: usize) -> Result<()> {
     let Some(file) = SmoothSettings::of(context.settings).maxima else { return Ok(()) };
     let graph = context.architecture.graph(layer);
@@ -68,7 +67,7 @@ fn check_maxima(context: &StepContext<'_>, layer: usize) -> Result<()> {
 }
 
 impl Smoothing {
-    /// The memory in bytes for a candidate's block and the previous candidate's block, parts of which are reused.
+    /// The memory for a candidate's block and the previous candidate's block, parts of which are reused.
     pub(super) fn memory(self, work: &Workload<'_>) -> u64 {
         if self.is_searched() { 5 * work.all_weights() } else { 0 }
     }

@@ -32,7 +32,6 @@ const ROUNDS: usize = 7;
 
 const KINDS: [(&str, KvType); 3] = [("kv4", KvType::Kv4), ("kv8", KvType::Kv8), ("f16", KvType::F16)];
 
-/// Results for one type of cache.
 #[derive(Serialize)]
 pub(super) struct Case {
     kernel: &'static str,
@@ -59,7 +58,6 @@ pub(super) struct Case {
 }
 
 impl Case {
-    /// Computes `memory_share` from the measured memory bandwidth.
     pub(super) fn judge(&mut self, limits: &Limits) {
         let [gb_per_second, ..] = limits.during(&self.probes);
         self.memory_share = self.gb_per_second / gb_per_second;
@@ -147,7 +145,6 @@ pub(super) fn measure(limits: &mut Limits, session: &Session) -> Result<Vec<Case
     Ok(cases)
 }
 
-/// Measures prefill with queries of the last tokens. Each attends to all tokens up to its own.
 fn prefill(case: &mut Case, cache: &KvCache, queries: &[f32]) -> Result<(), KernelError> {
     let [m, tokens] = PREFILL;
     let mut workspace = Workspace::default();
@@ -158,15 +155,13 @@ fn prefill(case: &mut Case, cache: &KvCache, queries: &[f32]) -> Result<(), Kern
         black_box(&out);
         case.prefill_seconds.push(started.elapsed().as_secs_f64());
     }
-    // Each query is multiplied by the keys and by the values of all tokens up to its own. A multiplication and an
-    // addition are two operations.
+    // Each query is multiplied by the keys and by the values of all tokens up to its own.
     let seen: usize = (tokens - m + 1..=tokens).sum();
     let operations = (4 * HEADS[0] * HEAD_DIM * seen) as f64;
     case.prefill_gflops = operations / median(&case.prefill_seconds) / 1e9;
     Ok(())
 }
 
-/// Returns a table with one line per type of cache; `None` if nothing was measured.
 pub(super) fn show(cases: &[Case]) -> Option<String> {
     if cases.is_empty() {
         return None;

@@ -16,7 +16,6 @@ struct Report {
     device: Device,
     ceilings: Limits,
     kernels: Vec<Measured>,
-    /// The cases that could not be measured.
     failed: Vec<Failed>,
 }
 
@@ -62,7 +61,6 @@ struct Measured {
     tokens: usize,
     /// Seconds per launch: the mean of each measurement, sorted from the shortest.
     all_seconds: Vec<f64>,
-    /// The median of `all_seconds`.
     seconds: f64,
     gb_per_second: f64,
     tops: f64,
@@ -70,7 +68,6 @@ struct Measured {
     floor_seconds: f64,
     /// What determines `floor_seconds`: `bytes` or `products`.
     bound: &'static str,
-    /// `floor_seconds` divided by `seconds`.
     share: f64,
 }
 
@@ -106,7 +103,7 @@ struct Failed {
 
 /// Measures the kernels on a GPU.
 pub(super) fn run(only: &Only, json: &JsonOption, session: &Session) -> Result<()> {
-    // A missing driver is reported before anything else is done, even if this build cannot load drivers at all.
+    // Report a missing driver before anything else.
     CudaRunner::new()?;
     let meter = Meter::new().map_err(|e| unavailable(&e))?;
     let gpu = meter.gpu();
@@ -167,7 +164,7 @@ fn show(report: &Report) -> String {
         .kernels
         .iter()
         .map(|m| {
-            // Half the difference between the slowest and the fastest measurement, shown next to the median.
+            // Half the difference between the slowest and the fastest measurement.
             let ends = m.all_seconds.first().zip(m.all_seconds.last());
             let spread = ends.map_or(0.0, |(min, max)| 50.0 * (max - min) / m.seconds);
             let rate = match m.bound {

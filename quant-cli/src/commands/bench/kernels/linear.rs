@@ -34,13 +34,11 @@ struct Scheme {
     int8: bool,
 }
 
-/// The type of the codes.
 #[derive(Debug, Clone, Copy)]
 enum Codes {
-    /// Integers of this many bits.
     Int(u8),
-    /// A floating-point format. With one scale per row, the scales are floats. With groups, they are E4M3 below a
-    /// global scale for groups of 16 inputs, and powers of two for other groups.
+    /// A floating-point format. The scales of groups of 16 are E4M3 below a global scale, those of other groups are
+    /// powers of two; scales per row are floats.
     Float(FloatFormat),
 }
 
@@ -76,7 +74,6 @@ const SCHEMES: [Scheme; 10] = [
     Scheme { name: "wf8a16-channel", codes: Codes::Float(FloatFormat::E4m3), group_size: None, int8: false },
 ];
 
-/// A scheme, a shape, and a number of tokens.
 #[derive(Serialize)]
 pub(super) struct Case {
     kernel: &'static str,
@@ -90,9 +87,9 @@ pub(super) struct Case {
     /// `gb_per_second` as a share of the memory bandwidth measured just before and after.
     memory_share: f64,
     tops: f64,
-    /// `tops` as a share of the rate at which this path multiplies in registers, measured just before and after: that
-    /// of integers for integer activations, and that of floats for float activations. If this path splits an `f32`
-    /// activation into several bf16 values, the products of all of them are counted.
+    /// `tops` as a share of the rate at which this path multiplies such activations in registers, measured just before
+    /// and after. If this path splits an `f32` activation into several bf16 values, the products of all of them are
+    /// counted.
     dot_share: f64,
     #[serde(skip)]
     products: Option<f64>,
@@ -101,7 +98,6 @@ pub(super) struct Case {
 }
 
 impl Case {
-    /// Computes `memory_share` and `dot_share` from the machine's measured limits.
     pub(super) fn judge(&mut self, limits: &Limits) {
         let [gb_per_second, integers, floats] = limits.during(&self.probes);
         self.memory_share = self.gb_per_second / gb_per_second;
@@ -112,7 +108,6 @@ impl Case {
     }
 }
 
-/// Iterates over the schemes and shapes to measure.
 fn chosen<'a>(only: &'a Only<'_>) -> impl Iterator<Item = (Scheme, [usize; 2])> + 'a {
     let all = SHAPES.into_iter().flat_map(|shape| SCHEMES.map(|scheme| (scheme, shape)));
     all.filter(|(scheme, shape)| only.takes(&name(*scheme, *shape)))
@@ -122,12 +117,10 @@ fn name(scheme: Scheme, [n, k]: [usize; 2]) -> String {
     format!("{} {n} x {k}", scheme.name)
 }
 
-/// Returns the number of chosen schemes and shapes.
 pub(super) fn taken(only: &Only<'_>) -> usize {
     chosen(only).count()
 }
 
-/// Measures the chosen cases, and the machine's limits in between.
 pub(super) fn measure(
     limits: &mut Limits,
     token: IsaToken,
@@ -230,8 +223,6 @@ fn time(
     })
 }
 
-/// Returns a table with one line per scheme and shape, and one column per number of tokens; `None` if nothing was
-/// measured.
 pub(super) fn show(cases: &[Case]) -> Option<String> {
     if cases.is_empty() {
         return None;

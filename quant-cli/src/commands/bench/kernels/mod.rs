@@ -33,7 +33,6 @@ struct Report {
     attention: Vec<attention::Case>,
 }
 
-/// The rates that a path reaches in registers.
 #[derive(Serialize)]
 struct Peak {
     isa: &'static str,
@@ -54,7 +53,6 @@ impl From<&limits::Peak> for Peak {
     }
 }
 
-/// Returns warnings about paths that multiply faster than this processor's default.
 fn warnings(peaks: &[limits::Peak], default: Isa) -> Vec<String> {
     /// Smaller ratios are treated as noise, because other programs may use the machine.
     const MIN_RATIO: f64 = 1.3;
@@ -88,7 +86,6 @@ impl Only<'_> {
         self.0.is_none_or(|part| name.contains(part))
     }
 
-    /// Returns an error if the filter matches nothing.
     fn check(&self, taken: usize) -> Result<()> {
         match self.0 {
             Some(part) if taken == 0 => Err(Error::usage(
@@ -141,7 +138,7 @@ pub fn run(only: Option<&str>, device: Device, json: &JsonOption, session: &Sess
     json.emit(&report, || show(&report))
 }
 
-/// The machine's limits, probed before and after each case, because they vary over time on a shared machine.
+/// The machine's limits, probed before and after each case, because they vary over time.
 struct Limits {
     token: IsaToken,
     /// The memory that each probe reads: more than the last-level caches of most processors hold.
@@ -149,7 +146,7 @@ struct Limits {
     probes: Vec<Probe>,
 }
 
-/// The limits at one time. That of memory is for the access pattern that reaches the highest bandwidth.
+/// The limits at one time.
 struct Probe {
     memory: MemoryLimit,
     dot: f64,
@@ -161,7 +158,6 @@ impl Limits {
         Self { token, words: vec![1; 32 << 20], probes: Vec::new() }
     }
 
-    /// Probes the limits and returns the index of the probe.
     fn probe(&mut self) -> usize {
         let memory = read_limit(self.token, &self.words, 1, &Rayon);
         let (dot, float) = (dot_limit(self.token, 1, &Rayon), float_limit(self.token, 1, &Rayon));
@@ -192,7 +188,6 @@ impl Limits {
     }
 }
 
-/// Returns the median; for an even count, the mean of the two middle values.
 fn median(values: &[f64]) -> f64 {
     let mut sorted = values.to_vec();
     sorted.sort_by(f64::total_cmp);
@@ -244,7 +239,6 @@ mod tests {
         let all = |floats| [narrow, peak(Isa::Avx512Bf16, 1e12, floats)];
         assert!(warnings(&all(1e12), Isa::Avx512Bf16).is_empty());
         assert!(warnings(&all(2e11), Isa::Avx512Vnni).is_empty());
-        // The default path has half the other's rate of float products, and takes twice as many of them per activation.
         let slow = warnings(&all(2e11), Isa::Avx512Bf16);
         assert!(slow.len() == 1 && slow[0].contains("QUANT_ISA=avx512vnni"), "{slow:?}");
         assert!(warnings(&[], Isa::Scalar).is_empty());

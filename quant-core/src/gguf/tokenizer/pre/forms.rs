@@ -1,7 +1,7 @@
 //! llama.cpp's built-in pre-tokenizers as steps of a `tokenizer.json`.
 //!
 //! Expressions are those of the published tokenizers if these are known; llama.cpp replaces some by others that its
-//! regular expressions support. Everything between the matches of a step is a piece of its own.
+//! regular expressions support.
 
 use std::borrow::Cow;
 
@@ -18,7 +18,6 @@ pub(super) enum Step {
     ByteLevel { splits: bool },
 }
 
-/// A pre-tokenizer.
 #[derive(Debug)]
 pub(in crate::gguf) struct Form {
     /// Its names in llama.cpp. The first one is written for a vocabulary that is recognized by its steps.
@@ -67,7 +66,6 @@ const BYTES: Step = Step::ByteLevel { splits: false };
 const WORDS: Step = Step::ByteLevel { splits: true };
 const FORM: Form = Form { names: &[], steps: &[], whole: false, adds_bos: false, composes: false };
 
-/// All pre-tokenizers that can be read.
 static FORMS: &[Form] = &[
     Form {
         names: &[
@@ -195,19 +193,18 @@ static FORMS: &[Form] = &[
 ];
 
 impl Form {
-    /// The pre-tokenizer of this name; `None` if it cannot be read.
     pub(in crate::gguf) fn named(name: &str) -> Option<&'static Self> {
         FORMS.iter().find(|form| form.names.contains(&name))
     }
 
-    /// The name of a pre-tokenizer with these steps. Several pre-tokenizers have Qwen2's steps, with and without NFC.
-    /// llama.cpp treats them alike, so the first name in the table is returned.
+    /// Several pre-tokenizers have the same steps. llama.cpp treats them alike, so the first name in the table is
+    /// returned.
     pub(super) fn name(steps: &[Step], whole: bool) -> Option<&'static str> {
         let alike = |form: &&Self| form.steps == steps && form.whole == whole;
         FORMS.iter().find(alike).and_then(|form| form.names.first().copied())
     }
 
-    /// The JSON of the pre-tokenizer, for `pre_tokenizer` in a `tokenizer.json`.
+    /// The value of `pre_tokenizer` in a `tokenizer.json`.
     pub(in crate::gguf) fn json(&self) -> Json {
         let one = |step: &Step| match step {
             Step::Split(expression) => json!({

@@ -19,13 +19,12 @@ use crate::digest::sha256_hex;
 /// The text whose tokens are hashed.
 pub(super) const PROBE: &str = "\n \n\n \n\n\n \t \t\t \t\n  \n   \n    \n     \n🚀 (normal) 😶\u{200d}🌫\u{fe0f} (multiple emojis concatenated) ✅ 🦙🦙 3 33 333 3333 33333 333333 3333333 33333333 3.3 3..3 3...3 កាន់តែពិសេសអាច😁 ?我想在apple工作1314151天～ ------======= нещо на Български ''''''```````\"\"\"\"......!!!!!!?????? I've been 'told he's there, 'RE you sure? 'M not sure I'll make it, 'D you like some tea? We'Ve a'lL";
 
-/// Whether a pre-tokenizer or decoder is byte-level, or contains one that is.
 pub(super) fn has_byte_level(json: &Json) -> bool {
     let parts = ["pretokenizers", "decoders"].into_iter().filter_map(|key| json.get(key)?.as_array());
     json.get("type").and_then(Json::as_str) == Some("ByteLevel") || parts.flatten().any(has_byte_level)
 }
 
-/// Whether texts are normalized to NFC, as the only change before the pre-tokenizer; `None` if there are others.
+/// Whether texts are normalized to NFC before the pre-tokenizer; `None` if they are changed in other ways.
 pub(super) fn composes(json: &Json) -> Option<bool> {
     let normalizer = json.get("normalizer").unwrap_or(&Json::Null);
     match normalizer.get("type").and_then(Json::as_str) {
@@ -58,7 +57,6 @@ pub(super) fn find(json: &Json, probe: &[u32]) -> Option<(String, String)> {
     Some((name.to_owned(), "recognized by its pre-tokenization steps".into()))
 }
 
-/// The error for a pre-tokenizer that is not recognized.
 pub(super) fn unrecognized(path: &Path) -> Error {
     Error::InputFile {
         path: path.to_owned(),

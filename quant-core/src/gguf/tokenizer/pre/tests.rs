@@ -77,7 +77,6 @@ fn one_that_is_not_recognized_can_be_named() {
     assert!(error.remedy().marked().contains("‹pre=NAME›") && error.remedy().marked().contains("‹pre=none›"));
 }
 
-/// The tokens of [`PROBE`] in StarCoder 2's vocabulary.
 const STARCODER_2: &[u32] = &[
     353, 736, 8886, 221, 10883, 4238, 16101, 28540, 222, 3822, 272, 246, 327, 4434, 46, 18445, 152, 46030,
     45022, 142, 13878, 327, 12585, 19884, 33773, 40920, 751, 46, 41839, 5954, 137, 271, 3822, 137, 271, 244,
@@ -98,7 +97,6 @@ fn published_vocabularies_have_hashes() {
     let found = |json: &Json, ids: &[u32]| find(json, ids).map(|(name, how)| format!("{name}, {how}"));
     let by_hash = Some("starcoder, recognized by its vocabulary".to_owned());
     assert_eq!(found(&with("starcoder"), STARCODER_2), by_hash);
-    // Steps that have no name contradict nothing.
     assert_eq!(found(&json!({ "pre_tokenizer": { "type": "Whitespace" } }), STARCODER_2), by_hash);
     // The steps of another model for the same tokens, and a vocabulary with one more token.
     assert_eq!(

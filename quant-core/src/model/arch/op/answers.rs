@@ -133,8 +133,7 @@ pub enum Computes<'a> {
         /// Upper bound of the gate, and of the magnitude of the other factor.
         limit: f32,
     },
-    /// An operation whose other properties exporters read from the graph, such as its inputs, module or attention
-    /// shape.
+    /// An operation whose other properties exporters read from the graph.
     Structure,
     /// Anything else: the exporter must handle it by name or reject it.
     Other,

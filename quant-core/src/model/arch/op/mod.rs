@@ -1,8 +1,8 @@
 //! The operations of a decoder block, and everything the rest of the pipeline needs to know about each.
 //!
-//! The matches are exhaustive, so the compiler requires every method here to handle a new operation. Outside this
-//! folder and the evaluation of blocks, code calls these methods instead of matching on operations; `tests/stages.rs`
-//! lists the exceptions. Values are `[batch, positions, features]`.
+//! The matches are exhaustive, so the compiler requires every method here to handle a new operation. Other code calls
+//! these methods instead of matching on operations; `tests/stages.rs` lists the exceptions. Values are `[batch,
+//! positions, features]`.
 
 mod answers;
 mod kinds;
@@ -62,16 +62,15 @@ pub enum Op {
         shape: [usize; 2],
         /// Whether it has a bias.
         bias: bool,
-        /// Whether the weight takes part in folds but is never quantized. Routers stay float because rounding would
-        /// change which experts run.
+        /// Whether the weight takes part in folds but is never quantized, such as a router's: rounding would change
+        /// which experts run.
         stays_float: bool,
     },
     /// Computes expert weights from a router's logits `[…, experts]`: the weights of the experts that each token is
     /// routed to, and 0 for all others.
     Route(Routing),
-    /// Selects the rows of the tokens that are routed to an expert, from the inputs `[x, weights]`. The value has fewer
-    /// rows than the batch has tokens, possibly none. With the router's logits as a third input, each row is multiplied
-    /// by the sigmoid of its logit for the expert.
+    /// Selects the rows of the tokens that are routed to an expert, from the inputs `[x, weights]`. With the router's
+    /// logits as a third input, each row is multiplied by the sigmoid of its logit for the expert.
     ExpertInput {
         /// The expert.
         expert: usize,
@@ -142,7 +141,6 @@ pub enum Op {
     Add,
 }
 
-/// The checkpoint contents of an operation.
 enum Stored<'a> {
     Norm {
         name: &'a str,
@@ -279,7 +277,6 @@ impl Op {
         matches!(self.stored(), Stored::Linear { stays_float: false, .. })
     }
 
-    /// Returns the checkpoint contents, to the extent that the pipeline distinguishes them.
     fn stored(&self) -> Stored<'_> {
         match self {
             Self::RmsNorm { name, width, zero_centered, .. } => Stored::Norm {
@@ -317,8 +314,7 @@ impl Op {
         }
     }
 
-    /// Returns the computation of the operation, with the numbers that exporters need. Operations that exporters must
-    /// handle by name are [`Computes::Other`].
+    /// Returns the computation of the operation, with the numbers that exporters need.
     pub fn computes(&self) -> Computes<'_> {
         match self {
             Self::RmsNorm { eps, .. } | Self::LayerNorm { eps, .. } => Computes::Norm { eps: *eps },
@@ -366,8 +362,8 @@ impl Op {
         self.computes() == Computes::ExpertSum
     }
 
-    /// Returns whether the output is the residual stream, normalized or not. An engine that splits a model across
-    /// devices has the complete stream on each.
+    /// Returns whether the output counts as the residual stream, normalized or not. An engine that splits a model
+    /// across devices has the complete stream on each.
     pub fn gives_stream(&self) -> bool {
         match self {
             Self::Input { .. } | Self::Add | Self::RmsNorm { .. } | Self::LayerNorm { .. } => true,

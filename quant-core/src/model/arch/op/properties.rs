@@ -1,5 +1,4 @@
-//! Properties of operations: their rows and widths, their effect on scales and on the order of channels, the caches of
-//! attentions, and the cost.
+//! Properties of operations.
 
 use super::{Activation, AttentionInput, ChannelOrder, Op, Reach, RowCoverage, ScalePass};
 use crate::model::arch::AttentionShape;
@@ -35,7 +34,6 @@ impl Op {
         }
     }
 
-    /// Returns the number of output features, given those of the inputs.
     pub(in crate::model::arch) fn width(&self, inputs: &[usize]) -> usize {
         match self {
             Self::Input { width } => *width,
@@ -106,8 +104,7 @@ impl Op {
             Self::Recurrent(recurrent) => recurrent.scale_pass(port),
             // A linear absorbs a scale in its columns and is therefore a consumer. An addition would require the same
             // scale on its other inputs, and a concatenation has channels of several inputs. The remaining activations
-            // do not commute with scales. A slice stops scales because the fold group of a fused linear starts after
-            // the slice.
+            // do not commute with scales. The fold group of a fused linear starts after the slice.
             Self::Gated(_)
             | Self::Activation(
                 Activation::Silu | Activation::Sigmoid | Activation::Gelu | Activation::GeluTanh,
@@ -195,8 +192,7 @@ impl Op {
         }
     }
 
-    /// Returns whether the output has the same heads as the input. If an attention reads the output as queries, keys or
-    /// values, the input is then made of queries, keys or values too.
+    /// Returns whether the output has the same heads as the input, so that both are queries, keys or values alike.
     pub fn keeps_heads(&self) -> bool {
         match self {
             Self::Rope(_)

@@ -4,7 +4,6 @@ fn wave(count: usize, phase: f64, scale: f64) -> Vec<f32> {
     (0..count).map(|i| ((i as f64 * 0.61 + (i as f64 * 0.017).sin() + phase).sin() * scale) as f32).collect()
 }
 
-/// A net, its inputs and its parameters.
 struct Case {
     net: DeltaNet,
     tokens: usize,
