@@ -291,6 +291,7 @@ impl PackedReader for NativeFp8 {
             levels: None,
             global: None,
             input,
+            input_order: None,
         };
         tensor.view()?;
         Ok(tensor)

@@ -117,6 +117,7 @@ mod tests {
             levels: None,
             global: None,
             input: None,
+            input_order: None,
         }
     }
 

@@ -12,7 +12,7 @@ use super::curvature::Curvature;
 use super::imatrix::Importance;
 use super::plan::{GgufPlan, PlannedTensor};
 use super::rows::{Source, matrix, read_rows};
-use crate::blocks::{BlockType, ScaleSearch, repack_mxfp4};
+use crate::blocks::{BlockSearch, BlockType, repack_mxfp4};
 use crate::model::Model;
 use crate::quantize::gptq::{Factor, encode_blocks};
 use crate::{CancelToken, Error, Event, Observer, Result, TensorSink};
@@ -126,7 +126,7 @@ pub fn write_tensors(
 /// The state of writing one tensor.
 struct Writer<'a> {
     tensor: &'a PlannedTensor,
-    search: ScaleSearch,
+    search: BlockSearch,
     /// The importance of all columns, for each matrix of the tensor.
     importance: Option<Vec<f32>>,
     /// The Hessian factors of the inputs of its matrices, for GPTQ.

@@ -41,7 +41,7 @@ pub use candidates::{Search, TriedScales};
 pub use clip::Clip;
 pub use fold::fold;
 pub use reorder::Reorder;
-pub use rewrite::{ChannelOutlier, ClipRecord, FoldRecord, MAX_LISTED_CONSUMERS, Rewrite};
+pub use rewrite::{ChannelOutlier, ClipRecord, FoldRecord, MAX_LISTED_CONSUMERS, Rewrite, StepRecord};
 pub use rotate::{fold_norms, rotate};
 pub use settings::{Alpha, Automatic, SettingsType, StepSettings, TransformSettings};
 pub use smooth::{
@@ -303,9 +303,10 @@ pub trait Transform: Debug + Send + Sync {
     }
 
     /// A fingerprint of the settings: a run is only resumed if the fingerprint is the same. By default these are the
-    /// values in [`TransformSettings::others`].
+    /// [described](Self::described) keys, so a transform that stores its settings in [`StepSettings`] must describe them.
     fn fingerprint(&self, settings: &TransformSettings) -> Value {
-        settings.others.get(self.name()).map_or(Value::Null, |values| Value::Object(values.clone()))
+        let described = self.described(settings);
+        if described.is_empty() { Value::Null } else { Value::Object(described) }
     }
 
     /// Fails if the transform would have no effect on the request, or undo another step.
