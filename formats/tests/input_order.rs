@@ -184,7 +184,7 @@ fn indices_that_are_no_groups_are_refused() {
         ] {
             let (opened, _) = checkpoint(format, scheme, &groups_of_inputs(3), &index);
             let error = opened.unwrap().read("m").unwrap_err();
-            assert_eq!((error.category(), error.category().exit_code()), (Category::Input, 3), "{error}");
+            assert_eq!((error.category(), error.category().exit_code()), (Category::Input, 4), "{error}");
             assert!(error.to_string().contains(expected), "{error}");
         }
     }

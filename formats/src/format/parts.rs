@@ -137,6 +137,14 @@ pub(super) fn check_range(what: &str, part: &Range<usize>, total: usize, multipl
     ))
 }
 
+/// The error for some inputs of a weight with an [order of inputs](QuantizedTensor::input_order).
+pub(super) fn not_divided_by_inputs() -> Error {
+    Error::usage(
+        "a weight whose groups of inputs are not adjacent cannot be divided by inputs",
+        "divide it by outputs, or dequantize it",
+    )
+}
+
 /// A part of a stored tensor.
 struct Part {
     info: TensorInfo,
@@ -300,10 +308,7 @@ impl QuantizedTensor {
         check_range("rows", &rows, n, row_multiple)?;
         check_range("columns", &columns, k, column_multiple)?;
         if self.input_order.is_some() && columns != (0..k) {
-            return Err(Error::usage(
-                "a weight whose groups of inputs are not adjacent cannot be divided by inputs",
-                "divide it by outputs, or dequantize it",
-            ));
+            return Err(not_divided_by_inputs());
         }
         // Where blocks are cut off by the end of a row, groups of the part may be longer than those of the weight.
         let size = self.scheme.granularity.group_size(k);

@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use serde_json::{Map, Value};
 
-use super::parts::{PartSource, check_range, common_multiple, divides, multiples};
+use super::parts::{PartSource, check_range, common_multiple, divides, multiples, not_divided_by_inputs};
 use super::{PackedReader, PackedWeight, reader};
 use crate::checkpoint::{ConfigFields, ModelDirectory, TensorSource};
 use crate::quantize::QuantizedTensor;
@@ -242,12 +242,7 @@ impl QuantizedCheckpoint {
         check_range("columns", &columns, shape[1], of_scheme[1])?;
         let weight = PackedWeight { module: name, shape, scheme };
         let source = self.source.as_ref();
-        // Inputs in a different order than columns cannot be divided; `part` says so.
-        let ordered = columns != (0..shape[1]) && self.reader.input_order(source, weight)?.is_some();
         let of_storage = |parts: &Vec<_>| {
-            if ordered {
-                return false;
-            }
             let [outputs, inputs] = multiples(parts);
             divides(&rows, shape[0], outputs) && divides(&columns, shape[1], inputs)
         };
@@ -255,8 +250,14 @@ impl QuantizedCheckpoint {
             return self.reader.read(source, weight)?.part(rows, columns);
         };
         let part = PartSource::new(source, parts, shape, [&rows, &columns])?;
-        let shape = [rows.len(), columns.len()];
-        self.reader.read(&part, PackedWeight { module: name, shape, scheme })
+        let part_shape = [rows.len(), columns.len()];
+        let read = self.reader.read(&part, PackedWeight { module: name, shape: part_shape, scheme });
+        // The groups of some inputs may be adjacent, even if others are scattered.
+        let is_whole = columns == (0..shape[1]) || matches!(&read, Ok(part) if part.input_order.is_none());
+        match is_whole || self.reader.input_order(source, weight)?.is_none() {
+            true => read,
+            false => Err(not_divided_by_inputs()),
+        }
     }
 
     /// Returns the multiples of outputs and of inputs at which parts of a linear's weight begin and end, besides the end

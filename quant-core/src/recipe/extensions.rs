@@ -41,7 +41,8 @@ const OTHER_OUTPUTS: [OtherOutput; 2] = [
 /// Steps, roundings, methods and formats that the calling program adds to those of this library.
 ///
 /// [`QuantizeRequest::extensions`](crate::run::QuantizeRequest::extensions) makes them known by their names: in a
-/// recipe file (`kind` of `[[transform]]`, `method` of `[quantize]`, `format`) and in settings (`method`, `format`). The default adds nothing.
+/// recipe file (`kind` of `[[transform]]`, `method` of `[quantize]`, `format`) and in settings (`method`, `format`). The
+/// default adds nothing.
 ///
 /// ```
 /// use quant_core::recipe::{Extensions, Method, method};

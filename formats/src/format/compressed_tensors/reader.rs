@@ -333,7 +333,7 @@ impl PackedReader for Reader {
                 parts.push(TensorPart::new(zero_point_name(module), Some(words), groups));
             }
             if self.is_indexed(weight) {
-                let index = TensorPart::new(group_index_name(module), None, Some(columns));
+                let index = TensorPart::new(group_index_name(module), None, Some(Axis::new(0, 1, 1)));
                 parts.push(match scheme.granularity {
                     Granularity::Group(size) => index.with_contents(Contents::Groups(size)),
                     _ => index,
