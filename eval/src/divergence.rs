@@ -153,7 +153,8 @@ impl<'a> Reference<'a> {
 /// # Errors
 /// When a model or the journal fails, the vocabularies differ, a value is not finite, or when cancelled.
 ///
-/// ```
+#[cfg_attr(feature = "decoders", doc = "```")]
+#[cfg_attr(not(feature = "decoders"), doc = "```ignore")]
 /// use quant_core::calibrate::{TextTokenizer, TokenizerSettings};
 /// use quant_core::checkpoint::ModelDirectory;
 /// use quant_core::model::{Decoder, Model};

@@ -64,4 +64,4 @@ pub use stored::{StoredReference, is_stored_reference, store_reference};
 pub use text::{Bos, BosPolicy, EvaluationText, Window};
 pub use tokenizer::{EncodedText, Tokenizer};
 
-pub use quant_formats::{CancelToken, Category, Error, Observer, Result, Silent};
+pub use quant_formats::{CancelToken, Category, Error, Observer, Result, Silent, digest, wording};

@@ -118,7 +118,8 @@ pub fn disturbed_perplexity(
 /// # Errors
 /// When the model or the journal fails, a position's likelihood is not finite, or when cancelled.
 ///
-/// ```
+#[cfg_attr(feature = "decoders", doc = "```")]
+#[cfg_attr(not(feature = "decoders"), doc = "```ignore")]
 /// use quant_core::calibrate::{TextTokenizer, TokenizerSettings};
 /// use quant_core::checkpoint::ModelDirectory;
 /// use quant_core::model::{Decoder, Model};

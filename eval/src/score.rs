@@ -184,7 +184,8 @@ impl<'a> Panel<'a> {
     /// they are in memory.
     ///
     /// # Errors
-    /// When a model, `keep` or `states` fails, or when cancelled.
+    /// [`Error::Usage`] for a window without a token before its first scored one, and for a token that the models do not
+    /// have; when a model, `keep` or `states` fails, or when cancelled.
     pub(crate) fn run<T>(
         &self,
         windows: &[Window],
@@ -194,6 +195,7 @@ impl<'a> Panel<'a> {
         mut keep: impl FnMut(&[Vec<T>]) -> Result<()>,
         states: &mut dyn FnMut(usize, &[f32]) -> Result<()>,
     ) -> Result<Vec<Vec<T>>> {
+        check_windows(windows, self.output().vocab())?;
         let units = windows.len() as u64;
         observer.event(&Event::StageStarted { stage: "evaluate", unit: "window", units });
         let resumed = known.len();
@@ -217,6 +219,25 @@ impl<'a> Panel<'a> {
     }
 }
 
+/// Fails if a window cannot be scored by models with this vocabulary. The fields of a text are public, so it may have
+/// been changed since it was checked.
+fn check_windows(windows: &[Window], vocab: usize) -> Result<()> {
+    if let Some(number) = windows.iter().position(|w| !(1..=w.tokens.len()).contains(&w.first)) {
+        return Err(Error::usage(
+            format!("window {number} of the text has no token before the first scored one"),
+            "give windows with at least one token before the first scored one",
+        ));
+    }
+    match windows.iter().flat_map(|window| &window.tokens).find(|&&token| token as usize >= vocab) {
+        Some(token) => Err(Error::usage(
+            format!("the text has token {token}, but the model has a vocabulary of {vocab} tokens"),
+            "cut the text with the model's own tokenizer",
+        )),
+        None => Ok(()),
+    }
+}
+
+/// Ignores hidden states.
 pub(crate) fn dropped(_: usize, _: &[f32]) -> Result<()> {
     Ok(())
 }

@@ -1,5 +1,6 @@
 //! Keys of steps: the settings that a step or a rounding brings, with their names, values and help.
 
+use std::borrow::Cow;
 use std::str::FromStr;
 
 use serde_json::{Map, Value, json};
@@ -57,11 +58,29 @@ impl StepKey {
     }
 }
 
+/// Parses a value that is a name. The text of a number or a boolean is a name too, because a command line has no
+/// quotes.
 pub(crate) fn parse_text<T: FromStr<Err = Error>>(key: &str, value: &Value) -> Result<T> {
-    let text = value.as_str().ok_or_else(|| {
-        Error::usage(format!("{key} is {value}, which is not a string"), "write it in quotes")
-    })?;
-    text.parse()
+    match value {
+        Value::String(text) => text.parse(),
+        Value::Number(_) | Value::Bool(_) => value.to_string().parse(),
+        _ => Err(Error::usage(format!("{key} is {value}, which is not a name"), "give one name")),
+    }
+}
+
+/// Returns the value for a key whose schema is a string: the text of a number or a boolean, as
+/// [`parse_text`] reads it.
+pub(crate) fn as_text_if_string<'a>(value: &'a Value, schema: &Value) -> Cow<'a, Value> {
+    let is_string = schema.get("type").and_then(Value::as_str) == Some("string");
+    match value {
+        Value::Number(_) | Value::Bool(_) if is_string => Cow::Owned(value.to_string().into()),
+        _ => Cow::Borrowed(value),
+    }
+}
+
+/// The error for a key that a step or rounding does not have, in code that sets keys of [`StepKey`] lists.
+pub(crate) fn no_such_key(step: &str, key: &str) -> Error {
+    Error::Internal(format!("`{step}` has no key `{key}`"))
 }
 
 /// The number may be a string, and `NaN` or infinite.
@@ -82,8 +101,10 @@ pub(crate) fn parse_count(key: &str, value: &Value) -> Result<usize> {
 
 /// Returns the known name that was probably meant, if there is one.
 pub(crate) fn nearest<'a>(name: &str, known: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
-    let distances = known.into_iter().map(|known| (strsim::levenshtein(known, name), known));
-    distances.min().filter(|(distance, _)| 2 * distance <= name.len()).map(|(_, known)| known)
+    let lower = name.to_lowercase();
+    let distances =
+        known.into_iter().map(|known| (strsim::levenshtein(&known.to_lowercase(), &lower), known));
+    distances.min().filter(|(distance, _)| 2 * distance <= lower.chars().count()).map(|(_, known)| known)
 }
 
 /// The remedy names the nearest known name, and lists all.
@@ -110,6 +131,18 @@ mod tests {
         for value in [json!("much"), Value::Null, json!(true)] {
             assert!(parse_number("damping", &value).is_err(), "{value}");
         }
+        let search = |value| parse_text::<crate::transform::Search>("search", &value).unwrap_err();
+        for (value, expected) in [
+            (json!(1), "unknown search `1`"),
+            (json!(true), "unknown search `true`"),
+            (json!(["fast"]), "search is [\"fast\"], which is not a name"),
+        ] {
+            assert!(search(value).to_string().contains(expected), "{expected}");
+        }
+        let of = |value: &Value, schema: Value| as_text_if_string(value, &schema).into_owned();
+        assert_eq!(of(&json!(2024), json!({ "type": "string" })), json!("2024"));
+        assert_eq!(of(&json!(true), json!({ "type": "string" })), json!("true"));
+        assert_eq!(of(&json!(2024), json!({ "type": "integer" })), json!(2024));
     }
 
     #[test]
@@ -118,6 +151,8 @@ mod tests {
         assert_eq!(nearest("alhpa", known), Some("alpha"));
         assert_eq!(nearest("producer", known), Some("producers"));
         assert_eq!(nearest("seed", known), None);
+        assert_eq!(nearest("ALPHA", known), Some("alpha"));
+        assert_eq!(nearest("‹force›", ["reorder"]), None, "letters are counted, not bytes");
         assert_eq!(suggestion("alpa", "its keys are …".into(), &known), "did you mean alpha? its keys are …");
     }
 }

@@ -48,6 +48,7 @@ pub mod model;
 pub mod pipeline;
 pub mod quantize;
 pub mod recipe;
+pub mod round;
 pub mod run;
 pub mod system;
 pub mod transform;

@@ -10,14 +10,14 @@ use quant_core::Category;
 use quant_core::calibrate::{Packing, Sampling};
 use quant_core::checkpoint::TensorSource;
 use quant_core::model::KvScheme;
-use quant_core::recipe::{Method, Plan, Recipe, Rounding, method, steps};
+use quant_core::recipe::{Method, Plan, Recipe, method, steps};
+use quant_core::round::Nearest;
 
 const LENGTH: usize = 32;
 
 fn recipe(method: Method) -> Recipe {
     let mut recipe = common::recipe("rtn", "w8a8-g16-sym");
-    recipe.method = method;
-    recipe.gptq = recipe.method.default_gptq();
+    recipe.set_method(method).unwrap();
     recipe.settings.kv = Some(KvScheme::Kv8);
     recipe.sampling = Sampling { samples: 4, length: LENGTH, packing: Packing::Auto, ..Sampling::default() };
     recipe
@@ -65,7 +65,7 @@ fn every_pair_is_done_or_refused_with_the_reason() {
     let plain: Vec<Vec<u8>> = families.iter().map(|tiny| quantized(tiny, rtn()).1).collect();
     let mut done = 0;
     for pair in pairs() {
-        let method = match Method::of(&pair, Rounding::Nearest) {
+        let method = match Method::of(&pair, &Nearest) {
             Ok(method) => method,
             Err(error) => {
                 assert_eq!(error.category(), Category::Usage);

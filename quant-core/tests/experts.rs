@@ -239,7 +239,7 @@ fn experts_may_be_calibrated_on_all_tokens() {
     let module = |expert: usize, which: usize| format!("model.layers.0.{}", experts[expert][which]);
     for inputs in [LayerInputs::Quantized, LayerInputs::Float] {
         let base = recipe("gptq", "w4a16-g32-sym");
-        let base = Recipe { gptq: GptqSettings { inputs, ..base.gptq }, ..base };
+        let base = base.with_settings(GptqSettings { inputs, ..GptqSettings::default() });
         let routed = [&starved, &fed].map(|checkpoint| quantized(checkpoint, &base));
         let all = quantized(&starved, &sampled(&base, ExpertTokens::All, 0));
         let floored = quantized(&starved, &sampled(&base, ExpertTokens::Routed, 1));
@@ -402,7 +402,7 @@ fn the_plan_counts_the_experts_that_are_there_together() {
         let model = checkpoint.model();
         let peak = |inputs: LayerInputs| {
             let recipe = recipe("gptq", "w4a16-g32-sym");
-            let recipe = Recipe { gptq: GptqSettings { inputs, ..recipe.gptq }, ..recipe };
+            let recipe = recipe.with_settings(GptqSettings { inputs, ..GptqSettings::default() });
             Plan::peak_memory(&[Plan::new(&model, &recipe, recipe.containers[0]).unwrap()], &model)
         };
         let of_expert = |name: &&str| name.contains("layers.0.") && name.contains("experts.0.");

@@ -1,4 +1,5 @@
-//! A transform and a container that a program adds: each is a type in this file and one line in [`extensions`].
+//! A transform and a container that a program adds: each is a type in this file and a word in [`extensions`]. Recipes
+//! name them, and the pipeline runs them.
 
 mod common;
 #[path = "../examples/support/tiny.rs"]
@@ -14,16 +15,20 @@ use quant_core::format::{
     Container, LoaderRule, ModuleSchemes, PackedReader, PackedWeight, QuantizedCheckpoint,
 };
 use quant_core::model::{BlockGraph, Model, NodeId};
+use quant_core::pipeline::QuantReport;
 use quant_core::quantize::QuantizedTensor;
 use quant_core::recipe::{Extensions, Method, Plan, Rates, Recipe};
 use quant_core::run::{Done, Host, Nothing, QuantizeRequest, RecipeSettings, quantize};
 use quant_core::scheme::{Granularity, LinearScheme};
 use quant_core::transform::{
-    BlockTask, Needs, Rewrite, SearchWork, StepContext, StepKey, Transform, TransformSettings, Workload, fold,
+    BlockTask, Needs, Rewrite, SearchWork, StepContext, StepKey, StepRecord, Transform, TransformSettings,
+    Workload, fold,
 };
+use quant_core::units::{JobRequest, Selection, UnitJob, WorkOptions, init};
 use quant_core::{CancelToken, Category, Error, Result, Silent, TensorSource};
 use serde_json::{Map, Value, json};
 
+/// Registers the types under their names.
 fn extensions() -> Extensions {
     Extensions { transforms: vec![&EVEN], containers: vec![&PlainBytes], ..Extensions::default() }
 }
@@ -110,6 +115,12 @@ impl Transform for EvenColumns {
                 }
                 let scales: Vec<f32> =
                     largest.iter().map(|l| l.powf(-self.strength(task.settings))).collect();
+                let widest = largest.iter().fold(0.0_f32, |widest, l| widest.max(*l));
+                rewrite.records.extend(group.consumers.iter().map(|&consumer| StepRecord {
+                    module: task.module(consumer),
+                    step: self.name(),
+                    value: json!({ "widest": widest }),
+                }));
                 fold(&mut rewrite, task, &group, &scales)?;
             }
             Ok(rewrite)
@@ -168,6 +179,67 @@ fn a_transform_is_folded_and_reported() {
         assert!(lost < 8.0 * rtn, "lost {lost}, but rounding alone loses {rtn}");
         let norm = "model.layers.0.input_layernorm.weight";
         assert_ne!(written.source.read(norm).unwrap(), rounded.source.read(norm).unwrap());
+    }
+}
+
+#[test]
+fn a_step_reports_what_it_found() {
+    let tiny = Tiny::default();
+    let model = tiny.random(5).model();
+    let written = run(
+        &model,
+        &tiny.config(),
+        &Recipe { method: method(&EVEN), ..recipe("rtn", "w8a16-g16-sym") },
+        None,
+    );
+    let json: Value = serde_json::from_str(&{
+        let mut text = Vec::new();
+        written.report.write_json(&mut text).unwrap();
+        String::from_utf8(text).unwrap()
+    })
+    .unwrap();
+    let tensors = json["tensors"].as_array().unwrap();
+    let of = |name: &str| tensors.iter().find(|t| t["tensor"] == name).unwrap();
+    let (reader, other) =
+        (of("model.layers.1.mlp.up_proj.weight"), of("model.layers.1.input_layernorm.weight"));
+    assert!(reader["even-columns"]["widest"].as_f64().is_some_and(|widest| widest > 0.0), "{reader}");
+    assert!(other.get("even-columns").is_none() && other.get("records").is_none(), "{other}");
+    let read: QuantReport = serde_json::from_value(json).unwrap();
+    assert_eq!(read, written.report);
+}
+
+#[test]
+fn jobs_know_them_too() {
+    let scratch = tempfile::tempdir().unwrap();
+    let at = |name: &str| scratch.path().join(name);
+    std::fs::create_dir(at("model")).unwrap();
+    tiny::tiny_llama(&at("model")).unwrap();
+    std::fs::write(at("recipe.toml"), RECIPE).unwrap();
+    let settings = RecipeSettings { recipe: Some(at("recipe.toml")), ..RecipeSettings::default() };
+    let (cancel, own) = (CancelToken::new(), extensions());
+    let host = Host::new(&Silent, &cancel, &Nothing);
+    let request = QuantizeRequest {
+        settings: settings.clone(),
+        extensions: own.clone(),
+        ..QuantizeRequest::new(at("model"), at("whole"))
+    };
+    quantize(&request, &host).unwrap();
+    let request =
+        JobRequest { model: at("model"), settings, extensions: own.clone(), ..JobRequest::default() };
+    assert!(init(&request, &at("job"), &host).unwrap().created);
+    let unknown = UnitJob::open(&at("job"), None, &host).err().unwrap();
+    assert_eq!(unknown.category().exit_code(), 2, "{unknown}");
+    assert!(
+        unknown.to_string().contains("unknown format `plain-bytes`")
+            || unknown.to_string().contains("unknown step"),
+        "{unknown}"
+    );
+    let job = UnitJob::open_with(&at("job"), None, &own, &host).unwrap();
+    job.run(&Selection::All, &WorkOptions::default(), &host).unwrap();
+    job.merge(&at("merged"), (false, false), &host).unwrap();
+    for file in ["model.safetensors", "config.json", "quant_report.json"] {
+        let [whole, merged] = ["whole", "merged"].map(|out| std::fs::read(at(out).join(file)).unwrap());
+        assert!(whole == merged, "{file} differs");
     }
 }
 

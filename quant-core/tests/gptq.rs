@@ -21,7 +21,7 @@ fn tiny() -> Tiny {
 }
 
 fn gptq(scheme: &str, gptq: GptqSettings) -> Recipe {
-    Recipe { gptq, ..recipe("gptq", scheme) }
+    recipe("gptq", scheme).with_settings(gptq)
 }
 
 fn quantized(checkpoint: &Checkpoint, recipe: &Recipe, windows: &TokenWindows) -> Quantized {
@@ -183,7 +183,7 @@ fn a_run_resumes_from_any_block_whether_or_not_its_sink_reads_back() {
     for method in ["gptq", "awq-gptq"] {
         for inputs in [LayerInputs::Quantized, LayerInputs::Float] {
             let gptq = GptqSettings { inputs, ..GptqSettings::default() };
-            let recipe = Recipe { gptq, ..recipe(method, "w4a16-g32-asym") };
+            let recipe = recipe(method, "w4a16-g32-asym").with_settings(gptq);
             let whole = quantized(&checkpoint, &recipe, &windows).source;
             let plan = Plan::new(&model, &recipe, recipe.containers[0]).unwrap();
             for (commits, reads_back) in [(2, true), (3, true), (2, false), (4, true)] {

@@ -68,9 +68,9 @@ fn parts_make_the_whole() {
         (Kind::Llama, recipe("rtn", "w4a16-g32-sym")),
         (Kind::Llama, recipe("awq", "w4a16-g32-asym")),
         (Kind::Llama, recipe("gptq", "w4a16-g32-sym")),
-        (Kind::Llama, Recipe { gptq: float, ..recipe("gptq", "w4a16-g32-sym") }),
-        (Kind::Llama, Recipe { gptq: spans, ..recipe("gptq", "w4a16-g32-sym") }),
-        (Kind::Qwen3, Recipe { gptq: spans, ..recipe("awq-gptq", "w4a16-g32-sym") }),
+        (Kind::Llama, recipe("gptq", "w4a16-g32-sym").with_settings(float)),
+        (Kind::Llama, recipe("gptq", "w4a16-g32-sym").with_settings(spans)),
+        (Kind::Qwen3, recipe("awq-gptq", "w4a16-g32-sym").with_settings(spans)),
         (Kind::Qwen3, recipe("awq-gptq", "w4a16-g32-sym")),
         (Kind::Llama, recipe("smoothquant", "w8a8-channel-sym-static")),
         (Kind::Mixtral, recipe("gptq", "w4a16-g32-sym")),
@@ -123,8 +123,7 @@ fn states_of_another_run_or_damaged_are_refused() {
     refused(run(&plan, &masked_windows(96, 4, 40, 4), 1..3, &before), "calibration");
     let other = StateFiles { depends_on: Value::Null, ..before.clone() };
     refused(run(&plan, &windows, 1..3, &other), "depends_on");
-    let settings = GptqSettings { damping: 0.5, ..recipe.gptq };
-    let damped = Recipe { gptq: settings, ..recipe.clone() };
+    let damped = recipe.clone().with_settings(GptqSettings { damping: 0.5, ..GptqSettings::default() });
     let damped = Plan::new(&model, &damped, damped.containers[0]).unwrap();
     refused(run(&damped, &windows, 1..3, &before), "damping");
     // Different grids in earlier blocks give different states of the quantized model, even if the grids of the

@@ -411,7 +411,7 @@ fn qoq(method: &str, scheme: &str) -> Recipe {
     let (linear, kv) = kv::split(scheme).unwrap();
     let mut recipe = common::recipe(method, &linear);
     recipe.settings.kv = kv;
-    recipe.gptq = recipe.method.default_gptq();
+    recipe.set_method(recipe.method.clone()).unwrap();
     recipe.sampling = Sampling { samples: 4, length: LENGTH, packing: Packing::Auto, ..Sampling::default() };
     recipe
 }

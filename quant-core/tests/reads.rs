@@ -183,7 +183,7 @@ fn tinies() -> Vec<Tiny> {
 }
 
 fn on_float(recipe: Recipe) -> Recipe {
-    Recipe { gptq: GptqSettings { inputs: LayerInputs::Float, ..recipe.gptq }, ..recipe }
+    recipe.with_settings(GptqSettings { inputs: LayerInputs::Float, ..GptqSettings::default() })
 }
 
 fn recipes() -> Vec<(&'static str, Recipe)> {

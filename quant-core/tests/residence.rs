@@ -28,7 +28,7 @@ fn tiny(family: Kind) -> Tiny {
 }
 
 fn on_float(recipe: Recipe) -> Recipe {
-    Recipe { gptq: GptqSettings { inputs: LayerInputs::Float, ..recipe.gptq }, ..recipe }
+    recipe.with_settings(GptqSettings { inputs: LayerInputs::Float, ..GptqSettings::default() })
 }
 
 #[derive(Default)]
@@ -115,8 +115,8 @@ fn files_do_not_change_the_output() {
         (Kind::Llama, recipe("awq", "w4a16-g32-asym")),
         (Kind::Llama, Recipe { settings: reference, ..recipe("awq", "w4a16-g32-asym") }),
         (Kind::Llama, recipe("gptq", "w4a16-g32-sym")),
-        (Kind::Llama, Recipe { gptq: order(ActOrder::StaticGroups), ..recipe("gptq", "w4a16-g32-sym") }),
-        (Kind::Llama, Recipe { gptq: odd, ..recipe("gptq", "w4a16-g32-sym") }),
+        (Kind::Llama, recipe("gptq", "w4a16-g32-sym").with_settings(order(ActOrder::StaticGroups))),
+        (Kind::Llama, recipe("gptq", "w4a16-g32-sym").with_settings(odd)),
         (Kind::Llama, on_float(recipe("gptq", "w4a16-g32-sym"))),
         (Kind::Qwen3, recipe("awq-gptq", "w4a16-g32-sym")),
         (Kind::Llama, recipe("smoothquant", "w8a8-channel-sym-static")),
@@ -204,7 +204,7 @@ fn a_resumed_run_keeps_its_spans() {
         for blocks in [1, 2, 3] {
             let gptq = GptqSettings { span_blocks: Some(span), ..GptqSettings::default() };
             for method in ["gptq", "awq-gptq"] {
-                let recipe = Recipe { gptq, ..recipe(method, "w4a16-g32-sym") };
+                let recipe = recipe(method, "w4a16-g32-sym").with_settings(gptq);
                 interrupted(&tiny(Kind::Qwen3), &recipe, blocks, |path| assert!(path.exists()));
             }
         }

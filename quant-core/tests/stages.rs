@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 /// The stages from bottom to top. Those up to `format` are in `quant-formats`, and `quant-core` re-exports them under
 /// the same names; it has more of `quantize`. Whole runs use all stages.
-const STAGES: [&str; 15] = [
+const STAGES: [&str; 16] = [
     "blocks",
     "checkpoint",
     "scheme",
@@ -15,6 +15,7 @@ const STAGES: [&str; 15] = [
     "calibrate",
     "generate",
     "transform",
+    "round",
     "recipe",
     "pipeline",
     "gguf",

@@ -11,6 +11,7 @@ use common::{Checkpoint, Kind, Tiny};
 use proptest::prelude::*;
 use proptest::test_runner::TestCaseResult;
 use quant_core::calibrate::Corpus;
+use quant_core::recipe::Extensions;
 use quant_core::run::{Host, MemoryBudget, Nothing, QuantizeRequest, RecipeSettings, Text, quantize};
 use quant_core::units::{JobRequest, Phase, Selection, UnitJob, WorkOptions, init};
 use quant_core::{CancelToken, Category, Error, Event, Observer, Result, Silent, TensorSource};
@@ -108,6 +109,7 @@ impl Bench {
             model: self.at("model"),
             settings: self.settings.clone(),
             calibration: self.calibration.clone(),
+            extensions: Extensions::default(),
             blocks_per_unit: Some(blocks_per_unit),
             // A single group of blocks needs no states.
             forward_shards: (self.calibration.is_some() && blocks_per_unit < BLOCKS)

@@ -22,7 +22,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::process::ExitCode;
 
-use quant_core::blocks::{BlockType, ScaleSearch, block_type};
+use quant_core::blocks::{BlockSearch, BlockType, block_type};
 use quant_core::calibrate::{ChatTemplate, Corpus, Mask, TextTokenizer, TokenWindows, read_corpus};
 use quant_core::checkpoint::{Dtype, ModelDirectory};
 use quant_core::model::{Decoder, KvScheme, Model, round_cached};
@@ -42,13 +42,13 @@ fn main() -> ExitCode {
         ["chats", model, chats, out] => chats_of(model, chats, out),
         ["tokens", model, text, length, count, out] => tokens(model, text, length, count, out),
         ["ids", model, texts, out] => ids(model, texts, out),
-        ["encode", kind, columns, from, out] => encode(ScaleSearch::Reference, kind, columns, from, out, None),
+        ["encode", kind, columns, from, out] => encode(BlockSearch::Reference, kind, columns, from, out, None),
         ["encode", kind, columns, from, out, importance] => {
-            encode(ScaleSearch::Reference, kind, columns, from, out, Some(importance))
+            encode(BlockSearch::Reference, kind, columns, from, out, Some(importance))
         }
-        ["refine", kind, columns, from, out] => encode(ScaleSearch::Refined, kind, columns, from, out, None),
+        ["refine", kind, columns, from, out] => encode(BlockSearch::Refined, kind, columns, from, out, None),
         ["refine", kind, columns, from, out, importance] => {
-            encode(ScaleSearch::Refined, kind, columns, from, out, Some(importance))
+            encode(BlockSearch::Refined, kind, columns, from, out, Some(importance))
         }
         ["decode", kind, columns, from, out] => decode(kind, columns, from, out),
         ["inputs", rule, from, out] => inputs(rule, None, from, out),
@@ -99,7 +99,7 @@ fn floats(path: &str) -> Result<Vec<f32>, Failure> {
 }
 
 fn encode(
-    search: ScaleSearch,
+    search: BlockSearch,
     kind: &str,
     columns: &str,
     from: &str,

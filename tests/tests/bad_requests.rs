@@ -51,7 +51,10 @@ fn recipes() {
             &["--method", "qoq", "--skip", "smooth-attention", "--attention-alpha", "0.5"],
             &["--attention-alpha has no effect"],
         ),
-        (&["--method", "qoq", "--output-alpha", "2"], &["alpha is 2; it must be from 0 to 1"]),
+        (
+            &["--method", "qoq", "--output-alpha", "2"],
+            &["`smooth-outputs.alpha`: alpha is 2; it must be from 0 to 1"],
+        ),
         (&["--scheme", "w4a8kv5"], &["unknown cache `kv5`", "kv4, kv8, kvf8 or kv16"]),
         (&["--override", "down_proj=w4a8kv4"], &["`w4a8kv4`"]),
         (&["--scheme", "w4a8-channel-progressive"], &["progressive scales require groups"]),
@@ -63,7 +66,7 @@ fn recipes() {
         (&["--step", "clip.search=fast"], &["`clip`, which is not a step of", "its steps are awq"]),
         (&["--step", "awq.saerch=fast"], &["key `saerch`", "did you mean search? its keys are search"]),
         (&["--step", "awq.search=deep"], &["unknown search `deep`"]),
-        (&["--step", "awq.search=4"], &["search is 4, which is not a string"]),
+        (&["--step", "awq.search=4"], &["`awq.search`: unknown search `4`", "fast, reference"]),
         (&["--step", "awq.search=fast", "--step", "awq.search=fast"], &["sets `search` of `awq` twice"]),
         (
             &["--search", "fast", "--step", "awq.search=fast"],
@@ -82,7 +85,23 @@ fn recipes() {
             &["--method", "gptq", "--step", "gptq.block_size=1.5"],
             &["block_size is 1.5, which is not a count"],
         ),
-        (&["--method", "rtn", "--step", "gptq.damping=0.1"], &["`gptq`, which is not a step", "no steps"]),
+        (
+            &["--method", "rtn", "--step", "gptq.damping=0.1"],
+            &["`gptq`, which is not a step", "no steps", "choose --method gptq"],
+        ),
+        (&["--method", "rtn", "--step", "rtn.x=1"], &["settings of `rtn`, which has none"]),
+        (
+            &["--method", "gptq", "--step", "GPTQ.damping=0.1"],
+            &["`GPTQ`, which is not a", "did you mean gptq?"],
+        ),
+        (
+            &["--method", "gptq", "--step", "gptq.span_blocks=2", "--step", "gptq.inputs=float"],
+            &["`span_blocks` of `gptq`", "has no effect", "set `inputs` of `gptq` to quantized"],
+        ),
+        (
+            &["--method", "qoq", "--step", "smooth-attention.alpha=x"],
+            &["`smooth-attention.alpha`: invalid alpha `x`"],
+        ),
         (&["--scheme", "w4a16-g32-maybe"], &["`maybe`", "-sym or -asym"]),
         (&["--scheme", "w4a16-g0"], &["`g0`"]),
         (&["--scheme", "w4a16-g032"], &["`g032`"]),

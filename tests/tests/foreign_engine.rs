@@ -319,6 +319,33 @@ fn numbered(lengths: &[usize]) -> EvaluationText {
     EvaluationText::of_windows(windows, Profile::gptq(64).unwrap()).unwrap()
 }
 
+/// The fields of a text are public. What an engine could not score is refused before it is asked, with a message about
+/// the text, not about the logits.
+#[test]
+fn texts_that_the_model_cannot_score_are_refused() {
+    let cancel = CancelToken::new();
+    let scored = |text: &EvaluationText| {
+        perplexity(&Whole(50) as &dyn LogitsModel, text, &mut Journal::none(), &Silent, &cancel)
+    };
+    let text = numbered(&[30, 30]);
+    assert!(scored(&text).is_ok());
+    for (change, expected) in [
+        (
+            (|text| text.windows[1].tokens[4] = 50) as fn(&mut EvaluationText),
+            "the text has token 50, but the model has a vocabulary of 50 tokens",
+        ),
+        (|text| text.windows[0].first = 0, "window 0 of the text has no token before"),
+        (|text| text.windows[1].first = 31, "window 1 of the text has no token before"),
+    ] {
+        let mut text = text.clone();
+        change(&mut text);
+        let error = scored(&text).unwrap_err();
+        assert_eq!(error.category().exit_code(), 2, "{error}");
+        assert!(error.to_string().contains(expected), "{error}");
+    }
+}
+
+/// The logits of a large vocabulary are requested for few positions at a time, with bit-identical results.
 #[test]
 fn an_engine_returns_logits_for_some_positions_at_a_time() {
     // 64 MiB are the logits of 64 positions.

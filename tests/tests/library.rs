@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 
 use quant_core::calibrate::Corpus;
+use quant_core::quantize::gptq::GptqSettings;
 use quant_core::recipe::{Extensions, Recipe, step_of};
 use quant_core::run::{
     Catalog, Done, Host, Nothing, QuantizeRequest, RecipeSettings, Summary, Text, quantize,
@@ -178,7 +179,7 @@ fn messages_name_settings_and_no_options() {
         (settings(|s| s.ignore = vec!["none_such".into()]), "--ignore `none_such` matches no linear"),
         (
             settings(|s| s.damping = Some(0.1)),
-            "--damping has no effect: method `awq` does not round with GPTQ",
+            "--damping has no effect: method `awq` does not round with `gptq`",
         ),
         (settings(|s| s.gguf.pre = Some("qwen2".into())), "--pre has no effect"),
         (settings(|s| s.format = vec!["gguf".into(), "awq".into()]), "run once with --format gguf"),
@@ -229,7 +230,7 @@ fn settings_of_steps_are_keys_of_steps() {
         let (plain, named) = (json!({ "method": method }), json!({ "method": method, *setting: value }));
         let by_step = json!({ "method": method, "steps": { step: { key.name: value } } });
         let [plain, named, by_step] = [plain, named, by_step].map(read);
-        assert_eq!((&named.settings, named.gptq), (&by_step.settings, by_step.gptq), "{setting}");
+        assert_eq!(&named.settings, &by_step.settings, "{setting}");
         assert_ne!(named.to_toml(), plain.to_toml(), "{setting}");
         assert_eq!(named.to_toml(), by_step.to_toml(), "{setting}");
         assert!(help.contains(&*worded(key.help, &CommandLine)), "{setting}: {help}");
@@ -246,6 +247,21 @@ fn settings_of_steps_are_keys_of_steps() {
     }
 }
 
+/// In GGUF files too, a key of GPTQ has the same effect by its field and by the step's own name.
+#[test]
+fn settings_of_gptq_apply_to_gguf() {
+    let gptq = |fields: Value| {
+        let mut fields = fields;
+        (fields["format"], fields["method"]) = (json!(["gguf"]), json!("gptq"));
+        serde_json::from_value::<RecipeSettings>(fields).unwrap().gguf_request(true).unwrap().gptq.unwrap()
+    };
+    let (named, by_step) = (json!({ "damping": 0.05 }), json!({ "steps": { "gptq": { "damping": 0.05 } } }));
+    assert_eq!(gptq(named.clone()), GptqSettings { damping: 0.05, ..GptqSettings::default() });
+    assert_eq!(gptq(named), gptq(by_step));
+    assert_eq!(gptq(json!({})), GptqSettings::default());
+}
+
+/// The settings of a job that an earlier version wrote are read, and written with the same bytes.
 #[test]
 fn stored_settings_keep_their_bytes() {
     let stored = "{\"preset\":null,\"recipe\":null,\"method\":\"qoq\",\"scheme\":null,\"format\":[],\"group_size\":null,\
@@ -262,7 +278,7 @@ fn stored_settings_keep_their_bytes() {
     let print = recipe.method.fingerprint(&recipe.settings);
     let expected = "{\"reorder\":null,\"smooth-attention\":\"auto\",\"smooth-outputs\":0.2,\"clip\":null}";
     assert_eq!(print.to_string().replace("0.20000000298023224", "0.2"), expected);
-    assert_eq!(recipe.gptq.damping, 0.02);
+    assert_eq!(recipe.settings.steps.get::<GptqSettings>().damping, 0.02);
     // The fingerprints of AWQ and SmoothQuant, which an interrupted run must match.
     let print = |method: &str| {
         let settings = RecipeSettings { method: Some(method.into()), ..RecipeSettings::default() };

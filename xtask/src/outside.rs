@@ -78,8 +78,13 @@ pub fn run() -> Result<()> {
 /// # Errors
 /// When they do not.
 pub fn without_features() -> Result<()> {
-    let mut check = cargo(&["check", "-p", "quant-core", "-p", "quant-evaluator", "--no-default-features"]);
-    execute(check.arg("--target-dir").arg(target_dir().join("xtask/no-default-features")))
+    let target = target_dir().join("xtask/no-default-features");
+    let mut check = cargo(&["clippy", "-p", "quant-core", "-p", "quant-evaluator", "--no-default-features"]);
+    check.arg("--target-dir").arg(&target).args(["--", "-D", "warnings"]);
+    execute(&mut check)?;
+    // The configuration that engines use: unit tests and the examples of the documentation.
+    let mut test = cargo(&["test", "-p", "quant-evaluator", "--no-default-features"]);
+    execute(test.arg("--target-dir").arg(target))
 }
 
 fn scratch(name: &str) -> Result<PathBuf> {

@@ -138,7 +138,7 @@ pub struct Check {
 /// Judges results by a policy.
 ///
 /// ```
-/// use quant_core::digest::sha256_hex;
+/// use quant_evaluator::digest::sha256_hex;
 /// use quant_evaluator::gate::{Baseline, Policy, Verdict, judge};
 /// use quant_evaluator::{Evaluation, EvaluationText, ModelIdentity, Profile, Scores, Tool, Window};
 ///
@@ -177,7 +177,7 @@ pub struct Check {
 /// let outcome = judge(&policy, before, &named(result("worse", 0.1)))?;
 /// assert_eq!(outcome.verdict, Verdict::Fail);
 /// println!("{}", outcome.checks[0].message);
-/// # Ok::<(), quant_core::Error>(())
+/// # Ok::<(), quant_evaluator::Error>(())
 /// ```
 ///
 /// # Errors

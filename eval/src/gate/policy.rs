@@ -45,7 +45,7 @@ const ABSENT: &str = "does not exist";
 /// "#;
 /// let policy = Policy::parse(text, "policy.toml".as_ref())?;
 /// assert_eq!((policy.caps.len(), policy.needs_baseline()), (1, false));
-/// # Ok::<(), quant_core::Error>(())
+/// # Ok::<(), quant_evaluator::Error>(())
 /// ```
 #[derive(Debug, Clone)]
 #[non_exhaustive]

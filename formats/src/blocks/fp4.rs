@@ -218,7 +218,7 @@ mod tests {
     fn blocks_on_the_grid_come_back_as_they_were() {
         for kind in [&MXFP4, &NVFP4] {
             let values: Vec<f32> = (0..64).map(|i| f32::from(LEVELS[i * 7 % 16]) * 0.125).collect();
-            for search in [super::super::ScaleSearch::Reference, super::super::ScaleSearch::Refined] {
+            for search in [super::super::BlockSearch::Reference, super::super::BlockSearch::Refined] {
                 let mut bytes = vec![0; kind.row_bytes(64).unwrap()];
                 kind.encode_by(search, &values, None, &mut bytes);
                 let mut back = [f32::NAN; 64];

@@ -73,7 +73,7 @@ pub struct BlockType {
 
 /// The search for scales and minimums.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum ScaleSearch {
+pub enum BlockSearch {
     /// Chooses the scales, factors and minimums of a block together, for a smaller error of the stored values.
     #[default]
     Refined,
@@ -164,8 +164,9 @@ impl BlockType {
         self.elements == 1
     }
 
-    /// Encodes a row with the [reference](ScaleSearch::Reference) search. `importance`, which must be nonnegative,
-    /// weights the squared error of each element; only its ratios within a row matter. Some types ignore it.
+    /// Encodes a row with the [reference](BlockSearch::Reference) search. `importance`, which must be nonnegative,
+    /// weights the squared error of each element; only its ratios within a row matter. Floats, Q8_0, the ternary types
+    /// and the 4-bit floats ignore it.
     ///
     /// # Panics
     /// When the lengths are inconsistent; see [`row_bytes`](Self::row_bytes).
@@ -181,10 +182,10 @@ impl BlockType {
     ///
     /// # Panics
     /// See [`encode`](Self::encode).
-    pub fn encode_by(&self, search: ScaleSearch, row: &[f32], importance: Option<&[f32]>, out: &mut [u8]) {
+    pub fn encode_by(&self, search: BlockSearch, row: &[f32], importance: Option<&[f32]>, out: &mut [u8]) {
         match search {
-            ScaleSearch::Refined => self.encode_refined(row, importance, out),
-            ScaleSearch::Reference => self.encode(row, importance, out),
+            BlockSearch::Refined => self.encode_refined(row, importance, out),
+            BlockSearch::Reference => self.encode(row, importance, out),
         }
     }
 

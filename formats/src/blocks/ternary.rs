@@ -156,7 +156,7 @@ mod tests {
         };
         let row: Vec<f32> = (0..512).map(|_| (next() as f32 - 1.0) * 0.375).collect();
         for kind in [&TQ1_0, &TQ2_0] {
-            for search in [super::super::ScaleSearch::Reference, super::super::ScaleSearch::Refined] {
+            for search in [super::super::BlockSearch::Reference, super::super::BlockSearch::Refined] {
                 let mut bytes = vec![0xa5; kind.row_bytes(512).unwrap()];
                 kind.encode_by(search, &row, None, &mut bytes);
                 let mut back = vec![f32::NAN; 512];

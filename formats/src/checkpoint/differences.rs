@@ -12,9 +12,11 @@ const PROGRAM: &str = "program.";
 /// Prefix of the fields that hold the scheme of each linear.
 const SCHEMES: &str = "schemes.";
 /// Fields that follow from the method. They are not listed if the method itself has changed.
-const OF_METHOD: [&str; 4] = ["steps", "transforms", "gptq", "calibration"];
-/// Fields that follow from the calibration text and its settings. If no setting has changed, one line reports that the
-/// text has.
+const OF_METHOD: [&str; 4] = ["steps", "transforms", "rounding", "calibration"];
+/// Prefix of the fields that hold the settings of the rounding, by its name. It is not shown.
+const ROUNDING: &str = "rounding.";
+/// Fields that follow from the calibration text and the other settings of `calibration`. They are not listed if one of
+/// these settings has changed; otherwise one line reports that the text has changed.
 const OF_TEXT: [&str; 5] = [
     "calibration.tokens",
     "calibration.tokens_counted",
@@ -85,7 +87,7 @@ impl Difference {
                     "program.processor" => "processor",
                     "tool_version" => "version",
                     "max_shard_bytes" => "bytes per shard",
-                    other => other,
+                    other => other.strip_prefix(ROUNDING).unwrap_or(other),
                 };
                 format!("{}: was {}, is {}", printable(name), shown(&self.was), shown(&self.is))
             }

@@ -8,6 +8,7 @@ mod bits;
 mod checks;
 mod compressed_tensors;
 mod gptq;
+mod input_order;
 pub mod loaders;
 mod modelopt;
 pub mod mxfp4;
@@ -411,6 +412,15 @@ pub trait PackedReader: Send + Sync {
     /// then the whole weight is read.
     fn parts(&self, _source: &dyn TensorSource, _weight: PackedWeight<'_>) -> Option<Vec<TensorPart>> {
         None
+    }
+
+    /// The [order of inputs](QuantizedTensor::input_order) of the weight that [`read`](Self::read) returns, if its groups
+    /// of inputs are not adjacent in the file. The default is for formats in which they always are.
+    ///
+    /// # Errors
+    /// See [`read`](Self::read).
+    fn input_order(&self, _source: &dyn TensorSource, _weight: PackedWeight<'_>) -> Result<Option<Vec<u32>>> {
+        Ok(None)
     }
 
     /// The zero points of a weight, `[n, groups]`, if its scheme has any.

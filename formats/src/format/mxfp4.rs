@@ -60,6 +60,7 @@ pub fn unpacked(
         zeros: None,
         global: None,
         input: None,
+        input_order: None,
     })
 }
 

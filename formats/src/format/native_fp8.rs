@@ -287,6 +287,7 @@ impl PackedReader for NativeFp8 {
             levels: None,
             global: None,
             input,
+            input_order: None,
         };
         tensor.view()?;
         Ok(tensor)

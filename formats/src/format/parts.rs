@@ -26,9 +26,9 @@ pub struct Axis {
 }
 
 impl Axis {
-    /// A dimension with `elements` per `features`: 1 per 8 if a word holds 8 codes.
+    /// A dimension with `elements` per `features`: 1 per 8 if a word holds 8 codes. 0 features count as 1.
     pub fn new(dimension: usize, features: usize, elements: usize) -> Self {
-        Self { dimension, features, elements }
+        Self { dimension, features: features.max(1), elements }
     }
 
     /// A dimension of 32-bit words that hold codes of this many bits as a dense stream.
@@ -51,7 +51,8 @@ impl Axis {
     /// cannot be divided there.
     fn range(self, part: &Range<usize>, total: usize, size: usize) -> Option<Range<usize>> {
         let place = |feature: usize| {
-            let at = feature.is_multiple_of(self.features).then_some(feature / self.features * self.elements);
+            let divides = self.features > 0 && feature.is_multiple_of(self.features);
+            let at = divides.then(|| feature / self.features * self.elements);
             if feature == total { Some(size) } else { at.filter(|at| *at <= size) }
         };
         Some(place(part.start)?..place(part.end)?)
@@ -112,18 +113,37 @@ pub(super) fn common_multiple(a: usize, b: usize) -> usize {
     (a / x.max(1)).saturating_mul(b)
 }
 
-/// Fails unless the range is a part of the weight that begins and ends at these multiples.
+/// Whether a range of outputs or inputs begins and ends at these multiples, or at the end of the weight.
+pub(super) fn divides(part: &Range<usize>, total: usize, multiple: usize) -> bool {
+    [part.start, part.end].into_iter().all(|at| at == total || at.is_multiple_of(multiple))
+}
+
+/// Fails unless a range of outputs or inputs is not empty, within the weight, and divides it at these multiples.
 pub(super) fn check_range(what: &str, part: &Range<usize>, total: usize, multiple: usize) -> Result<()> {
-    let divides = |at: usize| at == total || at.is_multiple_of(multiple);
-    if part.start < part.end && part.end <= total && divides(part.start) && divides(part.end) {
+    let wrong = if part.start >= part.end || part.end > total {
+        format!("are not a part of a weight with {total} {what}")
+    } else if !divides(part, total, multiple) {
+        format!("do not begin and end at multiples of {multiple}, or at the end of the weight")
+    } else {
         return Ok(());
-    }
+    };
     Err(Error::usage(
-        format!("{what} {}..{} are not a part of a weight with {total} {what}", part.start, part.end),
-        format!("parts begin and end at multiples of {multiple}, or at the end of the weight"),
+        format!("{what} {}..{} {wrong}", part.start, part.end),
+        format!(
+            "choose a range within 0..{total} that begins and ends at multiples of {multiple}, or at {total}"
+        ),
     ))
 }
 
+/// The error for some inputs of a weight with an [order of inputs](QuantizedTensor::input_order).
+pub(super) fn not_divided_by_inputs() -> Error {
+    Error::usage(
+        "a weight whose groups of inputs are not adjacent cannot be divided by inputs",
+        "divide it by outputs, or dequantize it",
+    )
+}
+
+/// A part of a stored tensor.
 struct Part {
     info: TensorInfo,
     /// Stored rows and columns; a vector is a single row.
@@ -262,8 +282,8 @@ impl TensorSource for PartSource<'_> {
 }
 
 impl QuantizedTensor {
-    /// The multiples of rows and columns at which a scheme can be divided.
-    pub(super) fn part_multiples(scheme: LinearScheme) -> [usize; 2] {
+    /// The multiples of rows and columns at which a scheme can be divided: columns of a group, and blocks.
+    pub fn part_multiples(scheme: LinearScheme) -> [usize; 2] {
         match scheme.granularity {
             Granularity::Group(size) => [1, size],
             Granularity::Block => [BLOCK, BLOCK],
@@ -274,15 +294,19 @@ impl QuantizedTensor {
     /// Returns some rows and columns of the weight, with the scales and zero points of their groups.
     ///
     /// # Errors
-    /// [`Error::Usage`] if the ranges are empty or exceed the weight, or columns do not begin and end with groups;
+    /// [`Error::Usage`] if the ranges are empty or exceed the weight, columns do not begin and end with groups, or some
+    /// columns are left out of a weight with an [order of inputs](Self::input_order);
     /// [`Error::Internal`] if the parts of the tensor are inconsistent.
     pub fn part(&self, rows: Range<usize>, columns: Range<usize>) -> Result<Self> {
-        self.view()?;
+        self.sorted_view()?;
         let [n, k] = self.shape;
         let [row_multiple, column_multiple] = Self::part_multiples(self.scheme);
         check_range("rows", &rows, n, row_multiple)?;
         check_range("columns", &columns, k, column_multiple)?;
-        // If a row ends within a block, groups of the part may be longer than those of the weight.
+        if self.input_order.is_some() && columns != (0..k) {
+            return Err(not_divided_by_inputs());
+        }
+        // Where blocks are cut off by the end of a row, groups of the part may be longer than those of the weight.
         let size = self.scheme.granularity.group_size(k);
         let part_size = self.scheme.granularity.group_size(columns.len());
         let first = columns.start;
@@ -305,7 +329,8 @@ impl QuantizedTensor {
             rows: levels.rows[rows.clone()].to_vec(),
         });
         (part.global, part.input) = (self.global, self.input);
-        part.view()?;
+        part.input_order.clone_from(&self.input_order);
+        part.sorted_view()?;
         Ok(part)
     }
 }

@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use serde_json::{Map, Value};
 
-use super::parts::{PartSource, check_range, common_multiple, multiples};
+use super::parts::{PartSource, check_range, common_multiple, divides, multiples, not_divided_by_inputs};
 use super::{PackedReader, PackedWeight, reader};
 use crate::checkpoint::{ConfigFields, ModelDirectory, TensorSource};
 use crate::quantize::QuantizedTensor;
@@ -157,7 +157,9 @@ impl QuantizedCheckpoint {
         })
     }
 
-    /// Reads a linear's weight in the order of the matrix. It takes about one byte per weight and 4 per scale.
+    /// Reads a linear's weight: codes, scales and zero points in the order of the matrix, independent of the order in
+    /// the file. If groups of inputs are not adjacent, columns are sorted by group, and
+    /// [`input_order`](QuantizedTensor::input_order) names the input of each. Memory: one byte per weight and 4 per scale.
     ///
     /// # Errors
     /// [`Error::MissingTensor`] when no quantized linear has that name; otherwise when the file cannot be read, or
@@ -167,8 +169,18 @@ impl QuantizedCheckpoint {
         self.reader.read(self.source.as_ref(), PackedWeight { module: name, shape: *shape, scheme: *scheme })
     }
 
-    /// Reads some outputs of a linear's weight, for an engine that divides it among devices by outputs (`q_proj`,
-    /// `up_proj`).
+    /// Returns the [order of inputs](QuantizedTensor::input_order) that [`read`](Self::read) returns with a linear's
+    /// weight, without reading the weight.
+    ///
+    /// # Errors
+    /// As [`read`](Self::read).
+    pub fn input_order(&self, name: &str) -> Result<Option<Vec<u32>>> {
+        let &LinearInfo { shape, scheme, .. } = self.require(name)?;
+        self.reader.input_order(self.source.as_ref(), PackedWeight { module: name, shape, scheme })
+    }
+
+    /// Reads some outputs of a linear's weight, for an engine that divides it among devices by outputs
+    /// (`q_proj`, `up_proj`). See [`read_part`](Self::read_part) for what is read from the file.
     ///
     /// ```
     /// # use std::sync::Arc;
@@ -203,9 +215,16 @@ impl QuantizedCheckpoint {
     /// [`QuantizedTensor::part`] of the whole weight. If a linear is divided by inputs (`o_proj`, `down_proj`), only
     /// one device must add the [bias](Self::bias).
     ///
+    /// If the ranges begin and end at [multiples](Self::part_multiples) or at the end of the weight, only the bytes of
+    /// the part are read from the file, and memory is that of the part. A part whose bytes are not adjacent takes
+    /// several reads: outputs of AWQ and GPTQ, whose rows are inputs, take one per input. Other ranges at the
+    /// [multiples of the scheme](QuantizedTensor::part_multiples) are taken from the whole weight: QServe, for example,
+    /// stores 4-bit codes of all inputs together. So are all parts if the reader of a format does not
+    /// [describe](super::PackedReader::parts) how its tensors are divided.
+    ///
     /// # Errors
-    /// [`Error::Usage`] when the ranges do not begin and end at [multiples](Self::part_multiples) or at the end of the
-    /// weight; otherwise as [`read`](Self::read).
+    /// [`Error::Usage`] when the ranges do not begin and end at multiples of the scheme or at the end of the weight;
+    /// otherwise as [`read`](Self::read).
     pub fn read_part(
         &self,
         name: &str,
@@ -213,21 +232,32 @@ impl QuantizedCheckpoint {
         columns: Range<usize>,
     ) -> Result<QuantizedTensor> {
         let &LinearInfo { shape, scheme, .. } = self.require(name)?;
-        let multiples = self.part_multiples(name)?;
-        check_range("rows", &rows, shape[0], multiples[0])?;
-        check_range("columns", &columns, shape[1], multiples[1])?;
+        let of_scheme = QuantizedTensor::part_multiples(scheme);
+        check_range("rows", &rows, shape[0], of_scheme[0])?;
+        check_range("columns", &columns, shape[1], of_scheme[1])?;
         let weight = PackedWeight { module: name, shape, scheme };
         let source = self.source.as_ref();
-        let Some(parts) = self.reader.parts(source, weight) else {
+        let of_storage = |parts: &Vec<_>| {
+            let [outputs, inputs] = multiples(parts);
+            divides(&rows, shape[0], outputs) && divides(&columns, shape[1], inputs)
+        };
+        let Some(parts) = self.reader.parts(source, weight).filter(of_storage) else {
             return self.reader.read(source, weight)?.part(rows, columns);
         };
         let part = PartSource::new(source, parts, shape, [&rows, &columns])?;
-        let shape = [rows.len(), columns.len()];
-        self.reader.read(&part, PackedWeight { module: name, shape, scheme })
+        let part_shape = [rows.len(), columns.len()];
+        let read = self.reader.read(&part, PackedWeight { module: name, shape: part_shape, scheme });
+        // The groups of some inputs may be adjacent, even if others are scattered.
+        let is_whole = columns == (0..shape[1]) || matches!(&read, Ok(part) if part.input_order.is_none());
+        match is_whole || self.reader.input_order(source, weight)?.is_none() {
+            true => read,
+            false => Err(not_divided_by_inputs()),
+        }
     }
 
-    /// Returns the multiples of outputs and of inputs at which parts of a linear's weight may begin and end. The end of
-    /// the weight is always allowed.
+    /// Returns the multiples of outputs and of inputs at which parts of a linear's weight begin and end, besides the end
+    /// of the weight, if only their bytes are read: the format packs codes of several outputs or inputs together, and
+    /// groups of inputs share scales.
     ///
     /// # Errors
     /// [`Error::MissingTensor`] when no quantized linear has that name.

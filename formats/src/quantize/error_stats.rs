@@ -124,6 +124,7 @@ mod tests {
             levels: None,
             global: None,
             input: None,
+            input_order: None,
         };
         let stats = ErrorStats::of(&weights, &tensor).unwrap();
         let lost = f64::from(0.4f32);

@@ -22,5 +22,5 @@ pub use rtn::{
     quantize_tensor, quantize_within, row_scales,
 };
 pub use shared::{ScaleContext, ScaleSearch, SharedExtents, SharedScales};
-pub use tensor::QuantizedTensor;
+pub use tensor::{QuantizedTensor, restore_input_order};
 pub use vanished::vanished_groups;

@@ -113,6 +113,7 @@ mod tests {
             levels: None,
             global: None,
             input: None,
+            input_order: None,
         }
     }
 

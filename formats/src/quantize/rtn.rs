@@ -90,6 +90,7 @@ pub fn quantize_within(
         levels: None,
         global: None,
         input: None,
+        input_order: None,
     };
     let shared = SharedScales::of(rows, k, (scheme, scale_dtype), context)?;
     tensor.global = shared.global();

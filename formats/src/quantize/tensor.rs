@@ -36,6 +36,12 @@ pub struct QuantizedTensor {
     pub global: Option<f32>,
     /// The calibrated scale and zero point of the input, for static activations. For NVFP4, `scale` is a divisor.
     pub input: Option<StaticScale>,
+    /// The input that each column multiplies, `[k]`, if columns are sorted so that groups are adjacent: GPTQ with
+    /// `desc_act`, and compressed-tensors with `actorder: group`. `None` if column `i` multiplies input `i`.
+    ///
+    /// [`dequantize`](Self::dequantize) returns columns in the order of the inputs. The kernels know no order: take it
+    /// with [`take_input_order`](Self::take_input_order), and rearrange the activations.
+    pub input_order: Option<Vec<u32>>,
 }
 
 impl QuantizedTensor {
@@ -58,13 +64,46 @@ impl QuantizedTensor {
             zeros: None,
             global: None,
             input: None,
+            input_order: None,
         }
+    }
+
+    /// Takes the order of inputs, so that the weight can be packed. Column `c` of the matrix then multiplies input
+    /// `order[c]`: pack the rows `x[order[0]], x[order[1]], …` in place of `x`.
+    ///
+    /// ```
+    /// use quant_formats::checkpoint::Dtype;
+    /// use quant_formats::quantize::quantize_rtn;
+    /// use quant_kernels_cpu::{FloatRows, IsaToken, RowLayout, Serial};
+    ///
+    /// # let weight: Vec<f32> = (0..16 * 64).map(|i| (i as f32 * 0.7).sin()).collect();
+    /// # let mut weight = quantize_rtn("proj", &weight, [16, 64], "w4a16-g32".parse()?, Dtype::F16, None)?;
+    /// # weight.input_order = Some((0..64).rev().collect());
+    /// # let expected: f32 = weight.dequantize()?[..64].iter().enumerate().map(|(i, w)| w * i as f32).sum();
+    /// // A weight of 16 outputs and 64 inputs, as `QuantizedCheckpoint::read` returns it.
+    /// let order = weight.take_input_order();
+    /// let packed = weight.pack(None, &Serial)?;
+    ///
+    /// let x: Vec<f32> = (0..64).map(|i| i as f32).collect();
+    /// let x = match &order {
+    ///     Some(order) => order.iter().map(|&input| x[input as usize]).collect(),
+    ///     None => x,
+    /// };
+    /// let mut rows = FloatRows::new(IsaToken::detect());
+    /// rows.pack(&x, RowLayout::of(packed.layout()), &Serial)?;
+    /// let mut out = [0.0; 16];
+    /// packed.multiply_float(&rows, &mut out, &Serial)?;
+    /// # assert!((out[0] - expected).abs() < 0.01 * expected.abs().max(1.0), "{} {expected}", out[0]);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn take_input_order(&mut self) -> Option<Vec<u32>> {
+        self.input_order.take()
     }
 
     /// Returns a view of the matrix for the kernels.
     ///
     /// # Errors
-    /// When the parts are inconsistent. Code that creates a tensor from a file must call this to check it.
+    /// [`Error::Usage`] when it has an [order of inputs](Self::input_order); when the parts are inconsistent. Code that creates a tensor from a file must call this to check it.
     pub fn view(&self) -> Result<WeightView<'_>> {
         self.view_with(None)
     }
@@ -75,6 +114,33 @@ impl QuantizedTensor {
     /// # Errors
     /// See [`view`](Self::view).
     pub fn view_with<'a>(&'a self, scale_codes: Option<&'a [u8]>) -> Result<WeightView<'a>> {
+        if self.input_order.is_some() {
+            return Err(Error::usage(
+                "the columns of a weight are not in the order of its inputs (desc_act or actorder)",
+                "take the order (`take_input_order`) and rearrange the activations by it, or dequantize the weight",
+            ));
+        }
+        self.sorted_view_with(scale_codes)
+    }
+
+    /// Returns a view of the columns as they are, and the input of each if they have an
+    /// [order](Self::input_order).
+    ///
+    /// # Errors
+    /// When the parts are inconsistent, or the order does not name each input once.
+    pub fn sorted_view(&self) -> Result<(WeightView<'_>, Option<&[u32]>)> {
+        let order = self.input_order.as_deref();
+        let k = self.shape[1];
+        let mut seen = vec![false; if order.is_some() { k } else { 0 }];
+        let mut is_new =
+            |input: &u32| seen.get_mut(*input as usize).is_some_and(|seen| !std::mem::replace(seen, true));
+        if order.is_some_and(|order| order.len() != k || !order.iter().all(&mut is_new)) {
+            return Err(Error::Internal("the order of inputs does not name each input once".into()));
+        }
+        Ok((self.sorted_view_with(None)?, order))
+    }
+
+    fn sorted_view_with<'a>(&'a self, scale_codes: Option<&'a [u8]>) -> Result<WeightView<'a>> {
         let group_size = self.scheme.granularity.group_size(self.shape[1]);
         if self.levels.is_some() != self.scheme.is_progressive() {
             return Err(Error::Internal("the scales do not match the scheme".into()));
@@ -254,6 +320,9 @@ impl QuantizedTensor {
     /// When the grid is not equivalent: different bits or groups, a zero point that is not the midpoint, a scale that
     /// is not exact in the dtype.
     pub fn restated(mut self, scheme: LinearScheme, scale_dtype: Dtype) -> Result<Self, String> {
+        if self.input_order.is_some() {
+            return Err("its groups of inputs are not adjacent (desc_act or actorder)".to_owned());
+        }
         let columns = self.shape[1];
         let group_size = |scheme: LinearScheme| scheme.granularity.group_size(columns);
         let left_float = scheme.activations == ActivationScheme::Float
@@ -301,15 +370,29 @@ impl QuantizedTensor {
         Ok(Self { scheme, scale_dtype, ..self })
     }
 
-    /// Returns the whole matrix as `f32`, `[n, k]` row-major.
+    /// Returns the whole matrix as `f32`, `[n, k]` row-major, with columns in the order of the inputs.
     ///
     /// # Errors
-    /// See [`view`](Self::view).
+    /// When the parts are inconsistent.
     pub fn dequantize(&self) -> Result<Vec<f32>> {
         let mut out = allocate::zeros(self.shape[0] * self.shape[1], "a weight in f32")?;
-        let view = self.view()?;
+        let (view, order) = self.sorted_view()?;
         dequantize_rows(&view, 0..view.n(), &mut out).map_err(|e| Error::Internal(e.to_string()))?;
+        if let Some(order) = order {
+            restore_input_order(&mut out, order);
+        }
         Ok(out)
+    }
+}
+
+/// Moves the columns of rows `[n, k]` from an [order](QuantizedTensor::input_order) back to that of the inputs.
+pub fn restore_input_order(rows: &mut [f32], order: &[u32]) {
+    let mut sorted = vec![0.0; order.len()];
+    for row in rows.chunks_exact_mut(order.len().max(1)) {
+        sorted.copy_from_slice(row);
+        for (value, &input) in sorted.iter().zip(order) {
+            row[input as usize] = *value;
+        }
     }
 }
 

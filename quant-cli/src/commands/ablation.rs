@@ -241,11 +241,12 @@ impl Step {
         let whole = method(self.method)?;
         let kept = |step: &str| self.steps.contains(&step) && !options.skip.iter().any(|s| s == step);
         let left_out = whole.steps().into_iter().filter(|step| !kept(step));
+        let mut settings = TransformSettings { kv, ..TransformSettings::default() };
+        whole.set_defaults(&mut settings)?;
         Ok(Recipe {
             method: whole.without(&left_out.map(str::to_owned).collect::<Vec<_>>())?,
             scheme: scheme.parse()?,
-            settings: TransformSettings { kv, ..TransformSettings::default() },
-            gptq: whole.default_gptq(),
+            settings,
             sampling: sampling(options),
             ..Recipe::preset("rtn-w4a16")?
         })

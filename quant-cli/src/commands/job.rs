@@ -204,10 +204,9 @@ fn create(args: &InitArgs, session: &Session) -> Result<()> {
         calibration: args.calibration.clone().map(Text::Named),
         blocks_per_unit: args.blocks_per_unit,
         forward_shards: args.forward_shards,
+        ..JobRequest::default()
     };
-    let settings = &request.settings;
-    let read = [&settings.recipe, &settings.channel_maxima].into_iter().filter_map(|file| file.as_deref());
-    args.json.check_distinct(&args.model, &read.collect::<Vec<_>>())?;
+    args.json.check_distinct(&args.model, &request.settings.files().collect::<Vec<_>>())?;
     let made = init(&request, &args.job, &session.host())?;
     let json = InitJson {
         schema: "quant-job-init/1",

@@ -18,6 +18,11 @@ pub(super) fn read(model: &Model, module: &str, shape: [usize; 2]) -> Result<Qua
         module: module.to_owned(),
         reason,
     };
+    if tensor.input_order.is_some() {
+        return Err(refuse(
+            "its groups of inputs are not adjacent (desc_act or actorder), and blocks have no index of groups".into(),
+        ));
+    }
     let zero_point = 1_u8 << (tensor.scheme.bits() - 1);
     if tensor.zeros.as_ref().is_some_and(|zeros| zeros.iter().any(|&z| z != zero_point)) {
         return Err(refuse(

@@ -120,7 +120,7 @@ impl GgufPlan {
             "mixture": self.request.mixture.name,
             "importance": importance,
             "search": format!("{:?}", self.request.search),
-            "gptq": self.request.gptq.map(|settings| settings.damping),
+            "gptq": self.request.gptq.map(|settings| settings.described()),
         })
     }
 }

@@ -9,7 +9,7 @@ use super::metadata;
 use super::mixture::{Mixture, ModelFacts, Role};
 use super::rows::{RowOrder, Source, View};
 use super::tokenizer;
-use crate::blocks::{BlockType, F32, MXFP4, Q4_0, Q8_0, ScaleSearch, block_type};
+use crate::blocks::{BlockSearch, BlockType, F32, MXFP4, Q4_0, Q8_0, block_type};
 use crate::checkpoint::{ModelDirectory, TensorSpec};
 use crate::model::{Architecture, Model};
 use crate::quantize::gptq::GptqSettings;
@@ -34,7 +34,7 @@ pub struct GgufRequest {
     /// Whether there is an importance matrix.
     pub weighted: bool,
     /// How scales are searched for.
-    pub search: ScaleSearch,
+    pub search: BlockSearch,
     /// Settings of GPTQ, if codes compensate each other's rounding errors.
     pub gptq: Option<GptqSettings>,
 }

@@ -11,7 +11,7 @@ use super::curvature::Curvature;
 use super::imatrix::Importance;
 use super::plan::{GgufPlan, PlannedTensor};
 use super::rows::{Source, matrix, read_rows};
-use crate::blocks::{BlockType, ScaleSearch, repack_mxfp4};
+use crate::blocks::{BlockSearch, BlockType, repack_mxfp4};
 use crate::model::Model;
 use crate::quantize::gptq::{Factor, encode_blocks};
 use crate::{CancelToken, Error, Event, Observer, Result, TensorSink};
@@ -122,7 +122,8 @@ pub fn write_tensors(
 
 struct Writer<'a> {
     tensor: &'a PlannedTensor,
-    search: ScaleSearch,
+    search: BlockSearch,
+    /// The importance of all columns, for each matrix of the tensor.
     importance: Option<Vec<f32>>,
     factors: Vec<Option<Arc<Factor>>>,
     sink: &'a mut dyn TensorSink,

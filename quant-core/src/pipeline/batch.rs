@@ -9,7 +9,6 @@ use serde_json::Value;
 
 use super::conveyor::{Conveyor, SpanWork};
 use super::decision::Decision;
-use super::gptq::{GptqRun, GptqTask};
 use super::read_back::written_block;
 use super::search::{Context, grids, norm_dtypes, search_rewrites};
 use super::source::{Hashes, ReadWeights};
@@ -20,7 +19,8 @@ use crate::calibrate::{
 };
 use crate::digest::sha256_hex;
 use crate::model::{Block, ExpertOrder, NodeId, Preparation, RopeTables, cached_values};
-use crate::recipe::{FirstPass, PassPlan, Rounding, States};
+use crate::recipe::{FirstPass, PassPlan};
+use crate::round::{RoundingTask, StagedRounding, States};
 use crate::transform::{LinearGrid, Rewrite, Transform};
 use crate::{Category, Error, Event, Result};
 use quant_formats::timed;
@@ -88,7 +88,7 @@ impl Batch {
         let [float, quantized] = match &files.before[..] {
             _ if wanted == [false; 2] => [None, None],
             // The quantized model begins a span with the states of the float model.
-            paths if !paths.is_empty() && wanted[1] && plan.gptq.begins_span(first) => {
+            paths if !paths.is_empty() && wanted[1] && plan.begins_span(first) => {
                 let [float, _] = states::load(paths, job, first, &files.depends_on, [true, false], spill)?;
                 match wanted[0] {
                     true => [float.as_ref().map(HiddenStates::try_clone).transpose()?, float],
@@ -140,8 +140,8 @@ impl Batch {
     }
 
     /// Makes the decisions about block `layer` for the jobs at the positions `open`, whose results are still missing,
-    /// and moves the states to the next block if `advance` is set. Linears are passed to the conveyors as soon as GPTQ
-    /// has rounded them.
+    /// and moves the states to the next block if `advance` is set. Linears are passed to the conveyors as soon as a
+    /// stage has rounded them.
     pub(super) fn block(
         &mut self,
         conveyors: &mut [Conveyor<'_, '_>],
@@ -197,8 +197,8 @@ impl Batch {
             };
             let routed = routed_to_linears(block.graph(), &unrouted);
             let decision = Decision { rewrite, inputs, routed, cached };
-            if let Some(which) = self.passes.gptq {
-                let run = self.gptq(&context, &block, grids, (&decision, &unrouted), which, advance)?;
+            if let Some(which) = self.passes.rounding {
+                let run = self.rounding(&context, &block, grids, (&decision, &unrouted), which, advance)?;
                 round(job, run, &mut conveyors[i], span, &decision, &block)?;
             }
             decisions.insert(i, decision);
@@ -208,7 +208,7 @@ impl Batch {
     }
 
     fn begin_span(&mut self, job: &Job<'_>, layer: usize) -> Result<()> {
-        if self.is_float_before == Some(layer) || !job.plan.gptq.begins_span(layer) {
+        if self.is_float_before == Some(layer) || !job.plan.begins_span(layer) {
             return Ok(());
         }
         if let (Some(float), Some(quantized)) = (&self.states.float, &mut self.states.quantized) {
@@ -340,7 +340,8 @@ impl Batch {
         Ok(ranges)
     }
 
-    fn gptq<'a>(
+    /// Begins to round the rewritten block on these states.
+    fn rounding<'a>(
         &'a mut self,
         context: &Context<'a, '_>,
         block: &Block,
@@ -348,28 +349,29 @@ impl Batch {
         (decision, unrouted): (&'a Decision, &'a BTreeMap<NodeId, u64>),
         which: States,
         advance: bool,
-    ) -> Result<GptqRun<'a>> {
+    ) -> Result<Box<dyn StagedRounding + 'a>> {
         let job = context.job;
         let states = self.states.of(which);
-        let states = states.ok_or_else(|| Error::Internal("GPTQ was requested without a batch".into()))?;
+        let states =
+            states.ok_or_else(|| Error::Internal("a rounding needs states, but there is no batch".into()))?;
         if which != States::Quantized {
             // If the block is rounded stage by stage, each weight is read in its own stage.
             timed(job.observer, reading(job), || block.load())?;
         }
-        let task = GptqTask {
+        let task = RoundingTask {
             prefix: context.prefix,
             block: decision.rewrite.apply(block)?,
             grids,
             rewrite: &decision.rewrite,
             inputs: &decision.inputs,
-            settings: job.plan.gptq,
+            settings: &job.plan.settings,
             experts: job.plan.sampling.experts,
             unrouted,
-            scale_search: job.plan.settings.scale_search,
             container: job.plan.container,
             cancel: job.cancel,
         };
-        timed(job.observer, Rounding::Gptq.name(), || GptqRun::new(task, which, states, advance))
+        let rounding = job.plan.method.rounding;
+        timed(job.observer, rounding.name(), || rounding.begin(task, (which, states), advance))
     }
 }
 
@@ -400,13 +402,13 @@ fn saved_states(
 /// Rounds a block stage by stage. The conveyor takes each stage before the next one begins.
 fn round(
     job: &Job<'_>,
-    mut run: GptqRun<'_>,
+    mut run: Box<dyn StagedRounding + '_>,
     conveyor: &mut Conveyor<'_, '_>,
     span: usize,
     decision: &Decision,
     block: &Block,
 ) -> Result<()> {
-    let step = Rounding::Gptq.name();
+    let step = job.plan.method.rounding.name();
     let hashes = Hashes::default();
     while let Some(rounded) = timed(job.observer, step, || run.next_stage())? {
         let work =

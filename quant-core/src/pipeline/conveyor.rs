@@ -7,11 +7,12 @@ use std::ops::Range;
 use serde_json::json;
 
 use super::Job;
-use super::decision::{Decision, Rounded, StageRounded};
+use super::decision::Decision;
 use super::report::{QuantReport, TensorReport};
 use super::source::{ReadWeights, Source, copy, stored_report, unchanged_report};
 use super::tensor::{Finished, apply_rewrite, cache_scales, largest_magnitude};
 use crate::recipe::{Action, Plan, PlanEntry};
+use crate::round::{Rounded, StageRounded};
 use crate::{Error, Event, Result, TensorSink};
 
 pub(super) struct SpanWork<'a> {

@@ -7,7 +7,7 @@ use super::{Job, Program, QuantReport};
 use crate::checkpoint::{CheckpointWriter, ModelDirectory};
 use crate::digest::sha256_hex;
 use crate::model::arch::TEXT_CONFIG;
-use crate::recipe::{Plan, PlanEntry, REPACK, Rounding};
+use crate::recipe::{Plan, PlanEntry, REPACK};
 use crate::scheme::KV_CONFIG_KEY;
 use crate::{Error, Result};
 
@@ -112,7 +112,6 @@ pub fn fingerprint(job: &Job<'_>, directory: &ModelDirectory, program: &Program)
         quantized.map(|(module, scheme)| (module.to_owned(), json!(scheme.to_string()))).collect();
     let text = job.windows.filter(|_| job.plan.needs_text());
     let calibration = text.map(|w| super::report::calibration(job, w));
-    let gptq = (job.plan.method.rounding == Rounding::Gptq).then_some(job.plan.gptq);
     json!({
         "version": env!("CARGO_PKG_VERSION"),
         "program": program,
@@ -122,7 +121,7 @@ pub fn fingerprint(job: &Job<'_>, directory: &ModelDirectory, program: &Program)
         "format": job.plan.container.name(),
         "schemes": schemes,
         "calibration": calibration,
-        "gptq": gptq,
+        "rounding": job.plan.method.rounding_fingerprint(&job.plan.settings),
         "steps": job.plan.steps(),
         "transforms": job.plan.method.fingerprint(&job.plan.settings),
         "kv": job.plan.settings.kv,

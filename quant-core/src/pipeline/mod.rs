@@ -7,7 +7,6 @@ mod batch;
 mod conveyor;
 mod decision;
 mod finish;
-mod gptq;
 mod program;
 mod read_back;
 mod report;
@@ -18,7 +17,7 @@ mod tensor;
 
 use std::sync::Mutex;
 
-pub use decision::GptqRecord;
+pub use crate::round::GptqRecord;
 pub use finish::{REPORT, add_companions, companion_bytes, fingerprint, quantized_config};
 pub use program::Program;
 pub use report::{CalibrationReport, InputReport, QuantReport, SourceDigest, TensorReport, WeightError};
@@ -32,7 +31,7 @@ use self::source::{Hashes, ReadWeights};
 use self::states::Saver;
 use crate::calibrate::{ChannelMaxima, TokenWindows};
 use crate::model::Model;
-use crate::recipe::{Plan, Rounding};
+use crate::recipe::Plan;
 use crate::{CancelToken, Error, Event, Observer, Result, TensorSink};
 use quant_formats::timed;
 
@@ -105,8 +104,8 @@ pub fn quantize_each_with(
     if sinks.len() != jobs.len() || !jobs.iter().all(|other| other.shares_pass_with(job)) {
         return Err(Error::Internal("the jobs of a run differ in more than their grids".into()));
     }
-    if job.plan.method.rounding == Rounding::Gptq && jobs.len() > 1 {
-        // With GPTQ, the states depend on the grids, so jobs cannot share a pass of the batch.
+    if job.plan.method.rounding.inputs(&job.plan.settings).is_some() && jobs.len() > 1 {
+        // If blocks are rounded in stages, the states depend on the grids, so jobs cannot share a pass of the batch.
         let jobs = jobs
             .iter()
             .zip(sinks)
@@ -204,7 +203,6 @@ impl Job<'_> {
             && self.plan.method == other.plan.method
             && self.plan.settings == other.plan.settings
             && self.plan.needs_ranges() == other.plan.needs_ranges()
-            && self.plan.gptq == other.plan.gptq
             && self.plan.blocks() == other.plan.blocks()
             && self.windows.map(std::ptr::from_ref) == other.windows.map(std::ptr::from_ref)
     }

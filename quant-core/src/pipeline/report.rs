@@ -8,17 +8,20 @@ use std::collections::BTreeMap;
 use std::io;
 use std::path::Path;
 
+use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 use sha2::{Digest, Sha256};
 
-use super::{GptqRecord, Job, REPORT};
+use super::{Job, REPORT};
 use crate::calibrate::{ExpertSampling, Mask, Packing, TokenWindows};
 use crate::checkpoint::{Dtype, TensorInfo, parse_strictly, read_capped};
 use crate::digest::hex;
 use crate::model::{Carried, KvScheme, Model};
 use crate::quantize::ErrorStats;
 use crate::quantize::gptq::GptqSettings;
-use crate::recipe::{Action, PlanEntry, Rounding};
+use crate::recipe::{Action, PlanEntry};
+use crate::round::{Gptq, GptqRecord, Rounding};
 use crate::scheme::{BLOCK, Granularity, LinearScheme};
 use crate::transform::{AttentionRecord, ClipRecord, FoldRecord, Search, SmoothRecord};
 use crate::{Error, Result};
@@ -58,6 +61,9 @@ pub struct QuantReport {
     /// The settings of GPTQ, if it was used.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub gptq: Option<GptqSettings>,
+    /// The settings of the rounding, if it has any and is not GPTQ.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub rounding: BTreeMap<String, Value>,
     /// Total bytes of the tensors in the input.
     pub bytes_before: u64,
     /// Total bytes of the tensors written.
@@ -205,6 +211,10 @@ pub struct TensorReport {
     pub bytes_after: u64,
     /// SHA-256 of the input bytes; if norms were folded or the model was rotated before, of the resulting tensor.
     pub source_sha256: String,
+    /// Records of steps and roundings that have no field here, under their names. A report by a newer version may have
+    /// other fields, which are here too.
+    #[serde(flatten)]
+    pub records: BTreeMap<String, Value>,
 }
 
 fn is_zero(count: &u64) -> bool {
@@ -227,7 +237,8 @@ pub(super) struct Searched {
     pub(super) clip: Option<ClipRecord>,
     pub(super) tokens: Option<u64>,
     pub(super) routed: Option<u64>,
-    pub(super) gptq: Option<GptqRecord>,
+    /// The records of the rounding and of steps, by their names.
+    pub(super) records: BTreeMap<String, Value>,
     pub(super) smooth: Option<SmoothRecord>,
     pub(super) attention: Option<AttentionRecord>,
     pub(super) reordered: bool,
@@ -277,6 +288,7 @@ impl TensorReport {
             bytes_before: entry.input_bytes(),
             bytes_after: entry.output_bytes(),
             source_sha256,
+            records: BTreeMap::new(),
         }
     }
 
@@ -303,7 +315,7 @@ impl TensorReport {
         error: WeightError,
         search: Searched,
     ) -> Self {
-        let Searched { fold, clip, tokens, routed, gptq, smooth, attention, reordered, stored, input } =
+        let Searched { fold, clip, tokens, routed, mut records, smooth, attention, reordered, stored, input } =
             search;
         let asked = entry.quantized().map(|(_, scheme)| scheme);
         Self {
@@ -315,7 +327,8 @@ impl TensorReport {
             weight_error: Some(error),
             scale_search: fold.map(Box::new),
             clip_search: clip.map(Box::new),
-            gptq: gptq.map(Box::new),
+            gptq: typed(&mut records, Gptq.name()),
+            records,
             smooth: smooth.map(Box::new),
             input,
             calibration_tokens: tokens,
@@ -325,12 +338,26 @@ impl TensorReport {
     }
 }
 
+/// Takes the record that has a field of its own out of the others. A record of a different form stays there.
+fn typed<T: DeserializeOwned>(records: &mut BTreeMap<String, Value>, name: &str) -> Option<T> {
+    let record = records.get(name).and_then(|record| T::deserialize(record).ok());
+    record.inspect(|_| drop(records.remove(name)))
+}
+
+/// The line of a tensor in the digest of the input, in parts.
 fn line(tensor: &TensorReport) -> std::array::IntoIter<&[u8], 4> {
     [tensor.tensor.as_bytes(), b" ", tensor.source_sha256.as_bytes(), b"\n"].into_iter()
 }
 
 impl QuantReport {
     pub(super) fn new(job: &Job<'_>) -> Result<Self> {
+        let (method, settings) = (&job.plan.method, &job.plan.settings);
+        let described = method.rounding.described(settings);
+        let described =
+            Some((method.rounding.name().to_owned(), described)).filter(|(_, keys)| !keys.is_empty());
+        let mut rounding: BTreeMap<_, _> =
+            described.into_iter().map(|(name, keys)| (name, Value::Object(keys))).collect();
+        let gptq = typed(&mut rounding, Gptq.name());
         Ok(Self {
             schema: SCHEMA.into(),
             version: env!("CARGO_PKG_VERSION").into(),
@@ -341,7 +368,8 @@ impl QuantReport {
             format: job.plan.container.name().into(),
             requantized_from: job.model.dequantized_from().map(str::to_owned),
             calibration: job.windows.filter(|_| job.plan.needs_text()).map(|w| calibration(job, w)),
-            gptq: (job.plan.method.rounding == Rounding::Gptq).then_some(job.plan.gptq),
+            gptq,
+            rounding,
             bytes_before: job.plan.input_bytes(),
             bytes_after: job.plan.output_bytes(),
             bits_per_quantized_weight: job.plan.bits_per_quantized_weight(),

@@ -145,7 +145,7 @@ fn about(
         "layers": architecture.layers,
         "method": plan.method.name,
         "steps": plan.steps(),
-        "gptq": plan.gptq,
+        "rounding": plan.method.rounding_fingerprint(&plan.settings),
         "format": plan.container.name(),
         "quantized": quantized,
         "calibration": job.windows.map(|windows| calibration(job, windows)),

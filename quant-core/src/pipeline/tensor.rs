@@ -1,18 +1,22 @@
 //! The processing of one tensor between the source and the sink.
 
+use std::collections::BTreeMap;
+
 use quant_kernels_cpu::StaticScale;
+use serde_json::Value;
 
 use super::Job;
-use super::decision::{Decision, Rounded, stored};
+use super::decision::Decision;
 use super::report::{InputReport, Searched, TensorReport, WeightError};
 use super::source::{Bytes, ReadWeights, Source, read_into};
 use crate::checkpoint::{Dtype, require_finite_bytes};
 use crate::model::{NodeId, WeightRows, transposed};
 use crate::quantize::{
-    ErrorStats, QuantizedTensor, ScaleContext, ScaleExponents, SharedExtents, SourceRows, fp8_static_scale,
-    quantize_within, vanished_groups,
+    ErrorStats, QuantizedTensor, RowsError, ScaleContext, ScaleExponents, SharedExtents, SourceRows,
+    fp8_static_scale, vanished_groups,
 };
 use crate::recipe::{Action, CacheScale, PlanEntry};
+use crate::round::{Rounded, WeightTask, stored};
 use crate::scheme::LinearScheme;
 use crate::transform::{FoldRecord, Rewrite, SmoothRecord};
 use crate::{Error, Result, allocate};
@@ -262,9 +266,19 @@ impl Linear<'_> {
         WeightRows::float(self.shape, SourceRows::Bytes(bytes, self.entry.info.dtype))
     }
 
+    /// Rounds the weight by itself.
+    fn round(
+        &self,
+        rows: SourceRows<'_>,
+        clip: Option<&[f32]>,
+    ) -> std::result::Result<(QuantizedTensor, ErrorStats), RowsError> {
+        let Self { shape, scheme, scale_dtype, context, .. } = *self;
+        let (settings, rounding) = (&self.job.plan.settings, self.job.plan.method.rounding);
+        rounding.round_weight(&WeightTask { rows, shape, scheme, scale_dtype, clip, context, settings })
+    }
+
     fn round_values(&self, values: &[f32], clip: Option<&[f32]>) -> Result<(QuantizedTensor, ErrorStats)> {
-        let target = (self.scheme, self.scale_dtype);
-        let rounded = quantize_within(SourceRows::Floats(values), self.shape, target, clip, self.context);
+        let rounded = self.round(SourceRows::Floats(values), clip);
         let (tensor, error) = rounded.map_err(|e| e.within(&self.entry.tensor, None))?;
         let (tensor, is_other) = self.as_stored(tensor)?;
         let error = if is_other { ErrorStats::of(values, &tensor)? } else { error };
@@ -272,16 +286,11 @@ impl Linear<'_> {
     }
 
     fn round_bytes(&self, bytes: &[u8]) -> Result<(QuantizedTensor, ErrorStats)> {
-        let Self { entry, shape, scheme, scale_dtype, .. } = *self;
+        let entry = self.entry;
         let path = self.job.model.source().location(&entry.stored);
-        let (tensor, error) = quantize_within(
-            SourceRows::Bytes(bytes, entry.info.dtype),
-            shape,
-            (scheme, scale_dtype),
-            None,
-            self.context,
-        )
-        .map_err(|e| e.within(&entry.tensor, Some(path)))?;
+        let (tensor, error) = self
+            .round(SourceRows::Bytes(bytes, entry.info.dtype), None)
+            .map_err(|e| e.within(&entry.tensor, Some(path)))?;
         let (tensor, is_other) = self.as_stored(tensor)?;
         let error = if is_other { ErrorStats::of(&self.rows(bytes)?.to_f32()?, &tensor)? } else { error };
         Ok((tensor, error))
@@ -298,6 +307,16 @@ impl Linear<'_> {
         }
     }
 
+    /// Returns the records of the rounding and of the steps of the calling program for the linear, by their names.
+    fn records(&self, rewrite: &Rewrite, rounded: Option<&Rounded>) -> BTreeMap<String, Value> {
+        let rounding = self.job.plan.method.rounding.name();
+        let of_rounding = rounded.map(|rounded| (rounding.to_owned(), rounded.record.clone()));
+        let own = rewrite.records.iter().filter(|record| record.module == self.module);
+        let of_steps = own.map(|record| (record.step.to_owned(), record.value.clone()));
+        of_rounding.into_iter().chain(of_steps).collect()
+    }
+
+    /// Returns the results of the searches and of the rounding for the linear.
     fn searched(
         &self,
         Decision { rewrite, routed, .. }: &Decision,
@@ -321,7 +340,7 @@ impl Linear<'_> {
             clip: rewrite.clip_records.iter().find(|c| is_it(&c.module)).cloned(),
             tokens: seen.or(rounded.map(|r| r.tokens)),
             routed,
-            gptq: rounded.map(|r| r.record.clone()),
+            records: self.records(rewrite, rounded),
             smooth: rewrite
                 .smooth
                 .iter()

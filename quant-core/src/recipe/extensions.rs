@@ -3,11 +3,11 @@
 use std::borrow::Cow;
 
 use super::method::TRANSFORMS;
-use super::{METHODS, Method, Rounding};
+use super::{METHODS, Method};
 use crate::format::{CONTAINERS, Container, containers_with};
 use crate::keys::{StepKey, suggestion};
 use crate::model::Preparation;
-use crate::quantize::gptq::GptqSettings;
+use crate::round::{DEFAULT, ROUNDINGS, Rounding};
 use crate::transform::Transform;
 use crate::{Error, Result};
 
@@ -16,10 +16,33 @@ pub const GGUF: &str = "gguf";
 /// The name of safetensors with floats as an output format. Recipes do not describe it, because nothing is quantized.
 pub const FLOATS: &str = "safetensors";
 
-/// Steps, methods and formats that the calling program adds to those of this library.
+/// A kind of output that is not a [`Container`], so that no recipe names it.
+#[derive(Clone, Copy)]
+struct OtherOutput {
+    name: &'static str,
+    /// What is written.
+    files: &'static str,
+    remedy: &'static str,
+}
+
+const OTHER_OUTPUTS: [OtherOutput; 2] = [
+    OtherOutput {
+        name: GGUF,
+        files: "GGUF files",
+        remedy: "set ‹format=gguf›, and ‹scheme› in place of the recipe",
+    },
+    OtherOutput {
+        name: FLOATS,
+        files: "float checkpoints",
+        remedy: "set ‹format=safetensors› and ‹scheme=bf16›, ‹scheme=f16› or ‹scheme=f32› in place of the recipe",
+    },
+];
+
+/// Steps, roundings, methods and formats that the calling program adds to those of this library.
 ///
 /// [`QuantizeRequest::extensions`](crate::run::QuantizeRequest::extensions) makes them known by their names: in a
-/// recipe file (`kind` of `[[transform]]`, `format`) and in settings (`method`, `format`). The default adds nothing.
+/// recipe file (`kind` of `[[transform]]`, `method` of `[quantize]`, `format`) and in settings (`method`, `format`). The
+/// default adds nothing.
 ///
 /// ```
 /// use quant_core::recipe::{Extensions, Method, method};
@@ -35,6 +58,8 @@ pub const FLOATS: &str = "safetensors";
 pub struct Extensions {
     /// Steps before rounding.
     pub transforms: Vec<&'static dyn Transform>,
+    /// Roundings.
+    pub roundings: Vec<&'static dyn Rounding>,
     /// Methods.
     pub methods: Vec<Method>,
     /// Formats.
@@ -42,19 +67,24 @@ pub struct Extensions {
 }
 
 impl Extensions {
-    /// Checks that every name is unique and can be part of a comma-separated list.
+    /// Checks that every name is unique and can be written in lists and in `STEP.KEY=VALUE`.
     ///
     /// # Errors
-    /// [`Error::Usage`] for a name that is empty, has a comma or a space, or is taken.
+    /// [`Error::Usage`] for a name that is empty, is taken, or has a comma or a space; for the name of a step, a
+    /// rounding or a key with `.` or `=`; for a key named `kind`, one that a step has twice, and one with a
+    /// [`setting`](StepKey::setting) or a [file](StepKey::is_file), which only steps of this library have.
     pub fn check(&self) -> Result<()> {
         let prepared = Preparation::ALL.into_iter().map(Preparation::name);
-        let rounded = Rounding::ALL.into_iter().map(Rounding::name);
+        let rounded = self.roundings().map(|rounding| rounding.name());
         let steps = self.transforms().map(|t| t.name()).chain(prepared).chain(rounded).collect();
         let methods = self.methods().map(|m| &*m.name).collect();
         let formats = self.containers().map(|c| c.name()).collect();
         [("step", steps), ("method", methods), ("format", formats)]
             .into_iter()
-            .try_for_each(|(kind, names): (_, Vec<&str>)| are_distinct(kind, &names))
+            .try_for_each(|(kind, names): (_, Vec<&str>)| are_distinct(kind, &names))?;
+        let transforms = self.transforms.iter().map(|t| (t.name(), t.keys()));
+        let roundings = self.roundings.iter().map(|r| (r.name(), r.keys()));
+        transforms.chain(roundings).try_for_each(|(step, keys)| are_valid(step, &keys))
     }
 
     /// The transforms of this library, then those of the calling program.
@@ -62,6 +92,17 @@ impl Extensions {
         TRANSFORMS.iter().chain(&self.transforms).copied()
     }
 
+    /// The roundings of this library, then those of the calling program.
+    pub fn roundings(&self) -> impl Iterator<Item = &'static dyn Rounding> {
+        ROUNDINGS.iter().chain(&self.roundings).copied()
+    }
+
+    /// Returns the rounding with this name.
+    pub fn rounding(&self, name: &str) -> Option<&'static dyn Rounding> {
+        self.roundings().find(|rounding| rounding.name() == name)
+    }
+
+    /// The named methods of this library, then those of the calling program.
     fn methods(&self) -> impl Iterator<Item = &Method> {
         METHODS.iter().chain(&self.methods)
     }
@@ -87,8 +128,9 @@ impl Extensions {
     /// The keys that recipe files and requests may set, with the step or the rounding that each belongs to.
     pub fn keys(&self) -> Vec<(&'static str, StepKey)> {
         let steps = self.transforms().map(|t| (t.name(), t.keys()));
-        let rounding = [(Rounding::Gptq.name(), GptqSettings::keys())];
-        let all = steps.chain(rounding).flat_map(|(step, keys)| keys.into_iter().map(move |key| (step, key)));
+        let roundings = self.roundings().map(|rounding| (rounding.name(), rounding.keys()));
+        let all =
+            steps.chain(roundings).flat_map(|(step, keys)| keys.into_iter().map(move |key| (step, key)));
         all.filter(|(_, key)| !key.is_file).collect()
     }
 
@@ -102,7 +144,10 @@ impl Extensions {
             return Ok(named.clone());
         }
         let mut steps: Vec<&str> = name.split(',').map(str::trim).collect();
-        let known = |step: &str| self.steps().iter().any(|(name, _)| *name == step);
+        let known = |step: &str| {
+            self.steps().iter().any(|(name, _)| *name == step)
+                || self.roundings.iter().any(|r| r.name() == step)
+        };
         if steps.len() == 1 && !known(name) {
             let known: Vec<_> = self.methods().map(|m| &*m.name).collect();
             return Err(Error::usage(
@@ -113,18 +158,18 @@ impl Extensions {
                 ),
             ));
         }
-        let named = Rounding::ALL.into_iter().find(|r| steps.last() == Some(&r.name()));
+        let named = steps.last().and_then(|last| self.rounding(last));
         if named.is_some() {
             steps.pop();
         }
-        self.method_of(&steps, named.unwrap_or(Rounding::Nearest))
+        self.method_of(&steps, named.unwrap_or(DEFAULT))
     }
 
     /// [`Method::of`] with the steps and methods of this library and of the calling program.
     ///
     /// # Errors
     /// As [`Method::of`].
-    pub fn method_of(&self, steps: &[&str], rounding: Rounding) -> Result<Method> {
+    pub fn method_of(&self, steps: &[&str], rounding: &'static dyn Rounding) -> Result<Method> {
         let methods: Cow<'_, [Method]> = match self.methods[..] {
             [] => METHODS.into(),
             _ => self.methods().cloned().collect::<Vec<_>>().into(),
@@ -138,21 +183,16 @@ impl Extensions {
     /// # Errors
     /// [`Error::Usage`] if no format has that name; the remedy lists the known names.
     pub fn container(&self, name: &str) -> Result<&'static dyn Container> {
-        if name == GGUF {
+        if let Some(OtherOutput { files, remedy, .. }) = OTHER_OUTPUTS.iter().find(|other| other.name == name)
+        {
             return Err(Error::usage(
-                "a recipe cannot name the format gguf, because no recipe applies to GGUF files",
-                "set ‹format=gguf›, and ‹scheme› in place of the recipe",
-            ));
-        }
-        if name == FLOATS {
-            return Err(Error::usage(
-                "a recipe cannot name the format safetensors, because no recipe applies to float checkpoints",
-                "set ‹format=safetensors› and ‹scheme=bf16›, ‹scheme=f16› or ‹scheme=f32› in place of the recipe",
+                format!("a recipe cannot name the format {name}, because no recipe applies to {files}"),
+                *remedy,
             ));
         }
         self.containers().find(|c| c.name() == name).ok_or_else(|| {
             let mut known: Vec<_> = self.containers().map(|c| c.name()).collect();
-            known.extend([GGUF, FLOATS]);
+            known.extend(OTHER_OUTPUTS.map(|other| other.name));
             let listed = format!("known formats: {}", known.join(", "));
             let remedy = suggestion(name, listed, &known);
             Error::usage(format!("unknown format `{name}`"), remedy)
@@ -173,11 +213,36 @@ fn are_distinct(kind: &str, names: &[&str]) -> Result<()> {
         let wrong = match name {
             _ if names[..i].contains(name) => "is taken",
             _ if name.is_empty() || name.contains([',', ' ']) => "is empty or has a comma or a space",
+            _ if kind == "step" && name.contains(['.', '=']) => {
+                "has `.` or `=`, which end it in STEP.KEY=VALUE"
+            }
             _ => continue,
         };
         return Err(Error::usage(
             format!("the name `{name}` of a {kind} {wrong}"),
             "give it another name in the program that adds it",
+        ));
+    }
+    Ok(())
+}
+
+/// Checks the keys of a step or rounding of the calling program.
+fn are_valid(step: &str, keys: &[StepKey]) -> Result<()> {
+    for (i, key) in keys.iter().enumerate() {
+        let wrong = match key.name {
+            name if keys[..i].iter().any(|other| other.name == name) => "is there twice",
+            "kind" => "has the name of the step in a recipe file",
+            name if name.is_empty() || name.contains([',', ' ', '.', '=']) => {
+                "is empty, or has a comma, a space, `.` or `=`"
+            }
+            _ if key.setting.is_some() || key.is_file => {
+                "has a setting or names a file, which only keys of the library's steps may"
+            }
+            _ => continue,
+        };
+        return Err(Error::usage(
+            format!("the key `{}` of `{step}` {wrong}", key.name),
+            "change it in the program that adds it",
         ));
     }
     Ok(())

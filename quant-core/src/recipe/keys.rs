@@ -4,16 +4,16 @@ use std::path::Path;
 
 use serde_json::Value;
 
-use super::{Method, Recipe, Rounding, steps};
-use crate::keys::{StepKey, suggestion};
-use crate::quantize::gptq::GptqSettings;
+use super::{METHODS, Method, Recipe, steps};
+use crate::keys::{StepKey, as_text_if_string, suggestion};
+use crate::round::ROUNDINGS;
 use crate::{Error, Result};
 
 impl Method {
     /// Returns the keys of a step or of the rounding; `None` if the method does not have it.
     pub fn keys_of(&self, step: &str) -> Option<Vec<StepKey>> {
         if self.rounds_by(step) {
-            return Some(GptqSettings::keys());
+            return Some(self.rounding.keys());
         }
         let transform = self.transform(step).map(|transform| transform.keys());
         transform.or_else(|| self.steps().contains(&step).then(Vec::new))
@@ -21,12 +21,14 @@ impl Method {
 
     /// Whether this is the name of the method's rounding, and the rounding has settings.
     fn rounds_by(&self, step: &str) -> bool {
-        self.rounding == Rounding::Gptq && step == self.rounding.name()
+        step == self.rounding.name() && !self.rounding.keys().is_empty()
     }
 }
 
 impl Recipe {
-    /// Sets a key of a step of the recipe's method, or of its rounding. The step checks the value.
+    /// Sets a key of a step of the recipe's method, or of its rounding. The step checks the value; whether it fits the
+    /// values of other keys is checked by [`Plan::new`](super::Plan::new). For a key whose schema is a string, a number
+    /// or a boolean is its text.
     ///
     /// ```
     /// use quant_core::recipe::Recipe;
@@ -51,10 +53,15 @@ impl Recipe {
                 format!("set ‹{setting}›"),
             ));
         }
-        match self.method.transform(step) {
-            Some(transform) => transform.set(key, value, &mut self.settings),
-            None => self.gptq.set(key, value),
-        }
+        let value = as_text_if_string(value, &known.schema);
+        let set = match self.method.transform(step) {
+            Some(transform) => transform.set(key, &value, &mut self.settings),
+            None => self.method.rounding.set(key, &value, &mut self.settings),
+        };
+        set.map_err(|error| match error {
+            Error::Usage { message, remedy } => Error::usage(format!("`{step}.{key}`: {message}"), remedy),
+            other => other,
+        })
     }
 
     pub(crate) fn check_step(&self, step: &str) -> Result<()> {
@@ -64,9 +71,14 @@ impl Recipe {
     /// Reads the file that a key of a step names.
     ///
     /// # Errors
-    /// [`Error::Usage`] for a step that the method does not have; when the file cannot be read or is invalid.
+    /// [`Error::Usage`] for a step that the method does not have, and a key that it does not have or that names no file;
+    /// when the file cannot be read or is invalid.
     pub fn set_file(&mut self, step: &str, key: &str, path: &Path) -> Result<()> {
         let transform = self.method.transform(step).ok_or_else(|| self.no_step(step))?;
+        let keys = transform.keys();
+        if !keys.iter().find(|known| known.name == key).ok_or_else(|| no_key(step, key, &keys))?.is_file {
+            return Err(Error::usage(format!("`{key}` of `{step}` does not name a file"), "set its value"));
+        }
         transform.set_file(key, path, &mut self.settings)
     }
 
@@ -78,15 +90,34 @@ impl Recipe {
             _ => format!("its steps are {}", own.join(", ")),
         };
         let is_known = steps().iter().any(|(name, _)| *name == step)
-            || Rounding::ALL.iter().any(|rounding| rounding.name() == step);
+            || ROUNDINGS.iter().any(|rounding| rounding.name() == step);
+        if self.method.rounding.name() == step {
+            return Error::usage(
+                format!("‹steps› has settings of `{step}`, which has none"),
+                format!("leave them out; {listed}"),
+            );
+        }
         Error::usage(
             format!("‹steps› has settings of `{step}`, which is not a step of method `{}`", self.method.name),
-            if is_known { listed } else { suggestion(step, listed, &own) },
+            match is_known {
+                true => format!("{listed}; to use `{step}`, {}", method_with(step)),
+                false => suggestion(step, listed, &own),
+            },
         )
     }
 }
 
-fn no_key(step: &str, key: &str, known: &[StepKey]) -> Error {
+/// Returns the advice for choosing a method that has a step or a rounding.
+pub(crate) fn method_with(step: &str) -> String {
+    let has = |method: &&Method| method.steps().contains(&step) || method.rounding.name() == step;
+    match METHODS.iter().find(|method| method.name == step).or_else(|| METHODS.iter().find(has)) {
+        Some(method) if method.name == step => format!("choose ‹method={step}›"),
+        Some(method) => format!("choose a method with `{step}`, such as {}", method.name),
+        None => format!("add `{step}` to the steps"),
+    }
+}
+
+pub(crate) fn no_key(step: &str, key: &str, known: &[StepKey]) -> Error {
     let names: Vec<_> = known.iter().filter(|key| !key.is_file).map(|key| key.name).collect();
     let listed = match names[..] {
         [] => "it has no keys".to_owned(),

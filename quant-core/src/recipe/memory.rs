@@ -2,10 +2,10 @@
 
 use std::collections::BTreeMap;
 
-use super::{Action, PassPlan, Plan, Rounding};
+use super::{Action, PassPlan, Plan};
 use crate::calibrate::{Mask, Packing, Residence};
 use crate::model::{BlockGraph, BlockKind, Model, NodeId};
-use crate::quantize::gptq::{Hessian, LayerInputs};
+use crate::round::RoundingMemory;
 use crate::transform::{Search, Workload};
 
 /// Bytes for the program itself.
@@ -14,8 +14,6 @@ const PROGRAM: u64 = 56 << 20;
 const TEXT: u64 = 64 << 20;
 /// Bytes for the stack of a thread and what the allocator keeps for it.
 const THREAD: u64 = 4 << 20;
-/// Rows of a weight that a thread of GPTQ's solver processes at a time.
-const SOLVED_ROWS: usize = 128;
 /// Bytes that the header of the input takes per tensor, besides its name.
 const PER_INPUT: u64 = 256;
 /// Bytes of a plan per tensor, besides names.
@@ -171,12 +169,12 @@ impl Plan {
             false => 0,
         };
         let transforms = if self.is_forward() { Vec::new() } else { self.transforms() };
-        let gptq = self.method.rounding == Rounding::Gptq && !self.is_forward();
-        // GPTQ on the inputs of the quantized model processes experts one at a time, unless a transform has rewritten
-        // all of them.
+        let rounding = self.method.rounding;
+        let staged = rounding.inputs(&self.settings).is_some() && !self.is_forward();
+        // A transform has rewritten all experts, so they are all in memory.
         let passes = PassPlan::new(self, false);
-        let one_expert = gptq
-            && self.gptq.inputs == LayerInputs::Quantized
+        let one_expert = staged
+            && rounding.takes_experts_apart(&self.settings)
             && transforms.is_empty()
             // A pass of the float block reads all experts.
             && passes.first.is_none()
@@ -188,15 +186,15 @@ impl Plan {
         let pieces = self.piece_memory(graph, tokens);
         let gathering = transforms.iter().map(|t| t.gathering_memory(&work)).max().unwrap_or(0);
         let searching = transforms.iter().map(|t| t.memory(&work)).max().unwrap_or(0);
-        // A block that a transform has rewritten stays in memory in f32 for the next transform and GPTQ.
-        let rewritten = if transforms.len() + usize::from(gptq) > 1 { 4 * work.all_weights() } else { 0 };
+        // A block that a transform has rewritten stays in memory in f32 for the next transform and the rounding.
+        let rewritten = if transforms.len() + usize::from(staged) > 1 { 4 * work.all_weights() } else { 0 };
         let mut steps = vec![
             pieces.saturating_add(gathering).saturating_add(rewritten),
             searching.saturating_add(rewritten),
             writing.saturating_add(rewritten),
         ];
-        if gptq {
-            let [gathering, solving] = self.gptq_memory(graph);
+        if staged {
+            let RoundingMemory { gathering, solving } = rounding.memory(&work);
             steps.push(pieces.saturating_add(gathering).saturating_add(rewritten));
             steps.push(solving.saturating_add(rewritten));
         }
@@ -273,29 +271,6 @@ impl Plan {
         };
         let expert = |entry: &super::PlanEntry| node(entry).and_then(|node| kind.graph.expert_of(node));
         resident(of_block.map(|entry| (expert(entry), entry.info.byte_len())), one_expert)
-    }
-
-    /// The memory for GPTQ: first while the batch passes through a block, then while a weight is solved.
-    fn gptq_memory(&self, graph: &BlockGraph) -> [u64; 2] {
-        let widths: BTreeMap<NodeId, u64> =
-            graph.linears().map(|(id, _, [_, k], _)| (graph.nodes()[id].inputs[0], k as u64)).collect();
-        let largest = |bytes: fn(u64) -> u64| widths.values().map(|k| bytes(*k)).max().unwrap_or(0);
-        let all: u64 = widths.values().map(|k| Hessian::kept_bytes(*k)).sum();
-        // Codes, packed codes, and the rows that each thread is processing.
-        let linear = |(_, _, [n, k], _): (NodeId, &str, [usize; 2], bool)| {
-            (2 * n * k + rayon::current_num_threads() * SOLVED_ROWS * 5 * k) as u64
-        };
-        let linears = graph.linears().map(|(id, name, shape, bias)| linear((id, name, shape, bias)));
-        let linear = linears.max().unwrap_or(0);
-        match self.gptq.inputs {
-            LayerInputs::Quantized => {
-                [largest(Hessian::kept_bytes), largest(Hessian::peak_bytes).saturating_add(linear)]
-            }
-            LayerInputs::Float => {
-                let solving = largest(Hessian::peak_bytes).saturating_sub(largest(Hessian::kept_bytes));
-                [all, all.saturating_add(solving).saturating_add(linear)]
-            }
-        }
     }
 }
 

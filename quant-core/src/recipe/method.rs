@@ -7,7 +7,7 @@ use serde_json::{Map, Value};
 use super::Extensions;
 use crate::keys::StepKey;
 use crate::model::Preparation;
-use crate::quantize::gptq::{GptqSettings, LayerInputs};
+use crate::round::{DEFAULT, Gptq, Nearest, ROUNDINGS, Rounding};
 use crate::transform::{
     Awq, Clip, Reorder, Search, SmoothAttention, SmoothOutputs, SmoothQuant, Transform, TransformSettings,
 };
@@ -17,7 +17,7 @@ use crate::{Error, Result};
 #[derive(Debug, Clone)]
 pub struct Method {
     /// The name for `--method`. A method without a name of its own is named by its steps, separated by commas, followed
-    /// by its rounding unless that is [`Rounding::Nearest`].
+    /// by its rounding unless that is the [default](DEFAULT).
     pub name: Cow<'static, str>,
     /// A one-line description for help and tables.
     pub summary: &'static str,
@@ -26,9 +26,9 @@ pub struct Method {
     /// The transforms of a block's float weights before they are rounded, in order.
     pub transforms: Cow<'static, [&'static dyn Transform]>,
     /// How weights are rounded after the transforms.
-    pub rounding: Rounding,
-    /// The default for [`GptqSettings::inputs`].
-    pub default_inputs: LayerInputs,
+    pub rounding: &'static dyn Rounding,
+    /// The keys of the rounding for which this method has its own defaults, with their values.
+    pub rounding_keys: &'static [(&'static str, &'static str)],
 }
 
 impl PartialEq for Method {
@@ -51,8 +51,8 @@ pub(super) const TRANSFORMS: &[&dyn Transform] =
 /// ```
 pub fn step_of(setting: &str) -> Option<(&'static str, StepKey)> {
     let transforms = TRANSFORMS.iter().flat_map(|t| t.keys().into_iter().map(|key| (t.name(), key)));
-    let gptq = GptqSettings::keys().into_iter().map(|key| (Rounding::Gptq.name(), key));
-    transforms.chain(gptq).find(|(_, key)| key.setting == Some(setting))
+    let roundings = ROUNDINGS.iter().flat_map(|r| r.keys().into_iter().map(|key| (r.name(), key)));
+    transforms.chain(roundings).find(|(_, key)| key.setting == Some(setting))
 }
 
 /// The name and the summary of every step that may come before rounding, sorted by name.
@@ -85,6 +85,14 @@ impl Method {
             .into()
     }
 
+    /// The settings of the rounding by its name; empty if it has none.
+    pub(crate) fn rounding_fingerprint(&self, settings: &TransformSettings) -> Value {
+        let print = self.rounding.fingerprint(settings);
+        let named = Some((self.rounding.name().to_owned(), print));
+        let is_some = |(_, print): &(String, Value)| print.as_object().is_none_or(|keys| !keys.is_empty());
+        named.filter(is_some).into_iter().collect::<Map<_, _>>().into()
+    }
+
     /// The names of the steps before rounding, in order.
     pub fn steps(&self) -> Vec<&'static str> {
         let preparation = self.preparation.map(Preparation::name);
@@ -94,12 +102,18 @@ impl Method {
     /// Whether the method needs a calibration text with these settings.
     pub fn needs_text(&self, settings: &TransformSettings) -> bool {
         let needs_statistics = |t: &&dyn Transform| t.needs(settings).ranges || t.needs(settings).states;
-        self.rounding == Rounding::Gptq || self.transforms.iter().any(needs_statistics)
+        self.rounding.inputs(settings).is_some() || self.transforms.iter().any(needs_statistics)
     }
 
-    /// The default settings of GPTQ for this method.
-    pub fn default_gptq(&self) -> GptqSettings {
-        GptqSettings { inputs: self.default_inputs, ..GptqSettings::default() }
+    /// Sets the keys of the rounding to this method's defaults.
+    ///
+    /// # Errors
+    /// [`Error::Usage`] when a default is not a value of its key.
+    pub fn set_defaults(&self, settings: &mut TransformSettings) -> Result<()> {
+        self.rounding.reset(settings);
+        self.rounding_keys
+            .iter()
+            .try_for_each(|(key, value)| self.rounding.set(key, &(*value).into(), settings))
     }
 
     /// Returns the method without some of its steps.
@@ -120,7 +134,7 @@ impl Method {
         let left: Vec<&str> =
             steps.into_iter().filter(|step| !names.iter().any(|name| name == step)).collect();
         let method = Self::composed(&left, self.rounding, (METHODS, &self.transforms))?;
-        Ok(Self { default_inputs: self.default_inputs, ..method })
+        Ok(Self { rounding_keys: self.rounding_keys, ..method })
     }
 
     /// Builds a method from steps in this order and a rounding. If one of [`METHODS`] has the same steps and rounding,
@@ -129,13 +143,13 @@ impl Method {
     /// # Errors
     /// [`Error::Usage`] with the reason, for an unknown step, a repeated step, steps that exclude each other, or an
     /// order in which a step undoes the result of an earlier one.
-    pub fn of(steps: &[&str], rounding: Rounding) -> Result<Self> {
+    pub fn of(steps: &[&str], rounding: &'static dyn Rounding) -> Result<Self> {
         Self::composed(steps, rounding, (METHODS, TRANSFORMS))
     }
 
     pub(super) fn composed(
         steps: &[&str],
-        rounding: Rounding,
+        rounding: &'static dyn Rounding,
         (methods, known): (&[Self], &[&'static dyn Transform]),
     ) -> Result<Self> {
         if let Some(named) = methods.iter().find(|m| m.rounding == rounding && m.steps() == steps) {
@@ -149,7 +163,7 @@ impl Method {
             match known.iter().find(|t| t.name() == *step) {
                 Some(transform) => transforms.push(*transform),
                 None if prepares(step).is_some() => {}
-                None if Rounding::ALL.iter().any(|r| r.name() == *step) => {
+                None if ROUNDINGS.iter().any(|r| r.name() == *step) => {
                     return Err(Error::usage(
                         format!("`{step}` rounds the weights, and must come after all steps"),
                         "list it once, at the end; in a recipe, as `method` of [quantize]",
@@ -204,7 +218,7 @@ impl Method {
             );
         }
         let mut name = steps.to_vec();
-        if rounding != Rounding::Nearest {
+        if rounding != DEFAULT {
             name.push(rounding.name());
         }
         Ok(Self {
@@ -213,7 +227,7 @@ impl Method {
             preparation: steps.first().and_then(|step| prepares(step)),
             transforms: transforms.into(),
             rounding,
-            default_inputs: LayerInputs::Quantized,
+            rounding_keys: &[],
         })
     }
 }
@@ -222,34 +236,12 @@ fn prepares(step: &str) -> Option<Preparation> {
     Preparation::ALL.into_iter().find(|p| p.name() == step)
 }
 
-/// How weights are rounded to codes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum Rounding {
-    /// Each weight to the nearest value of its grid.
-    Nearest,
-    /// Column by column; later columns compensate the errors of earlier ones: [`gptq`](crate::quantize::gptq).
-    Gptq,
-}
-
-impl Rounding {
-    /// All roundings.
-    pub const ALL: [Self; 2] = [Self::Nearest, Self::Gptq];
-
-    /// The name in recipes. A method that consists of only this rounding has the same name.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Nearest => "rtn",
-            Self::Gptq => "gptq",
-        }
-    }
-}
-
+/// A method of [`METHODS`] without a preparation.
 const fn plain(
     name: &'static str,
     summary: &'static str,
     transforms: &'static [&'static dyn Transform],
-    rounding: Rounding,
+    rounding: &'static dyn Rounding,
 ) -> Method {
     Method {
         name: Cow::Borrowed(name),
@@ -257,62 +249,59 @@ const fn plain(
         preparation: None,
         transforms: Cow::Borrowed(transforms),
         rounding,
-        default_inputs: LayerInputs::Quantized,
+        rounding_keys: &[],
     }
 }
 
-const fn qoq(name: &'static str, summary: &'static str, rounding: Rounding) -> Method {
+/// QServe's method: the model is rotated, and GPTQ uses the inputs of the float model.
+const fn qoq(
+    name: &'static str,
+    summary: &'static str,
+    rounding: &'static dyn Rounding,
+    rounding_keys: &'static [(&'static str, &'static str)],
+) -> Method {
     Method {
         name: Cow::Borrowed(name),
         summary,
         preparation: Some(Preparation::Rotate),
         transforms: Cow::Borrowed(QOQ),
         rounding,
-        default_inputs: LayerInputs::Float,
+        rounding_keys,
     }
 }
 
 /// The named methods; [`Method::of`] builds others.
 pub static METHODS: &[Method] = &[
-    plain(
-        "awq",
-        "activation-aware scales and clipping, searched on a calibration text",
-        &[&Awq],
-        Rounding::Nearest,
-    ),
-    plain("awq-gptq", "AWQ's scales, then GPTQ", &[&Awq], Rounding::Gptq),
+    plain("awq", "activation-aware scales and clipping, searched on a calibration text", &[&Awq], &Nearest),
+    plain("awq-gptq", "AWQ's scales, then GPTQ", &[&Awq], &Gptq),
     plain(
         "gptq",
         "rounds column by column, and compensates each error in the remaining columns, on a calibration text",
         &[],
-        Rounding::Gptq,
+        &Gptq,
     ),
     qoq(
         "qoq",
         "QServe's method: rotation, reordering, SmoothAttention, smooth outputs, clipping, then GPTQ",
-        Rounding::Gptq,
+        &Gptq,
+        &[("inputs", "float")],
     ),
-    qoq("qoq-rtn", "QServe's steps, then rounding to nearest", Rounding::Nearest),
-    plain(
-        "rtn",
-        "rounds to nearest; needs a calibration text only for static scales",
-        &[],
-        Rounding::Nearest,
-    ),
+    qoq("qoq-rtn", "QServe's steps, then rounding to nearest", &Nearest, &[]),
+    plain("rtn", "rounds to nearest; needs a calibration text only for static scales", &[], &Nearest),
     plain(
         "smoothquant",
         "moves outliers from activations into weights, for 8-bit activations",
         &[&SmoothQuant],
-        Rounding::Nearest,
+        &Nearest,
     ),
-    plain("smoothquant-awq", "SmoothQuant's scales, then AWQ's", &[&SmoothQuant, &Awq], Rounding::Nearest),
+    plain("smoothquant-awq", "SmoothQuant's scales, then AWQ's", &[&SmoothQuant, &Awq], &Nearest),
     plain(
         "smoothquant-awq-gptq",
         "SmoothQuant's scales, then AWQ's, then GPTQ",
         &[&SmoothQuant, &Awq],
-        Rounding::Gptq,
+        &Gptq,
     ),
-    plain("smoothquant-gptq", "SmoothQuant's scales, then GPTQ", &[&SmoothQuant], Rounding::Gptq),
+    plain("smoothquant-gptq", "SmoothQuant's scales, then GPTQ", &[&SmoothQuant], &Gptq),
 ];
 
 /// QoQ's transforms, in QServe's order.
@@ -325,10 +314,10 @@ const QOQ: &[&dyn Transform] = &[&Reorder, &SmoothAttention, &SmoothOutputs, &Cl
 /// [`Error::Usage`] if the name is unknown, with a remedy that lists the methods; otherwise as [`Method::of`].
 ///
 /// ```
-/// use quant_core::recipe::{Rounding, method};
+/// use quant_core::recipe::method;
 ///
 /// let steps = method("rotate,awq,gptq")?;
-/// assert_eq!((steps.steps(), steps.rounding), (vec!["rotate", "awq"], Rounding::Gptq));
+/// assert_eq!((steps.steps(), steps.rounding.name()), (vec!["rotate", "awq"], "gptq"));
 /// assert!(method("magic").is_err());
 /// # Ok::<(), quant_core::Error>(())
 /// ```
@@ -339,6 +328,7 @@ pub fn method(name: &str) -> Result<Method> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::quantize::gptq::LayerInputs;
 
     #[test]
     fn names_come_back() {
@@ -364,7 +354,10 @@ mod tests {
         let qoq = method("qoq").unwrap();
         let left = qoq.without(&names(&["rotate", "clip"])).unwrap();
         assert_eq!(left.name, "reorder,smooth-attention,smooth-outputs,gptq");
-        assert_eq!(left.default_gptq().inputs, LayerInputs::Float, "QoQ's way, whatever is left of it");
+        let mut settings = TransformSettings::default();
+        left.set_defaults(&mut settings).unwrap();
+        let inputs = left.rounding.inputs(&settings);
+        assert_eq!(inputs, Some(LayerInputs::Float), "QoQ's way, whatever is left of it");
         assert_eq!(qoq.without(&names(&qoq.steps())).unwrap().name, "gptq");
         let error = qoq.without(&names(&["awq"])).unwrap_err();
         assert!(error.to_string().contains("`awq` is not a step of method `qoq`"), "{error}");

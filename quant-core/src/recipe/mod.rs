@@ -23,8 +23,9 @@ mod time;
 
 pub use cache_scales::CacheScale;
 pub use extensions::{Extensions, FLOATS, GGUF};
-pub use method::{METHODS, Method, Rounding, method, step_of, steps};
-pub(crate) use passes::{FirstPass, PassPlan, States};
+pub(crate) use keys::{method_with, no_key};
+pub use method::{METHODS, Method, method, step_of, steps};
+pub(crate) use passes::{FirstPass, PassPlan};
 pub use pattern::Pattern;
 pub use plan::{Action, Plan, PlanEntry};
 pub use repack::REPACK;
@@ -34,9 +35,8 @@ pub use time::Rates;
 use crate::calibrate::Sampling;
 use crate::format::{CONTAINERS, Container};
 use crate::model::{KvScheme, Model, Preparation};
-use crate::quantize::gptq::GptqSettings;
 use crate::scheme::{ActivationScheme, SchemeRequest};
-use crate::transform::{TransformSettings, fold_norms, rotate};
+use crate::transform::{SettingsType, TransformSettings, fold_norms, rotate};
 use crate::{Error, Result};
 
 /// A named combination of method and scheme.
@@ -88,10 +88,8 @@ pub struct Recipe {
     pub overrides: Vec<(Pattern, SchemeRequest)>,
     /// The selection of the calibration batch, for methods that need one.
     pub sampling: Sampling,
-    /// Settings of transforms.
+    /// Settings of transforms and of the rounding.
     pub settings: TransformSettings,
-    /// Settings of GPTQ, for methods that round with it.
-    pub gptq: GptqSettings,
     /// The calibration text, if the recipe names one: a file or the name of a text, such as `builtin`.
     pub calibration: Option<String>,
 }
@@ -108,6 +106,33 @@ impl Recipe {
             Some(Preparation::FoldNorms) if model.quant_method().is_none() => fold_norms(&model),
             _ => Ok(model),
         }
+    }
+
+    /// Replaces the method. The keys of the rounding get the defaults of the new method.
+    ///
+    /// # Errors
+    /// As [`Method::set_defaults`].
+    pub fn set_method(&mut self, method: Method) -> Result<()> {
+        self.method.rounding.reset(&mut self.settings);
+        method.set_defaults(&mut self.settings)?;
+        self.method = method;
+        Ok(())
+    }
+
+    /// The recipe with other settings of the step or the rounding whose type this is.
+    ///
+    /// ```
+    /// use quant_core::quantize::gptq::GptqSettings;
+    /// use quant_core::recipe::Recipe;
+    ///
+    /// let damped = GptqSettings { damping: 0.05, ..GptqSettings::default() };
+    /// let recipe = Recipe::preset("gptq-w4a16")?.with_settings(damped);
+    /// assert!(recipe.to_toml().contains("damping = 0.05"));
+    /// # Ok::<(), quant_core::Error>(())
+    /// ```
+    pub fn with_settings<T: SettingsType>(mut self, settings: T) -> Self {
+        self.settings.steps.set(settings);
+        self
     }
 
     /// Whether a calibration text is needed: for the method, or to compute the grids of activations or of cached keys
@@ -137,14 +162,15 @@ impl Recipe {
         let method = method(preset.method)?;
         let (scheme, kv) = kv::split(preset.scheme)?;
         let scheme = scheme.parse()?;
+        let mut settings = TransformSettings { kv, ..TransformSettings::default() };
+        method.set_defaults(&mut settings)?;
         Ok(Self {
             scheme,
             containers: vec![CONTAINERS[0]],
             ignore: Vec::new(),
             overrides: Vec::new(),
             sampling: Sampling::default(),
-            settings: TransformSettings { kv, ..TransformSettings::default() },
-            gptq: method.default_gptq(),
+            settings,
             method,
             calibration: None,
         })

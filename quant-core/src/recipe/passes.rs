@@ -5,19 +5,9 @@
 //! rounding, and a resumed run only has the original. If they are needed, exactly one pass advances them. Later passes
 //! use a copy from before that pass.
 
-use super::{Plan, Rounding};
+use super::Plan;
 use crate::quantize::gptq::LayerInputs;
-
-/// The hidden states that a pass uses.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum States {
-    /// The states of the float model. The pass may advance them.
-    Float,
-    /// A copy of the float model's states from before the block, which the pass does not change.
-    Copy,
-    /// The states of the quantized model, which the pass advances.
-    Quantized,
-}
+use crate::round::States;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct FirstPass {
@@ -36,8 +26,8 @@ pub(crate) struct PassPlan {
     /// The states for the maxima of cached keys and values, if they are computed: [`States::Float`] before the first
     /// pass, without advancing them, or [`States::Copy`] through the rewritten block.
     pub(crate) cache: Option<States>,
-    /// The states for GPTQ, if it is the rounding.
-    pub(crate) gptq: Option<States>,
+    /// The states for the rounding, if it needs any.
+    pub(crate) rounding: Option<States>,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -49,10 +39,24 @@ struct Wanted {
     /// Whether ranges are gathered, for grids, transforms or a file of maxima.
     ranges: bool,
     cache: bool,
-    /// The model whose states GPTQ uses, if it is the rounding.
-    gptq: Option<LayerInputs>,
-    /// Whether GPTQ on states of the quantized model takes those of the float model again after some blocks.
+    /// The model whose states the rounding uses, if it needs any.
+    rounding: Option<LayerInputs>,
+    /// Whether a rounding on states of the quantized model takes those of the float model again after some blocks.
     spans: bool,
+}
+
+impl Plan {
+    /// Whether a block is the first of a span: the quantized model gets the states of the float model before it.
+    pub(crate) fn begins_span(&self, layer: usize) -> bool {
+        let rounding = self.method.rounding;
+        rounding.inputs(&self.settings) == Some(LayerInputs::Quantized)
+            && self.span_blocks().is_some_and(|blocks| blocks > 0 && layer.is_multiple_of(blocks))
+    }
+
+    /// The number of blocks in a span, if the rounding begins anew with the states of the float model.
+    pub(crate) fn span_blocks(&self) -> Option<usize> {
+        self.method.rounding.span_blocks(&self.settings)
+    }
 }
 
 impl PassPlan {
@@ -60,7 +64,7 @@ impl PassPlan {
     pub(crate) fn new(plan: &Plan, keeps_maxima: bool) -> Self {
         if plan.is_forward() {
             let first = Some(FirstPass { ranges: false, advance: true });
-            return Self { first, search: None, cache: None, gptq: None };
+            return Self { first, search: None, cache: None, rounding: None };
         }
         let transforms = plan.transforms();
         Self::of(Wanted {
@@ -68,29 +72,28 @@ impl PassPlan {
             searched: transforms.iter().any(|t| t.needs(&plan.settings).states),
             ranges: plan.needs_ranges() || keeps_maxima,
             cache: plan.calibrates_cache(),
-            gptq: (plan.method.rounding == Rounding::Gptq).then_some(plan.gptq.inputs),
-            spans: plan.method.rounding == Rounding::Gptq
-                && (plan.blocks().start + 1..plan.last_reader()).any(|layer| plan.gptq.begins_span(layer)),
+            rounding: plan.method.rounding.inputs(&plan.settings),
+            spans: (plan.blocks().start + 1..plan.last_reader()).any(|layer| plan.begins_span(layer)),
         })
     }
 
     fn of(wanted: Wanted) -> Self {
-        let Wanted { transforms, searched, ranges, cache, gptq, spans } = wanted;
+        let Wanted { transforms, searched, ranges, cache, rounding, spans } = wanted;
         // A single search advances the states itself; several consecutive ones use the same states.
         let search = match (searched, transforms, ranges) {
             (false, ..) => None,
             (true, 1, false) => Some(States::Float),
             (true, ..) => Some(States::Copy),
         };
-        // After transforms, GPTQ runs on the rewritten block, which must not advance the float states.
-        let gptq = gptq.map(|inputs| match inputs {
+        // After transforms, the rounding works on the rewritten block, which must not advance the float states.
+        let rounding = rounding.map(|inputs| match inputs {
             LayerInputs::Quantized => States::Quantized,
             LayerInputs::Float if transforms == 0 => States::Float,
             LayerInputs::Float => States::Copy,
         });
         // After transforms, keys and values come from rewritten weights, and the float states may have advanced.
         let cache = cache.then_some(if transforms == 0 { States::Float } else { States::Copy });
-        let mut passes = Self { first: None, search, cache, gptq };
+        let mut passes = Self { first: None, search, cache, rounding };
         let advance = !passes.uses(States::Float);
         if ranges || advance && (passes.uses(States::Copy) || cache.is_some() || spans) {
             passes.first = Some(FirstPass { ranges, advance });
@@ -99,7 +102,7 @@ impl PassPlan {
     }
 
     fn uses(&self, states: States) -> bool {
-        self.search == Some(states) || self.gptq == Some(states)
+        self.search == Some(states) || self.rounding == Some(states)
     }
 
     pub(crate) fn follow_float(&self) -> bool {
@@ -131,8 +134,8 @@ mod tests {
     const COPY: Option<States> = Some(States::Copy);
     const QUANTIZED: Option<States> = Some(States::Quantized);
 
-    /// The inputs: transforms, whether one needs states, whether ranges are gathered, and the inputs of GPTQ. Then the
-    /// expectation: the first pass, the states of searches and GPTQ, and the number of states in memory.
+    /// The inputs: transforms, whether one needs states, whether ranges are gathered, and the inputs of the rounding.
+    /// Then the expectation: the first pass, the states of searches and the rounding, and the number of states in memory.
     type Row =
         ((usize, bool, bool, Option<LayerInputs>), (Option<FirstPass>, Option<States>, Option<States>), u64);
 
@@ -175,11 +178,11 @@ mod tests {
 
     #[test]
     fn every_combination_has_its_passes() {
-        for ((transforms, searched, ranges, gptq), (first, search, on), states) in ALL {
+        for ((transforms, searched, ranges, rounding), (first, search, on), states) in ALL {
             for transforms in if transforms == 2 { 2..5 } else { transforms..transforms + 1 } {
-                let wanted = Wanted { transforms, searched, ranges, cache: false, gptq, spans: false };
+                let wanted = Wanted { transforms, searched, ranges, cache: false, rounding, spans: false };
                 let passes = PassPlan::of(wanted);
-                assert_eq!(passes, PassPlan { first, search, cache: None, gptq: on }, "{wanted:?}");
+                assert_eq!(passes, PassPlan { first, search, cache: None, rounding: on }, "{wanted:?}");
                 assert_eq!(passes.states_in_memory(), states, "{wanted:?}");
             }
         }
@@ -187,17 +190,19 @@ mod tests {
 
     #[test]
     fn one_pass_moves_the_float_states_on() {
-        for ((transforms, searched, ranges, gptq), ..) in ALL {
+        for ((transforms, searched, ranges, rounding), ..) in ALL {
             for cache in [false, true] {
-                let wanted = Wanted { transforms, searched, ranges, cache, gptq, spans: false };
+                let wanted = Wanted { transforms, searched, ranges, cache, rounding, spans: false };
                 let passes = PassPlan::of(wanted);
                 // With spans, the float states are followed in any case.
                 let spans = PassPlan::of(Wanted { spans: true, ..wanted });
                 assert!(spans.follow_float(), "{wanted:?}");
                 assert!(spans == passes || !passes.follow_float(), "{wanted:?}");
                 let first = passes.first.is_some_and(|first| first.advance);
-                let moving =
-                    [first, passes.search == FLOAT, passes.gptq == FLOAT].into_iter().filter(|m| *m).count();
+                let moving = [first, passes.search == FLOAT, passes.rounding == FLOAT]
+                    .into_iter()
+                    .filter(|m| *m)
+                    .count();
                 assert_eq!(moving, usize::from(passes.follow_float()), "{passes:?}");
                 // With the block as it will be written, on states from before the block.
                 assert_eq!(

@@ -4,12 +4,12 @@ use std::borrow::Cow;
 
 use super::plan::FoldedNodes;
 use super::scale_groups::ScaleGroups;
-use super::{Action, Method, Plan, PlanEntry, Rounding};
+use super::{Action, Method, Plan, PlanEntry};
 use crate::calibrate::Sampling;
 use crate::checkpoint::{Dtype, TensorInfo};
 use crate::format::Container;
 use crate::model::{KvScheme, Model};
-use crate::quantize::gptq::{GptqSettings, LayerInputs};
+use crate::round::Nearest;
 use crate::transform::TransformSettings;
 use crate::{Error, Result};
 
@@ -19,8 +19,8 @@ pub static REPACK: Method = Method {
     summary: "writes the same numbers in a different checkpoint format",
     preparation: None,
     transforms: Cow::Borrowed(&[]),
-    rounding: Rounding::Nearest,
-    default_inputs: LayerInputs::Quantized,
+    rounding: &Nearest,
+    rounding_keys: &[],
 };
 
 impl Plan {
@@ -49,6 +49,16 @@ impl Plan {
                 float_modules.extend((module != embedding).then_some(module));
                 continue;
             };
+            if model.has_input_order(&module, shape)? {
+                return Err(Error::usage(
+                    format!(
+                        "{} has groups of inputs that are not adjacent in `{module}` (desc_act or actorder), so it \
+                         cannot be written in a different format with the same numbers",
+                        model.path().display()
+                    ),
+                    "quantize it again with ‹requantize›",
+                ));
+            }
             let from = stored.with_symmetry(stored.is_symmetric() || symmetric);
             let scheme = container.restated_scheme(from);
             let mut sources = model.packed_tensors(&module, shape)?;
@@ -93,7 +103,6 @@ impl Plan {
             container,
             sampling: Sampling::default(),
             settings: TransformSettings { kv: fp8_cache, ..TransformSettings::default() },
-            gptq: GptqSettings::default(),
             entries,
             blocks: 0..architecture.layers,
             calibrated: None,

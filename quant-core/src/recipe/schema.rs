@@ -5,10 +5,10 @@ use schemars::{Schema, SchemaGenerator, json_schema};
 use serde_json::{Map, Value, json};
 
 use super::file::RecipeFile;
-use super::{Extensions, METHODS, Recipe, Rounding, steps};
+use super::{Extensions, Recipe, steps};
 use crate::format::CONTAINERS;
 use crate::keys::StepKey;
-use crate::quantize::gptq::GptqSettings;
+use crate::round::ROUNDINGS;
 use crate::scheme::{FLOAT_SCHEMES, WeightFormat};
 
 impl Recipe {
@@ -49,9 +49,23 @@ pub(super) fn transform() -> Schema {
     json_schema!({ "oneOf": steps().into_iter().map(alternative).collect::<Vec<_>>() })
 }
 
-pub(super) fn gptq() -> Schema {
-    let properties: Map<String, Value> = properties(GptqSettings::keys()).collect();
-    json_schema!({ "type": "object", "properties": properties, "additionalProperties": false })
+/// Adds the tables `[quantize.NAME]` of roundings that have settings to the schema of `[quantize]`.
+pub(super) fn add_roundings(schema: &mut Schema) {
+    let Some(all) = schema.get_mut("properties").and_then(Value::as_object_mut) else { return };
+    for rounding in ROUNDINGS {
+        let properties: Map<String, Value> = properties(rounding.keys()).collect();
+        if properties.is_empty() {
+            continue;
+        }
+        let name = rounding.name();
+        let table = json!({
+            "description": format!("Settings of the rounding `{name}`, if it is the method."),
+            "type": "object",
+            "properties": properties,
+            "additionalProperties": false,
+        });
+        all.insert(name.to_owned(), table);
+    }
 }
 
 fn properties(keys: Vec<StepKey>) -> impl Iterator<Item = (String, Value)> {
@@ -59,12 +73,7 @@ fn properties(keys: Vec<StepKey>) -> impl Iterator<Item = (String, Value)> {
 }
 
 pub(super) fn rounding(_: &mut SchemaGenerator) -> Schema {
-    one_of(
-        Rounding::ALL
-            .iter()
-            .filter_map(|r| Some((r, METHODS.iter().find(|m| m.name == r.name())?)))
-            .map(|(r, m)| (r.name(), m.summary)),
-    )
+    one_of(ROUNDINGS.iter().map(|rounding| (rounding.name(), rounding.summary())))
 }
 
 pub(super) fn scheme(_: &mut SchemaGenerator) -> Schema {

@@ -3,7 +3,7 @@
 
 use std::time::Instant;
 
-use super::{Action, PassPlan, Plan, Rounding};
+use super::{Action, PassPlan, Plan};
 use crate::checkpoint::Dtype;
 use crate::digest::sha256_hex;
 use crate::model::{Model, WeightBody, multiply};
@@ -88,8 +88,8 @@ impl Plan {
                 operations += plan.in_all_blocks(model, |work| transform.work(work).operations);
                 rounded += plan.in_all_blocks(model, |work| transform.work(work).rounded);
             }
-            if plan.method.rounding == Rounding::Gptq {
-                operations += plan.gptq_operations(model);
+            if let Some(inputs) = plan.method.rounding.inputs(&plan.settings) {
+                operations += plan.rounding_operations(model, inputs);
             }
         }
         let mut bytes = 0.0;
@@ -101,29 +101,15 @@ impl Plan {
         operations / rates.operations + rounded / rates.rounded + PASSES * bytes / rates.hashed
     }
 
-    /// The operations for Hessians, their factors and the solves, and for running a block in stages instead of one
-    /// pass.
-    fn gptq_operations(&self, model: &Model) -> f64 {
-        let of_block = |work: &Workload<'_>| {
-            let graph = work.graph;
-            let mut widths = std::collections::BTreeMap::new();
-            let mut operations = 0.0;
-            for (id, _, [n, k], _) in graph.linears() {
-                widths.insert(graph.nodes()[id].inputs[0], k as f64);
-                operations += n as f64 * (k as f64).powi(2);
-            }
-            for (&value, k) in &widths {
-                // f64 has half the throughput, so the factorization counts twice.
-                operations += work.tokens() * work.share_of_tokens(value) * k * k + 4.0 / 3.0 * k.powi(3);
-            }
-            operations
-        };
-        let again = match self.gptq.inputs {
+    /// The operations for rounding all blocks, and for running a block in stages instead of one pass.
+    fn rounding_operations(&self, model: &Model, inputs: LayerInputs) -> f64 {
+        let again = match inputs {
             // Spans need a pass of the float model too.
             LayerInputs::Quantized if PassPlan::new(self, false).first.is_some() => 1.75,
             LayerInputs::Quantized => 0.75,
             LayerInputs::Float => 0.0,
         };
+        let of_block = |work: &Workload<'_>| self.method.rounding.operations(work);
         self.in_all_blocks(model, of_block) + again * self.forward_operations(model)
     }
 

@@ -3,13 +3,15 @@
 use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 
-use super::settings::RecipeSettings;
-use crate::blocks::{BLOCK_TYPES, BlockType, ScaleSearch, block_type};
+use super::settings::{Given, RecipeSettings, set_twice};
+use crate::blocks::{BLOCK_TYPES, BlockSearch, BlockType, block_type};
 use crate::calibrate::{Packing, Sampling};
 use crate::gguf::{self, GgufRequest, MIXTURES, Mixture};
 use crate::quantize::gptq::GptqSettings;
-use crate::recipe::{Pattern, Rounding};
+use crate::recipe::{Extensions, Pattern, no_key, step_of};
+use crate::round::BlockRounding;
 use crate::{Error, Result};
 
 const DEFAULT_MIXTURE: &str = "Q4_K_M";
@@ -105,38 +107,81 @@ impl RecipeSettings {
             weighted,
             gptq: self.gguf_method()?,
             search: match self.gguf.reference_search {
-                true => ScaleSearch::Reference,
-                false => ScaleSearch::Refined,
+                true => BlockSearch::Reference,
+                false => BlockSearch::Refined,
             },
         })
     }
 
+    /// Returns the settings of GPTQ if the method compensates errors.
     fn gguf_method(&self) -> Result<Option<GptqSettings>> {
         let Some(method) = self.method.as_deref() else { return Ok(None) };
-        let rounding = Rounding::ALL.into_iter().find(|rounding| rounding.name() == method);
-        let settings = match rounding {
-            Some(Rounding::Nearest) => return Ok(None),
-            Some(Rounding::Gptq) => GptqSettings {
-                damping: self.damping.unwrap_or(GptqSettings::default().damping),
-                ..GptqSettings::default()
-            },
-            None => {
+        let rounding = Extensions::default().rounding(method);
+        let given = self.gguf_keys(method)?;
+        let applies = match rounding.map(|rounding| rounding.blocks()) {
+            Some(BlockRounding::Nearest) => {
+                return match given.first() {
+                    Some((key, _)) => Err(no_key(method, key, &[])),
+                    None => Ok(None),
+                };
+            }
+            Some(BlockRounding::Compensated(applies)) => applies,
+            _ => {
                 return Err(Error::usage(
                     format!("method `{method}` is not supported for GGUF files"),
                     "choose gptq, or omit ‹method› to round to nearest",
                 ));
             }
         };
+        let mut settings = GptqSettings::default();
+        let keys = GptqSettings::keys();
+        for (key, value) in given {
+            let known = keys.iter().find(|known| known.name == key);
+            let known = known.ok_or_else(|| no_key(method, key, &keys))?;
+            if !applies.contains(&key) {
+                let names = applies.join(", ");
+                return Err(Error::usage(
+                    format!(
+                        "`{key}` of `{method}` has no effect with ‹format={}›: only {names} applies to the blocks of \
+                         GGUF files",
+                        gguf::FORMAT
+                    ),
+                    match known.setting {
+                        Some(setting) => format!("leave it out (‹{setting}›, or ‹steps={method}.{key}›)"),
+                        None => "leave it out".to_owned(),
+                    },
+                ));
+            }
+            settings.set(key, &value)?;
+        }
         settings.check()?;
         if self.gguf.reference_search {
             return Err(Error::usage(
-                "‹reference_search› and ‹method=gptq› cannot be combined",
+                format!("‹reference_search› and ‹method={method}› cannot be combined"),
                 "leave one of them out",
             ));
         }
         Ok(Some(settings))
     }
 
+    /// The given keys of the rounding `method`, from its own settings and from `steps`.
+    fn gguf_keys(&self, method: &str) -> Result<Vec<(&str, Value)>> {
+        let of_steps = self.steps.get(method).into_iter().flatten();
+        let mut keys: Vec<(&str, Value)> =
+            of_steps.map(|(key, value)| (key.as_str(), value.clone())).collect();
+        for (setting, given) in self.keys_by_name() {
+            let Some((_, key)) = step_of(setting).filter(|(step, _)| *step == method) else { continue };
+            if keys.iter().any(|(known, _)| *known == key.name) {
+                return Err(set_twice(setting, method, key.name));
+            }
+            if let Given::Value(value) = given {
+                keys.push((key.name, value));
+            }
+        }
+        Ok(keys)
+    }
+
+    /// The given settings that do not apply to GGUF files.
     fn not_for_gguf(&self) -> Vec<&'static str> {
         let all = [
             ("preset", self.preset.is_some()),
@@ -145,12 +190,15 @@ impl RecipeSettings {
             ("symmetric", self.symmetric == Some(true)),
             ("asymmetric", self.symmetric == Some(false)),
             ("skip", !self.skip.is_empty()),
-            ("steps", !self.steps.is_empty()),
+            ("steps", self.steps.keys().any(|step| self.method.as_deref() != Some(step))),
             ("scale_search", self.scale_search.is_some()),
         ];
         let given = all.into_iter().filter(|(_, given)| *given).map(|(name, _)| name);
+        // Keys of the method are checked with its settings.
+        let of_other =
+            |name: &&str| step_of(name).is_none_or(|(step, _)| self.method.as_deref() != Some(step));
         let keys = self.keys_by_name().into_iter().map(|(name, _)| name);
-        given.chain(keys.filter(|name| *name != "damping" || self.method.is_none())).collect()
+        given.chain(keys.filter(of_other)).collect()
     }
 }
 

@@ -36,7 +36,7 @@ pub struct QuantizeRequest {
     pub output: PathBuf,
     /// The settings of the quantization.
     pub settings: RecipeSettings,
-    /// Steps, methods and formats of the calling program, which the settings and a recipe file may name.
+    /// Steps, roundings, methods and formats of the calling program, which the settings and a recipe file may name.
     pub extensions: Extensions,
     /// The calibration text; `None` means the recipe's, or the catalog's [`BUILTIN`].
     pub calibration: Option<Text>,
@@ -60,9 +60,8 @@ impl QuantizeRequest {
     /// Returns the files that are read, except the model's; the name of a text counts as a file.
     pub fn files_read(&self) -> Vec<&Path> {
         let settings = &self.settings;
-        let files = [&settings.recipe, &settings.channel_maxima, &settings.gguf.imatrix];
         let text = self.calibration.as_ref().and_then(Text::file);
-        files.into_iter().filter_map(|file| file.as_deref()).chain(text).collect()
+        settings.files().chain(settings.gguf.imatrix.as_deref()).chain(text).collect()
     }
 }
 

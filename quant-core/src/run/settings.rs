@@ -9,7 +9,8 @@ use serde_json::{Map, Number, Value};
 use super::gguf_settings::GgufSettings;
 use crate::calibrate::{ExpertSampling, Sampling};
 use crate::model::Model;
-use crate::recipe::{Extensions, METHODS, Method, PRESETS, Pattern, Plan, Recipe, Rounding, kv, step_of};
+use crate::recipe::{Extensions, Method, PRESETS, Pattern, Plan, Recipe, kv, method_with, step_of};
+use crate::round::ROUNDINGS;
 use crate::scheme::{Granularity, SchemeRequest};
 use crate::{Error, Result};
 
@@ -114,8 +115,7 @@ impl RecipeSettings {
             None => Recipe::preset(self.preset.as_deref().unwrap_or_else(|| self.preset_by_method()))?,
         };
         if let Some(name) = &self.method {
-            recipe.method = extensions.method(name)?;
-            recipe.gptq = recipe.method.default_gptq();
+            recipe.set_method(extensions.method(name)?)?;
         }
         recipe.method = recipe.method.without(&self.skip)?;
         if !self.format.is_empty() {
@@ -191,7 +191,7 @@ impl RecipeSettings {
             }
             recipe.settings.scale_search = search.parse()?;
         }
-        recipe.gptq.check()?;
+        recipe.method.rounding.check(&recipe.settings)?;
         let sampling = &mut recipe.sampling;
         *sampling = Sampling {
             samples: self.samples.unwrap_or(sampling.samples),
@@ -295,6 +295,28 @@ impl RecipeSettings {
         Error::usage(format!("‹{option}› has no effect: method `{}` {why}", method.name), ANOTHER_METHOD)
     }
 
+    /// The settings that name files: the recipe, and keys of steps that are files.
+    pub(crate) fn files_mut(&mut self) -> [SettingFile<'_>; 2] {
+        [
+            SettingFile { setting: "recipe", path: &mut self.recipe, extension: "toml" },
+            SettingFile {
+                setting: "channel_maxima",
+                path: &mut self.channel_maxima,
+                extension: "safetensors",
+            },
+        ]
+    }
+
+    /// The files that these settings name.
+    pub fn files(&self) -> impl Iterator<Item = &Path> {
+        let of_steps = self.keys_by_name().into_iter().filter_map(|(_, given)| match given {
+            Given::File(path) => Some(path),
+            Given::Value(_) => None,
+        });
+        self.recipe.as_deref().into_iter().chain(of_steps)
+    }
+
+    /// The given settings that are keys of steps: [`step_of`] returns which.
     pub(super) fn keys_by_name(&self) -> Vec<(&'static str, Given<'_>)> {
         let text = |text: &Option<String>| text.as_deref().map(|text| Given::Value(text.into()));
         let count = |count: Option<usize>| count.map(|count| Given::Value(count.into()));
@@ -320,10 +342,7 @@ impl RecipeSettings {
             return Err(Error::Internal(format!("`{setting}` is a setting of no step")));
         };
         if self.steps.get(step).is_some_and(|keys| keys.contains_key(key.name)) {
-            return Err(Error::usage(
-                format!("‹{setting}› and ‹steps› both set `{}` of `{step}`", key.name),
-                "leave one of them out",
-            ));
+            return Err(set_twice(setting, step, key.name));
         }
         match given {
             Given::Value(value) => recipe.set(step, key.name, &value),
@@ -336,15 +355,11 @@ impl RecipeSettings {
         let Some((step, _)) = step_of(option).filter(|(step, _)| method.keys_of(step).is_none()) else {
             return Ok(());
         };
-        if step == Rounding::Gptq.name() {
-            return Err(self.has_no_effect(method, option, "does not round with GPTQ"));
+        if ROUNDINGS.iter().any(|rounding| rounding.name() == step) {
+            return Err(self.has_no_effect(method, option, &format!("does not round with `{step}`")));
         }
+        let other = method_with(step);
         let skipped = if self.skip.iter().any(|name| name == step) { ", and do not skip it" } else { "" };
-        let other = match METHODS.iter().find(|method| method.steps().contains(&step)) {
-            Some(method) if method.name == step => format!("choose ‹method={step}›"),
-            Some(method) => format!("choose a method with `{step}`, such as {}", method.name),
-            None => format!("add `{step}` to the steps"),
-        };
         Err(Error::usage(
             format!(
                 "‹{option}› has no effect: it applies to the step `{step}`, which is not part of method `{}`",
@@ -371,6 +386,20 @@ impl RecipeSettings {
     }
 }
 
+/// The error for a key that is set by a setting of its own and in `steps`.
+pub(super) fn set_twice(setting: &str, step: &str, key: &str) -> Error {
+    Error::usage(format!("‹{setting}› and ‹steps› both set `{key}` of `{step}`"), "leave one of them out")
+}
+
+/// A setting that names a file.
+pub(crate) struct SettingFile<'a> {
+    pub(crate) setting: &'static str,
+    pub(crate) path: &'a mut Option<PathBuf>,
+    /// The extension of a copy.
+    pub(crate) extension: &'static str,
+}
+
+/// The value of a setting that is a key of a step.
 #[derive(Debug)]
 pub(super) enum Given<'a> {
     Value(Value),

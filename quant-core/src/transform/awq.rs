@@ -30,7 +30,7 @@ use super::{
     Transform, TransformSettings, Workload, awq_by_expert, by_expert, clip, difference, fold, race,
 };
 use crate::calibrate::{HiddenStates, Residence};
-use crate::keys::parse_text;
+use crate::keys::{no_such_key, parse_text};
 use crate::model::{BlockGraph, ExpertOrder, FoldGroup, NodeId};
 use crate::{Error, Result};
 
@@ -252,12 +252,20 @@ impl Transform for Awq {
     }
 
     fn set(&self, key: &str, value: &Value, settings: &mut TransformSettings) -> Result<()> {
+        if key != "search" {
+            return Err(no_such_key(self.name(), key));
+        }
         settings.steps.set(AwqSettings { search: parse_text(key, value)? });
         Ok(())
     }
 
     fn described(&self, settings: &TransformSettings) -> Map<String, Value> {
         [("search".to_owned(), json!(search_of(settings)))].into_iter().collect()
+    }
+
+    /// The kind of search is part of the batch's description.
+    fn fingerprint(&self, _settings: &TransformSettings) -> Value {
+        Value::Null
     }
 
     fn search_mode(&self, settings: &TransformSettings) -> Option<Search> {

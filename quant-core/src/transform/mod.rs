@@ -40,7 +40,7 @@ pub use candidates::{Search, TriedScales};
 pub use clip::Clip;
 pub use fold::fold;
 pub use reorder::Reorder;
-pub use rewrite::{ChannelOutlier, ClipRecord, FoldRecord, MAX_LISTED_CONSUMERS, Rewrite};
+pub use rewrite::{ChannelOutlier, ClipRecord, FoldRecord, MAX_LISTED_CONSUMERS, Rewrite, StepRecord};
 pub use rotate::{fold_norms, rotate};
 pub use settings::{Alpha, Automatic, SettingsType, StepSettings, TransformSettings};
 pub use smooth::{
@@ -296,10 +296,11 @@ pub trait Transform: Debug + Send + Sync {
         false
     }
 
-    /// A run is only resumed if the fingerprint of the settings is the same. By default these are the values in
-    /// [`TransformSettings::others`].
+    /// A fingerprint of the settings: a run is only resumed if the fingerprint is the same. By default these are the
+    /// [described](Self::described) keys, so a transform that stores its settings in [`StepSettings`] must describe them.
     fn fingerprint(&self, settings: &TransformSettings) -> Value {
-        settings.others.get(self.name()).map_or(Value::Null, |values| Value::Object(values.clone()))
+        let described = self.described(settings);
+        if described.is_empty() { Value::Null } else { Value::Object(described) }
     }
 
     /// Fails if the transform would have no effect on the request, or undo another step.

@@ -7,6 +7,7 @@ use std::sync::Arc;
 
 use candle_core::{Device, Tensor};
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 
 use super::{AttentionRecord, SmoothRecord, TriedScales};
 use crate::calibrate::ChannelRanges;
@@ -143,6 +144,19 @@ pub struct Rewrite {
     pub smooth: Vec<SmoothRecord>,
     /// The records of SmoothAttention.
     pub attention: Vec<AttentionRecord>,
+    /// The records of other steps.
+    pub records: Vec<StepRecord>,
+}
+
+/// What a step reports about a linear. The report of its weight has it under the name of the step.
+#[derive(Debug, Clone, PartialEq)]
+pub struct StepRecord {
+    /// The linear's [module](super::BlockTask::module).
+    pub module: String,
+    /// The name of the step; the last record of a step about a linear counts.
+    pub step: &'static str,
+    /// The result.
+    pub value: Value,
 }
 
 impl Rewrite {
@@ -201,7 +215,7 @@ impl Rewrite {
     /// apply.
     pub fn then(mut self, next: Self) -> Result<Self> {
         let Self { tokens, norms, norm_biases, row_order, column_order, columns, rows, .. } = next;
-        let Self { clips, folds, clip_records, smooth, attention, .. } = next;
+        let Self { clips, folds, clip_records, smooth, attention, records, .. } = next;
         if !self.clips.is_empty() {
             return Err(Error::Internal("weights are rewritten after their ranges were narrowed".into()));
         }
@@ -237,6 +251,7 @@ impl Rewrite {
         self.clip_records.extend(clip_records);
         self.smooth.extend(smooth);
         self.attention.extend(attention);
+        self.records.extend(records);
         Ok(self)
     }
 

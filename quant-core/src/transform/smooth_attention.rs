@@ -30,6 +30,7 @@ use super::settings::{Alpha, alpha_key};
 use super::{BlockTask, Needs, Rewrite, StepContext, StepKey, Transform, TransformSettings, TriedScales};
 use crate::calibrate::{AttentionStatistic, HiddenStates, InputRows, StatisticsPass};
 use crate::checkpoint::Dtype;
+use crate::keys::no_such_key;
 use crate::model::{Architecture, BlockGraph, KvScheme, NodeId, QueryKey};
 use crate::{Error, Result};
 
@@ -92,7 +93,10 @@ impl Transform for SmoothAttention {
         )]
     }
 
-    fn set(&self, _key: &str, value: &Value, settings: &mut TransformSettings) -> Result<()> {
+    fn set(&self, key: &str, value: &Value, settings: &mut TransformSettings) -> Result<()> {
+        if key != "alpha" {
+            return Err(no_such_key(self.name(), key));
+        }
         settings.steps.set(AttentionSettings { alpha: Some(Alpha::from_value(value)?) });
         Ok(())
     }

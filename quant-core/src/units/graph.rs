@@ -78,8 +78,8 @@ pub(super) fn units(
         .collect();
     let passes = PassPlan::new(plan, false);
     let in_spans = passes.follow_quantized();
-    if in_spans && !groups.iter().all(|blocks| plan.gptq.begins_span(blocks.start)) {
-        return Err(match plan.gptq.span_blocks {
+    if in_spans && !groups.iter().all(|blocks| plan.begins_span(blocks.start)) {
+        return Err(match plan.span_blocks() {
             None => Error::usage(
                 "with inputs of the quantized model, each block depends on the results of all blocks before it",
                 "set ‹span_blocks›, for example to 4, or ‹layer_inputs=float›; or run ‹quantize()›",

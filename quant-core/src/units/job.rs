@@ -14,8 +14,8 @@ use crate::calibrate::{TextTokenizer, TokenWindows};
 use crate::checkpoint::{read_capped, refuse_overlap};
 use crate::digest::sha256_hex;
 use crate::pipeline::{self, Job};
-use crate::recipe::{Plan, Rates};
-use crate::run::{self, Host, Opened, RecipeSettings, Text, open, prepared};
+use crate::recipe::{Extensions, Plan, Rates};
+use crate::run::{self, Host, Opened, RecipeSettings, SettingFile, Text, open_with, prepared};
 use crate::{CancelToken, Error, Observer, Result};
 
 const MAX_INPUT_BYTES: u64 = 1 << 30;
@@ -27,6 +27,9 @@ pub struct JobRequest {
     pub model: PathBuf,
     /// How the model is quantized, in one format.
     pub settings: RecipeSettings,
+    /// Steps, roundings, methods and formats of the calling program, which the settings and a recipe file may name. A
+    /// job stores only their names: workers open it [with the same ones](UnitJob::open_with).
+    pub extensions: Extensions,
     /// The calibration text; `None` means the recipe's, or the catalog's default.
     pub calibration: Option<Text>,
     /// Blocks per unit; by default 1, or a span of GPTQ.
@@ -68,7 +71,7 @@ pub fn init(request: &JobRequest, directory: &Path, host: &Host<'_>) -> Result<I
             return Err(Error::usage(format!("‹{name}› is 0"), "choose a positive number"));
         }
     }
-    let recipe = settings.recipe()?;
+    let recipe = settings.recipe_with(&request.extensions)?;
     if recipe.containers.len() != 1 {
         return Err(Error::usage("a job writes one format", "create a job for each format"));
     }
@@ -76,7 +79,7 @@ pub fn init(request: &JobRequest, directory: &Path, host: &Host<'_>) -> Result<I
     if let (Some(text), false) = (&request.calibration, recipe.needs_text()) {
         return Err(no_text(text));
     }
-    let opened = prepared(open(&request.model, host)?, &recipe, settings, host)?;
+    let opened = prepared(open_with(&request.model, &request.extensions, host)?, &recipe, settings, host)?;
     TextTokenizer::check(&opened.directory)?;
     refuse_overlap(opened.directory.path(), directory)?;
     let mut plans = settings.plans(&opened.model, &recipe)?;
@@ -87,7 +90,7 @@ pub fn init(request: &JobRequest, directory: &Path, host: &Host<'_>) -> Result<I
     run::warn_of_length(&plan, &opened.model, host);
     run::report_notes(std::slice::from_ref(&plan), &opened.model, host);
     let windows = run::windows(&opened, &plan, &recipe, request.calibration.as_ref(), host)?;
-    let blocks_per_unit = request.blocks_per_unit.or(plan.gptq.span_blocks).unwrap_or(1);
+    let blocks_per_unit = request.blocks_per_unit.or(plan.span_blocks()).unwrap_or(1);
     let split = [blocks_per_unit, request.forward_shards.unwrap_or(1)];
     let units = graph::units(&plan, &opened.model, windows.as_ref(), split)?;
     if request.forward_shards.is_some() && !units.iter().any(Unit::is_forward) {
@@ -109,9 +112,9 @@ pub fn init(request: &JobRequest, directory: &Path, host: &Host<'_>) -> Result<I
 
     let store = Store::create(directory)?;
     let mut stored = settings.clone();
-    stored.recipe = copied(&store, settings.recipe.as_deref(), "recipe", "toml")?;
-    stored.channel_maxima =
-        copied(&store, settings.channel_maxima.as_deref(), "channel-maxima", "safetensors")?;
+    for SettingFile { setting, path, extension } in stored.files_mut() {
+        *path = copied(&store, path.as_deref(), &setting.replace('_', "-"), extension)?;
+    }
     let tokens = match &windows {
         Some(windows) => Some(kept(&store, &windows::to_bytes(windows)?, "windows", "safetensors")?),
         None => None,
@@ -222,14 +225,27 @@ impl UnitJob {
     /// the job; [`Error::Unavailable`] if this machine has a different instruction set or processor;
     /// [`Error::InputFile`] if the store is damaged; errors of the model.
     pub fn open(directory: &Path, model: Option<&Path>, host: &Host<'_>) -> Result<Self> {
+        Self::open_with(directory, model, &Extensions::default(), host)
+    }
+
+    /// [`open`](Self::open) with the steps, roundings, methods and formats of the calling program.
+    ///
+    /// # Errors
+    /// As [`open`](Self::open).
+    pub fn open_with(
+        directory: &Path,
+        model: Option<&Path>,
+        extensions: &Extensions,
+        host: &Host<'_>,
+    ) -> Result<Self> {
         let store = Store::open(directory)?;
         let record = JobRecord::read(&store.record())?;
         let mut settings = record.settings.clone();
-        for path in [&mut settings.recipe, &mut settings.channel_maxima].into_iter().flatten() {
+        for path in settings.files_mut().into_iter().filter_map(|file| file.path.as_mut()) {
             *path = store.intact_input(&path.to_string_lossy(), host.cancel)?;
         }
-        let recipe = settings.recipe()?;
-        let opened = open(model.unwrap_or(&record.model), host)?;
+        let recipe = settings.recipe_with(extensions)?;
+        let opened = open_with(model.unwrap_or(&record.model), extensions, host)?;
         let opened = prepared(opened, &recipe, &settings, host)?;
         let mut plans = settings.plans(&opened.model, &recipe)?;
         let plan = plans.pop().filter(|_| plans.is_empty());

@@ -119,6 +119,7 @@ impl PackedReader for Reader {
             levels: None,
             global: None,
             input: None,
+            input_order: None,
         };
         tensor.view()?;
         Ok(tensor)

@@ -165,7 +165,18 @@ pub(super) fn read(source: &dyn TensorSource, weight: PackedWeight<'_>) -> Resul
         None => None,
     };
     let (zeros, levels) = (None, None);
-    let tensor = QuantizedTensor { shape, scheme, codes, scales, scale_dtype, zeros, levels, global, input };
+    let tensor = QuantizedTensor {
+        shape,
+        scheme,
+        codes,
+        scales,
+        scale_dtype,
+        zeros,
+        levels,
+        global,
+        input,
+        input_order: None,
+    };
     tensor.view()?;
     Ok(tensor)
 }

@@ -122,7 +122,21 @@ const QUANTIZATION_ARGUMENTS: &[&str] = &[
     "zp_dtype",
 ];
 
-/// The scheme of a `weights` object, without activations.
+/// Whether a `weights` object describes groups of columns that are not adjacent, which need an index of every column's
+/// group. Static ordering (`static`, `weight`) keeps adjacent columns together.
+pub(super) fn has_group_index(weights: &Object<'_>) -> Result<bool, String> {
+    match weights.get("actorder") {
+        None | Some(Value::Bool(false)) => Ok(false),
+        Some(Value::Bool(true)) => Ok(true),
+        Some(order) => match order.as_str() {
+            Some("static" | "weight") => Ok(false),
+            Some("group" | "dynamic") => Ok(true),
+            _ => Err(weights.refuse("actorder", "must be group, dynamic, static or weight")),
+        },
+    }
+}
+
+/// The scheme of a `weights` object, without the activations, which are specified next to it.
 pub(super) fn scheme(weights: &Object<'_>) -> Result<LinearScheme, String> {
     weights.allow_only(QUANTIZATION_ARGUMENTS)?;
     let bits = weights
@@ -144,15 +158,7 @@ pub(super) fn scheme(weights: &Object<'_>) -> Result<LinearScheme, String> {
     if flag("dynamic", false)? {
         return Err(weights.refuse("dynamic", "is true, but weights must have stored scales"));
     }
-    // Static ordering keeps groups in natural order. Dynamic ordering needs an index per column.
-    match weights.get("actorder").map(|a| a.as_str()) {
-        None | Some(Some("static" | "weight")) => {}
-        Some(_) => {
-            return Err(
-                weights.refuse("actorder", "must be static or weight; other orders are not supported")
-            );
-        }
-    }
+    has_group_index(weights)?;
     let group_size = match weights.get("group_size") {
         None => None,
         Some(value) => {

@@ -111,7 +111,7 @@ pub(super) fn shape_name(module: &str) -> String {
     format!("{module}.weight_shape")
 }
 
-/// Old versions write this tensor for activation ordering across groups.
+/// The group of every column, if `actorder` is group; quant never writes it.
 pub(super) fn group_index_name(module: &str) -> String {
     format!("{module}.weight_g_idx")
 }

@@ -23,6 +23,7 @@ fn tensor(
         levels: None,
         global: None,
         input: None,
+        input_order: None,
     }
 }
 

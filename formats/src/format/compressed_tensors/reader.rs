@@ -8,7 +8,7 @@ use quant_kernels_cpu::StaticScale;
 use regex::{Regex, RegexBuilder};
 use serde_json::{Map, Value};
 
-use super::group::{activations, fp8_cache, kind_of, reject_padded_words, scheme, storage};
+use super::group::{activations, fp8_cache, has_group_index, kind_of, reject_padded_words, scheme, storage};
 use super::layout::{
     self, CODE_OFFSET, Storage, group_index_name, input_scale_name, input_zero_point_name, packed_name,
     scale_name, shape_name, unpack_zeros, weight_name, zero_point_name,
@@ -19,7 +19,7 @@ use crate::checkpoint::{Dtype, TensorSource, TensorSpec, require_finite, require
 use crate::format::bits::{unpack_rows, words_for};
 use crate::format::checks::check_specs;
 use crate::format::numbers::matrix;
-use crate::format::{Axis, Contents, PackedReader, PackedWeight, TensorPart};
+use crate::format::{Axis, Contents, PackedReader, PackedWeight, TensorPart, input_order};
 use crate::quantize::QuantizedTensor;
 use crate::scheme::{ActivationScheme, Granularity, LinearScheme, SchemeRequest};
 use crate::{Error, Result};
@@ -44,6 +44,8 @@ pub(super) struct Reader {
 struct Target {
     scheme: LinearScheme,
     storage: Storage,
+    /// Whether an index stores the group of every column.
+    indexed: bool,
 }
 
 /// Values for modules, by exact name, regular expression or class.
@@ -164,7 +166,15 @@ impl Reader {
                 return Err(group
                     .refuse("input_activations", "are static, which is not supported for packed weights"));
             }
-            let scheme = Target { scheme, storage };
+            let indexed = has_group_index(&weights)?;
+            let is_grouped = matches!(scheme.granularity, Granularity::Group(_));
+            if indexed && !(storage == Storage::Packed && is_grouped) {
+                return Err(weights.refuse(
+                    "actorder",
+                    "permutes columns across groups, which is supported only for packed integers with groups",
+                ));
+            }
+            let scheme = Target { scheme, storage, indexed };
             for (path, target) in group.strings("targets")? {
                 targets.add(target, scheme, &path)?;
             }
@@ -191,9 +201,18 @@ impl Reader {
     }
 
     fn storage(&self, weight: PackedWeight<'_>) -> Storage {
+        self.target(weight).map_or_else(|| Storage::of(weight.scheme), |target| target.storage)
+    }
+
+    /// Returns the entry of the configuration for a weight, which is a linear or an embedding.
+    fn target(&self, weight: PackedWeight<'_>) -> Option<Target> {
         let configured = [self.linear(weight.module), self.embedding(weight.module)];
-        let configured = configured.into_iter().flatten().find(|target| target.scheme == weight.scheme);
-        configured.map_or_else(|| Storage::of(weight.scheme), |target| target.storage)
+        configured.into_iter().flatten().find(|target| target.scheme == weight.scheme)
+    }
+
+    /// Whether an index stores the group of every column of a weight.
+    fn is_indexed(&self, weight: PackedWeight<'_>) -> bool {
+        self.target(weight).is_some_and(|target| target.indexed)
     }
 }
 
@@ -247,16 +266,24 @@ impl PackedReader for Reader {
             }
         };
 
-        let specs = layout::layout_as(storage, module, shape, scheme, scale_dtype).map_err(|e| {
+        // The expected tensors are those that quant would write.
+        let mut specs = layout::layout_as(storage, module, shape, scheme, scale_dtype).map_err(|e| {
             Error::UnsupportedQuantization {
                 path: source.location(&scale_name),
                 reason: format!("`{module}` cannot have the scheme {scheme}: {e}"),
             }
         })?;
+        let mut foreign = Vec::new();
+        match self.is_indexed(weight) {
+            true => specs.push(TensorSpec::new(group_index_name(module), Dtype::I32, [shape[1]])),
+            false => foreign.push((
+                group_index_name(module),
+                "it permutes columns across groups, but `actorder` is not group".to_owned(),
+            )),
+        }
         for spec in &specs {
             check_spec(source, spec, module)?;
         }
-        let mut foreign = vec![(group_index_name(module), "it permutes columns across groups".to_owned())];
         if scheme.is_symmetric() && !has_null_zero_points(source, storage, module)? {
             foreign.push((
                 zero_point_name(module),
@@ -301,8 +328,23 @@ impl PackedReader for Reader {
                 let words = Axis::of_words(0, scheme.bits());
                 parts.push(TensorPart::new(zero_point_name(module), Some(words), groups));
             }
+            if self.is_indexed(weight) {
+                let index = TensorPart::new(group_index_name(module), None, Some(Axis::new(0, 1, 1)));
+                parts.push(match scheme.granularity {
+                    Granularity::Group(size) => index.with_contents(Contents::Groups(size)),
+                    _ => index,
+                });
+            }
         }
         Some(parts)
+    }
+
+    fn input_order(&self, source: &dyn TensorSource, weight: PackedWeight<'_>) -> Result<Option<Vec<u32>>> {
+        let (k, granularity) = (weight.shape[1], weight.scheme.granularity);
+        match self.is_indexed(weight) {
+            true => input_order::read(source, &group_index_name(weight.module), k, granularity.group_size(k)),
+            false => Ok(None),
+        }
     }
 
     fn zeros(&self, source: &dyn TensorSource, weight: PackedWeight<'_>) -> Result<Option<Vec<u8>>> {
@@ -347,9 +389,10 @@ impl PackedReader for Reader {
             levels: None,
             global: None,
             input,
+            input_order: None,
         };
         tensor.view()?;
-        Ok(tensor)
+        Ok(input_order::apply(tensor, self.input_order(source, weight)?))
     }
 }
 
@@ -388,6 +431,7 @@ fn check_spec(source: &dyn TensorSource, spec: &TensorSpec, module: &str) -> Res
     // Files of other tools differ from quant's in these dtypes.
     check_specs(source, std::slice::from_ref(spec), |spec, dtype| {
         (spec.name == shape_name(module) && dtype == Dtype::I32)
+            || (spec.name == group_index_name(module) && dtype == Dtype::I64)
             || (spec.name == input_scale_name(module) && dtype.is_weight_float())
             || (spec.name == scale_name(module) && spec.info.dtype == Dtype::U8 && dtype == Dtype::F8E8M0)
     })

@@ -226,6 +226,7 @@ mod tests {
             levels: None,
             global: None,
             input: None,
+            input_order: None,
         }
     }
 

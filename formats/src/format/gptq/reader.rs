@@ -3,14 +3,12 @@
 use regex::Regex;
 use serde_json::Value;
 
-use super::layout::{
-    self, codes_name, group_index, index_name, scales_name, unpack_codes, unpack_zeros, zeros_name,
-};
+use super::layout::{self, codes_name, index_name, scales_name, unpack_codes, unpack_zeros, zeros_name};
 use super::{EXCLUDED, HEAD, METHOD, V1, V2};
 use crate::checkpoint::{Dtype, TensorSource, TensorSpec, require_finite};
 use crate::format::checks::check_specs;
 use crate::format::numbers::matrix;
-use crate::format::{Axis, Contents, PackedReader, PackedWeight, TensorPart};
+use crate::format::{Axis, Contents, PackedReader, PackedWeight, TensorPart, input_order};
 use crate::quantize::QuantizedTensor;
 use crate::scheme::{Granularity, LinearScheme, WeightFormat};
 use crate::{Error, Result};
@@ -151,6 +149,11 @@ impl PackedReader for Reader {
         ])
     }
 
+    fn input_order(&self, source: &dyn TensorSource, weight: PackedWeight<'_>) -> Result<Option<Vec<u32>>> {
+        let (k, granularity) = (weight.shape[1], weight.scheme.granularity);
+        input_order::read(source, &index_name(weight.module), k, granularity.group_size(k))
+    }
+
     fn zeros(&self, source: &dyn TensorSource, weight: PackedWeight<'_>) -> Result<Option<Vec<u8>>> {
         let PackedWeight { module, shape: [n, k], scheme } = weight;
         let groups = k / scheme.granularity.group_size(k);
@@ -173,21 +176,8 @@ impl PackedReader for Reader {
         self.tensors(source, weight)?;
         let PackedWeight { module, shape, scheme } = weight;
         let [n, k] = shape;
-        let group_size = scheme.granularity.group_size(k);
-        let groups = k / group_size;
-        let name = index_name(module);
-        let index = source.read(&name)?;
-        let expected: Vec<u8> = match source.require(&name)?.dtype {
-            Dtype::I64 => group_index(k, group_size).flat_map(|g| i64::from(g).to_le_bytes()).collect(),
-            _ => group_index(k, group_size).flat_map(i32::to_le_bytes).collect(),
-        };
-        if index != expected {
-            return Err(Self::broken(
-                source,
-                &name,
-                "has groups of inputs that are not adjacent (desc_act), which is not supported",
-            ));
-        }
+        let groups = k / scheme.granularity.group_size(k);
+        let order = self.input_order(source, weight)?;
         let name = scales_name(module);
         let scale_dtype = source.require(&name)?.dtype;
         let mut stored = vec![0.0; n * groups];
@@ -203,9 +193,10 @@ impl PackedReader for Reader {
             levels: None,
             global: None,
             input: None,
+            input_order: None,
         };
         tensor.view()?;
-        Ok(tensor)
+        Ok(input_order::apply(tensor, order))
     }
 }
 
@@ -253,7 +244,7 @@ mod tests {
     }
 
     #[test]
-    fn zeros_that_contradict_and_groups_that_are_scattered_are_refused() {
+    fn zeros_that_contradict_and_groups_of_unequal_sizes_are_refused() {
         let (tensor, source, mut config) = written("w4a16-g32-asym");
         config["sym"] = json!(true);
         let reader = Reader::new(&config).unwrap().unwrap();
@@ -281,7 +272,7 @@ mod tests {
             scattered.insert(name, dtype, shape, bytes).unwrap();
         }
         let error = reader.read(&scattered, of(&reader)).unwrap_err();
-        assert!(error.to_string().contains("desc_act"), "{error}");
+        assert!(error.to_string().contains("assigns 31 inputs to group 0, but groups have 32"), "{error}");
     }
 
     #[test]

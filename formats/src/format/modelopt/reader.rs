@@ -265,6 +265,7 @@ impl PackedReader for Reader {
             levels: None,
             global: Some(global),
             input,
+            input_order: None,
         };
         tensor.view()?;
         Ok(tensor)

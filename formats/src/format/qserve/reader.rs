@@ -294,6 +294,7 @@ impl PackedReader for Reader {
             levels,
             global: None,
             input: None,
+            input_order: None,
         };
         tensor.view()?;
         Ok(tensor)

@@ -67,8 +67,9 @@ impl WeightBody {
     /// Returns the weight packed for the kernels, to be multiplied by `runner`. For blocks of a GGUF file, activations
     /// are rounded to 8 bits, with a scale per token.
     ///
-    /// Returns `None` if the weight is float or was packed before, or if the kernels use their portable path, which is
-    /// slower than dense products.
+    /// Returns `None` if the weight is float, was packed before or has an
+    /// [order of inputs](QuantizedTensor::input_order), or if this CPU has no vector instructions that the
+    /// kernels use: their portable path is a reference, and slower than dense products.
     ///
     /// # Errors
     /// When the parts of the weight do not match, or the kernels do not support its scheme.
@@ -77,6 +78,8 @@ impl WeightBody {
             return Ok(None);
         }
         let tensor = match self {
+            // The kernels know no order of inputs: such a weight is multiplied as floats.
+            Self::Quantized(tensor) if tensor.input_order.is_some() => return Ok(None),
             Self::Quantized(tensor) => tensor,
             // llama.cpp rounds the activations of these types too, with a scale per block.
             Self::Blocks(weight) => {
@@ -90,12 +93,16 @@ impl WeightBody {
         Ok(Some(Self::Packed { linear: linear.map_err(kernel_error)?, grid }))
     }
 
-    /// Returns a [`Quantized`](Self::Quantized) weight on a GPU; `None` for all other weights.
+    /// Returns a [`Quantized`](Self::Quantized) weight on a GPU; `None` for all other weights, and for one with an
+    /// [order of inputs](QuantizedTensor::input_order).
     ///
     /// # Errors
     /// When the parts of the weight do not match, the kernels do not support its scheme, or the GPU is out of memory.
     pub fn on_cuda(&self, runner: &CudaRunner) -> Result<Option<Self>> {
         let Self::Quantized(tensor) = self else { return Ok(None) };
+        if tensor.input_order.is_some() {
+            return Ok(None);
+        }
         let (linear, grid) = runner.put(tensor)?;
         Ok(Some(Self::Cuda { linear, grid }))
     }
@@ -123,7 +130,7 @@ impl WeightBody {
             Self::F32 { values, .. } => WeightRows::float(shape, SourceRows::Floats(values)),
             Self::Stored(weight) => Ok(WeightRows::stored(shape, weight.dtype(), weight.bytes()?)),
             Self::Blocks(weight) => Ok(WeightRows::blocks(weight)),
-            Self::Quantized(tensor) => Ok(WeightRows::quantized(tensor.view()?, shape)),
+            Self::Quantized(tensor) => Ok(WeightRows::quantized(tensor.sorted_view()?, shape)),
             Self::Packed { linear, .. } => Ok(WeightRows::packed(linear, shape)),
             Self::Cuda { .. } => Err(Error::Internal("weights on a GPU cannot be read back".into())),
         }

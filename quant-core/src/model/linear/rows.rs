@@ -9,7 +9,7 @@ use quant_kernels_cpu::{WeightView, dequantize_rows};
 use super::BlockWeight;
 use super::body::kernel_error;
 use crate::checkpoint::Dtype;
-use crate::quantize::SourceRows;
+use crate::quantize::{SourceRows, restore_input_order};
 use crate::vector::vectorized;
 use crate::{Error, Result};
 
@@ -25,7 +25,8 @@ enum Values<'a> {
     Float(SourceRows<'a>),
     Stored(Dtype, Arc<Vec<u8>>),
     Blocks(&'a BlockWeight),
-    Quantized(WeightView<'a>),
+    /// Columns, and the input of each unless they are in the order of the inputs.
+    Quantized(WeightView<'a>, Option<&'a [u32]>),
     Packed(&'a QuantizedLinear),
 }
 
@@ -57,8 +58,8 @@ impl<'a> WeightRows<'a> {
         Self { shape: weight.shape(), values: Values::Blocks(weight) }
     }
 
-    pub(super) fn quantized(view: WeightView<'a>, shape: [usize; 2]) -> Self {
-        Self { shape, values: Values::Quantized(view) }
+    pub(super) fn quantized((view, order): (WeightView<'a>, Option<&'a [u32]>), shape: [usize; 2]) -> Self {
+        Self { shape, values: Values::Quantized(view, order) }
     }
 
     pub(super) fn packed(linear: &'a QuantizedLinear, shape: [usize; 2]) -> Self {
@@ -75,7 +76,7 @@ impl<'a> WeightRows<'a> {
         match &self.values {
             Values::Float(rows) => Some(*rows),
             Values::Stored(dtype, bytes) => Some(SourceRows::Bytes(bytes, *dtype)),
-            Values::Blocks(_) | Values::Quantized(_) | Values::Packed(_) => None,
+            Values::Blocks(_) | Values::Quantized(..) | Values::Packed(_) => None,
         }
     }
 
@@ -119,7 +120,12 @@ impl<'a> WeightRows<'a> {
             Values::Float(SourceRows::Bytes(bytes, dtype)) => widen(*dtype, bytes, span, out),
             Values::Stored(dtype, bytes) => widen(*dtype, bytes, span, out),
             Values::Blocks(weight) => weight.decode(rows.start, out),
-            Values::Quantized(view) => dequantize_rows(view, rows, out).map_err(kernel_error)?,
+            Values::Quantized(view, order) => {
+                dequantize_rows(view, rows, out).map_err(kernel_error)?;
+                if let Some(order) = order {
+                    restore_input_order(out, order);
+                }
+            }
             Values::Packed(linear) => {
                 linear.weight().view().dequantize_rows(rows, out).map_err(kernel_error)?;
             }

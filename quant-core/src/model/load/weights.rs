@@ -63,6 +63,15 @@ impl Model {
         reader.zeros(self.source.as_ref(), weight)
     }
 
+    /// Whether a quantized weight has groups of inputs that are not adjacent.
+    pub(crate) fn has_input_order(&self, module: &str, shape: [usize; 2]) -> Result<bool> {
+        if self.shown_as_float(module).is_some() {
+            return Ok(false);
+        }
+        let (reader, weight) = self.packed_weight(module, shape)?;
+        Ok(reader.input_order(self.source.as_ref(), weight)?.is_some())
+    }
+
     /// Reads a quantized weight of shape `[n, k]`.
     pub(crate) fn packed(&self, module: &str, shape: [usize; 2]) -> Result<QuantizedTensor> {
         if let Some(name) = self.shown_as_float(module) {

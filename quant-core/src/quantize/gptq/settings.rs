@@ -2,17 +2,16 @@
 
 use std::str::FromStr;
 
-use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
-use crate::keys::{StepKey, parse_count, parse_number, parse_text};
+use crate::keys::{StepKey, no_such_key, parse_count, parse_number, parse_text};
 use crate::{Error, Result};
 
 /// The order in which columns are rounded, and when the grids of groups are computed.
 ///
 /// Groups always consist of adjacent columns, whatever the order, so no format needs an index of groups.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 #[non_exhaustive]
 pub enum ActOrder {
@@ -55,7 +54,7 @@ impl FromStr for ActOrder {
 }
 
 /// The model whose activations are the inputs of linears: the quantized or the float model.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 #[non_exhaustive]
 pub enum LayerInputs {
@@ -110,7 +109,11 @@ pub struct GptqSettings {
 }
 
 impl GptqSettings {
-    /// Larger blocks would only take more time.
+    /// The keys that apply to the blocks of GGUF files: columns stay in file order in runs of a fixed size, and inputs
+    /// come from the float model.
+    pub(crate) const KEYS_OF_BLOCKS: &[&str] = &["damping"];
+
+    /// The maximum block size: larger blocks would only take more time.
     const MAX_BLOCK_SIZE: usize = 4096;
 
     /// The keys of these settings, for recipe files, requests and the command line.
@@ -180,10 +183,10 @@ impl GptqSettings {
         ]
     }
 
-    /// Applies the value of one of the [`keys`](Self::keys). Ranges are checked by [`check`](Self::check).
+    /// Applies the value of one of the [`keys`](Self::keys). [`check`](Self::check) checks the values together.
     ///
     /// # Errors
-    /// [`Error::Usage`] when the value has a different type, or is not one of the names.
+    /// [`Error::Usage`] when the value has a different type, is not one of the names, or is out of range.
     pub fn set(&mut self, key: &str, value: &Value) -> Result<()> {
         match key {
             "damping" => self.damping = parse_number(key, value)?,
@@ -191,9 +194,9 @@ impl GptqSettings {
             "act_order" => self.act_order = parse_text(key, value)?,
             "inputs" => self.inputs = parse_text(key, value)?,
             "span_blocks" => self.span_blocks = Some(parse_count(key, value)?),
-            _ => return Err(Error::Internal(format!("GPTQ has no key `{key}`"))),
+            _ => return Err(no_such_key("gptq", key)),
         }
-        Ok(())
+        self.check_ranges()
     }
 
     /// The keys and values that result in these settings.
@@ -209,11 +212,22 @@ impl GptqSettings {
         all
     }
 
-    /// Checks the ranges of settings.
+    /// Checks the settings, each by itself and together.
     ///
     /// # Errors
     /// [`Error::Usage`] that names the setting.
     pub fn check(&self) -> Result<()> {
+        self.check_ranges()?;
+        match self.span_blocks {
+            Some(_) if self.inputs == LayerInputs::Float => Err(Error::usage(
+                "`span_blocks` of `gptq` (‹span_blocks›) has no effect: all inputs come from the float model",
+                "leave it out, or set `inputs` of `gptq` to quantized (‹layer_inputs=quantized›)",
+            )),
+            _ => Ok(()),
+        }
+    }
+
+    fn check_ranges(&self) -> Result<()> {
         if !(self.damping > 0.0 && self.damping <= 100.0) {
             return Err(Error::usage(
                 format!("the damping is {}; it must be greater than 0 and at most 100", self.damping),
@@ -233,18 +247,8 @@ impl GptqSettings {
         }
         match self.span_blocks {
             Some(0) => Err(Error::usage("a span has 0 blocks", "choose a positive number of blocks")),
-            Some(_) if self.inputs == LayerInputs::Float => Err(Error::usage(
-                "‹span_blocks› has no effect: all inputs come from the float model",
-                "leave it out, or set ‹layer_inputs=quantized›",
-            )),
             _ => Ok(()),
         }
-    }
-
-    /// Whether a block is the first of a span that begins with states of the float model.
-    pub(crate) fn begins_span(&self, layer: usize) -> bool {
-        self.inputs == LayerInputs::Quantized
-            && self.span_blocks.is_some_and(|blocks| blocks > 0 && layer.is_multiple_of(blocks))
     }
 }
 

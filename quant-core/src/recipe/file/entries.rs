@@ -2,19 +2,21 @@
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
+use std::fmt;
 
 use schemars::{JsonSchema, Schema, SchemaGenerator};
-use serde::de::Error as _;
+use serde::de::{Error as _, IgnoredAny, MapAccess, SeqAccess, Visitor};
 use serde::ser::SerializeMap;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use serde_json::Value;
 use toml::Spanned;
 
 use super::super::{Extensions, schema};
+use super::START;
 use crate::calibrate::{ExpertTokens, Mask, Packing};
 use crate::keys::suggestion;
 use crate::quantize::ScaleSearch;
-use crate::quantize::gptq::GptqSettings;
+use crate::round::Rounding;
 use crate::transform::{Transform, TransformSettings};
 use crate::{Error, Result};
 
@@ -133,83 +135,207 @@ impl TransformEntry {
     }
 }
 
-#[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
-#[serde(deny_unknown_fields, expecting = "a table with the key scheme, which begins with [quantize]")]
+/// How weights are rounded.
+#[derive(Debug, Clone, JsonSchema)]
+#[schemars(deny_unknown_fields, transform = schema::add_roundings)]
 pub(super) struct QuantizeEntry {
     /// The rounding method.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    #[schemars(schema_with = "schema::rounding")]
+    #[schemars(schema_with = "schema::rounding", default)]
     pub(super) method: Option<String>,
-    /// Settings of GPTQ, if it is the method.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub(super) gptq: Option<GptqEntry>,
     /// Weights, activations, KV cache, granularity and symmetry. Without `-sym` or `-asym`, integer weights have the
     /// format's default symmetry.
     #[schemars(schema_with = "schema::scheme")]
     pub(super) scheme: Spanned<String>,
     /// NVFP4: how the E4M3 scale of a group is chosen.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(super) scale_search: Option<ScaleSearch>,
     /// Linears that stay float: names, globs, or `re:` and a regular expression.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    #[schemars(with = "Vec<String>")]
+    #[schemars(with = "Vec<String>", default)]
     pub(super) ignore: Vec<Spanned<String>>,
     /// Linears with a scheme of their own; the last match wins.
-    #[serde(default, rename = "override", skip_serializing_if = "Vec::is_empty")]
+    #[schemars(rename = "override", default)]
     pub(super) overrides: Vec<OverrideEntry>,
+    /// The tables `[quantize.NAME]` with the settings of roundings, by name. Every other key is here too, because only
+    /// [`Extensions`] knows the names of all roundings.
+    #[schemars(skip)]
+    pub(super) roundings: BTreeMap<String, RoundingEntry>,
 }
 
-/// The settings of GPTQ, in `[quantize.gptq]`.
-#[derive(Debug, Clone)]
-pub(super) struct GptqEntry(KeyValues);
+/// The keys of [`QuantizeEntry`], apart from the names of roundings.
+const QUANTIZE_KEYS: [&str; 5] = ["method", "scheme", "scale_search", "ignore", "override"];
 
-impl From<GptqSettings> for GptqEntry {
-    fn from(settings: GptqSettings) -> Self {
-        Self(settings.described().into_iter().map(|(key, value)| (key.to_owned(), value, 0)).collect())
-    }
+/// A key of `[quantize]`.
+#[derive(Deserialize)]
+#[serde(field_identifier, rename_all = "snake_case")]
+enum QuantizeKey {
+    Method,
+    Scheme,
+    ScaleSearch,
+    Ignore,
+    Override,
+    Rounding(String),
 }
 
-impl<'de> Deserialize<'de> for GptqEntry {
+impl<'de> Deserialize<'de> for QuantizeEntry {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Self, D::Error> {
-        Ok(Self(key_values(BTreeMap::deserialize(deserializer)?)))
+        struct Entries;
+
+        impl<'de> Visitor<'de> for Entries {
+            type Value = QuantizeEntry;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("a table with the key scheme, which begins with [quantize]")
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> std::result::Result<Self::Value, A::Error> {
+                let (mut method, mut scheme, mut scale_search) = (None, None, None);
+                let (mut ignore, mut overrides, mut roundings) = (Vec::new(), Vec::new(), BTreeMap::new());
+                while let Some(key) = map.next_key()? {
+                    match key {
+                        QuantizeKey::Method => method = Some(map.next_value()?),
+                        QuantizeKey::Scheme => scheme = Some(map.next_value()?),
+                        QuantizeKey::ScaleSearch => scale_search = Some(map.next_value()?),
+                        QuantizeKey::Ignore => ignore = map.next_value()?,
+                        QuantizeKey::Override => overrides = map.next_value()?,
+                        QuantizeKey::Rounding(name) => {
+                            let entry: Spanned<RoundingTable> = map.next_value()?;
+                            let at = entry.span().start;
+                            roundings.insert(name, RoundingEntry { at, keys: entry.into_inner().0 });
+                        }
+                    }
+                }
+                let scheme = scheme.ok_or_else(|| A::Error::missing_field("scheme"))?;
+                Ok(QuantizeEntry { method, scheme, scale_search, ignore, overrides, roundings })
+            }
+        }
+
+        deserializer.deserialize_map(Entries)
     }
 }
 
-impl Serialize for GptqEntry {
+impl Serialize for QuantizeEntry {
     fn serialize<S: Serializer>(&self, serializer: S) -> std::result::Result<S::Ok, S::Error> {
-        serializer.collect_map(self.0.iter().map(|(key, value, _)| (key, value)))
+        let mut map = serializer.serialize_map(None)?;
+        if let Some(method) = &self.method {
+            map.serialize_entry("method", method)?;
+        }
+        for (name, RoundingEntry { keys, .. }) in &self.roundings {
+            let keys = keys.iter().flatten().map(|(key, value, _)| (key.clone(), value.clone()));
+            map.serialize_entry(name, &keys.collect::<serde_json::Map<_, _>>())?;
+        }
+        map.serialize_entry("scheme", &self.scheme)?;
+        if let Some(search) = &self.scale_search {
+            map.serialize_entry("scale_search", search)?;
+        }
+        if !self.ignore.is_empty() {
+            map.serialize_entry("ignore", &self.ignore)?;
+        }
+        if !self.overrides.is_empty() {
+            map.serialize_entry("override", &self.overrides)?;
+        }
+        map.end()
     }
 }
 
-impl JsonSchema for GptqEntry {
-    fn schema_name() -> Cow<'static, str> {
-        "GptqEntry".into()
-    }
+/// A table `[quantize.NAME]` with the settings of a rounding.
+#[derive(Debug, Clone)]
+pub(super) struct RoundingEntry {
+    /// The byte offset in the file.
+    pub(super) at: usize,
+    /// `None` if the value is not a table.
+    pub(super) keys: Option<KeyValues>,
+}
 
-    fn json_schema(_: &mut SchemaGenerator) -> Schema {
-        schema::gptq()
+/// The keys of a table; `None` for a value of any other type.
+struct RoundingTable(Option<KeyValues>);
+
+impl<'de> Deserialize<'de> for RoundingTable {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Self, D::Error> {
+        struct Table;
+
+        impl<'de> Visitor<'de> for Table {
+            type Value = RoundingTable;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("a table")
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, map: A) -> std::result::Result<Self::Value, A::Error> {
+                let entries = BTreeMap::deserialize(serde::de::value::MapAccessDeserializer::new(map))?;
+                Ok(RoundingTable(Some(key_values(entries))))
+            }
+
+            fn visit_bool<E>(self, _: bool) -> std::result::Result<Self::Value, E> {
+                Ok(RoundingTable(None))
+            }
+
+            fn visit_i64<E>(self, _: i64) -> std::result::Result<Self::Value, E> {
+                Ok(RoundingTable(None))
+            }
+
+            fn visit_f64<E>(self, _: f64) -> std::result::Result<Self::Value, E> {
+                Ok(RoundingTable(None))
+            }
+
+            fn visit_str<E>(self, _: &str) -> std::result::Result<Self::Value, E> {
+                Ok(RoundingTable(None))
+            }
+
+            fn visit_seq<A: SeqAccess<'de>>(self, mut all: A) -> std::result::Result<Self::Value, A::Error> {
+                while all.next_element::<IgnoredAny>()?.is_some() {}
+                Ok(RoundingTable(None))
+            }
+        }
+
+        deserializer.deserialize_any(Table)
     }
 }
 
-impl GptqEntry {
-    /// Applies the keys to the default settings.
-    pub(super) fn settings(
+impl RoundingEntry {
+    /// Applies the keys of the table `[quantize.NAME]` to `settings`.
+    pub(super) fn add_to(
         &self,
-        defaults: GptqSettings,
+        settings: &mut TransformSettings,
+        (name, own): (&str, &dyn Rounding),
+        extensions: &Extensions,
         line: impl Fn(usize) -> usize,
-    ) -> Result<GptqSettings> {
-        let (known, mut settings) = (GptqSettings::keys(), defaults);
-        for (key, value, start) in &self.0 {
-            if !known.iter().any(|known| known.name == key) {
+    ) -> Result<()> {
+        let known = extensions.rounding(name).map(|rounding| rounding.keys()).filter(|keys| !keys.is_empty());
+        let Some(known) = known else {
+            let with_keys = extensions.roundings().filter(|rounding| !rounding.keys().is_empty());
+            let names = QUANTIZE_KEYS.into_iter().chain(with_keys.map(|rounding| rounding.name()));
+            let names: Vec<_> = names.map(|name| format!("`{name}`")).collect();
+            return Err(Error::usage(
+                format!(
+                    "line {}: unknown field `{name}`, expected one of {}",
+                    line(self.at),
+                    names.join(", ")
+                ),
+                format!("correct the file; {START}"),
+            ));
+        };
+        let Some(keys) = &self.keys else {
+            return Err(Error::usage(
+                format!("line {}: quantize.{name} is not a table", line(self.at)),
+                format!("write its keys under [quantize.{name}]"),
+            ));
+        };
+        if name != own.name() {
+            return Err(Error::usage(
+                format!("[quantize.{name}] has no effect, because quantize.method is not {name}"),
+                format!("remove it, or set method = \"{name}\" in [quantize]"),
+            ));
+        }
+        for (key, value, start) in keys {
+            if !known.iter().any(|known| !known.is_file && known.name == key) {
                 let names: Vec<_> = known.iter().map(|key| key.name).collect();
                 return Err(Error::usage(
-                    format!("line {}: unknown key `{key}` in [quantize.gptq]", line(*start)),
+                    format!("line {}: unknown key `{key}` in [quantize.{name}]", line(*start)),
                     suggestion(key, format!("its keys are {}", names.join(", ")), &names),
                 ));
             }
-            settings.set(key, value).map_err(at_line(line(*start)))?;
+            own.set(key, value, settings).map_err(at_line(line(*start)))?;
         }
-        Ok(settings)
+        Ok(())
     }
 }
 

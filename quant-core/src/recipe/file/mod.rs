@@ -43,6 +43,7 @@
 
 mod entries;
 
+use std::collections::BTreeMap;
 use std::io::ErrorKind;
 use std::ops::Range;
 use std::path::Path;
@@ -54,9 +55,10 @@ pub(super) use entries::RecipeFile;
 
 use entries::*;
 
-use super::{Extensions, Method, Pattern, Recipe, Rounding, kv};
+use super::{Extensions, Method, Pattern, Recipe, kv};
 use crate::calibrate::{ExpertSampling, Sampling};
 use crate::checkpoint::read_capped;
+use crate::round::DEFAULT;
 use crate::scheme::SchemeRequest;
 use crate::transform::TransformSettings;
 use crate::{Error, Result, format};
@@ -158,12 +160,9 @@ impl Recipe {
         let overrides = file.quantize.overrides.iter();
         let defaults = Sampling::default();
         let calibration = file.calibration.as_ref();
-        let (gptq, default_gptq) = (file.quantize.gptq.as_ref(), method.default_gptq());
-        if gptq.is_some() && method.rounding != Rounding::Gptq {
-            return Err(Error::usage(
-                "[quantize.gptq] has no effect, because quantize.method is not gptq",
-                "remove it, or set method = \"gptq\" in [quantize]",
-            ));
+        method.set_defaults(&mut settings)?;
+        for (name, entry) in &file.quantize.roundings {
+            entry.add_to(&mut settings, (name, method.rounding), extensions, line)?;
         }
         file.transform.iter().try_for_each(|entry| entry.add_to(&mut settings, extensions, line))?;
         let recipe = Self {
@@ -189,7 +188,6 @@ impl Recipe {
                 },
             },
             settings,
-            gptq: gptq.map_or(Ok(default_gptq), |entry| entry.settings(default_gptq, line))?,
             calibration: calibration.and_then(|c| c.text.clone()),
         };
         if file.quantize.scale_search.is_some() && !recipe.searches_scales() {
@@ -217,7 +215,7 @@ impl Recipe {
             transform: self.method.steps().into_iter().map(|step| self.transform_entry(step)).collect(),
             quantize: QuantizeEntry {
                 method: Some(self.method.rounding.name().into()),
-                gptq: (self.method.rounding == Rounding::Gptq).then(|| self.gptq.into()),
+                roundings: self.rounding_entries(),
                 scheme: written(kv::joined(&self.scheme.to_string(), self.settings.kv)),
                 scale_search: self.searches_scales().then_some(self.settings.scale_search),
                 ignore: self.ignore.iter().map(|p| written(p.text().to_owned())).collect(),
@@ -243,6 +241,14 @@ impl Recipe {
         toml::to_string(&file).unwrap_or_default()
     }
 
+    fn rounding_entries(&self) -> BTreeMap<String, RoundingEntry> {
+        let rounding = self.method.rounding;
+        let described = rounding.described(&self.settings);
+        let keys = described.into_iter().map(|(key, value)| (key, value, 0)).collect();
+        let entry = Some((rounding.name().to_owned(), RoundingEntry { at: 0, keys: Some(keys) }));
+        entry.filter(|_| !rounding.keys().is_empty()).into_iter().collect()
+    }
+
     fn transform_entry(&self, kind: &str) -> TransformEntry {
         let transform = self.method.transforms.iter().find(|t| t.name() == kind);
         let described = transform.map(|transform| transform.described(&self.settings)).unwrap_or_default();
@@ -259,9 +265,9 @@ fn written(text: String) -> Spanned<String> {
 impl RecipeFile {
     fn method(&self, extensions: &Extensions) -> Result<Method> {
         let rounding = match self.quantize.method.as_deref() {
-            None => Rounding::Nearest,
-            Some(name) => Rounding::ALL.into_iter().find(|r| r.name() == name).ok_or_else(|| {
-                let names: Vec<_> = Rounding::ALL.iter().map(|r| r.name()).collect();
+            None => DEFAULT,
+            Some(name) => extensions.rounding(name).ok_or_else(|| {
+                let names: Vec<_> = extensions.roundings().map(|r| r.name()).collect();
                 Error::usage(
                     format!("unknown quantize.method `{name}`"),
                     format!(

@@ -20,8 +20,7 @@ use crate::digest::sha256_hex;
 use crate::format::FusedLinears;
 use crate::format::{Container, WrapperNames};
 use crate::model::{Model, NodeId};
-use crate::quantize::gptq::GptqSettings;
-use crate::recipe::{Method, Rounding};
+use crate::recipe::Method;
 use crate::scheme::LinearScheme;
 use crate::transform::TransformSettings;
 use crate::{Error, Result};
@@ -157,10 +156,8 @@ pub struct Plan {
     pub container: &'static dyn Container,
     /// The calibration batch, for methods that need one.
     pub sampling: Sampling,
-    /// Settings of transforms.
+    /// Settings of transforms and of the rounding.
     pub settings: TransformSettings,
-    /// Settings of GPTQ, for methods that round with it.
-    pub gptq: GptqSettings,
     /// All tensors.
     pub entries: Vec<PlanEntry>,
     /// The blocks covered by the plan.
@@ -301,7 +298,6 @@ impl Plan {
             container,
             sampling: recipe.sampling,
             settings: recipe.settings.clone(),
-            gptq: recipe.gptq,
             entries,
             blocks: 0..architecture.layers,
             calibrated: None,
@@ -326,9 +322,7 @@ impl Plan {
             plan.check_experts(architecture)?;
             model.check_positions(plan.sampling.length)?;
         }
-        if plan.method.rounding == Rounding::Gptq {
-            plan.gptq.check()?;
-        }
+        plan.method.rounding.check(&plan.settings)?;
         plan.complete(model, &folds)
     }
 

@@ -4,7 +4,7 @@ use super::{Action, Plan, PlanEntry};
 use crate::checkpoint::TensorSpec;
 use crate::format::ModuleSchemes;
 use crate::model::{BlockGraph, ExpertOrder, KvScheme};
-use crate::recipe::{PassPlan, Rounding};
+use crate::recipe::PassPlan;
 use crate::transform::Transform;
 
 impl Plan {
@@ -107,11 +107,12 @@ impl Plan {
     }
 
     /// Whether the experts of a block with this graph can be processed one at a time while the block is searched, with
-    /// the same result. GPTQ processes experts in its own way.
+    /// the same result. A rounding that works in stages processes experts in its own
+    /// way.
     pub(crate) fn takes_experts_apart(&self, graph: &BlockGraph) -> bool {
         // A second transform works on the rewritten block, all of which is in memory.
         let transforms = self.transforms();
-        self.method.rounding == Rounding::Nearest
+        self.method.rounding.inputs(&self.settings).is_none()
             && transforms.len() <= 1
             && transforms.iter().all(|t| t.takes_experts_apart(graph, &self.settings))
             && self.sampling.experts.is_routed()

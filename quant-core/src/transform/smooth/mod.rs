@@ -39,6 +39,7 @@ use super::{
     TransformSettings, TriedScales, Workload, fold,
 };
 use crate::calibrate::{ChannelMaxima, ChannelRanges, HiddenStates, InputRows};
+use crate::keys::no_such_key;
 use crate::model::{Block, BlockGraph, CancelTap, FoldGroup, NodeId, TokenRows, WeightBody, with_values};
 use crate::quantize::{
     ScaleContext, SourceRows, fp8_static_scale, nvfp4_input_scale, quantize_within, static_grid,
@@ -283,7 +284,10 @@ impl Transform for SmoothOutputs {
         OutputSettings::keys()
     }
 
-    fn set(&self, _key: &str, value: &Value, settings: &mut TransformSettings) -> Result<()> {
+    fn set(&self, key: &str, value: &Value, settings: &mut TransformSettings) -> Result<()> {
+        if key != "alpha" {
+            return Err(no_such_key(self.name(), key));
+        }
         settings.steps.set(OutputSettings { alpha: Some(Alpha::from_value(value)?) });
         Ok(())
     }

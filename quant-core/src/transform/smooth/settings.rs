@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
 use crate::calibrate::ChannelMaxima;
-use crate::keys::{StepKey, parse_text};
+use crate::keys::{StepKey, no_such_key, parse_text};
 use crate::transform::settings::alpha_key;
 use crate::transform::{Alpha, TransformSettings};
 use crate::{Error, Result};
@@ -53,7 +53,8 @@ impl SmoothSettings {
     pub(super) fn set(&mut self, key: &str, value: &Value) -> Result<()> {
         match key {
             "producers" => self.producers = parse_text(key, value)?,
-            _ => self.alpha = Some(Alpha::from_value(value)?),
+            "alpha" => self.alpha = Some(Alpha::from_value(value)?),
+            _ => return Err(no_such_key("smoothquant", key)),
         }
         Ok(())
     }
@@ -70,7 +71,7 @@ impl SmoothSettings {
 }
 
 /// The producers that SmoothQuant divides by its scales.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, schemars::JsonSchema)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 #[non_exhaustive]
 pub enum Producers {

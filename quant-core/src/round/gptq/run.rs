@@ -1,4 +1,4 @@
-//! GPTQ in a block: the order in which linears are rounded, and the inputs they are calibrated on.
+//! A block rounded with GPTQ: the order in which linears are rounded, and the inputs they are calibrated on.
 //!
 //! Linears that read the same value form a *stage* and share a Hessian. On inputs of the quantized model, the stages
 //! run one after another, and each sees the outputs of the previous stages as the quantized model computes them. On
@@ -7,39 +7,21 @@
 use std::collections::{BTreeMap, btree_map};
 use std::sync::Arc;
 
-use quant_kernels_cpu::StaticScale;
+use serde_json::json;
 
-use super::decision::{GptqRecord, Rounded, StageRounded, stored};
-use crate::calibrate::{ExpertSampling, ExpertStates, HiddenStates, StatisticsPass, watched};
-use crate::format::Container;
+use super::super::{Rounded, RoundingTask, StageRounded, StagedRounding, States};
+use super::{GptqRecord, settings};
+use crate::calibrate::{ExpertStates, HiddenStates, StatisticsPass, watched};
 use crate::model::{Block, BlockGraph, Linear, NodeId, WeightBody};
 use crate::quantize::gptq::{Factor, FactorError, GptqSettings, Hessian, Solved, solve_within};
-use crate::quantize::{RowsError, ScaleContext, ScaleSearch, SharedExtents};
-use crate::recipe::States;
-use crate::transform::{LinearGrid, Rewrite};
-use crate::{CancelToken, Error, Result};
-
-pub(super) struct GptqTask<'a> {
-    /// The prefix of the block's modules, for messages.
-    pub(super) prefix: &'a str,
-    /// The block with the rewrite applied.
-    pub(super) block: Block,
-    pub(super) grids: &'a BTreeMap<NodeId, LinearGrid>,
-    /// The decisions of the transforms. Its clip bounds limit the ranges of the grids.
-    pub(super) rewrite: &'a Rewrite,
-    pub(super) inputs: &'a BTreeMap<NodeId, StaticScale>,
-    pub(super) settings: GptqSettings,
-    pub(super) experts: ExpertSampling,
-    /// The experts that are calibrated on all tokens, with the number of tokens routed to each in the float model.
-    pub(super) unrouted: &'a BTreeMap<NodeId, u64>,
-    pub(super) scale_search: ScaleSearch,
-    pub(super) container: &'static dyn Container,
-    pub(super) cancel: &'a CancelToken,
-}
+use crate::quantize::{RowsError, ScaleContext, SharedExtents};
+use crate::transform::LinearGrid;
+use crate::{Error, Result};
 
 /// A GPTQ run through a block. The results of a stage may be written before the next stage begins.
 pub(super) struct GptqRun<'a> {
-    task: GptqTask<'a>,
+    task: RoundingTask<'a>,
+    settings: GptqSettings,
     states: &'a mut HiddenStates,
     /// The remaining stages: the value that is read, and the linears that read it.
     stages: btree_map::IntoIter<NodeId, Vec<NodeId>>,
@@ -60,7 +42,7 @@ impl<'a> GptqRun<'a> {
     /// Prepares to round a block on the states before it. If `advance` is set, states of the quantized model become the
     /// outputs of the rounded block, and states of the float model those of the float block.
     pub(super) fn new(
-        task: GptqTask<'a>,
+        task: RoundingTask<'a>,
         which: States,
         states: &'a mut HiddenStates,
         advance: bool,
@@ -73,12 +55,13 @@ impl<'a> GptqRun<'a> {
             States::Float => StageInputs::Gathered(task.gather(&stages, states, advance)?.into_iter()),
             States::Copy => StageInputs::Gathered(task.gather(&stages, states, false)?.into_iter()),
         };
-        let before = task.block.clone();
-        Ok(Self { task, states, stages: stages.into_iter(), inputs, before })
+        let (before, settings) = (task.block.clone(), settings(task.settings));
+        Ok(Self { task, settings, states, stages: stages.into_iter(), inputs, before })
     }
+}
 
-    /// `None` after the last stage.
-    pub(super) fn next_stage(&mut self) -> Result<Option<StageRounded>> {
+impl StagedRounding for GptqRun<'_> {
+    fn next_stage(&mut self) -> Result<Option<StageRounded>> {
         let Some((value, linears)) = self.stages.next() else { return Ok(None) };
         let task = &mut self.task;
         let mut routed = None;
@@ -129,7 +112,7 @@ impl<'a> GptqRun<'a> {
             }
         };
         hessian.finish();
-        let mut rounded = task.solve_stage(hessian, &linears)?;
+        let mut rounded = task.solve_stage(hessian, &linears, self.settings)?;
         rounded.values_mut().for_each(|rounded| rounded.routed = routed);
         if let StageInputs::Rounded { .. } = self.inputs {
             for (&node, rounded) in &rounded {
@@ -140,23 +123,24 @@ impl<'a> GptqRun<'a> {
         Ok(Some(rounded))
     }
 
-    pub(super) fn finish(mut self) -> Result<()> {
-        match self.inputs {
+    fn finish(self: Box<Self>) -> Result<()> {
+        let Self { mut task, states, inputs, before, .. } = *self;
+        match inputs {
             StageInputs::Rounded { from, experts: Some(mut experts), advance: true } => {
-                self.task.pass_experts((&mut experts, self.states), None, true, &self.before)?;
+                task.pass_experts((&mut experts, states), None, true, &before)?;
                 let (node, sum) = experts.into_sum();
-                self.states.advance_with(&self.task.block, from, (node, &sum), self.task.cancel)
+                states.advance_with(&task.block, from, (node, &sum), task.cancel)
             }
             StageInputs::Rounded { from, experts: None, advance: true } => {
-                let nodes = [from, self.task.block.graph().output()];
-                self.states.advance_between(&self.task.block, nodes, self.task.cancel)
+                let nodes = [from, task.block.graph().output()];
+                states.advance_between(&task.block, nodes, task.cancel)
             }
             _ => Ok(()),
         }
     }
 }
 
-impl GptqTask<'_> {
+impl RoundingTask<'_> {
     /// Adds the outputs of the experts before the one whose rows `selects` picks, or of all remaining experts, and
     /// drops their weights.
     fn pass_experts(
@@ -206,8 +190,9 @@ impl GptqTask<'_> {
         Hessian::new(self.block.linear(linears[0]).weight().shape()[1])
     }
 
-    fn factor(&self, hessian: &Hessian, columns: Vec<usize>, tensor: &str) -> Result<Factor> {
-        let factor = Factor::new(hessian, columns, self.settings.damping).map_err(|e| match e {
+    /// Factors the Hessian of the input of `tensor`.
+    fn factor(hessian: &Hessian, columns: Vec<usize>, damping: f64, tensor: &str) -> Result<Factor> {
+        let factor = Factor::new(hessian, columns, damping).map_err(|e| match e {
             FactorError::NonFinite { channel } => Error::Calibration {
                 tensor: tensor.to_owned(),
                 what: format!("the sum of squares of input channel {channel}"),
@@ -224,7 +209,7 @@ impl GptqTask<'_> {
                 "`{tensor}`: the Hessian is not positive definite; damping raised to {:e} of the mean diagonal, from \
                  {:e}",
                 factor.damping(),
-                self.settings.damping
+                damping
             );
         }
         Ok(factor)
@@ -234,7 +219,7 @@ impl GptqTask<'_> {
     /// fuse with it, if there are any.
     fn context(&self, node: NodeId) -> Result<ScaleContext> {
         let grid = self.grids[&node];
-        let mut context = ScaleContext { search: self.scale_search, amax: None };
+        let mut context = ScaleContext { search: self.settings.scale_search, amax: None };
         for (&other, _) in self.grids.iter().filter(|(id, other)| **id != node && other.shares_with(&grid)) {
             // The fused linears read the same value, so none of this stage has been rounded yet.
             let weight = self.block.linear(other).weight().read()?;
@@ -250,18 +235,23 @@ impl GptqTask<'_> {
     }
 
     /// Rounds linears that read the same value.
-    fn solve_stage(&self, hessian: Hessian, linears: &[NodeId]) -> Result<StageRounded> {
+    fn solve_stage(
+        &self,
+        hessian: Hessian,
+        linears: &[NodeId],
+        settings: GptqSettings,
+    ) -> Result<StageRounded> {
         let mut rounded = StageRounded::new();
         let (diagonal, tokens) = (hessian.diagonal(), hessian.tokens());
         let columns_of = |node: &NodeId| {
             let group_size = self.grids[node].scheme.granularity.group_size(diagonal.len());
-            self.settings.act_order.columns(&diagonal, group_size)
+            settings.act_order.columns(&diagonal, group_size)
         };
         let mut hessian = Some(hessian);
         let mut latest: Option<Factor> = None;
         for (i, &node) in linears.iter().enumerate() {
             self.cancel.check()?;
-            let tensor = format!("{}{}.weight", self.prefix, self.block.graph().name(node));
+            let tensor = self.tensor(node);
             let LinearGrid { scheme, scale_dtype, .. } = self.grids[&node];
             let context = self.context(node)?;
             let weight = self.block.linear(node).weight().read()?;
@@ -271,8 +261,10 @@ impl GptqTask<'_> {
                 Some(factor) => factor,
                 None => {
                     let gone = || Error::Internal(format!("the Hessian of `{tensor}` was dropped too early"));
-                    let factor = self.factor(hessian.as_ref().ok_or_else(gone)?, columns, &tensor)?;
-                    // The Hessian is the largest allocation: it is dropped as soon as no other linear needs it.
+                    let hessian_of_stage = hessian.as_ref().ok_or_else(gone)?;
+                    let factor = Self::factor(hessian_of_stage, columns, settings.damping, &tensor)?;
+                    // The Hessian is the largest allocation: it is dropped as soon as no other linear needs a different
+                    // factor of it.
                     if linears[i + 1..].iter().all(|other| columns_of(other) == factor.columns()) {
                         hessian = None;
                     }
@@ -282,20 +274,19 @@ impl GptqTask<'_> {
             let rows = weight.as_float();
             let rows = rows.ok_or_else(|| Error::Internal(format!("`{tensor}` is quantized already")))?;
             let clip = self.rewrite.clips.get(&node).map(Vec::as_slice);
-            let Solved { tensor: mut quantized, loss } =
-                solve_within(rows, shape, (scheme, scale_dtype), (clip, context), &factor, self.settings)
+            let Solved { tensor: quantized, loss } =
+                solve_within(rows, shape, (scheme, scale_dtype), (clip, context), &factor, settings)
                     .map_err(|e| e.within(&tensor, None))?;
-            quantized.input = self.inputs.get(&node).copied();
-            let quantized = stored(quantized, self.container, scale_dtype, &tensor)?;
+            let quantized = self.stored(node, quantized)?;
             let record = GptqRecord {
                 loss,
                 damping: factor.damping(),
                 dead_channels: factor.dead(),
-                act_order: self.settings.act_order,
+                act_order: settings.act_order,
             };
             tracing::debug!(tensor, loss, damping = record.damping, dead = record.dead_channels, "rounded");
             let weight = Arc::new(WeightBody::Quantized(quantized));
-            rounded.insert(node, Rounded { weight, record, tokens, routed: None });
+            rounded.insert(node, Rounded { weight, record: json!(record), tokens, routed: None });
             latest = Some(factor);
         }
         Ok(rounded)

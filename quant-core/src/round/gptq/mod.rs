@@ -1,0 +1,142 @@
+//! GPTQ as a rounding: what other stages need to know about it. [`quantize::gptq`](crate::quantize::gptq) has the
+//! algorithm.
+
+mod run;
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
+
+use super::{BlockRounding, Rounding, RoundingMemory, RoundingTask, StagedRounding, States};
+use crate::Result;
+use crate::calibrate::HiddenStates;
+use crate::keys::StepKey;
+use crate::model::NodeId;
+use crate::quantize::gptq::{ActOrder, GptqSettings, Hessian, LayerInputs};
+use crate::transform::{TransformSettings, Workload};
+
+/// Rows of a weight that a thread of the solver processes at a time.
+const SOLVED_ROWS: usize = 128;
+
+/// Rounds column by column; later columns compensate the errors of earlier ones. Its settings are [`GptqSettings`].
+#[derive(Debug, Clone, Copy)]
+pub struct Gptq;
+
+/// The result of GPTQ for a linear.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub struct GptqRecord {
+    /// The mean squared error of the linear's output after rounding, over outputs and tokens, including the damping
+    /// term.
+    pub loss: f64,
+    /// The damping that was used, as a fraction of the mean of the Hessian's diagonal. It exceeds the requested damping
+    /// if the Hessian was not positive definite with that, or if a wide Hessian, which is factored in `f32`, needs
+    /// more.
+    pub damping: f64,
+    /// The number of input channels that were always 0.
+    pub dead_channels: usize,
+    /// The order in which columns were rounded.
+    pub act_order: ActOrder,
+}
+
+fn settings(all: &TransformSettings) -> GptqSettings {
+    all.steps.get()
+}
+
+impl Rounding for Gptq {
+    fn name(&self) -> &'static str {
+        "gptq"
+    }
+
+    fn summary(&self) -> &'static str {
+        "rounds column by column, and compensates each error in the remaining columns, on a calibration text"
+    }
+
+    fn keys(&self) -> Vec<StepKey> {
+        GptqSettings::keys()
+    }
+
+    fn set(&self, key: &str, value: &Value, all: &mut TransformSettings) -> Result<()> {
+        let mut own = settings(all);
+        own.set(key, value)?;
+        all.steps.set(own);
+        Ok(())
+    }
+
+    fn reset(&self, all: &mut TransformSettings) {
+        all.steps.set(GptqSettings::default());
+    }
+
+    fn described(&self, all: &TransformSettings) -> Map<String, Value> {
+        settings(all).described().into_iter().map(|(key, value)| (key.to_owned(), value)).collect()
+    }
+
+    fn check(&self, all: &TransformSettings) -> Result<()> {
+        settings(all).check()
+    }
+
+    fn inputs(&self, all: &TransformSettings) -> Option<LayerInputs> {
+        Some(settings(all).inputs)
+    }
+
+    fn span_blocks(&self, all: &TransformSettings) -> Option<usize> {
+        settings(all).span_blocks
+    }
+
+    /// On the inputs of the quantized model, experts are processed one at a time.
+    fn takes_experts_apart(&self, all: &TransformSettings) -> bool {
+        settings(all).inputs == LayerInputs::Quantized
+    }
+
+    fn memory(&self, work: &Workload<'_>) -> RoundingMemory {
+        let graph = work.graph;
+        let widths: BTreeMap<NodeId, u64> =
+            graph.linears().map(|(id, _, [_, k], _)| (graph.nodes()[id].inputs[0], k as u64)).collect();
+        let largest = |bytes: fn(u64) -> u64| widths.values().map(|k| bytes(*k)).max().unwrap_or(0);
+        let all: u64 = widths.values().map(|k| Hessian::kept_bytes(*k)).sum();
+        // Codes, packed codes, and the rows that each thread is processing.
+        let linear =
+            |[n, k]: [usize; 2]| (2 * n * k + rayon::current_num_threads() * SOLVED_ROWS * 5 * k) as u64;
+        let linear = graph.linears().map(|(_, _, shape, _)| linear(shape)).max().unwrap_or(0);
+        let [kept, peak] = [largest(Hessian::kept_bytes), largest(Hessian::peak_bytes)];
+        match settings(work.settings).inputs {
+            LayerInputs::Quantized => {
+                RoundingMemory { gathering: kept, solving: peak.saturating_add(linear) }
+            }
+            LayerInputs::Float => {
+                let solving = all.saturating_add(peak.saturating_sub(kept)).saturating_add(linear);
+                RoundingMemory { gathering: all, solving }
+            }
+        }
+    }
+
+    /// The operations for Hessians, their factors and the solves.
+    fn operations(&self, work: &Workload<'_>) -> f64 {
+        let graph = work.graph;
+        let mut widths = BTreeMap::new();
+        let mut operations = 0.0;
+        for (id, _, [n, k], _) in graph.linears() {
+            widths.insert(graph.nodes()[id].inputs[0], k as f64);
+            operations += n as f64 * (k as f64).powi(2);
+        }
+        for (&value, k) in &widths {
+            // The operations of the factorization count twice, because f64 has half the throughput.
+            operations += work.tokens() * work.share_of_tokens(value) * k * k + 4.0 / 3.0 * k.powi(3);
+        }
+        operations
+    }
+
+    fn blocks(&self) -> BlockRounding {
+        BlockRounding::Compensated(GptqSettings::KEYS_OF_BLOCKS)
+    }
+
+    fn begin<'a>(
+        &self,
+        task: RoundingTask<'a>,
+        (which, states): (States, &'a mut HiddenStates),
+        advance: bool,
+    ) -> Result<Box<dyn StagedRounding + 'a>> {
+        Ok(Box::new(run::GptqRun::new(task, which, states, advance)?))
+    }
+}
