@@ -58,7 +58,9 @@ fn every_file_is_listed() {
         .filter(|name| name != "main")
         .collect();
     files.sort();
-    let listed: Vec<&str> =
-        include_str!("main.rs").lines().filter_map(|line| line.strip_prefix("mod ")?.strip_suffix(';')).collect();
+    let listed: Vec<&str> = include_str!("main.rs")
+        .lines()
+        .filter_map(|line| line.strip_prefix("mod ")?.strip_suffix(';'))
+        .collect();
     assert_eq!(files, listed);
 }

@@ -128,7 +128,11 @@ fn cut_changed_and_hostile_files_are_refused() {
     };
     refused("a few bytes", &good[..20], "too short");
     refused("half of it", &good[..good.len() / 2], "the header does not end at the end of the file");
-    refused("more at the end", &[&good[..], b"{}"].concat(), "the header does not end at the end of the file");
+    refused(
+        "more at the end",
+        &[&good[..], b"{}"].concat(),
+        "the header does not end at the end of the file",
+    );
     refused("the digest", &changed(30), "header does not match");
     refused("the header", &changed(offset + length / 2), "header does not match");
     refused("the head", &changed(56 + 1000), "head does not match");
